@@ -1,0 +1,289 @@
+"""Text as bytes: tokenised once to flat files, then windows of them by random access, with Grain.
+
+The default corpus is the Python standard library's own source, which every machine has. Others:
+
+    corpus("stdlib")             # *.py of this Python, split into train and held-out by file
+    corpus("notes.txt")          # a text file, or a folder of them: a document each
+    corpus("docs.jsonl")         # JSON Lines, or Parquet: the column `text` of each row
+    corpus("hf:org/name")        # the Hub's, or with hf:org/name:config one configuration of it
+
+A token is a byte, 0 to 255; 256 stands in front of each document. Windows overlap by one token, so
+that every token but the first is a target once an epoch.
+"""
+
+import hashlib
+import json
+import os
+import pathlib
+import shutil
+import sysconfig
+import tempfile
+from collections.abc import Iterable, Iterator
+from typing import NamedTuple
+
+import grain
+import numpy as np
+
+from data import DataError, cache_dir
+
+START = 256  # the token in front of each document
+VOCAB_SIZE = 384  # 257 tokens, padded to a multiple of 128 so that the dim shards
+HELD_OUT = 0.01  # of the documents, where the dataset has no split of its own
+
+
+class Corpus(NamedTuple):
+    name: str  # as --dataset gave it
+    train: np.ndarray  # uint16 [tokens], memory-mapped
+    held_out: np.ndarray
+    fingerprint: str  # sha256 of both
+
+
+def encode(text: str | bytes) -> np.ndarray:
+    """Text → uint16 tokens, without the START in front."""
+    raw = text.encode() if isinstance(text, str) else text
+    return np.frombuffer(raw, np.uint8).astype(np.uint16)
+
+
+def decode(tokens) -> str:
+    """Tokens → text; START and padding vanish, bytes that are not UTF-8 become U+FFFD."""
+    return bytes(int(t) for t in tokens if 0 <= t < START).decode(errors="replace")
+
+
+# ---- batches ---------------------------------------------------------------------------------
+
+
+class _Windows(grain.sources.RandomAccessDataSource):
+    """Window i of a flat token file: int32 [length + 1]."""
+
+    def __init__(self, tokens: np.ndarray, length: int):
+        self._tokens, self._length = tokens, length
+
+    def __len__(self):
+        return (len(self._tokens) - 1) // self._length
+
+    def __getitem__(self, i):
+        start = int(i) * self._length
+        return self._tokens[start : start + self._length + 1].astype(np.int32)
+
+
+def check(corpus: Corpus, seq_len: int) -> None:
+    """Raises DataError if either part is shorter than one window."""
+    for part, tokens in (("training", corpus.train), ("held-out", corpus.held_out)):
+        if len(tokens) <= seq_len:
+            raise DataError(
+                f"--dataset={corpus.name} has {len(tokens)} {part} tokens, fewer than one window "
+                f"of --seq_len={seq_len} and its target; give more text or a shorter --seq_len"
+            )
+
+
+def train_batches(
+    corpus: Corpus,
+    seq_len: int,
+    batch_size: int,
+    seed: int,
+    first: int = 0,
+    shard: grain.sharding.ShardOptions | None = None,
+) -> grain.IterDataset:
+    """Batches of windows, forever, from batch `first` on: int32 [batch_size / shards, seq_len + 1].
+
+    Batch k depends on (seed, k) alone. `shard` picks this process's rows of it, a contiguous part
+    (by default its share by ShardByJaxProcess); only those are read.
+    """
+    shard = shard or grain.sharding.ShardByJaxProcess()
+    rows = batch_size // shard.shard_count
+    windows = grain.MapDataset.source(_Windows(corpus.train, seq_len))
+    parts = windows.seed(seed).shuffle().repeat().batch(rows)  # part k·shards + i is i's of batch k
+    mine = parts.slice(
+        slice(first * shard.shard_count + shard.shard_index, None, shard.shard_count)
+    )
+    # One thread reads 30 million tokens a second; more threads only fight over Python's lock.
+    return mine.to_iter_dataset(grain.ReadOptions(num_threads=1, prefetch_buffer_size=16))
+
+
+def held_out_batches(
+    corpus: Corpus,
+    seq_len: int,
+    batch_size: int,
+    shard: grain.sharding.ShardOptions | None = None,
+) -> Iterator[np.ndarray]:
+    """Every held-out window once, in order; the last batch is filled up with rows of -1."""
+    shard = shard or grain.sharding.ShardByJaxProcess()
+    windows, rows = _Windows(corpus.held_out, seq_len), batch_size // shard.shard_count
+    for batch in range(-(-len(windows) // batch_size)):
+        start = batch * batch_size + shard.shard_index * rows
+        batch_rows = np.full((rows, seq_len + 1), -1, np.int32)
+        for row, window in enumerate(range(start, min(start + rows, len(windows)))):
+            batch_rows[row] = windows[window]
+        yield batch_rows
+
+
+# ---- from a dataset to flat files ------------------------------------------------------------
+
+
+def corpus(dataset: str = "stdlib", column: str = "text") -> Corpus:
+    """Tokenised files of a dataset, made on first use and kept in the cache folder.
+
+    Args:
+      dataset: "stdlib", a path, or "hf:NAME"; see the module's docstring.
+      column: where JSON Lines, Parquet and the Hub's datasets keep their text.
+
+    Raises DataError, before anything is written, if there is no such text.
+    """
+    if dataset == "stdlib":
+        root = pathlib.Path(sysconfig.get_paths()["stdlib"])
+        files = sorted(p for p in root.rglob("*.py") if "site-packages" not in p.parts)
+        key = [sysconfig.get_python_version(), *_listing(files, root)]
+        documents = lambda: _by_file(files, root)  # noqa: E731
+    elif dataset.startswith("hf:"):
+        key = [dataset, column]
+        documents = lambda: _from_hub(dataset, column)  # noqa: E731
+    else:
+        files, root = _files(dataset)
+        key = [column, *_listing(files, root)]
+        documents = lambda: _from_files(dataset, files, column)  # noqa: E731
+    digest = hashlib.sha256(json.dumps(["v1", *key]).encode()).hexdigest()[:16]
+    folder = cache_dir() / "text" / digest
+    if not (folder / "fingerprint").exists():
+        _write(folder, documents(), dataset)
+    return Corpus(
+        name=dataset,
+        train=np.memmap(folder / "train.bin", np.uint16, "r"),
+        held_out=np.memmap(folder / "held_out.bin", np.uint16, "r"),
+        fingerprint=(folder / "fingerprint").read_text(),
+    )
+
+
+def _listing(files: list[pathlib.Path], root: pathlib.Path) -> list:
+    stats = [(path, path.stat()) for path in files]
+    return [[str(p.relative_to(root)), s.st_size, s.st_mtime_ns] for p, s in stats]
+
+
+def _held_out(name: bytes) -> bool:
+    return int.from_bytes(hashlib.sha256(name).digest()[:4], "big") < HELD_OUT * 2**32
+
+
+def _by_file(files: list[pathlib.Path], root: pathlib.Path) -> Iterator[tuple[bool, bytes]]:
+    for path in files:
+        yield _held_out(path.relative_to(root).as_posix().encode()), path.read_bytes()
+
+
+def _files(dataset: str) -> tuple[list[pathlib.Path], pathlib.Path]:
+    path = pathlib.Path(dataset).expanduser()
+    if not path.exists():
+        raise DataError(f"--dataset={dataset} does not exist; give a file, a folder, or hf:NAME")
+    if path.is_file():
+        return [path], path.parent
+    files = sorted(p for p in path.rglob("*") if p.is_file() and not p.name.startswith("."))
+    if not files:
+        raise DataError(f"--dataset={dataset} is an empty folder; put text files into it")
+    return files, path
+
+
+def _from_files(dataset: str, files: list[pathlib.Path], column: str):
+    """(held out?, document) of local text, JSON Lines and Parquet, through `datasets`."""
+    import datasets  # 0.7 s, and not needed once a corpus is tokenised
+
+    for path in files:
+        kind = {".jsonl": "json", ".json": "json", ".parquet": "parquet"}.get(path.suffix, "text")
+        options = {"sample_by": "document"} if kind == "text" else {}
+        try:
+            rows = datasets.load_dataset(
+                kind, data_files=str(path), split="train", streaming=True, **options
+            )
+            for row in rows:
+                document = _text(row, column if kind != "text" else "text", dataset)
+                yield _held_out(document), document
+        except DataError:
+            raise
+        except Exception as error:  # datasets wraps the reader's own error; say what a person needs
+            raise DataError(_diagnose(dataset, path, kind, error)) from error
+
+
+def _from_hub(dataset: str, column: str):
+    """(held out?, document) of a dataset on the Hub, or a local folder laid out like one."""
+    import datasets
+
+    name, _, config = dataset.removeprefix("hf:").partition(":")
+    try:
+        splits = datasets.load_dataset(name, config or None, streaming=True)
+    except Exception as error:
+        reason = (str(error).splitlines() or [type(error).__name__])[0].rstrip(".")
+        raise DataError(
+            f"--dataset={dataset} could not be loaded ({reason}); is its name right?"
+        ) from error
+    held = next((split for split in ("validation", "test") if split in splits), None)
+    for split in [s for s in ("train", held) if s in splits] or list(splits)[:1]:
+        for row in splits[split]:
+            document = _text(row, column, dataset)
+            yield (split == held if held else _held_out(document)), document
+
+
+def _text(row: dict, column: str, dataset: str) -> bytes:
+    if column not in row:
+        columns = ", ".join(map(repr, row))
+        raise DataError(
+            f"--dataset={dataset} has no column {column!r}; set --text_column to one of {columns}"
+        )
+    if not isinstance(row[column], str):
+        kind = type(row[column]).__name__
+        raise DataError(
+            f"--dataset={dataset} column {column!r} holds {kind}, not text; set --text_column"
+        )
+    return row[column].encode()
+
+
+def _diagnose(dataset: str, path: pathlib.Path, kind: str, error: Exception) -> str:
+    """Why a local file could not be read, in one sentence."""
+    if kind != "parquet":
+        for number, line in enumerate(path.open("rb"), start=1):
+            try:
+                text = line.decode()
+                if kind == "json" and text.strip():
+                    json.loads(text)
+            except UnicodeDecodeError:
+                return (
+                    f"--dataset={dataset}: {path.name} line {number} is not UTF-8; convert the file"
+                )
+            except json.JSONDecodeError as broken:
+                return f"--dataset={dataset}: {path.name} line {number} is not JSON ({broken.msg}); mend it"
+    reason = (str(error).splitlines() or [type(error).__name__])[0].rstrip(".")
+    return f"--dataset={dataset}: {path.name} could not be read as {kind} ({reason})"
+
+
+def _write(folder: pathlib.Path, documents: Iterable[tuple[bool, bytes]], dataset: str) -> None:
+    """Writes the flat files beside their place, a document at a time, and moves them into it whole."""
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    beside = pathlib.Path(tempfile.mkdtemp(dir=folder.parent, prefix=folder.name))
+    train, held = beside / "train.bin", beside / "held_out.bin"
+    try:
+        with train.open("wb") as train_file, held.open("wb") as held_file:
+            for held_out, document in documents:
+                tokens = np.concatenate([np.array([START], np.uint16), encode(document)])
+                tokens.tofile(held_file if held_out else train_file)
+        if train.stat().st_size == 0 or held.stat().st_size == 0:
+            _split_tail(train, held, dataset)
+        digest = hashlib.sha256()
+        for path in (train, held):
+            with path.open("rb") as file:
+                while chunk := file.read(2**20):
+                    digest.update(chunk)
+        (beside / "fingerprint").write_text(digest.hexdigest())
+        os.replace(beside, folder)
+    except BaseException as error:
+        shutil.rmtree(beside)
+        if (folder / "fingerprint").exists():  # another process was faster, with the same bytes
+            return
+        for empty in (folder.parent, cache_dir()):  # a mistake leaves no trace
+            if not any(empty.iterdir()):
+                empty.rmdir()
+        raise error
+
+
+def _split_tail(train: pathlib.Path, held: pathlib.Path, dataset: str) -> None:
+    """Too few documents to split by document: holds out the last twentieth of the text."""
+    tokens = np.concatenate([np.fromfile(path, np.uint16) for path in (train, held)])
+    if len(tokens) <= 1:
+        raise DataError(f"--dataset={dataset} is empty; give a file with text in it")
+    head, tail = np.split(tokens, [len(tokens) - max(1, len(tokens) // 20)])
+    head.tofile(train)
+    tail.tofile(held)

@@ -1,0 +1,482 @@
+"""Transformer: a decoder-only language model in today's standard design.
+
+RMSNorm before each sublayer (Zhang & Sennrich 2019), rotary position embeddings (Su et al. 2021),
+grouped-query attention (Ainslie et al. 2023), SwiGLU (Shazeer 2020); optional QK-norm, qkv biases,
+sliding window, tied embeddings and Llama 3's rope scaling: the family of Llama 2/3, Mistral,
+Qwen 2/3 and SmolLM. Layers are stacked and scanned, so compile time does not grow with depth.
+
+Shapes: B batch, T query positions, S key positions, D embed, N heads, K kv heads, G = N/K, H head
+dim, F mlp, V vocab, L layers, R shards of the batch, C positions in one chunk of the loss.
+
+Every parameter carries *logical* axis names. They mean nothing until a table says where they go:
+
+    model = Transformer(Config.tiny(), rngs=nnx.Rngs(0))             # no mesh, no rules, no context
+    logits_BTV = model(tokens_BT)
+
+    rules = RULES["fsdp"]                                            # at the end of this file
+    with jax.set_mesh(mesh), nnx.logical_axis_rules(tuple(rules.items())):
+        graph, state = nnx.split(model)
+        state = jax.device_put(state, nnx.get_named_sharding(state, mesh))   # each weight at rest
+        logits_BTV = jax.jit(lambda s, t: nnx.merge(graph, s)(t))(state, tokens_BT)
+
+jax.jit does not notice that the rules change: give each table its own jitted function.
+"""
+
+import dataclasses
+import functools
+import math
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from flax.core.spmd import get_logical_axis_rules
+from jax.ad_checkpoint import checkpoint_name
+from jax.sharding import PartitionSpec
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+    """The architecture, and how to compute it. Named sizes are classmethods."""
+
+    vocab_size: int  # V, tokens; pad it to divide by the mesh axis that it is sharded over
+    embed: int  # D
+    num_layers: int  # L
+    num_heads: int  # N, query heads
+    num_kv_heads: int  # K, key and value heads; divides num_heads
+    head_dim: int  # H, even
+    mlp: int  # F, hidden width of the SwiGLU
+    norm_eps: float = 1e-5
+    rope_theta: float = 10_000.0  # base of the rotary wavelengths
+    # Llama 3: (factor, low_freq_factor, high_freq_factor, original length in positions)
+    rope_scaling: tuple[float, float, float, int] | None = None
+    sliding_window: int | None = None  # a position sees itself and the window - 1 before it
+    qkv_bias: bool = False
+    qk_norm: bool = False
+    tie_embeddings: bool = True
+    # How to compute it; nothing below changes a parameter.
+    dtype: str = "float32"  # of activations and matmuls; parameters, norms and loss stay float32
+    remat: str = "full"  # what a layer keeps for its backward pass: a key of REMAT
+    attention: str = "auto"  # "xla", "cudnn", or "auto": cuDNN on an NVIDIA GPU, else XLA
+    loss_chunk: int = 256  # C, positions of each sequence whose logits exist at one time
+
+    @classmethod
+    def tiny(cls) -> "Config":
+        """123,200 parameters. For tests: every sharded dim divides by 8."""
+        return cls(384, 64, 2, num_heads=16, num_kv_heads=8, head_dim=8, mlp=128)
+
+    @classmethod
+    def small(cls) -> "Config":
+        """853,120 parameters. The laptop default, over bytes."""
+        small = cls(384, 128, 4, num_heads=8, num_kv_heads=8, head_dim=16, mlp=352)
+        return dataclasses.replace(small, remat="dots")
+
+    @classmethod
+    def gpt2_124m(cls) -> "Config":
+        """123,587,328 parameters. GPT-2's shape, its vocabulary padded to a multiple of 128."""
+        return cls(50_304, 768, 12, num_heads=12, num_kv_heads=12, head_dim=64, mlp=2_048)
+
+    @classmethod
+    def llama_1b(cls) -> "Config":
+        """1,235,814,400 parameters. Llama 3.2 1B."""
+        llama = cls(128_256, 2_048, 16, num_heads=32, num_kv_heads=8, head_dim=64, mlp=8_192)
+        scaling = (32.0, 1.0, 4.0, 8_192)
+        return dataclasses.replace(llama, rope_theta=5e5, rope_scaling=scaling)
+
+    @classmethod
+    def llama_8b(cls) -> "Config":
+        """8,030,261,248 parameters. Llama 3 8B."""
+        llama = cls(128_256, 4_096, 32, num_heads=32, num_kv_heads=8, head_dim=128, mlp=14_336)
+        return dataclasses.replace(llama, rope_theta=5e5, tie_embeddings=False)
+
+    @classmethod
+    def llama_70b(cls) -> "Config":
+        """70,553,706,496 parameters. Llama 3 70B."""
+        llama = cls(128_256, 8_192, 80, num_heads=64, num_kv_heads=8, head_dim=128, mlp=28_672)
+        return dataclasses.replace(llama, rope_theta=5e5, tie_embeddings=False)
+
+
+# What a layer's forward pass keeps for its backward pass; the rest is computed again.
+REMAT = {
+    "none": jax.checkpoint_policies.everything_saveable,  # under FSDP, gathered weights too
+    "dots": jax.checkpoint_policies.dots_with_no_batch_dims_saveable,  # products with a weight
+    # The two sublayers' outputs: no all-reduce of tensor parallelism runs a second time.
+    "sublayers": jax.checkpoint_policies.save_only_these_names("sublayer"),
+    "full": jax.checkpoint_policies.nothing_saveable,  # only the layer's input
+}
+
+
+def param(rngs: nnx.Rngs, shape: tuple[int, ...], axes: tuple[str, ...], stddev: float):
+    """A normal float32 parameter with logical axis names.
+
+    eager_sharding=False keeps the names inert: they wait for a table instead of asking for a mesh.
+    """
+    value = stddev * jax.random.normal(rngs.params(), shape)
+    return nnx.Param(value, out_sharding=axes, eager_sharding=False)
+
+
+def spec(axes: tuple[str, ...]) -> PartitionSpec | None:
+    """Logical axes → PartitionSpec, by the table and mesh in force; None where there are none."""
+    table = dict(get_logical_axis_rules() or ())
+    if not table or jax.sharding.get_abstract_mesh().empty:
+        return None
+    return PartitionSpec(*(table[axis] for axis in axes))
+
+
+def constrain(x: jax.Array, *axes: str) -> jax.Array:
+    """Lays an activation out as the table says. Outside a mesh it does nothing."""
+    where = spec(axes)
+    return x if where is None else jax.lax.with_sharding_constraint(x, where)
+
+
+def in_use(module, dtype: str):
+    """`module` with its weights as its matmuls want them: in `dtype`, `embed` → `act_embed`.
+
+    Under FSDP this is the all-gather; its transpose is the reduce-scatter of the gradient. Call it
+    inside the layer, after which nothing but the weights at rest outlives the layer. Rules alone
+    don't do this: XLA then gathers activations and partial sums, at ten times the bytes.
+    """
+
+    def one(weight):
+        axes = weight.out_sharding
+        if "norm" in axes:
+            return weight  # small, replicated, and used in float32
+        w = weight[...].astype(dtype)
+        axes = axes[-w.ndim :]  # inside the scan over layers, `layers` is gone
+        rest, use = spec(axes), spec(tuple("act_embed" if a == "embed" else a for a in axes))
+        return weight.replace(w if rest == use else _gather(w, rest, use))
+
+    return jax.tree.map(one, module, is_leaf=lambda x: isinstance(x, nnx.Variable))
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2))
+def _gather(w, rest, use):
+    return jax.lax.with_sharding_constraint(w, use)
+
+
+# A plain constraint would lay the gradient out as `use` too: an all-reduce, and full gradients.
+_gather.defvjp(
+    lambda w, rest, use: (_gather(w, rest, use), None),
+    lambda rest, use, _, grad: (jax.lax.with_sharding_constraint(grad, rest),),
+)
+
+
+def dot(x: jax.Array, w: jax.Array, contract: int = 1) -> jax.Array:
+    """x[B, T, ...] · w, over the last `contract` dims of x and the first of w.
+
+    B and T go in as one dim: where a gradient contracts two dims at once, XLA's CPU backend
+    transposes its operands first, which made the whole training step 1.6 times slower.
+    """
+    outer, inner = x.shape[: x.ndim - contract], x.shape[x.ndim - contract :]
+    y = jnp.tensordot(x.reshape(-1, *inner), w, contract)
+    return y.reshape(*outer, *w.shape[contract:])
+
+
+class RMSNorm(nnx.Module):
+    """x / rms(x) · scale, in float32."""
+
+    def __init__(self, dim: int, eps: float, *, rngs: nnx.Rngs):
+        self.scale = nnx.Param(jnp.ones(dim), out_sharding=("norm",), eager_sharding=False)
+        self.eps = eps
+
+    def __call__(self, x):
+        x32 = x.astype(jnp.float32)
+        variance = jnp.mean(jnp.square(x32), axis=-1, keepdims=True)
+        return (x32 * jax.lax.rsqrt(variance + self.eps) * self.scale[...]).astype(x.dtype)
+
+
+def rope_angles(config: Config, length: int) -> jax.Array:
+    """Rotation of each pair of dims at each position: [T, H/2], float32 radians."""
+    frequency = config.rope_theta ** -(jnp.arange(0, config.head_dim, 2) / config.head_dim)
+    if config.rope_scaling is not None:  # Llama 3: stretch long wavelengths, keep short ones
+        factor, low, high, original = config.rope_scaling
+        turns = original * frequency / (2 * math.pi)  # made within the original length
+        keep = jnp.clip((turns - low) / (high - low), 0, 1)
+        frequency = frequency * (keep + (1 - keep) / factor)
+    return jnp.arange(length)[:, None] * frequency
+
+
+def rotate(x_BTNH: jax.Array, angles_TH: jax.Array) -> jax.Array:
+    """Rotary position embedding: dims i and i + H/2 turn as a pair (Hugging Face's convention)."""
+    cos, sin = jnp.cos(angles_TH)[:, None, :], jnp.sin(angles_TH)[:, None, :]
+    a, b = jnp.split(x_BTNH.astype(jnp.float32), 2, axis=-1)
+    return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1).astype(x_BTNH.dtype)
+
+
+def attend(q_BTNH, k_BSKH, v_BSKH, segment_ids_BT, config: Config) -> jax.Array:
+    """Causal softmax attention by the best kernel for the platform. Returns [B, T, N, H].
+
+    A position sees itself and what is before it, in its own segment and sliding window.
+    """
+    B, T, N, H = q_BTNH.shape
+    K, window = k_BSKH.shape[2], config.sliding_window
+    gpu = jax.default_backend() == "gpu" and config.dtype != "float32"  # cuDNN has no float32
+    if config.attention == "cudnn" or (config.attention == "auto" and gpu):
+        seen = None  # [B, 1, T, S]; the causal part is the kernel's own
+        if segment_ids_BT is not None:
+            seen = segment_ids_BT[:, None, :, None] == segment_ids_BT[:, None, None, :]
+        left = None if window is None else (window - 1, 0)
+        return jax.nn.dot_product_attention(
+            q_BTNH, k_BSKH, v_BSKH, mask=seen, is_causal=True, local_window_size=left,
+            implementation="cudnn",
+        )  # fmt: skip
+
+    # A block of queries at a time, against only the keys that it may see: half the work of the
+    # full square, and blocks that XLA's CPU backend runs side by side (1.6 times faster there).
+    q_BKGTH = q_BTNH.reshape(B, T, K, N // K, H).transpose(0, 2, 3, 1, 4)
+    k_BKSH, v_BKSH = k_BSKH.swapaxes(1, 2), v_BSKH.swapaxes(1, 2)
+    block = max(128, -(-T // 8))
+    outputs = []
+    for start in range(0, T, block):
+        end = min(start + block, T)
+        first = 0 if window is None else max(0, start + 1 - window)
+        q, k, v = q_BKGTH[:, :, :, start:end], k_BKSH[:, :, first:end], v_BKSH[:, :, first:end]
+        logits = jnp.einsum("BKGTH,BKSH->BKGTS", q, k, preferred_element_type=jnp.float32)
+        age = jnp.arange(start, end)[:, None] - jnp.arange(first, end)[None, :]
+        seen = (age >= 0) if window is None else (age >= 0) & (age < window)
+        if segment_ids_BT is not None:
+            same = segment_ids_BT[:, start:end, None] == segment_ids_BT[:, None, first:end]
+            seen = (seen & same)[:, None, None]
+        weights = jax.nn.softmax(jnp.where(seen, logits / math.sqrt(H), -1e30), axis=-1)
+        outputs.append(jnp.einsum("BKGTS,BKSH->BKGTH", weights.astype(v.dtype), v))
+    out_BKGTH = jnp.concatenate(outputs, axis=3)
+    return out_BKGTH.transpose(0, 3, 1, 2, 4).reshape(B, T, N, H)
+
+
+class Attention(nnx.Module):
+    """Grouped-query attention. Megatron: heads are split, the output is one all-reduce."""
+
+    def __init__(self, config: Config, *, rngs: nnx.Rngs):
+        D, N, K, H = config.embed, config.num_heads, config.num_kv_heads, config.head_dim
+        out_stddev = (N * H * 2 * config.num_layers) ** -0.5  # 2L sublayers add to one residual
+        self.config = config
+        self.q = param(rngs, (D, N, H), ("embed", "heads", "head_dim"), D**-0.5)
+        self.k = param(rngs, (D, K, H), ("embed", "kv_heads", "head_dim"), D**-0.5)
+        self.v = param(rngs, (D, K, H), ("embed", "kv_heads", "head_dim"), D**-0.5)
+        self.o = param(rngs, (N, H, D), ("heads", "head_dim", "embed"), out_stddev)
+        if config.qkv_bias:
+            self.q_bias = param(rngs, (N, H), ("heads", "head_dim"), 0.0)
+            self.k_bias = param(rngs, (K, H), ("kv_heads", "head_dim"), 0.0)
+            self.v_bias = param(rngs, (K, H), ("kv_heads", "head_dim"), 0.0)
+        if config.qk_norm:
+            self.q_norm = RMSNorm(H, config.norm_eps, rngs=rngs)
+            self.k_norm = RMSNorm(H, config.norm_eps, rngs=rngs)
+
+    def __call__(self, x_BTD, segment_ids_BT, angles_TH):
+        q, k, v = dot(x_BTD, self.q[...]), dot(x_BTD, self.k[...]), dot(x_BTD, self.v[...])
+        if self.config.qkv_bias:
+            q, k, v = q + self.q_bias[...], k + self.k_bias[...], v + self.v_bias[...]
+        if self.config.qk_norm:
+            q, k = self.q_norm(q), self.k_norm(k)
+        q_BTNH = constrain(rotate(q, angles_TH), "batch", "seq", "heads", "head_dim")
+        k_BSKH = constrain(rotate(k, angles_TH), "batch", "seq", "kv_heads", "head_dim")
+        v_BSKH = constrain(v, "batch", "seq", "kv_heads", "head_dim")
+        out_BTNH = attend(q_BTNH, k_BSKH, v_BSKH, segment_ids_BT, self.config)
+        out_BTNH = constrain(out_BTNH, "batch", "seq", "heads", "head_dim")
+        return dot(out_BTNH, self.o[...], contract=2)
+
+
+class MLP(nnx.Module):
+    """SwiGLU. Megatron: the hidden dim is split, the output is one all-reduce."""
+
+    def __init__(self, config: Config, *, rngs: nnx.Rngs):
+        D, F = config.embed, config.mlp
+        self.gate = param(rngs, (D, F), ("embed", "mlp"), D**-0.5)
+        self.up = param(rngs, (D, F), ("embed", "mlp"), D**-0.5)
+        self.down = param(rngs, (F, D), ("mlp", "embed"), (F * 2 * config.num_layers) ** -0.5)
+
+    def __call__(self, x_BTD):
+        hidden_BTF = jax.nn.silu(dot(x_BTD, self.gate[...])) * dot(x_BTD, self.up[...])
+        return dot(constrain(hidden_BTF, "batch", "seq", "mlp"), self.down[...])
+
+
+class Layer(nnx.Module):
+    """x + attention(norm(x)), then x + mlp(norm(x))."""
+
+    def __init__(self, config: Config, *, rngs: nnx.Rngs):
+        self.attention_norm = RMSNorm(config.embed, config.norm_eps, rngs=rngs)
+        self.attention = Attention(config, rngs=rngs)
+        self.mlp_norm = RMSNorm(config.embed, config.norm_eps, rngs=rngs)
+        self.mlp = MLP(config, rngs=rngs)
+
+    def __call__(self, x_BTD, segment_ids_BT, angles_TH):
+        out_BTD = self.attention(self.attention_norm(x_BTD), segment_ids_BT, angles_TH)
+        x_BTD = x_BTD + self._residual(out_BTD)
+        return x_BTD + self._residual(self.mlp(self.mlp_norm(x_BTD)))
+
+    def _residual(self, out_BTD):
+        return checkpoint_name(constrain(out_BTD, "batch", "seq", "act_embed"), "sublayer")
+
+
+class Transformer(nnx.Module):
+    """Tokens in, next-token logits out. See the module's docstring."""
+
+    def __init__(self, config: Config, *, rngs: nnx.Rngs):
+        V, D = config.vocab_size, config.embed
+        self.config = config
+        self.embed = param(rngs, (V, D), ("vocab", "embed"), D**-0.5)
+
+        @nnx.split_rngs(splits=config.num_layers)
+        @nnx.vmap(in_axes=0, out_axes=0, transform_metadata={nnx.PARTITION_NAME: "layers"})
+        def stack(rngs):
+            return Layer(config, rngs=rngs)
+
+        self.layers = stack(rngs)  # every parameter has L, axis `layers`, in front
+        self.final_norm = RMSNorm(D, config.norm_eps, rngs=rngs)
+        if not config.tie_embeddings:
+            self.unembed = param(rngs, (V, D), ("vocab", "embed"), D**-0.5)
+
+    def __call__(self, tokens_BT, segment_ids_BT=None) -> jax.Array:
+        """Logits [B, T, V] in float32, with which position t predicts token t + 1.
+
+        Args:
+          tokens_BT: int, below vocab_size. On a mesh, B divides by the axes that hold `batch`.
+          segment_ids_BT: int; positions attend only within their own segment. None: all are one.
+        """
+        x_BTD, unembed_RVD = self._trunk(tokens_BT, segment_ids_BT)
+        logits_RMV = _logits(x_BTD.reshape(unembed_RVD.shape[0], -1, x_BTD.shape[-1]), unembed_RVD)
+        return constrain(logits_RMV.reshape(*x_BTD.shape[:2], -1), "batch", "seq", "vocab")
+
+    def loss(self, tokens_BT, targets_BT, segment_ids_BT=None) -> tuple[jax.Array, jax.Array]:
+        """(sum of cross entropies in nats, number of targets), float32; targets < 0 don't count.
+
+        The logits of only `loss_chunk` positions of each sequence exist at one time.
+        """
+        x_BTD, unembed_RVD = self._trunk(tokens_BT, segment_ids_BT)
+        (B, T), R = tokens_BT.shape, unembed_RVD.shape[0]
+        C = next(c for c in range(min(T, self.config.loss_chunk), 0, -1) if T % c == 0)
+
+        def chunks(x):  # [B, T, ...] → [T/C, R, B/R·C, ...]
+            x = x.reshape(R, B // R, T // C, C, *x.shape[2:])
+            return jnp.moveaxis(x, 2, 0).reshape(T // C, R, -1, *x.shape[4:])
+
+        @jax.checkpoint  # the backward pass computes a chunk's logits again
+        def chunk(total_R, x_and_targets):
+            x_RMD, targets_RM = x_and_targets
+            logits_RMV = _logits(x_RMD, unembed_RVD)
+            picked_RM1 = jnp.take_along_axis(logits_RMV, targets_RM[..., None], axis=-1)
+            nats_RM = jax.nn.logsumexp(logits_RMV, axis=-1) - picked_RM1[..., 0]
+            return total_R + jnp.where(targets_RM < 0, 0, nats_RM).sum(axis=1), None
+
+        zeros_R = constrain(jnp.zeros(R), "batch")
+        total_R, _ = jax.lax.scan(chunk, zeros_R, (chunks(x_BTD), chunks(targets_BT)))
+        return total_R.sum(), (targets_BT >= 0).sum().astype(jnp.float32)
+
+    def _trunk(self, tokens_BT, segment_ids_BT):
+        """The last layer's output, normed, [B, T, D]; the table that unembeds it, [R, V, D]."""
+        config, (B, T) = self.config, tokens_BT.shape
+        embed_RVD = _per_shard(in_use(self.embed, config.dtype)[...])
+        tokens_RM = tokens_BT.reshape(embed_RVD.shape[0], -1)
+        x_BTD = jax.vmap(lambda table_VD, t: table_VD[t])(embed_RVD, tokens_RM).reshape(B, T, -1)
+        x_BTD = constrain(x_BTD, "batch", "seq", "act_embed")
+        angles_TH = rope_angles(config, T)
+
+        @functools.partial(jax.checkpoint, policy=REMAT[config.remat], prevent_cse=False)
+        def layer(x_BTD, weights: Layer):  # the gather stands inside: remat gathers again
+            return in_use(weights, config.dtype)(x_BTD, segment_ids_BT, angles_TH), None
+
+        x_BTD, _ = jax.lax.scan(layer, x_BTD, self.layers)
+        if not config.tie_embeddings:
+            embed_RVD = _per_shard(in_use(self.unembed, config.dtype)[...])
+        return self.final_norm(x_BTD), embed_RVD
+
+
+def _per_shard(table_VD: jax.Array) -> jax.Array:
+    """A copy of the table for each shard of the batch, [R, V, D]: what each device holds anyway.
+
+    Lookups and chunks of the loss then add to their own copy's gradient, and the copies' gradients
+    meet once, where this broadcast is transposed. Without it they meet at every chunk.
+    """
+    shards = 1
+    if (batch := spec(("batch",))) is not None and batch[0] is not None:
+        axes = (batch[0],) if isinstance(batch[0], str) else batch[0]
+        shards = math.prod(jax.sharding.get_abstract_mesh().shape[axis] for axis in axes)
+    table_RVD = jnp.broadcast_to(table_VD, (shards, *table_VD.shape))
+    return constrain(table_RVD, "batch", "vocab", "act_embed")
+
+
+def _logits(x_RMD, unembed_RVD):
+    """[R, M, V] in float32, M being the positions of one shard of the batch."""
+    logits = jnp.einsum("RMD,RVD->RMV", x_RMD, unembed_RVD, preferred_element_type=jnp.float32)
+    return constrain(logits, "batch", "seq", "vocab")
+
+
+# Strategy → logical axis → mesh axis. None: each device has the whole dim.
+#
+# A weight [D, F] rests as (embed, mlp) says, and is multiplied as (act_embed, mlp) says. Where the
+# two differ, `in_use` gathers it just before its matmul and scatters its gradient just after.
+# Notation: In[B_X, D] is a tensor whose dim B is split over mesh axis X.
+RULES: dict[str, dict[str, str | tuple[str, ...] | None]] = {
+    # Data parallel: every device has every weight; one all-reduce of all gradients a step.
+    "dp": {
+        "batch": "data",  # In[B_data, D] · W[D, F] → Out[B_data, F]: no communication
+        "seq": None,
+        "act_embed": None,
+        "embed": None,
+        "heads": None,
+        "kv_heads": None,
+        "head_dim": None,
+        "mlp": None,
+        "vocab": None,
+        "norm": None,
+        "layers": None,
+    },
+    # ZeRO-3: weights, gradients and optimizer state are split; a layer's weights are whole only
+    # while it runs. Two all-gathers of the weights and one reduce-scatter of gradients a step.
+    "fsdp": {
+        "batch": "data",
+        "seq": None,
+        "act_embed": None,  # W[D_data, F] → W[D, F]: the all-gather, in compute dtype
+        "embed": "data",  # 1/data of every matrix on each device
+        "heads": None,
+        "kv_heads": None,
+        "head_dim": None,
+        "mlp": None,
+        "vocab": None,
+        "norm": None,  # too small to be worth a gather
+        "layers": None,
+    },
+    # Megatron: each sublayer splits its inner dim and ends in an all-reduce of activations, two a
+    # layer forward and two backward. Along `data` it is data parallel.
+    "tp": {
+        "batch": "data",
+        "seq": None,
+        "act_embed": None,
+        "embed": None,
+        "heads": "model",  # each device attends with its own heads
+        "kv_heads": "model",  # so `model` divides the kv heads as well
+        "head_dim": None,
+        "mlp": "model",  # In[B, F_model] · W[F_model, D] → partial sums: the all-reduce
+        "vocab": "model",  # logits stay split; the loss reduces two numbers a position
+        "norm": None,
+        "layers": None,
+    },
+    # Both: weights are split over the whole mesh, and gathered over `data` only.
+    "fsdp_tp": {
+        "batch": "data",
+        "seq": None,
+        "act_embed": None,
+        "embed": "data",  # W[D_data, F_model] → W[D, F_model]: 1/model of the bytes of `fsdp`
+        "heads": "model",
+        "kv_heads": "model",
+        "head_dim": None,
+        "mlp": "model",
+        "vocab": "model",
+        "norm": None,
+        "layers": None,
+    },
+    # Hybrid: groups of fsdp × model devices share one copy of the weights; `data` copies of it.
+    # Gathers stay inside a group (fast links); only gradients cross groups, by an all-reduce.
+    "hsdp_tp": {
+        "batch": ("data", "fsdp"),
+        "seq": None,
+        "act_embed": None,
+        "embed": "fsdp",
+        "heads": "model",
+        "kv_heads": "model",
+        "head_dim": None,
+        "mlp": "model",
+        "vocab": "model",
+        "norm": None,
+        "layers": None,
+    },
+}
