@@ -28,6 +28,7 @@ from data import DataError, cache_dir
 
 START = 256  # the token in front of each document
 VOCAB_SIZE = 384  # 257 tokens, padded to a multiple of 128 so that the dim shards
+_EPOCHS = 1_000_000  # "forever": Grain counts elements in 63 bits
 HELD_OUT = 0.01  # of the documents, where the dataset has no split of its own
 
 
@@ -92,7 +93,9 @@ def train_batches(
     shard = shard or grain.sharding.ShardByJaxProcess()
     rows = batch_size // shard.shard_count
     windows = grain.MapDataset.source(_Windows(corpus.train, seq_len))
-    parts = windows.seed(seed).shuffle().repeat().batch(rows)  # part k·shards + i is i's of batch k
+    parts = (
+        windows.seed(seed).shuffle().repeat(_EPOCHS).batch(rows)
+    )  # part k·shards + i is i's of batch k
     mine = parts.slice(
         slice(first * shard.shard_count + shard.shard_index, None, shard.shard_count)
     )
@@ -179,10 +182,18 @@ def _files(dataset: str) -> tuple[list[pathlib.Path], pathlib.Path]:
     return files, path
 
 
+def _datasets():
+    """The library, imported when it is needed: it takes 0.7 s, a tokenised corpus none of them."""
+    import datasets
+
+    datasets.logging.set_verbosity(datasets.logging.CRITICAL)  # errors come back as exceptions
+    datasets.disable_progress_bars()
+    return datasets
+
+
 def _from_files(dataset: str, files: list[pathlib.Path], column: str):
     """(held out?, document) of local text, JSON Lines and Parquet, through `datasets`."""
-    import datasets  # 0.7 s, and not needed once a corpus is tokenised
-
+    datasets = _datasets()
     for path in files:
         kind = {".jsonl": "json", ".json": "json", ".parquet": "parquet"}.get(path.suffix, "text")
         options = {"sample_by": "document"} if kind == "text" else {}
@@ -201,8 +212,7 @@ def _from_files(dataset: str, files: list[pathlib.Path], column: str):
 
 def _from_hub(dataset: str, column: str):
     """(held out?, document) of a dataset on the Hub, or a local folder laid out like one."""
-    import datasets
-
+    datasets = _datasets()
     name, _, config = dataset.removeprefix("hf:").partition(":")
     try:
         splits = datasets.load_dataset(name, config or None, streaming=True)
@@ -235,17 +245,16 @@ def _text(row: dict, column: str, dataset: str) -> bytes:
 def _diagnose(dataset: str, path: pathlib.Path, kind: str, error: Exception) -> str:
     """Why a local file could not be read, in one sentence."""
     if kind != "parquet":
-        for number, line in enumerate(path.open("rb"), start=1):
+        for number, line in enumerate(path.read_bytes().split(b"\n"), start=1):
+            where = f"--dataset={dataset}: {path.name} line {number}"
             try:
                 text = line.decode()
                 if kind == "json" and text.strip():
                     json.loads(text)
             except UnicodeDecodeError:
-                return (
-                    f"--dataset={dataset}: {path.name} line {number} is not UTF-8; convert the file"
-                )
+                return f"{where} is not UTF-8; convert the file"
             except json.JSONDecodeError as broken:
-                return f"--dataset={dataset}: {path.name} line {number} is not JSON ({broken.msg}); mend it"
+                return f"{where} is not JSON ({broken.msg}); mend it"
     reason = (str(error).splitlines() or [type(error).__name__])[0].rstrip(".")
     return f"--dataset={dataset}: {path.name} could not be read as {kind} ({reason})"
 

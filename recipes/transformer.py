@@ -21,7 +21,8 @@ from recipes.common import checkpoint, loop, report, sharding
 from recipes.common.cli import Run, UserError, flag, start
 from recipes.common.mesh import make_mesh
 from recipes.common.metrics import Log, quote, say
-from recipes.common.optimizer import adamw, apply, gradients, schedule
+from recipes.common.optimizer import adamw, apply, change_of_steps, gradients, schedule
+from recipes.common.workdir import Workdir
 from zoo.transformer import REMAT, RULES, Config, Transformer
 
 SIZES = {
@@ -63,10 +64,9 @@ class Flags:
 def main(run: Run, flags: Flags) -> None:
     # ---- What and where: model, table and mesh, checked together before anything is allocated ----
     mesh = make_mesh(run.mesh)
-    work = checkpoint.Workdir(run.workdir or "runs/transformer", "transformer")
+    work = Workdir(run, "transformer")
     changed = work.check_flags(run, flags)
-    source = work.newest or (checkpoint.find(run.restore_from) if run.restore_from else None)
-    config = model_config(flags, source, mesh.devices.flat[0].platform)
+    config = model_config(flags, work.start, mesh.devices.flat[0].platform)
     if run.batch_size % flags.accumulate:
         raise UserError(
             f"--batch_size={run.batch_size} does not divide by --accumulate={flags.accumulate}"
@@ -75,6 +75,8 @@ def main(run: Run, flags: Flags) -> None:
     layout = sharding.lay_out(
         lambda: Transformer(config, rngs=nnx.Rngs(run.seed)), RULES, run.rules, mesh, dims
     )
+    if work.start:
+        checkpoint.check_params(work.start, layout)
 
     # ---- Data: batch k is a pure function of (seed, k), on any mesh and number of processes ----
     corpus = text.corpus(flags.dataset, flags.text_column)
@@ -94,9 +96,7 @@ def main(run: Run, flags: Flags) -> None:
     def loss(params, window_BT):
         """(sum of nats, number of targets) of a batch of windows."""
         tokens_BT, targets_BT = jnp.maximum(window_BT[:, :-1], 0), window_BT[:, 1:]
-        segment_ids_BT = jnp.cumsum(
-            tokens_BT == text.START, axis=1
-        )  # documents don't see each other
+        segment_ids_BT = jnp.cumsum(tokens_BT == text.START, axis=1)  # a document sees only itself
         return layout.plan.bind(params).loss(tokens_BT, targets_BT, segment_ids_BT)
 
     def train_step(state, window_BT):
@@ -105,29 +105,27 @@ def main(run: Run, flags: Flags) -> None:
         return apply(optimizer, state, grads), metrics | {"learning_rate": rate(state["step"])}
 
     say(report.headline(layout), report.table(layout, abstract))
-    where = sharding.shardings(abstract)  # pinned: the state comes out as it went in
-    step = layout.compile(
-        train_step, abstract, window, donate_argnums=0, out_shardings=(where, None)
-    )
-    say(report.step(step))
+    step = None
+    if run.steps > work.step:
+        where = sharding.shardings(abstract)  # pinned: the state comes out as it went in
+        pinned = dict(donate_argnums=0, out_shardings=(where, None))
+        step = layout.compile(train_step, abstract, window, **pinned)
+        say(report.step(step))
 
     # ---- The state: resumed, on given parameters, or new; never two of them alive ---------------
     facts = {"seed": run.seed, "batch_size": run.batch_size, "seq_len": flags.seq_len}
     work.check_data(facts | {"dataset": flags.dataset, "fingerprint": corpus.fingerprint})
-    state = checkpoint.first_state(work, source, layout, optimizer, run.seed, abstract)
-    first = int(state["step"])
-    say(checkpoint.origin(work, source))
-    if "steps" in changed:
-        before = work.newest.metadata["flags"]["steps"]
+    state = work.first_state(layout, optimizer, run.seed, abstract)
+    say(work.origin())
+    if before := changed.get("steps"):
         was = schedule(run.learning_rate, flags.warmup_steps, before)
-        say(f"--steps was {before} and is {run.steps}: the learning rate now decays until step {run.steps}, "
-            f"and at step {first} it is {rate(first):.2e} instead of {was(first):.2e}.")  # fmt: skip
+        say(change_of_steps(before, run.steps, work.step, was, rate))
 
     # ---- Train ------------------------------------------------------------------------------------
     settings = dataclasses.asdict(run) | dataclasses.asdict(flags)
     work.begin(run.keep_checkpoints, checkpoint.metadata("transformer", config, layout, settings))
-    log = Log(work.path, first, run, unit="tokens", per_step=run.batch_size * flags.seq_len)
-    batches = text.train_batches(corpus, flags.seq_len, run.batch_size, run.seed, first, shard)
+    log = Log(work.metrics, work.step, run, unit="tokens", per_step=run.batch_size * flags.seq_len)
+    batches = text.train_batches(corpus, flags.seq_len, run.batch_size, run.seed, work.step, shard)
     state = loop.fit(step, state, batches, layout, run, log, work.save)
 
     # ---- What it has learned ------------------------------------------------------------------------
@@ -142,13 +140,13 @@ def main(run: Run, flags: Flags) -> None:
     if flags.sample_bytes:
         say("Sample:", *quote(sample(layout, state, flags)))
     work.close()
-    say(*checkpoint.farewell(work, layout), log.times())
+    say(*work.farewell(layout), log.times())
 
 
 def model_config(flags: Flags, source: checkpoint.Checkpoint | None, platform: str) -> Config:
     """The architecture from --size or the checkpoint; how to compute it from the other flags."""
     if source and not flags.size:
-        config = checkpoint.config_from(Config, source.metadata["config"])
+        config = checkpoint.config_from(Config, source)
     else:
         config = SIZES[flags.size or "small"]()
     dtype = flags.dtype or ("float32" if platform == "cpu" else "bfloat16")

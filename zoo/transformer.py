@@ -181,23 +181,25 @@ class RMSNorm(nnx.Module):
     def __call__(self, x):
         x32 = x.astype(jnp.float32)
         variance = jnp.mean(jnp.square(x32), axis=-1, keepdims=True)
-        return (x32 * jax.lax.rsqrt(variance + self.eps) * self.scale[...]).astype(x.dtype)
+        scale = jnp.expand_dims(self.scale[...], tuple(range(x.ndim - 1)))
+        return (x32 * jax.lax.rsqrt(variance + self.eps) * scale).astype(x.dtype)
 
 
 def rope_angles(config: Config, length: int) -> jax.Array:
     """Rotation of each pair of dims at each position: [T, H/2], float32 radians."""
-    frequency = config.rope_theta ** -(jnp.arange(0, config.head_dim, 2) / config.head_dim)
+    dims = jnp.arange(0, config.head_dim, 2, dtype=jnp.float32)
+    frequency = config.rope_theta ** -(dims / config.head_dim)
     if config.rope_scaling is not None:  # Llama 3: stretch long wavelengths, keep short ones
         factor, low, high, original = config.rope_scaling
         turns = original * frequency / (2 * math.pi)  # made within the original length
         keep = jnp.clip((turns - low) / (high - low), 0, 1)
         frequency = frequency * (keep + (1 - keep) / factor)
-    return jnp.arange(length)[:, None] * frequency
+    return jnp.arange(length, dtype=jnp.float32)[:, None] * frequency[None, :]
 
 
 def rotate(x_BTNH: jax.Array, angles_TH: jax.Array) -> jax.Array:
     """Rotary position embedding: dims i and i + H/2 turn as a pair (Hugging Face's convention)."""
-    cos, sin = jnp.cos(angles_TH)[:, None, :], jnp.sin(angles_TH)[:, None, :]
+    cos, sin = (f(angles_TH)[None, :, None, :] for f in (jnp.cos, jnp.sin))
     a, b = jnp.split(x_BTNH.astype(jnp.float32), 2, axis=-1)
     return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1).astype(x_BTNH.dtype)
 
@@ -232,10 +234,10 @@ def attend(q_BTNH, k_BSKH, v_BSKH, segment_ids_BT, config: Config) -> jax.Array:
         q, k, v = q_BKGTH[:, :, :, start:end], k_BKSH[:, :, first:end], v_BKSH[:, :, first:end]
         logits = jnp.einsum("BKGTH,BKSH->BKGTS", q, k, preferred_element_type=jnp.float32)
         age = jnp.arange(start, end)[:, None] - jnp.arange(first, end)[None, :]
-        seen = (age >= 0) if window is None else (age >= 0) & (age < window)
+        seen = ((age >= 0) if window is None else (age >= 0) & (age < window))[None, None, None]
         if segment_ids_BT is not None:
             same = segment_ids_BT[:, start:end, None] == segment_ids_BT[:, None, first:end]
-            seen = (seen & same)[:, None, None]
+            seen &= same[:, None, None]
         weights = jax.nn.softmax(jnp.where(seen, logits / math.sqrt(H), -1e30), axis=-1)
         outputs.append(jnp.einsum("BKGTS,BKSH->BKGTH", weights.astype(v.dtype), v))
     out_BKGTH = jnp.concatenate(outputs, axis=3)
@@ -264,7 +266,8 @@ class Attention(nnx.Module):
     def __call__(self, x_BTD, segment_ids_BT, angles_TH):
         q, k, v = dot(x_BTD, self.q[...]), dot(x_BTD, self.k[...]), dot(x_BTD, self.v[...])
         if self.config.qkv_bias:
-            q, k, v = q + self.q_bias[...], k + self.k_bias[...], v + self.v_bias[...]
+            biases = (self.q_bias, self.k_bias, self.v_bias)
+            q, k, v = (x + b[...][None, None] for x, b in zip((q, k, v), biases, strict=True))
         if self.config.qk_norm:
             q, k = self.q_norm(q), self.k_norm(k)
         q_BTNH = constrain(rotate(q, angles_TH), "batch", "seq", "heads", "head_dim")

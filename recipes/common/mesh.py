@@ -66,7 +66,8 @@ def make_mesh(text: str = "") -> Mesh:
         # core; with two programs in flight that is too few, and all of them wait for ever.
         os.environ.setdefault("NPROC", str(2 * wanted + (os.cpu_count() or 1)))
         with contextlib.suppress(RuntimeError):  # JAX has made its devices: those are what there is
-            jax.config.update("jax_num_cpu_devices", wanted)
+            configured = jax.config.jax_num_cpu_devices
+            jax.config.update("jax_num_cpu_devices", max(wanted, configured))
     devices = jax.devices()
     axes = axes or {"data": len(devices)}
     wanted = math.prod(axes.values())

@@ -43,13 +43,14 @@ class Log:
     """Writes metrics one step late, so that the device always has the next step to do.
 
     Args:
-      workdir: holds metrics.jsonl; lines of steps after `first` are dropped, as those run again.
+      path: metrics.jsonl, or None for no file; lines of steps after `first` are dropped, as those
+        steps run again.
       first: steps done so far.
       unit, per_step: what throughput counts ("tokens"), and how many of it a step has.
     """
 
-    def __init__(self, workdir: pathlib.Path, first: int, run: Run, unit: str, per_step: int):
-        path, last = workdir / "metrics.jsonl", run.steps
+    def __init__(self, path: pathlib.Path | None, first: int, run: Run, unit: str, per_step: int):
+        last = run.steps
         self._first, self._last, self._every = first, last, run.log_every
         self._unit, self._per_step = unit, per_step
         self._pending: tuple[int, dict] | None = None
@@ -57,7 +58,7 @@ class Log:
         self._since, self._since_step = time.perf_counter(), first
         self._main = is_main_process()
         self._file = None
-        if self._main:
+        if self._main and path:
             _keep_until(path, first)
             self._file = path.open("a", buffering=1)
         self._bar = None

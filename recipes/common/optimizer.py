@@ -16,6 +16,16 @@ def schedule(peak: float, warmup: int, steps: int) -> optax.Schedule:
     return optax.warmup_cosine_decay_schedule(0.0, peak, warmup, max(steps, 1), peak / 10)
 
 
+def change_of_steps(
+    before: int, now: int, step: int, was: optax.Schedule, rate: optax.Schedule
+) -> str:
+    """What another --steps does to a run that goes on at `step`, in a sentence."""
+    return (
+        f"--steps was {before} and is {now}: the learning rate now decays until step {now}, and at "
+        f"step {step} it is {rate(step):.2e} instead of {was(step):.2e}."
+    )
+
+
 def adamw(
     rate: optax.Schedule, weight_decay: float, clip_norm: float
 ) -> optax.GradientTransformation:

@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 import optax
 from flax import nnx
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from recipes.common.cli import UserError
 from recipes.common.mesh import describe
@@ -59,7 +59,7 @@ def partition_spec(axes: tuple[str, ...], table: Table) -> PartitionSpec:
     return PartitionSpec(*(table[axis] for axis in axes))
 
 
-def choose(rules: dict[str, Table], strategy: str, mesh: Mesh) -> str:
+def choose(rules: dict[str, Table], strategy: str, mesh: Mesh | AbstractMesh) -> str:
     """The strategy asked for, or where that is empty what suits the mesh's axes.
 
     Raises UserError if there is no such strategy.
@@ -77,20 +77,20 @@ def choose(rules: dict[str, Table], strategy: str, mesh: Mesh) -> str:
 
 
 def check(
+    rules: dict[str, Table],
     strategy: str,
-    table: Table,
-    known: set[str],
     plan: Blueprint,
-    mesh: Mesh,
+    mesh: Mesh | AbstractMesh,
     dims: dict[str, tuple[str, int]] | None = None,
 ) -> None:
-    """Raises UserError if the table does not fit the module or the mesh.
+    """Raises UserError if the table does not fit the module or the mesh. Allocates nothing.
 
     Args:
-      strategy: the table's name, for the messages.
-      known: every logical axis of the module: the keys of one of its own tables.
+      rules: tables by name; the first is the entry's own and has every logical axis of the module.
+      strategy: the name of the table in question.
       dims: logical axis → (flag, size) of what is not a parameter, the batch for instance.
     """
+    table, known = rules[strategy], set(next(iter(rules.values())))
     sizes = dict(mesh.shape)
     for axis in table.keys() - known:
         near = difflib.get_close_matches(axis, known, n=1)
@@ -117,8 +117,13 @@ def check(
     for path, axes in paths(plan.axes).items():
         shape = paths(plan.shapes)[path].shape
         _check_once(strategy, table, path, axes)
+        in_use = tuple("act_embed" if axis == "embed" else axis for axis in axes)
+        _check_once(strategy, table, f"{path} in use", in_use)
         for dim, axis in zip(shape, axes, strict=True):
             _check_divides(strategy, table, sizes, f"{path} {list(shape)}", axis, dim, fits)
+    for axis in sorted(known - {"batch", "seq", "embed", "norm", "layers"}):
+        activation = tuple(a for a in ("batch", "seq", axis) if a in known)
+        _check_once(strategy, table, "an activation", activation)
     for axis, (flag, size) in (dims or {}).items():
         shards = math.prod(sizes[a] for a in mesh_axes(table[axis]))
         if size % shards:
@@ -197,10 +202,14 @@ class Layout:
     """Where everything lies: a module's arrays under one table on one mesh."""
 
     mesh: Mesh
-    strategy: str  # the table's name
-    table: Table
+    rules: dict[str, Table]
+    strategy: str  # the table in force
     build: Callable[[], nnx.Module]
     plan: Blueprint
+
+    @property
+    def table(self) -> Table:
+        return self.rules[self.strategy]
 
     def params(self) -> Tree:
         """A NamedSharding for each parameter."""
@@ -255,8 +264,8 @@ def lay_out(
     """
     strategy = choose(rules, strategy, mesh)
     plan = blueprint(build)
-    check(strategy, rules[strategy], set(rules["dp"]), plan, mesh, dims)
-    return Layout(mesh, strategy, rules[strategy], build, plan)
+    check(rules, strategy, plan, mesh, dims)
+    return Layout(mesh, rules, strategy, build, plan)
 
 
 # ---- the training state ------------------------------------------------------------------------

@@ -1,0 +1,76 @@
+"""Eight simulated devices in one process; strict JAX; caches that leave the user's alone."""
+
+import os
+import pathlib
+import subprocess
+import sys
+
+ROOT = pathlib.Path(__file__).parent.parent
+os.environ["NPROC"] = "32"  # see recipes/common/mesh.py: room for two programs in flight
+os.environ["HF_HUB_OFFLINE"] = "1"
+
+import jax  # noqa: E402
+import pytest  # noqa: E402
+
+jax.config.update("jax_num_cpu_devices", 8)
+jax.config.update("jax_platforms", "cpu")
+
+
+@pytest.fixture
+def strict():
+    """No dtype and no rank is promoted in silence. Our models hold to it; optax does not."""
+    with jax.numpy_dtype_promotion("strict"), jax.numpy_rank_promotion("raise"):
+        yield
+
+
+@pytest.fixture(scope="session", autouse=True)
+def cache(tmp_path_factory):
+    """A cache folder of this session's own; compiled programs are shared with subprocesses."""
+    folder = tmp_path_factory.mktemp("cache")
+    os.environ["ZOO_CACHE"] = str(folder)
+    jax.config.update("jax_compilation_cache_dir", str(folder / "xla"))
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.1)
+    return folder
+
+
+class Finished:
+    """What a command did."""
+
+    def __init__(self, process: subprocess.CompletedProcess):
+        self.code, self.out, self.err = process.returncode, process.stdout, process.stderr
+
+
+@pytest.fixture
+def run(tmp_path):
+    """A function of a module and flags: `python -m` in the clone, as a user would."""
+
+    def command(module: str, *flags: str, cwd=ROOT, timeout: float = 300) -> Finished:
+        return Finished(
+            subprocess.run(
+                [sys.executable, "-m", module, *flags],
+                cwd=cwd, timeout=timeout, capture_output=True, text=True, env=dict(os.environ),
+            )
+        )  # fmt: skip
+
+    return command
+
+
+def pytest_addoption(parser):
+    parser.addoption("--update-golden", action="store_true", help="write tests/golden anew")
+
+
+@pytest.fixture
+def golden(request):
+    """A function of a name and a text: compares with a reviewed file under tests/golden."""
+
+    def compare(name: str, text: str) -> None:
+        path = ROOT / "tests" / "golden" / name
+        if request.config.getoption("--update-golden"):
+            path.write_text(text)
+        reviewed = path.read_text() if path.exists() else ""
+        assert text == reviewed, (
+            f"tests/golden/{name} is not what the code says now. If the change is meant, run the "
+            "test again with --update-golden and review the file's diff line by line."
+        )
+
+    return compare

@@ -1,0 +1,67 @@
+"""What the proof needs to know of each zoo entry."""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from recipes.common import sharding
+from recipes.common.cli import UserError
+from recipes.common.mesh import make_mesh
+from zoo import transformer
+
+MESHES = ["1x1", "8", "8x1", "4x2", "2x4", "1x8", "2x2x2"]
+BATCH = 16
+
+
+@dataclasses.dataclass(frozen=True)
+class Entry:
+    name: str
+    rules: dict[str, sharding.Table]
+    build: Callable[[], nnx.Module]
+    loss: Callable[[nnx.Module, Any], tuple[jax.Array, jax.Array]]  # (sum, count)
+    batches: list[Any]  # of numpy arrays, BATCH rows each
+
+    def layout(self, mesh: str, strategy: str) -> sharding.Layout:
+        dims = {"batch": ("--batch_size", BATCH)}
+        return sharding.lay_out(self.build, self.rules, strategy, make_mesh(mesh), dims)
+
+
+def _transformer() -> Entry:
+    rng = np.random.default_rng(0)
+
+    def loss(model, window_BT):
+        tokens_BT = window_BT[:, :-1]
+        return model.loss(tokens_BT, window_BT[:, 1:], jnp.cumsum(tokens_BT == 256, axis=1))
+
+    return Entry(
+        name="transformer",
+        rules=transformer.RULES,
+        build=lambda: transformer.Transformer(transformer.Config.tiny(), rngs=nnx.Rngs(0)),
+        loss=loss,
+        batches=[rng.integers(0, 257, (BATCH, 33), np.int32) for _ in range(5)],
+    )
+
+
+ENTRIES = {entry.name: entry for entry in (_transformer(),)}
+
+
+def fitting() -> list[tuple[str, str, str]]:
+    """(entry, strategy, mesh) for every table and mesh that fit each other."""
+    found = []
+    for entry in ENTRIES.values():
+        for strategy in entry.rules:
+            for mesh in MESHES:
+                try:
+                    entry.layout(mesh, strategy)
+                except UserError:
+                    continue
+                found.append((entry.name, strategy, mesh))
+    return found
+
+
+CASES = fitting()
