@@ -24,11 +24,10 @@ from typing import NamedTuple
 import grain
 import numpy as np
 
-from data import DataError, cache_dir
+from data import DataError, batches, cache_dir, hub
 
 START = 256  # the token in front of each document
 VOCAB_SIZE = 384  # 257 tokens, padded to a multiple of 128 so that the dim shards
-_EPOCHS = 1_000_000  # "forever": Grain counts elements in 63 bits
 HELD_OUT = 0.01  # of the documents, where the dataset has no split of its own
 
 
@@ -85,22 +84,9 @@ def train_batches(
     first: int = 0,
     shard: grain.sharding.ShardOptions | None = None,
 ) -> grain.IterDataset:
-    """Batches of windows, forever, from batch `first` on: int32 [batch_size / shards, seq_len + 1].
-
-    Batch k depends on (seed, k) alone. `shard` picks this process's rows of it, a contiguous part
-    (by default its share by ShardByJaxProcess); only those are read.
-    """
-    shard = shard or grain.sharding.ShardByJaxProcess()
-    rows = batch_size // shard.shard_count
-    windows = grain.MapDataset.source(_Windows(corpus.train, seq_len))
-    parts = (
-        windows.seed(seed).shuffle().repeat(_EPOCHS).batch(rows)
-    )  # part k·shards + i is i's of batch k
-    mine = parts.slice(
-        slice(first * shard.shard_count + shard.shard_index, None, shard.shard_count)
-    )
-    # One thread reads 30 million tokens a second; more threads only fight over Python's lock.
-    return mine.to_iter_dataset(grain.ReadOptions(num_threads=1, prefetch_buffer_size=16))
+    """Batches of windows, from batch `first` on: int32 [batch_size / shards, seq_len + 1]."""
+    windows = _Windows(corpus.train, seq_len)
+    return batches.train_batches(windows, batch_size, seed, first, shard)
 
 
 def held_out_batches(
@@ -110,14 +96,8 @@ def held_out_batches(
     shard: grain.sharding.ShardOptions | None = None,
 ) -> Iterator[np.ndarray]:
     """Every held-out window once, in order; the last batch is filled up with rows of -1."""
-    shard = shard or grain.sharding.ShardByJaxProcess()
-    windows, rows = _Windows(corpus.held_out, seq_len), batch_size // shard.shard_count
-    for batch in range(-(-len(windows) // batch_size)):
-        start = batch * batch_size + shard.shard_index * rows
-        batch_rows = np.full((rows, seq_len + 1), -1, np.int32)
-        for row, window in enumerate(range(start, min(start + rows, len(windows)))):
-            batch_rows[row] = windows[window]
-        yield batch_rows
+    filler = np.full(seq_len + 1, -1, np.int32)
+    return batches.held_out_batches(_Windows(corpus.held_out, seq_len), batch_size, filler, shard)
 
 
 # ---- from a dataset to flat files ------------------------------------------------------------
@@ -182,18 +162,9 @@ def _files(dataset: str) -> tuple[list[pathlib.Path], pathlib.Path]:
     return files, path
 
 
-def _datasets():
-    """The library, imported when it is needed: it takes 0.7 s, a tokenised corpus none of them."""
-    import datasets
-
-    datasets.logging.set_verbosity(datasets.logging.CRITICAL)  # errors come back as exceptions
-    datasets.disable_progress_bars()
-    return datasets
-
-
 def _from_files(dataset: str, files: list[pathlib.Path], column: str):
     """(held out?, document) of local text, JSON Lines and Parquet, through `datasets`."""
-    datasets = _datasets()
+    datasets = hub.library()
     for path in files:
         kind = {".jsonl": "json", ".json": "json", ".parquet": "parquet"}.get(path.suffix, "text")
         options = {"sample_by": "document"} if kind == "text" else {}
@@ -212,20 +183,12 @@ def _from_files(dataset: str, files: list[pathlib.Path], column: str):
 
 def _from_hub(dataset: str, column: str):
     """(held out?, document) of a dataset on the Hub, or a local folder laid out like one."""
-    datasets = _datasets()
-    name, _, config = dataset.removeprefix("hf:").partition(":")
-    try:
-        splits = datasets.load_dataset(name, config or None, streaming=True)
-    except Exception as error:
-        reason = (str(error).splitlines() or [type(error).__name__])[0].rstrip(".")
-        raise DataError(
-            f"--dataset={dataset} could not be loaded ({reason}); is its name right?"
-        ) from error
-    held = next((split for split in ("validation", "test") if split in splits), None)
-    for split in [s for s in ("train", held) if s in splits] or list(splits)[:1]:
-        for row in splits[split]:
-            document = _text(row, column, dataset)
-            yield (split == held if held else _held_out(document)), document
+    train, held = hub.train_and_held_out(hub.load(dataset.removeprefix("hf:"), dataset))
+    for row in train:
+        document = _text(row, column, dataset)
+        yield held is None and _held_out(document), document
+    for row in held or ():
+        yield True, _text(row, column, dataset)
 
 
 def _text(row: dict, column: str, dataset: str) -> bytes:
@@ -255,8 +218,7 @@ def _diagnose(dataset: str, path: pathlib.Path, kind: str, error: Exception) -> 
                 return f"{where} is not UTF-8; convert the file"
             except json.JSONDecodeError as broken:
                 return f"{where} is not JSON ({broken.msg}); mend it"
-    reason = (str(error).splitlines() or [type(error).__name__])[0].rstrip(".")
-    return f"--dataset={dataset}: {path.name} could not be read as {kind} ({reason})"
+    return f"--dataset={dataset}: {path.name} could not be read as {kind} ({hub.reason(error)})"
 
 
 def _write(folder: pathlib.Path, documents: Iterable[tuple[bool, bytes]], dataset: str) -> None:

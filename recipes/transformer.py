@@ -84,9 +84,7 @@ def main(run: Run, flags: Flags) -> None:
     if config.vocab_size <= text.START:
         raise UserError(f"the model knows {config.vocab_size} tokens and text has {text.START + 1}")
     shard = loop.process_rows(layout, run.batch_size)
-    window = jax.ShapeDtypeStruct(
-        (run.batch_size, flags.seq_len + 1), jnp.int32, sharding=layout.batch
-    )
+    window = layout.abstract_batch(np.zeros(flags.seq_len + 1, np.int32), run.batch_size)
 
     # ---- The step: a pure function of (state, batch), compiled once for this layout -------------
     rate = schedule(run.learning_rate, flags.warmup_steps, run.steps)
@@ -116,10 +114,8 @@ def main(run: Run, flags: Flags) -> None:
     facts = {"seed": run.seed, "batch_size": run.batch_size, "seq_len": flags.seq_len}
     work.check_data(facts | {"dataset": flags.dataset, "fingerprint": corpus.fingerprint})
     state = work.first_state(layout, optimizer, run.seed, abstract)
-    say(work.origin())
-    if before := changed.get("steps"):
-        was = schedule(run.learning_rate, flags.warmup_steps, before)
-        say(change_of_steps(before, run.steps, work.step, was, rate))
+    before = changed.get("steps")
+    say(work.origin(), *change_of_steps(before, run, flags.warmup_steps, work.step))
 
     # ---- Train ------------------------------------------------------------------------------------
     settings = dataclasses.asdict(run) | dataclasses.asdict(flags)

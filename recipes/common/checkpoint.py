@@ -25,7 +25,11 @@ from recipes.common import sharding
 from recipes.common.cli import UserError
 from recipes.common.sharding import Layout, Table, Tree, paths
 
-ENTRIES = {"transformer": "Transformer"}  # zoo module → its model
+ENTRIES = {  # zoo module → its model
+    "dot_relu_dot": "DotReluDot",
+    "mlp": "MLP",
+    "transformer": "Transformer",
+}
 
 
 class Checkpoint(NamedTuple):
@@ -101,6 +105,13 @@ def config_from(config_class, checkpoint: Checkpoint):
     known = {field.name for field in dataclasses.fields(config_class)}
     values = {k: tuple(v) if isinstance(v, list) else v for k, v in saved.items() if k in known}
     return config_class(**values)
+
+
+def configure(default, source: Checkpoint | None, flags):
+    """The model's Config: the checkpoint's or the default one, with the flags that are not 0."""
+    base = config_from(type(default), source) if source else default
+    given = {name: getattr(flags, name, 0) for name in dataclasses.asdict(base)}
+    return dataclasses.replace(base, **{name: value for name, value in given.items() if value})
 
 
 def restore_params(checkpoint: Checkpoint, layout: Layout) -> Tree:

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from recipes.common.cli import Run
 from recipes.common.sharding import Tree
 
 
@@ -16,14 +17,15 @@ def schedule(peak: float, warmup: int, steps: int) -> optax.Schedule:
     return optax.warmup_cosine_decay_schedule(0.0, peak, warmup, max(steps, 1), peak / 10)
 
 
-def change_of_steps(
-    before: int, now: int, step: int, was: optax.Schedule, rate: optax.Schedule
-) -> str:
-    """What another --steps does to a run that goes on at `step`, in a sentence."""
-    return (
-        f"--steps was {before} and is {now}: the learning rate now decays until step {now}, and at "
-        f"step {step} it is {rate(step):.2e} instead of {was(step):.2e}."
-    )
+def change_of_steps(before: int | None, run: Run, warmup: int, step: int) -> list[str]:
+    """What another --steps than `before` does to a run that goes on at `step`, in a sentence."""
+    if before is None:
+        return []
+    was, now = (schedule(run.learning_rate, warmup, steps)(step) for steps in (before, run.steps))
+    return [
+        f"--steps was {before} and is {run.steps}: the learning rate now decays until step "
+        f"{run.steps}, and at step {step} it is {now:.2e} instead of {was:.2e}."
+    ]
 
 
 def adamw(

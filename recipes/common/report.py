@@ -74,14 +74,30 @@ def step(compiled: jax.stages.Compiled) -> str:
         f"Compiled step, per device: {size(kept + memory.temp_size_in_bytes)} = state and batch "
         f"{size(kept)} + temporary {size(memory.temp_size_in_bytes)}."
     ]
-    totals: dict[str, list[int]] = {}
-    for found in collectives(compiled.as_text()):
-        total = totals.setdefault(found.kind, [0, 0])
-        total[0] += found.times
-        total[1] += found.times * found.bytes
-    text = "; ".join(f"{n} {kind} of {size(b)}" for kind, (n, b) in sorted(totals.items()))
-    lines.append(f"Collectives a step, per device: {text or 'none'}.")
+    lines.append(f"Collectives a step, per device: {sent(compiled)}.")
     return "\n".join(lines)
+
+
+def totals(compiled: jax.stages.Compiled) -> dict[str, tuple[int, int]]:
+    """Kind of collective → (how many, bytes of their results on a device), in one run."""
+    sums: dict[str, tuple[int, int]] = {}
+    for found in collectives(compiled.as_text()):
+        times, held = sums.get(found.kind, (0, 0))
+        sums[found.kind] = (times + found.times, held + found.times * found.bytes)
+    return dict(sorted(sums.items()))
+
+
+def sent(compiled: jax.stages.Compiled) -> str:
+    """What one run of it sends between devices, in words."""
+    return (
+        "; ".join(f"{n} {kind} of {size(b)}" for kind, (n, b) in totals(compiled).items()) or "none"
+    )
+
+
+def reshard(array: jax.Array, target: jax.sharding.Sharding) -> tuple[jax.Array, str]:
+    """`array` moved to another layout, and which collectives that took."""
+    move = jax.jit(lambda x: x, out_shardings=target).lower(array).compile()
+    return move(array), sent(move)
 
 
 def size(count: float) -> str:

@@ -228,6 +228,16 @@ class Layout:
         """For arrays whose first dim is the batch."""
         return NamedSharding(self.mesh, PartitionSpec(self.table["batch"]))
 
+    def activation(self, *axes: str) -> NamedSharding:
+        """For an activation whose dims have these logical axes."""
+        return NamedSharding(self.mesh, partition_spec(axes, self.table))
+
+    def abstract_batch(self, example: Tree, size: int) -> Tree:
+        """`size` examples stacked, as ShapeDtypeStructs: what the step is compiled for."""
+        return jax.tree.map(
+            lambda x: jax.ShapeDtypeStruct((size, *x.shape), x.dtype, sharding=self.batch), example
+        )
+
     @property
     def batch_shards(self) -> int:
         return math.prod(self.mesh.shape[axis] for axis in mesh_axes(self.table["batch"]))
@@ -266,6 +276,15 @@ def lay_out(
     plan = blueprint(build)
     check(rules, strategy, plan, mesh, dims)
     return Layout(mesh, rules, strategy, build, plan)
+
+
+def elsewhere(layout: Layout, strategy: str) -> Layout | None:
+    """The same module on the same mesh under another table; None where that does not fit."""
+    try:
+        check(layout.rules, strategy, layout.plan, layout.mesh)
+    except UserError:
+        return None
+    return dataclasses.replace(layout, strategy=strategy)
 
 
 # ---- the training state ------------------------------------------------------------------------

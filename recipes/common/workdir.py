@@ -58,6 +58,12 @@ class Workdir:
         return self.newest.step if self.newest else 0
 
     @property
+    def shown(self) -> pathlib.Path:
+        """The folder, as short as it can be printed."""
+        here = pathlib.Path.cwd()
+        return self.path.relative_to(here) if self.path.is_relative_to(here) else self.path
+
+    @property
     def metrics(self) -> pathlib.Path | None:
         """metrics.jsonl; None if nothing is to be written."""
         return self.path / "metrics.jsonl" if self.in_use else None
@@ -159,8 +165,7 @@ class Workdir:
         steps = checkpoint.steps_in(self.path / "checkpoints") if self.in_use else []
         if not steps:
             return []  # nothing was trained
-        here = pathlib.Path.cwd()
-        path = self.path.relative_to(here) if self.path.is_relative_to(here) else self.path
+        path = self.shown
         lines = [f"Checkpoint: {path / 'checkpoints' / str(steps[-1])}"]
         if other := another_mesh(layout):
             command = (

@@ -1,0 +1,207 @@
+"""MLP: a residual multilayer perceptron that classifies vectors, an image's pixels for instance.
+
+Blocks of LayerNorm (Ba et al. 2016), a wider Linear, GELU and a Linear back, each added to what it
+read (He et al. 2016): the MLP half of a Transformer, to any depth. Kernel and bias of each Linear
+are sharded as a pair: the bias lies as its kernel's last dim.
+
+Shapes: B batch, I inputs, D embed, F hidden, C classes.
+
+Every parameter carries *logical* axis names. They mean nothing until a table says where they go:
+
+    model = MLP(Config.tiny(), rngs=nnx.Rngs(0))                     # no mesh, no rules, no context
+    logits_BC = model(x_BI)
+
+    rules = RULES["tp"]                                              # at the end of this file
+    with jax.set_mesh(mesh), nnx.logical_axis_rules(tuple(rules.items())):
+        graph, state = nnx.split(model)
+        state = jax.device_put(state, nnx.get_named_sharding(state, mesh))   # each weight at rest
+        logits_BC = jax.jit(lambda s, x: nnx.merge(graph, s)(x))(state, x_BI)
+
+jax.jit does not notice that the rules change: give each table its own jitted function.
+"""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from flax.core.spmd import get_logical_axis_rules
+from jax.sharding import PartitionSpec
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+    """The architecture. Named sizes are classmethods."""
+
+    inputs: int = 64  # I, numbers in an example; 8 × 8 pixels
+    classes: int = 10  # C
+    embed: int = 64  # D, width between the blocks
+    hidden: int = 256  # F, width inside a block
+    depth: int = 3  # blocks
+    norm_eps: float = 1e-6
+
+    @classmethod
+    def tiny(cls) -> "Config":
+        """5,562 parameters. For tests: every sharded dim divides by 8."""
+        return cls(embed=16, hidden=64, depth=2)
+
+    @classmethod
+    def small(cls) -> "Config":
+        """104,586 parameters. The recipe's default."""
+        return cls()
+
+
+def spec(axes: tuple[str, ...]) -> PartitionSpec | None:
+    """Logical axes → PartitionSpec, by the table and mesh in force; None where there are none."""
+    table = dict(get_logical_axis_rules() or ())
+    if not table or jax.sharding.get_abstract_mesh().empty:
+        return None
+    return PartitionSpec(*(table[axis] for axis in axes))
+
+
+def constrain(x: jax.Array, *axes: str) -> jax.Array:
+    """Lays an activation out as the table says. Outside a mesh it does nothing."""
+    where = spec(axes)
+    return x if where is None else jax.lax.with_sharding_constraint(x, where)
+
+
+def in_use(weight: nnx.Param) -> jax.Array:
+    """A weight as its matmul wants it: `embed` → `act_embed`. Under FSDP this is the all-gather.
+
+    Without it XLA is free to gather activations instead, at many times the bytes.
+    """
+    rest = spec(weight.out_sharding)
+    use = spec(tuple("act_embed" if axis == "embed" else axis for axis in weight.out_sharding))
+    return weight[...] if rest == use else _gather(weight[...], rest, use)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2))
+def _gather(w, rest, use):
+    return jax.lax.with_sharding_constraint(w, use)
+
+
+# A plain constraint would lay the gradient out as `use` too: whole on every device. This lays it
+# out as the weight rests: a reduce-scatter.
+_gather.defvjp(
+    lambda w, rest, use: (_gather(w, rest, use), None),
+    lambda rest, use, _, grad: (jax.lax.with_sharding_constraint(grad, rest),),
+)
+
+
+class Linear(nnx.Module):
+    """x · kernel + bias; `axes` name the kernel's two dims, and the last one is the bias's too."""
+
+    def __init__(self, dims: tuple[int, int], axes: tuple[str, str], *, rngs: nnx.Rngs):
+        kernel = jax.random.normal(rngs.params(), dims) * dims[0] ** -0.5
+        # eager_sharding=False: the names wait for a table instead of asking for a mesh.
+        self.kernel = nnx.Param(kernel, out_sharding=axes, eager_sharding=False)
+        self.bias = nnx.Param(jnp.zeros(dims[1:]), out_sharding=axes[1:], eager_sharding=False)
+
+    def __call__(self, x, *out_axes: str):
+        return constrain(x @ in_use(self.kernel) + in_use(self.bias)[None], *out_axes)
+
+
+class LayerNorm(nnx.Module):
+    """(x - mean) / deviation · scale + bias."""
+
+    def __init__(self, dim: int, eps: float):
+        self.scale = nnx.Param(jnp.ones(dim), out_sharding=("norm",), eager_sharding=False)
+        self.bias = nnx.Param(jnp.zeros(dim), out_sharding=("norm",), eager_sharding=False)
+        self.eps = eps
+
+    def __call__(self, x_BD):
+        x_BD = x_BD - x_BD.mean(axis=-1, keepdims=True)
+        variance_B1 = jnp.square(x_BD).mean(axis=-1, keepdims=True)
+        x_BD = x_BD * jax.lax.rsqrt(variance_B1 + self.eps)
+        return x_BD * self.scale[...][None] + self.bias[...][None]
+
+
+class Block(nnx.Module):
+    """x + down(gelu(up(norm(x)))). Megatron: `hidden` is split, the output is one all-reduce."""
+
+    def __init__(self, config: Config, *, rngs: nnx.Rngs):
+        D, F = config.embed, config.hidden
+        self.norm = LayerNorm(D, config.norm_eps)
+        self.up = Linear((D, F), ("embed", "hidden"), rngs=rngs)
+        self.down = Linear((F, D), ("hidden", "embed"), rngs=rngs)
+
+    def __call__(self, x_BD):
+        hidden_BF = jax.nn.gelu(self.up(self.norm(x_BD), "batch", "hidden"))
+        return x_BD + self.down(hidden_BF, "batch", "act_embed")
+
+
+class MLP(nnx.Module):
+    """x_BI → logits_BC. See the module's docstring."""
+
+    def __init__(self, config: Config, *, rngs: nnx.Rngs):
+        self.config = config
+        self.stem = Linear((config.inputs, config.embed), ("inputs", "embed"), rngs=rngs)
+        self.blocks = nnx.List([Block(config, rngs=rngs) for _ in range(config.depth)])
+        self.norm = LayerNorm(config.embed, config.norm_eps)
+        self.head = Linear((config.embed, config.classes), ("embed", "classes"), rngs=rngs)
+
+    def __call__(self, x_BI: jax.Array) -> jax.Array:
+        """On a mesh, B divides by the axes that hold `batch`."""
+        x_BD = self.stem(constrain(x_BI, "batch", "inputs"), "batch", "act_embed")
+        for block in self.blocks:
+            x_BD = block(x_BD)
+        return self.head(self.norm(x_BD), "batch", "classes")
+
+
+# Strategy → logical axis → mesh axis. None: each device has the whole dim.
+#
+# A kernel [D, F] rests as (embed, hidden) says, and is multiplied as (act_embed, hidden) says.
+# Notation: In[B_X, D] is a tensor whose dim B is split over mesh axis X.
+RULES: dict[str, dict[str, str | tuple[str, ...] | None]] = {
+    # Data parallel: every device has every weight; one all-reduce of all gradients a step.
+    "dp": {
+        "batch": "data",  # In[B_data, D] · W[D, F] → Out[B_data, F]: no communication
+        "inputs": None,
+        "act_embed": None,
+        "embed": None,
+        "hidden": None,
+        "classes": None,
+        "norm": None,
+    },
+    # ZeRO-3: each device keeps a part of each weight; whole weights exist only while they are used.
+    "fsdp": {
+        "batch": "data",
+        "inputs": None,
+        "act_embed": None,  # W[D_data, F] → W[D, F]: an all-gather before each matmul
+        "embed": "data",  # its transpose: a reduce-scatter of the gradient
+        "hidden": None,
+        "classes": None,
+        "norm": None,  # too small to be worth a gather
+    },
+    # Megatron: `up` is split by columns and `down` by rows, so the GELU needs no communication.
+    "tp": {
+        "batch": "data",
+        "inputs": None,
+        "act_embed": None,
+        "embed": None,
+        "hidden": "model",  # H[B, F_model] · W[F_model, D] → partial sums: one all-reduce a block
+        "classes": None,  # ten classes divide over few meshes
+        "norm": None,
+    },
+    # Both: weights are split over the whole mesh, and gathered over `data` only.
+    "fsdp_tp": {
+        "batch": "data",
+        "inputs": None,
+        "act_embed": None,
+        "embed": "data",  # W[D_data, F_model] → W[D, F_model]: 1/model of the bytes of `fsdp`
+        "hidden": "model",
+        "classes": None,
+        "norm": None,
+    },
+    # Hybrid: groups of fsdp × model devices share one copy of the weights; `data` copies of it.
+    "hsdp_tp": {
+        "batch": ("data", "fsdp"),
+        "inputs": None,
+        "act_embed": None,
+        "embed": "fsdp",  # gathers stay inside a group; gradients also cross groups
+        "hidden": "model",
+        "classes": None,
+        "norm": None,
+    },
+}
