@@ -84,7 +84,7 @@ def load(dataset: str = "digits", image: str = "image", label: str = "label") ->
 def _arrays(rows, image: str, label: str, dataset: str) -> tuple[np.ndarray, np.ndarray]:
     """(float32 [N, I], int32 [N]) of the rows of one split."""
     images, labels = [], []
-    for row in rows:
+    for row in hub.told(rows, dataset):
         _check(row, image, label, dataset)
         pixels = np.asarray(row[image], np.float32).reshape(-1)
         if images and pixels.shape != images[0].shape:

@@ -40,6 +40,14 @@ def train_and_held_out(splits: dict[str, Rows]) -> tuple[Rows, Rows | None]:
     return train, None if held is train else held
 
 
+def told(rows: Rows, dataset: str) -> Rows:
+    """`rows`; what goes wrong while they are read is told in one sentence."""
+    try:
+        yield from rows
+    except Exception as error:
+        raise DataError(f"--dataset={dataset} could not be read ({reason(error)})") from error
+
+
 def reason(error: Exception) -> str:
     """The first line of what a library says."""
     return (str(error).splitlines() or [type(error).__name__])[0].rstrip(".")

@@ -184,10 +184,10 @@ def _from_files(dataset: str, files: list[pathlib.Path], column: str):
 def _from_hub(dataset: str, column: str):
     """(held out?, document) of a dataset on the Hub, or a local folder laid out like one."""
     train, held = hub.train_and_held_out(hub.load(dataset.removeprefix("hf:"), dataset))
-    for row in train:
+    for row in hub.told(train, dataset):
         document = _text(row, column, dataset)
         yield held is None and _held_out(document), document
-    for row in held or ():
+    for row in hub.told(held or (), dataset):
         yield True, _text(row, column, dataset)
 
 

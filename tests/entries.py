@@ -7,15 +7,17 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 from flax import nnx
 
+from data import batches, digits, synthetic
 from recipes.common import sharding
 from recipes.common.cli import UserError
 from recipes.common.mesh import make_mesh
-from zoo import transformer
+from zoo import dot_relu_dot, mlp, transformer
 
 MESHES = ["1x1", "8", "8x1", "4x2", "2x4", "1x8", "2x2x2"]
-BATCH = 16
+BATCH = 24  # like no dim of a parameter, so that test_collectives.py can tell them apart
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,11 +45,47 @@ def _transformer() -> Entry:
         rules=transformer.RULES,
         build=lambda: transformer.Transformer(transformer.Config.tiny(), rngs=nnx.Rngs(0)),
         loss=loss,
-        batches=[rng.integers(0, 257, (BATCH, 33), np.int32) for _ in range(5)],
+        batches=[rng.integers(0, 257, (BATCH, 41), np.int32) for _ in range(5)],
     )
 
 
-ENTRIES = {entry.name: entry for entry in (_transformer(),)}
+def _dot_relu_dot() -> Entry:
+    config, teacher = dot_relu_dot.Config.tiny(), synthetic.train(16, 64, seed=0)
+
+    def loss(model, batch):
+        error_BD = model(batch["x"]) - batch["y"]
+        return jnp.square(error_BD).sum(), batch["weight"].sum() * config.embed
+
+    return Entry(
+        name="dot_relu_dot",
+        rules=dot_relu_dot.RULES,
+        build=lambda: dot_relu_dot.DotReluDot(config, rngs=nnx.Rngs(0)),
+        loss=loss,
+        batches=first_batches(teacher),
+    )
+
+
+def _mlp() -> Entry:
+    def loss(model, batch):
+        logits_BC = model(batch["image"])
+        nats_B = optax.softmax_cross_entropy_with_integer_labels(logits_BC, batch["label"])
+        return nats_B.sum(), jnp.float32(nats_B.size)
+
+    return Entry(
+        name="mlp",
+        rules=mlp.RULES,
+        build=lambda: mlp.MLP(mlp.Config.tiny(), rngs=nnx.Rngs(0)),
+        loss=loss,
+        batches=first_batches(digits.load().train),
+    )
+
+
+def first_batches(source) -> list[Any]:
+    feed = iter(batches.train_batches(source, BATCH, seed=0))
+    return [next(feed) for _ in range(5)]
+
+
+ENTRIES = {entry.name: entry for entry in (_dot_relu_dot(), _mlp(), _transformer())}
 
 
 def fitting() -> list[tuple[str, str, str]]:

@@ -10,6 +10,30 @@ from tests.conftest import ROOT
 
 # What a stranger writes around a copied file, with nothing but jax and flax.
 USE = {
+    "dot_relu_dot": """
+import jax, jax.numpy as jnp, numpy as np
+from flax import nnx
+from dot_relu_dot import RULES, Config, DotReluDot
+
+model = DotReluDot(Config.tiny(), rngs=nnx.Rngs(0))
+x_BD, y_BD = jax.random.normal(jax.random.key(0), (2, 8, 16))
+batch = (x_BD, y_BD)
+assert model(x_BD).shape == (8, 16)
+def loss(model, x_BD, y_BD):
+    return jnp.mean((model(x_BD) - y_BD) ** 2)
+""",
+    "mlp": """
+import jax, jax.numpy as jnp, numpy as np
+from flax import nnx
+from mlp import MLP, RULES, Config
+
+model = MLP(Config.tiny(), rngs=nnx.Rngs(0))
+x_BI = jax.random.normal(jax.random.key(0), (8, 64))
+batch = (x_BI, jnp.arange(8))
+assert model(x_BI).shape == (8, 10)
+def loss(model, x_BI, label_B):
+    return -jnp.mean(jax.nn.log_softmax(model(x_BI))[jnp.arange(8), label_B])
+""",
     "transformer": """
 import jax, jax.numpy as jnp, numpy as np
 from flax import nnx

@@ -16,6 +16,7 @@ Flags live in a FlagValues of their own, not in absl's global one, where two mod
 import dataclasses
 import difflib
 import math
+import os
 import sys
 from typing import Any
 
@@ -83,8 +84,8 @@ def start(main, *groups) -> None:
             _settle_libraries()
             main(*parsed)
     except (UserError, data.DataError) as mistake:
-        print(f"error: {mistake}", file=sys.stderr)
-        sys.exit(2)
+        print(f"error: {mistake}", file=sys.stderr, flush=True)
+        os._exit(2)  # at once: a reader's threads, left half-way, may abort an orderly exit
 
 
 def _settle_libraries() -> None:
