@@ -15,13 +15,6 @@ from recipes.common.cli import Run, UserError
 from recipes.common.mesh import describe
 from recipes.common.sharding import Layout, Tree
 
-# Without a note of the shardings it was saved with: they would tie a checkpoint to its mesh, where
-# plain `ocp.StandardCheckpointer().restore(path)` else reads it anywhere.
-_ANY_MESH = ocp.type_handlers.create_type_handler_registry(
-    (jax.Array, ocp.type_handlers.ArrayHandler(enable_write_sharding_file=False))
-)
-
-
 class Workdir:
     """A run's folder. Nothing is written to it before `begin`."""
 
@@ -133,7 +126,7 @@ class Workdir:
             self.path / "checkpoints",
             options=ocp.CheckpointManagerOptions(max_to_keep=keep, cleanup_tmp_directories=True),
             item_handlers={
-                "state": ocp.PyTreeCheckpointHandler(type_handler_registry=_ANY_MESH),
+                "state": ocp.PyTreeCheckpointHandler(type_handler_registry=checkpoint.ANY_MESH),
                 "data": ocp.JsonCheckpointHandler(),
                 "metadata": ocp.JsonCheckpointHandler(),
             },
