@@ -84,7 +84,7 @@ def make(family: Family, folder: pathlib.Path) -> None:
     model = transformers.AutoModelForCausalLM.from_config(config)
     with torch.no_grad():
         for name, weight in model.named_parameters():
-            weight.copy_(0.2 * torch.randn(weight.shape) + ("norm" in name))
+            weight.copy_(0.15 * torch.randn(weight.shape) + ("norm" in name))
     model.to(getattr(torch, family.dtype)).save_pretrained(folder, max_shard_size=family.shard)
     (folder / "generation_config.json").unlink(missing_ok=True)
 

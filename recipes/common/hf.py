@@ -212,9 +212,7 @@ class Folder:
                 )
 
     def read(self, where: Tree) -> Tree:
-        """The parameters in float32, each shard read for itself.
-
-        Memory of this process never holds more than one parameter's shards besides the devices.
+        """The parameters in float32, each shard read for itself and put onto its devices.
 
         Args:
           where: nested dict of shardings, one for each parameter.
@@ -224,15 +222,14 @@ class Folder:
             stacks[tensor.path].append(tensor)
 
         def one(path, shape, sharding):
-            shard = functools.partial(self._shard, stacks[path], shape)
-            return jax.make_array_from_callback(shape, sharding, _once_each(shard, shape))
+            return _place(shape, sharding, functools.partial(self._shard, stacks[path]))
 
         shapes, shardings = paths(self.shapes), jax.tree.leaves(where)
         arrays = [one(p, shapes[p].shape, s) for p, s in zip(shapes, shardings, strict=True)]
         return jax.tree.unflatten(jax.tree.structure(self.shapes), arrays)
 
-    def _shard(self, stack: list[Tensor], shape, bounds: tuple[tuple[int, int], ...]) -> np.ndarray:
-        """Part of a parameter: bounds, (first, last + 1), for each of its dims."""
+    def _shard(self, stack: list[Tensor], bounds: tuple[tuple[int, int], ...]) -> np.ndarray:
+        """Part of a parameter in float32: bounds, (first, last + 1), for each of its dims."""
         shard = np.empty([stop - start for start, stop in bounds], np.float32)
         slices = [slice(*b) for b in bounds]
         stacked = stack[0].layer is not None
@@ -251,14 +248,23 @@ class Folder:
         return read
 
 
-def _once_each(shard, shape):
-    """A callback for jax.make_array_from_callback, which calls it again for each copy of a shard."""
-    shard = functools.cache(shard)
+def _place(shape: tuple[int, ...], sharding: jax.sharding.Sharding, shard) -> jax.Array:
+    """An array of which only one shard at a time is in this process, besides the devices.
 
-    def callback(index):
-        return shard(tuple(s.indices(size)[:2] for s, size in zip(index, shape, strict=True)))
+    jax.make_array_from_callback has all shards first, and makes one for each device that has a copy.
 
-    return callback
+    Args:
+      shard: function of bounds, (first, last + 1) for each dim → NumPy array.
+    """
+    devices = collections.defaultdict(list)
+    for device, index in sharding.addressable_devices_indices_map(shape).items():
+        bounds = tuple(s.indices(size)[:2] for s, size in zip(index, shape, strict=True))
+        devices[bounds].append(device)
+    arrays = []
+    for bounds, copies in devices.items():
+        values = shard(bounds)
+        arrays += jax.block_until_ready([jax.device_put(values, device) for device in copies])
+    return jax.make_array_from_single_device_arrays(shape, sharding, arrays)
 
 
 def _json(file: pathlib.Path) -> dict[str, Any]:
