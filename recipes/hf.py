@@ -113,7 +113,9 @@ COMMANDS = {"import": (import_, Import()), "export": (export, Export())}
 
 
 def no_command(_) -> None:
-    raise UserError("say what to do: python -m recipes.hf import … or python -m recipes.hf export …")
+    raise UserError(
+        "say what to do: python -m recipes.hf import … or python -m recipes.hf export …"
+    )
 
 
 if __name__ == "__main__":

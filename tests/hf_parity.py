@@ -12,9 +12,9 @@ import pathlib
 import shutil
 import sys
 import tempfile
-import warnings
 
 import tests.conftest  # noqa: F401, simulates the devices
+
 import jax  # isort: skip
 import numpy as np
 from flax import nnx
@@ -22,7 +22,7 @@ from flax import nnx
 from recipes.common import checkpoint, hf, sharding
 from recipes.common.mesh import make_mesh
 from tests.conftest import ROOT
-from zoo.transformer import RULES, Transformer
+from zoo.transformer import RULES
 
 GOLDEN = ROOT / "tests" / "golden" / "hf"
 TOLERANCE = 2e-5  # of a logit, in float32
@@ -56,7 +56,9 @@ FAMILIES = {
     "mistral": Family("MistralConfig", {"sliding_window": 5}),
     "qwen2": Family("Qwen2Config", {"rope_theta": 1e6}),
     "qwen3": Family("Qwen3Config", {"head_dim": 6, "rope_theta": 1e6}),
-    "smollm": Family("LlamaConfig", {"tie_word_embeddings": True, "rms_norm_eps": 1e-5}, "bfloat16"),
+    "smollm": Family(
+        "LlamaConfig", {"tie_word_embeddings": True, "rms_norm_eps": 1e-5}, "bfloat16"
+    ),
     # No golden file: only the sliding window of every layer is new in it.
     "qwen3_window": Family(
         "Qwen3Config",

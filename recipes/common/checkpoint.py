@@ -161,12 +161,17 @@ def check_params(checkpoint: Checkpoint | hf.Folder, layout: Layout) -> None:
 
 def write(folder: pathlib.Path, params: Tree, metadata: dict[str, Any]) -> None:
     """Writes a checkpoint of parameters alone, beside its place and then moved there whole."""
+    # Else Orbax copies all arrays to this process at one time, and keeps what it has compressed of
+    # them until a file of 2 GB is full.
     handler = ocp.CompositeCheckpointHandler(
-        state=ocp.PyTreeCheckpointHandler(type_handler_registry=ANY_MESH, save_device_host_concurrent_gb=1),
+        state=ocp.PyTreeCheckpointHandler(
+            type_handler_registry=ANY_MESH, save_device_host_concurrent_gb=1
+        ),
         metadata=ocp.JsonCheckpointHandler(),
     )
     items = ocp.args.Composite(
-        state=ocp.args.PyTreeSave({"params": params}), metadata=ocp.args.JsonSave(metadata)
+        state=ocp.args.PyTreeSave({"params": params}, ocdbt_target_data_file_size=2**27),
+        metadata=ocp.args.JsonSave(metadata),
     )
     with ocp.Checkpointer(handler) as checkpointer:
         checkpointer.save(folder.absolute(), args=items)

@@ -125,10 +125,10 @@ def locate(name: str) -> pathlib.Path:
     Raises UserError if there is neither.
     """
     folder = pathlib.Path(name).expanduser()
-    if folder.exists():
+    if name and folder.exists():
         return folder.absolute()
     if not re.fullmatch(r"[\w.-]+/[\w.-]+", name):
-        raise UserError(f"{name} does not exist; give a model folder, or ORG/NAME of the Hub")
+        raise UserError(f"{name!r} does not exist; give a model folder, or ORG/NAME of the Hub")
     import huggingface_hub  # takes a third of a second
 
     wanted = ["config.json", "*.safetensors", "*.safetensors.index.json"]
@@ -157,7 +157,11 @@ class Folder:
             raise UserError(f"{path} is a file; give the folder that it lies in")
         theirs = _json(path / "config.json")
         self.config = config_from(theirs, path / "config.json")
-        self.metadata = {"entry": "transformer", "config": dataclasses.asdict(self.config), "step": 0}
+        self.metadata = {
+            "entry": "transformer",
+            "config": dataclasses.asdict(self.config),
+            "step": 0,
+        }
         self.context = theirs.get("max_position_embeddings")  # positions, for an export back
         self.shapes = sharding.blueprint(
             lambda: Transformer(self.config, rngs=nnx.Rngs(0))
@@ -327,9 +331,13 @@ def _indexed(index: pathlib.Path) -> list[pathlib.Path]:
         raise UserError(f"{index} names no files; download it again")
     for name in names:
         if pathlib.PurePath(name).name != name:
-            raise UserError(f"{index} names {name!r}, which is not in its folder; download it again")
+            raise UserError(
+                f"{index} names {name!r}, which is not in its folder; download it again"
+            )
         if not (index.parent / name).exists():
-            raise UserError(f"{index.parent} lacks {name}, which its index names; download it again")
+            raise UserError(
+                f"{index.parent} lacks {name}, which its index names; download it again"
+            )
     return [index.parent / name for name in names]
 
 
@@ -418,13 +426,12 @@ def _number(theirs, file, key: str, default=None, kind=int):
 
 def _rope(theirs, file) -> tuple[float, tuple[float, float, float, int] | None]:
     """(theta, scaling); older config.json have rope_theta and rope_scaling, newer rope_parameters."""
-    rope: dict[str, Any] = {}
-    for key in ("rope_parameters", "rope_scaling"):  # where both are, transformers takes the second
-        found = theirs.get(key) or {}
-        if not isinstance(found, dict) or any(isinstance(v, dict) for v in found.values()):
-            raise _refused(file, key, found)
-        rope |= found
-    rope = {"rope_theta": theirs.get("rope_theta"), **rope}
+    # Where both are, transformers takes the older.
+    key = "rope_scaling" if theirs.get("rope_scaling") else "rope_parameters"
+    rope = theirs.get(key) or {}
+    if not isinstance(rope, dict) or any(isinstance(v, dict) for v in rope.values()):
+        raise _refused(file, key, rope)  # each kind of layer has its own, for instance
+    rope = {"rope_theta": theirs.get("rope_theta")} | rope
     number = functools.partial(_number, rope, file)
     if rope.get("partial_rotary_factor", 1) != 1:
         raise _refused(file, "partial_rotary_factor", rope["partial_rotary_factor"])

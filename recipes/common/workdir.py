@@ -15,6 +15,7 @@ from recipes.common.cli import Run, UserError
 from recipes.common.mesh import describe
 from recipes.common.sharding import Layout, Tree
 
+
 class Workdir:
     """A run's folder. Nothing is written to it before `begin`."""
 
