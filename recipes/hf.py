@@ -46,7 +46,7 @@ def import_(flags: Import) -> None:
     # ---- Each shard is read for itself, onto its device, and saved from there -------------------
     params = checkpoint.restore_params(folder, layout)
     facts = checkpoint.metadata("transformer", folder.config, layout, dataclasses.asdict(flags))
-    checkpoint.write(target, params, facts | {"step": 0, "context": folder.context})
+    checkpoint.write(target, params, facts | folder.metadata)
     say(
         f"Imported {parameters(layout)} into {flags.target}; it can be trained or evaluated:",
         f"  python -m recipes.transformer --restore_from={flags.target}",
@@ -56,8 +56,6 @@ def import_(flags: Import) -> None:
 def export(flags: Export) -> None:
     target = new_folder(flags)
     source = checkpoint.find(flags.source, "--source")
-    if isinstance(source, hf.Folder):
-        raise UserError(f"--source={flags.source} is a Hugging Face folder already; copy it")
     if source.metadata["entry"] != "transformer":
         raise UserError(
             f"--source={flags.source} is of {source.metadata['entry']!r}, and the Llama family is "
@@ -90,7 +88,7 @@ def lay_out(config: Config, rules: str, mesh: str) -> sharding.Layout:
     return sharding.lay_out(build, RULES, rules, make_mesh(mesh))
 
 
-def read_one(source: checkpoint.Checkpoint, layout: sharding.Layout, path: str) -> np.ndarray:
+def read_one(source: checkpoint.Source, layout: sharding.Layout, path: str) -> np.ndarray:
     """One parameter of a checkpoint."""
     shape, where = (sharding.paths(tree)[path] for tree in (layout.plan.shapes, layout.params()))
     leaf = jax.ShapeDtypeStruct(shape.shape, shape.dtype, sharding=where)
@@ -98,10 +96,10 @@ def read_one(source: checkpoint.Checkpoint, layout: sharding.Layout, path: str) 
     return np.asarray(jax.tree.leaves(checkpoint.restore_tree(source, only))[0])
 
 
-def context(source: checkpoint.Checkpoint) -> int:
-    """Positions that the model has seen: of the folder that it came from, or in its training."""
-    known = source.metadata.get("context") or source.metadata["flags"].get("seq_len")
-    return known or 2_048
+def context(source: checkpoint.Source) -> int:
+    """Positions that the model was made for: as its folder said, or those of its training."""
+    facts = source.metadata
+    return facts.get("context") or facts.get("flags", {}).get("seq_len") or 2_048
 
 
 def parameters(layout: sharding.Layout) -> str:

@@ -121,7 +121,9 @@ def params_of(path: str | pathlib.Path) -> dict[str, np.ndarray]:
 def export(source: str, target: pathlib.Path) -> None:
     """Writes the folder at `source`, "hf:DIR", as our export does."""
     folder, params = checkpoint.find(source), params_of(source)
-    hf.write(target, folder.config, folder.context, lambda path: np.asarray(params[path]))
+    hf.write(
+        target, folder.config, folder.metadata["context"], lambda path: np.asarray(params[path])
+    )
 
 
 def compare(name: str, work: pathlib.Path) -> None:

@@ -45,7 +45,10 @@ class Checkpoint(NamedTuple):
         return self.metadata["step"]
 
 
-def find(path: str | pathlib.Path, flag: str = "--restore_from") -> Checkpoint | hf.Folder:
+Source = Checkpoint | hf.Folder  # what parameters are restored from
+
+
+def find(path: str | pathlib.Path, flag: str = "--restore_from") -> Source:
     """The checkpoint at a path: a run's workdir (its newest) or a checkpoint's own folder.
 
     "hf:DIR" is a Hugging Face model folder, and "hf:ORG/NAME" one of the Hub.
@@ -104,7 +107,7 @@ def restore(path: str | pathlib.Path, mesh: Mesh, rules: str | Table | None = No
     return layout.plan.bind(restore_params(checkpoint, layout)), checkpoint.metadata
 
 
-def config_from(config_class, checkpoint: Checkpoint | hf.Folder):
+def config_from(config_class, checkpoint: Source):
     """The model's Config from a checkpoint's metadata, where JSON has made tuples into lists."""
     saved = checkpoint.metadata["config"]
     known = {field.name for field in dataclasses.fields(config_class)}
@@ -112,11 +115,9 @@ def config_from(config_class, checkpoint: Checkpoint | hf.Folder):
     return config_class(**values)
 
 
-def restore_params(checkpoint: Checkpoint | hf.Folder, layout: Layout) -> Tree:
+def restore_params(checkpoint: Source, layout: Layout) -> Tree:
     """A checkpoint's parameters, where `layout` says. Raises UserError for another model's."""
     check_params(checkpoint, layout)
-    if isinstance(checkpoint, hf.Folder):
-        return checkpoint.read(layout.params())
     abstract = jax.tree.map(
         lambda shape, where: jax.ShapeDtypeStruct(shape.shape, shape.dtype, sharding=where),
         layout.plan.shapes,
@@ -125,12 +126,14 @@ def restore_params(checkpoint: Checkpoint | hf.Folder, layout: Layout) -> Tree:
     return restore_tree(checkpoint, {"params": abstract})["params"]
 
 
-def restore_tree(checkpoint: Checkpoint, abstract: Tree) -> Tree:
+def restore_tree(checkpoint: Source, abstract: Tree) -> Tree:
     """The part of a checkpoint's state that `abstract` names, each array where it says.
 
     Args:
       abstract: nested dict of ShapeDtypeStructs with shardings, e.g. {"params": …}.
     """
+    if isinstance(checkpoint, hf.Folder):
+        return {"params": checkpoint.read(sharding.shardings(abstract["params"]))}
     restore_args = jax.tree.map(
         lambda a: ocp.ArrayRestoreArgs(sharding=a.sharding, global_shape=a.shape, dtype=a.dtype),
         abstract,
@@ -139,7 +142,7 @@ def restore_tree(checkpoint: Checkpoint, abstract: Tree) -> Tree:
     return ocp.PyTreeCheckpointHandler().restore(epath.Path(checkpoint.path / "state"), args=args)
 
 
-def check_params(checkpoint: Checkpoint | hf.Folder, layout: Layout) -> None:
+def check_params(checkpoint: Source, layout: Layout) -> None:
     """Raises UserError if the checkpoint has other parameters, or other shapes."""
     if isinstance(checkpoint, hf.Folder):
         params = checkpoint.shapes

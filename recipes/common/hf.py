@@ -160,9 +160,9 @@ class Folder:
         self.metadata = {
             "entry": "transformer",
             "config": dataclasses.asdict(self.config),
-            "step": 0,
+            "step": self.step,
+            "context": theirs.get("max_position_embeddings"),  # for an export back
         }
-        self.context = theirs.get("max_position_embeddings")  # positions, for an export back
         self.shapes = sharding.blueprint(
             lambda: Transformer(self.config, rngs=nnx.Rngs(0))
         ).shapes  # nested dict of ShapeDtypeStruct, as in a checkpoint's `params`
@@ -216,21 +216,20 @@ class Folder:
                 )
 
     def read(self, where: Tree) -> Tree:
-        """The parameters in float32, each shard read for itself and put onto its devices.
+        """Parameters in float32, each shard read for itself and put onto its devices.
 
         Args:
-          where: nested dict of shardings, one for each parameter.
+          where: nested dict of shardings, one for each parameter that is wanted.
         """
         stacks = collections.defaultdict(list)
         for tensor in tensors(self.shapes):
             stacks[tensor.path].append(tensor)
-
-        def one(path, shape, sharding):
-            return _place(shape, sharding, functools.partial(self._shard, stacks[path]))
-
-        shapes, shardings = paths(self.shapes), jax.tree.leaves(where)
-        arrays = [one(p, shapes[p].shape, s) for p, s in zip(shapes, shardings, strict=True)]
-        return jax.tree.unflatten(jax.tree.structure(self.shapes), arrays)
+        shapes = paths(self.shapes)
+        arrays = [
+            _place(shapes[path].shape, sharding, functools.partial(self._shard, stacks[path]))
+            for path, sharding in paths(where).items()
+        ]
+        return jax.tree.unflatten(jax.tree.structure(where), arrays)
 
     def _shard(self, stack: list[Tensor], bounds: tuple[tuple[int, int], ...]) -> np.ndarray:
         """Part of a parameter in float32: bounds, (first, last + 1), for each of its dims."""
@@ -326,9 +325,10 @@ def _files(folder: pathlib.Path) -> dict[str, pathlib.Path]:
 def _indexed(index: pathlib.Path) -> list[pathlib.Path]:
     """The files that an index names."""
     names = _json(index).get("weight_map")
-    names = sorted(set(names.values())) if isinstance(names, dict) else []
-    if not names:
+    names = list(names.values()) if isinstance(names, dict) else []
+    if not names or not all(isinstance(name, str) for name in names):
         raise UserError(f"{index} names no files; download it again")
+    names = sorted(set(names))
     for name in names:
         if pathlib.PurePath(name).name != name:
             raise UserError(
@@ -395,7 +395,7 @@ def config_from(theirs: dict[str, Any], file: pathlib.Path) -> Config:
 def _model_type(theirs, file) -> str:
     names = theirs.get("architectures") or [theirs.get("model_type")]
     known = ARCHITECTURES | {kind: kind for kind in ARCHITECTURES.values()}
-    if not isinstance(names, list) or len(names) != 1 or names[0] not in known:
+    if names not in [[name] for name in known]:
         shown = ", ".join(map(str, names)) if isinstance(names, list) else names
         raise UserError(
             f"{file} is of {shown}, which zoo/transformer.py does not compute; give one of "
@@ -411,7 +411,7 @@ def _refused(file, key: str, value) -> UserError:
     )
 
 
-def _number(theirs, file, key: str, default=None, kind=int):
+def _number(theirs, file, key: str, default=None, kind: type = int) -> Any:
     """A number above 0; null is as absent. Raises UserError if there is none."""
     value = theirs.get(key)
     value = default if value is None else value
@@ -433,16 +433,18 @@ def _rope(theirs, file) -> tuple[float, tuple[float, float, float, int] | None]:
         raise _refused(file, key, rope)  # each kind of layer has its own, for instance
     rope = {"rope_theta": theirs.get("rope_theta")} | rope
     number = functools.partial(_number, rope, file)
-    if rope.get("partial_rotary_factor", 1) != 1:
+    if rope.get("partial_rotary_factor") not in (None, 1):
         raise _refused(file, "partial_rotary_factor", rope["partial_rotary_factor"])
     theta, kind = number("rope_theta", 10_000.0, float), rope.get("rope_type", rope.get("type"))
     if kind in (None, "default"):
         return theta, None
     if kind != "llama3":
         raise _refused(file, "rope_type", kind)
-    three = (number(key, None, float) for key in ("factor", "low_freq_factor", "high_freq_factor"))
+    factor, low, high = (
+        number(key, None, float) for key in ("factor", "low_freq_factor", "high_freq_factor")
+    )
     original = number("original_max_position_embeddings", theirs.get("max_position_embeddings"))
-    return theta, (*three, original)
+    return theta, (factor, low, high, original)
 
 
 def _window(theirs, kind: str, file) -> int | None:
@@ -454,12 +456,12 @@ def _window(theirs, kind: str, file) -> int | None:
         window = window if theirs.get("use_sliding_window") else None
         full = theirs.get("max_window_layers", 28)  # these, the first ones, have no window
         if window is not None and not types:
-            if 0 < full < layers:
+            if full not in (0, None) and _number(theirs, file, "max_window_layers", 28) < layers:
                 raise _refused(file, "max_window_layers", full)
             window = None if full else window
     if types:
         one = "full_attention" if window is None else "sliding_attention"
-        if set(types) != {one}:
+        if types != [one] * layers:
             raise _refused(file, "layer_types", types)
     return None if window is None else _number(theirs, file, "sliding_window", window)
 

@@ -10,7 +10,7 @@ import optax
 import orbax.checkpoint as ocp
 
 from recipes.common import checkpoint, sharding
-from recipes.common.checkpoint import Checkpoint
+from recipes.common.checkpoint import Source
 from recipes.common.cli import Run, UserError
 from recipes.common.mesh import describe
 from recipes.common.sharding import Layout, Tree
@@ -23,8 +23,8 @@ class Workdir:
         """Raises UserError if --workdir can't be the folder of this entry's run."""
         self.entry, name = entry, run.workdir or f"runs/{entry}"
         self.path = pathlib.Path(name).expanduser().absolute()
-        self.newest: Checkpoint | None = None  # this run's own
-        self.source: Checkpoint | None = None  # another's, to begin from
+        self.newest: Source | None = None  # this run's own
+        self.source: Source | None = None  # another's, to begin from
         # --steps=0 --restore_from=… evaluates what it is given, and leaves every workdir alone.
         self.in_use = run.steps > 0 or not run.restore_from
         if self.in_use:
@@ -42,7 +42,7 @@ class Workdir:
                 )
 
     @property
-    def start(self) -> Checkpoint | None:
+    def start(self) -> Source | None:
         """The checkpoint that the run begins from, if any."""
         return self.newest or self.source
 
