@@ -139,7 +139,7 @@ def main(run: Run, flags: Flags) -> None:
     say(*work.farewell(layout), log.times())
 
 
-def model_config(flags: Flags, source: checkpoint.Checkpoint | None, platform: str) -> Config:
+def model_config(flags: Flags, source: checkpoint.Source | None, platform: str) -> Config:
     """The architecture from --size or the checkpoint; how to compute it from the other flags."""
     if source and not flags.size:
         config = checkpoint.config_from(Config, source)

@@ -12,7 +12,7 @@ ALLOWED = {  # folder → packages that its files may import, besides the standa
     "data": {"data", "grain", "numpy", "datasets"},
     "recipes/common": {
         *("recipes", "zoo", "data", "jax", "flax", "optax", "orbax", "etils", "grain", "numpy"),
-        *("absl", "rich", "matplotlib"),
+        *("absl", "rich", "matplotlib", "safetensors", "huggingface_hub"),
     },
     "recipes": {
         *("recipes", "zoo", "data", "jax", "flax", "optax", "numpy", "grain", "rich", "absl"),

@@ -21,9 +21,15 @@ from etils import epath
 from flax import nnx
 from jax.sharding import Mesh
 
-from recipes.common import sharding
+from recipes.common import hf, sharding
 from recipes.common.cli import UserError
 from recipes.common.sharding import Layout, Table, Tree, paths
+
+# Without a note of the shardings it was saved with: they would tie a checkpoint to its mesh, where
+# plain `ocp.StandardCheckpointer().restore(path)` else reads it anywhere.
+ANY_MESH = ocp.type_handlers.create_type_handler_registry(
+    (jax.Array, ocp.type_handlers.ArrayHandler(enable_write_sharding_file=False))
+)
 
 ENTRIES = {  # zoo module → its model
     "dot_relu_dot": "DotReluDot",
@@ -43,13 +49,19 @@ class Checkpoint(NamedTuple):
         return self.metadata["step"]
 
 
-def find(path: str | pathlib.Path) -> Checkpoint:
+Source = Checkpoint | hf.Folder  # what parameters are restored from
+
+
+def find(path: str | pathlib.Path, flag: str = "--restore_from") -> Source:
     """The checkpoint at a path: a run's workdir (its newest) or a checkpoint's own folder.
 
+    "hf:DIR" is a Hugging Face model folder, and "hf:ORG/NAME" one of the Hub.
     Raises UserError if there is none.
     """
+    if str(path).startswith("hf:"):
+        return hf.Folder(hf.locate(str(path).removeprefix("hf:")))
     folder = pathlib.Path(path).expanduser()
-    what = f"--restore_from={path}"
+    what = f"{flag}={path}"
     if not folder.exists():
         raise UserError(f"{what} does not exist; give a run's workdir or a checkpoint")
     for inner in (folder / "checkpoints", folder):
@@ -73,7 +85,7 @@ def restore(path: str | pathlib.Path, mesh: Mesh, rules: str | Table | None = No
     """A trained model on `mesh`, whatever mesh and table it was saved with.
 
     Args:
-      path: a run's workdir, or a checkpoint's own folder.
+      path: what `find` takes: a run's workdir, a checkpoint's own folder, or "hf:DIR".
       rules: a strategy of the entry's RULES, or a table of your own; None: what suits the mesh.
 
     Returns:
@@ -99,7 +111,7 @@ def restore(path: str | pathlib.Path, mesh: Mesh, rules: str | Table | None = No
     return layout.plan.bind(restore_params(checkpoint, layout)), checkpoint.metadata
 
 
-def config_from(config_class, checkpoint: Checkpoint):
+def config_from(config_class, checkpoint: Source):
     """The model's Config from a checkpoint's metadata, where JSON has made tuples into lists."""
     saved = checkpoint.metadata["config"]
     known = {field.name for field in dataclasses.fields(config_class)}
@@ -107,14 +119,14 @@ def config_from(config_class, checkpoint: Checkpoint):
     return config_class(**values)
 
 
-def configure(default, source: Checkpoint | None, flags):
+def configure(default, source: Source | None, flags):
     """The model's Config: the checkpoint's or the default one, with the flags that are not 0."""
     base = config_from(type(default), source) if source else default
     given = {name: getattr(flags, name, 0) for name in dataclasses.asdict(base)}
     return dataclasses.replace(base, **{name: value for name, value in given.items() if value})
 
 
-def restore_params(checkpoint: Checkpoint, layout: Layout) -> Tree:
+def restore_params(checkpoint: Source, layout: Layout) -> Tree:
     """A checkpoint's parameters, where `layout` says. Raises UserError for another model's."""
     check_params(checkpoint, layout)
     abstract = jax.tree.map(
@@ -125,12 +137,14 @@ def restore_params(checkpoint: Checkpoint, layout: Layout) -> Tree:
     return restore_tree(checkpoint, {"params": abstract})["params"]
 
 
-def restore_tree(checkpoint: Checkpoint, abstract: Tree) -> Tree:
+def restore_tree(checkpoint: Source, abstract: Tree) -> Tree:
     """The part of a checkpoint's state that `abstract` names, each array where it says.
 
     Args:
       abstract: nested dict of ShapeDtypeStructs with shardings, e.g. {"params": …}.
     """
+    if isinstance(checkpoint, hf.Folder):
+        return {"params": checkpoint.read(sharding.shardings(abstract["params"]))}
     restore_args = jax.tree.map(
         lambda a: ocp.ArrayRestoreArgs(sharding=a.sharding, global_shape=a.shape, dtype=a.dtype),
         abstract,
@@ -139,10 +153,14 @@ def restore_tree(checkpoint: Checkpoint, abstract: Tree) -> Tree:
     return ocp.PyTreeCheckpointHandler().restore(epath.Path(checkpoint.path / "state"), args=args)
 
 
-def check_params(checkpoint: Checkpoint, layout: Layout) -> None:
+def check_params(checkpoint: Source, layout: Layout) -> None:
     """Raises UserError if the checkpoint has other parameters, or other shapes."""
-    tree = ocp.PyTreeCheckpointHandler().metadata(epath.Path(checkpoint.path / "state")).tree
-    saved, wanted = paths(tree["params"]), paths(layout.plan.shapes)
+    if isinstance(checkpoint, hf.Folder):
+        params = checkpoint.shapes
+    else:
+        state = epath.Path(checkpoint.path / "state")
+        params = ocp.PyTreeCheckpointHandler().metadata(state).tree["params"]
+    saved, wanted = paths(params), paths(layout.plan.shapes)
     for path in sorted(saved.keys() ^ wanted.keys()):
         who = "the model" if path in saved else f"checkpoint {checkpoint.path}"
         raise UserError(f"{who} has no parameter {path}; the checkpoint is of another model")
@@ -153,6 +171,24 @@ def check_params(checkpoint: Checkpoint, layout: Layout) -> None:
                 f"{path} has shape {theirs} in checkpoint {checkpoint.path} and {ours} in this "
                 "model; give the flags that the checkpoint was made with"
             )
+
+
+def write(folder: pathlib.Path, params: Tree, metadata: dict[str, Any]) -> None:
+    """Writes a checkpoint of parameters alone, beside its place and then moved there whole."""
+    # Else Orbax copies all arrays to this process at one time, and keeps what it has compressed of
+    # them until a file of 2 GB is full.
+    handler = ocp.CompositeCheckpointHandler(
+        state=ocp.PyTreeCheckpointHandler(
+            type_handler_registry=ANY_MESH, save_device_host_concurrent_gb=1
+        ),
+        metadata=ocp.JsonCheckpointHandler(),
+    )
+    items = ocp.args.Composite(
+        state=ocp.args.PyTreeSave({"params": params}, ocdbt_target_data_file_size=2**27),
+        metadata=ocp.args.JsonSave(metadata),
+    )
+    with ocp.Checkpointer(handler) as checkpointer:
+        checkpointer.save(folder.absolute(), args=items)
 
 
 def metadata(entry: str, config, layout: Layout, flags: dict[str, Any]) -> dict[str, Any]:

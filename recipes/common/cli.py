@@ -67,7 +67,7 @@ class Run:
     )
     keep_checkpoints: int = flag(2, "newest checkpoints to keep", at_least=1, may_change=True)
     restore_from: str = flag(
-        "", "start from the parameters of this run or checkpoint", may_change=True
+        "", "start from the parameters of this run or checkpoint, or hf:DIR", may_change=True
     )
 
 

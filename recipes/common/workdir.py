@@ -10,16 +10,10 @@ import optax
 import orbax.checkpoint as ocp
 
 from recipes.common import checkpoint, sharding
-from recipes.common.checkpoint import Checkpoint
+from recipes.common.checkpoint import Source
 from recipes.common.cli import Run, UserError
 from recipes.common.mesh import describe
 from recipes.common.sharding import Layout, Tree
-
-# Without a note of the shardings it was saved with: they would tie a checkpoint to its mesh, where
-# plain `ocp.StandardCheckpointer().restore(path)` else reads it anywhere.
-_ANY_MESH = ocp.type_handlers.create_type_handler_registry(
-    (jax.Array, ocp.type_handlers.ArrayHandler(enable_write_sharding_file=False))
-)
 
 
 class Workdir:
@@ -29,8 +23,8 @@ class Workdir:
         """Raises UserError if --workdir can't be the folder of this entry's run."""
         self.entry, name = entry, run.workdir or f"runs/{entry}"
         self.path = pathlib.Path(name).expanduser().absolute()
-        self.newest: Checkpoint | None = None  # this run's own
-        self.source: Checkpoint | None = None  # another's, to begin from
+        self.newest: Source | None = None  # this run's own
+        self.source: Source | None = None  # another's, to begin from
         # --steps=0 --restore_from=… evaluates what it is given, and leaves every workdir alone.
         self.in_use = run.steps > 0 or not run.restore_from
         if self.in_use:
@@ -48,7 +42,7 @@ class Workdir:
                 )
 
     @property
-    def start(self) -> Checkpoint | None:
+    def start(self) -> Source | None:
         """The checkpoint that the run begins from, if any."""
         return self.newest or self.source
 
@@ -139,7 +133,7 @@ class Workdir:
             self.path / "checkpoints",
             options=ocp.CheckpointManagerOptions(max_to_keep=keep, cleanup_tmp_directories=True),
             item_handlers={
-                "state": ocp.PyTreeCheckpointHandler(type_handler_registry=_ANY_MESH),
+                "state": ocp.PyTreeCheckpointHandler(type_handler_registry=checkpoint.ANY_MESH),
                 "data": ocp.JsonCheckpointHandler(),
                 "metadata": ocp.JsonCheckpointHandler(),
             },

@@ -1,0 +1,164 @@
+"""Compares our Transformer with the models of `transformers`, live. Needs the extra `hf`.
+
+    python -m tests.hf_parity                      # the comparison
+    python -m tests.hf_parity --update-golden      # and tests/golden/hf anew, which needs no torch
+
+For each family: a small random model of theirs, read by us, gives their logits on one device and on
+2x4; what we write is bit-equal to what we read, and gives their logits in `transformers` again.
+"""
+
+import dataclasses
+import pathlib
+import shutil
+import sys
+import tempfile
+
+import tests.conftest  # noqa: F401, simulates the devices
+
+import jax  # isort: skip
+import numpy as np
+from flax import nnx
+
+from recipes.common import checkpoint, hf, sharding
+from recipes.common.mesh import make_mesh
+from tests.conftest import ROOT
+from zoo.transformer import RULES
+
+GOLDEN = ROOT / "tests" / "golden" / "hf"
+TOLERANCE = 2e-5  # of a logit, in float32
+MESHES = [("1x1", "dp"), ("2x4", "fsdp_tp")]
+TOKENS_BT = np.random.default_rng(0).integers(0, 64, (2, 24))
+
+LLAMA3 = {
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 16,  # within TOKENS_BT, so that it matters
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Family:
+    """A small model of theirs."""
+
+    config: str  # class in transformers
+    options: dict  # of it
+    dtype: str = "float32"  # of the file
+    shard: str = "1GB"  # largest file
+
+
+FAMILIES = {
+    "llama2": Family("LlamaConfig", {"num_key_value_heads": 8}, dtype="float16"),
+    "llama3": Family(
+        "LlamaConfig", {"rope_theta": 5e5, "rope_scaling": LLAMA3}, "bfloat16", "20KB"
+    ),
+    "mistral": Family("MistralConfig", {"sliding_window": 5}),
+    "qwen2": Family("Qwen2Config", {"rope_theta": 1e6}),
+    "qwen3": Family("Qwen3Config", {"head_dim": 6, "rope_theta": 1e6}),
+    "smollm": Family(
+        "LlamaConfig", {"tie_word_embeddings": True, "rms_norm_eps": 1e-5}, "bfloat16"
+    ),
+    # No golden file: only the sliding window of every layer is new in it.
+    "qwen3_window": Family(
+        "Qwen3Config",
+        {"head_dim": 8, "use_sliding_window": True, "sliding_window": 7, "max_window_layers": 0},
+    ),
+    "qwen2_window": Family(
+        "Qwen2Config", {"use_sliding_window": True, "sliding_window": 3, "max_window_layers": 0}
+    ),
+}
+NOT_GOLDEN = {"qwen3_window", "qwen2_window"}
+
+SIZES = dict(
+    vocab_size=64, hidden_size=32, intermediate_size=32, num_hidden_layers=2,
+    num_attention_heads=8, num_key_value_heads=4, max_position_embeddings=64,
+)  # fmt: skip
+
+
+def make(family: Family, folder: pathlib.Path) -> None:
+    """Writes a random model of theirs: every parameter counts, norms and biases too."""
+    import torch
+    import transformers
+
+    torch.manual_seed(0)
+    config = getattr(transformers, family.config)(**SIZES | family.options)
+    model = transformers.AutoModelForCausalLM.from_config(config)
+    with torch.no_grad():
+        for name, weight in model.named_parameters():
+            weight.copy_(0.15 * torch.randn(weight.shape) + ("norm" in name))
+    model.to(getattr(torch, family.dtype)).save_pretrained(folder, max_shard_size=family.shard)
+    (folder / "generation_config.json").unlink(missing_ok=True)
+
+
+def their_logits(folder: pathlib.Path) -> np.ndarray:
+    """[B, T, V] in float32, as `transformers` computes them."""
+    import torch
+    import transformers
+
+    model, loading = transformers.AutoModelForCausalLM.from_pretrained(
+        folder, dtype=torch.float32, attn_implementation="eager", output_loading_info=True
+    )
+    assert not any(loading.values()), loading
+    with torch.no_grad():
+        return model(torch.tensor(TOKENS_BT)).logits.numpy()
+
+
+def our_logits(path: str | pathlib.Path, mesh: str, rules: str) -> np.ndarray:
+    """[B, T, V] in float32, of what `checkpoint.restore` reads at `path` onto a mesh."""
+    mesh = make_mesh(mesh)
+    model, _ = checkpoint.restore(path, mesh, rules)
+    with jax.set_mesh(mesh), nnx.logical_axis_rules(tuple(RULES[rules].items())):
+        return np.asarray(jax.jit(lambda m, t: m(t))(model, TOKENS_BT))
+
+
+def params_of(path: str | pathlib.Path) -> dict[str, np.ndarray]:
+    """Parameter's path → array, of what `checkpoint.restore` reads at `path`."""
+    model, _ = checkpoint.restore(path, make_mesh("1"), "dp")
+    return sharding.paths(nnx.to_pure_dict(nnx.state(model, nnx.Param)))
+
+
+def export(source: str, target: pathlib.Path) -> None:
+    """Writes the folder at `source`, "hf:DIR", as our export does."""
+    folder, params = checkpoint.find(source), params_of(source)
+    hf.write(
+        target, folder.config, folder.metadata["context"], lambda path: np.asarray(params[path])
+    )
+
+
+def compare(name: str, work: pathlib.Path) -> None:
+    """Prints what it finds; raises AssertionError where ours and theirs differ."""
+    theirs, back = work / name, work / f"{name}_back"
+    make(FAMILIES[name], theirs)
+    wanted = their_logits(theirs)
+    found = [np.abs(our_logits(f"hf:{theirs}", *on) - wanted).max() for on in MESHES]
+    export(f"hf:{theirs}", back)
+    again = np.abs(their_logits(back) - wanted).max()
+    here = [" ".join(f"{mesh} {error:.1e}" for (mesh, _), error in zip(MESHES, found, strict=True))]
+    print(f"{name:<14} logits to {np.abs(wanted).max():.1f}; ours differ by", *here, end="; ")
+    print(f"exported, theirs differ by {again:.1e}")
+    assert max(*found, again) < TOLERANCE, name
+    a, b = params_of(f"hf:{theirs}"), params_of(f"hf:{back}")
+    assert a.keys() == b.keys()
+    for path in a:
+        np.testing.assert_array_equal(a[path], b[path], err_msg=path)
+
+
+def main() -> None:
+    import transformers
+
+    transformers.logging.set_verbosity_error()
+    transformers.logging.disable_progress_bar()
+    with tempfile.TemporaryDirectory() as work:
+        for name in FAMILIES:
+            compare(name, pathlib.Path(work))
+            if "--update-golden" in sys.argv and name not in NOT_GOLDEN:
+                target = GOLDEN / name
+                shutil.rmtree(target, ignore_errors=True)
+                shutil.copytree(pathlib.Path(work) / name, target)
+                np.save(target / "logits.npy", their_logits(pathlib.Path(work) / name))
+    print(f"transformers {transformers.__version__}: all within {TOLERANCE}, all bit-equal back.")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,488 @@
+"""Hugging Face folders: logits equal to theirs (golden), export → import, commands, errors.
+
+The golden folders are models that `transformers` made and ran: python -m tests.hf_parity.
+"""
+
+import dataclasses
+import json
+import os
+import re
+import shutil
+import struct
+
+import jax
+import ml_dtypes
+import numpy as np
+import orbax.checkpoint as ocp
+import pytest
+import safetensors.numpy
+from flax import nnx
+
+import recipes.hf
+from recipes.common import checkpoint, hf, sharding
+from recipes.common.cli import UserError
+from recipes.common.mesh import make_mesh
+from recipes.common.sharding import paths
+from tests.conftest import ROOT
+from tests.hf_parity import FAMILIES as ALL_FAMILIES
+from tests.hf_parity import MESHES, NOT_GOLDEN, TOLERANCE, export, our_logits, params_of
+from zoo.transformer import Config, Transformer
+
+GOLDEN = ROOT / "tests" / "golden" / "hf"
+FAMILIES = [name for name in ALL_FAMILIES if name not in NOT_GOLDEN]
+
+
+def assert_bit_equal(a, b):
+    assert a.keys() == b.keys()
+    for path, value in a.items():
+        assert value.dtype == b[path].dtype == np.float32, path
+        np.testing.assert_array_equal(value, b[path], err_msg=path)
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """A function: a copy of a golden folder, to be changed."""
+
+    def copy(name="llama3"):
+        target = tmp_path / name
+        shutil.copytree(GOLDEN / name, target)
+        return target
+
+    return copy
+
+
+def edit(folder, **changes):
+    """Changes keys of config.json; ... takes one away."""
+    file = folder / "config.json"
+    theirs = json.loads(file.read_text()) | changes
+    file.write_text(json.dumps({k: v for k, v in theirs.items() if v is not ...}))
+
+
+def tensors_of(file):
+    return dict(safetensors.numpy.load_file(file))
+
+
+# ---- parity --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_logits_are_theirs_on_one_device_and_on_2x4(family, strict):
+    wanted = np.load(GOLDEN / family / "logits.npy")
+    assert np.abs(wanted).max() > 1, "a tolerance means nothing beside logits near 0"
+    for mesh, rules in MESHES:
+        found = our_logits(f"hf:{GOLDEN / family}", mesh, rules)
+        np.testing.assert_allclose(found, wanted, rtol=0, atol=TOLERANCE, err_msg=mesh)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_export_is_read_back_bit_equal_with_the_same_config(family, tmp_path):
+    export(f"hf:{GOLDEN / family}", tmp_path / "back")
+    a, b = hf.Folder(GOLDEN / family), hf.Folder(tmp_path / "back")
+    assert a.metadata == b.metadata
+    assert_bit_equal(params_of(f"hf:{a.path}"), params_of(f"hf:{b.path}"))
+    theirs, ours = (json.loads((f.path / "config.json").read_text()) for f in (a, b))
+    for key in ("architectures", "model_type"):
+        assert theirs[key] == ours[key]
+
+
+def test_every_option_of_config_is_read():
+    """What makes each family different is in its golden model, and nowhere else."""
+    found = {name: hf.Folder(GOLDEN / name).config for name in FAMILIES}
+    assert found["llama3"].rope_scaling == (8.0, 1.0, 4.0, 16)
+    assert found["llama3"].rope_theta == 5e5
+    assert found["mistral"].sliding_window == 5
+    assert found["qwen3"].head_dim == 6
+    assert [n for n in FAMILIES if found[n].qkv_bias] == ["qwen2"]
+    assert [n for n in FAMILIES if found[n].qk_norm] == ["qwen3"]
+    assert [n for n in FAMILIES if found[n].tie_embeddings] == ["smollm"]
+    assert [n for n in FAMILIES if found[n].sliding_window] == ["mistral"]
+    assert [n for n in FAMILIES if found[n].rope_scaling] == ["llama3"]
+    dtypes = {n: {str(v.dtype) for f in (GOLDEN / n).glob("*.safetensors")
+                  for v in tensors_of(f).values()} for n in FAMILIES}  # fmt: skip
+    assert dtypes["llama2"] == {"float16"}
+    assert dtypes["llama3"] == dtypes["smollm"] == {"bfloat16"}
+    assert dtypes["qwen3"] == {"float32"}
+
+
+@pytest.mark.parametrize("rules", [None, "tp", {"head_dim": "model", "heads": None}])
+@pytest.mark.parametrize("family", ["llama3", "qwen2", "qwen3"])
+def test_each_shard_is_the_part_of_the_parameter_that_the_rules_say(family, rules):
+    whole = params_of(f"hf:{GOLDEN / family}")
+    table = rules
+    if isinstance(rules, dict):  # H inside of their dim N·H: what is read first, is cut again
+        from zoo.transformer import RULES
+
+        table = RULES["fsdp_tp"] | {"kv_heads": None, "vocab": "model"} | rules
+    model, metadata = checkpoint.restore(f"hf:{GOLDEN / family}", make_mesh("4x2"), table)
+    for path, array in paths(nnx.to_pure_dict(nnx.state(model, nnx.Param))).items():
+        np.testing.assert_array_equal(array, whole[path], err_msg=path)
+        for shard in array.addressable_shards:
+            np.testing.assert_array_equal(shard.data, whole[path][shard.index], err_msg=path)
+    assert metadata["entry"] == "transformer"
+
+
+def test_a_shard_is_read_once_and_alone(monkeypatch):
+    """No more is in memory than one shard, and none is read for each of its copies."""
+    reads = []
+    shard = hf.Folder._shard
+
+    def spy(self, stack, bounds):
+        values = shard(self, stack, bounds)
+        reads.append((stack[0].path, bounds, values.size))
+        return values
+
+    monkeypatch.setattr(hf.Folder, "_shard", spy)
+    model, _ = checkpoint.restore(f"hf:{GOLDEN / 'qwen3'}", make_mesh("2x4"), "fsdp_tp")
+    assert len(reads) == len({(path, bounds) for path, bounds, _ in reads})
+    sizes = {path: size for path, _, size in reads}
+    for path, array in paths(nnx.to_pure_dict(nnx.state(model, nnx.Param))).items():
+        assert sizes[path] == array.addressable_shards[0].data.size, path
+    assert sum(size for *_, size in reads) == sum(
+        v.size for v in jax.tree.leaves(nnx.state(model, nnx.Param))
+    )
+
+
+# ---- what folders look like ----------------------------------------------------------------------
+
+
+def test_older_keys_mean_what_newer_ones_mean(folder):
+    new = folder()
+    before = hf.Folder(new).config
+    rope = json.loads((new / "config.json").read_text())["rope_parameters"]
+    theta = rope.pop("rope_theta")
+    edit(new, rope_parameters=..., rope_theta=theta, rope_scaling=rope)
+    assert hf.Folder(new).config == before
+    rope["type"] = rope.pop("rope_type")
+    edit(new, rope_scaling=rope)
+    assert hf.Folder(new).config == before
+
+
+def test_absent_keys_mean_what_they_mean_to_transformers(folder):
+    theirs = folder("llama2")
+    edit(theirs, head_dim=..., rope_parameters=..., rms_norm_eps=..., hidden_act=...)
+    edit(theirs, tie_word_embeddings=..., num_key_value_heads=None, architectures=...)
+    config = hf.Folder(theirs).config
+    assert (config.head_dim, config.rope_theta, config.norm_eps) == (4, 1e4, 1e-6)
+    assert (config.tie_embeddings, config.num_kv_heads) == (False, 8)
+    theirs = folder("mistral")
+    edit(theirs, sliding_window=...)
+    assert hf.Folder(theirs).config.sliding_window == 4096
+    edit(theirs, sliding_window=None)
+    assert hf.Folder(theirs).config.sliding_window is None
+    theirs = folder("qwen2")
+    edit(theirs, layer_types=..., sliding_window=9)
+    assert hf.Folder(theirs).config.sliding_window is None
+    edit(theirs, use_sliding_window=True)  # and max_window_layers, 28, leaves none of the layers
+    assert hf.Folder(theirs).config.sliding_window is None
+    edit(theirs, max_window_layers=0)
+    assert hf.Folder(theirs).config.sliding_window == 9
+    edit(theirs, layer_types=["sliding_attention"] * 2, max_window_layers=1)
+    assert hf.Folder(theirs).config.sliding_window == 9
+
+
+def test_files_without_an_index_and_tensors_that_are_computed(folder):
+    theirs = folder("llama3")
+    whole = params_of(f"hf:{theirs}")
+    (theirs / "model.safetensors.index.json").unlink()
+    assert_bit_equal(params_of(f"hf:{theirs}"), whole)
+    buffer = {"model.layers.0.self_attn.rotary_emb.inv_freq": np.ones(2, np.float32)}
+    safetensors.numpy.save_file(buffer, theirs / "model-00003-of-00003.safetensors")
+    assert_bit_equal(params_of(f"hf:{theirs}"), whole)
+
+
+def test_a_head_beside_tied_embeddings_must_be_the_same(folder):
+    theirs = folder("smollm")
+    file = theirs / "model.safetensors"
+    whole, tensors = params_of(f"hf:{theirs}"), tensors_of(file)
+    head = tensors["model.embed_tokens.weight"].copy()
+    safetensors.numpy.save_file(tensors | {"lm_head.weight": head}, file)
+    assert_bit_equal(params_of(f"hf:{theirs}"), whole)
+    head[5, 5] += ml_dtypes.bfloat16(1)
+    safetensors.numpy.save_file(tensors | {"lm_head.weight": head}, file)
+    with pytest.raises(UserError, match="ties the two; if they are two, set tie_word_embeddings"):
+        hf.Folder(theirs)
+    edit(theirs, tie_word_embeddings=False)
+    np.testing.assert_array_equal(params_of(f"hf:{theirs}")["unembed"], head.astype(np.float32))
+
+
+def test_a_large_model_is_written_in_files_with_an_index(tmp_path, monkeypatch):
+    monkeypatch.setattr(hf, "FILE_BYTES", 20_000)
+    source = GOLDEN / "qwen2"
+    export(f"hf:{source}", tmp_path / "back")
+    files = sorted(p.name for p in (tmp_path / "back").iterdir())
+    number = len(files) - 2
+    assert number > 2
+    shards = [f"model-{i:05}-of-{number:05}.safetensors" for i in range(1, number + 1)]
+    assert files == ["config.json", *shards, "model.safetensors.index.json"]
+    index = json.loads((tmp_path / "back" / "model.safetensors.index.json").read_text())
+    sizes = [sum(v.nbytes for v in tensors_of(tmp_path / "back" / f).values()) for f in shards]
+    assert max(sizes) <= 20_000
+    assert index["metadata"]["total_size"] == sum(sizes)
+    assert_bit_equal(params_of(f"hf:{tmp_path / 'back'}"), params_of(f"hf:{source}"))
+
+
+def test_what_no_architecture_of_theirs_has_is_not_written(tmp_path):
+    config = Config(64, 32, 2, 8, 4, 4, 32, qkv_bias=True, qk_norm=True)
+    with pytest.raises(UserError, match="qkv_bias together with qk_norm is in no Hugging Face"):
+        hf.write(tmp_path / "out", config, 64, lambda path: pytest.fail("read"))
+    assert list(tmp_path.iterdir()) == []
+    # Their Llama wants heads that divide the embed; their Mistral is the same without that wish.
+    theirs = hf.to_config_json(Config(64, 32, 2, 6, 2, 4, 32), 64)
+    assert (theirs["model_type"], theirs["sliding_window"]) == ("mistral", None)
+
+
+def test_a_write_that_fails_leaves_nothing(tmp_path):
+    def read(path):
+        raise OSError("disk")
+
+    with pytest.raises(OSError, match="disk"):
+        hf.write(tmp_path / "out", Config(64, 32, 2, 8, 4, 4, 32), 64, read)
+    assert list(tmp_path.iterdir()) == []
+
+
+# ---- what is wrong with them ---------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("family", "changes", "said"),
+    [
+        ("llama3", {"architectures": ["MixtralForCausalLM"]}, "is of MixtralForCausalLM, which zoo"),
+        ("llama3", {"architectures": ["LlamaForCausalLM", "X"]}, "is of LlamaForCausalLM, X, which"),
+        ("llama3", {"architectures": ..., "model_type": "gpt2"}, "is of gpt2, which zoo/transformer"),
+        ("llama3", {"architectures": 7}, "is of 7, which zoo/transformer"),
+        ("llama3", {"architectures": [["LlamaForCausalLM"]]}, "which zoo/transformer"),
+        ("llama3", {"hidden_act": "gelu"}, 'has hidden_act "gelu", which zoo/transformer.py does not'),
+        ("llama3", {"attention_bias": True}, "has attention_bias true, which"),
+        ("llama3", {"mlp_bias": True}, "has mlp_bias true, which"),
+        ("llama3", {"partial_rotary_factor": 0.5}, "has partial_rotary_factor 0.5, which"),
+        ("llama3", {"quantization_config": {"bits": 4}}, 'has quantization_config {"bits": 4}, which'),
+        ("llama3", {"num_local_experts": 8}, "has num_local_experts 8, which"),
+        ("llama3", {"auto_map": {"AutoModel": "x.Y"}}, 'has auto_map {"AutoModel": "x.Y"}, which'),
+        ("llama3", {"head_dim": 5}, "has head_dim 5, which"),
+        ("llama3", {"num_key_value_heads": 3}, "has num_key_value_heads 3, which"),
+        ("llama3", {"rope_scaling": {"type": "linear", "factor": 2.0}}, 'has rope_type "linear", which'),
+        ("qwen2", {"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, 'has rope_type "yarn", which'),
+        ("qwen2", {"rope_scaling": {"type": "dynamic"}, "rope_parameters": ...}, 'has rope_type "dynamic"'),
+        ("qwen2", {"rope_parameters": {"full_attention": {}}}, "has rope_parameters {"),
+        ("qwen2", {"rope_parameters": {"partial_rotary_factor": 0.5}}, "partial_rotary_factor 0.5, which"),
+        ("llama3", {"rope_parameters": {"rope_type": "llama3"}}, "has factor null, which is not a number"),
+        ("qwen2", {"layer_types": ["full_attention", "sliding_attention"]}, 'has layer_types ["full'),
+        ("qwen2", {"layer_types": 2}, "has layer_types 2, which"),
+        ("qwen2", {"layer_types": ["chunked_attention"] * 2}, 'has layer_types ["chunked'),
+        ("qwen2", {"layer_types": ..., "use_sliding_window": True, "sliding_window": 4,
+                   "max_window_layers": 1}, "has max_window_layers 1, which"),
+        ("llama3", {"hidden_size": ...}, "has hidden_size null, which is not a number above 0"),
+        ("llama3", {"vocab_size": "64"}, 'has vocab_size "64", which is not a number above 0'),
+        ("llama3", {"num_hidden_layers": True}, "has num_hidden_layers true, which is not a number"),
+        ("llama3", {"rms_norm_eps": -1}, "has rms_norm_eps -1, which is not a number above 0"),
+        ("llama3", {"intermediate_size": 48}, "mlp.gate_proj.weight in "),
+        ("llama3", {"vocab_size": 65}, "embed_tokens.weight in "),
+        ("llama3", {"num_hidden_layers": 3}, "lacks tensor model.layers.2.input_layernorm.weight and 8 more"),
+        ("llama3", {"num_hidden_layers": 1}, "has an unexpected tensor model.layers.1.input_layernorm"),
+        ("qwen3", {"architectures": ["LlamaForCausalLM"]}, "unexpected tensor model.layers.0.self_attn.k_norm"),
+        ("llama3", {"architectures": ["Qwen2ForCausalLM"]}, "lacks tensor model.layers.0.self_attn.k_proj.bias"),
+        ("smollm", {"tie_word_embeddings": False}, "lacks tensor lm_head.weight;"),
+    ],
+)  # fmt: skip
+def test_models_that_are_not_ours_are_refused_by_name(folder, family, changes, said):
+    theirs = folder(family)
+    edit(theirs, **changes)
+    with pytest.raises(UserError) as caught:
+        hf.Folder(theirs)
+    sentence = str(caught.value)
+    assert said in sentence
+    assert "; " in sentence, "the fix is missing"
+    assert "\n" not in sentence
+
+
+def header(file, change):
+    """Writes a file anew with its header changed: a function of the JSON text."""
+    whole = file.read_bytes()
+    (size,) = struct.unpack("<Q", whole[:8])
+    text = change(whole[8 : 8 + size])
+    file.write_bytes(struct.pack("<Q", len(text)) + text + whole[8 + size :])
+
+
+FIRST = "model-00001-of-00002.safetensors"
+DAMAGE = {
+    "no config": (lambda d: (d / "config.json").unlink(), "config.json does not exist"),
+    "broken config": (lambda d: (d / "config.json").write_text("{"), "config.json can't be read"),
+    "binary config": (lambda d: (d / "config.json").write_bytes(b"\xff\xfe"), "config.json can't be"),
+    "config is a list": (lambda d: (d / "config.json").write_text("[]"), "is not a JSON object"),
+    "no shard": (lambda d: (d / FIRST).unlink(), f"lacks {FIRST}, which its index names"),
+    "broken index": (
+        lambda d: (d / "model.safetensors.index.json").write_text("{}"), "names no files"),
+    "index of numbers": (
+        lambda d: (d / "model.safetensors.index.json").write_text('{"weight_map": {"a": []}}'),
+        "names no files"),
+    "index leads outside": (
+        lambda d: (d / "model.safetensors.index.json").write_text('{"weight_map": {"a": "../b"}}'),
+        "names '../b', which is not in its folder"),
+    "truncated": (lambda d: os.truncate(d / FIRST, 9_000), f"{FIRST} can't be read"),
+    "empty file": (lambda d: os.truncate(d / FIRST, 0), f"{FIRST} can't be read"),
+    "too long": (lambda d: (d / FIRST).write_bytes((d / FIRST).read_bytes() + b"x"), f"{FIRST} can't be read"),
+    "broken header": (
+        lambda d: header(d / FIRST, lambda t: b"?" + t[1:]), f"{FIRST} can't be read"),
+    "endless header": (
+        lambda d: (d / FIRST).write_bytes(struct.pack("<Q", 2**60) + b"{}"), f"{FIRST} can't be"),
+    "whole numbers": (
+        lambda d: header(d / FIRST, lambda t: t.replace(b'"BF16"', b'"I16"')), "is of I16; give"),
+    "twice": (
+        lambda d: ((d / "model.safetensors.index.json").unlink(), shutil.copy(d / FIRST, d / "z.safetensors")),
+        "is in both"),
+    "pickles": (
+        lambda d: [p.rename(p.with_suffix(".bin")) for p in d.glob("model*")],
+        "model-00001-of-00002.bin, a pickle, which may run any code when it is read; give a model with"),
+    "no weights": (lambda d: [p.unlink() for p in d.glob("model*")], "has no *.safetensors"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("damage", DAMAGE)
+def test_damaged_folders(folder, damage):
+    theirs = folder()
+    do, said = DAMAGE[damage]
+    do(theirs)
+    with pytest.raises(UserError) as caught:
+        checkpoint.restore(f"hf:{theirs}", make_mesh("8"))
+    assert said in str(caught.value)
+    assert str(theirs) in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_names_that_lead_nowhere(tmp_path, monkeypatch):
+    for name, said in (
+        ("hf:/no/such/dir", "'/no/such/dir' does not exist; give a model folder, or ORG/NAME"),
+        ("hf:", "'' does not exist; give a model folder"),
+        (f"hf:{GOLDEN / 'llama2' / 'config.json'}", "is a file; give the folder"),
+    ):
+        with pytest.raises(UserError, match=re.escape(said)):
+            checkpoint.find(name)
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path))
+    with pytest.raises(UserError) as caught:  # conftest.py keeps the client offline
+        checkpoint.find("hf:no-org/no-model")
+    assert str(caught.value).startswith("no-org/no-model is no folder here, and the Hub did not")
+    assert "\n" not in str(caught.value)
+
+
+def test_a_name_of_the_hub_is_resolved_by_its_client(monkeypatch):
+    import huggingface_hub
+
+    asked = []
+
+    def download(name, **options):
+        asked.append((name, options))
+        return str(GOLDEN / "qwen3")
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
+    assert checkpoint.find("hf:some-org/some.model-1").config.qk_norm
+    ((name, options),) = asked
+    assert name == "some-org/some.model-1"
+    assert not any(".bin" in p or "*.py" in p for p in options["allow_patterns"])
+
+
+# ---- commands ------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory):
+    """A folder with a vocabulary that the recipe's bytes fit into."""
+    target = tmp_path_factory.mktemp("hf") / "tiny"
+    config, rng = Config.tiny(), np.random.default_rng(3)
+    shapes = sharding.blueprint(lambda: Transformer(config, rngs=nnx.Rngs(0))).shapes
+    shapes = {path: shape.shape for path, shape in paths(shapes).items()}
+    hf.write(target, config, 64, lambda path: rng.normal(0, 0.1, shapes[path]).astype(np.float32))
+    return target
+
+
+def test_import_and_export_commands(run, tiny, tmp_path):
+    ck, back = tmp_path / "ck", tmp_path / "back"
+    done = run("recipes.hf", "import", f"--source={tiny}", f"--target={ck}", "--mesh=4x2")
+    assert (done.code, done.err) == (0, "")
+    assert "mesh 4x2 (data 4 × model 2) · rules fsdp_tp" in done.out
+    assert f"Imported 123,200 parameters into {ck};" in done.out
+    # Just like one of ours: plain Orbax reads it, restore puts it on any mesh.
+    plain = paths(ocp.StandardCheckpointer().restore(ck / "state"))
+    wanted = params_of(f"hf:{tiny}")
+    assert_bit_equal({path.removeprefix("params/"): v for path, v in plain.items()}, wanted)
+    model, metadata = checkpoint.restore(ck, make_mesh("1x8"), "tp")
+    assert model.layers.mlp.up[...].sharding.spec == jax.P(None, None, "model")
+    assert (metadata["entry"], metadata["step"], metadata["mesh"]["data"]) == ("transformer", 0, 4)
+    assert metadata["logical_axes"]["layers/mlp/up"] == ["layers", "embed", "mlp"]
+    assert set(metadata["versions"]) >= {"jax", "flax", "python"}
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["ck"], "nothing is left beside it"
+
+    done = run("recipes.hf", "export", f"--source={ck}", f"--target={back}")
+    assert (done.code, done.err) == (0, "")
+    assert f"Exported 123,200 parameters to {back};" in done.out
+    assert (back / "model.safetensors").read_bytes() == (tiny / "model.safetensors").read_bytes()
+    assert (back / "config.json").read_text() == (tiny / "config.json").read_text()
+
+    for command, source in (("import", tiny), ("export", ck)):
+        done = run("recipes.hf", command, f"--source={source}", f"--target={back}")
+        assert done.code == 2
+        assert done.err == f"error: --target={back} exists; give a new folder\n"
+
+
+def test_a_recipe_trains_from_a_folder_and_its_run_is_exported(run, tiny, tmp_path):
+    book = tmp_path / "book.txt"
+    book.write_text((ROOT / "zoo" / "transformer.py").read_text())
+    work, back = tmp_path / "run", tmp_path / "back"
+    flags = (f"--restore_from=hf:{tiny}", f"--dataset={book}", "--seq_len=32", "--batch_size=16",
+             "--mesh=4x2", "--sample_bytes=0", f"--workdir={work}")  # fmt: skip
+    done = run("recipes.transformer", *flags, "--steps=0")
+    assert (done.code, done.err) == (0, "")
+    assert f"Evaluates {tiny}, of step 0." in done.out
+    done = run("recipes.transformer", *flags, "--steps=2")
+    assert (done.code, done.err) == (0, "")
+    assert f"Starts at step 0, on the parameters of {tiny}." in done.out
+
+    done = run("recipes.hf", "export", f"--source={work}", f"--target={back}")
+    assert (done.code, done.err) == (0, "")
+    trained, _ = checkpoint.restore(work, make_mesh("1"), "dp")
+    trained = paths(nnx.to_pure_dict(nnx.state(trained, nnx.Param)))
+    assert_bit_equal(params_of(f"hf:{back}"), trained)
+    assert np.abs(trained["embed"] - params_of(f"hf:{tiny}")["embed"]).max() > 0
+    assert (
+        hf.Folder(back).metadata["context"] == 32
+    )  # --seq_len, the positions that it was trained on
+
+
+@pytest.mark.parametrize(
+    ("argv", "sentence"),
+    [
+        (["improt"], "say what to do: python -m recipes.hf import … or python -m recipes.hf export …"),
+        (["export", "--mesh=8"], "--mesh is not a flag; --help lists the flags"),
+        (["import", "--source=tests/golden/hf/llama2", "--target=x", "--mesh=1x3"], "rules 'fsdp_tp' split dim 'vocab' of embed [64, 32] over 3 devices"),
+    ],
+)  # fmt: skip
+def test_mistakes_on_the_command_line(argv, sentence, run):
+    done = run("recipes.hf", *argv)
+    assert done.code == 2
+    assert done.err.startswith(f"error: {sentence}")
+    assert done.err.count("\n") == 1
+    assert not (ROOT / "x").exists()
+
+
+@pytest.mark.parametrize(
+    ("command", "flags", "sentence"),
+    [
+        ("import", dict(target="x"), "--source is missing; give --source=DIR"),
+        ("export", dict(source="x"), "--target is missing; give --target=DIR"),
+        ("export", dict(source="no", target="x"), "--source=no does not exist; give a run's workdir"),
+        ("import", dict(source=str(ROOT / "zoo"), target="x"), "config.json does not exist; give the whole"),
+        ("import", dict(source="no", target="zoo"), "/zoo exists; give a new folder"),
+    ],
+)  # fmt: skip
+def test_mistakes_in_flags(command, flags, sentence, monkeypatch):
+    monkeypatch.chdir(ROOT)
+    main, defaults = recipes.hf.COMMANDS[command]
+    with pytest.raises(UserError, match=re.escape(sentence)):
+        main(dataclasses.replace(defaults, **flags))
+    assert not (ROOT / "x").exists()
+
+
+def test_help_names_both_commands(run):
+    done = run("recipes.hf", "--help")
+    assert done.code == 0
+    for said in ("recipes.hf import", "recipes.hf export", "--source", "--mesh"):
+        assert said in done.out
