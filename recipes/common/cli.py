@@ -24,10 +24,8 @@ from absl import flags as absl_flags
 from absl import logging as absl_logging
 
 import data
-
-
-class UserError(ValueError):
-    """Something only the user can mend; the message is one sentence with the value and the fix."""
+from recipes.common import preemption
+from recipes.common.errors import Stopped, UserError
 
 
 def flag(default, help: str, *, at_least=None, at_most=None, choices=(), may_change=False):
@@ -65,6 +63,10 @@ class Run:
         200, "steps between checkpoints; the last step has one too", at_least=1, may_change=True
     )
     keep_checkpoints: int = flag(2, "newest checkpoints to keep", at_least=1, may_change=True)
+    skip_nonfinite: int = flag(
+        0, "updates in a row to skip where loss or gradient is not finite, before the run stops",
+        at_least=0, may_change=True,
+    )  # fmt: skip
     restore_from: str = flag(
         "", "start from the parameters of this run or checkpoint", may_change=True
     )
@@ -73,8 +75,10 @@ class Run:
 def start(main, *groups) -> None:
     """Parses sys.argv into new instances of `groups`, and calls main with them. Exits the process.
 
-    Exit codes: 0 done, 1 a failure with a traceback, 2 a user's mistake.
+    Exit codes: 0 done, or stopped by a signal and saved; 1 a failure; 2 a user's mistake; 130 stopped
+    by a second SIGINT.
     """
+    preemption.watch()
     try:
         parsed = parse(sys.argv[1:], *groups)
         if parsed is None:
@@ -85,15 +89,28 @@ def start(main, *groups) -> None:
     except (UserError, data.DataError) as mistake:
         print(f"error: {mistake}", file=sys.stderr)
         sys.exit(2)
+    except Stopped as stop:
+        print(
+            stop if stop.code == 0 else f"error: {stop}",
+            file=sys.stderr if stop.code else sys.stdout,
+        )
+        sys.exit(stop.code)
 
 
 def _settle_libraries() -> None:
     """Keeps the libraries' notices off the terminal, and compiled programs for the next run."""
     absl_flags.FLAGS.mark_as_parsed()  # Grain reads absl's global flags
-    absl_logging.set_verbosity(absl_logging.ERROR)
+    absl_logging.set_verbosity(absl_logging.FATAL)  # errors come back as exceptions
+    sys.unraisablehook = _unraisable
     if not jax.config.jax_compilation_cache_dir:
         jax.config.update("jax_compilation_cache_dir", str(data.cache_dir() / "xla"))
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.1)
+
+
+def _unraisable(event) -> None:
+    """When one write of a save fails, TensorStore's others report to an event loop that is gone."""
+    if str(event.exc_value) != "Event loop is closed":
+        sys.__unraisablehook__(event)
 
 
 def parse(argv: list[str], *groups) -> list[Any] | None:

@@ -13,7 +13,7 @@ import re
 import jax
 from jax.sharding import AxisType, Mesh
 
-from recipes.common.cli import UserError
+from recipes.common.errors import UserError
 
 AXES = {1: ("data",), 2: ("data", "model"), 3: ("data", "fsdp", "model")}
 MOST_SIMULATED = 1024  # devices; each is a thread or more of this process
