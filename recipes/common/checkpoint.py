@@ -5,9 +5,14 @@ A checkpoint is a folder with a standard Orbax checkpoint of these items:
     state      {"params", "opt_state", "step", "rngs"}: nested dicts of arrays
     data       JSON: the next batch, and what it is a batch of
     metadata   JSON: entry, config, rules, mesh, logical axes, flags, versions
+
+and hashes.json, the size and SHA-256 of each file: Orbax and TensorStore read flipped bits of an
+array without a word.
 """
 
+import concurrent.futures
 import dataclasses
+import hashlib
 import importlib
 import importlib.metadata
 import json
@@ -22,7 +27,7 @@ from flax import nnx
 from jax.sharding import Mesh
 
 from recipes.common import sharding
-from recipes.common.cli import UserError
+from recipes.common.errors import UserError
 from recipes.common.sharding import Layout, Table, Tree, paths
 
 ENTRIES = {"transformer": "Transformer"}  # zoo module → its model
@@ -52,10 +57,85 @@ def find(path: str | pathlib.Path) -> Checkpoint:
         if steps := steps_in(inner):
             folder = inner / str(steps[-1])
             break
-    metadata = folder / "metadata" / "metadata"
-    if not metadata.exists():
+    if not (folder / "metadata").exists() and not (folder / "state").exists():
         raise UserError(f"{what} holds no checkpoint; give a run's workdir or a checkpoint")
-    return Checkpoint(folder.absolute(), json.loads(metadata.read_text()))
+    if bad := verify(folder):
+        raise UserError(f"{what}: {bad} in {folder}; give a checkpoint that is whole")
+    return at(folder)
+
+
+def at(folder: pathlib.Path) -> Checkpoint:
+    """The checkpoint whose own folder this is, which `verify` has found whole."""
+    text = (folder / "metadata" / "metadata").read_text()
+    return Checkpoint(folder.absolute(), json.loads(text))
+
+
+# ---- whole or damaged --------------------------------------------------------------------------
+
+COMMITTED = "commit_success.txt"  # Orbax's mark of a finished folder
+HASHES = "hashes.json"
+_NEEDED = [f"{item}{COMMITTED}" for item in ("", "state/", "data/", "metadata/")]
+_NEEDED += ["state/_METADATA", "data/metadata", "metadata/metadata"]
+
+
+def verify(folder: str | pathlib.Path) -> str:
+    """What is wrong with a checkpoint's folder, naming the first bad file; "" if it is whole.
+
+    Reads all of it where it has hashes.json, as every checkpoint has that a run of ours saved.
+    """
+    folder = pathlib.Path(folder)
+    for name in _NEEDED:
+        if not (folder / name).is_file():
+            return f"{name} is missing"
+    hashes: dict[str, list] = {}
+    try:
+        for name in (HASHES, "data/metadata", "metadata/metadata"):
+            if name != HASHES or (folder / name).exists():
+                content = json.loads((folder / name).read_bytes())
+                hashes = content if name == HASHES else hashes
+        if missing := {"entry", "config", "step", "flags", "data"} - content.keys():
+            return f"metadata/metadata has no {min(missing)!r}"
+        found = {name: file.stat().st_size for name, file in _files(folder).items()}
+        for name, (size, _) in hashes.items():
+            if name not in found:
+                return f"{name} is missing"
+            if found[name] != size:
+                return f"{name} has {found[name]:,} bytes instead of {size:,}"
+        for name, digest in _digests(folder, list(hashes)).items():
+            if digest != hashes[name][1]:
+                return f"{name} is not what was saved (its SHA-256 differs)"
+    except (ValueError, TypeError, AttributeError):
+        return f"{name} is not the JSON that was saved"
+    except OSError as error:
+        return f"{error.filename or name} can't be read ({error.strerror})"
+    return ""
+
+
+def write_hashes(folder: pathlib.Path) -> None:
+    """hashes.json of a checkpoint that is about to be committed."""
+    # Orbax writes these two once more as it commits.
+    later = {COMMITTED, "_CHECKPOINT_METADATA"}
+    files = {name: file for name, file in _files(folder).items() if name not in later}
+    digests = _digests(folder, list(files))
+    hashes = {name: [file.stat().st_size, digests[name]] for name, file in files.items()}
+    (folder / HASHES).write_text(json.dumps(hashes, indent=0))
+
+
+def _files(folder: pathlib.Path) -> dict[str, pathlib.Path]:
+    files = (p for p in sorted(folder.rglob("*")) if p.is_file())
+    return {path.relative_to(folder).as_posix(): path for path in files}
+
+
+def _digests(folder: pathlib.Path, names: list[str]) -> dict[str, str]:
+    def digest(name: str) -> str:
+        with (folder / name).open("rb") as file:
+            return hashlib.file_digest(file, "sha256").hexdigest()
+
+    with concurrent.futures.ThreadPoolExecutor(8) as pool:  # hashing lets go of Python's lock
+        return dict(zip(names, pool.map(digest, names), strict=True))
+
+
+# ---- back onto a mesh --------------------------------------------------------------------------
 
 
 def steps_in(folder: pathlib.Path) -> list[int]:
