@@ -17,6 +17,7 @@ import dataclasses
 import difflib
 import math
 import sys
+import traceback
 from typing import Any
 
 import jax
@@ -24,7 +25,7 @@ from absl import flags as absl_flags
 from absl import logging as absl_logging
 
 import data
-from recipes.common import preemption
+from recipes.common import preemption, processes
 from recipes.common.errors import Stopped, UserError
 
 
@@ -70,6 +71,16 @@ class Run:
     restore_from: str = flag(
         "", "start from the parameters of this run or checkpoint", may_change=True
     )
+    num_processes: int = flag(
+        0, "that share this run; 0: one, or as Slurm, Open MPI or a TPU pod says",
+        at_least=0, may_change=True,
+    )  # fmt: skip
+    process_id: int = flag(
+        -1, "of this one, from 0; only with --num_processes", at_least=-1, may_change=True
+    )
+    coordinator: str = flag(
+        "", "HOST:PORT of process 0; only with --num_processes", may_change=True
+    )
 
 
 def start(main, *groups) -> None:
@@ -85,6 +96,8 @@ def start(main, *groups) -> None:
             print(usage(sys.modules["__main__"].__doc__ or "", *groups))
         else:
             _settle_libraries()
+            run = next(group for group in parsed if isinstance(group, Run))
+            processes.join(run.num_processes, run.process_id, run.coordinator)
             main(*parsed)
     except (UserError, data.DataError) as mistake:
         print(f"error: {mistake}", file=sys.stderr)
@@ -95,6 +108,15 @@ def start(main, *groups) -> None:
             file=sys.stderr if stop.code else sys.stdout,
         )
         sys.exit(stop.code)
+    except Exception as error:
+        if processes.count() == 1:
+            raise
+        if not isinstance(error, jax.errors.JaxRuntimeError):
+            traceback.print_exc()
+        processes.leave(
+            f"error: this process can't go on without the others ({str(error).splitlines()[0]}); start all "
+            "of them again, and they go on from the newest checkpoint"
+        )
 
 
 def _settle_libraries() -> None:

@@ -13,6 +13,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
 from recipes import STARTED
+from recipes.common import processes
 from recipes.common.cli import Run
 
 
@@ -20,13 +21,9 @@ class NonFiniteError(RuntimeError):
     """A step's loss or gradient is not a finite number, and the update was not skipped."""
 
 
-def is_main_process() -> bool:
-    return jax.process_index() == 0
-
-
 def say(*lines: str) -> None:
     """Prints, on the first process only."""
-    if is_main_process():
+    if processes.is_first():
         print(*lines, sep="\n", flush=True)
 
 
@@ -58,7 +55,7 @@ class Log:
         self._wait, self._began = 0.0, 0.0
         self._tolerated, self._in_a_row, self._skipped = run.skip_nonfinite, 0, 0
         self._since, self._since_step = time.perf_counter(), first
-        self._main = is_main_process()
+        self._main = processes.is_first()
         self._file, self._unwritten, self._warned = None, b"", False
         if self._main and path:
             _keep_until(path, first, evaluates_again=first >= last)

@@ -8,8 +8,9 @@ import contextlib
 import os
 import signal
 
-import jax
 from jax.experimental import multihost_utils
+
+from recipes.common import processes
 
 _asked = ""  # the signal that asked this process to stop
 _training = False
@@ -34,7 +35,7 @@ def training():
 
 def requested(step: int) -> str:
     """Why the run should stop after this step, or "". The same on all processes; call each step."""
-    if jax.process_count() == 1:
+    if processes.count() == 1:
         return _asked
     return (_asked or "SIGTERM") if multihost_utils.reached_preemption_sync_point(step) else ""
 
@@ -44,7 +45,7 @@ def _handle(number: int, _frame) -> None:
     twice, _asked = _asked == "SIGINT", signal.Signals(number).name
     if twice and number == signal.SIGINT:
         _leave(130, 2, "\nStopped at once; what was saved before is whole.\n")
-    if jax.distributed.is_initialized():
+    if processes.count() > 1:
         signal.raise_signal(signal.SIGTERM)  # JAX's own handler, which tells the others
     elif not _training:
         _leave(0, 1, f"Stopped by {_asked} outside of training; the same command goes on.\n")
