@@ -84,6 +84,8 @@ def main(run: Run, flags: Flags) -> None:
     text.check(corpus, flags.seq_len)
     if config.vocab_size <= text.START:
         raise UserError(f"the model knows {config.vocab_size} tokens and text has {text.START + 1}")
+    facts = {"seed": run.seed, "batch_size": run.batch_size, "seq_len": flags.seq_len}
+    work.check_data(facts | {"dataset": flags.dataset, "fingerprint": corpus.fingerprint})
     shard = loop.process_rows(layout, run.batch_size)
     window = jax.ShapeDtypeStruct(
         (run.batch_size, flags.seq_len + 1), jnp.int32, sharding=layout.batch
@@ -114,8 +116,6 @@ def main(run: Run, flags: Flags) -> None:
         say(report.step(step))
 
     # ---- The state: resumed, on given parameters, or new; never two of them alive ---------------
-    facts = {"seed": run.seed, "batch_size": run.batch_size, "seq_len": flags.seq_len}
-    work.check_data(facts | {"dataset": flags.dataset, "fingerprint": corpus.fingerprint})
     state = work.first_state(layout, optimizer, run.seed, abstract)
     say(work.origin())
     if before := changed.get("steps"):

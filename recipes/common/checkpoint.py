@@ -176,11 +176,23 @@ def restore(path: str | pathlib.Path, mesh: Mesh, rules: str | Table | None = No
 
 
 def config_from(config_class, checkpoint: Checkpoint):
-    """The model's Config from a checkpoint's metadata, where JSON has made tuples into lists."""
+    """The model's Config from a checkpoint's metadata, where JSON has made tuples into lists.
+
+    Raises UserError if there is something in it that this version does not know.
+    """
     saved = checkpoint.metadata["config"]
     known = {field.name for field in dataclasses.fields(config_class)}
-    values = {k: tuple(v) if isinstance(v, list) else v for k, v in saved.items() if k in known}
-    return config_class(**values)
+    for name in saved.keys() - known:
+        raise UserError(
+            f"checkpoint {checkpoint.path} has {name!r} in its config, which this version's lacks; "
+            f"use the version that saved it ({checkpoint.metadata.get('versions', {})})"
+        )
+    try:
+        return config_class(**{k: tuple(v) if isinstance(v, list) else v for k, v in saved.items()})
+    except (TypeError, ValueError) as error:
+        raise UserError(
+            f"checkpoint {checkpoint.path} has a config of no model ({error}); give another"
+        ) from None
 
 
 def restore_params(checkpoint: Checkpoint, layout: Layout) -> Tree:

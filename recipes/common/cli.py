@@ -103,10 +103,10 @@ def start(main, *groups) -> None:
         print(f"error: {mistake}", file=sys.stderr)
         sys.exit(2)
     except Stopped as stop:
-        print(
-            stop if stop.code == 0 else f"error: {stop}",
-            file=sys.stderr if stop.code else sys.stdout,
-        )
+        if stop.code:
+            print(f"error: {stop}", file=sys.stderr)
+        elif processes.is_first():
+            print(stop)
         sys.exit(stop.code)
     except Exception as error:
         if processes.count() == 1:
@@ -184,12 +184,13 @@ def _convert(field, default, text):
         try:
             value = kind(text)
         except ValueError:
-            raise UserError(f"--{field.name}={text} is not {name}; try {default}") from None
+            raise UserError(f"--{field.name}={text[:50]} is not {name}; try {default}") from None
         if not math.isfinite(value):
             raise UserError(f"--{field.name}={text} is not a finite number; try {default}")
+        most = 2**31 - 1 if kind is int and limits["at_most"] is None else limits["at_most"]
         for bound, wrong, word in (
             (limits["at_least"], lambda b: value < b, "below its least value"),
-            (limits["at_most"], lambda b: value > b, "above its greatest value"),
+            (most, lambda b: value > b, "above its greatest value"),
         ):
             if bound is not None and wrong(bound):
                 raise UserError(f"--{field.name}={text} is {word}, {bound}; try {default}")

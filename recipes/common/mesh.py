@@ -27,6 +27,8 @@ def parse(text: str) -> dict[str, int]:
     ({'data': 4, 'model': 2}, {'data': 2, 'model': 4})
     """
     hint = "write sizes (8, 4x2, 2x2x2) or names (data=2,model=4)"
+    if len(text) > 100:
+        raise UserError(f"--mesh={text[:50]}… is not a mesh; {hint}")
     if "=" in text:
         axes: dict[str, int] = {}
         for part in text.split(","):
