@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from data import text
-from recipes.common import processes
+from recipes.common import checkpoint, processes
 from recipes.common.errors import UserError
 from tests.conftest import ROOT
 from tests.runs import TINY, records, state_of, steps_saved
@@ -137,7 +137,7 @@ def test_a_signal_stops_all_at_one_step_and_a_death_ends_all(alone, book, tmp_pa
     # The next start goes on from there, until one of the two is killed.
     run = Together(2, *flags)
     run.read_until(f"Resumes at step {step}, ")
-    while steps_saved(tmp_path)[-1] < step + 20:
+    while checkpoint.steps_in(tmp_path / "checkpoints")[-1] < step + 20:
         time.sleep(0.05)
     run.processes[1].kill()
     killed = time.monotonic()
@@ -147,7 +147,7 @@ def test_a_signal_stops_all_at_one_step_and_a_death_ends_all(alone, book, tmp_pa
     assert err.startswith("error: this process can't go on without the others (")
     assert err.endswith("start all of them again, and they go on from the newest checkpoint\n")
     assert err.count("\n") == 1
-    whole = steps_saved(tmp_path)[-1]
+    whole = checkpoint.steps_in(tmp_path / "checkpoints")[-1]
     out = alone(*flags[len(FLAGS) + 1 :], f"--steps={whole + 1}")
     assert f"Resumes at step {whole}, " in out
 

@@ -70,7 +70,11 @@ class Config:
             "head_dim",
             "mlp",
         )
-        for name in (*names, "loss_chunk", *(["sliding_window"] if self.sliding_window else [])):
+        for name in (
+            *names,
+            "loss_chunk",
+            *(["sliding_window"] if self.sliding_window is not None else []),
+        ):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name}={getattr(self, name)} is below 1")
         if self.num_heads % self.num_kv_heads:

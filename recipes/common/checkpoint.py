@@ -113,8 +113,8 @@ def verify(folder: str | pathlib.Path) -> str:
 
 def write_hashes(folder: pathlib.Path) -> None:
     """hashes.json of a checkpoint that is about to be committed."""
-    # Orbax writes these two once more as it commits.
-    later = {COMMITTED, "_CHECKPOINT_METADATA"}
+    # Orbax writes the first two once more as it commits.
+    later = {COMMITTED, "_CHECKPOINT_METADATA", HASHES}
     files = {name: file for name, file in _files(folder).items() if name not in later}
     digests = _digests(folder, list(files))
     hashes = {name: [file.stat().st_size, digests[name]] for name, file in files.items()}

@@ -144,7 +144,7 @@ class Workdir:
                 another_start = field.name == "restore_from" and now
                 if another_start or not field.metadata["may_change"]:
                     raise UserError(
-                        f"--{field.name}={now} is not what this run began with, {was or 'none'}; "
+                        f"--{field.name}={now} is not what this run began with, {'none' if was == '' else was}; "
                         f"give that, or a new --workdir (this one is {self.path})"
                     )
                 changed[field.name] = was
