@@ -19,6 +19,11 @@ from tests.runs import TINY, records, state_of, steps_saved
 
 FLAGS = (*TINY, "--mesh=4x2", "--log_every=1", "--checkpoint_every=1000")
 
+LOST = (
+    "error: this process can't go on without the others (",
+    "distributed service detected fatal",
+)
+
 # Notes what each process reads and feeds to its devices.
 WATCHED = """
 import pathlib, runpy, sys
@@ -143,10 +148,9 @@ def test_a_signal_stops_all_at_one_step_and_a_death_ends_all(alone, book, tmp_pa
     killed = time.monotonic()
     (code, _, err), _ = run.finish()
     print(f"the other ended {time.monotonic() - killed:.1f} s later")
-    assert code == 1
-    assert err.startswith("error: this process can't go on without the others (")
-    assert err.endswith("start all of them again, and they go on from the newest checkpoint\n")
-    assert err.count("\n") == 1
+    # Ours where its own collective fails first, else JAX's as its coordination service aborts it.
+    assert code != 0
+    assert any(message in err for message in LOST), err
     whole = checkpoint.steps_in(tmp_path / "checkpoints")[-1]
     out = alone(*flags[len(FLAGS) + 1 :], f"--steps={whole + 1}")
     assert f"Resumes at step {whole}, " in out
@@ -162,7 +166,7 @@ def test_death_of_the_first_process_ends_the_others(book, tmp_path):
     print(f"the other ended {time.monotonic() - killed:.1f} s later")
     assert code != 0
     assert out == ""
-    assert "error: this process can't go on without the others" in err or "coordination" in err
+    assert any(message in err for message in LOST), err
 
 
 # ---- who is who, without processes ---------------------------------------------------------------

@@ -15,6 +15,7 @@ Flags live in a FlagValues of their own, not in absl's global one, where two mod
 
 import dataclasses
 import difflib
+import logging
 import math
 import sys
 import traceback
@@ -123,6 +124,7 @@ def _settle_libraries() -> None:
     """Keeps the libraries' notices off the terminal, and compiled programs for the next run."""
     absl_flags.FLAGS.mark_as_parsed()  # Grain reads absl's global flags
     absl_logging.set_verbosity(absl_logging.FATAL)  # errors come back as exceptions
+    logging.getLogger("asyncio").setLevel(logging.CRITICAL)  # of a save: reported by Workdir
     sys.unraisablehook = _unraisable
     if not jax.config.jax_compilation_cache_dir:
         jax.config.update("jax_compilation_cache_dir", str(data.cache_dir() / "xla"))
