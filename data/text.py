@@ -151,6 +151,8 @@ def _by_file(files: list[pathlib.Path], root: pathlib.Path) -> Iterator[tuple[bo
 
 
 def _files(dataset: str) -> tuple[list[pathlib.Path], pathlib.Path]:
+    if not dataset:
+        raise DataError("--dataset= is empty; give stdlib, a path, or hf:NAME")
     path = pathlib.Path(dataset).expanduser()
     if not path.exists():
         raise DataError(f"--dataset={dataset} does not exist; give a file, a folder, or hf:NAME")

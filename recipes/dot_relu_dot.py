@@ -17,8 +17,9 @@ from data import batches, synthetic
 from recipes.common import checkpoint, loop, picture, report, sharding
 from recipes.common.cli import Run, flag, start
 from recipes.common.mesh import make_mesh
-from recipes.common.metrics import Log, is_main_process, say
-from recipes.common.optimizer import adamw, apply, change_of_steps, gradients, schedule
+from recipes.common.metrics import Log, say
+from recipes.common.optimizer import adamw, apply, change_of_steps, gradients, schedule, skipping
+from recipes.common.processes import is_first
 from recipes.common.workdir import Workdir
 from zoo.dot_relu_dot import RULES, Config, DotReluDot
 
@@ -47,6 +48,8 @@ def main(run: Run, flags: Flags) -> None:
 
     # ---- Data: examples are made as they are asked for, each from (seed, its number) -------------
     teacher = synthetic.train(config.embed, config.hidden, run.seed)
+    facts = {"seed": run.seed, "batch_size": run.batch_size, "dataset": "teacher"}
+    work.check_data(facts | {"fingerprint": teacher.fingerprint()})
     shard = loop.process_rows(layout, run.batch_size)
     batch = layout.abstract_batch(teacher[0], run.batch_size)
 
@@ -63,7 +66,7 @@ def main(run: Run, flags: Flags) -> None:
 
     def train_step(state, batch):
         mean_loss, grads = gradients(loss, state["params"], batch)
-        metrics = {"loss": mean_loss, "grad_norm": optax.global_norm(grads)}
+        metrics = {"loss": mean_loss, "grad_norm": optax.tree.norm(grads)}
         return apply(optimizer, state, grads), metrics | {"learning_rate": rate(state["step"])}
 
     say(report.headline(layout), report.table(layout, abstract))
@@ -71,12 +74,10 @@ def main(run: Run, flags: Flags) -> None:
     if run.steps > work.step:
         where = sharding.shardings(abstract)  # pinned: the state comes out as it went in
         pinned = dict(donate_argnums=0, out_shardings=(where, None))
-        step = layout.compile(train_step, abstract, batch, **pinned)
+        step = layout.compile(skipping(train_step, run.skip_nonfinite), abstract, batch, **pinned)
         say(report.step(step))
 
     # ---- The state, and training ------------------------------------------------------------------
-    facts = {"seed": run.seed, "batch_size": run.batch_size, "dataset": "teacher"}
-    work.check_data(facts | {"fingerprint": teacher.fingerprint()})
     state = work.first_state(layout, optimizer, run.seed, abstract)
     before = changed.get("steps")
     say(work.origin(), *change_of_steps(before, run, flags.warmup_steps, work.step))
@@ -85,7 +86,7 @@ def main(run: Run, flags: Flags) -> None:
     work.begin(run.keep_checkpoints, metadata)
     log = Log(work.metrics, work.step, run, unit="examples", per_step=run.batch_size)
     examples = batches.train_batches(teacher, run.batch_size, run.seed, work.step, shard)
-    state = loop.fit(step, state, examples, layout, run, log, work.save)
+    state = loop.fit(step, state, examples, layout, run, log, work)
 
     # ---- What it has learned, and where it lies -----------------------------------------------------
     def sums(params, batch):
@@ -116,7 +117,7 @@ def draw(layout: sharding.Layout, params: sharding.Tree, x_shape, work: Workdir)
         "w2": (("hidden", "embed"), params["w2"].shape, params["w2"].sharding),
         "y": (("batch", "embed"), x_shape, x),
     }
-    if is_main_process():
+    if is_first():
         for name, (axes, shape, where) in arrays.items():
             print(f"{name} {list(shape)} ({', '.join(axes)}): {tuple(where.spec)}")
             jax.debug.visualize_sharding(shape, where, use_color=False, max_width=100)

@@ -17,7 +17,8 @@ import numpy as np
 from flax import nnx
 
 from recipes.common import checkpoint, hf, report, sharding
-from recipes.common.cli import UserError, flag, start
+from recipes.common.cli import flag, start
+from recipes.common.errors import UserError
 from recipes.common.mesh import make_mesh
 from recipes.common.metrics import say
 from zoo.transformer import RULES, Config, Transformer

@@ -14,7 +14,8 @@ import jax.numpy as jnp
 from flax import nnx
 
 from recipes.common import report, sharding
-from recipes.common.cli import UserError, flag, start
+from recipes.common.cli import flag, start
+from recipes.common.errors import UserError
 from recipes.common.mesh import make_mesh, parse
 from recipes.common.metrics import say
 from recipes.common.optimizer import adamw, apply, gradients, schedule

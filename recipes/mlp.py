@@ -16,10 +16,11 @@ from flax import nnx
 
 from data import batches, digits
 from recipes.common import checkpoint, loop, picture, report, sharding
-from recipes.common.cli import Run, UserError, flag, start
+from recipes.common.cli import Run, flag, start
+from recipes.common.errors import UserError
 from recipes.common.mesh import make_mesh
 from recipes.common.metrics import Log, say
-from recipes.common.optimizer import adamw, apply, change_of_steps, gradients, schedule
+from recipes.common.optimizer import adamw, apply, change_of_steps, gradients, schedule, skipping
 from recipes.common.workdir import Workdir
 from zoo.mlp import MLP, RULES, Config
 
@@ -62,6 +63,9 @@ def main(run: Run, flags: Flags) -> None:
     shard = loop.process_rows(layout, run.batch_size)
     batch = layout.abstract_batch(images.train[0], run.batch_size)
 
+    facts = {"seed": run.seed, "batch_size": run.batch_size, "dataset": flags.dataset}
+    work.check_data(facts | {"fingerprint": images.fingerprint})
+
     # ---- The step: a pure function of (state, batch), compiled once for this layout -------------
     rate = schedule(run.learning_rate, flags.warmup_steps, run.steps)
     optimizer = adamw(rate, flags.weight_decay, flags.clip_norm)
@@ -80,7 +84,7 @@ def main(run: Run, flags: Flags) -> None:
 
     def train_step(state, batch):
         mean_loss, grads = gradients(loss, state["params"], batch)
-        metrics = {"loss": mean_loss, "grad_norm": optax.global_norm(grads)}
+        metrics = {"loss": mean_loss, "grad_norm": optax.tree.norm(grads)}
         return apply(optimizer, state, grads), metrics | {"learning_rate": rate(state["step"])}
 
     say(report.headline(layout), report.table(layout, abstract))
@@ -88,12 +92,10 @@ def main(run: Run, flags: Flags) -> None:
     if run.steps > work.step:
         where = sharding.shardings(abstract)  # pinned: the state comes out as it went in
         pinned = dict(donate_argnums=0, out_shardings=(where, None))
-        step = layout.compile(train_step, abstract, batch, **pinned)
+        step = layout.compile(skipping(train_step, run.skip_nonfinite), abstract, batch, **pinned)
         say(report.step(step))
 
     # ---- The state, and training ------------------------------------------------------------------
-    facts = {"seed": run.seed, "batch_size": run.batch_size, "dataset": flags.dataset}
-    work.check_data(facts | {"fingerprint": images.fingerprint})
     state = work.first_state(layout, optimizer, run.seed, abstract)
     before = changed.get("steps")
     say(work.origin(), *change_of_steps(before, run, flags.warmup_steps, work.step))
@@ -101,7 +103,7 @@ def main(run: Run, flags: Flags) -> None:
     work.begin(run.keep_checkpoints, checkpoint.metadata("mlp", config, layout, settings))
     log = Log(work.metrics, work.step, run, unit="images", per_step=run.batch_size)
     examples = batches.train_batches(images.train, run.batch_size, run.seed, work.step, shard)
-    state = loop.fit(step, state, examples, layout, run, log, work.save)
+    state = loop.fit(step, state, examples, layout, run, log, work)
 
     # ---- What it has learned ------------------------------------------------------------------------
     def sums(params, batch):

@@ -18,10 +18,11 @@ from flax import nnx
 
 from data import text
 from recipes.common import checkpoint, loop, report, sharding
-from recipes.common.cli import Run, UserError, flag, start
+from recipes.common.cli import Run, flag, start
+from recipes.common.errors import UserError
 from recipes.common.mesh import make_mesh
 from recipes.common.metrics import Log, quote, say
-from recipes.common.optimizer import adamw, apply, change_of_steps, gradients, schedule
+from recipes.common.optimizer import adamw, apply, change_of_steps, gradients, schedule, skipping
 from recipes.common.workdir import Workdir
 from zoo.transformer import REMAT, RULES, Config, Transformer
 
@@ -83,6 +84,8 @@ def main(run: Run, flags: Flags) -> None:
     text.check(corpus, flags.seq_len)
     if config.vocab_size <= text.START:
         raise UserError(f"the model knows {config.vocab_size} tokens and text has {text.START + 1}")
+    facts = {"seed": run.seed, "batch_size": run.batch_size, "seq_len": flags.seq_len}
+    work.check_data(facts | {"dataset": flags.dataset, "fingerprint": corpus.fingerprint})
     shard = loop.process_rows(layout, run.batch_size)
     window = layout.abstract_batch(np.zeros(flags.seq_len + 1, np.int32), run.batch_size)
 
@@ -99,7 +102,7 @@ def main(run: Run, flags: Flags) -> None:
 
     def train_step(state, window_BT):
         mean_loss, grads = gradients(loss, state["params"], window_BT, flags.accumulate)
-        metrics = {"loss": mean_loss, "grad_norm": optax.global_norm(grads)}
+        metrics = {"loss": mean_loss, "grad_norm": optax.tree.norm(grads)}
         return apply(optimizer, state, grads), metrics | {"learning_rate": rate(state["step"])}
 
     say(report.headline(layout), report.table(layout, abstract))
@@ -107,12 +110,10 @@ def main(run: Run, flags: Flags) -> None:
     if run.steps > work.step:
         where = sharding.shardings(abstract)  # pinned: the state comes out as it went in
         pinned = dict(donate_argnums=0, out_shardings=(where, None))
-        step = layout.compile(train_step, abstract, window, **pinned)
+        step = layout.compile(skipping(train_step, run.skip_nonfinite), abstract, window, **pinned)
         say(report.step(step))
 
     # ---- The state: resumed, on given parameters, or new; never two of them alive ---------------
-    facts = {"seed": run.seed, "batch_size": run.batch_size, "seq_len": flags.seq_len}
-    work.check_data(facts | {"dataset": flags.dataset, "fingerprint": corpus.fingerprint})
     state = work.first_state(layout, optimizer, run.seed, abstract)
     before = changed.get("steps")
     say(work.origin(), *change_of_steps(before, run, flags.warmup_steps, work.step))
@@ -122,7 +123,7 @@ def main(run: Run, flags: Flags) -> None:
     work.begin(run.keep_checkpoints, checkpoint.metadata("transformer", config, layout, settings))
     log = Log(work.metrics, work.step, run, unit="tokens", per_step=run.batch_size * flags.seq_len)
     batches = text.train_batches(corpus, flags.seq_len, run.batch_size, run.seed, work.step, shard)
-    state = loop.fit(step, state, batches, layout, run, log, work.save)
+    state = loop.fit(step, state, batches, layout, run, log, work)
 
     # ---- What it has learned ------------------------------------------------------------------------
     held_out = text.held_out_batches(corpus, flags.seq_len, run.batch_size, shard)

@@ -1,7 +1,10 @@
 """Eight simulated devices in one process; strict JAX; caches that leave the user's alone."""
 
+import gc
 import os
 import pathlib
+import runpy
+import signal
 import subprocess
 import sys
 
@@ -11,6 +14,8 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 
 import jax  # noqa: E402
 import pytest  # noqa: E402
+
+from recipes.common import preemption  # noqa: E402
 
 jax.config.update("jax_num_cpu_devices", 8)
 jax.config.update("jax_platforms", "cpu")
@@ -55,7 +60,41 @@ def run(tmp_path):
     return command
 
 
+@pytest.fixture
+def inside(monkeypatch, capfd):
+    """As `run`, but in this process, with its eight devices: a second instead of five."""
+
+    def command(module: str, *flags: str) -> Finished:
+        handlers = {s: signal.getsignal(s) for s in (signal.SIGINT, signal.SIGTERM)}
+        monkeypatch.setattr(sys, "argv", [module, *flags])
+        monkeypatch.setattr(preemption, "_asked", "")
+        monkeypatch.setattr(sys, "unraisablehook", sys.unraisablehook)
+        capfd.readouterr()
+        code = 0
+        try:
+            runpy.run_module(module, run_name="__main__")
+        except SystemExit as stop:
+            code = stop.code
+        finally:
+            for number, handler in handlers.items():
+                signal.signal(number, handler)
+            gc.collect()  # a failed run's files are closed, and its lock is gone
+        out, err = capfd.readouterr()
+        return Finished(subprocess.CompletedProcess([], code, out, err))
+
+    return command
+
+
+@pytest.fixture(scope="session")
+def book(tmp_path_factory):
+    """A small text, so that evaluation is short: the longest file of this repository's zoo."""
+    path = tmp_path_factory.mktemp("text") / "book.txt"
+    path.write_text((ROOT / "zoo" / "transformer.py").read_text())
+    return f"--dataset={path}"
+
+
 def pytest_addoption(parser):
+    parser.addoption("--kills", type=int, default=3, help="how often test_crashes.py kills a run")
     parser.addoption("--update-golden", action="store_true", help="write tests/golden anew")
 
 

@@ -12,7 +12,7 @@ from flax import nnx
 
 from data import batches, digits, synthetic
 from recipes.common import sharding
-from recipes.common.cli import UserError
+from recipes.common.errors import UserError
 from recipes.common.mesh import make_mesh
 from zoo import dot_relu_dot, mlp, transformer
 

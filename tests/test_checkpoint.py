@@ -93,7 +93,7 @@ def test_a_save_is_of_the_moment_it_was_called(workdir, tmp_path):
     """Donating the state to the next step at once does not change what is written."""
     work = Workdir(Run(workdir=str(tmp_path)), "transformer")
     work.check_data({})
-    work.begin(1, {"entry": "transformer", "flags": {}, "versions": {}})
+    work.begin(1, {"entry": "transformer", "config": {}, "flags": {}, "versions": {}})
     mesh = make_mesh("8")
     where = jax.sharding.NamedSharding(mesh, jax.P("data"))
     state = {"x": jax.device_put(jnp.zeros((8, 1_000_000)), where)}

@@ -20,7 +20,7 @@ from flax import nnx
 
 import recipes.hf
 from recipes.common import checkpoint, hf, sharding
-from recipes.common.cli import UserError
+from recipes.common.errors import UserError
 from recipes.common.mesh import make_mesh
 from recipes.common.sharding import paths
 from tests.conftest import ROOT

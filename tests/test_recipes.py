@@ -5,21 +5,9 @@ import re
 
 import jax
 import numpy as np
-import orbax.checkpoint as ocp
 import pytest
 
-from recipes.common.sharding import paths
-from tests.conftest import ROOT
-
-TINY = ("--size=tiny", "--sample_bytes=0", "--seq_len=32", "--batch_size=16")
-
-
-@pytest.fixture(scope="module")
-def book(tmp_path_factory):
-    """A small text, so that evaluation is short: the longest file of this repository's zoo."""
-    path = tmp_path_factory.mktemp("text") / "book.txt"
-    path.write_text((ROOT / "zoo" / "transformer.py").read_text())
-    return f"--dataset={path}"
+from tests.runs import TINY, assert_bit_equal, records, state_of
 
 
 @pytest.fixture
@@ -33,22 +21,6 @@ def train(run, book):
         return done.out
 
     return command
-
-
-def records(workdir, *fields):
-    lines = [json.loads(line) for line in (workdir / "metrics.jsonl").read_text().splitlines()]
-    return [tuple(line[f] for f in fields) for line in lines if set(fields) <= set(line)]
-
-
-def state_of(workdir, step):
-    folder = workdir / "checkpoints" / str(step) / "state"
-    return paths(ocp.StandardCheckpointer().restore(folder))
-
-
-def assert_bit_equal(a, b):
-    assert set(a) == set(b)
-    for path, value in a.items():
-        np.testing.assert_array_equal(value, b[path], err_msg=path)
 
 
 def test_what_a_user_sees_in_order(train, tmp_path):

@@ -59,6 +59,35 @@ class Config:
     attention: str = "auto"  # "xla", "cudnn", or "auto": cuDNN on an NVIDIA GPU, else XLA
     loss_chunk: int = 256  # C, positions of each sequence whose logits exist at one time
 
+    def __post_init__(self):
+        """Raises ValueError for what is no model."""
+        names = (
+            "vocab_size",
+            "embed",
+            "num_layers",
+            "num_heads",
+            "num_kv_heads",
+            "head_dim",
+            "mlp",
+        )
+        for name in (
+            *names,
+            "loss_chunk",
+            *(["sliding_window"] if self.sliding_window is not None else []),
+        ):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name}={getattr(self, name)} is below 1")
+        if self.num_heads % self.num_kv_heads:
+            raise ValueError(
+                f"num_heads={self.num_heads} does not divide by num_kv_heads={self.num_kv_heads}"
+            )
+        if self.head_dim % 2:
+            raise ValueError(
+                f"head_dim={self.head_dim} is odd: rotary embeddings turn pairs of dims"
+            )
+        if self.remat not in REMAT:
+            raise ValueError(f"remat={self.remat!r} is not one of {', '.join(REMAT)}")
+
     @classmethod
     def tiny(cls) -> "Config":
         """123,200 parameters. For tests: every sharded dim divides by 8."""

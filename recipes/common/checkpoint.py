@@ -5,14 +5,21 @@ A checkpoint is a folder with a standard Orbax checkpoint of these items:
     state      {"params", "opt_state", "step", "rngs"}: nested dicts of arrays
     data       JSON: the next batch, and what it is a batch of
     metadata   JSON: entry, config, rules, mesh, logical axes, flags, versions
+
+and hashes.json, the size and SHA-256 of each file: Orbax and TensorStore read flipped bits of an
+array without a word.
 """
 
+import concurrent.futures
 import dataclasses
+import hashlib
 import importlib
 import importlib.metadata
 import json
+import os
 import pathlib
 import platform
+import shutil
 from typing import Any, NamedTuple
 
 import jax
@@ -22,7 +29,7 @@ from flax import nnx
 from jax.sharding import Mesh
 
 from recipes.common import hf, sharding
-from recipes.common.cli import UserError
+from recipes.common.errors import UserError
 from recipes.common.sharding import Layout, Table, Tree, paths
 
 # Without a note of the shardings it was saved with: they would tie a checkpoint to its mesh, where
@@ -68,10 +75,85 @@ def find(path: str | pathlib.Path, flag: str = "--restore_from") -> Source:
         if steps := steps_in(inner):
             folder = inner / str(steps[-1])
             break
-    metadata = folder / "metadata" / "metadata"
-    if not metadata.exists():
+    if not (folder / "metadata").exists() and not (folder / "state").exists():
         raise UserError(f"{what} holds no checkpoint; give a run's workdir or a checkpoint")
-    return Checkpoint(folder.absolute(), json.loads(metadata.read_text()))
+    if bad := verify(folder):
+        raise UserError(f"{what}: {bad} in {folder}; give a checkpoint that is whole")
+    return at(folder)
+
+
+def at(folder: pathlib.Path) -> Checkpoint:
+    """The checkpoint whose own folder this is, which `verify` has found whole."""
+    text = (folder / "metadata" / "metadata").read_text()
+    return Checkpoint(folder.absolute(), json.loads(text))
+
+
+# ---- whole or damaged --------------------------------------------------------------------------
+
+COMMITTED = "commit_success.txt"  # Orbax's mark of a finished folder
+HASHES = "hashes.json"
+_NEEDED = [f"{item}{COMMITTED}" for item in ("", "state/", "metadata/")]
+_NEEDED += ["state/_METADATA", "metadata/metadata"]
+
+
+def verify(folder: str | pathlib.Path) -> str:
+    """What is wrong with a checkpoint's folder, naming the first bad file; "" if it is whole.
+
+    Reads all of it where it has hashes.json, as every checkpoint has that a run of ours saved.
+    """
+    folder = pathlib.Path(folder)
+    for name in _NEEDED:
+        if not (folder / name).is_file():
+            return f"{name} is missing"
+    hashes: dict[str, list] = {}
+    try:
+        for name in (HASHES, "data/metadata", "metadata/metadata"):
+            if (folder / name).exists():
+                content = json.loads((folder / name).read_bytes())
+                hashes = content if name == HASHES else hashes
+        if missing := {"entry", "config", "step", "flags", "data"} - content.keys():
+            return f"metadata/metadata has no {min(missing)!r}"
+        found = {name: file.stat().st_size for name, file in _files(folder).items()}
+        for name, (size, _) in hashes.items():
+            if name not in found:
+                return f"{name} is missing"
+            if found[name] != size:
+                return f"{name} has {found[name]:,} bytes instead of {size:,}"
+        for name, digest in _digests(folder, list(hashes)).items():
+            if digest != hashes[name][1]:
+                return f"{name} is not what was saved (its SHA-256 differs)"
+    except (ValueError, TypeError, AttributeError):
+        return f"{name} is not the JSON that was saved"
+    except OSError as error:
+        return f"{error.filename or name} can't be read ({error.strerror})"
+    return ""
+
+
+def write_hashes(folder: pathlib.Path) -> None:
+    """hashes.json of a checkpoint that is about to be committed."""
+    # Orbax writes the first two once more as it commits.
+    later = {COMMITTED, "_CHECKPOINT_METADATA", HASHES}
+    files = {name: file for name, file in _files(folder).items() if name not in later}
+    digests = _digests(folder, list(files))
+    hashes = {name: [file.stat().st_size, digests[name]] for name, file in files.items()}
+    (folder / HASHES).write_text(json.dumps(hashes, indent=0))
+
+
+def _files(folder: pathlib.Path) -> dict[str, pathlib.Path]:
+    files = (p for p in sorted(folder.rglob("*")) if p.is_file())
+    return {path.relative_to(folder).as_posix(): path for path in files}
+
+
+def _digests(folder: pathlib.Path, names: list[str]) -> dict[str, str]:
+    def digest(name: str) -> str:
+        with (folder / name).open("rb") as file:
+            return hashlib.file_digest(file, "sha256").hexdigest()
+
+    with concurrent.futures.ThreadPoolExecutor(8) as pool:  # hashing lets go of Python's lock
+        return dict(zip(names, pool.map(digest, names), strict=True))
+
+
+# ---- back onto a mesh --------------------------------------------------------------------------
 
 
 def steps_in(folder: pathlib.Path) -> list[int]:
@@ -112,11 +194,23 @@ def restore(path: str | pathlib.Path, mesh: Mesh, rules: str | Table | None = No
 
 
 def config_from(config_class, checkpoint: Source):
-    """The model's Config from a checkpoint's metadata, where JSON has made tuples into lists."""
+    """The model's Config from a checkpoint's metadata, where JSON has made tuples into lists.
+
+    Raises UserError if there is something in it that this version does not know.
+    """
     saved = checkpoint.metadata["config"]
     known = {field.name for field in dataclasses.fields(config_class)}
-    values = {k: tuple(v) if isinstance(v, list) else v for k, v in saved.items() if k in known}
-    return config_class(**values)
+    for name in saved.keys() - known:
+        raise UserError(
+            f"checkpoint {checkpoint.path} has {name!r} in its config, which this version's lacks; "
+            f"use the version that saved it ({checkpoint.metadata.get('versions', {})})"
+        )
+    try:
+        return config_class(**{k: tuple(v) if isinstance(v, list) else v for k, v in saved.items()})
+    except (TypeError, ValueError) as error:
+        raise UserError(
+            f"checkpoint {checkpoint.path} has a config of no model ({error}); give another"
+        ) from None
 
 
 def configure(default, source: Source | None, flags):
@@ -173,8 +267,17 @@ def check_params(checkpoint: Source, layout: Layout) -> None:
             )
 
 
-def write(folder: pathlib.Path, params: Tree, metadata: dict[str, Any]) -> None:
-    """Writes a checkpoint of parameters alone, beside its place and then moved there whole."""
+def write(
+    folder: pathlib.Path,
+    params: Tree,
+    metadata: dict[str, Any],
+    files: dict[str, bytes] | None = None,
+) -> None:
+    """Writes a checkpoint of parameters alone with its hashes, beside its place, and moves it there.
+
+    Args:
+      files: name → content of what else is to stand in the folder.
+    """
     # Else Orbax copies all arrays to this process at one time, and keeps what it has compressed of
     # them until a file of 2 GB is full.
     handler = ocp.CompositeCheckpointHandler(
@@ -185,10 +288,19 @@ def write(folder: pathlib.Path, params: Tree, metadata: dict[str, Any]) -> None:
     )
     items = ocp.args.Composite(
         state=ocp.args.PyTreeSave({"params": params}, ocdbt_target_data_file_size=2**27),
-        metadata=ocp.args.JsonSave(metadata),
+        metadata=ocp.args.JsonSave({"data": {}, "flags": {}} | metadata),
     )
-    with ocp.Checkpointer(handler) as checkpointer:
-        checkpointer.save(folder.absolute(), args=items)
+    beside = folder.absolute().with_name(f".{folder.name}.{os.getpid()}")
+    try:
+        with ocp.Checkpointer(handler) as checkpointer:
+            checkpointer.save(beside, args=items)
+        for name, content in (files or {}).items():
+            (beside / name).write_bytes(content)
+        write_hashes(beside)
+        beside.rename(folder)
+    finally:
+        for left in beside.parent.glob(f"{beside.name}*"):
+            shutil.rmtree(left)
 
 
 def metadata(entry: str, config, layout: Layout, flags: dict[str, Any]) -> dict[str, Any]:

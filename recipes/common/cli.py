@@ -15,9 +15,11 @@ Flags live in a FlagValues of their own, not in absl's global one, where two mod
 
 import dataclasses
 import difflib
+import logging
 import math
 import os
 import sys
+import traceback
 from typing import Any
 
 import jax
@@ -25,10 +27,8 @@ from absl import flags as absl_flags
 from absl import logging as absl_logging
 
 import data
-
-
-class UserError(ValueError):
-    """Something only the user can mend; the message is one sentence with the value and the fix."""
+from recipes.common import preemption, processes
+from recipes.common.errors import Stopped, UserError
 
 
 def flag(default, help: str, *, at_least=None, at_most=None, choices=(), may_change=False):
@@ -66,35 +66,79 @@ class Run:
         200, "steps between checkpoints; the last step has one too", at_least=1, may_change=True
     )
     keep_checkpoints: int = flag(2, "newest checkpoints to keep", at_least=1, may_change=True)
+    skip_nonfinite: int = flag(
+        0, "updates in a row to skip where loss or gradient is not finite, before the run stops",
+        at_least=0, may_change=True,
+    )  # fmt: skip
     restore_from: str = flag(
         "", "start from the parameters of this run or checkpoint, or hf:DIR", may_change=True
+    )
+    num_processes: int = flag(
+        0, "that share this run; 0: one, or as Slurm, Open MPI or a TPU pod says",
+        at_least=0, may_change=True,
+    )  # fmt: skip
+    process_id: int = flag(
+        -1, "of this one, from 0; only with --num_processes", at_least=-1, may_change=True
+    )
+    coordinator: str = flag(
+        "", "HOST:PORT of process 0; only with --num_processes", may_change=True
     )
 
 
 def start(main, *groups) -> None:
     """Parses sys.argv into new instances of `groups`, and calls main with them. Exits the process.
 
-    Exit codes: 0 done, 1 a failure with a traceback, 2 a user's mistake.
+    Exit codes: 0 done, or stopped by a signal and saved; 1 a failure; 2 a user's mistake; 130 stopped
+    by a second SIGINT.
     """
+    preemption.watch()
     try:
         parsed = parse(sys.argv[1:], *groups)
         if parsed is None:
             print(usage(sys.modules["__main__"].__doc__ or "", *groups))
         else:
             _settle_libraries()
+            for run in parsed:
+                if isinstance(run, Run):
+                    processes.join(run.num_processes, run.process_id, run.coordinator)
             main(*parsed)
     except (UserError, data.DataError) as mistake:
         print(f"error: {mistake}", file=sys.stderr, flush=True)
-        os._exit(2)  # at once: a reader's threads, left half-way, may abort an orderly exit
+        if processes.count() == 1:
+            os._exit(2)  # at once: a reader's threads, left half-way, may abort an orderly exit
+        sys.exit(2)
+    except Stopped as stop:
+        if stop.code:
+            print(f"error: {stop}", file=sys.stderr)
+        elif processes.is_first():
+            print(stop)
+        sys.exit(stop.code)
+    except Exception as error:
+        if processes.count() == 1:
+            raise
+        if not isinstance(error, jax.errors.JaxRuntimeError):
+            traceback.print_exc()
+        processes.leave(
+            f"error: this process can't go on without the others ({str(error).splitlines()[0]}); "
+            "start all of them again, and they go on from the newest checkpoint"
+        )
 
 
 def _settle_libraries() -> None:
     """Keeps the libraries' notices off the terminal, and compiled programs for the next run."""
     absl_flags.FLAGS.mark_as_parsed()  # Grain reads absl's global flags
-    absl_logging.set_verbosity(absl_logging.ERROR)
+    absl_logging.set_verbosity(absl_logging.FATAL)  # errors come back as exceptions
+    logging.getLogger("asyncio").setLevel(logging.CRITICAL)  # of a save: reported by Workdir
+    sys.unraisablehook = _unraisable
     if not jax.config.jax_compilation_cache_dir:
         jax.config.update("jax_compilation_cache_dir", str(data.cache_dir() / "xla"))
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.1)
+
+
+def _unraisable(event) -> None:
+    """When one write of a save fails, TensorStore's others report to an event loop that is gone."""
+    if str(event.exc_value) != "Event loop is closed":
+        sys.__unraisablehook__(event)
 
 
 def parse(argv: list[str], *groups) -> list[Any] | None:
@@ -146,12 +190,13 @@ def _convert(field, default, text):
         try:
             value = kind(text)
         except ValueError:
-            raise UserError(f"--{field.name}={text} is not {name}; try {default}") from None
+            raise UserError(f"--{field.name}={text[:50]} is not {name}; try {default}") from None
         if not math.isfinite(value):
             raise UserError(f"--{field.name}={text} is not a finite number; try {default}")
+        most = 2**31 - 1 if kind is int and limits["at_most"] is None else limits["at_most"]
         for bound, wrong, word in (
             (limits["at_least"], lambda b: value < b, "below its least value"),
-            (limits["at_most"], lambda b: value > b, "above its greatest value"),
+            (most, lambda b: value > b, "above its greatest value"),
         ):
             if bound is not None and wrong(bound):
                 raise UserError(f"--{field.name}={text} is {word}, {bound}; try {default}")

@@ -23,7 +23,7 @@ import safetensors.numpy
 from flax import nnx
 
 from recipes.common import sharding
-from recipes.common.cli import UserError
+from recipes.common.errors import UserError
 from recipes.common.sharding import Tree, paths
 from zoo.transformer import Config, Transformer
 

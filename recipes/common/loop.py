@@ -1,4 +1,4 @@
-"""The training loop that every recipe runs: feed, step, log, save."""
+"""The training loop that every recipe runs: feed, step, log, save, stop."""
 
 import time
 from collections.abc import Callable, Iterable
@@ -7,9 +7,12 @@ import grain
 import jax
 import numpy as np
 
+from recipes.common import preemption
 from recipes.common.cli import Run
-from recipes.common.metrics import Log
+from recipes.common.errors import Stopped
+from recipes.common.metrics import Log, NonFiniteError
 from recipes.common.sharding import Layout, Tree
+from recipes.common.workdir import Workdir
 
 
 def process_rows(layout: Layout, batch_size: int) -> grain.sharding.ShardOptions:
@@ -40,30 +43,54 @@ def fit(
     layout: Layout,
     run: Run,
     log: Log,
-    save: Callable[[int, Tree], None],
+    work: Workdir,
 ) -> Tree:
-    """Takes the steps that are left until run.steps; returns the state after them.
+    """Takes the steps that are left until run.steps; returns the state after them, which is saved.
 
     Args:
       step: compiled, (state, batch) → (state, metrics); donates the state.
       batches: this process's rows of the batches from the state's step on.
-      save: called with (steps done, state) every run.checkpoint_every steps and after the last.
+      work: where the state is saved, every run.checkpoint_every steps and after the last.
+
+    Raises Stopped, with nothing in the air: a signal asked for it, a number is not finite, or the
+    last save failed.
     """
     first = int(state["step"])
+    if first >= run.steps:
+        return state
     feed = iter(batches)
-    batch = to_devices(next(feed), layout, run.batch_size) if first < run.steps else None
-    for done in range(first + 1, run.steps + 1):
-        state, metrics = step(state, batch)
-        start = time.perf_counter()
-        rows = next(feed)
-        input_wait = time.perf_counter() - start
-        batch = to_devices(rows, layout, run.batch_size)  # while the step runs
-        # Waits for the step before this one: the device stays busy, and no more than two programs
-        # are in flight. More can deadlock simulated devices, which share one small thread pool.
-        log.step(done, metrics, input_wait)
-        if done % run.checkpoint_every == 0 or done == run.steps:
-            log.settle()  # a state whose metrics are not finite is never saved
-            save(done, state)
+    batch = to_devices(next(feed), layout, run.batch_size)
+    try:
+        with preemption.training():
+            for done in range(first + 1, run.steps + 1):
+                state, metrics = step(state, batch)
+                start = time.perf_counter()
+                rows = next(feed)
+                input_wait = time.perf_counter() - start
+                batch = to_devices(rows, layout, run.batch_size)  # while the step runs
+                # Waits for the step before this one: the device stays busy, and no more than two
+                # programs are in flight. More can deadlock simulated devices, which share one small
+                # thread pool.
+                log.step(done, metrics, input_wait)
+                asked = preemption.requested(done)
+                if asked or done % run.checkpoint_every == 0 or done == run.steps:
+                    log.settle()  # a state whose metrics are not finite is never saved
+                    work.save(done, state)
+                if asked and done < run.steps:
+                    break
+            work.wait()
+    except NonFiniteError as error:
+        work.wait()
+        good = work.last_good()
+        raise Stopped(
+            f"{error}; "
+            + (f"the last good checkpoint is {good}" if good else "nothing is saved yet")
+        ) from error
+    finally:
+        log.pause()
+    if done < run.steps:
+        raise Stopped(f"Stopped by {asked} after step {done}, saved in {work.last_good()}; "
+                      "the same command goes on from there.", code=0)  # fmt: skip
     return state
 
 

@@ -13,7 +13,8 @@ import re
 import jax
 from jax.sharding import AxisType, Mesh
 
-from recipes.common.cli import UserError
+from recipes.common import processes
+from recipes.common.errors import UserError
 
 AXES = {1: ("data",), 2: ("data", "model"), 3: ("data", "fsdp", "model")}
 MOST_SIMULATED = 1024  # devices; each is a thread or more of this process
@@ -26,6 +27,8 @@ def parse(text: str) -> dict[str, int]:
     ({'data': 4, 'model': 2}, {'data': 2, 'model': 4})
     """
     hint = "write sizes (8, 4x2, 2x2x2) or names (data=2,model=4)"
+    if len(text) > 100:
+        raise UserError(f"--mesh={text[:50]}… is not a mesh; {hint}")
     if "=" in text:
         axes: dict[str, int] = {}
         for part in text.split(","):
@@ -50,10 +53,10 @@ def parse(text: str) -> dict[str, int]:
 
 
 def make_mesh(text: str = "") -> Mesh:
-    """A mesh of Auto axes over this machine's devices; "" puts all of them on `data`.
+    """A mesh of Auto axes over the run's devices; "" puts all of them on `data`.
 
     Without an accelerator it simulates as many CPU devices as the mesh needs, if JAX has not made
-    its devices yet. With accelerators the mesh must use exactly the devices that there are.
+    its devices yet; several processes simulate a share each. With accelerators the mesh must use exactly the devices that there are.
     Raises UserError.
     """
     axes = parse(text) if text else {}
@@ -61,17 +64,24 @@ def make_mesh(text: str = "") -> Mesh:
     if wanted > MOST_SIMULATED and _only_cpu():
         raise UserError(f"--mesh={text} needs {wanted} devices, at most {MOST_SIMULATED} are "
                         "simulated; try --mesh=4x2")  # fmt: skip
+    if wanted % processes.count():
+        raise UserError(
+            f"--mesh={text} has {wanted} devices, and they do not divide over --num_processes="
+            f"{processes.count()}; try --mesh={suggest(8 * processes.count(), len(axes))}"
+        )
+    mine = wanted // processes.count()
     if axes and "xla_force_host_platform_device_count" not in os.environ.get("XLA_FLAGS", ""):
         # A collective blocks one thread of XLA's pool per device. The pool has one per device or
         # core; with two programs in flight that is too few, and all of them wait for ever.
-        os.environ.setdefault("NPROC", str(2 * wanted + (os.cpu_count() or 1)))
+        os.environ.setdefault("NPROC", str(2 * mine + (os.cpu_count() or 1)))
         with contextlib.suppress(RuntimeError):  # JAX has made its devices: those are what there is
             configured = jax.config.jax_num_cpu_devices
-            jax.config.update("jax_num_cpu_devices", max(wanted, configured))
+            jax.config.update("jax_num_cpu_devices", max(mine, configured))
     devices = jax.devices()
     axes = axes or {"data": len(devices)}
     wanted = math.prod(axes.values())
-    if wanted > len(devices) or (devices[0].platform != "cpu" and wanted != len(devices)):
+    all_of_them = devices[0].platform != "cpu" or processes.count() > 1
+    if wanted > len(devices) or (all_of_them and wanted != len(devices)):
         raise UserError(
             f"--mesh={text} needs {wanted} devices, found {len(devices)}; "
             f"try --mesh={suggest(len(devices), len(axes))}"

@@ -6,26 +6,24 @@ import os
 import pathlib
 import sys
 import time
+import weakref
 
 import jax
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
 from recipes import STARTED
+from recipes.common import processes
 from recipes.common.cli import Run
 
 
 class NonFiniteError(RuntimeError):
-    """A step's loss or gradient is not a finite number."""
-
-
-def is_main_process() -> bool:
-    return jax.process_index() == 0
+    """A step's loss or gradient is not a finite number, and the update was not skipped."""
 
 
 def say(*lines: str) -> None:
     """Prints, on the first process only."""
-    if is_main_process():
+    if processes.is_first():
         print(*lines, sep="\n", flush=True)
 
 
@@ -55,12 +53,14 @@ class Log:
         self._unit, self._per_step = unit, per_step
         self._pending: tuple[int, dict] | None = None
         self._wait, self._began = 0.0, 0.0
+        self._tolerated, self._in_a_row, self._skipped = run.skip_nonfinite, 0, 0
         self._since, self._since_step = time.perf_counter(), first
-        self._main = is_main_process()
-        self._file = None
+        self._main = processes.is_first()
+        self._file, self._unwritten, self._warned = None, b"", False
         if self._main and path:
-            _keep_until(path, first)
-            self._file = path.open("a", buffering=1)
+            _keep_until(path, first, evaluates_again=first >= last)
+            self._file = path.open("ab", buffering=0)
+            weakref.finalize(self, self._file.close)  # however the run ends
         self._bar = None
         if self._main and sys.stdout.isatty() and last > first:
             columns = (
@@ -90,25 +90,55 @@ class Log:
         self._pending = None
         values = {name: float(value) for name, value in jax.device_get(metrics).items()}
         self._began = self._began or time.perf_counter() - STARTED
-        for name, value in values.items():
-            if not math.isfinite(value):
-                raise NonFiniteError(f"{name} is {value} at step {step}")
+        self._check(step, values)
         if step % self._every and step != self._last:
             return
         now, steps = time.perf_counter(), step - self._since_step
         seconds, waited = (now - self._since) / steps, self._wait / steps
         self._since, self._since_step, self._wait = now, step, 0.0
         speed = self._per_step / seconds
+        if "skipped" in values:  # of the steps since the line before
+            values["skipped"], self._skipped = self._skipped, 0
         self.write(
             {"step": step, **values, "step_seconds": seconds, "input_wait_seconds": waited,
              f"{self._unit}_per_second": speed}
         )  # fmt: skip
         self._show(step, values["loss"], speed, seconds)
 
+    def _check(self, step: int, values: dict[str, float]) -> None:
+        """Raises NonFiniteError, unless so many skipped updates in a row are tolerated."""
+        bad = {name: value for name, value in values.items() if not math.isfinite(value)}
+        self._in_a_row = self._in_a_row + 1 if bad else 0
+        if not bad:
+            return
+        name, value = min(bad.items(), key=lambda item: item[0] != "loss")
+        what = f"{name} is {value} at step {step}"
+        if self._in_a_row > self._tolerated:
+            row = f", the {self._in_a_row}th update in a row to skip" if self._tolerated else ""
+            raise NonFiniteError(what + row)
+        self._skipped += 1
+        if self._main:
+            print(f"warning: {what}; this update is skipped", file=sys.stderr, flush=True)
+
     def write(self, record: dict) -> None:
-        """One line of metrics.jsonl, on the first process."""
-        if self._file:
-            self._file.write(json.dumps(record) + "\n")
+        """One line of metrics.jsonl, on the first process. A number that is not finite is null."""
+        if self._file is None:
+            return
+        finite = {k: v if math.isfinite(v) else None for k, v in record.items()}
+        self._unwritten += json.dumps(finite).encode() + b"\n"
+        size = self._file.seek(0, os.SEEK_END)
+        try:
+            if self._file.write(self._unwritten) == len(self._unwritten):
+                self._unwritten = b""
+                return
+            why = "not all of it"
+        except OSError as error:
+            why = error.strerror
+        self._file.truncate(size)  # no torn line: these are tried again with the next one
+        if not self._warned:
+            print(f"warning: {self._file.name} could not be written ({why}); training goes on, and "
+                  "it is tried again with each line", file=sys.stderr, flush=True)  # fmt: skip
+        self._warned = True
 
     def _show(self, step, loss, speed, seconds):
         speed_text = f"{speed:,.0f} {self._unit}/s"
@@ -126,9 +156,13 @@ class Log:
         begin = f", {self._began:.1f} s of it before the first step was done" if self._began else ""
         return f"Took {time.perf_counter() - STARTED:.0f} s{begin}."
 
-    def close(self) -> None:
+    def pause(self) -> None:
+        """Leaves the terminal to others."""
         if self._bar:
             self._bar.stop()
+
+    def close(self) -> None:
+        self.pause()
         if self._file:
             self._file.close()
 
@@ -142,16 +176,18 @@ def _clock(seconds: float) -> str:
     )
 
 
-def _keep_until(path: pathlib.Path, step: int) -> None:
-    """Drops the lines of later steps, and a line that a kill has torn."""
+def _keep_until(path: pathlib.Path, step: int, evaluates_again: bool) -> None:
+    """Drops the lines that this run will write again, and a line that a kill has torn."""
     if not path.exists():
         return
     kept = []
-    for line in path.read_text().splitlines():
+    for line in path.read_text(errors="replace").splitlines():
         try:
-            if json.loads(line)["step"] <= step:
+            record = json.loads(line)
+            again = evaluates_again and record["step"] == step and "step_seconds" not in record
+            if record["step"] <= step and not again:
                 kept.append(line)
-        except (json.JSONDecodeError, KeyError):
+        except (json.JSONDecodeError, KeyError, TypeError):
             continue
     beside = path.with_suffix(".tmp")
     beside.write_text("".join(line + "\n" for line in kept))

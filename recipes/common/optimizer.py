@@ -1,4 +1,4 @@
-"""AdamW with warm-up, cosine decay and gradient clipping; gradients in parts."""
+"""AdamW with warm-up, cosine decay and gradient clipping; gradients in parts; bad steps skipped."""
 
 from collections.abc import Callable
 
@@ -81,3 +81,21 @@ def apply(optimizer: optax.GradientTransformation, state: Tree, grads: Tree) -> 
         "step": state["step"] + 1,
         "rngs": state["rngs"],
     }
+
+
+def skipping(train_step: Callable, most: int) -> Callable:
+    """`train_step`, but where a metric is not finite nothing changes except `step`.
+
+    `most` 0: `train_step` itself. The optimizer counts the updates it has done, so after a skipped
+    one its learning rate is one step behind the one that a schedule gives for `step`.
+    """
+    if not most:
+        return train_step
+
+    def step(state: Tree, batch: Tree) -> tuple[Tree, dict[str, jax.Array]]:
+        after, metrics = train_step(state, batch)
+        finite = jnp.all(jnp.isfinite(jnp.stack(jax.tree.leaves(metrics))))
+        kept = jax.tree.map(lambda old, new: jnp.where(finite, new, old), state, after)
+        return kept | {"step": after["step"]}, metrics | {"skipped": ~finite}
+
+    return step

@@ -6,7 +6,7 @@ import pathlib
 import jax
 import numpy as np
 
-from recipes.common.metrics import is_main_process
+from recipes.common.processes import is_first
 
 Array = tuple[tuple[str, ...], tuple[int, ...], jax.sharding.NamedSharding]
 
@@ -30,7 +30,7 @@ def layouts(path: pathlib.Path, arrays: dict[str, Array]) -> None:
     Args:
       arrays: name → (logical axes of its two dims, shape, sharding).
     """
-    if not is_main_process():
+    if not is_first():
         return
     figure, all_axes = _figure(len(arrays))
     for axes, (name, ((down, across), (rows, columns), sharding)) in zip(
@@ -60,7 +60,7 @@ def _rectangle(corner, width, height, hue):
 
 def learning(path: pathlib.Path, metrics: pathlib.Path, confusion_CC: np.ndarray) -> None:
     """Draws the loss curve of metrics.jsonl, and a confusion matrix: row true, column predicted."""
-    if not is_main_process():
+    if not is_first():
         return
     lines = [json.loads(line) for line in metrics.read_text().splitlines()]
     curve = [(line["step"], line["loss"]) for line in lines if "loss" in line]

@@ -19,7 +19,7 @@ import optax
 from flax import nnx
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
-from recipes.common.cli import UserError
+from recipes.common.errors import UserError
 from recipes.common.mesh import describe
 
 Table = dict[str, str | tuple[str, ...] | None]

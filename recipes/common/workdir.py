@@ -1,19 +1,30 @@
 """A run's folder: what is in it, whether this run may go on there, and what it saves."""
 
 import dataclasses
+import errno
+import fcntl
 import json
+import os
 import pathlib
-from typing import Any
+import shutil
+import sys
+import tempfile
+import threading
+import weakref
+from typing import IO, Any
 
 import jax
 import optax
 import orbax.checkpoint as ocp
 
-from recipes.common import checkpoint, sharding
+from recipes.common import checkpoint, processes, sharding
 from recipes.common.checkpoint import Source
-from recipes.common.cli import Run, UserError
+from recipes.common.cli import Run
+from recipes.common.errors import Stopped, UserError
 from recipes.common.mesh import describe
 from recipes.common.sharding import Layout, Tree
+
+CONFIG = "config.json"
 
 
 class Workdir:
@@ -25,21 +36,77 @@ class Workdir:
         self.path = pathlib.Path(name).expanduser().absolute()
         self.newest: Source | None = None  # this run's own
         self.source: Source | None = None  # another's, to begin from
+        self._damaged: dict[int, str] = {}  # step → what is wrong with that checkpoint
+        self._lock: IO | None = None  # config.json, which stays open
+        self._checkpointer: ocp.AsyncCheckpointer | None = None
         # --steps=0 --restore_from=… evaluates what it is given, and leaves every workdir alone.
         self.in_use = run.steps > 0 or not run.restore_from
         if self.in_use:
-            if self.path.exists() and not self.path.is_dir():
-                raise UserError(f"--workdir={name} is a file; give a folder")
-            if steps := checkpoint.steps_in(self.path / "checkpoints"):
-                self.newest = checkpoint.find(self.path / "checkpoints" / str(steps[-1]))
+            step, damaged = processes.from_first(self._look)
+            self._damaged = dict(damaged)
+            if step is not None:
+                self.newest = checkpoint.at(self._folder(step))
         if run.restore_from and not self.newest:
-            self.source = checkpoint.find(run.restore_from)
+            found = processes.from_first(lambda: str(checkpoint.find(run.restore_from).path))
+            self.source = checkpoint.at(pathlib.Path(found))
         for what, found in (("--workdir", self.newest), ("--restore_from", self.source)):
             if found and found.metadata["entry"] != entry:
                 theirs = found.metadata["entry"]
                 raise UserError(
                     f"{what}={found.path} is of {theirs!r}, not {entry!r}; give another"
                 )
+
+    def _look(self) -> tuple[int | None, list[tuple[int, str]]]:
+        """The step of the newest checkpoint that is whole; newer ones and what is wrong with them.
+
+        Runs on the first process only, which takes the workdir's lock.
+        """
+        there = self.path
+        while not there.exists():
+            there = there.parent
+        if not there.is_dir():
+            which = "" if there == self.path else f": {there}"
+            raise UserError(f"--workdir={self.path}{which} is a file; give a folder")
+        try:
+            with tempfile.TemporaryFile(dir=there):  # no name: nothing is left, whatever happens
+                pass
+        except OSError as error:
+            raise self._cannot_write(error) from None
+        if (self.path / CONFIG).exists():
+            self._take_lock()
+        damaged = []
+        for step in reversed(checkpoint.steps_in(self.path / "checkpoints")):
+            bad = checkpoint.verify(self._folder(step))
+            if not bad:
+                return step, damaged
+            damaged.append((step, bad))
+        if damaged:
+            step, bad = damaged[0]
+            raise UserError(
+                f"--workdir={self.path} has no checkpoint that is whole (step {step}: {bad}); "
+                "give a new --workdir"
+            )
+        return None, []
+
+    def _take_lock(self) -> None:
+        """Holds config.json locked for as long as this process lives, however it dies."""
+        self._lock = (self.path / CONFIG).open("a")
+        weakref.finalize(self, self._lock.close)  # however the run ends
+        try:
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise UserError(
+                f"--workdir={self.path} is in use by a run that is alive; wait for it, or give "
+                "another --workdir"
+            ) from None
+
+    def _cannot_write(self, error: OSError) -> UserError:
+        return UserError(
+            f"--workdir={self.path} can't be written ({error.strerror}); give another --workdir"
+        )
+
+    def _folder(self, step: int) -> pathlib.Path:
+        return self.path / "checkpoints" / str(step)
 
     @property
     def start(self) -> Source | None:
@@ -77,7 +144,7 @@ class Workdir:
                 another_start = field.name == "restore_from" and now
                 if another_start or not field.metadata["may_change"]:
                     raise UserError(
-                        f"--{field.name}={now} is not what this run began with, {was or 'none'}; "
+                        f"--{field.name}={now} is not what this run began with, {'none' if was == '' else was}; "
                         f"give that, or a new --workdir (this one is {self.path})"
                     )
                 changed[field.name] = was
@@ -111,7 +178,14 @@ class Workdir:
         return begin(params)
 
     def origin(self) -> str:
-        """Where the first state comes from, in a sentence."""
+        """Where the first state comes from, in a sentence; another for each damaged checkpoint."""
+        aside = [
+            f"Damaged: {self._folder(step)}: {bad}. It goes to {self.path / 'damaged'}."
+            for step, bad in self._damaged.items()
+        ]
+        return "\n".join([*aside, self._origin()])
+
+    def _origin(self) -> str:
         if self.newest:
             return f"Resumes at step {self.step}, from {self.newest.path}."
         if self.source is None:
@@ -121,52 +195,152 @@ class Workdir:
         return f"Evaluates {self.source.path}, of step {self.source.step}."
 
     def begin(self, keep: int, metadata: dict[str, Any]) -> None:
-        """Makes the folder, writes config.json and opens the checkpoints."""
+        """Makes the folder, writes config.json, puts what is damaged aside."""
         if not self.in_use:
             return
-        self._metadata = metadata | {"data": self._data}
-        self.path.mkdir(parents=True, exist_ok=True)
-        if jax.process_index() == 0:
-            text = json.dumps({key: metadata[key] for key in ("flags", "versions")}, indent=2)
-            (self.path / "config.json").write_text(text + "\n")
-        self._manager = ocp.CheckpointManager(
-            self.path / "checkpoints",
-            options=ocp.CheckpointManagerOptions(max_to_keep=keep, cleanup_tmp_directories=True),
-            item_handlers={
-                "state": ocp.PyTreeCheckpointHandler(type_handler_registry=checkpoint.ANY_MESH),
-                "data": ocp.JsonCheckpointHandler(),
-                "metadata": ocp.JsonCheckpointHandler(),
-            },
+        self._metadata, self._keep = metadata | {"data": self._data}, keep
+        self._saving: threading.Thread | None = None
+        self._failed = ""  # why the last save did not work
+        processes.from_first(self._prepare)
+        self._checkpointer = ocp.AsyncCheckpointer(
+            ocp.CompositeCheckpointHandler(
+                state=ocp.PyTreeCheckpointHandler(type_handler_registry=checkpoint.ANY_MESH),
+                data=ocp.JsonCheckpointHandler(),
+                metadata=ocp.JsonCheckpointHandler(),
+            ),
+            # On the first process, between the last byte written and the rename that commits.
+            async_options=ocp.options.AsyncOptions(post_finalization_callback=self._hash),
         )
 
+    def _prepare(self) -> None:
+        try:
+            (self.path / "checkpoints").mkdir(parents=True, exist_ok=True)
+            if not self._lock:
+                self._take_lock()
+            self._lock.truncate(0)
+            text = json.dumps({key: self._metadata[key] for key in ("flags", "versions")}, indent=2)
+            print(text, file=self._lock, flush=True)
+            for step in self._damaged:
+                aside = self.path / "damaged" / str(step)
+                while aside.exists():
+                    aside = aside.with_name(aside.name + "+")
+                aside.parent.mkdir(exist_ok=True)
+                self._folder(step).rename(aside)
+            self._remove_unfinished()
+        except OSError as error:
+            raise self._cannot_write(error) from None
+
+    def _remove_unfinished(self) -> None:
+        """What a killed or failed save, or a killed removal, has left."""
+        for path in (self.path / "checkpoints").iterdir():
+            if not path.name.isdigit():
+                shutil.rmtree(path)
+
+    # ---- saves, in the background ----
+
     def save(self, step: int, state: Tree) -> None:
-        """Starts a save; the state may be donated as soon as this returns."""
+        """Starts a save; the state may be donated as soon as this returns.
+
+        One that fails harms nothing: it is reported, and the next one is tried as if it were the
+        first. With several processes it stops the run.
+        """
+        self._join()
         items = ocp.args.Composite(
             state=ocp.args.PyTreeSave(state),
             data=ocp.args.JsonSave({"next_batch": step, **self._data}),
             metadata=ocp.args.JsonSave({"step": step, **self._metadata}),
         )
-        self._manager.save(step, args=items)
+        self._step, self._failed = step, ""
+        try:
+            self._checkpointer.save(self._folder(step), args=items)
+        except Exception as error:
+            self._fail(error)
+        else:
+            self._saving = threading.Thread(target=self._finish)
+            self._saving.start()
+
+    def _finish(self) -> None:
+        try:
+            self._checkpointer.wait_until_finished()
+            if processes.is_first():
+                self._remove_old()
+        except Exception as error:
+            self._fail(error)
+
+    def _hash(self) -> None:
+        for folder in (self.path / "checkpoints").glob(f"{self._step}.*"):  # Orbax's name for now
+            checkpoint.write_hashes(folder)
+
+    def _remove_old(self) -> None:
+        """All but the newest finished checkpoints; each vanishes at once, then its files go."""
+        for step in checkpoint.steps_in(self.path / "checkpoints")[: -self._keep]:
+            shutil.rmtree(self._folder(step).rename(self._folder(step).with_suffix(".removed")))
+
+    def _fail(self, error: Exception) -> None:
+        self._failed = reason(error)
+        if processes.is_first():
+            print(f"warning: the checkpoint of step {self._step} could not be saved ({self._failed}); "
+                  "training goes on, and the next one is tried", file=sys.stderr, flush=True)  # fmt: skip
+            self._remove_unfinished()
+
+    def _join(self) -> None:
+        if self._saving:
+            self._saving.join()
+            self._saving = None
+        if self._failed and processes.count() > 1:
+            raise self._not_saved()
+
+    def wait(self) -> None:
+        """Waits for the save that is under way. Raises Stopped if the last one has failed."""
+        self._join()
+        if self._failed:
+            raise self._not_saved()
+
+    def _not_saved(self) -> Stopped:
+        newest = self.last_good()
+        return Stopped(
+            f"the checkpoint of step {self._step} could not be saved ({self._failed}); "
+            + (f"the newest is {newest}" if newest else "there is none")
+            + ", and the same command goes on from there once there is room"
+        )
+
+    def last_good(self) -> pathlib.Path | None:
+        """The newest finished checkpoint."""
+        steps = checkpoint.steps_in(self.path / "checkpoints")
+        return self._folder(steps[-1]) if steps else None
 
     def close(self) -> None:
-        """Waits for the save that is under way."""
-        if self.in_use:
-            self._manager.wait_until_finished()
-            self._manager.close()
+        """Waits for the save that is under way, and leaves the folder to others."""
+        if self._checkpointer:
+            self.wait()
+            self._checkpointer.close()
+        if self._lock:
+            self._lock.close()
 
     def farewell(self, layout: Layout) -> list[str]:
         """Where the checkpoint lies, and a command that restores it on another mesh."""
-        steps = checkpoint.steps_in(self.path / "checkpoints") if self.in_use else []
-        if not steps:
+        newest = self.last_good() if self.in_use else None
+        if not newest:
             return []  # nothing was trained
         path = self.shown
-        lines = [f"Checkpoint: {path / 'checkpoints' / str(steps[-1])}"]
+        lines = [f"Checkpoint: {path / 'checkpoints' / newest.name}"]
         if other := another_mesh(layout):
             command = (
                 f"python -m recipes.{self.entry} --mesh={other} --restore_from={path} --steps=0"
             )
             lines.append(f"On another mesh: {command}")
         return lines
+
+
+def reason(error: BaseException) -> str:
+    """Why writing failed, in a few words: the system's own where there are some."""
+    if isinstance(error, OSError) and error.strerror:
+        return error.strerror
+    text = str(error)
+    for number in (errno.ENOSPC, errno.EFBIG, errno.EDQUOT, errno.EIO, errno.EACCES, errno.EROFS):
+        if os.strerror(number) in text:
+            return os.strerror(number)
+    return (text.splitlines() or [type(error).__name__])[0].rstrip(".")
 
 
 def another_mesh(layout: Layout) -> str | None:

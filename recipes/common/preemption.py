@@ -1,0 +1,56 @@
+"""SIGTERM and SIGINT: a training run finishes its step, saves and exits with 0.
+
+One process watches Python's signals. Several have to stop at the same step, or their collectives
+wait for ever: JAX's preemption service passes a SIGTERM on to all of them and names the step.
+"""
+
+import contextlib
+import os
+import signal
+
+from jax.experimental import multihost_utils
+
+from recipes.common import processes
+
+_asked = ""  # the signal that asked this process to stop
+_training = False
+
+
+def watch() -> None:
+    """Takes over SIGTERM and SIGINT for this process. JAX, joined later, takes SIGTERM itself."""
+    signal.signal(signal.SIGTERM, _handle)
+    signal.signal(signal.SIGINT, _handle)
+
+
+@contextlib.contextmanager
+def training():
+    """Inside, a signal waits for the end of the step; outside, it ends the process at once."""
+    global _training
+    _training = True
+    try:
+        yield
+    finally:
+        _training = False
+
+
+def requested(step: int) -> str:
+    """Why the run should stop after this step, or "". The same on all processes; call each step."""
+    if processes.count() == 1:
+        return _asked
+    return (_asked or "SIGTERM") if multihost_utils.reached_preemption_sync_point(step) else ""
+
+
+def _handle(number: int, _frame) -> None:
+    global _asked
+    twice, _asked = _asked == "SIGINT", signal.Signals(number).name
+    if twice and number == signal.SIGINT:
+        _leave(130, 2, "\nStopped at once; what was saved before is whole.\n")
+    if processes.count() > 1:
+        signal.raise_signal(signal.SIGTERM)  # JAX's own handler, which tells the others
+    elif not _training:
+        _leave(0, 1, f"Stopped by {_asked} outside of training; the same command goes on.\n")
+
+
+def _leave(code: int, stream: int, text: str) -> None:
+    os.write(stream, text.encode())  # print may be what the signal has interrupted
+    os._exit(code)

@@ -1,0 +1,155 @@
+"""Several processes, one run: who they are, how they find each other, what only the first one does.
+
+By hand, the same command on each host but for the id:
+
+    python -m recipes.transformer --num_processes=2 --process_id=0 --coordinator=host0:9876
+    python -m recipes.transformer --num_processes=2 --process_id=1 --coordinator=host0:9876
+
+Under Slurm, Open MPI and on TPU pods JAX finds all of that itself, without flags.
+"""
+
+import json
+import os
+import re
+import socket
+import sys
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import numpy as np
+from jax.experimental import multihost_utils
+
+from recipes.common.errors import UserError
+
+HEARTBEAT_SECONDS = 30  # a process that is silent for so long is dead, and the others end
+PATIENCE_SECONDS = 120  # for the coordinator, which may start later
+
+_id, _count = 0, 1
+
+
+def count() -> int:
+    return _count
+
+
+def is_first() -> bool:
+    return _id == 0
+
+
+def join(num_processes: int, process_id: int, coordinator: str) -> None:
+    """Makes this process one of several, if flags or a cluster say so. Before JAX has devices.
+
+    Args:
+      num_processes: 0 leaves it to the cluster; without one, this process is alone.
+      process_id: -1 if it is not given.
+
+    Raises UserError.
+    """
+    global _id, _count
+    given = {"num_processes": num_processes, "process_id": process_id, "coordinator": coordinator}
+    if not num_processes:
+        if process_id >= 0 or coordinator:
+            name = "process_id" if process_id >= 0 else "coordinator"
+            raise UserError(f"--{name}={given[name]} needs --num_processes; add it")
+        _count = cluster(os.environ)
+        given = {}
+    else:
+        _count = num_processes
+        _check(num_processes, process_id, coordinator)
+        given["coordinator_address"] = given.pop("coordinator")
+    if _count == 1:
+        return
+    _free_stdout()
+    jax.distributed.initialize(**given, heartbeat_timeout_seconds=HEARTBEAT_SECONDS)
+    _id = process_id if num_processes else jax.process_index()
+
+
+def cluster(environment: Mapping[str, str]) -> int:
+    """How many processes a cluster's launcher says there are; 1 without one."""
+    # Set by the launcher of a step, not by a mere allocation or an interactive shell.
+    for count, needs in (
+        ("SLURM_NTASKS", "SLURM_STEP_NODELIST"),
+        ("OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK"),
+    ):
+        if count in environment and needs in environment:
+            return int(environment[count])
+    return len(environment.get("TPU_WORKER_HOSTNAMES", "").split(","))
+
+
+def _check(num_processes: int, process_id: int, coordinator: str) -> None:
+    if num_processes == 1 and process_id in (-1, 0):
+        return
+    if not 0 <= process_id < num_processes:
+        what = f"--process_id={process_id}" if process_id >= 0 else "--process_id is not given"
+        raise UserError(
+            f"{what} and --num_processes={num_processes}: give each process one of 0 to "
+            f"{num_processes - 1}"
+        )
+    found = re.fullmatch(r"(.+):([0-9]{1,5})", coordinator)
+    if not found or not 0 < int(found[2]) < 2**16:
+        raise UserError(
+            f"--coordinator={coordinator} is not HOST:PORT; give process 0's host and a free port"
+        )
+    # JAX would abort with a stack trace for what these two find out.
+    if process_id == 0:
+        with socket.socket() as server:
+            server.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            try:
+                server.bind(("", int(found[2])))
+            except OSError as error:
+                raise UserError(
+                    f"--coordinator={coordinator} can't be used ({error.strerror}); give another port"
+                ) from None
+        return
+    until = time.monotonic() + PATIENCE_SECONDS
+    while True:
+        try:
+            socket.create_connection((found[1], int(found[2])), timeout=5).close()
+            return
+        except OSError as error:
+            if time.monotonic() > until or isinstance(error, socket.gaierror):
+                raise UserError(
+                    f"--coordinator={coordinator} does not answer ({error.strerror or error}); is "
+                    "it process 0's host, and has that started?"
+                ) from None
+            time.sleep(0.2)
+
+
+def _free_stdout() -> None:
+    """Gloo writes notices to file descriptor 1: Python's standard output moves to another one."""
+    sys.stdout.flush()
+    mine = os.dup(1)
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, 1)
+    os.close(nowhere)
+    sys.stdout = os.fdopen(mine, "w", buffering=1, encoding=sys.stdout.encoding)
+
+
+def leave(message: str) -> None:
+    """Ends this process at once after another one was lost: no barrier, no destructors."""
+    print(message, file=sys.stderr, flush=True)
+    sys.stdout.flush()
+    os._exit(1)
+
+
+def from_first(work: Callable[[], Any]) -> Any:
+    """What `work` returns on the first process, where alone it runs; a UserError is raised on all.
+
+    The value goes through JSON: tuples come back as lists.
+    """
+    if count() == 1:
+        return work()
+    answer: dict[str, Any] = {}
+    if is_first():
+        try:
+            answer = {"value": work()}
+        except UserError as mistake:
+            answer = {"mistake": str(mistake)}
+    text = np.frombuffer(json.dumps(answer).encode(), np.uint8)
+    size = int(multihost_utils.broadcast_one_to_all(np.int32(text.size)))
+    text = np.resize(text, size)
+    answer = json.loads(bytes(multihost_utils.broadcast_one_to_all(text)))
+    if "mistake" in answer:
+        raise UserError(answer["mistake"])
+    return answer["value"]

@@ -1,0 +1,33 @@
+"""What the tests of whole runs share: a tiny command, and what it leaves on disk."""
+
+import json
+import pathlib
+
+import numpy as np
+import orbax.checkpoint as ocp
+
+from recipes.common.sharding import paths
+
+TINY = ("--size=tiny", "--sample_bytes=0", "--seq_len=32", "--batch_size=16")
+
+
+def records(workdir: pathlib.Path, *fields: str) -> list[tuple]:
+    """The fields of each line of metrics.jsonl that has them all."""
+    lines = [json.loads(line) for line in (workdir / "metrics.jsonl").read_text().splitlines()]
+    return [tuple(line[f] for f in fields) for line in lines if set(fields) <= set(line)]
+
+
+def steps_saved(workdir: pathlib.Path) -> list[int]:
+    return sorted(int(p.name) for p in (workdir / "checkpoints").iterdir())
+
+
+def state_of(workdir: pathlib.Path, step: int) -> dict:
+    """Every array of a checkpoint's state, by its path, read with Orbax alone."""
+    folder = workdir / "checkpoints" / str(step) / "state"
+    return paths(ocp.StandardCheckpointer().restore(folder))
+
+
+def assert_bit_equal(a: dict, b: dict) -> None:
+    assert set(a) == set(b)
+    for path, value in a.items():
+        np.testing.assert_array_equal(value, b[path], err_msg=path)

@@ -1,0 +1,261 @@
+"""A user's mistakes: exit code 2, one sentence with the value and the fix, nothing left on disk.
+
+One row a mistake. They run in this process, by the very code of the command; a few also run as
+commands, and print how much processor time the answer took (no test asserts a time).
+"""
+
+import json
+import os
+import pathlib
+import resource
+import shutil
+import subprocess
+import sys
+
+import pytest
+
+from tests.conftest import ROOT
+from tests.runs import TINY
+
+# {here} is a folder with the files below; rows are flags after FLAGS, and a part of the sentence.
+FLAGS = ("--size=tiny", "--seq_len=32", "--batch_size=16", "--sample_bytes=0", "--steps=3")
+
+FLAG_ROWS = [
+    (["--step=7"], "--step is not a flag; did you mean --steps?"),
+    (["--zzz=7"], "--zzz is not a flag; --help lists the flags"),
+    (["--Steps=7"], "--Steps is not a flag; did you mean --steps?"),
+    (["seven"], "'seven' is not a flag; flags are written --name=value"),
+    (["--", "--steps=3"], "'--steps=3' is not a flag; flags are written --name=value"),
+    (["--steps"], "Missing value for flag --steps; --help lists the flags"),
+    (["--steps="], "--steps= is not a whole number; try 600"),
+    (["--steps=x"], "--steps=x is not a whole number; try 600"),
+    (["--steps=1.5"], "--steps=1.5 is not a whole number; try 600"),
+    (["--steps=1e3"], "--steps=1e3 is not a whole number; try 600"),
+    (["--steps=-1"], "--steps=-1 is below its least value, 0; try 600"),
+    (["--steps=99999999999999999999"], "--steps=99999999999999999999 is above its greatest value, 2147483647"),
+    (["--steps=" + "9" * 5000], "9999 is not a whole number; try 600"),
+    (["--batch_size=0"], "--batch_size=0 is below its least value, 1; try 16"),
+    (["--batch_size=-8"], "--batch_size=-8 is below its least value, 1"),
+    (["--batch_size=99999999999"], "--batch_size=99999999999 is above its greatest value"),
+    (["--learning_rate=fast"], "--learning_rate=fast is not a number; try 0.004"),
+    (["--learning_rate=nan"], "--learning_rate=nan is not a finite number; try 0.004"),
+    (["--learning_rate=inf"], "--learning_rate=inf is not a finite number"),
+    (["--learning_rate=-1"], "--learning_rate=-1 is below its least value, 0.0"),
+    (["--seed=-1"], "--seed=-1 is below its least value, 0; try 0"),
+    (["--seed=2147483648"], "--seed=2147483648 is above its greatest value, 2147483647; try 0"),
+    (["--log_every=0"], "--log_every=0 is below its least value, 1; try 10"),
+    (["--checkpoint_every=0"], "--checkpoint_every=0 is below its least value, 1"),
+    (["--keep_checkpoints=0"], "--keep_checkpoints=0 is below its least value, 1"),
+    (["--skip_nonfinite=-1"], "--skip_nonfinite=-1 is below its least value, 0"),
+    (["--size=huge"], '--size=huge is not one of "", tiny, small, 124m, 1b, 8b, 70b'),
+    (["--dtype=float16"], '--dtype=float16 is not one of "", float32, bfloat16'),
+    (["--remat=some"], '--remat=some is not one of "", none, dots, sublayers, full'),
+    (["--seq_len=0"], "--seq_len=0 is below its least value, 1; try 128"),
+    (["--warmup_steps=-1"], "--warmup_steps=-1 is below its least value, 0"),
+    (["--weight_decay=-0.1"], "--weight_decay=-0.1 is below its least value, 0.0"),
+    (["--clip_norm=0"], "--clip_norm=0 is below its least value, 1e-09"),
+    (["--accumulate=0"], "--accumulate=0 is below its least value, 1"),
+    (["--accumulate=3"], "--batch_size=16 does not divide by --accumulate=3"),
+    (["--sample_bytes=-1"], "--sample_bytes=-1 is below its least value, 0"),
+    (["--process_id=1"], "--process_id=1 needs --num_processes; add it"),
+    (["--coordinator=a:1"], "--coordinator=a:1 needs --num_processes; add it"),
+    (["--num_processes=2"], "--process_id is not given and --num_processes=2: give each process one of 0 to 1"),
+    (["--num_processes=2", "--process_id=2"], "--process_id=2 and --num_processes=2: give each process"),
+    (["--num_processes=2", "--process_id=0"], "--coordinator= is not HOST:PORT"),
+    (["--num_processes=-1"], "--num_processes=-1 is below its least value, 0"),
+]  # fmt: skip
+
+MESH_ROWS = [
+    (["--mesh=4x"], "--mesh=4x is not a mesh; write sizes"),
+    (["--mesh=x"], "--mesh=x is not a mesh; write sizes"),
+    (["--mesh=axb"], "--mesh=axb is not a mesh; write sizes"),
+    (["--mesh=-1x2"], "--mesh=-1x2 is not a mesh; write sizes"),
+    (["--mesh=4*2"], "--mesh=4*2 is not a mesh; write sizes"),
+    (["--mesh=4 x 2"], "--mesh=4 x 2 is not a mesh; write sizes"),
+    (["--mesh=²x2"], "--mesh=²x2 is not a mesh; write sizes"),
+    (["--mesh=0x8"], "--mesh=0x8 has an axis of size 0; an axis that is not used has size 1"),
+    (["--mesh=4x2x2x2"], "--mesh=4x2x2x2 has 4 sizes and 3 have names; write sizes"),
+    (["--mesh=data=2,data=4"], "--mesh=data=2,data=4 names axis 'data' twice; name each once"),
+    (["--mesh=data=two"], "'data=two' is not name=size; write sizes"),
+    (["--mesh=data=2,"], "'' is not name=size; write sizes"),
+    (["--mesh=data=0"], "--mesh=data=0 has an axis of size 0"),
+    (["--mesh=16"], "--mesh=16 needs 16 devices, found 8; try --mesh=8"),
+    (["--mesh=4x4"], "--mesh=4x4 needs 16 devices, found 8; try --mesh=4x2"),
+    (["--mesh=100x100"], "--mesh=100x100 needs 10000 devices, at most 1024 are simulated; try --mesh=4x2"),
+    (["--mesh=" + "9" * 5000], "is not a mesh; write sizes"),
+    (["--mesh=3x2"], "over 3 devices (mesh axis 'data' of --mesh=3x2), and 64 does not divide by 3; meshes that fit: --mesh="),
+    (["--mesh=1x7"], "over 7 devices (mesh axis 'model' of --mesh=1x7), and 384 does not divide by 7"),
+    (["--mesh=1x3", "--rules=tp"], "split dim 'kv_heads' of layers/attention/k [2, 64, 8, 8] over 3 devices"),
+    (["--mesh=4x2", "--batch_size=6"], "--batch_size=6 does not divide over the 4 shards of 'batch' (rules 'fsdp_tp' on --mesh=4x2); try --batch_size=8"),
+    (["--mesh=8", "--batch_size=4"], "--batch_size=4 does not divide over the 8 shards"),
+    (["--mesh=8", "--rules=tp"], "rules 'tp' need mesh axis 'model' (for 'heads'), and --mesh=8 has 'data'; try --mesh=4x2"),
+    (["--mesh=4x2", "--rules=hsdp_tp"], "rules 'hsdp_tp' need mesh axis 'fsdp'"),
+    (["--mesh=4x2", "--rules=fdsp"], "--rules=fdsp is not a strategy of this entry; did you mean 'fsdp'?"),
+    (["--mesh=4x2", "--rules=x"], "--rules=x is not a strategy of this entry; there are dp, fsdp, tp, fsdp_tp, hsdp_tp"),
+    (["--mesh=fsdp=8", "--rules=dp"], "rules 'dp' need mesh axis 'data'"),
+]  # fmt: skip
+
+WORKDIR_ROWS = [
+    (["--workdir={here}/file"], "--workdir={here}/file is a file; give a folder"),
+    (["--workdir={here}/file/run"], "--workdir={here}/file/run: {here}/file is a file; give a folder"),
+    (["--workdir=/proc/run"], "--workdir=/proc/run can't be written ("),
+    (["--workdir={here}/another"], "is of 'mlp', not 'transformer'; give another"),
+    (["--workdir={here}/run", "--seed=1"], "--seed=1 is not what this run began with, 0; give that, or a new --workdir (this one is {here}/run)"),
+    (["--workdir={here}/run", "--batch_size=8"], "--batch_size=8 is not what this run began with, 16"),
+    (["--workdir={here}/run", "--learning_rate=0.5"], "--learning_rate=0.5 is not what this run began with, 0.004"),
+    (["--workdir={here}/run", "--warmup_steps=7"], "--warmup_steps=7 is not what this run began with, 40"),
+    (["--workdir={here}/run", "--weight_decay=0.5"], "--weight_decay=0.5 is not what this run began with, 0.1"),
+    (["--workdir={here}/run", "--seq_len=16"], "--seq_len=16 is not what this run began with, 32"),
+    (["--workdir={here}/run", "--size=small"], "--size=small is not what this run began with, tiny"),
+    (["--workdir={here}/run", "--dataset={here}/ok.txt"], "--dataset={here}/ok.txt is not what this run began with"),
+    (["--workdir={here}/run", "--restore_from={here}/run"], "--restore_from={here}/run is not what this run began with, none"),
+    (["--workdir={here}/damaged"], "--workdir={here}/damaged has no checkpoint that is whole (step 1: metadata/metadata is not the JSON that was saved)"),
+]  # fmt: skip
+
+RESTORE_ROWS = [
+    (["--restore_from={here}/no"], "--restore_from={here}/no does not exist; give a run's workdir or a checkpoint"),
+    (["--restore_from={here}/empty"], "--restore_from={here}/empty holds no checkpoint; give a run's workdir or a checkpoint"),
+    (["--restore_from={here}/file"], "--restore_from={here}/file holds no checkpoint"),
+    (["--restore_from={here}/texts"], "--restore_from={here}/texts holds no checkpoint"),
+    (["--restore_from={here}/another"], "is of 'mlp', not 'transformer'; give another"),
+    (["--restore_from={here}/damaged"], "--restore_from={here}/damaged: metadata/metadata is not the JSON that was saved in {here}/damaged/checkpoints/1"),
+    (["--restore_from={here}/strange"], "--restore_from={here}/strange: metadata/metadata has no 'config' in "),
+    (["--restore_from={here}/newer", "--size="], "has 'experts'"),
+    (["--restore_from={here}/odd", "--size="], "head_dim"),
+    (["--restore_from={here}/no_state"], "state/commit_success.txt is missing"),
+    (["--restore_from={here}/run", "--size=small"], "embed has shape [384, 64] in checkpoint {here}/run/checkpoints/1 and [384, 128] in this model; give the flags"),
+    (["--restore_from={here}/run", "--size=124m"], "embed has shape [384, 64] in checkpoint"),
+    (["--restore_from={here}/run/checkpoints/7"], "does not exist"),
+]  # fmt: skip
+
+DATA_ROWS = [
+    (["--dataset={here}/no.txt"], "--dataset={here}/no.txt does not exist; give a file, a folder, or hf:NAME"),
+    (["--dataset="], "--dataset= is empty; give stdlib, a path, or hf:NAME"),
+    (["--dataset={here}/empty"], "--dataset={here}/empty is an empty folder; put text files into it"),
+    (["--dataset={here}/nothing.txt"], "--dataset={here}/nothing.txt is empty; give a file with text in it"),
+    (["--dataset={here}/nothing.jsonl"], "nothing.jsonl"),
+    (["--dataset={here}/latin.txt"], "latin.txt line 2 is not UTF-8; convert the file"),
+    (["--dataset={here}/latin.jsonl"], "latin.jsonl line 1 is not UTF-8; convert the file"),
+    (["--dataset={here}/broken.jsonl"], "broken.jsonl line 2 is not JSON (Expecting value); mend it"),
+    (["--dataset={here}/list.jsonl"], "list.jsonl"),
+    (["--dataset={here}/body.jsonl"], "has no column 'text'; set --text_column to one of 'body', 'n'"),
+    (["--dataset={here}/body.jsonl", "--text_column=n"], "column 'n' holds int, not text; set --text_column"),
+    (["--dataset={here}/body.parquet"], "has no column 'text'; set --text_column to one of 'body', 'n'"),
+    (["--dataset={here}/not.parquet"], "not.parquet could not be read as parquet ("),
+    (["--dataset={here}/short.txt"], "has 10 held-out tokens, fewer than one window of --seq_len=32 and its target; give more text or a shorter --seq_len"),
+    (["--seq_len=2000000000"], "fewer than one window of --seq_len=2000000000"),
+    (["--dataset=hf:no/such"], "--dataset=hf:no/such could not be loaded ("),
+    (["--dataset=hf:"], "--dataset=hf: could not be loaded ("),
+    (["--dataset={here}/texts"], "b.txt line 1 is not UTF-8"),
+]  # fmt: skip
+
+ROWS = FLAG_ROWS + MESH_ROWS + WORKDIR_ROWS + RESTORE_ROWS + DATA_ROWS
+AS_COMMANDS = [
+    FLAG_ROWS[0],
+    MESH_ROWS[0],
+    MESH_ROWS[17],
+    WORKDIR_ROWS[0],
+    RESTORE_ROWS[0],
+    DATA_ROWS[0],
+]
+
+
+@pytest.fixture(scope="module")
+def here(tmp_path_factory, book):
+    """A folder with what the rows name: good and bad data, workdirs and checkpoints."""
+    folder = tmp_path_factory.mktemp("here")
+    command = [sys.executable, "-m", "recipes.transformer", *TINY, book, "--mesh=1x1", "--steps=1"]
+    subprocess.run(
+        [*command, f"--workdir={folder / 'run'}"], check=True, cwd=ROOT, capture_output=True
+    )
+
+    def copy(name: str, change) -> None:
+        """A run whose metadata is changed: a function of the dict, or a text in its place."""
+        shutil.copytree(folder / "run", folder / name)
+        checkpoint = folder / name / "checkpoints" / "1"
+        path = checkpoint / "metadata" / "metadata"
+        metadata = json.loads(path.read_text())
+        path.write_text(change if isinstance(change, str) else json.dumps(change(metadata)))
+        (checkpoint / "hashes.json").unlink()  # else every change is found by its hash
+
+    copy("another", lambda m: m | {"entry": "mlp"})
+    copy("damaged", "{")
+    copy("strange", lambda m: {k: v for k, v in m.items() if k != "config"})
+    copy("newer", lambda m: m | {"config": m["config"] | {"experts": 8}})
+    copy("odd", lambda m: m | {"config": m["config"] | {"head_dim": 7}})
+    copy("no_state", lambda m: m)
+    shutil.rmtree(folder / "no_state" / "checkpoints" / "1" / "state")
+    for name in ("empty", "texts"):
+        (folder / name).mkdir()
+    files = {
+        "file": b"no folder", "ok.txt": b"some text " * 500, "nothing.txt": b"", "nothing.jsonl": b"",
+        "latin.txt": "ok\ncaf\xe9\n".encode("latin1"), "latin.jsonl": '{"text": "\xe9"}\n'.encode("latin1"),
+        "broken.jsonl": b'{"text": "a"}\n{"text": \n', "list.jsonl": b"[1, 2]\n",
+        "body.jsonl": b'{"body": "a", "n": 3}\n', "not.parquet": b"PAR?", "short.txt": b"x" * 200,
+        "texts/a.txt": b"good " * 500, "texts/b.txt": b"\xff\xfe bad",
+    }  # fmt: skip
+    for name, content in files.items():
+        (folder / name).write_bytes(content)
+    import pyarrow
+    import pyarrow.parquet
+
+    pyarrow.parquet.write_table(pyarrow.table({"body": ["a"], "n": [3]}), folder / "body.parquet")
+    return folder
+
+
+def everything(folder: pathlib.Path) -> dict[pathlib.Path, int]:
+    """Every file with its time, and every folder."""
+    found = folder.rglob("*")
+    return {path: path.stat().st_mtime_ns if path.is_file() else 0 for path in found}
+
+
+def identify(row) -> str:
+    return " ".join(row[0])[:60]
+
+
+def check(done, row, here):
+    assert done.code == 2, done.err
+    assert done.out == ""
+    assert done.err.startswith("error: ")
+    assert done.err.count("\n") == 1, "one line"
+    assert done.err.endswith("\n")
+    assert row[1].replace("{here}", str(here)) in done.err
+    assert len(done.err) < 700
+
+
+def command_line(row, here, book) -> list[str]:
+    flags = [flag.replace("{here}", str(here)) for flag in row[0]]
+    given = {flag.split("=")[0] for flag in flags}
+    defaults = (*FLAGS, book, "--mesh=2x2", f"--workdir={here}/new{len(ROWS)}")
+    return [*(flag for flag in defaults if flag.split("=")[0] not in given), *flags]
+
+
+@pytest.mark.parametrize("row", ROWS, ids=identify)
+def test_a_mistake_is_one_sentence(row, inside, here, book):
+    before = everything(here)
+    done = inside("recipes.transformer", *command_line(row, here, book))
+    check(done, row, here)
+    assert everything(here) == before, "something was written"
+
+
+@pytest.mark.parametrize("row", AS_COMMANDS, ids=identify)
+def test_a_mistake_as_a_command(row, run, here, book):
+    before = everything(here)
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    done = run("recipes.transformer", *command_line(row, here, book))
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    seconds = after.ru_utime + after.ru_stime - used.ru_utime - used.ru_stime
+    print(f"{seconds:.1f} s of processor time")
+    check(done, row, here)
+    assert everything(here) == before
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may write anywhere")
+def test_a_workdir_that_is_read_only(inside, here, book, tmp_path):
+    tmp_path.chmod(0o555)
+    row = ([f"--workdir={tmp_path}/run"], f"--workdir={tmp_path}/run can't be written (")
+    check(inside("recipes.transformer", *command_line(row, here, book)), row, here)
+
+
+def test_there_are_at_least_eighty():
+    assert len({identify(row) for row in ROWS}) >= 80

@@ -1,0 +1,232 @@
+"""Several real processes on one host: the same run as in one process, and no hang when one dies."""
+
+import os
+import pathlib
+import signal
+import socket
+import subprocess
+import sys
+import time
+
+import numpy as np
+import pytest
+
+from data import text
+from recipes.common import checkpoint, processes
+from recipes.common.errors import UserError
+from tests.conftest import ROOT
+from tests.runs import TINY, records, state_of, steps_saved
+
+FLAGS = (*TINY, "--mesh=4x2", "--log_every=1", "--checkpoint_every=1000")
+
+LOST = (
+    "error: this process can't go on without the others (",
+    "distributed service detected fatal",
+)
+
+# Notes what each process reads and feeds to its devices.
+WATCHED = """
+import pathlib, runpy, sys
+import numpy as np
+from data import text
+from recipes.common import loop, processes
+
+folder, fed, read = pathlib.Path(sys.argv.pop(1)), [], []
+to_devices, window = loop.to_devices, text._Windows.__getitem__
+loop.to_devices = lambda rows, *rest: fed.append(rows) or to_devices(rows, *rest)
+text._Windows.__getitem__ = lambda self, i: read.append((len(self._tokens), i)) or window(self, i)
+try:
+    runpy.run_module("recipes.transformer", run_name="__main__")
+finally:
+    if fed:
+        np.savez(folder / f"{processes._id}.npz", fed=np.stack(fed), read=np.stack(read))
+"""
+
+
+class Together:
+    """Some processes of one run."""
+
+    def __init__(self, count: int, *flags: str, watch: pathlib.Path | None = None):
+        with socket.socket() as free:
+            free.bind(("localhost", 0))
+            port = free.getsockname()[1]
+        program = ["-c", WATCHED, str(watch)] if watch else ["-m", "recipes.transformer"]
+        shared = [*program, *flags, f"--num_processes={count}", f"--coordinator=localhost:{port}"]
+        self.processes = [
+            subprocess.Popen(
+                [sys.executable, *shared, f"--process_id={i}"],
+                cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+            )
+            for i in range(count)
+        ]  # fmt: skip
+
+    def read_until(self, mark: str) -> None:
+        """Until the first one prints such a line."""
+        assert any(line.startswith(mark) for line in self.processes[0].stdout), self.finish()
+
+    def finish(self) -> list[tuple[int, str, str]]:
+        """(exit code, stdout, stderr) of each."""
+        ends = [process.communicate(timeout=300) for process in self.processes]
+        return [(p.returncode, *end) for p, end in zip(self.processes, ends, strict=True)]
+
+
+@pytest.fixture
+def alone(inside, book):
+    """A function of flags: the same recipe in this one process."""
+
+    def command(*flags):
+        done = inside("recipes.transformer", *FLAGS, book, *flags)
+        assert done.code == 0, done.err
+        return done.out
+
+    return command
+
+
+def test_four_then_two_then_one_process_are_the_run_of_one(alone, book, tmp_path):
+    a, b = tmp_path / "one", tmp_path / "many"
+    for steps in (2, 4, 6):
+        alone(f"--steps={steps}", f"--workdir={a}")
+    corpus = text.corpus(book.removeprefix("--dataset="))
+    feed = iter(text.train_batches(corpus, 32, 16, 0))
+    want = [next(feed) for _ in range(6)]
+    held_out = list(text.held_out_batches(corpus, 32, 16))
+
+    for count, first in ((4, 0), (2, 2)):
+        (tmp_path / str(count)).mkdir()
+        flags = (*FLAGS, book, f"--steps={first + 2}", f"--workdir={b}")
+        ends = Together(count, *flags, watch=tmp_path / str(count)).finish()
+        for index, (code, out, err) in enumerate(ends):
+            assert (code, err) == (0, ""), err
+            assert (out == "") == (index > 0), "only the first process prints"
+        out = ends[0][1]
+        assert f"8 simulated CPU devices in {count} processes" in out
+        assert "Gloo" not in out
+        # Together they fed the same global batches, each its own rows, and read no others.
+        parts = [np.load(tmp_path / str(count) / f"{i}.npz") for i in range(count)]
+        fed = np.concatenate([part["fed"] for part in parts], axis=1)
+        np.testing.assert_array_equal(fed[:2], want[first : first + 2])
+        np.testing.assert_array_equal(fed[-len(held_out) :], held_out)
+        assert all(part["fed"].shape[1] == 16 // count for part in parts)
+        read = [set(map(tuple, part["read"].tolist())) for part in parts]
+        assert sum(map(len, read)) == len(set.union(*read)), "two processes read the same row"
+        # Each wrote what lies on its devices.
+        state = b / "checkpoints" / str(first + 2) / "state"
+        sizes = [
+            sum(p.stat().st_size for p in (state / f"ocdbt.process_{i}" / "d").iterdir())
+            for i in range(count)
+        ]
+        assert max(sizes) < 2 * sum(sizes) / count, sizes
+    out = alone("--steps=6", f"--workdir={b}")
+    assert "Resumes at step 4" in out
+
+    fields = ("step", "loss", "grad_norm", "learning_rate")
+    assert [step for step, *_ in records(b, *fields)] == [1, 2, 3, 4, 5, 6]
+    np.testing.assert_allclose(records(a, *fields), records(b, *fields), rtol=2e-5)
+    held = ("step", "held_out_loss", "held_out_targets")
+    assert [r[2] for r in records(a, *held)] == [r[2] for r in records(b, *held)]
+    np.testing.assert_allclose(records(a, *held), records(b, *held), rtol=2e-5)
+
+
+def test_a_signal_stops_all_at_one_step_and_a_death_ends_all(alone, book, tmp_path):
+    flags = (*FLAGS, book, "--steps=100000", f"--workdir={tmp_path}", "--checkpoint_every=20")
+    run = Together(2, *flags)
+    run.read_until("Starts ")
+    time.sleep(1)
+    run.processes[1].send_signal(signal.SIGTERM)
+    (code, out, err), other = run.finish()
+    assert (code, err, other[:2]) == (0, "", (0, ""))
+    assert "SIGTERM caught" in other[2], "JAX's own notice, where the signal came in"
+    (step,) = steps_saved(tmp_path)[-1:]
+    assert f"Stopped by SIGTERM after step {step}, saved in " in out
+    assert int(state_of(tmp_path, step)["step"]) == step
+    # The next start goes on from there, until one of the two is killed.
+    run = Together(2, *flags)
+    run.read_until(f"Resumes at step {step}, ")
+    while checkpoint.steps_in(tmp_path / "checkpoints")[-1] < step + 20:
+        time.sleep(0.05)
+    run.processes[1].kill()
+    killed = time.monotonic()
+    (code, _, err), _ = run.finish()
+    print(f"the other ended {time.monotonic() - killed:.1f} s later")
+    # Ours where its own collective fails first, else JAX's as its coordination service aborts it.
+    assert code != 0
+    assert any(message in err for message in LOST), err
+    whole = checkpoint.steps_in(tmp_path / "checkpoints")[-1]
+    out = alone(*flags[len(FLAGS) + 1 :], f"--steps={whole + 1}")
+    assert f"Resumes at step {whole}, " in out
+
+
+def test_death_of_the_first_process_ends_the_others(book, tmp_path):
+    run = Together(2, *FLAGS, book, "--steps=100000", f"--workdir={tmp_path}")
+    run.read_until("Starts ")
+    time.sleep(1)
+    run.processes[0].kill()
+    killed = time.monotonic()
+    _, (code, out, err) = run.finish()
+    print(f"the other ended {time.monotonic() - killed:.1f} s later")
+    assert code != 0
+    assert out == ""
+    assert any(message in err for message in LOST), err
+
+
+# ---- who is who, without processes ---------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("given", "sentence"),
+    [
+        ((0, 1, ""), "--process_id=1 needs --num_processes; add it"),
+        ((0, -1, "a:1"), "--coordinator=a:1 needs --num_processes; add it"),
+        ((2, -1, "a:1"), "--process_id is not given and --num_processes=2: give each process one of 0 to 1"),
+        ((2, 2, "a:1"), "--process_id=2 and --num_processes=2: give each process one of 0 to 1"),
+        ((1, 1, ""), "--process_id=1 and --num_processes=1: give each process one of 0 to 0"),
+        ((2, 0, ""), "--coordinator= is not HOST:PORT; give process 0's host and a free port"),
+        ((2, 0, "host"), "--coordinator=host is not HOST:PORT; give process 0's host and a free port"),
+        ((2, 0, "host:99999"), "--coordinator=host:99999 is not HOST:PORT; give process 0's host and a free port"),
+    ],
+)  # fmt: skip
+def test_bad_combinations(given, sentence, monkeypatch):
+    monkeypatch.setattr(processes, "_count", 1)
+    with pytest.raises(UserError) as caught:
+        processes.join(*given)
+    assert str(caught.value) == sentence
+
+
+def test_a_coordinator_that_is_not_there(monkeypatch):
+    monkeypatch.setattr(processes, "_count", 1)
+    monkeypatch.setattr(processes, "PATIENCE_SECONDS", 0)
+    with socket.socket() as taken:
+        taken.bind(("", 0))
+        port = taken.getsockname()[1]
+        with pytest.raises(UserError, match="does not answer"):
+            processes.join(2, 1, f"localhost:{port}")  # bound, but not listening
+        taken.listen()
+        with pytest.raises(UserError, match=r"can't be used .*give another port"):
+            processes.join(2, 0, f"localhost:{port}")
+
+
+@pytest.mark.parametrize(
+    ("environment", "count"),
+    [
+        ({}, 1),
+        ({"SLURM_JOB_ID": "7", "SLURM_NTASKS": "4"}, 1),  # an allocation's shell: no step
+        ({"SLURM_NTASKS": "4", "SLURM_STEP_NODELIST": "a[1-4]", "SLURM_PROCID": "0"}, 4),
+        ({"OMPI_COMM_WORLD_SIZE": "3", "OMPI_COMM_WORLD_RANK": "1"}, 3),
+        ({"TPU_WORKER_HOSTNAMES": "localhost"}, 1),
+        ({"TPU_WORKER_HOSTNAMES": "a,b"}, 2),
+    ],
+)
+def test_a_cluster_is_found_by_what_its_launcher_sets(environment, count):
+    assert processes.cluster(environment) == count
+
+
+def test_a_mesh_has_to_divide_over_the_processes(monkeypatch):
+    from recipes.common.mesh import make_mesh
+
+    monkeypatch.setattr(processes, "_count", 3)
+    with pytest.raises(UserError) as caught:
+        make_mesh("4x2")
+    assert str(caught.value) == (
+        "--mesh=4x2 has 8 devices, and they do not divide over --num_processes=3; try --mesh=12x2"
+    )
+    assert os.environ["NPROC"] == "32"
