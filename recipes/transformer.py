@@ -29,6 +29,7 @@ from zoo.transformer import REMAT, RULES, Config, Transformer
 SIZES = {
     "tiny": Config.tiny,
     "small": Config.small,
+    "medium": Config.medium,
     "124m": Config.gpt2_124m,
     "1b": Config.llama_1b,
     "8b": Config.llama_8b,

@@ -100,6 +100,12 @@ class Config:
         return dataclasses.replace(small, remat="dots")
 
     @classmethod
+    def medium(cls) -> "Config":
+        """3,213,568 parameters. Over bytes; the published transformer.stdlib_3m."""
+        medium = cls(384, 256, 4, num_heads=8, num_kv_heads=8, head_dim=32, mlp=672)
+        return dataclasses.replace(medium, remat="dots")
+
+    @classmethod
     def gpt2_124m(cls) -> "Config":
         """123,587,328 parameters. GPT-2's shape, its vocabulary padded to a multiple of 128."""
         return cls(50_304, 768, 12, num_heads=12, num_kv_heads=12, head_dim=64, mlp=2_048)
