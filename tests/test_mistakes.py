@@ -47,7 +47,7 @@ FLAG_ROWS = [
     (["--checkpoint_every=0"], "--checkpoint_every=0 is below its least value, 1"),
     (["--keep_checkpoints=0"], "--keep_checkpoints=0 is below its least value, 1"),
     (["--skip_nonfinite=-1"], "--skip_nonfinite=-1 is below its least value, 0"),
-    (["--size=huge"], '--size=huge is not one of "", tiny, small, 124m, 1b, 8b, 70b'),
+    (["--size=huge"], '--size=huge is not one of "", tiny, small, medium, 124m, 1b, 8b, 70b'),
     (["--dtype=float16"], '--dtype=float16 is not one of "", float32, bfloat16'),
     (["--remat=some"], '--remat=some is not one of "", none, dots, sublayers, full'),
     (["--seq_len=0"], "--seq_len=0 is below its least value, 1; try 128"),
@@ -62,6 +62,7 @@ FLAG_ROWS = [
     (["--num_processes=2"], "--process_id is not given and --num_processes=2: give each process one of 0 to 1"),
     (["--num_processes=2", "--process_id=2"], "--process_id=2 and --num_processes=2: give each process"),
     (["--num_processes=2", "--process_id=0"], "--coordinator= is not HOST:PORT"),
+    (["--verify=perhaps"], "flag --verify=perhaps: ('Non-boolean argument to boolean flag'"),
     (["--num_processes=-1"], "--num_processes=-1 is below its least value, 0"),
 ]  # fmt: skip
 
@@ -126,6 +127,10 @@ RESTORE_ROWS = [
     (["--restore_from={here}/run", "--size=small"], "embed has shape [384, 64] in checkpoint {here}/run/checkpoints/1 and [384, 128] in this model; give the flags"),
     (["--restore_from={here}/run", "--size=124m"], "embed has shape [384, 64] in checkpoint"),
     (["--restore_from={here}/run/checkpoints/7"], "does not exist"),
+    (["--restore_from=transformer.stdlib_4m"], "--restore_from=transformer.stdlib_4m does not exist; give a run's workdir, a checkpoint, or one of dot_relu_dot.teacher, mlp.digits, transformer.stdlib_3m"),
+    (["--restore_from=mlp.digits"], "zoo/checkpoints/mlp.digits is of 'mlp', not 'transformer'; give another"),
+    (["--restore_from=transformer.stdlib_3m", "--size=small"], "has shape [384, 256] in checkpoint"),
+    (["--restore_from={here}/damaged", "--verify=false"], "metadata/metadata is not the JSON that was saved"),
 ]  # fmt: skip
 
 DATA_ROWS = [
@@ -147,6 +152,26 @@ DATA_ROWS = [
     (["--dataset=hf:no/such"], "--dataset=hf:no/such could not be loaded ("),
     (["--dataset=hf:"], "--dataset=hf: could not be loaded ("),
     (["--dataset={here}/texts"], "b.txt line 1 is not UTF-8"),
+]  # fmt: skip
+
+PUBLISH_ROWS = [
+    ([], "--source is missing; give --source=DIR"),
+    (["--source={here}/run"], "--target is missing; give --target=DIR"),
+    (["--source={here}/run", "--target={here}/texts"], "--target={here}/texts exists; give a new folder"),
+    (["--source={here}/run", "--target={here}/file"], "--target={here}/file exists; give a new folder"),
+    (["--source={here}/run", "--target={here}/file/x", "--licence=x"], "--target={here}/file/x can't be written (Not a directory); give another"),
+    (["--source=hf:{here}/run", "--target={here}/x"], "--source=hf:{here}/run is not of this zoo; give a run's workdir or a checkpoint"),
+    (["--source={here}/no", "--target={here}/x"], "--source={here}/no does not exist; give a run's workdir or a checkpoint"),
+    (["--source={here}/empty", "--target={here}/x"], "--source={here}/empty holds no checkpoint; give a run's workdir or a checkpoint"),
+    (["--source={here}/damaged", "--target={here}/x"], "--source={here}/damaged: metadata/metadata is not the JSON that was saved"),
+    (["--source={here}/no_state", "--target={here}/x"], "state/commit_success.txt is missing"),
+    (["--source={here}/unknown", "--target={here}/x", "--licence=x"], "is of 'gpt'; this zoo has dot_relu_dot, mlp, transformer"),
+    (["--source=mlp.digits", "--target={here}/x"], "--source=mlp.digits is published already; give a run's workdir or its checkpoint"),
+    (["--source={here}/imported", "--target={here}/x"], "is of no training run; give a run's workdir or its checkpoint"),
+    (["--source={here}/run", "--target={here}/x"], "has none that the zoo knows; give --licence=NAME"),
+    (["--source={here}/run", "--target={here}/x", "--licence=x", "--mesh=1x3"], "over 3 devices (mesh axis 'model' of --mesh=1x3)"),
+    (["--source={here}/run", "--target={here}/x", "--licence=x", "--rules=tpp"], "--rules=tpp is not a strategy of this entry; did you mean 'tp'?"),
+    (["--steps=3"], "--steps is not a flag; --help lists the flags"),
 ]  # fmt: skip
 
 ROWS = FLAG_ROWS + MESH_ROWS + WORKDIR_ROWS + RESTORE_ROWS + DATA_ROWS
@@ -180,6 +205,8 @@ def here(tmp_path_factory, book):
 
     copy("another", lambda m: m | {"entry": "mlp"})
     copy("damaged", "{")
+    copy("unknown", lambda m: m | {"entry": "gpt"})
+    copy("imported", lambda m: m | {"data": {}})
     copy("strange", lambda m: {k: v for k, v in m.items() if k != "config"})
     copy("newer", lambda m: m | {"config": m["config"] | {"experts": 8}})
     copy("odd", lambda m: m | {"config": m["config"] | {"head_dim": 7}})
@@ -234,6 +261,14 @@ def command_line(row, here, book) -> list[str]:
 def test_a_mistake_is_one_sentence(row, inside, here, book):
     before = everything(here)
     done = inside("recipes.transformer", *command_line(row, here, book))
+    check(done, row, here)
+    assert everything(here) == before, "something was written"
+
+
+@pytest.mark.parametrize("row", PUBLISH_ROWS, ids=identify)
+def test_a_mistake_in_publishing_is_one_sentence(row, inside, here):
+    before = everything(here)
+    done = inside("recipes.publish", *(flag.replace("{here}", str(here)) for flag in row[0]))
     check(done, row, here)
     assert everything(here) == before, "something was written"
 

@@ -208,7 +208,7 @@ def test_learning_rate_warms_up_and_decays_and_vectors_do_not_decay():
         (("--mesh=3x3",), "over 3 devices (mesh axis 'data' of --mesh=3x3), and 64 does not divide by 3; meshes that fit: --mesh="),
         (("--mesh=4x2", "--batch_size=6"), "--batch_size=6 does not divide over the 4 shards"),
         (("--mesh=8", "--rules=tp"), "rules 'tp' need mesh axis 'model'"),
-        (("--size=huge",), "--size=huge is not one of \"\", tiny, small, 124m, 1b, 8b, 70b"),
+        (("--size=huge",), "--size=huge is not one of \"\", tiny, small, medium, 124m, 1b, 8b, 70b"),
         (("--batch_size=16", "--accumulate=3"), "--batch_size=16 does not divide by --accumulate=3"),
         (("--restore_from=no/such",), "--restore_from=no/such does not exist"),
         (("--dataset=no/such",), "--dataset=no/such does not exist"),

@@ -35,7 +35,7 @@ def test_parameter_counts_in_docstrings_are_right(name):
 
 
 def test_every_size_is_counted():
-    assert SIZES == ["tiny", "small", "gpt2_124m", "llama_1b", "llama_8b", "llama_70b"]
+    assert SIZES == ["tiny", "small", "medium", "gpt2_124m", "llama_1b", "llama_8b", "llama_70b"]
 
 
 def test_tiny_divides_by_eight():

@@ -7,7 +7,8 @@ A checkpoint is a folder with a standard Orbax checkpoint of these items:
     metadata   JSON: entry, config, rules, mesh, logical axes, flags, versions
 
 and hashes.json, the size and SHA-256 of each file: Orbax and TensorStore read flipped bits of an
-array without a word.
+array without a word. A published one (recipes.publish) has parameters only, and besides a card,
+README.md, and a golden probe. All of it is JSON, Markdown or numbers: nothing in it is ever run.
 """
 
 import concurrent.futures
@@ -20,6 +21,7 @@ import os
 import pathlib
 import platform
 import shutil
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 import jax
@@ -28,7 +30,8 @@ from etils import epath
 from flax import nnx
 from jax.sharding import Mesh
 
-from recipes.common import hf, sharding
+import zoo
+from recipes.common import card, hf, sharding
 from recipes.common.errors import UserError
 from recipes.common.sharding import Layout, Table, Tree, paths
 
@@ -43,6 +46,10 @@ ENTRIES = {  # zoo module → its model
     "mlp": "MLP",
     "transformer": "Transformer",
 }
+
+PUBLISHED = (
+    pathlib.Path(zoo.__file__).parent / "checkpoints"
+)  # the zoo's own, a folder for each name
 
 
 class Checkpoint(NamedTuple):
@@ -59,47 +66,63 @@ class Checkpoint(NamedTuple):
 Source = Checkpoint | hf.Folder  # what parameters are restored from
 
 
-def find(path: str | pathlib.Path, flag: str = "--restore_from") -> Source:
+def find(path: str | pathlib.Path, flag: str = "--restore_from", whole: bool = True) -> Source:
     """The checkpoint at a path: a run's workdir (its newest) or a checkpoint's own folder.
 
-    "hf:DIR" is a Hugging Face model folder, and "hf:ORG/NAME" one of the Hub.
-    Raises UserError if there is none.
+    A bare name with nothing at it is a published checkpoint: "mlp.digits". "hf:DIR" is a Hugging
+    Face model folder, and "hf:ORG/NAME" one of the Hub. `whole`: see `verify`.
+
+    Raises UserError if there is none, or a damaged one.
     """
     if str(path).startswith("hf:"):
         return hf.Folder(hf.locate(str(path).removeprefix("hf:")))
-    folder = pathlib.Path(path).expanduser()
-    what = f"{flag}={path}"
+    folder, what = pathlib.Path(path).expanduser(), f"{flag}={path}"
+    fix = "give a run's workdir or a checkpoint"
+    if not folder.exists() and str(path) == folder.name:
+        folder = PUBLISHED / folder.name
+        fix = f"give a run's workdir, a checkpoint, or one of {', '.join(published())}"
     if not folder.exists():
-        raise UserError(f"{what} does not exist; give a run's workdir or a checkpoint")
+        raise UserError(f"{what} does not exist; {fix}")
     for inner in (folder / "checkpoints", folder):
         if steps := steps_in(inner):
             folder = inner / str(steps[-1])
             break
     if not (folder / "metadata").exists() and not (folder / "state").exists():
-        raise UserError(f"{what} holds no checkpoint; give a run's workdir or a checkpoint")
-    if bad := verify(folder):
+        raise UserError(f"{what} holds no checkpoint; {fix}")
+    if bad := verify(folder, whole):
         raise UserError(f"{what}: {bad} in {folder}; give a checkpoint that is whole")
     return at(folder)
 
 
-def at(folder: pathlib.Path) -> Checkpoint:
-    """The checkpoint whose own folder this is, which `verify` has found whole."""
+def at(folder: pathlib.Path) -> Source:
+    """What `find` has found in this folder."""
+    if not (folder / "metadata").exists():
+        return hf.Folder(folder)
     text = (folder / "metadata" / "metadata").read_text()
     return Checkpoint(folder.absolute(), json.loads(text))
+
+
+def published() -> list[str]:
+    """Names of the checkpoints that travel with the zoo."""
+    return sorted(path.name for path in PUBLISHED.iterdir()) if PUBLISHED.is_dir() else []
 
 
 # ---- whole or damaged --------------------------------------------------------------------------
 
 COMMITTED = "commit_success.txt"  # Orbax's mark of a finished folder
 HASHES = "hashes.json"
+PROBE = "probe.json"  # of a published one: recipes.common.probe
 _NEEDED = [f"{item}{COMMITTED}" for item in ("", "state/", "metadata/")]
 _NEEDED += ["state/_METADATA", "metadata/metadata"]
 
 
-def verify(folder: str | pathlib.Path) -> str:
+def verify(folder: str | pathlib.Path, whole: bool = True) -> str:
     """What is wrong with a checkpoint's folder, naming the first bad file; "" if it is whole.
 
     Reads all of it where it has hashes.json, as every checkpoint has that a run of ours saved.
+
+    Args:
+      whole: False does not, which may take long with a huge one, and compares sizes only.
     """
     folder = pathlib.Path(folder)
     for name in _NEEDED:
@@ -114,12 +137,20 @@ def verify(folder: str | pathlib.Path) -> str:
         if missing := {"entry", "config", "step", "flags", "data"} - content.keys():
             return f"metadata/metadata has no {min(missing)!r}"
         found = {name: file.stat().st_size for name, file in _files(folder).items()}
+        for name in (HASHES, card.FILE, PROBE) if "published" in content else ():
+            if name not in found or (name != HASHES and name not in hashes):
+                return f"{name} is missing" + (f" in {HASHES}" if name in found else "")
         for name, (size, _) in hashes.items():
             if name not in found:
                 return f"{name} is missing"
             if found[name] != size:
                 return f"{name} has {found[name]:,} bytes instead of {size:,}"
-        for name, digest in _digests(folder, list(hashes)).items():
+        if "published" in content:
+            name, said = card.FILE, card.digests((folder / card.FILE).read_text(errors="replace"))
+            for other, (_, digest) in hashes.items():
+                if other != card.FILE and said.get(other) != digest:
+                    return f"{name} and {HASHES} disagree on the SHA-256 of {other}"
+        for name, digest in _digests(folder, list(hashes) if whole else []).items():
             if digest != hashes[name][1]:
                 return f"{name} is not what was saved (its SHA-256 differs)"
     except (ValueError, TypeError, AttributeError):
@@ -133,9 +164,16 @@ def write_hashes(folder: pathlib.Path) -> None:
     """hashes.json of a checkpoint that is about to be committed."""
     # Orbax writes the first two once more as it commits.
     later = {COMMITTED, "_CHECKPOINT_METADATA", HASHES}
-    files = {name: file for name, file in _files(folder).items() if name not in later}
-    digests = _digests(folder, list(files))
-    hashes = {name: [file.stat().st_size, digests[name]] for name, file in files.items()}
+    _write_hashes(folder, hashes_of(folder, _files(folder).keys() - later))
+
+
+def hashes_of(folder: pathlib.Path, names: Iterable[str]) -> dict[str, list]:
+    """Name → [bytes, SHA-256], in the order of names."""
+    digests = _digests(folder, sorted(names))
+    return {name: [(folder / name).stat().st_size, digest] for name, digest in digests.items()}
+
+
+def _write_hashes(folder: pathlib.Path, hashes: dict[str, list]) -> None:
     (folder / HASHES).write_text(json.dumps(hashes, indent=0))
 
 
@@ -163,34 +201,44 @@ def steps_in(folder: pathlib.Path) -> list[int]:
     return sorted(int(p.name) for p in folder.iterdir() if p.name.isdigit() and p.is_dir())
 
 
-def restore(path: str | pathlib.Path, mesh: Mesh, rules: str | Table | None = None):
+def restore(
+    path: str | pathlib.Path, mesh: Mesh, rules: str | Table | None = None, *, verify: bool = True
+):
     """A trained model on `mesh`, whatever mesh and table it was saved with.
 
     Args:
-      path: what `find` takes: a run's workdir, a checkpoint's own folder, or "hf:DIR".
+      path: what `find` takes: a run's workdir, a checkpoint's own folder, a published name, "hf:DIR".
       rules: a strategy of the entry's RULES, or a table of your own; None: what suits the mesh.
+      verify: whether to compare every file with its hash first, which takes long with a huge one.
 
     Returns:
       (model, metadata): an NNX module whose every array lies where `rules` says, and the
       checkpoint's metadata. No device ever holds more than its shards.
 
-    Raises UserError, a ValueError, if there is no checkpoint or the rules don't fit.
+    Raises UserError, a ValueError, if there is no checkpoint, it is damaged, or the rules don't fit.
     """
-    checkpoint = find(path)
-    entry = checkpoint.metadata["entry"]
+    source = find(path, whole=verify)
+    layout = lay_out(source, mesh, rules)
+    return layout.plan.bind(restore_params(source, layout)), source.metadata
+
+
+def lay_out(source: Source, mesh: Mesh, rules: str | Table | None = None) -> Layout:
+    """Where a checkpoint's model lies on `mesh`; nothing is read or allocated. Raises UserError."""
+    entry = source.metadata["entry"]
     if entry not in ENTRIES:
-        raise UserError(f"checkpoint {path} is of {entry!r}; this zoo has {', '.join(ENTRIES)}")
-    zoo = importlib.import_module(f"zoo.{entry}")
-    config = config_from(zoo.Config, checkpoint)
-    tables, strategy = zoo.RULES, rules or ""
+        raise UserError(
+            f"checkpoint {source.path} is of {entry!r}; this zoo has {', '.join(ENTRIES)}"
+        )
+    module = importlib.import_module(f"zoo.{entry}")
+    config = config_from(module.Config, source)
+    tables, strategy = module.RULES, rules or ""
     if isinstance(strategy, dict):
-        tables, strategy = zoo.RULES | {"(yours)": strategy}, "(yours)"
+        tables, strategy = module.RULES | {"(yours)": strategy}, "(yours)"
 
     def build() -> nnx.Module:
-        return getattr(zoo, ENTRIES[entry])(config, rngs=nnx.Rngs(0))
+        return getattr(module, ENTRIES[entry])(config, rngs=nnx.Rngs(0))
 
-    layout = sharding.lay_out(build, tables, strategy, mesh)
-    return layout.plan.bind(restore_params(checkpoint, layout)), checkpoint.metadata
+    return sharding.lay_out(build, tables, strategy, mesh)
 
 
 def config_from(config_class, checkpoint: Source):
@@ -271,12 +319,14 @@ def write(
     folder: pathlib.Path,
     params: Tree,
     metadata: dict[str, Any],
-    files: dict[str, bytes] | None = None,
+    files: dict[str, str] | None = None,
+    readme: Callable[[dict[str, list]], str] | None = None,
 ) -> None:
     """Writes a checkpoint of parameters alone with its hashes, beside its place, and moves it there.
 
     Args:
-      files: name → content of what else is to stand in the folder.
+      files: name → text of what else is to stand in the folder.
+      readme: function of the hashes of all other files → the text of its card.
     """
     # Else Orbax copies all arrays to this process at one time, and keeps what it has compressed of
     # them until a file of 2 GB is full.
@@ -294,9 +344,15 @@ def write(
     try:
         with ocp.Checkpointer(handler) as checkpointer:
             checkpointer.save(beside, args=items)
-        for name, content in (files or {}).items():
-            (beside / name).write_bytes(content)
-        write_hashes(beside)
+        for marker in beside.rglob(COMMITTED):
+            marker.write_text("Checkpoint commit was successful\n")  # without this machine's path
+        for name, text in (files or {}).items():
+            (beside / name).write_text(text)
+        hashes = hashes_of(beside, _files(beside))
+        if readme:
+            (beside / card.FILE).write_text(readme(hashes))
+            hashes |= hashes_of(beside, [card.FILE])
+        _write_hashes(beside, hashes)
         beside.rename(folder)
     finally:
         for left in beside.parent.glob(f"{beside.name}*"):

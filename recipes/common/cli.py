@@ -71,7 +71,11 @@ class Run:
         at_least=0, may_change=True,
     )  # fmt: skip
     restore_from: str = flag(
-        "", "start from the parameters of this run or checkpoint, or hf:DIR", may_change=True
+        "", "start from the parameters of this run, checkpoint or published name, or hf:DIR",
+        may_change=True,
+    )  # fmt: skip
+    verify: bool = flag(
+        True, "compare a checkpoint's files with their hashes before it is read", may_change=True
     )
     num_processes: int = flag(
         0, "that share this run; 0: one, or as Slurm, Open MPI or a TPU pod says",

@@ -42,12 +42,14 @@ class Workdir:
         # --steps=0 --restore_from=… evaluates what it is given, and leaves every workdir alone.
         self.in_use = run.steps > 0 or not run.restore_from
         if self.in_use:
-            step, damaged = processes.from_first(self._look)
+            step, damaged = processes.from_first(lambda: self._look(run.verify))
             self._damaged = dict(damaged)
             if step is not None:
                 self.newest = checkpoint.at(self._folder(step))
         if run.restore_from and not self.newest:
-            found = processes.from_first(lambda: str(checkpoint.find(run.restore_from).path))
+            found = processes.from_first(
+                lambda: str(checkpoint.find(run.restore_from, whole=run.verify).path)
+            )
             self.source = checkpoint.at(pathlib.Path(found))
         for what, found in (("--workdir", self.newest), ("--restore_from", self.source)):
             if found and found.metadata["entry"] != entry:
@@ -56,7 +58,7 @@ class Workdir:
                     f"{what}={found.path} is of {theirs!r}, not {entry!r}; give another"
                 )
 
-    def _look(self) -> tuple[int | None, list[tuple[int, str]]]:
+    def _look(self, whole: bool) -> tuple[int | None, list[tuple[int, str]]]:
         """The step of the newest checkpoint that is whole; newer ones and what is wrong with them.
 
         Runs on the first process only, which takes the workdir's lock.
@@ -76,7 +78,7 @@ class Workdir:
             self._take_lock()
         damaged = []
         for step in reversed(checkpoint.steps_in(self.path / "checkpoints")):
-            bad = checkpoint.verify(self._folder(step))
+            bad = checkpoint.verify(self._folder(step), whole)
             if not bad:
                 return step, damaged
             damaged.append((step, bad))
