@@ -67,6 +67,9 @@ def inside(monkeypatch, capfd):
     def command(module: str, *flags: str) -> Finished:
         handlers = {s: signal.getsignal(s) for s in (signal.SIGINT, signal.SIGTERM)}
         monkeypatch.setattr(sys, "argv", [module, *flags])
+        monkeypatch.setattr(
+            os, "_exit", sys.exit
+        )  # of a mistake: it ends the command, not the tests
         monkeypatch.setattr(preemption, "_asked", "")
         monkeypatch.setattr(sys, "unraisablehook", sys.unraisablehook)
         capfd.readouterr()

@@ -6,7 +6,6 @@ gradients; `tp` all-reduces activations. XLA's CPU backend has no reduce-scatter
 all-reduce and then a slice. On TPU it is the real thing (README, Speed).
 """
 
-import dataclasses
 import itertools
 import math
 from collections import Counter
@@ -14,13 +13,11 @@ from typing import NamedTuple
 
 import jax
 import pytest
-from flax import nnx
 
-from data import synthetic
 from recipes.common import report, sharding
 from recipes.common.optimizer import apply, gradients
 from recipes.common.sharding import Layout, mesh_axes, partition_spec, paths
-from tests.entries import BATCH, CASES, ENTRIES, first_batches
+from tests.entries import BATCH, CASES, ENTRIES
 from tests.test_meshes import OPTIMIZER
 from zoo import dot_relu_dot, transformer
 
@@ -177,26 +174,29 @@ def test_a_step_sends_what_its_strategy_promises(entry, strategy, mesh):
 # ---- the check can fail ----------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("module", [dot_relu_dot, transformer], ids=lambda m: m.__name__)
-def test_rules_alone_are_not_fsdp(module, monkeypatch):
+def test_rules_alone_are_not_fsdp(monkeypatch):
     """Weights laid out by the table, and no word on where they are used: the partitioner moves
     activations or partial sums in their place, and the check sees it.
     """
-    if module is dot_relu_dot:  # with weights larger than activations, as in models worth sharding
-        config, source = dot_relu_dot.Config(256, 1024), synthetic.train(256, 1024, seed=0)
-        larger = dataclasses.replace(
-            ENTRIES["dot_relu_dot"],
-            build=lambda: dot_relu_dot.DotReluDot(config, rngs=nnx.Rngs(0)),
-            batches=first_batches(source),
-        )
-        monkeypatch.setitem(ENTRIES, "dot_relu_dot", larger)
-    entry = module.__name__.removeprefix("zoo.")
-    layout = ENTRIES[entry].layout("8", "fsdp")
-    check_promise(entry, layout, compiled_step(entry, layout))
-    monkeypatch.setattr(module, "in_use", lambda w, *_: w if module is transformer else w[...])
-    monkeypatch.setattr(module, "constrain", lambda x, *axes: x)
+    layout = ENTRIES["transformer"].layout("8", "fsdp")
+    check_promise("transformer", layout, compiled_step("transformer", layout))
+    monkeypatch.setattr(transformer, "in_use", lambda module, dtype: module)
+    monkeypatch.setattr(transformer, "constrain", lambda x, *axes: x)
     with pytest.raises(AssertionError):
-        check_promise(entry, layout, compiled_step(entry, layout))
+        check_promise("transformer", layout, compiled_step("transformer", layout))
+
+
+def test_partial_sums_in_place_of_weights_are_seen(monkeypatch):
+    """`fsdp` that never gathers a weight: each device multiplies the part that it has."""
+    layout = ENTRIES["dot_relu_dot"].layout("8", "fsdp")
+    check_promise("dot_relu_dot", layout, compiled_step("dot_relu_dot", layout))
+    parts = jax.sharding.PartitionSpec(None, "data")
+    monkeypatch.setattr(dot_relu_dot, "in_use", lambda weight: weight[...])
+    monkeypatch.setattr(
+        dot_relu_dot, "constrain", lambda x, *axes: jax.lax.with_sharding_constraint(x, parts)
+    )
+    with pytest.raises(AssertionError):
+        check_promise("dot_relu_dot", layout, compiled_step("dot_relu_dot", layout))
 
 
 def test_a_weight_gathered_for_nothing_is_seen(monkeypatch):

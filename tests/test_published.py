@@ -1,5 +1,6 @@
 """Published checkpoints: they give their golden loss anywhere, and nothing that is damaged is read."""
 
+import contextlib
 import json
 import os
 import pathlib
@@ -94,13 +95,15 @@ def test_the_transformer_has_learned():
 def test_git_keeps_every_byte():
     """No line ending is changed on any system, and no ignore rule leaves a file out."""
     files = [str(path) for path in checkpoint.PUBLISHED.rglob("*") if path.is_file()]
-    ask = lambda *words: (
-        subprocess.run(  # noqa: E731
-            ["git", *words], cwd=ROOT, capture_output=True, text=True, input="\n".join(files)
+
+    def ask(*words: str) -> str:
+        command = ["git", *words, "--stdin"]
+        return subprocess.run(
+            command, cwd=ROOT, capture_output=True, text=True, input="\n".join(files)
         ).stdout
-    )
-    assert ask("check-ignore", "--no-index", "--stdin") == ""
-    assert ask("check-attr", "--stdin", "text").count(": text: unset") == len(files)
+
+    assert ask("check-ignore", "--no-index") == ""
+    assert ask("check-attr", "text").count(": text: unset") == len(files)
 
 
 # ---- by name ---------------------------------------------------------------------------------------
@@ -115,7 +118,7 @@ def test_a_bare_name_is_a_published_one_wherever_one_is(tmp_path, monkeypatch):
         with pytest.raises(UserError, match="does not exist; give a run's workdir or a checkpoint"):
             checkpoint.find(path)
     (tmp_path / "mlp.digits").mkdir()  # what is here comes first
-    with pytest.raises(UserError, match="=mlp.digits holds no checkpoint"):
+    with pytest.raises(UserError, match=r"=mlp\.digits holds no checkpoint"):
         checkpoint.find("mlp.digits")
 
 
@@ -361,15 +364,12 @@ def test_nothing_is_unpickled(name, copied, tmp_path, monkeypatch):
     assert name in refused(copied)
     # As many bytes as there were, so that it passes where hashes are not looked at.
     (copied / name).write_bytes(evil[: len(whole)].ljust(len(whole), b"."))
-    try:
+    with contextlib.suppress(ValueError):  # UserError is one, and so are Orbax's and TensorStore's
         checkpoint.restore(copied, make_mesh("8"), verify=False)
-    except ValueError as error:  # UserError is one, and so are Orbax's and TensorStore's
-        assert str(error)
     assert not (tmp_path / "ran").exists()
-    with pytest.raises(FileExistsError):  # and the pickle is one that does run
-        monkeypatch.undo()
-        for _ in range(2):
-            pickle.loads(evil)
+    monkeypatch.undo()
+    pickle.loads(evil)
+    assert (tmp_path / "ran").exists(), "and the pickle is one that does run"
 
 
 def test_a_class_that_a_checkpoint_names_is_not_looked_up(copied):

@@ -94,10 +94,8 @@ def find(path: str | pathlib.Path, flag: str = "--restore_from", whole: bool = T
     return at(folder)
 
 
-def at(folder: pathlib.Path) -> Source:
-    """What `find` has found in this folder."""
-    if not (folder / "metadata").exists():
-        return hf.Folder(folder)
+def at(folder: pathlib.Path) -> Checkpoint:
+    """The checkpoint whose own folder this is, which `verify` has found whole."""
     text = (folder / "metadata" / "metadata").read_text()
     return Checkpoint(folder.absolute(), json.loads(text))
 

@@ -47,10 +47,13 @@ class Workdir:
             if step is not None:
                 self.newest = checkpoint.at(self._folder(step))
         if run.restore_from and not self.newest:
-            found = processes.from_first(
-                lambda: str(checkpoint.find(run.restore_from, whole=run.verify).path)
-            )
-            self.source = checkpoint.at(pathlib.Path(found))
+            if run.restore_from.startswith("hf:"):
+                self.source = checkpoint.find(run.restore_from)
+            else:  # one process reads all of it, to see that it is whole
+                found = processes.from_first(
+                    lambda: str(checkpoint.find(run.restore_from, whole=run.verify).path)
+                )
+                self.source = checkpoint.at(pathlib.Path(found))
         for what, found in (("--workdir", self.newest), ("--restore_from", self.source)):
             if found and found.metadata["entry"] != entry:
                 theirs = found.metadata["entry"]
