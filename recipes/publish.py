@@ -8,7 +8,6 @@ probe: a batch of held-out data and the loss on it, which shows that a restore w
 """
 
 import dataclasses
-import json
 import pathlib
 
 import jax
@@ -19,12 +18,6 @@ from recipes.common.errors import UserError
 from recipes.common.mesh import make_mesh
 from recipes.common.metrics import say
 from recipes.common.sharding import paths
-
-LICENCES = {  # of data that everybody has
-    "teacher": "CC0-1.0",
-    "digits": "CC-BY-4.0 (E. Alpaydin and C. Kaynak, doi:10.24432/C50P49; see data/README.md)",
-    "stdlib": "PSF-2.0",
-}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,7 +46,7 @@ def main(flags: Publish) -> None:
     if "published" in source.metadata or "dataset" not in data:
         what = "is published already" if "published" in source.metadata else "is of no training run"
         raise UserError(f"--source={flags.source} {what}; give a run's workdir or its checkpoint")
-    licence = flags.licence or LICENCES.get(data["dataset"])
+    licence = flags.licence or card.LICENCES.get(data["dataset"])
     if not licence:
         raise UserError(f"--licence is missing, and --dataset={data['dataset']} has none that the "
                         "zoo knows; give --licence=NAME")  # fmt: skip
@@ -73,7 +66,7 @@ def main(flags: Publish) -> None:
             "note": " ".join(flags.note.split()),
             "probe_loss": loss,
             "unit": probe.UNITS[source.metadata["entry"]],
-            **measured(source),
+            **card.measured(source.path, source.step),
         },
     }
 
@@ -97,25 +90,6 @@ def main(flags: Publish) -> None:
         f"Published {len(paths(params))} arrays, {size:,} bytes, in {flags.target}; it can be used:",
         f"  python -m recipes.{metadata['entry']} --restore_from={target.name if ours else flags.target} --steps=0",
     )
-
-
-def measured(source: checkpoint.Checkpoint) -> dict:
-    """What metrics.jsonl of the checkpoint's run says: held-out figures, seconds of training."""
-    path = source.path.parent.parent / "metrics.jsonl"
-    held_out, seconds, before = {}, 0.0, 0
-    for text in path.read_text().splitlines() if path.exists() else ():
-        try:
-            line = json.loads(text)
-        except ValueError:  # torn by a kill
-            continue
-        if line["step"] > source.step:
-            break
-        if "step_seconds" in line:  # the mean since the line before
-            seconds += line["step_seconds"] * (line["step"] - before)
-            before = line["step"]
-        elif line["step"] == source.step:
-            held_out = {k.removeprefix("held_out_"): v for k, v in line.items() if k != "step"}
-    return {"held_out": held_out, "train_seconds": seconds}
 
 
 if __name__ == "__main__":

@@ -1,5 +1,7 @@
 """The card of a published checkpoint: what it is, how it was made, the SHA-256 of every file."""
 
+import json
+import pathlib
 import re
 import shlex
 from typing import Any
@@ -7,6 +9,12 @@ from typing import Any
 from recipes.common.mesh import describe
 
 FILE = "README.md"
+
+LICENCES = {  # of data that everybody has
+    "teacher": "CC0-1.0",
+    "digits": "CC-BY-4.0 (E. Alpaydin and C. Kaynak, doi:10.24432/C50P49; see data/README.md)",
+    "stdlib": "PSF-2.0",
+}
 
 # Flags that say where a run was and how it was watched, not what came of it.
 UNTOLD = {
@@ -19,6 +27,25 @@ ROW = re.compile(r"^\| `(.+)` \| [\d,]+ \| `([0-9a-f]{64})` \|$", re.MULTILINE)
 def digests(text: str) -> dict[str, str]:
     """File → SHA-256, as a card says."""
     return dict(ROW.findall(text))
+
+
+def measured(checkpoint: pathlib.Path, step: int) -> dict[str, Any]:
+    """What metrics.jsonl of the checkpoint's run says: held-out figures, seconds of training."""
+    path = checkpoint.parent.parent / "metrics.jsonl"
+    held_out, seconds, before = {}, 0.0, 0
+    for text in path.read_text().splitlines() if path.exists() else ():
+        try:
+            line = json.loads(text)
+        except ValueError:  # torn by a kill
+            continue
+        if line["step"] > step:
+            break
+        if "step_seconds" in line:  # the mean since the line before
+            seconds += line["step_seconds"] * (line["step"] - before)
+            before = line["step"]
+        elif line["step"] == step:
+            held_out = {k.removeprefix("held_out_"): v for k, v in line.items() if k != "step"}
+    return {"held_out": held_out, "train_seconds": seconds}
 
 
 def command(metadata: dict[str, Any]) -> str:

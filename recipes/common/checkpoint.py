@@ -12,6 +12,7 @@ README.md, and a golden probe. All of it is JSON, Markdown or numbers: nothing i
 """
 
 import concurrent.futures
+import contextlib
 import dataclasses
 import hashlib
 import importlib
@@ -21,7 +22,7 @@ import os
 import pathlib
 import platform
 import shutil
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
 
 import jax
@@ -282,6 +283,8 @@ def restore_tree(checkpoint: Source, abstract: Tree) -> Tree:
 
     Args:
       abstract: nested dict of ShapeDtypeStructs with shardings, e.g. {"params": …}.
+
+    Raises UserError if it is damaged and can't be read.
     """
     if isinstance(checkpoint, hf.Folder):
         return {"params": checkpoint.read(sharding.shardings(abstract["params"]))}
@@ -290,7 +293,21 @@ def restore_tree(checkpoint: Source, abstract: Tree) -> Tree:
         abstract,
     )
     args = ocp.args.PyTreeRestore(abstract, restore_args=restore_args, partial_restore=True)
-    return ocp.PyTreeCheckpointHandler().restore(epath.Path(checkpoint.path / "state"), args=args)
+    with _reading(checkpoint) as state:
+        return ocp.PyTreeCheckpointHandler().restore(state, args=args)
+
+
+@contextlib.contextmanager
+def _reading(checkpoint: Checkpoint) -> Iterator[epath.Path]:
+    """The folder of its arrays; an error of reading them is a UserError if they are damaged."""
+    try:
+        yield epath.Path(checkpoint.path / "state")
+    except Exception:
+        if bad := verify(checkpoint.path):  # which nobody has asked before, or it was well then
+            raise UserError(
+                f"checkpoint {checkpoint.path}: {bad}; give a checkpoint that is whole"
+            ) from None
+        raise
 
 
 def check_params(checkpoint: Source, layout: Layout) -> None:
@@ -298,8 +315,8 @@ def check_params(checkpoint: Source, layout: Layout) -> None:
     if isinstance(checkpoint, hf.Folder):
         params = checkpoint.shapes
     else:
-        state = epath.Path(checkpoint.path / "state")
-        params = ocp.PyTreeCheckpointHandler().metadata(state).tree["params"]
+        with _reading(checkpoint) as state:
+            params = ocp.PyTreeCheckpointHandler().metadata(state).tree["params"]
     saved, wanted = paths(params), paths(layout.plan.shapes)
     for path in sorted(saved.keys() ^ wanted.keys()):
         who = "the model" if path in saved else f"checkpoint {checkpoint.path}"
