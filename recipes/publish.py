@@ -46,10 +46,13 @@ def main(flags: Publish) -> None:
     if "published" in source.metadata or "dataset" not in data:
         what = "is published already" if "published" in source.metadata else "is of no training run"
         raise UserError(f"--source={flags.source} {what}; give a run's workdir or its checkpoint")
-    licence = flags.licence or card.LICENCES.get(data["dataset"])
+    began = source.metadata["flags"].get("restore_from")  # whose licence holds for what came of it
+    licence = flags.licence or (None if began else card.LICENCES.get(data["dataset"]))
     if not licence:
-        raise UserError(f"--licence is missing, and --dataset={data['dataset']} has none that the "
-                        "zoo knows; give --licence=NAME")  # fmt: skip
+        what = f"--restore_from={began}" if began else f"--dataset={data['dataset']}"
+        raise UserError(
+            f"--licence is missing, and {what} has none that the zoo knows; give --licence=NAME"
+        )
     layout = checkpoint.lay_out(source, make_mesh(flags.mesh), flags.rules)
 
     # ---- Parameters, and what they make of a batch that nobody trained on ------------------------

@@ -168,7 +168,8 @@ PUBLISH_ROWS = [
     (["--source={here}/unknown", "--target={here}/x", "--licence=x"], "is of 'gpt'; this zoo has dot_relu_dot, mlp, transformer"),
     (["--source=mlp.digits", "--target={here}/x"], "--source=mlp.digits is published already; give a run's workdir or its checkpoint"),
     (["--source={here}/imported", "--target={here}/x"], "is of no training run; give a run's workdir or its checkpoint"),
-    (["--source={here}/run", "--target={here}/x"], "has none that the zoo knows; give --licence=NAME"),
+    (["--source={here}/run", "--target={here}/x"], "book.txt has none that the zoo knows; give --licence=NAME"),
+    (["--source={here}/tuned", "--target={here}/x"], "--licence is missing, and --restore_from=hf:a/b has none that the zoo knows; give --licence=NAME"),
     (["--source={here}/run", "--target={here}/x", "--licence=x", "--mesh=1x3"], "over 3 devices (mesh axis 'model' of --mesh=1x3)"),
     (["--source={here}/run", "--target={here}/x", "--licence=x", "--rules=tpp"], "--rules=tpp is not a strategy of this entry; did you mean 'tp'?"),
     (["--steps=3"], "--steps is not a flag; --help lists the flags"),
@@ -206,6 +207,16 @@ def here(tmp_path_factory, book):
     copy("another", lambda m: m | {"entry": "mlp"})
     copy("damaged", "{")
     copy("unknown", lambda m: m | {"entry": "gpt"})
+    copy(
+        "tuned",
+        lambda m: (
+            m
+            | {
+                "data": m["data"] | {"dataset": "stdlib"},
+                "flags": m["flags"] | {"restore_from": "hf:a/b"},
+            }
+        ),
+    )
     copy("imported", lambda m: m | {"data": {}})
     copy("strange", lambda m: {k: v for k, v in m.items() if k != "config"})
     copy("newer", lambda m: m | {"config": m["config"] | {"experts": 8}})

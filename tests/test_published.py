@@ -219,7 +219,7 @@ def test_its_steps_are_timed_and_its_figures_are_of_its_step(tmp_path):
     folder = tmp_path / "checkpoints" / "20"
     lines = [
         {"step": 10, "step_seconds": 2.0}, {"step": 20, "step_seconds": 1.0},
-        {"step": 20, "held_out_loss": 3.0}, {"step": 30, "step_seconds": 9.0},
+        {"step": 20, "held_out_loss": 3.0, "held_out_x": None}, {"step": 30, "step_seconds": 9.0},
         {"step": 30, "held_out_loss": 1.0},
     ]  # fmt: skip
     text = "".join(json.dumps(line) + "\n" for line in lines) + '{"torn'

@@ -44,7 +44,8 @@ def measured(checkpoint: pathlib.Path, step: int) -> dict[str, Any]:
             seconds += line["step_seconds"] * (line["step"] - before)
             before = line["step"]
         elif line["step"] == step:
-            held_out = {k.removeprefix("held_out_"): v for k, v in line.items() if k != "step"}
+            figures = {k.removeprefix("held_out_"): v for k, v in line.items() if k != "step"}
+            held_out = {k: v for k, v in figures.items() if v is not None}  # null: not finite
     return {"held_out": held_out, "train_seconds": seconds}
 
 
@@ -65,6 +66,7 @@ def text(name: str, ours: bool, metadata: dict[str, Any], hashes: dict[str, list
     """
     facts, data = metadata["published"], metadata["data"]
     count, dtype = facts["parameters"], facts["dtype"]
+    asked = metadata["flags"].get("steps", metadata["step"])
     minutes, seconds = divmod(round(facts["train_seconds"]), 60)
     held_out = ", ".join(f"{key} {value:,.7g}" for key, value in facts["held_out"].items())
     versions = ", ".join(f"{name} {version}" for name, version in metadata["versions"].items())
@@ -73,7 +75,7 @@ def text(name: str, ours: bool, metadata: dict[str, Any], hashes: dict[str, list
         "Made by": f"`{command(metadata)}`",
         "Mesh": f"{describe(metadata['mesh'])}, rules {metadata['rules']['name']}",
         "Data": f"{data['dataset']}, fingerprint `{data['fingerprint']}`",
-        "Steps": f"{metadata['step']:,}",
+        "Steps": f"{metadata['step']:,}" + (f" of {asked:,}" if asked != metadata["step"] else ""),
         "Time": f"{minutes} min {seconds} s for the steps" if facts["train_seconds"] else "unknown",
         "Held out": f"{held_out} ({facts['unit']})" if held_out else "not measured",
         "Probe": f"`probe.json` has a batch and its loss, {facts['probe_loss']:.6f} {facts['unit']}: "
