@@ -73,6 +73,11 @@ def test_a_card_says_what_is_there(name):
     assert {str(array.dtype) for array in arrays.values()} == {"float32"}
     assert f"| Parameters | {sum(array.size for array in arrays.values()):,}, float32 |" in text
     assert f"`python -m recipes.{metadata['entry']} --mesh=" in text
+    evaluates = re.search(
+        r"^    python -m recipes.* --restore_from=(\S+) --steps=0(.*)$", text, re.M
+    )
+    assert evaluates[1] == name
+    assert ("--seq_len=256" in evaluates[2]) == (name == "transformer.stdlib_3m")
     assert f"| Steps | {metadata['step']:,} |" in text
     assert metadata["step"] == metadata["flags"]["steps"], "of the end of its run"
     assert re.search(r"\| Time \| \d+ min \d+ s for the steps \|", text)

@@ -66,6 +66,11 @@ def text(name: str, ours: bool, metadata: dict[str, Any], hashes: dict[str, list
     """
     facts, data = metadata["published"], metadata["data"]
     count, dtype = facts["parameters"], facts["dtype"]
+    # What its held-out figure depends on.
+    given = [f"--{k}={shlex.quote(str(v))}" for k, v in metadata["flags"].items()
+             if k in ("dataset", "seq_len")]  # fmt: skip
+    restore_from = f"--restore_from={'' if ours else 'path/to/'}{name}"
+    evaluate = " ".join([f"python -m recipes.{metadata['entry']} {restore_from} --steps=0", *given])
     asked = metadata["flags"].get("steps", metadata["step"])
     minutes, seconds = divmod(round(facts["train_seconds"]), 60)
     held_out = ", ".join(f"{key} {value:,.7g}" for key, value in facts["held_out"].items())
@@ -90,7 +95,7 @@ def text(name: str, ours: bool, metadata: dict[str, Any], hashes: dict[str, list
             "",
             f"A trained `zoo/{metadata['entry']}.py`, to be restored onto any mesh:",
             "",
-            f"    python -m recipes.{metadata['entry']} --restore_from={'' if ours else 'path/to/'}{name} --steps=0",
+            f"    {evaluate}",
             "",
             "| | |",
             "| --- | --- |",
