@@ -68,6 +68,7 @@ def inside(monkeypatch, capfd):
         handlers = {s: signal.getsignal(s) for s in (signal.SIGINT, signal.SIGTERM)}
         monkeypatch.setattr(sys, "argv", [module, *flags])
         monkeypatch.setattr(preemption, "_asked", "")
+        monkeypatch.setattr(os, "_exit", sys.exit)  # a mistake ends the command, not pytest
         monkeypatch.setattr(sys, "unraisablehook", sys.unraisablehook)
         capfd.readouterr()
         code = 0
