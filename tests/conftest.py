@@ -49,11 +49,11 @@ class Finished:
 def run(tmp_path):
     """A function of a module and flags: `python -m` in the clone, as a user would."""
 
-    def command(module: str, *flags: str, cwd=ROOT, timeout: float = 300) -> Finished:
+    def command(module: str, *flags: str, cwd=ROOT, timeout: float = 300, **env: str) -> Finished:
         return Finished(
             subprocess.run(
                 [sys.executable, "-m", module, *flags],
-                cwd=cwd, timeout=timeout, capture_output=True, text=True, env=dict(os.environ),
+                cwd=cwd, timeout=timeout, capture_output=True, text=True, env=os.environ | env,
             )
         )  # fmt: skip
 
@@ -71,6 +71,7 @@ def inside(monkeypatch, capfd):
             os, "_exit", sys.exit
         )  # of a mistake: it ends the command, not the tests
         monkeypatch.setattr(preemption, "_asked", "")
+        monkeypatch.setattr(os, "_exit", sys.exit)  # a mistake ends the command, not pytest
         monkeypatch.setattr(sys, "unraisablehook", sys.unraisablehook)
         capfd.readouterr()
         code = 0

@@ -163,7 +163,7 @@ def saved(tmp_path_factory):
         *_, state = run(entry, strategy, mesh)
         work = Workdir(Run(workdir=str(tmp_path_factory.mktemp("saved"))), entry)
         work.check_data({})
-        work.begin(1, {"entry": entry, "flags": {}, "versions": {}})
+        work.begin(1, {"entry": entry, "config": {}, "flags": {}, "versions": {}})
         work.save(5, state)
         work.close()
         return work.path, jax.device_get(state)
