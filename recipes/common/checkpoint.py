@@ -216,9 +216,9 @@ def restore(
 
     Raises UserError, a ValueError, if there is no checkpoint, it is damaged, or the rules don't fit.
     """
-    source = find(path, whole=verify)
-    layout = lay_out(source, mesh, rules)
-    return layout.plan.bind(restore_params(source, layout)), source.metadata
+    checkpoint = find(path, whole=verify)
+    layout = lay_out(checkpoint, mesh, rules)
+    return layout.plan.bind(restore_params(checkpoint, layout)), checkpoint.metadata
 
 
 def lay_out(source: Source, mesh: Mesh, rules: str | Table | None = None) -> Layout:
