@@ -46,6 +46,7 @@ def test_commands_parse(command, monkeypatch):
     monkeypatch.setattr(
         cli, "start", lambda main, *groups: parsed.extend(cli.parse(sys.argv[1:], *groups))
     )
+    monkeypatch.delitem(sys.modules, module, raising=False)  # runpy warns of what is imported
     runpy.run_module(module, run_name="__main__")
     assert parsed
 
@@ -87,7 +88,7 @@ def test_sizes_of_the_zoo():
     zoo = {"dot_relu_dot": dot_relu_dot, "mlp": mlp, "transformer": transformer}
     for name, module in zoo.items():
         line = next(line for line in lines if f"(zoo/{name}.py)" in line)
-        for size in ("tiny", "small"):
+        for size in ("tiny", "small", "medium")[: 3 if name == "transformer" else 2]:
             model = getattr(module, {"mlp": "MLP"}.get(name, name.title().replace("_", "")))
             config = getattr(module.Config, size)()
             state = nnx.state(nnx.eval_shape(lambda m=model, c=config: m(c, rngs=nnx.Rngs(0))))
