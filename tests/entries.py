@@ -1,6 +1,7 @@
 """What the proof needs to know of each zoo entry."""
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -14,9 +15,11 @@ from data import batches, digits, synthetic
 from recipes.common import sharding
 from recipes.common.errors import UserError
 from recipes.common.mesh import make_mesh
+from recipes.common.optimizer import adamw, apply, gradients, schedule
 from zoo import dot_relu_dot, mlp, transformer
 
 MESHES = ["1x1", "8", "8x1", "4x2", "2x4", "1x8", "2x2x2"]
+OPTIMIZER = adamw(schedule(1e-3, 2, 10), weight_decay=0.1, clip_norm=1.0)
 BATCH = 24  # like no dim of a parameter, so that test_collectives.py can tell them apart
 
 
@@ -103,3 +106,26 @@ def fitting() -> list[tuple[str, str, str]]:
 
 
 CASES = fitting()
+
+
+def compile_step(entry_name: str, layout: sharding.Layout) -> jax.stages.Compiled:
+    """A train step, (state, batch) → (state, mean loss, gradients)."""
+    entry, abstract = ENTRIES[entry_name], sharding.abstract_state(layout, OPTIMIZER)
+
+    def loss(params, batch):
+        return entry.loss(layout.plan.bind(params), batch)
+
+    def train_step(state, batch):
+        mean, grads = gradients(loss, state["params"], batch)
+        return apply(OPTIMIZER, state, grads), mean, grads
+
+    batch = layout.abstract_batch(jax.tree.map(lambda x: x[0], entry.batches[0]), BATCH)
+    where = sharding.shardings(abstract)
+    outputs = (where, layout.replicated, where["params"])
+    return layout.compile(train_step, abstract, batch, out_shardings=outputs)
+
+
+@functools.cache
+def compiled_step(entry_name: str, strategy: str, mesh: str) -> jax.stages.Compiled:
+    """The one that test_meshes.py runs and test_collectives.py reads: compiling is what costs."""
+    return compile_step(entry_name, ENTRIES[entry_name].layout(mesh, strategy))

@@ -14,11 +14,9 @@ from typing import NamedTuple
 import jax
 import pytest
 
-from recipes.common import report, sharding
-from recipes.common.optimizer import apply, gradients
+from recipes.common import report
 from recipes.common.sharding import Layout, mesh_axes, partition_spec, paths
-from tests.entries import BATCH, CASES, ENTRIES
-from tests.test_meshes import OPTIMIZER
+from tests.entries import BATCH, CASES, ENTRIES, compile_step, compiled_step
 from zoo import dot_relu_dot, transformer
 
 # All-reduces of a [rows, embed] activation in `tp`: Megatron's count, and what XLA's CPU backend
@@ -39,23 +37,6 @@ class Sent(NamedTuple):
     gradients: int  # reduced
     activations: int  # all-reduces of a whole [rows, embed]
     strangers: list[report.Collective]
-
-
-def compiled_step(entry_name: str, layout: Layout) -> jax.stages.Compiled:
-    entry = ENTRIES[entry_name]
-    abstract = sharding.abstract_state(layout, OPTIMIZER)
-
-    def train_step(state, batch):
-        mean, grads = gradients(
-            lambda params, batch: entry.loss(layout.plan.bind(params), batch),
-            state["params"],
-            batch,
-        )
-        return apply(OPTIMIZER, state, grads), mean
-
-    batch = layout.abstract_batch(jax.tree.map(lambda x: x[0], entry.batches[0]), BATCH)
-    where = sharding.shardings(abstract)
-    return layout.compile(train_step, abstract, batch, out_shardings=(where, layout.replicated))
 
 
 def _dims(shape) -> tuple[int, ...]:
@@ -168,7 +149,7 @@ def check_promise(entry_name: str, layout: Layout, compiled: jax.stages.Compiled
 @pytest.mark.parametrize(("entry", "strategy", "mesh"), CASES)
 def test_a_step_sends_what_its_strategy_promises(entry, strategy, mesh):
     layout = ENTRIES[entry].layout(mesh, strategy)
-    check_promise(entry, layout, compiled_step(entry, layout))
+    check_promise(entry, layout, compiled_step(entry, strategy, mesh))
 
 
 # ---- the check can fail ----------------------------------------------------------------------------
@@ -179,24 +160,24 @@ def test_rules_alone_are_not_fsdp(monkeypatch):
     activations or partial sums in their place, and the check sees it.
     """
     layout = ENTRIES["transformer"].layout("8", "fsdp")
-    check_promise("transformer", layout, compiled_step("transformer", layout))
+    check_promise("transformer", layout, compile_step("transformer", layout))
     monkeypatch.setattr(transformer, "in_use", lambda module, dtype: module)
     monkeypatch.setattr(transformer, "constrain", lambda x, *axes: x)
     with pytest.raises(AssertionError):
-        check_promise("transformer", layout, compiled_step("transformer", layout))
+        check_promise("transformer", layout, compile_step("transformer", layout))
 
 
 def test_partial_sums_in_place_of_weights_are_seen(monkeypatch):
     """`fsdp` that never gathers a weight: each device multiplies the part that it has."""
     layout = ENTRIES["dot_relu_dot"].layout("8", "fsdp")
-    check_promise("dot_relu_dot", layout, compiled_step("dot_relu_dot", layout))
+    check_promise("dot_relu_dot", layout, compile_step("dot_relu_dot", layout))
     parts = jax.sharding.PartitionSpec(None, "data")
     monkeypatch.setattr(dot_relu_dot, "in_use", lambda weight: weight[...])
     monkeypatch.setattr(
         dot_relu_dot, "constrain", lambda x, *axes: jax.lax.with_sharding_constraint(x, parts)
     )
     with pytest.raises(AssertionError):
-        check_promise("dot_relu_dot", layout, compiled_step("dot_relu_dot", layout))
+        check_promise("dot_relu_dot", layout, compile_step("dot_relu_dot", layout))
 
 
 def test_a_weight_gathered_for_nothing_is_seen(monkeypatch):
@@ -208,7 +189,7 @@ def test_a_weight_gathered_for_nothing_is_seen(monkeypatch):
     )
     layout = ENTRIES["dot_relu_dot"].layout("4x2", "tp")
     with pytest.raises(AssertionError):
-        check_promise("dot_relu_dot", layout, compiled_step("dot_relu_dot", layout))
+        check_promise("dot_relu_dot", layout, compile_step("dot_relu_dot", layout))
 
 
 @pytest.mark.parametrize(
@@ -216,6 +197,6 @@ def test_a_weight_gathered_for_nothing_is_seen(monkeypatch):
 )
 def test_one_strategy_is_not_taken_for_another(promised, compiled):
     entry = ENTRIES["mlp"]
-    step = compiled_step("mlp", entry.layout("4x2", compiled))
+    step = compiled_step("mlp", compiled, "4x2")
     with pytest.raises(AssertionError):
         check_promise("mlp", entry.layout("4x2", promised), step)

@@ -13,17 +13,14 @@ from flax import nnx
 
 from recipes.common import checkpoint, loop, sharding
 from recipes.common.cli import Run
-from recipes.common.optimizer import adamw, apply, gradients, schedule
 from recipes.common.sharding import paths
 from recipes.common.workdir import Workdir
-from tests.entries import BATCH, CASES, ENTRIES, MESHES
+from tests.entries import BATCH, CASES, ENTRIES, MESHES, OPTIMIZER, compiled_step
 
 # Sums over a mesh are taken in another order: float32 then differs in the last bits. Measured
 # differences stand in golden/mesh_differences.json; these bounds are some ten times as wide.
 LOSS_TOLERANCE = 2e-6  # relative, at each of 5 steps
 GRADIENT_TOLERANCE = 2e-5  # |difference| / |gradient|, of each array at each of 5 steps
-
-OPTIMIZER = adamw(schedule(1e-3, 2, 10), weight_decay=0.1, clip_norm=1.0)
 
 
 def run(entry_name: str, strategy: str, mesh: str):
@@ -32,19 +29,11 @@ def run(entry_name: str, strategy: str, mesh: str):
     layout = entry.layout(mesh, strategy)
     abstract = sharding.abstract_state(layout, OPTIMIZER)
 
-    def loss(params, batch):
-        return entry.loss(layout.plan.bind(params), batch)
-
-    def train_step(state, batch):
-        mean, grads = gradients(loss, state["params"], batch)
-        return apply(OPTIMIZER, state, grads), mean, grads
-
     def put(batch):
         return loop.to_devices(batch, layout, BATCH)
 
     where = sharding.shardings(abstract)
-    outputs = (where, layout.replicated, where["params"])
-    step = layout.compile(train_step, abstract, put(entry.batches[0]), out_shardings=outputs)
+    step = compiled_step(entry_name, strategy, mesh)
     state = sharding.initialize(layout, OPTIMIZER, 0, abstract)
     for array, promised in zip(jax.tree.leaves(state), jax.tree.leaves(where), strict=True):
         assert array.sharding.is_equivalent_to(promised, array.ndim)
