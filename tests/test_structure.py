@@ -14,6 +14,7 @@ ALLOWED = {  # folder → packages that its files may import, besides the standa
         *("recipes", "zoo", "data", "jax", "flax", "optax", "orbax", "etils", "grain", "numpy"),
         *("absl", "rich", "matplotlib", "safetensors", "huggingface_hub"),
     },
+    "recipes/bench": {"recipes", "zoo", "data", "jax", "flax", "optax", "numpy", "torch"},
     "recipes": {
         *("recipes", "zoo", "data", "jax", "flax", "optax", "numpy", "grain", "rich", "absl"),
     },
@@ -40,6 +41,9 @@ def test_imports_flow_one_way(path):
     if path.parent.as_posix() == "recipes/common":
         assert not any(n.startswith("recipes.") and "common" not in n and n != "recipes.STARTED"
                        for n in imports(path))  # fmt: skip
+    if path.parent.as_posix() == "recipes/bench":
+        assert all(n.startswith(("recipes.bench", "recipes.common"))
+                   for n in imports(path) if n.startswith("recipes."))  # fmt: skip
     if path.parent.as_posix() == "recipes":
         assert not any(n.startswith("recipes.") and "common" not in n for n in imports(path)), (
             "recipes never import one another"

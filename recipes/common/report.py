@@ -187,20 +187,33 @@ def _called(line: str) -> Iterator[str]:
 
 
 def _trips(line: str, computations: dict[str, list[str]]) -> int:
-    """How often a while loop runs: XLA's own note, else the constant its condition compares to."""
+    """How often a while loop runs: XLA's own note, else its bound over the step of its counter."""
     noted = re.search(r"known_trip_count\W+n\W+(\d+)", line)
     if noted:
         return int(noted[1])
-    condition = re.search(r"condition=%?([\w.\-]+)", line)
-    bodies = [computations.get(condition[1], [])] if condition else []
-    bodies += [computations.get(c, []) for body in list(bodies) for x in body for c in _called(x)]
-    bounds = [
-        int(n)
-        for body in bodies
-        for x in body
-        for n in re.findall(r"s32\[\]\S* constant\((\d+)\)", x)
-    ]
-    return max(bounds, default=1)
+    names = [re.search(rf"{part}=%?([\w.\-]+)", line) for part in ("condition", "body")]
+    condition, body = (computations.get(name[1], []) if name else [] for name in names)
+    bodies = [condition, *(computations.get(c, []) for x in condition for c in _called(x))]
+    bound = max((n for lines in bodies for n in _constants(lines).values()), default=1)
+    return max(1, bound // _stride(condition, body))
+
+
+def _constants(lines: list[str]) -> dict[str, int]:
+    """Name → value of the integer constants among these instructions."""
+    found = (re.match(r"(?:ROOT )?%?(\S+) = [su]32\[\]\S* constant\((\d+)\)", x) for x in lines)
+    return {match[1]: int(match[2]) for match in found if match}
+
+
+def _stride(condition: list[str], body: list[str]) -> int:
+    """What a loop's counter grows by: rings of permutes are unrolled, and count in twos."""
+    counter = re.search(r"get-tuple-element\(.*index=(\d+)", "\n".join(condition))
+    root = next((x for x in body if x.startswith("ROOT ") and " tuple(" in x), "")
+    results = re.findall(r"%([\w.\-]+)", root.partition(" tuple(")[2])
+    if not counter or int(counter[1]) >= len(results):
+        return 1
+    made = next((x for x in body if x.startswith(f"%{results[int(counter[1])]} = ")), "")
+    terms = re.findall(r"%([\w.\-]+)", made.partition(" add(")[2])
+    return max([n for name, n in _constants(body).items() if name in terms], default=1) or 1
 
 
 def _collective(kind: str, started: bool, result: str, times: int, line: str) -> Collective:

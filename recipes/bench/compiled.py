@@ -1,0 +1,316 @@
+"""What the TPU's own compiler makes of a train step, with no TPU at hand: bytes sent, memory, time.
+
+Needs libtpu (the extra `tpu-aot`) for TPU topologies. Nothing is allocated, nothing runs.
+"""
+
+import dataclasses
+import math
+import os
+import re
+import time
+
+import jax
+from jax.sharding import AxisType, Mesh
+
+from recipes.bench.common import SIZES, Step, Table, machine, make_step, progress, version
+from recipes.common import report, sharding
+from recipes.common.cli import flag
+from recipes.common.errors import UserError
+from recipes.common.mesh import make_mesh
+from recipes.common.metrics import say
+from zoo.transformer import Config
+
+# Kind → chips → how they are wired.
+TOPOLOGIES = {
+    "v4": {16: "2x2x4", 256: "4x8x8"},
+    "v5e": {16: "4x4", 256: "16x16"},
+    "v5p": {16: "2x2x4", 256: "4x8x8"},
+    "v6e": {16: "4x4", 256: "16x16"},
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class CollectivesFlags:
+    sizes: str = flag("124m", "of the Transformer, with commas between them")
+    chips: str = flag("16,256", "how many, with commas between them")
+    kind: str = flag("v5e", "of TPU, or cpu: simulated devices", choices=[*TOPOLOGIES, "cpu"])
+    rules: str = flag("dp,fsdp,tp,fsdp_tp", "strategies, with commas between them")
+    model: int = flag(0, "devices along the axis model; 0: 4 for 124m, else 8", at_least=0)
+    seq_len: int = flag(256, "tokens of context", at_least=1)
+    tokens: int = flag(4_096, "a device", at_least=1)
+
+
+def collectives(flags: CollectivesFlags) -> None:
+    table = Table("size", "chips", "rules", "mesh", "remat", "gathered", "scattered or permuted",
+                  "all-reduced", "all of it", "textbook", "ratio")  # fmt: skip
+    for size in flags.sizes.split(","):
+        for chips in map(int, flags.chips.split(",")):
+            for strategy in flags.rules.split(","):
+                _collectives_row(table, flags, size, chips, strategy)
+    say(
+        "",
+        f"Bytes that one device sends in a step over rings, {flags.tokens} tokens a "
+        f"device; {flags.kind}.",
+        machine(),
+    )
+
+
+def _collectives_row(table: Table, flags: CollectivesFlags, size: str, chips: int, strategy: str):
+    split = "tp" in strategy
+    model = (flags.model or (4 if size == "124m" else 8)) if split else 1
+    axes = {"data": chips // model} | ({"model": model} if split else {})
+    mesh = topology(flags.kind, axes)
+    # Keeping the sublayers' outputs saves `tp` one of five all-reduces a layer; the others have none.
+    remat = "sublayers" if split else "full"
+    rows = max(flags.tokens * chips // flags.seq_len, axes["data"])
+    dtype = "float32" if flags.kind == "cpu" else "bfloat16"  # XLA's CPU backend sends float32
+    config = dataclasses.replace(_size(size), dtype=dtype, remat=remat)
+    step = make_step(config, strategy, mesh, rows, flags.seq_len)
+    name = "x".join(map(str, axes.values()))
+    compiled = _compile(step, f"{size} {strategy} on {flags.kind} {name}")
+    if isinstance(compiled, str):
+        table.row(size, chips, strategy, name, remat, "-", "-", "-", compiled, "-", "-")
+        return
+    sent = sent_by_kind(compiled.as_text(), chips)
+    least = textbook(step)
+    gathered, reduced = sent.pop("all-gather", 0), sent.pop("all-reduce", 0)
+    total = gathered + reduced + sum(sent.values())
+    held = map(report.size, (gathered, sum(sent.values()), reduced, total, least))
+    ratio = f"{total / least:.2f}" if least else "-"
+    table.row(size, chips, strategy, name, remat, *held, ratio)
+
+
+def textbook(step: Step) -> float:
+    """Bytes that a device must send in a step, the matmuls being where the table puts them.
+
+    Over a ring of n an all-gather or a reduce-scatter sends (n - 1) / n of the whole array, an
+    all-reduce twice that. Weights and gradients travel in the compute dtype.
+      gradients: reduce-scattered over the axes that split the weight at rest, all-reduced over the
+        other axes that split the batch;
+      weights that rest otherwise than they are used: gathered for the forward pass and the backward;
+      activations: where `model` splits the sublayers, an all-reduce after each in the forward pass
+        and in the backward; one for the lookup and one for the loss, where it splits the vocabulary.
+    """
+    layout, config = step.layout, step.config
+    mesh, table = dict(layout.mesh.shape), layout.table
+    width = 2 if config.dtype == "bfloat16" else 4
+    around = lambda n: (n - 1) / n  # noqa: E731
+    batch = sharding.mesh_axes(table["batch"])
+    total = 0.0
+    shapes = sharding.paths(layout.plan.shapes)
+    for path, axes in sharding.paths(layout.plan.axes).items():
+        rest = {a for axis in axes for a in sharding.mesh_axes(table[axis])}
+        use = {a for axis in axes for a in sharding.mesh_axes(
+            table["act_embed" if axis == "embed" else axis])}  # fmt: skip
+        whole = math.prod(shapes[path].shape) * width / math.prod(mesh[a] for a in use)
+        gathered = math.prod(mesh[a] for a in rest - use)
+        total += 3 * around(gathered) * whole  # twice there, and the gradient back
+        copies = math.prod(mesh[a] for a in batch if a not in rest)
+        total += 2 * around(copies) * whole / gathered
+    split = math.prod(mesh[a] for a in sharding.mesh_axes(table["mlp"]))
+    tokens = math.prod(step.window.shape[:1]) * (step.window.shape[1] - 1) / layout.batch_shards
+    total += 2 * around(split) * (4 * config.num_layers + 2) * tokens * config.embed * width
+    return total
+
+
+def sent_by_kind(hlo: str, devices: int) -> dict[str, float]:
+    """Kind of collective → bytes that a device sends in a step, each over a ring of its group."""
+    sums: dict[str, float] = {}
+    for found in report.collectives(hlo):
+        n = group_size(found.groups, devices)
+        factor = {
+            "all-gather": (n - 1) / n,  # of the result, which is the whole
+            "all-reduce": 2 * (n - 1) / n,
+            "reduce-scatter": n - 1,  # of the result, which is a part
+            "all-to-all": (n - 1) / n,
+            "ragged-all-to-all": (n - 1) / n,
+            "collective-permute": 1,  # a ring written out: what a device sends its neighbour
+        }[found.kind]
+        sums[found.kind] = sums.get(found.kind, 0) + factor * found.times * found.bytes
+    return sums
+
+
+def group_size(groups: str, devices: int) -> int:
+    """How many devices exchange with each other, from the compiler's notations.
+
+    >>> group_size("{{0,1,2},{3,4,5}}", 6), group_size("[4,8]<=[32]", 32)
+    (3, 8)
+    >>> group_size("mesh['axis_0'=2,'axis_1'=8] {'axis_1'}", 16), group_size("", 16)
+    (8, 16)
+    """
+    if named := re.match(r"mesh\[(.*?)\] \{(.*?)\}", groups):
+        sizes = {name: int(n) for name, n in re.findall(r"('[\w.]+')=(\d+)", named[1])}
+        return math.prod(sizes[name] for name in re.findall(r"'[\w.]+'", named[2]))
+    if iota := re.match(r"\[\d+,(\d+)\]<=", groups):
+        return int(iota[1])
+    if listed := re.match(r"\{\{([\d,]+)\}", groups):
+        return len(listed[1].split(","))
+    return devices
+
+
+# ---- the compiler ----------------------------------------------------------------------------------
+
+
+def topology(kind: str, axes: dict[str, int]) -> Mesh:
+    """A mesh over the chips of a TPU slice that need not exist. Raises UserError."""
+    chips = math.prod(axes.values())
+    if kind == "cpu":
+        return make_mesh(",".join(f"{axis}={n}" for axis, n in axes.items()))
+    if not version("libtpu"):
+        raise UserError(
+            f"--kind={kind} needs the TPU compiler, which runs on any Linux machine; "
+            "pip install -e '.[tpu-aot]' brings it, and --kind=cpu does without"
+        )
+    if chips not in TOPOLOGIES[kind]:
+        known = ", ".join(map(str, TOPOLOGIES[kind]))
+        raise UserError(f"--chips has {chips}, and {kind} slices here are of {known}")
+    os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")  # there is no TPU to ask for
+    os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")  # and none to share
+    jax.config.update("jax_platforms", "cpu")
+    from jax.experimental import topologies
+
+    name = f"{kind}:{TOPOLOGIES[kind][chips]}"
+    devices = topologies.get_topology_desc(platform="tpu", topology_name=name).devices
+    kinds = (AxisType.Auto,) * len(axes)
+    return jax.make_mesh(tuple(axes.values()), tuple(axes), kinds, devices=devices)
+
+
+def _compile(step: Step, what: str) -> jax.stages.Compiled | str:
+    """The compiled step; or where it does not fit the chip, the compiler's word on how much."""
+    start = time.perf_counter()
+    try:
+        compiled = step.compile()
+    except jax.errors.JaxRuntimeError as error:
+        found = re.search(r"Used ([\d.]+\w) of ([\d.]+\w) hbm", str(error))
+        if not found:
+            raise
+        compiled = f"does not fit: {found[1]} of {found[2]}"
+    progress(f"{what}: compiled in {time.perf_counter() - start:.0f} s")
+    return compiled
+
+
+def _size(name: str) -> Config:
+    if name not in SIZES:
+        raise UserError(f"--sizes has {name!r}, which is not one of {', '.join(SIZES)}")
+    return SIZES[name]()
+
+
+# ---- memory ----------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class MemoryFlags:
+    size: str = flag("8b", "of the Transformer", choices=SIZES)
+    chips: str = flag("16,256", "how many, with commas between them")
+    kinds: str = flag("v5e,v5p", "of TPU (v4, v5e, v5p, v6e, or cpu), with commas between them")
+    remats: str = flag("full,sublayers,dots", "policies, with commas between them")
+    rules: str = flag("fsdp", "strategy, a key of RULES")
+    seq_len: int = flag(4_096, "tokens of context", at_least=1)
+    rows: int = flag(1, "sequences a device", at_least=1)
+
+
+def memory(flags: MemoryFlags) -> None:
+    columns = ("kind", "chips", "remat", "parameters", "optimizer", "gradients", "kept activations",
+               "at work", "sum", "compiled peak", "sum / peak")  # fmt: skip
+    table = Table(*columns)
+    for kind in flags.kinds.split(","):
+        if kind not in [*TOPOLOGIES, "cpu"]:
+            raise UserError(f"--kinds has {kind!r}, which is not of {', '.join(TOPOLOGIES)} or cpu")
+        for chips in map(int, flags.chips.split(",")):
+            mesh = topology(kind, {"data": chips})
+            for remat in flags.remats.split(","):
+                config = dataclasses.replace(SIZES[flags.size](), dtype="bfloat16", remat=remat)
+                step = make_step(config, flags.rules, mesh, flags.rows * chips, flags.seq_len)
+                compiled = _compile(step, f"{flags.size} {remat} on {chips} {kind}")
+                parts = memory_parts(step)
+                total = sum(parts.values())
+                peak, ratio = compiled, "-"
+                if not isinstance(compiled, str):
+                    bytes_ = compiled.memory_analysis().peak_memory_in_bytes
+                    peak, ratio = report.size(bytes_), f"{total / bytes_:.2f}"
+                table.row(
+                    kind, chips, remat, *map(report.size, [*parts.values(), total]), peak, ratio
+                )
+    say(
+        "",
+        f"{flags.size}, {flags.rules}, {flags.rows} × {flags.seq_len} tokens a device.",
+        machine(),
+    )
+
+
+def memory_parts(step: Step) -> dict[str, float]:
+    """What a device holds at the larger of two moments, in bytes.
+
+    Kept for the backward pass: each layer's input, and what its policy names. Either the loss is
+    taken: the table in use, its gradient, one chunk's logits and theirs. Or it is the layers'
+    backward pass: their gradients at rest, and that of the table, whole; at work are two layers'
+    weights in use (one of them on its way), what one layer computes again, and two things that the
+    compiler's schedule of 8b shows: it casts all layers' weights at rest at once, before the loop,
+    and it takes the loss's value last, for which the table stays gathered.
+    """
+    layout, config = step.layout, step.config
+    mesh, table = layout.mesh.shape, layout.table
+    width = 2 if config.dtype == "bfloat16" else 4
+
+    def over(axis):
+        return math.prod(mesh[a] for a in sharding.mesh_axes(table[axis]))
+
+    rows, length = step.window.shape[0] // layout.batch_shards, step.window.shape[1] - 1
+    D, F = config.embed, config.mlp // over("mlp")
+    q = config.num_heads * config.head_dim // over("heads")
+    kv = 2 * config.num_kv_heads * config.head_dim // over("kv_heads")
+    kept = {"full": D, "sublayers": 2 * D, "dots": 2 * D + q + kv + 2 * F}
+    kept["none"] = kept["dots"] + 2 * q + 3 * F + 4 * D  # an estimate: XLA chooses what to keep
+    saved = config.num_layers * rows * length * kept[config.remat] * width
+    chunk = min(length, config.loss_chunk)
+    logits = rows * chunk * config.vocab_size // over("vocab") * (4 + width)
+    in_use = config.vocab_size // over("vocab") * D * width
+    layer = (D * (2 * q + kv) + 3 * D * F) * width
+    inside = rows * length * (2 * q + kv + 3 * F + 2 * D) * width
+    params = report.bytes_per_device(step.abstract["params"])
+    stacked = report.bytes_per_device(step.abstract["params"]["layers"])
+    cast = stacked * width // 4 if width < 4 else 0
+    loss = in_use, in_use + logits
+    backward = stacked + in_use, in_use + cast + 2 * layer + inside
+    grads, at_work = max(loss, backward, key=sum)
+    return {
+        "parameters": params,
+        "optimizer": report.bytes_per_device(step.abstract["opt_state"]),
+        "gradients": grads,
+        "kept activations": saved,
+        "at work": at_work,
+    }
+
+
+# ---- depth -----------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class DepthFlags:
+    size: str = flag("tiny", "of a layer, as in this Transformer", choices=SIZES)
+    depths: str = flag("8,80", "layers, with commas between them")
+    mesh: str = flag("4x2", "simulated devices, as of every recipe")
+    rounds: int = flag(3, "compilations of each, in turn", at_least=1)
+
+
+def depth(flags: DepthFlags) -> None:
+    mesh = make_mesh(flags.mesh)
+    depths = [int(n) for n in flags.depths.split(",")]
+    seconds = {n: [] for n in depths}
+    jax.config.update("jax_compilation_cache_dir", None)  # nothing is compiled yet
+    for _ in range(flags.rounds):
+        for n in depths:
+            config = dataclasses.replace(SIZES[flags.size](), num_layers=n)
+            step = make_step(config, "", mesh, 8 * mesh.size, 128)
+            start, used = time.perf_counter(), time.process_time()
+            lowered = step.lower()
+            traced = time.perf_counter() - start
+            lowered.compile()
+            now = time.perf_counter()
+            seconds[n].append((traced, now - start - traced, time.process_time() - used))
+    table = Table("layers", "tracing s", "compiling s", "CPU s", "ratio")
+    best = {n: [min(column) for column in zip(*times, strict=True)] for n, times in seconds.items()}
+    for n, (traced, compiled, used) in best.items():
+        ratio = (traced + compiled) / sum(best[depths[0]][:2])
+        table.row(n, f"{traced:.1f}", f"{compiled:.1f}", f"{used:.1f}", f"{ratio:.2f}")
+    say("", f"{flags.size}'s layers on {flags.mesh}, best of {flags.rounds}.", machine())
