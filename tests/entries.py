@@ -122,7 +122,11 @@ def compile_step(entry_name: str, layout: sharding.Layout) -> jax.stages.Compile
     batch = layout.abstract_batch(jax.tree.map(lambda x: x[0], entry.batches[0]), BATCH)
     where = sharding.shardings(abstract)
     outputs = (where, layout.replicated, where["params"])
-    return layout.compile(train_step, abstract, batch, out_shardings=outputs)
+    # What lies where and what is sent is decided before LLVM, which takes most of the time.
+    quick = {"xla_backend_optimization_level": 0}
+    return layout.compile(
+        train_step, abstract, batch, out_shardings=outputs, compiler_options=quick
+    )
 
 
 @functools.cache

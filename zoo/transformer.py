@@ -455,7 +455,9 @@ def _nats_and_gradients(x_KRMD, unembed_RVD, targets_KRM):
         x_grad_RMD = jnp.einsum("RMV,RVD->RMD", error_RMV, unembed_RVD)
         table_grad_RVD += jnp.einsum("RMV,RMD->RVD", error_RMV, x_RMD)
         table_grad_RVD = constrain(table_grad_RVD, "batch", "vocab", "act_embed")
-        return (total_R + nats_R, table_grad_RVD), constrain(x_grad_RMD, "batch", "seq", "act_embed")
+        return (total_R + nats_R, table_grad_RVD), constrain(
+            x_grad_RMD, "batch", "seq", "act_embed"
+        )
 
     zeros_R = constrain(jnp.zeros(x_KRMD.shape[1]), "batch")
     zeros = (zeros_R, jnp.zeros_like(unembed_RVD))

@@ -209,7 +209,10 @@ class Workdir:
         processes.from_first(self._prepare)
         self._checkpointer = ocp.AsyncCheckpointer(
             ocp.CompositeCheckpointHandler(
-                state=ocp.PyTreeCheckpointHandler(type_handler_registry=checkpoint.ANY_MESH),
+                state=ocp.PyTreeCheckpointHandler(
+                    type_handler_registry=checkpoint.ANY_MESH,
+                    use_compression=False,  # 8% of trained numbers, for 1.5 times a restore
+                ),
                 data=ocp.JsonCheckpointHandler(),
                 metadata=ocp.JsonCheckpointHandler(),
             ),
