@@ -442,7 +442,7 @@ def _nats(x_KRMD, unembed_RVD, targets_KRM):
 
 def _nats_and_gradients(x_KRMD, unembed_RVD, targets_KRM):
     """While a chunk's logits are there, their gradient is taken: the backward pass needs no second
-    product with the table, a fourth of the loss's FLOPs (and the loss is a fifth of GPT-2 124M's).
+    product with the table, a fourth of the loss's FLOPs (and the loss is a third of GPT-2 124M's).
     """
 
     def chunk(totals, x_and_targets):
