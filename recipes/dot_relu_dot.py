@@ -37,12 +37,12 @@ def main(run: Run, flags: Flags) -> None:
     # ---- What and where: model, table and mesh, checked together before anything is allocated ----
     mesh = make_mesh(run.mesh)
     work = Workdir(run, "dot_relu_dot")
-    changed = work.check_flags(run, flags)
     config = checkpoint.configure(Config.small(), work.start, flags)
     dims = {"batch": ("--batch_size", run.batch_size)}
     layout = sharding.lay_out(
         lambda: DotReluDot(config, rngs=nnx.Rngs(run.seed)), RULES, run.rules, mesh, dims
     )
+    changed = work.check_flags(run, flags)
     if work.start:
         checkpoint.check_params(work.start, layout)
 

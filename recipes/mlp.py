@@ -44,7 +44,6 @@ def main(run: Run, flags: Flags) -> None:
     # ---- What and where: model, table and mesh, checked together before anything is allocated ----
     mesh = make_mesh(run.mesh)
     work = Workdir(run, "mlp")
-    changed = work.check_flags(run, flags)
     images = digits.load(flags.dataset, flags.image_column, flags.label_column)
     shape = dataclasses.replace(Config.small(), inputs=images.inputs, classes=images.classes)
     config = checkpoint.configure(shape, work.start, flags)
@@ -58,6 +57,7 @@ def main(run: Run, flags: Flags) -> None:
     layout = sharding.lay_out(
         lambda: MLP(config, rngs=nnx.Rngs(run.seed)), RULES, run.rules, mesh, dims
     )
+    changed = work.check_flags(run, flags)
     if work.start:
         checkpoint.check_params(work.start, layout)
     shard = loop.process_rows(layout, run.batch_size)

@@ -67,7 +67,6 @@ def main(run: Run, flags: Flags) -> None:
     # ---- What and where: model, table and mesh, checked together before anything is allocated ----
     mesh = make_mesh(run.mesh)
     work = Workdir(run, "transformer")
-    changed = work.check_flags(run, flags)
     config = model_config(flags, work.start, mesh.devices.flat[0].platform)
     if run.batch_size % flags.accumulate:
         raise UserError(
@@ -77,6 +76,7 @@ def main(run: Run, flags: Flags) -> None:
     layout = sharding.lay_out(
         lambda: Transformer(config, rngs=nnx.Rngs(run.seed)), RULES, run.rules, mesh, dims
     )
+    changed = work.check_flags(run, flags)
     if work.start:
         checkpoint.check_params(work.start, layout)
 
