@@ -387,7 +387,16 @@ class Transformer(nnx.Module):
             x = x.reshape(R, B // R, T // C, C, *x.shape[2:])
             return jnp.moveaxis(x, 2, 0).reshape(T // C, R, -1, *x.shape[4:])
 
-        total_R = _nats(chunks(x_BTD), unembed_RVD, chunks(targets_BT))
+        @jax.checkpoint  # the backward pass computes a chunk's logits again
+        def chunk(total_R, x_and_targets):
+            x_RMD, targets_RM = x_and_targets
+            logits_RMV = _logits(x_RMD, unembed_RVD)
+            picked_RM1 = jnp.take_along_axis(logits_RMV, targets_RM[..., None], axis=-1)
+            nats_RM = jax.nn.logsumexp(logits_RMV, axis=-1) - picked_RM1[..., 0]
+            return total_R + jnp.where(targets_RM < 0, 0, nats_RM).sum(axis=1), None
+
+        zeros_R = constrain(jnp.zeros(R), "batch")
+        total_R, _ = jax.lax.scan(chunk, zeros_R, (chunks(x_BTD), chunks(targets_BT)))
         return total_R.sum(), (targets_BT >= 0).sum().astype(jnp.float32)
 
     def _trunk(self, tokens_BT, segment_ids_BT):
@@ -427,60 +436,6 @@ def _logits(x_RMD, unembed_RVD):
     """[R, M, V] in float32, M being the positions of one shard of the batch."""
     logits = jnp.einsum("RMD,RVD->RMV", x_RMD, unembed_RVD, preferred_element_type=jnp.float32)
     return constrain(logits, "batch", "seq", "vocab")
-
-
-@jax.custom_vjp
-def _nats(x_KRMD, unembed_RVD, targets_KRM):
-    """Cross entropies summed over K chunks of M positions, [R]; one chunk's logits exist at a time."""
-
-    def chunk(total_R, x_and_targets):
-        return total_R + _chunk_nats(*x_and_targets, unembed_RVD)[0], None
-
-    zeros_R = constrain(jnp.zeros(x_KRMD.shape[1]), "batch")
-    return jax.lax.scan(chunk, zeros_R, (x_KRMD, targets_KRM))[0]
-
-
-def _nats_and_gradients(x_KRMD, unembed_RVD, targets_KRM):
-    """While a chunk's logits are there, their gradient is taken: the backward pass needs no second
-    product with the table, a fourth of the loss's FLOPs (and the loss is a third of GPT-2 124M's).
-    """
-
-    def chunk(totals, x_and_targets):
-        total_R, table_grad_RVD = totals
-        nats_R, logits_RMV, normalizer_RM1 = _chunk_nats(*x_and_targets, unembed_RVD)
-        x_RMD, targets_RM = x_and_targets
-        hit_RMV = jax.nn.one_hot(targets_RM, logits_RMV.shape[-1])
-        error_RMV = jnp.exp(logits_RMV - normalizer_RM1) - hit_RMV
-        error_RMV = jnp.where(targets_RM[..., None] < 0, 0, error_RMV).astype(x_RMD.dtype)
-        x_grad_RMD = jnp.einsum("RMV,RVD->RMD", error_RMV, unembed_RVD)
-        table_grad_RVD += jnp.einsum("RMV,RMD->RVD", error_RMV, x_RMD)
-        table_grad_RVD = constrain(table_grad_RVD, "batch", "vocab", "act_embed")
-        return (total_R + nats_R, table_grad_RVD), constrain(
-            x_grad_RMD, "batch", "seq", "act_embed"
-        )
-
-    zeros_R = constrain(jnp.zeros(x_KRMD.shape[1]), "batch")
-    zeros = (zeros_R, jnp.zeros_like(unembed_RVD))
-    (total_R, table_grad_RVD), x_grad_KRMD = jax.lax.scan(chunk, zeros, (x_KRMD, targets_KRM))
-    return total_R, (x_grad_KRMD, table_grad_RVD)
-
-
-def _scale_gradients(gradients, grad_R):
-    x_grad_KRMD, table_grad_RVD = gradients
-    grad_R = grad_R.astype(x_grad_KRMD.dtype)
-    return x_grad_KRMD * grad_R[None, :, None, None], table_grad_RVD * grad_R[:, None, None], None
-
-
-_nats.defvjp(_nats_and_gradients, _scale_gradients)
-
-
-def _chunk_nats(x_RMD, targets_RM, unembed_RVD):
-    """(nats [R], logits, their logsumexp [R, M, 1]); targets < 0 don't count."""
-    logits_RMV = _logits(x_RMD, unembed_RVD)
-    normalizer_RM1 = jax.nn.logsumexp(logits_RMV, axis=-1, keepdims=True)
-    picked_RM1 = jnp.take_along_axis(logits_RMV, targets_RM[..., None], axis=-1)
-    nats_RM = (normalizer_RM1 - picked_RM1)[..., 0]
-    return jnp.where(targets_RM < 0, 0, nats_RM).sum(axis=1), logits_RMV, normalizer_RM1
 
 
 # Strategy → logical axis → mesh axis. None: each device has the whole dim.
