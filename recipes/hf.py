@@ -16,7 +16,7 @@ import jax
 import numpy as np
 from flax import nnx
 
-from recipes.common import checkpoint, hf, report, sharding
+from recipes.common import checkpoint, folders, hf, report, sharding
 from recipes.common.cli import flag, start
 from recipes.common.errors import UserError
 from recipes.common.mesh import make_mesh
@@ -79,9 +79,7 @@ def new_folder(flags: Export) -> pathlib.Path:
     for name in ("source", "target"):
         if not getattr(flags, name):
             raise UserError(f"--{name} is missing; give --{name}=DIR")
-    target = pathlib.Path(flags.target).expanduser().absolute()
-    hf.refuse_taken(target)
-    return target
+    return folders.new(flags.target)
 
 
 def lay_out(config: Config, rules: str, mesh: str) -> sharding.Layout:

@@ -8,11 +8,10 @@ probe: a batch of held-out data and the loss on it, which shows that a restore w
 """
 
 import dataclasses
-import pathlib
 
 import jax
 
-from recipes.common import card, checkpoint, hf, probe, report
+from recipes.common import card, checkpoint, folders, probe, report
 from recipes.common.cli import flag, start
 from recipes.common.errors import UserError
 from recipes.common.mesh import make_mesh
@@ -35,8 +34,7 @@ def main(flags: Publish) -> None:
     for name in ("source", "target"):
         if not getattr(flags, name):
             raise UserError(f"--{name} is missing; give --{name}=DIR")
-    target = pathlib.Path(flags.target).expanduser().absolute()
-    hf.refuse_taken(target)
+    target = folders.new(flags.target)
     if flags.source.startswith("hf:"):
         raise UserError(
             f"--source={flags.source} is not of this zoo; give a run's workdir or a checkpoint"

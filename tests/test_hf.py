@@ -471,6 +471,7 @@ def test_mistakes_on_the_command_line(argv, sentence, run):
         ("export", dict(source="no", target="x"), "--source=no does not exist; give a run's workdir"),
         ("import", dict(source=str(ROOT / "zoo"), target="x"), "config.json does not exist; give the whole"),
         ("import", dict(source="no", target="zoo"), "/zoo exists; give a new folder"),
+        ("import", dict(source="no", target="README.md/x"), "/README.md/x can't be written (Not a directory); give another"),
     ],
 )  # fmt: skip
 def test_mistakes_in_flags(command, flags, sentence, monkeypatch):

@@ -103,6 +103,8 @@ WORKDIR_ROWS = [
     (["--workdir={here}/another"], "is of 'mlp', not 'transformer'; give another"),
     (["--workdir={here}/run", "--seed=1"], "--seed=1 is not what this run began with, 0; give that, or a new --workdir (this one is {here}/run)"),
     (["--workdir={here}/run", "--batch_size=8"], "--batch_size=8 is not what this run began with, 16"),
+    (["--workdir={here}/run", "--mesh=4x2", "--batch_size=6"], "--batch_size=6 does not divide over the 4 shards of 'batch' (rules 'fsdp_tp' on --mesh=4x2); try --batch_size=8"),
+    (["--workdir={here}/run", "--mesh=3x1"], "over 3 devices (mesh axis 'data' of --mesh=3x1), and 64 does not divide by 3; meshes that fit: --mesh="),
     (["--workdir={here}/run", "--learning_rate=0.5"], "--learning_rate=0.5 is not what this run began with, 0.004"),
     (["--workdir={here}/run", "--warmup_steps=7"], "--warmup_steps=7 is not what this run began with, 40"),
     (["--workdir={here}/run", "--weight_decay=0.5"], "--weight_decay=0.5 is not what this run began with, 0.1"),

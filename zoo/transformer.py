@@ -61,22 +61,9 @@ class Config:
 
     def __post_init__(self):
         """Raises ValueError for what is no model."""
-        names = (
-            "vocab_size",
-            "embed",
-            "num_layers",
-            "num_heads",
-            "num_kv_heads",
-            "head_dim",
-            "mlp",
-        )
-        for name in (
-            *names,
-            "loss_chunk",
-            *(["sliding_window"] if self.sliding_window is not None else []),
-        ):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name}={getattr(self, name)} is below 1")
+        for name, value in vars(self).items():
+            if type(value) is int and value < 1:
+                raise ValueError(f"{name}={value} is below 1")
         if self.num_heads % self.num_kv_heads:
             raise ValueError(
                 f"num_heads={self.num_heads} does not divide by num_kv_heads={self.num_kv_heads}"

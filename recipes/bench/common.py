@@ -25,6 +25,7 @@ from zoo.transformer import RULES, Config, Transformer
 SIZES = {
     "tiny": Config.tiny,
     "small": Config.small,
+    "medium": Config.medium,
     "124m": Config.gpt2_124m,
     "1b": Config.llama_1b,
     "8b": Config.llama_8b,
@@ -64,9 +65,8 @@ class Step(NamedTuple):
 
 def make_step(config: Config, strategy: str, mesh: Mesh, batch_size: int, seq_len: int) -> Step:
     """Raises UserError if they do not fit each other."""
-    layout = sharding.lay_out(
-        functools.partial(_model, config), RULES, strategy, mesh, {"batch": ("--batch", batch_size)}
-    )
+    dims = {"batch": ("--batch_size", batch_size)}
+    layout = sharding.lay_out(functools.partial(_model, config), RULES, strategy, mesh, dims)
     optimizer = adamw(schedule(1e-3, 10, 100), weight_decay=0.1, clip_norm=1.0)
     window = layout.abstract_batch(jnp.zeros(seq_len + 1, jnp.int32), batch_size)
 

@@ -469,12 +469,6 @@ def _window(theirs, kind: str, file) -> int | None:
 # ---- writing -------------------------------------------------------------------------------------
 
 
-def refuse_taken(folder: pathlib.Path) -> None:
-    """Raises UserError if there is something where a folder is to be written."""
-    if folder.exists():
-        raise UserError(f"--target={folder} exists; give a new folder")
-
-
 def write(folder: pathlib.Path, config: Config, context: int, read) -> None:
     """Writes a model folder, beside its place and then moved there whole.
 
@@ -484,9 +478,8 @@ def write(folder: pathlib.Path, config: Config, context: int, read) -> None:
       context: positions that the model was trained on.
       read: function of a parameter's path → the parameter, a float32 NumPy array.
 
-    Raises UserError if no architecture of theirs is this Config's, or `folder` exists.
+    Raises UserError if no architecture of theirs is this Config's.
     """
-    refuse_taken(folder)
     theirs = to_config_json(config, context)
     shapes = sharding.blueprint(lambda: Transformer(config, rngs=nnx.Rngs(0))).shapes
     read = functools.lru_cache(maxsize=1)(read)  # a parameter's tensors are next to one another

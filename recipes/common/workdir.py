@@ -8,7 +8,6 @@ import os
 import pathlib
 import shutil
 import sys
-import tempfile
 import threading
 import weakref
 from typing import IO, Any
@@ -17,7 +16,7 @@ import jax
 import optax
 import orbax.checkpoint as ocp
 
-from recipes.common import checkpoint, processes, sharding
+from recipes.common import checkpoint, folders, processes, sharding
 from recipes.common.checkpoint import Source
 from recipes.common.cli import Run
 from recipes.common.errors import Stopped, UserError
@@ -66,15 +65,12 @@ class Workdir:
 
         Runs on the first process only, which takes the workdir's lock.
         """
-        there = self.path
-        while not there.exists():
-            there = there.parent
+        there = folders.nearest(self.path)
         if not there.is_dir():
             which = "" if there == self.path else f": {there}"
             raise UserError(f"--workdir={self.path}{which} is a file; give a folder")
         try:
-            with tempfile.TemporaryFile(dir=there):  # no name: nothing is left, whatever happens
-                pass
+            folders.try_to_write(self.path)
         except OSError as error:
             raise self._cannot_write(error) from None
         if (self.path / CONFIG).exists():
