@@ -1,6 +1,7 @@
 """The benchmarks' arithmetic against values by hand, and each word once at toy size. No timings."""
 
 import dataclasses
+import re
 
 import jax
 import pytest
@@ -169,7 +170,7 @@ def test_tpu_without_its_compiler(monkeypatch):
 
 
 WORDS = {
-    "cpu": ["--toy", "--remats=none", "--rounds=1", "--batch_size=2", "--seq_len=32"],
+    "cpu": ["--toy", "--remats=none", "--unrolls=1,2", "--rounds=1", "--batch_size=2", "--seq_len=32"],
     "collectives": ["--sizes=tiny", "--kind=cpu", "--chips=8", "--rules=fsdp", "--tokens=64",
                     "--seq_len=32"],
     "memory": ["--size=tiny", "--kinds=cpu", "--chips=8", "--remats=full", "--seq_len=32"],
@@ -189,6 +190,27 @@ def test_a_word_prints_its_table(word, inside):
     done = inside("recipes.bench", word, *WORDS[word])
     jax.config.update("jax_compilation_cache_dir", cache)
     assert done.code == 0, done.err
-    rows = [line for line in done.out.splitlines() if line.startswith("|")]
-    assert len(rows) >= 3
-    assert len({row.count("|") for row in rows}) == 1
+    tables = re.findall(r"(?:^\|.*\n)+", done.out, re.M)
+    assert tables
+    for table in map(str.splitlines, tables):
+        assert len(table) >= 3
+        assert len({row.count("|") for row in table}) == 1
+
+
+@pytest.mark.parametrize(
+    ("word", "flag", "sentence"),
+    [
+        ("cpu", "--unrolls=1,x", "--unrolls=1,x is not of whole numbers above 0; write --unrolls=1,2"),
+        ("cpu", "--remats=half", "--remats has 'half', which is not one of none, dots, sublayers, full"),
+        ("host", "--sizes=tiny,huge", "--sizes has 'huge', which is not one of tiny, small, medium, 124m"),
+        ("depth", "--depths=0,8", "--depths=0,8 is not of whole numbers above 0; write --depths=1,2"),
+        ("meshes", "--rules=zero", "--rules has 'zero', which is not one of dp, fsdp, tp"),
+        ("collectives", "--chips=", "--chips= is not of whole numbers above 0; write --chips=1,2"),
+        ("memory", "--kinds=v9", "--kinds has 'v9', which is not one of v4, v5e, v5p, v6e, cpu"),
+    ],
+)  # fmt: skip
+def test_mistakes(word, flag, sentence, inside):
+    done = inside("recipes.bench", word, flag)
+    assert (done.code, done.out) == (2, "")
+    assert done.err.startswith(f"error: {sentence}")
+    assert done.err.count("\n") == 1

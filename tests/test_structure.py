@@ -14,7 +14,9 @@ ALLOWED = {  # folder → packages that its files may import, besides the standa
         *("recipes", "zoo", "data", "jax", "flax", "optax", "orbax", "etils", "grain", "numpy"),
         *("absl", "rich", "matplotlib", "safetensors", "huggingface_hub"),
     },
-    "recipes/bench": {"recipes", "zoo", "data", "jax", "flax", "optax", "numpy", "torch"},
+    "recipes/bench": {  # torch and Orbax's tensorstore: what others take for the same
+        *("recipes", "zoo", "data", "jax", "flax", "optax", "numpy", "torch", "tensorstore"),
+    },
     "recipes": {
         *("recipes", "zoo", "data", "jax", "flax", "optax", "numpy", "grain", "rich", "absl"),
     },

@@ -197,6 +197,18 @@ def test_rematerialisation_changes_no_gradient(remat):
         np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5 * float(jnp.abs(b).max()))
 
 
+def test_layers_written_out_change_no_gradient():
+    tokens = tokens_of()
+
+    def gradients(unroll):
+        graph, state = nnx.split(model_of(unroll=unroll))
+        return jax.grad(lambda s: nnx.merge(graph, s).loss(tokens, tokens)[0])(state)
+
+    both = gradients(TINY.num_layers), gradients(1)
+    for a, b in zip(*map(jax.tree.leaves, both), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5 * float(jnp.abs(b).max()))
+
+
 def test_rematerialisation_needs_less_memory():
     def temporary(policy):
         graph, state = nnx.split(model_of(remat=policy, num_layers=16))

@@ -7,7 +7,7 @@ import os
 import platform
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
 import jax
@@ -18,6 +18,7 @@ from flax import nnx
 from jax.sharding import Mesh
 
 from recipes.common import sharding
+from recipes.common.errors import UserError
 from recipes.common.metrics import say
 from recipes.common.optimizer import adamw, apply, gradients, schedule
 from zoo.transformer import RULES, Config, Transformer
@@ -114,16 +115,24 @@ def flops(config: Config, batch_size: int, seq_len: int) -> dict[str, float]:
 def interleaved(what: dict[str, Callable[[], object]], rounds: int) -> dict[str, list[float]]:
     """Seconds that each function took, in turn, `rounds` times: other work on the machine hits all.
 
-    Each function waits for its own result. One round before the first is not counted.
+    Each function waits for its own result. It runs twice in each turn and the second time counts:
+    the first finds the memory and caches as another function left them, a training loop does not.
     """
     seconds: dict[str, list[float]] = {name: [] for name in what}
-    for counted in range(-1, rounds):
+    for _ in range(rounds):
         for name, function in what.items():
+            function()
             start = time.perf_counter()
             function()
-            if counted >= 0:
-                seconds[name].append(time.perf_counter() - start)
+            seconds[name].append(time.perf_counter() - start)
     return seconds
+
+
+def with_cpu_time(function: Callable[[], object], used: list[float]) -> None:
+    """Calls it, and adds the CPU seconds that this process spent meanwhile to `used`."""
+    before = time.process_time()
+    function()
+    used.append(time.process_time() - before)
 
 
 class Training:
@@ -179,6 +188,22 @@ class Table:
 
     def row(self, *cells: object) -> None:
         say(f"| {' | '.join(map(str, cells))} |")
+
+
+def numbers(flag: str, text: str) -> list[int]:
+    """A flag's whole numbers, with commas between them. Raises UserError."""
+    words = text.split(",")
+    if not all(word.isdecimal() and int(word) for word in words):
+        raise UserError(f"--{flag}={text} is not of whole numbers above 0; write --{flag}=1,2")
+    return [int(word) for word in words]
+
+
+def one_of(flag: str, text: str, choices: Iterable[str]) -> list[str]:
+    """A flag's words, with commas between them. Raises UserError."""
+    for word in text.split(","):
+        if word not in choices:
+            raise UserError(f"--{flag} has {word!r}, which is not one of {', '.join(choices)}")
+    return text.split(",")
 
 
 def progress(text: str) -> None:

@@ -4,6 +4,7 @@ Needs libtpu (the extra `tpu-aot`) for TPU topologies. Nothing is allocated, not
 """
 
 import dataclasses
+import itertools
 import math
 import os
 import re
@@ -12,13 +13,23 @@ import time
 import jax
 from jax.sharding import AxisType, Mesh
 
-from recipes.bench.common import SIZES, Step, Table, machine, make_step, progress, version
+from recipes.bench.common import (
+    SIZES,
+    Step,
+    Table,
+    machine,
+    make_step,
+    numbers,
+    one_of,
+    progress,
+    version,
+)  # fmt: skip
 from recipes.common import report, sharding
 from recipes.common.cli import flag
 from recipes.common.errors import UserError
 from recipes.common.mesh import make_mesh
 from recipes.common.metrics import say
-from zoo.transformer import Config
+from zoo.transformer import REMAT, RULES
 
 # Kind → chips → how they are wired.
 TOPOLOGIES = {
@@ -41,12 +52,12 @@ class CollectivesFlags:
 
 
 def collectives(flags: CollectivesFlags) -> None:
+    sizes, chips = one_of("sizes", flags.sizes, SIZES), numbers("chips", flags.chips)
+    cases = itertools.product(sizes, chips, one_of("rules", flags.rules, RULES))
     table = Table("size", "chips", "rules", "mesh", "remat", "gathered", "scattered or permuted",
                   "all-reduced", "all of it", "textbook", "ratio")  # fmt: skip
-    for size in flags.sizes.split(","):
-        for chips in map(int, flags.chips.split(",")):
-            for strategy in flags.rules.split(","):
-                _collectives_row(table, flags, size, chips, strategy)
+    for size, count, strategy in cases:
+        _collectives_row(table, flags, size, count, strategy)
     say(
         "",
         f"Bytes that one device sends in a step over rings, {flags.tokens} tokens a "
@@ -64,7 +75,7 @@ def _collectives_row(table: Table, flags: CollectivesFlags, size: str, chips: in
     remat = "sublayers" if split else "full"
     rows = max(flags.tokens * chips // flags.seq_len, axes["data"])
     dtype = "float32" if flags.kind == "cpu" else "bfloat16"  # XLA's CPU backend sends float32
-    config = dataclasses.replace(_size(size), dtype=dtype, remat=remat)
+    config = dataclasses.replace(SIZES[size](), dtype=dtype, remat=remat)
     step = make_step(config, strategy, mesh, rows, flags.seq_len)
     name = "x".join(map(str, axes.values()))
     compiled = _compile(step, f"{size} {strategy} on {flags.kind} {name}")
@@ -170,9 +181,11 @@ def topology(kind: str, axes: dict[str, int]) -> Mesh:
     from jax.experimental import topologies
 
     name = f"{kind}:{TOPOLOGIES[kind][chips]}"
-    devices = topologies.get_topology_desc(platform="tpu", topology_name=name).devices
+    # Two cores of a v4 chip are one device to JAX's meshes; newer kinds are so of themselves.
+    config = {"chip_config_name": "megacore"} if kind == "v4" else {}
+    described = topologies.get_topology_desc(platform="tpu", topology_name=name, **config)
     kinds = (AxisType.Auto,) * len(axes)
-    return jax.make_mesh(tuple(axes.values()), tuple(axes), kinds, devices=devices)
+    return jax.make_mesh(tuple(axes.values()), tuple(axes), kinds, devices=described.devices)
 
 
 def _compile(step: Step, what: str) -> jax.stages.Compiled | str:
@@ -181,18 +194,14 @@ def _compile(step: Step, what: str) -> jax.stages.Compiled | str:
     try:
         compiled = step.compile()
     except jax.errors.JaxRuntimeError as error:
-        found = re.search(r"Used ([\d.]+\w) of ([\d.]+\w) hbm", str(error))
+        found = re.search(r"Used ([\d.]+\w) of ([\d.]+\w) hbm", str(error)) or re.search(
+            r"temporaries \(([\d.]+\w)\) exceeds available HBM \(([\d.]+\w)\)", str(error)
+        )
         if not found:
             raise
         compiled = f"does not fit: {found[1]} of {found[2]}"
     progress(f"{what}: compiled in {time.perf_counter() - start:.0f} s")
     return compiled
-
-
-def _size(name: str) -> Config:
-    if name not in SIZES:
-        raise UserError(f"--sizes has {name!r}, which is not one of {', '.join(SIZES)}")
-    return SIZES[name]()
 
 
 # ---- memory ----------------------------------------------------------------------------------------
@@ -210,27 +219,25 @@ class MemoryFlags:
 
 
 def memory(flags: MemoryFlags) -> None:
-    columns = ("kind", "chips", "remat", "parameters", "optimizer", "gradients", "kept activations",
-               "at work", "sum", "compiled peak", "sum / peak")  # fmt: skip
-    table = Table(*columns)
-    for kind in flags.kinds.split(","):
-        if kind not in [*TOPOLOGIES, "cpu"]:
-            raise UserError(f"--kinds has {kind!r}, which is not of {', '.join(TOPOLOGIES)} or cpu")
-        for chips in map(int, flags.chips.split(",")):
-            mesh = topology(kind, {"data": chips})
-            for remat in flags.remats.split(","):
-                config = dataclasses.replace(SIZES[flags.size](), dtype="bfloat16", remat=remat)
-                step = make_step(config, flags.rules, mesh, flags.rows * chips, flags.seq_len)
-                compiled = _compile(step, f"{flags.size} {remat} on {chips} {kind}")
-                parts = memory_parts(step)
-                total = sum(parts.values())
-                peak, ratio = compiled, "-"
-                if not isinstance(compiled, str):
-                    bytes_ = compiled.memory_analysis().peak_memory_in_bytes
-                    peak, ratio = report.size(bytes_), f"{total / bytes_:.2f}"
-                table.row(
-                    kind, chips, remat, *map(report.size, [*parts.values(), total]), peak, ratio
-                )
+    kinds, counts = (
+        one_of("kinds", flags.kinds, [*TOPOLOGIES, "cpu"]),
+        numbers("chips", flags.chips),
+    )
+    cases = itertools.product(kinds, counts, one_of("remats", flags.remats, REMAT))
+    table = Table("kind", "chips", "remat", "parameters", "optimizer", "gradients", "kept activations",
+                  "at work", "sum", "compiled peak", "sum / peak")  # fmt: skip
+    for kind, chips, remat in cases:
+        config = dataclasses.replace(SIZES[flags.size](), dtype="bfloat16", remat=remat)
+        mesh = topology(kind, {"data": chips})
+        step = make_step(config, flags.rules, mesh, flags.rows * chips, flags.seq_len)
+        compiled = _compile(step, f"{flags.size} {remat} on {chips} {kind}")
+        parts = memory_parts(step)
+        total = sum(parts.values())
+        peak, ratio = compiled, "-"
+        if not isinstance(compiled, str):
+            bytes_ = compiled.memory_analysis().peak_memory_in_bytes
+            peak, ratio = report.size(bytes_), f"{total / bytes_:.2f}"
+        table.row(kind, chips, remat, *map(report.size, [*parts.values(), total]), peak, ratio)
     say(
         "",
         f"{flags.size}, {flags.rules}, {flags.rows} × {flags.seq_len} tokens a device.",
@@ -295,7 +302,7 @@ class DepthFlags:
 
 def depth(flags: DepthFlags) -> None:
     mesh = make_mesh(flags.mesh)
-    depths = [int(n) for n in flags.depths.split(",")]
+    depths = numbers("depths", flags.depths)
     seconds = {n: [] for n in depths}
     jax.config.update("jax_compilation_cache_dir", None)  # nothing is compiled yet
     for _ in range(flags.rounds):

@@ -1,7 +1,9 @@
 """What is around the step: the loop's own cost, data, checkpoints, the start of a run."""
 
+import contextlib
 import dataclasses
 import functools
+import itertools
 import os
 import pathlib
 import re
@@ -15,9 +17,19 @@ import time
 import jax
 import jax.numpy as jnp
 import numpy as np
+import tensorstore
 
 from data import text
-from recipes.bench.common import SIZES, Table, Training, interleaved, machine, make_step
+from recipes.bench.common import (
+    SIZES,
+    Table,
+    Training,
+    interleaved,
+    machine,
+    make_step,
+    one_of,
+    with_cpu_time,
+)
 from recipes.common import checkpoint, loop, report, sharding
 from recipes.common.cli import Run, flag
 from recipes.common.errors import UserError
@@ -44,20 +56,17 @@ class NoWork:
 
 @dataclasses.dataclass(frozen=True)
 class HostFlags:
-    steps: int = flag(200, "of the loop in a timing", at_least=2)
-    rounds: int = flag(5, "timings, in turn", at_least=1)
+    steps: int = flag(10, "in a timing", at_least=1)
+    rounds: int = flag(15, "timings, in turn", at_least=1)
     sizes: str = flag("tiny,small", "of the Transformer, with commas between them")
 
 
 def host(flags: HostFlags) -> None:
-    """The loop with a step that does nothing is Python's part; with the real step, its overhead."""
-    columns = ("size", "Python, CPU ms a step", "loop alone, ms a step", "bare step, ms", "loop with it, ms", "overhead",
-               "loop alone / step")  # fmt: skip
-    table = Table(*columns)
-    corpus, mesh = text.corpus(), make_mesh("1")
-    for size in flags.sizes.split(","):
-        if size not in SIZES:
-            raise UserError(f"--sizes has {size!r}, which is not one of {', '.join(SIZES)}")
+    """The loop with a step and data that take no time is Python's part; with real ones, overhead."""
+    sizes, corpus, mesh = one_of("sizes", flags.sizes, SIZES), text.corpus(), make_mesh("1")
+    table = Table("size", "Python alone, ms a step", "bare step, ms", "in the loop, ms", "overhead",
+                  "overhead, by CPU time")  # fmt: skip
+    for size in sizes:
         step = make_step(SIZES[size](), "dp", mesh, 16, 128)
         training = Training(step)
 
@@ -66,70 +75,57 @@ def host(flags: HostFlags) -> None:
             return state | {"step": state["step"] + 1}, {"loss": zero, "grad_norm": zero}
 
         pinned = dict(donate_argnums=0, out_shardings=(sharding.shardings(step.abstract), None))
-        idle = step.layout.compile(nothing, step.abstract, step.window, **pinned)
-        few = max(2, flags.steps // 20)  # real steps take longer
+        idle = Training(step)
+        idle.compiled = step.layout.compile(nothing, step.abstract, step.window, **pinned)
+        same = itertools.repeat(np.zeros(step.window.shape, np.int32))
+        loops = [_loop(idle, same, 20 * flags.steps) for _ in range(flags.rounds)]
+        python = min(loops) / (20 * flags.steps)
 
-        def bare(training=training, few=few):
+        def bare(training=training):
             before = None
-            for _ in range(few):
+            for _ in range(flags.steps):
                 training.state, metrics = training.compiled(training.state, training.batch)
                 jax.device_get(before)  # one step late, as the loop does
                 before = metrics
             jax.block_until_ready(before)
 
-        # Each loop starts a pipeline of its own: a longer one less a shorter one has no start in it.
-        what, python = {"bare": bare}, {1: [], 3: []}
-        for times in (1, 3):
-            what["alone", times] = functools.partial(
-                _loop, step, idle, None, corpus, times * flags.steps, python[times]
-            )
-            what["loop", times] = functools.partial(
-                _loop, step, training.compiled, training, corpus, times * few
-            )
-        best = {key: min(found) for key, found in interleaved(what, flags.rounds).items()}
-        alone = (best["alone", 3] - best["alone", 1]) / (2 * flags.steps)
-        both = (best["loop", 3] - best["loop", 1]) / (2 * few)
-        one = best["bare"] / few
-        busy = (min(python[3]) - min(python[1])) / (2 * flags.steps)
-        table.row(size, f"{busy * 1e3:.2f}", f"{alone * 1e3:.2f}", f"{one * 1e3:.1f}", f"{both * 1e3:.1f}",
-                  f"{both / one - 1:.1%}", f"{alone / one:.1%}")  # fmt: skip
-    say("", f"16 × 128 tokens a step, one device; best of {flags.rounds} in turn. The loop: feed, "
-        "dispatch, metrics of the step before, metrics.jsonl.", machine())  # fmt: skip
+        feed = iter(text.train_batches(corpus, 128, 16, seed=0))
+        what = {"bare": bare, "loop": functools.partial(_loop, training, feed, flags.steps)}
+        used = {name: [] for name in what}
+        timed = {name: functools.partial(with_cpu_time, f, used[name]) for name, f in what.items()}
+        found = interleaved(timed, flags.rounds)
+        wall, cpu = ({name: statistics.median(column) / flags.steps for name, column in table_.items()}
+                     for table_ in (found, used))  # fmt: skip
+        table.row(size, f"{python * 1e3:.2f}", f"{wall['bare'] * 1e3:.1f}",
+                  f"{wall['loop'] * 1e3:.1f}", f"{wall['loop'] / wall['bare'] - 1:.1%}",
+                  f"{cpu['loop'] / cpu['bare'] - 1:.1%}")  # fmt: skip
+    say("", f"16 × 128 tokens a step, one device; medians of {flags.rounds} in turn. The loop: feed, "
+        "dispatch, metrics of the step before, metrics.jsonl. Python alone: its thread's CPU time, "
+        "where step and data take none.", machine())  # fmt: skip
 
 
-def _loop(step, compiled, training, corpus: text.Corpus, steps: int, python=None) -> None:
+def _loop(training: Training, batches, steps: int) -> float:
     """recipes.common.loop.fit, as the Transformer's recipe calls it, but for checkpoints.
 
-    Args:
-      training: whose state it goes on with; None: a new one.
-      python: a list, to which this thread's CPU seconds in the loop are added.
+    Returns the CPU seconds of this thread.
     """
-    run = Run(steps=steps, batch_size=16)
-    state = training.state if training else step.new_state()
-    start = int(state["step"])
-    run = dataclasses.replace(run, steps=start + steps)
-    with tempfile.TemporaryDirectory() as folder, _silence():
+    step, start = training.step, int(training.state["step"])
+    run = Run(steps=start + steps, batch_size=16)
+    # Progress lines are part of the loop's work, and no part of the table.
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        open(os.devnull, "w") as nowhere,
+        contextlib.redirect_stdout(nowhere),
+    ):
         log = Log(pathlib.Path(folder) / "metrics.jsonl", start, run, "tokens", 16 * 128)
-        batches = text.train_batches(corpus, 128, 16, 0, start)
         before = time.thread_time()
-        state = loop.fit(compiled, state, batches, step.layout, run, log, NoWork())
-        if python is not None:
-            python.append(time.thread_time() - before)
+        training.state = loop.fit(
+            training.compiled, training.state, batches, step.layout, run, log, NoWork()
+        )
+        used = time.thread_time() - before
         log.close()
-    jax.block_until_ready(state)
-    if training:
-        training.state = state
-
-
-class _silence:  # noqa: N801
-    """Progress lines are part of the loop's work, and no part of the table."""
-
-    def __enter__(self):
-        self._out, sys.stdout = sys.stdout, open(os.devnull, "w")
-
-    def __exit__(self, *_):
-        sys.stdout.close()
-        sys.stdout = self._out
+    jax.block_until_ready(training.state)
+    return used
 
 
 # ---- data ------------------------------------------------------------------------------------------
@@ -151,26 +147,26 @@ def data(flags: DataFlags) -> None:
     training = Training(make_step(SIZES[flags.size](), "dp", make_mesh("1"), 16, 128), steps=5)
     long = iter(text.train_batches(corpus, flags.seq_len, flags.batch_size, seed=0))
     short = iter(text.train_batches(corpus, 128, 16, seed=0))
-    name = f"pipeline, windows of {flags.seq_len}"
+    windows, default, step = (
+        f"pipeline, windows of {flags.seq_len}",
+        "pipeline, the default run's windows of 128",
+        "the default run's step",
+    )
     tokens = {
-        name: flags.batches * flags.batch_size * flags.seq_len,
-        "pipeline, the default run's windows of 128": flags.batches * 16 * 128,
-        "the default run's step": 5 * 16 * 128,
+        windows: flags.batches * flags.batch_size * flags.seq_len,
+        default: flags.batches * 16 * 128,
+        step: 5 * 16 * 128,
     }
     what = {
-        name: lambda: [next(long) for _ in range(flags.batches)],
-        "pipeline, the default run's windows of 128": lambda: [
-            next(short) for _ in range(flags.batches)
-        ],
-        "the default run's step": training,
+        windows: lambda: [next(long) for _ in range(flags.batches)],
+        default: lambda: [next(short) for _ in range(flags.batches)],
+        step: training,
     }
     times = interleaved(what, flags.rounds)
     rates = {key: count / statistics.median(times[key]) for key, count in tokens.items()}
     table = Table("what", "tokens/s", "of what the step consumes")
     for key, rate in rates.items():
-        table.row(
-            key, f"{rate:,.0f}", f"{rate / rates['the default run' + chr(39) + 's step']:.0f}×"
-        )
+        table.row(key, f"{rate:,.0f}", f"{rate / rates[step]:.0f}×")
     say("", f"Median of {flags.rounds} in turn, one Grain thread, text of the standard library.",
         machine())  # fmt: skip
 
@@ -193,7 +189,7 @@ def checkpoints(flags: CheckpointFlags) -> None:
     big = make_step(config, "dp", mesh, 1, 8)
     state = jax.tree.map(_noise, big.new_state())
     folder = pathlib.Path(tempfile.mkdtemp(dir=flags.folder or None))
-    stolen, blocked, saved, read, restored = [], [], [], [], []
+    stolen, blocked, saved, read, unpacked, restored = [], [], [], [], [], []
     try:
         work = Workdir(Run(workdir=str(folder / "run"), steps=100), "transformer")
         work.check_data({"seed": 0})
@@ -222,6 +218,8 @@ def checkpoints(flags: CheckpointFlags) -> None:
             source = checkpoint.find(here)
             restored.append(_seconds(lambda s=source, a=abstract: jax.block_until_ready(
                 checkpoint.restore_tree(s, a))))  # fmt: skip
+            _forget(here)
+            unpacked.append(_seconds(lambda here=here: _unpack(here / "state")))
         work.close()
     finally:
         shutil.rmtree(folder)
@@ -233,9 +231,10 @@ def checkpoints(flags: CheckpointFlags) -> None:
     table.row("training time that a save takes", f"{median(stolen):.2f}",
               f"{median(stolen) / 60:.1%} of a minute")  # fmt: skip
     table.row("reading the files", f"{median(read):.2f}", "")
-    table.row(
-        "restoring", f"{median(restored):.2f}", f"{median(restored) / median(read):.2f}× of it"
-    )
+    for what, seconds in (("restoring", restored), ("TensorStore alone, into memory", unpacked)):
+        table.row(
+            what, f"{median(seconds):.2f}", f"{median(seconds) / median(read):.2f}× of reading"
+        )
     say("", f"A state of {size}, {report.size(held)} in files; median of {flags.rounds}; the files' pages are dropped from the "
         "system's cache before each read.", machine())  # fmt: skip
 
@@ -271,6 +270,17 @@ def _read(folder: pathlib.Path) -> None:
         with path.open("rb", buffering=0) as file:
             while file.read(2**22):
                 pass
+
+
+def _unpack(state: pathlib.Path) -> None:
+    """All arrays into memory by the library that Orbax reads with, and no more."""
+    stored = {"driver": "ocdbt", "base": f"file://{state}/"}
+    keys = tensorstore.KvStore.open(stored).result().list().result()
+    names = [key.decode().removesuffix("/.zarray") for key in keys if key.endswith(b"/.zarray")]
+    specs = [{"driver": "zarr", "kvstore": stored | {"path": f"{name}/"}} for name in names]
+    arrays = [opened.result() for opened in [tensorstore.open(spec, open=True) for spec in specs]]
+    for reading in [array.read() for array in arrays]:
+        reading.result()
 
 
 def _forget(folder: pathlib.Path) -> None:

@@ -4,22 +4,37 @@ import dataclasses
 import functools
 import gc
 import itertools
+import math
 import os
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
+from flax import nnx
 from jax.sharding import AxisType
 
 from recipes.bench import nanogpt
-from recipes.bench.common import SIZES, Table, Training, flops, interleaved, machine, make_step
+from recipes.bench.common import (
+    SIZES,
+    Table,
+    Training,
+    flops,
+    interleaved,
+    machine,
+    make_step,
+    numbers,
+    one_of,
+    with_cpu_time,
+)  # fmt: skip
 from recipes.common.cli import flag
 from recipes.common.errors import UserError
 from recipes.common.mesh import make_mesh, parse
 from recipes.common.metrics import say
-from zoo.transformer import REMAT, RULES, Config
+from recipes.common.sharding import mesh_axes
+from zoo.transformer import REMAT, RULES, Config, Layer, attend, rope_angles
 
 CONVENTION = (
     "FLOPs: 6·N a token, N being the weights it is multiplied with, and attention: 12·T·(heads · "
@@ -39,6 +54,7 @@ def gpt2_10m() -> Config:
 @dataclasses.dataclass(frozen=True)
 class CpuFlags:
     remats: str = flag("none,dots", "policies, with commas between them")
+    unrolls: str = flag("1,6", "layers in one trip of the scan, with commas between them")
     rounds: int = flag(8, "timings of each, in turn", at_least=1)
     batch_size: int = flag(16, "sequences", at_least=1)
     seq_len: int = flag(256, "tokens of context", at_least=1)
@@ -47,45 +63,83 @@ class CpuFlags:
 
 def cpu(flags: CpuFlags) -> None:
     mesh, config = make_mesh("1"), Config.tiny() if flags.toy else gpt2_10m()
+    B, T = flags.batch_size, flags.seq_len
     size = 256 if flags.toy else 4_096
     square = jnp.ones((size, size))
     matmul = jax.jit(lambda x: x @ x)
     runs = {"matmul": lambda: matmul(square).block_until_ready()}
-    for remat in flags.remats.split(","):
-        if remat not in REMAT:
-            raise UserError(f"--remats has {remat!r}, which is not one of {', '.join(REMAT)}")
-        changed = dataclasses.replace(config, remat=remat)
-        step = make_step(changed, "dp", mesh, flags.batch_size, flags.seq_len)
-        runs[f"remat {remat}"] = Training(step)
-    count = flops(config, flags.batch_size, flags.seq_len)
-    torch = None if flags.toy else nanogpt.cpu_step(config, flags.batch_size, flags.seq_len)
-    if torch:
-        runs["PyTorch, nanoGPT's model compiled"] = torch
+    work = {"matmul": 2.0 * size**3}
+    count = flops(config, B, T)
+    steps, parts = [], _parts(config, B, T)
+    remats, unrolls = one_of("remats", flags.remats, REMAT), numbers("unrolls", flags.unrolls)
+    for remat, unroll in itertools.product(remats, unrolls):
+        changed = dataclasses.replace(config, remat=remat, unroll=unroll)
+        steps.append(f"remat {remat}, unroll {unroll}")
+        runs[steps[-1]] = Training(make_step(changed, "dp", mesh, B, T))
+    if torch := None if flags.toy else nanogpt.cpu_step(config, B, T):
+        steps.append("PyTorch, nanoGPT's model compiled")
+        runs[steps[-1]] = torch
+    work |= dict.fromkeys(steps, count["causal"]) | {name: n for name, (_, n) in parts.items()}
+    runs |= {name: function for name, (function, _) in parts.items()}
     used = {name: [] for name in runs}
-    timed = {name: functools.partial(_with_cpu_time, function, used[name])
+    timed = {name: functools.partial(with_cpu_time, function, used[name])
              for name, function in runs.items()}  # fmt: skip
     seconds = {name: min(times) for name, times in interleaved(timed, flags.rounds).items()}
-    work = {name: count["causal"] for name in runs} | {"matmul": 2 * size**3}
-    rate, busy = ({name: work[name] / value for name, value in column.items()}
-                  for column in (seconds, {name: min(times) for name, times in used.items()}))  # fmt: skip
+    rate = {name: work[name] / seconds[name] for name in runs}
+    busy = {name: work[name] / min(used[name]) for name in runs}
+
+    def against_matmul(name: str) -> tuple[str, str]:
+        return f"{rate[name] / rate['matmul']:.0%}", f"{busy[name] / busy['matmul']:.0%}"
+
     table = Table("step", "ms", "tokens/s", "GFLOP/s (causal)", "GFLOP/s (full)", "of matmul",
                   "of matmul, by CPU time")  # fmt: skip
-    for name in runs:
-        if name == "matmul":
-            continue
-        tokens = flags.batch_size * flags.seq_len / seconds[name]
-        table.row(name, f"{seconds[name] * 1e3:.0f}", f"{tokens:,.0f}", f"{rate[name] / 1e9:.0f}",
-                  f"{count['full'] / seconds[name] / 1e9:.0f}", f"{rate[name] / rate['matmul']:.0%}",
-                  f"{busy[name] / busy['matmul']:.0%}")  # fmt: skip
+    for name in steps:
+        table.row(name, f"{seconds[name] * 1e3:.0f}", f"{B * T / seconds[name]:,.0f}",
+                  f"{rate[name] / 1e9:.0f}", f"{count['full'] / seconds[name] / 1e9:.0f}",
+                  *against_matmul(name))  # fmt: skip
+    say("")
+    table = Table("part, forward and backward", f"ms, {config.num_layers} of it", "GFLOP/s (causal)",
+                  "of matmul", "of matmul, by CPU time")  # fmt: skip
+    for name in parts:
+        table.row(name, f"{seconds[name] * config.num_layers * 1e3:.0f}", f"{rate[name] / 1e9:.0f}",
+                  *against_matmul(name))  # fmt: skip
     say("", f"One {size}³ float32 matmul in the same run: {rate['matmul'] / 1e9:.0f} GFLOP/s. Best "
         f"of {flags.rounds} in turn. CPU time leaves out what other programs took, and counts "
         f"idle cores as free. {CONVENTION}", machine())  # fmt: skip
 
 
-def _with_cpu_time(function, used: list[float]) -> None:
-    before = time.process_time()
-    function()
-    used.append(time.process_time() - before)
+def _parts(config: Config, batch_size: int, seq_len: int) -> dict[str, tuple[Callable, float]]:
+    """A layer and what is in it, each alone → (forward and backward pass, causal FLOPs)."""
+    layer, angles = Layer(config, rngs=nnx.Rngs(0)), rope_angles(config, seq_len)
+    key, tokens = jax.random.key(0), batch_size * seq_len
+    x_BTD = jax.random.normal(key, (batch_size, seq_len, config.embed))
+    q_BTNH = jax.random.normal(key, (batch_size, seq_len, config.num_heads, config.head_dim))
+    k_BSKH = q_BTNH[:, :, : config.num_kv_heads]
+    heads, kv_heads = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+    kernel = 6 * seq_len * heads * tokens
+    attention = kernel + 6 * tokens * config.embed * 2 * (heads + kv_heads)
+    mlp = 6 * tokens * 3 * config.embed * config.mlp
+
+    def alone(call, module, x):
+        graph, weights = nnx.split(module)
+
+        @jax.jit
+        def there_and_back(weights, x):
+            y, back = jax.vjp(lambda w, x: call(nnx.merge(graph, w), x), weights, x)
+            return back(y)
+
+        return lambda: jax.block_until_ready(there_and_back(weights, x))
+
+    scores = alone(
+        lambda _, qkv: attend(*qkv, None, config), layer.mlp_norm, (q_BTNH, k_BSKH, k_BSKH)
+    )
+    whole = lambda m, x: m(x, None, angles)  # noqa: E731
+    return {
+        "layer": (alone(whole, layer, x_BTD), mlp + attention),
+        "its MLP": (alone(lambda m, x: m(x), layer.mlp, x_BTD), mlp),
+        "its attention": (alone(whole, layer.attention, x_BTD), attention),
+        "of which scores, softmax, values": (scores, kernel),
+    }
 
 
 # ---- every table on every mesh -------------------------------------------------------------------
@@ -105,31 +159,35 @@ def meshes(flags: MeshesFlags) -> None:
     names = flags.meshes.split(",")
     largest = max(names, key=_count)
     make_mesh(largest)  # decides how many devices are simulated
-    config, runs = SIZES[flags.size](), {}
-    pairs = [("dp", "1x1"), *itertools.product(flags.rules.split(","), names)]
-    for strategy in flags.rules.split(","):
-        if strategy not in RULES:
-            raise UserError(f"--rules has {strategy!r}, which is not one of {', '.join(RULES)}")
+    config, runs, copies = SIZES[flags.size](), {}, {}
+    pairs = [("dp", "1x1"), *itertools.product(one_of("rules", flags.rules, RULES), names)]
     for strategy, name in pairs:
         try:
             step = make_step(config, strategy, make_mesh(name), flags.batch_size, flags.seq_len)
         except UserError:
             continue  # what does not fit
         runs[strategy, name] = Training(step, steps=2)
+        used = {a for target in RULES[strategy].values() for a in mesh_axes(target)}
+        copies[strategy, name] = math.prod(
+            n for a, n in step.layout.mesh.shape.items() if a not in used
+        )
     seconds = interleaved(runs, flags.rounds)
     best = {key: min(times) / 2 for key, times in seconds.items()}
     one = best["dp", "1x1"]
-    table = Table("rules", "mesh", "ms a step", "of 1x1", "of the mesh's best")
+    table = Table(
+        "rules", "mesh", "ms a step", "of 1x1", "of the mesh's best", "copies of the work"
+    )
     for (strategy, name), time_ in best.items():
         peers = min(t for (_, other), t in best.items() if other == name)
-        ratios = f"{time_ / one:.2f}", f"{time_ / peers:.2f}"
+        ratios = f"{time_ / one:.2f}", f"{time_ / peers:.2f}", copies[strategy, name]
         table.row(strategy, name, f"{time_ * 1e3:.0f}", *ratios)
     say("", f"{flags.size}, {flags.batch_size} × {flags.seq_len} tokens a step on all meshes, best "
-        f"of {flags.rounds} in turn. Simulated devices share the cores.", machine())  # fmt: skip
+        f"of {flags.rounds} in turn. Simulated devices share the cores: along a mesh axis that a table "
+        "does not use, all devices do the same work, and it takes so many times as long.", machine())  # fmt: skip
 
 
 def _count(name: str) -> int:
-    return functools.reduce(lambda a, b: a * b, parse(name).values())
+    return math.prod(parse(name).values())
 
 
 # ---- one GPU -------------------------------------------------------------------------------------
@@ -170,8 +228,8 @@ def gpu(flags: GpuFlags) -> None:
                   "MFU (full)")  # fmt: skip
     for case in flags.cases.split(","):
         best = (float("inf"), "", 0)
-        for remat in flags.remats.split(","):
-            for batch in map(int, flags.batches.split(",")):
+        for remat in one_of("remats", flags.remats, REMAT):
+            for batch in numbers("batches", flags.batches):
                 time_ = _gpu_case(table, flags, case, batch, remat, mesh, peak)
                 best = min(best, (time_ / batch, remat, batch))
         if flags.sweep_flags:
