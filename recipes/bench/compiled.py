@@ -45,8 +45,11 @@ class CollectivesFlags:
     sizes: str = flag("124m", "of the Transformer, with commas between them")
     chips: str = flag("16,256", "how many, with commas between them")
     kind: str = flag("v5e", "of TPU, or cpu: simulated devices", choices=[*TOPOLOGIES, "cpu"])
-    rules: str = flag("dp,fsdp,tp,fsdp_tp", "strategies, with commas between them")
-    model: int = flag(0, "devices along the axis model; 0: 4 for 124m, else 8", at_least=0)
+    rules: str = flag("dp,fsdp,tp,fsdp_tp,hsdp_tp", "strategies, with commas between them")
+    model: int = flag(
+        0, "devices along model; 0: 4 for 124m, else 8, and 1 for hsdp_tp", at_least=0
+    )
+    group: int = flag(16, "devices along fsdp, for hsdp_tp", at_least=1)
     seq_len: int = flag(256, "tokens of context", at_least=1)
     tokens: int = flag(4_096, "a device", at_least=1)
 
@@ -67,13 +70,18 @@ def collectives(flags: CollectivesFlags) -> None:
 
 
 def _collectives_row(table: Table, flags: CollectivesFlags, size: str, chips: int, strategy: str):
-    split = "tp" in strategy
-    model = (flags.model or (4 if size == "124m" else 8)) if split else 1
-    axes = {"data": chips // model} | ({"model": model} if split else {})
+    if strategy == "hsdp_tp":  # groups of chips, each with a whole copy of the weights
+        model = flags.model or 1
+        group = min(flags.group, chips // model)
+        axes = {"data": chips // (group * model), "fsdp": group, "model": model}
+    else:
+        model = (flags.model or (4 if size == "124m" else 8)) if "tp" in strategy else 1
+        axes = {"data": chips // model} | ({"model": model} if "tp" in strategy else {})
+    split = model > 1
     mesh = topology(flags.kind, axes)
     # Keeping the sublayers' outputs saves `tp` one of five all-reduces a layer; the others have none.
     remat = "sublayers" if split else "full"
-    rows = max(flags.tokens * chips // flags.seq_len, axes["data"])
+    rows = max(flags.tokens * chips // flags.seq_len, chips // model)
     dtype = "float32" if flags.kind == "cpu" else "bfloat16"  # XLA's CPU backend sends float32
     config = dataclasses.replace(SIZES[size](), dtype=dtype, remat=remat)
     step = make_step(config, strategy, mesh, rows, flags.seq_len)
@@ -231,12 +239,13 @@ def memory(flags: MemoryFlags) -> None:
         mesh = topology(kind, {"data": chips})
         step = make_step(config, flags.rules, mesh, flags.rows * chips, flags.seq_len)
         compiled = _compile(step, f"{flags.size} {remat} on {chips} {kind}")
-        parts = memory_parts(step)
-        total = sum(parts.values())
-        peak, ratio = compiled, "-"
-        if not isinstance(compiled, str):
+        if isinstance(compiled, str):
+            parts, bytes_ = memory_parts(step), None
+        else:
+            parts = memory_parts(step, value_comes_last(compiled.as_text()))
             bytes_ = compiled.memory_analysis().peak_memory_in_bytes
-            peak, ratio = report.size(bytes_), f"{total / bytes_:.2f}"
+        total = sum(parts.values())
+        peak, ratio = (report.size(bytes_), f"{total / bytes_:.2f}") if bytes_ else (compiled, "-")
         table.row(kind, chips, remat, *map(report.size, [*parts.values(), total]), peak, ratio)
     say(
         "",
@@ -245,15 +254,18 @@ def memory(flags: MemoryFlags) -> None:
     )
 
 
-def memory_parts(step: Step) -> dict[str, float]:
+def memory_parts(step: Step, value_last: bool = True) -> dict[str, float]:
     """What a device holds at the larger of two moments, in bytes.
 
     Kept for the backward pass: each layer's input, and what its policy names. Either the loss is
     taken: the table in use, its gradient, one chunk's logits and theirs. Or it is the layers'
     backward pass: their gradients at rest, and that of the table, whole; at work are two layers'
-    weights in use (one of them on its way), what one layer computes again, and two things that the
-    compiler's schedule of 8b shows: it casts all layers' weights at rest at once, before the loop,
-    and it takes the loss's value last, for which the table stays gathered.
+    weights in use (one of them on its way), what one layer computes again, its float32 attention
+    scores among it, and all layers' weights in compute dtype, which the compiler makes at once,
+    before the loop.
+
+    Args:
+      value_last: see `value_comes_last`; the table then stays gathered through the backward pass.
     """
     layout, config = step.layout, step.config
     mesh, table = layout.mesh.shape, layout.table
@@ -269,6 +281,12 @@ def memory_parts(step: Step) -> dict[str, float]:
     kept = {"full": D, "sublayers": 2 * D, "dots": 2 * D + q + kv + 2 * F}
     kept["none"] = kept["dots"] + 2 * q + 3 * F + 4 * D  # an estimate: XLA chooses what to keep
     saved = config.num_layers * rows * length * kept[config.remat] * width
+    block = max(128, -(-length // 8))  # of queries, as `attend` takes them
+    ends = [min(start + block, length) for start in range(0, length, block)]
+    seen = sum((end - start) * end for start, end in zip([0, *ends], ends, strict=False))
+    scores = rows * config.num_heads // over("heads") * seen * 4
+    if config.remat == "none":
+        saved += config.num_layers * scores * (4 + width) // 4  # before and after the softmax
     chunk = min(length, config.loss_chunk)
     logits = rows * chunk * config.vocab_size // over("vocab") * (4 + width)
     in_use = config.vocab_size // over("vocab") * D * width
@@ -278,7 +296,7 @@ def memory_parts(step: Step) -> dict[str, float]:
     stacked = report.bytes_per_device(step.abstract["params"]["layers"])
     cast = stacked * width // 4 if width < 4 else 0
     loss = in_use, in_use + logits
-    backward = stacked + in_use, in_use + cast + 2 * layer + inside
+    backward = stacked + in_use, value_last * in_use + cast + 2 * layer + inside + scores
     grads, at_work = max(loss, backward, key=sum)
     return {
         "parameters": params,
@@ -287,6 +305,16 @@ def memory_parts(step: Step) -> dict[str, float]:
         "kept activations": saved,
         "at work": at_work,
     }
+
+
+def value_comes_last(hlo: str) -> bool:
+    """Whether the compiler takes the loss's value only after the backward pass, which needs it not.
+
+    The gradient's loop computes each chunk's logits again, so the value's own loop may run before it
+    or after all others; then the table that it multiplies with stays gathered all the while.
+    """
+    loops = re.findall(r" while\(.*op_name=\"([^\"]*/while)\"", hlo)
+    return bool(loops) and "transpose" not in loops[-1]
 
 
 # ---- depth -----------------------------------------------------------------------------------------
