@@ -8,7 +8,7 @@ import platform
 import sys
 import time
 from collections.abc import Callable, Iterable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -112,35 +112,37 @@ def flops(config: Config, batch_size: int, seq_len: int) -> dict[str, float]:
 # ---- time ----------------------------------------------------------------------------------------
 
 
-def interleaved(what: dict[str, Callable[[], object]], rounds: int) -> dict[str, list[float]]:
-    """Seconds that each function took, in turn, `rounds` times: other work on the machine hits all.
+class Times(NamedTuple):
+    """Seconds of each counted call: on the clock, and of CPU time that the process spent."""
+
+    wall: list[float]
+    cpu: list[float]
+
+
+def interleaved(what: dict[Any, Callable[[], object]], rounds: int) -> dict[Any, Times]:
+    """What each function took, in turn, `rounds` times: other work on the machine hits all.
 
     Each function waits for its own result. It runs twice in each turn and the second time counts:
     the first finds the memory and caches as another function left them, a training loop does not.
     """
-    seconds: dict[str, list[float]] = {name: [] for name in what}
+    times = {name: Times([], []) for name in what}
     for _ in range(rounds):
         for name, function in what.items():
             function()
-            start = time.perf_counter()
+            start, used = time.perf_counter(), time.process_time()
             function()
-            seconds[name].append(time.perf_counter() - start)
-    return seconds
-
-
-def with_cpu_time(function: Callable[[], object], used: list[float]) -> None:
-    """Calls it, and adds the CPU seconds that this process spent meanwhile to `used`."""
-    before = time.process_time()
-    function()
-    used.append(time.process_time() - before)
+            times[name].wall.append(time.perf_counter() - start)
+            times[name].cpu.append(time.process_time() - used)
+    return times
 
 
 class Training:
-    """A compiled step with its state: call it for `steps` steps."""
+    """A compiled step (the Step's own, if none is given) with its state: call it for `steps` steps."""
 
-    def __init__(self, step: Step, steps: int = 1):
+    def __init__(self, step: Step, steps: int = 1, compiled: jax.stages.Compiled | None = None):
         self.step, self.steps = step, steps
-        self.compiled, self.state, self.batch = step.compile(), step.new_state(), step.batch()
+        self.compiled = compiled or step.compile()
+        self.state, self.batch = step.new_state(), step.batch()
 
     def __call__(self) -> None:
         for _ in range(self.steps):

@@ -28,7 +28,6 @@ from recipes.bench.common import (
     machine,
     make_step,
     one_of,
-    with_cpu_time,
 )
 from recipes.common import checkpoint, loop, report, sharding
 from recipes.common.cli import Run, flag
@@ -75,8 +74,8 @@ def host(flags: HostFlags) -> None:
             return state | {"step": state["step"] + 1}, {"loss": zero, "grad_norm": zero}
 
         pinned = dict(donate_argnums=0, out_shardings=(sharding.shardings(step.abstract), None))
-        idle = Training(step)
-        idle.compiled = step.layout.compile(nothing, step.abstract, step.window, **pinned)
+        compiled = step.layout.compile(nothing, step.abstract, step.window, **pinned)
+        idle = Training(step, compiled=compiled)
         same = itertools.repeat(np.zeros(step.window.shape, np.int32))
         loops = [_loop(idle, same, 20 * flags.steps) for _ in range(flags.rounds)]
         python = min(loops) / (20 * flags.steps)
@@ -91,14 +90,11 @@ def host(flags: HostFlags) -> None:
 
         feed = iter(text.train_batches(corpus, 128, 16, seed=0))
         what = {"bare": bare, "loop": functools.partial(_loop, training, feed, flags.steps)}
-        used = {name: [] for name in what}
-        timed = {name: functools.partial(with_cpu_time, f, used[name]) for name, f in what.items()}
-        found = interleaved(timed, flags.rounds)
-        wall, cpu = ({name: statistics.median(column) / flags.steps for name, column in table_.items()}
-                     for table_ in (found, used))  # fmt: skip
-        table.row(size, f"{python * 1e3:.2f}", f"{wall['bare'] * 1e3:.1f}",
-                  f"{wall['loop'] * 1e3:.1f}", f"{wall['loop'] / wall['bare'] - 1:.1%}",
-                  f"{cpu['loop'] / cpu['bare'] - 1:.1%}")  # fmt: skip
+        bare_, loop_ = interleaved(what, flags.rounds).values()
+        one, both = (statistics.median(times.wall) / flags.steps for times in (bare_, loop_))
+        overhead = statistics.median(loop_.cpu) / statistics.median(bare_.cpu) - 1
+        table.row(size, f"{python * 1e3:.2f}", f"{one * 1e3:.1f}", f"{both * 1e3:.1f}",
+                  f"{both / one - 1:.1%}", f"{overhead:.1%}")  # fmt: skip
     say("", f"16 × 128 tokens a step, one device; medians of {flags.rounds} in turn. The loop: feed, "
         "dispatch, metrics of the step before, metrics.jsonl. Python alone: its thread's CPU time, "
         "where step and data take none.", machine())  # fmt: skip
@@ -163,7 +159,7 @@ def data(flags: DataFlags) -> None:
         step: training,
     }
     times = interleaved(what, flags.rounds)
-    rates = {key: count / statistics.median(times[key]) for key, count in tokens.items()}
+    rates = {key: count / statistics.median(times[key].wall) for key, count in tokens.items()}
     table = Table("what", "tokens/s", "of what the step consumes")
     for key, rate in rates.items():
         table.row(key, f"{rate:,.0f}", f"{rate / rates[step]:.0f}×")

@@ -1,7 +1,6 @@
 """How fast the train step runs: against the machine's own matmul, across meshes, on a GPU."""
 
 import dataclasses
-import functools
 import gc
 import itertools
 import math
@@ -27,13 +26,12 @@ from recipes.bench.common import (
     make_step,
     numbers,
     one_of,
-    with_cpu_time,
 )  # fmt: skip
+from recipes.common import report
 from recipes.common.cli import flag
 from recipes.common.errors import UserError
 from recipes.common.mesh import make_mesh, parse
 from recipes.common.metrics import say
-from recipes.common.sharding import mesh_axes
 from zoo.transformer import REMAT, RULES, Config, Layer, attend, rope_angles
 
 CONVENTION = (
@@ -62,6 +60,7 @@ class CpuFlags:
 
 
 def cpu(flags: CpuFlags) -> None:
+    remats, unrolls = one_of("remats", flags.remats, REMAT), numbers("unrolls", flags.unrolls)
     mesh, config = make_mesh("1"), Config.tiny() if flags.toy else gpt2_10m()
     B, T = flags.batch_size, flags.seq_len
     size = 256 if flags.toy else 4_096
@@ -71,7 +70,6 @@ def cpu(flags: CpuFlags) -> None:
     work = {"matmul": 2.0 * size**3}
     count = flops(config, B, T)
     steps, parts = [], _parts(config, B, T)
-    remats, unrolls = one_of("remats", flags.remats, REMAT), numbers("unrolls", flags.unrolls)
     for remat, unroll in itertools.product(remats, unrolls):
         changed = dataclasses.replace(config, remat=remat, unroll=unroll)
         steps.append(f"remat {remat}, unroll {unroll}")
@@ -81,12 +79,10 @@ def cpu(flags: CpuFlags) -> None:
         runs[steps[-1]] = torch
     work |= dict.fromkeys(steps, count["causal"]) | {name: n for name, (_, n) in parts.items()}
     runs |= {name: function for name, (function, _) in parts.items()}
-    used = {name: [] for name in runs}
-    timed = {name: functools.partial(with_cpu_time, function, used[name])
-             for name, function in runs.items()}  # fmt: skip
-    seconds = {name: min(times) for name, times in interleaved(timed, flags.rounds).items()}
+    times = interleaved(runs, flags.rounds)
+    seconds = {name: min(times[name].wall) for name in runs}
     rate = {name: work[name] / seconds[name] for name in runs}
-    busy = {name: work[name] / min(used[name]) for name in runs}
+    busy = {name: work[name] / min(times[name].cpu) for name in runs}
 
     def against_matmul(name: str) -> tuple[str, str]:
         return f"{rate[name] / rate['matmul']:.0%}", f"{busy[name] / busy['matmul']:.0%}"
@@ -167,12 +163,9 @@ def meshes(flags: MeshesFlags) -> None:
         except UserError:
             continue  # what does not fit
         runs[strategy, name] = Training(step, steps=2)
-        used = {a for target in RULES[strategy].values() for a in mesh_axes(target)}
-        copies[strategy, name] = math.prod(
-            n for a, n in step.layout.mesh.shape.items() if a not in used
-        )
-    seconds = interleaved(runs, flags.rounds)
-    best = {key: min(times) / 2 for key, times in seconds.items()}
+        idle = report.idle_axes(step.layout)
+        copies[strategy, name] = math.prod(step.layout.mesh.shape[axis] for axis in idle)
+    best = {key: min(t.wall) / 2 for key, t in interleaved(runs, flags.rounds).items()}
     one = best["dp", "1x1"]
     table = Table(
         "rules", "mesh", "ms a step", "of 1x1", "of the mesh's best", "copies of the work"
@@ -218,6 +211,10 @@ def gpu(flags: GpuFlags) -> None:
     if flags.toy:
         flags = dataclasses.replace(flags, cases="tiny:64", batches="2", remats="none,full",
                                     steps=1, rounds=1, sweep_flags=False)  # fmt: skip
+    cases = flags.cases.split(",")
+    for case in cases:
+        _case(case)  # a mistake is told before the table begins
+    remats, batches = one_of("remats", flags.remats, REMAT), numbers("batches", flags.batches)
     if XLA_FLAGS[flags.flags]:  # read when JAX makes its devices
         os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {XLA_FLAGS[flags.flags]}"
     mesh = jax.make_mesh((1,), ("data",), (AxisType.Auto,), devices=jax.devices()[:1])
@@ -226,16 +223,17 @@ def gpu(flags: GpuFlags) -> None:
     peak = _peak(mesh.devices.flat[0].device_kind)
     table = Table("case", "batch", "remat", "XLA flags", "ms a step", "tokens/s", "MFU (causal)",
                   "MFU (full)")  # fmt: skip
-    for case in flags.cases.split(","):
+    for case in cases:
         best = (float("inf"), "", 0)
-        for remat in one_of("remats", flags.remats, REMAT):
-            for batch in numbers("batches", flags.batches):
+        for remat in remats:
+            for batch in batches:
                 time_ = _gpu_case(table, flags, case, batch, remat, mesh, peak)
                 best = min(best, (time_ / batch, remat, batch))
-        if flags.sweep_flags:
-            for name in XLA_FLAGS:
-                if name != flags.flags:
-                    _again(table, case, name, best)
+        if not best[2]:
+            continue  # none has fitted
+        for name in XLA_FLAGS if flags.sweep_flags else ():
+            if name != flags.flags:
+                _again(table, case, name, best)
         _torch_row(table, flags, case, best[2], peak)
     say("", CONVENTION, machine())
 
@@ -247,7 +245,7 @@ def _gpu_case(table, flags, case, batch, remat, mesh, peak) -> float:
     gc.collect()  # the state of the case before
     try:
         training = Training(make_step(config, "dp", mesh, batch, length), flags.steps)
-        time_ = min(interleaved({"": training}, flags.rounds)[""]) / flags.steps
+        time_ = min(interleaved({"": training}, flags.rounds)[""].wall) / flags.steps
     except jax.errors.JaxRuntimeError as error:
         if "RESOURCE_EXHAUSTED" not in str(error):
             raise
