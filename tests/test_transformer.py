@@ -202,7 +202,9 @@ def test_layers_written_out_change_no_gradient():
 
     def gradients(unroll):
         graph, state = nnx.split(model_of(unroll=unroll))
-        return jax.grad(lambda s: nnx.merge(graph, s).loss(tokens, tokens)[0])(state)
+        loss = lambda s: nnx.merge(graph, s).loss(tokens, tokens)[0]  # noqa: E731
+        assert f"unroll={unroll}\n" in str(jax.make_jaxpr(loss)(state))
+        return jax.grad(loss)(state)
 
     both = gradients(TINY.num_layers), gradients(1)
     for a, b in zip(*map(jax.tree.leaves, both), strict=True):
