@@ -140,25 +140,29 @@ def test_memory_parts_by_hand():
     assert parts["gradients"] + parts["at work"] == max(loss, backward)
 
 
-# jax 0.10.2, libtpu 0.0.42.1: 8b under fsdp on 16 chips. The sum was written with the schedules of
-# the first three at hand.
-COMPILED = [  # policy, windows a chip, tokens in one, the loss's value comes last, GB
-    ("full", 16, 256, True, 13.175),  # v5e
-    ("full", 1, 4_096, False, 13.239),  # v5e
-    ("sublayers", 1, 4_096, True, 15.432),  # v5e
-    ("full", 1, 4_096, False, 13.641),  # v5p
-    ("dots", 1, 4_096, True, 25.117),  # v5p
+# jax 0.10.2, libtpu 0.0.42.1: 8b under fsdp on 16 chips. The sum was written with the first five at
+# hand, and is no proof of them; v4 and v6e came after it.
+COMPILED = [  # policy, windows a chip, tokens in one, the loss's value comes last, GB, within
+    ("full", 16, 256, True, 13.175, 0.01),  # v5e
+    ("full", 1, 4_096, False, 13.239, 0.01),  # v5e
+    ("sublayers", 1, 4_096, True, 15.432, 0.01),  # v5e
+    ("full", 1, 4_096, False, 13.641, 0.03),  # v5p
+    ("dots", 1, 4_096, True, 25.117, 0.03),  # v5p
+    ("full", 1, 4_096, False, 13.6, 0.03),  # v4
+    ("sublayers", 1, 4_096, True, 15.1, 0.03),  # v4
+    ("dots", 1, 4_096, True, 25.2, 0.03),  # v4
+    ("sublayers", 1, 4_096, True, 15.8, 0.03),  # v6e
 ]
 
 
 @pytest.mark.parametrize("row", COMPILED, ids=str)
 def test_memory_of_8b_is_what_the_tpu_compiler_says(row):
-    remat, rows, seq_len, value_last, peak = row
+    remat, rows, seq_len, value_last, peak, within = row
     config = dataclasses.replace(Config.llama_8b(), dtype="bfloat16", remat=remat)
     mesh = jax.sharding.AbstractMesh((16,), ("data",), (jax.sharding.AxisType.Auto,))
     step = common.make_step(config, "fsdp", mesh, 16 * rows, seq_len)
     total = sum(compiled.memory_parts(step, value_last).values())
-    assert total == pytest.approx(peak * 1e9, rel=0.05)
+    assert total == pytest.approx(peak * 1e9, rel=within)
 
 
 def test_when_the_value_is_taken():
@@ -228,6 +232,8 @@ def test_a_word_prints_its_table(word, inside):
         ("host", "--sizes=tiny,huge", "--sizes has 'huge', which is not one of tiny, small, medium, 124m"),
         ("depth", "--depths=0,8", "--depths=0,8 is not of whole numbers above 0; write --depths=1,2"),
         ("meshes", "--rules=zero", "--rules has 'zero', which is not one of dp, fsdp, tp"),
+        ("gpu", "--cases=124m:1024,1b", "--cases has '1b'; write size:tokens, 124m:1024"),
+        ("gpu", "--batches=8,0", "--batches=8,0 is not of whole numbers above 0; write --batches=1,2"),
         ("collectives", "--chips=", "--chips= is not of whole numbers above 0; write --chips=1,2"),
         ("memory", "--kinds=v9", "--kinds has 'v9', which is not one of v4, v5e, v5p, v6e, cpu"),
     ],
