@@ -8,6 +8,7 @@ all-reduce and then a slice. On TPU it is the real thing (README, Speed).
 
 import itertools
 import math
+import re
 from collections import Counter
 from typing import NamedTuple
 
@@ -15,7 +16,7 @@ import jax
 import pytest
 
 from recipes.common import report
-from recipes.common.sharding import Layout, mesh_axes, partition_spec, paths
+from recipes.common.sharding import COMPILER_OPTIONS, Layout, mesh_axes, partition_spec, paths
 from tests.entries import BATCH, CASES, ENTRIES, compile_step, compiled_step
 from zoo import dot_relu_dot, transformer
 
@@ -150,6 +151,39 @@ def check_promise(entry_name: str, layout: Layout, compiled: jax.stages.Compiled
 def test_a_step_sends_what_its_strategy_promises(entry, strategy, mesh):
     layout = ENTRIES[entry].layout(mesh, strategy)
     check_promise(entry, layout, compiled_step(entry, strategy, mesh))
+
+
+@pytest.mark.parametrize("entry_name", ENTRIES)
+def test_a_gradient_is_laid_out_as_its_weight_rests(entry_name):
+    """A TPU can scatter the sums then, where laid out as in use it would sum all on each device.
+    The CPU backend does that anyway, so this looks at what is asked of the compiler.
+    """
+    entry, layout = ENTRIES[entry_name], ENTRIES[entry_name].layout("8", "fsdp")
+
+    def mean(params, batch):
+        return entry.loss(layout.plan.bind(params), batch)[0]
+
+    batch = jax.tree.map(lambda x: x[:BATCH], entry.batches[0])
+    with layout.trace():
+        text = str(jax.make_jaxpr(jax.grad(mean))(layout.plan.shapes, batch))
+    constraint = r":f32\[([\d,]+)\] = sharding_constraint\[.*?spec=P\((.*?)\)\)"
+    found = re.findall(constraint, text, re.DOTALL)
+    asked = {(dims, spec.removesuffix(",")) for dims, spec in found}  # P('data',): of one dim
+    shapes = {path: leaf.shape for path, leaf in paths(layout.plan.shapes).items()}
+    weights = {path: axes for path, axes in paths(layout.plan.axes).items() if "embed" in axes}
+    assert weights
+    for path, axes in weights.items():
+        dims = [(n, a) for n, a in zip(shapes[path], axes, strict=True) if a != "layers"]
+        shape = ",".join(str(n) for n, _ in dims)
+        rest = ", ".join("'data'" if axis == "embed" else "None" for _, axis in dims)
+        assert (shape, rest) in asked, path
+
+
+def test_a_platform_s_options_reach_its_compiler(monkeypatch):
+    """The TPU's make reduce-scatters; no TPU is here to refuse what it does not know, so the CPU is."""
+    monkeypatch.setitem(COMPILER_OPTIONS, "cpu", {"xla_no_such_option": "true"})
+    with pytest.raises(jax.errors.JaxRuntimeError, match="xla_no_such_option"):
+        compile_step("dot_relu_dot", ENTRIES["dot_relu_dot"].layout("8", "fsdp"))
 
 
 # ---- the check can fail ----------------------------------------------------------------------------

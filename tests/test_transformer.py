@@ -177,6 +177,28 @@ def test_no_array_holds_all_logits():
     assert 4 * 16 * 4096 in sizes, "the chunks are there"
 
 
+def test_the_gradient_waits_for_the_value():
+    """So the table that the value needs is not kept through the backward pass."""
+    graph, state = nnx.split(model_of())
+    tokens = tokens_of()
+    loss = lambda s: nnx.merge(graph, s).loss(tokens, tokens)[0]  # noqa: E731
+    steps = jax.make_jaxpr(jax.grad(loss))(state).jaxpr.eqns
+    loops = [e for e in steps if e.primitive.name == "scan"]
+    (wait,) = [e for e in steps if e.primitive.name == "optimization_barrier"]
+
+    def after(first) -> list[bool]:
+        """Which loops need a result of this equation."""
+        results = {id(v) for v in first.outvars}
+        for e in steps:
+            if any(id(v) in results for v in e.invars):
+                results |= {id(v) for v in e.outvars}
+        return [any(id(v) in results for v in e.outvars) for e in loops]
+
+    # Layers and chunks of the loss, forward; chunks and layers, backward.
+    assert after(wait) == [False, False, True, True]
+    assert id(wait.invars[1]) in {id(v) for e in steps[: steps.index(wait)] for v in e.outvars}
+
+
 def test_loss_of_a_new_model_is_near_uniform():
     nats, count = model_of().loss(tokens_of(), tokens_of(seed=1))
     assert abs(nats / count - np.log(TINY.vocab_size)) < 0.7

@@ -390,7 +390,7 @@ class Transformer(nnx.Module):
 
         zeros_R = constrain(jnp.zeros(R), "batch")
         total_R, _ = jax.lax.scan(chunk, zeros_R, (chunks(x_BTD), chunks(targets_BT)))
-        return total_R.sum(), (targets_BT >= 0).sum().astype(jnp.float32)
+        return _now(total_R.sum()), (targets_BT >= 0).sum().astype(jnp.float32)
 
     def _trunk(self, tokens_BT, segment_ids_BT):
         """The last layer's output, normed, [B, T, D]; the table that unembeds it, [R, V, D]."""
@@ -409,6 +409,22 @@ class Transformer(nnx.Module):
         if not config.tie_embeddings:
             embed_RVD = _per_shard(in_use(self.unembed, config.dtype)[...])
         return self.final_norm(x_BTD), embed_RVD
+
+
+@jax.custom_vjp
+def _now(total):
+    """The loss's value, taken before its gradient, which does not need it.
+
+    XLA may else take it after the backward pass, and keep the gathered table for it all the while:
+    1 GB of each chip for 8b.
+    """
+    return total
+
+
+_now.defvjp(
+    lambda total: (total, total),
+    lambda total, grad: (jax.lax.optimization_barrier((grad, total))[0],),
+)
 
 
 def _per_shard(table_VD: jax.Array) -> jax.Array:

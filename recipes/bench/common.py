@@ -46,8 +46,7 @@ class Step(NamedTuple):
 
     def lower(self) -> jax.stages.Lowered:
         pinned = dict(donate_argnums=0, out_shardings=(sharding.shardings(self.abstract), None))
-        with self.layout.trace():
-            return jax.jit(self.function, **pinned).lower(self.abstract, self.window)
+        return self.layout.lower(self.function, self.abstract, self.window, **pinned)
 
     def compile(self) -> jax.stages.Compiled:
         return self.lower().compile()

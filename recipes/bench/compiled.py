@@ -9,6 +9,7 @@ import math
 import os
 import re
 import time
+from typing import NamedTuple
 
 import jax
 from jax.sharding import AxisType, Mesh
@@ -87,8 +88,8 @@ def _collectives_row(table: Table, flags: CollectivesFlags, size: str, chips: in
     step = make_step(config, strategy, mesh, rows, flags.seq_len)
     name = "x".join(map(str, axes.values()))
     compiled = _compile(step, f"{size} {strategy} on {flags.kind} {name}")
-    if isinstance(compiled, str):
-        table.row(size, chips, strategy, name, remat, "-", "-", "-", compiled, "-", "-")
+    if isinstance(compiled, TooLarge):
+        table.row(size, chips, strategy, name, remat, "-", "-", "-", compiled.text, "-", "-")
         return
     sent = sent_by_kind(compiled.as_text(), chips)
     least = textbook(step)
@@ -191,25 +192,49 @@ def topology(kind: str, axes: dict[str, int]) -> Mesh:
     name = f"{kind}:{TOPOLOGIES[kind][chips]}"
     # Two cores of a v4 chip are one device to JAX's meshes; newer kinds are so of themselves.
     config = {"chip_config_name": "megacore"} if kind == "v4" else {}
+    if name.count("x") == 2 and chips >= 64:
+        config["wrap"] = [True] * 3  # slices of whole cubes, 4x4x4, are tori
     described = topologies.get_topology_desc(platform="tpu", topology_name=name, **config)
     kinds = (AxisType.Auto,) * len(axes)
     return jax.make_mesh(tuple(axes.values()), tuple(axes), kinds, devices=described.devices)
 
 
-def _compile(step: Step, what: str) -> jax.stages.Compiled | str:
-    """The compiled step; or where it does not fit the chip, the compiler's word on how much."""
+class TooLarge(NamedTuple):
+    """The compiler's word on a program that its chip cannot hold."""
+
+    text: str
+    bytes: float  # that it needs
+
+
+def _compile(step: Step, what: str) -> jax.stages.Compiled | TooLarge:
     start = time.perf_counter()
     try:
         compiled = step.compile()
     except jax.errors.JaxRuntimeError as error:
-        found = re.search(r"Used ([\d.]+\w) of ([\d.]+\w) hbm", str(error)) or re.search(
-            r"temporaries \(([\d.]+\w)\) exceeds available HBM \(([\d.]+\w)\)", str(error)
-        )
-        if not found:
+        compiled = too_large(str(error), report.bytes_per_device(step.abstract))
+        if compiled is None:
             raise
-        compiled = f"does not fit: {found[1]} of {found[2]}"
     progress(f"{what}: compiled in {time.perf_counter() - start:.0f} s")
     return compiled
+
+
+def too_large(error: str, arguments: float) -> TooLarge | None:
+    """What an error of the TPU compiler says of memory, which it counts in powers of 1,024.
+
+    Args:
+      error: either counts all that the program needs, or its temporaries.
+      arguments: bytes of the step's state on a device.
+    """
+    number = r"([\d.]+)([KMGT])"
+    whole = re.search(rf"Used {number} of {number} hbm", error)
+    found = whole or re.search(
+        rf"temporaries \({number}\) exceeds available HBM \({number}\)", error
+    )
+    if not found:
+        return None
+    needed, there = (float(found[i]) * 1024 ** " KMGT".index(found[i + 1]) for i in (1, 3))
+    needed += 0 if whole else arguments
+    return TooLarge(f"does not fit: {report.size(needed)} of {report.size(there)}", needed)
 
 
 # ---- memory ----------------------------------------------------------------------------------------
@@ -239,14 +264,15 @@ def memory(flags: MemoryFlags) -> None:
         mesh = topology(kind, {"data": chips})
         step = make_step(config, flags.rules, mesh, flags.rows * chips, flags.seq_len)
         compiled = _compile(step, f"{flags.size} {remat} on {chips} {kind}")
-        if isinstance(compiled, str):
-            parts, bytes_ = memory_parts(step), None
+        if isinstance(compiled, TooLarge):
+            peak, bytes_ = compiled
         else:
-            parts = memory_parts(step, value_comes_last(compiled.as_text()))
             bytes_ = compiled.memory_analysis().peak_memory_in_bytes
+            peak = report.size(bytes_)
+        parts = memory_parts(step)
         total = sum(parts.values())
-        peak, ratio = (report.size(bytes_), f"{total / bytes_:.2f}") if bytes_ else (compiled, "-")
-        table.row(kind, chips, remat, *map(report.size, [*parts.values(), total]), peak, ratio)
+        cells = map(report.size, [*parts.values(), total])
+        table.row(kind, chips, remat, *cells, peak, f"{total / bytes_:.2f}")
     say(
         "",
         f"{flags.size}, {flags.rules}, {flags.rows} × {flags.seq_len} tokens a device.",
@@ -254,7 +280,7 @@ def memory(flags: MemoryFlags) -> None:
     )
 
 
-def memory_parts(step: Step, value_last: bool = True) -> dict[str, float]:
+def memory_parts(step: Step) -> dict[str, float]:
     """What a device holds at the larger of two moments, in bytes.
 
     Kept for the backward pass: each layer's input, and what its policy names. Either the loss is
@@ -263,9 +289,6 @@ def memory_parts(step: Step, value_last: bool = True) -> dict[str, float]:
     weights in use (one of them on its way), what one layer computes again, its float32 attention
     scores among it, and all layers' weights in compute dtype, which the compiler makes at once,
     before the loop.
-
-    Args:
-      value_last: see `value_comes_last`; the table then stays gathered through the backward pass.
     """
     layout, config = step.layout, step.config
     mesh, table = layout.mesh.shape, layout.table
@@ -278,43 +301,34 @@ def memory_parts(step: Step, value_last: bool = True) -> dict[str, float]:
     D, F = config.embed, config.mlp // over("mlp")
     q = config.num_heads * config.head_dim // over("heads")
     kv = 2 * config.num_kv_heads * config.head_dim // over("kv_heads")
-    kept = {"full": D, "sublayers": 2 * D, "dots": 2 * D + q + kv + 2 * F}
-    kept["none"] = kept["dots"] + 2 * q + 3 * F + 4 * D  # an estimate: XLA chooses what to keep
-    saved = config.num_layers * rows * length * kept[config.remat] * width
     block = max(128, -(-length // 8))  # of queries, as `attend` takes them
     ends = [min(start + block, length) for start in range(0, length, block)]
     seen = sum((end - start) * end for start, end in zip([0, *ends], ends, strict=False))
     scores = rows * config.num_heads // over("heads") * seen * 4
-    if config.remat == "none":
-        saved += config.num_layers * scores * (4 + width) // 4  # before and after the softmax
+    layer = (D * (2 * q + kv) + 3 * D * F) * width
+    kept = {"full": D, "sublayers": 2 * D, "dots": 2 * D + q + kv + 2 * F}
+    # Whatever a derivative needs: 6 D in float32, keys and values once for each block of queries.
+    kept["none"] = 6 * D * 4 // width + 5 * D + 6 * F + 2 * q + kv * sum(ends) // length
+    saved = rows * length * kept[config.remat] * width
+    if config.remat == "none":  # and weights in use, and scores before and after the softmax
+        saved += layer + scores * (4 + width) // 4
     chunk = min(length, config.loss_chunk)
     logits = rows * chunk * config.vocab_size // over("vocab") * (4 + width)
     in_use = config.vocab_size // over("vocab") * D * width
-    layer = (D * (2 * q + kv) + 3 * D * F) * width
     inside = rows * length * (2 * q + kv + 3 * F + 2 * D) * width
     params = report.bytes_per_device(step.abstract["params"])
     stacked = report.bytes_per_device(step.abstract["params"]["layers"])
     cast = stacked * width // 4 if width < 4 else 0
     loss = in_use, in_use + logits
-    backward = stacked + in_use, value_last * in_use + cast + 2 * layer + inside + scores
+    backward = stacked + in_use, cast + 2 * layer + inside + scores
     grads, at_work = max(loss, backward, key=sum)
     return {
         "parameters": params,
         "optimizer": report.bytes_per_device(step.abstract["opt_state"]),
         "gradients": grads,
-        "kept activations": saved,
+        "kept activations": config.num_layers * saved,
         "at work": at_work,
     }
-
-
-def value_comes_last(hlo: str) -> bool:
-    """Whether the compiler takes the loss's value only after the backward pass, which needs it not.
-
-    The gradient's loop computes each chunk's logits again, so the value's own loop may run before it
-    or after all others; then the table that it multiplies with stays gathered all the while.
-    """
-    loops = re.findall(r" while\(.*op_name=\"([^\"]*/while)\"", hlo)
-    return bool(loops) and "transpose" not in loops[-1]
 
 
 # ---- depth -----------------------------------------------------------------------------------------

@@ -140,7 +140,7 @@ def collectives(hlo: str) -> list[Collective]:
     """Every transfer between devices in one run of a compiled module.
 
     A loop's body counts as often as it runs, and a transfer that the compiler has split into
-    several steps of one channel counts once.
+    several steps of one channel counts once; the permutes of a ring each count, on one channel.
     """
     computations, entry = _computations(hlo)
     found, channels = [], set()
@@ -153,7 +153,8 @@ def collectives(hlo: str) -> list[Collective]:
             kind = re.fullmatch(rf"({_KINDS})(-start)?", match[2])
             if kind:
                 channel = re.search(r"channel_id=(\d+)", line)
-                if channel is None or channel[1] not in channels:
+                ring = kind[1] == "collective-permute"
+                if ring or channel is None or channel[1] not in channels:
                     channels.add(channel and channel[1])
                     found.append(_collective(kind[1], bool(kind[2]), match[1], times, line))
             else:
