@@ -89,6 +89,18 @@ def test_order_of_names_does_not_matter(text):
     assert make_mesh(text) == make_mesh("2x2x2")
 
 
+def test_axes_may_share_a_ring_of_a_tpu_slice(monkeypatch):
+    """What jax.make_mesh will not lay out (16x16 on chips wired 4x8x8) is laid out all the same."""
+    axes = {"data": 2, "fsdp": 2, "model": 2}
+    plain = mesh.arrange(axes, jax.devices())
+
+    def refuse(*_, **__):
+        raise NotImplementedError("the size of each axis must be a product of some physical ones")
+
+    monkeypatch.setattr(jax, "make_mesh", refuse)
+    assert mesh.arrange(axes, jax.devices()) == plain
+
+
 def test_no_mesh_puts_all_devices_on_data():
     assert dict(make_mesh().shape) == {"data": 8}
 

@@ -12,7 +12,7 @@ import time
 from typing import NamedTuple
 
 import jax
-from jax.sharding import AxisType, Mesh
+from jax.sharding import Mesh
 
 from recipes.bench.common import (
     SIZES,
@@ -28,7 +28,7 @@ from recipes.bench.common import (
 from recipes.common import report, sharding
 from recipes.common.cli import flag
 from recipes.common.errors import UserError
-from recipes.common.mesh import make_mesh
+from recipes.common.mesh import arrange, make_mesh
 from recipes.common.metrics import say
 from zoo.transformer import REMAT, RULES
 
@@ -195,8 +195,7 @@ def topology(kind: str, axes: dict[str, int]) -> Mesh:
     if name.count("x") == 2 and chips >= 64:
         config["wrap"] = [True] * 3  # slices of whole cubes, 4x4x4, are tori
     described = topologies.get_topology_desc(platform="tpu", topology_name=name, **config)
-    kinds = (AxisType.Auto,) * len(axes)
-    return jax.make_mesh(tuple(axes.values()), tuple(axes), kinds, devices=described.devices)
+    return arrange(axes, described.devices)
 
 
 class TooLarge(NamedTuple):

@@ -9,8 +9,10 @@ import contextlib
 import math
 import os
 import re
+from collections.abc import Sequence
 
 import jax
+from jax.experimental import mesh_utils
 from jax.sharding import AxisType, Mesh
 
 from recipes.common import processes
@@ -56,8 +58,8 @@ def make_mesh(text: str = "") -> Mesh:
     """A mesh of Auto axes over the run's devices; "" puts all of them on `data`.
 
     Without an accelerator it simulates as many CPU devices as the mesh needs, if JAX has not made
-    its devices yet; several processes simulate a share each. With accelerators the mesh must use exactly the devices that there are.
-    Raises UserError.
+    its devices yet; several processes simulate a share each. With accelerators the mesh must use
+    exactly the devices that there are. Raises UserError.
     """
     axes = parse(text) if text else {}
     wanted = math.prod(axes.values())
@@ -86,8 +88,21 @@ def make_mesh(text: str = "") -> Mesh:
             f"--mesh={text} needs {wanted} devices, found {len(devices)}; "
             f"try --mesh={suggest(len(devices), len(axes))}"
         )
+    return arrange(axes, devices[:wanted])
+
+
+def arrange(axes: dict[str, int], devices: Sequence[jax.Device]) -> Mesh:
+    """A mesh of Auto axes over these devices; on a TPU slice each axis runs along whole rings of it.
+
+    Where that cannot be, as with data=16,fsdp=16 on chips wired 4x8x8, axes share a ring.
+    """
     kinds = (AxisType.Auto,) * len(axes)  # jax.make_mesh's own default is Explicit
-    return jax.make_mesh(tuple(axes.values()), tuple(axes), kinds, devices=devices[:wanted])
+    sizes = tuple(axes.values())
+    try:
+        return jax.make_mesh(sizes, tuple(axes), kinds, devices=devices)
+    except NotImplementedError:
+        split = mesh_utils.create_device_mesh(sizes, devices, allow_split_physical_axes=True)
+        return Mesh(split, tuple(axes), axis_types=kinds)
 
 
 def suggest(devices: int, axes: int) -> str:
