@@ -243,8 +243,8 @@ def too_large(error: str, arguments: float) -> TooLarge | None:
 class MemoryFlags:
     size: str = flag("8b", "of the Transformer", choices=SIZES)
     chips: str = flag("16,256", "how many, with commas between them")
-    kinds: str = flag("v5e,v5p", "of TPU (v4, v5e, v5p, v6e, or cpu), with commas between them")
-    remats: str = flag("full,sublayers,dots", "policies, with commas between them")
+    kinds: str = flag("v4,v5e,v5p,v6e", "of TPU, or cpu, with commas between them")
+    remats: str = flag("full,sublayers,dots,none", "policies, with commas between them")
     rules: str = flag("fsdp", "strategy, a key of RULES")
     seq_len: int = flag(4_096, "tokens of context", at_least=1)
     rows: int = flag(1, "sequences a device", at_least=1)
