@@ -224,10 +224,19 @@ def test_no_word(run):
     assert done.err.count("\n") == 1
 
 
-def test_tpu_without_its_compiler(monkeypatch):
+def test_tpu_without_its_compiler(monkeypatch, capsys):
     monkeypatch.setattr(compiled, "version", lambda _: "")
     with pytest.raises(UserError, match="tpu-aot"):
-        compiled.topology("v5e", {"data": 16})
+        compiled.collectives(compiled.CollectivesFlags())
+    with pytest.raises(UserError, match="tpu-aot"):
+        compiled.memory(compiled.MemoryFlags())
+    assert capsys.readouterr().out == "", "the table has begun"
+
+
+def test_slices_that_are_not_described(monkeypatch):
+    monkeypatch.setattr(compiled, "version", lambda _: "1")
+    with pytest.raises(UserError, match="--chips has 17, and v5e slices here are of 16, 256"):
+        compiled.check_slices(["cpu", "v5e"], [16, 17])
 
 
 @pytest.mark.parametrize(

@@ -57,6 +57,7 @@ class CollectivesFlags:
 
 def collectives(flags: CollectivesFlags) -> None:
     sizes, chips = one_of("sizes", flags.sizes, SIZES), numbers("chips", flags.chips)
+    check_slices([flags.kind], chips)
     cases = itertools.product(sizes, chips, one_of("rules", flags.rules, RULES))
     table = Table("size", "chips", "rules", "mesh", "remat", "gathered", "scattered or permuted",
                   "all-reduced", "all of it", "textbook", "ratio")  # fmt: skip
@@ -171,19 +172,26 @@ def group_size(groups: str, devices: int) -> int:
 # ---- the compiler ----------------------------------------------------------------------------------
 
 
+def check_slices(kinds: list[str], counts: list[int]) -> None:
+    """Before a table begins. Raises UserError for a slice whose programs cannot be compiled here."""
+    for kind, chips in itertools.product(kinds, counts):
+        if kind == "cpu":
+            continue
+        if not version("libtpu"):
+            raise UserError(
+                f"kind {kind} needs the TPU compiler, which runs on any Linux machine; "
+                "pip install -e '.[tpu-aot]' brings it, and kind cpu does without"
+            )
+        if chips not in TOPOLOGIES[kind]:
+            known = ", ".join(map(str, TOPOLOGIES[kind]))
+            raise UserError(f"--chips has {chips}, and {kind} slices here are of {known}")
+
+
 def topology(kind: str, axes: dict[str, int]) -> Mesh:
-    """A mesh over the chips of a TPU slice that need not exist. Raises UserError."""
+    """A mesh over the chips of a TPU slice that need not exist, see check_slices."""
     chips = math.prod(axes.values())
     if kind == "cpu":
         return make_mesh(",".join(f"{axis}={n}" for axis, n in axes.items()))
-    if not version("libtpu"):
-        raise UserError(
-            f"--kind={kind} needs the TPU compiler, which runs on any Linux machine; "
-            "pip install -e '.[tpu-aot]' brings it, and --kind=cpu does without"
-        )
-    if chips not in TOPOLOGIES[kind]:
-        known = ", ".join(map(str, TOPOLOGIES[kind]))
-        raise UserError(f"--chips has {chips}, and {kind} slices here are of {known}")
     os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")  # there is no TPU to ask for
     os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")  # and none to share
     jax.config.update("jax_platforms", "cpu")
@@ -251,10 +259,9 @@ class MemoryFlags:
 
 
 def memory(flags: MemoryFlags) -> None:
-    kinds, counts = (
-        one_of("kinds", flags.kinds, [*TOPOLOGIES, "cpu"]),
-        numbers("chips", flags.chips),
-    )
+    kinds = one_of("kinds", flags.kinds, [*TOPOLOGIES, "cpu"])
+    counts = numbers("chips", flags.chips)
+    check_slices(kinds, counts)
     cases = itertools.product(kinds, counts, one_of("remats", flags.remats, REMAT))
     table = Table("kind", "chips", "remat", "parameters", "optimizer", "gradients", "kept activations",
                   "at work", "sum", "compiled peak", "sum / peak")  # fmt: skip
