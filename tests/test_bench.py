@@ -242,12 +242,14 @@ def test_slices_that_are_not_described(monkeypatch):
 @pytest.mark.parametrize(
     ("kind", "chips", "described"),
     [
-        ("v5e", 256, {}),
-        ("v5p", 16, {}),
-        ("v5p", 256, {"wrap": [True] * 3}),  # of cubes 4x4x4: a torus
-        ("v4", 16, {"chip_config_name": "megacore"}),
+        ("v5e", 256, {"topology_name": "v5e:16x16"}),
+        ("v5p", 16, {"topology_name": "v5p:2x2x4"}),
+        ("v5p", 256, {"topology_name": "v5p:4x8x8", "wrap": [True] * 3}),  # of cubes 4x4x4: a torus
+        ("v4", 16, {"topology_name": "v4:2x2x4", "chip_config_name": "megacore"}),
+        ("v4", 256, {"topology_name": "v4:4x8x8", "chip_config_name": "megacore",
+                     "wrap": [True] * 3}),
     ],
-)
+)  # fmt: skip
 def test_a_slice_is_described_as_it_is_wired(monkeypatch, kind, chips, described):
     from jax.experimental import topologies
 
@@ -257,12 +259,10 @@ def test_a_slice_is_described_as_it_is_wired(monkeypatch, kind, chips, described
         asked.update(kwargs)
         return types.SimpleNamespace(devices=jax.devices()[:1] * chips)
 
-    monkeypatch.setattr(compiled, "version", lambda _: "1")
     monkeypatch.setattr(topologies, "get_topology_desc", describe)
-    monkeypatch.setattr(compiled, "arrange", lambda axes, devices: len(devices))
-    assert compiled.topology(kind, {"data": chips}) == chips
-    del asked["platform"], asked["topology_name"]
-    assert asked == described
+    monkeypatch.setattr(compiled, "arrange", lambda axes, devices: (axes, len(devices)))
+    assert compiled.topology(kind, {"data": chips}) == ({"data": chips}, chips)
+    assert asked == {"platform": "tpu"} | described
 
 
 WORDS = {
@@ -304,6 +304,10 @@ def test_a_word_prints_its_table(word, inside):
         ("gpu", "--cases=124m:1024,1b", "--cases has '1b'; write size:tokens, 124m:1024"),
         ("gpu", "--batches=8,0", "--batches=8,0 is not of whole numbers above 0; write --batches=1,2"),
         ("collectives", "--chips=", "--chips= is not of whole numbers above 0; write --chips=1,2"),
+        ("collectives", "--model=3", "16 chips do not divide by --model=3, for tp"),
+        ("collectives", "--group=6", "16 chips do not divide by --group=6 times --model=1, for hsdp_tp"),
+        ("collectives", "--model=32", "16 chips do not divide by --model=32, for tp"),
+        ("memory", "--rules=tp", "--rules=tp is not one of dp, fsdp"),
         ("memory", "--kinds=v9", "--kinds has 'v9', which is not one of v4, v5e, v5p, v6e, cpu"),
     ],
 )  # fmt: skip

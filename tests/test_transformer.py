@@ -186,17 +186,16 @@ def test_the_gradient_waits_for_the_value():
     loops = [e for e in steps if e.primitive.name == "scan"]
     (wait,) = [e for e in steps if e.primitive.name == "optimization_barrier"]
 
-    def after(first) -> list[bool]:
-        """Which loops need a result of this equation."""
+    def needs(later, first) -> bool:
         results = {id(v) for v in first.outvars}
         for e in steps:
             if any(id(v) in results for v in e.invars):
                 results |= {id(v) for v in e.outvars}
-        return [any(id(v) in results for v in e.outvars) for e in loops]
+        return any(id(v) in results for v in later.invars)
 
     # Layers and chunks of the loss, forward; chunks and layers, backward.
-    assert after(wait) == [False, False, True, True]
-    assert id(wait.invars[1]) in {id(v) for e in steps[: steps.index(wait)] for v in e.outvars}
+    assert [needs(wait, loop) for loop in loops] == [True, True, False, False]
+    assert [needs(loop, wait) for loop in loops] == [False, False, True, True]
 
 
 def test_loss_of_a_new_model_is_near_uniform():

@@ -57,12 +57,16 @@ class CollectivesFlags:
 
 def collectives(flags: CollectivesFlags) -> None:
     sizes, chips = one_of("sizes", flags.sizes, SIZES), numbers("chips", flags.chips)
+    strategies = one_of("rules", flags.rules, RULES)
+    cases = [
+        (size, strategy, _axes(flags, size, count, strategy))
+        for size, count, strategy in itertools.product(sizes, chips, strategies)
+    ]
     check_slices([flags.kind], chips)
-    cases = itertools.product(sizes, chips, one_of("rules", flags.rules, RULES))
     table = Table("size", "chips", "rules", "mesh", "remat", "gathered", "scattered or permuted",
                   "all-reduced", "all of it", "textbook", "ratio")  # fmt: skip
-    for size, count, strategy in cases:
-        _collectives_row(table, flags, size, count, strategy)
+    for case in cases:
+        _collectives_row(table, flags, *case)
     say(
         "",
         f"Bytes that one device sends in a step over rings, {flags.tokens} tokens a "
@@ -71,14 +75,27 @@ def collectives(flags: CollectivesFlags) -> None:
     )
 
 
-def _collectives_row(table: Table, flags: CollectivesFlags, size: str, chips: int, strategy: str):
+def _axes(flags: CollectivesFlags, size: str, chips: int, strategy: str) -> dict[str, int]:
+    """Mesh axis → chips along it. Raises UserError where that leaves some over."""
     if strategy == "hsdp_tp":  # groups of chips, each with a whole copy of the weights
         model = flags.model or 1
-        group = min(flags.group, chips // model)
-        axes = {"data": chips // (group * model), "fsdp": group, "model": model}
+        group = min(flags.group, max(chips // model, 1))
+        inner, said = {"fsdp": group, "model": model}, f"--group={group} times --model={model}"
+    elif "tp" in strategy:
+        model = flags.model or (4 if size == "124m" else 8)
+        inner, said = {"model": model}, f"--model={model}"
     else:
-        model = (flags.model or (4 if size == "124m" else 8)) if "tp" in strategy else 1
-        axes = {"data": chips // model} | ({"model": model} if "tp" in strategy else {})
+        return {"data": chips}
+    data, over = divmod(chips, math.prod(inner.values()))
+    if over or not data:
+        raise UserError(f"{chips} chips do not divide by {said}, for {strategy}")
+    return {"data": data} | inner
+
+
+def _collectives_row(
+    table: Table, flags: CollectivesFlags, size: str, strategy: str, axes: dict[str, int]
+):
+    chips, model = math.prod(axes.values()), axes.get("model", 1)
     split = model > 1
     mesh = topology(flags.kind, axes)
     # Keeping the sublayers' outputs saves `tp` one of five all-reduces a layer; the others have none.
@@ -253,7 +270,9 @@ class MemoryFlags:
     chips: str = flag("16,256", "how many, with commas between them")
     kinds: str = flag("v4,v5e,v5p,v6e", "of TPU, or cpu, with commas between them")
     remats: str = flag("full,sublayers,dots,none", "policies, with commas between them")
-    rules: str = flag("fsdp", "strategy, a key of RULES")
+    rules: str = flag(
+        "fsdp", "strategy, of those that need no axis but data", choices=["dp", "fsdp"]
+    )
     seq_len: int = flag(4_096, "tokens of context", at_least=1)
     rows: int = flag(1, "sequences a device", at_least=1)
 
