@@ -1,5 +1,6 @@
 """Numbers that are not finite, signals, damaged checkpoints, full disks, two runs at once."""
 
+import errno
 import functools
 import json
 import os
@@ -21,6 +22,7 @@ import pytest
 
 from recipes.common import checkpoint
 from recipes.common.cli import Run
+from recipes.common.errors import Stopped
 from recipes.common.metrics import Log
 from recipes.common.optimizer import apply, gradients, skipping
 from recipes.common.workdir import Workdir
@@ -356,6 +358,32 @@ def test_a_last_save_that_fails_ends_the_run_cleanly(limited, trained, tmp_path)
     done = limited({}, *flags)
     assert "Resumes at step 4" in done.stdout
     assert_bit_equal(state_of(tmp_path / "w", 6), state_of(trained, 6))
+
+
+def test_what_a_failed_save_goes_on_writing_is_removed_too(tmp_path, monkeypatch, capfd):
+    """TensorStore has begun other writes by the time one fails; they make their folders anew."""
+    work = Workdir(Run(workdir=str(tmp_path)), "x")
+    work.check_data({})
+    work.begin(1, {"flags": {}, "versions": {}})
+    late, removed = tmp_path / "checkpoints" / "3.orbax-checkpoint-tmp" / "state", []
+
+    def full(*_, **__):
+        late.mkdir(parents=True)
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    def sleep(_):
+        removed.append(not late.exists())
+        if len(removed) < 3:
+            late.mkdir(parents=True)
+
+    monkeypatch.setattr(work._checkpointer, "save", full)
+    monkeypatch.setattr(time, "sleep", sleep)
+    work.save(3, {})
+    assert removed == [True] * 3
+    assert steps_saved(tmp_path) == []
+    with pytest.raises(Stopped, match=r"step 3 could not be saved \(No space left on device\)"):
+        work.close()
+    assert capfd.readouterr().err.count("\n") == 1
 
 
 def test_metrics_wait_for_room_and_no_line_is_torn(tmp_path, capfd):

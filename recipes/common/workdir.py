@@ -9,6 +9,7 @@ import pathlib
 import shutil
 import sys
 import threading
+import time
 import weakref
 from typing import IO, Any
 
@@ -230,15 +231,14 @@ class Workdir:
                     aside = aside.with_name(aside.name + "+")
                 aside.parent.mkdir(exist_ok=True)
                 self._folder(step).rename(aside)
-            self._remove_unfinished()
+            for path in self._unfinished():
+                shutil.rmtree(path)
         except OSError as error:
             raise self._cannot_write(error) from None
 
-    def _remove_unfinished(self) -> None:
+    def _unfinished(self) -> list[pathlib.Path]:
         """What a killed or failed save, or a killed removal, has left."""
-        for path in (self.path / "checkpoints").iterdir():
-            if not path.name.isdigit():
-                shutil.rmtree(path)
+        return [p for p in (self.path / "checkpoints").iterdir() if not p.name.isdigit()]
 
     # ---- saves, in the background ----
 
@@ -285,7 +285,13 @@ class Workdir:
         if processes.is_first():
             print(f"warning: the checkpoint of step {self._step} could not be saved ({self._failed}); "
                   "training goes on, and the next one is tried", file=sys.stderr, flush=True)  # fmt: skip
-            self._remove_unfinished()
+            # Its other arrays are still on their way to the disk, and make its folder anew.
+            for _ in range(10):
+                for path in self._unfinished():
+                    shutil.rmtree(path, ignore_errors=True)
+                time.sleep(0.5)
+                if not self._unfinished():
+                    break
 
     def _join(self) -> None:
         if self._saving:
