@@ -67,13 +67,11 @@ def inside(monkeypatch, capfd):
     def command(module: str, *flags: str) -> Finished:
         handlers = {s: signal.getsignal(s) for s in (signal.SIGINT, signal.SIGTERM)}
         monkeypatch.setattr(sys, "argv", [module, *flags])
-        monkeypatch.setattr(
-            os, "_exit", sys.exit
-        )  # of a mistake: it ends the command, not the tests
         monkeypatch.setattr(preemption, "_asked", "")
         monkeypatch.setattr(os, "_exit", sys.exit)  # a mistake ends the command, not pytest
         monkeypatch.setattr(sys, "unraisablehook", sys.unraisablehook)
         capfd.readouterr()
+        gc.freeze()  # what is there before the command is not looked through after it
         code = 0
         try:
             runpy.run_module(module, run_name="__main__")
@@ -83,6 +81,7 @@ def inside(monkeypatch, capfd):
             for number, handler in handlers.items():
                 signal.signal(number, handler)
             gc.collect()  # a failed run's files are closed, and its lock is gone
+            gc.unfreeze()
         out, err = capfd.readouterr()
         return Finished(subprocess.CompletedProcess([], code, out, err))
 

@@ -122,8 +122,11 @@ def compile_step(entry_name: str, layout: sharding.Layout) -> jax.stages.Compile
     batch = layout.abstract_batch(jax.tree.map(lambda x: x[0], entry.batches[0]), BATCH)
     where = sharding.shardings(abstract)
     outputs = (where, layout.replicated, where["params"])
-    # What lies where and what is sent is decided before LLVM, which takes most of the time.
+    # What lies where and what is sent is decided before code is generated, which takes most of the
+    # time: least where LLVM does not optimize it, and where the older generator of loops makes it.
     quick = {"xla_backend_optimization_level": 0}
+    if jax.__version_info__ < (0, 11):  # newer ones have no other generator
+        quick["xla_cpu_use_fusion_emitters"] = False
     return layout.compile(
         train_step, abstract, batch, out_shardings=outputs, compiler_options=quick
     )

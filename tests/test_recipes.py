@@ -2,6 +2,7 @@
 
 import json
 import re
+import shutil
 
 import jax
 import numpy as np
@@ -11,11 +12,11 @@ from tests.runs import TINY, assert_bit_equal, records, state_of
 
 
 @pytest.fixture
-def train(run, book):
+def train(inside, book):
     """A function of flags that trains a tiny Transformer and returns what it printed."""
 
-    def command(*flags):
-        done = run("recipes.transformer", *TINY, book, *flags)
+    def command(*flags, by=inside):
+        done = by("recipes.transformer", *TINY, book, *flags)
         assert done.code == 0, done.err
         assert done.err == "", "the terminal is for what the user needs"
         return done.out
@@ -23,10 +24,9 @@ def train(run, book):
     return command
 
 
-def test_what_a_user_sees_in_order(train, tmp_path):
-    out = train(
-        "--mesh=4x2", "--steps=20", f"--workdir={tmp_path}", "--sample_bytes=40", "--prompt=def "
-    )
+def test_what_a_user_sees_in_order(train, run, tmp_path):
+    flags = ("--mesh=4x2", "--steps=20", "--sample_bytes=40", "--prompt=def ")
+    out = train(*flags, f"--workdir={tmp_path}", by=run)
     marks = [
         "mesh 4x2 (data 4 × model 2) · rules fsdp_tp · 8 simulated CPU devices",
         "parameter ",
@@ -90,15 +90,13 @@ def test_parameter_paths_are_public(train, tmp_path, golden):
     )
 
 
-def test_a_run_in_two_parts_is_the_unbroken_run(train, tmp_path):
+def test_a_run_in_two_parts_is_the_unbroken_run(train, run, tmp_path):
     """Stopped after step 20 of 40 (its newest checkpoint is all that is left) and started again."""
-    flags = ("--mesh=4x2", "--checkpoint_every=20")
-    train(*flags, "--steps=40", f"--workdir={tmp_path / 'whole'}")
-    train(*flags, "--steps=40", f"--workdir={tmp_path / 'parts'}")
-    import shutil
-
+    flags = ("--mesh=4x2", "--checkpoint_every=20", "--steps=40")
+    train(*flags, f"--workdir={tmp_path / 'whole'}")
+    train(*flags, f"--workdir={tmp_path / 'parts'}")
     shutil.rmtree(tmp_path / "parts" / "checkpoints" / "40")
-    out = train(*flags, "--steps=40", f"--workdir={tmp_path / 'parts'}")
+    out = train(*flags, f"--workdir={tmp_path / 'parts'}", by=run)
     assert f"Resumes at step 20, from {tmp_path}/parts/checkpoints/20." in out
     assert_bit_equal(state_of(tmp_path / "whole", 40), state_of(tmp_path / "parts", 40))
     fields = ("step", "loss", "grad_norm", "learning_rate")
@@ -224,7 +222,7 @@ def test_mistakes(flags, sentence, run, tmp_path):
     assert not (tmp_path / "w").exists()
 
 
-def test_a_workdir_of_another_run_is_refused(train, run, book, tmp_path):
+def test_a_workdir_of_another_run_is_refused(train, inside, book, tmp_path):
     train("--mesh=1x1", "--steps=1", f"--workdir={tmp_path}")
     before = {p: p.stat().st_mtime_ns for p in tmp_path.rglob("*")}
     for flag in (
@@ -234,16 +232,17 @@ def test_a_workdir_of_another_run_is_refused(train, run, book, tmp_path):
         "--seq_len=16",
         "--size=small",
     ):
-        done = run("recipes.transformer", *TINY, book, "--mesh=1x1", f"--workdir={tmp_path}", flag)
+        flags = (*TINY, book, "--mesh=1x1", f"--workdir={tmp_path}", flag)
+        done = inside("recipes.transformer", *flags)
         assert done.code == 2, flag
         assert done.err.startswith(f"error: {flag} is not what this run began with, ")
     assert {p: p.stat().st_mtime_ns for p in tmp_path.rglob("*")} == before
 
 
-def test_other_shapes_name_the_parameter_and_both(train, run, book, tmp_path):
+def test_other_shapes_name_the_parameter_and_both(train, inside, book, tmp_path):
     train("--mesh=1x1", "--steps=1", f"--workdir={tmp_path / 'a'}")
-    done = run("recipes.transformer", "--size=small", book, "--mesh=1x1", "--steps=0",
-               f"--restore_from={tmp_path / 'a'}", f"--workdir={tmp_path / 'b'}")  # fmt: skip
+    done = inside("recipes.transformer", "--size=small", book, "--mesh=1x1", "--steps=0",
+                  f"--restore_from={tmp_path / 'a'}", f"--workdir={tmp_path / 'b'}")  # fmt: skip
     assert done.code == 2
     assert "embed has shape [384, 64] in checkpoint" in done.err
     assert "and [384, 128] in this model" in done.err

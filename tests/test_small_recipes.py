@@ -11,11 +11,11 @@ from recipes.common.sharding import paths
 
 
 @pytest.fixture
-def train(run):
+def train(inside):
     """A function of a recipe and flags that returns what it printed."""
 
-    def command(recipe, *flags):
-        done = run(f"recipes.{recipe}", *flags)
+    def command(recipe, *flags, by=inside):
+        done = by(f"recipes.{recipe}", *flags)
         assert done.code == 0, done.err
         assert done.err == ""
         return done.out
@@ -38,8 +38,8 @@ def is_png(path):
     return path.read_bytes().startswith(b"\x89PNG") and path.stat().st_size > 5_000
 
 
-def test_dot_relu_dot_learns_its_teacher_and_shows_who_holds_what(train, tmp_path):
-    out = train("dot_relu_dot", "--mesh=2x4", "--log_every=1", f"--workdir={tmp_path}")
+def test_dot_relu_dot_learns_its_teacher_and_shows_who_holds_what(train, run, tmp_path):
+    out = train("dot_relu_dot", "--mesh=2x4", "--log_every=1", f"--workdir={tmp_path}", by=run)
     losses = [loss for (loss,) in records(tmp_path, "loss")]
     assert len(losses) == 200
     assert losses[0] / losses[-1] > 100
@@ -67,8 +67,8 @@ def test_dot_relu_dot_learns_its_teacher_and_shows_who_holds_what(train, tmp_pat
     assert is_png(tmp_path / "layout.png")
 
 
-def test_mlp_reads_digits_and_evaluates_the_same_on_another_mesh(train, run, tmp_path):
-    out = train("mlp", "--mesh=4x2", f"--workdir={tmp_path / 'm'}")
+def test_mlp_reads_digits_and_evaluates_the_same_on_another_mesh(train, run, inside, tmp_path):
+    out = train("mlp", "--mesh=4x2", f"--workdir={tmp_path / 'm'}", by=run)
     ((accuracy,),) = records(tmp_path / "m", "held_out_accuracy")
     assert accuracy > 0.96
     sentence = f"Held-out accuracy {accuracy:.4f}: {accuracy * 360:.0f} of 360 images; loss "
@@ -79,11 +79,11 @@ def test_mlp_reads_digits_and_evaluates_the_same_on_another_mesh(train, run, tmp
     elsewhere = ("--steps=0", f"--restore_from={tmp_path / 'm'}", f"--workdir={tmp_path / 'b'}")
     assert sentence in train("mlp", "--mesh=1x8", "--rules=tp", *elsewhere)
     assert not (tmp_path / "b").exists()
-    done = run("recipes.mlp", "--mesh=1x8", "--embed=32", *elsewhere)
+    done = inside("recipes.mlp", "--mesh=1x8", "--embed=32", *elsewhere)
     assert done.code == 2
     assert "has shape [64] in checkpoint" in done.err
     assert "and [32] in this model" in done.err
-    done = run("recipes.dot_relu_dot", *elsewhere)
+    done = inside("recipes.dot_relu_dot", *elsewhere)
     assert done.code == 2
     assert "is of 'mlp', not 'dot_relu_dot'; give another" in done.err
 
@@ -133,8 +133,8 @@ def test_parameter_paths_are_public(golden):
         ("dot_relu_dot", ("--restore_from=no/such",), "--restore_from=no/such does not exist"),
     ],
 )  # fmt: skip
-def test_mistakes(recipe, flags, sentence, run, tmp_path):
-    done = run(f"recipes.{recipe}", f"--workdir={tmp_path / 'w'}", *flags)
+def test_mistakes(recipe, flags, sentence, inside, tmp_path):
+    done = inside(f"recipes.{recipe}", f"--workdir={tmp_path / 'w'}", *flags)
     assert done.code == 2, done.out
     assert done.out == ""
     assert done.err.startswith("error: ")
