@@ -10,6 +10,7 @@ import shutil
 import sys
 import threading
 import time
+import warnings
 import weakref
 from typing import IO, Any
 
@@ -204,6 +205,9 @@ class Workdir:
         self._saving: threading.Thread | None = None
         self._failed = ""  # why the last save did not work
         processes.from_first(self._prepare)
+        # All coroutines are Orbax's. Those that a failed save drops before they have begun are no
+        # news to a user, who is told of the failure.
+        warnings.filterwarnings("ignore", "coroutine .* was never awaited", RuntimeWarning)
         self._checkpointer = ocp.AsyncCheckpointer(
             ocp.CompositeCheckpointHandler(
                 state=ocp.PyTreeCheckpointHandler(
