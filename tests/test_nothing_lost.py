@@ -392,6 +392,25 @@ def test_what_a_failed_save_goes_on_writing_is_removed_too(tmp_path, monkeypatch
     assert capfd.readouterr().err.count("\n") == 1
 
 
+def test_what_a_user_puts_beside_the_checkpoints_stays_as_it_is(tmp_path):
+    """A copy under another name, the file manager's own file; what a killed run left goes."""
+    there = tmp_path / "checkpoints"
+    for name in ("3.mine", "best", "3.orbax-checkpoint-tmp", "1.removed"):
+        (there / name).mkdir(parents=True)
+        (there / name / "file").write_text(name)
+    (there / ".DS_Store").write_text("x")
+    work = Workdir(Run(workdir=str(tmp_path)), "x")
+    work.check_data({})
+    work.begin(1, {"flags": {}, "versions": {}})
+    assert {p.name for p in there.iterdir()} == {"3.mine", "best", ".DS_Store"}
+    for step in (2, 3):
+        work.save(step, {"x": jnp.ones(3)})
+    work.close()
+    assert {p.name for p in there.iterdir()} == {"3", "3.mine", "best", ".DS_Store"}
+    assert [p.name for p in (there / "3.mine").iterdir()] == ["file"]
+    assert (there / "3" / "hashes.json").exists()
+
+
 def test_metrics_wait_for_room_and_no_line_is_torn(tmp_path, capfd):
     log = Log(tmp_path / "metrics.jsonl", 0, Run(), "x", 1)
     log.write({"step": 1, "loss": 1.0, **{f"{i:05}": 0 for i in range(10_000)}})

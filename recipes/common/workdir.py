@@ -26,6 +26,8 @@ from recipes.common.mesh import describe
 from recipes.common.sharding import Layout, Tree
 
 CONFIG = "config.json"
+TEMPORARY = ".orbax-checkpoint-tmp"  # how Orbax calls a checkpoint's folder until it is whole
+REMOVED = ".removed"  # and we, from when it goes until it is gone
 
 
 class Workdir:
@@ -241,8 +243,9 @@ class Workdir:
             raise self._cannot_write(error) from None
 
     def _unfinished(self) -> list[pathlib.Path]:
-        """What a killed or failed save, or a killed removal, has left."""
-        return [p for p in (self.path / "checkpoints").iterdir() if not p.name.isdigit()]
+        """What a killed or failed save, or a killed removal, has left; nothing that is not ours."""
+        checkpoints = self.path / "checkpoints"
+        return [*checkpoints.glob(f"*{TEMPORARY}*"), *checkpoints.glob(f"*{REMOVED}")]
 
     # ---- saves, in the background ----
 
@@ -276,13 +279,13 @@ class Workdir:
             self._fail(error)
 
     def _hash(self) -> None:
-        for folder in (self.path / "checkpoints").glob(f"{self._step}.*"):  # Orbax's name for now
+        for folder in (self.path / "checkpoints").glob(f"{self._step}{TEMPORARY}*"):
             checkpoint.write_hashes(folder)
 
     def _remove_old(self) -> None:
         """All but the newest finished checkpoints; each vanishes at once, then its files go."""
         for step in checkpoint.steps_in(self.path / "checkpoints")[: -self._keep]:
-            shutil.rmtree(self._folder(step).rename(self._folder(step).with_suffix(".removed")))
+            shutil.rmtree(self._folder(step).rename(self._folder(step).with_suffix(REMOVED)))
 
     def _fail(self, error: Exception) -> None:
         self._failed = reason(error)
