@@ -5,7 +5,7 @@ import pathlib
 
 
 class DataError(ValueError):
-    """The data is not what was promised; the message is one sentence with the fix."""
+    """The data can't be used; the message is one line with the fix."""
 
 
 def cache_dir() -> pathlib.Path:

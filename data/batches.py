@@ -1,18 +1,30 @@
-"""Batches of a random-access source, with Grain: batch k is a pure function of (seed, k)."""
+"""Batches of a random-access dataset, with Grain: batch k is a pure function of (seed, k)."""
 
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import grain
 import numpy as np
 
-Example = Any  # an array, or a dict of arrays
+Example = dict[str, np.ndarray]  # argument of the model's loss → one row of it
 
 _EPOCHS = 1_000_000  # "forever": Grain counts elements in 63 bits
 
 
+class Dataset(NamedTuple):
+    """What a data module's `load` returns."""
+
+    train: grain.sources.RandomAccessDataSource  # of examples
+    held_out: grain.sources.RandomAccessDataSource
+    filler: Example  # fills up the last held-out batch and counts nothing
+    unit: str  # what throughput counts, "tokens"
+    units: int  # of them in an example
+    config: dict[str, Any]  # fields of the model's Config that the data decides
+    facts: dict[str, Any]  # dataset, fingerprint, …: equal where the examples are equal
+
+
 def train_batches(
-    source: grain.sources.RandomAccessDataSource,
+    data: Dataset,
     batch_size: int,
     seed: int,
     first: int = 0,
@@ -25,26 +37,20 @@ def train_batches(
     """
     shard = shard or grain.sharding.ShardByJaxProcess()
     shards, mine = shard.shard_count, shard.shard_index
-    examples = grain.MapDataset.source(source).seed(seed).shuffle().repeat(_EPOCHS)
+    examples = grain.MapDataset.source(data.train).seed(seed).shuffle().repeat(_EPOCHS)
     parts = examples.batch(batch_size // shards)  # part k·shards + i is process i's of batch k
-    # One thread reads 30 million tokens a second; more threads only fight over Python's lock.
+    # One thread is faster than any recipe's step; more would only compete for Python's lock.
     options = grain.ReadOptions(num_threads=1, prefetch_buffer_size=16)
     return parts.slice(slice(first * shards + mine, None, shards)).to_iter_dataset(options)
 
 
 def held_out_batches(
-    source: grain.sources.RandomAccessDataSource,
-    batch_size: int,
-    filler: Example,
-    shard: grain.sharding.ShardOptions | None = None,
+    data: Dataset, batch_size: int, shard: grain.sharding.ShardOptions | None = None
 ) -> Iterator[Example]:
-    """Every example once, in order; the last batch is filled up with `filler`, which counts nothing."""
+    """Every held-out example once, in order; the last batch is filled up with `filler`."""
     shard = shard or grain.sharding.ShardByJaxProcess()
-    rows = batch_size // shard.shard_count
+    rows, source = batch_size // shard.shard_count, data.held_out
     for first in range(0, len(source), batch_size):
         start = first + shard.shard_index * rows
-        mine = [source[i] if i < len(source) else filler for i in range(start, start + rows)]
-        if isinstance(filler, dict):
-            yield {name: np.stack([example[name] for example in mine]) for name in filler}
-        else:
-            yield np.stack(mine)
+        mine = [source[i] if i < len(source) else data.filler for i in range(start, start + rows)]
+        yield {name: np.stack([example[name] for example in mine]) for name in data.filler}

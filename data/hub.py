@@ -1,4 +1,4 @@
-"""The library `datasets`: imported late, kept quiet, its errors told in one sentence."""
+"""The library `datasets`: imported late, kept quiet, its errors told in one line."""
 
 from collections.abc import Iterable
 from typing import Any
@@ -9,7 +9,7 @@ Rows = Iterable[dict[str, Any]]
 
 
 def library():
-    """`datasets`, imported when it is needed: it takes 0.7 s, and a prepared corpus none of them."""
+    """`datasets`, imported only when needed: it takes 0.7 s, and a prepared corpus does without."""
     import datasets
 
     datasets.logging.set_verbosity(datasets.logging.CRITICAL)  # errors come back as exceptions
@@ -25,11 +25,13 @@ def load(name: str, dataset: str) -> dict[str, Rows]:
       dataset: what to call it in a message.
     """
     name, _, config = name.partition(":")
+    if not name:
+        raise DataError(f"--dataset={dataset} names no dataset; use hf:NAME")
     try:
         return library().load_dataset(name, config or None, streaming=True)
     except Exception as error:
         raise DataError(
-            f"--dataset={dataset} could not be loaded ({reason(error)}); is its name right?"
+            f"--dataset={dataset} could not be loaded ({reason(error)}); check its name"
         ) from error
 
 
@@ -41,7 +43,7 @@ def train_and_held_out(splits: dict[str, Rows]) -> tuple[Rows, Rows | None]:
 
 
 def told(rows: Rows, dataset: str) -> Rows:
-    """`rows`; what goes wrong while they are read is told in one sentence."""
+    """`rows`; an error of reading them becomes a DataError."""
     try:
         yield from rows
     except Exception as error:

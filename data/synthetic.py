@@ -1,16 +1,15 @@
 """A teacher network's answers to random questions: data to learn a DotReluDot from.
 
-y = relu(x · W1) · W2 with fixed random weights. Example i is a pure function of (seed, i), made when
-it is asked for: nothing is stored, and any process can make any part.
+y = relu(x · W1) · W2 with fixed random weights. Example i is a pure function of (seed, i), computed
+on demand: nothing is stored, and any process can make any part.
 """
 
 import hashlib
-from collections.abc import Iterator
 
 import grain
 import numpy as np
 
-from data import batches
+from data.batches import Dataset
 
 TRAIN, HELD_OUT = 1_000_000, 4_096  # examples
 
@@ -28,7 +27,7 @@ class Teacher(grain.sources.RandomAccessDataSource):
         return self._length
 
     def __getitem__(self, i):
-        # One example at a time: a product of matrices rounds otherwise in batches of other sizes.
+        # One example at a time: a matmul rounds differently in batches of other sizes.
         rng = np.random.Generator(np.random.Philox(key=self._key, counter=[0, 0, 0, int(i)]))
         x_D = rng.standard_normal(len(self._w1_DF), np.float32)
         y_D = np.maximum(x_D @ self._w1_DF, 0) @ self._w2_FD
@@ -40,18 +39,15 @@ class Teacher(grain.sources.RandomAccessDataSource):
         return hashlib.sha256(b"".join(part.tobytes() for part in parts)).hexdigest()
 
 
-def train(embed: int, hidden: int, seed: int) -> Teacher:
-    return Teacher(embed, hidden, seed, 0, TRAIN)
-
-
-def held_out(embed: int, hidden: int, seed: int) -> Teacher:
-    """Questions that `train` never asks, of the same teacher."""
-    return Teacher(embed, hidden, seed, 1, HELD_OUT)
-
-
-def held_out_batches(
-    teacher: Teacher, batch_size: int, shard: grain.sharding.ShardOptions | None = None
-) -> Iterator[dict[str, np.ndarray]]:
-    """Every example once; those that fill up the last batch have weight 0."""
-    filler = {name: np.zeros_like(value) for name, value in teacher[0].items()}
-    return batches.held_out_batches(teacher, batch_size, filler, shard)
+def load(embed: int, hidden: int, seed: int) -> Dataset:
+    """One teacher's questions: those to train on, and others that are held out."""
+    train = Teacher(embed, hidden, seed, 0, TRAIN)
+    return Dataset(
+        train=train,
+        held_out=Teacher(embed, hidden, seed, 1, HELD_OUT),
+        filler={name: np.zeros_like(value) for name, value in train[0].items()},  # of weight 0
+        unit="examples",
+        units=1,
+        config={},
+        facts={"dataset": "teacher", "fingerprint": train.fingerprint()},
+    )

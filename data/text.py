@@ -5,10 +5,10 @@ The default corpus is the Python standard library's own source, which every mach
     corpus("stdlib")             # *.py of this Python, split into train and held-out by file
     corpus("notes.txt")          # a text file, or a folder of them: a document each
     corpus("docs.jsonl")         # JSON Lines, or Parquet: the column `text` of each row
-    corpus("hf:org/name")        # the Hub's, or with hf:org/name:config one configuration of it
+    corpus("hf:org/name")        # a dataset of the Hub, or hf:org/name:config for one configuration
 
-A token is a byte, 0 to 255; 256 stands in front of each document. Windows overlap by one token, so
-that every token but the first is a target once an epoch.
+A token is a byte, 0 to 255; 256 precedes each document. Windows overlap by one token, so that every
+token but the first is a target once an epoch.
 """
 
 import hashlib
@@ -24,10 +24,11 @@ from typing import NamedTuple
 import grain
 import numpy as np
 
-from data import DataError, batches, cache_dir, hub
+from data import DataError, cache_dir, hub
+from data.batches import Dataset, Example
 
 START = 256  # the token in front of each document
-VOCAB_SIZE = 384  # 257 tokens, padded to a multiple of 128 so that the dim shards
+VOCAB_SIZE = 384  # 257 tokens, padded to a multiple of 128 so that the dim can be sharded
 HELD_OUT = 0.01  # of the documents, where the dataset has no split of its own
 
 
@@ -45,15 +46,48 @@ def encode(text: str | bytes) -> np.ndarray:
 
 
 def decode(tokens) -> str:
-    """Tokens → text; START and padding vanish, bytes that are not UTF-8 become U+FFFD."""
+    """Tokens → text; START and padding are dropped, bytes that are not UTF-8 become U+FFFD."""
     return bytes(int(t) for t in tokens if 0 <= t < START).decode(errors="replace")
 
 
-# ---- batches ---------------------------------------------------------------------------------
+# ---- examples --------------------------------------------------------------------------------
+
+
+def load(dataset: str = "stdlib", text_column: str = "text", seq_len: int = 128) -> Dataset:
+    """A corpus as examples of `seq_len` tokens; arguments as `corpus` takes them.
+
+    Raises DataError if there is no such text, or less of it than one example.
+    """
+    found = corpus(dataset, text_column)
+    for part, tokens in (("training", found.train), ("held-out", found.held_out)):
+        if len(tokens) <= seq_len:
+            raise DataError(
+                f"--dataset={dataset} has {len(tokens)} {part} tokens, fewer than one window of "
+                f"--seq_len={seq_len} and its target; use more text or a shorter --seq_len"
+            )
+    return Dataset(
+        train=_Windows(found.train, seq_len),
+        held_out=_Windows(found.held_out, seq_len),
+        filler=example(np.full(seq_len + 1, -1, np.int32)),
+        unit="tokens",
+        units=seq_len,
+        config={},
+        facts={"dataset": dataset, "seq_len": seq_len, "fingerprint": found.fingerprint},
+    )
+
+
+def example(window: np.ndarray) -> Example:
+    """The loss's arguments, [..., T], for windows of T + 1 tokens; -1 is padding.
+
+    Segment ids count documents: a position attends only within its own.
+    """
+    tokens = np.maximum(window[..., :-1], 0)
+    segment_ids = np.cumsum(tokens == START, axis=-1, dtype=np.int32)
+    return {"tokens": tokens, "targets": window[..., 1:], "segment_ids": segment_ids}
 
 
 class _Windows(grain.sources.RandomAccessDataSource):
-    """Window i of a flat token file: int32 [length + 1]."""
+    """Example i of a flat token file: its tokens from i · length on."""
 
     def __init__(self, tokens: np.ndarray, length: int):
         self._tokens, self._length = tokens, length
@@ -63,41 +97,7 @@ class _Windows(grain.sources.RandomAccessDataSource):
 
     def __getitem__(self, i):
         start = int(i) * self._length
-        return self._tokens[start : start + self._length + 1].astype(np.int32)
-
-
-def check(corpus: Corpus, seq_len: int) -> None:
-    """Raises DataError if either part is shorter than one window."""
-    for part, tokens in (("training", corpus.train), ("held-out", corpus.held_out)):
-        if len(tokens) <= seq_len:
-            raise DataError(
-                f"--dataset={corpus.name} has {len(tokens)} {part} tokens, fewer than one window "
-                f"of --seq_len={seq_len} and its target; give more text or a shorter --seq_len"
-            )
-
-
-def train_batches(
-    corpus: Corpus,
-    seq_len: int,
-    batch_size: int,
-    seed: int,
-    first: int = 0,
-    shard: grain.sharding.ShardOptions | None = None,
-) -> grain.IterDataset:
-    """Batches of windows, from batch `first` on: int32 [batch_size / shards, seq_len + 1]."""
-    windows = _Windows(corpus.train, seq_len)
-    return batches.train_batches(windows, batch_size, seed, first, shard)
-
-
-def held_out_batches(
-    corpus: Corpus,
-    seq_len: int,
-    batch_size: int,
-    shard: grain.sharding.ShardOptions | None = None,
-) -> Iterator[np.ndarray]:
-    """Every held-out window once, in order; the last batch is filled up with rows of -1."""
-    filler = np.full(seq_len + 1, -1, np.int32)
-    return batches.held_out_batches(_Windows(corpus.held_out, seq_len), batch_size, filler, shard)
+        return example(self._tokens[start : start + self._length + 1].astype(np.int32))
 
 
 # ---- from a dataset to flat files ------------------------------------------------------------
@@ -152,15 +152,15 @@ def _by_file(files: list[pathlib.Path], root: pathlib.Path) -> Iterator[tuple[bo
 
 def _files(dataset: str) -> tuple[list[pathlib.Path], pathlib.Path]:
     if not dataset:
-        raise DataError("--dataset= is empty; give stdlib, a path, or hf:NAME")
+        raise DataError("--dataset= is empty; use stdlib, a path, or hf:NAME")
     path = pathlib.Path(dataset).expanduser()
     if not path.exists():
-        raise DataError(f"--dataset={dataset} does not exist; give a file, a folder, or hf:NAME")
+        raise DataError(f"--dataset={dataset} does not exist; use a file, a folder, or hf:NAME")
     if path.is_file():
         return [path], path.parent
     files = sorted(p for p in path.rglob("*") if p.is_file() and not p.name.startswith("."))
     if not files:
-        raise DataError(f"--dataset={dataset} is an empty folder; put text files into it")
+        raise DataError(f"--dataset={dataset} is an empty folder; add text files to it")
     return files, path
 
 
@@ -179,7 +179,7 @@ def _from_files(dataset: str, files: list[pathlib.Path], column: str):
                 yield _held_out(document), document
         except DataError:
             raise
-        except Exception as error:  # datasets wraps the reader's own error; say what a person needs
+        except Exception as error:  # datasets wraps the reader's own error
             raise DataError(_diagnose(dataset, path, kind, error)) from error
 
 
@@ -208,7 +208,9 @@ def _text(row: dict, column: str, dataset: str) -> bytes:
 
 
 def _diagnose(dataset: str, path: pathlib.Path, kind: str, error: Exception) -> str:
-    """Why a local file could not be read, in one sentence."""
+    """Why a local file could not be read, in one line."""
+    if not path.stat().st_size:
+        return f"--dataset={dataset}: {path.name} is empty; use a file with text in it"
     if kind != "parquet":
         for number, line in enumerate(path.read_bytes().split(b"\n"), start=1):
             where = f"--dataset={dataset}: {path.name} line {number}"
@@ -219,12 +221,12 @@ def _diagnose(dataset: str, path: pathlib.Path, kind: str, error: Exception) -> 
             except UnicodeDecodeError:
                 return f"{where} is not UTF-8; convert the file"
             except json.JSONDecodeError as broken:
-                return f"{where} is not JSON ({broken.msg}); mend it"
+                return f"{where} is not JSON ({broken.msg}); fix it"
     return f"--dataset={dataset}: {path.name} could not be read as {kind} ({hub.reason(error)})"
 
 
 def _write(folder: pathlib.Path, documents: Iterable[tuple[bool, bytes]], dataset: str) -> None:
-    """Writes the flat files beside their place, a document at a time, and moves them into it whole."""
+    """Writes the flat files to a temporary folder, document by document, and renames it in place."""
     folder.parent.mkdir(parents=True, exist_ok=True)
     beside = pathlib.Path(tempfile.mkdtemp(dir=folder.parent, prefix=folder.name))
     train, held = beside / "train.bin", beside / "held_out.bin"
@@ -244,9 +246,9 @@ def _write(folder: pathlib.Path, documents: Iterable[tuple[bool, bytes]], datase
         os.replace(beside, folder)
     except BaseException as error:
         shutil.rmtree(beside)
-        if (folder / "fingerprint").exists():  # another process was faster, with the same bytes
+        if (folder / "fingerprint").exists():  # another process wrote the same bytes first
             return
-        for empty in (folder.parent, cache_dir()):  # a mistake leaves no trace
+        for empty in (folder.parent, cache_dir()):  # a user error leaves nothing behind
             if not any(empty.iterdir()):
                 empty.rmdir()
         raise error
@@ -256,7 +258,7 @@ def _split_tail(train: pathlib.Path, held: pathlib.Path, dataset: str) -> None:
     """Too few documents to split by document: holds out the last twentieth of the text."""
     tokens = np.concatenate([np.fromfile(path, np.uint16) for path in (train, held)])
     if len(tokens) <= 1:
-        raise DataError(f"--dataset={dataset} is empty; give a file with text in it")
+        raise DataError(f"--dataset={dataset} is empty; use a file with text in it")
     head, tail = np.split(tokens, [len(tokens) - max(1, len(tokens) // 20)])
     head.tofile(train)
     tail.tofile(held)

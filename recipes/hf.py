@@ -1,120 +1,102 @@
-"""Brings a Hugging Face model folder of the Llama family into the zoo, and back.
+"""Imports Hugging Face model folders of the Llama family into the zoo, and exports them back.
 
     python -m recipes.hf import --source=DIR --target=DIR       # a checkpoint of zoo/transformer.py
     python -m recipes.hf export --source=DIR --target=DIR       # a folder that transformers loads
 
-DIR to import is a folder with config.json and *.safetensors, or ORG/NAME of the Hub; DIR to export
-is a run's workdir or a checkpoint. A recipe reads a model folder itself, too: --restore_from=hf:DIR.
+The DIR to import is a folder with config.json and *.safetensors, or ORG/NAME on the Hub; the DIR to
+export is a run's workdir or a checkpoint. A recipe also reads model folders itself, without an
+import: --restore_from=hf:DIR.
 """
 
 import dataclasses
-import functools
 import pathlib
-import sys
 
 import jax
 import numpy as np
 from flax import nnx
 
-from recipes.common import checkpoint, folders, hf, report, sharding
-from recipes.common.cli import flag, start
-from recipes.common.errors import UserError
-from recipes.common.mesh import make_mesh
-from recipes.common.metrics import say
-from zoo.transformer import RULES, Config, Transformer
+from recipes.common import checkpoint, hf
+from recipes.common.analysis import report
+from recipes.common.runtime import folders
+from recipes.common.runtime.errors import UserError
+from recipes.common.runtime.flags import flag
+from recipes.common.runtime.mesh import arrange, make_mesh
+from recipes.common.runtime.start import choose
+from recipes.common.runtime.terminal import print0
+from recipes.common.sharding.abstract import paths
+from recipes.common.sharding.layout import Layout
 
 
 @dataclasses.dataclass(frozen=True)
 class Export:
-    source: str = flag("", "folder to read, as above")
-    target: str = flag("", "new folder to write")
+    source: str = flag("", "Folder to read, as above.")
+    target: str = flag("", "New folder to write.")
 
 
 @dataclasses.dataclass(frozen=True)
 class Import(Export):
-    mesh: str = flag("", "devices to read onto, as of every recipe; empty: all on data")
-    rules: str = flag("", "strategy, a key of RULES in zoo/transformer.py; empty: by the mesh")
+    mesh: str = flag("", "Device mesh to read onto, as in every recipe; empty: all on data.")
+    rules: str = flag("", "Sharding rules, as in every recipe; empty: chosen by the mesh.")
 
 
 def import_(flags: Import) -> None:
     target = new_folder(flags)
 
-    # ---- Their folder is checked whole, and laid out on the mesh, before a tensor is read -------
+    # ---- The folder is checked and laid out on the mesh before any tensor is read ---------------
     folder = hf.Folder(hf.locate(flags.source.removeprefix("hf:")))
-    layout = lay_out(folder.config, flags.rules, flags.mesh)
-    say(report.headline(layout))
+    layout = checkpoint.layout_of(folder, make_mesh(flags.mesh), flags.rules)
+    print0(report.headline(layout))
 
-    # ---- Each shard is read for itself, onto its device, and saved from there -------------------
-    params = checkpoint.restore_params(folder, layout)
-    facts = checkpoint.metadata("transformer", folder.config, layout, dataclasses.asdict(flags))
-    checkpoint.write(target, params, facts | folder.metadata)
-    say(
+    # ---- Each shard is read on its own, onto its device, and saved from there -------------------
+    variables, entry = checkpoint.restore_variables(folder, layout), folder.metadata["entry"]
+    facts = checkpoint.metadata(entry, layout, dataclasses.asdict(flags))
+    checkpoint.write(target, variables, facts | folder.metadata)
+    print0(
         f"Imported {parameters(layout)} into {flags.target}; it can be trained or evaluated:",
-        f"  python -m recipes.transformer --restore_from={flags.target}",
+        f"  python -m recipes.{entry} --restore_from={flags.target}",
     )
 
 
 def export(flags: Export) -> None:
     target = new_folder(flags)
     source = checkpoint.find(flags.source, "--source")
-    if source.metadata["entry"] != "transformer":
+    entry, facts = source.metadata["entry"], source.metadata
+    if entry not in hf.ENTRIES:
         raise UserError(
-            f"--source={flags.source} is of {source.metadata['entry']!r}, and the Llama family is "
-            "'transformer'; give a checkpoint of that"
+            f"--source={flags.source} is a {entry!r} model, which Hugging Face has no architecture "
+            f"for; use a checkpoint of {' or '.join(map(repr, hf.ENTRIES))}"
         )
-    config = checkpoint.config_from(Config, source)
-    layout = lay_out(config, "dp", "")
-    checkpoint.check_params(source, layout)
+    layout = checkpoint.layout_of(source, arrange({"data": 1}, jax.devices()[:1]))
+    checkpoint.check_variables(source, layout)
+    shards = paths(layout.variables()["params"])
 
-    # ---- One parameter at a time: read, rearranged, written -------------------------------------
-    hf.write(target, config, context(source), functools.partial(read_one, source, layout))
-    say(
+    # ---- One parameter at a time is read, rearranged and written ---------------------------------
+    def read(path: str) -> np.ndarray:
+        only = nnx.traversals.unflatten_mapping({("params", *path.split("/")): shards[path]})
+        return np.asarray(jax.tree.leaves(source.read(only))[0])
+
+    # Positions that the model was made for: as its folder said, or those it was trained on.
+    context = facts.get("context") or facts.get("flags", {}).get("seq_len") or 2_048
+    hf.write(target, entry, layout.config, context, read)
+    print0(
         f"Exported {parameters(layout)} to {flags.target}; transformers loads it:",
         f'  AutoModelForCausalLM.from_pretrained("{flags.target}")',
     )
 
 
 def new_folder(flags: Export) -> pathlib.Path:
-    """--target, where nothing is yet. Raises UserError."""
+    """--target, where nothing exists yet. Raises UserError."""
     for name in ("source", "target"):
         if not getattr(flags, name):
-            raise UserError(f"--{name} is missing; give --{name}=DIR")
+            raise UserError(f"--{name} is missing; use --{name}=DIR")
     return folders.new(flags.target)
 
 
-def lay_out(config: Config, rules: str, mesh: str) -> sharding.Layout:
-    build = lambda: Transformer(config, rngs=nnx.Rngs(0))  # noqa: E731
-    return sharding.lay_out(build, RULES, rules, make_mesh(mesh))
-
-
-def read_one(source: checkpoint.Source, layout: sharding.Layout, path: str) -> np.ndarray:
-    """One parameter of a checkpoint."""
-    shape, where = (sharding.paths(tree)[path] for tree in (layout.plan.shapes, layout.params()))
-    leaf = jax.ShapeDtypeStruct(shape.shape, shape.dtype, sharding=where)
-    only = nnx.traversals.unflatten_mapping({("params", *path.split("/")): leaf})
-    return np.asarray(jax.tree.leaves(checkpoint.restore_tree(source, only))[0])
-
-
-def context(source: checkpoint.Source) -> int:
-    """Positions that the model was made for: as its folder said, or those of its training."""
-    facts = source.metadata
-    return facts.get("context") or facts.get("flags", {}).get("seq_len") or 2_048
-
-
-def parameters(layout: sharding.Layout) -> str:
-    sizes = [shape.size for shape in sharding.paths(layout.plan.shapes).values()]
-    return f"{sum(sizes):,} parameters"
+def parameters(layout: Layout) -> str:
+    return f"{sum(x.size for x in jax.tree.leaves(layout.model.shapes['params'])):,} parameters"
 
 
 COMMANDS = {"import": (import_, Import()), "export": (export, Export())}
 
-
-def no_command(_) -> None:
-    raise UserError(
-        "say what to do: python -m recipes.hf import … or python -m recipes.hf export …"
-    )
-
-
 if __name__ == "__main__":
-    word = sys.argv.pop(1) if sys.argv[1:] and not sys.argv[1].startswith("-") else ""
-    start(*COMMANDS.get(word, (no_command, Import())))
+    choose(COMMANDS, "use python -m recipes.hf import … or python -m recipes.hf export …")

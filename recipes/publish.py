@@ -11,53 +11,57 @@ import dataclasses
 
 import jax
 
-from recipes.common import card, checkpoint, folders, probe, report
-from recipes.common.cli import flag, start
-from recipes.common.errors import UserError
-from recipes.common.mesh import make_mesh
-from recipes.common.metrics import say
-from recipes.common.sharding import paths
+from recipes.common import checkpoint
+from recipes.common.analysis import report
+from recipes.common.checkpoint import card, integrity, probe
+from recipes.common.entries import ENTRIES
+from recipes.common.runtime import UserError, flag, folders, make_mesh, print0
+from recipes.common.runtime.start import start
 
 
 @dataclasses.dataclass(frozen=True)
 class Publish:
-    source: str = flag("", "a run's workdir, or one of its checkpoints")
-    target: str = flag("", "new folder to write")
-    licence: str = flag("", "of the parameters; empty: that of the data, if the zoo knows it")
-    note: str = flag("", "a line for the card: who trained it, on which machine")
-    mesh: str = flag("", "devices to read onto, as of every recipe; empty: all on data")
-    rules: str = flag("", "strategy, a key of the zoo file's RULES; empty: by the mesh")
+    source: str = flag("", "A run's workdir, or one of its checkpoints.")
+    target: str = flag("", "New folder to write.")
+    licence: str = flag(
+        "", "Licence of the parameters; empty: that of the data, if the zoo knows it."
+    )
+    note: str = flag("", "A line for the card: who trained it, on which machine.")
+    mesh: str = flag("", "Device mesh to read onto, as in every recipe; empty: all on data.")
+    rules: str = flag("", "Sharding rules, as in every recipe; empty: chosen by the mesh.")
 
 
 def main(flags: Publish) -> None:
-    # ---- What is asked for, checked before anything is read --------------------------------------
+    # ---- Flags, checked before anything is read --------------------------------------------------
     for name in ("source", "target"):
         if not getattr(flags, name):
-            raise UserError(f"--{name} is missing; give --{name}=DIR")
+            raise UserError(f"--{name} is missing; use --{name}=DIR")
     target = folders.new(flags.target)
     if flags.source.startswith("hf:"):
         raise UserError(
-            f"--source={flags.source} is not of this zoo; give a run's workdir or a checkpoint"
+            f"--source={flags.source} is not a checkpoint of this zoo; use a run's workdir or a "
+            "checkpoint"
         )
     source = checkpoint.find(flags.source, "--source")
     data = source.metadata["data"]
     if "published" in source.metadata or "dataset" not in data:
-        what = "is published already" if "published" in source.metadata else "is of no training run"
-        raise UserError(f"--source={flags.source} {what}; give a run's workdir or its checkpoint")
-    began = source.metadata["flags"].get("restore_from")  # whose licence holds for what came of it
+        done = "published" in source.metadata
+        what = "is already published" if done else "does not come from a training run"
+        raise UserError(f"--source={flags.source} {what}; use a run's workdir or its checkpoint")
+    began = source.metadata["flags"].get("restore_from")  # whose licence also binds the result
     licence = flags.licence or (None if began else card.LICENCES.get(data["dataset"]))
     if not licence:
         what = f"--restore_from={began}" if began else f"--dataset={data['dataset']}"
         raise UserError(
-            f"--licence is missing, and {what} has none that the zoo knows; give --licence=NAME"
+            f"--licence is missing, and the zoo knows none for {what}; use --licence=NAME"
         )
-    layout = checkpoint.lay_out(source, make_mesh(flags.mesh), flags.rules)
+    layout = checkpoint.layout_of(source, make_mesh(flags.mesh), flags.rules)
 
-    # ---- Parameters, and what they make of a batch that nobody trained on ------------------------
-    params = checkpoint.restore_params(source, layout)
+    # ---- Parameters, and their loss on a batch that nobody trained on ----------------------------
+    variables = checkpoint.restore_variables(source, layout)
     batch = probe.batch(source.metadata)
-    loss = probe.loss(source.metadata["entry"], layout, params, batch)
-    leaves = jax.tree.leaves(params)
+    loss = probe.loss(layout, variables, batch)
+    leaves = jax.tree.leaves(variables["params"])
     metadata = source.metadata | {
         "flags": {k: v for k, v in source.metadata["flags"].items() if k not in card.UNTOLD},
         "published": {
@@ -66,29 +70,29 @@ def main(flags: Publish) -> None:
             "licence": licence,
             "note": " ".join(flags.note.split()),
             "probe_loss": loss,
-            "unit": probe.UNITS[source.metadata["entry"]],
+            "unit": ENTRIES[source.metadata["entry"]].unit,
             **card.measured(source.path, source.step),
         },
     }
 
-    # ---- Written beside its place, and moved there whole ------------------------------------------
+    # ---- Written to a temporary folder, and renamed in place -------------------------------------
     ours = target.parent == checkpoint.PUBLISHED
     try:
         checkpoint.write(
             target,
-            params,
+            variables,
             metadata,
-            files={checkpoint.PROBE: probe.dumps(loss, batch)},
+            files={integrity.PROBE: probe.dumps(loss, batch)},
             readme=lambda hashes: card.text(target.name, ours, metadata, hashes),
         )
     except OSError as error:
         raise UserError(
-            f"--target={flags.target} can't be written ({error.strerror}); give another"
+            f"--target={flags.target} can't be written ({error.strerror}); use a different folder"
         ) from None
     size = sum(path.stat().st_size for path in target.rglob("*") if path.is_file())
-    say(
+    print0(
         report.headline(layout),
-        f"Published {len(paths(params))} arrays, {size:,} bytes, in {flags.target}; it can be used:",
+        f"Published {len(leaves)} arrays, {size:,} bytes, in {flags.target}. To use it:",
         f"  python -m recipes.{metadata['entry']} --restore_from={target.name if ours else flags.target} --steps=0",
     )
 

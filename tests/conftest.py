@@ -1,24 +1,110 @@
-"""Eight simulated devices in one process; strict JAX; caches that leave the user's alone."""
+"""Two tiers, a worker per core, eight simulated devices in each; strict JAX; private caches."""
 
+import fcntl
 import gc
 import os
 import pathlib
+import re
 import runpy
 import signal
 import subprocess
 import sys
+from collections.abc import Callable, Iterable
 
 ROOT = pathlib.Path(__file__).parent.parent
-os.environ["NPROC"] = "32"  # see recipes/common/mesh.py: room for two programs in flight
+os.environ["NPROC"] = "32"  # see recipes/common/runtime/mesh.py: room for two programs in flight
 os.environ["HF_HUB_OFFLINE"] = "1"
 
 import jax  # noqa: E402
 import pytest  # noqa: E402
+from xdist.scheduler import LoadScopeScheduling  # noqa: E402
 
-from recipes.common import preemption  # noqa: E402
+from recipes.common.entries import ENTRIES  # noqa: E402
+from recipes.common.runtime import preemption  # noqa: E402
 
 jax.config.update("jax_num_cpu_devices", 8)
 jax.config.update("jax_platforms", "cpu")
+
+
+# ---- two tiers -----------------------------------------------------------------------------------
+
+
+def pytest_addoption(parser):
+    parser.addoption(
+        "--full", action="store_true", help="run the complete proof, not one case each"
+    )
+    parser.addoption("--kills", type=int, default=3, help="how often test_crashes.py kills a run")
+    parser.addoption("--update-golden", action="store_true", help="write tests/golden anew")
+
+
+def pytest_configure(config):
+    config.addinivalue_line("markers", "full: only in the complete proof, pytest --full")
+    config.option.loadscopereorder = False  # the order below, not by number of tests
+
+
+def full_except(cases: Iterable, fast: Iterable) -> list:
+    """Cases for parametrize, all but those in `fast` marked full."""
+    fast = list(fast)
+    return [
+        pytest.param(
+            *(case if isinstance(case, tuple) else (case,)),
+            marks=() if case in fast else pytest.mark.full,
+        )
+        for case in cases
+    ]
+
+
+# Files whose tests take long, in the order in which they begin; whatever is short fills the end.
+LONG = ("processes", "new_entry", "hf", "bench", "readme", "transformer", "recipes", "nothing_lost")
+LONG += ("crashes", "published", "copy", "small_recipes")
+
+
+def pytest_collection_modifyitems(config, items):
+    if not config.getoption("--full") and not _by_name(config):
+        config.hook.pytest_deselected(items=[i for i in items if i.get_closest_marker("full")])
+        items[:] = [item for item in items if not item.get_closest_marker("full")]
+    rank = {f"test_{name}": place for place, name in enumerate(LONG)}
+    items.sort(key=lambda item: rank.get(item.path.stem, len(rank)))
+
+
+def _by_name(config) -> bool:
+    """Whether single tests are asked for: these run, whatever their tier, and in one process."""
+    return any("::" in argument for argument in config.args)
+
+
+# ---- a worker per core ---------------------------------------------------------------------------
+
+
+def pytest_xdist_auto_num_workers(config) -> int:
+    """0 where the terminal belongs to the test, or so little is asked for that one is faster."""
+    if config.getoption("capture") == "no" or _by_name(config):
+        return 0
+    return min(os.cpu_count() or 1, 8)
+
+
+def group(test: str) -> str:
+    """Tests of one group run on one worker: they share fixtures and what is compiled."""
+    file, _, case = test.removeprefix("tests/").partition("::")
+    if file == "test_processes.py":
+        return test  # nothing is shared
+    if file in ("test_meshes.py", "test_collectives.py", "test_published.py"):
+        entry = next((name for name in ENTRIES if f"[{name}" in case), "")
+        mesh = re.search(r"-(\d+(?:x\d+)*)\b", case)  # of a restore, the one it was saved from
+        parts = (entry, mesh[1] if mesh else "")
+        return "-".join(parts if file != "test_published.py" else (file, entry))
+    return file
+
+
+class ByGroup(LoadScopeScheduling):
+    def _split_scope(self, nodeid: str) -> str:
+        return group(nodeid)
+
+
+def pytest_xdist_make_scheduler(config, log):
+    return ByGroup(config, log)
+
+
+# ---- what tests are given ------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -67,6 +153,7 @@ def inside(monkeypatch, capfd):
     def command(module: str, *flags: str) -> Finished:
         handlers = {s: signal.getsignal(s) for s in (signal.SIGINT, signal.SIGTERM)}
         monkeypatch.setattr(sys, "argv", [module, *flags])
+        monkeypatch.delitem(sys.modules, module, raising=False)  # a test file may have imported it
         monkeypatch.setattr(preemption, "_asked", "")
         monkeypatch.setattr(os, "_exit", sys.exit)  # a mistake ends the command, not pytest
         monkeypatch.setattr(sys, "unraisablehook", sys.unraisablehook)
@@ -96,23 +183,44 @@ def book(tmp_path_factory):
     return f"--dataset={path}"
 
 
-def pytest_addoption(parser):
-    parser.addoption("--kills", type=int, default=3, help="how often test_crashes.py kills a run")
-    parser.addoption("--update-golden", action="store_true", help="write tests/golden anew")
+class Golden:
+    """Reviewed files under tests/golden, which --update-golden rewrites."""
 
+    def __init__(self, update: bool):
+        self.update = update
 
-@pytest.fixture
-def golden(request):
-    """A function of a name and a text: compares with a reviewed file under tests/golden."""
+    def __call__(self, name: str, text: str, part: str = "") -> None:
+        """Compares a text with a file, or with those of its lines that begin with `part`."""
 
-    def compare(name: str, text: str) -> None:
-        path = ROOT / "tests" / "golden" / name
-        if request.config.getoption("--update-golden"):
-            path.write_text(text)
-        reviewed = path.read_text() if path.exists() else ""
+        def with_it(before: str) -> str:
+            lines, first = before.splitlines(True), f"{part} " if part else ""
+            place = next((i for i, x in enumerate(lines) if x.startswith(first)), len(lines))
+            kept = [line for line in lines if not line.startswith(first)]
+            return "".join([*kept[:place], text, *kept[place:]])
+
+        reviewed = self.rewrite(name, with_it)
+        if part:
+            lines = reviewed.splitlines(True)
+            reviewed = "".join(line for line in lines if line.startswith(f"{part} "))
         assert text == reviewed, (
             f"tests/golden/{name} is not what the code says now. If the change is meant, run the "
             "test again with --update-golden and review the file's diff line by line."
         )
 
-    return compare
+    def rewrite(self, name: str, change: Callable[[str], str]) -> str:
+        """The file's text, which --update-golden changes first; other workers wait."""
+        path = ROOT / "tests" / "golden" / name
+        if not self.update:
+            return path.read_text() if path.exists() else ""
+        with path.open("a+") as file:
+            fcntl.flock(file, fcntl.LOCK_EX)
+            file.seek(0)
+            text = change(file.read())
+            file.truncate(0)
+            file.write(text)
+        return text
+
+
+@pytest.fixture
+def golden(request) -> Golden:
+    return Golden(request.config.getoption("--update-golden"))

@@ -19,8 +19,9 @@ import jax  # isort: skip
 import numpy as np
 from flax import nnx
 
-from recipes.common import checkpoint, hf, sharding
+from recipes.common import checkpoint, hf
 from recipes.common.mesh import make_mesh
+from recipes.common.sharding.abstract import paths
 from tests.conftest import ROOT
 from zoo.transformer import RULES
 
@@ -115,15 +116,14 @@ def our_logits(path: str | pathlib.Path, mesh: str, rules: str) -> np.ndarray:
 def params_of(path: str | pathlib.Path) -> dict[str, np.ndarray]:
     """Parameter's path → array, of what `checkpoint.restore` reads at `path`."""
     model, _ = checkpoint.restore(path, make_mesh("1"), "dp")
-    return sharding.paths(nnx.to_pure_dict(nnx.state(model, nnx.Param)))
+    return paths(nnx.to_pure_dict(nnx.state(model, nnx.Param)))
 
 
 def export(source: str, target: pathlib.Path) -> None:
     """Writes the folder at `source`, "hf:DIR", as our export does."""
     folder, params = checkpoint.find(source), params_of(source)
-    hf.write(
-        target, folder.config, folder.metadata["context"], lambda path: np.asarray(params[path])
-    )
+    context = folder.metadata["context"]
+    hf.write(target, "transformer", folder.config, context, lambda path: np.asarray(params[path]))
 
 
 def compare(name: str, work: pathlib.Path) -> None:

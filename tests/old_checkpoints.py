@@ -13,29 +13,28 @@ import tempfile
 
 import jax
 import numpy as np
-from flax import nnx
 
-from recipes.common import checkpoint, sharding
-from recipes.common.cli import Run
+from recipes.common import checkpoint
+from recipes.common.checkpoint import integrity
 from recipes.common.mesh import make_mesh
-from recipes.common.optimizer import adamw, schedule
-from recipes.common.sharding import paths
-from recipes.common.workdir import Workdir
-from zoo.transformer import RULES, Config, Transformer
+from recipes.common.sharding.abstract import paths
+from recipes.common.sharding.layout import Layout, make_layout
+from recipes.common.train.optimizer import LearningRate, adamw
+from recipes.common.train.state import abstract_state, initialize
+from tests.runs import saving
+from zoo.transformer import Config, Transformer
 
 VERSION = "v0.1"
 CONFIG = Config(32, 16, 2, num_heads=4, num_kv_heads=2, head_dim=4, mlp=32, qkv_bias=True)
 STEP = 3
 
 
-def layout_on(mesh: str, config: Config = CONFIG) -> sharding.Layout:
-    return sharding.lay_out(
-        lambda: Transformer(config, rngs=nnx.Rngs(0)), RULES, "", make_mesh(mesh)
-    )
+def layout_on(mesh: str, config: Config = CONFIG) -> Layout:
+    return make_layout(Transformer, config, make_mesh(mesh))
 
 
 def optimizer():
-    return adamw(schedule(1e-3, 1, 10), 0.1, 1.0)
+    return adamw(LearningRate(1e-3, 1, 10), weight_decay=0.1, clip_norm=1.0)
 
 
 def sums(state) -> dict[str, list]:
@@ -50,24 +49,21 @@ def sums(state) -> dict[str, list]:
 
 def write(folder: pathlib.Path) -> pathlib.Path:
     layout = layout_on("2x2")
-    state = sharding.initialize(
-        layout, optimizer(), 0, sharding.abstract_state(layout, optimizer())
-    )
+    state = initialize(layout, optimizer(), 0, abstract_state(layout, optimizer()))
     # Moments that differ from one another: each is the number of its place.
     numbers = iter(range(1, 10_000))
     state["opt_state"] = jax.tree.map(lambda x: x + next(numbers), state["opt_state"])
     state["step"] = state["step"] + STEP
+    facts = checkpoint.metadata("transformer", layout, {"steps": STEP})
     with tempfile.TemporaryDirectory() as temporary:
-        work = Workdir(Run(workdir=temporary), "transformer")
-        work.check_data({"seed": 0, "fingerprint": "none"})
-        work.begin(1, checkpoint.metadata("transformer", CONFIG, layout, {"steps": STEP}))
-        work.save(STEP, state)
-        work.close()
+        workdir = pathlib.Path(temporary)
+        with saving(workdir, "transformer", facts, {"seed": 0, "fingerprint": "none"}) as saver:
+            saver.save(STEP, state)
         here = folder / f"transformer-{VERSION}-jax{jax.__version__}"
-        shutil.copytree(f"{temporary}/checkpoints/{STEP}", here)
-    for marker in here.rglob(checkpoint.COMMITTED):
+        shutil.copytree(workdir / "checkpoints" / str(STEP), here)
+    for marker in here.rglob(integrity.COMMITTED):
         marker.write_text("Checkpoint commit was successful\n")  # without this machine's path
-    checkpoint.write_hashes(here)
+    integrity.hash_before_commit(here)
     (here.parent / f"{here.name}.json").write_text(json.dumps(sums(state), indent=1) + "\n")
     return here
 

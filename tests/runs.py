@@ -1,12 +1,19 @@
 """What the tests of whole runs share: a tiny command, and what it leaves on disk."""
 
+import contextlib
+import dataclasses
 import json
 import pathlib
+from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 import orbax.checkpoint as ocp
 
-from recipes.common.sharding import paths
+from recipes.common.checkpoint.run_folder import open_run
+from recipes.common.checkpoint.saver import Saver
+from recipes.common.runtime.flags import Run
+from recipes.common.sharding.abstract import paths
 
 TINY = ("--size=tiny", "--sample_bytes=0", "--seq_len=32", "--batch_size=16")
 
@@ -31,3 +38,25 @@ def assert_bit_equal(a: dict, b: dict) -> None:
     assert set(a) == set(b)
     for path, value in a.items():
         np.testing.assert_array_equal(value, b[path], err_msg=path)
+
+
+@dataclasses.dataclass(frozen=True)
+class NoFlags:
+    """Of a recipe without its own."""
+
+
+@contextlib.contextmanager
+def saving(
+    workdir: pathlib.Path,
+    entry: str = "transformer",
+    metadata: dict[str, Any] | None = None,
+    data: dict[str, Any] | None = None,
+    keep: int = 1,
+) -> Iterator[Saver]:
+    """A saver into a new or existing workdir; at the end its saves are done and the lock is gone."""
+    folder = open_run(entry, Run(workdir=str(workdir)), NoFlags())
+    least = {"entry": entry, "config": {}, "flags": {}, "versions": {}}
+    saver = Saver(folder, keep, metadata or least, data or {})
+    yield saver
+    saver.close()
+    folder.close()

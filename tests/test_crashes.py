@@ -1,8 +1,9 @@
-"""Killed with SIGKILL at any instant and started again until it is done, a run is the unbroken run.
+"""A run killed with SIGKILL at any moment and started again ends equal to an uninterrupted one.
 
-pytest tests/test_crashes.py --kills=20 -s      # the long version; prints where each kill fell
+pytest tests/test_crashes.py --full --kills=20 -s   # the long version; prints where each kill fell
 """
 
+import os
 import random
 import subprocess
 import sys
@@ -13,7 +14,10 @@ import pytest
 
 from recipes.common import checkpoint
 from tests.conftest import ROOT
+from tests.quick import XLA_FLAGS
 from tests.runs import TINY, assert_bit_equal, records, state_of, steps_saved
+
+pytestmark = pytest.mark.full  # a dozen real processes
 
 STEPS = 60
 FLAGS = (*TINY, "--mesh=4x2", f"--steps={STEPS}", "--checkpoint_every=3", "--log_every=1")
@@ -22,21 +26,22 @@ FLAGS = (*TINY, "--mesh=4x2", f"--steps={STEPS}", "--checkpoint_every=3", "--log
 def start(book, workdir):
     command = [sys.executable, "-m", "recipes.transformer", *FLAGS, book, f"--workdir={workdir}"]
     return subprocess.Popen(
-        command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
-    )
+        command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+        env=os.environ | {"XLA_FLAGS": XLA_FLAGS},
+    )  # fmt: skip
 
 
 def newest(workdir) -> int:
     return max(checkpoint.steps_in(workdir / "checkpoints"), default=0)
 
 
-def half_written(workdir) -> list[str]:
+def unfinished(workdir) -> list[str]:
     folder = workdir / "checkpoints"
     return [path.name for path in folder.glob("*.*")] if folder.exists() else []
 
 
 def kill_at(process, workdir, moment: str, chance: random.Random) -> str:
-    """Kills the process at a moment of this kind; returns where that was."""
+    """Kills the process at a moment of this kind; returns a line that says where that was."""
     lines: list[str] = []
     reader = threading.Thread(target=lambda: lines.extend(iter(process.stdout.readline, "")))
     reader.start()
@@ -60,7 +65,7 @@ def kill_at(process, workdir, moment: str, chance: random.Random) -> str:
         saves = chance.randrange(3)
         wait(lambda: newest(workdir) >= before + 3 * saves)
         if moment == "save":
-            wait(lambda: half_written(workdir))
+            wait(lambda: unfinished(workdir))
         time.sleep(chance.random() * 0.05)
     process.kill()
     code = process.wait()
@@ -68,21 +73,21 @@ def kill_at(process, workdir, moment: str, chance: random.Random) -> str:
     process.stdout.close()
     last = next((line for line in reversed(lines) if line.strip()), "").strip()
     return (
-        f"{moment:7} exit {code:3}  saved {newest(workdir):2}  half written "
-        f"{half_written(workdir)}  after {last[:50]!r}"
+        f"{moment:7} exit {code:3}  saved {newest(workdir):2}  unfinished "
+        f"{unfinished(workdir)}  after {last[:50]!r}"
     )
 
 
 @pytest.fixture(scope="module")
-def unbroken(tmp_path_factory, book):
-    workdir = tmp_path_factory.mktemp("unbroken")
+def uninterrupted(tmp_path_factory, book):
+    workdir = tmp_path_factory.mktemp("uninterrupted")
     process = start(book, workdir)
     out, _ = process.communicate()
     assert process.returncode == 0, out
     return workdir
 
 
-def test_killed_at_any_instant_and_started_again(request, unbroken, book, tmp_path):
+def test_a_run_survives_a_kill_at_any_moment(request, uninterrupted, book, tmp_path):
     kills, chance = request.config.getoption("--kills"), random.Random(0)
     moments = (["save", "init", "step", "restore"] * kills)[:kills]
     workdir, fell = tmp_path / "w", 0
@@ -92,24 +97,24 @@ def test_killed_at_any_instant_and_started_again(request, unbroken, book, tmp_pa
         fell += "exit  -9" in where
         for step in checkpoint.steps_in(workdir / "checkpoints"):
             assert checkpoint.verify(workdir / "checkpoints" / str(step)) == ""
-        if newest(workdir) > STEPS - 12:  # little is left to kill: finish it and begin another
-            check(unbroken, book, workdir)
+        if newest(workdir) > STEPS - 12:  # little is left to kill: finish it and start another
+            check(uninterrupted, book, workdir)
             workdir = tmp_path / f"w{number}"
     assert fell > kills * 0.8, "the others had finished before"
-    check(unbroken, book, workdir)
+    check(uninterrupted, book, workdir)
 
 
-def check(unbroken, book, workdir):
+def check(uninterrupted, book, workdir):
     process = start(book, workdir)
     out, _ = process.communicate()
     assert process.returncode == 0, out
-    assert steps_saved(workdir) == steps_saved(unbroken), "and nothing half written is left"
-    assert_bit_equal(state_of(workdir, STEPS), state_of(unbroken, STEPS))
+    assert steps_saved(workdir) == steps_saved(uninterrupted), "and nothing unfinished is left"
+    assert_bit_equal(state_of(workdir, STEPS), state_of(uninterrupted, STEPS))
     fields = ("step", "loss", "grad_norm", "learning_rate")
     assert [step for step, *_ in records(workdir, *fields)] == list(range(1, STEPS + 1))
-    assert records(workdir, *fields) == records(unbroken, *fields)
+    assert records(workdir, *fields) == records(uninterrupted, *fields)
     held_out = ("step", "held_out_loss", "held_out_targets")
-    assert records(workdir, *held_out) == records(unbroken, *held_out)
+    assert records(workdir, *held_out) == records(uninterrupted, *held_out)
     text = (workdir / "metrics.jsonl").read_text()
     assert text.count("\n") == STEPS + 1
     assert text.endswith("\n")

@@ -7,7 +7,8 @@ import grain
 import numpy as np
 import pytest
 
-from data import DataError, text
+from data import DataError, batches, text
+from data.batches import held_out_batches, train_batches
 
 
 @pytest.fixture(scope="module")
@@ -15,71 +16,107 @@ def corpus():
     return text.corpus("stdlib")
 
 
-def batches(corpus, count=4, **options):
-    settings = dict(seq_len=64, batch_size=8, seed=3) | options
-    feed = iter(text.train_batches(corpus, **settings))
+@pytest.fixture(scope="module")
+def stdlib():
+    return text.load("stdlib", seq_len=64)
+
+
+def take(data: batches.Dataset, count=4, batch_size=8, seed=3, **options) -> list[batches.Example]:
+    feed = iter(train_batches(data, batch_size, seed, **options))
     return [next(feed) for _ in range(count)]
 
 
-def test_batch_k_is_a_function_of_seed_and_k(corpus):
-    whole = batches(corpus, 6)
+def together(parts) -> batches.Example:
+    """The rows of several processes as one batch."""
+    return {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
+
+
+def assert_equal(got: batches.Example, want: batches.Example) -> None:
+    assert got.keys() == want.keys()
+    for name, value in want.items():
+        np.testing.assert_array_equal(got[name], value, err_msg=name)
+
+
+def windows(batch: batches.Example) -> np.ndarray:
+    """The rows of tokens that a batch was made of: a window's first token, and all its targets."""
+    return np.concatenate([batch["tokens"][:, :1], batch["targets"]], axis=1)
+
+
+def test_a_batch_has_the_arguments_of_the_loss():
+    window = np.array([[256, 7, 8, 256, 9], [5, 6, 256, -1, -1]], np.int32)
+    made = text.example(window)
+    assert {name: value.dtype for name, value in made.items()} == dict.fromkeys(
+        ("tokens", "targets", "segment_ids"), np.dtype(np.int32)
+    )
+    assert made["tokens"].tolist() == [[256, 7, 8, 256], [5, 6, 256, 0]]
+    assert made["targets"].tolist() == [[7, 8, 256, 9], [6, 256, -1, -1]], "-1 does not count"
+    assert made["segment_ids"].tolist() == [[1, 1, 1, 2], [0, 0, 1, 1]], "documents are counted"
+
+
+def test_batch_k_is_a_function_of_seed_and_k(stdlib):
+    whole = take(stdlib, 6)
     for first in range(4):
-        for got, want in zip(batches(corpus, 2, first=first), whole[first:], strict=False):
-            np.testing.assert_array_equal(got, want)
-    assert (batches(corpus, 1, seed=4)[0] != whole[0]).any()
+        for got, want in zip(take(stdlib, 2, first=first), whole[first:], strict=False):
+            assert_equal(got, want)
+    assert (take(stdlib, 1, seed=4)[0]["tokens"] != whole[0]["tokens"]).any()
 
 
 @pytest.mark.parametrize("shards", [1, 2, 4, 8])
-def test_processes_together_see_the_same_batches_in_the_same_order(corpus, shards):
-    want = batches(corpus, 3)
-    parts = [
-        batches(corpus, 3, shard=grain.sharding.ShardOptions(i, shards)) for i in range(shards)
-    ]
+def test_processes_together_see_the_same_batches_in_the_same_order(stdlib, shards):
+    want = take(stdlib, 3)
+    parts = [take(stdlib, 3, shard=grain.sharding.ShardOptions(i, shards)) for i in range(shards)]
     for k in range(3):
-        np.testing.assert_array_equal(np.concatenate([part[k] for part in parts]), want[k])
+        assert_equal(together([part[k] for part in parts]), want[k])
 
 
-def test_each_process_reads_only_its_rows(corpus, monkeypatch):
+def test_each_process_reads_only_its_rows(stdlib, monkeypatch):
     read = []
     original = text._Windows.__getitem__
     monkeypatch.setattr(text._Windows, "__getitem__", lambda s, i: read.append(i) or original(s, i))
-    dataset = text.train_batches(corpus, 64, 8, 3, shard=grain.sharding.ShardOptions(1, 4))
-    feed = iter(dataset)
-    next(feed)
+    next(iter(train_batches(stdlib, 8, 3, shard=grain.sharding.ShardOptions(1, 4))))
     # Grain reads ahead by 16 batches at most; two rows of each.
     assert 2 <= len(read) <= 2 * 18
 
 
-def test_default_shard_is_this_process(corpus):
+def test_default_shard_is_this_process(stdlib):
     assert grain.sharding.ShardByJaxProcess().shard_count == 1
-    assert batches(corpus, 1)[0].shape == (8, 65)
+    assert {name: rows.shape for name, rows in take(stdlib, 1)[0].items()} == dict.fromkeys(
+        stdlib.filler, (8, 64)
+    )
 
 
-def test_an_epoch_has_every_window_once_and_the_next_another_order(tmp_path):
+def test_an_epoch_has_every_window_once_and_the_next_one_another_order(tmp_path):
     (tmp_path / "a.txt").write_text("".join(chr(97 + i % 26) for i in range(2000)))
-    corpus = text.corpus(str(tmp_path / "a.txt"))
-    windows = (len(corpus.train) - 1) // 16
-    feed = iter(text.train_batches(corpus, 16, 1, 0))
-    epochs = [[next(feed)[0].tobytes() for _ in range(windows)] for _ in range(2)]
-    tokens = np.asarray(corpus.train, np.int32)
-    want = sorted(tokens[i * 16 : i * 16 + 17].tobytes() for i in range(windows))
+    data, tokens = (
+        text.load(str(tmp_path / "a.txt"), seq_len=16),
+        text.corpus(str(tmp_path / "a.txt")),
+    )
+    count = (len(tokens.train) - 1) // 16
+    assert len(data.train) == count
+    feed = iter(train_batches(data, 1, 0))
+    epochs = [[windows(next(feed)).tobytes() for _ in range(count)] for _ in range(2)]
+    train = np.asarray(tokens.train, np.int32)
+    want = sorted(train[i * 16 : i * 16 + 17].tobytes() for i in range(count))
     assert sorted(epochs[0]) == sorted(epochs[1]) == want
     assert epochs[0] != epochs[1]
 
 
 @pytest.mark.parametrize("shards", [1, 4])
-def test_evaluation_covers_every_window_exactly_once(corpus, shards):
+def test_evaluation_covers_every_window_exactly_once(stdlib, corpus, shards):
     parts = [
-        list(text.held_out_batches(corpus, 64, 8, grain.sharding.ShardOptions(i, shards)))
-        for i in range(shards)
+        held_out_batches(stdlib, 8, grain.sharding.ShardOptions(i, shards)) for i in range(shards)
     ]
-    rows = np.concatenate([np.concatenate(rows) for rows in zip(*parts, strict=True)])
-    real = rows[(rows >= 0).any(axis=1)]
-    count = (len(corpus.held_out) - 1) // 64
-    assert len(real) == count
-    held = np.asarray(corpus.held_out, np.int32)
-    np.testing.assert_array_equal(real, [held[i * 64 : i * 64 + 65] for i in range(count)])
-    assert (rows[count:] == -1).all()
+    whole = together([together(rows) for rows in zip(*parts, strict=True)])
+    held, count = np.asarray(corpus.held_out, np.int32), (len(corpus.held_out) - 1) // 64
+    want = text.example(np.stack([held[i * 64 : i * 64 + 65] for i in range(count)]))
+    assert_equal({name: rows[:count] for name, rows in whole.items()}, want)
+    assert len(whole["targets"]) % 8 == 0
+    assert (whole["targets"][count:] == -1).all(), "the last batch is filled up with padding"
+
+
+def test_what_a_run_must_know_of_its_text(stdlib, corpus):
+    facts = {"dataset": "stdlib", "seq_len": 64, "fingerprint": corpus.fingerprint}
+    assert (stdlib.facts, stdlib.unit, stdlib.units, stdlib.config) == (facts, "tokens", 64, {})
 
 
 def test_stdlib_is_split_by_file_and_disjoint(corpus):
@@ -94,12 +131,12 @@ def test_stdlib_is_split_by_file_and_disjoint(corpus):
     assert not long[0] & long[1], "a held-out file is in the training text"
 
 
-def test_encode_and_decode_are_inverse():
+def test_decode_is_the_inverse_of_encode():
     assert text.decode(text.encode("naïve — ok\n")) == "naïve — ok\n"
     assert text.decode([text.START, 104, 105, 300]) == "hi"
 
 
-def test_second_use_reads_the_cache_and_a_changed_file_does_not(tmp_path, monkeypatch):
+def test_a_second_use_reads_the_cache_and_a_changed_file_is_tokenised_again(tmp_path, monkeypatch):
     path = tmp_path / "a.txt"
     path.write_text("one " * 100)
     first = text.corpus(str(path))
@@ -141,7 +178,7 @@ def test_every_format_gives_the_same_tokens(kind, tmp_path):
     assert len(want[True]) > 0
 
 
-def test_a_datasets_own_held_out_split_is_used(tmp_path):
+def test_the_held_out_split_of_a_dataset_is_used(tmp_path):
     import pyarrow
     import pyarrow.parquet
 
@@ -161,7 +198,7 @@ def test_one_document_is_split_at_its_end(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("name", "content", "sentence"),
+    ("name", "content", "message"),
     [
         ("gone.txt", None, "does not exist"),
         ("empty.txt", b"", "is empty"),
@@ -172,15 +209,13 @@ def test_one_document_is_split_at_its_end(tmp_path):
         ("not.parquet", b"PAR?", "could not be read as parquet"),
     ],
 )
-def test_bad_data_is_one_sentence_and_leaves_nothing(
-    name, content, sentence, tmp_path, monkeypatch
-):
+def test_bad_data_is_one_line_and_leaves_nothing(name, content, message, tmp_path, monkeypatch):
     monkeypatch.setenv("ZOO_CACHE", str(tmp_path / "cache"))
     if content is not None:
         (tmp_path / name).write_bytes(content)
     with pytest.raises(DataError) as caught:
         text.corpus(str(tmp_path / name))
-    assert sentence in str(caught.value)
+    assert message in str(caught.value)
     assert name in str(caught.value)
     assert "\n" not in str(caught.value)
     assert not list((tmp_path / "cache").rglob("*")), "something was left behind"
@@ -191,4 +226,4 @@ def test_too_short_for_one_window(tmp_path):
     with pytest.raises(
         DataError, match="has 5 held-out tokens, fewer than one window of --seq_len=64"
     ):
-        text.check(text.corpus(str(tmp_path / "a.txt")), 64)
+        text.load(str(tmp_path / "a.txt"), seq_len=64)

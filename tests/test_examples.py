@@ -1,34 +1,41 @@
-"""data/synthetic.py and data/digits.py: exact examples, exact order, on any number of processes."""
+"""data/synthetic.py and data/digits.py: exact examples, exact order, on any number of processes.
 
+And what each entry's loss makes of its data's batches.
+"""
+
+import functools
 import io
 import json
 
 import grain
+import jax
 import numpy as np
 import pytest
+from flax import nnx
 
-from data import DataError, batches, digits, synthetic
+from data import DataError, digits, synthetic
+from data.batches import Dataset, held_out_batches, train_batches
+from recipes.common import entries
+from tests.conftest import ROOT
 
-SOURCES = {
-    "synthetic": lambda: synthetic.train(16, 32, seed=5),
-    "digits": lambda: digits.load().train,
-}
+DATA = {"synthetic": lambda: synthetic.load(16, 32, seed=5), "digits": digits.load}
 
 
-def take(source, count, **options):
-    feed = iter(batches.train_batches(source, 8, 3, **options))
+def take(data: Dataset, count, **options):
+    feed = iter(train_batches(data, 8, seed=3, **options))
     return [next(feed) for _ in range(count)]
 
 
-@pytest.mark.parametrize("name", SOURCES)
+@pytest.mark.parametrize("name", DATA)
 def test_batch_k_is_a_function_of_seed_and_k_on_any_number_of_processes(name):
-    source = SOURCES[name]()
-    whole = take(source, 5)
+    data = DATA[name]()
+    whole = take(data, 5)
+    assert whole[0].keys() == data.filler.keys()
     for field, want in whole[3].items():
-        np.testing.assert_array_equal(take(source, 1, first=3)[0][field], want)
+        np.testing.assert_array_equal(take(data, 1, first=3)[0][field], want)
         for shards in (2, 4):
             parts = [
-                take(source, 1, first=3, shard=grain.sharding.ShardOptions(i, shards))[0][field]
+                take(data, 1, first=3, shard=grain.sharding.ShardOptions(i, shards))[0][field]
                 for i in range(shards)
             ]
             np.testing.assert_array_equal(np.concatenate(parts), want)
@@ -36,14 +43,14 @@ def test_batch_k_is_a_function_of_seed_and_k_on_any_number_of_processes(name):
     assert not any(np.array_equal(whole[0][field], other[field]) for other in whole[1:])
 
 
-def test_the_teacher_answers_as_it_says():
-    teacher = synthetic.train(16, 32, seed=5)
-    again, other = synthetic.train(16, 32, seed=5), synthetic.train(16, 32, seed=6)
-    assert teacher.fingerprint() == again.fingerprint() != other.fingerprint()
-    example = teacher[123_456]
-    np.testing.assert_array_equal(example["y"], again[123_456]["y"])
-    w1_DF, w2_FD = teacher._w1_DF, teacher._w2_FD
-    want_D = np.maximum(np.float64(example["x"]) @ w1_DF, 0) @ w2_FD
+def test_the_teacher_answers_as_documented():
+    data = synthetic.load(16, 32, seed=5)
+    again, other = synthetic.load(16, 32, seed=5), synthetic.load(16, 32, seed=6)
+    assert data.facts == again.facts != other.facts
+    assert data.facts["dataset"] == "teacher"
+    teacher, example = data.train, data.train[123_456]
+    np.testing.assert_array_equal(example["y"], again.train[123_456]["y"])
+    want_D = np.maximum(np.float64(example["x"]) @ teacher._w1_DF, 0) @ teacher._w2_FD
     np.testing.assert_allclose(example["y"], want_D, rtol=1e-5, atol=1e-6)
     assert example["weight"] == 1
     x_ND = np.stack([teacher[i]["x"] for i in range(1000)])
@@ -51,8 +58,8 @@ def test_the_teacher_answers_as_it_says():
     assert abs(x_ND.std() - 1) < 0.05
 
 
-def test_held_out_questions_are_others():
-    teacher, held_out = synthetic.train(16, 32, 5), synthetic.held_out(16, 32, 5)
+def test_held_out_questions_are_not_in_the_training_set():
+    teacher, held_out = (getattr(synthetic.load(16, 32, 5), part) for part in ("train", "held_out"))
     asked = {teacher[i]["x"].tobytes() for i in range(2000)}
     assert len(asked) == 2000
     assert not asked & {held_out[i]["x"].tobytes() for i in range(2000)}
@@ -61,29 +68,96 @@ def test_held_out_questions_are_others():
 
 @pytest.mark.parametrize("shards", [1, 4])
 def test_evaluation_covers_every_image_once(shards):
-    images = digits.load().held_out
+    images = digits.load()
     parts = [
-        list(digits.held_out_batches(images, 64, grain.sharding.ShardOptions(i, shards)))
-        for i in range(shards)
+        held_out_batches(images, 64, grain.sharding.ShardOptions(i, shards)) for i in range(shards)
     ]
     rows = [np.concatenate([p["label"] for p in batch]) for batch in zip(*parts, strict=True)]
     labels = np.concatenate(rows)
     assert [len(row) for row in rows] == [64] * 6
-    np.testing.assert_array_equal(labels[:360], images.label_N)
+    np.testing.assert_array_equal(labels[:360], images.held_out.label_N)
     assert (labels[360:] == -1).all()
 
 
 def test_evaluation_weighs_each_example_once():
-    held_out = synthetic.held_out(16, 32, 5)
-    weights = [b["weight"] for b in synthetic.held_out_batches(held_out, 1000)]
+    weights = [b["weight"] for b in held_out_batches(synthetic.load(16, 32, 5), 1000)]
     assert [len(w) for w in weights] == [1000] * 5
     assert sum(w.sum() for w in weights) == synthetic.HELD_OUT
 
 
-def test_digits_that_travel_with_the_repository():
+# ---- the loss of a batch ---------------------------------------------------------------------------
+
+ROWS = 8
+PADDING = {"dot_relu_dot": "weight", "mlp": "label", "transformer": "targets"}  # what marks it
+
+
+@functools.cache
+def of_entry(name: str):
+    """An entry's data; the names in its aux; a function of examples: (sum, count, aux), gradients.
+
+    Everything runs in one shape: twice ROWS rows, the last of them filler.
+    """
+    config = entries.zoo_file(name).Config.tiny()
+    known = vars(config) | {"seed": 0, "seq_len": 32}
+    if entries.ENTRIES[name].data == "data.text":
+        known["dataset"] = str(ROOT / "LICENSE")  # short
+    data, names = entries.dataset(name, known), []
+    model = nnx.eval_shape(lambda: entries.model(name)(config, rngs=nnx.Rngs(0)))
+    graph, shapes = nnx.split(model)
+    rng = np.random.default_rng(0)
+    state = jax.tree.map(lambda x: rng.normal(0, 0.1, x.shape).astype(x.dtype), shapes)
+
+    def objective(state, batch):
+        total, count, aux = nnx.merge(graph, state).loss(**batch)
+        names[:] = aux  # in order; jax.jit sorts the keys of what it returns
+        return total, (total, count, aux)
+
+    options = {"xla_backend_optimization_level": 0}  # compiles in half the time
+    gradient = jax.jit(jax.grad(objective, has_aux=True), compiler_options=options)
+
+    def figures(examples):
+        examples = examples + [data.filler] * (2 * ROWS - len(examples))
+        batch = {name: np.stack([example[name] for example in examples]) for name in data.filler}
+        grads, loss = gradient(state, batch)
+        return loss, grads
+
+    return data, names, figures
+
+
+@pytest.mark.parametrize("name", entries.ENTRIES)
+def test_a_loss_is_a_sum_a_count_and_aux_that_begins_with_both(name, strict):
+    data, names, figures = of_entry(name)
+    (total, count, aux), _ = figures([data.held_out[i] for i in range(2 * ROWS)])
+    assert names[0] == "loss"
+    assert aux["loss"] == (total, count)
+    for part in jax.tree.leaves((total, count, aux)):
+        assert (part.shape, part.dtype) == ((), np.float32)
+    assert 0 < total / count < 10
+
+
+@pytest.mark.parametrize("name", entries.ENTRIES)
+def test_every_figure_adds_up_over_batches_and_filler_adds_nothing(name, strict):
+    data, _, figures = of_entry(name)
+    examples = [data.held_out[i] for i in range(2 * ROWS)]
+    first, second, whole = map(figures, (examples[:ROWS], examples[ROWS:], examples))
+
+    def same(a, b, both):
+        np.testing.assert_allclose(a + b, both, rtol=2e-6, atol=2e-6 * np.abs(both).max())
+
+    jax.tree.map(same, first, second, whole)  # sums, counts and gradients
+    assert not any(np.any(part) for part in jax.tree.leaves(figures([])))
+    if marker := PADDING.get(name):  # whatever else stands in the row
+        padding = [example | {marker: data.filler[marker]} for example in examples]
+        assert not any(np.any(part) for part in jax.tree.leaves(figures(padding)))
+
+
+# ---- images --------------------------------------------------------------------------------------
+
+
+def test_digits_that_come_with_the_repository():
     found = digits.load()
     assert (len(found.train), len(found.held_out)) == (1437, 360)
-    assert (found.inputs, found.classes) == (64, 10)
+    assert found.config == {"inputs": 64, "classes": 10}
     counts = np.bincount(np.concatenate([found.train.label_N, found.held_out.label_N]))
     assert counts.tolist() == [178, 182, 177, 183, 181, 182, 181, 179, 174, 180]
     assert abs(found.train.image_NI.mean()) < 1e-5
@@ -102,12 +176,12 @@ def write(folder, train, test):
 IMAGE = {"image": [[0, 1], [2, 3]], "label": 1}
 
 
-def test_images_of_ones_own(tmp_path):
+def test_your_own_images(tmp_path):
     _, folder = write(tmp_path / "d", [IMAGE, IMAGE | {"label": 2}], [IMAGE])
     found = digits.load(folder)
-    assert (found.inputs, found.classes) == (4, 3)
+    assert found.config == {"inputs": 4, "classes": 3}
     np.testing.assert_allclose(found.train[0]["image"], (np.arange(4) - 1.5) / np.std(np.arange(4)))
-    assert found.fingerprint == digits.load(f"hf:{folder}").fingerprint
+    assert found.facts["fingerprint"] == digits.load(f"hf:{folder}").facts["fingerprint"]
 
 
 def test_pictures_are_arrays_too(tmp_path):
@@ -128,24 +202,24 @@ def test_pictures_are_arrays_too(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("train", "test", "sentence"),
+    ("train", "test", "message"),
     [
         ([{"picture": 1, "label": 0}], [{"picture": 1, "label": 0}], "has no column 'image'; set --image_column to one of 'picture', 'label'"),
-        ([IMAGE | {"label": -3}], [IMAGE], "has a label -3, which is no class; labels are whole numbers from 0"),
-        ([IMAGE | {"label": "one"}], [IMAGE | {"label": "two"}], "has a label 'one', which is no class"),
-        ([IMAGE, IMAGE | {"image": [[0]]}], [IMAGE], "has images of 4 and of 1 numbers; make them alike"),
-        ([IMAGE], [IMAGE | {"image": [[0]]}], "has images of 4 numbers to train on and of 1 held out; make them alike"),
+        ([IMAGE | {"label": -3}], [IMAGE], "has the label -3; use whole numbers from 0"),
+        ([IMAGE | {"label": "one"}], [IMAGE | {"label": "two"}], "has the label 'one'; use whole numbers from 0"),
+        ([IMAGE, IMAGE | {"image": [[0]]}], [IMAGE], "has images of 4 and of 1 pixels; "),
+        ([IMAGE], [IMAGE | {"image": [[0]]}], "has training images of 4 pixels and held-out images of 1; "),
         ([IMAGE], [{"picture": 1, "label": 0}], "could not be read (Couldn't cast)"),
     ],
 )  # fmt: skip
-def test_bad_images(train, test, sentence, tmp_path):
+def test_bad_images(train, test, message, tmp_path):
     dataset, folder = write(tmp_path / "d", train, test)
     with pytest.raises(DataError) as caught:
         digits.load(folder)
-    assert str(caught.value).startswith(f"{dataset} {sentence}")
+    assert str(caught.value).startswith(f"{dataset} {message}")
 
 
-def test_no_split_to_test_on(tmp_path):
+def test_no_held_out_split(tmp_path):
     (tmp_path / "train.jsonl").write_text(json.dumps(IMAGE) + "\n")
-    with pytest.raises(DataError, match="has no split to test on; name one test or validation"):
+    with pytest.raises(DataError, match="has no held-out split; name one test or validation"):
         digits.load(str(tmp_path))

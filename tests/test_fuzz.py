@@ -1,10 +1,11 @@
-"""Any mesh, any table, any config: a layout made without allocating anything, or one sentence.
+"""Any mesh, any table, any config: a layout made without allocating anything, or one line.
 
 Never another exception. The examples are the same every time.
 """
 
 import dataclasses
 import functools
+import json
 import math
 
 import jax
@@ -13,9 +14,13 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from jax.sharding import AbstractMesh
 
-from recipes.common import cli, mesh, sharding
-from recipes.common.cli import Run
-from recipes.common.errors import UserError
+from recipes.common.runtime import flags, mesh
+from recipes.common.runtime.errors import UserError
+from recipes.common.runtime.flags import Run
+from recipes.common.sharding import rules as sharding_rules
+from recipes.common.sharding.abstract import abstract_model, paths
+from recipes.common.sharding.rules import partition_spec, select
+from zoo import transformer
 from zoo.transformer import RULES, Config, Transformer
 
 fuzz = functools.partial(
@@ -24,7 +29,7 @@ fuzz = functools.partial(
 )  # fmt: skip
 
 MESH_AXES = ("data", "fsdp", "model", "expert")
-PLAN = sharding.blueprint(lambda: Transformer(Config.tiny(), rngs=nnx.Rngs(0)))
+MODEL = abstract_model(lambda: Transformer(Config.tiny(), rngs=nnx.Rngs(0)))
 
 
 def attempt(work, mistakes=UserError):
@@ -65,7 +70,7 @@ def test_a_described_mesh_is_that_mesh(axes):
     "--{}={}".format, st.sampled_from([f.name for f in dataclasses.fields(Run)]), st.text(max_size=8)
 )), max_size=3))  # fmt: skip
 def test_command_lines(argv):
-    parsed, sentence = attempt(lambda: cli.parse(argv, Run()))
+    parsed, sentence = attempt(lambda: flags.parse(argv, Run()))
     assert sentence or parsed is None or isinstance(parsed[0], Run)
 
 
@@ -79,19 +84,48 @@ changes = st.dictionaries(st.sampled_from([*RULES["dp"], "embd"]), targets, max_
 
 @fuzz(max_examples=150)
 @given(st.sampled_from(list(RULES)), changes, st.sets(st.sampled_from(list(RULES["dp"])), max_size=1),
-       whole_meshes, st.integers(1, 64))  # fmt: skip
-def test_rule_tables(strategy, changed, forgotten, axes, batch):
-    table = {k: v for k, v in (RULES[strategy] | changed).items() if k not in forgotten}
+       whole_meshes, st.integers(1, 64), st.sampled_from([1, 1, 2, 3, 4]))  # fmt: skip
+def test_rule_tables(strategy, changed, left_out, axes, batch, microbatches):
+    mine = {k: v for k, v in (RULES[strategy] | changed).items() if k not in left_out}
     abstract = AbstractMesh(tuple(axes.values()), tuple(axes))
-    rules = RULES | {"mine": table}
-    dims = {"batch": ("--batch_size", batch)}
-    _, sentence = attempt(lambda: sharding.check(rules, "mine", PLAN, abstract, dims))
+    name, table = select(transformer, mine, abstract)
+
+    def check():
+        sharding_rules.check(transformer, name, table, MODEL, abstract)
+        sharding_rules.check_batch(name, table, abstract, batch, microbatches)
+
+    _, sentence = attempt(check)
     if sentence:
         return
-    for path, names in sharding.paths(PLAN.axes).items():  # then JAX accepts it as well
-        spec = sharding.partition_spec(names, table)
-        where = jax.sharding.NamedSharding(abstract, spec)
-        where.shard_shape(sharding.paths(PLAN.shapes)[path].shape)
+    for path, names in paths(MODEL.axes["params"]).items():  # then JAX accepts it as well
+        where = jax.sharding.NamedSharding(abstract, partition_spec(names, table))
+        where.shard_shape(paths(MODEL.shapes["params"])[path].shape)
+    rows = jax.sharding.NamedSharding(abstract, partition_spec(("batch",), table))
+    rows.shard_shape((batch // microbatches,))
+
+
+json_values = st.recursive(
+    st.one_of(
+        st.none(), st.booleans(), st.integers(), st.text(max_size=5), st.sampled_from(MESH_AXES)
+    ),
+    lambda inner: st.one_of(
+        st.lists(inner, max_size=3),
+        st.dictionaries(st.sampled_from([*RULES["dp"], "embd"]), inner, max_size=3),
+    ),
+    max_leaves=8,
+)
+
+
+@fuzz(max_examples=100)
+@given(st.one_of(json_values.map(json.dumps), st.text(max_size=20)), whole_meshes)
+def test_files_of_rules(tmp_path_factory, content, axes):
+    path = tmp_path_factory.getbasetemp() / "mine.json"
+    path.write_text(content, errors="surrogatepass")
+    abstract = AbstractMesh(tuple(axes.values()), tuple(axes))
+    found, sentence = attempt(lambda: select(transformer, str(path), abstract))
+    if found:
+        _, sentence = attempt(lambda: sharding_rules.check(transformer, *found, MODEL, abstract))
+    assert "\n" not in sentence
 
 
 sizes = st.sampled_from([1, 2, 3, 4, 6, 8, 8, 16, 0, -1])
@@ -108,8 +142,8 @@ def test_configs(values):
     if sentence:
         assert any(name in sentence for name in values)
         return
-    plan = sharding.blueprint(lambda: Transformer(config, rngs=nnx.Rngs(0)))
-    assert all(math.prod(shape.shape) > 0 for shape in jax.tree.leaves(plan.shapes))
+    model = abstract_model(lambda: Transformer(config, rngs=nnx.Rngs(0)))
+    assert all(math.prod(shape.shape) > 0 for shape in jax.tree.leaves(model.shapes))
     tokens = jax.ShapeDtypeStruct((2, 5), "int32")
-    logits = jax.eval_shape(lambda p, t: plan.bind(p)(t), plan.shapes, tokens)
+    logits = jax.eval_shape(lambda v, t: model.merge(v)(t), model.shapes, tokens)
     assert logits.shape == (2, 5, config.vocab_size)

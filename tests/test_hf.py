@@ -19,10 +19,11 @@ import safetensors.numpy
 from flax import nnx
 
 import recipes.hf
-from recipes.common import checkpoint, hf, sharding
-from recipes.common.errors import UserError
+from recipes.common import checkpoint, hf
+from recipes.common.hf import llama
 from recipes.common.mesh import make_mesh
-from recipes.common.sharding import paths
+from recipes.common.runtime.errors import UserError
+from recipes.common.sharding.abstract import abstract_model, paths
 from tests.conftest import ROOT
 from tests.hf_parity import FAMILIES as ALL_FAMILIES
 from tests.hf_parity import MESHES, NOT_GOLDEN, TOLERANCE, export, our_logits, params_of
@@ -124,14 +125,14 @@ def test_each_shard_is_the_part_of_the_parameter_that_the_rules_say(family, rule
 def test_a_shard_is_read_once_and_alone(monkeypatch):
     """No more is in memory than one shard, and none is read for each of its copies."""
     reads = []
-    shard = hf.Folder._shard
+    read_shard = hf.tensors.read_shard
 
-    def spy(self, stack, bounds):
-        values = shard(self, stack, bounds)
+    def spy(stored, stack, dtype, bounds):
+        values = read_shard(stored, stack, dtype, bounds)
         reads.append((stack[0].path, bounds, values.size))
         return values
 
-    monkeypatch.setattr(hf.Folder, "_shard", spy)
+    monkeypatch.setattr(hf.tensors, "read_shard", spy)
     model, _ = checkpoint.restore(f"hf:{GOLDEN / 'qwen3'}", make_mesh("2x4"), "fsdp_tp")
     assert len(reads) == len({(path, bounds) for path, bounds, _ in reads})
     sizes = {path: size for path, _, size in reads}
@@ -199,14 +200,19 @@ def test_a_head_beside_tied_embeddings_must_be_the_same(folder):
     assert_bit_equal(params_of(f"hf:{theirs}"), whole)
     head[5, 5] += ml_dtypes.bfloat16(1)
     safetensors.numpy.save_file(tensors | {"lm_head.weight": head}, file)
-    with pytest.raises(UserError, match="ties the two; if they are two, set tie_word_embeddings"):
+    with pytest.raises(UserError, match="ties them; if they should differ, set tie_word_emb"):
         hf.Folder(theirs)
     edit(theirs, tie_word_embeddings=False)
     np.testing.assert_array_equal(params_of(f"hf:{theirs}")["unembed"], head.astype(np.float32))
+    edit(theirs, tie_word_embeddings=True)
+    del tensors["model.embed_tokens.weight"]
+    safetensors.numpy.save_file(tensors | {"lm_head.weight": head}, file)
+    with pytest.raises(UserError, match=re.escape("is missing tensor model.embed_tokens.weight;")):
+        hf.Folder(theirs)
 
 
 def test_a_large_model_is_written_in_files_with_an_index(tmp_path, monkeypatch):
-    monkeypatch.setattr(hf, "FILE_BYTES", 20_000)
+    monkeypatch.setattr(hf.tensors, "FILE_BYTES", 20_000)
     source = GOLDEN / "qwen2"
     export(f"hf:{source}", tmp_path / "back")
     files = sorted(p.name for p in (tmp_path / "back").iterdir())
@@ -223,11 +229,11 @@ def test_a_large_model_is_written_in_files_with_an_index(tmp_path, monkeypatch):
 
 def test_what_no_architecture_of_theirs_has_is_not_written(tmp_path):
     config = Config(64, 32, 2, 8, 4, 4, 32, qkv_bias=True, qk_norm=True)
-    with pytest.raises(UserError, match="qkv_bias together with qk_norm is in no Hugging Face"):
-        hf.write(tmp_path / "out", config, 64, lambda path: pytest.fail("read"))
+    with pytest.raises(UserError, match="no Hugging Face architecture has both qkv_bias and qk_"):
+        hf.write(tmp_path / "out", "transformer", config, 64, lambda path: pytest.fail("read"))
     assert list(tmp_path.iterdir()) == []
-    # Their Llama wants heads that divide the embed; their Mistral is the same without that wish.
-    theirs = hf.to_config_json(Config(64, 32, 2, 6, 2, 4, 32), 64)
+    # Their Llama needs its embed to be divisible by its heads; their Mistral doesn't.
+    theirs = llama.config_json(Config(64, 32, 2, 6, 2, 4, 32), 64)
     assert (theirs["model_type"], theirs["sliding_window"]) == ("mistral", None)
 
 
@@ -236,7 +242,7 @@ def test_a_write_that_fails_leaves_nothing(tmp_path):
         raise OSError("disk")
 
     with pytest.raises(OSError, match="disk"):
-        hf.write(tmp_path / "out", Config(64, 32, 2, 8, 4, 4, 32), 64, read)
+        hf.write(tmp_path / "out", "transformer", Config(64, 32, 2, 8, 4, 4, 32), 64, read)
     assert list(tmp_path.iterdir()) == []
 
 
@@ -246,11 +252,11 @@ def test_a_write_that_fails_leaves_nothing(tmp_path):
 @pytest.mark.parametrize(
     ("family", "changes", "said"),
     [
-        ("llama3", {"architectures": ["MixtralForCausalLM"]}, "is of MixtralForCausalLM, which zoo"),
-        ("llama3", {"architectures": ["LlamaForCausalLM", "X"]}, "is of LlamaForCausalLM, X, which"),
-        ("llama3", {"architectures": ..., "model_type": "gpt2"}, "is of gpt2, which zoo/transformer"),
-        ("llama3", {"architectures": 7}, "is of 7, which zoo/transformer"),
-        ("llama3", {"architectures": [["LlamaForCausalLM"]]}, "which zoo/transformer"),
+        ("llama3", {"architectures": ["MixtralForCausalLM"]}, "is for MixtralForCausalLM, which the zoo"),
+        ("llama3", {"architectures": ["LlamaForCausalLM", "X"]}, "is for LlamaForCausalLM, X, which"),
+        ("llama3", {"architectures": ..., "model_type": "gpt2"}, "is for gpt2, which the zoo does not"),
+        ("llama3", {"architectures": 7}, "is for 7, which the zoo does not"),
+        ("llama3", {"architectures": [["LlamaForCausalLM"]]}, "which the zoo does not"),
         ("llama3", {"hidden_act": "gelu"}, 'has hidden_act "gelu", which zoo/transformer.py does not'),
         ("llama3", {"attention_bias": True}, "has attention_bias true, which"),
         ("llama3", {"mlp_bias": True}, "has mlp_bias true, which"),
@@ -265,23 +271,23 @@ def test_a_write_that_fails_leaves_nothing(tmp_path):
         ("qwen2", {"rope_scaling": {"type": "dynamic"}, "rope_parameters": ...}, 'has rope_type "dynamic"'),
         ("qwen2", {"rope_parameters": {"full_attention": {}}}, "has rope_parameters {"),
         ("qwen2", {"rope_parameters": {"partial_rotary_factor": 0.5}}, "partial_rotary_factor 0.5, which"),
-        ("llama3", {"rope_parameters": {"rope_type": "llama3"}}, "has factor null, which is not a number"),
+        ("llama3", {"rope_parameters": {"rope_type": "llama3"}}, "has factor null, which must be a number > 0"),
         ("qwen2", {"layer_types": ["full_attention", "sliding_attention"]}, 'has layer_types ["full'),
         ("qwen2", {"layer_types": 2}, "has layer_types 2, which"),
         ("qwen2", {"layer_types": ["chunked_attention"] * 2}, 'has layer_types ["chunked'),
         ("qwen2", {"layer_types": ..., "use_sliding_window": True, "sliding_window": 4,
                    "max_window_layers": 1}, "has max_window_layers 1, which"),
-        ("llama3", {"hidden_size": ...}, "has hidden_size null, which is not a number above 0"),
-        ("llama3", {"vocab_size": "64"}, 'has vocab_size "64", which is not a number above 0'),
-        ("llama3", {"num_hidden_layers": True}, "has num_hidden_layers true, which is not a number"),
-        ("llama3", {"rms_norm_eps": -1}, "has rms_norm_eps -1, which is not a number above 0"),
+        ("llama3", {"hidden_size": ...}, "has hidden_size null, which must be a number > 0"),
+        ("llama3", {"vocab_size": "64"}, 'has vocab_size "64", which must be a number > 0'),
+        ("llama3", {"num_hidden_layers": True}, "has num_hidden_layers true, which must be a number"),
+        ("llama3", {"rms_norm_eps": -1}, "has rms_norm_eps -1, which must be a number > 0"),
         ("llama3", {"intermediate_size": 48}, "mlp.gate_proj.weight in "),
         ("llama3", {"vocab_size": 65}, "embed_tokens.weight in "),
-        ("llama3", {"num_hidden_layers": 3}, "lacks tensor model.layers.2.input_layernorm.weight and 8 more"),
+        ("llama3", {"num_hidden_layers": 3}, "is missing tensor model.layers.2.input_layernorm.weight and 8 more"),
         ("llama3", {"num_hidden_layers": 1}, "has an unexpected tensor model.layers.1.input_layernorm"),
         ("qwen3", {"architectures": ["LlamaForCausalLM"]}, "unexpected tensor model.layers.0.self_attn.k_norm"),
-        ("llama3", {"architectures": ["Qwen2ForCausalLM"]}, "lacks tensor model.layers.0.self_attn.k_proj.bias"),
-        ("smollm", {"tie_word_embeddings": False}, "lacks tensor lm_head.weight;"),
+        ("llama3", {"architectures": ["Qwen2ForCausalLM"]}, "is missing tensor model.layers.0.self_attn.k_proj.bias"),
+        ("smollm", {"tie_word_embeddings": False}, "is missing tensor lm_head.weight;"),
     ],
 )  # fmt: skip
 def test_models_that_are_not_ours_are_refused_by_name(folder, family, changes, said):
@@ -309,15 +315,15 @@ DAMAGE = {
     "broken config": (lambda d: (d / "config.json").write_text("{"), "config.json can't be read"),
     "binary config": (lambda d: (d / "config.json").write_bytes(b"\xff\xfe"), "config.json can't be"),
     "config is a list": (lambda d: (d / "config.json").write_text("[]"), "is not a JSON object"),
-    "no shard": (lambda d: (d / FIRST).unlink(), f"lacks {FIRST}, which its index names"),
+    "no shard": (lambda d: (d / FIRST).unlink(), f"{FIRST} does not exist; use a complete"),
     "broken index": (
-        lambda d: (d / "model.safetensors.index.json").write_text("{}"), "names no files"),
+        lambda d: (d / "model.safetensors.index.json").write_text("{}"), "does not list files"),
     "index of numbers": (
         lambda d: (d / "model.safetensors.index.json").write_text('{"weight_map": {"a": []}}'),
-        "names no files"),
+        "does not list files in its folder"),
     "index leads outside": (
         lambda d: (d / "model.safetensors.index.json").write_text('{"weight_map": {"a": "../b"}}'),
-        "names '../b', which is not in its folder"),
+        "does not list files in its folder"),
     "truncated": (lambda d: os.truncate(d / FIRST, 9_000), f"{FIRST} can't be read"),
     "empty file": (lambda d: os.truncate(d / FIRST, 0), f"{FIRST} can't be read"),
     "too long": (lambda d: (d / FIRST).write_bytes((d / FIRST).read_bytes() + b"x"), f"{FIRST} can't be read"),
@@ -326,13 +332,13 @@ DAMAGE = {
     "endless header": (
         lambda d: (d / FIRST).write_bytes(struct.pack("<Q", 2**60) + b"{}"), f"{FIRST} can't be"),
     "whole numbers": (
-        lambda d: header(d / FIRST, lambda t: t.replace(b'"BF16"', b'"I16"')), "is of I16; give"),
+        lambda d: header(d / FIRST, lambda t: t.replace(b'"BF16"', b'"I16"')), "has dtype I16; use"),
     "twice": (
         lambda d: ((d / "model.safetensors.index.json").unlink(), shutil.copy(d / FIRST, d / "z.safetensors")),
         "is in both"),
     "pickles": (
         lambda d: [p.rename(p.with_suffix(".bin")) for p in d.glob("model*")],
-        "model-00001-of-00002.bin, a pickle, which may run any code when it is read; give a model with"),
+        "model-00001-of-00002.bin, a pickle, which can execute code when loaded; use a model with"),
     "no weights": (lambda d: [p.unlink() for p in d.glob("model*")], "has no *.safetensors"),
 }  # fmt: skip
 
@@ -351,16 +357,16 @@ def test_damaged_folders(folder, damage):
 
 def test_names_that_lead_nowhere(tmp_path, monkeypatch):
     for name, said in (
-        ("hf:/no/such/dir", "'/no/such/dir' does not exist; give a model folder, or ORG/NAME"),
-        ("hf:", "'' does not exist; give a model folder"),
-        (f"hf:{GOLDEN / 'llama2' / 'config.json'}", "is a file; give the folder"),
+        ("hf:/no/such/dir", "'/no/such/dir' does not exist; use a model folder, or ORG/NAME"),
+        ("hf:", "'' does not exist; use a model folder"),
+        (f"hf:{GOLDEN / 'llama2' / 'config.json'}", "is a file; use the folder"),
     ):
         with pytest.raises(UserError, match=re.escape(said)):
             checkpoint.find(name)
     monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path))
     with pytest.raises(UserError) as caught:  # conftest.py keeps the client offline
         checkpoint.find("hf:no-org/no-model")
-    assert str(caught.value).startswith("no-org/no-model is no folder here, and the Hub did not")
+    assert str(caught.value).startswith("no-org/no-model is not a local folder and can't be")
     assert "\n" not in str(caught.value)
 
 
@@ -388,9 +394,12 @@ def tiny(tmp_path_factory):
     """A folder with a vocabulary that the recipe's bytes fit into."""
     target = tmp_path_factory.mktemp("hf") / "tiny"
     config, rng = Config.tiny(), np.random.default_rng(3)
-    shapes = sharding.blueprint(lambda: Transformer(config, rngs=nnx.Rngs(0))).shapes
-    shapes = {path: shape.shape for path, shape in paths(shapes).items()}
-    hf.write(target, config, 64, lambda path: rng.normal(0, 0.1, shapes[path]).astype(np.float32))
+    shapes = paths(abstract_model(lambda: Transformer(config, rngs=nnx.Rngs(0))).shapes["params"])
+
+    def read(path):
+        return rng.normal(0, 0.1, shapes[path].shape).astype(np.float32)
+
+    hf.write(target, "transformer", config, 64, read)
     return target
 
 
@@ -420,7 +429,7 @@ def test_import_and_export_commands(run, tiny, tmp_path):
     for command, source in (("import", tiny), ("export", ck)):
         done = run("recipes.hf", command, f"--source={source}", f"--target={back}")
         assert done.code == 2
-        assert done.err == f"error: --target={back} exists; give a new folder\n"
+        assert done.err == f"error: --target={back} already exists; use a new folder\n"
 
 
 def test_a_recipe_trains_from_a_folder_and_its_run_is_exported(run, tiny, tmp_path):
@@ -442,15 +451,14 @@ def test_a_recipe_trains_from_a_folder_and_its_run_is_exported(run, tiny, tmp_pa
     trained = paths(nnx.to_pure_dict(nnx.state(trained, nnx.Param)))
     assert_bit_equal(params_of(f"hf:{back}"), trained)
     assert np.abs(trained["embed"] - params_of(f"hf:{tiny}")["embed"]).max() > 0
-    assert (
-        hf.Folder(back).metadata["context"] == 32
-    )  # --seq_len, the positions that it was trained on
+    # --seq_len, the positions that it was trained on
+    assert hf.Folder(back).metadata["context"] == 32
 
 
 @pytest.mark.parametrize(
     ("argv", "sentence"),
     [
-        (["improt"], "say what to do: python -m recipes.hf import … or python -m recipes.hf export …"),
+        (["improt"], "use python -m recipes.hf import … or python -m recipes.hf export …"),
         (["export", "--mesh=8"], "--mesh is not a flag; --help lists the flags"),
         (["import", "--source=tests/golden/hf/llama2", "--target=x", "--mesh=1x3"], "rules 'fsdp_tp' split dim 'vocab' of embed [64, 32] over 3 devices"),
     ],
@@ -466,12 +474,12 @@ def test_mistakes_on_the_command_line(argv, sentence, run):
 @pytest.mark.parametrize(
     ("command", "flags", "sentence"),
     [
-        ("import", dict(target="x"), "--source is missing; give --source=DIR"),
-        ("export", dict(source="x"), "--target is missing; give --target=DIR"),
-        ("export", dict(source="no", target="x"), "--source=no does not exist; give a run's workdir"),
-        ("import", dict(source=str(ROOT / "zoo"), target="x"), "config.json does not exist; give the whole"),
-        ("import", dict(source="no", target="zoo"), "/zoo exists; give a new folder"),
-        ("import", dict(source="no", target="README.md/x"), "/README.md/x can't be written (Not a directory); give another"),
+        ("import", dict(target="x"), "--source is missing; use --source=DIR"),
+        ("export", dict(source="x"), "--target is missing; use --target=DIR"),
+        ("export", dict(source="no", target="x"), "--source=no does not exist; use a run's workdir"),
+        ("import", dict(source=str(ROOT / "zoo"), target="x"), "config.json does not exist; use a complete"),
+        ("import", dict(source="no", target="zoo"), "/zoo already exists; use a new folder"),
+        ("import", dict(source="no", target="README.md/x"), "/README.md/x can't be written (Not a directory); use a different"),
     ],
 )  # fmt: skip
 def test_mistakes_in_flags(command, flags, sentence, monkeypatch):

@@ -1,8 +1,7 @@
-"""Numbers that are not finite, signals, damaged checkpoints, full disks, two runs at once."""
+"""Non-finite numbers, signals, damaged checkpoints, full disks, two runs at once."""
 
 import errno
 import functools
-import json
 import os
 import pathlib
 import re
@@ -21,27 +20,55 @@ import optax
 import pytest
 
 from recipes.common import checkpoint
-from recipes.common.cli import Run
-from recipes.common.errors import Stopped
-from recipes.common.metrics import Log
-from recipes.common.optimizer import apply, gradients, skipping
-from recipes.common.workdir import Workdir
-from tests.conftest import ROOT
-from tests.runs import TINY, assert_bit_equal, records, state_of, steps_saved
+from recipes.common.checkpoint.run_folder import open_run
+from recipes.common.runtime.errors import Stopped, UserError
+from recipes.common.runtime.flags import Run
+from recipes.common.runtime.mesh import make_mesh
+from recipes.common.sharding.layout import make_layout
+from recipes.common.train.metrics import Log, NonFiniteError
+from recipes.common.train.optimizer import LearningRate
+from recipes.common.train.resume import origin
+from recipes.common.train.state import initialize
+from recipes.common.train.step import TrainStep
+from tests.conftest import ROOT, full_except
+from tests.quick import QUICK, XLA_FLAGS
+from tests.quick import quick as quick
+from tests.runs import TINY, NoFlags, assert_bit_equal, records, saving, state_of, steps_saved
+from zoo.dot_relu_dot import Config, DotReluDot
+
+SIX = ("--steps=6", "--checkpoint_every=4")
 
 
 @pytest.fixture
-def go(inside, book, tmp_path):
-    """A function of flags that trains a tiny Transformer in tmp_path/w, in this process."""
+def command(inside, quick, book):
+    """A function of flags that trains a tiny Transformer in this process."""
     return functools.partial(
-        inside, "recipes.transformer", *TINY, book, "--mesh=4x2", "--log_every=1",
-        f"--workdir={tmp_path / 'w'}",
-    )  # fmt: skip
+        inside, "recipes.transformer", *TINY, book, "--mesh=4x2", "--log_every=1"
+    )
+
+
+@pytest.fixture
+def go(command, tmp_path):
+    """The same, in tmp_path/w."""
+    return functools.partial(command, f"--workdir={tmp_path / 'w'}")
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory):
+    return tmp_path_factory.mktemp("trained") / "w"
+
+
+@pytest.fixture
+def trained(place, command):
+    """A workdir with checkpoints of steps 4 and 6, made when it is first asked for."""
+    if not place.exists():
+        assert command(*SIX, f"--workdir={place}").code == 0
+    return place
 
 
 @pytest.fixture
 def at_step(monkeypatch):
-    """A function of a step and an action, which then runs while that step is under way."""
+    """A function of a step and an action, which runs while that step is running."""
 
     def hook(step, action):
         original = Log.step
@@ -54,16 +81,6 @@ def at_step(monkeypatch):
         monkeypatch.setattr(Log, "step", wrapped)
 
     return hook
-
-
-@pytest.fixture(scope="module")
-def trained(tmp_path_factory, book):
-    """A workdir with checkpoints of steps 4 and 6."""
-    path = tmp_path_factory.mktemp("trained") / "w"
-    flags = (*TINY, book, "--mesh=4x2", "--log_every=1", "--steps=6", "--checkpoint_every=4")
-    command = [sys.executable, "-m", "recipes.transformer", *flags, f"--workdir={path}"]
-    subprocess.run(command, check=True, cwd=ROOT, capture_output=True)
-    return path
 
 
 # ---- numbers -------------------------------------------------------------------------------------
@@ -84,73 +101,74 @@ def test_a_loss_that_is_not_finite_stops_the_run_before_anything_bad_is_saved(go
 
 
 def test_a_skipped_update_leaves_parameters_and_moments_bit_equal():
-    optimizer = optax.adam(0.1)
-    params = {"w": jnp.arange(4.0)}
-    state = {
-        "params": params,
-        "opt_state": optimizer.init(params),
-        "step": jnp.int32(0),
-        "rngs": {},
-    }
-
-    def loss(params, x):
-        return jnp.sum(params["w"] * x), jnp.float32(1)
-
-    def train_step(state, x):
-        mean, grads = gradients(loss, state["params"], x)
-        return apply(optimizer, state, grads), {"loss": mean, "grad_norm": optax.tree.norm(grads)}
-
-    import flax.serialization
-
-    state["opt_state"] = flax.serialization.to_state_dict(state["opt_state"])
-    step = jax.jit(skipping(train_step, 1))
-    good, bad = jnp.ones(4), jnp.array([1.0, jnp.nan, 1.0, jnp.inf])
-    one, metrics = step(state, good)
+    layout = make_layout(DotReluDot, Config.tiny(), make_mesh("1x1"), batch_size=4)
+    step = TrainStep(layout, optax.adam(0.1), LearningRate(0.1, 1, 9), skip_nonfinite=True)
+    initial = initialize(layout, step.optimizer, 0, step.abstract_state())
+    take = jax.jit(step, compiler_options=QUICK)
+    good = {"x": jnp.ones((4, 16)), "y": jnp.ones((4, 16)), "weight": jnp.ones(4)}
+    bad = good | {"x": good["x"].at[1, 1].set(jnp.nan).at[2, 3].set(jnp.inf)}
+    one, metrics = take(initial, good)
     assert not metrics["skipped"]
-    two, metrics = step(one, bad)
+    assert (one["params"]["w1"] != initial["params"]["w1"]).any()
+    two, metrics = take(one, bad)
     assert metrics["skipped"]
     assert int(two["step"]) == 2
     jax.tree.map(np.testing.assert_array_equal, two | {"step": 0}, one | {"step": 0})
-    three, _ = step(two, good)
-    without, _ = step(one, good)
+    three, _ = take(two, good)
+    without, _ = take(one, good)
     jax.tree.map(np.testing.assert_array_equal, three | {"step": 0}, without | {"step": 0})
-    assert skipping(train_step, 0) is train_step
+    step = TrainStep(layout, step.optimizer, step.lr)
+    state, metrics = jax.jit(step, compiler_options=QUICK)(one, bad)
+    assert "skipped" not in metrics
+    assert np.isnan(state["params"]["w1"]).any(), "without the flag nothing is skipped"
 
 
-def test_so_many_skipped_updates_in_a_row_are_tolerated_and_no_more(go, tmp_path, capfd):
+def test_consecutive_skipped_updates_are_counted_and_one_too_many_stops(tmp_path, capfd):
+    flags = Run(steps=9, log_every=3, skip_nonfinite=1)
+    log = Log(tmp_path / "metrics.jsonl", 0, flags, "x", 1)
+    for step, loss in enumerate([1.0, np.nan, 3.0, np.inf, 5.0, np.nan], start=1):
+        log.step(step, {"loss": np.float32(loss), "skipped": not np.isfinite(loss)}, 0.0)
+    log.settle()
+    assert records(tmp_path, "step", "loss", "skipped") == [(3, 3.0, 1), (6, None, 2)]
+    assert capfd.readouterr().err == "".join(
+        f"warning: loss is {loss} at step {step}; this update is skipped\n"
+        for step, loss in ((2, "nan"), (4, "inf"), (6, "nan"))
+    )
+    log.step(7, {"loss": np.float32(np.nan), "skipped": True}, 0.0)
+    with pytest.raises(NonFiniteError) as caught:
+        log.settle()
+    assert str(caught.value) == "loss is nan at step 7, after 1 skipped in a row"
+    log.close()
+
+
+@pytest.mark.full
+def test_a_run_skips_consecutive_updates_and_then_stops(go, tmp_path):
     done = go("--steps=9", "--learning_rate=1e38", "--warmup_steps=0", "--skip_nonfinite=2")
     lines = done.err.splitlines()
     assert done.code == 1
     assert len(lines) == 3, done.err
     assert all("this update is skipped" in line for line in lines[:2])
-    assert "the 3th update in a row" in lines[2].replace("3rd", "3th")
-    skipped = [record for record in records(tmp_path / "w", "step", "loss", "skipped")]
+    assert "after 2 skipped in a row" in lines[2]
+    skipped = records(tmp_path / "w", "step", "loss", "skipped")
     assert [s for _, _, s in skipped if s] == [1, 1]
-    log = Log(tmp_path / "m.jsonl", 0, Run(steps=9, log_every=3, skip_nonfinite=1), "x", 1)
-    for step, loss in enumerate([1.0, np.nan, 3.0, np.inf, 5.0, np.nan], start=1):
-        log.step(step, {"loss": np.float32(loss), "skipped": not np.isfinite(loss)}, 0.0)
-    log.settle()
-    log.close()
-    lines = [json.loads(line) for line in (tmp_path / "m.jsonl").read_text().splitlines()]
-    assert [(r["step"], r["loss"], r["skipped"]) for r in lines] == [(3, 3.0, 1), (6, None, 2)]
 
 
 # ---- preemption ----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", ["SIGTERM", "SIGINT"])
-def test_a_signal_ends_the_step_saves_and_goes_on_from_that_step(
+@pytest.mark.parametrize("name", full_except(["SIGTERM", "SIGINT"], ["SIGTERM"]))
+def test_a_signal_ends_the_step_and_saves_and_the_next_start_resumes_there(
     go, at_step, tmp_path, trained, name
 ):
     at_step(3, lambda: os.kill(os.getpid(), getattr(signal, name)))
-    done = go("--steps=6", "--checkpoint_every=4")
+    done = go(*SIX)
     saved = tmp_path / "w" / "checkpoints" / "3"
     assert done.code == 0, done.err
     assert done.err == ""
     assert f"Stopped by {name} after step 3, saved in {saved}; " in done.out
     assert "Held-out" not in done.out
     assert steps_saved(tmp_path / "w") == [3]
-    done = go("--steps=6", "--checkpoint_every=4")
+    done = go(*SIX)
     assert done.code == 0, done.err
     assert f"Resumes at step 3, from {saved}." in done.out
     assert_bit_equal(state_of(tmp_path / "w", 6), state_of(trained, 6))
@@ -161,26 +179,26 @@ def test_a_signal_ends_the_step_saves_and_goes_on_from_that_step(
 def test_a_second_sigint_stops_at_once():
     script = """
         import os, signal
-        from recipes.common import preemption
+        from recipes.common.runtime import preemption
         preemption.watch()
         with preemption.training():
             os.kill(os.getpid(), signal.SIGINT)
-            print("goes on", preemption.requested(1), flush=True)
+            print("continues", preemption.requested(1), flush=True)
             os.kill(os.getpid(), signal.SIGINT)
             print("never", flush=True)
     """
     done = subprocess.run(
         [sys.executable, "-c", textwrap.dedent(script)], cwd=ROOT, capture_output=True, text=True
     )
-    assert (done.returncode, done.stdout) == (130, "goes on SIGINT\n")
-    assert done.stderr == "\nStopped at once; what was saved before is whole.\n"
+    assert (done.returncode, done.stdout) == (130, "continues SIGINT\n")
+    assert done.stderr == "\nStopped at once; checkpoints saved before are intact.\n"
 
 
 def test_a_signal_outside_of_training_ends_the_process_at_once():
-    script = "import os, signal; from recipes.common import preemption; preemption.watch(); os.kill(os.getpid(), signal.SIGTERM); print('never')"
+    script = "import os, signal; from recipes.common.runtime import preemption; preemption.watch(); os.kill(os.getpid(), signal.SIGTERM); print('never')"
     done = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0
-    assert done.stdout == "Stopped by SIGTERM outside of training; the same command goes on.\n"
+    assert done.stdout == "Stopped by SIGTERM outside of training; the same command resumes.\n"
 
 
 # ---- damage --------------------------------------------------------------------------------------
@@ -200,6 +218,8 @@ def truncate(path: pathlib.Path) -> None:
     os.truncate(path, path.stat().st_size // 2)
 
 
+UNCHANGED = dict(steps=6, batch_size=16, learning_rate=4e-3)  # of what the run began with
+
 DAMAGE = {
     "an array's file cut short": lambda f: truncate(big_file(f)),
     "an array's file gone": lambda f: big_file(f).unlink(),
@@ -216,32 +236,38 @@ DAMAGE = {
 
 
 @pytest.mark.parametrize("damage", DAMAGE)
-def test_a_damaged_checkpoint_is_named_and_the_one_before_is_taken(trained, tmp_path, damage):
+def test_a_damaged_checkpoint_is_named_and_the_one_before_is_used(trained, tmp_path, damage):
     shutil.copytree(trained, tmp_path / "w")
     folder = tmp_path / "w" / "checkpoints" / "6"
     assert checkpoint.verify(folder) == ""
     DAMAGE[damage](folder)
     bad = checkpoint.verify(folder)
     assert bad
-    work = Workdir(Run(workdir=str(tmp_path / "w")), "transformer")
-    assert work.step == 4
-    assert work.origin().splitlines() == [
-        f"Damaged: {folder}: {bad}. It goes to {tmp_path}/w/damaged.",
+    run = Run(workdir=str(tmp_path / "w"), **UNCHANGED)
+    found = open_run("transformer", run, NoFlags())
+    assert found.step == 4
+    assert origin(found, run, step=None) == [
+        f"Damaged: {folder}: {bad}. It is moved to {tmp_path}/w/damaged.",
         f"Resumes at step 4, from {tmp_path}/w/checkpoints/4.",
     ]
     assert folder.exists(), "nothing moves before the run begins"
-    work.close()
+    found.close()
 
 
-def test_a_run_goes_on_from_the_good_one_and_keeps_the_bad_one_aside(go, trained, tmp_path):
+def test_a_run_resumes_from_the_good_checkpoint_and_keeps_the_damaged_one_aside(
+    go, trained, tmp_path
+):
     shutil.copytree(trained, tmp_path / "w")
     folder = tmp_path / "w" / "checkpoints" / "6"
     name = big_file(folder).relative_to(folder)
     flip(folder / name, 1000)
     content = (folder / name).read_bytes()
-    done = go("--steps=6", "--checkpoint_every=4")
+    done = go(*SIX)
     assert done.code == 0, done.err
-    assert f"Damaged: {folder}: {name} is not what was saved (its SHA-256 differs)." in done.out
+    assert (
+        f"Damaged: {folder}: {name} differs from what was saved (its SHA-256 does not match). It is "
+        f"moved to {tmp_path}/w/damaged." in done.out
+    )
     assert "Resumes at step 4" in done.out
     assert (tmp_path / "w" / "damaged" / "6" / name).read_bytes() == content
     assert_bit_equal(state_of(tmp_path / "w", 6), state_of(trained, 6))
@@ -266,11 +292,11 @@ def test_every_byte_counts(trained, tmp_path):
     assert checkpoint.verify(folder) == ""
 
 
-def test_no_good_checkpoint_is_a_mistake_to_mend_not_a_new_start(trained, tmp_path, go):
+def test_no_good_checkpoint_is_a_user_error_not_a_new_start(trained, tmp_path, go):
     shutil.copytree(trained, tmp_path / "w")
     for step in (4, 6):
         truncate(big_file(tmp_path / "w" / "checkpoints" / str(step)))
-    done = go("--steps=6", "--checkpoint_every=4")
+    done = go(*SIX)
     assert done.code == 2
     assert "has no checkpoint that is whole (step 6: state/" in done.err
     assert steps_saved(tmp_path / "w") == [4, 6]
@@ -300,16 +326,16 @@ def limit_files(size: int) -> None:
 
 LIMITED = """
 import resource, runpy, sys
-from recipes.common.workdir import Workdir
+from recipes.common.checkpoint.saver import Saver
 from tests.test_nothing_lost import limit_files
 
-def save(work, step, state, original=Workdir.save):
-    work._join()
+def save(saver, step, state, original=Saver.save):
+    saver._join()
     limit_files(LIMITS.get(step, resource.RLIM_INFINITY))
-    original(work, step, state)
+    original(saver, step, state)
 
 LIMITS = eval(sys.argv.pop(1))
-Workdir.save = save
+Saver.save = save
 runpy.run_module("recipes.transformer", run_name="__main__")
 """
 
@@ -322,37 +348,66 @@ def limited(book, tmp_path):
         flags = (*TINY, book, "--mesh=4x2", "--log_every=1", f"--workdir={tmp_path / 'w'}", *flags)
         return subprocess.run(
             [sys.executable, "-c", LIMITED, str(limits), *flags],
-            cwd=ROOT, capture_output=True, text=True,
+            cwd=ROOT, capture_output=True, text=True, env=os.environ | {"XLA_FLAGS": XLA_FLAGS},
         )  # fmt: skip
 
     return command
 
 
-def test_a_failed_save_is_reported_and_the_next_one_works(limited, trained, tmp_path):
+NOT_SAVED = (
+    "warning: the checkpoint of step {step} could not be saved (File too large); training continues, "
+    "and the next save is tried as usual\n"
+)
+
+
+def test_a_failed_save_is_reported_and_the_next_one_works(tmp_path, capfd):
+    def state(step):
+        return {"x": jnp.asarray(np.random.default_rng(step).standard_normal(50_000))}
+
+    with saving(tmp_path, keep=2) as saver:
+        saver.save(2, state(2))
+        saver.wait()
+        try:
+            limit_files(5_000)
+            saver.save(4, state(4))
+            with pytest.raises(Stopped) as caught:
+                saver.wait()
+        finally:
+            limit_files(resource.RLIM_INFINITY)
+        assert capfd.readouterr().err == NOT_SAVED.format(step=4)
+        assert str(caught.value) == (
+            "the checkpoint of step 4 could not be saved (File too large); the newest is "
+            f"{tmp_path}/checkpoints/2, and the same command resumes from there once there is room"
+        )
+        assert steps_saved(tmp_path) == [2]
+        saver.save(6, state(6))
+    assert steps_saved(tmp_path) == [2, 6], "2 stays: 4 was none"
+    for step in (2, 6):
+        assert checkpoint.verify(tmp_path / "checkpoints" / str(step)) == ""
+        np.testing.assert_array_equal(state_of(tmp_path, step)["x"], state(step)["x"])
+
+
+@pytest.mark.full
+def test_a_run_continues_after_a_failed_save(limited, trained, tmp_path):
     done = limited({4: 5_000}, "--steps=6", "--checkpoint_every=2", "--keep_checkpoints=2")
-    assert done.returncode == 0, done.stderr
-    assert done.stderr == (
-        "warning: the checkpoint of step 4 could not be saved (File too large); training goes on, "
-        "and the next one is tried\n"
-    )
-    assert steps_saved(tmp_path / "w") == [2, 6], "2 stays: 4 was none"
+    assert (done.returncode, done.stderr) == (0, NOT_SAVED.format(step=4))
+    assert steps_saved(tmp_path / "w") == [2, 6]
     assert all(checkpoint.verify(tmp_path / "w" / "checkpoints" / s) == "" for s in "26")
     assert_bit_equal(state_of(tmp_path / "w", 6), state_of(trained, 6))
     fields = ("step", "loss")
     assert records(tmp_path / "w", *fields) == records(trained, *fields)
 
 
+@pytest.mark.full
 def test_a_last_save_that_fails_ends_the_run_cleanly(limited, trained, tmp_path):
     flags = ("--steps=6", "--checkpoint_every=2", "--keep_checkpoints=1")
     done = limited({6: 5_000}, *flags)
     assert done.returncode == 1
     warning, error = done.stderr.splitlines()
-    assert warning.startswith(
-        "warning: the checkpoint of step 6 could not be saved (File too large)"
-    )
+    assert warning + "\n" == NOT_SAVED.format(step=6)
     assert error == (
         "error: the checkpoint of step 6 could not be saved (File too large); the newest is "
-        f"{tmp_path}/w/checkpoints/4, and the same command goes on from there once there is room"
+        f"{tmp_path}/w/checkpoints/4, and the same command resumes from there once there is room"
     )
     assert steps_saved(tmp_path / "w") == [4]
     done = limited({}, *flags)
@@ -360,13 +415,10 @@ def test_a_last_save_that_fails_ends_the_run_cleanly(limited, trained, tmp_path)
     assert_bit_equal(state_of(tmp_path / "w", 6), state_of(trained, 6))
 
 
-def test_what_a_failed_save_goes_on_writing_is_removed_too(tmp_path, monkeypatch, capfd):
-    """TensorStore has begun other writes by the time one fails; they make their folders anew. And
-    what Orbax drops before it has begun is not told to the user.
+def test_what_a_failed_save_keeps_writing_is_removed_too(tmp_path, monkeypatch, capfd):
+    """TensorStore has begun other writes by the time one fails; they recreate their folders. And
+    the user is not told of what Orbax drops before it has begun.
     """
-    work = Workdir(Run(workdir=str(tmp_path)), "x")
-    work.check_data({})
-    work.begin(1, {"flags": {}, "versions": {}})
     late, removed = tmp_path / "checkpoints" / "3.orbax-checkpoint-tmp" / "state", []
 
     async def write():
@@ -382,30 +434,31 @@ def test_what_a_failed_save_goes_on_writing_is_removed_too(tmp_path, monkeypatch
         if len(removed) < 3:
             late.mkdir(parents=True)
 
-    monkeypatch.setattr(work._checkpointer, "save", full)
-    monkeypatch.setattr(time, "sleep", sleep)
-    work.save(3, {})
+    def fail():
+        with saving(tmp_path) as saver:
+            monkeypatch.setattr(saver._checkpointer, "save", full)
+            monkeypatch.setattr(time, "sleep", sleep)
+            saver.save(3, {})
+
+    why = r"step 3 could not be saved \(No space left on device\); there is none"
+    with pytest.raises(Stopped, match=why):
+        fail()
     assert removed == [True] * 3
     assert steps_saved(tmp_path) == []
-    with pytest.raises(Stopped, match=r"step 3 could not be saved \(No space left on device\)"):
-        work.close()
     assert capfd.readouterr().err.count("\n") == 1
 
 
-def test_what_a_user_puts_beside_the_checkpoints_stays_as_it_is(tmp_path):
+def test_your_own_files_beside_the_checkpoints_are_left_alone(tmp_path):
     """A copy under another name, the file manager's own file; what a killed run left goes."""
     there = tmp_path / "checkpoints"
     for name in ("3.mine", "best", "3.orbax-checkpoint-tmp", "1.removed"):
         (there / name).mkdir(parents=True)
         (there / name / "file").write_text(name)
     (there / ".DS_Store").write_text("x")
-    work = Workdir(Run(workdir=str(tmp_path)), "x")
-    work.check_data({})
-    work.begin(1, {"flags": {}, "versions": {}})
-    assert {p.name for p in there.iterdir()} == {"3.mine", "best", ".DS_Store"}
-    for step in (2, 3):
-        work.save(step, {"x": jnp.ones(3)})
-    work.close()
+    with saving(tmp_path) as saver:
+        assert {p.name for p in there.iterdir()} == {"3.mine", "best", ".DS_Store"}
+        for step in (2, 3):
+            saver.save(step, {"x": jnp.ones(3)})
     assert {p.name for p in there.iterdir()} == {"3", "3.mine", "best", ".DS_Store"}
     assert [p.name for p in (there / "3.mine").iterdir()] == ["file"]
     assert (there / "3" / "hashes.json").exists()
@@ -430,6 +483,7 @@ def test_metrics_wait_for_room_and_no_line_is_torn(tmp_path, capfd):
     assert err.count("\n") == 1
 
 
+@pytest.mark.full
 def test_a_disk_that_is_really_full(run, book, tmp_path, trained):
     """On a tmpfs of 12 MB, of which all but a little is taken; where mounting is allowed."""
     disk = tmp_path / "disk"
@@ -445,14 +499,14 @@ def test_a_disk_that_is_really_full(run, book, tmp_path, trained):
             filler.truncate(0)
             os.posix_fallocate(filler.fileno(), 0, shutil.disk_usage(disk).free - 200_000)
         flags = (*TINY, book, "--mesh=4x2", "--log_every=1", "--steps=12", "--checkpoint_every=3")
-        done = run("recipes.transformer", *flags, f"--workdir={disk / 'w'}")
+        done = run("recipes.transformer", *flags, f"--workdir={disk / 'w'}", XLA_FLAGS=XLA_FLAGS)
         assert done.code == 1, done.err
         assert "the checkpoint of step 12 could not be saved (No space left on device)" in done.err
         assert {line.split(":")[0] for line in done.err.splitlines()} == {"warning", "error"}
         assert steps_saved(disk / "w") == [4, 6]
         assert all(checkpoint.verify(disk / "w" / "checkpoints" / s) == "" for s in "46")
         (disk / "filler").unlink()
-        done = run("recipes.transformer", *flags, f"--workdir={disk / 'w'}")
+        done = run("recipes.transformer", *flags, f"--workdir={disk / 'w'}", XLA_FLAGS=XLA_FLAGS)
         assert done.code == 0, done.err
         assert steps_saved(disk / "w") == [9, 12]
     finally:
@@ -462,11 +516,26 @@ def test_a_disk_that_is_really_full(run, book, tmp_path, trained):
 # ---- two runs on one workdir -----------------------------------------------------------------------
 
 
+IN_USE = "--workdir={path} is in use by a running process; wait for it to end, or use a different --workdir"
+
+
+def test_a_second_run_is_refused_while_the_first_holds_the_lock(tmp_path):
+    run = Run(workdir=str(tmp_path))
+    with saving(tmp_path, "x"):
+        with pytest.raises(UserError) as caught:
+            open_run("x", run, NoFlags())
+        assert str(caught.value) == IN_USE.format(path=tmp_path)
+    open_run("x", run, NoFlags()).close()
+    assert steps_saved(tmp_path) == []
+
+
+@pytest.mark.full
 def test_a_workdir_in_use_is_refused_until_its_run_is_dead(go, trained, tmp_path, book):
     shutil.copytree(trained, tmp_path / "w")
     flags = (*TINY, book, "--mesh=2", "--steps=100000", f"--workdir={tmp_path / 'w'}")
     command = [sys.executable, "-m", "recipes.transformer", *flags]
-    first = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True)
+    env = os.environ | {"XLA_FLAGS": XLA_FLAGS}
+    first = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True, env=env)
     try:
         for line in first.stdout:
             if line.startswith("Resumes "):
@@ -475,14 +544,11 @@ def test_a_workdir_in_use_is_refused_until_its_run_is_dead(go, trained, tmp_path
         done = go("--steps=9")
         print(f"refused in {time.process_time() - before:.2f} s of processor time")
         assert done.code == 2
-        assert done.err == (
-            f"error: --workdir={tmp_path}/w is in use by a run that is alive; wait for it, or give "
-            "another --workdir\n"
-        )
+        assert done.err == f"error: {IN_USE.format(path=tmp_path / 'w')}\n"
     finally:
         first.kill()
         first.wait()
         first.stdout.close()
-    work = Workdir(Run(workdir=str(tmp_path / "w")), "transformer")
-    assert work.step >= 6
-    work.close()
+    found = open_run("transformer", Run(workdir=str(tmp_path / "w"), **UNCHANGED), NoFlags())
+    assert found.step >= 6
+    found.close()

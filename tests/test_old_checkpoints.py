@@ -6,8 +6,9 @@ import jax
 import numpy as np
 import pytest
 
-from recipes.common import checkpoint, sharding
+from recipes.common import checkpoint
 from recipes.common.mesh import make_mesh
+from recipes.common.train.state import abstract_state
 from tests.conftest import ROOT
 from tests.old_checkpoints import layout_on, optimizer, sums
 from zoo.transformer import Config
@@ -27,7 +28,7 @@ def test_an_old_checkpoint_is_whole_and_holds_what_was_saved(path):
     found = checkpoint.find(path)
     want = json.loads((path.parent / f"{path.name}.json").read_text())
     layout = layout_on("1x2", checkpoint.config_from(Config, found))
-    state = checkpoint.restore_tree(found, sharding.abstract_state(layout, optimizer()))
+    state = found.read(abstract_state(layout, optimizer()))
     got = sums(state)
     assert set(got) == set(want)
     for name, (shape, dtype, *numbers) in want.items():

@@ -1,4 +1,4 @@
-"""Several real processes on one host: the same run as in one process, and no hang when one dies."""
+"""Several real processes on one host train like one, and none of them hangs when one dies."""
 
 import os
 import pathlib
@@ -12,24 +12,30 @@ import numpy as np
 import pytest
 
 from data import text
-from recipes.common import checkpoint, processes
-from recipes.common.errors import UserError
+from data.batches import held_out_batches, train_batches
+from recipes.common import checkpoint
+from recipes.common.runtime import processes
+from recipes.common.runtime.errors import UserError
+from recipes.common.runtime.mesh import make_mesh
 from tests.conftest import ROOT
+from tests.quick import XLA_FLAGS
+from tests.quick import quick as quick
 from tests.runs import TINY, records, state_of, steps_saved
 
 FLAGS = (*TINY, "--mesh=4x2", "--log_every=1", "--checkpoint_every=1000")
 
 LOST = (
-    "error: this process can't go on without the others (",
+    "error: this process can't continue without the others (",
     "distributed service detected fatal",
 )
 
-# Notes what each process reads and feeds to its devices.
+# Records what each process reads and feeds to its devices.
 WATCHED = """
 import pathlib, runpy, sys
 import numpy as np
 from data import text
-from recipes.common import loop, processes
+from recipes.common.runtime import processes
+from recipes.common.train import loop
 
 folder, fed, read = pathlib.Path(sys.argv.pop(1)), [], []
 to_devices, window = loop.to_devices, text._Windows.__getitem__
@@ -39,7 +45,8 @@ try:
     runpy.run_module("recipes.transformer", run_name="__main__")
 finally:
     if fed:
-        np.savez(folder / f"{processes._id}.npz", fed=np.stack(fed), read=np.stack(read))
+        fed = {name: np.stack([rows[name] for rows in fed]) for name in fed[0]}
+        np.savez(folder / f"{processes._id}.npz", read=np.stack(read), **fed)
 """
 
 
@@ -56,6 +63,7 @@ class Together:
             subprocess.Popen(
                 [sys.executable, *shared, f"--process_id={i}"],
                 cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+                env=os.environ | {"XLA_FLAGS": XLA_FLAGS},  # each compiles all for itself
             )
             for i in range(count)
         ]  # fmt: skip
@@ -71,8 +79,8 @@ class Together:
 
 
 @pytest.fixture
-def alone(inside, book):
-    """A function of flags: the same recipe in this one process."""
+def alone(inside, quick, book):
+    """A function of flags that runs the same recipe in this one process."""
 
     def command(*flags):
         done = inside("recipes.transformer", *FLAGS, book, *flags)
@@ -82,14 +90,15 @@ def alone(inside, book):
     return command
 
 
-def test_four_then_two_then_one_process_are_the_run_of_one(alone, book, tmp_path):
+@pytest.mark.full
+def test_four_then_two_then_one_process_train_like_one(alone, book, tmp_path):
     a, b = tmp_path / "one", tmp_path / "many"
     for steps in (2, 4, 6):
         alone(f"--steps={steps}", f"--workdir={a}")
-    corpus = text.corpus(book.removeprefix("--dataset="))
-    feed = iter(text.train_batches(corpus, 32, 16, 0))
+    data = text.load(book.removeprefix("--dataset="), seq_len=32)
+    feed = iter(train_batches(data, batch_size=16, seed=0))
     want = [next(feed) for _ in range(6)]
-    held_out = list(text.held_out_batches(corpus, 32, 16))
+    held_out = list(held_out_batches(data, 16))
 
     for count, first in ((4, 0), (2, 2)):
         (tmp_path / str(count)).mkdir()
@@ -103,13 +112,14 @@ def test_four_then_two_then_one_process_are_the_run_of_one(alone, book, tmp_path
         assert "Gloo" not in out
         # Together they fed the same global batches, each its own rows, and read no others.
         parts = [np.load(tmp_path / str(count) / f"{i}.npz") for i in range(count)]
-        fed = np.concatenate([part["fed"] for part in parts], axis=1)
-        np.testing.assert_array_equal(fed[:2], want[first : first + 2])
-        np.testing.assert_array_equal(fed[-len(held_out) :], held_out)
-        assert all(part["fed"].shape[1] == 16 // count for part in parts)
+        for name in data.filler:
+            fed = np.concatenate([part[name] for part in parts], axis=1)
+            batches = [*want[first : first + 2], want[first + 2], *held_out]  # one is prefetched
+            np.testing.assert_array_equal(fed, [batch[name] for batch in batches])
+            assert all(part[name].shape[1] == 16 // count for part in parts)
         read = [set(map(tuple, part["read"].tolist())) for part in parts]
         assert sum(map(len, read)) == len(set.union(*read)), "two processes read the same row"
-        # Each wrote what lies on its devices.
+        # Each wrote the shards on its own devices.
         state = b / "checkpoints" / str(first + 2) / "state"
         sizes = [
             sum(p.stat().st_size for p in (state / f"ocdbt.process_{i}" / "d").iterdir())
@@ -127,7 +137,8 @@ def test_four_then_two_then_one_process_are_the_run_of_one(alone, book, tmp_path
     np.testing.assert_allclose(records(a, *held), records(b, *held), rtol=2e-5)
 
 
-def test_a_signal_stops_all_at_one_step_and_a_death_ends_all(alone, book, tmp_path):
+@pytest.mark.full
+def test_a_signal_stops_all_at_the_same_step_and_a_death_ends_all(alone, book, tmp_path):
     flags = (*FLAGS, book, "--steps=100000", f"--workdir={tmp_path}", "--checkpoint_every=20")
     run = Together(2, *flags)
     run.read_until("Starts ")
@@ -139,7 +150,7 @@ def test_a_signal_stops_all_at_one_step_and_a_death_ends_all(alone, book, tmp_pa
     (step,) = steps_saved(tmp_path)[-1:]
     assert f"Stopped by SIGTERM after step {step}, saved in " in out
     assert int(state_of(tmp_path, step)["step"]) == step
-    # The next start goes on from there, until one of the two is killed.
+    # The next start resumes there, until one of the two is killed.
     run = Together(2, *flags)
     run.read_until(f"Resumes at step {step}, ")
     while checkpoint.steps_in(tmp_path / "checkpoints")[-1] < step + 20:
@@ -156,6 +167,7 @@ def test_a_signal_stops_all_at_one_step_and_a_death_ends_all(alone, book, tmp_pa
     assert f"Resumes at step {whole}, " in out
 
 
+@pytest.mark.full
 def test_death_of_the_first_process_ends_the_others(book, tmp_path):
     run = Together(2, *FLAGS, book, "--steps=100000", f"--workdir={tmp_path}")
     run.read_until("Starts ")
@@ -169,27 +181,7 @@ def test_death_of_the_first_process_ends_the_others(book, tmp_path):
     assert any(message in err for message in LOST), err
 
 
-# ---- who is who, without processes ---------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("given", "sentence"),
-    [
-        ((0, 1, ""), "--process_id=1 needs --num_processes; add it"),
-        ((0, -1, "a:1"), "--coordinator=a:1 needs --num_processes; add it"),
-        ((2, -1, "a:1"), "--process_id is not given and --num_processes=2: give each process one of 0 to 1"),
-        ((2, 2, "a:1"), "--process_id=2 and --num_processes=2: give each process one of 0 to 1"),
-        ((1, 1, ""), "--process_id=1 and --num_processes=1: give each process one of 0 to 0"),
-        ((2, 0, ""), "--coordinator= is not HOST:PORT; give process 0's host and a free port"),
-        ((2, 0, "host"), "--coordinator=host is not HOST:PORT; give process 0's host and a free port"),
-        ((2, 0, "host:99999"), "--coordinator=host:99999 is not HOST:PORT; give process 0's host and a free port"),
-    ],
-)  # fmt: skip
-def test_bad_combinations(given, sentence, monkeypatch):
-    monkeypatch.setattr(processes, "_count", 1)
-    with pytest.raises(UserError) as caught:
-        processes.join(*given)
-    assert str(caught.value) == sentence
+# ---- how they find each other, without processes -------------------------------------------------
 
 
 def test_a_coordinator_that_is_not_there(monkeypatch):
@@ -199,10 +191,10 @@ def test_a_coordinator_that_is_not_there(monkeypatch):
         taken.bind(("", 0))
         port = taken.getsockname()[1]
         with pytest.raises(UserError, match="does not answer"):
-            processes.join(2, 1, f"localhost:{port}")  # bound, but not listening
+            processes.initialize(2, 1, f"localhost:{port}")  # bound, but not listening
         taken.listen()
-        with pytest.raises(UserError, match=r"can't be used .*give another port"):
-            processes.join(2, 0, f"localhost:{port}")
+        with pytest.raises(UserError, match=r"can't be used .*use a different port"):
+            processes.initialize(2, 0, f"localhost:{port}")
 
 
 @pytest.mark.parametrize(
@@ -216,17 +208,15 @@ def test_a_coordinator_that_is_not_there(monkeypatch):
         ({"TPU_WORKER_HOSTNAMES": "a,b"}, 2),
     ],
 )
-def test_a_cluster_is_found_by_what_its_launcher_sets(environment, count):
+def test_a_cluster_is_recognized_by_what_its_launcher_sets(environment, count):
     assert processes.cluster(environment) == count
 
 
-def test_a_mesh_has_to_divide_over_the_processes(monkeypatch):
-    from recipes.common.mesh import make_mesh
-
+def test_a_mesh_must_be_divisible_by_the_number_of_processes(monkeypatch):
     monkeypatch.setattr(processes, "_count", 3)
     with pytest.raises(UserError) as caught:
         make_mesh("4x2")
     assert str(caught.value) == (
-        "--mesh=4x2 has 8 devices, and they do not divide over --num_processes=3; try --mesh=12x2"
+        "--mesh=4x2 has 8 devices, not divisible by --num_processes=3; try --mesh=12x2"
     )
     assert os.environ["NPROC"] == "32"

@@ -1,18 +1,27 @@
-"""The recipes as a user runs them: commands in, text and files out."""
+"""The Transformer's recipe as a user runs it: commands in, text and files out.
+
+One run is made for most of these tests; each looks at it or continues from a copy.
+"""
 
 import json
+import pathlib
 import re
 import shutil
+from typing import NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from tests.runs import TINY, assert_bit_equal, records, state_of
+from recipes.common.train.optimizer import LearningRate, adamw
+from tests.conftest import full_except
+from tests.quick import quick as quick
+from tests.runs import TINY, assert_bit_equal, records, state_of, steps_saved
 
 
 @pytest.fixture
-def train(inside, book):
+def train(inside, book, quick):
     """A function of flags that trains a tiny Transformer and returns what it printed."""
 
     def command(*flags, by=inside):
@@ -24,9 +33,42 @@ def train(inside, book):
     return command
 
 
-def test_what_a_user_sees_in_order(train, run, tmp_path):
-    flags = ("--mesh=4x2", "--steps=20", "--sample_bytes=40", "--prompt=def ")
-    out = train(*flags, f"--workdir={tmp_path}", by=run)
+class Made(NamedTuple):
+    out: str
+    workdir: pathlib.Path
+
+    def copy(self, to: pathlib.Path, step: int) -> pathlib.Path:
+        """A copy of its folder, as if the run had been stopped after `step`."""
+        shutil.copytree(self.workdir, to)
+        for later in steps_saved(to):
+            if later > step:
+                shutil.rmtree(to / "checkpoints" / str(later))
+        return to
+
+
+STEPS, HALF = 12, 8
+FLAGS = (f"--steps={STEPS}", "--checkpoint_every=4", "--log_every=1")
+FIRST = ("--mesh=4x2", *FLAGS, "--sample_bytes=40", "--prompt=def ")
+
+
+@pytest.fixture(scope="module")
+def made() -> dict[str, Made]:
+    return {}
+
+
+@pytest.fixture
+def first(made, train, tmp_path_factory) -> Made:
+    """A run of 12 steps on 4x2, made when it is first asked for. Its checkpoints are 8 and 12."""
+    if not made:
+        workdir = tmp_path_factory.mktemp("first") / "w"
+        made["first"] = Made(train(*FIRST, f"--workdir={workdir}"), workdir)
+    return made["first"]
+
+
+# ---- what it prints and leaves -------------------------------------------------------------------
+
+
+def check_output(out: str, workdir: pathlib.Path) -> None:
     marks = [
         "mesh 4x2 (data 4 × model 2) · rules fsdp_tp · 8 simulated CPU devices",
         "parameter ",
@@ -35,11 +77,11 @@ def test_what_a_user_sees_in_order(train, run, tmp_path):
         "Compiled step, per device: ",
         "Collectives a step, per device: 29 all-gather of 442.4 kB; ",
         "Starts at step 0, on new parameters.",
-        "step 10/20  loss ",
-        "step 20/20  loss ",
+        "step 6/12  loss ",
+        "step 12/12  loss ",
         "Held-out loss ",
         "Sample:\n  | def ",
-        f"Checkpoint: {tmp_path}/checkpoints/20",
+        f"Checkpoint: {workdir}/checkpoints/12",
         "On another mesh: python -m recipes.transformer --mesh=1x8 --restore_from=",
         "Took ",
     ]  # fmt: skip
@@ -47,203 +89,143 @@ def test_what_a_user_sees_in_order(train, run, tmp_path):
     assert -1 not in at, marks[at.index(-1)]
     assert at == sorted(at)
     assert len(out.splitlines()) < 80
-    assert max(len(line) for line in out.splitlines() if str(tmp_path) not in line) < 120
+    assert max(len(line) for line in out.splitlines() if str(workdir) not in line) < 120
 
 
-def test_files_that_a_run_leaves(train, tmp_path):
-    train("--mesh=2x2", "--steps=20", "--checkpoint_every=5", f"--workdir={tmp_path}")
-    assert sorted(p.name for p in tmp_path.iterdir()) == [
-        "checkpoints",
-        "config.json",
-        "metrics.jsonl",
-    ]
-    assert sorted(p.name for p in (tmp_path / "checkpoints").iterdir()) == ["15", "20"]
-    config = json.loads((tmp_path / "config.json").read_text())
-    assert config["flags"]["steps"] == 20
+def test_what_a_user_sees_in_order(first):
+    check_output(first.out, first.workdir)
+
+
+@pytest.mark.full
+def test_commands_print_the_same_and_resume_bit_equal(train, run, tmp_path):
+    """Real processes, and XLA's own optimizations."""
+    whole = Made(train(*FIRST, f"--workdir={tmp_path / 'whole'}", by=run), tmp_path / "whole")
+    check_output(*whole)
+    parts = whole.copy(tmp_path / "parts", HALF)
+    check_resumed(whole.workdir, parts, train(*FIRST, f"--workdir={parts}", by=run))
+
+
+def test_files_that_a_run_leaves(first):
+    folder = first.workdir
+    assert {p.name for p in folder.iterdir()} == {"checkpoints", "config.json", "metrics.jsonl"}
+    assert sorted(p.name for p in (folder / "checkpoints").iterdir()) == ["12", "8"]
+    config = json.loads((folder / "config.json").read_text())
+    assert config["flags"]["steps"] == STEPS
     assert config["flags"]["seed"] == 0
     assert config["versions"]["jax"] == jax.__version__
-    lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
-    assert [line["step"] for line in lines] == [10, 20, 20]
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines] == [*range(1, STEPS + 1), STEPS]
     step = {"step", "loss", "grad_norm", "learning_rate", "step_seconds", "input_wait_seconds"}
     assert set(lines[0]) == step | {"tokens_per_second"}
-    assert set(lines[2]) == {"step", "held_out_loss", "held_out_targets"}
-    items = tmp_path / "checkpoints" / "20"
+    assert set(lines[-1]) == {"step", "held_out_loss", "held_out_targets"}
+    items = folder / "checkpoints" / "12"
     data = json.loads((items / "data" / "metadata").read_text())
-    assert data["next_batch"] == 20
+    assert data["next_batch"] == STEPS
     metadata = json.loads((items / "metadata" / "metadata").read_text())
     assert metadata["entry"] == "transformer"
+    assert metadata["step"] == STEPS
     assert metadata["config"]["embed"] == 64
     assert metadata["rules"]["name"] == "fsdp_tp"
     assert metadata["rules"]["table"]["embed"] == "data"
-    assert metadata["mesh"] == {"data": 2, "model": 2}
+    assert metadata["mesh"] == {"data": 4, "model": 2}
     assert metadata["logical_axes"]["layers/mlp/up"] == ["layers", "embed", "mlp"]
     assert metadata["data"]["fingerprint"] == data["fingerprint"]
     assert metadata["versions"] == config["versions"]
 
 
-def test_parameter_paths_are_public(train, tmp_path, golden):
-    train("--mesh=1x1", "--steps=1", f"--workdir={tmp_path}")
-    state = state_of(tmp_path, 1)
+def test_parameter_paths_are_public(first, golden):
+    state = state_of(first.workdir, STEPS)
     golden(
         "transformer_paths.txt",
         "".join(f"{p} {list(v.shape)} {v.dtype}\n" for p, v in state.items()),
     )
 
 
-def test_a_run_in_two_parts_is_the_unbroken_run(train, run, tmp_path):
-    """Stopped after step 20 of 40 (its newest checkpoint is all that is left) and started again."""
-    flags = ("--mesh=4x2", "--checkpoint_every=20", "--steps=40")
-    train(*flags, f"--workdir={tmp_path / 'whole'}")
-    train(*flags, f"--workdir={tmp_path / 'parts'}")
-    shutil.rmtree(tmp_path / "parts" / "checkpoints" / "40")
-    out = train(*flags, f"--workdir={tmp_path / 'parts'}", by=run)
-    assert f"Resumes at step 20, from {tmp_path}/parts/checkpoints/20." in out
-    assert_bit_equal(state_of(tmp_path / "whole", 40), state_of(tmp_path / "parts", 40))
+# ---- how it is resumed ---------------------------------------------------------------------------
+
+
+def check_resumed(whole: pathlib.Path, parts: pathlib.Path, out: str) -> None:
+    assert f"Resumes at step {HALF}, from {parts}/checkpoints/{HALF}." in out
+    assert_bit_equal(state_of(parts, STEPS), state_of(whole, STEPS))
     fields = ("step", "loss", "grad_norm", "learning_rate")
-    whole, parts = (records(tmp_path / name, *fields) for name in ("whole", "parts"))
-    assert [r[0] for r in whole] == [10, 20, 30, 40]
-    assert whole == parts
-    held_out = [records(tmp_path / name, "step", "held_out_loss") for name in ("whole", "parts")]
-    assert held_out[0] == held_out[1]
+    assert [step for step, *_ in records(parts, *fields)] == list(range(1, STEPS + 1))
+    assert records(parts, *fields) == records(whole, *fields)
+    held_out = ("step", "held_out_loss", "held_out_targets")
+    assert records(parts, *held_out) == records(whole, *held_out)
 
 
-def test_more_steps_go_on_and_say_what_that_does_to_the_learning_rate(train, tmp_path):
-    flags = ("--mesh=4x2", f"--workdir={tmp_path}", "--checkpoint_every=10")
-    train(*flags, "--steps=20")
-    out = train(*flags, "--steps=30")
-    assert f"Resumes at step 20, from {tmp_path}/checkpoints/20." in out
+def test_a_resumed_run_is_bit_equal_to_an_uninterrupted_one(first, train, tmp_path):
+    """Stopped after step 8 of 12 (its newest checkpoint is all that is left) and started again."""
+    parts = first.copy(tmp_path / "w", HALF)
+    check_resumed(first.workdir, parts, train(*FIRST, f"--workdir={parts}"))
+
+
+@pytest.mark.parametrize("mesh", full_except(["1x8", "2x2x2"], ["1x8"]))
+def test_another_mesh_continues_the_same_run(mesh, first, train, tmp_path):
+    """The workdir of one mesh resumes on another: same batches, losses to float32's last bits."""
+    workdir = first.copy(tmp_path / "w", HALF)
+    train(f"--mesh={mesh}", *FLAGS, f"--workdir={workdir}")
+    ours, whole = (records(path, "step", "loss") for path in (workdir, first.workdir))
+    assert ours[:HALF] == whole[:HALF]
+    np.testing.assert_allclose(ours[HALF:], whole[HALF:], rtol=1e-5)
+
+
+def test_more_steps_resume_and_say_what_that_does_to_the_learning_rate(first, train, tmp_path):
+    workdir = first.copy(tmp_path / "w", STEPS)
+    flags = ("--mesh=4x2", f"--workdir={workdir}", "--steps=20")  # and log_every may change
+    out = train(*flags)
+    assert f"Resumes at step 12, from {workdir}/checkpoints/12." in out
+    before, after = (LearningRate(4e-3, 40, steps)(STEPS) for steps in (STEPS, 20))
     assert (
-        "--steps was 20 and is 30: the learning rate now decays until step 30, and at step 20"
-        in out
+        "--steps was 12 and is 20: the learning rate now decays until step 20, and at step 12 it is "
+        f"{after:.2e} instead of {before:.2e}." in out
     )
-    assert [step for (step,) in records(tmp_path, "step")] == [10, 20, 20, 30, 30]
-    done = train(*flags, "--steps=30")
-    assert "Resumes at step 30" in done
-    assert "step 30/30" not in done
+    assert [step for (step,) in records(workdir, "step")] == [*range(1, 13), 12, 20, 20]
+    done = train(*flags)
+    assert "Resumes at step 20" in done
+    assert "step 20/20" not in done
 
 
-def test_another_mesh_goes_on_with_the_same_run(train, tmp_path):
-    """The workdir of one mesh continues on another: same batches, losses to float32's last bits."""
-    for name, meshes in (("a", ("4x2", "4x2")), ("b", ("4x2", "1x8"))):
-        for mesh, steps in zip(meshes, (10, 20), strict=True):
-            train(
-                f"--mesh={mesh}",
-                f"--workdir={tmp_path / name}",
-                f"--steps={steps}",
-                "--log_every=1",
-            )
-    a, b = (dict(records(tmp_path / name, "step", "loss")) for name in ("a", "b"))
-    assert [a[i] for i in range(1, 11)] == [b[i] for i in range(1, 11)]
-    np.testing.assert_allclose(
-        [a[i] for i in range(11, 21)], [b[i] for i in range(11, 21)], rtol=1e-5
-    )
-
-
-def test_restore_from_starts_anew_on_given_parameters(train, tmp_path):
-    train("--mesh=4x2", "--steps=10", f"--workdir={tmp_path / 'a'}")
-    held_out = records(tmp_path / "a", "held_out_loss")[-1][0]
-    out = train(
-        "--mesh=1x8",
-        "--rules=tp",
-        "--steps=0",
-        f"--restore_from={tmp_path / 'a'}",
-        f"--workdir={tmp_path / 'b'}",
-    )
-    assert f"Evaluates {tmp_path}/a/checkpoints/10, of step 10." in out
+def test_restore_from_evaluates_and_leaves_no_files(first, train, tmp_path):
+    held_out = records(first.workdir, "held_out_loss")[-1][0]
+    flags = (f"--restore_from={first.workdir}", f"--workdir={tmp_path / 'w'}")
+    out = train("--mesh=1x8", "--rules=tp", "--steps=0", *flags)
+    assert f"Evaluates {first.workdir}/checkpoints/12, of step 12." in out
     assert f"Held-out loss {held_out:.4f} nats/byte" in out
-    assert not (tmp_path / "b").exists(), "evaluation leaves no files"
-    out = train(
-        "--mesh=2x2x2",
-        "--rules=hsdp_tp",
-        "--steps=5",
-        f"--restore_from={tmp_path / 'a'}",
-        f"--workdir={tmp_path / 'c'}",
+    assert not (tmp_path / "w").exists()
+
+
+def test_restore_from_starts_a_new_run_on_given_parameters(first, train, tmp_path):
+    flags = (f"--restore_from={first.workdir}", f"--workdir={tmp_path / 'w'}")
+    out = train("--mesh=1x8", *FLAGS, *flags)
+    assert f"Starts at step 0, on the parameters of {first.workdir}/checkpoints/12." in out
+    before, after = state_of(first.workdir, STEPS), state_of(tmp_path / "w", STEPS)
+    assert set(before) == set(after)
+    assert int(after["step"]) == STEPS
+    assert (before["params/embed"] != after["params/embed"]).any()
+    (first_loss, *_), (new, *_) = (
+        records(path, "loss") for path in (tmp_path / "w", first.workdir)
     )
-    assert f"Starts at step 0, on the parameters of {tmp_path}/a/checkpoints/10." in out
-    a, c = state_of(tmp_path / "a", 10), state_of(tmp_path / "c", 5)
-    assert set(a) == set(c)
-    assert int(c["step"]) == 5
-    assert (a["params/embed"] != c["params/embed"]).any()
+    assert first_loss < new, "it begins where the other ended"
 
 
-def test_accumulated_gradients_are_the_gradients_of_the_whole_batch(train, tmp_path):
-    for parts in (1, 4):
-        train(
-            "--mesh=4x1",
-            "--steps=5",
-            "--log_every=1",
-            f"--accumulate={parts}",
-            f"--workdir={tmp_path / str(parts)}",
-        )
+# ---- the optimizer -------------------------------------------------------------------------------
+
+
+def test_accumulated_gradients_are_those_of_the_whole_batch(first, train, tmp_path):
+    train("--mesh=4x2", *FLAGS, "--accumulate=4", f"--workdir={tmp_path}")
     fields = ("step", "loss", "grad_norm")
-    np.testing.assert_allclose(
-        records(tmp_path / "1", *fields), records(tmp_path / "4", *fields), rtol=2e-5
-    )
+    ours, whole = (records(path, *fields)[:5] for path in (tmp_path, first.workdir))
+    np.testing.assert_allclose(ours, whole, rtol=2e-5)
 
 
 def test_learning_rate_warms_up_and_decays_and_vectors_do_not_decay():
-    import jax.numpy as jnp
-
-    from recipes.common.optimizer import adamw, schedule
-
-    rate = schedule(1.0, 10, 100)
+    rate = jax.jit(LearningRate(1.0, 10, 100))
     assert [round(float(rate(i)), 3) for i in (0, 5, 10, 55, 100)] == [0, 0.5, 1, 0.55, 0.1]
     optimizer = adamw(lambda _: 1.0, weight_decay=0.5, clip_norm=1.0)
     params = {"q": jnp.ones((2, 2)), "scale": jnp.ones((2, 2)), "q_bias": jnp.ones((2, 2, 2))}
     zero = jax.tree.map(jnp.zeros_like, params)
-    updates, _ = optimizer.update(zero, optimizer.init(params), params)
+    updates, _ = jax.jit(lambda: optimizer.update(zero, optimizer.init(params), params))()
     assert float(updates["q"][0, 0]) == -0.5
     assert not updates["scale"].any()
     assert not updates["q_bias"].any()
-
-
-# ---- mistakes --------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("flags", "sentence"),
-    [
-        (("--mesh=3x3",), "over 3 devices (mesh axis 'data' of --mesh=3x3), and 64 does not divide by 3; meshes that fit: --mesh="),
-        (("--mesh=4x2", "--batch_size=6"), "--batch_size=6 does not divide over the 4 shards"),
-        (("--mesh=8", "--rules=tp"), "rules 'tp' need mesh axis 'model'"),
-        (("--size=huge",), "--size=huge is not one of \"\", tiny, small, medium, 124m, 1b, 8b, 70b"),
-        (("--batch_size=16", "--accumulate=3"), "--batch_size=16 does not divide by --accumulate=3"),
-        (("--restore_from=no/such",), "--restore_from=no/such does not exist"),
-        (("--dataset=no/such",), "--dataset=no/such does not exist"),
-    ],
-)  # fmt: skip
-def test_mistakes(flags, sentence, run, tmp_path):
-    done = run("recipes.transformer", "--size=tiny", f"--workdir={tmp_path / 'w'}", *flags)
-    assert done.code == 2
-    assert done.out == ""
-    assert done.err.startswith("error: ")
-    assert sentence in done.err
-    assert done.err.count("\n") == 1
-    assert not (tmp_path / "w").exists()
-
-
-def test_a_workdir_of_another_run_is_refused(train, inside, book, tmp_path):
-    train("--mesh=1x1", "--steps=1", f"--workdir={tmp_path}")
-    before = {p: p.stat().st_mtime_ns for p in tmp_path.rglob("*")}
-    for flag in (
-        "--seed=1",
-        "--batch_size=8",
-        "--learning_rate=0.5",
-        "--seq_len=16",
-        "--size=small",
-    ):
-        flags = (*TINY, book, "--mesh=1x1", f"--workdir={tmp_path}", flag)
-        done = inside("recipes.transformer", *flags)
-        assert done.code == 2, flag
-        assert done.err.startswith(f"error: {flag} is not what this run began with, ")
-    assert {p: p.stat().st_mtime_ns for p in tmp_path.rglob("*")} == before
-
-
-def test_other_shapes_name_the_parameter_and_both(train, inside, book, tmp_path):
-    train("--mesh=1x1", "--steps=1", f"--workdir={tmp_path / 'a'}")
-    done = inside("recipes.transformer", "--size=small", book, "--mesh=1x1", "--steps=0",
-                  f"--restore_from={tmp_path / 'a'}", f"--workdir={tmp_path / 'b'}")  # fmt: skip
-    assert done.code == 2
-    assert "embed has shape [384, 64] in checkpoint" in done.err
-    assert "and [384, 128] in this model" in done.err
-    assert not (tmp_path / "b").exists()

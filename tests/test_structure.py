@@ -1,31 +1,51 @@
 """The house rules that a machine can check."""
 
 import ast
+import re
 import sys
+import tomllib
 
+import jax
 import pytest
+from flax import nnx
 
+from recipes.common import entries
+from recipes.common.sharding.abstract import abstract_model
 from tests.conftest import ROOT
 
-ALLOWED = {  # folder → packages that its files may import, besides the standard library
-    "zoo": {"jax", "flax"},
-    "data": {"data", "grain", "numpy", "datasets"},
-    "recipes/common": {
-        *("recipes", "zoo", "data", "jax", "flax", "optax", "orbax", "etils", "grain", "numpy"),
-        *("absl", "rich", "matplotlib", "safetensors", "huggingface_hub"),
-    },
-    "recipes/bench": {  # torch and Orbax's tensorstore: what others take for the same
-        *("recipes", "zoo", "data", "jax", "flax", "optax", "numpy", "torch", "tensorstore"),
-    },
-    "recipes": {
-        *("recipes", "zoo", "data", "jax", "flax", "optax", "numpy", "grain", "rich", "absl"),
-    },
+# Package of recipes/common → those of it that it may import; and libraries that it may.
+LAYERS = {
+    "runtime": set(),
+    "sharding": {"runtime"},
+    "analysis": {"runtime", "sharding"},
+    "hf": {"runtime", "sharding", "entries"},
+    "checkpoint": {"runtime", "sharding", "hf", "analysis", "entries"},
+    "train": {"runtime", "sharding", "hf", "analysis", "checkpoint", "entries"},
+    "entries": set(),
+    "mesh": {"runtime"},
 }
-FILES = [p.relative_to(ROOT) for f in ("zoo", "data", "recipes") for p in (ROOT / f).rglob("*.py")]
+LIBRARIES = {
+    "zoo": {"jax", "flax"},
+    "data": {"grain", "numpy", "datasets"},
+    "recipes": {"jax", "flax", "numpy"},
+    "recipes/bench": {"jax", "flax", "numpy", "optax", "torch", "tensorstore"},
+    "recipes/common": set(),
+    "recipes/common/runtime": {"jax", "numpy", "absl"},
+    "recipes/common/sharding": {"jax", "flax"},
+    "recipes/common/analysis": {"jax", "numpy", "matplotlib"},
+    "recipes/common/hf": {"jax", "flax", "numpy", "safetensors", "huggingface_hub"},
+    "recipes/common/checkpoint": {"jax", "numpy", "orbax", "etils"},
+    "recipes/common/train": {"jax", "flax", "numpy", "optax", "grain", "rich"},
+}
+OURS = ("zoo", "data", "recipes", "tests")
+FILES = sorted(path.relative_to(ROOT) for folder in OURS for path in (ROOT / folder).rglob("*.py"))
+SHIPPED = [path for path in FILES if path.parts[0] != "tests"]
+ZOO = [path for path in SHIPPED if path.parent.as_posix() == "zoo" and path.stem != "__init__"]
+RECIPES = [path for path in SHIPPED if path.parent.as_posix() == "recipes"]
 
 
 def imports(path) -> set[str]:
-    """Full names of all modules that a file imports, inside functions too."""
+    """Full names of all that a file imports, inside functions too."""
     names = set()
     for node in ast.walk(ast.parse((ROOT / path).read_text())):
         if isinstance(node, ast.Import):
@@ -36,52 +56,177 @@ def imports(path) -> set[str]:
     return names
 
 
-@pytest.mark.parametrize("path", FILES, ids=str)
+def libraries(path) -> set[str]:
+    return {name.split(".")[0] for name in imports(path)} - sys.stdlib_module_names - {*OURS}
+
+
+# ---- who imports whom ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("path", SHIPPED, ids=str)
 def test_imports_flow_one_way(path):
-    roots = {name.split(".")[0] for name in imports(path)} - sys.stdlib_module_names
-    assert roots <= ALLOWED[path.parent.as_posix()], path
-    if path.parent.as_posix() == "recipes/common":
-        assert not any(n.startswith("recipes.") and "common" not in n and n != "recipes.STARTED"
-                       for n in imports(path))  # fmt: skip
-    if path.parent.as_posix() == "recipes/bench":
-        assert all(n.startswith(("recipes.bench", "recipes.common"))
-                   for n in imports(path) if n.startswith("recipes."))  # fmt: skip
-    if path.parent.as_posix() == "recipes":
-        assert not any(n.startswith("recipes.") and "common" not in n for n in imports(path)), (
-            "recipes never import one another"
-        )
-
-
-@pytest.mark.parametrize("path", [p for p in FILES if p.parent.name == "zoo"], ids=str)
-def test_zoo_file_has_its_parts_in_order(path):
-    """Docstring, Config, modules, RULES; nothing to inherit but nnx.Module."""
-    tree = ast.parse((ROOT / path).read_text())
-    if not tree.body:
-        return  # __init__.py
-    assert ast.get_docstring(tree)
-    names = [n.name for n in tree.body if isinstance(n, ast.ClassDef)]
-    assert names[0] == "Config"
-    last = tree.body[-1]
-    assert isinstance(last, ast.AnnAssign)
-    assert last.target.id == "RULES"
-    bases = {ast.unparse(b) for n in tree.body if isinstance(n, ast.ClassDef) for b in n.bases}
-    assert bases == {"nnx.Module"}
-
-
-@pytest.mark.parametrize("path", [p for p in FILES if p.parent.name == "zoo"], ids=str)
-def test_every_table_lists_every_logical_axis(path):
-    tree = ast.parse((ROOT / path).read_text())
-    if not tree.body:
+    folder, names = path.parent.as_posix(), imports(path)
+    ours = {name for name in names if name.split(".")[0] in OURS}
+    assert libraries(path) <= LIBRARIES[folder]
+    if folder in ("zoo", "data"):
+        assert all(name.split(".")[0] == "data" == folder for name in ours), "they stand alone"
         return
-    rules = ast.literal_eval(tree.body[-1].value)
-    assert {"dp", "fsdp", "tp", "fsdp_tp", "hsdp_tp"} <= set(rules)
-    for strategy, table in rules.items():
-        assert list(table) == list(rules["dp"]), f"{strategy}: other axes, or another order"
+    among = {name.removeprefix("recipes.") for name in ours if name.startswith("recipes.")}
+    if folder == "recipes":
+        assert all(name.startswith("common.") for name in among), "recipes never import one another"
+    elif folder == "recipes/bench":
+        assert all(name.startswith(("common.", "bench")) for name in among)
+    elif path.stem != "__init__" or folder != "recipes/common":
+        layer = path.parts[2].removesuffix(".py")
+        wanted = {name.split(".")[1] for name in among if name != "STARTED"} - {layer}
+        assert wanted <= LAYERS[layer], f"{layer} is below"
+        if layer != "hf":  # whose families are a zoo file each
+            assert not any(name.startswith("zoo.") for name in ours), "entries.py looks them up"
+
+
+@pytest.mark.parametrize("layer", ["sharding", "analysis", "checkpoint", "train"])
+def test_only_zoo_files_know_strategies_and_logical_axes_by_name(layer):
+    files = [entries.zoo_file(name) for name in entries.ENTRIES]
+    names = {name for zoo in files for name in (*zoo.RULES, *zoo.LOGICAL_AXES)}
+    names -= {"batch", *entries.ENTRIES}  # an entry may be called as an axis is
+    for path in (ROOT / "recipes" / "common" / layer).glob("*.py"):
+        tree = ast.parse(path.read_text())
+        found = {node.value for node in ast.walk(tree) if isinstance(node, ast.Constant)}
+        assert not names & {value for value in found if isinstance(value, str)}, path
+
+
+# ---- zoo files -----------------------------------------------------------------------------------
+
+KIT = re.compile(r"^# ---- kit: .*?^# ---- end of the kit -+$", re.DOTALL | re.MULTILINE)
+
+
+def test_every_zoo_file_is_an_entry():
+    assert {path.stem for path in ZOO} == set(entries.ENTRIES)
+
+
+@pytest.mark.parametrize("name", entries.ENTRIES)
+def test_zoo_file_has_its_parts_in_order(name):
+    """As zoo/README.md lists them; nothing to inherit but nnx.Module, or nnx.Variable for a buffer."""
+    text = (ROOT / "zoo" / f"{name}.py").read_text()
+    tree = ast.parse(text)
+    assert ast.get_docstring(tree)
+    classes = [node for node in tree.body if isinstance(node, ast.ClassDef)]
+    bases = {ast.unparse(base) for node in classes for base in node.bases}
+    assert "nnx.Module" in bases <= {"nnx.Module", "nnx.Variable"}
+    places = {node.name: node.lineno for node in classes}
+    for node in tree.body:
+        if isinstance(node, (ast.Assign, ast.AnnAssign)):
+            target = node.targets[0] if isinstance(node, ast.Assign) else node.target
+            places[ast.unparse(target)] = node.lineno
+    kit = KIT.search(text)
+    places["kit"] = text[: kit.start()].count("\n") + 1
+    model = entries.ENTRIES[name].model
+    wanted = ["Config", "SIZES", "LOGICAL_AXES", "IN_USE", "kit", model, "RULES"]
+    assert sorted(wanted, key=places.get) == wanted
+    assert (classes[0].name, classes[-1].name) == ("Config", model)
+    assert all(node.lineno > places["kit"] for node in classes[1:]), "modules follow the kit"
+    assert tree.body[-1].lineno == places["RULES"]
+    methods = [node.name for node in classes[-1].body if isinstance(node, ast.FunctionDef)]
+    assert {"__init__", "__call__", "loss"} <= {*methods}
+
+
+@pytest.mark.parametrize("name", entries.ENTRIES)
+def test_the_kit_is_the_same_in_every_zoo_file(name):
+    texts = [(ROOT / "zoo" / f"{entry}.py").read_text() for entry in (name, *entries.ENTRIES)]
+    kits = [KIT.findall(text) for text in texts]
+    assert len(kits[0]) == 1
+    assert kits[0] == kits[1], f"{name}'s kit differs from {next(iter(entries.ENTRIES))}'s"
+
+
+@pytest.mark.parametrize("name", entries.ENTRIES)
+def test_tables_are_complete_and_state_only_what_they_shard(name):
+    zoo = entries.zoo_file(name)
+    for strategy, table in zoo.RULES.items():
+        assert list(table) == list(zoo.LOGICAL_AXES), strategy
+    text = (ROOT / "zoo" / f"{name}.py").read_text()
+    call = ast.parse(text).body[-1].value
+    assert ast.unparse(call.func) == "complete"
+    stated = ast.literal_eval(call.args[0])
+    assert list(stated) == list(zoo.RULES)
+    for strategy, table in stated.items():
+        assert None not in table.values(), strategy
+    assert set(zoo.LOGICAL_AXES.values()) <= {"activations", "weights", "both"}
+    assert {*zoo.IN_USE, *zoo.IN_USE.values()} <= set(zoo.LOGICAL_AXES)
+
+
+@pytest.mark.parametrize("name", entries.ENTRIES)
+def test_sizes_say_how_many_parameters_they_have(name):
+    zoo, model = entries.zoo_file(name), entries.model(name)
+    assert "tiny" in zoo.SIZES
+    for size, config in zoo.SIZES.items():
+        shapes = abstract_model(lambda c=config: model(c(), rngs=nnx.Rngs(0))).shapes["params"]
+        count = sum(leaf.size for leaf in jax.tree.leaves(shapes))
+        assert config.__doc__.startswith(f"{count:,} parameters."), size
+
+
+# ---- recipes -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", entries.ENTRIES)
+def test_a_recipe_is_read_in_one_sitting(name):
+    for node in ast.walk(ast.parse((ROOT / "recipes" / f"{name}.py").read_text())):
+        if isinstance(node, ast.FunctionDef):
+            assert node.end_lineno - node.lineno + 1 <= 60, node.name
+
+
+SHARED = 6  # lines in a row
+
+
+def test_what_two_recipes_need_stands_in_neither():
+    """Beyond imports and flags."""
+    seen: dict[tuple[str, ...], str] = {}
+    for path in RECIPES:
+        text = (ROOT / path).read_text()
+        skipped = set()
+        for node in ast.parse(text).body:
+            if isinstance(node, (ast.Import, ast.ImportFrom, ast.ClassDef)):
+                skipped |= set(range(node.lineno, node.end_lineno + 1))
+        code = [line.strip() for n, line in enumerate(text.splitlines(), 1) if n not in skipped]
+        code = [line for line in code if line]
+        for first in range(len(code) - SHARED + 1):
+            run = tuple(code[first : first + SHARED])
+            other = seen.setdefault(run, path.name)
+            assert other == path.name, f"{path} and {other} share:\n" + "\n".join(run)
+
+
+# ---- what is installed ---------------------------------------------------------------------------
+
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
+DISTRIBUTIONS = {  # where the name to import is another
+    "absl": "absl-py",
+    "huggingface_hub": "huggingface-hub",
+    "ml_dtypes": "ml-dtypes",
+    "orbax": "orbax-checkpoint",
+    "PIL": "pillow",
+    "xdist": "pytest-xdist",
+}
+TOOLS = {"ruff"}  # run, not imported
+
+
+def declared(requirements: list[str]) -> set[str]:
+    return {re.match(r"[A-Za-z0-9._-]+", requirement)[0] for requirement in requirements}
+
+
+def imported(files) -> set[str]:
+    names = {name for path in files for name in libraries(path)}
+    return {DISTRIBUTIONS.get(name, name) for name in names}
+
+
+def test_declared_dependencies_are_exactly_the_imported_ones():
+    extras = {k: declared(v) for k, v in PROJECT["project"]["optional-dependencies"].items()}
+    base = declared(PROJECT["project"]["dependencies"])
+    ours, tests = imported(SHIPPED), imported(set(FILES) - set(SHIPPED))
+    assert base == ours - extras["hf"]
+    assert extras["test"] == tests - base - extras["hf"] | TOOLS
+    assert extras["hf"] <= ours | tests
+    assert extras["tpu-aot"] == {"jax"}, "its compiler alone"
 
 
 def test_nothing_is_installed_but_dependencies():
     """A wheel must not put `data` or `tests` into anyone's site-packages."""
-    import tomllib
-
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text())
-    assert project["tool"]["setuptools"] == {"packages": [], "py-modules": []}
+    assert PROJECT["tool"]["setuptools"] == {"packages": [], "py-modules": []}

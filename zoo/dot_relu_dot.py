@@ -5,7 +5,8 @@ every Transformer's MLP (Shoeybi et al. 2019, Megatron-LM, split it as `tp` does
 
 Shapes: B batch, D embed, F hidden.
 
-Every parameter carries *logical* axis names. They mean nothing until a table says where they go:
+Every parameter carries *logical* axis names. They have no effect until sharding rules map them to
+mesh axes:
 
     model = DotReluDot(Config.tiny(), rngs=nnx.Rngs(0))              # no mesh, no rules, no context
     y_BD = model(x_BD)
@@ -23,6 +24,7 @@ import dataclasses
 import functools
 
 import jax
+import jax.numpy as jnp
 from flax import nnx
 from flax.core.spmd import get_logical_axis_rules
 from jax.sharding import PartitionSpec
@@ -37,7 +39,7 @@ class Config:
 
     @classmethod
     def tiny(cls) -> "Config":
-        """2,048 parameters. For tests: every sharded dim divides by 8."""
+        """2,048 parameters. For tests: every sharded dim is divisible by 8."""
         return cls(embed=16, hidden=64)
 
     @classmethod
@@ -46,28 +48,60 @@ class Config:
         return cls(embed=32, hidden=128)
 
 
+SIZES = {"tiny": Config.tiny, "small": Config.small}
+
+# What sharding rules may name, and whether activations, weights or both have it.
+LOGICAL_AXES = {
+    "batch": "activations",  # B
+    "act_embed": "activations",  # D; also of weights in use
+    "embed": "weights",  # D, of weights at rest
+    "hidden": "both",  # F
+}
+
+# What a weight's axis is called while it is multiplied, where rules may shard it differently.
+IN_USE = {"embed": "act_embed"}
+
+
+# ---- kit: the same lines in every zoo file, explained in zoo/README.md ---------------------------
+
+
+def complete(tables):
+    """Strategy → sharding rules for every logical axis; what a table leaves out is replicated."""
+    return {name: dict.fromkeys(LOGICAL_AXES) | table for name, table in tables.items()}
+
+
 def spec(axes: tuple[str, ...]) -> PartitionSpec | None:
-    """Logical axes → PartitionSpec, by the table and mesh in force; None where there are none."""
-    table = dict(get_logical_axis_rules() or ())
-    if not table or jax.sharding.get_abstract_mesh().empty:
+    """Logical axes → PartitionSpec, by the rules and mesh in force; None where there are none."""
+    rules = dict(get_logical_axis_rules() or ())
+    if not rules or jax.sharding.get_abstract_mesh().empty:
         return None
-    return PartitionSpec(*(table[axis] for axis in axes))
+    return PartitionSpec(*(rules[axis] for axis in axes))
 
 
 def constrain(x: jax.Array, *axes: str) -> jax.Array:
-    """Lays an activation out as the table says. Outside a mesh it does nothing."""
+    """Shards an activation by its logical axes. Outside a mesh it does nothing."""
     where = spec(axes)
     return x if where is None else jax.lax.with_sharding_constraint(x, where)
 
 
-def in_use(weight: nnx.Param) -> jax.Array:
-    """A weight as its matmul wants it: `embed` → `act_embed`. Under FSDP this is the all-gather.
+def in_use(weights, dtype=None):
+    """Weights as their matmuls want them: in `dtype`, with the axes that IN_USE gives them.
 
-    Without it XLA is free to gather activations instead, at many times the bytes.
+    Takes a module or one variable and returns the same. Under FSDP this is the all-gather, and its
+    transpose the reduce-scatter of the gradient. Sharding rules alone don't do this: XLA is then free
+    to gather activations and partial sums instead, at ten times the bytes.
     """
-    rest = spec(weight.out_sharding)
-    use = spec(tuple("act_embed" if axis == "embed" else axis for axis in weight.out_sharding))
-    return weight[...] if rest == use else _gather(weight[...], rest, use)
+
+    def one(weight):
+        axes = weight.out_sharding
+        if not IN_USE.keys() & set(axes):
+            return weight  # a norm's scale, for instance: small, replicated, and used in float32
+        w = weight[...] if dtype is None else weight[...].astype(dtype)
+        axes = axes[-w.ndim :]  # inside a scan over layers, the axis of the layers is gone
+        rest, use = spec(axes), spec(tuple(IN_USE.get(axis, axis) for axis in axes))
+        return weight.replace(w if rest == use else _gather(w, rest, use))
+
+    return jax.tree.map(one, weights, is_leaf=lambda x: isinstance(x, nnx.Variable))
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2))
@@ -75,12 +109,15 @@ def _gather(w, rest, use):
     return jax.lax.with_sharding_constraint(w, use)
 
 
-# A plain constraint would lay the gradient out as `use` too: whole on every device. This lays it
-# out as the weight rests: a reduce-scatter.
+# A plain constraint would shard the gradient as `use` too: an all-reduce, and whole gradients on
+# every device. This shards it as the weight rests: a reduce-scatter.
 _gather.defvjp(
     lambda w, rest, use: (_gather(w, rest, use), None),
     lambda rest, use, _, grad: (jax.lax.with_sharding_constraint(grad, rest),),
 )
+
+
+# ---- end of the kit ------------------------------------------------------------------------------
 
 
 class DotReluDot(nnx.Module):
@@ -90,55 +127,65 @@ class DotReluDot(nnx.Module):
         D, F = config.embed, config.hidden
         w1_DF = jax.random.normal(rngs.params(), (D, F)) * D**-0.5
         w2_FD = jax.random.normal(rngs.params(), (F, D)) * F**-0.5
-        # eager_sharding=False: the names wait for a table instead of asking for a mesh.
+        # eager_sharding=False: the names wait for rules instead of asking for a mesh.
         self.w1 = nnx.Param(w1_DF, out_sharding=("embed", "hidden"), eager_sharding=False)
         self.w2 = nnx.Param(w2_FD, out_sharding=("hidden", "embed"), eager_sharding=False)
 
     def __call__(self, x_BD: jax.Array) -> jax.Array:
-        """On a mesh, B divides by the axes that hold `batch`."""
+        """On a mesh, B must be divisible by the mesh axes of `batch`."""
         x_BD = constrain(x_BD, "batch", "act_embed")
-        hidden_BF = constrain(jax.nn.relu(x_BD @ in_use(self.w1)), "batch", "hidden")
-        return constrain(hidden_BF @ in_use(self.w2), "batch", "act_embed")
+        hidden_BF = constrain(jax.nn.relu(x_BD @ in_use(self.w1)[...]), "batch", "hidden")
+        return constrain(hidden_BF @ in_use(self.w2)[...], "batch", "act_embed")
+
+    def loss(self, x, y, weight=None):
+        """(sum of squared errors, number of outputs, further figures) of a batch.
+
+        Args:
+          x, y: [B, D], questions and answers.
+          weight: [B]; 0 for rows that only fill up the batch. None: all count.
+
+        Returns: (objective sum, count, aux), float32 scalars; aux maps a name to (sum, count):
+          loss: the mean squared error; unexplained: the part of y's square that is not predicted.
+        """
+        weight_B1 = jnp.ones((len(x), 1)) if weight is None else weight[:, None]
+        total = (jnp.square(self(x) - y) * weight_B1).sum()
+        count = weight_B1.sum() * y.shape[1]
+        square = (jnp.square(y) * weight_B1).sum()
+        return total, count, {"loss": (total, count), "unexplained": (total, square)}
 
 
-# Strategy → logical axis → mesh axis. None: each device has the whole dim.
+# Strategy → logical axis → mesh axis. What a table leaves out is replicated.
 #
 # A weight [D, F] rests as (embed, hidden) says, and is multiplied as (act_embed, hidden) says.
 # Notation: In[B_X, D] is a tensor whose dim B is split over mesh axis X.
-RULES: dict[str, dict[str, str | tuple[str, ...] | None]] = {
-    # Data parallel: every device has both weights; one all-reduce of their gradients a step.
-    "dp": {
-        "batch": "data",  # In[B_data, D] · W1[D, F] → H[B_data, F]: no communication
-        "act_embed": None,
-        "embed": None,
-        "hidden": None,
-    },
-    # ZeRO-3: each device keeps a part of each weight; whole weights exist only while they are used.
-    "fsdp": {
-        "batch": "data",
-        "act_embed": None,  # W1[D_data, F] → W1[D, F]: an all-gather before each matmul
-        "embed": "data",  # its transpose: a reduce-scatter of the gradient
-        "hidden": None,
-    },
-    # Megatron: W1 is split by columns and W2 by rows, so the ReLU needs no communication.
-    "tp": {
-        "batch": "data",
-        "act_embed": None,
-        "embed": None,
-        "hidden": "model",  # H[B, F_model] · W2[F_model, D] → partial sums: one all-reduce
-    },
-    # Both: weights are split over the whole mesh, and gathered over `data` only.
-    "fsdp_tp": {
-        "batch": "data",
-        "act_embed": None,
-        "embed": "data",  # W1[D_data, F_model] → W1[D, F_model]: 1/model of the bytes of `fsdp`
-        "hidden": "model",
-    },
-    # Hybrid: groups of fsdp × model devices share one copy of the weights; `data` copies of it.
-    "hsdp_tp": {
-        "batch": ("data", "fsdp"),
-        "act_embed": None,
-        "embed": "fsdp",  # gathers stay inside a group; gradients also cross groups
-        "hidden": "model",
-    },
-}
+RULES: dict[str, dict[str, str | tuple[str, ...] | None]] = complete(
+    {
+        # Data parallel: every device has both weights; one all-reduce of their gradients a step.
+        "dp": {
+            "batch": "data",  # In[B_data, D] · W1[D, F] → H[B_data, F]: no communication
+        },
+        # ZeRO-3: each device keeps a part of each weight; whole weights exist only while in use.
+        "fsdp": {
+            "batch": "data",
+            "embed": "data",  # W1[D_data, F] → W1[D, F]: an all-gather before each matmul,
+            # and its transpose, a reduce-scatter of the gradient
+        },
+        # Megatron: W1 is split by columns and W2 by rows, so the ReLU needs no communication.
+        "tp": {
+            "batch": "data",
+            "hidden": "model",  # H[B, F_model] · W2[F_model, D] → partial sums: one all-reduce
+        },
+        # Both: weights are split over the whole mesh, and gathered over `data` only.
+        "fsdp_tp": {
+            "batch": "data",
+            "embed": "data",  # W1[D_data, F_model] → W1[D, F_model]: 1/model of `fsdp`'s bytes
+            "hidden": "model",
+        },
+        # Hybrid: `data` replica groups, each of fsdp × model devices that share one copy.
+        "hsdp_tp": {
+            "batch": ("data", "fsdp"),
+            "embed": "fsdp",  # gathers stay inside a group; only gradients cross groups
+            "hidden": "model",
+        },
+    }
+)

@@ -6,7 +6,8 @@ are sharded as a pair: the bias lies as its kernel's last dim.
 
 Shapes: B batch, I inputs, D embed, F hidden, C classes.
 
-Every parameter carries *logical* axis names. They mean nothing until a table says where they go:
+Every parameter carries *logical* axis names. They have no effect until sharding rules map them to
+mesh axes:
 
     model = MLP(Config.tiny(), rngs=nnx.Rngs(0))                     # no mesh, no rules, no context
     logits_BC = model(x_BI)
@@ -43,7 +44,7 @@ class Config:
 
     @classmethod
     def tiny(cls) -> "Config":
-        """5,562 parameters. For tests: every sharded dim divides by 8."""
+        """5,562 parameters. For tests: every sharded dim is divisible by 8."""
         return cls(embed=16, hidden=64, depth=2)
 
     @classmethod
@@ -52,28 +53,63 @@ class Config:
         return cls()
 
 
+SIZES = {"tiny": Config.tiny, "small": Config.small}
+
+# What sharding rules may name, and whether activations, weights or both have it.
+LOGICAL_AXES = {
+    "batch": "activations",  # B
+    "inputs": "both",  # I
+    "act_embed": "activations",  # D; also of weights in use
+    "embed": "weights",  # D, of weights at rest
+    "hidden": "both",  # F
+    "classes": "both",  # C
+    "norm": "weights",  # D, of a norm's scale and bias: too small to be worth a gather
+}
+
+# What a weight's axis is called while it is multiplied, where rules may shard it differently.
+IN_USE = {"embed": "act_embed"}
+
+
+# ---- kit: the same lines in every zoo file, explained in zoo/README.md ---------------------------
+
+
+def complete(tables):
+    """Strategy → sharding rules for every logical axis; what a table leaves out is replicated."""
+    return {name: dict.fromkeys(LOGICAL_AXES) | table for name, table in tables.items()}
+
+
 def spec(axes: tuple[str, ...]) -> PartitionSpec | None:
-    """Logical axes → PartitionSpec, by the table and mesh in force; None where there are none."""
-    table = dict(get_logical_axis_rules() or ())
-    if not table or jax.sharding.get_abstract_mesh().empty:
+    """Logical axes → PartitionSpec, by the rules and mesh in force; None where there are none."""
+    rules = dict(get_logical_axis_rules() or ())
+    if not rules or jax.sharding.get_abstract_mesh().empty:
         return None
-    return PartitionSpec(*(table[axis] for axis in axes))
+    return PartitionSpec(*(rules[axis] for axis in axes))
 
 
 def constrain(x: jax.Array, *axes: str) -> jax.Array:
-    """Lays an activation out as the table says. Outside a mesh it does nothing."""
+    """Shards an activation by its logical axes. Outside a mesh it does nothing."""
     where = spec(axes)
     return x if where is None else jax.lax.with_sharding_constraint(x, where)
 
 
-def in_use(weight: nnx.Param) -> jax.Array:
-    """A weight as its matmul wants it: `embed` → `act_embed`. Under FSDP this is the all-gather.
+def in_use(weights, dtype=None):
+    """Weights as their matmuls want them: in `dtype`, with the axes that IN_USE gives them.
 
-    Without it XLA is free to gather activations instead, at many times the bytes.
+    Takes a module or one variable and returns the same. Under FSDP this is the all-gather, and its
+    transpose the reduce-scatter of the gradient. Sharding rules alone don't do this: XLA is then free
+    to gather activations and partial sums instead, at ten times the bytes.
     """
-    rest = spec(weight.out_sharding)
-    use = spec(tuple("act_embed" if axis == "embed" else axis for axis in weight.out_sharding))
-    return weight[...] if rest == use else _gather(weight[...], rest, use)
+
+    def one(weight):
+        axes = weight.out_sharding
+        if not IN_USE.keys() & set(axes):
+            return weight  # a norm's scale, for instance: small, replicated, and used in float32
+        w = weight[...] if dtype is None else weight[...].astype(dtype)
+        axes = axes[-w.ndim :]  # inside a scan over layers, the axis of the layers is gone
+        rest, use = spec(axes), spec(tuple(IN_USE.get(axis, axis) for axis in axes))
+        return weight.replace(w if rest == use else _gather(w, rest, use))
+
+    return jax.tree.map(one, weights, is_leaf=lambda x: isinstance(x, nnx.Variable))
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2))
@@ -81,12 +117,15 @@ def _gather(w, rest, use):
     return jax.lax.with_sharding_constraint(w, use)
 
 
-# A plain constraint would lay the gradient out as `use` too: whole on every device. This lays it
-# out as the weight rests: a reduce-scatter.
+# A plain constraint would shard the gradient as `use` too: an all-reduce, and whole gradients on
+# every device. This shards it as the weight rests: a reduce-scatter.
 _gather.defvjp(
     lambda w, rest, use: (_gather(w, rest, use), None),
     lambda rest, use, _, grad: (jax.lax.with_sharding_constraint(grad, rest),),
 )
+
+
+# ---- end of the kit ------------------------------------------------------------------------------
 
 
 class Linear(nnx.Module):
@@ -94,12 +133,13 @@ class Linear(nnx.Module):
 
     def __init__(self, dims: tuple[int, int], axes: tuple[str, str], *, rngs: nnx.Rngs):
         kernel = jax.random.normal(rngs.params(), dims) * dims[0] ** -0.5
-        # eager_sharding=False: the names wait for a table instead of asking for a mesh.
+        # eager_sharding=False: the names wait for rules instead of asking for a mesh.
         self.kernel = nnx.Param(kernel, out_sharding=axes, eager_sharding=False)
         self.bias = nnx.Param(jnp.zeros(dims[1:]), out_sharding=axes[1:], eager_sharding=False)
 
     def __call__(self, x, *out_axes: str):
-        return constrain(x @ in_use(self.kernel) + in_use(self.bias)[None], *out_axes)
+        weights = in_use(self)
+        return constrain(x @ weights.kernel[...] + weights.bias[...][None], *out_axes)
 
 
 class LayerNorm(nnx.Module):
@@ -142,66 +182,63 @@ class MLP(nnx.Module):
         self.head = Linear((config.embed, config.classes), ("embed", "classes"), rngs=rngs)
 
     def __call__(self, x_BI: jax.Array) -> jax.Array:
-        """On a mesh, B divides by the axes that hold `batch`."""
+        """On a mesh, B must be divisible by the mesh axes of `batch`."""
         x_BD = self.stem(constrain(x_BI, "batch", "inputs"), "batch", "act_embed")
         for block in self.blocks:
             x_BD = block(x_BD)
         return self.head(self.norm(x_BD), "batch", "classes")
 
+    def loss(self, image, label):
+        """(sum of cross entropies in nats, number of examples, further figures) of a batch.
 
-# Strategy → logical axis → mesh axis. None: each device has the whole dim.
+        Args:
+          image: [B, I].
+          label: [B], int; rows with a label below 0 only fill up the batch and don't count.
+
+        Returns: (objective sum, count, aux), float32 scalars; aux maps a name to (sum, count):
+          loss: the cross entropy; accuracy: how many labels are the most likely class.
+        """
+        logits_BC, counts_B = self(image), (label >= 0).astype(jnp.float32)
+        picked_B1 = jnp.take_along_axis(logits_BC, jnp.maximum(label, 0)[:, None], axis=1)
+        nats_B = jax.nn.logsumexp(logits_BC, axis=1) - picked_B1[:, 0]
+        total, count = (nats_B * counts_B).sum(), counts_B.sum()
+        right = (logits_BC.argmax(axis=1) == label).sum().astype(jnp.float32)
+        return total, count, {"loss": (total, count), "accuracy": (right, count)}
+
+
+# Strategy → logical axis → mesh axis. What a table leaves out is replicated.
 #
 # A kernel [D, F] rests as (embed, hidden) says, and is multiplied as (act_embed, hidden) says.
 # Notation: In[B_X, D] is a tensor whose dim B is split over mesh axis X.
-RULES: dict[str, dict[str, str | tuple[str, ...] | None]] = {
-    # Data parallel: every device has every weight; one all-reduce of all gradients a step.
-    "dp": {
-        "batch": "data",  # In[B_data, D] · W[D, F] → Out[B_data, F]: no communication
-        "inputs": None,
-        "act_embed": None,
-        "embed": None,
-        "hidden": None,
-        "classes": None,
-        "norm": None,
-    },
-    # ZeRO-3: each device keeps a part of each weight; whole weights exist only while they are used.
-    "fsdp": {
-        "batch": "data",
-        "inputs": None,
-        "act_embed": None,  # W[D_data, F] → W[D, F]: an all-gather before each matmul
-        "embed": "data",  # its transpose: a reduce-scatter of the gradient
-        "hidden": None,
-        "classes": None,
-        "norm": None,  # too small to be worth a gather
-    },
-    # Megatron: `up` is split by columns and `down` by rows, so the GELU needs no communication.
-    "tp": {
-        "batch": "data",
-        "inputs": None,
-        "act_embed": None,
-        "embed": None,
-        "hidden": "model",  # H[B, F_model] · W[F_model, D] → partial sums: one all-reduce a block
-        "classes": None,  # ten classes divide over few meshes
-        "norm": None,
-    },
-    # Both: weights are split over the whole mesh, and gathered over `data` only.
-    "fsdp_tp": {
-        "batch": "data",
-        "inputs": None,
-        "act_embed": None,
-        "embed": "data",  # W[D_data, F_model] → W[D, F_model]: 1/model of the bytes of `fsdp`
-        "hidden": "model",
-        "classes": None,
-        "norm": None,
-    },
-    # Hybrid: groups of fsdp × model devices share one copy of the weights; `data` copies of it.
-    "hsdp_tp": {
-        "batch": ("data", "fsdp"),
-        "inputs": None,
-        "act_embed": None,
-        "embed": "fsdp",  # gathers stay inside a group; gradients also cross groups
-        "hidden": "model",
-        "classes": None,
-        "norm": None,
-    },
-}
+RULES: dict[str, dict[str, str | tuple[str, ...] | None]] = complete(
+    {
+        # Data parallel: every device has every weight; one all-reduce of all gradients a step.
+        "dp": {
+            "batch": "data",  # In[B_data, D] · W[D, F] → Out[B_data, F]: no communication
+        },
+        # ZeRO-3: each device keeps a part of each weight; whole weights exist only while in use.
+        "fsdp": {
+            "batch": "data",
+            "embed": "data",  # W[D_data, F] → W[D, F]: an all-gather before each matmul,
+            # and its transpose, a reduce-scatter of the gradient
+        },
+        # Megatron: `up` is split by columns and `down` by rows, so the GELU needs no communication.
+        # `classes` stays whole: ten are divisible by few mesh sizes.
+        "tp": {
+            "batch": "data",
+            "hidden": "model",  # H[B, F_model] · W[F_model, D] → partial sums: one all-reduce a block
+        },
+        # Both: weights are split over the whole mesh, and gathered over `data` only.
+        "fsdp_tp": {
+            "batch": "data",
+            "embed": "data",  # W[D_data, F_model] → W[D, F_model]: 1/model of `fsdp`'s bytes
+            "hidden": "model",
+        },
+        # Hybrid: `data` replica groups, each of fsdp × model devices that share one copy.
+        "hsdp_tp": {
+            "batch": ("data", "fsdp"),
+            "embed": "fsdp",  # gathers stay inside a group; only gradients cross groups
+            "hidden": "model",
+        },
+    }
+)

@@ -1,4 +1,4 @@
-"""Transformer: a decoder-only language model in today's standard design.
+"""Transformer: a Llama-style decoder-only language model.
 
 RMSNorm before each sublayer (Zhang & Sennrich 2019), rotary position embeddings (Su et al. 2021),
 grouped-query attention (Ainslie et al. 2023), SwiGLU (Shazeer 2020); optional QK-norm, qkv biases,
@@ -8,7 +8,8 @@ Qwen 2/3 and SmolLM. Layers are stacked and scanned, so compile time does not gr
 Shapes: B batch, T query positions, S key positions, D embed, N heads, K kv heads, G = N/K, H head
 dim, F mlp, V vocab, L layers, R shards of the batch, C positions in one chunk of the loss.
 
-Every parameter carries *logical* axis names. They mean nothing until a table says where they go:
+Every parameter carries *logical* axis names. They have no effect until sharding rules map them to
+mesh axes:
 
     model = Transformer(Config.tiny(), rngs=nnx.Rngs(0))             # no mesh, no rules, no context
     logits_BTV = model(tokens_BT)
@@ -38,7 +39,7 @@ from jax.sharding import PartitionSpec
 class Config:
     """The architecture, and how to compute it. Named sizes are classmethods."""
 
-    vocab_size: int  # V, tokens; pad it to divide by the mesh axis that it is sharded over
+    vocab_size: int  # V, tokens; padded so that the mesh axis it is sharded over divides it
     embed: int  # D
     num_layers: int  # L
     num_heads: int  # N, query heads
@@ -61,24 +62,24 @@ class Config:
     unroll: int = 1  # layers in one trip of the scan: all are 1 to 6% faster, and compile longer
 
     def __post_init__(self):
-        """Raises ValueError for what is no model."""
+        """Raises ValueError if the configuration is invalid."""
         for name, value in vars(self).items():
             if type(value) is int and value < 1:
-                raise ValueError(f"{name}={value} is below 1")
+                raise ValueError(f"{name}={value} must be ≥ 1")
         if self.num_heads % self.num_kv_heads:
             raise ValueError(
-                f"num_heads={self.num_heads} does not divide by num_kv_heads={self.num_kv_heads}"
+                f"num_heads={self.num_heads} is not divisible by num_kv_heads={self.num_kv_heads}"
             )
         if self.head_dim % 2:
             raise ValueError(
-                f"head_dim={self.head_dim} is odd: rotary embeddings turn pairs of dims"
+                f"head_dim={self.head_dim} must be even: rotary embeddings rotate pairs of dims"
             )
         if self.remat not in REMAT:
             raise ValueError(f"remat={self.remat!r} is not one of {', '.join(REMAT)}")
 
     @classmethod
     def tiny(cls) -> "Config":
-        """123,200 parameters. For tests: every sharded dim divides by 8."""
+        """123,200 parameters. For tests: every sharded dim is divisible by 8."""
         return cls(384, 64, 2, num_heads=16, num_kv_heads=8, head_dim=8, mlp=128)
 
     @classmethod
@@ -128,47 +129,75 @@ REMAT = {
 }
 
 
-def param(rngs: nnx.Rngs, shape: tuple[int, ...], axes: tuple[str, ...], stddev: float):
-    """A normal float32 parameter with logical axis names.
+SIZES = {
+    "tiny": Config.tiny,
+    "small": Config.small,
+    "medium": Config.medium,
+    "124m": Config.gpt2_124m,
+    "1b": Config.llama_1b,
+    "8b": Config.llama_8b,
+    "70b": Config.llama_70b,
+}
 
-    eager_sharding=False keeps the names inert: they wait for a table instead of asking for a mesh.
-    """
-    value = stddev * jax.random.normal(rngs.params(), shape)
-    return nnx.Param(value, out_sharding=axes, eager_sharding=False)
+# What sharding rules may name, and whether activations, weights or both have it.
+LOGICAL_AXES = {
+    "batch": "activations",  # B
+    "seq": "activations",  # T, S
+    "act_embed": "activations",  # D; also of weights in use
+    "embed": "weights",  # D, of weights at rest
+    "heads": "both",  # N
+    "kv_heads": "both",  # K
+    "head_dim": "both",  # H
+    "mlp": "both",  # F
+    "vocab": "both",  # V
+    "norm": "weights",  # D or H, of a norm's scale: too small to be worth a gather
+    "layers": "weights",  # L, in front of every weight of the stacked layers
+}
+
+# What a weight's axis is called while it is multiplied, where rules may shard it differently.
+IN_USE = {"embed": "act_embed"}
+
+
+# ---- kit: the same lines in every zoo file, explained in zoo/README.md ---------------------------
+
+
+def complete(tables):
+    """Strategy → sharding rules for every logical axis; what a table leaves out is replicated."""
+    return {name: dict.fromkeys(LOGICAL_AXES) | table for name, table in tables.items()}
 
 
 def spec(axes: tuple[str, ...]) -> PartitionSpec | None:
-    """Logical axes → PartitionSpec, by the table and mesh in force; None where there are none."""
-    table = dict(get_logical_axis_rules() or ())
-    if not table or jax.sharding.get_abstract_mesh().empty:
+    """Logical axes → PartitionSpec, by the rules and mesh in force; None where there are none."""
+    rules = dict(get_logical_axis_rules() or ())
+    if not rules or jax.sharding.get_abstract_mesh().empty:
         return None
-    return PartitionSpec(*(table[axis] for axis in axes))
+    return PartitionSpec(*(rules[axis] for axis in axes))
 
 
 def constrain(x: jax.Array, *axes: str) -> jax.Array:
-    """Lays an activation out as the table says. Outside a mesh it does nothing."""
+    """Shards an activation by its logical axes. Outside a mesh it does nothing."""
     where = spec(axes)
     return x if where is None else jax.lax.with_sharding_constraint(x, where)
 
 
-def in_use(module, dtype: str):
-    """`module` with its weights as its matmuls want them: in `dtype`, `embed` → `act_embed`.
+def in_use(weights, dtype=None):
+    """Weights as their matmuls want them: in `dtype`, with the axes that IN_USE gives them.
 
-    Under FSDP this is the all-gather; its transpose is the reduce-scatter of the gradient. Call it
-    inside the layer, after which nothing but the weights at rest outlives the layer. Rules alone
-    don't do this: XLA then gathers activations and partial sums, at ten times the bytes.
+    Takes a module or one variable and returns the same. Under FSDP this is the all-gather, and its
+    transpose the reduce-scatter of the gradient. Sharding rules alone don't do this: XLA is then free
+    to gather activations and partial sums instead, at ten times the bytes.
     """
 
     def one(weight):
         axes = weight.out_sharding
-        if "norm" in axes:
-            return weight  # small, replicated, and used in float32
-        w = weight[...].astype(dtype)
-        axes = axes[-w.ndim :]  # inside the scan over layers, `layers` is gone
-        rest, use = spec(axes), spec(tuple("act_embed" if a == "embed" else a for a in axes))
+        if not IN_USE.keys() & set(axes):
+            return weight  # a norm's scale, for instance: small, replicated, and used in float32
+        w = weight[...] if dtype is None else weight[...].astype(dtype)
+        axes = axes[-w.ndim :]  # inside a scan over layers, the axis of the layers is gone
+        rest, use = spec(axes), spec(tuple(IN_USE.get(axis, axis) for axis in axes))
         return weight.replace(w if rest == use else _gather(w, rest, use))
 
-    return jax.tree.map(one, module, is_leaf=lambda x: isinstance(x, nnx.Variable))
+    return jax.tree.map(one, weights, is_leaf=lambda x: isinstance(x, nnx.Variable))
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2))
@@ -176,11 +205,24 @@ def _gather(w, rest, use):
     return jax.lax.with_sharding_constraint(w, use)
 
 
-# A plain constraint would lay the gradient out as `use` too: an all-reduce, and full gradients.
+# A plain constraint would shard the gradient as `use` too: an all-reduce, and whole gradients on
+# every device. This shards it as the weight rests: a reduce-scatter.
 _gather.defvjp(
     lambda w, rest, use: (_gather(w, rest, use), None),
     lambda rest, use, _, grad: (jax.lax.with_sharding_constraint(grad, rest),),
 )
+
+
+# ---- end of the kit ------------------------------------------------------------------------------
+
+
+def param(rngs: nnx.Rngs, shape: tuple[int, ...], axes: tuple[str, ...], stddev: float):
+    """A normal float32 parameter with logical axis names.
+
+    eager_sharding=False keeps the names inert: they wait for rules instead of asking for a mesh.
+    """
+    value = stddev * jax.random.normal(rngs.params(), shape)
+    return nnx.Param(value, out_sharding=axes, eager_sharding=False)
 
 
 def dot(x: jax.Array, w: jax.Array, contract: int = 1) -> jax.Array:
@@ -295,7 +337,10 @@ class Attention(nnx.Module):
         q, k, v = dot(x_BTD, self.q[...]), dot(x_BTD, self.k[...]), dot(x_BTD, self.v[...])
         if self.config.qkv_bias:
             biases = (self.q_bias, self.k_bias, self.v_bias)
-            q, k, v = (x + b[...][None, None] for x, b in zip((q, k, v), biases, strict=True))
+            q, k, v = (
+                x + b[...].astype(x.dtype)[None, None]
+                for x, b in zip((q, k, v), biases, strict=True)
+            )
         if self.config.qk_norm:
             q, k = self.q_norm(q), self.k_norm(k)
         q_BTNH = constrain(rotate(q, angles_TH), "batch", "seq", "heads", "head_dim")
@@ -360,20 +405,27 @@ class Transformer(nnx.Module):
         """Logits [B, T, V] in float32, with which position t predicts token t + 1.
 
         Args:
-          tokens_BT: int, below vocab_size. On a mesh, B divides by the axes that hold `batch`.
+          tokens_BT: int, below vocab_size. On a mesh, B must be divisible by the axes of `batch`.
           segment_ids_BT: int; positions attend only within their own segment. None: all are one.
         """
         x_BTD, unembed_RVD = self._trunk(tokens_BT, segment_ids_BT)
         logits_RMV = _logits(x_BTD.reshape(unembed_RVD.shape[0], -1, x_BTD.shape[-1]), unembed_RVD)
         return constrain(logits_RMV.reshape(*x_BTD.shape[:2], -1), "batch", "seq", "vocab")
 
-    def loss(self, tokens_BT, targets_BT, segment_ids_BT=None) -> tuple[jax.Array, jax.Array]:
-        """(sum of cross entropies in nats, number of targets), float32; targets < 0 don't count.
+    def loss(self, tokens, targets, segment_ids=None):
+        """(sum of cross entropies in nats, number of targets, further figures) of a batch.
 
         The logits of only `loss_chunk` positions of each sequence exist at one time.
+
+        Args:
+          tokens: [B, T], int; segment_ids: [B, T] or None, as `__call__` takes them.
+          targets: [B, T], int; targets below 0 are padding and don't count.
+
+        Returns: (objective sum, count, aux), float32 scalars; aux maps a name to (sum, count):
+          loss: the cross entropy.
         """
-        x_BTD, unembed_RVD = self._trunk(tokens_BT, segment_ids_BT)
-        (B, T), R = tokens_BT.shape, unembed_RVD.shape[0]
+        x_BTD, unembed_RVD = self._trunk(tokens, segment_ids)
+        (B, T), R = tokens.shape, unembed_RVD.shape[0]
         C = next(c for c in range(min(T, self.config.loss_chunk), 0, -1) if T % c == 0)
 
         def chunks(x):  # [B, T, ...] → [T/C, R, B/R·C, ...]
@@ -389,8 +441,9 @@ class Transformer(nnx.Module):
             return total_R + jnp.where(targets_RM < 0, 0, nats_RM).sum(axis=1), None
 
         zeros_R = constrain(jnp.zeros(R), "batch")
-        total_R, _ = jax.lax.scan(chunk, zeros_R, (chunks(x_BTD), chunks(targets_BT)))
-        return _now(total_R.sum()), (targets_BT >= 0).sum().astype(jnp.float32)
+        total_R, _ = jax.lax.scan(chunk, zeros_R, (chunks(x_BTD), chunks(targets)))
+        total, count = _now(total_R.sum()), (targets >= 0).sum().astype(jnp.float32)
+        return total, count, {"loss": (total, count)}
 
     def _trunk(self, tokens_BT, segment_ids_BT):
         """The last layer's output, normed, [B, T, D]; the table that unembeds it, [R, V, D]."""
@@ -447,83 +500,51 @@ def _logits(x_RMD, unembed_RVD):
     return constrain(logits, "batch", "seq", "vocab")
 
 
-# Strategy → logical axis → mesh axis. None: each device has the whole dim.
+# Strategy → logical axis → mesh axis. What a table leaves out is replicated.
 #
 # A weight [D, F] rests as (embed, mlp) says, and is multiplied as (act_embed, mlp) says. Where the
 # two differ, `in_use` gathers it just before its matmul and scatters its gradient just after.
 # Notation: In[B_X, D] is a tensor whose dim B is split over mesh axis X.
-RULES: dict[str, dict[str, str | tuple[str, ...] | None]] = {
-    # Data parallel: every device has every weight; one all-reduce of all gradients a step.
-    "dp": {
-        "batch": "data",  # In[B_data, D] · W[D, F] → Out[B_data, F]: no communication
-        "seq": None,
-        "act_embed": None,
-        "embed": None,
-        "heads": None,
-        "kv_heads": None,
-        "head_dim": None,
-        "mlp": None,
-        "vocab": None,
-        "norm": None,
-        "layers": None,
-    },
-    # ZeRO-3: weights, gradients and optimizer state are split; a layer's weights are whole only
-    # while it runs. Two all-gathers of the weights and one reduce-scatter of gradients a step.
-    "fsdp": {
-        "batch": "data",
-        "seq": None,
-        "act_embed": None,  # W[D_data, F] → W[D, F]: the all-gather, in compute dtype
-        "embed": "data",  # 1/data of every matrix on each device
-        "heads": None,
-        "kv_heads": None,
-        "head_dim": None,
-        "mlp": None,
-        "vocab": None,
-        "norm": None,  # too small to be worth a gather
-        "layers": None,
-    },
-    # Megatron: each sublayer splits its inner dim and ends in an all-reduce of activations, two a
-    # layer forward and two backward. Along `data` it is data parallel.
-    "tp": {
-        "batch": "data",
-        "seq": None,
-        "act_embed": None,
-        "embed": None,
-        "heads": "model",  # each device attends with its own heads
-        "kv_heads": "model",  # so `model` divides the kv heads as well
-        "head_dim": None,
-        "mlp": "model",  # In[B, F_model] · W[F_model, D] → partial sums: the all-reduce
-        "vocab": "model",  # logits stay split; the loss reduces two numbers a position
-        "norm": None,
-        "layers": None,
-    },
-    # Both: weights are split over the whole mesh, and gathered over `data` only.
-    "fsdp_tp": {
-        "batch": "data",
-        "seq": None,
-        "act_embed": None,
-        "embed": "data",  # W[D_data, F_model] → W[D, F_model]: 1/model of the bytes of `fsdp`
-        "heads": "model",
-        "kv_heads": "model",
-        "head_dim": None,
-        "mlp": "model",
-        "vocab": "model",
-        "norm": None,
-        "layers": None,
-    },
-    # Hybrid: groups of fsdp × model devices share one copy of the weights; `data` copies of it.
-    # Gathers stay inside a group (fast links); only gradients cross groups, by an all-reduce.
-    "hsdp_tp": {
-        "batch": ("data", "fsdp"),
-        "seq": None,
-        "act_embed": None,
-        "embed": "fsdp",
-        "heads": "model",
-        "kv_heads": "model",
-        "head_dim": None,
-        "mlp": "model",
-        "vocab": "model",
-        "norm": None,
-        "layers": None,
-    },
-}
+RULES: dict[str, dict[str, str | tuple[str, ...] | None]] = complete(
+    {
+        # Data parallel: every device has every weight; one all-reduce of all gradients a step.
+        "dp": {
+            "batch": "data",  # In[B_data, D] · W[D, F] → Out[B_data, F]: no communication
+        },
+        # ZeRO-3: weights, gradients and optimizer state are split; a layer's weights are whole only
+        # while it runs. Two all-gathers of the weights and one reduce-scatter of gradients a step.
+        "fsdp": {
+            "batch": "data",
+            "embed": "data",  # 1/data of every matrix on each device;
+            # W[D_data, F] → W[D, F] is the all-gather, in compute dtype
+        },
+        # Megatron: each sublayer splits its inner dim and ends in an all-reduce of activations, two
+        # a layer forward and two backward. Along `data` it is data parallel.
+        "tp": {
+            "batch": "data",
+            "heads": "model",  # each device attends with its own heads,
+            "kv_heads": "model",  # so the kv heads must be divisible by `model` as well
+            "mlp": "model",  # In[B, F_model] · W[F_model, D] → partial sums: the all-reduce
+            "vocab": "model",  # logits stay split; the loss reduces two numbers a position
+        },
+        # Both: weights are split over the whole mesh, and gathered over `data` only.
+        "fsdp_tp": {
+            "batch": "data",
+            "embed": "data",  # W[D_data, F_model] → W[D, F_model]: 1/model of `fsdp`'s bytes
+            "heads": "model",
+            "kv_heads": "model",
+            "mlp": "model",
+            "vocab": "model",
+        },
+        # Hybrid: `data` replica groups, each of fsdp × model devices that share one copy. Gathers
+        # stay inside a group (fast links); only gradients cross groups, by an all-reduce.
+        "hsdp_tp": {
+            "batch": ("data", "fsdp"),
+            "embed": "fsdp",
+            "heads": "model",
+            "kv_heads": "model",
+            "mlp": "model",
+            "vocab": "model",
+        },
+    }
+)

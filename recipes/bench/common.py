@@ -1,7 +1,5 @@
-"""What the benchmarks share: a train step of a given shape, FLOPs, timings side by side, tables."""
+"""What the benchmarks share: a train step, FLOPs, interleaved timings, Markdown tables."""
 
-import dataclasses
-import functools
 import importlib.metadata
 import os
 import platform
@@ -11,96 +9,79 @@ from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 import numpy as np
-import optax
-from flax import nnx
-from jax.sharding import Mesh
+from jax.sharding import AbstractMesh, Mesh
 
-from recipes.common import sharding
-from recipes.common.errors import UserError
-from recipes.common.metrics import say
-from recipes.common.optimizer import adamw, apply, gradients, schedule
-from zoo.transformer import RULES, Config, Transformer
+from recipes.common.runtime.errors import UserError
+from recipes.common.runtime.terminal import print0
+from recipes.common.sharding.abstract import Tree
+from recipes.common.sharding.layout import Layout, make_layout
+from recipes.common.sharding.rules import Table as Rules
+from recipes.common.train.optimizer import LearningRate, adamw
+from recipes.common.train.state import initialize
+from recipes.common.train.step import TrainStep
+from zoo.transformer import Config, Transformer
 
-SIZES = {
-    "tiny": Config.tiny,
-    "small": Config.small,
-    "medium": Config.medium,
-    "124m": Config.gpt2_124m,
-    "1b": Config.llama_1b,
-    "8b": Config.llama_8b,
-    "70b": Config.llama_70b,
-}
+ONE_DEVICE: Rules = {}  # sharding rules where there is nothing to shard: all is replicated
 
 
 class Step(NamedTuple):
-    """A train step of the Transformer, as recipes/transformer.py makes it, not yet compiled."""
+    """The Transformer's train step with what it takes to compile and run it."""
 
     config: Config
-    layout: sharding.Layout
-    optimizer: optax.GradientTransformation
-    abstract: sharding.Tree  # the state
-    window: jax.ShapeDtypeStruct  # the batch, [B, T + 1]
-    function: Callable
+    layout: Layout
+    function: TrainStep
+    abstract: Tree  # the state
+    example: dict[str, jax.ShapeDtypeStruct]  # one row of a batch, without segment ids
+
+    @property
+    def seq_len(self) -> int:
+        return self.example["tokens"].shape[0]
 
     def lower(self) -> jax.stages.Lowered:
-        pinned = dict(donate_argnums=0, out_shardings=(sharding.shardings(self.abstract), None))
-        return self.layout.lower(self.function, self.abstract, self.window, **pinned)
+        return self.function.lower(self.abstract, self.example)
 
     def compile(self) -> jax.stages.Compiled:
         return self.lower().compile()
 
-    def new_state(self) -> sharding.Tree:
-        return sharding.initialize(self.layout, self.optimizer, 0, self.abstract)
+    def new_state(self) -> Tree:
+        return initialize(self.layout, self.function.optimizer, 0, self.abstract)
 
-    def batch(self) -> jax.Array:
-        """Random tokens, laid out as the step wants them."""
-        tokens = np.random.default_rng(0).integers(0, 256, self.window.shape, np.int32)
-        return jax.device_put(tokens, self.layout.batch)
+    def batch(self) -> dict[str, jax.Array]:
+        """Random tokens, sharded as the step wants them."""
+        shape = (self.layout.batch_size, self.seq_len + 1)
+        window_BT = np.random.default_rng(0).integers(0, 256, shape, np.int32)
+        batch = {"tokens": window_BT[:, :-1], "targets": window_BT[:, 1:]}
+        return jax.device_put(batch, self.layout.batch)
 
-    def flops(self) -> dict[str, float]:
-        return flops(self.config, self.window.shape[0], self.window.shape[1] - 1)
 
-
-def make_step(config: Config, strategy: str, mesh: Mesh, batch_size: int, seq_len: int) -> Step:
+def make_step(
+    config: Config, rules: str | Rules, mesh: Mesh | AbstractMesh, batch_size: int, seq_len: int
+) -> Step:
     """Raises UserError if they do not fit each other."""
-    dims = {"batch": ("--batch_size", batch_size)}
-    layout = sharding.lay_out(functools.partial(_model, config), RULES, strategy, mesh, dims)
-    optimizer = adamw(schedule(1e-3, 10, 100), weight_decay=0.1, clip_norm=1.0)
-    window = layout.abstract_batch(jnp.zeros(seq_len + 1, jnp.int32), batch_size)
-
-    def loss(params, window_BT):
-        return layout.plan.bind(params).loss(window_BT[:, :-1], window_BT[:, 1:])
-
-    def train_step(state, window_BT):
-        mean_loss, grads = gradients(loss, state["params"], window_BT)
-        metrics = {"loss": mean_loss, "grad_norm": optax.tree.norm(grads)}
-        return apply(optimizer, state, grads), metrics
-
-    abstract = sharding.abstract_state(layout, optimizer)
-    return Step(config, layout, optimizer, abstract, window, train_step)
-
-
-def _model(config: Config) -> Transformer:
-    return Transformer(config, rngs=nnx.Rngs(0))
+    layout = make_layout(Transformer, config, mesh, rules, batch_size=batch_size)
+    lr = LearningRate(1e-3, 10, 100)
+    function = TrainStep(layout, adamw(lr, weight_decay=0.1, clip_norm=1.0), lr)
+    row = jax.ShapeDtypeStruct((seq_len,), np.int32)
+    example = {"tokens": row, "targets": row}
+    return Step(config, layout, function, function.abstract_state(), example)
 
 
 # ---- FLOPs ---------------------------------------------------------------------------------------
 
 
 def matmul_params(config: Config) -> int:
-    """N: every weight that a token is multiplied with. The table counts once, as what unembeds."""
+    """N: every weight that a token is multiplied with; of the two tables, the unembedding only."""
     D, H = config.embed, config.head_dim
     attention = 2 * D * H * (config.num_heads + config.num_kv_heads)
     return config.num_layers * (attention + 3 * D * config.mlp) + config.vocab_size * D
 
 
 def flops(config: Config, batch_size: int, seq_len: int) -> dict[str, float]:
-    """Of one train step, forward and backward, by two conventions; recomputation never counts.
+    """FLOPs of one train step, forward and backward, by two conventions; no recomputation.
 
-    6·N a token, and attention: for each layer 12·T·(heads · head dim) a token over the full square
-    of positions, half of it where only what causality lets be seen counts.
+    6·N per token, and 12·T·(heads · head dim) per token and layer for attention over the full T × T
+    square, or half of that if only the causal part counts.
     """
     tokens = batch_size * seq_len
     weights = 6 * matmul_params(config) * tokens
@@ -112,17 +93,18 @@ def flops(config: Config, batch_size: int, seq_len: int) -> dict[str, float]:
 
 
 class Times(NamedTuple):
-    """Seconds of each counted call: on the clock, and of CPU time that the process spent."""
+    """Seconds of each timed call: elapsed, and CPU time of this process."""
 
     wall: list[float]
     cpu: list[float]
 
 
 def interleaved(what: dict[Any, Callable[[], object]], rounds: int) -> dict[Any, Times]:
-    """What each function took, in turn, `rounds` times: other work on the machine hits all.
+    """Times of every function, one after another in each round: other load affects all of them.
 
-    Each function waits for its own result. It runs twice in each turn and the second time counts:
-    the first finds the memory and caches as another function left them, a training loop does not.
+    Each function waits for its own result. In a round it is called twice and the second call is
+    timed: the first one finds memory and caches as another function left them, which a training loop
+    does not.
     """
     times = {name: Times([], []) for name in what}
     for _ in range(rounds):
@@ -136,7 +118,7 @@ def interleaved(what: dict[Any, Callable[[], object]], rounds: int) -> dict[Any,
 
 
 class Training:
-    """A compiled step (the Step's own, if none is given) with its state: call it for `steps` steps."""
+    """A compiled step (by default `step`, compiled now) and its state; a call runs `steps` steps."""
 
     def __init__(self, step: Step, steps: int = 1, compiled: jax.stages.Compiled | None = None):
         self.step, self.steps = step, steps
@@ -153,7 +135,7 @@ class Training:
 
 
 def machine() -> str:
-    """Hardware, versions and load, in a line to stand under a table."""
+    """Hardware, versions and load, in one line for the end of a table."""
     device = jax.devices()[0]
     kind = device.device_kind if device.platform != "cpu" else _cpu()
     names = ("jax", "jaxlib", "flax", "libtpu")
@@ -164,6 +146,7 @@ def machine() -> str:
 
 
 def version(package: str) -> str:
+    """Empty where the package is not installed."""
     try:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
@@ -182,25 +165,25 @@ def _cpu() -> str:
 
 
 class Table:
-    """A Markdown table, printed row by row, as each may take minutes."""
+    """A Markdown table, printed row by row because each row may take minutes."""
 
     def __init__(self, *columns: str):
-        say(f"| {' | '.join(columns)} |", "|---" + "|---:" * (len(columns) - 1) + "|")
+        print0(f"| {' | '.join(columns)} |", "|---" + "|---:" * (len(columns) - 1) + "|")
 
     def row(self, *cells: object) -> None:
-        say(f"| {' | '.join(map(str, cells))} |")
+        print0(f"| {' | '.join(map(str, cells))} |")
 
 
 def numbers(flag: str, text: str) -> list[int]:
-    """A flag's whole numbers, with commas between them. Raises UserError."""
+    """The whole numbers of a comma-separated flag. Raises UserError."""
     words = text.split(",")
     if not all(word.isdecimal() and int(word) for word in words):
-        raise UserError(f"--{flag}={text} is not of whole numbers above 0; write --{flag}=1,2")
+        raise UserError(f"--{flag}={text} must be whole numbers ≥ 1; try --{flag}=1,2")
     return [int(word) for word in words]
 
 
 def one_of(flag: str, text: str, choices: Iterable[str]) -> list[str]:
-    """A flag's words, with commas between them. Raises UserError."""
+    """The words of a comma-separated flag. Raises UserError."""
     for word in text.split(","):
         if word not in choices:
             raise UserError(f"--{flag} has {word!r}, which is not one of {', '.join(choices)}")
@@ -209,7 +192,3 @@ def one_of(flag: str, text: str, choices: Iterable[str]) -> list[str]:
 
 def progress(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
-
-
-def replace(config: Config, **changes) -> Config:
-    return dataclasses.replace(config, **changes)

@@ -1,6 +1,6 @@
-"""What the TPU's own compiler makes of a train step, with no TPU at hand: bytes sent, memory, time.
+"""What the TPU compiler makes of a train step, with no TPU: bytes sent, memory, compile time.
 
-Needs libtpu (the extra `tpu-aot`) for TPU topologies. Nothing is allocated, nothing runs.
+TPU topologies need libtpu (the extra `tpu-aot`). Nothing is allocated and nothing runs.
 """
 
 import dataclasses
@@ -9,13 +9,14 @@ import math
 import os
 import re
 import time
+from collections.abc import Iterable
 from typing import NamedTuple
 
 import jax
+import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from recipes.bench.common import (
-    SIZES,
     Step,
     Table,
     machine,
@@ -25,12 +26,15 @@ from recipes.bench.common import (
     progress,
     version,
 )  # fmt: skip
-from recipes.common import report, sharding
-from recipes.common.cli import flag
-from recipes.common.errors import UserError
-from recipes.common.mesh import arrange, make_mesh
-from recipes.common.metrics import say
-from zoo.transformer import REMAT, RULES
+from recipes.common.analysis import report
+from recipes.common.analysis.hlo import sent_by_kind
+from recipes.common.runtime.errors import UserError
+from recipes.common.runtime.flags import flag
+from recipes.common.runtime.mesh import arrange, make_mesh
+from recipes.common.runtime.terminal import print0
+from recipes.common.sharding.abstract import paths
+from recipes.common.sharding.rules import mesh_axes, shards, used_axes
+from zoo.transformer import REMAT, RULES, SIZES
 
 # Kind → chips → how they are wired.
 TOPOLOGIES = {
@@ -43,16 +47,17 @@ TOPOLOGIES = {
 
 @dataclasses.dataclass(frozen=True)
 class CollectivesFlags:
-    sizes: str = flag("124m", "of the Transformer, with commas between them")
-    chips: str = flag("16,256", "how many, with commas between them")
-    kind: str = flag("v5e", "of TPU, or cpu: simulated devices", choices=[*TOPOLOGIES, "cpu"])
-    rules: str = flag("dp,fsdp,tp,fsdp_tp,hsdp_tp", "strategies, with commas between them")
+    sizes: str = flag("124m", "Sizes of the Transformer, comma-separated.", group="model")
+    seq_len: int = flag(256, "Tokens of context.", group="data", at_least=1)
+    tokens: int = flag(4_096, "Tokens per chip.", group="data", at_least=1)
+    chips: str = flag("16,256", "Numbers of chips, comma-separated.")
+    kind: str = flag("v5e", "Kind of TPU; cpu: simulated devices.", choices=[*TOPOLOGIES, "cpu"])
+    rules: str = flag(",".join(RULES), "Strategies, comma-separated.")
     model: int = flag(
-        0, "devices along model; 0: 4 for 124m, else 8, and 1 for hsdp_tp", at_least=0
-    )
-    group: int = flag(16, "devices along fsdp, for hsdp_tp", at_least=1)
-    seq_len: int = flag(256, "tokens of context", at_least=1)
-    tokens: int = flag(4_096, "a device", at_least=1)
+        0, "Chips along model; 0: 8, 4 or 2, as the kv heads are divisible, and 1 where the rules "
+        "have replica groups.", at_least=0,
+    )  # fmt: skip
+    group: int = flag(16, "Chips along fsdp, where the rules use it.", at_least=1)
 
 
 def collectives(flags: CollectivesFlags) -> None:
@@ -64,42 +69,40 @@ def collectives(flags: CollectivesFlags) -> None:
     ]
     check_slices([flags.kind], chips)
     table = Table("size", "chips", "rules", "mesh", "remat", "gathered", "scattered or permuted",
-                  "all-reduced", "all of it", "textbook", "ratio")  # fmt: skip
+                  "all-reduced", "total", "textbook", "ratio")  # fmt: skip
     for case in cases:
         _collectives_row(table, flags, *case)
-    say(
-        "",
-        f"Bytes that one device sends in a step over rings, {flags.tokens} tokens a "
-        f"device; {flags.kind}.",
-        machine(),
-    )
+    print0("", "Bytes that one chip sends in a step, assuming ring collectives, with "
+           f"{flags.tokens:,} tokens per chip; {flags.kind}.", machine())  # fmt: skip
 
 
 def _axes(flags: CollectivesFlags, size: str, chips: int, strategy: str) -> dict[str, int]:
-    """Mesh axis → chips along it. Raises UserError where that leaves some over."""
-    if strategy == "hsdp_tp":  # groups of chips, each with a whole copy of the weights
-        model = flags.model or 1
-        group = min(flags.group, max(chips // model, 1))
-        inner, said = {"fsdp": group, "model": model}, f"--group={group} times --model={model}"
-    elif "tp" in strategy:
-        model = flags.model or (4 if size == "124m" else 8)
-        inner, said = {"model": model}, f"--model={model}"
-    else:
-        return {"data": chips}
+    """Mesh axis → chips along it. Raises UserError if the chips are not divisible that way."""
+    used, inner, said = used_axes(RULES[strategy]), {}, []
+    groups = "fsdp" in used  # replica groups: each has one copy of the weights
+    model = flags.model or (1 if groups else math.gcd(8, SIZES[size]().num_kv_heads))
+    if groups:
+        inner["fsdp"] = min(flags.group, max(chips // model, 1))
+        said.append(f"--group={inner['fsdp']}")
+    if "model" in used:
+        inner["model"] = model
+        said.append(f"--model={model}")
     data, over = divmod(chips, math.prod(inner.values()))
-    if over or not data:
-        raise UserError(f"{chips} chips do not divide by {said}, for {strategy}")
+    if over:
+        raise UserError(
+            f"--chips={chips} is not divisible by {' times '.join(said)} (rules {strategy!r}); use "
+            f"a different {said[0].partition('=')[0]}"
+        )
     return {"data": data} | inner
 
 
 def _collectives_row(
     table: Table, flags: CollectivesFlags, size: str, strategy: str, axes: dict[str, int]
-):
+) -> None:
     chips, model = math.prod(axes.values()), axes.get("model", 1)
-    split = model > 1
     mesh = topology(flags.kind, axes)
-    # Keeping the sublayers' outputs saves `tp` one of five all-reduces a layer; the others have none.
-    remat = "sublayers" if split else "full"
+    # Saving the sublayers' outputs spares tensor parallelism one of five all-reduces per layer.
+    remat = "sublayers" if model > 1 else "full"
     rows = max(flags.tokens * chips // flags.seq_len, chips // model)
     dtype = "float32" if flags.kind == "cpu" else "bfloat16"  # XLA's CPU backend sends float32
     config = dataclasses.replace(SIZES[size](), dtype=dtype, remat=remat)
@@ -119,115 +122,121 @@ def _collectives_row(
 
 
 def textbook(step: Step) -> float:
-    """Bytes that a device must send in a step, the matmuls being where the table puts them.
+    """Bytes that a device must send in a step if each matmul is where the sharding rules put it.
 
-    Over a ring of n an all-gather or a reduce-scatter sends (n - 1) / n of the whole array, an
-    all-reduce twice that. Weights and gradients travel in the compute dtype.
-      gradients: reduce-scattered over the axes that split the weight at rest, all-reduced over the
-        other axes that split the batch;
-      weights that rest otherwise than they are used: gathered for the forward pass and the backward;
-      activations: where `model` splits the sublayers, an all-reduce after each in the forward pass
-        and in the backward; one for the lookup and one for the loss, where it splits the vocabulary.
+    All of it in the compute dtype. Over a ring of n an all-gather or a reduce-scatter sends
+    (n - 1) / n of the whole array, an all-reduce twice that.
     """
-    layout, config = step.layout, step.config
-    mesh, table = dict(layout.mesh.shape), layout.table
-    width = 2 if config.dtype == "bfloat16" else 4
-    around = lambda n: (n - 1) / n  # noqa: E731
-    batch = sharding.mesh_axes(table["batch"])
-    total = 0.0
-    shapes = sharding.paths(layout.plan.shapes)
-    for path, axes in sharding.paths(layout.plan.axes).items():
-        rest = {a for axis in axes for a in sharding.mesh_axes(table[axis])}
-        use = {a for axis in axes for a in sharding.mesh_axes(
-            table["act_embed" if axis == "embed" else axis])}  # fmt: skip
-        whole = math.prod(shapes[path].shape) * width / math.prod(mesh[a] for a in use)
-        gathered = math.prod(mesh[a] for a in rest - use)
-        total += 3 * around(gathered) * whole  # twice there, and the gradient back
-        copies = math.prod(mesh[a] for a in batch if a not in rest)
-        total += 2 * around(copies) * whole / gathered
-    split = math.prod(mesh[a] for a in sharding.mesh_axes(table["mlp"]))
-    tokens = math.prod(step.window.shape[:1]) * (step.window.shape[1] - 1) / layout.batch_shards
-    total += 2 * around(split) * (4 * config.num_layers + 2) * tokens * config.embed * width
+    elements = _of_weights(step) + _of_activations(step)
+    return elements * jnp.dtype(step.config.dtype).itemsize
+
+
+def _of_weights(step: Step) -> float:
+    """Elements sent for weights and their gradients.
+
+    Weights that rest in smaller parts than they are used: two all-gathers, for the forward pass and
+    the backward pass, and a reduce-scatter of the gradient. Gradients are also all-reduced over the
+    mesh axes that split the batch and not the weight at rest.
+    """
+    layout, total = step.layout, 0.0
+    shapes = paths(layout.model.shapes["params"])
+    for path, axes in paths(layout.model.axes["params"]).items():
+        rest = _mesh_axes(step, axes)
+        use = _mesh_axes(step, _in_use(step, axes))
+        whole = shapes[path].size / _devices(step, use)
+        total += 3 * _ring(_devices(step, rest - use)) * whole
+        reduced = _mesh_axes(step, ["batch"]) - rest
+        total += 2 * _ring(_devices(step, reduced)) * whole / _devices(step, rest - use)
     return total
 
 
-def sent_by_kind(hlo: str, devices: int) -> dict[str, float]:
-    """Kind of collective → bytes that a device sends in a step, each over a ring of its group."""
-    sums: dict[str, float] = {}
-    for found in report.collectives(hlo):
-        n = group_size(found.groups, devices)
-        factor = {
-            "all-gather": (n - 1) / n,  # of the result, which is the whole
-            "all-reduce": 2 * (n - 1) / n,
-            "reduce-scatter": n - 1,  # of the result, which is a part
-            "all-to-all": (n - 1) / n,
-            "ragged-all-to-all": (n - 1) / n,
-            "collective-permute": 1,  # a ring written out: what a device sends its neighbour
-        }[found.kind]
-        sums[found.kind] = sums.get(found.kind, 0) + factor * found.times * found.bytes
-    return sums
+def _of_activations(step: Step) -> float:
+    """Elements sent for activations.
 
-
-def group_size(groups: str, devices: int) -> int:
-    """How many devices exchange with each other, from the compiler's notations.
-
-    >>> group_size("{{0,1,2},{3,4,5}}", 6), group_size("[4,8]<=[32]", 32)
-    (3, 8)
-    >>> group_size("mesh['axis_0'=2,'axis_1'=8] {'axis_1'}", 16), group_size("", 16)
-    (8, 16)
+    A weight in use has an axis of the residual stream, one that IN_USE maps to. Where its other axes
+    are split, each device has a partial sum: the module that owns such weights (its own, not those of
+    a submodule) costs one all-reduce of the residual stream forward and one backward, for each of the
+    layers that are stacked in it.
     """
-    if named := re.match(r"mesh\[(.*?)\] \{(.*?)\}", groups):
-        sizes = {name: int(n) for name, n in re.findall(r"('[\w.]+')=(\d+)", named[1])}
-        return math.prod(sizes[name] for name in re.findall(r"'[\w.]+'", named[2]))
-    if iota := re.match(r"\[\d+,(\d+)\]<=", groups):
-        return int(iota[1])
-    if listed := re.match(r"\{\{([\d,]+)\}", groups):
-        return len(listed[1].split(","))
-    return devices
+    layout, zoo = step.layout, step.layout.zoo
+    shapes = paths(layout.model.shapes["params"])
+    widths: dict[str, int] = {}  # module → elements per token
+    split: dict[str, set[str]] = {}  # module → mesh axes
+    for path, axes in paths(layout.model.axes["params"]).items():
+        module, axes = path.rpartition("/")[0], _in_use(step, axes)
+        residual = set(axes) & set(zoo.IN_USE.values())
+        stacked = {axis for axis in axes if zoo.LOGICAL_AXES[axis] == "weights"}
+        if residual:
+            dims = zip(axes, shapes[path].shape, strict=True)
+            widths[module] = math.prod(n for axis, n in dims if axis in residual | stacked)
+            split.setdefault(module, set()).update(_mesh_axes(step, set(axes) - residual - stacked))
+    tokens = layout.batch_size * step.seq_len / layout.batch_shards
+    rings = {module: _ring(_devices(step, axes)) for module, axes in split.items()}
+    return sum(2 * 2 * rings[module] * widths[module] * tokens for module in widths)
+
+
+def _in_use(step: Step, axes: Iterable[str]) -> list[str]:
+    """A weight's logical axes while it is multiplied."""
+    return [step.layout.zoo.IN_USE.get(axis, axis) for axis in axes]
+
+
+def _mesh_axes(step: Step, axes: Iterable[str]) -> set[str]:
+    """The mesh axes that split these logical axes."""
+    return {name for axis in axes for name in mesh_axes(step.layout.table[axis])}
+
+
+def _devices(step: Step, axes: Iterable[str]) -> int:
+    """Devices along these mesh axes."""
+    return math.prod(step.layout.mesh.shape[axis] for axis in axes)
+
+
+def _ring(devices: int) -> float:
+    """The part of an array that each device sends in an all-gather over a ring."""
+    return (devices - 1) / devices
 
 
 # ---- the compiler ----------------------------------------------------------------------------------
 
 
 def check_slices(kinds: list[str], counts: list[int]) -> None:
-    """Before a table begins. Raises UserError for a slice whose programs cannot be compiled here."""
+    """Raises UserError for a slice that nothing can be compiled for here; before a table begins."""
     for kind, chips in itertools.product(kinds, counts):
         if kind == "cpu":
             continue
         if not version("libtpu"):
             raise UserError(
-                f"kind {kind} needs the TPU compiler, which runs on any Linux machine; "
-                "pip install -e '.[tpu-aot]' brings it, and kind cpu does without"
+                f"kind {kind} needs the TPU compiler, which runs on any Linux machine; install it "
+                "with pip install -e '.[tpu-aot]', or use kind cpu"
             )
         if chips not in TOPOLOGIES[kind]:
-            known = ", ".join(map(str, TOPOLOGIES[kind]))
-            raise UserError(f"--chips has {chips}, and {kind} slices here are of {known}")
+            known = " or ".join(map(str, TOPOLOGIES[kind]))
+            raise UserError(f"--chips has {chips}, and {kind} needs {known}; use one of these")
 
 
 def topology(kind: str, axes: dict[str, int]) -> Mesh:
-    """A mesh over the chips of a TPU slice that need not exist, see check_slices."""
+    """A mesh over the chips of a TPU slice that need not exist; see check_slices."""
     chips = math.prod(axes.values())
     if kind == "cpu":
         return make_mesh(",".join(f"{axis}={n}" for axis, n in axes.items()))
-    os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")  # there is no TPU to ask for
-    os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")  # and none to share
+    os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")  # there is no TPU to query
+    os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")  # or to share
     jax.config.update("jax_platforms", "cpu")
     from jax.experimental import topologies
 
     name = f"{kind}:{TOPOLOGIES[kind][chips]}"
-    # Two cores of a v4 chip are one device to JAX's meshes; newer kinds are so of themselves.
+    # The two cores of a v4 chip shall be one device, as in newer kinds by default.
     config = {"chip_config_name": "megacore"} if kind == "v4" else {}
     if name.count("x") == 2 and chips >= 64:
-        config["wrap"] = [True] * 3  # slices of whole cubes, 4x4x4, are tori
+        config["wrap"] = [True] * 3  # slices made of whole 4x4x4 cubes are tori
     described = topologies.get_topology_desc(platform="tpu", topology_name=name, **config)
     return arrange(axes, described.devices)
 
 
 class TooLarge(NamedTuple):
-    """The compiler's word on a program that its chip cannot hold."""
+    """What the compiler says of a program that does not fit its chip."""
 
     text: str
-    bytes: float  # that it needs
+    bytes: float  # needed
 
 
 def _compile(step: Step, what: str) -> jax.stages.Compiled | TooLarge:
@@ -243,10 +252,10 @@ def _compile(step: Step, what: str) -> jax.stages.Compiled | TooLarge:
 
 
 def too_large(error: str, arguments: float) -> TooLarge | None:
-    """What an error of the TPU compiler says of memory, which it counts in powers of 1,024.
+    """Parses the TPU compiler's error about memory, in units of 1,024; None for any other error.
 
     Args:
-      error: either counts all that the program needs, or its temporaries.
+      error: its text, which has either all that the program needs, or the temporaries alone.
       arguments: bytes of the step's state on a device.
     """
     number = r"([\d.]+)([KMGT])"
@@ -264,17 +273,20 @@ def too_large(error: str, arguments: float) -> TooLarge | None:
 # ---- memory ----------------------------------------------------------------------------------------
 
 
+ON_DATA = [name for name, table in RULES.items() if used_axes(table) == {"data"}]  # strategies
+
+
 @dataclasses.dataclass(frozen=True)
 class MemoryFlags:
-    size: str = flag("8b", "of the Transformer", choices=SIZES)
-    chips: str = flag("16,256", "how many, with commas between them")
-    kinds: str = flag("v4,v5e,v5p,v6e", "of TPU, or cpu, with commas between them")
-    remats: str = flag("full,sublayers,dots,none", "policies, with commas between them")
+    size: str = flag("8b", "Size of the Transformer.", group="model", choices=SIZES)
+    remats: str = flag(",".join(reversed(REMAT)), "Remat policies, comma-separated.", group="model")
+    seq_len: int = flag(4_096, "Tokens of context.", group="data", at_least=1)
+    rows: int = flag(1, "Sequences per chip.", group="data", at_least=1)
+    chips: str = flag("16,256", "Numbers of chips, comma-separated.")
+    kinds: str = flag("v4,v5e,v5p,v6e", "Kinds of TPU, or cpu, comma-separated.")
     rules: str = flag(
-        "fsdp", "strategy, of those that need no axis but data", choices=["dp", "fsdp"]
+        ON_DATA[-1], "Strategy, of those that use no mesh axis but data.", choices=ON_DATA
     )
-    seq_len: int = flag(4_096, "tokens of context", at_least=1)
-    rows: int = flag(1, "sequences a device", at_least=1)
 
 
 def memory(flags: MemoryFlags) -> None:
@@ -282,8 +294,8 @@ def memory(flags: MemoryFlags) -> None:
     counts = numbers("chips", flags.chips)
     check_slices(kinds, counts)
     cases = itertools.product(kinds, counts, one_of("remats", flags.remats, REMAT))
-    table = Table("kind", "chips", "remat", "parameters", "optimizer", "gradients", "kept activations",
-                  "at work", "sum", "compiled peak", "sum / peak")  # fmt: skip
+    table = Table("kind", "chips", "remat", "parameters", "optimizer", "gradients",
+                  "saved activations", "live working set", "sum", "compiled peak", "sum / peak")  # fmt: skip
     for kind, chips, remat in cases:
         config = dataclasses.replace(SIZES[flags.size](), dtype="bfloat16", remat=remat)
         mesh = topology(kind, {"data": chips})
@@ -298,31 +310,27 @@ def memory(flags: MemoryFlags) -> None:
         total = sum(parts.values())
         cells = map(report.size, [*parts.values(), total])
         table.row(kind, chips, remat, *cells, peak, f"{total / bytes_:.2f}")
-    say(
-        "",
-        f"{flags.size}, {flags.rules}, {flags.rows} × {flags.seq_len} tokens a device.",
-        machine(),
-    )
+    print0("", f"{flags.size}, {flags.rules}, {flags.rows} × {flags.seq_len:,} tokens per chip. The "
+           "sum is computed analytically.", machine())  # fmt: skip
 
 
 def memory_parts(step: Step) -> dict[str, float]:
-    """What a device holds at the larger of two moments, in bytes.
+    """Bytes on a device at the step's peak, computed analytically, by what they are.
 
-    Kept for the backward pass: each layer's input, and what its policy names. Either the loss is
-    taken: the table in use, its gradient, one chunk's logits and theirs. Or it is the layers'
-    backward pass: their gradients at rest, and that of the table, whole; at work are two layers'
-    weights in use (one of them on its way), what one layer computes again, its float32 attention
-    scores among it, and all layers' weights in compute dtype, which the compiler makes at once,
-    before the loop.
+    Saved for the backward pass: each layer's input, and what its remat policy names. The peak is the
+    larger of two. In the loss: the unembedding table in use, its gradient, one chunk's logits and
+    their gradient. In the layers' backward pass: all their gradients at rest and the table's
+    gradient, whole; and as the live working set the weights in use of two layers (one of them is on
+    its way), what one layer computes again, float32 attention scores included, and all layers'
+    weights in the compute dtype, which the compiler casts at once, before the loop.
     """
     layout, config = step.layout, step.config
-    mesh, table = layout.mesh.shape, layout.table
-    width = 2 if config.dtype == "bfloat16" else 4
+    width = jnp.dtype(config.dtype).itemsize
 
     def over(axis):
-        return math.prod(mesh[a] for a in sharding.mesh_axes(table[axis]))
+        return shards(layout.table, axis, layout.mesh.shape)
 
-    rows, length = step.window.shape[0] // layout.batch_shards, step.window.shape[1] - 1
+    rows, length = layout.batch_size // layout.batch_shards, step.seq_len
     D, F = config.embed, config.mlp // over("mlp")
     q = config.num_heads * config.head_dim // over("heads")
     kv = 2 * config.num_kv_heads * config.head_dim // over("kv_heads")
@@ -332,10 +340,10 @@ def memory_parts(step: Step) -> dict[str, float]:
     scores = rows * config.num_heads // over("heads") * seen * 4
     layer = (D * (2 * q + kv) + 3 * D * F) * width
     kept = {"full": D, "sublayers": 2 * D, "dots": 2 * D + q + kv + 2 * F}
-    # Whatever a derivative needs: 6 D in float32, keys and values once for each block of queries.
+    # Whatever a derivative needs: 6 D in float32; keys and values once per block of queries.
     kept["none"] = 6 * D * 4 // width + 5 * D + 6 * F + 2 * q + kv * sum(ends) // length
     saved = rows * length * kept[config.remat] * width
-    if config.remat == "none":  # and weights in use, and scores before and after the softmax
+    if config.remat == "none":  # also weights in use, and scores before and after the softmax
         saved += layer + scores * (4 + width) // 4
     chunk = min(length, config.loss_chunk)
     logits = rows * chunk * config.vocab_size // over("vocab") * (4 + width)
@@ -346,13 +354,13 @@ def memory_parts(step: Step) -> dict[str, float]:
     cast = stacked * width // 4 if width < 4 else 0
     loss = in_use, in_use + logits
     backward = stacked + in_use, cast + 2 * layer + inside + scores
-    grads, at_work = max(loss, backward, key=sum)
+    grads, live = max(loss, backward, key=sum)
     return {
         "parameters": params,
         "optimizer": report.bytes_per_device(step.abstract["opt_state"]),
         "gradients": grads,
-        "kept activations": config.num_layers * saved,
-        "at work": at_work,
+        "saved activations": config.num_layers * saved,
+        "live working set": live,
     }
 
 
@@ -361,17 +369,17 @@ def memory_parts(step: Step) -> dict[str, float]:
 
 @dataclasses.dataclass(frozen=True)
 class DepthFlags:
-    size: str = flag("tiny", "of a layer, as in this Transformer", choices=SIZES)
-    depths: str = flag("8,80", "layers, with commas between them")
-    mesh: str = flag("4x2", "simulated devices, as of every recipe")
-    rounds: int = flag(3, "compilations of each, in turn", at_least=1)
+    size: str = flag("tiny", "Size of the Transformer.", group="model", choices=SIZES)
+    depths: str = flag("8,80", "Numbers of layers, comma-separated.", group="model")
+    mesh: str = flag("4x2", "Mesh of simulated devices, as in every recipe.")
+    rounds: int = flag(3, "Compilations of each depth, interleaved.", at_least=1)
 
 
 def depth(flags: DepthFlags) -> None:
     mesh = make_mesh(flags.mesh)
     depths = numbers("depths", flags.depths)
     seconds = {n: [] for n in depths}
-    jax.config.update("jax_compilation_cache_dir", None)  # nothing is compiled yet
+    jax.config.update("jax_compilation_cache_dir", None)  # compile everything anew
     for _ in range(flags.rounds):
         for n in depths:
             config = dataclasses.replace(SIZES[flags.size](), num_layers=n)
@@ -382,9 +390,10 @@ def depth(flags: DepthFlags) -> None:
             lowered.compile()
             now = time.perf_counter()
             seconds[n].append((traced, now - start - traced, time.process_time() - used))
-    table = Table("layers", "tracing s", "compiling s", "CPU s", "ratio")
+    table = Table("layers", "tracing, s", "compiling, s", "CPU time, s", "ratio")
     best = {n: [min(column) for column in zip(*times, strict=True)] for n, times in seconds.items()}
     for n, (traced, compiled, used) in best.items():
         ratio = (traced + compiled) / sum(best[depths[0]][:2])
         table.row(n, f"{traced:.1f}", f"{compiled:.1f}", f"{used:.1f}", f"{ratio:.2f}")
-    say("", f"{flags.size}'s layers on {flags.mesh}, best of {flags.rounds}.", machine())
+    print0("", f"Layers of size {flags.size} on mesh {flags.mesh}, best of {flags.rounds} interleaved "
+           "rounds.", machine())  # fmt: skip

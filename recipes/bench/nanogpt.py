@@ -1,7 +1,7 @@
-"""The same amount of work in PyTorch, for comparison, where torch is installed: nanoGPT's model.
+"""The same amount of work in PyTorch, for comparison where torch is installed: nanoGPT's model.
 
-GPT-2's block: layer norm, multi-head attention through scaled_dot_product_attention, GELU with a
-hidden width that gives it as many multiplications as our SwiGLU; compiled, AdamW, clipping.
+GPT-2's block: layer norm, multi-head attention by scaled_dot_product_attention, and a GELU MLP wide
+enough for as many multiplications as our SwiGLU; compiled, with AdamW and gradient clipping.
 """
 
 from recipes.bench.common import version
@@ -9,7 +9,7 @@ from zoo.transformer import Config
 
 
 class Step:
-    """One training step a call; `wait` for what the device still does."""
+    """Calling it runs one training step; `wait` waits for the device."""
 
     def __init__(self, config: Config, batch_size: int, seq_len: int, device: str):
         import torch
@@ -73,11 +73,12 @@ class Step:
 
 
 def cpu_step(config: Config, batch_size: int, seq_len: int) -> Step | None:
+    """None if there is no PyTorch."""
     return Step(config, batch_size, seq_len, "cpu") if version("torch") else None
 
 
 def gpu_step(config: Config, batch_size: int, seq_len: int) -> Step | None:
-    """None without a PyTorch that sees the GPU."""
+    """None if there is no PyTorch, or it finds no GPU."""
     if not version("torch"):
         return None
     import torch

@@ -1,4 +1,4 @@
-"""What is around the step: the loop's own cost, data, checkpoints, the start of a run."""
+"""Everything around the step: the loop's overhead, data, checkpoints, startup."""
 
 import contextlib
 import dataclasses
@@ -19,26 +19,42 @@ import jax.numpy as jnp
 import numpy as np
 import tensorstore
 
-from data import text
+from data import batches, text
 from recipes.bench.common import (
-    SIZES,
+    ONE_DEVICE,
     Table,
     Training,
     interleaved,
     machine,
     make_step,
     one_of,
-)
-from recipes.common import checkpoint, loop, report, sharding
-from recipes.common.cli import Run, flag
-from recipes.common.errors import UserError
-from recipes.common.mesh import make_mesh
-from recipes.common.metrics import Log, say
-from recipes.common.workdir import Workdir
+)  # fmt: skip
+from recipes.common import checkpoint
+from recipes.common.analysis import report
+from recipes.common.checkpoint.run_folder import open_run
+from recipes.common.checkpoint.saver import Saver
+from recipes.common.entries import ENTRIES
+from recipes.common.runtime.errors import UserError
+from recipes.common.runtime.flags import Run, flag
+from recipes.common.runtime.mesh import make_mesh
+from recipes.common.runtime.terminal import print0
+from recipes.common.sharding.layout import shardings
+from recipes.common.train.loop import take_steps
+from recipes.common.train.metrics import Log
+from zoo.transformer import SIZES, Config
+
+# ---- the loop ------------------------------------------------------------------------------------
 
 
-class NoWork:
-    """A Workdir that keeps nothing."""
+@dataclasses.dataclass(frozen=True)
+class HostFlags:
+    sizes: str = flag("tiny,small", "Sizes of the Transformer, comma-separated.", group="model")
+    steps: int = flag(10, "Steps in a timing.", at_least=1)
+    rounds: int = flag(15, "Interleaved timings of each.", at_least=1)
+
+
+class SavesNothing:
+    """In the place of a Saver."""
 
     def save(self, step, state):
         pass
@@ -50,33 +66,25 @@ class NoWork:
         return None
 
 
-# ---- the loop --------------------------------------------------------------------------------------
-
-
-@dataclasses.dataclass(frozen=True)
-class HostFlags:
-    steps: int = flag(10, "in a timing", at_least=1)
-    rounds: int = flag(15, "timings, in turn", at_least=1)
-    sizes: str = flag("tiny,small", "of the Transformer, with commas between them")
-
-
 def host(flags: HostFlags) -> None:
     """The loop with a step and data that take no time is Python's part; with real ones, overhead."""
-    sizes, corpus, mesh = one_of("sizes", flags.sizes, SIZES), text.corpus(), make_mesh("1")
-    table = Table("size", "Python alone, ms a step", "bare step, ms", "in the loop, ms", "overhead",
+    sizes, mesh = one_of("sizes", flags.sizes, SIZES), make_mesh("1")
+    corpus = text.load(seq_len=128)
+    table = Table("size", "Python alone, ms per step", "bare step, ms", "in the loop, ms", "overhead",
                   "overhead, by CPU time")  # fmt: skip
     for size in sizes:
-        step = make_step(SIZES[size](), "dp", mesh, 16, 128)
+        step = make_step(SIZES[size](), ONE_DEVICE, mesh, 16, 128)
         training = Training(step)
 
-        def nothing(state, window_BT):
+        def nothing(state, batch):
             zero = jnp.zeros(())
             return state | {"step": state["step"] + 1}, {"loss": zero, "grad_norm": zero}
 
-        pinned = dict(donate_argnums=0, out_shardings=(sharding.shardings(step.abstract), None))
-        compiled = step.layout.compile(nothing, step.abstract, step.window, **pinned)
+        pinned = dict(donate_argnums=0, out_shardings=(shardings(step.abstract), None))
+        rows = step.layout.abstract_batch(step.example)
+        compiled = step.layout.compile(nothing, step.abstract, rows, **pinned)
         idle = Training(step, compiled=compiled)
-        same = itertools.repeat(np.zeros(step.window.shape, np.int32))
+        same = itertools.repeat({name: np.zeros(x.shape, x.dtype) for name, x in rows.items()})
         loops = [_loop(idle, same, 20 * flags.steps) for _ in range(flags.rounds)]
         python = min(loops) / (20 * flags.steps)
 
@@ -84,30 +92,31 @@ def host(flags: HostFlags) -> None:
             before = None
             for _ in range(flags.steps):
                 training.state, metrics = training.compiled(training.state, training.batch)
-                jax.device_get(before)  # one step late, as the loop does
+                jax.device_get(before)  # one step late, as in the loop
                 before = metrics
             jax.block_until_ready(before)
 
-        feed = iter(text.train_batches(corpus, 128, 16, seed=0))
+        feed = (
+            {name: batch[name] for name in rows}  # no segment ids
+            for batch in batches.train_batches(corpus, 16, seed=0)
+        )
         what = {"bare": bare, "loop": functools.partial(_loop, training, feed, flags.steps)}
         bare_, loop_ = interleaved(what, flags.rounds).values()
         one, both = (statistics.median(times.wall) / flags.steps for times in (bare_, loop_))
         overhead = statistics.median(loop_.cpu) / statistics.median(bare_.cpu) - 1
         table.row(size, f"{python * 1e3:.2f}", f"{one * 1e3:.1f}", f"{both * 1e3:.1f}",
                   f"{both / one - 1:.1%}", f"{overhead:.1%}")  # fmt: skip
-    say("", f"16 × 128 tokens a step, one device; medians of {flags.rounds} in turn. The loop: feed, "
-        "dispatch, metrics of the step before, metrics.jsonl. Python alone: its thread's CPU time, "
-        "where step and data take none.", machine())  # fmt: skip
+    print0("", f"16 × 128 tokens per step, one device; medians of {flags.rounds} interleaved rounds. "
+           "The loop feeds batches, dispatches steps, and writes the previous step's metrics to "
+           "metrics.jsonl. Python alone: CPU time of its thread with a step and data that take no "
+           "time.", machine())  # fmt: skip
 
 
-def _loop(training: Training, batches, steps: int) -> float:
-    """recipes.common.loop.fit, as the Transformer's recipe calls it, but for checkpoints.
-
-    Returns the CPU seconds of this thread.
-    """
+def _loop(training: Training, feed, steps: int) -> float:
+    """The loop of every recipe, without checkpoints. Returns this thread's CPU seconds."""
     step, start = training.step, int(training.state["step"])
     run = Run(steps=start + steps, batch_size=16)
-    # Progress lines are part of the loop's work, and no part of the table.
+    # Writing progress lines is part of the loop's work, but they don't belong in the table.
     with (
         tempfile.TemporaryDirectory() as folder,
         open(os.devnull, "w") as nowhere,
@@ -115,8 +124,8 @@ def _loop(training: Training, batches, steps: int) -> float:
     ):
         log = Log(pathlib.Path(folder) / "metrics.jsonl", start, run, "tokens", 16 * 128)
         before = time.thread_time()
-        training.state = loop.fit(
-            training.compiled, training.state, batches, step.layout, run, log, NoWork()
+        training.state = take_steps(
+            training.compiled, training.state, feed, step.layout, run, log, SavesNothing()
         )
         used = time.thread_time() - before
         log.close()
@@ -124,25 +133,28 @@ def _loop(training: Training, batches, steps: int) -> float:
     return used
 
 
-# ---- data ------------------------------------------------------------------------------------------
+# ---- data ----------------------------------------------------------------------------------------
 
 
 @dataclasses.dataclass(frozen=True)
 class DataFlags:
-    seq_len: int = flag(1_024, "tokens in a window", at_least=1)
-    batch_size: int = flag(32, "windows in a batch", at_least=1)
-    batches: int = flag(300, "in a timing", at_least=1)
-    rounds: int = flag(5, "timings, in turn", at_least=1)
     size: str = flag(
-        "small", "the Transformer that consumes, 16 × 128 tokens a step", choices=SIZES
-    )
+        "small", "Size of the Transformer that is fed, with 16 × 128 tokens per step.",
+        group="model", choices=SIZES,
+    )  # fmt: skip
+    seq_len: int = flag(1_024, "Tokens in a window.", group="data", at_least=1)
+    batch_size: int = flag(32, "Windows in a batch.", group="data", at_least=1)
+    batches: int = flag(300, "Batches in a timing.", at_least=1)
+    rounds: int = flag(5, "Interleaved timings of each.", at_least=1)
 
 
 def data(flags: DataFlags) -> None:
-    corpus = text.corpus()
-    training = Training(make_step(SIZES[flags.size](), "dp", make_mesh("1"), 16, 128), steps=5)
-    long = iter(text.train_batches(corpus, flags.seq_len, flags.batch_size, seed=0))
-    short = iter(text.train_batches(corpus, 128, 16, seed=0))
+    step = make_step(SIZES[flags.size](), ONE_DEVICE, make_mesh("1"), 16, 128)
+    training = Training(step, steps=5)
+    long, short = (
+        iter(batches.train_batches(text.load(seq_len=length), rows, seed=0))
+        for length, rows in ((flags.seq_len, flags.batch_size), (128, 16))
+    )
     windows, default, step = (
         f"pipeline, windows of {flags.seq_len}",
         "pipeline, the default run's windows of 128",
@@ -163,89 +175,91 @@ def data(flags: DataFlags) -> None:
     table = Table("what", "tokens/s", "of what the step consumes")
     for key, rate in rates.items():
         table.row(key, f"{rate:,.0f}", f"{rate / rates[step]:.0f}×")
-    say("", f"Median of {flags.rounds} in turn, one Grain thread, text of the standard library.",
-        machine())  # fmt: skip
+    print0("", f"Medians of {flags.rounds} interleaved rounds, one Grain thread, the standard library's "
+           "text.", machine())  # fmt: skip
 
 
-# ---- checkpoints -----------------------------------------------------------------------------------
+# ---- checkpoints ---------------------------------------------------------------------------------
 
 
 @dataclasses.dataclass(frozen=True)
 class CheckpointFlags:
-    megabytes: int = flag(500, "of the state that is saved", at_least=1)
-    steps: int = flag(40, "of training meanwhile, at least until it is saved", at_least=1)
-    rounds: int = flag(3, "saves, and restores", at_least=1)
-    folder: str = flag("", "on the disk in question; empty: a temporary one")
+    megabytes: int = flag(500, "Size of the state that is saved, in MB.", at_least=1)
+    steps: int = flag(40, "Fewest training steps during a save.", at_least=1)
+    rounds: int = flag(3, "Saves and restores.", at_least=1)
+    folder: str = flag("", "Folder on the disk to measure; empty: a temporary one.")
 
 
 def checkpoints(flags: CheckpointFlags) -> None:
     mesh = make_mesh("1")
-    training = Training(make_step(SIZES["small"](), "dp", mesh, 16, 128))
-    config = _of_bytes(flags.megabytes * 10**6)
-    big = make_step(config, "dp", mesh, 1, 8)
+    training = Training(make_step(SIZES["small"](), ONE_DEVICE, mesh, 16, 128))
+    big = make_step(_of_bytes(flags.megabytes * 10**6), ONE_DEVICE, mesh, 1, 8)
     state = jax.tree.map(_noise, big.new_state())
     folder = pathlib.Path(tempfile.mkdtemp(dir=flags.folder or None))
     stolen, blocked, saved, read, unpacked, restored = [], [], [], [], [], []
     try:
-        work = Workdir(Run(workdir=str(folder / "run"), steps=100), "transformer")
-        work.check_data({"seed": 0})
-        work.begin(1, checkpoint.metadata("transformer", config, big.layout, {}))
+        run = open_run("transformer", Run(workdir=str(folder / "run"), steps=100), flags)
+        metadata = checkpoint.metadata(run.entry, big.layout, run.flags)
+        saver = Saver(run, keep=1, metadata=metadata, data={"seed": 0})
         training()
         for k in range(1, flags.rounds + 1):
             quiet = _seconds(lambda: [training() for _ in range(flags.steps)]) / flags.steps
             start, steps = time.perf_counter(), 0
-            work.save(k, state)
+            saver.save(k, state)
             at, done = time.perf_counter() - start, 0
             blocked.append(at)
-            while steps < flags.steps or work._saving.is_alive():
+            while steps < flags.steps or saver.in_flight():
                 training()
                 steps += 1
-                if work._saving.is_alive():
+                if saver.in_flight():
                     done, at = steps, time.perf_counter() - start
-            work.wait()
+            saver.wait()
             saved.append(at)
             stolen.append(max(0.0, at - done * quiet))
-            here = work.last_good()
+            here = saver.last_good()
             held = sum(path.stat().st_size for path in _files(here))
-            _forget(here)
-            read.append(_seconds(lambda here=here: _read(here)))
-            _forget(here)
-            abstract = {"params": big.abstract["params"], "opt_state": big.abstract["opt_state"]}
-            source = checkpoint.find(here)
-            restored.append(_seconds(lambda s=source, a=abstract: jax.block_until_ready(
-                checkpoint.restore_tree(s, a))))  # fmt: skip
-            _forget(here)
-            unpacked.append(_seconds(lambda here=here: _unpack(here / "state")))
-        work.close()
+            source = checkpoint.at(here)
+            abstract = {kind: big.abstract[kind] for kind in ("params", "opt_state")}
+            for seconds, function in (
+                (read, functools.partial(_read, here)),
+                (restored, lambda s=source, a=abstract: jax.block_until_ready(s.read(a))),
+                (unpacked, functools.partial(_unpack, here / "state")),
+            ):
+                _forget(here)
+                seconds.append(_seconds(function))
+        saver.close()
+        run.close()
     finally:
         shutil.rmtree(folder)
     size = report.size(report.bytes_per_device(big.abstract))
     median = statistics.median
     table = Table("what", "seconds", "ratio")
-    table.row("the loop waits for a save to begin", f"{median(blocked):.2f}", "")
-    table.row("a save is done after", f"{median(saved):.2f}", "")
-    table.row("training time that a save takes", f"{median(stolen):.2f}",
+    table.row("the loop waits for a save to start", f"{median(blocked):.2f}", "")
+    table.row("a save takes, in the background", f"{median(saved):.2f}", "")
+    table.row("training time lost to a save", f"{median(stolen):.2f}",
               f"{median(stolen) / 60:.1%} of a minute")  # fmt: skip
     table.row("reading the files", f"{median(read):.2f}", "")
-    for what, seconds in (("restoring", restored), ("TensorStore alone, into memory", unpacked)):
-        table.row(
-            what, f"{median(seconds):.2f}", f"{median(seconds) / median(read):.2f}× of reading"
-        )
-    say("", f"A state of {size}, {report.size(held)} in files; median of {flags.rounds}; the files' pages are dropped from the "
-        "system's cache before each read.", machine())  # fmt: skip
+    for what, seconds in (
+        ("restoring", restored),
+        ("reading into memory by TensorStore", unpacked),
+    ):
+        ratio = f"{median(seconds) / median(read):.2f}× the time to read the files"
+        table.row(what, f"{median(seconds):.2f}", ratio)
+    print0("", f"A state of {size}, {report.size(held)} in files; medians of {flags.rounds}. The files "
+           "are dropped from the system's page cache before each read.", machine())  # fmt: skip
 
 
 def _noise(x: jax.Array) -> jax.Array:
-    """Moments are zeros before the first step, and zeros take no room in a compressed file."""
+    """`x` with random numbers: moments are zeros before the first step, and zeros are easy to save."""
     if not jnp.issubdtype(x.dtype, jnp.floating):
         return x
     values = np.random.default_rng(0).standard_normal(x.shape, np.float32)
     return jax.device_put(values, x.sharding)
 
 
-def _of_bytes(size: int):
-    """A Transformer whose training state has about so many bytes."""
-    layers = max(1, round(size / 12 / 3_408_896))  # 3 × 4 bytes a parameter
+def _of_bytes(size: int) -> Config:
+    """A Transformer whose training state has about this many bytes."""
+    layers = max(1, round(size / 12 / 3_408_896))  # 3 × 4 bytes per parameter
     return dataclasses.replace(
         SIZES["small"](), embed=512, num_layers=layers, mlp=1_536, head_dim=64
     )
@@ -269,7 +283,7 @@ def _read(folder: pathlib.Path) -> None:
 
 
 def _unpack(state: pathlib.Path) -> None:
-    """All arrays into memory by the library that Orbax reads with, and no more."""
+    """Reads all arrays into memory with the library that Orbax uses, and does no more."""
     stored = {"driver": "ocdbt", "base": f"file://{state}/"}
     keys = tensorstore.KvStore.open(stored).result().list().result()
     names = [key.decode().removesuffix("/.zarray") for key in keys if key.endswith(b"/.zarray")]
@@ -280,7 +294,7 @@ def _unpack(state: pathlib.Path) -> None:
 
 
 def _forget(folder: pathlib.Path) -> None:
-    """Asks the system to drop these files' pages, so that the disk is read."""
+    """Asks the system to drop these files from its page cache, so that the disk is read."""
     for path in _files(folder):
         with path.open("rb") as file:
             os.fsync(file.fileno())
@@ -288,18 +302,18 @@ def _forget(folder: pathlib.Path) -> None:
                 os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
 
-# ---- start -----------------------------------------------------------------------------------------
+# ---- startup -------------------------------------------------------------------------------------
 
 
 @dataclasses.dataclass(frozen=True)
 class StartFlags:
-    recipe: str = flag("transformer", "whose start", choices=["transformer", "mlp", "dot_relu_dot"])
-    rounds: int = flag(3, "warm starts", at_least=1)
-    extra: str = flag("", "further flags of the recipe, with blanks between them")
+    recipe: str = flag("transformer", "Recipe to start.", choices=ENTRIES)
+    rounds: int = flag(3, "Warm starts.", at_least=1)
+    extra: str = flag("", "Further flags of the recipe, separated by spaces.")
 
 
 def start(flags: StartFlags) -> None:
-    """A fresh process each time; cold: nothing is in the cache, neither programs nor data."""
+    """A new process each time. Cold: the cache has neither compiled programs nor data."""
     with tempfile.TemporaryDirectory() as folder:
         here = pathlib.Path(folder)
         few = ["--steps=1", f"--workdir={here / 'run'}", *flags.extra.split()]
@@ -307,20 +321,17 @@ def start(flags: StartFlags) -> None:
             few.append("--sample_bytes=0")
         cold = _first_step(here, flags.recipe, few)
         warm = [_first_step(here, flags.recipe, few) for _ in range(flags.rounds)]
-        mistake = min(
-            _seconds(lambda: _python(here, flags.recipe, ["--mesh=none"])) for _ in range(3)
+        mistake, imports = (
+            min(_seconds(lambda word=word: _python(here, flags.recipe, [word])) for _ in range(3))
+            for word in ("--mesh=none", "--help")
         )
-        imports = min(_seconds(lambda: _python(here, flags.recipe, ["--help"])) for _ in range(3))
     table = Table("from the command to", "seconds")
     table.row("the first step, cold cache", f"{cold:.1f}")
     table.row("the first step, warm cache", f"{min(warm):.1f}")
-    table.row("--help: imports and no more", f"{imports:.1f}")
-    table.row("the message for a mistaken flag", f"{mistake:.1f}")
-    say(
-        "",
-        f"python -m recipes.{flags.recipe}; best of {flags.rounds}, but one cold start.",
-        machine(),
-    )
+    table.row("the end of --help, imports only", f"{imports:.1f}")
+    table.row("the error message for a bad flag", f"{mistake:.1f}")
+    print0("", f"python -m recipes.{flags.recipe}; best of {flags.rounds} warm starts, and one cold "
+           "start.", machine())  # fmt: skip
 
 
 def _python(here: pathlib.Path, recipe: str, arguments: list[str]) -> subprocess.CompletedProcess:
@@ -330,7 +341,7 @@ def _python(here: pathlib.Path, recipe: str, arguments: list[str]) -> subprocess
 
 
 def _first_step(here: pathlib.Path, recipe: str, arguments: list[str]) -> float:
-    """Seconds until the first step was done, as the run itself says at its end."""
+    """Seconds until the first step was done, as the run prints at its end."""
     shutil.rmtree(here / "run", ignore_errors=True)
     done = _python(here, recipe, arguments)
     found = re.search(r"([\d.]+) s of it before the first step", done.stdout)

@@ -13,11 +13,10 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jax.sharding import AxisType
 
 from recipes.bench import nanogpt
 from recipes.bench.common import (
-    SIZES,
+    ONE_DEVICE,
     Table,
     Training,
     flops,
@@ -27,22 +26,22 @@ from recipes.bench.common import (
     numbers,
     one_of,
 )  # fmt: skip
-from recipes.common import report
-from recipes.common.cli import flag
-from recipes.common.errors import UserError
-from recipes.common.mesh import make_mesh, parse
-from recipes.common.metrics import say
-from zoo.transformer import REMAT, RULES, Config, Layer, attend, rope_angles
+from recipes.common.analysis import report
+from recipes.common.runtime.errors import UserError
+from recipes.common.runtime.flags import flag
+from recipes.common.runtime.mesh import arrange, make_mesh, parse
+from recipes.common.runtime.terminal import print0
+from zoo.transformer import REMAT, RULES, SIZES, Config, Layer, attend, rope_angles
 
 CONVENTION = (
-    "FLOPs: 6·N a token, N being the weights it is multiplied with, and attention: 12·T·(heads · "
-    "head dim) a token and layer over the full square, half of it where only the causal part "
-    "counts. Recomputation never counts."
+    "FLOPs: 6·N per token, where N counts the weights that a token is multiplied with, plus "
+    "12·T·(heads · head dim) per token and layer for attention over the full T × T square, or half "
+    "of that if only the causal part counts. Recomputation is never counted."
 )
 
 
 def gpt2_10m() -> Config:
-    """10.7M parameters in GPT-2's proportions, as nanoGPT's laptop example."""
+    """10.7M parameters in GPT-2's proportions, like nanoGPT's laptop example."""
     return Config(256, 384, 6, num_heads=6, num_kv_heads=6, head_dim=64, mlp=1_024)
 
 
@@ -51,12 +50,12 @@ def gpt2_10m() -> Config:
 
 @dataclasses.dataclass(frozen=True)
 class CpuFlags:
-    remats: str = flag("none,dots", "policies, with commas between them")
-    unrolls: str = flag("1,6", "layers in one trip of the scan, with commas between them")
-    rounds: int = flag(8, "timings of each, in turn", at_least=1)
-    batch_size: int = flag(16, "sequences", at_least=1)
-    seq_len: int = flag(256, "tokens of context", at_least=1)
-    toy: bool = flag(False, "a model of two narrow layers and a small matmul, to try the command")
+    remats: str = flag("none,dots", "Remat policies, comma-separated.", group="model")
+    unrolls: str = flag("1,6", "Layers per iteration of the scan, comma-separated.", group="model")
+    batch_size: int = flag(16, "Sequences per step.", group="data", at_least=1)
+    seq_len: int = flag(256, "Tokens of context.", group="data", at_least=1)
+    rounds: int = flag(8, "Interleaved timings of each.", at_least=1)
+    toy: bool = flag(False, "Two narrow layers and a small matmul, to try the command.")
 
 
 def cpu(flags: CpuFlags) -> None:
@@ -73,7 +72,7 @@ def cpu(flags: CpuFlags) -> None:
     for remat, unroll in itertools.product(remats, unrolls):
         changed = dataclasses.replace(config, remat=remat, unroll=unroll)
         steps.append(f"remat {remat}, unroll {unroll}")
-        runs[steps[-1]] = Training(make_step(changed, "dp", mesh, B, T))
+        runs[steps[-1]] = Training(make_step(changed, ONE_DEVICE, mesh, B, T))
     if torch := None if flags.toy else nanogpt.cpu_step(config, B, T):
         steps.append("PyTorch, nanoGPT's model compiled")
         runs[steps[-1]] = torch
@@ -93,19 +92,20 @@ def cpu(flags: CpuFlags) -> None:
         table.row(name, f"{seconds[name] * 1e3:.0f}", f"{B * T / seconds[name]:,.0f}",
                   f"{rate[name] / 1e9:.0f}", f"{count['full'] / seconds[name] / 1e9:.0f}",
                   *against_matmul(name))  # fmt: skip
-    say("")
-    table = Table("part, forward and backward", f"ms, {config.num_layers} of it", "GFLOP/s (causal)",
-                  "of matmul", "of matmul, by CPU time")  # fmt: skip
+    print0("")
+    layers = f"ms for {config.num_layers} layers"
+    table = Table("part, forward and backward", layers, "GFLOP/s (causal)", "of matmul",
+                  "of matmul, by CPU time")  # fmt: skip
     for name in parts:
         table.row(name, f"{seconds[name] * config.num_layers * 1e3:.0f}", f"{rate[name] / 1e9:.0f}",
                   *against_matmul(name))  # fmt: skip
-    say("", f"One {size}³ float32 matmul in the same run: {rate['matmul'] / 1e9:.0f} GFLOP/s. Best "
-        f"of {flags.rounds} in turn. CPU time leaves out what other programs took, and counts "
-        f"idle cores as free. {CONVENTION}", machine())  # fmt: skip
+    print0("", f"One {size}³ float32 matmul in the same run: {rate['matmul'] / 1e9:.0f} GFLOP/s. Best "
+           f"of {flags.rounds} interleaved rounds. CPU time excludes other programs and counts idle "
+           f"cores as free. {CONVENTION}", machine())  # fmt: skip
 
 
 def _parts(config: Config, batch_size: int, seq_len: int) -> dict[str, tuple[Callable, float]]:
-    """A layer and what is in it, each alone → (forward and backward pass, causal FLOPs)."""
+    """A layer and its parts, each on its own: name → (forward and backward pass, causal FLOPs)."""
     layer, angles = Layer(config, rngs=nnx.Rngs(0)), rope_angles(config, seq_len)
     key, tokens = jax.random.key(0), batch_size * seq_len
     x_BTD = jax.random.normal(key, (batch_size, seq_len, config.embed))
@@ -138,54 +138,53 @@ def _parts(config: Config, batch_size: int, seq_len: int) -> dict[str, tuple[Cal
     }
 
 
-# ---- every table on every mesh -------------------------------------------------------------------
+# ---- every strategy on every mesh ----------------------------------------------------------------
 
 
 @dataclasses.dataclass(frozen=True)
 class MeshesFlags:
-    size: str = flag("small", "of the Transformer", choices=SIZES)
-    meshes: str = flag("8x1,4x2,2x4,1x8,2x2x2", "to compare, with commas between them")
-    rules: str = flag(",".join(RULES), "strategies, with commas between them")
-    batch_size: int = flag(16, "windows a step, over all devices", at_least=1)
-    seq_len: int = flag(128, "tokens of context", at_least=1)
-    rounds: int = flag(5, "timings of each, in turn", at_least=1)
+    size: str = flag("small", "Size of the Transformer.", group="model", choices=SIZES)
+    meshes: str = flag("8x1,4x2,2x4,1x8,2x2x2", "Meshes, comma-separated.")
+    rules: str = flag(",".join(RULES), "Strategies, comma-separated.")
+    batch_size: int = flag(16, "Sequences per step, over all devices.", group="data", at_least=1)
+    seq_len: int = flag(128, "Tokens of context.", group="data", at_least=1)
+    rounds: int = flag(5, "Interleaved timings of each.", at_least=1)
 
 
 def meshes(flags: MeshesFlags) -> None:
     names = flags.meshes.split(",")
-    largest = max(names, key=_count)
+    largest = max(names, key=lambda name: math.prod(parse(name).values()))
     make_mesh(largest)  # decides how many devices are simulated
     config, runs, copies = SIZES[flags.size](), {}, {}
-    pairs = [("dp", "1x1"), *itertools.product(one_of("rules", flags.rules, RULES), names)]
+    pairs = [
+        (next(iter(RULES)), "1x1"),
+        *itertools.product(one_of("rules", flags.rules, RULES), names),
+    ]
     for strategy, name in pairs:
         try:
             step = make_step(config, strategy, make_mesh(name), flags.batch_size, flags.seq_len)
         except UserError:
-            continue  # what does not fit
+            continue  # these rules do not fit this mesh
         runs[strategy, name] = Training(step, steps=2)
         idle = report.idle_axes(step.layout)
         copies[strategy, name] = math.prod(step.layout.mesh.shape[axis] for axis in idle)
     best = {key: min(t.wall) / 2 for key, t in interleaved(runs, flags.rounds).items()}
-    one = best["dp", "1x1"]
-    table = Table(
-        "rules", "mesh", "ms a step", "of 1x1", "of the mesh's best", "copies of the work"
-    )
+    one = best[pairs[0]]
+    table = Table("rules", "mesh", "ms per step", "of 1x1", "of the mesh's best",
+                  "copies of the work")  # fmt: skip
     for (strategy, name), time_ in best.items():
         peers = min(t for (_, other), t in best.items() if other == name)
         ratios = f"{time_ / one:.2f}", f"{time_ / peers:.2f}", copies[strategy, name]
         table.row(strategy, name, f"{time_ * 1e3:.0f}", *ratios)
-    say("", f"{flags.size}, {flags.batch_size} × {flags.seq_len} tokens a step on all meshes, best "
-        f"of {flags.rounds} in turn. Simulated devices share the cores: along a mesh axis that a table "
-        "does not use, all devices do the same work, and it takes so many times as long.", machine())  # fmt: skip
-
-
-def _count(name: str) -> int:
-    return math.prod(parse(name).values())
+    print0("", f"{flags.size}, {flags.batch_size} × {flags.seq_len} tokens per step on every mesh, "
+           f"best of {flags.rounds} interleaved rounds. Simulated devices share the cores: those "
+           "along a mesh axis that the rules do not use all do the same work, so the step takes that "
+           "many times longer, minus skipped communication.", machine())  # fmt: skip
 
 
 # ---- one GPU -------------------------------------------------------------------------------------
 
-# Of one chip, dense bfloat16, without sparsity.
+# Of one chip: dense bfloat16, no sparsity.
 PEAK_FLOPS = {"H100": 989e12, "H200": 989e12, "A100": 312e12, "B200": 2250e12, "L4": 121e12}
 
 XLA_FLAGS = {
@@ -197,14 +196,16 @@ XLA_FLAGS = {
 
 @dataclasses.dataclass(frozen=True)
 class GpuFlags:
-    cases: str = flag("124m:1024,1b:2048", "size:tokens of context, with commas between them")
-    batches: str = flag("8,16,32", "sequences a step, to try, with commas between them")
-    remats: str = flag("none,dots,full", "policies to try, with commas between them")
-    steps: int = flag(10, "steps in a timing", at_least=1)
-    rounds: int = flag(3, "timings", at_least=1)
-    flags: str = flag("default", "XLA flags in this process", choices=XLA_FLAGS)
-    sweep_flags: bool = flag(True, "runs the best of each case again under the other XLA flags")
-    toy: bool = flag(False, "tiny:64 with two sequences on whatever device there is")
+    cases: str = flag(
+        "124m:1024,1b:2048", "Pairs of size:tokens of context, comma-separated.", group="model"
+    )
+    remats: str = flag("none,dots,full", "Remat policies, comma-separated.", group="model")
+    batches: str = flag("8,16,32", "Batch sizes, comma-separated.", group="data")
+    steps: int = flag(10, "Steps in a timing.", at_least=1)
+    rounds: int = flag(3, "Timings of each.", at_least=1)
+    flags: str = flag("default", "XLA flags of this process.", choices=XLA_FLAGS)
+    sweep_flags: bool = flag(True, "Repeat the best of each case with the other XLA flags.")
+    toy: bool = flag(False, "Size tiny with two sequences, on any device, to try the command.")
 
 
 def gpu(flags: GpuFlags) -> None:
@@ -213,15 +214,15 @@ def gpu(flags: GpuFlags) -> None:
                                     steps=1, rounds=1, sweep_flags=False)  # fmt: skip
     cases = flags.cases.split(",")
     for case in cases:
-        _case(case)  # a mistake is told before the table begins
+        _case(case)  # raises before the table begins
     remats, batches = one_of("remats", flags.remats, REMAT), numbers("batches", flags.batches)
     if XLA_FLAGS[flags.flags]:  # read when JAX makes its devices
         os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {XLA_FLAGS[flags.flags]}"
-    mesh = jax.make_mesh((1,), ("data",), (AxisType.Auto,), devices=jax.devices()[:1])
-    if mesh.devices.flat[0].platform != "gpu" and not flags.toy:
-        raise UserError("there is no GPU that JAX can use here; --toy tries the command without")
-    peak = _peak(mesh.devices.flat[0].device_kind)
-    table = Table("case", "batch", "remat", "XLA flags", "ms a step", "tokens/s", "MFU (causal)",
+    device = jax.devices()[0]
+    if device.platform != "gpu" and not flags.toy:
+        raise UserError("JAX finds no GPU here; use --toy to try the command without one")
+    mesh, peak = arrange({"data": 1}, [device]), _peak(device.device_kind)
+    table = Table("case", "batch", "remat", "XLA flags", "ms per step", "tokens/s", "MFU (causal)",
                   "MFU (full)")  # fmt: skip
     for case in cases:
         best = (float("inf"), "", 0)
@@ -230,21 +231,21 @@ def gpu(flags: GpuFlags) -> None:
                 time_ = _gpu_case(table, flags, case, batch, remat, mesh, peak)
                 best = min(best, (time_ / batch, remat, batch))
         if not best[2]:
-            continue  # none has fitted
+            continue  # none fits
         for name in XLA_FLAGS if flags.sweep_flags else ():
             if name != flags.flags:
                 _again(table, case, name, best)
         _torch_row(table, flags, case, best[2], peak)
-    say("", CONVENTION, machine())
+    print0("", CONVENTION, machine())
 
 
 def _gpu_case(table, flags, case, batch, remat, mesh, peak) -> float:
-    """Seconds a step; infinite where it does not fit."""
+    """Seconds per step; infinite if it does not fit."""
     size, length = _case(case)
     config = dataclasses.replace(SIZES[size](), dtype="bfloat16", remat=remat)
     gc.collect()  # the state of the case before
     try:
-        training = Training(make_step(config, "dp", mesh, batch, length), flags.steps)
+        training = Training(make_step(config, ONE_DEVICE, mesh, batch, length), flags.steps)
         time_ = min(interleaved({"": training}, flags.rounds)[""].wall) / flags.steps
     except jax.errors.JaxRuntimeError as error:
         if "RESOURCE_EXHAUSTED" not in str(error):
@@ -263,7 +264,7 @@ def rates(count: dict[str, float], tokens: int, seconds: float, peak: float | No
 
 
 def _again(table: Table, case: str, name: str, best) -> None:
-    """The best batch and policy under other XLA flags, which need a process of their own."""
+    """The best batch and policy with other XLA flags, which need a process of their own."""
     command = [sys.executable, "-m", "recipes.bench", "gpu", f"--cases={case}",
                f"--batches={best[2]}", f"--remats={best[1]}", f"--flags={name}",
                "--nosweep_flags"]  # fmt: skip
@@ -274,7 +275,7 @@ def _again(table: Table, case: str, name: str, best) -> None:
         print(done.stderr[-2000:], file=sys.stderr)
     for row in rows:
         if "PyTorch" not in row:
-            say(row)
+            print0(row)
 
 
 def _torch_row(table: Table, flags: GpuFlags, case: str, batch: int, peak: float | None) -> None:
@@ -296,7 +297,7 @@ def _torch_row(table: Table, flags: GpuFlags, case: str, batch: int, peak: float
 def _case(text: str) -> tuple[str, int]:
     size, _, length = text.partition(":")
     if size not in SIZES or not length.isdigit():
-        raise UserError(f"--cases has {text!r}; write size:tokens, 124m:1024")
+        raise UserError(f"--cases has {text!r}; write size:tokens, for example 124m:1024")
     return size, int(length)
 
 

@@ -1,7 +1,7 @@
 """SIGTERM and SIGINT: a training run finishes its step, saves and exits with 0.
 
-One process watches Python's signals. Several have to stop at the same step, or their collectives
-wait for ever: JAX's preemption service passes a SIGTERM on to all of them and names the step.
+A single process watches Python's signals. Several must stop at the same step, or their collectives
+wait forever: JAX's preemption service passes a SIGTERM on to all of them and names the step.
 """
 
 import contextlib
@@ -10,14 +10,14 @@ import signal
 
 from jax.experimental import multihost_utils
 
-from recipes.common import processes
+from recipes.common.runtime import processes
 
 _asked = ""  # the signal that asked this process to stop
 _training = False
 
 
 def watch() -> None:
-    """Takes over SIGTERM and SIGINT for this process. JAX, joined later, takes SIGTERM itself."""
+    """Handles SIGTERM and SIGINT in this process. With several, JAX later handles SIGTERM itself."""
     signal.signal(signal.SIGTERM, _handle)
     signal.signal(signal.SIGINT, _handle)
 
@@ -44,13 +44,13 @@ def _handle(number: int, _frame) -> None:
     global _asked
     twice, _asked = _asked == "SIGINT", signal.Signals(number).name
     if twice and number == signal.SIGINT:
-        _leave(130, 2, "\nStopped at once; what was saved before is whole.\n")
+        _leave(130, 2, "\nStopped at once; checkpoints saved before are intact.\n")
     if processes.count() > 1:
         signal.raise_signal(signal.SIGTERM)  # JAX's own handler, which tells the others
     elif not _training:
-        _leave(0, 1, f"Stopped by {_asked} outside of training; the same command goes on.\n")
+        _leave(0, 1, f"Stopped by {_asked} outside of training; the same command resumes.\n")
 
 
 def _leave(code: int, stream: int, text: str) -> None:
-    os.write(stream, text.encode())  # print may be what the signal has interrupted
+    os.write(stream, text.encode())  # the signal may have interrupted a print
     os._exit(code)

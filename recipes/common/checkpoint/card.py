@@ -6,17 +6,17 @@ import re
 import shlex
 from typing import Any
 
-from recipes.common.mesh import describe
+from recipes.common.runtime import describe
 
 FILE = "README.md"
 
-LICENCES = {  # of data that everybody has
+LICENCES = {  # of the data that comes with the zoo or with Python
     "teacher": "CC0-1.0",
     "digits": "CC-BY-4.0 (E. Alpaydin and C. Kaynak, doi:10.24432/C50P49; see data/README.md)",
     "stdlib": "PSF-2.0",
 }
 
-# Flags that say where a run was and how it was watched, not what came of it.
+# Flags that say where a run was and how it was watched, and change no result.
 UNTOLD = {
     *("workdir", "log_every", "checkpoint_every", "keep_checkpoints", "verify"),
     *("num_processes", "process_id", "coordinator", "prompt", "sample_bytes"),
@@ -30,7 +30,7 @@ def digests(text: str) -> dict[str, str]:
 
 
 def measured(checkpoint: pathlib.Path, step: int) -> dict[str, Any]:
-    """What metrics.jsonl of the checkpoint's run says: held-out figures, seconds of training."""
+    """Held-out figures and seconds of training, from metrics.jsonl of the checkpoint's run."""
     path = checkpoint.parent.parent / "metrics.jsonl"
     held_out, seconds, before = {}, 0.0, 0
     for text in path.read_text().splitlines() if path.exists() else ():

@@ -1,6 +1,6 @@
-"""Several processes, one run: who they are, how they find each other, what only the first one does.
+"""Several processes, one run: how they find each other, and what only process 0 does.
 
-By hand, the same command on each host but for the id:
+By hand, the same command on each host except for the id:
 
     python -m recipes.transformer --num_processes=2 --process_id=0 --coordinator=host0:9876
     python -m recipes.transformer --num_processes=2 --process_id=1 --coordinator=host0:9876
@@ -21,10 +21,10 @@ import jax
 import numpy as np
 from jax.experimental import multihost_utils
 
-from recipes.common.errors import UserError
+from recipes.common.runtime.errors import UserError
 
-HEARTBEAT_SECONDS = 30  # a process that is silent for so long is dead, and the others end
-PATIENCE_SECONDS = 120  # for the coordinator, which may start later
+HEARTBEAT_SECONDS = 30  # a process silent for this long is considered dead, and the others exit
+PATIENCE_SECONDS = 120  # to wait for the coordinator, which may start later
 
 _id, _count = 0, 1
 
@@ -37,12 +37,12 @@ def is_first() -> bool:
     return _id == 0
 
 
-def join(num_processes: int, process_id: int, coordinator: str) -> None:
-    """Makes this process one of several, if flags or a cluster say so. Before JAX has devices.
+def initialize(num_processes: int, process_id: int, coordinator: str) -> None:
+    """Makes this process one of several, if flags or a cluster say so. Call it before JAX has devices.
 
     Args:
       num_processes: 0 leaves it to the cluster; without one, this process is alone.
-      process_id: -1 if it is not given.
+      process_id: -1 if not given.
 
     Raises UserError.
     """
@@ -83,15 +83,15 @@ def _check(num_processes: int, process_id: int, coordinator: str) -> None:
     if not 0 <= process_id < num_processes:
         what = f"--process_id={process_id}" if process_id >= 0 else "--process_id is not given"
         raise UserError(
-            f"{what} and --num_processes={num_processes}: give each process one of 0 to "
+            f"{what} with --num_processes={num_processes}; give each process a number from 0 to "
             f"{num_processes - 1}"
         )
     found = re.fullmatch(r"(.+):([0-9]{1,5})", coordinator)
     if not found or not 0 < int(found[2]) < 2**16:
         raise UserError(
-            f"--coordinator={coordinator} is not HOST:PORT; give process 0's host and a free port"
+            f"--coordinator={coordinator} is not HOST:PORT; use process 0's host and a free port"
         )
-    # JAX would abort with a stack trace for what these two find out.
+    # JAX would abort with a stack trace where these two fail.
     if process_id == 0:
         with socket.socket() as server:
             server.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -99,7 +99,7 @@ def _check(num_processes: int, process_id: int, coordinator: str) -> None:
                 server.bind(("", int(found[2])))
             except OSError as error:
                 raise UserError(
-                    f"--coordinator={coordinator} can't be used ({error.strerror}); give another port"
+                    f"--coordinator={coordinator} can't be used ({error.strerror}); use a different port"
                 ) from None
         return
     until = time.monotonic() + PATIENCE_SECONDS
@@ -110,8 +110,8 @@ def _check(num_processes: int, process_id: int, coordinator: str) -> None:
         except OSError as error:
             if time.monotonic() > until or isinstance(error, socket.gaierror):
                 raise UserError(
-                    f"--coordinator={coordinator} does not answer ({error.strerror or error}); is "
-                    "it process 0's host, and has that started?"
+                    f"--coordinator={coordinator} does not answer ({error.strerror or error}); check "
+                    "that it is process 0's host and that process 0 has started"
                 ) from None
             time.sleep(0.2)
 
@@ -127,14 +127,14 @@ def _free_stdout() -> None:
 
 
 def leave(message: str) -> None:
-    """Ends this process at once after another one was lost: no barrier, no destructors."""
+    """Exits at once after another process was lost: no barrier, no destructors."""
     print(message, file=sys.stderr, flush=True)
     sys.stdout.flush()
     os._exit(1)
 
 
-def from_first(work: Callable[[], Any]) -> Any:
-    """What `work` returns on the first process, where alone it runs; a UserError is raised on all.
+def broadcast_from_first(work: Callable[[], Any]) -> Any:
+    """Runs `work` on process 0 only, and returns its value, or raises its UserError, on all.
 
     The value goes through JSON: tuples come back as lists.
     """

@@ -13,42 +13,26 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
 from recipes import STARTED
-from recipes.common import processes
-from recipes.common.cli import Run
+from recipes.common.runtime import Run, processes
+from recipes.common.sharding import Tree
 
 
 class NonFiniteError(RuntimeError):
     """A step's loss or gradient is not a finite number, and the update was not skipped."""
 
 
-def say(*lines: str) -> None:
-    """Prints, on the first process only."""
-    if processes.is_first():
-        print(*lines, sep="\n", flush=True)
-
-
-def quote(text: str, most: int = 24) -> list[str]:
-    """Lines to print of text that nobody has checked: no control characters, and not too many."""
-    clean = "".join(
-        c if c.isprintable() or c == "\n" else "\N{REPLACEMENT CHARACTER}"
-        for c in text.expandtabs()
-    )
-    lines = ["  | " + line for line in clean.split("\n")]
-    return lines[:most] + (["  | …"] if len(lines) > most else [])
-
-
 class Log:
-    """Writes metrics one step late, so that the device always has the next step to do.
+    """Writes metrics one step late, so that the device always has a next step to run.
 
     Args:
-      path: metrics.jsonl, or None for no file; lines of steps after `first` are dropped, as those
+      path: metrics.jsonl, or None for no file; lines of steps after `first` are dropped, as these
         steps run again.
       first: steps done so far.
-      unit, per_step: what throughput counts ("tokens"), and how many of it a step has.
+      unit, per_step: what throughput counts ("tokens"), and how many of them a step has.
     """
 
     def __init__(self, path: pathlib.Path | None, first: int, run: Run, unit: str, per_step: int):
-        last = run.steps
+        self.path, last = path, run.steps
         self._first, self._last, self._every = first, last, run.log_every
         self._unit, self._per_step = unit, per_step
         self._pending: tuple[int, dict] | None = None
@@ -77,13 +61,13 @@ class Log:
             self._bar.start()
 
     def step(self, step: int, metrics: dict[str, jax.Array], input_wait: float) -> None:
-        """Hands over the metrics of a step that is under way; settles those of the one before."""
+        """Takes the metrics of a step that is running; settles those of the step before."""
         self.settle()
         self._pending = (step, metrics)
         self._wait += input_wait
 
     def settle(self) -> None:
-        """Waits for the step handed over last and writes its line. Raises NonFiniteError."""
+        """Waits for the step taken last and writes its line. Raises NonFiniteError."""
         if self._pending is None:
             return
         step, metrics = self._pending
@@ -114,11 +98,16 @@ class Log:
         name, value = min(bad.items(), key=lambda item: item[0] != "loss")
         what = f"{name} is {value} at step {step}"
         if self._in_a_row > self._tolerated:
-            row = f", the {self._in_a_row}th update in a row to skip" if self._tolerated else ""
+            row = f", after {self._tolerated} skipped in a row" if self._tolerated else ""
             raise NonFiniteError(what + row)
         self._skipped += 1
         if self._main:
             print(f"warning: {what}; this update is skipped", file=sys.stderr, flush=True)
+
+    def held_out(self, state: Tree, **figures: float) -> None:
+        """The line of an evaluation of this state: "held_out_loss" for loss=…"""
+        named = {f"held_out_{name}": float(value) for name, value in figures.items()}
+        self.write({"step": int(state["step"]), **named})
 
     def write(self, record: dict) -> None:
         """One line of metrics.jsonl, on the first process. A number that is not finite is null."""
@@ -134,10 +123,10 @@ class Log:
             why = "not all of it"
         except OSError as error:
             why = error.strerror
-        self._file.truncate(size)  # no torn line: these are tried again with the next one
+        self._file.truncate(size)  # no torn line: the lines are tried again with the next one
         if not self._warned:
-            print(f"warning: {self._file.name} could not be written ({why}); training goes on, and "
-                  "it is tried again with each line", file=sys.stderr, flush=True)  # fmt: skip
+            print(f"warning: {self._file.name} could not be written ({why}); training continues, and "
+                  "writing is tried again with each line", file=sys.stderr, flush=True)  # fmt: skip
         self._warned = True
 
     def _show(self, step, loss, speed, seconds):
@@ -152,12 +141,12 @@ class Log:
                       flush=True)  # fmt: skip
 
     def times(self) -> str:
-        """How long the run took, from the command on."""
+        """How long the run took, from the start of the command."""
         begin = f", {self._began:.1f} s of it before the first step was done" if self._began else ""
         return f"Took {time.perf_counter() - STARTED:.0f} s{begin}."
 
     def pause(self) -> None:
-        """Leaves the terminal to others."""
+        """Stops the progress bar."""
         if self._bar:
             self._bar.stop()
 
@@ -177,7 +166,7 @@ def _clock(seconds: float) -> str:
 
 
 def _keep_until(path: pathlib.Path, step: int, evaluates_again: bool) -> None:
-    """Drops the lines that this run will write again, and a line that a kill has torn."""
+    """Drops the lines that this run will write again, and a line torn by a kill."""
     if not path.exists():
         return
     kept = []

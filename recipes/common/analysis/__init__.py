@@ -1,0 +1,1 @@
+"""What is where and what a compiled step sends: text, tables, pictures."""

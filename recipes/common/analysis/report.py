@@ -1,0 +1,122 @@
+"""What is where: parameters, bytes per device, and what the compiled step sends between devices."""
+
+import math
+
+import jax
+
+from recipes.common.analysis.hlo import collectives
+from recipes.common.runtime import describe
+from recipes.common.sharding import Layout, Tree, paths
+from recipes.common.sharding.rules import used_axes
+
+
+def headline(layout: Layout) -> str:
+    """One line: mesh, rules, devices."""
+    mesh = layout.mesh
+    device = mesh.devices.flat[0]
+    axes = " × ".join(f"{axis} {size}" for axis, size in mesh.shape.items())
+    kind = "simulated CPU" if device.platform == "cpu" else device.device_kind
+    count = f"{mesh.size} {kind} device{'s' if mesh.size > 1 else ''}"
+    processes = f" in {jax.process_count()} processes" if jax.process_count() > 1 else ""
+    idle = "".join(
+        f" · axis {axis!r} unused: its {mesh.shape[axis]} devices duplicate each other's work"
+        for axis in idle_axes(layout)
+    )
+    return f"mesh {describe(dict(mesh.shape))} ({axes}) · rules {layout.strategy} · {count}{processes}{idle}"
+
+
+def idle_axes(layout: Layout) -> list[str]:
+    """Mesh axes of size above 1 that the table never uses."""
+    used = used_axes(layout.table)
+    return [axis for axis, size in layout.mesh.shape.items() if size > 1 and axis not in used]
+
+
+def table(layout: Layout, state: Tree) -> str:
+    """Every parameter and buffer with its sharding, and totals for the whole training state.
+
+    Args:
+      state: ShapeDtypeStructs or arrays with shardings, as abstract_state returns.
+    """
+    rows = [("parameter", "shape", "dtype", "logical axes", "PartitionSpec", "bytes/device")]
+    for kind, tree in layout.model.axes.items():
+        arrays = paths(state[kind])
+        for path, axes in paths(tree).items():
+            array = arrays[path]
+            spec = ", ".join(_axis(part) for part in array.sharding.spec)
+            shape = "×".join(map(str, array.shape))
+            held = size(bytes_per_device(array))
+            rows.append((path, shape, str(array.dtype), " ".join(axes), f"({spec})", held))
+    count = sum(math.prod(array.shape) for array in jax.tree.leaves(state["params"]))
+    params, moments = (size(bytes_per_device(state[part])) for part in ("params", "opt_state"))
+    total = (
+        f"{count:,} parameters. Per device: parameters {params}, gradients {params}, "
+        f"optimizer state {moments}."
+    )
+    return "\n".join([*_columns(rows), total])
+
+
+def _axis(part) -> str:
+    return "-" if part is None else part if isinstance(part, str) else "+".join(part)
+
+
+def bytes_per_device(tree: Tree) -> int:
+    """Bytes that one device holds of a tree of arrays or ShapeDtypeStructs with shardings."""
+    return sum(
+        math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize
+        for leaf in jax.tree.leaves(tree)
+    )
+
+
+def step(compiled: jax.stages.Compiled) -> str:
+    """What the compiled step needs on each device and what it sends, from the compiler itself."""
+    memory = compiled.memory_analysis()
+    kept = memory.argument_size_in_bytes
+    lines = [
+        f"Compiled step, per device: {size(kept + memory.temp_size_in_bytes)} = state and batch "
+        f"{size(kept)} + temporary {size(memory.temp_size_in_bytes)}."
+    ]
+    lines.append(f"Collectives a step, per device: {sent(compiled)}.")
+    return "\n".join(lines)
+
+
+def totals(compiled: jax.stages.Compiled) -> dict[str, tuple[int, int]]:
+    """Kind of collective → (how many, bytes of their results on a device), in one execution."""
+    sums: dict[str, tuple[int, int]] = {}
+    for found in collectives(compiled.as_text()):
+        times, held = sums.get(found.kind, (0, 0))
+        sums[found.kind] = (times + found.times, held + found.times * found.bytes)
+    return dict(sorted(sums.items()))
+
+
+def sent(compiled: jax.stages.Compiled) -> str:
+    """What one execution sends between devices, in words."""
+    return (
+        "; ".join(f"{n} {kind} of {size(b)}" for kind, (n, b) in totals(compiled).items()) or "none"
+    )
+
+
+def reshard(array: jax.Array, target: jax.sharding.Sharding) -> tuple[jax.Array, str]:
+    """`array` moved to another sharding, and which collectives that took."""
+    move = jax.jit(lambda x: x, out_shardings=target).lower(array).compile()
+    return move(array), sent(move)
+
+
+def size(count: float) -> str:
+    """Bytes for people: 1.2 MB is 1.2e6 bytes."""
+    for unit in ("B", "kB", "MB", "GB"):
+        if count < 1000:
+            return f"{count:.0f} B" if unit == "B" else f"{count:.1f} {unit}"
+        count /= 1000
+    return f"{count:.1f} TB"
+
+
+def _columns(rows: list[tuple[str, ...]]) -> list[str]:
+    """Left-aligned columns, the last one right-aligned."""
+    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
+    return [
+        "  ".join(
+            cell.rjust(width) if i == len(widths) - 1 else cell.ljust(width)
+            for i, (cell, width) in enumerate(zip(row, widths, strict=True))
+        )
+        for row in rows
+    ]

@@ -1,0 +1,22 @@
+"""Checkpoints: find, restore, write, verify; a run's folder and what it saves."""
+
+from recipes.common.checkpoint.integrity import verify
+from recipes.common.checkpoint.run_folder import RunFolder, open_run
+from recipes.common.checkpoint.saver import Saver
+from recipes.common.checkpoint.store import (
+    PUBLISHED,
+    Checkpoint,
+    Source,
+    at,
+    check_variables,
+    config_from,
+    configure,
+    find,
+    layout_of,
+    metadata,
+    published,
+    restore,
+    restore_variables,
+    steps_in,
+    write,
+)

@@ -1,0 +1,93 @@
+"""Whole or damaged: hashes.json, the size and SHA-256 of every file of a checkpoint.
+
+Orbax and TensorStore read flipped bits of an array without noticing.
+"""
+
+import concurrent.futures
+import hashlib
+import json
+import pathlib
+from collections.abc import Iterable
+
+from recipes.common.checkpoint import card
+
+COMMITTED = "commit_success.txt"  # Orbax's mark of a finished folder
+HASHES = "hashes.json"
+PROBE = "probe.json"  # of a published one: probe.py
+_NEEDED = [f"{item}{COMMITTED}" for item in ("", "state/", "metadata/")]
+_NEEDED += ["state/_METADATA", "metadata/metadata"]
+
+
+def verify(folder: str | pathlib.Path, whole: bool = True) -> str:
+    """What is wrong with a checkpoint's folder, naming the first bad file; "" if it is whole.
+
+    Args:
+      whole: whether to hash every file, which takes long with a huge checkpoint; else only sizes
+        are compared.
+    """
+    folder = pathlib.Path(folder)
+    for name in _NEEDED:
+        if not (folder / name).is_file():
+            return f"{name} is missing"
+    hashes: dict[str, list] = {}
+    try:
+        for name in (HASHES, "data/metadata", "metadata/metadata"):
+            if (folder / name).exists():
+                content = json.loads((folder / name).read_bytes())
+                hashes = content if name == HASHES else hashes
+        if missing := {"entry", "config", "step", "flags", "data"} - content.keys():
+            return f"metadata/metadata has no {min(missing)!r}"
+        found = {name: file.stat().st_size for name, file in files_of(folder).items()}
+        for name in (HASHES, card.FILE, PROBE) if "published" in content else ():
+            if name not in found or (name != HASHES and name not in hashes):
+                return f"{name} is missing" + (f" in {HASHES}" if name in found else "")
+        for name, (size, _) in hashes.items():
+            if name not in found:
+                return f"{name} is missing"
+            if found[name] != size:
+                return f"{name} has {found[name]:,} bytes instead of {size:,}"
+        if "published" in content:
+            name, said = card.FILE, card.digests((folder / card.FILE).read_text(errors="replace"))
+            for other, (_, digest) in hashes.items():
+                if other != card.FILE and said.get(other) != digest:
+                    return f"{name} and {HASHES} disagree on the SHA-256 of {other}"
+        for name, digest in _digests(folder, list(hashes) if whole else []).items():
+            if digest != hashes[name][1]:
+                return f"{name} differs from what was saved (its SHA-256 does not match)"
+    except (ValueError, TypeError, AttributeError):
+        return f"{name} is not the JSON that was saved"
+    except OSError as error:
+        return f"{error.filename or name} can't be read ({error.strerror})"
+    return ""
+
+
+def hash_before_commit(folder: pathlib.Path) -> None:
+    """Writes hashes.json of a checkpoint that is about to be committed."""
+    # Orbax writes the first two again as it commits.
+    later = {COMMITTED, "_CHECKPOINT_METADATA", HASHES}
+    write_hashes(folder, hashes_of(folder, files_of(folder).keys() - later))
+
+
+def write_hashes(folder: pathlib.Path, hashes: dict[str, list]) -> None:
+    (folder / HASHES).write_text(json.dumps(hashes, indent=0))
+
+
+def hashes_of(folder: pathlib.Path, names: Iterable[str]) -> dict[str, list]:
+    """Name → [bytes, SHA-256], in the order of names."""
+    digests = _digests(folder, sorted(names))
+    return {name: [(folder / name).stat().st_size, digest] for name, digest in digests.items()}
+
+
+def files_of(folder: pathlib.Path) -> dict[str, pathlib.Path]:
+    """Path below the folder → file, in order."""
+    files = (p for p in sorted(folder.rglob("*")) if p.is_file())
+    return {path.relative_to(folder).as_posix(): path for path in files}
+
+
+def _digests(folder: pathlib.Path, names: list[str]) -> dict[str, str]:
+    def digest(name: str) -> str:
+        with (folder / name).open("rb") as file:
+            return hashlib.file_digest(file, "sha256").hexdigest()
+
+    with concurrent.futures.ThreadPoolExecutor(8) as pool:  # hashing releases Python's lock
+        return dict(zip(names, pool.map(digest, names), strict=True))

@@ -1,0 +1,179 @@
+"""A run's folder as the run finds it: its checkpoints, its lock, and whether the flags match.
+
+Opening one writes nothing; saver.py does.
+"""
+
+import dataclasses
+import fcntl
+import pathlib
+import weakref
+from typing import Any
+
+from recipes.common.checkpoint import integrity, store
+from recipes.common.checkpoint.store import Checkpoint, Source
+from recipes.common.runtime import Run, UserError, folders, processes
+
+CONFIG = "config.json"
+
+
+class Lock:
+    """WORKDIR/config.json, held locked until this object or its process is gone, however it dies."""
+
+    def __init__(self, workdir: pathlib.Path):
+        """Raises UserError if another process has it, OSError if the file can't be written."""
+        self._file = (workdir / CONFIG).open("a")
+        self.close = weakref.finalize(self, self._file.close)
+        try:
+            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise UserError(
+                f"--workdir={workdir} is in use by a running process; wait for it to end, or use a "
+                "different --workdir"
+            ) from None
+
+    def write(self, text: str) -> None:
+        """Replaces the file's content."""
+        self._file.truncate(0)
+        print(text, file=self._file, flush=True)
+
+
+@dataclasses.dataclass(frozen=True)
+class RunFolder:
+    """What a run starts with. Made by `open_run`."""
+
+    entry: str
+    path: pathlib.Path
+    flags: dict[str, Any]  # of this command
+    in_use: bool  # whether the run writes here; --steps=0 --restore_from=… leaves it alone
+    newest: Checkpoint | None  # this run's own
+    source: Source | None  # another's, to begin from
+    damaged: dict[int, str]  # step → what is wrong with that checkpoint
+    changed: dict[str, Any]  # flag that differs from the original run's → its value then
+    locks: list[Lock]  # held, on process 0: none before the folder exists
+
+    @property
+    def start(self) -> Source | None:
+        """The checkpoint that the run begins from, if any."""
+        return self.newest or self.source
+
+    @property
+    def step(self) -> int:
+        """Steps done so far."""
+        return self.newest.step if self.newest else 0
+
+    @property
+    def shown(self) -> pathlib.Path:
+        """The folder, as short as it can be printed."""
+        here = pathlib.Path.cwd()
+        return self.path.relative_to(here) if self.path.is_relative_to(here) else self.path
+
+    def checkpoint(self, step: int) -> pathlib.Path:
+        return self.path / "checkpoints" / str(step)
+
+    def last_good(self) -> pathlib.Path | None:
+        """The newest finished checkpoint."""
+        steps = store.steps_in(self.path / "checkpoints")
+        return self.checkpoint(steps[-1]) if steps else None
+
+    def close(self) -> None:
+        """Leaves the folder to other runs."""
+        for lock in self.locks:
+            lock.close()
+
+
+def open_run(entry: str, run: Run, flags) -> RunFolder:
+    """Finds out what the run resumes or starts from; process 0 takes the folder's lock.
+
+    Args:
+      flags: the recipe's own, a dataclass as `run` is.
+
+    Raises UserError if --workdir can't be this run's folder, or --restore_from is no checkpoint of
+    the entry.
+    """
+    path = pathlib.Path(run.workdir or f"runs/{entry}").expanduser().absolute()
+    in_use, locks = run.steps > 0 or not run.restore_from, []
+    theirs = run.restore_from.startswith("hf:")
+
+    def look() -> dict[str, Any]:  # process 0 alone reads whole checkpoints, to see that they are
+        own, damaged = _newest(path, run.verify, locks) if in_use else (None, [])
+        given = None
+        if run.restore_from and not own and not theirs:
+            given = str(store.find(run.restore_from, whole=run.verify).path)
+        return {"own": own and str(own), "given": given, "damaged": damaged}
+
+    found = processes.broadcast_from_first(look)
+    newest = store.at(pathlib.Path(found["own"])) if found["own"] else None
+    source = store.at(pathlib.Path(found["given"])) if found["given"] else None
+    if theirs and not newest:
+        source = store.find(run.restore_from)
+    for what, start in (("--workdir", newest), ("--restore_from", source)):
+        if start and start.metadata["entry"] != entry:
+            raise UserError(
+                f"{what}={start.path} has entry {start.metadata['entry']!r}, not {entry!r}; use a "
+                "different one"
+            )
+    changed = _compare(path, newest.metadata["flags"], run, flags) if newest else {}
+    given = dataclasses.asdict(run) | dataclasses.asdict(flags)
+    damaged = dict(found["damaged"])
+    return RunFolder(entry, path, given, in_use, newest, source, damaged, changed, locks)
+
+
+def cannot_write(path: pathlib.Path, error: OSError) -> UserError:
+    return UserError(
+        f"--workdir={path} can't be written ({error.strerror}); use a different --workdir"
+    )
+
+
+def _newest(
+    path: pathlib.Path, whole: bool, locks: list[Lock]
+) -> tuple[pathlib.Path | None, list[tuple[int, str]]]:
+    """The newest checkpoint that is whole; (step, what is wrong with it) of newer ones.
+
+    Runs on process 0, and adds the folder's lock to `locks`. Raises UserError.
+    """
+    existing = folders.nearest(path)
+    if not existing.is_dir():
+        which = "" if existing == path else f": {existing}"
+        raise UserError(f"--workdir={path}{which} is a file; use a folder")
+    try:
+        folders.try_to_write(path)
+        if (path / CONFIG).exists():
+            locks.append(Lock(path))
+    except OSError as error:
+        raise cannot_write(path, error) from None
+    damaged = []
+    for step in reversed(store.steps_in(path / "checkpoints")):
+        folder = path / "checkpoints" / str(step)
+        bad = integrity.verify(folder, whole)
+        if not bad:
+            return folder, damaged
+        damaged.append((step, bad))
+    if damaged:
+        step, bad = damaged[0]
+        raise UserError(
+            f"--workdir={path} has no checkpoint that is whole (step {step}: {bad}); use a "
+            "different --workdir"
+        )
+    return None, []
+
+
+def _compare(path: pathlib.Path, before: dict[str, Any], *groups) -> dict[str, Any]:
+    """The flags that differ from the original run's: name → value then.
+
+    Raises UserError for those that must match it.
+    """
+    changed = {}
+    for group in groups:
+        for field in dataclasses.fields(group):
+            was, now = before.get(field.name), getattr(group, field.name)
+            if field.name not in before or was == now:
+                continue
+            another_start = field.name == "restore_from" and now
+            if another_start or not field.metadata["may_change"]:
+                raise UserError(
+                    f"--{field.name}={now} must match the original run, "
+                    f"{'none' if was == '' else was}; use that, or a different --workdir (this one "
+                    f"is {path})"
+                )
+            changed[field.name] = was
+    return changed

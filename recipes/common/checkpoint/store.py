@@ -1,0 +1,312 @@
+"""Checkpoints on disk: what one is, where it is, and how it comes back onto any mesh.
+
+A checkpoint is a folder with a standard Orbax checkpoint of these items:
+
+    state      {"params", "opt_state", "step", "rngs"}: nested dicts of arrays; "buffers" where the
+               model has variables that are no parameters
+    data       JSON: the next batch, and what it is a batch of
+    metadata   JSON: entry, config, rules, mesh, logical axes, flags, versions
+
+and hashes.json (integrity.py). A published one (recipes.publish) has no optimizer state, and in
+addition a card, README.md, and a golden probe. All of it is JSON, Markdown or numbers: loading never
+executes code (no pickle).
+"""
+
+import contextlib
+import dataclasses
+import importlib.metadata
+import json
+import os
+import pathlib
+import platform
+import shutil
+from collections.abc import Callable, Iterator
+from typing import Any, Protocol
+
+import jax
+import orbax.checkpoint as ocp
+from etils import epath
+from jax.sharding import Mesh
+
+import zoo
+from recipes.common import entries
+from recipes.common.checkpoint import card, integrity
+from recipes.common.hf import folder as hf
+from recipes.common.runtime import UserError
+from recipes.common.sharding import Layout, Table, Tree, make_layout, paths
+
+# Without a note of the shardings it was saved with: they would tie a checkpoint to its mesh, where
+# plain `ocp.StandardCheckpointer().restore(path)` otherwise reads it anywhere.
+ANY_MESH = ocp.type_handlers.create_type_handler_registry(
+    (jax.Array, ocp.type_handlers.ArrayHandler(enable_write_sharding_file=False))
+)
+
+# The zoo's own, a folder for each name.
+PUBLISHED = pathlib.Path(zoo.__file__).parent / "checkpoints"
+
+
+class Source(Protocol):
+    """What a model's variables are restored from: a checkpoint, or a Hugging Face model folder."""
+
+    path: pathlib.Path
+    metadata: dict[str, Any]  # entry, config, step, …
+
+    @property
+    def step(self) -> int: ...
+
+    def shapes(self) -> Tree:
+        """{"params": …}, and "buffers" where there are any: nested dicts of what has a shape."""
+
+    def read(self, abstract: Tree) -> Tree:
+        """The arrays that `abstract` names, each with the sharding it says.
+
+        Args:
+          abstract: nested dict of ShapeDtypeStructs with shardings, {"params": …} for instance.
+
+        Raises UserError if it is damaged and can't be read.
+        """
+
+
+@dataclasses.dataclass(frozen=True)
+class Checkpoint:
+    """One checkpoint on disk: a Source."""
+
+    path: pathlib.Path  # the folder with the items
+    metadata: dict[str, Any]
+
+    @property
+    def step(self) -> int:
+        return self.metadata["step"]
+
+    def shapes(self) -> Tree:
+        with self._reading() as state:
+            tree = ocp.PyTreeCheckpointHandler().metadata(state).tree
+        return {kind: tree[kind] for kind in ("params", "buffers") if kind in tree}
+
+    def read(self, abstract: Tree) -> Tree:
+        restore_args = jax.tree.map(
+            lambda a: ocp.ArrayRestoreArgs(
+                sharding=a.sharding, global_shape=a.shape, dtype=a.dtype
+            ),
+            abstract,
+        )
+        args = ocp.args.PyTreeRestore(abstract, restore_args=restore_args, partial_restore=True)
+        with self._reading() as state:
+            return ocp.PyTreeCheckpointHandler().restore(state, args=args)
+
+    @contextlib.contextmanager
+    def _reading(self) -> Iterator[epath.Path]:
+        """The folder of its arrays; an error of reading them is a UserError if they are damaged."""
+        try:
+            yield epath.Path(self.path / "state")
+        except Exception:
+            if bad := integrity.verify(self.path):  # not asked before, or it was whole then
+                raise UserError(
+                    f"checkpoint {self.path}: {bad}; use a checkpoint that is whole"
+                ) from None
+            raise
+
+
+# ---- where it is ---------------------------------------------------------------------------------
+
+
+def find(path: str | pathlib.Path, flag: str = "--restore_from", whole: bool = True) -> Source:
+    """The checkpoint at a path: a run's workdir (its newest) or a checkpoint's own folder.
+
+    A bare name with nothing at it is a published checkpoint: "mlp.digits". "hf:DIR" is a Hugging
+    Face model folder, and "hf:ORG/NAME" one of the Hub. `whole`: see integrity.verify.
+
+    Raises UserError if there is none, or a damaged one.
+    """
+    if str(path).startswith("hf:"):
+        return hf.Folder(hf.locate(str(path).removeprefix("hf:")))
+    folder, what = pathlib.Path(path).expanduser(), f"{flag}={path}"
+    fix = "use a run's workdir or a checkpoint"
+    if not folder.exists() and str(path) == folder.name:
+        folder = PUBLISHED / folder.name
+        fix = f"use a run's workdir, a checkpoint, or one of {', '.join(published())}"
+    if not folder.exists():
+        raise UserError(f"{what} does not exist; {fix}")
+    for inner in (folder / "checkpoints", folder):
+        if steps := steps_in(inner):
+            folder = inner / str(steps[-1])
+            break
+    if not (folder / "metadata").exists() and not (folder / "state").exists():
+        raise UserError(f"{what} holds no checkpoint; {fix}")
+    if bad := integrity.verify(folder, whole):
+        raise UserError(f"{what}: {bad} in {folder}; use a checkpoint that is whole")
+    return at(folder)
+
+
+def at(folder: pathlib.Path) -> Checkpoint:
+    """The checkpoint in this folder, which `verify` has found whole."""
+    text = (folder / "metadata" / "metadata").read_text()
+    return Checkpoint(folder.absolute(), json.loads(text))
+
+
+def published() -> list[str]:
+    """Names of the checkpoints that travel with the zoo."""
+    return sorted(path.name for path in PUBLISHED.iterdir()) if PUBLISHED.is_dir() else []
+
+
+def steps_in(folder: pathlib.Path) -> list[int]:
+    """Steps of the finished checkpoints in a folder, oldest first."""
+    if not folder.is_dir():
+        return []
+    return sorted(int(p.name) for p in folder.iterdir() if p.name.isdigit() and p.is_dir())
+
+
+# ---- back onto a mesh ----------------------------------------------------------------------------
+
+
+def restore(
+    path: str | pathlib.Path, mesh: Mesh, rules: str | Table | None = None, *, verify: bool = True
+):
+    """A trained model on `mesh`, whatever mesh and rules it was saved with.
+
+    Args:
+      path: what `find` takes: a run's workdir, a checkpoint's own folder, a published name, "hf:DIR".
+      rules: a strategy of the entry's RULES, or a table of your own; None: what suits the mesh.
+      verify: whether to hash every file first, which takes long with a huge checkpoint.
+
+    Returns:
+      (model, metadata): an NNX module whose every array is sharded as `rules` says, and the
+      checkpoint's metadata. No device ever holds more than its shards.
+
+    Raises UserError, a ValueError, if there is no checkpoint, it is damaged, or the rules don't fit.
+    """
+    source = find(path, whole=verify)
+    layout = layout_of(source, mesh, rules)
+    return layout.model.merge(restore_variables(source, layout)), source.metadata
+
+
+def layout_of(source: Source, mesh: Mesh, rules: str | Table | None = None) -> Layout:
+    """Where a checkpoint's model lies on `mesh`; nothing is read or allocated. Raises UserError."""
+    entry = source.metadata["entry"]
+    if entry not in entries.ENTRIES:
+        raise UserError(
+            f"checkpoint {source.path} has entry {entry!r}; this zoo has "
+            f"{', '.join(entries.ENTRIES)}"
+        )
+    config = config_from(entries.zoo_file(entry).Config, source)
+    return make_layout(entries.model(entry), config, mesh, rules)
+
+
+def config_from(config_class, source: Source):
+    """The model's Config from a checkpoint's metadata, where JSON has made tuples into lists.
+
+    Raises UserError if this version does not know some of it.
+    """
+    saved = source.metadata["config"]
+    known = {field.name for field in dataclasses.fields(config_class)}
+    for name in saved.keys() - known:
+        raise UserError(
+            f"checkpoint {source.path} has {name!r} in its config, which this version lacks; "
+            f"use the version that saved it ({source.metadata.get('versions', {})})"
+        )
+    try:
+        return config_class(**{k: tuple(v) if isinstance(v, list) else v for k, v in saved.items()})
+    except (TypeError, ValueError) as error:
+        raise UserError(
+            f"checkpoint {source.path} has an invalid model config ({error}); use a different one"
+        ) from None
+
+
+def configure(default, source: Source | None, flags):
+    """The model's Config: the checkpoint's or the default one, with the flags that are not 0."""
+    base = config_from(type(default), source) if source else default
+    given = {name: getattr(flags, name, 0) for name in dataclasses.asdict(base)}
+    return dataclasses.replace(base, **{name: value for name, value in given.items() if value})
+
+
+def restore_variables(source: Source, layout: Layout) -> Tree:
+    """A checkpoint's parameters and buffers, where `layout` says. UserError for another model's."""
+    check_variables(source, layout)
+    return source.read(layout.variables())
+
+
+def check_variables(source: Source, layout: Layout) -> None:
+    """Raises UserError if the checkpoint has other variables, or other shapes."""
+    found = source.shapes()
+    for kind, tree in layout.model.shapes.items():
+        saved, wanted = paths(found.get(kind, {})), paths(tree)
+        for path in sorted(saved.keys() ^ wanted.keys()):
+            who = "the model" if path in saved else f"checkpoint {source.path}"
+            raise UserError(
+                f"{who} has no {kind[:-1].replace('param', 'parameter')} {path}; use a checkpoint "
+                "of the same model"
+            )
+        for path in wanted:
+            theirs, ours = list(saved[path].shape), list(wanted[path].shape)
+            if theirs != ours:
+                raise UserError(
+                    f"{path} has shape {theirs} in checkpoint {source.path} and {ours} in this "
+                    "model; use the flags that the checkpoint was made with"
+                )
+
+
+# ---- written -------------------------------------------------------------------------------------
+
+
+def write(
+    folder: pathlib.Path,
+    variables: Tree,
+    metadata: dict[str, Any],
+    files: dict[str, str] | None = None,
+    readme: Callable[[dict[str, list]], str] | None = None,
+) -> None:
+    """Writes a checkpoint without optimizer state beside its place, and moves it there whole.
+
+    Args:
+      variables: {"params": …}, and "buffers" where there are any.
+      files: name → text of what else belongs in the folder.
+      readme: function of the hashes of all other files → the text of its card.
+    """
+    # Otherwise Orbax copies all arrays to this process at once, and keeps what it has compressed of
+    # them until a file of 2 GB is full.
+    handler = ocp.CompositeCheckpointHandler(
+        state=ocp.PyTreeCheckpointHandler(
+            type_handler_registry=ANY_MESH, save_device_host_concurrent_gb=1
+        ),
+        metadata=ocp.JsonCheckpointHandler(),
+    )
+    items = ocp.args.Composite(
+        state=ocp.args.PyTreeSave(variables, ocdbt_target_data_file_size=2**27),
+        metadata=ocp.args.JsonSave({"data": {}, "flags": {}} | metadata),
+    )
+    beside = folder.absolute().with_name(f".{folder.name}.{os.getpid()}")
+    try:
+        with ocp.Checkpointer(handler) as checkpointer:
+            checkpointer.save(beside, args=items)
+        for marker in beside.rglob(integrity.COMMITTED):
+            marker.write_text("Checkpoint commit was successful\n")  # without this machine's path
+        for name, text in (files or {}).items():
+            (beside / name).write_text(text)
+        hashes = integrity.hashes_of(beside, integrity.files_of(beside))
+        if readme:
+            (beside / card.FILE).write_text(readme(hashes))
+            hashes |= integrity.hashes_of(beside, [card.FILE])
+        integrity.write_hashes(beside, hashes)
+        beside.rename(folder)
+    finally:
+        for left in beside.parent.glob(f"{beside.name}*"):
+            shutil.rmtree(left)
+
+
+def metadata(entry: str, layout: Layout, flags: dict[str, Any]) -> dict[str, Any]:
+    """What a checkpoint says of itself, except for its step and its data."""
+    return {
+        "entry": entry,
+        "config": dataclasses.asdict(layout.config),
+        "rules": {"name": layout.strategy, "table": layout.table},
+        "mesh": dict(layout.mesh.shape),
+        "logical_axes": {k: list(axes) for k, axes in paths(layout.model.axes["params"]).items()},
+        "flags": flags,
+        "versions": versions(),
+    }
+
+
+def versions() -> dict[str, str]:
+    names = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain", "numpy")
+    found = {name: importlib.metadata.version(name) for name in names}
+    return {"python": platform.python_version(), **found}

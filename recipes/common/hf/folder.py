@@ -1,0 +1,165 @@
+"""Model folders: locating, checking, reading and writing them."""
+
+import dataclasses
+import functools
+import json
+import os
+import pathlib
+import re
+import shutil
+from typing import Any
+
+import jax
+from flax import nnx
+
+from recipes.common import entries
+from recipes.common.hf import llama, tensors
+from recipes.common.runtime.errors import UserError
+from recipes.common.sharding.abstract import Tree, abstract_model, paths
+
+FAMILIES = (llama,)
+ENTRIES = {family.ENTRY: family for family in FAMILIES}  # entry → the family to export it as
+
+
+def locate(name: str) -> pathlib.Path:
+    """The model folder: a local one, or ORG/NAME on the Hub by way of its client and cache.
+
+    Raises UserError if there is neither.
+    """
+    folder = pathlib.Path(name).expanduser()
+    if name and folder.exists():
+        return folder.absolute()
+    if not re.fullmatch(r"[\w.-]+/[\w.-]+", name):
+        raise UserError(f"{name!r} does not exist; use a model folder, or ORG/NAME on the Hub")
+    import huggingface_hub  # takes a third of a second
+
+    wanted = ["config.json", "*.safetensors", "*.safetensors.index.json"]
+    try:
+        return pathlib.Path(huggingface_hub.snapshot_download(name, allow_patterns=wanted))
+    except Exception as error:  # the client's exceptions have no common base
+        reason = str(error).strip().splitlines()[0].rstrip(".")
+        raise UserError(
+            f"{name} is not a local folder and can't be downloaded from the Hub ({reason}); use a "
+            "model folder, or ORG/NAME of a model that you can download"
+        ) from None
+
+
+class Folder:
+    """A checked model folder: a source of parameters, like a checkpoint at step 0."""
+
+    step = 0
+
+    def __init__(self, path: pathlib.Path):
+        """Reads config.json and the headers of the tensor files, but no tensor.
+
+        Raises UserError if the folder is not a complete model that the zoo implements.
+        """
+        self.path = path
+        if not path.is_dir():
+            raise UserError(f"{path} is a file; use the folder that it is in")
+        theirs = tensors.read_json(path / "config.json")
+        self.family, kind = _family(theirs, path / "config.json")
+        # The file's own model_type may be absent; if it differs, the architecture counts.
+        self.config = self.family.config_from(theirs | {"model_type": kind}, path / "config.json")
+        self.metadata = {
+            "entry": self.family.ENTRY,
+            "config": dataclasses.asdict(self.config),
+            "step": self.step,
+            "context": theirs.get("max_position_embeddings"),  # for an export back
+        }
+        self._stored = tensors.find(path)
+        self._check()
+
+    def shapes(self) -> Tree:
+        """{"params": nested dict of ShapeDtypeStructs}."""
+        return _shapes(self.family.ENTRY, self.config)
+
+    def read(self, abstract: Tree) -> Tree:
+        """The parameters in {"params": nested dict of ShapeDtypeStructs with shardings}.
+
+        Each shard is read on its own and put onto its devices before the next one is read.
+        """
+        arrays = []
+        for path, leaf in paths(abstract["params"]).items():
+            stack = list(tensors.expand(self.family.TENSORS, {path: leaf}))
+            shard = functools.partial(tensors.read_shard, self._stored, stack, leaf.dtype)
+            arrays.append(tensors.place(leaf, shard))
+        return jax.tree.unflatten(jax.tree.structure(abstract), arrays)
+
+    def _check(self) -> None:
+        expanded = tensors.expand(self.family.TENSORS, paths(self.shapes()["params"]))
+        wanted = {tensor.name: tensor.shape for tensor in expanded}
+        found = {name for name in self._stored if not name.endswith(self.family.COMPUTED)}
+        tied = {a: b for a, b in self.family.TIED.items() if a in found - wanted.keys()}
+        for names, what, fix in (
+            (wanted.keys() - found, "is missing", "copy the missing file, or use"),
+            (found - wanted.keys() - tied.keys(), "has an unexpected", "use"),
+        ):
+            if names:
+                more = f" and {len(names) - 1} more" if len(names) > 1 else ""
+                raise UserError(
+                    f"{self.path} {what} tensor {min(names)}{more}; {fix} this model's config.json"
+                )
+        for name, shape in (wanted | {a: wanted[b] for a, b in tied.items()}).items():
+            stored = self._stored[name]
+            if stored.shape != shape:
+                raise UserError(
+                    f"{name} in {stored.file} has shape {list(stored.shape)}, but config.json "
+                    f"implies {list(shape)}; use this model's config.json"
+                )
+            if stored.dtype not in tensors.FLOATS:
+                raise UserError(
+                    f"{name} in {stored.file} has dtype {stored.dtype}; use a model in "
+                    f"{', '.join(tensors.FLOATS)}"
+                )
+        for a, b in tied.items():
+            # Where the two differ, versions of transformers disagree on which of them counts.
+            if not tensors.equal(self._stored[a], self._stored[b]):
+                raise UserError(
+                    f"{self.path} has a tensor {a} that differs from {b}, but its config.json ties "
+                    "them; if they should differ, set tie_word_embeddings to false in config.json"
+                )
+
+
+def write(folder: pathlib.Path, entry: str, config, context: int, read) -> None:
+    """Writes a model folder next to its destination and then moves it there whole.
+
+    Besides the devices it holds one parameter and FILE_BYTES of tensors. Raises UserError if the
+    family of the entry has no architecture for this config.
+
+    Args:
+      context: positions that the model was trained on.
+      read: function of a parameter's path → the parameter, a float32 NumPy array.
+    """
+    theirs = ENTRIES[entry].config_json(config, context)
+    expanded = tensors.expand(ENTRIES[entry].TENSORS, paths(_shapes(entry, config)["params"]))
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    beside = folder.with_name(f".{folder.name}.{os.getpid()}.tmp")
+    beside.mkdir()
+    try:
+        tensors.write(beside, expanded, read)
+        (beside / "config.json").write_text(json.dumps(theirs, indent=2) + "\n")
+        beside.rename(folder)
+    finally:
+        shutil.rmtree(beside, ignore_errors=True)
+
+
+def _family(theirs: dict[str, Any], file: pathlib.Path) -> tuple[Any, str]:
+    """(family, model_type) of a config.json, by its architecture. Raises UserError."""
+    known = {}
+    for family in FAMILIES:
+        for name, kind in family.ARCHITECTURES.items():
+            known[name] = known[kind] = family, kind
+    names = theirs.get("architectures") or [theirs.get("model_type")]
+    if names not in [[name] for name in known]:
+        shown = ", ".join(map(str, names)) if isinstance(names, list) else names
+        raise UserError(
+            f"{file} is for {shown}, which the zoo does not implement; use one of "
+            f"{', '.join(name for family in FAMILIES for name in family.ARCHITECTURES)}"
+        )
+    return known[names[0]]
+
+
+def _shapes(entry: str, config) -> Tree:
+    model = entries.model(entry)
+    return abstract_model(lambda: model(config, rngs=nnx.Rngs(0))).shapes

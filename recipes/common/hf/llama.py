@@ -1,0 +1,206 @@
+"""The Llama family: Llama 2 and 3, Mistral, Qwen 2 and 3, SmolLM, implemented by zoo/transformer.py.
+
+A family is a module with ENTRY, ARCHITECTURES, TENSORS, TIED, COMPUTED, config_from and config_json,
+listed in folder.py. It refuses what its model does not compute exactly, naming the key of
+config.json; ConfigFile has what families share for that.
+"""
+
+import dataclasses
+import json
+import math
+import pathlib
+from typing import Any
+
+from recipes.common.runtime.errors import UserError
+from zoo.transformer import Config
+
+ENTRY = "transformer"
+
+ARCHITECTURES = {  # theirs → model_type
+    "LlamaForCausalLM": "llama",
+    "MistralForCausalLM": "mistral",
+    "Qwen2ForCausalLM": "qwen2",
+    "Qwen3ForCausalLM": "qwen3",
+}
+
+# Format as in recipes/common/hf/tensors.py, letters as in zoo/transformer.py. Their weights are
+# [out, in], and hold several of our dims in one: q of ours is [D, N, H] and q_proj of theirs [N·H, D].
+TENSORS = {
+    "embed": ("model.embed_tokens.weight", "VD", "V D"),
+    "layers/attention_norm/scale": ("model.layers.{}.input_layernorm.weight", "D", "D"),
+    "layers/attention/q": ("model.layers.{}.self_attn.q_proj.weight", "DNH", "NH D"),
+    "layers/attention/k": ("model.layers.{}.self_attn.k_proj.weight", "DKH", "KH D"),
+    "layers/attention/v": ("model.layers.{}.self_attn.v_proj.weight", "DKH", "KH D"),
+    "layers/attention/o": ("model.layers.{}.self_attn.o_proj.weight", "NHD", "D NH"),
+    "layers/attention/q_bias": ("model.layers.{}.self_attn.q_proj.bias", "NH", "NH"),
+    "layers/attention/k_bias": ("model.layers.{}.self_attn.k_proj.bias", "KH", "KH"),
+    "layers/attention/v_bias": ("model.layers.{}.self_attn.v_proj.bias", "KH", "KH"),
+    "layers/attention/q_norm/scale": ("model.layers.{}.self_attn.q_norm.weight", "H", "H"),
+    "layers/attention/k_norm/scale": ("model.layers.{}.self_attn.k_norm.weight", "H", "H"),
+    "layers/mlp_norm/scale": ("model.layers.{}.post_attention_layernorm.weight", "D", "D"),
+    "layers/mlp/gate": ("model.layers.{}.mlp.gate_proj.weight", "DF", "F D"),
+    "layers/mlp/up": ("model.layers.{}.mlp.up_proj.weight", "DF", "F D"),
+    "layers/mlp/down": ("model.layers.{}.mlp.down_proj.weight", "FD", "D F"),
+    "final_norm/scale": ("model.norm.weight", "D", "D"),
+    "unembed": ("lm_head.weight", "VD", "V D"),
+}
+TIED = {"lm_head.weight": "model.embed_tokens.weight"}  # must be equal if embeddings are tied
+COMPUTED = ("rotary_emb.inv_freq",)  # name endings of buffers that are computed, so not read
+
+SIZES = {  # field of Config → theirs
+    "vocab_size": "vocab_size",
+    "embed": "hidden_size",
+    "num_layers": "num_hidden_layers",
+    "num_heads": "num_attention_heads",
+    "num_kv_heads": "num_key_value_heads",
+    "head_dim": "head_dim",
+    "mlp": "intermediate_size",
+}
+SCALING = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
+UNUSED = {  # what our Transformer does not have → the values that leave it unused
+    "hidden_act": ("silu",),
+    "attention_bias": (False,),  # theirs has one on o as well
+    "mlp_bias": (False,),
+    "partial_rotary_factor": (1,),
+    "quantization_config": (),
+    "num_experts": (),
+    "num_local_experts": (),
+    "auto_map": (),  # the folder's own code
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class ConfigFile:
+    """The keys of a config.json, absent ones as transformers reads them. Raises UserError."""
+
+    keys: dict[str, Any]
+    path: pathlib.Path
+    entry: str  # its zoo file is named in refusals
+
+    def refused(self, key: str, value) -> UserError:
+        return UserError(
+            f"{self.path} has {key} {json.dumps(value)}, which zoo/{self.entry}.py does not "
+            "implement; use a different model"
+        )
+
+    def refuse(self, unused: dict[str, tuple]) -> None:
+        """Refuses keys with any other value than the given ones; null counts as absent."""
+        for key, values in unused.items():
+            if self.keys.get(key) is not None and self.keys[key] not in values:
+                raise self.refused(key, self.keys[key])
+
+    def number(self, key: str, default=None, kind: type = int) -> Any:
+        """A number > 0; null counts as absent."""
+        value = self.keys.get(key)
+        value = default if value is None else value
+        if type(value) not in (int, kind) or not 0 < value < math.inf:
+            raise UserError(
+                f"{self.path} has {key} {json.dumps(value)}, which must be a number > 0; use this "
+                "model's config.json"
+            )
+        return kind(value)
+
+    def rope(self) -> tuple[float, tuple[float, ...] | None]:
+        """(theta, scaling), from rope_theta and rope_scaling or, in newer files, rope_parameters."""
+        # If both are there, transformers takes the older.
+        key = "rope_scaling" if self.keys.get("rope_scaling") else "rope_parameters"
+        rope = self.keys.get(key) or {}
+        if not isinstance(rope, dict) or any(isinstance(v, dict) for v in rope.values()):
+            raise self.refused(key, rope)  # each kind of layer has its own, for instance
+        rope = {"rope_theta": self.keys.get("rope_theta"), "rope_type": rope.get("type")} | rope
+        inner = dataclasses.replace(self, keys=rope)
+        inner.refuse({"partial_rotary_factor": (1,), "rope_type": ("default", "llama3")})
+        theta = inner.number("rope_theta", 10_000.0, float)
+        if rope["rope_type"] != "llama3":
+            return theta, None
+        floats = [inner.number(name, None, float) for name in SCALING[:3]]
+        return theta, (*floats, inner.number(SCALING[3], self.keys.get("max_position_embeddings")))
+
+    def window(self, default: int | None, switched: bool = False) -> int | None:
+        """How many positions one attends to, itself included; None: all before it.
+
+        Args:
+          default: what an absent sliding_window means; None: this architecture has none.
+          switched: the window needs use_sliding_window, and starts at layer max_window_layers.
+        """
+        layers, types = self.number("num_hidden_layers"), self.keys.get("layer_types")
+        window = None if default is None else self.keys.get("sliding_window", default)
+        if switched:
+            window = window if self.keys.get("use_sliding_window") else None
+            full = self.keys.get("max_window_layers", 28)  # the first layers, without a window
+            if window is not None and not types:
+                if full not in (0, None) and self.number("max_window_layers", 28) < layers:
+                    raise self.refused("max_window_layers", full)
+                window = None if full else window
+        one = "full_attention" if window is None else "sliding_attention"
+        if types and types != [one] * layers:
+            raise self.refused("layer_types", types)
+        return None if window is None else self.number("sliding_window", window)
+
+
+def config_from(keys: dict[str, Any], file: pathlib.Path) -> Config:
+    """Our Config for the keys of a config.json, whose model_type is one of those above.
+
+    Raises UserError for what our Transformer does not compute exactly.
+    """
+    theirs, kind = ConfigFile(keys, file, ENTRY), keys["model_type"]
+    theirs.refuse(UNUSED)
+    embed, heads = theirs.number("hidden_size"), theirs.number("num_attention_heads")
+    defaults = {
+        "num_kv_heads": heads if kind == "llama" else None,
+        "head_dim": 128 if kind == "qwen3" else embed // heads,
+    }
+    sizes = {ours: theirs.number(key, defaults.get(ours)) for ours, key in SIZES.items()}
+    if sizes["head_dim"] % 2:
+        raise theirs.refused("head_dim", sizes["head_dim"])
+    if heads % sizes["num_kv_heads"]:
+        raise theirs.refused("num_key_value_heads", sizes["num_kv_heads"])
+    theta, scaling = theirs.rope()
+    window = theirs.window(None if kind == "llama" else 4_096, kind in ("qwen2", "qwen3"))
+    return Config(
+        **sizes,
+        norm_eps=theirs.number("rms_norm_eps", 1e-6, float),
+        rope_theta=theta,
+        rope_scaling=scaling,
+        sliding_window=window,
+        qkv_bias=kind == "qwen2",
+        qk_norm=kind == "qwen3",
+        tie_embeddings=keys.get("tie_word_embeddings") is True,
+    )
+
+
+def config_json(config: Config, context: int) -> dict[str, Any]:
+    """Their config.json, in the keys that both old and new versions of transformers read.
+
+    `context` is the positions it was trained on. Raises UserError if no architecture fits.
+    """
+    if config.qkv_bias and config.qk_norm:
+        raise UserError(
+            "no Hugging Face architecture has both qkv_bias and qk_norm; use a model with only one"
+        )
+    # Llama is Mistral without a window, but needs its embed to be divisible by its heads.
+    mistral = config.sliding_window is not None or config.embed % config.num_heads
+    kind = "mistral" if mistral else "llama"
+    kind = "qwen3" if config.qk_norm else "qwen2" if config.qkv_bias else kind
+    scaling = config.rope_scaling and dict(zip(SCALING, config.rope_scaling, strict=True))
+    theirs = {
+        "architectures": [name for name, k in ARCHITECTURES.items() if k == kind],
+        "model_type": kind,
+        **{key: getattr(config, ours) for ours, key in SIZES.items()},
+        "hidden_act": "silu",
+        "rms_norm_eps": config.norm_eps,
+        "rope_theta": config.rope_theta,
+        "rope_scaling": scaling and {"rope_type": "llama3"} | scaling,
+        "tie_word_embeddings": config.tie_embeddings,
+        "max_position_embeddings": context,
+        "torch_dtype": "float32",
+        # If absent they would be 1 and 2, but every vocabulary has its own.
+        "bos_token_id": None,
+        "eos_token_id": None,
+    }
+    if kind != "llama":
+        theirs["sliding_window"] = config.sliding_window
+    if kind in ("qwen2", "qwen3"):  # a window on every layer, or on none
+        window = config.sliding_window is not None
+        theirs |= {"use_sliding_window": window, "max_window_layers": 0 if window else 28}
+    return theirs

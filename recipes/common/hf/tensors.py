@@ -1,0 +1,217 @@
+"""The bytes of a model folder: safetensors files, their index, slices and shards.
+
+Nothing here knows a model. A family's table says which tensors of a folder make up each parameter:
+
+    parameter's path → (the tensor's name, our dims, their dims)
+
+Each {} in the name is an index into one of the parameter's leading, stacked dims, such as the layer.
+A dim is a letter. One dim of theirs may hold several of ours: "NH D" is [N·H, D].
+"""
+
+import collections
+import contextlib
+import functools
+import json
+import math
+import pathlib
+from collections.abc import Iterable, Iterator
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+import safetensors
+import safetensors.numpy
+
+from recipes.common.runtime.errors import UserError
+
+FLOATS = ("F32", "BF16", "F16")  # of safetensors; all of their values are exact in float32
+FILE_BYTES = 2**30  # of tensors in a file that we write, which is how much of it is held in memory
+
+
+class Tensor(NamedTuple):
+    """One tensor of a model folder, and the part of our parameter that it holds."""
+
+    name: str
+    path: str  # of our parameter
+    index: tuple[int, ...]  # into the parameter's stacked dims; () if it has none
+    ours: dict[str, int]  # dim → size, in our order
+    groups: list[str]  # the dims of ours that each of theirs holds, outermost first
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The shape in the folder."""
+        return tuple(math.prod(self.ours[dim] for dim in group) for group in self.groups)
+
+    def to_theirs(self, array: np.ndarray) -> np.ndarray:
+        """Their tensor, contiguous, from an array with our dims."""
+        array = array.transpose([list(self.ours).index(dim) for dim in "".join(self.groups)])
+        return np.ascontiguousarray(array.reshape(self.shape))
+
+    def to_ours(self, read, part: dict[str, slice]) -> np.ndarray:
+        """`part`, dim → slice, of their tensor with our dims; reads no more of it than needed.
+
+        `read` is a function of a tuple of slices → that part of their tensor.
+        """
+        # Where one dim holds several, reading cuts only the outermost: what is left is contiguous.
+        where, shape, cut = [], [], []
+        for outer, *inner in self.groups:
+            size = math.prod(self.ours[dim] for dim in inner)
+            where.append(slice(part[outer].start * size, part[outer].stop * size))
+            shape += [-1 if inner else part[outer].stop - part[outer].start]
+            shape += [self.ours[dim] for dim in inner]
+            cut += [slice(None), *(part[dim] for dim in inner)]
+        array = read(tuple(where)).reshape(shape)[tuple(cut)]
+        return array.transpose(["".join(self.groups).index(dim) for dim in self.ours])
+
+
+def expand(table: dict[str, tuple[str, str, str]], parameters: dict[str, Any]) -> Iterator[Tensor]:
+    """The tensors of these parameters (path → shaped leaf); those of a parameter are adjacent."""
+    for path, (name, ours, theirs) in table.items():
+        if path in parameters:
+            shape, stacked = parameters[path].shape, name.count("{}")
+            sizes = dict(zip(ours, shape[stacked:], strict=True))
+            for index in np.ndindex(shape[:stacked]):
+                yield Tensor(name.format(*index), path, index, sizes, theirs.split())
+
+
+# ---- reading -------------------------------------------------------------------------------------
+
+
+class Stored(NamedTuple):
+    """A tensor in a file, of which only the header has been read."""
+
+    file: pathlib.Path
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+
+    def read(self, where: tuple[slice, ...]) -> np.ndarray:
+        # Opened each time: otherwise every page that was ever read would stay in this process.
+        with _open(self.file) as opened:
+            return opened.get_slice(self.name)[where]
+
+
+def find(folder: pathlib.Path) -> dict[str, Stored]:
+    """The tensors in a folder by name. Raises UserError if a file is missing or damaged."""
+    index = folder / "model.safetensors.index.json"
+    single = folder / "model.safetensors"
+    if index.exists():
+        names = read_json(index).get("weight_map")
+        names = list(names.values()) if isinstance(names, dict) else []
+        if not names or any(pathlib.PurePath(str(name)).name != name for name in names):
+            raise UserError(f"{index} does not list files in its folder; download it again")
+        files = [folder / name for name in sorted(set(names))]
+    else:
+        files = [single] if single.exists() else sorted(folder.glob("*.safetensors"))
+    if not files:
+        pickles = sorted(p.name for ext in ("bin", "pt", "pth") for p in folder.glob(f"*.{ext}"))
+        if pickles:
+            raise UserError(
+                f"{folder} has its weights in {pickles[0]}, a pickle, which can execute code when "
+                "loaded; use a model with *.safetensors"
+            )
+        raise UserError(f"{folder} has no *.safetensors; use a model folder that has them")
+    found: dict[str, Stored] = {}
+    for file in files:
+        with _open(file) as opened:
+            for name in opened.keys():  # noqa: SIM118, not a dict
+                if name in found:
+                    raise UserError(
+                        f"{name} is in both {found[name].file} and {file.name}; remove the file "
+                        "that does not belong to this model"
+                    )
+                header = opened.get_slice(name)
+                found[name] = Stored(file, name, tuple(header.get_shape()), header.get_dtype())
+    return found
+
+
+@contextlib.contextmanager
+def _reading(file: pathlib.Path):
+    """Errors of opening a file are UserErrors."""
+    try:
+        yield
+    except FileNotFoundError:
+        raise UserError(f"{file} does not exist; use a complete model folder") from None
+    except (OSError, ValueError, safetensors.SafetensorError) as error:
+        raise UserError(f"{file} can't be read ({error}); download it again") from None
+
+
+def _open(file: pathlib.Path):
+    with _reading(file):  # which compares the file's size with its header
+        return safetensors.safe_open(file, framework="numpy")
+
+
+def read_json(file: pathlib.Path) -> dict[str, Any]:
+    """A JSON object. Raises UserError if the file does not hold one."""
+    with _reading(file):
+        found = json.loads(file.read_text())
+    if not isinstance(found, dict):
+        raise UserError(f"{file} is not a JSON object; download it again")
+    return found
+
+
+def equal(a: Stored, b: Stored) -> bool:
+    """Whether two tensors of one shape have the same values."""
+    rows = max(1, 2**24 // math.prod(a.shape[1:]))  # at a time
+    parts = [(slice(i, min(i + rows, a.shape[0])),) for i in range(0, a.shape[0], rows)]
+    return all((a.read(part) == b.read(part)).all() for part in parts)
+
+
+def read_shard(stored: dict[str, Stored], stack: list[Tensor], dtype, bounds) -> np.ndarray:
+    """The part within bounds, (first, last + 1) for each dim, of one parameter's tensors."""
+    shard = np.empty([stop - start for start, stop in bounds], dtype)
+    stacked = len(stack[0].index)
+    part = dict(zip(stack[0].ours, (slice(*b) for b in bounds[stacked:]), strict=True))
+    for tensor in stack:
+        offset = tuple(i - start for i, (start, _) in zip(tensor.index, bounds, strict=False))
+        if all(0 <= i < size for i, size in zip(offset, shard.shape, strict=False)):
+            shard[offset] = tensor.to_ours(stored[tensor.name].read, part)  # widens bf16 and fp16
+    return shard
+
+
+def place(leaf: jax.ShapeDtypeStruct, shard) -> jax.Array:
+    """An array of this shape and sharding, from a function of a shard's bounds → its values.
+
+    This process holds only one shard at a time, besides the devices. jax.make_array_from_callback
+    would hold all of them, and ask for one for each device that has a copy.
+    """
+    devices = collections.defaultdict(list)
+    for device, index in leaf.sharding.addressable_devices_indices_map(leaf.shape).items():
+        bounds = tuple(s.indices(size)[:2] for s, size in zip(index, leaf.shape, strict=True))
+        devices[bounds].append(device)
+    arrays = []
+    for bounds, copies in devices.items():
+        values = shard(bounds)
+        arrays += jax.block_until_ready([jax.device_put(values, device) for device in copies])
+    return jax.make_array_from_single_device_arrays(leaf.shape, leaf.sharding, arrays)
+
+
+# ---- writing -------------------------------------------------------------------------------------
+
+
+def write(folder: pathlib.Path, tensors: Iterable[Tensor], read) -> None:
+    """Writes tensors to one file, or to several of FILE_BYTES at most with an index.
+
+    `read` is a function of a parameter's path → the float32 array; one at a time is held.
+    """
+    read = functools.lru_cache(maxsize=1)(read)  # a parameter's tensors are adjacent
+    files, room, total, weight_map = [[]], FILE_BYTES, 0, {}
+    for tensor in tensors:
+        size = 4 * math.prod(tensor.shape)
+        if files[-1] and size > room:
+            files.append([])
+            room = FILE_BYTES
+        files[-1].append(tensor)
+        room -= size
+    for i, part in enumerate(files, start=1):
+        name = f"model-{i:05}-of-{len(files):05}.safetensors"
+        name = name if len(files) > 1 else "model.safetensors"
+        arrays = {tensor.name: tensor.to_theirs(read(tensor.path)[tensor.index]) for tensor in part}
+        safetensors.numpy.save_file(arrays, folder / name, metadata={"format": "pt"})
+        total += sum(array.nbytes for array in arrays.values())
+        weight_map |= dict.fromkeys(arrays, name)
+        del arrays  # before those of the next file are made
+    if len(files) > 1:
+        index = {"metadata": {"total_size": total}, "weight_map": weight_map}
+        file = folder / "model.safetensors.index.json"
+        file.write_text(json.dumps(index, indent=2) + "\n")

@@ -1,0 +1,134 @@
+"""--mesh: "4x2" → Mesh, with simulated devices where there is no accelerator.
+
+One size is the axis `data`; two are `data` and `model`; three are `data`, `fsdp` and `model`. Any
+other set of axes is written by name, "data=2,model=4", in any order: the axes, and so the devices,
+are always in ORDER.
+"""
+
+import contextlib
+import math
+import os
+import re
+from collections.abc import Sequence
+
+import jax
+from jax.experimental import mesh_utils
+from jax.sharding import AxisType, Mesh
+
+from recipes.common.runtime import processes
+from recipes.common.runtime.errors import UserError
+
+AXES = {1: ("data",), 2: ("data", "model"), 3: ("data", "fsdp", "model")}
+ORDER = ("data", "fsdp", "pipe", "seq", "expert", "model")  # outermost first; others follow
+MOST_SIMULATED = 1024  # devices; each is a thread or more of this process
+
+
+def parse(text: str) -> dict[str, int]:
+    """Axis name → size, outermost axis first; raises UserError.
+
+    >>> parse("4x2"), parse("model=4,data=2")
+    ({'data': 4, 'model': 2}, {'data': 2, 'model': 4})
+    """
+    hint = "write sizes (8, 4x2, 2x2x2) or names (data=2,model=4)"
+    if len(text) > 100:
+        raise UserError(f"--mesh={text[:50]}… is not a mesh; {hint}")
+    if "=" in text:
+        axes: dict[str, int] = {}
+        for part in text.split(","):
+            found = re.fullmatch(r"([a-z_][a-z0-9_]*)=([0-9]+)", part)
+            if not found:
+                raise UserError(f"--mesh={text}: {part!r} is not name=size; {hint}")
+            if found[1] in axes:
+                raise UserError(f"--mesh={text} names axis {found[1]!r} twice; name each once")
+            axes[found[1]] = int(found[2])
+        order = [axis for axis in ORDER if axis in axes]
+        axes = {axis: axes[axis] for axis in order + [a for a in axes if a not in order]}
+    else:
+        if not re.fullmatch(r"[0-9]+(x[0-9]+)*", text):
+            raise UserError(f"--mesh={text} is not a mesh; {hint}")
+        sizes = [int(size) for size in text.split("x")]
+        if len(sizes) not in AXES:
+            raise UserError(
+                f"--mesh={text} has {len(sizes)} sizes, and only 3 axes have default names; {hint}"
+            )
+        axes = dict(zip(AXES[len(sizes)], sizes, strict=True))
+    if 0 in axes.values():
+        raise UserError(f"--mesh={text} has an axis of size 0; give an unused axis size 1")
+    return axes
+
+
+def make_mesh(text: str = "") -> Mesh:
+    """A mesh of Auto axes over the run's devices; "" puts all of them on `data`.
+
+    Without an accelerator it simulates as many CPU devices as the mesh needs, if JAX has not made
+    its devices yet; several processes simulate a share each. With accelerators the mesh must use
+    exactly the devices that exist. Raises UserError.
+    """
+    axes = parse(text) if text else {}
+    wanted = math.prod(axes.values())
+    if wanted > MOST_SIMULATED and _only_cpu():
+        raise UserError(
+            f"--mesh={text} needs {wanted} devices, and at most {MOST_SIMULATED} can be simulated; "
+            "try --mesh=4x2"
+        )
+    if wanted % processes.count():
+        raise UserError(
+            f"--mesh={text} has {wanted} devices, not divisible by --num_processes="
+            f"{processes.count()}; try --mesh={suggest(8 * processes.count(), len(axes))}"
+        )
+    mine = wanted // processes.count()
+    if axes and "xla_force_host_platform_device_count" not in os.environ.get("XLA_FLAGS", ""):
+        # A collective blocks one thread of XLA's pool per device. The pool has one per device or
+        # core; with two programs in flight that is too few, and all of them wait forever.
+        os.environ.setdefault("NPROC", str(2 * mine + (os.cpu_count() or 1)))
+        with contextlib.suppress(RuntimeError):  # JAX has already made its devices: use those
+            configured = jax.config.jax_num_cpu_devices
+            jax.config.update("jax_num_cpu_devices", max(mine, configured))
+    devices = jax.devices()
+    axes = axes or {"data": len(devices)}
+    wanted = math.prod(axes.values())
+    all_of_them = devices[0].platform != "cpu" or processes.count() > 1
+    if wanted > len(devices) or (all_of_them and wanted != len(devices)):
+        raise UserError(
+            f"--mesh={text} needs {wanted} devices, found {len(devices)}; "
+            f"try --mesh={suggest(len(devices), len(axes))}"
+        )
+    return arrange(axes, devices[:wanted])
+
+
+def arrange(axes: dict[str, int], devices: Sequence[jax.Device]) -> Mesh:
+    """A mesh of Auto axes over these devices; on a TPU slice each axis runs along whole rings.
+
+    Where that is impossible, as with data=16,fsdp=16 on chips wired 4x8x8, axes share a ring.
+    """
+    kinds = (AxisType.Auto,) * len(axes)  # jax.make_mesh's own default is Explicit
+    sizes = tuple(axes.values())
+    try:
+        return jax.make_mesh(sizes, tuple(axes), kinds, devices=devices)
+    except NotImplementedError:
+        split = mesh_utils.create_device_mesh(sizes, devices, allow_split_physical_axes=True)
+        return Mesh(split, tuple(axes), axis_types=kinds)
+
+
+def suggest(devices: int, axes: int) -> str:
+    """A mesh over `devices` devices with this many axes, the inner ones of size 2 where that fits."""
+    sizes, left = [], devices
+    for _ in range(min(axes, 3) - 1):
+        sizes.append(2 if left % 2 == 0 else 1)
+        left //= sizes[-1]
+    return "x".join(str(size) for size in [left, *sizes])
+
+
+def describe(axes: dict[str, int]) -> str:
+    """A mesh as --mesh takes it, the short form where there is one.
+
+    >>> describe({"data": 4, "model": 2}), describe({"data": 2, "fsdp": 4})
+    ('4x2', 'data=2,fsdp=4')
+    """
+    if AXES.get(len(axes)) == tuple(axes):
+        return "x".join(str(size) for size in axes.values())
+    return ",".join(f"{axis}={size}" for axis, size in axes.items())
+
+
+def _only_cpu() -> bool:
+    return (jax.config.jax_platforms or "").split(",")[0] == "cpu" or jax.default_backend() == "cpu"

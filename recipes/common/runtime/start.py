@@ -1,0 +1,95 @@
+"""Command line → main. A user error is one line on stderr and exit code 2.
+
+def main(run: Run, flags: Flags): ...
+
+if __name__ == "__main__":
+    start(main, Run(steps=600, ...), Flags())
+"""
+
+import logging
+import os
+import sys
+import traceback
+
+import jax
+from absl import flags as absl_flags
+from absl import logging as absl_logging
+
+import data
+from recipes.common.runtime import flags, preemption, processes
+from recipes.common.runtime.errors import Stopped, UserError
+
+
+def start(main, *groups) -> None:
+    """Parses sys.argv into new instances of `groups`, and calls main with them. Exits the process.
+
+    Exit codes: 0 done, or stopped by a signal and saved; 1 a failure; 2 a user error; 130 stopped by
+    a second SIGINT.
+    """
+    preemption.watch()
+    try:
+        parsed = flags.parse(sys.argv[1:], *groups)
+        if parsed is None:
+            print(flags.usage(sys.modules["__main__"].__doc__ or "", *groups))
+        else:
+            _settle_libraries()
+            for run in parsed:
+                if isinstance(run, flags.Run):
+                    processes.initialize(run.num_processes, run.process_id, run.coordinator)
+            main(*parsed)
+    except (UserError, data.DataError) as mistake:
+        print(f"error: {mistake}", file=sys.stderr, flush=True)
+        if processes.count() == 1:
+            os._exit(2)  # at once: a reader's threads, left half-way, may abort an orderly exit
+        sys.exit(2)
+    except Stopped as stop:
+        if stop.code:
+            print(f"error: {stop}", file=sys.stderr)
+        elif processes.is_first():
+            print(stop)
+        sys.exit(stop.code)
+    except Exception as error:
+        if processes.count() == 1:
+            raise
+        if not isinstance(error, jax.errors.JaxRuntimeError):
+            traceback.print_exc()
+        processes.leave(
+            f"error: this process can't continue without the others ({str(error).splitlines()[0]}); "
+            "start all of them again, and they resume from the newest checkpoint"
+        )
+
+
+def choose(commands: dict, missing: str) -> None:
+    """Starts the command that the first word of sys.argv names.
+
+    Args:
+      commands: word → (main, its flags' defaults); may have the word that is there alone, so that
+        no other command is imported.
+      missing: the error where there is no such word.
+    """
+    word = sys.argv.pop(1) if sys.argv[1:] and not sys.argv[1].startswith("-") else ""
+    if word in commands:
+        return start(*commands[word])
+    sys.argv[1:] = [flag for flag in sys.argv[1:] if flag == "--help"]  # others are not the mistake
+
+    def no_command(*_) -> None:
+        raise UserError(missing)
+
+    start(no_command, *[defaults for _, defaults in commands.values()][:1])
+
+
+def _settle_libraries() -> None:
+    """Keeps the libraries' notices off the terminal, and compiled programs for the next run."""
+    absl_flags.FLAGS.mark_as_parsed()  # Grain reads absl's global flags
+    absl_logging.set_verbosity(absl_logging.FATAL)  # errors come back as exceptions
+    logging.getLogger("asyncio").setLevel(logging.CRITICAL)  # of a save: reported by the saver
+    sys.unraisablehook = _unraisable
+    if not jax.config.jax_compilation_cache_dir:
+        jax.config.update("jax_compilation_cache_dir", str(data.cache_dir() / "xla"))
+        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.1)
+
+
+def _unraisable(event) -> None:
+    """When one write of a save fails, TensorStore's others report to an event loop that is gone."""
+    if str(event.exc_value) != "Event loop is closed":
+        sys.__unraisablehook__(event)

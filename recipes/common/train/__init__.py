@@ -1,0 +1,1 @@
+"""The training state, the train step, and the loop around it."""

@@ -1,0 +1,67 @@
+"""The training state: {"params": …, "opt_state": …, "step": …, "rngs": …} and, where the model has
+variables that are no parameters, "buffers".
+
+Nested dicts with arrays for leaves, which is what a checkpoint holds and what Orbax reads without
+any code of ours.
+"""
+
+import flax.serialization
+import jax
+import jax.numpy as jnp
+import optax
+
+from recipes.common.sharding import Layout, Tree, shardings
+from recipes.common.sharding.abstract import variables_of
+
+
+def new_state(
+    layout: Layout, optimizer: optax.GradientTransformation, seed: int, variables: Tree = None
+) -> Tree:
+    """The training state before the first step, to be traced.
+
+    Args:
+      variables: the model's; None: its own initial values.
+    """
+    variables = variables or variables_of(layout.build())
+    return variables | {
+        "opt_state": flax.serialization.to_state_dict(optimizer.init(variables["params"])),
+        "step": jnp.zeros((), jnp.int32),
+        "rngs": {"default": jax.random.key_data(jax.random.key(seed))},
+    }
+
+
+def abstract_state(layout: Layout, optimizer: optax.GradientTransformation) -> Tree:
+    """The training state as ShapeDtypeStructs, each with its NamedSharding.
+
+    What the optimizer keeps for a parameter (its moments) is sharded like that parameter.
+    """
+    shapes = jax.eval_shape(lambda: new_state(layout, optimizer, seed=0))
+    variables = shardings(layout.variables())
+    where = jax.tree.map(lambda _: layout.replicated, shapes) | variables
+    opt_state = optax.tree.map_params(
+        optimizer,
+        lambda _, sharding: sharding,
+        jax.eval_shape(optimizer.init, shapes["params"]),
+        variables["params"],
+        transform_non_params=lambda _: layout.replicated,
+    )
+    where["opt_state"] = flax.serialization.to_state_dict(opt_state)
+    return jax.tree.map(
+        lambda s, sharding: jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=sharding), shapes, where
+    )
+
+
+def initialize(
+    layout: Layout, optimizer: optax.GradientTransformation, seed: int, abstract: Tree
+) -> Tree:
+    """The new training state, each shard made on its own device."""
+    options = {}
+    if layout.mesh.devices.flat[0].platform == "cpu":
+        # Above 1, LLVM vectorizes where a shard's shape allows, which may change the last bit.
+        options["xla_backend_optimization_level"] = 1
+    make = layout.compile(
+        lambda: new_state(layout, optimizer, seed),
+        out_shardings=shardings(abstract),
+        compiler_options=options,
+    )
+    return make()
