@@ -48,13 +48,7 @@ def main(flags: Publish) -> None:
         done = "published" in source.metadata
         what = "is already published" if done else "does not come from a training run"
         raise UserError(f"--source={flags.source} {what}; use a run's workdir or its checkpoint")
-    began = source.metadata["flags"].get("restore_from")  # whose licence also binds the result
-    licence = flags.licence or (None if began else card.LICENCES.get(data["dataset"]))
-    if not licence:
-        what = f"--restore_from={began}" if began else f"--dataset={data['dataset']}"
-        raise UserError(
-            f"--licence is missing, and the zoo knows none for {what}; use --licence=NAME"
-        )
+    licence = flags.licence or known_licence(source)
     layout = checkpoint.layout_of(source, make_mesh(flags.mesh), flags.rules)
 
     # ---- Parameters, and their loss on a batch that nobody trained on ----------------------------
@@ -95,6 +89,18 @@ def main(flags: Publish) -> None:
         f"Published {len(leaves)} arrays, {size:,} bytes, in {flags.target}. To use it:",
         f"  python -m recipes.{metadata['entry']} --restore_from={target.name if ours else flags.target} --steps=0",
     )
+
+
+def known_licence(source: checkpoint.Source) -> str:
+    """Of the data that it was trained on. Raises UserError if there is none, or none that the zoo knows."""
+    dataset = source.metadata["data"]["dataset"]
+    began = source.metadata["flags"].get("restore_from")  # whose licence also binds the result
+    if began or dataset not in card.LICENCES:
+        what = f"--restore_from={began}" if began else f"--dataset={dataset}"
+        raise UserError(
+            f"--licence is missing, and the zoo knows none for {what}; use --licence=NAME"
+        )
+    return card.LICENCES[dataset]
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Two tiers, a worker per core, eight simulated devices in each; strict JAX; private caches."""
+"""Two tiers, one worker per core, eight simulated devices each, strict JAX, private caches."""
 
 import fcntl
 import gc
@@ -54,7 +54,7 @@ def full_except(cases: Iterable, fast: Iterable) -> list:
     ]
 
 
-# Files whose tests take long, in the order in which they begin; whatever is short fills the end.
+# Files that take longest, in the order in which they start; short ones balance the end.
 LONG = ("processes", "new_entry", "hf", "bench", "readme", "transformer", "recipes", "nothing_lost")
 LONG += ("crashes", "published", "copy", "small_recipes")
 
@@ -68,7 +68,7 @@ def pytest_collection_modifyitems(config, items):
 
 
 def _by_name(config) -> bool:
-    """Whether single tests are asked for: these run, whatever their tier, and in one process."""
+    """Whether single tests are named: they run whatever their tier, in this process."""
     return any("::" in argument for argument in config.args)
 
 
@@ -76,14 +76,14 @@ def _by_name(config) -> bool:
 
 
 def pytest_xdist_auto_num_workers(config) -> int:
-    """0 where the terminal belongs to the test, or so little is asked for that one is faster."""
+    """None where tests write to the terminal (-s) or are named one by one."""
     if config.getoption("capture") == "no" or _by_name(config):
         return 0
     return min(os.cpu_count() or 1, 8)
 
 
 def group(test: str) -> str:
-    """Tests of one group run on one worker: they share fixtures and what is compiled."""
+    """Tests of one group run on one worker and share fixtures and compiled programs."""
     file, _, case = test.removeprefix("tests/").partition("::")
     if file == "test_processes.py":
         return test  # nothing is shared
@@ -116,7 +116,7 @@ def strict():
 
 @pytest.fixture(scope="session", autouse=True)
 def cache(tmp_path_factory):
-    """A cache folder of this session's own; compiled programs are shared with subprocesses."""
+    """A cache folder for each worker; it shares compiled programs with its subprocesses."""
     folder = tmp_path_factory.mktemp("cache")
     os.environ["ZOO_CACHE"] = str(folder)
     jax.config.update("jax_compilation_cache_dir", str(folder / "xla"))
@@ -184,7 +184,7 @@ def book(tmp_path_factory):
 
 
 class Golden:
-    """Reviewed files under tests/golden, which --update-golden rewrites."""
+    """Reviewed files under tests/golden; --update-golden rewrites them."""
 
     def __init__(self, update: bool):
         self.update = update
@@ -208,7 +208,7 @@ class Golden:
         )
 
     def rewrite(self, name: str, change: Callable[[str], str]) -> str:
-        """The file's text, which --update-golden changes first; other workers wait."""
+        """The file's text, changed first if --update-golden is given; other workers wait."""
         path = ROOT / "tests" / "golden" / name
         if not self.update:
             return path.read_text() if path.exists() else ""

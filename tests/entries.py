@@ -1,4 +1,4 @@
-"""What the proof needs to know of each zoo entry; all of it follows from the table of entries."""
+"""What the proof needs to know of each zoo entry, derived from the table of entries."""
 
 import dataclasses
 import functools
@@ -19,18 +19,13 @@ from recipes.common.train.optimizer import LearningRate, adamw
 from recipes.common.train.state import abstract_state
 from recipes.common.train.step import apply_gradients, gradients
 from tests.conftest import ROOT
+from tests.quick import QUICK
 
 MESHES = ["1x1", "8", "8x1", "4x2", "2x4", "1x8", "2x2x2"]
-FAST = "2x2x2"  # under the strategy that suits it, each entry's case in the fast tier
+FAST = "2x2x2"  # with its default strategy, each entry's case in the fast tier
 LR = LearningRate(1e-3, warmup=2, steps=10)
 OPTIMIZER = adamw(LR, weight_decay=0.1, clip_norm=1.0)
 BATCH = 24  # like no dim of a parameter, so that test_collectives.py can tell them apart
-
-# What lies where and what is sent is decided before code is generated, which takes most of the time:
-# least where LLVM does not optimize it, and where the older generator of loops makes it.
-QUICK = {"xla_backend_optimization_level": 0}
-if jax.__version_info__ < (0, 11):  # newer ones have no other generator
-    QUICK["xla_cpu_use_fusion_emitters"] = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,7 +42,7 @@ class Entry:
         return entries.model(self.name)(self.config, rngs=nnx.Rngs(0))
 
     def layout(self, mesh: str, strategy: str = "") -> Layout:
-        """Under the strategy that suits the mesh, or another. Raises UserError."""
+        """Of the default strategy for the mesh, or another. Raises UserError."""
         model = entries.model(self.name)
         return make_layout(model, self.config, make_mesh(mesh), strategy, batch_size=BATCH)
 
@@ -71,7 +66,7 @@ class Entry:
 
 
 def paragraphs():
-    """A text that no change to the code changes, in documents of a few windows: the licence."""
+    """Text that no change to the code changes, as documents of a few windows: the licence."""
     path = data.cache_dir() / "licence.jsonl"
     path.parent.mkdir(parents=True, exist_ok=True)
     texts = (ROOT / "LICENSE").read_text().split("\n\n")

@@ -42,7 +42,7 @@ def assert_bit_equal(a: dict, b: dict) -> None:
 
 @dataclasses.dataclass(frozen=True)
 class NoFlags:
-    """Of a recipe without its own."""
+    """Of a recipe that adds none."""
 
 
 @contextlib.contextmanager
@@ -53,7 +53,7 @@ def saving(
     data: dict[str, Any] | None = None,
     keep: int = 1,
 ) -> Iterator[Saver]:
-    """A saver into a new or existing workdir; at the end its saves are done and the lock is gone."""
+    """A saver into a workdir; on exit its saves are done and the lock is released."""
     folder = open_run(entry, Run(workdir=str(workdir)), NoFlags())
     least = {"entry": entry, "config": {}, "flags": {}, "versions": {}}
     saver = Saver(folder, keep, metadata or least, data or {})

@@ -12,17 +12,13 @@ import pytest
 
 from recipes.bench import common, compiled, speed
 from recipes.common.analysis import hlo
-from recipes.common.entries import ENTRIES
 from recipes.common.runtime.errors import UserError
 from recipes.common.runtime.mesh import make_mesh
 from recipes.common.sharding.layout import COMPILER_OPTIONS
 from tests.conftest import ROOT, full_except
+from tests.entries import CASES, ENTRIES
+from tests.quick import QUICK
 from zoo.transformer import REMAT, Config
-
-# Compiles several times faster. What the compiled text says is decided before code is generated.
-QUICK = {"xla_backend_optimization_level": 0}
-if jax.__version_info__ < (0, 11):  # newer ones have one generator of loops, and no such option
-    QUICK["xla_cpu_use_fusion_emitters"] = False
 
 PLAIN = Config(512, 32, 3, num_heads=8, num_kv_heads=8, head_dim=4, mlp=64, tie_embeddings=False)
 
@@ -308,7 +304,7 @@ WORDS = {
 }  # fmt: skip
 
 
-LONG = ("cpu", "host", "checkpoint", "start")
+LONG = ("cpu", "host", "checkpoint", "start", "gpu", "meshes", "data")
 
 
 @pytest.mark.parametrize("word", full_except(WORDS, WORDS.keys() - LONG))
@@ -390,11 +386,10 @@ def test_recipes_meshes_compares_them_for_any_entry(entry, inside, monkeypatch):
     assert done.code == 0, done.err
     table, left_out = done.out.split("\nLeft out:\n")
     _, _, *rows = table.splitlines()
-    assert [row.split(" | ")[:2] for row in rows] == [
-        ["| dp", "8"], ["| dp", "4x2"], ["| fsdp", "8"], ["| fsdp", "4x2"], ["| tp", "4x2"],
-        ["| fsdp_tp", "4x2"],
-    ]  # fmt: skip
-    assert left_out.count("\n- rules") + left_out.startswith("- rules") == 4
+    pairs = [(entry, rules, mesh) for rules in ENTRIES[entry].rules for mesh in ("8", "4x2")]
+    fitting = [[f"| {rules}", mesh] for _, rules, mesh in pairs if (entry, rules, mesh) in CASES]
+    assert [row.split(" | ")[:2] for row in rows] == fitting
+    assert left_out.count("- rules") == len(pairs) - len(fitting)
 
 
 def test_recipes_meshes_with_a_size_that_the_entry_lacks(inside):

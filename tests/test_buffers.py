@@ -1,4 +1,4 @@
-"""Variables that are no parameters: laid out, updated, accumulated, saved and restored."""
+"""Buffers, variables that are not parameters: sharded, updated, accumulated, saved, restored."""
 
 import dataclasses
 import sys
@@ -21,7 +21,7 @@ from recipes.common.train.state import abstract_state, initialize
 from recipes.common.train.step import TrainStep, gradients
 from tests.runs import saving
 
-# ---- a zoo file in small: make_layout reads these from the file that the model stands in ----------
+# ---- a minimal zoo file: make_layout reads these from the model's own module ---------------------
 
 LOGICAL_AXES = {"batch": "activations", "embed": "weights", "hidden": "both"}
 IN_USE = {}
@@ -29,12 +29,12 @@ RULES = {"tp": {"batch": "data", "embed": None, "hidden": "model"}}
 
 
 class Seen(nnx.Variable):
-    """What a loss has seen so far."""
+    """A buffer."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Config:
-    gain: float = 0.0  # by which what was seen before scales the loss
+    gain: float = 0.0  # how strongly the buffer scales the loss
 
 
 class Model(nnx.Module):
@@ -76,7 +76,7 @@ def stepped(layout: Layout, rows=ROWS, microbatches: int = 1, skip: bool = False
     return before, after, metrics
 
 
-def test_a_state_has_them_beside_the_parameters():
+def test_the_state_has_buffers_next_to_params():
     layout = layout_on("4x2")
     assert set(layout.model.shapes) == {"params", "buffers"}
     abstract = abstract_state(layout, OPTIMIZER)
@@ -89,7 +89,7 @@ def test_a_state_has_them_beside_the_parameters():
 
 
 @pytest.mark.parametrize("mesh", ["4x2", "1x8"])
-def test_a_step_takes_the_new_values(mesh):
+def test_a_step_takes_their_new_values(mesh):
     before, after, _ = stepped(layout_on(mesh))
     want = 0.1 * (ROWS @ before["params"]["w"]).mean(axis=0)
     np.testing.assert_allclose(after["buffers"]["mean"], want, rtol=1e-5, atol=1e-7)
@@ -98,7 +98,7 @@ def test_a_step_takes_the_new_values(mesh):
     assert not np.array_equal(after["params"]["w"], before["params"]["w"])
 
 
-def test_microbatches_give_the_same_gradient_and_pass_them_on():
+def test_microbatches_give_the_same_gradient_and_pass_buffers_on():
     whole, parts = stepped(layout_on("4x2")), stepped(layout_on("4x2"), microbatches=4)
     np.testing.assert_allclose(parts[1]["params"]["w"], whole[1]["params"]["w"], rtol=1e-6)
     np.testing.assert_allclose(parts[2]["grad_norm"], whole[2]["grad_norm"], rtol=1e-6)
@@ -110,8 +110,8 @@ def test_microbatches_give_the_same_gradient_and_pass_them_on():
     np.testing.assert_allclose(parts[1]["buffers"]["mean"], mean, rtol=1e-5, atol=1e-7)
 
 
-def test_each_microbatch_sees_what_the_one_before_has_left():
-    """Where the loss depends on it: the sum over microbatches, one after another."""
+def test_each_microbatch_sees_the_buffers_that_the_one_before_left():
+    """Here the loss depends on the buffer, so the order of microbatches matters."""
     model = layout_on("4x2", gain=0.5).model
     params = {"w": jnp.asarray(ROWS.T)}
     state = {"params": params, "buffers": {"mean": jnp.zeros(16), "updates": jnp.int32(0)}}
@@ -127,7 +127,7 @@ def test_each_microbatch_sees_what_the_one_before_has_left():
         np.testing.assert_allclose(buffers["buffers"][name], value, rtol=1e-6)
 
 
-def test_a_skipped_update_leaves_them_alone():
+def test_a_skipped_update_leaves_buffers_alone():
     before, after, metrics = stepped(layout_on("4x2"), ROWS * np.float32(np.nan), skip=True)
     assert bool(metrics["skipped"])
     for kind in ("params", "buffers", "opt_state"):
@@ -146,7 +146,7 @@ def saved(tmp_path_factory):
     return folder, jax.device_get(state)
 
 
-def test_they_are_restored_bit_equal_on_another_mesh(saved):
+def test_buffers_are_restored_bit_equal_on_another_mesh(saved):
     workdir, want = saved
     abstract = abstract_state(layout_on("1x8"), OPTIMIZER)
     state = checkpoint.find(workdir).read(abstract)
@@ -157,7 +157,7 @@ def test_they_are_restored_bit_equal_on_another_mesh(saved):
     assert int(state["buffers"]["updates"]) == 2
 
 
-def test_a_model_is_restored_with_them(saved, monkeypatch):
+def test_a_model_is_restored_with_its_buffers(saved, monkeypatch):
     from recipes.common import entries
 
     monkeypatch.setitem(entries.ENTRIES, "made_up", entries.Entry("Model", "no.data", "unit"))
@@ -169,7 +169,7 @@ def test_a_model_is_restored_with_them(saved, monkeypatch):
     assert int(model.updates[...]) == 2
 
 
-def test_a_checkpoint_without_optimizer_state_has_them_too(saved, tmp_path):
+def test_a_checkpoint_without_optimizer_state_has_buffers_too(saved, tmp_path):
     _, want = saved
     variables = {kind: jax.device_put(want[kind]) for kind in ("params", "buffers")}
     metadata = {"entry": "made_up", "config": {}, "step": 1}
@@ -179,7 +179,7 @@ def test_a_checkpoint_without_optimizer_state_has_them_too(saved, tmp_path):
         np.testing.assert_array_equal(paths(read)[path], value, err_msg=path)
 
 
-def test_a_checkpoint_that_lacks_them_is_refused(saved, tmp_path):
+def test_a_checkpoint_without_buffers_is_refused(saved, tmp_path):
     _, want = saved
     metadata = {"entry": "made_up", "config": {}, "step": 1}
     checkpoint.write(tmp_path / "less", {"params": jax.device_put(want["params"])}, metadata)

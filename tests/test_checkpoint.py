@@ -49,10 +49,7 @@ RESTORED = [
 ]
 
 
-@pytest.mark.parametrize(
-    ("mesh", "rules"),
-    RESTORED,
-)
+@pytest.mark.parametrize(("mesh", "rules"), RESTORED)
 def test_restore_gives_a_model_that_lies_as_the_rules_say(saved, mesh, rules):
     (workdir, want), mesh = saved, make_mesh(mesh)
     model, metadata = checkpoint.restore(workdir, mesh, rules)
@@ -85,7 +82,7 @@ def test_no_checkpoint(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("mesh", "rules", "sentence"),
+    ("mesh", "rules", "message"),
     [
         ("8", "tp", "rules 'tp' need mesh axis 'model'"),
         ("4x2", "ftp", "--rules=ftp is not a strategy"),
@@ -93,11 +90,11 @@ def test_no_checkpoint(tmp_path):
         ("4x2", "no/such.json", "--rules=no/such.json can't be read"),
     ],
 )
-def test_rules_are_checked_before_anything_is_read(workdir, mesh, rules, sentence, monkeypatch):
+def test_rules_are_checked_before_anything_is_read(workdir, mesh, rules, message, monkeypatch):
     monkeypatch.setattr(checkpoint.Checkpoint, "read", lambda *_: pytest.fail("read"))
     with pytest.raises(ValueError, match=r".") as caught:
         checkpoint.restore(workdir, make_mesh(mesh), rules)
-    assert str(caught.value).startswith(sentence)
+    assert str(caught.value).startswith(message)
 
 
 def test_a_save_is_of_the_moment_it_was_called(tmp_path):

@@ -1,4 +1,4 @@
-"""Flags and meshes: what is wrong is said in one line, before anything is made."""
+"""Flags and meshes: a user error is one line, raised before anything is created."""
 
 import dataclasses
 
@@ -49,7 +49,7 @@ def test_help_is_in_groups_each_line_a_phrase():
 
 
 @pytest.mark.parametrize(
-    ("argv", "sentence"),
+    ("argv", "message"),
     [
         (["--step=7"], "--step is not a flag; did you mean --steps?"),
         (["--zzz=7"], "--zzz is not a flag; --help lists the flags"),
@@ -65,10 +65,10 @@ def test_help_is_in_groups_each_line_a_phrase():
         (["--steps"], "Missing value for flag --steps; --help lists the flags"),
     ],
 )
-def test_bad_flags(argv, sentence):
+def test_bad_flags(argv, message):
     with pytest.raises(UserError) as caught:
         parse(argv, Run(), Flags())
-    assert str(caught.value) == sentence
+    assert str(caught.value) == message
 
 
 # ---- meshes --------------------------------------------------------------------------------------
@@ -117,7 +117,7 @@ def test_no_mesh_puts_all_devices_on_data():
 
 
 @pytest.mark.parametrize(
-    ("text", "sentence"),
+    ("text", "message"),
     [
         ("4x", "--mesh=4x is not a mesh; write sizes"),
         ("axb", "--mesh=axb is not a mesh; write sizes"),
@@ -137,7 +137,7 @@ def test_no_mesh_puts_all_devices_on_data():
         ),
     ],
 )
-def test_bad_meshes(text, sentence):
+def test_bad_meshes(text, message):
     with pytest.raises(UserError) as caught:
         make_mesh(text)
-    assert str(caught.value).startswith(sentence)
+    assert str(caught.value).startswith(message)

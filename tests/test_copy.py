@@ -1,4 +1,4 @@
-"""A zoo file copied alone into an empty folder works there."""
+"""A zoo file, copied alone into an empty folder, trains there."""
 
 import os
 import shutil
@@ -12,7 +12,7 @@ from recipes.common import entries
 from tests.conftest import ROOT, full_except
 from tests.entries import ENTRIES, QUICK
 
-# What a stranger writes around a copied file, with nothing but jax and flax.
+# What someone writes around a copied file, with nothing but jax, flax and numpy.
 TRAIN = """
 import jax
 jax.config.update("jax_num_cpu_devices", 8)

@@ -1,4 +1,4 @@
-"""Any mesh, any table, any config: a layout made without allocating anything, or one line.
+"""Any mesh, any table, any config: a layout, with nothing allocated, or a one-line user error.
 
 Never another exception. The examples are the same every time.
 """
@@ -33,7 +33,7 @@ MODEL = abstract_model(lambda: Transformer(Config.tiny(), rngs=nnx.Rngs(0)))
 
 
 def attempt(work, mistakes=UserError):
-    """(what it returns, ""), or (None, the one sentence of a mistake)."""
+    """(what it returns, ""), or (None, the message of a user error)."""
     try:
         return work(), ""
     except mistakes as mistake:
@@ -49,9 +49,9 @@ whole_meshes = st.dictionaries(
 @fuzz(max_examples=400)
 @given(st.one_of(near_meshes, st.text(max_size=20)))
 def test_mesh_strings(text):
-    axes, sentence = attempt(lambda: mesh.parse(text))
-    if sentence:
-        assert sentence.startswith(f"--mesh={text}")
+    axes, message = attempt(lambda: mesh.parse(text))
+    if message:
+        assert message.startswith(f"--mesh={text}")
         return
     assert all(size > 0 for size in axes.values())
     assert mesh.parse(mesh.describe(axes)) == axes
@@ -70,8 +70,8 @@ def test_a_described_mesh_is_that_mesh(axes):
     "--{}={}".format, st.sampled_from([f.name for f in dataclasses.fields(Run)]), st.text(max_size=8)
 )), max_size=3))  # fmt: skip
 def test_command_lines(argv):
-    parsed, sentence = attempt(lambda: flags.parse(argv, Run()))
-    assert sentence or parsed is None or isinstance(parsed[0], Run)
+    parsed, message = attempt(lambda: flags.parse(argv, Run()))
+    assert message or parsed is None or isinstance(parsed[0], Run)
 
 
 targets = st.one_of(
@@ -94,8 +94,8 @@ def test_rule_tables(strategy, changed, left_out, axes, batch, microbatches):
         sharding_rules.check(transformer, name, table, MODEL, abstract)
         sharding_rules.check_batch(name, table, abstract, batch, microbatches)
 
-    _, sentence = attempt(check)
-    if sentence:
+    _, message = attempt(check)
+    if message:
         return
     for path, names in paths(MODEL.axes["params"]).items():  # then JAX accepts it as well
         where = jax.sharding.NamedSharding(abstract, partition_spec(names, table))
@@ -122,10 +122,10 @@ def test_files_of_rules(tmp_path_factory, content, axes):
     path = tmp_path_factory.getbasetemp() / "mine.json"
     path.write_text(content, errors="surrogatepass")
     abstract = AbstractMesh(tuple(axes.values()), tuple(axes))
-    found, sentence = attempt(lambda: select(transformer, str(path), abstract))
+    found, message = attempt(lambda: select(transformer, str(path), abstract))
     if found:
-        _, sentence = attempt(lambda: sharding_rules.check(transformer, *found, MODEL, abstract))
-    assert "\n" not in sentence
+        _, message = attempt(lambda: sharding_rules.check(transformer, *found, MODEL, abstract))
+    assert "\n" not in message
 
 
 sizes = st.sampled_from([1, 2, 3, 4, 6, 8, 8, 16, 0, -1])
@@ -138,9 +138,9 @@ sizes = st.sampled_from([1, 2, 3, 4, 6, 8, 8, 16, 0, -1])
                  tie_embeddings=st.booleans(), sliding_window=st.one_of(st.none(), sizes),
                  remat=st.sampled_from(["full", "none", "dots", "some"])))  # fmt: skip
 def test_configs(values):
-    config, sentence = attempt(lambda: Config(**values), ValueError)
-    if sentence:
-        assert any(name in sentence for name in values)
+    config, message = attempt(lambda: Config(**values), ValueError)
+    if message:
+        assert any(name in message for name in values)
         return
     model = abstract_model(lambda: Transformer(config, rngs=nnx.Rngs(0)))
     assert all(math.prod(shape.shape) > 0 for shape in jax.tree.leaves(model.shapes))

@@ -403,6 +403,7 @@ def tiny(tmp_path_factory):
     return target
 
 
+@pytest.mark.full
 def test_import_and_export_commands(run, tiny, tmp_path):
     ck, back = tmp_path / "ck", tmp_path / "back"
     done = run("recipes.hf", "import", f"--source={tiny}", f"--target={ck}", "--mesh=4x2")
@@ -432,6 +433,7 @@ def test_import_and_export_commands(run, tiny, tmp_path):
         assert done.err == f"error: --target={back} already exists; use a new folder\n"
 
 
+@pytest.mark.full
 def test_a_recipe_trains_from_a_folder_and_its_run_is_exported(run, tiny, tmp_path):
     book = tmp_path / "book.txt"
     book.write_text((ROOT / "zoo" / "transformer.py").read_text())

@@ -1,4 +1,4 @@
-"""The proof: every entry × table × mesh computes the same thing, and lies where the table says."""
+"""The proof: every entry × strategy × mesh computes the same, and is sharded as its table says."""
 
 import functools
 import itertools
@@ -170,7 +170,7 @@ def test_moments_lie_as_their_parameters(entry, strategy, mesh):
 
 # ---- restored on another mesh ---------------------------------------------------------------------
 
-# Each entry from each mesh to another, and one entry from each to each.
+# Every entry from every mesh to one other; one entry between all pairs.
 RING = list(zip(MESHES, MESHES[5:] + MESHES[:5], strict=True))
 LAST = list(ENTRIES)[-1]
 PAIRS = [

@@ -1,6 +1,6 @@
-"""A new entry by the five steps of zoo/README.md, in a copy of this repository: it gets all of the proof.
+"""A new entry, added by the five steps of zoo/README.md to a copy of this repository: all tests apply.
 
-It has what none of ours has: a buffer.
+It has a buffer, which none of ours has.
 """
 
 import json
@@ -157,7 +157,7 @@ LINE = '    "made_up": Entry("MadeUp", "data.synthetic", "mean squared error"),\
 
 @pytest.fixture(scope="module")
 def clone(tmp_path_factory):
-    """A copy of this repository, uncommitted files included, with the new entry in it."""
+    """A copy of this repository, uncommitted files included, with the new entry added."""
     target = tmp_path_factory.mktemp("clone")
     listing = ["git", "ls-files", "--cached", "--others", "--exclude-standard", "-z"]
     names = subprocess.run(listing, cwd=ROOT, capture_output=True, check=True).stdout.decode()
@@ -166,7 +166,7 @@ def clone(tmp_path_factory):
             (target / name).parent.mkdir(parents=True, exist_ok=True)
             shutil.copy(ROOT / name, target / name)
 
-    # 1. The zoo file; 2. its data is there; 3. its recipe; 4. its line in the table of entries.
+    # Steps 1 to 4: the zoo file; no new data; the recipe; a line in the table of entries.
     kit = KIT.search((target / "zoo" / "dot_relu_dot.py").read_text())[0]
     (target / "zoo" / f"{NAME}.py").write_text(ZOO_FILE.replace("{kit}", kit))
     (target / "recipes" / f"{NAME}.py").write_text(RECIPE)
@@ -186,7 +186,7 @@ def in_clone(clone: pathlib.Path, *command: str) -> str:
 
 
 def test_the_five_steps_give_it_the_whole_proof(clone):
-    # 5. Its goldens, and with them everything that is parametrized over entries.
+    # Step 5: its goldens, written by a run of everything that is parametrized over entries.
     assert "`pytest --full -k NAME --update-golden`" in (ROOT / "zoo" / "README.md").read_text()
     where = f"--basetemp={clone.parent / 'inner'}"
     of_it = ("pytest", "--numprocesses=0", "-k", NAME, "-vv", where)
@@ -211,7 +211,7 @@ def test_the_five_steps_give_it_the_whole_proof(clone):
     record = json.loads((clone / "tests" / "golden" / "mesh_differences.json").read_text())
     ours = json.loads((ROOT / "tests" / "golden" / "mesh_differences.json").read_text())
     assert len(record) - len(ours) == len([name for name in record if name.startswith(NAME)])
-    assert in_clone(clone, *of_it), "and with its goldens, the fast tier"
+    in_clone(clone, *of_it)  # the fast tier, against these goldens
 
 
 def test_its_recipe_trains_resumes_accumulates_and_is_published(clone):

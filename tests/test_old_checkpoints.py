@@ -1,4 +1,4 @@
-"""Checkpoints of earlier versions and of both library sets are read by the code of the day."""
+"""Checkpoints of earlier versions and of both library sets stay readable."""
 
 import json
 

@@ -1,4 +1,4 @@
-"""Published checkpoints: they give their golden loss anywhere, and nothing that is damaged is read."""
+"""Published checkpoints: their golden loss on every mesh, and damage is refused."""
 
 import contextlib
 import gc
@@ -325,7 +325,7 @@ def test_a_changed_array_that_has_its_new_hash_is_refused_by_the_card(copied):
     assert f"README.md and hashes.json disagree on the SHA-256 of {name}" in refused(copied)
 
 
-def test_a_file_that_its_hashes_forget_is_named(copied):
+def test_a_file_missing_in_its_hashes_is_named(copied):
     hashes = json.loads((copied / "hashes.json").read_text())
     del hashes["probe.json"]
     (copied / "hashes.json").write_text(json.dumps(hashes))

@@ -1,4 +1,4 @@
-"""Sharding rules: which table a run takes, a table of one's own, and what is wrong with one."""
+"""Sharding rules: which table a run uses, a table of your own, and errors in one."""
 
 import json
 import types
@@ -18,7 +18,7 @@ from zoo.transformer import RULES, Config, Transformer
 
 
 def layout(rules=None, mesh="4x2", batch=16, **changes) -> Layout:
-    """Of the tiny Transformer under `rules`, or fsdp_tp with changes."""
+    """The tiny Transformer under `rules`, or under fsdp_tp with changes."""
     table = rules or RULES["fsdp_tp"] | changes
     return make_layout(Transformer, Config.tiny(), make_mesh(mesh), table, batch_size=batch)
 
@@ -38,7 +38,7 @@ def layout(rules=None, mesh="4x2", batch=16, **changes) -> Layout:
     ],
 )
 @pytest.mark.parametrize("entry", [name for name in ENTRIES if "hsdp_tp" in zoo_file(name).RULES])
-def test_rules_that_suit_a_mesh(entry, mesh, strategy):
+def test_default_strategy_of_a_mesh(entry, mesh, strategy):
     assert default_strategy(zoo_file(entry).RULES, make_mesh(mesh)) == strategy
 
 
@@ -51,7 +51,7 @@ def test_rules_that_suit_a_mesh(entry, mesh, strategy):
         ({"a": {"x": "expert"}, "b": {"x": "pipe"}}, "8", "a"),  # none fits: the first
     ],
 )
-def test_no_strategy_is_known_by_name(rules, mesh, wanted):
+def test_the_default_strategy_is_not_chosen_by_name(rules, mesh, wanted):
     assert default_strategy(rules, make_mesh(mesh)) == wanted
 
 
@@ -67,7 +67,7 @@ def test_a_table_states_only_what_it_shards():
         assert list(RULES[strategy]) == list(transformer.LOGICAL_AXES), "ours are complete"
 
 
-# ---- one's own, from a file ----------------------------------------------------------------------
+# ---- a table of your own, from a file ------------------------------------------------------------
 
 MINE = {"batch": ["data", "fsdp"], "embed": "fsdp", "hidden": None}
 
@@ -105,7 +105,7 @@ def test_restore_takes_a_file_too(mine):
 
 
 @pytest.mark.parametrize(
-    ("content", "sentence"),
+    ("content", "message"),
     [
         (None, "can't be read (No such file or directory); fix the path"),
         ("", "is not JSON (Expecting value: line 1 column 1 (char 0)); fix the file"),
@@ -116,30 +116,30 @@ def test_restore_takes_a_file_too(mine):
         ({"embed": {"data": 1}}, "maps 'embed' to {\"data\": 1}; use the name of a mesh axis"),
     ],
 )  # fmt: skip
-def test_a_bad_file_is_one_line_and_leaves_nothing(content, sentence, mine, inside, tmp_path):
+def test_a_bad_file_is_one_line_and_leaves_nothing(content, message, mine, inside, tmp_path):
     path = mine(content if content is not None else "")
     if content is None:
         (tmp_path / "mine.json").unlink()
     workdir = tmp_path / "run"
     done = inside("recipes.dot_relu_dot", f"--rules={path}", "--mesh=8", f"--workdir={workdir}")
     assert (done.code, done.out) == (2, "")
-    assert done.err.startswith(f"error: --rules={path} {sentence}")
+    assert done.err.startswith(f"error: --rules={path} {message}")
     assert done.err.count("\n") == 1
     assert not workdir.exists()
 
 
 @pytest.mark.parametrize(
-    ("table", "sentence"),
+    ("table", "message"),
     [
         ({"embd": "data"}, "rules '{}' name logical axis 'embd', unknown to the model; did you mean 'embed'?"),
         ({"embed": "model"}, "rules '{}' need mesh axis 'model' (for 'embed'), and --mesh=8 has 'data'; try --mesh=4x2"),
         ({"embed": "data", "hidden": "data"}, "rules '{}' use mesh axis 'data' twice on w1, for 'embed' and 'hidden'; replicate one of the two (None, or null in JSON)"),
     ],
 )  # fmt: skip
-def test_a_file_is_checked_as_our_tables_are(table, sentence, mine, inside, tmp_path):
+def test_a_file_is_checked_as_our_tables_are(table, message, mine, inside, tmp_path):
     path, workdir = mine(table), tmp_path / "run"
     done = inside("recipes.dot_relu_dot", f"--rules={path}", "--mesh=8", f"--workdir={workdir}")
-    assert (done.code, done.out, done.err) == (2, "", f"error: {sentence.format(path)}\n")
+    assert (done.code, done.out, done.err) == (2, "", f"error: {message.format(path)}\n")
     assert not workdir.exists()
 
 
@@ -160,7 +160,7 @@ def test_accumulation_that_leaves_too_few_rows_is_one_line(inside, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("case", "sentence"),
+    ("case", "message"),
     [
         (dict(rules="fdsp"), "--rules=fdsp is not a strategy of this entry; did you mean 'fsdp'?"),
         (dict(rules="x"), "--rules=x is not a strategy of this entry; it has dp, fsdp, tp, fsdp_tp, hsdp_tp"),
@@ -177,13 +177,13 @@ def test_accumulation_that_leaves_too_few_rows_is_one_line(inside, tmp_path):
         (dict(batch=2), "--batch_size=2 is not divisible by the 4 shards of 'batch' (rules '(yours)' on --mesh=4x2); try --batch_size=4"),
     ],
 )  # fmt: skip
-def test_bad_tables(case, sentence):
+def test_bad_tables(case, message):
     with pytest.raises(UserError) as caught:
         layout(**case)
-    assert str(caught.value).startswith(sentence)
+    assert str(caught.value).startswith(message)
 
 
-def test_a_zoo_file_that_forgets_to_declare_an_axis(monkeypatch):
+def test_a_zoo_file_that_does_not_declare_an_axis(monkeypatch):
     less = {k: v for k, v in transformer.LOGICAL_AXES.items() if k != "mlp"}
     monkeypatch.setattr(transformer, "LOGICAL_AXES", less)
     with pytest.raises(UserError) as caught:
