@@ -125,13 +125,13 @@ def with_case(text: str, case: tuple[str, str, str], record: dict[str, float]) -
 def test_differences_on_record(entry, golden):
     """What was measured stands in golden/, for every case, within the bounds."""
     text = golden.rewrite(DIFFERENCES, lambda text: text)
-    if golden.update:
-        pytest.skip("the cases are being measured")
-    record = {k: v for k, v in json.loads(text).items() if k.split()[0] == entry}
+    record = {k: v for k, v in json.loads(text or "{}").items() if k.split()[0] == entry}
     cases = [" ".join(case) for case in CASES if case[0] == entry]
+    if golden.update:  # other workers are still measuring some
+        cases = [case for case in cases if case in record]
     assert list(record) == cases, "run with --full --update-golden"
-    assert max(case["loss"] for case in record.values()) < LOSS_TOLERANCE
-    assert max(case["gradient"] for case in record.values()) < GRADIENT_TOLERANCE
+    assert max((case["loss"] for case in record.values()), default=0) < LOSS_TOLERANCE
+    assert max((case["gradient"] for case in record.values()), default=0) < GRADIENT_TOLERANCE
 
 
 @pytest.mark.parametrize("entry", ENTRIES)
