@@ -184,11 +184,11 @@ def check_batch(
 
 def _every_weight(model: AbstractModel) -> dict[str, tuple[tuple[int, ...], tuple[str, ...]]]:
     """Path → (shape, logical axes) of all variables."""
-    return {
-        path: (shape.shape, paths(model.axes[kind])[path])
-        for kind, tree in model.shapes.items()
-        for path, shape in paths(tree).items()
-    }
+    shapes, axes = {}, {}
+    for kind in model.shapes:
+        shapes |= paths(model.shapes[kind])
+        axes |= paths(model.axes[kind])
+    return {path: (shape.shape, axes[path]) for path, shape in shapes.items()}
 
 
 def _with_axes(sizes: dict[str, int], wanted: set[str]) -> str:

@@ -4,7 +4,6 @@ import dataclasses
 
 import optax
 
-from recipes.common import checkpoint
 from recipes.common.checkpoint import RunFolder
 from recipes.common.runtime import Run
 from recipes.common.sharding import Tree, shardings
@@ -13,7 +12,7 @@ from recipes.common.train.step import TrainStep
 
 
 def first_state(folder: RunFolder, step: TrainStep, seed: int, abstract: Tree) -> Tree:
-    """The state to begin with. Only one is ever in memory."""
+    """The state to begin with, of a checkpoint that fits the layout. Only one is ever in memory."""
     layout, optimizer = step.layout, step.optimizer
     if folder.newest:
         return folder.newest.read(abstract)
@@ -22,7 +21,7 @@ def first_state(folder: RunFolder, step: TrainStep, seed: int, abstract: Tree) -
     if not folder.in_use:
         optimizer = optax.identity()  # evaluation needs no moments
         abstract = training_state.abstract_state(layout, optimizer)
-    variables = checkpoint.restore_variables(folder.source, layout)
+    variables = folder.source.read(layout.variables())
     begin = layout.compile(
         lambda variables: training_state.new_state(layout, optimizer, seed, variables),
         variables,
