@@ -75,7 +75,7 @@ def main(run: Run, flags: Flags) -> None:
     def confusion(model: MLP, batch) -> dict[str, jax.Array]:
         true_BC = jax.nn.one_hot(batch["label"], config.classes)  # label -1: a row of zeros
         guess_BC = jax.nn.one_hot(model(batch["image"]).argmax(axis=1), config.classes)
-        return {"confusion": true_BC.T @ guess_BC}
+        return {"confusion": (true_BC[:, :, None] * guess_BC[:, None]).sum(axis=0)}
 
     figures = evaluate(layout, state, images, confusion)
     (nats, count), (right, _) = figures["loss"], figures["accuracy"]

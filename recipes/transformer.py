@@ -130,7 +130,8 @@ def sample(layout: Layout, state: Tree, flags: Flags) -> str:
         def next_byte(i, tokens_BT):
             begin = jnp.maximum(i - context, 0)
             window_BT = jax.lax.dynamic_slice_in_dim(tokens_BT, begin, context, axis=1)
-            logits_V = model(window_BT)[0, i - 1 - begin, : text.START]  # bytes only
+            logits_BV = jax.lax.dynamic_index_in_dim(model(window_BT), i - 1 - begin, 1, False)
+            logits_V = jax.sharding.reshard(logits_BV, jax.P())[0, : text.START]  # bytes only
             byte = jax.random.categorical(jax.random.fold_in(key, i), logits_V / 0.8)
             return tokens_BT.at[:, i].set(byte)
 

@@ -73,7 +73,7 @@ def test_textbook_by_hand(strategy, mesh, elements):
 
 def test_textbook_reads_the_table_and_no_names():
     """Rules of a user's own, with other mesh axes: only the attention is split, and only the MLP."""
-    mesh = jax.sharding.AbstractMesh((2, 4), ("rows", "cols"), (jax.sharding.AxisType.Auto,) * 2)
+    mesh = jax.sharding.AbstractMesh((2, 4), ("rows", "cols"))
     for split, of_a_layer, weights in (
         ({"heads": "cols", "kv_heads": "cols"}, 4 * 32 * 32, TABLES + LAYERS + NORMS),
         ({"mlp": "cols"}, 3 * 32 * 64, TABLES + LAYERS + NORMS),
@@ -223,7 +223,7 @@ COMPILED = [  # policy, chips, GB, within
 def test_memory_of_8b_is_what_the_tpu_compiler_says(row):
     remat, chips, peak, within = row
     config = dataclasses.replace(Config.llama_8b(), dtype="bfloat16", remat=remat)
-    mesh = jax.sharding.AbstractMesh((chips,), ("data",), (jax.sharding.AxisType.Auto,))
+    mesh = jax.sharding.AbstractMesh((chips,), ("data",))
     step = common.make_step(config, "fsdp", mesh, chips, 4_096)
     assert sum(compiled.memory_parts(step).values()) == pytest.approx(peak * 1e9, rel=within)
 

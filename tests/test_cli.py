@@ -89,7 +89,7 @@ def test_bad_flags(argv, message):
 def test_a_mesh_is_what_it_says(text, axes):
     made = make_mesh(text)
     assert dict(made.shape) == axes
-    assert set(made.axis_types) == {jax.sharding.AxisType.Auto}
+    assert set(made.axis_types) == {jax.sharding.AxisType.Explicit}
     assert mesh.parse(describe(axes)) == axes
 
 

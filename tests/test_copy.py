@@ -40,11 +40,11 @@ def train(params, rest, batch, steps=5):
 alone = train(params, rest, batch)
 assert alone[-1] < alone[0] and np.isfinite(alone).all(), alone
 
-kinds = (jax.sharding.AxisType.Auto,) * 2
-mesh = jax.make_mesh((4, 2), ("data", "model"), kinds)
-for strategy, table in RULES.items():
-    if "fsdp" in str(list(table.values())):
-        continue  # a third axis of the mesh
+default = jax.make_mesh((4, 2), ("data", "model"))
+auto = jax.make_mesh((4, 2), ("data", "model"), (jax.sharding.AxisType.Auto,) * 2)
+for mesh, strategy in [(default, "dp"), (default, "fsdp"), (default, "tp"), (default, "fsdp_tp"),
+                       (auto, "fsdp"), (auto, "fsdp_tp")]:
+    table = RULES[strategy]
     with jax.set_mesh(mesh), nnx.logical_axis_rules(tuple(table.items())):
         there = [jax.device_put(s, nnx.get_named_sharding(s, mesh)) for s in (params, rest)]
         where = jax.sharding.NamedSharding(mesh, jax.P("data"))
@@ -52,6 +52,7 @@ for strategy, table in RULES.items():
         np.testing.assert_allclose(losses, alone, rtol=1e-5)
         split = [w for w in jax.tree.leaves(there[0]) if not w.sharding.is_fully_replicated]
         assert bool(split) == any(table[axis] for axis in table if axis != "batch"), strategy
+assert auto != default
 
 import sys
 assert not {{"zoo", "recipes", "data"}} & set(sys.modules)

@@ -8,9 +8,9 @@ import pytest
 
 from recipes.common.analysis.report import bytes_per_device
 from recipes.common.runtime.mesh import make_mesh
-from recipes.common.sharding.layout import make_layout, shardings
+from recipes.common.sharding.layout import make_layout
 from recipes.common.train.optimizer import LearningRate, adamw
-from recipes.common.train.state import abstract_state, new_state
+from recipes.common.train.state import abstract_state, initialization
 from tests.conftest import full_except
 from zoo.transformer import Config, Transformer
 
@@ -22,9 +22,7 @@ CASES = [("8", "fsdp"), ("4x2", "fsdp_tp"), ("1x8", "tp"), ("2x2x2", "hsdp_tp")]
 def test_init_of_8b_never_holds_a_whole_parameter_on_a_device(mesh, strategy):
     layout = make_layout(Transformer, Config.llama_8b(), make_mesh(mesh), strategy)
     abstract = abstract_state(layout, OPTIMIZER)
-    init = layout.compile(
-        lambda: new_state(layout, OPTIMIZER, 0), out_shardings=shardings(abstract)
-    )
+    init = initialization(layout, OPTIMIZER, 0, abstract)
     arrays = jax.tree.leaves(abstract["params"])
     largest_shard = max(math.prod(a.sharding.shard_shape(a.shape)) for a in arrays)
     assert largest_shard < max(a.size for a in arrays) / 3

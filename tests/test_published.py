@@ -19,7 +19,7 @@ from flax import nnx
 
 from recipes.common import checkpoint
 from recipes.common.checkpoint import card, integrity, probe
-from recipes.common.entries import ENTRIES
+from recipes.common.entries import ENTRIES, zoo_file
 from recipes.common.mesh import make_mesh
 from recipes.common.runtime import start
 from recipes.common.runtime.errors import UserError
@@ -56,6 +56,27 @@ def test_the_golden_loss_on_every_mesh_and_table(name, strategy, mesh):
     layout = checkpoint.layout_of(source, make_mesh(mesh), strategy)
     loss = probe.loss(layout, checkpoint.restore_variables(source, layout), batch)
     assert loss == pytest.approx(golden, abs=1e-5, rel=0)
+
+
+KINDS = {"default": None, "Auto": (jax.sharding.AxisType.Auto,) * 2}
+
+
+@pytest.mark.parametrize("kinds", KINDS)
+@pytest.mark.parametrize("name", full_except(NAMES, ["mlp.digits"]))
+def test_a_restored_model_can_be_called_on_any_kind_of_mesh(name, kinds):
+    """As it is, under the mesh, and under mesh and rules: the same loss."""
+    mesh = jax.make_mesh((4, 2), ("data", "model"), KINDS[kinds])
+    model, metadata = checkpoint.restore(name, mesh, verify=False)
+    golden, batch = probe.loads((checkpoint.PUBLISHED / name / "probe.json").read_text())
+    table = zoo_file(metadata["entry"]).RULES["fsdp_tp"]
+    for in_force in ("nothing", "mesh", "mesh and rules"):
+        with contextlib.ExitStack() as stack:
+            if "mesh" in in_force:
+                stack.enter_context(jax.set_mesh(mesh))
+            if "rules" in in_force:
+                stack.enter_context(nnx.logical_axis_rules(tuple(table.items())))
+            total, count = jax.jit(lambda m, b: m.loss(**b)[2]["loss"])(model, batch)
+        assert total / count == pytest.approx(golden, abs=1e-5, rel=0), in_force
 
 
 def test_the_golden_loss_notices_what_was_restored_wrong():

@@ -203,9 +203,9 @@ def shown(monkeypatch, tmp_path, capfd):
     """A function of a marker: what the code block after it prints, run in an empty folder."""
     monkeypatch.chdir(tmp_path)
 
-    def execute(marker: str) -> str:
+    def execute(marker: str, readme: str = FRONT) -> str:
         capfd.readouterr()
-        exec(block(f"python: {marker}"), {})
+        exec(block(f"python: {marker}", readme), {})
         return capfd.readouterr().out
 
     return execute
@@ -241,6 +241,10 @@ def test_rules_of_your_own_work_as_shown(shown, tmp_path):
     (tmp_path / "mine.json").write_text(block("rules: mine.json"))
     name, table = rules.select(transformer, "mine.json", make_mesh("2x4"))
     assert (name, table) == ("mine.json", transformer.complete({"mine": given})["mine"])
+
+
+def test_types_are_as_shown(shown):
+    assert shown("typeof", ZOO) == block("output: typeof", ZOO)
 
 
 @pytest.mark.full  # the MLP's whole default run

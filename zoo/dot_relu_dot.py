@@ -21,13 +21,12 @@ jax.jit does not notice that the rules change: give each table its own jitted fu
 """
 
 import dataclasses
-import functools
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 from flax.core.spmd import get_logical_axis_rules
-from jax.sharding import PartitionSpec
+from jax.sharding import AxisType, PartitionSpec
 
 
 @dataclasses.dataclass(frozen=True)
@@ -70,16 +69,24 @@ def complete(tables):
     return {name: dict.fromkeys(LOGICAL_AXES) | table for name, table in tables.items()}
 
 
-def spec(axes: tuple[str, ...]) -> PartitionSpec | None:
+def spec(axes: tuple[str | None, ...]) -> PartitionSpec | None:
     """Logical axes → PartitionSpec, by the rules and mesh in force; None where there are none."""
     rules = dict(get_logical_axis_rules() or ())
     if not rules or jax.sharding.get_abstract_mesh().empty:
         return None
-    return PartitionSpec(*(rules[axis] for axis in axes))
+    return PartitionSpec(*(rules[axis] if axis else None for axis in axes))
 
 
-def constrain(x: jax.Array, *axes: str) -> jax.Array:
-    """Shards an activation by its logical axes. Outside a mesh it does nothing."""
+def explicit(*axes: str | None) -> PartitionSpec | None:
+    """`out_sharding` of an operation that Explicit mesh axes, JAX's default, leave open; else None."""
+    kinds = jax.sharding.get_abstract_mesh().axis_types
+    return spec(axes) if AxisType.Explicit in kinds else None
+
+
+def constrain(x: jax.Array, *axes: str | None) -> jax.Array:
+    """Shards an array by its logical axes. Outside a mesh it does nothing."""
+    if (where := explicit(*axes)) is not None:
+        return jax.sharding.reshard(x, where)
     where = spec(axes)
     return x if where is None else jax.lax.with_sharding_constraint(x, where)
 
@@ -88,36 +95,31 @@ def in_use(weights, dtype=None):
     """Weights as their matmuls want them: in `dtype`, with the axes that IN_USE gives them.
 
     Takes a module or one variable and returns the same. Under FSDP this is the all-gather, and its
-    transpose the reduce-scatter of the gradient. Sharding rules alone don't do this: XLA is then free
-    to gather activations and partial sums instead, at ten times the bytes.
+    transpose, on Explicit axes, the reduce-scatter of the gradient. Sharding rules alone don't do
+    this: XLA is then free to gather activations and partial sums instead, at ten times the bytes.
     """
 
     def one(weight):
-        axes = weight.out_sharding
-        if not IN_USE.keys() & set(axes):
-            return weight  # a norm's scale, for instance: small, replicated, and used in float32
-        w = weight[...] if dtype is None else weight[...].astype(dtype)
-        axes = axes[-w.ndim :]  # inside a scan over layers, the axis of the layers is gone
-        rest, use = spec(axes), spec(tuple(IN_USE.get(axis, axis) for axis in axes))
-        return weight.replace(w if rest == use else _gather(w, rest, use))
+        w, axes = weight[...], weight.out_sharding
+        if IN_USE.keys() & set(axes):  # not a norm's scale, which stays in float32
+            w = w if dtype is None else w.astype(dtype)
+            axes = axes[-w.ndim :]  # inside a scan over layers, the axis of the layers is gone
+            w = constrain(w, *(IN_USE.get(axis, axis) for axis in axes))
+        lies = jax.typeof(w).sharding
+        if spec(()) is None and AxisType.Explicit in lies.mesh.axis_types:
+            # No rules say how to share the work: each device does all of it, with whole weights.
+            w = jax.sharding.reshard(w, lies.update(spec=PartitionSpec()))
+        return weight.replace(w)
 
     return jax.tree.map(one, weights, is_leaf=lambda x: isinstance(x, nnx.Variable))
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2))
-def _gather(w, rest, use):
-    return jax.lax.with_sharding_constraint(w, use)
-
-
-# A plain constraint would shard the gradient as `use` too: an all-reduce, and whole gradients on
-# every device. This shards it as the weight rests: a reduce-scatter.
-_gather.defvjp(
-    lambda w, rest, use: (_gather(w, rest, use), None),
-    lambda rest, use, _, grad: (jax.lax.with_sharding_constraint(grad, rest),),
-)
-
-
 # ---- end of the kit ------------------------------------------------------------------------------
+
+
+def dot(x: jax.Array, w: nnx.Param, *axes: str) -> jax.Array:
+    """Product x · w; `axes` are the result's logical axes."""
+    return constrain(jnp.dot(x, w[...], out_sharding=explicit(*axes)), *axes)
 
 
 class DotReluDot(nnx.Module):
@@ -134,8 +136,8 @@ class DotReluDot(nnx.Module):
     def __call__(self, x_BD: jax.Array) -> jax.Array:
         """On a mesh, B must be divisible by the mesh axes of `batch`."""
         x_BD = constrain(x_BD, "batch", "act_embed")
-        hidden_BF = constrain(jax.nn.relu(x_BD @ in_use(self.w1)[...]), "batch", "hidden")
-        return constrain(hidden_BF @ in_use(self.w2)[...], "batch", "act_embed")
+        hidden_BF = dot(x_BD, in_use(self.w1), "batch", "hidden")
+        return dot(jax.nn.relu(hidden_BF), in_use(self.w2), "batch", "act_embed")
 
     def loss(self, x, y, weight=None):
         """(sum of squared errors, number of outputs, further figures) of a batch.

@@ -32,7 +32,7 @@ import jax.numpy as jnp
 from flax import nnx
 from flax.core.spmd import get_logical_axis_rules
 from jax.ad_checkpoint import checkpoint_name
-from jax.sharding import PartitionSpec
+from jax.sharding import AxisType, PartitionSpec
 
 
 @dataclasses.dataclass(frozen=True)
@@ -166,16 +166,24 @@ def complete(tables):
     return {name: dict.fromkeys(LOGICAL_AXES) | table for name, table in tables.items()}
 
 
-def spec(axes: tuple[str, ...]) -> PartitionSpec | None:
+def spec(axes: tuple[str | None, ...]) -> PartitionSpec | None:
     """Logical axes → PartitionSpec, by the rules and mesh in force; None where there are none."""
     rules = dict(get_logical_axis_rules() or ())
     if not rules or jax.sharding.get_abstract_mesh().empty:
         return None
-    return PartitionSpec(*(rules[axis] for axis in axes))
+    return PartitionSpec(*(rules[axis] if axis else None for axis in axes))
 
 
-def constrain(x: jax.Array, *axes: str) -> jax.Array:
-    """Shards an activation by its logical axes. Outside a mesh it does nothing."""
+def explicit(*axes: str | None) -> PartitionSpec | None:
+    """`out_sharding` of an operation that Explicit mesh axes, JAX's default, leave open; else None."""
+    kinds = jax.sharding.get_abstract_mesh().axis_types
+    return spec(axes) if AxisType.Explicit in kinds else None
+
+
+def constrain(x: jax.Array, *axes: str | None) -> jax.Array:
+    """Shards an array by its logical axes. Outside a mesh it does nothing."""
+    if (where := explicit(*axes)) is not None:
+        return jax.sharding.reshard(x, where)
     where = spec(axes)
     return x if where is None else jax.lax.with_sharding_constraint(x, where)
 
@@ -184,33 +192,23 @@ def in_use(weights, dtype=None):
     """Weights as their matmuls want them: in `dtype`, with the axes that IN_USE gives them.
 
     Takes a module or one variable and returns the same. Under FSDP this is the all-gather, and its
-    transpose the reduce-scatter of the gradient. Sharding rules alone don't do this: XLA is then free
-    to gather activations and partial sums instead, at ten times the bytes.
+    transpose, on Explicit axes, the reduce-scatter of the gradient. Sharding rules alone don't do
+    this: XLA is then free to gather activations and partial sums instead, at ten times the bytes.
     """
 
     def one(weight):
-        axes = weight.out_sharding
-        if not IN_USE.keys() & set(axes):
-            return weight  # a norm's scale, for instance: small, replicated, and used in float32
-        w = weight[...] if dtype is None else weight[...].astype(dtype)
-        axes = axes[-w.ndim :]  # inside a scan over layers, the axis of the layers is gone
-        rest, use = spec(axes), spec(tuple(IN_USE.get(axis, axis) for axis in axes))
-        return weight.replace(w if rest == use else _gather(w, rest, use))
+        w, axes = weight[...], weight.out_sharding
+        if IN_USE.keys() & set(axes):  # not a norm's scale, which stays in float32
+            w = w if dtype is None else w.astype(dtype)
+            axes = axes[-w.ndim :]  # inside a scan over layers, the axis of the layers is gone
+            w = constrain(w, *(IN_USE.get(axis, axis) for axis in axes))
+        lies = jax.typeof(w).sharding
+        if spec(()) is None and AxisType.Explicit in lies.mesh.axis_types:
+            # No rules say how to share the work: each device does all of it, with whole weights.
+            w = jax.sharding.reshard(w, lies.update(spec=PartitionSpec()))
+        return weight.replace(w)
 
     return jax.tree.map(one, weights, is_leaf=lambda x: isinstance(x, nnx.Variable))
-
-
-@functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2))
-def _gather(w, rest, use):
-    return jax.lax.with_sharding_constraint(w, use)
-
-
-# A plain constraint would shard the gradient as `use` too: an all-reduce, and whole gradients on
-# every device. This shards it as the weight rests: a reduce-scatter.
-_gather.defvjp(
-    lambda w, rest, use: (_gather(w, rest, use), None),
-    lambda rest, use, _, grad: (jax.lax.with_sharding_constraint(grad, rest),),
-)
 
 
 # ---- end of the kit ------------------------------------------------------------------------------
@@ -225,15 +223,23 @@ def param(rngs: nnx.Rngs, shape: tuple[int, ...], axes: tuple[str, ...], stddev:
     return nnx.Param(value, out_sharding=axes, eager_sharding=False)
 
 
-def dot(x: jax.Array, w: jax.Array, contract: int = 1) -> jax.Array:
-    """x[B, T, ...] · w, over the last `contract` dims of x and the first of w.
+def reshape(x: jax.Array, shape: tuple[int, ...], *axes: str | None) -> jax.Array:
+    """Other dims for x, whose logical axes are `axes`."""
+    return constrain(jnp.reshape(x, shape, out_sharding=explicit(*axes)), *axes)
 
+
+def dot(x: jax.Array, weight: nnx.Param, contract: int = 1) -> jax.Array:
+    """x[B, T, ...] · weight, over the last `contract` dims of x and the first of the weight, in use.
+
+    The result's other axes are those of the weight, which so lays out every activation of a layer.
     B and T go in as one dim: where a gradient contracts two dims at once, XLA's CPU backend
     transposes its operands first, which made the whole training step 1.6 times slower.
     """
-    outer, inner = x.shape[: x.ndim - contract], x.shape[x.ndim - contract :]
-    y = jnp.tensordot(x.reshape(-1, *inner), w, contract)
-    return y.reshape(*outer, *w.shape[contract:])
+    w, (B, T, *inner) = weight[...], x.shape
+    axes = [IN_USE.get(axis, axis) for axis in weight.out_sharding[-w.ndim :]]
+    x = reshape(x, (B * T, *inner), "batch", *axes[:contract])
+    y = jnp.tensordot(x, w, contract, out_sharding=explicit("batch", *axes[contract:]))
+    return reshape(y, (B, T, *y.shape[1:]), "batch", "seq", *axes[contract:])
 
 
 class RMSNorm(nnx.Module):
@@ -290,7 +296,8 @@ def attend(q_BTNH, k_BSKH, v_BSKH, segment_ids_BT, config: Config) -> jax.Array:
     # A block of queries at a time, against only the keys that it may see: half the work of the
     # full square, and blocks that XLA's CPU backend runs side by side (1.6 times faster there).
     G = N // K
-    q_BKGTH = q_BTNH.reshape(B, T, K, G, H).transpose(0, 2, 3, 1, 4)
+    q = reshape(q_BTNH, (B, T, K, G, H), "batch", "seq", "kv_heads", None, "head_dim")
+    q_BKGTH = q.transpose(0, 2, 3, 1, 4)
     k_BKSH, v_BKSH = k_BSKH.swapaxes(1, 2), v_BSKH.swapaxes(1, 2)
     block = max(128, -(-T // 8))
     outputs = []
@@ -311,7 +318,8 @@ def attend(q_BTNH, k_BSKH, v_BSKH, segment_ids_BT, config: Config) -> jax.Array:
         weights_BKMS = weights.astype(v.dtype).reshape(logits.shape)
         outputs.append(jnp.einsum("BKMS,BKSH->BKMH", weights_BKMS, v).reshape(B, K, G, -1, H))
     out_BKGTH = jnp.concatenate(outputs, axis=3)
-    return out_BKGTH.transpose(0, 3, 1, 2, 4).reshape(B, T, N, H)
+    out_BTKGH = out_BKGTH.transpose(0, 3, 1, 2, 4)
+    return reshape(out_BTKGH, (B, T, N, H), "batch", "seq", "heads", "head_dim")
 
 
 class Attention(nnx.Module):
@@ -334,21 +342,16 @@ class Attention(nnx.Module):
             self.k_norm = RMSNorm(H, config.norm_eps, rngs=rngs)
 
     def __call__(self, x_BTD, segment_ids_BT, angles_TH):
-        q, k, v = dot(x_BTD, self.q[...]), dot(x_BTD, self.k[...]), dot(x_BTD, self.v[...])
+        q, k, v = dot(x_BTD, self.q), dot(x_BTD, self.k), dot(x_BTD, self.v)
         if self.config.qkv_bias:
-            biases = (self.q_bias, self.k_bias, self.v_bias)
-            q, k, v = (
-                x + b[...].astype(x.dtype)[None, None]
-                for x, b in zip((q, k, v), biases, strict=True)
-            )
+            q = q + self.q_bias[...].astype(q.dtype)[None, None]
+            k = k + self.k_bias[...].astype(k.dtype)[None, None]
+            v = v + self.v_bias[...].astype(v.dtype)[None, None]
         if self.config.qk_norm:
             q, k = self.q_norm(q), self.k_norm(k)
-        q_BTNH = constrain(rotate(q, angles_TH), "batch", "seq", "heads", "head_dim")
-        k_BSKH = constrain(rotate(k, angles_TH), "batch", "seq", "kv_heads", "head_dim")
-        v_BSKH = constrain(v, "batch", "seq", "kv_heads", "head_dim")
-        out_BTNH = attend(q_BTNH, k_BSKH, v_BSKH, segment_ids_BT, self.config)
-        out_BTNH = constrain(out_BTNH, "batch", "seq", "heads", "head_dim")
-        return dot(out_BTNH, self.o[...], contract=2)
+        q_BTNH, k_BSKH = rotate(q, angles_TH), rotate(k, angles_TH)
+        out_BTNH = attend(q_BTNH, k_BSKH, v, segment_ids_BT, self.config)
+        return dot(out_BTNH, self.o, contract=2)
 
 
 class MLP(nnx.Module):
@@ -361,8 +364,7 @@ class MLP(nnx.Module):
         self.down = param(rngs, (F, D), ("mlp", "embed"), (F * 2 * config.num_layers) ** -0.5)
 
     def __call__(self, x_BTD):
-        hidden_BTF = jax.nn.silu(dot(x_BTD, self.gate[...])) * dot(x_BTD, self.up[...])
-        return dot(constrain(hidden_BTF, "batch", "seq", "mlp"), self.down[...])
+        return dot(jax.nn.silu(dot(x_BTD, self.gate)) * dot(x_BTD, self.up), self.down)
 
 
 class Layer(nnx.Module):
@@ -376,11 +378,8 @@ class Layer(nnx.Module):
 
     def __call__(self, x_BTD, segment_ids_BT, angles_TH):
         out_BTD = self.attention(self.attention_norm(x_BTD), segment_ids_BT, angles_TH)
-        x_BTD = x_BTD + self._residual(out_BTD)
-        return x_BTD + self._residual(self.mlp(self.mlp_norm(x_BTD)))
-
-    def _residual(self, out_BTD):
-        return checkpoint_name(constrain(out_BTD, "batch", "seq", "act_embed"), "sublayer")
+        x_BTD = x_BTD + checkpoint_name(out_BTD, "sublayer")
+        return x_BTD + checkpoint_name(self.mlp(self.mlp_norm(x_BTD)), "sublayer")
 
 
 class Transformer(nnx.Module):
@@ -409,8 +408,9 @@ class Transformer(nnx.Module):
           segment_ids_BT: int; positions attend only within their own segment. None: all are one.
         """
         x_BTD, unembed_RVD = self._trunk(tokens_BT, segment_ids_BT)
-        logits_RMV = _logits(x_BTD.reshape(unembed_RVD.shape[0], -1, x_BTD.shape[-1]), unembed_RVD)
-        return constrain(logits_RMV.reshape(*x_BTD.shape[:2], -1), "batch", "seq", "vocab")
+        (B, T, D), R = x_BTD.shape, unembed_RVD.shape[0]
+        x_RMD = reshape(x_BTD, (R, -1, D), "batch", None, "act_embed")
+        return reshape(_logits(x_RMD, unembed_RVD), (B, T, -1), "batch", "seq", "vocab")
 
     def loss(self, tokens, targets, segment_ids=None):
         """(sum of cross entropies in nats, number of targets, further figures) of a batch.
@@ -428,20 +428,22 @@ class Transformer(nnx.Module):
         (B, T), R = tokens.shape, unembed_RVD.shape[0]
         C = next(c for c in range(min(T, self.config.loss_chunk), 0, -1) if T % c == 0)
 
-        def chunks(x):  # [B, T, ...] → [T/C, R, B/R·C, ...]
-            x = x.reshape(R, B // R, T // C, C, *x.shape[2:])
-            return jnp.moveaxis(x, 2, 0).reshape(T // C, R, -1, *x.shape[4:])
+        def chunks(x, *axes):  # [B, T, ...] → [T/C, R, B/R·C, ...]
+            x = reshape(x, (R, B // R, T // C, C, *x.shape[2:]), "batch", None, None, None, *axes)
+            x = jnp.moveaxis(x, 2, 0)
+            return reshape(x, (T // C, R, -1, *x.shape[4:]), None, "batch", None, *axes)
 
         @jax.checkpoint  # the backward pass computes a chunk's logits again
         def chunk(total_R, x_and_targets):
             x_RMD, targets_RM = x_and_targets
             logits_RMV = _logits(x_RMD, unembed_RVD)
-            picked_RM1 = jnp.take_along_axis(logits_RMV, targets_RM[..., None], axis=-1)
-            nats_RM = jax.nn.logsumexp(logits_RMV, axis=-1) - picked_RM1[..., 0]
+            picked_RMV = jnp.arange(logits_RMV.shape[-1])[None, None] == targets_RM[..., None]
+            picked_RM = jnp.where(picked_RMV, logits_RMV, 0).sum(axis=-1)
+            nats_RM = jax.nn.logsumexp(logits_RMV, axis=-1) - picked_RM
             return total_R + jnp.where(targets_RM < 0, 0, nats_RM).sum(axis=1), None
 
         zeros_R = constrain(jnp.zeros(R), "batch")
-        total_R, _ = jax.lax.scan(chunk, zeros_R, (chunks(x_BTD), chunks(targets)))
+        total_R, _ = jax.lax.scan(chunk, zeros_R, (chunks(x_BTD, "act_embed"), chunks(targets)))
         total, count = _now(total_R.sum()), (targets >= 0).sum().astype(jnp.float32)
         return total, count, {"loss": (total, count)}
 
@@ -449,9 +451,8 @@ class Transformer(nnx.Module):
         """The last layer's output, normed, [B, T, D]; the table that unembeds it, [R, V, D]."""
         config, (B, T) = self.config, tokens_BT.shape
         embed_RVD = _per_shard(in_use(self.embed, config.dtype)[...])
-        tokens_RM = tokens_BT.reshape(embed_RVD.shape[0], -1)
-        x_BTD = jax.vmap(lambda table_VD, t: table_VD[t])(embed_RVD, tokens_RM).reshape(B, T, -1)
-        x_BTD = constrain(x_BTD, "batch", "seq", "act_embed")
+        tokens_RM = reshape(tokens_BT, (embed_RVD.shape[0], -1), "batch", None)
+        x_BTD = reshape(_rows(embed_RVD, tokens_RM), (B, T, -1), "batch", "seq", "act_embed")
         angles_TH = rope_angles(config, T)
 
         @functools.partial(jax.checkpoint, policy=REMAT[config.remat], prevent_cse=False)
@@ -490,14 +491,32 @@ def _per_shard(table_VD: jax.Array) -> jax.Array:
     if (batch := spec(("batch",))) is not None and batch[0] is not None:
         axes = (batch[0],) if isinstance(batch[0], str) else batch[0]
         shards = math.prod(jax.sharding.get_abstract_mesh().shape[axis] for axis in axes)
-    table_RVD = jnp.broadcast_to(table_VD, (shards, *table_VD.shape))
+    copies = explicit("batch", "vocab", "act_embed")
+    table_RVD = jnp.broadcast_to(table_VD, (shards, *table_VD.shape), out_sharding=copies)
     return constrain(table_RVD, "batch", "vocab", "act_embed")
+
+
+def _rows(table_RVD, tokens_RM):
+    """[R, M, D]: each shard of the batch looks its tokens up in its own copy of the table."""
+    lookup = jax.vmap(lambda table_VD, tokens_M: table_VD[tokens_M])
+    if (
+        where := explicit("batch", None, "act_embed")
+    ) is not None:  # which have no rule for lookups
+        lookup = jax.sharding.auto_axes(lookup, out_sharding=where)
+    return lookup(table_RVD, tokens_RM)
 
 
 def _logits(x_RMD, unembed_RVD):
     """[R, M, V] in float32, M being the positions of one shard of the batch."""
-    logits = jnp.einsum("RMD,RVD->RMV", x_RMD, unembed_RVD, preferred_element_type=jnp.float32)
-    return constrain(logits, "batch", "seq", "vocab")
+    axes, float32 = ("batch", "seq", "vocab"), jnp.float32
+    logits_RMV = jnp.einsum(
+        "RMD,RVD->RMV",
+        x_RMD,
+        unembed_RVD,
+        preferred_element_type=float32,
+        out_sharding=explicit(*axes),
+    )
+    return constrain(logits_RMV, *axes)
 
 
 # Strategy → logical axis → mesh axis. What a table leaves out is replicated.

@@ -58,7 +58,7 @@ def parse(text: str) -> dict[str, int]:
 
 
 def make_mesh(text: str = "") -> Mesh:
-    """A mesh of Auto axes over the run's devices; "" puts all of them on `data`.
+    """A mesh over the run's devices; "" puts all of them on `data`.
 
     Without an accelerator it simulates as many CPU devices as the mesh needs, if JAX has not made
     its devices yet; several processes simulate a share each. With accelerators the mesh must use
@@ -97,17 +97,16 @@ def make_mesh(text: str = "") -> Mesh:
 
 
 def arrange(axes: dict[str, int], devices: Sequence[jax.Device]) -> Mesh:
-    """A mesh of Auto axes over these devices; on a TPU slice each axis runs along whole rings.
+    """A mesh of Explicit axes, JAX's default, over these devices; on a TPU slice each axis runs along whole rings.
 
     Where that is impossible, as with data=16,fsdp=16 on chips wired 4x8x8, axes share a ring.
     """
-    kinds = (AxisType.Auto,) * len(axes)  # jax.make_mesh's own default is Explicit
     sizes = tuple(axes.values())
     try:
-        return jax.make_mesh(sizes, tuple(axes), kinds, devices=devices)
+        return jax.make_mesh(sizes, tuple(axes), devices=devices)
     except NotImplementedError:
         split = mesh_utils.create_device_mesh(sizes, devices, allow_split_physical_axes=True)
-        return Mesh(split, tuple(axes), axis_types=kinds)
+        return Mesh(split, tuple(axes), axis_types=(AxisType.Explicit,) * len(axes))
 
 
 def suggest(devices: int, axes: int) -> str:

@@ -55,13 +55,22 @@ def initialize(
     layout: Layout, optimizer: optax.GradientTransformation, seed: int, abstract: Tree
 ) -> Tree:
     """The new training state, each shard made on its own device."""
+    return initialization(layout, optimizer, seed, abstract)()
+
+
+def initialization(
+    layout: Layout, optimizer: optax.GradientTransformation, seed: int, abstract: Tree
+) -> jax.stages.Compiled:
+    """The program that makes the new training state."""
     options = {}
     if layout.mesh.devices.flat[0].platform == "cpu":
         # Above 1, LLVM vectorizes where a shard's shape allows, which may change the last bit.
         options["xla_backend_optimization_level"] = 1
-    make = layout.compile(
+    # Traced outside the mesh: inside, Explicit axes say of each array where it lies, and of new
+    # random numbers that is everywhere.
+    make = jax.jit(
         lambda: new_state(layout, optimizer, seed),
         out_shardings=shardings(abstract),
         compiler_options=options,
     )
-    return make()
+    return make.lower().compile()

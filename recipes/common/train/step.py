@@ -6,6 +6,7 @@ import flax.serialization
 import jax
 import jax.numpy as jnp
 import optax
+from jax.sharding import PartitionSpec
 
 from recipes.common.sharding import AbstractModel, Layout, Tree, shardings
 from recipes.common.train.optimizer import LearningRate
@@ -71,9 +72,7 @@ def gradients(
         (_, (count, aux, buffers)), grads = value_and_grad(params, buffers, batch)
     else:
         # Every microbatch takes rows from every device: row b goes to microbatch b % microbatches.
-        parts = jax.tree.map(
-            lambda x: jnp.moveaxis(x.reshape(-1, microbatches, *x.shape[1:]), 1, 0), batch
-        )
+        parts = jax.tree.map(lambda x: _interleaved(x, microbatches), batch)
 
         def add(carry, part):
             buffers, sums = carry
@@ -87,6 +86,14 @@ def gradients(
         (buffers, (count, aux, grads)), _ = jax.lax.scan(add, (buffers, sums), parts)
     means = {name: total / number for name, (total, number) in aux.items()}
     return jax.tree.map(lambda g: g / count, grads), buffers, means
+
+
+def _interleaved(x: jax.Array, microbatches: int) -> jax.Array:
+    """[B, ...] → [microbatches, B / microbatches, ...], the second dim sharded as the first was."""
+    kind = jax.typeof(x).sharding
+    rows = kind.update(spec=PartitionSpec(*kind.spec[:1]))
+    x = jnp.reshape(x, (-1, microbatches, *x.shape[1:]), out_sharding=rows)
+    return jnp.moveaxis(x, 1, 0)
 
 
 def apply_gradients(optimizer: optax.GradientTransformation, state: Tree, grads: Tree) -> Tree:
