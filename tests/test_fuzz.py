@@ -91,7 +91,7 @@ def test_rule_tables(strategy, changed, left_out, axes, batch, microbatches):
     name, table = select(transformer, mine, abstract)
 
     def check():
-        sharding_rules.check(transformer, name, table, MODEL, abstract)
+        sharding_rules.fit(transformer, name, table, MODEL, abstract)
         sharding_rules.check_batch(name, table, abstract, batch, microbatches)
 
     _, message = attempt(check)
@@ -124,7 +124,7 @@ def test_files_of_rules(tmp_path_factory, content, axes):
     abstract = AbstractMesh(tuple(axes.values()), tuple(axes))
     found, message = attempt(lambda: select(transformer, str(path), abstract))
     if found:
-        _, message = attempt(lambda: sharding_rules.check(transformer, *found, MODEL, abstract))
+        _, message = attempt(lambda: sharding_rules.fit(transformer, *found, MODEL, abstract))
     assert "\n" not in message
 
 

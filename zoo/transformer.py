@@ -39,7 +39,7 @@ from jax.sharding import AxisType, PartitionSpec
 class Config:
     """The architecture, and how to compute it. Named sizes are classmethods."""
 
-    vocab_size: int  # V, tokens; padded so that the mesh axis it is sharded over divides it
+    vocab_size: int  # V, tokens
     embed: int  # D
     num_layers: int  # L
     num_heads: int  # N, query heads
@@ -156,6 +156,14 @@ LOGICAL_AXES = {
 
 # What a weight's axis is called while it is multiplied, where rules may shard it differently.
 IN_USE = {"embed": "act_embed"}
+
+
+# What a mesh axis need not divide, and what is done then; other dims are refused.
+UNEVEN = {
+    "vocab": "padded",  # inside the step, by rows that nothing reaches; at rest the table is whole
+    "heads": "replicated",  # every device along the axis attends with all of them
+    "kv_heads": "replicated",
+}
 
 
 # ---- kit: the same lines in every zoo file, explained in zoo/README.md ---------------------------
@@ -349,8 +357,11 @@ class Attention(nnx.Module):
             v = v + self.v_bias[...].astype(v.dtype)[None, None]
         if self.config.qk_norm:
             q, k = self.q_norm(q), self.k_norm(k)
-        q_BTNH, k_BSKH = rotate(q, angles_TH), rotate(k, angles_TH)
-        out_BTNH = attend(q_BTNH, k_BSKH, v, segment_ids_BT, self.config)
+        q_BTNH, k_BSKH, v_BSKH = rotate(q, angles_TH), rotate(k, angles_TH), v
+        if shards("heads") > shards("kv_heads"):  # each device takes those that its queries want
+            axes, G = ("batch", "seq", "heads", "head_dim"), q.shape[2] // k.shape[2]
+            k_BSKH, v_BSKH = (constrain(jnp.repeat(x, G, axis=2), *axes) for x in (k_BSKH, v))
+        out_BTNH = attend(q_BTNH, k_BSKH, v_BSKH, segment_ids_BT, self.config)
         return dot(out_BTNH, self.o, contract=2)
 
 
@@ -410,7 +421,10 @@ class Transformer(nnx.Module):
         x_BTD, unembed_RVD = self._trunk(tokens_BT, segment_ids_BT)
         (B, T, D), R = x_BTD.shape, unembed_RVD.shape[0]
         x_RMD = reshape(x_BTD, (R, -1, D), "batch", None, "act_embed")
-        return reshape(_logits(x_RMD, unembed_RVD), (B, T, -1), "batch", "seq", "vocab")
+        logits_BTV = reshape(self._logits(x_RMD, unembed_RVD), (B, T, -1), "batch", "seq", "vocab")
+        if logits_BTV.shape[-1] == self.config.vocab_size:
+            return logits_BTV
+        return constrain(logits_BTV, "batch", "seq", None)[..., : self.config.vocab_size]
 
     def loss(self, tokens, targets, segment_ids=None):
         """(sum of cross entropies in nats, number of targets, further figures) of a batch.
@@ -436,7 +450,7 @@ class Transformer(nnx.Module):
         @jax.checkpoint  # the backward pass computes a chunk's logits again
         def chunk(total_R, x_and_targets):
             x_RMD, targets_RM = x_and_targets
-            logits_RMV = _logits(x_RMD, unembed_RVD)
+            logits_RMV = self._logits(x_RMD, unembed_RVD)
             picked_RMV = jnp.arange(logits_RMV.shape[-1])[None, None] == targets_RM[..., None]
             picked_RM = jnp.where(picked_RMV, logits_RMV, 0).sum(axis=-1)
             nats_RM = jax.nn.logsumexp(logits_RMV, axis=-1) - picked_RM
@@ -450,7 +464,7 @@ class Transformer(nnx.Module):
     def _trunk(self, tokens_BT, segment_ids_BT):
         """The last layer's output, normed, [B, T, D]; the table that unembeds it, [R, V, D]."""
         config, (B, T) = self.config, tokens_BT.shape
-        embed_RVD = _per_shard(in_use(self.embed, config.dtype)[...])
+        embed_RVD = _per_shard(self.embed, config.dtype)
         tokens_RM = reshape(tokens_BT, (embed_RVD.shape[0], -1), "batch", None)
         x_BTD = reshape(_rows(embed_RVD, tokens_RM), (B, T, -1), "batch", "seq", "act_embed")
         angles_TH = rope_angles(config, T)
@@ -461,8 +475,20 @@ class Transformer(nnx.Module):
 
         x_BTD, _ = jax.lax.scan(layer, x_BTD, self.layers, unroll=config.unroll)
         if not config.tie_embeddings:
-            embed_RVD = _per_shard(in_use(self.unembed, config.dtype)[...])
+            embed_RVD = _per_shard(self.unembed, config.dtype)
         return self.final_norm(x_BTD), embed_RVD
+
+    def _logits(self, x_RMD, unembed_RVD):
+        """[R, M, V] in float32, M being the positions of one shard of the batch."""
+        axes, V = ("batch", "seq", "vocab"), self.config.vocab_size
+        logits_RMV = jnp.einsum(
+            "RMD,RVD->RMV", x_RMD, unembed_RVD, preferred_element_type=jnp.float32,
+            out_sharding=explicit(*axes),
+        )  # fmt: skip
+        if logits_RMV.shape[-1] > V:
+            padding = jnp.arange(logits_RMV.shape[-1])[None, None] >= V
+            logits_RMV = jnp.where(padding, -jnp.inf, logits_RMV)
+        return constrain(logits_RMV, *axes)
 
 
 @jax.custom_vjp
@@ -481,19 +507,28 @@ _now.defvjp(
 )
 
 
-def _per_shard(table_VD: jax.Array) -> jax.Array:
+def shards(axis: str) -> int:
+    """How many parts the rules and mesh in force cut a logical axis into."""
+    where = spec((axis,))
+    if where is None or where[0] is None:
+        return 1
+    axes = (where[0],) if isinstance(where[0], str) else where[0]
+    return math.prod(jax.sharding.get_abstract_mesh().shape[axis] for axis in axes)
+
+
+def _per_shard(table: nnx.Param, dtype: str) -> jax.Array:
     """A copy of the table for each shard of the batch, [R, V, D]: what each device holds anyway.
 
     Lookups and chunks of the loss then add to their own copy's gradient, and the copies' gradients
-    meet once, where this broadcast is transposed. Without it they meet at every chunk.
+    meet once, where this broadcast is transposed. Without it they meet at every chunk. V is padded
+    with zeros to a multiple of its own shards.
     """
-    shards = 1
-    if (batch := spec(("batch",))) is not None and batch[0] is not None:
-        axes = (batch[0],) if isinstance(batch[0], str) else batch[0]
-        shards = math.prod(jax.sharding.get_abstract_mesh().shape[axis] for axis in axes)
-    copies = explicit("batch", "vocab", "act_embed")
-    table_RVD = jnp.broadcast_to(table_VD, (shards, *table_VD.shape), out_sharding=copies)
-    return constrain(table_RVD, "batch", "vocab", "act_embed")
+    if padding := -table.shape[0] % shards("vocab"):
+        padded_VD = jnp.pad(table[...].astype(dtype), ((0, padding), (0, 0)))
+        table = table.replace(constrain(padded_VD, None, "act_embed"))  # gathered before it is split
+    table_VD, axes = in_use(table, dtype)[...], ("batch", "vocab", "act_embed")
+    copies = (shards("batch"), *table_VD.shape)
+    return constrain(jnp.broadcast_to(table_VD, copies, out_sharding=explicit(*axes)), *axes)
 
 
 def _rows(table_RVD, tokens_RM):
@@ -504,19 +539,6 @@ def _rows(table_RVD, tokens_RM):
     ) is not None:  # which have no rule for lookups
         lookup = jax.sharding.auto_axes(lookup, out_sharding=where)
     return lookup(table_RVD, tokens_RM)
-
-
-def _logits(x_RMD, unembed_RVD):
-    """[R, M, V] in float32, M being the positions of one shard of the batch."""
-    axes, float32 = ("batch", "seq", "vocab"), jnp.float32
-    logits_RMV = jnp.einsum(
-        "RMD,RVD->RMV",
-        x_RMD,
-        unembed_RVD,
-        preferred_element_type=float32,
-        out_sharding=explicit(*axes),
-    )
-    return constrain(logits_RMV, *axes)
 
 
 # Strategy → logical axis → mesh axis. What a table leaves out is replicated.

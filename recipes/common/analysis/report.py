@@ -7,7 +7,7 @@ import jax
 from recipes.common.analysis.hlo import collectives
 from recipes.common.runtime import describe
 from recipes.common.sharding import Layout, Tree, paths
-from recipes.common.sharding.rules import used_axes
+from recipes.common.sharding.rules import mesh_axes, shards, used_axes
 
 
 def headline(layout: Layout) -> str:
@@ -52,7 +52,26 @@ def table(layout: Layout, state: Tree) -> str:
         f"{count:,} parameters. Per device: parameters {params}, gradients {params}, "
         f"optimizer state {moments}."
     )
-    return "\n".join([*_columns(rows), total])
+    return "\n".join([*_columns(rows), total, *uneven(layout)])
+
+
+def uneven(layout: Layout) -> list[str]:
+    """One line about the dims that a mesh axis does not divide, where there are any."""
+    told, extra = {}, 0.0
+    axes = paths(layout.model.axes["params"])
+    for path, leaf in paths(layout.variables()["params"]).items():
+        parts = 1  # into which the leaf would be cut further
+        for dim, axis in zip(leaf.shape, axes[path], strict=True):
+            if axis in layout.uneven:
+                n = shards(layout.uneven, axis, layout.mesh.shape)
+                parts *= n
+                even = f"padded to {-(-dim // n) * n} in the step, whole at rest"
+                done = even if layout.table[axis] else f"whole everywhere, its work done {n} times"
+                over = "·".join(mesh_axes(layout.uneven[axis]))
+                told[axis] = f"{axis} {dim} by {over} {n} ({done})"
+        extra += bytes_per_device(leaf) * (1 - 1 / parts)
+    line = f"Not divisible: {'; '.join(told.values())}. That is {size(extra)} more of parameters a device."
+    return [line] if told else []
 
 
 def _axis(part) -> str:

@@ -40,16 +40,20 @@ class Layout:
     zoo: types.ModuleType  # the model's zoo file
     config: Any
     strategy: str  # the name of the table
-    table: Table
+    table: Table  # to compute by
+    uneven: Table  # what of the table asked for does not hold for weights at rest: see rules.fit
     build: Callable[[], nnx.Module]
     model: AbstractModel
     batch_size: int  # 0: of no run
 
     def variables(self) -> Tree:
         """The model's variables as ShapeDtypeStructs, each with its NamedSharding."""
+        rest = self.table | dict.fromkeys(self.uneven)
         return jax.tree.map(
             lambda axes, leaf: jax.ShapeDtypeStruct(
-                leaf.shape, leaf.dtype, sharding=self.sharding(*axes)
+                leaf.shape,
+                leaf.dtype,
+                sharding=NamedSharding(self.mesh, partition_spec(axes, rest)),
             ),
             self.model.axes,
             self.model.shapes,
@@ -130,9 +134,9 @@ def make_layout(
 
     name, table = sharding_rules.select(zoo, rules, mesh)
     abstract = abstract_model(build)
-    sharding_rules.check(zoo, name, table, abstract, mesh)
+    table, uneven = sharding_rules.fit(zoo, name, table, abstract, mesh)
     sharding_rules.check_batch(name, table, mesh, batch_size, microbatches)
-    return Layout(mesh, zoo, config, name, table, build, abstract, batch_size)
+    return Layout(mesh, zoo, config, name, table, uneven, build, abstract, batch_size)
 
 
 def elsewhere(layout: Layout, rules: str, mesh: Mesh | AbstractMesh | None = None) -> Layout | None:
@@ -140,10 +144,10 @@ def elsewhere(layout: Layout, rules: str, mesh: Mesh | AbstractMesh | None = Non
     mesh = mesh or layout.mesh
     try:
         name, table = sharding_rules.select(layout.zoo, rules, mesh)
-        sharding_rules.check(layout.zoo, name, table, layout.model, mesh)
+        table, uneven = sharding_rules.fit(layout.zoo, name, table, layout.model, mesh)
     except UserError:
         return None
-    return dataclasses.replace(layout, mesh=mesh, strategy=name, table=table)
+    return dataclasses.replace(layout, mesh=mesh, strategy=name, table=table, uneven=uneven)
 
 
 def shardings(tree: Tree) -> Tree:

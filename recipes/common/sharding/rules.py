@@ -106,17 +106,23 @@ def _read(path: pathlib.Path) -> Table:
 # ---- whether it fits -----------------------------------------------------------------------------
 
 
-def check(
+def fit(
     zoo: types.ModuleType,
     name: str,
     table: Table,
     model: AbstractModel,
     mesh: Mesh | AbstractMesh,
-) -> None:
-    """Raises UserError if the table does not fit the model or the mesh. Allocates nothing.
+) -> tuple[Table, Table]:
+    """(the table to compute by, what of `table` does not hold for weights at rest).
+
+    The zoo file's UNEVEN names dims that a mesh axis need not divide. Where one doesn't, the dim is
+    whole on each device: wherever it occurs if UNEVEN says "replicated"; in weights at rest if it
+    says "padded", and in the step the model pads it. Allocates nothing.
+
+    Raises UserError if the table does not fit the model or the mesh.
 
     Args:
-      zoo: declares LOGICAL_AXES and IN_USE.
+      zoo: declares LOGICAL_AXES and IN_USE, and UNEVEN if it has any.
       name: of the table, for messages.
       table: complete.
     """
@@ -141,22 +147,27 @@ def check(
                     f"--mesh={describe(sizes)} has {present}; "
                     f"try --mesh={_with_axes(sizes, used_axes(table))}"
                 )
+    may_be_uneven, uneven = getattr(zoo, "UNEVEN", {}), {}
     for path, (shape, axes) in weights.items():
         _check_once(name, table, path, axes)
         _check_once(name, table, f"{path} in use", tuple(zoo.IN_USE.get(a, a) for a in axes))
         for dim, axis in zip(shape, axes, strict=True):
             count = shards(table, axis, sizes)
-            if dim % count:
+            if dim % count and axis in may_be_uneven:
+                uneven[axis] = table[axis]
+            elif dim % count:
                 over = " and ".join(repr(name) for name in mesh_axes(table[axis]))
                 raise UserError(
                     f"rules {name!r} split dim {axis!r} of {path} {list(shape)} over {count} devices "
                     f"(mesh axis {over} of --mesh={describe(sizes)}), and {dim} is not divisible by "
-                    f"{count}; {_meshes_that_fit(table, weights, sizes)}"
+                    f"{count}; {_meshes_that_fit(table, weights, sizes, may_be_uneven)}"
                 )
     # An activation has the axes that only activations have, and one of those that weights share.
     outer = [a for a, on in known.items() if on == "activations" and a not in zoo.IN_USE.values()]
     for axis in [axis for axis, on in known.items() if on != "weights" and axis not in outer]:
         _check_once(name, table, "an activation", (*outer, axis))
+    dropped = {axis: None for axis in uneven if may_be_uneven[axis] == "replicated"}
+    return table | dropped, uneven
 
 
 def check_batch(
@@ -216,9 +227,10 @@ def _check_once(name: str, table: Table, what: str, axes: tuple[str, ...]) -> No
             first[mesh_axis] = axis
 
 
-def _meshes_that_fit(table: Table, weights: Tree, sizes: dict[str, int]) -> str:
+def _meshes_that_fit(table: Table, weights: Tree, sizes: dict[str, int], uneven) -> str:
     """Advice: the largest meshes with these axes, none of them longer, that divide every dim."""
     dims = {pair for shape, axes in weights.values() for pair in zip(shape, axes, strict=True)}
+    dims = {(dim, axis) for dim, axis in dims if axis not in uneven}
 
     def fits(candidate):
         return all(dim % shards(table, axis, candidate) == 0 for dim, axis in dims)
