@@ -23,10 +23,10 @@ class Collective(NamedTuple):
 def collectives(hlo: str) -> list[Collective]:
     """Every transfer between devices in one execution of a compiled module.
 
-    Each instruction counts, as often as its loop runs. Channels, names and lines of source tell
-    nothing: all transfers inside jax.shard_map share a channel, those of a Python loop the rest too.
-    But one that runs beside computations is written several times, and counts where it starts: see
-    `_continues`.
+    Each instruction counts, as often as its loop runs. Channels, names and lines of source do not
+    tell transfers apart: all inside jax.shard_map share a channel, and those of a Python loop the
+    rest. But an asynchronous one is written several times, and counts where it starts: as `-start`,
+    or see `_continues`.
 
     Three figures are bounds. A ragged-all-to-all has the bytes of its buffer, of which the program
     decides at run time how much is filled. Of a conditional's branches the one with most bytes
@@ -99,39 +99,41 @@ def _called(line: str) -> Iterator[tuple[str, str]]:
 
 
 def _trips(line: str, lines: list[str], computations: dict[str, list[str]]) -> int:
-    """How often a while loop among `lines` runs: XLA's own note, or what its counter's constants say."""
+    """How often a while loop among `lines` runs: XLA's own note, or by its counter's constants."""
     noted = re.search(r"known_trip_count\W+n\W+(\d+)", line)
     if noted:
         return int(noted[1])
     names = dict(_called(line))
     condition, body = (computations.get(names.get(part, ""), []) for part in ("condition", "body"))
     fused = (y for x in condition for _, name in _called(x) for y in computations.get(name, []))
-    tests = "\n".join([*condition, *fused])
-    bounds = [int(n) for n in re.findall(_CONSTANT, tests)]
-    counter = re.search(r"= [su]32\[\]\S* get-tuple-element\(.*index=(\d+)", "\n".join(condition))
-    if not bounds or not counter:
-        return 1
-    initial = _operands(next((x for x in lines if f"%{_operands(line)[0]} = " in x), ""))
+    test = "\n".join([*condition, *fused])
+    bounds = [int(n) for n in re.findall(_CONSTANT, test)]
+    counter = re.search(r"= [su]32\[\]\S* get-tuple-element\(.*index=(\d+)", test)
+    initial = _operands(_made(_operands(line)[0], lines))
     results = _operands(next((x for x in body if x.startswith("ROOT ")), ""))
-    if int(counter[1]) >= min(len(initial), len(results)):
+    if not bounds or not counter or int(counter[1]) >= min(len(initial), len(results)):
         return 1
     start = _value(initial[int(counter[1])], lines) or 0
-    made = next((x for x in body if f"%{results[int(counter[1])]} = " in x), "")
-    added = [n for name in _operands(made) if (n := _value(name, body))]
-    stride = added[0] if added else 1  # 2 in rings of permutes, which XLA unrolls
-    last = re.search(r"direction=[LG]E", tests) is not None  # runs with the bound itself, too
-    distance = (max(bounds) - start) * (1 if stride > 0 else -1) + last
+    added = (_value(name, body) for name in _operands(_made(results[int(counter[1])], body)))
+    stride = next(filter(None, added), 1)  # 2 in rings of permutes, which XLA unrolls
+    distance = (max(bounds) - start) * (1 if stride > 0 else -1)
+    distance += re.search(r"direction=[LG]E", test) is not None  # runs with the bound itself, too
     return max(1, math.ceil(distance / abs(stride)))
 
 
+def _made(name: str, lines: list[str]) -> str:
+    """The instruction of this name."""
+    return next((x for x in lines if x.removeprefix("ROOT ").startswith(f"%{name} = ")), "")
+
+
 def _operands(line: str) -> list[str]:
-    """Names of what an instruction reads."""
+    """Names of what an instruction reads, first of all."""
     return re.findall(r"%([\w.\-]+)", line.partition(" = ")[2].partition("metadata=")[0])
 
 
 def _value(name: str, lines: list[str]) -> int | None:
     """The integer constant of this name, or the one it is a copy of."""
-    line = next((x for x in lines if f"%{name} = " in x), "")
+    line = _made(name, lines)
     number = re.search(_CONSTANT, line)
     if number or " copy(" not in line:
         return int(number[1]) if number else None
@@ -173,7 +175,8 @@ def sent_by_kind(hlo: str, devices: int) -> dict[str, float]:
             "all-reduce": 2 * (n - 1) / n,
             "reduce-scatter": n - 1,  # of the result, which is a part
             "all-to-all": (n - 1) / n,
-            "ragged-all-to-all": (n - 1) / n,
+            "ragged-all-to-all": (n - 1) / n,  # at most
+            "collective-broadcast": 1,
             "collective-permute": 1,  # a ring written out: what a device sends its neighbour
         }[found.kind]
         sums[found.kind] = sums.get(found.kind, 0) + factor * found.times * found.bytes
