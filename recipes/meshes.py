@@ -73,8 +73,8 @@ def row(layout: Layout, mesh: str, example: Tree) -> str:
         for kind in ("all-gather", "all-reduce")
     )
     other = "; ".join(
-        f"{report.size(held)} {kind} ({count})"
-        for kind, (count, held) in sent.items()
+        f"{report.held(kind, bytes_)} {kind} ({count})"
+        for kind, (count, bytes_) in sent.items()
         if kind not in ("all-gather", "all-reduce")
     )
     held = [report.bytes_per_device(abstract[part]) for part in ("params", "opt_state")]

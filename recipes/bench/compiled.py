@@ -114,11 +114,15 @@ def _collectives_row(
         return
     sent = sent_by_kind(compiled.as_text(), chips)
     least = textbook(step)
+    bound = "≤ " if "ragged-all-to-all" in sent else ""  # its buffer need not be full
     gathered, reduced = sent.pop("all-gather", 0), sent.pop("all-reduce", 0)
     total = gathered + reduced + sum(sent.values())
-    held = map(report.size, (gathered, sum(sent.values()), reduced, total, least))
-    ratio = f"{total / least:.2f}" if least else "-"
-    table.row(size, chips, strategy, name, remat, *held, ratio)
+    gathered, other, reduced, all_, book = map(
+        report.size, (gathered, sum(sent.values()), reduced, total, least)
+    )
+    ratio = f"{bound}{total / least:.2f}" if least else "-"
+    cells = (gathered, bound + other, reduced, bound + all_, book, ratio)
+    table.row(size, chips, strategy, name, remat, *cells)
 
 
 def textbook(step: Step) -> float:

@@ -6,7 +6,9 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 _KINDS = "all-reduce|all-gather|reduce-scatter|all-to-all|ragged-all-to-all|collective-permute"
+_KINDS += "|collective-broadcast"
 _BITS = {"pred": 8, "bf16": 16, "c64": 64, "c128": 128}  # else the digits in the type's name
+_CONSTANT = r" = [su]32\[\]\S* constant\((-?\d+)\)"
 
 
 class Collective(NamedTuple):
@@ -21,31 +23,56 @@ class Collective(NamedTuple):
 def collectives(hlo: str) -> list[Collective]:
     """Every transfer between devices in one execution of a compiled module.
 
-    A loop's body counts as often as it runs. A transfer that the compiler has split into several
-    steps on one channel counts once; but the permutes of a ring, on one channel too, each count.
+    Each instruction counts, as often as its loop runs. Channels, names and lines of source do not
+    tell transfers apart: all inside jax.shard_map share a channel, and those of a Python loop the
+    rest. But an asynchronous one is written several times, and counts where it starts: as `-start`,
+    or see `_continues`.
+
+    Three figures are bounds. A ragged-all-to-all has the bytes of its buffer, of which the program
+    decides at run time how much is filled. Of a conditional's branches the one with most bytes
+    counts. A loop that ends by a value which is not known counts as often as it may run, or once.
     """
     computations, entry = _computations(hlo)
-    found, channels = [], set()
 
-    def walk(name: str, times: int):
-        for line in computations.get(name, ()):
-            match = re.match(r"(?:ROOT )?%?[\w.\-]+ = (.*?) ([a-z][\w\-]*)\(", line)
-            if not match:
-                continue
-            kind = re.fullmatch(rf"({_KINDS})(-start)?", match[2])
-            if kind:
-                channel = re.search(r"channel_id=(\d+)", line)
-                ring = kind[1] == "collective-permute"
-                if ring or channel is None or channel[1] not in channels:
-                    channels.add(channel and channel[1])
-                    found.append(_collective(kind[1], bool(kind[2]), match[1], times, line))
-            else:
-                trips = _trips(line, computations) if match[2] == "while" else 1
-                for inner in _called(line):
-                    walk(inner, times * trips)
+    def inside(name: str) -> list[Collective]:
+        found, lines = [], computations.get(name, [])
+        for line in lines:
+            match = re.match(r"(?:ROOT )?%?([\w.\-]+) = (.*?) ([a-z][\w\-]*)\(", line)
+            if not match or match[3].endswith(("-done", "-update")):
+                continue  # of a transfer that has started
+            kind = re.fullmatch(rf"({_KINDS})(-start)?", match[3])
+            if kind and not _continues(match[1], line, lines):
+                found.append(_collective(kind[1], bool(kind[2]), match[2], line))
+            if not kind:
+                found += called(line, lines, match[2], match[3])
+        return found
 
-    walk(entry, 1)
-    return found
+    def called(line: str, lines: list[str], result: str, operation: str) -> list[Collective]:
+        trips = _trips(line, lines, computations) if operation == "while" else 1
+        parts = []
+        for role, name in _called(line):
+            times = trips + (role == "condition")  # is also evaluated when it is false
+            parts.append([x._replace(times=x.times * times) for x in inside(name)])
+        if operation == "conditional":
+            return max(parts, key=lambda part: sum(x.times * x.bytes for x in part))
+        found = [x for part in parts for x in part]
+        if "calls=%all-reduce-scatter" in line:  # TPU: an all-reduce and a slice, done as one
+            size, shapes = _size(result)
+            return [x._replace(kind="reduce-scatter", bytes=size, shapes=shapes) for x in found]
+        return found
+
+    return inside(entry)
+
+
+def _continues(name: str, line: str, lines: list[str]) -> bool:
+    """Whether this instruction is a later step of a transfer that is counted where it starts.
+
+    On TPU one gather may run beside several matmuls: it is written, whole each time, in a fusion that
+    starts it, in the fusion of each matmul, and in one that waits for it. Only the first of them
+    hands it to the custom call AsyncCollectiveStart.
+    """
+    starts = rf"[(, ]%{re.escape(name)}[,)].*AsyncCollectiveStart"
+    return "async_collective_fusion_config" in line and not any(re.search(starts, x) for x in lines)
 
 
 def _computations(hlo: str) -> tuple[dict[str, list[str]], str]:
@@ -63,56 +90,75 @@ def _computations(hlo: str) -> tuple[dict[str, list[str]], str]:
     return computations, entry
 
 
-def _called(line: str) -> Iterator[str]:
-    yield from re.findall(r"(?:body|calls|to_apply|(?:true|false)_computation)=%?([\w.\-]+)", line)
-    for branches in re.findall(r"branch_computations=\{([^}]*)\}", line):
-        yield from (branch.strip().lstrip("%") for branch in branches.split(","))
+def _called(line: str) -> Iterator[tuple[str, str]]:
+    """(role, name) of each computation that an instruction runs."""
+    roles = "condition|body|calls|to_apply|true_computation|false_computation"
+    yield from re.findall(rf"({roles})=%?([\w.\-]+)", line)
+    for names in re.findall(r"(?:branch|called)_computations=\{([^}]*)\}", line):
+        yield from (("branch", name.strip().lstrip("%")) for name in names.split(","))
 
 
-def _trips(line: str, computations: dict[str, list[str]]) -> int:
-    """How often a while loop runs: XLA's own note, or its bound divided by its counter's increment."""
+def _trips(line: str, lines: list[str], computations: dict[str, list[str]]) -> int:
+    """How often a while loop among `lines` runs: XLA's own note, or by its counter's constants."""
     noted = re.search(r"known_trip_count\W+n\W+(\d+)", line)
     if noted:
         return int(noted[1])
-    names = [re.search(rf"{part}=%?([\w.\-]+)", line) for part in ("condition", "body")]
-    condition, body = (computations.get(name[1], []) if name else [] for name in names)
-    bodies = [condition, *(computations.get(c, []) for x in condition for c in _called(x))]
-    bound = max((n for lines in bodies for n in _constants(lines).values()), default=1)
-    return max(1, bound // _stride(condition, body))
-
-
-def _constants(lines: list[str]) -> dict[str, int]:
-    """Name → value of the integer constants among these instructions."""
-    found = (re.match(r"(?:ROOT )?%?(\S+) = [su]32\[\]\S* constant\((\d+)\)", x) for x in lines)
-    return {match[1]: int(match[2]) for match in found if match}
-
-
-def _stride(condition: list[str], body: list[str]) -> int:
-    """The increment of a loop's counter: 2 in rings of permutes, which XLA unrolls."""
-    counter = re.search(r"get-tuple-element\(.*index=(\d+)", "\n".join(condition))
-    root = next((x for x in body if x.startswith("ROOT ") and " tuple(" in x), "")
-    results = re.findall(r"%([\w.\-]+)", root.partition(" tuple(")[2])
-    if not counter or int(counter[1]) >= len(results):
+    names = dict(_called(line))
+    condition, body = (computations.get(names.get(part, ""), []) for part in ("condition", "body"))
+    fused = (y for x in condition for _, name in _called(x) for y in computations.get(name, []))
+    test = "\n".join([*condition, *fused])
+    bounds = [int(n) for n in re.findall(_CONSTANT, test)]
+    counter = re.search(r"= [su]32\[\]\S* get-tuple-element\(.*index=(\d+)", test)
+    initial = _operands(_made(_operands(line)[0], lines))
+    results = _operands(next((x for x in body if x.startswith("ROOT ")), ""))
+    if not bounds or not counter or int(counter[1]) >= min(len(initial), len(results)):
         return 1
-    made = next((x for x in body if x.startswith(f"%{results[int(counter[1])]} = ")), "")
-    terms = re.findall(r"%([\w.\-]+)", made.partition(" add(")[2])
-    return max([n for name, n in _constants(body).items() if name in terms], default=1) or 1
+    start = _value(initial[int(counter[1])], lines) or 0
+    added = (_value(name, body) for name in _operands(_made(results[int(counter[1])], body)))
+    stride = next(filter(None, added), 1)  # 2 in rings of permutes, which XLA unrolls
+    distance = (max(bounds) - start) * (1 if stride > 0 else -1)
+    distance += re.search(r"direction=[LG]E", test) is not None  # runs with the bound itself, too
+    return max(1, math.ceil(distance / abs(stride)))
 
 
-def _collective(kind: str, started: bool, result: str, times: int, line: str) -> Collective:
-    arrays = re.findall(r"\b([a-z]+\d*)\[([\d,]*)\]", result)
-    arrays = [(dtype, tuple(int(d) for d in dims.split(",") if d)) for dtype, dims in arrays]
+def _made(name: str, lines: list[str]) -> str:
+    """The instruction of this name."""
+    return next((x for x in lines if x.removeprefix("ROOT ").startswith(f"%{name} = ")), "")
+
+
+def _operands(line: str) -> list[str]:
+    """Names of what an instruction reads, first of all."""
+    return re.findall(r"%([\w.\-]+)", line.partition(" = ")[2].partition("metadata=")[0])
+
+
+def _value(name: str, lines: list[str]) -> int | None:
+    """The integer constant of this name, or the one it is a copy of."""
+    line = _made(name, lines)
+    number = re.search(_CONSTANT, line)
+    if number or " copy(" not in line:
+        return int(number[1]) if number else None
+    return _value(_operands(line)[0], lines)
+
+
+def _collective(kind: str, started: bool, result: str, line: str) -> Collective:
     if started and kind != "all-reduce":  # (operands, results, context…)
-        arrays = [a for a in arrays if a != ("u32", ()) and a != ("s32", ())]
-        arrays = arrays[len(arrays) // 2 :]
-    bits = (_BITS.get(d) or int(re.sub(r"\D", "", d)) for d, _ in arrays)
-    total = sum(b * math.prod(dims) // 8 for b, (_, dims) in zip(bits, arrays, strict=True))
+        flat = re.sub(r"\{.*?\}", "", result)  # without layouts
+        result = re.match(r"\((?:\(.*?\)|\S+), (\(.*?\)|\S+\])", flat)[1]
+    size, shapes = _size(result)
     groups = re.search(r"(?:replica_groups|source_target_pairs)=(.*?)(?:, [a-z_]+=|$)", line)
     source = re.search(r'op_name="([^"]*)"', line)
-    shapes = tuple(dims for _, dims in arrays)
     return Collective(
-        kind, total, times, shapes, groups[1] if groups else "", source[1] if source else ""
+        kind, size, 1, shapes, groups[1] if groups else "", source[1] if source else ""
     )
+
+
+def _size(result: str) -> tuple[int, tuple[tuple[int, ...], ...]]:
+    """Bytes and shapes of an array or a tuple of arrays."""
+    total, shapes = 0, []
+    for dtype, dims in re.findall(r"\b([a-z]+\d*)\[([\d,]*)\]", result):
+        shapes.append(tuple(int(d) for d in dims.split(",") if d))
+        total += (_BITS.get(dtype) or int(re.sub(r"\D", "", dtype))) * math.prod(shapes[-1]) // 8
+    return total, tuple(shapes)
 
 
 def sent_by_kind(hlo: str, devices: int) -> dict[str, float]:
@@ -129,7 +175,8 @@ def sent_by_kind(hlo: str, devices: int) -> dict[str, float]:
             "all-reduce": 2 * (n - 1) / n,
             "reduce-scatter": n - 1,  # of the result, which is a part
             "all-to-all": (n - 1) / n,
-            "ragged-all-to-all": (n - 1) / n,
+            "ragged-all-to-all": (n - 1) / n,  # at most
+            "collective-broadcast": 1,
             "collective-permute": 1,  # a ring written out: what a device sends its neighbour
         }[found.kind]
         sums[found.kind] = sums.get(found.kind, 0) + factor * found.times * found.bytes

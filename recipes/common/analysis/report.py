@@ -110,8 +110,14 @@ def totals(compiled: jax.stages.Compiled) -> dict[str, tuple[int, int]]:
 def sent(compiled: jax.stages.Compiled) -> str:
     """What one execution sends between devices, in words."""
     return (
-        "; ".join(f"{n} {kind} of {size(b)}" for kind, (n, b) in totals(compiled).items()) or "none"
+        "; ".join(f"{n} {kind} of {held(kind, b)}" for kind, (n, b) in totals(compiled).items())
+        or "none"
     )
+
+
+def held(kind: str, count: float) -> str:
+    """Bytes of one kind of collective for people: a ragged one has a buffer that need not be full."""
+    return f"{'at most ' if kind == 'ragged-all-to-all' else ''}{size(count)}"
 
 
 def reshard(array: jax.Array, target: jax.sharding.Sharding) -> tuple[jax.Array, str]:
