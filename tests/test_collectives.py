@@ -210,16 +210,14 @@ def test_a_gradient_is_laid_out_as_its_weight_rests(entry_name):
     def total(params, rest, batch):
         return layout.model.merge(rest | {"params": params}).loss(**batch)[0]
 
-    state, batch = (
-        layout.variables(),
-        layout.abstract_batch({k: x[0] for k, x in entry.batches[0].items()}),
-    )
+    row = {name: x[0] for name, x in entry.batches[0].items()}
+    state, batch = layout.variables(), layout.abstract_batch(row)
     with layout.trace():
         made = jax.eval_shape(jax.grad(total), state["params"], state, batch)
     gradient = paths({"params": made})
     for path, variable in held.items():
-        rest = partition_spec(variable.axes, layout.table)
-        assert gradient[path].sharding.spec[-len(rest) :] == rest, path  # after that of layers
+        rest = tuple(partition_spec(variable.axes, layout.table))
+        assert tuple(gradient[path].sharding.spec)[-len(rest) :] == rest, path  # after layers
 
 
 def test_a_platform_s_options_reach_its_compiler(monkeypatch):

@@ -525,7 +525,9 @@ def _per_shard(table: nnx.Param, dtype: str) -> jax.Array:
     """
     if padding := -table.shape[0] % shards("vocab"):
         padded_VD = jnp.pad(table[...].astype(dtype), ((0, padding), (0, 0)))
-        table = table.replace(constrain(padded_VD, None, "act_embed"))  # gathered before it is split
+        table = table.replace(
+            constrain(padded_VD, None, "act_embed")
+        )  # gathered before it is split
     table_VD, axes = in_use(table, dtype)[...], ("batch", "vocab", "act_embed")
     copies = (shards("batch"), *table_VD.shape)
     return constrain(jnp.broadcast_to(table_VD, copies, out_sharding=explicit(*axes)), *axes)

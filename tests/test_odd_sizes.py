@@ -1,0 +1,121 @@
+"""Sizes that no mesh axis divides: vocabularies are padded in the step, heads are replicated."""
+
+import dataclasses
+import functools
+
+import jax
+import numpy as np
+import pytest
+from flax import nnx
+
+from recipes.common.analysis import report
+from recipes.common.runtime.errors import UserError
+from recipes.common.runtime.mesh import make_mesh
+from recipes.common.sharding.abstract import paths
+from recipes.common.sharding.layout import make_layout, shardings
+from tests.conftest import full_except
+from tests.quick import QUICK
+from zoo.transformer import Config, Transformer
+
+SIZES = {
+    "neither heads nor kv heads": Config(
+        257, 64, 2, num_heads=9, num_kv_heads=3, head_dim=8, mlp=128
+    ),
+    "heads alone": Config(331, 64, 2, num_heads=16, num_kv_heads=2, head_dim=8, mlp=128),
+    "two tables": Config(
+        331, 64, 2, num_heads=6, num_kv_heads=2, head_dim=8, mlp=200, tie_embeddings=False
+    ),
+}
+MESHES = [("8", "fsdp"), ("4x2", "fsdp_tp"), ("2x4", "tp"), ("1x8", "tp"), ("2x2x2", "hsdp_tp")]
+CASES = [(size, *mesh) for size in SIZES for mesh in MESHES]
+FAST = [("heads alone", "1x8", "tp"), ("two tables", "4x2", "fsdp_tp")]
+ROWS = 8
+
+
+def layout_of(size: str, mesh: str, strategy: str):
+    return make_layout(Transformer, SIZES[size], make_mesh(mesh), strategy, batch_size=ROWS)
+
+
+@functools.cache
+def computed(size: str, mesh: str, strategy: str):
+    """(initial values, loss, gradients, logits), as numpy arrays."""
+    layout, random = layout_of(size, mesh, strategy), np.random.default_rng(0)
+    tokens, targets = random.integers(0, SIZES[size].vocab_size, (2, ROWS, 24), np.int32)
+    batch = {"tokens": tokens, "targets": targets, "segment_ids": tokens.cumsum(1) // 4_000}
+    where = shardings(layout.variables())
+    make = jax.jit(
+        lambda: {"params": nnx.to_pure_dict(nnx.state(layout.build()))}, out_shardings=where
+    )
+    variables, batch = make(), jax.device_put(batch, layout.batch)
+
+    def run(variables, batch):
+        def mean(variables):
+            total, count, _ = layout.model.merge(variables).loss(**batch)
+            return total / count
+
+        logits = layout.model.merge(variables)(batch["tokens"], batch["segment_ids"])
+        return *jax.value_and_grad(mean)(variables), logits
+
+    outputs = (layout.replicated, where, None)
+    run = layout.compile(run, variables, batch, out_shardings=outputs, compiler_options=QUICK)
+    return jax.device_get((variables, *run(variables, batch)))
+
+
+@pytest.mark.parametrize(("size", "mesh", "strategy"), full_except(CASES, FAST))
+def test_they_compute_what_one_device_computes(size, mesh, strategy):
+    alone, (first, loss, grads, logits) = (
+        computed(size, "1x1", "dp"),
+        computed(size, mesh, strategy),
+    )
+    jax.tree.map(np.testing.assert_array_equal, first, alone[0])  # no size depends on the mesh
+    assert loss == pytest.approx(alone[1], rel=2e-6)
+    for path, grad in paths(grads["params"]).items():
+        want = paths(alone[2]["params"])[path]
+        assert np.linalg.norm(grad - want) <= 2e-5 * np.linalg.norm(want), path
+    assert logits.shape == (ROWS, 24, SIZES[size].vocab_size), "what is padded is never sampled"
+    np.testing.assert_allclose(logits, alone[3], atol=2e-5)
+
+
+@pytest.mark.parametrize(
+    ("size", "mesh", "strategy", "line"),
+    [
+        ("neither heads nor kv heads", "4x2", "fsdp_tp",
+         "Not divisible: vocab 257 by model 2 (padded to 258 in the step, whole at rest); kv_heads 3 by "
+         "model 2 (whole everywhere, its work done 2 times); heads 9 by model 2 (whole everywhere, its "
+         "work done 2 times). That is 20.5 kB more of parameters a device."),
+        ("heads alone", "1x8", "tp",
+         "Not divisible: vocab 331 by model 8 (padded to 336 in the step, whole at rest); kv_heads 2 by "
+         "model 8 (whole everywhere, its work done 8 times). That is 88.5 kB more of parameters a device."),
+    ],
+)  # fmt: skip
+def test_the_report_says_what_they_cost(size, mesh, strategy, line):
+    layout = layout_of(size, mesh, strategy)
+    assert report.uneven(layout) == [line]
+    variables = layout.variables()
+    ideal = sum(  # each dim cut by what the table asked for, though it doesn't come out even
+        leaf.size * leaf.dtype.itemsize
+        / np.prod([n for axis in axes for n in [1, *asked(layout, axis)]])
+        for leaf, axes in zip(
+            paths(variables["params"]).values(), paths(layout.model.axes["params"]).values(),
+            strict=True,
+        )
+    )  # fmt: skip
+    more = report.bytes_per_device(variables) - ideal
+    assert line.endswith(f"That is {report.size(more)} more of parameters a device.")
+
+
+def asked(layout, axis):
+    table = layout.zoo.RULES[layout.strategy]
+    return [layout.mesh.shape[name] for name in [table[axis]] if name]
+
+
+def test_what_divides_is_not_mentioned():
+    assert report.uneven(layout_of("two tables", "8", "fsdp")) == []
+
+
+@pytest.mark.parametrize("dim", ["embed", "mlp"])
+def test_other_dims_are_still_refused(dim):
+    """Replicating them in silence would undo the strategy."""
+    config = dataclasses.replace(SIZES["heads alone"], **{dim: 60})
+    with pytest.raises(UserError, match=f"split dim '{dim}'.* 60 is not divisible by 8"):
+        make_layout(Transformer, config, make_mesh("8x1" if dim == "embed" else "1x8"), "fsdp_tp")
