@@ -21,6 +21,7 @@ class Dataset(NamedTuple):
     units: int  # of them in an example
     config: dict[str, Any]  # fields of the model's Config that the data decides
     facts: dict[str, Any]  # dataset, fingerprint, …: equal where the examples are equal
+    held_out_bytes: int | None = None  # UTF-8 bytes of text that the held-out targets stand for
 
 
 def train_batches(

@@ -65,14 +65,16 @@ def load(dataset: str = "stdlib", text_column: str = "text", seq_len: int = 128)
                 f"--dataset={dataset} has {len(tokens)} {part} tokens, fewer than one window of "
                 f"--seq_len={seq_len} and its target; use more text or a shorter --seq_len"
             )
+    held_out = _Windows(found.held_out, seq_len)
     return Dataset(
         train=_Windows(found.train, seq_len),
-        held_out=_Windows(found.held_out, seq_len),
+        held_out=held_out,
         filler=example(np.full(seq_len + 1, -1, np.int32)),
         unit="tokens",
         units=seq_len,
         config={},
         facts={"dataset": dataset, "seq_len": seq_len, "fingerprint": found.fingerprint},
+        held_out_bytes=len(held_out) * seq_len,
     )
 
 

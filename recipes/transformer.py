@@ -16,12 +16,13 @@ import numpy as np
 
 from data import text
 from recipes.common import checkpoint
+from recipes.common.analysis import flops
 from recipes.common.checkpoint import RunFolder, open_run
 from recipes.common.runtime import Run, UserError, flag, make_mesh, print0, quote
 from recipes.common.runtime.start import start
 from recipes.common.sharding import Layout, Tree, make_layout
-from recipes.common.train.loop import evaluate, finish, fit
-from recipes.common.train.optimizer import LearningRate, adamw
+from recipes.common.train.loop import finish, fit
+from recipes.common.train.optimizer import OPTIMIZERS, LearningRate, hidden_matrices, make_optimizer
 from recipes.common.train.step import TrainStep
 from zoo.transformer import REMAT, SIZES, Config, Transformer
 
@@ -49,6 +50,10 @@ class Flags:
     remat: str = flag(
         "", "What a layer keeps for its backward pass; empty: the size's default.", "model",
         choices=["", *REMAT], may_change=True,
+    )  # fmt: skip
+    optimizer: str = flag(
+        "adamw", "Optimizer; muon has Adam for all but hidden matrices.", "optimizer",
+        choices=OPTIMIZERS,
     )  # fmt: skip
     warmup_steps: int = flag(
         40, "Steps in which the learning rate rises to its peak.", "optimizer", at_least=0
@@ -85,21 +90,31 @@ def main(run: Run, flags: Flags) -> None:
     corpus = text.load(flags.dataset, flags.text_column, flags.seq_len)
 
     # ---- Step: (state, batch) → (state, metrics), a pure function --------------------------------
-    lr = LearningRate(run.learning_rate, flags.warmup_steps, run.steps)
-    optimizer = adamw(lr, flags.weight_decay, flags.clip_norm)
+    lr = LearningRate(run.learning_rate, flags.warmup_steps, run.steps, run.schedule)
+    matrices = hidden_matrices(layout, ends=("vocab",), stacks=("layers",))  # for --optimizer=muon
+    optimizer = make_optimizer(flags.optimizer, lr, flags.weight_decay, flags.clip_norm, matrices)
     step = TrainStep(layout, optimizer, lr, flags.accumulate, run.skip_nonfinite > 0)
 
     # ---- State and training: compiled once for the layout, each shard made on its own device -----
-    state, log = fit(run, folder, step, corpus)
+    sequence = flops.decoder(config, flags.seq_len)["causal"]
+    state, log, figures = fit(run, folder, step, corpus, example_flops=sequence)
 
     # ---- What it has learned ---------------------------------------------------------------------
-    nats, targets = evaluate(layout, state, corpus)["loss"]
-    log.held_out(state, loss=nats / targets, targets=targets)
-    per_byte = f"{nats / targets:.4f} nats/byte, {nats / targets / math.log(2):.4f} bits/byte"
-    print0(f"Held-out loss {per_byte}, over {targets:,.0f} bytes.")
+    print0(held_out(*figures["loss"], corpus.held_out_bytes))
     if flags.sample_bytes:
         print0("Sample:", *quote(sample(layout, state, flags)))
     finish(folder, layout, log)
+
+
+def held_out(nats: float, targets: float, size: int) -> str:
+    """The held-out loss in words; bits per byte compare models whatever their tokenizer."""
+    loss, bits = nats / targets, f"{nats / math.log(2) / size:.4f} bits/byte"
+    if targets == size:  # a token is a byte
+        return f"Held-out loss {loss:.4f} nats/byte, {bits}, over {targets:,.0f} bytes."
+    return (
+        f"Held-out loss {loss:.4f} nats/token, perplexity {math.exp(min(loss, 700)):.2f}, {bits}, "
+        f"over {targets:,.0f} tokens, {size:,} bytes."
+    )
 
 
 def model_config(flags: Flags, folder: RunFolder, platform: str) -> Config:

@@ -1,7 +1,13 @@
-"""Saves a run's state in the background; keeps the newest, loses none that is finished."""
+"""Saves a run's state in the background; keeps the newest and the best, loses none that is finished.
+
+WORKDIR/best/STEP is a copy of checkpoints/STEP as hard links: no byte is written twice, it is whole
+from the moment it is there, and it stays when checkpoints/STEP goes. Where a file system has no hard
+links the files are copied. A new best one is there before the former goes.
+"""
 
 import errno
 import json
+import math
 import os
 import pathlib
 import shutil
@@ -20,6 +26,8 @@ from recipes.common.sharding import Tree
 
 TEMPORARY = ".orbax-checkpoint-tmp"  # Orbax's suffix of a checkpoint's folder until it is whole
 REMOVED = ".removed"  # ours, from when a checkpoint is dropped until its files are gone
+LINKING = ".linking"  # ours, of a best one until it is whole
+HELD_OUT = "held_out.json"  # beside a best one's items: its held-out figures
 
 
 class Saver:
@@ -37,7 +45,8 @@ class Saver:
         self._folder, self._keep = folder, keep
         self._metadata, self._data = metadata | {"data": data}, data
         self._thread: threading.Thread | None = None  # of the save that is in flight
-        self._step, self._failed = 0, ""  # of the last save, and why it failed
+        self._step, self._failed = folder.step, ""  # of the last save, and why it failed
+        self._lowest = processes.broadcast_from_first(self._loss_of_best)
         processes.broadcast_from_first(self._prepare)
         # All coroutines are Orbax's. A failed save drops some before they begin: the user is told
         # of the failure, not of that.
@@ -76,8 +85,9 @@ class Saver:
 
     def _unfinished(self) -> list[pathlib.Path]:
         """What a killed or failed save, or a killed removal, has left; never a user's own files."""
-        checkpoints = self._folder.path / "checkpoints"
-        return [*checkpoints.glob(f"*{TEMPORARY}*"), *checkpoints.glob(f"*{REMOVED}")]
+        checkpoints, best = self._folder.path / "checkpoints", self._folder.path / "best"
+        left = [*checkpoints.glob(f"*{TEMPORARY}*"), *checkpoints.glob(f"*{REMOVED}")]
+        return [*left, *best.glob(f"*{LINKING}"), *best.glob(f"*{REMOVED}")]
 
     def save(self, step: int, state: Tree) -> None:
         """Starts a save; the state may be donated as soon as this returns.
@@ -99,6 +109,22 @@ class Saver:
         else:
             self._thread = threading.Thread(target=self._finish)
             self._thread.start()
+
+    def keep_best(self, step: int, state: Tree, figures: dict[str, float]) -> None:
+        """Keeps this state's checkpoint as WORKDIR/best/STEP if no loss was lower.
+
+        It is saved first if it is not the one that was saved last.
+
+        Args:
+          figures: of the held-out examples; "loss" decides.
+        """
+        if not figures["loss"] < self._lowest:
+            return
+        if self._step != step or self._failed:
+            self.save(step, state)
+        self._lowest, saving = figures["loss"], self._thread
+        self._thread = threading.Thread(target=self._link, args=(step, figures, saving))
+        self._thread.start()
 
     def in_flight(self) -> bool:
         """Whether a save is being written now."""
@@ -127,15 +153,52 @@ class Saver:
         except Exception as error:
             self._fail(error)
 
+    def _link(self, step: int, figures: dict[str, float], saving: threading.Thread | None) -> None:
+        """Once the checkpoint is finished: links it into best/, then removes the former best."""
+        if saving:
+            saving.join()
+        if self._failed or not processes.is_first():
+            return
+        best = self._folder.path / "best"
+        try:
+            beside = best / f"{step}{LINKING}"
+            shutil.copytree(self._folder.checkpoint(step), beside, copy_function=link_or_copy)
+            (beside / HELD_OUT).write_text(json.dumps(figures))
+            if (best / str(step)).exists():  # of a run that began again before this step
+                self._remove(best / str(step))
+            beside.rename(best / str(step))
+            for former in store.steps_in(best):
+                if former != step:
+                    self._remove(best / str(former))
+        except OSError as error:
+            shutil.rmtree(best / f"{step}{LINKING}", ignore_errors=True)
+            print(f"warning: the checkpoint of step {step} could not be kept as the best one "
+                  f"({reason(error)}); training continues", file=sys.stderr, flush=True)  # fmt: skip
+
+    def _loss_of_best(self) -> float:
+        """The held-out loss of the best checkpoint so far; infinite where there is none."""
+        best = self._folder.path / "best"
+        try:
+            return min(
+                json.loads((best / str(step) / HELD_OUT).read_text())["loss"]
+                for step in store.steps_in(best)
+            )
+        except (OSError, ValueError, KeyError, TypeError):
+            return math.inf
+
     def _hash(self) -> None:
         for folder in (self._folder.path / "checkpoints").glob(f"{self._step}{TEMPORARY}*"):
             integrity.hash_before_commit(folder)
 
     def _remove_old(self) -> None:
-        """All but the newest finished checkpoints; each vanishes at once, then its files go."""
+        """All but the newest finished checkpoints."""
         for step in store.steps_in(self._folder.path / "checkpoints")[: -self._keep]:
-            old = self._folder.checkpoint(step)
-            shutil.rmtree(old.rename(old.with_suffix(REMOVED)))
+            self._remove(self._folder.checkpoint(step))
+
+    @staticmethod
+    def _remove(old: pathlib.Path) -> None:
+        """It vanishes at once, then its files go."""
+        shutil.rmtree(old.rename(old.with_suffix(REMOVED)))
 
     def _fail(self, error: Exception) -> None:
         self._failed = reason(error)
@@ -167,6 +230,14 @@ class Saver:
             + (f"the newest is {newest}" if newest else "there is none")
             + ", and the same command resumes from there once there is room"
         )
+
+
+def link_or_copy(source: str, target: str) -> None:
+    """A hard link, or a copy where there can be none."""
+    try:
+        os.link(source, target)
+    except OSError:
+        shutil.copy2(source, target)
 
 
 def reason(error: BaseException) -> str:
