@@ -35,11 +35,11 @@ import pathlib, runpy, sys
 import numpy as np
 from data import text
 from recipes.common.runtime import processes
-from recipes.common.train import loop
+from recipes.common.train import evaluation, loop
 
 folder, fed, read = pathlib.Path(sys.argv.pop(1)), [], []
 to_devices, window = loop.to_devices, text._Windows.__getitem__
-loop.to_devices = lambda rows, *rest: fed.append(rows) or to_devices(rows, *rest)
+evaluation.to_devices = loop.to_devices = lambda rows, *rest: fed.append(rows) or to_devices(rows, *rest)
 text._Windows.__getitem__ = lambda self, i: read.append((len(self._tokens), i)) or window(self, i)
 try:
     runpy.run_module("recipes.transformer", run_name="__main__")

@@ -125,12 +125,17 @@ def loss(path: pathlib.Path, metrics: pathlib.Path) -> None:
 
 def _curve(axes, lines: list[dict[str, Any]]) -> None:
     """Training loss as a line, held-out loss as points, over steps."""
+    from matplotlib.ticker import LogFormatter
+
     for key, style, label in (("loss", "-", "training"), ("held_out_loss", "o", "held-out")):
         points = [(line["step"], line[key]) for line in lines if line.get(key) is not None]
         if points:
             axes.semilogy(*zip(*points, strict=True), style, label=label)
     axes.set(xlabel="step", ylabel="loss", title="Loss")
-    axes.legend()
+    for formatter in (axes.yaxis.set_major_formatter, axes.yaxis.set_minor_formatter):
+        formatter(LogFormatter())  # 3 and 0.03, not powers of ten
+    if axes.lines:
+        axes.legend()
 
 
 def learning(path: pathlib.Path, metrics: pathlib.Path, confusion_CC: np.ndarray) -> None:

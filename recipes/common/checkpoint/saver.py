@@ -5,6 +5,7 @@ from the moment it is there, and it stays when checkpoints/STEP goes. Where a fi
 links the files are copied. A new best one is there before the former goes.
 """
 
+import contextlib
 import errno
 import json
 import math
@@ -46,8 +47,9 @@ class Saver:
         self._metadata, self._data = metadata | {"data": data}, data
         self._thread: threading.Thread | None = None  # of the save that is in flight
         self._step, self._failed = folder.step, ""  # of the last save, and why it failed
-        self._lowest = processes.broadcast_from_first(self._loss_of_best)
         processes.broadcast_from_first(self._prepare)
+        best = processes.broadcast_from_first(self._best)
+        self._lowest = best[0][0] if best else math.inf  # held-out loss of the best checkpoint
         # All coroutines are Orbax's. A failed save drops some before they begin: the user is told
         # of the failure, not of that.
         warnings.filterwarnings("ignore", "coroutine .* was never awaited", RuntimeWarning)
@@ -80,6 +82,7 @@ class Saver:
                 self._folder.checkpoint(step).rename(aside)
             for left in self._unfinished():
                 shutil.rmtree(left)
+            self._remove_former_best()
         except OSError as error:
             raise run_folder.cannot_write(path, error) from None
 
@@ -122,8 +125,20 @@ class Saver:
             return
         if self._step != step or self._failed:
             self.save(step, state)
-        self._lowest, saving = figures["loss"], self._thread
-        self._thread = threading.Thread(target=self._link, args=(step, figures, saving))
+        saving, former = self._thread, self._lowest
+        self._lowest = figures["loss"]
+
+        def link() -> None:
+            if saving:
+                saving.join()
+            if (
+                self._failed
+            ):  # of several processes, which must agree on what is best, this ends all
+                self._lowest = former
+            elif processes.is_first():
+                self._link(step, figures)
+
+        self._thread = threading.Thread(target=link)
         self._thread.start()
 
     def in_flight(self) -> bool:
@@ -153,12 +168,8 @@ class Saver:
         except Exception as error:
             self._fail(error)
 
-    def _link(self, step: int, figures: dict[str, float], saving: threading.Thread | None) -> None:
-        """Once the checkpoint is finished: links it into best/, then removes the former best."""
-        if saving:
-            saving.join()
-        if self._failed or not processes.is_first():
-            return
+    def _link(self, step: int, figures: dict[str, float]) -> None:
+        """Links a finished checkpoint into best/, then removes the former best."""
         best = self._folder.path / "best"
         try:
             beside = best / f"{step}{LINKING}"
@@ -167,24 +178,25 @@ class Saver:
             if (best / str(step)).exists():  # of a run that began again before this step
                 self._remove(best / str(step))
             beside.rename(best / str(step))
-            for former in store.steps_in(best):
-                if former != step:
-                    self._remove(best / str(former))
+            self._remove_former_best()
         except OSError as error:
             shutil.rmtree(best / f"{step}{LINKING}", ignore_errors=True)
             print(f"warning: the checkpoint of step {step} could not be kept as the best one "
                   f"({reason(error)}); training continues", file=sys.stderr, flush=True)  # fmt: skip
 
-    def _loss_of_best(self) -> float:
-        """The held-out loss of the best checkpoint so far; infinite where there is none."""
+    def _best(self) -> list[tuple[float, int]]:
+        """(held-out loss, step) of the checkpoints in best/, the lowest first; a kill may leave two."""
         best = self._folder.path / "best"
-        try:
-            return min(
-                json.loads((best / str(step) / HELD_OUT).read_text())["loss"]
-                for step in store.steps_in(best)
-            )
-        except (OSError, ValueError, KeyError, TypeError):
-            return math.inf
+        found = []
+        for step in store.steps_in(best):
+            with contextlib.suppress(OSError, ValueError, KeyError, TypeError):  # not ours
+                figures = json.loads((best / str(step) / HELD_OUT).read_text())
+                found.append((float(figures["loss"]), step))
+        return sorted(found)
+
+    def _remove_former_best(self) -> None:
+        for _, step in self._best()[1:]:
+            self._remove(self._folder.path / "best" / str(step))
 
     def _hash(self) -> None:
         for folder in (self._folder.path / "checkpoints").glob(f"{self._step}{TEMPORARY}*"):

@@ -35,9 +35,14 @@ class Profile:
             jax.block_until_ready(state)  # the steps before it are not in the trace
             jax.profiler.start_trace(self._folder)
             self._running = True
+        if self._running:
+            self._named = jax.profiler.StepTraceAnnotation("step", step_num=step)
+            self._named.__enter__()
 
     def after(self, step: int, state: Tree) -> None:
         """Called when a step is started."""
+        if self._running:
+            self._named.__exit__(None, None, None)
         if step == self._last:
             jax.block_until_ready(state)
             self.close()

@@ -42,7 +42,7 @@ def abstract_state(layout: Layout, optimizer: optax.GradientTransformation) -> T
     params = paths(layout.variables()["params"])
 
     def like_its_parameter(path, leaf) -> jax.sharding.NamedSharding:
-        keys = [key.key for key in path]
+        keys = [str(key.key) for key in path]
         for first in range(len(keys)):
             param = params.get("/".join(keys[first:]))
             if param is not None and param.shape == leaf.shape:
