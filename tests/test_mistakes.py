@@ -54,6 +54,17 @@ FLAG_ROWS = [
     (["--warmup_steps=-1"], "--warmup_steps=-1 must be ≥ 0"),
     (["--weight_decay=-0.1"], "--weight_decay=-0.1 must be ≥ 0.0"),
     (["--clip_norm=0"], "--clip_norm=0 must be ≥ 1e-09"),
+    (["--eval_every=-1"], "--eval_every=-1 must be ≥ 0; try 0"),
+    (["--keep_best"], "--keep_best needs --eval_every; add it, for example --eval_every=100"),
+    (["--profile=10"], "--profile=10 is not FIRST:LAST; try --profile=10:15"),
+    (["--profile=3:2"], "--profile=3:2 is not FIRST:LAST; try --profile=10:15"),
+    (["--profile=-1:2"], "--profile=-1:2 is not FIRST:LAST; try --profile=10:15"),
+    (["--profile=0:2"], "--profile=0:2: this run takes steps 1 to 3; profile steps that it takes"),
+    (["--profile=2:9"], "--profile=2:9: this run takes steps 1 to 3; profile steps that it takes"),
+    (["--profile=1:1", "--workdir={here}/run", "--steps=3"], "--profile=1:1: this run takes steps 2 to 3; profile steps that it takes"),
+    (["--profile=1:1", "--restore_from={here}/run", "--steps=0"], "--profile=1:1: this run takes no steps; profile steps that it takes"),
+    (["--optimizer=adam"], "--optimizer=adam is not one of adamw, lion, sgd, muon"),
+    (["--schedule=cos"], "--schedule=cos is not one of cosine, linear, wsd, constant"),
     (["--accumulate=0"], "--accumulate=0 must be ≥ 1"),
     (["--accumulate=3"], "--batch_size=16 is not divisible by --accumulate=3; try --batch_size=15"),
     (["--sample_bytes=-1"], "--sample_bytes=-1 must be ≥ 0"),
@@ -127,6 +138,9 @@ WORKDIR_ROWS = [
     (["--workdir={here}/run", "--learning_rate=0.5"], "--learning_rate=0.5 must match the original run, 0.004"),
     (["--workdir={here}/run", "--warmup_steps=7"], "--warmup_steps=7 must match the original run, 40"),
     (["--workdir={here}/run", "--weight_decay=0.5"], "--weight_decay=0.5 must match the original run, 0.1"),
+    (["--workdir={here}/run", "--optimizer=lion"], "--optimizer=lion must match the original run, adamw"),
+    (["--workdir={here}/older", "--optimizer=lion"], "--optimizer=lion must match the original run, adamw"),
+    (["--workdir={here}/run", "--schedule=wsd"], "--schedule=wsd must match the original run, cosine"),
     (["--workdir={here}/run", "--seq_len=16"], "--seq_len=16 must match the original run, 32"),
     (["--workdir={here}/run", "--size=small"], "--size=small must match the original run, tiny"),
     (["--workdir={here}/run", "--dataset={here}/ok.txt"], "--dataset={here}/ok.txt must match the original run"),
@@ -261,6 +275,9 @@ def fill(folder: pathlib.Path) -> None:
         ),
     )
     copy("imported", lambda m: m | {"data": {}})
+    younger = ("optimizer", "schedule")  # flags that its run did not know
+    flags = lambda m: {k: v for k, v in m["flags"].items() if k not in younger}  # noqa: E731
+    copy("older", lambda m: m | {"flags": flags(m)})
     copy("strange", lambda m: {k: v for k, v in m.items() if k != "config"})
     copy("newer", lambda m: m | {"config": m["config"] | {"experts": 8}})
     copy("odd", lambda m: m | {"config": m["config"] | {"head_dim": 7}})

@@ -252,12 +252,16 @@ def test_a_profile_has_the_steps_that_were_asked_for(watched):
 def test_mfu_is_there_where_the_peak_is_known(train, watched, tmp_path, monkeypatch):
     assert "MFU" not in watched[1]
     monkeypatch.setitem(flops.PEAK, "cpu", 1e9)  # of each of the eight
-    out = train(tmp_path / "w", "--steps=3")
+    shutil.copytree(watched[0], tmp_path / "w")
+    shutil.rmtree(tmp_path / "w" / "checkpoints" / str(STEPS))
+    out = train(tmp_path / "w", f"--steps={STEPS}")
     token = flops.decoder(Config.tiny(), 32)["causal"] / 32
-    for speed, mfu in records(tmp_path / "w", "tokens_per_second", "mfu"):
+    rates = records(tmp_path / "w", "tokens_per_second", "mfu")
+    assert len(rates) == STEPS - HALF
+    for speed, mfu in rates:
         assert mfu == pytest.approx(speed * token / 8e9)
     assert re.search(r"\nTook .* done; [\d,]+ tokens/s  MFU \d+\.\d%\.\n$", out)
-    assert re.search(r"\nstep 3/3  loss \S+  [\d,]+ tokens/s  MFU \d+\.\d%  0:00 left\n", out)
+    assert re.search(r"\nstep 12/12  loss \S+  [\d,]+ tokens/s  MFU \d+\.\d%  0:00 left\n", out)
 
 
 def test_peaks_are_of_one_device_in_bfloat16():
