@@ -74,7 +74,8 @@ def _figure(columns: int, width: float = 4):
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(width * columns, 4), layout="constrained", dpi=120)
+    layout = "constrained" if columns > 1 else None  # which takes as long as all the rest
+    figure = Figure(figsize=(width * columns, 4), layout=layout, dpi=120)
     FigureCanvasAgg(figure)  # no window, no global state
     return figure, figure.subplots(1, columns, squeeze=False)[0]
 

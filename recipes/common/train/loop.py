@@ -38,14 +38,12 @@ def fit(
       extra: what evaluation sums besides the loss's own figures.
       example_flops: of training on one example; None: as if each weight were multiplied once.
 
-    Returns the state, the log, and what Evaluation returns for the state.
-
-    Raises UserError before anything is written, Stopped as `take_steps` does.
+    Returns the state, the log, and the state's Evaluation. Raises UserError before anything is
+    written, Stopped as `take_steps` does.
     """
     # ---- Checked, and compiled: where everything lies and what a step sends -----------------------
     layout, facts = step.layout, {"seed": run.seed, "batch_size": run.batch_size, **data.facts}
-    check(folder, facts, run)
-    profile = Profile(run, folder)
+    profile = check(folder, facts, run)
     if folder.start:
         checkpoint.check_variables(folder.start, layout)
     abstract, compiled = step.abstract_state(), None
@@ -55,19 +53,14 @@ def fit(
         print0(report.step(compiled))
 
     # ---- The state: resumed, on given parameters, or new; never two of them in memory -------------
-    begins = origin(folder, run, step)
-    state = first_state(folder, step, run.seed, abstract)
+    state, begins = first_state(folder, step, run.seed, abstract), origin(folder, run, step)
     print0(*begins)
 
     # ---- The loop, and an evaluation at its end ---------------------------------------------------
-    saver = None
-    if folder.in_use:
-        metadata = checkpoint.metadata(folder.entry, layout, folder.flags)
-        saver = Saver(folder, run.keep_checkpoints, metadata, facts)
-    path = folder.path / "metrics.jsonl" if folder.in_use else None
+    saver, evaluation = new_saver(folder, layout, run, facts), Evaluation(layout, data, extra)
     peak = flops.peak(layout, (example_flops or flops.dense(layout)) / data.units)
+    path = folder.path / "metrics.jsonl" if folder.in_use else None
     log = Log(path, folder.step, run, data.unit, run.batch_size * data.units, peak)
-    evaluation = Evaluation(layout, data, extra)
 
     def evaluate(done: int, state: Tree) -> Tree:
         start, totals = time.perf_counter(), evaluation(state)
@@ -78,16 +71,22 @@ def fit(
         return totals
 
     if compiled:
+        if folder.step and run.eval_every and folder.step % run.eval_every == 0:
+            evaluate(
+                folder.step, state
+            )  # it was saved, and perhaps stopped before it was evaluated
         batches = train_batches(data, run.batch_size, run.seed, folder.step, process_rows(layout))
-        state = take_steps(compiled, state, batches, layout, run, log, saver, evaluate, profile)
+        with profile:
+            traced = profile.around(compiled, folder.step)
+            state = take_steps(traced, state, batches, layout, run, log, saver, evaluate)
     totals = evaluate(int(state["step"]), state)
     if saver:
         saver.close()
     return state, log, totals
 
 
-def check(folder: RunFolder, facts: Tree, run: Run) -> None:
-    """Raises UserError for a run that can't be resumed with this data, or watched as its flags say."""
+def check(folder: RunFolder, facts: Tree, run: Run) -> Profile:
+    """Raises UserError if the run can't be resumed with this data, or watched as its flags say."""
     if folder.newest and folder.newest.metadata["data"] != facts:
         raise UserError(
             f"--dataset={facts['dataset']} must match the original run, and its content has changed "
@@ -97,6 +96,15 @@ def check(folder: RunFolder, facts: Tree, run: Run) -> None:
         raise UserError("--keep_best needs --eval_every; add it, for example --eval_every=100")
     if run.tensorboard:
         tensorboard.check()
+    return Profile(run, folder)
+
+
+def new_saver(folder: RunFolder, layout: Layout, run: Run, facts: Tree) -> Saver | None:
+    """None for a run that writes nothing."""
+    if not folder.in_use:
+        return None
+    metadata = checkpoint.metadata(folder.entry, layout, folder.flags)
+    return Saver(folder, run.keep_checkpoints, metadata, facts)
 
 
 class Saves(Protocol):
@@ -116,7 +124,6 @@ def take_steps(
     log: Log,
     saver: Saves,
     evaluate: Callable[[int, Tree], object] | None = None,
-    profile: Profile | None = None,
 ) -> Tree:
     """The state after step run.steps, which is saved.
 
@@ -124,9 +131,7 @@ def take_steps(
       step: compiled, (state, batch) → (state, metrics); donates the state.
       batches: this process's rows of the batches from the state's step on.
       saver: saves the state every run.checkpoint_every steps and after the last.
-      evaluate: called with (step, state) every run.eval_every steps before the last, and at first if
-        the state is of such a step: it may have been saved and not evaluated.
-      profile: told before and after each step.
+      evaluate: called with (step, state) every run.eval_every steps, but for the last.
 
     Raises Stopped, with no save in flight: a signal asked for it, a number is not finite, or the last
     save failed.
@@ -134,14 +139,9 @@ def take_steps(
     first = int(state["step"])
     feed = iter(batches)
     batch = to_devices(next(feed), layout)
-    evaluates = set(range(0, run.steps, run.eval_every)) - {0} if run.eval_every else set()
     try:
         with preemption.training():
-            if first in evaluates:
-                evaluate(first, state)
             for done in range(first + 1, run.steps + 1):
-                if profile:
-                    profile.before(done, state)
                 state, metrics = step(state, batch)
                 start = time.perf_counter()
                 rows = next(feed)
@@ -151,29 +151,23 @@ def take_steps(
                 # programs are in flight. More can deadlock simulated devices, which share one small
                 # thread pool.
                 log.step(done, metrics, input_wait)
-                if profile:
-                    profile.after(done, state)
                 asked = preemption.requested(done)
                 if asked or done % run.checkpoint_every == 0 or done == run.steps:
                     log.settle()  # a state whose metrics are not finite is never saved
                     saver.save(done, state)
                 if asked and done < run.steps:
                     break
-                if done in evaluates:
+                if run.eval_every and done % run.eval_every == 0 and done < run.steps:
                     log.settle()
                     evaluate(done, state)
             saver.wait()
     except NonFiniteError as error:
         saver.wait()
         good = saver.last_good()
-        raise Stopped(
-            f"{error}; "
-            + (f"the last good checkpoint is {good}" if good else "nothing is saved yet")
-        ) from error
+        saved = f"the last good checkpoint is {good}" if good else "nothing is saved yet"
+        raise Stopped(f"{error}; {saved}") from error
     finally:
         log.pause()
-        if profile:
-            profile.close()
     if done < run.steps:
         raise Stopped(
             f"Stopped by {asked} after step {done}, saved in {saver.last_good()}; the same command "

@@ -1,6 +1,8 @@
 """--profile=FIRST:LAST: a trace of some steps by JAX's profiler."""
 
+import itertools
 import re
+from collections.abc import Callable
 
 import jax
 
@@ -29,25 +31,36 @@ class Profile:
                 f"--profile={run.profile}: this run {steps}; profile steps that it takes"
             )
 
-    def before(self, step: int, state: Tree) -> None:
-        """Called before a step is started."""
-        if step == self._first:
-            jax.block_until_ready(state)  # the steps before it are not in the trace
-            jax.profiler.start_trace(self._folder)
-            self._running = True
-        if self._running:
-            self._named = jax.profiler.StepTraceAnnotation("step", step_num=step)
-            self._named.__enter__()
+    def around(self, step: Callable, first: int) -> Callable:
+        """The same step, (state, batch) → …, that also starts and ends the trace.
 
-    def after(self, step: int, state: Tree) -> None:
-        """Called when a step is started."""
-        if self._running:
-            self._named.__exit__(None, None, None)
-        if step == self._last:
-            jax.block_until_ready(state)
-            self.close()
+        Args:
+          first: steps done so far.
+        """
+        numbers = itertools.count(first + 1)
 
-    def close(self) -> None:
+        def traced(state: Tree, batch: Tree):
+            number = next(numbers)
+            if number == self._first:
+                jax.block_until_ready(state)  # the steps before it are not in the trace
+                jax.profiler.start_trace(self._folder)
+                self._running = True
+            with jax.profiler.StepTraceAnnotation("step", step_num=number):
+                after = step(state, batch)
+            if number == self._last:
+                jax.block_until_ready(after)
+                self._end()
+            return after
+
+        return traced if self._last else step
+
+    def __enter__(self) -> None:
+        """On exit a trace that still runs is ended."""
+
+    def __exit__(self, *_) -> None:
+        self._end()
+
+    def _end(self) -> None:
         """Ends a trace that is running, and says how to open it."""
         if self._running:
             self._running = False
