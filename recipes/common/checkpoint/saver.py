@@ -131,9 +131,7 @@ class Saver:
         def link() -> None:
             if saving:
                 saving.join()
-            if (
-                self._failed
-            ):  # of several processes, which must agree on what is best, this ends all
+            if self._failed:  # only a run of one process goes on after that
                 self._lowest = former
             elif processes.is_first():
                 self._link(step, figures)
