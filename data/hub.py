@@ -1,5 +1,6 @@
-"""The library `datasets`: imported late, kept quiet, its errors told in one line."""
+"""The Hub and the library `datasets`: imported late, kept quiet, errors told in one line."""
 
+import pathlib
 from collections.abc import Iterable
 from typing import Any
 
@@ -33,6 +34,26 @@ def load(name: str, dataset: str) -> dict[str, Rows]:
         raise DataError(
             f"--dataset={dataset} could not be loaded ({reason(error)}); check its name"
         ) from error
+
+
+def snapshot(name: str, wanted: list[str], what: str) -> pathlib.Path:
+    """A folder with the wanted files of a model on the Hub, by way of its client and cache.
+
+    Args:
+      wanted: names, or patterns of them; a model need not have all.
+      what: what to call it in a message.
+
+    Raises DataError if they can't be downloaded.
+    """
+    import huggingface_hub  # takes a third of a second
+
+    try:
+        return pathlib.Path(huggingface_hub.snapshot_download(name, allow_patterns=wanted))
+    except Exception as error:  # the client's exceptions have no common base
+        raise DataError(
+            f"{what} is not a local folder and can't be downloaded from the Hub ({reason(error)}); "
+            "use a folder, or ORG/NAME of a model that you can download"
+        ) from None
 
 
 def train_and_held_out(splits: dict[str, Rows]) -> tuple[Rows, Rows | None]:
