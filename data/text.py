@@ -53,7 +53,9 @@ def decode(tokens) -> str:
 # ---- examples --------------------------------------------------------------------------------
 
 
-def load(dataset: str = "stdlib", text_column: str = "text", seq_len: int = 128) -> Dataset:
+def load(
+    dataset: str = "stdlib", text_column: str = "text", seq_len: int = 128, tokenizer=None
+) -> Dataset:
     """A corpus as examples of `seq_len` tokens; arguments as `corpus` takes them.
 
     Raises DataError if there is no such text, or less of it than one example.
