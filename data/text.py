@@ -34,7 +34,7 @@ def load(
     text_column: str = "text",
     seq_len: int = 128,
     tokenizer: Tokenizer | None = None,
-    pack: bool = False,
+    pack: str = "",
 ) -> Dataset:
     """A dataset as examples of `seq_len` tokens.
 
@@ -42,19 +42,20 @@ def load(
       dataset, text_column: as `sources.find` takes them. Several sources are each packed alone, and
         mixed by their weights; the held-out rows are all of theirs, in order.
       tokenizer: None: bytes.
-      pack: rows of whole documents, in place of windows.
+      pack: "true", rows of whole documents; "false", windows; "", rows where there is a tokenizer.
 
     Raises DataError if there is no such text, or less of it than one example.
     """
     tokenizer = tokenizer or BYTES
+    packed = pack == "true" or (pack == "" and bool(tokenizer.files))
     found = sources.find(dataset, text_column)
     made = [corpus.prepare(source, tokenizer) for source in found]
     for source, one in zip(found, made, strict=True):
-        _check(source.name, one, seq_len, pack)
+        _check(source.name, one, seq_len, packed)
     # Where each source is one document, its windows need no segments.
-    bounds = pack or any(len(split.starts) > 1 for one in made for split in one[:2])
+    bounds = packed or any(len(split.starts) > 1 for one in made for split in one[:2])
     train, held_out = (
-        [_rows(one, part, seq_len, pack, bounds) for one in made] for part in corpus.SPLITS
+        [_rows(one, part, seq_len, packed, bounds) for one in made] for part in corpus.SPLITS
     )
     filler = example(np.full(seq_len + 1, -1, np.int32))
     prints = [one.fingerprint for one in made]
@@ -71,18 +72,13 @@ def load(
         unit="tokens",
         units=seq_len,
         config={"vocab_size": tokenizer.size} if tokenizer.files else {},
-        facts=facts | ({"pack": True} if pack else {}),
+        facts=facts | ({"pack": True} if packed else {}),
         parts=tuple((len(rows), s.weight) for rows, s in zip(train, found, strict=True)),
         held_out_bytes=sum(
-            _bytes_behind(one.held_out, len(rows), seq_len, tokenizer, pack)
+            _bytes_behind(one.held_out, len(rows), seq_len, tokenizer, packed)
             for one, rows in zip(made, held_out, strict=True)
         ),
     )
-
-
-def packs(flag: str, tokenizer: Tokenizer | None) -> bool:
-    """Whether --pack, which may be empty, asks for packed rows: with a tokenizer it does."""
-    return flag == "true" or (flag == "" and tokenizer is not None and bool(tokenizer.files))
 
 
 def _check(name: str, one: Corpus, seq_len: int, pack: bool) -> None:

@@ -35,6 +35,7 @@ MODEL = "config.json"  # the model's own: kept only where no other file says whi
 PIECES = ("tokenizer.model", "spiece.model", "sentencepiece.bpe.model")  # what can't be read
 CONTROL = ("bos", "eos", "unk", "sep", "pad", "cls", "mask")  # NAME_token, for templates
 START = 256  # of bytes
+PADDED = 384  # tokens of our models of bytes: 257, padded to a multiple of 128
 
 
 @dataclasses.dataclass(frozen=True)
@@ -58,6 +59,20 @@ class Tokenizer:
     @functools.cached_property
     def _control(self):  # recognises them
         return _library(self.files, self.name, control=True)
+
+    def shared(self) -> dict[str, bytes]:
+        """The files as they lie in a model folder that others read."""
+        files = self.files or bytes_files()
+        return {name: content for name, content in files.items() if name != MODEL}
+
+    def config_ids(self) -> dict[str, int | list[int] | None]:
+        """What config.json says of them."""
+        begin = _json(self.files, GENERATION, self.name).get("bos_token_id")
+        if begin is None and not self.start and self.files:
+            begin = self._control.token_to_id(_control_tokens(self.files).get("bos_token", ""))
+        begin = self.start[0] if begin is None and self.start else begin
+        end = list(self.end) if len(self.end) > 1 else next(iter(self.end), None)
+        return {"bos_token_id": begin, "eos_token_id": end}
 
     def encode(self, texts: list[str | bytes]) -> list[np.ndarray]:
         """The int32 ids of each text, with nothing around them; a text never holds control tokens.
@@ -161,7 +176,7 @@ def find(name: str) -> Tokenizer:
         files = read(path.parent) if path.name == MAIN else {MAIN: path.read_bytes()}
     elif name and path.is_dir():
         files = read(path)
-    elif re.fullmatch(r"[\w.-]+/[\w.-]+", name):
+    elif re.fullmatch(hub.MODEL_NAME, name):
         files = read(hub.snapshot(name, [*FILES, *PIECES, MODEL], what))
     else:
         raise DataError(

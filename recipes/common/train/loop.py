@@ -11,6 +11,7 @@ import numpy as np
 from flax import nnx
 
 from data.batches import Dataset, held_out_batches, train_batches
+from data.tokenizer import BYTES, Tokenizer
 from recipes.common import checkpoint
 from recipes.common.analysis import report
 from recipes.common.checkpoint import RunFolder, Saver
@@ -21,8 +22,12 @@ from recipes.common.train.resume import first_state, origin
 from recipes.common.train.step import TrainStep
 
 
-def fit(run: Run, folder: RunFolder, step: TrainStep, data: Dataset) -> tuple[Tree, Log]:
+def fit(
+    run: Run, folder: RunFolder, step: TrainStep, data: Dataset, tokenizer: Tokenizer = BYTES
+) -> tuple[Tree, Log]:
     """Takes the steps that are left until run.steps, and saves what they lead to.
+
+    `tokenizer` is saved with the model.
 
     Returns the state after them and the log, to which evaluation adds its figures.
 
@@ -53,7 +58,7 @@ def fit(run: Run, folder: RunFolder, step: TrainStep, data: Dataset) -> tuple[Tr
     saver = None
     if folder.in_use:
         metadata = checkpoint.metadata(folder.entry, layout, folder.flags)
-        saver = Saver(folder, run.keep_checkpoints, metadata, facts)
+        saver = Saver(folder, run.keep_checkpoints, metadata, facts, tokenizer)
     path = folder.path / "metrics.jsonl" if folder.in_use else None
     log = Log(path, folder.step, run, data.unit, run.batch_size * data.units)
     if compiled:
