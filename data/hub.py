@@ -1,8 +1,10 @@
 """The Hub and the library `datasets`: imported late, kept quiet, errors told in one line."""
 
+import gzip
+import io
 import pathlib
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, TextIO
 
 from data import DataError
 
@@ -42,6 +44,35 @@ def load(name: str, dataset: str) -> dict[str, Rows]:
         raise DataError(
             f"--dataset={dataset} could not be loaded ({reason(error)}); check its name"
         ) from error
+
+
+def rows(path: pathlib.Path, kind: str, column: str) -> Rows:
+    """The rows of a local file of kind json or parquet, of which `column` is needed."""
+    datasets = library()
+    if kind == "json":
+        yield from datasets.load_dataset(kind, data_files=str(path), split="train", streaming=True)
+        return
+    # By the reader that `datasets` itself imports: its own way of streaming holds a whole row group.
+    from datasets.packaged_modules.parquet import parquet
+
+    with parquet.pq.ParquetFile(path, buffer_size=2**16) as file:
+        names = file.schema_arrow.names
+        if column not in names:
+            yield dict.fromkeys(names)
+        for batch in file.iter_batches(64, columns=[column], use_threads=False):
+            yield from batch.to_pylist()
+
+
+def text_file(path: pathlib.Path) -> TextIO:
+    """A text file, opened for reading; compressed if its name ends in .gz or .zst."""
+    if path.suffix == ".gz":
+        return gzip.open(path, "rt", encoding="utf-8")
+    if path.suffix == ".zst":
+        library()
+        from datasets.utils.file_utils import xopen
+
+        return io.TextIOWrapper(xopen(f"zstd://{path.stem}::{path}", "rb"), encoding="utf-8")
+    return path.open(encoding="utf-8")
 
 
 def snapshot(name: str, wanted: list[str], what: str) -> pathlib.Path:

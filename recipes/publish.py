@@ -53,7 +53,7 @@ def main(flags: Publish) -> None:
 
     # ---- Parameters, and their loss on a batch that nobody trained on ----------------------------
     variables = checkpoint.restore_variables(source, layout)
-    batch = probe.batch(source.metadata)
+    batch = probe.batch(source.metadata, source.tokenizer())
     loss = probe.loss(layout, variables, batch)
     leaves = jax.tree.leaves(variables["params"])
     metadata = source.metadata | {

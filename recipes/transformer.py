@@ -32,8 +32,8 @@ class Flags:
     """Recipe-specific flags."""
 
     dataset: str = flag(
-        "stdlib", "Training text: stdlib, a path to text, .jsonl or .parquet, or hf:NAME.",
-        "data",
+        "stdlib", "Training text: stdlib, a file, folder or pattern of .txt, .jsonl or .parquet "
+        "files, or hf:NAME; several with their shares: a.jsonl@0.7,b.parquet@0.3.", "data",
     )  # fmt: skip
     text_column: str = flag(
         "text", "Column of .jsonl, .parquet and hf: datasets that has the text.", "data"
@@ -41,6 +41,10 @@ class Flags:
     tokenizer: str = flag(
         "", "Tokenizer: bytes, a tokenizer.json or a folder with one, or ORG/NAME on the Hub; empty: "
         "the checkpoint's, or bytes.", "data", may_change=True,
+    )  # fmt: skip
+    pack: str = flag(
+        "", "Rows of whole documents in place of windows that cut them; empty: with a tokenizer "
+        "other than bytes.", "data", choices=["", "true", "false"],
     )  # fmt: skip
     seq_len: int = flag(128, "Tokens of context.", "data", at_least=1)
     size: str = flag(
@@ -93,7 +97,7 @@ def main(run: Run, flags: Flags) -> None:
     )  # fmt: skip
 
     # ---- Data: batch k is a pure function of (seed, k), on any mesh and number of processes ------
-    corpus = text.load(flags.dataset, flags.text_column, flags.seq_len, tokenizer=tokenizer)
+    corpus = text.load(flags.dataset, flags.text_column, flags.seq_len, tokenizer, flags.pack)
 
     # ---- Step: (state, batch) → (state, metrics), a pure function --------------------------------
     lr = LearningRate(run.learning_rate, flags.warmup_steps, run.steps)
