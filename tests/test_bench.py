@@ -321,7 +321,8 @@ def test_a_word_prints_its_table(word, inside, monkeypatch):
         assert len({row.count("|") for row in table}) == 1
 
 
-ABSENT = ("grain", "datasets", "matplotlib", "safetensors", "huggingface_hub")
+ABSENT = ("grain", "datasets", "matplotlib", "safetensors", "huggingface_hub",
+          "tokenizers", "jinja2")  # fmt: skip
 ACCELERATOR = ("collectives", "memory", "gpu")  # the last one settles for one device
 
 

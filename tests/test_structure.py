@@ -26,7 +26,7 @@ LAYERS = {
 }
 LIBRARIES = {
     "zoo": {"jax", "flax"},
-    "data": {"grain", "numpy", "datasets"},
+    "data": {"grain", "numpy", "datasets", "tokenizers", "jinja2", "huggingface_hub"},
     "recipes": {"jax", "flax", "numpy"},
     "recipes/bench": {"jax", "flax", "numpy", "optax", "torch", "tensorstore"},
     "recipes/common": set(),

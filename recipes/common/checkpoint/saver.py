@@ -20,6 +20,7 @@ from typing import Any
 
 import orbax.checkpoint as ocp
 
+from data.tokenizer import BYTES, Tokenizer
 from recipes.common.checkpoint import integrity, run_folder, store
 from recipes.common.checkpoint.run_folder import RunFolder
 from recipes.common.runtime import Stopped, processes
@@ -38,13 +39,20 @@ class Saver:
       keep: how many checkpoints stay.
       metadata: store.metadata's.
       data: what the batches are made of, JSON.
+      tokenizer: the model's, which every checkpoint holds.
     """
 
     def __init__(
-        self, folder: RunFolder, keep: int, metadata: dict[str, Any], data: dict[str, Any]
+        self,
+        folder: RunFolder,
+        keep: int,
+        metadata: dict[str, Any],
+        data: dict[str, Any],
+        tokenizer: Tokenizer = BYTES,
     ):
-        self._folder, self._keep = folder, keep
-        self._metadata, self._data = metadata | {"data": data}, data
+        self._folder, self._keep, self._tokenizer = folder, keep, tokenizer
+        said = {store.TOKENIZER: tokenizer.sha256} if tokenizer.files else {}
+        self._metadata, self._data = metadata | said | {"data": data}, data
         self._thread: threading.Thread | None = None  # of the save that is in flight
         self._step, self._failed = folder.step, ""  # of the last save, and why it failed
         processes.broadcast_from_first(self._prepare)
@@ -198,6 +206,7 @@ class Saver:
 
     def _hash(self) -> None:
         for folder in (self._folder.path / "checkpoints").glob(f"{self._step}{TEMPORARY}*"):
+            store.write_tokenizer(folder, self._tokenizer.files)
             integrity.hash_before_commit(folder)
 
     def _remove_old(self) -> None:

@@ -9,6 +9,7 @@ import grain
 import jax
 
 from data.batches import Dataset, train_batches
+from data.tokenizer import BYTES, Tokenizer
 from recipes.common import checkpoint
 from recipes.common.analysis import flops, picture, report
 from recipes.common.checkpoint import RunFolder, Saver
@@ -28,6 +29,7 @@ def fit(
     folder: RunFolder,
     step: TrainStep,
     data: Dataset,
+    tokenizer: Tokenizer = BYTES,
     *,
     extra: Extra | None = None,
     example_flops: float | None = None,
@@ -35,6 +37,7 @@ def fit(
     """Takes the steps that are left until run.steps, saves what they lead to, and evaluates it.
 
     Args:
+      tokenizer: saved with the model.
       extra: what evaluation sums besides the loss's own figures.
       example_flops: of training on one example; None: as if each weight were multiplied once.
 
@@ -57,7 +60,8 @@ def fit(
     print0(*begins)
 
     # ---- The loop, and an evaluation at its end ---------------------------------------------------
-    saver, evaluation = new_saver(folder, layout, run, facts), Evaluation(layout, data, extra)
+    saver = new_saver(folder, layout, run, facts, tokenizer)
+    evaluation = Evaluation(layout, data, extra)
     peak = flops.peak(layout, (example_flops or flops.dense(layout)) / data.units)
     path = folder.path / "metrics.jsonl" if folder.in_use else None
     log = Log(path, folder.step, run, data.unit, run.batch_size * data.units, peak)
@@ -72,9 +76,7 @@ def fit(
 
     if compiled:
         if folder.step and run.eval_every and folder.step % run.eval_every == 0:
-            evaluate(
-                folder.step, state
-            )  # it was saved, and perhaps stopped before it was evaluated
+            evaluate(folder.step, state)  # saved, and perhaps stopped before it was evaluated
         batches = train_batches(data, run.batch_size, run.seed, folder.step, process_rows(layout))
         with profile:
             traced = profile.around(compiled, folder.step)
@@ -99,12 +101,14 @@ def check(folder: RunFolder, facts: Tree, run: Run) -> Profile:
     return Profile(run, folder)
 
 
-def new_saver(folder: RunFolder, layout: Layout, run: Run, facts: Tree) -> Saver | None:
+def new_saver(
+    folder: RunFolder, layout: Layout, run: Run, facts: Tree, tokenizer: Tokenizer
+) -> Saver | None:
     """None for a run that writes nothing."""
     if not folder.in_use:
         return None
     metadata = checkpoint.metadata(folder.entry, layout, folder.flags)
-    return Saver(folder, run.keep_checkpoints, metadata, facts)
+    return Saver(folder, run.keep_checkpoints, metadata, facts, tokenizer)
 
 
 class Saves(Protocol):
