@@ -5,6 +5,7 @@ it jax in each. They end when the process that started them does, however it die
 """
 
 import concurrent.futures
+import contextlib
 import os
 import pathlib
 import pickle
@@ -89,9 +90,10 @@ class Pool:
             process.kill()
         self._threads.shutdown()
         for process in self._processes:
-            process.wait()
-            process.stdin.close()
+            with contextlib.suppress(BrokenPipeError):  # what it has not read
+                process.stdin.close()
             process.stdout.close()
+            process.wait()
 
     def write(self, path: pathlib.Path, parts: list[Part]) -> None:
         """Hands the work to the next process that is free; holds few parts in memory."""

@@ -187,6 +187,20 @@ DATA_ROWS = [
     (["--dataset=hf:no/such"], "--dataset=hf:no/such could not be loaded ("),
     (["--dataset=hf:"], "--dataset=hf: names no dataset; use hf:NAME"),
     (["--dataset={here}/texts"], "b.txt line 1 is not UTF-8"),
+    (["--dataset={here}/*.csv"], "--dataset={here}/*.csv matches no file; check the pattern, and quote it in a shell"),
+    (["--dataset={here}"], " among .jsonl or .parquet files; name the files to read with a pattern, as in 'FOLDER/*.jsonl'"),
+    (["--dataset={here}/ok.txt@much"], "gives {here}/ok.txt the weight 'much', which is not a number; write {here}/ok.txt@0.5"),
+    (["--dataset={here}/ok.txt@0"], "gives {here}/ok.txt the weight 0; use one from 0.000001 to 1000000"),
+    (["--dataset={here}/ok.txt@-1,stdlib"], "gives {here}/ok.txt the weight -1; use one from 0.000001 to 1000000"),
+    (["--dataset={here}/ok.txt@nan,stdlib"], "gives {here}/ok.txt the weight nan; use one from"),
+    (["--dataset=stdlib@0.5,@0.5"], "--dataset=stdlib@0.5,@0.5 has an empty name; use NAME@WEIGHT,NAME@WEIGHT"),
+    (["--dataset={here}/ok.txt@0.5,{here}/no.txt"], "--dataset={here}/no.txt does not exist; use a file, a folder, or hf:NAME"),
+    (["--dataset={here}/ok.txt,{here}/nothing.txt@2"], "--dataset={here}/nothing.txt is empty; use a file with text in it"),
+    (["--dataset={here}/ok.txt,{here}/short.txt"], "--dataset={here}/short.txt has 10 held-out tokens, fewer than one window of --seq_len=32 and its target"),
+    (["--dataset={here}/ok.txt,{here}/short.txt", "--pack=true", "--seq_len=250"], "--dataset={here}/short.txt has 191 training tokens, fewer than one window of --seq_len=250 and its target"),
+    (["--dataset={here}/torn.jsonl.gz"], "torn.jsonl.gz could not be read as json ("),
+    (["--dataset={here}/torn.txt.zst"], "torn.txt.zst"),
+    (["--pack=yes"], '--pack=yes is not one of "", true, false'),
 ]  # fmt: skip
 
 SMALL_ROWS = [  # of the other recipes, which have the same code behind most flags
@@ -289,7 +303,7 @@ def fill(folder: pathlib.Path) -> None:
         "file": b"no folder", "ok.txt": b"some text " * 500, "nothing.txt": b"", "nothing.jsonl": b"",
         "latin.txt": "ok\ncaf\xe9\n".encode("latin1"), "latin.jsonl": '{"text": "\xe9"}\n'.encode("latin1"),
         "broken.jsonl": b'{"text": "a"}\n{"text": \n', "list.jsonl": b"[1, 2]\n",
-        "body.jsonl": b'{"body": "a", "n": 3}\n', "not.parquet": b"PAR?", "short.txt": b"x" * 200,
+        "body.jsonl": b'{"body": "a", "n": 3}\n', "not.parquet": b"PAR?", "torn.jsonl.gz": b"\x1f\x8b\x08", "torn.txt.zst": b"zst", "short.txt": b"x" * 200,
         "texts/a.txt": b"good " * 500, "texts/b.txt": b"\xff\xfe bad",
         **{f"images/{split}.jsonl": b'{"image": [0, 1, 2, 3], "label": 1}\n' for split in ("train", "test")},
     }  # fmt: skip

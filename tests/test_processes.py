@@ -38,9 +38,9 @@ from recipes.common.runtime import processes
 from recipes.common.train import evaluation, loop
 
 folder, fed, read = pathlib.Path(sys.argv.pop(1)), [], []
-to_devices, window = loop.to_devices, text._Windows.__getitem__
+to_devices, take = loop.to_devices, text._Windows.take
 evaluation.to_devices = loop.to_devices = lambda rows, *rest: fed.append(rows) or to_devices(rows, *rest)
-text._Windows.__getitem__ = lambda self, i: read.append((len(self._tokens), i)) or window(self, i)
+text._Windows.take = lambda self, i: read.extend((len(self._tokens), n) for n in i) or take(self, i)
 try:
     runpy.run_module("recipes.transformer", run_name="__main__")
 finally:

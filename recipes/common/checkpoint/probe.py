@@ -27,8 +27,8 @@ def batch(metadata: dict[str, Any], tokenizer: Tokenizer | None = None) -> dict[
 
     Raises DataError if the data is not here.
     """
-    # A flag of 0 leaves it to the config; runs of before had no packed rows.
-    known = {"pack": "false"} | metadata["flags"] | metadata["config"] | {"tokenizer": tokenizer}
+    # A flag of 0 leaves it to the config.
+    known = metadata["flags"] | metadata["config"] | {"tokenizer": tokenizer}
     if "seq_len" in known:
         known = known | {"seq_len": min(TOKENS, known["seq_len"])}
     return next(batches.held_out_batches(entries.dataset(metadata["entry"], known), ROWS))

@@ -37,7 +37,7 @@ def fit(
     """Takes the steps that are left until run.steps, saves what they lead to, and evaluates it.
 
     Args:
-      tokenizer: saved with the model.
+      tokenizer: is saved with the model.
       extra: what evaluation sums besides the loss's own figures.
       example_flops: of training on one example; None: as if each weight were multiplied once.
 
@@ -46,9 +46,7 @@ def fit(
     """
     # ---- Checked, and compiled: where everything lies and what a step sends -----------------------
     layout, facts = step.layout, {"seed": run.seed, "batch_size": run.batch_size, **data.facts}
-    profile = check(folder, facts, run)
-    if folder.start:
-        checkpoint.check_variables(folder.start, layout)
+    profile = check(folder, layout, facts, run)
     abstract, compiled = step.abstract_state(), None
     print0(report.headline(layout), report.table(layout, abstract))
     if run.steps > folder.step:
@@ -79,16 +77,16 @@ def fit(
             evaluate(folder.step, state)  # saved, and perhaps stopped before it was evaluated
         batches = train_batches(data, run.batch_size, run.seed, folder.step, process_rows(layout))
         with profile:
-            traced = profile.around(compiled, folder.step)
-            state = take_steps(traced, state, batches, layout, run, log, saver, evaluate)
+            compiled = profile.around(compiled, folder.step)
+            state = take_steps(compiled, state, batches, layout, run, log, saver, evaluate)
     totals = evaluate(int(state["step"]), state)
     if saver:
         saver.close()
     return state, log, totals
 
 
-def check(folder: RunFolder, facts: Tree, run: Run) -> Profile:
-    """Raises UserError if the run can't be resumed with this data, or watched as its flags say."""
+def check(folder: RunFolder, layout: Layout, facts: Tree, run: Run) -> Profile:
+    """Raises UserError if what the run begins with does not fit, or it can't be watched as asked."""
     if folder.newest and folder.newest.metadata["data"] != facts:
         raise UserError(
             f"--dataset={facts['dataset']} must match the original run, and its content has changed "
@@ -98,6 +96,8 @@ def check(folder: RunFolder, facts: Tree, run: Run) -> Profile:
         raise UserError("--keep_best needs --eval_every; add it, for example --eval_every=100")
     if run.tensorboard:
         tensorboard.check()
+    if folder.start:
+        checkpoint.check_variables(folder.start, layout)
     return Profile(run, folder)
 
 
