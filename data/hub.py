@@ -106,16 +106,14 @@ def _ask(name: str, kind: str, what: str) -> DataError | None:
     Returns what to raise if it can't be reached. Raises DataError if it has none.
     """
     import huggingface_hub
+    from huggingface_hub import constants, errors
 
     huggingface_hub.logging.set_verbosity(huggingface_hub.logging.CRITICAL)  # of retries
-    if huggingface_hub.constants.HF_HUB_OFFLINE:  # the libraries then look into their caches alone
+    if constants.HF_HUB_OFFLINE:  # the libraries then look into their caches alone
         return None
     try:
         huggingface_hub.HfApi().repo_info(name, repo_type=kind, timeout=SECONDS)
-    except (
-        huggingface_hub.errors.RepositoryNotFoundError,
-        huggingface_hub.errors.HFValidationError,
-    ):
+    except (errors.RepositoryNotFoundError, errors.HFValidationError):
         raise DataError(
             f"{what} is neither local nor on the Hub, or you may not read it; check the name, use a "
             f"local folder, or log in (hf auth login)"

@@ -42,7 +42,7 @@ PADDED = 384  # tokens of our models of bytes: 257, padded to a multiple of 128
 class Tokenizer:
     """Made by `find` or `from_files`; pickled as its files."""
 
-    name: str  # what --tokenizer said, for messages
+    name: str = dataclasses.field(compare=False)  # what --tokenizer said, for messages
     sha256: str  # of tokenizer.json
     size: int  # ids are 0 … size - 1
     files: dict[str, bytes] = dataclasses.field(repr=False, compare=False)  # {} for bytes
@@ -134,14 +134,14 @@ class Stream:
     def __init__(self, tokenizer: Tokenizer):
         self._tokenizer = tokenizer
         self._bytes = codecs.getincrementaldecoder("utf-8")("replace")
-        self._begin()
+        self._begin([])
 
-    def _begin(self) -> None:
+    def _begin(self, after: list[int]) -> None:
         self._held: list[int] = []  # tokens that no text has come of
         if self._tokenizer.files:
             from tokenizers.decoders import DecodeStream
 
-            self._stream = DecodeStream(skip_special_tokens=True)
+            self._stream = DecodeStream(ids=after, skip_special_tokens=True)
 
     def put(self, token: int) -> str:
         if not 0 <= token < self._tokenizer.size:
@@ -149,7 +149,10 @@ class Stream:
         if not self._tokenizer.files:
             return self._bytes.decode(bytes([token])) if token < START else ""
         self._held.append(int(token))
-        text = self._stream.step(self._tokenizer._control, int(token))
+        try:
+            text = self._stream.step(self._tokenizer._control, int(token))
+        except Exception:  # bytes that are not UTF-8, one of which has been text already
+            return self.rest()
         self._held = [] if text else self._held
         return text or ""
 
@@ -157,7 +160,8 @@ class Stream:
         """What is held back, at the end: bytes that are not UTF-8 become U+FFFD."""
         if not self._tokenizer.files:
             return self._bytes.decode(b"", final=True)
-        held, _ = self._tokenizer.decode(self._held), self._begin()
+        held, last = self._tokenizer.decode(self._held), self._held[-1:]
+        self._begin(last)
         return held
 
 

@@ -19,7 +19,8 @@ LICENCES = {  # of the data that comes with the zoo or with Python
 # Flags that say where a run was and how it was watched, and change no result.
 UNTOLD = {
     *("workdir", "log_every", "checkpoint_every", "keep_checkpoints", "verify"),
-    *("num_processes", "process_id", "coordinator", "prompt", "sample_bytes"),
+    *("num_processes", "process_id", "coordinator", "prompt", "sample_bytes", "chat"),
+    "temperature",
 }
 ROW = re.compile(r"^\| `(.+)` \| [\d,]+ \| `([0-9a-f]{64})` \|$", re.MULTILINE)
 

@@ -41,6 +41,8 @@ def tokenizer_for(name: str, source: Source | None) -> Tokenizer:
             f"{source.path} has no tokenizer.json, so nobody knows what its model's tokens mean; use "
             "--tokenizer=FILE, ORG/NAME on the Hub, or bytes if it was trained on bytes"
         )
+    if given and own:  # what the given files don't say, the model's own do
+        return tokenizer.from_files(own.files | given.files, given.name)
     return given or own
 
 
