@@ -127,6 +127,7 @@ WORKDIR_ROWS = [
     (["--workdir={here}/run", "--learning_rate=0.5"], "--learning_rate=0.5 must match the original run, 0.004"),
     (["--workdir={here}/run", "--warmup_steps=7"], "--warmup_steps=7 must match the original run, 40"),
     (["--workdir={here}/run", "--weight_decay=0.5"], "--weight_decay=0.5 must match the original run, 0.1"),
+    (["--workdir={here}/run", "--pack=true"], "--pack=true must match the original run, none; use that, or a different --workdir"),
     (["--workdir={here}/run", "--seq_len=16"], "--seq_len=16 must match the original run, 32"),
     (["--workdir={here}/run", "--size=small"], "--size=small must match the original run, tiny"),
     (["--workdir={here}/run", "--dataset={here}/ok.txt"], "--dataset={here}/ok.txt must match the original run"),

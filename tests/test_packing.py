@@ -89,7 +89,7 @@ def test_padding_of_the_default_corpus(length):
 
 
 @pytest.mark.parametrize("start", [True, False])
-@pytest.mark.parametrize("block", [7, packing.BLOCK])
+@pytest.mark.parametrize("block", [100, packing.BLOCK])
 def test_every_token_but_the_first_of_a_document_is_a_target_once(
     files, start, block, tmp_path, monkeypatch
 ):

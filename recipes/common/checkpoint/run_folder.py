@@ -165,8 +165,9 @@ def _compare(path: pathlib.Path, before: dict[str, Any], *groups) -> dict[str, A
     changed = {}
     for group in groups:
         for field in dataclasses.fields(group):
-            was, now = before.get(field.name), getattr(group, field.name)
-            if field.name not in before or was == now:
+            # A flag that is newer than the run: its default is what the run did without it.
+            was, now = before.get(field.name, field.default), getattr(group, field.name)
+            if was == now:
                 continue
             another_start = field.name == "restore_from" and now
             if another_start or not field.metadata["may_change"]:
