@@ -80,8 +80,8 @@ def prepare(source: Source, tokenizer: Tokenizer = BYTES) -> Corpus:
                 raise
             except ChildProcessError as died:
                 raise DataError(
-                    f"a process that tokenised --dataset={source.name} was killed ({died}); start "
-                    "again, what is done is kept"
+                    f"a process that tokenised --dataset={source.name} was killed, perhaps for want of "
+                    "memory; start again, what is done is kept"
                 ) from died
     return _read(folder)
 
@@ -193,7 +193,7 @@ def _make(
         for path, parts in itertools.chain(few, new):
             workers.write(path, parts, tokenizer)
     else:
-        with workers.Pool(tokenizer, _cores()) as pool:
+        with workers.Pool(tokenizer, cores()) as pool:
             for path, parts in _told(itertools.chain(few, new), source.name):
                 pool.write(path, parts)
             pool.wait()
@@ -242,7 +242,7 @@ def _told(chunks: Iterable, name: str) -> Iterator:
                   file=sys.stderr, flush=True)  # fmt: skip
 
 
-def _cores() -> int:
+def cores() -> int:
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1

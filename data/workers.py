@@ -6,10 +6,14 @@ it jax in each. They end when the process that started them does, however it die
 
 import concurrent.futures
 import contextlib
+import ctypes
+import gc
 import os
 import pathlib
 import pickle
 import queue
+import signal
+import socket
 import subprocess
 import sys
 from collections.abc import Iterable
@@ -19,7 +23,7 @@ import numpy as np
 from data.sources import Part
 from data.tokenizer import Tokenizer
 
-AT_ONCE = 2**18  # bytes of text in one call of the library: it keeps 30 times as much meanwhile
+AT_ONCE = 2**17  # bytes of text in one call of the library: it keeps 30 times as much meanwhile
 
 
 def dtype(tokenizer: Tokenizer) -> np.dtype:
@@ -63,22 +67,28 @@ def _grouped(parts: list[Part]) -> Iterable[tuple[list[bytes], list[Part]]]:
 
 
 class Pool:
-    """Processes that `write`; leaving its context ends them."""
+    """Processes that `write`; leaving its context ends them.
+
+    One is started and makes the others by forks, so that all share the tokenizer's memory.
+    """
 
     def __init__(self, tokenizer: Tokenizer, count: int):
-        root = pathlib.Path(__file__).parent.parent
-        # Each is one thread, and no signal from the terminal reaches it.
-        environment = os.environ | {"TOKENIZERS_PARALLELISM": "false"}
-        self._processes = [
-            subprocess.Popen(
-                [sys.executable, "-m", "data.workers"], cwd=root, env=environment,
-                stdin=subprocess.PIPE, stdout=subprocess.PIPE, process_group=0,
-            )
-            for _ in range(count)
-        ]  # fmt: skip
-        self._idle: queue.SimpleQueue = queue.SimpleQueue()
-        for process in self._processes:
-            self._idle.put((process, pickle.dumps(tokenizer)))
+        pairs = [socket.socketpair() for _ in range(count)]
+        theirs = [end.fileno() for _, end in pairs]
+        # Each is one thread, so that forks are safe; no signal from the terminal reaches them.
+        alone = {"TOKENIZERS_PARALLELISM": "false", "OPENBLAS_NUM_THREADS": "1"}
+        self._first = subprocess.Popen(
+            [sys.executable, "-m", "data.workers", *map(str, theirs)],
+            cwd=pathlib.Path(__file__).parent.parent, env=os.environ | alone, pass_fds=theirs,
+            stdin=subprocess.PIPE, process_group=0,
+        )  # fmt: skip
+        self._lines: queue.SimpleQueue = queue.SimpleQueue()  # to the processes that are free
+        for ours, end in pairs:
+            end.close()
+            self._lines.put(ours)
+        self._ours = [ours for ours, _ in pairs]
+        with contextlib.suppress(BrokenPipeError), self._first.stdin as stdin:
+            pickle.dump(tokenizer, stdin)
         self._threads = concurrent.futures.ThreadPoolExecutor(count)  # one for each waits for it
         self._pending: set[concurrent.futures.Future] = set()
 
@@ -86,18 +96,16 @@ class Pool:
         return self
 
     def __exit__(self, *_) -> None:
-        for process in self._processes:
-            process.kill()
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self._first.pid, signal.SIGKILL)
+        self._first.wait()
         self._threads.shutdown()
-        for process in self._processes:
-            with contextlib.suppress(BrokenPipeError):  # what it has not read
-                process.stdin.close()
-            process.stdout.close()
-            process.wait()
+        for line in self._ours:
+            line.close()
 
     def write(self, path: pathlib.Path, parts: list[Part]) -> None:
         """Hands the work to the next process that is free; holds few parts in memory."""
-        self.wait(len(self._processes))
+        self.wait(len(self._ours))
         self._pending.add(self._threads.submit(self._ask, path, parts))
 
     def wait(self, most: int = 0) -> None:
@@ -110,32 +118,42 @@ class Pool:
                 one.result()
 
     def _ask(self, path: pathlib.Path, parts: list[Part]) -> None:
-        process, first = self._idle.get()
+        line = self._lines.get()
         try:
-            process.stdin.write(first)
-            pickle.dump((path, [tuple(part) for part in parts]), process.stdin)
-            process.stdin.flush()
-            if process.stdout.read(1) == b".":
+            work = pickle.dumps((path, [tuple(part) for part in parts]))
+            line.sendall(len(work).to_bytes(8) + work)
+            if line.recv(1) == DONE:
                 return
-        except BrokenPipeError:
+        except OSError:
             pass
         finally:
-            self._idle.put((process, b""))
-        raise ChildProcessError(f"exit code {process.wait()}")
+            self._lines.put(line)
+        raise ChildProcessError
 
 
-def _serve() -> None:
-    """The tokenizer and then work from stdin, to stdout a byte for each that is done."""
-    try:
-        tokenizer = pickle.load(sys.stdin.buffer)
-        while True:
-            path, parts = pickle.load(sys.stdin.buffer)
+DONE = b"."
+
+
+def _serve(lines: list[int]) -> None:
+    """Reads the tokenizer from stdin, and has a process for each line, which does what it is sent.
+
+    A line is a file descriptor of a socket. It ends when the other process does, and so do these.
+    """
+    tokenizer = pickle.load(sys.stdin.buffer)
+    tokenizer.encode(["a"])  # loads it
+    gc.freeze()
+    with contextlib.suppress(AttributeError):  # glibc's: half of the memory was for loading only
+        ctypes.CDLL(None).malloc_trim(0)
+    mine = next((line for line in lines[1:] if not os.fork()), lines[0])
+    for line in {*lines} - {mine}:
+        os.close(line)
+    with socket.socket(fileno=mine) as line, line.makefile("rb") as sent:
+        while size := sent.read(8):
+            path, parts = pickle.loads(sent.read(int.from_bytes(size)))
             write(path, [Part(*part) for part in parts], tokenizer)
-            sys.stdout.buffer.write(b".")
-            sys.stdout.buffer.flush()
-    except (EOFError, pickle.UnpicklingError, BrokenPipeError):  # the other process has ended
-        return
+            line.sendall(DONE)
 
 
 if __name__ == "__main__":
-    _serve()
+    with contextlib.suppress(EOFError, OSError, pickle.UnpicklingError):  # of a process that ended
+        _serve([int(line) for line in sys.argv[1:]])

@@ -141,6 +141,7 @@ WORKDIR_ROWS = [
     (["--workdir={here}/run", "--optimizer=lion"], "--optimizer=lion must match the original run, adamw"),
     (["--workdir={here}/older", "--optimizer=lion"], "--optimizer=lion must match the original run, adamw"),
     (["--workdir={here}/run", "--schedule=wsd"], "--schedule=wsd must match the original run, cosine"),
+    (["--workdir={here}/run", "--pack=true"], "--pack=true must match the original run, none; use that, or a different --workdir"),
     (["--workdir={here}/run", "--seq_len=16"], "--seq_len=16 must match the original run, 32"),
     (["--workdir={here}/run", "--size=small"], "--size=small must match the original run, tiny"),
     (["--workdir={here}/run", "--dataset={here}/ok.txt"], "--dataset={here}/ok.txt must match the original run"),

@@ -15,7 +15,7 @@ from flax import nnx
 from data import batches, corpus, packing, sources, text
 from data.batches import held_out_batches, train_batches
 from tests.quick import QUICK
-from tests.tokens import small
+from tests.test_corpus import small
 from zoo.transformer import Config, Transformer
 
 SHARDS = (1, 2, 4)
@@ -89,7 +89,7 @@ def test_padding_of_the_default_corpus(length):
 
 
 @pytest.mark.parametrize("start", [True, False])
-@pytest.mark.parametrize("block", [7, packing.BLOCK])
+@pytest.mark.parametrize("block", [100, packing.BLOCK])
 def test_every_token_but_the_first_of_a_document_is_a_target_once(
     files, start, block, tmp_path, monkeypatch
 ):
@@ -198,8 +198,8 @@ def test_batches_are_the_same_cold_resumed_and_on_any_number_of_processes(kind, 
 @pytest.mark.parametrize("weights", [(0.7, 0.3), (1, 1), (5, 2)])
 def test_weights_are_shares_of_rows(files, weights):
     names = ",".join(f"{file}@{weight}" for file, weight in zip(files, weights, strict=True))
-    data = text.load(names, seq_len=64, tokenizer=small())
-    alone = [text.load(file, seq_len=64, tokenizer=small()).train for file in files]
+    data = text.load(names, seq_len=256, tokenizer=small())
+    alone = [text.load(file, seq_len=256, tokenizer=small()).train for file in files]
     known = [{rows[i]["tokens"].tobytes() for i in range(len(rows))} for rows in alone]
     feed = iter(train_batches(data, 8, seed=1))
     rows = [row.tobytes() for _ in range(125) for row in next(feed)["tokens"]]

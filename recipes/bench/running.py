@@ -151,31 +151,28 @@ class DataFlags:
 
 
 # Tokenises in a new process with an empty cache, and prints: tokens, bytes of text, seconds, and by
-# how many bytes its memory and that of the processes that it starts grew together.
+# how many bytes its memory grew with that of the processes that it starts; what they share counts once.
 TOKENISE = """
-import os, sys, threading, time
+import os, re, sys, threading, time
 from data import corpus, sources, tokenizer
 
-def resident():
-    with open(f"/proc/self/task/{os.getpid()}/children") as children:
-        pids = ["self", *children.read().split()]
-    pages = 0
-    for pid in pids:
-        try:
-            with open(f"/proc/{pid}/statm") as about:
-                pages += int(about.read().split()[1])
-        except OSError:  # it has ended
-            pass
-    return pages * os.sysconf("SC_PAGE_SIZE")
+def resident(pid):
+    try:
+        with open(f"/proc/{pid}/smaps_rollup") as about:
+            found = int(re.search(r"Pss: +(\\d+)", about.read())[1]) * 1024
+        with open(f"/proc/{pid}/task/{pid}/children") as children:
+            return found + sum(map(resident, children.read().split()))
+    except (OSError, TypeError):  # it has ended
+        return 0
 
 def watch():
     while True:
-        seen.append(resident())
+        seen.append(resident(os.getpid()))
         time.sleep(0.05)
 
 source, tokens = sources.find(sys.argv[1])[0], tokenizer.find(sys.argv[2])
 tokens.encode(["a"]), __import__("datasets")
-seen = [resident()]
+seen = [resident(os.getpid())]
 threading.Thread(target=watch, daemon=True).start()
 start = time.perf_counter()
 made = corpus.prepare(source, tokens)
