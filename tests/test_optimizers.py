@@ -99,8 +99,9 @@ def test_muon_moves_each_layer_as_optax_moves_its_plain_matrix():
         return optax.apply_updates(params, updates), kept
 
     moved, grads = jax.device_put((params, gradients[0]), (where, where))
-    kept = jax.jit(optimizer.init)(moved)
-    step = layout.compile(move, moved, kept, grads, compiler_options=QUICK)
+    kept = layout.compile(optimizer.init, moved)(moved)
+    pinned = (where, shardings(kept))
+    step = layout.compile(move, moved, kept, grads, out_shardings=pinned, compiler_options=QUICK)
     for grads in gradients:
         moved, kept = step(moved, kept, jax.device_put(grads, where))
     plain = optax.contrib.muon(0.01, weight_decay=0.1, consistent_rms=0.2)
