@@ -99,8 +99,10 @@ def test_muon_moves_each_layer_as_optax_moves_its_plain_matrix():
         return optax.apply_updates(params, updates), kept
 
     moved, grads = jax.device_put((params, gradients[0]), (where, where))
-    kept = layout.compile(optimizer.init, moved)(moved)
-    pinned = (where, shardings(kept))
+    by_shape = {shapes[name].shape: where[name] for name in weights}
+    kept = optimizer.init(params)
+    pinned = (where, jax.tree.map(lambda x: by_shape.get(x.shape, layout.replicated), kept))
+    kept = jax.device_put(kept, pinned[1])
     step = layout.compile(move, moved, kept, grads, out_shardings=pinned, compiler_options=QUICK)
     for grads in gradients:
         moved, kept = step(moved, kept, jax.device_put(grads, where))
