@@ -21,6 +21,9 @@ class Dataset(NamedTuple):
     units: int  # of them in an example
     config: dict[str, Any]  # fields of the model's Config that the data decides
     facts: dict[str, Any]  # dataset, fingerprint, …: equal where the examples are equal
+    # Sources that `train` has one after another: the examples of each, and its share of a batch's.
+    parts: tuple[tuple[int, float], ...] = ()  # (): one
+    held_out_bytes: int | None = None  # UTF-8 bytes of text that the held-out targets stand for
 
 
 def train_batches(
@@ -37,11 +40,29 @@ def train_batches(
     """
     shard = shard or grain.sharding.ShardByJaxProcess()
     shards, mine = shard.shard_count, shard.shard_index
-    examples = grain.MapDataset.source(data.train).seed(seed).shuffle().repeat(_EPOCHS)
-    parts = examples.batch(batch_size // shards)  # part k·shards + i is process i's of batch k
+    # Numbers of examples go through Grain, and a batch is read in one go: an example alone costs
+    # ten times as much to pass on as to read.
+    first_of_part, orders = 0, []
+    for number, (count, _) in enumerate(data.parts or ((len(data.train), 1.0),)):
+        part = grain.MapDataset.range(first_of_part, first_of_part + count)
+        orders.append(part.seed((seed + number) % 2**31).shuffle().repeat(_EPOCHS))
+        first_of_part += count
+    order = orders[0]
+    if len(orders) > 1:
+        order = grain.MapDataset.mix(orders, [weight for _, weight in data.parts])
+    parts = order.batch(batch_size // shards)  # part k·shards + i is process i's of batch k
     # One thread is faster than any recipe's step; more would only compete for Python's lock.
     options = grain.ReadOptions(num_threads=1, prefetch_buffer_size=16)
-    return parts.slice(slice(first * shards + mine, None, shards)).to_iter_dataset(options)
+    parts = parts.slice(slice(first * shards + mine, None, shards))
+    return parts.map(lambda numbers: _read(data.train, numbers)).to_iter_dataset(options)
+
+
+def _read(source: grain.sources.RandomAccessDataSource, numbers: np.ndarray) -> Example:
+    """Examples [N], stacked; by the source's own `take` if it has one."""
+    if hasattr(source, "take"):
+        return source.take(numbers)
+    examples = [source[int(number)] for number in numbers]
+    return {name: np.stack([example[name] for example in examples]) for name in examples[0]}
 
 
 def held_out_batches(
@@ -52,5 +73,9 @@ def held_out_batches(
     rows, source = batch_size // shard.shard_count, data.held_out
     for first in range(0, len(source), batch_size):
         start = first + shard.shard_index * rows
-        mine = [source[i] if i < len(source) else data.filler for i in range(start, start + rows)]
-        yield {name: np.stack([example[name] for example in mine]) for name in data.filler}
+        batch = {name: np.stack([value] * rows) for name, value in data.filler.items()}
+        mine = np.arange(start, min(start + rows, len(source)))
+        if len(mine):
+            for name, values in _read(source, mine).items():
+                batch[name][: len(mine)] = values
+        yield batch

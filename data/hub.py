@@ -1,11 +1,16 @@
-"""The library `datasets`: imported late, kept quiet, its errors told in one line."""
+"""The Hub and the library `datasets`: imported late, kept quiet, errors told in one line."""
 
+import gzip
+import io
+import pathlib
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, TextIO
 
 from data import DataError
 
 Rows = Iterable[dict[str, Any]]
+MODEL_NAME = r"[\w.-]+/[\w.-]+"  # ORG/NAME
+SECONDS = 5  # to wait for the Hub's answer
 
 
 def library():
@@ -23,16 +28,102 @@ def load(name: str, dataset: str) -> dict[str, Rows]:
     Args:
       name: NAME or NAME:CONFIG on the Hub, or a local folder laid out like a dataset there.
       dataset: what to call it in a message.
+
+    Raises DataError if there is no such dataset, or the Hub can't be reached.
     """
     name, _, config = name.partition(":")
     if not name:
         raise DataError(f"--dataset={dataset} names no dataset; use hf:NAME")
+    if not pathlib.Path(name).exists() and (
+        unreachable := _ask(name, "dataset", f"--dataset={dataset}")
+    ):
+        raise unreachable
     try:
         return library().load_dataset(name, config or None, streaming=True)
     except Exception as error:
         raise DataError(
             f"--dataset={dataset} could not be loaded ({reason(error)}); check its name"
         ) from error
+
+
+def rows(path: pathlib.Path, kind: str, column: str) -> Rows:
+    """The rows of a local file of kind json or parquet, of which `column` is needed."""
+    datasets = library()
+    if kind == "json":
+        yield from datasets.load_dataset(kind, data_files=str(path), split="train", streaming=True)
+        return
+    # By the reader that `datasets` itself imports: its own way of streaming holds a whole row group.
+    from datasets.packaged_modules.parquet import parquet
+
+    with parquet.pq.ParquetFile(path, buffer_size=2**16) as file:
+        names = file.schema_arrow.names
+        if column not in names:
+            yield dict.fromkeys(names)
+        for batch in file.iter_batches(64, columns=[column], use_threads=False):
+            yield from batch.to_pylist()
+
+
+def text_file(path: pathlib.Path) -> TextIO:
+    """A text file, opened for reading; compressed if its name ends in .gz or .zst."""
+    if path.suffix == ".gz":
+        return gzip.open(path, "rt", encoding="utf-8")
+    if path.suffix == ".zst":
+        library()
+        from datasets.utils.file_utils import xopen
+
+        return io.TextIOWrapper(xopen(f"zstd://{path.stem}::{path}", "rb"), encoding="utf-8")
+    return path.open(encoding="utf-8")
+
+
+def snapshot(name: str, wanted: list[str], what: str) -> pathlib.Path:
+    """A folder with the wanted files of a model on the Hub, by way of its client and cache.
+
+    Args:
+      name: ORG/NAME.
+      wanted: file names, or patterns of them; a model need not have all.
+      what: what to call it in a message.
+
+    Raises DataError if there is no such model, or the Hub can't be reached and the cache lacks it.
+    """
+    import huggingface_hub  # takes a third of a second
+
+    unreachable = _ask(name, "model", what)
+    try:
+        found = huggingface_hub.snapshot_download(
+            name, allow_patterns=wanted, local_files_only=bool(unreachable)
+        )
+        return pathlib.Path(found)
+    except Exception as error:  # the client's exceptions have no common base
+        raise unreachable or DataError(
+            f"{what} can't be downloaded from the Hub ({reason(error)}); use a local folder, or "
+            "ORG/NAME of a model that you can download"
+        ) from None
+
+
+def _ask(name: str, kind: str, what: str) -> DataError | None:
+    """Asks the Hub once whether it has this model or dataset: the libraries retry for half a minute.
+
+    Returns what to raise if it can't be reached. Raises DataError if it has none.
+    """
+    import huggingface_hub
+    from huggingface_hub import constants, errors
+
+    huggingface_hub.logging.set_verbosity(huggingface_hub.logging.CRITICAL)  # of retries
+    if constants.HF_HUB_OFFLINE:  # the libraries then look into their caches alone
+        return None
+    try:
+        huggingface_hub.HfApi().repo_info(name, repo_type=kind, timeout=SECONDS)
+    except (errors.RepositoryNotFoundError, errors.HFValidationError):
+        raise DataError(
+            f"{what} is neither local nor on the Hub, or you may not read it; check the name, use a "
+            f"local folder, or log in (hf auth login)"
+        ) from None
+    except Exception as error:
+        return DataError(
+            f"{what} is not local, and the Hub can't be reached ({reason(error)}); check the "
+            "network, or use a local folder"
+        )
+    return None
 
 
 def train_and_held_out(splits: dict[str, Rows]) -> tuple[Rows, Rows | None]:

@@ -18,7 +18,7 @@ from recipes.common.runtime import Run, flag, make_mesh, print0
 from recipes.common.runtime.processes import is_first
 from recipes.common.runtime.start import start
 from recipes.common.sharding import Layout, Tree, elsewhere, make_layout
-from recipes.common.train.loop import evaluate, finish, fit
+from recipes.common.train.loop import finish, fit
 from recipes.common.train.optimizer import LearningRate, adamw
 from recipes.common.train.step import TrainStep
 from zoo.dot_relu_dot import RULES, Config, DotReluDot
@@ -49,15 +49,13 @@ def main(run: Run, flags: Flags) -> None:
     teacher = synthetic.load(config.embed, config.hidden, run.seed)
 
     # ---- Step, state and training ----------------------------------------------------------------
-    lr = LearningRate(run.learning_rate, flags.warmup_steps, run.steps)
+    lr = LearningRate(run.learning_rate, flags.warmup_steps, run.steps, run.schedule)
     adam = adamw(lr, weight_decay=0.0, clip_norm=1.0)
     step = TrainStep(layout, adam, lr, skip_nonfinite=run.skip_nonfinite > 0)
-    state, log = fit(run, folder, step, teacher)
+    state, log, figures = fit(run, folder, step, teacher)
 
     # ---- What it has learned, and where it lies --------------------------------------------------
-    figures = evaluate(layout, state, teacher)
     (total, count), (_, square) = figures["loss"], figures["unexplained"]
-    log.held_out(state, loss=total / count)
     print0(
         f"Held-out loss {total / count:.6f}: {total / square:.2%} of the teacher's mean square is "
         "unexplained."

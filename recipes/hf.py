@@ -45,15 +45,18 @@ def import_(flags: Import) -> None:
     # ---- The folder is checked and laid out on the mesh before any tensor is read ---------------
     folder = hf.Folder(hf.locate(flags.source.removeprefix("hf:")))
     layout = checkpoint.layout_of(folder, make_mesh(flags.mesh), flags.rules)
+    tokens = folder.tokenizer()
     print0(report.headline(layout))
 
     # ---- Each shard is read on its own, onto its device, and saved from there -------------------
     variables, entry = checkpoint.restore_variables(folder, layout), folder.metadata["entry"]
-    facts = checkpoint.metadata(entry, layout, dataclasses.asdict(flags))
-    checkpoint.write(target, variables, facts | folder.metadata)
+    facts = checkpoint.metadata(entry, layout, dataclasses.asdict(flags)) | folder.metadata
+    facts["tokenizer"] = tokens and tokens.sha256  # None: nobody knows what a token means
+    checkpoint.write(target, variables, facts, tokenizer=tokens)
+    without, also = ("", "") if tokens else (", without a tokenizer", " --tokenizer=FILE")
     print0(
-        f"Imported {parameters(layout)} into {flags.target}; it can be trained or evaluated:",
-        f"  python -m recipes.{entry} --restore_from={flags.target}",
+        f"Imported {parameters(layout)} into {flags.target}{without}; it can be trained or evaluated:",
+        f"  python -m recipes.{entry} --restore_from={flags.target}{also}",
     )
 
 
@@ -68,6 +71,7 @@ def export(flags: Export) -> None:
         )
     layout = checkpoint.layout_of(source, arrange({"data": 1}, jax.devices()[:1]))
     checkpoint.check_variables(source, layout)
+    tokens = source.tokenizer()
     shards = paths(layout.variables()["params"])
 
     # ---- One parameter at a time is read, rearranged and written ---------------------------------
@@ -77,7 +81,7 @@ def export(flags: Export) -> None:
 
     # Positions that the model was made for: as its folder said, or those it was trained on.
     context = facts.get("context") or facts.get("flags", {}).get("seq_len") or 2_048
-    hf.write(target, entry, layout.config, context, read)
+    hf.write(target, entry, layout.config, context, read, tokens)
     print0(
         f"Exported {parameters(layout)} to {flags.target}; transformers loads it:",
         f'  AutoModelForCausalLM.from_pretrained("{flags.target}")',

@@ -18,8 +18,8 @@ from recipes.common.checkpoint import open_run
 from recipes.common.runtime import Run, UserError, flag, make_mesh, print0
 from recipes.common.runtime.start import start
 from recipes.common.sharding import make_layout
-from recipes.common.train.loop import evaluate, finish, fit
-from recipes.common.train.optimizer import LearningRate, adamw
+from recipes.common.train.loop import finish, fit
+from recipes.common.train.optimizer import OPTIMIZERS, LearningRate, hidden_matrices, make_optimizer
 from recipes.common.train.step import TrainStep
 from zoo.mlp import MLP, Config
 
@@ -40,6 +40,7 @@ class Flags:
     )
     image_column: str = flag("image", "Column of the dataset that has the images.", "data")
     label_column: str = flag("label", "Column of the dataset that has the labels.", "data")
+    optimizer: str = flag("adamw", "Optimizer.", "optimizer", choices=OPTIMIZERS)
     warmup_steps: int = flag(
         50, "Steps in which the learning rate rises to its peak.", "optimizer", at_least=0
     )
@@ -66,20 +67,20 @@ def main(run: Run, flags: Flags) -> None:
     layout = make_layout(MLP, config, mesh, run.rules, seed=run.seed, batch_size=run.batch_size)
 
     # ---- Step, state and training ----------------------------------------------------------------
-    lr = LearningRate(run.learning_rate, flags.warmup_steps, run.steps)
-    adam = adamw(lr, flags.weight_decay, flags.clip_norm)
-    step = TrainStep(layout, adam, lr, skip_nonfinite=run.skip_nonfinite > 0)
-    state, log = fit(run, folder, step, images)
+    lr = LearningRate(run.learning_rate, flags.warmup_steps, run.steps, run.schedule)
+    matrices = hidden_matrices(layout, ends=("inputs", "classes"))
+    optimizer = make_optimizer(flags.optimizer, lr, flags.weight_decay, flags.clip_norm, matrices)
+    step = TrainStep(layout, optimizer, lr, skip_nonfinite=run.skip_nonfinite > 0)
 
-    # ---- What it has learned ---------------------------------------------------------------------
     def confusion(model: MLP, batch) -> dict[str, jax.Array]:
         true_BC = jax.nn.one_hot(batch["label"], config.classes)  # label -1: a row of zeros
         guess_BC = jax.nn.one_hot(model(batch["image"]).argmax(axis=1), config.classes)
         return {"confusion": (true_BC[:, :, None] * guess_BC[:, None]).sum(axis=0)}
 
-    figures = evaluate(layout, state, images, confusion)
+    _, log, figures = fit(run, folder, step, images, extra=confusion)
+
+    # ---- What it has learned ---------------------------------------------------------------------
     (nats, count), (right, _) = figures["loss"], figures["accuracy"]
-    log.held_out(state, loss=nats / count, accuracy=right / count)
     print0(f"Held-out accuracy {right / count:.4f}: {right:.0f} of {count:.0f} images; "
            f"loss {nats / count:.4f} nats.")  # fmt: skip
     if folder.in_use:

@@ -53,7 +53,8 @@ def main(flags: Publish) -> None:
 
     # ---- Parameters, and their loss on a batch that nobody trained on ----------------------------
     variables = checkpoint.restore_variables(source, layout)
-    batch = probe.batch(source.metadata)
+    tokenizer = source.tokenizer()
+    batch = probe.batch(source.metadata, tokenizer)
     loss = probe.loss(layout, variables, batch)
     leaves = jax.tree.leaves(variables["params"])
     metadata = source.metadata | {
@@ -78,6 +79,7 @@ def main(flags: Publish) -> None:
             metadata,
             files={integrity.PROBE: probe.dumps(loss, batch)},
             readme=lambda hashes: card.text(target.name, ours, metadata, hashes),
+            tokenizer=tokenizer,
         )
     except OSError as error:
         raise UserError(

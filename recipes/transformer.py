@@ -15,13 +15,15 @@ import jax.numpy as jnp
 import numpy as np
 
 from data import text
+from data.tokenizer import Tokenizer
 from recipes.common import checkpoint
+from recipes.common.analysis import flops
 from recipes.common.checkpoint import RunFolder, open_run
-from recipes.common.runtime import Run, UserError, flag, make_mesh, print0, quote
+from recipes.common.runtime import Run, flag, make_mesh, print0, quote
 from recipes.common.runtime.start import start
 from recipes.common.sharding import Layout, Tree, make_layout
-from recipes.common.train.loop import evaluate, finish, fit
-from recipes.common.train.optimizer import LearningRate, adamw
+from recipes.common.train.loop import finish, fit
+from recipes.common.train.optimizer import OPTIMIZERS, LearningRate, hidden_matrices, make_optimizer
 from recipes.common.train.step import TrainStep
 from zoo.transformer import REMAT, SIZES, Config, Transformer
 
@@ -31,12 +33,20 @@ class Flags:
     """Recipe-specific flags."""
 
     dataset: str = flag(
-        "stdlib", "Training text: stdlib, a path to text, .jsonl or .parquet, or hf:NAME.",
-        "data",
+        "stdlib", "Training text: stdlib, a file, folder or pattern of .txt, .jsonl or .parquet "
+        "files, or hf:NAME; several with their shares: a.jsonl@0.7,b.parquet@0.3.", "data",
     )  # fmt: skip
     text_column: str = flag(
         "text", "Column of .jsonl, .parquet and hf: datasets that has the text.", "data"
     )
+    tokenizer: str = flag(
+        "", "Tokenizer: bytes, a tokenizer.json or a folder with one, or ORG/NAME on the Hub; empty: "
+        "the checkpoint's, or bytes.", "data", may_change=True,
+    )  # fmt: skip
+    pack: str = flag(
+        "", "Rows of whole documents in place of windows that cut them; empty: with a tokenizer "
+        "other than bytes.", "data", choices=["", "true", "false"],
+    )  # fmt: skip
     seq_len: int = flag(128, "Tokens of context.", "data", at_least=1)
     size: str = flag(
         "", "Size of the model; empty: small, or that of the checkpoint.", "model",
@@ -50,6 +60,10 @@ class Flags:
         "", "What a layer keeps for its backward pass; empty: the size's default.", "model",
         choices=["", *REMAT], may_change=True,
     )  # fmt: skip
+    optimizer: str = flag(
+        "adamw", "Optimizer; muon has Adam for all but hidden matrices.", "optimizer",
+        choices=OPTIMIZERS,
+    )  # fmt: skip
     warmup_steps: int = flag(
         40, "Steps in which the learning rate rises to its peak.", "optimizer", at_least=0
     )
@@ -61,86 +75,129 @@ class Flags:
         1, "Gradient-accumulation microbatches in a batch.", "optimizer", at_least=1
     )
     prompt: str = flag("", "Start of the sample at the end.", may_change=True)
+    chat: bool = flag(
+        False, "Give --prompt to the model as a user's message, by its chat template.",
+        may_change=True,
+    )  # fmt: skip
     sample_bytes: int = flag(
-        400, "Length of the sample, in bytes; 0: none.", at_least=0, may_change=True
-    )
+        400, "Length of the sample, in bytes, or in tokens of another tokenizer; 0: none.",
+        at_least=0, may_change=True,
+    )  # fmt: skip
+    temperature: float = flag(
+        0.8, "Temperature of the sample; 0 takes the likeliest token.", at_least=0.0,
+        may_change=True,
+    )  # fmt: skip
 
 
 def main(run: Run, flags: Flags) -> None:
     # ---- Model and mesh: checked together before anything is allocated or written ----------------
     mesh = make_mesh(run.mesh)
     folder = open_run("transformer", run, flags)  # what to resume or start from, if anything
-    config = model_config(flags, folder, mesh.devices.flat[0].platform)
-    if config.vocab_size <= text.START:
-        raise UserError(
-            f"the model has {config.vocab_size} tokens, and text in bytes needs {text.START + 1}; "
-            "use a model with a larger vocabulary"
-        )
+    tokenizer = checkpoint.tokenizer_for(flags.tokenizer, folder.start)
+    config = model_config(flags, folder, tokenizer, mesh.devices.flat[0].platform)
+    prompt = prompt_tokens(flags, tokenizer)
     layout = make_layout(  # a NamedSharding for every array: logical axes → rules → mesh axes
         Transformer, config, mesh, run.rules,
         seed=run.seed, batch_size=run.batch_size, microbatches=flags.accumulate,
     )  # fmt: skip
 
     # ---- Data: batch k is a pure function of (seed, k), on any mesh and number of processes ------
-    corpus = text.load(flags.dataset, flags.text_column, flags.seq_len)
+    corpus = text.load(flags.dataset, flags.text_column, flags.seq_len, tokenizer, flags.pack)
 
     # ---- Step: (state, batch) → (state, metrics), a pure function --------------------------------
-    lr = LearningRate(run.learning_rate, flags.warmup_steps, run.steps)
-    optimizer = adamw(lr, flags.weight_decay, flags.clip_norm)
+    lr = LearningRate(run.learning_rate, flags.warmup_steps, run.steps, run.schedule)
+    matrices = hidden_matrices(layout, ends=("vocab",), stacks=("layers",))  # for --optimizer=muon
+    optimizer = make_optimizer(flags.optimizer, lr, flags.weight_decay, flags.clip_norm, matrices)
     step = TrainStep(layout, optimizer, lr, flags.accumulate, run.skip_nonfinite > 0)
 
     # ---- State and training: compiled once for the layout, each shard made on its own device -----
-    state, log = fit(run, folder, step, corpus)
+    sequence = flops.decoder(config, flags.seq_len)["causal"]
+    state, log, figures = fit(run, folder, step, corpus, tokenizer, example_flops=sequence)
 
     # ---- What it has learned ---------------------------------------------------------------------
-    nats, targets = evaluate(layout, state, corpus)["loss"]
-    log.held_out(state, loss=nats / targets, targets=targets)
-    per_byte = f"{nats / targets:.4f} nats/byte, {nats / targets / math.log(2):.4f} bits/byte"
-    print0(f"Held-out loss {per_byte}, over {targets:,.0f} bytes.")
+    print0(held_out(*figures["loss"], corpus.held_out_bytes))
     if flags.sample_bytes:
-        print0("Sample:", *quote(sample(layout, state, flags)))
+        shown, ended = sample(layout, state, flags, tokenizer, prompt)
+        print0("Sample, ended by the model:" if ended else "Sample:", *quote(shown))
     finish(folder, layout, log)
 
 
-def model_config(flags: Flags, folder: RunFolder, platform: str) -> Config:
+def held_out(nats: float, targets: float, size: int) -> str:
+    """The held-out loss in words; bits per byte compare models whatever their tokenizer."""
+    loss, bits = nats / targets, f"{nats / math.log(2) / size:.4f} bits/byte"
+    if targets == size:  # a token is a byte
+        return f"Held-out loss {loss:.4f} nats/byte, {bits}, over {targets:,.0f} bytes."
+    return (
+        f"Held-out loss {loss:.4f} nats/token, perplexity {math.exp(min(loss, 700)):.2f}, {bits}, "
+        f"over {targets:,.0f} tokens, {size:,} bytes."
+    )
+
+
+def model_config(flags: Flags, folder: RunFolder, tokenizer: Tokenizer, platform: str) -> Config:
     """The architecture from --size or the checkpoint; how to compute it from the other flags."""
     if folder.start and not flags.size:
         config = checkpoint.config_from(Config, folder.start)
     else:
         config = SIZES[flags.size or "small"]()
+        if tokenizer.files:  # bytes take the size's own vocabulary
+            config = dataclasses.replace(config, vocab_size=tokenizer.size)
+    checkpoint.check_size(tokenizer, config.vocab_size)
     dtype = flags.dtype or ("float32" if platform == "cpu" else "bfloat16")
     return dataclasses.replace(config, dtype=dtype, remat=flags.remat or config.remat)
 
 
-def sample(layout: Layout, state: Tree, flags: Flags) -> str:
-    """Text that the model writes after --prompt, at temperature 0.8.
+def prompt_tokens(flags: Flags, tokenizer: Tokenizer) -> np.ndarray:
+    """What the sample starts with: --prompt as a document's beginning, or as a user's message."""
+    if flags.chat:
+        message = {"role": "user", "content": flags.prompt}
+        return tokenizer.encode_rendered(tokenizer.render([message]))
+    prompt = [*tokenizer.start, *tokenizer.encode([flags.prompt])[0]]
+    # Without any token, as behind another document.
+    return np.array(prompt or tokenizer.end[:1] or [0], np.int32)
 
-    Each byte is a whole forward pass over the last `seq_len` tokens: simple, and fast enough here.
+
+def sample(
+    layout: Layout, state: Tree, flags: Flags, tokenizer: Tokenizer, prompt: np.ndarray
+) -> tuple[str, bool]:
+    """Text that the model writes after the prompt, and whether it ended it itself.
+
+    Each token is a whole forward pass over the last `seq_len` tokens: simple, and fast enough here.
     """
-    prompt = np.concatenate([[text.START], text.encode(flags.prompt)]).astype(np.int32)
-    length, context = len(prompt) + flags.sample_bytes, flags.seq_len
+    first, context = len(prompt), flags.seq_len
+    length = first + flags.sample_bytes
+    # Bytes never write another start; a vocabulary may be larger than its tokenizer.
+    choices = tokenizer.size if tokenizer.files else text.START
     # The batch must be divisible by its shards: each shard writes the same text.
     tokens_BT = np.zeros((layout.batch_shards, max(length, context)), np.int32)
-    tokens_BT[:, : len(prompt)] = prompt
+    tokens_BT[:, :first] = prompt
 
     def write(params, tokens_BT, key_data):
         model = layout.model.merge({"params": params})
         key = jax.random.wrap_key_data(key_data)
 
-        def next_byte(i, tokens_BT):
+        def next_token(state):
+            i, _, tokens_BT = state
             begin = jnp.maximum(i - context, 0)
             window_BT = jax.lax.dynamic_slice_in_dim(tokens_BT, begin, context, axis=1)
             logits_BV = jax.lax.dynamic_index_in_dim(model(window_BT), i - 1 - begin, 1, False)
-            logits_V = jax.sharding.reshard(logits_BV, jax.P())[0, : text.START]  # bytes only
-            byte = jax.random.categorical(jax.random.fold_in(key, i), logits_V / 0.8)
-            return tokens_BT.at[:, i].set(byte)
+            logits_V = jax.sharding.reshard(logits_BV, jax.P())[0, :choices]
+            if flags.temperature:
+                fold = jax.random.fold_in(key, i)
+                token = jax.random.categorical(fold, logits_V / flags.temperature)
+            else:
+                token = jnp.argmax(logits_V)
+            ended = jnp.isin(token, np.array(tokenizer.end, np.int32))
+            return i + 1, ended, tokens_BT.at[:, i].set(token)
 
-        return jax.lax.fori_loop(len(prompt), length, next_byte, tokens_BT)
+        going = lambda state: (state[0] < length) & ~state[1]  # noqa: E731
+        return jax.lax.while_loop(going, next_token, (first, False, tokens_BT))
 
     tokens_BT = jax.device_put(tokens_BT, layout.replicated)
     arguments = (state["params"], tokens_BT, state["rngs"]["default"])
-    written_BT = layout.compile(write, *arguments, out_shardings=layout.replicated)(*arguments)
-    return text.decode(np.asarray(written_BT)[0, :length])
+    compiled = layout.compile(write, *arguments, out_shardings=layout.replicated)
+    length, ended, tokens_BT = jax.device_get(compiled(*arguments))
+    begin = first if flags.chat else 0  # of a conversation, the answer alone
+    return tokenizer.decode(tokens_BT[0, begin:length]), bool(ended)
 
 
 if __name__ == "__main__":

@@ -11,7 +11,7 @@ import jax
 import pytest
 
 from recipes.bench import common, compiled, speed
-from recipes.common.analysis import hlo
+from recipes.common.analysis import flops, hlo
 from recipes.common.runtime.errors import UserError
 from recipes.common.runtime.mesh import make_mesh
 from recipes.common.sharding.layout import COMPILER_OPTIONS
@@ -26,9 +26,9 @@ PLAIN = Config(512, 32, 3, num_heads=8, num_kv_heads=8, head_dim=4, mlp=64, tie_
 def test_flops_by_hand():
     # A layer: q, k, v, o 32·32 each, three of 32·64; and the unembedding table, 512·32.
     n = 3 * (4 * 32 * 32 + 3 * 32 * 64) + 512 * 32
-    assert common.matmul_params(PLAIN) == n
+    assert flops.matmul_params(PLAIN) == n
     tokens, square = 2 * 16, 12 * 3 * 16 * 8 * 4 * 2 * 16
-    assert common.flops(PLAIN, 2, 16) == {
+    assert flops.decoder(PLAIN, 16, batch_size=2) == {
         "causal": 6 * n * tokens + square / 2,
         "full": 6 * n * tokens + square,
     }
@@ -40,7 +40,7 @@ def test_matmul_params_are_all_but_norms_and_the_input_embedding():
         whole = sum(a.size for a in jax.tree.leaves(step.abstract["params"]))
         norms = (2 * config.num_layers + 1) * config.embed
         lookup = 0 if config.tie_embeddings else config.vocab_size * config.embed
-        assert common.matmul_params(config) == whole - norms - lookup
+        assert flops.matmul_params(config) == whole - norms - lookup
 
 
 def test_rates():
@@ -321,7 +321,8 @@ def test_a_word_prints_its_table(word, inside, monkeypatch):
         assert len({row.count("|") for row in table}) == 1
 
 
-ABSENT = ("grain", "datasets", "matplotlib", "safetensors", "huggingface_hub")
+ABSENT = ("grain", "datasets", "matplotlib", "safetensors", "huggingface_hub",
+          "tokenizers", "jinja2")  # fmt: skip
 ACCELERATOR = ("collectives", "memory", "gpu")  # the last one settles for one device
 
 

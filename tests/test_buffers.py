@@ -15,7 +15,7 @@ from recipes.common.mesh import make_mesh
 from recipes.common.runtime.errors import UserError
 from recipes.common.sharding.abstract import paths
 from recipes.common.sharding.layout import Layout, make_layout
-from recipes.common.train.loop import to_devices
+from recipes.common.train.feed import to_devices
 from recipes.common.train.optimizer import LearningRate, adamw
 from recipes.common.train.state import abstract_state, initialize
 from recipes.common.train.step import TrainStep, gradients

@@ -21,6 +21,7 @@ pytestmark = pytest.mark.full  # a dozen real processes
 
 STEPS = 60
 FLAGS = (*TINY, "--mesh=4x2", f"--steps={STEPS}", "--checkpoint_every=3", "--log_every=1")
+FLAGS += ("--eval_every=6", "--keep_best")
 
 
 def start(book, workdir):
@@ -97,6 +98,9 @@ def test_a_run_survives_a_kill_at_any_moment(request, uninterrupted, book, tmp_p
         fell += "exit  -9" in where
         for step in checkpoint.steps_in(workdir / "checkpoints"):
             assert checkpoint.verify(workdir / "checkpoints" / str(step)) == ""
+        best = checkpoint.steps_in(workdir / "best")
+        assert all(checkpoint.verify(workdir / "best" / str(step)) == "" for step in best)
+        assert best or newest(workdir) <= 6, "once there, it stays"
         if newest(workdir) > STEPS - 12:  # little is left to kill: finish it and start another
             check(uninterrupted, book, workdir)
             workdir = tmp_path / f"w{number}"
@@ -110,11 +114,12 @@ def check(uninterrupted, book, workdir):
     assert process.returncode == 0, out
     assert steps_saved(workdir) == steps_saved(uninterrupted), "and nothing unfinished is left"
     assert_bit_equal(state_of(workdir, STEPS), state_of(uninterrupted, STEPS))
+    assert os.listdir(workdir / "best") == os.listdir(uninterrupted / "best")
     fields = ("step", "loss", "grad_norm", "learning_rate")
     assert [step for step, *_ in records(workdir, *fields)] == list(range(1, STEPS + 1))
     assert records(workdir, *fields) == records(uninterrupted, *fields)
     held_out = ("step", "held_out_loss", "held_out_targets")
     assert records(workdir, *held_out) == records(uninterrupted, *held_out)
     text = (workdir / "metrics.jsonl").read_text()
-    assert text.count("\n") == STEPS + 1
+    assert text.count("\n") == STEPS + STEPS // 6
     assert text.endswith("\n")

@@ -1,19 +1,25 @@
 """data/text.py: exact order, exact content, on any number of processes."""
 
 import json
+import os
 import pathlib
 
 import grain
 import numpy as np
 import pytest
 
-from data import DataError, batches, text
+from data import DataError, batches, sources, text
+from data import corpus as corpora
 from data.batches import held_out_batches, train_batches
+
+
+def prepare(dataset: str) -> corpora.Corpus:
+    return corpora.prepare(*sources.find(dataset))
 
 
 @pytest.fixture(scope="module")
 def corpus():
-    return text.corpus("stdlib")
+    return prepare("stdlib")
 
 
 @pytest.fixture(scope="module")
@@ -71,8 +77,8 @@ def test_processes_together_see_the_same_batches_in_the_same_order(stdlib, shard
 
 def test_each_process_reads_only_its_rows(stdlib, monkeypatch):
     read = []
-    original = text._Windows.__getitem__
-    monkeypatch.setattr(text._Windows, "__getitem__", lambda s, i: read.append(i) or original(s, i))
+    original = text._Windows.take
+    monkeypatch.setattr(text._Windows, "take", lambda s, i: read.extend(i) or original(s, i))
     next(iter(train_batches(stdlib, 8, 3, shard=grain.sharding.ShardOptions(1, 4))))
     # Grain reads ahead by 16 batches at most; two rows of each.
     assert 2 <= len(read) <= 2 * 18
@@ -87,15 +93,14 @@ def test_default_shard_is_this_process(stdlib):
 
 def test_an_epoch_has_every_window_once_and_the_next_one_another_order(tmp_path):
     (tmp_path / "a.txt").write_text("".join(chr(97 + i % 26) for i in range(2000)))
-    data, tokens = (
+    data, train = (
         text.load(str(tmp_path / "a.txt"), seq_len=16),
-        text.corpus(str(tmp_path / "a.txt")),
+        np.asarray(prepare(str(tmp_path / "a.txt")).train.tokens, np.int32),
     )
-    count = (len(tokens.train) - 1) // 16
+    count = (len(train) - 1) // 16
     assert len(data.train) == count
     feed = iter(train_batches(data, 1, 0))
     epochs = [[windows(next(feed)).tobytes() for _ in range(count)] for _ in range(2)]
-    train = np.asarray(tokens.train, np.int32)
     want = sorted(train[i * 16 : i * 16 + 17].tobytes() for i in range(count))
     assert sorted(epochs[0]) == sorted(epochs[1]) == want
     assert epochs[0] != epochs[1]
@@ -107,7 +112,8 @@ def test_evaluation_covers_every_window_exactly_once(stdlib, corpus, shards):
         held_out_batches(stdlib, 8, grain.sharding.ShardOptions(i, shards)) for i in range(shards)
     ]
     whole = together([together(rows) for rows in zip(*parts, strict=True)])
-    held, count = np.asarray(corpus.held_out, np.int32), (len(corpus.held_out) - 1) // 64
+    held = np.asarray(corpus.held_out.tokens, np.int32)
+    count = (len(held) - 1) // 64
     want = text.example(np.stack([held[i * 64 : i * 64 + 65] for i in range(count)]))
     assert_equal({name: rows[:count] for name, rows in whole.items()}, want)
     assert len(whole["targets"]) % 8 == 0
@@ -120,11 +126,12 @@ def test_what_a_run_must_know_of_its_text(stdlib, corpus):
 
 
 def test_stdlib_is_split_by_file_and_disjoint(corpus):
-    assert 20e6 < len(corpus.train) < 60e6
-    assert 0.003 < len(corpus.held_out) / len(corpus.train) < 0.03
+    sizes = [len(split.tokens) for split in (corpus.train, corpus.held_out)]
+    assert 20e6 < sizes[0] < 60e6
+    assert 0.003 < sizes[1] / sizes[0] < 0.03
     documents = [
-        {part.tobytes() for part in np.split(tokens, np.flatnonzero(tokens == text.START))[1:]}
-        for tokens in (np.asarray(corpus.train), np.asarray(corpus.held_out))
+        {part.tobytes() for part in np.split(np.asarray(split.tokens), split.starts)[1:]}
+        for split in (corpus.train, corpus.held_out)
     ]
     long = [{d for d in part if len(d) > 400} for part in documents]
     assert long[1], "held-out files"
@@ -139,12 +146,14 @@ def test_decode_is_the_inverse_of_encode():
 def test_a_second_use_reads_the_cache_and_a_changed_file_is_tokenised_again(tmp_path, monkeypatch):
     path = tmp_path / "a.txt"
     path.write_text("one " * 100)
-    first = text.corpus(str(path))
-    monkeypatch.setattr(text, "_write", lambda *_: pytest.fail("tokenised twice"))
-    assert text.corpus(str(path)).fingerprint == first.fingerprint
+    first = prepare(str(path))
+    times = path.stat()
+    monkeypatch.setattr(corpora, "_make", lambda *_: pytest.fail("tokenised twice"))
+    assert prepare(str(path)).fingerprint == first.fingerprint
     monkeypatch.undo()
-    path.write_text("two " * 101)
-    assert text.corpus(str(path)).fingerprint != first.fingerprint
+    path.write_text("two " * 100)
+    os.utime(path, ns=(times.st_atime_ns, times.st_mtime_ns))
+    assert prepare(str(path)).fingerprint != first.fingerprint, "the same size and time"
 
 
 DOCUMENTS = [f"document {i}: " + "lorem ipsum " * 20 for i in range(300)]
@@ -169,12 +178,12 @@ def write(folder: pathlib.Path, kind: str) -> str:
 
 @pytest.mark.parametrize("kind", ["folder", "jsonl", "parquet", "hub"])
 def test_every_format_gives_the_same_tokens(kind, tmp_path):
-    corpus = text.corpus(write(tmp_path, kind))
+    corpus = prepare(write(tmp_path, kind))
     want = {False: [], True: []}
     for document in DOCUMENTS:
-        want[text._held_out(document.encode())] += [256, *document.encode()]
-    np.testing.assert_array_equal(corpus.train, want[False])
-    np.testing.assert_array_equal(corpus.held_out, want[True])
+        want[sources._is_held_out(document.encode())] += [256, *document.encode()]
+    np.testing.assert_array_equal(corpus.train.tokens, want[False])
+    np.testing.assert_array_equal(corpus.held_out.tokens, want[True])
     assert len(want[True]) > 0
 
 
@@ -186,15 +195,15 @@ def test_the_held_out_split_of_a_dataset_is_used(tmp_path):
         pyarrow.parquet.write_table(
             pyarrow.table({"text": [letter * 50] * 3}), tmp_path / f"{split}.parquet"
         )
-    corpus = text.corpus(f"hf:{tmp_path}")
-    assert set(corpus.train) == {256, ord("a")}
-    assert set(corpus.held_out) == {256, ord("b")}
+    corpus = prepare(f"hf:{tmp_path}")
+    assert set(corpus.train.tokens) == {256, ord("a")}
+    assert set(corpus.held_out.tokens) == {256, ord("b")}
 
 
 def test_one_document_is_split_at_its_end(tmp_path):
     (tmp_path / "a.txt").write_text("x" * 1999)
-    corpus = text.corpus(str(tmp_path / "a.txt"))
-    assert (len(corpus.train), len(corpus.held_out)) == (1900, 100)
+    corpus = prepare(str(tmp_path / "a.txt"))
+    assert (len(corpus.train.tokens), len(corpus.held_out.tokens)) == (1900, 100)
 
 
 @pytest.mark.parametrize(
@@ -214,7 +223,7 @@ def test_bad_data_is_one_line_and_leaves_nothing(name, content, message, tmp_pat
     if content is not None:
         (tmp_path / name).write_bytes(content)
     with pytest.raises(DataError) as caught:
-        text.corpus(str(tmp_path / name))
+        prepare(str(tmp_path / name))
     assert message in str(caught.value)
     assert name in str(caught.value)
     assert "\n" not in str(caught.value)

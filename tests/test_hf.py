@@ -19,6 +19,7 @@ import safetensors.numpy
 from flax import nnx
 
 import recipes.hf
+from data import tokenizer
 from recipes.common import checkpoint, hf
 from recipes.common.hf import llama
 from recipes.common.mesh import make_mesh
@@ -366,7 +367,7 @@ def test_names_that_lead_nowhere(tmp_path, monkeypatch):
     monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path))
     with pytest.raises(UserError) as caught:  # conftest.py keeps the client offline
         checkpoint.find("hf:no-org/no-model")
-    assert str(caught.value).startswith("no-org/no-model is not a local folder and can't be")
+    assert str(caught.value).startswith("no-org/no-model can't be downloaded from the Hub (")
     assert "\n" not in str(caught.value)
 
 
@@ -399,7 +400,7 @@ def tiny(tmp_path_factory):
     def read(path):
         return rng.normal(0, 0.1, shapes[path].shape).astype(np.float32)
 
-    hf.write(target, "transformer", config, 64, read)
+    hf.write(target, "transformer", config, 64, read, tokenizer.BYTES)
     return target
 
 

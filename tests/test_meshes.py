@@ -15,7 +15,7 @@ from recipes.common import checkpoint
 from recipes.common.sharding.abstract import abstract_model, paths, variables_of
 from recipes.common.sharding.layout import shardings
 from recipes.common.sharding.rules import used_axes
-from recipes.common.train.loop import to_devices
+from recipes.common.train.feed import to_devices
 from recipes.common.train.state import abstract_state, initialize
 from tests.conftest import full_except
 from tests.entries import CASES, ENTRIES, FAST, FAST_CASES, MESHES, OPTIMIZER, QUICK, compiled_step

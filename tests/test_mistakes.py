@@ -54,6 +54,17 @@ FLAG_ROWS = [
     (["--warmup_steps=-1"], "--warmup_steps=-1 must be ≥ 0"),
     (["--weight_decay=-0.1"], "--weight_decay=-0.1 must be ≥ 0.0"),
     (["--clip_norm=0"], "--clip_norm=0 must be ≥ 1e-09"),
+    (["--eval_every=-1"], "--eval_every=-1 must be ≥ 0; try 0"),
+    (["--keep_best"], "--keep_best needs --eval_every; add it, for example --eval_every=100"),
+    (["--profile=10"], "--profile=10 is not FIRST:LAST; try --profile=10:15"),
+    (["--profile=3:2"], "--profile=3:2 is not FIRST:LAST; try --profile=10:15"),
+    (["--profile=-1:2"], "--profile=-1:2 is not FIRST:LAST; try --profile=10:15"),
+    (["--profile=0:2"], "--profile=0:2: this run takes steps 1 to 3; profile steps that it takes"),
+    (["--profile=2:9"], "--profile=2:9: this run takes steps 1 to 3; profile steps that it takes"),
+    (["--profile=1:1", "--workdir={here}/run", "--steps=3"], "--profile=1:1: this run takes steps 2 to 3; profile steps that it takes"),
+    (["--profile=1:1", "--restore_from={here}/run", "--steps=0"], "--profile=1:1: this run takes no steps; profile steps that it takes"),
+    (["--optimizer=adam"], "--optimizer=adam is not one of adamw, lion, sgd, muon"),
+    (["--schedule=cos"], "--schedule=cos is not one of cosine, linear, wsd, constant"),
     (["--accumulate=0"], "--accumulate=0 must be ≥ 1"),
     (["--accumulate=3"], "--batch_size=16 is not divisible by --accumulate=3; try --batch_size=15"),
     (["--sample_bytes=-1"], "--sample_bytes=-1 must be ≥ 0"),
@@ -127,6 +138,10 @@ WORKDIR_ROWS = [
     (["--workdir={here}/run", "--learning_rate=0.5"], "--learning_rate=0.5 must match the original run, 0.004"),
     (["--workdir={here}/run", "--warmup_steps=7"], "--warmup_steps=7 must match the original run, 40"),
     (["--workdir={here}/run", "--weight_decay=0.5"], "--weight_decay=0.5 must match the original run, 0.1"),
+    (["--workdir={here}/run", "--optimizer=lion"], "--optimizer=lion must match the original run, adamw"),
+    (["--workdir={here}/older", "--optimizer=lion"], "--optimizer=lion must match the original run, adamw"),
+    (["--workdir={here}/run", "--schedule=wsd"], "--schedule=wsd must match the original run, cosine"),
+    (["--workdir={here}/run", "--pack=true"], "--pack=true must match the original run, none; use that, or a different --workdir"),
     (["--workdir={here}/run", "--seq_len=16"], "--seq_len=16 must match the original run, 32"),
     (["--workdir={here}/run", "--size=small"], "--size=small must match the original run, tiny"),
     (["--workdir={here}/run", "--dataset={here}/ok.txt"], "--dataset={here}/ok.txt must match the original run"),
@@ -173,6 +188,20 @@ DATA_ROWS = [
     (["--dataset=hf:no/such"], "--dataset=hf:no/such could not be loaded ("),
     (["--dataset=hf:"], "--dataset=hf: names no dataset; use hf:NAME"),
     (["--dataset={here}/texts"], "b.txt line 1 is not UTF-8"),
+    (["--dataset={here}/*.csv"], "--dataset={here}/*.csv matches no file; check the pattern, and quote it in a shell"),
+    (["--dataset={here}"], " among .jsonl or .parquet files; name the files to read with a pattern, as in 'FOLDER/*.jsonl'"),
+    (["--dataset={here}/ok.txt@much"], "gives {here}/ok.txt the weight 'much', which is not a number; write {here}/ok.txt@0.5"),
+    (["--dataset={here}/ok.txt@0"], "gives {here}/ok.txt the weight 0; use one from 0.000001 to 1000000"),
+    (["--dataset={here}/ok.txt@-1,stdlib"], "gives {here}/ok.txt the weight -1; use one from 0.000001 to 1000000"),
+    (["--dataset={here}/ok.txt@nan,stdlib"], "gives {here}/ok.txt the weight nan; use one from"),
+    (["--dataset=stdlib@0.5,@0.5"], "--dataset=stdlib@0.5,@0.5 has an empty name; use NAME@WEIGHT,NAME@WEIGHT"),
+    (["--dataset={here}/ok.txt@0.5,{here}/no.txt"], "--dataset={here}/no.txt does not exist; use a file, a folder, or hf:NAME"),
+    (["--dataset={here}/ok.txt,{here}/nothing.txt@2"], "--dataset={here}/nothing.txt is empty; use a file with text in it"),
+    (["--dataset={here}/ok.txt,{here}/short.txt"], "--dataset={here}/short.txt has 10 held-out tokens, fewer than one window of --seq_len=32 and its target"),
+    (["--dataset={here}/ok.txt,{here}/short.txt", "--pack=true", "--seq_len=250"], "--dataset={here}/short.txt has 191 training tokens, fewer than one window of --seq_len=250 and its target"),
+    (["--dataset={here}/torn.jsonl.gz"], "torn.jsonl.gz could not be read as json ("),
+    (["--dataset={here}/torn.txt.zst"], "torn.txt.zst"),
+    (["--pack=yes"], '--pack=yes is not one of "", true, false'),
 ]  # fmt: skip
 
 SMALL_ROWS = [  # of the other recipes, which have the same code behind most flags
@@ -261,6 +290,9 @@ def fill(folder: pathlib.Path) -> None:
         ),
     )
     copy("imported", lambda m: m | {"data": {}})
+    younger = ("optimizer", "schedule")  # flags that its run did not know
+    flags = lambda m: {k: v for k, v in m["flags"].items() if k not in younger}  # noqa: E731
+    copy("older", lambda m: m | {"flags": flags(m)})
     copy("strange", lambda m: {k: v for k, v in m.items() if k != "config"})
     copy("newer", lambda m: m | {"config": m["config"] | {"experts": 8}})
     copy("odd", lambda m: m | {"config": m["config"] | {"head_dim": 7}})
@@ -272,7 +304,7 @@ def fill(folder: pathlib.Path) -> None:
         "file": b"no folder", "ok.txt": b"some text " * 500, "nothing.txt": b"", "nothing.jsonl": b"",
         "latin.txt": "ok\ncaf\xe9\n".encode("latin1"), "latin.jsonl": '{"text": "\xe9"}\n'.encode("latin1"),
         "broken.jsonl": b'{"text": "a"}\n{"text": \n', "list.jsonl": b"[1, 2]\n",
-        "body.jsonl": b'{"body": "a", "n": 3}\n', "not.parquet": b"PAR?", "short.txt": b"x" * 200,
+        "body.jsonl": b'{"body": "a", "n": 3}\n', "not.parquet": b"PAR?", "torn.jsonl.gz": b"\x1f\x8b\x08", "torn.txt.zst": b"zst", "short.txt": b"x" * 200,
         "texts/a.txt": b"good " * 500, "texts/b.txt": b"\xff\xfe bad",
         **{f"images/{split}.jsonl": b'{"image": [0, 1, 2, 3], "label": 1}\n' for split in ("train", "test")},
     }  # fmt: skip

@@ -118,7 +118,7 @@ from recipes.common.checkpoint.run_folder import open_run
 from recipes.common.runtime import Run, flag, make_mesh, print0
 from recipes.common.runtime.start import start
 from recipes.common.sharding.layout import make_layout
-from recipes.common.train.loop import evaluate, finish, fit
+from recipes.common.train.loop import finish, fit
 from recipes.common.train.optimizer import LearningRate, adamw
 from recipes.common.train.step import TrainStep
 from zoo.made_up import Config, MadeUp
@@ -141,9 +141,8 @@ def main(run: Run, flags: Flags) -> None:
     data = synthetic.load(config.embed, config.hidden, run.seed)
     lr = LearningRate(run.learning_rate, 2, run.steps)
     step = TrainStep(layout, adamw(lr, 0.0, 1.0), lr, flags.accumulate)
-    state, log = fit(run, folder, step, data)
-    total, count = evaluate(layout, state, data)["loss"]
-    log.held_out(state, loss=total / count)
+    _, log, figures = fit(run, folder, step, data)
+    total, count = figures["loss"]
     print0(f"Held-out loss {total / count:.6f}.")
     finish(folder, layout, log)
 

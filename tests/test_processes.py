@@ -35,12 +35,12 @@ import pathlib, runpy, sys
 import numpy as np
 from data import text
 from recipes.common.runtime import processes
-from recipes.common.train import loop
+from recipes.common.train import evaluation, loop
 
 folder, fed, read = pathlib.Path(sys.argv.pop(1)), [], []
-to_devices, window = loop.to_devices, text._Windows.__getitem__
-loop.to_devices = lambda rows, *rest: fed.append(rows) or to_devices(rows, *rest)
-text._Windows.__getitem__ = lambda self, i: read.append((len(self._tokens), i)) or window(self, i)
+to_devices, take = loop.to_devices, text._Windows.take
+evaluation.to_devices = loop.to_devices = lambda rows, *rest: fed.append(rows) or to_devices(rows, *rest)
+text._Windows.take = lambda self, i: read.extend((len(self._tokens), n) for n in i) or take(self, i)
 try:
     runpy.run_module("recipes.transformer", run_name="__main__")
 finally:
@@ -220,3 +220,16 @@ def test_a_mesh_must_be_divisible_by_the_number_of_processes(monkeypatch):
         "--mesh=4x2 has 8 devices, not divisible by --num_processes=3; try --mesh=12x2"
     )
     assert os.environ["NPROC"] == "32"
+
+
+@pytest.mark.full
+def test_two_processes_evaluate_while_training_and_agree_on_what_is_best(alone, book, tmp_path):
+    a, b, flags = tmp_path / "one", tmp_path / "two", ("--eval_every=2", "--keep_best", "--steps=6")
+    alone(*flags, f"--workdir={a}")
+    for code, _, err in Together(2, *FLAGS, book, *flags, f"--workdir={b}").finish():
+        assert (code, err) == (0, ""), err
+    ours, want = (records(path, "step", "held_out_loss") for path in (b, a))
+    assert [step for step, _ in ours] == [2, 4, 6]
+    np.testing.assert_allclose(ours, want, rtol=1e-5)
+    assert checkpoint.steps_in(b / "best") == [min(ours, key=lambda line: line[1])[0]]
+    assert checkpoint.verify(checkpoint.find(b / "best").path) == ""

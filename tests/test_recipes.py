@@ -81,6 +81,7 @@ def check_output(out: str, workdir: pathlib.Path) -> None:
         "step 12/12  loss ",
         "Held-out loss ",
         "Sample:\n  | def ",
+        f"Loss curve: {workdir}/pictures/loss.png",
         f"Checkpoint: {workdir}/checkpoints/12",
         "On another mesh: python -m recipes.transformer --mesh=1x8 --restore_from=",
         "Took ",
@@ -107,7 +108,12 @@ def test_commands_print_the_same_and_resume_bit_equal(train, run, tmp_path):
 
 def test_files_that_a_run_leaves(first):
     folder = first.workdir
-    assert {p.name for p in folder.iterdir()} == {"checkpoints", "config.json", "metrics.jsonl"}
+    assert {p.name for p in folder.iterdir()} == {
+        "checkpoints",
+        "config.json",
+        "metrics.jsonl",
+        "pictures",
+    }
     assert sorted(p.name for p in (folder / "checkpoints").iterdir()) == ["12", "8"]
     config = json.loads((folder / "config.json").read_text())
     assert config["flags"]["steps"] == STEPS
@@ -117,7 +123,8 @@ def test_files_that_a_run_leaves(first):
     assert [line["step"] for line in lines] == [*range(1, STEPS + 1), STEPS]
     step = {"step", "loss", "grad_norm", "learning_rate", "step_seconds", "input_wait_seconds"}
     assert set(lines[0]) == step | {"tokens_per_second"}
-    assert set(lines[-1]) == {"step", "held_out_loss", "held_out_targets"}
+    figures = {f"held_out_{name}" for name in ("loss", "targets", "perplexity", "bits_per_byte")}
+    assert set(lines[-1]) == {"step"} | figures
     items = folder / "checkpoints" / "12"
     data = json.loads((items / "data" / "metadata").read_text())
     assert data["next_batch"] == STEPS

@@ -51,12 +51,14 @@ def check_dot_relu_dot(out, workdir, steps):
             f"The same as a picture: {workdir}/layout.png",
             "Resharding w1 from fsdp_tp to dp takes 2 all-gather of ",
             "Resharding w1 from fsdp_tp to tp takes 1 all-gather of 4.1 kB; back: none.",
+            f"Loss curve: {workdir}/pictures/loss.png",
             f"Checkpoint: {workdir}/checkpoints/{steps}",
             f"On another mesh: python -m recipes.dot_relu_dot --mesh=1x8 --restore_from={workdir}",
         ],
     )
     assert len(out.splitlines()) < 100
     assert_png(workdir / "layout.png")
+    assert_png(workdir / "pictures" / "loss.png")
 
 
 def check_mlp(out, workdir) -> str:
@@ -66,6 +68,7 @@ def check_mlp(out, workdir) -> str:
     assert_in_order(out, [line, f"Loss curve and confusion matrix: {workdir}/learning.png"])
     assert len(out.splitlines()) < 80
     assert_png(workdir / "learning.png")
+    assert_png(workdir / "pictures" / "loss.png")
     return line
 
 

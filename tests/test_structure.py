@@ -26,7 +26,7 @@ LAYERS = {
 }
 LIBRARIES = {
     "zoo": {"jax", "flax"},
-    "data": {"grain", "numpy", "datasets"},
+    "data": {"grain", "numpy", "datasets", "tokenizers", "jinja2", "huggingface_hub"},
     "recipes": {"jax", "flax", "numpy"},
     "recipes/bench": {"jax", "flax", "numpy", "optax", "torch", "tensorstore"},
     "recipes/common": set(),
@@ -35,7 +35,7 @@ LIBRARIES = {
     "recipes/common/analysis": {"jax", "numpy", "matplotlib"},
     "recipes/common/hf": {"jax", "flax", "numpy", "safetensors", "huggingface_hub"},
     "recipes/common/checkpoint": {"jax", "numpy", "orbax", "etils"},
-    "recipes/common/train": {"jax", "flax", "numpy", "optax", "grain", "rich"},
+    "recipes/common/train": {"jax", "flax", "numpy", "optax", "grain", "rich", "tensorboardX"},
 }
 OURS = ("zoo", "data", "recipes", "tests")
 FILES = sorted(path.relative_to(ROOT) for folder in OURS for path in (ROOT / folder).rglob("*.py"))
@@ -221,8 +221,9 @@ def test_declared_dependencies_are_exactly_the_imported_ones():
     extras = {k: declared(v) for k, v in PROJECT["project"]["optional-dependencies"].items()}
     base = declared(PROJECT["project"]["dependencies"])
     ours, tests = imported(SHIPPED), imported(set(FILES) - set(SHIPPED))
-    assert base == ours - extras["hf"]
-    assert extras["test"] == tests - base - extras["hf"] | TOOLS
+    assert base == ours - extras["hf"] - extras["tensorboard"]
+    assert extras["test"] == tests - base - extras["hf"] | TOOLS | extras["tensorboard"]
+    assert extras["tensorboard"] == {"tensorboardX"} <= ours
     assert extras["hf"] <= ours | tests
     assert extras["tpu-aot"] == {"jax"}, "its compiler alone"
 

@@ -1,4 +1,4 @@
-"""What the benchmarks share: a train step, FLOPs, interleaved timings, Markdown tables."""
+"""What the benchmarks share: a train step, interleaved timings, Markdown tables."""
 
 import importlib.metadata
 import os
@@ -65,28 +65,6 @@ def make_step(
     row = jax.ShapeDtypeStruct((seq_len,), np.int32)
     example = {"tokens": row, "targets": row}
     return Step(config, layout, function, function.abstract_state(), example)
-
-
-# ---- FLOPs ---------------------------------------------------------------------------------------
-
-
-def matmul_params(config: Config) -> int:
-    """N: every weight that a token is multiplied with; of the two tables, the unembedding only."""
-    D, H = config.embed, config.head_dim
-    attention = 2 * D * H * (config.num_heads + config.num_kv_heads)
-    return config.num_layers * (attention + 3 * D * config.mlp) + config.vocab_size * D
-
-
-def flops(config: Config, batch_size: int, seq_len: int) -> dict[str, float]:
-    """FLOPs of one train step, forward and backward, by two conventions; no recomputation.
-
-    6·N per token, and 12·T·(heads · head dim) per token and layer for attention over the full T × T
-    square, or half of that if only the causal part counts.
-    """
-    tokens = batch_size * seq_len
-    weights = 6 * matmul_params(config) * tokens
-    square = 12 * config.num_layers * seq_len * config.num_heads * config.head_dim * tokens
-    return {"causal": weights + square / 2, "full": weights + square}
 
 
 # ---- time ----------------------------------------------------------------------------------------

@@ -19,7 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 import tensorstore
 
-from data import batches, text
+from data import batches, packing, text, tokenizer
 from recipes.bench.common import (
     ONE_DEVICE,
     Table,
@@ -138,45 +138,103 @@ def _loop(training: Training, feed, steps: int) -> float:
 
 @dataclasses.dataclass(frozen=True)
 class DataFlags:
+    dataset: str = flag("stdlib", "Text, as the Transformer's recipe takes it.", group="data")
+    tokenizer: str = flag("bytes", "Tokenizer, as the recipe takes it.", group="data")
     size: str = flag(
         "small", "Size of the Transformer that is fed, with 16 × 128 tokens per step.",
         group="model", choices=SIZES,
     )  # fmt: skip
-    seq_len: int = flag(1_024, "Tokens in a window.", group="data", at_least=1)
-    batch_size: int = flag(32, "Windows in a batch.", group="data", at_least=1)
+    seq_len: int = flag(1_024, "Tokens in a row.", group="data", at_least=1)
+    batch_size: int = flag(32, "Rows in a batch.", group="data", at_least=1)
     batches: int = flag(300, "Batches in a timing.", at_least=1)
     rounds: int = flag(5, "Interleaved timings of each.", at_least=1)
+
+
+# Tokenises in a new process with an empty cache, and prints: tokens, bytes of text, seconds, and by
+# how many bytes its memory grew with that of the processes that it starts; what they share counts once.
+TOKENISE = """
+import os, re, sys, threading, time
+from data import corpus, sources, tokenizer
+
+def resident(pid):
+    try:
+        with open(f"/proc/{pid}/smaps_rollup") as about:
+            found = int(re.search(r"Pss: +(\\d+)", about.read())[1]) * 1024
+        with open(f"/proc/{pid}/task/{pid}/children") as children:
+            return found + sum(map(resident, children.read().split()))
+    except (OSError, TypeError):  # it has ended
+        return 0
+
+def watch():
+    while True:
+        seen.append(resident(os.getpid()))
+        time.sleep(0.05)
+
+source, tokens = sources.find(sys.argv[1])[0], tokenizer.find(sys.argv[2])
+tokens.encode(["a"]), __import__("datasets")
+seen = [resident(os.getpid())]
+threading.Thread(target=watch, daemon=True).start()
+start = time.perf_counter()
+made = corpus.prepare(source, tokens)
+seconds = time.perf_counter() - start
+print(sum(len(split.tokens) for split in made[:2]), made.train.bytes + made.held_out.bytes, seconds,
+      max(seen) - seen[0])
+"""
+STEP = "the default run's step"
 
 
 def data(flags: DataFlags) -> None:
     step = make_step(SIZES[flags.size](), ONE_DEVICE, make_mesh("1"), 16, 128)
     training = Training(step, steps=5)
-    long, short = (
-        iter(batches.train_batches(text.load(seq_len=length), rows, seed=0))
-        for length, rows in ((flags.seq_len, flags.batch_size), (128, 16))
-    )
-    windows, default, step = (
-        f"pipeline, windows of {flags.seq_len}",
-        "pipeline, the default run's windows of 128",
-        "the default run's step",
-    )
-    tokens = {
-        windows: flags.batches * flags.batch_size * flags.seq_len,
-        default: flags.batches * 16 * 128,
-        step: 5 * 16 * 128,
+    tokens = tokenizer.find(flags.tokenizer)
+    loaded = {
+        pack: text.load(flags.dataset, "text", flags.seq_len, tokens, pack)
+        for pack in ("true", "false")
     }
-    what = {
-        windows: lambda: [next(long) for _ in range(flags.batches)],
-        default: lambda: [next(short) for _ in range(flags.batches)],
-        step: training,
-    }
-    times = interleaved(what, flags.rounds)
-    rates = {key: count / statistics.median(times[key].wall) for key, count in tokens.items()}
+    packed, long, short = (
+        iter(batches.train_batches(examples, rows, seed=0))
+        for examples, rows in (
+            (loaded["true"], flags.batch_size),
+            (loaded["false"], flags.batch_size),
+            (text.load(), 16),
+        )
+    )
+    what = {  # name → (tokens, function)
+        f"pipeline, rows of {flags.seq_len} packed with documents": _batches(flags, packed),
+        f"pipeline, windows of {flags.seq_len}": _batches(flags, long),
+        "pipeline, the default run's windows of 128": (
+            flags.batches * 16 * 128, lambda: [next(short) for _ in range(flags.batches)]
+        ),
+        STEP: (5 * 16 * 128, training),
+    }  # fmt: skip
+    times = interleaved({name: function for name, (_, function) in what.items()}, flags.rounds)
+    rates = {k: count / statistics.median(times[k].wall) for k, (count, _) in what.items()}
     table = Table("what", "tokens/s", "of what the step consumes")
     for key, rate in rates.items():
-        table.row(key, f"{rate:,.0f}", f"{rate / rates[step]:.0f}×")
-    print0("", f"Medians of {flags.rounds} interleaved rounds, one Grain thread, the standard library's "
-           "text.", machine())  # fmt: skip
+        table.row(key, f"{rate:,.0f}", f"{rate / rates[STEP]:.0f}×")
+    print0("", f"Medians of {flags.rounds} interleaved rounds, one Grain thread.", "")
+    _tokenising(flags, packing.padding(loaded["true"].train))
+    print0("", machine())
+
+
+def _batches(flags: DataFlags, feed):
+    count = flags.batches * flags.batch_size * flags.seq_len
+    return count, lambda: [next(feed) for _ in range(flags.batches)]
+
+
+def _tokenising(flags: DataFlags, padding: float) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        arguments = [sys.executable, "-c", TOKENISE, flags.dataset, flags.tokenizer]
+        environment = os.environ | {"ZOO_CACHE": folder}
+        done = subprocess.run(arguments, capture_output=True, text=True, env=environment)
+    if done.returncode:
+        raise UserError(f"--dataset={flags.dataset} could not be tokenised: {done.stderr[-300:]}")
+    tokens, size, seconds, memory = map(float, done.stdout.split())
+    table = Table("tokenising", "tokens/s", "MB of text/s", "memory", "padding of packed rows")
+    table.row(f"{size / 1e6:,.0f} MB", f"{tokens / seconds:,.0f}", f"{size / seconds / 1e6:.1f}",
+              f"{memory / 1e6:,.0f} MB", f"{padding:.3%}")  # fmt: skip
+    print0("", f"The tokenizer {flags.tokenizer}, an empty cache. Memory: by how much the process grows, "
+           "and all of the processes that it starts.")  # fmt: skip
 
 
 # ---- checkpoints ---------------------------------------------------------------------------------

@@ -19,14 +19,13 @@ from recipes.bench.common import (
     ONE_DEVICE,
     Table,
     Training,
-    flops,
     interleaved,
     machine,
     make_step,
     numbers,
     one_of,
 )  # fmt: skip
-from recipes.common.analysis import report
+from recipes.common.analysis import flops, report
 from recipes.common.runtime.errors import UserError
 from recipes.common.runtime.flags import flag
 from recipes.common.runtime.mesh import arrange, make_mesh, parse
@@ -67,7 +66,7 @@ def cpu(flags: CpuFlags) -> None:
     matmul = jax.jit(lambda x: x @ x)
     runs = {"matmul": lambda: matmul(square).block_until_ready()}
     work = {"matmul": 2.0 * size**3}
-    count = flops(config, B, T)
+    count = flops.decoder(config, T, B)
     steps, parts = [], _parts(config, B, T)
     for remat, unroll in itertools.product(remats, unrolls):
         changed = dataclasses.replace(config, remat=remat, unroll=unroll)
@@ -184,9 +183,6 @@ def meshes(flags: MeshesFlags) -> None:
 
 # ---- one GPU -------------------------------------------------------------------------------------
 
-# Of one chip: dense bfloat16, no sparsity.
-PEAK_FLOPS = {"H100": 989e12, "H200": 989e12, "A100": 312e12, "B200": 2250e12, "L4": 121e12}
-
 XLA_FLAGS = {
     "default": "",
     "latency hiding": "--xla_gpu_enable_latency_hiding_scheduler=true "
@@ -221,7 +217,7 @@ def gpu(flags: GpuFlags) -> None:
     device = jax.devices()[0]
     if device.platform != "gpu" and not flags.toy:
         raise UserError("JAX finds no GPU here; use --toy to try the command without one")
-    mesh, peak = arrange({"data": 1}, [device]), _peak(device.device_kind)
+    mesh, peak = arrange({"data": 1}, [device]), flops.chip(device.device_kind)
     table = Table("case", "batch", "remat", "XLA flags", "ms per step", "tokens/s", "MFU (causal)",
                   "MFU (full)")  # fmt: skip
     for case in cases:
@@ -252,7 +248,7 @@ def _gpu_case(table, flags, case, batch, remat, mesh, peak) -> float:
             raise
         table.row(case, batch, remat, flags.flags, "out of memory", "-", "-", "-")
         return float("inf")
-    cells = rates(flops(config, batch, length), batch * length, time_, peak)
+    cells = rates(flops.decoder(config, length, batch), batch * length, time_, peak)
     table.row(case, batch, remat, flags.flags, f"{time_ * 1e3:.1f}", *cells)
     return time_
 
@@ -290,7 +286,7 @@ def _torch_row(table: Table, flags: GpuFlags, case: str, batch: int, peak: float
         step()
     step.wait()
     time_ = (time.perf_counter() - start) / flags.steps
-    cells = rates(flops(config, batch, length), batch * length, time_, peak)
+    cells = rates(flops.decoder(config, length, batch), batch * length, time_, peak)
     table.row(case, batch, "-", "PyTorch", f"{time_ * 1e3:.1f}", *cells)
 
 
@@ -299,7 +295,3 @@ def _case(text: str) -> tuple[str, int]:
     if size not in SIZES or not length.isdigit():
         raise UserError(f"--cases has {text!r}; write size:tokens, for example 124m:1024")
     return size, int(length)
-
-
-def _peak(kind: str) -> float | None:
-    return next((peak for name, peak in PEAK_FLOPS.items() if name in kind), None)

@@ -1,13 +1,14 @@
 """Pictures: who holds what, as SVG and PNG; how the loss fell, and which classes are confused."""
 
-import json
 import pathlib
 from fractions import Fraction
+from typing import Any
 
 import jax
 import numpy as np
 
 from recipes.common.analysis.report import bytes_per_device
+from recipes.common.runtime import jsonl
 from recipes.common.runtime.processes import is_first
 from recipes.common.sharding import Layout, paths
 
@@ -65,15 +66,16 @@ def strategies(layouts: dict[str, Layout], background: str) -> str:
     return "\n".join([head + 'font-family="system-ui, sans-serif">', *parts, "</svg>\n"])
 
 
-def _figure(columns: int):
-    """A row of axes in the house's size. Imported here: it takes half a second, at a run's end."""
+def _figure(columns: int, width: float = 4):
+    """A row of axes in the house's size, in inches. Imported here: it takes half a second, at a run's end."""
     import matplotlib
 
     matplotlib.set_loglevel("error")  # "building the font cache"
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(4 * columns, 4), layout="constrained", dpi=120)
+    layout = "constrained" if columns > 1 else None  # which takes as long as all the rest
+    figure = Figure(figsize=(width * columns, 4), layout=layout, dpi=120)
     FigureCanvasAgg(figure)  # no window, no global state
     return figure, figure.subplots(1, columns, squeeze=False)[0]
 
@@ -112,15 +114,37 @@ def _rectangle(corner, width, height, hue):
     return Rectangle(corner, width, height, facecolor=hsv_to_rgb((hue, 0.35, 1)), edgecolor="black")
 
 
-def learning(path: pathlib.Path, metrics: pathlib.Path, confusion_CC: np.ndarray) -> None:
-    """Draws the loss curve of metrics.jsonl, and a confusion matrix: row true, column predicted."""
+def loss(path: pathlib.Path, metrics: pathlib.Path) -> None:
+    """Draws the losses of metrics.jsonl, of the whole run, resumed or not."""
     if not is_first():
         return
-    lines = [json.loads(line) for line in metrics.read_text().splitlines()]
-    curve = [(line["step"], line["loss"]) for line in lines if "loss" in line]
+    figure, (axes,) = _figure(1, width=6)
+    _curve(axes, jsonl.read(metrics))
+    path.parent.mkdir(exist_ok=True)
+    figure.savefig(path)
+
+
+def _curve(axes, lines: list[dict[str, Any]]) -> None:
+    """Training loss as a line, held-out loss as points, over steps."""
+    from matplotlib.ticker import LogFormatter
+
+    for key, style, label in (("loss", "-", "training"), ("held_out_loss", "o", "held-out")):
+        points = [(line["step"], line[key]) for line in lines if line.get(key) is not None]
+        if points:
+            axes.semilogy(*zip(*points, strict=True), style, label=label)
+    axes.set(xlabel="step", ylabel="loss", title="Loss")
+    for formatter in (axes.yaxis.set_major_formatter, axes.yaxis.set_minor_formatter):
+        formatter(LogFormatter())  # 3 and 0.03, not powers of ten
+    if axes.lines:
+        axes.legend()
+
+
+def learning(path: pathlib.Path, metrics: pathlib.Path, confusion_CC: np.ndarray) -> None:
+    """Draws the losses of metrics.jsonl, and a confusion matrix: row true, column predicted."""
+    if not is_first():
+        return
     figure, (left, right) = _figure(2)
-    left.semilogy(*np.array(curve).T)
-    left.set(xlabel="step", ylabel="training loss (nats)", title="Loss")
+    _curve(left, jsonl.read(metrics))
     share_CC = confusion_CC / np.maximum(confusion_CC.sum(axis=1, keepdims=True), 1)
     right.imshow(share_CC, cmap="Blues", vmin=0, vmax=1)
     for (row, column), count in np.ndenumerate(confusion_CC):

@@ -20,3 +20,4 @@ from recipes.common.checkpoint.store import (
     steps_in,
     write,
 )
+from recipes.common.checkpoint.tokens import check_size, tokenizer_for

@@ -1,12 +1,11 @@
 """The card of a published checkpoint: what it is, how it was made, the SHA-256 of every file."""
 
-import json
 import pathlib
 import re
 import shlex
 from typing import Any
 
-from recipes.common.runtime import describe
+from recipes.common.runtime import describe, jsonl
 
 FILE = "README.md"
 
@@ -19,7 +18,8 @@ LICENCES = {  # of the data that comes with the zoo or with Python
 # Flags that say where a run was and how it was watched, and change no result.
 UNTOLD = {
     *("workdir", "log_every", "checkpoint_every", "keep_checkpoints", "verify"),
-    *("num_processes", "process_id", "coordinator", "prompt", "sample_bytes"),
+    *("num_processes", "process_id", "coordinator", "prompt", "sample_bytes", "chat"),
+    *("temperature", "eval_every", "keep_best", "tensorboard", "profile"),
 }
 ROW = re.compile(r"^\| `(.+)` \| [\d,]+ \| `([0-9a-f]{64})` \|$", re.MULTILINE)
 
@@ -31,13 +31,8 @@ def digests(text: str) -> dict[str, str]:
 
 def measured(checkpoint: pathlib.Path, step: int) -> dict[str, Any]:
     """Held-out figures and seconds of training, from metrics.jsonl of the checkpoint's run."""
-    path = checkpoint.parent.parent / "metrics.jsonl"
     held_out, seconds, before = {}, 0.0, 0
-    for text in path.read_text().splitlines() if path.exists() else ():
-        try:
-            line = json.loads(text)
-        except ValueError:  # torn by a kill
-            continue
+    for line in jsonl.read(checkpoint.parent.parent / "metrics.jsonl"):
         if line["step"] > step:
             break
         if "step_seconds" in line:  # the mean since the line before

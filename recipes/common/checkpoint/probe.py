@@ -11,6 +11,7 @@ import jax
 import numpy as np
 
 from data import batches, text
+from data.tokenizer import Tokenizer
 from recipes.common import entries
 from recipes.common.sharding import Layout, Tree
 
@@ -18,12 +19,16 @@ ROWS = 8  # of the batch: divisible by eight devices
 TOKENS = 64  # of context, at most
 
 
-def batch(metadata: dict[str, Any]) -> dict[str, np.ndarray]:
+def batch(metadata: dict[str, Any], tokenizer: Tokenizer | None = None) -> dict[str, np.ndarray]:
     """The first held-out examples of the data that a checkpoint was trained on.
+
+    Args:
+      tokenizer: the checkpoint's.
 
     Raises DataError if the data is not here.
     """
-    known = metadata["flags"] | metadata["config"]  # a flag of 0 leaves it to the config
+    # A flag of 0 leaves it to the config.
+    known = metadata["flags"] | metadata["config"] | {"tokenizer": tokenizer}
     if "seq_len" in known:
         known = known | {"seq_len": min(TOKENS, known["seq_len"])}
     return next(batches.held_out_batches(entries.dataset(metadata["entry"], known), ROWS))

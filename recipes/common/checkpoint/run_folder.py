@@ -75,6 +75,11 @@ class RunFolder:
         steps = store.steps_in(self.path / "checkpoints")
         return self.checkpoint(steps[-1]) if steps else None
 
+    def best(self) -> pathlib.Path | None:
+        """The checkpoint that --keep_best has kept."""
+        steps = store.steps_in(self.path / "best")
+        return self.path / "best" / str(steps[-1]) if steps else None
+
     def close(self) -> None:
         """Leaves the folder to other runs."""
         for lock in self.locks:
@@ -160,16 +165,19 @@ def _newest(
 def _compare(path: pathlib.Path, before: dict[str, Any], *groups) -> dict[str, Any]:
     """The flags that differ from the original run's: name → value then.
 
+    A run that is older than a flag that must match had the flag's default.
+
     Raises UserError for those that must match it.
     """
     changed = {}
     for group in groups:
         for field in dataclasses.fields(group):
-            was, now = before.get(field.name), getattr(group, field.name)
-            if field.name not in before or was == now:
+            may_change = field.metadata["may_change"]
+            was, now = before.get(field.name, field.default), getattr(group, field.name)
+            if was == now or (may_change and field.name not in before):
                 continue
             another_start = field.name == "restore_from" and now
-            if another_start or not field.metadata["may_change"]:
+            if another_start or not may_change:
                 raise UserError(
                     f"--{field.name}={now} must match the original run, "
                     f"{'none' if was == '' else was}; use that, or a different --workdir (this one "

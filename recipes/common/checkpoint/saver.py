@@ -1,7 +1,14 @@
-"""Saves a run's state in the background; keeps the newest, loses none that is finished."""
+"""Saves a run's state in the background; keeps the newest and the best, loses none that is finished.
 
+WORKDIR/best/STEP is a copy of checkpoints/STEP as hard links: no byte is written twice, it is whole
+from the moment it is there, and it stays when checkpoints/STEP goes. Where a file system has no hard
+links the files are copied. A new best one is there before the former goes.
+"""
+
+import contextlib
 import errno
 import json
+import math
 import os
 import pathlib
 import shutil
@@ -13,6 +20,7 @@ from typing import Any
 
 import orbax.checkpoint as ocp
 
+from data.tokenizer import BYTES, Tokenizer
 from recipes.common.checkpoint import integrity, run_folder, store
 from recipes.common.checkpoint.run_folder import RunFolder
 from recipes.common.runtime import Stopped, processes
@@ -20,6 +28,8 @@ from recipes.common.sharding import Tree
 
 TEMPORARY = ".orbax-checkpoint-tmp"  # Orbax's suffix of a checkpoint's folder until it is whole
 REMOVED = ".removed"  # ours, from when a checkpoint is dropped until its files are gone
+LINKING = ".linking"  # ours, of a best one until it is whole
+HELD_OUT = "held_out.json"  # beside a best one's items: its held-out figures
 
 
 class Saver:
@@ -29,16 +39,25 @@ class Saver:
       keep: how many checkpoints stay.
       metadata: store.metadata's.
       data: what the batches are made of, JSON.
+      tokenizer: the model's, which every checkpoint holds.
     """
 
     def __init__(
-        self, folder: RunFolder, keep: int, metadata: dict[str, Any], data: dict[str, Any]
+        self,
+        folder: RunFolder,
+        keep: int,
+        metadata: dict[str, Any],
+        data: dict[str, Any],
+        tokenizer: Tokenizer = BYTES,
     ):
-        self._folder, self._keep = folder, keep
-        self._metadata, self._data = metadata | {"data": data}, data
+        self._folder, self._keep, self._tokenizer = folder, keep, tokenizer
+        said = {store.TOKENIZER: tokenizer.sha256} if tokenizer.files else {}
+        self._metadata, self._data = metadata | said | {"data": data}, data
         self._thread: threading.Thread | None = None  # of the save that is in flight
-        self._step, self._failed = 0, ""  # of the last save, and why it failed
+        self._step, self._failed = folder.step, ""  # of the last save, and why it failed
         processes.broadcast_from_first(self._prepare)
+        best = processes.broadcast_from_first(self._best)
+        self._lowest = best[0][0] if best else math.inf  # held-out loss of the best checkpoint
         # All coroutines are Orbax's. A failed save drops some before they begin: the user is told
         # of the failure, not of that.
         warnings.filterwarnings("ignore", "coroutine .* was never awaited", RuntimeWarning)
@@ -71,13 +90,15 @@ class Saver:
                 self._folder.checkpoint(step).rename(aside)
             for left in self._unfinished():
                 shutil.rmtree(left)
+            self._remove_former_best()
         except OSError as error:
             raise run_folder.cannot_write(path, error) from None
 
     def _unfinished(self) -> list[pathlib.Path]:
         """What a killed or failed save, or a killed removal, has left; never a user's own files."""
-        checkpoints = self._folder.path / "checkpoints"
-        return [*checkpoints.glob(f"*{TEMPORARY}*"), *checkpoints.glob(f"*{REMOVED}")]
+        checkpoints, best = self._folder.path / "checkpoints", self._folder.path / "best"
+        left = [*checkpoints.glob(f"*{TEMPORARY}*"), *checkpoints.glob(f"*{REMOVED}")]
+        return [*left, *best.glob(f"*{LINKING}"), *best.glob(f"*{REMOVED}")]
 
     def save(self, step: int, state: Tree) -> None:
         """Starts a save; the state may be donated as soon as this returns.
@@ -99,6 +120,32 @@ class Saver:
         else:
             self._thread = threading.Thread(target=self._finish)
             self._thread.start()
+
+    def keep_best(self, step: int, state: Tree, figures: dict[str, float]) -> None:
+        """Keeps this state's checkpoint as WORKDIR/best/STEP if no loss was lower.
+
+        It is saved first if it is not the one that was saved last.
+
+        Args:
+          figures: of the held-out examples; "loss" decides.
+        """
+        if not figures["loss"] < self._lowest:
+            return
+        if self._step != step or self._failed:
+            self.save(step, state)
+        saving, former = self._thread, self._lowest
+        self._lowest = figures["loss"]
+
+        def link() -> None:
+            if saving:
+                saving.join()
+            if self._failed:  # only a run of one process goes on after that
+                self._lowest = former
+            elif processes.is_first():
+                self._link(step, figures)
+
+        self._thread = threading.Thread(target=link)
+        self._thread.start()
 
     def in_flight(self) -> bool:
         """Whether a save is being written now."""
@@ -127,15 +174,50 @@ class Saver:
         except Exception as error:
             self._fail(error)
 
+    def _link(self, step: int, figures: dict[str, float]) -> None:
+        """Links a finished checkpoint into best/, then removes the former best."""
+        best = self._folder.path / "best"
+        try:
+            beside = best / f"{step}{LINKING}"
+            shutil.copytree(self._folder.checkpoint(step), beside, copy_function=link_or_copy)
+            (beside / HELD_OUT).write_text(json.dumps(figures))
+            if (best / str(step)).exists():  # of a run that began again before this step
+                self._remove(best / str(step))
+            beside.rename(best / str(step))
+            self._remove_former_best()
+        except OSError as error:
+            shutil.rmtree(best / f"{step}{LINKING}", ignore_errors=True)
+            print(f"warning: the checkpoint of step {step} could not be kept as the best one "
+                  f"({reason(error)}); training continues", file=sys.stderr, flush=True)  # fmt: skip
+
+    def _best(self) -> list[tuple[float, int]]:
+        """(held-out loss, step) of the checkpoints in best/, the lowest first; a kill may leave two."""
+        best = self._folder.path / "best"
+        found = []
+        for step in store.steps_in(best):
+            with contextlib.suppress(OSError, ValueError, KeyError, TypeError):  # not ours
+                figures = json.loads((best / str(step) / HELD_OUT).read_text())
+                found.append((float(figures["loss"]), step))
+        return sorted(found)
+
+    def _remove_former_best(self) -> None:
+        for _, step in self._best()[1:]:
+            self._remove(self._folder.path / "best" / str(step))
+
     def _hash(self) -> None:
         for folder in (self._folder.path / "checkpoints").glob(f"{self._step}{TEMPORARY}*"):
+            store.write_tokenizer(folder, self._tokenizer.files)
             integrity.hash_before_commit(folder)
 
     def _remove_old(self) -> None:
-        """All but the newest finished checkpoints; each vanishes at once, then its files go."""
+        """All but the newest finished checkpoints."""
         for step in store.steps_in(self._folder.path / "checkpoints")[: -self._keep]:
-            old = self._folder.checkpoint(step)
-            shutil.rmtree(old.rename(old.with_suffix(REMOVED)))
+            self._remove(self._folder.checkpoint(step))
+
+    @staticmethod
+    def _remove(old: pathlib.Path) -> None:
+        """It vanishes at once, then its files go."""
+        shutil.rmtree(old.rename(old.with_suffix(REMOVED)))
 
     def _fail(self, error: Exception) -> None:
         self._failed = reason(error)
@@ -167,6 +249,14 @@ class Saver:
             + (f"the newest is {newest}" if newest else "there is none")
             + ", and the same command resumes from there once there is room"
         )
+
+
+def link_or_copy(source: str, target: str) -> None:
+    """A hard link, or a copy where there can be none."""
+    try:
+        os.link(source, target)
+    except OSError:
+        shutil.copy2(source, target)
 
 
 def reason(error: BaseException) -> str:

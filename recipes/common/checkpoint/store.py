@@ -7,7 +7,8 @@ A checkpoint is a folder with a standard Orbax checkpoint of these items:
     data       JSON: the next batch, and what it is a batch of
     metadata   JSON: entry, config, rules, mesh, logical axes, flags, versions
 
-and hashes.json (integrity.py). A published one (recipes.publish) has no optimizer state, and in
+the files of its tokenizer in the folder `tokenizer`, where that isn't bytes, and hashes.json
+(integrity.py). A published one (recipes.publish) has no optimizer state, and in
 addition a card, README.md, and a golden probe. All of it is JSON, Markdown or numbers: loading never
 executes code (no pickle).
 """
@@ -29,6 +30,7 @@ from etils import epath
 from jax.sharding import Mesh
 
 import zoo
+from data.tokenizer import BYTES, Tokenizer, from_files
 from recipes.common import entries
 from recipes.common.checkpoint import card, integrity
 from recipes.common.hf import folder as hf
@@ -43,6 +45,7 @@ ANY_MESH = ocp.type_handlers.create_type_handler_registry(
 
 # The zoo's own, a folder for each name.
 PUBLISHED = pathlib.Path(zoo.__file__).parent / "checkpoints"
+TOKENIZER = "tokenizer"
 
 
 class Source(Protocol):
@@ -65,6 +68,9 @@ class Source(Protocol):
 
         Raises UserError if it is damaged and can't be read.
         """
+
+    def tokenizer(self) -> Tokenizer | None:
+        """What the model's tokens mean; None if nobody knows. Raises DataError."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -93,6 +99,14 @@ class Checkpoint:
         args = ocp.args.PyTreeRestore(abstract, restore_args=restore_args, partial_restore=True)
         with self._reading() as state:
             return ocp.PyTreeCheckpointHandler().restore(state, args=args)
+
+    def tokenizer(self) -> Tokenizer | None:
+        files = {path.name: path.read_bytes() for path in (self.path / TOKENIZER).glob("*")}
+        if files:
+            return from_files(files, str(self.path))
+        # Only an import says that it has none; older ones say nothing, and were trained on nothing.
+        said = self.metadata.get(TOKENIZER, BYTES.sha256 if self.metadata["data"] else None)
+        return BYTES if said == BYTES.sha256 else None
 
     @contextlib.contextmanager
     def _reading(self) -> Iterator[epath.Path]:
@@ -254,6 +268,7 @@ def write(
     metadata: dict[str, Any],
     files: dict[str, str] | None = None,
     readme: Callable[[dict[str, list]], str] | None = None,
+    tokenizer: Tokenizer | None = None,
 ) -> None:
     """Writes a checkpoint without optimizer state beside its place, and moves it there whole.
 
@@ -261,6 +276,7 @@ def write(
       variables: {"params": …}, and "buffers" where there are any.
       files: name → text of what else belongs in the folder.
       readme: function of the hashes of all other files → the text of its card.
+      tokenizer: the model's, if it is known.
     """
     # Otherwise Orbax copies all arrays to this process at once, and keeps what it has compressed of
     # them until a file of 2 GB is full.
@@ -282,6 +298,7 @@ def write(
             marker.write_text("Checkpoint commit was successful\n")  # without this machine's path
         for name, text in (files or {}).items():
             (beside / name).write_text(text)
+        write_tokenizer(beside, tokenizer.files if tokenizer else {})
         hashes = integrity.hashes_of(beside, integrity.files_of(beside))
         if readme:
             (beside / card.FILE).write_text(readme(hashes))
@@ -291,6 +308,14 @@ def write(
     finally:
         for left in beside.parent.glob(f"{beside.name}*"):
             shutil.rmtree(left)
+
+
+def write_tokenizer(folder: pathlib.Path, files: dict[str, bytes]) -> None:
+    """The files of a tokenizer into a checkpoint that is not committed yet; bytes have none."""
+    if files:
+        (folder / TOKENIZER).mkdir()
+    for name, content in files.items():
+        (folder / TOKENIZER / name).write_bytes(content)
 
 
 def metadata(entry: str, layout: Layout, flags: dict[str, Any]) -> dict[str, Any]:

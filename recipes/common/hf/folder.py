@@ -12,6 +12,7 @@ from typing import Any
 import jax
 from flax import nnx
 
+from data import DataError, hub, tokenizer
 from recipes.common import entries
 from recipes.common.hf import llama, tensors
 from recipes.common.runtime.errors import UserError
@@ -29,19 +30,13 @@ def locate(name: str) -> pathlib.Path:
     folder = pathlib.Path(name).expanduser()
     if name and folder.exists():
         return folder.absolute()
-    if not re.fullmatch(r"[\w.-]+/[\w.-]+", name):
+    if not re.fullmatch(hub.MODEL_NAME, name):
         raise UserError(f"{name!r} does not exist; use a model folder, or ORG/NAME on the Hub")
-    import huggingface_hub  # takes a third of a second
-
     wanted = ["config.json", "*.safetensors", "*.safetensors.index.json"]
     try:
-        return pathlib.Path(huggingface_hub.snapshot_download(name, allow_patterns=wanted))
-    except Exception as error:  # the client's exceptions have no common base
-        reason = str(error).strip().splitlines()[0].rstrip(".")
-        raise UserError(
-            f"{name} is not a local folder and can't be downloaded from the Hub ({reason}); use a "
-            "model folder, or ORG/NAME of a model that you can download"
-        ) from None
+        return hub.snapshot(name, [*wanted, *tokenizer.FILES, *tokenizer.PIECES], name)
+    except DataError as error:
+        raise UserError(str(error)) from None
 
 
 class Folder:
@@ -86,6 +81,11 @@ class Folder:
             arrays.append(tensors.place(leaf, shard))
         return jax.tree.unflatten(jax.tree.structure(abstract), arrays)
 
+    def tokenizer(self) -> tokenizer.Tokenizer | None:
+        """The folder's own; None if it has none. Raises DataError if it can't be read."""
+        files = tokenizer.read(self.path)
+        return tokenizer.from_files(files, str(self.path)) if files else None
+
     def _check(self) -> None:
         expanded = tensors.expand(self.family.TENSORS, paths(self.shapes()["params"]))
         wanted = {tensor.name: tensor.shape for tensor in expanded}
@@ -121,7 +121,14 @@ class Folder:
                 )
 
 
-def write(folder: pathlib.Path, entry: str, config, context: int, read) -> None:
+def write(
+    folder: pathlib.Path,
+    entry: str,
+    config,
+    context: int,
+    read,
+    tokens: tokenizer.Tokenizer | None = None,
+) -> None:
     """Writes a model folder next to its destination and then moves it there whole.
 
     Besides the devices it holds one parameter and FILE_BYTES of tensors. Raises UserError if the
@@ -130,14 +137,20 @@ def write(folder: pathlib.Path, entry: str, config, context: int, read) -> None:
     Args:
       context: positions that the model was trained on.
       read: function of a parameter's path → the parameter, a float32 NumPy array.
+      tokens: the model's tokenizer, whose files are written as they were; None if nobody knows it.
     """
     theirs = ENTRIES[entry].config_json(config, context)
+    # If absent they would be 1 and 2, but every vocabulary has its own.
+    unknown = {"bos_token_id": None, "eos_token_id": None}
+    theirs |= tokens.config_ids() if tokens else unknown
     expanded = tensors.expand(ENTRIES[entry].TENSORS, paths(_shapes(entry, config)["params"]))
     folder.parent.mkdir(parents=True, exist_ok=True)
     beside = folder.with_name(f".{folder.name}.{os.getpid()}.tmp")
     beside.mkdir()
     try:
         tensors.write(beside, expanded, read)
+        for name, content in (tokens.shared() if tokens else {}).items():
+            (beside / name).write_bytes(content)
         (beside / "config.json").write_text(json.dumps(theirs, indent=2) + "\n")
         beside.rename(folder)
     finally:

@@ -194,9 +194,6 @@ def config_json(config: Config, context: int) -> dict[str, Any]:
         "tie_word_embeddings": config.tie_embeddings,
         "max_position_embeddings": context,
         "torch_dtype": "float32",
-        # If absent they would be 1 and 2, but every vocabulary has its own.
-        "bos_token_id": None,
-        "eos_token_id": None,
     }
     if kind != "llama":
         theirs["sliding_window"] = config.sliding_window

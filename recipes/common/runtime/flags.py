@@ -18,6 +18,7 @@ from absl import flags as absl_flags
 
 from recipes.common.runtime.errors import UserError
 
+SCHEDULES = ("cosine", "linear", "wsd", "constant")  # of the learning rate, after its warmup
 GROUPS = ("run", "data", "model", "optimizer", "checkpoints", "processes")  # as --help shows them
 
 
@@ -60,8 +61,21 @@ class Run:
         "", "Folder for checkpoints and metrics; empty: runs/<recipe>.", may_change=True
     )
     log_every: int = flag(10, "Steps between lines of metrics.jsonl.", at_least=1, may_change=True)
+    eval_every: int = flag(
+        0, "Steps between evaluations on the held-out data; 0: only at the end.",
+        at_least=0, may_change=True,
+    )  # fmt: skip
+    tensorboard: bool = flag(
+        False, "Write TensorBoard's event files, too, to WORKDIR/tensorboard.", may_change=True
+    )
+    profile: str = flag(
+        "", "Steps to profile, FIRST:LAST; the trace is in WORKDIR/profile.", may_change=True
+    )
     batch_size: int = flag(32, "Examples a step, over all devices.", "data", at_least=1)
     learning_rate: float = flag(1e-3, "Peak learning rate.", "optimizer", at_least=0.0)
+    schedule: str = flag(
+        "cosine", "Course of the learning rate after its warmup.", "optimizer", choices=SCHEDULES
+    )
     skip_nonfinite: int = flag(
         0, "Consecutive updates with a loss or gradient that is not finite to skip before the run "
         "stops.", "optimizer", at_least=0, may_change=True,
@@ -73,6 +87,10 @@ class Run:
     keep_checkpoints: int = flag(
         2, "Newest checkpoints to keep.", "checkpoints", at_least=1, may_change=True
     )
+    keep_best: bool = flag(
+        False, "Keep the checkpoint with the lowest held-out loss, too; needs --eval_every.",
+        "checkpoints", may_change=True,
+    )  # fmt: skip
     restore_from: str = flag(
         "", "Start from the parameters of this run, checkpoint or published name, or hf:DIR.",
         "checkpoints", may_change=True,

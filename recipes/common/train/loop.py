@@ -1,4 +1,4 @@
-"""The training loop that every recipe runs: compile, feed, step, log, save, stop; and evaluation."""
+"""The training loop that every recipe runs: compile, feed, step, log, save, evaluate, stop."""
 
 import pathlib
 import time
@@ -7,37 +7,46 @@ from typing import Protocol
 
 import grain
 import jax
-import numpy as np
-from flax import nnx
 
-from data.batches import Dataset, held_out_batches, train_batches
+from data.batches import Dataset, train_batches
+from data.tokenizer import BYTES, Tokenizer
 from recipes.common import checkpoint
-from recipes.common.analysis import report
+from recipes.common.analysis import flops, picture, report
 from recipes.common.checkpoint import RunFolder, Saver
 from recipes.common.runtime import Run, Stopped, UserError, describe, preemption, print0
 from recipes.common.sharding import Layout, Tree, elsewhere
+from recipes.common.train import tensorboard
+from recipes.common.train.evaluation import Evaluation, Extra
+from recipes.common.train.feed import process_rows, to_devices
 from recipes.common.train.metrics import Log, NonFiniteError
+from recipes.common.train.profile import Profile
 from recipes.common.train.resume import first_state, origin
 from recipes.common.train.step import TrainStep
 
 
-def fit(run: Run, folder: RunFolder, step: TrainStep, data: Dataset) -> tuple[Tree, Log]:
-    """Takes the steps that are left until run.steps, and saves what they lead to.
+def fit(
+    run: Run,
+    folder: RunFolder,
+    step: TrainStep,
+    data: Dataset,
+    tokenizer: Tokenizer = BYTES,
+    *,
+    extra: Extra | None = None,
+    example_flops: float | None = None,
+) -> tuple[Tree, Log, Tree]:
+    """Takes the steps that are left until run.steps, saves what they lead to, and evaluates it.
 
-    Returns the state after them and the log, to which evaluation adds its figures.
+    Args:
+      tokenizer: is saved with the model.
+      extra: what evaluation sums besides the loss's own figures.
+      example_flops: of training on one example; None: as if each weight were multiplied once.
 
-    Raises UserError before anything is written, Stopped as `take_steps` does.
+    Returns the state, the log, and the state's Evaluation. Raises UserError before anything is
+    written, Stopped as `take_steps` does.
     """
     # ---- Checked, and compiled: where everything lies and what a step sends -----------------------
-    layout = step.layout
-    facts = {"seed": run.seed, "batch_size": run.batch_size, **data.facts}
-    if folder.newest and folder.newest.metadata["data"] != facts:
-        raise UserError(
-            f"--dataset={facts['dataset']} must match the original run, and its content has changed "
-            f"(other fingerprint); use a different --workdir (this one is {folder.path})"
-        )
-    if folder.start:
-        checkpoint.check_variables(folder.start, layout)
+    layout, facts = step.layout, {"seed": run.seed, "batch_size": run.batch_size, **data.facts}
+    profile = check(folder, layout, facts, run)
     abstract, compiled = step.abstract_state(), None
     print0(report.headline(layout), report.table(layout, abstract))
     if run.steps > folder.step:
@@ -45,24 +54,61 @@ def fit(run: Run, folder: RunFolder, step: TrainStep, data: Dataset) -> tuple[Tr
         print0(report.step(compiled))
 
     # ---- The state: resumed, on given parameters, or new; never two of them in memory -------------
-    begins = origin(folder, run, step)
-    state = first_state(folder, step, run.seed, abstract)
+    state, begins = first_state(folder, step, run.seed, abstract), origin(folder, run, step)
     print0(*begins)
 
-    # ---- The loop ---------------------------------------------------------------------------------
-    saver = None
-    if folder.in_use:
-        metadata = checkpoint.metadata(folder.entry, layout, folder.flags)
-        saver = Saver(folder, run.keep_checkpoints, metadata, facts)
+    # ---- The loop, and an evaluation at its end ---------------------------------------------------
+    saver = new_saver(folder, layout, run, facts, tokenizer)
+    evaluation = Evaluation(layout, data, extra)
+    peak = flops.peak(layout, (example_flops or flops.dense(layout)) / data.units)
     path = folder.path / "metrics.jsonl" if folder.in_use else None
-    log = Log(path, folder.step, run, data.unit, run.batch_size * data.units)
+    log = Log(path, folder.step, run, data.unit, run.batch_size * data.units, peak)
+
+    def evaluate(done: int, state: Tree) -> Tree:
+        start, totals = time.perf_counter(), evaluation(state)
+        figures = evaluation.figures(totals)
+        log.held_out(done, figures, time.perf_counter() - start)
+        if saver and run.keep_best and done:
+            saver.keep_best(done, state, figures)
+        return totals
+
     if compiled:
-        rows = process_rows(layout)
-        batches = train_batches(data, run.batch_size, run.seed, folder.step, rows)
-        state = take_steps(compiled, state, batches, layout, run, log, saver)
+        if folder.step and run.eval_every and folder.step % run.eval_every == 0:
+            evaluate(folder.step, state)  # saved, and perhaps stopped before it was evaluated
+        batches = train_batches(data, run.batch_size, run.seed, folder.step, process_rows(layout))
+        with profile:
+            compiled = profile.around(compiled, folder.step)
+            state = take_steps(compiled, state, batches, layout, run, log, saver, evaluate)
+    totals = evaluate(int(state["step"]), state)
     if saver:
         saver.close()
-    return state, log
+    return state, log, totals
+
+
+def check(folder: RunFolder, layout: Layout, facts: Tree, run: Run) -> Profile:
+    """Raises UserError if what the run begins with does not fit, or it can't be watched as asked."""
+    if folder.newest and folder.newest.metadata["data"] != facts:
+        raise UserError(
+            f"--dataset={facts['dataset']} must match the original run, and its content has changed "
+            f"(other fingerprint); use a different --workdir (this one is {folder.path})"
+        )
+    if run.keep_best and not run.eval_every:
+        raise UserError("--keep_best needs --eval_every; add it, for example --eval_every=100")
+    if run.tensorboard:
+        tensorboard.check()
+    if folder.start:
+        checkpoint.check_variables(folder.start, layout)
+    return Profile(run, folder)
+
+
+def new_saver(
+    folder: RunFolder, layout: Layout, run: Run, facts: Tree, tokenizer: Tokenizer
+) -> Saver | None:
+    """None for a run that writes nothing."""
+    if not folder.in_use:
+        return None
+    metadata = checkpoint.metadata(folder.entry, layout, folder.flags)
+    return Saver(folder, run.keep_checkpoints, metadata, facts, tokenizer)
 
 
 class Saves(Protocol):
@@ -81,6 +127,7 @@ def take_steps(
     run: Run,
     log: Log,
     saver: Saves,
+    evaluate: Callable[[int, Tree], object] | None = None,
 ) -> Tree:
     """The state after step run.steps, which is saved.
 
@@ -88,6 +135,7 @@ def take_steps(
       step: compiled, (state, batch) → (state, metrics); donates the state.
       batches: this process's rows of the batches from the state's step on.
       saver: saves the state every run.checkpoint_every steps and after the last.
+      evaluate: called with (step, state) every run.eval_every steps, but for the last.
 
     Raises Stopped, with no save in flight: a signal asked for it, a number is not finite, or the last
     save failed.
@@ -113,14 +161,15 @@ def take_steps(
                     saver.save(done, state)
                 if asked and done < run.steps:
                     break
+                if run.eval_every and done % run.eval_every == 0 and done < run.steps:
+                    log.settle()
+                    evaluate(done, state)
             saver.wait()
     except NonFiniteError as error:
         saver.wait()
         good = saver.last_good()
-        raise Stopped(
-            f"{error}; "
-            + (f"the last good checkpoint is {good}" if good else "nothing is saved yet")
-        ) from error
+        saved = f"the last good checkpoint is {good}" if good else "nothing is saved yet"
+        raise Stopped(f"{error}; {saved}") from error
     finally:
         log.pause()
     if done < run.steps:
@@ -131,64 +180,16 @@ def take_steps(
     return state
 
 
-def process_rows(layout: Layout) -> grain.sharding.ShardOptions:
-    """Which contiguous part of a batch this process's devices hold, and so which rows it reads.
-
-    ShardByJaxProcess's answer where the processes split the batch; everything where the mesh splits
-    something else between them.
-    """
-    size = layout.batch_size
-    slices = layout.batch.addressable_devices_indices_map((size,)).values()
-    first = min(part[0].start or 0 for part in slices)
-    rows = max(size if part[0].stop is None else part[0].stop for part in slices) - first
-    return grain.sharding.ShardOptions(first // rows, size // rows)
-
-
-def to_devices(rows: Tree, layout: Layout) -> Tree:
-    """A process's rows of a batch (a tree of numpy arrays) → global arrays."""
-
-    def put(x: np.ndarray) -> jax.Array:
-        whole = (layout.batch_size, *x.shape[1:])
-        return jax.make_array_from_process_local_data(layout.batch, x, whole)
-
-    return jax.tree.map(put, rows)
-
-
-def evaluate(
-    layout: Layout,
-    state: Tree,
-    data: Dataset,
-    extra: Callable[[nnx.Module, Tree], Tree] | None = None,
-) -> Tree:
-    """The figures of the model's loss over all held-out examples: name → (sum, count), in float64.
-
-    Args:
-      state: a training state, or the model's variables alone.
-      extra: (model, batch) → a dict of further sums.
-    """
-
-    def sums(variables: Tree, batch: Tree) -> Tree:
-        model = layout.model.merge(variables)
-        _, _, aux = model.loss(**batch)
-        return aux | (extra(model, batch) if extra else {})
-
-    variables = {kind: state[kind] for kind in layout.model.shapes}
-    totals, compiled = None, None
-    for rows in held_out_batches(data, layout.batch_size, process_rows(layout)):
-        batch = to_devices(rows, layout)
-        if compiled is None:
-            compiled = layout.compile(sums, variables, batch, out_shardings=layout.replicated)
-        values = jax.tree.map(np.float64, jax.device_get(compiled(variables, batch)))
-        totals = values if totals is None else jax.tree.map(np.add, totals, values)
-    return totals
-
-
 def finish(folder: RunFolder, layout: Layout, log: Log) -> None:
-    """Closes the run's files; prints where its checkpoint is, and a command to restore it elsewhere."""
+    """Closes the run's files; says where its results are, and how to restore it elsewhere."""
     log.close()
     folder.close()
     newest = folder.last_good() if folder.in_use else None
     if newest:  # otherwise nothing was trained
+        picture.loss(folder.path / "pictures" / "loss.png", folder.path / "metrics.jsonl")
+        print0(f"Loss curve: {folder.shown / 'pictures' / 'loss.png'}")
+        if best := folder.best():
+            print0(f"Best checkpoint: {folder.shown / 'best' / best.name}")
         print0(f"Checkpoint: {folder.shown / 'checkpoints' / newest.name}")
         if other := another_mesh(layout):
             command = f"python -m recipes.{folder.entry} --mesh={other}"

@@ -7,14 +7,15 @@ import pathlib
 import sys
 import time
 import weakref
+from typing import Any
 
 import jax
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
 from recipes import STARTED
-from recipes.common.runtime import Run, processes
-from recipes.common.sharding import Tree
+from recipes.common.runtime import Run, jsonl, processes
+from recipes.common.train.tensorboard import Board
 
 
 class NonFiniteError(RuntimeError):
@@ -29,20 +30,34 @@ class Log:
         steps run again.
       first: steps done so far.
       unit, per_step: what throughput counts ("tokens"), and how many of them a step has.
+      peak: units per second that the devices could do at most, for MFU; None where that is unknown.
     """
 
-    def __init__(self, path: pathlib.Path | None, first: int, run: Run, unit: str, per_step: int):
+    def __init__(
+        self,
+        path: pathlib.Path | None,
+        first: int,
+        run: Run,
+        unit: str,
+        per_step: int,
+        peak: float | None = None,
+    ):
         self.path, last = path, run.steps
         self._first, self._last, self._every = first, last, run.log_every
-        self._unit, self._per_step = unit, per_step
+        self._unit, self._per_step, self._peak = unit, per_step, peak
+        self._timed: list[tuple[int, float]] = []  # (steps, seconds) of each line
         self._pending: tuple[int, dict] | None = None
         self._wait, self._began = 0.0, 0.0
         self._tolerated, self._in_a_row, self._skipped = run.skip_nonfinite, 0, 0
         self._since, self._since_step = time.perf_counter(), first
         self._main = processes.is_first()
-        self._file, self._unwritten, self._warned = None, b"", False
+        self._file, self._unwritten, self._warned, self._board = None, b"", False, None
         if self._main and path:
-            _keep_until(path, first, evaluates_again=first >= last)
+            # The evaluation after the last saved step may be missing, so it is repeated.
+            evaluates = first >= last or (run.eval_every and first % run.eval_every == 0)
+            lines = _keep_until(path, first, evaluates_again=evaluates)
+            if run.tensorboard:
+                self._board = Board(path.parent / "tensorboard", first, lines)
             self._file = path.open("ab", buffering=0)
             weakref.finalize(self, self._file.close)  # however the run ends
         self._bar = None
@@ -81,11 +96,13 @@ class Log:
         seconds, waited = (now - self._since) / steps, self._wait / steps
         self._since, self._since_step, self._wait = now, step, 0.0
         speed = self._per_step / seconds
+        self._timed.append((steps, seconds * steps))
         if "skipped" in values:  # of the steps since the line before
             values["skipped"], self._skipped = self._skipped, 0
         self.write(
             {"step": step, **values, "step_seconds": seconds, "input_wait_seconds": waited,
              f"{self._unit}_per_second": speed}
+            | ({"mfu": speed / self._peak} if self._peak else {})
         )  # fmt: skip
         self._show(step, values["loss"], speed, seconds)
 
@@ -104,16 +121,25 @@ class Log:
         if self._main:
             print(f"warning: {what}; this update is skipped", file=sys.stderr, flush=True)
 
-    def held_out(self, state: Tree, **figures: float) -> None:
-        """The line of an evaluation of this state: "held_out_loss" for loss=…"""
-        named = {f"held_out_{name}": float(value) for name, value in figures.items()}
-        self.write({"step": int(state["step"]), **named})
+    def held_out(self, step: int, figures: dict[str, float], seconds: float = 0.0) -> None:
+        """The line of an evaluation after a step: "held_out_loss" for "loss".
+
+        Args:
+          seconds: that it took, which are no step's.
+        """
+        self._since += seconds
+        self.write({"step": step, **{f"held_out_{k}": value for k, value in figures.items()}})
+        if self._main and step < self._last:
+            told = (f"{k.replace('_', ' ')} {v:.4f}" for k, v in figures.items() if k != "targets")
+            print(f"step {step}/{self._last}  held-out {', '.join(told)}", flush=True)
 
     def write(self, record: dict) -> None:
         """One line of metrics.jsonl, on the first process. A number that is not finite is null."""
         if self._file is None:
             return
         finite = {k: v if math.isfinite(v) else None for k, v in record.items()}
+        if self._board:
+            self._board.write(finite)
         self._unwritten += json.dumps(finite).encode() + b"\n"
         size = self._file.seek(0, os.SEEK_END)
         try:
@@ -130,7 +156,7 @@ class Log:
         self._warned = True
 
     def _show(self, step, loss, speed, seconds):
-        speed_text = f"{speed:,.0f} {self._unit}/s"
+        speed_text = self._speed(speed)
         if self._bar:
             self._bar.update(self._task, completed=step, loss=f"{loss:.4f}", speed=speed_text)
         elif self._main:  # not a terminal: about ten lines a run
@@ -141,9 +167,17 @@ class Log:
                       flush=True)  # fmt: skip
 
     def times(self) -> str:
-        """How long the run took, from the start of the command."""
+        """How long the run took, from the start of the command, and how fast its steps were."""
         begin = f", {self._began:.1f} s of it before the first step was done" if self._began else ""
-        return f"Took {time.perf_counter() - STARTED:.0f} s{begin}."
+        # The first line's steps find caches empty.
+        timed = self._timed[1:] or self._timed
+        steps, seconds = (sum(column) for column in zip(*timed, strict=True)) if timed else (0, 1)
+        speed = f"; {self._speed(steps * self._per_step / seconds)}" if steps else ""
+        return f"Took {time.perf_counter() - STARTED:.0f} s{begin}{speed}."
+
+    def _speed(self, units: float) -> str:
+        mfu = f"  MFU {units / self._peak:.1%}" if self._peak else ""
+        return f"{units:,.0f} {self._unit}/s{mfu}"
 
     def pause(self) -> None:
         """Stops the progress bar."""
@@ -165,19 +199,15 @@ def _clock(seconds: float) -> str:
     )
 
 
-def _keep_until(path: pathlib.Path, step: int, evaluates_again: bool) -> None:
-    """Drops the lines that this run will write again, and a line torn by a kill."""
-    if not path.exists():
-        return
+def _keep_until(path: pathlib.Path, step: int, evaluates_again: bool) -> list[dict[str, Any]]:
+    """Drops the lines that this run will write again, and a line torn by a kill; returns the rest."""
     kept = []
-    for line in path.read_text(errors="replace").splitlines():
-        try:
-            record = json.loads(line)
-            again = evaluates_again and record["step"] == step and "step_seconds" not in record
-            if record["step"] <= step and not again:
-                kept.append(line)
-        except (json.JSONDecodeError, KeyError, TypeError):
-            continue
-    beside = path.with_suffix(".tmp")
-    beside.write_text("".join(line + "\n" for line in kept))
-    os.replace(beside, path)
+    for record in jsonl.read(path):
+        again = evaluates_again and record["step"] == step and "step_seconds" not in record
+        if record["step"] <= step and not again:
+            kept.append(record)
+    if path.exists():
+        beside = path.with_suffix(".tmp")
+        beside.write_text("".join(json.dumps(record) + "\n" for record in kept))
+        os.replace(beside, path)
+    return kept

@@ -45,7 +45,7 @@ def origin(folder: RunFolder, run: Run, step: TrainStep) -> list[str]:
         lines.append(f"Starts at step 0, on the parameters of {folder.source.path}.")
     else:
         lines.append(f"Evaluates {folder.source.path}, of step {folder.source.step}.")
-    if "steps" in folder.changed:
+    if "steps" in folder.changed and run.schedule != "constant":
         before, at = folder.changed["steps"], folder.step
         was = dataclasses.replace(step.lr, steps=before)(at)
         lines.append(

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from recipes.common.sharding import Layout, Tree, shardings
+from recipes.common.sharding import Layout, Tree, paths, shardings
 from recipes.common.sharding.abstract import variables_of
 
 
@@ -33,19 +33,23 @@ def new_state(
 def abstract_state(layout: Layout, optimizer: optax.GradientTransformation) -> Tree:
     """The training state as ShapeDtypeStructs, each with its NamedSharding.
 
-    What the optimizer keeps for a parameter (its moments) is sharded like that parameter.
+    What the optimizer keeps for a parameter (its moments) is sharded like that parameter: arrays of
+    its shape whose path in the optimizer's state ends with the parameter's.
     """
     shapes = jax.eval_shape(lambda: new_state(layout, optimizer, seed=0))
     variables = shardings(layout.variables())
     where = jax.tree.map(lambda _: layout.replicated, shapes) | variables
-    opt_state = optax.tree.map_params(
-        optimizer,
-        lambda _, sharding: sharding,
-        jax.eval_shape(optimizer.init, shapes["params"]),
-        variables["params"],
-        transform_non_params=lambda _: layout.replicated,
-    )
-    where["opt_state"] = flax.serialization.to_state_dict(opt_state)
+    params = paths(layout.variables()["params"])
+
+    def like_its_parameter(path, leaf) -> jax.sharding.NamedSharding:
+        keys = [str(key.key) for key in path]
+        for first in range(len(keys)):
+            param = params.get("/".join(keys[first:]))
+            if param is not None and param.shape == leaf.shape:
+                return param.sharding
+        return layout.replicated
+
+    where["opt_state"] = jax.tree_util.tree_map_with_path(like_its_parameter, shapes["opt_state"])
     return jax.tree.map(
         lambda s, sharding: jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=sharding), shapes, where
     )

@@ -1,0 +1,147 @@
+"""Documents packed into rows of a fixed length by an index that is made once: best fit, decreasing.
+
+Row i is read by random access, so a batch stays a pure function of (seed, k) on any number of
+processes. No document is cut that fits a row. A longer one fills rows of its own, and its rest is
+packed like a short document. Each piece begins with the last token before it, so that every token
+of a document but its first is a target exactly once.
+"""
+
+import bisect
+import json
+import pathlib
+from collections.abc import Iterator
+
+import grain
+import numpy as np
+
+from data.corpus import Split, new_folder
+
+CODE = 1  # raised when the same documents would be packed otherwise
+BLOCK = 2**20  # pieces that are packed among themselves, which bounds memory
+
+
+class Packed(grain.sources.RandomAccessDataSource):
+    """Rows of `length` positions of a split's documents.
+
+    {"tokens", "targets", "segment_ids"}, int32 [length]. Segment ids are 1, 2, … for the pieces of a
+    row; padding, which is at its end, has 0 and the target -1.
+    """
+
+    def __init__(self, split: Split, length: int, folder: pathlib.Path):
+        """Makes the index, or finds it in `folder` (which belongs to this split and length)."""
+        if not (folder / "packed.json").exists():
+            with new_folder(folder) as made:
+                _write(split, length, made)
+        sizes = json.loads((folder / "packed.json").read_text())
+        self._tokens, self._length = split.tokens, length
+        # pieces: [pieces, 2], first token and positions; rows: [rows + 1], the first piece of each.
+        self._rows = np.memmap(folder / "rows", np.int64, "r")
+        empty = np.zeros(0, np.int64)
+        pieces = np.memmap(folder / "pieces", np.int64, "r") if sizes["pieces"] else empty
+        self._pieces = pieces.reshape(-1, 2)
+
+    def __len__(self):
+        return len(self._rows) - 1
+
+    def __getitem__(self, i):
+        return {name: rows[0] for name, rows in self.take(np.array([i])).items()}
+
+    def take(self, indices: np.ndarray) -> dict[str, np.ndarray]:
+        """Rows [N] of any order, stacked."""
+        T, N = self._length, len(indices)
+        first, count = self._rows[indices], self._rows[indices + 1] - self._rows[indices]
+        row_of_P = np.repeat(np.arange(N), count)  # P: the pieces of these rows
+        number_P = _within(count)
+        first_P, size_P = self._pieces[np.repeat(first, count) + number_P].T
+        # Where a piece begins in its row: what the pieces before it fill, without earlier rows.
+        begin_P = np.cumsum(size_P) - size_P
+        begin_P -= np.repeat(begin_P[np.minimum(np.cumsum(count) - count, len(size_P) - 1)], count)
+        within = _within(size_P)
+        to = np.repeat(row_of_P * T + begin_P, size_P) + within
+        source = np.repeat(first_P, size_P) + within
+        tokens, targets, segment_ids = (np.full(N * T, fill, np.int32) for fill in (0, -1, 0))
+        tokens[to], targets[to] = self._tokens[source], self._tokens[source + 1]
+        segment_ids[to] = np.repeat(number_P + 1, size_P)
+        named = {"tokens": tokens, "targets": targets, "segment_ids": segment_ids}
+        return {name: flat.reshape(N, T) for name, flat in named.items()}
+
+
+def padding(packed: Packed) -> float:
+    """The share of all positions that hold nothing."""
+    return 1 - float(packed._pieces[:, 1].sum()) / (len(packed) * packed._length)
+
+
+def best_fit(sizes: np.ndarray, room: int) -> np.ndarray:
+    """Row of each piece by best fit, decreasing: into the fullest row that has room for it.
+
+    Args:
+      sizes: [P], from 1 to `room`.
+
+    Returns: [P], rows from 0. Equal sizes, and rows with equal room, are taken together: a million
+    pieces take a second.
+    """
+    row_of, made, done = np.empty(len(sizes), np.int64), 0, 0
+    order = np.argsort(-sizes, kind="stable")
+    with_room: dict[int, list[np.ndarray]] = {}  # room that is left → rows
+    rooms: list[int] = []  # its keys, in order
+    for size, count in zip(*np.unique(-sizes, return_counts=True), strict=True):
+        size, pieces, done = -int(size), order[done : done + count], done + int(count)
+        while len(pieces):
+            place = bisect.bisect_left(rooms, size)
+            left = rooms[place] if place < len(rooms) else room
+            each = left // size  # as a row with less room left is a better fit than the next one
+            wanted = -(-len(pieces) // each)
+            if place == len(rooms):
+                rows, made = np.arange(made, made + wanted), made + wanted
+            else:
+                rows, rest = np.split(with_room[left].pop(), [wanted])
+                if len(rest):
+                    with_room[left].append(rest)
+                if not with_room[left]:
+                    del with_room[left], rooms[place]
+            into, pieces = np.split(pieces, [each * len(rows)])
+            row_of[into] = np.repeat(rows, each)[: len(into)]
+            last = len(into) - each * (len(rows) - 1)  # pieces in the last of these rows
+            for part, filled in ((rows[:-1], each), (rows[-1:], last)):
+                if len(part) and left > filled * size:
+                    now = left - filled * size
+                    if now not in with_room:
+                        bisect.insort(rooms, now)
+                    with_room.setdefault(now, []).append(part)
+    return row_of
+
+
+def _within(counts: np.ndarray) -> np.ndarray:
+    """0 … count - 1 for each count, one after another."""
+    ends = np.cumsum(counts)
+    return np.arange(ends[-1] if len(ends) else 0) - np.repeat(ends - counts, counts)
+
+
+def _pieces(split: Split, length: int) -> Iterator[np.ndarray]:
+    """[P, 2], first token and positions of the pieces of all documents, at most BLOCK at a time."""
+    for document in range(0, len(split.starts), BLOCK):
+        begins = split.starts[document : document + BLOCK + 1]
+        if document + BLOCK >= len(split.starts):
+            begins = np.append(begins, len(split.tokens))
+        targets = np.maximum(np.diff(begins) - 1, 0)
+        counts = -(-targets // length)
+        ends = np.cumsum(counts)
+        for piece in range(0, int(ends[-1]), BLOCK):
+            numbers = np.arange(piece, min(piece + BLOCK, int(ends[-1])))
+            of = np.searchsorted(ends, numbers, side="right")
+            offset = (numbers - ends[of] + counts[of]) * length
+            yield np.stack([begins[of] + offset, np.minimum(targets[of] - offset, length)], axis=1)
+
+
+def _write(split: Split, length: int, folder: pathlib.Path) -> None:
+    """The index: `pieces`, row by row, and `rows`, the number of the first piece of each."""
+    total = 0
+    with (folder / "pieces").open("wb") as pieces_file, (folder / "rows").open("wb") as rows_file:
+        for pieces in _pieces(split, length):
+            row_of = best_fit(pieces[:, 1], length)
+            pieces[np.argsort(row_of, kind="stable")].tofile(pieces_file)
+            counts = np.bincount(row_of)
+            (total + np.cumsum(counts) - counts).tofile(rows_file)
+            total += len(pieces)
+        np.array([total]).tofile(rows_file)
+    (folder / "packed.json").write_text(json.dumps({"pieces": total}))

@@ -1,0 +1,256 @@
+"""--dataset → documents: which files there are, and the text in them.
+
+    stdlib                        # *.py of this Python, split into train and held-out by file
+    notes.txt, folder, 'a/*.txt'  # text files: a document each
+    docs.jsonl, docs.parquet      # JSON Lines or Parquet: the column `text` of each row
+    hf:org/name                   # a dataset of the Hub, or hf:org/name:config
+    a.parquet@0.7,b.jsonl@0.3     # several, and their shares of the rows that are trained on
+
+Files may be compressed, .gz or, with the package zstandard, .zst.
+"""
+
+import functools
+import glob
+import hashlib
+import itertools
+import json
+import pathlib
+import sysconfig
+from collections.abc import Callable, Iterator
+from typing import NamedTuple
+
+from data import DataError, hub
+
+HELD_OUT = 0.01  # of the documents, where the dataset has no split of its own
+LONGEST = 2**20  # bytes of text that are tokenised at once
+KINDS = {".jsonl": "json", ".json": "json", ".parquet": "parquet", ".txt": "text"}
+COMPRESSED = (".gz", ".zst")
+
+
+class Part(NamedTuple):
+    """A document, or a part of one that is too long to be held and tokenised in one piece."""
+
+    text: bytes  # UTF-8
+    held_out: bool
+    begins: bool  # whether a document begins here, and whether it ends
+    ends: bool
+
+
+class Source(NamedTuple):
+    """One of the datasets that --dataset names."""
+
+    name: str
+    weight: float
+    files: list[pathlib.Path]  # what it is read from; none where that is the Hub
+    column: str
+    parts: Callable[[], Iterator[Part]]  # of all its documents, in order
+
+
+def find(dataset: str, column: str = "text") -> list[Source]:
+    """The sources that --dataset names.
+
+    Args:
+      column: where JSON Lines, Parquet and the Hub's datasets keep their text.
+
+    Raises DataError if a name is of nothing, or a weight is no share.
+    """
+    if not dataset:
+        raise DataError("--dataset= is empty; use stdlib, a path, or hf:NAME")
+    if pathlib.Path(dataset).expanduser().exists():  # whatever is in its name
+        return [_source(dataset, 1.0, column)]
+    return [_source(*_weighted(one, dataset), column) for one in dataset.split(",")]
+
+
+def _weighted(one: str, dataset: str) -> tuple[str, float]:
+    """NAME@WEIGHT → (name, weight)."""
+    name, at, text = one.rpartition("@")
+    if not at or pathlib.Path(one).expanduser().exists():
+        name, text = one, "1"
+    try:
+        weight = float(text)
+    except ValueError:
+        raise DataError(
+            f"--dataset={dataset} gives {name} the weight {text!r}, which is not a number; write "
+            f"{name}@0.5"
+        ) from None
+    if not 1e-6 <= weight <= 1e6:  # not a number neither
+        raise DataError(
+            f"--dataset={dataset} gives {name} the weight {text}; use one from 0.000001 to 1000000"
+        )
+    if not name:
+        raise DataError(f"--dataset={dataset} has an empty name; use NAME@WEIGHT,NAME@WEIGHT")
+    return name, weight
+
+
+def _source(name: str, weight: float, column: str) -> Source:
+    if name == "stdlib":
+        root = pathlib.Path(sysconfig.get_paths()["stdlib"])
+        files = sorted(p for p in root.rglob("*.py") if "site-packages" not in p.parts)
+        read = functools.partial(_by_file, files, root)
+    elif name.startswith("hf:"):
+        folder = pathlib.Path(name.removeprefix("hf:")).expanduser()
+        files = sorted(p for p in folder.rglob("*") if p.is_file()) if folder.is_dir() else []
+        read = functools.partial(_from_hub, name, column)
+    else:
+        files = _files(name)
+        read = functools.partial(_from_files, name, files, column)
+    return Source(name, weight, files, column, read)
+
+
+# ---- which files ---------------------------------------------------------------------------------
+
+
+def _files(name: str) -> list[pathlib.Path]:
+    path = pathlib.Path(name).expanduser()
+    if path.is_file():
+        return [path]
+    if path.is_dir():
+        found, empty = path.rglob("*"), "is an empty folder; add text files to it"
+    elif glob.has_magic(name):
+        found = map(pathlib.Path, glob.iglob(str(path), recursive=True))
+        empty = "matches no file; check the pattern, and quote it in a shell"
+    else:
+        raise DataError(f"--dataset={name} does not exist; use a file, a folder, or hf:NAME")
+    files = sorted(p for p in found if p.is_file() and not p.name.startswith("."))
+    if not files:
+        raise DataError(f"--dataset={name} {empty}")
+    # A README beside a dataset's files is no document of it; a folder of source code is all text.
+    other = [file for file in files if _suffix(file) not in KINDS]
+    if other and any(kind(file) != "text" for file in files):
+        raise DataError(
+            f"--dataset={name} has {other[0].name} among .jsonl or .parquet files; name the files to "
+            "read with a pattern, as in 'FOLDER/*.jsonl'"
+        )
+    return files
+
+
+def _suffix(path: pathlib.Path) -> str:
+    """The file's suffix, without that of its compression."""
+    return pathlib.Path(path.stem).suffix if path.suffix in COMPRESSED else path.suffix
+
+
+def kind(path: pathlib.Path) -> str:
+    """How a file is read: json, parquet or text."""
+    return KINDS.get(_suffix(path), "text")
+
+
+# ---- what is in them -----------------------------------------------------------------------------
+
+
+def _by_file(files: list[pathlib.Path], root: pathlib.Path) -> Iterator[Part]:
+    for path in files:
+        held_out = _is_held_out(path.relative_to(root).as_posix().encode())
+        yield from _cut(path.read_bytes(), held_out)
+
+
+def _from_files(name: str, files: list[pathlib.Path], column: str) -> Iterator[Part]:
+    for path in files:
+        try:
+            if kind(path) == "text":
+                yield from _text_file(path)
+                continue
+            for row in hub.rows(path, kind(path), column):
+                yield from _document(_text(row, column, name))
+        except DataError:
+            raise
+        except Exception as error:  # the readers' own
+            raise DataError(_diagnose(name, path, error)) from error
+
+
+def _from_hub(name: str, column: str) -> Iterator[Part]:
+    """Of a dataset on the Hub, or a local folder laid out like one."""
+    train, held = hub.train_and_held_out(hub.load(name.removeprefix("hf:"), name))
+    for row in hub.told(train, name):
+        text = _text(row, column, name)
+        yield from _document(text) if held is None else _cut(text, False)
+    for row in hub.told(held or (), name):
+        yield from _cut(_text(row, column, name), True)
+
+
+def _text(row: dict, column: str, name: str) -> bytes:
+    if column not in row:
+        columns = ", ".join(map(repr, row))
+        raise DataError(
+            f"--dataset={name} has no column {column!r}; set --text_column to one of {columns}"
+        )
+    if not isinstance(row[column], str):
+        found = type(row[column]).__name__
+        raise DataError(
+            f"--dataset={name} column {column!r} holds {found}, not text; set --text_column"
+        )
+    return row[column].encode(errors="replace")
+
+
+def _is_held_out(name: bytes) -> bool:
+    return _small(hashlib.sha256(name))
+
+
+def _small(digest) -> bool:
+    return int.from_bytes(digest.digest()[:4], "big") < HELD_OUT * 2**32
+
+
+def _document(text: bytes) -> Iterator[Part]:
+    return _cut(text, _is_held_out(text))
+
+
+def _cut(text: bytes, held_out: bool) -> Iterator[Part]:
+    """A document as one part, or as many as its length takes, cut after line breaks."""
+    first = 0
+    while True:
+        end = len(text)
+        if end - first > LONGEST:
+            end = text.rfind(b"\n", first, first + LONGEST) + 1
+            if not end:  # no line break: before the character that is too much
+                end = first + LONGEST
+                while text[end] & 0xC0 == 0x80:
+                    end -= 1
+        yield Part(text[first:end], held_out, first == 0, end == len(text))
+        if end == len(text):
+            return
+        first = end
+
+
+def _text_file(path: pathlib.Path) -> Iterator[Part]:
+    """A document of any length, in bounded memory: read once to know its part, and once more."""
+    blocks = _blocks(path)
+    start = list(itertools.islice(blocks, 2))
+    if len(start) < 2:
+        yield from _document(b"".join(start))
+        return
+    digest = hashlib.sha256()
+    for block in itertools.chain(start, blocks):
+        digest.update(block)
+    held_out, before = _small(digest), None
+    for block in _blocks(path):
+        if before is not None:
+            yield before._replace(ends=False)
+        before = Part(block, held_out, before is None, True)
+    yield before
+
+
+def _blocks(path: pathlib.Path) -> Iterator[bytes]:
+    """A text file's content as UTF-8, some lines at a time; they end as Unix's do."""
+    with hub.text_file(path) as file:
+        while block := file.read(LONGEST // 2):
+            yield (block + file.readline(LONGEST // 2)).encode()
+
+
+def _diagnose(name: str, path: pathlib.Path, error: Exception) -> str:
+    """Why a local file could not be read, in one line."""
+    where = f"--dataset={name}: {path.name}"
+    if not path.stat().st_size:
+        return f"{where} is empty; use a file with text in it"
+    if path.suffix == ".zst" and isinstance(error, (ImportError, ValueError)):
+        return f"{where} can't be decompressed ({hub.reason(error)}); pip install zstandard"
+    if kind(path) != "parquet" and path.suffix not in COMPRESSED:
+        with path.open("rb") as file:
+            for number, line in enumerate(file, start=1):
+                try:
+                    text = line.decode()
+                    if kind(path) == "json" and text.strip():
+                        json.loads(text)
+                except UnicodeDecodeError:
+                    return f"{where} line {number} is not UTF-8; convert the file"
+                except json.JSONDecodeError as broken:
+                    return f"{where} line {number} is not JSON ({broken.msg}); fix it"
+    return f"{where} could not be read as {kind(path)} ({hub.reason(error)})"

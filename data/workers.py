@@ -1,0 +1,159 @@
+"""Tokenising, here or in processes of its own: these import neither jax nor grain nor datasets.
+
+They are started by their own command, not by multiprocessing, which would import the recipe and with
+it jax in each. They end when the process that started them does, however it dies.
+"""
+
+import concurrent.futures
+import contextlib
+import ctypes
+import gc
+import os
+import pathlib
+import pickle
+import queue
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Iterable
+
+import numpy as np
+
+from data.sources import Part
+from data.tokenizer import Tokenizer
+
+AT_ONCE = 2**17  # bytes of text in one call of the library: it keeps 30 times as much meanwhile
+
+
+def dtype(tokenizer: Tokenizer) -> np.dtype:
+    """What holds every token."""
+    return np.dtype(np.uint16 if tokenizer.size <= 2**16 else np.uint32)
+
+
+def write(path: pathlib.Path, parts: list[Part], tokenizer: Tokenizer) -> None:
+    """Tokenises to a file, which is there only when it is whole.
+
+    It has the tokens of all parts and, for each part, its number of tokens, its bytes of text, and
+    whether it is held out and begins a document.
+    """
+    around = [np.array(ids, np.int32) for ids in (tokenizer.start, tokenizer.end[:1])]
+    tokens = []
+    for texts, group in _grouped(parts):
+        for part, ids in zip(group, tokenizer.encode(texts), strict=True):
+            start, end = around[0] if part.begins else (), around[1] if part.ends else ()
+            tokens.append(np.concatenate([start, ids, end]).astype(dtype(tokenizer)))
+    beside = path.with_suffix(f".{os.getpid()}.tmp")
+    with beside.open("wb") as file:
+        np.savez(
+            file,
+            tokens=np.concatenate(tokens),
+            lengths=np.array([len(ids) for ids in tokens], np.int64),
+            sizes=np.array([len(part.text) for part in parts], np.int64),
+            held_out=np.array([part.held_out for part in parts]),
+            begins=np.array([part.begins for part in parts]),
+        )
+    os.replace(beside, path)
+
+
+def _grouped(parts: list[Part]) -> Iterable[tuple[list[bytes], list[Part]]]:
+    group, size = [], 0
+    for part in parts:
+        group.append(part)
+        size += len(part.text)
+        if size >= AT_ONCE or part is parts[-1]:
+            yield [one.text for one in group], group
+            group, size = [], 0
+
+
+class Pool:
+    """Processes that `write`; leaving its context ends them.
+
+    One is started and makes the others by forks, so that all share the tokenizer's memory.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, count: int):
+        pairs = [socket.socketpair() for _ in range(count)]
+        theirs = [end.fileno() for _, end in pairs]
+        # Each is one thread, so that forks are safe; no signal from the terminal reaches them.
+        alone = {"TOKENIZERS_PARALLELISM": "false", "OPENBLAS_NUM_THREADS": "1"}
+        self._first = subprocess.Popen(
+            [sys.executable, "-m", "data.workers", *map(str, theirs)],
+            cwd=pathlib.Path(__file__).parent.parent, env=os.environ | alone, pass_fds=theirs,
+            stdin=subprocess.PIPE, process_group=0,
+        )  # fmt: skip
+        self._lines: queue.SimpleQueue = queue.SimpleQueue()  # to the processes that are free
+        for ours, end in pairs:
+            end.close()
+            self._lines.put(ours)
+        self._ours = [ours for ours, _ in pairs]
+        with contextlib.suppress(BrokenPipeError), self._first.stdin as stdin:
+            pickle.dump(tokenizer, stdin)
+        self._threads = concurrent.futures.ThreadPoolExecutor(count)  # one for each waits for it
+        self._pending: set[concurrent.futures.Future] = set()
+
+    def __enter__(self) -> "Pool":
+        return self
+
+    def __exit__(self, *_) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self._first.pid, signal.SIGKILL)
+        self._first.wait()
+        self._threads.shutdown()
+        for line in self._ours:
+            line.close()
+
+    def write(self, path: pathlib.Path, parts: list[Part]) -> None:
+        """Hands the work to the next process that is free; holds few parts in memory."""
+        self.wait(len(self._ours))
+        self._pending.add(self._threads.submit(self._ask, path, parts))
+
+    def wait(self, most: int = 0) -> None:
+        """Until at most so many are in work. Raises ChildProcessError if a process has died."""
+        while len(self._pending) > most:
+            done, self._pending = concurrent.futures.wait(
+                self._pending, return_when=concurrent.futures.FIRST_COMPLETED
+            )
+            for one in done:
+                one.result()
+
+    def _ask(self, path: pathlib.Path, parts: list[Part]) -> None:
+        line = self._lines.get()
+        try:
+            work = pickle.dumps((path, [tuple(part) for part in parts]))
+            line.sendall(len(work).to_bytes(8) + work)
+            if line.recv(1) == DONE:
+                return
+        except OSError:
+            pass
+        finally:
+            self._lines.put(line)
+        raise ChildProcessError
+
+
+DONE = b"."
+
+
+def _serve(lines: list[int]) -> None:
+    """Reads the tokenizer from stdin, and has a process for each line, which does what it is sent.
+
+    A line is a file descriptor of a socket. It ends when the other process does, and so do these.
+    """
+    tokenizer = pickle.load(sys.stdin.buffer)
+    tokenizer.encode(["a"])  # loads it
+    gc.freeze()
+    with contextlib.suppress(AttributeError):  # glibc's: half of the memory was for loading only
+        ctypes.CDLL(None).malloc_trim(0)
+    mine = next((line for line in lines[1:] if not os.fork()), lines[0])
+    for line in {*lines} - {mine}:
+        os.close(line)
+    with socket.socket(fileno=mine) as line, line.makefile("rb") as sent:
+        while size := sent.read(8):
+            path, parts = pickle.loads(sent.read(int.from_bytes(size)))
+            write(path, [Part(*part) for part in parts], tokenizer)
+            line.sendall(DONE)
+
+
+if __name__ == "__main__":
+    with contextlib.suppress(EOFError, OSError, pickle.UnpicklingError):  # of a process that ended
+        _serve([int(line) for line in sys.argv[1:]])

@@ -1,0 +1,66 @@
+"""FLOPs of training, and what a chip can do at most.
+
+6·N for each position: N are the weights that it is multiplied with, two FLOPs each, once forward and
+twice backward; recomputation does not count. Where a causal model's positions attend, 6·T·heads·head
+dim more for each layer: half of the T × T square, which is what a causal kernel has to compute. (Some
+published figures count the full square, which makes them larger.)
+
+Never from the compiler's cost analysis, which counts a scanned layer once.
+"""
+
+import math
+from typing import Any
+
+import jax
+
+from recipes.common.sharding import Layout
+
+# device_kind of JAX, or a part of it → FLOP/s of one device in dense bfloat16, no sparsity; the first
+# that matches. Published by NVIDIA and Google; a device of TPU7x is half a chip.
+PEAK = {
+    "B200": 2250e12,
+    "H200": 989e12,
+    "H100": 989e12,
+    "A100": 312e12,
+    "L4": 121e12,
+    "TPU7x": 1153.5e12,
+    "TPU v6 lite": 918e12,
+    "TPU v5 lite": 197e12,
+    "TPU v5": 459e12,
+    "TPU v4": 275e12,
+}
+
+
+def chip(kind: str) -> float | None:
+    """FLOP/s of a device of this kind; None where it is unknown, as of a CPU."""
+    return next((rate for name, rate in PEAK.items() if name in kind), None)
+
+
+def peak(layout: Layout, flops: float) -> float | None:
+    """How often a second all devices of the mesh could do so many FLOPs; None where it is unknown."""
+    rate = chip(layout.mesh.devices.flat[0].device_kind)
+    return rate and rate * layout.mesh.size / flops
+
+
+def dense(layout: Layout) -> float:
+    """Of one example of a model that multiplies it with every weight once."""
+    return 6 * sum(math.prod(x.shape) for x in jax.tree.leaves(layout.model.shapes["params"]))
+
+
+def matmul_params(config: Any) -> int:
+    """N of a decoder: every weight but biases, norms and, of the two tables, the lookup.
+
+    Args:
+      config: zoo/transformer.py's.
+    """
+    D, H = config.embed, config.head_dim
+    attention = 2 * D * H * (config.num_heads + config.num_kv_heads)
+    return config.num_layers * (attention + 3 * D * config.mlp) + config.vocab_size * D
+
+
+def decoder(config: Any, seq_len: int, batch_size: int = 1) -> dict[str, float]:
+    """Of training on a batch, by two conventions: half of the attention square, or all of it."""
+    tokens = batch_size * seq_len
+    weights = 6 * matmul_params(config) * tokens
+    square = 12 * config.num_layers * seq_len * config.num_heads * config.head_dim * tokens
+    return {"causal": weights + square / 2, "full": weights + square}

@@ -1,0 +1,71 @@
+"""Figures over all held-out examples, while training and at the end."""
+
+import dataclasses
+import functools
+import math
+from collections.abc import Callable
+
+import jax
+import numpy as np
+from flax import nnx
+
+from data.batches import Dataset, held_out_batches
+from recipes.common.sharding import Layout, Tree
+from recipes.common.train.feed import process_rows, to_devices
+
+Extra = Callable[[nnx.Module, Tree], Tree]  # (model, batch) → name → sum over the batch
+
+
+@dataclasses.dataclass(frozen=True)
+class Evaluation:
+    """Evaluates training states, all by one program, compiled when it is first used.
+
+    It reads the state and changes nothing: a run takes the same steps with and without it.
+    """
+
+    layout: Layout
+    data: Dataset
+    extra: Extra | None = None
+
+    def __call__(self, state: Tree) -> Tree:
+        """The figures of the loss over all held-out examples: name → (sum, count), in float64.
+
+        Those of `extra` are there too, as it returns them.
+
+        Args:
+          state: a training state, or the model's variables alone.
+        """
+        variables, totals = {kind: state[kind] for kind in self.layout.model.shapes}, None
+        for rows in held_out_batches(self.data, self.layout.batch_size, process_rows(self.layout)):
+            sums = self._program(variables, to_devices(rows, self.layout))
+            values = jax.tree.map(np.float64, jax.device_get(sums))
+            totals = values if totals is None else jax.tree.map(np.add, totals, values)
+        return totals
+
+    @functools.cached_property
+    def _program(self) -> jax.stages.Compiled:
+        layout = self.layout
+
+        def sums(variables: Tree, batch: Tree) -> Tree:
+            model = layout.model.merge(variables)
+            _, _, aux = model.loss(**batch)
+            return aux | (self.extra(model, batch) if self.extra else {})
+
+        batch = layout.abstract_batch(self.data.filler)
+        return layout.compile(sums, layout.variables(), batch, out_shardings=layout.replicated)
+
+    def figures(self, totals: Tree) -> dict[str, float]:
+        """What is logged: means over the examples, and of text also how well it is compressed.
+
+        loss: nats per target. perplexity: exp(loss). bits_per_byte: bits for each byte of the text
+        that the targets stand for, comparable between tokenizers. targets: how many there are.
+        """
+        means = {k: float(v[0] / v[1]) for k, v in totals.items() if isinstance(v, tuple)}
+        if self.data.held_out_bytes is None:
+            return means
+        nats, targets = map(float, totals["loss"])
+        return means | {
+            "targets": targets,
+            "perplexity": math.exp(min(nats / targets, 700)),
+            "bits_per_byte": nats / math.log(2) / self.data.held_out_bytes,
+        }

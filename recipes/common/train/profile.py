@@ -1,0 +1,69 @@
+"""--profile=FIRST:LAST: a trace of some steps by JAX's profiler."""
+
+import itertools
+import re
+from collections.abc import Callable
+
+import jax
+
+from recipes.common.checkpoint import RunFolder
+from recipes.common.runtime import Run, UserError, print0
+from recipes.common.sharding import Tree
+
+
+class Profile:
+    """Traces the steps that the flag names, and nothing where it is empty. Raises UserError."""
+
+    def __init__(self, run: Run, folder: RunFolder):
+        self._folder, self._shown = folder.path / "profile", folder.shown / "profile"
+        self._first, self._last, self._running = 0, 0, False
+        if not run.profile:
+            return
+        found = re.fullmatch(r"(\d{1,9}):(\d{1,9})", run.profile, re.ASCII)
+        if not found or int(found[1]) > int(found[2]):
+            raise UserError(f"--profile={run.profile[:50]} is not FIRST:LAST; try --profile=10:15")
+        self._first, self._last = int(found[1]), int(found[2])
+        if self._first <= folder.step or self._last > run.steps:
+            steps = f"takes steps {folder.step + 1} to {run.steps}" if run.steps > folder.step else (
+                "takes no steps"
+            )  # fmt: skip
+            raise UserError(
+                f"--profile={run.profile}: this run {steps}; profile steps that it takes"
+            )
+
+    def around(self, step: Callable, first: int) -> Callable:
+        """The same step, (state, batch) → …, that also starts and ends the trace.
+
+        Args:
+          first: steps done so far.
+        """
+        numbers = itertools.count(first + 1)
+
+        def traced(state: Tree, batch: Tree):
+            number = next(numbers)
+            if number == self._first:
+                jax.block_until_ready(state)  # the steps before it are not in the trace
+                jax.profiler.start_trace(self._folder)
+                self._running = True
+            with jax.profiler.StepTraceAnnotation("step", step_num=number):
+                after = step(state, batch)
+            if number == self._last:
+                jax.block_until_ready(after)
+                self._end()
+            return after
+
+        return traced if self._last else step
+
+    def __enter__(self) -> None:
+        """On exit a trace that still runs is ended."""
+
+    def __exit__(self, *_) -> None:
+        self._end()
+
+    def _end(self) -> None:
+        """Ends a trace that is running, and says how to open it."""
+        if self._running:
+            self._running = False
+            jax.profiler.stop_trace()
+            print0(f"Profile of steps {self._first} to {self._last}: {self._shown}; to open it: "
+                   f"pip install xprof && xprof --port=8791 {self._shown}")  # fmt: skip

@@ -1,0 +1,75 @@
+"""The lines of metrics.jsonl as TensorBoard's event files."""
+
+import importlib.util
+import pathlib
+import sys
+import time
+import weakref
+from typing import Any
+
+from recipes.common.runtime import UserError
+
+
+def check() -> None:
+    """Raises UserError if the library is not installed."""
+    if importlib.util.find_spec("tensorboardX") is None:
+        raise UserError("--tensorboard needs tensorboardX; run pip install -e '.[tensorboard]'")
+
+
+class Board:
+    """Writes WORKDIR/tensorboard: step 10's "loss" is "train/loss", its "held_out_loss" "held_out/loss".
+
+    tensorboardX's SummaryWriter writes from a thread, which a full disk ends and the next lines then
+    wait for. So this writes its events itself, each at once.
+
+    Args:
+      first: steps done so far; what an earlier run wrote of this step and later is purged.
+      lines: of metrics.jsonl so far.
+    """
+
+    def __init__(self, folder: pathlib.Path, first: int, lines: list[dict[str, Any]]):
+        from tensorboardX.event_file_writer import EventsWriter
+        from tensorboardX.proto.event_pb2 import Event, SessionLog
+        from tensorboardX.proto.summary_pb2 import Summary
+
+        self._event, self._summary = Event, Summary
+        again = folder.is_dir() and any(folder.iterdir())
+        folder.mkdir(parents=True, exist_ok=True)
+        # Files are read in the order of their names, which begin with the time in whole seconds.
+        self._file = EventsWriter(str(folder / "events"), f".{time.time_ns()}")
+        weakref.finalize(self, self._file.close)  # however the run ends
+        if again:
+            self._file.write_event(
+                Event(step=first, session_log=SessionLog(status=SessionLog.START))
+            )
+        for line in lines:
+            if not again or line["step"] >= first:
+                self.write(line)
+
+    def write(self, line: dict[str, Any]) -> None:
+        """A line of metrics.jsonl."""
+        if self._file is None:
+            return
+        values = [
+            self._summary.Value(tag=tag(key), simple_value=value)
+            for key, value in line.items()
+            if key != "step" and value is not None
+        ]
+        event = self._event(step=line["step"], wall_time=time.time())
+        event.summary.CopyFrom(self._summary(value=values))
+        try:
+            self._file.write_event(event)
+            self._file.flush()
+        except OSError as error:
+            print(f"warning: TensorBoard's events could not be written ({error.strerror}); training "
+                  "continues without them", file=sys.stderr, flush=True)  # fmt: skip
+            self._file = None
+
+
+def tag(key: str) -> str:
+    group, name = (
+        ("held_out", key.removeprefix("held_out_"))
+        if key.startswith("held_out_")
+        else ("train", key)
+    )
+    return f"{group}/{name}"

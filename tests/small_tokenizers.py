@@ -1,0 +1,98 @@
+"""Two small tokenizers in the manner of real ones, trained here: files as a model folder has them."""
+
+import functools
+import json
+
+import tokenizers
+from tokenizers import AddedToken, decoders, models, pre_tokenizers, trainers
+
+from tests.conftest import ROOT
+
+TEMPLATE = (  # the manner of SmolLM2
+    "{% for message in messages %}{% if loop.first and message['role'] != 'system' %}"
+    "{{ '<|im_start|>system\nBe kind.<|im_end|>\n' }}{% endif %}"
+    "{{ '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>' + '\n' }}"
+    "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+SIZE = 512
+
+
+def words() -> list[str]:
+    return (ROOT / "zoo" / "README.md").read_text().split(" ")
+
+
+def files(tokenizer: dict, config: dict, generation: dict) -> dict[str, bytes]:
+    named = {"tokenizer": tokenizer, "tokenizer_config": config, "generation_config": generation}
+    return {f"{name}.json": json.dumps(content).encode() for name, content in named.items()}
+
+
+@functools.cache
+def byte_level() -> dict[str, bytes]:
+    """512 tokens, the manner of GPT-2: no BOS; ids 0, 1, 2 are control tokens; two end an answer."""
+    made = tokenizers.Tokenizer(models.BPE())
+    made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    made.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=SIZE,
+        special_tokens=["<|endoftext|>", "<|im_start|>", "<|im_end|>"],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    made.train_from_iterator(words(), trainer)
+    config = {"bos_token": "<|im_start|>", "eos_token": "<|im_end|>", "chat_template": TEMPLATE}
+    generation = {"bos_token_id": 1, "eos_token_id": [2, 0]}
+    return files(json.loads(made.to_str()), config, generation)
+
+
+@functools.cache
+def metaspace() -> dict[str, bytes]:
+    """The manner of Llama 2: a space is ▁, unknown characters are bytes, <s> is put in front."""
+    made = tokenizers.Tokenizer(models.BPE())
+    trainer = trainers.BpeTrainer(vocab_size=200, show_progress=False)
+    made.train_from_iterator(("▁" + word.replace("\n", "") for word in words()), trainer)
+    found = json.loads(made.to_str())
+    pieces = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256))]
+    pieces += [piece for piece in found["model"]["vocab"] if piece not in pieces]
+    found["model"] |= {
+        "vocab": {piece: i for i, piece in enumerate(pieces)},
+        "byte_fallback": True,
+        "fuse_unk": True,
+        "unk_token": "<unk>",
+    }
+    found["normalizer"] = {
+        "type": "Sequence",
+        "normalizers": [
+            {"type": "Prepend", "prepend": "▁"},
+            {"type": "Replace", "pattern": {"String": " "}, "content": "▁"},
+        ],
+    }
+    found["decoder"] = {
+        "type": "Sequence",
+        "decoders": [
+            {"type": "Replace", "pattern": {"String": "▁"}, "content": " "},
+            {"type": "ByteFallback"},
+            {"type": "Fuse"},
+            {"type": "Strip", "content": " ", "start": 1, "stop": 0},
+        ],
+    }
+    found["post_processor"] = {
+        "type": "TemplateProcessing",
+        "single": [
+            {"SpecialToken": {"id": "<s>", "type_id": 0}},
+            {"Sequence": {"id": "A", "type_id": 0}},
+        ],
+        "pair": [{"Sequence": {"id": "A", "type_id": 0}}, {"Sequence": {"id": "B", "type_id": 1}}],
+        "special_tokens": {"<s>": {"id": "<s>", "ids": [1], "tokens": ["<s>"]}},
+    }
+    made = tokenizers.Tokenizer.from_str(json.dumps(found))
+    control = [AddedToken(piece, special=True, normalized=False) for piece in pieces[:3]]
+    made.add_special_tokens(control)
+    config = {
+        "bos_token": {"content": "<s>"},  # as older files say it
+        "eos_token": {"content": "</s>"},
+        "chat_template": [
+            {"name": "tools", "template": "no"},
+            {"name": "default", "template": "{{ bos_token }}[INST] {{ messages[0].content }} [/INST]"},
+        ],
+    }  # fmt: skip
+    return files(json.loads(made.to_str()), config, {"eos_token_id": 2})

@@ -1,0 +1,255 @@
+"""data/corpus.py, data/workers.py: a corpus is tokenised once, whole, whatever happens meanwhile."""
+
+import functools
+import gzip
+import json
+import os
+import pathlib
+import subprocess
+import sys
+import time
+import types
+
+import numpy as np
+import pytest
+
+from data import DataError, corpus, sources, text, workers
+from data.tokenizer import BYTES, Tokenizer, from_files
+from tests import small_tokenizers
+from tests.conftest import ROOT
+
+FIRST = ("License", "the Work", "漢", "é", "", " or")
+DOCUMENTS = [
+    f"{FIRST[i % 6]} of {i}: naïve, 漢字 🙂\n" * (i % 7 > 0) + "lorem ipsum\n" * (i % 20)
+    for i in range(300)
+]
+
+
+@functools.cache
+def small(start: bool = True) -> Tokenizer:
+    """With a token in front of each document, or without; there is one behind it."""
+    files = small_tokenizers.metaspace() if start else small_tokenizers.byte_level()
+    return from_files(files, "small")
+
+
+@pytest.fixture
+def path(tmp_path, monkeypatch) -> pathlib.Path:
+    """A file of DOCUMENTS, and a cache that nobody else uses."""
+    monkeypatch.setenv("ZOO_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(sources, "HELD_OUT", 0.1)
+    file = tmp_path / "documents.jsonl"
+    file.write_text("".join(json.dumps({"text": one}) + "\n" for one in DOCUMENTS))
+    return file
+
+
+def prepare(path, tokenizer=BYTES) -> corpus.Corpus:
+    return corpus.prepare(*sources.find(str(path)), tokenizer)
+
+
+def documents(split: corpus.Split) -> list[list[int]]:
+    return [part.tolist() for part in np.split(np.asarray(split.tokens), split.starts[1:])]
+
+
+def by_split(texts: list[str]) -> list[list[str]]:
+    """Those to train on, and those held out."""
+    return [
+        [t for t in texts if sources._is_held_out(t.encode()) == held] for held in (False, True)
+    ]
+
+
+@pytest.mark.parametrize("start", [True, False])
+def test_documents_keep_their_bounds_and_their_size(path, start):
+    tokenizer = small(start)
+    found = prepare(path, tokenizer)
+    for split, texts in zip(found[:2], by_split(DOCUMENTS), strict=True):
+        assert documents(split) == [ids.tolist() for ids in tokenizer.documents(texts)]
+        sizes = np.diff(np.append(split.texts, split.bytes))
+        assert sizes.tolist() == [len(one.encode()) for one in texts]
+    assert found.train.tokens.dtype == np.uint16
+
+
+def test_every_token_of_a_large_vocabulary_has_room():
+    sizes = {257: np.uint16, 65_536: np.uint16, 65_537: np.uint32, 151_669: np.uint32}
+    for size, kind in sizes.items():
+        assert workers.dtype(types.SimpleNamespace(size=size)) == kind
+
+
+def test_processes_make_the_same_files_as_this_one(path, monkeypatch):
+    with monkeypatch.context() as patched:
+        patched.setattr(workers, "Pool", lambda *_: pytest.fail("processes for so little"))
+        here = prepare(path, small())
+    monkeypatch.setenv("ZOO_CACHE", str(path.parent / "other"))
+    for name, value in (("CHUNK", 5_000), ("SMALL", 2)):
+        monkeypatch.setattr(corpus, name, value)
+    there = prepare(path, small())
+    assert there.folder != here.folder
+    for file in here.folder.iterdir():
+        assert file.read_bytes() == (there.folder / file.name).read_bytes(), file.name
+    assert {p.name for p in (path.parent / "other" / "text").iterdir()} == {
+        there.folder.name, corpus._content(*sources.find(str(path)))[0].name,
+    }, "chunks are removed"  # fmt: skip
+
+
+def test_processes_that_tokenise_import_no_jax():
+    heavy = "{'jax', 'grain', 'datasets', 'recipes'}"
+    program = f"import sys, data.workers; assert not {heavy} & set(sys.modules), sys.modules"
+    subprocess.run([sys.executable, "-c", program], cwd=ROOT, check=True)
+
+
+def test_a_process_that_is_killed_is_told_and_its_work_done_again(path, monkeypatch):
+    for name, value in (("CHUNK", 5_000), ("SMALL", 2)):
+        monkeypatch.setattr(corpus, name, value)
+    with monkeypatch.context() as patched:
+        patched.setattr(sys, "executable", "/bin/false")
+        with pytest.raises(DataError, match=r"documents\.jsonl was killed, perhaps for"):
+            prepare(path, small())
+    assert documents(prepare(path, small()).held_out)
+
+
+@pytest.mark.parametrize("harm", ["cut", "lost", "unfinished"])
+def test_an_incomplete_cache_is_never_read(path, harm):
+    first = prepare(path)
+    want = documents(first.train)
+    file = first.folder / {"cut": "train.tokens", "lost": "held_out.texts"}.get(harm, "corpus.json")
+    if harm == "cut":
+        os.truncate(file, file.stat().st_size - 1)
+    else:
+        file.unlink()
+    again = prepare(path)
+    assert (again.fingerprint, documents(again.train)) == (first.fingerprint, want)
+
+
+def test_a_file_that_changes_while_it_is_read_is_refused(path, monkeypatch):
+    make = corpus._make
+
+    def slowly(*arguments):
+        make(*arguments)
+        path.write_text(path.read_text() + '{"text": "more"}\n')
+
+    monkeypatch.setattr(corpus, "_make", slowly)
+    with pytest.raises(DataError, match="was changed while it was read; start again"):
+        prepare(path)
+    assert not list((path.parent / "cache").rglob("*"))
+
+
+def test_tokens_are_known_by_content_and_tokenizer(path, tmp_path):
+    (tmp_path / "copy").mkdir()
+    copy = tmp_path / "copy" / path.name
+    copy.write_bytes(path.read_bytes())
+    bytes_, tokens = prepare(path), prepare(path, small())
+    assert prepare(copy).folder == bytes_.folder, "the same content"
+    assert bytes_.folder != tokens.folder != prepare(path, small(start=False)).folder
+
+
+@pytest.mark.parametrize("suffix", ["jsonl.gz", "txt", "txt.gz"])
+def test_compressed_files_patterns_and_long_documents(path, tmp_path, monkeypatch, suffix):
+    """A long text is read and tokenised in parts, and its lines end in one way."""
+    monkeypatch.setattr(sources, "LONGEST", 100)
+    whole = "\r\n".join(DOCUMENTS) + "x" * 300 + "漢" * 300
+    content = path.read_bytes() if suffix == "jsonl.gz" else whole.encode()
+    opened = gzip.open if suffix.endswith(".gz") else open
+    with opened(tmp_path / f"a.{suffix}", "wb") as file:
+        file.write(content)
+    found = prepare(tmp_path / f"?.{suffix}")
+    texts = DOCUMENTS if suffix == "jsonl.gz" else [whole.replace("\r\n", "\n")]
+    both = np.concatenate([np.asarray(split.tokens) for split in found[:2]]).tolist()
+    if len(texts) > 1:
+        texts = [*by_split(texts)[0], *by_split(texts)[1]]
+    assert both == [token for one in texts for token in (256, *one.encode())]
+
+
+def test_rows_of_jsonl_and_parquet_are_cut_like_files(tmp_path, monkeypatch):
+    monkeypatch.setattr(sources, "LONGEST", 64)
+    parts = list(sources._cut(("é" * 50 + "\n" + "ab" * 60).encode(), False))
+    assert max(len(part.text) for part in parts) <= 64
+    assert [(part.begins, part.ends) for part in parts] == [
+        (True, False), *[(False, False)] * (len(parts) - 2), (False, True),
+    ]  # fmt: skip
+    assert b"".join(part.text for part in parts).decode() == "é" * 50 + "\n" + "ab" * 60
+    for part in parts:
+        part.text.decode()
+
+
+def test_held_out_bytes(path):
+    """Bytes of text behind the held-out targets, added up by hand."""
+    held = [one.encode() for one in by_split(DOCUMENTS)[1]]
+    size = sum(map(len, held))
+    windows = text.load(str(path), seq_len=32)
+    assert windows.held_out_bytes == 32 * len(windows.held_out), "bytes: targets, as ever"
+    assert text.load(str(path), seq_len=32, pack="true").held_out_bytes == size
+    assert text.load(str(path), seq_len=32, tokenizer=small()).held_out_bytes == size
+    bare = small(start=False)
+    begins = [bare.decode(ids[:1]) for ids in bare.encode(held)]
+    firsts = [len(one.rstrip("\ufffd").encode()) for one in begins]
+    assert sum(firsts) > len(held), "a first token is more than a byte"
+    packed = text.load(str(path), seq_len=32, tokenizer=bare)
+    assert packed.held_out_bytes == size - sum(firsts)
+    cut = text.load(str(path), seq_len=32, tokenizer=bare, pack="false")
+    covered = np.concatenate(bare.documents(held))[: 32 * len(cut.held_out) + 1]
+    want = len(bare.decode(covered).rstrip("\ufffd").encode()) - firsts[0]
+    assert cut.held_out_bytes == want < size
+
+
+def test_the_end_of_one_document_is_held_out_with_its_bytes(tmp_path):
+    content = "漢字かな" * 2000
+    (tmp_path / "a.txt").write_text(content)
+    tokenizer = small(start=False)
+    found = prepare(tmp_path / "a.txt", tokenizer)
+    train, held = (tokenizer.decode(split.tokens) for split in found[:2])
+    assert found.train.bytes == len(train.rstrip("\ufffd").encode())
+    assert found.train.bytes + found.held_out.bytes == len(content.encode())
+    assert len(found.held_out.tokens) == sum(len(s.tokens) for s in found[:2]) // 20
+    assert [split.starts.tolist() for split in found[:2]] == [[0], [0]]
+    assert content.startswith(train.rstrip("\ufffd"))
+    assert content.endswith(held.lstrip("\ufffd"))
+
+
+KILLED = """
+import sys
+from data import corpus, sources
+from data.tokenizer import find
+sources.HELD_OUT, corpus.CHUNK, corpus.SMALL = 0.1, 5_000, 1
+print(corpus.prepare(*sources.find(sys.argv[1]), find(sys.argv[2])).fingerprint)
+"""
+
+
+@pytest.mark.full
+def test_a_kill_while_tokenising_costs_a_chunk(path, tmp_path, monkeypatch):
+    """Five kills: what is done is kept as it is, no process stays, and the end is the same."""
+    path.write_text(path.read_text() * 4)
+    want = prepare(path, small()).fingerprint
+    (tmp_path / "tokenizer").mkdir()
+    for name, content in small().files.items():
+        (tmp_path / "tokenizer" / name).write_bytes(content)
+    cache = tmp_path / "second"
+    command = [sys.executable, "-c", KILLED, str(path), str(tmp_path / "tokenizer")]
+    options = dict(cwd=ROOT, env=os.environ | {"ZOO_CACHE": str(cache)}, text=True)
+    done: dict[pathlib.Path, int] = {}
+    for _ in range(5):
+        process = subprocess.Popen(command, stdout=subprocess.PIPE, **options)
+        while len(now := files(cache)) < len(done) + 3:
+            assert process.poll() is None, "it is done before it was killed"
+            time.sleep(0.001)
+        process.kill()
+        process.communicate()
+        wait_for_no(process.pid)
+        now = files(cache)
+        assert done.items() <= now.items(), "a chunk was made again"
+        done = now
+        assert not list(cache.rglob("corpus.json"))
+    assert subprocess.run(command, stdout=subprocess.PIPE, **options).stdout.strip() == want
+    assert len(list((cache / "text").iterdir())) == 2, "the corpus, and its content's digest"
+
+
+def files(cache: pathlib.Path) -> dict[pathlib.Path, int]:
+    return {chunk: chunk.stat().st_ino for chunk in cache.glob("text/*.partial/*.npz")}
+
+
+def wait_for_no(parent: int) -> None:
+    """Until the processes that a killed one has left are gone; they end when their work does."""
+    for _ in range(1000):
+        commands = subprocess.run(["ps", "-eo", "pgid,args"], capture_output=True, text=True).stdout
+        if "-m data.workers" not in commands:
+            return
+        time.sleep(0.01)
+    pytest.fail("a process is left")
