@@ -142,7 +142,7 @@ def _serve(lines: list[int]) -> None:
     tokenizer = pickle.load(sys.stdin.buffer)
     tokenizer.encode(["a"])  # loads it
     gc.freeze()
-    with contextlib.suppress(AttributeError):  # glibc's: half of the memory was for loading only
+    with contextlib.suppress(AttributeError):  # glibc keeps what was for loading only: half of it
         ctypes.CDLL(None).malloc_trim(0)
     mine = next((line for line in lines[1:] if not os.fork()), lines[0])
     for line in {*lines} - {mine}:
