@@ -83,6 +83,11 @@ def prepare(source: Source, tokenizer: Tokenizer = BYTES) -> Corpus:
                     f"a process that tokenised --dataset={source.name} was killed, perhaps for want of "
                     "memory; start again, what is done is kept"
                 ) from died
+            except OSError as error:
+                raise DataError(
+                    f"{cache_dir()} can't be written ({error.strerror}); make room, or set ZOO_CACHE to "
+                    "another folder"
+                ) from error
     return _read(folder)
 
 

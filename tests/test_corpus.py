@@ -2,6 +2,7 @@
 
 import functools
 import gzip
+import hashlib
 import json
 import os
 import pathlib
@@ -103,6 +104,26 @@ def test_a_process_that_is_killed_is_told_and_its_work_done_again(path, monkeypa
         patched.setattr(sys, "executable", "/bin/false")
         with pytest.raises(DataError, match=r"documents\.jsonl was killed, perhaps for"):
             prepare(path, small())
+    assert documents(prepare(path, small()).held_out)
+
+
+@pytest.mark.parametrize("few", [0, 100], ids=["processes", "here"])
+def test_a_full_disk_is_told_and_what_is_done_is_kept(path, monkeypatch, few):
+    monkeypatch.setattr(corpus, "CHUNK", 5_000)
+    monkeypatch.setattr(corpus, "SMALL", few)
+    content = corpus._content(*sources.find(str(path)))[1]
+    key = json.dumps([corpus.CODE, content, "text", small().sha256]).encode()
+    partial = path.parent / "cache/text" / (hashlib.sha256(key).hexdigest()[:16] + ".partial")
+    (partial / "x").mkdir(parents=True)
+    names = []
+    list(corpus._not_done(corpus._chunks(sources.find(str(path))[0].parts()), partial, names))
+    (partial / names[2]).mkdir()  # in the place of a file
+    with pytest.raises(
+        DataError, match=r"cache can't be written \(Is a directory\); make room, or"
+    ):
+        prepare(path, small())
+    assert (partial / names[0]).is_file()
+    (partial / names[2]).rmdir()
     assert documents(prepare(path, small()).held_out)
 
 
