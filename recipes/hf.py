@@ -53,9 +53,10 @@ def import_(flags: Import) -> None:
     facts = checkpoint.metadata(entry, layout, dataclasses.asdict(flags)) | folder.metadata
     facts["tokenizer"] = tokens and tokens.sha256  # None: nobody knows what a token means
     checkpoint.write(target, variables, facts, tokenizer=tokens)
+    without, also = ("", "") if tokens else (", without a tokenizer", " --tokenizer=FILE")
     print0(
-        f"Imported {parameters(layout)} into {flags.target}; it can be trained or evaluated:",
-        f"  python -m recipes.{entry} --restore_from={flags.target}",
+        f"Imported {parameters(layout)} into {flags.target}{without}; it can be trained or evaluated:",
+        f"  python -m recipes.{entry} --restore_from={flags.target}{also}",
     )
 
 

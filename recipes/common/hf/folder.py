@@ -122,7 +122,12 @@ class Folder:
 
 
 def write(
-    folder: pathlib.Path, entry: str, config, context: int, read, tokens: tokenizer.Tokenizer | None
+    folder: pathlib.Path,
+    entry: str,
+    config,
+    context: int,
+    read,
+    tokens: tokenizer.Tokenizer | None = None,
 ) -> None:
     """Writes a model folder next to its destination and then moves it there whole.
 
