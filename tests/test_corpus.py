@@ -131,7 +131,7 @@ def test_a_full_disk_is_told_and_what_is_done_is_kept(path, monkeypatch, few):
 def test_an_incomplete_cache_is_never_read(path, harm):
     first = prepare(path)
     want = documents(first.train)
-    file = first.folder / {"cut": "train.tokens", "lost": "held_out.texts"}.get(harm, "corpus.json")
+    file = first.folder / {"cut": "train.tokens", "lost": "held_out.texts"}.get(harm, "about.json")
     if harm == "cut":
         os.truncate(file, file.stat().st_size - 1)
     else:
@@ -257,7 +257,7 @@ def test_a_kill_while_tokenising_costs_a_chunk(path, tmp_path, monkeypatch):
         now = files(cache)
         assert done.items() <= now.items(), "a chunk was made again"
         done = now
-        assert not list(cache.rglob("corpus.json"))
+        assert not list(cache.rglob("about.json"))
     assert subprocess.run(command, stdout=subprocess.PIPE, **options).stdout.strip() == want
     assert len(list((cache / "text").iterdir())) == 2, "the corpus, and its content's digest"
 
