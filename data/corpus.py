@@ -18,7 +18,7 @@ import tempfile
 import time
 import zipfile
 from collections.abc import Iterable, Iterator
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -30,6 +30,7 @@ CODE = 2  # raised when the same text would give other files
 CHUNK = 2**21  # bytes of text
 SMALL = 4  # chunks that are tokenised in this process: others take a while to start
 TRAIN, HELD_OUT = SPLITS = ("train", "held_out")
+ABOUT = "about.json"
 FILES = ("tokens", "starts", "texts")  # of each split
 PROGRESS = 30.0  # seconds between lines that say how far it is
 
@@ -60,10 +61,10 @@ def prepare(source: Source, tokenizer: Tokenizer = BYTES) -> Corpus:
     remembered, content = _content(source)
     key = [CODE, content, source.column, tokenizer.sha256]
     folder = cache_dir() / "text" / hashlib.sha256(json.dumps(key).encode()).hexdigest()[:16]
-    if not _is_whole(folder):
+    if not is_whole(folder):
         with _alone(folder.with_suffix(".partial")) as partial:
             try:
-                if not _is_whole(folder):  # another process made it meanwhile
+                if not is_whole(folder):  # another process made it meanwhile
                     if remembered:
                         _write_whole(remembered, content)
                     _make(folder, partial, source, tokenizer)
@@ -83,6 +84,11 @@ def prepare(source: Source, tokenizer: Tokenizer = BYTES) -> Corpus:
                     f"a process that tokenised --dataset={source.name} was killed, perhaps for want of "
                     "memory; start again, what is done is kept"
                 ) from died
+            except OSError as error:
+                raise DataError(
+                    f"{cache_dir()} can't be written ({error.strerror}); make room, or set ZOO_CACHE to "
+                    "another folder"
+                ) from error
     return _read(folder)
 
 
@@ -111,17 +117,17 @@ def _content(source: Source) -> tuple[pathlib.Path | None, str]:
     return remembered, digest.hexdigest()
 
 
-def _is_whole(folder: pathlib.Path) -> bool:
-    """Whether everything is there, to its last byte."""
+def is_whole(folder: pathlib.Path) -> bool:
+    """Whether all files are there that its ABOUT lists, to their last byte."""
     try:
-        sizes = json.loads((folder / "corpus.json").read_text())["files"]
+        sizes = json.loads((folder / ABOUT).read_text())["files"]
         return all((folder / name).stat().st_size == size for name, size in sizes.items())
     except (OSError, ValueError, KeyError):
         return False
 
 
 def _read(folder: pathlib.Path) -> Corpus:
-    about = json.loads((folder / "corpus.json").read_text())
+    about = json.loads((folder / ABOUT).read_text())
     train, held_out = (
         Split(
             np.memmap(folder / f"{split}.tokens", about["dtype"], "r"),
@@ -159,14 +165,24 @@ def _alone(folder: pathlib.Path) -> Iterator[pathlib.Path]:
                 empty.rmdir()
 
 
+def write_about(folder: pathlib.Path, about: dict[str, Any]) -> None:
+    """The last file of a folder: what is said of it, and what else is in it."""
+    files = {path.name: path.stat().st_size for path in sorted(folder.iterdir())}
+    (folder / ABOUT).write_text(json.dumps(about | {"files": files}, indent=1))
+
+
 @contextlib.contextmanager
 def new_folder(folder: pathlib.Path) -> Iterator[pathlib.Path]:
     """An empty folder, which becomes `folder` when it is left without an error."""
     beside = pathlib.Path(tempfile.mkdtemp(dir=folder.parent, prefix=f"{folder.name}."))
     try:
         yield beside
-        with contextlib.suppress(OSError):  # another process was first, with the same content
+        try:
             os.replace(beside, folder)
+        except OSError:  # another process was first, with the same content
+            if not is_whole(folder):
+                shutil.rmtree(folder)
+                os.replace(beside, folder)
     finally:
         shutil.rmtree(beside, ignore_errors=True)
 
@@ -197,7 +213,6 @@ def _make(
             for path, parts in _told(itertools.chain(few, new), source.name):
                 pool.write(path, parts)
             pool.wait()
-    shutil.rmtree(folder, ignore_errors=True)  # one that is not whole
     with new_folder(folder) as made:
         _flatten([partial / name for name in names], made, source, tokenizer)
 
@@ -288,9 +303,8 @@ def _flatten(
         "fingerprint": digest.hexdigest(),
         "dtype": workers.dtype(tokenizer).name,
         "bytes": {split: kept[split][1] for split in SPLITS},
-        "files": {path.name: path.stat().st_size for path in sorted(folder.iterdir())},
     }
-    (folder / "corpus.json").write_text(json.dumps(about, indent=1))
+    write_about(folder, about)
 
 
 def _hold_out_the_end(folder: pathlib.Path, kept: dict[str, list[int]], tokenizer: Tokenizer):

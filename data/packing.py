@@ -7,14 +7,13 @@ of a document but its first is a target exactly once.
 """
 
 import bisect
-import json
 import pathlib
 from collections.abc import Iterator
 
 import grain
 import numpy as np
 
-from data.corpus import Split, new_folder
+from data.corpus import Split, is_whole, new_folder, write_about
 
 CODE = 1  # raised when the same documents would be packed otherwise
 BLOCK = 2**20  # pieces that are packed among themselves, which bounds memory
@@ -29,15 +28,13 @@ class Packed(grain.sources.RandomAccessDataSource):
 
     def __init__(self, split: Split, length: int, folder: pathlib.Path):
         """Makes the index, or finds it in `folder` (which belongs to this split and length)."""
-        if not (folder / "packed.json").exists():
+        if not is_whole(folder):
             with new_folder(folder) as made:
                 _write(split, length, made)
-        sizes = json.loads((folder / "packed.json").read_text())
         self._tokens, self._length = split.tokens, length
         # pieces: [pieces, 2], first token and positions; rows: [rows + 1], the first piece of each.
         self._rows = np.memmap(folder / "rows", np.int64, "r")
-        empty = np.zeros(0, np.int64)
-        pieces = np.memmap(folder / "pieces", np.int64, "r") if sizes["pieces"] else empty
+        pieces = np.memmap(folder / "pieces", np.int64, "r") if self._rows[-1] else self._rows[:0]
         self._pieces = pieces.reshape(-1, 2)
 
     def __len__(self):
@@ -144,4 +141,4 @@ def _write(split: Split, length: int, folder: pathlib.Path) -> None:
             (total + np.cumsum(counts) - counts).tofile(rows_file)
             total += len(pieces)
         np.array([total]).tofile(rows_file)
-    (folder / "packed.json").write_text(json.dumps({"pieces": total}))
+    write_about(folder, {})

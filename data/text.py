@@ -50,13 +50,13 @@ def load(
     packed = pack == "true" or (pack == "" and bool(tokenizer.files))
     found = sources.find(dataset, text_column)
     made = [corpus.prepare(source, tokenizer) for source in found]
-    for source, one in zip(found, made, strict=True):
-        _check(source.name, one, seq_len, packed)
     # Where each source is one document, its windows need no segments.
     bounds = packed or any(len(split.starts) > 1 for one in made for split in one[:2])
     train, held_out = (
         [_rows(one, part, seq_len, packed, bounds) for one in made] for part in corpus.SPLITS
     )
+    for source, one, *rows in zip(found, made, train, held_out, strict=True):
+        _check(source.name, one, rows, seq_len)
     filler = example(np.full(seq_len + 1, -1, np.int32))
     prints = [one.fingerprint for one in made]
     if len(made) > 1:
@@ -81,11 +81,14 @@ def load(
     )
 
 
-def _check(name: str, one: Corpus, seq_len: int, pack: bool) -> None:
-    for part, split in (("training", one.train), ("held-out", one.held_out)):
-        # A packed row that is not full is no mistake among those that are only read once.
-        least = 2 if pack and split is one.held_out else seq_len + 1
-        if len(split.tokens) < least:
+def _check(name: str, one: Corpus, rows: list, seq_len: int) -> None:
+    """Held-out rows need not be full; they are read only once."""
+    few = len(one.train.tokens) <= seq_len
+    for part, split, bad in (
+        ("training", one.train, few or not len(rows[0])),
+        ("held-out", one.held_out, not len(rows[1])),
+    ):
+        if bad:
             raise DataError(
                 f"--dataset={name} has {len(split.tokens)} {part} tokens, fewer than one window of "
                 f"--seq_len={seq_len} and its target; use more text or a shorter --seq_len"

@@ -5,13 +5,12 @@
     find("org/name")           # that of a model on the Hub
     from_files(files)          # as it lies beside a checkpoint's weights
 
-Besides tokenizer.json the files are what says how a model is talked to: its chat template and the
-tokens that end an answer. Templates are untrusted text: jinja2's sandbox renders them.
+Besides tokenizer.json the files are what says how a model is talked to: its chat template (chat.py)
+and the tokens that end an answer.
 """
 
 import codecs
 import dataclasses
-import datetime
 import functools
 import hashlib
 import json
@@ -21,7 +20,7 @@ from typing import Any
 
 import numpy as np
 
-from data import DataError, hub
+from data import DataError, chat, hub
 
 MAIN = "tokenizer.json"
 CONFIG, GENERATION, TEMPLATE = (
@@ -105,21 +104,10 @@ class Tokenizer:
 
         Raises DataError if there is no template, or it refuses these messages.
         """
-        if not (source := _template(self.files)):
-            raise DataError(
-                f"the tokenizer {self.name} has no chat template; use a chat model's, or leave out "
-                "--chat"
-            )
-        try:
-            return _compile(source).render(
-                messages=messages, add_generation_prompt=add_generation_prompt,
-                **_control_tokens(self.files),
-            )  # fmt: skip
-        except Exception as error:  # whatever the template does
-            raise DataError(
-                f"the chat template of {self.name} can't be rendered ({hub.reason(error)}); use "
-                "other messages or another template"
-            ) from None
+        template = self.files[TEMPLATE].decode(errors="replace") if TEMPLATE in self.files else ""
+        template = template or chat.template(_json(self.files, CONFIG, self.name))
+        names = _control_tokens(self.files, self.name)
+        return chat.render(template, messages, add_generation_prompt, names, self.name)
 
     def encode_rendered(self, text: str) -> np.ndarray:
         """The int32 ids of a rendered template, which itself says where control tokens are."""
@@ -176,17 +164,20 @@ def find(name: str) -> Tokenizer:
     if name == "bytes":
         return BYTES
     what, path = f"--tokenizer={name}", pathlib.Path(name).expanduser()
-    if name and path.is_file():
-        files = read(path.parent) if path.name == MAIN else {MAIN: path.read_bytes()}
-    elif name and path.is_dir():
-        files = read(path)
-    elif re.fullmatch(hub.MODEL_NAME, name):
-        files = read(hub.snapshot(name, [*FILES, *PIECES, MODEL], what))
-    else:
-        raise DataError(
-            f"{what} does not exist; use bytes, a tokenizer.json, a folder that has one, or "
-            "ORG/NAME on the Hub"
-        )
+    try:
+        if name and path.is_file():
+            files = read(path.parent) if path.name == MAIN else {MAIN: path.read_bytes()}
+        elif name and path.is_dir():
+            files = read(path)
+        elif re.fullmatch(hub.MODEL_NAME, name):
+            files = read(hub.snapshot(name, [*FILES, *PIECES, MODEL], what))
+        else:
+            raise DataError(
+                f"{what} does not exist; use bytes, a tokenizer.json, a folder that has one, or "
+                "ORG/NAME on the Hub"
+            )
+    except OSError as error:
+        raise DataError(f"{what[:200]} can't be read ({error.strerror}); use another") from None
     if not files:
         raise DataError(f"{what} has no {MAIN}; use a folder that has one, or bytes")
     return from_files(files, name)
@@ -229,7 +220,9 @@ def from_files(files: dict[str, bytes], name: str = "") -> Tokenizer:
             f"the tokenizer {name} has {size} tokens, and {end} is to end a text; use files that "
             "belong together"
         )
-    return Tokenizer(name, digest, size, files, tuple(start), tuple(end))
+    made = Tokenizer(name, digest, size, files, tuple(start), tuple(end))
+    made.__dict__["_control"] = library  # a large one takes a second to read
+    return made
 
 
 def _end(files: dict[str, bytes], name) -> str | list | None:
@@ -282,47 +275,6 @@ def _library(files: dict[str, bytes], name: str, control: bool):
 def _text(text: str | bytes) -> str:
     raw = text if isinstance(text, bytes) else text.encode(errors="replace")
     return raw.decode(errors="replace")
-
-
-# ---- chat templates ------------------------------------------------------------------------------
-
-
-def _template(files: dict[str, bytes]) -> str:
-    """The chat template; where tokenizer_config.json has several, the one called default."""
-    if TEMPLATE in files:
-        return files[TEMPLATE].decode(errors="replace")
-    found = _json(files, CONFIG, "").get("chat_template") or ""
-    if isinstance(found, list):
-        found = {one.get("name"): one.get("template") for one in found}.get("default")
-    return found if isinstance(found, str) else ""
-
-
-@functools.lru_cache
-def _compile(source: str):
-    """As transformers does it, whose templates these are."""
-    from jinja2 import TemplateError, sandbox
-
-    def raise_exception(message):
-        raise TemplateError(message)
-
-    def tojson(x, ensure_ascii=False, indent=None, separators=None, sort_keys=False):
-        # jinja2's own escapes HTML.
-        return json.dumps(
-            x, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
-        )
-
-    environment = sandbox.ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
-    )
-    environment.filters["tojson"] = tojson
-    environment.globals |= {
-        "raise_exception": raise_exception,
-        "strftime_now": lambda format: datetime.datetime.now().strftime(format),
-    }
-    # {% generation %} only marks the assistant's words, for training on them.
-    tag = r"({%[-+]?\s*)(end)?generation(?=\s*[-+]?%})"
-    shown = re.sub(tag, lambda m: m[1] + ("endif" if m[2] else "if true"), source)
-    return environment.from_string(shown)
 
 
 # ---- bytes ---------------------------------------------------------------------------------------

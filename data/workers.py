@@ -7,6 +7,7 @@ it jax in each. They end when the process that started them does, however it die
 import concurrent.futures
 import contextlib
 import ctypes
+import errno
 import gc
 import os
 import pathlib
@@ -109,7 +110,10 @@ class Pool:
         self._pending.add(self._threads.submit(self._ask, path, parts))
 
     def wait(self, most: int = 0) -> None:
-        """Until at most so many are in work. Raises ChildProcessError if a process has died."""
+        """Until at most so many are in work.
+
+        Raises ChildProcessError if a process has died, OSError if a file can't be written.
+        """
         while len(self._pending) > most:
             done, self._pending = concurrent.futures.wait(
                 self._pending, return_when=concurrent.futures.FIRST_COMPLETED
@@ -120,18 +124,17 @@ class Pool:
     def _ask(self, path: pathlib.Path, parts: list[Part]) -> None:
         line = self._lines.get()
         try:
-            work = pickle.dumps((path, [tuple(part) for part in parts]))
+            work = pickle.dumps((path.absolute(), [tuple(part) for part in parts]))
             line.sendall(len(work).to_bytes(8) + work)
-            if line.recv(1) == DONE:
-                return
-        except OSError:
-            pass
+            answer = line.recv(1)
+        except (BrokenPipeError, ConnectionResetError):
+            answer = b""
         finally:
             self._lines.put(line)
-        raise ChildProcessError
-
-
-DONE = b"."
+        if not answer:
+            raise ChildProcessError
+        if answer[0]:
+            raise OSError(answer[0], os.strerror(answer[0]))
 
 
 def _serve(lines: list[int]) -> None:
@@ -142,7 +145,7 @@ def _serve(lines: list[int]) -> None:
     tokenizer = pickle.load(sys.stdin.buffer)
     tokenizer.encode(["a"])  # loads it
     gc.freeze()
-    with contextlib.suppress(AttributeError):  # glibc's: half of the memory was for loading only
+    with contextlib.suppress(AttributeError):  # glibc keeps what was for loading only: half of it
         ctypes.CDLL(None).malloc_trim(0)
     mine = next((line for line in lines[1:] if not os.fork()), lines[0])
     for line in {*lines} - {mine}:
@@ -150,10 +153,17 @@ def _serve(lines: list[int]) -> None:
     with socket.socket(fileno=mine) as line, line.makefile("rb") as sent:
         while size := sent.read(8):
             path, parts = pickle.loads(sent.read(int.from_bytes(size)))
-            write(path, [Part(*part) for part in parts], tokenizer)
-            line.sendall(DONE)
+            answer = 0
+            try:
+                write(path, [Part(*part) for part in parts], tokenizer)
+            except OSError as error:
+                answer = error.errno or errno.EIO
+            line.sendall(bytes([answer]))
 
 
 if __name__ == "__main__":
-    with contextlib.suppress(EOFError, OSError, pickle.UnpicklingError):  # of a process that ended
+    # The process that started this one has ended.
+    with contextlib.suppress(
+        EOFError, pickle.UnpicklingError, BrokenPipeError, ConnectionResetError
+    ):
         _serve([int(line) for line in sys.argv[1:]])

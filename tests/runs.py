@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import orbax.checkpoint as ocp
 
+from data.tokenizer import BYTES, Tokenizer
 from recipes.common.checkpoint.run_folder import open_run
 from recipes.common.checkpoint.saver import Saver
 from recipes.common.runtime.flags import Run
@@ -52,11 +53,12 @@ def saving(
     metadata: dict[str, Any] | None = None,
     data: dict[str, Any] | None = None,
     keep: int = 1,
+    tokenizer: Tokenizer = BYTES,
 ) -> Iterator[Saver]:
     """A saver into a workdir; on exit its saves are done and the lock is released."""
     folder = open_run(entry, Run(workdir=str(workdir)), NoFlags())
     least = {"entry": entry, "config": {}, "flags": {}, "versions": {}}
-    saver = Saver(folder, keep, metadata or least, data or {})
+    saver = Saver(folder, keep, metadata or least, data or {}, tokenizer)
     yield saver
     saver.close()
     folder.close()

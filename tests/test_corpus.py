@@ -2,6 +2,7 @@
 
 import functools
 import gzip
+import hashlib
 import json
 import os
 import pathlib
@@ -106,11 +107,31 @@ def test_a_process_that_is_killed_is_told_and_its_work_done_again(path, monkeypa
     assert documents(prepare(path, small()).held_out)
 
 
+@pytest.mark.parametrize("few", [0, 100], ids=["processes", "here"])
+def test_a_full_disk_is_told_and_what_is_done_is_kept(path, monkeypatch, few):
+    monkeypatch.setattr(corpus, "CHUNK", 5_000)
+    monkeypatch.setattr(corpus, "SMALL", few)
+    content = corpus._content(*sources.find(str(path)))[1]
+    key = json.dumps([corpus.CODE, content, "text", small().sha256]).encode()
+    partial = path.parent / "cache/text" / (hashlib.sha256(key).hexdigest()[:16] + ".partial")
+    (partial / "x").mkdir(parents=True)
+    names = []
+    list(corpus._not_done(corpus._chunks(sources.find(str(path))[0].parts()), partial, names))
+    (partial / names[2]).mkdir()  # in the place of a file
+    with pytest.raises(
+        DataError, match=r"cache can't be written \(Is a directory\); make room, or"
+    ):
+        prepare(path, small())
+    assert (partial / names[0]).is_file()
+    (partial / names[2]).rmdir()
+    assert documents(prepare(path, small()).held_out)
+
+
 @pytest.mark.parametrize("harm", ["cut", "lost", "unfinished"])
 def test_an_incomplete_cache_is_never_read(path, harm):
     first = prepare(path)
     want = documents(first.train)
-    file = first.folder / {"cut": "train.tokens", "lost": "held_out.texts"}.get(harm, "corpus.json")
+    file = first.folder / {"cut": "train.tokens", "lost": "held_out.texts"}.get(harm, "about.json")
     if harm == "cut":
         os.truncate(file, file.stat().st_size - 1)
     else:
@@ -236,7 +257,7 @@ def test_a_kill_while_tokenising_costs_a_chunk(path, tmp_path, monkeypatch):
         now = files(cache)
         assert done.items() <= now.items(), "a chunk was made again"
         done = now
-        assert not list(cache.rglob("corpus.json"))
+        assert not list(cache.rglob("about.json"))
     assert subprocess.run(command, stdout=subprocess.PIPE, **options).stdout.strip() == want
     assert len(list((cache / "text").iterdir())) == 2, "the corpus, and its content's digest"
 

@@ -1,17 +1,20 @@
 """A model is never fed the wrong tokens: its tokenizer lies beside its weights, and goes where they go."""
 
+import errno
 import json
 import shutil
 
+import jax
 import numpy as np
 import pytest
 
 from data import tokenizer
 from recipes.common import checkpoint
-from recipes.common.checkpoint import integrity
+from recipes.common.checkpoint import integrity, store
+from recipes.common.runtime.errors import Stopped
 from tests import small_tokenizers
 from tests.quick import quick as quick
-from tests.runs import TINY, steps_saved
+from tests.runs import TINY, saving, steps_saved
 
 LONG = ("--seq_len=32", "--batch_size=16", "--mesh=1x1")
 SHORT = (*TINY, "--mesh=1x1")
@@ -74,24 +77,54 @@ def test_a_damaged_tokenizer_is_named(here, tmp_path):
     assert integrity.verify(ck) == "tokenizer/tokenizer_config.json is missing"
 
 
+def test_a_tokenizer_that_cannot_be_written_is_a_save_that_failed(tmp_path, monkeypatch, capfd):
+    """It is written before the commit: there is no checkpoint without it."""
+
+    def full(folder, files):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    tokens = tokenizer.from_files(small_tokenizers.byte_level())
+    state = {"params": {"w": jax.numpy.ones(8)}}
+    with saving(tmp_path, keep=3, tokenizer=tokens) as saver:
+        with monkeypatch.context() as patch:
+            patch.setattr(store, "write_tokenizer", full)
+            saver.save(1, state)
+            with pytest.raises(Stopped, match="No space left on device"):
+                saver.wait()
+        saver.save(2, state)
+        saver.wait()
+        assert steps_saved(tmp_path) == [2]
+    assert (
+        "checkpoint of step 1 could not be saved (No space left on device)"
+        in capfd.readouterr().err
+    )
+    assert integrity.verify(tmp_path / "checkpoints" / "2") == ""
+    assert store.at(tmp_path / "checkpoints" / "2").tokenizer() == tokens
+
+
 def test_it_comes_along_by_itself(here, inside, book, tmp_path):
     """When a run resumes, when its parameters are restored, and from a model folder."""
     work = shutil.copytree(here / "run", tmp_path / "run")
-    for given in ("", f"--tokenizer={here / 'same'}"):  # its SHA-256 counts, not where it is
-        flags = (*SHORT, book, f"--workdir={work}", f"--steps={3 + bool(given)}")
-        done = inside("recipes.transformer", *flags, *filter(None, [given]))
-        assert (done.code, done.err) == (0, "")
-    assert steps_saved(work) == [3, 4]
-    # The same tokens, with another template: the given one counts, and the rest stays.
-    files = small_tokenizers.byte_level() | {"chat_template.jinja": b"hi"}
-    assert checkpoint.find(work).tokenizer().files == files
+    done = inside("recipes.transformer", *SHORT, book, f"--workdir={work}", "--steps=3")
+    assert (done.code, done.err) == (0, "")
+    assert checkpoint.find(work).step == 3
+    assert checkpoint.find(work).tokenizer().files == small_tokenizers.byte_level()
     shown = set()
-    for source in (here / "run", f"hf:{here / 'hf'}"):
-        flags = (*LONG, book, f"--restore_from={source}", "--steps=0", "--prompt=Hi", "--chat")
+    # Given by hand, it is the same one where its SHA-256 is.
+    hand = [f"--restore_from=hf:{here / 'hf'}", f"--tokenizer={here / 'hf' / 'tokenizer.json'}"]
+    for source in ([f"--restore_from={here / 'run'}"], hand):
+        flags = (*LONG, book, *source, "--steps=0", "--prompt=Hi", "--chat")
         done = inside("recipes.transformer", *flags, "--sample_bytes=4", "--temperature=0")
         assert (done.code, done.err) == (0, "")
         shown.add(done.out[done.out.index("Held-out") : done.out.index("Took")])
     assert len(shown) == 1, "the same losses and text"
+
+
+def test_files_given_by_hand_add_to_the_models_own(here):
+    """The same tokens with another template, from a file without the rest."""
+    found = checkpoint.tokenizer_for(str(here / "same"), checkpoint.find(here / "run"))
+    assert found.files == small_tokenizers.byte_level() | {"chat_template.jinja": b"hi"}
+    assert found.end == (2, 0)
 
 
 def test_export_and_import_carry_it_byte_for_byte(here, inside, tmp_path):

@@ -248,6 +248,7 @@ def here(tmp_path):
     [
         ("{here}/no", "--tokenizer={here}/no does not exist; use bytes, a tokenizer.json, a folder that has one, or ORG/NAME on the Hub"),
         ("", "--tokenizer= does not exist"),
+        ("x" * 5000, "can't be read (File name too long); use another"),
         ("{here}/empty", "--tokenizer={here}/empty has no tokenizer.json; use a folder that has one, or bytes"),
         ("{here}/pieces", "{here}/pieces has its tokenizer in tokenizer.model alone, which the zoo does not read; add its tokenizer.json"),
         ("{here}/broken", "tokenizer.json of the tokenizer {here}/broken can't be read ("),
