@@ -24,7 +24,7 @@ import numpy as np
 from data.sources import Part
 from data.tokenizer import Tokenizer
 
-AT_ONCE = 2**17  # bytes of text in one call of the library: it keeps 30 times as much meanwhile
+AT_ONCE = 2**16  # bytes of text in one call of the library: it keeps 30 times as much meanwhile
 
 
 def dtype(tokenizer: Tokenizer) -> np.dtype:
@@ -38,12 +38,14 @@ def write(path: pathlib.Path, parts: list[Part], tokenizer: Tokenizer) -> None:
     It has the tokens of all parts and, for each part, its number of tokens, its bytes of text, and
     whether it is held out and begins a document.
     """
-    around = [np.array(ids, np.int32) for ids in (tokenizer.start, tokenizer.end[:1])]
+    start, end = (np.array(ids, np.int32) for ids in (tokenizer.start, tokenizer.end[:1]))
     tokens = []
     for texts, group in _grouped(parts):
         for part, ids in zip(group, tokenizer.encode(texts), strict=True):
-            start, end = around[0] if part.begins else (), around[1] if part.ends else ()
-            tokens.append(np.concatenate([start, ids, end]).astype(dtype(tokenizer)))
+            whole = np.concatenate(
+                [start[: part.begins * len(start)], ids, end[: part.ends * len(end)]]
+            )
+            tokens.append(whole.astype(dtype(tokenizer)))
     beside = path.with_suffix(f".{os.getpid()}.tmp")
     with beside.open("wb") as file:
         np.savez(
@@ -145,8 +147,9 @@ def _serve(lines: list[int]) -> None:
     tokenizer = pickle.load(sys.stdin.buffer)
     tokenizer.encode(["a"])  # loads it
     gc.freeze()
-    with contextlib.suppress(AttributeError):  # glibc keeps what was for loading only: half of it
-        ctypes.CDLL(None).malloc_trim(0)
+    # glibc keeps what is freed: after loading, half of all memory. Others have no such function.
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", lambda _: None)
+    trim(0)
     mine = next((line for line in lines[1:] if not os.fork()), lines[0])
     for line in {*lines} - {mine}:
         os.close(line)
@@ -158,6 +161,8 @@ def _serve(lines: list[int]) -> None:
                 write(path, [Part(*part) for part in parts], tokenizer)
             except OSError as error:
                 answer = error.errno or errno.EIO
+            del parts
+            trim(0)
             line.sendall(bytes([answer]))
 
 
