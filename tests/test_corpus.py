@@ -122,7 +122,7 @@ def test_a_full_disk_is_told_and_what_is_done_is_kept(path, monkeypatch, few):
         DataError, match=r"cache can't be written \(Is a directory\); make room, or"
     ):
         prepare(path, small())
-    assert (partial / names[0]).is_file()
+    assert any((partial / name).is_file() for name in names[:2])
     (partial / names[2]).rmdir()
     assert documents(prepare(path, small()).held_out)
 
