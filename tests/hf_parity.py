@@ -67,7 +67,7 @@ FAMILIES = {
         "Qwen2Config", {"use_sliding_window": True, "sliding_window": 3, "max_window_layers": 0}
     ),
 }
-ODD = {"hidden_size": 64, "num_attention_heads": 6, "head_dim": 8, "intermediate_size": 200}
+ODD = {"hidden_size": 48, "num_attention_heads": 6, "head_dim": 8, "intermediate_size": 200}
 FAMILIES |= {  # sizes that no mesh axis divides
     "odd_llama": Family("LlamaConfig", ODD | {"vocab_size": 331, "num_key_value_heads": 2}),
     "odd_qwen3": Family("Qwen3Config", ODD | {"vocab_size": 257, "num_key_value_heads": 3}),
