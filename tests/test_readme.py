@@ -243,8 +243,9 @@ def test_rules_of_your_own_work_as_shown(shown, tmp_path):
     assert (name, table) == ("mine.json", transformer.complete({"mine": given})["mine"])
 
 
-def test_types_are_as_shown(shown):
-    assert shown("typeof", ZOO) == block("output: typeof", ZOO)
+@pytest.mark.parametrize(("marker", "readme"), [("typeof", ZOO), ("call", RECIPES)])
+def test_types_are_as_shown(marker, readme, shown):
+    assert shown(marker, readme) == block(f"output: {marker}", readme)
 
 
 @pytest.mark.full  # the MLP's whole default run
