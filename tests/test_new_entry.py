@@ -25,13 +25,12 @@ Shapes: B batch, D embed, F hidden.
 """
 
 import dataclasses
-import functools
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 from flax.core.spmd import get_logical_axis_rules
-from jax.sharding import PartitionSpec
+from jax.sharding import AxisType, PartitionSpec
 
 
 @dataclasses.dataclass(frozen=True)
@@ -83,9 +82,10 @@ class MadeUp(nnx.Module):
 
     def _hidden(self, x_BD):
         x_BD = constrain(x_BD, "batch", "act_embed")
-        hidden_BF = jax.nn.relu(x_BD @ in_use(self.w1)[...] + self.bias[...][None])
-        hidden_BF = constrain(hidden_BF, "batch", "hidden")
-        return constrain(hidden_BF @ in_use(self.w2)[...], "batch", "act_embed"), hidden_BF
+        hidden_BF = jnp.dot(x_BD, in_use(self.w1)[...], out_sharding=explicit("batch", "hidden"))
+        hidden_BF = constrain(jax.nn.relu(hidden_BF + self.bias[...][None]), "batch", "hidden")
+        out_BD = jnp.dot(hidden_BF, in_use(self.w2)[...], out_sharding=explicit("batch", "act_embed"))
+        return constrain(out_BD, "batch", "act_embed"), hidden_BF
 
     def loss(self, x, y, weight=None):
         """(sum of squared errors, number of outputs, further figures) of a batch."""
