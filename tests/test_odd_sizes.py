@@ -26,7 +26,7 @@ SIZES = {
         331, 64, 2, num_heads=6, num_kv_heads=2, head_dim=8, mlp=200, tie_embeddings=False
     ),
 }
-MESHES = [("8", "fsdp"), ("4x2", "fsdp_tp"), ("2x4", "tp"), ("1x8", "tp"), ("2x2x2", "hsdp_tp")]
+MESHES = [("4x2", "fsdp_tp"), ("2x4", "tp"), ("1x8", "tp"), ("2x2x2", "hsdp_tp")]
 CASES = [(size, *mesh) for size in SIZES for mesh in MESHES]
 FAST = [("heads alone", "1x8", "tp"), ("two tables", "4x2", "fsdp_tp")]
 ROWS = 8
