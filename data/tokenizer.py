@@ -84,11 +84,6 @@ class Tokenizer:
         found = self._plain.encode_batch_fast(list(map(_text, texts)), add_special_tokens=False)
         return [np.array(one.ids, np.int32) for one in found]
 
-    def documents(self, texts: list[str | bytes]) -> list[np.ndarray]:
-        """Texts to learn from: `start` in front of each, and the first of `end` behind it."""
-        around = np.array(self.start, np.int32), np.array(self.end[:1], np.int32)
-        return [np.concatenate([around[0], ids, around[1]]) for ids in self.encode(texts)]
-
     def decode(self, tokens) -> str:
         """Text without control tokens; ids that are none, as padding, are dropped."""
         ids = [int(t) for t in tokens if 0 <= t < self.size]

@@ -51,6 +51,11 @@ def documents(split: corpus.Split) -> list[list[int]]:
     return [part.tolist() for part in np.split(np.asarray(split.tokens), split.starts[1:])]
 
 
+def with_bounds(tokenizer: Tokenizer, texts: list) -> list[list[int]]:
+    """Documents as they are to be: what starts a text, its tokens, the first of what ends one."""
+    return [[*tokenizer.start, *ids, *tokenizer.end[:1]] for ids in tokenizer.encode(texts)]
+
+
 def by_split(texts: list[str]) -> list[list[str]]:
     """Those to train on, and those held out."""
     return [
@@ -63,7 +68,7 @@ def test_documents_keep_their_bounds_and_their_size(path, start):
     tokenizer = small(start)
     found = prepare(path, tokenizer)
     for split, texts in zip(found[:2], by_split(DOCUMENTS), strict=True):
-        assert documents(split) == [ids.tolist() for ids in tokenizer.documents(texts)]
+        assert documents(split) == with_bounds(tokenizer, texts)
         sizes = np.diff(np.append(split.texts, split.bytes))
         assert sizes.tolist() == [len(one.encode()) for one in texts]
     assert found.train.tokens.dtype == np.uint16
@@ -206,7 +211,7 @@ def test_held_out_bytes(path):
     packed = text.load(str(path), seq_len=32, tokenizer=bare)
     assert packed.held_out_bytes == size - sum(firsts)
     cut = text.load(str(path), seq_len=32, tokenizer=bare, pack="false")
-    covered = np.concatenate(bare.documents(held))[: 32 * len(cut.held_out) + 1]
+    covered = np.concatenate(with_bounds(bare, held))[: 32 * len(cut.held_out) + 1]
     want = len(bare.decode(covered).rstrip("\ufffd").encode()) - firsts[0]
     assert cut.held_out_bytes == want < size
 

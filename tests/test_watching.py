@@ -285,6 +285,11 @@ def test_peaks_are_of_one_device_in_bfloat16():
     """device_kind as JAX's TPU compiler and NVIDIA's driver give it."""
     for kind, peak in {
         "NVIDIA H100 80GB HBM3": 989e12,
+        "NVIDIA H100 PCIe": 756e12,
+        "NVIDIA H100 NVL": 835e12,
+        "NVIDIA H200": 989e12,
+        "NVIDIA L4": 121e12,
+        "NVIDIA L40S": None,
         "TPU v5 lite": 197e12,
         "TPU v5": 459e12,
         "TPU v6 lite": 918e12,

@@ -9,17 +9,20 @@ Never from the compiler's cost analysis, which counts a scanned layer once.
 """
 
 import math
+import re
 from typing import Any
 
 import jax
 
 from recipes.common.sharding import Layout
 
-# device_kind of JAX, or a part of it → FLOP/s of one device in dense bfloat16, no sparsity; the first
-# that matches. Published by NVIDIA and Google; a device of TPU7x is half a chip.
+# Words of JAX's device_kind → FLOP/s of one device in dense bfloat16, no sparsity; the first that
+# matches. Published by NVIDIA and Google; a device of TPU7x is half a chip.
 PEAK = {
     "B200": 2250e12,
     "H200": 989e12,
+    "H100 PCIe": 756e12,
+    "H100 NVL": 835e12,
     "H100": 989e12,
     "A100": 312e12,
     "L4": 121e12,
@@ -33,7 +36,8 @@ PEAK = {
 
 def chip(kind: str) -> float | None:
     """FLOP/s of a device of this kind; None where it is unknown, as of a CPU."""
-    return next((rate for name, rate in PEAK.items() if name in kind), None)
+    whole = lambda name: re.search(rf"\b{name}\b", kind)  # noqa: E731, an L40S is no L4
+    return next((rate for name, rate in PEAK.items() if whole(name)), None)
 
 
 def peak(layout: Layout, flops: float) -> float | None:

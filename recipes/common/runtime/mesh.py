@@ -97,8 +97,9 @@ def make_mesh(text: str = "") -> Mesh:
 
 
 def arrange(axes: dict[str, int], devices: Sequence[jax.Device]) -> Mesh:
-    """A mesh of Explicit axes, JAX's default, over these devices; on a TPU slice each axis runs along whole rings.
+    """A mesh of Explicit axes, JAX's default, over these devices.
 
+    On a TPU slice each axis runs along whole rings.
     Where that is impossible, as with data=16,fsdp=16 on chips wired 4x8x8, axes share a ring.
     """
     sizes = tuple(axes.values())
