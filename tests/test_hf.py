@@ -27,7 +27,15 @@ from recipes.common.runtime.errors import UserError
 from recipes.common.sharding.abstract import abstract_model, paths
 from tests.conftest import ROOT
 from tests.hf_parity import FAMILIES as ALL_FAMILIES
-from tests.hf_parity import MESHES, NOT_GOLDEN, TOLERANCE, export, our_logits, params_of
+from tests.hf_parity import (
+    MESHES,
+    NOT_GOLDEN,
+    TOKENS_BT,
+    TOLERANCE,
+    export,
+    our_logits,
+    params_of,
+)
 from zoo.transformer import Config, Transformer
 
 GOLDEN = ROOT / "tests" / "golden" / "hf"
@@ -74,6 +82,18 @@ def test_logits_are_theirs_on_one_device_and_on_2x4(family, strict):
     for mesh, rules in MESHES:
         found = our_logits(f"hf:{GOLDEN / family}", mesh, rules)
         np.testing.assert_allclose(found, wanted, rtol=0, atol=TOLERANCE, err_msg=mesh)
+
+
+def test_a_restored_model_shares_its_work_where_its_heads_do_not_divide(strict):
+    """4 kv heads on 8 devices: the rules that fit are the layout's."""
+    path, mesh = f"hf:{GOLDEN / 'llama3'}", jax.make_mesh((1, 8), ("data", "model"))
+    model, _ = checkpoint.restore(path, mesh, "tp")
+    table = checkpoint.layout_of(checkpoint.find(path), mesh, "tp").table
+    assert (table["heads"], table["kv_heads"]) == ("model", None)
+    with jax.set_mesh(mesh), nnx.logical_axis_rules(tuple(table.items())):
+        logits = jax.jit(lambda m, t: m(t))(model, TOKENS_BT)
+    assert jax.typeof(logits).sharding.spec[-1] == "model"
+    np.testing.assert_allclose(logits, np.load(GOLDEN / "llama3" / "logits.npy"), atol=TOLERANCE)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
