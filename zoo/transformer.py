@@ -2,8 +2,9 @@
 
 RMSNorm before each sublayer (Zhang & Sennrich 2019), rotary position embeddings (Su et al. 2021),
 grouped-query attention (Ainslie et al. 2023), SwiGLU (Shazeer 2020); optional QK-norm, qkv biases,
-sliding window, tied embeddings and Llama 3's rope scaling: the family of Llama 2/3, Mistral,
-Qwen 2/3 and SmolLM. Layers are stacked and scanned, so compile time does not grow with depth.
+sliding window, tied embeddings, Llama 3's rope scaling and LoRA adapters (Hu et al. 2021): the
+family of Llama 2/3, Mistral, Qwen 2/3 and SmolLM. Layers are stacked and scanned, so compile time
+does not grow with depth.
 
 Shapes: B batch, T query positions, S key positions, D embed, N heads, K kv heads, G = N/K, H head
 dim, F mlp, V vocab, L layers, R shards of the batch, C positions in one chunk of the loss.
@@ -54,6 +55,11 @@ class Config:
     qkv_bias: bool = False
     qk_norm: bool = False
     tie_embeddings: bool = True
+    # LoRA: x·W becomes x·W + (x·A)·B · lora_alpha / lora_rank. W is to stay as it is, so A and B
+    # are nnx.LoRAParam, and what trains them takes the gradient of those alone.
+    lora_rank: int = 0  # columns of A and rows of B; 0: no adapters
+    lora_alpha: float = 16.0
+    lora_targets: tuple[str, ...] = ("q", "k", "v", "o", "gate", "up", "down")  # have an adapter
     # How to compute it; nothing below changes a parameter.
     dtype: str = "float32"  # of activations and matmuls; parameters, norms and loss stay float32
     remat: str = "full"  # what a layer keeps for its backward pass: a key of REMAT
@@ -64,8 +70,9 @@ class Config:
     def __post_init__(self):
         """Raises ValueError if the configuration is invalid."""
         for name, value in vars(self).items():
-            if type(value) is int and value < 1:
-                raise ValueError(f"{name}={value} must be ≥ 1")
+            least = 0 if name == "lora_rank" else 1
+            if type(value) is int and value < least:
+                raise ValueError(f"{name}={value} must be ≥ {least}")
         if self.num_heads % self.num_kv_heads:
             raise ValueError(
                 f"num_heads={self.num_heads} is not divisible by num_kv_heads={self.num_kv_heads}"
@@ -76,6 +83,9 @@ class Config:
             )
         if self.remat not in REMAT:
             raise ValueError(f"remat={self.remat!r} is not one of {', '.join(REMAT)}")
+        for target in {*self.lora_targets} - {*Config.lora_targets}:
+            known = ", ".join(Config.lora_targets)
+            raise ValueError(f"lora_targets has {target!r}, which is not one of {known}")
 
     @classmethod
     def tiny(cls) -> "Config":
@@ -150,6 +160,7 @@ LOGICAL_AXES = {
     "head_dim": "both",  # H
     "mlp": "both",  # F
     "vocab": "both",  # V
+    "lora": "both",  # the rank of adapters
     "norm": "weights",  # D or H, of a norm's scale: too small to be worth a gather
     "layers": "weights",  # L, in front of every weight of the stacked layers
 }
@@ -222,13 +233,13 @@ def in_use(weights, dtype=None):
 # ---- end of the kit ------------------------------------------------------------------------------
 
 
-def param(rngs: nnx.Rngs, shape: tuple[int, ...], axes: tuple[str, ...], stddev: float):
-    """A normal float32 parameter with logical axis names.
+def param(rngs: nnx.Rngs, shape: tuple[int, ...], axes: tuple[str, ...], stddev: float, kind=None):
+    """A normal float32 parameter with logical axis names; `kind`: other than nnx.Param.
 
     eager_sharding=False keeps the names inert: they wait for rules instead of asking for a mesh.
     """
     value = stddev * jax.random.normal(rngs.params(), shape)
-    return nnx.Param(value, out_sharding=axes, eager_sharding=False)
+    return (kind or nnx.Param)(value, out_sharding=axes, eager_sharding=False)
 
 
 def reshape(x: jax.Array, shape: tuple[int, ...], *axes: str | None) -> jax.Array:
@@ -236,18 +247,54 @@ def reshape(x: jax.Array, shape: tuple[int, ...], *axes: str | None) -> jax.Arra
     return constrain(jnp.reshape(x, shape, out_sharding=explicit(*axes)), *axes)
 
 
-def dot(x: jax.Array, weight: nnx.Param, contract: int = 1) -> jax.Array:
+def dot(x: jax.Array, module: nnx.Module, name: str, contract: int = 1) -> jax.Array:
+    """x[B, T, ...] · the module's weight of this name, and what its adapter adds if it has one.
+
+    Contracts the last `contract` dims of x with the first of the weight, in use.
+    """
+    y = multiply(x, getattr(module, name), contract)
+    if name in module.lora:
+        adapter = module.lora[name]
+        y += multiply(multiply(x, adapter.a, contract), adapter.b) * adapter.scale
+    return y
+
+
+def multiply(x: jax.Array, weight: nnx.Param, contract: int = 1) -> jax.Array:
     """x[B, T, ...] · weight, over the last `contract` dims of x and the first of the weight, in use.
 
     The result's other axes are those of the weight, which so lays out every activation of a layer.
     B and T go in as one dim: where a gradient contracts two dims at once, XLA's CPU backend
     transposes its operands first, which made the whole training step 1.6 times slower.
     """
-    w, (B, T, *inner) = weight[...], x.shape
+    w, (B, T, *inner) = weight[...].astype(x.dtype), x.shape
     axes = [IN_USE.get(axis, axis) for axis in weight.out_sharding[-w.ndim :]]
     x = reshape(x, (B * T, *inner), "batch", *axes[:contract])
     y = jnp.tensordot(x, w, contract, out_sharding=explicit("batch", *axes[contract:]))
     return reshape(y, (B, T, *y.shape[1:]), "batch", "seq", *axes[contract:])
+
+
+class Adapter(nnx.Module):
+    """What LoRA adds to a weight: A · B · scale, of a low rank. B is 0 at first, so this is too."""
+
+    def __init__(self, weight: nnx.Param, contract: int, config: Config, *, rngs: nnx.Rngs):
+        r, shape, axes = config.lora_rank, weight.shape, weight.out_sharding
+        inner, outer = (slice(contract), slice(contract, None))
+        stddev = math.prod(shape[inner]) ** -0.5
+        self.a = param(rngs, (*shape[inner], r), (*axes[inner], "lora"), stddev, nnx.LoRAParam)
+        self.b = param(rngs, (r, *shape[outer]), ("lora", *axes[outer]), 0.0, nnx.LoRAParam)
+        self.scale = config.lora_alpha / r
+
+
+def adapters(module: nnx.Module, config: Config, rngs: nnx.Rngs, **contract: int) -> nnx.Dict:
+    """Name → Adapter of the module's weights that are to have one, {} without LoRA.
+
+    Args:
+      contract: of each weight that may have one, how many of its dims its input is contracted with.
+    """
+    names = [name for name in contract if config.lora_rank and name in config.lora_targets]
+    return nnx.Dict(
+        {name: Adapter(getattr(module, name), contract[name], config, rngs=rngs) for name in names}
+    )
 
 
 class RMSNorm(nnx.Module):
@@ -353,9 +400,10 @@ class Attention(nnx.Module):
         if config.qk_norm:
             self.q_norm = RMSNorm(H, config.norm_eps, rngs=rngs)
             self.k_norm = RMSNorm(H, config.norm_eps, rngs=rngs)
+        self.lora = adapters(self, config, rngs, q=1, k=1, v=1, o=2)
 
     def __call__(self, x_BTD, segment_ids_BT, angles_TH):
-        q, k, v = dot(x_BTD, self.q), dot(x_BTD, self.k), dot(x_BTD, self.v)
+        q, k, v = dot(x_BTD, self, "q"), dot(x_BTD, self, "k"), dot(x_BTD, self, "v")
         if self.config.qkv_bias:
             q = q + self.q_bias[...].astype(q.dtype)[None, None]
             k = k + self.k_bias[...].astype(k.dtype)[None, None]
@@ -364,7 +412,7 @@ class Attention(nnx.Module):
             q, k = self.q_norm(q), self.k_norm(k)
         q_BTNH, k_BSKH = rotate(q, angles_TH), rotate(k, angles_TH)
         out_BTNH = attend(q_BTNH, k_BSKH, v, segment_ids_BT, self.config)
-        return dot(out_BTNH, self.o, contract=2)
+        return dot(out_BTNH, self, "o", contract=2)
 
 
 class MLP(nnx.Module):
@@ -375,9 +423,10 @@ class MLP(nnx.Module):
         self.gate = param(rngs, (D, F), ("embed", "mlp"), D**-0.5)
         self.up = param(rngs, (D, F), ("embed", "mlp"), D**-0.5)
         self.down = param(rngs, (F, D), ("mlp", "embed"), (F * 2 * config.num_layers) ** -0.5)
+        self.lora = adapters(self, config, rngs, gate=1, up=1, down=1)
 
     def __call__(self, x_BTD):
-        return dot(jax.nn.silu(dot(x_BTD, self.gate)) * dot(x_BTD, self.up), self.down)
+        return dot(jax.nn.silu(dot(x_BTD, self, "gate")) * dot(x_BTD, self, "up"), self, "down")
 
 
 class Layer(nnx.Module):
