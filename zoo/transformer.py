@@ -2,8 +2,9 @@
 
 RMSNorm before each sublayer (Zhang & Sennrich 2019), rotary position embeddings (Su et al. 2021),
 grouped-query attention (Ainslie et al. 2023), SwiGLU (Shazeer 2020); optional QK-norm, qkv biases,
-sliding window, tied embeddings and Llama 3's rope scaling: the family of Llama 2/3, Mistral,
-Qwen 2/3 and SmolLM. Layers are stacked and scanned, so compile time does not grow with depth.
+sliding window, tied embeddings, Llama 3's rope scaling and LoRA adapters (Hu et al. 2021): the
+family of Llama 2/3, Mistral, Qwen 2/3 and SmolLM. Layers are stacked and scanned, so compile time
+does not grow with depth.
 
 Shapes: B batch, T query positions, S key positions, D embed, N heads, K kv heads, G = N/K, H head
 dim, F mlp, V vocab, L layers, R shards of the batch, C positions in one chunk of the loss.
@@ -55,6 +56,11 @@ class Config:
     qkv_bias: bool = False
     qk_norm: bool = False
     tie_embeddings: bool = True
+    # LoRA: x·W becomes x·W + (x·A)·B · lora_alpha / lora_rank. W is to stay as it is, so A and B
+    # are nnx.LoRAParam, and what trains them takes the gradient of those alone.
+    lora_rank: int = 0  # columns of A and rows of B; 0: no adapters
+    lora_alpha: float = 16.0
+    lora_targets: tuple[str, ...] = ("q", "k", "v", "o", "gate", "up", "down")  # have an adapter
     # How to compute it; nothing below changes a parameter.
     dtype: str = "float32"  # of activations and matmuls; parameters, norms and loss stay float32
     remat: str = "full"  # what a layer keeps for its backward pass: a key of REMAT
@@ -65,8 +71,9 @@ class Config:
     def __post_init__(self):
         """Raises ValueError if the configuration is invalid."""
         for name, value in vars(self).items():
-            if type(value) is int and value < 1:
-                raise ValueError(f"{name}={value} must be ≥ 1")
+            least = 0 if name == "lora_rank" else 1
+            if type(value) is int and value < least:
+                raise ValueError(f"{name}={value} must be ≥ {least}")
         if self.num_heads % self.num_kv_heads:
             raise ValueError(
                 f"num_heads={self.num_heads} is not divisible by num_kv_heads={self.num_kv_heads}"
@@ -77,6 +84,9 @@ class Config:
             )
         if self.remat not in REMAT:
             raise ValueError(f"remat={self.remat!r} is not one of {', '.join(REMAT)}")
+        for target in {*self.lora_targets} - {*Config.lora_targets}:
+            known = ", ".join(Config.lora_targets)
+            raise ValueError(f"lora_targets has {target!r}, which is not one of {known}")
 
     @classmethod
     def tiny(cls) -> "Config":
@@ -151,6 +161,7 @@ LOGICAL_AXES = {
     "head_dim": "both",  # H
     "mlp": "both",  # F
     "vocab": "both",  # V
+    "lora": "both",  # the rank of adapters
     "norm": "weights",  # D or H, of a norm's scale: too small to be worth a gather
     "layers": "weights",  # L, in front of every weight of the stacked layers
 }
@@ -223,13 +234,13 @@ def in_use(weights, dtype=None):
 # ---- end of the kit ------------------------------------------------------------------------------
 
 
-def param(rngs: nnx.Rngs, shape: tuple[int, ...], axes: tuple[str, ...], stddev: float):
-    """A normal float32 parameter with logical axis names.
+def param(rngs: nnx.Rngs, shape: tuple[int, ...], axes: tuple[str, ...], stddev: float, kind=None):
+    """A normal float32 parameter with logical axis names; `kind`: other than nnx.Param.
 
     eager_sharding=False keeps the names inert: they wait for rules instead of asking for a mesh.
     """
     value = stddev * jax.random.normal(rngs.params(), shape)
-    return nnx.Param(value, out_sharding=axes, eager_sharding=False)
+    return (kind or nnx.Param)(value, out_sharding=axes, eager_sharding=False)
 
 
 def reshape(x: jax.Array, shape: tuple[int, ...], *axes: str | None) -> jax.Array:
@@ -237,18 +248,54 @@ def reshape(x: jax.Array, shape: tuple[int, ...], *axes: str | None) -> jax.Arra
     return constrain(jnp.reshape(x, shape, out_sharding=explicit(*axes)), *axes)
 
 
-def dot(x: jax.Array, weight: nnx.Param, contract: int = 1) -> jax.Array:
+def dot(x: jax.Array, module: nnx.Module, name: str, contract: int = 1) -> jax.Array:
+    """x[B, T, ...] · the module's weight of this name, and what its adapter adds if it has one.
+
+    Contracts the last `contract` dims of x with the first of the weight, in use.
+    """
+    y = multiply(x, getattr(module, name), contract)
+    if name in module.lora:
+        adapter = module.lora[name]
+        y += multiply(multiply(x, adapter.a, contract), adapter.b) * adapter.scale
+    return y
+
+
+def multiply(x: jax.Array, weight: nnx.Param, contract: int = 1) -> jax.Array:
     """x[B, T, ...] · weight, over the last `contract` dims of x and the first of the weight, in use.
 
     The result's other axes are those of the weight, which so lays out every activation of a layer.
     B and T go in as one dim: where a gradient contracts two dims at once, XLA's CPU backend
     transposes its operands first, which made the whole training step 1.6 times slower.
     """
-    w, (B, T, *inner) = weight[...], x.shape
+    w, (B, T, *inner) = weight[...].astype(x.dtype), x.shape
     axes = [IN_USE.get(axis, axis) for axis in weight.out_sharding[-w.ndim :]]
     x = reshape(x, (B * T, *inner), "batch", *axes[:contract])
     y = jnp.tensordot(x, w, contract, out_sharding=explicit("batch", *axes[contract:]))
     return reshape(y, (B, T, *y.shape[1:]), "batch", "seq", *axes[contract:])
+
+
+class Adapter(nnx.Module):
+    """What LoRA adds to a weight: A · B · scale, of a low rank. B is 0 at first, so this is too."""
+
+    def __init__(self, weight: nnx.Param, contract: int, config: Config, *, rngs: nnx.Rngs):
+        r, shape, axes = config.lora_rank, weight.shape, weight.out_sharding
+        inner, outer = (slice(contract), slice(contract, None))
+        stddev = math.prod(shape[inner]) ** -0.5
+        self.a = param(rngs, (*shape[inner], r), (*axes[inner], "lora"), stddev, nnx.LoRAParam)
+        self.b = param(rngs, (r, *shape[outer]), ("lora", *axes[outer]), 0.0, nnx.LoRAParam)
+        self.scale = config.lora_alpha / r
+
+
+def adapters(module: nnx.Module, config: Config, rngs: nnx.Rngs, **contract: int) -> nnx.Dict:
+    """Name → Adapter of the module's weights that are to have one, {} without LoRA.
+
+    Args:
+      contract: of each weight that may have one, how many of its dims its input is contracted with.
+    """
+    names = [name for name in contract if config.lora_rank and name in config.lora_targets]
+    return nnx.Dict(
+        {name: Adapter(getattr(module, name), contract[name], config, rngs=rngs) for name in names}
+    )
 
 
 class RMSNorm(nnx.Module):
@@ -350,10 +397,9 @@ class Cache(NamedTuple):
     def seen(self, window: int | None) -> jax.Array:
         """[B, S]: the slots that the next position of a row attends to, besides itself."""
         slots_S = jnp.arange(self.k.shape[2])
-        first_B = (
-            self.first if window is None else jnp.maximum(self.first, self.length + 1 - window)
-        )
-        return (slots_S[None] >= first_B[:, None]) & (slots_S[None] < self.length)
+        least = 0 if window is None else self.length + 1 - window
+        first_B1 = jnp.maximum(self.first, least)[:, None]
+        return (slots_S[None] >= first_B1) & (slots_S[None] < self.length)
 
 
 def recall(q_BTNH, k_BTKH, v_BTKH, past) -> jax.Array:
@@ -395,10 +441,11 @@ class Attention(nnx.Module):
         if config.qk_norm:
             self.q_norm = RMSNorm(H, config.norm_eps, rngs=rngs)
             self.k_norm = RMSNorm(H, config.norm_eps, rngs=rngs)
+        self.lora = adapters(self, config, rngs, q=1, k=1, v=1, o=2)
 
     def __call__(self, x_BTD, segment_ids_BT, angles_BTH, past=None):
         """Returns what it adds to the residual, and the keys and values that a cache wants."""
-        q, k, v = dot(x_BTD, self.q), dot(x_BTD, self.k), dot(x_BTD, self.v)
+        q, k, v = dot(x_BTD, self, "q"), dot(x_BTD, self, "k"), dot(x_BTD, self, "v")
         if self.config.qkv_bias:
             q = q + self.q_bias[...].astype(q.dtype)[None, None]
             k = k + self.k_bias[...].astype(k.dtype)[None, None]
@@ -410,7 +457,7 @@ class Attention(nnx.Module):
             out_BTNH = attend(q, k, v, segment_ids_BT, self.config)
         else:
             out_BTNH = recall(q, k, v, past)
-        return dot(out_BTNH, self.o, contract=2), (k, v)
+        return dot(out_BTNH, self, "o", contract=2), (k, v)
 
 
 class MLP(nnx.Module):
@@ -421,9 +468,10 @@ class MLP(nnx.Module):
         self.gate = param(rngs, (D, F), ("embed", "mlp"), D**-0.5)
         self.up = param(rngs, (D, F), ("embed", "mlp"), D**-0.5)
         self.down = param(rngs, (F, D), ("mlp", "embed"), (F * 2 * config.num_layers) ** -0.5)
+        self.lora = adapters(self, config, rngs, gate=1, up=1, down=1)
 
     def __call__(self, x_BTD):
-        return dot(jax.nn.silu(dot(x_BTD, self.gate)) * dot(x_BTD, self.up), self.down)
+        return dot(jax.nn.silu(dot(x_BTD, self, "gate")) * dot(x_BTD, self, "up"), self, "down")
 
 
 class Layer(nnx.Module):
@@ -516,7 +564,7 @@ class Transformer(nnx.Module):
         first_B = constrain(T - lengths_B, "batch")
         positions_BT = jnp.arange(T)[None] - first_B[:, None]
         prompt_BT = (positions_BT >= 0).astype(jnp.int32)  # a segment, and its padding another
-        x_BTD, unembed_RVD, kv = self._trunk(tokens_BT, prompt_BT, positions_BT, keep=True)
+        x_BTD, unembed_RVD, kv = self._trunk(tokens_BT, prompt_BT, positions_BT)
         k, v = (jnp.pad(x, ((0, 0), (0, 0), (0, slots - T), (0, 0), (0, 0))) for x in kv)
         logits_BV = self._unembed(x_BTD[:, -1:], unembed_RVD)[:, 0]
         return logits_BV, Cache(k, v, first_B, jnp.int32(T))
@@ -528,9 +576,7 @@ class Transformer(nnx.Module):
         full: length < S.
         """
         positions_B1 = (cache.length - cache.first)[:, None]
-        x_B1D, unembed_RVD, kv = self._trunk(
-            tokens_B[:, None], None, positions_B1, cache, keep=True
-        )
+        x_B1D, unembed_RVD, kv = self._trunk(tokens_B[:, None], None, positions_B1, cache)
         k, v = (
             jax.lax.dynamic_update_slice_in_dim(old, new, cache.length, axis=2)
             for old, new in zip(cache[:2], kv, strict=True)
@@ -538,17 +584,17 @@ class Transformer(nnx.Module):
         logits_BV = self._unembed(x_B1D, unembed_RVD)[:, 0]
         return logits_BV, Cache(k, v, cache.first, cache.length + 1)
 
-    def _trunk(self, tokens_BT, segment_ids_BT, positions_BT=None, cache=None, keep=False):
+    def _trunk(self, tokens_BT, segment_ids_BT, positions_BT=None, cache=None):
         """The last layer's output, normed, [B, T, D]; the table that unembeds it, [R, V, D].
 
-        And, to `keep`, every layer's keys and values, [L, B, T, K, H]; else None.
+        Given positions, as generation gives them, also each layer's keys and values, [L, B, T, K, H].
         """
         config, (B, T) = self.config, tokens_BT.shape
         embed_RVD = _per_shard(self.embed, config.dtype)
         tokens_RM = reshape(tokens_BT, (embed_RVD.shape[0], -1), "batch", None)
         x_BTD = reshape(_rows(embed_RVD, tokens_RM), (B, T, -1), "batch", "seq", "act_embed")
-        positions_BT = jnp.arange(T)[None] if positions_BT is None else positions_BT
-        angles_BTH = rope_angles(config, positions_BT)
+        keep = positions_BT is not None
+        angles_BTH = rope_angles(config, positions_BT if keep else jnp.arange(T)[None])
         past = None if cache is None else (cache.k, cache.v)
         seen_BS = None if cache is None else cache.seen(config.sliding_window)
 
