@@ -102,6 +102,17 @@ class Tokenizer:
     def stream(self) -> "Stream":
         return Stream(self)
 
+    @property
+    def generation(self) -> dict[str, Any]:
+        """What generation_config.json says of writing: temperature, top_p, …; {} without one."""
+        return _json(self.files, GENERATION, self.name)
+
+    def prompt(self, text: str) -> np.ndarray:
+        """The int32 ids, at least one, of a document that begins so."""
+        ids = [*self.start, *self.encode([text])[0]]
+        # Without any token, as behind another document.
+        return np.array(ids or self.end[:1] or [0], np.int32)
+
     def render(self, messages: list[dict[str, Any]], add_generation_prompt: bool = True) -> str:
         """A conversation, [{"role": …, "content": …}, …], as the model's chat template writes it.
 
@@ -111,6 +122,10 @@ class Tokenizer:
         template = template or chat.template(_json(self.files, CONFIG, self.name))
         names = _control_tokens(self.files, self.name)
         return chat.render(template, messages, add_generation_prompt, names, self.name)
+
+    def ask(self, messages: list[dict[str, Any]]) -> np.ndarray:
+        """The int32 ids of a conversation that the model is to answer. Raises DataError."""
+        return self.encode_rendered(self.render(messages))
 
     def encode_rendered(self, text: str) -> np.ndarray:
         """The int32 ids of a rendered template, which itself says where control tokens are."""

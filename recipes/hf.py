@@ -63,7 +63,7 @@ def import_(flags: Import) -> None:
 def export(flags: Export) -> None:
     target = new_folder(flags)
     source = checkpoint.find(flags.source, "--source")
-    entry, facts = source.metadata["entry"], source.metadata
+    entry = source.metadata["entry"]
     if entry not in hf.ENTRIES:
         raise UserError(
             f"--source={flags.source} is a {entry!r} model, which Hugging Face has no architecture "
@@ -79,9 +79,7 @@ def export(flags: Export) -> None:
         only = nnx.traversals.unflatten_mapping({("params", *path.split("/")): shards[path]})
         return np.asarray(jax.tree.leaves(source.read(only))[0])
 
-    # Positions that the model was made for: as its folder said, or those it was trained on.
-    context = facts.get("context") or facts.get("flags", {}).get("seq_len") or 2_048
-    hf.write(target, entry, layout.config, context, read, tokens)
+    hf.write(target, entry, layout.config, checkpoint.context(source), read, tokens)
     print0(
         f"Exported {parameters(layout)} to {flags.target}; transformers loads it:",
         f'  AutoModelForCausalLM.from_pretrained("{flags.target}")',

@@ -10,8 +10,6 @@ Running the same command again resumes. --dataset takes your own text; --size a 
 import dataclasses
 import math
 
-import jax
-import jax.numpy as jnp
 import numpy as np
 
 from data import text
@@ -19,6 +17,7 @@ from data.tokenizer import Tokenizer
 from recipes.common import checkpoint
 from recipes.common.analysis import flops
 from recipes.common.checkpoint import RunFolder, open_run
+from recipes.common.generation import Generator, Sampling
 from recipes.common.runtime import Run, flag, make_mesh, print0, quote
 from recipes.common.runtime.start import start
 from recipes.common.sharding import Layout, Tree, make_layout
@@ -117,7 +116,7 @@ def main(run: Run, flags: Flags) -> None:
     # ---- What it has learned ---------------------------------------------------------------------
     print0(held_out(*figures["loss"], corpus.held_out_bytes))
     if flags.sample_bytes:
-        shown, ended = sample(layout, state, flags, tokenizer, prompt)
+        shown, ended = sample(layout, state, run, flags, tokenizer, prompt)
         print0("Sample, ended by the model:" if ended else "Sample:", *quote(shown))
     finish(folder, layout, log)
 
@@ -149,55 +148,26 @@ def model_config(flags: Flags, folder: RunFolder, tokenizer: Tokenizer, platform
 def prompt_tokens(flags: Flags, tokenizer: Tokenizer) -> np.ndarray:
     """What the sample starts with: --prompt as a document's beginning, or as a user's message."""
     if flags.chat:
-        message = {"role": "user", "content": flags.prompt}
-        return tokenizer.encode_rendered(tokenizer.render([message]))
-    prompt = [*tokenizer.start, *tokenizer.encode([flags.prompt])[0]]
-    # Without any token, as behind another document.
-    return np.array(prompt or tokenizer.end[:1] or [0], np.int32)
+        return tokenizer.ask([{"role": "user", "content": flags.prompt}])
+    return tokenizer.prompt(flags.prompt)
 
 
 def sample(
-    layout: Layout, state: Tree, flags: Flags, tokenizer: Tokenizer, prompt: np.ndarray
+    layout: Layout, state: Tree, run: Run, flags: Flags, tokenizer: Tokenizer, prompt: np.ndarray
 ) -> tuple[str, bool]:
     """Text that the model writes after the prompt, and whether it ended it itself.
 
-    Each token is a whole forward pass over the last `seq_len` tokens: simple, and fast enough here.
+    A position attends to the last `seq_len` tokens, as many as it has seen in training.
     """
-    first, context = len(prompt), flags.seq_len
-    length = first + flags.sample_bytes
-    # Bytes never write another start; a vocabulary may be larger than its tokenizer.
-    choices = tokenizer.size if tokenizer.files else text.START
-    # The batch must be divisible by its shards: each shard writes the same text.
-    tokens_BT = np.zeros((layout.batch_shards, max(length, context)), np.int32)
-    tokens_BT[:, :first] = prompt
-
-    def write(params, tokens_BT, key_data):
-        model = layout.model.merge({"params": params})
-        key = jax.random.wrap_key_data(key_data)
-
-        def next_token(state):
-            i, _, tokens_BT = state
-            begin = jnp.maximum(i - context, 0)
-            window_BT = jax.lax.dynamic_slice_in_dim(tokens_BT, begin, context, axis=1)
-            logits_BV = jax.lax.dynamic_index_in_dim(model(window_BT), i - 1 - begin, 1, False)
-            logits_V = jax.sharding.reshard(logits_BV, jax.P())[0, :choices]
-            if flags.temperature:
-                fold = jax.random.fold_in(key, i)
-                token = jax.random.categorical(fold, logits_V / flags.temperature)
-            else:
-                token = jnp.argmax(logits_V)
-            ended = jnp.isin(token, np.array(tokenizer.end, np.int32))
-            return i + 1, ended, tokens_BT.at[:, i].set(token)
-
-        going = lambda state: (state[0] < length) & ~state[1]  # noqa: E731
-        return jax.lax.while_loop(going, next_token, (first, False, tokens_BT))
-
-    tokens_BT = jax.device_put(tokens_BT, layout.replicated)
-    arguments = (state["params"], tokens_BT, state["rngs"]["default"])
-    compiled = layout.compile(write, *arguments, out_shardings=layout.replicated)
-    length, ended, tokens_BT = jax.device_get(compiled(*arguments))
-    begin = first if flags.chat else 0  # of a conversation, the answer alone
-    return tokenizer.decode(tokens_BT[0, begin:length]), bool(ended)
+    window = min(flags.seq_len, layout.config.sliding_window or flags.seq_len)
+    config = dataclasses.replace(layout.config, sliding_window=window)
+    layout = make_layout(Transformer, config, layout.mesh, run.rules)
+    vocabulary = tokenizer.size if tokenizer.files else text.START  # bytes write no other start
+    chosen = Sampling(flags.temperature, seed=run.seed)
+    generator = Generator(layout, state, chosen, tokenizer.end, vocabulary)
+    written = [int(token) for (token,) in generator([prompt], flags.sample_bytes)]
+    begin = [] if flags.chat else prompt  # of a conversation, the answer alone
+    return tokenizer.decode([*begin, *written]), written[-1] in tokenizer.end
 
 
 if __name__ == "__main__":

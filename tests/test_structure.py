@@ -20,6 +20,7 @@ LAYERS = {
     "analysis": {"runtime", "sharding"},
     "hf": {"runtime", "sharding", "entries"},
     "checkpoint": {"runtime", "sharding", "hf", "analysis", "entries"},
+    "generation": {"runtime", "sharding"},
     "train": {"runtime", "sharding", "hf", "analysis", "checkpoint", "entries"},
     "entries": set(),
     "mesh": {"runtime"},

@@ -2,8 +2,9 @@
 
 RMSNorm before each sublayer (Zhang & Sennrich 2019), rotary position embeddings (Su et al. 2021),
 grouped-query attention (Ainslie et al. 2023), SwiGLU (Shazeer 2020); optional QK-norm, qkv biases,
-sliding window, tied embeddings and Llama 3's rope scaling: the family of Llama 2/3, Mistral,
-Qwen 2/3 and SmolLM. Layers are stacked and scanned, so compile time does not grow with depth.
+sliding window, tied embeddings, Llama 3's rope scaling and LoRA adapters (Hu et al. 2021): the
+family of Llama 2/3, Mistral, Qwen 2/3 and SmolLM. Layers are stacked and scanned, so compile time
+does not grow with depth.
 
 Shapes: B batch, T query positions, S key positions, D embed, N heads, K kv heads, G = N/K, H head
 dim, F mlp, V vocab, L layers, R shards of the batch, C positions in one chunk of the loss.
@@ -26,6 +27,7 @@ jax.jit does not notice that the rules change: give each table its own jitted fu
 import dataclasses
 import functools
 import math
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -54,6 +56,11 @@ class Config:
     qkv_bias: bool = False
     qk_norm: bool = False
     tie_embeddings: bool = True
+    # LoRA: x·W becomes x·W + (x·A)·B · lora_alpha / lora_rank. W is to stay as it is, so A and B
+    # are nnx.LoRAParam, and what trains them takes the gradient of those alone.
+    lora_rank: int = 0  # columns of A and rows of B; 0: no adapters
+    lora_alpha: float = 16.0
+    lora_targets: tuple[str, ...] = ("q", "k", "v", "o", "gate", "up", "down")  # have an adapter
     # How to compute it; nothing below changes a parameter.
     dtype: str = "float32"  # of activations and matmuls; parameters, norms and loss stay float32
     remat: str = "full"  # what a layer keeps for its backward pass: a key of REMAT
@@ -64,8 +71,9 @@ class Config:
     def __post_init__(self):
         """Raises ValueError if the configuration is invalid."""
         for name, value in vars(self).items():
-            if type(value) is int and value < 1:
-                raise ValueError(f"{name}={value} must be ≥ 1")
+            least = 0 if name == "lora_rank" else 1
+            if type(value) is int and value < least:
+                raise ValueError(f"{name}={value} must be ≥ {least}")
         if self.num_heads % self.num_kv_heads:
             raise ValueError(
                 f"num_heads={self.num_heads} is not divisible by num_kv_heads={self.num_kv_heads}"
@@ -76,6 +84,9 @@ class Config:
             )
         if self.remat not in REMAT:
             raise ValueError(f"remat={self.remat!r} is not one of {', '.join(REMAT)}")
+        for target in {*self.lora_targets} - {*Config.lora_targets}:
+            known = ", ".join(Config.lora_targets)
+            raise ValueError(f"lora_targets has {target!r}, which is not one of {known}")
 
     @classmethod
     def tiny(cls) -> "Config":
@@ -150,6 +161,7 @@ LOGICAL_AXES = {
     "head_dim": "both",  # H
     "mlp": "both",  # F
     "vocab": "both",  # V
+    "lora": "both",  # the rank of adapters
     "norm": "weights",  # D or H, of a norm's scale: too small to be worth a gather
     "layers": "weights",  # L, in front of every weight of the stacked layers
 }
@@ -222,13 +234,13 @@ def in_use(weights, dtype=None):
 # ---- end of the kit ------------------------------------------------------------------------------
 
 
-def param(rngs: nnx.Rngs, shape: tuple[int, ...], axes: tuple[str, ...], stddev: float):
-    """A normal float32 parameter with logical axis names.
+def param(rngs: nnx.Rngs, shape: tuple[int, ...], axes: tuple[str, ...], stddev: float, kind=None):
+    """A normal float32 parameter with logical axis names; `kind`: other than nnx.Param.
 
     eager_sharding=False keeps the names inert: they wait for rules instead of asking for a mesh.
     """
     value = stddev * jax.random.normal(rngs.params(), shape)
-    return nnx.Param(value, out_sharding=axes, eager_sharding=False)
+    return (kind or nnx.Param)(value, out_sharding=axes, eager_sharding=False)
 
 
 def reshape(x: jax.Array, shape: tuple[int, ...], *axes: str | None) -> jax.Array:
@@ -236,18 +248,54 @@ def reshape(x: jax.Array, shape: tuple[int, ...], *axes: str | None) -> jax.Arra
     return constrain(jnp.reshape(x, shape, out_sharding=explicit(*axes)), *axes)
 
 
-def dot(x: jax.Array, weight: nnx.Param, contract: int = 1) -> jax.Array:
+def dot(x: jax.Array, module: nnx.Module, name: str, contract: int = 1) -> jax.Array:
+    """x[B, T, ...] · the module's weight of this name, and what its adapter adds if it has one.
+
+    Contracts the last `contract` dims of x with the first of the weight, in use.
+    """
+    y = multiply(x, getattr(module, name), contract)
+    if name in module.lora:
+        adapter = module.lora[name]
+        y += multiply(multiply(x, adapter.a, contract), adapter.b) * adapter.scale
+    return y
+
+
+def multiply(x: jax.Array, weight: nnx.Param, contract: int = 1) -> jax.Array:
     """x[B, T, ...] · weight, over the last `contract` dims of x and the first of the weight, in use.
 
     The result's other axes are those of the weight, which so lays out every activation of a layer.
     B and T go in as one dim: where a gradient contracts two dims at once, XLA's CPU backend
     transposes its operands first, which made the whole training step 1.6 times slower.
     """
-    w, (B, T, *inner) = weight[...], x.shape
+    w, (B, T, *inner) = weight[...].astype(x.dtype), x.shape
     axes = [IN_USE.get(axis, axis) for axis in weight.out_sharding[-w.ndim :]]
     x = reshape(x, (B * T, *inner), "batch", *axes[:contract])
     y = jnp.tensordot(x, w, contract, out_sharding=explicit("batch", *axes[contract:]))
     return reshape(y, (B, T, *y.shape[1:]), "batch", "seq", *axes[contract:])
+
+
+class Adapter(nnx.Module):
+    """What LoRA adds to a weight: A · B · scale, of a low rank. B is 0 at first, so this is too."""
+
+    def __init__(self, weight: nnx.Param, contract: int, config: Config, *, rngs: nnx.Rngs):
+        r, shape, axes = config.lora_rank, weight.shape, weight.out_sharding
+        inner, outer = (slice(contract), slice(contract, None))
+        stddev = math.prod(shape[inner]) ** -0.5
+        self.a = param(rngs, (*shape[inner], r), (*axes[inner], "lora"), stddev, nnx.LoRAParam)
+        self.b = param(rngs, (r, *shape[outer]), ("lora", *axes[outer]), 0.0, nnx.LoRAParam)
+        self.scale = config.lora_alpha / r
+
+
+def adapters(module: nnx.Module, config: Config, rngs: nnx.Rngs, **contract: int) -> nnx.Dict:
+    """Name → Adapter of the module's weights that are to have one, {} without LoRA.
+
+    Args:
+      contract: of each weight that may have one, how many of its dims its input is contracted with.
+    """
+    names = [name for name in contract if config.lora_rank and name in config.lora_targets]
+    return nnx.Dict(
+        {name: Adapter(getattr(module, name), contract[name], config, rngs=rngs) for name in names}
+    )
 
 
 class RMSNorm(nnx.Module):
@@ -264,8 +312,8 @@ class RMSNorm(nnx.Module):
         return (x32 * jax.lax.rsqrt(variance + self.eps) * scale).astype(x.dtype)
 
 
-def rope_angles(config: Config, length: int) -> jax.Array:
-    """Rotation of each pair of dims at each position: [T, H/2], float32 radians."""
+def rope_angles(config: Config, positions_BT: jax.Array) -> jax.Array:
+    """Rotation of each pair of dims at these positions: [B, T, H/2], float32 radians."""
     dims = jnp.arange(0, config.head_dim, 2, dtype=jnp.float32)
     frequency = config.rope_theta ** -(dims / config.head_dim)
     if config.rope_scaling is not None:  # Llama 3: stretch long wavelengths, keep short ones
@@ -273,12 +321,12 @@ def rope_angles(config: Config, length: int) -> jax.Array:
         turns = original * frequency / (2 * math.pi)  # made within the original length
         keep = jnp.clip((turns - low) / (high - low), 0, 1)
         frequency = frequency * (keep + (1 - keep) / factor)
-    return jnp.arange(length, dtype=jnp.float32)[:, None] * frequency[None, :]
+    return positions_BT.astype(jnp.float32)[:, :, None] * frequency[None, None]
 
 
-def rotate(x_BTNH: jax.Array, angles_TH: jax.Array) -> jax.Array:
+def rotate(x_BTNH: jax.Array, angles_BTH: jax.Array) -> jax.Array:
     """Rotary position embedding: dims i and i + H/2 turn as a pair (Hugging Face's convention)."""
-    cos, sin = (f(angles_TH)[None, :, None, :] for f in (jnp.cos, jnp.sin))
+    cos, sin = (f(angles_BTH)[:, :, None, :] for f in (jnp.cos, jnp.sin))
     a, b = jnp.split(x_BTNH.astype(jnp.float32), 2, axis=-1)
     return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1).astype(x_BTNH.dtype)
 
@@ -335,6 +383,46 @@ def attend(q_BTNH, k_BSKH, v_BSKH, segment_ids_BT, config: Config) -> jax.Array:
     return reshape(out_BTKGH, (B, T, N, H), "batch", "seq", "heads", "head_dim")
 
 
+class Cache(NamedTuple):
+    """What generation keeps of the tokens that a model has read. L layers, S slots.
+
+    A row is padded in front: the newest token of every row is in slot `length` - 1.
+    """
+
+    k: jax.Array  # [L, B, S, K, H], rotated, in config.dtype; sharded by `batch` and `kv_heads`
+    v: jax.Array  # likewise
+    first: jax.Array  # [B], int32: the slot of each row's first token
+    length: jax.Array  # int32: slots that are filled
+
+    def seen(self, window: int | None) -> jax.Array:
+        """[B, S]: the slots that the next position of a row attends to, besides itself."""
+        slots_S = jnp.arange(self.k.shape[2])
+        least = 0 if window is None else self.length + 1 - window
+        first_B1 = jnp.maximum(self.first, least)[:, None]
+        return (slots_S[None] >= first_B1) & (slots_S[None] < self.length)
+
+
+def recall(q_BTNH, k_BTKH, v_BTKH, past) -> jax.Array:
+    """Attention of one new position, T = 1, to the cache and to itself. Returns [B, 1, N, H].
+
+    `past` is one layer's cache, which is only read, and what the position sees of it:
+    (k_BSKH, v_BSKH, seen_BS).
+    """
+    (B, T, N, H), K, (k_BSKH, v_BSKH, seen_BS) = q_BTNH.shape, k_BTKH.shape[2], past
+    axes = ("batch", "seq", "kv_heads", "head_dim")  # where the cache is, though heads be elsewhere
+    q_BTNH = constrain(q_BTNH, *axes)
+    q_BKGH = reshape(q_BTNH, (B, K, N // K, H), "batch", "kv_heads", None, "head_dim")
+    to = functools.partial(jnp.einsum, preferred_element_type=jnp.float32)
+    logits_BKGS = jnp.where(seen_BS[:, None, None], to("BKGH,BSKH->BKGS", q_BKGH, k_BSKH), -jnp.inf)
+    own_BKGT = to("BKGH,BTKH->BKGT", q_BKGH, k_BTKH)
+    logits = jnp.concatenate([logits_BKGS, own_BKGT], axis=-1) / math.sqrt(H)
+    weights_BKGS = jax.nn.softmax(logits, axis=-1).astype(v_BSKH.dtype)
+    out_BKGH = jnp.einsum("BKGS,BSKH->BKGH", weights_BKGS[..., :-T], v_BSKH)
+    out_BKGH += jnp.einsum("BKGT,BTKH->BKGH", weights_BKGS[..., -T:], v_BTKH)
+    out_BTNH = reshape(out_BKGH, (B, T, N, H), *axes)
+    return constrain(out_BTNH, "batch", "seq", "heads", "head_dim")
+
+
 class Attention(nnx.Module):
     """Grouped-query attention. Megatron: heads are split, the output is one all-reduce."""
 
@@ -353,18 +441,23 @@ class Attention(nnx.Module):
         if config.qk_norm:
             self.q_norm = RMSNorm(H, config.norm_eps, rngs=rngs)
             self.k_norm = RMSNorm(H, config.norm_eps, rngs=rngs)
+        self.lora = adapters(self, config, rngs, q=1, k=1, v=1, o=2)
 
-    def __call__(self, x_BTD, segment_ids_BT, angles_TH):
-        q, k, v = dot(x_BTD, self.q), dot(x_BTD, self.k), dot(x_BTD, self.v)
+    def __call__(self, x_BTD, segment_ids_BT, angles_BTH, past=None):
+        """Returns what it adds to the residual, and the keys and values that a cache wants."""
+        q, k, v = dot(x_BTD, self, "q"), dot(x_BTD, self, "k"), dot(x_BTD, self, "v")
         if self.config.qkv_bias:
             q = q + self.q_bias[...].astype(q.dtype)[None, None]
             k = k + self.k_bias[...].astype(k.dtype)[None, None]
             v = v + self.v_bias[...].astype(v.dtype)[None, None]
         if self.config.qk_norm:
             q, k = self.q_norm(q), self.k_norm(k)
-        q_BTNH, k_BSKH = rotate(q, angles_TH), rotate(k, angles_TH)
-        out_BTNH = attend(q_BTNH, k_BSKH, v, segment_ids_BT, self.config)
-        return dot(out_BTNH, self.o, contract=2)
+        q, k = rotate(q, angles_BTH), rotate(k, angles_BTH)
+        if past is None:
+            out_BTNH = attend(q, k, v, segment_ids_BT, self.config)
+        else:
+            out_BTNH = recall(q, k, v, past)
+        return dot(out_BTNH, self, "o", contract=2), (k, v)
 
 
 class MLP(nnx.Module):
@@ -375,9 +468,10 @@ class MLP(nnx.Module):
         self.gate = param(rngs, (D, F), ("embed", "mlp"), D**-0.5)
         self.up = param(rngs, (D, F), ("embed", "mlp"), D**-0.5)
         self.down = param(rngs, (F, D), ("mlp", "embed"), (F * 2 * config.num_layers) ** -0.5)
+        self.lora = adapters(self, config, rngs, gate=1, up=1, down=1)
 
     def __call__(self, x_BTD):
-        return dot(jax.nn.silu(dot(x_BTD, self.gate)) * dot(x_BTD, self.up), self.down)
+        return dot(jax.nn.silu(dot(x_BTD, self, "gate")) * dot(x_BTD, self, "up"), self, "down")
 
 
 class Layer(nnx.Module):
@@ -389,10 +483,11 @@ class Layer(nnx.Module):
         self.mlp_norm = RMSNorm(config.embed, config.norm_eps, rngs=rngs)
         self.mlp = MLP(config, rngs=rngs)
 
-    def __call__(self, x_BTD, segment_ids_BT, angles_TH):
-        out_BTD = self.attention(self.attention_norm(x_BTD), segment_ids_BT, angles_TH)
+    def __call__(self, x_BTD, segment_ids_BT, angles_BTH, past=None):
+        normed_BTD = self.attention_norm(x_BTD)
+        out_BTD, kv = self.attention(normed_BTD, segment_ids_BT, angles_BTH, past)
         x_BTD = x_BTD + checkpoint_name(out_BTD, "sublayer")
-        return x_BTD + checkpoint_name(self.mlp(self.mlp_norm(x_BTD)), "sublayer")
+        return x_BTD + checkpoint_name(self.mlp(self.mlp_norm(x_BTD)), "sublayer"), kv
 
 
 class Transformer(nnx.Module):
@@ -420,13 +515,8 @@ class Transformer(nnx.Module):
           tokens_BT: int, below vocab_size. On a mesh, B must be divisible by the axes of `batch`.
           segment_ids_BT: int; positions attend only within their own segment. None: all are one.
         """
-        x_BTD, unembed_RVD = self._trunk(tokens_BT, segment_ids_BT)
-        (B, T, D), R = x_BTD.shape, unembed_RVD.shape[0]
-        x_RMD = reshape(x_BTD, (R, -1, D), "batch", None, "act_embed")
-        logits_BTV = reshape(self._logits(x_RMD, unembed_RVD), (B, T, -1), "batch", "seq", "vocab")
-        if logits_BTV.shape[-1] == self.config.vocab_size:
-            return logits_BTV
-        return constrain(logits_BTV, "batch", "seq", None)[..., : self.config.vocab_size]
+        x_BTD, unembed_RVD, _ = self._trunk(tokens_BT, segment_ids_BT)
+        return self._unembed(x_BTD, unembed_RVD)
 
     def loss(self, tokens, targets, segment_ids=None):
         """(sum of cross entropies in nats, number of targets, further figures) of a batch.
@@ -440,7 +530,7 @@ class Transformer(nnx.Module):
         Returns: (objective sum, count, aux), float32 scalars; aux maps a name to (sum, count):
           loss: the cross entropy.
         """
-        x_BTD, unembed_RVD = self._trunk(tokens, segment_ids)
+        x_BTD, unembed_RVD, _ = self._trunk(tokens, segment_ids)
         (B, T), R = tokens.shape, unembed_RVD.shape[0]
         C = next(c for c in range(min(T, self.config.loss_chunk), 0, -1) if T % c == 0)
 
@@ -463,22 +553,71 @@ class Transformer(nnx.Module):
         total, count = _now(total_R.sum()), (targets >= 0).sum().astype(jnp.float32)
         return total, count, {"loss": (total, count)}
 
-    def _trunk(self, tokens_BT, segment_ids_BT):
-        """The last layer's output, normed, [B, T, D]; the table that unembeds it, [R, V, D]."""
+    def prefill(self, tokens_BT, lengths_B, slots: int) -> tuple[jax.Array, Cache]:
+        """Reads prompts: the logits [B, V] of what follows each, and a cache for more tokens.
+
+        Args:
+          tokens_BT: int; padded in front: row b's prompt is its last lengths_B[b] ≥ 1 tokens.
+          slots: S ≥ T, tokens that the cache has room for, those of the prompt and its padding too.
+        """
+        T = tokens_BT.shape[1]
+        first_B = constrain(T - lengths_B, "batch")
+        positions_BT = jnp.arange(T)[None] - first_B[:, None]
+        prompt_BT = (positions_BT >= 0).astype(jnp.int32)  # a segment, and its padding another
+        x_BTD, unembed_RVD, kv = self._trunk(tokens_BT, prompt_BT, positions_BT)
+        k, v = (jnp.pad(x, ((0, 0), (0, 0), (0, slots - T), (0, 0), (0, 0))) for x in kv)
+        logits_BV = self._unembed(x_BTD[:, -1:], unembed_RVD)[:, 0]
+        return logits_BV, Cache(k, v, first_B, jnp.int32(T))
+
+    def decode(self, tokens_B, cache: Cache) -> tuple[jax.Array, Cache]:
+        """Reads one more token a row: the logits [B, V] of what follows it, and the cache with it.
+
+        A jitted caller donates the cache: one slot of it is then written in place. It must not be
+        full: length < S.
+        """
+        positions_B1 = (cache.length - cache.first)[:, None]
+        x_B1D, unembed_RVD, kv = self._trunk(tokens_B[:, None], None, positions_B1, cache)
+        k, v = (
+            jax.lax.dynamic_update_slice_in_dim(old, new, cache.length, axis=2)
+            for old, new in zip(cache[:2], kv, strict=True)
+        )
+        logits_BV = self._unembed(x_B1D, unembed_RVD)[:, 0]
+        return logits_BV, Cache(k, v, cache.first, cache.length + 1)
+
+    def _trunk(self, tokens_BT, segment_ids_BT, positions_BT=None, cache=None):
+        """The last layer's output, normed, [B, T, D]; the table that unembeds it, [R, V, D].
+
+        Given positions, as generation gives them, also each layer's keys and values, [L, B, T, K, H].
+        """
         config, (B, T) = self.config, tokens_BT.shape
         embed_RVD = _per_shard(self.embed, config.dtype)
         tokens_RM = reshape(tokens_BT, (embed_RVD.shape[0], -1), "batch", None)
         x_BTD = reshape(_rows(embed_RVD, tokens_RM), (B, T, -1), "batch", "seq", "act_embed")
-        angles_TH = rope_angles(config, T)
+        keep = positions_BT is not None
+        angles_BTH = rope_angles(config, positions_BT if keep else jnp.arange(T)[None])
+        past = None if cache is None else (cache.k, cache.v)
+        seen_BS = None if cache is None else cache.seen(config.sliding_window)
 
         @functools.partial(jax.checkpoint, policy=REMAT[config.remat], prevent_cse=False)
-        def layer(x_BTD, weights: Layer):  # the gather stands inside: remat gathers again
-            return in_use(weights, config.dtype)(x_BTD, segment_ids_BT, angles_TH), None
+        def layer(x_BTD, weights_and_kv):
+            weights, kv = weights_and_kv
+            weights = in_use(weights, config.dtype)  # the gather stands inside: remat gathers again
+            x_BTD, kv = weights(x_BTD, segment_ids_BT, angles_BTH, kv and (*kv, seen_BS))
+            return x_BTD, kv if keep else None
 
-        x_BTD, _ = jax.lax.scan(layer, x_BTD, self.layers, unroll=config.unroll)
+        x_BTD, kv = jax.lax.scan(layer, x_BTD, (self.layers, past), unroll=config.unroll)
         if not config.tie_embeddings:
             embed_RVD = _per_shard(self.unembed, config.dtype)
-        return self.final_norm(x_BTD), embed_RVD
+        return self.final_norm(x_BTD), embed_RVD, kv
+
+    def _unembed(self, x_BTD, unembed_RVD):
+        """[B, T, V] in float32."""
+        (B, T, D), R = x_BTD.shape, unembed_RVD.shape[0]
+        x_RMD = reshape(x_BTD, (R, -1, D), "batch", None, "act_embed")
+        logits_BTV = reshape(self._logits(x_RMD, unembed_RVD), (B, T, -1), "batch", "seq", "vocab")
+        if logits_BTV.shape[-1] == self.config.vocab_size:
+            return logits_BTV
+        return constrain(logits_BTV, "batch", "seq", None)[..., : self.config.vocab_size]
 
     def _logits(self, x_RMD, unembed_RVD):
         """[R, M, V] in float32, M being the positions of one shard of the batch."""

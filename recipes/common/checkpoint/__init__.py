@@ -11,6 +11,7 @@ from recipes.common.checkpoint.store import (
     check_variables,
     config_from,
     configure,
+    context,
     find,
     layout_of,
     metadata,

@@ -25,6 +25,7 @@ from collections.abc import Callable, Iterator
 from typing import Any, Protocol
 
 import jax
+import jax.numpy as jnp
 import orbax.checkpoint as ocp
 from etils import epath
 from jax.sharding import Mesh
@@ -194,8 +195,12 @@ def restore(
     return layout.model.merge(restore_variables(source, layout)), source.metadata
 
 
-def layout_of(source: Source, mesh: Mesh, rules: str | Table | None = None) -> Layout:
-    """Where a checkpoint's model lies on `mesh`; nothing is read or allocated. Raises UserError."""
+def layout_of(source: Source, mesh: Mesh, rules: str | Table | None = None, **compute) -> Layout:
+    """Where a checkpoint's model lies on `mesh`; nothing is read or allocated. Raises UserError.
+
+    Args:
+      compute: fields of its Config that say how to compute it, such as dtype.
+    """
     entry = source.metadata["entry"]
     if entry not in entries.ENTRIES:
         raise UserError(
@@ -203,7 +208,13 @@ def layout_of(source: Source, mesh: Mesh, rules: str | Table | None = None) -> L
             f"{', '.join(entries.ENTRIES)}"
         )
     config = config_from(entries.zoo_file(entry).Config, source)
-    return make_layout(entries.model(entry), config, mesh, rules)
+    return make_layout(entries.model(entry), dataclasses.replace(config, **compute), mesh, rules)
+
+
+def context(source: Source) -> int:
+    """Positions that a model was made for: as its folder says, or those that it was trained on."""
+    facts = source.metadata
+    return facts.get("context") or facts.get("flags", {}).get("seq_len") or 2_048
 
 
 def config_from(config_class, source: Source):
@@ -233,10 +244,20 @@ def configure(default, source: Source | None, flags):
     return dataclasses.replace(base, **{name: value for name, value in given.items() if value})
 
 
-def restore_variables(source: Source, layout: Layout) -> Tree:
-    """A checkpoint's parameters and buffers, where `layout` says. UserError for another model's."""
+def restore_variables(source: Source, layout: Layout, dtype: str | None = None) -> Tree:
+    """A checkpoint's parameters and buffers, where `layout` says. UserError for another model's.
+
+    Args:
+      dtype: of weights that are multiplied, for a model that is not trained; None: float32.
+    """
     check_variables(source, layout)
-    return source.read(layout.variables())
+    wanted, in_use = layout.variables(), layout.zoo.IN_USE.keys()
+    if dtype:
+        wanted = jax.tree.map(
+            lambda axes, a: a.update(dtype=jnp.dtype(dtype)) if in_use & set(axes) else a,
+            layout.model.axes, wanted, is_leaf=lambda x: isinstance(x, tuple),
+        )  # fmt: skip
+    return source.read(wanted)
 
 
 def check_variables(source: Source, layout: Layout) -> None:

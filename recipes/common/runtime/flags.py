@@ -40,8 +40,8 @@ def flag(
 
 
 @dataclasses.dataclass(frozen=True)
-class Run:
-    """The flags that every recipe has."""
+class Devices:
+    """The flags of what runs on a mesh."""
 
     mesh: str = flag(
         "", "Device mesh, as sizes (8, 4x2, 2x2x2) or names (data=2,model=4); empty: all on data.",
@@ -51,6 +51,23 @@ class Run:
         "", "Sharding rules: a key of the zoo file's RULES, or a .json file with a table of your "
         "own; empty: chosen by the mesh.", may_change=True,
     )  # fmt: skip
+    num_processes: int = flag(
+        0, "Processes that share this run; 0: one, or as Slurm, Open MPI or a TPU pod says.",
+        "processes", at_least=0, may_change=True,
+    )  # fmt: skip
+    process_id: int = flag(
+        -1, "This process's number, from 0; only with --num_processes.", "processes",
+        at_least=-1, may_change=True,
+    )  # fmt: skip
+    coordinator: str = flag(
+        "", "HOST:PORT of process 0; only with --num_processes.", "processes", may_change=True
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class Run(Devices):
+    """The flags that every recipe that trains has."""
+
     steps: int = flag(
         100, "Optimizer steps in total, also when resumed.", at_least=0, may_change=True
     )
@@ -99,17 +116,6 @@ class Run:
         True, "Check a checkpoint's files against their SHA-256 before reading it.",
         "checkpoints", may_change=True,
     )  # fmt: skip
-    num_processes: int = flag(
-        0, "Processes that share this run; 0: one, or as Slurm, Open MPI or a TPU pod says.",
-        "processes", at_least=0, may_change=True,
-    )  # fmt: skip
-    process_id: int = flag(
-        -1, "This process's number, from 0; only with --num_processes.", "processes",
-        at_least=-1, may_change=True,
-    )  # fmt: skip
-    coordinator: str = flag(
-        "", "HOST:PORT of process 0; only with --num_processes.", "processes", may_change=True
-    )
 
 
 def parse(argv: list[str], *groups) -> list[Any] | None:

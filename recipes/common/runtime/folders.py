@@ -17,15 +17,15 @@ def try_to_write(path: pathlib.Path) -> None:
         pass
 
 
-def new(target: str) -> pathlib.Path:
-    """--target, where nothing exists yet and a folder can be made. Raises UserError."""
+def new(target: str, flag: str = "target") -> pathlib.Path:
+    """What a flag names, where nothing exists yet and something can be made. Raises UserError."""
     folder = pathlib.Path(target).expanduser().absolute()
     if folder.exists():
-        raise UserError(f"--target={folder} already exists; use a new folder")
+        raise UserError(f"--{flag}={folder} already exists; use a new name")
     try:
         try_to_write(folder)
     except OSError as error:
         raise UserError(
-            f"--target={folder} can't be written ({error.strerror}); use a different folder"
+            f"--{flag}={folder} can't be written ({error.strerror}); use a different folder"
         ) from None
     return folder

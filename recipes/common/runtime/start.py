@@ -34,7 +34,7 @@ def start(main, *groups) -> None:
         else:
             _settle_libraries()
             for run in parsed:
-                if isinstance(run, flags.Run):
+                if isinstance(run, flags.Devices):
                     processes.initialize(run.num_processes, run.process_id, run.coordinator)
             main(*parsed)
     except (UserError, data.DataError) as mistake:

@@ -1,0 +1,175 @@
+"""Text from a model with a cache: prompts are read at once, then each step writes a token a row.
+
+A model that can be used here has `prefill` and `decode` (zoo/transformer.py).
+"""
+
+import dataclasses
+import functools
+import math
+import time
+from collections.abc import Iterator
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from recipes.common.sharding import Layout, Tree, paths
+from recipes.common.sharding.rules import shards
+
+SHORTEST = 16  # tokens: prompts are padded to this length, twice it, four times it, …
+
+
+@dataclasses.dataclass(frozen=True)
+class Sampling:
+    """How the next token is chosen."""
+
+    temperature: float = 0.0  # 0: the likeliest
+    top_k: int = 0  # tokens to choose among; 0: all
+    top_p: float = 1.0  # share of the probability to choose among: the fewest tokens that have it
+    seed: int = 0
+
+    def __call__(self, logits_BV: jax.Array, rows_B: jax.Array, number) -> jax.Array:
+        """Tokens [B], each a function of the seed, its row's number, its own number and its logits."""
+        if not self.temperature:
+            return jnp.argmax(logits_BV, axis=-1).astype(jnp.int32)
+        logits_BV = self._kept(logits_BV / self.temperature)
+
+        def one(row, logits_V):
+            key = jax.random.fold_in(jax.random.fold_in(jax.random.key(self.seed), row), number)
+            return jax.random.categorical(key, logits_V).astype(jnp.int32)
+
+        return jax.vmap(one)(rows_B, logits_BV)
+
+    def _kept(self, logits_BV: jax.Array) -> jax.Array:
+        """-inf for the tokens that are no choice; top_p counts among those that top_k leaves."""
+        if 0 < self.top_k < logits_BV.shape[-1]:
+            least_B1 = jax.lax.top_k(logits_BV, self.top_k)[0][:, -1:]
+            logits_BV = jnp.where(logits_BV < least_B1, -jnp.inf, logits_BV)
+        if self.top_p < 1:
+            sorted_BV = jnp.sort(logits_BV, axis=-1, descending=True)
+            share_BV = jax.nn.softmax(sorted_BV, axis=-1)
+            wanted_BV = jnp.cumsum(share_BV, axis=-1) - share_BV < self.top_p  # the first always is
+            least_B1 = jnp.where(wanted_BV, sorted_BV, jnp.inf).min(axis=-1, keepdims=True)
+            logits_BV = jnp.where(logits_BV < least_B1, -jnp.inf, logits_BV)
+        return logits_BV
+
+
+class Generator:
+    """Writes after prompts. Each shape of its two programs is compiled once.
+
+    Counts as it goes: tokens `read` and `written`, of real rows, `steps` that wrote, and the
+    `seconds` of both.
+    """
+
+    def __init__(
+        self,
+        layout: Layout,
+        variables: Tree,
+        sampling: Sampling,
+        end: tuple[int, ...],
+        vocabulary: int,
+        *,
+        rows: int = 1,
+        slots: int = 0,
+    ):
+        """Nothing is compiled yet.
+
+        Args:
+          variables: the model's, {"params": …}; a training state will do.
+          end: the tokens that end a row.
+          vocabulary: tokens that may be written are below it.
+          rows: least rows of a batch, which is also padded to what the mesh wants.
+          slots: least tokens of the cache; more than any call needs, where programs are shared.
+        """
+        self.layout, self.sampling, self.end = layout, sampling, np.array(end, np.int32)
+        self._variables = {kind: variables[kind] for kind in layout.model.shapes}
+        self._vocabulary, self._rows, self._slots = vocabulary, rows, slots
+        self._compiled: dict[tuple[int, ...], jax.stages.Compiled] = {}
+        self.cache_bytes = 0  # of the last call, on a device
+        self.read, self.written, self.steps, self.seconds = 0, 0, 0, [0.0, 0.0]
+
+    def __call__(
+        self, prompts: list[np.ndarray], max_new_tokens: int, first: int = 0
+    ) -> Iterator[np.ndarray]:
+        """The next token of each row, int32 [len(prompts)], until all rows have ended.
+
+        The token that ends a row is given; behind it comes -1.
+
+        Args:
+          prompts: each of at least one token.
+          first: number of the first prompt, where several calls share a seed.
+        """
+        lengths = [len(prompt) for prompt in prompts]
+        T = max(SHORTEST, 2 ** math.ceil(math.log2(max(lengths))))
+        B = -(-max(len(prompts), self._rows) // self.layout.batch_shards) * self.layout.batch_shards
+        S = max(T + max_new_tokens, self._slots)
+        tokens_BT, lengths_B = np.zeros((B, T), np.int32), np.ones(B, np.int32)
+        for row, prompt in enumerate(prompts):
+            tokens_BT[row, T - len(prompt) :] = prompt
+            lengths_B[row] = len(prompt)
+        rows_B = np.where(np.arange(B) < len(prompts), first + np.arange(B), -1).astype(np.int32)
+        given = jax.device_put((tokens_BT, lengths_B, rows_B), self.layout.replicated)
+
+        prefill = self._program(self._prefill, (B, T, S), self._variables, *given)
+        start = time.perf_counter()
+        token_B, cache = prefill(self._variables, *given)
+        number = jax.device_put(np.int32(1), self.layout.replicated)
+        jax.block_until_ready(token_B)
+        self.seconds[0] += time.perf_counter() - start
+        self.read += sum(lengths)
+        self.cache_bytes = sum(x.addressable_shards[0].data.nbytes for x in cache[:2])
+
+        state = (token_B, number, cache)
+        decode = self._program(self._decode, (B, S), self._variables, given[-1], *state)
+        going = np.ones(len(prompts), bool)
+        start = time.perf_counter()
+        for count in range(1, max_new_tokens + 1):
+            shown = state[0]
+            if (
+                count < max_new_tokens
+            ):  # the next step is under way while this one's tokens are read
+                state = decode(self._variables, given[-1], *state)
+            tokens = np.asarray(jax.device_get(shown))[: len(prompts)]
+            self.written += int(going.sum())
+            self.steps += 1
+            self.seconds[1] += time.perf_counter() - start
+            yield tokens
+            start = time.perf_counter()
+            going &= (tokens >= 0) & ~np.isin(tokens, self.end)
+            if not going.any():
+                break
+        jax.block_until_ready(state)  # not more than two programs in flight on simulated devices
+
+    def bytes_a_token(self) -> tuple[int, int]:
+        """(weights, cache) that a device reads to write a token: no step can read less."""
+        layout, weights = self.layout, 0
+        arrays, names = paths(self._variables), paths(layout.model.axes)
+        for path, array in arrays.items():
+            used = [layout.zoo.IN_USE.get(axis, axis) for axis in names[path]]
+            parts = math.prod(shards(layout.table, axis, layout.mesh.shape) for axis in used)
+            weights += array.nbytes // parts
+        return weights, self.cache_bytes
+
+    def _prefill(self, S, variables, tokens_BT, lengths_B, rows_B):
+        model = self.layout.model.merge(variables)
+        logits_BV, cache = model.prefill(tokens_BT, lengths_B, S)
+        return self._next(logits_BV, rows_B, rows_B < 0, 0), cache
+
+    def _decode(self, S, variables, rows_B, token_B, number, cache):
+        model = self.layout.model.merge(variables)
+        ended_B = (token_B < 0) | jnp.isin(token_B, self.end)
+        logits_BV, cache = model.decode(jnp.maximum(token_B, 0), cache)
+        return self._next(logits_BV, rows_B, ended_B, number), number + 1, cache
+
+    def _next(self, logits_BV, rows_B, ended_B, number):
+        logits_BV = jax.sharding.reshard(logits_BV, jax.P())[:, : self._vocabulary]
+        return jnp.where(ended_B, -1, self.sampling(logits_BV, rows_B, number))
+
+    def _program(self, function, shape, *arguments) -> jax.stages.Compiled:
+        key = (function.__name__, *shape)
+        if key not in self._compiled:
+            donated = {"donate_argnums": 4} if function == self._decode else {}
+            self._compiled[key] = self.layout.compile(
+                functools.partial(function, shape[-1]), *arguments, **donated
+            )
+        return self._compiled[key]

@@ -1,0 +1,261 @@
+"""Writes text with a trained model: after a prompt, after many, or in a dialogue.
+
+    python -m recipes.generate --restore_from=transformer.stdlib_3m --prompt="def "
+    python -m recipes.generate --restore_from=hf:DIR --mesh=1x8 --chat --prompt="Who are you?"
+    python -m recipes.generate --restore_from=hf:DIR --chat                # a dialogue
+    python -m recipes.generate --restore_from=hf:DIR --prompts=FILE.jsonl --out=ANSWERS.jsonl
+
+The model may have been trained on any mesh. What it has read is kept in a cache that is sharded by the
+same rules as the model. A line of FILE.jsonl is {"prompt": "…"} or {"messages": [{"role": "user",
+"content": "…"}, …]}; a line of ANSWERS.jsonl has "answer" in addition, and whether the model "ended" it.
+"""
+
+import dataclasses
+import json
+import pathlib
+import signal
+from typing import Any
+
+import numpy as np
+
+from data import prompts
+from data.tokenizer import START, Tokenizer
+from recipes.common import checkpoint, entries
+from recipes.common.analysis import report
+from recipes.common.generation import Generator, Sampling
+from recipes.common.runtime import Devices, UserError, flag, folders, make_mesh, print0, processes
+from recipes.common.runtime.start import start
+from recipes.common.runtime.terminal import ask, show
+
+
+@dataclasses.dataclass(frozen=True)
+class Generate:
+    restore_from: str = flag("", "The model: a run, checkpoint or published name, or hf:DIR.")
+    prompt: str = flag("", "Text to go on from.")
+    chat: bool = flag(
+        False, "Give prompts to the model as a user's messages, by its chat template; without a "
+        "prompt it is a dialogue.",
+    )  # fmt: skip
+    prompts: str = flag("", "JSON Lines file with a prompt, or messages, in each row.")
+    out: str = flag("", "New JSON Lines file for the answers to --prompts; empty: the terminal.")
+    max_new_tokens: int = flag(
+        0, "Most tokens to write; 0: as generation_config.json says or 256, where the context has "
+        "room.", at_least=0,
+    )  # fmt: skip
+    temperature: float = flag(
+        -1.0, "Temperature; 0 takes the likeliest token; -1: as generation_config.json says, or 0.8 "
+        "without one.", at_least=-1.0,
+    )  # fmt: skip
+    top_k: int = flag(
+        -1, "Likeliest tokens to choose among; 0: all; -1: as generation_config.json says.",
+        at_least=-1,
+    )  # fmt: skip
+    top_p: float = flag(
+        -1.0, "Share of the probability that the tokens to choose among have; -1: as "
+        "generation_config.json says.", at_least=-1.0, at_most=1.0,
+    )  # fmt: skip
+    seed: int = flag(0, "Seed of the samples.", at_least=0, at_most=2**31 - 1)
+    batch_size: int = flag(8, "Prompts of --prompts that are answered at once.", at_least=1)
+    tokenizer: str = flag(
+        "", "Tokenizer, where the model has none of its own: bytes, a tokenizer.json, ORG/NAME."
+    )
+    dtype: str = flag(
+        "", "Type of activations and weights; empty: bfloat16 on accelerators, else float32.",
+        choices=["", "float32", "bfloat16"],
+    )  # fmt: skip
+    verify: bool = flag(True, "Check a checkpoint's files against their SHA-256 before reading it.")
+
+
+def main(devices: Devices, flags: Generate) -> None:
+    # ---- What is asked, checked before anything is computed --------------------------------------
+    mesh = make_mesh(devices.mesh)
+    if not flags.restore_from:
+        raise UserError("--restore_from is missing; use --restore_from=RUN, or hf:DIR")
+    source = checkpoint.find(flags.restore_from, whole=flags.verify)
+    tokenizer = checkpoint.tokenizer_for(flags.tokenizer, source)
+    asked = questions(flags, tokenizer)
+    limit = Limit(checkpoint.context(source), flags, tokenizer)
+    for question in asked:
+        limit.new_tokens(question)
+    out = folders.new(flags.out, "out") if flags.out else None
+
+    # ---- The model, and a cache that the same rules shard ----------------------------------------
+    dtype = flags.dtype or ("float32" if mesh.devices.flat[0].platform == "cpu" else "bfloat16")
+    layout = checkpoint.layout_of(source, mesh, devices.rules, dtype=dtype)
+    if not hasattr(entries.model(source.metadata["entry"]), "decode"):
+        raise UserError(
+            f"--restore_from={flags.restore_from} is a {source.metadata['entry']!r} model, which "
+            "writes no text; use a transformer"
+        )
+    print0(report.headline(layout))
+    variables = checkpoint.restore_variables(source, layout, dtype)
+    vocabulary = tokenizer.size if tokenizer.files else START  # bytes write no other start
+    rows = min(flags.batch_size, max(len(asked), 1))
+    generator = Generator(
+        layout, variables, sampling(flags, tokenizer), tokenizer.end, vocabulary, rows=rows
+    )
+
+    # ---- Answers ---------------------------------------------------------------------------------
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        if flags.prompts:
+            answer_all(generator, asked, limit, flags, out)
+        elif asked:
+            answer(generator, asked[0], limit)
+        else:
+            dialogue(generator, limit)
+    except KeyboardInterrupt:
+        print0("", "Stopped by SIGINT.")
+    print0(*speed(generator))
+
+
+@dataclasses.dataclass(frozen=True)
+class Question:
+    row: dict[str, Any]  # as it was asked
+    tokens: np.ndarray
+    begins: str = ""  # the text that an answer goes on from
+
+
+def questions(flags: Generate, tokenizer: Tokenizer) -> list[Question]:
+    """What --prompt or --prompts ask; none is a dialogue. Raises UserError, DataError."""
+    if flags.prompts and flags.prompt:
+        raise UserError(f"--prompt and --prompts={flags.prompts} are both given; leave one out")
+    if flags.out and not flags.prompts:
+        raise UserError(f"--out={flags.out} is for the answers to --prompts; add it")
+    if flags.prompts:
+        rows = prompts.read(flags.prompts)
+    elif flags.chat and not flags.prompt:
+        tokenizer.ask([{"role": "user", "content": ""}])  # whether it can be asked at all
+        return []
+    else:
+        rows = [{"prompt": flags.prompt}]
+    return [question(row, flags.chat, tokenizer) for row in rows]
+
+
+def question(row: dict[str, Any], chat: bool, tokenizer: Tokenizer) -> Question:
+    if chat and "prompt" in row:
+        messages = [{"role": "user", "content": row["prompt"]}]
+        return Question(row, tokenizer.ask(messages))
+    if "messages" in row:
+        return Question(row, tokenizer.ask(row["messages"]))
+    return Question(row, tokenizer.prompt(row["prompt"]), row["prompt"])
+
+
+@dataclasses.dataclass(frozen=True)
+class Limit:
+    """How much may be written."""
+
+    context: int  # tokens that the model was made for, of prompt and answer together
+    flags: Generate
+    tokenizer: Tokenizer
+
+    def new_tokens(self, question: Question) -> int:
+        """Most tokens to write after this prompt. Raises UserError if the context has no room."""
+        length, wanted = len(question.tokens), self.flags.max_new_tokens
+        if length >= self.context:
+            raise UserError(
+                f"a prompt has {length} tokens, and the model a context of {self.context}, answer "
+                "included; use a shorter prompt"
+            )
+        if length + wanted > self.context:
+            raise UserError(
+                f"a prompt has {length} tokens, and with --max_new_tokens={wanted} that is more than "
+                f"the model's context of {self.context}; try --max_new_tokens={self.context - length}"
+            )
+        wanted = wanted or self.tokenizer.generation.get("max_new_tokens") or 256
+        return min(wanted, self.context - length)
+
+
+def sampling(flags: Generate, tokenizer: Tokenizer) -> Sampling:
+    """By the flags, and where they leave it, by the model's generation_config.json."""
+    said = tokenizer.generation
+    greedy = 0.8 if not said else said.get("temperature", 1.0) if said.get("do_sample") else 0.0
+    given = [
+        default if flag < 0 else flag
+        for flag, default in (
+            (flags.temperature, greedy),
+            (flags.top_k, said.get("top_k") or 0),
+            (flags.top_p, said.get("top_p") or 1.0),
+        )
+    ]
+    return Sampling(*given, flags.seed)
+
+
+# ---- answers -------------------------------------------------------------------------------------
+
+
+def answer(generator: Generator, question: Question, limit: Limit) -> str:
+    """Writes one answer to the terminal as it comes, and returns it."""
+    stream = limit.tokenizer.stream()
+    text = ""
+    show(question.begins)
+    for (token,) in generator([question.tokens], limit.new_tokens(question)):
+        piece = stream.put(int(token))
+        show(piece)
+        text += piece
+    rest = stream.rest()
+    show(rest + "\n")
+    return text + rest
+
+
+def answer_all(
+    generator: Generator,
+    asked: list[Question],
+    limit: Limit,
+    flags: Generate,
+    out: pathlib.Path | None,
+) -> None:
+    """Answers --batch_size prompts at a time, to --out or the terminal."""
+    for first in range(0, len(asked), flags.batch_size):
+        group = asked[first : first + flags.batch_size]
+        most = [limit.new_tokens(question) for question in group]
+        steps = list(generator([one.tokens for one in group], max(most), first))
+        for question, tokens, room in zip(group, np.stack(steps, axis=1), most, strict=True):
+            tokens = tokens[:room]
+            written = tokens[tokens >= 0]
+            row = question.row | {
+                "answer": limit.tokenizer.decode(written),
+                "ended": bool(np.isin(written[-1:], generator.end).any()),
+                "tokens": len(written),
+            }
+            line = json.dumps(row, ensure_ascii=False)
+            if out is None:
+                print0(line)
+            elif processes.is_first():
+                with out.open("a") as file:
+                    print(line, file=file)
+
+
+def dialogue(generator: Generator, limit: Limit) -> None:
+    """Until the end of the input. Each turn reads the whole conversation."""
+    print0("A dialogue; Ctrl-D ends it.")
+    messages: list[dict[str, str]] = []
+    while (said := ask("> ")) is not None:
+        messages.append({"role": "user", "content": said})
+        turn = Question({}, limit.tokenizer.ask(messages))
+        try:
+            limit.new_tokens(turn)
+        except UserError as full:
+            print0(f"The conversation is over: {full}. A new one begins.")
+            messages = []
+            continue
+        messages.append({"role": "assistant", "content": answer(generator, turn, limit)})
+
+
+def speed(generator: Generator) -> list[str]:
+    """Tokens a second, and the bytes that a step can't do without."""
+    read, write = generator.seconds
+    if not generator.written:
+        return []
+    weights, cache = generator.bytes_a_token()
+    each = write / generator.steps
+    return [
+        f"Read {generator.read:,} tokens at {generator.read / read:,.0f} tokens/s, wrote "
+        f"{generator.written:,} at {generator.written / write:,.1f} tokens/s.",
+        f"A step reads {report.size(weights + cache)} a device at least, weights "
+        f"{report.size(weights)} and cache {report.size(cache)}: {report.size((weights + cache) / each)}/s.",
+    ]
+
+
+if __name__ == "__main__":
+    start(main, Devices(), Generate())
