@@ -27,15 +27,23 @@ class Model(TemplateLM):
     """
 
     def __init__(
-        self, layout: Layout, variables: Tree, tokens: Tokenizer, batch_size: int, context: int
+        self,
+        layout: Layout,
+        variables: Tree,
+        tokens: Tokenizer,
+        batch_size: int,
+        context: int,
+        about: dict[str, Any],
     ):
         """
         Args:
           variables: the model's, on the layout's mesh.
           batch_size: sequences at a time, at most.
           context: tokens that the model sees at most.
+          about: what the results say of the model.
         """
         super().__init__()
+        self._about = about | {"max_length": context}
         self._layout, self._variables, self._tokens = layout, variables, tokens
         self._batch_size, self._context = batch_size, context
         self._score = Scorer(layout, variables, batch_size, context)
@@ -43,6 +51,9 @@ class Model(TemplateLM):
         begin, end = tokens.control("bos"), tokens.control("eos")
         self._begin, self._begin_text = begin or end or ((*tokens.end, 0)[0], "")
         self._end, self._end_text = end or ((*tokens.end, self._begin)[0], "")
+
+    def get_model_info(self) -> dict[str, Any]:
+        return self._about
 
     # ---- text and tokens -------------------------------------------------------------------------
 
@@ -152,8 +163,9 @@ class Model(TemplateLM):
         if sampling not in self._generators:
             vocabulary = self._tokens.size if self._tokens.files else START
             self._generators[sampling] = Generator(
-                self._layout, self._variables["params"], sampling, self._tokens.end, vocabulary
-            )
+                self._layout, self._variables, sampling, self._tokens.end, vocabulary,
+                rows=self._batch_size,
+            )  # fmt: skip
         written: list[list[int]] = [[] for _ in prompts]
         streams, shown = [self._tokens.stream() for _ in prompts], [""] * len(prompts)
         open_ = set(range(len(prompts)))

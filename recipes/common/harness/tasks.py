@@ -7,7 +7,7 @@ import logging
 import os
 import pathlib
 import sys
-from typing import Any
+from typing import Any, NamedTuple
 
 from data import hub
 from recipes.common.runtime import UserError, processes
@@ -15,6 +15,11 @@ from recipes.common.runtime import UserError, processes
 # Samples of a metric's standard error where it has no formula: a tenth of the harness's own, as
 # they are drawn in this process; a fork of it, with JAX's threads, may hang.
 BOOTSTRAP = 10_000
+
+
+class Tasks(NamedTuple):
+    manager: Any  # lm_eval's TaskManager
+    chosen: list[Any]  # its tasks, and its groups of them, with their data
 
 
 def check(names: str) -> None:
@@ -25,8 +30,8 @@ def check(names: str) -> None:
         )
 
 
-def load(names: str, include_path: str = "") -> list[Any]:
-    """The harness's tasks and groups of these names, with their data.
+def load(names: str, include_path: str = "") -> Tasks:
+    """The harness's tasks and groups of these names.
 
     Args:
       names: with commas between them; patterns as `arc_*`, and YAML files, are fine.
@@ -70,7 +75,8 @@ def load(names: str, include_path: str = "") -> list[Any]:
     inner = {name for group in groups for name in group.child_names}
     inner |= {task.task_name for group in groups for task in group.get_all_tasks()}
     outer = [group for group in groups if group.name not in inner]
-    return outer + [task for name, task in loaded["tasks"].items() if name not in inner]
+    outer += [task for name, task in loaded["tasks"].items() if name not in inner]
+    return Tasks(manager, outer)
 
 
 def _matches(manager, name: str) -> list[str]:
@@ -79,7 +85,7 @@ def _matches(manager, name: str) -> list[str]:
     return manager.match_tasks([name])
 
 
-def run(model, tasks: list[Any], fewshot: int, limit: float, chat: bool) -> dict[str, Any]:
+def run(model, tasks: Tasks, fewshot: int, limit: float, chat: bool) -> dict[str, Any]:
     """The harness's own results, without the samples.
 
     Args:
@@ -96,7 +102,8 @@ def run(model, tasks: list[Any], fewshot: int, limit: float, chat: bool) -> dict
     with contextlib.redirect_stdout(sys.stderr):
         return simple_evaluate(
             model=model,
-            tasks=tasks,
+            tasks=tasks.chosen,
+            task_manager=tasks.manager,
             num_fewshot=None if fewshot < 0 else fewshot,
             limit=limit or None,
             apply_chat_template=chat,
