@@ -57,7 +57,9 @@ def main(flags: Publish) -> None:
     batch = probe.batch(source.metadata, tokenizer)
     loss = probe.loss(layout, variables, batch)
     leaves = jax.tree.leaves(variables["params"])
-    metadata = source.metadata | {
+    began = card.base(source.metadata)
+    # The parameters of an adapter are merged: it needs its base no more.
+    metadata = {k: v for k, v in source.metadata.items() if k != "base"} | {
         "flags": {k: v for k, v in source.metadata["flags"].items() if k not in card.UNTOLD},
         "published": {
             "parameters": sum(leaf.size for leaf in leaves),
@@ -67,6 +69,7 @@ def main(flags: Publish) -> None:
             "probe_loss": loss,
             "unit": ENTRIES[source.metadata["entry"]].unit,
             **card.measured(source.path, source.step),
+            **({"base": began} if began else {}),
         },
     }
 
