@@ -9,11 +9,14 @@ the documents that a training run on the same --dataset holds out.
 """
 
 import dataclasses
+import itertools
 import json
 import pathlib
 from typing import Any
 
 from data import text
+from data.batches import Dataset
+from data.tokenizer import Tokenizer
 from recipes.common import checkpoint
 from recipes.common.analysis import report
 from recipes.common.entries import ENTRIES
@@ -45,8 +48,8 @@ class Evaluate:
         "", "Texts, with commas between them; each as in recipes.transformer.", "data"
     )
     part: str = flag(
-        "all", "What of a text is evaluated: all of it, or what a training run on it holds out or "
-        "trains on.", "data", choices=["all", "held_out", "train"],
+        "all", "What of a text is evaluated: all of it, or what a training run on it holds out.",
+        "data", choices=["all", "held_out"],
     )  # fmt: skip
     text_column: str = flag(
         "text", "Column of .jsonl, .parquet and hf: datasets that has the text.", "data"
@@ -87,11 +90,7 @@ def main(devices: Devices, flags: Evaluate) -> None:
     checkpoint.check_size(tokenizer, layout.config.vocab_size)
     context = flags.seq_len or checkpoint.context(source)
     length = flags.seq_len or min(context, 1_024)
-    pack = str(flags.pack).lower()
-    texts = {
-        name: text.load(name, flags.text_column, length, tokenizer, pack, flags.part)
-        for name in names(flags.dataset)
-    }
+    texts = {name: load(name, flags, length, tokenizer) for name in names(flags.dataset)}
 
     # ---- The model, each shard read onto its own device ------------------------------------------
     rows = -(-flags.batch_size // layout.batch_shards) * layout.batch_shards
@@ -125,6 +124,15 @@ def names(dataset: str) -> list[str]:
     if pathlib.Path(dataset).expanduser().exists():
         return [dataset]
     return [name for name in dataset.split(",") if name]
+
+
+def load(name: str, flags: Evaluate, length: int, tokenizer: Tokenizer) -> Dataset:
+    """Text whose held-out part is what to evaluate. Raises DataError."""
+    pack = "true" if flags.pack else "false"
+    whole = name if flags.part == "all" else ""  # held out, whatever it is that is trained on
+    data = text.load(name, flags.text_column, length, tokenizer, pack, whole)
+    print0(*itertools.dropwhile(lambda note: note.startswith("Trains"), data.notes))
+    return data
 
 
 def given(flags: Evaluate) -> checkpoint.Source:

@@ -95,7 +95,7 @@ def open_run(entry: str, run: Run, flags) -> RunFolder:
     Raises UserError if --workdir can't be this run's folder, or --restore_from is no checkpoint of
     the entry.
     """
-    path = pathlib.Path(run.workdir or f"runs/{entry}").expanduser().absolute()
+    path = workdir(entry, run.workdir)
     in_use, locks = run.steps > 0 or not run.restore_from, []
     theirs = run.restore_from.startswith("hf:")
 
@@ -121,6 +121,21 @@ def open_run(entry: str, run: Run, flags) -> RunFolder:
     given = dataclasses.asdict(run) | dataclasses.asdict(flags)
     damaged = dict(found["damaged"])
     return RunFolder(entry, path, given, in_use, newest, source, damaged, changed, locks)
+
+
+def workdir(entry: str, given: str) -> pathlib.Path:
+    """The folder that --workdir names."""
+    return pathlib.Path(given or f"runs/{entry}").expanduser().absolute()
+
+
+def flags_of(entry: str, given: str) -> dict[str, Any]:
+    """The flags of the run in --workdir; {} if there is none, or it can't be read."""
+    path = workdir(entry, given) / "checkpoints"
+    try:
+        newest = path / str(store.steps_in(path)[-1])
+        return dict(store.at(newest).metadata["flags"])
+    except (OSError, ValueError, LookupError, TypeError):
+        return {}
 
 
 def cannot_write(path: pathlib.Path, error: OSError) -> UserError:
