@@ -93,8 +93,6 @@ def main(devices: Devices, flags: Evaluate) -> None:
     texts = {name: load(name, flags, length, tokenizer) for name in names(flags.dataset)}
 
     # ---- The model, each shard read onto its own device ------------------------------------------
-    rows = -(-flags.batch_size // layout.batch_shards) * layout.batch_shards
-    layout = dataclasses.replace(layout, batch_size=rows)
     print0(report.headline(layout))
     variables = checkpoint.restore_variables(source, layout, dtype)
     found: dict[str, Any] = {"model": flags.restore_from, "step": source.step, "dtype": dtype}
@@ -102,7 +100,8 @@ def main(devices: Devices, flags: Evaluate) -> None:
 
     # ---- Figures ---------------------------------------------------------------------------------
     for name, data in texts.items():
-        evaluation = Evaluation(layout, data)
+        rows = min(flags.batch_size, len(data.held_out))
+        evaluation = Evaluation(layout.with_room_for(rows), data)
         totals = evaluation(variables)
         told = in_words(totals, data.held_out_bytes)
         print0(f"{name}: {told}; {flags.part}, {length:,} tokens of context.")
@@ -111,7 +110,7 @@ def main(devices: Devices, flags: Evaluate) -> None:
     if asked:
         from recipes.common.harness.adapter import Model
 
-        model = Model(layout, variables, tokenizer, rows, context, found)
+        model = Model(layout, variables, tokenizer, flags.batch_size, context, found)
         found["tasks"] = tasks.run(model, asked, flags.num_fewshot, flags.limit, flags.apply_chat_template)
         print0(*tasks.tables(found["tasks"]))
     if out and is_first():
@@ -121,7 +120,7 @@ def main(devices: Devices, flags: Evaluate) -> None:
 
 def names(dataset: str) -> list[str]:
     """--dataset as one or more; a comma may also be part of a file's name."""
-    if pathlib.Path(dataset).expanduser().exists():
+    if dataset and pathlib.Path(dataset).expanduser().exists():
         return [dataset]
     return [name for name in dataset.split(",") if name]
 
@@ -131,7 +130,8 @@ def load(name: str, flags: Evaluate, length: int, tokenizer: Tokenizer) -> Datas
     pack = "true" if flags.pack else "false"
     whole = name if flags.part == "all" else ""  # held out, whatever it is that is trained on
     data = text.load(name, flags.text_column, length, tokenizer, pack, whole)
-    print0(*itertools.dropwhile(lambda note: note.startswith("Trains"), data.notes))
+    for note in itertools.dropwhile(lambda note: not note.startswith("Evaluates"), data.notes):
+        print0(note)
     return data
 
 

@@ -42,7 +42,7 @@ def load(names: str, include_path: str = "") -> Tasks:
     check(names)
     if include_path and not pathlib.Path(include_path).is_dir():
         raise UserError(f"--include_path={include_path} is not a folder; use one with task files")
-    logging.getLogger("lm_eval").setLevel(logging.WARNING if processes.is_first() else 100)
+    logging.getLogger("lm_eval").setLevel(logging.ERROR)  # of a task, to its author
     from lm_eval.tasks import TaskManager
 
     hub.library()  # quiet
