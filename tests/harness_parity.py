@@ -31,7 +31,7 @@ PAIRS = [  # context, continuation
     ("The capital of France is \n ", "Paris, and that of Spain is Madrid."),
     ("", "Paris"),
     ("Once upon a time", " there was"),
-    ("def", "ine"),  # a token may end elsewhere once the two are one text
+    ("def", "ine something"),  # a token may end elsewhere once the two are one text
     ("<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n", "Hello"),
     ("日本", "語"),
     ("word " * 400, "word"),  # longer than the context of a small model
