@@ -72,6 +72,11 @@ def main(devices: Devices, flags: Generate) -> None:
     if not flags.restore_from:
         raise UserError("--restore_from is missing; use --restore_from=RUN, or hf:DIR")
     source = checkpoint.find(flags.restore_from, whole=flags.verify)
+    if not hasattr(entries.model(source.metadata["entry"]), "decode"):
+        raise UserError(
+            f"--restore_from={flags.restore_from} is a {source.metadata['entry']!r} model, which "
+            "writes no text; use a transformer"
+        )
     tokenizer = checkpoint.tokenizer_for(flags.tokenizer, source)
     asked = questions(flags, tokenizer)
     limit = Limit(checkpoint.context(source), flags, tokenizer)
@@ -82,11 +87,6 @@ def main(devices: Devices, flags: Generate) -> None:
     # ---- The model, and a cache that the same rules shard ----------------------------------------
     dtype = flags.dtype or ("float32" if mesh.devices.flat[0].platform == "cpu" else "bfloat16")
     layout = checkpoint.layout_of(source, mesh, devices.rules, dtype=dtype)
-    if not hasattr(entries.model(source.metadata["entry"]), "decode"):
-        raise UserError(
-            f"--restore_from={flags.restore_from} is a {source.metadata['entry']!r} model, which "
-            "writes no text; use a transformer"
-        )
     print0(report.headline(layout))
     variables = checkpoint.restore_variables(source, layout, dtype)
     vocabulary = tokenizer.size if tokenizer.files else START  # bytes write no other start

@@ -30,7 +30,7 @@ LIBRARIES = {
     "data": {"grain", "numpy", "datasets", "tokenizers", "jinja2", "huggingface_hub"},
     "recipes": {"jax", "flax", "numpy"},
     "recipes/bench": {"jax", "flax", "numpy", "optax", "torch", "tensorstore"},
-    "recipes/common": set(),
+    "recipes/common": {"jax", "numpy"},
     "recipes/common/runtime": {"jax", "numpy", "absl"},
     "recipes/common/sharding": {"jax", "flax"},
     "recipes/common/analysis": {"jax", "numpy", "matplotlib"},

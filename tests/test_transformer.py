@@ -147,10 +147,10 @@ def test_a_position_depends_on_nothing_after_it():
     embedded = model.embed[...][tokens]
 
     def logits_at(x_BTD, t):  # the trunk again, from embeddings
-        angles = transformer.rope_angles(TINY, x_BTD.shape[1])
+        angles = transformer.rope_angles(TINY, jnp.arange(x_BTD.shape[1])[None])
         for i in range(TINY.num_layers):
             layer = jax.tree.map(lambda w, i=i: w[i], model.layers)
-            x_BTD = layer(x_BTD, None, angles)
+            x_BTD, _ = layer(x_BTD, None, angles)
         return model.final_norm(x_BTD)[0, t].sum()
 
     gradient_of = jax.jit(jax.grad(logits_at), compiler_options=QUICK)

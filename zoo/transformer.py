@@ -27,7 +27,6 @@ jax.jit does not notice that the rules change: give each table its own jitted fu
 import dataclasses
 import functools
 import math
-from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -383,7 +382,9 @@ def attend(q_BTNH, k_BSKH, v_BSKH, segment_ids_BT, config: Config) -> jax.Array:
     return reshape(out_BTKGH, (B, T, N, H), "batch", "seq", "heads", "head_dim")
 
 
-class Cache(NamedTuple):
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Cache:
     """What generation keeps of the tokens that a model has read. L layers, S slots.
 
     A row is padded in front: the newest token of every row is in slot `length` - 1.
@@ -579,7 +580,7 @@ class Transformer(nnx.Module):
         x_B1D, unembed_RVD, kv = self._trunk(tokens_B[:, None], None, positions_B1, cache)
         k, v = (
             jax.lax.dynamic_update_slice_in_dim(old, new, cache.length, axis=2)
-            for old, new in zip(cache[:2], kv, strict=True)
+            for old, new in zip((cache.k, cache.v), kv, strict=True)
         )
         logits_BV = self._unembed(x_B1D, unembed_RVD)[:, 0]
         return logits_BV, Cache(k, v, cache.first, cache.length + 1)

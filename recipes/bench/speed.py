@@ -105,7 +105,8 @@ def cpu(flags: CpuFlags) -> None:
 
 def _parts(config: Config, batch_size: int, seq_len: int) -> dict[str, tuple[Callable, float]]:
     """A layer and its parts, each on its own: name → (forward and backward pass, causal FLOPs)."""
-    layer, angles = Layer(config, rngs=nnx.Rngs(0)), rope_angles(config, seq_len)
+    layer = Layer(config, rngs=nnx.Rngs(0))
+    angles = rope_angles(config, jnp.arange(seq_len)[None])
     key, tokens = jax.random.key(0), batch_size * seq_len
     x_BTD = jax.random.normal(key, (batch_size, seq_len, config.embed))
     q_BTNH = jax.random.normal(key, (batch_size, seq_len, config.num_heads, config.head_dim))
@@ -128,7 +129,7 @@ def _parts(config: Config, batch_size: int, seq_len: int) -> dict[str, tuple[Cal
     scores = alone(
         lambda _, qkv: attend(*qkv, None, config), layer.mlp_norm, (q_BTNH, k_BSKH, k_BSKH)
     )
-    whole = lambda m, x: m(x, None, angles)  # noqa: E731
+    whole = lambda m, x: m(x, None, angles)[0]  # noqa: E731
     return {
         "layer": (alone(whole, layer, x_BTD), mlp + attention),
         "its MLP": (alone(lambda m, x: m(x), layer.mlp, x_BTD), mlp),

@@ -117,7 +117,7 @@ class Generator:
         jax.block_until_ready(token_B)
         self.seconds[0] += time.perf_counter() - start
         self.read += sum(lengths)
-        self.cache_bytes = sum(x.addressable_shards[0].data.nbytes for x in cache[:2])
+        self.cache_bytes = sum(x.addressable_shards[0].data.nbytes for x in (cache.k, cache.v))
 
         state = (token_B, number, cache)
         decode = self._program(self._decode, (B, S), self._variables, given[-1], *state)
