@@ -111,7 +111,9 @@ def main(devices: Devices, flags: Evaluate) -> None:
         from recipes.common.harness.adapter import Model
 
         model = Model(layout, variables, tokenizer, flags.batch_size, context, found)
-        found["tasks"] = tasks.run(model, asked, flags.num_fewshot, flags.limit, flags.apply_chat_template)
+        found["tasks"] = tasks.run(
+            model, asked, flags.num_fewshot, flags.limit, flags.apply_chat_template
+        )
         print0(*tasks.tables(found["tasks"]))
     if out and is_first():
         out.write_text(json.dumps(found, indent=2, default=tasks.plain) + "\n")

@@ -17,6 +17,7 @@ import tempfile
 os.environ["HF_DATASETS_OFFLINE"] = os.environ["HF_HUB_OFFLINE"] = "1"
 
 import numpy as np
+
 import tests.conftest  # noqa: F401, simulates the devices
 from data import tokenizer
 from recipes.common import checkpoint, hf
@@ -110,7 +111,9 @@ def compare(folder: pathlib.Path, meshes: list[tuple[str, str]]) -> None:
                 for metric, value in metrics.items():
                     mine = results[name][metric]
                     if isinstance(value, float):
-                        np.testing.assert_allclose(mine, value, rtol=1e-4, err_msg=f"{name} {metric}")
+                        np.testing.assert_allclose(
+                            mine, value, rtol=1e-4, err_msg=f"{name} {metric}"
+                        )
             assert worst < TOLERANCE, worst
             print(f"{folder.name} on {mesh}, {rules}: within {worst:.1e} of a nat a token; "
                   f"acc {results['zoo_choice']['acc,none']:.4f}, theirs "

@@ -10,6 +10,7 @@ import re
 import shlex
 from typing import Any
 
+from recipes.common.entries import ENTRIES
 from recipes.common.runtime import describe, jsonl
 
 FILE = "README.md"
@@ -54,6 +55,25 @@ def measured(checkpoint: pathlib.Path, step: int) -> dict[str, Any]:
     return {"held_out": held_out.get(step, {}), **began, "train_seconds": seconds}
 
 
+def facts(source, arrays: list, licence: str, note: str) -> dict[str, Any]:
+    """What a card says besides the checkpoint's metadata.
+
+    Args:
+      source: a checkpoint's path, step and metadata.
+      arrays: the parameters, or what has their sizes and dtypes.
+    """
+    began = base(source.metadata)
+    return {
+        "parameters": sum(array.size for array in arrays),
+        "dtype": " and ".join(sorted({str(array.dtype) for array in arrays})),
+        "licence": licence,
+        "note": " ".join(note.split()),
+        "unit": ENTRIES[source.metadata["entry"]].unit,
+        **measured(source.path, source.step),
+        **({"base": began} if began else {}),
+    }
+
+
 def base(metadata: dict[str, Any]) -> dict[str, str]:
     """{"path": …} of the model that a run began with, and its "sha256" if that is known; or {}."""
     began = metadata.get("base") or metadata.get("published", {}).get("base")
@@ -85,7 +105,9 @@ def text(name: str, ours: bool, metadata: dict[str, Any], hashes: dict[str, list
     rows = origin(metadata, facts) | {
         "Probe": f"`probe.json` has a batch and its loss, {facts['probe_loss']:.6f} {facts['unit']}: "
         "every mesh and table gives it to 1e-5 in float32",
-        "Versions": ", ".join(f"{name} {version}" for name, version in metadata["versions"].items()),
+        "Versions": ", ".join(
+            f"{name} {version}" for name, version in metadata["versions"].items()
+        ),
         "Licence": facts["licence"],
         "Note": facts["note"],
     }
@@ -150,7 +172,15 @@ def table(rows: dict[str, str]) -> list[str]:
 # ---- in the Hub's form ---------------------------------------------------------------------------
 
 # Names that the Hub knows; others are licence "other", by their name.
-HUB_LICENCES = {"apache-2.0", "mit", "cc0-1.0", "cc-by-4.0", "cc-by-sa-4.0", "bsd-3-clause", "gpl-3.0"}
+HUB_LICENCES = {
+    "apache-2.0",
+    "mit",
+    "cc0-1.0",
+    "cc-by-4.0",
+    "cc-by-sa-4.0",
+    "bsd-3-clause",
+    "gpl-3.0",
+}
 HUB_LICENCES |= {"llama2", "llama3", "llama3.1", "llama3.2", "llama3.3", "gemma", "openrail"}
 
 

@@ -74,7 +74,9 @@ class Model(TemplateLM):
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **_) -> list[int]:
         """Ids; a text that spells control tokens, as a rendered template does, has them."""
         ids = self._tokens.encode_rendered(string).tolist()
-        begins = add_special_tokens is None and self._begin_text and string.startswith(self._begin_text)
+        begins = (
+            add_special_tokens is None and self._begin_text and string.startswith(self._begin_text)
+        )
         if add_special_tokens is False or begins:
             return ids
         return [*self._tokens.start, *ids]

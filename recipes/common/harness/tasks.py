@@ -10,7 +10,7 @@ import sys
 from typing import Any, NamedTuple
 
 from data import hub
-from recipes.common.runtime import UserError, processes
+from recipes.common.runtime import UserError
 
 # Samples of a metric's standard error where it has no formula: a tenth of the harness's own, as
 # they are drawn in this process; a fork of it, with JAX's threads, may hang.
@@ -70,7 +70,9 @@ def load(names: str, include_path: str = "") -> Tasks:
         for what in ("UNSAFE_CODE", "MULTIMODAL"):
             if getattr(task, what, False):
                 why = "runs code that the model writes" if what == "UNSAFE_CODE" else "has images"
-                raise UserError(f"task {name} {why}, which is not supported; leave it out of --tasks")
+                raise UserError(
+                    f"task {name} {why}, which is not supported; leave it out of --tasks"
+                )
     groups = loaded["groups"].values()
     inner = {name for group in groups for name in group.child_names}
     inner |= {task.task_name for group in groups for task in group.get_all_tasks()}

@@ -74,7 +74,9 @@ def fit(
 
     if compiled:
         stopped = folder.step and run.eval_every and folder.step % run.eval_every == 0
-        if stopped or folder.source:  # before its evaluation, perhaps; or it begins on a given model
+        if (
+            stopped or folder.source
+        ):  # before its evaluation, perhaps; or it begins on a given model
             evaluate(folder.step, state)
         batches = train_batches(data, run.batch_size, run.seed, folder.step, process_rows(layout))
         with profile:

@@ -55,7 +55,9 @@ class Log:
         if self._main and path:
             # The evaluation after the last saved step may be missing, so it is repeated, and that
             # of a given model before the first step.
-            evaluates = first >= last or (run.eval_every and first % run.eval_every == 0) or not first
+            evaluates = (
+                first >= last or (run.eval_every and first % run.eval_every == 0) or not first
+            )
             lines = _keep_until(path, first, evaluates_again=evaluates)
             if run.tensorboard:
                 self._board = Board(path.parent / "tensorboard", first, lines)
