@@ -17,6 +17,7 @@ from flax import nnx
 
 from recipes.common import checkpoint, hf
 from recipes.common.analysis import report
+from recipes.common.checkpoint import card
 from recipes.common.runtime import folders
 from recipes.common.runtime.errors import UserError
 from recipes.common.runtime.flags import flag
@@ -28,13 +29,21 @@ from recipes.common.sharding.layout import Layout
 
 
 @dataclasses.dataclass(frozen=True)
-class Export:
+class Folders:
     source: str = flag("", "Folder to read, as above.")
     target: str = flag("", "New folder to write.")
 
 
 @dataclasses.dataclass(frozen=True)
-class Import(Export):
+class Export(Folders):
+    licence: str = flag(
+        "", "Licence of the parameters, for the card; empty: as published, or not told."
+    )
+    note: str = flag("", "A line for the card.")
+
+
+@dataclasses.dataclass(frozen=True)
+class Import(Folders):
     mesh: str = flag("", "Device mesh to read onto, as in every recipe; empty: all on data.")
     rules: str = flag("", "Sharding rules, as in every recipe; empty: chosen by the mesh.")
 
@@ -79,14 +88,16 @@ def export(flags: Export) -> None:
         only = nnx.traversals.unflatten_mapping({("params", *path.split("/")): shards[path]})
         return np.asarray(jax.tree.leaves(source.read(only))[0])
 
-    hf.write(target, entry, layout.config, checkpoint.context(source), read, tokens)
+    told = card.facts(source, list(shards.values()), flags.licence, flags.note)
+    readme = card.for_hub(target.name, source.metadata, told)
+    hf.write(target, entry, layout.config, checkpoint.context(source), read, tokens, readme)
     print0(
         f"Exported {parameters(layout)} to {flags.target}; transformers loads it:",
         f'  AutoModelForCausalLM.from_pretrained("{flags.target}")',
     )
 
 
-def new_folder(flags: Export) -> pathlib.Path:
+def new_folder(flags: Folders) -> pathlib.Path:
     """--target, where nothing exists yet. Raises UserError."""
     for name in ("source", "target"):
         if not getattr(flags, name):

@@ -10,6 +10,7 @@ import re
 import shlex
 from typing import Any
 
+from data import hub
 from recipes.common.entries import ENTRIES
 from recipes.common.runtime import describe, jsonl
 
@@ -62,7 +63,10 @@ def facts(source, arrays: list, licence: str, note: str) -> dict[str, Any]:
       source: a checkpoint's path, step and metadata.
       arrays: the parameters, or what has their sizes and dtypes.
     """
-    began = base(source.metadata)
+    began, known = base(source.metadata), source.metadata.get("published")
+    if known:
+        given = {"licence": licence, "note": " ".join(note.split())}
+        return known | {name: value for name, value in given.items() if value}
     return {
         "parameters": sum(array.size for array in arrays),
         "dtype": " and ".join(sorted({str(array.dtype) for array in arrays})),
@@ -184,40 +188,47 @@ HUB_LICENCES = {
 HUB_LICENCES |= {"llama2", "llama3", "llama3.1", "llama3.2", "llama3.3", "gemma", "openrail"}
 
 
-def for_hub(
-    name: str, architecture: str, metadata: dict[str, Any], facts: dict[str, Any], hub_name: bool
-) -> str:
-    """The README.md of a model folder, which the Hub reads the front matter of.
+def for_hub(name: str, metadata: dict[str, Any], facts: dict[str, Any]) -> str:
+    """The README.md of a model folder, whose front matter the Hub reads.
 
     Args:
-      facts: what a published checkpoint's metadata has; `measured` and parameters, dtype, unit,
-        licence ("" if nobody said) of another.
-      hub_name: whether the base's path is a name on the Hub, ORG/NAME, not a folder.
+      facts: as `facts` gives them; a licence of "" is not told.
     """
-    began, trained = base(metadata), "dataset" in metadata["data"]
-    licence = facts["licence"].lower()
+    began, trained, licence = (
+        base(metadata),
+        "dataset" in metadata["data"],
+        facts["licence"].lower(),
+    )
     front = {"library_name": "transformers", "pipeline_tag": "text-generation"}
     if licence:
         known = licence in HUB_LICENCES
         front |= {"license": licence} if known else {"license": "other", "license_name": licence}
-    if began and hub_name:
+    if began and on_the_hub(began["path"]):
         front |= {"base_model": began["path"].removeprefix("hf:")}
-    lines = [f"{key}: {json.dumps(value)}" for key, value in front.items()]
     rows = origin(metadata, facts) if trained else {"Parameters": f"{facts['parameters']:,}"}
-    rows |= {"Licence": facts["licence"], "Note": facts.get("note", "")}
-    return "\n".join(
-        [
-            "---",
-            *lines,
-            "tags:",
-            "- sharded-model-zoo",
-            "---",
-            "",
-            f"# {name}",
-            "",
-            f"A {kind(metadata) + ' ' if trained else ''}{architecture}, exported from a checkpoint of "
-            f"the sharded model zoo's `zoo/{metadata['entry']}.py`. Its weights are float32.",
-            "",
-            *table(rows),
-        ]
+    rows |= {"Licence": facts["licence"], "Note": facts["note"]}
+    lines = [
+        "---",
+        *(f"{key}: {json.dumps(value)}" for key, value in front.items()),
+        "tags:",
+        "- sharded-model-zoo",
+        "---",
+        "",
+        f"# {name}",
+        "",
+        f"A {kind(metadata) if trained else 'language'} model, exported from a checkpoint of the sharded "
+        f"model zoo's `zoo/{metadata['entry']}.py`.",
+        "",
+        *table(rows),
+    ]
+    return "\n".join(lines)
+
+
+def on_the_hub(path: str) -> bool:
+    """Whether a base is ORG/NAME there: "hf:" may also be of a folder."""
+    name = path.removeprefix("hf:")
+    return (
+        path != name
+        and bool(re.fullmatch(hub.MODEL_NAME, name))
+        and not pathlib.Path(name).exists()
     )

@@ -51,8 +51,8 @@ class Scorer:
         order = sorted(with_some, key=lambda i: -len(rows[i].tokens))  # what is too large fails now
         batches = []
         for length, members in itertools.groupby(order, lambda i: self.length(rows[i])):
-            members, size = list(members), self.rows(length)
-            batches += [(length, members[k : k + size]) for k in range(0, len(members), size)]
+            alike, size = list(members), self.rows(length)
+            batches += [(length, alike[k : k + size]) for k in range(0, len(alike), size)]
         silent = not (processes.is_first() and sys.stdout.isatty())
         for length, members in track(batches, "Scoring", disable=silent, transient=True):
             nats_B, likeliest_B = self._score(length, [rows[i] for i in members])

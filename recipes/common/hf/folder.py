@@ -128,6 +128,7 @@ def write(
     context: int,
     read,
     tokens: tokenizer.Tokenizer | None = None,
+    card: str = "",
 ) -> None:
     """Writes a model folder next to its destination and then moves it there whole.
 
@@ -138,6 +139,7 @@ def write(
       context: positions that the model was trained on.
       read: function of a parameter's path → the parameter, a float32 NumPy array.
       tokens: the model's tokenizer, whose files are written as they were; None if nobody knows it.
+      card: README.md, where there is one.
     """
     theirs = ENTRIES[entry].config_json(config, context)
     # If absent they would be 1 and 2, but every vocabulary has its own.
@@ -152,6 +154,8 @@ def write(
         for name, content in (tokens.shared() if tokens else {}).items():
             (beside / name).write_bytes(content)
         (beside / "config.json").write_text(json.dumps(theirs, indent=2) + "\n")
+        if card:
+            (beside / "README.md").write_text(card)
         beside.rename(folder)
     finally:
         shutil.rmtree(beside, ignore_errors=True)
