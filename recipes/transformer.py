@@ -9,6 +9,7 @@ Running the same command again resumes. --dataset takes your own text; --size a 
 
 import dataclasses
 import math
+from typing import Any
 
 import numpy as np
 
@@ -18,7 +19,7 @@ from recipes.common import checkpoint
 from recipes.common.analysis import flops
 from recipes.common.checkpoint import RunFolder, open_run
 from recipes.common.generation import Generator, Sampling
-from recipes.common.runtime import Run, flag, make_mesh, print0, quote
+from recipes.common.runtime import Run, UserError, flag, make_mesh, print0, quote
 from recipes.common.runtime.start import start
 from recipes.common.sharding import Layout, Tree, make_layout
 from recipes.common.train.loop import finish, fit
@@ -58,6 +59,22 @@ class Flags:
     remat: str = flag(
         "", "What a layer keeps for its backward pass; empty: the size's default.", "model",
         choices=["", *REMAT], may_change=True,
+    )  # fmt: skip
+    lora_rank: int = flag(
+        0, "Train adapters (LoRA) of this rank beside the frozen weights of --restore_from; 0: all "
+        "parameters.", "model", at_least=0,
+    )  # fmt: skip
+    lora_alpha: float = flag(
+        0.0, "Adapters count lora_alpha / lora_rank times; 0: twice the rank.", "model",
+        at_least=0.0,
+    )  # fmt: skip
+    lora_targets: str = flag(
+        "all", f"Weights that have an adapter: all, or some of {','.join(Config.lora_targets)}.",
+        "model",
+    )  # fmt: skip
+    base: str = flag(
+        "", "Where the base model of an adapter is now, if it has moved.", "checkpoints",
+        may_change=True,
     )  # fmt: skip
     optimizer: str = flag(
         "adamw", "Optimizer; muon has Adam for all but hidden matrices.", "optimizer",
@@ -105,7 +122,8 @@ def main(run: Run, flags: Flags) -> None:
 
     # ---- Step: (state, batch) → (state, metrics), a pure function --------------------------------
     lr = LearningRate(run.learning_rate, flags.warmup_steps, run.steps, run.schedule)
-    matrices = hidden_matrices(layout, ends=("vocab",), stacks=("layers",))  # for --optimizer=muon
+    # for --optimizer=muon
+    matrices = hidden_matrices(layout, ends=("vocab",), stacks=("layers",), ranks=("lora",))
     optimizer = make_optimizer(flags.optimizer, lr, flags.weight_decay, flags.clip_norm, matrices)
     step = TrainStep(layout, optimizer, lr, flags.accumulate, run.skip_nonfinite > 0)
 
@@ -142,7 +160,27 @@ def model_config(flags: Flags, folder: RunFolder, tokenizer: Tokenizer, platform
             config = dataclasses.replace(config, vocab_size=tokenizer.size)
     checkpoint.check_size(tokenizer, config.vocab_size)
     dtype = flags.dtype or ("float32" if platform == "cpu" else "bfloat16")
-    return dataclasses.replace(config, dtype=dtype, remat=flags.remat or config.remat)
+    config = dataclasses.replace(config, dtype=dtype, remat=flags.remat or config.remat)
+    return dataclasses.replace(config, **adapters(flags))
+
+
+def adapters(flags: Flags) -> dict[str, Any]:
+    """Config's fields of LoRA. Raises UserError for a target that there is not."""
+    if not flags.lora_rank:
+        return {"lora_rank": 0}
+    known = Config.lora_targets
+    wanted = known if flags.lora_targets == "all" else flags.lora_targets.split(",")
+    for name in wanted:
+        if name not in known:
+            raise UserError(
+                f"--lora_targets={flags.lora_targets} has {name!r}; use all, or some of "
+                f"{','.join(known)}"
+            )
+    return {
+        "lora_rank": flags.lora_rank,
+        "lora_alpha": flags.lora_alpha or 2.0 * flags.lora_rank,
+        "lora_targets": tuple(name for name in known if name in wanted),
+    }
 
 
 def prompt_tokens(flags: Flags, tokenizer: Tokenizer) -> np.ndarray:

@@ -108,6 +108,7 @@ def new_saver(
     if not folder.in_use:
         return None
     metadata = checkpoint.metadata(folder.entry, layout, folder.flags)
+    metadata |= {"base": folder.base} if folder.base else {}
     return Saver(folder, run.keep_checkpoints, metadata, facts, tokenizer)
 
 
