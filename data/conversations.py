@@ -81,7 +81,7 @@ def checked(row: Any, kind: str, where: str) -> bytes:
         if not learned:
             raise DataError(f"{where} has an empty completion, so nothing to learn; remove it")
     else:
-        if isinstance(before, str) != isinstance(learned, str):
+        if kind == PAIRS and isinstance(before, str) != isinstance(learned, str):
             raise DataError(
                 f"{where} has a text and a list as prompt and completion; use two texts, or two "
                 "lists of messages"

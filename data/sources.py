@@ -173,7 +173,7 @@ def _from_files(
                 continue
             for number, row in enumerate(hub.rows(path, kind(path), [column]), start=1):
                 if number > 1 and not isinstance(row.get(column), str):
-                    raise DataError(_other_row(name, path, column, number))
+                    raise ValueError(f"row {number} has no text in column {column!r}")
                 yield from _document(_text(row, column, name))
         except DataError:
             raise
@@ -357,19 +357,6 @@ def _blocks(path: pathlib.Path) -> Iterator[bytes]:
             yield (block + file.readline(LONGEST // 2)).encode()
 
 
-def _other_row(name: str, path: pathlib.Path, column: str, number: int) -> str:
-    """That a row has no text where the rows before it have, in one line."""
-    place = f"row {number}"
-    if kind(path) == "json":
-        with hub.text_file(path) as file:
-            lines = (n for n, line in enumerate(file, start=1) if line.strip())
-            place = f"line {next(itertools.islice(lines, number - 1, None), number)}"
-    return (
-        f"--dataset={name}: {path.name} {place} has no text in column {column!r}, which the rows before "
-        "it have; give all rows the same columns"
-    )
-
-
 def _diagnose(name: str, path: pathlib.Path, column: str, error: Exception) -> str:
     """Why a local file could not be read, in one line; `column`: that of its text."""
     where = f"--dataset={name}: {path.name}"
@@ -384,10 +371,11 @@ def _diagnose(name: str, path: pathlib.Path, column: str, error: Exception) -> s
                     text = line.decode()
                     if kind(path) == "json" and text.strip():
                         row = json.loads(text)
-                        if column and number > 1 and isinstance(row, dict) and column not in row:
+                        text = row.get(column) if isinstance(row, dict) else ""
+                        if number > 1 and column and not isinstance(text, str):
                             return (
-                                f"{where} line {number} has no column {column!r}, which the rows "
-                                "before it have; give all rows the same columns"
+                                f"{where} line {number} has no text in column {column!r}, which the "
+                                "rows before it have; give all rows the same columns"
                             )
                 except UnicodeDecodeError:
                     return f"{where} line {number} is not UTF-8; convert the file"
