@@ -12,7 +12,11 @@ from tokenizers.decoders import DecodeStream
 from data import DataError, chat, conversations, corpus, packing, sources, text, tokenizer
 from data.batches import held_out_batches, train_batches
 from data.tokenizer import BYTES, Tokenizer
+from recipes import transformer
+from recipes.common.runtime.flags import parse
 from tests import small_tokenizers
+from tests.quick import quick as quick
+from tests.runs import TINY, records
 
 CHATS = small_tokenizers.chats()
 
@@ -444,3 +448,123 @@ def test_processes_make_the_same_files_as_this_one(folder, monkeypatch):
     ):
         load(write(folder / "b.jsonl", rows), tokens=broken)
     assert len(list((folder / "other" / "text").iterdir())) == 2, "nothing is left of what failed"
+
+
+# ---- runs ----------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory):
+    return tmp_path_factory.mktemp("runs")
+
+
+@pytest.fixture
+def here(place, inside, quick, book):
+    """`base`, a model with a chat template, and `tuned`, which begins on its parameters."""
+    if any(place.iterdir()):
+        return place
+    for name, files in (("tokens", CHAT.files), ("loud", LOUD)):
+        (place / name).mkdir()
+        for file, content in files.items():
+            (place / name / file).write_bytes(content)
+    base = (*TINY, book, f"--workdir={place / 'base'}", f"--tokenizer={place / 'tokens'}")
+    assert inside("recipes.transformer", *base, "--mesh=1x1", "--steps=1").code == 0
+    write(place / "a.jsonl", chats(8))
+    done = tune(inside, place, "--steps=10", "--eval_every=1")
+    assert (done.code, done.err) == (0, "")
+    (place / "told").write_text(done.out)
+    return place
+
+
+LOUD = small_tokenizers.with_template(
+    CHAT.files, small_tokenizers.TEMPLATE.replace("Be kind", "Be loud")
+)
+
+
+def tune(inside, place, *flags):
+    flags = (
+        f"--restore_from={place / 'base'}", f"--workdir={place / 'tuned'}", "--mesh=1x1",
+        f"--dataset={place / 'a.jsonl'}", "--sample_bytes=0", "--log_every=1", "--seq_len=256",
+        "--batch_size=8", *flags,
+    )  # fmt: skip
+    return inside("recipes.transformer", *dict((f.split("=")[0], f) for f in flags).values())
+
+
+def flags_of(place) -> dict:
+    return json.loads((place / "tuned" / "config.json").read_text())["flags"]
+
+
+@pytest.mark.full
+def test_a_run_says_what_it_trains_on_and_evaluates_on_whole_chats(here):
+    told = (here / "told").read_text().splitlines()
+    name = here / "a.jsonl"
+    split = [chats(8)[:-1], chats(8)[-1:]]
+    for line, does, rows in zip(told[:2], ("Trains", "Evaluates"), split, strict=True):
+        found = [one for row in rows for one in documents(row, CHAT)]
+        targets = sum(int(one.targets.sum()) for one in found)
+        every = sum(len(one.tokens) for one in found)
+        count = f"{len(rows)} rows" if len(rows) > 1 else "1 row"
+        assert (
+            line == f"{does} on the answers in {count} of {name}: {targets:,} of {every:,} tokens."
+        )
+    figures = records(here / "tuned", "step", "held_out_loss", "held_out_targets")
+    assert [step for step, *_ in figures] == [*range(1, 11)]
+    assert {count for *_, count in figures} == {float(targets)}
+    losses = [loss for _, loss in records(here / "tuned", "step", "loss")]
+    assert losses[-1] < losses[0]
+
+
+@pytest.mark.full
+def test_fine_tuning_has_its_own_learning_rate(here, inside):
+    """And keeps it when it resumes, whatever --steps and --restore_from are then."""
+    flags = flags_of(here)
+    assert (flags["learning_rate"], flags["warmup_steps"]) == (5e-5, 1)
+    done = tune(inside, here, "--steps=30", "--restore_from=")
+    assert (done.code, done.err) == (0, "")
+    flags = flags_of(here)
+    assert (flags["learning_rate"], flags["warmup_steps"]) == (5e-5, 1)
+    assert flags["restore_from"] == str(here / "base"), "so that it is known when it resumes again"
+    assert records(here / "tuned", "step", "loss")[-1][0] == 30
+
+
+@pytest.mark.parametrize(
+    ("flags", "wanted"),
+    [
+        ([], (4e-3, 40)),
+        (["--restore_from=x"], (5e-5, 40)),
+        (["--restore_from=x", "--steps=12"], (5e-5, 1)),
+        (["--restore_from=x", "--steps=0"], (4e-3, 40)),
+        (["--restore_from=x", "--learning_rate=0.004", "--warmup_steps=7"], (4e-3, 7)),
+    ],
+)
+def test_learning_rates(flags, wanted, tmp_path, monkeypatch):
+    given = parse([f"--workdir={tmp_path}", *flags], *transformer.NEW)
+    run, own = parse([f"--workdir={tmp_path}", *flags], *transformer.fine_tuning(*given))
+    assert (run.learning_rate, own.warmup_steps) == wanted
+    assert transformer.learning_rate(True, lora_rank=8) == 5e-4
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--tokenizer={here}/loud"], "--tokenizer has another chat template than the original run was trained with; leave it out, or use a different --workdir (this one is {here}/tuned)"),
+        (["--learning_rate=0.004"], "--learning_rate=0.004 must match the original run, 5e-05"),
+        (["--eval_dataset={here}/a.jsonl"], "--eval_dataset={here}/a.jsonl must match the original run, none"),
+        (["--pack=false"], "--pack=false must match the original run, none"),
+        (["--workdir={here}/new", "--pack=false"], "--pack=false would cut the conversations of {here}/a.jsonl; leave it out"),
+        (["--workdir={here}/new", "--seq_len=8"], "no answer of its training rows begins within the first --seq_len=8 tokens; use --seq_len="),
+    ],
+)  # fmt: skip
+def test_what_does_not_go_together_is_one_line(flags, message, here, inside):
+    before = everything(here)
+    done = tune(inside, here, "--steps=40", *(flag.replace("{here}", str(here)) for flag in flags))
+    assert done.code == 2
+    assert done.err.startswith("error: ")
+    assert done.err.count("\n") == 1
+    assert message.replace("{here}", str(here)) in done.err
+    assert everything(here) == before
+
+
+def everything(folder) -> dict:
+    return {p: p.stat().st_mtime_ns for p in folder.rglob("*") if p.is_file()}

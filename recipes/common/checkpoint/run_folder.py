@@ -43,7 +43,7 @@ class RunFolder:
 
     entry: str
     path: pathlib.Path
-    flags: dict[str, Any]  # of this command
+    flags: dict[str, Any]  # of this command, or of the one that the run began with
     in_use: bool  # whether the run writes here; --steps=0 --restore_from=… leaves it alone
     newest: Checkpoint | None  # this run's own
     source: Source | None  # another's, to begin from
@@ -119,6 +119,8 @@ def open_run(entry: str, run: Run, flags) -> RunFolder:
             )
     changed = _compare(path, newest.metadata["flags"], run, flags) if newest else {}
     given = dataclasses.asdict(run) | dataclasses.asdict(flags)
+    if newest and not run.restore_from:  # what the run began with remains what it began with
+        given["restore_from"] = newest.metadata["flags"].get("restore_from", "")
     damaged = dict(found["damaged"])
     return RunFolder(entry, path, given, in_use, newest, source, damaged, changed, locks)
 
