@@ -172,6 +172,11 @@ def _from_files(
                 yield from _text_file(path)
                 continue
             for number, row in enumerate(hub.rows(path, kind(path), [column]), start=1):
+                if number == 1 and conversations.form(row, column) != TEXT:
+                    raise DataError(
+                        f"--dataset={name}: {path.name} has conversations, but not as JSON Lines, a row a "
+                        f"line, or not as {files[0].name}; write it so, or name files of one kind"
+                    )
                 if number > 1 and not isinstance(row.get(column), str):
                     raise ValueError(f"row {number} has no text in column {column!r}")
                 yield from _document(_text(row, column, name))
@@ -220,7 +225,8 @@ def _columns(path: pathlib.Path) -> list[str]:
     try:
         if kind(path) == "json":
             with hub.text_file(path) as file:
-                return list(json.loads(next(line for line in file if line.strip())))
+                row = json.loads(next(line for line in file if line.strip()))
+                return list(row) if isinstance(row, dict) else []
         return hub.parquet_columns(path) if kind(path) == "parquet" else []
     except Exception:
         return []
@@ -244,9 +250,7 @@ def _rows(name: str, files: list[pathlib.Path], form: str) -> Rows:
             if kind(path) == "json":
                 yield from _json_rows(path, where)
             else:
-                wanted = (
-                    ["messages"] if form == conversations.MESSAGES else ["prompt", "completion"]
-                )
+                wanted = conversations.COLUMNS[form]
                 for number, row in enumerate(hub.rows(path, "parquet", wanted), start=1):
                     yield f"{where} row {number}", row
         except DataError:

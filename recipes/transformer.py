@@ -110,7 +110,8 @@ def main(run: Run, flags: Flags) -> None:
     # ---- Data: batch k is a pure function of (seed, k), on any mesh and number of processes ------
     given = (flags.dataset, flags.text_column, flags.seq_len)
     corpus = text.load(*given, tokenizer, flags.pack, flags.eval_dataset)
-    print0(*corpus.notes)
+    for note in corpus.notes:  # of conversations: what is learned of them
+        print0(note)
 
     # ---- Step: (state, batch) → (state, metrics), a pure function --------------------------------
     lr = LearningRate(run.learning_rate, flags.warmup_steps, run.steps, run.schedule)
@@ -214,7 +215,8 @@ def fine_tuning(run: Run, flags: Flags) -> tuple[Run, Flags]:
     if not run.steps or not (run.restore_from or before.get("restore_from")):
         return NEW
     rate = learning_rate(True, getattr(flags, "lora_rank", 0))
-    warmup = min(NEW[1].warmup_steps, run.steps // 10)
+    # One step of warmup would be a step at a rate of 0.
+    warmup = min(NEW[1].warmup_steps, run.steps // 10) if run.steps >= 20 else 0
     return (  # a run that resumes keeps its own, whatever --steps is now
         dataclasses.replace(NEW[0], learning_rate=before.get("learning_rate", rate)),
         dataclasses.replace(NEW[1], warmup_steps=before.get("warmup_steps", warmup)),

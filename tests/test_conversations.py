@@ -301,6 +301,29 @@ def test_the_column_of_text_comes_first(folder):
     assert "template" in data.facts
 
 
+def test_files_of_two_kinds_are_refused(folder):
+    text_, chat_ = [{"text": "some text"}], chats(2)
+    for first, second in ((text_, chat_), (chat_, text_)):
+        write(folder / "a.jsonl", first)
+        write(folder / "b.jsonl", second)
+        with pytest.raises(
+            DataError, match=r"b\.jsonl (has conversations, but not|line 1 has no 'mess)"
+        ):
+            load(str(folder / "?.jsonl"))
+    (folder / "c.json").write_text(json.dumps(chats(2)))
+    with pytest.raises(
+        DataError, match=r"c\.json has conversations, but not as JSON Lines, a row a line"
+    ):
+        load(str(folder / "c.json"))
+    write(folder / "a.jsonl", chats(2))
+    (folder / "b.jsonl").unlink()
+    (folder / "b.txt").write_text("some text")
+    with pytest.raises(
+        DataError, match=r"b\.txt is text, and a\.jsonl has conversations; name the files"
+    ):
+        load(str(folder / "[ab].*"))
+
+
 def test_conversations_are_always_packed(folder):
     name = write(folder / "a.jsonl", [{"prompt": "a", "completion": "b"}] * 3)
     assert load(name, tokens=BYTES).facts["pack"]
@@ -518,11 +541,11 @@ def test_a_run_says_what_it_trains_on_and_evaluates_on_whole_chats(here):
 def test_fine_tuning_has_its_own_learning_rate(here, inside):
     """And keeps it when it resumes, whatever --steps and --restore_from are then."""
     flags = flags_of(here)
-    assert (flags["learning_rate"], flags["warmup_steps"]) == (5e-5, 1)
+    assert (flags["learning_rate"], flags["warmup_steps"]) == (5e-5, 0)
     done = tune(inside, here, "--steps=30", "--restore_from=")
     assert (done.code, done.err) == (0, "")
     flags = flags_of(here)
-    assert (flags["learning_rate"], flags["warmup_steps"]) == (5e-5, 1)
+    assert (flags["learning_rate"], flags["warmup_steps"]) == (5e-5, 0)
     assert flags["restore_from"] == str(here / "base"), "so that it is known when it resumes again"
     assert records(here / "tuned", "step", "loss")[-1][0] == 30
 
@@ -532,7 +555,8 @@ def test_fine_tuning_has_its_own_learning_rate(here, inside):
     [
         ([], (4e-3, 40)),
         (["--restore_from=x"], (5e-5, 40)),
-        (["--restore_from=x", "--steps=12"], (5e-5, 1)),
+        (["--restore_from=x", "--steps=30"], (5e-5, 3)),
+        (["--restore_from=x", "--steps=12"], (5e-5, 0)),
         (["--restore_from=x", "--steps=0"], (4e-3, 40)),
         (["--restore_from=x", "--learning_rate=0.004", "--warmup_steps=7"], (4e-3, 7)),
     ],
