@@ -24,6 +24,7 @@ class Dataset(NamedTuple):
     # Sources that `train` has one after another: the examples of each, and its share of a batch's.
     parts: tuple[tuple[int, float], ...] = ()  # (): one
     held_out_bytes: int | None = None  # UTF-8 bytes of text that the held-out targets stand for
+    notes: tuple[str, ...] = ()  # lines to tell the user
 
 
 def train_batches(

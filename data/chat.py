@@ -11,6 +11,10 @@ from typing import Any
 
 from data import DataError, hub
 
+# What a template is told of today in training data, so that the same file gives the same tokens on
+# any day and machine. It is the date that Llama 3's templates fall back on.
+TRAINING_DAY = datetime.datetime(2024, 7, 26)
+
 
 def template(config: dict[str, Any]) -> str:
     """That in a tokenizer_config.json, or "": where there are several, the one called default."""
@@ -27,6 +31,7 @@ def render(
     add_generation_prompt: bool,
     control: dict[str, str],
     name: str,
+    today: datetime.datetime | None = None,
 ) -> str:
     """The messages as the template writes them.
 
@@ -34,6 +39,7 @@ def render(
       add_generation_prompt: whether the beginning of an answer follows.
       control: bos_token, eos_token, … → its text.
       name: of the tokenizer, for messages.
+      today: for templates that write the date; None: now.
 
     Raises DataError if there is no template, or it refuses these messages.
     """
@@ -42,6 +48,7 @@ def render(
             f"the tokenizer {name} has no chat template; use a chat model's, or leave out --chat"
         )
     given = {"messages": messages, "add_generation_prompt": add_generation_prompt}
+    given["strftime_now"] = (today or datetime.datetime.now()).strftime
     try:
         return _compile(source).render(**given, tools=None, documents=None, **control)
     except Exception as error:  # whatever the template does
@@ -68,10 +75,7 @@ def _compile(source: str):
         trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
     )
     environment.filters["tojson"] = tojson
-    environment.globals |= {
-        "raise_exception": raise_exception,
-        "strftime_now": lambda format: datetime.datetime.now().strftime(format),
-    }
+    environment.globals["raise_exception"] = raise_exception
     # {% generation %} only marks the assistant's words, for training on them.
     tag = r"({%[-+]?\s*)(end)?generation(?=\s*[-+]?%})"
     shown = re.sub(tag, lambda m: m[1] + ("endif" if m[2] else "if true"), source)

@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from data import DataError, cache_dir, workers
+from data import DataError, cache_dir, conversations, workers
 from data.sources import Part, Source
 from data.tokenizer import BYTES, Tokenizer
 
@@ -32,6 +32,7 @@ SMALL = 4  # chunks that are tokenised in this process: others take a while to s
 TRAIN, HELD_OUT = SPLITS = ("train", "held_out")
 ABOUT = "about.json"
 FILES = ("tokens", "starts", "texts")  # of each split
+TARGETS = "targets"  # and this, of conversations
 PROGRESS = 30.0  # seconds between lines that say how far it is
 
 
@@ -41,7 +42,9 @@ class Split(NamedTuple):
     tokens: np.ndarray  # uint16 or uint32 [tokens], memory-mapped
     starts: np.ndarray  # int64 [documents], memory-mapped: where each begins in `tokens`
     texts: np.ndarray  # int64 [documents], memory-mapped: where it begins in the text, in bytes
-    bytes: int  # of text, UTF-8
+    bytes: int  # of text, UTF-8; of conversations, of the text that their targets stand for
+    targets: np.ndarray | None = None  # bool [tokens], memory-mapped: those to learn; None: all
+    rows: int = 0  # of conversations, which can give several documents each
 
 
 class Corpus(NamedTuple):
@@ -54,13 +57,18 @@ class Corpus(NamedTuple):
 def prepare(source: Source, tokenizer: Tokenizer = BYTES) -> Corpus:
     """The tokens of a source, from the cache or made now.
 
-    The cache knows a local source by its content, and a dataset of the Hub by its name.
+    The cache knows a local source by its content, and a dataset of the Hub by its name; conversations
+    also by what writes them, the chat template above all.
 
     Raises DataError if there is no text, or it can't be read; nothing is left in the cache then.
     """
     remembered, content = _content(source)
-    key = [CODE, content, source.column, tokenizer.sha256]
-    folder = cache_dir() / "text" / hashlib.sha256(json.dumps(key).encode()).hexdigest()[:16]
+    key = [CODE, content, source.column, tokenizer.sha256, *(["whole"] if source.whole else [])]
+    folder = _folder(key)
+    if not is_whole(folder):
+        as_rows = _folder([*key, conversations.key(tokenizer)])
+        if is_whole(as_rows) or source.form() != conversations.TEXT:
+            folder = as_rows
     if not is_whole(folder):
         with _alone(folder.with_suffix(".partial")) as partial:
             try:
@@ -93,6 +101,10 @@ def prepare(source: Source, tokenizer: Tokenizer = BYTES) -> Corpus:
 
 
 # ---- what is in the cache ------------------------------------------------------------------------
+
+
+def _folder(key: list) -> pathlib.Path:
+    return cache_dir() / "text" / hashlib.sha256(json.dumps(key).encode()).hexdigest()[:16]
 
 
 def _content(source: Source) -> tuple[pathlib.Path | None, str]:
@@ -128,16 +140,20 @@ def is_whole(folder: pathlib.Path) -> bool:
 
 def _read(folder: pathlib.Path) -> Corpus:
     about = json.loads((folder / ABOUT).read_text())
-    train, held_out = (
-        Split(
-            np.memmap(folder / f"{split}.tokens", about["dtype"], "r"),
-            np.memmap(folder / f"{split}.starts", np.int64, "r"),
-            np.memmap(folder / f"{split}.texts", np.int64, "r"),
-            about["bytes"][split],
-        )
-        for split in SPLITS
-    )
-    return Corpus(train, held_out, about["fingerprint"], folder)
+    kinds = zip(FILES, (about["dtype"], np.int64, np.int64), strict=True)
+    kinds = dict(kinds) | ({TARGETS: bool} if "rows" in about else {})
+
+    def split(name: str) -> Split:
+        files = {what: _mapped(folder / f"{name}.{what}", kind) for what, kind in kinds.items()}
+        rows = about.get("rows", {}).get(name, 0)
+        return Split(**files, bytes=about["bytes"][name], rows=rows)
+
+    return Corpus(*map(split, SPLITS), about["fingerprint"], folder)
+
+
+def _mapped(path: pathlib.Path, kind) -> np.ndarray:
+    """A flat file; an empty one can't be mapped."""
+    return np.memmap(path, kind, "r") if path.stat().st_size else np.empty(0, kind)
 
 
 @contextlib.contextmanager
@@ -271,30 +287,38 @@ def _flatten(
 ) -> None:
     """Writes the tokens of all chunks, in order, and where documents begin; what is in them last."""
     kept = {split: [0, 0] for split in SPLITS}  # tokens and bytes of text so far
+    as_rows = source.form() != conversations.TEXT
+    rows = dict.fromkeys(SPLITS, 0)
     with contextlib.ExitStack() as stack:
         files = {
             (split, what): stack.enter_context((folder / f"{split}.{what}").open("wb"))
             for split in SPLITS
-            for what in FILES
+            for what in (*FILES, *([TARGETS] if as_rows else []))
         }
         for path in chunks:
             with np.load(path) as chunk:
                 tokens, held_out, begins = (chunk[k] for k in ("tokens", "held_out", "begins"))
                 sizes = np.stack([chunk["lengths"], chunk["sizes"]], axis=1)
+                targets, firsts = (chunk[k] if as_rows else None for k in (TARGETS, "firsts"))
             for split, mine in ((TRAIN, ~held_out), (HELD_OUT, held_out)):
                 before = np.cumsum(sizes[mine], axis=0) - sizes[mine] + kept[split]
                 for what, column in zip(("starts", "texts"), before[begins[mine]].T, strict=True):
                     column.tofile(files[split, what])
-                tokens[np.repeat(mine, sizes[:, 0])].tofile(files[split, "tokens"])
+                of_tokens = np.repeat(mine, sizes[:, 0])
+                tokens[of_tokens].tofile(files[split, "tokens"])
+                if as_rows:
+                    targets[of_tokens].tofile(files[split, TARGETS])
+                    rows[split] += int(firsts[mine].sum())
                 kept[split] = [
                     a + int(b) for a, b in zip(kept[split], sizes[mine].sum(0), strict=True)
                 ]
     if kept[TRAIN][1] + kept[HELD_OUT][1] == 0:
         raise DataError(f"--dataset={source.name} is empty; use a file with text in it")
-    if not kept[TRAIN][0] or not kept[HELD_OUT][0]:
+    if not source.whole and not (kept[TRAIN][0] and kept[HELD_OUT][0]):
         _hold_out_the_end(folder, kept, tokenizer)
     digest = hashlib.sha256()
-    for what in ("tokens", "starts") if tokenizer.files else ("tokens",):
+    told = ["tokens", *(["starts"] if tokenizer.files else []), *([TARGETS] if as_rows else [])]
+    for what in told:
         for split in SPLITS:
             with (folder / f"{split}.{what}").open("rb") as file:
                 while block := file.read(2**20):
@@ -303,6 +327,7 @@ def _flatten(
         "fingerprint": digest.hexdigest(),
         "dtype": workers.dtype(tokenizer).name,
         "bytes": {split: kept[split][1] for split in SPLITS},
+        **({"rows": rows} if as_rows else {}),
     }
     write_about(folder, about)
 
@@ -345,13 +370,4 @@ def bytes_before(split: Split, position: int, tokenizer: Tokenizer) -> int:
     # The last document that begins there or before: one that is empty may precede it.
     document = np.searchsorted(split.starts, position, side="right") - 1
     first = split.starts[document]
-    return int(split.texts[document]) + text_bytes(split.tokens[first:position], tokenizer)
-
-
-def text_bytes(tokens: np.ndarray, tokenizer: Tokenizer) -> int:
-    """Bytes of the text of a document's first tokens, of which control tokens have none."""
-    if not tokenizer.files:
-        return int((tokens < 256).sum())
-    blocks = range(0, len(tokens), 2**20)  # of which each is decoded alone
-    texts = (tokenizer.decode(tokens[first : first + 2**20]) for first in blocks)
-    return sum(len(text.rstrip("\ufffd").encode()) for text in texts)
+    return int(split.texts[document]) + tokenizer.text_bytes(split.tokens[first:position])

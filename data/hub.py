@@ -46,8 +46,8 @@ def load(name: str, dataset: str) -> dict[str, Rows]:
         ) from error
 
 
-def rows(path: pathlib.Path, kind: str, column: str) -> Rows:
-    """The rows of a local file of kind json or parquet, of which `column` is needed."""
+def rows(path: pathlib.Path, kind: str, columns: list[str]) -> Rows:
+    """The rows of a local file of kind json or parquet, of which `columns` are needed."""
     datasets = library()
     if kind == "json":
         yield from datasets.load_dataset(kind, data_files=str(path), split="train", streaming=True)
@@ -57,10 +57,19 @@ def rows(path: pathlib.Path, kind: str, column: str) -> Rows:
 
     with parquet.pq.ParquetFile(path, buffer_size=2**16) as file:
         names = file.schema_arrow.names
-        if column not in names:
+        if not {*columns} <= {*names}:
             yield dict.fromkeys(names)
-        for batch in file.iter_batches(64, columns=[column], use_threads=False):
+            return
+        for batch in file.iter_batches(64, columns=columns, use_threads=False):
             yield from batch.to_pylist()
+
+
+def parquet_columns(path: pathlib.Path) -> list[str]:
+    library()
+    from datasets.packaged_modules.parquet import parquet
+
+    with parquet.pq.ParquetFile(path) as file:
+        return file.schema_arrow.names
 
 
 def text_file(path: pathlib.Path) -> TextIO:

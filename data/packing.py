@@ -4,19 +4,32 @@ Row i is read by random access, so a batch stays a pure function of (seed, k) on
 processes. No document is cut that fits a row. A longer one fills rows of its own, and its rest is
 packed like a short document. Each piece begins with the last token before it, so that every token
 of a document but its first is a target exactly once.
+
+Of conversations only some tokens are targets, and a piece without its beginning would teach answers to
+nothing: one that is longer than a row is cut there, and left out where no target is left.
 """
 
 import bisect
+import json
 import pathlib
 from collections.abc import Iterator
+from typing import NamedTuple
 
 import grain
 import numpy as np
 
-from data.corpus import Split, is_whole, new_folder, write_about
+from data.corpus import ABOUT, Split, is_whole, new_folder, write_about
 
 CODE = 1  # raised when the same documents would be packed otherwise
 BLOCK = 2**20  # pieces that are packed among themselves, which bounds memory
+
+
+class Lost(NamedTuple):
+    """What does not fit into rows, of conversations."""
+
+    documents: int = 0  # that are cut, or left out
+    targets: int = 0  # that are not trained on
+    longest: int = 0  # positions that the longest document takes
 
 
 class Packed(grain.sources.RandomAccessDataSource):
@@ -31,7 +44,9 @@ class Packed(grain.sources.RandomAccessDataSource):
         if not is_whole(folder):
             with new_folder(folder) as made:
                 _write(split, length, made)
-        self._tokens, self._length = split.tokens, length
+        self._tokens, self._targets, self._length = split.tokens, split.targets, length
+        about = json.loads((folder / ABOUT).read_text())
+        self.lost = Lost(*about.get("lost", ()))
         # pieces: [pieces, 2], first token and positions; rows: [rows + 1], the first piece of each.
         self._rows = np.memmap(folder / "rows", np.int64, "r")
         pieces = np.memmap(folder / "pieces", np.int64, "r") if self._rows[-1] else self._rows[:0]
@@ -58,6 +73,8 @@ class Packed(grain.sources.RandomAccessDataSource):
         source = np.repeat(first_P, size_P) + within
         tokens, targets, segment_ids = (np.full(N * T, fill, np.int32) for fill in (0, -1, 0))
         tokens[to], targets[to] = self._tokens[source], self._tokens[source + 1]
+        if self._targets is not None:
+            targets[to] = np.where(self._targets[source + 1], targets[to], -1)
         segment_ids[to] = np.repeat(number_P + 1, size_P)
         named = {"tokens": tokens, "targets": targets, "segment_ids": segment_ids}
         return {name: flat.reshape(N, T) for name, flat in named.items()}
@@ -130,15 +147,38 @@ def _pieces(split: Split, length: int) -> Iterator[np.ndarray]:
             yield np.stack([begins[of] + offset, np.minimum(targets[of] - offset, length)], axis=1)
 
 
+def _beginnings(split: Split, length: int, lost: list[int]) -> Iterator[np.ndarray]:
+    """As `_pieces`, of conversations: what fits a row of each that has a target there.
+
+    Args:
+      lost: the fields of Lost; what does not fit is added.
+    """
+    for document in range(0, len(split.starts), BLOCK):
+        begin = split.starts[document : document + BLOCK]
+        end = np.append(split.starts[document + 1 : document + BLOCK + 1], len(split.tokens))
+        end = end[: len(begin)]
+        size = np.minimum(end - begin - 1, length)  # not 0: the last token is a target
+        targets = split.targets[: end[-1]]
+        edges = np.stack([begin + 1, begin + 1 + size], axis=1).ravel()
+        kept = np.add.reduceat(targets, edges[edges < len(targets)], dtype=np.int64)[::2]
+        every = np.add.reduceat(targets, begin + 1, dtype=np.int64)
+        lost[0] += int((kept < every).sum())
+        lost[1] += int((every - kept).sum())
+        lost[2] = max(lost[2], int((end - begin).max()) - 1)
+        yield np.stack([begin, size], axis=1)[kept > 0]
+
+
 def _write(split: Split, length: int, folder: pathlib.Path) -> None:
     """The index: `pieces`, row by row, and `rows`, the number of the first piece of each."""
-    total = 0
+    total, lost = 0, [0, 0, 0]
+    conversations = split.targets is not None
+    found = _beginnings(split, length, lost) if conversations else _pieces(split, length)
     with (folder / "pieces").open("wb") as pieces_file, (folder / "rows").open("wb") as rows_file:
-        for pieces in _pieces(split, length):
+        for pieces in found:
             row_of = best_fit(pieces[:, 1], length)
             pieces[np.argsort(row_of, kind="stable")].tofile(pieces_file)
             counts = np.bincount(row_of)
             (total + np.cumsum(counts) - counts).tofile(rows_file)
             total += len(pieces)
         np.array([total]).tofile(rows_file)
-    write_about(folder, {})
+    write_about(folder, {"lost": lost} if conversations else {})

@@ -2,7 +2,8 @@
 
     stdlib                        # *.py of this Python, split into train and held-out by file
     notes.txt, folder, 'a/*.txt'  # text files: a document each
-    docs.jsonl, docs.parquet      # JSON Lines or Parquet: the column `text` of each row
+    docs.jsonl, docs.parquet      # JSON Lines or Parquet: the column `text` of each row,
+                                  # or conversations (conversations.py), by the first row's columns
     hf:org/name                   # a dataset of the Hub, or hf:org/name:config
     a.parquet@0.7,b.jsonl@0.3     # several, and their shares of the rows that are trained on
 
@@ -17,9 +18,10 @@ import json
 import pathlib
 import sysconfig
 from collections.abc import Callable, Iterator
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-from data import DataError, hub
+from data import DataError, conversations, hub
+from data.conversations import TEXT
 
 HELD_OUT = 0.01  # of the documents, where the dataset has no split of its own
 LONGEST = 2**20  # bytes of text that are tokenised at once
@@ -27,13 +29,17 @@ KINDS = {".jsonl": "json", ".json": "json", ".parquet": "parquet", ".txt": "text
 COMPRESSED = (".gz", ".zst")
 
 
+Rows = Iterator[tuple[str, dict[str, Any]]]  # each with where it is, for messages
+
+
 class Part(NamedTuple):
     """A document, or a part of one that is too long to be held and tokenised in one piece."""
 
-    text: bytes  # UTF-8
+    text: bytes  # UTF-8; of a row of conversations what `conversations.checked` makes of it
     held_out: bool
     begins: bool  # whether a document begins here, and whether it ends
     ends: bool
+    row: str = ""  # where such a row is, for messages
 
 
 class Source(NamedTuple):
@@ -43,22 +49,25 @@ class Source(NamedTuple):
     weight: float
     files: list[pathlib.Path]  # what it is read from; none where that is the Hub
     column: str
+    whole: bool  # whether nothing of it is held out
+    form: Callable[[], str]  # what its rows are: TEXT, MESSAGES or PAIRS
     parts: Callable[[], Iterator[Part]]  # of all its documents, in order
 
 
-def find(dataset: str, column: str = "text") -> list[Source]:
+def find(dataset: str, column: str = "text", whole: bool = False) -> list[Source]:
     """The sources that --dataset names.
 
     Args:
       column: where JSON Lines, Parquet and the Hub's datasets keep their text.
+      whole: holds out nothing, not even a split that the dataset has for it.
 
     Raises DataError if a name is of nothing, or a weight is no share.
     """
     if not dataset:
         raise DataError("--dataset= is empty; use stdlib, a path, or hf:NAME")
     if pathlib.Path(dataset).expanduser().exists():  # whatever is in its name
-        return [_source(dataset, 1.0, column)]
-    return [_source(*_weighted(one, dataset), column) for one in dataset.split(",")]
+        return [_source(dataset, 1.0, column, whole)]
+    return [_source(*_weighted(one, dataset), column, whole) for one in dataset.split(",")]
 
 
 def _weighted(one: str, dataset: str) -> tuple[str, float]:
@@ -82,7 +91,8 @@ def _weighted(one: str, dataset: str) -> tuple[str, float]:
     return name, weight
 
 
-def _source(name: str, weight: float, column: str) -> Source:
+def _source(name: str, weight: float, column: str, whole: bool) -> Source:
+    form = lambda: TEXT  # noqa: E731
     if name == "stdlib":
         root = pathlib.Path(sysconfig.get_paths()["stdlib"])
         files = sorted(p for p in root.rglob("*.py") if "site-packages" not in p.parts)
@@ -90,11 +100,17 @@ def _source(name: str, weight: float, column: str) -> Source:
     elif name.startswith("hf:"):
         folder = pathlib.Path(name.removeprefix("hf:")).expanduser()
         files = sorted(p for p in folder.rglob("*") if p.is_file()) if folder.is_dir() else []
-        read = functools.partial(_from_hub, name, column)
+        form = functools.cache(lambda: conversations.form(_hub_columns(name), column))
+        read = functools.partial(_from_hub, name, column, whole, form)
     else:
         files = _files(name)
-        read = functools.partial(_from_files, name, files, column)
-    return Source(name, weight, files, column, read)
+        form = functools.cache(lambda: conversations.form(_columns(files[0]), column))
+        read = functools.partial(_from_files, name, files, column, whole, form)
+
+    def parts() -> Iterator[Part]:
+        return (part._replace(held_out=False) for part in read()) if whole else read()
+
+    return Source(name, weight, files, column, whole, form, parts)
 
 
 # ---- which files ---------------------------------------------------------------------------------
@@ -143,23 +159,43 @@ def _by_file(files: list[pathlib.Path], root: pathlib.Path) -> Iterator[Part]:
         yield from _cut(path.read_bytes(), held_out)
 
 
-def _from_files(name: str, files: list[pathlib.Path], column: str) -> Iterator[Part]:
+def _from_files(
+    name: str, files: list[pathlib.Path], column: str, whole: bool, form: Callable[[], str]
+) -> Iterator[Part]:
+    if form() != TEXT:
+        rows = functools.partial(_rows, name, files, form())
+        yield from _conversations(name, rows, form(), whole)
+        return
     for path in files:
         try:
             if kind(path) == "text":
                 yield from _text_file(path)
                 continue
-            for row in hub.rows(path, kind(path), column):
+            for number, row in enumerate(hub.rows(path, kind(path), [column]), start=1):
+                if number == 1 and conversations.form(row, column) != TEXT:
+                    raise DataError(
+                        f"--dataset={name}: {path.name} has conversations, but not as JSON Lines, a row a "
+                        f"line, or not as {files[0].name}; write it so, or name files of one kind"
+                    )
+                if number > 1 and not isinstance(row.get(column), str):
+                    raise ValueError(f"row {number} has no text in column {column!r}")
                 yield from _document(_text(row, column, name))
         except DataError:
             raise
         except Exception as error:  # the readers' own
-            raise DataError(_diagnose(name, path, error)) from error
+            raise DataError(_diagnose(name, path, column, error)) from error
 
 
-def _from_hub(name: str, column: str) -> Iterator[Part]:
+def _from_hub(name: str, column: str, whole: bool, form: Callable[[], str]) -> Iterator[Part]:
     """Of a dataset on the Hub, or a local folder laid out like one."""
     train, held = hub.train_and_held_out(hub.load(name.removeprefix("hf:"), name))
+    if form() != TEXT:
+        numbered = functools.partial(_numbered, name)
+        known = whole or held is not None
+        yield from _conversations(name, lambda: numbered("row", train), form(), known)
+        for where, row in numbered("held-out row", held or ()):
+            yield Part(conversations.checked(row, form(), where), True, True, True, where)
+        return
     for row in hub.told(train, name):
         text = _text(row, column, name)
         yield from _document(text) if held is None else _cut(text, False)
@@ -179,6 +215,96 @@ def _text(row: dict, column: str, name: str) -> bytes:
             f"--dataset={name} column {column!r} holds {found}, not text; set --text_column"
         )
     return row[column].encode(errors="replace")
+
+
+# ---- conversations -------------------------------------------------------------------------------
+
+
+def _columns(path: pathlib.Path) -> list[str]:
+    """Of the first row of a local file; none where its reader will say what is wrong."""
+    try:
+        if kind(path) == "json":
+            with hub.text_file(path) as file:
+                row = json.loads(next(line for line in file if line.strip()))
+                return list(row) if isinstance(row, dict) else []
+        return hub.parquet_columns(path) if kind(path) == "parquet" else []
+    except Exception:
+        return []
+
+
+def _hub_columns(name: str) -> list[str]:
+    train, _ = hub.train_and_held_out(hub.load(name.removeprefix("hf:"), name))
+    return list(next(iter(hub.told(train, name)), ()))
+
+
+def _rows(name: str, files: list[pathlib.Path], form: str) -> Rows:
+    """The rows of local files; each is named by its file and line."""
+    for path in files:
+        where = f"--dataset={name}: {path.name}"
+        if kind(path) == "text":
+            raise DataError(
+                f"{where} is text, and {files[0].name} has conversations; name the files to read with "
+                "a pattern, as in 'FOLDER/*.jsonl', or give both: a.jsonl@0.7,b.txt@0.3"
+            )
+        try:
+            if kind(path) == "json":
+                yield from _json_rows(path, where)
+            else:
+                wanted = conversations.COLUMNS[form]
+                for number, row in enumerate(hub.rows(path, "parquet", wanted), start=1):
+                    yield f"{where} row {number}", row
+        except DataError:
+            raise
+        except Exception as error:  # the readers' own
+            raise DataError(_diagnose(name, path, "", error)) from error
+
+
+def _json_rows(path: pathlib.Path, where: str) -> Rows:
+    with hub.text_file(path) as file:
+        for number, line in enumerate(file, start=1):
+            if line.strip():
+                try:
+                    yield f"{where} line {number}", json.loads(line)
+                except json.JSONDecodeError as broken:
+                    raise DataError(
+                        f"{where} line {number} is not JSON ({broken.msg}); fix it"
+                    ) from None
+
+
+def _numbered(name: str, what: str, rows: hub.Rows) -> Rows:
+    for number, row in enumerate(hub.told(rows, name), start=1):
+        yield f"--dataset={name}: {what} {number}", row
+
+
+def _conversations(name: str, rows: Callable[[], Rows], form: str, known: bool) -> Iterator[Part]:
+    """A part for each row. They are held out like documents, but never in pieces.
+
+    Where that holds out none or all, as it may of a few, it is the last twentieth, at least one.
+
+    Args:
+      known: whether none of these is to be held out.
+    """
+    first, found, count = None, set(), 0
+    if not known:
+        for where, row in rows():  # until both kinds are there
+            count += 1
+            found.add(_is_held_out(conversations.checked(row, form, where)))
+            if len(found) == 2:
+                break
+        else:
+            first = count - max(1, count // 20)
+        if count == 1:
+            raise DataError(
+                f"--dataset={name} has a single row, and one is held out to evaluate on; add rows, or "
+                "use --eval_dataset=FILE for those to evaluate on, which may be the same file"
+            )
+    for number, (where, row) in enumerate(rows()):
+        text = conversations.checked(row, form, where)
+        held_out = not known and (_is_held_out(text) if first is None else number >= first)
+        yield Part(text, held_out, True, True, where)
+
+
+# ---- documents -----------------------------------------------------------------------------------
 
 
 def _is_held_out(name: bytes) -> bool:
@@ -235,8 +361,8 @@ def _blocks(path: pathlib.Path) -> Iterator[bytes]:
             yield (block + file.readline(LONGEST // 2)).encode()
 
 
-def _diagnose(name: str, path: pathlib.Path, error: Exception) -> str:
-    """Why a local file could not be read, in one line."""
+def _diagnose(name: str, path: pathlib.Path, column: str, error: Exception) -> str:
+    """Why a local file could not be read, in one line; `column`: that of its text."""
     where = f"--dataset={name}: {path.name}"
     if not path.stat().st_size:
         return f"{where} is empty; use a file with text in it"
@@ -248,7 +374,13 @@ def _diagnose(name: str, path: pathlib.Path, error: Exception) -> str:
                 try:
                     text = line.decode()
                     if kind(path) == "json" and text.strip():
-                        json.loads(text)
+                        row = json.loads(text)
+                        text = row.get(column) if isinstance(row, dict) else ""
+                        if number > 1 and column and not isinstance(text, str):
+                            return (
+                                f"{where} line {number} has no text in column {column!r}, which the "
+                                "rows before it have; give all rows the same columns"
+                            )
                 except UnicodeDecodeError:
                     return f"{where} line {number} is not UTF-8; convert the file"
                 except json.JSONDecodeError as broken:

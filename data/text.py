@@ -3,16 +3,21 @@
 The default corpus is the Python standard library's own source, which every machine has, in bytes:
 a token is a byte, 0 to 255, and 256 precedes each document. data/sources.py lists what else there
 is. Windows overlap by one token, so that every token but the first is a target once an epoch.
+
+Of conversations (data/conversations.py) only what the assistant says is a target. They are always packed.
 """
 
 import hashlib
 import json
+from collections.abc import Iterator
+from typing import NamedTuple
 
 import grain
 import numpy as np
 
-from data import DataError, corpus, packing, sources
+from data import DataError, chat, conversations, corpus, packing, sources
 from data.batches import Dataset, Example
+from data.conversations import Document, dated, size
 from data.corpus import Corpus, Split
 from data.tokenizer import BYTES, START, Tokenizer
 
@@ -35,6 +40,7 @@ def load(
     seq_len: int = 128,
     tokenizer: Tokenizer | None = None,
     pack: str = "",
+    eval_dataset: str = "",
 ) -> Dataset:
     """A dataset as examples of `seq_len` tokens.
 
@@ -42,29 +48,35 @@ def load(
       dataset, text_column: as `sources.find` takes them. Several sources are each packed alone, and
         mixed by their weights; the held-out rows are all of theirs, in order.
       tokenizer: None: bytes.
-      pack: "true", rows of whole documents; "false", windows; "", rows where there is a tokenizer.
+      pack: "true", rows of whole documents; "false", windows; "", rows where there is a tokenizer or
+        a conversation.
+      eval_dataset: what to hold out in place of a part of `dataset`, all of which is then trained on.
 
     Raises DataError if there is no such text, or less of it than one example.
     """
     tokenizer = tokenizer or BYTES
-    packed = pack == "true" or (pack == "" and bool(tokenizer.files))
-    found = sources.find(dataset, text_column)
-    made = [corpus.prepare(source, tokenizer) for source in found]
+    found = sources.find(dataset, text_column, whole=bool(eval_dataset))
+    made = [(source, corpus.prepare(source, tokenizer)) for source in found]
+    every = [_Part(*one, part, part) for part in corpus.SPLITS for one in made]
+    if eval_dataset:
+        try:
+            others = sources.find(eval_dataset, text_column, whole=True)
+            others = [(source, corpus.prepare(source, tokenizer)) for source in others]
+        except DataError as error:
+            raise DataError(str(error).replace("--dataset=", "--eval_dataset=")) from error
+        made += others
+        every[len(found) :] = [_Part(*one, corpus.TRAIN, corpus.HELD_OUT) for one in others]
+    masked = [part.source.name for part in every if part.split.targets is not None]
+    if masked and pack == "false":
+        raise DataError(f"--pack=false would cut the conversations of {masked[0]}; leave it out")
+    packed = pack == "true" or (pack == "" and bool(tokenizer.files or masked))
     # Where each source is one document, its windows need no segments.
-    bounds = packed or any(len(split.starts) > 1 for one in made for split in one[:2])
-    train, held_out = (
-        [_rows(one, part, seq_len, packed, bounds) for one in made] for part in corpus.SPLITS
-    )
-    for source, one, *rows in zip(found, made, train, held_out, strict=True):
-        _check(source.name, one, rows, seq_len)
+    bounds = packed or any(len(part.split.starts) > 1 for part in every)
+    rows = [part.rows(seq_len, packed, bounds) for part in every]
+    for part, its in zip(every, rows, strict=True):
+        _check(part, its, seq_len)
     filler = example(np.full(seq_len + 1, -1, np.int32))
-    prints = [one.fingerprint for one in made]
-    if len(made) > 1:
-        shares = [source.weight for source in found]
-        prints = [hashlib.sha256(json.dumps([prints, shares]).encode()).hexdigest()]
-    facts = {"dataset": dataset, "seq_len": seq_len, "fingerprint": prints[0]}
-    if tokenizer.files:
-        facts["tokenizer"] = tokenizer.sha256
+    train, held_out = rows[: len(found)], rows[len(found) :]
     return Dataset(
         train=_together(train),
         held_out=_together(held_out),
@@ -72,35 +84,84 @@ def load(
         unit="tokens",
         units=seq_len,
         config={"vocab_size": tokenizer.size} if tokenizer.files else {},
-        facts=facts | ({"pack": True} if packed else {}),
-        parts=tuple((len(rows), s.weight) for rows, s in zip(train, found, strict=True)),
+        facts={"dataset": dataset, "seq_len": seq_len, "fingerprint": _fingerprint(made, found)}
+        | ({"eval_dataset": eval_dataset} if eval_dataset else {})
+        | ({"tokenizer": tokenizer.sha256} if tokenizer.files else {})
+        | ({"template": conversations.key(tokenizer)} if masked else {})
+        | ({"pack": True} if packed else {}),
+        parts=tuple((len(its), s.weight) for its, s in zip(train, found, strict=True)),
         held_out_bytes=sum(
-            _bytes_behind(one.held_out, len(rows), seq_len, tokenizer, packed)
-            for one, rows in zip(made, held_out, strict=True)
+            _bytes_behind(part.split, len(its), seq_len, tokenizer, packed)
+            for part, its in zip(every[len(found) :], held_out, strict=True)
+        ),
+        notes=tuple(
+            note
+            for part, its in zip(every, rows, strict=True)
+            if part.split.targets is not None
+            for note in _notes(part, its.lost, seq_len, tokenizer)
         ),
     )
 
 
-def _check(name: str, one: Corpus, rows: list, seq_len: int) -> None:
-    """Held-out rows need not be full; they are read only once."""
-    few = len(one.train.tokens) <= seq_len
-    for part, split, bad in (
-        ("training", one.train, few or not len(rows[0])),
-        ("held-out", one.held_out, not len(rows[1])),
-    ):
-        if bad:
+class _Part(NamedTuple):
+    """What is trained on of one source, or held out."""
+
+    source: sources.Source
+    corpus: Corpus
+    name: str  # of corpus.SPLITS: which it is there
+    use: str  # likewise: what it is for
+
+    @property
+    def split(self) -> Split:
+        return getattr(self.corpus, self.name)
+
+    def rows(self, seq_len: int, pack: bool, bounds: bool):
+        if pack:
+            folder = self.corpus.folder / f"{self.name}.packed{packing.CODE}-{seq_len}"
+            return packing.Packed(self.split, seq_len, folder)
+        return _Windows(self.split, seq_len, bounds)
+
+
+def _fingerprint(made: list[tuple[sources.Source, Corpus]], found: list) -> str:
+    """Of all corpora, and of their shares where there are several of these."""
+    prints = [one.fingerprint for _, one in made]
+    if len(made) == 1:
+        return prints[0]
+    told = [prints, [source.weight for source in found]]
+    return hashlib.sha256(json.dumps(told).encode()).hexdigest()
+
+
+def _check(part: _Part, rows, seq_len: int) -> None:
+    """Held-out rows need not be full, and neither need those of conversations."""
+    tokens, what = len(part.split.tokens), part.use.replace("train", "training").replace("_", "-")
+    if part.split.targets is not None:
+        if not len(rows):
             raise DataError(
-                f"--dataset={name} has {len(split.tokens)} {part} tokens, fewer than one window of "
-                f"--seq_len={seq_len} and its target; use more text or a shorter --seq_len"
+                f"--dataset={part.source.name}: no answer of its {what} rows begins within the first "
+                f"--seq_len={seq_len} tokens; use --seq_len={rows.lost.longest} for all of the longest"
             )
+    elif not len(rows) or (part.use == corpus.TRAIN and tokens <= seq_len):
+        raise DataError(
+            f"--dataset={part.source.name} has {tokens} {what} tokens, fewer than one window of "
+            f"--seq_len={seq_len} and its target; use more text or a shorter --seq_len"
+        )
 
 
-def _rows(one: Corpus, part: str, seq_len: int, pack: bool, bounds: bool):
-    split: Split = getattr(one, part)
-    if pack:
-        folder = one.folder / f"{part}.packed{packing.CODE}-{seq_len}"
-        return packing.Packed(split, seq_len, folder)
-    return _Windows(split, seq_len, bounds)
+def _notes(part: _Part, lost: packing.Lost, seq_len: int, tokenizer: Tokenizer) -> Iterator[str]:
+    """Lines about conversations: what the targets are, and what is not trained on."""
+    split = part.split
+    does, targets = {"train": "Trains"}.get(part.use, "Evaluates"), int(np.sum(split.targets))
+    rows = f"{split.rows:,} row{'s' * (split.rows != 1)} of {part.source.name}"
+    if len(split.starts) > split.rows:
+        rows += f", {len(split.starts):,} turns one by one"
+    day = f"; today is {chat.TRAINING_DAY:%d %b %Y} to the template" if dated(tokenizer) else ""
+    every = len(split.tokens)
+    yield f"{does} on the answers in {rows}: {targets:,} of {every:,} tokens{day}."
+    if lost.documents:
+        yield (
+            f"warning: {lost.documents:,} of them are cut at --seq_len={seq_len}, which loses "
+            f"{lost.targets:,} of the {targets:,} tokens; --seq_len={lost.longest} keeps all."
+        )
 
 
 def _bytes_behind(split: Split, rows: int, seq_len: int, tokenizer: Tokenizer, pack: bool) -> int:
@@ -111,15 +172,30 @@ def _bytes_behind(split: Split, rows: int, seq_len: int, tokenizer: Tokenizer, p
     without that of each document's first token, which has none where the tokenizer puts a start in
     front. `corpus.bytes_before` says how a character counts that is cut.
     """
+    if split.targets is not None:
+        return split.bytes - _lost_bytes(split, seq_len, tokenizer)
     if pack:
         begins = split.starts[split.starts < len(split.tokens)]
         firsts, counts = np.unique(split.tokens[begins], return_counts=True)
-        none = [corpus.text_bytes(first[None], tokenizer) for first in firsts]
+        none = [tokenizer.text_bytes(first[None]) for first in firsts]
         return split.bytes - int(np.dot(none, counts))
     if not tokenizer.files:
         return rows * seq_len
-    first = corpus.text_bytes(split.tokens[:1], tokenizer)
+    first = tokenizer.text_bytes(split.tokens[:1])
     return corpus.bytes_before(split, rows * seq_len + 1, tokenizer) - first
+
+
+def _lost_bytes(split: Split, seq_len: int, tokenizer: Tokenizer) -> int:
+    """Bytes of text that targets stand for which do not fit into a row."""
+    ends, lost = np.append(split.starts[1:], len(split.tokens)), 0
+    for number in np.flatnonzero(ends - split.starts > seq_len + 1):
+        begin, end = split.starts[number], ends[number]
+        sizes = [
+            size(Document(split.tokens[begin:last], split.targets[begin:last]), tokenizer)
+            for last in (begin + seq_len + 1, end)
+        ]
+        lost += sizes[1] - sizes[0]
+    return lost
 
 
 class _Together(grain.sources.RandomAccessDataSource):

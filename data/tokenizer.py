@@ -11,6 +11,7 @@ and the tokens that end an answer.
 
 import codecs
 import dataclasses
+import datetime
 import functools
 import hashlib
 import json
@@ -105,15 +106,43 @@ class Tokenizer:
         # Without any token, as behind another document.
         return np.array(ids or self.end[:1] or [0], np.int32)
 
-    def render(self, messages: list[dict[str, Any]], add_generation_prompt: bool = True) -> str:
+    def text_bytes(self, tokens: np.ndarray) -> int:
+        """Bytes of the text that these tokens stand for, of which control tokens have none."""
+        if not self.files:
+            return int((tokens < START).sum())
+        blocks = range(0, len(tokens), 2**20)  # of which each is decoded alone
+        texts = (self.decode(tokens[first : first + 2**20]) for first in blocks)
+        return sum(len(text.rstrip("\ufffd").encode()) for text in texts)
+
+    @functools.cached_property
+    def template(self) -> str:
+        """The model's chat template; "" if it has none."""
+        found = self.files[TEMPLATE].decode(errors="replace") if TEMPLATE in self.files else ""
+        return found or chat.template(_json(self.files, CONFIG, self.name))
+
+    @functools.cached_property
+    def control_tokens(self) -> dict[str, str]:
+        """bos_token, eos_token, … → its text, where there is one."""
+        return _control_tokens(self.files, self.name)
+
+    @functools.cached_property
+    def special(self) -> frozenset[int]:
+        """Ids of control tokens."""
+        found = self._control.get_added_tokens_decoder().items() if self.files else ()
+        return frozenset({*self.start, *self.end, *(i for i, token in found if token.special)})
+
+    def render(
+        self,
+        messages: list[dict[str, Any]],
+        add_generation_prompt: bool = True,
+        today: datetime.datetime | None = None,
+    ) -> str:
         """A conversation, [{"role": …, "content": …}, …], as the model's chat template writes it.
 
         Raises DataError if there is no template, or it refuses these messages.
         """
-        template = self.files[TEMPLATE].decode(errors="replace") if TEMPLATE in self.files else ""
-        template = template or chat.template(_json(self.files, CONFIG, self.name))
-        names = _control_tokens(self.files, self.name)
-        return chat.render(template, messages, add_generation_prompt, names, self.name)
+        given = (add_generation_prompt, self.control_tokens, self.name, today)
+        return chat.render(self.template, messages, *given)
 
     def ask(self, messages: list[dict[str, Any]]) -> np.ndarray:
         """The int32 ids of a conversation that the model is to answer. Raises DataError."""

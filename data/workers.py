@@ -17,10 +17,12 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from typing import NamedTuple
 
 import numpy as np
 
+from data import DataError, conversations
 from data.sources import Part
 from data.tokenizer import Tokenizer
 
@@ -32,40 +34,70 @@ def dtype(tokenizer: Tokenizer) -> np.dtype:
     return np.dtype(np.uint16 if tokenizer.size <= 2**16 else np.uint32)
 
 
+class Tokenised(NamedTuple):
+    """A part of the corpus; one that is a row of conversations can give several."""
+
+    tokens: np.ndarray
+    size: int  # bytes of text
+    held_out: bool
+    begins: bool  # whether a document begins here
+    targets: np.ndarray | None = None  # bool, of each token, where only some are to be learned
+    first: bool = True  # of what its row gives
+
+
 def write(path: pathlib.Path, parts: list[Part], tokenizer: Tokenizer) -> None:
     """Tokenises to a file, which is there only when it is whole.
 
     It has the tokens of all parts and, for each part, its number of tokens, its bytes of text, and
-    whether it is held out and begins a document.
+    whether it is held out and begins a document. Of conversations it has the targets, too, and for
+    each document whether its row begins there.
+
+    Raises DataError for a row that can't be tokenised.
     """
-    start, end = (np.array(ids, np.int32) for ids in (tokenizer.start, tokenizer.end[:1]))
-    tokens = []
-    for texts, group in _grouped(parts):
-        for part, ids in zip(group, tokenizer.encode(texts), strict=True):
-            whole = np.concatenate(
-                [start[: part.begins * len(start)], ids, end[: part.ends * len(end)]]
-            )
-            tokens.append(whole.astype(dtype(tokenizer)))
+    kind = dtype(tokenizer)
+    made = [
+        one._replace(tokens=one.tokens.astype(kind))
+        for group in _grouped(parts)
+        for one in (_rows if group[0].row else _texts)(group, tokenizer)
+    ]
+    arrays = {
+        "tokens": np.concatenate([one.tokens for one in made]),
+        "lengths": np.array([len(one.tokens) for one in made], np.int64),
+        "sizes": np.array([one.size for one in made], np.int64),
+        "held_out": np.array([one.held_out for one in made]),
+        "begins": np.array([one.begins for one in made]),
+    }
+    if made[0].targets is not None:
+        arrays["targets"] = np.concatenate([one.targets for one in made])
+        arrays["firsts"] = np.array([one.first for one in made])
     beside = path.with_suffix(f".{os.getpid()}.tmp")
     with beside.open("wb") as file:
-        np.savez(
-            file,
-            tokens=np.concatenate(tokens),
-            lengths=np.array([len(ids) for ids in tokens], np.int64),
-            sizes=np.array([len(part.text) for part in parts], np.int64),
-            held_out=np.array([part.held_out for part in parts]),
-            begins=np.array([part.begins for part in parts]),
-        )
+        np.savez(file, **arrays)
     os.replace(beside, path)
 
 
-def _grouped(parts: list[Part]) -> Iterable[tuple[list[bytes], list[Part]]]:
+def _texts(parts: list[Part], tokenizer: Tokenizer) -> Iterator[Tokenised]:
+    start, end = (np.array(ids, np.int32) for ids in (tokenizer.start, tokenizer.end[:1]))
+    for part, ids in zip(parts, tokenizer.encode([part.text for part in parts]), strict=True):
+        around = [start[: part.begins * len(start)], ids, end[: part.ends * len(end)]]
+        yield Tokenised(np.concatenate(around), len(part.text), part.held_out, part.begins)
+
+
+def _rows(parts: list[Part], tokenizer: Tokenizer) -> Iterator[Tokenised]:
+    for part in parts:
+        found = conversations.documents(part.text, tokenizer, part.row)
+        for number, one in enumerate(found):
+            size = conversations.size(one, tokenizer)
+            yield Tokenised(one.tokens, size, part.held_out, True, one.targets, number == 0)
+
+
+def _grouped(parts: list[Part]) -> Iterable[list[Part]]:
     group, size = [], 0
     for part in parts:
         group.append(part)
         size += len(part.text)
         if size >= AT_ONCE or part is parts[-1]:
-            yield [one.text for one in group], group
+            yield group
             group, size = [], 0
 
 
@@ -114,7 +146,8 @@ class Pool:
     def wait(self, most: int = 0) -> None:
         """Until at most so many are in work.
 
-        Raises ChildProcessError if a process has died, OSError if a file can't be written.
+        Raises ChildProcessError if a process has died, OSError if a file can't be written, DataError
+        for a row that can't be tokenised.
         """
         while len(self._pending) > most:
             done, self._pending = concurrent.futures.wait(
@@ -128,15 +161,14 @@ class Pool:
         try:
             work = pickle.dumps((path.absolute(), [tuple(part) for part in parts]))
             line.sendall(len(work).to_bytes(8) + work)
-            answer = line.recv(1)
-        except (BrokenPipeError, ConnectionResetError):
-            answer = b""
+            with line.makefile("rb") as sent:
+                error = pickle.load(sent)
+        except (BrokenPipeError, ConnectionResetError, EOFError, pickle.UnpicklingError):
+            error = ChildProcessError()
         finally:
             self._lines.put(line)
-        if not answer:
-            raise ChildProcessError
-        if answer[0]:
-            raise OSError(answer[0], os.strerror(answer[0]))
+        if error:
+            raise error
 
 
 def _serve(lines: list[int]) -> None:
@@ -156,14 +188,16 @@ def _serve(lines: list[int]) -> None:
     with socket.socket(fileno=mine) as line, line.makefile("rb") as sent:
         while size := sent.read(8):
             path, parts = pickle.loads(sent.read(int.from_bytes(size)))
-            answer = 0
+            answer = None
             try:
                 write(path, [Part(*part) for part in parts], tokenizer)
             except OSError as error:
-                answer = error.errno or errno.EIO
+                answer = OSError(error.errno or errno.EIO, os.strerror(error.errno or errno.EIO))
+            except DataError as error:
+                answer = error
             del parts
             trim(0)
-            line.sendall(bytes([answer]))
+            line.sendall(pickle.dumps(answer))
 
 
 if __name__ == "__main__":

@@ -17,7 +17,7 @@ from data import text
 from data.tokenizer import Tokenizer
 from recipes.common import checkpoint
 from recipes.common.analysis import flops
-from recipes.common.checkpoint import RunFolder, open_run
+from recipes.common.checkpoint import RunFolder, flags_of, open_run
 from recipes.common.generation import Generator, Sampling
 from recipes.common.runtime import Run, UserError, flag, make_mesh, print0, quote
 from recipes.common.runtime.start import start
@@ -34,8 +34,12 @@ class Flags:
 
     dataset: str = flag(
         "stdlib", "Training text: stdlib, a file, folder or pattern of .txt, .jsonl or .parquet "
-        "files, or hf:NAME; several with their shares: a.jsonl@0.7,b.parquet@0.3.", "data",
+        "files, or hf:NAME; several with their shares: a.jsonl@0.7,b.parquet@0.3. Rows of messages, "
+        "or of prompt and completion, are trained on what the assistant says.", "data",
     )  # fmt: skip
+    eval_dataset: str = flag(
+        "", "Text to hold out, as --dataset takes it; empty: a part of --dataset.", "data"
+    )
     text_column: str = flag(
         "text", "Column of .jsonl, .parquet and hf: datasets that has the text.", "data"
     )
@@ -81,8 +85,10 @@ class Flags:
         choices=OPTIMIZERS,
     )  # fmt: skip
     warmup_steps: int = flag(
-        40, "Steps in which the learning rate rises to its peak.", "optimizer", at_least=0
-    )
+        40, "Steps in which the learning rate rises to its peak. With --restore_from the default is at "
+        "most a tenth of --steps, and that of --learning_rate 5e-5, or 5e-4 with LoRA.", "optimizer",
+        at_least=0,
+    )  # fmt: skip
     weight_decay: float = flag(
         0.1, "Decay of matrices, times the learning rate, a step.", "optimizer", at_least=0.0
     )
@@ -118,7 +124,10 @@ def main(run: Run, flags: Flags) -> None:
     )  # fmt: skip
 
     # ---- Data: batch k is a pure function of (seed, k), on any mesh and number of processes ------
-    corpus = text.load(flags.dataset, flags.text_column, flags.seq_len, tokenizer, flags.pack)
+    given = (flags.dataset, flags.text_column, flags.seq_len)
+    corpus = text.load(*given, tokenizer, flags.pack, flags.eval_dataset)
+    for note in corpus.notes:  # of conversations: what is learned of them
+        print0(note)
 
     # ---- Step: (state, batch) → (state, metrics), a pure function --------------------------------
     lr = LearningRate(run.learning_rate, flags.warmup_steps, run.steps, run.schedule)
@@ -208,5 +217,28 @@ def sample(
     return tokenizer.decode([*begin, *written]), written[-1] in tokenizer.end
 
 
+def fine_tuning(run: Run, flags: Flags) -> tuple[Run, Flags]:
+    """The defaults of this command line, where it is one that begins on given parameters."""
+    before = flags_of("transformer", run.workdir)
+    if not run.steps or not (run.restore_from or before.get("restore_from")):
+        return NEW
+    rate = learning_rate(True, flags.lora_rank)
+    # One step of warmup would be a step at a rate of 0.
+    warmup = min(NEW[1].warmup_steps, run.steps // 10) if run.steps >= 20 else 0
+    return (  # a run that resumes keeps its own, whatever --steps is now
+        dataclasses.replace(NEW[0], learning_rate=before.get("learning_rate", rate)),
+        dataclasses.replace(NEW[1], warmup_steps=before.get("warmup_steps", warmup)),
+    )
+
+
+def learning_rate(restored: bool, lora_rank: int) -> float:
+    """The default. A new model's would undo what given parameters have learned."""
+    if not restored:
+        return 4e-3
+    return 5e-4 if lora_rank else 5e-5
+
+
+NEW = (Run(steps=600, batch_size=16, learning_rate=learning_rate(False, 0)), Flags())
+
 if __name__ == "__main__":
-    start(main, Run(steps=600, batch_size=16, learning_rate=4e-3), Flags())
+    start(main, *NEW, defaults=fine_tuning)

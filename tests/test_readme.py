@@ -78,7 +78,7 @@ def test_commands_parse(command, monkeypatch):
     parsed = []
     monkeypatch.setattr(sys, "argv", [module, *argv])
     monkeypatch.setattr(
-        start, "start", lambda main, *groups: parsed.extend(flags.parse(sys.argv[1:], *groups))
+        start, "start", lambda main, *groups, **_: parsed.extend(flags.parse(sys.argv[1:], *groups))
     )
     monkeypatch.delitem(sys.modules, module, raising=False)  # runpy warns of what is imported
     runpy.run_module(module, run_name="__main__")
@@ -109,7 +109,7 @@ LISTED = re.findall(r"\(zoo/(\w+)\.py\)", section("The zoo"))
 @pytest.mark.parametrize("entry", LISTED)
 def test_flags_are_listed_with_their_group_and_default(entry, monkeypatch):
     groups = []
-    monkeypatch.setattr(start, "start", lambda main, *given: groups.extend(given))
+    monkeypatch.setattr(start, "start", lambda main, *given, **_: groups.extend(given))
     monkeypatch.delitem(sys.modules, f"recipes.{entry}", raising=False)
     runpy.run_module(f"recipes.{entry}", run_name="__main__")
     model = entries.ENTRIES[entry].model

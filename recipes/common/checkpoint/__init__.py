@@ -2,7 +2,7 @@
 
 from recipes.common.checkpoint.adapter import Adapted
 from recipes.common.checkpoint.integrity import verify
-from recipes.common.checkpoint.run_folder import RunFolder, open_run
+from recipes.common.checkpoint.run_folder import RunFolder, flags_of, open_run
 from recipes.common.checkpoint.saver import Saver
 from recipes.common.checkpoint.store import (
     PUBLISHED,

@@ -43,7 +43,7 @@ class RunFolder:
 
     entry: str
     path: pathlib.Path
-    flags: dict[str, Any]  # of this command
+    flags: dict[str, Any]  # of this command, or of the one that the run began with
     in_use: bool  # whether the run writes here; --steps=0 --restore_from=… leaves it alone
     newest: Source | None  # this run's own checkpoint
     source: Source | None  # another's, to begin from
@@ -98,7 +98,7 @@ def open_run(entry: str, run: Run, flags) -> RunFolder:
     the entry.
     """
     rank, base = getattr(flags, "lora_rank", 0), getattr(flags, "base", "")
-    path = pathlib.Path(run.workdir or f"runs/{entry}").expanduser().absolute()
+    path = workdir(entry, run.workdir)
     in_use, locks = run.steps > 0 or not run.restore_from, []
     start = run.restore_from
     theirs = start.startswith("hf:")
@@ -133,10 +133,27 @@ def open_run(entry: str, run: Run, flags) -> RunFolder:
             )
     changed = _compare(path, newest.metadata["flags"], run, flags) if newest else {}
     given = dataclasses.asdict(run) | dataclasses.asdict(flags)
+    if newest and not run.restore_from:  # what the run began with remains what it began with
+        given["restore_from"] = newest.metadata["flags"].get("restore_from", "")
     damaged = dict(found["damaged"])
     return RunFolder(
         entry, path, given, in_use, newest, source, found["base"], damaged, changed, locks
     )
+
+
+def workdir(entry: str, given: str) -> pathlib.Path:
+    """The folder that --workdir names."""
+    return pathlib.Path(given or f"runs/{entry}").expanduser().absolute()
+
+
+def flags_of(entry: str, given: str) -> dict[str, Any]:
+    """The flags of the run in --workdir; {} if there is none, or it can't be read."""
+    path = workdir(entry, given) / "checkpoints"
+    try:
+        newest = path / str(store.steps_in(path)[-1])
+        return dict(store.at(newest).metadata["flags"])
+    except (OSError, ValueError, LookupError, TypeError):
+        return {}
 
 
 def cannot_write(path: pathlib.Path, error: OSError) -> UserError:

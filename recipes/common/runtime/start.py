@@ -10,6 +10,7 @@ import logging
 import os
 import sys
 import traceback
+from collections.abc import Callable
 
 import jax
 from absl import flags as absl_flags
@@ -20,8 +21,11 @@ from recipes.common.runtime import flags, preemption, processes
 from recipes.common.runtime.errors import Stopped, UserError
 
 
-def start(main, *groups) -> None:
+def start(main, *groups, defaults: Callable | None = None) -> None:
     """Parses sys.argv into new instances of `groups`, and calls main with them. Exits the process.
+
+    Args:
+      defaults: a function of these instances: `groups` with the defaults of such a command line.
 
     Exit codes: 0 done, or stopped by a signal and saved; 1 a failure; 2 a user error; 130 stopped by
     a second SIGINT.
@@ -29,6 +33,8 @@ def start(main, *groups) -> None:
     preemption.watch()
     try:
         parsed = flags.parse(sys.argv[1:], *groups)
+        if parsed and defaults:
+            parsed = flags.parse(sys.argv[1:], *defaults(*parsed))
         if parsed is None:
             print(flags.usage(sys.modules["__main__"].__doc__ or "", *groups))
         else:

@@ -87,7 +87,13 @@ def fit(
 
 def check(folder: RunFolder, layout: Layout, facts: Tree, run: Run) -> Profile:
     """Raises UserError if what the run begins with does not fit, or it can't be watched as asked."""
-    if folder.newest and folder.newest.metadata["data"] != facts:
+    before = folder.newest.metadata["data"] if folder.newest else facts
+    if before.get("template") != facts.get("template"):
+        raise UserError(
+            "--tokenizer has another chat template than the original run was trained with; leave it "
+            f"out, or use a different --workdir (this one is {folder.path})"
+        )
+    if before != facts:
         raise UserError(
             f"--dataset={facts['dataset']} must match the original run, and its content has changed "
             f"(other fingerprint); use a different --workdir (this one is {folder.path})"
