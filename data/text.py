@@ -132,7 +132,7 @@ def _fingerprint(made: list[tuple[sources.Source, Corpus]], found: list) -> str:
 
 
 def _check(part: _Part, rows, seq_len: int) -> None:
-    """Held-out rows need not be full, and neither need those of conversations."""
+    """Rows of whole documents need not be full, and neither need held-out ones."""
     tokens, what = len(part.split.tokens), part.use.replace("train", "training").replace("_", "-")
     if part.split.targets is not None:
         if not len(rows):
@@ -140,7 +140,9 @@ def _check(part: _Part, rows, seq_len: int) -> None:
                 f"--dataset={part.source.name}: no answer of its {what} rows begins within the first "
                 f"--seq_len={seq_len} tokens; use --seq_len={rows.lost.longest} for all of the longest"
             )
-    elif not len(rows) or (part.use == corpus.TRAIN and tokens <= seq_len):
+    elif not len(rows) or (
+        part.use == corpus.TRAIN and tokens <= seq_len and isinstance(rows, _Windows)
+    ):
         raise DataError(
             f"--dataset={part.source.name} has {tokens} {what} tokens, fewer than one window of "
             f"--seq_len={seq_len} and its target; use more text or a shorter --seq_len"

@@ -65,11 +65,19 @@ class Tokenizer:
         files = self.files or bytes_files()
         return {name: content for name, content in files.items() if name != MODEL}
 
+    def control(self, kind: str) -> tuple[int, str] | None:
+        """(id, text) of its "bos" or "eos" token, by tokenizer_config.json; None if it names none."""
+        text = self.control_tokens.get(f"{kind}_token")
+        token = None if text is None else self._control.token_to_id(text)
+        if not self.files and kind == "bos":
+            return START, ""
+        return None if token is None else (token, text)
+
     def config_ids(self) -> dict[str, int | list[int] | None]:
         """What config.json says of them."""
         begin = _json(self.files, GENERATION, self.name).get("bos_token_id")
-        if begin is None and not self.start and self.files:
-            begin = self._control.token_to_id(_control_tokens(self.files).get("bos_token", ""))
+        if begin is None and not self.start and (named := self.control("bos")):
+            begin = named[0]
         begin = self.start[0] if begin is None and self.start else begin
         end = list(self.end) if len(self.end) > 1 else next(iter(self.end), None)
         return {"bos_token_id": begin, "eos_token_id": end}

@@ -18,6 +18,7 @@ import numpy as np
 
 from recipes.common import checkpoint, hf
 from recipes.common.analysis import report
+from recipes.common.checkpoint import card
 from recipes.common.runtime import folders
 from recipes.common.runtime.errors import UserError
 from recipes.common.runtime.flags import flag
@@ -38,6 +39,10 @@ class Folders:
 @dataclasses.dataclass(frozen=True)
 class Export(Folders):
     adapter: bool = flag(False, "Write an adapter (LoRA) alone, as PEFT does; else it is merged.")
+    licence: str = flag(
+        "", "Licence of the parameters, for the card; empty: as published, or not told."
+    )
+    note: str = flag("", "A line for the card.")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -96,7 +101,9 @@ def export(flags: Export) -> None:
         hf.write_adapter(target, entry, layout.config, base, read, tokens)
         loads = f'PEFT loads it:\n  PeftModel.from_pretrained(model, "{flags.target}")'
     else:
-        hf.write(target, entry, layout.config, checkpoint.context(source), read, tokens)
+        told = card.facts(source, list(shards.values()), flags.licence, flags.note)
+        readme = card.for_hub(target.name, source.metadata, told)
+        hf.write(target, entry, layout.config, checkpoint.context(source), read, tokens, readme)
         loads = f'transformers loads it:\n  AutoModelForCausalLM.from_pretrained("{flags.target}")'
     print0(f"Exported {parameters(layout)} to {flags.target}; {loads}")
 

@@ -14,7 +14,6 @@ import jax
 from recipes.common import checkpoint
 from recipes.common.analysis import report
 from recipes.common.checkpoint import card, integrity, probe
-from recipes.common.entries import ENTRIES
 from recipes.common.runtime import UserError, flag, folders, make_mesh, print0
 from recipes.common.runtime.start import start
 
@@ -58,17 +57,10 @@ def main(flags: Publish) -> None:
     batch = probe.batch(source.metadata, tokenizer)
     loss = probe.loss(layout, variables, batch)
     leaves = jax.tree.leaves(variables["params"])
-    metadata = source.metadata | {
+    # The parameters of an adapter are merged: it needs its base no more.
+    metadata = {k: v for k, v in source.metadata.items() if k != "base"} | {
         "flags": {k: v for k, v in source.metadata["flags"].items() if k not in card.UNTOLD},
-        "published": {
-            "parameters": sum(leaf.size for leaf in leaves),
-            "dtype": " and ".join(sorted({str(leaf.dtype) for leaf in leaves})),
-            "licence": licence,
-            "note": " ".join(flags.note.split()),
-            "probe_loss": loss,
-            "unit": ENTRIES[source.metadata["entry"]].unit,
-            **card.measured(source.path, source.step),
-        },
+        "published": card.facts(source, leaves, licence, flags.note) | {"probe_loss": loss},
     }
 
     # ---- Written to a temporary folder, and renamed in place -------------------------------------

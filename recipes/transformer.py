@@ -8,7 +8,6 @@ Running the same command again resumes. --dataset takes your own text; --size a 
 """
 
 import dataclasses
-import math
 from typing import Any
 
 import numpy as np
@@ -22,6 +21,7 @@ from recipes.common.generation import Generator, Sampling
 from recipes.common.runtime import Run, UserError, flag, make_mesh, print0, quote
 from recipes.common.runtime.start import start
 from recipes.common.sharding import Layout, Tree, make_layout
+from recipes.common.train.evaluation import in_words
 from recipes.common.train.loop import finish, fit
 from recipes.common.train.optimizer import OPTIMIZERS, LearningRate, hidden_matrices, make_optimizer
 from recipes.common.train.step import TrainStep
@@ -141,22 +141,11 @@ def main(run: Run, flags: Flags) -> None:
     state, log, figures = fit(run, folder, step, corpus, tokenizer, example_flops=sequence)
 
     # ---- What it has learned ---------------------------------------------------------------------
-    print0(held_out(*figures["loss"], corpus.held_out_bytes))
+    print0(f"Held-out {in_words(figures, corpus.held_out_bytes)}.")
     if flags.sample_bytes:
         shown, ended = sample(layout, state, run, flags, tokenizer, prompt)
         print0("Sample, ended by the model:" if ended else "Sample:", *quote(shown))
     finish(folder, layout, log)
-
-
-def held_out(nats: float, targets: float, size: int) -> str:
-    """The held-out loss in words; bits per byte compare models whatever their tokenizer."""
-    loss, bits = nats / targets, f"{nats / math.log(2) / size:.4f} bits/byte"
-    if targets == size:  # a token is a byte
-        return f"Held-out loss {loss:.4f} nats/byte, {bits}, over {targets:,.0f} bytes."
-    return (
-        f"Held-out loss {loss:.4f} nats/token, perplexity {math.exp(min(loss, 700)):.2f}, {bits}, "
-        f"over {targets:,.0f} tokens, {size:,} bytes."
-    )
 
 
 def model_config(flags: Flags, folder: RunFolder, tokenizer: Tokenizer, platform: str) -> Config:

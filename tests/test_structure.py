@@ -21,6 +21,7 @@ LAYERS = {
     "hf": {"runtime", "sharding", "entries"},
     "checkpoint": {"runtime", "sharding", "hf", "analysis", "entries"},
     "generation": {"runtime", "sharding"},
+    "harness": {"runtime", "sharding", "generation"},
     "train": {"runtime", "sharding", "hf", "analysis", "checkpoint", "entries"},
     "entries": set(),
     "mesh": {"runtime"},
@@ -34,6 +35,7 @@ LIBRARIES = {
     "recipes/common/runtime": {"jax", "numpy", "absl"},
     "recipes/common/sharding": {"jax", "flax"},
     "recipes/common/analysis": {"jax", "numpy", "matplotlib"},
+    "recipes/common/harness": {"jax", "numpy", "rich", "lm_eval"},
     "recipes/common/hf": {"jax", "flax", "numpy", "safetensors", "huggingface_hub"},
     "recipes/common/checkpoint": {"jax", "numpy", "orbax", "etils"},
     "recipes/common/train": {"jax", "flax", "numpy", "optax", "grain", "rich", "tensorboardX"},
@@ -201,6 +203,7 @@ PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 DISTRIBUTIONS = {  # where the name to import is another
     "absl": "absl-py",
     "huggingface_hub": "huggingface-hub",
+    "lm_eval": "lm-eval",
     "ml_dtypes": "ml-dtypes",
     "orbax": "orbax-checkpoint",
     "PIL": "pillow",
@@ -222,8 +225,10 @@ def test_declared_dependencies_are_exactly_the_imported_ones():
     extras = {k: declared(v) for k, v in PROJECT["project"]["optional-dependencies"].items()}
     base = declared(PROJECT["project"]["dependencies"])
     ours, tests = imported(SHIPPED), imported(set(FILES) - set(SHIPPED))
-    assert base == ours - extras["hf"] - extras["tensorboard"]
-    assert extras["test"] == tests - base - extras["hf"] | TOOLS | extras["tensorboard"]
+    assert base == ours - extras["hf"] - extras["tensorboard"] - extras["eval"]
+    by_hand = extras["hf"] | extras["eval"]
+    assert extras["test"] == tests - base - by_hand | TOOLS | extras["tensorboard"]
+    assert extras["eval"] == {"lm-eval"} <= ours
     assert extras["tensorboard"] == {"tensorboardX"} <= ours
     assert extras["hf"] <= ours | tests
     assert extras["tpu-aot"] == {"jax"}, "its compiler alone"

@@ -16,13 +16,12 @@ import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from data import synthetic
-from recipes import transformer
 from recipes.common import checkpoint
 from recipes.common.analysis import flops
 from recipes.common.checkpoint.saver import HELD_OUT
 from recipes.common.runtime.mesh import make_mesh
 from recipes.common.sharding.layout import Layout
-from recipes.common.train.evaluation import Evaluation
+from recipes.common.train.evaluation import Evaluation, in_words
 from tests.quick import quick as quick
 from tests.runs import TINY, assert_bit_equal, records, saving, state_of, steps_saved
 from zoo.transformer import Config
@@ -89,9 +88,9 @@ def test_bits_per_byte_count_the_bytes_behind_the_tokens():
     figures = Evaluation(None, data).figures({"loss": (nats, tokens), "confusion": np.ones(3)})
     want = {"loss": 2, "targets": 100, "perplexity": np.exp(2), "bits_per_byte": 200 / np.log(2) / 300}  # fmt: skip
     assert figures == pytest.approx(want)
-    assert transformer.held_out(nats, tokens, 300) == (
-        "Held-out loss 2.0000 nats/token, perplexity 7.39, 0.9618 bits/byte, over 100 tokens, 300 bytes."
-    )  # fmt: skip
+    assert in_words({"loss": (nats, tokens)}, 300) == (
+        "loss 2.0000 nats/token, perplexity 7.39, 0.9618 bits/byte, over 100 tokens, 300 bytes"
+    )
     assert Evaluation(None, synthetic.load(4, 4, 0)).figures({"loss": (nats, tokens)}) == {
         "loss": 2
     }

@@ -1,10 +1,17 @@
-"""The card of a published checkpoint: what it is, how it was made, the SHA-256 of every file."""
+"""The card of a published checkpoint: what it is, how it was made, the SHA-256 of every file.
 
+And that of an exported model folder, in the Hub's form. Both say only what the checkpoint says: a
+fine-tuned model's base, its data, and its held-out figures before and after.
+"""
+
+import json
 import pathlib
 import re
 import shlex
 from typing import Any
 
+from data import hub
+from recipes.common.entries import ENTRIES
 from recipes.common.runtime import describe, jsonl
 
 FILE = "README.md"
@@ -30,7 +37,10 @@ def digests(text: str) -> dict[str, str]:
 
 
 def measured(checkpoint: pathlib.Path, step: int) -> dict[str, Any]:
-    """Held-out figures and seconds of training, from metrics.jsonl of the checkpoint's run."""
+    """Held-out figures and seconds of training, from metrics.jsonl of the checkpoint's run.
+
+    "held_out_before" are those at step 0, of the model that a run began with, if it did.
+    """
     held_out, seconds, before = {}, 0.0, 0
     for line in jsonl.read(checkpoint.parent.parent / "metrics.jsonl"):
         if line["step"] > step:
@@ -38,10 +48,41 @@ def measured(checkpoint: pathlib.Path, step: int) -> dict[str, Any]:
         if "step_seconds" in line:  # the mean since the line before
             seconds += line["step_seconds"] * (line["step"] - before)
             before = line["step"]
-        elif line["step"] == step:
+        elif line["step"] in (0, step):
             figures = {k.removeprefix("held_out_"): v for k, v in line.items() if k != "step"}
-            held_out = {k: v for k, v in figures.items() if v is not None}  # null: not finite
-    return {"held_out": held_out, "train_seconds": seconds}
+            # null: not finite
+            held_out[line["step"]] = {k: v for k, v in figures.items() if v is not None}
+    began = {"held_out_before": held_out[0]} if step and 0 in held_out else {}
+    return {"held_out": held_out.get(step, {}), **began, "train_seconds": seconds}
+
+
+def facts(source, arrays: list, licence: str, note: str) -> dict[str, Any]:
+    """What a card says besides the checkpoint's metadata.
+
+    Args:
+      source: a checkpoint's path, step and metadata.
+      arrays: the parameters, or what has their sizes and dtypes.
+    """
+    began, known = base(source.metadata), source.metadata.get("published")
+    if known:
+        given = {"licence": licence, "note": " ".join(note.split())}
+        return known | {name: value for name, value in given.items() if value}
+    return {
+        "parameters": sum(array.size for array in arrays),
+        "dtype": " and ".join(sorted({str(array.dtype) for array in arrays})),
+        "licence": licence,
+        "note": " ".join(note.split()),
+        "unit": ENTRIES[source.metadata["entry"]].unit,
+        **measured(source.path, source.step),
+        **({"base": began} if began else {}),
+    }
+
+
+def base(metadata: dict[str, Any]) -> dict[str, str]:
+    """{"path": …} of the model that a run began with, and its "sha256" if that is known; or {}."""
+    began = metadata.get("base") or metadata.get("published", {}).get("base")
+    given = metadata["flags"].get("restore_from")
+    return began or ({"path": given} if given else {})
 
 
 def command(metadata: dict[str, Any]) -> str:
@@ -59,28 +100,18 @@ def text(name: str, ours: bool, metadata: dict[str, Any], hashes: dict[str, list
       ours: whether it travels with the zoo, where its name is enough to find it.
       hashes: file → [bytes, SHA-256], of all files but the card.
     """
-    facts, data = metadata["published"], metadata["data"]
-    count, dtype = facts["parameters"], facts["dtype"]
+    facts = metadata["published"]
     # What its held-out figure depends on.
     given = [f"--{k}={shlex.quote(str(v))}" for k, v in metadata["flags"].items()
              if k in ("dataset", "seq_len")]  # fmt: skip
     restore_from = f"--restore_from={'' if ours else 'path/to/'}{name}"
     evaluate = " ".join([f"python -m recipes.{metadata['entry']} {restore_from} --steps=0", *given])
-    asked = metadata["flags"].get("steps", metadata["step"])
-    minutes, seconds = divmod(round(facts["train_seconds"]), 60)
-    held_out = ", ".join(f"{key} {value:,.7g}" for key, value in facts["held_out"].items())
-    versions = ", ".join(f"{name} {version}" for name, version in metadata["versions"].items())
-    rows = {
-        "Parameters": f"{count:,}, {dtype}",
-        "Made by": f"`{command(metadata)}`",
-        "Mesh": f"{describe(metadata['mesh'])}, rules {metadata['rules']['name']}",
-        "Data": f"{data['dataset']}, fingerprint `{data['fingerprint']}`",
-        "Steps": f"{metadata['step']:,}" + (f" of {asked:,}" if asked != metadata["step"] else ""),
-        "Time": f"{minutes} min {seconds} s for the steps" if facts["train_seconds"] else "unknown",
-        "Held out": f"{held_out} ({facts['unit']})" if held_out else "not measured",
+    rows = origin(metadata, facts) | {
         "Probe": f"`probe.json` has a batch and its loss, {facts['probe_loss']:.6f} {facts['unit']}: "
         "every mesh and table gives it to 1e-5 in float32",
-        "Versions": versions,
+        "Versions": ", ".join(
+            f"{name} {version}" for name, version in metadata["versions"].items()
+        ),
         "Licence": facts["licence"],
         "Note": facts["note"],
     }
@@ -88,17 +119,116 @@ def text(name: str, ours: bool, metadata: dict[str, Any], hashes: dict[str, list
         [
             f"# {name}",
             "",
-            f"A trained `zoo/{metadata['entry']}.py`, to be restored onto any mesh:",
+            f"A {kind(metadata)} `zoo/{metadata['entry']}.py`, to be restored onto any mesh:",
             "",
             f"    {evaluate}",
             "",
-            "| | |",
-            "| --- | --- |",
-            *(f"| {key} | {value} |" for key, value in rows.items() if value),
-            "",
+            *table(rows),
             "| File | Bytes | SHA-256 |",
             "| --- | ---: | --- |",
             *(f"| `{name}` | {size:,} | `{sha}` |" for name, (size, sha) in hashes.items()),
             "",
         ]
+    )
+
+
+def kind(metadata: dict[str, Any]) -> str:
+    return "fine-tuned" if base(metadata) else "trained"
+
+
+def origin(metadata: dict[str, Any], facts: dict[str, Any]) -> dict[str, str]:
+    """What it was made of, how, and what came of it; an empty value is no row.
+
+    Args:
+      facts: parameters, dtype, unit, and what `measured` found.
+    """
+    data, began = metadata["data"], base(metadata)
+    asked = metadata["flags"].get("steps", metadata["step"])
+    minutes, seconds = divmod(round(facts["train_seconds"]), 60)
+    rows = {
+        "Parameters": f"{facts['parameters']:,}, {facts['dtype']}",
+        "Base model": f"`{began['path']}`" if began else "",
+        "Made by": f"`{command(metadata)}`",
+        "Mesh": f"{describe(metadata['mesh'])}, rules {metadata['rules']['name']}",
+        "Data": f"{data['dataset']}, fingerprint `{data['fingerprint']}`",
+        "Steps": f"{metadata['step']:,}" + (f" of {asked:,}" if asked != metadata["step"] else ""),
+        "Time": f"{minutes} min {seconds} s for the steps" if facts["train_seconds"] else "unknown",
+        "Held out before": figures(facts, "held_out_before") if began else "",
+        "Held out": figures(facts, "held_out"),
+    }
+    if began.get("sha256"):
+        rows["Base model"] += f", SHA-256 `{began['sha256']}`"
+    return rows
+
+
+def figures(facts: dict[str, Any], which: str) -> str:
+    """Held-out figures in words."""
+    told = ", ".join(f"{key} {value:,.7g}" for key, value in facts.get(which, {}).items())
+    return f"{told} ({facts['unit']})" if told else "not measured"
+
+
+def table(rows: dict[str, str]) -> list[str]:
+    """Lines of Markdown, and an empty one."""
+    lines = [f"| {key} | {value} |" for key, value in rows.items() if value]
+    return ["| | |", "| --- | --- |", *lines, ""]
+
+
+# ---- in the Hub's form ---------------------------------------------------------------------------
+
+# Names that the Hub knows; others are licence "other", by their name.
+HUB_LICENCES = {
+    "apache-2.0",
+    "mit",
+    "cc0-1.0",
+    "cc-by-4.0",
+    "cc-by-sa-4.0",
+    "bsd-3-clause",
+    "gpl-3.0",
+}
+HUB_LICENCES |= {"llama2", "llama3", "llama3.1", "llama3.2", "llama3.3", "gemma", "openrail"}
+
+
+def for_hub(name: str, metadata: dict[str, Any], facts: dict[str, Any]) -> str:
+    """The README.md of a model folder, whose front matter the Hub reads.
+
+    Args:
+      facts: as `facts` gives them; a licence of "" is not told.
+    """
+    began, trained, licence = (
+        base(metadata),
+        "dataset" in metadata["data"],
+        facts["licence"].lower(),
+    )
+    front = {"library_name": "transformers", "pipeline_tag": "text-generation"}
+    if licence:
+        known = licence in HUB_LICENCES
+        front |= {"license": licence} if known else {"license": "other", "license_name": licence}
+    if began and on_the_hub(began["path"]):
+        front |= {"base_model": began["path"].removeprefix("hf:")}
+    rows = origin(metadata, facts) if trained else {"Parameters": f"{facts['parameters']:,}"}
+    rows |= {"Licence": facts["licence"], "Note": facts["note"]}
+    lines = [
+        "---",
+        *(f"{key}: {json.dumps(value)}" for key, value in front.items()),
+        "tags:",
+        "- sharded-model-zoo",
+        "---",
+        "",
+        f"# {name}",
+        "",
+        f"A {kind(metadata) if trained else 'language'} model, exported from a checkpoint of the sharded "
+        f"model zoo's `zoo/{metadata['entry']}.py`.",
+        "",
+        *table(rows),
+    ]
+    return "\n".join(lines)
+
+
+def on_the_hub(path: str) -> bool:
+    """Whether a base is ORG/NAME there: "hf:" may also be of a folder."""
+    name = path.removeprefix("hf:")
+    return (
+        path != name
+        and bool(re.fullmatch(hub.MODEL_NAME, name))
+        and not pathlib.Path(name).exists()
     )

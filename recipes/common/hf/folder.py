@@ -109,6 +109,7 @@ def write(
     context: int,
     read,
     tokens: tokenizer.Tokenizer | None = None,
+    card: str = "",
 ) -> None:
     """Writes a model folder next to its destination and then moves it there whole.
 
@@ -119,6 +120,7 @@ def write(
       context: positions that the model was trained on.
       read: function of a parameter's path → the parameter, a float32 NumPy array.
       tokens: the model's tokenizer, whose files are written as they were; None if nobody knows it.
+      card: README.md, where there is one.
     """
     theirs = ENTRIES[entry].config_json(config, context)
     # If absent they would be 1 and 2, but every vocabulary has its own.
@@ -128,6 +130,8 @@ def write(
     with new_folder(folder, tokens) as beside:
         tensors.write(beside, expanded, read)
         (beside / "config.json").write_text(json.dumps(theirs, indent=2) + "\n")
+        if card:
+            (beside / "README.md").write_text(card)
 
 
 @contextlib.contextmanager

@@ -77,6 +77,11 @@ class Layout:
     def batch_shards(self) -> int:
         return sharding_rules.shards(self.table, "batch", self.mesh.shape)
 
+    def with_room_for(self, rows: int) -> "Layout":
+        """For batches of at least so many rows, whose number the mesh divides."""
+        whole = -(-rows // self.batch_shards) * self.batch_shards
+        return dataclasses.replace(self, batch_size=whole)
+
     def abstract_batch(self, example: Tree) -> Tree:
         """`batch_size` examples stacked, as ShapeDtypeStructs: what the step is compiled for."""
         return jax.tree.map(

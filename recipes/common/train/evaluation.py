@@ -1,7 +1,6 @@
 """Figures over all held-out examples, while training and at the end."""
 
 import dataclasses
-import functools
 import math
 from collections.abc import Callable
 
@@ -26,6 +25,7 @@ class Evaluation:
     layout: Layout
     data: Dataset
     extra: Extra | None = None
+    _compiled: dict[str, jax.stages.Compiled] = dataclasses.field(default_factory=dict)
 
     def __call__(self, state: Tree) -> Tree:
         """The figures of the loss over all held-out examples: name → (sum, count), in float64.
@@ -33,17 +33,19 @@ class Evaluation:
         Those of `extra` are there too, as it returns them.
 
         Args:
-          state: a training state, or the model's variables alone.
+          state: a training state, or the model's variables alone, always of the same dtypes.
         """
         variables, totals = {kind: state[kind] for kind in self.layout.model.shapes}, None
         for rows in held_out_batches(self.data, self.layout.batch_size, process_rows(self.layout)):
-            sums = self._program(variables, to_devices(rows, self.layout))
+            batch = to_devices(rows, self.layout)
+            if "program" not in self._compiled:
+                self._compiled["program"] = self._compile(variables, batch)
+            sums = self._compiled["program"](variables, batch)
             values = jax.tree.map(np.float64, jax.device_get(sums))
             totals = values if totals is None else jax.tree.map(np.add, totals, values)
         return totals
 
-    @functools.cached_property
-    def _program(self) -> jax.stages.Compiled:
+    def _compile(self, variables: Tree, batch: Tree) -> jax.stages.Compiled:
         layout = self.layout
 
         def sums(variables: Tree, batch: Tree) -> Tree:
@@ -51,8 +53,7 @@ class Evaluation:
             _, _, aux = model.loss(**batch)
             return aux | (self.extra(model, batch) if self.extra else {})
 
-        batch = layout.abstract_batch(self.data.filler)
-        return layout.compile(sums, layout.variables(), batch, out_shardings=layout.replicated)
+        return layout.compile(sums, variables, batch, out_shardings=layout.replicated)
 
     def figures(self, totals: Tree) -> dict[str, float]:
         """What is logged: means over the examples, and of text also how well it is compressed.
@@ -69,3 +70,20 @@ class Evaluation:
             "perplexity": math.exp(min(nats / targets, 700)),
             "bits_per_byte": nats / math.log(2) / self.data.held_out_bytes,
         }
+
+
+def in_words(totals: Tree, size: int) -> str:
+    """The loss on text; bits per byte compare models whatever their tokenizer.
+
+    Args:
+      totals: of an Evaluation.
+      size: bytes of the text that its targets stand for.
+    """
+    nats, targets = map(float, totals["loss"])
+    loss, bits = nats / targets, f"{nats / math.log(2) / size:.4f} bits/byte"
+    if targets == size:  # a token is a byte
+        return f"loss {loss:.4f} nats/byte, {bits}, over {targets:,.0f} bytes"
+    return (
+        f"loss {loss:.4f} nats/token, perplexity {math.exp(min(loss, 700)):.2f}, {bits}, "
+        f"over {targets:,.0f} tokens, {size:,} bytes"
+    )

@@ -73,8 +73,11 @@ def fit(
         return totals
 
     if compiled:
-        if folder.step and run.eval_every and folder.step % run.eval_every == 0:
-            evaluate(folder.step, state)  # saved, and perhaps stopped before it was evaluated
+        stopped = folder.step and run.eval_every and folder.step % run.eval_every == 0
+        if (
+            stopped or folder.source
+        ):  # before its evaluation, perhaps; or it begins on a given model
+            evaluate(folder.step, state)
         batches = train_batches(data, run.batch_size, run.seed, folder.step, process_rows(layout))
         with profile:
             compiled = profile.around(compiled, folder.step)
@@ -115,6 +118,11 @@ def new_saver(
         return None
     metadata = checkpoint.metadata(folder.entry, layout, folder.flags)
     metadata |= {"base": folder.base} if folder.base else {}
+    if folder.source and "seq_len" in folder.flags:  # fine-tuning on short texts cuts no context
+        most = max(checkpoint.context(folder.source), folder.flags["seq_len"])
+        metadata["context"] = most
+    elif folder.newest and "context" in folder.newest.metadata:
+        metadata["context"] = folder.newest.metadata["context"]
     return Saver(folder, run.keep_checkpoints, metadata, facts, tokenizer)
 
 

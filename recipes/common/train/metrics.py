@@ -53,8 +53,11 @@ class Log:
         self._main = processes.is_first()
         self._file, self._unwritten, self._warned, self._board = None, b"", False, None
         if self._main and path:
-            # The evaluation after the last saved step may be missing, so it is repeated.
-            evaluates = first >= last or (run.eval_every and first % run.eval_every == 0)
+            # The evaluation after the last saved step may be missing, so it is repeated, and that
+            # of a given model before the first step.
+            evaluates = (
+                first >= last or (run.eval_every and first % run.eval_every == 0) or not first
+            )
             lines = _keep_until(path, first, evaluates_again=evaluates)
             if run.tensorboard:
                 self._board = Board(path.parent / "tensorboard", first, lines)

@@ -1,0 +1,99 @@
+"""Log-likelihoods of many token sequences, batched by length; one compiled program a length."""
+
+import itertools
+import math
+import sys
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from rich.progress import track
+
+from recipes.common.runtime import processes
+from recipes.common.sharding import Layout, Tree
+
+SHORTEST = 32  # positions of a program
+LOGITS = 2**29  # of a program on one device, at most: 2 GiB
+
+
+class Row(NamedTuple):
+    tokens: list[int]  # at least one, and then those that are scored
+    scored: int  # how many of the last ones
+
+
+class Scorer:
+    """Scores rows with a model on its mesh.
+
+    Rows of similar length are computed together, padded at the end to a power of two: at most one
+    program for each. Several processes score the same rows and get the same numbers.
+    """
+
+    def __init__(self, layout: Layout, variables: Tree, batch_size: int, context: int):
+        """
+        Args:
+          variables: the model's, {"params": …}, on the layout's mesh.
+          batch_size: rows at a time, at most; rounded up to the shards of a batch.
+          context: positions of the longest program.
+        """
+        self._layout, self._variables = layout, variables
+        self._batch_size, self._context = batch_size, context
+        self._programs: dict[int, jax.stages.Compiled] = {}
+
+    def __call__(self, rows: list[Row]) -> list[tuple[float, bool]]:
+        """(sum of log-probabilities in nats, whether each token was the likeliest) of what is scored.
+
+        Args:
+          rows: of at most `context` + 1 tokens.
+        """
+        found: list[tuple[float, bool]] = [(0.0, True)] * len(rows)
+        with_some = [i for i, row in enumerate(rows) if row.scored]
+        order = sorted(with_some, key=lambda i: -len(rows[i].tokens))  # what is too large fails now
+        batches = []
+        for length, members in itertools.groupby(order, lambda i: self.length(rows[i])):
+            alike, size = list(members), self.rows(length)
+            batches += [(length, alike[k : k + size]) for k in range(0, len(alike), size)]
+        silent = not (processes.is_first() and sys.stdout.isatty())
+        for length, members in track(batches, "Scoring", disable=silent, transient=True):
+            nats_B, likeliest_B = self._score(length, [rows[i] for i in members])
+            for i, nats, likeliest in zip(members, nats_B, likeliest_B, strict=False):
+                found[i] = (-float(nats), bool(likeliest))
+        return found
+
+    def length(self, row: Row) -> int:
+        """Positions of the program that computes a row: a power of two, or the whole context."""
+        needed = max(len(row.tokens) - 1, SHORTEST)
+        return min(2 ** math.ceil(math.log2(needed)), self._context)
+
+    def rows(self, length: int) -> int:
+        """Rows of the program of a length: a multiple of the shards of a batch."""
+        layout, shards = self._layout, self._layout.batch_shards
+        fit = LOGITS // (length * layout.config.vocab_size)  # of each shard
+        return shards * max(1, min(-(-self._batch_size // shards), fit))
+
+    def _score(self, length: int, rows: list[Row]) -> tuple[np.ndarray, np.ndarray]:
+        shape = (self.rows(length), length)
+        tokens_BT, targets_BT = np.zeros(shape, np.int32), np.full(shape, -1, np.int32)
+        for b, (tokens, scored) in enumerate(rows):
+            end = len(tokens) - 1
+            tokens_BT[b, :end] = tokens[:-1]
+            targets_BT[b, end - scored : end] = tokens[-scored:]
+        batch = [self._everywhere(x) for x in (tokens_BT, targets_BT)]
+        if length not in self._programs:
+            self._programs[length] = self._layout.compile(
+                self._program, self._variables, *batch, out_shardings=self._layout.replicated
+            )
+        return jax.device_get(self._programs[length](self._variables, *batch))
+
+    def _everywhere(self, x: np.ndarray) -> jax.Array:
+        """A global array of what every process has whole."""
+        return jax.make_array_from_callback(x.shape, self._layout.batch, lambda index: x[index])
+
+    def _program(self, variables, tokens_BT, targets_BT):
+        logits_BTV = self._layout.model.merge(variables)(tokens_BT)
+        counts_BT = targets_BT >= 0
+        picked_BTV = jnp.arange(logits_BTV.shape[-1])[None, None] == targets_BT[..., None]
+        picked_BT = jnp.where(picked_BTV, logits_BTV, 0).sum(axis=-1)
+        nats_BT = jax.nn.logsumexp(logits_BTV, axis=-1) - picked_BT
+        likeliest_BT = (logits_BTV.argmax(axis=-1) == targets_BT) | ~counts_BT
+        return jnp.where(counts_BT, nats_BT, 0).sum(axis=1), likeliest_BT.all(axis=1)

@@ -1,0 +1,130 @@
+"""Tasks of lm-evaluation-harness: found by name, answered by a model of ours, shown as a table."""
+
+import contextlib
+import difflib
+import importlib.util
+import logging
+import os
+import pathlib
+import sys
+from typing import Any, NamedTuple
+
+from data import hub
+from recipes.common.runtime import UserError
+
+# Samples of a metric's standard error where it has no formula: a tenth of the harness's own, as
+# they are drawn in this process; a fork of it, with JAX's threads, may hang.
+BOOTSTRAP = 10_000
+
+
+class Tasks(NamedTuple):
+    manager: Any  # lm_eval's TaskManager
+    chosen: list[Any]  # its tasks, and its groups of them, with their data
+
+
+def check(names: str) -> None:
+    """Raises UserError if the harness is not installed."""
+    if importlib.util.find_spec("lm_eval") is None:
+        raise UserError(
+            f"--tasks={names} needs lm-evaluation-harness; run pip install -e '.[eval]'"
+        )
+
+
+def load(names: str, include_path: str = "") -> Tasks:
+    """The harness's tasks and groups of these names.
+
+    Args:
+      names: with commas between them; patterns as `arc_*`, and YAML files, are fine.
+      include_path: a folder with task files of one's own, whose functions are run.
+
+    Raises UserError if there is none of a name, or its data can't be had.
+    """
+    check(names)
+    if include_path and not pathlib.Path(include_path).is_dir():
+        raise UserError(f"--include_path={include_path} is not a folder; use one with task files")
+    logging.getLogger("lm_eval").setLevel(logging.ERROR)  # of a task, to its author
+    from lm_eval.tasks import TaskManager
+
+    hub.library()  # quiet
+    wanted = [name for name in names.split(",") if name]
+    # All of the harness's own are 14,000 files, which takes a while.
+    for defaults in (False, True) if include_path else (True,):
+        manager = TaskManager(include_path=include_path or None, include_defaults=defaults)
+        unknown = [name for name in wanted if not _matches(manager, name)]
+        if not unknown:
+            break
+    if unknown or not wanted:
+        name = unknown[0] if unknown else ""
+        near = difflib.get_close_matches(name, manager.all_tasks, n=1)
+        hint = f"did you mean {near[0]}?" if near else "python -m lm_eval ls tasks lists them"
+        raise UserError(f"--tasks={names}: there is no task {name!r}; {hint}")
+    found = sorted({match for name in wanted for match in _matches(manager, name)})
+    try:
+        loaded = manager.load(found)
+    except Exception as error:  # of YAML, of datasets, of the task's own code
+        raise UserError(
+            f"--tasks={names} can't be loaded ({hub.reason(error)}); check the name, and that its "
+            "data is here or the Hub can be reached"
+        ) from None
+    for name, task in loaded["tasks"].items():
+        for what in ("UNSAFE_CODE", "MULTIMODAL"):
+            if getattr(task, what, False):
+                why = "runs code that the model writes" if what == "UNSAFE_CODE" else "has images"
+                raise UserError(
+                    f"task {name} {why}, which is not supported; leave it out of --tasks"
+                )
+    groups = loaded["groups"].values()
+    inner = {name for group in groups for name in group.child_names}
+    inner |= {task.task_name for group in groups for task in group.get_all_tasks()}
+    outer = [group for group in groups if group.name not in inner]
+    outer += [task for name, task in loaded["tasks"].items() if name not in inner]
+    return Tasks(manager, outer)
+
+
+def _matches(manager, name: str) -> list[str]:
+    if name.endswith((".yaml", ".yml")):
+        return [name] if pathlib.Path(name).is_file() else []
+    return manager.match_tasks([name])
+
+
+def run(model, tasks: Tasks, fewshot: int, limit: float, chat: bool) -> dict[str, Any]:
+    """The harness's own results, without the samples.
+
+    Args:
+      model: an adapter.Model.
+      fewshot: examples in front of a question; -1: as each task says.
+      limit: questions of each task, or their share if below 1; 0: all.
+      chat: whether questions are put by the model's chat template.
+    """
+    os.environ["DISABLE_MULTIPROC"] = "1"
+    from lm_eval import simple_evaluate
+    from lm_eval.api import task
+
+    task.tqdm = lambda documents, **_: documents  # a bar for each task, of milliseconds
+    with contextlib.redirect_stdout(sys.stderr):
+        return simple_evaluate(
+            model=model,
+            tasks=tasks.chosen,
+            task_manager=tasks.manager,
+            num_fewshot=None if fewshot < 0 else fewshot,
+            limit=limit or None,
+            apply_chat_template=chat,
+            bootstrap_iters=BOOTSTRAP,
+            log_samples=False,
+            torch_random_seed=None,
+        )
+
+
+def tables(results: dict[str, Any]) -> list[str]:
+    """The harness's tables of tasks and, where there are any, of groups."""
+    from lm_eval.utils import make_table
+
+    kinds = ("results", "groups") if results.get("groups") else ("results",)
+    return [make_table(results, kind).rstrip() for kind in kinds]
+
+
+def plain(value: Any) -> Any:
+    """What JSON can't say, as the harness says it: json.dumps's `default`."""
+    from lm_eval.utils import handle_non_serializable
+
+    return handle_non_serializable(value)
