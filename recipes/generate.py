@@ -34,6 +34,7 @@ from recipes.common.sharding.rules import select
 @dataclasses.dataclass(frozen=True)
 class Generate:
     restore_from: str = flag("", "The model: a run, checkpoint or published name, or hf:DIR.")
+    base: str = flag("", "Where the base model of an adapter is now, if it has moved.")
     prompt: str = flag("", "Text to go on from.")
     chat: bool = flag(
         False, "Give prompts to the model as a user's messages, by its chat template; without a "
@@ -74,7 +75,7 @@ def main(devices: Devices, flags: Generate) -> None:
     mesh = make_mesh(devices.mesh)
     if not flags.restore_from:
         raise UserError("--restore_from is missing; use --restore_from=RUN, or hf:DIR")
-    source = checkpoint.find(flags.restore_from, whole=flags.verify)
+    source = checkpoint.find(flags.restore_from, whole=flags.verify, base=flags.base)
     if not hasattr(entries.model(source.metadata["entry"]), "decode"):
         raise UserError(
             f"--restore_from={flags.restore_from} is a {source.metadata['entry']!r} model, which "
