@@ -24,7 +24,8 @@ from data import DataError, chat
 from data.tokenizer import Tokenizer
 
 CODE = 1  # raised when the same rows would give other tokens or targets
-TEXT, MESSAGES, PAIRS = "text", "messages", "prompt and completion"  # what a dataset's rows have
+TEXT, MESSAGES, PAIRS = "text", "messages", "pairs"  # what a dataset's rows have
+COLUMNS = {MESSAGES: ["messages"], PAIRS: ["prompt", "completion"]}
 ROLES = ("system", "developer", "user", "assistant", "tool")
 
 
@@ -43,7 +44,7 @@ def form(columns, column: str) -> str:
         return TEXT
     if "messages" in columns:
         return MESSAGES
-    return PAIRS if {"prompt", "completion"} <= {*columns} else TEXT
+    return PAIRS if {*COLUMNS[PAIRS]} <= {*columns} else TEXT
 
 
 def key(tokenizer: Tokenizer) -> str:
@@ -70,7 +71,7 @@ def checked(row: Any, kind: str, where: str) -> bytes:
 
     Raises DataError if it is no such row, or there is nothing to learn in it.
     """
-    names = ["messages"] if kind == MESSAGES else ["prompt", "completion"]
+    names = COLUMNS[kind]
     for name in names:
         if not isinstance(row, dict) or row.get(name) is None:
             raise DataError(
@@ -81,7 +82,7 @@ def checked(row: Any, kind: str, where: str) -> bytes:
         if not learned:
             raise DataError(f"{where} has an empty completion, so nothing to learn; remove it")
     else:
-        if isinstance(before, str) != isinstance(learned, str):
+        if kind == PAIRS and isinstance(before, str) != isinstance(learned, str):
             raise DataError(
                 f"{where} has a text and a list as prompt and completion; use two texts, or two "
                 "lists of messages"

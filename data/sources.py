@@ -172,8 +172,13 @@ def _from_files(
                 yield from _text_file(path)
                 continue
             for number, row in enumerate(hub.rows(path, kind(path), [column]), start=1):
+                if number == 1 and conversations.form(row, column) != TEXT:
+                    raise DataError(
+                        f"--dataset={name}: {path.name} has conversations, but not as JSON Lines, a row a "
+                        f"line, or not as {files[0].name}; write it so, or name files of one kind"
+                    )
                 if number > 1 and not isinstance(row.get(column), str):
-                    raise DataError(_other_row(name, path, column, number))
+                    raise ValueError(f"row {number} has no text in column {column!r}")
                 yield from _document(_text(row, column, name))
         except DataError:
             raise
@@ -220,7 +225,8 @@ def _columns(path: pathlib.Path) -> list[str]:
     try:
         if kind(path) == "json":
             with hub.text_file(path) as file:
-                return list(json.loads(next(line for line in file if line.strip())))
+                row = json.loads(next(line for line in file if line.strip()))
+                return list(row) if isinstance(row, dict) else []
         return hub.parquet_columns(path) if kind(path) == "parquet" else []
     except Exception:
         return []
@@ -244,9 +250,7 @@ def _rows(name: str, files: list[pathlib.Path], form: str) -> Rows:
             if kind(path) == "json":
                 yield from _json_rows(path, where)
             else:
-                wanted = (
-                    ["messages"] if form == conversations.MESSAGES else ["prompt", "completion"]
-                )
+                wanted = conversations.COLUMNS[form]
                 for number, row in enumerate(hub.rows(path, "parquet", wanted), start=1):
                     yield f"{where} row {number}", row
         except DataError:
@@ -357,19 +361,6 @@ def _blocks(path: pathlib.Path) -> Iterator[bytes]:
             yield (block + file.readline(LONGEST // 2)).encode()
 
 
-def _other_row(name: str, path: pathlib.Path, column: str, number: int) -> str:
-    """That a row has no text where the rows before it have, in one line."""
-    place = f"row {number}"
-    if kind(path) == "json":
-        with hub.text_file(path) as file:
-            lines = (n for n, line in enumerate(file, start=1) if line.strip())
-            place = f"line {next(itertools.islice(lines, number - 1, None), number)}"
-    return (
-        f"--dataset={name}: {path.name} {place} has no text in column {column!r}, which the rows before "
-        "it have; give all rows the same columns"
-    )
-
-
 def _diagnose(name: str, path: pathlib.Path, column: str, error: Exception) -> str:
     """Why a local file could not be read, in one line; `column`: that of its text."""
     where = f"--dataset={name}: {path.name}"
@@ -384,10 +375,11 @@ def _diagnose(name: str, path: pathlib.Path, column: str, error: Exception) -> s
                     text = line.decode()
                     if kind(path) == "json" and text.strip():
                         row = json.loads(text)
-                        if column and number > 1 and isinstance(row, dict) and column not in row:
+                        text = row.get(column) if isinstance(row, dict) else ""
+                        if number > 1 and column and not isinstance(text, str):
                             return (
-                                f"{where} line {number} has no column {column!r}, which the rows "
-                                "before it have; give all rows the same columns"
+                                f"{where} line {number} has no text in column {column!r}, which the "
+                                "rows before it have; give all rows the same columns"
                             )
                 except UnicodeDecodeError:
                     return f"{where} line {number} is not UTF-8; convert the file"

@@ -98,7 +98,7 @@ def load(
             note
             for part, its in zip(every, rows, strict=True)
             if part.split.targets is not None
-            for note in _notes(part, its, seq_len, tokenizer)
+            for note in _notes(part, its.lost, seq_len, tokenizer)
         ),
     )
 
@@ -149,16 +149,16 @@ def _check(part: _Part, rows, seq_len: int) -> None:
         )
 
 
-def _notes(part: _Part, rows: packing.Packed, seq_len: int, tokenizer: Tokenizer) -> Iterator[str]:
+def _notes(part: _Part, lost: packing.Lost, seq_len: int, tokenizer: Tokenizer) -> Iterator[str]:
     """Lines about conversations: what the targets are, and what is not trained on."""
-    split, lost = part.split, rows.lost
+    split = part.split
     does, targets = {"train": "Trains"}.get(part.use, "Evaluates"), int(np.sum(split.targets))
-    turns = f", {len(split.starts):,} turns one by one" if len(split.starts) > split.rows else ""
+    rows = f"{split.rows:,} row{'s' * (split.rows != 1)} of {part.source.name}"
+    if len(split.starts) > split.rows:
+        rows += f", {len(split.starts):,} turns one by one"
     day = f"; today is {chat.TRAINING_DAY:%d %b %Y} to the template" if dated(tokenizer) else ""
-    yield (
-        f"{does} on the answers in {split.rows:,} rows of {part.source.name}{turns}: {targets:,} of "
-        f"{len(split.tokens):,} tokens{day}."
-    )
+    every = len(split.tokens)
+    yield f"{does} on the answers in {rows}: {targets:,} of {every:,} tokens{day}."
     if lost.documents:
         yield (
             f"warning: {lost.documents:,} of them are cut at --seq_len={seq_len}, which loses "

@@ -30,6 +30,7 @@ from recipes.common.train.evaluation import Evaluation, in_words
 @dataclasses.dataclass(frozen=True)
 class Evaluate:
     restore_from: str = flag("", "The model: a run, checkpoint or published name, or hf:DIR.")
+    base: str = flag("", "Where the base model of an adapter is now, if it has moved.")
     tasks: str = flag(
         "", "Tasks of lm-evaluation-harness, with commas between them; patterns are fine."
     )
@@ -143,7 +144,7 @@ def given(flags: Evaluate) -> checkpoint.Source:
         raise UserError("--restore_from is missing; use --restore_from=RUN, or hf:DIR")
     if not (flags.dataset or flags.tasks):
         raise UserError("there is nothing to evaluate on; use --dataset=FILE or --tasks=NAME")
-    source = checkpoint.find(flags.restore_from, whole=flags.verify)
+    source = checkpoint.find(flags.restore_from, whole=flags.verify, base=flags.base)
     entry = source.metadata["entry"]
     if entry in ENTRIES and ENTRIES[entry].data != text.__name__:
         raise UserError(

@@ -17,6 +17,7 @@ import signal
 from typing import Any
 
 import numpy as np
+from jax.sharding import Mesh
 
 from data import prompts
 from data.tokenizer import START, Tokenizer
@@ -26,11 +27,14 @@ from recipes.common.generation import Generator, Sampling
 from recipes.common.runtime import Devices, UserError, flag, folders, make_mesh, print0, processes
 from recipes.common.runtime.start import start
 from recipes.common.runtime.terminal import ask, show
+from recipes.common.sharding import Layout
+from recipes.common.sharding.rules import select
 
 
 @dataclasses.dataclass(frozen=True)
 class Generate:
     restore_from: str = flag("", "The model: a run, checkpoint or published name, or hf:DIR.")
+    base: str = flag("", "Where the base model of an adapter is now, if it has moved.")
     prompt: str = flag("", "Text to go on from.")
     chat: bool = flag(
         False, "Give prompts to the model as a user's messages, by its chat template; without a "
@@ -71,7 +75,7 @@ def main(devices: Devices, flags: Generate) -> None:
     mesh = make_mesh(devices.mesh)
     if not flags.restore_from:
         raise UserError("--restore_from is missing; use --restore_from=RUN, or hf:DIR")
-    source = checkpoint.find(flags.restore_from, whole=flags.verify)
+    source = checkpoint.find(flags.restore_from, whole=flags.verify, base=flags.base)
     if not hasattr(entries.model(source.metadata["entry"]), "decode"):
         raise UserError(
             f"--restore_from={flags.restore_from} is a {source.metadata['entry']!r} model, which "
@@ -86,7 +90,7 @@ def main(devices: Devices, flags: Generate) -> None:
 
     # ---- The model, and a cache that the same rules shard ----------------------------------------
     dtype = flags.dtype or ("float32" if mesh.devices.flat[0].platform == "cpu" else "bfloat16")
-    layout = checkpoint.layout_of(source, mesh, devices.rules, dtype=dtype)
+    layout = model_layout(source, mesh, devices.rules, dtype)
     print0(report.headline(layout))
     variables = checkpoint.restore_variables(source, layout, dtype)
     vocabulary = tokenizer.size if tokenizer.files else START  # bytes write no other start
@@ -107,6 +111,20 @@ def main(devices: Devices, flags: Generate) -> None:
     except KeyboardInterrupt:
         print0("", "Stopped by SIGINT.")
     print0(*speed(generator))
+
+
+def model_layout(source: checkpoint.Source, mesh: Mesh, rules: str, dtype: str) -> Layout:
+    """Where the model lies. Without --rules its weights rest as they are multiplied: those that the
+    mesh's own rules gather for each use, in training, would else be gathered for each token.
+    """
+    if rules:
+        return checkpoint.layout_of(source, mesh, rules, dtype=dtype)
+    zoo = entries.zoo_file(source.metadata["entry"])
+    name, table = select(zoo, None, mesh)
+    gathered = table | {rest: table[used] for rest, used in zoo.IN_USE.items()}
+    layout = checkpoint.layout_of(source, mesh, gathered, dtype=dtype)
+    name += ", gathered once" if gathered != table else ""
+    return dataclasses.replace(layout, strategy=name)
 
 
 @dataclasses.dataclass(frozen=True)

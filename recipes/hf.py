@@ -2,10 +2,12 @@
 
     python -m recipes.hf import --source=DIR --target=DIR       # a checkpoint of zoo/transformer.py
     python -m recipes.hf export --source=DIR --target=DIR       # a folder that transformers loads
+    python -m recipes.hf export --source=DIR --target=DIR --adapter       # one that PEFT loads
 
 The DIR to import is a folder with config.json and *.safetensors, or ORG/NAME on the Hub; the DIR to
 export is a run's workdir or a checkpoint. A recipe also reads model folders itself, without an
-import: --restore_from=hf:DIR.
+import: --restore_from=hf:DIR. Adapters (LoRA), PEFT's too, are merged with their base; with
+--adapter they are exported alone.
 """
 
 import dataclasses
@@ -13,7 +15,6 @@ import pathlib
 
 import jax
 import numpy as np
-from flax import nnx
 
 from recipes.common import checkpoint, hf
 from recipes.common.analysis import report
@@ -24,7 +25,7 @@ from recipes.common.runtime.flags import flag
 from recipes.common.runtime.mesh import arrange, make_mesh
 from recipes.common.runtime.start import choose
 from recipes.common.runtime.terminal import print0
-from recipes.common.sharding.abstract import paths
+from recipes.common.sharding.abstract import nested, paths
 from recipes.common.sharding.layout import Layout
 
 
@@ -32,10 +33,12 @@ from recipes.common.sharding.layout import Layout
 class Folders:
     source: str = flag("", "Folder to read, as above.")
     target: str = flag("", "New folder to write.")
+    base: str = flag("", "Where the base model of an adapter is now, if it has moved.")
 
 
 @dataclasses.dataclass(frozen=True)
 class Export(Folders):
+    adapter: bool = flag(False, "Write an adapter (LoRA) alone, as PEFT does; else it is merged.")
     licence: str = flag(
         "", "Licence of the parameters, for the card; empty: as published, or not told."
     )
@@ -52,7 +55,8 @@ def import_(flags: Import) -> None:
     target = new_folder(flags)
 
     # ---- The folder is checked and laid out on the mesh before any tensor is read ---------------
-    folder = hf.Folder(hf.locate(flags.source.removeprefix("hf:")))
+    name = f"hf:{flags.source.removeprefix('hf:')}"
+    folder = checkpoint.find(name, "--source", base=flags.base)
     layout = checkpoint.layout_of(folder, make_mesh(flags.mesh), flags.rules)
     tokens = folder.tokenizer()
     print0(report.headline(layout))
@@ -71,30 +75,37 @@ def import_(flags: Import) -> None:
 
 def export(flags: Export) -> None:
     target = new_folder(flags)
-    source = checkpoint.find(flags.source, "--source")
+    source = checkpoint.find(flags.source, "--source", base=flags.base)
     entry = source.metadata["entry"]
     if entry not in hf.ENTRIES:
         raise UserError(
             f"--source={flags.source} is a {entry!r} model, which Hugging Face has no architecture "
             f"for; use a checkpoint of {' or '.join(map(repr, hf.ENTRIES))}"
         )
-    layout = checkpoint.layout_of(source, arrange({"data": 1}, jax.devices()[:1]))
-    checkpoint.check_variables(source, layout)
+    if flags.adapter and not isinstance(source, checkpoint.Adapted):
+        raise UserError(f"--source={flags.source} is no adapter; leave --adapter out")
+    weights = source.adapter if flags.adapter else source
+    layout = checkpoint.layout_of(weights, arrange({"data": 1}, jax.devices()[:1]))
+    if not flags.adapter:
+        checkpoint.check_variables(source, layout)
     tokens = source.tokenizer()
     shards = paths(layout.variables()["params"])
 
     # ---- One parameter at a time is read, rearranged and written ---------------------------------
     def read(path: str) -> np.ndarray:
-        only = nnx.traversals.unflatten_mapping({("params", *path.split("/")): shards[path]})
-        return np.asarray(jax.tree.leaves(source.read(only))[0])
+        only = {"params": nested({path: shards[path]})}
+        return np.asarray(jax.tree.leaves(weights.read(only))[0])
 
-    told = card.facts(source, list(shards.values()), flags.licence, flags.note)
-    readme = card.for_hub(target.name, source.metadata, told)
-    hf.write(target, entry, layout.config, checkpoint.context(source), read, tokens, readme)
-    print0(
-        f"Exported {parameters(layout)} to {flags.target}; transformers loads it:",
-        f'  AutoModelForCausalLM.from_pretrained("{flags.target}")',
-    )
+    if flags.adapter:  # whose base PEFT is told by name if it can read that
+        base = source.where.removeprefix("hf:") if source.where.startswith("hf:") else None
+        hf.write_adapter(target, entry, layout.config, base, read, tokens)
+        loads = f'PEFT loads it:\n  PeftModel.from_pretrained(model, "{flags.target}")'
+    else:
+        told = card.facts(source, list(shards.values()), flags.licence, flags.note)
+        readme = card.for_hub(target.name, source.metadata, told)
+        hf.write(target, entry, layout.config, checkpoint.context(source), read, tokens, readme)
+        loads = f'transformers loads it:\n  AutoModelForCausalLM.from_pretrained("{flags.target}")'
+    print0(f"Exported {parameters(layout)} to {flags.target}; {loads}")
 
 
 def new_folder(flags: Folders) -> pathlib.Path:

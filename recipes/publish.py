@@ -22,6 +22,7 @@ from recipes.common.runtime.start import start
 class Publish:
     source: str = flag("", "A run's workdir, or one of its checkpoints.")
     target: str = flag("", "New folder to write.")
+    base: str = flag("", "Where the base model of an adapter is now, if it has moved.")
     licence: str = flag(
         "", "Licence of the parameters; empty: that of the data, if the zoo knows it."
     )
@@ -41,7 +42,7 @@ def main(flags: Publish) -> None:
             f"--source={flags.source} is not a checkpoint of this zoo; use a run's workdir or a "
             "checkpoint"
         )
-    source = checkpoint.find(flags.source, "--source")
+    source = checkpoint.find(flags.source, "--source", base=flags.base)
     data = source.metadata["data"]
     if "published" in source.metadata or "dataset" not in data:
         done = "published" in source.metadata

@@ -8,6 +8,7 @@ Running the same command again resumes. --dataset takes your own text; --size a 
 """
 
 import dataclasses
+from typing import Any
 
 import numpy as np
 
@@ -17,7 +18,7 @@ from recipes.common import checkpoint
 from recipes.common.analysis import flops
 from recipes.common.checkpoint import RunFolder, flags_of, open_run
 from recipes.common.generation import Generator, Sampling
-from recipes.common.runtime import Run, flag, make_mesh, print0, quote
+from recipes.common.runtime import Run, UserError, flag, make_mesh, print0, quote
 from recipes.common.runtime.start import start
 from recipes.common.sharding import Layout, Tree, make_layout
 from recipes.common.train.evaluation import in_words
@@ -62,6 +63,22 @@ class Flags:
     remat: str = flag(
         "", "What a layer keeps for its backward pass; empty: the size's default.", "model",
         choices=["", *REMAT], may_change=True,
+    )  # fmt: skip
+    lora_rank: int = flag(
+        0, "Train adapters (LoRA) of this rank beside the frozen weights of --restore_from; 0: all "
+        "parameters.", "model", at_least=0,
+    )  # fmt: skip
+    lora_alpha: float = flag(
+        0.0, "Adapters count lora_alpha / lora_rank times; 0: twice the rank.", "model",
+        at_least=0.0,
+    )  # fmt: skip
+    lora_targets: str = flag(
+        "all", f"Weights that have an adapter: all, or some of {','.join(Config.lora_targets)}.",
+        "model",
+    )  # fmt: skip
+    base: str = flag(
+        "", "Where the base model of an adapter is now, if it has moved.", "checkpoints",
+        may_change=True,
     )  # fmt: skip
     optimizer: str = flag(
         "adamw", "Optimizer; muon has Adam for all but hidden matrices.", "optimizer",
@@ -109,11 +126,13 @@ def main(run: Run, flags: Flags) -> None:
     # ---- Data: batch k is a pure function of (seed, k), on any mesh and number of processes ------
     given = (flags.dataset, flags.text_column, flags.seq_len)
     corpus = text.load(*given, tokenizer, flags.pack, flags.eval_dataset)
-    print0(*corpus.notes)
+    for note in corpus.notes:  # of conversations: what is learned of them
+        print0(note)
 
     # ---- Step: (state, batch) → (state, metrics), a pure function --------------------------------
     lr = LearningRate(run.learning_rate, flags.warmup_steps, run.steps, run.schedule)
-    matrices = hidden_matrices(layout, ends=("vocab",), stacks=("layers",))  # for --optimizer=muon
+    # for --optimizer=muon
+    matrices = hidden_matrices(layout, ends=("vocab",), stacks=("layers",), ranks=("lora",))
     optimizer = make_optimizer(flags.optimizer, lr, flags.weight_decay, flags.clip_norm, matrices)
     step = TrainStep(layout, optimizer, lr, flags.accumulate, run.skip_nonfinite > 0)
 
@@ -139,7 +158,27 @@ def model_config(flags: Flags, folder: RunFolder, tokenizer: Tokenizer, platform
             config = dataclasses.replace(config, vocab_size=tokenizer.size)
     checkpoint.check_size(tokenizer, config.vocab_size)
     dtype = flags.dtype or ("float32" if platform == "cpu" else "bfloat16")
-    return dataclasses.replace(config, dtype=dtype, remat=flags.remat or config.remat)
+    config = dataclasses.replace(config, dtype=dtype, remat=flags.remat or config.remat)
+    return dataclasses.replace(config, **adapters(flags))
+
+
+def adapters(flags: Flags) -> dict[str, Any]:
+    """Config's fields of LoRA. Raises UserError for a target that there is not."""
+    if not flags.lora_rank:
+        return {"lora_rank": 0}
+    known = Config.lora_targets
+    wanted = known if flags.lora_targets == "all" else flags.lora_targets.split(",")
+    for name in wanted:
+        if name not in known:
+            raise UserError(
+                f"--lora_targets={flags.lora_targets} has {name!r}; use all, or some of "
+                f"{','.join(known)}"
+            )
+    return {
+        "lora_rank": flags.lora_rank,
+        "lora_alpha": flags.lora_alpha or 2.0 * flags.lora_rank,
+        "lora_targets": tuple(name for name in known if name in wanted),
+    }
 
 
 def prompt_tokens(flags: Flags, tokenizer: Tokenizer) -> np.ndarray:
@@ -172,8 +211,9 @@ def fine_tuning(run: Run, flags: Flags) -> tuple[Run, Flags]:
     before = flags_of("transformer", run.workdir)
     if not run.steps or not (run.restore_from or before.get("restore_from")):
         return NEW
-    rate = learning_rate(True, getattr(flags, "lora_rank", 0))
-    warmup = min(NEW[1].warmup_steps, run.steps // 10)
+    rate = learning_rate(True, flags.lora_rank)
+    # One step of warmup would be a step at a rate of 0.
+    warmup = min(NEW[1].warmup_steps, run.steps // 10) if run.steps >= 20 else 0
     return (  # a run that resumes keeps its own, whatever --steps is now
         dataclasses.replace(NEW[0], learning_rate=before.get("learning_rate", rate)),
         dataclasses.replace(NEW[1], warmup_steps=before.get("warmup_steps", warmup)),

@@ -4,7 +4,8 @@
     python -m tests.hf_parity --update-golden      # and tests/golden/hf anew, which needs no torch
 
 For each family: a small random model of theirs, read by us, gives their logits on one device and on
-2x4, 4x2 and 1x8, which some of their sizes are not divisible by; what we write is bit-equal to what we read, and gives their logits in `transformers` again.
+2x4, 4x2 and 1x8, which some of their sizes are not divisible by; what we write is bit-equal to what
+we read, and gives their logits in `transformers` again. The same for adapters that PEFT made.
 """
 
 import dataclasses
@@ -13,7 +14,9 @@ import shutil
 import sys
 import tempfile
 
+import jax
 import numpy as np
+import safetensors.numpy
 from flax import nnx
 
 import tests.conftest  # noqa: F401, simulates the devices
@@ -74,6 +77,11 @@ FAMILIES |= {  # sizes that no mesh axis divides
 }
 NOT_GOLDEN = {"qwen3_window", "qwen2_window", "odd_llama", "odd_qwen3"}
 
+ADAPTERS = {  # golden model → modules with an adapter of PEFT's
+    "llama3": [*("q_proj", "k_proj", "v_proj", "o_proj"), *("gate_proj", "up_proj", "down_proj")],
+    "qwen3": ["q_proj", "v_proj", "down_proj"],
+}
+
 SIZES = dict(
     vocab_size=64, hidden_size=32, intermediate_size=32, num_hidden_layers=2,
     num_attention_heads=8, num_key_value_heads=4, max_position_embeddings=64,
@@ -95,8 +103,27 @@ def make(family: Family, folder: pathlib.Path) -> None:
     (folder / "generation_config.json").unlink(missing_ok=True)
 
 
-def their_logits(folder: pathlib.Path) -> np.ndarray:
-    """[B, T, V] in float32, as `transformers` computes them."""
+def make_adapter(base: pathlib.Path, modules: list[str], folder: pathlib.Path) -> None:
+    """Writes a random adapter of PEFT's for a model of theirs."""
+    import peft
+    import torch
+    import transformers
+
+    torch.manual_seed(1)
+    model = transformers.AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
+    config = peft.LoraConfig(r=3, lora_alpha=4, target_modules=modules, task_type="CAUSAL_LM")
+    model = peft.get_peft_model(model, config)
+    with torch.no_grad():
+        for name, weight in model.named_parameters():
+            if "lora_" in name:
+                weight.copy_(0.3 * torch.randn(weight.shape))
+    model.peft_config["default"].base_model_name_or_path = base.name  # not where it was today
+    model.save_pretrained(folder)
+    (folder / "README.md").unlink(missing_ok=True)
+
+
+def their_logits(folder: pathlib.Path, adapter: pathlib.Path | None = None) -> np.ndarray:
+    """[B, T, V] in float32, as `transformers` computes them, with an adapter as PEFT does."""
     import torch
     import transformers
 
@@ -104,13 +131,17 @@ def their_logits(folder: pathlib.Path) -> np.ndarray:
         folder, dtype=torch.float32, attn_implementation="eager", output_loading_info=True
     )
     assert not any(loading.values()), loading
+    if adapter:
+        import peft
+
+        model = peft.PeftModel.from_pretrained(model, adapter)
     with torch.no_grad():
         return model(torch.tensor(TOKENS_BT)).logits.numpy()
 
 
-def our_logits(path: str | pathlib.Path, mesh: str, rules: str) -> np.ndarray:
+def our_logits(path: str | pathlib.Path, mesh: str, rules: str, base: str = "") -> np.ndarray:
     """[B, T, V] in float32, of what `checkpoint.restore` reads at `path` onto a mesh."""
-    source = checkpoint.find(path)
+    source = checkpoint.find(path, base=base)
     layout = checkpoint.layout_of(source, make_mesh(mesh), rules)
     variables = checkpoint.restore_variables(source, layout)
     tokens_BT = np.resize(TOKENS_BT, (max(len(TOKENS_BT), layout.batch_shards), TOKENS_BT.shape[1]))
@@ -153,6 +184,36 @@ def compare(name: str, work: pathlib.Path) -> None:
         np.testing.assert_array_equal(a[path], b[path], err_msg=path)
 
 
+def compare_adapter(name: str, work: pathlib.Path) -> None:
+    """The same for an adapter of a golden model: theirs merged by us, and ours loaded by PEFT."""
+    base, theirs, back = GOLDEN / name, work / f"{name}_lora", work / f"{name}_lora_back"
+    make_adapter(base, ADAPTERS[name], theirs)
+    wanted, without = their_logits(base, theirs), their_logits(base)
+    found = [np.abs(our_logits(theirs, *on, f"hf:{base}") - wanted).max() for on in MESHES]
+    adapter = checkpoint.find(theirs, base=f"hf:{base}").adapter
+    factors = params_of_adapter(adapter)
+    hf.write_adapter(back, "transformer", adapter.config, str(base), lambda path: factors[path])
+    again = np.abs(their_logits(base, back) - wanted).max()
+    print(
+        f"{name}_lora: the adapter changes logits by {np.abs(wanted - without).max():.1f}; merged, "
+        f"ours differ by {max(found):.1e}; exported, PEFT's by {again:.1e}"
+    )
+    assert max(*found, again) < TOLERANCE, name
+    ours, own = (
+        safetensors.numpy.load_file(f / "adapter_model.safetensors") for f in (back, theirs)
+    )
+    assert ours.keys() == own.keys()
+    for tensor in own:
+        np.testing.assert_array_equal(ours[tensor], own[tensor], err_msg=tensor)
+
+
+def params_of_adapter(adapter: hf.Adapter) -> dict[str, np.ndarray]:
+    """Factor's path → array."""
+    one = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+    abstract = jax.tree.map(lambda s: s.update(sharding=one), adapter.shapes())
+    return {path: np.asarray(x) for path, x in paths(adapter.read(abstract)["params"]).items()}
+
+
 def main() -> None:
     import transformers
 
@@ -166,6 +227,12 @@ def main() -> None:
                 shutil.rmtree(target, ignore_errors=True)
                 shutil.copytree(pathlib.Path(work) / name, target)
                 np.save(target / "logits.npy", their_logits(pathlib.Path(work) / name))
+        for name in ADAPTERS:
+            compare_adapter(name, pathlib.Path(work))
+            if "--update-golden" in sys.argv:
+                shutil.copytree(pathlib.Path(work) / f"{name}_lora", GOLDEN / f"{name}_lora")
+                logits = their_logits(GOLDEN / name, pathlib.Path(work) / f"{name}_lora")
+                np.save(GOLDEN / f"{name}_lora" / "logits.npy", logits)
     print(f"transformers {transformers.__version__}: all within {TOLERANCE}, all bit-equal back.")
 
 

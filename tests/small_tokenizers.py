@@ -96,3 +96,58 @@ def metaspace() -> dict[str, bytes]:
         ],
     }  # fmt: skip
     return files(json.loads(made.to_str()), config, {"eos_token_id": 2})
+
+
+LLAMA = (  # the manner of Llama 3.2, with its date
+    "{{ bos_token }}{% set first = messages[0] if messages[0].role == 'system' else none %}"
+    "{{ '<|start_header_id|>system<|end_header_id|>\n\nToday: ' + strftime_now('%d %b %Y') + '\n\n' }}"
+    "{{ (first.content if first else '') + '<|eot_id|>' }}"
+    "{% for message in messages %}{% if message.role != 'system' %}"
+    "{{ '<|start_header_id|>' + message.role + '<|end_header_id|>\n\n' + message.content | trim }}"
+    "{{ '<|eot_id|>' }}{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|start_header_id|>assistant<|end_header_id|>\n\n' }}{% endif %}"
+)
+MISTRAL = (
+    "{{ bos_token }}{% for message in messages %}"
+    "{% if (message.role == 'user') != (loop.index0 % 2 == 0) %}"
+    "{{ raise_exception('Roles must alternate user/assistant') }}{% endif %}"
+    "{% if message.role == 'user' %}{{ '[INST] ' + message.content + ' [/INST]' }}"
+    "{% else %}{{ ' ' + message.content + eos_token }}{% endif %}{% endfor %}"
+)
+QWEN = (  # the manner of Qwen 3: no thinking but in the last answer
+    "{% for message in messages %}{{ '<|im_start|>' + message.role + '\n' }}"
+    "{% if message.role == 'assistant' and loop.last and '</think>' not in message.content %}"
+    "{{ '<think>\n\n</think>\n\n' }}{% endif %}"
+    "{{ message.content if loop.last else message.content.split('</think>')[-1].lstrip() }}"
+    "{{ '<|im_end|>\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+
+
+def with_template(
+    files: dict[str, bytes], template: str, control: tuple[str, ...] = (), **config
+) -> dict[str, bytes]:
+    """The same tokenizer with another template, and further control tokens."""
+    settings = json.loads(files["tokenizer_config.json"]) | {"chat_template": template} | config
+    files = files | {"tokenizer_config.json": json.dumps(settings).encode()}
+    if control:
+        made = tokenizers.Tokenizer.from_str(files["tokenizer.json"].decode())
+        made.add_special_tokens(
+            [AddedToken(one, special=True, normalized=False) for one in control]
+        )
+        files["tokenizer.json"] = made.to_str().encode()
+    return files
+
+
+@functools.cache
+def chats() -> dict[str, dict[str, bytes]]:
+    """Name → a tokenizer with a chat template in the manner of that model."""
+    plain = {k: v for k, v in byte_level().items() if k != "generation_config.json"}
+    headers = ("<|begin_of_text|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>")
+    begin = {"bos_token": headers[0], "eos_token": headers[-1]}
+    return {
+        "chatml": byte_level(),
+        "llama3": with_template(plain, LLAMA, headers, **begin),
+        "mistral": with_template(metaspace(), MISTRAL),
+        "qwen3": with_template(byte_level(), QWEN),
+    }

@@ -239,13 +239,22 @@ print(corpus.prepare(*sources.find(sys.argv[1]), find(sys.argv[2])).fingerprint)
 """
 
 
+def conversation(said: str) -> dict:
+    roles = ("user", "assistant")
+    return {"messages": [{"role": role, "content": said or "nothing"} for role in roles]}
+
+
 @pytest.mark.full
-def test_a_kill_while_tokenising_costs_a_chunk(path, tmp_path, monkeypatch):
+@pytest.mark.parametrize("kind", ["text", "conversations"])
+def test_a_kill_while_tokenising_costs_a_chunk(kind, path, tmp_path, monkeypatch):
     """Five kills: what is done is kept as it is, no process stays, and the end is the same."""
+    tokens = small(start=kind == "text")
+    if kind == "conversations":
+        path.write_text("".join(json.dumps(conversation(one)) + "\n" for one in DOCUMENTS))
     path.write_text(path.read_text() * 4)
-    want = prepare(path, small()).fingerprint
+    want = prepare(path, tokens).fingerprint
     (tmp_path / "tokenizer").mkdir()
-    for name, content in small().files.items():
+    for name, content in tokens.files.items():
         (tmp_path / "tokenizer" / name).write_bytes(content)
     cache = tmp_path / "second"
     command = [sys.executable, "-c", KILLED, str(path), str(tmp_path / "tokenizer")]

@@ -201,8 +201,40 @@ DATA_ROWS = [
     (["--dataset={here}/ok.txt,{here}/short.txt", "--pack=true", "--seq_len=250"], "--dataset={here}/short.txt has 191 training tokens, fewer than one window of --seq_len=250 and its target"),
     (["--dataset={here}/torn.jsonl.gz"], "torn.jsonl.gz could not be read as json ("),
     (["--dataset={here}/torn.txt.zst"], "torn.txt.zst"),
+    (["--dataset={here}/*.jsonl", "--text_column=body"], ".jsonl"),
+    (["--eval_dataset={here}/no.txt"], "--eval_dataset={here}/no.txt does not exist; use a file, a folder, or hf:NAME"),
+    (["--eval_dataset={here}/broken.jsonl"], "--eval_dataset={here}/broken.jsonl: broken.jsonl line 2 is not JSON (Expecting value); fix it"),
+    (["--eval_dataset={here}/short.txt", "--seq_len=250"], "--dataset={here}/short.txt has 201 held-out tokens, fewer than one window of --seq_len=250"),
+    (["--workdir={here}/run", "--eval_dataset={here}/ok.txt"], "--eval_dataset={here}/ok.txt must match the original run, none"),
     (["--pack=yes"], '--pack=yes is not one of "", true, false'),
 ]  # fmt: skip
+
+CHAT_ROWS = [  # a broken line, behind a good one and an empty one
+    ('{"messages": [', "chat.jsonl line 3 is not JSON (Expecting value); fix it"),
+    ('["messages"]', "chat.jsonl line 3 has no 'messages', which the first row has; give all rows the same columns"),
+    ('{"text": "a"}', "chat.jsonl line 3 has no 'messages', which the first row has; give all rows the same columns"),
+    ('{"messages": "Hi"}', "chat.jsonl line 3: 'messages' is a string, not a list of messages; write [{\"role\": \"user\", \"content\": \"…\"}, …]"),
+    ('{"messages": ["Hi"]}', "chat.jsonl line 3: message 1 is a string; write {\"role\": \"user\", \"content\": \"…\"}"),
+    ('{"messages": [{"role": "bot", "content": "Hi"}]}', "chat.jsonl line 3: message 1 has the role \"bot\"; use one of system, developer, user, assistant, tool"),
+    ('{"messages": [{"content": "Hi"}]}', "chat.jsonl line 3: message 1 has the role null; use one of system"),
+    ('{"messages": [{"role": "user", "content": [1]}]}', "chat.jsonl line 3: the content of message 1 is a list, not a string; write it as text"),
+    ('{"messages": [{"role": "user"}]}', "chat.jsonl line 3: the content of message 1 is missing, not a string"),
+    ('{"messages": [{"role": "user", "content": "Hi"}]}', "chat.jsonl line 3 has no message in which the assistant says something, so nothing to learn; remove it"),
+    ('{"messages": [{"role": "assistant", "content": " "}]}', "chat.jsonl line 3 has no message in which the assistant says something"),
+    ('{"messages": []}', "chat.jsonl line 3 has no message in which the assistant says something"),
+    ("", "chat.jsonl has a single row, and one is held out to evaluate on; add rows, or use --eval_dataset=FILE"),
+    ('{"messages": [{"role": "assistant", "content": "Hi"}]}', "chat.jsonl line 1 has messages, and the tokenizer bytes has no chat template; use a chat model's, or rows of text"),
+    ('{"prompt": "a"}', "chat.jsonl line 3 has no 'completion', which the first row has; give all rows the same columns"),
+    ('{"prompt": "a", "completion": ""}', "chat.jsonl line 3 has an empty completion, so nothing to learn; remove it"),
+    ('{"prompt": "a", "completion": []}', "chat.jsonl line 3 has a text and a list as prompt and completion; use two texts, or two lists of messages"),
+    ('{"prompt": [], "completion": []}', "chat.jsonl line 3 has no message in which the assistant says something"),
+    ('{"prompt": 1, "completion": 2}', "chat.jsonl line 3: 'prompt' is a number, not a list of messages"),
+    ('{"text": 1}', "chat.jsonl line 3 has no text in column 'text', which the rows before it have"),
+    ('{"n": "a"}', "chat.jsonl line 3 has no text in column 'text', which the rows before it have; give all rows the same columns"),
+]  # fmt: skip
+CHAT = '{"messages": [{"role": "assistant", "content": "Hello"}]}'
+PAIR, TEXT = '{"prompt": "a", "completion": "b"}', '{"text": "a"}'
+NO_TEXT = ('{"text": 1}', '{"n": "a"}')  # behind TEXT
 
 SMALL_ROWS = [  # of the other recipes, which have the same code behind most flags
     ("mlp", ["--mesh=8", "--rules=tp"], "rules 'tp' need mesh axis 'model' (for 'hidden'), and --mesh=8 has 'data'; try --mesh=4x2"),
@@ -366,6 +398,17 @@ def test_a_user_error_is_one_line(row, inside, here, book):
     done = inside("recipes.transformer", *command_line(row[0], here, book))
     check(done, row[1], here)
     assert everything(here) == before, "something was written"
+
+
+@pytest.mark.parametrize(("line", "message"), CHAT_ROWS, ids=range(len(CHAT_ROWS)))
+def test_a_broken_row_is_named_by_its_line(line, message, inside, here, book, tmp_path):
+    path = tmp_path / "chat.jsonl"
+    good = PAIR if "prompt" in line else TEXT if line in NO_TEXT else CHAT
+    path.write_text(f"{good}\n\n{line}\n")
+    flags = command_line([f"--dataset={path}"], here, book)
+    before = everything(here)
+    check(inside("recipes.transformer", *flags), message, here)
+    assert everything(here) == before
 
 
 @pytest.mark.parametrize("row", SMALL_ROWS, ids=identify)

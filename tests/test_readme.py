@@ -1,5 +1,6 @@
 """The READMEs are true: commands parse, code runs, links resolve, tables match the code."""
 
+import ast
 import json
 import os
 import pathlib
@@ -213,7 +214,7 @@ def shown(monkeypatch, tmp_path, capfd):
 
 def test_a_copied_file_trains_as_shown(tmp_path):
     """In a process of its own, where nothing of ours can be imported."""
-    code = block("python: copy")
+    code = block("python: copy") + block("python: generate")
     shutil.copy(ROOT / "zoo" / "transformer.py", tmp_path)
     check = """
 print(sorted({str(w.sharding.spec) for w in jax.tree.leaves(state[0].layers.mlp)}))
@@ -227,9 +228,13 @@ assert not {"zoo", "recipes", "data"} & set(sys.modules)
         cwd=tmp_path, env=os.environ | {"JAX_PLATFORMS": "cpu"}, capture_output=True, text=True,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
-    *lines, specs = done.stdout.splitlines()
+    *lines, a, b, c, d, specs = done.stdout.splitlines()
     losses = [float(line.split("loss ")[1]) for line in lines]
     assert len(losses) == 20
+    begins = [b"def ", b"import", b"x_BTD", b"return "]
+    for text, begin in zip(map(ast.literal_eval, (a, b, c, d)), begins, strict=True):
+        assert text.startswith(begin)
+        assert len(text) == len(begin) + 24
     assert losses[-1] < losses[0] - 1
     assert specs == "[\"P(None, 'data', 'model')\", \"P(None, 'model', 'data')\"]"
 
@@ -253,7 +258,7 @@ def test_a_run_restores_as_shown(inside, shown):
     command = section("Restore elsewhere").split("```sh\n")[1].splitlines()[0]
     assert inside(*shlex.split(command)[2:]).code == 0
     assert shown("restore") == "mlp 400 P('data', None)\n"
-    assert shown("raw") == "(64, 10)\n"
+    assert shown("raw", RECIPES) == "(64, 10)\n"
 
 
 def test_hugging_face_models_are_imported_and_exported_as_shown(inside, monkeypatch, tmp_path):

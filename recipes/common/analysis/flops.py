@@ -63,8 +63,12 @@ def matmul_params(config: Any) -> int:
 
 
 def decoder(config: Any, seq_len: int, batch_size: int = 1) -> dict[str, float]:
-    """Of training on a batch, by two conventions: half of the attention square, or all of it."""
+    """Of training on a batch, by two conventions: half of the attention square, or all of it.
+
+    Weights with adapters are frozen and have no gradient: 4·N. The adapters themselves, a few
+    percent of that, are not counted.
+    """
     tokens = batch_size * seq_len
-    weights = 6 * matmul_params(config) * tokens
+    weights = (4 if config.lora_rank else 6) * matmul_params(config) * tokens
     square = 12 * config.num_layers * seq_len * config.num_heads * config.head_dim * tokens
     return {"causal": weights + square / 2, "full": weights + square}

@@ -46,20 +46,27 @@ def table(layout: Layout, state: Tree) -> str:
             shape = "×".join(map(str, array.shape))
             held = size(bytes_per_device(array))
             rows.append((path, shape, str(array.dtype), " ".join(axes), f"({spec})", held))
-    count = sum(math.prod(array.shape) for array in jax.tree.leaves(state["params"]))
-    params, moments = (size(bytes_per_device(state[part])) for part in ("params", "opt_state"))
-    total = (
-        f"{count:,} parameters. Per device: parameters {params}, gradients {params}, "
-        f"optimizer state {moments}."
-    )
-    return "\n".join([*_columns(rows), total, *uneven(layout)])
+    return "\n".join([*_columns(rows), total(state), *uneven(layout)])
+
+
+def total(state: Tree) -> str:
+    """One line: how many parameters, how many of them are trained, and what that takes."""
+    parts = {part: state[part] for part in ("params", "base", "opt_state") if part in state}
+    held = {part: size(bytes_per_device(tree)) for part, tree in parts.items()}
+    count = {part: sum(math.prod(x.shape) for x in jax.tree.leaves(parts[part])) for part in parts}
+    what, where = f"{count['params']:,} parameters", f"parameters {held['params']}"
+    if "base" in parts:
+        what = f"Trains {count['params']:,} of {count['params'] + count['base']:,} parameters"
+        where = f"parameters {held['base']} (base) + {held['params']} (trained)"
+    moments = held["opt_state"]
+    return f"{what}. Per device: {where}, gradients {held['params']}, optimizer state {moments}."
 
 
 def uneven(layout: Layout) -> list[str]:
     """One line about the dims that a mesh axis does not divide, where there are any."""
     told, extra = {}, 0.0
-    axes = paths(layout.model.axes["params"])
-    for path, leaf in paths(layout.variables()["params"]).items():
+    axes = paths(layout.model.axes)
+    for path, leaf in paths(layout.variables()).items():
         parts = 1  # into which the leaf would be cut further
         for dim, axis in zip(leaf.shape, axes[path], strict=True):
             if axis in layout.uneven:

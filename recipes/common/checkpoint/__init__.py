@@ -1,5 +1,6 @@
 """Checkpoints: find, restore, write, verify; a run's folder and what it saves."""
 
+from recipes.common.checkpoint.adapter import Adapted
 from recipes.common.checkpoint.integrity import verify
 from recipes.common.checkpoint.run_folder import RunFolder, flags_of, open_run
 from recipes.common.checkpoint.saver import Saver

@@ -9,8 +9,8 @@ import pathlib
 import weakref
 from typing import Any
 
-from recipes.common.checkpoint import integrity, store
-from recipes.common.checkpoint.store import Checkpoint, Source
+from recipes.common.checkpoint import adapter, integrity, store
+from recipes.common.checkpoint.store import Source
 from recipes.common.runtime import Run, UserError, folders, processes
 
 CONFIG = "config.json"
@@ -43,10 +43,11 @@ class RunFolder:
 
     entry: str
     path: pathlib.Path
-    flags: dict[str, Any]  # of this command
+    flags: dict[str, Any]  # of this command, or of the one that the run began with
     in_use: bool  # whether the run writes here; --steps=0 --restore_from=… leaves it alone
-    newest: Checkpoint | None  # this run's own
+    newest: Source | None  # this run's own checkpoint
     source: Source | None  # another's, to begin from
+    base: dict[str, str] | None  # of a run that trains an adapter: adapter.named
     damaged: dict[int, str]  # step → what is wrong with that checkpoint
     changed: dict[str, Any]  # flag that differs from the original run's → its value then
     locks: list[Lock]  # held, on process 0: none before the folder exists
@@ -90,27 +91,40 @@ def open_run(entry: str, run: Run, flags) -> RunFolder:
     """Finds out what the run resumes or starts from; process 0 takes the folder's lock.
 
     Args:
-      flags: the recipe's own, a dataclass as `run` is.
+      flags: the recipe's own, a dataclass as `run` is; of one that trains adapters, with `base` and
+        `lora_rank`.
 
     Raises UserError if --workdir can't be this run's folder, or --restore_from is no checkpoint of
     the entry.
     """
+    rank, base = getattr(flags, "lora_rank", 0), getattr(flags, "base", "")
     path = workdir(entry, run.workdir)
     in_use, locks = run.steps > 0 or not run.restore_from, []
-    theirs = run.restore_from.startswith("hf:")
+    start = run.restore_from
+    theirs = start.startswith("hf:")
+
+    def resumed(own: str, whole: bool) -> Source:
+        return store.with_base(store.at(pathlib.Path(own)), f"--workdir={path}", whole, base)
 
     def look() -> dict[str, Any]:  # process 0 alone reads whole checkpoints, to see that they are
         own, damaged = _newest(path, run.verify, locks) if in_use else (None, [])
-        given = None
-        if run.restore_from and not own and not theirs:
-            given = str(store.find(run.restore_from, whole=run.verify).path)
-        return {"own": own and str(own), "given": given, "damaged": damaged}
+        found = {"own": own and str(own), "given": start, "base": None, "damaged": damaged}
+        if own:
+            found["base"] = resumed(found["own"], run.verify).metadata.get("base")
+        elif start and (rank or not theirs):
+            source = store.find(start, whole=run.verify, base=base)
+            found["base"] = adapter.named(source, start) if rank else None
+            found["given"] = start if theirs else str(source.path)
+        return found
 
     found = processes.broadcast_from_first(look)
-    newest = store.at(pathlib.Path(found["own"])) if found["own"] else None
-    source = store.at(pathlib.Path(found["given"])) if found["given"] else None
-    if theirs and not newest:
-        source = store.find(run.restore_from)
+    newest = resumed(found["own"], whole=False) if found["own"] else None
+    source = store.find(found["given"], whole=False, base=base) if start and not newest else None
+    if rank and not (newest or source):
+        raise UserError(
+            f"--lora_rank={rank} trains an adapter of a model that has learned something, and there "
+            "is none; use --restore_from=… as well, or leave it out"
+        )
     for what, start in (("--workdir", newest), ("--restore_from", source)):
         if start and start.metadata["entry"] != entry:
             raise UserError(
@@ -119,8 +133,12 @@ def open_run(entry: str, run: Run, flags) -> RunFolder:
             )
     changed = _compare(path, newest.metadata["flags"], run, flags) if newest else {}
     given = dataclasses.asdict(run) | dataclasses.asdict(flags)
+    if newest and not run.restore_from:  # what the run began with remains what it began with
+        given["restore_from"] = newest.metadata["flags"].get("restore_from", "")
     damaged = dict(found["damaged"])
-    return RunFolder(entry, path, given, in_use, newest, source, damaged, changed, locks)
+    return RunFolder(
+        entry, path, given, in_use, newest, source, found["base"], damaged, changed, locks
+    )
 
 
 def workdir(entry: str, given: str) -> pathlib.Path:

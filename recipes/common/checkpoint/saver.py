@@ -108,7 +108,8 @@ class Saver:
         """
         self._join()
         items = ocp.args.Composite(
-            state=ocp.args.PyTreeSave(state),
+            # The base of an adapter is where it was: metadata says where.
+            state=ocp.args.PyTreeSave({k: tree for k, tree in state.items() if k != "base"}),
             data=ocp.args.JsonSave({"next_batch": step, **self._data}),
             metadata=ocp.args.JsonSave({"step": step, **self._metadata}),
         )

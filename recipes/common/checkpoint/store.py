@@ -32,11 +32,11 @@ from jax.sharding import Mesh
 
 import zoo
 from data.tokenizer import BYTES, Tokenizer, from_files
-from recipes.common import entries
-from recipes.common.checkpoint import card, integrity
-from recipes.common.hf import folder as hf
+from recipes.common import entries, hf
+from recipes.common.checkpoint import adapter, card, integrity
 from recipes.common.runtime import UserError
 from recipes.common.sharding import Layout, Table, Tree, make_layout, paths
+from recipes.common.sharding.abstract import unadapted
 
 # Without a note of the shardings it was saved with: they would tie a checkpoint to its mesh, where
 # plain `ocp.StandardCheckpointer().restore(path)` otherwise reads it anywhere.
@@ -125,23 +125,43 @@ class Checkpoint:
 # ---- where it is ---------------------------------------------------------------------------------
 
 
-def find(path: str | pathlib.Path, flag: str = "--restore_from", whole: bool = True) -> Source:
+def find(
+    path: str | pathlib.Path, flag: str = "--restore_from", whole: bool = True, base: str = ""
+) -> Source:
     """The checkpoint at a path: a run's workdir (its newest) or a checkpoint's own folder.
 
     A bare name with nothing at it is a published checkpoint: "mlp.digits". "hf:DIR" is a Hugging
-    Face model folder, and "hf:ORG/NAME" one of the Hub. `whole`: see integrity.verify.
+    Face model folder, and "hf:ORG/NAME" one of the Hub. An adapter, one of PEFT with or without
+    "hf:", is found with its base, as the merged model.
+
+    Args:
+      whole: see integrity.verify.
+      base: where the base of an adapter is, if it is not where the adapter says.
 
     Raises UserError if there is none, or a damaged one.
     """
+    what = f"{flag}={path}"
+    found = _locate(path, what, whole)
+    if "base" in found.metadata:
+        return with_base(found, what, whole, base)
+    if base:
+        raise UserError(f"--base={base} is for adapters, and {what} is none; leave it out")
+    return found
+
+
+def _locate(path: str | pathlib.Path, what: str, whole: bool) -> Source:
+    """What is at a path, of an adapter without its base."""
     if str(path).startswith("hf:"):
-        return hf.Folder(hf.locate(str(path).removeprefix("hf:")))
-    folder, what = pathlib.Path(path).expanduser(), f"{flag}={path}"
+        return hf.open_folder(hf.locate(str(path).removeprefix("hf:")))
+    folder = pathlib.Path(path).expanduser()
     fix = "use a run's workdir or a checkpoint"
     if not folder.exists() and str(path) == folder.name:
         folder = PUBLISHED / folder.name
         fix = f"use a run's workdir, a checkpoint, or one of {', '.join(published())}"
     if not folder.exists():
         raise UserError(f"{what} does not exist; {fix}")
+    if hf.is_adapter(folder):
+        return hf.open_folder(folder.absolute())
     for inner in (folder / "checkpoints", folder):
         if steps := steps_in(inner):
             folder = inner / str(steps[-1])
@@ -157,6 +177,41 @@ def at(folder: pathlib.Path) -> Checkpoint:
     """The checkpoint in this folder, which `verify` has found whole."""
     text = (folder / "metadata" / "metadata").read_text()
     return Checkpoint(folder.absolute(), json.loads(text))
+
+
+def with_base(found: Source, what: str, whole: bool, base: str = "") -> Source:
+    """An adapter with its base; any other checkpoint as it is.
+
+    Args:
+      what: the flag with which the user named it, for messages.
+      whole, base: as `find` takes them.
+
+    Raises UserError if the base is not there or has changed, or the adapter is of another model.
+    """
+    if "base" not in found.metadata:
+        return found
+    said = found.metadata["base"]
+    where = base or said["path"]
+    fix = "use --base=PATH of the model that it was trained on"
+    try:
+        source = find(where, "--base", whole)
+    except UserError as error:
+        reason = str(error).partition(";")[0]
+        raise UserError(f"{what} is an adapter without its base ({reason}); {fix}") from None
+    if isinstance(source, adapter.Adapted):
+        raise UserError(f"{what} is an adapter, and its base --base={where} is one too; {fix}")
+    if isinstance(found, hf.Adapter):  # PEFT names its base, and knows nothing of its content
+        found = found.on(source.metadata, config_of(source))
+    elif (whole or not isinstance(source, hf.Folder)) and (  # a folder is read as a whole for it
+        (digest := adapter.sha256(source)) != said["sha256"]
+    ):
+        raise UserError(
+            f"{what} is an adapter of a model with SHA-256 {said['sha256'][:8]}…, and {where} has "
+            f"{digest[:8]}…, so it has changed or is another; {fix}"
+        )
+    adapted = adapter.Adapted(found, source, adapter.located(source, where))
+    adapted.check()
+    return adapted
 
 
 def published() -> list[str]:
@@ -175,7 +230,12 @@ def steps_in(folder: pathlib.Path) -> list[int]:
 
 
 def restore(
-    path: str | pathlib.Path, mesh: Mesh, rules: str | Table | None = None, *, verify: bool = True
+    path: str | pathlib.Path,
+    mesh: Mesh,
+    rules: str | Table | None = None,
+    *,
+    verify: bool = True,
+    base: str = "",
 ):
     """A trained model on `mesh`, whatever mesh and rules it was saved with.
 
@@ -183,6 +243,7 @@ def restore(
       path: what `find` takes: a run's workdir, a checkpoint's own folder, a published name, "hf:DIR".
       rules: a strategy of the entry's RULES, or a table of your own; None: what suits the mesh.
       verify: whether to hash every file first, which takes long with a huge checkpoint.
+      base: where the base of an adapter is, if it is not where the adapter says.
 
     Returns:
       (model, metadata): an NNX module whose every array is sharded as `rules` says, and the
@@ -190,7 +251,7 @@ def restore(
 
     Raises UserError, a ValueError, if there is no checkpoint, it is damaged, or the rules don't fit.
     """
-    source = find(path, whole=verify)
+    source = find(path, whole=verify, base=base)
     layout = layout_of(source, mesh, rules)
     return layout.model.merge(restore_variables(source, layout)), source.metadata
 
@@ -201,20 +262,25 @@ def layout_of(source: Source, mesh: Mesh, rules: str | Table | None = None, **co
     Args:
       compute: fields of its Config that say how to compute it, such as dtype.
     """
-    entry = source.metadata["entry"]
-    if entry not in entries.ENTRIES:
-        raise UserError(
-            f"checkpoint {source.path} has entry {entry!r}; this zoo has "
-            f"{', '.join(entries.ENTRIES)}"
-        )
-    config = config_from(entries.zoo_file(entry).Config, source)
-    return make_layout(entries.model(entry), dataclasses.replace(config, **compute), mesh, rules)
+    config = dataclasses.replace(config_of(source), **compute)
+    return make_layout(entries.model(source.metadata["entry"]), config, mesh, rules)
 
 
 def context(source: Source) -> int:
     """Positions that a model was made for: as its folder says, or those that it was trained on."""
     facts = source.metadata
     return facts.get("context") or facts.get("flags", {}).get("seq_len") or 2_048
+
+
+def config_of(source: Source) -> Any:
+    """The Config of a checkpoint's model. Raises UserError."""
+    entry = source.metadata["entry"]
+    if entry not in entries.ENTRIES:
+        raise UserError(
+            f"checkpoint {source.path} has entry {entry!r}; this zoo has "
+            f"{', '.join(entries.ENTRIES)}"
+        )
+    return config_from(entries.zoo_file(entry).Config, source)
 
 
 def config_from(config_class, source: Source):
@@ -263,7 +329,9 @@ def restore_variables(source: Source, layout: Layout, dtype: str | None = None) 
 def check_variables(source: Source, layout: Layout) -> None:
     """Raises UserError if the checkpoint has other variables, or other shapes."""
     found = source.shapes()
-    for kind, tree in layout.model.shapes.items():
+    if "base" in layout.model.shapes and isinstance(source, adapter.Adapted):
+        source.check_config(layout.config)
+    for kind, tree in unadapted(layout.model.shapes).items():
         saved, wanted = paths(found.get(kind, {})), paths(tree)
         for path in sorted(saved.keys() ^ wanted.keys()):
             who = "the model" if path in saved else f"checkpoint {source.path}"
@@ -309,7 +377,10 @@ def write(
     )
     items = ocp.args.Composite(
         state=ocp.args.PyTreeSave(variables, ocdbt_target_data_file_size=2**27),
-        metadata=ocp.args.JsonSave({"data": {}, "flags": {}} | metadata),
+        # What is written is whole, whatever its parameters were made of.
+        metadata=ocp.args.JsonSave(
+            {"data": {}, "flags": {}} | {k: v for k, v in metadata.items() if k != "base"}
+        ),
     )
     beside = folder.absolute().with_name(f".{folder.name}.{os.getpid()}")
     try:

@@ -1,5 +1,6 @@
 """Model folders: locating, checking, reading and writing them."""
 
+import contextlib
 import dataclasses
 import functools
 import json
@@ -7,6 +8,7 @@ import os
 import pathlib
 import re
 import shutil
+from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -32,7 +34,7 @@ def locate(name: str) -> pathlib.Path:
         return folder.absolute()
     if not re.fullmatch(hub.MODEL_NAME, name):
         raise UserError(f"{name!r} does not exist; use a model folder, or ORG/NAME on the Hub")
-    wanted = ["config.json", "*.safetensors", "*.safetensors.index.json"]
+    wanted = ["config.json", "adapter_config.json", "*.safetensors", "*.safetensors.index.json"]
     try:
         return hub.snapshot(name, [*wanted, *tokenizer.FILES, *tokenizer.PIECES], name)
     except DataError as error:
@@ -67,19 +69,16 @@ class Folder:
 
     def shapes(self) -> Tree:
         """{"params": nested dict of ShapeDtypeStructs}."""
-        return _shapes(self.family.ENTRY, self.config)
+        return shapes_of(self.family.ENTRY, self.config)
 
     def read(self, abstract: Tree) -> Tree:
-        """The parameters in {"params": nested dict of ShapeDtypeStructs with shardings}.
+        """The parameters in {"params": nested dict of ShapeDtypeStructs with shardings}."""
+        return read_onto(self._stored, self.family.TENSORS, abstract)
 
-        Each shard is read on its own and put onto its devices before the next one is read.
-        """
-        arrays = []
-        for path, leaf in paths(abstract["params"]).items():
-            stack = list(tensors.expand(self.family.TENSORS, {path: leaf}))
-            shard = functools.partial(tensors.read_shard, self._stored, stack, leaf.dtype)
-            arrays.append(tensors.place(leaf, shard))
-        return jax.tree.unflatten(jax.tree.structure(abstract), arrays)
+    @property
+    def files(self) -> list[pathlib.Path]:
+        """What the parameters depend on."""
+        return [self.path / "config.json", *sorted({t.file for t in self._stored.values()})]
 
     def tokenizer(self) -> tokenizer.Tokenizer | None:
         """The folder's own; None if it has none. Raises DataError if it can't be read."""
@@ -89,29 +88,11 @@ class Folder:
     def _check(self) -> None:
         expanded = tensors.expand(self.family.TENSORS, paths(self.shapes()["params"]))
         wanted = {tensor.name: tensor.shape for tensor in expanded}
-        found = {name for name in self._stored if not name.endswith(self.family.COMPUTED)}
-        tied = {a: b for a, b in self.family.TIED.items() if a in found - wanted.keys()}
-        for names, what, fix in (
-            (wanted.keys() - found, "is missing", "copy the missing file, or use"),
-            (found - wanted.keys() - tied.keys(), "has an unexpected", "use"),
-        ):
-            if names:
-                more = f" and {len(names) - 1} more" if len(names) > 1 else ""
-                raise UserError(
-                    f"{self.path} {what} tensor {min(names)}{more}; {fix} this model's config.json"
-                )
-        for name, shape in (wanted | {a: wanted[b] for a, b in tied.items()}).items():
-            stored = self._stored[name]
-            if stored.shape != shape:
-                raise UserError(
-                    f"{name} in {stored.file} has shape {list(stored.shape)}, but config.json "
-                    f"implies {list(shape)}; use this model's config.json"
-                )
-            if stored.dtype not in tensors.FLOATS:
-                raise UserError(
-                    f"{name} in {stored.file} has dtype {stored.dtype}; use a model in "
-                    f"{', '.join(tensors.FLOATS)}"
-                )
+        computed = self.family.COMPUTED
+        found = {name: t for name, t in self._stored.items() if not name.endswith(computed)}
+        tied = {a: b for a, b in self.family.TIED.items() if a in found.keys() - wanted.keys()}
+        wanted |= {a: wanted[b] for a, b in tied.items()}
+        tensors.check(self.path, found, wanted, "config.json implies", "this model's config.json")
         for a, b in tied.items():
             # Where the two differ, versions of transformers disagree on which of them counts.
             if not tensors.equal(self._stored[a], self._stored[b]):
@@ -145,20 +126,42 @@ def write(
     # If absent they would be 1 and 2, but every vocabulary has its own.
     unknown = {"bos_token_id": None, "eos_token_id": None}
     theirs |= tokens.config_ids() if tokens else unknown
-    expanded = tensors.expand(ENTRIES[entry].TENSORS, paths(_shapes(entry, config)["params"]))
+    expanded = tensors.expand(ENTRIES[entry].TENSORS, paths(shapes_of(entry, config)["params"]))
+    with new_folder(folder, tokens) as beside:
+        tensors.write(beside, expanded, read)
+        (beside / "config.json").write_text(json.dumps(theirs, indent=2) + "\n")
+        if card:
+            (beside / "README.md").write_text(card)
+
+
+@contextlib.contextmanager
+def new_folder(
+    folder: pathlib.Path, tokens: tokenizer.Tokenizer | None = None
+) -> Iterator[pathlib.Path]:
+    """A folder to fill, with the files of a tokenizer in it; moved to its place once it is whole."""
     folder.parent.mkdir(parents=True, exist_ok=True)
     beside = folder.with_name(f".{folder.name}.{os.getpid()}.tmp")
     beside.mkdir()
     try:
-        tensors.write(beside, expanded, read)
+        yield beside
         for name, content in (tokens.shared() if tokens else {}).items():
             (beside / name).write_bytes(content)
-        (beside / "config.json").write_text(json.dumps(theirs, indent=2) + "\n")
-        if card:
-            (beside / "README.md").write_text(card)
         beside.rename(folder)
     finally:
         shutil.rmtree(beside, ignore_errors=True)
+
+
+def read_onto(stored: dict[str, tensors.Stored], table, abstract: Tree) -> Tree:
+    """The arrays of {"params": nested dict of ShapeDtypeStructs with shardings}, by a family's table.
+
+    Each shard is read on its own and put onto its devices before the next one is read.
+    """
+    arrays = []
+    for path, leaf in paths(abstract["params"]).items():
+        stack = list(tensors.expand(table, {path: leaf}))
+        shard = functools.partial(tensors.read_shard, stored, stack, leaf.dtype)
+        arrays.append(tensors.place(leaf, shard))
+    return jax.tree.unflatten(jax.tree.structure(abstract), arrays)
 
 
 def _family(theirs: dict[str, Any], file: pathlib.Path) -> tuple[Any, str]:
@@ -177,6 +180,7 @@ def _family(theirs: dict[str, Any], file: pathlib.Path) -> tuple[Any, str]:
     return known[names[0]]
 
 
-def _shapes(entry: str, config) -> Tree:
+def shapes_of(entry: str, config) -> Tree:
+    """Kind → nested dict of ShapeDtypeStructs, of an entry's model."""
     model = entries.model(entry)
     return abstract_model(lambda: model(config, rngs=nnx.Rngs(0))).shapes

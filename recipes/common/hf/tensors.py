@@ -91,10 +91,14 @@ class Stored(NamedTuple):
             return opened.get_slice(self.name)[where]
 
 
-def find(folder: pathlib.Path) -> dict[str, Stored]:
-    """The tensors in a folder by name. Raises UserError if a file is missing or damaged."""
-    index = folder / "model.safetensors.index.json"
-    single = folder / "model.safetensors"
+def find(folder: pathlib.Path, stem: str = "model") -> dict[str, Stored]:
+    """The tensors in a folder by name. Raises UserError if a file is missing or damaged.
+
+    Args:
+      stem: of the files' names.
+    """
+    index = folder / f"{stem}.safetensors.index.json"
+    single = folder / f"{stem}.safetensors"
     if index.exists():
         names = read_json(index).get("weight_map")
         names = list(names.values()) if isinstance(names, dict) else []
@@ -123,6 +127,39 @@ def find(folder: pathlib.Path) -> dict[str, Stored]:
                 header = opened.get_slice(name)
                 found[name] = Stored(file, name, tuple(header.get_shape()), header.get_dtype())
     return found
+
+
+def check(
+    folder: pathlib.Path,
+    stored: dict[str, Stored],
+    wanted: dict[str, tuple[int, ...]],
+    implied: str,
+    fix: str,
+) -> None:
+    """Raises UserError if there are other tensors than the wanted ones, name → shape.
+
+    Args:
+      implied: whence the shapes are known, for messages: "config.json implies".
+      fix: what to use instead.
+    """
+    for names, what, or_ in (
+        (wanted.keys() - stored.keys(), "is missing", "copy the missing file, or "),
+        (stored.keys() - wanted.keys(), "has an unexpected", ""),
+    ):
+        if names:
+            more = f" and {len(names) - 1} more" if len(names) > 1 else ""
+            raise UserError(f"{folder} {what} tensor {min(names)}{more}; {or_}use {fix}")
+    for name, shape in wanted.items():
+        if stored[name].shape != shape:
+            raise UserError(
+                f"{name} in {stored[name].file} has shape {list(stored[name].shape)}, but {implied} "
+                f"{list(shape)}; use {fix}"
+            )
+        if stored[name].dtype not in FLOATS:
+            raise UserError(
+                f"{name} in {stored[name].file} has dtype {stored[name].dtype}; use a model in "
+                f"{', '.join(FLOATS)}"
+            )
 
 
 @contextlib.contextmanager
@@ -189,10 +226,12 @@ def place(leaf: jax.ShapeDtypeStruct, shard) -> jax.Array:
 # ---- writing -------------------------------------------------------------------------------------
 
 
-def write(folder: pathlib.Path, tensors: Iterable[Tensor], read) -> None:
+def write(folder: pathlib.Path, tensors: Iterable[Tensor], read, stem: str = "model") -> None:
     """Writes tensors to one file, or to several of FILE_BYTES at most with an index.
 
-    `read` is a function of a parameter's path → the float32 array; one at a time is held.
+    Args:
+      read: a function of a parameter's path → the float32 array; one at a time is held.
+      stem: of the files' names.
     """
     read = functools.lru_cache(maxsize=1)(read)  # a parameter's tensors are adjacent
     files, room, total, weight_map = [[]], FILE_BYTES, 0, {}
@@ -204,8 +243,8 @@ def write(folder: pathlib.Path, tensors: Iterable[Tensor], read) -> None:
         files[-1].append(tensor)
         room -= size
     for i, part in enumerate(files, start=1):
-        name = f"model-{i:05}-of-{len(files):05}.safetensors"
-        name = name if len(files) > 1 else "model.safetensors"
+        name = f"{stem}-{i:05}-of-{len(files):05}.safetensors"
+        name = name if len(files) > 1 else f"{stem}.safetensors"
         arrays = {tensor.name: tensor.to_theirs(read(tensor.path)[tensor.index]) for tensor in part}
         safetensors.numpy.save_file(arrays, folder / name, metadata={"format": "pt"})
         total += sum(array.nbytes for array in arrays.values())
@@ -213,5 +252,5 @@ def write(folder: pathlib.Path, tensors: Iterable[Tensor], read) -> None:
         del arrays  # before those of the next file are made
     if len(files) > 1:
         index = {"metadata": {"total_size": total}, "weight_map": weight_map}
-        file = folder / "model.safetensors.index.json"
+        file = folder / f"{stem}.safetensors.index.json"
         file.write_text(json.dumps(index, indent=2) + "\n")

@@ -10,17 +10,13 @@ from recipes.common.runtime import UserError
 
 Tree = Any  # nested dicts with the same kind of leaf
 
-KINDS = {
-    "params": nnx.Param,
-    "buffers": ...,
-}  # of variables: buffers are all that are no parameters
-
 
 class AbstractModel(NamedTuple):
     """A model whose arrays are elsewhere.
 
-    Trees of its variables are dicts of nested dicts, {"params": …}, with "buffers" only where the
-    model has variables that are no nnx.Param: as in a checkpoint's state.
+    Trees of its variables are dicts of nested dicts by kind, as in a training state: "params" are
+    trained. Of a model with adapters (nnx.LoRAParam) they are the adapters', and "base" are its other
+    parameters, which stay as they are. "buffers" are variables that are no nnx.Param.
     """
 
     graph: nnx.GraphDef
@@ -50,17 +46,29 @@ class AbstractModel(NamedTuple):
 
 def abstract_model(build: Callable[[], nnx.Module]) -> AbstractModel:
     """`build` traced without allocating anything."""
-    graph, *found = nnx.split(nnx.eval_shape(build), *KINDS.values())
-    states = {kind: state for kind, state in zip(KINDS, found, strict=True) if state}
+    graph, states = _split(nnx.eval_shape(build))
     shapes = {kind: nnx.to_pure_dict(state) for kind, state in states.items()}
     axes = {kind: _axes(state) for kind, state in states.items()}
     return AbstractModel(graph, states, shapes, axes)
 
 
 def variables_of(model: nnx.Module) -> Tree:
-    """{"params": …} of a model's own arrays, and "buffers" where it has any."""
-    found = dict(zip(KINDS, nnx.split(model, *KINDS.values())[1:], strict=True))
-    return {kind: nnx.to_pure_dict(state) for kind, state in found.items() if state}
+    """A model's own arrays: kind → nested dict."""
+    return {kind: nnx.to_pure_dict(state) for kind, state in _split(model)[1].items()}
+
+
+def unadapted(variables: Tree) -> Tree:
+    """Without adapters: the model's other parameters as "params", as they are in a checkpoint."""
+    others = {kind: tree for kind, tree in variables.items() if kind not in ("params", "base")}
+    return {"params": variables.get("base", variables["params"]), **others}
+
+
+def _split(model: nnx.Module) -> tuple[nnx.GraphDef, dict[str, nnx.State]]:
+    """(graph, kind → state), with those kinds alone that the model has."""
+    graph, adapters, params, buffers = nnx.split(model, nnx.LoRAParam, nnx.Param, ...)
+    found = {"params": adapters, "base": params} if adapters else {"params": params}
+    found["buffers"] = buffers
+    return graph, {kind: state for kind, state in found.items() if state}
 
 
 def _axes(state: nnx.State) -> Tree:
@@ -80,3 +88,8 @@ def paths(tree: Tree) -> dict[str, Any]:
     """{"layers/attention/q": leaf}: a parameter's path, as in messages, reports and goldens."""
     flat, _ = jax.tree_util.tree_flatten_with_path(tree, is_leaf=lambda x: isinstance(x, tuple))
     return {"/".join(str(key.key) for key in path): leaf for path, leaf in flat}
+
+
+def nested(flat: dict[str, Any]) -> Tree:
+    """The tree whose `paths` these are."""
+    return nnx.traversals.unflatten_mapping({tuple(path.split("/")): x for path, x in flat.items()})

@@ -117,6 +117,7 @@ def new_saver(
     if not folder.in_use:
         return None
     metadata = checkpoint.metadata(folder.entry, layout, folder.flags)
+    metadata |= {"base": folder.base} if folder.base else {}
     if folder.source and "seq_len" in folder.flags:  # fine-tuning on short texts cuts no context
         most = max(checkpoint.context(folder.source), folder.flags["seq_len"])
         metadata["context"] = most

@@ -89,22 +89,26 @@ def make_optimizer(
     return optax.chain(optax.clip_by_global_norm(clip_norm), rule)
 
 
-def hidden_matrices(layout: Layout, ends: Sequence[str], stacks: Sequence[str] = ()) -> Tree:
+def hidden_matrices(
+    layout: Layout, ends: Sequence[str], stacks: Sequence[str] = (), ranks: Sequence[str] = ()
+) -> Tree:
     """Which of its dims are a parameter's rows and columns, to muon; None: it is no hidden matrix.
 
-    One dim of a hidden matrix is the residual stream's, an axis in IN_USE; all others are its other
-    side: q [D, N, H] is a matrix D × N·H, and o [N, H, D] one of N·H × D.
+    One dim of a hidden matrix is the residual stream's, an axis in IN_USE, or an adapter's rank; all
+    others are its other side: q [D, N, H] is a matrix D × N·H, and o [N, H, D] one of N·H × D.
 
     Args:
       ends: logical axes of what goes into the model or comes out, such as a vocabulary.
       stacks: logical axes along which matrices are stacked.
+      ranks: logical axes of the ranks of adapters.
 
     Returns: a tree like the parameters, of optax.contrib.MuonDimensionNumbers and None.
     """
 
     def one(axes: tuple[str, ...]) -> optax.contrib.MuonDimensionNumbers | None:
         dims = [dim for dim, axis in enumerate(axes) if axis not in stacks]
-        stream = [dim for dim in dims if axes[dim] in layout.zoo.IN_USE]
+        sides = {*ranks} & {*axes} or layout.zoo.IN_USE.keys()
+        stream = [dim for dim in dims if axes[dim] in sides]
         others = [dim for dim in dims if dim not in stream]
         if len(stream) != 1 or not others or {*ends} & {*axes}:
             return None

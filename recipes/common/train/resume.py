@@ -4,9 +4,10 @@ import dataclasses
 
 import optax
 
-from recipes.common.checkpoint import RunFolder
+from recipes.common.checkpoint import RunFolder, Source
 from recipes.common.runtime import Run
-from recipes.common.sharding import Tree, shardings
+from recipes.common.sharding import Layout, Tree, shardings
+from recipes.common.sharding.abstract import unadapted
 from recipes.common.train import state as training_state
 from recipes.common.train.step import TrainStep
 
@@ -21,7 +22,7 @@ def first_state(folder: RunFolder, step: TrainStep, seed: int, abstract: Tree) -
     if not folder.in_use:
         optimizer = optax.identity()  # evaluation needs no moments
         abstract = training_state.abstract_state(layout, optimizer)
-    variables = folder.source.read(layout.variables())
+    variables = given(folder.source, layout)
     begin = layout.compile(
         lambda variables: training_state.new_state(layout, optimizer, seed, variables),
         variables,
@@ -29,6 +30,18 @@ def first_state(folder: RunFolder, step: TrainStep, seed: int, abstract: Tree) -
         out_shardings=shardings(abstract),
     )
     return begin(variables)
+
+
+def given(source: Source, layout: Layout) -> Tree:
+    """The model's variables from a source; adapters that it has none of are new."""
+    wanted = layout.variables()
+    if "base" not in wanted or "base" in source.metadata:
+        return source.read(wanted)
+    variables = source.read(unadapted(wanted))
+    return variables | {
+        "params": training_state.new_params(layout),
+        "base": variables["params"],
+    }
 
 
 def origin(folder: RunFolder, run: Run, step: TrainStep) -> list[str]:

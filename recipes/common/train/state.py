@@ -1,9 +1,11 @@
-"""The training state: {"params": …, "opt_state": …, "step": …, "rngs": …} and, where the model has
-variables that are no parameters, "buffers".
+"""The training state: {"params": …, "opt_state": …, "step": …, "rngs": …} and what else the model has
+of "base" and "buffers" (sharding/abstract.py).
 
 Nested dicts with arrays for leaves, which is what a checkpoint holds and what Orbax reads without
 any code of ours.
 """
+
+from collections.abc import Callable
 
 import flax.serialization
 import jax
@@ -66,15 +68,24 @@ def initialization(
     layout: Layout, optimizer: optax.GradientTransformation, seed: int, abstract: Tree
 ) -> jax.stages.Compiled:
     """The program that makes the new training state."""
+    return _program(layout, lambda: new_state(layout, optimizer, seed), abstract)
+
+
+def new_params(layout: Layout) -> Tree:
+    """The model's own initial values of what is trained, each shard made on its own device."""
+    make = _program(
+        layout, lambda: variables_of(layout.build())["params"], layout.variables()["params"]
+    )
+    return make()
+
+
+def _program(layout: Layout, make: Callable[[], Tree], abstract: Tree) -> jax.stages.Compiled:
+    """`make`, compiled to the same bits on any mesh."""
     options = {}
     if layout.mesh.devices.flat[0].platform == "cpu":
         # Above 1, LLVM vectorizes where a shard's shape allows, which may change the last bit.
         options["xla_backend_optimization_level"] = 1
     # Traced outside the mesh: inside, Explicit axes say of each array where it lies, and of new
     # random numbers that is everywhere.
-    make = jax.jit(
-        lambda: new_state(layout, optimizer, seed),
-        out_shardings=shardings(abstract),
-        compiler_options=options,
-    )
-    return make.lower().compile()
+    compiled = jax.jit(make, out_shardings=shardings(abstract), compiler_options=options)
+    return compiled.lower().compile()

@@ -62,12 +62,13 @@ def gradients(
     """
 
     def objective(params, buffers, batch):
-        module = model.merge({"params": params, **buffers})
+        module = model.merge({"params": params, **base, **buffers})
         total, count, aux = module.loss(**batch)
         return total, (count, aux, model.buffers(module))
 
     value_and_grad = jax.value_and_grad(objective, has_aux=True)
-    params, buffers = state["params"], {k: state[k] for k in state.keys() & {"buffers"}}
+    params, base = state["params"], {k: state[k] for k in state.keys() & {"base"}}
+    buffers = {k: state[k] for k in state.keys() & {"buffers"}}
     if microbatches == 1:
         (_, (count, aux, buffers)), grads = value_and_grad(params, buffers, batch)
     else:
