@@ -395,8 +395,9 @@ def test_an_adapter_trained_on_conversations_is_evaluated_and_given_on(
 
     run("publish", f"--source={tuned}", f"--target={pub}", "--licence=MIT")
     text, found = (pub / card.FILE).read_text(), checkpoint.find(pub)
-    digest = checkpoint.find(tuned).metadata["base"]["sha256"]
-    assert f"| Base model | `{base}`, SHA-256 `{digest}` |" in text
+    where, digest = checkpoint.find(tuned).metadata["base"].values()
+    assert where.startswith(str(base))
+    assert f"| Base model | `{where}`, SHA-256 `{digest}` |" in text
     assert f"| Held out before | loss {before[0]:.7g}," in text
     assert {*found.metadata["logical_axes"]} == {*paths(found.shapes()["params"])}
     golden, batch = probe.loads((pub / "probe.json").read_text())
