@@ -96,13 +96,13 @@ def export(flags: Export) -> None:
         only = {"params": nested({path: shards[path]})}
         return np.asarray(jax.tree.leaves(weights.read(only))[0])
 
+    told = card.facts(source, list(shards.values()), flags.licence, flags.note)
+    readme = card.for_hub(target.name, source.metadata, told, flags.adapter)
     if flags.adapter:  # whose base PEFT is told by name if it can read that
         base = source.where.removeprefix("hf:") if source.where.startswith("hf:") else None
-        hf.write_adapter(target, entry, layout.config, base, read, tokens)
+        hf.write_adapter(target, entry, layout.config, base, read, tokens, readme)
         loads = f'PEFT loads it:\n  PeftModel.from_pretrained(model, "{flags.target}")'
     else:
-        told = card.facts(source, list(shards.values()), flags.licence, flags.note)
-        readme = card.for_hub(target.name, source.metadata, told)
         hf.write(target, entry, layout.config, checkpoint.context(source), read, tokens, readme)
         loads = f'transformers loads it:\n  AutoModelForCausalLM.from_pretrained("{flags.target}")'
     print0(f"Exported {parameters(layout)} to {flags.target}; {loads}")

@@ -57,8 +57,10 @@ def main(flags: Publish) -> None:
     batch = probe.batch(source.metadata, tokenizer)
     loss = probe.loss(layout, variables, batch)
     leaves = jax.tree.leaves(variables["params"])
-    # The parameters of an adapter are merged: it needs its base no more.
-    metadata = {k: v for k, v in source.metadata.items() if k != "base"} | {
+    metadata = source.metadata | {
+        "logical_axes": checkpoint.metadata("", layout, {})[
+            "logical_axes"
+        ],  # of an adapter, merged
         "flags": {k: v for k, v in source.metadata["flags"].items() if k not in card.UNTOLD},
         "published": card.facts(source, leaves, licence, flags.note) | {"probe_loss": loss},
     }

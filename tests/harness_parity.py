@@ -37,6 +37,7 @@ PAIRS = [  # context, continuation
     ("日本", "語"),
     ("word " * 400, "word"),  # longer than the context of a small model
 ]
+CHAT = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello. "}]
 TEXTS = [row["text"] for row in small_tasks.TEXTS] + ["many words " * 300]
 ASKED = [("Once upon a time", {"until": ["."], "max_gen_toks": 20}),
          ("Once upon a time, in a land far, far away, ", {"until": ["\n\n", ","], "max_gen_toks": 20}),
@@ -93,6 +94,9 @@ def compare(folder: pathlib.Path, meshes: list[tuple[str, str]]) -> None:
         for mesh, rules in meshes:
             model = ours(folder, mesh, rules)
             assert model.prefix_token_id == theirs.prefix_token_id
+            for prompts in (True, False) if theirs.tokenizer.chat_template else ():
+                want = theirs.apply_chat_template(CHAT, add_generation_prompt=prompts)
+                assert model.apply_chat_template(CHAT, prompts) == want
             found = {k: getattr(model, k)(requests(k, given)) for k, given in kinds.items()}
             worst = 0.0
             for (text, more), (nats, greedy), want in zip(

@@ -529,7 +529,7 @@ def test_a_run_says_what_it_trains_on_and_evaluates_on_whole_chats(here):
         count = f"{len(rows)} rows" if len(rows) > 1 else "1 row"
         assert line == f"{what}: the answers in {count} of {name}, {targets:,} of {every:,} tokens."
     figures = records(here / "tuned", "step", "held_out_loss", "held_out_targets")
-    assert [step for step, *_ in figures] == [*range(1, 11)]
+    assert [step for step, *_ in figures] == [*range(11)]
     assert {count for *_, count in figures} == {float(targets)}
     losses = [loss for _, loss in records(here / "tuned", "step", "loss")]
     assert losses[-1] < losses[0]

@@ -73,7 +73,7 @@ def facts(source, arrays: list, licence: str, note: str) -> dict[str, Any]:
         "licence": licence,
         "note": " ".join(note.split()),
         "unit": ENTRIES[source.metadata["entry"]].unit,
-        **measured(source.path, source.step),
+        **(measured(source.path, source.step) if trained(source.metadata) else {}),
         **({"base": began} if began else {}),
     }
 
@@ -81,7 +81,7 @@ def facts(source, arrays: list, licence: str, note: str) -> dict[str, Any]:
 def base(metadata: dict[str, Any]) -> dict[str, str]:
     """{"path": …} of the model that a run began with, and its "sha256" if that is known; or {}."""
     began = metadata.get("base") or metadata.get("published", {}).get("base")
-    given = metadata["flags"].get("restore_from")
+    given = metadata.get("flags", {}).get("restore_from")
     return began or ({"path": given} if given else {})
 
 
@@ -103,7 +103,7 @@ def text(name: str, ours: bool, metadata: dict[str, Any], hashes: dict[str, list
     facts = metadata["published"]
     # What its held-out figure depends on.
     given = [f"--{k}={shlex.quote(str(v))}" for k, v in metadata["flags"].items()
-             if k in ("dataset", "seq_len")]  # fmt: skip
+             if k in ("dataset", "eval_dataset", "seq_len") and v]  # fmt: skip
     restore_from = f"--restore_from={'' if ours else 'path/to/'}{name}"
     evaluate = " ".join([f"python -m recipes.{metadata['entry']} {restore_from} --steps=0", *given])
     rows = origin(metadata, facts) | {
@@ -133,7 +133,12 @@ def text(name: str, ours: bool, metadata: dict[str, Any], hashes: dict[str, list
 
 
 def kind(metadata: dict[str, Any]) -> str:
-    return "fine-tuned" if base(metadata) else "trained"
+    return "fine-tuned" if base(metadata) else "trained" if trained(metadata) else "language"
+
+
+def trained(metadata: dict[str, Any]) -> bool:
+    """Whether it comes from a training run of the zoo."""
+    return "dataset" in metadata.get("data", {})
 
 
 def origin(metadata: dict[str, Any], facts: dict[str, Any]) -> dict[str, str]:
@@ -145,9 +150,9 @@ def origin(metadata: dict[str, Any], facts: dict[str, Any]) -> dict[str, str]:
     data, began = metadata["data"], base(metadata)
     asked = metadata["flags"].get("steps", metadata["step"])
     minutes, seconds = divmod(round(facts["train_seconds"]), 60)
-    rows = {
+    return {
         "Parameters": f"{facts['parameters']:,}, {facts['dtype']}",
-        "Base model": f"`{began['path']}`" if began else "",
+        "Base model": in_words(began),
         "Made by": f"`{command(metadata)}`",
         "Mesh": f"{describe(metadata['mesh'])}, rules {metadata['rules']['name']}",
         "Data": f"{data['dataset']}, fingerprint `{data['fingerprint']}`",
@@ -156,9 +161,6 @@ def origin(metadata: dict[str, Any], facts: dict[str, Any]) -> dict[str, str]:
         "Held out before": figures(facts, "held_out_before") if began else "",
         "Held out": figures(facts, "held_out"),
     }
-    if began.get("sha256"):
-        rows["Base model"] += f", SHA-256 `{began['sha256']}`"
-    return rows
 
 
 def figures(facts: dict[str, Any], which: str) -> str:
@@ -188,25 +190,28 @@ HUB_LICENCES = {
 HUB_LICENCES |= {"llama2", "llama3", "llama3.1", "llama3.2", "llama3.3", "gemma", "openrail"}
 
 
-def for_hub(name: str, metadata: dict[str, Any], facts: dict[str, Any]) -> str:
-    """The README.md of a model folder, whose front matter the Hub reads.
+def for_hub(
+    name: str, metadata: dict[str, Any], facts: dict[str, Any], adapter: bool = False
+) -> str:
+    """The README.md of a model folder, or of an adapter's; the Hub reads its front matter.
 
     Args:
       facts: as `facts` gives them; a licence of "" is not told.
     """
-    began, trained, licence = (
-        base(metadata),
-        "dataset" in metadata["data"],
-        facts["licence"].lower(),
-    )
-    front = {"library_name": "transformers", "pipeline_tag": "text-generation"}
+    began, licence = base(metadata), facts["licence"].lower()
+    library = "peft" if adapter else "transformers"
+    front = {"library_name": library, "pipeline_tag": "text-generation"}
     if licence:
         known = licence in HUB_LICENCES
         front |= {"license": licence} if known else {"license": "other", "license_name": licence}
     if began and on_the_hub(began["path"]):
+        relation = "adapter" if adapter else "finetune"
         front |= {"base_model": began["path"].removeprefix("hf:")}
-    rows = origin(metadata, facts) if trained else {"Parameters": f"{facts['parameters']:,}"}
+        front |= {"base_model_relation": relation}
+    rows = {"Parameters": f"{facts['parameters']:,}", "Base model": in_words(began)}
+    rows |= origin(metadata, facts) if trained(metadata) else {}
     rows |= {"Licence": facts["licence"], "Note": facts["note"]}
+    what = "An adapter (LoRA)" if adapter else f"A {kind(metadata)} model"
     lines = [
         "---",
         *(f"{key}: {json.dumps(value)}" for key, value in front.items()),
@@ -216,12 +221,17 @@ def for_hub(name: str, metadata: dict[str, Any], facts: dict[str, Any]) -> str:
         "",
         f"# {name}",
         "",
-        f"A {kind(metadata) if trained else 'language'} model, exported from a checkpoint of the sharded "
-        f"model zoo's `zoo/{metadata['entry']}.py`.",
+        f"{what}, exported from a checkpoint of the sharded model zoo's `zoo/{metadata['entry']}.py`.",
         "",
         *table(rows),
     ]
     return "\n".join(lines)
+
+
+def in_words(began: dict[str, str]) -> str:
+    """A base model in words."""
+    digest = f", SHA-256 `{began['sha256']}`" if began.get("sha256") else ""
+    return f"`{began['path']}`{digest}" if began else ""
 
 
 def on_the_hub(path: str) -> bool:

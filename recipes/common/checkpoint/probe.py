@@ -16,7 +16,7 @@ from recipes.common import entries
 from recipes.common.sharding import Layout, Tree
 
 ROWS = 8  # of the batch: divisible by eight devices
-TOKENS = 64  # of context, at most
+TOKENS = 64  # of context, at most, but for conversations
 
 
 def batch(metadata: dict[str, Any], tokenizer: Tokenizer | None = None) -> dict[str, np.ndarray]:
@@ -29,7 +29,8 @@ def batch(metadata: dict[str, Any], tokenizer: Tokenizer | None = None) -> dict[
     """
     # A flag of 0 leaves it to the config.
     known = metadata["flags"] | metadata["config"] | {"tokenizer": tokenizer}
-    if "seq_len" in known:
+    # In conversations only answers are targets, which may begin late.
+    if "seq_len" in known and "template" not in metadata["data"]:
         known = known | {"seq_len": min(TOKENS, known["seq_len"])}
     return next(batches.held_out_batches(entries.dataset(metadata["entry"], known), ROWS))
 

@@ -91,7 +91,8 @@ class Model(TemplateLM):
         text = self._tokens.render(chat_history, add_generation_prompt)
         if add_generation_prompt:
             return text
-        last = chat_history[-1]["content"].strip()
+        last = chat_history[-1]["content"].lstrip()
+        last = last if last in text else last.strip()  # as templates do
         return text[: text.rindex(last) + len(last)]
 
     # ---- log-likelihoods -------------------------------------------------------------------------

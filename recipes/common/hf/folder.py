@@ -127,18 +127,16 @@ def write(
     unknown = {"bos_token_id": None, "eos_token_id": None}
     theirs |= tokens.config_ids() if tokens else unknown
     expanded = tensors.expand(ENTRIES[entry].TENSORS, paths(shapes_of(entry, config)["params"]))
-    with new_folder(folder, tokens) as beside:
+    with new_folder(folder, tokens, card) as beside:
         tensors.write(beside, expanded, read)
         (beside / "config.json").write_text(json.dumps(theirs, indent=2) + "\n")
-        if card:
-            (beside / "README.md").write_text(card)
 
 
 @contextlib.contextmanager
 def new_folder(
-    folder: pathlib.Path, tokens: tokenizer.Tokenizer | None = None
+    folder: pathlib.Path, tokens: tokenizer.Tokenizer | None = None, card: str = ""
 ) -> Iterator[pathlib.Path]:
-    """A folder to fill, with the files of a tokenizer in it; moved to its place once it is whole."""
+    """A folder to fill, with the files of a tokenizer and a card; moved to its place once it is whole."""
     folder.parent.mkdir(parents=True, exist_ok=True)
     beside = folder.with_name(f".{folder.name}.{os.getpid()}.tmp")
     beside.mkdir()
@@ -146,6 +144,8 @@ def new_folder(
         yield beside
         for name, content in (tokens.shared() if tokens else {}).items():
             (beside / name).write_bytes(content)
+        if card:
+            (beside / "README.md").write_text(card)
         beside.rename(folder)
     finally:
         shutil.rmtree(beside, ignore_errors=True)

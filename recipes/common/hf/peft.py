@@ -130,6 +130,7 @@ def write_adapter(
     base: str | None,
     read,
     tokens: tokenizer.Tokenizer | None = None,
+    card: str = "",
 ) -> None:
     """Writes an adapter's folder next to its destination, and then moves it there whole.
 
@@ -137,7 +138,7 @@ def write_adapter(
       config: with its lora_rank, lora_alpha and lora_targets.
       base: what PEFT is to find the base by; None: nothing that it can read.
       read: function of a factor's path → the factor, a float32 NumPy array.
-      tokens: written beside it.
+      tokens, card: written beside it.
     """
     family = ENTRIES[entry]
     expanded = list(tensors.expand(table(family), paths(shapes_of(entry, config)["params"])))
@@ -155,7 +156,7 @@ def write_adapter(
         "use_dora": False,
         "inference_mode": True,
     }
-    with new_folder(folder, tokens) as beside:
+    with new_folder(folder, tokens, card) as beside:
         tensors.write(beside, expanded, read, STEM)
         (beside / CONFIG).write_text(json.dumps(theirs, indent=2) + "\n")
 
