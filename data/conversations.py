@@ -94,7 +94,7 @@ def checked(row: Any, kind: str, where: str) -> bytes:
                 f"{where} has no message in which the assistant says something, so nothing to learn; "
                 "remove it"
             )
-    return json.dumps([before, learned], ensure_ascii=False).encode(errors="replace")
+    return json.dumps([before, learned], ensure_ascii=False, default=str).encode(errors="replace")
 
 
 def _messages(found: Any, name: str, where: str) -> list[dict[str, Any]]:
@@ -113,7 +113,7 @@ def _messages(found: Any, name: str, where: str) -> list[dict[str, Any]]:
         role = one.get("role")
         if role not in ROLES:
             raise DataError(
-                f"{where}: message {number} has the role {json.dumps(role)[:50]}; use one of "
+                f"{where}: message {number} has the role {json.dumps(role, default=str)[:50]}; use one of "
                 f"{', '.join(ROLES)}"
             )
         if not isinstance(one.get("content"), str):

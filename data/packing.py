@@ -29,6 +29,7 @@ class Lost(NamedTuple):
 
     documents: int = 0  # that are cut, or left out
     targets: int = 0  # that are not trained on
+    of: int = 0  # all targets
     longest: int = 0  # positions that the longest document takes
 
 
@@ -164,13 +165,14 @@ def _beginnings(split: Split, length: int, lost: list[int]) -> Iterator[np.ndarr
         every = np.add.reduceat(targets, begin + 1, dtype=np.int64)
         lost[0] += int((kept < every).sum())
         lost[1] += int((every - kept).sum())
-        lost[2] = max(lost[2], int((end - begin).max()) - 1)
+        lost[2] += int(every.sum())
+        lost[3] = max(lost[3], int((end - begin).max()) - 1)
         yield np.stack([begin, size], axis=1)[kept > 0]
 
 
 def _write(split: Split, length: int, folder: pathlib.Path) -> None:
     """The index: `pieces`, row by row, and `rows`, the number of the first piece of each."""
-    total, lost = 0, [0, 0, 0]
+    total, lost = 0, [*Lost()]
     conversations = split.targets is not None
     found = _beginnings(split, length, lost) if conversations else _pieces(split, length)
     with (folder / "pieces").open("wb") as pieces_file, (folder / "rows").open("wb") as rows_file:

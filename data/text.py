@@ -152,17 +152,16 @@ def _check(part: _Part, rows, seq_len: int) -> None:
 def _notes(part: _Part, lost: packing.Lost, seq_len: int, tokenizer: Tokenizer) -> Iterator[str]:
     """Lines about conversations: what the targets are, and what is not trained on."""
     split = part.split
-    does, targets = {"train": "Trains"}.get(part.use, "Evaluates"), int(np.sum(split.targets))
+    what = "Training data" if part.use == corpus.TRAIN else "Held out"
     rows = f"{split.rows:,} row{'s' * (split.rows != 1)} of {part.source.name}"
     if len(split.starts) > split.rows:
         rows += f", {len(split.starts):,} turns one by one"
-    day = f"; today is {chat.TRAINING_DAY:%d %b %Y} to the template" if dated(tokenizer) else ""
-    every = len(split.tokens)
-    yield f"{does} on the answers in {rows}: {targets:,} of {every:,} tokens{day}."
+    day = f"; to the template today is {chat.TRAINING_DAY:%d %b %Y}" if dated(tokenizer) else ""
+    yield f"{what}: the answers in {rows}, {lost.of:,} of {len(split.tokens):,} tokens{day}."
     if lost.documents:
         yield (
             f"warning: {lost.documents:,} of them are cut at --seq_len={seq_len}, which loses "
-            f"{lost.targets:,} of the {targets:,} tokens; --seq_len={lost.longest} keeps all."
+            f"{lost.targets:,} of the {lost.of:,} tokens; --seq_len={lost.longest} keeps all."
         )
 
 

@@ -163,8 +163,14 @@ def model_config(flags: Flags, folder: RunFolder, tokenizer: Tokenizer, platform
 
 
 def adapters(flags: Flags) -> dict[str, Any]:
-    """Config's fields of LoRA. Raises UserError for a target that there is not."""
+    """Config's fields of LoRA. Raises UserError where they make no sense."""
     if not flags.lora_rank:
+        if flags.lora_alpha or flags.lora_targets != "all":
+            name = "lora_alpha" if flags.lora_alpha else "lora_targets"
+            raise UserError(
+                f"--{name}={getattr(flags, name)} is of adapters, and --lora_rank=0 trains none; "
+                "add, for example, --lora_rank=8"
+            )
         return {"lora_rank": 0}
     known = Config.lora_targets
     wanted = known if flags.lora_targets == "all" else flags.lora_targets.split(",")

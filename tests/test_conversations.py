@@ -220,8 +220,8 @@ def test_each_target_is_learned_once_and_held_out_chats_are_whole(folder):
         for one in row["messages"]
         if one["role"] == "assistant"
     )
-    assert data.notes[0].startswith("Trains on the answers in 57 rows of ")
-    assert data.notes[1].startswith("Evaluates on the answers in 3 rows of ")
+    assert data.notes[0].startswith("Training data: the answers in 57 rows of ")
+    assert data.notes[1].startswith("Held out: the answers in 3 rows of ")
     assert len(data.notes) == 2
     whole = next(i for i in range(len(data.train)) if data.train[i]["segment_ids"].max() > 1)
     row = data.train[whole]
@@ -448,7 +448,7 @@ def test_training_data_is_of_one_day(folder, monkeypatch):
     """Where the template asks for the date, which it tells the model when it is used."""
     tokens, name = made("llama3"), write(folder / "a.jsonl", chats(10))
     data = load(name, tokens=tokens)
-    assert data.notes[0].endswith("; today is 26 Jul 2024 to the template.")
+    assert data.notes[0].endswith("; to the template today is 26 Jul 2024.")
     assert "26 Jul 2024" in tokens.decode(data.train[0]["tokens"])
     assert "26 Jul 2024" not in tokens.render(said("Hi"))
 
@@ -522,14 +522,12 @@ def test_a_run_says_what_it_trains_on_and_evaluates_on_whole_chats(here):
     told = (here / "told").read_text().splitlines()
     name = here / "a.jsonl"
     split = [chats(8)[:-1], chats(8)[-1:]]
-    for line, does, rows in zip(told[:2], ("Trains", "Evaluates"), split, strict=True):
+    for line, what, rows in zip(told[:2], ("Training data", "Held out"), split, strict=True):
         found = [one for row in rows for one in documents(row, CHAT)]
         targets = sum(int(one.targets.sum()) for one in found)
         every = sum(len(one.tokens) for one in found)
         count = f"{len(rows)} rows" if len(rows) > 1 else "1 row"
-        assert (
-            line == f"{does} on the answers in {count} of {name}: {targets:,} of {every:,} tokens."
-        )
+        assert line == f"{what}: the answers in {count} of {name}, {targets:,} of {every:,} tokens."
     figures = records(here / "tuned", "step", "held_out_loss", "held_out_targets")
     assert [step for step, *_ in figures] == [*range(11)]
     assert {count for *_, count in figures} == {float(targets)}
@@ -542,7 +540,7 @@ def test_fine_tuning_has_its_own_learning_rate(here, inside):
     """And keeps it when it resumes, whatever --steps and --restore_from are then."""
     flags = flags_of(here)
     assert (flags["learning_rate"], flags["warmup_steps"]) == (5e-5, 0)
-    done = tune(inside, here, "--steps=30", "--restore_from=")
+    done = tune(inside, here, "--steps=30", "--restore_from=", "--mesh=4x2")
     assert (done.code, done.err) == (0, "")
     flags = flags_of(here)
     assert (flags["learning_rate"], flags["warmup_steps"]) == (5e-5, 0)

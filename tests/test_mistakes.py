@@ -169,6 +169,22 @@ RESTORE_ROWS = [
     (["--restore_from={here}/damaged", "--verify=false"], "metadata/metadata is not the JSON that was saved"),
 ]  # fmt: skip
 
+LORA_ROWS = [
+    (["--lora_rank=8"], "--lora_rank=8 trains an adapter of a model that has learned something, and there is none; use --restore_from=… as well"),
+    (["--lora_rank=-1"], "--lora_rank=-1 must be ≥ 0; try 0"),
+    (["--lora_alpha=8"], "--lora_alpha=8.0 is of adapters, and --lora_rank=0 trains none; add, for example, --lora_rank=8"),
+    (["--lora_targets=q"], "--lora_targets=q is of adapters, and --lora_rank=0 trains none; add"),
+    (["--restore_from={here}/run", "--lora_rank=8", "--lora_targets=q,x"], "--lora_targets=q,x has 'x'; use all, or some of q,k,v,o,gate,up,down"),
+    (["--restore_from={here}/run", "--base=x"], "--base=x is for adapters, and --restore_from={here}/run is none; leave it out"),
+    (["--workdir={here}/run", "--lora_rank=8"], "--lora_rank=8 must match the original run, 0"),
+    (["--restore_from={here}/adapter"], "--restore_from={here}/adapter is an adapter without its base (--base={here}/gone does not exist); use --base=PATH of the model that it was trained on"),
+    (["--workdir={here}/adapter"], "--workdir={here}/adapter is an adapter without its base (--base={here}/gone does not exist); use --base=PATH"),
+    (["--restore_from={here}/adapter", "--base={here}/damaged"], "is an adapter without its base (--base={here}/damaged: metadata/metadata is not the JSON that was saved in"),
+    (["--restore_from={here}/adapter", "--base={here}/run"], "is an adapter of a model with SHA-256 00000000…, and {here}/run has "),
+    (["--restore_from={here}/adapter", "--base={here}/adapter"], "is an adapter, and its base --base={here}/adapter is one too; use --base=PATH"),
+    (["--restore_from=hf:{here}/peft"], "adapter_config.json has use_dora true, which the zoo does not implement; merge the adapter with PEFT, and use the merged model"),
+]  # fmt: skip
+
 DATA_ROWS = [
     (["--dataset={here}/no.txt"], "--dataset={here}/no.txt does not exist; use a file, a folder, or hf:NAME"),
     (["--dataset="], "--dataset= is empty; use stdlib, a path, or hf:NAME"),
@@ -272,12 +288,12 @@ PUBLISH_ROWS = [
     (["--steps=3"], "--steps is not a flag; --help lists the flags"),
 ]  # fmt: skip
 
-ROWS = FLAG_ROWS + MESH_ROWS + RULES_ROWS + WORKDIR_ROWS + RESTORE_ROWS + DATA_ROWS
+ROWS = FLAG_ROWS + MESH_ROWS + RULES_ROWS + WORKDIR_ROWS + RESTORE_ROWS + LORA_ROWS + DATA_ROWS
 AS_COMMANDS = [
     FLAG_ROWS[0],
     # More devices than this process has.
     (["--mesh=3x3"], "over 3 devices (mesh axis 'data' of --mesh=3x3), and 64 is not divisible by 3; meshes that fit: --mesh="),
-    *(rows[0] for rows in (MESH_ROWS, RULES_ROWS, WORKDIR_ROWS, RESTORE_ROWS, DATA_ROWS)),
+    *(rows[0] for rows in (MESH_ROWS, RULES_ROWS, WORKDIR_ROWS, RESTORE_ROWS, LORA_ROWS, DATA_ROWS)),
 ]  # fmt: skip
 
 
@@ -328,6 +344,10 @@ def fill(folder: pathlib.Path) -> None:
     copy("strange", lambda m: {k: v for k, v in m.items() if k != "config"})
     copy("newer", lambda m: m | {"config": m["config"] | {"experts": 8}})
     copy("odd", lambda m: m | {"config": m["config"] | {"head_dim": 7}})
+    base = {"path": str(folder / "gone"), "sha256": "0" * 64}
+    copy("adapter", lambda m: m | {"base": base})
+    (folder / "peft").mkdir()
+    (folder / "peft" / "adapter_config.json").write_text('{"r": 8, "use_dora": true}')
     copy("no_state", lambda m: m)
     shutil.rmtree(folder / "no_state" / "checkpoints" / "1" / "state")
     for name in ("empty", "texts", "folder.json", "images"):

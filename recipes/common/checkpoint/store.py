@@ -194,11 +194,11 @@ def with_base(found: Source, what: str, whole: bool, base: str = "") -> Source:
     where = base or said["path"]
     fix = "use --base=PATH of the model that it was trained on"
     try:
-        source = find(where, "--base", whole)
+        source = _locate(where, f"--base={where}", whole)
     except UserError as error:
         reason = str(error).partition(";")[0]
         raise UserError(f"{what} is an adapter without its base ({reason}); {fix}") from None
-    if isinstance(source, adapter.Adapted):
+    if "base" in source.metadata:
         raise UserError(f"{what} is an adapter, and its base --base={where} is one too; {fix}")
     if isinstance(found, hf.Adapter):  # PEFT names its base, and knows nothing of its content
         found = found.on(source.metadata, config_of(source))
