@@ -163,10 +163,11 @@ def test_tokens_are_drawn_as_often_as_they_are_likely():
     logits = jnp.log(jnp.broadcast_to(share, (len(rows), 3)))
     for temperature in (1.0, 2.0):
         wanted = share ** (1 / temperature) / (share ** (1 / temperature)).sum()
-        drawn = jax.jit(Sampling(temperature))(logits, rows, 3)
+        sampling = Sampling(temperature)
+        drawn = jax.jit(sampling)(logits, sampling.keys(rows), 3)
         found = np.bincount(drawn, minlength=3) / len(rows)
         np.testing.assert_allclose(found, wanted, atol=0.03)
-    assert (Sampling(0.0)(logits, rows, 3) == 0).all()
+    assert (Sampling(0.0)(logits, None, 3) == 0).all()
 
 
 def test_a_sample_depends_on_seed_and_row_alone(quick):
