@@ -19,13 +19,13 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
-from data import cache_dir
-from data.tokenizer import Tokenizer
+from data import DataError, cache_dir
+from data.tokenizer import Tokenizer, from_files
 from recipes.common.checkpoint import integrity
 from recipes.common.hf import Folder
 from recipes.common.runtime import UserError
 from recipes.common.sharding import Tree, paths
-from recipes.common.sharding.abstract import nested, unadapted
+from recipes.common.sharding.abstract import nested
 
 FIELDS = ("lora_rank", "lora_alpha", "lora_targets")  # of a config
 
@@ -59,29 +59,47 @@ class Adapted:
         return self.base.shapes()
 
     def tokenizer(self) -> Tokenizer | None:
-        return self.adapter.tokenizer() or self.base.tokenizer()
+        """The adapter's, with what its files don't say and the base's do: what ends a text, perhaps."""
+        own = self.adapter.tokenizer()
+        if own is None:
+            return self.base.tokenizer()
+        with contextlib.suppress(DataError):
+            theirs = self.base.tokenizer()
+            if own.files and theirs and own.sha256 == theirs.sha256:
+                return from_files(theirs.files | own.files, own.name)
+        return own
 
     def read(self, abstract: Tree) -> Tree:
-        """Merged parameters, W + A·B·scale, one after another.
+        """Merged parameters, W + A·B·scale, added in float32, one after another.
 
-        Where `abstract` has "base", those are the base's, and "params" the adapter's.
+        Where `abstract` has "base", nothing is merged: those are the base's, and "params" the adapter's.
         """
-        others = {kind: tree for kind, tree in abstract.items() if kind not in ("params", "base")}
-        params = self.base.read({"params": unadapted(abstract)["params"]})["params"]
         if "base" in abstract:
-            own = self.adapter.read(others | {"params": abstract["params"]})
-            return own | {"base": params}
-        config, shapes = self.adapter.metadata["config"], paths(self.adapter.shapes()["params"])
-        merged = paths(params)
-        for path, names in factors(shapes).items():
-            if path in merged:
-                where = NamedSharding(merged[path].sharding.mesh, PartitionSpec())
-                wanted = {name: jax.ShapeDtypeStruct(shapes[name].shape, jnp.float32, sharding=where)
-                          for name in names}  # fmt: skip
-                read = paths(self.adapter.read({"params": nested(wanted)})["params"])
-                scale = config["lora_alpha"] / config["lora_rank"]
-                merged[path] = merge(merged[path], *(read[name] for name in names), scale)
-        return {"params": nested(merged)} | (self.adapter.read(others) if others else {})
+            own = self.adapter.read({k: tree for k, tree in abstract.items() if k != "base"})
+            return own | {"base": self.base.read({"params": abstract["base"]})["params"]}
+        others = {kind: tree for kind, tree in abstract.items() if kind != "params"}
+        found = self.adapter.read(others) if others else {}
+        wanted, shapes = paths(abstract["params"]), paths(self.adapter.shapes()["params"])
+        pairs = {path: names for path, names in factors(shapes).items() if path in wanted}
+        plain = {path: leaf for path, leaf in wanted.items() if path not in pairs}
+        params = paths(self.base.read({"params": nested(plain)})["params"]) if plain else {}
+        config = self.adapter.metadata["config"]
+        for path, names in pairs.items():
+            leaf, everywhere = (
+                wanted[path],
+                NamedSharding(wanted[path].sharding.mesh, PartitionSpec()),
+            )
+            weight = self.base.read({"params": nested({path: leaf.update(dtype=jnp.float32)})})
+            small = {
+                name: jax.ShapeDtypeStruct(shapes[name].shape, jnp.float32, sharding=everywhere)
+                for name in names
+            }
+            a, b = (paths(self.adapter.read({"params": nested(small)})["params"])[n] for n in names)
+            scale = config["lora_alpha"] / config["lora_rank"]
+            merged = merge(paths(weight["params"])[path], a, b, scale)
+            del weight
+            params[path] = merged.astype(leaf.dtype)
+        return {"params": nested(params)} | found
 
     def check(self) -> None:
         """Raises UserError if it is the adapter of a model of another shape."""
