@@ -149,7 +149,9 @@ def merge(weight: jax.Array, a: jax.Array, b: jax.Array, scale: float) -> jax.Ar
     for _ in range(a.ndim + b.ndim - 2 - weight.ndim):
         product = jax.vmap(product)
     delta = jax.jit(lambda a, b: product(a, b) * scale, out_shardings=weight.sharding)(a, b)
-    return jax.jit(jnp.add, donate_argnums=0)(weight, delta)
+    # The sum is float32's, rounded once to what the weight was read as.
+    add = jax.jit(lambda w, delta: (w + delta).astype(w.dtype), donate_argnums=0)
+    return add(weight, delta)
 
 
 # ---- its base ------------------------------------------------------------------------------------
