@@ -83,23 +83,22 @@ class Adapted:
         pairs = {path: names for path, names in factors(shapes).items() if path in wanted}
         plain = {path: leaf for path, leaf in wanted.items() if path not in pairs}
         params = paths(self.base.read({"params": nested(plain)})["params"]) if plain else {}
-        config = self.adapter.metadata["config"]
         for path, names in pairs.items():
-            leaf, everywhere = (
-                wanted[path],
-                NamedSharding(wanted[path].sharding.mesh, PartitionSpec()),
-            )
-            weight = self.base.read({"params": nested({path: leaf.update(dtype=jnp.float32)})})
-            small = {
-                name: jax.ShapeDtypeStruct(shapes[name].shape, jnp.float32, sharding=everywhere)
-                for name in names
-            }
-            a, b = (paths(self.adapter.read({"params": nested(small)})["params"])[n] for n in names)
-            scale = config["lora_alpha"] / config["lora_rank"]
-            merged = merge(paths(weight["params"])[path], a, b, scale)
-            del weight
-            params[path] = merged.astype(leaf.dtype)
+            params[path] = self._merged(path, wanted[path], {name: shapes[name] for name in names})
         return {"params": nested(params)} | found
+
+    def _merged(self, path: str, leaf: jax.ShapeDtypeStruct, pair: dict[str, Any]) -> jax.Array:
+        everywhere = NamedSharding(leaf.sharding.mesh, PartitionSpec())
+        small = {
+            name: jax.ShapeDtypeStruct(stored.shape, jnp.float32, sharding=everywhere)
+            for name, stored in pair.items()
+        }
+        weight = self.base.read({"params": nested({path: leaf.update(dtype=jnp.float32)})})
+        read = paths(self.adapter.read({"params": nested(small)})["params"])
+        config = self.adapter.metadata["config"]
+        scale = config["lora_alpha"] / config["lora_rank"]
+        summed = merge(paths(weight["params"])[path], *(read[name] for name in pair), scale)
+        return summed.astype(leaf.dtype)
 
     def check(self) -> None:
         """Raises UserError if it is the adapter of a model of another shape."""
@@ -139,7 +138,7 @@ def factors(names) -> dict[str, tuple[str, str]]:
 
 
 def merge(weight: jax.Array, a: jax.Array, b: jax.Array, scale: float) -> jax.Array:
-    """Weight + a·b·scale, sharded as the weight is, whose memory is used again.
+    """A weight and a·b·scale, float32, sharded as the weight is, whose memory is used again.
 
     Args:
       a: [stacked dims…, dims of the input…, rank]; b: [stacked…, rank, dims of the output…];
@@ -149,9 +148,7 @@ def merge(weight: jax.Array, a: jax.Array, b: jax.Array, scale: float) -> jax.Ar
     for _ in range(a.ndim + b.ndim - 2 - weight.ndim):
         product = jax.vmap(product)
     delta = jax.jit(lambda a, b: product(a, b) * scale, out_shardings=weight.sharding)(a, b)
-    # The sum is float32's, rounded once to what the weight was read as.
-    add = jax.jit(lambda w, delta: (w + delta).astype(w.dtype), donate_argnums=0)
-    return add(weight, delta)
+    return jax.jit(jnp.add, donate_argnums=0)(weight, delta)
 
 
 # ---- its base ------------------------------------------------------------------------------------
