@@ -74,7 +74,8 @@ def load(
     bounds = packed or any(len(part.split.starts) > 1 for part in every)
     rows = [part.rows(seq_len, packed, bounds) for part in every]
     for part, its in zip(every, rows, strict=True):
-        _check(part, its, seq_len)
+        if part.use == corpus.HELD_OUT or eval_dataset != dataset:  # else it is the same text twice
+            _check(part, its, seq_len)
     filler = example(np.full(seq_len + 1, -1, np.int32))
     train, held_out = rows[: len(found)], rows[len(found) :]
     return Dataset(
@@ -132,7 +133,7 @@ def _fingerprint(made: list[tuple[sources.Source, Corpus]], found: list) -> str:
 
 
 def _check(part: _Part, rows, seq_len: int) -> None:
-    """Rows of whole documents need not be full, and neither need held-out ones."""
+    """Held-out rows need not be full, and neither need those of conversations."""
     tokens, what = len(part.split.tokens), part.use.replace("train", "training").replace("_", "-")
     if part.split.targets is not None:
         if not len(rows):
@@ -140,9 +141,7 @@ def _check(part: _Part, rows, seq_len: int) -> None:
                 f"--dataset={part.source.name}: no answer of its {what} rows begins within the first "
                 f"--seq_len={seq_len} tokens; use --seq_len={rows.lost.longest} for all of the longest"
             )
-    elif not len(rows) or (
-        part.use == corpus.TRAIN and tokens <= seq_len and isinstance(rows, _Windows)
-    ):
+    elif not len(rows) or (part.use == corpus.TRAIN and tokens <= seq_len):
         raise DataError(
             f"--dataset={part.source.name} has {tokens} {what} tokens, fewer than one window of "
             f"--seq_len={seq_len} and its target; use more text or a shorter --seq_len"

@@ -96,8 +96,9 @@ def main(devices: Devices, flags: Evaluate) -> None:
     # ---- The model, each shard read onto its own device ------------------------------------------
     print0(report.headline(layout))
     variables = checkpoint.restore_variables(source, layout, dtype)
-    found: dict[str, Any] = {"model": flags.restore_from, "step": source.step, "dtype": dtype}
-    found |= {"mesh": describe(mesh.shape), "rules": layout.strategy}
+    about = {"model": flags.restore_from, "step": source.step, "dtype": dtype}
+    about |= {"mesh": describe(mesh.shape), "rules": layout.strategy}
+    found: dict[str, Any] = dict(about)
 
     # ---- Figures ---------------------------------------------------------------------------------
     for name, data in texts.items():
@@ -111,7 +112,7 @@ def main(devices: Devices, flags: Evaluate) -> None:
     if asked:
         from recipes.common.harness.adapter import Model
 
-        model = Model(layout, variables, tokenizer, flags.batch_size, context, found)
+        model = Model(layout, variables, tokenizer, flags.batch_size, context, about)
         found["tasks"] = tasks.run(
             model, asked, flags.num_fewshot, flags.limit, flags.apply_chat_template
         )
@@ -133,8 +134,8 @@ def load(name: str, flags: Evaluate, length: int, tokenizer: Tokenizer) -> Datas
     pack = "true" if flags.pack else "false"
     whole = name if flags.part == "all" else ""  # held out, whatever it is that is trained on
     data = text.load(name, flags.text_column, length, tokenizer, pack, whole)
-    for note in itertools.dropwhile(lambda note: not note.startswith("Evaluates"), data.notes):
-        print0(note)
+    for note in itertools.dropwhile(lambda note: not note.startswith("Held out: "), data.notes):
+        print0(note.replace("Held out: ", "Evaluates ", 1))
     return data
 
 

@@ -451,7 +451,7 @@ def test_import_and_export_commands(run, tiny, tmp_path):
     for command, source in (("import", tiny), ("export", ck)):
         done = run("recipes.hf", command, f"--source={source}", f"--target={back}")
         assert done.code == 2
-        assert done.err == f"error: --target={back} already exists; use a new folder\n"
+        assert done.err == f"error: --target={back} already exists; use a new name\n"
 
 
 @pytest.mark.full
@@ -501,7 +501,7 @@ def test_mistakes_on_the_command_line(argv, sentence, run):
         ("export", dict(source="x"), "--target is missing; use --target=DIR"),
         ("export", dict(source="no", target="x"), "--source=no does not exist; use a run's workdir"),
         ("import", dict(source=str(ROOT / "zoo"), target="x"), "config.json does not exist; use a complete"),
-        ("import", dict(source="no", target="zoo"), "/zoo already exists; use a new folder"),
+        ("import", dict(source="no", target="zoo"), "/zoo already exists; use a new name"),
         ("import", dict(source="no", target="README.md/x"), "/README.md/x can't be written (Not a directory); use a different"),
     ],
 )  # fmt: skip

@@ -270,8 +270,8 @@ SMALL_ROWS = [  # of the other recipes, which have the same code behind most fla
 PUBLISH_ROWS = [
     ([], "--source is missing; use --source=DIR"),
     (["--source={here}/run"], "--target is missing; use --target=DIR"),
-    (["--source={here}/run", "--target={here}/texts"], "--target={here}/texts already exists; use a new folder"),
-    (["--source={here}/run", "--target={here}/file"], "--target={here}/file already exists; use a new folder"),
+    (["--source={here}/run", "--target={here}/texts"], "--target={here}/texts already exists; use a new name"),
+    (["--source={here}/run", "--target={here}/file"], "--target={here}/file already exists; use a new name"),
     (["--source={here}/run", "--target={here}/file/x", "--licence=x"], "--target={here}/file/x can't be written (Not a directory); use a different folder"),
     (["--source=hf:{here}/run", "--target={here}/x"], "--source=hf:{here}/run is not a checkpoint of this zoo; use a run's workdir or a checkpoint"),
     (["--source={here}/no", "--target={here}/x"], "--source={here}/no does not exist; use a run's workdir or a checkpoint"),

@@ -153,15 +153,20 @@ class Model(TemplateLM):
             for first in range(0, len(members), self._batch_size):
                 part = members[first : first + self._batch_size]
                 prompts = [np.array(prompt[-room:], np.int32) for _, prompt in part]
-                texts = self._write(prompts, sampling, most, until)
+                texts = self._write(prompts, sampling, most, until, first)
                 for (number, _), text in zip(part, texts, strict=True):
                     answers[number] = text
         return answers
 
     def _write(
-        self, prompts: list[np.ndarray], sampling: Sampling, most: int, until: tuple[str, ...]
+        self,
+        prompts: list[np.ndarray],
+        sampling: Sampling,
+        most: int,
+        until: tuple[str, ...],
+        first: int,
     ) -> list[str]:
-        """What follows each prompt, without what ended it."""
+        """What follows each prompt, without what ended it; `first` is the number of the first."""
         stops = [stop for stop in (*until, self._end_text) if stop]
         if sampling not in self._generators:
             vocabulary = self._tokens.size if self._tokens.files else START
@@ -172,7 +177,7 @@ class Model(TemplateLM):
         written: list[list[int]] = [[] for _ in prompts]
         streams, shown = [self._tokens.stream() for _ in prompts], [""] * len(prompts)
         open_ = set(range(len(prompts)))
-        for tokens_N in self._generators[sampling](prompts, most):
+        for tokens_N in self._generators[sampling](prompts, most, first):
             for i in sorted(open_):
                 token = int(tokens_N[i])
                 if token >= 0:
