@@ -64,7 +64,7 @@ def test_the_front_page_is_short():
 
 def commands(pattern: str) -> list[str]:
     """What the pattern finds in any README, without comments and duplicates."""
-    found = (re.findall(pattern, text.replace(" -->", ""), re.M) for text in READMES.values())
+    found = (re.findall(pattern, text.replace(" -->", "").replace("\\\n", ""), re.M) for text in READMES.values())
     return sorted({command.strip() for listed in found for command in listed})
 
 
@@ -243,9 +243,10 @@ assert not {"zoo", "recipes", "data"} & set(sys.modules)
 
 def test_rules_of_your_own_work_as_shown(shown, tmp_path):
     assert shown("rules") == "P(None, 'data', 'model') None\n"
-    given = json.loads(block("rules: mine.json"))
+    _, given, *_ = shlex.split(block("rules: mine.json"))
+    given = json.loads(given)
     assert f'complete({{"mine": {json.dumps(given)}}})' in block("python: rules")
-    (tmp_path / "mine.json").write_text(block("rules: mine.json"))
+    subprocess.run(block("rules: mine.json").splitlines()[0], shell=True, cwd=tmp_path, check=True)
     name, table = rules.select(transformer, "mine.json", make_mesh("2x4"))
     assert (name, table) == ("mine.json", transformer.complete({"mine": given})["mine"])
 
