@@ -7,14 +7,21 @@ import pathlib
 from collections.abc import Iterator
 from typing import Any
 
+import jax
 import numpy as np
 import orbax.checkpoint as ocp
 
+from data import tokenizer
 from data.tokenizer import BYTES, Tokenizer
+from recipes.common import checkpoint
 from recipes.common.checkpoint.run_folder import open_run
 from recipes.common.checkpoint.saver import Saver
+from recipes.common.mesh import make_mesh
 from recipes.common.runtime.flags import Run
 from recipes.common.sharding.abstract import paths
+from recipes.common.sharding.layout import make_layout
+from tests import small_tokenizers
+from zoo.transformer import Config, Transformer
 
 TINY = ("--size=tiny", "--sample_bytes=0", "--seq_len=32", "--batch_size=16")
 
@@ -39,6 +46,19 @@ def assert_bit_equal(a: dict, b: dict) -> None:
     assert set(a) == set(b)
     for path, value in a.items():
         np.testing.assert_array_equal(value, b[path], err_msg=path)
+
+
+def talker(folder: pathlib.Path, context: int) -> pathlib.Path:
+    """Makes a checkpoint: a random model of 512 tokens with a tokenizer and a chat template."""
+    config = dataclasses.replace(Config.tiny(), vocab_size=512)
+    layout, random = make_layout(Transformer, config, make_mesh("1")), np.random.default_rng(0)
+    params = jax.tree.map(
+        lambda a: jax.numpy.array(random.normal(0, 0.2, a.shape), a.dtype), layout.model.shapes
+    )
+    facts = checkpoint.metadata("transformer", layout, {}) | {"step": 0, "context": context}
+    tokens = tokenizer.from_files(small_tokenizers.byte_level())
+    checkpoint.write(folder, params, facts, tokenizer=tokens)
+    return folder
 
 
 @dataclasses.dataclass(frozen=True)

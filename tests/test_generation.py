@@ -19,7 +19,7 @@ from recipes.common import checkpoint
 from recipes.common.generation import Generator, Sampling
 from recipes.common.mesh import make_mesh
 from recipes.common.sharding.layout import make_layout
-from tests import small_tokenizers
+from tests import runs, small_tokenizers
 from tests.conftest import ROOT, full_except
 from tests.hf_parity import GOLDEN
 from tests.quick import quick as quick
@@ -163,10 +163,11 @@ def test_tokens_are_drawn_as_often_as_they_are_likely():
     logits = jnp.log(jnp.broadcast_to(share, (len(rows), 3)))
     for temperature in (1.0, 2.0):
         wanted = share ** (1 / temperature) / (share ** (1 / temperature)).sum()
-        drawn = jax.jit(Sampling(temperature))(logits, rows, 3)
+        sampling = Sampling(temperature)
+        drawn = jax.jit(sampling)(logits, sampling.keys(rows), 3)
         found = np.bincount(drawn, minlength=3) / len(rows)
         np.testing.assert_allclose(found, wanted, atol=0.03)
-    assert (Sampling(0.0)(logits, rows, 3) == 0).all()
+    assert (Sampling(0.0)(logits, None, 3) == 0).all()
 
 
 def test_a_sample_depends_on_seed_and_row_alone(quick):
@@ -206,19 +207,7 @@ CONTEXT = 96
 
 @pytest.fixture(scope="module")
 def talker(tmp_path_factory):
-    """A random model of 512 tokens with a tokenizer, a chat template and a short context."""
-    folder = tmp_path_factory.mktemp("talker") / "model"
-    layout = make_layout(
-        Transformer, dataclasses.replace(Config.tiny(), vocab_size=512), make_mesh("1")
-    )
-    random = np.random.default_rng(0)
-    params = jax.tree.map(
-        lambda a: jnp.array(random.normal(0, 0.2, a.shape), a.dtype), layout.model.shapes
-    )
-    facts = checkpoint.metadata("transformer", layout, {}) | {"step": 0, "context": CONTEXT}
-    tokens = tokenizer.from_files(small_tokenizers.byte_level())
-    checkpoint.write(folder, params, facts, tokenizer=tokens)
-    return f"--restore_from={folder}"
+    return f"--restore_from={runs.talker(tmp_path_factory.mktemp('talker') / 'model', CONTEXT)}"
 
 
 PUBLISHED = "--restore_from=transformer.stdlib_3m"

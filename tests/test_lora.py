@@ -19,7 +19,7 @@ from flax import nnx
 
 import recipes.hf
 import zoo.transformer
-from data.tokenizer import BYTES
+from data.tokenizer import BYTES, from_files
 from recipes.common import checkpoint, hf
 from recipes.common.analysis import flops, report
 from recipes.common.checkpoint import adapter
@@ -38,6 +38,7 @@ from tests.hf_parity import ADAPTERS, GOLDEN, MESHES, TOKENS_BT, TOLERANCE, our_
 from tests.quick import QUICK
 from tests.quick import quick as quick
 from tests.runs import TINY, assert_bit_equal, saving, state_of
+from tests.small_tokenizers import byte_level, metaspace
 from tests.test_meshes import GRADIENT_TOLERANCE, LOSS_TOLERANCE, difference
 from zoo.transformer import RULES, Config, Transformer
 
@@ -304,6 +305,32 @@ def test_it_is_restored_merged_on_any_mesh(mesh, rules, made):
     assert paths(only).keys() == {"params/layers/attention/q"}
     want = want["layers/attention/q"]
     np.testing.assert_allclose(only["params"]["layers"]["attention"]["q"], want, atol=1e-6)
+
+
+def test_merged_weights_are_rounded_once_to_the_dtype_that_is_asked_for(made):
+    layout, want = layout_of(PLAIN, "4x2"), paths(merged("tiny")["params"])
+    found = checkpoint.restore_variables(checkpoint.find(made.run), layout, "bfloat16")
+    for path, array in paths(found["params"]).items():
+        assert array.dtype == (jnp.float32 if path.endswith("scale") else jnp.bfloat16), path
+        rounded = np.asarray(want[path], array.dtype).astype(np.float32)
+        ours = np.asarray(array, np.float32)
+        np.testing.assert_allclose(ours, rounded, rtol=2**-7, atol=1e-6, err_msg=path)
+        assert (ours == rounded).mean() > 0.99, path
+
+
+def test_the_tokenizer_is_the_adapters_with_what_the_base_knows():
+    """PEFT's folders often lack generation_config.json."""
+    whole = byte_level()
+    less = {name: text for name, text in whole.items() if not name.startswith("generation")}
+
+    def source(files):
+        return SimpleNamespace(tokenizer=lambda: from_files(files) if files else None)
+
+    def ends(own, base):
+        return adapter.Adapted(source(own), source(base), "").tokenizer().end
+
+    assert ends(less, whole) == ends({}, whole) == ends(whole, {}) == (2, 0)
+    assert ends(less, {}) == ends(less, metaspace()) == (2,)
 
 
 def test_a_run_resumes_with_its_base_on_another_mesh(made):

@@ -23,7 +23,9 @@ from recipes.common.sharding import rules
 from recipes.common.sharding.layout import make_layout
 from recipes.common.train.optimizer import LearningRate, adamw
 from recipes.common.train.state import abstract_state
+from tests import runs
 from tests.conftest import ROOT
+from tests.quick import quick as quick
 from zoo import transformer
 
 FRONT, ZOO, RECIPES = "README.md", "zoo/README.md", "recipes/README.md"
@@ -62,7 +64,7 @@ def test_the_front_page_is_short():
 
 def commands(pattern: str) -> list[str]:
     """What the pattern finds in any README, without comments and duplicates."""
-    found = (re.findall(pattern, text.replace(" -->", ""), re.M) for text in READMES.values())
+    found = (re.findall(pattern, text.replace(" -->", "").replace("\\\n", ""), re.M) for text in READMES.values())
     return sorted({command.strip() for listed in found for command in listed})
 
 
@@ -241,9 +243,10 @@ assert not {"zoo", "recipes", "data"} & set(sys.modules)
 
 def test_rules_of_your_own_work_as_shown(shown, tmp_path):
     assert shown("rules") == "P(None, 'data', 'model') None\n"
-    given = json.loads(block("rules: mine.json"))
+    _, given, *_ = shlex.split(block("rules: mine.json"))
+    given = json.loads(given)
     assert f'complete({{"mine": {json.dumps(given)}}})' in block("python: rules")
-    (tmp_path / "mine.json").write_text(block("rules: mine.json"))
+    subprocess.run(block("rules: mine.json").splitlines()[0], shell=True, cwd=tmp_path, check=True)
     name, table = rules.select(transformer, "mine.json", make_mesh("2x4"))
     assert (name, table) == ("mine.json", transformer.complete({"mine": given})["mine"])
 
@@ -320,3 +323,29 @@ def test_files_that_are_named_exist(readme):
 def test_the_licence_is_named_everywhere():
     assert "Apache License" in (ROOT / "LICENSE").read_text()
     assert "[Apache-2.0](LICENSE)" in READMES[FRONT]
+
+
+@pytest.mark.full
+def test_a_model_is_made_ones_own_as_shown(inside, quick, monkeypatch, tmp_path):
+    """The section's commands in their order, with a small model in place of the Hub's."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "data").symlink_to(ROOT / "data")
+    runs.talker(tmp_path / "made", context=96)
+    assert inside("recipes.hf", "export", "--source=made", "--target=small").code == 0
+    printed = []
+    for part in range(1, 5):
+        lines = block(f"commands: yours {part}", RECIPES).replace("\\\n", "").splitlines()
+        for command in lines:
+            module, *given = shlex.split(command)[2:]
+            given = [f.replace("HuggingFaceTB/SmolLM2-135M-Instruct", "small") for f in given]
+            done = inside(module, *given)
+            assert (done.code, done.err) == (0, ""), command
+            printed.append(done.out)
+    before, after = (float(re.search(r"loss ([\d.]+)", printed[i])[1]) for i in (1, 3))
+    assert after < before
+    card = (tmp_path / "runs" / "published" / "README.md").read_text()
+    assert "| Base model | `" in card
+    assert "| Held out before | " in card
+    assert "| Licence | apache-2.0 |" in card
+    assert 'license: "apache-2.0"' in (tmp_path / "runs" / "hf" / "README.md").read_text()
+    assert (tmp_path / "runs" / "hf" / "tokenizer.json").exists()

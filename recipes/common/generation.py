@@ -28,17 +28,20 @@ class Sampling:
     top_p: float = 1.0  # share of the probability to choose among: the fewest tokens that have it
     seed: int = 0
 
-    def __call__(self, logits_BV: jax.Array, rows_B: jax.Array, number) -> jax.Array:
-        """Tokens [B], each a function of the seed, its row's number, its own number and its logits."""
+    def keys(self, rows_B: jax.Array) -> jax.Array:
+        """[B]: of each row, by its number."""
+        return jax.vmap(lambda row: jax.random.fold_in(jax.random.key(self.seed), row))(rows_B)
+
+    def __call__(self, logits_BV: jax.Array, keys_B: jax.Array, number) -> jax.Array:
+        """Tokens [B], each a function of its row's key, its own number and its logits."""
         if not self.temperature:
             return jnp.argmax(logits_BV, axis=-1).astype(jnp.int32)
         logits_BV = self._kept(logits_BV / self.temperature)
 
-        def one(row, logits_V):
-            key = jax.random.fold_in(jax.random.fold_in(jax.random.key(self.seed), row), number)
-            return jax.random.categorical(key, logits_V).astype(jnp.int32)
+        def one(key, logits_V):
+            return jax.random.categorical(jax.random.fold_in(key, number), logits_V)
 
-        return jax.vmap(one)(rows_B, logits_BV)
+        return jax.vmap(one)(keys_B, logits_BV).astype(jnp.int32)
 
     def _kept(self, logits_BV: jax.Array) -> jax.Array:
         """-inf for the tokens that are no choice; top_p counts among those that top_k leaves."""
@@ -112,23 +115,19 @@ class Generator:
 
         prefill = self._program(self._prefill, (B, T, S), self._variables, *given)
         start = time.perf_counter()
-        token_B, cache = prefill(self._variables, *given)
-        number = jax.device_put(np.int32(1), self.layout.replicated)
-        jax.block_until_ready(token_B)
+        keys_B, *state = jax.block_until_ready(prefill(self._variables, *given))
+        cache = state[-1]
         self.seconds[0] += time.perf_counter() - start
         self.read += sum(lengths)
         self.cache_bytes = sum(x.addressable_shards[0].data.nbytes for x in (cache.k, cache.v))
 
-        state = (token_B, number, cache)
-        decode = self._program(self._decode, (B, S), self._variables, given[-1], *state)
+        decode = self._program(self._decode, (B, S), self._variables, keys_B, *state)
         going = np.ones(len(prompts), bool)
         start = time.perf_counter()
         for count in range(1, max_new_tokens + 1):
             shown = state[0]
-            if (
-                count < max_new_tokens
-            ):  # the next step is under way while this one's tokens are read
-                state = decode(self._variables, given[-1], *state)
+            if count < max_new_tokens:  # is under way while this step's tokens are read
+                state = decode(self._variables, keys_B, *state)
             tokens = np.asarray(jax.device_get(shown))[: len(prompts)]
             self.written += int(going.sum())
             self.steps += 1
@@ -153,17 +152,18 @@ class Generator:
     def _prefill(self, S, variables, tokens_BT, lengths_B, rows_B):
         model = self.layout.model.merge(variables)
         logits_BV, cache = model.prefill(tokens_BT, lengths_B, S)
-        return self._next(logits_BV, rows_B, rows_B < 0, 0), cache
+        keys_B, number = self.sampling.keys(rows_B), jnp.int32(0)
+        return keys_B, self._next(logits_BV, keys_B, rows_B < 0, number), number + 1, cache
 
-    def _decode(self, S, variables, rows_B, token_B, number, cache):
+    def _decode(self, S, variables, keys_B, token_B, number, cache):
         model = self.layout.model.merge(variables)
         ended_B = (token_B < 0) | jnp.isin(token_B, self.end)
         logits_BV, cache = model.decode(jnp.maximum(token_B, 0), cache)
-        return self._next(logits_BV, rows_B, ended_B, number), number + 1, cache
+        return self._next(logits_BV, keys_B, ended_B, number), number + 1, cache
 
-    def _next(self, logits_BV, rows_B, ended_B, number):
+    def _next(self, logits_BV, keys_B, ended_B, number):
         logits_BV = jax.sharding.reshard(logits_BV, jax.P())[:, : self._vocabulary]
-        return jnp.where(ended_B, -1, self.sampling(logits_BV, rows_B, number))
+        return jnp.where(ended_B, -1, self.sampling(logits_BV, keys_B, number))
 
     def _program(self, function, shape, *arguments) -> jax.stages.Compiled:
         key = (function.__name__, *shape)

@@ -19,13 +19,13 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
-from data import cache_dir
-from data.tokenizer import Tokenizer
+from data import DataError, cache_dir
+from data.tokenizer import Tokenizer, from_files
 from recipes.common.checkpoint import integrity
 from recipes.common.hf import Folder
 from recipes.common.runtime import UserError
 from recipes.common.sharding import Tree, paths
-from recipes.common.sharding.abstract import nested, unadapted
+from recipes.common.sharding.abstract import nested
 
 FIELDS = ("lora_rank", "lora_alpha", "lora_targets")  # of a config
 
@@ -59,29 +59,46 @@ class Adapted:
         return self.base.shapes()
 
     def tokenizer(self) -> Tokenizer | None:
-        return self.adapter.tokenizer() or self.base.tokenizer()
+        """The adapter's, with what its files don't say and the base's do: what ends a text, perhaps."""
+        own = self.adapter.tokenizer()
+        if own is None:
+            return self.base.tokenizer()
+        with contextlib.suppress(DataError):
+            theirs = self.base.tokenizer()
+            if own.files and theirs and own.sha256 == theirs.sha256:
+                return from_files(theirs.files | own.files, own.name)
+        return own
 
     def read(self, abstract: Tree) -> Tree:
-        """Merged parameters, W + A·B·scale, one after another.
+        """Merged parameters, W + A·B·scale, added in float32, one after another.
 
-        Where `abstract` has "base", those are the base's, and "params" the adapter's.
+        Where `abstract` has "base", nothing is merged: those are the base's, and "params" the adapter's.
         """
-        others = {kind: tree for kind, tree in abstract.items() if kind not in ("params", "base")}
-        params = self.base.read({"params": unadapted(abstract)["params"]})["params"]
         if "base" in abstract:
-            own = self.adapter.read(others | {"params": abstract["params"]})
-            return own | {"base": params}
-        config, shapes = self.adapter.metadata["config"], paths(self.adapter.shapes()["params"])
-        merged = paths(params)
-        for path, names in factors(shapes).items():
-            if path in merged:
-                where = NamedSharding(merged[path].sharding.mesh, PartitionSpec())
-                wanted = {name: jax.ShapeDtypeStruct(shapes[name].shape, jnp.float32, sharding=where)
-                          for name in names}  # fmt: skip
-                read = paths(self.adapter.read({"params": nested(wanted)})["params"])
-                scale = config["lora_alpha"] / config["lora_rank"]
-                merged[path] = merge(merged[path], *(read[name] for name in names), scale)
-        return {"params": nested(merged)} | (self.adapter.read(others) if others else {})
+            own = self.adapter.read({k: tree for k, tree in abstract.items() if k != "base"})
+            return own | {"base": self.base.read({"params": abstract["base"]})["params"]}
+        others = {kind: tree for kind, tree in abstract.items() if kind != "params"}
+        found = self.adapter.read(others) if others else {}
+        wanted, shapes = paths(abstract["params"]), paths(self.adapter.shapes()["params"])
+        pairs = {path: names for path, names in factors(shapes).items() if path in wanted}
+        plain = {path: leaf for path, leaf in wanted.items() if path not in pairs}
+        params = paths(self.base.read({"params": nested(plain)})["params"]) if plain else {}
+        for path, names in pairs.items():
+            params[path] = self._merged(path, wanted[path], {name: shapes[name] for name in names})
+        return {"params": nested(params)} | found
+
+    def _merged(self, path: str, leaf: jax.ShapeDtypeStruct, pair: dict[str, Any]) -> jax.Array:
+        everywhere = NamedSharding(leaf.sharding.mesh, PartitionSpec())
+        small = {
+            name: jax.ShapeDtypeStruct(stored.shape, jnp.float32, sharding=everywhere)
+            for name, stored in pair.items()
+        }
+        weight = self.base.read({"params": nested({path: leaf.update(dtype=jnp.float32)})})
+        read = paths(self.adapter.read({"params": nested(small)})["params"])
+        config = self.adapter.metadata["config"]
+        scale = config["lora_alpha"] / config["lora_rank"]
+        summed = merge(paths(weight["params"])[path], *(read[name] for name in pair), scale)
+        return summed.astype(leaf.dtype)
 
     def check(self) -> None:
         """Raises UserError if it is the adapter of a model of another shape."""
@@ -121,7 +138,7 @@ def factors(names) -> dict[str, tuple[str, str]]:
 
 
 def merge(weight: jax.Array, a: jax.Array, b: jax.Array, scale: float) -> jax.Array:
-    """Weight + a·b·scale, sharded as the weight is, whose memory is used again.
+    """A weight and a·b·scale, float32, sharded as the weight is, whose memory is used again.
 
     Args:
       a: [stacked dims…, dims of the input…, rank]; b: [stacked…, rank, dims of the output…];
@@ -131,9 +148,7 @@ def merge(weight: jax.Array, a: jax.Array, b: jax.Array, scale: float) -> jax.Ar
     for _ in range(a.ndim + b.ndim - 2 - weight.ndim):
         product = jax.vmap(product)
     delta = jax.jit(lambda a, b: product(a, b) * scale, out_shardings=weight.sharding)(a, b)
-    # The sum is float32's, rounded once to what the weight was read as.
-    add = jax.jit(lambda w, delta: (w + delta).astype(w.dtype), donate_argnums=0)
-    return add(weight, delta)
+    return jax.jit(jnp.add, donate_argnums=0)(weight, delta)
 
 
 # ---- its base ------------------------------------------------------------------------------------
