@@ -55,8 +55,8 @@ def import_(flags: Import) -> None:
     target = new_folder(flags)
 
     # ---- The folder is checked and laid out on the mesh before any tensor is read ---------------
-    name = f"hf:{flags.source.removeprefix('hf:')}"
-    folder = checkpoint.find(name, "--source", base=flags.base)
+    name = flags.source.removeprefix("hf:")
+    folder = checkpoint.find(f"hf:{name}", "--source", base=flags.base)
     layout = checkpoint.layout_of(folder, make_mesh(flags.mesh), flags.rules)
     tokens = folder.tokenizer()
     print0(report.headline(layout))
@@ -65,6 +65,8 @@ def import_(flags: Import) -> None:
     variables, entry = checkpoint.restore_variables(folder, layout), folder.metadata["entry"]
     facts = checkpoint.metadata(entry, layout, dataclasses.asdict(flags)) | folder.metadata
     facts["tokenizer"] = tokens and tokens.sha256  # None: nobody knows what a token means
+    # Where a folder lies says nothing to others.
+    facts["imported"] = folder.path.name if pathlib.Path(name).exists() else f"hf:{name}"
     checkpoint.write(target, variables, facts, tokenizer=tokens)
     without, also = ("", "") if tokens else (", without a tokenizer", " --tokenizer=FILE")
     print0(

@@ -397,7 +397,7 @@ def test_an_adapter_trained_on_conversations_is_evaluated_and_given_on(
     text, found = (pub / card.FILE).read_text(), checkpoint.find(pub)
     where, digest = checkpoint.find(tuned).metadata["base"].values()
     assert where.startswith(str(base))
-    assert f"| Base model | `{where}`, SHA-256 `{digest}` |" in text
+    assert f"| Base model | `{base}`, SHA-256 `{digest}` |" in text, "as the command named it"
     assert f"| Held out before | loss {before[0]:.7g}," in text
     assert {*found.metadata["logical_axes"]} == {*paths(found.shapes()["params"])}
     golden, batch = probe.loads((pub / "probe.json").read_text())

@@ -79,10 +79,16 @@ def facts(source, arrays: list, licence: str, note: str) -> dict[str, Any]:
 
 
 def base(metadata: dict[str, Any]) -> dict[str, str]:
-    """{"path": …} of the model that a run began with, and its "sha256" if that is known; or {}."""
-    began = metadata.get("base") or metadata.get("published", {}).get("base")
-    given = metadata.get("flags", {}).get("restore_from")
-    return began or ({"path": given} if given else {})
+    """{"path": …} of the model that a run began with, and its "sha256" if that is known; or {}.
+
+    An imported model is called what it was imported from; any other as the command named it.
+    """
+    published = metadata.get("published", {}).get("base")
+    if published:
+        return published
+    began = metadata.get("base", {})
+    given = metadata.get("flags", {}).get("restore_from") or began.get("path")
+    return began | {"path": metadata.get("imported", given)} if given else {}
 
 
 def command(metadata: dict[str, Any]) -> str:

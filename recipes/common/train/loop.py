@@ -118,6 +118,8 @@ def new_saver(
         return None
     metadata = checkpoint.metadata(folder.entry, layout, folder.flags)
     metadata |= {"base": folder.base} if folder.base else {}
+    if folder.start and "imported" in folder.start.metadata:
+        metadata["imported"] = folder.start.metadata["imported"]
     if folder.source and "seq_len" in folder.flags:  # fine-tuning on short texts cuts no context
         most = max(checkpoint.context(folder.source), folder.flags["seq_len"])
         metadata["context"] = most
