@@ -414,7 +414,9 @@ def recall(q_BTNH, k_BTKH, v_BTKH, past) -> jax.Array:
     q_BTNH = constrain(q_BTNH, *axes)
     q_BKGH = reshape(q_BTNH, (B, K, N // K, H), "batch", "kv_heads", None, "head_dim")
     to = functools.partial(jnp.einsum, preferred_element_type=jnp.float32)
-    logits_BKGS = jnp.where(seen_BS[:, None, None], to("BKGH,BSKH->BKGS", q_BKGH, k_BSKH), -jnp.inf)
+    # The cache on the left: on the right, XLA's CPU backend would transpose it first.
+    logits_BKGS = to("BSKH,BKGH->BKSG", k_BSKH, q_BKGH).swapaxes(2, 3)
+    logits_BKGS = jnp.where(seen_BS[:, None, None], logits_BKGS, -jnp.inf)
     own_BKGT = to("BKGH,BTKH->BKGT", q_BKGH, k_BTKH)
     logits = jnp.concatenate([logits_BKGS, own_BKGT], axis=-1) / math.sqrt(H)
     weights_BKGS = jax.nn.softmax(logits, axis=-1).astype(v_BSKH.dtype)
