@@ -49,7 +49,7 @@ ODD = Config(  # heads and vocabulary that no mesh axis divides
     lora_rank=3, lora_targets=("q", "v", "o", "down"),
 )  # fmt: skip
 CONFIGS = {"tiny": LORA, "odd": ODD}
-CASES = [("tiny", "4x2"), ("tiny", "1x8"), ("tiny", "8"), ("tiny", "2x2x2"), ("odd", "1x8")]
+CASES = [("tiny", "4x2"), ("tiny", "1x8"), ("tiny", "2x2x2"), ("odd", "1x8")]
 
 
 def layout_of(config: Config, mesh: str = "1x1", rules: str | None = None):
