@@ -87,8 +87,8 @@ def checked(row: Any, kind: str, where: str) -> bytes:
                 f"{where} has a text and a list as prompt and completion; use two texts, or two "
                 "lists of messages"
             )
-        before = [] if kind == MESSAGES else _messages(before, "prompt", where)
-        learned = _messages(learned, names[-1], where)
+        before = [] if kind == MESSAGES else checked_messages(before, "prompt", where)
+        learned = checked_messages(learned, names[-1], where)
         if not any(map(_says_something, learned)):
             raise DataError(
                 f"{where} has no message in which the assistant says something, so nothing to learn; "
@@ -97,7 +97,8 @@ def checked(row: Any, kind: str, where: str) -> bytes:
     return json.dumps([before, learned], ensure_ascii=False, default=str).encode(errors="replace")
 
 
-def _messages(found: Any, name: str, where: str) -> list[dict[str, Any]]:
+def checked_messages(found: Any, name: str, where: str) -> list[dict[str, Any]]:
+    """A row's messages, checked. Raises DataError, naming the row."""
     if not isinstance(found, (list, tuple)):
         raise DataError(
             f"{where}: {name!r} is {_kind(found)}, not a list of messages; write "

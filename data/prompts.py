@@ -5,6 +5,7 @@ import pathlib
 from typing import Any
 
 from data import DataError
+from data.conversations import checked_messages
 
 
 def read(name: str) -> list[dict[str, Any]]:
@@ -25,17 +26,11 @@ def _row(line: str, where: str) -> dict[str, Any]:
         row = json.loads(line)
     except ValueError as error:
         raise DataError(f"{where} is not JSON ({error}); fix it") from None
-    messages = row.get("messages") if isinstance(row, dict) else None
-    one = isinstance(row, dict) and isinstance(row.get("prompt"), str) and messages is None
-    if one or (isinstance(messages, list) and messages and all(map(_said, messages))):
+    if isinstance(row, dict) and row.get("messages"):
+        return row | {"messages": checked_messages(row["messages"], "messages", where)}
+    if isinstance(row, dict) and isinstance(row.get("prompt"), str):
         return row
     raise DataError(
         f'{where} is no prompt; write {{"prompt": "…"}} or {{"messages": [{{"role": "user", '
         '"content": "…"}}]}}'
-    )
-
-
-def _said(message) -> bool:
-    return isinstance(message, dict) and all(
-        isinstance(message.get(k), str) for k in ("role", "content")
     )

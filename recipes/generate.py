@@ -187,11 +187,13 @@ class Limit:
 def sampling(flags: Generate, tokenizer: Tokenizer) -> Sampling:
     """By the flags, and where they leave it, by the model's generation_config.json."""
     said = tokenizer.generation
-    greedy = 0.8 if not said else said.get("temperature", 1.0) if said.get("do_sample") else 0.0
+    temperature = 0.8  # of a model that says nothing; else as transformers reads what it says
+    if said:
+        temperature = (said.get("temperature") or 1.0) if said.get("do_sample") else 0.0
     given = [
         default if flag < 0 else flag
         for flag, default in (
-            (flags.temperature, greedy),
+            (flags.temperature, temperature),
             (flags.top_k, said.get("top_k") or 0),
             (flags.top_p, said.get("top_p") or 1.0),
         )

@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import io
+import itertools
 import json
 import math
 import signal
@@ -112,8 +113,8 @@ def test_a_step_writes_one_slot_of_the_cache_in_place(mesh, rules):
     variables = jax.tree.map(
         lambda a: jax.device_put(np.zeros(a.shape, a.dtype), a.sharding), layout.variables()
     )
-    generator = Generator(layout, variables, Sampling(), (), 384, slots=16_384)
-    assert len(list(generator([np.array([1, 2])], 2))) == 2
+    generator = Generator(layout, variables, Sampling(), (), 384)
+    assert len(list(itertools.islice(generator([np.array([1, 2])], 16_384 - 16), 2))) == 2
     decode = next(p for key, p in generator._compiled.items() if key[0] == "_decode")
     memory, cache = decode.memory_analysis(), generator.cache_bytes
     shape = (8, 1, 16_384, 8 // layout.mesh.shape["model"], 8)
@@ -300,7 +301,9 @@ MISTAKES = [
     ([PUBLISHED, "--prompts={file}", ""], "--prompts={file} is empty; add a line like"),
     ([PUBLISHED, "--prompts={file}", '{"prompt": "a"}\n{"prompt"'], "line 2 of {file} is not JSON ("),
     ([PUBLISHED, "--prompts={file}", '{"prompt": "a"}\n\n{"text": "b"}'], "line 3 of {file} is no prompt; write"),
-    ([PUBLISHED, "--prompts={file}", '{"messages": [{"role": "user"}]}'], "line 1 of {file} is no prompt; write"),
+    ([PUBLISHED, "--prompts={file}", '{"messages": [{"role": "user"}]}'], "line 1 of {file}: the content of message 1 is missing, not a string; write it as text"),
+    ([PUBLISHED, "--prompts={file}", '{"messages": [{"role": "me", "content": "a"}]}'], 'line 1 of {file}: message 1 has the role "me"; use one of system'),
+    ([PUBLISHED, "--prompts={file}", '{"messages": []}'], "line 1 of {file} is no prompt; write"),
     ([PUBLISHED, "--prompts={file}", "--out={file}", '{"prompt": "a"}'], "--out={file} already exists; use a new name"),
     ([PUBLISHED, "--top_p=2"], "--top_p=2 must be ≤ 1.0"),
 ]  # fmt: skip

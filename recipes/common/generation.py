@@ -73,7 +73,6 @@ class Generator:
         vocabulary: int,
         *,
         rows: int = 1,
-        slots: int = 0,
     ):
         """Nothing is compiled yet.
 
@@ -82,11 +81,10 @@ class Generator:
           end: the tokens that end a row.
           vocabulary: tokens that may be written are below it.
           rows: least rows of a batch, which is also padded to what the mesh wants.
-          slots: least tokens of the cache; more than any call needs, where programs are shared.
         """
         self.layout, self.sampling, self.end = layout, sampling, np.array(end, np.int32)
         self._variables = {kind: variables[kind] for kind in layout.model.shapes}
-        self._vocabulary, self._rows, self._slots = vocabulary, rows, slots
+        self._vocabulary, self._rows = vocabulary, rows
         self._compiled: dict[tuple[int, ...], jax.stages.Compiled] = {}
         self.cache_bytes = 0  # of the last call, on a device
         self.read, self.written, self.steps, self.seconds = 0, 0, 0, [0.0, 0.0]
@@ -105,7 +103,7 @@ class Generator:
         lengths = [len(prompt) for prompt in prompts]
         T = max(SHORTEST, 2 ** math.ceil(math.log2(max(lengths))))
         B = -(-max(len(prompts), self._rows) // self.layout.batch_shards) * self.layout.batch_shards
-        S = max(T + max_new_tokens, self._slots)
+        S = T + max_new_tokens
         tokens_BT, lengths_B = np.zeros((B, T), np.int32), np.ones(B, np.int32)
         for row, prompt in enumerate(prompts):
             tokens_BT[row, T - len(prompt) :] = prompt
