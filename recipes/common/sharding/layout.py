@@ -107,8 +107,8 @@ class Layout:
         options = COMPILER_OPTIONS.get(target, {}) | jit_options.pop("compiler_options", {})
         with self.trace():
             traced = jax.jit(function, compiler_options=options, **jit_options).trace(*arguments)
-            # "gpu" is an alias, which JAX resolves by the GPUs that are there: none may be.
-            return traced.lower(lowering_platforms=("cuda",) if target == "cuda" else None)
+            # Said: of a GPU's kind JAX asks the GPUs that are there, and none may be.
+            return traced.lower(lowering_platforms=(target,))
 
     def compile(self, function: Callable, *arguments: Tree, **jit_options) -> jax.stages.Compiled:
         """`lower`, and the compiler's work on it."""
