@@ -117,7 +117,9 @@ def _slice(kind: str, chips: int) -> dict:
 def _nodes(kind: str, gpus: int) -> dict:
     """Arguments of get_topology_desc for GPUs of one node or of several whole ones."""
     each = min(gpus, NODE)
-    wired = f"{gpus // each}x1x{each}"  # groups joined by NVLink x hosts of a group x GPUs of a host
+    wired = (
+        f"{gpus // each}x1x{each}"  # groups joined by NVLink x hosts of a group x GPUs of a host
+    )
     target = HOPPER.format(gpu=GPUS[kind])
     return {"platform": "cuda", "topology": wired, "target_config": target}
 
