@@ -17,15 +17,18 @@ from jax.sharding import AbstractDevice, AbstractMesh, AxisType
 from data.text import example
 from data.tokenizer import BYTES
 from recipes.bench.common import make_step
+from recipes.common.runtime.flags import Run
 from recipes.common.runtime.mesh import make_mesh
 from recipes.common.sharding.abstract import paths, variables_of
 from recipes.common.sharding.layout import Layout, make_layout, shardings
 from recipes.common.train.optimizer import LearningRate, adamw
 from recipes.common.train.step import TrainStep, gradients
-from recipes.transformer import Flags, model_config
+from recipes.transformer import Flags, attention, main, model_config
 from tests.conftest import full_except
 from tests.quick import QUICK
-from zoo.transformer import Config, Transformer, attend, best_kernel
+from tests.quick import quick as quick
+from tests.runs import records
+from zoo.transformer import SIZES, Config, Transformer, attend, best_kernel
 
 TINY = Config.tiny()
 
@@ -216,3 +219,24 @@ def test_bench_and_recipe_have_the_same_kernel(device):
         name, _ = best_kernel(config, 128, True)
     assert recipe == {name} - {"xla"}
     assert kernels(bench.function, row) == recipe
+
+
+@pytest.mark.full
+def test_the_report_tells_the_kernel(tmp_path, monkeypatch, capsys, quick):
+    """A run whose model asks for a kernel trains with it, and says so."""
+    text = tmp_path / "book.txt"
+    text.write_text("A page of a book, and another one. " * 100)
+    config = dataclasses.replace(TINY, num_layers=1, attention="splash")
+    monkeypatch.setitem(SIZES, "tiny", lambda: config)
+    flags = Flags(dataset=str(text), size="tiny", seq_len=128, sample_bytes=0)
+    main(Run(mesh="1x1", workdir=str(tmp_path / "run"), steps=1, batch_size=2), flags)
+    assert "\nattention: splash\n" in f"\n{capsys.readouterr().out}"
+    assert records(tmp_path / "run", "loss")
+
+
+def test_the_report_tells_of_blocks_and_limits():
+    assert attention(on(*TPU), 256, True) == ["attention: splash, blocks of 256"]
+    assert attention(on(*TPU), 100, True) == [
+        "attention: xla, no kernel for 100 positions, no multiple of 128"
+    ]
+    assert attention(on("cpu", "cpu"), 256, True) == []
