@@ -12,20 +12,24 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import AbstractDevice, AbstractMesh, AxisType
+from flax import nnx
+from jax.sharding import AbstractDevice, AbstractMesh, AxisType, PartitionSpec
 
 from data.text import example
 from data.tokenizer import BYTES
 from recipes.bench.common import make_step
+from recipes.common.runtime.flags import Run
 from recipes.common.runtime.mesh import make_mesh
 from recipes.common.sharding.abstract import paths, variables_of
 from recipes.common.sharding.layout import Layout, make_layout, shardings
 from recipes.common.train.optimizer import LearningRate, adamw
 from recipes.common.train.step import TrainStep, gradients
-from recipes.transformer import Flags, model_config
+from recipes.transformer import Flags, attention, main, model_config
 from tests.conftest import full_except
 from tests.quick import QUICK
-from zoo.transformer import Config, Transformer, attend, best_kernel
+from tests.quick import quick as quick
+from tests.runs import records
+from zoo.transformer import RULES, SIZES, Config, Transformer, attend, best_kernel
 
 TINY = Config.tiny()
 
@@ -125,6 +129,24 @@ def by_xla(config: Config) -> tuple[float, dict]:
     return loss_and_gradients(dataclasses.replace(config, attention="xla"), "1x1", "dp")
 
 
+@pytest.mark.full
+@pytest.mark.parametrize("kind", [AxisType.Explicit, AxisType.Auto])
+@pytest.mark.parametrize("rules", [RULES["fsdp_tp"], {}])
+def test_a_copied_file_has_its_kernel_on_any_kind_of_mesh(kind, rules):
+    mesh = jax.make_mesh((4, 2), ("data", "model"), axis_types=(kind,) * 2)
+    q, k, v = (
+        jax.random.normal(jax.random.key(i), (4, 128, n, 8)) for i, n in enumerate((4, 2, 2))
+    )
+    ids = documents(4, 128)
+    config = dataclasses.replace(TINY, attention="splash")
+    given = jax.device_put((q, k, v, ids), jax.NamedSharding(mesh, PartitionSpec()))
+    with jax.set_mesh(mesh), nnx.logical_axis_rules(tuple(rules.items())):
+        ours = jax.jit(lambda *qkvs: attend(*qkvs, config))(*given)
+    np.testing.assert_allclose(ours, plain(q, k, v, ids, None), atol=1e-5)
+    lies = PartitionSpec("data", None, "model", None) if rules else PartitionSpec()
+    assert ours.sharding.is_equivalent_to(jax.NamedSharding(mesh, lies), 4)
+
+
 # ---- the choice ----------------------------------------------------------------------------------
 
 
@@ -216,3 +238,24 @@ def test_bench_and_recipe_have_the_same_kernel(device):
         name, _ = best_kernel(config, 128, True)
     assert recipe == {name} - {"xla"}
     assert kernels(bench.function, row) == recipe
+
+
+@pytest.mark.full
+def test_the_report_tells_the_kernel(tmp_path, monkeypatch, capsys, quick):
+    """A run whose model asks for a kernel trains with it, and says so."""
+    text = tmp_path / "book.txt"
+    text.write_text("A page of a book, and another one. " * 100)
+    config = dataclasses.replace(TINY, num_layers=1, attention="splash")
+    monkeypatch.setitem(SIZES, "tiny", lambda: config)
+    flags = Flags(dataset=str(text), size="tiny", seq_len=128, sample_bytes=0)
+    main(Run(mesh="1x1", workdir=str(tmp_path / "run"), steps=1, batch_size=2), flags)
+    assert "\nattention: splash\n" in f"\n{capsys.readouterr().out}"
+    assert records(tmp_path / "run", "loss")
+
+
+def test_the_report_tells_of_blocks_and_limits():
+    assert attention(on(*TPU), 256, True) == ["attention: splash, blocks of 256"]
+    assert attention(on(*TPU), 100, True) == [
+        "attention: xla, no kernel for 100 positions, no multiple of 128"
+    ]
+    assert attention(on("cpu", "cpu"), 256, True) == []
