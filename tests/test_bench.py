@@ -1,6 +1,7 @@
 """The benchmarks' arithmetic against figures computed by hand; each word once at toy size; meshes.py."""
 
 import dataclasses
+import itertools
 import os
 import re
 import subprocess
@@ -10,7 +11,7 @@ import types
 import jax
 import pytest
 
-from recipes.bench import common, compiled, speed
+from recipes.bench import common, compiled, memory, speed, targets
 from recipes.common.analysis import flops, hlo
 from recipes.common.runtime.errors import UserError
 from recipes.common.runtime.mesh import make_mesh
@@ -148,7 +149,7 @@ def test_a_ring_that_counts_in_twos():
 
 def test_memory_parts_by_hand():
     config = dataclasses.replace(PLAIN, remat="sublayers")
-    parts = compiled.memory_parts(common.make_step(config, "fsdp", make_mesh("8"), 16, 16))
+    parts = memory.memory_parts(common.make_step(config, "fsdp", make_mesh("8"), 16, 16))
     params = 4 * ((TABLES + LAYERS) / 8 + NORMS)
     assert parts["parameters"] == params
     assert parts["optimizer"] == pytest.approx(2 * params, abs=64)  # and counters
@@ -164,14 +165,22 @@ def test_memory_parts_by_hand():
     assert parts["gradients"] + parts["live working set"] == max(loss, backward)
 
 
-@pytest.mark.parametrize("remat", REMAT)
-def test_saved_activations_are_what_jax_saves(remat):
+@pytest.mark.parametrize(
+    ("attention", "remat"),
+    [
+        *itertools.product(["xla"], REMAT),
+        ("splash", "none"),
+        ("splash", "dots"),
+        ("triton", "none"),
+    ],
+)
+def test_saved_activations_are_what_jax_saves(attention, remat):
     """The estimate against the residuals that JAX's own trace hands from the layers' forward loop to
     their backward loop. All dims differ, so that none is mistaken for another.
     """
     config = Config(512, 96, 5, num_heads=6, num_kv_heads=2, head_dim=20, mlp=280)
-    config = dataclasses.replace(config, dtype="bfloat16", remat=remat)
-    step = common.make_step(config, "fsdp", make_mesh("1"), 2, 1_024)
+    config = dataclasses.replace(config, dtype="bfloat16", remat=remat, attention=attention)
+    step = common.make_step(config, "fsdp", make_mesh("1"), 2, 1_024, segments=True)
     rows = step.layout.abstract_batch(step.example)
     with step.layout.trace():
         traced = jax.make_jaxpr(step.function)(step.abstract, rows)
@@ -179,7 +188,7 @@ def test_saved_activations_are_what_jax_saves(remat):
     used = {id(v) for e in traced.jaxpr.eqns for v in e.invars}
     stacks = [v.aval for v in layers.outvars if id(v) in used and v.aval.shape[0] == 5]
     kept = sum(x.size * x.dtype.itemsize for x in stacks)
-    assert compiled.memory_parts(step)["saved activations"] == pytest.approx(kept, rel=0.01)
+    assert memory.memory_parts(step)["saved activations"] == pytest.approx(kept, rel=0.01)
 
 
 @pytest.mark.parametrize(
@@ -192,11 +201,11 @@ def test_saved_activations_are_what_jax_saves(remat):
     ],
 )  # fmt: skip
 def test_compiler_errors_about_memory_are_parsed(error, text, needed):
-    assert compiled.too_large(error, arguments=2e8) == (text, needed)
+    assert targets.too_large(error, arguments=2e8) == (text, needed)
 
 
 def test_other_compiler_errors_are_not_about_memory():
-    assert compiled.too_large("INTERNAL: no", arguments=0) is None
+    assert targets.too_large("INTERNAL: no", arguments=0) is None
 
 
 # Peaks of the compiled step (jax 0.10.2, libtpu 0.0.42.1), 4,096 tokens per chip: the smallest and the
@@ -225,7 +234,7 @@ def test_memory_of_8b_is_what_the_tpu_compiler_says(row):
     config = dataclasses.replace(Config.llama_8b(), dtype="bfloat16", remat=remat)
     mesh = jax.sharding.AbstractMesh((chips,), ("data",))
     step = common.make_step(config, "fsdp", mesh, chips, 4_096)
-    assert sum(compiled.memory_parts(step).values()) == pytest.approx(peak * 1e9, rel=within)
+    assert sum(memory.memory_parts(step).values()) == pytest.approx(peak * 1e9, rel=within)
 
 
 def test_no_array_of_all_tokens_by_the_vocabulary():
@@ -246,21 +255,27 @@ def test_no_word(argv, inside):
     assert done.err.count("\n") == 1
 
 
-def test_tpu_without_its_compiler(monkeypatch, capsys):
-    monkeypatch.setattr(compiled, "version", lambda _: "")
-    with pytest.raises(UserError, match="tpu-aot"):
-        compiled.collectives(compiled.CollectivesFlags())
-    with pytest.raises(UserError, match="tpu-aot"):
-        compiled.memory(compiled.MemoryFlags())
+@pytest.mark.parametrize(("kind", "extra"), [("v5e", "tpu-aot"), ("h100", "gpu-aot")])
+def test_a_kind_without_its_compiler(monkeypatch, capsys, kind, extra):
+    monkeypatch.setattr(targets, "version", lambda _: "")
+    with pytest.raises(UserError, match=rf"kind {kind} needs .* pip install -e '\.\[{extra}\]'"):
+        compiled.collectives(compiled.CollectivesFlags(kind=kind))
+    with pytest.raises(UserError, match=extra):
+        memory.memory(memory.MemoryFlags(kinds=f"cpu,{kind}"))
     assert capsys.readouterr().out == "", "the table was started"
 
 
 def test_unknown_slices(monkeypatch):
-    monkeypatch.setattr(compiled, "version", lambda _: "1")
+    monkeypatch.setattr(targets, "version", lambda _: "1")
     with pytest.raises(
         UserError, match="--chips has 17, and v5e needs 16 or 256; use one of these"
     ):
-        compiled.check_slices(["cpu", "v5e"], [16, 17])
+        targets.check_targets(["cpu", "v5e"], [16, 17])
+    targets.check_targets(["h100", "h200"], [1, 3, 8, 16, 24])
+    with pytest.raises(
+        UserError, match="--chips has 12, and h200 needs 1 to 8, or nodes of 8; use one of these"
+    ):
+        targets.check_targets(["h200"], [8, 12])
 
 
 @pytest.mark.parametrize(
@@ -284,16 +299,49 @@ def test_slices_are_described_as_they_are_wired(monkeypatch, kind, chips, descri
         return types.SimpleNamespace(devices=jax.devices()[:1] * chips)
 
     monkeypatch.setattr(topologies, "get_topology_desc", describe)
-    monkeypatch.setattr(compiled, "arrange", lambda axes, devices: (axes, len(devices)))
-    assert compiled.topology(kind, {"data": chips}) == ({"data": chips}, chips)
+    monkeypatch.setattr(targets, "arrange", lambda axes, devices: (axes, len(devices)))
+    assert targets.topology(kind, {"data": chips}) == ({"data": chips}, chips)
     assert asked == {"platform": "tpu"} | described
+
+
+@pytest.mark.parametrize(
+    ("kind", "gpus", "wired", "gigabytes"),
+    [("h100", 2, "1x1x2", 84.9), ("h100", 8, "1x1x8", 84.9), ("h200", 32, "4x1x8", 151.4)],
+)
+def test_nodes_are_groups_joined_by_nvlink(kind, gpus, wired, gigabytes):
+    described = targets._nodes(kind, gpus)
+    assert (described["platform"], described["topology"]) == ("cuda", wired)
+    held = re.search(r"device_memory_size: (\d+)\n", described["target_config"])
+    assert int(held[1]) / 1e9 == pytest.approx(gigabytes, abs=0.1)
+    assert described["target_config"].count("{") == described["target_config"].count("}")
+
+
+def test_a_gpu_s_program_that_does_not_fit_is_told(monkeypatch):
+    """Their compiler, unlike the TPUs', refuses none."""
+
+    class Program:
+        def memory_analysis(self):
+            return types.SimpleNamespace(peak_memory_in_bytes=100e9)
+
+    step = types.SimpleNamespace(compile=Program)
+    told = targets.compile_step(step, "h100", "this")
+    assert told == ("does not fit: 100.0 GB of 78.1 GB", 100e9)
+    assert isinstance(targets.compile_step(step, "h200", "this"), Program)
+    assert isinstance(targets.compile_step(step, "v5e", "this"), Program)
+
+
+def test_the_limits_of_gpu_programs_are_told_last():
+    assert targets.caveats(["v5e", "cpu"]) == []
+    (line,) = targets.caveats(["v5e", "h100"])
+    assert "not autotuned" in line
+    assert "workspace" in line
 
 
 WORDS = {
     "cpu": ["--toy", "--remats=none", "--unrolls=1,2", "--rounds=1", "--batch_size=2", "--seq_len=32"],
     "collectives": ["--sizes=tiny", "--kind=cpu", "--chips=8", "--rules=fsdp", "--tokens=64",
                     "--seq_len=32"],
-    "memory": ["--size=tiny", "--kinds=cpu", "--chips=8", "--remats=full", "--seq_len=32"],
+    "memory": ["--sizes=tiny", "--kinds=cpu", "--chips=8", "--remats=full", "--seq_len=32"],
     "depth": ["--depths=1,2", "--rounds=1"],
     "meshes": ["--size=tiny", "--meshes=4x2", "--rules=fsdp", "--seq_len=32", "--batch_size=8", "--rounds=1"],
     "gpu": ["--toy"],
@@ -370,7 +418,7 @@ for command in {commands}:
         ("collectives", "--group=6", "--chips=16 is not divisible by --group=6 times --model=1 (rules 'hsdp_tp'); use a different --group"),
         ("collectives", "--model=32", "--chips=16 is not divisible by --model=32 (rules 'tp'); use a different --model"),
         ("memory", "--rules=tp", "--rules=tp is not one of dp, fsdp"),
-        ("memory", "--kinds=v9", "--kinds has 'v9', which is not one of v4, v5e, v5p, v6e, cpu"),
+        ("memory", "--kinds=v9", "--kinds has 'v9', which is not one of v4, v5e, v5p, v6e, h100, h200, cpu"),
     ],
 )  # fmt: skip
 def test_mistakes(word, flag, sentence, inside):

@@ -44,6 +44,20 @@ ENTRY %main (x: f32[4,8]) -> f32[32,8] {
   ROOT %gd = f32[32,8]{1,0} all-gather-done(%g)
 }
 """,
+    "async pairs of a GPU, several arrays at a time": """
+ENTRY %main (x: bf16[4,8]) -> bf16[32,8] {
+  %x = bf16[4,8]{1,0} parameter(0)
+  %g = ((bf16[4,8]{1,0}, bf16[4,8]{1,0}, /*index=5*/bf16[2]{0}), (bf16[32,8]{1,0}, bf16[32,8]{1,0}, /*index=5*/bf16[16]{0})) all-gather-start(%x, %x, %y), channel_id=4, replica_groups=mesh['data'=8] {'data'}, dimensions={0}
+  %gd = (bf16[32,8]{1,0}, bf16[32,8]{1,0}, /*index=5*/bf16[16]{0}) all-gather-done(%g)
+  %r = ((f32[16]{0}), f32[16]{0}) all-reduce-start(%z), channel_id=36, replica_groups=[1,8]<=[8], to_apply=%add, output_to_operand_aliasing={{1}: (0, {})}
+  %rd = f32[16]{0} all-reduce-done(%r)
+  %m = ((f32[16]{0}, s32[]), (f32[16]{0}, s32[])) all-reduce-start(%z, %i), channel_id=37, replica_groups=[1,8]<=[8], to_apply=%add
+  %md = (f32[16]{0}, s32[]) all-reduce-done(%m)
+  %s = ((bf16[32,8]{0,1}, bf16[16]{0}), (bf16[4,8]{0,1}, bf16[2]{0})) reduce-scatter-start(%gd.0, %gd.2), channel_id=52, replica_groups=[1,8]<=[8], dimensions={0}, to_apply=%add
+  %sd = (bf16[4,8]{0,1}, bf16[2]{0}) reduce-scatter-done(%s)
+  ROOT %out = bf16[32,8]{1,0} get-tuple-element(%gd), index=0
+}
+""",
     "wrapped async pair": """
 %wrapped (x: f32[32,8]) -> f32[4,8] {
   %x.1 = f32[32,8]{1,0} parameter(0)
@@ -113,6 +127,8 @@ IN_TEXTS = {
     # 32 · 8 of float32; the same with 8 of int32.
     "async pairs": {"all-gather": 2 * 1024 + 32, "all-reduce": 128, "reduce-scatter": 128,
                     "collective-permute": 4},
+    "async pairs of a GPU, several arrays at a time": {
+        "all-gather": 2 * 512 + 32, "all-reduce": 64 + 68, "reduce-scatter": 64 + 4},
     "wrapped async pair": {"reduce-scatter": 128},
     "a gather beside two matmuls": {"all-gather": 2 * 512},
     "a reduce-scatter as an all-reduce and a slice": {"reduce-scatter": 64},

@@ -231,7 +231,7 @@ def test_declared_dependencies_are_exactly_the_imported_ones():
     assert extras["eval"] == {"lm-eval"} <= ours
     assert extras["tensorboard"] == {"tensorboardX"} <= ours
     assert extras["hf"] <= ours | tests
-    assert extras["tpu-aot"] == {"jax"}, "its compiler alone"
+    assert extras["tpu-aot"] == extras["gpu-aot"] == {"jax"}, "its compilers alone"
 
 
 def test_nothing_is_installed_but_dependencies():

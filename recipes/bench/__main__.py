@@ -3,7 +3,7 @@
     python -m recipes.bench cpu           # the train step against the machine's own matmul
     python -m recipes.bench host          # overhead of the Python training loop
     python -m recipes.bench meshes        # every strategy on every mesh, against one device
-    python -m recipes.bench collectives   # bytes sent per step against the textbook, for TPU slices
+    python -m recipes.bench collectives   # bytes sent per step against the textbook, for TPUs and GPUs
     python -m recipes.bench memory        # compiled peak memory of a step, against an estimate
     python -m recipes.bench depth         # compile time of 80 layers against 8
     python -m recipes.bench gpu           # tokens/s and MFU, with a sweep of settings
@@ -27,7 +27,7 @@ WORDS = {
     "host": "running.host",
     "meshes": "speed.meshes",
     "collectives": "compiled.collectives",
-    "memory": "compiled.memory",
+    "memory": "memory.memory",
     "depth": "compiled.depth",
     "gpu": "speed.gpu",
     "data": "running.data",

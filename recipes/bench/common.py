@@ -32,7 +32,7 @@ class Step(NamedTuple):
     layout: Layout
     function: TrainStep
     abstract: Tree  # the state
-    example: dict[str, jax.ShapeDtypeStruct]  # one row of a batch, without segment ids
+    example: dict[str, jax.ShapeDtypeStruct]  # one row of a batch
 
     @property
     def seq_len(self) -> int:
@@ -48,22 +48,34 @@ class Step(NamedTuple):
         return initialize(self.layout, self.function.optimizer, 0, self.abstract)
 
     def batch(self) -> dict[str, jax.Array]:
-        """Random tokens, sharded as the step wants them."""
-        shape = (self.layout.batch_size, self.seq_len + 1)
-        window_BT = np.random.default_rng(0).integers(0, 256, shape, np.int32)
+        """Random tokens, sharded as the step wants them; with segments, about four a row."""
+        rng, shape = np.random.default_rng(0), (self.layout.batch_size, self.seq_len + 1)
+        window_BT = rng.integers(0, 256, shape, np.int32)
         batch = {"tokens": window_BT[:, :-1], "targets": window_BT[:, 1:]}
+        if "segment_ids" in self.example:
+            starts_BT = rng.random(batch["tokens"].shape) < 4 / self.seq_len
+            batch["segment_ids"] = np.cumsum(starts_BT, axis=1, dtype=np.int32)
         return jax.device_put(batch, self.layout.batch)
 
 
 def make_step(
-    config: Config, rules: str | Rules, mesh: Mesh | AbstractMesh, batch_size: int, seq_len: int
+    config: Config,
+    rules: str | Rules,
+    mesh: Mesh | AbstractMesh,
+    batch_size: int,
+    seq_len: int,
+    segments: bool = False,
 ) -> Step:
-    """Raises UserError if they do not fit each other."""
+    """Raises UserError if they do not fit each other.
+
+    Args:
+      segments: batches have segment ids, as those of the recipe have where documents end in a row.
+    """
     layout = make_layout(Transformer, config, mesh, rules, batch_size=batch_size)
     lr = LearningRate(1e-3, 10, 100)
     function = TrainStep(layout, adamw(lr, weight_decay=0.1, clip_norm=1.0), lr)
     row = jax.ShapeDtypeStruct((seq_len,), np.int32)
-    example = {"tokens": row, "targets": row}
+    example = {"tokens": row, "targets": row} | ({"segment_ids": row} if segments else {})
     return Step(config, layout, function, function.abstract_state(), example)
 
 

@@ -19,6 +19,14 @@ from recipes.common.sharding import rules as sharding_rules
 from recipes.common.sharding.abstract import AbstractModel, Tree, abstract_model
 from recipes.common.sharding.rules import Table, partition_spec
 
+
+def _pipelined(kind: str) -> dict[str, bool | str]:
+    """The option, renamed in JAX 0.11.1, that moves collectives of a kind across trips of a loop."""
+    if jax.__version_info__ < (0, 11, 1):
+        return {f"xla_gpu_enable_pipelined_{kind}": True}
+    return {f"xla_gpu_pipeline_{kind}": "COLLECTIVE_PIPELINING_MODE_ON"}
+
+
 # Platform → options of its compiler for whatever a Layout compiles, and what each bought.
 COMPILER_OPTIONS = {
     "tpu": {
@@ -28,6 +36,20 @@ COMPILER_OPTIONS = {
         # Small weights are gathered too, not summed with zeros: 124m sends 1.1 GB a step on 256
         # v5e, with it 0.7.
         "xla_tpu_prefer_async_allgather_to_allreduce": "true",
+    },
+    # NVIDIA; the bytes sent are the same. Of 8b with 4 layers, fsdp on 8 H200, jax 0.11.2: 5.6 GB are
+    # gathered, of which 2.8 GB beside matmuls, peak 6.9 GB; with all of these 3.8 GB, peak 6.7 GB.
+    "cuda": {
+        # A layer's weights are gathered, and its gradients scattered, while the one before or after
+        # it computes: 3.0 GB of the gathers beside matmuls, scatters 232 MB where they were 101.
+        **_pipelined("all_gather"),
+        **_pipelined("reduce_scatter"),
+        # Those two carry weights from one trip of a loop to the next. Two trips in one save the
+        # copies: 1.6 GB a step, without it 3.6 GB.
+        "xla_gpu_enable_while_loop_unrolling": "WHILE_LOOP_UNROLLING_DOUBLE_BUFFER",
+        # Fewer, larger transfers: 34 gathers instead of 50, 6 scatters instead of 10.
+        "xla_gpu_all_gather_combine_threshold_bytes": 2**27,
+        "xla_gpu_reduce_scatter_combine_threshold_bytes": 2**27,
     },
 }
 
@@ -103,10 +125,15 @@ class Layout:
 
     def lower(self, function: Callable, *arguments: Tree, **jit_options) -> jax.stages.Lowered:
         """`function` traced for this layout and these arguments' shapes and shardings."""
-        options = COMPILER_OPTIONS.get(self.mesh.devices.flat[0].platform, {})
+        target = platform(self.mesh.devices.flat[0])
+        options = COMPILER_OPTIONS.get(target, {})
+        if target == "cuda" and self.mesh.size == 1:
+            options = {}  # nothing is sent, and loops unrolled for it would only compile longer
         options = options | jit_options.pop("compiler_options", {})
         with self.trace():
-            return jax.jit(function, compiler_options=options, **jit_options).lower(*arguments)
+            traced = jax.jit(function, compiler_options=options, **jit_options).trace(*arguments)
+            # Said: of a GPU's kind JAX asks the GPUs that are there, and none may be.
+            return traced.lower(lowering_platforms=(target,))
 
     def compile(self, function: Callable, *arguments: Tree, **jit_options) -> jax.stages.Compiled:
         """`lower`, and the compiler's work on it."""
@@ -142,6 +169,14 @@ def make_layout(
     table, uneven = sharding_rules.fit(zoo, name, table, abstract, mesh)
     sharding_rules.check_batch(name, table, mesh, batch_size, microbatches)
     return Layout(mesh, zoo, config, name, table, uneven, build, abstract, batch_size)
+
+
+def platform(device: jax.Device) -> str:
+    """Whose compiler a device needs: "cpu", "tpu", "cuda" or "rocm"."""
+    if device.platform != "gpu":
+        return device.platform
+    # "9.0" from NVIDIA, "gfx942" from AMD
+    return "cuda" if device.compute_capability[:1].isdecimal() else "rocm"
 
 
 def elsewhere(layout: Layout, rules: str, mesh: Mesh | AbstractMesh | None = None) -> Layout | None:

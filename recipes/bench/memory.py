@@ -1,0 +1,167 @@
+"""Memory that a train step takes on a chip: the compiler's peak against a sum computed analytically.
+
+python -m recipes.bench memory           # every remat policy, part by part
+python -m recipes.bench memory --which   # the policy that recomputes least and fits
+"""
+
+import dataclasses
+import itertools
+
+import jax.numpy as jnp
+
+from recipes.bench.common import Step, Table, machine, make_step, numbers, one_of
+from recipes.bench.targets import (
+    KINDS,
+    KINDS_HELP,
+    TPUS,
+    TooLarge,
+    caveats,
+    check_targets,
+    compile_step,
+    topology,
+)
+from recipes.common.analysis import report
+from recipes.common.runtime.flags import flag
+from recipes.common.runtime.terminal import print0
+from recipes.common.sharding.rules import shards, used_axes
+from zoo.transformer import REMAT, RULES, SIZES, best_kernel
+
+ON_DATA = [name for name, table in RULES.items() if used_axes(table) == {"data"}]  # strategies
+
+
+@dataclasses.dataclass(frozen=True)
+class MemoryFlags:
+    sizes: str = flag("8b", "Sizes of the Transformer, comma-separated.", group="model")
+    remats: str = flag(",".join(reversed(REMAT)), "Remat policies, comma-separated.", group="model")
+    seq_len: int = flag(4_096, "Tokens of context.", group="data", at_least=1)
+    rows: int = flag(1, "Sequences per chip.", group="data", at_least=1)
+    chips: str = flag("16,256", "Numbers of chips, comma-separated.")
+    kinds: str = flag(",".join(TPUS), f"Kinds of chips, comma-separated: {KINDS_HELP}.")
+    rules: str = flag(
+        ON_DATA[-1], "Strategy, of those that use no mesh axis but data.", choices=ON_DATA
+    )
+    which: bool = flag(False, "Print only which of the remat policies recomputes least and fits.")
+
+
+def memory(flags: MemoryFlags) -> None:
+    sizes, kinds = one_of("sizes", flags.sizes, SIZES), one_of("kinds", flags.kinds, KINDS)
+    counts, remats = numbers("chips", flags.chips), one_of("remats", flags.remats, REMAT)
+    check_targets(kinds, counts)
+    cases = itertools.product(sizes, kinds, counts)
+    (_which if flags.which else _parts)(flags, cases, remats)
+    print0("", f"{flags.rules}, {flags.rows} × {flags.seq_len:,} tokens per chip, with segment ids. The "
+           "sum is computed analytically.", machine(), *caveats(kinds))  # fmt: skip
+
+
+def _parts(flags: MemoryFlags, cases, remats: list[str]) -> None:
+    table = Table("size", "chips", "remat", "parameters", "optimizer", "gradients",
+                  "saved activations", "live working set", "sum", "compiled peak", "sum / peak")  # fmt: skip
+    for (size, kind, chips), remat in itertools.product(cases, remats):
+        step, text, peak = _compiled(flags, size, kind, chips, remat)
+        parts = memory_parts(step)
+        total = sum(parts.values())
+        cells = map(report.size, [*parts.values(), total])
+        table.row(size, f"{chips} {kind}", remat, *cells, text, f"{total / peak:.2f}")
+
+
+def _which(flags: MemoryFlags, cases, remats: list[str]) -> None:
+    table = Table("size", "chips", "attention", "remat", "compiled peak", "the next would need")
+    least_first = [remat for remat in REMAT if remat in remats]
+    for case in cases:
+        above = "-"
+        for remat in least_first:
+            step, text, peak = _compiled(flags, *case, remat)
+            if not text.startswith("does not fit"):
+                break
+            above = f"{remat}: {report.size(peak)}"
+        else:
+            remat = "none of them fits"
+        size, kind, chips = case
+        table.row(size, f"{chips} {kind}", kernel(step), remat, text, above)
+
+
+def _compiled(
+    flags: MemoryFlags, size: str, kind: str, chips: int, remat: str
+) -> tuple[Step, str, float]:
+    """(step, what the compiler says of its peak, and that in bytes)."""
+    config = dataclasses.replace(SIZES[size](), dtype="bfloat16", remat=remat)
+    mesh, rows = topology(kind, {"data": chips}), flags.rows * chips
+    step = make_step(config, flags.rules, mesh, rows, flags.seq_len, segments=True)
+    compiled = compile_step(step, kind, f"{size} {remat} on {chips} {kind}")
+    if isinstance(compiled, TooLarge):
+        return step, *compiled
+    peak = compiled.memory_analysis().peak_memory_in_bytes
+    return step, report.size(peak), peak
+
+
+def kernel(step: Step) -> str:
+    """What computes the attention of a step."""
+    with step.layout.trace():
+        return best_kernel(step.config, step.seq_len, "segment_ids" in step.example)[0]
+
+
+def memory_parts(step: Step) -> dict[str, float]:
+    """Bytes on a device at the step's peak, computed analytically, by what they are.
+
+    Saved for the backward pass: each layer's input, and what its remat policy names. The peak is the
+    larger of two. In the loss: the unembedding table in use, its gradient, one chunk's logits and
+    their gradient. In the layers' backward pass: all their gradients at rest and the table's
+    gradient, whole; and as the live working set the weights in use of two layers (one of them is on
+    its way), what one layer computes again, float32 attention scores included where no kernel keeps
+    them on chip, and all layers' weights in the compute dtype, which the compiler casts at once,
+    before the loop.
+    """
+    layout, config = step.layout, step.config
+    width = jnp.dtype(config.dtype).itemsize
+
+    def over(axis):
+        return shards(layout.table, axis, layout.mesh.shape)
+
+    rows, length = layout.batch_size // layout.batch_shards, step.seq_len
+    D, F = config.embed, config.mlp // over("mlp")
+    q = config.num_heads * config.head_dim // over("heads")
+    kv = 2 * config.num_kv_heads * config.head_dim // over("kv_heads")
+    attention, scores = _of_attention(step, rows, config.num_heads // over("heads"), q, kv)
+    layer = (D * (2 * q + kv) + 3 * D * F) * width
+    kept = {"full": D, "sublayers": 2 * D, "dots": 2 * D + q + kv + 2 * F}
+    kept["none"] = 6 * D * 4 // width + 5 * D + 6 * F + attention  # whatever a derivative needs
+    saved = rows * length * kept[config.remat] * width
+    if config.remat == "none":  # also weights in use, and scores before and after the softmax
+        saved += layer + scores * (4 + width) // 4
+    chunk = min(length, config.loss_chunk)
+    logits = rows * chunk * config.vocab_size // over("vocab") * (4 + width)
+    in_use = config.vocab_size // over("vocab") * D * width
+    inside = rows * length * (2 * q + kv + 3 * F + 2 * D) * width
+    params = report.bytes_per_device(step.abstract["params"])
+    stacked = report.bytes_per_device(step.abstract["params"]["layers"])
+    cast = stacked * width // 4 if width < 4 else 0
+    loss = in_use, in_use + logits
+    backward = stacked + in_use, cast + 2 * layer + inside + scores
+    grads, live = max(loss, backward, key=sum)
+    return {
+        "parameters": params,
+        "optimizer": report.bytes_per_device(step.abstract["opt_state"]),
+        "gradients": grads,
+        "saved activations": config.num_layers * saved,
+        "live working set": live,
+    }
+
+
+def _of_attention(step: Step, rows: int, heads: int, q: int, kv: int) -> tuple[int, int]:
+    """What a derivative of attention needs, elements per token; and bytes of its float32 scores.
+
+    Args:
+      rows, heads, q, kv: sequences, query heads, and elements of all queries, and of all keys and
+        values, on a device.
+    """
+    length, norms = step.seq_len, heads * 4 // jnp.dtype(step.config.dtype).itemsize
+    match kernel(step):
+        case "xla":  # keys and values once per block of queries, as the model takes them
+            block = max(128, -(-length // 8))
+            ends = [min(start + block, length) for start in range(0, length, block)]
+            seen = sum((b - a) * b for a, b in itertools.pairwise([0, *ends]))
+            return 2 * q + kv * sum(ends) // length, rows * heads * seen * 4
+        case "triton":  # keys and values repeated for each query head
+            return 5 * q + norms, 0
+        case _:
+            return 3 * q + kv + norms, 0

@@ -1,0 +1,188 @@
+"""Accelerators to compile for that need not be there: slices of TPUs, nodes of NVIDIA's GPUs.
+
+TPUs need libtpu (the extra `tpu-aot`), GPUs the plug-in for CUDA (`gpu-aot`); cpu, for trials, needs
+neither. Nothing is allocated and nothing runs.
+"""
+
+import itertools
+import math
+import os
+import re
+import time
+from typing import NamedTuple
+
+import jax
+from jax.sharding import Mesh
+
+from recipes.bench.common import Step, progress, version
+from recipes.common.analysis import report
+from recipes.common.runtime.errors import UserError
+from recipes.common.runtime.mesh import arrange, make_mesh
+
+# Kind → chips → how they are wired.
+TPUS = {
+    "v4": {16: "2x2x4", 256: "4x8x8"},
+    "v5e": {16: "4x4", 256: "16x16"},
+    "v5p": {16: "2x2x4", 256: "4x8x8"},
+    "v6e": {16: "4x4", 256: "16x16"},
+}
+
+
+class GPU(NamedTuple):
+    name: str  # as JAX has it in device_kind
+    memory: int  # bytes
+    bandwidth: int  # of it, bytes per second
+
+
+# SXM modules, all in a node joined by NVLink. Figures of the compiler's own descriptions of them.
+GPUS = {
+    "h100": GPU("NVIDIA H100 80GB HBM3", 84_942_979_072, 3_352_320_000_000),
+    "h200": GPU("NVIDIA H200", 151_397_597_184, 4_800_000_000_000),
+}
+NODE = 8  # GPUs
+# What a program may take of a GPU's memory: the rest is CUDA's, cuDNN's and NCCL's. JAX gives itself
+# 0.75 unless XLA_CLIENT_MEM_FRACTION says so.
+USABLE = 0.92
+HOPPER = """
+gpu_device_info {{
+  cuda_compute_capability {{ major: 9 feature_extension: ACCELERATED_FEATURES }}
+  device_memory_size: {gpu.memory}
+  memory_bandwidth: {gpu.bandwidth}
+  clock_rate_ghz: 1.98
+  core_count: 132
+  fpus_per_core: 128
+  l2_cache_size: 52428800
+  shared_memory_per_core: 233472
+  shared_memory_per_block: 49152
+  shared_memory_per_block_optin: 232448
+  registers_per_core_limit: 65536
+  registers_per_block_limit: 65536
+  threads_per_warp: 32
+  threads_per_core_limit: 2048
+  threads_per_block_limit: 1024
+  block_dim_limit_x: 2147483647
+  block_dim_limit_y: 65535
+  block_dim_limit_z: 65535
+}}
+platform_name: "CUDA"
+dnn_version_info {{ major: 9 minor: 10 }}
+device_description_str: "{gpu.name}"
+"""
+
+KINDS = [*TPUS, *GPUS, "cpu"]
+KINDS_HELP = "TPUs, NVIDIA's GPUs, or cpu: simulated devices"
+
+
+def check_targets(kinds: list[str], counts: list[int]) -> None:
+    """Raises UserError for chips that nothing can be compiled for here; before a table begins."""
+    for kind, chips in itertools.product(kinds, counts):
+        if kind == "cpu":
+            continue
+        gpu = kind in GPUS
+        if not version("jax-cuda13-plugin" if gpu else "libtpu"):
+            whose, extra = ("NVIDIA GPU", "gpu") if gpu else ("TPU", "tpu")
+            raise UserError(
+                f"kind {kind} needs the {whose} compiler, which runs on any Linux machine; install "
+                f"it with pip install -e '.[{extra}-aot]', or use kind cpu"
+            )
+        if not (chips <= NODE or chips % NODE == 0 if gpu else chips in TPUS[kind]):
+            known = "1 to 8, or nodes of 8" if gpu else " or ".join(map(str, TPUS[kind]))
+            raise UserError(f"--chips has {chips}, and {kind} needs {known}; use one of these")
+
+
+def topology(kind: str, axes: dict[str, int]) -> Mesh:
+    """A mesh over accelerators that need not exist; see check_targets."""
+    if kind == "cpu":
+        return make_mesh(",".join(f"{axis}={n}" for axis, n in axes.items()))
+    jax.config.update("jax_platforms", "cpu")
+    from jax.experimental import topologies
+
+    describe = _nodes if kind in GPUS else _slice
+    described = topologies.get_topology_desc(**describe(kind, math.prod(axes.values())))
+    return arrange(axes, described.devices)
+
+
+def _slice(kind: str, chips: int) -> dict:
+    """Arguments of get_topology_desc for a TPU slice."""
+    os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")  # there is no TPU to query
+    os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")  # or to share
+    name = f"{kind}:{TPUS[kind][chips]}"
+    # The two cores of a v4 chip shall be one device, as in newer kinds by default.
+    config = {"chip_config_name": "megacore"} if kind == "v4" else {}
+    if name.count("x") == 2 and chips >= 64:
+        config["wrap"] = [True] * 3  # slices made of whole 4x4x4 cubes are tori
+    return {"platform": "tpu", "topology_name": name} | config
+
+
+def _nodes(kind: str, gpus: int) -> dict:
+    """Arguments of get_topology_desc for GPUs of one node or of several whole ones."""
+    each = min(gpus, NODE)
+    wired = (
+        f"{gpus // each}x1x{each}"  # groups joined by NVLink x hosts of a group x GPUs of a host
+    )
+    target = HOPPER.format(gpu=GPUS[kind])
+    return {"platform": "cuda", "topology": wired, "target_config": target}
+
+
+def caveats(kinds: list[str]) -> list[str]:
+    """What these compilers can't tell without the hardware: at most one line, a table's last."""
+    if not any(kind in GPUS for kind in kinds):
+        return []
+    return [
+        f"GPU programs by jax-cuda13-plugin {version('jax-cuda13-plugin')} with no GPU there: not "
+        "autotuned, without cuDNN's and cuBLAS's workspace, to read and not to run. A step is said to "
+        f"fit if its peak is at most {USABLE:.0%} of the memory."
+    ]
+
+
+class TooLarge(NamedTuple):
+    """What the compiler says of a program that does not fit its chip."""
+
+    text: str
+    bytes: float  # needed
+
+
+def compile_step(step: Step, kind: str, what: str) -> jax.stages.Compiled | TooLarge:
+    """The compiled step, or by how much it is too large for its chip; tells how long that took.
+
+    Args:
+      kind: one of KINDS, which the step's mesh is of.
+      what: to tell of it.
+    """
+    start = time.perf_counter()
+    try:
+        compiled = step.compile()
+    except jax.errors.JaxRuntimeError as error:
+        compiled = too_large(str(error), report.bytes_per_device(step.abstract))
+        if compiled is None:
+            raise
+    else:
+        # Unlike a TPU's, the compiler of GPUs refuses nothing.
+        peak = compiled.memory_analysis().peak_memory_in_bytes
+        if kind in GPUS and peak > USABLE * GPUS[kind].memory:
+            compiled = TooLarge(_misfit(peak, USABLE * GPUS[kind].memory), peak)
+    progress(f"{what}: compiled in {time.perf_counter() - start:.0f} s")
+    return compiled
+
+
+def too_large(error: str, arguments: float) -> TooLarge | None:
+    """Parses the TPU compiler's error about memory, in units of 1,024; None for any other error.
+
+    Args:
+      error: its text, which has either all that the program needs, or the temporaries alone.
+      arguments: bytes of the step's state on a device.
+    """
+    number = r"([\d.]+)([KMGT])"
+    whole = re.search(rf"Used {number} of {number} hbm", error)
+    found = whole or re.search(
+        rf"temporaries \({number}\) exceeds available HBM \({number}\)", error
+    )
+    if not found:
+        return None
+    needed, there = (float(found[i]) * 1024 ** " KMGT".index(found[i + 1]) for i in (1, 3))
+    needed += 0 if whole else arguments
+    return TooLarge(_misfit(needed, there), needed)
+
+
+def _misfit(needed: float, there: float) -> str:
+    return f"does not fit: {report.size(needed)} of {report.size(there)}"
