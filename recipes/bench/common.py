@@ -32,7 +32,7 @@ class Step(NamedTuple):
     layout: Layout
     function: TrainStep
     abstract: Tree  # the state
-    example: dict[str, jax.ShapeDtypeStruct]  # one row of a batch, without segment ids
+    example: dict[str, jax.ShapeDtypeStruct]  # one row of a batch
 
     @property
     def seq_len(self) -> int:
@@ -49,21 +49,45 @@ class Step(NamedTuple):
 
     def batch(self) -> dict[str, jax.Array]:
         """Random tokens, sharded as the step wants them."""
-        shape = (self.layout.batch_size, self.seq_len + 1)
-        window_BT = np.random.default_rng(0).integers(0, 256, shape, np.int32)
-        batch = {"tokens": window_BT[:, :-1], "targets": window_BT[:, 1:]}
-        return jax.device_put(batch, self.layout.batch)
+        rows = random_rows(self.config.vocab_size, self.layout.batch_size, self.seq_len)
+        return jax.device_put({name: rows[name] for name in self.example}, self.layout.batch)
+
+
+def random_rows(vocab_size: int, batch_size: int, seq_len: int) -> dict[str, np.ndarray]:
+    """tokens, targets and segment_ids, int32 [B, T], the last of documents of 512 tokens on average.
+
+    Token k is as frequent as 1 / (k + 1), about as in a text: where all tokens are a few, or all are
+    equally frequent, a GPU takes another time to add up the gradients of their embeddings.
+    """
+    random, shape = np.random.default_rng(0), (batch_size, seq_len + 1)
+    window_BT = (vocab_size ** random.random(shape)).astype(np.int32) - 1
+    starts_BT = random.random(shape) < 1 / 512
+    segment_ids_BT = 1 + np.cumsum(starts_BT[:, :-1], axis=1, dtype=np.int32)
+    return {
+        "tokens": window_BT[:, :-1],
+        "targets": window_BT[:, 1:],
+        "segment_ids": segment_ids_BT,
+    }
 
 
 def make_step(
-    config: Config, rules: str | Rules, mesh: Mesh | AbstractMesh, batch_size: int, seq_len: int
+    config: Config,
+    rules: str | Rules,
+    mesh: Mesh | AbstractMesh,
+    batch_size: int,
+    seq_len: int,
+    segments: bool = False,
 ) -> Step:
-    """Raises UserError if they do not fit each other."""
+    """Raises UserError if they do not fit each other.
+
+    Args:
+      segments: whether rows have segment ids, as the recipe's have.
+    """
     layout = make_layout(Transformer, config, mesh, rules, batch_size=batch_size)
     lr = LearningRate(1e-3, 10, 100)
     function = TrainStep(layout, adamw(lr, weight_decay=0.1, clip_norm=1.0), lr)
     row = jax.ShapeDtypeStruct((seq_len,), np.int32)
-    example = {"tokens": row, "targets": row}
+    example = {"tokens": row, "targets": row} | ({"segment_ids": row} if segments else {})
     return Step(config, layout, function, function.abstract_state(), example)
 
 
@@ -105,18 +129,28 @@ class Training:
 
     def __call__(self) -> None:
         for _ in range(self.steps):
-            self.state, metrics = self.compiled(self.state, self.batch)
-            jax.block_until_ready(metrics)  # simulated devices: few programs in flight
+            self.dispatch()
+            jax.block_until_ready(self.metrics)  # simulated devices: few programs in flight
+
+    def dispatch(self) -> None:
+        """Starts a step, and does not wait for it."""
+        self.state, self.metrics = self.compiled(self.state, self.batch)
 
 
 # ---- print ---------------------------------------------------------------------------------------
 
 
-def machine() -> str:
-    """Hardware, versions and load, in one line for the end of a table."""
-    device = jax.devices()[0]
-    kind = device.device_kind if device.platform != "cpu" else _cpu()
-    names = ("jax", "jaxlib", "flax", "libtpu")
+def machine(kind: str = "", *others: str) -> str:
+    """Hardware, versions and load, in one line for the end of a table.
+
+    Args:
+      kind: of the hardware; empty: of JAX's first device, or the CPU.
+      others: more packages whose versions to tell.
+    """
+    if not kind:
+        device = jax.devices()[0]
+        kind = device.device_kind if device.platform != "cpu" else _cpu()
+    names = ("jax", "jaxlib", "flax", "libtpu", *others)
     versions = ", ".join(f"{n} {v}" for n in names if (v := version(n)))
     python = platform.python_version()
     load = f"load {os.getloadavg()[0]:.1f}" if hasattr(os, "getloadavg") else "load unknown"

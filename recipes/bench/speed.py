@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from recipes.bench import nanogpt
+from recipes.bench import pytorch
 from recipes.bench.common import (
     ONE_DEVICE,
     Table,
@@ -72,7 +72,7 @@ def cpu(flags: CpuFlags) -> None:
         changed = dataclasses.replace(config, remat=remat, unroll=unroll)
         steps.append(f"remat {remat}, unroll {unroll}")
         runs[steps[-1]] = Training(make_step(changed, ONE_DEVICE, mesh, B, T))
-    if torch := None if flags.toy else nanogpt.cpu_step(config, B, T):
+    if torch := None if flags.toy else pytorch.cpu_step(config, B, T):
         steps.append("PyTorch, nanoGPT's model compiled")
         runs[steps[-1]] = torch
     work |= dict.fromkeys(steps, count["causal"]) | {name: n for name, (_, n) in parts.items()}
