@@ -63,11 +63,8 @@ def random_rows(vocab_size: int, batch_size: int, seq_len: int) -> dict[str, np.
     window_BT = (vocab_size ** random.random(shape)).astype(np.int32) - 1
     starts_BT = random.random(shape) < 1 / 512
     segment_ids_BT = 1 + np.cumsum(starts_BT[:, :-1], axis=1, dtype=np.int32)
-    return {
-        "tokens": window_BT[:, :-1],
-        "targets": window_BT[:, 1:],
-        "segment_ids": segment_ids_BT,
-    }
+    rows = {"tokens": window_BT[:, :-1], "targets": window_BT[:, 1:]}
+    return rows | {"segment_ids": segment_ids_BT}
 
 
 def make_step(
@@ -81,7 +78,7 @@ def make_step(
     """Raises UserError if they do not fit each other.
 
     Args:
-      segments: whether rows have segment ids, as the recipe's have.
+      segments: batches have segment ids, as those of the recipe have where documents end in a row.
     """
     layout = make_layout(Transformer, config, mesh, rules, batch_size=batch_size)
     lr = LearningRate(1e-3, 10, 100)

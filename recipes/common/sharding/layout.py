@@ -103,10 +103,12 @@ class Layout:
 
     def lower(self, function: Callable, *arguments: Tree, **jit_options) -> jax.stages.Lowered:
         """`function` traced for this layout and these arguments' shapes and shardings."""
-        options = COMPILER_OPTIONS.get(self.mesh.devices.flat[0].platform, {})
-        options = options | jit_options.pop("compiler_options", {})
+        target = platform(self.mesh.devices.flat[0])
+        options = COMPILER_OPTIONS.get(target, {}) | jit_options.pop("compiler_options", {})
         with self.trace():
-            return jax.jit(function, compiler_options=options, **jit_options).lower(*arguments)
+            traced = jax.jit(function, compiler_options=options, **jit_options).trace(*arguments)
+            # "gpu" is an alias, which JAX resolves by the GPUs that are there: none may be.
+            return traced.lower(lowering_platforms=("cuda",) if target == "cuda" else None)
 
     def compile(self, function: Callable, *arguments: Tree, **jit_options) -> jax.stages.Compiled:
         """`lower`, and the compiler's work on it."""
@@ -142,6 +144,14 @@ def make_layout(
     table, uneven = sharding_rules.fit(zoo, name, table, abstract, mesh)
     sharding_rules.check_batch(name, table, mesh, batch_size, microbatches)
     return Layout(mesh, zoo, config, name, table, uneven, build, abstract, batch_size)
+
+
+def platform(device: jax.Device) -> str:
+    """Whose compiler a device needs: "cpu", "tpu", "cuda" or "rocm"."""
+    if device.platform != "gpu":
+        return device.platform
+    # "9.0" from NVIDIA, "gfx942" from AMD
+    return "cuda" if device.compute_capability[:1].isdecimal() else "rocm"
 
 
 def elsewhere(layout: Layout, rules: str, mesh: Mesh | AbstractMesh | None = None) -> Layout | None:
