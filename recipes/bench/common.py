@@ -23,6 +23,11 @@ from recipes.common.train.step import TrainStep
 from zoo.transformer import Config, Transformer
 
 ONE_DEVICE: Rules = {}  # sharding rules where there is nothing to shard: all is replicated
+CONVENTION = (
+    "FLOPs: 6·N per token, where N counts the weights that a token is multiplied with, plus "
+    "12·T·(heads · head dim) per token and layer for attention over the full T × T square, or half "
+    "of that if only the causal part counts. Recomputation is never counted."
+)
 
 
 class Step(NamedTuple):
@@ -141,12 +146,11 @@ def machine(kind: str = "", *others: str) -> str:
     """Hardware, versions and load, in one line for the end of a table.
 
     Args:
-      kind: of the hardware; empty: of JAX's first device, or the CPU.
+      kind: of the device, as JAX has it; empty: of JAX's first device.
       others: more packages whose versions to tell.
     """
-    if not kind:
-        device = jax.devices()[0]
-        kind = device.device_kind if device.platform != "cpu" else _cpu()
+    kind = kind or jax.devices()[0].device_kind
+    kind = _cpu() if kind == "cpu" else kind
     names = ("jax", "jaxlib", "flax", "libtpu", *others)
     versions = ", ".join(f"{n} {v}" for n in names if (v := version(n)))
     python = platform.python_version()
@@ -174,13 +178,14 @@ def _cpu() -> str:
 
 
 class Table:
-    """A Markdown table, printed row by row because each row may take minutes."""
+    """A Markdown table, printed row by row because each row may take minutes; the head with the first."""
 
     def __init__(self, *columns: str):
-        print0(f"| {' | '.join(columns)} |", "|---" + "|---:" * (len(columns) - 1) + "|")
+        self._head = [f"| {' | '.join(columns)} |", "|---" + "|---:" * (len(columns) - 1) + "|"]
 
     def row(self, *cells: object) -> None:
-        print0(f"| {' | '.join(map(str, cells))} |")
+        print0(*self._head, f"| {' | '.join(map(str, cells))} |")
+        self._head = []
 
 
 def numbers(flag: str, text: str) -> list[int]:

@@ -61,14 +61,26 @@ def takes(kernel: str, shape: Shape) -> bool:
 def check(kernel: str, shapes: Sequence[Shape], dtype: str, tolerance: float) -> float:
     """The largest error of a kernel over those of `shapes` that it takes, as `errors` has them.
 
-    Raises AssertionError with the shape if one is above the tolerance, or is not a number.
+    Raises AssertionError that names each shape where one is above the tolerance or not a number, or
+    where the kernel raises.
     """
-    worst = 0.0
-    for seed, shape in enumerate(shape for shape in shapes if takes(kernel, shape)):
-        for name, error in errors(kernel, shape, dtype, seed).items():
-            if not error <= tolerance:
-                raise AssertionError(f"{name} off by {error:.1e}: {shape}")
-            worst = max(worst, error)
+    taken, worst, wrong = [shape for shape in shapes if takes(kernel, shape)], 0.0, []
+    if not taken:
+        raise AssertionError("takes none of the shapes")
+    for seed, shape in enumerate(taken):
+        try:
+            found = errors(kernel, shape, dtype, seed)
+        except Exception as error:  # another shape may tell more
+            wrong.append(f"{shape}: {type(error).__name__} {error}")
+            continue
+        wrong += [
+            f"{shape}: {name} off by {error:.1e}"
+            for name, error in found.items()
+            if not error <= tolerance
+        ]
+        worst = max(worst, *found.values())
+    if wrong:
+        raise AssertionError("; ".join(wrong))
     return worst
 
 

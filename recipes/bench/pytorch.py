@@ -34,9 +34,9 @@ class Step:
 
         for name in (*ATTENTION, "mem_efficient", "math") if attention else ():
             getattr(torch.backends.cuda, f"enable_{name}_sdp")(name == attention)
-        torch.set_float32_matmul_precision("high")
         self._torch, self._device = torch, device
-        self.model = model(config, seq_len).to(device)
+        self._autocast = torch.autocast("cuda", torch.bfloat16, enabled=device == "cuda")
+        self.model = model(config, seq_len, bfloat16=device == "cuda").to(device)
         self._called = torch.compile(self.model) if compiled else self.model
         fused = device == "cuda"
         self._optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-3, fused=fused)
@@ -47,11 +47,10 @@ class Step:
         ]
 
     def __call__(self) -> None:
-        torch = self._torch
-        with torch.autocast("cuda", torch.bfloat16, enabled=self._device == "cuda"):
+        with self._autocast:
             loss = self._called(*self._batch)
         loss.backward()
-        torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
+        self._torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
         self._optimizer.step()
         self._optimizer.zero_grad(set_to_none=True)
 
@@ -65,8 +64,12 @@ def cpu_step(config: Config, batch_size: int, seq_len: int) -> Step | None:
     return Step(config, batch_size, seq_len, "cpu") if version("torch") else None
 
 
-def model(config: Config, seq_len: int):
-    """A torch.nn.Module: (tokens [B, T], targets [B, T]) → mean loss."""
+def model(config: Config, seq_len: int, bfloat16: bool = False):
+    """A torch.nn.Module: (tokens [B, T], targets [B, T]) → mean loss.
+
+    Args:
+      bfloat16: the residuals' dtype; else float32.
+    """
     import torch
     from torch.nn import functional
 
@@ -128,8 +131,7 @@ def model(config: Config, seq_len: int):
 
         def logits(self, tokens):
             x = self.embed(tokens) if grouped else self.embed(tokens) + self.position
-            if torch.is_autocast_enabled(x.device.type):
-                x = x.bfloat16()
+            x = x.bfloat16() if bfloat16 else x
             for block in self.blocks:
                 x = block(x, self.turn)
             table = self.embed if self.unembed is None else self.unembed
