@@ -104,7 +104,7 @@ def gpu(flags: GpuFlags) -> None:
     for row in sweep.rows():
         left = until - time.monotonic()
         result = run(row, min(left, 60 * flags.row_minutes), options) if left > 0 else {}
-        if not result or ("failed" in result and time.monotonic() > until):
+        if not result or ("failed" in result and time.monotonic() >= until):
             unmeasured = row
             break
         sweep.record(row, result)
@@ -121,11 +121,11 @@ def _end(flags: GpuFlags, sweep: "Sweep", unmeasured: Row | None) -> None:
            f"with one sync each. {CONVENTION}")  # fmt: skip
     if not version("torch"):
         print0("PyTorch is not installed.")
-    print0(f"{machine(', '.join(sorted(found)) or 'cpu', *packages)} {driver()}")
     if unmeasured:
         more = "the same command goes on" if flags.out else "--out=FILE lets the same command go on"
         print0(f"Time is up after {flags.minutes:g} minutes, before "
                f"{' '.join(cells(unmeasured, {})[:4])}; {more}.")  # fmt: skip
+    print0(f"{machine(', '.join(sorted(found)) or 'cpu', *packages)} {driver()}")
     wrong = [
         row.attention for row, r in sweep.done.items() if row.what == "check" and "failed" in r
     ]

@@ -33,7 +33,7 @@ XLA_FLAGS = {
 }
 MEMORY = "0.92"  # of the GPU's, taken at the start; the rest is cuBLAS's, cuDNN's and the driver's
 OUT_OF_MEMORY = "out of memory"
-TOLERANCE = 2e-2  # of a kernel in bfloat16, whose results have 8 bits: about 5e-3 where it is right
+TOLERANCE = 1e-2  # of a kernel in bfloat16: 2e-3 to 4e-3 where it is right
 TIMED = kernels.Shape(8, 2_048, 32, 8, 64)  # 1b's heads
 WARM_UP = 3  # steps that are not timed: compilers, autotuning, allocators
 
@@ -200,7 +200,7 @@ def run(row: Row, limit: float, options: Iterable[str]) -> Result:
     except (IndexError, json.JSONDecodeError):
         end = child.returncode
         how = f"ended by {signal.Signals(-end).name}" if end < 0 else f"exit code {end}"
-        result = {"failed": reason(f"{how}: {said}")}
+        result = {"failed": reason(f"{how}: {said}" if said else how)}
     return result | {"seconds": seconds} | ({"log": err[-4_000:]} if "failed" in result else {})
 
 
