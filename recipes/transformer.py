@@ -25,7 +25,7 @@ from recipes.common.train.evaluation import in_words
 from recipes.common.train.loop import finish, fit
 from recipes.common.train.optimizer import OPTIMIZERS, LearningRate, hidden_matrices, make_optimizer
 from recipes.common.train.step import TrainStep
-from zoo.transformer import REMAT, SIZES, Config, Transformer
+from zoo.transformer import REMAT, SIZES, Config, Transformer, best_kernel
 
 
 @dataclasses.dataclass(frozen=True)
@@ -126,7 +126,8 @@ def main(run: Run, flags: Flags) -> None:
     # ---- Data: batch k is a pure function of (seed, k), on any mesh and number of processes ------
     given = (flags.dataset, flags.text_column, flags.seq_len)
     corpus = text.load(*given, tokenizer, flags.pack, flags.eval_dataset)
-    for note in corpus.notes:  # of conversations: what is learned of them
+    segments = "segment_ids" in corpus.filler
+    for note in [*corpus.notes, *attention(layout, flags.seq_len, segments)]:
         print0(note)
 
     # ---- Step: (state, batch) → (state, metrics), a pure function --------------------------------
@@ -185,6 +186,13 @@ def adapters(flags: Flags) -> dict[str, Any]:
         "lora_alpha": flags.lora_alpha or 2.0 * flags.lora_rank,
         "lora_targets": tuple(name for name in known if name in wanted),
     }
+
+
+def attention(layout: Layout, seq_len: int, segments: bool) -> list[str]:
+    """A line for the report on the kernel that the mesh's devices take; none for CPU's only one."""
+    with layout.trace():
+        _, kernel = best_kernel(layout.config, seq_len, segments)
+    return [] if kernel == "xla" else [f"attention: {kernel}"]
 
 
 def prompt_tokens(flags: Flags, tokenizer: Tokenizer) -> np.ndarray:

@@ -27,7 +27,6 @@ jax.jit does not notice that the rules change: give each table its own jitted fu
 import dataclasses
 import functools
 import math
-import re
 
 import jax
 import jax.numpy as jnp
@@ -357,37 +356,36 @@ def attend(q_BTNH, k_BSKH, v_BSKH, segment_ids_BT, config: Config) -> jax.Array:
 
 
 def best_kernel(config: Config, seq_len: int, segments: bool) -> tuple[str, str]:
-    """What `config.attention` is on the mesh in force, else the default device, and its limits.
+    """What `config.attention` is on the mesh in force, else on the default device.
 
-    Returns a name, "xla" or a key of KERNELS, and what to tell a reader of it.
+    Returns "xla" or a key of KERNELS, and the same with what a reader may want to know of it.
 
     Args:
       seq_len: T, positions of a row.
       segments: whether rows have segment ids.
     """
-    kind, H, window = _device().device_kind, config.head_dim, config.sliding_window
-    block, name, note = _block(seq_len), config.attention, ""
-    if name != "auto":
+    device, H, name = _device(), config.head_dim, config.attention
+    if name != "auto" or device.platform not in ("tpu", "gpu"):
+        name = "xla" if name == "auto" else name
         return name, name
-    if shards("seq") > 1 or shards("head_dim") > 1:
-        name, note = "xla", "the rules split its dims"
-    elif _device().platform == "tpu":
-        name, note = "splash", f"blocks of {block}"
-        if not block:
-            name, note = "xla", f"{seq_len:,} positions are no multiple of 128"
-    elif _device().platform == "gpu" and config.dtype != "float32":
-        capability = _capability(kind)
-        if capability < 8:
-            name, note = "xla", f"no kernel for {kind}"
-        elif H % 8 or (256 if capability >= 9 and not segments else 128) < H:
-            name, note = "xla", f"no kernel for a head dim of {H}"
-        elif segments and window is not None:
-            name, note = "xla", "no kernel for segments and a sliding window together"
-        else:
-            name = "triton" if segments else "cudnn"
+    unknown = {
+        f"rows whose {axis} the rules split": shards(axis) > 1 for axis in ("seq", "head_dim")
+    }
+    if device.platform == "tpu":
+        block = _block(seq_len)
+        name, told = "splash", f"splash, blocks of {block}"
+        unknown[f"{seq_len:,} positions, no multiple of 128"] = not block
     else:
-        name = "xla"
-    return name, f"{name}, {note}" if note else name
+        name = told = "triton" if segments else "cudnn"
+        capability = _capability(device.device_kind)
+        widest = 256 if capability >= 9 and name == "cudnn" else 128
+        unknown[device.device_kind] = capability < 8
+        unknown[config.dtype] = config.dtype == "float32"
+        unknown[f"a head dim of {H}"] = H % 8 or widest < H
+        window = config.sliding_window is not None
+        unknown["segments and a sliding window together"] = segments and window
+    why = next((f"xla, no kernel for {what}" for what, asked in unknown.items() if asked), None)
+    return ("xla", why) if why else (name, told)
 
 
 def splash(q_BTNH, k_BSKH, v_BSKH, segment_ids_BT, window: int | None) -> jax.Array:
@@ -779,14 +777,7 @@ def _capability(kind: str) -> float:
         text = str(getattr(device, "compute_capability", ""))
         if device.device_kind == kind and text.replace(".", "").isdigit():
             return float(text)
-    # Compiled for elsewhere: the cards of data centres by name.
-    return (
-        9.0
-        if re.search(r"\b[GH][BH]?[12]00", kind)
-        else 8.0
-        if re.search(r"\b(A|L)\d", kind)
-        else 0.0
-    )
+    return 9.0 if "NVIDIA" in kind else 0.0  # compiled for a machine that is elsewhere
 
 
 def _per_shard(table: nnx.Param, dtype: str) -> jax.Array:
