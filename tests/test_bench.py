@@ -321,7 +321,7 @@ def found(row, _=None):
         return {"error": 3e-3, "ms": 1.5, "device": "NVIDIA H200"}
     kernel = "triton" if row.segments else "cudnn"
     kernel = row.attention if row.attention != "auto" else kernel
-    rate = 1000 * row.batch + 500 * (kernel == "cudnn") + 100 * (row.xla == "no graphs")
+    rate = 1000 * row.batch + 500 * (kernel == "cudnn") + 100 * (row.xla == "cuBLASLt")
     return {"ms": 2.0, "tokens_per_s": rate, "kernel": kernel, "device": "NVIDIA H200"}
 
 
@@ -341,7 +341,7 @@ def test_gpu_rows_that_are_wanted_most_come_first(sweep):
         Row("torch", "1b:2048", 8),
     ]
     # Around the best: what is found later starts from what was found before.
-    assert dataclasses.replace(asked[3], batch=128, remat="dots", xla="no graphs") in asked
+    assert dataclasses.replace(asked[3], batch=128, remat="dots", xla="cuBLASLt") in asked
     assert Row("torch", "124m:1024", 64, "cudnn") in asked
     assert out.count("\n| 124m:1024 |") + out.count("\n| 1b:2048 |") == len(asked) - 3
     last = out.splitlines()[-1]

@@ -73,7 +73,7 @@ class GpuFlags:
 
 
 # Where --toy is given, of the flags that are not.
-TOY = dict(cases="tiny:64", kernels="xla,triton", batches="2", remats="none", xla="default,no graphs",
+TOY = dict(cases="tiny:64", kernels="xla,triton", batches="2", remats="none", xla="default,cuBLAS only",
            steps=1, rounds=1)  # fmt: skip
 
 
@@ -116,9 +116,9 @@ def _end(flags: GpuFlags, sweep: "Sweep", unmeasured: Row | None) -> None:
     found = {result["device"] for result in sweep.done.values() if "device" in result}
     packages = ("jax-cuda13-plugin", "jax-cuda12-plugin", "torch", "triton", "nvidia-cudnn-cu13",
                 "nvidia-cudnn-cu12")  # fmt: skip
-    print0("", "A row of a kernel: it against float32 attention, values and gradients, and the time of "
-           f"{TIMED} forward and backward. Medians of {flags.rounds} timings of {flags.steps} steps "
-           f"with one sync each. {CONVENTION}")  # fmt: skip
+    print0("", "Kernels: the largest error of values and gradients against float32 attention, and the time "
+           f"of forward and backward of {TIMED}. Medians of {flags.rounds} timings of {flags.steps} "
+           f"steps with one sync each. {CONVENTION}")  # fmt: skip
     if not version("torch"):
         print0("PyTorch is not installed.")
     if unmeasured:

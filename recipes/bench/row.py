@@ -29,7 +29,7 @@ XLA_FLAGS = {
     "cuBLAS only": "--xla_gpu_enable_triton_gemm=false",
     "latency hiding": "--xla_gpu_enable_latency_hiding_scheduler=true",
     "slices fused": "--xla_gpu_enable_dynamic_slice_fusion=true",
-    "no graphs": "--xla_gpu_enable_command_buffer=",
+    "cuBLASLt": "--xla_gpu_enable_cublaslt=true",
 }
 MEMORY = "0.92"  # of the GPU's, taken at the start; the rest is cuBLAS's, cuDNN's and the driver's
 OUT_OF_MEMORY = "out of memory"
