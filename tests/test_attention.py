@@ -12,7 +12,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import AbstractDevice, AbstractMesh, AxisType
+from flax import nnx
+from jax.sharding import AbstractDevice, AbstractMesh, AxisType, PartitionSpec
 
 from data.text import example
 from data.tokenizer import BYTES
@@ -28,7 +29,7 @@ from tests.conftest import full_except
 from tests.quick import QUICK
 from tests.quick import quick as quick
 from tests.runs import records
-from zoo.transformer import SIZES, Config, Transformer, attend, best_kernel
+from zoo.transformer import RULES, SIZES, Config, Transformer, attend, best_kernel
 
 TINY = Config.tiny()
 
@@ -126,6 +127,24 @@ def loss_and_gradients(config: Config, mesh: str, strategy: str) -> tuple[float,
 @functools.cache
 def by_xla(config: Config) -> tuple[float, dict]:
     return loss_and_gradients(dataclasses.replace(config, attention="xla"), "1x1", "dp")
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("kind", [AxisType.Explicit, AxisType.Auto])
+@pytest.mark.parametrize("rules", [RULES["fsdp_tp"], {}])
+def test_a_copied_file_has_its_kernel_on_any_kind_of_mesh(kind, rules):
+    mesh = jax.make_mesh((4, 2), ("data", "model"), axis_types=(kind,) * 2)
+    q, k, v = (
+        jax.random.normal(jax.random.key(i), (4, 128, n, 8)) for i, n in enumerate((4, 2, 2))
+    )
+    ids = documents(4, 128)
+    config = dataclasses.replace(TINY, attention="splash")
+    given = jax.device_put((q, k, v, ids), jax.NamedSharding(mesh, PartitionSpec()))
+    with jax.set_mesh(mesh), nnx.logical_axis_rules(tuple(rules.items())):
+        ours = jax.jit(lambda *qkvs: attend(*qkvs, config))(*given)
+    np.testing.assert_allclose(ours, plain(q, k, v, ids, None), atol=1e-5)
+    lies = PartitionSpec("data", None, "model", None) if rules else PartitionSpec()
+    assert ours.sharding.is_equivalent_to(jax.NamedSharding(mesh, lies), 4)
 
 
 # ---- the choice ----------------------------------------------------------------------------------

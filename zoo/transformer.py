@@ -347,12 +347,14 @@ def attend(q_BTNH, k_BSKH, v_BSKH, segment_ids_BT, config: Config) -> jax.Array:
     if jax.sharding.get_abstract_mesh().empty:
         return local(q_BTNH, k_BSKH, v_BSKH, segment_ids_BT)
     # XLA can't split a kernel: each device runs it on its own rows and heads.
-    q, kv, ids = (
-        spec(axes) or PartitionSpec()
-        for axes in (("batch", None, "heads", None), ("batch", None, kv_heads, None), ("batch",))
-    )
-    local = jax.shard_map(local, in_specs=(q, kv, kv, ids), out_specs=q, check_vma=False)
-    return local(q_BTNH, k_BSKH, v_BSKH, segment_ids_BT)
+    kv, ids = ("batch", "seq", kv_heads, "head_dim"), ("batch", "seq")
+    axes = (("batch", "seq", "heads", "head_dim"), kv, kv, ids)
+    given = (q_BTNH, k_BSKH, v_BSKH, segment_ids_BT)
+    given = [x if x is None else constrain(x, *names) for x, names in zip(given, axes, strict=True)]
+    lie = tuple(x if x is None else jax.typeof(x).sharding.spec for x in given)
+    if (where := spec(axes[0])) is not None:  # Auto axes are no part of a type
+        lie = (where, spec(kv), spec(kv), spec(ids))
+    return jax.shard_map(local, in_specs=lie, out_specs=lie[0], check_vma=False)(*given)
 
 
 def best_kernel(config: Config, seq_len: int, segments: bool) -> tuple[str, str]:
