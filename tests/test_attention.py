@@ -29,7 +29,15 @@ from tests.conftest import full_except
 from tests.quick import QUICK
 from tests.quick import quick as quick
 from tests.runs import records
-from zoo.transformer import RULES, SIZES, Config, Transformer, attend, best_kernel
+from zoo.transformer import (
+    RULES,
+    SIZES,
+    Config,
+    Transformer,
+    attend,
+    best_kernel,
+    positions_at_once,
+)
 
 TINY = Config.tiny()
 
@@ -213,6 +221,18 @@ def test_an_older_gpu_is_known_by_its_compute_capability(monkeypatch):
         with on("gpu", Card.device_kind).trace():
             name, _ = best_kernel(dataclasses.replace(TINY, dtype="bfloat16"), 1024, True)
         assert name == wanted, capability
+
+
+def test_the_loss_takes_more_positions_at_once_on_accelerators():
+    """Those of 1,024 on a device, as far as they divide a row."""
+    assert TINY.loss_chunk == 256
+    for rows, T, tpu, cpu in ((1, 32768, 1024, 256), (8, 2048, 256, 256), (1, 1000, 1000, 250)):
+        for device, want in ((TPU, tpu), (H100, tpu), (("cpu", "cpu"), cpu)):
+            with on(*device).trace():
+                assert positions_at_once(TINY, rows, T) == want
+    wide = dataclasses.replace(TINY, loss_chunk=2048)
+    with on(*TPU).trace():
+        assert positions_at_once(wide, 8, 4096) == 2048, "what is asked for is never narrowed"
 
 
 def kernels(step: TrainStep, example) -> set[str]:

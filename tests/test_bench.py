@@ -3,7 +3,10 @@
 import dataclasses
 import itertools
 import os
+import pathlib
 import re
+import shutil
+import signal
 import subprocess
 import sys
 import types
@@ -11,9 +14,11 @@ import types
 import jax
 import pytest
 
-from recipes.bench import common, compiled, memory, speed, targets
+from recipes.bench import common, compiled, gpu, memory, targets
+from recipes.bench import row as rows
+from recipes.bench.row import Row
 from recipes.common.analysis import flops, hlo
-from recipes.common.runtime.errors import UserError
+from recipes.common.runtime.errors import Stopped, UserError
 from recipes.common.runtime.mesh import make_mesh
 from recipes.common.sharding.layout import COMPILER_OPTIONS
 from tests.conftest import ROOT, full_except
@@ -42,11 +47,6 @@ def test_matmul_params_are_all_but_norms_and_the_input_embedding():
         norms = (2 * config.num_layers + 1) * config.embed
         lookup = 0 if config.tie_embeddings else config.vocab_size * config.embed
         assert flops.matmul_params(config) == whole - norms - lookup
-
-
-def test_rates():
-    tokens_per_second, causal, full = speed.rates({"causal": 3e12, "full": 4e12}, 1000, 0.5, 12e12)
-    assert (tokens_per_second, causal, full) == ("2,000", "50.0%", "66.7%")
 
 
 TABLES = 2 * 512 * 32
@@ -337,6 +337,186 @@ def test_the_limits_of_gpu_programs_are_told_last():
     assert "workspace" in line
 
 
+# ---- gpu: the parent, with rows that are made up ------------------------------------------------------
+
+
+@pytest.fixture
+def sweep(monkeypatch, capsys):
+    """A function of flags and of what a row's process finds: (rows measured, output, error)."""
+    monkeypatch.setattr(signal, "signal", lambda *_: None)
+
+    def start(find, torch="2.11", **flags):
+        asked = []
+
+        def run(row, limit, options):
+            asked.append(row)
+            return find(row, limit) | {"seconds": 1.0}
+
+        monkeypatch.setattr(gpu, "run", run)
+        monkeypatch.setattr(gpu, "version", lambda name: torch if name == "torch" else "")
+        error = ""
+        try:
+            gpu.gpu(gpu.GpuFlags(**flags))
+        except Stopped as stop:
+            error = f"{stop.code}: {stop}"
+        return asked, capsys.readouterr().out, error
+
+    return start
+
+
+def found(row, _=None):
+    if row.what == "check":
+        return {"error": 3e-3, "ms": 1.5, "device": "NVIDIA H200"}
+    kernel = "triton" if row.segments else "cudnn"
+    kernel = row.attention if row.attention != "auto" else kernel
+    rate = 1000 * row.batch + 500 * (kernel == "cudnn") + 100 * (row.xla == "cuBLASLt")
+    return {"ms": 2.0, "tokens_per_s": rate, "kernel": kernel, "device": "NVIDIA H200"}
+
+
+def test_gpu_rows_that_are_wanted_most_come_first(sweep):
+    asked, out, error = sweep(found)
+    assert not error
+    assert len(asked) == len(set(asked))
+    assert [row.attention for row in asked[:3]] == ["triton", "cudnn", "xla"]
+    assert {row.what for row in asked[:3]} == {"check"}
+    small, large = (gpu.GUESSES[case][0][0] for case in ("124m:1024", "1b:2048"))
+    assert asked[3:9] == [
+        Row("step", "124m:1024", segments=True, **small),
+        Row("step", "1b:2048", segments=True, **large),
+        Row("step", "124m:1024", **small),
+        Row("step", "1b:2048", **large),
+        Row("torch", "124m:1024", 32),
+        Row("torch", "1b:2048", 8),
+    ]
+    # Around the best: what is found later starts from what was found before.
+    assert dataclasses.replace(asked[3], batch=128, remat="dots", xla="cuBLASLt") in asked
+    assert Row("torch", "124m:1024", 64, "cudnn") in asked
+    assert out.count("\n| 124m:1024 |") + out.count("\n| 1b:2048 |") == len(asked) - 3
+    last = out.splitlines()[-1]
+    assert last.startswith("NVIDIA H200; Python ")
+    assert last.endswith("No nvidia-smi.")
+
+
+def test_gpu_without_pytorch(sweep):
+    asked, out, error = sweep(found, torch="", cases="1b:2048")
+    assert (error, {row.what for row in asked}) == ("", {"check", "step"})
+    assert "\nPyTorch is not installed.\n" in out
+
+
+def test_gpu_prints_what_it_has_when_time_is_up(sweep, monkeypatch, tmp_path):
+    now = [0.0]
+    monkeypatch.setattr(gpu.time, "monotonic", lambda: now[0])
+
+    def slow(row, limit):
+        assert 0 < limit <= min(180, 540 - now[0])
+        now[0] += min(limit, 100)
+        return found(row) if limit >= 100 else {"failed": f"no result in {limit:.0f} s"}
+
+    file = tmp_path / "rows"
+    asked, out, error = sweep(slow, out=str(file))
+    assert (len(asked), out.count("\n| "), error) == (6, 5, "")  # the sixth was cut off
+    assert out.splitlines()[-2] == (
+        "Time is up after 9 minutes, before 124m:1024 auto 64 remat none, unroll 12, chunks of 256; "
+        "the same command goes on."
+    )
+    assert len(file.read_text().splitlines()) == 5
+    again, out, _ = sweep(found, out=str(file))
+    assert again[0] == asked[5]
+    assert not set(again) & set(asked[:5])
+    assert out.count("\n| ") == len(again) + 5, "the rows of before are told again"
+
+
+def test_a_gpu_row_that_fails_is_a_row(sweep):
+    def find(row, _):
+        if row.what == "torch":
+            return {"failed": "ended by SIGSEGV"}
+        return found(row) if row.batch < 32 else {"failed": "out of memory"}
+
+    asked, out, error = sweep(find, cases="1b:2048")
+    assert not error
+    assert re.search(
+        r"^\| 1b:2048 \| auto \| 8 \| PyTorch, compiled \| ended by SIGSEGV \| - ", out, re.M
+    )
+    assert re.search(r"^\| 1b:2048 \| auto, segments \| 32 \| .* \| out of memory \| - ", out, re.M)
+    tried = [row for row in asked if row.what == "step" and row.remat == "none" and row.batch > 16]
+    assert {row.batch for row in tried} == {32}, "where 32 do not fit, more do not"
+
+
+def test_a_kernel_that_is_wrong_is_told_at_the_end(sweep):
+    def find(row, _):
+        wrong = row.what == "check" and row.attention == "cudnn"
+        return {"failed": "2×512, 4/4 heads of 64: dk off by 3.0e-01"} if wrong else found(row)
+
+    asked, out, error = sweep(find, cases="1b:2048")
+    assert len(asked) > 9, "the rest is measured"
+    assert "| kernel | cudnn | - | check | 2×512, 4/4 heads of 64: dk off by 3.0e-01 | - |" in out
+    assert error == "1: cudnn: the kernel check failed; see its row"
+
+
+@pytest.mark.parametrize(
+    ("script", "result"),
+    [
+        ("echo notice; echo '{\"ms\": 1.5}'", {"ms": 1.5}),
+        ("echo no memory >&2; kill -SEGV $$", {"failed": "ended by SIGSEGV: no memory"}),
+        ("exit 7", {"failed": "exit code 7"}),
+        ("sleep 60 & echo $! > $PIDS; wait", {"failed": "no result in 1 s"}),
+    ],
+    ids=["result", "crash", "exit", "hangs"],
+)
+def test_a_row_has_a_process_group_of_its_own(script, result, tmp_path, monkeypatch):
+    program, pids = tmp_path / "python", tmp_path / "pids"
+    program.write_text(f"#!/bin/sh\n{script}\n")
+    program.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(program))
+    monkeypatch.setenv("PIDS", str(pids))
+    told = rows.run(Row("check", attention="xla"), 1.0, [])
+    assert {key: told[key] for key in result} == result
+    if pids.exists():
+        stat = pathlib.Path(f"/proc/{pids.read_text().strip()}/stat")
+        assert not stat.exists() or stat.read_text().split()[2] == "Z", "its children live on"
+
+
+def test_the_environment_of_a_row(monkeypatch):
+    monkeypatch.setenv("XLA_FLAGS", "--mine=1")
+    step = rows.environment(Row("step", xla="cuBLAS only"))
+    assert step["XLA_FLAGS"] == "--mine=1 --xla_gpu_enable_triton_gemm=false"
+    assert step["XLA_CLIENT_MEM_FRACTION"] == "0.92"
+    assert rows.environment(Row("torch"))["JAX_PLATFORMS"] == "cpu"
+
+
+def test_figures_of_a_row():
+    row = Row("step", "1b:2048", 4)
+    n = 16 * (2 * 2048 * 64 * 40 + 3 * 2048 * 8192) + 128_256 * 2048
+    causal = (6 * n + 6 * 16 * 2048 * 2048) * 4 * 2048
+    told = rows.rates(row, 0.5, "NVIDIA H200", 90_000_000_000)
+    assert told["tokens_per_s"] == 4 * 2048 / 0.5
+    assert told["mfu_causal"] == pytest.approx(causal / 0.5 / 989e12)
+    assert told["gb"] == 90
+    assert rows.rates(row, 0.5, "cpu", None).keys() == {"ms", "tokens_per_s", "device"}
+
+
+def test_reasons_are_a_few_words():
+    xla = "XlaRuntimeError: RESOURCE_EXHAUSTED: Out of memory while trying to allocate 9 bytes."
+    assert (
+        rows.reason(xla)
+        == rows.reason("OutOfMemoryError: CUDA out of memory. Tried")
+        == "out of memory"
+    )
+    assert rows.reason("ValueError: a | b\n  c") == "ValueError: a / b c"
+    assert len(rows.reason("x" * 999)) == 100
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+    "kernel", ["xla", "triton", "cudnn"] if shutil.which("nvidia-smi") else ["triton"]
+)
+def test_kernels_on_this_machine(kernel):
+    """On a GPU where there is one; these tests' own process has none. Without one, interpreted."""
+    toy = [] if shutil.which("nvidia-smi") else ["--toy"]
+    told = rows.run(Row("check", attention=kernel), 300, toy)
+    assert "failed" not in told, told
+
+
 WORDS = {
     "cpu": ["--toy", "--remats=none", "--unrolls=1,2", "--rounds=1", "--batch_size=2", "--seq_len=32"],
     "collectives": ["--sizes=tiny", "--kind=cpu", "--chips=8", "--rules=fsdp", "--tokens=64",
@@ -377,30 +557,34 @@ ACCELERATOR = ("collectives", "memory", "gpu")  # the last one settles for one d
 @pytest.mark.parametrize(
     "commands",
     [
-        [[word, "--help"] for word in ACCELERATOR],
+        [[word, "--help"] for word in ACCELERATOR] + [["gpu", "--toy", "--minutes=0"]],
         pytest.param([[word, *WORDS[word]] for word in ACCELERATOR], marks=pytest.mark.full),
     ],
     ids=["imports", "runs"],
 )
-def test_words_for_accelerators_need_no_data_libraries(commands):
-    """Some machines with accelerators have neither Grain nor `datasets`."""
+def test_words_for_accelerators_need_no_data_libraries(commands, tmp_path):
+    """Some machines with accelerators have neither Grain nor `datasets`; `gpu` leaves its own to others."""
+    absent = f"import sys; sys.modules |= dict.fromkeys({ABSENT})"  # importing these fails
+    (tmp_path / "sitecustomize.py").write_text(absent)
     code = f"""
 import runpy, sys
-sys.modules |= dict.fromkeys({ABSENT})  # importing these fails
+from jax._src import xla_bridge
 for command in {commands}:
     sys.argv[1:] = command
     runpy.run_module("recipes.bench", run_name="__main__")
+    assert command[0] != "gpu" or not xla_bridge._backends, "it has made its devices"
 """
     quick = {"XLA_FLAGS": " ".join(f"--{name}={value}".lower() for name, value in QUICK.items())}
     done = subprocess.run(
         [sys.executable, "-c", code],
         cwd=ROOT,
-        env=os.environ | quick,
+        env=os.environ | quick | {"PYTHONPATH": str(tmp_path)},
         capture_output=True,
         text=True,
     )
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("\nrun:\n") + done.stdout.count("|---|") == 3
+    assert "failed" not in done.stdout
 
 
 @pytest.mark.parametrize(
@@ -413,6 +597,13 @@ for command in {commands}:
         ("meshes", "--rules=zero", "--rules has 'zero', which is not one of dp, fsdp, tp"),
         ("gpu", "--cases=124m:1024,1b", "--cases has '1b'; write size:tokens, for example 124m:1024"),
         ("gpu", "--batches=8,0", "--batches=8,0 must be whole numbers ≥ 1; try --batches=1,2"),
+        ("gpu", "--kernels=cudnn,flash", "--kernels has 'flash', which is not one of xla, splash, triton, cudnn"),
+        ("gpu", "--xla=fast", "--xla has 'fast', which is not one of default, cuBLAS only"),
+        ("gpu", "--minutes=-1", "--minutes=-1 must be ≥ 0.0; try 9.0"),
+        ("gpu", "--out=README.md", "--out=README.md has other lines than rows; name a new file"),
+        ("gpu", "--out=no/such/rows", "--out=no/such/rows can't be written; name a file in a folder of yours"),
+        ("gpu", '--row={"what": "step"}', '--row={"what": "step"} is no line of an --out file'),
+        ("gpu", '--row={"what": "check"}', "JAX finds no GPU here; use --toy to try the command without one"),
         ("collectives", "--chips=", "--chips= must be whole numbers ≥ 1; try --chips=1,2"),
         ("collectives", "--model=3", "--chips=16 is not divisible by --model=3 (rules 'tp'); use a different --model"),
         ("collectives", "--group=6", "--chips=16 is not divisible by --group=6 times --model=1 (rules 'hsdp_tp'); use a different --group"),

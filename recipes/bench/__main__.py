@@ -6,7 +6,7 @@
     python -m recipes.bench collectives   # bytes sent per step against the textbook, for TPUs and GPUs
     python -m recipes.bench memory        # compiled peak memory of a step, against an estimate
     python -m recipes.bench depth         # compile time of 80 layers against 8
-    python -m recipes.bench gpu           # tokens/s and MFU, with a sweep of settings
+    python -m recipes.bench gpu           # kernel checks, tokens/s and MFU, with a sweep
     python -m recipes.bench data          # throughput of the input pipeline and of tokenizing
     python -m recipes.bench checkpoint    # what saving costs training; restoring against reading
     python -m recipes.bench start         # time from the command to the first step
@@ -29,7 +29,7 @@ WORDS = {
     "collectives": "compiled.collectives",
     "memory": "memory.memory",
     "depth": "compiled.depth",
-    "gpu": "speed.gpu",
+    "gpu": "gpu.gpu",
     "data": "running.data",
     "checkpoint": "running.checkpoints",
     "start": "running.start",

@@ -23,6 +23,11 @@ from recipes.common.train.step import TrainStep
 from zoo.transformer import Config, Transformer
 
 ONE_DEVICE: Rules = {}  # sharding rules where there is nothing to shard: all is replicated
+CONVENTION = (
+    "FLOPs: 6·N per token, where N counts the weights that a token is multiplied with, plus "
+    "12·T·(heads · head dim) per token and layer for attention over the full T × T square, or half "
+    "of that if only the causal part counts. Recomputation is never counted."
+)
 
 
 class Step(NamedTuple):
@@ -48,14 +53,23 @@ class Step(NamedTuple):
         return initialize(self.layout, self.function.optimizer, 0, self.abstract)
 
     def batch(self) -> dict[str, jax.Array]:
-        """Random tokens, sharded as the step wants them; with segments, about four a row."""
-        rng, shape = np.random.default_rng(0), (self.layout.batch_size, self.seq_len + 1)
-        window_BT = rng.integers(0, 256, shape, np.int32)
-        batch = {"tokens": window_BT[:, :-1], "targets": window_BT[:, 1:]}
-        if "segment_ids" in self.example:
-            starts_BT = rng.random(batch["tokens"].shape) < 4 / self.seq_len
-            batch["segment_ids"] = np.cumsum(starts_BT, axis=1, dtype=np.int32)
-        return jax.device_put(batch, self.layout.batch)
+        """Random tokens, sharded as the step wants them."""
+        rows = random_rows(self.config.vocab_size, self.layout.batch_size, self.seq_len)
+        return jax.device_put({name: rows[name] for name in self.example}, self.layout.batch)
+
+
+def random_rows(vocab_size: int, batch_size: int, seq_len: int) -> dict[str, np.ndarray]:
+    """tokens, targets and segment_ids, int32 [B, T], the last of documents of 512 tokens on average.
+
+    Token k is as frequent as 1 / (k + 1), about as in a text: where all tokens are a few, or all are
+    equally frequent, a GPU takes another time to add up the gradients of their embeddings.
+    """
+    random, shape = np.random.default_rng(0), (batch_size, seq_len + 1)
+    window_BT = (vocab_size ** random.random(shape)).astype(np.int32) - 1
+    starts_BT = random.random(shape) < 1 / 512
+    segment_ids_BT = 1 + np.cumsum(starts_BT[:, :-1], axis=1, dtype=np.int32)
+    rows = {"tokens": window_BT[:, :-1], "targets": window_BT[:, 1:]}
+    return rows | {"segment_ids": segment_ids_BT}
 
 
 def make_step(
@@ -117,18 +131,27 @@ class Training:
 
     def __call__(self) -> None:
         for _ in range(self.steps):
-            self.state, metrics = self.compiled(self.state, self.batch)
-            jax.block_until_ready(metrics)  # simulated devices: few programs in flight
+            self.dispatch()
+            jax.block_until_ready(self.metrics)  # simulated devices: few programs in flight
+
+    def dispatch(self) -> None:
+        """Starts a step, and does not wait for it."""
+        self.state, self.metrics = self.compiled(self.state, self.batch)
 
 
 # ---- print ---------------------------------------------------------------------------------------
 
 
-def machine() -> str:
-    """Hardware, versions and load, in one line for the end of a table."""
-    device = jax.devices()[0]
-    kind = device.device_kind if device.platform != "cpu" else _cpu()
-    names = ("jax", "jaxlib", "flax", "libtpu")
+def machine(kind: str = "", *others: str) -> str:
+    """Hardware, versions and load, in one line for the end of a table.
+
+    Args:
+      kind: of the device, as JAX has it; empty: of JAX's first device.
+      others: more packages whose versions to tell.
+    """
+    kind = kind or jax.devices()[0].device_kind
+    kind = _cpu() if kind == "cpu" else kind
+    names = ("jax", "jaxlib", "flax", "libtpu", *others)
     versions = ", ".join(f"{n} {v}" for n in names if (v := version(n)))
     python = platform.python_version()
     load = f"load {os.getloadavg()[0]:.1f}" if hasattr(os, "getloadavg") else "load unknown"
@@ -155,13 +178,14 @@ def _cpu() -> str:
 
 
 class Table:
-    """A Markdown table, printed row by row because each row may take minutes."""
+    """A Markdown table, printed row by row because each row may take minutes; the head with the first."""
 
     def __init__(self, *columns: str):
-        print0(f"| {' | '.join(columns)} |", "|---" + "|---:" * (len(columns) - 1) + "|")
+        self._head = [f"| {' | '.join(columns)} |", "|---" + "|---:" * (len(columns) - 1) + "|"]
 
     def row(self, *cells: object) -> None:
-        print0(f"| {' | '.join(map(str, cells))} |")
+        print0(*self._head, f"| {' | '.join(map(str, cells))} |")
+        self._head = []
 
 
 def numbers(flag: str, text: str) -> list[int]:

@@ -24,7 +24,7 @@ from recipes.common.analysis import report
 from recipes.common.runtime.flags import flag
 from recipes.common.runtime.terminal import print0
 from recipes.common.sharding.rules import shards, used_axes
-from zoo.transformer import REMAT, RULES, SIZES, best_kernel
+from zoo.transformer import REMAT, RULES, SIZES, best_kernel, positions_at_once
 
 ON_DATA = [name for name, table in RULES.items() if used_axes(table) == {"data"}]  # strategies
 
@@ -128,7 +128,8 @@ def memory_parts(step: Step) -> dict[str, float]:
     saved = rows * length * kept[config.remat] * width
     if config.remat == "none":  # also weights in use, and scores before and after the softmax
         saved += layer + scores * (4 + width) // 4
-    chunk = min(length, config.loss_chunk)
+    with layout.trace():
+        chunk = positions_at_once(config, rows, length)
     logits = rows * chunk * config.vocab_size // over("vocab") * (4 + width)
     in_use = config.vocab_size // over("vocab") * D * width
     inside = rows * length * (2 * q + kv + 3 * F + 2 * D) * width

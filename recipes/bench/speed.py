@@ -1,21 +1,17 @@
-"""How fast the train step runs: against the machine's own matmul, across meshes, on a GPU."""
+"""How fast the train step runs: against the machine's own matmul, and across meshes."""
 
 import dataclasses
-import gc
 import itertools
 import math
-import os
-import subprocess
-import sys
-import time
 from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from recipes.bench import nanogpt
+from recipes.bench import pytorch
 from recipes.bench.common import (
+    CONVENTION,
     ONE_DEVICE,
     Table,
     Training,
@@ -28,15 +24,9 @@ from recipes.bench.common import (
 from recipes.common.analysis import flops, report
 from recipes.common.runtime.errors import UserError
 from recipes.common.runtime.flags import flag
-from recipes.common.runtime.mesh import arrange, make_mesh, parse
+from recipes.common.runtime.mesh import make_mesh, parse
 from recipes.common.runtime.terminal import print0
 from zoo.transformer import REMAT, RULES, SIZES, Config, Layer, attend, rope_angles
-
-CONVENTION = (
-    "FLOPs: 6·N per token, where N counts the weights that a token is multiplied with, plus "
-    "12·T·(heads · head dim) per token and layer for attention over the full T × T square, or half "
-    "of that if only the causal part counts. Recomputation is never counted."
-)
 
 
 def gpt2_10m() -> Config:
@@ -72,7 +62,7 @@ def cpu(flags: CpuFlags) -> None:
         changed = dataclasses.replace(config, remat=remat, unroll=unroll)
         steps.append(f"remat {remat}, unroll {unroll}")
         runs[steps[-1]] = Training(make_step(changed, ONE_DEVICE, mesh, B, T))
-    if torch := None if flags.toy else nanogpt.cpu_step(config, B, T):
+    if torch := None if flags.toy else pytorch.cpu_step(config, B, T):
         steps.append("PyTorch, nanoGPT's model compiled")
         runs[steps[-1]] = torch
     work |= dict.fromkeys(steps, count["causal"]) | {name: n for name, (_, n) in parts.items()}
@@ -180,119 +170,3 @@ def meshes(flags: MeshesFlags) -> None:
            f"best of {flags.rounds} interleaved rounds. Simulated devices share the cores: those "
            "along a mesh axis that the rules do not use all do the same work, so the step takes that "
            "many times longer, minus skipped communication.", machine())  # fmt: skip
-
-
-# ---- one GPU -------------------------------------------------------------------------------------
-
-XLA_FLAGS = {
-    "default": "",
-    "latency hiding": "--xla_gpu_enable_latency_hiding_scheduler=true "
-    "--xla_gpu_enable_triton_gemm=false",
-}
-
-
-@dataclasses.dataclass(frozen=True)
-class GpuFlags:
-    cases: str = flag(
-        "124m:1024,1b:2048", "Pairs of size:tokens of context, comma-separated.", group="model"
-    )
-    remats: str = flag("none,dots,full", "Remat policies, comma-separated.", group="model")
-    batches: str = flag("8,16,32", "Batch sizes, comma-separated.", group="data")
-    steps: int = flag(10, "Steps in a timing.", at_least=1)
-    rounds: int = flag(3, "Timings of each.", at_least=1)
-    flags: str = flag("default", "XLA flags of this process.", choices=XLA_FLAGS)
-    sweep_flags: bool = flag(True, "Repeat the best of each case with the other XLA flags.")
-    toy: bool = flag(False, "Size tiny with two sequences, on any device, to try the command.")
-
-
-def gpu(flags: GpuFlags) -> None:
-    if flags.toy:
-        flags = dataclasses.replace(flags, cases="tiny:64", batches="2", remats="none,full",
-                                    steps=1, rounds=1, sweep_flags=False)  # fmt: skip
-    cases = flags.cases.split(",")
-    for case in cases:
-        _case(case)  # raises before the table begins
-    remats, batches = one_of("remats", flags.remats, REMAT), numbers("batches", flags.batches)
-    if XLA_FLAGS[flags.flags]:  # read when JAX makes its devices
-        os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {XLA_FLAGS[flags.flags]}"
-    device = jax.devices()[0]
-    if device.platform != "gpu" and not flags.toy:
-        raise UserError("JAX finds no GPU here; use --toy to try the command without one")
-    mesh, peak = arrange({"data": 1}, [device]), flops.chip(device.device_kind)
-    table = Table("case", "batch", "remat", "XLA flags", "ms per step", "tokens/s", "MFU (causal)",
-                  "MFU (full)")  # fmt: skip
-    for case in cases:
-        best = (float("inf"), "", 0)
-        for remat in remats:
-            for batch in batches:
-                time_ = _gpu_case(table, flags, case, batch, remat, mesh, peak)
-                best = min(best, (time_ / batch, remat, batch))
-        if not best[2]:
-            continue  # none fits
-        for name in XLA_FLAGS if flags.sweep_flags else ():
-            if name != flags.flags:
-                _again(table, case, name, best)
-        _torch_row(table, flags, case, best[2], peak)
-    print0("", CONVENTION, machine())
-
-
-def _gpu_case(table, flags, case, batch, remat, mesh, peak) -> float:
-    """Seconds per step; infinite if it does not fit."""
-    size, length = _case(case)
-    config = dataclasses.replace(SIZES[size](), dtype="bfloat16", remat=remat)
-    gc.collect()  # the state of the case before
-    try:
-        training = Training(make_step(config, ONE_DEVICE, mesh, batch, length), flags.steps)
-        time_ = min(interleaved({"": training}, flags.rounds)[""].wall) / flags.steps
-    except jax.errors.JaxRuntimeError as error:
-        if "RESOURCE_EXHAUSTED" not in str(error):
-            raise
-        table.row(case, batch, remat, flags.flags, "out of memory", "-", "-", "-")
-        return float("inf")
-    cells = rates(flops.decoder(config, length, batch), batch * length, time_, peak)
-    table.row(case, batch, remat, flags.flags, f"{time_ * 1e3:.1f}", *cells)
-    return time_
-
-
-def rates(count: dict[str, float], tokens: int, seconds: float, peak: float | None):
-    """tokens/s, and MFU by both conventions."""
-    mfu = (f"{count[kind] / seconds / peak:.1%}" if peak else "-" for kind in ("causal", "full"))
-    return f"{tokens / seconds:,.0f}", *mfu
-
-
-def _again(table: Table, case: str, name: str, best) -> None:
-    """The best batch and policy with other XLA flags, which need a process of their own."""
-    command = [sys.executable, "-m", "recipes.bench", "gpu", f"--cases={case}",
-               f"--batches={best[2]}", f"--remats={best[1]}", f"--flags={name}",
-               "--nosweep_flags"]  # fmt: skip
-    done = subprocess.run(command, capture_output=True, text=True)
-    rows = [line for line in done.stdout.splitlines() if line.startswith(f"| {case}")]
-    if not rows:
-        table.row(case, best[2], best[1], name, "failed", "-", "-", "-")
-        print(done.stderr[-2000:], file=sys.stderr)
-    for row in rows:
-        if "PyTorch" not in row:
-            print0(row)
-
-
-def _torch_row(table: Table, flags: GpuFlags, case: str, batch: int, peak: float | None) -> None:
-    size, length = _case(case)
-    config = SIZES[size]()
-    step = nanogpt.gpu_step(config, batch, length)
-    if step is None:
-        return
-    step()
-    start = time.perf_counter()
-    for _ in range(flags.steps):
-        step()
-    step.wait()
-    time_ = (time.perf_counter() - start) / flags.steps
-    cells = rates(flops.decoder(config, length, batch), batch * length, time_, peak)
-    table.row(case, batch, "-", "PyTorch", f"{time_ * 1e3:.1f}", *cells)
-
-
-def _case(text: str) -> tuple[str, int]:
-    size, _, length = text.partition(":")
-    if size not in SIZES or not length.isdigit():
-        raise UserError(f"--cases has {text!r}; write size:tokens, for example 124m:1024")
-    return size, int(length)

@@ -16,16 +16,32 @@ import jax
 
 from recipes.common.sharding import Layout
 
-# Words of JAX's device_kind → FLOP/s of one device in dense bfloat16, no sparsity; the first that
-# matches. Published by NVIDIA and Google; a device of TPU7x is half a chip.
+# Words of JAX's device_kind → FLOP/s of one device in dense bfloat16, with float32 sums; the first that
+# matches. From NVIDIA's data sheets of each product, whose "with sparsity" figures are twice these, its
+# Ada and Ampere GA102 whitepapers for the RTX cards, and Google's pages of TPU versions; a device of
+# TPU7x is half a chip.
 PEAK = {
+    "GB300": 2500e12,
+    "GB200": 2500e12,
+    "B300": 2250e12,
     "B200": 2250e12,
+    "H200 NVL": 835e12,
     "H200": 989e12,
+    "GH200": 989e12,
     "H100 PCIe": 756e12,
     "H100 NVL": 835e12,
-    "H100": 989e12,
+    "H100": 989e12,  # SXM, which JAX calls "NVIDIA H100 80GB HBM3"
+    "H20": 148e12,
     "A100": 312e12,
+    "A40": 149.7e12,
+    "A30": 165e12,
+    "A10": 125e12,
+    "L40S": 362e12,
+    "L40": 181e12,
     "L4": 121e12,
+    "RTX 6000 Ada": 364.2e12,
+    "RTX 4090": 165.2e12,
+    "RTX 3090": 71e12,
     "TPU7x": 1153.5e12,
     "TPU v6 lite": 918e12,
     "TPU v5 lite": 197e12,

@@ -1,0 +1,214 @@
+"""One row of `python -m recipes.bench gpu`, measured in a process of its own.
+
+So the GPU's memory is this row's alone, XLA reads the row's flags, and a crash ends the row only.
+"""
+
+import dataclasses
+import json
+import os
+import signal
+import statistics
+import subprocess
+import sys
+import time
+import traceback
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import jax
+
+from recipes.bench import kernels, pytorch
+from recipes.bench.common import ONE_DEVICE, Training, make_step
+from recipes.common.analysis import flops
+from recipes.common.runtime.errors import UserError
+from recipes.common.runtime.mesh import arrange
+from zoo.transformer import SIZES, best_kernel
+
+XLA_FLAGS = {
+    "default": "",
+    "cuBLAS only": "--xla_gpu_enable_triton_gemm=false",
+    "latency hiding": "--xla_gpu_enable_latency_hiding_scheduler=true",
+    "slices fused": "--xla_gpu_enable_dynamic_slice_fusion=true",
+    "cuBLASLt": "--xla_gpu_enable_cublaslt=true",
+}
+MEMORY = "0.92"  # of the GPU's, taken at the start; the rest is cuBLAS's, cuDNN's and the driver's
+OUT_OF_MEMORY = "out of memory"
+TOLERANCE = 1e-2  # of a kernel in bfloat16: 2e-3 to 4e-3 where it is right
+TIMED = kernels.Shape(8, 2_048, 32, 8, 64)  # 1b's heads
+WARM_UP = 3  # steps that are not timed: compilers, autotuning, allocators
+
+
+@dataclasses.dataclass(frozen=True)
+class Row:
+    """What is measured: a "check" of a kernel, or a "step" by JAX, or a step by "torch"."""
+
+    what: str
+    case: str = ""  # size:tokens of context
+    batch: int = 0  # sequences
+    attention: str = "auto"  # Config's, or one of pytorch.ATTENTION
+    segments: bool = False
+    remat: str = "none"
+    unroll: int = 1
+    loss_chunk: int = 256
+    xla: str = "default"  # a key of XLA_FLAGS
+
+    def size(self) -> str:
+        return self.case.partition(":")[0]
+
+    def length(self) -> int:
+        return int(self.case.partition(":")[2])
+
+
+Result = dict[str, Any]  # {"failed": reason}, or figures by name
+
+
+def measure(row: Row, steps: int, rounds: int, toy: bool) -> Result:
+    """In this process. Raises UserError where there is no GPU and `toy` does not do without one."""
+    if row.what != "torch" and jax.devices()[0].platform != "gpu" and not toy:
+        raise UserError("JAX finds no GPU here; use --toy to try the command without one")
+    try:
+        return {"check": _check, "step": _step, "torch": _torch}[row.what](row, steps, rounds, toy)
+    except UserError:
+        raise
+    except Exception as error:  # whatever it is, it is the row's result
+        traceback.print_exc()
+        return {"failed": reason(f"{type(error).__name__}: {error}")}
+
+
+def reason(error: str) -> str:
+    """A few words that fit into a table."""
+    if OUT_OF_MEMORY in error.lower():
+        return OUT_OF_MEMORY
+    words = " ".join(error.split()).replace("|", "/").removeprefix("AssertionError: ")
+    return words if len(words) <= 100 else f"{words[:99]}…"
+
+
+def _check(row: Row, steps: int, rounds: int, toy: bool) -> Result:
+    kernel = row.attention
+    if toy:
+        shapes = [shape for shape in kernels.SMALL if kernels.takes(kernel, shape)]
+        return {"error": kernels.check(kernel, shapes[:1], "float32", 2e-5)}
+    worst = kernels.check(kernel, kernels.SHAPES, "bfloat16", TOLERANCE)
+    shapes = [TIMED, TIMED._replace(segments=True)]
+    times = {
+        f"ms{', segments' * shape.segments}": kernels.seconds(kernel, shape, "bfloat16", steps)
+        * 1e3
+        for shape in shapes
+        if kernels.takes(kernel, shape)
+    }
+    return {"error": worst, **times, "device": jax.devices()[0].device_kind}
+
+
+def _step(row: Row, steps: int, rounds: int, toy: bool) -> Result:
+    device = jax.devices()[0]
+    config = dataclasses.replace(
+        SIZES[row.size()](), dtype="bfloat16", attention=row.attention, remat=row.remat,
+        unroll=row.unroll, loss_chunk=row.loss_chunk,
+    )  # fmt: skip
+    mesh = arrange({"data": 1}, [device])
+    step = make_step(config, ONE_DEVICE, mesh, row.batch, row.length(), row.segments)
+    with step.layout.trace():
+        kernel, _ = best_kernel(config, row.length(), row.segments)
+    start = time.perf_counter()
+    compiled = step.compile()
+    compiling = time.perf_counter() - start
+    training = Training(step, compiled=compiled)
+    seconds = timed(training.dispatch, lambda: jax.block_until_ready(training.state), steps, rounds)
+    loss = float(training.metrics["loss"])
+    if not loss < float("inf"):
+        return {"failed": f"the loss is {loss}"}
+    peak = (device.memory_stats() or {}).get("peak_bytes_in_use")
+    return rates(row, seconds, device.device_kind, peak) | {
+        "kernel": kernel, "compile_s": compiling, "loss": loss
+    }  # fmt: skip
+
+
+def _torch(row: Row, steps: int, rounds: int, toy: bool) -> Result:
+    import torch
+
+    if not torch.cuda.is_available() and not toy:
+        return {"failed": "PyTorch finds no GPU"}
+    device = "cpu" if toy else "cuda"
+    asked = "" if row.attention == "auto" else row.attention
+    start = time.perf_counter()
+    step = pytorch.Step(SIZES[row.size()](), row.batch, row.length(), device, asked, not toy)
+    step()
+    step.wait()
+    compiling = time.perf_counter() - start
+    seconds = timed(step, step.wait, steps, rounds)
+    kind = device if toy else torch.cuda.get_device_name()
+    peak = None if toy else torch.cuda.max_memory_allocated()
+    return rates(row, seconds, kind, peak) | {"kernel": row.attention, "compile_s": compiling}
+
+
+def timed(run: Callable, wait: Callable, steps: int, rounds: int) -> float:
+    """Seconds per step, the median of so many timings of `steps` steps with one sync at the end."""
+    for _ in range(WARM_UP):
+        run()
+        wait()
+    times = []
+    for _ in range(rounds):
+        start = time.perf_counter()
+        for _ in range(steps):
+            run()
+        wait()
+        times.append((time.perf_counter() - start) / steps)
+    return statistics.median(times)
+
+
+def rates(row: Row, seconds: float, kind: str, memory: int | None) -> Result:
+    """The figures of a step; MFU by both conventions where the device's peak is known."""
+    count = flops.decoder(SIZES[row.size()](), row.length(), row.batch)
+    result = {"ms": seconds * 1e3, "tokens_per_s": row.batch * row.length() / seconds}
+    if peak := flops.chip(kind):
+        result |= {f"mfu_{name}": number / seconds / peak for name, number in count.items()}
+    return result | {"device": kind} | ({"gb": memory / 1e9} if memory else {})
+
+
+# ---- the process ---------------------------------------------------------------------------------
+
+
+def run(row: Row, limit: float, options: Iterable[str]) -> Result:
+    """`measure` in a new process, whose whole group ends with it, after `limit` seconds at the latest.
+
+    Args:
+      options: more flags for it.
+
+    Raises UserError if it does.
+    """
+    asked = json.dumps(dataclasses.asdict(row))
+    command = [sys.executable, "-m", "recipes.bench", "gpu", f"--row={asked}", *options]
+    start = time.monotonic()
+    child = subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, errors="replace",
+        env=environment(row), start_new_session=True,
+    )  # fmt: skip
+    try:
+        out, err = child.communicate(timeout=limit)
+    except subprocess.TimeoutExpired:
+        return {"failed": f"no result in {limit:.0f} s", "seconds": limit}
+    finally:
+        if child.poll() is None:
+            os.killpg(child.pid, signal.SIGKILL)  # torch.compile has children of its own
+            child.communicate()
+    said = (err.strip().splitlines() or [""])[-1]
+    seconds = time.monotonic() - start
+    if child.returncode == 2:
+        raise UserError(said.removeprefix("error: "))
+    try:
+        result = json.loads(out.strip().splitlines()[-1])
+    except (IndexError, json.JSONDecodeError):
+        end = child.returncode
+        how = f"ended by {signal.Signals(-end).name}" if end < 0 else f"exit code {end}"
+        result = {"failed": reason(f"{how}: {said}" if said else how)}
+    return result | {"seconds": seconds} | ({"log": err[-4_000:]} if "failed" in result else {})
+
+
+def environment(row: Row) -> dict[str, str]:
+    """That of a row's process."""
+    mine = os.environ | {"XLA_CLIENT_MEM_FRACTION": MEMORY}
+    if row.what == "torch":
+        mine["JAX_PLATFORMS"] = "cpu"  # the GPU is PyTorch's
+    if more := XLA_FLAGS[row.xla]:
+        mine["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {more}".strip()
+    return mine
