@@ -21,10 +21,13 @@ from recipes.common.sharding.rules import Table, partition_spec
 
 
 def _pipelined(kind: str) -> dict[str, bool | str]:
-    """The option, renamed in JAX 0.11.1, that moves collectives of a kind across trips of a loop."""
-    if jax.__version_info__ < (0, 11, 1):
-        return {f"xla_gpu_enable_pipelined_{kind}": True}
-    return {f"xla_gpu_pipeline_{kind}": "COLLECTIVE_PIPELINING_MODE_ON"}
+    """The option that moves collectives of a kind across trips of a loop."""
+    if NEW_OPTIONS:
+        return {f"xla_gpu_pipeline_{kind}": "COLLECTIVE_PIPELINING_MODE_ON"}
+    return {f"xla_gpu_enable_pipelined_{kind}": True}
+
+
+NEW_OPTIONS = jax.__version_info__ >= (0, 11, 1)  # of NVIDIA's compiler; it refuses unknown ones
 
 
 # Platform → options of its compiler for whatever a Layout compiles, and what each bought.
@@ -37,19 +40,23 @@ COMPILER_OPTIONS = {
         # v5e, with it 0.7.
         "xla_tpu_prefer_async_allgather_to_allreduce": "true",
     },
-    # NVIDIA; the bytes sent are the same. Of 8b with 4 layers, fsdp on 8 H200, jax 0.11.2: 5.6 GB are
-    # gathered, of which 2.8 GB beside matmuls, peak 6.9 GB; with all of these 3.8 GB, peak 6.7 GB.
+    # NVIDIA. Of 8b with 4 layers, fsdp on 8 H200, jax 0.11.2: 5.6 GB are gathered, and 2.8 GB of that
+    # beside matmuls; scatters 101 of 481 MB; peak 6.9 GB. With all of these 3.8 GB, 186 MB, 6.7 GB.
     "cuda": {
-        # A layer's weights are gathered, and its gradients scattered, while the one before or after
-        # it computes: 3.0 GB of the gathers beside matmuls, scatters 232 MB where they were 101.
+        # A layer's gathers and scatters may run beside the layer before or after it. These two alone
+        # put 232 MB of the scatters beside matmuls; the peak is 6.4 GB.
         **_pipelined("all_gather"),
         **_pipelined("reduce_scatter"),
-        # Those two carry weights from one trip of a loop to the next. Two trips in one save the
-        # copies: 1.6 GB a step, without it 3.6 GB.
+        # Two layers in a trip of the loop: with those, 3.5 GB of the gathers are beside matmuls, and
+        # what trips hand on is not copied: 1.6 GB of copies, without it 3.4 GB.
         "xla_gpu_enable_while_loop_unrolling": "WHILE_LOOP_UNROLLING_DOUBLE_BUFFER",
         # Fewer, larger transfers: 34 gathers instead of 50, 6 scatters instead of 10.
         "xla_gpu_all_gather_combine_threshold_bytes": 2**27,
         "xla_gpu_reduce_scatter_combine_threshold_bytes": 2**27,
+        # Replica groups: gradients are scattered within a group and summed between groups, not summed
+        # over all GPUs and sliced. 124m with 2 layers, hsdp_tp on 2x8x1: all-reduces send 13 MB and
+        # scatters 92, without it 63 and 68.
+        **({"xla_gpu_all_reduce_splitter_ignore_profitability_check": True} if NEW_OPTIONS else {}),
     },
 }
 
