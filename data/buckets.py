@@ -19,7 +19,7 @@ from typing import Any
 
 from data import DataError, cache_dir
 
-SECONDS = 8  # to wait for a bucket's first answer, its library's retries included
+SECONDS = 5  # to wait for a bucket's first answer, its library's retries included
 LOGIN = "run gcloud auth application-default login, or set GOOGLE_APPLICATION_CREDENTIALS"
 
 
@@ -40,7 +40,7 @@ def path(name: str, what: str) -> pathlib.Path:
     bucket, _, inside = rest.partition("/")
     if scheme != "gs":
         raise DataError(
-            f"{what} is on {scheme}://, which Orbax can't write; use gs://BUCKET/NAME, or a local path"
+            f"{what} is on {scheme}://, which Orbax can't use; use gs://BUCKET/NAME, or a local path"
         )
     if not re.fullmatch(r"[a-z0-9][a-z0-9._-]*", bucket) or not inside.strip("/"):
         raise DataError(f"{what} is not gs://BUCKET/NAME; use, for example, gs://my-bucket/runs/a")

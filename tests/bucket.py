@@ -1,13 +1,13 @@
-"""A bucket in this process: gcp-storage-emulator, and a proxy in front of it.
+"""A bucket in this process: gcp-storage-emulator, and what it lacks in front of it.
 
-The emulator ignores preconditions, does not say which generation it sends, and never fails. The proxy
-enforces ifGenerationMatch (412), and a test can have it refuse, delay or cut off what it likes, or look
-at the bucket before each change.
+The emulator ignores preconditions, does not say which generation it sends, and never fails. Here
+ifGenerationMatch is enforced (412), and a test can refuse, delay or cut off what it likes, and look at
+the bucket after each change.
 """
 
 import contextlib
-import http.client
 import http.server
+import io
 import json
 import logging
 import re
@@ -17,7 +17,9 @@ from collections.abc import Callable, Iterator
 from typing import NamedTuple
 from urllib.parse import parse_qs, unquote, urlsplit
 
-from gcp_storage_emulator.server import create_server
+from gcp_storage_emulator import server
+from gcp_storage_emulator.handlers import buckets
+from gcp_storage_emulator.storage import Storage
 
 NAME = "zoo"
 CUT = "cut"  # an answer: the connection ends half-way
@@ -47,31 +49,26 @@ class Bucket:
     def __init__(self):
         logging.getLogger("gcp_storage_emulator").setLevel(logging.CRITICAL)
         logging.getLogger("api").setLevel(logging.CRITICAL)
-        self._server = http.server.ThreadingHTTPServer(("localhost", 0), _proxy(self))
-        self._server.daemon_threads = True
-        self._server.handle_error = lambda *_: None  # of clients that are dead
-        self.port = self._server.server_port
-        self._emulator = create_server("localhost", 0, in_memory=True, default_bucket=NAME)
-        self.storage = self._emulator._storage
+        self.storage = Storage(use_memory_fs=True)
         self.storage._write_config_to_file = lambda: None  # of all objects, at each change
+        buckets.create_bucket(NAME, self.storage)
         self.storage.buckets[NAME]["softDeletePolicy"] = {"retentionDurationSeconds": 0}
         self.lock = threading.RLock()
         self.fault: Callable[[Request], Answer] = lambda request: None
         self.requests: list[Request] = []
+        self.history: list[tuple[dict, dict]] | None = (
+            None  # the bucket after each change; None: off
+        )
+        self._server = _Server(("localhost", 0), _handler(self))
+        self.port = self._server.server_port
 
     def __enter__(self) -> "Bucket":
-        self._emulator.start()
-        api = self._emulator._api
-        while api._httpd is None:
-            time.sleep(0.001)
-        self.behind = api._httpd.server_port
         threading.Thread(target=self._server.serve_forever, args=(0.05,), daemon=True).start()
         return self
 
     def __exit__(self, *_) -> None:
         self._server.shutdown()
         self._server.server_close()
-        self._emulator.stop()
 
     @property
     def env(self) -> dict[str, str]:
@@ -102,6 +99,7 @@ class Bucket:
             return dict(self.storage.objects.get(NAME, {})), dict(self.storage._store._files)
 
     def reset(self, state: tuple[dict, dict] = ({}, {})) -> None:
+        self.requests.clear()
         with self.lock:
             self.storage.objects[NAME], self.storage._store._files = map(dict, state)
 
@@ -109,39 +107,21 @@ class Bucket:
         """Of an object; 0 where there is none."""
         return int(self.storage.objects.get(NAME, {}).get(name, {"generation": 0})["generation"])
 
-    # ---- the proxy -------------------------------------------------------------------------------
-
-    def forward(self, method: str, path: str, headers, body: bytes):
-        """The emulator's answer: (status, headers, body)."""
-        connection = http.client.HTTPConnection("localhost", self.behind, timeout=60)
-        dropped = ("connection", "content-length", "transfer-encoding", "expect")
-        kept = {k: v for k, v in headers.items() if k.lower() not in dropped}
-        connection.request(method, path, body, kept | {"Content-Length": str(len(body))})
-        answer = connection.getresponse()
-        dropped = ("date", "server", "connection", "content-length")
-        kept = [(k, v) for k, v in answer.getheaders() if k.lower() not in dropped]
-        content = answer.read()
-        connection.close()
-        return answer.status, kept, content
-
-    def answer(self, request: Request, path: str, headers):
-        """One after another: a precondition and the change that it is of are one."""
-        with self.lock:
-            wanted = request.query.get("ifGenerationMatch")
-            if wanted and int(wanted[0]) != self.generation(request.name):
-                return error(412, "conditionNotMet")
-            seen = request.query.get("ifGenerationNotMatch")
-            if request.method == "GET" and seen and int(seen[0]) == self.generation(request.name):
-                return error(304, "notModified")
-            status, sent, content = self.forward(request.method, path, headers, request.body)
-            if request.query.get("alt") == ["media"]:
-                sent.append(("X-Goog-Generation", str(self.generation(request.name))))
-            return status, sent, content
+    def refuses(self, request: Request) -> int:
+        """The status of a request whose precondition is not met; 0 if it is."""
+        now, wanted = self.generation(request.name), request.query.get("ifGenerationMatch")
+        if wanted and int(wanted[0]) != now:
+            return 412
+        seen = request.query.get("ifGenerationNotMatch")
+        return 304 if request.method == "GET" and seen and int(seen[0]) == now else 0
 
 
-def error(status: int, reason: str):
-    content = {"error": {"code": status, "message": reason, "errors": [{"reason": reason}]}}
-    return status, [("Content-Type", "application/json")], json.dumps(content).encode()
+class _Server(http.server.ThreadingHTTPServer):
+    daemon_threads = True
+    request_queue_size = 128  # clients connect many at once, and wait a second if there is no room
+
+    def handle_error(self, *_):
+        """Of clients that are dead."""
 
 
 def named(path: str, query: dict[str, list[str]], body: bytes) -> str:
@@ -153,12 +133,18 @@ def named(path: str, query: dict[str, list[str]], body: bytes) -> str:
     return unquote(path.rpartition("/o/")[2]) if "/o/" in path else ""
 
 
-def _proxy(bucket: Bucket) -> type:
-    class Proxy(http.server.BaseHTTPRequestHandler):
+def _handler(bucket: Bucket) -> type:
+    class Handler(server.RequestHandler):
+        """The emulator's, with what it lacks."""
+
         protocol_version = "HTTP/1.1"  # clients keep their connections
         disable_nagle_algorithm = True
+        _sent: Request | None = None  # what is being answered
 
-        def handle_any(self):
+        def __init__(self, *args):
+            super().__init__(bucket.storage, *args)
+
+        def answer(self):
             url, body = urlsplit(self.path), self._body()
             query = parse_qs(url.query)
             request = Request(self.command, named(url.path, query, body), query, body)
@@ -170,20 +156,38 @@ def _proxy(bucket: Bucket) -> type:
                 return
             if isinstance(said, float):
                 time.sleep(said)
-            status, headers, content = (
-                error(said, "injected")
-                if isinstance(said, int)
-                else bucket.answer(request, self.path, self.headers)
-            )
-            self.send_response(status)
-            for key, value in headers:
-                self.send_header(key, value)
-            self.send_header("Content-Length", str(len(content)))
-            self.end_headers()
-            with contextlib.suppress(OSError):  # the client may be dead
-                self.wfile.write(content)
+            # One after another: a precondition and the change that it is of are one.
+            with bucket.lock:
+                status = said if isinstance(said, int) else bucket.refuses(request)
+                if status:
+                    self._refuse(status)
+                    return
+                self._sent = request
+                connection, self.rfile = self.rfile, io.BytesIO(body)
+                try:
+                    server.Router(self).handle(self.command)
+                finally:
+                    self.rfile = connection
+                if request.changes and bucket.history is not None:
+                    bucket.history.append(bucket.snapshot())
 
-        do_GET = do_POST = do_PUT = do_DELETE = do_PATCH = handle_any  # noqa: N815
+        do_GET = do_POST = do_PUT = do_DELETE = do_PATCH = answer  # noqa: N815
+
+        def end_headers(self):
+            if self._sent and self._sent.query.get("alt") == ["media"]:
+                self.send_header("X-Goog-Generation", str(bucket.generation(self._sent.name)))
+            super().end_headers()
+
+        def _refuse(self, status: int) -> None:
+            self._sent = None
+            reason = {"code": status, "message": "refused", "errors": [{"reason": "refused"}]}
+            content = b"" if status == 304 else json.dumps({"error": reason}).encode()
+            self.send_response(status)
+            self.send_header("Content-Type", "application/json")
+            if content:
+                self.send_header("Content-Length", str(len(content)))
+            self.end_headers()
+            self.wfile.write(content)
 
         def _body(self) -> bytes:
             if self.headers.get("Transfer-Encoding", "").lower() != "chunked":
@@ -193,12 +197,11 @@ def _proxy(bucket: Bucket) -> type:
                 parts.append(self.rfile.read(size))
                 self.rfile.readline()
             self.rfile.readline()
+            del self.headers["Transfer-Encoding"]
+            self.headers["Content-Length"] = str(sum(map(len, parts)))
             return b"".join(parts)
 
-        def log_message(self, *_):
-            pass
-
-    return Proxy
+    return Handler
 
 
 def main() -> None:
