@@ -121,7 +121,8 @@ def reason(error: BaseException) -> str:
         return error.strerror
     if str(error).startswith("Forbidden"):
         return "403 Forbidden"
-    return (str(error).splitlines() or [type(error).__name__])[0].rstrip(".")
+    text = (str(error).splitlines() or [type(error).__name__])[0]
+    return re.split(r" \[(?:http_response_body|tensorstore_spec)=", text)[0].rstrip(".")
 
 
 # ---- copied into the cache -----------------------------------------------------------------------

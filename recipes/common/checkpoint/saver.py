@@ -263,6 +263,8 @@ class Saver:
             )  # fmt: skip
             if self._taken():
                 return
+            if processes.count() == 1:
+                self._forget_errors()
             # Its other arrays are still being written, and recreate its folder.
             with contextlib.suppress(*folders.errors()):  # the next start removes it
                 for _ in range(10):
@@ -274,6 +276,14 @@ class Saver:
                     time.sleep(0.5)
                     if not self._unfinished():
                         break
+
+    def _forget_errors(self) -> None:
+        """Of this save: Orbax raises each of its small writes' alone, the others in the next save."""
+        for _ in range(100):
+            try:
+                return self._checkpointer.wait_until_finished()
+            except Exception:
+                continue
 
     def _taken(self) -> bool:
         """Whether another run has taken over the workdir, where nothing more is ours."""
