@@ -19,7 +19,7 @@ from data import DataError, buckets, corpus, sources
 from recipes.common import checkpoint
 from recipes.common.checkpoint import integrity
 from recipes.common.mesh import make_mesh
-from recipes.common.runtime import Stopped, UserError, folders, lock
+from recipes.common.runtime import Stopped, UserError, folders, lock, start
 from recipes.common.sharding.abstract import paths
 from tests.bucket import CUT, Bucket, Request
 from tests.conftest import ROOT
@@ -227,10 +227,14 @@ def writes(part: str):
     return lambda request: request.method == "POST" and part in request.name
 
 
+def refuse(which):
+    return lambda request: 403 if which(request) else None
+
+
 @pytest.mark.full
-def test_refused_writes_are_told_and_the_next_save_works(bucket, capfd):
-    refused = writes("checkpoints/2/")
-    with bucket.failing(lambda request: 403 if refused(request) else None):
+def test_refused_writes_are_told_and_the_next_save_works(bucket, capfd, monkeypatch):
+    monkeypatch.setattr(sys, "unraisablehook", start._unraisable)  # as runs do, for TensorStore
+    with bucket.failing(refuse(writes("checkpoints/2/"))):
         with saving(WORKDIR, keep=3) as saver:
             for step in (1, 2, 3):
                 saver.save(step, state(step))
@@ -240,20 +244,15 @@ def test_refused_writes_are_told_and_the_next_save_works(bucket, capfd):
         assert "403" in told
         assert in_folder(bucket, "checkpoints") == ["1", "3"]
     # Nothing may be deleted: what is saved is saved.
-    with bucket.failing(lambda request: 403 if request.method == "DELETE" else None):
-        with saving(WORKDIR, keep=1) as saver:
-            with bucket.failing(
-                lambda r: 403 if r.method == "DELETE" and "s/1/" in r.name else None
-            ):
-                saver.save(4, state(4))
-                saver.wait()
-        assert (
-            "warning: old checkpoints could not be removed (403 Forbidden)"
-            in capfd.readouterr().err
-        )
+    with saving(WORKDIR, keep=1) as saver:
+        with bucket.failing(refuse(lambda r: r.method == "DELETE" and "s/1/" in r.name)):
+            saver.save(4, state(4))
+            saver.wait()
+    told = capfd.readouterr().err
+    assert "warning: old checkpoints could not be removed (403 Forbidden)" in told
     assert checkpoint.steps_in(at("checkpoints"))[-1] == 4
     saver = saving(WORKDIR, keep=2).__enter__()
-    with bucket.failing(lambda r: 403 if writes("checkpoints/5/")(r) else None):
+    with bucket.failing(refuse(writes("checkpoints/5/"))):
         saver.save(5, state(5))
         with pytest.raises(
             Stopped, match=rf"step 5 .*403.*; the newest is {WORKDIR}/checkpoints/4"
@@ -309,7 +308,7 @@ SHORT = (
 
 
 @pytest.mark.full
-def test_a_run_in_a_bucket_is_the_run_on_a_disk(bucket, book, quick, inside, tmp_path):
+def test_a_run_in_a_bucket_is_the_run_on_a_disk(bucket, book, quick, inside, tmp_path, monkeypatch):
     """Saved, resumed on another mesh, evaluated, published, exported and imported."""
     flags = (*SHORT, book)
     train = lambda *more: inside("recipes.transformer", *flags, *more)  # noqa: E731
@@ -329,6 +328,14 @@ def test_a_run_in_a_bucket_is_the_run_on_a_disk(bucket, book, quick, inside, tmp
     assert (there / "best" / "6" / "held_out.json").read_text() == (
         here / "best" / "6" / "held_out.json"
     ).read_text()
+
+    # A save that fails is told, and so is the end.
+    with monkeypatch.context() as patch, bucket.failing(refuse(writes("checkpoints/8/"))):
+        patch.setattr(sys, "unraisablehook", start._unraisable)
+        done = train("--mesh=2x4", "--steps=8", f"--workdir={there}")
+    assert (done.code, "error: the checkpoint of step 8 could not be" in done.err) == (1, True)
+    assert checkpoint.steps_in(there / "checkpoints") == [3, 6]
+    assert not bucket.names("runs/w/lock.json")
 
     published, exported, imported = "gs://zoo/zoo/mine", "gs://zoo/hf/mine", "gs://zoo/runs/hf"
     done = inside(
@@ -397,7 +404,7 @@ def test_a_run_killed_in_the_midst_of_a_save_ends_as_an_uninterrupted_one(bucket
     """And compiled programs are kept in a bucket, while data is prepared on a disk."""
     cache = {"ZOO_CACHE": "gs://zoo/cache", "XDG_CACHE_HOME": str(tmp_path / "cache")}
 
-    def start(workdir) -> subprocess.Popen:
+    def begin(workdir) -> subprocess.Popen:
         command = [sys.executable, "-m", "recipes.transformer", *KILLED, book]
         return subprocess.Popen(
             [*command, f"--workdir={workdir}"], cwd=ROOT, text=True,
@@ -406,7 +413,7 @@ def test_a_run_killed_in_the_midst_of_a_save_ends_as_an_uninterrupted_one(bucket
         )  # fmt: skip
 
     def killed_at(moment) -> list[int]:
-        process = start(WORKDIR)
+        process = begin(WORKDIR)
 
         def fault(request: Request):
             if moment(request):
@@ -419,14 +426,14 @@ def test_a_run_killed_in_the_midst_of_a_save_ends_as_an_uninterrupted_one(bucket
         return checkpoint.steps_in(at("checkpoints"))
 
     here = tmp_path / "w"
-    whole = start(here)
+    whole = begin(here)
     _, err = whole.communicate(timeout=120)
     assert whole.returncode == 0, err
     assert killed_at(writes("checkpoints/3/state/d/")) == [], "an upload is cut"
     assert killed_at(writes("checkpoints/6/commit_success.txt")) == [3], "before its mark"
     saved = killed_at(lambda r: r.method == "DELETE" and "checkpoints/3/state/" in r.name)
     assert saved == [6, 9], "all is saved, and an old one half removed"
-    process = start(WORKDIR)
+    process = begin(WORKDIR)
     _, err = process.communicate(timeout=120)
     assert process.returncode == 0, err
     assert in_folder(bucket, "checkpoints") == ["6", "9"]

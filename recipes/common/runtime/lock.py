@@ -8,7 +8,6 @@ lets exactly one.
 
 import contextlib
 import datetime
-import email.utils
 import fcntl
 import json
 import os
@@ -160,6 +159,8 @@ class BucketLock:
     def _look(self) -> tuple[int, float, dict[str, Any]]:
         """(generation, seconds since it was written by the bucket's own clock, owner)."""
         object_ = (self._bucket, self._name)
+        import email.utils  # a hundredth of a second, which a run on a disk does without
+
         headers, about = self._files.call("GET", "b/{}/o/{}", *object_)
         facts = json.loads(about)
         now = email.utils.parsedate_to_datetime(headers["Date"])
