@@ -19,6 +19,7 @@ from typing import Any
 
 from data import DataError, cache_dir
 
+MAGIC = re.compile(r"[*?\[]")
 SECONDS = 5  # to wait for a bucket's first answer, its library's retries included
 LOGIN = "run gcloud auth application-default login, or set GOOGLE_APPLICATION_CREDENTIALS"
 
@@ -36,6 +37,16 @@ def path(name: str, what: str) -> pathlib.Path:
 
     Raises DataError, within SECONDS, if the bucket can't be used.
     """
+    if magic := MAGIC.search(name):
+        raise DataError(f"{what} has {magic[0]!r}, which is for patterns; use another name")
+    _check(name, what)
+    from etils import epath
+
+    return epath.Path(name.rstrip("/"))
+
+
+def _check(name: str, what: str) -> None:
+    """Raises DataError if this can't be the name of something in a bucket that answers."""
     scheme, _, rest = name.partition("://")
     bucket, _, inside = rest.partition("/")
     if scheme != "gs":
@@ -50,9 +61,6 @@ def path(name: str, what: str) -> pathlib.Path:
         raise DataError(f"{what} needs gcsfs; run pip install -e '.[gcs]'")
     if problem := _problem(bucket):
         raise DataError(f"{what}: {problem}")
-    from etils import epath
-
-    return epath.Path(name.rstrip("/"))
 
 
 @functools.cache
@@ -101,6 +109,13 @@ def _problem(bucket: str) -> str:
 
 def _refused(error: Exception) -> bool:
     return getattr(error, "code", 0) == 401 or str(error).startswith("Forbidden")
+
+
+def begin_upload(path: pathlib.Path) -> None:
+    """Begins an upload that never goes on: nothing is there for it. Raises `errors`."""
+    bucket, _, name = str(path).removeprefix("gs://").partition("/")
+    where = filesystem()._location + "/upload/storage/v1/b/{}/o"
+    filesystem().call("POST", where, bucket, json={}, uploadType="resumable", name=name)
 
 
 # ---- errors --------------------------------------------------------------------------------------
@@ -154,14 +169,14 @@ def _is_object(name: str, root: str) -> bool:
 
 def _listing(name: str, what: str) -> tuple[str, dict[str, dict[str, Any]]]:
     """(folder in a bucket, name below it → gcsfs's facts) of the objects of a name, in order."""
+    _check(name, what)
     full = name.removeprefix("gs://").rstrip("/")
-    fixed = full.partition(next((c for c in full if c in "*?["), "\0"))[0]
-    pattern = fixed != full
-    root = fixed.rpartition("/")[0] if pattern else full
-    path(f"gs://{root}" if pattern and "/" in root else name, what)
+    magic = MAGIC.search(full)
+    root = full[: magic.start()].rpartition("/")[0] if magic else full
     try:
-        look = filesystem().glob if pattern else filesystem().find
-        found = {k: v for k, v in look(full, detail=True).items() if not k.endswith("/")}
+        look = filesystem().glob if magic else filesystem().find
+        found = look(full, detail=True).items()
+        found = {k: v for k, v in found if v["type"] == "file" and not k.endswith("/")}
     except errors() as error:
         raise DataError(f"{what} can't be read ({reason(error)}); use another") from None
     if set(found) == {full}:

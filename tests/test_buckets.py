@@ -197,6 +197,7 @@ def test_a_bucket_that_cannot_be_used_is_one_sentence(bucket, monkeypatch, insid
         "--workdir=s3://b/run is on s3://, which Orbax can't use; "
     )
     assert "use, for example, gs://my-bucket/runs/a" in says("gs://zoo")
+    assert "is for patterns; use another name" in says("gs://zoo/run[1]")
     assert says("gs://nosuch/a") == (
         "--workdir=gs://nosuch/a: there is no bucket 'nosuch'; create it, or check its name"
     )

@@ -227,7 +227,6 @@ class Saver:
             self._remove(self._folder.path / "best" / str(step))
 
     def _finalize(self) -> None:
-        self._folder.locks[0].check()
         self.before_commit()
         checkpoints = self._folder.path / "checkpoints"
         uncommitted = checkpoints.glob(f"{self._step}{TEMPORARY}*")
@@ -236,6 +235,7 @@ class Saver:
         for folder in uncommitted:
             store.write_tokenizer(folder, self._tokenizer.files)
             integrity.hash_before_commit(folder)
+        self._folder.locks[0].check()
 
     def _remove_old(self) -> None:
         """All but the newest finished checkpoints."""

@@ -47,10 +47,7 @@ def nearest(path: pathlib.Path) -> pathlib.Path:
 def try_to_write(path: pathlib.Path) -> None:
     """Raises an error if no folder can be made at `path`, or an existing one can't be written."""
     if in_bucket(path):  # an upload that is begun and never goes on: nothing is there for it
-        bucket, _, name = str(path / "x").removeprefix("gs://").partition("/")
-        where = buckets.filesystem()._location + "/upload/storage/v1/b/{}/o"
-        told = {"uploadType": "resumable", "name": name}
-        buckets.filesystem().call("POST", where, bucket, json={}, **told)
+        buckets.begin_upload(path / "x")
         return
     with tempfile.TemporaryFile(dir=nearest(path)):  # no name: nothing is left, whatever happens
         pass
@@ -83,7 +80,8 @@ def sizes(folder: pathlib.Path) -> dict[str, int]:
     if in_bucket(folder):
         root = str(folder).removeprefix("gs://") + "/"
         found = buckets.filesystem().find(root, detail=True)
-        return {name.removeprefix(root): found[name]["size"] for name in sorted(found)}
+        names = sorted(name for name in found if not name.endswith("/"))  # a console makes such
+        return {name.removeprefix(root): found[name]["size"] for name in names}
     files = (p for p in sorted(folder.rglob("*")) if p.is_file())
     return {path.relative_to(folder).as_posix(): path.stat().st_size for path in files}
 
@@ -96,8 +94,8 @@ def write(path: pathlib.Path, content: bytes) -> None:
         path.write_bytes(content)
 
 
-def upload(source: pathlib.Path, target: pathlib.Path, mark: str) -> None:
-    """Copies a folder of this machine to one in a bucket, its mark last."""
+def upload(source: pathlib.Path, target: pathlib.Path, mark: str = "") -> None:
+    """Copies a folder of this machine to one in a bucket, its mark last, if it has one."""
     for name in sorted(sizes(source), key=lambda name: name == mark):
         buckets.filesystem().put_file(str(source / name), str(target / name))
 

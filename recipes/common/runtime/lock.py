@@ -123,7 +123,7 @@ class BucketLock:
                 self.check()
 
     def _take(self) -> int:
-        first = None
+        first, since, told = None, time.monotonic(), False
         while True:
             with contextlib.suppress(FileExistsError):
                 return self._put(0)
@@ -133,9 +133,13 @@ class BucketLock:
                 with contextlib.suppress(FileExistsError):  # another was faster
                     if silent > STALE_SECONDS or _is_dead(owner):
                         return self._put(generation)
+                who = f"process {owner.get('pid')} on {owner.get('host')}"
                 if generation != first:
-                    who = f"process {owner.get('pid')} on {owner.get('host')}"
                     raise _in_use(self._path.parent, who)
+                if not told and time.monotonic() > since + 2 * BEAT_SECONDS:
+                    told = True
+                    print(f"{self._path.parent} was left locked by {who}, which does not answer: it is "
+                          f"taken over {STALE_SECONDS} s after its last sign", file=sys.stderr, flush=True)  # fmt: skip
                 time.sleep(0.5)
 
     def _put(self, generation: int) -> int:
