@@ -11,6 +11,7 @@ import io
 import json
 import logging
 import re
+import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -22,7 +23,7 @@ from gcp_storage_emulator.handlers import buckets
 from gcp_storage_emulator.storage import Storage
 
 NAME = "zoo"
-CUT = "cut"  # an answer: the connection ends half-way
+CUT, LOST = "cut", "lost"  # answers: the connection ends before the change, or after it
 VARIABLES = ("STORAGE_EMULATOR_HOST", "TENSORSTORE_GCS_HTTP_URL")
 
 
@@ -40,7 +41,9 @@ class Request(NamedTuple):
         return self.method != "GET"
 
 
-Answer = int | float | str | None  # a status; seconds to wait before the real answer; CUT; as usual
+Answer = (
+    int | float | str | None
+)  # a status; seconds to wait before the real one; CUT, LOST; as usual
 
 
 class Bucket:
@@ -151,8 +154,7 @@ def _handler(bucket: Bucket) -> type:
             bucket.requests.append(request)
             said = bucket.fault(request)
             if said == CUT:
-                self.close_connection = True
-                self.connection.close()
+                self._hang_up()
                 return
             if isinstance(said, float):
                 time.sleep(said)
@@ -163,13 +165,16 @@ def _handler(bucket: Bucket) -> type:
                     self._refuse(status)
                     return
                 self._sent = request
-                connection, self.rfile = self.rfile, io.BytesIO(body)
+                files, self.rfile = (self.rfile, self.wfile), io.BytesIO(body)
+                self.wfile = io.BytesIO() if said == LOST else self.wfile
                 try:
                     server.Router(self).handle(self.command)
                 finally:
-                    self.rfile = connection
+                    self.rfile, self.wfile = files
                 if request.changes and bucket.history is not None:
                     bucket.history.append(bucket.snapshot())
+            if said == LOST:
+                self._hang_up()
 
         do_GET = do_POST = do_PUT = do_DELETE = do_PATCH = answer  # noqa: N815
 
@@ -177,6 +182,10 @@ def _handler(bucket: Bucket) -> type:
             if self._sent and self._sent.query.get("alt") == ["media"]:
                 self.send_header("X-Goog-Generation", str(bucket.generation(self._sent.name)))
             super().end_headers()
+
+        def _hang_up(self) -> None:
+            self.close_connection = True
+            self.connection.shutdown(socket.SHUT_RDWR)
 
         def _refuse(self, status: int) -> None:
             self._sent = None
