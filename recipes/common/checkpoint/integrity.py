@@ -55,7 +55,7 @@ def verify(folder: str | pathlib.Path, whole: bool = True) -> str:
             for other, (_, digest) in hashes.items():
                 if other != card.FILE and said.get(other) != digest:
                     return f"{name} and {HASHES} disagree on the SHA-256 of {other}"
-        for name, (_, digest) in hashes_of(folder, hashes if whole else ()).items():
+        for name, digest in _digests(folder, list(hashes) if whole else []).items():
             if digest != hashes[name][1]:
                 return f"{name} differs from what was saved (its SHA-256 does not match)"
     except (ValueError, TypeError, AttributeError):
@@ -79,12 +79,14 @@ def write_hashes(folder: pathlib.Path, hashes: dict[str, list]) -> None:
 
 def hashes_of(folder: pathlib.Path, names: Iterable[str]) -> dict[str, list]:
     """Name → [bytes, SHA-256], in the order of names."""
-    names = sorted(names)
+    digests = _digests(folder, sorted(names))
+    return {name: [folders.size(folder / name), digest] for name, digest in digests.items()}
 
-    def digest(name: str) -> list:
+
+def _digests(folder: pathlib.Path, names: list[str]) -> dict[str, str]:
+    def digest(name: str) -> str:
         with (folder / name).open("rb") as file:
-            found = hashlib.file_digest(file, "sha256").hexdigest()
-            return [file.tell(), found]
+            return hashlib.file_digest(file, "sha256").hexdigest()
 
     with concurrent.futures.ThreadPoolExecutor(8) as pool:  # hashing releases Python's lock
         return dict(zip(names, pool.map(digest, names), strict=True))

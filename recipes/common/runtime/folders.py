@@ -75,6 +75,12 @@ def new(target: str, flag: str = "target", appended: bool = False) -> pathlib.Pa
     return folder
 
 
+def size(file: pathlib.Path) -> int:
+    """Its bytes."""
+    facts = file.stat()
+    return facts.length if in_bucket(file) else facts.st_size
+
+
 def sizes(folder: pathlib.Path) -> dict[str, int]:
     """Path below the folder → bytes, of all files, in order."""
     if in_bucket(folder):
