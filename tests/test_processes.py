@@ -53,11 +53,13 @@ finally:
 class Together:
     """Some processes of one run."""
 
-    def __init__(self, count: int, *flags: str, watch: pathlib.Path | None = None):
+    def __init__(
+        self, count: int, *flags: str, watch: pathlib.Path | None = None, around: str = ""
+    ):
         with socket.socket() as free:
             free.bind(("localhost", 0))
             port = free.getsockname()[1]
-        program = ["-c", WATCHED, str(watch)] if watch else ["-m", "recipes.transformer"]
+        program = ["-c", around + WATCHED, str(watch)] if watch else ["-m", "recipes.transformer"]
         shared = [*program, *flags, f"--num_processes={count}", f"--coordinator=localhost:{port}"]
         self.processes = [
             subprocess.Popen(
@@ -135,6 +137,46 @@ def test_four_then_two_then_one_process_train_like_one(alone, book, tmp_path):
     held = ("step", "held_out_loss", "held_out_targets")
     assert [r[2] for r in records(a, *held)] == [r[2] for r in records(b, *held)]
     np.testing.assert_allclose(records(a, *held), records(b, *held), rtol=2e-5)
+
+
+# Devices in an order in which those of a process lie apart, as on the rings of a TPU's chips.
+RINGS = """
+from recipes.common.runtime import mesh
+_arrange = mesh.arrange
+def arrange(axes, devices):
+    inside = _arrange(axes, devices)
+    order = [0, 6, 4, 1, 2, 7, 5, 3]  # process 0 has places 0, 3, 4, 7 and process 1 the others
+    return mesh.Mesh(inside.devices[order], inside.axis_names, axis_types=inside.axis_types)
+mesh.arrange = arrange
+"""
+
+
+@pytest.mark.full
+def test_processes_whose_devices_lie_apart_train_like_one(alone, book, tmp_path):
+    a, b = tmp_path / "one", tmp_path / "two"
+    flags = ("--mesh=8", "--steps=3")
+    alone(*flags, f"--workdir={a}")
+    run = Together(2, *FLAGS, book, *flags, f"--workdir={b}", watch=tmp_path, around=RINGS)
+    for code, _, err in run.finish():
+        assert (code, err) == (0, ""), err
+    rows = [set(map(tuple, np.load(tmp_path / f"{i}.npz")["read"].tolist())) for i in range(2)]
+    assert not rows[0] & rows[1], "each read its own"
+    fields = ("step", "loss", "grad_norm")
+    np.testing.assert_allclose(records(a, *fields), records(b, *fields), rtol=2e-5)
+    held = ("step", "held_out_loss", "held_out_targets")
+    np.testing.assert_allclose(records(a, *held), records(b, *held), rtol=2e-5)
+
+
+@pytest.mark.full
+def test_a_mesh_that_cuts_an_inner_axis_between_processes_is_told(book, tmp_path):
+    run = Together(2, *FLAGS, book, "--mesh=1x8", f"--workdir={tmp_path / 'w'}")
+    for code, out, err in run.finish():
+        assert (code, out) == (2, "")
+        assert err == (
+            "error: --mesh=1x8 would divide axis 'model' between 2 processes of 4 devices, and only "
+            "the outermost may be; try --mesh=2x4\n"
+        )
+    assert not (tmp_path / "w").exists()
 
 
 @pytest.mark.full

@@ -33,13 +33,13 @@ class SlicesFlags:
 def slices(flags: SlicesFlags) -> None:
     sizes, counts = one_of("sizes", flags.sizes, SIZES), numbers("slices", flags.slices)
     strategies = one_of("rules", flags.rules, RULES)
-    check_slices([flags.kind], [flags.chips])
     if flags.chips % flags.model:
         raise UserError(
             f"--model={flags.model} does not divide --chips={flags.chips}; try --model=1"
         )
     if 1 in counts:
         raise UserError(f"--slices={flags.slices} has 1, and nothing crosses there; try --slices=2")
+    check_slices([flags.kind], [flags.chips])
     table = Table("size", "slices", "rules", "mesh", "crosses", "textbook", "ratio", "transfers")
     for size, count, strategy in itertools.product(sizes, counts, strategies):
         _row(table, flags, size, count, strategy)
