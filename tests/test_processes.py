@@ -239,21 +239,6 @@ def test_a_coordinator_that_is_not_there(monkeypatch):
             processes.initialize(2, 0, f"localhost:{port}")
 
 
-@pytest.mark.parametrize(
-    ("environment", "count"),
-    [
-        ({}, 1),
-        ({"SLURM_JOB_ID": "7", "SLURM_NTASKS": "4"}, 1),  # an allocation's shell: no step
-        ({"SLURM_NTASKS": "4", "SLURM_STEP_NODELIST": "a[1-4]", "SLURM_PROCID": "0"}, 4),
-        ({"OMPI_COMM_WORLD_SIZE": "3", "OMPI_COMM_WORLD_RANK": "1"}, 3),
-        ({"TPU_WORKER_HOSTNAMES": "localhost"}, 1),
-        ({"TPU_WORKER_HOSTNAMES": "a,b"}, 2),
-    ],
-)
-def test_a_cluster_is_recognized_by_what_its_launcher_sets(environment, count):
-    assert processes.cluster(environment) == count
-
-
 def test_a_mesh_must_be_divisible_by_the_number_of_processes(monkeypatch):
     monkeypatch.setattr(processes, "_count", 3)
     with pytest.raises(UserError) as caught:
