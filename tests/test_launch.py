@@ -2,6 +2,7 @@
 
 import http.server
 import os
+import pathlib
 import random
 import re
 import shutil
