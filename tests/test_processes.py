@@ -7,6 +7,7 @@ import socket
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 
 import numpy as np
 import pytest
@@ -50,20 +51,36 @@ finally:
 """
 
 
+RECIPE = """
+import runpy
+runpy.run_module("recipes.transformer", run_name="__main__", alter_sys=True)
+"""
+
+
 class Together:
     """Some processes of one run."""
 
     def __init__(
-        self, count: int, *flags: str, watch: pathlib.Path | None = None, around: str = ""
+        self,
+        count: int,
+        *flags: str,
+        watch: pathlib.Path | None = None,
+        around: str = "",  # runs before the recipe
+        each: Sequence[tuple[str, ...]] = (),  # further flags of the first ones
     ):
         with socket.socket() as free:
             free.bind(("localhost", 0))
             port = free.getsockname()[1]
-        program = ["-c", around + WATCHED, str(watch)] if watch else ["-m", "recipes.transformer"]
+        program = ["-m", "recipes.transformer"]
+        if watch:
+            program = ["-c", around + WATCHED, str(watch)]
+        elif around:
+            program = ["-c", around + RECIPE]
+        own = [*each, *[()] * count]
         shared = [*program, *flags, f"--num_processes={count}", f"--coordinator=localhost:{port}"]
         self.processes = [
             subprocess.Popen(
-                [sys.executable, *shared, f"--process_id={i}"],
+                [sys.executable, *shared, f"--process_id={i}", *own[i]],
                 cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
                 env=os.environ | {"XLA_FLAGS": XLA_FLAGS},  # each compiles all for itself
             )

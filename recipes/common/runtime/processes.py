@@ -8,6 +8,7 @@ By hand, the same command on each host except for the id:
 Under Slurm, Open MPI and on TPUs no flags are needed, see cluster.py; recipes/launch has scripts.
 """
 
+import contextlib
 import json
 import os
 import re
@@ -19,6 +20,7 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax._src import distributed  # the coordination service's client has no public name
 from jax.experimental import multihost_utils
 
 from recipes.common.runtime import cluster
@@ -27,7 +29,10 @@ from recipes.common.runtime.errors import UserError
 HEARTBEAT_SECONDS = 30  # a process silent for this long is considered dead, and the others exit
 PATIENCE_SECONDS = 120  # to wait for the coordinator, which may start later
 
-_id, _count = 0, 1
+GATHER_SECONDS = 600  # to wait for a process that is slower to start
+ALONE_SECONDS = 5  # to wait for the user error that is all processes'
+
+_id, _count, _gathered = 0, 1, 0
 
 
 def count() -> int:
@@ -119,6 +124,59 @@ def _free_stdout() -> None:
     os.dup2(nowhere, 1)
     os.close(nowhere)
     sys.stdout = os.fdopen(mine, "w", buffering=1, encoding=sys.stdout.encoding)
+
+
+def gather(value: Any) -> list[Any]:
+    """The values, JSON, that all processes call this with, by number; each must call it.
+
+    It goes through JAX's coordination service: no devices, nothing compiled, so that processes which
+    could not compute together can still say so.
+    """
+    global _gathered
+    if count() == 1:
+        return [value]
+    client, key = distributed.global_state.client, f"zoo/{_gathered}"
+    _gathered += 1
+    client.key_value_set(f"{key}/{_id}", json.dumps(value))
+    if is_first():  # it alone reads from each
+        values = [_wait_for(f"{key}/{number}") for number in range(count())]
+        client.key_value_set(f"{key}/all", f"[{','.join(values)}]")
+    return json.loads(_wait_for(f"{key}/all"))
+
+
+def _wait_for(key: str) -> str:
+    client = distributed.global_state.client
+    return client.blocking_key_value_get(key, GATHER_SECONDS * 1000)
+
+
+def together(work: Callable[[], Any]) -> Any:
+    """Runs `work` on each process and returns its value; raises the first UserError of any on all."""
+    value, mistake = None, ""
+    try:
+        value = work()
+    except UserError as error:
+        mistake = str(error)
+    found = {number: text for number, text in enumerate(gather(mistake)) if text}
+    if found:
+        number, text = min(found.items())
+        where = f" (process {number}, as {len(found)} of {count()})" if len(found) < count() else ""
+        raise UserError(text + where)
+    return value
+
+
+def leave_unless_all_do(code: int) -> None:
+    """Returns if all processes call this, so that they can end in order; else ends this one at once.
+
+    After an error that the others do not have they would wait for this process, and it for them.
+    """
+    client = distributed.global_state.client
+    if client is None:
+        return
+    with contextlib.suppress(Exception):  # the service is gone, or the others are at work
+        client.wait_at_barrier("zoo/mistake", ALONE_SECONDS * 1000)
+        return
+    sys.stdout.flush()
+    os._exit(code)
 
 
 def leave(message: str) -> None:
