@@ -171,6 +171,9 @@ class Saver:
         try:
             self._checkpointer.wait_until_finished()
             if processes.is_first():
+                # What Orbax wrote as it committed, and the rename.
+                integrity.to_disk(self._folder.checkpoint(self._step))
+                integrity.sync(self._folder.path / "checkpoints")
                 self._remove_old()
         except Exception as error:
             self._fail(error)
@@ -209,6 +212,7 @@ class Saver:
         for folder in (self._folder.path / "checkpoints").glob(f"{self._step}{TEMPORARY}*"):
             store.write_tokenizer(folder, self._tokenizer.files)
             integrity.hash_before_commit(folder)
+            integrity.to_disk(folder)
 
     def _remove_old(self) -> None:
         """All but the newest finished checkpoints."""
