@@ -211,6 +211,7 @@ DISTRIBUTIONS = {  # where the name to import is another
     "ml_dtypes": "ml-dtypes",
     "orbax": "orbax-checkpoint",
     "PIL": "pillow",
+    "yaml": "pyyaml",
     "xdist": "pytest-xdist",
 }
 TOOLS = {"ruff"}  # run, not imported

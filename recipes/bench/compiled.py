@@ -217,9 +217,9 @@ def check_slices(kinds: list[str], counts: list[int]) -> None:
             raise UserError(f"--chips has {chips}, and {kind} needs {known}; use one of these")
 
 
-def topology(kind: str, axes: dict[str, int]) -> Mesh:
-    """A mesh over the chips of a TPU slice that need not exist; see check_slices."""
-    chips = math.prod(axes.values())
+def topology(kind: str, axes: dict[str, int], slices: int = 1) -> Mesh:
+    """A mesh over the chips of TPU slices that need not exist; see check_slices."""
+    chips = math.prod(axes.values()) // slices
     if kind == "cpu":
         return make_mesh(",".join(f"{axis}={n}" for axis, n in axes.items()))
     os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")  # there is no TPU to query
@@ -232,6 +232,8 @@ def topology(kind: str, axes: dict[str, int]) -> Mesh:
     config = {"chip_config_name": "megacore"} if kind == "v4" else {}
     if name.count("x") == 2 and chips >= 64:
         config["wrap"] = [True] * 3  # slices made of whole 4x4x4 cubes are tori
+    if slices > 1:
+        config["num_slices"] = slices
     described = topologies.get_topology_desc(platform="tpu", topology_name=name, **config)
     return arrange(axes, described.devices)
 

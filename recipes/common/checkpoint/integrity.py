@@ -6,6 +6,7 @@ Orbax and TensorStore read flipped bits of an array without noticing.
 import concurrent.futures
 import hashlib
 import json
+import os
 import pathlib
 from collections.abc import Iterable
 
@@ -71,6 +72,28 @@ def hash_before_commit(folder: pathlib.Path) -> None:
     # Orbax writes the first two again as it commits.
     later = {COMMITTED, "_CHECKPOINT_METADATA", HASHES}
     write_hashes(folder, hashes_of(folder, folders.sizes(folder).keys() - later))
+
+
+def to_disk(folder: pathlib.Path) -> None:
+    """Waits until a local disk has all files of a folder that is about to be committed, and their names.
+
+    Else a power cut could leave a committed checkpoint with empty files. What a bucket has taken it has.
+    """
+    if folders.in_bucket(folder):
+        return
+    with concurrent.futures.ThreadPoolExecutor(8) as pool:
+        list(pool.map(sync, [*folder.rglob("*"), folder]))
+
+
+def sync(path: pathlib.Path) -> None:
+    """Waits until a local disk has a file's content, or the names in a folder."""
+    if folders.in_bucket(path):
+        return
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
 
 
 def write_hashes(folder: pathlib.Path, hashes: dict[str, list]) -> None:

@@ -7,7 +7,7 @@ import dataclasses
 import pathlib
 from typing import Any
 
-from recipes.common.checkpoint import adapter, integrity, store
+from recipes.common.checkpoint import adapter, integrity, shared, store
 from recipes.common.checkpoint.store import Source
 from recipes.common.runtime import Run, UserError, folders, lock, processes
 
@@ -96,9 +96,16 @@ def open_run(entry: str, run: Run, flags) -> RunFolder:
             found["given"] = start if theirs else str(source.path)
         return found
 
+    if in_use:
+        shared.check(path, "workdir")
     found = processes.broadcast_from_first(look)
-    newest = resumed(found["own"], whole=False) if found["own"] else None
-    source = store.find(found["given"], whole=False, base=base) if start and not newest else None
+
+    def sources() -> list[Source | None]:
+        newest = resumed(found["own"], whole=False) if found["own"] else None
+        known = start and not newest
+        return [newest, store.find(found["given"], whole=False, base=base) if known else None]
+
+    newest, source = processes.together(sources)  # a process may lack what another has
     if rank and not (newest or source):
         raise UserError(
             f"--lora_rank={rank} trains an adapter of a model that has learned something, and there "

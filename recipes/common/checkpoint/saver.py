@@ -179,6 +179,9 @@ class Saver:
     def _finish(self) -> None:
         try:
             self._checkpointer.wait_until_finished()
+            if processes.is_first():  # what Orbax wrote as it committed, and the rename
+                integrity.to_disk(self._folder.checkpoint(self._step))
+                integrity.sync(self._folder.path / "checkpoints")
         except Exception as error:
             self._fail(error)
             return
@@ -235,6 +238,7 @@ class Saver:
         for folder in uncommitted:
             store.write_tokenizer(folder, self._tokenizer.files)
             integrity.hash_before_commit(folder)
+            integrity.to_disk(folder)
         self._folder.locks[0].check()
 
     def _remove_old(self) -> None:

@@ -18,7 +18,7 @@ from absl import logging as absl_logging
 
 import data
 from data import buckets
-from recipes.common.runtime import flags, folders, lock, preemption, processes
+from recipes.common.runtime import agreement, flags, folders, lock, preemption, processes
 from recipes.common.runtime.errors import Stopped, UserError
 
 
@@ -43,16 +43,20 @@ def start(main, *groups, defaults: Callable | None = None) -> None:
             for run in parsed:
                 if isinstance(run, flags.Devices):
                     processes.initialize(run.num_processes, run.process_id, run.coordinator)
+                    agreement.check(run, *parsed)
             main(*parsed)
     except (UserError, data.DataError) as mistake:
         print(f"error: {mistake}", file=sys.stderr, flush=True)
         lock.release_all()
         if processes.count() == 1:
             os._exit(2)  # at once: a reader's threads, left half-way, may abort an orderly exit
+        processes.leave_unless_all_do(2)
         sys.exit(2)
     except Stopped as stop:
         if stop.code:
-            print(f"error: {stop}", file=sys.stderr)
+            print(f"error: {stop}", file=sys.stderr, flush=True)
+            lock.release_all()
+            processes.leave_unless_all_do(stop.code)
         elif processes.is_first():
             print(stop)
         sys.exit(stop.code)
