@@ -9,6 +9,10 @@ class DataError(ValueError):
 
 
 def cache_dir() -> pathlib.Path:
-    """Where prepared data and compiled programs are kept between runs; set ZOO_CACHE to move it."""
+    """Where prepared data and compiled programs are kept between runs; set ZOO_CACHE to move it.
+
+    A bucket there, gs://…, takes compiled programs alone: data is memory-mapped, so on a local disk.
+    """
     default = pathlib.Path(os.environ.get("XDG_CACHE_HOME", "~/.cache")) / "sharded-model-zoo"
-    return pathlib.Path(os.environ.get("ZOO_CACHE", default)).expanduser()
+    given = os.environ.get("ZOO_CACHE", default)
+    return pathlib.Path(default if "://" in str(given) else given).expanduser()

@@ -1,5 +1,6 @@
 """Batches of a random-access dataset, with Grain: batch k is a pure function of (seed, k)."""
 
+import math
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
@@ -28,19 +29,13 @@ class Dataset(NamedTuple):
 
 
 def train_batches(
-    data: Dataset,
-    batch_size: int,
-    seed: int,
-    first: int = 0,
-    shard: grain.sharding.ShardOptions | None = None,
+    data: Dataset, batch_size: int, seed: int, first: int = 0, rows: np.ndarray | None = None
 ) -> grain.IterDataset:
-    """Shuffled batches, forever, from batch `first` on: examples stacked [batch_size / shards, ...].
+    """Shuffled batches, forever, from batch `first` on: examples stacked [rows, ...].
 
-    Batch k depends on (seed, k) alone. `shard` picks this process's rows of it, a contiguous part
-    (by default its share by ShardByJaxProcess); only those are read.
+    Batch k depends on (seed, k) alone. `rows` are those of it that this process reads, rising (by
+    default its share by ShardByJaxProcess); no others are read.
     """
-    shard = shard or grain.sharding.ShardByJaxProcess()
-    shards, mine = shard.shard_count, shard.shard_index
     # Numbers of examples go through Grain, and a batch is read in one go: an example alone costs
     # ten times as much to pass on as to read.
     first_of_part, orders = 0, []
@@ -51,11 +46,35 @@ def train_batches(
     order = orders[0]
     if len(orders) > 1:
         order = grain.MapDataset.mix(orders, [weight for _, weight in data.parts])
-    parts = order.batch(batch_size // shards)  # part k·shards + i is process i's of batch k
+    size, mine = _chunks(batch_size, _share(batch_size) if rows is None else rows)
+    chunks = order.batch(size)  # chunk k · (batch_size // size) + i is the i-th of batch k
     # One thread is faster than any recipe's step; more would only compete for Python's lock.
     options = grain.ReadOptions(num_threads=1, prefetch_buffer_size=16)
-    parts = parts.slice(slice(first * shards + mine, None, shards))
-    return parts.map(lambda numbers: _read(data.train, numbers)).to_iter_dataset(options)
+    a_batch = batch_size // size
+    parts = [chunks.slice(slice(first * a_batch + i, None, a_batch)) for i in mine]
+    numbers = parts[0]
+    if len(parts) > 1:
+        joined = grain.MapDataset.range(len(parts[-1]))
+        numbers = joined.map(lambda k: np.concatenate([part[k] for part in parts]))
+    return numbers.map(lambda some: _read(data.train, some)).to_iter_dataset(options)
+
+
+def _share(batch_size: int) -> np.ndarray:
+    """The rows of this process where each has a contiguous part."""
+    shard = grain.sharding.ShardByJaxProcess()
+    return np.split(np.arange(batch_size), shard.shard_count)[shard.shard_index]
+
+
+def _chunks(batch_size: int, rows: np.ndarray) -> tuple[int, list[int]]:
+    """The largest equal parts of a batch of which these rows are some: their size, and which.
+
+    >>> _chunks(16, np.array([2, 3, 4, 5])), _chunks(16, np.array([8, 9, 10, 11]))
+    ((2, [1, 2]), (4, [2]))
+    """
+    ends = np.flatnonzero(np.diff(rows) != 1) + 1
+    bounds = [int(bound) for run in np.split(rows, ends) for bound in (run[0], run[-1] + 1)]
+    size = math.gcd(batch_size, *bounds)
+    return size, (rows[::size] // size).tolist()
 
 
 def _read(source: grain.sources.RandomAccessDataSource, numbers: np.ndarray) -> Example:
@@ -67,15 +86,17 @@ def _read(source: grain.sources.RandomAccessDataSource, numbers: np.ndarray) -> 
 
 
 def held_out_batches(
-    data: Dataset, batch_size: int, shard: grain.sharding.ShardOptions | None = None
+    data: Dataset, batch_size: int, rows: np.ndarray | None = None
 ) -> Iterator[Example]:
-    """Every held-out example once, in order; the last batch is filled up with `filler`."""
-    shard = shard or grain.sharding.ShardByJaxProcess()
-    rows, source = batch_size // shard.shard_count, data.held_out
+    """Every held-out example once, in order; the last batch is filled up with `filler`.
+
+    Args:
+      rows: as for train_batches.
+    """
+    rows, source = _share(batch_size) if rows is None else rows, data.held_out
     for first in range(0, len(source), batch_size):
-        start = first + shard.shard_index * rows
-        batch = {name: np.stack([value] * rows) for name, value in data.filler.items()}
-        mine = np.arange(start, min(start + rows, len(source)))
+        batch = {name: np.stack([value] * len(rows)) for name, value in data.filler.items()}
+        mine = first + rows[first + rows < len(source)]
         if len(mine):
             for name, values in _read(source, mine).items():
                 batch[name][: len(mine)] = values

@@ -12,7 +12,7 @@ from typing import Any
 import grain
 import numpy as np
 
-from data import DataError, hub
+from data import DataError, buckets, hub
 from data.batches import Dataset
 
 DIGITS = pathlib.Path(__file__).parent / "digits"
@@ -44,12 +44,20 @@ def load(
     """
     image, label = image_column, label_column
     local = not dataset.startswith("hf:") and dataset != "digits"
-    if local and not pathlib.Path(dataset).expanduser().is_dir():
+    remote = buckets.remote(dataset)
+    folder = buckets.local(dataset, f"--dataset={dataset}") if remote else pathlib.Path(dataset)
+    if local and not folder.expanduser().is_dir():
         raise DataError(
             f"--dataset={dataset} is not a folder; use digits, a folder with train and test "
             "files, or hf:NAME"
         )
-    name = str(DIGITS) if dataset == "digits" else dataset.removeprefix("hf:")
+    name = (
+        str(DIGITS)
+        if dataset == "digits"
+        else str(folder)
+        if remote
+        else dataset.removeprefix("hf:")
+    )
     train, test = hub.train_and_held_out(hub.load(name, dataset))
     if test is None:
         raise DataError(f"--dataset={dataset} has no held-out split; name one test or validation")

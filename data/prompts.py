@@ -4,14 +4,15 @@ import json
 import pathlib
 from typing import Any
 
-from data import DataError
+from data import DataError, buckets
 from data.conversations import checked_messages
 
 
 def read(name: str) -> list[dict[str, Any]]:
     """The rows of a file, which may hold further keys. Raises DataError, naming the line."""
+    path = buckets.local(name, f"--prompts={name}") if buckets.remote(name) else pathlib.Path(name)
     try:
-        lines = pathlib.Path(name).expanduser().read_text().splitlines()
+        lines = path.expanduser().read_text().splitlines()
     except (OSError, UnicodeDecodeError) as error:
         reason = getattr(error, "strerror", None) or "not UTF-8"
         raise DataError(f"--prompts={name} can't be read ({reason}); use a .jsonl file") from None

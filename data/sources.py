@@ -5,6 +5,7 @@
     docs.jsonl, docs.parquet      # JSON Lines or Parquet: the column `text` of each row,
                                   # or conversations (conversations.py), by the first row's columns
     hf:org/name                   # a dataset of the Hub, or hf:org/name:config
+    gs://bucket/docs.jsonl        # any of these files in a bucket; they are copied into the cache
     a.parquet@0.7,b.jsonl@0.3     # several, and their shares of the rows that are trained on
 
 Files may be compressed, .gz or, with the package zstandard, .zst.
@@ -20,7 +21,7 @@ import sysconfig
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
-from data import DataError, conversations, hub
+from data import DataError, buckets, conversations, hub
 from data.conversations import TEXT
 
 HELD_OUT = 0.01  # of the documents, where the dataset has no split of its own
@@ -103,7 +104,8 @@ def _source(name: str, weight: float, column: str, whole: bool) -> Source:
         form = functools.cache(lambda: conversations.form(_hub_columns(name), column))
         read = functools.partial(_from_hub, name, column, whole, form)
     else:
-        files = _files(name)
+        remote = buckets.remote(name)
+        files = _checked(name, buckets.files(name, f"--dataset={name}")) if remote else _files(name)
         form = functools.cache(lambda: conversations.form(_columns(files[0]), column))
         read = functools.partial(_from_files, name, files, column, whole, form)
 
@@ -130,6 +132,11 @@ def _files(name: str) -> list[pathlib.Path]:
     files = sorted(p for p in found if p.is_file() and not p.name.startswith("."))
     if not files:
         raise DataError(f"--dataset={name} {empty}")
+    return _checked(name, files)
+
+
+def _checked(name: str, files: list[pathlib.Path]) -> list[pathlib.Path]:
+    """Files that can be read as one dataset. Raises DataError."""
     # A README beside a dataset's files is no document of it; a folder of source code is all text.
     other = [file for file in files if _suffix(file) not in KINDS]
     if other and any(kind(file) != "text" for file in files):

@@ -21,7 +21,7 @@ from typing import Any
 
 import numpy as np
 
-from data import DataError, chat, hub
+from data import DataError, buckets, chat, hub
 
 MAIN = "tokenizer.json"
 CONFIG, GENERATION, TEMPLATE = (
@@ -210,7 +210,8 @@ def find(name: str) -> Tokenizer:
     """
     if name == "bytes":
         return BYTES
-    what, path = f"--tokenizer={name}", pathlib.Path(name).expanduser()
+    what = f"--tokenizer={name}"
+    path = buckets.local(name, what) if buckets.remote(name) else pathlib.Path(name).expanduser()
     try:
         if name and path.is_file():
             files = read(path.parent) if path.name == MAIN else {MAIN: path.read_bytes()}

@@ -86,7 +86,7 @@ def main(devices: Devices, flags: Generate) -> None:
     limit = Limit(checkpoint.context(source), flags, tokenizer)
     for question in asked:
         limit.new_tokens(question)
-    out = folders.new(flags.out, "out") if flags.out else None
+    out = folders.new(flags.out, "out", appended=True) if flags.out else None
 
     # ---- The model, and a cache that the same rules shard ----------------------------------------
     dtype = flags.dtype or ("float32" if mesh.devices.flat[0].platform == "cpu" else "bfloat16")

@@ -66,7 +66,8 @@ def import_(flags: Import) -> None:
     facts = checkpoint.metadata(entry, layout, dataclasses.asdict(flags)) | folder.metadata
     facts["tokenizer"] = tokens and tokens.sha256  # None: nobody knows what a token means
     # Where a folder lies says nothing to others.
-    facts["imported"] = folder.path.name if pathlib.Path(name).exists() else f"hf:{name}"
+    on_hub = not (folders.in_bucket(name) or pathlib.Path(name).exists())
+    facts["imported"] = f"hf:{name}" if on_hub else folder.path.name
     checkpoint.write(target, variables, facts, tokenizer=tokens)
     without, also = ("", "") if tokens else (", without a tokenizer", " --tokenizer=FILE")
     print0(

@@ -65,7 +65,7 @@ def main(flags: Publish) -> None:
         "published": card.facts(source, leaves, licence, flags.note) | {"probe_loss": loss},
     }
 
-    # ---- Written to a temporary folder, and renamed in place -------------------------------------
+    # ---- Written to a temporary folder, and moved in place ---------------------------------------
     ours = target.parent == checkpoint.PUBLISHED
     try:
         checkpoint.write(
@@ -76,11 +76,11 @@ def main(flags: Publish) -> None:
             readme=lambda hashes: card.text(target.name, ours, metadata, hashes),
             tokenizer=tokenizer,
         )
-    except OSError as error:
+    except folders.errors() as error:
         raise UserError(
-            f"--target={flags.target} can't be written ({error.strerror}); use a different folder"
+            f"--target={flags.target} can't be written ({folders.reason(error)}); use a different folder"
         ) from None
-    size = sum(path.stat().st_size for path in target.rglob("*") if path.is_file())
+    size = sum(folders.sizes(target).values())
     print0(
         report.headline(layout),
         f"Published {len(leaves)} arrays, {size:,} bytes, in {flags.target}. To use it:",

@@ -20,7 +20,7 @@ from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from recipes.bench.targets import GPUS, NODE, TPUS, check_targets, topology
-from recipes.common.analysis.hlo import collectives, sent_by_kind
+from recipes.common.analysis.hlo import collectives, crossing, sent_by_kind
 from recipes.common.sharding.layout import platform
 
 AXIS = "ring"
@@ -240,6 +240,45 @@ def ring_of_a_gradient(mesh: Mesh) -> None:
     print(f"  ring of {n} chips: {chunks:.0f} chunks of 1/{n}")
 
 
+def across_slices(mesh: Mesh) -> str:
+    """The compiled program: gradients of LAYERS weights, WIDTH² of bfloat16, summed over all chips.
+
+    The mesh has an axis `data` over slices and AXIS inside. golden/two_slices.hlo is that of two
+    slices of 16 v5e chips, without metadata and the compiler's configurations.
+    """
+
+    def local(weights, x):
+        def layer(x, w):
+            y = jnp.sin(x @ w)
+            return y, lax.psum(y.T @ x, ("data", AXIS))
+
+        x, grads = lax.scan(layer, x, weights)
+        return grads, lax.psum(x.sum(), AXIS)
+
+    where = PartitionSpec(), PartitionSpec(("data", AXIS))
+    given = [
+        jax.ShapeDtypeStruct(shape, jnp.bfloat16, sharding=NamedSharding(mesh, spec))
+        for shape, spec in zip(
+            ((LAYERS, WIDTH, WIDTH), (mesh.size * 64, WIDTH)), where, strict=True
+        )
+    ]
+    program = jax.shard_map(
+        local, mesh=mesh, in_specs=where, out_specs=PartitionSpec(), check_vma=False
+    )
+    return jax.jit(program).lower(*given).compile().as_text()
+
+
+def crosses(hlo: str) -> dict[str, int]:
+    """Kind → bytes that a device sends to other slices."""
+    sums = Counter()
+    for found in crossing(hlo):
+        sums[found.kind] += found.times * found.bytes
+    return dict(sums)
+
+
+ACROSS_SLICES = {"all-reduce": LAYERS * WIDTH * WIDTH * 2 // 16}  # each chip its part of the sums
+
+
 def wrong(kind: str, n: int) -> list[str]:
     """Programs on n chips of a kind whose bytes are not those known by hand."""
     mesh, found = topology(kind, {AXIS: n}), {}
@@ -270,6 +309,10 @@ def main(kinds: list[str]) -> None:
         gathers_beside_matmuls(mesh)
         scatters(kind)
         ring_of_a_gradient(mesh)
+        for count in (2, 4):
+            sent = crosses(across_slices(topology(kind, {"data": count, AXIS: 16}, count)))
+            assert sent == ACROSS_SLICES, (sent, ACROSS_SLICES)
+        print("  2 and 4 slices: gradients / chips of a slice")
 
 
 if __name__ == "__main__":

@@ -14,7 +14,7 @@ import types
 import jax
 import pytest
 
-from recipes.bench import common, compiled, gpu, memory, targets
+from recipes.bench import common, compiled, gpu, memory, slices, targets
 from recipes.bench import row as rows
 from recipes.bench.row import Row
 from recipes.common.analysis import flops, hlo
@@ -23,6 +23,7 @@ from recipes.common.runtime.mesh import make_mesh
 from recipes.common.sharding.layout import COMPILER_OPTIONS
 from tests.conftest import ROOT, full_except
 from tests.entries import CASES, ENTRIES
+from tests.hlo_programs import ACROSS_SLICES
 from tests.quick import QUICK
 from zoo.transformer import REMAT, Config
 
@@ -339,6 +340,33 @@ def test_slices_are_described_as_they_are_wired(monkeypatch, kind, chips, descri
     assert asked == {"platform": "tpu"} | described
 
 
+def test_what_crosses_slices_is_a_table(monkeypatch, capfd):
+    """Four devices stand for each slice, and the recorded program of two for the compiled step."""
+    text = (ROOT / "tests" / "golden" / "two_slices.hlo").read_text()
+    asked = []
+
+    def topology(kind, axes, count):
+        asked.append((kind, axes, count))
+        return make_mesh(",".join(f"{name}={size}" for name, size in axes.items()))
+
+    monkeypatch.setattr(slices, "check_targets", lambda kinds, chips: None)
+    monkeypatch.setattr(slices, "topology", topology)
+    monkeypatch.setattr(
+        common.Step, "compile", lambda step: types.SimpleNamespace(as_text=lambda: text)
+    )
+    slices.slices(
+        slices.SlicesFlags(sizes="tiny", slices="2", chips=4, tokens=64, seq_len=32, model=2)
+    )
+    assert asked == [("v5e", {"data": 8}, 2), ("v5e", {"data": 2, "fsdp": 2, "model": 2}, 2)]
+    rows = capfd.readouterr().out.splitlines()[2:4]
+    book = 123_200 * 2 / 4  # bfloat16, on one of a slice's four chips
+    ratio = f"{sum(ACROSS_SLICES.values()) / book:.2f}"
+    assert rows == [
+        f"| tiny | 2 | {rules} | {mesh} | 41.0 kB | 61.6 kB | {ratio} | all-reduce |"
+        for rules, mesh in (("dp", "8"), ("hsdp_tp", "2x2x2"))
+    ]
+
+
 @pytest.mark.parametrize(
     ("kind", "gpus", "wired", "gigabytes"),
     [("h100", 2, "1x1x2", 84.9), ("h100", 8, "1x1x8", 84.9), ("h200", 32, "4x1x8", 151.4)],
@@ -559,7 +587,7 @@ WORDS = {
     "memory": ["--sizes=tiny", "--kinds=cpu", "--chips=8", "--remats=full", "--seq_len=32"],
     "depth": ["--depths=1,2", "--rounds=1"],
     "meshes": ["--size=tiny", "--meshes=4x2", "--rules=fsdp", "--seq_len=32", "--batch_size=8", "--rounds=1"],
-    "gpu": ["--toy"],
+    "gpu": ["--toy", "--kernels=xla", "--xla=default"],
     "host": ["--sizes=tiny", "--steps=4", "--rounds=1"],
     "data": ["--size=tiny", "--batches=2", "--rounds=1"],
     "checkpoint": ["--megabytes=1", "--steps=2", "--rounds=1"],
@@ -567,10 +595,10 @@ WORDS = {
 }  # fmt: skip
 
 
-LONG = ("cpu", "host", "checkpoint", "start", "gpu", "meshes", "data")
+LONG = ("cpu", "host", "checkpoint", "start", "meshes", "data")
 
 
-@pytest.mark.parametrize("word", full_except(WORDS, WORDS.keys() - LONG))
+@pytest.mark.parametrize("word", full_except(sorted(WORDS.keys() - {"gpu"}), WORDS.keys() - LONG))
 def test_a_word_prints_its_table(word, inside, monkeypatch):
     monkeypatch.setitem(COMPILER_OPTIONS, "cpu", QUICK)
     cache = jax.config.jax_compilation_cache_dir
@@ -586,13 +614,13 @@ def test_a_word_prints_its_table(word, inside, monkeypatch):
 
 ABSENT = ("grain", "datasets", "matplotlib", "safetensors", "huggingface_hub",
           "tokenizers", "jinja2")  # fmt: skip
-ACCELERATOR = ("collectives", "memory", "gpu")  # the last one settles for one device
+ACCELERATOR = ("gpu", "collectives", "memory")  # the first makes no devices, the others eight
 
 
 @pytest.mark.parametrize(
     "commands",
     [
-        [[word, "--help"] for word in ACCELERATOR] + [["gpu", "--toy", "--minutes=0"]],
+        [[word, "--help"] for word in (*ACCELERATOR, "slices")] + [["gpu", "--toy", "--minutes=0"]],
         pytest.param([[word, *WORDS[word]] for word in ACCELERATOR], marks=pytest.mark.full),
     ],
     ids=["imports", "runs"],
@@ -618,7 +646,7 @@ for command in {commands}:
         text=True,
     )
     assert done.returncode == 0, done.stderr
-    assert done.stdout.count("\nrun:\n") + done.stdout.count("|---|") == 3
+    assert done.stdout.count("\nrun:\n") + done.stdout.count("|---|") == len(commands)
     assert "failed" not in done.stdout
 
 
@@ -643,6 +671,8 @@ for command in {commands}:
         ("collectives", "--model=3", "--chips=16 is not divisible by --model=3 (rules 'tp'); use a different --model"),
         ("collectives", "--group=6", "--chips=16 is not divisible by --group=6 times --model=1 (rules 'hsdp_tp'); use a different --group"),
         ("collectives", "--model=32", "--chips=16 is not divisible by --model=32 (rules 'tp'); use a different --model"),
+        ("slices", "--slices=1,2", "--slices=1,2 has 1, and nothing crosses there; try --slices=2"),
+        ("slices", "--model=3", "--model=3 does not divide --chips=16; try --model=1"),
         ("memory", "--rules=tp", "--rules=tp is not one of dp, fsdp"),
         ("memory", "--kinds=v9", "--kinds has 'v9', which is not one of v4, v5e, v5p, v6e, h100, h200, cpu"),
     ],

@@ -7,7 +7,8 @@ import pytest
 
 from recipes.common.analysis import hlo, report
 from recipes.common.runtime.mesh import make_mesh
-from tests.hlo_programs import AXIS, cases, counted, hlo_of
+from tests.conftest import ROOT
+from tests.hlo_programs import ACROSS_SLICES, AXIS, cases, counted, crosses, hlo_of
 from tests.quick import QUICK
 
 CASES = cases(8)
@@ -139,6 +140,16 @@ IN_TEXTS = {
 @pytest.mark.parametrize("name", TEXTS)
 def test_what_other_compilers_write(name):
     assert counted(ADD + TEXTS[name]) == IN_TEXTS[name]
+
+
+def test_what_crosses_slices_is_counted_apart():
+    """A program of the TPU compiler for two slices, as tests/hlo_programs.py says."""
+    text = (ROOT / "tests" / "golden" / "two_slices.hlo").read_text()
+    assert crosses(text) == ACROSS_SLICES
+    assert {found.groups for found in hlo.crossing(text)} == {"{1,2}x{0:15}"}
+    inside = [hlo.group_size(found.groups, 32) for found in hlo.collectives(text)]
+    assert inside == [16] * len(inside), "all others stay in a slice"
+    assert not hlo.crossing(ADD + TEXTS["async pairs"])
 
 
 def test_a_reduce_scatter_of_any_notation_sends_the_same():

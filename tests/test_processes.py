@@ -7,6 +7,7 @@ import socket
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 
 import numpy as np
 import pytest
@@ -50,18 +51,36 @@ finally:
 """
 
 
+RECIPE = """
+import runpy
+runpy.run_module("recipes.transformer", run_name="__main__", alter_sys=True)
+"""
+
+
 class Together:
     """Some processes of one run."""
 
-    def __init__(self, count: int, *flags: str, watch: pathlib.Path | None = None):
+    def __init__(
+        self,
+        count: int,
+        *flags: str,
+        watch: pathlib.Path | None = None,
+        around: str = "",  # runs before the recipe
+        each: Sequence[tuple[str, ...]] = (),  # further flags of the first ones
+    ):
         with socket.socket() as free:
             free.bind(("localhost", 0))
             port = free.getsockname()[1]
-        program = ["-c", WATCHED, str(watch)] if watch else ["-m", "recipes.transformer"]
+        program = ["-m", "recipes.transformer"]
+        if watch:
+            program = ["-c", around + WATCHED, str(watch)]
+        elif around:
+            program = ["-c", around + RECIPE]
+        own = [*each, *[()] * count]
         shared = [*program, *flags, f"--num_processes={count}", f"--coordinator=localhost:{port}"]
         self.processes = [
             subprocess.Popen(
-                [sys.executable, *shared, f"--process_id={i}"],
+                [sys.executable, *shared, f"--process_id={i}", *own[i]],
                 cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
                 env=os.environ | {"XLA_FLAGS": XLA_FLAGS},  # each compiles all for itself
             )
@@ -137,6 +156,46 @@ def test_four_then_two_then_one_process_train_like_one(alone, book, tmp_path):
     np.testing.assert_allclose(records(a, *held), records(b, *held), rtol=2e-5)
 
 
+# Devices in an order in which those of a process lie apart, as on the rings of a TPU's chips.
+RINGS = """
+from recipes.common.runtime import mesh
+_arrange = mesh.arrange
+def arrange(axes, devices):
+    inside = _arrange(axes, devices)
+    order = [0, 6, 4, 1, 2, 7, 5, 3]  # process 0 has places 0, 3, 4, 7 and process 1 the others
+    return mesh.Mesh(inside.devices[order], inside.axis_names, axis_types=inside.axis_types)
+mesh.arrange = arrange
+"""
+
+
+@pytest.mark.full
+def test_processes_whose_devices_lie_apart_train_like_one(alone, book, tmp_path):
+    a, b = tmp_path / "one", tmp_path / "two"
+    flags = ("--mesh=8", "--steps=3")
+    alone(*flags, f"--workdir={a}")
+    run = Together(2, *FLAGS, book, *flags, f"--workdir={b}", watch=tmp_path, around=RINGS)
+    for code, _, err in run.finish():
+        assert (code, err) == (0, ""), err
+    rows = [set(map(tuple, np.load(tmp_path / f"{i}.npz")["read"].tolist())) for i in range(2)]
+    assert not rows[0] & rows[1], "each read its own"
+    fields = ("step", "loss", "grad_norm")
+    np.testing.assert_allclose(records(a, *fields), records(b, *fields), rtol=2e-5)
+    held = ("step", "held_out_loss", "held_out_targets")
+    np.testing.assert_allclose(records(a, *held), records(b, *held), rtol=2e-5)
+
+
+@pytest.mark.full
+def test_a_mesh_that_cuts_an_inner_axis_between_processes_is_told(book, tmp_path):
+    run = Together(2, *FLAGS, book, "--mesh=1x8", f"--workdir={tmp_path / 'w'}")
+    for code, out, err in run.finish():
+        assert (code, out) == (2, "")
+        assert err == (
+            "error: --mesh=1x8 would divide axis 'model' between 2 processes of 4 devices, and only "
+            "the outermost may be; try --mesh=2x4\n"
+        )
+    assert not (tmp_path / "w").exists()
+
+
 @pytest.mark.full
 def test_a_signal_stops_all_at_the_same_step_and_a_death_ends_all(alone, book, tmp_path):
     flags = (*FLAGS, book, "--steps=100000", f"--workdir={tmp_path}", "--checkpoint_every=20")
@@ -195,21 +254,6 @@ def test_a_coordinator_that_is_not_there(monkeypatch):
         taken.listen()
         with pytest.raises(UserError, match=r"can't be used .*use a different port"):
             processes.initialize(2, 0, f"localhost:{port}")
-
-
-@pytest.mark.parametrize(
-    ("environment", "count"),
-    [
-        ({}, 1),
-        ({"SLURM_JOB_ID": "7", "SLURM_NTASKS": "4"}, 1),  # an allocation's shell: no step
-        ({"SLURM_NTASKS": "4", "SLURM_STEP_NODELIST": "a[1-4]", "SLURM_PROCID": "0"}, 4),
-        ({"OMPI_COMM_WORLD_SIZE": "3", "OMPI_COMM_WORLD_RANK": "1"}, 3),
-        ({"TPU_WORKER_HOSTNAMES": "localhost"}, 1),
-        ({"TPU_WORKER_HOSTNAMES": "a,b"}, 2),
-    ],
-)
-def test_a_cluster_is_recognized_by_what_its_launcher_sets(environment, count):
-    assert processes.cluster(environment) == count
 
 
 def test_a_mesh_must_be_divisible_by_the_number_of_processes(monkeypatch):

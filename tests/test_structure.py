@@ -28,7 +28,10 @@ LAYERS = {
 }
 LIBRARIES = {
     "zoo": {"jax", "flax"},
-    "data": {"grain", "numpy", "datasets", "tokenizers", "jinja2", "huggingface_hub"},
+    "data": {
+        *{"grain", "numpy", "datasets", "tokenizers", "jinja2", "huggingface_hub"},
+        *{"etils", "gcsfs", "fsspec"},
+    },
     "recipes": {"jax", "flax", "numpy"},
     "recipes/bench": {"jax", "flax", "numpy", "optax", "torch", "tensorstore"},
     "recipes/common": {"jax", "numpy"},
@@ -202,11 +205,13 @@ def test_what_two_recipes_need_stands_in_neither():
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 DISTRIBUTIONS = {  # where the name to import is another
     "absl": "absl-py",
+    "gcp_storage_emulator": "gcp-storage-emulator",
     "huggingface_hub": "huggingface-hub",
     "lm_eval": "lm-eval",
     "ml_dtypes": "ml-dtypes",
     "orbax": "orbax-checkpoint",
     "PIL": "pillow",
+    "yaml": "pyyaml",
     "xdist": "pytest-xdist",
 }
 TOOLS = {"ruff"}  # run, not imported
@@ -225,11 +230,13 @@ def test_declared_dependencies_are_exactly_the_imported_ones():
     extras = {k: declared(v) for k, v in PROJECT["project"]["optional-dependencies"].items()}
     base = declared(PROJECT["project"]["dependencies"])
     ours, tests = imported(SHIPPED), imported(set(FILES) - set(SHIPPED))
-    assert base == ours - extras["hf"] - extras["tensorboard"] - extras["eval"]
+    small = extras["tensorboard"] | extras["gcs"]
+    assert base == ours - extras["hf"] - extras["eval"] - small
     by_hand = extras["hf"] | extras["eval"]
-    assert extras["test"] == tests - base - by_hand | TOOLS | extras["tensorboard"]
+    assert extras["test"] == tests - base - by_hand | TOOLS | small
     assert extras["eval"] == {"lm-eval"} <= ours
     assert extras["tensorboard"] == {"tensorboardX"} <= ours
+    assert extras["gcs"] == {"gcsfs", "fsspec"} <= ours
     assert extras["hf"] <= ours | tests
     assert extras["tpu-aot"] == extras["gpu-aot"] == {"jax"}, "its compilers alone"
 

@@ -742,7 +742,7 @@ def positions_at_once(config: Config, rows: int, seq_len: int) -> int:
     """C: positions of each sequence whose logits exist at one time. It divides T.
 
     At most config.loss_chunk; on accelerators so many that each has 1,024, as fewer leave its matrix
-    units waiting for the table: by the TPU compiler's estimate a row of 32,768 spends 1.7 times as
+    units waiting for the table: by the TPU compiler's estimate a row of 32,768 spends 1.8 times as
     long on the loss with 256.
 
     Args:

@@ -4,6 +4,7 @@
     python -m recipes.bench host          # overhead of the Python training loop
     python -m recipes.bench meshes        # every strategy on every mesh, against one device
     python -m recipes.bench collectives   # bytes sent per step against the textbook, for TPUs and GPUs
+    python -m recipes.bench slices        # bytes that cross between TPU slices, against the textbook
     python -m recipes.bench memory        # compiled peak memory of a step, against an estimate
     python -m recipes.bench depth         # compile time of 80 layers against 8
     python -m recipes.bench gpu           # kernel checks, tokens/s and MFU, with a sweep
@@ -20,13 +21,14 @@ import sys
 
 from recipes.common.runtime.start import choose
 
-# Word → module and function. A module is imported only when it is asked for: `gpu`, `collectives` and
-# `memory` also run where the libraries for data are not installed.
+# Word → module and function. A module is imported only when it is asked for: `gpu`, `collectives`,
+# `slices` and `memory` also run where the libraries for data are not installed.
 WORDS = {
     "cpu": "speed.cpu",
     "host": "running.host",
     "meshes": "speed.meshes",
     "collectives": "compiled.collectives",
+    "slices": "slices.slices",
     "memory": "memory.memory",
     "depth": "compiled.depth",
     "gpu": "gpu.gpu",

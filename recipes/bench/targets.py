@@ -90,15 +90,23 @@ def check_targets(kinds: list[str], counts: list[int]) -> None:
             raise UserError(f"--chips has {chips}, and {kind} needs {known}; use one of these")
 
 
-def topology(kind: str, axes: dict[str, int]) -> Mesh:
-    """A mesh over accelerators that need not exist; see check_targets."""
+def topology(kind: str, axes: dict[str, int], slices: int = 1) -> Mesh:
+    """A mesh over accelerators that need not exist; see check_targets.
+
+    Args:
+      slices: of TPUs, which the outermost axes run across.
+    """
     if kind == "cpu":
         return make_mesh(",".join(f"{axis}={n}" for axis, n in axes.items()))
     jax.config.update("jax_platforms", "cpu")
     from jax.experimental import topologies
 
-    describe = _nodes if kind in GPUS else _slice
-    described = topologies.get_topology_desc(**describe(kind, math.prod(axes.values())))
+    chips = math.prod(axes.values())
+    if kind in GPUS:
+        described = topologies.get_topology_desc(**_nodes(kind, chips))
+    else:
+        several = {"num_slices": slices} if slices > 1 else {}
+        described = topologies.get_topology_desc(**_slice(kind, chips // slices), **several)
     return arrange(axes, described.devices)
 
 

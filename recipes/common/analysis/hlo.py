@@ -2,7 +2,7 @@
 
 import math
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 _KINDS = "all-reduce|all-gather|reduce-scatter|all-to-all|ragged-all-to-all|collective-permute"
@@ -32,6 +32,22 @@ def collectives(hlo: str) -> list[Collective]:
     decides at run time how much is filled. Of a conditional's branches the one with most bytes
     counts. A loop that ends by a value which is not known counts as often as it may run, or once.
     """
+    return _transfers(hlo, _within)
+
+
+def crossing(hlo: str) -> list[Collective]:
+    """Every transfer between slices in one execution of a module that is compiled for several.
+
+    The TPU compiler splits a collective over all of them into collectives inside a slice, which
+    `collectives` has, and these: what a device hands over to the network between slices.
+    """
+    return _transfers(hlo, _between_slices)
+
+
+def _transfers(
+    hlo: str, transfer: Callable[[re.Match, list[str]], Collective | None]
+) -> list[Collective]:
+    """What `transfer` finds in the instructions that one execution runs, loop trips counted."""
     computations, entry = _computations(hlo)
 
     def inside(name: str) -> list[Collective]:
@@ -40,10 +56,9 @@ def collectives(hlo: str) -> list[Collective]:
             match = re.match(r"(?:ROOT )?%?([\w.\-]+) = (.*?) ([a-z][\w\-]*)\(", line)
             if not match or match[3].endswith(("-done", "-update")):
                 continue  # of a transfer that has started
-            kind = re.fullmatch(rf"({_KINDS})(-start)?", match[3])
-            if kind and not _continues(match[1], line, lines):
-                found.append(_collective(kind[1], bool(kind[2]), match[2], line))
-            if not kind:
+            if found_here := transfer(match, lines):
+                found.append(found_here)
+            elif not re.fullmatch(rf"({_KINDS})(-start)?", match[3]):
                 found += called(line, lines, match[2], match[3])
         return found
 
@@ -62,6 +77,25 @@ def collectives(hlo: str) -> list[Collective]:
         return found
 
     return inside(entry)
+
+
+def _within(match: re.Match, lines: list[str]) -> Collective | None:
+    """The collective that an instruction, (name, result, operation), is or begins."""
+    kind, line = re.fullmatch(rf"({_KINDS})(-start)?", match[3]), match.string
+    if not kind or _continues(match[1], line, lines):
+        return None
+    return _collective(kind[1], bool(kind[2]), match[2], line)
+
+
+def _between_slices(match: re.Match, lines: list[str]) -> Collective | None:
+    """What an instruction sends to the runtime that connects slices: (array, context, token)."""
+    line = match.string
+    if match[3] != "send" or "xla_megascale_runtime" not in line:
+        return None
+    facts = dict(re.findall(r'_xla_megascale_(transfer_type|target)="([^"]*)"', line))
+    kind = facts.get("transfer_type", "send").lower().replace("_", "-")
+    array = match[2].partition("]")[0] + "]"
+    return _collective(kind, False, array, line)._replace(groups=facts.get("target", ""))
 
 
 def _continues(name: str, line: str, lines: list[str]) -> bool:

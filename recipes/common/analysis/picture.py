@@ -1,5 +1,6 @@
 """Pictures: who holds what, as SVG and PNG; how the loss fell, and which classes are confused."""
 
+import io
 import pathlib
 from fractions import Fraction
 from typing import Any
@@ -8,7 +9,7 @@ import jax
 import numpy as np
 
 from recipes.common.analysis.report import bytes_per_device
-from recipes.common.runtime import jsonl
+from recipes.common.runtime import folders, jsonl
 from recipes.common.runtime.processes import is_first
 from recipes.common.sharding import Layout, paths
 
@@ -104,7 +105,7 @@ def layouts(path: pathlib.Path, arrays: dict[str, Array]) -> None:
             axes.text((left + right) / 2, (top + bottom) / 2, text, ha="center", va="center")
         axes.set(xlim=(0, columns), ylim=(rows, 0), title=name, xlabel=f"{across} ({columns})")
         axes.set_ylabel(f"{down} ({rows})")
-    figure.savefig(path)
+    _save(figure, path)
 
 
 def _rectangle(corner, width, height, hue):
@@ -120,8 +121,14 @@ def loss(path: pathlib.Path, metrics: pathlib.Path) -> None:
         return
     figure, (axes,) = _figure(1, width=6)
     _curve(axes, jsonl.read(metrics))
-    path.parent.mkdir(exist_ok=True)
-    figure.savefig(path)
+    _save(figure, path)
+
+
+def _save(figure, path: pathlib.Path) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    picture = io.BytesIO()
+    figure.savefig(picture, format=path.suffix[1:])
+    folders.write(path, picture.getvalue())
 
 
 def _curve(axes, lines: list[dict[str, Any]]) -> None:
@@ -153,4 +160,4 @@ def learning(path: pathlib.Path, metrics: pathlib.Path, confusion_CC: np.ndarray
             right.text(column, row, int(count), ha="center", va="center", color=dark, fontsize=7)
     ticks = range(len(confusion_CC))
     right.set(xlabel="predicted", ylabel="true", title="Held-out", xticks=ticks, yticks=ticks)
-    figure.savefig(path)
+    _save(figure, path)

@@ -23,7 +23,7 @@ from data import DataError, cache_dir
 from data.tokenizer import Tokenizer, from_files
 from recipes.common.checkpoint import integrity
 from recipes.common.hf import Folder
-from recipes.common.runtime import UserError
+from recipes.common.runtime import UserError, folders
 from recipes.common.sharding import Tree, paths
 from recipes.common.sharding.abstract import nested
 
@@ -177,7 +177,7 @@ def sha256(source: Any) -> str:
         hashes = source.path / integrity.HASHES
         if hashes.exists():
             return hashlib.sha256(hashes.read_bytes()).hexdigest()
-        every = integrity.hashes_of(source.path, integrity.files_of(source.path))  # an old one
+        every = integrity.hashes_of(source.path, folders.sizes(source.path))  # an old one
         return hashlib.sha256(json.dumps(every).encode()).hexdigest()
     # Every byte is read, once: it is remembered by the files' sizes and times.
     stats = [(str(file.resolve()), file.stat()) for file in source.files]

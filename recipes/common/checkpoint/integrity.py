@@ -6,10 +6,12 @@ Orbax and TensorStore read flipped bits of an array without noticing.
 import concurrent.futures
 import hashlib
 import json
+import os
 import pathlib
 from collections.abc import Iterable
 
 from recipes.common.checkpoint import card
+from recipes.common.runtime import folders
 
 COMMITTED = "commit_success.txt"  # Orbax's mark of a finished folder
 HASHES = "hashes.json"
@@ -25,19 +27,19 @@ def verify(folder: str | pathlib.Path, whole: bool = True) -> str:
       whole: whether to hash every file, which takes long with a huge checkpoint; else only sizes
         are compared.
     """
-    folder = pathlib.Path(folder)
-    for name in _NEEDED:
-        if not (folder / name).is_file():
-            return f"{name} is missing"
+    folder, name = folders.at(folder), str(folder)
     hashes: dict[str, list] = {}
     try:
+        found = folders.sizes(folder)
+        for name in _NEEDED:
+            if name not in found:
+                return f"{name} is missing"
         for name in (HASHES, "data/metadata", "metadata/metadata"):
-            if (folder / name).exists():
+            if name in found:
                 content = json.loads((folder / name).read_bytes())
                 hashes = content if name == HASHES else hashes
         if missing := {"entry", "config", "step", "flags", "data"} - content.keys():
             return f"metadata/metadata has no {min(missing)!r}"
-        found = {name: file.stat().st_size for name, file in files_of(folder).items()}
         for name in (HASHES, card.FILE, PROBE) if "published" in content else ():
             if name not in found or (name != HASHES and name not in hashes):
                 return f"{name} is missing" + (f" in {HASHES}" if name in found else "")
@@ -47,7 +49,10 @@ def verify(folder: str | pathlib.Path, whole: bool = True) -> str:
             if found[name] != size:
                 return f"{name} has {found[name]:,} bytes instead of {size:,}"
         if "published" in content:
-            name, said = card.FILE, card.digests((folder / card.FILE).read_text(errors="replace"))
+            name, said = (
+                card.FILE,
+                card.digests((folder / card.FILE).read_bytes().decode(errors="replace")),
+            )
             for other, (_, digest) in hashes.items():
                 if other != card.FILE and said.get(other) != digest:
                     return f"{name} and {HASHES} disagree on the SHA-256 of {other}"
@@ -56,8 +61,9 @@ def verify(folder: str | pathlib.Path, whole: bool = True) -> str:
                 return f"{name} differs from what was saved (its SHA-256 does not match)"
     except (ValueError, TypeError, AttributeError):
         return f"{name} is not the JSON that was saved"
-    except OSError as error:
-        return f"{error.filename or name} can't be read ({error.strerror})"
+    except folders.errors() as error:
+        where = getattr(error, "filename", None) or name
+        return f"{where} can't be read ({folders.reason(error)})"
     return ""
 
 
@@ -65,7 +71,29 @@ def hash_before_commit(folder: pathlib.Path) -> None:
     """Writes hashes.json of a checkpoint that is about to be committed."""
     # Orbax writes the first two again as it commits.
     later = {COMMITTED, "_CHECKPOINT_METADATA", HASHES}
-    write_hashes(folder, hashes_of(folder, files_of(folder).keys() - later))
+    write_hashes(folder, hashes_of(folder, folders.sizes(folder).keys() - later))
+
+
+def to_disk(folder: pathlib.Path) -> None:
+    """Waits until a local disk has all files of a folder that is about to be committed, and their names.
+
+    Else a power cut could leave a committed checkpoint with empty files. What a bucket has taken it has.
+    """
+    if folders.in_bucket(folder):
+        return
+    with concurrent.futures.ThreadPoolExecutor(8) as pool:
+        list(pool.map(sync, [*folder.rglob("*"), folder]))
+
+
+def sync(path: pathlib.Path) -> None:
+    """Waits until a local disk has a file's content, or the names in a folder."""
+    if folders.in_bucket(path):
+        return
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
 
 
 def write_hashes(folder: pathlib.Path, hashes: dict[str, list]) -> None:
@@ -75,13 +103,7 @@ def write_hashes(folder: pathlib.Path, hashes: dict[str, list]) -> None:
 def hashes_of(folder: pathlib.Path, names: Iterable[str]) -> dict[str, list]:
     """Name → [bytes, SHA-256], in the order of names."""
     digests = _digests(folder, sorted(names))
-    return {name: [(folder / name).stat().st_size, digest] for name, digest in digests.items()}
-
-
-def files_of(folder: pathlib.Path) -> dict[str, pathlib.Path]:
-    """Path below the folder → file, in order."""
-    files = (p for p in sorted(folder.rglob("*")) if p.is_file())
-    return {path.relative_to(folder).as_posix(): path for path in files}
+    return {name: [folders.size(folder / name), digest] for name, digest in digests.items()}
 
 
 def _digests(folder: pathlib.Path, names: list[str]) -> dict[str, str]:

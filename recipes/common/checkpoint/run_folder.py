@@ -4,37 +4,14 @@ Opening one writes nothing; saver.py does.
 """
 
 import dataclasses
-import fcntl
 import pathlib
-import weakref
 from typing import Any
 
-from recipes.common.checkpoint import adapter, integrity, store
+from recipes.common.checkpoint import adapter, integrity, shared, store
 from recipes.common.checkpoint.store import Source
-from recipes.common.runtime import Run, UserError, folders, processes
+from recipes.common.runtime import Run, UserError, folders, lock, processes
 
 CONFIG = "config.json"
-
-
-class Lock:
-    """WORKDIR/config.json, held locked until this object or its process is gone, however it dies."""
-
-    def __init__(self, workdir: pathlib.Path):
-        """Raises UserError if another process has it, OSError if the file can't be written."""
-        self._file = (workdir / CONFIG).open("a")
-        self.close = weakref.finalize(self, self._file.close)
-        try:
-            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise UserError(
-                f"--workdir={workdir} is in use by a running process; wait for it to end, or use a "
-                "different --workdir"
-            ) from None
-
-    def write(self, text: str) -> None:
-        """Replaces the file's content."""
-        self._file.truncate(0)
-        print(text, file=self._file, flush=True)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,7 +27,7 @@ class RunFolder:
     base: dict[str, str] | None  # of a run that trains an adapter: adapter.named
     damaged: dict[int, str]  # step → what is wrong with that checkpoint
     changed: dict[str, Any]  # flag that differs from the original run's → its value then
-    locks: list[Lock]  # held, on process 0: none before the folder exists
+    locks: list[Any]  # lock.take's, held, on process 0: none before the folder exists
 
     @property
     def start(self) -> Source | None:
@@ -65,6 +42,8 @@ class RunFolder:
     @property
     def shown(self) -> pathlib.Path:
         """The folder, as short as it can be printed."""
+        if folders.in_bucket(self.path):
+            return self.path
         here = pathlib.Path.cwd()
         return self.path.relative_to(here) if self.path.is_relative_to(here) else self.path
 
@@ -83,8 +62,8 @@ class RunFolder:
 
     def close(self) -> None:
         """Leaves the folder to other runs."""
-        for lock in self.locks:
-            lock.close()
+        for held in self.locks:
+            held.close()
 
 
 def open_run(entry: str, run: Run, flags) -> RunFolder:
@@ -104,7 +83,7 @@ def open_run(entry: str, run: Run, flags) -> RunFolder:
     theirs = start.startswith("hf:")
 
     def resumed(own: str, whole: bool) -> Source:
-        return store.with_base(store.at(pathlib.Path(own)), f"--workdir={path}", whole, base)
+        return store.with_base(store.at(folders.at(own)), f"--workdir={path}", whole, base)
 
     def look() -> dict[str, Any]:  # process 0 alone reads whole checkpoints, to see that they are
         own, damaged = _newest(path, run.verify, locks) if in_use else (None, [])
@@ -117,9 +96,16 @@ def open_run(entry: str, run: Run, flags) -> RunFolder:
             found["given"] = start if theirs else str(source.path)
         return found
 
+    if in_use:
+        shared.check(path, "workdir")
     found = processes.broadcast_from_first(look)
-    newest = resumed(found["own"], whole=False) if found["own"] else None
-    source = store.find(found["given"], whole=False, base=base) if start and not newest else None
+
+    def sources() -> list[Source | None]:
+        newest = resumed(found["own"], whole=False) if found["own"] else None
+        known = start and not newest
+        return [newest, store.find(found["given"], whole=False, base=base) if known else None]
+
+    newest, source = processes.together(sources)  # a process may lack what another has
     if rank and not (newest or source):
         raise UserError(
             f"--lora_rank={rank} trains an adapter of a model that has learned something, and there "
@@ -143,41 +129,40 @@ def open_run(entry: str, run: Run, flags) -> RunFolder:
 
 def workdir(entry: str, given: str) -> pathlib.Path:
     """The folder that --workdir names."""
-    return pathlib.Path(given or f"runs/{entry}").expanduser().absolute()
+    return folders.absolute(folders.at(given or f"runs/{entry}", "--workdir"))
 
 
 def flags_of(entry: str, given: str) -> dict[str, Any]:
     """The flags of the run in --workdir; {} if there is none, or it can't be read."""
-    path = workdir(entry, given) / "checkpoints"
     try:
+        path = workdir(entry, given) / "checkpoints"
         newest = path / str(store.steps_in(path)[-1])
         return dict(store.at(newest).metadata["flags"])
-    except (OSError, ValueError, LookupError, TypeError):
+    except (*folders.errors(), ValueError, LookupError, TypeError):
         return {}
 
 
-def cannot_write(path: pathlib.Path, error: OSError) -> UserError:
+def cannot_write(path: pathlib.Path, error: Exception) -> UserError:
     return UserError(
-        f"--workdir={path} can't be written ({error.strerror}); use a different --workdir"
+        f"--workdir={path} can't be written ({folders.reason(error)}); use a different --workdir"
     )
 
 
 def _newest(
-    path: pathlib.Path, whole: bool, locks: list[Lock]
+    path: pathlib.Path, whole: bool, locks: list[Any]
 ) -> tuple[pathlib.Path | None, list[tuple[int, str]]]:
     """The newest checkpoint that is whole; (step, what is wrong with it) of newer ones.
 
     Runs on process 0, and adds the folder's lock to `locks`. Raises UserError.
     """
-    existing = folders.nearest(path)
-    if not existing.is_dir():
+    if not folders.in_bucket(path) and not (existing := folders.nearest(path)).is_dir():
         which = "" if existing == path else f": {existing}"
         raise UserError(f"--workdir={path}{which} is a file; use a folder")
     try:
         folders.try_to_write(path)
         if (path / CONFIG).exists():
-            locks.append(Lock(path))
-    except OSError as error:
+            locks.append(lock.take(path, CONFIG))
+    except folders.errors() as error:
         raise cannot_write(path, error) from None
     damaged = []
     for step in reversed(store.steps_in(path / "checkpoints")):

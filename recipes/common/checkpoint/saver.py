@@ -3,10 +3,14 @@
 WORKDIR/best/STEP is a copy of checkpoints/STEP as hard links: no byte is written twice, it is whole
 from the moment it is there, and it stays when checkpoints/STEP goes. Where a file system has no hard
 links the files are copied. A new best one is there before the former goes.
+
+In a bucket nothing is renamed: a checkpoint is finished when it has Orbax's mark, commit_success.txt,
+which is written last and removed first.
 """
 
 import contextlib
 import errno
+import functools
 import json
 import math
 import os
@@ -16,6 +20,7 @@ import sys
 import threading
 import time
 import warnings
+from collections.abc import Callable
 from typing import Any
 
 import orbax.checkpoint as ocp
@@ -23,7 +28,7 @@ import orbax.checkpoint as ocp
 from data.tokenizer import BYTES, Tokenizer
 from recipes.common.checkpoint import integrity, run_folder, store
 from recipes.common.checkpoint.run_folder import RunFolder
-from recipes.common.runtime import Stopped, processes
+from recipes.common.runtime import Stopped, folders, lock, processes
 from recipes.common.sharding import Tree
 
 TEMPORARY = ".orbax-checkpoint-tmp"  # Orbax's suffix of a checkpoint's folder until it is whole
@@ -55,6 +60,7 @@ class Saver:
         self._metadata, self._data = metadata | said | {"data": data}, data
         self._thread: threading.Thread | None = None  # of the save that is in flight
         self._step, self._failed = folder.step, ""  # of the last save, and why it failed
+        self.before_commit: Callable[[], None] = lambda: None  # on process 0, of each checkpoint
         processes.broadcast_from_first(self._prepare)
         best = processes.broadcast_from_first(self._best)
         self._lowest = best[0][0] if best else math.inf  # held-out loss of the best checkpoint
@@ -70,8 +76,8 @@ class Saver:
                 data=ocp.JsonCheckpointHandler(),
                 metadata=ocp.JsonCheckpointHandler(),
             ),
-            # On process 0, between the last byte written and the rename that commits.
-            async_options=ocp.options.AsyncOptions(post_finalization_callback=self._hash),
+            # On process 0, between the last byte written and the rename or mark that commits.
+            async_options=ocp.options.AsyncOptions(post_finalization_callback=self._finalize),
         )
 
     def _prepare(self) -> None:
@@ -79,24 +85,27 @@ class Saver:
         try:
             (path / "checkpoints").mkdir(parents=True, exist_ok=True)
             if not self._folder.locks:
-                self._folder.locks.append(run_folder.Lock(path))
+                self._folder.locks.append(lock.take(path, run_folder.CONFIG))
             facts = {key: self._metadata[key] for key in ("flags", "versions")}
             self._folder.locks[0].write(json.dumps(facts, indent=2))
             for step in self._folder.damaged:
                 aside = path / "damaged" / str(step)
                 while aside.exists():
                     aside = aside.with_name(aside.name + "+")
-                aside.parent.mkdir(exist_ok=True)
-                self._folder.checkpoint(step).rename(aside)
+                aside.parent.mkdir(parents=True, exist_ok=True)
+                folders.move(self._folder.checkpoint(step), aside, integrity.COMMITTED)
             for left in self._unfinished():
-                shutil.rmtree(left)
+                folders.remove(left, integrity.COMMITTED)
             self._remove_former_best()
-        except OSError as error:
+        except folders.errors() as error:
             raise run_folder.cannot_write(path, error) from None
 
     def _unfinished(self) -> list[pathlib.Path]:
         """What a killed or failed save, or a killed removal, has left; never a user's own files."""
         checkpoints, best = self._folder.path / "checkpoints", self._folder.path / "best"
+        if folders.in_bucket(checkpoints):
+            every = [*store.numbered(checkpoints), *store.numbered(best)]
+            return [path for path in every if not store.finished(path)]
         left = [*checkpoints.glob(f"*{TEMPORARY}*"), *checkpoints.glob(f"*{REMOVED}")]
         return [*left, *best.glob(f"*{LINKING}"), *best.glob(f"*{REMOVED}")]
 
@@ -170,24 +179,38 @@ class Saver:
     def _finish(self) -> None:
         try:
             self._checkpointer.wait_until_finished()
-            if processes.is_first():
-                self._remove_old()
+            if processes.is_first():  # what Orbax wrote as it committed, and the rename
+                integrity.to_disk(self._folder.checkpoint(self._step))
+                integrity.sync(self._folder.path / "checkpoints")
         except Exception as error:
             self._fail(error)
+            return
+        if processes.is_first():
+            self._remove_old()
 
     def _link(self, step: int, figures: dict[str, float]) -> None:
         """Links a finished checkpoint into best/, then removes the former best."""
-        best = self._folder.path / "best"
+        best, saved = self._folder.path / "best", self._folder.checkpoint(step)
         try:
+            if folders.in_bucket(best):
+                if store.finished(best / str(step)):
+                    self._remove(best / str(step))
+                told = functools.partial(
+                    folders.write, best / str(step) / HELD_OUT, json.dumps(figures).encode()
+                )
+                folders.copy(saved, best / str(step), integrity.COMMITTED, before_mark=told)
+                self._remove_former_best()
+                return
             beside = best / f"{step}{LINKING}"
-            shutil.copytree(self._folder.checkpoint(step), beside, copy_function=link_or_copy)
+            shutil.copytree(saved, beside, copy_function=link_or_copy)
             (beside / HELD_OUT).write_text(json.dumps(figures))
             if (best / str(step)).exists():  # of a run that began again before this step
                 self._remove(best / str(step))
             beside.rename(best / str(step))
             self._remove_former_best()
-        except OSError as error:
-            shutil.rmtree(best / f"{step}{LINKING}", ignore_errors=True)
+        except folders.errors() as error:
+            if not folders.in_bucket(best):
+                shutil.rmtree(best / f"{step}{LINKING}", ignore_errors=True)
             print(f"warning: the checkpoint of step {step} could not be kept as the best one "
                   f"({reason(error)}); training continues", file=sys.stderr, flush=True)  # fmt: skip
 
@@ -196,7 +219,8 @@ class Saver:
         best = self._folder.path / "best"
         found = []
         for step in store.steps_in(best):
-            with contextlib.suppress(OSError, ValueError, KeyError, TypeError):  # not ours
+            # Others are not ours.
+            with contextlib.suppress(*folders.errors(), ValueError, KeyError, TypeError):
                 figures = json.loads((best / str(step) / HELD_OUT).read_text())
                 found.append((float(figures["loss"]), step))
         return sorted(found)
@@ -205,20 +229,33 @@ class Saver:
         for _, step in self._best()[1:]:
             self._remove(self._folder.path / "best" / str(step))
 
-    def _hash(self) -> None:
-        for folder in (self._folder.path / "checkpoints").glob(f"{self._step}{TEMPORARY}*"):
+    def _finalize(self) -> None:
+        self.before_commit()
+        checkpoints = self._folder.path / "checkpoints"
+        uncommitted = checkpoints.glob(f"{self._step}{TEMPORARY}*")
+        if folders.in_bucket(checkpoints):
+            uncommitted = [checkpoints / str(self._step)]
+        for folder in uncommitted:
             store.write_tokenizer(folder, self._tokenizer.files)
             integrity.hash_before_commit(folder)
+            integrity.to_disk(folder)
+        self._folder.locks[0].check()
 
     def _remove_old(self) -> None:
         """All but the newest finished checkpoints."""
-        for step in store.steps_in(self._folder.path / "checkpoints")[: -self._keep]:
-            self._remove(self._folder.checkpoint(step))
+        try:
+            for step in store.steps_in(self._folder.path / "checkpoints")[: -self._keep]:
+                self._remove(self._folder.checkpoint(step))
+        except folders.errors() as error:
+            print(f"warning: old checkpoints could not be removed ({reason(error)}); training "
+                  "continues, and removing them is tried again", file=sys.stderr, flush=True)  # fmt: skip
 
     @staticmethod
     def _remove(old: pathlib.Path) -> None:
         """It vanishes at once, then its files go."""
-        shutil.rmtree(old.rename(old.with_suffix(REMOVED)))
+        if not folders.in_bucket(old):
+            old = old.rename(old.with_suffix(REMOVED))
+        folders.remove(old, integrity.COMMITTED)
 
     def _fail(self, error: Exception) -> None:
         self._failed = reason(error)
@@ -228,27 +265,51 @@ class Saver:
                 "training continues, and the next save is tried as usual",
                 file=sys.stderr, flush=True,
             )  # fmt: skip
+            if self._taken():
+                return
+            if processes.count() == 1:
+                self._forget_errors()
             # Its other arrays are still being written, and recreate its folder.
-            for _ in range(10):
-                for path in self._unfinished():
-                    shutil.rmtree(path, ignore_errors=True)
-                time.sleep(0.5)
-                if not self._unfinished():
-                    break
+            with contextlib.suppress(*folders.errors()):  # the next start removes it
+                for _ in range(10):
+                    for path in self._unfinished():
+                        if folders.in_bucket(path):
+                            folders.remove(path, integrity.COMMITTED)
+                        else:
+                            shutil.rmtree(path, ignore_errors=True)
+                    time.sleep(0.5)
+                    if not self._unfinished():
+                        break
+
+    def _forget_errors(self) -> None:
+        """Of this save: Orbax raises each of its small writes' alone, the others in the next save."""
+        for _ in range(100):
+            try:
+                return self._checkpointer.wait_until_finished()
+            except Exception:
+                continue
+
+    def _taken(self) -> bool:
+        """Whether another run has taken over the workdir, where nothing more is ours."""
+        return any(held.lost for held in self._folder.locks)
 
     def _join(self) -> None:
         if self._thread:
             self._thread.join()
             self._thread = None
-        if self._failed and processes.count() > 1:
+        if self._failed and (processes.count() > 1 or self._taken()):
             raise self._not_saved()
 
     def _not_saved(self) -> Stopped:
-        newest = self.last_good()
+        what = f"the checkpoint of step {self._step} could not be saved ({self._failed})"
+        again = "and the same command resumes from there"
+        again += "" if folders.in_bucket(self._folder.path) else " once there is room"
+        try:
+            newest = self.last_good()
+        except folders.errors():  # of a bucket that can't be reached
+            return Stopped(f"{what}; the same command resumes from the newest that is saved")
         return Stopped(
-            f"the checkpoint of step {self._step} could not be saved ({self._failed}); "
-            + (f"the newest is {newest}" if newest else "there is none")
-            + ", and the same command resumes from there once there is room"
+            f"{what}; {f'the newest is {newest}' if newest else 'there is none'}, {again}"
         )
 
 
@@ -262,10 +323,8 @@ def link_or_copy(source: str, target: str) -> None:
 
 def reason(error: BaseException) -> str:
     """Why writing failed, in a few words: the system's own where there are some."""
-    if isinstance(error, OSError) and error.strerror:
-        return error.strerror
     text = str(error)
     for number in (errno.ENOSPC, errno.EFBIG, errno.EDQUOT, errno.EIO, errno.EACCES, errno.EROFS):
         if os.strerror(number) in text:
             return os.strerror(number)
-    return (text.splitlines() or [type(error).__name__])[0].rstrip(".")
+    return folders.reason(error)

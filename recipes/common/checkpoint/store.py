@@ -20,7 +20,6 @@ import json
 import os
 import pathlib
 import platform
-import shutil
 from collections.abc import Callable, Iterator
 from typing import Any, Protocol
 
@@ -34,7 +33,7 @@ import zoo
 from data.tokenizer import BYTES, Tokenizer, from_files
 from recipes.common import entries, hf
 from recipes.common.checkpoint import adapter, card, integrity
-from recipes.common.runtime import UserError
+from recipes.common.runtime import UserError, folders
 from recipes.common.sharding import Layout, Table, Tree, make_layout, paths
 from recipes.common.sharding.abstract import unadapted
 
@@ -153,7 +152,7 @@ def _locate(path: str | pathlib.Path, what: str, whole: bool) -> Source:
     """What is at a path, of an adapter without its base."""
     if str(path).startswith("hf:"):
         return hf.open_folder(hf.locate(str(path).removeprefix("hf:")))
-    folder = pathlib.Path(path).expanduser()
+    folder = folders.at(path, what.partition("=")[0])
     fix = "use a run's workdir or a checkpoint"
     if not folder.exists() and str(path) == folder.name:
         folder = PUBLISHED / folder.name
@@ -161,7 +160,7 @@ def _locate(path: str | pathlib.Path, what: str, whole: bool) -> Source:
     if not folder.exists():
         raise UserError(f"{what} does not exist; {fix}")
     if hf.is_adapter(folder):
-        return hf.open_folder(folder.absolute())
+        return hf.open_folder(hf.locate(str(folder)))
     for inner in (folder / "checkpoints", folder):
         if steps := steps_in(inner):
             folder = inner / str(steps[-1])
@@ -176,7 +175,7 @@ def _locate(path: str | pathlib.Path, what: str, whole: bool) -> Source:
 def at(folder: pathlib.Path) -> Checkpoint:
     """The checkpoint in this folder, which `verify` has found whole."""
     text = (folder / "metadata" / "metadata").read_text()
-    return Checkpoint(folder.absolute(), json.loads(text))
+    return Checkpoint(folders.absolute(folder), json.loads(text))
 
 
 def with_base(found: Source, what: str, whole: bool, base: str = "") -> Source:
@@ -221,9 +220,17 @@ def published() -> list[str]:
 
 def steps_in(folder: pathlib.Path) -> list[int]:
     """Steps of the finished checkpoints in a folder, oldest first."""
-    if not folder.is_dir():
-        return []
-    return sorted(int(p.name) for p in folder.iterdir() if p.name.isdigit() and p.is_dir())
+    return sorted(int(p.name) for p in numbered(folder) if finished(p))
+
+
+def numbered(folder: pathlib.Path) -> list[pathlib.Path]:
+    """What is named by a step in a folder."""
+    return [p for p in folder.iterdir() if p.name.isdigit()] if folder.is_dir() else []
+
+
+def finished(path: pathlib.Path) -> bool:
+    """Whether a checkpoint is committed: in a bucket by its mark, else by having its name."""
+    return (path / integrity.COMMITTED).exists() if folders.in_bucket(path) else path.is_dir()
 
 
 # ---- back onto a mesh ----------------------------------------------------------------------------
@@ -382,30 +389,31 @@ def write(
             {"data": {}, "flags": {}} | {k: v for k, v in metadata.items() if k != "base"}
         ),
     )
-    beside = folder.absolute().with_name(f".{folder.name}.{os.getpid()}")
+    beside = folders.absolute(folder).with_name(f".{folder.name}.{os.getpid()}")
     try:
         with ocp.Checkpointer(handler) as checkpointer:
             checkpointer.save(beside, args=items)
-        for marker in beside.rglob(integrity.COMMITTED):
-            marker.write_text("Checkpoint commit was successful\n")  # without this machine's path
+        for name in folders.sizes(beside):
+            if name.endswith(integrity.COMMITTED):  # without this machine's path
+                (beside / name).write_text("Checkpoint commit was successful\n")
         for name, text in (files or {}).items():
             (beside / name).write_text(text)
         write_tokenizer(beside, tokenizer.files if tokenizer else {})
-        hashes = integrity.hashes_of(beside, integrity.files_of(beside))
+        hashes = integrity.hashes_of(beside, folders.sizes(beside))
         if readme:
             (beside / card.FILE).write_text(readme(hashes))
             hashes |= integrity.hashes_of(beside, [card.FILE])
         integrity.write_hashes(beside, hashes)
-        beside.rename(folder)
+        folders.move(beside, folder, integrity.COMMITTED)
     finally:
-        for left in beside.parent.glob(f"{beside.name}*"):
-            shutil.rmtree(left)
+        for left in list(beside.parent.glob(f"{beside.name}*")):
+            folders.remove(left, integrity.COMMITTED)
 
 
 def write_tokenizer(folder: pathlib.Path, files: dict[str, bytes]) -> None:
     """The files of a tokenizer into a checkpoint that is not committed yet; bytes have none."""
     if files:
-        (folder / TOKENIZER).mkdir()
+        (folder / TOKENIZER).mkdir(parents=True)
     for name, content in files.items():
         (folder / TOKENIZER / name).write_bytes(content)
 

@@ -8,15 +8,17 @@ import os
 import pathlib
 import re
 import shutil
+import tempfile
 from collections.abc import Iterator
 from typing import Any
 
 import jax
 from flax import nnx
 
-from data import DataError, hub, tokenizer
+from data import DataError, buckets, hub, tokenizer
 from recipes.common import entries
 from recipes.common.hf import llama, tensors
+from recipes.common.runtime import folders
 from recipes.common.runtime.errors import UserError
 from recipes.common.sharding.abstract import Tree, abstract_model, paths
 
@@ -25,10 +27,15 @@ ENTRIES = {family.ENTRY: family for family in FAMILIES}  # entry → the family 
 
 
 def locate(name: str) -> pathlib.Path:
-    """The model folder: a local one, or ORG/NAME on the Hub by way of its client and cache.
+    """The model folder: a local one, one in a bucket, copied, or ORG/NAME on the Hub, by its client.
 
-    Raises UserError if there is neither.
+    Raises UserError if there is none.
     """
+    if buckets.remote(name):
+        try:
+            return buckets.local(name, f"hf:{name}")
+        except DataError as error:
+            raise UserError(str(error)) from None
     folder = pathlib.Path(name).expanduser()
     if name and folder.exists():
         return folder.absolute()
@@ -134,19 +141,33 @@ def write(
 
 @contextlib.contextmanager
 def new_folder(
-    folder: pathlib.Path, tokens: tokenizer.Tokenizer | None = None, card: str = ""
+    folder: pathlib.Path,
+    tokens: tokenizer.Tokenizer | None = None,
+    card: str = "",
+    config: str = "config.json",
 ) -> Iterator[pathlib.Path]:
-    """A folder to fill, with the files of a tokenizer and a card; moved to its place once it is whole."""
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    beside = folder.with_name(f".{folder.name}.{os.getpid()}.tmp")
-    beside.mkdir()
+    """A folder to fill, with the files of a tokenizer and a card; moved to its place once it is whole.
+
+    Args:
+      config: the file without which it is no model; the last to arrive in a bucket.
+    """
+    bucket = folders.in_bucket(folder)
+    if bucket:  # safetensors are written to disks, so there has to be room for the model on one
+        beside = pathlib.Path(tempfile.mkdtemp())
+    else:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        beside = folder.with_name(f".{folder.name}.{os.getpid()}.tmp")
+        beside.mkdir()
     try:
         yield beside
         for name, content in (tokens.shared() if tokens else {}).items():
             (beside / name).write_bytes(content)
         if card:
             (beside / "README.md").write_text(card)
-        beside.rename(folder)
+        if bucket:
+            folders.upload(beside, folder, mark=config)
+        else:
+            beside.rename(folder)
     finally:
         shutil.rmtree(beside, ignore_errors=True)
 

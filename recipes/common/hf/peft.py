@@ -156,7 +156,7 @@ def write_adapter(
         "use_dora": False,
         "inference_mode": True,
     }
-    with new_folder(folder, tokens, card) as beside:
+    with new_folder(folder, tokens, card, CONFIG) as beside:
         tensors.write(beside, expanded, read, STEM)
         (beside / CONFIG).write_text(json.dumps(theirs, indent=2) + "\n")
 

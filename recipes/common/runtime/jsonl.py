@@ -8,7 +8,8 @@ from typing import Any
 def read(path: pathlib.Path) -> list[dict[str, Any]]:
     """Its lines, without one that a kill has torn; [] where there is no file."""
     lines = []
-    for text in path.read_text(errors="replace").splitlines() if path.exists() else ():
+    found = path.read_bytes() if path.exists() else b""
+    for text in found.decode(errors="replace").splitlines():
         try:
             line = json.loads(text)
             if isinstance(line["step"], int):

@@ -12,10 +12,11 @@ import re
 from collections.abc import Sequence
 
 import jax
+import numpy as np
 from jax.experimental import mesh_utils
 from jax.sharding import AxisType, Mesh
 
-from recipes.common.runtime import processes
+from recipes.common.runtime import processes, slices
 from recipes.common.runtime.errors import UserError
 
 AXES = {1: ("data",), 2: ("data", "model"), 3: ("data", "fsdp", "model")}
@@ -74,7 +75,7 @@ def make_mesh(text: str = "") -> Mesh:
     if wanted % processes.count():
         raise UserError(
             f"--mesh={text} has {wanted} devices, not divisible by --num_processes="
-            f"{processes.count()}; try --mesh={suggest(8 * processes.count(), len(axes))}"
+            f"{processes.count()}; try --mesh={suggest(8 * processes.count(), len(axes), processes.count())}"
         )
     mine = wanted // processes.count()
     if axes and "xla_force_host_platform_device_count" not in os.environ.get("XLA_FLAGS", ""):
@@ -91,7 +92,7 @@ def make_mesh(text: str = "") -> Mesh:
     if wanted > len(devices) or (all_of_them and wanted != len(devices)):
         raise UserError(
             f"--mesh={text} needs {wanted} devices, found {len(devices)}; "
-            f"try --mesh={suggest(len(devices), len(axes))}"
+            f"try --mesh={suggest(len(devices), len(axes), len(slices.groups(devices)))}"
         )
     return arrange(axes, devices[:wanted])
 
@@ -99,24 +100,45 @@ def make_mesh(text: str = "") -> Mesh:
 def arrange(axes: dict[str, int], devices: Sequence[jax.Device]) -> Mesh:
     """A mesh of Explicit axes, JAX's default, over these devices.
 
-    On a TPU slice each axis runs along whole rings.
-    Where that is impossible, as with data=16,fsdp=16 on chips wired 4x8x8, axes share a ring.
+    The outermost axes run across slices or nodes, see slices.py, and raises UserError if an inner one
+    would have to. On a TPU slice each axis runs along whole rings.
     """
-    sizes = tuple(axes.values())
+    groups = slices.groups(devices)
+    what, sizes = slices.WORDS.get(devices[0].platform, "nodes"), {len(group) for group in groups}
+    if len(sizes) > 1:
+        sizes = " and ".join(map(str, sorted(sizes)))
+        raise UserError(f"{what} of {sizes} devices can't be one mesh; use {what} of one size")
+    parts, each = slices.across(axes, len(groups)), len(groups[0])
+    if name := slices.cut(axes, parts):
+        raise UserError(
+            f"--mesh={describe(axes)} would divide axis {name!r} between {len(groups)} {what} of "
+            f"{each} devices, and only the outermost may be; try "
+            f"--mesh={describe(slices.uncut(axes, len(groups), each))}"
+        )
+    inside = tuple(size // parts[name] for name, size in axes.items())
+    together = slices.weave(axes, parts, [_on_rings(inside, group) for group in groups])
+    return Mesh(together, tuple(axes), axis_types=(AxisType.Explicit,) * len(axes))
+
+
+def _on_rings(sizes: tuple[int, ...], devices: Sequence[jax.Device]) -> np.ndarray:
+    """Where that is impossible, as with data=16,fsdp=16 on chips wired 4x8x8, axes share a ring."""
+    names = tuple(f"axis{i}" for i in range(len(sizes)))
     try:
-        return jax.make_mesh(sizes, tuple(axes), devices=devices)
+        return jax.make_mesh(sizes, names, devices=devices).devices
     except NotImplementedError:
-        split = mesh_utils.create_device_mesh(sizes, devices, allow_split_physical_axes=True)
-        return Mesh(split, tuple(axes), axis_types=(AxisType.Explicit,) * len(axes))
+        return mesh_utils.create_device_mesh(sizes, devices, allow_split_physical_axes=True)
 
 
-def suggest(devices: int, axes: int) -> str:
-    """A mesh over `devices` devices with this many axes, the inner ones of size 2 where that fits."""
-    sizes, left = [], devices
+def suggest(devices: int, axes: int, groups: int = 1) -> str:
+    """A mesh with this many axes over the devices of `groups` slices or nodes.
+
+    Inner axes have size 2 where that fits.
+    """
+    sizes, left = [], devices // groups
     for _ in range(min(axes, 3) - 1):
         sizes.append(2 if left % 2 == 0 else 1)
         left //= sizes[-1]
-    return "x".join(str(size) for size in [left, *sizes])
+    return "x".join(str(size) for size in [left * groups, *sizes])
 
 
 def describe(axes: dict[str, int]) -> str:

@@ -5,28 +5,34 @@ By hand, the same command on each host except for the id:
     python -m recipes.transformer --num_processes=2 --process_id=0 --coordinator=host0:9876
     python -m recipes.transformer --num_processes=2 --process_id=1 --coordinator=host0:9876
 
-Under Slurm, Open MPI and on TPU pods JAX finds all of that itself, without flags.
+Under Slurm, Open MPI and on TPUs no flags are needed, see cluster.py; recipes/launch has scripts.
 """
 
+import contextlib
 import json
 import os
 import re
 import socket
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import jax
 import numpy as np
+from jax._src import distributed  # the coordination service's client has no public name
 from jax.experimental import multihost_utils
 
+from recipes.common.runtime import cluster
 from recipes.common.runtime.errors import UserError
 
 HEARTBEAT_SECONDS = 30  # a process silent for this long is considered dead, and the others exit
 PATIENCE_SECONDS = 120  # to wait for the coordinator, which may start later
 
-_id, _count = 0, 1
+GATHER_SECONDS = 600  # to wait for a process that is slower to start
+ALONE_SECONDS = 5  # to wait for the user error that is all processes'
+
+_id, _count, _gathered = 0, 1, 0
 
 
 def count() -> int:
@@ -52,44 +58,37 @@ def initialize(num_processes: int, process_id: int, coordinator: str) -> None:
         if process_id >= 0 or coordinator:
             name = "process_id" if process_id >= 0 else "coordinator"
             raise UserError(f"--{name}={given[name]} needs --num_processes; add it")
-        _count = cluster(os.environ)
-        given = {}
+        _count, given = cluster.find(os.environ)
     else:
         _count = num_processes
-        _check(num_processes, process_id, coordinator)
         given["coordinator_address"] = given.pop("coordinator")
+    if "coordinator_address" in given:  # else JAX finds it
+        _check(
+            _count, given["process_id"], given["coordinator_address"], by_flags=num_processes > 0
+        )
     if _count == 1:
         return
     _free_stdout()
     jax.distributed.initialize(**given, heartbeat_timeout_seconds=HEARTBEAT_SECONDS)
-    _id = process_id if num_processes else jax.process_index()
+    # To ask JAX would make its devices, before a mesh says how many to simulate.
+    _id = given["process_id"] if "process_id" in given else jax.process_index()
 
 
-def cluster(environment: Mapping[str, str]) -> int:
-    """How many processes a cluster's launcher says there are; 1 without one."""
-    # Set by the launcher of a step, not by a mere allocation or an interactive shell.
-    for count, needs in (
-        ("SLURM_NTASKS", "SLURM_STEP_NODELIST"),
-        ("OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK"),
-    ):
-        if count in environment and needs in environment:
-            return int(environment[count])
-    return len(environment.get("TPU_WORKER_HOSTNAMES", "").split(","))
-
-
-def _check(num_processes: int, process_id: int, coordinator: str) -> None:
+def _check(num_processes: int, process_id: int, coordinator: str, by_flags: bool) -> None:
+    flags = ("--coordinator", "--num_processes", "--process_id")
+    where, count, number = flags if by_flags else cluster.OURS
     if num_processes == 1 and process_id in (-1, 0):
         return
     if not 0 <= process_id < num_processes:
-        what = f"--process_id={process_id}" if process_id >= 0 else "--process_id is not given"
+        what = f"{number}={process_id}" if process_id >= 0 else f"{number} is not given"
         raise UserError(
-            f"{what} with --num_processes={num_processes}; give each process a number from 0 to "
+            f"{what} with {count}={num_processes}; give each process a number from 0 to "
             f"{num_processes - 1}"
         )
     found = re.fullmatch(r"(.+):([0-9]{1,5})", coordinator)
     if not found or not 0 < int(found[2]) < 2**16:
         raise UserError(
-            f"--coordinator={coordinator} is not HOST:PORT; use process 0's host and a free port"
+            f"{where}={coordinator} is not HOST:PORT; use process 0's host and a free port"
         )
     # JAX would abort with a stack trace where these two fail.
     if process_id == 0:
@@ -99,7 +98,7 @@ def _check(num_processes: int, process_id: int, coordinator: str) -> None:
                 server.bind(("", int(found[2])))
             except OSError as error:
                 raise UserError(
-                    f"--coordinator={coordinator} can't be used ({error.strerror}); use a different port"
+                    f"{where}={coordinator} can't be used ({error.strerror}); use a different port"
                 ) from None
         return
     until = time.monotonic() + PATIENCE_SECONDS
@@ -108,9 +107,10 @@ def _check(num_processes: int, process_id: int, coordinator: str) -> None:
             socket.create_connection((found[1], int(found[2])), timeout=5).close()
             return
         except OSError as error:
-            if time.monotonic() > until or isinstance(error, socket.gaierror):
+            # A cluster may name a host only when it has started.
+            if time.monotonic() > until or (by_flags and isinstance(error, socket.gaierror)):
                 raise UserError(
-                    f"--coordinator={coordinator} does not answer ({error.strerror or error}); check "
+                    f"{where}={coordinator} does not answer ({error.strerror or error}); check "
                     "that it is process 0's host and that process 0 has started"
                 ) from None
             time.sleep(0.2)
@@ -124,6 +124,59 @@ def _free_stdout() -> None:
     os.dup2(nowhere, 1)
     os.close(nowhere)
     sys.stdout = os.fdopen(mine, "w", buffering=1, encoding=sys.stdout.encoding)
+
+
+def gather(value: Any) -> list[Any]:
+    """The values, JSON, that all processes call this with, by number; each must call it.
+
+    It goes through JAX's coordination service: no devices, nothing compiled, so that processes which
+    could not compute together can still say so.
+    """
+    global _gathered
+    if count() == 1:
+        return [value]
+    client, key = distributed.global_state.client, f"zoo/{_gathered}"
+    _gathered += 1
+    client.key_value_set(f"{key}/{_id}", json.dumps(value))
+    if is_first():  # it alone reads from each
+        values = [_wait_for(f"{key}/{number}") for number in range(count())]
+        client.key_value_set(f"{key}/all", f"[{','.join(values)}]")
+    return json.loads(_wait_for(f"{key}/all"))
+
+
+def _wait_for(key: str) -> str:
+    client = distributed.global_state.client
+    return client.blocking_key_value_get(key, GATHER_SECONDS * 1000)
+
+
+def together(work: Callable[[], Any]) -> Any:
+    """Runs `work` on each process and returns its value; raises the first UserError of any on all."""
+    value, mistake = None, ""
+    try:
+        value = work()
+    except UserError as error:
+        mistake = str(error)
+    found = {number: text for number, text in enumerate(gather(mistake)) if text}
+    if found:
+        number, text = min(found.items())
+        where = f" (process {number}, as {len(found)} of {count()})" if len(found) < count() else ""
+        raise UserError(text + where)
+    return value
+
+
+def leave_unless_all_do(code: int) -> None:
+    """Returns if all processes call this, so that they can end in order; else ends this one at once.
+
+    After an error that the others do not have they would wait for this process, and it for them.
+    """
+    client = distributed.global_state.client
+    if client is None:
+        return
+    with contextlib.suppress(Exception):  # the service is gone, or the others are at work
+        client.wait_at_barrier("zoo/mistake", ALONE_SECONDS * 1000)
+        return
+    sys.stdout.flush()
+    os._exit(code)
 
 
 def leave(message: str) -> None:

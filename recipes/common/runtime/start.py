@@ -17,7 +17,8 @@ from absl import flags as absl_flags
 from absl import logging as absl_logging
 
 import data
-from recipes.common.runtime import flags, preemption, processes
+from data import buckets
+from recipes.common.runtime import agreement, flags, folders, lock, preemption, processes
 from recipes.common.runtime.errors import Stopped, UserError
 
 
@@ -42,15 +43,20 @@ def start(main, *groups, defaults: Callable | None = None) -> None:
             for run in parsed:
                 if isinstance(run, flags.Devices):
                     processes.initialize(run.num_processes, run.process_id, run.coordinator)
+                    agreement.check(run, *parsed)
             main(*parsed)
     except (UserError, data.DataError) as mistake:
         print(f"error: {mistake}", file=sys.stderr, flush=True)
+        lock.release_all()
         if processes.count() == 1:
             os._exit(2)  # at once: a reader's threads, left half-way, may abort an orderly exit
+        processes.leave_unless_all_do(2)
         sys.exit(2)
     except Stopped as stop:
         if stop.code:
-            print(f"error: {stop}", file=sys.stderr)
+            print(f"error: {stop}", file=sys.stderr, flush=True)
+            lock.release_all()
+            processes.leave_unless_all_do(stop.code)
         elif processes.is_first():
             print(stop)
         sys.exit(stop.code)
@@ -59,10 +65,13 @@ def start(main, *groups, defaults: Callable | None = None) -> None:
             raise
         if not isinstance(error, jax.errors.JaxRuntimeError):
             traceback.print_exc()
+        lock.release_all()
         processes.leave(
             f"error: this process can't continue without the others ({str(error).splitlines()[0]}); "
             "start all of them again, and they resume from the newest checkpoint"
         )
+    finally:
+        lock.release_all()
 
 
 def choose(commands: dict, missing: str) -> None:
@@ -90,9 +99,13 @@ def _settle_libraries() -> None:
     absl_logging.set_verbosity(absl_logging.FATAL)  # errors come back as exceptions
     logging.getLogger("asyncio").setLevel(logging.CRITICAL)  # of a save: reported by the saver
     sys.unraisablehook = _unraisable
-    if not jax.config.jax_compilation_cache_dir:
-        jax.config.update("jax_compilation_cache_dir", str(data.cache_dir() / "xla"))
-        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.1)
+    if given := jax.config.jax_compilation_cache_dir:
+        folders.at(given, "JAX_COMPILATION_CACHE_DIR")  # a bucket answers, or the run ends here
+        return
+    cache = os.environ.get("ZOO_CACHE", "")
+    cache = folders.at(cache, "ZOO_CACHE") if buckets.remote(cache) else data.cache_dir()
+    jax.config.update("jax_compilation_cache_dir", str(cache / "xla"))
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.1)
 
 
 def _unraisable(event) -> None:

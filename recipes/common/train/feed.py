@@ -1,30 +1,36 @@
 """From a process's rows of a batch to global arrays."""
 
-import grain
 import jax
 import numpy as np
 
 from recipes.common.sharding import Layout, Tree
 
 
-def process_rows(layout: Layout) -> grain.sharding.ShardOptions:
-    """Which contiguous part of a batch this process's devices hold, and so which rows it reads.
+def process_rows(layout: Layout, process: int | None = None) -> np.ndarray:
+    """Which rows of a batch the devices of a process hold, by default this one: what it reads.
 
-    ShardByJaxProcess's answer where the processes split the batch; everything where the mesh splits
-    something else between them.
+    Often a contiguous part, the process's share. But on TPUs, where a mesh follows the rings of the
+    chips, the devices of a process may lie apart; and all of them need all rows where the mesh splits
+    something else between the processes.
     """
-    size = layout.batch_size
-    slices = layout.batch.addressable_devices_indices_map((size,)).values()
-    first = min(part[0].start or 0 for part in slices)
-    rows = max(size if part[0].stop is None else part[0].stop for part in slices) - first
-    return grain.sharding.ShardOptions(first // rows, size // rows)
+    process, size = jax.process_index() if process is None else process, layout.batch_size
+    parts = layout.batch.devices_indices_map((size,)).items()
+    held = {part[0].indices(size) for device, part in parts if device.process_index == process}
+    return np.concatenate([np.arange(*part) for part in sorted(held)])
 
 
 def to_devices(rows: Tree, layout: Layout) -> Tree:
-    """A process's rows of a batch (a tree of numpy arrays) → global arrays."""
+    """A process's rows of a batch (a tree of numpy arrays, in the order of process_rows) → global arrays."""
+    if layout.batch.is_fully_addressable:
+        return jax.device_put(rows, layout.batch)
+    place = {row: i for i, row in enumerate(process_rows(layout).tolist())}
 
     def put(x: np.ndarray) -> jax.Array:
+        def part(index: tuple[slice, ...]) -> np.ndarray:
+            first, last, _ = index[0].indices(layout.batch_size)
+            return x[place[first] : place[first] + last - first]
+
         whole = (layout.batch_size, *x.shape[1:])
-        return jax.make_array_from_process_local_data(layout.batch, x, whole)
+        return jax.make_array_from_callback(whole, layout.batch, part)
 
     return jax.tree.map(put, rows)

@@ -63,6 +63,8 @@ def fit(
     peak = flops.peak(layout, (example_flops or flops.dense(layout)) / data.units)
     path = folder.path / "metrics.jsonl" if folder.in_use else None
     log = Log(path, folder.step, run, data.unit, run.batch_size * data.units, peak)
+    if saver:
+        saver.before_commit = log.flush  # a finished checkpoint has the lines of its steps
 
     def evaluate(done: int, state: Tree) -> Tree:
         start, totals = time.perf_counter(), evaluation(state)
@@ -104,7 +106,7 @@ def check(folder: RunFolder, layout: Layout, facts: Tree, run: Run) -> Profile:
     if run.keep_best and not run.eval_every:
         raise UserError("--keep_best needs --eval_every; add it, for example --eval_every=100")
     if run.tensorboard:
-        tensorboard.check()
+        tensorboard.check(folder.path)
     if folder.start:
         checkpoint.check_variables(folder.start, layout)
     return Profile(run, folder)

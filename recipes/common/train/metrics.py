@@ -14,8 +14,9 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
 from recipes import STARTED
-from recipes.common.runtime import Run, jsonl, processes
+from recipes.common.runtime import Run, folders, jsonl, processes
 from recipes.common.train.tensorboard import Board
+from recipes.common.train.uploaded import Uploaded
 
 
 class NonFiniteError(RuntimeError):
@@ -52,6 +53,7 @@ class Log:
         self._since, self._since_step = time.perf_counter(), first
         self._main = processes.is_first()
         self._file, self._unwritten, self._warned, self._board = None, b"", False, None
+        self._object: Uploaded | None = None  # in place of a file, in a bucket
         if self._main and path:
             # The evaluation after the last saved step may be missing, so it is repeated, and that
             # of a given model before the first step.
@@ -61,8 +63,11 @@ class Log:
             lines = _keep_until(path, first, evaluates_again=evaluates)
             if run.tensorboard:
                 self._board = Board(path.parent / "tensorboard", first, lines)
-            self._file = path.open("ab", buffering=0)
-            weakref.finalize(self, self._file.close)  # however the run ends
+            if folders.in_bucket(path):
+                self._object = Uploaded(path, "".join(json.dumps(line) + "\n" for line in lines))
+            else:
+                self._file = path.open("ab", buffering=0)
+                weakref.finalize(self, self._file.close)  # however the run ends
         self._bar = None
         if self._main and sys.stdout.isatty() and last > first:
             columns = (
@@ -138,11 +143,14 @@ class Log:
 
     def write(self, record: dict) -> None:
         """One line of metrics.jsonl, on the first process. A number that is not finite is null."""
-        if self._file is None:
+        if self._file is None and self._object is None:
             return
         finite = {k: v if math.isfinite(v) else None for k, v in record.items()}
         if self._board:
             self._board.write(finite)
+        if self._object:
+            self._object.add(json.dumps(finite) + "\n")
+            return
         self._unwritten += json.dumps(finite).encode() + b"\n"
         size = self._file.seek(0, os.SEEK_END)
         try:
@@ -182,15 +190,23 @@ class Log:
         mfu = f"  MFU {units / self._peak:.1%}" if self._peak else ""
         return f"{units:,.0f} {self._unit}/s{mfu}"
 
+    def flush(self) -> None:
+        """What is written so far is kept, whatever happens to this process."""
+        if self._object:
+            self._object.flush()
+
     def pause(self) -> None:
         """Stops the progress bar."""
         if self._bar:
             self._bar.stop()
+        self.flush()
 
     def close(self) -> None:
         self.pause()
         if self._file:
             self._file.close()
+        if self._object:
+            self._object.close()
 
 
 def _clock(seconds: float) -> str:
@@ -209,7 +225,7 @@ def _keep_until(path: pathlib.Path, step: int, evaluates_again: bool) -> list[di
         again = evaluates_again and record["step"] == step and "step_seconds" not in record
         if record["step"] <= step and not again:
             kept.append(record)
-    if path.exists():
+    if not folders.in_bucket(path) and path.exists():
         beside = path.with_suffix(".tmp")
         beside.write_text("".join(json.dumps(record) + "\n" for record in kept))
         os.replace(beside, path)

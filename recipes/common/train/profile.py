@@ -1,13 +1,16 @@
 """--profile=FIRST:LAST: a trace of some steps by JAX's profiler."""
 
 import itertools
+import pathlib
 import re
+import shutil
+import tempfile
 from collections.abc import Callable
 
 import jax
 
 from recipes.common.checkpoint import RunFolder
-from recipes.common.runtime import Run, UserError, print0
+from recipes.common.runtime import Run, UserError, folders, print0
 from recipes.common.sharding import Tree
 
 
@@ -17,6 +20,9 @@ class Profile:
     def __init__(self, run: Run, folder: RunFolder):
         self._folder, self._shown = folder.path / "profile", folder.shown / "profile"
         self._first, self._last, self._running = 0, 0, False
+        self._trace = self._folder  # where JAX writes, which knows no buckets
+        if run.profile and folders.in_bucket(self._folder):
+            self._trace = pathlib.Path(tempfile.mkdtemp())
         if not run.profile:
             return
         found = re.fullmatch(r"(\d{1,9}):(\d{1,9})", run.profile, re.ASCII)
@@ -43,7 +49,7 @@ class Profile:
             number = next(numbers)
             if number == self._first:
                 jax.block_until_ready(state)  # the steps before it are not in the trace
-                jax.profiler.start_trace(self._folder)
+                jax.profiler.start_trace(self._trace)
                 self._running = True
             with jax.profiler.StepTraceAnnotation("step", step_num=number):
                 after = step(state, batch)
@@ -65,5 +71,8 @@ class Profile:
         if self._running:
             self._running = False
             jax.profiler.stop_trace()
+            if self._trace != self._folder:
+                folders.upload(self._trace, self._folder)
+                shutil.rmtree(self._trace)
             print0(f"Profile of steps {self._first} to {self._last}: {self._shown}; to open it: "
                    f"pip install xprof && xprof --port=8791 {self._shown}")  # fmt: skip

@@ -7,11 +7,16 @@ import time
 import weakref
 from typing import Any
 
-from recipes.common.runtime import UserError
+from recipes.common.runtime import UserError, folders
 
 
-def check() -> None:
-    """Raises UserError if the library is not installed."""
+def check(workdir: pathlib.Path) -> None:
+    """Raises UserError if the library is not installed, or can't write there."""
+    if folders.in_bucket(workdir):
+        raise UserError(
+            f"--tensorboard appends to files, and --workdir={workdir} is in a bucket, which appends to "
+            "none; leave it out: metrics.jsonl has the same figures"
+        )
     if importlib.util.find_spec("tensorboardX") is None:
         raise UserError("--tensorboard needs tensorboardX; run pip install -e '.[tensorboard]'")
 

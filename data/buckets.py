@@ -1,0 +1,218 @@
+"""gs://BUCKET/NAME: what is in Google Cloud Storage, as paths, or copied into the cache.
+
+A path there is etils.epath's, which has pathlib's methods; its requests and retries are gcsfs's.
+"""
+
+import functools
+import hashlib
+import importlib.util
+import json
+import logging
+import os
+import pathlib
+import re
+import shutil
+import sys
+import tempfile
+import threading
+from typing import Any
+
+from data import DataError, cache_dir
+
+MAGIC = re.compile(r"[*?\[]")
+SECONDS = 6  # to wait for a bucket's first answer, its library's retries included
+LOGIN = "run gcloud auth application-default login, or set GOOGLE_APPLICATION_CREDENTIALS"
+
+
+def remote(name: Any) -> bool:
+    """Whether a name or path is of another place than this machine's disks: SCHEME://…"""
+    return bool(re.match(r"[A-Za-z][\w+.-]*://", str(name)))
+
+
+def path(name: str, what: str) -> pathlib.Path:
+    """The path of something in a bucket that exists and answers.
+
+    Args:
+      what: how the user named it, for messages: "--workdir=gs://bucket/run".
+
+    Raises DataError, within SECONDS, if the bucket can't be used.
+    """
+    if magic := MAGIC.search(name):
+        raise DataError(f"{what} has {magic[0]!r}, which is for patterns; use another name")
+    _check(name, what)
+    from etils import epath
+
+    return epath.Path(name.rstrip("/"))
+
+
+def _check(name: str, what: str) -> None:
+    """Raises DataError if this can't be the name of something in a bucket that answers."""
+    scheme, _, rest = name.partition("://")
+    bucket, _, inside = rest.partition("/")
+    if scheme != "gs":
+        raise DataError(
+            f"{what} is on {scheme}://, which Orbax can't use; use gs://BUCKET/NAME, or a local path"
+        )
+    if not re.fullmatch(r"[a-z0-9][a-z0-9._-]*", bucket) or not inside.strip("/"):
+        raise DataError(f"{what} is not gs://BUCKET/NAME; use, for example, gs://my-bucket/runs/a")
+    if ".." in inside.split("/"):
+        raise DataError(f"{what} has '..', which a bucket takes for a name; leave it out")
+    if importlib.util.find_spec("gcsfs") is None:
+        raise DataError(f"{what} needs gcsfs; run pip install -e '.[gcs]'")
+    if problem := _problem(bucket):
+        raise DataError(f"{what}: {problem}")
+
+
+@functools.cache
+def filesystem() -> Any:
+    """gcsfs's, set up as epath's own uses it from now on."""
+    # It would ask each bucket's type by gRPC, with rights and minutes of retries of its own.
+    os.environ.setdefault("GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT", "false")
+    import fsspec
+
+    # Others write as well, TensorStore above all, so a listing that is kept is wrong.
+    fsspec.config.conf.setdefault("gcs", {})["use_listings_cache"] = False
+    logging.getLogger("gcsfs").setLevel(logging.CRITICAL)  # errors come back as exceptions
+    return fsspec.filesystem("gcs")
+
+
+@functools.cache
+def _problem(bucket: str) -> str:
+    """What keeps a bucket from being read, and the fix; "" if nothing does."""
+    found: dict[str, Any] = {}
+
+    def ask() -> None:
+        try:
+            found["files"] = filesystem()  # looks for credentials
+            found["files"].call("GET", "b/{}/o", bucket, maxResults=1)
+            found["answer"] = ""
+        except Exception as error:
+            found["answer"] = error
+
+    thread = threading.Thread(target=ask, daemon=True)
+    thread.start()
+    thread.join(SECONDS)
+    answer = found.get("answer", TimeoutError(f"no answer in {SECONDS} s"))
+    if not answer:
+        return ""
+    files = found.get("files")
+    if isinstance(answer, FileNotFoundError):
+        return f"there is no bucket {bucket!r}; create it, or check its name"
+    if files is None or files.credentials.credentials is None:
+        return f"there are no Google credentials ({reason(answer)}); {LOGIN}"
+    if _refused(answer):
+        return (
+            f"these Google credentials may not list it ({reason(answer)}); use others, or {LOGIN}"
+        )
+    return f"Google Cloud Storage can't be reached ({reason(answer)}); check the network"
+
+
+def _refused(error: Exception) -> bool:
+    return getattr(error, "code", 0) == 401 or str(error).startswith("Forbidden")
+
+
+def begin_upload(path: pathlib.Path) -> None:
+    """Begins an upload that never goes on: nothing is there for it. Raises `errors`."""
+    bucket, _, name = str(path).removeprefix("gs://").partition("/")
+    where = filesystem()._location + "/upload/storage/v1/b/{}/o"
+    filesystem().call("POST", where, bucket, json={}, uploadType="resumable", name=name)
+
+
+# ---- errors --------------------------------------------------------------------------------------
+
+
+def errors() -> tuple[type[Exception], ...]:
+    """What reading and writing files raise, those of a bucket too: for `except`."""
+    if "gcsfs" not in sys.modules:
+        return (OSError,)
+    from gcsfs import retry
+
+    return (OSError, retry.HttpError, *retry.RETRIABLE_EXCEPTIONS)
+
+
+def reason(error: BaseException) -> str:
+    """Why, in a few words: the system's own where there are some."""
+    if isinstance(error, OSError) and error.strerror:
+        return error.strerror
+    if str(error).startswith("Forbidden"):
+        return "403 Forbidden"
+    text = (str(error).splitlines() or [type(error).__name__])[0]
+    return re.split(r" \[(?:http_response_body|tensorstore_spec)=", text)[0].rstrip(".")
+
+
+# ---- copied into the cache -----------------------------------------------------------------------
+
+
+def local(name: str, what: str) -> pathlib.Path:
+    """A copy of an object, or of the folder of all below a name, made once for each content.
+
+    Args:
+      what: how the user named it, for messages.
+
+    Raises DataError if there is nothing, or it can't be read or kept.
+    """
+    root, found = _listing(name, what)
+    folder = _copied(root, found, what)
+    return folder / next(iter(found)) if _is_object(name, root) else folder
+
+
+def files(name: str, what: str) -> list[pathlib.Path]:
+    """Copies of the objects that a name, a folder or a pattern stands for. Raises DataError."""
+    root, found = _listing(name, what)
+    folder = _copied(root, found, what)
+    return [folder / inner for inner in found]
+
+
+def _is_object(name: str, root: str) -> bool:
+    return root != name.removeprefix("gs://").rstrip("/")
+
+
+def _listing(name: str, what: str) -> tuple[str, dict[str, dict[str, Any]]]:
+    """(folder in a bucket, name below it → gcsfs's facts) of the objects of a name, in order."""
+    _check(name, what)
+    full = name.removeprefix("gs://").rstrip("/")
+    magic = MAGIC.search(full)
+    root = full[: magic.start()].rpartition("/")[0] if magic else full
+    try:
+        look = filesystem().glob if magic else filesystem().find
+        found = look(full, detail=True).items()
+        found = {k: v for k, v in found if v["type"] == "file" and not k.endswith("/")}
+    except errors() as error:
+        raise DataError(f"{what} can't be read ({reason(error)}); use another") from None
+    if set(found) == {full}:
+        root = full.rpartition("/")[0]
+    found = {k.removeprefix(f"{root}/"): found[k] for k in sorted(found)}
+    if not found:
+        raise DataError(f"{what} does not exist; check the name, and quote a pattern in a shell")
+    for inner in found:
+        if not {"..", "", "."}.isdisjoint(inner.split("/")):
+            raise DataError(f"{what} has an object {inner!r}, which is no file's name; rename it")
+    return root, found
+
+
+def _copied(root: str, found: dict[str, dict[str, Any]], what: str) -> pathlib.Path:
+    """The folder with copies of a listing's objects."""
+    versions = [[inner, facts["generation"], facts["size"]] for inner, facts in found.items()]
+    digest = hashlib.sha256(json.dumps([root, versions]).encode()).hexdigest()[:16]
+    folder = cache_dir() / "buckets" / digest / root.rpartition("/")[2]
+    if folder.exists():
+        return folder
+    beside = None
+    try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        beside = pathlib.Path(tempfile.mkdtemp(dir=folder.parent))
+        for inner, facts in found.items():
+            copy = beside / inner
+            copy.parent.mkdir(parents=True, exist_ok=True)
+            filesystem().get_file(f"{root}/{inner}", str(copy))
+            if copy.stat().st_size != facts["size"]:
+                raise OSError(f"{inner} has {copy.stat().st_size} bytes instead of {facts['size']}")
+        beside.rename(folder)
+    except errors() as error:
+        if folder.exists():  # another process was first
+            return folder
+        raise DataError(f"{what} can't be copied to {folder.parent} ({reason(error)})") from None
+    finally:
+        if beside:
+            shutil.rmtree(beside, ignore_errors=True)
+    return folder

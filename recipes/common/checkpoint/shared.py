@@ -1,0 +1,48 @@
+"""Whether all processes of a run see the same folder."""
+
+import contextlib
+import os
+import pathlib
+import socket
+import tempfile
+import time
+
+from recipes.common.runtime import UserError, processes
+from recipes.common.runtime.folders import in_bucket, nearest
+
+PATIENCE_SECONDS = 5  # for a network file system to show what another host has written
+
+
+def check(path: pathlib.Path, flag: str) -> None:
+    """Raises UserError, on all processes, if one does not see what process 0 writes at `path`.
+
+    For a moment there is an empty file in the folder, or in its nearest parent that exists.
+    """
+    if processes.count() == 1 or in_bucket(path):
+        return
+    made = ""
+    try:
+        if processes.is_first():
+            with contextlib.suppress(OSError):  # is told when something is written
+                handle, made = tempfile.mkstemp(prefix=".shared-", dir=nearest(path))
+                os.close(handle)
+        name = processes.gather(made)[0]
+        seen = processes.gather([socket.gethostname(), not name or _appears(name)])
+    finally:
+        if made:
+            os.unlink(made)
+    for number, (host, sees) in enumerate(seen):
+        if not sees:
+            raise UserError(
+                f"--{flag}={path} is not one folder: process {number} ({host}) does not see what "
+                f"process 0 ({seen[0][0]}) writes there; use a file system that all hosts share"
+            )
+
+
+def _appears(name: str) -> bool:
+    until = time.monotonic() + PATIENCE_SECONDS
+    while not os.path.exists(name):
+        if time.monotonic() > until:
+            return False
+        time.sleep(0.1)
+    return True

@@ -1,0 +1,173 @@
+"""What goes wrong with several processes is told by those that are left, in time; and nothing is lost."""
+
+import pathlib
+import signal
+import time
+
+import numpy as np
+import pytest
+
+from recipes.common import checkpoint
+from recipes.common.checkpoint import shared
+from recipes.common.runtime import agreement, processes
+from recipes.common.runtime.errors import UserError
+from tests.quick import quick as quick
+from tests.runs import records
+from tests.test_processes import FLAGS, LOST, Together
+from tests.test_processes import alone as alone
+
+# A process whose disk is not shared finds other files under the same names.
+OWN_DISK = """
+import sys
+from recipes.common.checkpoint import shared
+if "--process_id=1" in sys.argv:
+    appears = shared._appears
+    shared._appears = lambda name: appears("/another_host" + name)
+"""
+OTHER_VERSION = """
+import importlib.metadata, sys
+version = importlib.metadata.version
+if "--process_id=1" in sys.argv:
+    importlib.metadata.version = lambda name: "0.0.1" if name == "optax" else version(name)
+"""
+# One of four can't write its part of a checkpoint from the second save on.
+BAD_DISK = """
+import sys
+from recipes.common.checkpoint import store
+import orbax.checkpoint as ocp
+save, saves = ocp.PyTreeCheckpointHandler.async_save, []
+async def fails(*arguments, **named):
+    saves.append(1)
+    if "--process_id=2" in sys.argv and len(saves) > 1:
+        raise OSError(28, "No space left on device")
+    return await save(*arguments, **named)
+ocp.PyTreeCheckpointHandler.async_save = fails
+"""
+IMPATIENT = "from recipes.common.runtime import processes; processes.HEARTBEAT_SECONDS = 6\n"
+
+
+# ---- told before anything is computed ------------------------------------------------------------
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+    ("each", "around", "told"),
+    [
+        ([(), ("--learning_rate=0.5",)], "", "has --learning_rate=0.5, and process 0 has 0.004; start all with the same flags"),
+        ([], OTHER_VERSION, "has optax 0.0.1, and process 0 has "),
+        ([], OWN_DISK, "does not see what process 0 ("),
+    ],
+    ids=["flags", "version", "disk"],
+)  # fmt: skip
+def test_processes_that_differ_are_told_at_the_start(each, around, told, book, tmp_path):
+    flags = (*FLAGS, book, "--steps=5", f"--workdir={tmp_path / 'w'}")
+    for code, out, err in Together(2, *flags, each=each, around=around).finish():
+        assert (code, out) == (2, "")
+        assert err.startswith("error: ")
+        assert "process 1 (" in err
+        assert told in err
+        assert err.count("\n") == 1, err
+    assert list(tmp_path.iterdir()) == [], "nothing is written"
+
+
+@pytest.mark.full
+def test_what_one_process_lacks_ends_all(book, tmp_path):
+    """Its error says why, and the others do not wait for it until they are found dead."""
+    around = "import sys\nif '--process_id=1' in sys.argv: sys.argv[-1] = '--dataset=/none'\n"
+    around += "from recipes.common.runtime import agreement; agreement.check = lambda *_: None\n"
+    run = Together(
+        2, *FLAGS, "--steps=5", f"--workdir={tmp_path / 'w'}", around=around, each=[(book,)] * 2
+    )
+    started = time.monotonic()
+    (code, _, err), (theirs, _, why) = run.finish()
+    assert (theirs, why.count("\n")) == (2, 1)
+    assert why.startswith("error: --dataset=/none")
+    assert code != 0
+    assert any(message in err for message in LOST), err
+    print(f"both ended after {time.monotonic() - started:.1f} s")
+
+
+def test_what_differs_is_named():
+    first = {"versions": {"jax": "1"}, "flags": {"--a": 1, "--b": 2}, "code": "x"}
+    assert agreement.difference(first, first) == ""
+    for other, told in (
+        ({"versions": {"jax": "2"}}, "has jax 2, and process 0 has 1; install the same on all"),
+        ({"flags": {"--a": 1, "--b": 3}}, "has --b=3, and process 0 has 2; start all with the same flags"),
+        ({"code": "y"}, "runs other code than process 0; give all of them the same clone"),
+    ):  # fmt: skip
+        assert agreement.difference(first, first | other) == told
+
+
+def test_together_raises_the_first_mistake_on_all(monkeypatch):
+    def mistaken():
+        raise UserError("it is not there")
+
+    monkeypatch.setattr(processes, "_count", 3)
+    monkeypatch.setattr(processes, "gather", lambda mine: ["", mine, mine])
+    with pytest.raises(UserError, match=r"^it is not there \(process 1, as 2 of 3\)$"):
+        processes.together(mistaken)
+    monkeypatch.setattr(processes, "gather", lambda mine: [mine] * 3)
+    with pytest.raises(UserError, match=r"^it is not there$"):
+        processes.together(mistaken)
+    assert processes.together(lambda: 7) == 7
+
+
+def test_a_shared_folder_is_left_as_it_was(monkeypatch, tmp_path):
+    monkeypatch.setattr(processes, "_count", 2)
+    monkeypatch.setattr(processes, "gather", lambda mine: [mine, mine])
+    shared.check(tmp_path / "not" / "there", "workdir")
+    assert list(tmp_path.iterdir()) == []
+    monkeypatch.setattr(shared, "_appears", lambda name: False)
+    with pytest.raises(UserError, match=r"--workdir=.* is not one folder: process 0 \("):
+        shared.check(tmp_path, "workdir")
+    assert list(tmp_path.iterdir()) == []
+
+
+# ---- while it runs -------------------------------------------------------------------------------
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("which", [1, 0], ids=["one", "the coordinator"])
+def test_a_process_that_hangs_ends_the_run_within_the_heartbeats_time(which, book, tmp_path):
+    flags = (*FLAGS, book, "--steps=100000", f"--workdir={tmp_path}")
+    run = Together(2, *flags, around=IMPATIENT)
+    run.read_until("Starts ")
+    time.sleep(1)
+    run.processes[which].send_signal(signal.SIGSTOP)
+    stopped = time.monotonic()
+    _, err = run.processes[1 - which].communicate(timeout=120)
+    took = time.monotonic() - stopped
+    run.processes[which].kill()
+    run.finish()
+    print(f"the other ended {took:.1f} s later")
+    assert took < 60
+    assert run.processes[1 - which].returncode != 0
+    assert any(message in err for message in LOST), err
+
+
+@pytest.mark.full
+def test_a_save_that_fails_on_one_of_four_stops_all_with_the_newest_checkpoint(
+    alone, book, tmp_path
+):
+    flags = (*FLAGS, book, "--steps=9", "--checkpoint_every=3", f"--workdir={tmp_path}")
+    ends = Together(4, *flags, around=IMPATIENT + BAD_DISK).finish()
+    assert ends[2][0] == 1, ends
+    assert (
+        "error: the checkpoint of step 6 could not be saved (No space left on device); the newest is "
+        in ends[2][2]
+    )
+    for code, _, err in (*ends[:2], ends[3]):
+        assert code != 0
+        assert any(message in err for message in LOST), err
+    whole = checkpoint.steps_in(tmp_path / "checkpoints")
+    assert whole == [3], ends
+    assert checkpoint.verify(tmp_path / "checkpoints" / "3") == ""
+    # Two of the four go on from there, with the same batches.
+    for code, out, err in Together(2, *flags).finish():
+        assert (code, err) == (0, ""), err
+        assert not out or "Resumes at step 3" in out
+    lines = records(tmp_path, "step", "loss")
+    assert [step for step, _ in lines] == list(range(1, 10))
+    other = pathlib.Path(f"{tmp_path}-other")
+    alone("--steps=9", f"--workdir={other}")
+    np.testing.assert_allclose(lines, records(other, "step", "loss"), rtol=2e-5)

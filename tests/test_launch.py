@@ -1,0 +1,326 @@
+"""The launchers in recipes/launch, and that processes find each other by what launchers set."""
+
+import http.server
+import os
+import pathlib
+import random
+import re
+import shutil
+import socket
+import subprocess
+import sys
+import threading
+
+import pytest
+import yaml
+
+from recipes.common.runtime import cluster
+from recipes.common.runtime.errors import UserError
+from recipes.common.runtime.mesh import parse
+from tests.conftest import ROOT
+from tests.quick import XLA_FLAGS
+from tests.runs import TINY
+
+LAUNCH = ROOT / "recipes" / "launch"
+SCRIPTS = sorted(path.name for path in LAUNCH.iterdir() if path.suffix in (".sh", ".sbatch"))
+JOBSETS = sorted(path.name for path in LAUNCH.glob("*.yaml"))
+
+
+def free_port() -> int:
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        return free.getsockname()[1]
+
+
+# ---- the files -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_a_script_is_shell(name):
+    checks = [
+        ["bash", "-n"],
+        *([["shellcheck", "--severity=warning"]] if shutil.which("shellcheck") else []),
+    ]
+    for check in checks:
+        done = subprocess.run([*check, LAUNCH / name], capture_output=True, text=True)
+        assert done.returncode == 0, done.stdout + done.stderr
+
+
+# What JobSet v1alpha2 and Kubernetes call the fields in use; * is a list's items, … any names.
+FIELDS = """
+apiVersion kind metadata.name metadata.annotations.…
+spec.failurePolicy.maxRestarts
+spec.replicatedJobs.*.name spec.replicatedJobs.*.replicas
+spec.replicatedJobs.*.template.spec.{parallelism completions completionMode backoffLimit}
+POD.restartPolicy POD.terminationGracePeriodSeconds POD.nodeSelector.…
+POD.containers.*.{name image workingDir} POD.containers.*.command.* POD.containers.*.args.*
+POD.containers.*.env.*.{name value} POD.containers.*.env.*.valueFrom.fieldRef.fieldPath
+POD.containers.*.ports.*.containerPort POD.containers.*.resources.limits.…
+POD.containers.*.volumeMounts.*.{name mountPath}
+POD.volumes.*.name POD.volumes.*.emptyDir.medium
+""".replace("POD", "spec.replicatedJobs.*.template.spec.template.spec")
+
+
+def known_fields() -> set[str]:
+    """FIELDS, one a line, braces expanded."""
+    text = re.sub(
+        r"(\S+)\{([^}]*)\}",
+        lambda m: " ".join(m[1] + name for name in m[2].split()), FIELDS,
+    )  # fmt: skip
+    return set(text.split())
+
+
+def fields(tree, path: str = "") -> dict[str, object]:
+    """Path of every scalar of a YAML document → its value, the last of a list's."""
+    if isinstance(tree, dict):
+        parts = [fields(value, f"{path}.{name}") for name, value in tree.items()]
+    elif isinstance(tree, list):
+        parts = [fields(value, f"{path}.*") for value in tree]
+    else:
+        return {path[1:]: tree}
+    return {name: value for part in parts for name, value in part.items()}
+
+
+def pod(name: str) -> tuple[dict, dict]:
+    """A JobSet's only job and that job's only container."""
+    jobset = yaml.safe_load((LAUNCH / name).read_text())
+    (job,) = jobset["spec"]["replicatedJobs"]
+    (container,) = job["template"]["spec"]["template"]["spec"]["containers"]
+    return job, container
+
+
+@pytest.mark.parametrize("name", JOBSETS)
+def test_a_jobset_has_fields_that_there_are(name):
+    found = fields(yaml.safe_load((LAUNCH / name).read_text()))
+    known = known_fields()
+    for path in found:
+        free = re.sub(r"(annotations|nodeSelector|limits)\..*", r"\1.…", path)
+        assert free in known, path
+    assert (found["apiVersion"], found["kind"]) == ("jobset.x-k8s.io/v1alpha2", "JobSet")
+    job, container = pod(name)
+    spec = job["template"]["spec"]
+    assert spec["parallelism"] == spec["completions"]
+    assert spec["completionMode"] == "Indexed"
+    assert spec["backoffLimit"] == 0, "JobSet restarts all, not Kubernetes one"
+    assert spec["template"]["spec"]["restartPolicy"] == "Never"
+    # The mesh has all the chips that are asked for, and `data` one part for each slice or node.
+    (each,) = container["resources"]["limits"].values()
+    (mesh,) = (parse(flag[7:]) for flag in container["args"] if flag.startswith("--mesh="))
+    sizes = list(mesh.values())
+    assert sizes[0] * sizes[1] * sizes[2] == job["replicas"] * spec["parallelism"] * each
+    assert sizes[0] == (job["replicas"] if "tpu" in name else spec["parallelism"])
+
+
+def test_the_first_pod_of_the_jobset_is_the_coordinator():
+    job, container = pod("jobset_gpu.yaml")
+    env = {variable["name"]: variable.get("value") for variable in container["env"]}
+    name = yaml.safe_load((LAUNCH / "jobset_gpu.yaml").read_text())["metadata"]["name"]
+    host, _, port = env["JAX_COORDINATOR_ADDRESS"].partition(":")
+    assert host == f"{name}-{job['name']}-0-0.{name}", "JobSet's name of its first pod"
+    assert {"containerPort": int(port)} in container["ports"]
+    assert env["JAX_NUM_PROCESSES"] == str(job["template"]["spec"]["parallelism"])
+
+
+# ---- what launchers set --------------------------------------------------------------------------
+
+SLURM = {"SLURM_NTASKS": "4", "SLURM_STEP_NODELIST": "a[1-4]", "SLURM_PROCID": "1"}
+OMPI = {"OMPI_COMM_WORLD_SIZE": "3", "OMPI_COMM_WORLD_RANK": "1"}
+GIVEN = {"JAX_COORDINATOR_ADDRESS": "a:1", "JAX_NUM_PROCESSES": "2", "JAX_PROCESS_ID": "1"}
+ALL = {"coordinator_address": "a:1", "process_id": 1, "cluster_detection_method": "deactivate"}
+
+
+@pytest.mark.parametrize(
+    ("environment", "count", "given"),
+    [
+        ({}, 1, {}),
+        ({"SLURM_JOB_ID": "7", "SLURM_NTASKS": "4"}, 1, {}),  # an allocation's shell: no step
+        (SLURM, 4, {"process_id": 1}),
+        # One task on each node: it has all GPUs, not the one of its number.
+        (SLURM | {"SLURM_STEP_NUM_NODES": "4", "SLURM_GPUS_ON_NODE": "8"}, 4, {"process_id": 1, "local_device_ids": range(8)}),
+        (SLURM | {"SLURM_STEP_NUM_NODES": "2", "SLURM_GPUS_ON_NODE": "2"}, 4, {"process_id": 1}),
+        (OMPI | {"OMPI_MCA_orte_hnp_uri": "4096.0;tcp://10.0.0.1:1"}, 3, {"process_id": 1}),
+        (OMPI | {"JAX_COORDINATOR_ADDRESS": "a:1"}, 3, ALL | {"num_processes": 3, "local_device_ids": [0]}),
+        (GIVEN, 2, ALL | {"num_processes": 2}),
+        (GIVEN | SLURM, 2, ALL | {"num_processes": 2}),
+        ({"TPU_WORKER_HOSTNAMES": "localhost"}, 1, {}),
+        ({"TPU_WORKER_HOSTNAMES": "a,b"}, 2, {}),
+        ({"TPU_WORKER_HOSTNAMES": "a,b", "MEGASCALE_NUM_SLICES": "4"}, 8, {}),
+        ({"TPU_PROCESS_ADDRESSES": "a:1", "MEGASCALE_NUM_SLICES": "2"}, 2, {}),
+    ],
+)  # fmt: skip
+def test_a_cluster_is_recognized_by_what_its_launcher_sets(environment, count, given):
+    assert cluster.find(environment) == (count, given)
+
+
+@pytest.mark.parametrize(
+    ("environment", "told"),
+    [
+        (OMPI, "Open MPI 5 does not say where process 0 is; start with mpirun -x JAX_COORDINATOR_ADDRESS=HOST:PORT"),
+        (GIVEN | {"JAX_PROCESS_ID": ""}, "JAX_COORDINATOR_ADDRESS=a:1 JAX_NUM_PROCESSES=2 JAX_PROCESS_ID= do not describe a process"),
+        ({"JAX_PROCESS_ID": "1"}, "JAX_COORDINATOR_ADDRESS= JAX_NUM_PROCESSES= JAX_PROCESS_ID=1 do not describe a process"),
+    ],
+)  # fmt: skip
+def test_half_a_description_is_one_line(environment, told):
+    with pytest.raises(UserError, match="^" + re.escape(told)):
+        cluster.find(environment)
+
+
+def test_a_number_that_no_process_has_is_one_line(run):
+    env = {"JAX_COORDINATOR_ADDRESS": "a:1", "JAX_NUM_PROCESSES": "2", "JAX_PROCESS_ID": "2"}
+    done = run("recipes.mlp", **env)
+    assert (done.code, done.out) == (2, "")
+    assert done.err == (
+        "error: JAX_PROCESS_ID=2 with JAX_NUM_PROCESSES=2; give each process a number from 0 to 1\n"
+    )
+
+
+def test_hosts_of_tpu_slices_are_those_that_the_metadata_server_lists(monkeypatch):
+    """`gcloud … ssh --worker=all` sets nothing; JAX asks the same server for all else."""
+    answers = {
+        "worker-network-endpoints": "a,b,c,d",
+        "tpu-env": "ZONE: 'z'\nMEGASCALE_NUM_SLICES: '2'\n",
+    }
+
+    class Metadata(http.server.BaseHTTPRequestHandler):
+        def do_GET(self):
+            text = answers.get(self.path.removeprefix("/computeMetadata/v1/instance/attributes/"))
+            self.send_response(200 if text and self.headers["Metadata-Flavor"] == "Google" else 404)
+            self.end_headers()
+            self.wfile.write((text or "").encode())
+
+        def log_message(self, *_):
+            pass
+
+    with http.server.HTTPServer(("localhost", 0), Metadata) as server:
+        threading.Thread(target=server.serve_forever).start()
+        environment = {"GCE_METADATA_IP": f"localhost:{server.server_port}"}
+        assert cluster.find(environment) == (1, {}), "no TPU: nobody is asked"
+        monkeypatch.setattr(cluster, "has_tpu", lambda: True)
+        assert cluster.find(environment) == (8, {})
+        del answers["tpu-env"]
+        assert cluster.find(environment) == (4, {})
+        del answers["worker-network-endpoints"]
+        assert cluster.find(environment) == (1, {})
+        server.shutdown()
+    assert cluster.find(environment) == (1, {}), "nobody answers"
+
+
+# ---- processes that find each other --------------------------------------------------------------
+
+FLAGS = (*TINY, "--steps=0", "--mesh=2")
+
+
+def job_id() -> int:
+    """Slurm's and Open MPI's number, from which JAX makes the port: one that is free."""
+    while True:
+        number = random.randrange(1, 1_000_000)
+        with socket.socket() as trial:
+            try:
+                trial.bind(("", number % 4096 + 65536 - 4096))
+                return number
+            except OSError:
+                continue
+
+
+# As a launcher starts the second half of a command on this machine: `srun --flag… command…`.
+SRUN = """#!{python}
+import os, subprocess, sys
+command = [word for i, word in enumerate(sys.argv[1:]) if i or not word.startswith("--")]
+shared = dict(SLURM_JOB_ID="{job}", SLURM_STEP_NODELIST="localhost", SLURM_NTASKS="2", SLURM_STEP_NUM_NODES="1")
+started = [
+    subprocess.Popen(command, env=os.environ | shared | dict(SLURM_PROCID=str(i), SLURM_LOCALID=str(i)))
+    for i in range(2)
+]
+sys.exit(max(process.wait() for process in started))
+"""
+SSH = """#!{python}
+import subprocess, sys
+assert sys.argv[1:3] == ["-tt", "localhost"], sys.argv
+sys.exit(subprocess.run(["bash", "-c", sys.argv[3]]).returncode)
+"""
+
+
+@pytest.fixture
+def clone(tmp_path):
+    """A folder like a user's clone, whose .venv is this Python, with false srun and ssh in PATH."""
+    for name in ("recipes", "zoo", "data"):
+        (tmp_path / name).symlink_to(ROOT / name)
+    tools = tmp_path / ".venv" / "bin"
+    tools.mkdir(parents=True)
+    (tools / "activate").write_text(f"export PATH={tools}:$PATH\n")
+    for name, text in (("srun", SRUN), ("ssh", SSH), ("python", '#!/bin/sh\nexec {python} "$@"\n')):
+        (tools / name).write_text(text.format(python=sys.executable, job=job_id()))
+        (tools / name).chmod(0o755)
+    return tmp_path
+
+
+def assert_two_found_each_other(done: subprocess.CompletedProcess) -> None:
+    assert done.returncode == 0, done.stdout + done.stderr
+    found = "mesh 2 (data 2) · rules fsdp · 2 simulated CPU devices in 2 processes"
+    assert done.stdout.count(found) == 1, "the first process prints"
+    assert done.stdout.count("Held-out loss") == 1
+
+
+@pytest.mark.parametrize(
+    "script",
+    [pytest.param(name, marks=pytest.mark.full) for name in ("slurm_cpu.sbatch", "ssh.sh")],
+)
+def test_a_script_starts_processes_that_find_each_other(script, clone, book):
+    env = os.environ | {"XLA_FLAGS": XLA_FLAGS, "HOSTS": "localhost localhost"}
+    env |= {"PORT": str(free_port()), "PATH": f"{clone}/.venv/bin:{os.environ['PATH']}"}
+    done = subprocess.run(
+        [LAUNCH / script if script.endswith(".sh") else "bash",
+         *([] if script.endswith(".sh") else [LAUNCH / script]), *FLAGS, book],
+        cwd=clone, env=env, capture_output=True, text=True, timeout=200,
+    )  # fmt: skip
+    assert_two_found_each_other(done)
+
+
+def started(folder: pathlib.Path, command: list[str], environments: list[dict[str, str]]):
+    """The first one's output, when all have ended well."""
+    env = os.environ | {"XLA_FLAGS": XLA_FLAGS}
+    processes = [
+        subprocess.Popen(
+            command, cwd=folder, env=env | its, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        )
+        for its in environments
+    ]  # fmt: skip
+    ends = [process.communicate(timeout=200) for process in processes]
+    assert [process.returncode for process in processes] == [0, 0], ends
+    return subprocess.CompletedProcess(command, 0, *ends[0])
+
+
+@pytest.mark.full
+def test_the_pods_of_a_jobset_find_each_other(clone, book):
+    """By the environment of the manifest, as Kubernetes fills it in; their host is here."""
+    _, container = pod("jobset_gpu.yaml")
+    environments = []
+    for index in range(2):
+        env = {}
+        for variable in container["env"]:
+            where = variable.get("valueFrom", {}).get("fieldRef", {}).get("fieldPath", "")
+            assert not where or where.endswith("['batch.kubernetes.io/job-completion-index']")
+            env[variable["name"]] = str(index) if where else variable["value"]
+        env["JAX_COORDINATOR_ADDRESS"] = f"localhost:{free_port()}"
+        environments.append(
+            env | {"JAX_COORDINATOR_ADDRESS": environments[0]["JAX_COORDINATOR_ADDRESS"]}
+            if environments
+            else env
+        )
+    command = [sys.executable, *container["command"][1:], *container["args"], *FLAGS, book]
+    command.append("--workdir=runs/mine")
+    assert_two_found_each_other(started(clone, command, environments))
+
+
+@pytest.mark.full
+def test_processes_of_open_mpi_find_each_other(clone, book):
+    shared = {
+        "OMPI_COMM_WORLD_SIZE": "2",
+        "OMPI_MCA_orte_hnp_uri": f"{job_id() * 4096}.0;tcp://127.0.0.1:1",
+    }
+    environments = [
+        shared | {"OMPI_COMM_WORLD_RANK": str(i), "OMPI_COMM_WORLD_LOCAL_RANK": str(i)}
+        for i in range(2)
+    ]
+    command = [sys.executable, "-m", "recipes.transformer", *FLAGS, book, "--workdir=runs/mine"]
+    assert_two_found_each_other(started(clone, command, environments))

@@ -1,0 +1,181 @@
+"""Meshes over several TPU slices, GPU nodes and processes: the outermost axes run across them."""
+
+import itertools
+
+import jax
+import numpy as np
+import pytest
+from jax.experimental import mesh_utils
+
+from recipes.common.runtime import slices
+from recipes.common.runtime.errors import UserError
+from recipes.common.runtime.mesh import arrange, make_mesh, parse, suggest
+from recipes.common.train.feed import process_rows
+
+
+class Device:
+    """What an arrangement reads of a device."""
+
+    def __init__(self, number: int, **facts):
+        self.id, self.core_on_chip = number, 0
+        self.__dict__.update(facts)
+
+    def __repr__(self):
+        return f"{self.platform} {self.id}"
+
+
+def tpus(count: int, x: int, y: int, z: int = 1, kind: str = "TPU v5 lite") -> list[Device]:
+    """Slices of chips wired x × y × z, four chips a process, as the TPU compiler lists them."""
+    found = []
+    for number in range(count):
+        chips = [(i, j, k) for k, j, i in itertools.product(range(z), range(y), range(x))]
+        hosts = sorted({(i // 2, j // 2, k) for i, j, k in chips}, key=lambda at: at[::-1])
+        for i, j, k in chips:
+            process = len(hosts) * number + hosts.index((i // 2, j // 2, k))
+            facts = {"slice_index": number} if count > 1 else {}
+            found.append(
+                Device(len(found), platform="tpu", device_kind=kind, coords=[i, j, k],
+                       process_index=process, **facts)
+            )  # fmt: skip
+    return found
+
+
+def gpus(nodes: int, each: int, processes: int = 0) -> list[Device]:
+    """Nodes of GPUs, of a process each, or of as many as they have GPUs (Slurm's way)."""
+    return [
+        Device(i, platform="gpu", device_kind="NVIDIA H100", slice_index=i // each,
+               process_index=i // (processes or each))
+        for i in range(nodes * each)
+    ]  # fmt: skip
+
+
+def cpus(count: int, each: int) -> list[Device]:
+    """Simulated devices of processes on one machine: one slice, says JAX."""
+    return [
+        Device(i, platform="cpu", device_kind="cpu", slice_index=0, process_index=i // each)
+        for i in range(count * each)
+    ]
+
+
+# Devices, and for some meshes over them which group has the devices along each axis: a letter for
+# each, in the order of the mesh. An axis that stays inside has one letter only.
+ARRANGED = [
+    ("2 slices of 16", tpus(2, 4, 4), "32", {"data": "a" * 16 + "b" * 16}),
+    ("2 slices of 16", tpus(2, 4, 4), "8x4", {"data": "aaaabbbb", "model": "aaaa"}),
+    ("2 slices of 16", tpus(2, 4, 4), "2x16x1", {"data": "ab", "fsdp": "a" * 16, "model": "a"}),
+    ("4 slices of 16", tpus(4, 4, 4), "2x2x16", {"data": "ac", "fsdp": "ab", "model": "a" * 16}),
+    ("4 slices of 16", tpus(4, 4, 4), "4x16x1", {"data": "abcd", "fsdp": "a" * 16, "model": "a"}),
+    ("2 slices of 2x2x4", tpus(2, 2, 2, 4, "TPU v5p"), "4x8", {"data": "aabb", "model": "a" * 8}),
+    ("2 nodes of 8", gpus(2, 8), "4x4", {"data": "aabb", "model": "aaaa"}),
+    ("2 nodes of 8", gpus(2, 8, 1), "2x8", {"data": "ab", "model": "a" * 8}),
+    ("4 processes of 2", cpus(4, 2), "4x2", {"data": "abcd", "model": "aa"}),
+    ("4 processes of 2", cpus(4, 2), "2x2x2", {"data": "ac", "fsdp": "ab", "model": "aa"}),
+]
+
+
+@pytest.mark.parametrize(
+    ("devices", "text", "along"),
+    [case[1:] for case in ARRANGED],
+    ids=[f"{a}, {c}" for a, _, c, _ in ARRANGED],
+)
+def test_the_outermost_axes_run_across_and_the_others_stay_inside(devices, text, along):
+    axes = parse(text)
+    mesh = arrange(axes, devices)
+    assert dict(mesh.shape) == axes
+    assert {d.id for d in mesh.devices.flat} == {d.id for d in devices}
+    names = {id(d): "abcd"[i] for i, group in enumerate(slices.groups(devices)) for d in group}
+    found = {}
+    for place, axis in enumerate(axes):
+        line = np.moveaxis(mesh.devices, place, 0).reshape(axes[axis], -1)[:, 0]
+        found[axis] = "".join(names[id(device)] for device in line)
+    assert found == along
+    if devices[0].platform != "cpu" and len(set(names.values())) > 1:  # as JAX's own does it
+        parts = slices.across(axes, len(slices.groups(devices)))
+        inner = [size // part for size, part in zip(axes.values(), parts.values(), strict=True)]
+        jaxs = mesh_utils.create_hybrid_device_mesh(
+            inner,
+            list(parts.values()),
+            devices,
+            allow_split_physical_axes="lite" in devices[0].device_kind,
+        )
+        assert (mesh.devices == jaxs).all()
+
+
+@pytest.mark.parametrize(
+    ("devices", "text", "told"),
+    [
+        (tpus(2, 4, 4), "1x32", "'model' between 2 slices of 16 devices, and only the outermost may be; try --mesh=2x16"),
+        (tpus(4, 4, 4), "2x32x1", "'fsdp' between 4 slices of 16 devices, and only the outermost may be; try --mesh=4x16x1"),
+        (gpus(2, 8), "data=1,fsdp=16", "'fsdp' between 2 nodes of 8 devices, and only the outermost may be; try --mesh=data=2,fsdp=8"),
+        (gpus(3, 8), "2x12", "'model' between 3 nodes of 8 devices, and only the outermost may be; try --mesh=6x4"),
+        (gpus(2, 3), "3x2", "'model' between 2 nodes of 3 devices, and only the outermost may be; try --mesh=6x1"),
+        (cpus(2, 4), "1x8", "'model' between 2 processes of 4 devices, and only the outermost may be; try --mesh=2x4"),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_a_mesh_that_cuts_an_inner_axis_is_told_with_one_that_does_not(devices, text, told):
+    with pytest.raises(UserError) as caught:
+        arrange(parse(text), devices)
+    assert str(caught.value) == f"--mesh={text} would divide axis {told}"
+    better = parse(told.rpartition("--mesh=")[2])
+    assert dict(arrange(better, devices).shape) == better
+
+
+def test_groups_of_other_sizes_are_told():
+    with pytest.raises(UserError, match=r"slices of 4 and 8 devices .* use slices of one size"):
+        arrange({"data": 12}, tpus(2, 2, 4)[4:])
+
+
+def test_what_is_suggested_can_be_arranged():
+    for groups, each, axes in itertools.product((1, 2, 3, 4), (1, 3, 4, 8), (1, 2, 3)):
+        arrange(parse(suggest(groups * each, axes, groups)), gpus(groups, each))
+
+
+def test_local_devices_lie_as_before():
+    """As jax.make_mesh has them: the same losses and checkpoints, bit for bit."""
+    for sizes in ((8,), (4, 2), (1, 8), (2, 2, 2)):
+        names = ("data", "fsdp", "model")[: len(sizes)]
+        mesh = make_mesh(",".join(f"{n}={s}" for n, s in zip(names, sizes, strict=True)))
+        assert mesh == jax.make_mesh(sizes, names, devices=jax.devices())
+    one = tpus(1, 4, 4)
+    whole = jax.make_mesh((4, 4), ("data", "model"), devices=one).devices
+    assert (arrange({"data": 4, "model": 4}, one).devices == whole).all()
+
+
+# ---- what a process reads --------------------------------------------------------------------------
+
+
+class Held:
+    """What process_rows reads of a layout: each device's part of a batch."""
+
+    def __init__(self, devices: np.ndarray, rows: int):
+        self.batch, self.batch_size = self, rows
+        self._devices = devices
+
+    def devices_indices_map(self, shape):
+        step = shape[0] // len(self._devices)
+        return {
+            device: (slice(i * step, (i + 1) * step),)
+            for i, line in enumerate(self._devices)
+            for device in line
+        }
+
+
+@pytest.mark.parametrize(
+    "devices",
+    [tpus(1, 4, 4), tpus(2, 4, 4), tpus(1, 2, 2, 4, "TPU v5p"), gpus(2, 8)],
+    ids=str,
+)
+def test_processes_on_rings_read_the_rows_of_their_devices(devices):
+    for inner in (1, 2, 4):
+        mesh = arrange({"data": len(devices) // inner, "model": inner}, devices).devices
+        rows = {}
+        for process in {device.process_index for device in devices}:
+            mine = process_rows(Held(mesh, 2 * len(devices)), process)
+            rows[process] = mine.tolist()
+            assert rows[process] == sorted(set(rows[process]))
+        each = 2 * inner  # rows of a shard
+        for i, line in enumerate(mesh):
+            for device in line:
+                assert {*range(i * each, (i + 1) * each)} <= {*rows[device.process_index]}
+        assert set(itertools.chain(*rows.values())) == set(range(2 * len(devices)))
