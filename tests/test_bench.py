@@ -189,6 +189,8 @@ def test_saved_activations_are_what_jax_saves(attention, remat):
     used = {id(v) for e in traced.jaxpr.eqns for v in e.invars}
     stacks = [v.aval for v in layers.outvars if id(v) in used and v.aval.shape[0] == 5]
     kept = sum(x.size * x.dtype.itemsize for x in stacks)
+    if remat == "none":  # XLA merges what the trace has thrice, q's, k's and v's input, and twice
+        kept -= 3 * 5 * 2 * 1_024 * config.embed * 2
     assert memory.memory_parts(step)["saved activations"] == pytest.approx(kept, rel=0.01)
 
 
@@ -235,7 +237,7 @@ def test_other_compiler_errors_are_not_about_memory():
 # Peaks of the compiled step (jax 0.10.2, libtpu 0.0.42.1) by XLA's attention, 4,096 tokens per chip: the smallest and the
 # largest of all kinds. Three, on 256 chips, are more than 5% off: see recipes/bench/README.md.
 COMPILED = [  # policy, chips, GB, within
-    ("none", 16, 129.7, 0.01),  # v5p; fits no kind
+    ("none", 16, 129.7, 0.04),  # v5p; fits no kind
     ("none", 256, 117.1, 0.04),  # v4
     ("full", 16, 13.2, 0.02),  # v5e
     ("full", 16, 13.9, 0.04),  # v5p
@@ -259,7 +261,9 @@ BY_KERNELS = [  # policy, chips, GB, within, kernel
     ("full", 8, 20.0, 0.05, "triton"),  # h100
     ("sublayers", 8, 21.1, 0.05, "triton"),
     ("dots", 8, 30.2, 0.04, "triton"),
-    ("none", 8, 74.8, 0.08, "triton"),  # see recipes/bench/README.md
+    ("none", 8, 74.8, 0.01, "triton"),
+    ("dots", 16, 21.6, 0.04, "splash"),
+    ("none", 16, 64.7, 0.02, "splash"),
 ]
 
 

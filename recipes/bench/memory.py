@@ -131,7 +131,8 @@ def memory_parts(step: Step) -> dict[str, float]:
     attention, scores = _of_attention(step, rows, config.num_heads // over("heads"), q, kv)
     layer = (D * (2 * q + kv) + 3 * D * F) * width
     kept = {"full": D, "sublayers": 2 * D, "dots": 2 * D + q + kv + 2 * F}
-    kept["none"] = 6 * D * 4 // width + 5 * D + 6 * F + attention  # whatever a derivative needs
+    # Whatever a derivative needs; of the equal inputs of q, k and v, and of gate and up, one each.
+    kept["none"] = 6 * D * 4 // width + 2 * D + 6 * F + attention
     saved = rows * length * kept[config.remat] * width
     if config.remat == "none":  # also weights in use, and scores before and after the softmax
         saved += layer + scores * (4 + width) // 4
@@ -142,7 +143,7 @@ def memory_parts(step: Step) -> dict[str, float]:
     inside = rows * length * (2 * q + kv + 3 * F + 2 * D) * width
     params = report.bytes_per_device(step.abstract["params"])
     stacked = report.bytes_per_device(step.abstract["params"]["layers"])
-    cast = stacked * width // 4 if width < 4 else 0
+    cast = stacked * width // 4 if width < 4 and config.remat != "none" else 0  # else saved, in use
     loss = in_use, in_use + logits
     backward = stacked + in_use, cast + 2 * layer + inside + scores
     grads, live = max(loss, backward, key=sum)
