@@ -230,7 +230,8 @@ def ring_of_a_gradient(mesh: Mesh) -> None:
     rows = jax.ShapeDtypeStruct((n * 512, size), jnp.bfloat16, sharding=NamedSharding(mesh, SPLIT))
     options = {"xla_tpu_reduce_scatter_collective_matmul_mode": "post_spmd"}
     product = jax.jit(
-        lambda x, y: x.T @ y, out_shardings=NamedSharding(mesh, SPLIT), compiler_options=options
+        lambda x, y: jnp.matmul(x.T, y, out_sharding=NamedSharding(mesh, SPLIT)),
+        compiler_options=options,
     )
     sent = counted(product.lower(rows, rows).compile().as_text())
     chunk = size * size * 2 // n

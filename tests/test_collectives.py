@@ -9,6 +9,7 @@ all-reduce and then a slice. On TPU it is the real thing (README, Speed).
 import dataclasses
 import itertools
 import math
+import types
 from collections import Counter
 from typing import NamedTuple
 
@@ -225,6 +226,20 @@ def test_a_platform_s_options_reach_its_compiler(monkeypatch):
     monkeypatch.setitem(layouts.COMPILER_OPTIONS, "cpu", {"xla_no_such_option": "true"})
     with pytest.raises(jax.errors.JaxRuntimeError, match="xla_no_such_option"):
         compile_step("dot_relu_dot", ENTRIES["dot_relu_dot"].layout("8"))
+
+
+@pytest.mark.parametrize(
+    ("device", "name"),
+    [
+        ({"platform": "gpu", "compute_capability": "9.0"}, "cuda"),
+        ({"platform": "gpu", "compute_capability": "gfx942"}, "gpu"),
+        ({"platform": "gpu"}, "gpu"),
+        ({"platform": "tpu"}, "tpu"),
+    ],
+)
+def test_nvidia_s_options_are_for_nvidia(device, name):
+    assert layouts.platform(types.SimpleNamespace(**device)) == name
+    assert "gpu" not in layouts.COMPILER_OPTIONS, "AMD's compiler would refuse NVIDIA's options"
 
 
 # ---- the check can fail ----------------------------------------------------------------------------

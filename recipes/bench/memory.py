@@ -11,6 +11,8 @@ import jax.numpy as jnp
 
 from recipes.bench.common import Step, Table, machine, make_step, numbers, one_of
 from recipes.bench.targets import (
+    DOES_NOT_FIT,
+    GPUS,
     KINDS,
     KINDS_HELP,
     TPUS,
@@ -57,7 +59,8 @@ def _parts(flags: MemoryFlags, cases, remats: list[str]) -> None:
     table = Table("size", "chips", "remat", "parameters", "optimizer", "gradients",
                   "saved activations", "live working set", "sum", "compiled peak", "sum / peak")  # fmt: skip
     for (size, kind, chips), remat in itertools.product(cases, remats):
-        step, text, peak = _compiled(flags, size, kind, chips, remat)
+        step = _step(flags, size, kind, chips, remat)
+        text, peak = _peak(step, kind, f"{size} {remat}")
         parts = memory_parts(step)
         total = sum(parts.values())
         cells = map(report.size, [*parts.values(), total])
@@ -65,33 +68,37 @@ def _parts(flags: MemoryFlags, cases, remats: list[str]) -> None:
 
 
 def _which(flags: MemoryFlags, cases, remats: list[str]) -> None:
+    """The first policy of REMAT, which has them in order, whose step fits."""
     table = Table("size", "chips", "attention", "remat", "compiled peak", "the next would need")
-    least_first = [remat for remat in REMAT if remat in remats]
-    for case in cases:
-        above = "-"
-        for remat in least_first:
-            step, text, peak = _compiled(flags, *case, remat)
-            if not text.startswith("does not fit"):
+    for size, kind, chips in cases:
+        above, found, text = "-", "none of them fits", "-"
+        for remat in (remat for remat in REMAT if remat in remats):
+            step = _step(flags, size, kind, chips, remat)
+            total = sum(memory_parts(step).values())
+            if kind in GPUS and total > 1.2 * GPUS[kind].memory:  # not worth a minute's compilation
+                above = f"{remat}: {report.size(total)}, estimated"
+                continue
+            text, peak = _peak(step, kind, f"{size} {remat}")
+            if not text.startswith(DOES_NOT_FIT):
+                found = remat
                 break
             above = f"{remat}: {report.size(peak)}"
-        else:
-            remat = "none of them fits"
-        size, kind, chips = case
-        table.row(size, f"{chips} {kind}", kernel(step), remat, text, above)
+        table.row(size, f"{chips} {kind}", kernel(step), found, text, above)
 
 
-def _compiled(
-    flags: MemoryFlags, size: str, kind: str, chips: int, remat: str
-) -> tuple[Step, str, float]:
-    """(step, what the compiler says of its peak, and that in bytes)."""
+def _step(flags: MemoryFlags, size: str, kind: str, chips: int, remat: str) -> Step:
     config = dataclasses.replace(SIZES[size](), dtype="bfloat16", remat=remat)
     mesh, rows = topology(kind, {"data": chips}), flags.rows * chips
-    step = make_step(config, flags.rules, mesh, rows, flags.seq_len, segments=True)
-    compiled = compile_step(step, kind, f"{size} {remat} on {chips} {kind}")
+    return make_step(config, flags.rules, mesh, rows, flags.seq_len, segments=True)
+
+
+def _peak(step: Step, kind: str, what: str) -> tuple[str, float]:
+    """What the compiler says of a step's peak, and that in bytes."""
+    compiled = compile_step(step, kind, f"{what} on {step.layout.mesh.size} {kind}")
     if isinstance(compiled, TooLarge):
-        return step, *compiled
+        return compiled
     peak = compiled.memory_analysis().peak_memory_in_bytes
-    return step, report.size(peak), peak
+    return report.size(peak), peak
 
 
 def kernel(step: Step) -> str:

@@ -143,6 +143,9 @@ def caveats(kinds: list[str]) -> list[str]:
     ]
 
 
+DOES_NOT_FIT = "does not fit"
+
+
 class TooLarge(NamedTuple):
     """What the compiler says of a program that does not fit its chip."""
 
@@ -192,4 +195,4 @@ def too_large(error: str, arguments: float) -> TooLarge | None:
 
 
 def _misfit(needed: float, there: float) -> str:
-    return f"does not fit: {report.size(needed)} of {report.size(there)}"
+    return f"{DOES_NOT_FIT}: {report.size(needed)} of {report.size(there)}"

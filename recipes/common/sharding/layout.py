@@ -139,8 +139,8 @@ class Layout:
         options = options | jit_options.pop("compiler_options", {})
         with self.trace():
             traced = jax.jit(function, compiler_options=options, **jit_options).trace(*arguments)
-            # Said: of a GPU's kind JAX asks the GPUs that are there, and none may be.
-            return traced.lower(lowering_platforms=(target,))
+            # JAX asks the GPUs that are there whose they are; here none may be.
+            return traced.lower(lowering_platforms=("cuda",) if target == "cuda" else None)
 
     def compile(self, function: Callable, *arguments: Tree, **jit_options) -> jax.stages.Compiled:
         """`lower`, and the compiler's work on it."""
@@ -179,11 +179,10 @@ def make_layout(
 
 
 def platform(device: jax.Device) -> str:
-    """Whose compiler a device needs: "cpu", "tpu", "cuda" or "rocm"."""
-    if device.platform != "gpu":
-        return device.platform
-    # "9.0" from NVIDIA, "gfx942" from AMD
-    return "cuda" if device.compute_capability[:1].isdecimal() else "rocm"
+    """Whose compiler a device needs: "cpu", "tpu", "cuda" for NVIDIA's GPUs, "gpu" for others."""
+    capability = getattr(device, "compute_capability", "")  # NVIDIA's "9.0", AMD's "gfx942"
+    nvidia = device.platform == "gpu" and capability[:1].isdecimal()
+    return "cuda" if nvidia else device.platform
 
 
 def elsewhere(layout: Layout, rules: str, mesh: Mesh | AbstractMesh | None = None) -> Layout | None:
