@@ -28,6 +28,7 @@ from recipes.common.runtime.errors import UserError
 
 HEARTBEAT_SECONDS = 30  # a process silent for this long is considered dead, and the others exit
 PATIENCE_SECONDS = 120  # to wait for the coordinator, which may start later
+START_SECONDS = 300  # to wait for all others, which may start later, too
 
 GATHER_SECONDS = 600  # to wait for a process that is slower to start
 ALONE_SECONDS = 5  # to wait for the user error that is all processes'
@@ -69,7 +70,11 @@ def initialize(num_processes: int, process_id: int, coordinator: str) -> None:
     if _count == 1:
         return
     _free_stdout()
-    jax.distributed.initialize(**given, heartbeat_timeout_seconds=HEARTBEAT_SECONDS)
+    jax.distributed.initialize(
+        **given,
+        initialization_timeout=START_SECONDS,
+        heartbeat_timeout_seconds=HEARTBEAT_SECONDS,
+    )
     # To ask JAX would make its devices, before a mesh says how many to simulate.
     _id = given["process_id"] if "process_id" in given else jax.process_index()
 
