@@ -7,6 +7,7 @@ links the files are copied. A new best one is there before the former goes.
 
 import contextlib
 import errno
+import functools
 import json
 import math
 import os
@@ -21,7 +22,7 @@ from typing import Any
 import orbax.checkpoint as ocp
 
 from data.tokenizer import BYTES, Tokenizer
-from recipes.common.checkpoint import integrity, run_folder, store
+from recipes.common.checkpoint import helpers, integrity, run_folder, store
 from recipes.common.checkpoint.run_folder import RunFolder
 from recipes.common.runtime import Stopped, processes
 from recipes.common.sharding import Tree
@@ -121,6 +122,12 @@ class Saver:
         else:
             self._thread = threading.Thread(target=self._finish)
             self._thread.start()
+            if not processes.is_first():
+                threading.Thread(target=self._help, args=[step], daemon=True).start()
+
+    def _help(self, step: int) -> None:
+        with contextlib.suppress(Exception):  # a save that has failed asks for nothing
+            helpers.help_with(f"save/{step}", integrity.sha256_of)
 
     def keep_best(self, step: int, state: Tree, figures: dict[str, float]) -> None:
         """Keeps this state's checkpoint as WORKDIR/best/STEP if no loss was lower.
@@ -211,7 +218,8 @@ class Saver:
     def _hash(self) -> None:
         for folder in (self._folder.path / "checkpoints").glob(f"{self._step}{TEMPORARY}*"):
             store.write_tokenizer(folder, self._tokenizer.files)
-            integrity.hash_before_commit(folder)
+            hashing = functools.partial(integrity.hash_before_commit, folder)
+            helpers.with_help(f"save/{self._step}", integrity.sha256_of, hashing)()
             integrity.to_disk(folder)
 
     def _remove_old(self) -> None:
