@@ -26,7 +26,7 @@ from typing import Any
 import orbax.checkpoint as ocp
 
 from data.tokenizer import BYTES, Tokenizer
-from recipes.common.checkpoint import integrity, run_folder, store
+from recipes.common.checkpoint import helpers, integrity, run_folder, store
 from recipes.common.checkpoint.run_folder import RunFolder
 from recipes.common.runtime import Stopped, folders, lock, processes
 from recipes.common.sharding import Tree
@@ -130,6 +130,12 @@ class Saver:
         else:
             self._thread = threading.Thread(target=self._finish)
             self._thread.start()
+            if not processes.is_first():
+                threading.Thread(target=self._help, args=[step], daemon=True).start()
+
+    def _help(self, step: int) -> None:
+        with contextlib.suppress(Exception):  # a save that has failed asks for nothing
+            helpers.help_with(f"save/{step}", integrity.sha256_of)
 
     def keep_best(self, step: int, state: Tree, figures: dict[str, float]) -> None:
         """Keeps this state's checkpoint as WORKDIR/best/STEP if no loss was lower.
@@ -237,7 +243,8 @@ class Saver:
             uncommitted = [checkpoints / str(self._step)]
         for folder in uncommitted:
             store.write_tokenizer(folder, self._tokenizer.files)
-            integrity.hash_before_commit(folder)
+            hashing = functools.partial(integrity.hash_before_commit, folder)
+            helpers.with_help(f"save/{self._step}", integrity.sha256_of, hashing)()
             integrity.to_disk(folder)
         self._folder.locks[0].check()
 
