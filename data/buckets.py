@@ -20,7 +20,7 @@ from typing import Any
 from data import DataError, cache_dir
 
 MAGIC = re.compile(r"[*?\[]")
-SECONDS = 6  # to wait for a bucket's first answer, its library's retries included
+SECONDS = 5  # to wait for a bucket's first answer, its library's retries included
 LOGIN = "run gcloud auth application-default login, or set GOOGLE_APPLICATION_CREDENTIALS"
 
 

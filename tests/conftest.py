@@ -56,7 +56,7 @@ def full_except(cases: Iterable, fast: Iterable) -> list:
 
 # Files that take longest, in the order in which they start; short ones balance the end.
 LONG = ("processes", "new_entry", "hf", "bench", "readme", "transformer", "recipes", "nothing_lost")
-LONG += ("crashes", "published", "copy", "small_recipes")
+LONG += ("buckets", "crashes", "published", "copy", "small_recipes")
 
 
 def pytest_collection_modifyitems(config, items):

@@ -13,7 +13,10 @@ import time
 from recipes.common import checkpoint
 from tests.runs import TINY, assert_bit_equal, records, state_of
 
-HEARTBEAT = "from recipes.common.runtime import processes; processes.HEARTBEAT_SECONDS = 6\n"
+IMPATIENT = """
+from recipes.common.runtime import processes
+processes.HEARTBEAT_SECONDS, processes.PATIENCE_SECONDS, processes.START_SECONDS = 6, 60, 60
+"""
 STEPS = 40
 FLAGS = (*TINY, "--mesh=4x2", "--log_every=1", "--checkpoint_every=2", f"--steps={STEPS}")
 
@@ -48,7 +51,7 @@ def main() -> None:
 def start(count: int, flags: tuple[str, ...], workdir: pathlib.Path):
     from tests.test_processes import Together
 
-    return Together(count, *flags, f"--workdir={workdir}", around=HEARTBEAT)
+    return Together(count, *flags, f"--workdir={workdir}", around=IMPATIENT)
 
 
 def one_kill(

@@ -501,9 +501,7 @@ def test_a_gpu_row_that_fails_is_a_row(sweep):
 
     asked, out, error = sweep(find, cases="1b:2048")
     assert not error
-    assert re.search(
-        r"^\| 1b:2048 \| auto \| 8 \| PyTorch, compiled \| ended by SIGSEGV \| - ", out, re.M
-    )
+    assert re.search(r"^\| 1b:2048 \| auto \| 8 \| PyTorch \| ended by SIGSEGV \| - ", out, re.M)
     assert re.search(r"^\| 1b:2048 \| auto, segments \| 32 \| .* \| out of memory \| - ", out, re.M)
     tried = [row for row in asked if row.what == "step" and row.remat == "none" and row.batch > 16]
     assert {row.batch for row in tried} == {32}, "where 32 do not fit, more do not"
@@ -650,7 +648,8 @@ for command in {commands}:
         text=True,
     )
     assert done.returncode == 0, done.stderr
-    assert done.stdout.count("\nrun:\n") + done.stdout.count("|---|") == len(commands)
+    helped = sum("--help" in command for command in commands)
+    assert done.stdout.count("\nrun:\n") + done.stdout.count("|---|") == (helped or len(commands))
     assert "failed" not in done.stdout
 
 

@@ -30,15 +30,18 @@ LOST = (
     "distributed service detected fatal",
 )
 
-# Records what each process reads and feeds to its devices.
+# Records what each process reads and feeds to its devices, and which files it hashes.
 WATCHED = """
 import pathlib, runpy, sys
 import numpy as np
 from data import text
+from recipes.common.checkpoint import integrity
 from recipes.common.runtime import processes
 from recipes.common.train import evaluation, loop
 
-folder, fed, read = pathlib.Path(sys.argv.pop(1)), [], []
+folder, fed, read, hashed = pathlib.Path(sys.argv.pop(1)), [], [], []
+sha256_of = integrity.sha256_of
+integrity.sha256_of = lambda folder, names: hashed.extend(names) or sha256_of(folder, names)
 to_devices, take = loop.to_devices, text._Windows.take
 evaluation.to_devices = loop.to_devices = lambda rows, *rest: fed.append(rows) or to_devices(rows, *rest)
 text._Windows.take = lambda self, i: read.extend((len(self._tokens), n) for n in i) or take(self, i)
@@ -47,7 +50,7 @@ try:
 finally:
     if fed:
         fed = {name: np.stack([rows[name] for rows in fed]) for name in fed[0]}
-        np.savez(folder / f"{processes._id}.npz", read=np.stack(read), **fed)
+        np.savez(folder / f"{processes._id}.npz", read=np.stack(read), hashed=np.array(hashed, str), **fed)
 """
 
 
@@ -138,6 +141,18 @@ def test_four_then_two_then_one_process_train_like_one(alone, book, tmp_path):
             assert all(part[name].shape[1] == 16 // count for part in parts)
         read = [set(map(tuple, part["read"].tolist())) for part in parts]
         assert sum(map(len, read)) == len(set.union(*read)), "two processes read the same row"
+        # Files are hashed by the process that wrote them; those of other processes' runs, shared out.
+        hashed = [part["hashed"].tolist() for part in parts]
+        own = [
+            [name for name in names if f"ocdbt.process_{i}/" in name]
+            for i, names in enumerate(hashed)
+        ]
+        assert all(own), hashed
+        if first == 0:
+            assert own[1:] == hashed[1:]
+        else:
+            resumed = [len(names) for names in hashed]
+            assert max(resumed) < 0.8 * sum(resumed), resumed
         # Each wrote the shards on its own devices.
         state = b / "checkpoints" / str(first + 2) / "state"
         sizes = [

@@ -256,7 +256,7 @@ def cells(row: Row, result: Result) -> list[str]:
 
     settings = f"remat {row.remat}, unroll {row.unroll}, chunks of {row.loss_chunk}"
     if row.what == "torch":
-        settings = "PyTorch, compiled"
+        settings = "PyTorch"
     elif row.what == "check":
         settings = f"within {result['error']:.1e}" if "error" in result else "check"
     elif row.xla != "default":

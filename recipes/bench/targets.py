@@ -167,10 +167,9 @@ def compile_step(step: Step, kind: str, what: str) -> jax.stages.Compiled | TooL
         compiled = too_large(str(error), report.bytes_per_device(step.abstract))
         if compiled is None:
             raise
-    else:
-        # Unlike a TPU's, the compiler of GPUs refuses nothing.
+    if kind in GPUS and not isinstance(compiled, TooLarge):  # whose compiler refuses nothing
         peak = compiled.memory_analysis().peak_memory_in_bytes
-        if kind in GPUS and peak > USABLE * GPUS[kind].memory:
+        if peak > USABLE * GPUS[kind].memory:
             compiled = TooLarge(_misfit(peak, USABLE * GPUS[kind].memory), peak)
     progress(f"{what}: compiled in {time.perf_counter() - start:.0f} s")
     return compiled

@@ -10,7 +10,7 @@ import os
 import pathlib
 from collections.abc import Iterable
 
-from recipes.common.checkpoint import card
+from recipes.common.checkpoint import card, helpers
 from recipes.common.runtime import folders
 
 COMMITTED = "commit_success.txt"  # Orbax's mark of a finished folder
@@ -107,6 +107,12 @@ def hashes_of(folder: pathlib.Path, names: Iterable[str]) -> dict[str, list]:
 
 
 def _digests(folder: pathlib.Path, names: list[str]) -> dict[str, str]:
+    return helpers.digests(folder, names, sha256_of)
+
+
+def sha256_of(folder: pathlib.Path, names: list[str]) -> dict[str, str]:
+    """Name → SHA-256, in the order of names; by this process."""
+
     def digest(name: str) -> str:
         with (folder / name).open("rb") as file:
             return hashlib.file_digest(file, "sha256").hexdigest()

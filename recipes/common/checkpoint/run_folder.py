@@ -7,7 +7,7 @@ import dataclasses
 import pathlib
 from typing import Any
 
-from recipes.common.checkpoint import adapter, integrity, shared, store
+from recipes.common.checkpoint import adapter, helpers, integrity, shared, store
 from recipes.common.checkpoint.store import Source
 from recipes.common.runtime import Run, UserError, folders, lock, processes
 
@@ -85,7 +85,7 @@ def open_run(entry: str, run: Run, flags) -> RunFolder:
     def resumed(own: str, whole: bool) -> Source:
         return store.with_base(store.at(folders.at(own)), f"--workdir={path}", whole, base)
 
-    def look() -> dict[str, Any]:  # process 0 alone reads whole checkpoints, to see that they are
+    def look() -> dict[str, Any]:  # on process 0; whole checkpoints are read with the others' help
         own, damaged = _newest(path, run.verify, locks) if in_use else (None, [])
         found = {"own": own and str(own), "given": start, "base": None, "damaged": damaged}
         if own:
@@ -98,6 +98,7 @@ def open_run(entry: str, run: Run, flags) -> RunFolder:
 
     if in_use:
         shared.check(path, "workdir")
+    look = helpers.with_help("start", integrity.sha256_of, look)
     found = processes.broadcast_from_first(look)
 
     def sources() -> list[Source | None]:

@@ -10,7 +10,6 @@ which is written last and removed first.
 
 import contextlib
 import errno
-import functools
 import json
 import math
 import os
@@ -26,7 +25,7 @@ from typing import Any
 import orbax.checkpoint as ocp
 
 from data.tokenizer import BYTES, Tokenizer
-from recipes.common.checkpoint import integrity, run_folder, store
+from recipes.common.checkpoint import helpers, integrity, run_folder, store
 from recipes.common.checkpoint.run_folder import RunFolder
 from recipes.common.runtime import Stopped, folders, lock, processes
 from recipes.common.sharding import Tree
@@ -130,6 +129,12 @@ class Saver:
         else:
             self._thread = threading.Thread(target=self._finish)
             self._thread.start()
+            if not processes.is_first():
+                threading.Thread(target=self._help, args=[step], daemon=True).start()
+
+    def _help(self, step: int) -> None:
+        with contextlib.suppress(Exception):  # a save that has failed asks for nothing
+            helpers.help_with(f"save/{step}", integrity.sha256_of)
 
     def keep_best(self, step: int, state: Tree, figures: dict[str, float]) -> None:
         """Keeps this state's checkpoint as WORKDIR/best/STEP if no loss was lower.
@@ -193,26 +198,32 @@ class Saver:
         best, saved = self._folder.path / "best", self._folder.checkpoint(step)
         try:
             if folders.in_bucket(best):
-                if store.finished(best / str(step)):
+                self._copy_best(saved, best / str(step), figures)
+            else:
+                beside = best / f"{step}{LINKING}"
+                shutil.copytree(saved, beside, copy_function=link_or_copy)
+                (beside / HELD_OUT).write_text(json.dumps(figures))
+                if (best / str(step)).exists():  # of a run that began again before this step
                     self._remove(best / str(step))
-                told = functools.partial(
-                    folders.write, best / str(step) / HELD_OUT, json.dumps(figures).encode()
-                )
-                folders.copy(saved, best / str(step), integrity.COMMITTED, before_mark=told)
-                self._remove_former_best()
-                return
-            beside = best / f"{step}{LINKING}"
-            shutil.copytree(saved, beside, copy_function=link_or_copy)
-            (beside / HELD_OUT).write_text(json.dumps(figures))
-            if (best / str(step)).exists():  # of a run that began again before this step
-                self._remove(best / str(step))
-            beside.rename(best / str(step))
+                beside.rename(best / str(step))
             self._remove_former_best()
         except folders.errors() as error:
             if not folders.in_bucket(best):
                 shutil.rmtree(best / f"{step}{LINKING}", ignore_errors=True)
             print(f"warning: the checkpoint of step {step} could not be kept as the best one "
                   f"({reason(error)}); training continues", file=sys.stderr, flush=True)  # fmt: skip
+
+    def _copy_best(
+        self, saved: pathlib.Path, target: pathlib.Path, figures: dict[str, float]
+    ) -> None:
+        """As a bucket has no links and renames nothing."""
+        if store.finished(target):
+            self._remove(target)
+
+        def tell() -> None:
+            folders.write(target / HELD_OUT, json.dumps(figures).encode())
+
+        folders.copy(saved, target, integrity.COMMITTED, before_mark=tell)
 
     def _best(self) -> list[tuple[float, int]]:
         """(held-out loss, step) of the checkpoints in best/, the lowest first; a kill may leave two."""
@@ -237,7 +248,8 @@ class Saver:
             uncommitted = [checkpoints / str(self._step)]
         for folder in uncommitted:
             store.write_tokenizer(folder, self._tokenizer.files)
-            integrity.hash_before_commit(folder)
+            hashing = functools.partial(integrity.hash_before_commit, folder)
+            helpers.with_help(f"save/{self._step}", integrity.sha256_of, hashing)()
             integrity.to_disk(folder)
         self._folder.locks[0].check()
 

@@ -9,6 +9,7 @@ written last and removed first.
 import pathlib
 import shutil
 import tempfile
+from collections.abc import Callable
 from typing import Any
 
 from data import DataError, buckets
@@ -106,7 +107,12 @@ def upload(source: pathlib.Path, target: pathlib.Path, mark: str = "") -> None:
         buckets.filesystem().put_file(str(source / name), str(target / name))
 
 
-def copy(source: pathlib.Path, target: pathlib.Path, mark: str, before_mark: Any = None) -> None:
+def copy(
+    source: pathlib.Path,
+    target: pathlib.Path,
+    mark: str,
+    before_mark: Callable[[], None] | None = None,
+) -> None:
     """Copies a folder inside a bucket; its content does not pass through this machine.
 
     Args:

@@ -27,7 +27,7 @@ from recipes.common.runtime.errors import UserError
 BEAT_SECONDS = 5  # between two writes of lock.json
 STALE_SECONDS = 30  # after which an owner that has not written is dead, or out of reach
 
-_held: set["BucketLock"] = set()
+_held: set["BucketLock"] = set()  # of this process
 
 
 def take(workdir: pathlib.Path, config: str) -> "FileLock | BucketLock":

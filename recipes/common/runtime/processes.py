@@ -28,8 +28,10 @@ from recipes.common.runtime.errors import UserError
 
 HEARTBEAT_SECONDS = 30  # a process silent for this long is considered dead, and the others exit
 PATIENCE_SECONDS = 120  # to wait for the coordinator, which may start later
+START_SECONDS = 300  # to wait for all others, which may start later, too
 
 GATHER_SECONDS = 600  # to wait for a process that is slower to start
+PUBLISH_SECONDS = 6 * 3600  # to wait for another's part of work; that it has died is told sooner
 ALONE_SECONDS = 5  # to wait for the user error that is all processes'
 
 _id, _count, _gathered = 0, 1, 0
@@ -37,6 +39,10 @@ _id, _count, _gathered = 0, 1, 0
 
 def count() -> int:
     return _count
+
+
+def index() -> int:
+    return _id
 
 
 def is_first() -> bool:
@@ -69,7 +75,11 @@ def initialize(num_processes: int, process_id: int, coordinator: str) -> None:
     if _count == 1:
         return
     _free_stdout()
-    jax.distributed.initialize(**given, heartbeat_timeout_seconds=HEARTBEAT_SECONDS)
+    jax.distributed.initialize(
+        **given,
+        initialization_timeout=START_SECONDS,
+        heartbeat_timeout_seconds=HEARTBEAT_SECONDS,
+    )
     # To ask JAX would make its devices, before a mesh says how many to simulate.
     _id = given["process_id"] if "process_id" in given else jax.process_index()
 
@@ -147,6 +157,17 @@ def gather(value: Any) -> list[Any]:
 def _wait_for(key: str) -> str:
     client = distributed.global_state.client
     return client.blocking_key_value_get(key, GATHER_SECONDS * 1000)
+
+
+def publish(key: str, value: Any) -> None:
+    """Tells the other processes a value, JSON, as gather does. A key is told once."""
+    distributed.global_state.client.key_value_set(f"zoo/told/{key}", json.dumps(value))
+
+
+def await_published(key: str) -> Any:
+    """Waits for a value that one of the processes publishes."""
+    client = distributed.global_state.client
+    return json.loads(client.blocking_key_value_get(f"zoo/told/{key}", PUBLISH_SECONDS * 1000))
 
 
 def together(work: Callable[[], Any]) -> Any:
