@@ -10,6 +10,7 @@ which is written last and removed first.
 
 import contextlib
 import errno
+import functools
 import json
 import math
 import os
