@@ -55,8 +55,8 @@ def full_except(cases: Iterable, fast: Iterable) -> list:
 
 
 # Files that take longest, in the order in which they start; short ones balance the end.
-LONG = ("processes", "new_entry", "hf", "bench", "readme", "transformer", "recipes", "nothing_lost")
-LONG += ("buckets", "crashes", "published", "copy", "small_recipes")
+LONG = ("processes", "new_entry", "failures", "buckets", "hf", "bench", "readme", "transformer")
+LONG += ("recipes", "nothing_lost", "crashes", "published", "copy", "small_recipes")
 
 
 def pytest_collection_modifyitems(config, items):
