@@ -30,6 +30,7 @@ from tests.quick import QUICK
 from tests.quick import quick as quick
 from tests.runs import records
 from zoo.transformer import (
+    LOGICAL_AXES,
     RULES,
     SIZES,
     Config,
@@ -136,9 +137,16 @@ def by_xla(config: Config) -> tuple[float, dict]:
     return loss_and_gradients(dataclasses.replace(config, attention="xla"), "1x1", "dp")
 
 
+def test_a_config_names_a_kernel_that_there_is():
+    with pytest.raises(
+        ValueError, match="attention='flash' is not one of auto, xla, splash, triton, cudnn"
+    ):
+        dataclasses.replace(TINY, attention="flash")
+
+
 @pytest.mark.full
 @pytest.mark.parametrize("kind", [AxisType.Explicit, AxisType.Auto])
-@pytest.mark.parametrize("rules", [RULES["fsdp_tp"], {}])
+@pytest.mark.parametrize("rules", [RULES["fsdp_tp"], {}, {"batch": "data", "seq": "model"}])
 def test_a_copied_file_has_its_kernel_on_any_kind_of_mesh(kind, rules):
     mesh = jax.make_mesh((4, 2), ("data", "model"), axis_types=(kind,) * 2)
     q, k, v = (
@@ -147,10 +155,11 @@ def test_a_copied_file_has_its_kernel_on_any_kind_of_mesh(kind, rules):
     ids = documents(4, 128)
     config = dataclasses.replace(TINY, attention="splash")
     given = jax.device_put((q, k, v, ids), jax.NamedSharding(mesh, PartitionSpec()))
+    rules = dict.fromkeys(LOGICAL_AXES) | rules if rules else {}
     with jax.set_mesh(mesh), nnx.logical_axis_rules(tuple(rules.items())):
         ours = jax.jit(lambda *qkvs: attend(*qkvs, config))(*given)
     np.testing.assert_allclose(ours, plain(q, k, v, ids, None), atol=1e-5)
-    lies = PartitionSpec("data", None, "model", None) if rules else PartitionSpec()
+    lies = PartitionSpec(rules.get("batch"), None, rules.get("heads"), None)
     assert ours.sharding.is_equivalent_to(jax.NamedSharding(mesh, lies), 4)
 
 

@@ -83,6 +83,9 @@ class Config:
             )
         if self.remat not in REMAT:
             raise ValueError(f"remat={self.remat!r} is not one of {', '.join(REMAT)}")
+        if self.attention not in ("auto", "xla", *KERNELS):
+            known = ", ".join(("auto", "xla", *KERNELS))
+            raise ValueError(f"attention={self.attention!r} is not one of {known}")
         for target in {*self.lora_targets} - {*Config.lora_targets}:
             known = ", ".join(Config.lora_targets)
             raise ValueError(f"lora_targets has {target!r}, which is not one of {known}")
@@ -347,8 +350,8 @@ def attend(q_BTNH, k_BSKH, v_BSKH, segment_ids_BT, config: Config) -> jax.Array:
     if jax.sharding.get_abstract_mesh().empty:
         return local(q_BTNH, k_BSKH, v_BSKH, segment_ids_BT)
     # XLA can't split a kernel: each device runs it on its own rows and heads.
-    kv, ids = ("batch", "seq", kv_heads, "head_dim"), ("batch", "seq")
-    axes = (("batch", "seq", "heads", "head_dim"), kv, kv, ids)
+    kv, ids = ("batch", None, kv_heads, None), ("batch", None)  # T and H whole, whatever the rules
+    axes = (("batch", None, "heads", None), kv, kv, ids)
     given = (q_BTNH, k_BSKH, v_BSKH, segment_ids_BT)
     given = [x if x is None else constrain(x, *names) for x, names in zip(given, axes, strict=True)]
     lie = tuple(x if x is None else jax.typeof(x).sharding.spec for x in given)
@@ -391,7 +394,7 @@ def best_kernel(config: Config, seq_len: int, segments: bool) -> tuple[str, str]
 
 
 def splash(q_BTNH, k_BSKH, v_BSKH, segment_ids_BT, window: int | None) -> jax.Array:
-    """TPU: scores stay on chip, blocks that are masked are skipped. The MFU of a long context.
+    """TPU: scores stay on chip, and blocks that are masked are skipped.
 
     8b with 4 layers, fsdp, a row of 32,768 on each of 16 v5p: 9.8 GB at the peak, XLA's 95.4.
     """

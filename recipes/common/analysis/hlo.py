@@ -175,9 +175,8 @@ def _value(name: str, lines: list[str]) -> int | None:
 
 
 def _collective(kind: str, started: bool, result: str, line: str) -> Collective:
-    if started and (
-        kind != "all-reduce" or result.startswith("((")
-    ):  # (operands, results, context…)
+    # (operands, results, context…); an all-reduce mostly has its results alone.
+    if started and (kind != "all-reduce" or result.startswith("((")):
         flat = re.sub(r"\{.*?\}", "", result)  # without layouts
         result = re.match(r"\((?:\(.*?\)|\S+), (\(.*?\)|\S+\])", flat)[1]
     size, shapes = _size(result)

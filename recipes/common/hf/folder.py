@@ -149,7 +149,7 @@ def new_folder(
     """A folder to fill, with the files of a tokenizer and a card; moved to its place once it is whole.
 
     Args:
-      config: the file without which it is no model; the last to arrive in a bucket.
+      config: name of its config file. In a bucket it is uploaded last: a folder that has it is whole.
     """
     bucket = folders.in_bucket(folder)
     if bucket:  # safetensors are written to disks, so there has to be room for the model on one
