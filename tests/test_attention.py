@@ -18,13 +18,14 @@ from jax.sharding import AbstractDevice, AbstractMesh, AxisType, PartitionSpec
 from data.text import example
 from data.tokenizer import BYTES
 from recipes.bench.common import make_step
+from recipes.common.language import Sample, Text, attention
 from recipes.common.runtime.flags import Run
 from recipes.common.runtime.mesh import make_mesh
 from recipes.common.sharding.abstract import paths, variables_of
 from recipes.common.sharding.layout import Layout, make_layout, shardings
 from recipes.common.train.optimizer import LearningRate, adamw
 from recipes.common.train.step import TrainStep, gradients
-from recipes.transformer import Flags, attention, main, model_config
+from recipes.transformer import Flags, main, model_config
 from tests.conftest import full_except
 from tests.quick import QUICK
 from tests.quick import quick as quick
@@ -255,7 +256,7 @@ def kernels(step: TrainStep, example) -> set[str]:
 def test_bench_and_recipe_have_the_same_kernel(device):
     """The step of each, traced for a mesh of that device."""
     mesh, lr = on(*device).mesh, LearningRate(1e-3, 10, 100)
-    flags = Flags(size="tiny", seq_len=128)
+    flags = Flags(size="tiny")
     folder = types.SimpleNamespace(start=None)
     config = model_config(flags, folder, BYTES, device[0])
     layout = make_layout(Transformer, config, mesh, batch_size=8)
@@ -275,8 +276,8 @@ def test_the_report_tells_the_kernel(tmp_path, monkeypatch, capsys, quick):
     text.write_text("A page of a book, and another one. " * 100)
     config = dataclasses.replace(TINY, num_layers=1, attention="splash")
     monkeypatch.setitem(SIZES, "tiny", lambda: config)
-    flags = Flags(dataset=str(text), size="tiny", seq_len=128, sample_bytes=0)
-    main(Run(mesh="1x1", workdir=str(tmp_path / "run"), steps=1, batch_size=2), flags)
+    run = Run(mesh="1x1", workdir=str(tmp_path / "run"), steps=1, batch_size=2)
+    main(run, Text(dataset=str(text)), Flags(size="tiny"), Sample(sample_bytes=0))
     assert "\nattention: splash\n" in f"\n{capsys.readouterr().out}"
     assert records(tmp_path / "run", "loss")
 

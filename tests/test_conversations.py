@@ -560,7 +560,8 @@ def test_fine_tuning_has_its_own_learning_rate(here, inside):
 )
 def test_learning_rates(flags, wanted, tmp_path, monkeypatch):
     given = parse([f"--workdir={tmp_path}", *flags], *transformer.NEW)
-    run, own = parse([f"--workdir={tmp_path}", *flags], *transformer.fine_tuning(*given))
+    argv = [f"--workdir={tmp_path}", *flags]
+    run, _, own, _ = parse(argv, *transformer.defaults(*given))
     assert (run.learning_rate, own.warmup_steps) == wanted
     assert transformer.learning_rate(True, lora_rank=8) == 5e-4
 

@@ -62,7 +62,7 @@ def test_bench_and_recipe_call_the_same_kernels():
     """Custom calls of the programs that NVIDIA's compiler is given."""
     mesh, lr = topology("h100", {"data": 8}), LearningRate(1e-3, 10, 100)
     folder = types.SimpleNamespace(start=None)
-    config = model_config(Flags(size="tiny", seq_len=256), folder, BYTES, "gpu")
+    config = model_config(Flags(size="tiny"), folder, BYTES, "gpu")
     layout = make_layout(Transformer, config, mesh, "fsdp", batch_size=8)
     recipe = TrainStep(layout, adamw(lr, weight_decay=0.1, clip_norm=1.0), lr)
     row = example(np.zeros(257, np.int32))

@@ -265,7 +265,7 @@ def test_it_is_published_with_the_model(here, inside, book, tmp_path):
 
 
 def test_an_empty_prompt_begins_as_a_document_does():
-    from recipes.transformer import Flags, prompt_tokens
+    from recipes.common.language import Sample
 
     for files, wanted in (
         ({}, [256]),
@@ -273,6 +273,6 @@ def test_an_empty_prompt_begins_as_a_document_does():
         (small_tokenizers.byte_level(), [2]),
         ({"tokenizer.json": small_tokenizers.byte_level()["tokenizer.json"]}, [0]),
     ):
-        found = prompt_tokens(Flags(), tokenizer.from_files(files))
+        found = Sample().begin(tokenizer.from_files(files))
         np.testing.assert_array_equal(found, wanted)
         assert found.dtype == np.int32

@@ -11,6 +11,7 @@ from recipes.common.checkpoint.store import (
     at,
     check_variables,
     config_from,
+    config_of,
     configure,
     context,
     find,

@@ -66,17 +66,20 @@ class RunFolder:
             held.close()
 
 
-def open_run(entry: str, run: Run, flags) -> RunFolder:
+def open_run(entry: str, run: Run, *groups) -> RunFolder:
     """Finds out what the run resumes or starts from; process 0 takes the folder's lock.
 
     Args:
-      flags: the recipe's own, a dataclass as `run` is; of one that trains adapters, with `base` and
-        `lora_rank`.
+      groups: the recipe's other flags, dataclasses as `run` is; where it trains adapters, `base` and
+        `lora_rank` are among them.
 
     Raises UserError if --workdir can't be this run's folder, or --restore_from is no checkpoint of
     the entry.
     """
-    rank, base = getattr(flags, "lora_rank", 0), getattr(flags, "base", "")
+    given: dict[str, Any] = {}
+    for group in (run, *groups):
+        given |= dataclasses.asdict(group)
+    rank, base = given.get("lora_rank", 0), given.get("base", "")
     path = workdir(entry, run.workdir)
     in_use, locks = run.steps > 0 or not run.restore_from, []
     start = run.restore_from
@@ -118,8 +121,7 @@ def open_run(entry: str, run: Run, flags) -> RunFolder:
                 f"{what}={start.path} has entry {start.metadata['entry']!r}, not {entry!r}; use a "
                 "different one"
             )
-    changed = _compare(path, newest.metadata["flags"], run, flags) if newest else {}
-    given = dataclasses.asdict(run) | dataclasses.asdict(flags)
+    changed = _compare(path, newest.metadata["flags"], run, *groups) if newest else {}
     if newest and not run.restore_from:  # what the run began with remains what it began with
         given["restore_from"] = newest.metadata["flags"].get("restore_from", "")
     damaged = dict(found["damaged"])
