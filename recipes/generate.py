@@ -79,7 +79,7 @@ def main(devices: Devices, flags: Generate) -> None:
     if not hasattr(entries.model(source.metadata["entry"]), "decode"):
         raise UserError(
             f"--restore_from={flags.restore_from} is a {source.metadata['entry']!r} model, which "
-            "writes no text; use a transformer"
+            "writes no text; use a language model"
         )
     tokenizer = checkpoint.tokenizer_for(flags.tokenizer, source)
     asked = questions(flags, tokenizer)

@@ -1,10 +1,11 @@
-"""Imports Hugging Face model folders of the Llama family into the zoo, and exports them back.
+"""Imports Hugging Face model folders into the zoo, and exports them back.
 
-    python -m recipes.hf import --source=DIR --target=DIR       # a checkpoint of zoo/transformer.py
+    python -m recipes.hf import --source=DIR --target=DIR       # a checkpoint of the zoo
     python -m recipes.hf export --source=DIR --target=DIR       # a folder that transformers loads
     python -m recipes.hf export --source=DIR --target=DIR --adapter       # one that PEFT loads
 
-The DIR to import is a folder with config.json and *.safetensors, or ORG/NAME on the Hub; the DIR to
+The DIR to import is a folder with config.json and *.safetensors, or ORG/NAME on the Hub, of the Llama
+family, which becomes a zoo/transformer.py, Mixtral or Qwen3-MoE, a zoo/moe.py; the DIR to
 export is a run's workdir or a checkpoint. A recipe also reads model folders itself, without an
 import: --restore_from=hf:DIR. Adapters (LoRA), PEFT's too, are merged with their base; with
 --adapter they are exported alone.

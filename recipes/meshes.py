@@ -27,13 +27,17 @@ from recipes.common.train.step import TrainStep
 class Flags:
     entry: str = flag("transformer", "Zoo entry.", group="model", choices=entries.ENTRIES)
     size: str = flag("small", "Size of the model, a key of its zoo file's SIZES.", group="model")
-    meshes: str = flag("8x1,4x2,2x4,1x8,2x2x2", "Meshes to compare, comma-separated.")
+    meshes: str = flag(
+        "8x1,4x2,2x4,1x8,2x2x2", "Meshes to compare, with commas between them; those with names, as "
+        "data=2,expert=4, with semicolons.",
+    )  # fmt: skip
     batch_size: int = flag(16, "Examples per step, over all devices.", group="data", at_least=1)
     seq_len: int = flag(128, "Tokens of context, of text.", group="data", at_least=1)
 
 
 def main(flags: Flags) -> None:
-    zoo, names = entries.zoo_file(flags.entry), flags.meshes.split(",")
+    zoo = entries.zoo_file(flags.entry)
+    names = flags.meshes.split(";" if "=" in flags.meshes else ",")
     if flags.size not in zoo.SIZES:
         raise UserError(f"--size={flags.size} is not one of {', '.join(zoo.SIZES)}")
     config = zoo.SIZES[flags.size]()

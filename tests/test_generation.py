@@ -291,7 +291,7 @@ LONG_PROMPT = "x" * 300
 MISTAKES = [
     ([], "--restore_from is missing; use --restore_from=RUN, or hf:DIR"),
     (["--restore_from=nothing"], "--restore_from=nothing does not exist; use a run's workdir"),
-    (["--restore_from=mlp.digits", "--tokenizer=bytes"], "--restore_from=mlp.digits is a 'mlp' model, which writes no text; use a transformer"),
+    (["--restore_from=mlp.digits", "--tokenizer=bytes"], "--restore_from=mlp.digits is a 'mlp' model, which writes no text; use a language model"),
     ([PUBLISHED, "--chat"], "the tokenizer bytes has no chat template"),
     ([PUBLISHED, f"--prompt={LONG_PROMPT}"], "a prompt has 301 tokens, and the model a context of 256, answer included; use a shorter prompt"),
     ([PUBLISHED, "--prompt=abc", "--max_new_tokens=300"], "a prompt has 4 tokens, and with --max_new_tokens=300 that is more than the model's context of 256; try --max_new_tokens=252"),

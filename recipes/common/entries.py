@@ -16,6 +16,7 @@ ENTRIES = {  # the name of its zoo file and of its recipe → what else there is
     "dot_relu_dot": Entry("DotReluDot", "data.synthetic", "mean squared error"),
     "mlp": Entry("MLP", "data.digits", "nats an image"),
     "transformer": Entry("Transformer", "data.text", "nats a token"),
+    "moe": Entry("MoE", "data.text", "nats a token"),
 }
 
 

@@ -1,6 +1,6 @@
 """Text from a model with a cache: prompts are read at once, then each step writes a token a row.
 
-A model that can be used here has `prefill` and `decode` (zoo/transformer.py).
+A model that can be used here has `prefill` and `decode` (zoo/transformer.py, zoo/moe.py).
 """
 
 import dataclasses
@@ -138,14 +138,18 @@ class Generator:
         jax.block_until_ready(state)  # not more than two programs in flight on simulated devices
 
     def bytes_a_token(self) -> tuple[int, int]:
-        """(weights, cache) that a device reads to write a token: no step can read less."""
-        layout, weights = self.layout, 0
+        """(weights, cache) that a device reads to write a token: no step can read less.
+
+        Of experts, those of one token.
+        """
+        layout, weights, config = self.layout, 0.0, self.layout.config
         arrays, names = paths(self._variables), paths(layout.model.axes)
         for path, array in arrays.items():
             used = [layout.zoo.IN_USE.get(axis, axis) for axis in names[path]]
             parts = math.prod(shards(layout.table, axis, layout.mesh.shape) for axis in used)
-            weights += array.nbytes // parts
-        return weights, self.cache_bytes
+            chosen = config.experts_per_token / config.num_experts if "expert" in used else 1
+            weights += array.nbytes / parts * chosen
+        return round(weights), self.cache_bytes
 
     def _prefill(self, S, variables, tokens_BT, lengths_B, rows_B):
         model = self.layout.model.merge(variables)

@@ -70,12 +70,16 @@ def dense(layout: Layout) -> float:
 def matmul_params(config: Any) -> int:
     """N of a decoder: every weight but biases, norms and, of the two tables, the lookup.
 
+    Of experts, those that a token goes through, and the router.
+
     Args:
-      config: zoo/transformer.py's.
+      config: zoo/transformer.py's or zoo/moe.py's.
     """
     D, H = config.embed, config.head_dim
     attention = 2 * D * H * (config.num_heads + config.num_kv_heads)
-    return config.num_layers * (attention + 3 * D * config.mlp) + config.vocab_size * D
+    router, experts = getattr(config, "num_experts", 0), getattr(config, "experts_per_token", 1)
+    layer = attention + D * router + experts * 3 * D * config.mlp
+    return config.num_layers * layer + config.vocab_size * D
 
 
 def decoder(config: Any, seq_len: int, batch_size: int = 1) -> dict[str, float]:
@@ -85,6 +89,6 @@ def decoder(config: Any, seq_len: int, batch_size: int = 1) -> dict[str, float]:
     percent of that, are not counted.
     """
     tokens = batch_size * seq_len
-    weights = (4 if config.lora_rank else 6) * matmul_params(config) * tokens
+    weights = (4 if getattr(config, "lora_rank", 0) else 6) * matmul_params(config) * tokens
     square = 12 * config.num_layers * seq_len * config.num_heads * config.head_dim * tokens
     return {"causal": weights + square / 2, "full": weights + square}

@@ -17,12 +17,12 @@ from flax import nnx
 
 from data import DataError, buckets, hub, tokenizer
 from recipes.common import entries
-from recipes.common.hf import llama, tensors
+from recipes.common.hf import llama, moe, tensors
 from recipes.common.runtime import folders
 from recipes.common.runtime.errors import UserError
 from recipes.common.sharding.abstract import Tree, abstract_model, paths
 
-FAMILIES = (llama,)
+FAMILIES = (llama, moe)
 ENTRIES = {family.ENTRY: family for family in FAMILIES}  # entry → the family to export it as
 
 
@@ -80,7 +80,7 @@ class Folder:
 
     def read(self, abstract: Tree) -> Tree:
         """The parameters in {"params": nested dict of ShapeDtypeStructs with shardings}."""
-        return read_onto(self._stored, self.family.TENSORS, abstract)
+        return read_onto(self._stored, self.family.tensors(self.config), abstract)
 
     @property
     def files(self) -> list[pathlib.Path]:
@@ -93,7 +93,8 @@ class Folder:
         return tokenizer.from_files(files, str(self.path)) if files else None
 
     def _check(self) -> None:
-        expanded = tensors.expand(self.family.TENSORS, paths(self.shapes()["params"]))
+        table = self.family.tensors(self.config)
+        expanded = tensors.expand(table, paths(self.shapes()["params"]))
         wanted = {tensor.name: tensor.shape for tensor in expanded}
         computed = self.family.COMPUTED
         found = {name: t for name, t in self._stored.items() if not name.endswith(computed)}
@@ -133,7 +134,8 @@ def write(
     # If absent they would be 1 and 2, but every vocabulary has its own.
     unknown = {"bos_token_id": None, "eos_token_id": None}
     theirs |= tokens.config_ids() if tokens else unknown
-    expanded = tensors.expand(ENTRIES[entry].TENSORS, paths(shapes_of(entry, config)["params"]))
+    table = ENTRIES[entry].tensors(config)
+    expanded = tensors.expand(table, paths(shapes_of(entry, config)["params"]))
     with new_folder(folder, tokens, card) as beside:
         tensors.write(beside, expanded, read)
         (beside / "config.json").write_text(json.dumps(theirs, indent=2) + "\n")

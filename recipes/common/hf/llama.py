@@ -1,6 +1,6 @@
 """The Llama family: Llama 2 and 3, Mistral, Qwen 2 and 3, SmolLM, implemented by zoo/transformer.py.
 
-A family is a module with ENTRY, ARCHITECTURES, TENSORS, TIED, COMPUTED, config_from and config_json,
+A family is a module with ENTRY, ARCHITECTURES, TIED, COMPUTED, tensors, config_from and config_json,
 listed in folder.py. It refuses what its model does not compute exactly, naming the key of
 config.json; ConfigFile has what families share for that.
 """
@@ -100,8 +100,21 @@ class ConfigFile:
             )
         return kind(value)
 
-    def rope(self) -> tuple[float, tuple[float, ...] | None]:
-        """(theta, scaling), from rope_theta and rope_scaling or, in newer files, rope_parameters."""
+    def sizes(self, table: dict[str, str], **defaults: int) -> dict[str, int]:
+        """Fields of Config, by a table as SIZES; what is absent and has no default is refused."""
+        found = {ours: self.number(key, defaults.get(ours)) for ours, key in table.items()}
+        if found["head_dim"] % 2:
+            raise self.refused("head_dim", found["head_dim"])
+        if found["num_heads"] % found["num_kv_heads"]:
+            raise self.refused("num_key_value_heads", found["num_kv_heads"])
+        return found
+
+    def rope(self, usual: float = 10_000.0) -> tuple[float, tuple[float, ...] | None]:
+        """(theta, scaling), from rope_theta and rope_scaling or, in newer files, rope_parameters.
+
+        Args:
+          usual: what an absent theta means.
+        """
         # If both are there, transformers takes the older.
         key = "rope_scaling" if self.keys.get("rope_scaling") else "rope_parameters"
         rope = self.keys.get(key) or {}
@@ -110,7 +123,7 @@ class ConfigFile:
         rope = {"rope_theta": self.keys.get("rope_theta"), "rope_type": rope.get("type")} | rope
         inner = dataclasses.replace(self, keys=rope)
         inner.refuse({"partial_rotary_factor": (1,), "rope_type": ("default", "llama3")})
-        theta = inner.number("rope_theta", 10_000.0, float)
+        theta = inner.number("rope_theta", usual, float)
         if rope["rope_type"] != "llama3":
             return theta, None
         floats = [inner.number(name, None, float) for name in SCALING[:3]]
@@ -138,6 +151,11 @@ class ConfigFile:
         return None if window is None else self.number("sliding_window", window)
 
 
+def tensors(config: Config) -> dict[str, tuple[str, str, str]]:
+    """TENSORS, which all of these architectures have."""
+    return TENSORS
+
+
 def config_from(keys: dict[str, Any], file: pathlib.Path) -> Config:
     """Our Config for the keys of a config.json, whose model_type is one of those above.
 
@@ -146,15 +164,11 @@ def config_from(keys: dict[str, Any], file: pathlib.Path) -> Config:
     theirs, kind = ConfigFile(keys, file, ENTRY), keys["model_type"]
     theirs.refuse(UNUSED)
     embed, heads = theirs.number("hidden_size"), theirs.number("num_attention_heads")
-    defaults = {
-        "num_kv_heads": heads if kind == "llama" else None,
-        "head_dim": 128 if kind == "qwen3" else embed // heads,
-    }
-    sizes = {ours: theirs.number(key, defaults.get(ours)) for ours, key in SIZES.items()}
-    if sizes["head_dim"] % 2:
-        raise theirs.refused("head_dim", sizes["head_dim"])
-    if heads % sizes["num_kv_heads"]:
-        raise theirs.refused("num_key_value_heads", sizes["num_kv_heads"])
+    sizes = theirs.sizes(
+        SIZES,
+        num_kv_heads=heads if kind == "llama" else None,
+        head_dim=128 if kind == "qwen3" else embed // heads,
+    )
     theta, scaling = theirs.rope()
     window = theirs.window(None if kind == "llama" else 4_096, kind in ("qwen2", "qwen3"))
     return Config(
@@ -182,11 +196,30 @@ def config_json(config: Config, context: int) -> dict[str, Any]:
     mistral = config.sliding_window is not None or config.embed % config.num_heads
     kind = "mistral" if mistral else "llama"
     kind = "qwen3" if config.qk_norm else "qwen2" if config.qkv_bias else kind
+    architecture = next(name for name, k in ARCHITECTURES.items() if k == kind)
+    theirs = common_json(config, architecture, kind, SIZES, context)
+    if kind != "llama":
+        theirs["sliding_window"] = config.sliding_window
+    if kind in ("qwen2", "qwen3"):  # a window on every layer, or on none
+        window = config.sliding_window is not None
+        theirs |= {"use_sliding_window": window, "max_window_layers": 0 if window else 28}
+    return theirs
+
+
+def common_json(
+    config: Any, architecture: str, kind: str, sizes: dict[str, str], context: int
+) -> dict[str, Any]:
+    """The keys that every architecture's config.json has.
+
+    Args:
+      kind: its model_type.
+      sizes: as SIZES.
+    """
     scaling = config.rope_scaling and dict(zip(SCALING, config.rope_scaling, strict=True))
-    theirs = {
-        "architectures": [name for name, k in ARCHITECTURES.items() if k == kind],
+    return {
+        "architectures": [architecture],
         "model_type": kind,
-        **{key: getattr(config, ours) for ours, key in SIZES.items()},
+        **{key: getattr(config, ours) for ours, key in sizes.items()},
         "hidden_act": "silu",
         "rms_norm_eps": config.norm_eps,
         "rope_theta": config.rope_theta,
@@ -195,9 +228,3 @@ def config_json(config: Config, context: int) -> dict[str, Any]:
         "max_position_embeddings": context,
         "torch_dtype": "float32",
     }
-    if kind != "llama":
-        theirs["sliding_window"] = config.sliding_window
-    if kind in ("qwen2", "qwen3"):  # a window on every layer, or on none
-        window = config.sliding_window is not None
-        theirs |= {"use_sliding_window": window, "max_window_layers": 0 if window else 28}
-    return theirs

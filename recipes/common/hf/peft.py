@@ -58,7 +58,7 @@ class Adapter:
           config: the base's Config.
         """
         entry, fix = base["entry"], "the base that it was trained on (--base=PATH)"
-        if entry not in ENTRIES:
+        if entry not in ENTRIES or not hasattr(config, "lora_rank"):
             raise UserError(
                 f"{self.path} is no adapter of {entry!r} models, like its base; use {fix}"
             )

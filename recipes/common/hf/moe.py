@@ -1,0 +1,116 @@
+"""Mixtral and Qwen3-MoE, implemented by zoo/moe.py. All but the experts is as in llama.py.
+
+Each expert is a tensor of its own in the folder, and a slice of one parameter of ours.
+"""
+
+import pathlib
+from typing import Any
+
+from recipes.common.hf import llama
+from recipes.common.hf.llama import ConfigFile
+from recipes.common.runtime.errors import UserError
+from zoo.moe import Config
+
+ENTRY = "moe"
+
+ARCHITECTURES = {  # theirs → model_type
+    "MixtralForCausalLM": "mixtral",
+    "Qwen3MoeForCausalLM": "qwen3_moe",
+}
+
+OTHERS = {path: row for path, row in llama.TENSORS.items() if not path.startswith("layers/mlp/")}
+EXPERTS = {  # model_type → as llama.TENSORS
+    "mixtral": {
+        "layers/experts/router": ("model.layers.{}.block_sparse_moe.gate.weight", "DE", "E D"),
+        "layers/experts/gate": ("model.layers.{}.block_sparse_moe.experts.{}.w1.weight", "DF", "F D"),
+        "layers/experts/up": ("model.layers.{}.block_sparse_moe.experts.{}.w3.weight", "DF", "F D"),
+        "layers/experts/down": ("model.layers.{}.block_sparse_moe.experts.{}.w2.weight", "FD", "D F"),
+    },
+    "qwen3_moe": {
+        "layers/experts/router": ("model.layers.{}.mlp.gate.weight", "DE", "E D"),
+        "layers/experts/gate": ("model.layers.{}.mlp.experts.{}.gate_proj.weight", "DF", "F D"),
+        "layers/experts/up": ("model.layers.{}.mlp.experts.{}.up_proj.weight", "DF", "F D"),
+        "layers/experts/down": ("model.layers.{}.mlp.experts.{}.down_proj.weight", "FD", "D F"),
+    },
+}  # fmt: skip
+TIED, COMPUTED = llama.TIED, llama.COMPUTED
+
+SIZES = {  # model_type → field of Config → theirs
+    "mixtral": llama.SIZES
+    | {"num_experts": "num_local_experts", "experts_per_token": "num_experts_per_tok"},
+    "qwen3_moe": llama.SIZES
+    | {"mlp": "moe_intermediate_size"}
+    | {"num_experts": "num_experts", "experts_per_token": "num_experts_per_tok"},
+}
+UNUSED = {
+    key: v for key, v in llama.UNUSED.items() if key not in ("num_experts", "num_local_experts")
+}
+UNUSED |= {"decoder_sparse_step": (1,), "mlp_only_layers": ([],)}  # every layer has experts
+
+
+def tensors(config: Config) -> dict[str, tuple[str, str, str]]:
+    """As in recipes/common/hf/tensors.py."""
+    return OTHERS | EXPERTS[kind_of(config)]
+
+
+def kind_of(config: Config) -> str:
+    """model_type."""
+    return "qwen3_moe" if config.qk_norm else "mixtral"
+
+
+def config_from(keys: dict[str, Any], file: pathlib.Path) -> Config:
+    """Our Config for the keys of a config.json, whose model_type is one of those above: dropless.
+
+    Raises UserError for what our MoE does not compute exactly.
+    """
+    kind, qwen3 = keys["model_type"], keys["model_type"] == "qwen3_moe"
+    if qwen3 and keys.get("num_experts") is None:  # newer files call it as Mixtral's do
+        keys = keys | {"num_experts": keys.get("num_local_experts")}
+    theirs = ConfigFile(keys, file, ENTRY)
+    theirs.refuse(UNUSED)
+    embed, heads = theirs.number("hidden_size"), theirs.number("num_attention_heads")
+    sizes = theirs.sizes(SIZES[kind], head_dim=embed // heads)
+    if sizes["experts_per_token"] > sizes["num_experts"]:
+        raise theirs.refused("num_experts_per_tok", sizes["experts_per_token"])
+    theta, scaling = theirs.rope(10_000.0 if qwen3 else 1e6)
+    windows = keys.get("use_sliding_window") if qwen3 else True
+    return Config(
+        **sizes,
+        capacity=None,
+        normalize=not qwen3 or keys.get("norm_topk_prob") is True,
+        norm_eps=theirs.number("rms_norm_eps", 1e-6 if qwen3 else 1e-5, float),
+        rope_theta=theta,
+        rope_scaling=scaling,
+        sliding_window=theirs.window(keys.get("sliding_window") if windows else None),
+        qk_norm=qwen3,
+        tie_embeddings=keys.get("tie_word_embeddings") is True,
+    )
+
+
+def config_json(config: Config, context: int) -> dict[str, Any]:
+    """Their config.json, in the keys that both old and new versions of transformers read.
+
+    `context` is the positions it was trained on. Raises UserError if no architecture fits.
+    """
+    kind = kind_of(config)
+    qwen3 = kind == "qwen3_moe"
+    for what, has_it in {
+        "qkv_bias": config.qkv_bias,
+        "balance_rate, a bias of each expert": config.balance_rate > 0,
+        "normalize=False without qk_norm": not (config.normalize or qwen3),
+    }.items():
+        if has_it:
+            raise UserError(
+                f"no Hugging Face architecture with experts has {what}; use a model without it"
+            )
+    architecture = next(name for name, k in ARCHITECTURES.items() if k == kind)
+    theirs = llama.common_json(config, architecture, kind, SIZES[kind], context)
+    theirs["sliding_window"] = config.sliding_window
+    if qwen3:
+        theirs |= {
+            "norm_topk_prob": config.normalize,
+            "use_sliding_window": config.sliding_window is not None,
+            "decoder_sparse_step": 1,
+            "mlp_only_layers": [],
+        }
+    return theirs
