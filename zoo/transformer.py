@@ -347,17 +347,27 @@ def attend(q_BTNH, k_BSKH, v_BSKH, segment_ids_BT, config: Config) -> jax.Array:
     if kernel == "xla":
         return blockwise(q_BTNH, k_BSKH, v_BSKH, segment_ids_BT, config.sliding_window, kv_heads)
     local = functools.partial(KERNELS[kernel], window=config.sliding_window)
-    if jax.sharding.get_abstract_mesh().empty:
-        return local(q_BTNH, k_BSKH, v_BSKH, segment_ids_BT)
-    # XLA can't split a kernel: each device runs it on its own rows and heads.
     kv, ids = ("batch", None, kv_heads, None), ("batch", None)  # T and H whole, whatever the rules
     axes = (("batch", None, "heads", None), kv, kv, ids)
-    given = (q_BTNH, k_BSKH, v_BSKH, segment_ids_BT)
-    given = [x if x is None else constrain(x, *names) for x, names in zip(given, axes, strict=True)]
+    return locally(local, (q_BTNH, k_BSKH, v_BSKH, segment_ids_BT), axes, check_vma=False)
+
+
+def locally(function, arrays, axes, check_vma: bool = True):
+    """function(*arrays) on each device's own shards, for what XLA can't split.
+
+    Args:
+      axes: the logical axes of each array, None of one that is None; the result's are the first's.
+      check_vma: as jax.shard_map's; Pallas kernels have none.
+    """
+    if jax.sharding.get_abstract_mesh().empty:
+        return function(*arrays)
+    pairs = list(zip(arrays, axes, strict=True))
+    given = [x if x is None else constrain(x, *names) for x, names in pairs]
     lie = tuple(x if x is None else jax.typeof(x).sharding.spec for x in given)
-    if (where := spec(axes[0])) is not None:  # Auto axes are no part of a type
-        lie = (where, spec(kv), spec(kv), spec(ids))
-    return jax.shard_map(local, in_specs=lie, out_specs=lie[0], check_vma=False)(*given)
+    if spec(()) is not None:  # Auto axes are no part of a type
+        lie = tuple(spec(names) for names in axes)
+    mapped = jax.shard_map(function, in_specs=lie, out_specs=lie[0], check_vma=check_vma)
+    return mapped(*given)
 
 
 def best_kernel(config: Config, seq_len: int, segments: bool) -> tuple[str, str]:
@@ -775,11 +785,13 @@ _now.defvjp(
 
 def shards(axis: str) -> int:
     """How many parts the rules and mesh in force cut a logical axis into."""
-    where = spec((axis,))
-    if where is None or where[0] is None:
-        return 1
-    axes = (where[0],) if isinstance(where[0], str) else where[0]
-    return math.prod(jax.sharding.get_abstract_mesh().shape[axis] for axis in axes)
+    return math.prod(jax.sharding.get_abstract_mesh().shape[name] for name in mesh_axes(axis))
+
+
+def mesh_axes(axis: str) -> tuple[str, ...]:
+    """The mesh axes that the rules in force split a logical axis over."""
+    where = spec((axis,)) or (None,)
+    return () if where[0] is None else (where[0],) if isinstance(where[0], str) else where[0]
 
 
 def _device():
