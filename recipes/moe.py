@@ -2,7 +2,7 @@
 
     python -m recipes.moe --mesh=data=2,expert=4             # a laptop: 8 simulated devices
     python -m recipes.moe --mesh=4x2                         # resumes that run on another mesh
-    python -m recipes.moe --mesh=expert=8 --steps=0 --restore_from=hf:DIR --prompt="def "
+    python -m recipes.moe --mesh=data=1,expert=8 --steps=0 --restore_from=hf:DIR --prompt="def "
 
 Running the same command again resumes. The DIR may have Mixtral or Qwen3-MoE. metrics.jsonl tells how
 much each expert is used: load_3=1.2 is 1.2 times its even share. So does the end of the run.
@@ -96,7 +96,8 @@ def main(run: Run, text: Text, flags: Flags, sample: Sample) -> None:
 
     # ---- Text, in batches that depend on nothing but the seed ------------------------------------
     corpus = text.load(tokenizer)
-    for note in corpus.notes + attention(layout, text.seq_len, "segment_ids" in corpus.filler):
+    kernel = attention(layout, text.seq_len, "segment_ids" in corpus.filler)
+    for note in [*corpus.notes, *kernel]:
         print0(note)
 
     # ---- Step: the loss has what balances the experts, and figures of how they are used ----------

@@ -1,11 +1,12 @@
-"""Compares our Transformer with the models of `transformers`, live. Needs the extra `hf`.
+"""Compares our language models with those of `transformers`, live. Needs the extra `hf`.
 
     python -m tests.hf_parity                      # the comparison
+    python -m tests.hf_parity mixtral odd_qwen3    # of these families
     python -m tests.hf_parity --update-golden      # and tests/golden/hf anew, which needs no torch
 
 For each family: a small random model of theirs, read by us, gives their logits on one device and on
-2x4, 4x2 and 1x8, which some of their sizes are not divisible by; what we write is bit-equal to what
-we read, and gives their logits in `transformers` again. The same for adapters that PEFT made.
+2x4, 4x2 and 1x8, which some of their sizes are not divisible by, or on meshes for experts; what we
+write is bit-equal to what we read, and gives their logits in `transformers` again. The same for adapters that PEFT made.
 """
 
 import dataclasses
@@ -29,6 +30,7 @@ GOLDEN = ROOT / "tests" / "golden" / "hf"
 TOLERANCE = 2e-5  # of a logit, in float32
 MESHES = [("1x1", "dp"), ("2x4", "fsdp_tp")]
 FURTHER = [("4x2", "fsdp_tp"), ("1x8", "tp")]
+FOR_EXPERTS = [("data=2,expert=2,model=2", "fsdp_ep_tp"), ("data=1,expert=4", "ep")]
 TOKENS_BT = np.random.default_rng(0).integers(0, 64, (2, 24))
 
 LLAMA3 = {
@@ -48,6 +50,7 @@ class Family:
     options: dict  # of it
     dtype: str = "float32"  # of the file
     shard: str = "1GB"  # largest file
+    meshes: tuple = (*MESHES, *FURTHER)
 
 
 FAMILIES = {
@@ -69,13 +72,37 @@ FAMILIES = {
     "qwen2_window": Family(
         "Qwen2Config", {"use_sliding_window": True, "sliding_window": 3, "max_window_layers": 0}
     ),
+    "mixtral": Family(
+        "MixtralConfig", {"num_local_experts": 8}, "bfloat16", "20KB", (*MESHES, *FOR_EXPERTS)
+    ),
+    "qwen3_moe": Family(
+        "Qwen3MoeConfig",
+        {"head_dim": 6, "rope_theta": 1e6, "moe_intermediate_size": 16, "norm_topk_prob": True}
+        | {"num_experts": 8, "num_experts_per_tok": 3},
+        meshes=(*MESHES, *FOR_EXPERTS),
+    ),
 }
 ODD = {"hidden_size": 48, "num_attention_heads": 6, "head_dim": 8, "intermediate_size": 200}
 FAMILIES |= {  # sizes that no mesh axis divides
     "odd_llama": Family("LlamaConfig", ODD | {"vocab_size": 331, "num_key_value_heads": 2}),
     "odd_qwen3": Family("Qwen3Config", ODD | {"vocab_size": 257, "num_key_value_heads": 3}),
+    "odd_mixtral": Family(
+        "MixtralConfig",
+        ODD
+        | {"vocab_size": 331, "num_key_value_heads": 2, "num_local_experts": 12}
+        | {"num_experts_per_tok": 5, "sliding_window": 7, "num_hidden_layers": 3},
+        meshes=(("1x1", "dp"), ("4x2", "fsdp_tp"), *FOR_EXPERTS),
+    ),
+    # Weights that are not normalized.
+    "odd_qwen3_moe": Family(
+        "Qwen3MoeConfig",
+        ODD
+        | {"vocab_size": 257, "num_key_value_heads": 3, "moe_intermediate_size": 20}
+        | {"num_experts": 12, "num_experts_per_tok": 4, "tie_word_embeddings": True},
+        meshes=(("1x1", "dp"), ("4x2", "fsdp_tp"), *FOR_EXPERTS),
+    ),
 }
-NOT_GOLDEN = {"qwen3_window", "qwen2_window", "odd_llama", "odd_qwen3"}
+NOT_GOLDEN = {"qwen3_window", "qwen2_window", *(name for name in FAMILIES if "odd_" in name)}
 
 ADAPTERS = {  # golden model → modules with an adapter of PEFT's
     "llama3": [*("q_proj", "k_proj", "v_proj", "o_proj"), *("gate_proj", "up_proj", "down_proj")],
@@ -159,22 +186,19 @@ def export(source: str, target: pathlib.Path) -> None:
     """Writes the folder at `source`, "hf:DIR", as our export does."""
     folder, params = checkpoint.find(source), params_of(source)
     context = folder.metadata["context"]
-    hf.write(target, "transformer", folder.config, context, lambda path: np.asarray(params[path]))
+    entry = folder.metadata["entry"]
+    hf.write(target, entry, folder.config, context, lambda path: np.asarray(params[path]))
 
 
 def compare(name: str, work: pathlib.Path) -> None:
     """Prints what it finds; raises AssertionError where ours and theirs differ."""
-    theirs, back = work / name, work / f"{name}_back"
+    theirs, back, meshes = work / name, work / f"{name}_back", FAMILIES[name].meshes
     make(FAMILIES[name], theirs)
     wanted = their_logits(theirs)
-    found = [np.abs(our_logits(f"hf:{theirs}", *on) - wanted).max() for on in MESHES + FURTHER]
+    found = [np.abs(our_logits(f"hf:{theirs}", *on) - wanted).max() for on in meshes]
     export(f"hf:{theirs}", back)
     again = np.abs(their_logits(back) - wanted).max()
-    here = [
-        " ".join(
-            f"{mesh} {error:.1e}" for (mesh, _), error in zip(MESHES + FURTHER, found, strict=True)
-        )
-    ]
+    here = [f"{mesh} {error:.1e}" for (mesh, _), error in zip(meshes, found, strict=True)]
     print(f"{name:<14} logits to {np.abs(wanted).max():.1f}; ours differ by", *here, end="; ")
     print(f"exported, theirs differ by {again:.1e}")
     assert max(*found, again) < TOLERANCE, name
@@ -219,15 +243,16 @@ def main() -> None:
 
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
+    asked = [word for word in sys.argv[1:] if not word.startswith("--")]
     with tempfile.TemporaryDirectory() as work:
-        for name in FAMILIES:
+        for name in asked or FAMILIES:
             compare(name, pathlib.Path(work))
             if "--update-golden" in sys.argv and name not in NOT_GOLDEN:
                 target = GOLDEN / name
                 shutil.rmtree(target, ignore_errors=True)
                 shutil.copytree(pathlib.Path(work) / name, target)
                 np.save(target / "logits.npy", their_logits(pathlib.Path(work) / name))
-        for name in ADAPTERS:
+        for name in () if asked else ADAPTERS:
             compare_adapter(name, pathlib.Path(work))
             if "--update-golden" in sys.argv:
                 shutil.copytree(pathlib.Path(work) / f"{name}_lora", GOLDEN / f"{name}_lora")
