@@ -633,13 +633,14 @@ class Experts(nnx.Module):
             weight_BTJ /= weight_BTJ.sum(axis=-1, keepdims=True)
 
         counted_BT1 = counted_BT.astype(jnp.float32)[..., None]
-        taken_BE, probs_BE = (taken_BTE * counted_BT1).sum(1), (probs_BTE * counted_BT1).sum(1)
+        taken_BE = (taken_BTE.astype(jnp.float32) * counted_BT1).sum(axis=1)
+        probs_BE = (probs_BTE * counted_BT1).sum(axis=1)
         count_B1 = jnp.maximum(counted_BT1.sum(1), 1)
         normalizer_BT1 = jax.nn.logsumexp(logits_BTE, axis=-1, keepdims=True)
         figures = {
             "balance": (taken_BE * probs_BE / count_B1).sum() * E / J,
             "router_z": (jnp.square(normalizer_BT1) * counted_BT1).sum(),
-            "dropped": ((place_BTJ >= slots) * counted_BT1).sum() / J,
+            "dropped": jnp.where(place_BTJ < slots, 0, counted_BT1).sum() / J,
             "load": taken_BE.sum(0) * E / J,
         }
         return (expert_BTJ, weight_BTJ, place_BTJ), figures
@@ -662,12 +663,12 @@ def by_capacity(
     # The inverse: which of a row's T · J choices has a slot, -1 if none.
     choices_BM = expert_BTJ.reshape(B, T * J)
     order_BM = jnp.argsort(choices_BM, axis=1, stable=True)
-    count_BE = (choices_BM[..., None] == jnp.arange(E)).sum(axis=1)
+    count_BE = (choices_BM[..., None] == jnp.arange(E)[None, None]).sum(axis=1)
     first_BE1 = (jnp.cumsum(count_BE, axis=1) - count_BE)[..., None]
-    choice_BM = jnp.minimum(first_BE1 + jnp.arange(U), T * J - 1).reshape(B, E * U)
-    choice_BM = jnp.take_along_axis(order_BM, choice_BM, axis=1)
-    used_BEU = jnp.arange(U) < count_BE[..., None]
-    choice_BM = jnp.where(used_BEU.reshape(B, E * U), choice_BM, -1)
+    slots_11U = jnp.arange(U)[None, None]
+    sorted_BM = jnp.minimum(first_BE1 + slots_11U, T * J - 1).reshape(B, E * U)
+    used_BM = (slots_11U < count_BE[..., None]).reshape(B, E * U)
+    choice_BM = jnp.where(used_BM, jnp.take_along_axis(order_BM, sorted_BM, axis=1), -1)
     token_BM = choice_BM // J
 
     def send(y_BMD):  # [B, E · U, D] → [E here, M, D], M being slots of all rows that are sent here
@@ -709,7 +710,7 @@ def dropless(x_BTD, expert_BTJ, weight_BTJ, place_BTJ, gate, up, down, *, split)
     here_M = jnp.where((here_M >= 0) & (here_M < E), here_M, E)  # those of others last
     order_M = jnp.argsort(here_M)
     slot_M = jnp.argsort(order_M)
-    sizes_E = (here_M[:, None] == jnp.arange(E)).sum(axis=0).astype(jnp.int32)
+    sizes_E = (here_M[:, None] == jnp.arange(E)[None]).sum(axis=0).astype(jnp.int32)
     token_1M, slot_1NJ = order_M[None] // J, slot_M.reshape(1, B * T, J)
     x_MD = spread(x_BTD.reshape(1, B * T, -1), token_1M, slot_1NJ)[0]
     weight_M1 = spread(weight_BTJ.reshape(1, -1, 1), order_M[None], slot_M.reshape(1, -1, 1))[0]

@@ -1,0 +1,277 @@
+"""The mixture of experts matches its definition, on one device and on meshes with an `expert` axis."""
+
+import ast
+import dataclasses
+import functools
+import math
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from jax.sharding import AxisType
+
+from recipes.common.analysis.hlo import collectives
+from recipes.common.sharding.abstract import abstract_model, paths, variables_of
+from recipes.common.train.step import gradients
+from tests.conftest import ROOT
+from tests.entries import ENTRIES, compiled_step
+from zoo.moe import RULES, SIZES, Config, MoE
+
+pytestmark = pytest.mark.usefixtures("strict")
+TINY = dataclasses.replace(Config.tiny(), num_layers=1)
+B, T = 4, 24
+
+# LLVM's optimizations, and the newer of two code generators, take most of the time to compile.
+QUICK = {"xla_backend_optimization_level": 0}
+if jax.__version_info__ < (0, 11):  # later ones have no other generator
+    QUICK["xla_cpu_use_fusion_emitters"] = False
+
+
+@functools.cache
+def model_of(**changes) -> MoE:
+    return MoE(dataclasses.replace(TINY, **changes), rngs=nnx.Rngs(0))
+
+
+def rows(batch=B, length=T, seed=0) -> dict[str, jax.Array]:
+    """Random tokens, a few targets of which do not count."""
+    random = np.random.default_rng(seed)
+    tokens, targets = random.integers(0, 257, (2, batch, length), np.int32)
+    targets[random.random((batch, length)) < 0.1] = -1
+    return {"tokens": jnp.asarray(tokens), "targets": jnp.asarray(targets)}
+
+
+def loss_and_gradient(model: MoE, batch, mesh=None, rules=None):
+    """((objective sum, count, aux), gradient of the sum), on a mesh if there is one."""
+    graph, state = nnx.split(model)
+
+    def objective(state):
+        total, count, aux = nnx.merge(graph, state).loss(**batch)
+        return total, (total, count, aux)
+
+    step = jax.jit(jax.grad(objective, has_aux=True), compiler_options=QUICK)
+    if mesh is None:
+        return step(state)[::-1]
+    with jax.set_mesh(mesh), nnx.logical_axis_rules(tuple(rules.items())):
+        return step(jax.device_put(state, nnx.get_named_sharding(state, mesh)))[::-1]
+
+
+def assert_close(a, b, tolerance):
+    for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True):
+        np.testing.assert_allclose(x, y, rtol=tolerance, atol=tolerance)
+
+
+# ---- the file ------------------------------------------------------------------------------------
+
+OWN = {"Config", "Attention", "Layer"}  # and what transformer.py has no need of
+
+
+def test_what_is_as_in_the_transformer_is_the_same_to_the_byte():
+    def definitions(name):
+        text = (ROOT / "zoo" / f"{name}.py").read_text()
+        kinds = (ast.FunctionDef, ast.ClassDef)
+        return {
+            node.name: ast.get_source_segment(text, node)
+            for node in ast.parse(text).body
+            if isinstance(node, kinds)
+        }
+
+    ours, theirs = definitions("moe"), definitions("transformer")
+    shared = ours.keys() & theirs.keys() - OWN
+    assert {"attend", "best_kernel", "splash", "blockwise", "recall", "Cache", "RMSNorm"} <= shared
+    for name in shared:
+        assert ours[name] == theirs[name], name
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_sizes_say_how_many_parameters_are_active(size):
+    """All but the experts that a position does not go through."""
+    config = SIZES[size]()
+    model = abstract_model(lambda: MoE(config, rngs=nnx.Rngs(0)))
+    axes, active = paths(model.axes["params"]), 0
+    for path, shape in paths(model.shapes["params"]).items():
+        of_experts = "expert" in axes[path]
+        active += (
+            shape.size * config.experts_per_token // config.num_experts
+            if of_experts
+            else shape.size
+        )
+    said = re.match(r"[\d,]+ parameters\. ([\d,]+) of them active", SIZES[size].__doc__)
+    assert said[1] == f"{active:,}"
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"experts_per_token": 9}, "experts_per_token=9 is more than num_experts=8"),
+        ({"capacity": 0.0}, "capacity=0.0 must be > 0, or None for dropless"),
+        ({"num_experts": 0}, "num_experts=0 must be ≥ 1"),
+    ],
+)
+def test_a_config_that_makes_no_sense(changes, message):
+    with pytest.raises(ValueError, match=re.escape(message)):
+        dataclasses.replace(TINY, **changes)
+
+
+# ---- the definition ------------------------------------------------------------------------------
+
+
+def plainly(x_BTD, experts, config: Config):
+    """Position by position, in float64: (output, places, how many choices were dropped)."""
+    to = lambda variable: np.asarray(variable[...][0], np.float64)  # noqa: E731, the first layer's
+    router, gate, up, down = map(to, (experts.router, experts.gate, experts.up, experts.down))
+    J, E = config.experts_per_token, config.num_experts
+    slots = np.inf
+    if config.capacity is not None:
+        slots = np.ceil(config.capacity * x_BTD.shape[1] * J / E)
+    out, dropped = np.zeros(x_BTD.shape), 0
+    for row, x_TD in enumerate(np.asarray(x_BTD, np.float64)):
+        full = np.zeros(E)
+        for t, x_D in enumerate(x_TD):
+            scores_E = np.exp(x_D @ router)
+            scores_E /= scores_E.sum()
+            chosen = np.argsort(-scores_E, kind="stable")[:J]
+            total = scores_E[chosen].sum() if config.normalize else 1
+            for e in chosen:
+                full[e] += 1
+                if full[e] > slots:
+                    dropped += 1
+                    continue
+                silu = x_D @ gate[e] / (1 + np.exp(-(x_D @ gate[e])))
+                out[row, t] += scores_E[e] / total * ((silu * (x_D @ up[e])) @ down[e])
+    return out, dropped
+
+
+@pytest.mark.parametrize("capacity", [0.5, 1.25, None])
+@pytest.mark.parametrize("normalize", [True, False])
+def test_each_position_goes_through_its_experts(capacity, normalize):
+    model = model_of(capacity=capacity, normalize=normalize)
+    config = model.config
+    x_BTD = jnp.asarray(np.random.default_rng(1).normal(size=(2, T, 64)), jnp.float32)
+    experts = jax.tree.map(lambda x: x[0], model.layers).experts
+    compute = jax.jit(lambda x: experts(x, jnp.ones((2, T), bool), capacity))
+    out_BTD, figures = compute(x_BTD)
+    want_BTD, dropped = plainly(x_BTD, model.layers.experts, config)
+    np.testing.assert_allclose(out_BTD, want_BTD, atol=2e-6)
+    assert float(figures["dropped"]) * config.experts_per_token == pytest.approx(dropped)
+    assert dropped > 0 or capacity != 0.5
+    assert float(figures["load"].sum()) == pytest.approx(2 * T * config.num_experts)
+
+
+def test_room_for_all_is_dropless():
+    """A capacity of E / J gives each expert a slot for every position of a row."""
+    batch = rows()
+    limited = loss_and_gradient(model_of(capacity=TINY.num_experts / TINY.experts_per_token), batch)
+    dropless = loss_and_gradient(model_of(capacity=None), batch)
+    (total, count, aux), _ = limited
+    assert float(aux["dropped"][0]) == 0
+    np.testing.assert_allclose(total / count, dropless[0][0] / dropless[0][1], rtol=1e-6)
+    assert_close(limited[1], dropless[1], 1e-5)
+
+
+def test_nothing_depends_on_what_comes_later():
+    """Slots go to positions in their order: not so by a choice's rank, as GShard has it."""
+    model, batch = model_of(capacity=0.5), rows()
+    logits = jax.jit(lambda tokens: model(tokens), compiler_options=QUICK)
+    changed = batch["tokens"].at[:, T // 2 :].add(1)
+    np.testing.assert_array_equal(
+        logits(batch["tokens"])[:, : T // 2], logits(changed)[:, : T // 2]
+    )
+
+
+def test_the_loss_of_a_batch_is_the_sum_of_its_rows():
+    """So meshes, microbatches and processes agree, whatever rows they put together."""
+    model, batch = model_of(capacity=0.75), rows()
+    (total, count, aux), _ = loss_and_gradient(model, batch)
+    assert float(aux["dropped"][0]) > 0
+    assert float(aux["balance"][0] / count) > 1
+    each = [jax.tree.map(lambda x, row=row: x[row : row + 1], batch) for row in range(B)]
+    parts = [loss_and_gradient(model, row)[0] for row in each]
+    assert_close((total, count, aux), jax.tree.map(lambda *x: sum(x), *parts), 1e-5)
+    objective = aux["loss"][0] + TINY.balance_weight * aux["balance"][0]
+    np.testing.assert_allclose(
+        total, objective + TINY.router_z_weight * aux["router_z"][0], rtol=1e-6
+    )
+
+
+def test_rows_of_padding_add_nothing():
+    model, batch = model_of(), rows()
+    padding = {"tokens": jnp.ones((B, T), jnp.int32), "targets": jnp.full((B, T), -1, jnp.int32)}
+    both = jax.tree.map(lambda *x: jnp.concatenate(x), batch, padding)
+    alone, gradient = loss_and_gradient(model, batch)
+    padded, same = loss_and_gradient(model, both)
+    assert_close(padded, alone, 1e-6)
+    assert_close(same, gradient, 1e-6)
+
+
+def test_a_bias_moves_toward_experts_with_less_than_their_share():
+    model = MoE(dataclasses.replace(TINY, balance_rate=0.01), rngs=nnx.Rngs(0))
+    _, count, aux = model.loss(**rows())
+    loads = np.array([float(aux[f"load_{e}"][0] / count) for e in range(TINY.num_experts)])
+    bias = model.layers.experts.bias[...]
+    np.testing.assert_allclose(bias[0], 0.01 * np.sign(1 - loads), atol=1e-6)
+    assert len(set(np.sign(bias[0]).tolist())) > 1
+    _, count, after = model.loss(**rows())
+    now = np.array([float(after[f"load_{e}"][0] / count) for e in range(TINY.num_experts)])
+    assert now.max() - now.min() < loads.max() - loads.min()
+
+
+# ---- on meshes -----------------------------------------------------------------------------------
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("capacity", [1.25, None])
+@pytest.mark.parametrize("kind", [AxisType.Explicit, AxisType.Auto])
+@pytest.mark.parametrize(
+    ("strategy", "axes"),
+    [
+        ("fsdp_ep_tp", {"data": 2, "expert": 2, "model": 2}),
+        ("hsdp_tp", {"data": 2, "fsdp": 2, "model": 2}),
+        ("ep", {"data": 1, "expert": 8}),
+    ],
+)
+def test_a_copied_file_computes_the_same_on_any_mesh(strategy, axes, kind, capacity):
+    mesh = jax.make_mesh(tuple(axes.values()), tuple(axes), axis_types=(kind,) * len(axes))
+    model, batch = model_of(capacity=capacity), rows(8)
+    (total, _, aux), gradient = loss_and_gradient(model, batch)
+    (same, _, figures), grads = loss_and_gradient(model, batch, mesh, RULES[strategy])
+    np.testing.assert_allclose(same, total, rtol=2e-6)
+    assert_close(figures, aux, 2e-6)
+    for x, y in zip(jax.tree.leaves(grads), jax.tree.leaves(gradient), strict=True):
+        assert np.linalg.norm(x - y) < 2e-5 * np.linalg.norm(y)
+
+
+def test_rules_that_split_experts_and_not_the_batch_over_an_axis():
+    mesh = jax.make_mesh((2, 4), ("data", "expert"))
+    with pytest.raises(ValueError, match="the rules split experts over expert, and the batch not"):
+        loss_and_gradient(model_of(), rows(8), mesh, RULES["ep"] | {"batch": "data"})
+
+
+def test_four_microbatches_give_the_gradient_of_one():
+    model = abstract_model(lambda: MoE(TINY, rngs=nnx.Rngs(0)))
+    params = jax.jit(lambda: variables_of(model_of()), compiler_options=QUICK)()
+    compute = functools.partial(gradients, model, params, rows(8))
+    (whole, _, figures), (parts, _, means) = (
+        jax.jit(functools.partial(compute, n), compiler_options=QUICK)() for n in (1, 4)
+    )
+    assert_close(means, figures, 2e-6)
+    for x, y in zip(jax.tree.leaves(parts), jax.tree.leaves(whole), strict=True):
+        assert np.linalg.norm(x - y) < 2e-6 * np.linalg.norm(y)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("strategy", ["ep", "fsdp_ep"])
+def test_what_travels_to_the_experts_and_back(strategy):
+    """Of each slot D numbers, there and back and both again for gradients; and its weight once each
+    way. The tiny model keeps nothing of a layer, so what goes there goes again.
+    """
+    entry = ENTRIES["moe"]
+    compiled, config = compiled_step("moe", strategy, "data=2,expert=4"), entry.config
+    batch, length = entry.batches[0]["tokens"].shape
+    J, E = config.experts_per_token, config.num_experts
+    slots = batch // 8 * E * math.ceil(config.capacity * length * J / E)
+    sent = [x for x in collectives(compiled.as_text()) if x.kind == "all-to-all"]
+    numbers = sum(x.times * x.bytes for x in sent) / 4
+    assert numbers == config.num_layers * slots * (5 * config.embed + 3)
