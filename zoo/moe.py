@@ -177,7 +177,7 @@ LOGICAL_AXES = {
 }
 
 # What a weight's axis is called while it is multiplied, where rules may shard it differently.
-IN_USE = {"embed": "act_embed"}
+IN_USE = {"embed": "act_embed", "expert_embed": "act_embed"}
 
 
 # What a mesh axis need not divide, and what is done then; other dims are refused.
@@ -580,18 +580,18 @@ class Experts(nnx.Module):
         if capacity is not None:
             slots = min(T, math.ceil(capacity * T * self.config.experts_per_token / E))
         choice, figures = self.route(x_BTD, counted_BT, slots)
-        split = {axis: mesh_axes(axis) for axis in ("expert", "expert_embed", "mlp")}
-        if alone := {*split["expert"], *split["expert_embed"]} - {*mesh_axes("batch")}:
+        split = {axis: mesh_axes(axis) for axis in ("expert", "mlp")}
+        if alone := {*split["expert"]} - {*mesh_axes("batch")}:
             raise ValueError(
                 f"the rules split experts over {', '.join(sorted(alone))}, and the batch not"
             )
         compute = functools.partial(dropless, split=split)
         if capacity is not None:
             compute = functools.partial(by_capacity, num_experts=E, slots=slots, split=split)
-        weights = (self.gate, self.up, self.down)
-        rows = ("batch", None, None)  # whole rows
-        axes = (rows,) * 4 + tuple(w.out_sharding[-3:] for w in weights)
-        out_BTD = locally(compute, (x_BTD, *choice, *(w[...] for w in weights)), axes)
+        rows, into = ("batch", None, None), ("expert", "act_embed", "mlp")
+        axes = (rows, rows, rows, rows, into, into, ("expert", "mlp", "act_embed"))
+        weights = (w[...].astype(x_BTD.dtype) for w in (self.gate, self.up, self.down))
+        out_BTD = locally(compute, (x_BTD, *choice, *weights), axes)
         return constrain(out_BTD, "batch", "seq", "act_embed"), figures
 
     def route(self, x_BTD, counted_BT, slots: int):
@@ -654,7 +654,7 @@ def by_capacity(
     devices send to its own experts.
 
     Args:
-      split: the mesh axes that split `expert`, `expert_embed` and `mlp`.
+      split: the mesh axes that split `expert` and `mlp`.
     """
     (B, T, J), E, U = expert_BTJ.shape, num_experts, slots
     x_BTD, weight_BTJ = _partial(split["mlp"], x_BTD, weight_BTJ)
@@ -680,7 +680,6 @@ def by_capacity(
     weight_BM1 = weight_BTJ.reshape(B, T * J, 1)
     # The weights travel too: their gradient then needs nothing that was sent back.
     weight_EM1 = send(spread(weight_BM1, choice_BM, slot_BTJ.reshape(B, T * J, 1)))
-    gate, up, down = _gathered(split["expert_embed"], x_BTD.dtype, gate, up, down)
     hidden_EMF = jax.nn.silu(jnp.einsum("EMD,EDF->EMF", x_EMD, gate))
     hidden_EMF *= jnp.einsum("EMD,EDF->EMF", x_EMD, up)
     out_EMD = jnp.einsum("EMF,EFD->EMD", hidden_EMF, down) * weight_EM1.astype(down.dtype)
@@ -714,7 +713,6 @@ def dropless(x_BTD, expert_BTJ, weight_BTJ, place_BTJ, gate, up, down, *, split)
     token_1M, slot_1NJ = order_M[None] // J, slot_M.reshape(1, B * T, J)
     x_MD = spread(x_BTD.reshape(1, B * T, -1), token_1M, slot_1NJ)[0]
     weight_M1 = spread(weight_BTJ.reshape(1, -1, 1), order_M[None], slot_M.reshape(1, -1, 1))[0]
-    gate, up, down = _gathered(split["expert_embed"], x_BTD.dtype, gate, up, down)
     hidden_MF = jax.nn.silu(jax.lax.ragged_dot(x_MD, gate, sizes_E))
     hidden_MF *= jax.lax.ragged_dot(x_MD, up, sizes_E)
     out_MD = jax.lax.ragged_dot(hidden_MF, down, sizes_E) * weight_M1.astype(down.dtype)
@@ -730,15 +728,6 @@ def dropless(x_BTD, expert_BTJ, weight_BTJ, place_BTJ, gate, up, down, *, split)
 def _partial(axes: tuple[str, ...], *arrays):
     """Marks arrays whose gradient each device along these axes has a part of; it is summed here."""
     return [jax.lax.pcast(x, axes, to="varying") if axes else x for x in arrays]
-
-
-def _gathered(axes: tuple[str, ...], dtype, gate, up, down):
-    """Experts with the whole of D, in `dtype`: FSDP's all-gather; its transpose scatters gradients."""
-    weights = [w.astype(dtype) for w in (gate, up, down)]
-    if not axes:
-        return weights
-    dims = zip(weights, (1, 1, 2), strict=True)
-    return [jax.lax.all_gather(w, axes, axis=dim, tiled=True) for w, dim in dims]
 
 
 def _take(x_BND, index_BM):
@@ -1042,9 +1031,8 @@ def _rows(table_RVD, tokens_RM):
 # Strategy → logical axis → mesh axis. What a table leaves out is replicated.
 #
 # A weight [D, F] rests as (embed, mlp) says, and is multiplied as (act_embed, mlp) says. Where the
-# two differ, `in_use` gathers it just before its matmul and scatters its gradient just after. The
-# experts' [E, D, F] rest as (expert, expert_embed, mlp) says, and are gathered by `_gathered`: an
-# axis that splits E can't split D as well.
+# two differ, `in_use` gathers it just before its matmul and scatters its gradient just after. So it
+# is with the experts' [E, D, F], whose D has a name of its own: what splits E can't split D as well.
 # Notation: In[B_X, D] is a tensor whose dim B is split over mesh axis X.
 RULES: dict[str, dict[str, str | tuple[str, ...] | None]] = complete(
     {
