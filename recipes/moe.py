@@ -134,8 +134,8 @@ def model_config(flags: Flags, folder: RunFolder, tokenizer: Tokenizer, platform
     most = changes["num_experts"]
     if changes["experts_per_token"] > most:
         raise UserError(
-            f"--experts_per_token={changes['experts_per_token']} is more than the {most} experts that "
-            f"a layer has; use at most {most}, or a larger --num_experts"
+            f"--experts_per_token={changes['experts_per_token']} is more than the experts of a layer, "
+            f"{most}; use at most {most}, or a larger --num_experts"
         )
     return dataclasses.replace(config, **changes)
 

@@ -30,7 +30,12 @@ GOLDEN = ROOT / "tests" / "golden" / "hf"
 TOLERANCE = 2e-5  # of a logit, in float32
 MESHES = [("1x1", "dp"), ("2x4", "fsdp_tp")]
 FURTHER = [("4x2", "fsdp_tp"), ("1x8", "tp")]
-FOR_EXPERTS = [("data=2,expert=2,model=2", "fsdp_ep_tp"), ("data=1,expert=4", "ep")]
+FOR_EXPERTS = (
+    ("1x1", "dp"),
+    ("data=2,expert=2,model=2", "fsdp_ep_tp"),
+    ("data=1,expert=4", "ep"),
+    ("4x2", "fsdp_tp"),
+)
 TOKENS_BT = np.random.default_rng(0).integers(0, 64, (2, 24))
 
 LLAMA3 = {
@@ -72,14 +77,12 @@ FAMILIES = {
     "qwen2_window": Family(
         "Qwen2Config", {"use_sliding_window": True, "sliding_window": 3, "max_window_layers": 0}
     ),
-    "mixtral": Family(
-        "MixtralConfig", {"num_local_experts": 8}, "bfloat16", "20KB", (*MESHES, *FOR_EXPERTS)
-    ),
+    "mixtral": Family("MixtralConfig", {"num_local_experts": 8}, "bfloat16", "80KB", FOR_EXPERTS),
     "qwen3_moe": Family(
         "Qwen3MoeConfig",
-        {"head_dim": 6, "rope_theta": 1e6, "moe_intermediate_size": 16, "norm_topk_prob": True}
-        | {"num_experts": 8, "num_experts_per_tok": 3},
-        meshes=(*MESHES, *FOR_EXPERTS),
+        {"head_dim": 6, "rope_theta": 1e6, "moe_intermediate_size": 16}
+        | {"num_experts": 8, "num_experts_per_tok": 3},  # whose weights are not normalized
+        meshes=FOR_EXPERTS,
     ),
 }
 ODD = {"hidden_size": 48, "num_attention_heads": 6, "head_dim": 8, "intermediate_size": 200}
@@ -91,15 +94,15 @@ FAMILIES |= {  # sizes that no mesh axis divides
         ODD
         | {"vocab_size": 331, "num_key_value_heads": 2, "num_local_experts": 12}
         | {"num_experts_per_tok": 5, "sliding_window": 7, "num_hidden_layers": 3},
-        meshes=(("1x1", "dp"), ("4x2", "fsdp_tp"), *FOR_EXPERTS),
+        meshes=FOR_EXPERTS,
     ),
-    # Weights that are not normalized.
     "odd_qwen3_moe": Family(
         "Qwen3MoeConfig",
         ODD
         | {"vocab_size": 257, "num_key_value_heads": 3, "moe_intermediate_size": 20}
-        | {"num_experts": 12, "num_experts_per_tok": 4, "tie_word_embeddings": True},
-        meshes=(("1x1", "dp"), ("4x2", "fsdp_tp"), *FOR_EXPERTS),
+        | {"num_experts": 12, "num_experts_per_tok": 4, "tie_word_embeddings": True}
+        | {"norm_topk_prob": True},
+        meshes=FOR_EXPERTS,
     ),
 }
 NOT_GOLDEN = {"qwen3_window", "qwen2_window", *(name for name in FAMILIES if "odd_" in name)}

@@ -28,7 +28,6 @@ from recipes.common.sharding.abstract import abstract_model, paths
 from tests.conftest import ROOT
 from tests.hf_parity import FAMILIES as ALL_FAMILIES
 from tests.hf_parity import (
-    MESHES,
     NOT_GOLDEN,
     TOKENS_BT,
     TOLERANCE,
@@ -36,6 +35,7 @@ from tests.hf_parity import (
     our_logits,
     params_of,
 )
+from zoo import moe
 from zoo.transformer import Config, Transformer
 
 GOLDEN = ROOT / "tests" / "golden" / "hf"
@@ -76,10 +76,10 @@ def tensors_of(file):
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_logits_are_theirs_on_one_device_and_on_2x4(family, strict):
+def test_logits_are_theirs_on_one_device_and_on_a_mesh(family, strict):
     wanted = np.load(GOLDEN / family / "logits.npy")
     assert np.abs(wanted).max() > 1, "a tolerance means nothing beside logits near 0"
-    for mesh, rules in MESHES:
+    for mesh, rules in ALL_FAMILIES[family].meshes[:2]:
         found = our_logits(f"hf:{GOLDEN / family}", mesh, rules)
         np.testing.assert_allclose(found, wanted, rtol=0, atol=TOLERANCE, err_msg=mesh)
 
@@ -115,7 +115,11 @@ def test_every_option_of_config_is_read():
     assert found["mistral"].sliding_window == 5
     assert found["qwen3"].head_dim == 6
     assert [n for n in FAMILIES if found[n].qkv_bias] == ["qwen2"]
-    assert [n for n in FAMILIES if found[n].qk_norm] == ["qwen3"]
+    assert [n for n in FAMILIES if found[n].qk_norm] == ["qwen3", "qwen3_moe"]
+    assert not found["qwen3_moe"].normalize
+    assert found["mixtral"].normalize
+    assert (found["mixtral"].rope_theta, found["mixtral"].capacity) == (1e6, None)
+    assert (found["qwen3_moe"].mlp, found["qwen3_moe"].experts_per_token) == (16, 3)
     assert [n for n in FAMILIES if found[n].tie_embeddings] == ["smollm"]
     assert [n for n in FAMILIES if found[n].sliding_window] == ["mistral"]
     assert [n for n in FAMILIES if found[n].rope_scaling] == ["llama3"]
@@ -258,6 +262,37 @@ def test_what_no_architecture_of_theirs_has_is_not_written(tmp_path):
     assert (theirs["model_type"], theirs["sliding_window"]) == ("mistral", None)
 
 
+@pytest.mark.parametrize(
+    ("fields", "said"),
+    [
+        ({"normalize": False}, "normalize=False without qk_norm"),
+        ({"balance_rate": 1e-3}, "balance_rate, a bias of each expert"),
+        ({"qkv_bias": True}, "qkv_bias"),
+    ],
+)
+def test_experts_that_no_architecture_of_theirs_has_are_not_written(fields, said, tmp_path):
+    config = dataclasses.replace(moe.Config.tiny(), **fields)
+    with pytest.raises(UserError, match=f"with experts has {said}; use a model without it"):
+        hf.write(tmp_path / "out", "moe", config, 64, lambda path: pytest.fail("read"))
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_older_names_of_their_experts_are_known(folder):
+    """`num_experts` of Qwen3-MoE is `num_local_experts` to newer versions of transformers."""
+    theirs = folder("qwen3_moe")
+    before = hf.Folder(theirs).config
+    edit(theirs, num_local_experts=..., num_experts=8, norm_topk_prob=True)
+    assert hf.Folder(theirs).config == dataclasses.replace(before, normalize=True)
+    edit(theirs, sliding_window=5)
+    assert hf.Folder(theirs).config.sliding_window is None
+    edit(theirs, use_sliding_window=True)
+    assert hf.Folder(theirs).config.sliding_window == 5
+    theirs = folder("mixtral")
+    edit(theirs, rope_parameters=..., rms_norm_eps=..., sliding_window=6)
+    config = hf.Folder(theirs).config
+    assert (config.rope_theta, config.norm_eps, config.sliding_window) == (1e6, 1e-5, 6)
+
+
 def test_a_write_that_fails_leaves_nothing(tmp_path):
     def read(path):
         raise OSError("disk")
@@ -273,7 +308,14 @@ def test_a_write_that_fails_leaves_nothing(tmp_path):
 @pytest.mark.parametrize(
     ("family", "changes", "said"),
     [
-        ("llama3", {"architectures": ["MixtralForCausalLM"]}, "is for MixtralForCausalLM, which the zoo"),
+        ("llama3", {"architectures": ["GemmaForCausalLM"]}, "is for GemmaForCausalLM, which the zoo"),
+        ("llama3", {"architectures": ["MixtralForCausalLM"]}, "has num_local_experts null, which must be a number"),
+        ("mixtral", {"num_experts_per_tok": 9}, "has num_experts_per_tok 9, which zoo/moe.py does not"),
+        ("mixtral", {"num_local_experts": 9}, "is missing tensor model.layers.0.block_sparse_moe.experts.8.w1.weight"),
+        ("mixtral", {"num_local_experts": 7}, "has an unexpected tensor model.layers.0.block_sparse_moe.experts.7"),
+        ("qwen3_moe", {"decoder_sparse_step": 2}, "has decoder_sparse_step 2, which zoo/moe.py does not"),
+        ("qwen3_moe", {"mlp_only_layers": [1]}, "has mlp_only_layers [1], which"),
+        ("qwen3_moe", {"attention_bias": True}, "has attention_bias true, which"),
         ("llama3", {"architectures": ["LlamaForCausalLM", "X"]}, "is for LlamaForCausalLM, X, which"),
         ("llama3", {"architectures": ..., "model_type": "gpt2"}, "is for gpt2, which the zoo does not"),
         ("llama3", {"architectures": 7}, "is for 7, which the zoo does not"),

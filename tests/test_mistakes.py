@@ -265,6 +265,20 @@ SMALL_ROWS = [  # of the other recipes, which have the same code behind most fla
     ("dot_relu_dot", ["--mesh=4x2", "--rules=pipeline"], "--rules=pipeline is not a strategy of this entry; it has dp, fsdp, tp, fsdp_tp, hsdp_tp"),
     ("dot_relu_dot", ["--mesh=3x1"], "and 32 is not divisible by 3; meshes that fit: --mesh=2x1"),
     ("dot_relu_dot", ["--restore_from=no/such"], "--restore_from=no/such does not exist"),
+    ("moe", ["--mesh=data=2,expert=4", "--num_experts=6"], "rules 'fsdp_ep' split dim 'expert' of layers/experts/down [4, 6, 176, 128] over 4 devices (mesh axis 'expert' of --mesh=data=2,expert=4), and 6 is not divisible by 4; meshes that fit: --mesh=data=2,expert=2"),
+    ("moe", ["--mesh=data=2,expert=4", "--rules=fsdp_tp"], "rules 'fsdp_tp' need mesh axis 'model' (for 'heads'), and --mesh=data=2,expert=4 has 'data' and 'expert'; try --mesh=data=2,expert=4,model=1"),
+    ("moe", ["--mesh=data=2,expert=4", "--rules=fsdp"], "rules 'fsdp' use no mesh axis 'expert', so the 4 devices along it (--mesh=data=2,expert=4) would all do the same work; use --rules=fsdp_ep"),
+    ("moe", ["--mesh=data=2,expert=2,model=2", "--rules=tp"], "would all do the same work; use --rules=fsdp_ep_tp"),
+    ("moe", ["--mesh=data=2,stage=4"], "rules 'fsdp' use no mesh axis 'stage', so the 4 devices along it (--mesh=data=2,stage=4) would all do the same work; use a mesh without it"),
+    ("moe", ["--experts_per_token=9"], "--experts_per_token=9 is more than the experts of a layer, 8; use at most 8, or a larger --num_experts"),
+    ("moe", ["--num_experts=1"], "--experts_per_token=2 is more than the experts of a layer, 1; use at most 1"),
+    ("moe", ["--capacity=0"], "--capacity=0 is not a number > 0; try 1.25, or none to leave no token out"),
+    ("moe", ["--capacity=nan"], "--capacity=nan is not a number > 0; try"),
+    ("moe", ["--capacity=all"], "--capacity=all is not a number > 0; try"),
+    ("moe", ["--size=medium"], '--size=medium is not one of "", tiny, small, mixtral_8x7b, qwen3_30b_a3b'),
+    ("moe", ["--restore_from={here}/run"], "has entry 'transformer', not 'moe'; use a different one"),
+    ("moe", ["--lora_rank=8"], "--lora_rank is not a flag; --help lists the flags"),
+    ("transformer", ["--mesh=data=2,expert=4", "--size=tiny"], "rules 'fsdp' use no mesh axis 'expert', so the 4 devices along it (--mesh=data=2,expert=4) would all do the same work; use a mesh without it"),
 ]  # fmt: skip
 
 PUBLISH_ROWS = [

@@ -174,6 +174,8 @@ def make_layout(
     name, table = sharding_rules.select(zoo, rules, mesh)
     abstract = abstract_model(build)
     table, uneven = sharding_rules.fit(zoo, name, table, abstract, mesh)
+    if batch_size:
+        sharding_rules.check_used(zoo, name, table, mesh)
     sharding_rules.check_batch(name, table, mesh, batch_size, microbatches)
     return Layout(mesh, zoo, config, name, table, uneven, build, abstract, batch_size)
 

@@ -170,6 +170,23 @@ def fit(
     return table | dropped, uneven
 
 
+def check_used(zoo: types.ModuleType, name: str, table: Table, mesh: Mesh | AbstractMesh) -> None:
+    """Raises UserError if the rules leave out a mesh axis that was asked for by its name.
+
+    All devices along it would do the same work. The axes that --mesh=4x2 has unasked may be left out.
+    """
+    used, unasked = used_axes(table), {axis for axes in AXES.values() for axis in axes}
+    for axis in mesh.axis_names:
+        if mesh.shape[axis] == 1 or axis in used | unasked:
+            continue
+        others = {n: t for n, t in zoo.RULES.items() if axis in used_axes(t) <= {*mesh.axis_names}}
+        fix = f"--rules={default_strategy(others, mesh)}" if others else "a mesh without it"
+        raise UserError(
+            f"rules {name!r} use no mesh axis {axis!r}, so the {mesh.shape[axis]} devices along it "
+            f"(--mesh={describe(mesh.shape)}) would all do the same work; use {fix}"
+        )
+
+
 def check_batch(
     name: str, table: Table, mesh: Mesh | AbstractMesh, batch_size: int, microbatches: int = 1
 ) -> None:

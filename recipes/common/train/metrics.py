@@ -138,7 +138,8 @@ class Log:
         self._since += seconds
         self.write({"step": step, **{f"held_out_{k}": value for k, value in figures.items()}})
         if self._main and step < self._last:
-            told = (f"{k.replace('_', ' ')} {v:.4f}" for k, v in figures.items() if k != "targets")
+            shown = (k for k in figures if k != "targets" and not k[-1].isdigit())  # one of many
+            told = (f"{k.replace('_', ' ')} {figures[k]:.4f}" for k in shown)
             print(f"step {step}/{self._last}  held-out {', '.join(told)}", flush=True)
 
     def write(self, record: dict) -> None:
