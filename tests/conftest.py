@@ -89,7 +89,8 @@ def group(test: str) -> str:
         return test  # nothing is shared
     if file in ("test_meshes.py", "test_collectives.py", "test_published.py"):
         entry = next((name for name in ENTRIES if f"[{name}" in case), "")
-        mesh = re.search(r"-(\d+(?:x\d+)*)\b", case)  # of a restore, the one it was saved from
+        # Of a restore, the mesh that it was saved from.
+        mesh = re.search(r"-(\d+(?:x\d+)*\b|\w+=\d[\w=,]*)", case)
         parts = (entry, mesh[1] if mesh else "")
         return "-".join(parts if file != "test_published.py" else (file, entry))
     return file

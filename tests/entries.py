@@ -14,7 +14,7 @@ from data.batches import Example, train_batches
 from recipes.common import entries
 from recipes.common.runtime.mesh import make_mesh
 from recipes.common.sharding.layout import Layout, elsewhere, make_layout, shardings
-from recipes.common.sharding.rules import Table
+from recipes.common.sharding.rules import Table, used_axes
 from recipes.common.train.optimizer import LearningRate, adamw
 from recipes.common.train.state import abstract_state
 from recipes.common.train.step import apply_gradients, gradients
@@ -22,6 +22,7 @@ from tests.conftest import ROOT
 from tests.quick import QUICK
 
 MESHES = ["1x1", "8", "8x1", "4x2", "2x4", "1x8", "2x2x2"]
+MESHES += ["data=2,expert=4", "data=2,expert=2,model=2"]  # of tables that use `expert`
 FAST = "2x2x2"  # with its default strategy, each entry's case in the fast tier
 LR = LearningRate(1e-3, warmup=2, steps=10)
 OPTIMIZER = adamw(LR, weight_decay=0.1, clip_norm=1.0)
@@ -55,14 +56,22 @@ class Entry:
         feed = iter(train_batches(entries.dataset(self.name, known), BATCH, seed=0))
         return [next(feed) for _ in range(5)]
 
+    @functools.cached_property
     def cases(self) -> list[tuple[str, str, str]]:
         """(name, strategy, mesh) for every table and mesh that fit each other."""
         found, anywhere = [], self.layout("1x1")
         for strategy in self.rules:
-            for mesh in MESHES:
-                if elsewhere(anywhere, strategy, make_mesh(mesh)):
-                    found.append((self.name, strategy, mesh))
+            for name in MESHES:
+                mesh, by_name = make_mesh(name), {"expert"} & {*make_mesh(name).axis_names}
+                fits = elsewhere(anywhere, strategy, mesh)
+                if fits and by_name <= used_axes(fits.table):  # see rules.check_used
+                    found.append((self.name, strategy, name))
         return found
+
+    @property
+    def meshes(self) -> list[str]:
+        """Those that a table fits."""
+        return [mesh for mesh in MESHES if any(case[2] == mesh for case in self.cases)]
 
 
 def paragraphs():
@@ -79,7 +88,7 @@ ENTRIES = {
     for name in entries.ENTRIES
     for zoo in [entries.zoo_file(name)]
 }
-CASES = [case for entry in ENTRIES.values() for case in entry.cases()]
+CASES = [case for entry in ENTRIES.values() for case in entry.cases]
 FAST_CASES = [(name, entry.layout(FAST).strategy, FAST) for name, entry in ENTRIES.items()]
 
 

@@ -16,11 +16,11 @@ from typing import NamedTuple
 import jax
 import pytest
 
-from recipes.common.analysis.hlo import Collective, collectives
+from recipes.common.analysis.hlo import Collective, collectives, group_size
 from recipes.common.sharding import layout as layouts
 from recipes.common.sharding.abstract import paths
 from recipes.common.sharding.layout import Layout
-from recipes.common.sharding.rules import partition_spec, shards
+from recipes.common.sharding.rules import partition_spec, shards, used_axes
 from tests.conftest import full_except
 from tests.entries import CASES, ENTRIES, FAST_CASES, compile_step, compiled_step
 from zoo import dot_relu_dot, transformer
@@ -34,8 +34,25 @@ ACTIVATIONS = {
     # two layers: 2 forward, 1 of the 2 again in the backward pass, then 2 as 2 + 3; and the table of
     # embeddings twice, as it is split over `vocab`
     "transformer": (10, 18),
+    # likewise 4 forward, attention's 2 again, then 2 for the experts and 2 to 6 for attention
+    "moe": (12, 16),
 }
 MOST = 4
+
+
+def to_experts(layout: Layout) -> int:
+    """Of each slot that a device fills, D numbers there and back, and both again for gradients; and
+    its weight once each way. The tiny model keeps nothing of a layer: what goes there, goes again.
+    """
+    config, (batch, length) = layout.config, ENTRIES["moe"].batches[0]["tokens"].shape
+    share = config.capacity * config.experts_per_token * length / config.num_experts
+    slots = batch // layout.batch_shards * config.num_experts * math.ceil(share)
+    return config.num_layers * slots * (5 * config.embed + 3)
+
+
+# Entry → the mesh axis over which it exchanges activations, and how many numbers a device then has of
+# them from all devices, itself too.
+EXCHANGES = {"moe": ("expert", to_experts)}
 
 
 class Sent(NamedTuple):
@@ -44,6 +61,7 @@ class Sent(NamedTuple):
     weights: int  # gathered
     gradients: int  # reduced, and new values of buffers
     activations: int  # all-reduces of a whole [rows, width]
+    exchanged: int  # in all-to-alls
     strangers: list[Collective]
 
 
@@ -141,6 +159,8 @@ def classify(entry_name: str, layout: Layout, compiled: jax.stages.Compiled) -> 
 
     counts, strangers = Counter(), []
     for found in collectives(compiled.as_text()):
+        if group_size(found.groups, layout.mesh.size) == 1:
+            continue  # with itself: nothing is sent
         for shape in found.shapes:
             size, dims = math.prod(shape), _dims(shape)
             if size == 1 and found.kind == "all-reduce":
@@ -149,15 +169,18 @@ def classify(entry_name: str, layout: Layout, compiled: jax.stages.Compiled) -> 
                 counts["weights"] += found.times * size
             elif found.kind == "all-reduce" and split(layout) and math.prod(dims) in whole:
                 counts["activations"] += found.times
-            elif found.kind == "all-reduce" and split(layout) and dims == (rows,):
-                pass  # the loss: a number or two a position
+            elif found.kind == "all-reduce" and split(layout) and size in (rows, 2 * rows):
+                pass  # the loss: a number or two a position; and an expert's weight
+            elif found.kind == "all-to-all":
+                counts["exchanged"] += found.times * size
             elif found.kind in ("all-reduce", "reduce-scatter") and dims in reduced:
                 counts["gradients"] += found.times * size
             elif found.kind == "collective-permute" and dims in reduced:
                 pass  # see above
             else:
                 strangers.append(found)
-    return Sent(counts["weights"], counts["gradients"], counts["activations"], strangers)
+    names = ("weights", "gradients", "activations", "exchanged")
+    return Sent(*(counts[name] for name in names), strangers)
 
 
 def check_promise(entry_name: str, layout: Layout, compiled: jax.stages.Compiled) -> None:
@@ -189,6 +212,9 @@ def check_promise(entry_name: str, layout: Layout, compiled: jax.stages.Compiled
         assert least <= sent.activations <= most
     else:
         assert sent.activations == 0
+    axis, numbers = EXCHANGES.get(entry_name, ("", None))
+    exchanged = numbers and axis in used_axes(layout.table) and layout.mesh.shape[axis] > 1
+    assert sent.exchanged == (numbers(layout) if exchanged else 0)
     if layout.mesh.size == 1:
         assert collectives(compiled.as_text()) == []
 

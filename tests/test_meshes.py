@@ -18,7 +18,7 @@ from recipes.common.sharding.rules import used_axes
 from recipes.common.train.feed import to_devices
 from recipes.common.train.state import abstract_state, initialize
 from tests.conftest import full_except
-from tests.entries import CASES, ENTRIES, FAST, FAST_CASES, MESHES, OPTIMIZER, QUICK, compiled_step
+from tests.entries import CASES, ENTRIES, FAST, FAST_CASES, OPTIMIZER, QUICK, compiled_step
 from tests.runs import saving
 
 # Sums over a mesh are taken in another order: float32 then differs in the last bits. Measured
@@ -139,7 +139,9 @@ def test_parameters_lie_as_reviewed(entry, golden):
     """A PartitionSpec for each table and parameter: swapped axes on a square weight show here."""
     lines = []
     for strategy, table in ENTRIES[entry].rules.items():
-        mesh = "2x2x2" if "fsdp" in used_axes(table) else "4x2"
+        used = used_axes(table)
+        mesh = "2x2x2" if "fsdp" in used else "4x2"
+        mesh = "data=2,expert=2,model=2" if "expert" in used else mesh
         layout = ENTRIES[entry].layout(mesh, strategy)
         lines.append(f"{strategy}")
         for kind, variables in layout.variables().items():
@@ -171,14 +173,20 @@ def test_moments_lie_as_their_parameters(entry, strategy, mesh):
 # ---- restored on another mesh ---------------------------------------------------------------------
 
 # Every entry from every mesh to one other; one entry between all pairs.
-RING = list(zip(MESHES, MESHES[5:] + MESHES[:5], strict=True))
 LAST = list(ENTRIES)[-1]
-PAIRS = [
-    (entry, *pair)
-    for entry in ENTRIES
-    for pair in (itertools.product(MESHES, MESHES) if entry == LAST else RING)
+
+
+def pairs(entry: str) -> list[tuple[str, str]]:
+    meshes = ENTRIES[entry].meshes
+    if entry == LAST:
+        return list(itertools.product(meshes, meshes))
+    return list(zip(meshes, meshes[5:] + meshes[:5], strict=True))
+
+
+PAIRS = [(entry, *pair) for entry in ENTRIES for pair in pairs(entry)]
+FAST_PAIRS = [
+    (entry, FAST, "1x8" if entry == LAST else dict(pairs(entry))[FAST]) for entry in ENTRIES
 ]
-FAST_PAIRS = [(entry, FAST, dict(RING)[FAST]) for entry in ENTRIES]
 
 
 @pytest.fixture(scope="session")

@@ -3,7 +3,6 @@
 import ast
 import dataclasses
 import functools
-import math
 import re
 
 import jax
@@ -13,11 +12,9 @@ import pytest
 from flax import nnx
 from jax.sharding import AxisType
 
-from recipes.common.analysis.hlo import collectives
 from recipes.common.sharding.abstract import abstract_model, paths, variables_of
 from recipes.common.train.step import gradients
 from tests.conftest import ROOT
-from tests.entries import ENTRIES, compiled_step
 from zoo.moe import RULES, SIZES, Config, MoE
 
 pytestmark = pytest.mark.usefixtures("strict")
@@ -259,19 +256,3 @@ def test_four_microbatches_give_the_gradient_of_one():
     assert_close(means, figures, 2e-6)
     for x, y in zip(jax.tree.leaves(parts), jax.tree.leaves(whole), strict=True):
         assert np.linalg.norm(x - y) < 2e-6 * np.linalg.norm(y)
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("strategy", ["ep", "fsdp_ep"])
-def test_what_travels_to_the_experts_and_back(strategy):
-    """Of each slot D numbers, there and back and both again for gradients; and its weight once each
-    way. The tiny model keeps nothing of a layer, so what goes there goes again.
-    """
-    entry = ENTRIES["moe"]
-    compiled, config = compiled_step("moe", strategy, "data=2,expert=4"), entry.config
-    batch, length = entry.batches[0]["tokens"].shape
-    J, E = config.experts_per_token, config.num_experts
-    slots = batch // 8 * E * math.ceil(config.capacity * length * J / E)
-    sent = [x for x in collectives(compiled.as_text()) if x.kind == "all-to-all"]
-    numbers = sum(x.times * x.bytes for x in sent) / 4
-    assert numbers == config.num_layers * slots * (5 * config.embed + 3)
