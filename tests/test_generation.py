@@ -26,7 +26,7 @@ from tests.hf_parity import GOLDEN
 from tests.quick import quick as quick
 from zoo.transformer import Config, Transformer
 
-FAMILIES = ["llama2", "llama3", "mistral", "qwen2", "qwen3", "smollm"]
+FAMILIES = ["llama2", "llama3", "mistral", "qwen2", "qwen3", "smollm", "mixtral", "qwen3_moe"]
 MESHES = [("1x1", "dp"), ("1x8", "tp"), ("2x4", "fsdp_tp")]
 FAST = [("mistral", "2x4", "fsdp_tp"), ("qwen3", "1x8", "tp"), ("qwen2", "1x1", "dp")]
 NEW = 8  # tokens to write: more than mistral's window of 5
@@ -61,7 +61,11 @@ def uncached(family: str) -> tuple[list[list[int]], list[np.ndarray]]:
     return written, [np.stack(rows) for rows in logits]
 
 
-CASES = [(family, *mesh) for family in FAMILIES for mesh in MESHES] + [("smollm", "8", "fsdp")]
+CASES = [(family, *mesh) for family in FAMILIES for mesh in MESHES] + [
+    ("smollm", "8", "fsdp"),
+    ("mixtral", "data=2,expert=4", "fsdp_ep"),
+    ("qwen3_moe", "data=2,expert=2,model=2", "fsdp_ep_tp"),
+]
 
 
 @pytest.mark.parametrize(("family", "mesh", "rules"), full_except(CASES, FAST))
