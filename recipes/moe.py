@@ -102,8 +102,8 @@ def main(run: Run, text: Text, flags: Flags, sample: Sample) -> None:
 
     # ---- Step: the loss has what balances the experts, and figures of how they are used ----------
     lr = LearningRate(run.learning_rate, flags.warmup_steps, run.steps, run.schedule)
-    # To --optimizer=muon an expert is a matrix of its own, and the router is none.
-    matrices = hidden_matrices(layout, ends=("vocab", "router"), stacks=("layers", "expert"))
+    # To --optimizer=muon an expert is a matrix of its own.
+    matrices = hidden_matrices(layout, ends=("vocab",), stacks=("layers", "expert"))
     optimizer = make_optimizer(flags.optimizer, lr, flags.weight_decay, flags.clip_norm, matrices)
     step = TrainStep(layout, optimizer, lr, flags.accumulate, run.skip_nonfinite > 0)
 

@@ -85,7 +85,8 @@ def test_evaluation_weighs_each_example_once():
 # ---- the loss of a batch ---------------------------------------------------------------------------
 
 ROWS = 8
-PADDING = {"dot_relu_dot": "weight", "mlp": "label", "transformer": "targets"}  # what marks it
+# What marks it.
+PADDING = {"dot_relu_dot": "weight", "mlp": "label", "transformer": "targets", "moe": "targets"}
 
 
 @functools.cache
@@ -126,7 +127,11 @@ def test_a_loss_is_a_sum_a_count_and_aux_that_begins_with_both(name, strict):
     data, names, figures = of_entry(name)
     (total, count, aux), _ = figures([data.held_out[i] for i in range(2 * ROWS)])
     assert names[0] == "loss"
-    assert aux["loss"] == (total, count)
+    plain, number = aux["loss"]
+    assert number == count
+    assert total > plain if name == "moe" else total == plain, (
+        "auxiliary losses are in the objective"
+    )
     for part in jax.tree.leaves((total, count, aux)):
         assert (part.shape, part.dtype) == ((), np.float32)
     assert 0 < total / count < 10

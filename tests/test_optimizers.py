@@ -23,8 +23,8 @@ from tests.quick import quick as quick
 from tests.runs import assert_bit_equal, records, state_of
 
 # Logical axes that the recipes give to hidden_matrices.
-ENDS = {"transformer": ("vocab",), "mlp": ("inputs", "classes")}
-STACKS = {"transformer": ("layers",)}
+ENDS = {"transformer": ("vocab",), "moe": ("vocab",), "mlp": ("inputs", "classes")}
+STACKS = {"transformer": ("layers",), "moe": ("layers", "expert")}
 MESHES = ["8", "4x2", "2x4", "2x2x2"]
 
 
