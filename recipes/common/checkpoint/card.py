@@ -170,8 +170,9 @@ def origin(metadata: dict[str, Any], facts: dict[str, Any]) -> dict[str, str]:
 
 
 def figures(facts: dict[str, Any], which: str) -> str:
-    """Held-out figures in words."""
-    told = ", ".join(f"{key} {value:,.7g}" for key, value in facts.get(which, {}).items())
+    """Held-out figures in words, but for those of which there are many, as load_7."""
+    found = {key: value for key, value in facts.get(which, {}).items() if not key[-1].isdigit()}
+    told = ", ".join(f"{key} {value:,.7g}" for key, value in found.items())
     return f"{told} ({facts['unit']})" if told else "not measured"
 
 
