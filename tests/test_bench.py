@@ -587,6 +587,7 @@ WORDS = {
     "collectives": ["--sizes=tiny", "--kind=cpu", "--chips=8", "--rules=fsdp", "--tokens=64",
                     "--seq_len=32"],
     "memory": ["--sizes=tiny", "--kinds=cpu", "--chips=8", "--remats=full", "--seq_len=32"],
+    "experts": ["--sizes=tiny", "--remats=dispatched", "--chips=8", "--expert=4", "--kind=cpu", "--seq_len=32"],
     "depth": ["--depths=1,2", "--rounds=1"],
     "meshes": ["--size=tiny", "--meshes=4x2", "--rules=fsdp", "--seq_len=32", "--batch_size=8", "--rounds=1"],
     "gpu": ["--toy", "--kernels=xla", "--xla=default"],
@@ -597,7 +598,7 @@ WORDS = {
 }  # fmt: skip
 
 
-LONG = ("cpu", "host", "checkpoint", "start", "meshes", "data")
+LONG = ("cpu", "host", "checkpoint", "start", "meshes", "data", "experts")
 
 
 @pytest.mark.parametrize("word", full_except(sorted(WORDS.keys() - {"gpu"}), WORDS.keys() - LONG))
@@ -676,6 +677,7 @@ for command in {commands}:
         ("collectives", "--model=32", "--chips=16 is not divisible by --model=32 (rules 'tp'); use a different --model"),
         ("slices", "--slices=1,2", "--slices=1,2 has 1, and nothing crosses there; try --slices=2"),
         ("slices", "--model=3", "--model=3 does not divide --chips=16; try --model=1"),
+        ("experts", "--expert=3", "--chips has 16, not divisible by --expert=3; use a divisor"),
         ("memory", "--rules=tp", "--rules=tp is not one of dp, fsdp"),
         ("memory", "--kinds=v9", "--kinds has 'v9', which is not one of v4, v5e, v5p, v6e, h100, h200, cpu"),
     ],

@@ -5,6 +5,7 @@
     python -m recipes.bench meshes        # every strategy on every mesh, against one device
     python -m recipes.bench collectives   # bytes sent per step against the textbook, for TPUs and GPUs
     python -m recipes.bench slices        # bytes that cross between TPU slices, against the textbook
+    python -m recipes.bench experts       # what a mixture of experts sends and computes, for TPUs
     python -m recipes.bench memory        # compiled peak memory of a step, against an estimate
     python -m recipes.bench depth         # compile time of 80 layers against 8
     python -m recipes.bench gpu           # kernel checks, tokens/s and MFU, with a sweep
@@ -29,6 +30,7 @@ WORDS = {
     "meshes": "speed.meshes",
     "collectives": "compiled.collectives",
     "slices": "slices.slices",
+    "experts": "experts.experts",
     "memory": "memory.memory",
     "depth": "compiled.depth",
     "gpu": "gpu.gpu",

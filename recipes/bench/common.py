@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 import jax
 import numpy as np
+from flax import nnx
 from jax.sharding import AbstractMesh, Mesh
 
 from recipes.common.runtime.errors import UserError
@@ -31,7 +32,7 @@ CONVENTION = (
 
 
 class Step(NamedTuple):
-    """The Transformer's train step with what it takes to compile and run it."""
+    """A train step of the Transformer or MoE with what it takes to compile and run it."""
 
     config: Config
     layout: Layout
@@ -79,13 +80,15 @@ def make_step(
     batch_size: int,
     seq_len: int,
     segments: bool = False,
+    model: type[nnx.Module] = Transformer,
 ) -> Step:
     """Raises UserError if they do not fit each other.
 
     Args:
+      config: the model's.
       segments: batches have segment ids, as those of the recipe have where documents end in a row.
     """
-    layout = make_layout(Transformer, config, mesh, rules, batch_size=batch_size)
+    layout = make_layout(model, config, mesh, rules, batch_size=batch_size)
     lr = LearningRate(1e-3, 10, 100)
     function = TrainStep(layout, adamw(lr, weight_decay=0.1, clip_norm=1.0), lr)
     row = jax.ShapeDtypeStruct((seq_len,), np.int32)

@@ -1,0 +1,100 @@
+"""What a mixture of experts sends to its experts and back, and computes, by compilers for TPUs."""
+
+import dataclasses
+import itertools
+
+from recipes.bench.common import Step, Table, machine, make_step, numbers, one_of
+from recipes.bench.targets import TPUS, TooLarge, check_targets, compile_step, topology
+from recipes.common.analysis import flops, report
+from recipes.common.analysis.hlo import sent_by_kind
+from recipes.common.runtime import describe
+from recipes.common.runtime.errors import UserError
+from recipes.common.runtime.flags import flag
+from recipes.common.runtime.terminal import print0
+from zoo.moe import REMAT, SIZES, Config, MoE
+
+
+@dataclasses.dataclass(frozen=True)
+class ExpertsFlags:
+    sizes: str = flag("mixtral_8x7b,qwen3_30b_a3b", "Sizes of MoE, comma-separated.", "model")
+    remats: str = flag(
+        "dispatched,full", "What a layer keeps for its backward pass, comma-separated.", "model"
+    )
+    seq_len: int = flag(4_096, "Tokens of context; a sequence a chip.", "data", at_least=1)
+    chips: str = flag("16,256", "Numbers of chips, comma-separated.")
+    expert: int = flag(8, "Chips along expert.", at_least=2)
+    kind: str = flag("v5p", "Kind of TPU, or cpu: simulated devices.", choices=[*TPUS, "cpu"])
+
+
+def experts(flags: ExpertsFlags) -> None:
+    sizes, chips = one_of("sizes", flags.sizes, SIZES), numbers("chips", flags.chips)
+    remats = one_of("remats", flags.remats, REMAT)
+    for count in chips:
+        if count % flags.expert:
+            raise UserError(
+                f"--chips has {count}, not divisible by --expert={flags.expert}; use a divisor"
+            )
+    check_targets([flags.kind], chips)
+    table = Table("size", "mesh", "remat", "all-to-all", "textbook", "ratio", "all that is sent",
+                  "peak", "FLOPs / active")  # fmt: skip
+    for size, count in itertools.product(sizes, chips):
+        computed = _flops(flags, SIZES[size](), count)
+        for remat in remats:
+            _row(table, flags, size, count, remat, computed)
+    print0("", f"Bytes that one {flags.kind} chip sends in a step under fsdp_ep, a sequence of "
+           f"{flags.seq_len:,} tokens a chip, and its memory.", machine())  # fmt: skip
+
+
+def _step(flags: ExpertsFlags, config: Config, chips: int) -> Step:
+    mesh = topology(flags.kind, {"data": chips // flags.expert, "expert": flags.expert})
+    dtype = "float32" if flags.kind == "cpu" else "bfloat16"  # XLA's CPU backend sends float32
+    config = dataclasses.replace(config, dtype=dtype)
+    return make_step(config, "fsdp_ep", mesh, chips, flags.seq_len, segments=True, model=MoE)
+
+
+def _row(
+    table: Table, flags: ExpertsFlags, size: str, chips: int, remat: str, computed: str
+) -> None:
+    step = _step(flags, dataclasses.replace(SIZES[size](), remat=remat), chips)
+    name = describe(step.layout.mesh.shape)
+    compiled = compile_step(step, flags.kind, f"{size} {remat} on {flags.kind} {name}")
+    if isinstance(compiled, TooLarge):
+        table.row(size, name, remat, "-", "-", "-", "-", compiled.text, computed)
+        return
+    sent, least = sent_by_kind(compiled.as_text(), chips), textbook(step)
+    exchanged, peak = sent["all-to-all"], compiled.memory_analysis().peak_memory_in_bytes
+    sizes = map(report.size, (exchanged, least))
+    ratio, total = f"{exchanged / least:.2f}", report.size(sum(sent.values()))
+    table.row(size, name, remat, *sizes, ratio, total, report.size(peak), computed)
+
+
+def textbook(step: Step) -> float:
+    """Bytes that a device must send to experts elsewhere in a step, in the compute dtype.
+
+    Its positions' slots, of D numbers each, go there and come back, and so do their gradients: four
+    times (n - 1) / n of them, where n devices share the experts.
+    """
+    config, layout = step.config, step.layout
+    n, width = layout.mesh.shape["expert"], 4 if config.dtype == "float32" else 2
+    tokens = layout.batch_size * step.seq_len / layout.batch_shards
+    slots = config.capacity * config.experts_per_token * tokens
+    return config.num_layers * 4 * (n - 1) / n * slots * config.embed * width
+
+
+def _flops(flags: ExpertsFlags, config: Config, chips: int) -> str:
+    """What a layer computes at capacity 1, next to 6 FLOPs for each weight that a token goes through.
+
+    Of a step with one layer, by the compiler's count, less what the loss takes: 6 FLOPs for each
+    weight of its table, and 2 more as its logits are computed twice. On TPU a kernel's are not
+    counted, so attention's are none.
+    """
+    once = dict(num_layers=1, capacity=1.0, remat="none", loss_chunk=flags.seq_len)
+    step = _step(flags, dataclasses.replace(config, **once), chips)
+    compiled = compile_step(step, flags.kind, f"FLOPs of one layer, {chips} chips")
+    if isinstance(compiled, TooLarge):
+        return "-"
+    tokens = step.layout.batch_size * flags.seq_len / step.layout.batch_shards
+    table = config.vocab_size * config.embed
+    layer = flops.matmul_params(step.config) - table
+    counted = compiled.cost_analysis()["flops"] - 8 * table * tokens
+    return f"{counted / (6 * layer * tokens):.2f}"
