@@ -26,7 +26,7 @@ from tests.hf_parity import GOLDEN
 from tests.quick import quick as quick
 from zoo.transformer import Config, Transformer
 
-FAMILIES = ["llama2", "llama3", "mistral", "qwen2", "qwen3", "smollm", "mixtral", "qwen3_moe"]
+FAMILIES = ["llama2", "llama3", "mistral", "qwen2", "qwen3", "smollm"]
 MESHES = [("1x1", "dp"), ("1x8", "tp"), ("2x4", "fsdp_tp")]
 FAST = [("mistral", "2x4", "fsdp_tp"), ("qwen3", "1x8", "tp"), ("qwen2", "1x1", "dp")]
 NEW = 8  # tokens to write: more than mistral's window of 5
