@@ -14,7 +14,7 @@ import types
 import numpy as np
 import pytest
 
-from data import DataError, corpus, sources, text, workers
+from data import DataError, corpus, hub, sources, text, workers
 from data.tokenizer import BYTES, Tokenizer, from_files
 from tests import small_tokenizers
 from tests.conftest import ROOT
@@ -165,6 +165,40 @@ def test_tokens_are_known_by_content_and_tokenizer(path, tmp_path):
     bytes_, tokens = prepare(path), prepare(path, small())
     assert prepare(copy).folder == bytes_.folder, "the same content"
     assert bytes_.folder != tokens.folder != prepare(path, small(start=False)).folder
+
+
+def test_a_dataset_of_the_hub_is_known_by_its_commit(path, monkeypatch):
+    """One that has changed is tokenised anew; where the Hub can't be asked, the last one is used."""
+    library, answers = hub.library(), iter(())
+    load = functools.partial(library.load_dataset, "json", data_files={"train": str(path)})
+    there = types.SimpleNamespace(load_dataset=lambda name, config, streaming: load(streaming=True))
+    monkeypatch.setattr(hub, "library", lambda: there)
+
+    def repo_info(*_, **__):
+        if (answer := next(answers)) is None:
+            raise ConnectionError("no network")
+        return types.SimpleNamespace(sha=answer)
+
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
+    monkeypatch.setattr("huggingface_hub.HfApi.repo_info", repo_info)
+
+    def prepared(*said) -> corpus.Corpus:
+        nonlocal answers
+        answers = iter(said)
+        made = prepare("hf:some/texts")
+        assert not [*answers], "asked less often"
+        return made
+
+    first = prepared(*["one"] * 4)  # the key; what its rows are, and they; whether it is still so
+    path.write_text(json.dumps({"text": "other"}) + "\n" + path.read_text())
+    assert prepared("one").folder == first.folder, "it is not read again"
+    second = prepared(*["two"] * 4)
+    assert second.fingerprint != first.fingerprint
+    assert prepared(None).folder == second.folder
+    assert prepared("one").folder == prepared(None).folder == first.folder
+    with pytest.raises(DataError, match="was changed while it was read; start again"):
+        prepared("three", "three", "three", "four")
+    assert prepared(None).folder == first.folder
 
 
 @pytest.mark.parametrize("suffix", ["jsonl.gz", "txt", "txt.gz"])
