@@ -80,14 +80,24 @@ def test_every_token_of_a_large_vocabulary_has_room():
         assert workers.dtype(types.SimpleNamespace(size=size)) == kind
 
 
-def test_processes_make_the_same_files_as_this_one(path, monkeypatch):
+@pytest.mark.parametrize("cores", [2, 16])
+def test_processes_make_the_same_files_as_this_one(path, monkeypatch, cores):
+    """Two of them at most, whose threads are for all other cores: memory does not grow with these."""
+    started = []
+    monkeypatch.setattr(corpus, "cores", lambda: cores)
+    popen = functools.partial(lambda p, command, **o: started.append(command) or p(command, **o),
+                              subprocess.Popen)  # fmt: skip
     with monkeypatch.context() as patched:
         patched.setattr(workers, "Pool", lambda *_: pytest.fail("processes for so little"))
         here = prepare(path, small())
     monkeypatch.setenv("ZOO_CACHE", str(path.parent / "other"))
     for name, value in (("CHUNK", 5_000), ("SMALL", 2)):
         monkeypatch.setattr(corpus, name, value)
-    there = prepare(path, small())
+    with monkeypatch.context() as patched:
+        patched.setattr(subprocess, "Popen", popen)
+        there = prepare(path, small())
+    threads, *lines = started[0][started[0].index("data.workers") + 1 :]
+    assert (int(threads), len(lines)) == (cores // 2, 2)
     assert there.folder != here.folder
     for file in here.folder.iterdir():
         assert file.read_bytes() == (there.folder / file.name).read_bytes(), file.name
