@@ -80,7 +80,7 @@ def test_every_token_of_a_large_vocabulary_has_room():
         assert workers.dtype(types.SimpleNamespace(size=size)) == kind
 
 
-@pytest.mark.parametrize("cores, threads", [(2, 1), (3, 2), (64, 8)])
+@pytest.mark.parametrize(("cores", "threads"), [(2, 1), (3, 2), (64, 8)])
 def test_processes_make_the_same_files_as_this_one(path, monkeypatch, cores, threads):
     """Two of them at most, whose threads are for the other cores: memory does not grow with these."""
     started = []
