@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from data import DataError, cache_dir, conversations, workers
+from data import DataError, cache_dir, conversations, hub, workers
 from data.sources import Part, Source
 from data.tokenizer import BYTES, Tokenizer
 
@@ -57,8 +57,9 @@ class Corpus(NamedTuple):
 def prepare(source: Source, tokenizer: Tokenizer = BYTES) -> Corpus:
     """The tokens of a source, from the cache or made now.
 
-    The cache knows a local source by its content, and a dataset of the Hub by its name; conversations
-    also by what writes them, the chat template above all.
+    The cache knows a local source by its content, and a dataset of the Hub by its newest commit, or
+    the one used last where the Hub can't be asked; conversations also by what writes them, the chat
+    template above all.
 
     Raises DataError if there is no text, or it can't be read; nothing is left in the cache then.
     """
@@ -73,10 +74,10 @@ def prepare(source: Source, tokenizer: Tokenizer = BYTES) -> Corpus:
         with _alone(folder.with_suffix(".partial")) as partial:
             try:
                 if not is_whole(folder):  # another process made it meanwhile
-                    if remembered:
+                    if source.files:
                         _write_whole(remembered, content)
                     _make(folder, partial, source, tokenizer)
-                    if source.files and _content(source)[0] != remembered:
+                    if _has_changed(source, remembered, content):
                         shutil.rmtree(folder)
                         raise DataError(
                             f"--dataset={source.name} was changed while it was read; start again"
@@ -84,7 +85,7 @@ def prepare(source: Source, tokenizer: Tokenizer = BYTES) -> Corpus:
                 shutil.rmtree(partial)
             except DataError:
                 shutil.rmtree(partial, ignore_errors=True)
-                if remembered:
+                if source.files:
                     remembered.unlink(missing_ok=True)
                 raise
             except ChildProcessError as died:
@@ -97,6 +98,8 @@ def prepare(source: Source, tokenizer: Tokenizer = BYTES) -> Corpus:
                     f"{cache_dir()} can't be written ({error.strerror}); make room, or set ZOO_CACHE to "
                     "another folder"
                 ) from error
+    if remembered and not source.files:
+        _write_whole(remembered, content)  # of two commits that are in the cache, the one used last
     return _read(folder)
 
 
@@ -108,12 +111,17 @@ def _folder(key: list) -> pathlib.Path:
 
 
 def _content(source: Source) -> tuple[pathlib.Path | None, str]:
-    """(where its digest is remembered, sha256 of the files' names and content).
+    """(where that is remembered, sha256 of the files' names and content).
 
-    Every byte is read, once: the digest is remembered by the files' sizes and times.
+    Every byte is read, once: the digest is remembered by the files' sizes and times. Of a dataset on
+    the Hub it is its name and commit.
     """
     if not source.files:
-        return None, source.name
+        where = hashlib.sha256(source.name.encode()).hexdigest()[:16]
+        remembered = cache_dir() / "text" / f"{where}.content"
+        if commit := hub.commit(source.name.removeprefix("hf:"), source.name):
+            return remembered, f"{source.name}@{commit}"
+        return (remembered, remembered.read_text()) if remembered.exists() else (None, source.name)
     stats = [(str(path.absolute()), path.stat()) for path in source.files]
     listing = [[name, s.st_size, s.st_mtime_ns, s.st_ctime_ns, s.st_ino] for name, s in stats]
     where = hashlib.sha256(json.dumps(listing).encode()).hexdigest()[:16]
@@ -127,6 +135,14 @@ def _content(source: Source) -> tuple[pathlib.Path | None, str]:
             while block := file.read(2**20):
                 digest.update(block)
     return remembered, digest.hexdigest()
+
+
+def _has_changed(source: Source, remembered: pathlib.Path | None, content: str) -> bool:
+    """Whether `_content` would say something else by now."""
+    if source.files:
+        return _content(source)[0] != remembered
+    commit = hub.commit(source.name.removeprefix("hf:"), source.name)
+    return bool(commit) and content != f"{source.name}@{commit}"
 
 
 def is_whole(folder: pathlib.Path) -> bool:

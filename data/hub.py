@@ -34,16 +34,28 @@ def load(name: str, dataset: str) -> dict[str, Rows]:
     name, _, config = name.partition(":")
     if not name:
         raise DataError(f"--dataset={dataset} names no dataset; use hf:NAME")
-    if not pathlib.Path(name).exists() and (
-        unreachable := _ask(name, "dataset", f"--dataset={dataset}")
-    ):
-        raise unreachable
+    if not pathlib.Path(name).exists():
+        answer = _ask(name, "dataset", f"--dataset={dataset}")
+        if isinstance(answer, DataError):
+            raise answer
     try:
         return library().load_dataset(name, config or None, streaming=True)
     except Exception as error:
         raise DataError(
             f"--dataset={dataset} could not be loaded ({reason(error)}); check its name"
         ) from error
+
+
+def commit(name: str, dataset: str) -> str:
+    """The newest commit of a dataset on the Hub; empty where the Hub can't be asked.
+
+    Args: as those of `load`. Raises DataError if there is no such dataset.
+    """
+    name = name.partition(":")[0]
+    if not name or pathlib.Path(name).exists():
+        return ""
+    answer = _ask(name, "dataset", f"--dataset={dataset}")
+    return answer if isinstance(answer, str) else ""
 
 
 def rows(path: pathlib.Path, kind: str, columns: list[str]) -> Rows:
@@ -96,7 +108,8 @@ def snapshot(name: str, wanted: list[str], what: str) -> pathlib.Path:
     """
     import huggingface_hub  # takes a third of a second
 
-    unreachable = _ask(name, "model", what)
+    answer = _ask(name, "model", what)
+    unreachable = answer if isinstance(answer, DataError) else None
     try:
         found = huggingface_hub.snapshot_download(
             name, allow_patterns=wanted, local_files_only=bool(unreachable)
@@ -109,19 +122,21 @@ def snapshot(name: str, wanted: list[str], what: str) -> pathlib.Path:
         ) from None
 
 
-def _ask(name: str, kind: str, what: str) -> DataError | None:
-    """Asks the Hub once whether it has this model or dataset: the libraries retry for half a minute.
+def _ask(name: str, kind: str, what: str) -> str | DataError:
+    """Asks the Hub once for the newest commit of this model or dataset: the libraries retry for half
+    a minute.
 
-    Returns what to raise if it can't be reached. Raises DataError if it has none.
+    Returns what to raise if it can't be reached, and "" if it is not to be. Raises DataError if it has
+    none.
     """
     import huggingface_hub
     from huggingface_hub import constants, errors
 
     huggingface_hub.logging.set_verbosity(huggingface_hub.logging.CRITICAL)  # of retries
     if constants.HF_HUB_OFFLINE:  # the libraries then look into their caches alone
-        return None
+        return ""
     try:
-        huggingface_hub.HfApi().repo_info(name, repo_type=kind, timeout=SECONDS)
+        return huggingface_hub.HfApi().repo_info(name, repo_type=kind, timeout=SECONDS).sha or ""
     except (errors.RepositoryNotFoundError, errors.HFValidationError):
         raise DataError(
             f"{what} is neither local nor on the Hub, or you may not read it; check the name, use a "
@@ -132,7 +147,6 @@ def _ask(name: str, kind: str, what: str) -> DataError | None:
             f"{what} is not local, and the Hub can't be reached ({reason(error)}); check the "
             "network, or use a local folder"
         )
-    return None
 
 
 def train_and_held_out(splits: dict[str, Rows]) -> tuple[Rows, Rows | None]:

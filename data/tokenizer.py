@@ -52,13 +52,22 @@ class Tokenizer:
     def __reduce__(self):
         return from_files, (self.files, self.name)
 
-    @functools.cached_property
+    # The library's tokenizer, one for both ways: 40 MB of a vocabulary of 151,669. Fetch it anew for
+    # each use.
+
+    @property
     def _plain(self):  # spells control tokens
-        return _library(self.files, self.name, control=False)
+        self._library.encode_special_tokens = True
+        return self._library
+
+    @property
+    def _control(self):  # recognises them
+        self._library.encode_special_tokens = False
+        return self._library
 
     @functools.cached_property
-    def _control(self):  # recognises them
-        return _library(self.files, self.name, control=True)
+    def _library(self):
+        return _library(self.files, self.name)
 
     def shared(self) -> dict[str, bytes]:
         """The files as they lie in a model folder that others read."""
@@ -255,7 +264,7 @@ def from_files(files: dict[str, bytes], name: str = "") -> Tokenizer:
     digest = hashlib.sha256(files[MAIN]).hexdigest() if files else BYTES.sha256
     if digest == BYTES.sha256:
         return BYTES
-    library = _library(files, name, control=True)
+    library = _library(files, name)
     vocabulary = library.get_vocab(with_added_tokens=True)
     size = 1 + max(vocabulary.values(), default=-1)
     example = library.encode("a")
@@ -269,7 +278,7 @@ def from_files(files: dict[str, bytes], name: str = "") -> Tokenizer:
             "belong together"
         )
     made = Tokenizer(name, digest, size, files, tuple(start), tuple(end))
-    made.__dict__["_control"] = library  # a large one takes a second to read
+    made.__dict__["_library"] = library  # a large one takes a second to read
     return made
 
 
@@ -304,8 +313,7 @@ def _json(files: dict[str, bytes], file: str, name) -> dict[str, Any]:
     return found
 
 
-def _library(files: dict[str, bytes], name: str, control: bool):
-    """The library's tokenizer; `control`: whether text may hold control tokens."""
+def _library(files: dict[str, bytes], name: str):
     import tokenizers
 
     try:
@@ -316,7 +324,6 @@ def _library(files: dict[str, bytes], name: str, control: bool):
         ) from None
     made.no_truncation()
     made.no_padding()
-    made.encode_special_tokens = not control
     return made
 
 

@@ -26,7 +26,10 @@ from data import DataError, conversations
 from data.sources import Part
 from data.tokenizer import Tokenizer
 
-AT_ONCE = 2**16  # bytes of text in one call of the library: it keeps 30 times as much meanwhile
+AT_ONCE = 2**16  # bytes of text in one call of the library: it keeps 85 times as much meanwhile
+# At most: a process takes 100 MB, a thread less than 1 MB. What reads the text gives about 8 MB of
+# JSON Lines a second, and a core tokenises 1 MB.
+PROCESSES, THREADS = 2, 8
 
 
 def dtype(tokenizer: Tokenizer) -> np.dtype:
@@ -45,7 +48,9 @@ class Tokenised(NamedTuple):
     first: bool = True  # of what its row gives
 
 
-def write(path: pathlib.Path, parts: list[Part], tokenizer: Tokenizer) -> None:
+def write(
+    path: pathlib.Path, parts: list[Part], tokenizer: Tokenizer, at_once: int = AT_ONCE
+) -> None:
     """Tokenises to a file, which is there only when it is whole.
 
     It has the tokens of all parts and, for each part, its number of tokens, its bytes of text, and
@@ -57,7 +62,7 @@ def write(path: pathlib.Path, parts: list[Part], tokenizer: Tokenizer) -> None:
     kind = dtype(tokenizer)
     made = [
         one._replace(tokens=one.tokens.astype(kind))
-        for group in _grouped(parts)
+        for group in _grouped(parts, at_once)
         for one in (_rows if group[0].row else _texts)(group, tokenizer)
     ]
     arrays = {
@@ -91,29 +96,33 @@ def _rows(parts: list[Part], tokenizer: Tokenizer) -> Iterator[Tokenised]:
             yield Tokenised(one.tokens, size, part.held_out, True, one.targets, number == 0)
 
 
-def _grouped(parts: list[Part]) -> Iterable[list[Part]]:
+def _grouped(parts: list[Part], at_once: int) -> Iterable[list[Part]]:
     group, size = [], 0
     for part in parts:
-        group.append(part)
-        size += len(part.text)
-        if size >= AT_ONCE or part is parts[-1]:
+        if group and size + len(part.text) > at_once:
             yield group
             group, size = [], 0
+        group.append(part)
+        size += len(part.text)
+    yield group
 
 
 class Pool:
-    """Processes that `write`; leaving its context ends them.
+    """Processes that `write`, with threads for the cores that there are; leaving its context ends them.
 
     One is started and makes the others by forks, so that all share the tokenizer's memory.
     """
 
-    def __init__(self, tokenizer: Tokenizer, count: int):
+    def __init__(self, tokenizer: Tokenizer, cores: int):
+        count = min(cores, PROCESSES)
+        threads = min(-(-cores // count), THREADS)
         pairs = [socket.socketpair() for _ in range(count)]
         theirs = [end.fileno() for _, end in pairs]
-        # Each is one thread, so that forks are safe; no signal from the terminal reaches them.
+        # One thread until it has forked, which is safe then; no signal from the terminal reaches them.
         alone = {"TOKENIZERS_PARALLELISM": "false", "OPENBLAS_NUM_THREADS": "1"}
+        alone |= {"MALLOC_ARENA_MAX": "1"}  # glibc's threads would keep 10 MB of their own each
         self._first = subprocess.Popen(
-            [sys.executable, "-m", "data.workers", *map(str, theirs)],
+            [sys.executable, "-m", "data.workers", *map(str, (threads, *theirs))],
             cwd=pathlib.Path(__file__).parent.parent, env=os.environ | alone, pass_fds=theirs,
             stdin=subprocess.PIPE, process_group=0,
         )  # fmt: skip
@@ -171,10 +180,12 @@ class Pool:
             raise error
 
 
-def _serve(lines: list[int]) -> None:
+def _serve(threads: int, lines: list[int]) -> None:
     """Reads the tokenizer from stdin, and has a process for each line, which does what it is sent.
 
-    A line is a file descriptor of a socket. It ends when the other process does, and so do these.
+    Args:
+      threads: of the tokenizer in each process.
+      lines: file descriptors of sockets. One ends when the other process does, and so do these.
     """
     tokenizer = pickle.load(sys.stdin.buffer)
     tokenizer.encode(["a"])  # loads it
@@ -185,12 +196,15 @@ def _serve(lines: list[int]) -> None:
     mine = next((line for line in lines[1:] if not os.fork()), lines[0])
     for line in {*lines} - {mine}:
         os.close(line)
+    if threads > 1:  # the library reads these when it is next called
+        os.environ |= {"TOKENIZERS_PARALLELISM": "true", "RAYON_NUM_THREADS": str(threads)}
+    at_once = AT_ONCE * min(threads, 4)
     with socket.socket(fileno=mine) as line, line.makefile("rb") as sent:
         while size := sent.read(8):
             path, parts = pickle.loads(sent.read(int.from_bytes(size)))
             answer = None
             try:
-                write(path, [Part(*part) for part in parts], tokenizer)
+                write(path, [Part(*part) for part in parts], tokenizer, at_once)
             except OSError as error:
                 answer = OSError(error.errno or errno.EIO, os.strerror(error.errno or errno.EIO))
             except DataError as error:
@@ -205,4 +219,4 @@ if __name__ == "__main__":
     with contextlib.suppress(
         EOFError, pickle.UnpicklingError, BrokenPipeError, ConnectionResetError
     ):
-        _serve([int(line) for line in sys.argv[1:]])
+        _serve(int(sys.argv[1]), [int(line) for line in sys.argv[2:]])

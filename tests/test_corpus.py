@@ -14,7 +14,7 @@ import types
 import numpy as np
 import pytest
 
-from data import DataError, corpus, sources, text, workers
+from data import DataError, corpus, hub, sources, text, workers
 from data.tokenizer import BYTES, Tokenizer, from_files
 from tests import small_tokenizers
 from tests.conftest import ROOT
@@ -80,14 +80,24 @@ def test_every_token_of_a_large_vocabulary_has_room():
         assert workers.dtype(types.SimpleNamespace(size=size)) == kind
 
 
-def test_processes_make_the_same_files_as_this_one(path, monkeypatch):
+@pytest.mark.parametrize(("cores", "threads"), [(2, 1), (3, 2), (64, 8)])
+def test_processes_make_the_same_files_as_this_one(path, monkeypatch, cores, threads):
+    """Two of them at most, whose threads are for the other cores: memory does not grow with these."""
+    started = []
+    monkeypatch.setattr(corpus, "cores", lambda: cores)
+    popen = functools.partial(lambda p, command, **o: started.append(command) or p(command, **o),
+                              subprocess.Popen)  # fmt: skip
     with monkeypatch.context() as patched:
         patched.setattr(workers, "Pool", lambda *_: pytest.fail("processes for so little"))
         here = prepare(path, small())
     monkeypatch.setenv("ZOO_CACHE", str(path.parent / "other"))
     for name, value in (("CHUNK", 5_000), ("SMALL", 2)):
         monkeypatch.setattr(corpus, name, value)
-    there = prepare(path, small())
+    with monkeypatch.context() as patched:
+        patched.setattr(subprocess, "Popen", popen)
+        there = prepare(path, small())
+    given, *lines = started[0][started[0].index("data.workers") + 1 :]
+    assert (int(given), len(lines)) == (threads, 2)
     assert there.folder != here.folder
     for file in here.folder.iterdir():
         assert file.read_bytes() == (there.folder / file.name).read_bytes(), file.name
@@ -165,6 +175,40 @@ def test_tokens_are_known_by_content_and_tokenizer(path, tmp_path):
     bytes_, tokens = prepare(path), prepare(path, small())
     assert prepare(copy).folder == bytes_.folder, "the same content"
     assert bytes_.folder != tokens.folder != prepare(path, small(start=False)).folder
+
+
+def test_a_dataset_of_the_hub_is_known_by_its_commit(path, monkeypatch):
+    """One that has changed is tokenised anew; where the Hub can't be asked, the last one is used."""
+    library, answers = hub.library(), iter(())
+    load = functools.partial(library.load_dataset, "json", data_files={"train": str(path)})
+    there = types.SimpleNamespace(load_dataset=lambda name, config, streaming: load(streaming=True))
+    monkeypatch.setattr(hub, "library", lambda: there)
+
+    def repo_info(*_, **__):
+        if (answer := next(answers)) is None:
+            raise ConnectionError("no network")
+        return types.SimpleNamespace(sha=answer)
+
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
+    monkeypatch.setattr("huggingface_hub.HfApi.repo_info", repo_info)
+
+    def prepared(*said) -> corpus.Corpus:
+        nonlocal answers
+        answers = iter(said)
+        made = prepare("hf:some/texts")
+        assert not [*answers], "asked less often"
+        return made
+
+    first = prepared(*["one"] * 4)  # the key; what its rows are, and they; whether it is still so
+    path.write_text(json.dumps({"text": "other"}) + "\n" + path.read_text())
+    assert prepared("one").folder == first.folder, "it is not read again"
+    second = prepared(*["two"] * 4)
+    assert second.fingerprint != first.fingerprint
+    assert prepared(None).folder == second.folder
+    assert prepared("one").folder == prepared(None).folder == first.folder
+    with pytest.raises(DataError, match="was changed while it was read; start again"):
+        prepared("three", "three", "three", "four")
+    assert prepared(None).folder == first.folder
 
 
 @pytest.mark.parametrize("suffix", ["jsonl.gz", "txt", "txt.gz"])

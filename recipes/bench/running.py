@@ -148,6 +148,8 @@ class DataFlags:
     batch_size: int = flag(32, "Rows in a batch.", group="data", at_least=1)
     batches: int = flag(300, "Batches in a timing.", at_least=1)
     rounds: int = flag(5, "Interleaved timings of each.", at_least=1)
+    cores: int = flag(0, "Cores that tokenising takes there to be; 0: those of this machine.",
+                      at_least=0)  # fmt: skip
 
 
 # Tokenises in a new process with an empty cache, and prints: tokens, bytes of text, seconds, and by
@@ -170,6 +172,8 @@ def watch():
         seen.append(resident(os.getpid()))
         time.sleep(0.05)
 
+if cores := int(sys.argv[3]):
+    corpus.cores = lambda: cores
 source, tokens = sources.find(sys.argv[1])[0], tokenizer.find(sys.argv[2])
 tokens.encode(["a"]), __import__("datasets")
 seen = [resident(os.getpid())]
@@ -224,7 +228,8 @@ def _batches(flags: DataFlags, feed):
 
 def _tokenising(flags: DataFlags, padding: float) -> None:
     with tempfile.TemporaryDirectory() as folder:
-        arguments = [sys.executable, "-c", TOKENISE, flags.dataset, flags.tokenizer]
+        arguments = [sys.executable, "-c", TOKENISE, flags.dataset, flags.tokenizer,
+                     str(flags.cores)]  # fmt: skip
         environment = os.environ | {"ZOO_CACHE": folder}
         done = subprocess.run(arguments, capture_output=True, text=True, env=environment)
     if done.returncode:
