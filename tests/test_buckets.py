@@ -18,14 +18,17 @@ import pytest
 from data import DataError, buckets, corpus, sources
 from recipes.common import checkpoint
 from recipes.common.checkpoint import integrity
+from recipes.common.checkpoint.run_folder import open_run
 from recipes.common.mesh import make_mesh
-from recipes.common.runtime import Stopped, UserError, folders, lock, start
+from recipes.common.runtime import Run, Stopped, UserError, folders, lock, start
 from recipes.common.sharding.abstract import paths
+from recipes.common.train.loop import finish
+from recipes.common.train.metrics import Log
 from tests.bucket import CUT, LOST, Bucket, Request
 from tests.conftest import ROOT
 from tests.quick import XLA_FLAGS
 from tests.quick import quick as quick
-from tests.runs import TINY, assert_bit_equal, records, saving, state_of
+from tests.runs import TINY, NoFlags, assert_bit_equal, records, saving, state_of
 from tests.test_processes import Together
 
 WORKDIR = "gs://zoo/runs/w"
@@ -219,6 +222,23 @@ def test_a_bucket_that_cannot_be_used_is_one_sentence(bucket, monkeypatch, insid
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     assert says(WORKDIR) == f"--workdir={WORKDIR} needs gcsfs; run pip install -e '.[gcs]'"
     assert not bucket.names(), "nothing is written"
+
+
+def test_a_bucket_that_is_lost_after_the_last_save_is_a_warning(bucket, capfd):
+    with saving(WORKDIR) as saver:
+        saver.save(1, state(1))
+    folder = open_run("transformer", Run(workdir=WORKDIR), NoFlags())
+    log = Log(folder.path / "metrics.jsonl", 1, Run(steps=1), "tokens", 1)
+    capfd.readouterr()
+    with bucket.failing(refuse(lambda request: True)):
+        finish(folder, None, log)
+    out, err = capfd.readouterr()
+    assert out.startswith("Took ")
+    assert err == (
+        f"warning: {WORKDIR} can't be read or written any more (403 Forbidden); the last checkpoint "
+        "was saved before\n"
+    )
+    assert checkpoint.verify(at("checkpoints/1")) == ""
 
 
 # ---- what the server may do ----------------------------------------------------------------------

@@ -255,6 +255,28 @@ def test_death_of_the_first_process_ends_the_others(book, tmp_path):
     assert any(message in err for message in LOST), err
 
 
+@pytest.mark.full
+@pytest.mark.parametrize(("which", "number"), [(0, signal.SIGTERM), (1, signal.SIGINT)], ids=str)
+def test_a_signal_ends_a_process_that_waits_for_the_others(which, number):
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        port = free.getsockname()[1]
+    code = f"""if True:
+        from recipes.common.runtime import preemption, processes
+        preemption.watch()
+        print("waits", flush=True)
+        processes.initialize(2, {which}, "localhost:{port}")
+    """
+    command = [sys.executable, "-c", code]
+    process = subprocess.Popen(command, cwd=ROOT, text=True, stdout=-1, stderr=-1)
+    process.stdout.readline()
+    time.sleep(1)
+    process.send_signal(number)
+    out, err = process.communicate(timeout=10)
+    assert (process.returncode, err) == (0, "")
+    assert out == f"Stopped by {number.name} outside of training; the same command resumes.\n"
+
+
 # ---- how they find each other, without processes -------------------------------------------------
 
 

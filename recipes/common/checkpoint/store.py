@@ -401,8 +401,9 @@ def write(
         write_tokenizer(beside, tokenizer.files if tokenizer else {})
         hashes = integrity.hashes_of(beside, folders.sizes(beside))
         if readme:
-            (beside / card.FILE).write_text(readme(hashes))
-            hashes |= integrity.hashes_of(beside, [card.FILE])
+            text = readme(hashes)
+            (beside / card.FILE).write_text(text)
+            hashes |= integrity.hashes_of(beside, {card.FILE: len(text.encode())})
         integrity.write_hashes(beside, hashes)
         folders.move(beside, folder, integrity.COMMITTED)
     finally:
