@@ -43,7 +43,8 @@ def measure(devices: int) -> dict[str, float]:
 
     jax.config.update("jax_num_cpu_devices", devices // processes.count())
     timed("devices", jax.devices, 1)
-    axes = {"data": devices // 8, "model": 8}
+    inner = min(8, devices // processes.count())  # model stays inside a process
+    axes = {"data": devices // inner, "model": inner}
     made = timed("mesh", lambda: mesh.arrange(axes, jax.devices()))
 
     def layout():
