@@ -242,6 +242,21 @@ def test_a_bucket_that_cannot_be_used_is_one_sentence(bucket, monkeypatch, insid
     assert not bucket.names(), "nothing is written"
 
 
+def test_checkpoints_that_cannot_be_listed_are_not_taken_for_none(bucket):
+    with saving(WORKDIR) as saver:
+        saver.save(1, state(1))
+    before = bucket.snapshot()
+    listing = lambda r: r.query.get("prefix") == ["runs/w/checkpoints/"]  # noqa: E731
+    with bucket.failing(refuse(listing)), pytest.raises(UserError) as caught:
+        with saving(WORKDIR):
+            pass
+    assert str(caught.value) == (
+        f"--workdir={WORKDIR} can't be read (403 Forbidden); use a different --workdir"
+    )
+    lock.release_all()
+    assert bucket.snapshot()[0] == before[0]
+
+
 def test_a_bucket_that_is_lost_after_the_last_save_is_a_warning(bucket, capfd):
     with saving(WORKDIR) as saver:
         saver.save(1, state(1))
@@ -470,7 +485,7 @@ def test_a_model_in_a_bucket_answers_with_its_tokenizer(bucket, quick, inside, t
         for folder in (folders.at("gs://zoo/talker"), tmp_path / "talker")
     ]  # fmt: skip
     assert [done.code for done in answers] == [0, 0], answers[0].err
-    there, here = (re.sub(r"[\d.]+ (s|tokens/s)", "", done.out) for done in answers)
+    there, here = (re.sub(r"[\d.,]+ (s|tokens/s|MB/s)", "", done.out) for done in answers)
     assert there == here
 
 

@@ -62,8 +62,7 @@ class Saver:
         self._thread: threading.Thread | None = None  # of the save that is in flight
         self._step, self._failed = folder.step, ""  # of the last save, and why it failed
         self.before_commit: Callable[[], None] = lambda: None  # on process 0, of each checkpoint
-        processes.broadcast_from_first(self._prepare)
-        best = processes.broadcast_from_first(self._best)
+        best = processes.broadcast_from_first(self._prepare)
         self._lowest = best[0][0] if best else math.inf  # held-out loss of the best checkpoint
         # All coroutines are Orbax's. A failed save drops some before they begin: the user is told
         # of the failure, not of that.
@@ -81,7 +80,8 @@ class Saver:
             async_options=ocp.options.AsyncOptions(post_finalization_callback=self._finalize),
         )
 
-    def _prepare(self) -> None:
+    def _prepare(self) -> list[tuple[float, int]]:
+        """Returns what `_best` does. Raises UserError."""
         path = self._folder.path
         try:
             folders.make(path / "checkpoints")
@@ -98,6 +98,7 @@ class Saver:
             for left in self._unfinished():
                 folders.remove(left, integrity.COMMITTED)
             self._remove_former_best()
+            return self._best()
         except folders.errors() as error:
             raise run_folder.cannot_write(path, error) from None
 

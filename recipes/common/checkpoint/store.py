@@ -224,8 +224,14 @@ def steps_in(folder: pathlib.Path) -> list[int]:
 
 
 def numbered(folder: pathlib.Path) -> list[pathlib.Path]:
-    """What is named by a step in a folder."""
-    return [p for p in folder.iterdir() if p.name.isdigit()] if folder.is_dir() else []
+    """What is named by a step in a folder. Raises `folders.errors` where a bucket can't be asked.
+
+    It would say that there is no such folder.
+    """
+    try:
+        return [path for path in folder.iterdir() if path.name.isdigit()]
+    except (FileNotFoundError, NotADirectoryError):
+        return []
 
 
 def finished(path: pathlib.Path) -> bool:
