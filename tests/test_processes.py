@@ -30,6 +30,9 @@ LOST = (
     "distributed service detected fatal",
 )
 
+# Of the recipe that starts fastest, where it does not matter what is trained.
+SMALLEST = ("--batch_size=16", "--mesh=4x2", "--log_every=1", "--checkpoint_every=1000")
+
 # Records what each process reads and feeds to its devices, and which files it hashes.
 WATCHED = """
 import pathlib, runpy, sys
@@ -56,7 +59,7 @@ finally:
 
 RECIPE = """
 import runpy
-runpy.run_module("recipes.transformer", run_name="__main__", alter_sys=True)
+runpy.run_module("recipes.{}", run_name="__main__", alter_sys=True)
 """
 
 
@@ -70,15 +73,16 @@ class Together:
         watch: pathlib.Path | None = None,
         around: str = "",  # runs before the recipe
         each: Sequence[tuple[str, ...]] = (),  # further flags of the first ones
+        recipe: str = "transformer",
     ):
         with socket.socket() as free:
             free.bind(("localhost", 0))
             port = free.getsockname()[1]
-        program = ["-m", "recipes.transformer"]
+        program = ["-m", f"recipes.{recipe}"]
         if watch:
             program = ["-c", around + WATCHED, str(watch)]
         elif around:
-            program = ["-c", around + RECIPE]
+            program = ["-c", around + RECIPE.format(recipe)]
         own = [*each, *[()] * count]
         shared = [*program, *flags, f"--num_processes={count}", f"--coordinator=localhost:{port}"]
         self.processes = [
@@ -106,6 +110,18 @@ def alone(inside, quick, book):
 
     def command(*flags):
         done = inside("recipes.transformer", *FLAGS, book, *flags)
+        assert done.code == 0, done.err
+        return done.out
+
+    return command
+
+
+@pytest.fixture
+def smallest(inside, quick):
+    """As `alone`, of the smallest recipe."""
+
+    def command(*flags):
+        done = inside("recipes.dot_relu_dot", *SMALLEST, *flags)
         assert done.code == 0, done.err
         return done.out
 
@@ -200,8 +216,9 @@ def test_processes_whose_devices_lie_apart_train_like_one(alone, book, tmp_path)
 
 
 @pytest.mark.full
-def test_a_mesh_that_cuts_an_inner_axis_between_processes_is_told(book, tmp_path):
-    run = Together(2, *FLAGS, book, "--mesh=1x8", f"--workdir={tmp_path / 'w'}")
+def test_a_mesh_that_cuts_an_inner_axis_between_processes_is_told(tmp_path):
+    flags = (*SMALLEST, "--mesh=1x8", f"--workdir={tmp_path / 'w'}")
+    run = Together(2, *flags, recipe="dot_relu_dot")
     for code, out, err in run.finish():
         assert (code, out) == (2, "")
         assert err == (
@@ -212,9 +229,9 @@ def test_a_mesh_that_cuts_an_inner_axis_between_processes_is_told(book, tmp_path
 
 
 @pytest.mark.full
-def test_a_signal_stops_all_at_the_same_step_and_a_death_ends_all(alone, book, tmp_path):
-    flags = (*FLAGS, book, "--steps=100000", f"--workdir={tmp_path}", "--checkpoint_every=20")
-    run = Together(2, *flags)
+def test_a_signal_stops_all_at_the_same_step_and_a_death_ends_all(smallest, tmp_path):
+    flags = ("--steps=100000", f"--workdir={tmp_path}", "--checkpoint_every=20")
+    run = Together(2, *SMALLEST, *flags, recipe="dot_relu_dot")
     run.read_until("Starts ")
     time.sleep(1)
     run.processes[1].send_signal(signal.SIGTERM)
@@ -225,7 +242,7 @@ def test_a_signal_stops_all_at_the_same_step_and_a_death_ends_all(alone, book, t
     assert f"Stopped by SIGTERM after step {step}, saved in " in out
     assert int(state_of(tmp_path, step)["step"]) == step
     # The next start resumes there, until one of the two is killed.
-    run = Together(2, *flags)
+    run = Together(2, *SMALLEST, *flags, recipe="dot_relu_dot")
     run.read_until(f"Resumes at step {step}, ")
     while checkpoint.steps_in(tmp_path / "checkpoints")[-1] < step + 20:
         time.sleep(0.05)
@@ -237,13 +254,14 @@ def test_a_signal_stops_all_at_the_same_step_and_a_death_ends_all(alone, book, t
     assert code != 0
     assert any(message in err for message in LOST), err
     whole = checkpoint.steps_in(tmp_path / "checkpoints")[-1]
-    out = alone(*flags[len(FLAGS) + 1 :], f"--steps={whole + 1}")
+    out = smallest(*flags, f"--steps={whole + 1}")
     assert f"Resumes at step {whole}, " in out
 
 
 @pytest.mark.full
-def test_death_of_the_first_process_ends_the_others(book, tmp_path):
-    run = Together(2, *FLAGS, book, "--steps=100000", f"--workdir={tmp_path}")
+def test_death_of_the_first_process_ends_the_others(tmp_path):
+    flags = (*SMALLEST, "--steps=100000", f"--workdir={tmp_path}")
+    run = Together(2, *flags, recipe="dot_relu_dot")
     run.read_until("Starts ")
     time.sleep(1)
     run.processes[0].kill()
