@@ -51,7 +51,7 @@ def _check(name: str, what: str) -> None:
     bucket, _, inside = rest.partition("/")
     if scheme != "gs":
         raise DataError(
-            f"{what} is on {scheme}://, which Orbax can't use; use gs://BUCKET/NAME, or a local path"
+            f"{what} is on {scheme}://, which can't be used; use gs://BUCKET/NAME, or a local path"
         )
     if not re.fullmatch(r"[a-z0-9][a-z0-9._-]*", bucket) or not inside.strip("/"):
         raise DataError(f"{what} is not gs://BUCKET/NAME; use, for example, gs://my-bucket/runs/a")

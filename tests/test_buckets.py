@@ -208,9 +208,7 @@ def test_a_bucket_that_cannot_be_used_is_one_sentence(bucket, monkeypatch, insid
         buckets._problem.cache_clear()
         return str(caught.value)
 
-    assert says("s3://b/run").startswith(
-        "--workdir=s3://b/run is on s3://, which Orbax can't use; "
-    )
+    assert says("s3://b/run").startswith("--workdir=s3://b/run is on s3://, which can't be used; ")
     assert "use, for example, gs://my-bucket/runs/a" in says("gs://zoo")
     assert "is for patterns; use another name" in says("gs://zoo/run[1]")
     assert says("gs://nosuch/a") == (
