@@ -53,7 +53,7 @@ IMPATIENT = "from recipes.common.runtime import processes; processes.HEARTBEAT_S
 @pytest.mark.parametrize(
     ("each", "around", "told"),
     [
-        ([(), ("--learning_rate=0.5",)], "", "has --learning_rate=0.5, and process 0 has 0.001; start all with the same flags"),
+        ([(), ("--learning_rate=0.5",)], "", "has --learning_rate=0.5, and process 0 has 0.1; start all with the same flags"),
         ([], OTHER_VERSION, "has optax 0.0.1, and process 0 has "),
         ([], OWN_DISK, "does not see what process 0 ("),
     ],
