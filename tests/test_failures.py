@@ -2,14 +2,15 @@
 
 import pathlib
 import signal
+import sys
 import time
 
 import numpy as np
 import pytest
 
 from recipes.common import checkpoint
-from recipes.common.checkpoint import shared
-from recipes.common.runtime import agreement, processes
+from recipes.common.checkpoint import helpers, shared
+from recipes.common.runtime import agreement, processes, start
 from recipes.common.runtime.errors import UserError
 from tests.quick import quick as quick
 from tests.runs import records
@@ -122,6 +123,44 @@ def test_a_shared_folder_is_left_as_it_was(monkeypatch, tmp_path):
     with pytest.raises(UserError, match=r"--workdir=.* is not one folder: process 0 \("):
         shared.check(tmp_path, "workdir")
     assert list(tmp_path.iterdir()) == []
+
+
+def test_an_error_without_a_message_ends_the_process_too(monkeypatch):
+    said = []
+    monkeypatch.setattr(processes, "_count", 2)
+    monkeypatch.setattr(processes, "leave", said.append)
+    monkeypatch.setattr(start.preemption, "watch", lambda: None)
+    monkeypatch.setattr(start, "_settle_libraries", lambda: None)
+    monkeypatch.setattr(sys, "argv", ["recipe"])
+
+    def main():
+        raise AssertionError
+
+    start.start(main)
+    (message,) = said
+    assert "can't continue without the others (AssertionError); start all of them" in message
+
+
+def test_what_processes_have_told_each_other_of_a_save_is_not_kept(monkeypatch):
+    told = {"save/3/0/1": {"digests": {"b": "2"}}}  # the answer of process 1
+
+    def forget(key):
+        for name in [name for name in told if name == key or name.startswith(f"{key}/")]:
+            del told[name]
+
+    monkeypatch.setattr(processes, "_count", 2)
+    monkeypatch.setattr(processes, "publish", told.__setitem__)
+    monkeypatch.setattr(processes, "await_published", told.__getitem__)
+    monkeypatch.setattr(processes, "forget", forget)
+
+    def hash_mine(folder, names):
+        return dict.fromkeys(names, "1")
+
+    work = helpers.with_help(
+        "save/3", hash_mine, lambda: helpers.digests("w", ["a", "b"], hash_mine)
+    )
+    assert work() == {"a": "1", "b": "2"}
+    assert told == {"save/3/1": None}, "that there is nothing more to do"
 
 
 # ---- while it runs -------------------------------------------------------------------------------
