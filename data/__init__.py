@@ -14,5 +14,5 @@ def cache_dir() -> pathlib.Path:
     A bucket there, gs://…, takes compiled programs alone: data is memory-mapped, so on a local disk.
     """
     default = pathlib.Path(os.environ.get("XDG_CACHE_HOME", "~/.cache")) / "sharded-model-zoo"
-    given = os.environ.get("ZOO_CACHE", default)
+    given = os.environ.get("ZOO_CACHE") or default
     return pathlib.Path(default if "://" in str(given) else given).expanduser()

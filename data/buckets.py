@@ -5,6 +5,7 @@ A path there is etils.epath's, which has pathlib's methods; its requests and ret
 
 import functools
 import hashlib
+import importlib
 import importlib.util
 import json
 import logging
@@ -51,7 +52,7 @@ def _check(name: str, what: str) -> None:
     bucket, _, inside = rest.partition("/")
     if scheme != "gs":
         raise DataError(
-            f"{what} is on {scheme}://, which Orbax can't use; use gs://BUCKET/NAME, or a local path"
+            f"{what} is on {scheme}://, which can't be used; use gs://BUCKET/NAME, or a local path"
         )
     if not re.fullmatch(r"[a-z0-9][a-z0-9._-]*", bucket) or not inside.strip("/"):
         raise DataError(f"{what} is not gs://BUCKET/NAME; use, for example, gs://my-bucket/runs/a")
@@ -66,14 +67,19 @@ def _check(name: str, what: str) -> None:
 @functools.cache
 def filesystem() -> Any:
     """gcsfs's, set up as epath's own uses it from now on."""
-    # It would ask each bucket's type by gRPC, with rights and minutes of retries of its own.
-    os.environ.setdefault("GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT", "false")
+    _import()
     import fsspec
 
     # Others write as well, TensorStore above all, so a listing that is kept is wrong.
     fsspec.config.conf.setdefault("gcs", {})["use_listings_cache"] = False
     logging.getLogger("gcsfs").setLevel(logging.CRITICAL)  # errors come back as exceptions
     return fsspec.filesystem("gcs")
+
+
+def _import() -> None:
+    # It would ask each bucket's type by gRPC, with rights and minutes of retries of its own.
+    os.environ.setdefault("GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT", "false")
+    importlib.import_module("gcsfs")
 
 
 @functools.cache
@@ -89,6 +95,7 @@ def _problem(bucket: str) -> str:
         except Exception as error:
             found["answer"] = error
 
+    _import()  # which takes seconds on a busy machine, and says nothing of the bucket
     thread = threading.Thread(target=ask, daemon=True)
     thread.start()
     thread.join(SECONDS)

@@ -15,18 +15,22 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from data import DataError, buckets, corpus, sources
+from data import DataError, buckets, corpus, sources, tokenizer
 from recipes.common import checkpoint
 from recipes.common.checkpoint import integrity
+from recipes.common.checkpoint.run_folder import open_run
 from recipes.common.mesh import make_mesh
-from recipes.common.runtime import Stopped, UserError, folders, lock, start
+from recipes.common.runtime import Run, Stopped, UserError, folders, lock, start
 from recipes.common.sharding.abstract import paths
+from recipes.common.train.loop import finish
+from recipes.common.train.metrics import Log
+from tests import small_tokenizers
 from tests.bucket import CUT, LOST, Bucket, Request
 from tests.conftest import ROOT
 from tests.quick import XLA_FLAGS
 from tests.quick import quick as quick
-from tests.runs import TINY, assert_bit_equal, records, saving, state_of
-from tests.test_processes import Together
+from tests.runs import TINY, NoFlags, assert_bit_equal, records, saving, state_of, talker
+from tests.test_processes import SMALLEST, Together
 
 WORKDIR = "gs://zoo/runs/w"
 
@@ -70,8 +74,9 @@ def in_folder(bucket: Bucket, name: str) -> list[str]:
 
 def test_a_checkpoint_is_finished_hashed_kept_and_dropped_as_on_a_disk(bucket, tmp_path):
     tree = {3: state(3), 6: state(6), 9: state(9)}
+    tokens = tokenizer.from_files(small_tokenizers.byte_level())
     for workdir in (WORKDIR, tmp_path):
-        with saving(workdir, keep=2) as saver:
+        with saving(workdir, keep=2, tokenizer=tokens) as saver:
             for step, what in tree.items():
                 saver.save(step, what)
         assert checkpoint.steps_in(folders.at(workdir) / "checkpoints") == [6, 9]
@@ -85,7 +90,8 @@ def test_a_checkpoint_is_finished_hashed_kept_and_dropped_as_on_a_disk(bucket, t
     assert in_folder(bucket, "checkpoints") == ["6", "9"], "nothing of 3 is left"
     assert not bucket.names("runs/w/lock.json"), "released"
     assert json.loads((at("config.json")).read_text()) == {"flags": {}, "versions": {}}
-    assert checkpoint.find(WORKDIR).step == 9
+    found = checkpoint.find(WORKDIR)
+    assert (found.step, found.tokenizer().files) == (9, tokens.files)
     # An object that was damaged is named; a new start moves the checkpoint aside.
     name = next(n for n in bucket.names("runs/w/checkpoints/9/") if "/d/" in n)
     content = bytearray(bucket.read(name))
@@ -184,19 +190,25 @@ def put(owner: dict) -> None:
     folders.write(at("lock.json"), json.dumps(owner).encode())
 
 
+@pytest.fixture
+def no_programs():
+    """Puts back where this process keeps compiled programs."""
+    before = jax.config.jax_compilation_cache_dir
+    yield
+    jax.config.update("jax_compilation_cache_dir", before)
+
+
 # ---- mistakes ------------------------------------------------------------------------------------
 
 
-def test_a_bucket_that_cannot_be_used_is_one_sentence(bucket, monkeypatch, inside):
+def test_a_bucket_that_cannot_be_used_is_one_sentence(bucket, monkeypatch, inside, no_programs):
     def says(name: str) -> str:
         with pytest.raises(UserError) as caught:
             folders.at(name, "--workdir")
         buckets._problem.cache_clear()
         return str(caught.value)
 
-    assert says("s3://b/run").startswith(
-        "--workdir=s3://b/run is on s3://, which Orbax can't use; "
-    )
+    assert says("s3://b/run").startswith("--workdir=s3://b/run is on s3://, which can't be used; ")
     assert "use, for example, gs://my-bucket/runs/a" in says("gs://zoo")
     assert "is for patterns; use another name" in says("gs://zoo/run[1]")
     assert says("gs://nosuch/a") == (
@@ -216,9 +228,48 @@ def test_a_bucket_that_cannot_be_used_is_one_sentence(bucket, monkeypatch, insid
     assert done.err == (
         f"error: --workdir={WORKDIR} can't be written (403 Forbidden); use a different --workdir\n"
     )
+    jax.config.update("jax_compilation_cache_dir", "gs://nosuch/programs")  # as the variable does
+    done = inside("recipes.transformer", *TINY, f"--workdir={WORKDIR}")
+    assert (done.code, done.out) == (2, "")
+    assert done.err == (
+        "error: JAX_COMPILATION_CACHE_DIR=gs://nosuch/programs: there is no bucket 'nosuch'; create "
+        "it, or check its name\n"
+    )
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     assert says(WORKDIR) == f"--workdir={WORKDIR} needs gcsfs; run pip install -e '.[gcs]'"
     assert not bucket.names(), "nothing is written"
+
+
+def test_checkpoints_that_cannot_be_listed_are_not_taken_for_none(bucket):
+    with saving(WORKDIR) as saver:
+        saver.save(1, state(1))
+    before = bucket.snapshot()
+    listing = lambda r: r.query.get("prefix") == ["runs/w/checkpoints/"]  # noqa: E731
+    with bucket.failing(refuse(listing)), pytest.raises(UserError) as caught:
+        with saving(WORKDIR):
+            pass
+    assert str(caught.value) == (
+        f"--workdir={WORKDIR} can't be read (403 Forbidden); use a different --workdir"
+    )
+    lock.release_all()
+    assert bucket.snapshot()[0] == before[0]
+
+
+def test_a_bucket_that_is_lost_after_the_last_save_is_a_warning(bucket, capfd):
+    with saving(WORKDIR) as saver:
+        saver.save(1, state(1))
+    folder = open_run("transformer", Run(workdir=WORKDIR), NoFlags())
+    log = Log(folder.path / "metrics.jsonl", 1, Run(steps=1), "tokens", 1)
+    capfd.readouterr()
+    with bucket.failing(refuse(lambda request: True)):
+        finish(folder, None, log)
+    out, err = capfd.readouterr()
+    assert out.startswith("Took ")
+    assert err == (
+        f"warning: {WORKDIR} can't be read or written any more (403 Forbidden); the last checkpoint "
+        "was saved before\n"
+    )
+    assert checkpoint.verify(at("checkpoints/1")) == ""
 
 
 # ---- what the server may do ----------------------------------------------------------------------
@@ -381,8 +432,9 @@ def model_params(model):
 
 
 @pytest.mark.full
-def test_several_processes_save_to_a_bucket(bucket, book):
-    two = Together(2, *SHORT, book, "--mesh=4", f"--workdir={WORKDIR}")
+def test_several_processes_save_to_a_bucket(bucket):
+    flags = (*SMALLEST, "--mesh=4", "--steps=6", "--checkpoint_every=3", f"--workdir={WORKDIR}")
+    two = Together(2, *flags, recipe="dot_relu_dot")
     for code, _, err in two.finish():
         assert code == 0, err
     assert checkpoint.steps_in(at("checkpoints")) == [3, 6]
@@ -395,10 +447,13 @@ def test_several_processes_save_to_a_bucket(bucket, book):
 
 
 @pytest.mark.full
-def test_data_in_a_bucket_is_the_data_on_a_disk(bucket, tmp_path):
+def test_data_in_a_bucket_is_the_data_on_a_disk(bucket, tmp_path, monkeypatch):
     import pyarrow
     import pyarrow.parquet
 
+    # For compiled programs: what is prepared stays on a disk.
+    monkeypatch.setenv("ZOO_CACHE", "gs://zoo/cache")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     rows = [{"text": f"Document {i}. " * 20} for i in range(40)]
     (tmp_path / "d").mkdir()
     lines = "".join(json.dumps(row) + "\n" for row in rows)
@@ -420,22 +475,40 @@ def test_data_in_a_bucket_is_the_data_on_a_disk(bucket, tmp_path):
         DataError, match=r"^--dataset=gs://zoo/none.txt does not exist; check the name"
     ):
         sources.find("gs://zoo/none.txt")
+    assert {*os.listdir(tmp_path / "cache" / "sharded-model-zoo")} == {"buckets", "text"}
+    assert not bucket.names("cache")
+
+
+@pytest.mark.full
+def test_a_model_in_a_bucket_answers_with_its_tokenizer(bucket, quick, inside, tmp_path):
+    answers = [
+        inside(
+            "recipes.generate", f"--restore_from={talker(folder, 32)}", "--prompt=def one",
+            "--max_new_tokens=8", "--temperature=0",
+        )
+        for folder in (folders.at("gs://zoo/talker"), tmp_path / "talker")
+    ]  # fmt: skip
+    assert [done.code for done in answers] == [0, 0], answers[0].err
+    there, here = (re.sub(r"[\d.,]+ (s|tokens/s|MB/s)", "", done.out) for done in answers)
+    assert there == here
 
 
 # ---- kill -9 -------------------------------------------------------------------------------------
 
 STEPS = 9
-KILLED = (*TINY, "--mesh=2", f"--steps={STEPS}", "--checkpoint_every=3", "--log_every=1")
-KILLED += ("--eval_every=3", "--keep_best")
+KILLED = (*SMALLEST, "--mesh=2", f"--steps={STEPS}", "--checkpoint_every=3", "--eval_every=3")
+KILLED += ("--keep_best",)
 
 
 @pytest.mark.full
-def test_a_run_killed_in_the_midst_of_a_save_ends_as_an_uninterrupted_one(bucket, book, tmp_path):
-    """And compiled programs are kept in a bucket, while data is prepared on a disk."""
-    cache = {"ZOO_CACHE": "gs://zoo/cache", "XDG_CACHE_HOME": str(tmp_path / "cache")}
+def test_a_run_killed_in_the_midst_of_a_save_ends_as_an_uninterrupted_one(bucket, tmp_path):
+    """And compiled programs are kept in a bucket."""
+    cache = {"ZOO_CACHE": "gs://zoo/cache"}
+    jaxs_own = {"JAX_COMPILATION_CACHE_DIR": "gs://zoo/cache/xla"}
+    jaxs_own["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0.1"
 
-    def begin(workdir) -> subprocess.Popen:
-        command = [sys.executable, "-m", "recipes.transformer", *KILLED, book]
+    def begin(workdir, cache=cache) -> subprocess.Popen:
+        command = [sys.executable, "-m", "recipes.dot_relu_dot", *KILLED]
         return subprocess.Popen(
             [*command, f"--workdir={workdir}"], cwd=ROOT, text=True,
             stdout=subprocess.PIPE, stderr=subprocess.PIPE,
@@ -456,9 +529,11 @@ def test_a_run_killed_in_the_midst_of_a_save_ends_as_an_uninterrupted_one(bucket
         return checkpoint.steps_in(at("checkpoints"))
 
     here = tmp_path / "w"
-    whole = begin(here)
+    whole = begin(here, cache | jaxs_own)
     _, err = whole.communicate(timeout=120)
     assert whole.returncode == 0, err
+    made = bucket.names("cache/xla/")
+    assert made
     assert killed_at(writes("checkpoints/3/state/d/")) == [], "an upload is cut"
     assert killed_at(writes("checkpoints/6/commit_success.txt")) == [3], "before its mark"
     saved = killed_at(lambda r: r.method == "DELETE" and "checkpoints/3/state/" in r.name)
@@ -472,6 +547,5 @@ def test_a_run_killed_in_the_midst_of_a_save_ends_as_an_uninterrupted_one(bucket
     for fields in (("step", "loss", "grad_norm", "learning_rate"), ("step", "held_out_loss")):
         assert records(folders.at(WORKDIR), *fields) == records(here, *fields)
     assert in_folder(bucket, "best") == os.listdir(here / "best")
-    read = [r.name for r in bucket.requests if r.name.startswith("cache/xla/") and "alt" in r.query]
-    assert 0 < len(bucket.names("cache/")) < len(read), "made once, and read by the others"
-    assert os.listdir(tmp_path / "cache" / "sharded-model-zoo") == ["text"]
+    read = [r.name for r in bucket.requests if "alt" in r.query and r.name in made]
+    assert len(made) < len(read), "made once, and read by the others"

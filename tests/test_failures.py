@@ -2,19 +2,20 @@
 
 import pathlib
 import signal
+import sys
 import time
 
 import numpy as np
 import pytest
 
 from recipes.common import checkpoint
-from recipes.common.checkpoint import shared
-from recipes.common.runtime import agreement, processes
+from recipes.common.checkpoint import helpers, shared
+from recipes.common.runtime import agreement, processes, start
 from recipes.common.runtime.errors import UserError
 from tests.quick import quick as quick
 from tests.runs import records
-from tests.test_processes import FLAGS, LOST, Together
-from tests.test_processes import alone as alone
+from tests.test_processes import FLAGS, LOST, SMALLEST, Together
+from tests.test_processes import smallest as smallest
 
 # A process whose disk is not shared finds other files under the same names.
 OWN_DISK = """
@@ -53,15 +54,16 @@ IMPATIENT = "from recipes.common.runtime import processes; processes.HEARTBEAT_S
 @pytest.mark.parametrize(
     ("each", "around", "told"),
     [
-        ([(), ("--learning_rate=0.5",)], "", "has --learning_rate=0.5, and process 0 has 0.004; start all with the same flags"),
+        ([(), ("--learning_rate=0.5",)], "", "has --learning_rate=0.5, and process 0 has 0.1; start all with the same flags"),
         ([], OTHER_VERSION, "has optax 0.0.1, and process 0 has "),
         ([], OWN_DISK, "does not see what process 0 ("),
     ],
     ids=["flags", "version", "disk"],
 )  # fmt: skip
-def test_processes_that_differ_are_told_at_the_start(each, around, told, book, tmp_path):
-    flags = (*FLAGS, book, "--steps=5", f"--workdir={tmp_path / 'w'}")
-    for code, out, err in Together(2, *flags, each=each, around=around).finish():
+def test_processes_that_differ_are_told_at_the_start(each, around, told, tmp_path):
+    flags = (*SMALLEST, "--steps=5", f"--workdir={tmp_path / 'w'}")
+    run = Together(2, *flags, each=each, around=around, recipe="dot_relu_dot")
+    for code, out, err in run.finish():
         assert (code, out) == (2, "")
         assert err.startswith("error: ")
         assert "process 1 (" in err
@@ -123,14 +125,52 @@ def test_a_shared_folder_is_left_as_it_was(monkeypatch, tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
+def test_an_error_without_a_message_ends_the_process_too(monkeypatch):
+    said = []
+    monkeypatch.setattr(processes, "_count", 2)
+    monkeypatch.setattr(processes, "leave", said.append)
+    monkeypatch.setattr(start.preemption, "watch", lambda: None)
+    monkeypatch.setattr(start, "_settle_libraries", lambda: None)
+    monkeypatch.setattr(sys, "argv", ["recipe"])
+
+    def main():
+        raise AssertionError
+
+    start.start(main)
+    (message,) = said
+    assert "can't continue without the others (AssertionError); start all of them" in message
+
+
+def test_what_processes_have_told_each_other_of_a_save_is_not_kept(monkeypatch):
+    told = {"save/3/0/1": {"digests": {"b": "2"}}}  # the answer of process 1
+
+    def forget(key):
+        for name in [name for name in told if name == key or name.startswith(f"{key}/")]:
+            del told[name]
+
+    monkeypatch.setattr(processes, "_count", 2)
+    monkeypatch.setattr(processes, "publish", told.__setitem__)
+    monkeypatch.setattr(processes, "await_published", told.__getitem__)
+    monkeypatch.setattr(processes, "forget", forget)
+
+    def hash_mine(folder, names):
+        return dict.fromkeys(names, "1")
+
+    work = helpers.with_help(
+        "save/3", hash_mine, lambda: helpers.digests("w", ["a", "b"], hash_mine)
+    )
+    assert work() == {"a": "1", "b": "2"}
+    assert told == {"save/3/1": None}, "that there is nothing more to do"
+
+
 # ---- while it runs -------------------------------------------------------------------------------
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("which", [1, 0], ids=["one", "the coordinator"])
-def test_a_process_that_hangs_ends_the_run_within_the_heartbeats_time(which, book, tmp_path):
-    flags = (*FLAGS, book, "--steps=100000", f"--workdir={tmp_path}")
-    run = Together(2, *flags, around=IMPATIENT)
+def test_a_process_that_hangs_ends_the_run_within_the_heartbeats_time(which, tmp_path):
+    flags = (*SMALLEST, "--steps=100000", f"--workdir={tmp_path}")
+    run = Together(2, *flags, around=IMPATIENT, recipe="dot_relu_dot")
     run.read_until("Starts ")
     time.sleep(1)
     run.processes[which].send_signal(signal.SIGSTOP)
@@ -146,28 +186,31 @@ def test_a_process_that_hangs_ends_the_run_within_the_heartbeats_time(which, boo
 
 
 @pytest.mark.full
-def test_a_save_that_fails_on_one_of_four_stops_all_with_the_newest_checkpoint(
-    alone, book, tmp_path
-):
-    flags = (*FLAGS, book, "--steps=9", "--checkpoint_every=3", f"--workdir={tmp_path}")
-    ends = Together(4, *flags, around=IMPATIENT + BAD_DISK).finish()
+def test_a_save_that_fails_on_one_of_four_stops_all_with_the_newest_checkpoint(smallest, tmp_path):
+    """At once: nobody goes on for a next save that may be hours away."""
+    common = (*SMALLEST, "--checkpoint_every=10", "--schedule=constant", "--warmup_steps=0")
+    flags = (*common, f"--workdir={tmp_path}")
+    around = IMPATIENT + BAD_DISK
+    run = Together(4, *flags, "--steps=100000", around=around, recipe="dot_relu_dot")
+    ends = run.finish()
     assert ends[2][0] == 1, ends
     assert (
-        "error: the checkpoint of step 6 could not be saved (No space left on device); the newest is "
+        "error: the checkpoint of step 20 could not be saved (No space left on device); the newest is "
         in ends[2][2]
     )
     for code, _, err in (*ends[:2], ends[3]):
         assert code != 0
         assert any(message in err for message in LOST), err
     whole = checkpoint.steps_in(tmp_path / "checkpoints")
-    assert whole == [3], ends
-    assert checkpoint.verify(tmp_path / "checkpoints" / "3") == ""
+    assert whole == [10], ends
+    assert checkpoint.verify(tmp_path / "checkpoints" / "10") == ""
+    assert max(step for step, _ in records(tmp_path, "step", "loss")) < 30
     # Two of the four go on from there, with the same batches.
-    for code, out, err in Together(2, *flags).finish():
+    for code, out, err in Together(2, *flags, "--steps=13", recipe="dot_relu_dot").finish():
         assert (code, err) == (0, ""), err
-        assert not out or "Resumes at step 3" in out
+        assert not out or "Resumes at step 10" in out
     lines = records(tmp_path, "step", "loss")
-    assert [step for step, _ in lines] == list(range(1, 10))
+    assert [step for step, _ in lines] == list(range(1, 14))
     other = pathlib.Path(f"{tmp_path}-other")
-    alone("--steps=9", f"--workdir={other}")
+    smallest(*common, "--steps=13", f"--workdir={other}")
     np.testing.assert_allclose(lines, records(other, "step", "loss"), rtol=2e-5)

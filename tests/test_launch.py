@@ -146,6 +146,8 @@ ALL = {"coordinator_address": "a:1", "process_id": 1, "cluster_detection_method"
         ({"TPU_WORKER_HOSTNAMES": "a,b"}, 2, {}),
         ({"TPU_WORKER_HOSTNAMES": "a,b", "MEGASCALE_NUM_SLICES": "4"}, 8, {}),
         ({"TPU_PROCESS_ADDRESSES": "a:1", "MEGASCALE_NUM_SLICES": "2"}, 2, {}),
+        ({"TPU_WORKER_HOSTNAMES": "a,b", "JAX_PLATFORMS": "cpu"}, 1, {}),
+        ({"TPU_WORKER_HOSTNAMES": "a,b", "JAX_PLATFORMS": "tpu,cpu"}, 2, {}),
     ],
 )  # fmt: skip
 def test_a_cluster_is_recognized_by_what_its_launcher_sets(environment, count, given):

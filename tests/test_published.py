@@ -328,7 +328,7 @@ def test_a_card_that_disagrees_is_refused_even_where_its_own_hash_is_right(copie
     name, digest = next(iter(card.digests(text).items()))
     (copied / card.FILE).write_text(text.replace(digest, "0" * 64, 1))
     hashes = json.loads((copied / "hashes.json").read_text())
-    hashes |= integrity.hashes_of(copied, [card.FILE])
+    hashes |= integrity.hashes_of(copied, {card.FILE: (copied / card.FILE).stat().st_size})
     (copied / "hashes.json").write_text(json.dumps(hashes))
     for whole in (True, False):
         assert checkpoint.verify(copied, whole) == (
@@ -341,7 +341,7 @@ def test_a_changed_array_that_has_its_new_hash_is_refused_by_the_card(copied):
     name = array.relative_to(copied).as_posix()
     array.write_bytes(array.read_bytes()[:-1] + b"x")
     hashes = json.loads((copied / "hashes.json").read_text())
-    hashes |= integrity.hashes_of(copied, [name])
+    hashes |= integrity.hashes_of(copied, {name: array.stat().st_size})
     (copied / "hashes.json").write_text(json.dumps(hashes))
     assert f"README.md and hashes.json disagree on the SHA-256 of {name}" in refused(copied)
 

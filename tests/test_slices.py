@@ -148,16 +148,17 @@ def test_local_devices_lie_as_before():
 class Held:
     """What process_rows reads of a layout: each device's part of a batch."""
 
-    def __init__(self, devices: np.ndarray, rows: int):
+    def __init__(self, devices: np.ndarray, rows: int, process: int):
         self.batch, self.batch_size = self, rows
-        self._devices = devices
+        self._devices, self._process = devices, process
 
-    def devices_indices_map(self, shape):
+    def addressable_devices_indices_map(self, shape):
         step = shape[0] // len(self._devices)
         return {
             device: (slice(i * step, (i + 1) * step),)
             for i, line in enumerate(self._devices)
             for device in line
+            if device.process_index == self._process
         }
 
 
@@ -171,7 +172,7 @@ def test_processes_on_rings_read_the_rows_of_their_devices(devices):
         mesh = arrange({"data": len(devices) // inner, "model": inner}, devices).devices
         rows = {}
         for process in {device.process_index for device in devices}:
-            mine = process_rows(Held(mesh, 2 * len(devices)), process)
+            mine = process_rows(Held(mesh, 2 * len(devices), process))
             rows[process] = mine.tolist()
             assert rows[process] == sorted(set(rows[process]))
         each = 2 * inner  # rows of a shard

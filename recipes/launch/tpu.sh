@@ -41,8 +41,9 @@ case $what in
       --accelerator-type="$TYPE" --runtime-version="$SOFTWARE"
     ;;
   install)
-    everywhere "git clone $CLONE zoo && cd zoo && python3 -m venv .venv && . .venv/bin/activate && \
-      pip install -e '.[gcs]' 'jax[tpu]'"
+    # By uv, which brings a Python: the hosts' own may be older than JAX needs.
+    everywhere "git clone $CLONE zoo && cd zoo && pip3 install --user uv && uv=~/.local/bin/uv && \
+      \$uv venv --python=3.12 .venv && \$uv pip install -e '.[gcs]' 'jax[tpu]'"
     ;;
   run)
     everywhere "cd zoo && . .venv/bin/activate && \

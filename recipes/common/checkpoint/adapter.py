@@ -186,7 +186,8 @@ def sha256(source: Any) -> str:
     remembered = cache_dir() / "models" / f"{key}.sha256"
     if remembered.exists():
         return remembered.read_text()
-    every = integrity.hashes_of(source.path, [file.name for file in source.files])
+    sizes = {file.name: file.stat().st_size for file in source.files}
+    every = integrity.hashes_of(source.path, sizes)
     digest = hashlib.sha256(json.dumps(every).encode()).hexdigest()
     with contextlib.suppress(OSError):  # a cache that can't be written costs time alone
         remembered.parent.mkdir(parents=True, exist_ok=True)

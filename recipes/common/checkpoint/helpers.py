@@ -62,8 +62,10 @@ def digests(folder: pathlib.Path, names: list[str], hash_them: Hash) -> dict[str
     processes.publish(f"{topic}/{number}", {"folder": str(folder), "names": shares})
     _asked.number += 1
     found = hash_them(folder, shares[0])
-    for other in range(1, processes.count()):
-        answer = processes.await_published(f"{topic}/{number}/{other}")
+    others = range(1, processes.count())
+    answers = [processes.await_published(f"{topic}/{number}/{other}") for other in others]
+    processes.forget(f"{topic}/{number}")  # all have read it; a long run saves often
+    for answer in answers:
         if "error" in answer:
             raise OSError(*answer["error"])
         found |= answer["digests"]

@@ -6,9 +6,7 @@ Orbax and TensorStore read flipped bits of an array without noticing.
 import concurrent.futures
 import hashlib
 import json
-import os
 import pathlib
-from collections.abc import Iterable
 
 from recipes.common.checkpoint import card, helpers
 from recipes.common.runtime import folders
@@ -71,39 +69,18 @@ def hash_before_commit(folder: pathlib.Path) -> None:
     """Writes hashes.json of a checkpoint that is about to be committed."""
     # Orbax writes the first two again as it commits.
     later = {COMMITTED, "_CHECKPOINT_METADATA", HASHES}
-    write_hashes(folder, hashes_of(folder, folders.sizes(folder).keys() - later))
-
-
-def to_disk(folder: pathlib.Path) -> None:
-    """Waits until a local disk has all files of a folder that is about to be committed, and their names.
-
-    Else a power cut could leave a committed checkpoint with empty files. What a bucket has taken it has.
-    """
-    if folders.in_bucket(folder):
-        return
-    with concurrent.futures.ThreadPoolExecutor(8) as pool:
-        list(pool.map(sync, [*folder.rglob("*"), folder]))
-
-
-def sync(path: pathlib.Path) -> None:
-    """Waits until a local disk has a file's content, or the names in a folder."""
-    if folders.in_bucket(path):
-        return
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
+    sizes = folders.sizes(folder)
+    write_hashes(folder, hashes_of(folder, {k: sizes[k] for k in sizes.keys() - later}))
 
 
 def write_hashes(folder: pathlib.Path, hashes: dict[str, list]) -> None:
     (folder / HASHES).write_text(json.dumps(hashes, indent=0))
 
 
-def hashes_of(folder: pathlib.Path, names: Iterable[str]) -> dict[str, list]:
-    """Name → [bytes, SHA-256], in the order of names."""
-    digests = _digests(folder, sorted(names))
-    return {name: [folders.size(folder / name), digest] for name, digest in digests.items()}
+def hashes_of(folder: pathlib.Path, sizes: dict[str, int]) -> dict[str, list]:
+    """Name → [bytes, SHA-256], in the order of names, of files of these sizes."""
+    digests = _digests(folder, sorted(sizes))
+    return {name: [sizes[name], digest] for name, digest in digests.items()}
 
 
 def _digests(folder: pathlib.Path, names: list[str]) -> dict[str, str]:

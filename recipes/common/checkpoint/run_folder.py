@@ -167,8 +167,14 @@ def _newest(
             locks.append(lock.take(path, CONFIG))
     except folders.errors() as error:
         raise cannot_write(path, error) from None
+    try:
+        steps = store.steps_in(path / "checkpoints")
+    except folders.errors() as error:
+        raise UserError(
+            f"--workdir={path} can't be read ({folders.reason(error)}); use a different --workdir"
+        ) from None
     damaged = []
-    for step in reversed(store.steps_in(path / "checkpoints")):
+    for step in reversed(steps):
         folder = path / "checkpoints" / str(step)
         bad = integrity.verify(folder, whole)
         if not bad:

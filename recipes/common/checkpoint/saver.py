@@ -23,6 +23,7 @@ import warnings
 from collections.abc import Callable
 from typing import Any
 
+import jax
 import orbax.checkpoint as ocp
 
 from data.tokenizer import BYTES, Tokenizer
@@ -61,8 +62,7 @@ class Saver:
         self._thread: threading.Thread | None = None  # of the save that is in flight
         self._step, self._failed = folder.step, ""  # of the last save, and why it failed
         self.before_commit: Callable[[], None] = lambda: None  # on process 0, of each checkpoint
-        processes.broadcast_from_first(self._prepare)
-        best = processes.broadcast_from_first(self._best)
+        best = processes.broadcast_from_first(self._prepare)
         self._lowest = best[0][0] if best else math.inf  # held-out loss of the best checkpoint
         # All coroutines are Orbax's. A failed save drops some before they begin: the user is told
         # of the failure, not of that.
@@ -80,10 +80,11 @@ class Saver:
             async_options=ocp.options.AsyncOptions(post_finalization_callback=self._finalize),
         )
 
-    def _prepare(self) -> None:
+    def _prepare(self) -> list[tuple[float, int]]:
+        """Returns what `_best` does. Raises UserError."""
         path = self._folder.path
         try:
-            (path / "checkpoints").mkdir(parents=True, exist_ok=True)
+            folders.make(path / "checkpoints")
             if not self._folder.locks:
                 self._folder.locks.append(lock.take(path, run_folder.CONFIG))
             facts = {key: self._metadata[key] for key in ("flags", "versions")}
@@ -97,6 +98,7 @@ class Saver:
             for left in self._unfinished():
                 folders.remove(left, integrity.COMMITTED)
             self._remove_former_best()
+            return self._best()
         except folders.errors() as error:
             raise run_folder.cannot_write(path, error) from None
 
@@ -186,8 +188,8 @@ class Saver:
         try:
             self._checkpointer.wait_until_finished()
             if processes.is_first():  # what Orbax wrote as it committed, and the rename
-                integrity.to_disk(self._folder.checkpoint(self._step))
-                integrity.sync(self._folder.path / "checkpoints")
+                folders.to_disk(self._folder.checkpoint(self._step))
+                folders.sync(self._folder.path / "checkpoints")
         except Exception as error:
             self._fail(error)
             return
@@ -202,11 +204,14 @@ class Saver:
                 self._copy_best(saved, best / str(step), figures)
             else:
                 beside = best / f"{step}{LINKING}"
+                folders.make(best)
                 shutil.copytree(saved, beside, copy_function=link_or_copy)
                 (beside / HELD_OUT).write_text(json.dumps(figures))
+                folders.to_disk(beside)
                 if (best / str(step)).exists():  # of a run that began again before this step
                     self._remove(best / str(step))
                 beside.rename(best / str(step))
+                folders.sync(best)
             self._remove_former_best()
         except folders.errors() as error:
             if not folders.in_bucket(best):
@@ -251,7 +256,7 @@ class Saver:
             store.write_tokenizer(folder, self._tokenizer.files)
             hashing = functools.partial(integrity.hash_before_commit, folder)
             helpers.with_help(f"save/{self._step}", integrity.sha256_of, hashing)()
-            integrity.to_disk(folder)
+            folders.to_disk(folder)
         self._folder.locks[0].check()
 
     def _remove_old(self) -> None:
@@ -272,6 +277,10 @@ class Saver:
 
     def _fail(self, error: Exception) -> None:
         self._failed = reason(error)
+        # Not where it was another process that failed: JAX ends this one.
+        if processes.count() > 1 and not isinstance(error, jax.errors.JaxRuntimeError):
+            lock.release_all()
+            processes.leave(f"error: {self._not_saved()}")
         if processes.is_first():
             print(
                 f"warning: the checkpoint of step {self._step} could not be saved ({self._failed}); "

@@ -224,8 +224,14 @@ def steps_in(folder: pathlib.Path) -> list[int]:
 
 
 def numbered(folder: pathlib.Path) -> list[pathlib.Path]:
-    """What is named by a step in a folder."""
-    return [p for p in folder.iterdir() if p.name.isdigit()] if folder.is_dir() else []
+    """What is named by a step in a folder. Raises `folders.errors` where a bucket can't be asked.
+
+    It would say that there is no such folder.
+    """
+    try:
+        return [path for path in folder.iterdir() if path.name.isdigit()]
+    except (FileNotFoundError, NotADirectoryError):
+        return []
 
 
 def finished(path: pathlib.Path) -> bool:
@@ -401,8 +407,9 @@ def write(
         write_tokenizer(beside, tokenizer.files if tokenizer else {})
         hashes = integrity.hashes_of(beside, folders.sizes(beside))
         if readme:
-            (beside / card.FILE).write_text(readme(hashes))
-            hashes |= integrity.hashes_of(beside, [card.FILE])
+            text = readme(hashes)
+            (beside / card.FILE).write_text(text)
+            hashes |= integrity.hashes_of(beside, {card.FILE: len(text.encode())})
         integrity.write_hashes(beside, hashes)
         folders.move(beside, folder, integrity.COMMITTED)
     finally:

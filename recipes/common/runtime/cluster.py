@@ -72,7 +72,12 @@ def _open_mpi(environment: Mapping[str, str]) -> dict[str, Any]:
 
 
 def _tpu_hosts(environment: Mapping[str, str]) -> int:
-    """Hosts of all slices: as GKE says in the environment, else as the TPU VM's metadata server."""
+    """Hosts of all slices: as GKE says in the environment, else as the TPU VM's metadata server.
+
+    One if JAX is not to use TPUs: a host of a slice where something is tried on its CPU.
+    """
+    if "tpu" not in (environment.get("JAX_PLATFORMS") or "tpu"):
+        return 1
     names = environment.get("TPU_PROCESS_ADDRESSES") or environment.get("TPU_WORKER_HOSTNAMES")
     slices = environment.get("MEGASCALE_NUM_SLICES")
     if not names and has_tpu() and "TPU_SKIP_MDS_QUERY" not in environment:

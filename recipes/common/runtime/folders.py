@@ -6,6 +6,8 @@ and knows no folders, only names: there a folder is finished when it has its mar
 written last and removed first.
 """
 
+import concurrent.futures
+import os
 import pathlib
 import shutil
 import tempfile
@@ -76,12 +78,6 @@ def new(target: str, flag: str = "target", appended: bool = False) -> pathlib.Pa
     return folder
 
 
-def size(file: pathlib.Path) -> int:
-    """Its bytes."""
-    facts = file.stat()
-    return facts.length if in_bucket(file) else facts.st_size
-
-
 def sizes(folder: pathlib.Path) -> dict[str, int]:
     """Path below the folder → bytes, of all files, in order."""
     if in_bucket(folder):
@@ -99,6 +95,36 @@ def write(path: pathlib.Path, content: bytes) -> None:
         buckets.filesystem().pipe_file(str(path), content)
     else:
         path.write_bytes(content)
+
+
+def make(folder: pathlib.Path) -> None:
+    """Makes a folder, and those above it, where there is none."""
+    if not in_bucket(folder) and not folder.is_dir():
+        make(folder.parent)
+        folder.mkdir(exist_ok=True)
+        sync(folder.parent)
+
+
+def to_disk(folder: pathlib.Path) -> None:
+    """Waits until a local disk has all files of a folder that is about to be committed, and their names.
+
+    Else a power cut could leave a committed folder with empty files. What a bucket has taken it has.
+    """
+    if in_bucket(folder):
+        return
+    with concurrent.futures.ThreadPoolExecutor(8) as pool:
+        list(pool.map(sync, [*folder.rglob("*"), folder]))
+
+
+def sync(path: pathlib.Path) -> None:
+    """Waits until a local disk has a file's content, or the names in a folder."""
+    if in_bucket(path):
+        return
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
 
 
 def upload(source: pathlib.Path, target: pathlib.Path, mark: str = "") -> None:

@@ -7,6 +7,8 @@ wait forever: JAX's preemption service passes a SIGTERM on to all of them and na
 import contextlib
 import os
 import signal
+import sys
+from typing import TextIO
 
 from jax.experimental import multihost_utils
 
@@ -44,13 +46,15 @@ def _handle(number: int, _frame) -> None:
     global _asked
     twice, _asked = _asked == "SIGINT", signal.Signals(number).name
     if twice and number == signal.SIGINT:
-        _leave(130, 2, "\nStopped at once; checkpoints saved before are intact.\n")
+        _leave(130, sys.stderr, "\nStopped at once; checkpoints saved before are intact.\n")
     if processes.count() > 1:
         signal.raise_signal(signal.SIGTERM)  # JAX's own handler, which tells the others
     elif not _training:
-        _leave(0, 1, f"Stopped by {_asked} outside of training; the same command resumes.\n")
+        _leave(
+            0, sys.stdout, f"Stopped by {_asked} outside of training; the same command resumes.\n"
+        )
 
 
-def _leave(code: int, stream: int, text: str) -> None:
-    os.write(stream, text.encode())  # the signal may have interrupted a print
+def _leave(code: int, stream: TextIO, text: str) -> None:
+    os.write(stream.fileno(), text.encode())  # the signal may have interrupted a print
     os._exit(code)

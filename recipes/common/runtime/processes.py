@@ -8,6 +8,7 @@ By hand, the same command on each host except for the id:
 Under Slurm, Open MPI and on TPUs no flags are needed, see cluster.py; recipes/launch has scripts.
 """
 
+import concurrent.futures
 import contextlib
 import json
 import os
@@ -64,22 +65,25 @@ def initialize(num_processes: int, process_id: int, coordinator: str) -> None:
         if process_id >= 0 or coordinator:
             name = "process_id" if process_id >= 0 else "coordinator"
             raise UserError(f"--{name}={given[name]} needs --num_processes; add it")
-        _count, given = cluster.find(os.environ)
+        several, given = cluster.find(os.environ)
     else:
-        _count = num_processes
+        several = num_processes
         given["coordinator_address"] = given.pop("coordinator")
     if "coordinator_address" in given:  # else JAX finds it
         _check(
-            _count, given["process_id"], given["coordinator_address"], by_flags=num_processes > 0
+            several, given["process_id"], given["coordinator_address"], by_flags=num_processes > 0
         )
-    if _count == 1:
+    if several == 1:
         return
     _free_stdout()
-    jax.distributed.initialize(
-        **given,
-        initialization_timeout=START_SECONDS,
-        heartbeat_timeout_seconds=HEARTBEAT_SECONDS,
-    )
+    given["initialization_timeout"] = START_SECONDS
+    given["heartbeat_timeout_seconds"] = HEARTBEAT_SECONDS
+    try:
+        # In a thread: this one hears signals while JAX waits for the others.
+        with concurrent.futures.ThreadPoolExecutor(1) as pool:
+            pool.submit(jax.distributed.initialize, **given).result()
+    finally:
+        _count = several  # before that, a signal is this process's alone
     # To ask JAX would make its devices, before a mesh says how many to simulate.
     _id = given["process_id"] if "process_id" in given else jax.process_index()
 
@@ -168,6 +172,11 @@ def await_published(key: str) -> Any:
     """Waits for a value that one of the processes publishes."""
     client = distributed.global_state.client
     return json.loads(client.blocking_key_value_get(f"zoo/told/{key}", PUBLISH_SECONDS * 1000))
+
+
+def forget(key: str) -> None:
+    """Frees what was published as `key` and below it, KEY/…: process 0 keeps it for all."""
+    distributed.global_state.client.key_value_delete(f"zoo/told/{key}")
 
 
 def together(work: Callable[[], Any]) -> Any:

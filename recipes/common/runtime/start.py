@@ -67,7 +67,7 @@ def start(main, *groups, defaults: Callable | None = None) -> None:
             traceback.print_exc()
         lock.release_all()
         processes.leave(
-            f"error: this process can't continue without the others ({str(error).splitlines()[0]}); "
+            f"error: this process can't continue without the others ({folders.reason(error)}); "
             "start all of them again, and they resume from the newest checkpoint"
         )
     finally:

@@ -6,16 +6,16 @@ import numpy as np
 from recipes.common.sharding import Layout, Tree
 
 
-def process_rows(layout: Layout, process: int | None = None) -> np.ndarray:
-    """Which rows of a batch the devices of a process hold, by default this one: what it reads.
+def process_rows(layout: Layout) -> np.ndarray:
+    """Which rows of a batch this process's devices hold: what it reads.
 
     Often a contiguous part, the process's share. But on TPUs, where a mesh follows the rings of the
     chips, the devices of a process may lie apart; and all of them need all rows where the mesh splits
     something else between the processes.
     """
-    process, size = jax.process_index() if process is None else process, layout.batch_size
-    parts = layout.batch.devices_indices_map((size,)).items()
-    held = {part[0].indices(size) for device, part in parts if device.process_index == process}
+    size = layout.batch_size
+    parts = layout.batch.addressable_devices_indices_map((size,)).values()  # JAX remembers it
+    held = {part[0].indices(size) for part in parts}
     return np.concatenate([np.arange(*part) for part in sorted(held)])
 
 

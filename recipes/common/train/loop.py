@@ -1,8 +1,10 @@
 """The training loop that every recipe runs: compile, feed, step, log, save, evaluate, stop."""
 
+import contextlib
 import pathlib
+import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Protocol
 
 import grain
@@ -13,7 +15,16 @@ from data.tokenizer import BYTES, Tokenizer
 from recipes.common import checkpoint
 from recipes.common.analysis import flops, picture, report
 from recipes.common.checkpoint import RunFolder, Saver
-from recipes.common.runtime import Run, Stopped, UserError, describe, preemption, print0
+from recipes.common.runtime import (
+    Run,
+    Stopped,
+    UserError,
+    describe,
+    folders,
+    preemption,
+    print0,
+    processes,
+)
 from recipes.common.sharding import Layout, Tree, elsewhere
 from recipes.common.train import tensorboard
 from recipes.common.train.evaluation import Evaluation, Extra
@@ -203,17 +214,29 @@ def finish(folder: RunFolder, layout: Layout, log: Log) -> None:
     """Closes the run's files; says where its results are, and how to restore it elsewhere."""
     log.close()
     folder.close()
-    newest = folder.last_good() if folder.in_use else None
-    if newest:  # otherwise nothing was trained
-        picture.loss(folder.path / "pictures" / "loss.png", folder.path / "metrics.jsonl")
-        print0(f"Loss curve: {folder.shown / 'pictures' / 'loss.png'}")
-        if best := folder.best():
-            print0(f"Best checkpoint: {folder.shown / 'best' / best.name}")
-        print0(f"Checkpoint: {folder.shown / 'checkpoints' / newest.name}")
-        if other := another_mesh(layout):
-            command = f"python -m recipes.{folder.entry} --mesh={other}"
-            print0(f"On another mesh: {command} --restore_from={folder.shown} --steps=0")
+    with results(folder):
+        newest = folder.last_good() if folder.in_use else None
+        if newest:  # otherwise nothing was trained
+            picture.loss(folder.path / "pictures" / "loss.png", folder.path / "metrics.jsonl")
+            print0(f"Loss curve: {folder.shown / 'pictures' / 'loss.png'}")
+            if best := folder.best():
+                print0(f"Best checkpoint: {folder.shown / 'best' / best.name}")
+            print0(f"Checkpoint: {folder.shown / 'checkpoints' / newest.name}")
+            if other := another_mesh(layout):
+                command = f"python -m recipes.{folder.entry} --mesh={other}"
+                print0(f"On another mesh: {command} --restore_from={folder.shown} --steps=0")
     print0(log.times())
+
+
+@contextlib.contextmanager
+def results(folder: RunFolder) -> Iterator[None]:
+    """In here, all is saved, and pictures are drawn: a disk or bucket that fails now is a warning."""
+    try:
+        yield
+    except folders.errors() as error:
+        if processes.is_first():
+            print(f"warning: {folder.shown} can't be read or written any more ({folders.reason(error)}); "
+                  "the last checkpoint was saved before", file=sys.stderr, flush=True)  # fmt: skip
 
 
 def another_mesh(layout: Layout) -> str | None:

@@ -1,5 +1,6 @@
 """metrics.jsonl, progress on the terminal, throughput."""
 
+import contextlib
 import json
 import math
 import os
@@ -192,9 +193,12 @@ class Log:
         return f"{units:,.0f} {self._unit}/s{mfu}"
 
     def flush(self) -> None:
-        """What is written so far is kept, whatever happens to this process."""
+        """What is written so far is kept, whatever happens to this process or its machine."""
         if self._object:
             self._object.flush()
+        elif self._file:
+            with contextlib.suppress(OSError):  # `write` tells what can't be written
+                os.fsync(self._file.fileno())
 
     def pause(self) -> None:
         """Stops the progress bar."""
@@ -229,5 +233,6 @@ def _keep_until(path: pathlib.Path, step: int, evaluates_again: bool) -> list[di
     if not folders.in_bucket(path) and path.exists():
         beside = path.with_suffix(".tmp")
         beside.write_text("".join(json.dumps(record) + "\n" for record in kept))
+        folders.sync(beside)
         os.replace(beside, path)
     return kept

@@ -19,7 +19,7 @@ class Uploaded:
     """
 
     def __init__(self, path: pathlib.Path, text: str):
-        self._path, self._text, self._sent = path, text, text
+        self._path, self._texts, self._sent = path, [text], 1
         self._lock, self._warned = threading.Lock(), False
         self._due, self._end = threading.Event(), threading.Event()
         threading.Thread(
@@ -27,18 +27,18 @@ class Uploaded:
         ).start()
 
     def add(self, line: str) -> None:
-        self._text += line
+        self._texts.append(line)
         self._due.set()
 
     def flush(self) -> None:
         """Uploads what is not there yet. A failure is told once, and tried again with what follows."""
         with self._lock:
-            text = self._text
-            if text == self._sent:
+            texts = self._texts[:]
+            if len(texts) == self._sent:
                 return
             try:
-                folders.write(self._path, text.encode())
-                self._sent = text
+                folders.write(self._path, "".join(texts).encode())
+                self._sent = len(texts)
             except folders.errors() as error:
                 if not self._warned:
                     print(f"warning: {self._path} could not be written ({folders.reason(error)}); "
