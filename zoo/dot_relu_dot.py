@@ -157,7 +157,6 @@ class DotReluDot(nnx.Module):
 
 
 # Strategy → logical axis → mesh axis. What a table leaves out is replicated.
-#
 # A weight [D, F] rests as (embed, hidden) says, and is multiplied as (act_embed, hidden) says.
 # Notation: In[B_X, D] is a tensor whose dim B is split over mesh axis X.
 RULES: dict[str, dict[str, str | tuple[str, ...] | None]] = complete(
@@ -169,8 +168,7 @@ RULES: dict[str, dict[str, str | tuple[str, ...] | None]] = complete(
         # ZeRO-3: each device keeps a part of each weight; whole weights exist only while in use.
         "fsdp": {
             "batch": "data",
-            "embed": "data",  # W1[D_data, F] → W1[D, F]: an all-gather before each matmul,
-            # and its transpose, a reduce-scatter of the gradient
+            "embed": "data",  # W1[D_data, F] → W1[D, F]: an all-gather, and its transpose
         },
         # Megatron: W1 is split by columns and W2 by rows, so the ReLU needs no communication.
         "tp": {
