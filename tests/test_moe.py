@@ -12,7 +12,10 @@ import pytest
 from flax import nnx
 from jax.sharding import AxisType
 
+from recipes.common.runtime.errors import UserError
+from recipes.common.runtime.mesh import make_mesh
 from recipes.common.sharding.abstract import abstract_model, paths, variables_of
+from recipes.common.sharding.layout import make_layout
 from recipes.common.train.step import gradients
 from tests.conftest import ROOT
 from zoo.moe import RULES, SIZES, Config, MoE
@@ -246,10 +249,46 @@ def test_a_copied_file_computes_the_same_on_any_mesh(strategy, axes, kind, capac
         assert np.linalg.norm(x - y) < 2e-5 * np.linalg.norm(y)
 
 
+@pytest.mark.full
+def test_dropless_reads_nothing_of_rows_without_a_group(monkeypatch):
+    """Positions of other devices' experts: there ragged_dot may leave anything in its results."""
+    clean = jax.lax.ragged_dot
+
+    def grouped(x_MD, sizes_E, other):
+        return jnp.where(jnp.arange(len(x_MD))[:, None] < sizes_E.sum(), x_MD, other)
+
+    @jax.custom_vjp
+    def dirty(x_MD, w_EDF, sizes_E):
+        return grouped(clean(grouped(x_MD, sizes_E, 0), w_EDF, sizes_E), sizes_E, jnp.nan)
+
+    def backward(saved, grad_MF):
+        x_MD, w_EDF, sizes_E = saved
+        args = (grouped(x_MD, sizes_E, 0), w_EDF)
+        _, transpose = jax.vjp(lambda x, w: clean(x, w, sizes_E), *args)
+        x_grad, w_grad = transpose(grouped(grad_MF, sizes_E, 0))
+        return grouped(x_grad, sizes_E, jnp.nan), w_grad, None
+
+    dirty.defvjp(lambda *args: (dirty(*args), args), backward)
+    mesh = jax.make_mesh((1, 4), ("data", "expert"))
+    batch = rows(8, 16)
+    (want, *_), gradient = loss_and_gradient(model_of(capacity=None), batch)
+    monkeypatch.setattr(jax.lax, "ragged_dot", dirty)
+    (total, *_), grads = loss_and_gradient(model_of(capacity=None), batch, mesh, RULES["ep"])
+    np.testing.assert_allclose(total, want, rtol=2e-6)
+    for x, y in zip(jax.tree.leaves(grads), jax.tree.leaves(gradient), strict=True):
+        assert np.linalg.norm(x - y) < 2e-5 * np.linalg.norm(y)
+
+
 def test_rules_that_split_experts_and_not_the_batch_over_an_axis():
     mesh = jax.make_mesh((2, 4), ("data", "expert"))
     with pytest.raises(ValueError, match="the rules split experts over expert, and the batch not"):
         loss_and_gradient(model_of(), rows(8), mesh, RULES["ep"] | {"batch": "data"})
+
+
+def test_such_rules_are_a_mistake_of_one_sentence():
+    table = RULES["ep"] | {"batch": "data"}
+    with pytest.raises(UserError, match="split 'expert' over mesh axis 'expert', and 'batch' not"):
+        make_layout(MoE, TINY, make_mesh("data=2,expert=4"), table, batch_size=8)
 
 
 @pytest.mark.full

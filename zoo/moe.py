@@ -60,9 +60,7 @@ class Config:
     normalize: bool = True  # the weights of a position's experts sum to 1
     balance_weight: float = 0.01  # of the balance loss in the objective
     router_z_weight: float = 1e-3  # of the squared log-normalizer of the router's logits
-    balance_rate: float = (
-        0.0  # what an expert's bias gains a step with less than its share; 0: none
-    )
+    balance_rate: float = 0.0  # by which a step moves the biases that even the load; 0: none
     norm_eps: float = 1e-5
     rope_theta: float = 10_000.0  # base of the rotary wavelengths
     # Llama 3: (factor, low_freq_factor, high_freq_factor, original length in positions)
@@ -106,11 +104,10 @@ class Config:
     @classmethod
     def tiny(cls) -> "Config":
         """271,680 parameters. 124,224 of them active. For tests: every sharded dim is divisible by 8."""
-        tiny = cls(
+        return cls(
             384, 64, 2, num_heads=16, num_kv_heads=8, head_dim=8,
             mlp=64, num_experts=8, experts_per_token=2,
         )  # fmt: skip
-        return tiny
 
     @classmethod
     def small(cls) -> "Config":
@@ -186,6 +183,9 @@ UNEVEN = {
     "heads": "replicated",  # every device along the axis attends with all of them
     "kv_heads": "replicated",
 }
+
+# Logical axis → the one that its mesh axes must split, too: positions travel to experts along them.
+WITHIN = {"expert": "batch"}
 
 
 # ---- kit: the same lines in every zoo file, explained in zoo/README.md ---------------------------
@@ -711,13 +711,15 @@ def dropless(x_BTD, expert_BTJ, weight_BTJ, place_BTJ, gate, up, down, *, split)
     order_M = jnp.argsort(here_M)
     slot_M = jnp.argsort(order_M)
     sizes_E = (here_M[:, None] == jnp.arange(E)[None]).sum(axis=0).astype(jnp.int32)
+    # Those of others are no rows: what ragged_dot makes where no group is, no platform promises.
+    slot_M = jnp.where(here_M < E, slot_M, -1)
+    order_M = jnp.where(jnp.arange(len(order_M)) < sizes_E.sum(), order_M, -1)
     token_1M, slot_1NJ = order_M[None] // J, slot_M.reshape(1, B * T, J)
     x_MD = spread(x_BTD.reshape(1, B * T, -1), token_1M, slot_1NJ)[0]
     weight_M1 = spread(weight_BTJ.reshape(1, -1, 1), order_M[None], slot_M.reshape(1, -1, 1))[0]
     hidden_MF = jax.nn.silu(jax.lax.ragged_dot(x_MD, gate, sizes_E))
     hidden_MF *= jax.lax.ragged_dot(x_MD, up, sizes_E)
     out_MD = jax.lax.ragged_dot(hidden_MF, down, sizes_E) * weight_M1.astype(down.dtype)
-    out_MD = jnp.where(jnp.arange(len(out_MD))[:, None] < sizes_E.sum(), out_MD, 0)
     out_BTD = unite(out_MD[None], slot_1NJ, token_1M).reshape(B, T, -1)
     if split["mlp"]:
         out_BTD = jax.lax.psum(out_BTD, split["mlp"])

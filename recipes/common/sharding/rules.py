@@ -122,7 +122,7 @@ def fit(
     Raises UserError if the table does not fit the model or the mesh.
 
     Args:
-      zoo: declares LOGICAL_AXES and IN_USE, and UNEVEN if it has any.
+      zoo: declares LOGICAL_AXES and IN_USE, and UNEVEN and WITHIN if it has any.
       name: of the table, for messages.
       table: complete.
     """
@@ -146,6 +146,13 @@ def fit(
                     f"rules {name!r} need mesh axis {mesh_axis!r} (for {axis!r}), and "
                     f"--mesh={describe(sizes)} has {present}; "
                     f"try --mesh={_with_axes(sizes, used_axes(table))}"
+                )
+    for axis, other in getattr(zoo, "WITHIN", {}).items():
+        for mesh_axis in mesh_axes(table[axis]):
+            if mesh_axis not in mesh_axes(table[other]):
+                raise UserError(
+                    f"rules {name!r} split {axis!r} over mesh axis {mesh_axis!r}, and {other!r} not; "
+                    "split both over it, or neither"
                 )
     may_be_uneven, uneven = getattr(zoo, "UNEVEN", {}), {}
     for path, (shape, axes) in weights.items():
