@@ -57,6 +57,10 @@ class Flags:
         -1.0, "Weight of the load-balancing loss; -1: as of the size or the checkpoint.", "model",
         at_least=-1.0,
     )  # fmt: skip
+    balance_rate: float = flag(
+        -1.0, "By which a step moves the biases of experts toward even loads; 0: no biases; -1: as of "
+        "the size or the checkpoint.", "model", at_least=-1.0,
+    )  # fmt: skip
     dtype: str = flag(
         "", "Type of activations and matmuls; empty: bfloat16 on accelerators, else float32.",
         "model", choices=["", "float32", "bfloat16"], may_change=True,
@@ -125,9 +129,10 @@ def model_config(flags: Flags, folder: RunFolder, tokenizer: Tokenizer, platform
         "num_experts": flags.num_experts or config.num_experts,
         "experts_per_token": flags.experts_per_token or config.experts_per_token,
         "capacity": capacity(flags.capacity) if flags.capacity else config.capacity,
-        "balance_weight": (
-            config.balance_weight if flags.balance_weight < 0 else flags.balance_weight
-        ),
+        **{
+            name: value if (value := getattr(flags, name)) >= 0 else getattr(config, name)
+            for name in ("balance_weight", "balance_rate")
+        },
         "dtype": flags.dtype or default_dtype(platform),
         "remat": flags.remat or config.remat,
     }

@@ -26,6 +26,10 @@ class Publish:
     licence: str = flag(
         "", "Licence of the parameters; empty: that of the data, if the zoo knows it."
     )
+    dtype: str = flag(
+        "", "Type that weights of matmuls are rounded to, for half the size; empty: as they were "
+        "trained.", choices=["", "bfloat16"],
+    )  # fmt: skip
     note: str = flag("", "A line for the card: who trained it, on which machine.")
     mesh: str = flag("", "Device mesh to read onto, as in every recipe; empty: all on data.")
     rules: str = flag("", "Sharding rules, as in every recipe; empty: chosen by the mesh.")
@@ -52,15 +56,16 @@ def main(flags: Publish) -> None:
     layout = checkpoint.layout_of(source, make_mesh(flags.mesh), flags.rules)
 
     # ---- Parameters, and their loss on a batch that nobody trained on ----------------------------
-    variables = checkpoint.restore_variables(source, layout)
+    variables = checkpoint.restore_variables(source, layout, flags.dtype or None)
     tokenizer = source.tokenizer()
     batch = probe.batch(source.metadata, tokenizer)
-    loss = probe.loss(layout, variables, batch)
+    # Whoever restores it gets float32 of what is written.
+    restored = jax.tree.map(lambda a, s: a.astype(s.dtype), variables, layout.variables())
+    loss = probe.loss(layout, restored, batch)
     leaves = jax.tree.leaves(variables["params"])
     metadata = source.metadata | {
-        "logical_axes": checkpoint.metadata("", layout, {})[
-            "logical_axes"
-        ],  # of an adapter, merged
+        # Of an adapter, merged.
+        "logical_axes": checkpoint.metadata("", layout, {})["logical_axes"],
         "flags": {k: v for k, v in source.metadata["flags"].items() if k not in card.UNTOLD},
         "published": card.facts(source, leaves, licence, flags.note) | {"probe_loss": loss},
     }

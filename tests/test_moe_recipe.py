@@ -39,6 +39,7 @@ EXPERTS = "--mesh=data=2,expert=4"
         ({"capacity": "2"}, {"capacity": 2.0}),
         ({"num_experts": 16, "experts_per_token": 4}, {"num_experts": 16, "experts_per_token": 4}),
         ({"balance_weight": 0.0}, {"balance_weight": 0.0}),
+        ({"balance_rate": 0.001}, {"balance_rate": 0.001}),
         ({"remat": "dispatched"}, {"remat": "dispatched"}),
     ],
 )

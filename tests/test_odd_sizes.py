@@ -6,13 +6,13 @@ import functools
 import jax
 import numpy as np
 import pytest
-from flax import nnx
 
 from recipes.common.analysis import report
 from recipes.common.runtime.errors import UserError
 from recipes.common.runtime.mesh import make_mesh
 from recipes.common.sharding.abstract import paths
 from recipes.common.sharding.layout import make_layout, shardings
+from recipes.common.train.state import new_params
 from tests.conftest import full_except
 from tests.quick import QUICK
 from zoo.transformer import Config, Transformer
@@ -45,10 +45,7 @@ def computed(size: str, mesh: str, strategy: str):
     tokens, targets = random.integers(0, SIZES[size].vocab_size, (2, ROWS, 24), np.int32)
     batch = {"tokens": tokens, "targets": targets, "segment_ids": tokens.cumsum(1) // 4_000}
     where = shardings(layout.variables())
-    make = jax.jit(
-        lambda: {"params": nnx.to_pure_dict(nnx.state(layout.build()))}, out_shardings=where
-    )
-    variables, batch = make(), jax.device_put(batch, layout.batch)
+    variables, batch = {"params": new_params(layout)}, jax.device_put(batch, layout.batch)
 
     def run(variables, batch):
         def mean(variables):

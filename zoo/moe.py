@@ -115,6 +115,8 @@ class Config:
         return cls(
             384, 128, 4, num_heads=8, num_kv_heads=8, head_dim=16,
             mlp=176, num_experts=8, experts_per_token=2, remat="dots",
+            # A row of 128 bytes uses its experts less evenly than one of thousands of tokens.
+            capacity=2.0, balance_weight=0.03,
         )  # fmt: skip
 
     @classmethod

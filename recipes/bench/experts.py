@@ -85,16 +85,19 @@ def _flops(flags: ExpertsFlags, config: Config, chips: int) -> str:
     """What a layer computes at capacity 1, next to 6 FLOPs for each weight that a token goes through.
 
     Of a step with one layer, by the compiler's count, less what the loss takes: 6 FLOPs for each
-    weight of its table, and 2 more as its logits are computed twice. On TPU a kernel's are not
-    counted, so attention's are none.
+    weight of its table, and 2 more as its logits are computed twice. The table is a small one: what
+    is left would else be a small part of what is counted. On TPU a kernel's FLOPs are not counted,
+    so attention's are none.
     """
-    once = dict(num_layers=1, capacity=1.0, remat="none", loss_chunk=flags.seq_len)
+    once = dict(
+        num_layers=1, capacity=1.0, remat="none", loss_chunk=flags.seq_len, vocab_size=1_024
+    )
     step = _step(flags, dataclasses.replace(config, **once), chips)
     compiled = compile_step(step, flags.kind, f"FLOPs of one layer, {chips} chips")
     if isinstance(compiled, TooLarge):
         return "-"
     tokens = step.layout.batch_size * flags.seq_len / step.layout.batch_shards
-    table = config.vocab_size * config.embed
+    table = step.config.vocab_size * config.embed
     layer = flops.matmul_params(step.config) - table
     counted = compiled.cost_analysis()["flops"] - 8 * table * tokens
     return f"{counted / (6 * layer * tokens):.2f}"

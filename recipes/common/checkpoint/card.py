@@ -112,7 +112,9 @@ def text(name: str, ours: bool, metadata: dict[str, Any], hashes: dict[str, list
              if k in ("dataset", "eval_dataset", "seq_len") and v]  # fmt: skip
     restore_from = f"--restore_from={'' if ours else 'path/to/'}{name}"
     evaluate = " ".join([f"python -m recipes.{metadata['entry']} {restore_from} --steps=0", *given])
+    rounded = facts["dtype"] != "float32"  # which is what is trained
     rows = origin(metadata, facts) | {
+        "Rounded": "matmuls' weights, when published; held-out figures are from before" * rounded,
         "Probe": f"`probe.json` has a batch and its loss, {facts['probe_loss']:.6f} {facts['unit']}: "
         "every mesh and table gives it to 1e-5 in float32",
         "Versions": ", ".join(
