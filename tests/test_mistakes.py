@@ -163,7 +163,7 @@ RESTORE_ROWS = [
     (["--restore_from={here}/run", "--size=small"], "embed has shape [384, 64] in checkpoint {here}/run/checkpoints/1 and [384, 128] in this model; use the flags that the checkpoint was made with"),
     (["--restore_from={here}/run", "--size=124m"], "embed has shape [384, 64] in checkpoint"),
     (["--restore_from={here}/run/checkpoints/7"], "does not exist"),
-    (["--restore_from=transformer.stdlib_4m"], "--restore_from=transformer.stdlib_4m does not exist; use a run's workdir, a checkpoint, or one of dot_relu_dot.teacher, mlp.digits, transformer.stdlib_3m"),
+    (["--restore_from=transformer.stdlib_4m"], "--restore_from=transformer.stdlib_4m does not exist; use a run's workdir, a checkpoint, or one of dot_relu_dot.teacher, mlp.digits, moe.stdlib_2m, transformer.stdlib_3m"),
     (["--restore_from=mlp.digits"], "zoo/checkpoints/mlp.digits has entry 'mlp', not 'transformer'; use a different one"),
     (["--restore_from=transformer.stdlib_3m", "--size=small"], "has shape [384, 256] in checkpoint"),
     (["--restore_from={here}/damaged", "--verify=false"], "metadata/metadata is not the JSON that was saved"),

@@ -25,11 +25,26 @@ from recipes.common.runtime import start
 from recipes.common.runtime.errors import UserError
 from recipes.common.sharding.abstract import paths
 from tests.conftest import ROOT, full_except
-from tests.entries import CASES, FAST
+from tests.entries import ENTRIES as PROVEN
+from tests.entries import FAST
 from tests.runs import assert_bit_equal, state_of
 
 NAMES = checkpoint.published()
-FITTING = [(name, *rest) for name in NAMES for e, *rest in CASES if e == name.split(".")[0]]
+
+
+def every_mesh_and_table(name: str) -> list[tuple[str, str, str]]:
+    """Each mesh with its default table, and each other table on the last mesh that it fits.
+
+    All pairs are test_meshes.py's.
+    """
+    entry = PROVEN[name.split(".")[0]]
+    found = {mesh: entry.layout(mesh).strategy for mesh in entry.meshes}
+    others = {case[1]: case[2] for case in entry.cases if case[1] not in found.values()}
+    pairs = [*((table, mesh) for mesh, table in found.items()), *others.items()]
+    return [(name, *pair) for pair in pairs]
+
+
+FITTING = [case for name in NAMES for case in every_mesh_and_table(name)]
 ON_FAST = {name: (name, *case) for name, *case in FITTING if case[1] == FAST}  # the last of each
 MIB = 2**20
 
@@ -42,7 +57,7 @@ def files_of(folder: pathlib.Path) -> list[str]:
 
 
 def test_there_is_one_for_each_of_ours_and_together_they_are_small():
-    assert NAMES == ["dot_relu_dot.teacher", "mlp.digits", "transformer.stdlib_3m"]
+    assert NAMES == ["dot_relu_dot.teacher", "mlp.digits", "moe.stdlib_2m", "transformer.stdlib_3m"]
     assert {name.split(".")[0] for name in NAMES} <= set(ENTRIES)
     sizes = [path.stat().st_size for path in checkpoint.PUBLISHED.rglob("*") if path.is_file()]
     assert sum(sizes) < 16 * MIB
@@ -95,8 +110,10 @@ def test_a_card_says_what_is_there(name):
     text, metadata = (folder / card.FILE).read_text(), checkpoint.find(name).metadata
     arrays = paths(ocp.StandardCheckpointer().restore(folder / "state"))
     assert set(arrays) == {f"params/{path}" for path in metadata["logical_axes"]}
-    assert {str(array.dtype) for array in arrays.values()} == {"float32"}
-    assert f"| Parameters | {sum(array.size for array in arrays.values()):,}, float32 |" in text
+    types = " and ".join(sorted({str(array.dtype) for array in arrays.values()}))
+    assert types == ("bfloat16 and float32" if name == "moe.stdlib_2m" else "float32")
+    assert f"| Parameters | {sum(array.size for array in arrays.values()):,}, {types} |" in text
+    assert ("| Rounded |" in text) == (types != "float32")
     assert f"`python -m recipes.{metadata['entry']} --mesh=" in text
     evaluates = re.search(
         r"^    python -m recipes.* --restore_from=(\S+) --steps=0(.*)$", text, re.M
@@ -157,7 +174,7 @@ def test_an_unknown_name_is_told_the_known_ones():
         checkpoint.restore("mlp.digit", make_mesh("8"))
     assert str(caught.value) == (
         "--restore_from=mlp.digit does not exist; use a run's workdir, a checkpoint, or one of "
-        "dot_relu_dot.teacher, mlp.digits, transformer.stdlib_3m"
+        "dot_relu_dot.teacher, mlp.digits, moe.stdlib_2m, transformer.stdlib_3m"
     )
 
 
@@ -247,6 +264,26 @@ def test_a_run_is_published_and_evaluated_elsewhere(inside, runs):
     done = inside("recipes.dot_relu_dot", "--mesh=8x1", f"--restore_from={target}", "--steps=0")
     assert (done.code, done.err) == (0, "")
     assert said in done.out
+
+    # And rounded, in half the bytes; who restores it has float32 again, and the probe's loss.
+    rounded = runs / "rounded"
+    done = inside("recipes.publish", f"--source={work}", f"--target={rounded}", "--dtype=bfloat16")
+    assert (done.code, done.err) == (0, "")
+    written = paths(ocp.StandardCheckpointer().restore(rounded / "state"))
+    halves = {path: value.astype(jax.numpy.bfloat16) for path, value in trained.items()}
+    assert {value.dtype for value in written.values()} == {jax.numpy.bfloat16.dtype}
+    assert_bit_equal(written, halves)
+    text = (rounded / card.FILE).read_text()
+    assert "bfloat16 |\n| Made by" in text
+    assert "| Rounded | matmuls' weights, when published; held-out" in text
+    layout = checkpoint.layout_of(source := checkpoint.find(rounded), make_mesh("2x4"))
+    variables = checkpoint.restore_variables(source, layout)
+    assert_bit_equal(
+        {f"params/{path}": value for path, value in paths(variables["params"]).items()},
+        {path: value.astype(np.float32) for path, value in halves.items()},
+    )
+    golden, batch = probe.loads((rounded / "probe.json").read_text())
+    assert probe.loss(layout, variables, batch) == pytest.approx(golden, abs=1e-5, rel=0)
 
 
 def test_its_steps_are_timed_and_its_figures_are_of_its_step(tmp_path):
