@@ -175,7 +175,7 @@ def usage(figures: Tree) -> list[str]:
     ]
 
 
-NEW = (Run(steps=350, batch_size=16, learning_rate=4e-3), Text(), Flags(), Sample())
+NEW = (Run(steps=300, batch_size=16, learning_rate=4e-3), Text(), Flags(), Sample())
 
 if __name__ == "__main__":
     start(main, *NEW, defaults=lambda run, *_: fine_tuning("moe", NEW, run, learning_rate=5e-5))

@@ -189,7 +189,7 @@ def test_the_five_steps_give_it_the_whole_proof(clone):
     assert "`pytest --full -k NAME --update-golden`" in (ROOT / "zoo" / "README.md").read_text()
     where = f"--basetemp={clone.parent / 'inner'}"
     of_it = ("pytest", "--numprocesses=0", "-vv", where)
-    # On four meshes of seven, for time: they differ in nothing that an entry decides.
+    # On four of the seven meshes: these take half a minute.
     some = f"-k={NAME} and not (8x1 or 4x2 or 1x8)"
     proof = in_clone(clone, *of_it, "--full", "--update-golden", some)
     goldens = {path.name for path in (clone / "tests" / "golden").glob(f"{NAME}*")}
