@@ -112,9 +112,10 @@ def text(name: str, ours: bool, metadata: dict[str, Any], hashes: dict[str, list
              if k in ("dataset", "eval_dataset", "seq_len") and v]  # fmt: skip
     restore_from = f"--restore_from={'' if ours else 'path/to/'}{name}"
     evaluate = " ".join([f"python -m recipes.{metadata['entry']} {restore_from} --steps=0", *given])
-    rounded = facts["dtype"] != "float32"  # which is what is trained
+    # What is trained is float32.
+    rounded = "matmuls' weights, when published; held-out figures are from before"
     rows = origin(metadata, facts) | {
-        "Rounded": "matmuls' weights, when published; held-out figures are from before" * rounded,
+        "Rounded": rounded if facts["dtype"] != "float32" else "",
         "Probe": f"`probe.json` has a batch and its loss, {facts['probe_loss']:.6f} {facts['unit']}: "
         "every mesh and table gives it to 1e-5 in float32",
         "Versions": ", ".join(
