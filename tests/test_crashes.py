@@ -19,7 +19,7 @@ from tests.runs import TINY, assert_bit_equal, records, state_of, steps_saved
 
 pytestmark = pytest.mark.full  # a dozen real processes
 
-STEPS = 60
+STEPS = 36
 FLAGS = (*TINY, "--mesh=4x2", f"--steps={STEPS}", "--checkpoint_every=3", "--log_every=1")
 FLAGS += ("--eval_every=6", "--keep_best")
 

@@ -14,7 +14,7 @@ from recipes.common.runtime import agreement, processes, start
 from recipes.common.runtime.errors import UserError
 from tests.quick import quick as quick
 from tests.runs import records
-from tests.test_processes import FLAGS, LOST, SMALLEST, Together
+from tests.test_processes import FLAGS, IMPATIENT, LOST, SMALLEST, Together
 from tests.test_processes import smallest as smallest
 
 # A process whose disk is not shared finds other files under the same names.
@@ -44,7 +44,6 @@ async def fails(*arguments, **named):
     return await save(*arguments, **named)
 ocp.PyTreeCheckpointHandler.async_save = fails
 """
-IMPATIENT = "from recipes.common.runtime import processes; processes.HEARTBEAT_SECONDS = 6\n"
 
 
 # ---- told before anything is computed ------------------------------------------------------------
