@@ -103,7 +103,7 @@ def _stacks(layout: Layout) -> set[str]:
     return {
         axis
         for axis, on in layout.zoo.LOGICAL_AXES.items()
-        if on == "weights" and axis not in layout.zoo.IN_USE
+        if on in ("weights", "stack") and axis not in layout.zoo.IN_USE
         if all(axes[0] == axis and len(axes) > 1 for axes in every if axis in axes)
     }
 

@@ -79,12 +79,14 @@ KINDS = {"default": None, "Auto": (jax.sharding.AxisType.Auto,) * 2}
 @pytest.mark.parametrize("kinds", KINDS)
 @pytest.mark.parametrize("name", full_except(NAMES, ["mlp.digits"]))
 def test_a_restored_model_can_be_called_on_any_kind_of_mesh(name, kinds):
-    """As it is, under the mesh, and under mesh and rules: the same loss."""
+    """As it is, under the mesh, and under mesh and rules: the same loss, wherever the batch lies."""
     mesh = jax.make_mesh((4, 2), ("data", "model"), KINDS[kinds])
     model, metadata = checkpoint.restore(name, mesh, verify=False)
-    golden, batch = probe.loads((checkpoint.PUBLISHED / name / "probe.json").read_text())
+    golden, on_host = probe.loads((checkpoint.PUBLISHED / name / "probe.json").read_text())
+    on_mesh = jax.device_put(on_host, jax.NamedSharding(mesh, jax.P("data")))
     table = zoo_file(metadata["entry"]).RULES["fsdp_tp"]
-    for in_force in ("nothing", "mesh", "mesh and rules"):
+    calls = {"nothing": on_mesh, "mesh": on_host, "mesh and rules": on_mesh}
+    for in_force, batch in calls.items():
         with contextlib.ExitStack() as stack:
             if "mesh" in in_force:
                 stack.enter_context(jax.set_mesh(mesh))

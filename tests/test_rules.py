@@ -12,6 +12,9 @@ from recipes.common.runtime.errors import UserError
 from recipes.common.runtime.mesh import make_mesh
 from recipes.common.sharding.layout import Layout, elsewhere, make_layout
 from recipes.common.sharding.rules import default_strategy, select
+from recipes.common.train.step import gradients
+from tests import entries as proof
+from tests.conftest import full_except
 from tests.runs import TINY
 from zoo import transformer
 from zoo.transformer import RULES, Config, Transformer
@@ -175,6 +178,7 @@ def test_accumulation_that_leaves_too_few_rows_is_one_line(inside, tmp_path):
         (dict(act_embed="data"), "rules '(yours)' use mesh axis 'data' twice on an activation, for 'batch' and 'act_embed'; replicate one of the two (None, or null in JSON)"),
         (dict(seq="model"), "rules '(yours)' use mesh axis 'model' twice on an activation, for 'seq' and 'heads'; replicate one of the two (None, or null in JSON)"),
         (dict(act_embed="model"), "rules '(yours)' use mesh axis 'model' twice on embed in use, for 'vocab' and 'act_embed'; replicate one of the two (None, or null in JSON)"),
+        (dict(layers="model"), "rules '(yours)' split 'layers' over mesh axis 'model', and what is stacked along it is computed one by one; replicate it (None, or null in JSON)"),
         (dict(rules="tp", mesh="2x3"), "rules 'tp' split dim 'mlp' of layers/mlp/down [2, 128, 64] over 3 devices (mesh axis 'model' of --mesh=2x3), and 128 is not divisible by 3; meshes that fit: --mesh=2x2"),
         (dict(batch=6), "--batch_size=6 is not divisible by the 4 shards of 'batch' (rules '(yours)' on --mesh=4x2); try --batch_size=8"),
         (dict(batch=2), "--batch_size=2 is not divisible by the 4 shards of 'batch' (rules '(yours)' on --mesh=4x2); try --batch_size=4"),
@@ -184,6 +188,40 @@ def test_bad_tables(case, message):
     with pytest.raises(UserError) as caught:
         layout(**case)
     assert str(caught.value).startswith(message)
+
+
+def test_a_mesh_of_two_kinds_of_axes():
+    kinds = (jax.sharding.AxisType.Explicit, jax.sharding.AxisType.Auto)
+    mesh = jax.make_mesh((4, 2), ("data", "model"), kinds)
+    with pytest.raises(UserError) as caught:
+        make_layout(Transformer, Config.tiny(), mesh)
+    assert str(caught.value) == (
+        "the mesh has axes of two kinds ('data' Explicit, 'model' Auto); make all Explicit, JAX's "
+        "default, or all Auto"
+    )
+
+
+ODD = [  # those that none of our tables splits
+    (entry, axis)
+    for entry in ENTRIES
+    for axis, on in zoo_file(entry).LOGICAL_AXES.items()
+    if on != "stack" and not any(table[axis] for table in zoo_file(entry).RULES.values())
+]
+
+
+@pytest.mark.parametrize(("entry", "axis"), full_except(ODD, [("moe", "act_embed")]))
+def test_an_axis_that_may_be_split_can_be_computed(entry, axis):
+    table = dict.fromkeys(zoo_file(entry).LOGICAL_AXES) | {"batch": "data", axis: "model"}
+    found = proof.ENTRIES[entry].layout("4x2", table)
+    batch = jax.tree.map(lambda x: x[0], proof.ENTRIES[entry].batches[0])
+    lowered = found.lower(
+        lambda state, batch: gradients(found.model, state, batch)[0],
+        found.variables(), found.abstract_batch(batch),
+    )  # fmt: skip
+    shapes = found.model.shapes["params"]
+    assert jax.tree.map(lambda x: x.shape, lowered.out_info) == jax.tree.map(
+        lambda x: x.shape, shapes
+    )
 
 
 def test_a_zoo_file_that_does_not_declare_an_axis(monkeypatch):

@@ -157,7 +157,7 @@ def test_tables_are_complete_and_state_only_what_they_shard(name):
     assert list(stated) == list(zoo.RULES)
     for strategy, table in stated.items():
         assert None not in table.values(), strategy
-    assert set(zoo.LOGICAL_AXES.values()) <= {"activations", "weights", "both"}
+    assert set(zoo.LOGICAL_AXES.values()) <= {"activations", "weights", "both", "stack"}
     assert {*zoo.IN_USE, *zoo.IN_USE.values()} <= set(zoo.LOGICAL_AXES)
 
 

@@ -87,8 +87,12 @@ def constrain(x: jax.Array, *axes: str | None) -> jax.Array:
     """Shards an array by its logical axes. Outside a mesh it does nothing."""
     if (where := explicit(*axes)) is not None:
         return jax.sharding.reshard(x, where)
-    where = spec(axes)
-    return x if where is None else jax.lax.with_sharding_constraint(x, where)
+    if (where := spec(axes)) is not None:
+        return jax.lax.with_sharding_constraint(x, where)
+    lies = jax.typeof(x).sharding  # no rules say how to share the work: each device does all of it
+    if AxisType.Explicit in lies.mesh.axis_types:
+        return jax.sharding.reshard(x, lies.update(spec=PartitionSpec()))
+    return x
 
 
 def in_use(weights, dtype=None):
@@ -105,10 +109,8 @@ def in_use(weights, dtype=None):
             w = w if dtype is None else w.astype(dtype)
             axes = axes[-w.ndim :]  # inside a scan over layers, the axis of the layers is gone
             w = constrain(w, *(IN_USE.get(axis, axis) for axis in axes))
-        lies = jax.typeof(w).sharding
-        if spec(()) is None and AxisType.Explicit in lies.mesh.axis_types:
-            # No rules say how to share the work: each device does all of it, with whole weights.
-            w = jax.sharding.reshard(w, lies.update(spec=PartitionSpec()))
+        elif spec(()) is None:
+            w = constrain(w)
         return weight.replace(w)
 
     return jax.tree.map(one, weights, is_leaf=lambda x: isinstance(x, nnx.Variable))

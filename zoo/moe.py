@@ -157,7 +157,8 @@ SIZES = {
     "qwen3_30b_a3b": Config.qwen3_30b_a3b,
 }
 
-# What sharding rules may name, and whether activations, weights or both have it.
+# What sharding rules may name, and whether activations, weights or both have it; a stack is scanned
+# one by one, so no rules may split it.
 LOGICAL_AXES = {
     "batch": "activations",  # B
     "seq": "activations",  # T, S
@@ -172,7 +173,7 @@ LOGICAL_AXES = {
     "expert_embed": "weights",  # D, of experts at rest
     "router": "weights",  # E, of the router: each device scores all experts
     "norm": "weights",  # D or H, of a norm's scale and the router: too small to be worth a gather
-    "layers": "weights",  # L, in front of every weight of the stacked layers
+    "layers": "stack",  # L, in front of every weight of the stacked layers
 }
 
 # What a weight's axis is called while it is multiplied, where rules may shard it differently.
@@ -216,8 +217,12 @@ def constrain(x: jax.Array, *axes: str | None) -> jax.Array:
     """Shards an array by its logical axes. Outside a mesh it does nothing."""
     if (where := explicit(*axes)) is not None:
         return jax.sharding.reshard(x, where)
-    where = spec(axes)
-    return x if where is None else jax.lax.with_sharding_constraint(x, where)
+    if (where := spec(axes)) is not None:
+        return jax.lax.with_sharding_constraint(x, where)
+    lies = jax.typeof(x).sharding  # no rules say how to share the work: each device does all of it
+    if AxisType.Explicit in lies.mesh.axis_types:
+        return jax.sharding.reshard(x, lies.update(spec=PartitionSpec()))
+    return x
 
 
 def in_use(weights, dtype=None):
@@ -234,10 +239,8 @@ def in_use(weights, dtype=None):
             w = w if dtype is None else w.astype(dtype)
             axes = axes[-w.ndim :]  # inside a scan over layers, the axis of the layers is gone
             w = constrain(w, *(IN_USE.get(axis, axis) for axis in axes))
-        lies = jax.typeof(w).sharding
-        if spec(()) is None and AxisType.Explicit in lies.mesh.axis_types:
-            # No rules say how to share the work: each device does all of it, with whole weights.
-            w = jax.sharding.reshard(w, lies.update(spec=PartitionSpec()))
+        elif spec(()) is None:
+            w = constrain(w)
         return weight.replace(w)
 
     return jax.tree.map(one, weights, is_leaf=lambda x: isinstance(x, nnx.Variable))
@@ -590,8 +593,8 @@ class Experts(nnx.Module):
         compute = functools.partial(dropless, split=split)
         if capacity is not None:
             compute = functools.partial(by_capacity, num_experts=E, slots=slots, split=split)
-        rows, into = ("batch", None, None), ("expert", "act_embed", "mlp")
-        axes = (rows, rows, rows, rows, into, into, ("expert", "mlp", "act_embed"))
+        rows, into = ("batch", None, None), ("expert", None, "mlp")  # D whole, whatever the rules
+        axes = (rows, rows, rows, rows, into, into, ("expert", "mlp", None))
         weights = (w[...].astype(x_BTD.dtype) for w in (self.gate, self.up, self.down))
         out_BTD = locally(compute, (x_BTD, *choice, *weights), axes)
         return constrain(out_BTD, "batch", "seq", "act_embed"), figures
@@ -827,6 +830,7 @@ class MoE(nnx.Module):
           loss: the cross entropy alone.
           balance, router_z, dropped, load_0 to load_{E-1}: see `Experts.route`; means over layers.
         """
+        targets = constrain(targets, "batch", "seq")
         counted_BT = targets >= 0
         x_BTD, unembed_RVD, _, layers = self._trunk(tokens, segment_ids, counted_BT)
         (B, T), R = tokens.shape, unembed_RVD.shape[0]
@@ -897,6 +901,9 @@ class MoE(nnx.Module):
         layer's figures of the positions that count, all if counted_BT is None.
         """
         config, (B, T) = self.config, tokens_BT.shape
+        tokens_BT = constrain(tokens_BT, "batch", "seq")
+        if segment_ids_BT is not None:
+            segment_ids_BT = constrain(segment_ids_BT, "batch", None)
         embed_RVD = _per_shard(self.embed, config.dtype)
         tokens_RM = reshape(tokens_BT, (embed_RVD.shape[0], -1), "batch", None)
         x_BTD = reshape(_rows(embed_RVD, tokens_RM), (B, T, -1), "batch", "seq", "act_embed")
@@ -1015,9 +1022,8 @@ def _per_shard(table: nnx.Param, dtype: str) -> jax.Array:
     """
     if padding := -table.shape[0] % shards("vocab"):
         padded_VD = jnp.pad(table[...].astype(dtype), ((0, padding), (0, 0)))
-        table = table.replace(
-            constrain(padded_VD, None, "act_embed")
-        )  # gathered before it is split
+        # Gathered before it is split.
+        table = table.replace(constrain(padded_VD, None, "act_embed"))
     table_VD, axes = in_use(table, dtype)[...], ("batch", "vocab", "act_embed")
     copies = (shards("batch"), *table_VD.shape)
     return constrain(jnp.broadcast_to(table_VD, copies, out_sharding=explicit(*axes)), *axes)
@@ -1026,9 +1032,8 @@ def _per_shard(table: nnx.Param, dtype: str) -> jax.Array:
 def _rows(table_RVD, tokens_RM):
     """[R, M, D]: each shard of the batch looks its tokens up in its own copy of the table."""
     lookup = jax.vmap(lambda table_VD, tokens_M: table_VD[tokens_M])
-    if (
-        where := explicit("batch", None, "act_embed")
-    ) is not None:  # which have no rule for lookups
+    where = explicit("batch", None, "act_embed")
+    if where is not None:  # Explicit axes have no rule for lookups
         lookup = jax.sharding.auto_axes(lookup, out_sharding=where)
     return lookup(table_RVD, tokens_RM)
 

@@ -152,7 +152,8 @@ SIZES = {
     "70b": Config.llama_70b,
 }
 
-# What sharding rules may name, and whether activations, weights or both have it.
+# What sharding rules may name, and whether activations, weights or both have it; a stack is scanned
+# one by one, so no rules may split it.
 LOGICAL_AXES = {
     "batch": "activations",  # B
     "seq": "activations",  # T, S
@@ -165,7 +166,7 @@ LOGICAL_AXES = {
     "vocab": "both",  # V
     "lora": "both",  # the rank of adapters
     "norm": "weights",  # D or H, of a norm's scale: too small to be worth a gather
-    "layers": "weights",  # L, in front of every weight of the stacked layers
+    "layers": "stack",  # L, in front of every weight of the stacked layers
 }
 
 # What a weight's axis is called while it is multiplied, where rules may shard it differently.
@@ -206,8 +207,12 @@ def constrain(x: jax.Array, *axes: str | None) -> jax.Array:
     """Shards an array by its logical axes. Outside a mesh it does nothing."""
     if (where := explicit(*axes)) is not None:
         return jax.sharding.reshard(x, where)
-    where = spec(axes)
-    return x if where is None else jax.lax.with_sharding_constraint(x, where)
+    if (where := spec(axes)) is not None:
+        return jax.lax.with_sharding_constraint(x, where)
+    lies = jax.typeof(x).sharding  # no rules say how to share the work: each device does all of it
+    if AxisType.Explicit in lies.mesh.axis_types:
+        return jax.sharding.reshard(x, lies.update(spec=PartitionSpec()))
+    return x
 
 
 def in_use(weights, dtype=None):
@@ -224,10 +229,8 @@ def in_use(weights, dtype=None):
             w = w if dtype is None else w.astype(dtype)
             axes = axes[-w.ndim :]  # inside a scan over layers, the axis of the layers is gone
             w = constrain(w, *(IN_USE.get(axis, axis) for axis in axes))
-        lies = jax.typeof(w).sharding
-        if spec(()) is None and AxisType.Explicit in lies.mesh.axis_types:
-            # No rules say how to share the work: each device does all of it, with whole weights.
-            w = jax.sharding.reshard(w, lies.update(spec=PartitionSpec()))
+        elif spec(()) is None:
+            w = constrain(w)
         return weight.replace(w)
 
     return jax.tree.map(one, weights, is_leaf=lambda x: isinstance(x, nnx.Variable))
@@ -649,6 +652,7 @@ class Transformer(nnx.Module):
         Returns: (objective sum, count, aux), float32 scalars; aux maps a name to (sum, count):
           loss: the cross entropy.
         """
+        targets = constrain(targets, "batch", "seq")
         x_BTD, unembed_RVD, _ = self._trunk(tokens, segment_ids)
         (B, T), R = tokens.shape, unembed_RVD.shape[0]
         C = positions_at_once(self.config, B // R, T)
@@ -709,6 +713,9 @@ class Transformer(nnx.Module):
         Given positions, as generation gives them, also each layer's keys and values, [L, B, T, K, H].
         """
         config, (B, T) = self.config, tokens_BT.shape
+        tokens_BT = constrain(tokens_BT, "batch", "seq")
+        if segment_ids_BT is not None:
+            segment_ids_BT = constrain(segment_ids_BT, "batch", None)
         embed_RVD = _per_shard(self.embed, config.dtype)
         tokens_RM = reshape(tokens_BT, (embed_RVD.shape[0], -1), "batch", None)
         x_BTD = reshape(_rows(embed_RVD, tokens_RM), (B, T, -1), "batch", "seq", "act_embed")
@@ -822,9 +829,8 @@ def _per_shard(table: nnx.Param, dtype: str) -> jax.Array:
     """
     if padding := -table.shape[0] % shards("vocab"):
         padded_VD = jnp.pad(table[...].astype(dtype), ((0, padding), (0, 0)))
-        table = table.replace(
-            constrain(padded_VD, None, "act_embed")
-        )  # gathered before it is split
+        # Gathered before it is split.
+        table = table.replace(constrain(padded_VD, None, "act_embed"))
     table_VD, axes = in_use(table, dtype)[...], ("batch", "vocab", "act_embed")
     copies = (shards("batch"), *table_VD.shape)
     return constrain(jnp.broadcast_to(table_VD, copies, out_sharding=explicit(*axes)), *axes)
@@ -833,9 +839,8 @@ def _per_shard(table: nnx.Param, dtype: str) -> jax.Array:
 def _rows(table_RVD, tokens_RM):
     """[R, M, D]: each shard of the batch looks its tokens up in its own copy of the table."""
     lookup = jax.vmap(lambda table_VD, tokens_M: table_VD[tokens_M])
-    if (
-        where := explicit("batch", None, "act_embed")
-    ) is not None:  # which have no rule for lookups
+    where = explicit("batch", None, "act_embed")
+    if where is not None:  # Explicit axes have no rule for lookups
         lookup = jax.sharding.auto_axes(lookup, out_sharding=where)
     return lookup(table_RVD, tokens_RM)
 

@@ -154,7 +154,7 @@ def _of_activations(step: Step) -> float:
     for path, axes in paths(layout.model.axes["params"]).items():
         module, axes = path.rpartition("/")[0], _in_use(step, axes)
         residual = set(axes) & set(zoo.IN_USE.values())
-        stacked = {axis for axis in axes if zoo.LOGICAL_AXES[axis] == "weights"}
+        stacked = {axis for axis in axes if zoo.LOGICAL_AXES[axis] in ("weights", "stack")}
         if residual:
             dims = zip(axes, shapes[path].shape, strict=True)
             widths[module] = math.prod(n for axis, n in dims if axis in residual | stacked)

@@ -171,6 +171,14 @@ def make_layout(
     def build() -> nnx.Module:
         return model(config, rngs=nnx.Rngs(seed))
 
+    if len({*mesh.axis_types}) > 1:
+        kinds = (
+            f"{a!r} {kind.name}" for a, kind in zip(mesh.axis_names, mesh.axis_types, strict=True)
+        )
+        raise UserError(
+            f"the mesh has axes of two kinds ({', '.join(kinds)}); make all Explicit, JAX's default, or "
+            "all Auto"
+        )
     name, table = sharding_rules.select(zoo, rules, mesh)
     abstract = abstract_model(build)
     table, uneven = sharding_rules.fit(zoo, name, table, abstract, mesh)

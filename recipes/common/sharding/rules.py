@@ -147,6 +147,12 @@ def fit(
                     f"--mesh={describe(sizes)} has {present}; "
                     f"try --mesh={_with_axes(sizes, used_axes(table))}"
                 )
+    for axis, target in table.items():
+        if known[axis] == "stack" and mesh_axes(target):
+            raise UserError(
+                f"rules {name!r} split {axis!r} over mesh axis {mesh_axes(target)[0]!r}, and what is "
+                "stacked along it is computed one by one; replicate it (None, or null in JSON)"
+            )
     for axis, other in getattr(zoo, "WITHIN", {}).items():
         for mesh_axis in mesh_axes(table[axis]):
             if mesh_axis not in mesh_axes(table[other]):
@@ -171,8 +177,9 @@ def fit(
                 )
     # An activation has the axes that only activations have, and one of those that weights share.
     outer = [a for a, on in known.items() if on == "activations" and a not in zoo.IN_USE.values()]
-    for axis in [axis for axis, on in known.items() if on != "weights" and axis not in outer]:
-        _check_once(name, table, "an activation", (*outer, axis))
+    for axis, on in known.items():
+        if on in ("activations", "both") and axis not in outer:
+            _check_once(name, table, "an activation", (*outer, axis))
     dropped = {axis: None for axis in uneven if may_be_uneven[axis] == "replicated"}
     return table | dropped, uneven
 
