@@ -40,6 +40,8 @@ def path(name: str, what: str) -> pathlib.Path:
     """
     if magic := MAGIC.search(name):
         raise DataError(f"{what} has {magic[0]!r}, which is for patterns; use another name")
+    if "#" in name:  # all arrays of all checkpoints would be one object, where the name ends for it
+        raise DataError(f"{what} has '#', where TensorStore ends a name; use another name")
     _check(name, what)
     from etils import epath
 

@@ -211,6 +211,9 @@ def test_a_bucket_that_cannot_be_used_is_one_sentence(bucket, monkeypatch, insid
     assert says("s3://b/run").startswith("--workdir=s3://b/run is on s3://, which can't be used; ")
     assert "use, for example, gs://my-bucket/runs/a" in says("gs://zoo")
     assert "is for patterns; use another name" in says("gs://zoo/run[1]")
+    assert says("gs://zoo/a#1").endswith(
+        "#1 has '#', where TensorStore ends a name; use another name"
+    )
     assert says("gs://nosuch/a") == (
         "--workdir=gs://nosuch/a: there is no bucket 'nosuch'; create it, or check its name"
     )

@@ -130,6 +130,7 @@ WORKDIR_ROWS = [
     (["--workdir={here}/file"], "--workdir={here}/file is a file; use a folder"),
     (["--workdir={here}/file/run"], "--workdir={here}/file/run: {here}/file is a file; use a folder"),
     (["--workdir=/proc/run"], "--workdir=/proc/run can't be written ("),
+    (["--workdir=gs:/b/run"], "--workdir=gs:/b/run has no ://; use gs://b/run, or a local path"),
     (["--workdir={here}/another"], "has entry 'mlp', not 'transformer'; use a different one"),
     (["--workdir={here}/run", "--seed=1"], "--seed=1 must match the original run, 0; use that, or a different --workdir (this one is {here}/run)"),
     (["--workdir={here}/run", "--batch_size=8"], "--batch_size=8 must match the original run, 16"),
@@ -151,6 +152,7 @@ WORKDIR_ROWS = [
 
 RESTORE_ROWS = [
     (["--restore_from={here}/no"], "--restore_from={here}/no does not exist; use a run's workdir or a checkpoint"),
+    (["--restore_from=s3:b/run"], "--restore_from=s3:b/run has no ://; use gs://b/run, or a local path"),
     (["--restore_from={here}/empty"], "--restore_from={here}/empty holds no checkpoint; use a run's workdir or a checkpoint"),
     (["--restore_from={here}/file"], "--restore_from={here}/file holds no checkpoint"),
     (["--restore_from={here}/texts"], "--restore_from={here}/texts holds no checkpoint"),

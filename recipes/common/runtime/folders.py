@@ -9,6 +9,7 @@ written last and removed first.
 import concurrent.futures
 import os
 import pathlib
+import re
 import shutil
 import tempfile
 from collections.abc import Callable
@@ -26,6 +27,11 @@ def at(name: Any, flag: str = "") -> pathlib.Path:
     Args:
       flag: with which the user gave it: "--workdir".
     """
+    if found := re.match(
+        r"(gs|gcs|s3):(?!//)/*", str(name), re.IGNORECASE
+    ):  # a folder of this disk
+        fix = f"gs://{str(name)[found.end() :]}"
+        raise UserError(f"{f'{flag}=' * bool(flag)}{name} has no ://; use {fix}, or a local path")
     if not buckets.remote(name):
         return pathlib.Path(name).expanduser()
     try:
