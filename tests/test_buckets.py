@@ -19,6 +19,7 @@ from data import DataError, buckets, corpus, sources, tokenizer
 from recipes.common import checkpoint
 from recipes.common.checkpoint import integrity
 from recipes.common.checkpoint.run_folder import open_run
+from recipes.common.checkpoint.saver import Saver
 from recipes.common.mesh import make_mesh
 from recipes.common.runtime import Run, Stopped, UserError, folders, lock, start
 from recipes.common.sharding.abstract import paths
@@ -352,17 +353,45 @@ def test_a_lock_is_ours_though_the_answer_was_lost(bucket):
 
 @pytest.mark.full
 def test_a_run_that_was_silent_for_long_stops(bucket, monkeypatch):
-    """Another took over: what it saves is left alone."""
+    """Another took over: it writes over nothing of the other's, which saves the steps that it left."""
     monkeypatch.setattr(lock, "STALE_SECONDS", -1)
-    saver = saving(WORKDIR).__enter__()
-    saver.save(1, state(1))
-    saver.wait()
-    with contextlib.closing(lock.take(folders.at(WORKDIR), "config.json")):
-        saver.save(2, state(2))
-        with pytest.raises(Stopped, match=f"another run has taken over {WORKDIR}"):
-            saver.wait()
+    monkeypatch.setattr(lock, "SURE_SECONDS", 0)
+    taken = f"another run has taken over {WORKDIR}"
+    first = saving(WORKDIR).__enter__()
+    first.save(1, state(1))
+    first.wait()
+    log = Log(at("metrics.jsonl"), 1, Run(), "tokens", 1, locks=first._folder.locks)
+    first.before_commit, others, save = log.flush, [], first._checkpointer.save
+
+    def silent_within_a_save(*args, **more):
+        others.append(saving(WORKDIR, keep=5).__enter__())
+        folders.write(at("metrics.jsonl"), b"theirs\n")
+        log.write({"step": 2})
+        save(*args, **more)
+
+    monkeypatch.setattr(first._checkpointer, "save", silent_within_a_save)
+    first.save(2, state(2))
+    with pytest.raises(Stopped, match=taken):
+        first.wait()
+    log.close()
+    assert at("metrics.jsonl").read_bytes() == b"theirs\n"
     assert checkpoint.steps_in(at("checkpoints")) == [1]
     assert in_folder(bucket, "checkpoints") == ["1", "2"], "the other's to remove, or to finish"
+    assert not (at("checkpoints/2") / "hashes.json").exists(), "it has stopped writing"
+    second, late = *others, open_run("transformer", Run(workdir=WORKDIR), NoFlags())
+    with contextlib.closing(lock.take(folders.at(WORKDIR), "config.json")):
+        before = bucket.snapshot()[0]
+        with pytest.raises(UserError, match=taken):
+            Saver(late, 1, first._metadata, {})
+        with pytest.raises(Stopped, match=taken):
+            second.save(2, state(2))
+        assert bucket.snapshot()[0] == before
+    with saving(WORKDIR, keep=5) as third:
+        folders.write(at("checkpoints/2/late"), b"of the first")
+        third.save(2, state(2))
+    assert checkpoint.steps_in(at("checkpoints")) == [1, 2]
+    assert checkpoint.verify(at("checkpoints/2")) == ""
+    assert not (at("checkpoints/2") / "late").exists()
 
 
 # ---- whole runs ----------------------------------------------------------------------------------

@@ -21,6 +21,7 @@ import pytest
 
 from recipes.common import checkpoint
 from recipes.common.checkpoint.run_folder import open_run
+from recipes.common.checkpoint.saver import Saver
 from recipes.common.runtime.errors import Stopped, UserError
 from recipes.common.runtime.flags import Run
 from recipes.common.runtime.mesh import make_mesh
@@ -527,6 +528,15 @@ def test_a_second_run_is_refused_while_the_first_holds_the_lock(tmp_path):
         assert str(caught.value) == IN_USE.format(path=tmp_path)
     open_run("x", run, NoFlags()).close()
     assert steps_saved(tmp_path) == []
+
+
+def test_a_run_that_came_and_went_while_another_compiled_is_not_overwritten(tmp_path):
+    late = open_run("transformer", Run(workdir=str(tmp_path)), NoFlags())  # there is no lock yet
+    with saving(tmp_path) as saver:
+        saver.save(2, {"x": jnp.ones(3)})
+    with pytest.raises(UserError, match=f"^--workdir={tmp_path} has got step 2 from another run"):
+        Saver(late, 1, saver._metadata, {})
+    late.close()
 
 
 @pytest.mark.full

@@ -29,7 +29,7 @@ import orbax.checkpoint as ocp
 from data.tokenizer import BYTES, Tokenizer
 from recipes.common.checkpoint import helpers, integrity, run_folder, store
 from recipes.common.checkpoint.run_folder import RunFolder
-from recipes.common.runtime import Stopped, folders, lock, processes
+from recipes.common.runtime import Stopped, UserError, folders, lock, processes
 from recipes.common.sharding import Tree
 
 TEMPORARY = ".orbax-checkpoint-tmp"  # Orbax's suffix of a checkpoint's folder until it is whole
@@ -87,6 +87,8 @@ class Saver:
             folders.make(path / "checkpoints")
             if not self._folder.locks:
                 self._folder.locks.append(lock.take(path, run_folder.CONFIG))
+                self._look_again()
+            self._folder.locks[0].check()
             facts = {key: self._metadata[key] for key in ("flags", "versions")}
             self._folder.locks[0].write(json.dumps(facts, indent=2))
             for step in self._folder.damaged:
@@ -101,6 +103,16 @@ class Saver:
             return self._best()
         except folders.errors() as error:
             raise run_folder.cannot_write(path, error) from None
+
+    def _look_again(self) -> None:
+        """Raises UserError if another run came and went between `open_run` and the lock."""
+        path, damaged = self._folder.path, self._folder.damaged
+        steps = [step for step in store.steps_in(path / "checkpoints") if step not in damaged]
+        if steps and steps[-1] != self._folder.step:
+            raise UserError(
+                f"--workdir={path} has got step {steps[-1]} from another run since this one began; "
+                "start this one again to resume from there, or use a different --workdir"
+            )
 
     def _unfinished(self) -> list[pathlib.Path]:
         """What a killed or failed save, or a killed removal, has left; never a user's own files."""
@@ -126,14 +138,25 @@ class Saver:
         )
         self._step, self._failed = step, ""
         try:
+            if processes.is_first():
+                self._make_room(self._folder.checkpoint(step))
             self._checkpointer.save(self._folder.checkpoint(step), args=items)
         except Exception as error:
             self._fail(error)
+            if self._taken():
+                raise self._not_saved() from None
         else:
             self._thread = threading.Thread(target=self._finish)
             self._thread.start()
             if not processes.is_first():
                 threading.Thread(target=self._help, args=[step], daemon=True).start()
+
+    def _make_room(self, checkpoint: pathlib.Path) -> None:
+        """Raises an error if the folder is another run's by now, which may have a save in flight."""
+        self._folder.locks[0].check()
+        # What the run before this one may have written there until it heard that it was taken over.
+        if folders.in_bucket(checkpoint) and not store.finished(checkpoint):
+            folders.remove(checkpoint, integrity.COMMITTED)
 
     def _help(self, step: int) -> None:
         with contextlib.suppress(Exception):  # a save that has failed asks for nothing
@@ -200,6 +223,7 @@ class Saver:
         """Links a finished checkpoint into best/, then removes the former best."""
         best, saved = self._folder.path / "best", self._folder.checkpoint(step)
         try:
+            self._folder.locks[0].check()
             if folders.in_bucket(best):
                 self._copy_best(saved, best / str(step), figures)
             else:
@@ -247,6 +271,7 @@ class Saver:
             self._remove(self._folder.path / "best" / str(step))
 
     def _finalize(self) -> None:
+        self._folder.locks[0].check()  # else what follows would overwrite another run's
         self.before_commit()
         checkpoints = self._folder.path / "checkpoints"
         uncommitted = checkpoints.glob(f"{self._step}{TEMPORARY}*")
@@ -262,6 +287,7 @@ class Saver:
     def _remove_old(self) -> None:
         """All but the newest finished checkpoints."""
         try:
+            self._folder.locks[0].check()
             for step in store.steps_in(self._folder.path / "checkpoints")[: -self._keep]:
                 self._remove(self._folder.checkpoint(step))
         except folders.errors() as error:
@@ -282,11 +308,10 @@ class Saver:
             lock.release_all()
             processes.leave(f"error: {self._not_saved()}")
         if processes.is_first():
-            print(
-                f"warning: the checkpoint of step {self._step} could not be saved ({self._failed}); "
-                "training continues, and the next save is tried as usual",
-                file=sys.stderr, flush=True,
-            )  # fmt: skip
+            then = "training continues, and the next save is tried as usual"
+            then = "training stops at the next save" if self._taken() else then
+            print(f"warning: the checkpoint of step {self._step} could not be saved ({self._failed}); {then}",
+                  file=sys.stderr, flush=True)  # fmt: skip
             if self._taken():
                 return
             if processes.count() == 1:

@@ -27,9 +27,8 @@ def at(name: Any, flag: str = "") -> pathlib.Path:
     Args:
       flag: with which the user gave it: "--workdir".
     """
-    if found := re.match(
-        r"(gs|gcs|s3):(?!//)/*", str(name), re.IGNORECASE
-    ):  # a folder of this disk
+    # It would be a folder of this disk.
+    if found := re.match(r"(gs|gcs|s3):(?!//)/*", str(name), re.IGNORECASE):
         fix = f"gs://{str(name)[found.end() :]}"
         raise UserError(f"{f'{flag}=' * bool(flag)}{name} has no ://; use {fix}, or a local path")
     if not buckets.remote(name):

@@ -26,6 +26,7 @@ from recipes.common.runtime.errors import UserError
 
 BEAT_SECONDS = 5  # between two writes of lock.json
 STALE_SECONDS = 30  # after which an owner that has not written is dead, or out of reach
+SURE_SECONDS = 1  # after a write, before another is worth while: a bucket takes one a second
 
 _held: set["BucketLock"] = set()  # of this process
 
@@ -84,6 +85,7 @@ class BucketLock:
         self._me = {"id": uuid.uuid4().hex, "host": socket.gethostname(), "pid": os.getpid()}
         self._me |= {"process": _process(os.getpid())}
         self.lost, self._one, self._end = False, threading.Lock(), threading.Event()
+        self._sure_until = 0.0
         self._generation = self._take()
         _held.add(self)
         threading.Thread(target=self._beat, daemon=True).start()
@@ -95,9 +97,11 @@ class BucketLock:
     def check(self) -> None:
         """Raises OSError if another run has taken the lock, because this one was silent for long."""
         with self._one:
-            if not self._end.is_set() and not self.lost:
+            now = time.monotonic()
+            if not self._end.is_set() and not self.lost and now > self._sure_until:
                 try:
                     self._generation = self._put(self._generation)
+                    self._sure_until = now + SURE_SECONDS
                 except FileExistsError:
                     self.lost = True
         if self.lost:

@@ -73,7 +73,8 @@ def fit(
     evaluation = Evaluation(layout, data, extra)
     peak = flops.peak(layout, (example_flops or flops.dense(layout)) / data.units)
     path = folder.path / "metrics.jsonl" if folder.in_use else None
-    log = Log(path, folder.step, run, data.unit, run.batch_size * data.units, peak)
+    per_step = run.batch_size * data.units
+    log = Log(path, folder.step, run, data.unit, per_step, peak, folder.locks)
     if saver:
         saver.before_commit = log.flush  # a finished checkpoint has the lines of its steps
 

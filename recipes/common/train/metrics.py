@@ -8,6 +8,7 @@ import pathlib
 import sys
 import time
 import weakref
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -33,6 +34,7 @@ class Log:
       first: steps done so far.
       unit, per_step: what throughput counts ("tokens"), and how many of them a step has.
       peak: units per second that the devices could do at most, for MFU; None where that is unknown.
+      locks: of the folder, RunFolder's; who has lost one writes to a bucket no more.
     """
 
     def __init__(
@@ -43,6 +45,7 @@ class Log:
         unit: str,
         per_step: int,
         peak: float | None = None,
+        locks: Sequence[Any] = (),
     ):
         self.path, last = path, run.steps
         self._first, self._last, self._every = first, last, run.log_every
@@ -65,7 +68,8 @@ class Log:
             if run.tensorboard:
                 self._board = Board(path.parent / "tensorboard", first, lines)
             if folders.in_bucket(path):
-                self._object = Uploaded(path, "".join(json.dumps(line) + "\n" for line in lines))
+                text = "".join(json.dumps(line) + "\n" for line in lines)
+                self._object = Uploaded(path, text, *(held.check for held in locks))
             else:
                 self._file = path.open("ab", buffering=0)
                 weakref.finalize(self, self._file.close)  # however the run ends

@@ -4,6 +4,7 @@ import pathlib
 import sys
 import threading
 import weakref
+from collections.abc import Callable
 
 from recipes.common.runtime import folders
 
@@ -16,10 +17,11 @@ class Uploaded:
     Args:
       path: the object; one that is there already is replaced with the first line that is added.
       text: what it begins with.
+      check: raises OSError if the object is another's to write by now.
     """
 
-    def __init__(self, path: pathlib.Path, text: str):
-        self._path, self._texts, self._sent = path, [text], 1
+    def __init__(self, path: pathlib.Path, text: str, check: Callable[[], None] = lambda: None):
+        self._path, self._texts, self._sent, self._check = path, [text], 1, check
         self._lock, self._warned = threading.Lock(), False
         self._due, self._end = threading.Event(), threading.Event()
         threading.Thread(
@@ -37,6 +39,7 @@ class Uploaded:
             if len(texts) == self._sent:
                 return
             try:
+                self._check()
                 folders.write(self._path, "".join(texts).encode())
                 self._sent = len(texts)
             except folders.errors() as error:
