@@ -162,6 +162,21 @@ def test_what_processes_have_told_each_other_of_a_save_is_not_kept(monkeypatch):
     assert told == {"save/3/1": None}, "that there is nothing more to do"
 
 
+def test_a_process_that_fails_to_hash_answers_whatever_has_failed(monkeypatch):
+    """Process 0 would wait for hours."""
+    told = {"save/3/0": {"folder": "w", "names": [["a"], ["b"]]}}
+    monkeypatch.setattr(processes, "index", lambda: 1)
+    monkeypatch.setattr(processes, "publish", told.__setitem__)
+    monkeypatch.setattr(processes, "await_published", told.__getitem__)
+
+    def no_threads(folder, names):
+        raise RuntimeError("can't start new thread")
+
+    with pytest.raises(RuntimeError, match="new thread"):
+        helpers.help_with("save/3", no_threads)
+    assert told["save/3/0/1"] == {"error": [None, "can't start new thread", None]}
+
+
 # ---- while it runs -------------------------------------------------------------------------------
 
 

@@ -46,10 +46,13 @@ def help_with(topic: str, hash_them: Hash) -> None:
         try:
             folder = folders.at(request["folder"])
             answer = {"digests": hash_them(folder, request["names"][processes.index()])}
-        except folders.errors() as error:
+        except Exception as error:  # whatever it is: process 0 waits for an answer
             code, where = (getattr(error, name, None) for name in ("errno", "filename"))
             answer = {"error": [code, folders.reason(error), where]}
-        processes.publish(f"{topic}/{number}/{processes.index()}", answer)
+            if not isinstance(error, folders.errors()):
+                raise
+        finally:
+            processes.publish(f"{topic}/{number}/{processes.index()}", answer)
         number += 1
 
 
