@@ -6,9 +6,10 @@ import pathlib
 import jax.numpy as jnp
 import pytest
 
+from recipes.common.hf.folder import new_folder
 from recipes.common.runtime import Run
 from recipes.common.train.metrics import Log
-from tests.runs import saving
+from tests.runs import saving, talker
 
 
 @pytest.fixture
@@ -70,10 +71,27 @@ def test_lines_of_metrics_are_on_disk_before_a_checkpoint_of_their_steps(tmp_pat
     log = Log(path, 0, Run(steps=2), "tokens", 1)
     log.write({"step": 1})
     log.flush()  # what a Saver calls before each commit
-    assert path.stat().st_ino in synced(calls)
+    assert {path.stat().st_ino, tmp_path.stat().st_ino} <= synced(calls), "and its name"
     log.close()
     calls.clear()
     Log(path, 1, Run(steps=2), "tokens", 1).close()  # a run that resumes writes the file anew
-    before, _ = around(calls, path)
+    before, after = around(calls, path)
     assert path.stat().st_ino in before
+    assert tmp_path.stat().st_ino in after
     assert path.read_text() == '{"step": 1}\n'
+
+
+def test_what_is_published_imported_or_exported_is_on_disk_before_it_is_reported(tmp_path, calls):
+    for name, write in {"zoo": lambda folder: talker(folder, 32), "hf": export}.items():
+        calls.clear()
+        folder = tmp_path / name / "new" / "mine"
+        write(folder)
+        before, after = around(calls, folder)
+        assert {path.stat().st_ino for path in (folder, *folder.rglob("*"))} <= before
+        assert folder.parent.stat().st_ino in after, "the rename itself"
+        assert {path.stat().st_ino for path in (tmp_path, tmp_path / name)} <= before
+
+
+def export(folder: pathlib.Path) -> None:
+    with new_folder(folder, card="A card") as beside:
+        (beside / "config.json").write_text("{}")

@@ -396,6 +396,7 @@ def write(
         ),
     )
     beside = folders.absolute(folder).with_name(f".{folder.name}.{os.getpid()}")
+    folders.make(beside.parent)
     try:
         with ocp.Checkpointer(handler) as checkpointer:
             checkpointer.save(beside, args=items)
@@ -411,6 +412,7 @@ def write(
             (beside / card.FILE).write_text(text)
             hashes |= integrity.hashes_of(beside, {card.FILE: len(text.encode())})
         integrity.write_hashes(beside, hashes)
+        folders.to_disk(beside)
         folders.move(beside, folder, integrity.COMMITTED)
     finally:
         for left in list(beside.parent.glob(f"{beside.name}*")):

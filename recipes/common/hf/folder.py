@@ -157,7 +157,7 @@ def new_folder(
     if bucket:  # safetensors are written to disks, so there has to be room for the model on one
         beside = pathlib.Path(tempfile.mkdtemp())
     else:
-        folder.parent.mkdir(parents=True, exist_ok=True)
+        folders.make(folder.parent)
         beside = folder.with_name(f".{folder.name}.{os.getpid()}.tmp")
         beside.mkdir()
     try:
@@ -169,7 +169,8 @@ def new_folder(
         if bucket:
             folders.upload(beside, folder, mark=config)
         else:
-            beside.rename(folder)
+            folders.to_disk(beside)
+            folders.move(beside, folder)
     finally:
         shutil.rmtree(beside, ignore_errors=True)
 

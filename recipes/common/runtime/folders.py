@@ -156,13 +156,14 @@ def copy(
     files.cp_file(f"{source}/{mark}", f"{target}/{mark}")
 
 
-def move(source: pathlib.Path, target: pathlib.Path, mark: str) -> None:
+def move(source: pathlib.Path, target: pathlib.Path, mark: str = "") -> None:
     """Moves a finished folder to a place where nothing is."""
     if in_bucket(source):
         copy(source, target, mark)
         remove(source, mark)
-    else:
-        source.rename(target)
+        return
+    source.rename(target)
+    sync(target.parent)
 
 
 def remove(folder: pathlib.Path, mark: str) -> None:

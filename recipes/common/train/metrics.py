@@ -72,6 +72,7 @@ class Log:
                 self._object = Uploaded(path, text, *(held.check for held in locks))
             else:
                 self._file = path.open("ab", buffering=0)
+                folders.sync(path.parent)  # its name, or that it has replaced the former one
                 weakref.finalize(self, self._file.close)  # however the run ends
         self._bar = None
         if self._main and sys.stdout.isatty() and last > first:
