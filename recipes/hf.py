@@ -69,7 +69,8 @@ def import_(flags: Import) -> None:
     # Where a folder lies says nothing to others.
     on_hub = not (folders.in_bucket(name) or pathlib.Path(name).exists())
     facts["imported"] = f"hf:{name}" if on_hub else folder.path.name
-    checkpoint.write(target, variables, facts, tokenizer=tokens)
+    with folders.writing(flags.target):
+        checkpoint.write(target, variables, facts, tokenizer=tokens)
     without, also = ("", "") if tokens else (", without a tokenizer", " --tokenizer=FILE")
     print0(
         f"Imported {parameters(layout)} into {flags.target}{without}; it can be trained or evaluated:",
@@ -102,14 +103,17 @@ def export(flags: Export) -> None:
 
     told = card.facts(source, list(shards.values()), flags.licence, flags.note)
     readme = card.for_hub(target.name, source.metadata, told, flags.adapter)
-    if flags.adapter:  # whose base PEFT is told by name if it can read that
-        base = source.where.removeprefix("hf:") if source.where.startswith("hf:") else None
-        hf.write_adapter(target, entry, layout.config, base, read, tokens, readme)
-        loads = f'PEFT loads it:\n  PeftModel.from_pretrained(model, "{flags.target}")'
-    else:
-        hf.write(target, entry, layout.config, checkpoint.context(source), read, tokens, readme)
-        loads = f'transformers loads it:\n  AutoModelForCausalLM.from_pretrained("{flags.target}")'
-    print0(f"Exported {parameters(layout)} to {flags.target}; {loads}")
+    name = flags.target
+    with folders.writing(name):
+        if flags.adapter:  # whose base PEFT is told by name if it can read that
+            base = source.where.removeprefix("hf:") if source.where.startswith("hf:") else None
+            hf.write_adapter(target, entry, layout.config, base, read, tokens, readme)
+            loads = f'PEFT loads it:\n  PeftModel.from_pretrained(model, "{name}")'
+        else:
+            context = checkpoint.context(source)
+            hf.write(target, entry, layout.config, context, read, tokens, readme)
+            loads = f'transformers loads it:\n  AutoModelForCausalLM.from_pretrained("{name}")'
+    print0(f"Exported {parameters(layout)} to {name}; {loads}")
 
 
 def new_folder(flags: Folders) -> pathlib.Path:

@@ -72,7 +72,7 @@ def main(flags: Publish) -> None:
 
     # ---- Written to a temporary folder, and moved in place ---------------------------------------
     ours = target.parent == checkpoint.PUBLISHED
-    try:
+    with folders.writing(flags.target):
         checkpoint.write(
             target,
             variables,
@@ -81,10 +81,6 @@ def main(flags: Publish) -> None:
             readme=lambda hashes: card.text(target.name, ours, metadata, hashes),
             tokenizer=tokenizer,
         )
-    except folders.errors() as error:
-        raise UserError(
-            f"--target={flags.target} can't be written ({folders.reason(error)}); use a different folder"
-        ) from None
     size = sum(folders.sizes(target).values())
     print0(
         report.headline(layout),

@@ -4,7 +4,9 @@ import contextlib
 import importlib.util
 import json
 import os
+import pathlib
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -25,6 +27,7 @@ from recipes.common.runtime import Run, Stopped, UserError, folders, lock, start
 from recipes.common.sharding.abstract import paths
 from recipes.common.train.loop import finish
 from recipes.common.train.metrics import Log
+from recipes.common.train.profile import Profile
 from tests import small_tokenizers
 from tests.bucket import CUT, LOST, Bucket, Request
 from tests.conftest import ROOT
@@ -274,6 +277,42 @@ def test_a_bucket_that_is_lost_after_the_last_save_is_a_warning(bucket, capfd):
         "was saved before\n"
     )
     assert checkpoint.verify(at("checkpoints/1")) == ""
+
+
+@pytest.mark.full
+def test_what_is_refused_midway_is_one_sentence(bucket, inside, tmp_path, capfd, monkeypatch):
+    models, target = {"export": talker(tmp_path / "zoo", 32)}, "gs://zoo/new"
+    models["import"] = ROOT / "tests" / "golden" / "hf" / "llama3"
+    for (command, source), part in zip(models.items(), ("safetensors", "/d/"), strict=True):
+        with bucket.failing(refuse(writes(part))):
+            done = inside("recipes.hf", command, f"--source={source}", f"--target={target}")
+        told = done.err.splitlines()[-1]  # TensorStore tells that it finds no credentials
+        assert (done.code, done.out.count("xported") + done.out.count("mported")) == (2, 0)
+        assert told.startswith(f"error: --target={target} can't be written (")
+        assert told.endswith("); use a different folder")
+        assert not bucket.names("new"), "the same command can be tried again"
+    with saving(WORKDIR) as saver:
+        saver.save(1, state(1))
+    with bucket.failing(refuse(lambda r: r.query.get("prefix") == ["runs/w/checkpoints/"])):
+        with pytest.raises(UserError) as caught:
+            checkpoint.find(WORKDIR)
+    assert (
+        str(caught.value) == f"--restore_from={WORKDIR} can't be read (403 Forbidden); use another"
+    )
+    # A profile: training goes on. JAX's own takes seconds to begin.
+    monkeypatch.setattr(jax.profiler, "start_trace", lambda to: (to / "trace").touch())
+    monkeypatch.setattr(jax.profiler, "stop_trace", lambda: None)
+    run = Run(workdir=WORKDIR, steps=3, profile="2:2")
+    with contextlib.closing(open_run("transformer", run, NoFlags())) as folder:
+        profile = Profile(run, folder)
+        with bucket.failing(refuse(writes("/profile/"))), profile:
+            assert profile.around(lambda state, batch: batch, 1)(0, 7) == 7
+    found = re.search(
+        r"warning: gs://zoo/runs/w/profile could not be written \(403 Forbidden\); training continues, "
+        r"and the profile is in (.+)\n", capfd.readouterr().err,
+    )  # fmt: skip
+    assert list(pathlib.Path(found[1]).iterdir())
+    shutil.rmtree(found[1])
 
 
 # ---- what the server may do ----------------------------------------------------------------------

@@ -167,12 +167,8 @@ def _newest(
             locks.append(lock.take(path, CONFIG))
     except folders.errors() as error:
         raise cannot_write(path, error) from None
-    try:
+    with folders.telling(f"--workdir={path} can't be read", "use a different --workdir"):
         steps = store.steps_in(path / "checkpoints")
-    except folders.errors() as error:
-        raise UserError(
-            f"--workdir={path} can't be read ({folders.reason(error)}); use a different --workdir"
-        ) from None
     damaged = []
     for step in reversed(steps):
         folder = path / "checkpoints" / str(step)

@@ -152,6 +152,12 @@ def _locate(path: str | pathlib.Path, what: str, whole: bool) -> Source:
     """What is at a path, of an adapter without its base."""
     if str(path).startswith("hf:"):
         return hf.open_folder(hf.locate(str(path).removeprefix("hf:")))
+    with folders.telling(f"{what} can't be read", "use another"):
+        return _locate_here(path, what, whole)
+
+
+def _locate_here(path: str | pathlib.Path, what: str, whole: bool) -> Source:
+    """The same, of what is not Hugging Face's by its name. Raises `folders.errors`, too."""
     folder = folders.at(path, what.partition("=")[0])
     fix = "use a run's workdir or a checkpoint"
     if not folder.exists() and str(path) == folder.name:
@@ -379,6 +385,8 @@ def write(
       files: name → text of what else belongs in the folder.
       readme: function of the hashes of all other files → the text of its card.
       tokenizer: the model's, if it is known.
+
+    Raises `folders.errors` if it can't be written.
     """
     # Otherwise Orbax copies all arrays to this process at once, and keeps what it has compressed of
     # them until a file of 2 GB is full.
@@ -399,7 +407,10 @@ def write(
     folders.make(beside.parent)
     try:
         with ocp.Checkpointer(handler) as checkpointer:
-            checkpointer.save(beside, args=items)
+            try:
+                checkpointer.save(beside, args=items)
+            except ValueError as error:  # TensorStore's, whatever has failed
+                raise OSError(folders.reason(error)) from error
         for name in folders.sizes(beside):
             if name.endswith(integrity.COMMITTED):  # without this machine's path
                 (beside / name).write_text("Checkpoint commit was successful\n")

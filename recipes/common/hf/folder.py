@@ -167,7 +167,12 @@ def new_folder(
         if card:
             (beside / "README.md").write_text(card)
         if bucket:
-            folders.upload(beside, folder, mark=config)
+            try:
+                folders.upload(beside, folder, mark=config)
+            except folders.errors():
+                with contextlib.suppress(*folders.errors()):  # else the same command finds it there
+                    folders.remove(folder, config)
+                raise
         else:
             folders.to_disk(beside)
             folders.move(beside, folder)

@@ -7,12 +7,13 @@ written last and removed first.
 """
 
 import concurrent.futures
+import contextlib
 import os
 import pathlib
 import re
 import shutil
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from data import DataError, buckets
@@ -37,6 +38,20 @@ def at(name: Any, flag: str = "") -> pathlib.Path:
         return buckets.path(str(name), f"{flag}={name}" if flag else str(name))
     except DataError as error:
         raise UserError(str(error)) from None
+
+
+@contextlib.contextmanager
+def telling(problem: str, fix: str) -> Iterator[None]:
+    """Inside, an error of reading or writing is a UserError: "PROBLEM (reason); FIX"."""
+    try:
+        yield
+    except errors() as error:
+        raise UserError(f"{problem} ({reason(error)}); {fix}") from None
+
+
+def writing(target: Any, flag: str = "target"):
+    """`telling` that what a flag names can't be written."""
+    return telling(f"--{flag}={target} can't be written", "use a different folder")
 
 
 def absolute(path: pathlib.Path) -> pathlib.Path:
@@ -74,12 +89,8 @@ def new(target: str, flag: str = "target", appended: bool = False) -> pathlib.Pa
         )
     if folder.exists():
         raise UserError(f"--{flag}={folder} already exists; use a new name")
-    try:
+    with writing(folder, flag):
         try_to_write(folder)
-    except errors() as error:
-        raise UserError(
-            f"--{flag}={folder} can't be written ({reason(error)}); use a different folder"
-        ) from None
     return folder
 
 

@@ -4,6 +4,7 @@ import itertools
 import pathlib
 import re
 import shutil
+import sys
 import tempfile
 from collections.abc import Callable
 
@@ -72,7 +73,12 @@ class Profile:
             self._running = False
             jax.profiler.stop_trace()
             if self._trace != self._folder:
-                folders.upload(self._trace, self._folder)
+                try:
+                    folders.upload(self._trace, self._folder)
+                except folders.errors() as error:
+                    print(f"warning: {self._shown} could not be written ({folders.reason(error)}); training "
+                          f"continues, and the profile is in {self._trace}", file=sys.stderr, flush=True)  # fmt: skip
+                    return
                 shutil.rmtree(self._trace)
             print0(f"Profile of steps {self._first} to {self._last}: {self._shown}; to open it: "
                    f"pip install xprof && xprof --port=8791 {self._shown}")  # fmt: skip
