@@ -1,6 +1,7 @@
 """Runs in a bucket: what a disk keeps, it keeps. The server is tests/bucket.py; no real bucket is used."""
 
 import contextlib
+import copy
 import importlib.util
 import json
 import os
@@ -23,7 +24,7 @@ from recipes.common.checkpoint import integrity
 from recipes.common.checkpoint.run_folder import open_run
 from recipes.common.checkpoint.saver import Saver
 from recipes.common.mesh import make_mesh
-from recipes.common.runtime import Run, Stopped, UserError, folders, lock, start
+from recipes.common.runtime import Run, Stopped, UserError, folders, lock, preemption, start
 from recipes.common.sharding.abstract import paths
 from recipes.common.train.loop import finish
 from recipes.common.train.metrics import Log
@@ -185,6 +186,10 @@ def test_of_two_starts_one_wins_and_a_dead_one_is_taken_over(bucket, monkeypatch
         monkeypatch.setattr(lock, "STALE_SECONDS", 1)
         with contextlib.closing(lock.take(folders.at(WORKDIR), "config.json")) as theirs:
             mine._end.clear()
+            unaware = copy.copy(mine)  # ends, and leaves the lock to its new owner
+            unaware._end = threading.Event()
+            unaware.close()
+            assert bucket.names() == ["runs/w/lock.json"]
             with pytest.raises(OSError, match="another run has taken over gs://zoo/runs/w"):
                 mine.check()
             theirs.check()
@@ -192,6 +197,19 @@ def test_of_two_starts_one_wins_and_a_dead_one_is_taken_over(bucket, monkeypatch
 
 def put(owner: dict) -> None:
     folders.write(at("lock.json"), json.dumps(owner).encode())
+
+
+def test_a_signal_outside_of_training_releases_the_lock(bucket, capfd, monkeypatch):
+    monkeypatch.setattr(os, "_exit", sys.exit)
+    monkeypatch.setattr(preemption, "_asked", "")
+    for release_seconds, at_work in ((60, False), (0.1, True)):
+        monkeypatch.setattr(preemption, "RELEASE_SECONDS", release_seconds)
+        held = lock.take(folders.at(WORKDIR), "config.json")
+        with held._one if at_work else contextlib.nullcontext():
+            with pytest.raises(SystemExit):
+                preemption._handle(signal.SIGTERM, None)
+            assert bool(bucket.names()) == at_work, "the process ends, whatever it was doing"
+        assert capfd.readouterr().out.startswith("Stopped by SIGTERM outside of training")
 
 
 @pytest.fixture
@@ -483,6 +501,8 @@ def test_a_run_in_a_bucket_is_the_run_on_a_disk(bucket, book, quick, inside, tmp
     assert checkpoint.verify(published) == ""
     done = inside("recipes.hf", "export", f"--source={published}", f"--target={exported}")
     assert done.code == 0, done.err
+    written = [r.name for r in bucket.requests if r.changes and r.name.startswith("hf/mine/")]
+    assert written.index("hf/mine/config.json") == len(written) - 1, "whole once it has that"
     done = inside("recipes.hf", "import", f"--source={exported}", f"--target={imported}")
     assert done.code == 0, done.err
     want = None

@@ -8,11 +8,14 @@ import contextlib
 import os
 import signal
 import sys
+import threading
 from typing import TextIO
 
 from jax.experimental import multihost_utils
 
-from recipes.common.runtime import processes
+from recipes.common.runtime import lock, processes
+
+RELEASE_SECONDS = 5  # for the workdir's lock, which others else wait for
 
 _asked = ""  # the signal that asked this process to stop
 _training = False
@@ -56,5 +59,9 @@ def _handle(number: int, _frame) -> None:
 
 
 def _leave(code: int, stream: TextIO, text: str) -> None:
-    os.write(stream.fileno(), text.encode())  # the signal may have interrupted a print
+    os.write(stream.fileno(), text.encode())  # the signal may have interrupted a print …
+    # … or, in this thread, the lock's own work.
+    releasing = threading.Thread(target=lock.release_all, daemon=True)
+    releasing.start()
+    releasing.join(RELEASE_SECONDS)
     os._exit(code)
