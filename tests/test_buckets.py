@@ -18,7 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from data import DataError, buckets, corpus, sources, tokenizer
+from data import DataError, buckets, corpus, sources, text, tokenizer
 from recipes.common import checkpoint
 from recipes.common.checkpoint import integrity
 from recipes.common.checkpoint.run_folder import open_run
@@ -38,6 +38,7 @@ from tests.runs import TINY, NoFlags, assert_bit_equal, records, saving, state_o
 from tests.test_processes import SMALLEST, Together
 
 WORKDIR = "gs://zoo/runs/w"
+MODELS = ROOT / "tests" / "golden" / "hf"
 
 
 @pytest.fixture(scope="session")
@@ -300,7 +301,7 @@ def test_a_bucket_that_is_lost_after_the_last_save_is_a_warning(bucket, capfd):
 @pytest.mark.full
 def test_what_is_refused_midway_is_one_sentence(bucket, inside, tmp_path, capfd, monkeypatch):
     models, target = {"export": talker(tmp_path / "zoo", 32)}, "gs://zoo/new"
-    models["import"] = ROOT / "tests" / "golden" / "hf" / "llama3"
+    models["import"] = MODELS / "llama3"
     for (command, source), part in zip(models.items(), ("safetensors", "/d/"), strict=True):
         with bucket.failing(refuse(writes(part))):
             done = inside("recipes.hf", command, f"--source={source}", f"--target={target}")
@@ -555,6 +556,11 @@ def test_data_in_a_bucket_is_the_data_on_a_disk(bucket, tmp_path, monkeypatch):
     for name in ("d/a.jsonl", "d/b.parquet", "d/*.jsonl", "d"):
         (there,), (here,) = sources.find(f"gs://zoo/{name}"), sources.find(str(tmp_path / name))
         assert corpus.prepare(there).fingerprint == corpus.prepare(here).fingerprint
+    evaluated = [
+        text.load(f"{place}/d/a.jsonl", eval_dataset=f"{place}/d/b.parquet").facts["fingerprint"]
+        for place in ("gs://zoo", tmp_path)
+    ]
+    assert evaluated[0] == evaluated[1] != corpus.prepare(there).fingerprint
     before = len(bucket.requests)
     (again,) = sources.find("gs://zoo/d/a.jsonl")
     assert all("alt" not in request.query for request in bucket.requests[before:]), "copied once"
@@ -572,16 +578,42 @@ def test_data_in_a_bucket_is_the_data_on_a_disk(bucket, tmp_path, monkeypatch):
 
 @pytest.mark.full
 def test_a_model_in_a_bucket_answers_with_its_tokenizer(bucket, quick, inside, tmp_path):
-    answers = [
-        inside(
-            "recipes.generate", f"--restore_from={talker(folder, 32)}", "--prompt=def one",
-            "--max_new_tokens=8", "--temperature=0",
+    """And is evaluated: its prompts, texts and figures are there, too."""
+    answers, figures = [], []
+    for place in (folders.at("gs://zoo/x"), tmp_path / "x"):
+        model, rows, out = talker(place / "talker", 32), place / "a.jsonl", place / "figures.json"
+        folders.make(place)
+        folders.write(rows, json.dumps({"prompt": "def one", "text": "All work. " * 9}).encode())
+        answers.append(
+            inside(
+                "recipes.generate", f"--restore_from={model}", f"--prompts={rows}",
+                "--max_new_tokens=8", "--temperature=0",
+            )
+        )  # fmt: skip
+        done = inside(
+            "recipes.evaluate", f"--restore_from={model}", f"--dataset={rows}", f"--out={out}"
         )
-        for folder in (folders.at("gs://zoo/talker"), tmp_path / "talker")
-    ]  # fmt: skip
+        assert done.code == 0, done.err
+        (told,) = json.loads(out.read_text())["datasets"].values()
+        figures.append(told)
     assert [done.code for done in answers] == [0, 0], answers[0].err
     there, here = (re.sub(r"[\d.,]+ (s|tokens/s|MB/s)", "", done.out) for done in answers)
     assert there == here
+    assert figures[0] == figures[1]
+    assert figures[0]["bytes"] == 89
+    with pytest.raises(UserError, match="is in a bucket, where nothing can be appended; use a loc"):
+        folders.new("gs://zoo/answers.jsonl", "out", appended=True)
+
+
+@pytest.mark.full
+def test_the_base_of_an_adapter_may_be_in_a_bucket(bucket):
+    base, there = f"hf:{MODELS / 'llama3'}", "gs://zoo/base"
+    source = checkpoint.find(base)
+    variables = checkpoint.restore_variables(source, checkpoint.layout_of(source, make_mesh("1")))
+    checkpoint.write(folders.at(there), variables, {"flags": {}} | source.metadata)
+    found = [checkpoint.find(MODELS / "llama3_lora", base=where) for where in (there, base)]
+    assert [paths(each.shapes()).keys() for each in found] == [paths(source.shapes()).keys()] * 2
+    assert found[0].metadata["config"] == found[1].metadata["config"]
 
 
 # ---- kill -9 -------------------------------------------------------------------------------------
