@@ -1,6 +1,7 @@
 """The launchers in recipes/launch, and that processes find each other by what launchers set."""
 
 import http.server
+import json
 import os
 import pathlib
 import random
@@ -240,20 +241,75 @@ import subprocess, sys
 assert sys.argv[1:3] == ["-tt", "localhost"], sys.argv
 sys.exit(subprocess.run(["bash", "-c", sys.argv[3]]).returncode)
 """
+GCLOUD = """#!{python}
+import subprocess, sys
+assert sys.argv[1:5] == ["compute", "tpus", "tpu-vm", "ssh"] and "--worker=all" in sys.argv, sys.argv
+(command,) = (word[10:] for word in sys.argv if word.startswith("--command="))
+sys.exit(subprocess.run(["bash", "-c", command]).returncode)
+"""
+# In place of Python: what each process is given.
+SAYS = """#!{python}
+import json, os, sys
+with open("said", "a") as file:
+    file.write(json.dumps([sys.argv[1:], dict(os.environ)]) + "\\n")
+"""
 
 
 @pytest.fixture
 def clone(tmp_path):
-    """A folder like a user's clone, whose .venv is this Python, with false srun and ssh in PATH."""
+    """A folder like a user's clone, whose .venv is this Python, with false launchers in PATH."""
     for name in ("recipes", "zoo", "data"):
         (tmp_path / name).symlink_to(ROOT / name)
     tools = tmp_path / ".venv" / "bin"
     tools.mkdir(parents=True)
     (tools / "activate").write_text(f"export PATH={tools}:$PATH\n")
-    for name, text in (("srun", SRUN), ("ssh", SSH), ("python", '#!/bin/sh\nexec {python} "$@"\n')):
+    for name, text in (
+        ("srun", SRUN),
+        ("ssh", SSH),
+        ("gcloud", GCLOUD),
+        ("python", '#!/bin/sh\nexec {python} "$@"\n'),
+    ):
         (tools / name).write_text(text.format(python=sys.executable, job=job_id()))
         (tools / name).chmod(0o755)
     return tmp_path
+
+
+def launch(script: str, clone: pathlib.Path, *words: str, **env: str):
+    env = os.environ | {"HOSTS": "localhost localhost", "PORT": str(free_port())} | env
+    env["PATH"] = f"{clone}/.venv/bin:{os.environ['PATH']}"
+    return subprocess.run(
+        ["bash", LAUNCH / script, *words], cwd=clone, env=env, capture_output=True, text=True, timeout=200
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("more", [(), ("--size=1b", "--prompt=it's a $HOME")], ids=["bare", "more"])
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_a_script_gives_each_process_its_flags(script, more, clone):
+    (clone / ".venv" / "bin" / "python").write_text(SAYS.format(python=sys.executable))
+    words, env = more, {"SLURM_CPUS_PER_TASK": "8"}
+    if script == "tpu.sh":
+        (clone / "zoo").unlink()
+        (clone / "zoo").symlink_to(clone)  # where `tpu.sh install` has the clone
+        words = ("run", *more)
+    done = launch(script, clone, *words, **env)
+    assert (done.returncode, done.stderr) == (0, "")
+    said = [json.loads(line) for line in (clone / "said").read_text().splitlines()]
+    for given, _ in said:
+        assert given[:2] == ["-m", "recipes.transformer"]
+        assert given[2].startswith("--mesh=")
+        assert given[3] in ("--workdir=runs/mine", "--workdir=gs://my-bucket/runs/mine")
+        assert given[4:] == list(more)
+    numbers = [] if script == "tpu.sh" else [0, 1]  # TPU hosts ask the metadata server
+    found = [cluster.find(env) for _, env in said]
+    assert sorted(given["process_id"] for _, given in found if given) == numbers
+    if script == "slurm_gpu.sbatch":
+        assert all(env["SRUN_CPUS_PER_TASK"] == "8" for _, env in said), "srun asks for as many"
+
+
+def test_a_word_that_tpu_sh_does_not_know_is_one_line(clone):
+    done = launch("tpu.sh", clone, "bogus")
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr == "error: bogus is not one of create, install, run and delete\n"
 
 
 def assert_two_found_each_other(done: subprocess.CompletedProcess) -> None:
@@ -268,14 +324,7 @@ def assert_two_found_each_other(done: subprocess.CompletedProcess) -> None:
     [pytest.param(name, marks=pytest.mark.full) for name in ("slurm_cpu.sbatch", "ssh.sh")],
 )
 def test_a_script_starts_processes_that_find_each_other(script, clone, book):
-    env = os.environ | {"XLA_FLAGS": XLA_FLAGS, "HOSTS": "localhost localhost"}
-    env |= {"PORT": str(free_port()), "PATH": f"{clone}/.venv/bin:{os.environ['PATH']}"}
-    done = subprocess.run(
-        [LAUNCH / script if script.endswith(".sh") else "bash",
-         *([] if script.endswith(".sh") else [LAUNCH / script]), *FLAGS, book],
-        cwd=clone, env=env, capture_output=True, text=True, timeout=200,
-    )  # fmt: skip
-    assert_two_found_each_other(done)
+    assert_two_found_each_other(launch(script, clone, *FLAGS, book, XLA_FLAGS=XLA_FLAGS))
 
 
 def started(folder: pathlib.Path, command: list[str], environments: list[dict[str, str]]):
