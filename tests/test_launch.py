@@ -141,6 +141,11 @@ ALL = {"coordinator_address": "a:1", "process_id": 1, "cluster_detection_method"
         (SLURM | {"SLURM_STEP_NUM_NODES": "2", "SLURM_GPUS_ON_NODE": "2"}, 4, {"process_id": 1}),
         (OMPI | {"OMPI_MCA_orte_hnp_uri": "4096.0;tcp://10.0.0.1:1"}, 3, {"process_id": 1}),
         (OMPI | {"JAX_COORDINATOR_ADDRESS": "a:1"}, 3, ALL | {"num_processes": 3, "local_device_ids": [0]}),
+        # mpirun inside of Slurm: the ranks have the variables of the step that started its daemons.
+        (SLURM | OMPI | {"OMPI_MCA_orte_hnp_uri": "4096.0;tcp://10.0.0.1:1"}, 3, {"process_id": 1}),
+        (SLURM | OMPI | {"JAX_COORDINATOR_ADDRESS": "a:1"}, 3, ALL | {"num_processes": 3, "local_device_ids": [0]}),
+        (SLURM | {"JAX_COORDINATOR_ADDRESS": "a:1"}, 4, {"process_id": 1}),
+        ({"TPU_WORKER_HOSTNAMES": "a,b", "JAX_COORDINATOR_ADDRESS": "a:1"}, 2, {}),
         (GIVEN, 2, ALL | {"num_processes": 2}),
         (GIVEN | SLURM, 2, ALL | {"num_processes": 2}),
         ({"TPU_WORKER_HOSTNAMES": "localhost"}, 1, {}),
@@ -161,6 +166,8 @@ def test_a_cluster_is_recognized_by_what_its_launcher_sets(environment, count, g
         (OMPI, "Open MPI 5 does not say where process 0 is; start with mpirun -x JAX_COORDINATOR_ADDRESS=HOST:PORT"),
         (GIVEN | {"JAX_PROCESS_ID": ""}, "JAX_COORDINATOR_ADDRESS=a:1 JAX_NUM_PROCESSES=2 JAX_PROCESS_ID= do not describe a process"),
         ({"JAX_PROCESS_ID": "1"}, "JAX_COORDINATOR_ADDRESS= JAX_NUM_PROCESSES= JAX_PROCESS_ID=1 do not describe a process"),
+        ({"JAX_COORDINATOR_ADDRESS": "a:1"}, "JAX_COORDINATOR_ADDRESS=a:1 JAX_NUM_PROCESSES= JAX_PROCESS_ID= do not describe a process"),
+        (GIVEN | {"JAX_NUM_PROCESSES": "0"}, "JAX_COORDINATOR_ADDRESS=a:1 JAX_NUM_PROCESSES=0 JAX_PROCESS_ID=1 do not describe a process"),
     ],
 )  # fmt: skip
 def test_half_a_description_is_one_line(environment, told):
@@ -363,15 +370,31 @@ def test_the_pods_of_a_jobset_find_each_other(clone, book):
     assert_two_found_each_other(started(clone, command, environments))
 
 
+# Less than a recipe: who each one is, and how many devices they have together.
+MEET = """
+import jax
+from recipes.common.runtime import processes
+processes.initialize(0, -1, "")
+print(processes.gather(processes.index()), jax.process_index(), jax.device_count())
+"""
+
+
 @pytest.mark.full
-def test_processes_of_open_mpi_find_each_other(clone, book):
-    shared = {
+@pytest.mark.parametrize("version", [4, 5])
+def test_processes_of_open_mpi_find_each_other(version, clone):
+    """Also inside of Slurm, where each has the variables of the one that started it."""
+    shared = SLURM | {
         "OMPI_COMM_WORLD_SIZE": "2",
-        "OMPI_MCA_orte_hnp_uri": f"{job_id() * 4096}.0;tcp://127.0.0.1:1",
+        "JAX_PLATFORMS": "cpu",
+        "JAX_NUM_CPU_DEVICES": "1",
     }
+    if version == 4:
+        shared["OMPI_MCA_orte_hnp_uri"] = f"{job_id() * 4096}.0;tcp://127.0.0.1:1"
+    else:
+        shared["JAX_COORDINATOR_ADDRESS"] = f"localhost:{free_port()}"
     environments = [
         shared | {"OMPI_COMM_WORLD_RANK": str(i), "OMPI_COMM_WORLD_LOCAL_RANK": str(i)}
         for i in range(2)
     ]
-    command = [sys.executable, "-m", "recipes.transformer", *FLAGS, book, "--workdir=runs/mine"]
-    assert_two_found_each_other(started(clone, command, environments))
+    done = started(clone, [sys.executable, "-c", MEET], environments)
+    assert done.stdout == "[0, 1] 0 2\n"
