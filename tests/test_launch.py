@@ -375,7 +375,7 @@ MEET = """
 import jax
 from recipes.common.runtime import processes
 processes.initialize(0, -1, "")
-print(processes.gather(processes.index()), jax.process_index(), jax.device_count())
+print(processes.decide(processes.index(), list), jax.process_index(), jax.device_count())
 """
 
 
