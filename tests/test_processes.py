@@ -281,26 +281,44 @@ def test_death_of_the_first_process_ends_the_others(tmp_path):
     assert any(message in err for message in LOST), err
 
 
-@pytest.mark.full
-@pytest.mark.parametrize(("which", "number"), [(0, signal.SIGTERM), (1, signal.SIGINT)], ids=str)
-def test_a_signal_ends_a_process_that_waits_for_the_others(which, number):
+def waits(which: int, seconds: int = 300) -> subprocess.Popen:
+    """One of two processes; the other one never comes."""
     with socket.socket() as free:
         free.bind(("localhost", 0))
         port = free.getsockname()[1]
     code = f"""if True:
         from recipes.common.runtime import preemption, processes
         preemption.watch()
+        processes.START_SECONDS = {seconds}
         print("waits", flush=True)
         processes.initialize(2, {which}, "localhost:{port}")
     """
     command = [sys.executable, "-c", code]
     process = subprocess.Popen(command, cwd=ROOT, text=True, stdout=-1, stderr=-1)
     process.stdout.readline()
+    return process
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(("which", "number"), [(0, signal.SIGTERM), (1, signal.SIGINT)], ids=str)
+def test_a_signal_ends_a_process_that_waits_for_the_others(which, number):
+    process = waits(which)
     time.sleep(1)
     process.send_signal(number)
     out, err = process.communicate(timeout=10)
     assert (process.returncode, err) == (0, "")
     assert out == f"Stopped by {number.name} outside of training; the same command resumes.\n"
+
+
+@pytest.mark.full
+def test_waiting_for_a_process_that_never_comes_ends_with_one_line():
+    process = waits(0, seconds=1)
+    out, err = process.communicate(timeout=30)
+    assert (process.returncode, out) == (1, "")
+    assert err == (
+        "error: fewer than 2 processes have started within 1 s; see what each of them printed, and "
+        "start all of them again\n"
+    )
 
 
 # ---- how they find each other, without processes -------------------------------------------------

@@ -76,12 +76,18 @@ def initialize(num_processes: int, process_id: int, coordinator: str) -> None:
     if several == 1:
         return
     _free_stdout()
-    given["initialization_timeout"] = START_SECONDS
+    given["initialization_timeout"] = 2 * START_SECONDS  # at which JAX aborts with a stack trace
     given["heartbeat_timeout_seconds"] = HEARTBEAT_SECONDS
     try:
         # In a thread: this one hears signals while JAX waits for the others.
         with concurrent.futures.ThreadPoolExecutor(1) as pool:
-            pool.submit(jax.distributed.initialize, **given).result()
+            connected = pool.submit(jax.distributed.initialize, **given)
+            if not concurrent.futures.wait([connected], START_SECONDS).done:
+                leave(
+                    f"error: fewer than {several} processes have started within {START_SECONDS} s; see "
+                    "what each of them printed, and start all of them again"
+                )
+            connected.result()
     finally:
         _count = several  # before that, a signal is this process's alone
     # To ask JAX would make its devices, before a mesh says how many to simulate.
