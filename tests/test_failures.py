@@ -190,6 +190,23 @@ def test_what_processes_have_told_each_other_of_a_save_is_not_kept(monkeypatch):
     assert told == {"save/3/1": None}, "that there is nothing more to do"
 
 
+@pytest.mark.parametrize(("recipe", "flags"), [("generate", []), ("evaluate", ["--dataset=a"])])
+def test_a_model_to_be_used_is_verified_together(recipe, flags, inside, monkeypatch, tmp_path):
+    """The second process hashes what it is asked for, no more, and opens what the first has found."""
+    asked, found = [], tmp_path / "none"
+    monkeypatch.setattr(processes, "_id", 1)
+    monkeypatch.setattr(helpers, "help_with", lambda topic, _: asked.append(topic))
+    monkeypatch.setattr(processes, "broadcast_from_first", lambda _: str(found))
+    monkeypatch.setattr(processes, "decide", lambda mine, work: work(["", mine]))
+    # Two from there on: this one has all the devices.
+    make_mesh = lambda _: monkeypatch.setattr(processes, "_count", 2)  # noqa: E731
+    monkeypatch.setattr("recipes.common.runtime.make_mesh", make_mesh)
+    monkeypatch.setattr(processes, "leave_unless_all_do", lambda code: None)
+    done = inside(f"recipes.{recipe}", "--restore_from=b", *flags)
+    assert asked == ["start"]
+    assert done.err.startswith(f"error: --restore_from={found} does not exist; ")
+
+
 class Service:
     """JAX's coordination service, in this process; counts the bytes that are read."""
 
