@@ -47,39 +47,37 @@ def test_a_script_is_shell(name):
         assert done.returncode == 0, done.stdout + done.stderr
 
 
-# What JobSet v1alpha2 and Kubernetes call the fields in use; * is a list's items, … any names.
-FIELDS = """
-apiVersion kind metadata.name metadata.annotations.…
-spec.failurePolicy.maxRestarts
-spec.replicatedJobs.*.name spec.replicatedJobs.*.replicas
-spec.replicatedJobs.*.template.spec.{parallelism completions completionMode backoffLimit}
-POD.restartPolicy POD.terminationGracePeriodSeconds POD.nodeSelector.…
-POD.containers.*.{name image workingDir} POD.containers.*.command.* POD.containers.*.args.*
-POD.containers.*.env.*.{name value} POD.containers.*.env.*.valueFrom.fieldRef.fieldPath
-POD.containers.*.ports.*.containerPort POD.containers.*.resources.limits.…
-POD.containers.*.volumeMounts.*.{name mountPath}
-POD.volumes.*.name POD.volumes.*.emptyDir.medium
-""".replace("POD", "spec.replicatedJobs.*.template.spec.template.spec")
+# JobSet v1alpha2's own schema, https://github.com/kubernetes-sigs/jobset, without descriptions. What is
+# inside of fields that we leave out is not in it: there is "type": "object" alone.
+SCHEMA = json.loads((ROOT / "tests" / "golden" / "jobset.json").read_text())
+TYPES = {"object": dict, "array": list, "string": str, "integer": int, "boolean": bool}
 
 
-def known_fields() -> set[str]:
-    """FIELDS, one a line, braces expanded."""
-    text = re.sub(
-        r"(\S+)\{([^}]*)\}",
-        lambda m: " ".join(m[1] + name for name in m[2].split()), FIELDS,
-    )  # fmt: skip
-    return set(text.split())
-
-
-def fields(tree, path: str = "") -> dict[str, object]:
-    """Path of every scalar of a YAML document → its value, the last of a list's."""
-    if isinstance(tree, dict):
-        parts = [fields(value, f"{path}.{name}") for name, value in tree.items()]
-    elif isinstance(tree, list):
-        parts = [fields(value, f"{path}.*") for value in tree]
-    else:
-        return {path[1:]: tree}
-    return {name: value for part in parts for name, value in part.items()}
+def mistakes(value, schema: dict, path: str = "") -> list[str]:
+    """What in a YAML document is not as its schema says."""
+    if "type" in schema and type(value) is not TYPES[schema["type"]]:
+        return [f"{path} is no {schema['type']}"]
+    if schema.get("x-kubernetes-int-or-string"):
+        fits = type(value) in (int, str) and re.search(schema["pattern"], str(value))
+        return [] if fits else [f"{path} is no quantity"]
+    found = [f"{path} is {value}"] * (value not in schema.get("enum", [value]))
+    if type(value) is int:
+        bounds = schema.get("minimum", value), schema.get("maximum", value)
+        found += [f"{path} is {value}"] * (not bounds[0] <= value <= bounds[1])
+    if isinstance(value, list):
+        for i, item in enumerate(value):
+            found += mistakes(item, schema["items"], f"{path}[{i}]")
+    if isinstance(value, dict):
+        found += [
+            f"{path} lacks {name}" for name in schema.get("required", ()) if name not in value
+        ]
+        known, other = schema.get("properties"), schema.get("additionalProperties", {})
+        for name, item in value.items():
+            if known and name not in known:
+                found.append(f"{path} has {name}")
+            else:
+                found += mistakes(item, known[name] if known else other, f"{path}.{name}")
+    return found
 
 
 def pod(name: str) -> tuple[dict, dict]:
@@ -92,12 +90,9 @@ def pod(name: str) -> tuple[dict, dict]:
 
 @pytest.mark.parametrize("name", JOBSETS)
 def test_a_jobset_has_fields_that_there_are(name):
-    found = fields(yaml.safe_load((LAUNCH / name).read_text()))
-    known = known_fields()
-    for path in found:
-        free = re.sub(r"(annotations|nodeSelector|limits)\..*", r"\1.…", path)
-        assert free in known, path
-    assert (found["apiVersion"], found["kind"]) == ("jobset.x-k8s.io/v1alpha2", "JobSet")
+    jobset = yaml.safe_load((LAUNCH / name).read_text())
+    assert mistakes(jobset, SCHEMA) == []
+    assert (jobset["apiVersion"], jobset["kind"]) == ("jobset.x-k8s.io/v1alpha2", "JobSet")
     job, container = pod(name)
     spec = job["template"]["spec"]
     assert spec["parallelism"] == spec["completions"]
@@ -110,6 +105,24 @@ def test_a_jobset_has_fields_that_there_are(name):
     sizes = list(mesh.values())
     assert sizes[0] * sizes[1] * sizes[2] == job["replicas"] * spec["parallelism"] * each
     assert sizes[0] == (job["replicas"] if "tpu" in name else spec["parallelism"])
+
+
+@pytest.mark.parametrize(
+    ("line", "other", "told"),
+    [
+        ("parallelism: 2", 'parallelism: "2"', ".parallelism is no integer"),
+        ('value: "2"', "value: 2", ".env[1].value is no string"),
+        ("nvidia.com/gpu: 8", "nvidia.com/gpu: eight", ".limits.nvidia.com/gpu is no quantity"),
+        ("workingDir:", "workdir:", ".containers[0] has workdir"),
+        ("- name: run", "- args: []", ".containers[0] lacks name"),
+        ("replicas: 1", "replicas: -1", ".replicatedJobs[0].replicas is -1"),
+    ],
+    ids=str,
+)
+def test_a_field_that_kubernetes_would_refuse_is_seen(line, other, told):
+    text = (LAUNCH / "jobset_gpu.yaml").read_text()
+    (found,) = mistakes(yaml.safe_load(text.replace(line, other, 1)), SCHEMA)
+    assert found.endswith(told)
 
 
 def test_the_first_pod_of_the_jobset_is_the_coordinator():
