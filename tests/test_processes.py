@@ -9,19 +9,21 @@ import sys
 import time
 from collections.abc import Sequence
 
+import jax
 import numpy as np
 import pytest
 
 from data import text
 from data.batches import held_out_batches, train_batches
 from recipes.common import checkpoint
-from recipes.common.runtime import processes
+from recipes.common.runtime import mesh, processes
 from recipes.common.runtime.errors import UserError
 from recipes.common.runtime.mesh import make_mesh
 from tests.conftest import ROOT
 from tests.quick import XLA_FLAGS
 from tests.quick import quick as quick
 from tests.runs import TINY, records, state_of, steps_saved
+from tests.test_slices import gpus
 
 FLAGS = (*TINY, "--mesh=4x2", "--log_every=1", "--checkpoint_every=1000")
 
@@ -39,7 +41,7 @@ import pathlib, runpy, sys
 import numpy as np
 from data import text
 from recipes.common.checkpoint import integrity
-from recipes.common.runtime import processes
+from recipes.common.runtime import mesh, processes
 from recipes.common.train import evaluation, loop
 
 folder, fed, read, hashed = pathlib.Path(sys.argv.pop(1)), [], [], []
@@ -342,6 +344,12 @@ def test_a_mesh_must_be_divisible_by_the_number_of_processes(monkeypatch):
     with pytest.raises(UserError) as caught:
         make_mesh("4x2")
     assert str(caught.value) == (
-        "--mesh=4x2 has 8 devices, not divisible by --num_processes=3; try --mesh=12x2"
+        "--mesh=4x2 has 8 devices, not divisible by 3 processes; try --mesh=12x2"
     )
+    assert dict(make_mesh("").shape) == {"data": 8}, "all that there are"
+    # With accelerators it suggests those that there are.
+    monkeypatch.setattr(mesh, "_only_cpu", lambda: False)
+    monkeypatch.setattr(jax, "devices", lambda: gpus(3, 4))
+    with pytest.raises(UserError, match=r"not divisible by 3 processes; try --mesh=6x2$"):
+        make_mesh("4x2")
     assert os.environ["NPROC"] == "32"
