@@ -145,7 +145,7 @@ def given(flags: Evaluate) -> checkpoint.Source:
         raise UserError("--restore_from is missing; use --restore_from=RUN, or hf:DIR")
     if not (flags.dataset or flags.tasks):
         raise UserError("there is nothing to evaluate on; use --dataset=FILE or --tasks=NAME")
-    source = checkpoint.find(flags.restore_from, whole=flags.verify, base=flags.base)
+    source = checkpoint.find_together(flags.restore_from, flags.verify, flags.base)
     entry = source.metadata["entry"]
     if entry in ENTRIES and ENTRIES[entry].data != text.__name__:
         raise UserError(

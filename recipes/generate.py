@@ -75,7 +75,7 @@ def main(devices: Devices, flags: Generate) -> None:
     mesh = make_mesh(devices.mesh)
     if not flags.restore_from:
         raise UserError("--restore_from is missing; use --restore_from=RUN, or hf:DIR")
-    source = checkpoint.find(flags.restore_from, whole=flags.verify, base=flags.base)
+    source = checkpoint.find_together(flags.restore_from, flags.verify, flags.base)
     if not hasattr(entries.model(source.metadata["entry"]), "decode"):
         raise UserError(
             f"--restore_from={flags.restore_from} is a {source.metadata['entry']!r} model, which "

@@ -4,10 +4,13 @@
     python -m tests.startup_scale 64 256 1024 --processes=16       # of as many processes
 
 Each number of devices is a new process, or so many: its own seconds of processor time, the least of
-three, on process 0. Compiling is XLA's, and left out.
+three, on process 0. Compiling is XLA's, and left out. "agree" is what a process for each device would
+say at the start, all played here: that they are alike, and who hashes which files.
 """
 
 import argparse
+import concurrent.futures
+import importlib.util
 import json
 import os
 import socket
@@ -16,7 +19,7 @@ import sys
 import time
 from collections.abc import Callable
 
-PARTS = ("devices", "mesh", "layout", "state", "report", "rows", "to devices", "trace")
+PARTS = ("devices", "mesh", "layout", "state", "report", "rows", "to devices", "trace", "agree")
 
 
 def measure(devices: int) -> dict[str, float]:
@@ -59,18 +62,68 @@ def measure(devices: int) -> dict[str, float]:
     batch = {name: np.zeros((len(rows), 32), np.int32) for name in ("tokens", "targets")}
     timed("to devices", lambda: jax.block_until_ready(feed.to_devices(batch, step.layout)))
     timed("trace", step.lower, 1)
+    if processes.is_first():
+        timed("agree", played(devices), 1)
     return found
 
 
+def played(count: int) -> Callable[[], None]:
+    """What `count` processes say to each other: a thread each, with modules of its own."""
+    from recipes.common.checkpoint import helpers
+    from recipes.common.runtime import agreement, processes
+
+    facts = agreement.facts()
+    names = [f"state/ocdbt.process_{i}/d/{j:032x}" for i in range(count) for j in range(8)]
+
+    def copy(module, **its):
+        spec = importlib.util.find_spec(module.__name__)
+        made = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(made)
+        vars(made).update(its)
+        return made
+
+    def hash_none(folder, names):
+        return dict.fromkeys(names, "0" * 64)
+
+    def process(number: int) -> Callable[[], None]:
+        # Its keys come after those of this run.
+        one = copy(processes, _id=number, _count=count, _decided=1000)
+        alike = copy(agreement, processes=one, facts=lambda: facts)
+        helping = copy(helpers, processes=one)
+
+        def start() -> None:
+            alike.check()
+            work = helping.with_help(
+                "play", hash_none, lambda: helping.digests("w", names, hash_none)
+            )
+            assert number > 0 or list(work()) == names
+
+        return start
+
+    starts = [process(number) for number in range(count)]
+
+    def all_of_them() -> None:
+        with concurrent.futures.ThreadPoolExecutor(count) as pool:
+            list(pool.map(lambda start: start(), starts))
+
+    return all_of_them
+
+
 def child(devices: int, processes: int, number: int, port: int) -> None:
+    from jax._src import distributed
+
     from recipes.common.runtime import processes as ours
 
     if processes > 1:
         ours.initialize(processes, number, f"localhost:{port}")
+    else:  # the service that they talk by
+        distributed.global_state.initialize(
+            f"localhost:{port}", 1, 0, cluster_detection_method="deactivate"
+        )
     found = measure(devices)
     if number == 0:
         print(json.dumps(found), flush=True)
-    ours.gather("done")  # none leaves before the others
+    ours.decide("done", len)  # none leaves before the others
 
 
 def parent(devices: int, processes: int) -> dict[str, float]:

@@ -1,6 +1,7 @@
 """The launchers in recipes/launch, and that processes find each other by what launchers set."""
 
 import http.server
+import json
 import os
 import pathlib
 import random
@@ -46,39 +47,37 @@ def test_a_script_is_shell(name):
         assert done.returncode == 0, done.stdout + done.stderr
 
 
-# What JobSet v1alpha2 and Kubernetes call the fields in use; * is a list's items, … any names.
-FIELDS = """
-apiVersion kind metadata.name metadata.annotations.…
-spec.failurePolicy.maxRestarts
-spec.replicatedJobs.*.name spec.replicatedJobs.*.replicas
-spec.replicatedJobs.*.template.spec.{parallelism completions completionMode backoffLimit}
-POD.restartPolicy POD.terminationGracePeriodSeconds POD.nodeSelector.…
-POD.containers.*.{name image workingDir} POD.containers.*.command.* POD.containers.*.args.*
-POD.containers.*.env.*.{name value} POD.containers.*.env.*.valueFrom.fieldRef.fieldPath
-POD.containers.*.ports.*.containerPort POD.containers.*.resources.limits.…
-POD.containers.*.volumeMounts.*.{name mountPath}
-POD.volumes.*.name POD.volumes.*.emptyDir.medium
-""".replace("POD", "spec.replicatedJobs.*.template.spec.template.spec")
+# JobSet v1alpha2's own schema, https://github.com/kubernetes-sigs/jobset, without descriptions. What is
+# inside of fields that we leave out is not in it: there is "type": "object" alone.
+SCHEMA = json.loads((ROOT / "tests" / "golden" / "jobset.json").read_text())
+TYPES = {"object": dict, "array": list, "string": str, "integer": int, "boolean": bool}
 
 
-def known_fields() -> set[str]:
-    """FIELDS, one a line, braces expanded."""
-    text = re.sub(
-        r"(\S+)\{([^}]*)\}",
-        lambda m: " ".join(m[1] + name for name in m[2].split()), FIELDS,
-    )  # fmt: skip
-    return set(text.split())
-
-
-def fields(tree, path: str = "") -> dict[str, object]:
-    """Path of every scalar of a YAML document → its value, the last of a list's."""
-    if isinstance(tree, dict):
-        parts = [fields(value, f"{path}.{name}") for name, value in tree.items()]
-    elif isinstance(tree, list):
-        parts = [fields(value, f"{path}.*") for value in tree]
-    else:
-        return {path[1:]: tree}
-    return {name: value for part in parts for name, value in part.items()}
+def mistakes(value, schema: dict, path: str = "") -> list[str]:
+    """What in a YAML document is not as its schema says."""
+    if "type" in schema and type(value) is not TYPES[schema["type"]]:
+        return [f"{path} is no {schema['type']}"]
+    if schema.get("x-kubernetes-int-or-string"):
+        fits = type(value) in (int, str) and re.search(schema["pattern"], str(value))
+        return [] if fits else [f"{path} is no quantity"]
+    found = [f"{path} is {value}"] * (value not in schema.get("enum", [value]))
+    if type(value) is int:
+        bounds = schema.get("minimum", value), schema.get("maximum", value)
+        found += [f"{path} is {value}"] * (not bounds[0] <= value <= bounds[1])
+    if isinstance(value, list):
+        for i, item in enumerate(value):
+            found += mistakes(item, schema["items"], f"{path}[{i}]")
+    if isinstance(value, dict):
+        found += [
+            f"{path} lacks {name}" for name in schema.get("required", ()) if name not in value
+        ]
+        known, other = schema.get("properties"), schema.get("additionalProperties", {})
+        for name, item in value.items():
+            if known and name not in known:
+                found.append(f"{path} has {name}")
+            else:
+                found += mistakes(item, known[name] if known else other, f"{path}.{name}")
+    return found
 
 
 def pod(name: str) -> tuple[dict, dict]:
@@ -91,12 +90,9 @@ def pod(name: str) -> tuple[dict, dict]:
 
 @pytest.mark.parametrize("name", JOBSETS)
 def test_a_jobset_has_fields_that_there_are(name):
-    found = fields(yaml.safe_load((LAUNCH / name).read_text()))
-    known = known_fields()
-    for path in found:
-        free = re.sub(r"(annotations|nodeSelector|limits)\..*", r"\1.…", path)
-        assert free in known, path
-    assert (found["apiVersion"], found["kind"]) == ("jobset.x-k8s.io/v1alpha2", "JobSet")
+    jobset = yaml.safe_load((LAUNCH / name).read_text())
+    assert mistakes(jobset, SCHEMA) == []
+    assert (jobset["apiVersion"], jobset["kind"]) == ("jobset.x-k8s.io/v1alpha2", "JobSet")
     job, container = pod(name)
     spec = job["template"]["spec"]
     assert spec["parallelism"] == spec["completions"]
@@ -109,6 +105,24 @@ def test_a_jobset_has_fields_that_there_are(name):
     sizes = list(mesh.values())
     assert sizes[0] * sizes[1] * sizes[2] == job["replicas"] * spec["parallelism"] * each
     assert sizes[0] == (job["replicas"] if "tpu" in name else spec["parallelism"])
+
+
+@pytest.mark.parametrize(
+    ("line", "other", "told"),
+    [
+        ("parallelism: 2", 'parallelism: "2"', ".parallelism is no integer"),
+        ('value: "2"', "value: 2", ".env[1].value is no string"),
+        ("nvidia.com/gpu: 8", "nvidia.com/gpu: eight", ".limits.nvidia.com/gpu is no quantity"),
+        ("workingDir:", "workdir:", ".containers[0] has workdir"),
+        ("- name: run", "- args: []", ".containers[0] lacks name"),
+        ("replicas: 1", "replicas: -1", ".replicatedJobs[0].replicas is -1"),
+    ],
+    ids=str,
+)
+def test_a_field_that_kubernetes_would_refuse_is_seen(line, other, told):
+    text = (LAUNCH / "jobset_gpu.yaml").read_text()
+    (found,) = mistakes(yaml.safe_load(text.replace(line, other, 1)), SCHEMA)
+    assert found.endswith(told)
 
 
 def test_the_first_pod_of_the_jobset_is_the_coordinator():
@@ -140,6 +154,11 @@ ALL = {"coordinator_address": "a:1", "process_id": 1, "cluster_detection_method"
         (SLURM | {"SLURM_STEP_NUM_NODES": "2", "SLURM_GPUS_ON_NODE": "2"}, 4, {"process_id": 1}),
         (OMPI | {"OMPI_MCA_orte_hnp_uri": "4096.0;tcp://10.0.0.1:1"}, 3, {"process_id": 1}),
         (OMPI | {"JAX_COORDINATOR_ADDRESS": "a:1"}, 3, ALL | {"num_processes": 3, "local_device_ids": [0]}),
+        # mpirun inside of Slurm: the ranks have the variables of the step that started its daemons.
+        (SLURM | OMPI | {"OMPI_MCA_orte_hnp_uri": "4096.0;tcp://10.0.0.1:1"}, 3, {"process_id": 1}),
+        (SLURM | OMPI | {"JAX_COORDINATOR_ADDRESS": "a:1"}, 3, ALL | {"num_processes": 3, "local_device_ids": [0]}),
+        (SLURM | {"JAX_COORDINATOR_ADDRESS": "a:1"}, 4, {"process_id": 1}),
+        ({"TPU_WORKER_HOSTNAMES": "a,b", "JAX_COORDINATOR_ADDRESS": "a:1"}, 2, {}),
         (GIVEN, 2, ALL | {"num_processes": 2}),
         (GIVEN | SLURM, 2, ALL | {"num_processes": 2}),
         ({"TPU_WORKER_HOSTNAMES": "localhost"}, 1, {}),
@@ -160,6 +179,8 @@ def test_a_cluster_is_recognized_by_what_its_launcher_sets(environment, count, g
         (OMPI, "Open MPI 5 does not say where process 0 is; start with mpirun -x JAX_COORDINATOR_ADDRESS=HOST:PORT"),
         (GIVEN | {"JAX_PROCESS_ID": ""}, "JAX_COORDINATOR_ADDRESS=a:1 JAX_NUM_PROCESSES=2 JAX_PROCESS_ID= do not describe a process"),
         ({"JAX_PROCESS_ID": "1"}, "JAX_COORDINATOR_ADDRESS= JAX_NUM_PROCESSES= JAX_PROCESS_ID=1 do not describe a process"),
+        ({"JAX_COORDINATOR_ADDRESS": "a:1"}, "JAX_COORDINATOR_ADDRESS=a:1 JAX_NUM_PROCESSES= JAX_PROCESS_ID= do not describe a process"),
+        (GIVEN | {"JAX_NUM_PROCESSES": "0"}, "JAX_COORDINATOR_ADDRESS=a:1 JAX_NUM_PROCESSES=0 JAX_PROCESS_ID=1 do not describe a process"),
     ],
 )  # fmt: skip
 def test_half_a_description_is_one_line(environment, told):
@@ -240,20 +261,75 @@ import subprocess, sys
 assert sys.argv[1:3] == ["-tt", "localhost"], sys.argv
 sys.exit(subprocess.run(["bash", "-c", sys.argv[3]]).returncode)
 """
+GCLOUD = """#!{python}
+import subprocess, sys
+assert sys.argv[1:5] == ["compute", "tpus", "tpu-vm", "ssh"] and "--worker=all" in sys.argv, sys.argv
+(command,) = (word[10:] for word in sys.argv if word.startswith("--command="))
+sys.exit(subprocess.run(["bash", "-c", command]).returncode)
+"""
+# In place of Python: what each process is given.
+SAYS = """#!{python}
+import json, os, sys
+with open("said", "a") as file:
+    file.write(json.dumps([sys.argv[1:], dict(os.environ)]) + "\\n")
+"""
 
 
 @pytest.fixture
 def clone(tmp_path):
-    """A folder like a user's clone, whose .venv is this Python, with false srun and ssh in PATH."""
+    """A folder like a user's clone, whose .venv is this Python, with false launchers in PATH."""
     for name in ("recipes", "zoo", "data"):
         (tmp_path / name).symlink_to(ROOT / name)
     tools = tmp_path / ".venv" / "bin"
     tools.mkdir(parents=True)
     (tools / "activate").write_text(f"export PATH={tools}:$PATH\n")
-    for name, text in (("srun", SRUN), ("ssh", SSH), ("python", '#!/bin/sh\nexec {python} "$@"\n')):
+    for name, text in (
+        ("srun", SRUN),
+        ("ssh", SSH),
+        ("gcloud", GCLOUD),
+        ("python", '#!/bin/sh\nexec {python} "$@"\n'),
+    ):
         (tools / name).write_text(text.format(python=sys.executable, job=job_id()))
         (tools / name).chmod(0o755)
     return tmp_path
+
+
+def launch(script: str, clone: pathlib.Path, *words: str, **env: str):
+    env = os.environ | {"HOSTS": "localhost localhost", "PORT": str(free_port())} | env
+    env["PATH"] = f"{clone}/.venv/bin:{os.environ['PATH']}"
+    return subprocess.run(
+        ["bash", LAUNCH / script, *words], cwd=clone, env=env, capture_output=True, text=True, timeout=200
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("more", [(), ("--size=1b", "--prompt=it's a $HOME")], ids=["bare", "more"])
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_a_script_gives_each_process_its_flags(script, more, clone):
+    (clone / ".venv" / "bin" / "python").write_text(SAYS.format(python=sys.executable))
+    words, env = more, {"SLURM_CPUS_PER_TASK": "8"}
+    if script == "tpu.sh":
+        (clone / "zoo").unlink()
+        (clone / "zoo").symlink_to(clone)  # where `tpu.sh install` has the clone
+        words = ("run", *more)
+    done = launch(script, clone, *words, **env)
+    assert (done.returncode, done.stderr) == (0, "")
+    said = [json.loads(line) for line in (clone / "said").read_text().splitlines()]
+    for given, _ in said:
+        assert given[:2] == ["-m", "recipes.transformer"]
+        assert given[2].startswith("--mesh=")
+        assert given[3] in ("--workdir=runs/mine", "--workdir=gs://my-bucket/runs/mine")
+        assert given[4:] == list(more)
+    numbers = [] if script == "tpu.sh" else [0, 1]  # TPU hosts ask the metadata server
+    found = [cluster.find(env) for _, env in said]
+    assert sorted(given["process_id"] for _, given in found if given) == numbers
+    if script == "slurm_gpu.sbatch":
+        assert all(env["SRUN_CPUS_PER_TASK"] == "8" for _, env in said), "srun asks for as many"
+
+
+def test_a_word_that_tpu_sh_does_not_know_is_one_line(clone):
+    done = launch("tpu.sh", clone, "bogus")
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr == "error: bogus is not one of create, install, run and delete\n"
 
 
 def assert_two_found_each_other(done: subprocess.CompletedProcess) -> None:
@@ -268,14 +344,7 @@ def assert_two_found_each_other(done: subprocess.CompletedProcess) -> None:
     [pytest.param(name, marks=pytest.mark.full) for name in ("slurm_cpu.sbatch", "ssh.sh")],
 )
 def test_a_script_starts_processes_that_find_each_other(script, clone, book):
-    env = os.environ | {"XLA_FLAGS": XLA_FLAGS, "HOSTS": "localhost localhost"}
-    env |= {"PORT": str(free_port()), "PATH": f"{clone}/.venv/bin:{os.environ['PATH']}"}
-    done = subprocess.run(
-        [LAUNCH / script if script.endswith(".sh") else "bash",
-         *([] if script.endswith(".sh") else [LAUNCH / script]), *FLAGS, book],
-        cwd=clone, env=env, capture_output=True, text=True, timeout=200,
-    )  # fmt: skip
-    assert_two_found_each_other(done)
+    assert_two_found_each_other(launch(script, clone, *FLAGS, book, XLA_FLAGS=XLA_FLAGS))
 
 
 def started(folder: pathlib.Path, command: list[str], environments: list[dict[str, str]]):
@@ -314,15 +383,31 @@ def test_the_pods_of_a_jobset_find_each_other(clone, book):
     assert_two_found_each_other(started(clone, command, environments))
 
 
+# Less than a recipe: who each one is, and how many devices they have together.
+MEET = """
+import jax
+from recipes.common.runtime import processes
+processes.initialize(0, -1, "")
+print(processes.decide(processes.index(), list), jax.process_index(), jax.device_count())
+"""
+
+
 @pytest.mark.full
-def test_processes_of_open_mpi_find_each_other(clone, book):
-    shared = {
+@pytest.mark.parametrize("version", [4, 5])
+def test_processes_of_open_mpi_find_each_other(version, clone):
+    """Also inside of Slurm, where each has the variables of the one that started it."""
+    shared = SLURM | {
         "OMPI_COMM_WORLD_SIZE": "2",
-        "OMPI_MCA_orte_hnp_uri": f"{job_id() * 4096}.0;tcp://127.0.0.1:1",
+        "JAX_PLATFORMS": "cpu",
+        "JAX_NUM_CPU_DEVICES": "1",
     }
+    if version == 4:
+        shared["OMPI_MCA_orte_hnp_uri"] = f"{job_id() * 4096}.0;tcp://127.0.0.1:1"
+    else:
+        shared["JAX_COORDINATOR_ADDRESS"] = f"localhost:{free_port()}"
     environments = [
         shared | {"OMPI_COMM_WORLD_RANK": str(i), "OMPI_COMM_WORLD_LOCAL_RANK": str(i)}
         for i in range(2)
     ]
-    command = [sys.executable, "-m", "recipes.transformer", *FLAGS, book, "--workdir=runs/mine"]
-    assert_two_found_each_other(started(clone, command, environments))
+    done = started(clone, [sys.executable, "-c", MEET], environments)
+    assert done.stdout == "[0, 1] 0 2\n"

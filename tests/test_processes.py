@@ -9,19 +9,21 @@ import sys
 import time
 from collections.abc import Sequence
 
+import jax
 import numpy as np
 import pytest
 
 from data import text
 from data.batches import held_out_batches, train_batches
 from recipes.common import checkpoint
-from recipes.common.runtime import processes
+from recipes.common.runtime import mesh, processes
 from recipes.common.runtime.errors import UserError
 from recipes.common.runtime.mesh import make_mesh
 from tests.conftest import ROOT
 from tests.quick import XLA_FLAGS
 from tests.quick import quick as quick
 from tests.runs import TINY, records, state_of, steps_saved
+from tests.test_slices import gpus
 
 FLAGS = (*TINY, "--mesh=4x2", "--log_every=1", "--checkpoint_every=1000")
 
@@ -39,7 +41,7 @@ import pathlib, runpy, sys
 import numpy as np
 from data import text
 from recipes.common.checkpoint import integrity
-from recipes.common.runtime import processes
+from recipes.common.runtime import mesh, processes
 from recipes.common.train import evaluation, loop
 
 folder, fed, read, hashed = pathlib.Path(sys.argv.pop(1)), [], [], []
@@ -281,26 +283,44 @@ def test_death_of_the_first_process_ends_the_others(tmp_path):
     assert any(message in err for message in LOST), err
 
 
-@pytest.mark.full
-@pytest.mark.parametrize(("which", "number"), [(0, signal.SIGTERM), (1, signal.SIGINT)], ids=str)
-def test_a_signal_ends_a_process_that_waits_for_the_others(which, number):
+def waits(which: int, seconds: int = 300) -> subprocess.Popen:
+    """One of two processes; the other one never comes."""
     with socket.socket() as free:
         free.bind(("localhost", 0))
         port = free.getsockname()[1]
     code = f"""if True:
         from recipes.common.runtime import preemption, processes
         preemption.watch()
+        processes.START_SECONDS = {seconds}
         print("waits", flush=True)
         processes.initialize(2, {which}, "localhost:{port}")
     """
     command = [sys.executable, "-c", code]
     process = subprocess.Popen(command, cwd=ROOT, text=True, stdout=-1, stderr=-1)
     process.stdout.readline()
+    return process
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(("which", "number"), [(0, signal.SIGTERM), (1, signal.SIGINT)], ids=str)
+def test_a_signal_ends_a_process_that_waits_for_the_others(which, number):
+    process = waits(which)
     time.sleep(1)
     process.send_signal(number)
     out, err = process.communicate(timeout=10)
     assert (process.returncode, err) == (0, "")
     assert out == f"Stopped by {number.name} outside of training; the same command resumes.\n"
+
+
+@pytest.mark.full
+def test_waiting_for_a_process_that_never_comes_ends_with_one_line():
+    process = waits(0, seconds=1)
+    out, err = process.communicate(timeout=30)
+    assert (process.returncode, out) == (1, "")
+    assert err == (
+        "error: fewer than 2 processes have started within 1 s; see what each of them printed, and "
+        "start all of them again\n"
+    )
 
 
 # ---- how they find each other, without processes -------------------------------------------------
@@ -324,6 +344,12 @@ def test_a_mesh_must_be_divisible_by_the_number_of_processes(monkeypatch):
     with pytest.raises(UserError) as caught:
         make_mesh("4x2")
     assert str(caught.value) == (
-        "--mesh=4x2 has 8 devices, not divisible by --num_processes=3; try --mesh=12x2"
+        "--mesh=4x2 has 8 devices, not divisible by 3 processes; try --mesh=12x2"
     )
+    assert dict(make_mesh("").shape) == {"data": 8}, "all that there are"
+    # With accelerators it suggests those that there are.
+    monkeypatch.setattr(mesh, "_only_cpu", lambda: False)
+    monkeypatch.setattr(jax, "devices", lambda: gpus(3, 4))
+    with pytest.raises(UserError, match=r"not divisible by 3 processes; try --mesh=6x2$"):
+        make_mesh("4x2")
     assert os.environ["NPROC"] == "32"

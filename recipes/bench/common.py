@@ -191,11 +191,12 @@ class Table:
         self._head = []
 
 
-def numbers(flag: str, text: str) -> list[int]:
+def numbers(flag: str, text: str, least: int = 1) -> list[int]:
     """The whole numbers of a comma-separated flag. Raises UserError."""
     words = text.split(",")
-    if not all(word.isdecimal() and int(word) for word in words):
-        raise UserError(f"--{flag}={text} must be whole numbers ≥ 1; try --{flag}=1,2")
+    if not all(word.isdecimal() and int(word) >= least for word in words):
+        some = f"{least},{2 * least}"
+        raise UserError(f"--{flag}={text} must be whole numbers ≥ {least}; try --{flag}={some}")
     return [int(word) for word in words]
 
 

@@ -30,14 +30,17 @@ class SlicesFlags:
 
 
 def slices(flags: SlicesFlags) -> None:
-    sizes, counts = one_of("sizes", flags.sizes, SIZES), numbers("slices", flags.slices)
+    sizes, counts = one_of("sizes", flags.sizes, SIZES), numbers("slices", flags.slices, 2)
     strategies = one_of("rules", flags.rules, RULES)
     if flags.chips % flags.model:
         raise UserError(
             f"--model={flags.model} does not divide --chips={flags.chips}; try --model=1"
         )
-    if 1 in counts:
-        raise UserError(f"--slices={flags.slices} has 1, and nothing crosses there; try --slices=2")
+    if flags.tokens % flags.seq_len:
+        raise UserError(
+            f"--tokens={flags.tokens} is not divisible by --seq_len={flags.seq_len}; try "
+            f"--tokens={max(flags.tokens // flags.seq_len, 1) * flags.seq_len}"
+        )
     check_targets([flags.kind], [flags.chips])
     table = Table("size", "slices", "rules", "mesh", "crosses", "textbook", "ratio", "transfers")
     for size, count, strategy in itertools.product(sizes, counts, strategies):

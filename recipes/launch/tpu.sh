@@ -47,9 +47,13 @@ case $what in
     ;;
   run)
     everywhere "cd zoo && . .venv/bin/activate && \
-      python -m recipes.transformer --mesh=$MESH --workdir=$WORKDIR $(printf '%q ' "$@")"
+      python -m recipes.transformer --mesh=$MESH --workdir=$WORKDIR ${*:+$(printf '%q ' "$@")}"
     ;;
   delete)
     gcloud compute tpus queued-resources delete "$NAME" "${cloud[@]}" --force --quiet
+    ;;
+  *)
+    echo "error: $what is not one of create, install, run and delete" >&2
+    exit 2
     ;;
 esac

@@ -23,4 +23,5 @@ from recipes.common.checkpoint.store import (
     steps_in,
     write,
 )
+from recipes.common.checkpoint.together import find_together
 from recipes.common.checkpoint.tokens import check_size, tokenizer_for

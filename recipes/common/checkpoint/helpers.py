@@ -1,7 +1,7 @@
 """Hashing that is shared out: process 0 asks, and each process hashes the files that it wrote.
 
-They talk by JAX's coordination service, as processes.gather does: a save is in the background, where
-no collective may run.
+They talk by JAX's coordination service, as processes.decide does: a save is in the background, where
+no collective may run. Each reads only the names of its own share.
 """
 
 import pathlib
@@ -44,8 +44,8 @@ def help_with(topic: str, hash_them: Hash) -> None:
     while request := processes.await_published(f"{topic}/{number}"):
         answer: dict[str, Any] = {}
         try:
-            folder = folders.at(request["folder"])
-            answer = {"digests": hash_them(folder, request["names"][processes.index()])}
+            names = processes.await_published(f"{topic}/{number}/names/{processes.index()}")
+            answer = {"digests": hash_them(folders.at(request), names)}
         except Exception as error:  # whatever it is: process 0 waits for an answer
             code, where = (getattr(error, name, None) for name in ("errno", "filename"))
             answer = {"error": [code, folders.reason(error), where]}
@@ -62,10 +62,12 @@ def digests(folder: pathlib.Path, names: list[str], hash_them: Hash) -> dict[str
     if not topic or not names:
         return hash_them(folder, names)
     number, shares = _asked.number, share(names, processes.count())
-    processes.publish(f"{topic}/{number}", {"folder": str(folder), "names": shares})
+    others = range(1, processes.count())
+    for other in others:
+        processes.publish(f"{topic}/{number}/names/{other}", shares[other])
+    processes.publish(f"{topic}/{number}", str(folder))
     _asked.number += 1
     found = hash_them(folder, shares[0])
-    others = range(1, processes.count())
     answers = [processes.await_published(f"{topic}/{number}/{other}") for other in others]
     processes.forget(f"{topic}/{number}")  # all have read it; a long run saves often
     for answer in answers:

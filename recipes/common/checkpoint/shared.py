@@ -20,23 +20,26 @@ def check(path: pathlib.Path, flag: str) -> None:
     """
     if processes.count() == 1 or in_bucket(path):
         return
+
+    def all_see(told: list[tuple[str, bool]]) -> None:
+        for number, (host, sees) in enumerate(told):
+            if not sees:
+                raise UserError(
+                    f"--{flag}={path} is not one folder: process {number} ({host}) does not see what "
+                    f"process 0 ({told[0][0]}) writes there; use a file system that all hosts share"
+                )
+
     made = ""
     try:
         if processes.is_first():
             with contextlib.suppress(OSError):  # is told when something is written
                 handle, made = tempfile.mkstemp(prefix=".shared-", dir=nearest(path))
                 os.close(handle)
-        name = processes.gather(made)[0]
-        seen = processes.gather([socket.gethostname(), not name or _appears(name)])
+        name = processes.decide(made, lambda names: names[0])
+        processes.decide([socket.gethostname(), not name or _appears(name)], all_see)
     finally:
         if made:
             os.unlink(made)
-    for number, (host, sees) in enumerate(seen):
-        if not sees:
-            raise UserError(
-                f"--{flag}={path} is not one folder: process {number} ({host}) does not see what "
-                f"process 0 ({seen[0][0]}) writes there; use a file system that all hosts share"
-            )
 
 
 def _appears(name: str) -> bool:

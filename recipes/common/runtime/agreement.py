@@ -25,12 +25,35 @@ def check(*groups) -> None:
     Args:
       groups: the instances of flags; what several have counts once.
     """
-    if processes.count() == 1:
-        return
-    all_of_them = processes.gather({"host": socket.gethostname()} | facts(*groups))
-    for number, other in enumerate(all_of_them):
-        if told := difference(all_of_them[0], other):
-            raise UserError(f"process {number} ({other['host']}) {told}")
+    if processes.count() > 1:
+        processes.decide([socket.gethostname(), facts(*groups)], _all_alike)
+
+
+def _all_alike(told: list[tuple[str, dict[str, Any]]]) -> None:
+    for number, (host, other) in enumerate(told):
+        if what := difference(told[0][1], other):
+            raise UserError(f"process {number} ({host}) {what}")
+
+
+def check_data(data: dict[str, Any]) -> None:
+    """The same for what they have read.
+
+    Args:
+      data: facts of a Dataset.
+    """
+    processes.decide([socket.gethostname(), data], _same_data)
+
+
+def _same_data(told: list[tuple[str, dict[str, Any]]]) -> None:
+    first, ours = told[0]
+    for number, (host, theirs) in enumerate(told):
+        if theirs != ours:
+            flag = "dataset" if theirs.get("tokenizer") == ours.get("tokenizer") else "tokenizer"
+            raise UserError(
+                f"process {number} ({host}) reads other content by --{flag} than process 0 ({first}): "
+                f"fingerprint {theirs['fingerprint'][:12]}, not {ours['fingerprint'][:12]}; give all "
+                "of them the same files"
+            )
 
 
 def facts(*groups) -> dict[str, Any]:

@@ -24,22 +24,25 @@ def find(environment: Mapping[str, str]) -> tuple[int, dict[str, Any]]:
     """
     if "JAX_NUM_PROCESSES" in environment or "JAX_PROCESS_ID" in environment:
         return _ours(environment)
+    # First, as JAX asks: under mpirun inside Slurm, its variables are those of mpirun's own step.
+    if {"OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK"} <= environment.keys():
+        given = {"process_id": int(environment["OMPI_COMM_WORLD_RANK"])}
+        return int(environment["OMPI_COMM_WORLD_SIZE"]), given | _open_mpi(environment)
     # Set by the launcher of a step, not by a mere allocation or an interactive shell.
     if {"SLURM_NTASKS", "SLURM_PROCID", "SLURM_STEP_NODELIST"} <= environment.keys():
         given = {"process_id": int(environment["SLURM_PROCID"])}
         return int(environment["SLURM_NTASKS"]), given | _slurm_gpus(environment)
-    if {"OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK"} <= environment.keys():
-        given = {"process_id": int(environment["OMPI_COMM_WORLD_RANK"])}
-        return int(environment["OMPI_COMM_WORLD_SIZE"]), given | _open_mpi(environment)
-    return _tpu_hosts(environment), {}
+    hosts = _tpu_hosts(environment)
+    return _ours(environment) if hosts == 1 and environment.get(OURS[0]) else (hosts, {})
 
 
 def _ours(environment: Mapping[str, str]) -> tuple[int, dict[str, Any]]:
     address, *numbers = (environment.get(name, "") for name in OURS)
-    if not address or not all(number.isdecimal() for number in numbers):
+    if not address or not all(n.isdecimal() for n in numbers) or not int(numbers[0]):
         given = " ".join(f"{name}={environment.get(name, '')}" for name in OURS)
         raise UserError(
-            f"{given} do not describe a process; set HOST:PORT and two numbers, or none"
+            f"{given} do not describe a process; set HOST:PORT, how many there are and which "
+            "one this is, or none"
         )
     count, number = map(int, numbers)
     given = {"coordinator_address": address, "num_processes": count, "process_id": number}

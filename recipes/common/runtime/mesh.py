@@ -72,10 +72,13 @@ def make_mesh(text: str = "") -> Mesh:
             f"--mesh={text} needs {wanted} devices, and at most {MOST_SIMULATED} can be simulated; "
             "try --mesh=4x2"
         )
-    if wanted % processes.count():
+    if axes and wanted % (several := processes.count()):
+        there = (8 * several, several)
+        if not _only_cpu():
+            there = (len(jax.devices()), len(slices.groups(jax.devices())))
         raise UserError(
-            f"--mesh={text} has {wanted} devices, not divisible by --num_processes="
-            f"{processes.count()}; try --mesh={suggest(8 * processes.count(), len(axes), processes.count())}"
+            f"--mesh={text} has {wanted} devices, not divisible by {several} processes; try --mesh="
+            f"{suggest(there[0], len(axes), there[1])}"
         )
     mine = wanted // processes.count()
     if axes and "xla_force_host_platform_device_count" not in os.environ.get("XLA_FLAGS", ""):

@@ -31,11 +31,11 @@ HEARTBEAT_SECONDS = 30  # a process silent for this long is considered dead, and
 PATIENCE_SECONDS = 120  # to wait for the coordinator, which may start later
 START_SECONDS = 300  # to wait for all others, which may start later, too
 
-GATHER_SECONDS = 600  # to wait for a process that is slower to start
+DECIDE_SECONDS = 600  # to wait for a process that is slower to start
 PUBLISH_SECONDS = 6 * 3600  # to wait for another's part of work; that it has died is told sooner
 ALONE_SECONDS = 5  # to wait for the user error that is all processes'
 
-_id, _count, _gathered = 0, 1, 0
+_id, _count, _decided = 0, 1, 0
 
 
 def count() -> int:
@@ -76,12 +76,18 @@ def initialize(num_processes: int, process_id: int, coordinator: str) -> None:
     if several == 1:
         return
     _free_stdout()
-    given["initialization_timeout"] = START_SECONDS
+    given["initialization_timeout"] = 2 * START_SECONDS  # at which JAX aborts with a stack trace
     given["heartbeat_timeout_seconds"] = HEARTBEAT_SECONDS
     try:
         # In a thread: this one hears signals while JAX waits for the others.
         with concurrent.futures.ThreadPoolExecutor(1) as pool:
-            pool.submit(jax.distributed.initialize, **given).result()
+            connected = pool.submit(jax.distributed.initialize, **given)
+            if not concurrent.futures.wait([connected], START_SECONDS).done:
+                leave(
+                    f"error: fewer than {several} processes have started within {START_SECONDS} s; see "
+                    "what each of them printed, and start all of them again"
+                )
+            connected.result()
     finally:
         _count = several  # before that, a signal is this process's alone
     # To ask JAX would make its devices, before a mesh says how many to simulate.
@@ -140,31 +146,46 @@ def _free_stdout() -> None:
     sys.stdout = os.fdopen(mine, "w", buffering=1, encoding=sys.stdout.encoding)
 
 
-def gather(value: Any) -> list[Any]:
-    """The values, JSON, that all processes call this with, by number; each must call it.
+def decide(mine: Any, work: Callable[[list[Any]], Any]) -> Any:
+    """Calls `work` on process 0 with the values, JSON, that all call this with, by number.
 
-    It goes through JAX's coordination service: no devices, nothing compiled, so that processes which
-    could not compute together can still say so.
+    Returns what it does, JSON, or raises its UserError, on all; each must call this. It goes through
+    JAX's coordination service: no devices, nothing compiled, so that processes which could not compute
+    together can still say so. Only process 0 reads the values: what is sent is linear in their number.
     """
-    global _gathered
+    global _decided
     if count() == 1:
-        return [value]
-    client, key = distributed.global_state.client, f"zoo/{_gathered}"
-    _gathered += 1
-    client.key_value_set(f"{key}/{_id}", json.dumps(value))
-    if is_first():  # it alone reads from each
-        values = [_wait_for(f"{key}/{number}") for number in range(count())]
-        client.key_value_set(f"{key}/all", f"[{','.join(values)}]")
-    return json.loads(_wait_for(f"{key}/all"))
+        return work([mine])
+    client, key = distributed.global_state.client, f"zoo/{_decided}"
+    _decided += 1
+    client.key_value_set(f"{key}/{_id}", json.dumps(mine))
+    if is_first():
+        values = [json.loads(_wait_for(f"{key}/{number}")) for number in range(count())]
+        client.key_value_set(f"{key}/all", json.dumps(_outcome(lambda: work(values))))
+    return _value(json.loads(_wait_for(f"{key}/all")))
+
+
+def _outcome(work: Callable[[], Any]) -> dict[str, Any]:
+    """What to tell the others of its value, or of its UserError."""
+    try:
+        return {"value": work()}
+    except UserError as mistake:
+        return {"mistake": str(mistake)}
+
+
+def _value(outcome: dict[str, Any]) -> Any:
+    if "mistake" in outcome:
+        raise UserError(outcome["mistake"])
+    return outcome["value"]
 
 
 def _wait_for(key: str) -> str:
     client = distributed.global_state.client
-    return client.blocking_key_value_get(key, GATHER_SECONDS * 1000)
+    return client.blocking_key_value_get(key, DECIDE_SECONDS * 1000)
 
 
 def publish(key: str, value: Any) -> None:
-    """Tells the other processes a value, JSON, as gather does. A key is told once."""
+    """Tells the other processes a value, JSON, as `decide` does. A key is told once."""
     distributed.global_state.client.key_value_set(f"zoo/told/{key}", json.dumps(value))
 
 
@@ -181,17 +202,19 @@ def forget(key: str) -> None:
 
 def together(work: Callable[[], Any]) -> Any:
     """Runs `work` on each process and returns its value; raises the first UserError of any on all."""
-    value, mistake = None, ""
-    try:
-        value = work()
-    except UserError as error:
-        mistake = str(error)
-    found = {number: text for number, text in enumerate(gather(mistake)) if text}
-    if found:
-        number, text = min(found.items())
-        where = f" (process {number}, as {len(found)} of {count()})" if len(found) < count() else ""
-        raise UserError(text + where)
-    return value
+
+    def first_mistake(mistakes: list[str]) -> None:
+        found = {number: text for number, text in enumerate(mistakes) if text}
+        if found:
+            number, text = min(found.items())
+            some = (
+                f" (process {number}, as {len(found)} of {count()})" if len(found) < count() else ""
+            )
+            raise UserError(text + some)
+
+    outcome = _outcome(work)
+    decide(outcome.get("mistake", ""), first_mistake)
+    return outcome["value"]
 
 
 def leave_unless_all_do(code: int) -> None:
@@ -223,16 +246,8 @@ def broadcast_from_first(work: Callable[[], Any]) -> Any:
     """
     if count() == 1:
         return work()
-    answer: dict[str, Any] = {}
-    if is_first():
-        try:
-            answer = {"value": work()}
-        except UserError as mistake:
-            answer = {"mistake": str(mistake)}
-    text = np.frombuffer(json.dumps(answer).encode(), np.uint8)
+    outcome = _outcome(work) if is_first() else {}
+    text = np.frombuffer(json.dumps(outcome).encode(), np.uint8)
     size = int(multihost_utils.broadcast_one_to_all(np.int32(text.size)))
     text = np.resize(text, size)
-    answer = json.loads(bytes(multihost_utils.broadcast_one_to_all(text)))
-    if "mistake" in answer:
-        raise UserError(answer["mistake"])
-    return answer["value"]
+    return _value(json.loads(bytes(multihost_utils.broadcast_one_to_all(text))))

@@ -19,6 +19,7 @@ from recipes.common.runtime import (
     Run,
     Stopped,
     UserError,
+    agreement,
     describe,
     folders,
     preemption,
@@ -104,6 +105,7 @@ def fit(
 
 def check(folder: RunFolder, layout: Layout, facts: Tree, run: Run) -> Profile:
     """Raises UserError if what the run begins with does not fit, or it can't be watched as asked."""
+    agreement.check_data(facts)
     before = folder.newest.metadata["data"] if folder.newest else facts
     if before.get("template") != facts.get("template"):
         raise UserError(
