@@ -60,6 +60,8 @@ def import_(flags: Import) -> None:
     folder = checkpoint.find(f"hf:{name}", "--source", base=flags.base)
     layout = checkpoint.layout_of(folder, make_mesh(flags.mesh), flags.rules)
     tokens = folder.tokenizer()
+    if tokens:
+        checkpoint.check_size(tokens, folder)
     print0(report.headline(layout))
 
     # ---- Each shard is read on its own, onto its device, and saved from there -------------------

@@ -183,6 +183,8 @@ def more(here):
     content = json.loads(files["tokenizer.json"])
     content["added_tokens"].append(content["added_tokens"][0] | {"id": 512, "content": "<more>"})
     folder(here / "large", {"tokenizer.json": json.dumps(content).encode()})
+    shutil.copytree(here / "bare", here / "long")
+    shutil.copy(here / "large" / "tokenizer.json", here / "long")
     template = b"{{ raise_exception('only systems') }}"
     folder(here / "strict", files | {"chat_template.jinja": template})
     shutil.copytree(here / "run" / "checkpoints" / "2", here / "imported")  # by an earlier version
@@ -206,6 +208,27 @@ def test_the_wrong_tokens_are_one_line_and_nothing_is_written(row, more, inside,
     assert row[1].replace("{here}", str(more)) in done.err
     after = {path: path.stat().st_mtime_ns for path in more.rglob("*") if path.is_file()}
     assert after == before
+
+
+COMMANDS = {  # whose model is {here}/bare, of 512 tokens, and whose tokenizer has 513
+    "generate": ("--restore_from=hf:{here}/bare", "--tokenizer={here}/large", "--mesh=1x1"),
+    "evaluate": ("--restore_from=hf:{here}/long", "--dataset={here}/same/tokenizer.json", "--mesh=1x1"),
+    "hf": ("import", "--source={here}/long", "--target={here}/new", "--mesh=1x1"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_every_command_refuses_too_many_tokens(command, more, inside):
+    """A model that looked up a token beyond its table would be given another in silence."""
+    flags = (flag.replace("{here}", str(more)) for flag in COMMANDS[command])
+    done = inside(f"recipes.{command}", *flags)
+    assert (done.code, done.out) == (2, "")
+    which = more / ("large" if command == "generate" else "long")
+    assert done.err == (
+        f"error: the model has 512 tokens, and the tokenizer {which} has 513; use the tokenizer that "
+        "it was trained with, or a model with a larger vocabulary\n"
+    )
+    assert not (more / "new").exists()
 
 
 def test_import_refuses_pieces_alone(here, inside, tmp_path):
