@@ -133,6 +133,11 @@ class Question:
     tokens: np.ndarray
     begins: str = ""  # the text that an answer goes on from
 
+    @property
+    def after(self) -> np.ndarray:
+        """The tokens that an answer goes on from; none in a chat, where its text begins anew."""
+        return self.tokens if self.begins else self.tokens[:0]
+
 
 def questions(flags: Generate, tokenizer: Tokenizer) -> list[Question]:
     """What --prompt or --prompts ask; none is a dialogue. Raises UserError, DataError."""
@@ -206,7 +211,7 @@ def sampling(flags: Generate, tokenizer: Tokenizer) -> Sampling:
 
 def answer(generator: Generator, question: Question, limit: Limit) -> str:
     """Writes one answer to the terminal as it comes, and returns it."""
-    stream = limit.tokenizer.stream()
+    stream = limit.tokenizer.stream(question.after)
     text = ""
     show(question.begins)
     for (token,) in generator([question.tokens], limit.new_tokens(question)):
@@ -234,7 +239,7 @@ def answer_all(
             tokens = tokens[:room]
             written = tokens[tokens >= 0]
             row = question.row | {
-                "answer": limit.tokenizer.decode(written),
+                "answer": limit.tokenizer.decode(written, question.after),
                 "ended": bool(np.isin(written[-1:], generator.end).any()),
                 "tokens": len(written),
             }

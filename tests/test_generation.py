@@ -260,6 +260,29 @@ def test_prompts_of_a_file_are_answered_whatever_the_batch(inside, quick, talker
     assert shown == found[0], "to the terminal, too"
 
 
+PAIRS = [("The capital is", " Paris 🦊"), ("def f():\n", "    return x"), ("🦊", " a"), ("", "a b")]
+
+
+@pytest.mark.parametrize("files", [dict, small_tokenizers.byte_level, small_tokenizers.metaspace])
+def test_text_goes_on_from_its_prompt(files, capfd, tmp_path):
+    """A decoder like Llama 2's drops the space in front of a text, but this is not in front."""
+    from recipes.generate import Generate, Limit, answer, answer_all, question
+
+    tokens = tokenizer.from_files(files())
+    limit, out = Limit(100, Generate(max_new_tokens=50), tokens), tmp_path / "out.jsonl"
+    for begins, wanted in PAIRS:
+        asked = question({"prompt": begins}, False, tokens)
+        whole = tokens.prompt(begins + wanted)
+        assert begins == "" or whole[: len(asked.tokens)].tolist() == asked.tokens.tolist()
+        rest = whole[len(asked.tokens) :] if begins else tokens.encode([wanted])[0]
+        generator = lambda *_, rest=rest: iter(rest[:, None])  # noqa: E731, always writes this
+        generator.end = ()
+        assert answer(generator, asked, limit) == wanted
+        assert capfd.readouterr().out == f"{begins}{wanted}\n"
+        answer_all(generator, [asked], limit, Generate(), out)
+        assert json.loads(out.read_text().splitlines()[-1])["answer"] == wanted
+
+
 def test_a_dialogue_reads_the_whole_conversation(inside, quick, talker, monkeypatch):
     """The second answer is that to both turns; one that the context can't hold begins anew."""
     said = ["Hi", "And then?", "x" * 400, "Hi"]
