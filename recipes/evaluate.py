@@ -95,6 +95,7 @@ def main(devices: Devices, flags: Evaluate) -> None:
     # ---- The model, each shard read onto its own device ------------------------------------------
     print0(report.headline(layout))
     variables = checkpoint.restore_variables(source, layout, dtype)
+    print0(*report.uneven(layout, variables))
     about = {"model": flags.restore_from, "step": source.step, "dtype": dtype}
     about |= {"mesh": describe(mesh.shape), "rules": layout.strategy}
     found: dict[str, Any] = dict(about)

@@ -93,6 +93,7 @@ def main(devices: Devices, flags: Generate) -> None:
     layout = model_layout(source, mesh, devices.rules, dtype)
     print0(report.headline(layout))
     variables = checkpoint.restore_variables(source, layout, dtype)
+    print0(*report.uneven(layout, variables))
     vocabulary = tokenizer.size if tokenizer.files else START  # bytes write no other start
     rows = min(flags.batch_size, max(len(asked), 1))
     generator = Generator(

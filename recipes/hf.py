@@ -62,7 +62,7 @@ def import_(flags: Import) -> None:
     tokens = folder.tokenizer()
     if tokens:
         checkpoint.check_size(tokens, folder)
-    print0(report.headline(layout))
+    print0(report.headline(layout), *report.uneven(layout, layout.variables()))
 
     # ---- Each shard is read on its own, onto its device, and saved from there -------------------
     variables, entry = checkpoint.restore_variables(folder, layout), folder.metadata["entry"]

@@ -212,7 +212,8 @@ CONTEXT = 96
 
 @pytest.fixture(scope="module")
 def talker(tmp_path_factory):
-    return f"--restore_from={runs.talker(tmp_path_factory.mktemp('talker') / 'model', CONTEXT)}"
+    folder = tmp_path_factory.mktemp("talker") / "model"
+    return f"--restore_from={runs.talker(folder, CONTEXT, num_kv_heads=1)}"
 
 
 PUBLISHED = "--restore_from=transformer.stdlib_3m"
@@ -249,6 +250,7 @@ def test_prompts_of_a_file_are_answered_whatever_the_batch(inside, quick, talker
             f"--batch_size={batch}", "--max_new_tokens=9", "--temperature=1", "--top_k=40",
         )  # fmt: skip
         assert (done.code, done.err) == (0, "")
+        assert ("Not divisible: kv_heads 1 by model 2 (" in done.out) == (mesh == "4x2")
         found.append([json.loads(line) for line in out.read_text().splitlines()])
     assert found[0] == found[1]
     for row, answered in zip(rows, found[0], strict=True):
