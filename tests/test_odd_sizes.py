@@ -26,14 +26,20 @@ SIZES = {
         257, 64, 2, num_heads=9, num_kv_heads=3, head_dim=8, mlp=128
     ),
     "heads alone": Config(331, 64, 2, num_heads=16, num_kv_heads=2, head_dim=8, mlp=128),
+    "kv heads alone, or neither": Config(
+        257, 48, 2, num_heads=6, num_kv_heads=3, head_dim=8, mlp=200
+    ),
     "two tables": Config(
         331, 64, 2, num_heads=6, num_kv_heads=2, head_dim=8, mlp=200, tie_embeddings=False
     ),
 }
-MESHES = [("4x2", "fsdp_tp"), ("1x8", "tp"), ("2x2x2", "hsdp_tp")]
-CASES = [("two tables", "2x4", "tp"), *((size, *mesh) for size in SIZES for mesh in MESHES)]
-for size in ("heads alone", "neither heads nor kv heads"):  # other cases have what these have
-    CASES.remove((size, "4x2", "fsdp_tp"))
+A, B, C = ("4x2", "fsdp_tp"), ("1x8", "tp"), ("2x2x2", "hsdp_tp")
+CASES = [
+    ("neither heads nor kv heads", *C),
+    *(("heads alone", *on) for on in (B, C)),
+    *(("kv heads alone, or neither", *on) for on in (A, B)),
+    *(("two tables", *on) for on in (A, ("2x4", "tp"), C)),
+]
 FAST = [("heads alone", "1x8", "tp"), ("two tables", "4x2", "fsdp_tp")]
 ROWS = 8
 
@@ -77,6 +83,17 @@ def test_they_compute_what_one_device_computes(size, mesh, strategy):
         assert np.linalg.norm(grad - want) <= 2e-5 * np.linalg.norm(want), path
     assert logits.shape == (ROWS, 24, SIZES[size].vocab_size), "what is padded is never sampled"
     np.testing.assert_allclose(logits, alone[3], atol=2e-5)
+
+
+@pytest.mark.parametrize("vocabulary", [50_257, 151_669])
+def test_known_sizes_fit_sixteen_devices(vocabulary):
+    """GPT-2's and Qwen 3's vocabulary, and the 8 kv heads of Llama 3; nothing is computed."""
+    config = Config(vocabulary, 64, 2, num_heads=32, num_kv_heads=8, head_dim=8, mlp=128)
+    mesh = jax.sharding.AbstractMesh((1, 16), ("data", "model"))
+    layout = make_layout(Transformer, config, mesh, "tp", batch_size=ROWS)
+    assert layout.uneven == {"vocab": "model", "kv_heads": "model"}
+    found = [layout.table[axis] for axis in ("vocab", "heads", "kv_heads")]
+    assert found == ["model", "model", None], "padded, split, whole"
 
 
 @pytest.mark.parametrize(
