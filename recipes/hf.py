@@ -17,6 +17,7 @@ import pathlib
 import jax
 import numpy as np
 
+from data.tokenizer import FILES
 from recipes.common import checkpoint, hf
 from recipes.common.analysis import report
 from recipes.common.checkpoint import card
@@ -72,7 +73,7 @@ def import_(flags: Import) -> None:
     on_hub = not (folders.in_bucket(name) or pathlib.Path(name).exists())
     facts["imported"] = f"hf:{name}" if on_hub else folder.path.name
     checkpoint.write(target, variables, facts, tokenizer=tokens)
-    without, also = ("", "") if tokens else (", without a tokenizer", " --tokenizer=FILE")
+    without, also = ("", "") if tokens else (left_out(folder.path), " --tokenizer=FILE")
     print0(
         f"Imported {parameters(layout)} into {flags.target}{without}; it can be trained or evaluated:",
         f"  python -m recipes.{entry} --restore_from={flags.target}{also}",
@@ -112,6 +113,13 @@ def export(flags: Export) -> None:
         hf.write(target, entry, layout.config, checkpoint.context(source), read, tokens, readme)
         loads = f'transformers loads it:\n  AutoModelForCausalLM.from_pretrained("{flags.target}")'
     print0(f"Exported {parameters(layout)} to {flags.target}; {loads}")
+
+
+def left_out(folder: pathlib.Path) -> str:
+    """What is not imported of a model folder that has no tokenizer.json."""
+    others = [name for name in FILES if (folder / name).is_file()]
+    also = f", and so without its {' and '.join(others)}" if others else ""
+    return f", without a tokenizer (it has no tokenizer.json){also}"
 
 
 def new_folder(flags: Folders) -> pathlib.Path:
