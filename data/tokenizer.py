@@ -102,15 +102,23 @@ class Tokenizer:
         found = self._plain.encode_batch_fast(list(map(_text, texts)), add_special_tokens=False)
         return [np.array(one.ids, np.int32) for one in found]
 
-    def decode(self, tokens) -> str:
-        """Text without control tokens; ids that are none, as padding, are dropped."""
+    def decode(self, tokens, after=()) -> str:
+        """Text without control tokens; ids that are none, as padding, are dropped.
+
+        Args:
+          after: the tokens of a text that these go on from; else a decoder may drop their first space.
+        """
+        if len(after):
+            last = after[-1:]
+            return self.decode([*last, *tokens])[len(self.decode(last)) :]
         ids = [int(t) for t in tokens if 0 <= t < self.size]
         if not self.files:
             return bytes(t for t in ids if t < START).decode(errors="replace")
         return self._control.decode(ids, skip_special_tokens=True)
 
-    def stream(self) -> "Stream":
-        return Stream(self)
+    def stream(self, after=()) -> "Stream":
+        """As `decode`, token by token."""
+        return Stream(self, after)
 
     @property
     def generation(self) -> dict[str, Any]:
@@ -175,10 +183,10 @@ class Tokenizer:
 class Stream:
     """Text as its tokens arrive: `put` returns only whole characters, `rest` what never became one."""
 
-    def __init__(self, tokenizer: Tokenizer):
+    def __init__(self, tokenizer: Tokenizer, after):
         self._tokenizer = tokenizer
         self._bytes = codecs.getincrementaldecoder("utf-8")("replace")
-        self._begin([])
+        self._begin([int(token) for token in after])
 
     def _begin(self, after: list[int]) -> None:
         self._held: list[int] = []  # tokens that no text has come of

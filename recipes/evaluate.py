@@ -88,7 +88,6 @@ def main(devices: Devices, flags: Evaluate) -> None:
     tokenizer = checkpoint.tokenizer_for(flags.tokenizer, source)
     dtype = flags.dtype or ("float32" if mesh.devices.flat[0].platform == "cpu" else "bfloat16")
     layout = checkpoint.layout_of(source, mesh, devices.rules, dtype=dtype)
-    checkpoint.check_size(tokenizer, layout.config.vocab_size)
     context = flags.seq_len or checkpoint.context(source)
     length = flags.seq_len or min(context, 1_024)
     texts = {name: load(name, flags, length, tokenizer) for name in names(flags.dataset)}
@@ -96,6 +95,7 @@ def main(devices: Devices, flags: Evaluate) -> None:
     # ---- The model, each shard read onto its own device ------------------------------------------
     print0(report.headline(layout))
     variables = checkpoint.restore_variables(source, layout, dtype)
+    print0(*report.uneven(layout, variables))
     about = {"model": flags.restore_from, "step": source.step, "dtype": dtype}
     about |= {"mesh": describe(mesh.shape), "rules": layout.strategy}
     found: dict[str, Any] = dict(about)

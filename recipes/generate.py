@@ -93,6 +93,7 @@ def main(devices: Devices, flags: Generate) -> None:
     layout = model_layout(source, mesh, devices.rules, dtype)
     print0(report.headline(layout))
     variables = checkpoint.restore_variables(source, layout, dtype)
+    print0(*report.uneven(layout, variables))
     vocabulary = tokenizer.size if tokenizer.files else START  # bytes write no other start
     rows = min(flags.batch_size, max(len(asked), 1))
     generator = Generator(
@@ -132,6 +133,11 @@ class Question:
     row: dict[str, Any]  # as it was asked
     tokens: np.ndarray
     begins: str = ""  # the text that an answer goes on from
+
+    @property
+    def after(self) -> np.ndarray:
+        """The tokens that an answer goes on from; none in a chat, where its text begins anew."""
+        return self.tokens if self.begins else self.tokens[:0]
 
 
 def questions(flags: Generate, tokenizer: Tokenizer) -> list[Question]:
@@ -206,7 +212,7 @@ def sampling(flags: Generate, tokenizer: Tokenizer) -> Sampling:
 
 def answer(generator: Generator, question: Question, limit: Limit) -> str:
     """Writes one answer to the terminal as it comes, and returns it."""
-    stream = limit.tokenizer.stream()
+    stream = limit.tokenizer.stream(question.after)
     text = ""
     show(question.begins)
     for (token,) in generator([question.tokens], limit.new_tokens(question)):
@@ -234,7 +240,7 @@ def answer_all(
             tokens = tokens[:room]
             written = tokens[tokens >= 0]
             row = question.row | {
-                "answer": limit.tokenizer.decode(written),
+                "answer": limit.tokenizer.decode(written, question.after),
                 "ended": bool(np.isin(written[-1:], generator.end).any()),
                 "tokens": len(written),
             }

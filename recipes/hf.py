@@ -17,6 +17,7 @@ import pathlib
 import jax
 import numpy as np
 
+from data.tokenizer import FILES
 from recipes.common import checkpoint, hf
 from recipes.common.analysis import report
 from recipes.common.checkpoint import card
@@ -60,7 +61,9 @@ def import_(flags: Import) -> None:
     folder = checkpoint.find(f"hf:{name}", "--source", base=flags.base)
     layout = checkpoint.layout_of(folder, make_mesh(flags.mesh), flags.rules)
     tokens = folder.tokenizer()
-    print0(report.headline(layout))
+    if tokens:
+        checkpoint.check_size(tokens, folder)
+    print0(report.headline(layout), *report.uneven(layout, layout.variables()))
 
     # ---- Each shard is read on its own, onto its device, and saved from there -------------------
     variables, entry = checkpoint.restore_variables(folder, layout), folder.metadata["entry"]
@@ -71,7 +74,7 @@ def import_(flags: Import) -> None:
     facts["imported"] = f"hf:{name}" if on_hub else folder.path.name
     with folders.writing(flags.target):
         checkpoint.write(target, variables, facts, tokenizer=tokens)
-    without, also = ("", "") if tokens else (", without a tokenizer", " --tokenizer=FILE")
+    without, also = ("", "") if tokens else (left_out(folder.path), " --tokenizer=FILE")
     print0(
         f"Imported {parameters(layout)} into {flags.target}{without}; it can be trained or evaluated:",
         f"  python -m recipes.{entry} --restore_from={flags.target}{also}",
@@ -114,6 +117,13 @@ def export(flags: Export) -> None:
             hf.write(target, entry, layout.config, context, read, tokens, readme)
             loads = f'transformers loads it:\n  AutoModelForCausalLM.from_pretrained("{name}")'
     print0(f"Exported {parameters(layout)} to {name}; {loads}")
+
+
+def left_out(folder: pathlib.Path) -> str:
+    """What is not imported of a model folder that has no tokenizer.json."""
+    others = [name for name in FILES if (folder / name).is_file()]
+    also = f", and so without its {' and '.join(others)}" if others else ""
+    return f", without a tokenizer (it has no tokenizer.json){also}"
 
 
 def new_folder(flags: Folders) -> pathlib.Path:

@@ -23,6 +23,9 @@ from recipes.common.train.optimizer import OPTIMIZERS, LearningRate, hidden_matr
 from recipes.common.train.step import TrainStep
 from zoo.mlp import MLP, Config
 
+# For --optimizer=muon: logical axes of weights that are no hidden matrices.
+MATRICES = {"ends": ("inputs", "classes")}
+
 
 @dataclasses.dataclass(frozen=True)
 class Flags:
@@ -68,7 +71,7 @@ def main(run: Run, flags: Flags) -> None:
 
     # ---- Step, state and training ----------------------------------------------------------------
     lr = LearningRate(run.learning_rate, flags.warmup_steps, run.steps, run.schedule)
-    matrices = hidden_matrices(layout, ends=("inputs", "classes"))
+    matrices = hidden_matrices(layout, **MATRICES)
     optimizer = make_optimizer(flags.optimizer, lr, flags.weight_decay, flags.clip_norm, matrices)
     step = TrainStep(layout, optimizer, lr, skip_nonfinite=run.skip_nonfinite > 0)
 

@@ -33,6 +33,9 @@ from recipes.common.train.optimizer import OPTIMIZERS, LearningRate, hidden_matr
 from recipes.common.train.step import TrainStep
 from zoo.moe import REMAT, SIZES, Config, MoE
 
+# For --optimizer=muon, to which an expert is a matrix of its own.
+MATRICES = {"ends": ("vocab",), "stacks": ("layers", "expert")}
+
 
 @dataclasses.dataclass(frozen=True)
 class Flags:
@@ -106,8 +109,7 @@ def main(run: Run, text: Text, flags: Flags, sample: Sample) -> None:
 
     # ---- Step: the loss has what balances the experts, and figures of how they are used ----------
     lr = LearningRate(run.learning_rate, flags.warmup_steps, run.steps, run.schedule)
-    # To --optimizer=muon an expert is a matrix of its own.
-    matrices = hidden_matrices(layout, ends=("vocab",), stacks=("layers", "expert"))
+    matrices = hidden_matrices(layout, **MATRICES)
     optimizer = make_optimizer(flags.optimizer, lr, flags.weight_decay, flags.clip_norm, matrices)
     step = TrainStep(layout, optimizer, lr, flags.accumulate, run.skip_nonfinite > 0)
 

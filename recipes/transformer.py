@@ -31,6 +31,9 @@ from recipes.common.train.optimizer import OPTIMIZERS, LearningRate, hidden_matr
 from recipes.common.train.step import TrainStep
 from zoo.transformer import REMAT, SIZES, Config, Transformer
 
+# For --optimizer=muon: logical axes that tell hidden matrices from other weights.
+MATRICES = {"ends": ("vocab",), "stacks": ("layers",), "ranks": ("lora",)}
+
 
 @dataclasses.dataclass(frozen=True)
 class Flags:
@@ -102,8 +105,7 @@ def main(run: Run, text: Text, flags: Flags, sample: Sample) -> None:
 
     # ---- Step: (state, batch) → (state, metrics), a pure function --------------------------------
     lr = LearningRate(run.learning_rate, flags.warmup_steps, run.steps, run.schedule)
-    # for --optimizer=muon
-    matrices = hidden_matrices(layout, ends=("vocab",), stacks=("layers",), ranks=("lora",))
+    matrices = hidden_matrices(layout, **MATRICES)
     optimizer = make_optimizer(flags.optimizer, lr, flags.weight_decay, flags.clip_norm, matrices)
     step = TrainStep(layout, optimizer, lr, flags.accumulate, run.skip_nonfinite > 0)
 

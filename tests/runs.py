@@ -48,9 +48,9 @@ def assert_bit_equal(a: dict, b: dict) -> None:
         np.testing.assert_array_equal(value, b[path], err_msg=path)
 
 
-def talker(folder: pathlib.Path, context: int) -> pathlib.Path:
+def talker(folder: pathlib.Path, context: int, **sizes) -> pathlib.Path:
     """Makes a checkpoint: a random model of 512 tokens with a tokenizer and a chat template."""
-    config = dataclasses.replace(Config.tiny(), vocab_size=512)
+    config = dataclasses.replace(Config.tiny(), vocab_size=512, **sizes)
     layout, random = make_layout(Transformer, config, make_mesh("1")), np.random.default_rng(0)
     params = jax.tree.map(
         lambda a: jax.numpy.array(random.normal(0, 0.2, a.shape), a.dtype), layout.model.shapes

@@ -39,6 +39,11 @@ def test_flops_by_hand():
         "causal": 6 * n * tokens + square / 2,
         "full": 6 * n * tokens + square,
     }
+    # Of a window, the triangle in which it begins, and the band behind that.
+    for window, share in ((4, (16 * 4 - 4 * 4 / 2) / 16**2), (16, 1 / 2), (99, 1 / 2)):
+        config = dataclasses.replace(PLAIN, sliding_window=window)
+        found = flops.decoder(config, 16, batch_size=2)["causal"]
+        assert found == 6 * n * tokens + square * share
 
 
 def test_matmul_params_are_all_but_norms_and_the_input_embedding():

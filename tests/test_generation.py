@@ -212,7 +212,8 @@ CONTEXT = 96
 
 @pytest.fixture(scope="module")
 def talker(tmp_path_factory):
-    return f"--restore_from={runs.talker(tmp_path_factory.mktemp('talker') / 'model', CONTEXT)}"
+    folder = tmp_path_factory.mktemp("talker") / "model"
+    return f"--restore_from={runs.talker(folder, CONTEXT, num_kv_heads=1)}"
 
 
 PUBLISHED = "--restore_from=transformer.stdlib_3m"
@@ -249,6 +250,7 @@ def test_prompts_of_a_file_are_answered_whatever_the_batch(inside, quick, talker
             f"--batch_size={batch}", "--max_new_tokens=9", "--temperature=1", "--top_k=40",
         )  # fmt: skip
         assert (done.code, done.err) == (0, "")
+        assert ("Not divisible: kv_heads 1 by model 2 (" in done.out) == (mesh == "4x2")
         found.append([json.loads(line) for line in out.read_text().splitlines()])
     assert found[0] == found[1]
     for row, answered in zip(rows, found[0], strict=True):
@@ -258,6 +260,29 @@ def test_prompts_of_a_file_are_answered_whatever_the_batch(inside, quick, talker
                   "--temperature=1", "--top_k=40", "--mesh=1x1")  # fmt: skip
     shown = [json.loads(line) for line in done.out.splitlines() if line.startswith("{")]
     assert shown == found[0], "to the terminal, too"
+
+
+PAIRS = [("The capital is", " Paris 🦊"), ("def f():\n", "    return x"), ("🦊", " a"), ("", "a b")]
+
+
+@pytest.mark.parametrize("files", [dict, small_tokenizers.byte_level, small_tokenizers.metaspace])
+def test_text_goes_on_from_its_prompt(files, capfd, tmp_path):
+    """A decoder like Llama 2's drops the space in front of a text, but this is not in front."""
+    from recipes.generate import Generate, Limit, answer, answer_all, question
+
+    tokens = tokenizer.from_files(files())
+    limit, out = Limit(100, Generate(max_new_tokens=50), tokens), tmp_path / "out.jsonl"
+    for begins, wanted in PAIRS:
+        asked = question({"prompt": begins}, False, tokens)
+        whole = tokens.prompt(begins + wanted)
+        assert begins == "" or whole[: len(asked.tokens)].tolist() == asked.tokens.tolist()
+        rest = whole[len(asked.tokens) :] if begins else tokens.encode([wanted])[0]
+        generator = lambda *_, rest=rest: iter(rest[:, None])  # noqa: E731, always writes this
+        generator.end = ()
+        assert answer(generator, asked, limit) == wanted
+        assert capfd.readouterr().out == f"{begins}{wanted}\n"
+        answer_all(generator, [asked], limit, Generate(), out)
+        assert json.loads(out.read_text().splitlines()[-1])["answer"] == wanted
 
 
 def test_a_dialogue_reads_the_whole_conversation(inside, quick, talker, monkeypatch):

@@ -75,7 +75,7 @@ def tensors_of(file):
 # ---- parity --------------------------------------------------------------------------------------
 
 
-FAST = [family for family in FAMILIES if family != "qwen3_moe"]
+FAST = [family for family in FAMILIES if family not in ("qwen3_moe", "odd_llama")]
 
 
 @pytest.mark.parametrize("family", full_except(FAMILIES, FAST))
@@ -99,7 +99,7 @@ def test_a_restored_model_shares_its_work_where_its_heads_do_not_divide(strict):
     np.testing.assert_allclose(logits, np.load(GOLDEN / "llama3" / "logits.npy"), atol=TOLERANCE)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", [name for name in FAMILIES if "odd_" not in name])
 def test_export_is_read_back_bit_equal_with_the_same_config(family, tmp_path):
     export(f"hf:{GOLDEN / family}", tmp_path / "back")
     a, b = hf.Folder(GOLDEN / family), hf.Folder(tmp_path / "back")
@@ -118,7 +118,7 @@ def test_every_option_of_config_is_read():
     assert found["mistral"].sliding_window == 5
     assert found["qwen3"].head_dim == 6
     assert [n for n in FAMILIES if found[n].qkv_bias] == ["qwen2"]
-    assert [n for n in FAMILIES if found[n].qk_norm] == ["qwen3", "qwen3_moe"]
+    assert [n for n in FAMILIES if found[n].qk_norm] == ["qwen3", "qwen3_moe", "odd_qwen3"]
     assert not found["qwen3_moe"].normalize
     assert found["mixtral"].normalize
     assert (found["mixtral"].rope_theta, found["mixtral"].capacity) == (1e6, None)

@@ -32,6 +32,7 @@ from recipes.common.train.feed import to_devices
 from recipes.common.train.optimizer import LearningRate, hidden_matrices
 from recipes.common.train.state import abstract_state, new_params, new_state
 from recipes.common.train.step import TrainStep
+from recipes.transformer import MATRICES
 from tests.conftest import full_except
 from tests.entries import BATCH, ENTRIES, OPTIMIZER, compile_step
 from tests.hf_parity import ADAPTERS, GOLDEN, MESHES, TOKENS_BT, TOLERANCE, our_logits, params_of
@@ -233,7 +234,7 @@ def test_a_step_holds_no_gradient_of_a_frozen_weight(quick):
 
 def test_muon_takes_every_factor_as_a_matrix():
     layout = layout_of(LORA)
-    found = hidden_matrices(layout, ends=("vocab",), stacks=("layers",), ranks=("lora",))
+    found = hidden_matrices(layout, **MATRICES)
     is_leaf = lambda x: isinstance(x, optax.contrib.MuonDimensionNumbers)  # noqa: E731
     leaves = jax.tree.leaves(found, is_leaf=is_leaf)
     assert len(leaves) == 14

@@ -1,5 +1,7 @@
 """Optimizers and learning-rate schedules by name."""
 
+import importlib
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -22,15 +24,18 @@ from tests.quick import QUICK
 from tests.quick import quick as quick
 from tests.runs import assert_bit_equal, records, state_of
 
-# Logical axes that the recipes give to hidden_matrices.
-ENDS = {"transformer": ("vocab",), "moe": ("vocab",), "mlp": ("inputs", "classes")}
-STACKS = {"transformer": ("layers",), "moe": ("layers", "expert")}
 MESHES = ["8", "4x2", "2x4", "2x2x2"]
+
+
+def matrices_of(entry: str, layout):
+    """As the entry's recipe has them; dot_relu_dot's has no other optimizer than AdamW."""
+    recipe = importlib.import_module(f"recipes.{entry}")
+    return hidden_matrices(layout, **getattr(recipe, "MATRICES", {"ends": ()}))
 
 
 def layout_and_optimizer(entry: str, name: str, mesh: str, **options):
     layout = ENTRIES[entry].layout(mesh)
-    matrices = hidden_matrices(layout, ENDS.get(entry, ()), STACKS.get(entry, ()))
+    matrices = matrices_of(entry, layout)
     given = {"lr": lambda _: 0.01, "weight_decay": 0.1, "clip_norm": 1.0} | options
     return layout, make_optimizer(name, matrices=matrices, **given)
 
@@ -55,7 +60,7 @@ def test_what_is_kept_for_a_parameter_lies_as_the_parameter(entry, name):
             else:
                 assert leaf.sharding.is_fully_replicated, path
                 assert leaf.size <= 3, path
-        matrices = paths(hidden_matrices(layout, ENDS.get(entry, ()), STACKS.get(entry, ())))
+        matrices = paths(matrices_of(entry, layout))
         kept = {"adamw": [2, 2], "lion": [1, 1], "sgd": [1, 1], "muon": [2, 1]}[name]
         assert {p: found.count(p) for p in params} == {p: kept[p in matrices] for p in params}
 
@@ -64,7 +69,7 @@ def test_what_is_kept_for_a_parameter_lies_as_the_parameter(entry, name):
 def test_muon_has_the_weights_that_it_should(entry, golden):
     """Which dims are a matrix's rows and columns; "AdamW" has all other weights."""
     layout = ENTRIES[entry].layout("1x1")
-    matrices = paths(hidden_matrices(layout, ENDS.get(entry, ()), STACKS.get(entry, ())))
+    matrices = paths(matrices_of(entry, layout))
     lines = []
     for path, axes in paths(layout.model.axes["params"]).items():
         who = "AdamW"
@@ -81,7 +86,7 @@ def test_muon_has_the_weights_that_it_should(entry, golden):
 def test_muon_moves_each_layer_as_optax_moves_its_plain_matrix():
     """On 2x2x2, over two steps: q [L, D, N, H] as L matrices D × N·H, o as N·H × D."""
     layout, _ = layout_and_optimizer("transformer", "muon", FAST)
-    matrices = hidden_matrices(layout, ENDS["transformer"], STACKS["transformer"])
+    matrices = matrices_of("transformer", layout)
     here, weights = lambda tree: tree["layers"]["attention"], {"q": 1, "o": 2}  # dims of rows
     matrices, where = (
         {name: here(tree)[name] for name in weights}

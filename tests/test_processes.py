@@ -19,6 +19,7 @@ from recipes.common import checkpoint
 from recipes.common.runtime import mesh, processes
 from recipes.common.runtime.errors import UserError
 from recipes.common.runtime.mesh import make_mesh
+from tests import small_tokenizers
 from tests.conftest import ROOT
 from tests.quick import XLA_FLAGS
 from tests.quick import quick as quick
@@ -39,7 +40,7 @@ SMALLEST = ("--batch_size=16", "--mesh=4x2", "--log_every=1", "--checkpoint_ever
 WATCHED = """
 import pathlib, runpy, sys
 import numpy as np
-from data import text
+from data import packing, text
 from recipes.common.checkpoint import integrity
 from recipes.common.runtime import mesh, processes
 from recipes.common.train import evaluation, loop
@@ -47,9 +48,12 @@ from recipes.common.train import evaluation, loop
 folder, fed, read, hashed = pathlib.Path(sys.argv.pop(1)), [], [], []
 sha256_of = integrity.sha256_of
 integrity.sha256_of = lambda folder, names: hashed.extend(names) or sha256_of(folder, names)
-to_devices, take = loop.to_devices, text._Windows.take
+to_devices = loop.to_devices
 evaluation.to_devices = loop.to_devices = lambda rows, *rest: fed.append(rows) or to_devices(rows, *rest)
-text._Windows.take = lambda self, i: read.extend((len(self._tokens), n) for n in i) or take(self, i)
+def watch(rows, take):
+    rows.take = lambda self, i: read.extend((len(self._tokens), n) for n in i) or take(self, i)
+for rows in (text._Windows, packing.Packed):
+    watch(rows, rows.take)
 try:
     runpy.run_module("recipes.transformer", run_name="__main__")
 finally:
@@ -206,15 +210,20 @@ mesh.arrange = arrange
 
 @pytest.mark.full
 def test_processes_whose_devices_lie_apart_train_like_one(alone, book, tmp_path):
-    """And evaluate meanwhile, and agree on what is best."""
-    a, b = tmp_path / "one", tmp_path / "two"
+    """On packed rows of two mixed sources; they evaluate meanwhile, and agree on what is best."""
+    a, b, other = tmp_path / "one", tmp_path / "two", tmp_path / "other.txt"
+    other.write_text((ROOT / "zoo" / "moe.py").read_text()[:20_000])
+    tokenizer = tmp_path / "tokenizer.json"
+    tokenizer.write_bytes(small_tokenizers.byte_level()[tokenizer.name])
     flags = ("--mesh=8", "--steps=6", "--eval_every=2", "--keep_best")
+    flags += (f"{book}@0.7,{other}@0.3", f"--tokenizer={tokenizer}")
     alone(*flags, f"--workdir={a}")
-    run = Together(2, *FLAGS, book, *flags, f"--workdir={b}", watch=tmp_path, around=RINGS)
+    run = Together(2, *FLAGS, *flags, f"--workdir={b}", watch=tmp_path, around=RINGS)
     for code, _, err in run.finish():
         assert (code, err) == (0, ""), err
     rows = [set(map(tuple, np.load(tmp_path / f"{i}.npz")["read"].tolist())) for i in range(2)]
     assert not rows[0] & rows[1], "each read its own"
+    assert len({tokens for tokens, _ in rows[0]}) == 4, "trained on and held out of both sources"
     fields = ("step", "loss", "grad_norm")
     np.testing.assert_allclose(records(a, *fields), records(b, *fields), rtol=2e-5)
     held = ("step", "held_out_loss", "held_out_targets")

@@ -20,6 +20,16 @@ LONG = ("--seq_len=32", "--batch_size=16", "--mesh=1x1")
 SHORT = (*TINY, "--mesh=1x1")
 
 
+def every_file() -> dict[str, bytes]:
+    """All that a model folder may have of a tokenizer."""
+    template = small_tokenizers.TEMPLATE.encode()
+    more = {
+        "chat_template.jinja": template,
+        "special_tokens_map.json": b'{"pad_token": "<|im_end|>"}',
+    }
+    return small_tokenizers.byte_level() | more
+
+
 def folder(path, files) -> str:
     path.mkdir(exist_ok=True)
     for name, content in files.items():
@@ -37,7 +47,7 @@ def here(place, inside, quick, book):
     """Tokenizers `tokens` and `other`, and what was made with the first: a run and its export."""
     if any(place.iterdir()):
         return place
-    files = small_tokenizers.byte_level()
+    files = every_file()
     tokens = folder(place / "tokens", files)
     folder(place / "other", small_tokenizers.metaspace())
     flags = (*SHORT, book, f"--workdir={place / 'run'}", f"--tokenizer={tokens}")
@@ -57,7 +67,7 @@ def here(place, inside, quick, book):
 
 
 def test_a_checkpoint_holds_its_tokenizer(here):
-    files = small_tokenizers.byte_level()
+    files = every_file()
     for step in (1, 2):
         ck = here / "run" / "checkpoints" / str(step)
         assert {p.name: p.read_bytes() for p in (ck / "tokenizer").iterdir()} == files
@@ -83,7 +93,7 @@ def test_a_tokenizer_that_cannot_be_written_is_a_save_that_failed(tmp_path, monk
     def full(folder, files):
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    tokens = tokenizer.from_files(small_tokenizers.byte_level())
+    tokens = tokenizer.from_files(every_file())
     state = {"params": {"w": jax.numpy.ones(8)}}
     with saving(tmp_path, keep=3, tokenizer=tokens) as saver:
         with monkeypatch.context() as patch:
@@ -108,7 +118,7 @@ def test_it_comes_along_by_itself(here, inside, book, tmp_path):
     done = inside("recipes.transformer", *SHORT, book, f"--workdir={work}", "--steps=3")
     assert (done.code, done.err) == (0, "")
     assert checkpoint.find(work).step == 3
-    assert checkpoint.find(work).tokenizer().files == small_tokenizers.byte_level()
+    assert checkpoint.find(work).tokenizer().files == every_file()
     shown = set()
     # Given by hand, it is the same one where its SHA-256 is.
     hand = [f"--restore_from=hf:{here / 'hf'}", f"--tokenizer={here / 'hf' / 'tokenizer.json'}"]
@@ -123,12 +133,12 @@ def test_it_comes_along_by_itself(here, inside, book, tmp_path):
 def test_files_given_by_hand_add_to_the_models_own(here):
     """The same tokens with another template, from a file without the rest."""
     found = checkpoint.tokenizer_for(str(here / "same"), checkpoint.find(here / "run"))
-    assert found.files == small_tokenizers.byte_level() | {"chat_template.jinja": b"hi"}
+    assert found.files == every_file() | {"chat_template.jinja": b"hi"}
     assert found.end == (2, 0)
 
 
 def test_export_and_import_carry_it_byte_for_byte(here, inside, tmp_path):
-    files = small_tokenizers.byte_level()
+    files = every_file()
     for name, content in files.items():
         assert (here / "hf" / name).read_bytes() == content
     said = json.loads((here / "hf" / "config.json").read_text())
@@ -179,10 +189,12 @@ def more(here):
     """What else the rows name."""
     if (here / "large").exists():
         return here
-    files = small_tokenizers.byte_level()
+    files = every_file()
     content = json.loads(files["tokenizer.json"])
     content["added_tokens"].append(content["added_tokens"][0] | {"id": 512, "content": "<more>"})
     folder(here / "large", {"tokenizer.json": json.dumps(content).encode()})
+    shutil.copytree(here / "bare", here / "long")
+    shutil.copy(here / "large" / "tokenizer.json", here / "long")
     template = b"{{ raise_exception('only systems') }}"
     folder(here / "strict", files | {"chat_template.jinja": template})
     shutil.copytree(here / "run" / "checkpoints" / "2", here / "imported")  # by an earlier version
@@ -208,6 +220,27 @@ def test_the_wrong_tokens_are_one_line_and_nothing_is_written(row, more, inside,
     assert after == before
 
 
+COMMANDS = {  # whose model is {here}/bare, of 512 tokens, and whose tokenizer has 513
+    "generate": ("--restore_from=hf:{here}/bare", "--tokenizer={here}/large", "--mesh=1x1"),
+    "evaluate": ("--restore_from=hf:{here}/long", "--dataset={here}/same/tokenizer.json", "--mesh=1x1"),
+    "hf": ("import", "--source={here}/long", "--target={here}/new", "--mesh=1x1"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_every_command_refuses_too_many_tokens(command, more, inside):
+    """A model that looked up a token beyond its table would be given another in silence."""
+    flags = (flag.replace("{here}", str(more)) for flag in COMMANDS[command])
+    done = inside(f"recipes.{command}", *flags)
+    assert (done.code, done.out) == (2, "")
+    which = more / ("large" if command == "generate" else "long")
+    assert done.err == (
+        f"error: the model has 512 tokens, and the tokenizer {which} has 513; use the tokenizer that "
+        "it was trained with, or a model with a larger vocabulary\n"
+    )
+    assert not (more / "new").exists()
+
+
 def test_import_refuses_pieces_alone(here, inside, tmp_path):
     done = inside(
         "recipes.hf", "import", f"--source={here / 'pieces'}", f"--target={tmp_path / 'x'}"
@@ -218,9 +251,17 @@ def test_import_refuses_pieces_alone(here, inside, tmp_path):
 
 
 def test_a_model_without_a_tokenizer_is_imported_and_asks_for_one(here, inside, book, tmp_path):
-    target = tmp_path / "ck"
-    done = inside("recipes.hf", "import", f"--source={here / 'bare'}", f"--target={target}")
+    source, target = shutil.copytree(here / "bare", tmp_path / "hf"), tmp_path / "ck"
+    folder(
+        source,
+        {name: every_file()[name] for name in ("generation_config.json", "chat_template.jinja")},
+    )
+    done = inside("recipes.hf", "import", f"--source={source}", f"--target={target}")
     assert (done.code, done.err) == (0, "")
+    assert (
+        ", without a tokenizer (it has no tokenizer.json), and so without its chat_template.jinja and "
+        "generation_config.json; it can be trained or evaluated:\n"
+    ) in done.out
     assert checkpoint.find(target).tokenizer() is None
     flags = (*SHORT, book, f"--restore_from={target}", "--steps=0")
     done = inside("recipes.transformer", *flags)
@@ -231,7 +272,7 @@ def test_a_model_without_a_tokenizer_is_imported_and_asks_for_one(here, inside, 
 
 def test_an_answer_ends_where_the_model_ends_it(here, inside, book, tmp_path):
     """Every token ends an answer, so one is written; and no token beyond the tokenizer's ever is."""
-    files = small_tokenizers.byte_level()
+    files = every_file()
     said = json.loads(files["generation_config.json"]) | {"eos_token_id": list(range(512))}
     tokens = folder(tmp_path / "all", files | {"generation_config.json": json.dumps(said).encode()})
     flags = (
@@ -256,7 +297,7 @@ def test_it_is_published_with_the_model(here, inside, book, tmp_path):
     done = inside("recipes.publish", *flags)
     assert (done.code, done.err) == (0, "")
     assert integrity.verify(target) == ""
-    assert checkpoint.find(target).tokenizer().files == small_tokenizers.byte_level()
+    assert checkpoint.find(target).tokenizer().files == every_file()
     assert "tokenizer/tokenizer.json" in (target / "README.md").read_text()
     assert (
         inside("recipes.transformer", *SHORT, book, f"--restore_from={target}", "--steps=0").code

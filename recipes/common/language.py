@@ -117,7 +117,6 @@ def architecture(
         config = sizes[size or "small"]()
         if tokenizer.files:  # bytes take the size's own vocabulary
             config = dataclasses.replace(config, vocab_size=tokenizer.size)
-    checkpoint.check_size(tokenizer, config.vocab_size)
     return config
 
 

@@ -2,8 +2,9 @@
 
 6·N for each position: N are the weights that it is multiplied with, two FLOPs each, once forward and
 twice backward; recomputation does not count. Where a causal model's positions attend, 6·T·heads·head
-dim more for each layer: half of the T × T square, which is what a causal kernel has to compute. (Some
-published figures count the full square, which makes them larger.)
+dim more for each layer: half of the T × T square, which is what a causal kernel has to compute, and of
+that what a sliding window leaves. (Some published figures count the full square, which makes them
+larger.)
 
 Never from the compiler's cost analysis, which counts a scanned layer once.
 """
@@ -83,7 +84,7 @@ def matmul_params(config: Any) -> int:
 
 
 def decoder(config: Any, seq_len: int, batch_size: int = 1) -> dict[str, float]:
-    """Of training on a batch, by two conventions: half of the attention square, or all of it.
+    """Of training on a batch, by two conventions: what causal attention computes, or the whole square.
 
     Weights with adapters are frozen and have no gradient: 4·N. The adapters themselves, a few
     percent of that, are not counted.
@@ -91,4 +92,7 @@ def decoder(config: Any, seq_len: int, batch_size: int = 1) -> dict[str, float]:
     tokens = batch_size * seq_len
     weights = (4 if getattr(config, "lora_rank", 0) else 6) * matmul_params(config) * tokens
     square = 12 * config.num_layers * seq_len * config.num_heads * config.head_dim * tokens
-    return {"causal": weights + square / 2, "full": weights + square}
+    seen = (
+        min(config.sliding_window or seq_len, seq_len) / seq_len
+    )  # of a row, by its last position
+    return {"causal": weights + square * (seen - seen**2 / 2), "full": weights + square}

@@ -46,7 +46,7 @@ def table(layout: Layout, state: Tree) -> str:
             shape = "×".join(map(str, array.shape))
             held = size(bytes_per_device(array))
             rows.append((path, shape, str(array.dtype), " ".join(axes), f"({spec})", held))
-    return "\n".join([*_columns(rows), total(state), *uneven(layout)])
+    return "\n".join([*_columns(rows), total(state), *uneven(layout, state)])
 
 
 def total(state: Tree) -> str:
@@ -62,13 +62,20 @@ def total(state: Tree) -> str:
     return f"{what}. Per device: {where}, gradients {held['params']}, optimizer state {moments}."
 
 
-def uneven(layout: Layout) -> list[str]:
-    """One line about the dims that a mesh axis does not divide, where there are any."""
-    told, extra = {}, 0.0
-    axes = paths(layout.model.axes)
-    for path, leaf in paths(layout.variables()).items():
+def uneven(layout: Layout, state: Tree) -> list[str]:
+    """One line about the dims that a mesh axis does not divide, where there are any.
+
+    Args:
+      state: as in `table`, or the model's variables alone.
+    """
+    told, extra, axes = {}, dict.fromkeys(state, 0.0), paths(layout.model.axes)
+    for path, leaf in paths(state).items():
+        kind, *keys = path.split("/")
+        # What an optimizer keeps for a parameter has the parameter's path at its end.
+        names = [path, *("/".join(["params", *keys[i:]]) for i in range(len(keys)))]
+        dims = next((axes[name] for name in names if name in axes), ())
         parts = 1  # into which the leaf would be cut further
-        for dim, axis in zip(leaf.shape, axes[path], strict=True):
+        for dim, axis in zip(leaf.shape, dims, strict=False):
             if axis in layout.uneven:
                 n = shards(layout.uneven, axis, layout.mesh.shape)
                 parts *= n
@@ -76,9 +83,12 @@ def uneven(layout: Layout) -> list[str]:
                 done = even if layout.table[axis] else f"whole everywhere, its work done {n} times"
                 over = "·".join(mesh_axes(layout.uneven[axis]))
                 told[axis] = f"{axis} {dim} by {over} {n} ({done})"
-        extra += bytes_per_device(leaf) * (1 - 1 / parts)
-    line = f"Not divisible: {'; '.join(told.values())}. That is {size(extra)} more of parameters a device."
-    return [line] if told else []
+        extra[kind] += bytes_per_device(leaf) * (1 - 1 / parts)
+    cost = f"{size(extra['params'] + extra.get('base', 0))} more of parameters a device"
+    if "opt_state" in state:  # gradients lie as what is trained
+        rest = size(extra["params"] + extra["opt_state"])
+        cost += f", and {rest} of gradients and optimizer state"
+    return [f"Not divisible: {'; '.join(told.values())}. That is {cost}."] if told else []
 
 
 def _axis(part) -> str:

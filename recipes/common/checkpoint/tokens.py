@@ -13,8 +13,8 @@ def tokenizer_for(name: str, source: Source | None) -> Tokenizer:
       name: --tokenizer; empty: that of `source`, or bytes for a new model.
       source: what the run begins from, if anything.
 
-    Raises UserError if the model was trained with another tokenizer, or nobody knows with which;
-    DataError if there is no tokenizer of this name.
+    Raises UserError if the model was trained with another tokenizer, nobody knows with which, or it
+    has fewer tokens; DataError if there is no tokenizer of this name.
     """
     if source is None:
         return tokenizer.find(name or "bytes")
@@ -42,14 +42,17 @@ def tokenizer_for(name: str, source: Source | None) -> Tokenizer:
             "--tokenizer=FILE, ORG/NAME on the Hub, or bytes if it was trained on bytes"
         )
     if given and own:  # what the given files don't say, the model's own do
-        return tokenizer.from_files(own.files | given.files, given.name)
-    return given or own
+        given = tokenizer.from_files(own.files | given.files, given.name)
+    return check_size(given or own, source)
 
 
-def check_size(tokens: Tokenizer, vocab_size: int) -> None:
-    """Raises UserError if the model can't be given every token."""
+def check_size(tokens: Tokenizer, source: Source) -> Tokenizer:
+    """The same. Raises UserError if the source's model can't be given every token."""
+    # A config without it is told as such where it is read.
+    vocab_size = source.metadata["config"].get("vocab_size", tokens.size)
     if tokens.size > vocab_size:
         raise UserError(
             f"the model has {vocab_size} tokens, and the tokenizer {tokens.name} has {tokens.size}; "
             "use the tokenizer that it was trained with, or a model with a larger vocabulary"
         )
+    return tokens

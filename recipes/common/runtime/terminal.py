@@ -4,8 +4,8 @@ from recipes.common.runtime import processes
 
 
 def print0(*lines: str) -> None:
-    """Prints on process 0 only."""
-    if processes.is_first():
+    """Prints on process 0 only; without lines nothing."""
+    if lines and processes.is_first():
         print(*lines, sep="\n", flush=True)
 
 
