@@ -2,6 +2,7 @@
 
 import gzip
 import io
+import os
 import pathlib
 from collections.abc import Iterable
 from typing import Any, TextIO
@@ -34,7 +35,8 @@ def load(name: str, dataset: str) -> dict[str, Rows]:
     name, _, config = name.partition(":")
     if not name:
         raise DataError(f"--dataset={dataset} names no dataset; use hf:NAME")
-    if not pathlib.Path(name).exists():
+    name = os.path.expanduser(name)
+    if not os.path.exists(name):
         answer = _ask(name, "dataset", f"--dataset={dataset}")
         if isinstance(answer, DataError):
             raise answer
@@ -52,7 +54,7 @@ def commit(name: str, dataset: str) -> str:
     Args: as those of `load`. Raises DataError if there is no such dataset.
     """
     name = name.partition(":")[0]
-    if not name or pathlib.Path(name).exists():
+    if not name or os.path.exists(os.path.expanduser(name)):
         return ""
     answer = _ask(name, "dataset", f"--dataset={dataset}")
     return answer if isinstance(answer, str) else ""
@@ -86,9 +88,10 @@ def parquet_columns(path: pathlib.Path) -> list[str]:
 
 def text_file(path: pathlib.Path) -> TextIO:
     """A text file, opened for reading; compressed if its name ends in .gz or .zst."""
-    if path.suffix == ".gz":
+    suffix = path.suffix.lower()
+    if suffix == ".gz":
         return gzip.open(path, "rt", encoding="utf-8")
-    if path.suffix == ".zst":
+    if suffix == ".zst":
         library()
         from datasets.utils.file_utils import xopen
 

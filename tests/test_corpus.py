@@ -1,5 +1,6 @@
 """data/corpus.py, data/workers.py: a corpus is tokenised once, whole, whatever happens meanwhile."""
 
+import errno
 import functools
 import gzip
 import hashlib
@@ -8,6 +9,7 @@ import os
 import pathlib
 import subprocess
 import sys
+import sysconfig
 import time
 import types
 
@@ -142,6 +144,24 @@ def test_a_full_disk_is_told_and_what_is_done_is_kept(path, monkeypatch, few):
     assert documents(prepare(path, small()).held_out)
 
 
+@pytest.mark.parametrize("call", ["is_file", "open", "read_bytes"])
+def test_a_source_that_may_not_be_read_is_told(path, monkeypatch, call):
+    """And not taken for the cache, whether it is found when it is looked for, hashed or tokenised."""
+
+    def refused(*_, **__):
+        raise PermissionError(errno.EACCES, "Permission denied")
+
+    path.with_suffix(".py").write_text("pass\n")
+    monkeypatch.setattr(sysconfig, "get_paths", lambda: {"stdlib": str(path.parent)})
+    monkeypatch.setattr(pathlib.Path, call, refused)
+    name = "stdlib" if call == "read_bytes" else str(path)
+    with pytest.raises(
+        DataError, match=rf"{name} can't be read \(Permission denied\); use another"
+    ):
+        prepare(name)
+    assert not (path.parent / "cache").exists()
+
+
 @pytest.mark.parametrize("harm", ["cut", "lost", "unfinished"])
 def test_an_incomplete_cache_is_never_read(path, harm):
     first = prepare(path)
@@ -155,12 +175,13 @@ def test_an_incomplete_cache_is_never_read(path, harm):
     assert (again.fingerprint, documents(again.train)) == (first.fingerprint, want)
 
 
-def test_a_file_that_changes_while_it_is_read_is_refused(path, monkeypatch):
+@pytest.mark.parametrize("more", [True, False])
+def test_a_file_that_changes_while_it_is_read_is_refused(path, monkeypatch, more):
     make = corpus._make
 
     def slowly(*arguments):
         make(*arguments)
-        path.write_text(path.read_text() + '{"text": "more"}\n')
+        path.write_text(path.read_text() + '{"text": "more"}\n') if more else path.unlink()
 
     monkeypatch.setattr(corpus, "_make", slowly)
     with pytest.raises(DataError, match="was changed while it was read; start again"):
