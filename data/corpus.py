@@ -1,7 +1,8 @@
 """Documents → tokens in flat files, made once and kept in the cache folder.
 
-A corpus is tokenised in chunks, on up to 16 cores (workers.py). A chunk that is done is a file, so that a kill costs no more than the chunks in work. The flat files appear in one rename when
-all chunks are done: there is no time at which a part of them can be read.
+A corpus is tokenised in chunks, on up to 16 cores (workers.py). A chunk that is done is a file, so
+that a kill costs no more than the chunks in work. The flat files appear in one rename when all chunks
+are done: there is no time at which a part of them can be read.
 """
 
 import contextlib
@@ -25,7 +26,7 @@ from data import DataError, buckets, cache_dir, conversations, hub, sources, wor
 from data.sources import Part, Source
 from data.tokenizer import BYTES, Tokenizer
 
-CODE = 2  # raised when the same text would give other files
+CODE = 3  # raised when the same text would give other files
 CHUNK = 2**21  # bytes of text
 SMALL = 4  # chunks that are tokenised in this process: others take a while to start
 TRAIN, HELD_OUT = SPLITS = ("train", "held_out")

@@ -27,7 +27,7 @@ from data import DataError, buckets, conversations, hub
 from data.conversations import TEXT
 
 HELD_OUT = 0.01  # of the documents, where the dataset has no split of its own
-LONGEST = 2**20  # bytes of text that are tokenised at once
+LONGEST = 2**17  # bytes of a document that are tokenised at once: what that costs is in workers.py
 KINDS = {".jsonl": "json", ".json": "json", ".parquet": "parquet", ".txt": "text"}
 COMPRESSED = (".gz", ".zst")
 
@@ -355,17 +355,23 @@ def _cut(text: bytes, held_out: bool) -> Iterator[Part]:
     """A document as one part, or as many as its length takes, cut after line breaks."""
     first = 0
     while True:
-        end = len(text)
-        if end - first > LONGEST:
-            end = text.rfind(b"\n", first, first + LONGEST) + 1
-            if not end:  # no line break: before the character that is too much
-                end = first + LONGEST
-                while text[end] & 0xC0 == 0x80:
-                    end -= 1
+        end = _end(text, first)
         yield Part(text[first:end], held_out, first == 0, end == len(text))
         if end == len(text):
             return
         first = end
+
+
+def _end(text: bytes, first: int = 0) -> int:
+    """Where the part of a document ends that begins at `first`."""
+    if len(text) - first <= LONGEST:
+        return len(text)
+    end = text.rfind(b"\n", first, first + LONGEST) + 1
+    if not end:  # no line break: before the character that is too much
+        end = first + LONGEST
+        while text[end] & 0xC0 == 0x80:
+            end -= 1
+    return end
 
 
 def _text_file(path: pathlib.Path) -> Iterator[Part]:
@@ -387,10 +393,17 @@ def _text_file(path: pathlib.Path) -> Iterator[Part]:
 
 
 def _blocks(path: pathlib.Path) -> Iterator[bytes]:
-    """A text file's content as UTF-8, some lines at a time; they end as Unix's do."""
+    """A text file's content as UTF-8, cut as `_cut` does; lines end as Unix's do."""
     with hub.text_file(path) as file:
-        while block := file.read(LONGEST // 2):
-            yield (block + file.readline(LONGEST // 2)).encode()
+        held = b""
+        while block := file.read(LONGEST):
+            held += block.encode()
+            while len(held) > LONGEST:
+                end = _end(held)
+                yield held[:end]
+                held = held[end:]
+        if held:
+            yield held
 
 
 def _diagnose(name: str, path: pathlib.Path, column: str, error: Exception) -> str:

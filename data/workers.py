@@ -26,7 +26,9 @@ from data import DataError, conversations
 from data.sources import Part
 from data.tokenizer import Tokenizer
 
-AT_ONCE = 2**16  # bytes of text in one call of the library: it keeps 85 times as much meanwhile
+# Bytes of text in one call of the library, unless one part has more: it keeps 117 times as much
+# meanwhile of English, 418 of digits, each of which is a token.
+AT_ONCE = 2**16
 # At most: a process takes 100 MB, a thread less than 1 MB. What reads the text gives about 8 MB of
 # JSON Lines a second, and a core tokenises 1 MB.
 PROCESSES, THREADS = 2, 8

@@ -232,21 +232,36 @@ def test_a_dataset_of_the_hub_is_known_by_its_commit(path, monkeypatch):
     assert prepared(None).folder == first.folder
 
 
-@pytest.mark.parametrize("suffix", ["jsonl.gz", "txt", "txt.gz"])
+@pytest.mark.parametrize("suffix", ["jsonl.gz", "JSONL.GZ", "txt", "txt.gz", "TXT.GZ"])
 def test_compressed_files_patterns_and_long_documents(path, tmp_path, monkeypatch, suffix):
     """A long text is read and tokenised in parts, and its lines end in one way."""
     monkeypatch.setattr(sources, "LONGEST", 100)
     whole = "\r\n".join(DOCUMENTS) + "x" * 300 + "漢" * 300
-    content = path.read_bytes() if suffix == "jsonl.gz" else whole.encode()
-    opened = gzip.open if suffix.endswith(".gz") else open
+    rows = suffix.lower() == "jsonl.gz"
+    content = path.read_bytes() if rows else whole.encode()
+    opened = gzip.open if suffix.lower().endswith(".gz") else open
     with opened(tmp_path / f"a.{suffix}", "wb") as file:
         file.write(content)
     found = prepare(tmp_path / f"?.{suffix}")
-    texts = DOCUMENTS if suffix == "jsonl.gz" else [whole.replace("\r\n", "\n")]
+    texts = DOCUMENTS if rows else [whole.replace("\r\n", "\n")]
     both = np.concatenate([np.asarray(split.tokens) for split in found[:2]]).tolist()
     if len(texts) > 1:
         texts = [*by_split(texts)[0], *by_split(texts)[1]]
     assert both == [token for one in texts for token in (256, *one.encode())]
+
+
+@pytest.mark.parametrize("text", ["漢" * 300_000, "7" * 900_000], ids=["no ASCII", "no space"])
+@pytest.mark.parametrize("kind", ["txt", "jsonl"])
+def test_parts_given_to_the_library_are_short(kind, text, tmp_path):
+    """It keeps up to 418 times as much; a document without line breaks is cut like any other."""
+    file = tmp_path / f"a.{kind}"
+    file.write_text(text if kind == "txt" else json.dumps({"text": text}, ensure_ascii=False))
+    parts = list(sources.find(str(file))[0].parts())
+    assert b"".join(part.text for part in parts).decode() == text
+    assert len(parts) == -(-900_000 // sources.LONGEST), "and no more often than that"
+    for at_once in (workers.AT_ONCE, 4 * workers.AT_ONCE):  # with one thread, and with most
+        groups = workers._grouped(parts, at_once)
+        assert max(sum(len(part.text) for part in group) for group in groups) <= 2**18
 
 
 def test_rows_of_jsonl_and_parquet_are_cut_like_files(tmp_path, monkeypatch):
