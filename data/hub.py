@@ -64,7 +64,9 @@ def rows(path: pathlib.Path, kind: str, columns: list[str]) -> Rows:
     """The rows of a local file of kind json or parquet, of which `columns` are needed."""
     datasets = library()
     if kind == "json":
-        yield from datasets.load_dataset(kind, data_files=str(path), split="train", streaming=True)
+        # In blocks of 1 MB: its own of 10 MB take 75 MB more, and no less time.
+        of_rows = {"split": "train", "streaming": True, "chunksize": 2**20}
+        yield from datasets.load_dataset(kind, data_files=str(path), **of_rows)
         return
     # By the reader that `datasets` itself imports: its own way of streaming holds a whole row group.
     from datasets.packaged_modules.parquet import parquet

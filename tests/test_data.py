@@ -165,11 +165,6 @@ def test_stdlib_is_split_by_file_and_disjoint(corpus):
     assert not long[0] & long[1], "a held-out file is in the training text"
 
 
-def test_decode_is_the_inverse_of_encode():
-    assert text.decode(text.encode("naïve — ok\n")) == "naïve — ok\n"
-    assert text.decode([text.START, 104, 105, 300]) == "hi"
-
-
 def test_a_second_use_reads_the_cache_and_a_changed_file_is_tokenised_again(tmp_path, monkeypatch):
     path = tmp_path / "a.txt"
     path.write_text("one " * 100)
