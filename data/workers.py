@@ -85,7 +85,13 @@ def write(
 
 def _texts(parts: list[Part], tokenizer: Tokenizer) -> Iterator[Tokenised]:
     start, end = (np.array(ids, np.int32) for ids in (tokenizer.start, tokenizer.end[:1]))
-    for part, ids in zip(parts, tokenizer.encode([part.text for part in parts]), strict=True):
+    # Some tokenizers put a space in front of a text, which a later part of a document has not.
+    before = tokenizer.encode(["\n"])[0]
+    texts = [part.text if part.begins else b"\n" + part.text for part in parts]
+    for part, ids in zip(parts, tokenizer.encode(texts), strict=True):
+        if not part.begins:
+            apart = ids[: len(before)].tolist() == before.tolist()
+            ids = ids[len(before) :] if apart else tokenizer.encode([part.text])[0]
         around = [start[: part.begins * len(start)], ids, end[: part.ends * len(end)]]
         yield Tokenised(np.concatenate(around), len(part.text), part.held_out, part.begins)
 

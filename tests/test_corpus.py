@@ -250,6 +250,16 @@ def test_compressed_files_patterns_and_long_documents(path, tmp_path, monkeypatc
     assert both == [token for one in texts for token in (256, *one.encode())]
 
 
+@pytest.mark.parametrize("start", [True, False])
+def test_parts_of_a_long_document_are_one_text(start, path, tmp_path, monkeypatch):
+    """No space is put in front of those behind the first."""
+    monkeypatch.setattr(sources, "LONGEST", 100)
+    tokenizer, whole = small(start), "\n\n".join(DOCUMENTS[:40]) + "License" * 50
+    (tmp_path / "a.txt").write_text(whole)
+    found = prepare(tmp_path / "a.txt", tokenizer)
+    assert tokenizer.decode(np.concatenate([split.tokens for split in found[:2]])) == whole
+
+
 @pytest.mark.parametrize("text", ["漢" * 300_000, "7" * 900_000], ids=["no ASCII", "no space"])
 @pytest.mark.parametrize("kind", ["txt", "jsonl"])
 def test_parts_given_to_the_library_are_short(kind, text, tmp_path):
