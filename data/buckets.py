@@ -204,7 +204,7 @@ def _copied(root: str, found: dict[str, dict[str, Any]], what: str) -> pathlib.P
     versions = [[inner, facts["generation"], facts["size"]] for inner, facts in found.items()]
     digest = hashlib.sha256(json.dumps([root, versions]).encode()).hexdigest()[:16]
     folder = cache_dir() / "buckets" / digest / root.rpartition("/")[2]
-    if folder.exists():
+    if os.path.exists(folder):  # False where nobody may ask
         return folder
     beside = None
     try:
@@ -218,7 +218,7 @@ def _copied(root: str, found: dict[str, dict[str, Any]], what: str) -> pathlib.P
                 raise OSError(f"{inner} has {copy.stat().st_size} bytes instead of {facts['size']}")
         beside.rename(folder)
     except errors() as error:
-        if folder.exists():  # another process was first
+        if os.path.exists(folder):  # another process was first
             return folder
         raise DataError(f"{what} can't be copied to {folder.parent} ({reason(error)})") from None
     finally:

@@ -1,8 +1,8 @@
 """Documents → tokens in flat files, made once and kept in the cache folder.
 
-A corpus is tokenised in chunks, by as many processes as there are cores. A chunk that is done is a
-file, so that a kill costs no more than the chunks in work. The flat files appear in one rename when
-all chunks are done: there is no time at which a part of them can be read.
+A corpus is tokenised in chunks, on up to 16 cores (workers.py). A chunk that is done is a file, so
+that a kill costs no more than the chunks in work. The flat files appear in one rename when all chunks
+are done: there is no time at which a part of them can be read.
 """
 
 import contextlib
@@ -22,11 +22,11 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from data import DataError, cache_dir, conversations, hub, workers
+from data import DataError, buckets, cache_dir, conversations, hub, sources, workers
 from data.sources import Part, Source
 from data.tokenizer import BYTES, Tokenizer
 
-CODE = 2  # raised when the same text would give other files
+CODE = 3  # raised when the same text would give other files
 CHUNK = 2**21  # bytes of text
 SMALL = 4  # chunks that are tokenised in this process: others take a while to start
 TRAIN, HELD_OUT = SPLITS = ("train", "held_out")
@@ -62,7 +62,13 @@ def prepare(source: Source, tokenizer: Tokenizer = BYTES) -> Corpus:
     template above all.
 
     Raises DataError if there is no text, or it can't be read; nothing is left in the cache then.
+    Also where the cache can't be written; what is done is kept then.
     """
+    with cached():
+        return _prepared(source, tokenizer)
+
+
+def _prepared(source: Source, tokenizer: Tokenizer) -> Corpus:
     remembered, content = _content(source)
     key = [CODE, content, source.column, tokenizer.sha256, *(["whole"] if source.whole else [])]
     folder = _folder(key)
@@ -93,17 +99,24 @@ def prepare(source: Source, tokenizer: Tokenizer = BYTES) -> Corpus:
                     f"a process that tokenised --dataset={source.name} was killed, perhaps for want of "
                     "memory; start again, what is done is kept"
                 ) from died
-            except OSError as error:
-                raise DataError(
-                    f"{cache_dir()} can't be written ({error.strerror}); make room, or set ZOO_CACHE to "
-                    "another folder"
-                ) from error
     if remembered and not source.files:
         _write_whole(remembered, content)  # of two commits that are in the cache, the one used last
     return _read(folder)
 
 
 # ---- what is in the cache ------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def cached() -> Iterator[None]:
+    """An OSError is the cache's, and becomes a DataError: those of sources are DataErrors already."""
+    try:
+        yield
+    except OSError as error:
+        raise DataError(
+            f"{cache_dir()} can't be written ({buckets.reason(error)}); make room, or set ZOO_CACHE to "
+            "another folder"
+        ) from error
 
 
 def _folder(key: list) -> pathlib.Path:
@@ -122,7 +135,8 @@ def _content(source: Source) -> tuple[pathlib.Path | None, str]:
         if commit := hub.commit(source.name.removeprefix("hf:"), source.name):
             return remembered, f"{source.name}@{commit}"
         return (remembered, remembered.read_text()) if remembered.exists() else (None, source.name)
-    stats = [(str(path.absolute()), path.stat()) for path in source.files]
+    with sources.reading(source.name):
+        stats = [(str(path.absolute()), path.stat()) for path in source.files]
     listing = [[name, s.st_size, s.st_mtime_ns, s.st_ctime_ns, s.st_ino] for name, s in stats]
     where = hashlib.sha256(json.dumps(listing).encode()).hexdigest()[:16]
     remembered = cache_dir() / "text" / f"{where}.content"
@@ -131,7 +145,7 @@ def _content(source: Source) -> tuple[pathlib.Path | None, str]:
     digest, root = hashlib.sha256(), os.path.commonpath([str(p.parent) for p in source.files])
     for path, (_, stat) in zip(source.files, stats, strict=True):
         digest.update(f"{path.relative_to(root).as_posix()}\n{stat.st_size}\n".encode())
-        with path.open("rb") as file:
+        with sources.reading(source.name), path.open("rb") as file:
             while block := file.read(2**20):
                 digest.update(block)
     return remembered, digest.hexdigest()
@@ -140,7 +154,10 @@ def _content(source: Source) -> tuple[pathlib.Path | None, str]:
 def _has_changed(source: Source, remembered: pathlib.Path | None, content: str) -> bool:
     """Whether `_content` would say something else by now."""
     if source.files:
-        return _content(source)[0] != remembered
+        try:
+            return _content(source)[0] != remembered
+        except DataError:  # a file is gone
+            return True
     commit = hub.commit(source.name.removeprefix("hf:"), source.name)
     return bool(commit) and content != f"{source.name}@{commit}"
 

@@ -6,6 +6,7 @@ load("folder")             # a folder with a train and a test file, of Parquet o
 """
 
 import hashlib
+import os
 import pathlib
 from typing import Any
 
@@ -46,7 +47,7 @@ def load(
     local = not dataset.startswith("hf:") and dataset != "digits"
     remote = buckets.remote(dataset)
     folder = buckets.local(dataset, f"--dataset={dataset}") if remote else pathlib.Path(dataset)
-    if local and not folder.expanduser().is_dir():
+    if local and not os.path.isdir(os.path.expanduser(folder)):
         raise DataError(
             f"--dataset={dataset} is not a folder; use digits, a folder with train and test "
             "files, or hf:NAME"

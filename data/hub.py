@@ -2,6 +2,7 @@
 
 import gzip
 import io
+import os
 import pathlib
 from collections.abc import Iterable
 from typing import Any, TextIO
@@ -34,7 +35,8 @@ def load(name: str, dataset: str) -> dict[str, Rows]:
     name, _, config = name.partition(":")
     if not name:
         raise DataError(f"--dataset={dataset} names no dataset; use hf:NAME")
-    if not pathlib.Path(name).exists():
+    name = os.path.expanduser(name)
+    if not os.path.exists(name):
         answer = _ask(name, "dataset", f"--dataset={dataset}")
         if isinstance(answer, DataError):
             raise answer
@@ -52,7 +54,7 @@ def commit(name: str, dataset: str) -> str:
     Args: as those of `load`. Raises DataError if there is no such dataset.
     """
     name = name.partition(":")[0]
-    if not name or pathlib.Path(name).exists():
+    if not name or os.path.exists(os.path.expanduser(name)):
         return ""
     answer = _ask(name, "dataset", f"--dataset={dataset}")
     return answer if isinstance(answer, str) else ""
@@ -62,7 +64,9 @@ def rows(path: pathlib.Path, kind: str, columns: list[str]) -> Rows:
     """The rows of a local file of kind json or parquet, of which `columns` are needed."""
     datasets = library()
     if kind == "json":
-        yield from datasets.load_dataset(kind, data_files=str(path), split="train", streaming=True)
+        # In blocks of 1 MB: its own of 10 MB take 75 MB more, and no less time.
+        of_rows = {"split": "train", "streaming": True, "chunksize": 2**20}
+        yield from datasets.load_dataset(kind, data_files=str(path), **of_rows)
         return
     # By the reader that `datasets` itself imports: its own way of streaming holds a whole row group.
     from datasets.packaged_modules.parquet import parquet
@@ -86,9 +90,10 @@ def parquet_columns(path: pathlib.Path) -> list[str]:
 
 def text_file(path: pathlib.Path) -> TextIO:
     """A text file, opened for reading; compressed if its name ends in .gz or .zst."""
-    if path.suffix == ".gz":
+    suffix = path.suffix.lower()
+    if suffix == ".gz":
         return gzip.open(path, "rt", encoding="utf-8")
-    if path.suffix == ".zst":
+    if suffix == ".zst":
         library()
         from datasets.utils.file_utils import xopen
 

@@ -18,7 +18,7 @@ from typing import NamedTuple
 import grain
 import numpy as np
 
-from data.corpus import ABOUT, Split, is_whole, new_folder, write_about
+from data.corpus import ABOUT, Split, cached, is_whole, new_folder, write_about
 
 CODE = 1  # raised when the same documents would be packed otherwise
 BLOCK = 2**20  # pieces that are packed among themselves, which bounds memory
@@ -43,7 +43,7 @@ class Packed(grain.sources.RandomAccessDataSource):
     def __init__(self, split: Split, length: int, folder: pathlib.Path):
         """Makes the index, or finds it in `folder` (which belongs to this split and length)."""
         if not is_whole(folder):
-            with new_folder(folder) as made:
+            with cached(), new_folder(folder) as made:
                 _write(split, length, made)
         self._tokens, self._targets, self._length = split.tokens, split.targets, length
         about = json.loads((folder / ABOUT).read_text())

@@ -1,6 +1,7 @@
 """Prompts to answer, from JSON Lines: {"prompt": "…"} or {"messages": [{"role": …, "content": …}, …]}."""
 
 import json
+import os
 import pathlib
 from typing import Any
 
@@ -10,9 +11,10 @@ from data.conversations import checked_messages
 
 def read(name: str) -> list[dict[str, Any]]:
     """The rows of a file, which may hold further keys. Raises DataError, naming the line."""
-    path = buckets.local(name, f"--prompts={name}") if buckets.remote(name) else pathlib.Path(name)
+    remote = buckets.remote(name)
+    path = buckets.local(name, f"--prompts={name}") if remote else os.path.expanduser(name)
     try:
-        lines = path.expanduser().read_text().splitlines()
+        lines = pathlib.Path(path).read_text().splitlines()
     except (OSError, UnicodeDecodeError) as error:
         reason = getattr(error, "strerror", None) or "not UTF-8"
         raise DataError(f"--prompts={name} can't be read ({reason}); use a .jsonl file") from None
@@ -33,5 +35,5 @@ def _row(line: str, where: str) -> dict[str, Any]:
         return row
     raise DataError(
         f'{where} is no prompt; write {{"prompt": "…"}} or {{"messages": [{{"role": "user", '
-        '"content": "…"}}]}}'
+        f'"content": "…"}}]}}'
     )

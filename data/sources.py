@@ -11,11 +11,13 @@
 Files may be compressed, .gz or, with the package zstandard, .zst.
 """
 
+import contextlib
 import functools
 import glob
 import hashlib
 import itertools
 import json
+import os
 import pathlib
 import sysconfig
 from collections.abc import Callable, Iterator
@@ -25,7 +27,7 @@ from data import DataError, buckets, conversations, hub
 from data.conversations import TEXT
 
 HELD_OUT = 0.01  # of the documents, where the dataset has no split of its own
-LONGEST = 2**20  # bytes of text that are tokenised at once
+LONGEST = 2**17  # bytes of a document that are tokenised at once: what that costs is in workers.py
 KINDS = {".jsonl": "json", ".json": "json", ".parquet": "parquet", ".txt": "text"}
 COMPRESSED = (".gz", ".zst")
 
@@ -66,7 +68,7 @@ def find(dataset: str, column: str = "text", whole: bool = False) -> list[Source
     """
     if not dataset:
         raise DataError("--dataset= is empty; use stdlib, a path, or hf:NAME")
-    if pathlib.Path(dataset).expanduser().exists():  # whatever is in its name
+    if exists(dataset):  # whatever is in its name
         return [_source(dataset, 1.0, column, whole)]
     return [_source(*_weighted(one, dataset), column, whole) for one in dataset.split(",")]
 
@@ -74,7 +76,7 @@ def find(dataset: str, column: str = "text", whole: bool = False) -> list[Source
 def _weighted(one: str, dataset: str) -> tuple[str, float]:
     """NAME@WEIGHT → (name, weight)."""
     name, at, text = one.rpartition("@")
-    if not at or pathlib.Path(one).expanduser().exists():
+    if not at or exists(one):
         name, text = one, "1"
     try:
         weight = float(text)
@@ -92,6 +94,22 @@ def _weighted(one: str, dataset: str) -> tuple[str, float]:
     return name, weight
 
 
+def exists(name: str) -> bool:
+    """Whether a file or folder of this name is there; False, too, where nobody may ask."""
+    return os.path.exists(os.path.expanduser(name))
+
+
+@contextlib.contextmanager
+def reading(name: str) -> Iterator[None]:
+    """An OSError becomes a DataError."""
+    try:
+        yield
+    except OSError as error:
+        raise DataError(
+            f"--dataset={name[:200]} can't be read ({buckets.reason(error)}); use another"
+        ) from error
+
+
 def _source(name: str, weight: float, column: str, whole: bool) -> Source:
     form = lambda: TEXT  # noqa: E731
     if name == "stdlib":
@@ -99,18 +117,23 @@ def _source(name: str, weight: float, column: str, whole: bool) -> Source:
         files = sorted(p for p in root.rglob("*.py") if "site-packages" not in p.parts)
         read = functools.partial(_by_file, files, root)
     elif name.startswith("hf:"):
-        folder = pathlib.Path(name.removeprefix("hf:")).expanduser()
-        files = sorted(p for p in folder.rglob("*") if p.is_file()) if folder.is_dir() else []
+        folder = pathlib.Path(os.path.expanduser(name.removeprefix("hf:")))
+        with reading(name):
+            files = sorted(p for p in folder.rglob("*") if p.is_file()) if folder.is_dir() else []
         form = functools.cache(lambda: conversations.form(_hub_columns(name), column))
         read = functools.partial(_from_hub, name, column, whole, form)
     else:
         remote = buckets.remote(name)
-        files = _checked(name, buckets.files(name, f"--dataset={name}")) if remote else _files(name)
+        with reading(name):
+            found = buckets.files(name, f"--dataset={name}") if remote else _files(name)
+        files = _checked(name, found)
         form = functools.cache(lambda: conversations.form(_columns(files[0]), column))
         read = functools.partial(_from_files, name, files, column, whole, form)
 
     def parts() -> Iterator[Part]:
-        return (part._replace(held_out=False) for part in read()) if whole else read()
+        with reading(name):
+            for part in read():
+                yield part._replace(held_out=False) if whole else part
 
     return Source(name, weight, files, column, whole, form, parts)
 
@@ -119,10 +142,11 @@ def _source(name: str, weight: float, column: str, whole: bool) -> Source:
 
 
 def _files(name: str) -> list[pathlib.Path]:
-    path = pathlib.Path(name).expanduser()
+    path = pathlib.Path(os.path.expanduser(name))
     if path.is_file():
         return [path]
     if path.is_dir():
+        os.listdir(path)  # raises where it may not be; rglob finds nothing there
         found, empty = path.rglob("*"), "is an empty folder; add text files to it"
     elif glob.has_magic(name):
         found = map(pathlib.Path, glob.iglob(str(path), recursive=True))
@@ -132,7 +156,7 @@ def _files(name: str) -> list[pathlib.Path]:
     files = sorted(p for p in found if p.is_file() and not p.name.startswith("."))
     if not files:
         raise DataError(f"--dataset={name} {empty}")
-    return _checked(name, files)
+    return files
 
 
 def _checked(name: str, files: list[pathlib.Path]) -> list[pathlib.Path]:
@@ -148,8 +172,9 @@ def _checked(name: str, files: list[pathlib.Path]) -> list[pathlib.Path]:
 
 
 def _suffix(path: pathlib.Path) -> str:
-    """The file's suffix, without that of its compression."""
-    return pathlib.Path(path.stem).suffix if path.suffix in COMPRESSED else path.suffix
+    """The file's suffix in lower case, without that of its compression."""
+    whole = pathlib.Path(path.name.lower())
+    return pathlib.Path(whole.stem).suffix if whole.suffix in COMPRESSED else whole.suffix
 
 
 def kind(path: pathlib.Path) -> str:
@@ -330,17 +355,23 @@ def _cut(text: bytes, held_out: bool) -> Iterator[Part]:
     """A document as one part, or as many as its length takes, cut after line breaks."""
     first = 0
     while True:
-        end = len(text)
-        if end - first > LONGEST:
-            end = text.rfind(b"\n", first, first + LONGEST) + 1
-            if not end:  # no line break: before the character that is too much
-                end = first + LONGEST
-                while text[end] & 0xC0 == 0x80:
-                    end -= 1
+        end = _end(text, first)
         yield Part(text[first:end], held_out, first == 0, end == len(text))
         if end == len(text):
             return
         first = end
+
+
+def _end(text: bytes, first: int = 0) -> int:
+    """Where the part of a document ends that begins at `first`."""
+    if len(text) - first <= LONGEST:
+        return len(text)
+    end = text.rfind(b"\n", first, first + LONGEST) + 1
+    if not end:  # no line break: before the character that is too much
+        end = first + LONGEST
+        while text[end] & 0xC0 == 0x80:
+            end -= 1
+    return end
 
 
 def _text_file(path: pathlib.Path) -> Iterator[Part]:
@@ -362,10 +393,17 @@ def _text_file(path: pathlib.Path) -> Iterator[Part]:
 
 
 def _blocks(path: pathlib.Path) -> Iterator[bytes]:
-    """A text file's content as UTF-8, some lines at a time; they end as Unix's do."""
+    """A text file's content as UTF-8, cut as `_cut` does; lines end as Unix's do."""
     with hub.text_file(path) as file:
-        while block := file.read(LONGEST // 2):
-            yield (block + file.readline(LONGEST // 2)).encode()
+        held = b""
+        while block := file.read(LONGEST):
+            held += block.encode()
+            while len(held) > LONGEST:
+                end = _end(held)
+                yield held[:end]
+                held = held[end:]
+        if held:
+            yield held
 
 
 def _diagnose(name: str, path: pathlib.Path, column: str, error: Exception) -> str:
@@ -373,9 +411,9 @@ def _diagnose(name: str, path: pathlib.Path, column: str, error: Exception) -> s
     where = f"--dataset={name}: {path.name}"
     if not path.stat().st_size:
         return f"{where} is empty; use a file with text in it"
-    if path.suffix == ".zst" and isinstance(error, (ImportError, ValueError)):
+    if path.suffix.lower() == ".zst" and isinstance(error, (ImportError, ValueError)):
         return f"{where} can't be decompressed ({hub.reason(error)}); pip install zstandard"
-    if kind(path) != "parquet" and path.suffix not in COMPRESSED:
+    if kind(path) != "parquet" and path.suffix.lower() not in COMPRESSED:
         with path.open("rb") as file:
             for number, line in enumerate(file, start=1):
                 try:
@@ -392,4 +430,4 @@ def _diagnose(name: str, path: pathlib.Path, column: str, error: Exception) -> s
                     return f"{where} line {number} is not UTF-8; convert the file"
                 except json.JSONDecodeError as broken:
                     return f"{where} line {number} is not JSON ({broken.msg}); fix it"
-    return f"{where} could not be read as {kind(path)} ({hub.reason(error)})"
+    return f"{where} could not be read as {kind(path)} ({hub.reason(error)}); fix it"

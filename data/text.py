@@ -21,18 +21,6 @@ from data.conversations import Document, dated, size
 from data.corpus import Corpus, Split
 from data.tokenizer import BYTES, START, Tokenizer
 
-VOCAB_SIZE = 384  # 257 tokens, padded to a multiple of 128 so that the dim can be sharded
-
-
-def encode(text: str | bytes) -> np.ndarray:
-    """Text → uint16 tokens in bytes, without the START in front."""
-    return BYTES.encode([text])[0].astype(np.uint16)
-
-
-def decode(tokens) -> str:
-    """Tokens → text; START and padding are dropped, bytes that are not UTF-8 become U+FFFD."""
-    return BYTES.decode(tokens)
-
 
 def load(
     dataset: str = "stdlib",

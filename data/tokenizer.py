@@ -10,13 +10,16 @@ and the tokens that end an answer.
 """
 
 import codecs
+import contextlib
 import dataclasses
 import datetime
 import functools
 import hashlib
 import json
+import os
 import pathlib
 import re
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -99,7 +102,8 @@ class Tokenizer:
         if not self.files:
             raw = (t if isinstance(t, bytes) else t.encode(errors="replace") for t in texts)
             return [np.frombuffer(text, np.uint8).astype(np.int32) for text in raw]
-        found = self._plain.encode_batch_fast(list(map(_text, texts)), add_special_tokens=False)
+        with _encoding(self.name):
+            found = self._plain.encode_batch_fast(list(map(_text, texts)), add_special_tokens=False)
         return [np.array(one.ids, np.int32) for one in found]
 
     def decode(self, tokens, after=()) -> str:
@@ -177,7 +181,9 @@ class Tokenizer:
         """The int32 ids of a rendered template, which itself says where control tokens are."""
         if not self.files:
             return self.encode([text])[0]
-        return np.array(self._control.encode(_text(text), add_special_tokens=False).ids, np.int32)
+        with _encoding(self.name):
+            found = self._control.encode(_text(text), add_special_tokens=False)
+        return np.array(found.ids, np.int32)
 
 
 class Stream:
@@ -228,7 +234,8 @@ def find(name: str) -> Tokenizer:
     if name == "bytes":
         return BYTES
     what = f"--tokenizer={name}"
-    path = buckets.local(name, what) if buckets.remote(name) else pathlib.Path(name).expanduser()
+    local = buckets.local(name, what) if buckets.remote(name) else os.path.expanduser(name)
+    path = pathlib.Path(local)
     try:
         if name and path.is_file():
             files = read(path.parent) if path.name == MAIN else {MAIN: path.read_bytes()}
@@ -275,7 +282,8 @@ def from_files(files: dict[str, bytes], name: str = "") -> Tokenizer:
     library = _library(files, name)
     vocabulary = library.get_vocab(with_added_tokens=True)
     size = 1 + max(vocabulary.values(), default=-1)
-    example = library.encode("a")
+    with _encoding(name):
+        example = library.encode("a")
     inside = [not special for special in example.special_tokens_mask]
     start = example.ids[: inside.index(True)] if any(inside) else []
     end = _end(files, name)
@@ -333,6 +341,18 @@ def _library(files: dict[str, bytes], name: str):
     made.no_truncation()
     made.no_padding()
     return made
+
+
+@contextlib.contextmanager
+def _encoding(name: str) -> Iterator[None]:
+    """What the library raises for a text becomes a DataError."""
+    try:
+        yield
+    except Exception as error:  # the library's have no common base
+        raise DataError(
+            f"the tokenizer {name} can't encode every text ({hub.reason(error)}); use one that has a "
+            "token for unknown words or characters"
+        ) from None
 
 
 def _text(text: str | bytes) -> str:

@@ -11,10 +11,9 @@ the documents that a training run on the same --dataset holds out.
 import dataclasses
 import itertools
 import json
-import pathlib
 from typing import Any
 
-from data import text
+from data import sources, text
 from data.batches import Dataset
 from data.tokenizer import Tokenizer
 from recipes.common import checkpoint
@@ -124,7 +123,7 @@ def main(devices: Devices, flags: Evaluate) -> None:
 
 def names(dataset: str) -> list[str]:
     """--dataset as one or more; a comma may also be part of a file's name."""
-    if dataset and pathlib.Path(dataset).expanduser().exists():
+    if dataset and sources.exists(dataset):
         return [dataset]
     return [name for name in dataset.split(",") if name]
 

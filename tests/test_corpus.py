@@ -1,5 +1,6 @@
 """data/corpus.py, data/workers.py: a corpus is tokenised once, whole, whatever happens meanwhile."""
 
+import errno
 import functools
 import gzip
 import hashlib
@@ -8,6 +9,7 @@ import os
 import pathlib
 import subprocess
 import sys
+import sysconfig
 import time
 import types
 
@@ -142,6 +144,24 @@ def test_a_full_disk_is_told_and_what_is_done_is_kept(path, monkeypatch, few):
     assert documents(prepare(path, small()).held_out)
 
 
+@pytest.mark.parametrize("call", ["is_file", "open", "read_bytes"])
+def test_a_source_that_may_not_be_read_is_told(path, monkeypatch, call):
+    """And not taken for the cache, whether it is found when it is looked for, hashed or tokenised."""
+
+    def refused(*_, **__):
+        raise PermissionError(errno.EACCES, "Permission denied")
+
+    path.with_suffix(".py").write_text("pass\n")
+    monkeypatch.setattr(sysconfig, "get_paths", lambda: {"stdlib": str(path.parent)})
+    monkeypatch.setattr(pathlib.Path, call, refused)
+    name = "stdlib" if call == "read_bytes" else str(path)
+    with pytest.raises(
+        DataError, match=rf"{name} can't be read \(Permission denied\); use another"
+    ):
+        prepare(name)
+    assert not (path.parent / "cache").exists()
+
+
 @pytest.mark.parametrize("harm", ["cut", "lost", "unfinished"])
 def test_an_incomplete_cache_is_never_read(path, harm):
     first = prepare(path)
@@ -155,12 +175,13 @@ def test_an_incomplete_cache_is_never_read(path, harm):
     assert (again.fingerprint, documents(again.train)) == (first.fingerprint, want)
 
 
-def test_a_file_that_changes_while_it_is_read_is_refused(path, monkeypatch):
+@pytest.mark.parametrize("more", [True, False])
+def test_a_file_that_changes_while_it_is_read_is_refused(path, monkeypatch, more):
     make = corpus._make
 
     def slowly(*arguments):
         make(*arguments)
-        path.write_text(path.read_text() + '{"text": "more"}\n')
+        path.write_text(path.read_text() + '{"text": "more"}\n') if more else path.unlink()
 
     monkeypatch.setattr(corpus, "_make", slowly)
     with pytest.raises(DataError, match="was changed while it was read; start again"):
@@ -211,21 +232,46 @@ def test_a_dataset_of_the_hub_is_known_by_its_commit(path, monkeypatch):
     assert prepared(None).folder == first.folder
 
 
-@pytest.mark.parametrize("suffix", ["jsonl.gz", "txt", "txt.gz"])
+@pytest.mark.parametrize("suffix", ["jsonl.gz", "JSONL.GZ", "txt", "txt.gz", "TXT.GZ"])
 def test_compressed_files_patterns_and_long_documents(path, tmp_path, monkeypatch, suffix):
     """A long text is read and tokenised in parts, and its lines end in one way."""
     monkeypatch.setattr(sources, "LONGEST", 100)
     whole = "\r\n".join(DOCUMENTS) + "x" * 300 + "漢" * 300
-    content = path.read_bytes() if suffix == "jsonl.gz" else whole.encode()
-    opened = gzip.open if suffix.endswith(".gz") else open
+    rows = suffix.lower() == "jsonl.gz"
+    content = path.read_bytes() if rows else whole.encode()
+    opened = gzip.open if suffix.lower().endswith(".gz") else open
     with opened(tmp_path / f"a.{suffix}", "wb") as file:
         file.write(content)
     found = prepare(tmp_path / f"?.{suffix}")
-    texts = DOCUMENTS if suffix == "jsonl.gz" else [whole.replace("\r\n", "\n")]
+    texts = DOCUMENTS if rows else [whole.replace("\r\n", "\n")]
     both = np.concatenate([np.asarray(split.tokens) for split in found[:2]]).tolist()
     if len(texts) > 1:
         texts = [*by_split(texts)[0], *by_split(texts)[1]]
     assert both == [token for one in texts for token in (256, *one.encode())]
+
+
+@pytest.mark.parametrize("start", [True, False])
+def test_parts_of_a_long_document_are_one_text(start, path, tmp_path, monkeypatch):
+    """No space is put in front of those behind the first."""
+    monkeypatch.setattr(sources, "LONGEST", 100)
+    tokenizer, whole = small(start), "\n\n".join(DOCUMENTS[:40]) + "License" * 50
+    (tmp_path / "a.txt").write_text(whole)
+    found = prepare(tmp_path / "a.txt", tokenizer)
+    assert tokenizer.decode(np.concatenate([split.tokens for split in found[:2]])) == whole
+
+
+@pytest.mark.parametrize("text", ["漢" * 300_000, "7" * 900_000], ids=["no ASCII", "no space"])
+@pytest.mark.parametrize("kind", ["txt", "jsonl"])
+def test_parts_given_to_the_library_are_short(kind, text, tmp_path):
+    """It keeps up to 418 times as much; a document without line breaks is cut like any other."""
+    file = tmp_path / f"a.{kind}"
+    file.write_text(text if kind == "txt" else json.dumps({"text": text}, ensure_ascii=False))
+    parts = list(sources.find(str(file))[0].parts())
+    assert b"".join(part.text for part in parts).decode() == text
+    assert len(parts) == -(-900_000 // sources.LONGEST), "and no more often than that"
+    for at_once in (workers.AT_ONCE, 4 * workers.AT_ONCE):  # with one thread, and with most
+        groups = workers._grouped(parts, at_once)
+        assert max(sum(len(part.text) for part in group) for group in groups) <= 2**18
 
 
 def test_rows_of_jsonl_and_parquet_are_cut_like_files(tmp_path, monkeypatch):

@@ -190,6 +190,8 @@ LORA_ROWS = [
 DATA_ROWS = [
     (["--dataset={here}/no.txt"], "--dataset={here}/no.txt does not exist; use a file, a folder, or hf:NAME"),
     (["--dataset="], "--dataset= is empty; use stdlib, a path, or hf:NAME"),
+    (["--dataset=" + "x" * 300], "xxx can't be read (File name too long); use another"),
+    (["--dataset=~nobody-of-this-name/a.txt"], "--dataset=~nobody-of-this-name/a.txt does not exist; use a file, a folder"),
     (["--dataset={here}/empty"], "--dataset={here}/empty is an empty folder; add text files to it"),
     (["--dataset={here}/nothing.txt"], "--dataset={here}/nothing.txt is empty; use a file with text in it"),
     (["--dataset={here}/nothing.jsonl"], "nothing.jsonl is empty; use a file with text in it"),
@@ -201,6 +203,7 @@ DATA_ROWS = [
     (["--dataset={here}/body.jsonl", "--text_column=n"], "column 'n' holds int, not text; set --text_column"),
     (["--dataset={here}/body.parquet"], "has no column 'text'; set --text_column to one of 'body', 'n'"),
     (["--dataset={here}/not.parquet"], "not.parquet could not be read as parquet ("),
+    (["--dataset={here}/null.parquet"], "null.parquet could not be read as parquet (row 2 has no text in column 'text'); fix it"),
     (["--dataset={here}/short.txt"], "has 10 held-out tokens, fewer than one window of --seq_len=32 and its target; use more text or a shorter --seq_len"),
     (["--seq_len=2000000000"], "fewer than one window of --seq_len=2000000000"),
     (["--dataset=hf:no/such"], "--dataset=hf:no/such could not be loaded ("),
@@ -388,7 +391,9 @@ def fill(folder: pathlib.Path) -> None:
     import pyarrow
     import pyarrow.parquet
 
-    pyarrow.parquet.write_table(pyarrow.table({"body": ["a"], "n": [3]}), folder / "body.parquet")
+    tables = {"body": {"body": ["a"], "n": [3]}, "null": {"text": ["a", None]}}
+    for name, columns in tables.items():
+        pyarrow.parquet.write_table(pyarrow.table(columns), folder / f"{name}.parquet")
 
 
 def everything(folder: pathlib.Path) -> dict[pathlib.Path, int]:
@@ -484,6 +489,12 @@ def test_a_workdir_that_is_read_only(inside, here, book, tmp_path):
         place = "/sys"
     flags = command_line([f"--workdir={place}/run"], here, book)
     check(inside("recipes.transformer", *flags), f"--workdir={place}/run can't be written (", here)
+
+
+def test_a_cache_that_can_not_be_made(inside, here, book, monkeypatch):
+    monkeypatch.setenv("ZOO_CACHE", f"{here}/file")
+    done = inside("recipes.transformer", *command_line([], here, book))
+    check(done, "{here}/file can't be written (Not a directory); make room, or set ZOO_CACHE", here)
 
 
 def test_there_are_at_least_eighty():

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from data import batches, corpus, packing, sources, text
+from data import DataError, batches, corpus, packing, sources, text
 from data.batches import held_out_batches, train_batches
 from tests.quick import QUICK
 from tests.test_corpus import small
@@ -119,6 +119,13 @@ def test_every_token_but_the_first_of_a_document_is_a_target_once(
     pieces = [one[i : i + T + 1] for one in long for i in range(0, len(one) - 1, T)]
     assert sorted(cut) == sorted(pieces), "a later piece begins with the last token before it"
     assert long, "some are too long"
+
+
+def test_an_index_that_can_not_be_kept_is_told(tmp_path):
+    (tmp_path / "file").touch()
+    tokens, starts = np.arange(9, dtype=np.uint16), np.array([0])
+    with pytest.raises(DataError, match=r"can't be written \(Not a directory\); make room, or set"):
+        packing.Packed(corpus.Split(tokens, starts, starts, 0), 4, tmp_path / "file" / "index")
 
 
 def test_documents_without_a_target_are_left_out(tmp_path):

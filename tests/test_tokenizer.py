@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import tokenizers
 from huggingface_hub import constants
+from tokenizers import models
 
 from data import DataError, hub, tokenizer
 from tests import small_tokenizers
@@ -83,6 +84,15 @@ def test_limits_of_a_file_cut_nothing():
     made.enable_padding(length=64)
     found = tokenizer.from_files({"tokenizer.json": made.to_str().encode()})
     assert found.decode(found.encode(["some words " * 9])[0]) == "some words " * 9
+
+
+@pytest.mark.parametrize("model", [models.WordLevel({"a": 0}), models.Unigram([("a", -1.0)])])
+@pytest.mark.parametrize("known", ["a", "b"])
+def test_one_without_an_unknown_token_is_one_line(model, known):
+    """Found at once, or in the first text that needs it."""
+    files = {"tokenizer.json": tokenizers.Tokenizer(model).to_str().replace('"a"', f'"{known}"')}
+    with pytest.raises(DataError, match=r"the tokenizer x can't encode every text \(.*\); use one"):
+        tokenizer.from_files({k: v.encode() for k, v in files.items()}, "x").encode(["b"])
 
 
 # ---- which token ends a text ---------------------------------------------------------------------

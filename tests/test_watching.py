@@ -22,6 +22,7 @@ from recipes.common.checkpoint.saver import HELD_OUT
 from recipes.common.runtime.mesh import make_mesh
 from recipes.common.sharding.layout import Layout
 from recipes.common.train.evaluation import Evaluation, in_words
+from recipes.common.train.tensorboard import Board
 from tests.quick import quick as quick
 from tests.runs import TINY, assert_bit_equal, records, saving, state_of, steps_saved
 from zoo.transformer import Config
@@ -237,6 +238,22 @@ def test_tensorboard_of_a_run_that_began_without_it(watched, train, tmp_path):
     shutil.rmtree(tmp_path / "w" / "tensorboard")
     train(tmp_path / "w", f"--steps={STEPS}", "--tensorboard")
     check_board(tmp_path / "w")
+
+
+def test_tensorboard_has_the_steps_of_runs_without_it(tmp_path):
+    """Steps 10 to 20, the first of which a kill tore, and one that is taken again."""
+    lines = [{"step": step, "loss": 1 / step} for step in range(1, 31)]
+    for first, last in ((0, 10), (20, 24), (22, 30)):
+        board = Board(tmp_path, first, lines[:first])
+        for line in lines[first:last]:
+            board.write(line)
+        if not first:
+            (file,) = tmp_path.iterdir()
+            os.truncate(file, file.stat().st_size - 3)
+    found = EventAccumulator(str(tmp_path)).Reload().Scalars("train/loss")
+    assert [(event.step, event.value) for event in found] == [
+        (line["step"], pytest.approx(line["loss"])) for line in lines
+    ]
 
 
 def test_a_missing_extra_is_named(inside, tmp_path, book, monkeypatch):

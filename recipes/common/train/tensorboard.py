@@ -29,7 +29,7 @@ class Board:
 
     Args:
       first: steps done so far; what an earlier run wrote of this step and later is purged.
-      lines: of metrics.jsonl so far.
+      lines: of metrics.jsonl so far; those that an earlier run did not write are written now.
     """
 
     def __init__(self, folder: pathlib.Path, first: int, lines: list[dict[str, Any]]):
@@ -38,18 +38,32 @@ class Board:
         from tensorboardX.proto.summary_pb2 import Summary
 
         self._event, self._summary = Event, Summary
-        again = folder.is_dir() and any(folder.iterdir())
         folder.mkdir(parents=True, exist_ok=True)
+        earlier = sorted(folder.glob("events*"))
         # Files are read in the order of their names, which begin with the time in whole seconds.
         self._file = EventsWriter(str(folder / "events"), f".{time.time_ns()}")
         weakref.finalize(self, self._file.close)  # however the run ends
-        if again:
+        if earlier:
+            first = min(first, self._last_step(earlier[-1]))  # runs since may have had no board
             self._file.write_event(
                 Event(step=first, session_log=SessionLog(status=SessionLog.START))
             )
         for line in lines:
-            if not again or line["step"] >= first:
+            if not earlier or line["step"] >= first:
                 self.write(line)
+
+    def _last_step(self, path: pathlib.Path) -> int:
+        """The step of the last event in a file; 0 where there is none."""
+        records, begin, event = path.read_bytes(), 0, b""
+        while begin + 16 <= len(records):  # size, its checksum, event, its checksum
+            end = begin + 12 + int.from_bytes(records[begin : begin + 8], "little")
+            if end + 4 > len(records):  # torn by a kill
+                break
+            event, begin = records[begin + 12 : end], end + 4
+        try:
+            return self._event.FromString(event).step
+        except Exception:  # protobuf's: not an event
+            return 0
 
     def write(self, line: dict[str, Any]) -> None:
         """A line of metrics.jsonl."""
