@@ -85,7 +85,7 @@ FAMILIES = {
         meshes=FOR_EXPERTS,
     ),
 }
-ODD = {"hidden_size": 48, "num_attention_heads": 6, "head_dim": 8, "intermediate_size": 40}
+ODD = {"hidden_size": 48, "num_attention_heads": 6, "head_dim": 8, "intermediate_size": 200}
 FAMILIES |= {  # sizes that no mesh axis divides
     "odd_llama": Family(
         "LlamaConfig", ODD | {"vocab_size": 331, "num_key_value_heads": 2}, "bfloat16"

@@ -92,7 +92,6 @@ def decoder(config: Any, seq_len: int, batch_size: int = 1) -> dict[str, float]:
     tokens = batch_size * seq_len
     weights = (4 if getattr(config, "lora_rank", 0) else 6) * matmul_params(config) * tokens
     square = 12 * config.num_layers * seq_len * config.num_heads * config.head_dim * tokens
-    seen = (
-        min(config.sliding_window or seq_len, seq_len) / seq_len
-    )  # of a row, by its last position
+    # Of a row, by its last position.
+    seen = min(config.sliding_window or seq_len, seq_len) / seq_len
     return {"causal": weights + square * (seen - seen**2 / 2), "full": weights + square}

@@ -207,10 +207,8 @@ def together(work: Callable[[], Any]) -> Any:
         found = {number: text for number, text in enumerate(mistakes) if text}
         if found:
             number, text = min(found.items())
-            some = (
-                f" (process {number}, as {len(found)} of {count()})" if len(found) < count() else ""
-            )
-            raise UserError(text + some)
+            which = f" (process {number}, as {len(found)} of {count()})"
+            raise UserError(text + which * (len(found) < count()))
 
     outcome = _outcome(work)
     decide(outcome.get("mistake", ""), first_mistake)
