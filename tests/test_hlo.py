@@ -117,6 +117,18 @@ ENTRY %main (x: bf16[30,8]) -> bf16[4,8] {
   ROOT %f = bf16[4,8]{1,0} fusion(%x), kind=kCustom, calls=%all-reduce-scatter.1
 }
 """,
+    "types of other sizes, tokens and a bound": """
+ENTRY %main (x: f8e4m3fn[4,8]) -> f8e4m3fn[32,8] {
+  %x = f8e4m3fn[4,8]{1,0} parameter(0)
+  %g = f8e4m3fn[32,8]{1,0:T(8,128)(4,1)} all-gather(%x), channel_id=1, dimensions={0}
+  %h = (f8e5m2[4,8]{1,0}, f8e5m2[32,8]{1,0}) all-gather-start(%y), channel_id=1, dimensions={0}
+  %hd = f8e5m2[32,8]{1,0} all-gather-done(%h)
+  %s = (f8e8m0fnu[32]{0}, f4e2m1fn[32,8]{1,0:T(8,128)(8,1)E(4)}, pred[8]{0}) all-to-all(%a, %b, %c), channel_id=1
+  %c = (bf16[4,8]{1,0}, token[], opaque[]) collective-broadcast(%d, %t, %o), channel_id=1
+  %r = c64[<=4,8]{1,0} all-reduce(%e), channel_id=1, to_apply=%add
+  ROOT %out = f8e4m3fn[32,8]{1,0} copy(%g)
+}
+""",
     "a buffer with room to spare": """
 ENTRY %main (x: f32[4,8]) -> f32[8,8] {
   %x = f32[4,8]{1,0} parameter(0)
@@ -133,6 +145,9 @@ IN_TEXTS = {
     "wrapped async pair": {"reduce-scatter": 128},
     "a gather beside two matmuls": {"all-gather": 2 * 512},
     "a reduce-scatter as an all-reduce and a slice": {"reduce-scatter": 64},
+    "types of other sizes, tokens and a bound": {
+        "all-gather": 2 * 256, "all-to-all": 32 + 128 + 8, "collective-broadcast": 64,
+        "all-reduce": 256},
     "a buffer with room to spare": {"ragged-all-to-all": 256},
 }  # fmt: skip
 

@@ -1,6 +1,8 @@
 """The house rules that a machine can check."""
 
 import ast
+import doctest
+import importlib
 import re
 import sys
 import tomllib
@@ -100,6 +102,23 @@ def test_only_zoo_files_know_strategies_and_logical_axes_by_name(layer):
         tree = ast.parse(path.read_text())
         found = {node.value for node in ast.walk(tree) if isinstance(node, ast.Constant)}
         assert not names & {value for value in found if isinstance(value, str)}, path
+
+
+def test_one_file_reads_hlo():
+    """Others in recipes/ hand a program's text to its functions without a look."""
+    for path in SHIPPED:
+        text = (ROOT / path).read_text()
+        readers = re.findall(r"(\w+)\(\w+\.as_text\(\)", text)
+        assert text.count("as_text") == len(readers), path
+        assert {f"recipes.common.analysis.hlo.{name}" for name in readers} <= imports(path), path
+
+
+@pytest.mark.parametrize(
+    "path", [path for path in SHIPPED if ">>> " in (ROOT / path).read_text()], ids=str
+)
+def test_examples_in_docstrings_are_true(path):
+    module = importlib.import_module(".".join(path.with_suffix("").parts))
+    assert doctest.testmod(module).failed == 0
 
 
 # ---- zoo files -----------------------------------------------------------------------------------

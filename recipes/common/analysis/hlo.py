@@ -1,4 +1,4 @@
-"""Collectives in a compiled module's HLO text, and what they send. All reading of HLO is here."""
+"""Collectives in a compiled module's HLO text, and what they send. Nothing else in recipes/ reads HLO."""
 
 import math
 import re
@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 _KINDS = "all-reduce|all-gather|reduce-scatter|all-to-all|ragged-all-to-all|collective-permute"
 _KINDS += "|collective-broadcast"
-_BITS = {"pred": 8, "bf16": 16, "c64": 64, "c128": 128}  # else the digits in the type's name
+_BITS = {"pred": 8, "token": 0, "opaque": 0}  # else the first number in the type's name
 _CONSTANT = r" = [su]32\[\]\S* constant\((-?\d+)\)"
 
 
@@ -190,9 +190,11 @@ def _collective(kind: str, started: bool, result: str, line: str) -> Collective:
 def _size(result: str) -> tuple[int, tuple[tuple[int, ...], ...]]:
     """Bytes and shapes of an array or a tuple of arrays."""
     total, shapes = 0, []
-    for dtype, dims in re.findall(r"\b([a-z]+\d*)\[([\d,]*)\]", result):
-        shapes.append(tuple(int(d) for d in dims.split(",") if d))
-        total += (_BITS.get(dtype) or int(re.sub(r"\D", "", dtype))) * math.prod(shapes[-1]) // 8
+    for dtype, dims in re.findall(r"\b([a-z]\w*)\[([\d,<=]*)\]", result):
+        bits = _BITS[dtype] if dtype in _BITS else int(re.search(r"\d+", dtype)[0])
+        if bits:
+            shapes.append(tuple(int(d) for d in re.findall(r"\d+", dims)))  # `<=4`: at most
+            total += bits * math.prod(shapes[-1]) // 8
     return total, tuple(shapes)
 
 
@@ -225,10 +227,13 @@ def group_size(groups: str, devices: int) -> int:
     (3, 8)
     >>> group_size("mesh['axis_0'=2,'axis_1'=8] {'axis_1'}", 16), group_size("", 16)
     (8, 16)
+    >>> group_size("mesh['a'=4,'b'=2] {'a':(1)2,'b'}", 8)  # of `a`, the outer half
+    4
     """
     if named := re.match(r"mesh\[(.*?)\] \{(.*?)\}", groups):
         sizes = {name: int(n) for name, n in re.findall(r"('[\w.]+')=(\d+)", named[1])}
-        return math.prod(sizes[name] for name in re.findall(r"'[\w.]+'", named[2]))
+        axes = re.findall(r"('[\w.]+')(?::\(\d+\)(\d+))?", named[2])  # 'a', or a part of it
+        return math.prod(int(part) if part else sizes[name] for name, part in axes)
     if iota := re.match(r"\[\d+,(\d+)\]<=", groups):
         return int(iota[1])
     if listed := re.match(r"\{\{([\d,]+)\}", groups):
