@@ -294,7 +294,7 @@ def wrong(kind: str, n: int) -> list[str]:
         if kind in TPUS and scattered and "reduce-scatter" not in got:
             found[name] = got, want | {"all-reduce": n * scattered, "reduce-scatter": 0}
     bad = [f"{kind}, {k}: {a}, not {b}" for k, (a, b) in found.items() if Counter(a) != Counter(b)]
-    print(f"{kind}: {len(known)} programs, {n} chips, {len(known) - len(bad)} of them to the byte")
+    print(f"{kind}: {len(known)} programs, {n} devices, {len(known) - len(bad)} to the byte")
     return bad
 
 
