@@ -87,6 +87,22 @@ def test_logits_are_theirs_on_one_device_and_on_a_mesh(family, strict):
         np.testing.assert_allclose(found, wanted, rtol=0, atol=TOLERANCE, err_msg=mesh)
 
 
+@pytest.mark.parametrize("family", full_except(["qwen2", "qwen3_moe"], ["qwen3_moe"]))
+def test_a_restored_model_can_be_called_as_it_is(family):
+    """On JAX's default mesh with nothing in force, though biases rest split and it is dropless."""
+    mesh = jax.make_mesh((2, 4), ("data", "model"))
+    model, _ = checkpoint.restore(f"hf:{GOLDEN / family}", mesh)
+    tokens_BT = jax.device_put(TOKENS_BT, jax.NamedSharding(mesh, jax.P("data")))
+    assert len(tokens_BT.addressable_shards[0].data) < len(TOKENS_BT)
+    logits = jax.jit(lambda m, t: m(t))(model, tokens_BT)
+    wanted = np.load(GOLDEN / family / "logits.npy")
+    np.testing.assert_allclose(logits, wanted, rtol=0, atol=TOLERANCE)
+    model.config = dataclasses.replace(model.config, loss_chunk=8)  # several of them
+    total, _ = jax.jit(lambda m, t: m.loss(t, t)[2]["loss"])(model, tokens_BT)
+    picked = np.take_along_axis(wanted, TOKENS_BT[..., None], axis=-1)[..., 0]
+    np.testing.assert_allclose(total, (jax.nn.logsumexp(wanted, axis=-1) - picked).sum(), rtol=1e-5)
+
+
 def test_a_restored_model_shares_its_work_where_its_heads_do_not_divide(strict):
     """4 kv heads on 8 devices: the rules that fit are the layout's."""
     path, mesh = f"hf:{GOLDEN / 'llama3'}", jax.make_mesh((1, 8), ("data", "model"))

@@ -362,15 +362,18 @@ def locally(function, arrays, axes, check_vma: bool = True):
       axes: the logical axes of each array, None of one that is None; the result's are the first's.
       check_vma: as jax.shard_map's; Pallas kernels have none.
     """
-    if jax.sharding.get_abstract_mesh().empty:
-        return function(*arrays)
     pairs = list(zip(arrays, axes, strict=True))
     given = [x if x is None else constrain(x, *names) for x, names in pairs]
+    mesh = jax.sharding.get_abstract_mesh()
+    if mesh.empty:  # arrays on Explicit axes still know theirs
+        mesh = jax.typeof(given[0]).sharding.mesh
+    if mesh.empty:
+        return function(*given)
     lie = tuple(x if x is None else jax.typeof(x).sharding.spec for x in given)
     if spec(()) is not None:  # Auto axes are no part of a type
         lie = tuple(spec(names) for names in axes)
-    mapped = jax.shard_map(function, in_specs=lie, out_specs=lie[0], check_vma=check_vma)
-    return mapped(*given)
+    specs = {"in_specs": lie, "out_specs": lie[0]}
+    return jax.shard_map(function, mesh=mesh, **specs, check_vma=check_vma)(*given)
 
 
 def best_kernel(config: Config, seq_len: int, segments: bool) -> tuple[str, str]:
@@ -714,8 +717,6 @@ class Transformer(nnx.Module):
         """
         config, (B, T) = self.config, tokens_BT.shape
         tokens_BT = constrain(tokens_BT, "batch", "seq")
-        if segment_ids_BT is not None:
-            segment_ids_BT = constrain(segment_ids_BT, "batch", None)
         embed_RVD = _per_shard(self.embed, config.dtype)
         tokens_RM = reshape(tokens_BT, (embed_RVD.shape[0], -1), "batch", None)
         x_BTD = reshape(_rows(embed_RVD, tokens_RM), (B, T, -1), "batch", "seq", "act_embed")
