@@ -22,12 +22,14 @@ jax.jit does not notice that the rules change: give each table its own jitted fu
 """
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from flax.core.spmd import get_logical_axis_rules
-from jax.sharding import AxisType, PartitionSpec
+
+from . import sharding
+from .sharding import Rules, constrain, explicit, in_use, param
 
 
 @dataclasses.dataclass(frozen=True)
@@ -67,94 +69,6 @@ LOGICAL_AXES = {
 
 # What a weight's axis is called while it is multiplied, where rules may shard it differently.
 IN_USE = {"embed": "act_embed"}
-
-
-# ---- kit: the same lines in every zoo file, explained in zoo/README.md ---------------------------
-
-
-def complete(tables):
-    """Strategy → sharding rules for every logical axis; what a table leaves out is replicated."""
-    return {name: dict.fromkeys(LOGICAL_AXES) | table for name, table in tables.items()}
-
-
-def spec(axes: tuple[str | None, ...]) -> PartitionSpec | None:
-    """Logical axes → PartitionSpec, by the rules and mesh in force; None where there are none."""
-    rules = dict(get_logical_axis_rules() or ())
-    if not rules or jax.sharding.get_abstract_mesh().empty:
-        return None
-    return PartitionSpec(*(rules[axis] if axis else None for axis in axes))
-
-
-def explicit(*axes: str | None) -> PartitionSpec | None:
-    """`out_sharding` of an operation that Explicit mesh axes, JAX's default, leave open; else None."""
-    kinds = jax.sharding.get_abstract_mesh().axis_types
-    return spec(axes) if AxisType.Explicit in kinds else None
-
-
-def constrain(x: jax.Array, *axes: str | None) -> jax.Array:
-    """Shards an array by its logical axes. Outside a mesh it does nothing."""
-    if (where := explicit(*axes)) is not None:
-        return jax.sharding.reshard(x, where)
-    if (where := spec(axes)) is not None:
-        return jax.lax.with_sharding_constraint(x, where)
-    lies = jax.typeof(x).sharding  # no rules say how to share the work: each device does all of it
-    if AxisType.Explicit in lies.mesh.axis_types:
-        return jax.sharding.reshard(x, lies.update(spec=PartitionSpec()))
-    return x
-
-
-def in_use(weights, dtype=None):
-    """Weights as their matmuls want them: in `dtype`, with the axes that IN_USE gives them.
-
-    Takes a module or one variable and returns the same. Under FSDP this is the all-gather, and its
-    transpose, on Explicit axes, the reduce-scatter of the gradient. Sharding rules alone don't do
-    this: XLA is then free to gather activations and partial sums instead, at ten times the bytes.
-    """
-
-    def one(weight):
-        w, axes = weight[...], weight.out_sharding
-        if IN_USE.keys() & set(axes):  # not a norm's scale, which stays in float32
-            w = w if dtype is None else w.astype(dtype)
-            axes = axes[-w.ndim :]  # inside a scan over layers, the axis of the layers is gone
-            w = constrain(w, *(IN_USE.get(axis, axis) for axis in axes))
-        elif spec(()) is None:
-            w = constrain(w)
-        return weight.replace(w)
-
-    return jax.tree.map(one, weights, is_leaf=lambda x: isinstance(x, nnx.Variable))
-
-
-# ---- end of the kit ------------------------------------------------------------------------------
-
-
-class Linear(nnx.Module):
-    """x · kernel + bias; `axes` name the kernel's two dims, and the last one is the bias's too."""
-
-    def __init__(self, dims: tuple[int, int], axes: tuple[str, str], *, rngs: nnx.Rngs):
-        kernel = jax.random.normal(rngs.params(), dims) * dims[0] ** -0.5
-        # eager_sharding=False: the names wait for rules instead of asking for a mesh.
-        self.kernel = nnx.Param(kernel, out_sharding=axes, eager_sharding=False)
-        self.bias = nnx.Param(jnp.zeros(dims[1:]), out_sharding=axes[1:], eager_sharding=False)
-
-    def __call__(self, x, *out_axes: str):
-        weights = in_use(self)
-        y = jnp.dot(x, weights.kernel[...], out_sharding=explicit(*out_axes))
-        return constrain(y + weights.bias[...][None], *out_axes)
-
-
-class LayerNorm(nnx.Module):
-    """(x - mean) / deviation · scale + bias."""
-
-    def __init__(self, dim: int, eps: float):
-        self.scale = nnx.Param(jnp.ones(dim), out_sharding=("norm",), eager_sharding=False)
-        self.bias = nnx.Param(jnp.zeros(dim), out_sharding=("norm",), eager_sharding=False)
-        self.eps = eps
-
-    def __call__(self, x_BD):
-        x_BD = x_BD - x_BD.mean(axis=-1, keepdims=True)
-        variance_B1 = jnp.square(x_BD).mean(axis=-1, keepdims=True)
-        x_BD = x_BD * jax.lax.rsqrt(variance_B1 + self.eps)
-        return x_BD * self.scale[...][None] + self.bias[...][None]
 
 
 class Block(nnx.Module):
@@ -208,39 +122,65 @@ class MLP(nnx.Module):
         return total, count, {"loss": (total, count), "accuracy": (right, count)}
 
 
-# Strategy → logical axis → mesh axis. What a table leaves out is replicated.
-#
-# A kernel [D, F] rests as (embed, hidden) says, and is multiplied as (act_embed, hidden) says.
-# Notation: In[B_X, D] is a tensor whose dim B is split over mesh axis X.
-RULES: dict[str, dict[str, str | tuple[str, ...] | None]] = complete(
+class Linear(nnx.Module):
+    """x · kernel + bias; `axes` name the kernel's two dims, and the last one is the bias's too."""
+
+    def __init__(self, dims: tuple[int, int], axes: tuple[str, str], *, rngs: nnx.Rngs):
+        self.kernel = param(rngs, dims, axes, dims[0] ** -0.5)
+        self.bias = nnx.Param(jnp.zeros(dims[1:]), out_sharding=axes[1:], eager_sharding=False)
+
+    def __call__(self, x, *out_axes: str):
+        weights = in_use(self, IN_USE)
+        y = jnp.dot(x, weights.kernel[...], out_sharding=explicit(*out_axes))
+        return constrain(y + weights.bias[...][None], *out_axes)
+
+
+class LayerNorm(nnx.Module):
+    """(x - mean) / deviation · scale + bias."""
+
+    def __init__(self, dim: int, eps: float):
+        self.scale = nnx.Param(jnp.ones(dim), out_sharding=("norm",), eager_sharding=False)
+        self.bias = nnx.Param(jnp.zeros(dim), out_sharding=("norm",), eager_sharding=False)
+        self.eps = eps
+
+    def __call__(self, x_BD):
+        x_BD = x_BD - x_BD.mean(axis=-1, keepdims=True)
+        variance_B1 = jnp.square(x_BD).mean(axis=-1, keepdims=True)
+        x_BD = x_BD * jax.lax.rsqrt(variance_B1 + self.eps)
+        return x_BD * self.scale[...][None] + self.bias[...][None]
+
+
+# What each parallelism splits. A kernel [D, F] rests as (embed, hidden) says, and is multiplied as
+# (act_embed, hidden) says. Notation: In[B_X, D] is a tensor whose dim B is split over mesh axis X.
+
+# Data parallel: every device has every weight; one all-reduce of all gradients a step.
+DP = {
+    "batch": "data",  # In[B_data, D] · W[D, F] → Out[B_data, F]: no communication
+}
+# ZeRO-3: each device keeps a part of each weight; whole weights exist only while in use.
+FSDP = {
+    "embed": "data",  # W[D_data, F] → W[D, F]: an all-gather before each matmul,
+    # and its transpose, a reduce-scatter of the gradient
+}
+# Megatron: `up` is split by columns and `down` by rows, so the GELU needs no communication.
+# `classes` stays whole: ten are divisible by few mesh sizes.
+TP = {
+    "hidden": "model",  # H[B, F_model] · W[F_model, D] → partial sums: one all-reduce a block
+}
+# Hybrid: `data` replica groups, each of fsdp × model devices that share one copy.
+HSDP = {
+    "batch": ("data", "fsdp"),
+    "embed": "fsdp",  # gathers stay inside a group; only gradients cross groups
+}
+
+complete = functools.partial(sharding.complete, LOGICAL_AXES)
+
+RULES: dict[str, Rules] = complete(
     {
-        # Data parallel: every device has every weight; one all-reduce of all gradients a step.
-        "dp": {
-            "batch": "data",  # In[B_data, D] · W[D, F] → Out[B_data, F]: no communication
-        },
-        # ZeRO-3: each device keeps a part of each weight; whole weights exist only while in use.
-        "fsdp": {
-            "batch": "data",
-            "embed": "data",  # W[D_data, F] → W[D, F]: an all-gather before each matmul,
-            # and its transpose, a reduce-scatter of the gradient
-        },
-        # Megatron: `up` is split by columns and `down` by rows, so the GELU needs no communication.
-        # `classes` stays whole: ten are divisible by few mesh sizes.
-        "tp": {
-            "batch": "data",
-            "hidden": "model",  # H[B, F_model] · W[F_model, D] → partial sums: one all-reduce a block
-        },
-        # Both: weights are split over the whole mesh, and gathered over `data` only.
-        "fsdp_tp": {
-            "batch": "data",
-            "embed": "data",  # W[D_data, F_model] → W[D, F_model]: 1/model of `fsdp`'s bytes
-            "hidden": "model",
-        },
-        # Hybrid: `data` replica groups, each of fsdp × model devices that share one copy.
-        "hsdp_tp": {
-            "batch": ("data", "fsdp"),
-            "embed": "fsdp",  # gathers stay inside a group; only gradients cross groups
-            "hidden": "model",
-        },
+        "dp": DP,
+        "fsdp": DP | FSDP,
+        "tp": DP | TP,
+        "fsdp_tp": DP | FSDP | TP,  # W[D_data, F_model] → W[D, F_model]: 1/model of the bytes
+        "hsdp_tp": HSDP | TP,
     }
 )

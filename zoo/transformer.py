@@ -2,12 +2,12 @@
 
 RMSNorm before each sublayer (Zhang & Sennrich 2019), rotary position embeddings (Su et al. 2021),
 grouped-query attention (Ainslie et al. 2023), SwiGLU (Shazeer 2020); optional QK-norm, qkv biases,
-sliding window, tied embeddings, Llama 3's rope scaling and LoRA adapters (Hu et al. 2021): the
-family of Llama 2/3, Mistral, Qwen 2/3 and SmolLM. Layers are stacked and scanned, so compile time
-does not grow with depth.
+sliding windows, tied embeddings, rope scaling and LoRA adapters (Hu et al. 2021): the family of Llama
+2/3, Mistral, Qwen 2/3 and SmolLM. Layers are stacked and scanned, so compile time does not grow with
+depth.
 
-Shapes: B batch, T query positions, S key positions, D embed, N heads, K kv heads, G = N/K, H head
-dim, F mlp, V vocab, L layers, R shards of the batch, C positions in one chunk of the loss.
+Shapes: B batch, T positions, S slots of the cache, D embed, N heads, K kv heads, H head dim, F mlp,
+V vocab, L layers, R shards of the batch.
 
 Every parameter carries *logical* axis names. They have no effect until sharding rules map them to
 mesh axes:
@@ -26,14 +26,36 @@ jax.jit does not notice that the rules change: give each table its own jitted fu
 
 import dataclasses
 import functools
-import math
 
 import jax
-import jax.numpy as jnp
 from flax import nnx
-from flax.core.spmd import get_logical_axis_rules
 from jax.ad_checkpoint import checkpoint_name
-from jax.sharding import AxisType, PartitionSpec
+
+from . import sharding, strategies
+from .attention import (
+    Attention,
+    Cache,
+    Kind,
+    check_config,
+    fill_cache,
+    kinds,
+    left_padded,
+    positions,
+)
+from .layers import (
+    REMAT,
+    RMSNorm,
+    SwiGLU,
+    cross_entropy,
+    look_up,
+    scan_layers,
+    stack,
+    table_copies,
+    unembed,
+    vocabulary,
+)
+from .sharding import Rules, in_use
+from .strategies import DP, FSDP, HSDP, TP
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,14 +71,16 @@ class Config:
     mlp: int  # F, hidden width of the SwiGLU
     norm_eps: float = 1e-5
     rope_theta: float = 10_000.0  # base of the rotary wavelengths
-    # Llama 3: (factor, low_freq_factor, high_freq_factor, original length in positions)
-    rope_scaling: tuple[float, float, float, int] | None = None
+    rope_scaling: tuple | None = None  # for longer contexts: attention.Kind
     sliding_window: int | None = None  # a position sees itself and the window - 1 before it
+    # Unlike layers: one period of them, repeated over the depth. Each kind has its own window and
+    # rotary embeddings, in place of the three fields above.
+    layer_kinds: tuple[Kind, ...] = ()
     qkv_bias: bool = False
     qk_norm: bool = False
     tie_embeddings: bool = True
-    # LoRA: x·W becomes x·W + (x·A)·B · lora_alpha / lora_rank. W is to stay as it is, so A and B
-    # are nnx.LoRAParam, and what trains them takes the gradient of those alone.
+    # LoRA: x·W becomes x·W + (x·A)·B · lora_alpha / lora_rank. W is frozen; only A and B
+    # (nnx.LoRAParam) get gradients.
     lora_rank: int = 0  # columns of A and rows of B; 0: no adapters
     lora_alpha: float = 16.0
     lora_targets: tuple[str, ...] = ("q", "k", "v", "o", "gate", "up", "down")  # have an adapter
@@ -69,26 +93,7 @@ class Config:
 
     def __post_init__(self):
         """Raises ValueError if the configuration is invalid."""
-        for name, value in vars(self).items():
-            least = 0 if name == "lora_rank" else 1
-            if type(value) is int and value < least:
-                raise ValueError(f"{name}={value} must be ≥ {least}")
-        if self.num_heads % self.num_kv_heads:
-            raise ValueError(
-                f"num_heads={self.num_heads} is not divisible by num_kv_heads={self.num_kv_heads}"
-            )
-        if self.head_dim % 2:
-            raise ValueError(
-                f"head_dim={self.head_dim} must be even: rotary embeddings rotate pairs of dims"
-            )
-        if self.remat not in REMAT:
-            raise ValueError(f"remat={self.remat!r} is not one of {', '.join(REMAT)}")
-        if self.attention not in ("auto", "xla", *KERNELS):
-            known = ", ".join(("auto", "xla", *KERNELS))
-            raise ValueError(f"attention={self.attention!r} is not one of {known}")
-        for target in {*self.lora_targets} - {*Config.lora_targets}:
-            known = ", ".join(Config.lora_targets)
-            raise ValueError(f"lora_targets has {target!r}, which is not one of {known}")
+        check_config(self, REMAT)
 
     @classmethod
     def tiny(cls) -> "Config":
@@ -132,16 +137,6 @@ class Config:
         return dataclasses.replace(llama, rope_theta=5e5, tie_embeddings=False)
 
 
-# What a layer's forward pass keeps for its backward pass; the rest is computed again.
-REMAT = {
-    "none": jax.checkpoint_policies.everything_saveable,  # under FSDP, gathered weights too
-    "dots": jax.checkpoint_policies.dots_with_no_batch_dims_saveable,  # products with a weight
-    # The two sublayers' outputs: no all-reduce of tensor parallelism runs a second time.
-    "sublayers": jax.checkpoint_policies.save_only_these_names("sublayer"),
-    "full": jax.checkpoint_policies.nothing_saveable,  # only the layer's input
-}
-
-
 SIZES = {
     "tiny": Config.tiny,
     "small": Config.small,
@@ -152,465 +147,21 @@ SIZES = {
     "70b": Config.llama_70b,
 }
 
-# What sharding rules may name, and whether activations, weights or both have it; a stack is scanned
-# one by one, so no rules may split it.
-LOGICAL_AXES = {
-    "batch": "activations",  # B
-    "seq": "activations",  # T, S
-    "act_embed": "activations",  # D; also of weights in use
-    "embed": "weights",  # D, of weights at rest
-    "heads": "both",  # N
-    "kv_heads": "both",  # K
-    "head_dim": "both",  # H
-    "mlp": "both",  # F
-    "vocab": "both",  # V
-    "lora": "both",  # the rank of adapters
-    "norm": "weights",  # D or H, of a norm's scale: too small to be worth a gather
-    "layers": "stack",  # L, in front of every weight of the stacked layers
-}
-
-# What a weight's axis is called while it is multiplied, where rules may shard it differently.
-IN_USE = {"embed": "act_embed"}
-
-
-# What a mesh axis need not divide, and what is done then; other dims are refused.
-UNEVEN = {
-    "vocab": "padded",  # inside the step, by rows that nothing reaches; at rest the table is whole
-    "heads": "replicated",  # every device along the axis attends with all of them
-    "kv_heads": "replicated",
-}
-
-
-# ---- kit: the same lines in every zoo file, explained in zoo/README.md ---------------------------
-
-
-def complete(tables):
-    """Strategy → sharding rules for every logical axis; what a table leaves out is replicated."""
-    return {name: dict.fromkeys(LOGICAL_AXES) | table for name, table in tables.items()}
-
-
-def spec(axes: tuple[str | None, ...]) -> PartitionSpec | None:
-    """Logical axes → PartitionSpec, by the rules and mesh in force; None where there are none."""
-    rules = dict(get_logical_axis_rules() or ())
-    if not rules or jax.sharding.get_abstract_mesh().empty:
-        return None
-    return PartitionSpec(*(rules[axis] if axis else None for axis in axes))
-
-
-def explicit(*axes: str | None) -> PartitionSpec | None:
-    """`out_sharding` of an operation that Explicit mesh axes, JAX's default, leave open; else None."""
-    kinds = jax.sharding.get_abstract_mesh().axis_types
-    return spec(axes) if AxisType.Explicit in kinds else None
-
-
-def constrain(x: jax.Array, *axes: str | None) -> jax.Array:
-    """Shards an array by its logical axes. Outside a mesh it does nothing."""
-    if (where := explicit(*axes)) is not None:
-        return jax.sharding.reshard(x, where)
-    if (where := spec(axes)) is not None:
-        return jax.lax.with_sharding_constraint(x, where)
-    lies = jax.typeof(x).sharding  # no rules say how to share the work: each device does all of it
-    if AxisType.Explicit in lies.mesh.axis_types:
-        return jax.sharding.reshard(x, lies.update(spec=PartitionSpec()))
-    return x
-
-
-def in_use(weights, dtype=None):
-    """Weights as their matmuls want them: in `dtype`, with the axes that IN_USE gives them.
-
-    Takes a module or one variable and returns the same. Under FSDP this is the all-gather, and its
-    transpose, on Explicit axes, the reduce-scatter of the gradient. Sharding rules alone don't do
-    this: XLA is then free to gather activations and partial sums instead, at ten times the bytes.
-    """
-
-    def one(weight):
-        w, axes = weight[...], weight.out_sharding
-        if IN_USE.keys() & set(axes):  # not a norm's scale, which stays in float32
-            w = w if dtype is None else w.astype(dtype)
-            axes = axes[-w.ndim :]  # inside a scan over layers, the axis of the layers is gone
-            w = constrain(w, *(IN_USE.get(axis, axis) for axis in axes))
-        elif spec(()) is None:
-            w = constrain(w)
-        return weight.replace(w)
-
-    return jax.tree.map(one, weights, is_leaf=lambda x: isinstance(x, nnx.Variable))
-
-
-# ---- end of the kit ------------------------------------------------------------------------------
-
-
-def param(rngs: nnx.Rngs, shape: tuple[int, ...], axes: tuple[str, ...], stddev: float, kind=None):
-    """A normal float32 parameter with logical axis names; `kind`: other than nnx.Param.
-
-    eager_sharding=False keeps the names inert: they wait for rules instead of asking for a mesh.
-    """
-    value = stddev * jax.random.normal(rngs.params(), shape)
-    return (kind or nnx.Param)(value, out_sharding=axes, eager_sharding=False)
-
-
-def reshape(x: jax.Array, shape: tuple[int, ...], *axes: str | None) -> jax.Array:
-    """Other dims for x, whose logical axes are `axes`."""
-    return constrain(jnp.reshape(x, shape, out_sharding=explicit(*axes)), *axes)
-
-
-def dot(x: jax.Array, module: nnx.Module, name: str, contract: int = 1) -> jax.Array:
-    """x[B, T, ...] · the module's weight of this name, and what its adapter adds if it has one.
-
-    Contracts the last `contract` dims of x with the first of the weight, in use.
-    """
-    y = multiply(x, getattr(module, name), contract)
-    if name in module.lora:
-        adapter = module.lora[name]
-        y += multiply(multiply(x, adapter.a, contract), adapter.b) * adapter.scale
-    return y
-
-
-def multiply(x: jax.Array, weight: nnx.Param, contract: int = 1) -> jax.Array:
-    """x[B, T, ...] · weight, over the last `contract` dims of x and the first of the weight, in use.
-
-    The result's other axes are those of the weight, which so lays out every activation of a layer.
-    B and T go in as one dim: where a gradient contracts two dims at once, XLA's CPU backend
-    transposes its operands first, which made the whole training step 1.6 times slower.
-    """
-    w, (B, T, *inner) = weight[...].astype(x.dtype), x.shape
-    axes = [IN_USE.get(axis, axis) for axis in weight.out_sharding[-w.ndim :]]
-    x = reshape(x, (B * T, *inner), "batch", *axes[:contract])
-    y = jnp.tensordot(x, w, contract, out_sharding=explicit("batch", *axes[contract:]))
-    return reshape(y, (B, T, *y.shape[1:]), "batch", "seq", *axes[contract:])
-
-
-class Adapter(nnx.Module):
-    """What LoRA adds to a weight: A · B · scale, of a low rank. B is 0 at first, so this is too."""
-
-    def __init__(self, weight: nnx.Param, contract: int, config: Config, *, rngs: nnx.Rngs):
-        r, shape, axes = config.lora_rank, weight.shape, weight.out_sharding
-        inner, outer = (slice(contract), slice(contract, None))
-        stddev = math.prod(shape[inner]) ** -0.5
-        self.a = param(rngs, (*shape[inner], r), (*axes[inner], "lora"), stddev, nnx.LoRAParam)
-        self.b = param(rngs, (r, *shape[outer]), ("lora", *axes[outer]), 0.0, nnx.LoRAParam)
-        self.scale = config.lora_alpha / r
-
-
-def adapters(module: nnx.Module, config: Config, rngs: nnx.Rngs, **contract: int) -> nnx.Dict:
-    """Name → Adapter of the module's weights that are to have one, {} without LoRA.
-
-    Args:
-      contract: of each weight that may have one, how many of its dims its input is contracted with.
-    """
-    names = [name for name in contract if config.lora_rank and name in config.lora_targets]
-    return nnx.Dict(
-        {name: Adapter(getattr(module, name), contract[name], config, rngs=rngs) for name in names}
-    )
-
-
-class RMSNorm(nnx.Module):
-    """x / rms(x) · scale, in float32."""
-
-    def __init__(self, dim: int, eps: float, *, rngs: nnx.Rngs):
-        self.scale = nnx.Param(jnp.ones(dim), out_sharding=("norm",), eager_sharding=False)
-        self.eps = eps
-
-    def __call__(self, x):
-        x32 = x.astype(jnp.float32)
-        variance = jnp.mean(jnp.square(x32), axis=-1, keepdims=True)
-        scale = jnp.expand_dims(self.scale[...], tuple(range(x.ndim - 1)))
-        return (x32 * jax.lax.rsqrt(variance + self.eps) * scale).astype(x.dtype)
-
-
-def rope_angles(config: Config, positions_BT: jax.Array) -> jax.Array:
-    """Rotation of each pair of dims at these positions: [B, T, H/2], float32 radians."""
-    dims = jnp.arange(0, config.head_dim, 2, dtype=jnp.float32)
-    frequency = config.rope_theta ** -(dims / config.head_dim)
-    if config.rope_scaling is not None:  # Llama 3: stretch long wavelengths, keep short ones
-        factor, low, high, original = config.rope_scaling
-        turns = original * frequency / (2 * math.pi)  # made within the original length
-        keep = jnp.clip((turns - low) / (high - low), 0, 1)
-        frequency = frequency * (keep + (1 - keep) / factor)
-    return positions_BT.astype(jnp.float32)[:, :, None] * frequency[None, None]
-
-
-def rotate(x_BTNH: jax.Array, angles_BTH: jax.Array) -> jax.Array:
-    """Rotary position embedding: dims i and i + H/2 turn as a pair (Hugging Face's convention)."""
-    cos, sin = (f(angles_BTH)[:, :, None, :] for f in (jnp.cos, jnp.sin))
-    a, b = jnp.split(x_BTNH.astype(jnp.float32), 2, axis=-1)
-    return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1).astype(x_BTNH.dtype)
-
-
-def attend(q_BTNH, k_BSKH, v_BSKH, segment_ids_BT, config: Config) -> jax.Array:
-    """Causal softmax attention by the best kernel for the device. Returns [B, T, N, H].
-
-    A position sees itself and what is before it, in its own segment and sliding window.
-    """
-    T, kv_heads = q_BTNH.shape[1], "kv_heads"
-    if shards("heads") > shards("kv_heads"):  # each device takes those that its queries want
-        axes, kv_heads = ("batch", "seq", "heads", "head_dim"), "heads"
-        G = q_BTNH.shape[2] // k_BSKH.shape[2]
-        k_BSKH, v_BSKH = (constrain(jnp.repeat(x, G, axis=2), *axes) for x in (k_BSKH, v_BSKH))
-    kernel, _ = best_kernel(config, T, segment_ids_BT is not None)
-    if kernel == "xla":
-        return blockwise(q_BTNH, k_BSKH, v_BSKH, segment_ids_BT, config.sliding_window, kv_heads)
-    local = functools.partial(KERNELS[kernel], window=config.sliding_window)
-    kv, ids = ("batch", None, kv_heads, None), ("batch", None)  # T and H whole, whatever the rules
-    axes = (("batch", None, "heads", None), kv, kv, ids)
-    return locally(local, (q_BTNH, k_BSKH, v_BSKH, segment_ids_BT), axes, check_vma=False)
-
-
-def locally(function, arrays, axes, check_vma: bool = True):
-    """function(*arrays) on each device's own shards, for what XLA can't split.
-
-    Args:
-      axes: the logical axes of each array, None of one that is None; the result's are the first's.
-      check_vma: as jax.shard_map's; Pallas kernels have none.
-    """
-    pairs = list(zip(arrays, axes, strict=True))
-    given = [x if x is None else constrain(x, *names) for x, names in pairs]
-    mesh = jax.sharding.get_abstract_mesh()
-    if mesh.empty:  # arrays on Explicit axes still know theirs
-        mesh = jax.typeof(given[0]).sharding.mesh
-    if mesh.empty:
-        return function(*given)
-    lie = tuple(x if x is None else jax.typeof(x).sharding.spec for x in given)
-    if spec(()) is not None:  # Auto axes are no part of a type
-        lie = tuple(spec(names) for names in axes)
-    specs = {"in_specs": lie, "out_specs": lie[0]}
-    return jax.shard_map(function, mesh=mesh, **specs, check_vma=check_vma)(*given)
-
-
-def best_kernel(config: Config, seq_len: int, segments: bool) -> tuple[str, str]:
-    """What `config.attention` is on the mesh in force, else on the default device.
-
-    Returns "xla" or a key of KERNELS, and the same with what a reader may want to know of it.
-
-    Args:
-      seq_len: T, positions of a row.
-      segments: whether rows have segment ids.
-    """
-    device, H, name = _device(), config.head_dim, config.attention
-    if name != "auto" or device.platform not in ("tpu", "gpu"):
-        name = "xla" if name == "auto" else name
-        return name, name
-    unknown = {
-        f"rows whose {axis} the rules split": shards(axis) > 1 for axis in ("seq", "head_dim")
-    }
-    if device.platform == "tpu":
-        block = _block(seq_len)
-        name, told = "splash", f"splash, blocks of {block}"
-        unknown[f"{seq_len:,} positions, no multiple of 128"] = not block
-    else:
-        name = told = "triton" if segments else "cudnn"
-        capability = _capability(device.device_kind)
-        widest = 256 if capability >= 9 and name == "cudnn" else 128
-        unknown[device.device_kind] = capability < 8
-        unknown[config.dtype] = config.dtype == "float32"
-        unknown[f"a head dim of {H}"] = H % 8 or widest < H
-        window = config.sliding_window is not None
-        unknown["segments and a sliding window together"] = segments and window
-    why = next((f"xla, no kernel for {what}" for what, asked in unknown.items() if asked), None)
-    return ("xla", why) if why else (name, told)
-
-
-def splash(q_BTNH, k_BSKH, v_BSKH, segment_ids_BT, window: int | None) -> jax.Array:
-    """TPU: scores stay on chip, and blocks that are masked are skipped.
-
-    8b with 4 layers, fsdp, a row of 32,768 on each of 16 v5p: 9.8 GB at the peak, XLA's 95.4.
-    """
-    from jax.experimental.pallas.ops.tpu import splash_attention as tpu
-
-    T, N, H = q_BTNH.shape[1:]
-    mask = tpu.CausalMask((T, T)) if window is None else tpu.LocalMask((T, T), (window - 1, 0), 0)
-    names = ("q", "kv", "q_dkv", "kv_dkv", "q_dq", "kv_dq")
-    # Two kernels backward: a single one keeps a partial dQ for each block of keys, 15 GB more there.
-    sizes = tpu.BlockSizes(**{f"block_{name}": _block(T) for name in names})
-    kernel = tpu.make_splash_mha(
-        tpu.MultiHeadMask([mask] * N), block_sizes=sizes, head_shards=1, q_seq_shards=1,
-        interpret=_device().platform == "cpu",
-    )  # fmt: skip
-    ids = None if segment_ids_BT is None else tpu.SegmentIds(segment_ids_BT, segment_ids_BT)
-    heads_first = (x.swapaxes(1, 2) for x in (q_BTNH * H**-0.5, k_BSKH, v_BSKH))
-    return jax.vmap(kernel)(*heads_first, ids).swapaxes(1, 2)
-
-
-def triton(q_BTNH, k_BSKH, v_BSKH, segment_ids_BT, window: None) -> jax.Array:
-    """NVIDIA: segments without a mask of T × T in memory, which cuDNN wants: 2.1 GB a row of 32,768."""
-    from jax.experimental.pallas.ops.gpu import attention as gpu
-
-    if window is not None:
-        raise ValueError(f"attention='triton' has no sliding window, got {window}; use 'xla'")
-    (B, T, N, H), K = q_BTNH.shape, k_BSKH.shape[2]
-    if segment_ids_BT is None:
-        segment_ids_BT = jnp.zeros((B, T), jnp.int32)
-    block, rest = (64, 32) if H > 64 else (128, 64)  # what 100 kB of shared memory take
-    wide = ((0, 0), (0, -T % block), (0, 0), (0, 0))
-    q, k, v = (
-        jnp.pad(x, wide) for x in (q_BTNH, *(jnp.repeat(x, N // K, 2) for x in (k_BSKH, v_BSKH)))
-    )
-    ids = jnp.pad(segment_ids_BT, wide[:2], constant_values=-1)  # padding is a segment of its own
-    sizes = gpu.BlockSizes(block, block, rest, rest, rest, rest)
-    out_BTNH = gpu.mha(
-        q, k, v, ids, sm_scale=H**-0.5, causal=True, block_sizes=sizes,
-        interpret=_device().platform == "cpu",
-    )  # fmt: skip
-    return out_BTNH[:, :T]
-
-
-def cudnn(q_BTNH, k_BSKH, v_BSKH, segment_ids_BT, window: int | None) -> jax.Array:
-    """NVIDIA, rows without segments. A mask for segments would be T × T in memory."""
-    if segment_ids_BT is not None:
-        raise ValueError("attention='cudnn' has no segments; use 'triton' or 'xla'")
-    left = None if window is None else (window - 1, 0)
-    return jax.nn.dot_product_attention(
-        q_BTNH, k_BSKH, v_BSKH, is_causal=True, local_window_size=left, implementation="cudnn"
-    )
-
-
-KERNELS = {"splash": splash, "triton": triton, "cudnn": cudnn}
-
-
-def blockwise(q_BTNH, k_BSKH, v_BSKH, segment_ids_BT, window: int | None, kv_heads: str):
-    """Any platform: a block of queries at a time, against only the keys that it may see.
-
-    Half the work of the full square, and blocks that XLA's CPU backend runs side by side (1.6 times
-    faster there).
-
-    Args:
-      kv_heads: the logical axis of K.
-    """
-    (B, T, N, H), K = q_BTNH.shape, k_BSKH.shape[2]
-    G = N // K
-    q = reshape(q_BTNH, (B, T, K, G, H), "batch", "seq", kv_heads, None, "head_dim")
-    q_BKGTH = q.transpose(0, 2, 3, 1, 4)
-    k_BKSH, v_BKSH = k_BSKH.swapaxes(1, 2), v_BSKH.swapaxes(1, 2)
-    block = max(128, -(-T // 8))
-    outputs = []
-    for start in range(0, T, block):
-        end = min(start + block, T)
-        first = 0 if window is None else max(0, start + 1 - window)
-        # M: G and T as one dim, for a step 1.5% shorter on the CPU backend than with five dims.
-        q_BKMH = reshape(q_BKGTH[:, :, :, start:end], (B, K, -1, H), "batch", kv_heads)
-        k, v = k_BKSH[:, :, first:end], v_BKSH[:, :, first:end]
-        logits = jnp.einsum("BKMH,BKSH->BKMS", q_BKMH, k, preferred_element_type=jnp.float32)
-        logits_BKGTS = reshape(logits, (B, K, G, end - start, end - first), "batch", kv_heads)
-        age = jnp.arange(start, end)[:, None] - jnp.arange(first, end)[None, :]
-        seen = ((age >= 0) if window is None else (age >= 0) & (age < window))[None, None, None]
-        if segment_ids_BT is not None:
-            same = segment_ids_BT[:, start:end, None] == segment_ids_BT[:, None, first:end]
-            seen &= same[:, None, None]
-        weights = jax.nn.softmax(jnp.where(seen, logits_BKGTS / math.sqrt(H), -1e30), axis=-1)
-        weights_BKMS = reshape(weights.astype(v.dtype), logits.shape, "batch", kv_heads)
-        out_BKMH = jnp.einsum("BKMS,BKSH->BKMH", weights_BKMS, v)
-        outputs.append(reshape(out_BKMH, (B, K, G, -1, H), "batch", kv_heads))
-    out_BKGTH = jnp.concatenate(outputs, axis=3)
-    out_BTKGH = out_BKGTH.transpose(0, 3, 1, 2, 4)
-    return reshape(out_BTKGH, (B, T, N, H), "batch", "seq", "heads", "head_dim")
-
-
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
-class Cache:
-    """What generation keeps of the tokens that a model has read. L layers, S slots.
-
-    A row is padded in front: the newest token of every row is in slot `length` - 1.
-    """
-
-    k: jax.Array  # [L, B, S, K, H], rotated, in config.dtype; sharded by `batch` and `kv_heads`
-    v: jax.Array  # likewise
-    first: jax.Array  # [B], int32: the slot of each row's first token
-    length: jax.Array  # int32: slots that are filled
-
-    def seen(self, window: int | None) -> jax.Array:
-        """[B, S]: the slots that the next position of a row attends to, besides itself."""
-        slots_S = jnp.arange(self.k.shape[2])
-        least = 0 if window is None else self.length + 1 - window
-        first_B1 = jnp.maximum(self.first, least)[:, None]
-        return (slots_S[None] >= first_B1) & (slots_S[None] < self.length)
-
-
-def recall(q_BTNH, k_BTKH, v_BTKH, past) -> jax.Array:
-    """Attention of one new position, T = 1, to the cache and to itself. Returns [B, 1, N, H].
-
-    `past` is one layer's cache, which is only read, and what the position sees of it:
-    (k_BSKH, v_BSKH, seen_BS).
-    """
-    (B, T, N, H), K, (k_BSKH, v_BSKH, seen_BS) = q_BTNH.shape, k_BTKH.shape[2], past
-    axes = ("batch", "seq", "kv_heads", "head_dim")  # where the cache is, though heads be elsewhere
-    q_BTNH = constrain(q_BTNH, *axes)
-    q_BKGH = reshape(q_BTNH, (B, K, N // K, H), "batch", "kv_heads", None, "head_dim")
-    to = functools.partial(jnp.einsum, preferred_element_type=jnp.float32)
-    # The cache on the left: on the right, XLA's CPU backend would transpose it first.
-    logits_BKGS = to("BSKH,BKGH->BKSG", k_BSKH, q_BKGH).swapaxes(2, 3)
-    logits_BKGS = jnp.where(seen_BS[:, None, None], logits_BKGS, -jnp.inf)
-    own_BKGT = to("BKGH,BTKH->BKGT", q_BKGH, k_BTKH)
-    logits = jnp.concatenate([logits_BKGS, own_BKGT], axis=-1) / math.sqrt(H)
-    weights_BKGS = jax.nn.softmax(logits, axis=-1).astype(v_BSKH.dtype)
-    out_BKGH = jnp.einsum("BKGS,BSKH->BKGH", weights_BKGS[..., :-T], v_BSKH)
-    out_BKGH += jnp.einsum("BKGT,BTKH->BKGH", weights_BKGS[..., -T:], v_BTKH)
-    out_BTNH = reshape(out_BKGH, (B, T, N, H), *axes)
-    return constrain(out_BTNH, "batch", "seq", "heads", "head_dim")
-
-
-class Attention(nnx.Module):
-    """Grouped-query attention. Megatron: heads are split, the output is one all-reduce."""
-
-    def __init__(self, config: Config, *, rngs: nnx.Rngs):
-        D, N, K, H = config.embed, config.num_heads, config.num_kv_heads, config.head_dim
-        out_stddev = (N * H * 2 * config.num_layers) ** -0.5  # 2L sublayers add to one residual
-        self.config = config
-        self.q = param(rngs, (D, N, H), ("embed", "heads", "head_dim"), D**-0.5)
-        self.k = param(rngs, (D, K, H), ("embed", "kv_heads", "head_dim"), D**-0.5)
-        self.v = param(rngs, (D, K, H), ("embed", "kv_heads", "head_dim"), D**-0.5)
-        self.o = param(rngs, (N, H, D), ("heads", "head_dim", "embed"), out_stddev)
-        if config.qkv_bias:
-            self.q_bias = param(rngs, (N, H), ("heads", "head_dim"), 0.0)
-            self.k_bias = param(rngs, (K, H), ("kv_heads", "head_dim"), 0.0)
-            self.v_bias = param(rngs, (K, H), ("kv_heads", "head_dim"), 0.0)
-        if config.qk_norm:
-            self.q_norm = RMSNorm(H, config.norm_eps, rngs=rngs)
-            self.k_norm = RMSNorm(H, config.norm_eps, rngs=rngs)
-        self.lora = adapters(self, config, rngs, q=1, k=1, v=1, o=2)
-
-    def __call__(self, x_BTD, segment_ids_BT, angles_BTH, past=None):
-        """Returns what it adds to the residual, and the keys and values that a cache wants."""
-        q, k, v = dot(x_BTD, self, "q"), dot(x_BTD, self, "k"), dot(x_BTD, self, "v")
-        if self.config.qkv_bias:
-            q = q + self.q_bias[...].astype(q.dtype)[None, None]
-            k = k + self.k_bias[...].astype(k.dtype)[None, None]
-            v = v + self.v_bias[...].astype(v.dtype)[None, None]
-        if self.config.qk_norm:
-            q, k = self.q_norm(q), self.k_norm(k)
-        q, k = rotate(q, angles_BTH), rotate(k, angles_BTH)
-        if past is None:
-            out_BTNH = attend(q, k, v, segment_ids_BT, self.config)
-        else:
-            out_BTNH = recall(q, k, v, past)
-        return dot(out_BTNH, self, "o", contract=2), (k, v)
-
-
-class MLP(nnx.Module):
-    """SwiGLU. Megatron: the hidden dim is split, the output is one all-reduce."""
-
-    def __init__(self, config: Config, *, rngs: nnx.Rngs):
-        D, F = config.embed, config.mlp
-        self.gate = param(rngs, (D, F), ("embed", "mlp"), D**-0.5)
-        self.up = param(rngs, (D, F), ("embed", "mlp"), D**-0.5)
-        self.down = param(rngs, (F, D), ("mlp", "embed"), (F * 2 * config.num_layers) ** -0.5)
-        self.lora = adapters(self, config, rngs, gate=1, up=1, down=1)
-
-    def __call__(self, x_BTD):
-        return dot(jax.nn.silu(dot(x_BTD, self, "gate")) * dot(x_BTD, self, "up"), self, "down")
+# What sharding rules may name; the name of a weight's axis in use; dims that need not divide evenly.
+LOGICAL_AXES, IN_USE, UNEVEN = strategies.LOGICAL_AXES, strategies.IN_USE, strategies.UNEVEN
 
 
 class Layer(nnx.Module):
     """x + attention(norm(x)), then x + mlp(norm(x))."""
 
     def __init__(self, config: Config, *, rngs: nnx.Rngs):
-        self.attention_norm = RMSNorm(config.embed, config.norm_eps, rngs=rngs)
+        self.attention_norm = RMSNorm(config.embed, config.norm_eps)
         self.attention = Attention(config, rngs=rngs)
-        self.mlp_norm = RMSNorm(config.embed, config.norm_eps, rngs=rngs)
-        self.mlp = MLP(config, rngs=rngs)
+        self.mlp_norm = RMSNorm(config.embed, config.norm_eps)
+        self.mlp = SwiGLU(config, rngs=rngs)
 
-    def __call__(self, x_BTD, segment_ids_BT, angles_BTH, past=None):
-        normed_BTD = self.attention_norm(x_BTD)
-        out_BTD, kv = self.attention(normed_BTD, segment_ids_BT, angles_BTH, past)
+    def __call__(self, x_BTD, at, kind, past=None):
+        out_BTD, kv = self.attention(self.attention_norm(x_BTD), at, kind, past)
         x_BTD = x_BTD + checkpoint_name(out_BTD, "sublayer")
         return x_BTD + checkpoint_name(self.mlp(self.mlp_norm(x_BTD)), "sublayer"), kv
 
@@ -619,19 +170,13 @@ class Transformer(nnx.Module):
     """Tokens in, next-token logits out. See the module's docstring."""
 
     def __init__(self, config: Config, *, rngs: nnx.Rngs):
-        V, D = config.vocab_size, config.embed
         self.config = config
-        self.embed = param(rngs, (V, D), ("vocab", "embed"), D**-0.5)
-
-        @nnx.split_rngs(splits=config.num_layers)
-        @nnx.vmap(in_axes=0, out_axes=0, transform_metadata={nnx.PARTITION_NAME: "layers"})
-        def stack(rngs):
-            return Layer(config, rngs=rngs)
-
-        self.layers = stack(rngs)  # every parameter has L, axis `layers`, in front
-        self.final_norm = RMSNorm(D, config.norm_eps, rngs=rngs)
+        self.embed = vocabulary(config, rngs=rngs)
+        # Every parameter of the layers has L, logical axis `layers`, in front.
+        self.layers = stack(functools.partial(Layer, config), config.num_layers, rngs)
+        self.final_norm = RMSNorm(config.embed, config.norm_eps)
         if not config.tie_embeddings:
-            self.unembed = param(rngs, (V, D), ("vocab", "embed"), D**-0.5)
+            self.unembed = vocabulary(config, rngs=rngs)
 
     def __call__(self, tokens_BT, segment_ids_BT=None) -> jax.Array:
         """Logits [B, T, V] in float32, with which position t predicts token t + 1.
@@ -640,13 +185,11 @@ class Transformer(nnx.Module):
           tokens_BT: int, below vocab_size. On a mesh, B must be divisible by the axes of `batch`.
           segment_ids_BT: int; positions attend only within their own segment. None: all are one.
         """
-        x_BTD, unembed_RVD, _ = self._trunk(tokens_BT, segment_ids_BT)
-        return self._unembed(x_BTD, unembed_RVD)
+        x_BTD, table_RVD, _ = self._trunk(tokens_BT, segment_ids_BT)
+        return unembed(x_BTD, table_RVD, self.config.vocab_size)
 
     def loss(self, tokens, targets, segment_ids=None):
         """(sum of cross entropies in nats, number of targets, further figures) of a batch.
-
-        The logits of only some positions of each sequence exist at one time: positions_at_once.
 
         Args:
           tokens: [B, T], int; segment_ids: [B, T] or None, as `__call__` takes them.
@@ -655,28 +198,9 @@ class Transformer(nnx.Module):
         Returns: (objective sum, count, aux), float32 scalars; aux maps a name to (sum, count):
           loss: the cross entropy.
         """
-        targets = constrain(targets, "batch", "seq")
-        x_BTD, unembed_RVD, _ = self._trunk(tokens, segment_ids)
-        (B, T), R = tokens.shape, unembed_RVD.shape[0]
-        C = positions_at_once(self.config, B // R, T)
-
-        def chunks(x, *axes):  # [B, T, ...] → [T/C, R, B/R·C, ...]
-            x = reshape(x, (R, B // R, T // C, C, *x.shape[2:]), "batch", None, None, None, *axes)
-            x = jnp.moveaxis(x, 2, 0)
-            return reshape(x, (T // C, R, -1, *x.shape[4:]), None, "batch", None, *axes)
-
-        @jax.checkpoint  # the backward pass computes a chunk's logits again
-        def chunk(total_R, x_and_targets):
-            x_RMD, targets_RM = x_and_targets
-            logits_RMV = self._logits(x_RMD, unembed_RVD)
-            picked_RMV = jnp.arange(logits_RMV.shape[-1])[None, None] == targets_RM[..., None]
-            picked_RM = jnp.where(picked_RMV, logits_RMV, 0).sum(axis=-1)
-            nats_RM = jax.nn.logsumexp(logits_RMV, axis=-1) - picked_RM
-            return total_R + jnp.where(targets_RM < 0, 0, nats_RM).sum(axis=1), None
-
-        zeros_R = constrain(jnp.zeros(R), "batch")
-        total_R, _ = jax.lax.scan(chunk, zeros_R, (chunks(x_BTD, "act_embed"), chunks(targets)))
-        total, count = _now(total_R.sum()), (targets >= 0).sum().astype(jnp.float32)
+        x_BTD, table_RVD, _ = self._trunk(tokens, segment_ids)
+        sizes = (self.config.vocab_size, self.config.loss_chunk)
+        total, count = cross_entropy(x_BTD, table_RVD, targets, *sizes)
         return total, count, {"loss": (total, count)}
 
     def prefill(self, tokens_BT, lengths_B, slots: int) -> tuple[jax.Array, Cache]:
@@ -686,14 +210,10 @@ class Transformer(nnx.Module):
           tokens_BT: int; padded in front: row b's prompt is its last lengths_B[b] ≥ 1 tokens.
           slots: S ≥ T, tokens that the cache has room for, those of the prompt and its padding too.
         """
-        T = tokens_BT.shape[1]
-        first_B = constrain(T - lengths_B, "batch")
-        positions_BT = jnp.arange(T)[None] - first_B[:, None]
-        prompt_BT = (positions_BT >= 0).astype(jnp.int32)  # a segment, and its padding another
-        x_BTD, unembed_RVD, kv = self._trunk(tokens_BT, prompt_BT, positions_BT)
-        k, v = (jnp.pad(x, ((0, 0), (0, 0), (0, slots - T), (0, 0), (0, 0))) for x in kv)
-        logits_BV = self._unembed(x_BTD[:, -1:], unembed_RVD)[:, 0]
-        return logits_BV, Cache(k, v, first_B, jnp.int32(T))
+        first_B, positions_BT, prompt_BT = left_padded(tokens_BT, lengths_B)
+        x_BTD, table_RVD, kv = self._trunk(tokens_BT, prompt_BT, positions_BT)
+        logits_B1V = unembed(x_BTD[:, -1:], table_RVD, self.config.vocab_size)
+        return logits_B1V[:, 0], fill_cache(kv, first_B, slots)
 
     def decode(self, tokens_B, cache: Cache) -> tuple[jax.Array, Cache]:
         """Reads one more token a row: the logits [B, V] of what follows it, and the cache with it.
@@ -701,196 +221,43 @@ class Transformer(nnx.Module):
         A jitted caller donates the cache: one slot of it is then written in place. It must not be
         full: length < S.
         """
-        positions_B1 = (cache.length - cache.first)[:, None]
-        x_B1D, unembed_RVD, kv = self._trunk(tokens_B[:, None], None, positions_B1, cache)
-        k, v = (
-            jax.lax.dynamic_update_slice_in_dim(old, new, cache.length, axis=2)
-            for old, new in zip((cache.k, cache.v), kv, strict=True)
-        )
-        logits_BV = self._unembed(x_B1D, unembed_RVD)[:, 0]
-        return logits_BV, Cache(k, v, cache.first, cache.length + 1)
+        x_B1D, table_RVD, kv = self._trunk(tokens_B[:, None], None, cache.next_B1, cache)
+        logits_B1V = unembed(x_B1D, table_RVD, self.config.vocab_size)
+        return logits_B1V[:, 0], cache.append(kv)
 
     def _trunk(self, tokens_BT, segment_ids_BT, positions_BT=None, cache=None):
         """The last layer's output, normed, [B, T, D]; the table that unembeds it, [R, V, D].
 
         Given positions, as generation gives them, also each layer's keys and values, [L, B, T, K, H].
         """
-        config, (B, T) = self.config, tokens_BT.shape
-        tokens_BT = constrain(tokens_BT, "batch", "seq")
-        embed_RVD = _per_shard(self.embed, config.dtype)
-        tokens_RM = reshape(tokens_BT, (embed_RVD.shape[0], -1), "batch", None)
-        x_BTD = reshape(_rows(embed_RVD, tokens_RM), (B, T, -1), "batch", "seq", "act_embed")
-        keep = positions_BT is not None
-        angles_BTH = rope_angles(config, positions_BT if keep else jnp.arange(T)[None])
-        past = None if cache is None else (cache.k, cache.v)
-        seen_BS = None if cache is None else cache.seen(config.sliding_window)
+        config, keep = self.config, positions_BT is not None
+        table_RVD = table_copies(self.embed, config.dtype)
+        at = positions(config, tokens_BT, segment_ids_BT, positions_BT, cache)
 
-        @functools.partial(jax.checkpoint, policy=REMAT[config.remat], prevent_cse=False)
-        def layer(x_BTD, weights_and_kv):
-            weights, kv = weights_and_kv
-            weights = in_use(weights, config.dtype)  # the gather stands inside: remat gathers again
-            x_BTD, kv = weights(x_BTD, segment_ids_BT, angles_BTH, kv and (*kv, seen_BS))
+        def layer(x_BTD, weights_and_past, kind):
+            weights, past = weights_and_past
+            weights = in_use(weights, IN_USE, config.dtype)  # in here: remat gathers again
+            x_BTD, kv = weights(x_BTD, at, kind, past)
             return x_BTD, kv if keep else None
 
-        x_BTD, kv = jax.lax.scan(layer, x_BTD, (self.layers, past), unroll=config.unroll)
+        layers = (self.layers, cache and (cache.k, cache.v))
+        x_BTD = look_up(table_RVD, tokens_BT)
+        remat, unroll = REMAT[config.remat], config.unroll
+        x_BTD, kv = scan_layers(layer, x_BTD, layers, kinds(config), remat, unroll)
         if not config.tie_embeddings:
-            embed_RVD = _per_shard(self.unembed, config.dtype)
-        return self.final_norm(x_BTD), embed_RVD, kv
-
-    def _unembed(self, x_BTD, unembed_RVD):
-        """[B, T, V] in float32."""
-        (B, T, D), R = x_BTD.shape, unembed_RVD.shape[0]
-        x_RMD = reshape(x_BTD, (R, -1, D), "batch", None, "act_embed")
-        logits_BTV = reshape(self._logits(x_RMD, unembed_RVD), (B, T, -1), "batch", "seq", "vocab")
-        if logits_BTV.shape[-1] == self.config.vocab_size:
-            return logits_BTV
-        return constrain(logits_BTV, "batch", "seq", None)[..., : self.config.vocab_size]
-
-    def _logits(self, x_RMD, unembed_RVD):
-        """[R, M, V] in float32, M being the positions of one shard of the batch."""
-        axes, V = ("batch", "seq", "vocab"), self.config.vocab_size
-        logits_RMV = jnp.einsum(
-            "RMD,RVD->RMV", x_RMD, unembed_RVD, preferred_element_type=jnp.float32,
-            out_sharding=explicit(*axes),
-        )  # fmt: skip
-        if logits_RMV.shape[-1] > V:
-            padding = jnp.arange(logits_RMV.shape[-1])[None, None] >= V
-            logits_RMV = jnp.where(padding, -jnp.inf, logits_RMV)
-        return constrain(logits_RMV, *axes)
+            table_RVD = table_copies(self.unembed, config.dtype)
+        return self.final_norm(x_BTD), table_RVD, kv
 
 
-def positions_at_once(config: Config, rows: int, seq_len: int) -> int:
-    """C: positions of each sequence whose logits exist at one time. It divides T.
+complete = functools.partial(sharding.complete, LOGICAL_AXES)
 
-    At most config.loss_chunk; on accelerators so many that each has 1,024, as fewer leave its matrix
-    units waiting for the table: by the TPU compiler's estimate a row of 32,768 spends 1.8 times as
-    long on the loss with 256.
-
-    Args:
-      rows: sequences on a device.
-    """
-    most = config.loss_chunk
-    if _device().platform != "cpu":
-        most = max(most, 1_024 // rows)
-    return next(c for c in range(min(seq_len, most), 0, -1) if seq_len % c == 0)
-
-
-@jax.custom_vjp
-def _now(total):
-    """The loss's value, taken before its gradient, which does not need it.
-
-    XLA may else take it after the backward pass, and keep the gathered table for it all the while:
-    1 GB of each chip for 8b.
-    """
-    return total
-
-
-_now.defvjp(
-    lambda total: (total, total),
-    lambda total, grad: (jax.lax.optimization_barrier((grad, total))[0],),
-)
-
-
-def shards(axis: str) -> int:
-    """How many parts the rules and mesh in force cut a logical axis into."""
-    return math.prod(jax.sharding.get_abstract_mesh().shape[name] for name in mesh_axes(axis))
-
-
-def mesh_axes(axis: str) -> tuple[str, ...]:
-    """The mesh axes that the rules in force split a logical axis over."""
-    where = spec((axis,)) or (None,)
-    return () if where[0] is None else (where[0],) if isinstance(where[0], str) else where[0]
-
-
-def _device():
-    """The kind of device that the mesh in force is of, else the default one."""
-    return jax.sharding.get_abstract_mesh().abstract_device or jax.devices()[0]
-
-
-def _block(seq_len: int) -> int:
-    """Positions in a block of the TPU's kernel; 0 if it can't have this many in a row."""
-    return next((block for block in (512, 384, 256, 128) if seq_len % block == 0), 0)
-
-
-def _capability(kind: str) -> float:
-    """CUDA's compute capability of a kind of GPU; 0.0 of AMD's."""
-    for device in jax.devices():
-        text = str(getattr(device, "compute_capability", ""))
-        if device.device_kind == kind and text.replace(".", "").isdigit():
-            return float(text)
-    return 9.0 if "NVIDIA" in kind else 0.0  # compiled for a machine that is elsewhere
-
-
-def _per_shard(table: nnx.Param, dtype: str) -> jax.Array:
-    """A copy of the table for each shard of the batch, [R, V, D]: what each device holds anyway.
-
-    Lookups and chunks of the loss then add to their own copy's gradient, and the copies' gradients
-    meet once, where this broadcast is transposed. Without it they meet at every chunk. V is padded
-    with zeros to a multiple of its own shards.
-    """
-    if padding := -table.shape[0] % shards("vocab"):
-        padded_VD = jnp.pad(table[...].astype(dtype), ((0, padding), (0, 0)))
-        # Gathered before it is split.
-        table = table.replace(constrain(padded_VD, None, "act_embed"))
-    table_VD, axes = in_use(table, dtype)[...], ("batch", "vocab", "act_embed")
-    copies = (shards("batch"), *table_VD.shape)
-    return constrain(jnp.broadcast_to(table_VD, copies, out_sharding=explicit(*axes)), *axes)
-
-
-def _rows(table_RVD, tokens_RM):
-    """[R, M, D]: each shard of the batch looks its tokens up in its own copy of the table."""
-    lookup = jax.vmap(lambda table_VD, tokens_M: table_VD[tokens_M])
-    where = explicit("batch", None, "act_embed")
-    if where is not None:  # Explicit axes have no rule for lookups
-        lookup = jax.sharding.auto_axes(lookup, out_sharding=where)
-    return lookup(table_RVD, tokens_RM)
-
-
-# Strategy → logical axis → mesh axis. What a table leaves out is replicated.
-#
-# A weight [D, F] rests as (embed, mlp) says, and is multiplied as (act_embed, mlp) says. Where the
-# two differ, `in_use` gathers it just before its matmul and scatters its gradient just after.
-# Notation: In[B_X, D] is a tensor whose dim B is split over mesh axis X.
-RULES: dict[str, dict[str, str | tuple[str, ...] | None]] = complete(
+# Strategy → logical axis → mesh axis. What each parallelism splits and costs: strategies.py.
+RULES: dict[str, Rules] = complete(
     {
-        # Data parallel: every device has every weight; one all-reduce of all gradients a step.
-        "dp": {
-            "batch": "data",  # In[B_data, D] · W[D, F] → Out[B_data, F]: no communication
-        },
-        # ZeRO-3: weights, gradients and optimizer state are split; a layer's weights are whole only
-        # while it runs. Two all-gathers of the weights and one reduce-scatter of gradients a step.
-        "fsdp": {
-            "batch": "data",
-            "embed": "data",  # 1/data of every matrix on each device;
-            # W[D_data, F] → W[D, F] is the all-gather, in compute dtype
-        },
-        # Megatron: each sublayer splits its inner dim and ends in an all-reduce of activations, two
-        # a layer forward and two backward. Along `data` it is data parallel.
-        "tp": {
-            "batch": "data",
-            "heads": "model",  # each device attends with its own heads,
-            "kv_heads": "model",  # so the kv heads must be divisible by `model` as well
-            "mlp": "model",  # In[B, F_model] · W[F_model, D] → partial sums: the all-reduce
-            "vocab": "model",  # logits stay split; the loss reduces two numbers a position
-        },
-        # Both: weights are split over the whole mesh, and gathered over `data` only.
-        "fsdp_tp": {
-            "batch": "data",
-            "embed": "data",  # W[D_data, F_model] → W[D, F_model]: 1/model of `fsdp`'s bytes
-            "heads": "model",
-            "kv_heads": "model",
-            "mlp": "model",
-            "vocab": "model",
-        },
-        # Hybrid: `data` replica groups, each of fsdp × model devices that share one copy. Gathers
-        # stay inside a group (fast links); only gradients cross groups, by an all-reduce.
-        "hsdp_tp": {
-            "batch": ("data", "fsdp"),
-            "embed": "fsdp",
-            "heads": "model",
-            "kv_heads": "model",
-            "mlp": "model",
-            "vocab": "model",
-        },
+        "dp": DP,
+        "fsdp": DP | FSDP,
+        "tp": DP | TP,
+        "fsdp_tp": DP | FSDP | TP,
+        "hsdp_tp": HSDP | TP,
     }
 )

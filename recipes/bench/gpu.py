@@ -21,7 +21,8 @@ from recipes.bench.row import OUT_OF_MEMORY, TIMED, XLA_FLAGS, Result, Row, meas
 from recipes.common.runtime.errors import Stopped, UserError
 from recipes.common.runtime.flags import flag
 from recipes.common.runtime.terminal import print0
-from zoo.transformer import KERNELS, REMAT, SIZES
+from zoo.attention import KERNELS
+from zoo.transformer import REMAT, SIZES
 
 # Case → settings of our step and batches of PyTorch's, the best guess for an H200 (141 GB) first. All
 # layers unrolled, since the stacks of saved activations that a scan writes and reads cost bandwidth and

@@ -4,7 +4,6 @@ The reference is zoo/transformer.py's XLA attention in float32 at the highest ma
 same inputs. On a CPU, the kernels that Pallas can interpret are interpreted.
 """
 
-import dataclasses
 import time
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -12,7 +11,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from zoo.transformer import Config, attend
+from zoo.attention import attend
 
 
 class Shape(NamedTuple):
@@ -107,13 +106,9 @@ def inputs(shape: Shape, dtype: str, seed: int = 0):
 
 def there_and_back(kernel: str, shape: Shape, dtype: str):
     """A jitted function of `inputs`: the output and the gradients of q, k and v."""
-    N, K, H = shape[2:5]
-    config = Config(8, N * H, 1, num_heads=N, num_kv_heads=K, head_dim=H, mlp=8, dtype=dtype)
-    config = dataclasses.replace(config, attention=kernel, sliding_window=shape.window)
-
     @jax.jit
     def call(q, k, v, grad, ids):
-        out, back = jax.vjp(lambda q, k, v: attend(q, k, v, ids, config), q, k, v)
+        out, back = jax.vjp(lambda q, k, v: attend(q, k, v, ids, shape.window, kernel), q, k, v)
         return out, *back(grad)
 
     return call

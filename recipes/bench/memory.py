@@ -26,7 +26,9 @@ from recipes.common.analysis import report
 from recipes.common.runtime.flags import flag
 from recipes.common.runtime.terminal import print0
 from recipes.common.sharding.rules import shards, used_axes
-from zoo.transformer import REMAT, RULES, SIZES, best_kernel, positions_at_once
+from zoo.attention import attention_kernels
+from zoo.layers import positions_at_once
+from zoo.transformer import REMAT, RULES, SIZES
 
 ON_DATA = [name for name, table in RULES.items() if used_axes(table) == {"data"}]  # strategies
 
@@ -104,7 +106,8 @@ def _peak(step: Step, kind: str, what: str) -> tuple[str, float]:
 def kernel(step: Step) -> str:
     """What computes the attention of a step."""
     with step.layout.trace():
-        return best_kernel(step.config, step.seq_len, "segment_ids" in step.example)[0]
+        found = attention_kernels(step.config, step.seq_len, "segment_ids" in step.example)
+    return found[0][0]
 
 
 def memory_parts(step: Step) -> dict[str, float]:
@@ -137,7 +140,7 @@ def memory_parts(step: Step) -> dict[str, float]:
     if config.remat == "none":  # also weights in use, and scores before and after the softmax
         saved += layer + scores * (4 + width) // 4
     with layout.trace():
-        chunk = positions_at_once(config, rows, length)
+        chunk = positions_at_once(config.loss_chunk, rows, length)
     logits = rows * chunk * config.vocab_size // over("vocab") * (4 + width)
     in_use = config.vocab_size // over("vocab") * D * width
     inside = rows * length * (2 * q + kv + 3 * F + 2 * D) * width

@@ -13,7 +13,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from recipes.bench.common import random_rows, version
-from zoo.transformer import Config, rope_angles
+from zoo.attention import kinds, rope_angles
+from zoo.transformer import Config
 
 ATTENTION = ("flash", "cudnn")  # kernels of scaled_dot_product_attention
 
@@ -113,7 +114,7 @@ def model(config: Config, seq_len: int, bfloat16: bool = False):
             self.embed = torch.nn.Embedding(config.vocab_size, D)
             torch.nn.init.normal_(self.embed.weight, std=D**-0.5)
             if grouped:
-                angles_TH = np.asarray(rope_angles(config, jnp.arange(seq_len)[None])[0])
+                angles_TH = np.asarray(rope_angles(kinds(config)[0], H, jnp.arange(seq_len)[None])[0])
                 self.register_buffer("cos", torch.from_numpy(np.cos(angles_TH)))
                 self.register_buffer("sin", torch.from_numpy(np.sin(angles_TH)))
             else:
@@ -122,7 +123,7 @@ def model(config: Config, seq_len: int, bfloat16: bool = False):
             self.norm = norm()
             self.unembed = None if config.tie_embeddings else linear(D, config.vocab_size)
 
-        def turn(self, x):  # as zoo/transformer.py's `rotate`
+        def turn(self, x):  # as zoo/attention.py's `rotate`
             if not grouped:
                 return x
             a, b = x.float().chunk(2, dim=-1)

@@ -26,7 +26,8 @@ from recipes.common.runtime.errors import UserError
 from recipes.common.runtime.flags import flag
 from recipes.common.runtime.mesh import make_mesh, parse
 from recipes.common.runtime.terminal import print0
-from zoo.transformer import REMAT, RULES, SIZES, Config, Layer, attend, rope_angles
+from zoo.attention import attend, kinds, positions
+from zoo.transformer import REMAT, RULES, SIZES, Config, Layer
 
 
 def gpt2_10m() -> Config:
@@ -96,7 +97,7 @@ def cpu(flags: CpuFlags) -> None:
 def _parts(config: Config, batch_size: int, seq_len: int) -> dict[str, tuple[Callable, float]]:
     """A layer and its parts, each on its own: name → (forward and backward pass, causal FLOPs)."""
     layer = Layer(config, rngs=nnx.Rngs(0))
-    angles = rope_angles(config, jnp.arange(seq_len)[None])
+    at, (kind,) = positions(config, jnp.zeros((1, seq_len)), None), kinds(config)
     key, tokens = jax.random.key(0), batch_size * seq_len
     x_BTD = jax.random.normal(key, (batch_size, seq_len, config.embed))
     q_BTNH = jax.random.normal(key, (batch_size, seq_len, config.num_heads, config.head_dim))
@@ -117,9 +118,9 @@ def _parts(config: Config, batch_size: int, seq_len: int) -> dict[str, tuple[Cal
         return lambda: jax.block_until_ready(there_and_back(weights, x))
 
     scores = alone(
-        lambda _, qkv: attend(*qkv, None, config), layer.mlp_norm, (q_BTNH, k_BSKH, k_BSKH)
+        lambda _, qkv: attend(*qkv, None, kind.window), layer.mlp_norm, (q_BTNH, k_BSKH, k_BSKH)
     )
-    whole = lambda m, x: m(x, None, angles)[0]  # noqa: E731
+    whole = lambda m, x: m(x, at, kind)[0]  # noqa: E731
     return {
         "layer": (alone(whole, layer, x_BTD), mlp + attention),
         "its MLP": (alone(lambda m, x: m(x), layer.mlp, x_BTD), mlp),

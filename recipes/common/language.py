@@ -15,6 +15,7 @@ from recipes.common.checkpoint import Source, flags_of
 from recipes.common.generation import Generator, Sampling
 from recipes.common.runtime import Run, flag, quote
 from recipes.common.sharding import Layout, Tree, make_layout
+from zoo.attention import attention_kernels
 
 
 @dataclasses.dataclass(frozen=True)
@@ -128,8 +129,9 @@ def default_dtype(platform: str) -> str:
 def attention(layout: Layout, seq_len: int, segments: bool) -> list[str]:
     """A line for the report on the kernel that the mesh's devices take; none for CPU's only one."""
     with layout.trace():
-        _, kernel = layout.zoo.best_kernel(layout.config, seq_len, segments)
-    return [] if kernel == "xla" else [f"attention: {kernel}"]
+        found = attention_kernels(layout.config, seq_len, segments)
+    described = " and ".join(dict.fromkeys(text for _, text in found))
+    return [] if described == "xla" else [f"attention: {described}"]
 
 
 def fine_tuning(entry: str, groups: Sequence[Any], run: Run, learning_rate: float) -> list[Any]:
