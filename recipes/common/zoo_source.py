@@ -433,12 +433,9 @@ def ordered(pieces: list[Piece]) -> list[Piece]:
 
 def joined(pieces: list[Piece]) -> str:
     """The text of these pieces. A section's heading is left out if nothing of the section follows."""
-    empty = {
-        piece
-        for piece, after in zip(pieces, [*pieces[1:], None], strict=True)
-        if piece.text.startswith("# ----") and piece.first and not (after and after.node)
-    }
-    pieces = [piece for piece in pieces if piece not in empty]
+    headings = [piece for piece in pieces if piece.first and piece.text.startswith("# ----")]
+    kept = {a for a, b in itertools.pairwise(pieces) if b.node and a.source is b.source}
+    pieces = [piece for piece in pieces if piece in kept or piece not in headings]
     text = pieces[0].text
     for before, piece in itertools.pairwise(pieces):
         neighbors = before.first and (before, piece) in itertools.pairwise(piece.source.pieces)
