@@ -311,11 +311,12 @@ class Holder:
     """A class has a scope of its own, which its methods do not see."""
 
     SIZE = SIZE + 1
+    squares = tuple(SIZE * n for n in range(SIZE))
     place: "Place" = Place(FIRST_ONE)
 
     def size(self):
         area = first.area(self.place)
-        return maths.floor(area) + SIZE + self.SIZE
+        return maths.floor(area) + SIZE + self.SIZE + sum(self.squares)
 
 
 # Alone.

@@ -258,15 +258,17 @@ class Scopes(ast.NodeVisitor):
         self.bound: set[str] = set()
         self._function: set[str] = set()  # names of the functions around, seen from inside them
         self._class: set[str] = set()  # names of the class right around, hidden from its methods
+        self._set_by_class: set[str] = set()  # those that the statement of a class binds
         self.visit(tree)
 
-    def _inside(self, nodes, function: set[str] = frozenset(), class_: set[str] = frozenset()):
-        before = self._function, self._class
+    def _inside(self, nodes, function=frozenset(), class_=frozenset(), set_by_class=frozenset()):
+        before = self._function, self._class, self._set_by_class
         self._function, self._class = self._function | function, class_
-        self.bound |= function | class_
+        self._set_by_class = set_by_class
+        self.bound |= function | set_by_class
         for node in nodes:
             self.visit(node)
-        self._function, self._class = before
+        self._function, self._class, self._set_by_class = before
 
     def visit(self, node):
         if isinstance(node, COMPREHENSION):
@@ -275,7 +277,8 @@ class Scopes(ast.NodeVisitor):
             super().visit(node)
 
     def visit_Name(self, node):
-        if node.id not in self._function | self._class:
+        names = self._class if isinstance(node.ctx, ast.Load) else self._class | self._set_by_class
+        if node.id not in self._function | names:
             self.globals.append(node)
 
     def visit_FunctionDef(self, node):
@@ -293,7 +296,11 @@ class Scopes(ast.NodeVisitor):
     def visit_ClassDef(self, node):
         for outer in (*node.decorator_list, *node.bases, *node.keywords):
             self.visit(outer)
-        self._inside(node.body, class_=bound(node.body))
+        earlier = set()
+        for statement in node.body:  # SIZE = SIZE + 1 reads the global, and the next line doesn't
+            now = bound([statement])
+            self._inside([statement], class_=earlier, set_by_class=now)
+            earlier = earlier | now
 
     def visit_AnnAssign(self, node):
         self._annotation(node.annotation)
@@ -311,7 +318,7 @@ class Scopes(ast.NodeVisitor):
         names = bound([g.target for g in node.generators])
         parts = [node.key, node.value] if isinstance(node, ast.DictComp) else [node.elt]
         parts += [first.target, *first.ifs, *others]
-        self._inside(parts, names, self._class)
+        self._inside(parts, names)
 
 
 def bound(nodes: list[ast.AST]) -> set[str]:
