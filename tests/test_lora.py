@@ -18,7 +18,6 @@ import safetensors.numpy
 from flax import nnx
 
 import recipes.hf
-import zoo.transformer
 from data.tokenizer import BYTES, from_files
 from recipes.common import checkpoint, hf
 from recipes.common.analysis import flops, report
@@ -41,6 +40,7 @@ from tests.quick import quick as quick
 from tests.runs import TINY, assert_bit_equal, saving, state_of
 from tests.small_tokenizers import byte_level, metaspace
 from tests.test_meshes import GRADIENT_TOLERANCE, LOSS_TOLERANCE, difference
+from zoo.layers import project
 from zoo.transformer import RULES, Config, Transformer
 
 PLAIN = Config.tiny()
@@ -138,7 +138,7 @@ def test_in_bfloat16_what_an_adapter_adds_is_not_lost_in_the_weight(strict):
     assert (jnp.asarray(w + a @ b, jnp.bfloat16) == 1).all()
     factors = SimpleNamespace(a=weight(a, "mlp", "lora"), b=weight(b, "lora", "embed"), scale=3.0)
     module = SimpleNamespace(down=weight(w, "mlp", "embed"), lora={"down": factors})
-    found = zoo.transformer.dot(jnp.asarray(x, jnp.bfloat16), module, "down")
+    found = project(module, "down", jnp.asarray(x, jnp.bfloat16))
     np.testing.assert_allclose(found.astype(np.float32), 3e-3, rtol=1e-2)
 
 
