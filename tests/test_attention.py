@@ -6,7 +6,6 @@ Kernels run here in Pallas' interpret mode: their own programs, block by block, 
 import dataclasses
 import functools
 import itertools
-import types
 
 import jax
 import jax.numpy as jnp
@@ -18,14 +17,14 @@ from jax.sharding import AbstractDevice, AbstractMesh, AxisType, PartitionSpec
 from data.text import example
 from data.tokenizer import BYTES
 from recipes.bench.common import make_step
-from recipes.common.language import Sample, Text, attention
+from recipes.common.language import Sample, Text, attention, model_config
 from recipes.common.runtime.flags import Run
 from recipes.common.runtime.mesh import make_mesh
 from recipes.common.sharding.abstract import paths, variables_of
 from recipes.common.sharding.layout import Layout, make_layout, shardings
 from recipes.common.train.optimizer import LearningRate, adamw
 from recipes.common.train.step import TrainStep, gradients
-from recipes.transformer import Flags, main, model_config
+from recipes.transformer import Flags, main
 from tests.conftest import full_except
 from tests.quick import QUICK
 from tests.quick import quick as quick
@@ -250,8 +249,7 @@ def test_bench_and_recipe_have_the_same_kernel(device):
     """The step of each, traced for a mesh of that device."""
     mesh, lr = on(*device).mesh, LearningRate(1e-3, 10, 100)
     flags = Flags(size="tiny")
-    folder = types.SimpleNamespace(start=None)
-    config = model_config(flags, folder, BYTES, device[0])
+    config = model_config("transformer", flags, None, BYTES, device[0])
     layout = make_layout(Transformer, config, mesh, batch_size=8)
     row = example(np.zeros(129, np.int32))
     recipe = kernels(TrainStep(layout, adamw(lr, weight_decay=0.1, clip_norm=1.0), lr), row)

@@ -22,6 +22,7 @@ from data.tokenizer import BYTES, from_files
 from recipes.common import checkpoint, hf
 from recipes.common.analysis import flops, report
 from recipes.common.checkpoint import adapter
+from recipes.common.language import MATRICES
 from recipes.common.runtime.errors import UserError
 from recipes.common.runtime.mesh import make_mesh
 from recipes.common.sharding.abstract import nested, paths
@@ -31,7 +32,6 @@ from recipes.common.train.feed import to_devices
 from recipes.common.train.optimizer import LearningRate, hidden_matrices
 from recipes.common.train.state import abstract_state, new_params, new_state
 from recipes.common.train.step import TrainStep
-from recipes.transformer import MATRICES
 from tests.conftest import full_except
 from tests.entries import BATCH, ENTRIES, OPTIMIZER, compile_step
 from tests.hf_parity import ADAPTERS, GOLDEN, MESHES, TOKENS_BT, TOLERANCE, our_logits, params_of
