@@ -24,6 +24,7 @@ from recipes.common.mesh import make_mesh
 from recipes.common.runtime import start
 from recipes.common.runtime.errors import UserError
 from recipes.common.sharding.abstract import paths
+from recipes.common.zoo_source import closure
 from tests.conftest import ROOT, full_except
 from tests.entries import ENTRIES as PROVEN
 from tests.entries import FAST
@@ -191,13 +192,13 @@ def test_it_evaluates_and_writes_text(inside, book, tmp_path, monkeypatch):
     assert not list(tmp_path.iterdir())
 
 
-def test_the_readmes_lines_for_plain_orbax_work_beside_copied_files(tmp_path):
+def test_the_readmes_lines_for_plain_orbax_work_beside_a_copy(tmp_path):
     readme = (ROOT / "zoo" / "README.md").read_text()
     block = re.search(r"<!-- plain orbax -->\n+```python\n(.*?)```", readme, re.DOTALL)[1]
     assert len([line for line in block.splitlines() if line]) <= 10
     (tmp_path / "mine").mkdir()
-    for name in ("sharding", "strategies", "layers", "attention", "transformer"):
-        shutil.copy(ROOT / "zoo" / f"{name}.py", tmp_path / "mine")
+    for path in closure(ROOT / "zoo" / "transformer.py"):
+        shutil.copy(path, tmp_path / "mine")
     (tmp_path / "transformer.stdlib_3m").symlink_to(checkpoint.PUBLISHED / "transformer.stdlib_3m")
     golden = checkpoint.PUBLISHED / "transformer.stdlib_3m" / "probe.json"
     check = f"""

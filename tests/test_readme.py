@@ -7,7 +7,6 @@ import pathlib
 import re
 import runpy
 import shlex
-import shutil
 import subprocess
 import sys
 
@@ -23,6 +22,7 @@ from recipes.common.sharding import rules
 from recipes.common.sharding.layout import make_layout
 from recipes.common.train.optimizer import LearningRate, adamw
 from recipes.common.train.state import abstract_state
+from recipes.common.zoo_source import closure
 from tests import runs
 from tests.conftest import ROOT
 from tests.quick import quick as quick
@@ -193,12 +193,14 @@ def test_strategies_and_parts_of_a_zoo_file_are_explained():
     code = (ROOT / "zoo" / "transformer.py").read_text()
     for strategy in transformer.RULES:
         assert any(cell.startswith(f"`{strategy}`") for cell in explained), strategy
-    kit = code.split("# ---- kit: ")[1].split("# ---- end of the kit")[0]
-    for helper in re.findall(r"^def (\w+)\(", kit, re.M):
-        assert any(cell.startswith(f"`{helper}") for cell in explained), helper
-    for part in ("Config", "SIZES", "LOGICAL_AXES", "IN_USE", "RULES"):
+    for helper in re.findall(r"^def (\w+)\(", (ROOT / "zoo" / "sharding.py").read_text(), re.M):
+        assert any(f"`{helper}(" in cell for cell in explained), helper
+    for part in ("Config", "SIZES", "LOGICAL_AXES", "IN_USE", "UNEVEN", "Layer", "RULES"):
         assert f"`{part}`" in explained, part
-        assert re.search(rf"^(class )?{part}\b", code, re.M), part
+        assert re.search(rf"^(class )?([A-Z_]+, )*{part}\b", code, re.M), part
+    files = {path.name for path in (ROOT / "zoo").glob("*.py")} - {"__init__.py"}
+    for shared in files - {f"{name}.py" for name in entries.ENTRIES}:
+        assert f"[{shared}]({shared})" in explained, shared
 
 
 # ---- code that runs ------------------------------------------------------------------------------
@@ -217,10 +219,19 @@ def shown(monkeypatch, tmp_path, capfd):
     return execute
 
 
-def test_a_copied_file_trains_as_shown(tmp_path):
+def test_the_copied_files_are_those_that_the_model_needs():
+    (names,) = re.findall(r"^mkdir mine && cp zoo/\{(.+)\}\.py mine/$", READMES[FRONT], re.M)
+    needed = [path.stem for path in closure(ROOT / "zoo" / "transformer.py")]
+    assert names.split(",") == needed  # in the order in which they build on each other
+
+
+def test_a_copied_model_trains_as_shown(tmp_path):
     """In a process of its own, where nothing of ours can be imported."""
     code = block("python: copy") + block("python: generate")
-    shutil.copy(ROOT / "zoo" / "transformer.py", tmp_path)
+    (command,) = re.findall(r"^mkdir mine .+$", READMES[FRONT], re.M)
+    (tmp_path / "zoo").symlink_to(ROOT / "zoo")
+    subprocess.run(["bash", "-c", command], cwd=tmp_path, check=True)
+    (tmp_path / "zoo").unlink()
     check = """
 print(sorted({str(w.sharding.spec) for w in jax.tree.leaves(state[0].layers.mlp)}))
 assert jax.tree.map(lambda x: x.sharding, state) == pinned[0]

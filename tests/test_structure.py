@@ -5,10 +5,12 @@ import builtins
 import dataclasses
 import doctest
 import importlib
+import io
 import itertools
 import pathlib
 import re
 import sys
+import tokenize
 import tomllib
 from collections.abc import Iterator
 
@@ -18,6 +20,7 @@ from flax import nnx
 
 from recipes.common import entries, language
 from recipes.common.sharding.abstract import abstract_model
+from recipes.common.zoo_source import closure
 from tests.conftest import ROOT
 
 # Package of recipes/common → those of it that it may import; and libraries that it may.
@@ -35,8 +38,8 @@ LAYERS = {
     "train": {"runtime", "sharding", "hf", "analysis", "checkpoint", "entries"},
     "entries": set(),
     "mesh": {"runtime"},
+    "zoo_source": set(),
 }
-ZOO_NAMES = {"language": {"zoo.attention.attention_kernels"}}  # in shared files, not an entry's
 LIBRARIES = {
     "zoo": {"jax", "flax"},
     "data": {
@@ -69,8 +72,9 @@ def imports(path) -> set[str]:
         if isinstance(node, ast.Import):
             names |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
-            assert node.level == 0, f"{path}: relative import"
-            names |= {f"{node.module}.{alias.name}" for alias in node.names}
+            assert not node.level or path in ZOO, f"{path}: relative import"
+            base = f"zoo.{node.module or ''}".rstrip(".") if node.level else node.module
+            names |= {f"{base}.{alias.name}" for alias in node.names}
     return names
 
 
@@ -87,7 +91,12 @@ def test_imports_flow_one_way(path):
     ours = {name for name in names if name.split(".")[0] in OURS}
     assert libraries(path) <= LIBRARIES[folder]
     if folder in ("zoo", "data"):
-        assert all(name.split(".")[0] == "data" == folder for name in ours), "they stand alone"
+        assert all(name.split(".")[0] == folder for name in ours), "they stand alone"
+        if folder == "zoo":  # a copy has another name
+            assert "import zoo" not in (text := (ROOT / path).read_text())
+            assert "from zoo" not in text
+            used = {name.split(".")[1] for name in ours}
+            assert used.isdisjoint(entries.ENTRIES), "an entry needs no other entry"
         return
     among = {name.removeprefix("recipes.") for name in ours if name.startswith("recipes.")}
     if folder == "recipes":
@@ -98,9 +107,9 @@ def test_imports_flow_one_way(path):
         layer = path.parts[2].removesuffix(".py")
         wanted = {name.split(".")[1] for name in among if name != "STARTED"} - {layer}
         assert wanted <= LAYERS[layer], f"{layer} is below"
-        if layer != "hf":  # whose families are a zoo file each
-            zoo = {name for name in ours if name.startswith("zoo.")}
-            assert zoo <= ZOO_NAMES.get(layer, set()), "entries.py looks entries up"
+        if layer != "hf":  # whose families are an entry each
+            of_zoo = {name.split(".")[1] for name in ours if name.startswith("zoo.")}
+            assert of_zoo.isdisjoint(entries.ENTRIES), "entries.py looks them up"
 
 
 @pytest.mark.parametrize("layer", ["sharding", "analysis", "checkpoint", "train"])
@@ -133,45 +142,174 @@ def test_examples_in_docstrings_are_true(path):
 
 # ---- zoo files -----------------------------------------------------------------------------------
 
-KIT = re.compile(r"^# ---- kit: .*?^# ---- end of the kit -+$", re.DOTALL | re.MULTILINE)
+SHARED_FILES = [path for path in ZOO if path.stem not in entries.ENTRIES]
+LAYER = {"Layer", "Block"}  # an entry's layers stand between its Config and its model
+# The definitions with which a reader of a file begins; of an entry, it is the model.
+MAIN = {
+    "sharding": ["complete", "constrain"],
+    "strategies": [],  # tables alone
+    "layers": ["multiply"],
+    "attention": ["Attention"],
+} | {name: [entry.model] for name, entry in entries.ENTRIES.items()}
 
 
-def test_every_zoo_file_is_an_entry():
-    assert {path.stem for path in ZOO} == set(entries.ENTRIES)
+def tree_of(path) -> ast.Module:
+    return ast.parse((ROOT / path).read_text())
+
+
+def definitions(tree: ast.Module) -> dict[str, ast.ClassDef | ast.FunctionDef]:
+    """The classes and functions of a file, in its order."""
+    return {n.name: n for n in tree.body if isinstance(n, (ast.ClassDef, ast.FunctionDef))}
+
+
+def methods(node: ast.ClassDef) -> set[str]:
+    return {part.name for part in node.body if isinstance(part, ast.FunctionDef)}
+
+
+def assigned(node: ast.stmt) -> list[str]:
+    """Names that a statement of a file assigns."""
+    targets = node.targets if isinstance(node, ast.Assign) else []
+    targets = [node.target] if isinstance(node, ast.AnnAssign) else targets
+    return [n.id for target in targets for n in ast.walk(target) if isinstance(n, ast.Name)]
+
+
+def test_every_zoo_file_is_an_entry_or_shared():
+    assert {path.stem for path in ZOO} == set(MAIN)
+    closures = [closure(ROOT / "zoo" / f"{name}.py") for name in entries.ENTRIES]
+    for path in SHARED_FILES:
+        users = sum(ROOT / path in files for files in closures)
+        assert users >= 2, f"{path} has {users} users; move it into its entry"
 
 
 @pytest.mark.parametrize("name", entries.ENTRIES)
-def test_zoo_file_has_its_parts_in_order(name):
+def test_an_entry_and_what_it_imports_are_short(name):
+    files = closure(ROOT / "zoo" / f"{name}.py")
+    lines = {path.name: len(path.read_text().splitlines()) for path in files}
+    assert len(lines) <= 6, lines
+    assert sum(lines.values()) <= 1_900, lines
+    model = definitions(tree_of(f"zoo/{name}.py"))[entries.ENTRIES[name].model]
+    if "decode" in methods(model):
+        assert model.end_lineno - model.lineno + 1 <= 90, "language models share functions"
+
+
+@pytest.mark.parametrize("path", SHARED_FILES, ids=str)
+def test_a_shared_file_holds_functions_and_leaf_modules(path):
+    tree = tree_of(path)
+    for name, node in definitions(tree).items():
+        assert name not in {"Config", *LAYER}, "it stands in an entry's own file"
+        if isinstance(node, ast.ClassDef):
+            assert {ast.unparse(base) for base in node.bases} <= {"nnx.Module", "NamedTuple"}
+            assert methods(node).isdisjoint({"loss", "prefill", "decode"}), f"{name} is a model"
+    assert "RULES" not in {name for node in tree.body for name in assigned(node)}
+
+
+@pytest.mark.parametrize("path", ZOO, ids=str)
+def test_nothing_in_the_zoo_is_registered(path):
+    """What a model computes is found by reading it: no table is filled while files are imported."""
+    tree = tree_of(path)
+    ours = {*definitions(tree), *(name for node in tree.body for name in assigned(node))}
+    for node in ast.walk(tree):
+        assert not isinstance(node, ast.Global), node.lineno
+        for decorator in getattr(node, "decorator_list", []):
+            root = ast.unparse(decorator).split(".")[0].split("(")[0]
+            assert root not in ours, f"line {node.lineno}: @{root} is the zoo's own"
+        if isinstance(node, ast.Subscript) and isinstance(node.ctx, ast.Store):
+            assert ast.unparse(node.value) not in ours, node.lineno
+    for node in tree.body[1:]:
+        if isinstance(node, ast.Expr):
+            assert ast.unparse(node).split("(")[0].endswith(".defvjp"), node.lineno
+
+
+EQUAL = 6  # lines in a row
+
+
+def check_equal_runs(files: dict[str, list[str]]) -> None:
+    """Asserts that no two files share EQUAL lines in a row."""
+    seen: dict[tuple[str, ...], str] = {}
+    for name, lines in files.items():
+        for first in range(len(lines) - EQUAL + 1):
+            run = tuple(lines[first : first + EQUAL])
+            other = seen.setdefault(run, name)
+            assert other == name, f"{name} and {other} share:\n" + "\n".join(run)
+
+
+def lines_of(path, code_alone: bool) -> list[str]:
+    """The lines of a file, stripped, without imports and empty ones.
+
+    Args:
+      code_alone: also without comments, docstrings, fields of Config, and tables of dicts.
+    """
+    text, dropped = (ROOT / path).read_text(), []
+    tree, lines = ast.parse(text), text.splitlines()
+    for node in ast.walk(tree):
+        if isinstance(node, (ast.Import, ast.ImportFrom)):
+            dropped.append(node)
+        elif code_alone and isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef)):
+            dropped += node.body[:1] if ast.get_docstring(node) else []
+            if isinstance(node, ast.ClassDef) and node.name == "Config":
+                dropped += [part for part in node.body if isinstance(part, ast.AnnAssign)]
+    if code_alone:
+        tables = [node for node in tree.body if isinstance(node, (ast.Assign, ast.AnnAssign))]
+        dropped += [n for n in tables if any(isinstance(part, ast.Dict) for part in ast.walk(n))]
+        for token in tokenize.generate_tokens(io.StringIO(text).readline):
+            if token.type == tokenize.COMMENT:
+                row, column = token.start
+                lines[row - 1] = lines[row - 1][:column]
+    numbers = {n for node in dropped for n in range(node.lineno, node.end_lineno + 1)}
+    kept = [line.strip() for n, line in enumerate(lines, 1) if n not in numbers]
+    return [line for line in kept if line]
+
+
+@pytest.mark.parametrize("code_alone", [False, True], ids=["text", "code"])
+def test_no_two_zoo_files_share_six_lines(code_alone):
+    check_equal_runs({path.name: lines_of(path, code_alone) for path in ZOO})
+
+
+@pytest.mark.parametrize("path", ZOO, ids=str)
+def test_a_main_definition_comes_before_its_helpers(path):
+    """But for what Python needs above it: the types in its annotations, and an entry's layers."""
+    found = definitions(tree_of(path))
+    for main in MAIN[path.stem]:
+        reached, todo = set(), {main}
+        while todo:
+            nodes = [node for name in todo for node in ast.walk(found[name])]
+            reached |= todo
+            todo = {node.id for node in nodes if isinstance(node, ast.Name)} & {*found} - reached
+        before = {name for name in reached if found[name].lineno < found[main].lineno}
+        types = {
+            name
+            for name in before
+            if isinstance(found[name], ast.ClassDef)
+            and [ast.unparse(base) for base in found[name].bases] == ["NamedTuple"]
+        }
+        assert before - types <= {"Config", *LAYER, *MAIN[path.stem]}, main
+
+
+@pytest.mark.parametrize("name", entries.ENTRIES)
+def test_an_entry_has_its_parts_in_order(name):
     """As zoo/README.md lists them; nothing to inherit but nnx.Module, or nnx.Variable for a buffer."""
-    text = (ROOT / "zoo" / f"{name}.py").read_text()
-    tree = ast.parse(text)
+    tree, model = tree_of(f"zoo/{name}.py"), entries.ENTRIES[name].model
     assert ast.get_docstring(tree)
-    classes = [node for node in tree.body if isinstance(node, ast.ClassDef)]
-    bases = {ast.unparse(base) for node in classes for base in node.bases}
+    found = definitions(tree)
+    classes = {n: node for n, node in found.items() if isinstance(node, ast.ClassDef)}
+    bases = {ast.unparse(base) for node in classes.values() for base in node.bases}
     assert "nnx.Module" in bases <= {"nnx.Module", "nnx.Variable"}
-    places = {node.name: node.lineno for node in classes}
-    for node in tree.body:
-        if isinstance(node, (ast.Assign, ast.AnnAssign)):
-            target = node.targets[0] if isinstance(node, ast.Assign) else node.target
-            places[ast.unparse(target)] = node.lineno
-    kit = KIT.search(text)
-    places["kit"] = text[: kit.start()].count("\n") + 1
-    model = entries.ENTRIES[name].model
-    wanted = ["Config", "SIZES", "LOGICAL_AXES", "IN_USE", "kit", model, "RULES"]
+    places = {n: (node.lineno, 0) for n, node in found.items()}
+    places |= {n: (node.lineno, i) for node in tree.body for i, n in enumerate(assigned(node))}
+    layers = [n for n in found if n in LAYER]
+    parts = ["Config", "SIZES", "LOGICAL_AXES", "IN_USE", *layers, model]
+    helpers = [n for n in found if n not in parts]
+    wanted = [*parts, *helpers, "RULES"]
     assert sorted(wanted, key=places.get) == wanted
-    assert (classes[0].name, classes[-1].name) == ("Config", model)
-    assert all(node.lineno > places["kit"] for node in classes[1:]), "modules follow the kit"
-    assert tree.body[-1].lineno == places["RULES"]
-    methods = [node.name for node in classes[-1].body if isinstance(node, ast.FunctionDef)]
-    assert {"__init__", "__call__", "loss"} <= {*methods}
+    assert assigned(tree.body[-1]) == ["RULES"]
+    assert {"__init__", "__call__", "loss"} <= methods(found[model])
 
 
-@pytest.mark.parametrize("name", entries.ENTRIES)
-def test_the_kit_is_the_same_in_every_zoo_file(name):
-    texts = [(ROOT / "zoo" / f"{entry}.py").read_text() for entry in (name, *entries.ENTRIES)]
-    kits = [KIT.findall(text) for text in texts]
-    assert len(kits[0]) == 1
-    assert kits[0] == kits[1], f"{name}'s kit differs from {next(iter(entries.ENTRIES))}'s"
+def parallelisms(node: ast.expr) -> list[ast.expr]:
+    """A | B | C → [A, B, C]."""
+    if isinstance(node, ast.BinOp) and isinstance(node.op, ast.BitOr):
+        return parallelisms(node.left) + parallelisms(node.right)
+    return [node]
 
 
 @pytest.mark.parametrize("name", entries.ENTRIES)
@@ -179,13 +317,23 @@ def test_tables_are_complete_and_state_only_what_they_shard(name):
     zoo = entries.zoo_file(name)
     for strategy, table in zoo.RULES.items():
         assert list(table) == list(zoo.LOGICAL_AXES), strategy
-    text = (ROOT / "zoo" / f"{name}.py").read_text()
-    call = ast.parse(text).body[-1].value
+    call = tree_of(f"zoo/{name}.py").body[-1].value
     assert ast.unparse(call.func) == "complete"
-    stated = ast.literal_eval(call.args[0])
-    assert list(stated) == list(zoo.RULES)
-    for strategy, table in stated.items():
+    stated = call.args[0]
+    assert [ast.literal_eval(key) for key in stated.keys] == list(zoo.RULES)
+    repeated = set()
+    for strategy, union in zip(zoo.RULES, stated.values, strict=True):
+        table = eval(ast.unparse(union), vars(zoo))
         assert None not in table.values(), strategy
+        shards = {axis: where for axis, where in zoo.RULES[strategy].items() if where is not None}
+        assert table == shards, strategy
+        # A strategy is a union of named parallelisms, each of which is written down once.
+        for part in parallelisms(union):
+            if not isinstance(part, ast.Name):
+                assert isinstance(part, ast.Dict), ast.unparse(part)
+                assert len(part.keys) == 1, f"{strategy}: give {ast.unparse(part)} a name"
+                assert ast.unparse(part) not in repeated, f"give {ast.unparse(part)} a name"
+                repeated.add(ast.unparse(part))
     assert set(zoo.LOGICAL_AXES.values()) <= {"activations", "weights", "both", "stack"}
     assert {*zoo.IN_USE, *zoo.IN_USE.values()} <= set(zoo.LOGICAL_AXES)
 
