@@ -150,6 +150,7 @@ MAIN = {
     "strategies": [],  # tables alone
     "layers": ["multiply"],
     "attention": ["Attention"],
+    "pipeline": ["stack", "scan_layers"],
 } | {name: [entry.model] for name, entry in entries.ENTRIES.items()}
 
 
