@@ -178,9 +178,10 @@ def inside(monkeypatch, capfd):
 
 @pytest.fixture(scope="session")
 def book(tmp_path_factory):
-    """A small text, so that evaluation is short: the longest file of this repository's zoo."""
+    """A small text, so that evaluation is short: the Transformer's file and its longest parts."""
     path = tmp_path_factory.mktemp("text") / "book.txt"
-    path.write_text((ROOT / "zoo" / "transformer.py").read_text())
+    chapters = ("transformer", "attention", "layers")
+    path.write_text("".join((ROOT / "zoo" / f"{name}.py").read_text() for name in chapters))
     return f"--dataset={path}"
 
 

@@ -6,7 +6,6 @@ Kernels run here in Pallas' interpret mode: their own programs, block by block, 
 import dataclasses
 import functools
 import itertools
-import types
 
 import jax
 import jax.numpy as jnp
@@ -18,28 +17,21 @@ from jax.sharding import AbstractDevice, AbstractMesh, AxisType, PartitionSpec
 from data.text import example
 from data.tokenizer import BYTES
 from recipes.bench.common import make_step
-from recipes.common.language import Sample, Text, attention
+from recipes.common.language import Sample, Text, attention, model_config
 from recipes.common.runtime.flags import Run
 from recipes.common.runtime.mesh import make_mesh
 from recipes.common.sharding.abstract import paths, variables_of
 from recipes.common.sharding.layout import Layout, make_layout, shardings
 from recipes.common.train.optimizer import LearningRate, adamw
 from recipes.common.train.step import TrainStep, gradients
-from recipes.transformer import Flags, main, model_config
+from recipes.transformer import Flags, main
 from tests.conftest import full_except
 from tests.quick import QUICK
 from tests.quick import quick as quick
 from tests.runs import records
-from zoo.transformer import (
-    LOGICAL_AXES,
-    RULES,
-    SIZES,
-    Config,
-    Transformer,
-    attend,
-    best_kernel,
-    positions_at_once,
-)
+from zoo.attention import attend, attention_kernels
+from zoo.layers import positions_at_once
+from zoo.transformer import LOGICAL_AXES, RULES, SIZES, Config, Transformer
 
 TINY = Config.tiny()
 
@@ -80,11 +72,10 @@ def test_a_kernel_gives_what_the_definition_does(kernel, T, K, segments, window)
     rng = np.random.default_rng(0)
     *qkv, weight = (jnp.asarray(rng.standard_normal(shape, np.float32)) for shape in shapes)
     ids = documents(2, T) if segments else None
-    config = dataclasses.replace(TINY, attention=kernel, sliding_window=window)
 
     @jax.jit
     def outputs_and_gradients(*qkv):
-        ours, back = jax.vjp(lambda *qkv: attend(*qkv, ids, config), *qkv)
+        ours, back = jax.vjp(lambda *qkv: attend(*qkv, ids, window, kernel), *qkv)
         theirs, their_back = jax.vjp(lambda *qkv: plain(*qkv, ids, window), *qkv)
         return (ours, *back(weight)), (theirs, *their_back(weight))
 
@@ -154,11 +145,10 @@ def test_a_copied_file_has_its_kernel_on_any_kind_of_mesh(kind, rules):
         jax.random.normal(jax.random.key(i), (4, 128, n, 8)) for i, n in enumerate((4, 2, 2))
     )
     ids = documents(4, 128)
-    config = dataclasses.replace(TINY, attention="splash")
     given = jax.device_put((q, k, v, ids), jax.NamedSharding(mesh, PartitionSpec()))
     rules = dict.fromkeys(LOGICAL_AXES) | rules if rules else {}
     with jax.set_mesh(mesh), nnx.logical_axis_rules(tuple(rules.items())):
-        ours = jax.jit(lambda *qkvs: attend(*qkvs, config))(*given)
+        ours = jax.jit(lambda *qkvs: attend(*qkvs, window=None, kernel="splash"))(*given)
     np.testing.assert_allclose(ours, plain(q, k, v, ids, None), atol=1e-5)
     lies = PartitionSpec(rules.get("batch"), None, rules.get("heads"), None)
     assert ours.sharding.is_equivalent_to(jax.NamedSharding(mesh, lies), 4)
@@ -205,8 +195,10 @@ TPU, H100, MI300 = (
 def test_the_choice_is_of_the_mesh_in_force(device, T, segments, changes, told):
     config = dataclasses.replace(TINY, **{"dtype": "bfloat16"} | changes)
     with on(*device).trace():
-        assert best_kernel(config, T, segments) == (told.partition(",")[0], told)
-    assert best_kernel(config, T, segments) == ("xla", "xla"), "without a mesh, of this machine"
+        assert attention_kernels(config, T, segments) == [(told.partition(",")[0], told)]
+    assert attention_kernels(config, T, segments) == [("xla", "xla")], (
+        "without a mesh, of this machine"
+    )
 
 
 def test_rules_that_split_a_row_have_no_kernel():
@@ -216,7 +208,7 @@ def test_rules_that_split_a_row_have_no_kernel():
             Transformer, TINY, mesh, {"batch": "data", axis: "model"}, batch_size=8
         )
         with layout.trace():
-            name, told = best_kernel(TINY, 1024, True)
+            ((name, told),) = attention_kernels(TINY, 1024, True)
         assert (name, told) == ("xla", f"xla, no kernel for rows whose {axis} the rules split")
 
 
@@ -228,7 +220,8 @@ def test_an_older_gpu_is_known_by_its_compute_capability(monkeypatch):
         monkeypatch.setattr(Card, "compute_capability", capability)
         monkeypatch.setattr(jax, "devices", lambda: [Card()])
         with on("gpu", Card.device_kind).trace():
-            name, _ = best_kernel(dataclasses.replace(TINY, dtype="bfloat16"), 1024, True)
+            config = dataclasses.replace(TINY, dtype="bfloat16")
+            ((name, _),) = attention_kernels(config, 1024, True)
         assert name == wanted, capability
 
 
@@ -238,10 +231,9 @@ def test_the_loss_takes_more_positions_at_once_on_accelerators():
     for rows, T, tpu, cpu in ((1, 32768, 1024, 256), (8, 2048, 256, 256), (1, 1000, 1000, 250)):
         for device, want in ((TPU, tpu), (H100, tpu), (("cpu", "cpu"), cpu)):
             with on(*device).trace():
-                assert positions_at_once(TINY, rows, T) == want
-    wide = dataclasses.replace(TINY, loss_chunk=2048)
+                assert positions_at_once(TINY.loss_chunk, rows, T) == want
     with on(*TPU).trace():
-        assert positions_at_once(wide, 8, 4096) == 2048, "what is asked for is never narrowed"
+        assert positions_at_once(2048, 8, 4096) == 2048, "what is asked for is never narrowed"
 
 
 def kernels(step: TrainStep, example) -> set[str]:
@@ -257,14 +249,13 @@ def test_bench_and_recipe_have_the_same_kernel(device):
     """The step of each, traced for a mesh of that device."""
     mesh, lr = on(*device).mesh, LearningRate(1e-3, 10, 100)
     flags = Flags(size="tiny")
-    folder = types.SimpleNamespace(start=None)
-    config = model_config(flags, folder, BYTES, device[0])
+    config = model_config("transformer", flags, None, BYTES, device[0])
     layout = make_layout(Transformer, config, mesh, batch_size=8)
     row = example(np.zeros(129, np.int32))
     recipe = kernels(TrainStep(layout, adamw(lr, weight_decay=0.1, clip_norm=1.0), lr), row)
     bench = make_step(config, "fsdp_tp", mesh, 8, 128)
     with layout.trace():
-        name, _ = best_kernel(config, 128, True)
+        ((name, _),) = attention_kernels(config, 128, True)
     assert recipe == {name} - {"xla"}
     assert kernels(bench.function, row) == recipe
 

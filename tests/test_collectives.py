@@ -23,7 +23,7 @@ from recipes.common.sharding.layout import Layout
 from recipes.common.sharding.rules import partition_spec, shards, used_axes
 from tests.conftest import full_except
 from tests.entries import CASES, ENTRIES, FAST_CASES, compile_step, compiled_step
-from zoo import dot_relu_dot, transformer
+from zoo import attention, dot_relu_dot, layers, mlp, sharding, transformer
 
 # All-reduces of a whole activation where a matmul's inner dim is split: Megatron's count, and what
 # XLA's CPU backend makes of it, which reduces the cotangents of matmuls that read the same input one
@@ -272,45 +272,60 @@ def on_auto_axes(layout):
     return dataclasses.replace(layout, mesh=mesh)
 
 
+@pytest.fixture
+def replace(monkeypatch):
+    """A function of a name in zoo/sharding.py and another function for it, wherever the zoo uses it."""
+
+    def everywhere(name, function):
+        users = [
+            module
+            for module in (sharding, layers, attention, dot_relu_dot, mlp, transformer)
+            if hasattr(module, name)
+        ]
+        assert sharding in users
+        for module in users:
+            monkeypatch.setattr(module, name, function)
+
+    return everywhere
+
+
 @pytest.mark.full
-def test_rules_alone_are_not_fsdp(monkeypatch):
+def test_rules_alone_are_not_fsdp(replace):
     """Weights laid out by the table, and no word on where they are used: the partitioner moves
     activations or partial sums in their place, and the check sees it.
     """
     layout = ENTRIES["transformer"].layout("8", "fsdp")
     check_promise("transformer", layout, compiled_step("transformer", "fsdp", "8"))
     layout = on_auto_axes(layout)  # Explicit ones refuse most of this
-    monkeypatch.setattr(transformer, "in_use", lambda weights, dtype: weights)
-    monkeypatch.setattr(transformer, "constrain", lambda x, *axes: x)
+    replace("in_use", lambda weights, names, dtype=None: weights)
+    replace("constrain", lambda x, *axes: x)
     with pytest.raises(AssertionError):
         check_promise("transformer", layout, compile_step("transformer", layout))
 
 
-def test_partial_sums_in_place_of_weights_are_seen(monkeypatch):
+def test_partial_sums_in_place_of_weights_are_seen(replace):
     """`fsdp` that never gathers a weight: each device multiplies the part that it has."""
     layout = ENTRIES["dot_relu_dot"].layout("8", "fsdp")
     check_promise("dot_relu_dot", layout, compiled_step("dot_relu_dot", "fsdp", "8"))
     layout, parts = on_auto_axes(layout), jax.sharding.PartitionSpec(None, "data")
-    monkeypatch.setattr(dot_relu_dot, "in_use", lambda weight: weight)
-    monkeypatch.setattr(
-        dot_relu_dot, "constrain", lambda x, *axes: jax.lax.with_sharding_constraint(x, parts)
-    )
+    replace("in_use", lambda weight, names: weight)
+    replace("constrain", lambda x, *axes: jax.lax.with_sharding_constraint(x, parts))
     with pytest.raises(AssertionError):
         check_promise("dot_relu_dot", layout, compile_step("dot_relu_dot", layout))
 
 
-in_use, constrain, NOWHERE = dot_relu_dot.in_use, dot_relu_dot.constrain, jax.P()
+in_use, constrain, NOWHERE = sharding.in_use, sharding.constrain, jax.P()
 
 
-def gathered_whole(weight):
-    return weight.replace(jax.sharding.reshard(in_use(weight)[...], NOWHERE))
+def gathered_whole(weight, names):
+    return weight.replace(jax.sharding.reshard(in_use(weight, names)[...], NOWHERE))
 
 
-def passed_on(weight):
+def passed_on(weight, names):
     where, ring = jax.typeof(weight[...]).sharding.spec, [(i, (i + 1) % 8) for i in range(8)]
     shift = lambda w: jax.lax.ppermute(w, "data", ring)  # noqa: E731
     moved = jax.shard_map(shift, in_specs=where, out_specs=where)(weight[...])
-    return in_use(weight.replace(moved))
+    return in_use(weight.replace(moved), names)
 
 
 def summed(x, *axes):
@@ -341,8 +356,8 @@ def with_whole_gradients(x, *axes):
         pytest.param("constrain", with_whole_gradients, "hsdp_tp", "2x2x2", id="a wrong transpose"),
     ],
 )
-def test_what_a_helper_sends_wrongly_is_seen(monkeypatch, helper, wrong, strategy, mesh):
-    monkeypatch.setattr(dot_relu_dot, helper, wrong)
+def test_what_a_helper_sends_wrongly_is_seen(replace, helper, wrong, strategy, mesh):
+    replace(helper, wrong)
     layout = ENTRIES["dot_relu_dot"].layout(mesh, strategy)
     step = compile_step("dot_relu_dot", layout)  # it compiles: no type on Explicit axes forbids it
     with pytest.raises(AssertionError):

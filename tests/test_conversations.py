@@ -11,7 +11,7 @@ from tokenizers.decoders import DecodeStream
 from data import DataError, chat, conversations, corpus, packing, sources, text, tokenizer
 from data.batches import held_out_batches, train_batches
 from data.tokenizer import BYTES, Tokenizer
-from recipes import transformer
+from recipes import moe, transformer
 from recipes.common.runtime.flags import parse
 from tests import small_tokenizers
 from tests.quick import quick as quick
@@ -556,14 +556,15 @@ def test_fine_tuning_has_its_own_learning_rate(here, inside):
         (["--restore_from=x", "--steps=12"], (5e-5, 0)),
         (["--restore_from=x", "--steps=0"], (4e-3, 40)),
         (["--restore_from=x", "--learning_rate=0.004", "--warmup_steps=7"], (4e-3, 7)),
+        (["--restore_from=x", "--lora_rank=8"], (5e-4, 40)),
     ],
 )
-def test_learning_rates(flags, wanted, tmp_path, monkeypatch):
-    given = parse([f"--workdir={tmp_path}", *flags], *transformer.NEW)
-    argv = [f"--workdir={tmp_path}", *flags]
-    run, _, own, _ = parse(argv, *transformer.defaults(*given))
+@pytest.mark.parametrize("recipe", [transformer, moe])
+def test_learning_rates(recipe, flags, wanted, tmp_path):
+    argv = [f"--workdir={tmp_path}", "--steps=600", *flags]
+    given = parse(argv, *recipe.NEW)
+    run, _, own, _ = parse(argv, *recipe.defaults(*given))
     assert (run.learning_rate, own.warmup_steps) == wanted
-    assert transformer.learning_rate(True, lora_rank=8) == 5e-4
 
 
 @pytest.mark.full

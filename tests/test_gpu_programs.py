@@ -5,7 +5,6 @@ pip install -e '.[gpu-aot]' && pytest --full tests/test_gpu_programs.py
 
 import dataclasses
 import re
-import types
 
 import numpy as np
 import pytest
@@ -15,10 +14,11 @@ from data.tokenizer import BYTES
 from recipes.bench.common import Step, make_step, version
 from recipes.bench.targets import topology
 from recipes.common.analysis import hlo
+from recipes.common.language import model_config
 from recipes.common.sharding.layout import COMPILER_OPTIONS, make_layout
 from recipes.common.train.optimizer import LearningRate, adamw
 from recipes.common.train.step import TrainStep
-from recipes.transformer import Flags, model_config
+from recipes.transformer import Flags
 from zoo.transformer import Config, Transformer
 
 pytestmark = [
@@ -61,8 +61,7 @@ def test_no_buffer_grows_with_the_square_of_a_row():
 def test_bench_and_recipe_call_the_same_kernels():
     """Custom calls of the programs that NVIDIA's compiler is given."""
     mesh, lr = topology("h100", {"data": 8}), LearningRate(1e-3, 10, 100)
-    folder = types.SimpleNamespace(start=None)
-    config = model_config(Flags(size="tiny"), folder, BYTES, "gpu")
+    config = model_config("transformer", Flags(size="tiny"), None, BYTES, "gpu")
     layout = make_layout(Transformer, config, mesh, "fsdp", batch_size=8)
     recipe = TrainStep(layout, adamw(lr, weight_decay=0.1, clip_norm=1.0), lr)
     row = example(np.zeros(257, np.int32))

@@ -518,7 +518,7 @@ def test_import_and_export_commands(run, tiny, tmp_path):
 @pytest.mark.full
 def test_a_recipe_trains_from_a_folder_and_its_run_is_exported(run, tiny, tmp_path):
     book = tmp_path / "book.txt"
-    book.write_text((ROOT / "zoo" / "transformer.py").read_text())
+    book.write_text((ROOT / "zoo" / "attention.py").read_text())
     work, back = tmp_path / "run", tmp_path / "back"
     flags = (f"--restore_from=hf:{tiny}", f"--dataset={book}", "--seq_len=32", "--batch_size=16",
              "--mesh=4x2", "--sample_bytes=0", f"--workdir={work}")  # fmt: skip

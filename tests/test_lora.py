@@ -18,11 +18,11 @@ import safetensors.numpy
 from flax import nnx
 
 import recipes.hf
-import zoo.transformer
 from data.tokenizer import BYTES, from_files
 from recipes.common import checkpoint, hf
 from recipes.common.analysis import flops, report
 from recipes.common.checkpoint import adapter
+from recipes.common.language import MATRICES
 from recipes.common.runtime.errors import UserError
 from recipes.common.runtime.mesh import make_mesh
 from recipes.common.sharding.abstract import nested, paths
@@ -32,7 +32,6 @@ from recipes.common.train.feed import to_devices
 from recipes.common.train.optimizer import LearningRate, hidden_matrices
 from recipes.common.train.state import abstract_state, new_params, new_state
 from recipes.common.train.step import TrainStep
-from recipes.transformer import MATRICES
 from tests.conftest import full_except
 from tests.entries import BATCH, ENTRIES, OPTIMIZER, compile_step
 from tests.hf_parity import ADAPTERS, GOLDEN, MESHES, TOKENS_BT, TOLERANCE, our_logits, params_of
@@ -41,6 +40,7 @@ from tests.quick import quick as quick
 from tests.runs import TINY, assert_bit_equal, saving, state_of
 from tests.small_tokenizers import byte_level, metaspace
 from tests.test_meshes import GRADIENT_TOLERANCE, LOSS_TOLERANCE, difference
+from zoo.layers import project
 from zoo.transformer import RULES, Config, Transformer
 
 PLAIN = Config.tiny()
@@ -138,7 +138,7 @@ def test_in_bfloat16_what_an_adapter_adds_is_not_lost_in_the_weight(strict):
     assert (jnp.asarray(w + a @ b, jnp.bfloat16) == 1).all()
     factors = SimpleNamespace(a=weight(a, "mlp", "lora"), b=weight(b, "lora", "embed"), scale=3.0)
     module = SimpleNamespace(down=weight(w, "mlp", "embed"), lora={"down": factors})
-    found = zoo.transformer.dot(jnp.asarray(x, jnp.bfloat16), module, "down")
+    found = project(module, "down", jnp.asarray(x, jnp.bfloat16))
     np.testing.assert_allclose(found.astype(np.float32), 3e-3, rtol=1e-2)
 
 

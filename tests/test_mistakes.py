@@ -282,7 +282,11 @@ SMALL_ROWS = [  # of the other recipes, which have the same code behind most fla
     ("moe", ["--capacity=all"], "--capacity=all is not a number > 0; try"),
     ("moe", ["--size=medium"], '--size=medium is not one of "", tiny, small, mixtral_8x7b, qwen3_30b_a3b'),
     ("moe", ["--restore_from={here}/run"], "has entry 'transformer', not 'moe'; use a different one"),
-    ("moe", ["--lora_rank=8"], "--lora_rank is not a flag; --help lists the flags"),
+    ("moe", ["--lora_rank=8"], "--lora_rank=8 trains an adapter of a model that has learned something, and there is none; use --restore_from=… as well"),
+    ("moe", ["--lora_rank=-1"], "--lora_rank=-1 must be ≥ 0; try 0"),
+    ("moe", ["--lora_alpha=8"], "--lora_alpha=8.0 is of adapters, and --lora_rank=0 trains none; add, for example, --lora_rank=8"),
+    ("moe", ["--restore_from=moe.stdlib_2m", "--lora_rank=8", "--lora_targets=q,gate"], "--lora_targets=q,gate has 'gate'; use all, or some of q,k,v,o"),
+    ("moe", ["--restore_from=moe.stdlib_2m", "--base=x"], "--base=x is for adapters, and --restore_from=moe.stdlib_2m is none; leave it out"),
     ("transformer", ["--mesh=data=2,expert=4", "--size=tiny"], "rules 'fsdp' use no mesh axis 'expert', so the 4 devices along it (--mesh=data=2,expert=4) would all do the same work; use a mesh without it"),
 ]  # fmt: skip
 

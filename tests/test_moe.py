@@ -1,6 +1,5 @@
 """The mixture of experts matches its definition, on one device and on meshes with an `expert` axis."""
 
-import ast
 import dataclasses
 import functools
 import re
@@ -17,7 +16,6 @@ from recipes.common.runtime.mesh import make_mesh
 from recipes.common.sharding.abstract import abstract_model, paths, variables_of
 from recipes.common.sharding.layout import make_layout
 from recipes.common.train.step import gradients
-from tests.conftest import ROOT
 from zoo.moe import RULES, SIZES, Config, MoE
 
 pytestmark = pytest.mark.usefixtures("strict")
@@ -68,26 +66,7 @@ def assert_close(a, b, tolerance):
         np.testing.assert_allclose(x, y, rtol=tolerance, atol=tolerance)
 
 
-# ---- the file ------------------------------------------------------------------------------------
-
-OWN = {"Config", "Attention", "Layer"}  # and what transformer.py has no need of
-
-
-def test_what_is_as_in_the_transformer_is_the_same_to_the_byte():
-    def definitions(name):
-        text = (ROOT / "zoo" / f"{name}.py").read_text()
-        kinds = (ast.FunctionDef, ast.ClassDef)
-        return {
-            node.name: ast.get_source_segment(text, node)
-            for node in ast.parse(text).body
-            if isinstance(node, kinds)
-        }
-
-    ours, theirs = definitions("moe"), definitions("transformer")
-    shared = ours.keys() & theirs.keys() - OWN
-    assert {"attend", "best_kernel", "splash", "blockwise", "recall", "Cache", "RMSNorm"} <= shared
-    for name in shared:
-        assert ours[name] == theirs[name], name
+# ---- the config ----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("size", SIZES)

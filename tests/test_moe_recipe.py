@@ -5,7 +5,6 @@ import json
 import math
 import re
 import shutil
-import types
 
 import numpy as np
 import pytest
@@ -16,13 +15,14 @@ import zoo.moe
 from data.tokenizer import BYTES
 from recipes.common import checkpoint, hf
 from recipes.common.analysis import flops
+from recipes.common.language import model_config
 from recipes.common.mesh import make_mesh
 from recipes.common.runtime import UserError
 from recipes.common.sharding.abstract import abstract_model, paths
-from recipes.moe import Flags, model_config, usage
+from recipes.moe import Flags, usage, with_experts
 from tests.hf_parity import GOLDEN
 from tests.quick import quick as quick
-from tests.runs import TINY, records
+from tests.runs import TINY, assert_bit_equal, records, state_of
 from zoo.moe import SIZES, Config, MoE
 
 EXPERTS = "--mesh=data=2,expert=4"
@@ -40,12 +40,30 @@ EXPERTS = "--mesh=data=2,expert=4"
         ({"num_experts": 16, "experts_per_token": 4}, {"num_experts": 16, "experts_per_token": 4}),
         ({"balance_weight": 0.0}, {"balance_weight": 0.0}),
         ({"balance_rate": 0.001}, {"balance_rate": 0.001}),
-        ({"remat": "dispatched"}, {"remat": "dispatched"}),
     ],
 )
 def test_flags_change_the_size_that_they_are_of(flags, changes):
-    folder = types.SimpleNamespace(start=None)
-    found = model_config(Flags(size="tiny", **flags), folder, BYTES, "cpu")
+    found = with_experts(Config.tiny(), Flags(**flags))
+    assert found == dataclasses.replace(Config.tiny(), **changes)
+
+
+@pytest.mark.parametrize(
+    ("flags", "changes"),
+    [
+        ({"remat": "dispatched"}, {"remat": "dispatched"}),
+        ({"dtype": "bfloat16"}, {"dtype": "bfloat16"}),
+        (
+            {"lora_rank": 4},
+            {"lora_rank": 4, "lora_alpha": 8.0, "lora_targets": ("q", "k", "v", "o")},
+        ),
+        (
+            {"lora_rank": 4, "lora_alpha": 2.0, "lora_targets": "o,q"},
+            {"lora_rank": 4, "lora_alpha": 2.0, "lora_targets": ("q", "o")},
+        ),
+    ],
+)
+def test_flags_of_every_language_model_hold_for_it(flags, changes):
+    found = model_config("moe", Flags(size="tiny", **flags), None, BYTES, "cpu")
     assert found == dataclasses.replace(Config.tiny(), **changes)
 
 
@@ -70,14 +88,12 @@ def test_flops_are_those_of_active_parameters(size):
 
 def test_the_report_of_their_use():
     figures = {f"load_{i}": (float(i + 1), 2.0) for i in range(3)} | {"dropped": (1.0, 8.0)}
-    assert usage(figures) == [
+    assert usage(figures) == (
         "Use of the 3 experts, in even shares: 0.50 to 1.50 (0.50, 1.00, 1.50); no room for 12.50% of "
         "what was chosen."
-    ]
-    many = {f"load_{i}": (1.0, 1.0) for i in range(128)} | {"dropped": (0.0, 8.0)}
-    assert usage(many)[0].startswith(
-        "Use of the 128 experts, in even shares: 1.00 to 1.00; no room"
     )
+    many = {f"load_{i}": (1.0, 1.0) for i in range(128)} | {"dropped": (0.0, 8.0)}
+    assert usage(many).startswith("Use of the 128 experts, in even shares: 1.00 to 1.00; no room")
 
 
 # ---- runs ----------------------------------------------------------------------------------------
@@ -142,6 +158,45 @@ def test_it_is_resumed_on_another_mesh(trained, inside, quick, book, place):
         records(folder, "step", "loss", "dropped") for folder in (work, place / "again")
     )
     np.testing.assert_allclose(found, wanted, rtol=1e-5)
+
+
+@pytest.mark.full
+def test_an_adapter_of_its_attention_is_trained_and_saved_alone(
+    trained, inside, quick, book, place
+):
+    """On its run, with experts apart; resumed, and evaluated on another mesh, merged."""
+    work, _ = trained
+    tuned, adapter = place / "tuned", ("--lora_rank=2", "--lora_targets=q,o")
+    flags = (*TINY, book, f"--workdir={tuned}", f"--restore_from={work}", *adapter)
+    flags = (*flags, EXPERTS, "--steps=4", "--checkpoint_every=2", "--log_every=1")
+    done = inside("recipes.moe", *flags)
+    assert (done.code, done.err) == (0, "")
+    assert "\nTrains 1,536 of 273,216 parameters. " in done.out
+    assert "\nUse of the 8 experts" in done.out
+    given = checkpoint.find(tuned).metadata["flags"]
+    assert (given["learning_rate"], given["warmup_steps"]) == (5e-4, 0)
+    (base,) = records(work, "step", "held_out_loss")[-1:]
+    before, after = records(tuned, "step", "held_out_loss")
+    assert before == (0, base[1]), "it begins as its base"
+    assert after[0] == 4
+    assert after[1] < before[1]
+
+    saved = state_of(tuned, 4)
+    params = {path: value for path, value in saved.items() if path.startswith("params/")}
+    factors = {f"{weight}/{factor}" for weight in "qo" for factor in "ab"}
+    assert params.keys() == {f"params/layers/attention/lora/{factor}" for factor in factors}
+    assert sum(value.size for value in params.values()) == 1_536
+    assert not [path for path in saved if "expert" in path or "embed" in path]
+
+    shutil.rmtree(tuned / "checkpoints" / "4")
+    assert "Resumes at step 2" in inside("recipes.moe", *flags).out
+    assert_bit_equal(state_of(tuned, 4), saved)
+    flags = (*TINY, book, f"--restore_from={tuned}", "--steps=0", "--mesh=4x2")
+    there = inside("recipes.moe", *flags)
+    assert (there.code, there.err) == (0, "")
+    assert "\n271,680 parameters. " in there.out
+    loss = float(re.search(r"Held-out loss (\S+) nats", there.out)[1])
+    assert loss == pytest.approx(after[1], abs=1e-4)
 
 
 @pytest.mark.full

@@ -1,13 +1,13 @@
 """Optimizers and learning-rate schedules by name."""
 
-import importlib
-
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax.contrib
 import pytest
 
+from recipes import mlp
+from recipes.common import language
 from recipes.common.runtime.flags import SCHEDULES
 from recipes.common.sharding.abstract import paths
 from recipes.common.sharding.layout import shardings
@@ -29,8 +29,8 @@ MESHES = ["8", "4x2", "2x4", "2x2x2"]
 
 def matrices_of(entry: str, layout):
     """As the entry's recipe has them; dot_relu_dot's has no other optimizer than AdamW."""
-    recipe = importlib.import_module(f"recipes.{entry}")
-    return hidden_matrices(layout, **getattr(recipe, "MATRICES", {"ends": ()}))
+    axes = {"dot_relu_dot": {"ends": ()}, "mlp": mlp.MATRICES}
+    return hidden_matrices(layout, **axes.get(entry, language.MATRICES))
 
 
 def layout_and_optimizer(entry: str, name: str, mesh: str, **options):

@@ -12,8 +12,8 @@ import pytest
 from flax import nnx
 
 from tests.conftest import full_except
-from zoo import transformer
-from zoo.transformer import REMAT, SIZES, Config, Transformer, attend
+from zoo.attention import attend, kinds, positions
+from zoo.transformer import REMAT, SIZES, Config, Transformer
 
 pytestmark = pytest.mark.usefixtures("strict")
 TINY = Config.tiny()
@@ -128,15 +128,14 @@ def plain_attention(q_BTNH, k_BSKH, v_BSKH, segment_ids_BT, window):
 def test_attention_matches_its_definition(T, N, K, segments, window):
     q, k, v = normal((2, T, N, 16), (2, T, K, 16), (2, T, K, 16))
     ids = np.sort(np.random.default_rng(0).integers(0, 4, (2, T))) if segments else None
-    config = dataclasses.replace(TINY, sliding_window=window)
-    ours = jax.jit(attend, static_argnums=4, compiler_options=QUICK)(q, k, v, ids, config)
+    ours = jax.jit(attend, static_argnums=4, compiler_options=QUICK)(q, k, v, ids, window)
     np.testing.assert_allclose(ours, plain_attention(q, k, v, ids, window), atol=2e-6)
 
 
 def test_attention_agrees_with_jax():
     def both(q, k, v):
         theirs = jax.nn.dot_product_attention(q, k, v, is_causal=True)
-        return attend(q, k, v, None, TINY), theirs
+        return attend(q, k, v, None, window=None), theirs
 
     arrays = normal((2, 200, 8, 16), (2, 200, 4, 16), (2, 200, 4, 16))
     np.testing.assert_allclose(*jax.jit(both, compiler_options=QUICK)(*arrays), atol=1e-6)
@@ -147,10 +146,10 @@ def test_a_position_depends_on_nothing_after_it():
     embedded = model.embed[...][tokens]
 
     def logits_at(x_BTD, t):  # the trunk again, from embeddings
-        angles = transformer.rope_angles(TINY, jnp.arange(x_BTD.shape[1])[None])
+        at, (kind,) = positions(TINY, tokens, None), kinds(TINY)
         for i in range(TINY.num_layers):
             layer = jax.tree.map(lambda w, i=i: w[i], model.layers)
-            x_BTD, _ = layer(x_BTD, None, angles)
+            x_BTD, _ = layer(x_BTD, at, kind)
         return model.final_norm(x_BTD)[0, t].sum()
 
     gradient_of = jax.jit(jax.grad(logits_at), compiler_options=QUICK)

@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from .layers import RMSNorm, adapters, project
+from .layers import RMSNorm, adapters, project, rope_angles, rotate
 from .sharding import constrain, device, param, per_device, reshape, shards
 
 
@@ -29,19 +29,15 @@ class Kind(NamedTuple):
 
     @property
     def magnitude(self) -> float:
-        """Yarn (Peng et al. 2023) also makes queries and keys this many times longer."""
+        """Yarn (Peng et al. 2023) also scales queries and keys by this."""
         return (
             self.rope_scaling[-1] if self.rope_scaling and self.rope_scaling[0] == "yarn" else 1.0
         )
 
 
 class Attention(nnx.Module):
-    """Grouped-query attention (Ainslie et al. 2023). Under tensor parallelism heads are split, and the
-    output is one all-reduce.
-
-    Args:
-      config: has embed, num_layers, num_heads, num_kv_heads, head_dim, norm_eps, qkv_bias, qk_norm,
-        attention (a kernel's name or "auto") and the fields of `adapters`.
+    """Grouped-query attention (Ainslie et al. 2023), with optional QK-norm and biases of q, k and v.
+    Under tensor parallelism heads are split, and the output is one all-reduce.
     """
 
     def __init__(self, config, *, rngs: nnx.Rngs):
@@ -91,11 +87,7 @@ class Positions(NamedTuple):
 
 
 def positions(config, tokens_BT, segment_ids_BT, positions_BT=None, cache=None) -> Positions:
-    """The Positions of a call, which may read a Cache.
-
-    Args:
-      positions_BT: the tokens' places in their sequences; None: 0 to T - 1.
-    """
+    """The Positions of a call, which may read a Cache. positions_BT None: 0 to T - 1."""
     if positions_BT is None:
         positions_BT = jnp.arange(tokens_BT.shape[1])[None]
     angles = {kind: rope_angles(kind, config.head_dim, positions_BT) for kind in kinds(config)}
@@ -107,85 +99,6 @@ def kinds(config) -> tuple[Kind, ...]:
     """The kinds of one period of layers; layer l has kind l mod their number."""
     alike = Kind(config.sliding_window, config.rope_theta, config.rope_scaling)
     return tuple(Kind(*kind) for kind in config.layer_kinds) or (alike,)
-
-
-def check_config(config, remat) -> None:
-    """Raises ValueError if a decoder can't have this configuration.
-
-    Args:
-      remat: the names that config.remat may have.
-    """
-    for name, value in vars(config).items():
-        least = 0 if name == "lora_rank" else 1
-        if type(value) is int and value < least:
-            raise ValueError(f"{name}={value} must be ≥ {least}")
-    if config.num_heads % config.num_kv_heads:
-        raise ValueError(
-            f"num_heads={config.num_heads} is not divisible by num_kv_heads={config.num_kv_heads}"
-        )
-    if config.head_dim % 2:
-        raise ValueError(
-            f"head_dim={config.head_dim} must be even: rotary embeddings rotate pairs of dims"
-        )
-    if config.layer_kinds and config.sliding_window is not None:
-        raise ValueError(
-            f"sliding_window={config.sliding_window} and layer_kinds exclude each other; state each "
-            "kind's window in layer_kinds"
-        )
-    if len(config.layer_kinds) > config.num_layers:
-        raise ValueError(
-            f"layer_kinds has {len(config.layer_kinds)} kinds, and num_layers={config.num_layers}"
-        )
-    known = {"remat": remat, "attention": ("auto", "xla", *KERNELS)}
-    for name, names in known.items():
-        if getattr(config, name) not in names:
-            raise ValueError(f"{name}={getattr(config, name)!r} is not one of {', '.join(names)}")
-    known = type(config).lora_targets
-    for target in {*config.lora_targets} - {*known}:
-        raise ValueError(f"lora_targets has {target!r}, which is not one of {', '.join(known)}")
-
-
-# ---- rotary embeddings (Su et al. 2021) ----------------------------------------------------------
-
-
-def rotate(x_BTNH: jax.Array, angles_BTH: jax.Array, magnitude: float = 1.0) -> jax.Array:
-    """Rotary position embedding: dims i and i + H/2 turn as a pair (Hugging Face's convention)."""
-    cos, sin = (f(angles_BTH)[:, :, None, :] for f in (jnp.cos, jnp.sin))
-    if magnitude != 1:
-        cos, sin = cos * magnitude, sin * magnitude
-    a, b = jnp.split(x_BTNH.astype(jnp.float32), 2, axis=-1)
-    return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1).astype(x_BTNH.dtype)
-
-
-def rope_angles(kind: Kind, head_dim: int, positions_BT: jax.Array) -> jax.Array:
-    """Rotation of each pair of dims at these positions: [B, T, H/2], float32 radians."""
-    scaling, theta = kind.rope_scaling, kind.rope_theta
-    frequency = theta ** -(jnp.arange(0, head_dim, 2, dtype=jnp.float32) / head_dim)
-    if scaling is None:
-        keep, factor = 1, 1
-    elif scaling[0] == "linear":
-        keep, factor = 0, scaling[1]
-    elif scaling[0] == "yarn":
-        _, factor, fast, slow, original, truncate, _ = scaling
-        # The pair of dims that makes so many turns within the original length.
-        first, last = (
-            math.log(original / (n * 2 * math.pi), theta) * head_dim / 2 for n in (fast, slow)
-        )
-        if truncate:
-            first, last = math.floor(first), math.ceil(last)
-        first, last = max(first, 0), min(last, head_dim - 1)
-        pair = jnp.arange(head_dim // 2, dtype=jnp.float32)
-        keep = 1 - jnp.clip((pair - first) / (last - first or 0.001), 0, 1)
-    else:
-        factor, low, high, original = scaling
-        turns = original * frequency / (2 * math.pi)  # made within the original length
-        keep = jnp.clip((turns - low) / (high - low), 0, 1)
-    if scaling is not None:
-        frequency = frequency * (keep + (1 - keep) / factor)
-    return positions_BT.astype(jnp.float32)[:, :, None] * frequency[None, None]
-
-
-# ---- attention without a cache -------------------------------------------------------------------
 
 
 def attend(q_BTNH, k_BSKH, v_BSKH, segment_ids_BT, window: int | None, kernel: str = "auto"):
@@ -301,6 +214,7 @@ def cudnn(q_BTNH, k_BSKH, v_BSKH, segment_ids_BT, window: int | None) -> jax.Arr
 
 
 KERNELS = {"splash": splash, "triton": triton, "cudnn": cudnn}
+KERNEL_NAMES = ("auto", "xla", *KERNELS)  # what Config.attention may be
 
 
 def _block(seq_len: int) -> int:
@@ -353,9 +267,6 @@ def blockwise(q_BTNH, k_BSKH, v_BSKH, segment_ids_BT, window: int | None, kv_hea
     out_BKGTH = jnp.concatenate(outputs, axis=3)
     out_BTKGH = out_BKGTH.transpose(0, 3, 1, 2, 4)
     return reshape(out_BTKGH, (B, T, N, H), "batch", "seq", "heads", "head_dim")
-
-
-# ---- generation ----------------------------------------------------------------------------------
 
 
 @jax.tree_util.register_dataclass

@@ -1,11 +1,10 @@
-"""The parts of a decoder besides attention: matmuls and their adapters, norm, SwiGLU, stacked layers,
-and the vocabulary's table with the loss.
+"""Layers of a decoder: matmuls with adapters, norm, SwiGLU, rotary embeddings, the vocabulary's table
+and the loss.
 
-Shapes: B batch, T positions, D embed, F mlp, V vocab, L layers, R shards of the batch, M positions of
-one shard, C positions in one chunk of the loss.
+Shapes: B batch, T positions, D embed, F mlp, N heads, H head dim, V vocab, R shards of the batch, M
+positions of one shard, C positions in one chunk of the loss.
 """
 
-import functools
 import math
 
 import jax
@@ -95,70 +94,47 @@ class SwiGLU(nnx.Module):
         return project(self, "down", hidden_BTF)
 
 
-# ---- stacked layers ------------------------------------------------------------------------------
+def rotate(x_BTNH: jax.Array, angles_BTH: jax.Array, magnitude: float = 1.0) -> jax.Array:
+    """Rotary position embedding (Su et al. 2021); dims i and i + H/2 turn as a pair, as in
+    Hugging Face's models.
+    """
+    cos, sin = (f(angles_BTH)[:, :, None, :] for f in (jnp.cos, jnp.sin))
+    if magnitude != 1:
+        cos, sin = cos * magnitude, sin * magnitude
+    a, b = jnp.split(x_BTNH.astype(jnp.float32), 2, axis=-1)
+    return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1).astype(x_BTNH.dtype)
 
-# What a layer's forward pass keeps for its backward pass; the rest is computed again.
-REMAT = {
-    "none": jax.checkpoint_policies.everything_saveable,  # under FSDP, gathered weights too
-    "dots": jax.checkpoint_policies.dots_with_no_batch_dims_saveable,  # products with a weight
-    # The two sublayers' outputs: no all-reduce of tensor parallelism runs a second time.
-    "sublayers": jax.checkpoint_policies.save_only_these_names("sublayer"),
-    "full": jax.checkpoint_policies.nothing_saveable,  # only the layer's input
-}
 
-
-def stack(make_layer, num_layers: int, rngs: nnx.Rngs):
-    """`num_layers` layers as one module, whose variables have L, logical axis `layers`, in front.
+def rope_angles(kind, head_dim: int, positions_BT: jax.Array) -> jax.Array:
+    """Rotation of each pair of dims at these positions: [B, T, H/2], float32 radians.
 
     Args:
-      make_layer: function of `rngs` → a layer.
+      kind: an attention.Kind.
     """
-    split = nnx.split_rngs(splits=num_layers)
-    names = {nnx.PARTITION_NAME: "layers"}
-    build = nnx.vmap(
-        lambda rngs: make_layer(rngs=rngs), in_axes=0, out_axes=0, transform_metadata=names
-    )
-    return split(build)(rngs)
-
-
-def scan_layers(function, x: jax.Array, layers, kinds: tuple, remat, unroll: int = 1):
-    """Runs x through stacked layers, so that compile time doesn't grow with their number.
-
-    A trip of the scan runs one *period* of layers: as many as there are kinds, each compiled for its
-    own kind. Layers that are left over at the end follow the scan.
-
-    Args:
-      function: (x, one layer of `layers`, its kind) → (x, outputs).
-      layers: tree of arrays with L in front.
-      kinds: what sets layers of equal shapes apart; layer l has kind l mod len(kinds). Static.
-      remat: a policy of REMAT.
-      unroll: trips of the scan in one trip of the loop, where layers are all alike.
-
-    Returns: (x, outputs of all layers with L in front).
-    """
-    one = [functools.partial(function, kind=kind) for kind in kinds]
-    inside = [jax.checkpoint(f, policy=remat, prevent_cse=False) for f in one]
-    if len(kinds) == 1:
-        return jax.lax.scan(inside[0], x, layers, unroll=unroll)
-    L, P = jax.tree.leaves(layers)[0].shape[0], len(kinds)
-    whole = L - L % P
-
-    def period(x, parts):
-        outputs = []
-        for layer, part in zip(inside, parts, strict=True):
-            x, output = layer(x, part)
-            outputs.append(output)
-        return x, outputs
-
-    every = [jax.tree.map(lambda w, i=i: w[i:whole:P], layers) for i in range(P)]
-    x, outputs = jax.lax.scan(period, x, every)
-    # [L/P, ...] of each place in the period → [L, ...]
-    outputs = jax.tree.map(lambda *o: jnp.stack(o, 1).reshape(whole, *o[0].shape[1:]), *outputs)
-    for i in range(whole, L):  # outside of a loop, XLA may merge forward and recomputed operations
-        layer = jax.checkpoint(one[i % P], policy=remat)
-        x, output = layer(x, jax.tree.map(lambda w, i=i: w[i], layers))
-        outputs = jax.tree.map(lambda o, new: jnp.concatenate([o, new[None]]), outputs, output)
-    return x, outputs
+    scaling, theta = kind.rope_scaling, kind.rope_theta
+    frequency = theta ** -(jnp.arange(0, head_dim, 2, dtype=jnp.float32) / head_dim)
+    if scaling is None:
+        keep, factor = 1, 1
+    elif scaling[0] == "linear":
+        keep, factor = 0, scaling[1]
+    elif scaling[0] == "yarn":
+        _, factor, fast, slow, original, truncate, _ = scaling
+        # The pair of dims that makes so many turns within the original length.
+        first, last = (
+            math.log(original / (n * 2 * math.pi), theta) * head_dim / 2 for n in (fast, slow)
+        )
+        if truncate:
+            first, last = math.floor(first), math.ceil(last)
+        first, last = max(first, 0), min(last, head_dim - 1)
+        pair = jnp.arange(head_dim // 2, dtype=jnp.float32)
+        keep = 1 - jnp.clip((pair - first) / (last - first or 0.001), 0, 1)
+    else:
+        factor, low, high, original = scaling
+        turns = original * frequency / (2 * math.pi)  # made within the original length
+        keep = jnp.clip((turns - low) / (high - low), 0, 1)
+    if scaling is not None:
+        frequency = frequency * (keep + (1 - keep) / factor)
+    return positions_BT.astype(jnp.float32)[:, :, None] * frequency[None, None]
 
 
 # ---- the vocabulary ------------------------------------------------------------------------------

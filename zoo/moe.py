@@ -27,27 +27,26 @@ from jax.ad_checkpoint import checkpoint_name
 
 from . import sharding, strategies
 from .attention import (
+    KERNEL_NAMES,
     Attention,
     Cache,
     Kind,
-    check_config,
     fill_cache,
     kinds,
     left_padded,
     positions,
 )
-from .layers import REMAT as DENSE_REMAT
 from .layers import (
     RMSNorm,
     cross_entropy,
     look_up,
     multiply,
-    scan_layers,
-    stack,
     table_copies,
     unembed,
     vocabulary,
 )
+from .pipeline import REMAT as DENSE_REMAT
+from .pipeline import check_config, scan_layers, stack
 from .sharding import Rules, constrain, in_use, mesh_axes, param, per_device
 from .strategies import DP, FSDP, HSDP, TP
 
@@ -94,7 +93,7 @@ class Config:
 
     def __post_init__(self):
         """Raises ValueError if the configuration is invalid."""
-        check_config(self, REMAT)
+        check_config(self, remat=REMAT, attention=KERNEL_NAMES)
         if self.experts_per_token > self.num_experts:
             raise ValueError(
                 f"experts_per_token={self.experts_per_token} is more than num_experts={self.num_experts}"

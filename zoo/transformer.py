@@ -33,27 +33,17 @@ from jax.ad_checkpoint import checkpoint_name
 
 from . import sharding, strategies
 from .attention import (
+    KERNEL_NAMES,
     Attention,
     Cache,
     Kind,
-    check_config,
     fill_cache,
     kinds,
     left_padded,
     positions,
 )
-from .layers import (
-    REMAT,
-    RMSNorm,
-    SwiGLU,
-    cross_entropy,
-    look_up,
-    scan_layers,
-    stack,
-    table_copies,
-    unembed,
-    vocabulary,
-)
+from .layers import RMSNorm, SwiGLU, cross_entropy, look_up, table_copies, unembed, vocabulary
+from .pipeline import REMAT, check_config, scan_layers, stack
 from .sharding import Rules, in_use
 from .strategies import DP, FSDP, HSDP, TP
 
@@ -93,7 +83,7 @@ class Config:
 
     def __post_init__(self):
         """Raises ValueError if the configuration is invalid."""
-        check_config(self, REMAT)
+        check_config(self, remat=REMAT, attention=KERNEL_NAMES)
 
     @classmethod
     def tiny(cls) -> "Config":

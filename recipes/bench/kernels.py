@@ -106,6 +106,7 @@ def inputs(shape: Shape, dtype: str, seed: int = 0):
 
 def there_and_back(kernel: str, shape: Shape, dtype: str):
     """A jitted function of `inputs`: the output and the gradients of q, k and v."""
+
     @jax.jit
     def call(q, k, v, grad, ids):
         out, back = jax.vjp(lambda q, k, v: attend(q, k, v, ids, shape.window, kernel), q, k, v)

@@ -114,7 +114,9 @@ def model(config: Config, seq_len: int, bfloat16: bool = False):
             self.embed = torch.nn.Embedding(config.vocab_size, D)
             torch.nn.init.normal_(self.embed.weight, std=D**-0.5)
             if grouped:
-                angles_TH = np.asarray(rope_angles(kinds(config)[0], H, jnp.arange(seq_len)[None])[0])
+                angles_TH = np.asarray(
+                    rope_angles(kinds(config)[0], H, jnp.arange(seq_len)[None])[0]
+                )
                 self.register_buffer("cos", torch.from_numpy(np.cos(angles_TH)))
                 self.register_buffer("sin", torch.from_numpy(np.sin(angles_TH)))
             else:

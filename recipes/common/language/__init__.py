@@ -1,0 +1,5 @@
+"""What the recipes of language models share: one `main`, its flags, and the sample at its end."""
+
+from recipes.common.language.flags import Flags, Text, lora_targets_flag, remat_flag, size_flag
+from recipes.common.language.recipe import MATRICES, attention, fine_tuning, main, model_config
+from recipes.common.language.sample import Sample

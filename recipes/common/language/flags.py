@@ -1,0 +1,108 @@
+"""Flags of every language model: of its text, and of the model and its optimizer."""
+
+import dataclasses
+from collections.abc import Iterable
+
+from data import text as texts
+from data.batches import Dataset
+from data.tokenizer import Tokenizer
+from recipes.common.runtime import flag
+from recipes.common.train.optimizer import OPTIMIZERS
+
+
+@dataclasses.dataclass(frozen=True)
+class Text:
+    """Flags of the text that a model is trained and evaluated on."""
+
+    dataset: str = flag(
+        "stdlib", "Training text: stdlib, a file, folder or pattern of .txt, .jsonl or .parquet "
+        "files, or hf:NAME; several with their shares: a.jsonl@0.7,b.parquet@0.3. Rows of messages, "
+        "or of prompt and completion, are trained on what the assistant says.", "data",
+    )  # fmt: skip
+    eval_dataset: str = flag(
+        "", "Text to hold out, as --dataset takes it; empty: a part of --dataset.", "data"
+    )
+    text_column: str = flag(
+        "text", "Column of .jsonl, .parquet and hf: datasets that has the text.", "data"
+    )
+    tokenizer: str = flag(
+        "", "Tokenizer: bytes, a tokenizer.json or a folder with one, or ORG/NAME on the Hub; empty: "
+        "the checkpoint's, or bytes.", "data", may_change=True,
+    )  # fmt: skip
+    pack: str = flag(
+        "", "Rows of whole documents in place of windows that cut them; empty: with a tokenizer "
+        "other than bytes.", "data", choices=["", "true", "false"],
+    )  # fmt: skip
+    seq_len: int = flag(128, "Tokens of context.", "data", at_least=1)
+
+    def load(self, tokenizer: Tokenizer) -> Dataset:
+        """The text as examples. Raises DataError if it is not here."""
+        where = (self.dataset, self.text_column, self.seq_len)
+        return texts.load(*where, tokenizer, self.pack, self.eval_dataset)
+
+
+# Each entry's recipe calls these three with what its zoo file offers.
+
+
+def size_flag(sizes: Iterable[str] = ()) -> str:
+    """--size: one of SIZES."""
+    return flag(
+        "", "Size of the model; empty: small, or that of the checkpoint.", "model",
+        choices=["", *sizes],
+    )  # fmt: skip
+
+
+def remat_flag(policies: Iterable[str] = ()) -> str:
+    """--remat: one of REMAT."""
+    return flag(
+        "", "What a layer keeps for its backward pass; empty: the size's default.", "model",
+        choices=["", *policies], may_change=True,
+    )  # fmt: skip
+
+
+def lora_targets_flag(targets: Iterable[str] = ()) -> str:
+    """--lora_targets: some of Config.lora_targets."""
+    return flag(
+        "all", f"Weights that have an adapter: all, or some of {','.join(targets)}.", "model"
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class Flags:
+    """Flags of the model and its optimizer. A recipe's subclass names the choices of its entry."""
+
+    size: str = size_flag()
+    dtype: str = flag(
+        "", "Type of activations and matmuls; empty: bfloat16 on accelerators, else float32.",
+        "model", choices=["", "float32", "bfloat16"], may_change=True,
+    )  # fmt: skip
+    remat: str = remat_flag()
+    lora_rank: int = flag(
+        0, "Train adapters (LoRA) of this rank beside the frozen weights of --restore_from; 0: all "
+        "parameters.", "model", at_least=0,
+    )  # fmt: skip
+    lora_alpha: float = flag(
+        0.0, "Adapters count lora_alpha / lora_rank times; 0: twice the rank.", "model",
+        at_least=0.0,
+    )  # fmt: skip
+    lora_targets: str = lora_targets_flag()
+    base: str = flag(
+        "", "Where the base model of an adapter is now, if it has moved.", "checkpoints",
+        may_change=True,
+    )  # fmt: skip
+    optimizer: str = flag(
+        "adamw", "Optimizer; muon has Adam for all but hidden matrices.", "optimizer",
+        choices=OPTIMIZERS,
+    )  # fmt: skip
+    warmup_steps: int = flag(
+        40, "Steps in which the learning rate rises to its peak. With --restore_from the default is at "
+        "most a tenth of --steps, and that of --learning_rate 5e-5, or 5e-4 with LoRA.", "optimizer",
+        at_least=0,
+    )  # fmt: skip
+    weight_decay: float = flag(
+        0.1, "Decay of matrices, times the learning rate, a step.", "optimizer", at_least=0.0
+    )
+    clip_norm: float = flag(1.0, "Largest global norm of a gradient.", "optimizer", at_least=1e-9)
+    accumulate: int = flag(
+        1, "Gradient-accumulation microbatches in a batch.", "optimizer", at_least=1
+    )

@@ -1,0 +1,159 @@
+"""The recipe of every language model. Read `main` from top to bottom: it is the whole run."""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+from data.tokenizer import Tokenizer
+from recipes.common import checkpoint, entries
+from recipes.common.analysis import flops
+from recipes.common.checkpoint import Source, flags_of, open_run
+from recipes.common.language.flags import Flags, Text
+from recipes.common.language.sample import Sample
+from recipes.common.runtime import Run, UserError, make_mesh, print0
+from recipes.common.sharding import Layout, Tree, make_layout
+from recipes.common.train.evaluation import in_words
+from recipes.common.train.loop import finish, fit
+from recipes.common.train.optimizer import LearningRate, hidden_matrices, make_optimizer
+from recipes.common.train.step import TrainStep
+from zoo.attention import attention_kernels
+
+# For --optimizer=muon: logical axes that tell hidden matrices from other weights. Each layer, expert
+# and adapter has matrices of its own.
+MATRICES = {"ends": ("vocab",), "stacks": ("layers", "expert"), "ranks": ("lora",)}
+
+
+def main(
+    entry: str,
+    run: Run,
+    text: Text,
+    flags: Flags,
+    sample: Sample,
+    change: Callable[[Any, Any], Any] | None = None,
+    summary: Callable[[Tree], str] | None = None,
+) -> None:
+    """Trains a language model, evaluates it and lets it write.
+
+    Args:
+      entry: the model's name in entries.py.
+      change: (Config, flags) → the Config that the entry's own flags ask for.
+      summary: figures of the held-out text, name → (sum, count) → a line on them.
+    """
+    # ---- Model and mesh: checked together before anything is allocated or written ----------------
+    mesh = make_mesh(run.mesh)
+    folder = open_run(entry, run, text, flags, sample)  # what to resume or start from
+    tokenizer = checkpoint.tokenizer_for(text.tokenizer, folder.start)
+    config = model_config(entry, flags, folder.start, tokenizer, mesh.devices.flat[0].platform)
+    config = change(config, flags) if change else config
+    prompt = sample.begin(tokenizer)
+    model = entries.model(entry)  # a class, such as zoo.transformer.Transformer
+    layout = make_layout(  # a NamedSharding for every array: logical axes → rules → mesh axes
+        model, config, mesh, run.rules,
+        seed=run.seed, batch_size=run.batch_size, microbatches=flags.accumulate,
+    )  # fmt: skip
+
+    # ---- Data: batch k is a pure function of (seed, k), on any mesh and number of processes ------
+    corpus = text.load(tokenizer)
+    segments = "segment_ids" in corpus.filler
+    for note in [*corpus.notes, *attention(layout, text.seq_len, segments)]:
+        print0(note)
+
+    # ---- Step: (state, batch) → (state, metrics), a pure function --------------------------------
+    lr = LearningRate(run.learning_rate, flags.warmup_steps, run.steps, run.schedule)
+    matrices = hidden_matrices(layout, **MATRICES)
+    optimizer = make_optimizer(flags.optimizer, lr, flags.weight_decay, flags.clip_norm, matrices)
+    step = TrainStep(layout, optimizer, lr, flags.accumulate, run.skip_nonfinite > 0)
+
+    # ---- State and training: compiled once for the layout, each shard made on its own device -----
+    sequence = flops.decoder(config, text.seq_len)["causal"]
+    state, log, figures = fit(run, folder, step, corpus, tokenizer, example_flops=sequence)
+
+    # ---- What it has learned ---------------------------------------------------------------------
+    print0(f"Held-out {in_words(figures, corpus.held_out_bytes)}.")
+    if summary:
+        print0(summary(figures))
+    if sample.sample_bytes:
+        print0(*sample.write(model, layout, state, tokenizer, prompt, text, run.seed))
+    finish(folder, layout, log)
+
+
+def model_config(
+    entry: str, flags: Flags, start: Source | None, tokenizer: Tokenizer, platform: str
+) -> Any:
+    """The entry's Config: the architecture, and how to compute it.
+
+    Args:
+      start: what the run begins from, if anything; it has the architecture unless --size is given.
+      platform: the mesh's, which decides the default of --dtype.
+
+    Raises UserError for flags that don't fit together.
+    """
+    zoo = entries.zoo_file(entry)
+    if start and not flags.size:
+        config = checkpoint.config_of(start)
+    else:
+        config = zoo.SIZES[flags.size or "small"]()
+        if tokenizer.files:  # bytes take the size's own vocabulary
+            config = dataclasses.replace(config, vocab_size=tokenizer.size)
+    dtype = flags.dtype or ("float32" if platform == "cpu" else "bfloat16")
+    adapters = lora_fields(flags, zoo.Config.lora_targets)
+    return dataclasses.replace(config, dtype=dtype, remat=flags.remat or config.remat, **adapters)
+
+
+def lora_fields(flags: Flags, known: tuple[str, ...]) -> dict[str, Any]:
+    """Config's LoRA fields, from the flags. Raises UserError if the flags don't fit together.
+
+    Args:
+      known: the weights that may have an adapter.
+    """
+    if not flags.lora_rank:
+        if flags.lora_alpha or flags.lora_targets != "all":
+            name = "lora_alpha" if flags.lora_alpha else "lora_targets"
+            raise UserError(
+                f"--{name}={getattr(flags, name)} is of adapters, and --lora_rank=0 trains none; "
+                "add, for example, --lora_rank=8"
+            )
+        return {"lora_rank": 0}
+    wanted = known if flags.lora_targets == "all" else flags.lora_targets.split(",")
+    for name in wanted:
+        if name not in known:
+            raise UserError(
+                f"--lora_targets={flags.lora_targets} has {name!r}; use all, or some of "
+                f"{','.join(known)}"
+            )
+    return {
+        "lora_rank": flags.lora_rank,
+        "lora_alpha": flags.lora_alpha or 2.0 * flags.lora_rank,
+        "lora_targets": tuple(name for name in known if name in wanted),
+    }
+
+
+def attention(layout: Layout, seq_len: int, segments: bool) -> list[str]:
+    """A line for the report that names the attention kernels; none on CPUs, which have only one."""
+    with layout.trace():
+        found = attention_kernels(layout.config, seq_len, segments)
+    described = " and ".join(dict.fromkeys(text for _, text in found))
+    return [] if described == "xla" else [f"attention: {described}"]
+
+
+def fine_tuning(
+    entry: str, new: tuple[Run, Text, Flags, Sample], run: Run, _: Text, flags: Flags, __: Sample
+) -> tuple[Run, Text, Flags, Sample]:
+    """Flag defaults for this command line; fine-tuning lowers the learning rate and warmup.
+
+    Args:
+      new: the defaults for training a new model.
+      run, flags: as the command line has them.
+    """
+    before = flags_of(entry, run.workdir)
+    if not run.steps or not (run.restore_from or before.get("restore_from")):
+        return new
+    new_run, text, new_flags, sample = new
+    # A new model's learning rate would undo what the parameters have learned.
+    rate = 5e-4 if flags.lora_rank else 5e-5
+    # A warmup of one step would be a step at a rate of 0.
+    warmup = min(new_flags.warmup_steps, run.steps // 10) if run.steps >= 20 else 0
+    # A resumed run keeps the values that it began with, whatever --steps is now.
+    lower_run = dataclasses.replace(new_run, learning_rate=before.get("learning_rate", rate))
+    lower_flags = dataclasses.replace(new_flags, warmup_steps=before.get("warmup_steps", warmup))
+    return lower_run, text, lower_flags, sample

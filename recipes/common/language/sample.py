@@ -1,0 +1,65 @@
+"""The text that a language model writes at the end of a run."""
+
+import dataclasses
+
+import numpy as np
+from flax import nnx
+
+from data.tokenizer import START, Tokenizer
+from recipes.common.generation import Generator, Sampling
+from recipes.common.language.flags import Text
+from recipes.common.runtime import flag, quote
+from recipes.common.sharding import Layout, Tree, make_layout
+
+
+@dataclasses.dataclass(frozen=True)
+class Sample:
+    """Flags of the text that a model writes at the end of a run."""
+
+    prompt: str = flag("", "Start of the sample at the end.", may_change=True)
+    chat: bool = flag(
+        False, "Give --prompt to the model as a user's message, by its chat template.",
+        may_change=True,
+    )  # fmt: skip
+    sample_bytes: int = flag(
+        400, "Length of the sample, in bytes, or in tokens of another tokenizer; 0: none.",
+        at_least=0, may_change=True,
+    )  # fmt: skip
+    temperature: float = flag(
+        0.8, "Temperature of the sample; 0 takes the likeliest token.", at_least=0.0,
+        may_change=True,
+    )  # fmt: skip
+
+    def begin(self, tokenizer: Tokenizer) -> np.ndarray:
+        """What the sample starts with: --prompt as a document's beginning, or as a user's message."""
+        if self.chat:
+            return tokenizer.ask([{"role": "user", "content": self.prompt}])
+        return tokenizer.prompt(self.prompt)
+
+    def write(
+        self,
+        model: type[nnx.Module],
+        layout: Layout,
+        state: Tree,
+        tokenizer: Tokenizer,
+        prompt: np.ndarray,
+        text: Text,
+        seed: int,
+    ) -> list[str]:
+        """Lines that show what the model writes after the prompt, and whether it ended it itself.
+
+        A position attends to the last `text.seq_len` tokens, as many as it has seen in training.
+        """
+        window = min(text.seq_len, layout.config.sliding_window or text.seq_len)
+        config = dataclasses.replace(layout.config, sliding_window=window)
+        layout = make_layout(model, config, layout.mesh, layout.table)
+        vocabulary = tokenizer.size if tokenizer.files else START  # bytes write no other start
+        chosen = Sampling(self.temperature, seed=seed)
+        generator = Generator(layout, state, chosen, tokenizer.end, vocabulary)
+        written = [int(token) for (token,) in generator([prompt], self.sample_bytes)]
+        begin = [] if self.chat else prompt  # of a conversation, the answer alone
+        shown = quote(tokenizer.decode([*begin, *written]))
+        return [
+            "Sample, ended by the model:" if written[-1] in tokenizer.end else "Sample:",
+            *shown,
+        ]
