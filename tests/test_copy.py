@@ -24,7 +24,7 @@ from tests.quick import XLA_FLAGS
 
 ZOO = ROOT / "zoo"
 
-# What someone writes around a copy, with nothing but jax, flax and numpy.
+# A user's code around a copy, with nothing but jax, flax and numpy.
 TRAIN = """
 import jax
 import numpy as np
@@ -110,7 +110,7 @@ def check_training(entry: str, module: str, folder: pathlib.Path, monkeypatch, c
 
 @pytest.mark.parametrize("entry", full_except(ENTRIES, SMALLEST))
 def test_a_copied_entry_trains_alone(entry, tmp_path, monkeypatch):
-    """By `cp`, as README.md does it: the folder becomes a package without an __init__.py."""
+    """Copies by `cp`, like README.md: the folder becomes a package without an __init__.py."""
     folder = tmp_path / "mine"
     folder.mkdir()
     subprocess.run(["cp", *closure(ZOO / f"{entry}.py"), folder], check=True)
@@ -119,7 +119,7 @@ def test_a_copied_entry_trains_alone(entry, tmp_path, monkeypatch):
 
 
 def test_a_closure_is_what_an_entry_imports():
-    """As Python sees it."""
+    """Compares it with the modules that Python loads."""
     code = f"""
 import importlib, sys
 for entry in {[*ENTRIES]}:
@@ -209,7 +209,7 @@ def test_one_file_computes_what_the_zoo_computes(entry, merged):
             params, rest = nnx.split_state(state, nnx.Param, ...)
 
             def mean(params, rest, batch, graph=graph):
-                total, count, _ = nnx.merge(graph, params, rest).loss(**batch)
+                total, count, _ = nnx.merge(graph, params, rest, copy=True).loss(**batch)
                 return total / count
 
             step = jax.jit(jax.value_and_grad(mean))
@@ -260,7 +260,7 @@ def test_one_file_reads_like_an_entry(entry, merged):
 
 
 def _comments(text: str) -> list[str]:
-    """All but headings of sections, which go with what they stand over."""
+    """All comments except headings, which one_file drops with an empty section."""
     tokens = tokenize.generate_tokens(io.StringIO(text).readline)
     found = [token.string for token in tokens if token.type == tokenize.COMMENT]
     return [comment for comment in found if not comment.startswith("# ----")]

@@ -144,7 +144,7 @@ def test_examples_in_docstrings_are_true(path):
 
 SHARED_FILES = [path for path in ZOO if path.stem not in entries.ENTRIES]
 LAYER = {"Layer", "Block"}  # an entry's layers stand between its Config and its model
-# The definitions with which a reader of a file begins; of an entry, it is the model.
+# The definitions that a reader of a file should meet first.
 MAIN = {
     "sharding": ["complete", "constrain"],
     "strategies": [],  # tables alone
@@ -206,7 +206,7 @@ def test_a_shared_file_holds_functions_and_leaf_modules(path):
 
 @pytest.mark.parametrize("path", ZOO, ids=str)
 def test_nothing_in_the_zoo_is_registered(path):
-    """What a model computes is found by reading it: no table is filled while files are imported."""
+    """A reader can see what a model computes: no table is filled while files are imported."""
     tree = tree_of(path)
     ours = {*definitions(tree), *(name for node in tree.body for name in assigned(node))}
     for node in ast.walk(tree):
@@ -268,7 +268,7 @@ def test_no_two_zoo_files_share_six_lines(code_alone):
 
 @pytest.mark.parametrize("path", ZOO, ids=str)
 def test_a_main_definition_comes_before_its_helpers(path):
-    """But for what Python needs above it: the types in its annotations, and an entry's layers."""
+    """Exceptions: types that its annotations name, and an entry's layers."""
     found = definitions(tree_of(path))
     for main in MAIN[path.stem]:
         reached, todo = set(), {main}

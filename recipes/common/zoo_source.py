@@ -1,9 +1,9 @@
 """The source code of a zoo entry: the files that it needs, and all of them as one file.
 
 An entry and the files that it imports, directly or through others, are its *closure*. `one_file`
-merges a closure. What it writes reads like an entry: docstring, Config, model and RULES are the
-entry's, in its order, and the shared files stand between the model and RULES. What runs when a file
-is imported (decorators, defaults, annotations, constants) finds what it needs above itself.
+merges a closure. The result reads like an entry: docstring, Config, model and RULES are the entry's,
+in its order, and the shared files stand between the model and RULES. Code that runs at import
+(decorators, defaults, annotations, constants) comes after the definitions that it needs.
 """
 
 import ast
@@ -172,7 +172,7 @@ class Source:
         return [*found, *self._comments(lines, after, len(lines))]
 
     def _comments(self, lines: list[str], start: int, stop: int) -> Iterator["Piece"]:
-        """Those that blank lines set apart from every statement."""
+        """Comments that blank lines set apart from every statement."""
         first = None
         for number in range(start, stop + 1):
             if number < stop and lines[number]:
@@ -182,7 +182,7 @@ class Source:
                 first = None
 
     def around_helpers(self) -> tuple[list["Piece"], list["Piece"]]:
-        """An entry's pieces: those before the shared files, and its tables of rules at the end."""
+        """An entry's pieces: all up to its helpers, and the rules at its end."""
         pieces, tables = self.pieces[1:], (ast.Assign, ast.AnnAssign, type(None))
         split = len(pieces)
         while split and isinstance(pieces[split - 1].node, tables):
