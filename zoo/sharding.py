@@ -18,9 +18,8 @@ from flax import nnx
 from flax.core.spmd import get_logical_axis_rules
 from jax.sharding import AxisType, PartitionSpec
 
-Rules = dict[
-    str, str | tuple[str, ...] | None
-]  # logical axis → mesh axis, several of them, or None
+# Logical axis → a mesh axis, several of them, or None.
+Rules = dict[str, str | tuple[str, ...] | None]
 
 
 def complete(logical_axes: dict[str, str], tables: dict[str, Rules]) -> dict[str, Rules]:
