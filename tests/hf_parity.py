@@ -114,6 +114,7 @@ NOT_GOLDEN = {"qwen3_window", "qwen2_window", "odd_mixtral", "odd_qwen3_moe"}
 ADAPTERS = {  # golden model → modules with an adapter of PEFT's
     "llama3": [*("q_proj", "k_proj", "v_proj", "o_proj"), *("gate_proj", "up_proj", "down_proj")],
     "qwen3": ["q_proj", "v_proj", "down_proj"],
+    "mixtral": ["q_proj", "k_proj", "v_proj", "o_proj"],  # experts have no adapters here
 }
 
 SIZES = dict(
@@ -220,10 +221,11 @@ def compare_adapter(name: str, work: pathlib.Path) -> None:
     base, theirs, back = GOLDEN / name, work / f"{name}_lora", work / f"{name}_lora_back"
     make_adapter(base, ADAPTERS[name], theirs)
     wanted, without = their_logits(base, theirs), their_logits(base)
-    found = [np.abs(our_logits(theirs, *on, f"hf:{base}") - wanted).max() for on in MESHES]
+    meshes = FAMILIES[name].meshes
+    found = [np.abs(our_logits(theirs, *on, f"hf:{base}") - wanted).max() for on in meshes]
     adapter = checkpoint.find(theirs, base=f"hf:{base}").adapter
-    factors = params_of_adapter(adapter)
-    hf.write_adapter(back, "transformer", adapter.config, str(base), lambda path: factors[path])
+    entry, factors = adapter.metadata["entry"], params_of_adapter(adapter)
+    hf.write_adapter(back, entry, adapter.config, str(base), lambda path: factors[path])
     again = np.abs(their_logits(base, back) - wanted).max()
     print(
         f"{name}_lora: the adapter changes logits by {np.abs(wanted - without).max():.1f}; merged, "

@@ -19,42 +19,71 @@ from flax import nnx
 
 import recipes.hf
 from data.tokenizer import BYTES, from_files
-from recipes.common import checkpoint, hf
+from recipes.common import checkpoint, entries, hf
 from recipes.common.analysis import flops, report
 from recipes.common.checkpoint import adapter
 from recipes.common.language import MATRICES
 from recipes.common.runtime.errors import UserError
 from recipes.common.runtime.mesh import make_mesh
-from recipes.common.sharding.abstract import nested, paths
+from recipes.common.sharding.abstract import nested, paths, variables_of
 from recipes.common.sharding.layout import make_layout
 from recipes.common.sharding.rules import used_axes
 from recipes.common.train.feed import to_devices
 from recipes.common.train.optimizer import LearningRate, hidden_matrices
+from recipes.common.train.resume import given
 from recipes.common.train.state import abstract_state, new_params, new_state
 from recipes.common.train.step import TrainStep
 from tests.conftest import full_except
 from tests.entries import BATCH, ENTRIES, OPTIMIZER, compile_step
-from tests.hf_parity import ADAPTERS, GOLDEN, MESHES, TOKENS_BT, TOLERANCE, our_logits, params_of
+from tests.hf_parity import (
+    ADAPTERS,
+    FAMILIES,
+    GOLDEN,
+    TOKENS_BT,
+    TOLERANCE,
+    our_logits,
+    params_of,
+)
 from tests.quick import QUICK
 from tests.quick import quick as quick
 from tests.runs import TINY, assert_bit_equal, saving, state_of
 from tests.small_tokenizers import byte_level, metaspace
 from tests.test_meshes import GRADIENT_TOLERANCE, LOSS_TOLERANCE, difference
+from zoo import moe
 from zoo.layers import project
-from zoo.transformer import RULES, Config, Transformer
+from zoo.transformer import Config, Transformer
 
 PLAIN = Config.tiny()
-LORA = dataclasses.replace(PLAIN, lora_rank=4, lora_alpha=12.0)
+ADAPTED = {"lora_rank": 4, "lora_alpha": 12.0}
+LORA = dataclasses.replace(PLAIN, **ADAPTED)
 ODD = Config(  # heads and vocabulary that no mesh axis divides
     331, 64, 2, num_heads=9, num_kv_heads=3, head_dim=8, mlp=200, qkv_bias=True, qk_norm=True,
     lora_rank=3, lora_targets=("q", "v", "o", "down"),
 )  # fmt: skip
-CONFIGS = {"tiny": LORA, "odd": ODD}
+CONFIGS = {
+    "tiny": LORA,
+    "odd": ODD,
+    "moe": dataclasses.replace(moe.Config.tiny(), **ADAPTED),
+    # With a bias for each expert: buffers, which training moves beside the adapters.
+    "biases": dataclasses.replace(moe.Config.tiny(), balance_rate=0.01, **ADAPTED),
+}
 CASES = [("tiny", "4x2"), ("tiny", "1x8"), ("tiny", "2x2x2"), ("odd", "1x8")]
+CASES += [("biases", "data=2,expert=4")]
 
 
-def layout_of(config: Config, mesh: str = "1x1", rules: str | None = None):
-    return make_layout(Transformer, config, make_mesh(mesh), rules, batch_size=BATCH)
+def entry_of(config) -> str:
+    return {Config: "transformer", moe.Config: "moe"}[type(config)]
+
+
+def plain(config):
+    """Without adapters."""
+    default = type(config).lora_targets
+    return dataclasses.replace(config, lora_rank=0, lora_alpha=16.0, lora_targets=default)
+
+
+def layout_of(config, mesh: str = "1x1", rules: str | None = None):
+    model = entries.model(entry_of(config))
+    return make_layout(model, config, make_mesh(mesh), rules, batch_size=BATCH)
 
 
 @functools.cache
@@ -72,7 +101,7 @@ def variables(name: str) -> dict:
 
 @functools.cache
 def merged(name: str) -> dict:
-    """{"params"} of the plain model, with A·B added in NumPy."""
+    """The variables of the plain model, with A·B added in NumPy."""
     config, found = CONFIGS[name], variables(name)
     params, factors = paths(found["base"]), paths(found["params"])
     for path, a in factors.items():
@@ -81,11 +110,15 @@ def merged(name: str) -> dict:
             product = np.stack([np.tensordot(a, b, 1) for a, b in layers])
             weight = path.removesuffix("/a").replace("/lora", "")
             params[weight] = params[weight] + product * (config.lora_alpha / config.lora_rank)
-    return {"params": nested(params)}
+    return {"params": nested(params)} | buffers(found)
+
+
+def buffers(variables: dict) -> dict:
+    return {kind: tree for kind, tree in variables.items() if kind == "buffers"}
 
 
 @functools.cache
-def program(config: Config):
+def program(config):
     layout = layout_of(config)
     forward = lambda v, t: layout.model.merge(v)(t)  # noqa: E731
     return layout, layout.compile(
@@ -94,7 +127,7 @@ def program(config: Config):
     )  # fmt: skip
 
 
-def logits(config: Config, variables: dict) -> np.ndarray:
+def logits(config, variables: dict) -> np.ndarray:
     layout, forward = program(config)
     return np.asarray(forward(*jax.device_put((variables, TOKENS_BT), layout.replicated)))
 
@@ -102,18 +135,25 @@ def logits(config: Config, variables: dict) -> np.ndarray:
 # ---- the model -----------------------------------------------------------------------------------
 
 
-def test_step_0_is_the_base_exactly():
-    new, base = jax.device_get(new_params(layout_of(LORA))), variables("tiny")["base"]
-    assert paths(new).keys() == paths(variables("tiny")["params"]).keys()
-    assert np.std(new["layers"]["mlp"]["lora"]["down"]["a"]) == pytest.approx(128**-0.5, rel=0.1)
-    found = logits(LORA, {"params": new, "base": base})
-    np.testing.assert_array_equal(found, logits(PLAIN, {"params": base}))
+@pytest.mark.parametrize("name", full_except(["tiny", "biases"], ["tiny"]))
+def test_step_0_is_the_base_exactly(name):
+    config, every = CONFIGS[name], variables(name)
+    new = jax.device_get(new_params(layout_of(config)))
+    assert paths(new).keys() == paths(every["params"]).keys()
+    a = new["layers"]["attention"]["lora"]["o"]["a"]
+    assert np.std(a) == pytest.approx(128**-0.5, rel=0.1), "of 16 heads of 8 dims"
+    found = logits(config, every | {"params": new})
+    base = {"params": every["base"]} | buffers(every)
+    np.testing.assert_array_equal(found, logits(plain(config), base))
 
 
-def test_merged_logits_are_those_of_base_and_adapter(strict):
-    apart = logits(LORA, variables("tiny"))
-    assert np.abs(apart - logits(PLAIN, {"params": variables("tiny")["base"]})).max() > 0.1
-    np.testing.assert_allclose(logits(PLAIN, merged("tiny")), apart, rtol=0, atol=TOLERANCE)
+@pytest.mark.parametrize("name", full_except(["tiny", "biases"], ["tiny"]))
+def test_merged_logits_are_those_of_base_and_adapter(name, strict):
+    config, every = CONFIGS[name], variables(name)
+    apart = logits(config, every)
+    base = {"params": every["base"]} | buffers(every)
+    assert np.abs(apart - logits(plain(config), base)).max() > 0.1
+    np.testing.assert_allclose(logits(plain(config), merged(name)), apart, rtol=0, atol=TOLERANCE)
 
 
 def test_only_chosen_weights_have_adapters():
@@ -122,6 +162,17 @@ def test_only_chosen_weights_have_adapters():
     assert names == {"q", "v", "o", "down"}
     assert paths(found)["layers/attention/lora/o/a"].shape == (2, 9, 8, 3)
     assert layout_of(dataclasses.replace(ODD, lora_rank=0)).model.shapes.keys() == {"params"}
+
+
+def test_experts_have_no_adapters():
+    found = layout_of(CONFIGS["moe"]).model.shapes
+    where = {path.rpartition("/lora/")[::2] for path in paths(found["params"])}
+    assert where == {("layers/attention", f"{name}/{factor}") for name in "qkvo" for factor in "ab"}
+    assert {*found["base"]["layers"]["experts"]} == {"router", "gate", "up", "down"}
+    for target in ("gate", "up", "down", "router"):
+        said = f"lora_targets has {target!r}, which is not one of q, k, v, o"
+        with pytest.raises(ValueError, match=said):
+            dataclasses.replace(CONFIGS["moe"], lora_targets=("q", target))
 
 
 def test_in_bfloat16_what_an_adapter_adds_is_not_lost_in_the_weight(strict):
@@ -142,18 +193,22 @@ def test_in_bfloat16_what_an_adapter_adds_is_not_lost_in_the_weight(strict):
     np.testing.assert_allclose(found.astype(np.float32), 3e-3, rtol=1e-2)
 
 
-@pytest.mark.parametrize("mesh", ["4x2", "2x2x2"])
-def test_adapters_lie_as_reviewed(mesh, golden):
-    lines = []
-    for strategy, table in RULES.items():
-        if (mesh == "2x2x2") == ("fsdp" in used_axes(table)):
+@pytest.mark.parametrize(
+    ("name", "mesh"),
+    [("tiny", "4x2"), ("tiny", "2x2x2"), ("moe", "4x2"), ("moe", "data=2,expert=4")],
+)
+def test_adapters_lie_as_reviewed(name, mesh, golden):
+    lines, entry = [], entry_of(CONFIGS[name])
+    there = {*make_mesh(mesh).axis_names}
+    for strategy, table in entries.zoo_file(entry).RULES.items():
+        if used_axes(table) <= there and there & {"fsdp", "expert"} <= used_axes(table):
             lines.append(strategy)
-            layout = layout_of(LORA, mesh, strategy)
+            layout = layout_of(CONFIGS[name], mesh, strategy)
             axes = paths(layout.model.axes["params"])
             for path, variable in paths(layout.variables()["params"]).items():
                 spec = ", ".join("-" if x is None else str(x) for x in variable.sharding.spec)
                 lines.append(f"  {path:<30} ({', '.join(axes[path])}) → ({spec})")
-    golden(f"transformer_lora_{mesh}_specs.txt", "\n".join(lines) + "\n")
+    golden(f"{entry}_lora_{mesh}_specs.txt", "\n".join(lines) + "\n")
 
 
 def test_a_table_may_shard_the_rank():
@@ -173,8 +228,9 @@ def trained(name: str, mesh: str):
     abstract = abstract_state(layout, OPTIMIZER)
     begin = new_state(layout, OPTIMIZER, 0, variables(name))
     state = jax.tree.map(lambda x, a: jax.device_put(x, a.sharding), begin, abstract)
-    step, losses, grads = compile_step("transformer", layout), [], []
-    for batch in ENTRIES["transformer"].batches[:3]:
+    entry = entry_of(CONFIGS[name])
+    step, losses, grads = compile_step(entry, layout), [], []
+    for batch in ENTRIES[entry].batches[:3]:
         state, mean, grad = step(state, to_devices(batch, layout))
         losses.append(float(mean))
         grads.append(jax.device_get(grad))
@@ -193,6 +249,8 @@ def test_meshes_agree_on_losses_and_gradients(name, mesh):
             assert difference(value, paths(want)[path]) < GRADIENT_TOLERANCE, path
     for path, value in paths(state["base"]).items():
         np.testing.assert_array_equal(value, paths(variables(name)["base"])[path], err_msg=path)
+    for path, value in paths(buffers(state)).items():
+        assert np.abs(value - paths(buffers(variables(name)))[path]).max() > 0, "moved by training"
     moments = {k for k in paths(state["opt_state"]) if "/mu/" in k}
     assert len(moments) == len(paths(state["params"]))
     where = paths(abstract["params"])
@@ -214,19 +272,30 @@ def test_the_report_says_what_is_trained():
     assert flops.decoder(plain, 64)["causal"] == 6 * 64 * flops.matmul_params(smol) + attention
 
 
+WIDE = {"num_heads": 4, "num_kv_heads": 4, "head_dim": 64, "mlp": 1_024}
+
+
 @pytest.mark.full
-def test_a_step_holds_no_gradient_of_a_frozen_weight(quick):
+@pytest.mark.parametrize(
+    "config",
+    [
+        Config(384, 256, 4, **WIDE, lora_rank=2),
+        moe.Config(384, 256, 4, **WIDE, num_experts=2, experts_per_token=1, lora_rank=2),
+    ],
+    ids=entry_of,
+)
+def test_a_step_holds_no_gradient_of_a_frozen_weight(config, quick):
     """Nor a copy of the base: the state's memory is used again."""
-    wide = Config(384, 256, 4, num_heads=4, num_kv_heads=4, head_dim=64, mlp=1_024, lora_rank=2)
     held = {}
     for rank in (0, 2):
-        layout = layout_of(dataclasses.replace(wide, lora_rank=rank))
+        layout = layout_of(dataclasses.replace(config, lora_rank=rank))
         layout = dataclasses.replace(layout, batch_size=1)
         lr = LearningRate(1e-3, warmup=1, steps=10)
         step = TrainStep(layout, OPTIMIZER, lr)
         example = {"tokens": np.zeros(16, np.int32), "targets": np.zeros(16, np.int32)}
         held[rank] = step.lower(step.abstract_state(), example).compile().memory_analysis()
-    layers = 4 * 4 * (4 * 256 * 256 + 3 * 256 * 1_024)  # bytes of their matrices
+    experts = getattr(config, "num_experts", 1)
+    layers = 4 * 4 * (4 * 256 * 256 + experts * 3 * 256 * 1_024)  # bytes of their matrices
     assert held[0].temp_size_in_bytes > layers
     assert held[2].temp_size_in_bytes < layers / 2
     assert held[2].alias_size_in_bytes > layers
@@ -253,18 +322,30 @@ class Disk(NamedTuple):
 
 
 @pytest.fixture(scope="module")
-def made(tmp_path_factory) -> Disk:
-    folder = tmp_path_factory.mktemp("lora")
-    base, run, found = folder / "base", folder / "run", variables("tiny")
-    facts = checkpoint.metadata("transformer", layout_of(PLAIN), {"seq_len": 99})
-    checkpoint.write(base, {"params": jax.device_put(found["base"])}, facts | {"step": 7})
-    layout = layout_of(LORA)
-    state = jax.device_put(new_state(layout, OPTIMIZER, 0, found), layout.replicated)
-    facts = checkpoint.metadata("transformer", layout, {"seq_len": 8})
-    facts["base"] = adapter.named(checkpoint.find(base), str(base))
-    with saving(run, "transformer", facts) as saver:
-        saver.save(5, state)
-    return Disk(base, run, jax.device_get(state))
+def saved(tmp_path_factory):
+    """A function of a name in CONFIGS: its adapter on disk, and what it holds."""
+
+    @functools.cache
+    def save(name: str) -> Disk:
+        folder, config, found = tmp_path_factory.mktemp("lora"), CONFIGS[name], variables(name)
+        base, run, entry = folder / "base", folder / "run", entry_of(config)
+        facts = checkpoint.metadata(entry, layout_of(plain(config)), {"seq_len": 99})
+        whole = {"params": found["base"]} | jax.tree.map(lambda x: x - 1, buffers(found))
+        checkpoint.write(base, jax.device_put(whole), facts | {"step": 7})
+        layout = layout_of(config)
+        state = jax.device_put(new_state(layout, OPTIMIZER, 0, found), layout.replicated)
+        facts = checkpoint.metadata(entry, layout, {"seq_len": 8})
+        facts["base"] = adapter.named(checkpoint.find(base), str(base))
+        with saving(run, entry, facts) as saver:
+            saver.save(5, state)
+        return Disk(base, run, jax.device_get(state))
+
+    return save
+
+
+@pytest.fixture(scope="module")
+def made(saved) -> Disk:
+    return saved("tiny")
 
 
 @pytest.fixture
@@ -274,10 +355,12 @@ def disk(made, tmp_path) -> Disk:
     return Disk(tmp_path / "copy" / "base", tmp_path / "copy" / "run", made.state)
 
 
-def test_an_adapter_is_saved_alone(made):
-    saved = state_of(made.run, 5)
-    assert saved.keys() == paths({k: v for k, v in made.state.items() if k != "base"}).keys()
-    assert all("/lora/" in path for path in saved if path.startswith("params/"))
+@pytest.mark.parametrize("name", full_except(["tiny", "moe", "biases"], ["tiny"]))
+def test_an_adapter_is_saved_alone(name, saved):
+    made = saved(name)
+    there = state_of(made.run, 5)
+    assert there.keys() == paths({k: v for k, v in made.state.items() if k != "base"}).keys()
+    assert all("/lora/" in path for path in there if path.startswith("params/"))
     found = checkpoint.find(made.run)
     assert found.metadata["base"]["path"] == str(made.base)
     assert len(found.metadata["base"]["sha256"]) == 64
@@ -285,18 +368,25 @@ def test_an_adapter_is_saved_alone(made):
     assert found.metadata["context"] == 99, "the base's, not that of the adapter's data"
 
 
-@pytest.mark.parametrize(
-    ("mesh", "rules"), full_except([("4x2", "fsdp_tp"), ("1x8", "tp")], [("1x8", "tp")])
-)
-def test_it_is_restored_merged_on_any_mesh(mesh, rules, made):
+RESTORED = [
+    ("tiny", "4x2", "fsdp_tp"),
+    ("tiny", "1x8", "tp"),
+    ("moe", "data=2,expert=4", "fsdp_ep"),
+    ("biases", "data=2,expert=2,model=2", "fsdp_ep_tp"),
+]
+
+
+@pytest.mark.parametrize(("name", "mesh", "rules"), full_except(RESTORED, RESTORED[1:2]))
+def test_it_is_restored_merged_on_any_mesh(name, mesh, rules, saved):
+    made = saved(name)
     model, metadata = checkpoint.restore(made.run, make_mesh(mesh), rules)
     assert (metadata["step"], model.config.lora_rank) == (5, 0)
-    layout, want = layout_of(PLAIN, mesh, rules), paths(merged("tiny")["params"])
-    found = paths(nnx.to_pure_dict(nnx.state(model)))
-    assert found.keys() == want.keys()
-    for path, leaf in paths(layout.variables()["params"]).items():
-        assert found[path].sharding == leaf.sharding, path
-        np.testing.assert_allclose(found[path], want[path], rtol=0, atol=1e-6, err_msg=path)
+    layout, want = layout_of(plain(CONFIGS[name]), mesh, rules), merged(name)
+    found, want = variables_of(model), paths(want)
+    assert paths(found).keys() == want.keys()
+    for path, leaf in paths(layout.variables()).items():
+        assert paths(found)[path].sharding == leaf.sharding, path
+        np.testing.assert_allclose(paths(found)[path], want[path], rtol=0, atol=1e-6, err_msg=path)
     # As a mesh that has Auto axes, and one parameter alone, as an export reads it.
     auto = jax.make_mesh((8,), ("model",), axis_types=(jax.sharding.AxisType.Auto,))
     leaf = jax.ShapeDtypeStruct(
@@ -304,7 +394,7 @@ def test_it_is_restored_merged_on_any_mesh(mesh, rules, made):
     )
     only = checkpoint.find(made.run).read({"params": nested({"layers/attention/q": leaf})})
     assert paths(only).keys() == {"params/layers/attention/q"}
-    want = want["layers/attention/q"]
+    want = want["params/layers/attention/q"]
     np.testing.assert_allclose(only["params"]["layers"]["attention"]["q"], want, atol=1e-6)
 
 
@@ -334,12 +424,28 @@ def test_the_tokenizer_is_the_adapters_with_what_the_base_knows():
     assert ends(less, {}) == ends(less, metaspace()) == (2,)
 
 
-def test_a_run_resumes_with_its_base_on_another_mesh(made):
-    abstract = abstract_state(layout_of(LORA, "1x8"), OPTIMIZER)
+@pytest.mark.parametrize(
+    ("name", "mesh"),
+    full_except([("tiny", "1x8"), ("biases", "data=2,expert=4")], [("tiny", "1x8")]),
+)
+def test_a_run_resumes_with_its_base_on_another_mesh(name, mesh, saved):
+    made = saved(name)
+    abstract = abstract_state(layout_of(CONFIGS[name], mesh), OPTIMIZER)
     state = checkpoint.find(made.run).read(abstract)
     assert_bit_equal(paths(state), paths(made.state))
     for path, array in paths(state).items():
         assert array.sharding == paths(abstract)[path].sharding, path
+
+
+@pytest.mark.full
+def test_a_new_adapter_begins_with_all_of_its_base(saved):
+    layout = layout_of(CONFIGS["biases"], "data=2,expert=4")
+    begin = given(checkpoint.find(saved("biases").base), layout)
+    assert_bit_equal(paths(begin["base"]), paths(variables("biases")["base"]))
+    want = jax.tree.map(lambda x: x - 1, buffers(variables("biases")))
+    assert_bit_equal(paths(buffers(begin)), paths(want))
+    for path, leaf in paths(layout.variables()).items():
+        assert paths(begin)[path].sharding == leaf.sharding, path
 
 
 def refused(path, said: str, **more) -> None:
@@ -481,7 +587,10 @@ def test_a_run_trains_an_adapter_resumes_and_is_given_on(inside, book, quick, tm
 
 @pytest.mark.parametrize(
     ("name", "mesh"),
-    full_except([(n, m) for n in ADAPTERS for m in MESHES], [("llama3", MESHES[0])]),
+    full_except(
+        [(name, mesh) for name in ADAPTERS for mesh in FAMILIES[name].meshes[:2]],
+        [("llama3", FAMILIES["llama3"].meshes[0])],
+    ),
 )
 def test_logits_with_an_adapter_of_peft_are_theirs(name, mesh):
     wanted = np.load(GOLDEN / f"{name}_lora" / "logits.npy")
@@ -494,37 +603,53 @@ def tensors_of(folder):
     return safetensors.numpy.load_file(folder / "adapter_model.safetensors")
 
 
-def test_ours_are_written_as_peft_writes_them(tmp_path, made):
+@pytest.mark.parametrize(
+    ("base", "name"), full_except([("llama3", "tiny"), ("mixtral", "moe")], [("llama3", "tiny")])
+)
+def test_ours_are_written_as_peft_writes_them(base, name, tmp_path, saved):
     """Theirs, read and written again, is the same; one of our runs is theirs, and comes back."""
-    base = f"hf:{GOLDEN / 'llama3'}"
-    given = recipes.hf.Export(
-        str(GOLDEN / "llama3_lora"), str(tmp_path / "back"), base, adapter=True
-    )
-    recipes.hf.export(given)
-    want, found = tensors_of(GOLDEN / "llama3_lora"), tensors_of(tmp_path / "back")
+    golden, made, lora = GOLDEN / f"{base}_lora", saved(name), CONFIGS[name]
+    path = f"hf:{GOLDEN / base}"
+    recipes.hf.export(recipes.hf.Export(str(golden), str(tmp_path / "back"), path, adapter=True))
+    want, found = tensors_of(golden), tensors_of(tmp_path / "back")
     assert found.keys() == want.keys()
-    for name in want:
-        np.testing.assert_array_equal(found[name], want[name], err_msg=name)
+    for tensor in want:
+        np.testing.assert_array_equal(found[tensor], want[tensor], err_msg=tensor)
     theirs, ours = (
         json.loads((folder / "adapter_config.json").read_text())
-        for folder in (GOLDEN / "llama3_lora", tmp_path / "back")
+        for folder in (golden, tmp_path / "back")
     )
     for key in ("peft_type", "r", "lora_alpha", "bias", "task_type", "use_dora", "use_rslora"):
         assert theirs[key] == ours[key], key
     assert {*theirs["target_modules"]} == {*ours["target_modules"]}
-    assert ours["base_model_name_or_path"] == str(GOLDEN / "llama3")
-    assert checkpoint.find(tmp_path / "back").base.path == GOLDEN / "llama3", "found by its name"
+    assert ours["base_model_name_or_path"] == str(GOLDEN / base)
+    assert checkpoint.find(tmp_path / "back").base.path == GOLDEN / base, "found by its name"
 
     recipes.hf.export(recipes.hf.Export(str(made.run), str(tmp_path / "run"), adapter=True))
     read = checkpoint.find(tmp_path / "run", base=str(made.base))
-    config = checkpoint.store.config_from(Config, read.adapter)
+    config = checkpoint.store.config_from(type(lora), read.adapter)
     assert (config.lora_rank, config.lora_alpha, config.lora_targets) == (
         4,
         12.0,
-        LORA.lora_targets,
+        lora.lora_targets,
     )
-    state = read.read(layout_of(LORA).variables())
+    state = read.read(layout_of(lora).variables())
     assert_bit_equal(paths(state["params"]), paths(made.state["params"]))
+
+
+@pytest.mark.full
+def test_a_peft_adapter_takes_buffers_from_its_base(saved, tmp_path):
+    """The experts' biases. No Hugging Face architecture has them, so exporting them is refused."""
+    moe_run, run = saved("moe"), saved("biases")
+    recipes.hf.export(recipes.hf.Export(str(moe_run.run), str(tmp_path / "peft"), adapter=True))
+    found = checkpoint.find(tmp_path / "peft", base=str(run.base))
+    want = jax.tree.map(lambda x: x - 1, buffers(variables("biases")))
+    for config in (CONFIGS["biases"], plain(CONFIGS["biases"])):  # beside its base, and merged
+        read = found.read(layout_of(config, "data=2,expert=4").variables())
+        assert_bit_equal(paths(buffers(read)), paths(want))
+    with pytest.raises(UserError, match="has balance_rate, a bias of each expert; use a model wit"):
+        recipes.hf.export(recipes.hf.Export(str(run.run), str(tmp_path / "x"), adapter=True))
+    assert not (tmp_path / "x").exists()
 
 
 REFUSED = {
@@ -567,3 +692,15 @@ def test_an_adapter_of_peft_that_does_not_fit_is_refused(peft):
     refused(peft, "adapter_model.safetensors can't be read", base=base)
     file.rename(peft / "adapter_model.bin")
     refused(peft, "a pickle, which can execute code", base=base)
+
+
+def test_an_adapter_of_experts_is_refused(tmp_path):
+    folder = shutil.copytree(GOLDEN / "mixtral_lora", tmp_path / "peft")
+    file, layer = folder / "adapter_model.safetensors", "base_model.model.model.layers.0"
+    head = np.zeros((3, 32), np.float32)
+    expert = f"{layer}.block_sparse_moe.experts.0.w1.lora_A.weight"
+    safetensors.numpy.save_file(tensors_of(folder) | {expert: head}, file)
+    refused(folder, f"has an unexpected tensor {expert};", base=f"hf:{GOLDEN / 'mixtral'}")
+    safetensors.numpy.save_file({f"{layer}.mlp.experts.0.gate_proj.lora_A.weight": head}, file)
+    said = "has no factors of projections that the zoo adapts;"
+    refused(folder, said, base=f"hf:{GOLDEN / 'qwen3_moe'}")

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import math
 import re
 
 import jax
@@ -16,7 +17,8 @@ from recipes.common.runtime.mesh import make_mesh
 from recipes.common.sharding.abstract import abstract_model, paths, variables_of
 from recipes.common.sharding.layout import make_layout
 from recipes.common.train.step import gradients
-from zoo.moe import RULES, SIZES, Config, MoE
+from tests.conftest import full_except
+from zoo.moe import RULES, SIZES, Config, Experts, MoE
 
 pytestmark = pytest.mark.usefixtures("strict")
 TINY = dataclasses.replace(Config.tiny(), num_layers=1)
@@ -28,9 +30,16 @@ if jax.__version_info__ < (0, 11):  # later ones have no other generator
     QUICK["xla_cpu_use_fusion_emitters"] = False
 
 
-@functools.cache
+INITIAL = {}  # structure → values
+
+
 def model_of(**changes) -> MoE:
-    return MoE(dataclasses.replace(TINY, **changes), rngs=nnx.Rngs(0))
+    """A new tiny model. Models with the same parameters share the time to initialize them."""
+    build = lambda: MoE(dataclasses.replace(TINY, **changes), rngs=nnx.Rngs(0))  # noqa: E731
+    graph, shapes = nnx.split(nnx.eval_shape(build))
+    if (key := jax.tree.structure(shapes)) not in INITIAL:
+        INITIAL[key] = jax.jit(lambda: nnx.split(build())[1], compiler_options=QUICK)()
+    return nnx.merge(graph, jax.tree.map(jnp.copy, INITIAL[key]))
 
 
 def rows(batch=B, length=T, seed=0) -> dict[str, jax.Array]:
@@ -191,15 +200,187 @@ def test_rows_of_padding_add_nothing():
 
 
 def test_a_bias_moves_toward_experts_with_less_than_their_share():
-    model = MoE(dataclasses.replace(TINY, balance_rate=0.01), rngs=nnx.Rngs(0))
-    _, count, aux = model.loss(**rows())
-    loads = np.array([float(aux[f"load_{e}"][0] / count) for e in range(TINY.num_experts)])
-    bias = model.layers.experts.bias[...]
-    np.testing.assert_allclose(bias[0], 0.01 * np.sign(1 - loads), atol=1e-6)
-    assert len(set(np.sign(bias[0]).tolist())) > 1
-    _, count, after = model.loss(**rows())
-    now = np.array([float(after[f"load_{e}"][0] / count) for e in range(TINY.num_experts)])
-    assert now.max() - now.min() < loads.max() - loads.min()
+    graph, state = nnx.split(model_of(balance_rate=0.01))
+
+    @functools.partial(jax.jit, compiler_options=QUICK)
+    def losses(state):
+        model = nnx.merge(graph, state)
+        _, count, aux = model.loss(**rows())
+        loads = jnp.stack([aux[f"load_{e}"][0] / count for e in range(TINY.num_experts)])
+        return loads, nnx.state(model)
+
+    loads, state = losses(state)
+    (bias_E,) = state["layers"]["experts"]["bias"][...]
+    np.testing.assert_allclose(bias_E, 0.01 * np.sign(1 - loads), atol=1e-6)
+    assert len(set(np.sign(bias_E).tolist())) > 1
+    now, _ = losses(state)
+    assert np.ptp(now) < np.ptp(loads)
+
+
+# ---- the figures ---------------------------------------------------------------------------------
+
+
+def defined(x_BTD, router_DE, bias_E, counted_BT, J: int, slots: int):
+    """The results that Experts.route documents, position by position in float64, and gradients.
+
+    Returns: (the choice; name → figure; name of a figure → its gradient with respect to the router).
+    """
+    (B, T, D), E = x_BTD.shape, router_DE.shape[1]
+    experts, weights, places = (np.zeros((B, T, J)) for _ in range(3))
+    figures = {"balance": 0.0, "router_z": 0.0, "dropped": 0.0, "load": np.zeros(E)}
+    gradients = {"balance": np.zeros((D, E)), "router_z": np.zeros((D, E))}
+    for b in range(B):
+        x_TD = np.asarray(x_BTD[b], np.float64)
+        logits_TE = x_TD @ np.asarray(router_DE, np.float64)
+        probs_TE = np.exp(logits_TE) / np.exp(logits_TE).sum(-1, keepdims=True)
+        before_E, chosen_E = np.zeros(E), np.zeros(E)  # of all positions; of those that count
+        for t in range(T):
+            scores_E = probs_TE[t] + np.asarray(bias_E, np.float64)
+            experts[b, t] = best = sorted(range(E), key=lambda e: -scores_E[e])[:J]
+            weights[b, t], places[b, t] = probs_TE[t, best], before_E[best]
+            before_E[best] += 1
+            if counted_BT[b, t]:
+                normalizer = np.log(np.exp(logits_TE[t]).sum())
+                chosen_E[best] += 1
+                figures["router_z"] += normalizer**2
+                figures["dropped"] += np.mean(places[b, t] >= slots)
+                gradients["router_z"] += np.outer(x_TD[t], 2 * normalizer * probs_TE[t])
+        counted_T = np.asarray(counted_BT[b])
+        if not counted_T.any():
+            continue
+        figures["load"] += chosen_E / (J / E)
+        share_E, mean_E = chosen_E / chosen_E.sum(), probs_TE[counted_T].mean(0)
+        figures["balance"] += counted_T.sum() * E * (share_E @ mean_E)  # once for each position
+        for t in np.flatnonzero(counted_T):  # the share of choices has no gradient
+            along_E = probs_TE[t] * (share_E - share_E @ probs_TE[t])
+            gradients["balance"] += np.outer(x_TD[t], E * along_E)
+    return (experts, weights, places), figures, gradients
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1), compiler_options=QUICK)
+def _routed(graph, slots, state, x_BTD, counted_BT):
+    """(results of `route`, name → gradient of `balance` and `router_z` for the router)."""
+
+    def losses(state):
+        choice, figures = nnx.merge(graph, state).route(x_BTD, counted_BT, slots)
+        return {name: figures[name] for name in ("balance", "router_z")}, (choice, figures)
+
+    gradients, found = jax.jacrev(losses, has_aux=True)(state)
+    return found, {name: gradient["router"][...] for name, gradient in gradients.items()}
+
+
+ROUTERS = [  # B, T, D, E, J, slots, normalize, biases, counted
+    (3, 11, 6, 8, 2, 2, True, False, "some"),
+    (2, 9, 5, 6, 3, 3, False, True, "a row"),
+    (4, 7, 6, 4, 1, 1, True, True, "some"),
+    (1, 16, 4, 8, 1, 16, False, False, "all"),  # as dropless has it
+    (2, 12, 8, 5, 3, 12, True, False, "some"),
+    (3, 8, 6, 3, 3, 8, True, True, "all"),  # each position goes through all experts
+    (2, 9, 5, 8, 2, 1, True, True, "none"),
+]
+
+
+@pytest.mark.parametrize(
+    ("B", "T", "D", "E", "J", "slots", "normalize", "biases", "counted"),
+    full_except(ROUTERS, ROUTERS[:2]),
+)
+def test_a_router_s_figures_are_their_definitions(B, T, D, E, J, slots, normalize, biases, counted):
+    config = dataclasses.replace(
+        TINY, embed=D, num_experts=E, experts_per_token=J, normalize=normalize,
+        balance_rate=0.1 * biases,
+    )  # fmt: skip
+    graph, state = nnx.split(nnx.eval_shape(lambda: Experts(config, rngs=nnx.Rngs(0))))
+    random = np.random.default_rng(B * T)
+    draw = lambda leaf: jnp.asarray(random.normal(size=leaf.shape), jnp.float32)  # noqa: E731
+    state, x_BTD = jax.tree.map(draw, state), random.normal(size=(B, T, D)).astype(np.float32)
+    counted_BT = {
+        "all": np.full((B, T), True),
+        "none": np.full((B, T), False),
+        "some": random.random((B, T)) < 0.7,
+        "a row": np.broadcast_to(np.arange(B)[:, None] > 0, (B, T)),
+    }[counted]
+    bias_E = 0.1 * state["bias"][...] if biases else np.zeros(E)
+    if biases:
+        state["bias"][...] = bias_E
+
+    found, gradients = _routed(graph, slots, state, x_BTD, counted_BT)
+    (experts, weights, places), figures = found
+    choice, wanted, along = defined(x_BTD, state["router"][...], bias_E, counted_BT, J, slots)
+    np.testing.assert_array_equal(experts, choice[0])
+    np.testing.assert_array_equal(places, choice[2])
+    shares = choice[1] / choice[1].sum(-1, keepdims=True) if normalize else choice[1]
+    np.testing.assert_allclose(weights, shares, rtol=1e-5)
+    assert figures.keys() == wanted.keys()
+    for name, figure in wanted.items():
+        np.testing.assert_allclose(figures[name], figure, rtol=1e-5, err_msg=name)
+    for name, gradient in along.items():
+        np.testing.assert_allclose(gradients[name], gradient, rtol=1e-4, atol=1e-5, err_msg=name)
+    assert (wanted["dropped"] > 0) == (slots < T and counted != "none"), "the case tests slots"
+
+
+LOSSES = [
+    dict(num_layers=3, experts_per_token=3, capacity=0.75, balance_rate=0.02),
+    dict(num_layers=2, experts_per_token=1, capacity=None),
+    dict(num_layers=2, experts_per_token=2, capacity=1.0, normalize=False),
+    dict(num_layers=2, experts_per_token=2, capacity=None, balance_rate=0.1, num_experts=5),
+]
+
+
+@pytest.mark.parametrize("changes", full_except(LOSSES, LOSSES[:1]))
+def test_the_objective_its_figures_and_biases_are_their_definitions(changes, monkeypatch):
+    """Computed from the inputs of each layer's router. One row ends in padding, another is padding."""
+    given, route = [], Experts.route
+
+    def recorded(self, x_BTD, counted_BT, slots):
+        jax.debug.callback(
+            lambda *arrays: given.append((*arrays, slots)), x_BTD, counted_BT, ordered=True
+        )
+        return route(self, x_BTD, counted_BT, slots)
+
+    monkeypatch.setattr(Experts, "route", recorded)
+    config = dataclasses.replace(TINY, balance_weight=0.3, router_z_weight=0.2, **changes)
+    graph, state = nnx.split(nnx.eval_shape(lambda: MoE(config, rngs=nnx.Rngs(0))))
+    random = np.random.default_rng(0)
+    # Wide enough for uneven loads.
+    draw = lambda leaf: jnp.asarray(0.2 * random.normal(size=leaf.shape), jnp.float32)  # noqa: E731
+    state, batch = jax.tree.map(draw, state), rows(4, 12)
+    batch["targets"] = batch["targets"].at[1].set(-1).at[2, 7:].set(-1).at[3, 0].set(0)
+
+    @functools.partial(jax.jit, compiler_options=QUICK)
+    def losses(state):
+        model = nnx.merge(graph, state)
+        return model.loss(**batch), nnx.state(model.layers.experts)
+
+    (objective, count, aux), after = jax.block_until_ready(losses(state))
+    jax.effects_barrier()
+    counted_BT, E, J = (
+        np.asarray(batch["targets"]) >= 0,
+        config.num_experts,
+        config.experts_per_token,
+    )
+    slots = 12 if config.capacity is None else min(12, math.ceil(config.capacity * 12 * J / E))
+    before, layers = state["layers"]["experts"], []
+    for layer, (x_BTD, counted, room) in enumerate(given):
+        np.testing.assert_array_equal(counted, counted_BT)
+        assert room == slots
+        bias_E = before["bias"][...][layer] if config.balance_rate else np.zeros(E)
+        router_DE = before["router"][...][layer]
+        layers.append(defined(x_BTD, router_DE, bias_E, counted_BT, J, slots)[1])
+        if config.balance_rate:  # up where an expert has less than its share
+            step = np.sign(np.round(1 - layers[-1]["load"] / counted_BT.sum(), 4))
+            want_E = bias_E + config.balance_rate * step
+            np.testing.assert_allclose(after["bias"][...][layer], want_E, rtol=1e-6, atol=1e-7)
+            assert {-1, 1} <= {*step}
+    assert len(layers) == config.num_layers
+    means = {name: np.mean([layer[name] for layer in layers], axis=0) for name in layers[0]}
+    loads = {f"load_{e}": load for e, load in enumerate(means.pop("load"))}
+    assert aux.keys() == {"loss", *means, *loads}
+    for name, figure in (means | loads).items():
+        np.testing.assert_allclose(aux[name][0], figure, rtol=1e-4, atol=1e-6, err_msg=name)
+        assert float(aux[name][1]) == float(count) == counted_BT.sum()
+    assert (means["dropped"] > 0) == (config.capacity is not None)
+    want = float(aux["loss"][0]) + 0.3 * means["balance"] + 0.2 * means["router_z"]
+    np.testing.assert_allclose(objective, want, rtol=1e-5)
 
 
 # ---- on meshes -----------------------------------------------------------------------------------

@@ -74,11 +74,14 @@ class Adapted:
 
         Where `abstract` has "base", nothing is merged: those are the base's, and "params" the adapter's.
         """
+        abstract, found = dict(abstract), {}
+        if "buffers" in abstract and "buffers" not in self.adapter.shapes():  # PEFT has none
+            found = self.base.read({"buffers": abstract.pop("buffers")})
         if "base" in abstract:
-            own = self.adapter.read({k: tree for k, tree in abstract.items() if k != "base"})
-            return own | {"base": self.base.read({"params": abstract["base"]})["params"]}
+            base = self.base.read({"params": abstract.pop("base")})["params"]
+            return self.adapter.read(abstract) | found | {"base": base}
         others = {kind: tree for kind, tree in abstract.items() if kind != "params"}
-        found = self.adapter.read(others) if others else {}
+        found |= self.adapter.read(others) if others else {}
         wanted, shapes = paths(abstract["params"]), paths(self.adapter.shapes()["params"])
         pairs = {path: names for path, names in factors(shapes).items() if path in wanted}
         plain = {path: leaf for path, leaf in wanted.items() if path not in pairs}

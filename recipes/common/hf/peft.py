@@ -62,7 +62,7 @@ class Adapter:
             raise UserError(
                 f"{self.path} is no adapter of {entry!r} models, like its base; use {fix}"
             )
-        factors, has = table(ENTRIES[entry]), {name.split(".lora_")[0] for name in self.stored}
+        factors, has = table(entry, config), {name.split(".lora_")[0] for name in self.stored}
         targets = [
             path.split("/")[-2] for path, (name, *_) in factors.items()
             if path.endswith("/a") and name.format(0).split(".lora_")[0] in has
@@ -88,7 +88,7 @@ class Adapter:
 
     def read(self, abstract: Tree) -> Tree:
         """The factors in {"params": nested dict of ShapeDtypeStructs with shardings}."""
-        return read_onto(self.stored, table(ENTRIES[self.metadata["entry"]]), abstract)
+        return read_onto(self.stored, table(self.metadata["entry"], self.config), abstract)
 
     def tokenizer(self) -> tokenizer.Tokenizer | None:
         """The folder's own; None if it has none. Raises DataError if it can't be read."""
@@ -134,14 +134,17 @@ def write_adapter(
 ) -> None:
     """Writes an adapter's folder next to its destination, and then moves it there whole.
 
+    Raises UserError if its base has no architecture that PEFT could load it onto.
+
     Args:
       config: with its lora_rank, lora_alpha and lora_targets.
       base: what PEFT is to find the base by; None: nothing that it can read.
       read: function of a factor's path → the factor, a float32 NumPy array.
       tokens, card: written beside it.
     """
-    family = ENTRIES[entry]
-    expanded = list(tensors.expand(table(family), paths(shapes_of(entry, config)["params"])))
+    ENTRIES[entry].config_json(config, context=1)  # raises
+    factors = paths(shapes_of(entry, config)["params"])
+    expanded = list(tensors.expand(table(entry, config), factors))
     theirs = {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
@@ -161,12 +164,16 @@ def write_adapter(
         (beside / CONFIG).write_text(json.dumps(theirs, indent=2) + "\n")
 
 
-def table(family) -> dict[str, tuple[str, str, str]]:
-    """Of the factors, as tensors.py has it, from that of the weights: their A is [r, in]."""
-    found = {}
-    for path, (name, ours, theirs) in family.TENSORS.items():
-        if len(theirs.split()) == 2 and name.endswith("_proj.weight"):
-            (out, inner), (module, _, leaf) = theirs.split(), path.rpartition("/")
+def table(entry: str, config: Any) -> dict[str, tuple[str, str, str]]:
+    """The factors of every weight that can have an adapter, as tensors.py describes tensors.
+
+    Their A is [r, in].
+    """
+    targets, found = type(config).lora_targets, {}  # the default is all that the entry has
+    for path, (name, ours, theirs) in ENTRIES[entry].tensors(config).items():
+        module, _, leaf = path.rpartition("/")
+        if leaf in targets:
+            out, inner = theirs.split()
             name = f"base_model.model.{name.removesuffix('weight')}lora_"
             outer = "".join(dim for dim in ours if dim not in inner)
             found[f"{module}/lora/{leaf}/a"] = (f"{name}A.weight", f"{inner}r", f"r {inner}")
