@@ -136,6 +136,9 @@ def check_config(config, remat) -> None:
         raise ValueError(
             f"layer_kinds has {len(config.layer_kinds)} kinds, and num_layers={config.num_layers}"
         )
+    for window in (kind.window for kind in kinds(config)):
+        if window is not None and window < 1:
+            raise ValueError(f"layer_kinds has window={window}, which must be ≥ 1, or None")
     known = {"remat": remat, "attention": ("auto", "xla", *KERNELS)}
     for name, names in known.items():
         if getattr(config, name) not in names:
