@@ -12,7 +12,7 @@ from data.batches import Dataset
 from data.tokenizer import START, Tokenizer
 from recipes.common import checkpoint
 from recipes.common.checkpoint import Source, flags_of
-from recipes.common.generation import Generator, Sampling
+from recipes.common.generation import Generator, Sampling, cap_windows
 from recipes.common.runtime import Run, flag, quote
 from recipes.common.sharding import Layout, Tree, make_layout
 from zoo.attention import attention_kernels
@@ -87,8 +87,7 @@ class Sample:
 
         A position attends to the last `text.seq_len` tokens, as many as it has seen in training.
         """
-        window = min(text.seq_len, layout.config.sliding_window or text.seq_len)
-        config = dataclasses.replace(layout.config, sliding_window=window)
+        config = cap_windows(layout.config, text.seq_len)
         layout = make_layout(model, config, layout.mesh, layout.table)
         vocabulary = tokenizer.size if tokenizer.files else START  # bytes write no other start
         chosen = Sampling(self.temperature, seed=seed)
