@@ -226,7 +226,7 @@ def test_which_policy_recomputes_least_and_fits(monkeypatch, capsys):
     mesh = jax.sharding.AbstractMesh((8,), ("data",))
     monkeypatch.setattr(memory, "check_targets", lambda *_: None)
     monkeypatch.setattr(memory, "topology", lambda *_: mesh)
-    monkeypatch.setattr(memory, "kernel", lambda _: "triton")
+    monkeypatch.setattr(memory, "kernels", lambda _: ["triton"])
     monkeypatch.setattr(memory, "compile_step", compile_step)
     memory.memory(memory.MemoryFlags(kinds="h100", chips="8", rows=2, which=True))
     assert asked == ["8b dots on 8 h100", "8b sublayers on 8 h100"]

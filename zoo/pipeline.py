@@ -48,29 +48,37 @@ def scan_layers(function, x: jax.Array, layers, kinds: tuple, remat, unroll: int
 
     Returns: (x, outputs of all layers with L in front).
     """
-    one = [functools.partial(function, kind=kind) for kind in kinds]
-    inside = [jax.checkpoint(f, policy=remat, prevent_cse=False) for f in one]
     if len(kinds) == 1:
-        return jax.lax.scan(inside[0], x, layers, unroll=unroll)
+        layer = functools.partial(function, kind=kinds[0])
+        layer = jax.checkpoint(layer, policy=remat, prevent_cse=False)
+        return jax.lax.scan(layer, x, layers, unroll=unroll)
     L, P = jax.tree.leaves(layers)[0].shape[0], len(kinds)
-    whole = L - L % P
+    whole = L - L % P if L >= 2 * P else 0  # XLA would unroll a loop of one trip
+    outputs = []
 
-    def period(x, parts):
-        outputs = []
-        for layer, part in zip(inside, parts, strict=True):
-            x, output = layer(x, part)
-            outputs.append(output)
-        return x, outputs
+    def run(x, first, count, prevent_cse):
+        """Layers `first` to `first` + count - 1."""
+        found = []
+        for i in range(count):
+            # Each layer is read from the whole stack: slices by kind would copy all parameters,
+            # their gradients and the cache.
+            def layer(x, layers, l=first + i, kind=kinds[i % P]):
+                at = functools.partial(jax.lax.dynamic_index_in_dim, index=l, keepdims=False)
+                return function(x, jax.tree.map(at, layers), kind=kind)
 
-    every = [jax.tree.map(lambda w, i=i: w[i:whole:P], layers) for i in range(P)]
-    x, outputs = jax.lax.scan(period, x, every)
-    # [L/P, ...] of each place in the period → [L, ...]
-    outputs = jax.tree.map(lambda *o: jnp.stack(o, 1).reshape(whole, *o[0].shape[1:]), *outputs)
-    for i in range(whole, L):  # outside of a loop, XLA may merge forward and recomputed operations
-        layer = jax.checkpoint(one[i % P], policy=remat)
-        x, output = layer(x, jax.tree.map(lambda w, i=i: w[i], layers))
-        outputs = jax.tree.map(lambda o, new: jnp.concatenate([o, new[None]]), outputs, output)
-    return x, outputs
+            layer = jax.checkpoint(layer, policy=remat, prevent_cse=prevent_cse)
+            x, output = layer(x, layers)
+            found.append(output)
+        return x, jax.tree.map(lambda *o: jnp.stack(o), *found)
+
+    if whole:
+        trip = functools.partial(run, count=P, prevent_cse=False)
+        x, found = jax.lax.scan(trip, x, jnp.arange(0, whole, P))
+        outputs.append(jax.tree.map(lambda o: o.reshape(whole, *o.shape[2:]), found))
+    if whole < L:  # outside of a loop, XLA may merge forward and recomputed operations
+        x, found = run(x, whole, L - whole, prevent_cse=True)
+        outputs.append(found)
+    return x, jax.tree.map(lambda *o: jnp.concatenate(o), *outputs)
 
 
 def check_config(config, **choices) -> None:
@@ -94,6 +102,9 @@ def check_config(config, **choices) -> None:
     for target in {*config.lora_targets} - {*known}:
         raise ValueError(f"lora_targets has {target!r}, which is not one of {', '.join(known)}")
     kinds, window = len(config.layer_kinds), config.sliding_window
+    for least in (kind[0] for kind in config.layer_kinds):
+        if least is not None and least < 1:
+            raise ValueError(f"layer_kinds has window={least}, which must be ≥ 1, or None")
     if kinds > config.num_layers:
         raise ValueError(
             f"layer_kinds has {kinds} kinds of layers for num_layers={config.num_layers}"

@@ -23,6 +23,7 @@ from recipes.bench.targets import (
     topology,
 )
 from recipes.common.analysis import report
+from recipes.common.analysis.flops import kinds_of_layers
 from recipes.common.runtime.flags import flag
 from recipes.common.runtime.terminal import print0
 from recipes.common.sharding.rules import shards, used_axes
@@ -85,7 +86,8 @@ def _which(flags: MemoryFlags, cases, remats: list[str]) -> None:
                 found = remat
                 break
             above = f"{remat}: {report.size(peak)}"
-        table.row(size, f"{chips} {kind}", kernel(step), found, text, above)
+        found_kernels = " and ".join(dict.fromkeys(kernels(step)))
+        table.row(size, f"{chips} {kind}", found_kernels, found, text, above)
 
 
 def _step(flags: MemoryFlags, size: str, kind: str, chips: int, remat: str) -> Step:
@@ -103,11 +105,11 @@ def _peak(step: Step, kind: str, what: str) -> tuple[str, float]:
     return report.size(peak), peak
 
 
-def kernel(step: Step) -> str:
-    """What computes the attention of a step."""
+def kernels(step: Step) -> list[str]:
+    """What computes the attention of a step, for each kind of layer."""
     with step.layout.trace():
         found = attention_kernels(step.config, step.seq_len, "segment_ids" in step.example)
-    return found[0][0]
+    return [name for name, _ in found]
 
 
 def memory_parts(step: Step) -> dict[str, float]:
@@ -131,14 +133,18 @@ def memory_parts(step: Step) -> dict[str, float]:
     D, F = config.embed, config.mlp // over("mlp")
     q = config.num_heads * config.head_dim // over("heads")
     kv = 2 * config.num_kv_heads * config.head_dim // over("kv_heads")
-    attention, scores = _of_attention(step, rows, config.num_heads // over("heads"), q, kv)
     layer = (D * (2 * q + kv) + 3 * D * F) * width
     kept = {"full": D, "sublayers": 2 * D, "dots": 2 * D + q + kv + 2 * F}
-    # Whatever a derivative needs; of the equal inputs of q, k and v, and of gate and up, one each.
-    kept["none"] = 6 * D * 4 // width + 2 * D + 6 * F + attention
-    saved = rows * length * kept[config.remat] * width
-    if config.remat == "none":  # also weights in use, and scores before and after the softmax
-        saved += layer + scores * (4 + width) // 4
+    saved, largest = 0, 0
+    for (kind, layers), kernel in zip(kinds_of_layers(config), kernels(step), strict=True):
+        heads = config.num_heads // over("heads")
+        attention, scores = _of_attention(step, kernel, kind.window, rows, heads, q, kv)
+        # Whatever a derivative needs; of the equal inputs of q, k and v, and of gate and up, one each.
+        kept["none"] = 6 * D * 4 // width + 2 * D + 6 * F + attention
+        saved += layers * rows * length * kept[config.remat] * width
+        if config.remat == "none":  # also weights in use, and scores before and after the softmax
+            saved += layers * (layer + scores * (4 + width) // 4)
+        largest = max(largest, scores)
     with layout.trace():
         chunk = positions_at_once(config.loss_chunk, rows, length)
     logits = rows * chunk * config.vocab_size // over("vocab") * (4 + width)
@@ -148,31 +154,35 @@ def memory_parts(step: Step) -> dict[str, float]:
     stacked = report.bytes_per_device(step.abstract["params"]["layers"])
     cast = stacked * width // 4 if width < 4 and config.remat != "none" else 0  # else saved, in use
     loss = in_use, in_use + logits
-    backward = stacked + in_use, cast + 2 * layer + inside + scores
+    backward = stacked + in_use, cast + 2 * layer + inside + largest
     grads, live = max(loss, backward, key=sum)
     return {
         "parameters": params,
         "optimizer": report.bytes_per_device(step.abstract["opt_state"]),
         "gradients": grads,
-        "saved activations": config.num_layers * saved,
+        "saved activations": saved,
         "live working set": live,
     }
 
 
-def _of_attention(step: Step, rows: int, heads: int, q: int, kv: int) -> tuple[int, int]:
+def _of_attention(
+    step: Step, kernel: str, window: int | None, rows: int, heads: int, q: int, kv: int
+) -> tuple[int, int]:
     """What a derivative of attention needs, elements per token; and bytes of its float32 scores.
 
     Args:
+      kernel, window: of the kind of layer.
       rows, heads, q, kv: sequences, query heads, and elements of all queries, and of all keys and
         values, on a device.
     """
     length, norms = step.seq_len, heads * 4 // jnp.dtype(step.config.dtype).itemsize
-    match kernel(step):
+    match kernel:
         case "xla":  # keys and values once per block of queries, as the model takes them
-            block = max(128, -(-length // 8))
-            ends = [min(start + block, length) for start in range(0, length, block)]
-            seen = sum((b - a) * b for a, b in itertools.pairwise([0, *ends]))
-            return 2 * q + kv * sum(ends) // length, rows * heads * seen * 4
+            block, back = max(128, -(-length // 8)), length if window is None else window - 1
+            blocks = [(a, min(a + block, length)) for a in range(0, length, block)]
+            keys = [b - max(0, a - back) for a, b in blocks]
+            seen = sum((b - a) * k for (a, b), k in zip(blocks, keys, strict=True))
+            return 2 * q + kv * sum(keys) // length, rows * heads * seen * 4
         case "triton":  # keys and values repeated for each query head
             return 5 * q + norms, 0
         case _:

@@ -8,6 +8,7 @@ import functools
 import math
 import time
 from collections.abc import Iterator
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -15,6 +16,7 @@ import numpy as np
 
 from recipes.common.sharding import Layout, Tree, paths
 from recipes.common.sharding.rules import shards
+from zoo.attention import kinds
 
 SHORTEST = 16  # tokens: prompts are padded to this length, twice it, four times it, …
 
@@ -55,6 +57,14 @@ class Sampling:
             least_B1 = jnp.where(wanted_BV, sorted_BV, jnp.inf).min(axis=-1, keepdims=True)
             logits_BV = jnp.where(logits_BV < least_B1, -jnp.inf, logits_BV)
         return logits_BV
+
+
+def cap_windows(config: Any, most: int) -> Any:
+    """A decoder's config in which a position sees itself and `most` - 1 before it, or fewer."""
+    capped = [kind._replace(window=min(most, kind.window or most)) for kind in kinds(config)]
+    if config.layer_kinds:
+        return dataclasses.replace(config, layer_kinds=tuple(capped))
+    return dataclasses.replace(config, sliding_window=capped[0].window)
 
 
 class Generator:

@@ -16,6 +16,7 @@ from typing import Any
 import jax
 
 from recipes.common.sharding import Layout
+from zoo.attention import Kind, kinds
 
 # Words of JAX's device_kind → FLOP/s of one device in dense bfloat16, with float32 sums; the first that
 # matches. From NVIDIA's data sheets of each product, whose "with sparsity" figures are twice these, its
@@ -83,6 +84,15 @@ def matmul_params(config: Any) -> int:
     return config.num_layers * layer + config.vocab_size * D
 
 
+def kinds_of_layers(config: Any) -> list[tuple[Kind, int]]:
+    """Each kind in a period of a decoder's layers, and how many layers have it."""
+    period = kinds(config)
+    return [
+        (kind, len(range(place, config.num_layers, len(period))))
+        for place, kind in enumerate(period)
+    ]
+
+
 def decoder(config: Any, seq_len: int, batch_size: int = 1) -> dict[str, float]:
     """Of training on a batch, by two conventions: what causal attention computes, or the whole square.
 
@@ -91,7 +101,9 @@ def decoder(config: Any, seq_len: int, batch_size: int = 1) -> dict[str, float]:
     """
     tokens = batch_size * seq_len
     weights = (4 if getattr(config, "lora_rank", 0) else 6) * matmul_params(config) * tokens
-    square = 12 * config.num_layers * seq_len * config.num_heads * config.head_dim * tokens
-    # Of a row, by its last position.
-    seen = min(config.sliding_window or seq_len, seq_len) / seq_len
-    return {"causal": weights + square * (seen - seen**2 / 2), "full": weights + square}
+    square = 12 * seq_len * config.num_heads * config.head_dim * tokens  # of one layer
+    causal = float(weights)
+    for kind, layers in kinds_of_layers(config):
+        seen = min(kind.window or seq_len, seq_len) / seq_len  # by a row's last position
+        causal += layers * square * (seen - seen**2 / 2)
+    return {"causal": causal, "full": weights + config.num_layers * square}

@@ -315,11 +315,16 @@ def config_from(config_class, source: Source):
             f"use the version that saved it ({source.metadata.get('versions', {})})"
         )
     try:
-        return config_class(**{k: tuple(v) if isinstance(v, list) else v for k, v in saved.items()})
+        return config_class(**{name: _tuples(value) for name, value in saved.items()})
     except (TypeError, ValueError) as error:
         raise UserError(
             f"checkpoint {source.path} has an invalid model config ({error}); use a different one"
         ) from None
+
+
+def _tuples(value: Any) -> Any:
+    """JSON's lists as tuples, nested ones too."""
+    return tuple(map(_tuples, value)) if isinstance(value, list) else value
 
 
 def configure(default, source: Source | None, flags):

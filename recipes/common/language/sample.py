@@ -6,7 +6,7 @@ import numpy as np
 from flax import nnx
 
 from data.tokenizer import START, Tokenizer
-from recipes.common.generation import Generator, Sampling
+from recipes.common.generation import Generator, Sampling, cap_windows
 from recipes.common.language.flags import Text
 from recipes.common.runtime import flag, quote
 from recipes.common.sharding import Layout, Tree, make_layout
@@ -50,8 +50,7 @@ class Sample:
 
         A position attends to the last `text.seq_len` tokens, as many as it has seen in training.
         """
-        window = min(text.seq_len, layout.config.sliding_window or text.seq_len)
-        config = dataclasses.replace(layout.config, sliding_window=window)
+        config = cap_windows(layout.config, text.seq_len)
         layout = make_layout(model, config, layout.mesh, layout.table)
         vocabulary = tokenizer.size if tokenizer.files else START  # bytes write no other start
         chosen = Sampling(self.temperature, seed=seed)
