@@ -106,10 +106,9 @@ def check_config(config, **choices) -> None:
         if least is not None and least < 1:
             raise ValueError(f"layer_kinds has window={least}, which must be ≥ 1, or None")
     if kinds > config.num_layers:
-        raise ValueError(
-            f"layer_kinds has {kinds} kinds of layers for num_layers={config.num_layers}"
-        )
+        raise ValueError(f"layer_kinds has {kinds} kinds, and num_layers={config.num_layers}")
     if kinds and window is not None:
         raise ValueError(
-            f"sliding_window={window} and layer_kinds, which has windows, exclude each other"
+            f"sliding_window={window} and layer_kinds exclude each other; state each kind's window in "
+            "layer_kinds"
         )
