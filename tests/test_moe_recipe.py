@@ -8,19 +8,16 @@ import shutil
 
 import numpy as np
 import pytest
-import safetensors.numpy
 from flax import nnx
 
 import zoo.moe
 from data.tokenizer import BYTES
-from recipes.common import checkpoint, hf
+from recipes.common import checkpoint
 from recipes.common.analysis import flops
 from recipes.common.language import model_config
 from recipes.common.mesh import make_mesh
-from recipes.common.runtime import UserError
 from recipes.common.sharding.abstract import abstract_model, paths
 from recipes.moe import Flags, usage, with_experts
-from tests.hf_parity import GOLDEN
 from tests.quick import quick as quick
 from tests.runs import TINY, assert_bit_equal, records, state_of
 from zoo.moe import SIZES, Config, MoE
@@ -234,20 +231,6 @@ def test_other_commands_take_it(trained, inside, quick, book, place):
 def _whole(path):
     layout = checkpoint.layout_of(checkpoint.find(path), make_mesh("1"))
     return {"params": layout.variables()["params"]}
-
-
-def test_an_adapter_is_of_no_mixture(tmp_path):
-    """PEFT can train one on Mixtral; our MoE has none."""
-    (tmp_path / "adapter_config.json").write_text('{"r": 2, "lora_alpha": 2}')
-    name = "base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight"
-    tensors = {name: np.zeros((2, 32), np.float32)}
-    safetensors.numpy.save_file(tensors, tmp_path / "adapter_model.safetensors")
-    golden = checkpoint.find(f"hf:{GOLDEN / 'mixtral'}")
-    adapter = hf.open_folder(tmp_path)
-    with pytest.raises(
-        UserError, match="is no adapter of 'moe' models, like its base; use the base"
-    ):
-        adapter.on(golden.metadata, golden.config)
 
 
 @pytest.mark.full
