@@ -204,6 +204,16 @@ def test_a_shared_file_holds_functions_and_leaf_modules(path):
     assert "RULES" not in {name for node in tree.body for name in assigned(node)}
 
 
+@pytest.mark.parametrize("path", SHARED_FILES, ids=str)
+def test_a_shared_file_names_no_logical_axis_that_an_entry_lacks(path):
+    known = {name: {*entries.zoo_file(name).LOGICAL_AXES} for name in entries.ENTRIES}
+    named = {node.value for node in ast.walk(tree_of(path)) if isinstance(node, ast.Constant)}
+    named = {value for value in named if isinstance(value, str)} & set().union(*known.values())
+    for name, axes in known.items():
+        if ROOT / path in closure(ROOT / "zoo" / f"{name}.py"):
+            assert named <= axes, f"{name} lacks {named - axes}"
+
+
 @pytest.mark.parametrize("path", ZOO, ids=str)
 def test_nothing_in_the_zoo_is_registered(path):
     """A reader can see what a model computes: no table is filled while files are imported."""
