@@ -109,7 +109,50 @@ FAMILIES |= {  # sizes that no mesh axis divides
         meshes=FOR_EXPERTS,
     ),
 }
-NOT_GOLDEN = {"qwen3_window", "qwen2_window", "odd_mixtral", "odd_qwen3_moe"}
+WIDE = {"hidden_size": 32, "num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 16}
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}
+SLIDING, FULL = "sliding_attention", "full_attention"
+WINDOW = {"use_sliding_window": True, "sliding_window": 5}
+FAMILIES |= {  # unlike layers, and rotary scalings
+    "ministral": Family(  # Mistral with unlike layers: two in a period, and one left over
+        "MinistralConfig",
+        {"num_hidden_layers": 5, "head_dim": 4, "sliding_window": 5}
+        | {"layer_types": [SLIDING, FULL] * 2 + [SLIDING]},
+        "bfloat16",
+    ),
+    "qwen2_mixed": Family(  # the first layers full, the later ones not
+        "Qwen2Config", WINDOW | {"num_hidden_layers": 5, "max_window_layers": 2}
+    ),
+    "qwen3_mixed": Family(
+        "Qwen3Config",
+        WINDOW | {"num_hidden_layers": 7, "head_dim": 8}
+        | {"layer_types": [SLIDING, SLIDING, FULL] * 2 + [SLIDING]},
+    ),
+    "llama_linear": Family(
+        "LlamaConfig", {"rope_scaling": {"rope_type": "linear", "factor": 3.0}}, "bfloat16"
+    ),
+    "qwen2_yarn": Family(
+        "Qwen2Config", WIDE | {"rope_theta": 30.0, "rope_scaling": YARN | {"beta_fast": 2.0}}
+    ),
+    "mistral_yarn": Family(  # an attention factor of its own, dims that are not rounded
+        "MistralConfig",
+        WIDE | {"rope_theta": 30.0, "sliding_window": None}
+        | {"rope_scaling": YARN | {"attention_factor": 1.3, "truncate": False, "beta_slow": 0.5}},
+    ),
+    "qwen3_yarn": Family(  # and windows, with the scales of DeepSeek
+        "Qwen3Config",
+        WIDE | WINDOW | {"max_window_layers": 1, "rope_theta": 30.0}
+        | {"rope_scaling": YARN | {"mscale": 1.5, "mscale_all_dim": 0.5}},
+        "bfloat16",
+    ),
+    "mixtral_linear": Family(
+        "MixtralConfig",
+        {"num_local_experts": 8, "rope_scaling": {"rope_type": "linear", "factor": 2.0}},
+        meshes=FOR_EXPERTS,
+    ),
+}  # fmt: skip
+NOT_GOLDEN = {"qwen3_window", "qwen2_window", "odd_mixtral", "odd_qwen3_moe", "qwen2_mixed"}
+NOT_GOLDEN |= {"qwen3_mixed", "qwen2_yarn", "mistral_yarn", "mixtral_linear"}
 
 ADAPTERS = {  # golden model → modules with an adapter of PEFT's
     "llama3": [*("q_proj", "k_proj", "v_proj", "o_proj"), *("gate_proj", "up_proj", "down_proj")],

@@ -21,6 +21,7 @@ from recipes.common.sharding import rules as sharding_rules
 from recipes.common.sharding.abstract import abstract_model, paths
 from recipes.common.sharding.rules import partition_spec, select
 from zoo import transformer
+from zoo.attention import Kind
 from zoo.transformer import RULES, Config, Transformer
 
 fuzz = functools.partial(
@@ -128,15 +129,19 @@ def test_files_of_rules(tmp_path_factory, content, axes):
     assert "\n" not in message
 
 
-sizes = st.sampled_from([1, 2, 3, 4, 6, 8, 8, 16, 0, -1])
+sizes = st.sampled_from([*[2, 4, 8] * 8, 1, 3, 6, 16, 0, -1])  # some configs are valid
+scalings = st.sampled_from([None, ("linear", 2.0), ("yarn", 4.0, 32.0, 1.0, 16, True, 1.1)])
+kinds = st.builds(Kind, st.one_of(st.none(), sizes), st.sampled_from([1e4, 1e6]), scalings)
 
 
 @fuzz(max_examples=80)
-@given(st.builds(dict, vocab_size=sizes, embed=sizes, num_layers=st.integers(0, 3), num_heads=sizes,
-                 num_kv_heads=st.sampled_from([1, 2, 2, 3]), head_dim=st.sampled_from([2, 4, 6, 7]),
+@given(st.builds(dict, vocab_size=sizes, embed=sizes, num_heads=sizes,
+                 num_layers=st.sampled_from([0, 1, 2, 3, 3, 4]),
+                 num_kv_heads=st.sampled_from([1, 2, 2, 3]), head_dim=st.sampled_from([2, 4, 6, 8, 7]),
                  mlp=sizes, qkv_bias=st.booleans(), qk_norm=st.booleans(),
-                 tie_embeddings=st.booleans(), sliding_window=st.one_of(st.none(), sizes),
-                 remat=st.sampled_from(["full", "none", "dots", "some"])))  # fmt: skip
+                 tie_embeddings=st.booleans(), sliding_window=st.one_of(st.none(), st.none(), sizes),
+                 layer_kinds=st.lists(kinds, max_size=3).map(tuple),
+                 remat=st.sampled_from(["full", "full", "none", "dots", "some"])))  # fmt: skip
 def test_configs(values):
     config, message = attempt(lambda: Config(**values), ValueError)
     if message:

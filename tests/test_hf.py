@@ -36,6 +36,7 @@ from tests.hf_parity import (
     params_of,
 )
 from zoo import moe
+from zoo.attention import Kind
 from zoo.transformer import Config, Transformer
 
 GOLDEN = ROOT / "tests" / "golden" / "hf"
@@ -75,7 +76,8 @@ def tensors_of(file):
 # ---- parity --------------------------------------------------------------------------------------
 
 
-FAST = [family for family in FAMILIES if family not in ("qwen3_moe", "odd_llama")]
+SLOW = ("qwen3_moe", "odd_llama", "llama_linear", "qwen3_yarn")
+FAST = [family for family in FAMILIES if family not in SLOW]
 
 
 @pytest.mark.parametrize("family", full_except(FAMILIES, FAST))
@@ -130,18 +132,25 @@ def test_every_option_of_config_is_read():
     """What makes each family different is in its golden model, and nowhere else."""
     found = {name: hf.Folder(GOLDEN / name).config for name in FAMILIES}
     assert found["llama3"].rope_scaling == (8.0, 1.0, 4.0, 16)
+    assert found["llama_linear"].rope_scaling == ("linear", 3.0)
+    assert found["ministral"].layer_kinds == (Kind(5, 1e4), Kind(None, 1e4))
+    assert found["ministral"].num_layers == 5, "two periods and a layer"
+    scaling = ("yarn", 4.0, 32.0, 1.0, 16, True, (0.15 * np.log(4) + 1) / (0.05 * np.log(4) + 1))
+    assert found["qwen3_yarn"].layer_kinds == (Kind(None, 30.0, scaling), Kind(5, 30.0, scaling))
     assert found["llama3"].rope_theta == 5e5
     assert found["mistral"].sliding_window == 5
     assert found["qwen3"].head_dim == 6
     assert [n for n in FAMILIES if found[n].qkv_bias] == ["qwen2"]
-    assert [n for n in FAMILIES if found[n].qk_norm] == ["qwen3", "qwen3_moe", "odd_qwen3"]
+    qwen3 = ["qwen3", "qwen3_moe", "odd_qwen3", "qwen3_yarn"]
+    assert [n for n in FAMILIES if found[n].qk_norm] == qwen3
     assert not found["qwen3_moe"].normalize
     assert found["mixtral"].normalize
     assert (found["mixtral"].rope_theta, found["mixtral"].capacity) == (1e6, None)
     assert (found["qwen3_moe"].mlp, found["qwen3_moe"].experts_per_token) == (16, 3)
     assert [n for n in FAMILIES if found[n].tie_embeddings] == ["smollm"]
     assert [n for n in FAMILIES if found[n].sliding_window] == ["mistral"]
-    assert [n for n in FAMILIES if found[n].rope_scaling] == ["llama3"]
+    assert [n for n in FAMILIES if found[n].rope_scaling] == ["llama3", "llama_linear"]
+    assert [n for n in FAMILIES if found[n].layer_kinds] == ["ministral", "qwen3_yarn"]
     dtypes = {n: {str(v.dtype) for f in (GOLDEN / n).glob("*.safetensors")
                   for v in tensors_of(f).values()} for n in FAMILIES}  # fmt: skip
     assert dtypes["llama2"] == {"float16"}
@@ -223,6 +232,90 @@ def test_absent_keys_mean_what_they_mean_to_transformers(folder):
     assert hf.Folder(theirs).config.sliding_window == 9
     edit(theirs, layer_types=["sliding_attention"] * 2, max_window_layers=1)
     assert hf.Folder(theirs).config.sliding_window == 9
+    edit(theirs, layer_types=["full_attention"] * 2)
+    assert hf.Folder(theirs).config.sliding_window is None
+    edit(theirs, layer_types=..., max_window_layers=1)
+    kinds = hf.Folder(theirs).config.layer_kinds
+    assert [kind.window for kind in kinds] == [None, 9]
+    assert {kind.rope_theta for kind in kinds} == {1e6}
+
+
+S, F = "sliding_attention", "full_attention"
+
+
+@pytest.mark.parametrize(
+    ("types", "windows"),
+    [
+        ([S, F, S, F], [5, None]),
+        ([S, S, F, S, S, F, S], [5, 5, None]),  # one left over
+        ([F, F, S, F], [None, None, 5]),
+        ([F, F, F, S], [None, None, None, 5]),  # no shorter period gives the last
+        ([S, S, S], []),
+        ([F, F], []),
+    ],
+)
+def test_a_list_of_layers_is_its_shortest_period(types, windows):
+    """And back: the same list, which older versions read as far as max_window_layers can say it."""
+    theirs = json.loads((GOLDEN / "qwen2" / "config.json").read_text())
+    theirs |= {"use_sliding_window": True, "sliding_window": 5, "num_hidden_layers": len(types)}
+    ours = llama.config_from(theirs | {"layer_types": types}, ROOT)
+    assert [kind.window for kind in ours.layer_kinds] == windows
+    assert ours.sliding_window == (5 if types == [S, S, S] else None)
+    back = llama.config_json(ours, 64)
+    assert llama.config_from(back, ROOT) == ours
+    assert ("layer_types" in back) == bool(windows), "config.json of a uniform model is as it was"
+    if windows:
+        assert (back["layer_types"], back["max_window_layers"]) == (types, types.index(S))
+        mistral = llama.config_json(dataclasses.replace(ours, qkv_bias=False), 64)
+        assert mistral["architectures"] == ["MinistralForCausalLM"], "theirs ignores layer_types"
+        assert llama.config_from(mistral, ROOT).layer_kinds == ours.layer_kinds
+
+
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}
+MAGNITUDE = 0.1 * np.log(4.0) + 1
+
+
+@pytest.mark.parametrize(
+    ("rope", "others", "scaling"),
+    [
+        ({"type": "linear", "factor": 2}, {}, ("linear", 2.0)),
+        ({"rope_type": "linear", "factor": 2, "attention_factor": 3.0}, {}, ("linear", 2.0)),
+        (YARN, {}, ("yarn", 4.0, 32.0, 1.0, 16, True, MAGNITUDE)),
+        (YARN | {"attention_factor": 0.7, "mscale": 2.0, "mscale_all_dim": 1.0}, {},
+         ("yarn", 4.0, 32.0, 1.0, 16, True, 0.7)),
+        (YARN | {"mscale": 2.0, "mscale_all_dim": 1.0}, {},
+         ("yarn", 4.0, 32.0, 1.0, 16, True, (0.2 * np.log(4.0) + 1) / MAGNITUDE)),
+        (YARN | {"mscale": 2.0, "mscale_all_dim": 0}, {},
+         ("yarn", 4.0, 32.0, 1.0, 16, True, MAGNITUDE)),
+        (YARN | {"beta_fast": 8, "beta_slow": 2, "truncate": False}, {},
+         ("yarn", 4.0, 8.0, 2.0, 16, False, MAGNITUDE)),
+        (YARN | {"factor": 1.0}, {}, ("yarn", 1.0, 32.0, 1.0, 16, True, 1.0)),
+        (YARN | {"factor": None}, {}, ("yarn", 4.0, 32.0, 1.0, 16, True, MAGNITUDE)),
+        ({"type": "yarn", "factor": 4.0}, {}, ("yarn", 4.0, 32.0, 1.0, 64, True, MAGNITUDE)),
+        (YARN, {"original_max_position_embeddings": 8}, ("yarn", 4.0, 32.0, 1.0, 8, True, MAGNITUDE)),
+    ],
+)  # fmt: skip
+def test_rotary_scalings_mean_what_they_mean_to_transformers(rope, others, scaling):
+    """In older and newer keys, and back."""
+    theirs = json.loads((GOLDEN / "llama2" / "config.json").read_text())
+    del theirs["rope_parameters"]
+    for keys in (
+        {"rope_scaling": rope, "rope_theta": 2e4},
+        {"rope_parameters": rope | {"rope_theta": 2e4}},
+    ):
+        ours = llama.config_from(theirs | keys | others, ROOT)
+        assert (ours.rope_theta, ours.rope_scaling) == (2e4, pytest.approx(scaling))
+    assert llama.config_from(llama.config_json(ours, 64), ROOT) == ours
+
+
+def test_a_mistral_with_unlike_layers_is_theirs(folder):
+    """A list of layers makes it a Ministral to transformers."""
+    theirs = folder("ministral")
+    before = hf.Folder(theirs).config
+    edit(theirs, architectures=["MistralForCausalLM"], model_type="mistral")
+    assert hf.Folder(theirs).config == before
+    edit(theirs, layer_types=...)
+    assert (hf.Folder(theirs).config.sliding_window, before.sliding_window) == (5, None)
 
 
 def test_files_without_an_index_and_tensors_that_are_computed(folder):
@@ -276,6 +369,15 @@ def test_what_no_architecture_of_theirs_has_is_not_written(tmp_path):
     with pytest.raises(UserError, match="no Hugging Face architecture has both qkv_bias and qk_"):
         hf.write(tmp_path / "out", "transformer", config, 64, lambda path: pytest.fail("read"))
     assert list(tmp_path.iterdir()) == []
+    for kinds, said in (
+        ((Kind(4, 1e4), Kind(5, 1e4)), "different sliding windows"),
+        ((Kind(4, 1e4), Kind(None, 1e6)), "different rotary embeddings"),
+    ):
+        unlike = Config(64, 32, 2, 8, 4, 4, 32, layer_kinds=kinds)
+        with pytest.raises(UserError, match=f"layers with {said}; use a model whose layer_kinds"):
+            hf.write(tmp_path / "out", "transformer", unlike, 64, lambda path: pytest.fail("read"))
+    alike = Config(64, 32, 2, 8, 4, 4, 32, layer_kinds=(Kind(5, 1e4), Kind(5, 1e4)))
+    assert llama.config_from(llama.config_json(alike, 64), ROOT).sliding_window == 5
     # Their Llama needs its embed to be divisible by its heads; their Mistral doesn't.
     theirs = llama.config_json(Config(64, 32, 2, 6, 2, 4, 32), 64)
     assert (theirs["model_type"], theirs["sliding_window"]) == ("mistral", None)
@@ -287,6 +389,7 @@ def test_what_no_architecture_of_theirs_has_is_not_written(tmp_path):
         ({"normalize": False}, "normalize=False without qk_norm"),
         ({"balance_rate": 1e-3}, "balance_rate, a bias of each expert"),
         ({"qkv_bias": True}, "qkv_bias"),
+        ({"layer_kinds": (Kind(5, 1e4), Kind(None, 1e4))}, "windows in some layers only"),
     ],
 )
 def test_experts_that_no_architecture_of_theirs_has_are_not_written(fields, said, tmp_path):
@@ -348,17 +451,26 @@ def test_a_write_that_fails_leaves_nothing(tmp_path):
         ("llama3", {"auto_map": {"AutoModel": "x.Y"}}, 'has auto_map {"AutoModel": "x.Y"}, which'),
         ("llama3", {"head_dim": 5}, "has head_dim 5, which"),
         ("llama3", {"num_key_value_heads": 3}, "has num_key_value_heads 3, which"),
-        ("llama3", {"rope_scaling": {"type": "linear", "factor": 2.0}}, 'has rope_type "linear", which'),
-        ("qwen2", {"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, 'has rope_type "yarn", which'),
+        ("llama3", {"rope_scaling": {"type": "linear"}}, "has factor null, which must be a number > 0"),
+        ("qwen2", {"rope_scaling": {"rope_type": "yarn"}}, "has factor null, which must be a number > 0"),
+        ("qwen2", {"rope_scaling": YARN | {"truncate": "no"}}, 'has truncate "no", which'),
+        ("qwen2", {"rope_scaling": YARN | {"beta_fast": -1}}, "has beta_fast -1, which must be a number > 0"),
+        ("qwen2", {"rope_scaling": {"rope_type": "longrope"}}, 'has rope_type "longrope", which'),
         ("qwen2", {"rope_scaling": {"type": "dynamic"}, "rope_parameters": ...}, 'has rope_type "dynamic"'),
         ("qwen2", {"rope_parameters": {"full_attention": {}}}, "has rope_parameters {"),
         ("qwen2", {"rope_parameters": {"partial_rotary_factor": 0.5}}, "partial_rotary_factor 0.5, which"),
         ("llama3", {"rope_parameters": {"rope_type": "llama3"}}, "has factor null, which must be a number > 0"),
-        ("qwen2", {"layer_types": ["full_attention", "sliding_attention"]}, 'has layer_types ["full'),
+        ("qwen2", {"layer_types": ["full_attention", "sliding_attention"]}, 'has layer_types "sliding_attention"'),
         ("qwen2", {"layer_types": 2}, "has layer_types 2, which"),
-        ("qwen2", {"layer_types": ["chunked_attention"] * 2}, 'has layer_types ["chunked'),
+        ("qwen2", {"layer_types": ["full_attention"]}, 'has layer_types ["full'),
+        ("qwen2", {"layer_types": ["chunked_attention"] * 2}, 'has layer_types "chunked_attention", which'),
+        ("qwen2", {"layer_types": [{}, {}]}, "has layer_types {}, which"),
         ("qwen2", {"layer_types": ..., "use_sliding_window": True, "sliding_window": 4,
-                   "max_window_layers": 1}, "has max_window_layers 1, which"),
+                   "max_window_layers": -1}, "has max_window_layers -1, which must be a number > 0"),
+        ("llama3", {"layer_types": [F, S], "sliding_window": 4}, 'has layer_types "sliding_attention", which'),
+        ("mixtral", {"layer_types": [F, S], "sliding_window": 4}, 'has layer_types ["full'),
+        ("qwen3_moe", {"layer_types": [S, F], "sliding_window": 4, "use_sliding_window": True},
+         'has layer_types ["sliding'),
         ("llama3", {"hidden_size": ...}, "has hidden_size null, which must be a number > 0"),
         ("llama3", {"vocab_size": "64"}, 'has vocab_size "64", which must be a number > 0'),
         ("llama3", {"num_hidden_layers": True}, "has num_hidden_layers true, which must be a number"),
@@ -473,9 +585,9 @@ def test_a_name_of_the_hub_is_resolved_by_its_client(monkeypatch):
 
 @pytest.fixture(scope="module")
 def tiny(tmp_path_factory):
-    """A folder with a vocabulary that the recipe's bytes fit into."""
-    target = tmp_path_factory.mktemp("hf") / "tiny"
-    config, rng = Config.tiny(), np.random.default_rng(3)
+    """A folder of unlike layers, with a vocabulary that the recipe's bytes fit into."""
+    target, rng = tmp_path_factory.mktemp("hf") / "tiny", np.random.default_rng(3)
+    config = dataclasses.replace(Config.tiny(), layer_kinds=(Kind(24, 1e4), Kind(None, 1e4)))
     shapes = paths(abstract_model(lambda: Transformer(config, rngs=nnx.Rngs(0))).shapes["params"])
 
     def read(path):
@@ -521,7 +633,7 @@ def test_a_recipe_trains_from_a_folder_and_its_run_is_exported(run, tiny, tmp_pa
     book.write_text((ROOT / "zoo" / "attention.py").read_text())
     work, back = tmp_path / "run", tmp_path / "back"
     flags = (f"--restore_from=hf:{tiny}", f"--dataset={book}", "--seq_len=32", "--batch_size=16",
-             "--mesh=4x2", "--sample_bytes=0", f"--workdir={work}")  # fmt: skip
+             "--mesh=4x2", "--sample_bytes=40", f"--workdir={work}")  # fmt: skip
     done = run("recipes.transformer", *flags, "--steps=0")
     assert (done.code, done.err) == (0, "")
     assert f"Evaluates {tiny}, of step 0." in done.out
@@ -537,6 +649,7 @@ def test_a_recipe_trains_from_a_folder_and_its_run_is_exported(run, tiny, tmp_pa
     assert np.abs(trained["embed"] - params_of(f"hf:{tiny}")["embed"]).max() > 0
     # Training on 32 positions took none of those that it was made for.
     assert hf.Folder(back).metadata["context"] == 64
+    assert [kind.window for kind in hf.Folder(back).config.layer_kinds] == [24, None]
 
 
 @pytest.mark.parametrize(

@@ -12,6 +12,7 @@ import pathlib
 from typing import Any
 
 from recipes.common.runtime.errors import UserError
+from zoo.attention import Kind, kinds
 from zoo.transformer import Config
 
 ENTRY = "transformer"
@@ -19,6 +20,7 @@ ENTRY = "transformer"
 ARCHITECTURES = {  # theirs → model_type
     "LlamaForCausalLM": "llama",
     "MistralForCausalLM": "mistral",
+    "MinistralForCausalLM": "ministral",  # Mistral with a window in some layers only
     "Qwen2ForCausalLM": "qwen2",
     "Qwen3ForCausalLM": "qwen3",
 }
@@ -56,7 +58,10 @@ SIZES = {  # field of Config → theirs
     "head_dim": "head_dim",
     "mlp": "intermediate_size",
 }
-SCALING = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
+ORIGINAL = "original_max_position_embeddings"
+# Their names of a scaling's numbers, in the order of zoo/attention.py.
+LLAMA3 = ("factor", "low_freq_factor", "high_freq_factor", ORIGINAL)
+YARN = ("factor", "beta_fast", "beta_slow", ORIGINAL, "truncate", "attention_factor")
 UNUSED = {  # what our Transformer does not have → the values that leave it unused
     "hidden_act": ("silu",),
     "attention_bias": (False,),  # theirs has one on o as well
@@ -109,11 +114,13 @@ class ConfigFile:
             raise self.refused("num_key_value_heads", found["num_kv_heads"])
         return found
 
-    def rope(self, usual: float = 10_000.0) -> tuple[float, tuple[float, ...] | None]:
+    def rope(self, usual: float = 10_000.0) -> tuple[float, tuple | None]:
         """(theta, scaling), from rope_theta and rope_scaling or, in newer files, rope_parameters.
 
         Args:
           usual: what an absent theta means.
+
+        Returns: theta; the scaling as zoo/attention.py has it, with transformers' defaults.
         """
         # If both are there, transformers takes the older.
         key = "rope_scaling" if self.keys.get("rope_scaling") else "rope_parameters"
@@ -121,34 +128,80 @@ class ConfigFile:
         if not isinstance(rope, dict) or any(isinstance(v, dict) for v in rope.values()):
             raise self.refused(key, rope)  # each kind of layer has its own, for instance
         rope = {"rope_theta": self.keys.get("rope_theta"), "rope_type": rope.get("type")} | rope
+        if self.keys.get(ORIGINAL) is not None:
+            rope[ORIGINAL] = self.keys[ORIGINAL]
         inner = dataclasses.replace(self, keys=rope)
-        inner.refuse({"partial_rotary_factor": (1,), "rope_type": ("default", "llama3")})
+        types = ("default", "llama3", "linear", "yarn")
+        inner.refuse({"partial_rotary_factor": (1,), "rope_type": types})
         theta = inner.number("rope_theta", usual, float)
-        if rope["rope_type"] != "llama3":
-            return theta, None
-        floats = [inner.number(name, None, float) for name in SCALING[:3]]
-        return theta, (*floats, inner.number(SCALING[3], self.keys.get("max_position_embeddings")))
+        match rope["rope_type"]:
+            case "linear":
+                return theta, ("linear", inner.number("factor", None, float))
+            case "llama3":
+                floats = [inner.number(name, None, float) for name in LLAMA3[:3]]
+                original = inner.number(ORIGINAL, self.keys.get("max_position_embeddings"))
+                return theta, (*floats, original)
+            case "yarn":
+                return theta, inner.yarn(self.keys.get("max_position_embeddings"))
+        return theta, None
 
-    def window(self, default: int | None, switched: bool = False) -> int | None:
-        """How many positions one attends to, itself included; None: all before it.
+    def yarn(self, context: int | None) -> tuple:
+        """A yarn scaling, from the keys of rope_scaling; `context` is max_position_embeddings."""
+        original = self.number(ORIGINAL, context)
+        stated = self.keys.get("factor", 0) is not None  # null means the ratio of the two lengths
+        factor = self.number("factor", None if stated or not context else context / original, float)
+        fast, slow = self.number("beta_fast", 32, float), self.number("beta_slow", 1, float)
+        truncate = self.keys.get("truncate", True)
+        if truncate not in (True, False, None):
+            raise self.refused("truncate", truncate)
+
+        def longer(weight: float) -> float:
+            return 1.0 if factor <= 1 else 0.1 * weight * math.log(factor) + 1.0
+
+        magnitude, names = longer(1.0), ("mscale", "mscale_all_dim")
+        if all(self.keys.get(name) for name in names):
+            mscale, all_dim = (self.number(name, None, float) for name in names)
+            magnitude = longer(mscale) / longer(all_dim)
+        magnitude = self.number("attention_factor", magnitude, float)
+        return ("yarn", factor, fast, slow, original, bool(truncate), magnitude)
+
+    def windows(
+        self, default: int | None, mixed: bool = False, switched: bool = False
+    ) -> list[int | None]:
+        """How many positions one attends to in each layer, itself included; None: all before it.
 
         Args:
           default: what an absent sliding_window means; None: this architecture has none.
+          mixed: the architecture has a window only in some layers, if layer_types says so.
           switched: the window needs use_sliding_window, and starts at layer max_window_layers.
         """
         layers, types = self.number("num_hidden_layers"), self.keys.get("layer_types")
         window = None if default is None else self.keys.get("sliding_window", default)
-        if switched:
-            window = window if self.keys.get("use_sliding_window") else None
-            full = self.keys.get("max_window_layers", 28)  # the first layers, without a window
-            if window is not None and not types:
-                if full not in (0, None) and self.number("max_window_layers", 28) < layers:
-                    raise self.refused("max_window_layers", full)
-                window = None if full else window
-        one = "full_attention" if window is None else "sliding_attention"
-        if types and types != [one] * layers:
-            raise self.refused("layer_types", types)
-        return None if window is None else self.number("sliding_window", window)
+        if switched and not self.keys.get("use_sliding_window"):
+            window = None
+        window = None if window is None else self.number("sliding_window", window)
+        if types:
+            if not isinstance(types, list) or len(types) != layers:
+                raise self.refused("layer_types", types)
+            known = {"full_attention": None} | ({"sliding_attention": window} if window else {})
+            for name in types:
+                if not isinstance(name, str) or name not in known:
+                    raise self.refused("layer_types", name)
+            found = [known[name] for name in types]
+            if found != [window] * layers and not mixed:
+                raise self.refused("layer_types", types)
+            return found
+        full = self.keys.get("max_window_layers", 28) if switched and window else 0
+        full = min(self.number("max_window_layers", 28), layers) if full else 0  # the first layers
+        return [None] * full + [window] * (layers - full)
+
+
+def kinds_of(windows: list[int | None], theta: float, scaling: tuple | None) -> dict[str, Any]:
+    """Fields of Config: one kind for all layers, or the shortest period that gives each its window."""
+    period = next(p for p in range(1, len(windows) + 1) if windows[p:] == windows[:-p])
+    if period == 1:
+        return {"rope_theta": theta, "rope_scaling": scaling, "sliding_window": windows[0]}
+    return {"layer_kinds": tuple(Kind(window, theta, scaling) for window in windows[:period])}
 
 
 def tensors(config: Config) -> dict[str, tuple[str, str, str]]:
@@ -169,14 +222,12 @@ def config_from(keys: dict[str, Any], file: pathlib.Path) -> Config:
         num_kv_heads=heads if kind == "llama" else None,
         head_dim=128 if kind == "qwen3" else embed // heads,
     )
-    theta, scaling = theirs.rope()
-    window = theirs.window(None if kind == "llama" else 4_096, kind in ("qwen2", "qwen3"))
+    default = None if kind == "llama" else 4_096
+    windows = theirs.windows(default, kind != "llama", kind in ("qwen2", "qwen3"))
     return Config(
         **sizes,
+        **kinds_of(windows, *theirs.rope()),
         norm_eps=theirs.number("rms_norm_eps", 1e-6, float),
-        rope_theta=theta,
-        rope_scaling=scaling,
-        sliding_window=window,
         qkv_bias=kind == "qwen2",
         qk_norm=kind == "qwen3",
         tie_embeddings=keys.get("tie_word_embeddings") is True,
@@ -192,38 +243,66 @@ def config_json(config: Config, context: int) -> dict[str, Any]:
         raise UserError(
             "no Hugging Face architecture has both qkv_bias and qk_norm; use a model with only one"
         )
+    windows = windows_of(config)
+    window, mixed = next(filter(None, windows), None), len({*windows}) > 1
     # Llama is Mistral without a window, but needs its embed to be divisible by its heads.
-    mistral = config.sliding_window is not None or config.embed % config.num_heads
-    kind = "mistral" if mistral else "llama"
+    mistral = window is not None or config.embed % config.num_heads
+    kind = "ministral" if mixed else "mistral" if mistral else "llama"
     kind = "qwen3" if config.qk_norm else "qwen2" if config.qkv_bias else kind
     architecture = next(name for name, k in ARCHITECTURES.items() if k == kind)
     theirs = common_json(config, architecture, kind, SIZES, context)
     if kind != "llama":
-        theirs["sliding_window"] = config.sliding_window
-    if kind in ("qwen2", "qwen3"):  # a window on every layer, or on none
-        window = config.sliding_window is not None
-        theirs |= {"use_sliding_window": window, "max_window_layers": 0 if window else 28}
+        theirs["sliding_window"] = window
+    if kind in ("qwen2", "qwen3"):
+        full = windows.index(window) if window else 28  # the first layers, without a window
+        theirs |= {"use_sliding_window": window is not None, "max_window_layers": full}
+    if mixed:
+        names = {None: "full_attention", window: "sliding_attention"}
+        theirs["layer_types"] = [names[w] for w in windows]
     return theirs
 
 
+def windows_of(config: Any) -> list[int | None]:
+    """Each layer's window. Raises UserError for kinds of layers that no architecture of theirs has."""
+    period = kinds(config)
+    for what, values in {
+        "rotary embeddings": {kind[1:] for kind in period},
+        "sliding windows": {kind.window for kind in period} - {None},
+    }.items():
+        if len(values) > 1:
+            raise UserError(
+                f"no Hugging Face architecture of this family has layers with different {what}; use "
+                "a model whose layer_kinds share them"
+            )
+    return [period[layer % len(period)].window for layer in range(config.num_layers)]
+
+
 def common_json(
-    config: Any, architecture: str, kind: str, sizes: dict[str, str], context: int
+    config: Any, architecture: str, model_type: str, sizes: dict[str, str], context: int
 ) -> dict[str, Any]:
     """The keys that every architecture's config.json has.
 
     Args:
-      kind: its model_type.
       sizes: as SIZES.
     """
-    scaling = config.rope_scaling and dict(zip(SCALING, config.rope_scaling, strict=True))
+    kind = kinds(config)[0]
+    match kind.rope_scaling:
+        case None:
+            scaling = None
+        case ("linear", factor):
+            scaling = {"rope_type": "linear", "factor": factor}
+        case ("yarn", *numbers):
+            scaling = {"rope_type": "yarn"} | dict(zip(YARN, numbers, strict=True))
+        case numbers:
+            scaling = {"rope_type": "llama3"} | dict(zip(LLAMA3, numbers, strict=True))
     return {
         "architectures": [architecture],
-        "model_type": kind,
+        "model_type": model_type,
         **{key: getattr(config, ours) for ours, key in sizes.items()},
         "hidden_act": "silu",
         "rms_norm_eps": config.norm_eps,
-        "rope_theta": config.rope_theta,
-        "rope_scaling": scaling and {"rope_type": "llama3"} | scaling,
+        "rope_theta": kind.rope_theta,
+        "rope_scaling": scaling,
         "tie_word_embeddings": config.tie_embeddings,
         "max_position_embeddings": context,
         "torch_dtype": "float32",

@@ -72,16 +72,15 @@ def config_from(keys: dict[str, Any], file: pathlib.Path) -> Config:
     sizes = theirs.sizes(SIZES[kind], head_dim=embed // heads)
     if sizes["experts_per_token"] > sizes["num_experts"]:
         raise theirs.refused("num_experts_per_tok", sizes["experts_per_token"])
-    theta, scaling = theirs.rope(10_000.0 if qwen3 else 1e6)
+    rope = theirs.rope(10_000.0 if qwen3 else 1e6)
     windows = keys.get("use_sliding_window") if qwen3 else True
+    windows = theirs.windows(keys.get("sliding_window") if windows else None)
     return Config(
         **sizes,
         capacity=None,
         normalize=not qwen3 or keys.get("norm_topk_prob") is True,
         norm_eps=theirs.number("rms_norm_eps", 1e-6 if qwen3 else 1e-5, float),
-        rope_theta=theta,
-        rope_scaling=scaling,
-        sliding_window=theirs.window(keys.get("sliding_window") if windows else None),
+        **llama.kinds_of(windows, *rope),
         qk_norm=qwen3,
         tie_embeddings=keys.get("tie_word_embeddings") is True,
     )
@@ -93,8 +92,9 @@ def config_json(config: Config, context: int) -> dict[str, Any]:
     `context` is the positions it was trained on. Raises UserError if no architecture fits.
     """
     kind = kind_of(config)
-    qwen3 = kind == "qwen3_moe"
+    qwen3, windows = kind == "qwen3_moe", llama.windows_of(config)
     for what, has_it in {
+        "windows in some layers only": len({*windows}) > 1,
         "qkv_bias": config.qkv_bias,
         "balance_rate, a bias of each expert": config.balance_rate > 0,
         "normalize=False without qk_norm": not (config.normalize or qwen3),
@@ -105,11 +105,11 @@ def config_json(config: Config, context: int) -> dict[str, Any]:
             )
     architecture = next(name for name, k in ARCHITECTURES.items() if k == kind)
     theirs = llama.common_json(config, architecture, kind, SIZES[kind], context)
-    theirs["sliding_window"] = config.sliding_window
+    theirs["sliding_window"] = windows[0]
     if qwen3:
         theirs |= {
             "norm_topk_prob": config.normalize,
-            "use_sliding_window": config.sliding_window is not None,
+            "use_sliding_window": windows[0] is not None,
             "decoder_sparse_step": 1,
             "mlp_only_layers": [],
         }
