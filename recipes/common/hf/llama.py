@@ -1,4 +1,4 @@
-"""The Llama family: Llama 2 and 3, Mistral, Qwen 2 and 3, SmolLM, implemented by zoo/transformer.py.
+"""The Llama family: Llama 2 and 3, Mistral, Ministral, Qwen 2 and 3, SmolLM: zoo/transformer.py.
 
 A family is a module with ENTRY, ARCHITECTURES, TIED, COMPUTED, tensors, config_from and config_json,
 listed in folder.py. It refuses what its model does not compute exactly, naming the key of
