@@ -364,7 +364,7 @@ def test_an_adapter_trained_on_conversations_is_evaluated_and_given_on(
     for name, content in small_tokenizers.byte_level().items():
         (tmp_path / "tokens" / name).write_bytes(content)
     chats = [{"messages": [{"role": "user", "content": f"Say {n}. " * 20},
-                           {"role": "assistant", "content": f"The number {n}."}]}
+                           {"role": "assistant", "content": f"License {n}."}]}
              for n in range(40)]  # fmt: skip
     name = tmp_path / "chats.jsonl"
     name.write_text("".join(json.dumps(chat) + "\n" for chat in chats))
