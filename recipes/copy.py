@@ -19,7 +19,7 @@ import zoo
 from recipes.common import entries
 from recipes.common.runtime import UserError, flag, folders, preemption, print0
 from recipes.common.runtime.start import start
-from recipes.common.zoo_source import closure, listed, one_file
+from recipes.common.zoo_source import closure, one_file
 
 ZOO = pathlib.Path(zoo.__file__).parent
 
@@ -44,7 +44,7 @@ def main(flags: Flags) -> None:
             f"--target={flags.target} and --one_file={flags.one_file} exclude each other; use one of them"
         )
     files = closure(ZOO / f"{flags.entry}.py")
-    names = listed([path.name for path in files])
+    names = ", ".join(path.name for path in files)
 
     # ---- The files as they are, or merged --------------------------------------------------------
     if flags.target:
@@ -54,12 +54,9 @@ def main(flags: Flags) -> None:
         module = f"{folder.name}.{flags.entry}"
     else:
         path = place(flags.one_file, "one_file", suffix=".py")
-        text, renamed = one_file(files)
-        write(path.parent, {path.name: text.encode()}, flags.one_file, "one_file")
+        content = {path.name: one_file(files).encode()}
+        write(path.parent, content, flags.one_file, "one_file")
         print0(f"Wrote {path}, made of {names}.")
-        if renamed:
-            changes = (f"  {old} → {new}" for old, new in renamed.items())
-            print0("Renamed, because two files define the same name:", *changes)
         module = path.stem
     model = entries.ENTRIES[flags.entry].model
     print0("To use it:", f"  from {module} import RULES, Config, {model}")

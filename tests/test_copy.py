@@ -17,7 +17,7 @@ from flax import nnx
 
 from recipes.common import entries
 from recipes.common.runtime import folders
-from recipes.common.zoo_source import closure, one_file
+from recipes.common.zoo_source import closure
 from tests.conftest import ROOT, full_except
 from tests.entries import ENTRIES
 from tests.quick import XLA_FLAGS
@@ -219,7 +219,7 @@ def test_one_file_computes_what_the_zoo_computes(entry, merged):
 
 
 @pytest.mark.parametrize("entry", ENTRIES)
-def test_one_file_reads_like_an_entry(entry, merged):
+def test_one_file_has_all_code_comments_and_docstrings(entry, merged):
     path = merged(entry)
     text = path.read_text()
     for command in (["check"], ["format", "--check", "--quiet"]):
@@ -236,20 +236,15 @@ def test_one_file_reads_like_an_entry(entry, merged):
     assert not any(node.level for node in nodes if isinstance(node, ast.ImportFrom))
     files = closure(ZOO / f"{entry}.py")
     top = [ast.parse(file.read_text()) for file in files]
-    # Docstring first and RULES last, as in the entry; its own parts keep their order.
+    # Docstring first and RULES last, as in the entry.
     assert ast.get_docstring(tree) == ast.get_docstring(top[-1])
     assert ast.unparse(tree.body[-1]) == ast.unparse(top[-1].body[-1])
     ours = [node.name for node in tree.body if isinstance(node, (ast.ClassDef, ast.FunctionDef))]
-    own = [node.name for node in top[-1].body if isinstance(node, (ast.ClassDef, ast.FunctionDef))]
-    assert [name for name in ours if name in own] == own
-    # The model stands in front of all helpers but those that it needs while it is imported.
-    model = ours.index(entries.ENTRIES[entry].model)
-    assert {*ours[:model]} - {*own} <= {"Kind", "Cache"}
     # Nothing is lost, and nothing is there twice.
     defined = [
         n for part in top for n in part.body if isinstance(n, (ast.ClassDef, ast.FunctionDef))
     ]
-    assert len(ours) == len({*ours}) == len(defined)
+    assert ours == [node.name for node in defined]
     words = " ".join(_words(text))
     for file in files:
         for comment in _comments(file.read_text()):
@@ -260,149 +255,12 @@ def test_one_file_reads_like_an_entry(entry, merged):
 
 
 def _comments(text: str) -> list[str]:
-    """All comments except headings, which one_file drops with an empty section."""
     tokens = tokenize.generate_tokens(io.StringIO(text).readline)
-    found = [token.string for token in tokens if token.type == tokenize.COMMENT]
-    return [comment for comment in found if not comment.startswith("# ----")]
+    return [token.string for token in tokens if token.type == tokenize.COMMENT]
 
 
 def _words(text: str) -> list[str]:
     return text.replace("\n# ", "\n").replace("\n#\n", "\n").split()
-
-
-# ---- names that several files define -------------------------------------------------------------
-
-FIRST = '''"""The first shared file."""
-
-import math
-from typing import NamedTuple
-
-SIZE = 2
-
-
-class Place(NamedTuple):
-    """Stands above what it annotates."""
-
-    x: int = SIZE
-
-
-def area(place: "Place | None", scale=SIZE) -> float:
-    """Uses a global of each kind."""
-
-    def inner(SIZE):
-        return SIZE  # a variable of its own
-
-    text = [SIZE for SIZE in (place or Place())]
-    return math.pi * inner(scale) * SIZE + sum(text)
-
-
-def sum_(values):
-    """Not the builtin."""
-    return [value for value in values if value is not SIZE]
-
-
-# ---- a section whose only statement is needed further up -----------------------------------------
-
-TWICE = area(None) * 2
-'''
-
-SECOND = '''"""The second shared file."""
-
-import math as maths
-
-from . import first
-from .first import SIZE as FIRST_ONE
-from .first import Place
-
-SIZE = 3
-
-
-class Holder:
-    """A class has a scope of its own, which its methods do not see."""
-
-    SIZE = SIZE + 1
-    squares = tuple(SIZE * n for n in range(SIZE))
-    place: "Place" = Place(FIRST_ONE)
-
-    def size(self):
-        area = first.area(self.place)
-        return maths.floor(area) + SIZE + self.SIZE + sum(self.squares)
-
-
-# Alone.
-
-def area() -> int:
-    """Another one."""
-    return (lambda SIZE=SIZE: SIZE)()
-'''.replace("# Alone.\n\n", "# Alone.\n\n\n")
-
-ENTRY = '''"""An entry.
-
-A \\\\ stays as it is.
-"""
-
-from . import second
-from .first import TWICE, sum_
-from .second import Holder, area
-
-SIZE = 5
-
-
-class Model(Holder):
-    """Needs the other file's class when it is imported."""
-
-    two = TWICE
-
-    def answer(self):
-        first = second.area()
-        return [self.two, area(), SIZE, first, self.size(), sum_([SIZE, 2]), len(f"{SIZE}")]
-
-
-RULES = {"size": SIZE}
-'''
-
-
-def test_names_that_several_files_define_keep_their_meaning(tmp_path, monkeypatch):
-    folder = tmp_path / "mine"
-    folder.mkdir()
-    for name, text in {"first": FIRST, "second": SECOND, "entry": ENTRY}.items():
-        (folder / f"{name}.py").write_text(text)
-    files = closure(folder / "entry.py")
-    assert [path.stem for path in files] == ["first", "second", "entry"]
-    text, renamed = one_file(files)
-    assert renamed == {
-        "first.SIZE": "FIRST_SIZE",
-        "first.area": "first_area",
-        "second.SIZE": "SECOND_SIZE",
-        "second.area": "second_area",
-    }
-    assert "first.SIZE → FIRST_SIZE, first.area → first_area" in " ".join(text.split("\n# "))
-    assert "A \\\\ stays" in text
-    assert "# ---- a section" not in text  # nothing is left of it
-    (tmp_path / "merged.py").write_text(text)
-    done = subprocess.run(
-        [sys.executable, "-W", "error", "-c",
-         "import merged, mine.entry as ours; a, b = merged.Model().answer(), ours.Model().answer();"
-         "assert a == b, (a, b); assert merged.RULES == ours.RULES == {'size': 5}; print(a)"],
-        cwd=tmp_path, capture_output=True, text=True,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr + text
-
-
-@pytest.mark.parametrize(
-    ("line", "message"),
-    [
-        ("from .first import *", "write imports as `from .x import a`"),
-        ("import os.path", "write imports as `from .x import a`"),
-        ("def f():\n    from .first import SIZE", "write imports as `from .x import a`"),
-        ("from . import first\nx = vars(first)", "use what is in first, not first itself"),
-    ],
-)
-def test_an_import_that_cannot_be_merged_is_told(line, message, tmp_path):
-    (tmp_path / "first.py").write_text(FIRST)
-    (tmp_path / "entry.py").write_text(f'"""An entry."""\n\nfrom .first import SIZE\n{line}\n')
-    with pytest.raises(ValueError, match=message):
-        one_file(closure(tmp_path / "entry.py"))
 
 
 # ---- mistakes, and disks that fail ---------------------------------------------------------------

@@ -30,8 +30,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from . import sharding
-from .sharding import Rules, constrain, explicit, in_use, param
+from .sharding import Rules, complete_tables, constrain, explicit, in_use, param
 
 
 @dataclasses.dataclass(frozen=True)
@@ -96,7 +95,7 @@ def product(x, w, *axes):
     return constrain(jnp.dot(x, w[...], out_sharding=explicit(*axes)), *axes)
 
 
-complete = functools.partial(sharding.complete, LOGICAL_AXES)
+complete = functools.partial(complete_tables, LOGICAL_AXES)
 
 DATA = {"batch": "data"}  # one all-reduce of the gradients
 SPLIT = {"embed": "data"}  # two all-gathers and a reduce-scatter
@@ -214,7 +213,7 @@ def test_the_five_steps_give_it_the_whole_proof(clone):
         "test_structure.py::test_tables_are_complete_and_state_only_what_they_shard": 1,
         "test_copy.py::test_a_copied_entry_trains_alone": 1,
         "test_copy.py::test_one_file_trains_alone": 1,
-        "test_copy.py::test_one_file_reads_like_an_entry": 1,
+        "test_copy.py::test_one_file_has_all_code_comments_and_docstrings": 1,
     }.items():
         passed = [line for line in proof.splitlines() if what in line and "PASSED" in line]
         assert len(passed) >= least, what

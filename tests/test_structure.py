@@ -146,7 +146,7 @@ SHARED_FILES = [path for path in ZOO if path.stem not in entries.ENTRIES]
 LAYER = {"Layer", "Block"}  # an entry's layers stand between its Config and its model
 # The definitions that a reader of a file should meet first.
 MAIN = {
-    "sharding": ["complete", "constrain"],
+    "sharding": ["complete_tables", "constrain"],
     "strategies": [],  # tables alone
     "layers": ["multiply"],
     "attention": ["Attention"],
@@ -191,6 +191,28 @@ def test_an_entry_and_what_it_imports_are_short(name):
     model = definitions(tree_of(f"zoo/{name}.py"))[entries.ENTRIES[name].model]
     if "decode" in methods(model):
         assert model.end_lineno - model.lineno + 1 <= 90, "language models share functions"
+
+
+@pytest.mark.parametrize("name", entries.ENTRIES)
+def test_files_of_a_closure_can_be_merged(name):
+    """recipes.copy puts them one after another: no name has two meanings, and no file is a name."""
+    meanings: dict[str, set[str]] = {}
+    for path in closure(ROOT / "zoo" / f"{name}.py"):
+        tree = tree_of(path)
+        inner = [node for node in ast.walk(tree) if isinstance(node, (ast.Import, ast.ImportFrom))]
+        for node in inner:
+            for alias in node.names:
+                if isinstance(node, ast.ImportFrom) and node.level:
+                    assert node in tree.body, f"{path.name}:{node.lineno}: at the top of the file"
+                    assert node.module, f"{path.name}:{node.lineno}: from .x import a"
+                    assert alias.asname is None, f"{path.name}:{node.lineno}: as it is defined"
+                elif node in tree.body:
+                    means = f"{getattr(node, 'module', '')} {alias.name}"
+                    meanings.setdefault(alias.asname or alias.name, set()).add(means)
+        defined = {*definitions(tree), *(n for node in tree.body for n in assigned(node))}
+        for found in defined:
+            meanings.setdefault(found, set()).add(f"{path.name} {found}")
+    assert not {found for found, means in meanings.items() if len(means) > 1}
 
 
 @pytest.mark.parametrize("path", SHARED_FILES, ids=str)

@@ -28,8 +28,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from . import sharding
-from .sharding import Rules, constrain, explicit, in_use, param
+from .sharding import Rules, complete_tables, constrain, explicit, in_use, param
 
 
 @dataclasses.dataclass(frozen=True)
@@ -173,7 +172,7 @@ HSDP = {
     "embed": "fsdp",  # gathers stay inside a group; only gradients cross groups
 }
 
-complete = functools.partial(sharding.complete, LOGICAL_AXES)
+complete = functools.partial(complete_tables, LOGICAL_AXES)
 
 RULES: dict[str, Rules] = complete(
     {

@@ -25,7 +25,6 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
-from . import sharding, strategies
 from .attention import (
     KERNEL_NAMES,
     Attention,
@@ -45,10 +44,9 @@ from .layers import (
     unembed,
     vocabulary,
 )
-from .pipeline import REMAT as DENSE_REMAT
-from .pipeline import check_config, scan_layers, stack
-from .sharding import Rules, constrain, in_use, mesh_axes, param, per_device
-from .strategies import DP, FSDP, HSDP, TP
+from .pipeline import REMAT_POLICIES, check_config, scan_layers, stack
+from .sharding import Rules, complete_tables, constrain, in_use, mesh_axes, param, per_device
+from .strategies import DECODER_AXES, DECODER_IN_USE, DECODER_UNEVEN, DP, FSDP, HSDP, TP
 
 
 @dataclasses.dataclass(frozen=True)
@@ -138,7 +136,7 @@ class Config:
         )  # fmt: skip
 
 
-REMAT = DENSE_REMAT | {
+REMAT = REMAT_POLICIES | {
     # What arrived at the experts and where it came from: nothing is sent to them a second time.
     "dispatched": jax.checkpoint_policies.save_only_these_names("dispatched"),
 }
@@ -151,17 +149,17 @@ SIZES = {
 }
 
 # What sharding rules may name, and whether activations, weights or both have it.
-LOGICAL_AXES = strategies.LOGICAL_AXES | {
+LOGICAL_AXES = DECODER_AXES | {
     "expert": "weights",  # E; each device computes its experts, and activations travel to them
     "expert_embed": "weights",  # D, of experts at rest
     "router": "weights",  # E, of the router: each device scores all experts
 }
 
 # The name of a weight's axis while it is multiplied, where rules may shard it differently.
-IN_USE = strategies.IN_USE | {"expert_embed": "act_embed"}
+IN_USE = DECODER_IN_USE | {"expert_embed": "act_embed"}
 
 # Dims that a mesh axis need not divide.
-UNEVEN = strategies.UNEVEN
+UNEVEN = DECODER_UNEVEN
 
 # Logical axis → another that its mesh axes must split too: positions travel to experts along them.
 WITHIN = {"expert": "batch"}
@@ -482,7 +480,7 @@ unite.defvjp(
 )
 
 
-complete = functools.partial(sharding.complete, LOGICAL_AXES)
+complete = functools.partial(complete_tables, LOGICAL_AXES)
 
 # ZeRO-3 for the experts' [E, D, F], whose D has a name of its own: what splits E can't split D as
 # well. All experts are gathered for every layer, even those that a device has little use for.

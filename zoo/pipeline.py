@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 # What a layer's forward pass keeps for its backward pass; the rest is computed again.
-REMAT = {
+REMAT_POLICIES = {
     "none": jax.checkpoint_policies.everything_saveable,  # under FSDP, gathered weights too
     "dots": jax.checkpoint_policies.dots_with_no_batch_dims_saveable,  # products with a weight
     # The two sublayers' outputs: no all-reduce of tensor parallelism runs a second time.
@@ -43,7 +43,7 @@ def scan_layers(function, x: jax.Array, layers, kinds: tuple, remat, unroll: int
       function: (x, one layer of `layers`, its kind) → (x, outputs).
       layers: tree of arrays with L in front.
       kinds: what sets layers of equal shapes apart; layer l has kind l mod len(kinds). Static.
-      remat: a policy of REMAT.
+      remat: one of REMAT_POLICIES' values.
       unroll: trips of the scan in one trip of the loop, where layers are all alike.
 
     Returns: (x, outputs of all layers with L in front).

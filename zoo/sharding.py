@@ -22,9 +22,9 @@ from jax.sharding import AxisType, PartitionSpec
 Rules = dict[str, str | tuple[str, ...] | None]
 
 
-def complete(logical_axes: dict[str, str], tables: dict[str, Rules]) -> dict[str, Rules]:
+def complete_tables(axes: dict[str, str], tables: dict[str, Rules]) -> dict[str, Rules]:
     """Adds None (replicated) to each table for every logical axis that it leaves out."""
-    return {name: dict.fromkeys(logical_axes) | table for name, table in tables.items()}
+    return {name: dict.fromkeys(axes) | table for name, table in tables.items()}
 
 
 def constrain(x: jax.Array, *axes: str | None) -> jax.Array:

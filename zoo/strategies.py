@@ -40,7 +40,7 @@ HSDP = {
 
 # The logical axes of a decoder, and whether activations, weights or both have them; a stack is scanned
 # layer by layer, so no rules may split it.
-LOGICAL_AXES = {
+DECODER_AXES = {
     "batch": "activations",  # B
     "seq": "activations",  # T, S
     "act_embed": "activations",  # D; also of weights in use
@@ -56,10 +56,10 @@ LOGICAL_AXES = {
 }
 
 # The name of a weight's axis while it is multiplied, where rules may shard it differently.
-IN_USE = {"embed": "act_embed"}
+DECODER_IN_USE = {"embed": "act_embed"}
 
 # Dims that a mesh axis need not divide, and what happens then; other dims are refused.
-UNEVEN = {
+DECODER_UNEVEN = {
     "vocab": "padded",  # inside the step, by rows that nothing reaches; at rest the table is whole
     "heads": "replicated",  # every device along the axis attends with all of them
     "kv_heads": "replicated",

@@ -31,7 +31,6 @@ import jax
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
-from . import sharding, strategies
 from .attention import (
     KERNEL_NAMES,
     Attention,
@@ -43,9 +42,9 @@ from .attention import (
     positions,
 )
 from .layers import RMSNorm, SwiGLU, cross_entropy, look_up, table_copies, unembed, vocabulary
-from .pipeline import REMAT, check_config, scan_layers, stack
-from .sharding import Rules, in_use
-from .strategies import DP, FSDP, HSDP, TP
+from .pipeline import REMAT_POLICIES, check_config, scan_layers, stack
+from .sharding import Rules, complete_tables, in_use
+from .strategies import DECODER_AXES, DECODER_IN_USE, DECODER_UNEVEN, DP, FSDP, HSDP, TP
 
 
 @dataclasses.dataclass(frozen=True)
@@ -137,8 +136,10 @@ SIZES = {
     "70b": Config.llama_70b,
 }
 
+REMAT = REMAT_POLICIES  # what a layer keeps for its backward pass
+
 # What sharding rules may name; the name of a weight's axis in use; dims that need not divide evenly.
-LOGICAL_AXES, IN_USE, UNEVEN = strategies.LOGICAL_AXES, strategies.IN_USE, strategies.UNEVEN
+LOGICAL_AXES, IN_USE, UNEVEN = DECODER_AXES, DECODER_IN_USE, DECODER_UNEVEN
 
 
 class Layer(nnx.Module):
@@ -239,7 +240,7 @@ class Transformer(nnx.Module):
         return self.final_norm(x_BTD), table_RVD, kv
 
 
-complete = functools.partial(sharding.complete, LOGICAL_AXES)
+complete = functools.partial(complete_tables, LOGICAL_AXES)
 
 # Strategy → logical axis → mesh axis. What each parallelism splits and costs: strategies.py.
 RULES: dict[str, Rules] = complete(
