@@ -84,7 +84,8 @@ def pytest_xdist_auto_num_workers(config) -> int:
 
 def group(test: str) -> str:
     """Tests of one group run on one worker and share fixtures and compiled programs."""
-    file, _, case = test.removeprefix("tests/").partition("::")
+    path, _, case = test.partition("::")
+    file = path.rpartition("/")[2]
     if file == "test_processes.py":
         return test  # nothing is shared
     if file in ("test_meshes.py", "test_collectives.py", "test_published.py"):

@@ -1,0 +1,82 @@
+"""Steps compiled for NVIDIA's GPUs with none there, by the extra gpu-aot, which is gigabytes.
+
+pip install -e '.[gpu-aot]' && pytest --full tests/bench/test_gpu_programs.py
+"""
+
+import dataclasses
+import re
+
+import numpy as np
+import pytest
+
+from data.text import example
+from data.tokenizer import BYTES
+from recipes.bench.common import Step, make_step, version
+from recipes.bench.targets import topology
+from recipes.common.analysis import hlo
+from recipes.common.language import model_config
+from recipes.common.sharding.layout import COMPILER_OPTIONS, make_layout
+from recipes.common.train.optimizer import LearningRate, adamw
+from recipes.common.train.step import TrainStep
+from recipes.transformer import Flags
+from zoo.transformer import Config, Transformer
+
+pytestmark = [
+    pytest.mark.full,
+    pytest.mark.skipif(
+        not version("jax-cuda13-plugin"), reason="the extra gpu-aot is not installed"
+    ),
+]
+# Narrow, so that what grows with T² would be most of the memory.
+NARROW = Config(384, 128, 2, num_heads=4, num_kv_heads=2, head_dim=64, mlp=256, dtype="bfloat16")
+
+
+def step(T: int, attention: str) -> Step:
+    config = dataclasses.replace(NARROW, attention=attention)
+    return make_step(config, "fsdp", topology("h100", {"data": 2}), 2, T, segments=True)
+
+
+def held(T: int, attention: str) -> tuple[int, int]:
+    """Bytes of a step's temporary memory, and of the largest array in it."""
+    compiled = step(T, attention).compile()
+    text = compiled.as_text()
+    computations, _ = hlo._computations(text)
+    inside = set(re.findall(r" fusion\(.*calls=%([\w.\-]+)", text))  # its arrays are in registers
+    lines = [line for name, lines in computations.items() if name not in inside for line in lines]
+    results = (re.match(r"(?:ROOT )?%?[\w.\-]+ = (\S+\]\S*) ", line) for line in lines)
+    largest = max(hlo._size(result[1])[0] for result in results if result)
+    return compiled.memory_analysis().temp_size_in_bytes, largest
+
+
+def test_no_buffer_grows_with_the_square_of_a_row():
+    """With segments, as the recipe's batches have them: at twice T, at most twice the memory."""
+    growth = {}
+    for attention in ("auto", "xla"):
+        short, long = held(2_048, attention), held(4_096, attention)
+        growth[attention] = [b / a for a, b in zip(short, long, strict=True)]
+    assert max(growth["auto"]) < 2.1, growth
+    assert min(growth["xla"]) > 3, "the check would not see scores in memory"
+
+
+def test_bench_and_recipe_call_the_same_kernels():
+    """Custom calls of the programs that NVIDIA's compiler is given."""
+    mesh, lr = topology("h100", {"data": 8}), LearningRate(1e-3, 10, 100)
+    config = model_config("transformer", Flags(size="tiny"), None, BYTES, "gpu")
+    layout = make_layout(Transformer, config, mesh, "fsdp", batch_size=8)
+    recipe = TrainStep(layout, adamw(lr, weight_decay=0.1, clip_norm=1.0), lr)
+    row = example(np.zeros(257, np.int32))
+    texts = [
+        recipe.lower(recipe.abstract_state(), row).as_text(),
+        make_step(config, "fsdp", mesh, 8, 256, segments=True).lower().as_text(),
+    ]
+    called = [set(re.findall(r'custom_call @([\w$.]+)|name = "(mha_\w+)"', t)) for t in texts]
+    assert called[0] == called[1]
+    assert any("triton" in target for target, _ in called[0]), called[0]
+
+
+@pytest.mark.parametrize("kind", ["h100", "h200"])
+def test_the_compiler_knows_our_options(kind):
+    """It refuses others; and those of one GPU send nothing."""
+    assert COMPILER_OPTIONS["cuda"]
+    compiled = make_step(Config.tiny(), "fsdp", topology(kind, {"data": 1}), 1, 128).compile()
+    assert hlo.sent_by_kind(compiled.as_text(), 1) == {}

@@ -1,0 +1,317 @@
+"""Compares our language models with those of `transformers`, live. Needs the extra `hf`.
+
+    python -m tests.by_hand.hf_parity                      # the comparison
+    python -m tests.by_hand.hf_parity mixtral odd_qwen3    # of these families
+    python -m tests.by_hand.hf_parity --update-golden      # and tests/golden/hf anew, which needs no torch
+
+For each family: a small random model of theirs, read by us, gives their logits on one device and on
+2x4, 4x2 and 1x8, which some of their sizes are not divisible by, or on meshes for experts; what we
+write is bit-equal to what we read, and gives their logits in `transformers` again. The same for adapters that PEFT made.
+"""
+
+import dataclasses
+import pathlib
+import shutil
+import sys
+import tempfile
+
+import jax
+import numpy as np
+import safetensors.numpy
+from flax import nnx
+
+import tests.conftest  # noqa: F401, simulates the devices
+from recipes.common import checkpoint, hf
+from recipes.common.mesh import make_mesh
+from recipes.common.sharding.abstract import paths
+from tests.conftest import ROOT
+
+GOLDEN = ROOT / "tests" / "golden" / "hf"
+TOLERANCE = 2e-5  # of a logit, in float32
+MESHES = [("1x1", "dp"), ("2x4", "fsdp_tp")]
+FURTHER = [("4x2", "fsdp_tp"), ("1x8", "tp")]
+FOR_EXPERTS = (
+    ("1x1", "dp"),
+    ("data=2,expert=2,model=2", "fsdp_ep_tp"),
+    ("data=1,expert=4", "ep"),
+    ("4x2", "fsdp_tp"),
+)
+TOKENS_BT = np.random.default_rng(0).integers(0, 64, (2, 24))
+
+LLAMA3 = {
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 16,  # within TOKENS_BT, so that it matters
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Family:
+    """A small model of theirs."""
+
+    config: str  # class in transformers
+    options: dict  # of it
+    dtype: str = "float32"  # of the file
+    shard: str = "1GB"  # largest file
+    meshes: tuple = (*MESHES, *FURTHER)
+
+
+FAMILIES = {
+    "llama2": Family("LlamaConfig", {"num_key_value_heads": 8}, dtype="float16"),
+    "llama3": Family(
+        "LlamaConfig", {"rope_theta": 5e5, "rope_scaling": LLAMA3}, "bfloat16", "20KB"
+    ),
+    "mistral": Family("MistralConfig", {"sliding_window": 5}),
+    "qwen2": Family("Qwen2Config", {"rope_theta": 1e6}),
+    "qwen3": Family("Qwen3Config", {"head_dim": 6, "rope_theta": 1e6}),
+    "smollm": Family(
+        "LlamaConfig", {"tie_word_embeddings": True, "rms_norm_eps": 1e-5}, "bfloat16"
+    ),
+    # No golden file: only the sliding window of every layer is new in it.
+    "qwen3_window": Family(
+        "Qwen3Config",
+        {"head_dim": 8, "use_sliding_window": True, "sliding_window": 7, "max_window_layers": 0},
+    ),
+    "qwen2_window": Family(
+        "Qwen2Config", {"use_sliding_window": True, "sliding_window": 3, "max_window_layers": 0}
+    ),
+    "mixtral": Family("MixtralConfig", {"num_local_experts": 8}, "bfloat16", "80KB", FOR_EXPERTS),
+    "qwen3_moe": Family(
+        "Qwen3MoeConfig",
+        {"head_dim": 6, "rope_theta": 1e6, "moe_intermediate_size": 16}
+        | {"num_experts": 8, "num_experts_per_tok": 3},  # whose weights are not normalized
+        meshes=FOR_EXPERTS,
+    ),
+}
+ODD = {"hidden_size": 48, "num_attention_heads": 6, "head_dim": 8, "intermediate_size": 200}
+FAMILIES |= {  # sizes that no mesh axis divides
+    "odd_llama": Family(
+        "LlamaConfig", ODD | {"vocab_size": 331, "num_key_value_heads": 2}, "bfloat16"
+    ),
+    "odd_qwen3": Family(
+        "Qwen3Config", ODD | {"vocab_size": 257, "num_key_value_heads": 3}, "bfloat16"
+    ),
+    "odd_mixtral": Family(
+        "MixtralConfig",
+        ODD
+        | {"vocab_size": 331, "num_key_value_heads": 2, "num_local_experts": 12}
+        | {"num_experts_per_tok": 5, "sliding_window": 7, "num_hidden_layers": 3},
+        meshes=FOR_EXPERTS,
+    ),
+    "odd_qwen3_moe": Family(
+        "Qwen3MoeConfig",
+        ODD
+        | {"vocab_size": 257, "num_key_value_heads": 3, "moe_intermediate_size": 20}
+        | {"num_experts": 12, "num_experts_per_tok": 4, "tie_word_embeddings": True}
+        | {"norm_topk_prob": True},
+        meshes=FOR_EXPERTS,
+    ),
+}
+WIDE = {"hidden_size": 32, "num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 16}
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}
+SLIDING, FULL = "sliding_attention", "full_attention"
+WINDOW = {"use_sliding_window": True, "sliding_window": 5}
+FAMILIES |= {  # unlike layers, and rotary scalings
+    "ministral": Family(  # Mistral with unlike layers: two in a period, and one left over
+        "MinistralConfig",
+        {"num_hidden_layers": 5, "head_dim": 4, "sliding_window": 5}
+        | {"layer_types": [SLIDING, FULL] * 2 + [SLIDING]},
+        "bfloat16",
+    ),
+    "qwen2_mixed": Family(  # the first layers full, the later ones not
+        "Qwen2Config", WINDOW | {"num_hidden_layers": 5, "max_window_layers": 2}
+    ),
+    "qwen3_mixed": Family(
+        "Qwen3Config",
+        WINDOW | {"num_hidden_layers": 7, "head_dim": 8}
+        | {"layer_types": [SLIDING, SLIDING, FULL] * 2 + [SLIDING]},
+    ),
+    "llama_linear": Family(
+        "LlamaConfig", {"rope_scaling": {"rope_type": "linear", "factor": 3.0}}, "bfloat16"
+    ),
+    "qwen2_yarn": Family(
+        "Qwen2Config", WIDE | {"rope_theta": 30.0, "rope_scaling": YARN | {"beta_fast": 2.0}}
+    ),
+    "mistral_yarn": Family(  # an attention factor of its own, dims that are not rounded
+        "MistralConfig",
+        WIDE | {"rope_theta": 30.0, "sliding_window": None}
+        | {"rope_scaling": YARN | {"attention_factor": 1.3, "truncate": False, "beta_slow": 0.5}},
+    ),
+    "qwen3_yarn": Family(  # and windows, with the scales of DeepSeek
+        "Qwen3Config",
+        WIDE | WINDOW | {"max_window_layers": 1, "rope_theta": 30.0}
+        | {"rope_scaling": YARN | {"mscale": 1.5, "mscale_all_dim": 0.5}},
+        "bfloat16",
+    ),
+    "mixtral_linear": Family(
+        "MixtralConfig",
+        {"num_local_experts": 8, "rope_scaling": {"rope_type": "linear", "factor": 2.0}},
+        meshes=FOR_EXPERTS,
+    ),
+}  # fmt: skip
+NOT_GOLDEN = {"qwen3_window", "qwen2_window", "odd_mixtral", "odd_qwen3_moe", "qwen2_mixed"}
+NOT_GOLDEN |= {"qwen3_mixed", "qwen2_yarn", "mistral_yarn", "mixtral_linear"}
+
+ADAPTERS = {  # golden model → modules with an adapter of PEFT's
+    "llama3": [*("q_proj", "k_proj", "v_proj", "o_proj"), *("gate_proj", "up_proj", "down_proj")],
+    "qwen3": ["q_proj", "v_proj", "down_proj"],
+    "mixtral": ["q_proj", "k_proj", "v_proj", "o_proj"],  # experts have no adapters here
+}
+
+SIZES = dict(
+    vocab_size=64, hidden_size=32, intermediate_size=32, num_hidden_layers=2,
+    num_attention_heads=8, num_key_value_heads=4, max_position_embeddings=64,
+)  # fmt: skip
+
+
+def make(family: Family, folder: pathlib.Path) -> None:
+    """Writes a random model of theirs: every parameter counts, norms and biases too."""
+    import torch
+    import transformers
+
+    torch.manual_seed(0)
+    config = getattr(transformers, family.config)(**SIZES | family.options)
+    model = transformers.AutoModelForCausalLM.from_config(config)
+    with torch.no_grad():
+        for name, weight in model.named_parameters():
+            weight.copy_(0.15 * torch.randn(weight.shape) + ("norm" in name))
+    model.to(getattr(torch, family.dtype)).save_pretrained(folder, max_shard_size=family.shard)
+    (folder / "generation_config.json").unlink(missing_ok=True)
+
+
+def make_adapter(base: pathlib.Path, modules: list[str], folder: pathlib.Path) -> None:
+    """Writes a random adapter of PEFT's for a model of theirs."""
+    import peft
+    import torch
+    import transformers
+
+    torch.manual_seed(1)
+    model = transformers.AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
+    config = peft.LoraConfig(r=3, lora_alpha=4, target_modules=modules, task_type="CAUSAL_LM")
+    model = peft.get_peft_model(model, config)
+    with torch.no_grad():
+        for name, weight in model.named_parameters():
+            if "lora_" in name:
+                weight.copy_(0.3 * torch.randn(weight.shape))
+    model.peft_config["default"].base_model_name_or_path = base.name  # not where it was today
+    model.save_pretrained(folder)
+    (folder / "README.md").unlink(missing_ok=True)
+
+
+def their_logits(folder: pathlib.Path, adapter: pathlib.Path | None = None) -> np.ndarray:
+    """[B, T, V] in float32, as `transformers` computes them, with an adapter as PEFT does."""
+    import torch
+    import transformers
+
+    model, loading = transformers.AutoModelForCausalLM.from_pretrained(
+        folder, dtype=torch.float32, attn_implementation="eager", output_loading_info=True
+    )
+    assert not any(loading.values()), loading
+    if adapter:
+        import peft
+
+        model = peft.PeftModel.from_pretrained(model, adapter)
+    with torch.no_grad():
+        return model(torch.tensor(TOKENS_BT)).logits.numpy()
+
+
+def our_logits(path: str | pathlib.Path, mesh: str, rules: str, base: str = "") -> np.ndarray:
+    """[B, T, V] in float32, of what `checkpoint.restore` reads at `path` onto a mesh."""
+    source = checkpoint.find(path, base=base)
+    layout = checkpoint.layout_of(source, make_mesh(mesh), rules)
+    variables = checkpoint.restore_variables(source, layout)
+    tokens_BT = np.resize(TOKENS_BT, (max(len(TOKENS_BT), layout.batch_shards), TOKENS_BT.shape[1]))
+    logits = layout.compile(lambda v, t: layout.model.merge(v)(t), variables, tokens_BT)
+    return np.asarray(logits(variables, tokens_BT))[: len(TOKENS_BT)]
+
+
+def params_of(path: str | pathlib.Path) -> dict[str, np.ndarray]:
+    """Parameter's path → array, of what `checkpoint.restore` reads at `path`."""
+    model, _ = checkpoint.restore(path, make_mesh("1"), "dp")
+    return paths(nnx.to_pure_dict(nnx.state(model, nnx.Param)))
+
+
+def export(source: str, target: pathlib.Path) -> None:
+    """Writes the folder at `source`, "hf:DIR", as our export does."""
+    folder, params = checkpoint.find(source), params_of(source)
+    context = folder.metadata["context"]
+    entry = folder.metadata["entry"]
+    hf.write(target, entry, folder.config, context, lambda path: np.asarray(params[path]))
+
+
+def compare(name: str, work: pathlib.Path) -> None:
+    """Prints what it finds; raises AssertionError where ours and theirs differ."""
+    theirs, back, meshes = work / name, work / f"{name}_back", FAMILIES[name].meshes
+    make(FAMILIES[name], theirs)
+    wanted = their_logits(theirs)
+    found = [np.abs(our_logits(f"hf:{theirs}", *on) - wanted).max() for on in meshes]
+    export(f"hf:{theirs}", back)
+    again = np.abs(their_logits(back) - wanted).max()
+    here = [f"{mesh} {error:.1e}" for (mesh, _), error in zip(meshes, found, strict=True)]
+    print(f"{name:<14} logits to {np.abs(wanted).max():.1f}; ours differ by", *here, end="; ")
+    print(f"exported, theirs differ by {again:.1e}")
+    assert max(*found, again) < TOLERANCE, name
+    a, b = params_of(f"hf:{theirs}"), params_of(f"hf:{back}")
+    assert a.keys() == b.keys()
+    for path in a:
+        np.testing.assert_array_equal(a[path], b[path], err_msg=path)
+
+
+def compare_adapter(name: str, work: pathlib.Path) -> None:
+    """The same for an adapter of a golden model: theirs merged by us, and ours loaded by PEFT."""
+    base, theirs, back = GOLDEN / name, work / f"{name}_lora", work / f"{name}_lora_back"
+    make_adapter(base, ADAPTERS[name], theirs)
+    wanted, without = their_logits(base, theirs), their_logits(base)
+    meshes = FAMILIES[name].meshes
+    found = [np.abs(our_logits(theirs, *on, f"hf:{base}") - wanted).max() for on in meshes]
+    adapter = checkpoint.find(theirs, base=f"hf:{base}").adapter
+    entry, factors = adapter.metadata["entry"], params_of_adapter(adapter)
+    hf.write_adapter(back, entry, adapter.config, str(base), lambda path: factors[path])
+    again = np.abs(their_logits(base, back) - wanted).max()
+    print(
+        f"{name}_lora: the adapter changes logits by {np.abs(wanted - without).max():.1f}; merged, "
+        f"ours differ by {max(found):.1e}; exported, PEFT's by {again:.1e}"
+    )
+    assert max(*found, again) < TOLERANCE, name
+    ours, own = (
+        safetensors.numpy.load_file(f / "adapter_model.safetensors") for f in (back, theirs)
+    )
+    assert ours.keys() == own.keys()
+    for tensor in own:
+        np.testing.assert_array_equal(ours[tensor], own[tensor], err_msg=tensor)
+
+
+def params_of_adapter(adapter: hf.Adapter) -> dict[str, np.ndarray]:
+    """Factor's path → array."""
+    one = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+    abstract = jax.tree.map(lambda s: s.update(sharding=one), adapter.shapes())
+    return {path: np.asarray(x) for path, x in paths(adapter.read(abstract)["params"]).items()}
+
+
+def main() -> None:
+    import transformers
+
+    transformers.logging.set_verbosity_error()
+    transformers.logging.disable_progress_bar()
+    asked = [word for word in sys.argv[1:] if not word.startswith("--")]
+    with tempfile.TemporaryDirectory() as work:
+        for name in asked or FAMILIES:
+            compare(name, pathlib.Path(work))
+            if "--update-golden" in sys.argv and name not in NOT_GOLDEN:
+                target = GOLDEN / name
+                shutil.rmtree(target, ignore_errors=True)
+                shutil.copytree(pathlib.Path(work) / name, target)
+                np.save(target / "logits.npy", their_logits(pathlib.Path(work) / name))
+        for name in () if asked else ADAPTERS:
+            compare_adapter(name, pathlib.Path(work))
+            if "--update-golden" in sys.argv:
+                shutil.copytree(pathlib.Path(work) / f"{name}_lora", GOLDEN / f"{name}_lora")
+                logits = their_logits(GOLDEN / name, pathlib.Path(work) / f"{name}_lora")
+                np.save(GOLDEN / f"{name}_lora" / "logits.npy", logits)
+    print(f"transformers {transformers.__version__}: all within {TOLERANCE}, all bit-equal back.")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,321 @@
+"""Programs of which every byte is known by hand, for tests/sharding/test_hlo.py, and a run of them elsewhere.
+
+    python -m tests.by_hand.hlo_programs            # compiles them for every kind of TPU; needs tpu-aot
+    python -m tests.by_hand.hlo_programs v5e h100   # for these kinds; GPUs need gpu-aot
+
+A device has BLOCK bytes of a vector `v` of 16 rows a device. Expected are the bytes of all results on
+one device, by kind, in one execution.
+"""
+
+import functools
+import sys
+from collections import Counter
+from collections.abc import Callable
+
+import tests.conftest  # noqa: F401, simulates the devices
+
+import jax  # isort: skip
+import jax.numpy as jnp
+from jax import lax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from recipes.bench.targets import GPUS, NODE, TPUS, check_targets, topology
+from recipes.common.analysis.hlo import collectives, crossing, sent_by_kind
+from recipes.common.sharding.layout import platform
+
+AXIS = "ring"
+WIDTH = 256
+LAYERS = 5
+SPLIT = PartitionSpec(AXIS)
+Program = tuple[Callable, dict[str, int]]
+
+
+def block(n: int) -> int:
+    """Bytes of a device's part of `v`, [n · n, WIDTH] in float32 for n devices."""
+    return n * WIDTH * 4
+
+
+def programs(n: int) -> dict[str, Program]:
+    """Name → function of a device's part of `v`, [n, WIDTH], inside shard_map; what it sends."""
+    ring = [(i, (i + 1) % n) for i in range(n)]
+    shift = lambda v: jnp.sin(lax.ppermute(v, AXIS, ring))  # noqa: E731
+    swap = lambda v: lax.all_to_all(v, AXIS, 0, 0, tiled=True)  # noqa: E731
+    gather = lambda v: lax.all_gather(v, AXIS, tiled=True)  # noqa: E731
+    add = lambda v: lax.psum(v, AXIS)  # noqa: E731
+    b = block(n)
+
+    def repeat(f, times):
+        def all_on_one_line(v):
+            for i in range(times):
+                v = jnp.tanh(f(v) * (i + 1))
+            return v
+
+        return all_on_one_line
+
+    def independent(v):
+        return sum(jnp.sin(gather(jnp.cos(v * i))).sum(0, keepdims=True) for i in range(3)) + v
+
+    def scan(f, length, **options):
+        return lambda v: lax.scan(lambda c, _: (f(c), None), v, None, length, **options)[0]
+
+    def loop(start, test, step):
+        return lambda v: lax.while_loop(
+            lambda s: test(s[0]), lambda s: (s[0] + step, shift(s[1])), (start, v)
+        )[1]
+
+    def until_small(v):  # at most five times, and the sum once more
+        unfinished = lambda s: (s[0] < 5) & (add(jnp.abs(s[1]).sum()) > 1)  # noqa: E731
+        return lax.while_loop(unfinished, lambda s: (s[0] + 1, shift(s[1])), (0, v))[1]
+
+    permutes = lambda times: {"collective-permute": times * b}  # noqa: E731
+    return {
+        "all_gather": (gather, {"all-gather": n * b}),
+        "psum": (add, {"all-reduce": b}),
+        "psum_scatter": (
+            lambda v: lax.psum_scatter(v, AXIS, tiled=True),
+            {"reduce-scatter": b // n},
+        ),
+        "all_to_all": (swap, {"all-to-all": b}),
+        "ppermute": (shift, permutes(1)),
+        "twelve all_to_alls": (repeat(swap, 12), {"all-to-all": 12 * b}),
+        "three psums": (repeat(add, 3), {"all-reduce": 3 * b}),
+        "three gathers, independent": (independent, {"all-gather": 3 * n * b}),
+        "scan": (scan(shift, 100), permutes(100)),
+        "scan of one trip": (scan(shift, 1), permutes(1)),
+        "scan unrolled": (scan(shift, 7, unroll=3), permutes(7)),
+        "scan backwards": (scan(shift, 6, reverse=True), permutes(6)),
+        "scan in a scan": (scan(scan(shift, 3), 4), permutes(12)),
+        "two on a line, in a scan": (scan(repeat(shift, 2), 4), permutes(8)),
+        "from 2 to 7": (loop(2, lambda i: i < 7, 1), permutes(5)),
+        "up to 4": (loop(0, lambda i: i <= 4, 1), permutes(5)),
+        "down from 5": (loop(5, lambda i: i > 0, -1), permutes(5)),
+        "in twos": (loop(1, lambda i: i < 8, 2), permutes(4)),
+        "a sum that ends a loop": (until_small, permutes(5) | {"all-reduce": 6 * 4}),
+        "one branch or the other": (
+            lambda v: lax.cond(v[0, 0] > 0, repeat(shift, 2), shift, v),
+            permutes(2),
+        ),
+    }
+
+
+def layers(n: int) -> dict[str, Program]:
+    """The same for a device's part of weights, [LAYERS, WIDTH / n, WIDTH], gathered layer by layer.
+
+    They are differentiated: then all gathers of a scan, or of a loop, have a place in the program's
+    forward pass and, where they are rematerialised, one in its backward pass.
+    """
+    whole = WIDTH * WIDTH * 4
+
+    def layer(x, w):  # a TPU would multiply, and so gather, in bfloat16
+        return jnp.tanh(jnp.matmul(x, lax.all_gather(w, AXIS, tiled=True), precision="highest"))
+
+    def scanned(layer, w):
+        x = jnp.ones((n, WIDTH)) + lax.axis_index(AXIS)
+        return lax.scan(lambda x, w: (layer(x, w), None), x, w)[0].sum()
+
+    def listed(layer, w):
+        x = jnp.ones((n, WIDTH)) + lax.axis_index(AXIS)
+        for i in range(LAYERS):
+            x = layer(x, w[i])
+        return x.sum()
+
+    def sent(gathers):
+        return {"all-gather": gathers * LAYERS * whole, "reduce-scatter": LAYERS * whole // n}
+
+    grad = lambda f, layer: jax.value_and_grad(functools.partial(f, layer))  # noqa: E731
+    return {
+        "forward": (functools.partial(scanned, layer), {"all-gather": LAYERS * whole}),
+        "gradient": (grad(scanned, layer), sent(1)),
+        "gradient, remat": (grad(scanned, jax.checkpoint(layer)), sent(2)),
+        # Not rematerialised: XLA's CPU backend gathers once for both passes, with JAX 0.10.
+        "gradient, no scan": (grad(listed, layer), sent(1)),
+    }
+
+
+def hlo_of(
+    function: Callable, mesh: Mesh, *shape: int, where: PartitionSpec = SPLIT, **options
+) -> str:
+    """The compiled program: a function of a device's part, whose results are parts again."""
+
+    def local(part):
+        return jax.tree.map(lambda x: x.reshape(1, -1), function(part))
+
+    program = jax.shard_map(local, mesh=mesh, in_specs=where, out_specs=SPLIT, check_vma=False)
+    given = jax.ShapeDtypeStruct(shape, jnp.float32, sharding=NamedSharding(mesh, where))
+    target = platform(mesh.devices.flat[0])
+    lowered = jax.jit(program).trace(given).lower(lowering_platforms=(target,))
+    return lowered.compile(options).as_text()
+
+
+def counted(hlo: str) -> dict[str, int]:
+    """Kind → bytes of all results on one device."""
+    sums = Counter()
+    for found in collectives(hlo):
+        sums[found.kind] += found.times * found.bytes
+    return dict(sums)
+
+
+def cases(n: int) -> dict[str, tuple[Callable, tuple[int, ...], PartitionSpec, dict[str, int]]]:
+    """Name → function, shape of its argument, how that is split, and what it sends."""
+    rows = (n * n, WIDTH), SPLIT
+    weights = (LAYERS, WIDTH, WIDTH), PartitionSpec(None, AXIS)
+    return {name: (f, *rows, sent) for name, (f, sent) in programs(n).items()} | {
+        name: (f, *weights, sent) for name, (f, sent) in layers(n).items()
+    }
+
+
+# ---- TPU -------------------------------------------------------------------------------------------
+
+
+def ragged(n: int) -> Program:
+    """XLA's CPU backend has no such collective. A device takes at most twice what it has."""
+
+    def function(v):
+        each = jnp.ones(n, jnp.int32)
+        out, first = jnp.zeros((2 * n, WIDTH)), jnp.arange(n, dtype=jnp.int32)
+        return lax.ragged_all_to_all(v, out, first, each, first, each, axis_name=AXIS)
+
+    return function, {"ragged-all-to-all": 2 * block(n)}
+
+
+def gathers_beside_matmuls(mesh: Mesh) -> None:
+    """Gathers that share a channel and are long enough for v5e to run them beside matmuls."""
+    n, size, dtype = mesh.size, 2048, jnp.bfloat16
+
+    def local(w, x):
+        def layer(x, w):
+            return jnp.tanh(x @ lax.all_gather(w, AXIS, tiled=True))
+
+        def loss(w):
+            y = x
+            for i in range(LAYERS):
+                y = jax.checkpoint(layer)(y, w[i])
+            return y.astype(jnp.float32).sum()
+
+        return jax.grad(loss)(w)
+
+    where = PartitionSpec(None, AXIS), SPLIT
+    given = [
+        jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, spec))
+        for shape, spec in zip(((LAYERS, size, size), (n * 512, size)), where, strict=True)
+    ]
+    program = jax.shard_map(local, mesh=mesh, in_specs=where, out_specs=where[0], check_vma=False)
+    hlo = jax.jit(program).lower(*given).compile().as_text()
+    # The last layer's value is not needed but in its backward pass.
+    want = (2 * LAYERS - 1) * size * size * 2
+    assert counted(hlo)["all-gather"] == want, (counted(hlo), want)
+    lines = hlo.count(" all-gather(")
+    print(f"  {2 * LAYERS - 1} gathers beside matmuls, written {lines} times")
+
+
+def scatters(kind: str) -> None:
+    """Over one of two mesh axes: of columns, a reduce-scatter; of rows, one that is written as an
+    all-reduce and a slice, somewhat larger than asked for, and permutes for the difference.
+    """
+    mesh = topology(kind, {"other": 4, AXIS: 4})
+    textbook = 3 * 4096 * 4096 / 4 * 4  # bytes: 3 parts of 4, of float32
+    for name, dim, most in (("columns", 1, 1.0), ("rows", 0, 1.2)):
+        scatter = functools.partial(
+            lax.psum_scatter, axis_name=AXIS, scatter_dimension=dim, tiled=True
+        )
+        sent = sent_by_kind(hlo_of(lambda v, f=scatter: f(v * 2), mesh, 4 * 4096, 4096), 16)
+        assert sent.keys() <= {"reduce-scatter", "collective-permute"}, sent
+        assert 1 <= sum(sent.values()) / textbook <= most, (sent, textbook)
+        print(f"  {name} scattered: {sum(sent.values()) / textbook:.2f} of the textbook")
+
+
+def ring_of_a_gradient(mesh: Mesh) -> None:
+    """A matmul whose result is scattered: XLA makes a ring of permutes in a loop, and unrolls it."""
+    n, size = mesh.size, 2048
+    rows = jax.ShapeDtypeStruct((n * 512, size), jnp.bfloat16, sharding=NamedSharding(mesh, SPLIT))
+    options = {"xla_tpu_reduce_scatter_collective_matmul_mode": "post_spmd"}
+    product = jax.jit(
+        lambda x, y: jnp.matmul(x.T, y, out_sharding=NamedSharding(mesh, SPLIT)),
+        compiler_options=options,
+    )
+    sent = counted(product.lower(rows, rows).compile().as_text())
+    chunk = size * size * 2 // n
+    chunks = sent["collective-permute"] / chunk
+    assert list(sent) == ["collective-permute"], sent
+    assert n - 1 <= chunks <= n + 1, sent
+    print(f"  ring of {n} chips: {chunks:.0f} chunks of 1/{n}")
+
+
+def across_slices(mesh: Mesh) -> str:
+    """The compiled program: gradients of LAYERS weights, WIDTH² of bfloat16, summed over all chips.
+
+    The mesh has an axis `data` over slices and AXIS inside. golden/two_slices.hlo is that of two
+    slices of 16 v5e chips, without metadata and the compiler's configurations.
+    """
+
+    def local(weights, x):
+        def layer(x, w):
+            y = jnp.sin(x @ w)
+            return y, lax.psum(y.T @ x, ("data", AXIS))
+
+        x, grads = lax.scan(layer, x, weights)
+        return grads, lax.psum(x.sum(), AXIS)
+
+    where = PartitionSpec(), PartitionSpec(("data", AXIS))
+    given = [
+        jax.ShapeDtypeStruct(shape, jnp.bfloat16, sharding=NamedSharding(mesh, spec))
+        for shape, spec in zip(
+            ((LAYERS, WIDTH, WIDTH), (mesh.size * 64, WIDTH)), where, strict=True
+        )
+    ]
+    program = jax.shard_map(
+        local, mesh=mesh, in_specs=where, out_specs=PartitionSpec(), check_vma=False
+    )
+    return jax.jit(program).lower(*given).compile().as_text()
+
+
+def crosses(hlo: str) -> dict[str, int]:
+    """Kind → bytes that a device sends to other slices."""
+    sums = Counter()
+    for found in crossing(hlo):
+        sums[found.kind] += found.times * found.bytes
+    return dict(sums)
+
+
+ACROSS_SLICES = {"all-reduce": LAYERS * WIDTH * WIDTH * 2 // 16}  # each chip its part of the sums
+
+
+def wrong(kind: str, n: int) -> list[str]:
+    """Programs on n chips of a kind whose bytes are not those known by hand."""
+    mesh, found = topology(kind, {AXIS: n}), {}
+    known = cases(n)
+    if kind in TPUS or n <= NODE:  # between nodes of GPUs it is several transfers
+        function, bound = ragged(n)
+        known["ragged"] = function, (n * n, WIDTH), SPLIT, bound
+    for name, (f, shape, where, want) in known.items():
+        found[name] = counted(hlo_of(f, mesh, *shape, where=where)), want
+        scattered, got = want.get("reduce-scatter", 0), found[name][0]
+        # Over all chips of a slice TPUs sum it all and take a part; tpu7x does so in some programs.
+        if kind in TPUS and scattered and "reduce-scatter" not in got:
+            found[name] = got, want | {"all-reduce": n * scattered, "reduce-scatter": 0}
+    bad = [f"{kind}, {k}: {a}, not {b}" for k, (a, b) in found.items() if Counter(a) != Counter(b)]
+    print(f"{kind}: {len(known)} programs, {n} devices, {len(known) - len(bad)} to the byte")
+    return bad
+
+
+def main(kinds: list[str]) -> None:
+    check_targets(kinds, [16])
+    for kind in kinds:
+        for n in (NODE, 16) if kind in GPUS else (16,):
+            bad = wrong(kind, n)
+            assert not bad, "\n".join(bad)
+        if kind in GPUS:
+            continue
+        mesh = topology(kind, {AXIS: 16})
+        gathers_beside_matmuls(mesh)
+        scatters(kind)
+        ring_of_a_gradient(mesh)
+        for count in (2, 4):
+            sent = crosses(across_slices(topology(kind, {"data": count, AXIS: 16}, count)))
+            assert sent == ACROSS_SLICES, (sent, ACROSS_SLICES)
+        print("  2 and 4 slices: gradients / chips of a slice")
+
+
+if __name__ == "__main__":
+    TPUS["tpu7x"] = {16: "2x2x2"}  # two devices a chip, which benches do not know
+    main(sys.argv[1:] or list(TPUS))

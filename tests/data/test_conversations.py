@@ -1,0 +1,593 @@
+"""data/conversations.py: of a conversation only what the assistant says is learned, to its stop token."""
+
+import functools
+import itertools
+import json
+
+import numpy as np
+import pytest
+from tokenizers.decoders import DecodeStream
+
+from data import DataError, chat, conversations, corpus, packing, sources, text, tokenizer
+from data.batches import held_out_batches, train_batches
+from data.tokenizer import BYTES, Tokenizer
+from recipes import moe, transformer
+from recipes.common.runtime.flags import parse
+from tests.support import small_tokenizers
+from tests.support.quick import quick as quick
+from tests.support.runs import TINY, records
+
+CHATS = small_tokenizers.chats()
+
+
+def said(*turns: str, system: str = "") -> list[dict[str, str]]:
+    """Messages of a user and an assistant in turn."""
+    roles = ("user", "assistant")
+    made = [{"role": roles[i % 2], "content": turn} for i, turn in enumerate(turns)]
+    return [{"role": "system", "content": system}, *made] if system else made
+
+
+@functools.cache
+def made(name: str) -> Tokenizer:
+    return tokenizer.from_files(CHATS[name], name)
+
+
+def documents(row: dict, tokens: Tokenizer) -> list[conversations.Document]:
+    kind = conversations.form(row, "text")
+    return conversations.documents(conversations.checked(row, kind, "line 1"), tokens, "line 1")
+
+
+def marked(document: conversations.Document, tokens: Tokenizer) -> str:
+    """The document's text, control tokens included; targets are between ⟦ and ⟧."""
+    stream, shown, inside = DecodeStream(skip_special_tokens=False), "", False
+    for token, target in zip(document.tokens, document.targets, strict=True):
+        if target != inside:
+            shown, inside = shown + "⟧⟦"[int(target)], target
+        shown += stream.step(tokens._control, int(token)) or ""
+    return shown + ("⟧" if inside else "")
+
+
+# ---- masks ---------------------------------------------------------------------------------------
+
+ROWS = {
+    "one turn": {"messages": said("Hi", "Hello.")},
+    "two turns, the user last": {"messages": said("Hi", "Hello.", "So?", "Yes\n", "Bye")},
+    "its prompt is not learned": {"prompt": said("Hi", "No."), "completion": said("So?", "Yes")},
+}
+ROWS["its prompt is not learned"]["completion"] = said("", "Yes")[1:]
+ROWS["its prompt is not learned"]["prompt"] = said("Hi", "No.", "So?")
+SYSTEM = {"a system message": {"messages": said("1 + 1?", "2", system="Count.")}}
+THINKS = {"thoughts": {"messages": said("Hi", "<think>\nA.\n</think>\n\nB.", "So?", "C.")}}
+PLAIN = {
+    "a prompt and a completion": {"prompt": "Paris is in", "completion": " France."},
+    "control tokens are text": {"prompt": "", "completion": "a<|im_end|></s>b"},
+}
+GOLDEN = {
+    "chatml": ROWS | SYSTEM | PLAIN,
+    "llama3": ROWS | SYSTEM,
+    "mistral": ROWS | PLAIN,
+    "qwen3": {k: ROWS[k] for k in ("one turn", "two turns, the user last")} | THINKS,
+}
+
+
+def test_targets_are_as_reviewed(golden):
+    """The golden was checked by hand; by its rule, see data/conversations.py."""
+    shown = [
+        f"==== {name}: {what}\n{marked(one, made(name))}\n"
+        for name, rows in GOLDEN.items()
+        for what, row in rows.items()
+        for one in documents(row, made(name))
+    ]
+    golden("conversations.txt", "\n".join(shown))
+
+
+@pytest.mark.parametrize("name", CHATS)
+def test_a_target_follows_what_the_model_is_given_when_it_answers(name):
+    """In front of each turn's targets are the very tokens that --chat makes of the messages before."""
+    tokens, messages = made(name), said("Hi", "Hello.", "So?", "Yes")
+    found = documents({"messages": messages}, tokens)
+    for turn, after in ((1, "Hello."), (3, "Yes")):
+        given = tokens.encode_rendered(
+            tokens.render(messages[:turn], True, today=chat.TRAINING_DAY)
+        ).tolist()
+        answers = []
+        for one in found:
+            if one.tokens[: len(given)].tolist() == given and one.targets[len(given)]:
+                run = np.argmin([*one.targets[len(given) :], False])
+                answers.append(one.tokens[len(given) : len(given) + run])
+        assert len(answers) == 1
+        shown = tokens._control.decode(answers[0].tolist(), skip_special_tokens=False)
+        assert after in shown
+        assert answers[0][-1] in tokens.end, "its stop token"
+    assert sum(conversations.size(one, tokens) for one in found) >= len("Hello.Yes")
+
+
+def test_bytes_behind_targets_are_those_of_the_answers():
+    row = {"messages": said("naïve?", "naïve 🙂", "漢", "字")}
+    for name in ("chatml", "llama3", "mistral"):
+        (one,) = documents(row, made(name))
+        assert conversations.size(one, made(name)) == len("naïve 🙂字".encode())
+    (one,) = documents({"prompt": "é", "completion": "ç"}, BYTES)
+    assert (one.tokens.tolist(), one.targets.tolist()) == (
+        [256, *"éç".encode()],
+        [False] * 3 + [True] * 2,
+    )
+    assert conversations.size(one, BYTES) == 2
+
+
+WITHOUT_CONTROL = (
+    "{% for m in messages %}{{ m.role + ': ' + m.content + '\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ 'assistant: ' }}{% endif %}"
+)
+
+
+def test_a_turn_ends_where_nothing_ends_a_text():
+    """By its last control token, or with the turn."""
+    files = small_tokenizers.with_template(small_tokenizers.byte_level(), WITHOUT_CONTROL)
+    (one,) = documents({"messages": said("a", "b")}, tokens := tokenizer.from_files(files, "plain"))
+    assert marked(one, tokens) == "user: a\nassistant: ⟦b\n⟧"
+    files = small_tokenizers.byte_level() | {"generation_config.json": b'{"eos_token_id": 0}'}
+    (one,) = documents({"messages": said("a", "b")}, tokens := tokenizer.from_files(files, "other"))
+    assert marked(one, tokens).endswith("assistant\n⟦b<|im_end|>⟧"), "<|endoftext|> ends a text"
+
+
+ONLY_WHEN_ASKED = small_tokenizers.TEMPLATE.replace("loop.first and", "add_generation_prompt and")
+
+
+@pytest.mark.parametrize(
+    ("name", "row", "message"),
+    [
+        ("mistral", {"messages": said("a", "b", system="c")}, "line 1: the chat template of mistral can't be rendered (Roles must alternate user/assistant)"),
+        ("chatml", {"messages": said("", "b")[1:]}, "line 1: the chat template of chatml writes message 1 otherwise than it begins an answer"),
+        (ONLY_WHEN_ASKED, {"messages": said("a", "b")}, "line 1: the chat template of it writes message 2 otherwise than it begins an answer, so that nobody knows where the answer begins"),
+        ("{{ bos_token }}", {"messages": said("a", "b")}, "line 1: the chat template writes nothing of what the assistant says; use another"),
+        (WITHOUT_CONTROL.replace(": ", ": transf"), {"messages": said("a", "ormer")}, "writes message 2 otherwise than it begins an answer, so that nobody knows where the answer begins; take white space from its beginning"),
+        ("chatml", {"prompt": "transf", "completion": "ormer"}, "line 1: the tokenizer joins the end of the prompt to the completion; begin the completion with"),
+        ("bare", {"messages": said("a", "b")}, "line 1 has messages, and the tokenizer it has no chat template; use a chat model's, or rows of text"),
+    ],
+)  # fmt: skip
+def test_a_conversation_that_has_no_mask_is_refused(name, row, message):
+    other = "" if name == "bare" else name
+    files = small_tokenizers.with_template(small_tokenizers.byte_level(), other)
+    tokens = made(name) if name in CHATS else tokenizer.from_files(files, "it")
+    with pytest.raises(DataError) as caught:
+        documents(row, tokens)
+    assert message in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+# ---- files ---------------------------------------------------------------------------------------
+
+CHAT = made("chatml")
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    """With a cache that nobody else uses."""
+    monkeypatch.setenv("ZOO_CACHE", str(tmp_path / "cache"))
+    return tmp_path
+
+
+def write(path, rows: list[dict]) -> str:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return str(path)
+
+
+def chats(count: int, seed: int = 0, longest: int = 12) -> list[dict]:
+    """Rows of random words, one to three turns each."""
+    rng = np.random.default_rng(seed)
+    some = ["mesh", "shard", "the", "naïve", "漢"]
+
+    def words() -> str:
+        return " ".join(rng.choice(some, rng.integers(1, longest)))
+
+    return [
+        {"messages": said(*(words() for _ in range(2 * rng.integers(1, 4))), system=f"{seed} {i}")}
+        for i in range(count)
+    ]
+
+
+def load(*datasets: str, seq_len=512, tokens=CHAT, **options):
+    return text.load(",".join(datasets), seq_len=seq_len, tokenizer=tokens, **options)
+
+
+def answers(rows) -> list[list[int]]:
+    """The targets of each piece of each row, in order; [] for a text that is all padding."""
+    found = []
+    for row in (rows[i] for i in range(len(rows))):
+        for number in range(1, row["segment_ids"].max() + 1):
+            here = row["targets"][row["segment_ids"] == number]
+            found.append(here[here >= 0].tolist())
+    return sorted(found)
+
+
+def wanted(rows: list[dict], tokens=CHAT) -> list[list[int]]:
+    found = [one for row in rows for one in documents(row, tokens)]
+    return sorted(one.tokens[one.targets].tolist() for one in found)
+
+
+def test_each_target_is_learned_once_and_held_out_chats_are_whole(folder):
+    rows = chats(60)
+    data = load(write(folder / "a.jsonl", rows), seq_len=512)
+    assert sorted(answers(data.train) + answers(data.held_out)) == wanted(rows)
+    assert answers(data.held_out) == wanted(rows[-3:]), (
+        "the last twentieth, where no hash holds out"
+    )
+    assert data.held_out_bytes == sum(
+        len(one["content"].encode())
+        for row in rows[-3:]
+        for one in row["messages"]
+        if one["role"] == "assistant"
+    )
+    assert data.notes[0].startswith("Training data: the answers in 57 rows of ")
+    assert data.notes[1].startswith("Held out: the answers in 3 rows of ")
+    assert len(data.notes) == 2
+    whole = next(i for i in range(len(data.train)) if data.train[i]["segment_ids"].max() > 1)
+    row = data.train[whole]
+    assert (row["targets"] >= 0).sum() < (row["segment_ids"] > 0).sum(), "others are no target"
+
+
+def test_by_their_hash_as_soon_as_there_are_enough(folder, monkeypatch):
+    monkeypatch.setattr(sources, "HELD_OUT", 0.1)
+    rows = chats(100)
+    rows += rows[:50]
+    data = load(write(folder / "a.jsonl", rows), seq_len=512)
+    held = answers(data.held_out)
+    assert 3 < len(held) < 40
+    assert not {*map(tuple, held)} & {*map(tuple, answers(data.train))}, "twins are on one side"
+
+
+def test_eight_chats_and_one(folder):
+    rows = chats(8)
+    name = write(folder / "a.jsonl", rows)
+    data = load(name)
+    assert answers(data.held_out) == wanted(rows[-1:])
+    every = load(name, eval_dataset=name)
+    assert answers(every.train) == answers(every.held_out) == wanted(rows)
+    assert every.facts["eval_dataset"] == name
+    assert every.facts["fingerprint"] != data.facts["fingerprint"]
+    other = load(name, eval_dataset=write(folder / "b.jsonl", chats(2, seed=1)))
+    assert answers(other.train) == wanted(rows)
+    assert answers(other.held_out) == wanted(chats(2, seed=1))
+    one = write(folder / "one.jsonl", rows[:1])
+    with pytest.raises(
+        DataError, match=r"one\.jsonl has a single row, and one is held out to evaluate"
+    ):
+        load(one)
+    assert not list((folder / "cache").rglob("*one*"))
+    assert answers(load(one, eval_dataset=one).train) == wanted(rows[:1])
+
+
+def test_a_text_can_be_held_out_for_a_text(folder):
+    book, other = folder / "a.txt", folder / "b.txt"
+    book.write_text("some text " * 100)
+    other.write_text("another " * 100)
+    data = text.load(str(book), seq_len=32, eval_dataset=str(other))
+    assert len(data.train) == 1000 // 32
+    assert len(data.held_out) == 800 // 32 == data.held_out_bytes // 32
+    assert bytes(data.held_out[0]["targets"].astype(np.uint8)).startswith(b"another ")
+
+
+@pytest.mark.parametrize("kind", ["messages", "texts", "lists"])
+def test_formats_are_alike(kind, folder):
+    """JSON Lines, Parquet and a dataset of `datasets`; a null is what other rows have."""
+    import pyarrow
+    import pyarrow.parquet
+
+    rows = chats(30)
+    rows[3]["messages"][0]["name"] = "x"
+    if kind != "messages":
+        rows = [
+            {"prompt": one["messages"][:-1], "completion": one["messages"][-1:]} for one in rows
+        ]
+    if kind == "texts":
+        rows = [{"prompt": f"{i}", "completion": f" {i} the"} for i in range(30)]
+    (folder / "hub").mkdir()
+    names = [write(folder / "a.jsonl", rows), str(folder / "a.parquet"), f"hf:{folder / 'hub'}"]
+    for parquet in (names[1], folder / "hub" / "train.parquet"):
+        pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), parquet, row_group_size=7)
+    found = [load(name) for name in names]
+    assert len({one.facts["fingerprint"] for one in found}) == 1
+    assert answers(found[0].train) == wanted(rows[:-1])
+
+
+def test_the_column_of_text_comes_first(folder):
+    rows = chats(30)
+    name = write(folder / "a.jsonl", [one | {"text": "some text " * 20} for one in rows])
+    assert "template" not in load(name, seq_len=16).facts
+    data = load(name, text_column="messages")
+    assert answers(data.train) == wanted(rows[:-1])
+    assert "template" in data.facts
+
+
+def test_files_of_two_kinds_are_refused(folder):
+    text_, chat_ = [{"text": "some text"}], chats(2)
+    for first, second in ((text_, chat_), (chat_, text_)):
+        write(folder / "a.jsonl", first)
+        write(folder / "b.jsonl", second)
+        with pytest.raises(
+            DataError, match=r"b\.jsonl (has conversations, but not|line 1 has no 'mess)"
+        ):
+            load(str(folder / "?.jsonl"))
+    (folder / "c.json").write_text(json.dumps(chats(2)))
+    with pytest.raises(
+        DataError, match=r"c\.json has conversations, but not as JSON Lines, a row a line"
+    ):
+        load(str(folder / "c.json"))
+    write(folder / "a.jsonl", chats(2))
+    (folder / "b.jsonl").unlink()
+    (folder / "b.txt").write_text("some text")
+    with pytest.raises(
+        DataError, match=r"b\.txt is text, and a\.jsonl has conversations; name the files"
+    ):
+        load(str(folder / "[ab].*"))
+
+
+def test_conversations_are_always_packed(folder):
+    name = write(folder / "a.jsonl", [{"prompt": "a", "completion": "b"}] * 3)
+    assert load(name, tokens=BYTES).facts["pack"]
+    with pytest.raises(
+        DataError, match=r"--pack=false would cut the conversations of .*leave it out"
+    ):
+        load(name, tokens=BYTES, pack="false")
+
+
+# ---- rows ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("block", [7, packing.BLOCK])
+def test_what_does_not_fit_a_row_is_told(folder, block, monkeypatch):
+    monkeypatch.setattr(packing, "BLOCK", block)
+    rows, length = chats(40, longest=60), 128
+    data = load(write(folder / "a.jsonl", rows), seq_len=length)
+    train = [one for row in rows[:-2] for one in documents(row, CHAT)]
+    kept = [one.tokens[: length + 1][one.targets[: length + 1]].tolist() for one in train]
+    assert answers(data.train) == sorted(filter(None, kept))
+    cut = [one for one in train if len(one.tokens) > length + 1]
+    lost = sum(one.targets[length + 1 :].sum() for one in cut)
+    every = sum(one.targets.sum() for one in train)
+    longest = max(len(one.tokens) for one in train) - 1
+    assert data.notes[1] == (
+        f"warning: {len(cut)} of them are cut at --seq_len=128, which loses {lost:,} of the {every:,} "
+        f"tokens; --seq_len={longest} keeps all."
+    )
+    assert not any(
+        note.startswith("warning")
+        for note in load(data.facts["dataset"], seq_len=longest).notes[:2]
+    )
+    held = [one for row in rows[-2:] for one in documents(row, CHAT)]
+    short = [conversations.Document(*(x[: length + 1] for x in one)) for one in held]
+    assert data.held_out_bytes == sum(conversations.size(one, CHAT) for one in short)
+    with pytest.raises(
+        DataError, match="no answer of its training rows begins within the first --seq_"
+    ):
+        load(data.facts["dataset"], seq_len=4)
+
+
+@pytest.fixture(scope="module")
+def mixed(tmp_path_factory):
+    """Conversations, and documents of plain text."""
+    place = tmp_path_factory.mktemp("mixed")
+    words = [{"text": f"{i} the shard of a mesh\n" * (i % 9)} for i in range(200)]
+    texts = write(place / "b.jsonl", words)
+    return load(write(place / "a.jsonl", chats(60)) + "@0.7", texts + "@0.3")
+
+
+def test_a_mix_with_text(mixed):
+    """Of which every token is a target."""
+    count = mixed.parts[0][0]
+    assert mixed.parts == ((count, 0.7), (len(mixed.train) - count, 0.3))
+    for i, masked in ((0, True), (count, False)):
+        row = mixed.train[i]
+        assert ((row["targets"] >= 0).sum() < (row["segment_ids"] > 0).sum()) == masked
+    feed = iter(train_batches(mixed, 8, seed=1))
+    rows = [
+        (x, y)
+        for _ in range(50)
+        for b in [next(feed)]
+        for x, y in zip(b["targets"], b["segment_ids"], strict=True)
+    ]
+    share = np.mean([((x >= 0).sum() < (y > 0).sum()) for x, y in rows])
+    assert abs(share - 0.7) < 0.01
+
+
+def test_batches_are_the_same_cold_resumed_and_on_any_number_of_processes(mixed):
+    def take(count, **options):
+        feed = iter(train_batches(mixed, 8, 3, **options))
+        return [{k: v.tolist() for k, v in next(feed).items()} for _ in range(count)]
+
+    def joined(parts):
+        return [
+            {k: [*itertools.chain(*(part[k] for part in batch))] for k in batch[0]}
+            for batch in zip(*parts, strict=True)
+        ]
+
+    cold = take(12)
+    assert take(5, first=7) == cold[7:]
+    for shards in (2, 4):
+        mine = np.split(np.arange(8), shards)
+        assert joined([take(12, rows=one) for one in mine]) == cold
+    targets = [batch["targets"] for batch in held_out_batches(mixed, 8)]
+    assert sum((x >= 0).sum() for x in targets) > 0
+
+
+# ---- the cache -----------------------------------------------------------------------------------
+
+
+def test_the_cache_knows_what_writes_a_conversation(folder):
+    """The template, the tokens that start and end a text, their names; a corpus of text does not care."""
+    name = write(folder / "a.jsonl", chats(10))
+    (folder / "t.txt").write_text("some text " * 100)
+    shout = small_tokenizers.TEMPLATE.replace("Be kind", "Be loud")
+    others = [
+        small_tokenizers.with_template(CHAT.files, shout),
+        small_tokenizers.with_template(
+            CHAT.files, small_tokenizers.TEMPLATE, pad_token="<|endoftext|>"
+        ),
+        CHAT.files | {"generation_config.json": b'{"eos_token_id": 0}'},
+    ]
+    tokens = [CHAT, *(tokenizer.from_files(files, "other") for files in others)]
+    found = [load(name, tokens=one) for one in tokens]
+    assert len({one.facts["template"] for one in found}) == 4
+    assert load(name).facts == found[0].facts
+    folders = {corpus.prepare(*sources.find(name), one).folder for one in tokens}
+    assert len(folders) == 4
+    of_text = [corpus.prepare(*sources.find(str(folder / "t.txt")), one).folder for one in tokens]
+    assert len({*of_text}) == 1
+
+
+def test_a_prepared_file_is_not_looked_into(folder, monkeypatch):
+    name = write(folder / "a.jsonl", chats(10))
+    first = load(name)
+    monkeypatch.setattr(sources, "_columns", lambda *_: pytest.fail("looked into"))
+    assert load(name).facts == first.facts
+
+
+def test_training_data_is_of_one_day(folder, monkeypatch):
+    """Where the template asks for the date, which it tells the model when it is used."""
+    tokens, name = made("llama3"), write(folder / "a.jsonl", chats(10))
+    data = load(name, tokens=tokens)
+    assert data.notes[0].endswith("; to the template today is 26 Jul 2024.")
+    assert "26 Jul 2024" in tokens.decode(data.train[0]["tokens"])
+    assert "26 Jul 2024" not in tokens.render(said("Hi"))
+
+
+def test_processes_make_the_same_files_as_this_one(folder, monkeypatch):
+    name = write(folder / "a.jsonl", chats(80))
+    here = corpus.prepare(*sources.find(name), CHAT)
+    monkeypatch.setenv("ZOO_CACHE", str(folder / "other"))
+    for limit, value in (("CHUNK", 3_000), ("SMALL", 2)):
+        monkeypatch.setattr(corpus, limit, value)
+    there = corpus.prepare(*sources.find(name), CHAT)
+    assert here.folder.name == there.folder.name
+    assert {file.name for file in here.folder.iterdir()} >= {"train.targets", "held_out.targets"}
+    for file in here.folder.iterdir():
+        assert file.read_bytes() == (there.folder / file.name).read_bytes(), file.name
+    rows = chats(80)
+    broken = made("mistral")
+    with pytest.raises(
+        DataError, match=r"b.jsonl line \d+: the chat template of mistral can't be rendered"
+    ):
+        load(write(folder / "b.jsonl", rows), tokens=broken)
+    assert len(list((folder / "other" / "text").iterdir())) == 2, "nothing is left of what failed"
+
+
+# ---- runs ----------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory):
+    return tmp_path_factory.mktemp("runs")
+
+
+@pytest.fixture
+def here(place, inside, quick, book):
+    """`base`, a model with a chat template, and `tuned`, which begins on its parameters."""
+    if any(place.iterdir()):
+        return place
+    for name, files in (("tokens", CHAT.files), ("loud", LOUD)):
+        (place / name).mkdir()
+        for file, content in files.items():
+            (place / name / file).write_bytes(content)
+    base = (*TINY, book, f"--workdir={place / 'base'}", f"--tokenizer={place / 'tokens'}")
+    assert inside("recipes.transformer", *base, "--mesh=1x1", "--steps=1").code == 0
+    write(place / "a.jsonl", chats(8))
+    done = tune(inside, place, "--steps=10", "--eval_every=1")
+    assert (done.code, done.err) == (0, "")
+    (place / "told").write_text(done.out)
+    return place
+
+
+LOUD = small_tokenizers.with_template(
+    CHAT.files, small_tokenizers.TEMPLATE.replace("Be kind", "Be loud")
+)
+
+
+def tune(inside, place, *flags):
+    flags = (
+        f"--restore_from={place / 'base'}", f"--workdir={place / 'tuned'}", "--mesh=1x1",
+        f"--dataset={place / 'a.jsonl'}", "--sample_bytes=0", "--log_every=1", "--seq_len=256",
+        "--batch_size=8", *flags,
+    )  # fmt: skip
+    return inside("recipes.transformer", *dict((f.split("=")[0], f) for f in flags).values())
+
+
+def flags_of(place) -> dict:
+    return json.loads((place / "tuned" / "config.json").read_text())["flags"]
+
+
+@pytest.mark.full
+def test_a_run_says_what_it_trains_on_and_evaluates_on_whole_chats(here):
+    told = (here / "told").read_text().splitlines()
+    name = here / "a.jsonl"
+    split = [chats(8)[:-1], chats(8)[-1:]]
+    for line, what, rows in zip(told[:2], ("Training data", "Held out"), split, strict=True):
+        found = [one for row in rows for one in documents(row, CHAT)]
+        targets = sum(int(one.targets.sum()) for one in found)
+        every = sum(len(one.tokens) for one in found)
+        count = f"{len(rows)} rows" if len(rows) > 1 else "1 row"
+        assert line == f"{what}: the answers in {count} of {name}, {targets:,} of {every:,} tokens."
+    figures = records(here / "tuned", "step", "held_out_loss", "held_out_targets")
+    assert [step for step, *_ in figures] == [*range(11)]
+    assert {count for *_, count in figures} == {float(targets)}
+    losses = [loss for _, loss in records(here / "tuned", "step", "loss")]
+    assert losses[-1] < losses[0]
+
+
+@pytest.mark.full
+def test_fine_tuning_has_its_own_learning_rate(here, inside):
+    """And keeps it when it resumes, whatever --steps and --restore_from are then."""
+    flags = flags_of(here)
+    assert (flags["learning_rate"], flags["warmup_steps"]) == (5e-5, 0)
+    done = tune(inside, here, "--steps=30", "--restore_from=", "--mesh=4x2")
+    assert (done.code, done.err) == (0, "")
+    flags = flags_of(here)
+    assert (flags["learning_rate"], flags["warmup_steps"]) == (5e-5, 0)
+    assert flags["restore_from"] == str(here / "base"), "so that it is known when it resumes again"
+    assert records(here / "tuned", "step", "loss")[-1][0] == 30
+
+
+@pytest.mark.parametrize(
+    ("flags", "wanted"),
+    [
+        ([], (4e-3, 40)),
+        (["--restore_from=x"], (5e-5, 40)),
+        (["--restore_from=x", "--steps=30"], (5e-5, 3)),
+        (["--restore_from=x", "--steps=12"], (5e-5, 0)),
+        (["--restore_from=x", "--steps=0"], (4e-3, 40)),
+        (["--restore_from=x", "--learning_rate=0.004", "--warmup_steps=7"], (4e-3, 7)),
+        (["--restore_from=x", "--lora_rank=8"], (5e-4, 40)),
+    ],
+)
+@pytest.mark.parametrize("recipe", [transformer, moe])
+def test_learning_rates(recipe, flags, wanted, tmp_path):
+    argv = [f"--workdir={tmp_path}", "--steps=600", *flags]
+    given = parse(argv, *recipe.NEW)
+    run, _, own, _ = parse(argv, *recipe.defaults(*given))
+    assert (run.learning_rate, own.warmup_steps) == wanted
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--tokenizer={here}/loud"], "--tokenizer has another chat template than the original run was trained with; leave it out, or use a different --workdir (this one is {here}/tuned)"),
+        (["--learning_rate=0.004"], "--learning_rate=0.004 must match the original run, 5e-05"),
+        (["--eval_dataset={here}/a.jsonl"], "--eval_dataset={here}/a.jsonl must match the original run, none"),
+        (["--pack=false"], "--pack=false must match the original run, none"),
+        (["--workdir={here}/new", "--pack=false"], "--pack=false would cut the conversations of {here}/a.jsonl; leave it out"),
+        (["--workdir={here}/new", "--seq_len=8"], "no answer of its training rows begins within the first --seq_len=8 tokens; use --seq_len="),
+    ],
+)  # fmt: skip
+def test_what_does_not_go_together_is_one_line(flags, message, here, inside):
+    before = everything(here)
+    done = tune(inside, here, "--steps=40", *(flag.replace("{here}", str(here)) for flag in flags))
+    assert done.code == 2
+    assert done.err.startswith("error: ")
+    assert done.err.count("\n") == 1
+    assert message.replace("{here}", str(here)) in done.err
+    assert everything(here) == before
+
+
+def everything(folder) -> dict:
+    return {p: p.stat().st_mtime_ns for p in folder.rglob("*") if p.is_file()}

@@ -1,0 +1,345 @@
+"""data/tokenizer.py: ids, control tokens, EOS, streamed text, chat templates, names that lead nowhere."""
+
+import http.server
+import json
+import pickle
+import re
+import threading
+
+import numpy as np
+import pytest
+import tokenizers
+from huggingface_hub import constants
+from tokenizers import models
+
+from data import DataError, hub, tokenizer
+from tests.conftest import ROOT
+from tests.support import small_tokenizers
+
+FILES = {
+    "bytes": dict,
+    "byte_level": small_tokenizers.byte_level,
+    "metaspace": small_tokenizers.metaspace,
+}
+TEXTS = [
+    "", "a", "  two  spaces\n\n\n\ttab", "naïve — 漢字かな 🦊👩‍👩‍👧", "def f():\n        return '🦊'\n\n",
+    "<|im_start|>user<|im_end|></s><s>[INST] <|start|>", "\r\n\x00\x7f",
+]  # fmt: skip
+CASES = json.loads((ROOT / "tests" / "golden" / "chat_templates.json").read_text())
+
+
+@pytest.fixture(params=FILES)
+def tokens(request):
+    return tokenizer.from_files(FILES[request.param](), request.param)
+
+
+def changed(files: dict[str, bytes], name: str, **keys) -> dict[str, bytes]:
+    """Other values in a JSON file; ... takes a key away."""
+    content = json.loads(files.get(name, b"{}")) | keys
+    return files | {name: json.dumps({k: v for k, v in content.items() if v is not ...}).encode()}
+
+
+# ---- ids -----------------------------------------------------------------------------------------
+
+
+def test_text_comes_back(tokens):
+    for text, ids in zip(TEXTS, tokens.encode(TEXTS), strict=True):
+        assert ids.dtype == np.int32
+        assert tokens.decode(ids) == text
+        assert all(0 <= i < tokens.size for i in ids)
+    assert tokens.decode([*tokens.start, *tokens.encode(["hi"])[0], *tokens.end, -1, 10**6]) == "hi"
+
+
+def test_text_that_spells_a_control_token_stays_text(tokens):
+    control = {*tokens.start, *tokens.end, 0, 1, 2} if tokens.files else {256}
+    for text in TEXTS:
+        assert not control & set(tokens.encode([text])[0].tolist()), text
+    if tokens.files:
+        assert tokens.end[0] in tokens.encode_rendered("<|im_end|></s>")
+
+
+def test_what_starts_a_text_and_what_ends_it(tokens):
+    wanted = {"bytes": (256, ()), "byte_level": (None, (2, 0)), "metaspace": (1, (2,))}
+    start, end = wanted[tokens.name]
+    assert (tokens.start, tokens.end) == ((start,) if start is not None else (), end)
+
+
+def test_bytes_and_lone_surrogates_are_text_too(tokens):
+    bad = tokens.encode([b"a\xff", "a\udcff"])
+    assert tokens.decode(bad[0]) == "a\ufffd"
+    assert tokens.decode(bad[1]) == "a?"
+
+
+def test_it_is_pickled_as_its_files(tokens):
+    tokens.encode(["made"])
+    again = pickle.loads(pickle.dumps(tokens))
+    assert again == tokens
+    assert again.files == tokens.files
+    np.testing.assert_array_equal(again.encode(["a b"])[0], tokens.encode(["a b"])[0])
+
+
+def test_limits_of_a_file_cut_nothing():
+    made = tokenizers.Tokenizer.from_str(small_tokenizers.byte_level()["tokenizer.json"].decode())
+    made.enable_truncation(4)
+    made.enable_padding(length=64)
+    found = tokenizer.from_files({"tokenizer.json": made.to_str().encode()})
+    assert found.decode(found.encode(["some words " * 9])[0]) == "some words " * 9
+
+
+@pytest.mark.parametrize("model", [models.WordLevel({"a": 0}), models.Unigram([("a", -1.0)])])
+@pytest.mark.parametrize("known", ["a", "b"])
+def test_one_without_an_unknown_token_is_one_line(model, known):
+    """Found at once, or in the first text that needs it."""
+    files = {"tokenizer.json": tokenizers.Tokenizer(model).to_str().replace('"a"', f'"{known}"')}
+    with pytest.raises(DataError, match=r"the tokenizer x can't encode every text \(.*\); use one"):
+        tokenizer.from_files({k: v.encode() for k, v in files.items()}, "x").encode(["b"])
+
+
+# ---- which token ends a text ---------------------------------------------------------------------
+
+NO_EOS = {"eos_token": ...}
+
+
+@pytest.mark.parametrize(
+    ("generation", "config", "model", "end"),
+    [
+        ({"eos_token_id": [2, 0]}, {}, None, (2, 0)),
+        ({"eos_token_id": 0}, {}, None, (0,)),
+        ({"eos_token_id": ...}, {}, {"eos_token_id": 0}, (2,)),
+        ({"eos_token_id": ...}, {"eos_token": {"content": "<|endoftext|>"}}, None, (0,)),
+        ({"eos_token_id": []}, NO_EOS, {"eos_token_id": [1, 0]}, (1, 0)),
+        ({"eos_token_id": None}, NO_EOS, {"eos_token_id": None}, ()),
+        ({"eos_token_id": ...}, NO_EOS, None, ()),
+    ],
+)
+def test_the_end_is_what_the_first_file_says(generation, config, model, end, tmp_path):
+    files = changed(small_tokenizers.byte_level(), "generation_config.json", **generation)
+    files = changed(files, "tokenizer_config.json", **config)
+    if model is not None:
+        files["config.json"] = json.dumps(model | {"hidden_size": 1}).encode()
+    for name, content in files.items():
+        (tmp_path / name).write_bytes(content)
+    found = tokenizer.find(str(tmp_path))
+    assert found.end == end
+    assert ("config.json" in found.files) == (model is not None and 2 not in end), "only if needed"
+    assert tokenizer.from_files(found.files).end == end
+    assert tokenizer.find(str(tmp_path / "tokenizer.json")) == found
+
+
+def test_special_tokens_map_is_read_where_the_config_says_nothing():
+    files = changed(small_tokenizers.byte_level(), "generation_config.json", eos_token_id=...)
+    files = changed(files, "tokenizer_config.json", eos_token=...)
+    files = changed(files, "special_tokens_map.json", eos_token="<|endoftext|>")
+    assert tokenizer.from_files(files).end == (0,)
+
+
+# ---- streamed ------------------------------------------------------------------------------------
+
+
+def test_streamed_text_is_whole_at_every_step(tokens):
+    for text, ids in zip(TEXTS, tokens.encode(TEXTS), strict=True):
+        stream = tokens.stream()
+        parts = [stream.put(token) for token in ids]
+        assert "".join(parts) + stream.rest() == text
+        assert not any("\ufffd" in part for part in parts)
+
+
+def test_a_broken_end_is_shown_at_the_end(tokens):
+    ids = tokens.encode(["ab 🦊"])[0][:-1]
+    stream = tokens.stream()
+    assert "".join(map(stream.put, ids)) == "ab "
+    assert set(stream.rest()) == {"\ufffd"}
+    assert stream.rest() == ""
+
+
+def test_any_tokens_can_be_streamed(tokens):
+    """A model may write bytes that are no text, and the library's stream then gives up."""
+    random = np.random.default_rng(0)
+    for _ in range(300):
+        ids = random.integers(-1, tokens.size + 2, 20)
+        stream = tokens.stream()
+        text = "".join(map(stream.put, ids)) + stream.rest()
+        if tokens.name != "metaspace":  # there one bad byte spoils the good ones beside it
+            assert text == tokens.decode(ids)
+
+
+# ---- chat templates ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case["name"])
+def test_templates_are_rendered_as_reviewed(case):
+    """The golden was written by hand; tests/by_hand/tokenizer_parity.py compares it with transformers."""
+    config = {"chat_template": "overridden", **case["tokens"]}
+    files = small_tokenizers.byte_level() | {"tokenizer_config.json": json.dumps(config).encode()}
+    files |= {"chat_template.jinja": case["template"].encode()}
+    files = changed(files, "generation_config.json", eos_token_id=2)
+    config["eos_token"] = ...
+    found = tokenizer.from_files(files, "it")
+    if "error" in case:
+        with pytest.raises(DataError, match=re.escape(case["error"])):
+            found.render(case["messages"], case["prompt"])
+    else:
+        assert found.render(case["messages"], case["prompt"]) == case["rendered"]
+
+
+def test_a_rendered_template_is_not_given_a_second_bos():
+    found = tokenizer.from_files(small_tokenizers.metaspace())
+    ids = found.encode_rendered(found.render([{"role": "user", "content": "hi <s>"}])).tolist()
+    assert ids[0] == 1
+    assert found.start == (1,)
+    assert ids.count(1) == 2, "its own, and what the user spells"
+
+
+@pytest.mark.parametrize(
+    "template",
+    [
+        "{{ messages.__class__.__mro__ }}",
+        "{{ ''.__class__.__base__.__subclasses__() }}",
+        "{{ messages.append(1) }}",
+        "{{ raise_exception.__globals__ }}",
+        "{% for i in range(10000000) %}{% endfor %}",
+        "{% if %}",
+        "{{ 1 / 0 }}",
+        "{% include '/etc/hostname' %}",
+    ],
+)
+def test_a_template_can_do_nothing_but_render(template):
+    files = small_tokenizers.byte_level() | {"chat_template.jinja": template.encode()}
+    found = tokenizer.from_files(files, "it")
+    said = "the chat template of it can't be rendered ("
+    with pytest.raises(DataError, match=re.escape(said)) as caught:
+        raise DataError(said + repr(found.render([{"role": "user", "content": "x"}])))
+    assert "\n" not in str(caught.value)
+
+
+# ---- the bytes, for others -----------------------------------------------------------------------
+
+
+def test_the_bytes_are_written_as_a_tokenizer_that_others_read(tmp_path):
+    files = tokenizer.BYTES.shared()
+    assert tokenizer.BYTES.sha256.startswith("d817aeed9f10"), "older exports would not be known"
+    theirs = tokenizers.Tokenizer.from_str(files["tokenizer.json"].decode())
+    for text in TEXTS[:5]:
+        assert theirs.encode(text).ids == [256, *text.encode()]
+        assert theirs.decode([*text.encode()]) == text
+    (tmp_path / "tokenizer.json").write_bytes(files["tokenizer.json"])
+    assert tokenizer.find(str(tmp_path)) is tokenizer.BYTES
+
+
+# ---- mistakes ------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def here(tmp_path):
+    for name in ("empty", "pieces", "broken", "list", "eos", "config"):
+        (tmp_path / name).mkdir()
+    (tmp_path / "pieces" / "tokenizer.model").write_bytes(b"\x00")
+    good = small_tokenizers.byte_level()
+    folders = {
+        "broken": {"tokenizer.json": b'{"model": '},
+        "list": good | {"generation_config.json": b"[1]"},
+        "eos": changed(good, "generation_config.json", eos_token_id=[2, 512]),
+        "config": changed(
+            changed(good, "generation_config.json", eos_token_id=...),
+            "tokenizer_config.json",
+            eos_token="<eos>",
+        ),
+    }
+    for folder, files in folders.items():
+        for name, content in files.items():
+            (tmp_path / folder / name).write_bytes(content)
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("{here}/no", "--tokenizer={here}/no does not exist; use bytes, a tokenizer.json, a folder that has one, or ORG/NAME on the Hub"),
+        ("", "--tokenizer= does not exist"),
+        ("x" * 5000, "can't be read (File name too long); use another"),
+        ("{here}/empty", "--tokenizer={here}/empty has no tokenizer.json; use a folder that has one, or bytes"),
+        ("{here}/pieces", "{here}/pieces has its tokenizer in tokenizer.model alone, which the zoo does not read; add its tokenizer.json"),
+        ("{here}/broken", "tokenizer.json of the tokenizer {here}/broken can't be read ("),
+        ("{here}/list", "generation_config.json of the tokenizer {here}/list is not a JSON object"),
+        ("{here}/eos", "the tokenizer {here}/eos has 512 tokens, and [2, 512] is to end a text"),
+        ("{here}/config", "the tokenizer {here}/config has 512 tokens, and ['<eos>'] is to end a text"),
+    ],
+)  # fmt: skip
+def test_a_name_that_leads_nowhere_is_one_line(name, said, here):
+    with pytest.raises(DataError) as caught:
+        tokenizer.find(name.replace("{here}", str(here)))
+    assert said.replace("{here}", str(here)) in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_bytes_have_no_chat_template():
+    with pytest.raises(DataError, match="the tokenizer bytes has no chat template; use a chat"):
+        tokenizer.BYTES.render([])
+
+
+# ---- the Hub -------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def answers(monkeypatch, tmp_path):
+    """A function: from now on the Hub is this machine, and answers so; 0: nobody is there."""
+    servers = []
+
+    class Handler(http.server.BaseHTTPRequestHandler):
+        def do_GET(self):
+            self.server.asked.append(self.path)
+            self.send_response(self.server.code)
+            if self.server.code == 404:
+                self.send_header("X-Error-Code", "RepoNotFound")
+            self.send_header("Content-Length", "0")
+            self.end_headers()
+
+        do_HEAD = do_GET  # noqa: N815
+
+        def log_message(self, *_):
+            pass
+
+    def begin(code: int) -> list[str]:
+        server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        server.code, server.asked = code, []
+        servers.append(server)
+        monkeypatch.setattr(constants, "ENDPOINT", f"http://127.0.0.1:{server.server_port}")
+        monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+        monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path))
+        if code:
+            threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
+        else:
+            server.server_close()
+        return server.asked
+
+    yield begin
+    for server in servers:
+        if server.code:
+            server.shutdown()
+        server.server_close()
+
+
+@pytest.mark.parametrize(
+    ("code", "said"),
+    [
+        (404, "{what} is neither local nor on the Hub, or you may not read it; check the name"),
+        (503, "{what} is not local, and the Hub can't be reached ("),
+        (0, "{what} is not local, and the Hub can't be reached ("),
+    ],
+)
+@pytest.mark.parametrize(
+    ("what", "ask"),
+    [
+        ("--tokenizer=no/such", lambda: tokenizer.find("no/such")),
+        ("--dataset=hf:no/such", lambda: hub.load("no/such", "hf:no/such")),
+        ("no/such", lambda: hub.snapshot("no/such", ["config.json"], "no/such")),
+    ],
+)
+def test_the_hub_is_asked_once_and_quietly(what, ask, code, said, answers, capfd):
+    asked = answers(code)
+    with pytest.raises(DataError) as caught:
+        ask()
+    assert said.replace("{what}", what) in str(caught.value)
+    assert "\n" not in str(caught.value)
+    assert capfd.readouterr() == ("", "")
+    assert len([path for path in asked if "such" in path]) == (1 if code else 0), "no retries"

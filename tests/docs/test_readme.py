@@ -1,0 +1,366 @@
+"""The READMEs are true: commands parse, code runs, links resolve, tables match the code."""
+
+import ast
+import json
+import os
+import pathlib
+import re
+import runpy
+import shlex
+import subprocess
+import sys
+
+import jax
+import pytest
+from flax import nnx
+
+from recipes.common import entries
+from recipes.common.analysis import report
+from recipes.common.mesh import make_mesh
+from recipes.common.runtime import flags, start
+from recipes.common.sharding import rules
+from recipes.common.sharding.layout import make_layout
+from recipes.common.train.optimizer import LearningRate, adamw
+from recipes.common.train.state import abstract_state
+from recipes.common.zoo_source import closure
+from tests.conftest import ROOT
+from tests.support import runs
+from tests.support.quick import quick as quick
+from zoo import transformer
+
+FRONT, ZOO, RECIPES = "README.md", "zoo/README.md", "recipes/README.md"
+BENCH, TESTS = "recipes/bench/README.md", "tests/README.md"
+READMES = {path: (ROOT / path).read_text() for path in (FRONT, ZOO, RECIPES, BENCH, TESTS)}
+
+
+def block(marker: str, readme: str = FRONT) -> str:
+    """The code block, or the table, that follows <!-- marker -->."""
+    after = READMES[readme].split(f"<!-- {marker} -->\n", 1)[1]
+    if after.startswith("```"):
+        return after.split("\n", 1)[1].split("```", 1)[0]
+    return after.split("\n\n", 1)[0]
+
+
+def section(title: str, readme: str = FRONT) -> str:
+    return READMES[readme].split(f"\n## {title}\n", 1)[1].split("\n## ", 1)[0]
+
+
+def tables(text: str) -> list[list[list[str]]]:
+    """The cells of each table in a text, its heading included."""
+    found = re.findall(r"(?:^\|.*\n?)+", text, re.MULTILINE)
+    split = [[line.strip("| \n").split(" | ") for line in t.splitlines()] for t in found]
+    return [[head, *rows] for head, _, *rows in split]
+
+
+def test_the_front_page_is_short():
+    assert len(READMES[FRONT].splitlines()) <= 200
+    first_screen = READMES[FRONT].split("\n## ", 1)[0]
+    assert 0 < first_screen.index("<picture>") < first_screen.index("```sh")
+    assert len(block("python: copy").splitlines()) <= 40
+
+
+# ---- commands ------------------------------------------------------------------------------------
+
+
+def commands(pattern: str) -> list[str]:
+    """What the pattern finds in any README, without comments and duplicates."""
+    found = (
+        re.findall(pattern, text.replace(" -->", "").replace("\\\n", ""), re.M)
+        for text in READMES.values()
+    )
+    return sorted({command.strip() for listed in found for command in listed})
+
+
+MODULES = commands(r"python -m ((?:recipes|tests)\.[^\n`#&|]+)")
+INCOMPLETE = {"recipes.hf", "recipes.bench"}  # a word is missing: mentioned, not to be run
+
+
+@pytest.mark.parametrize("command", [c for c in MODULES if c.startswith("recipes.")])
+def test_commands_parse(command, monkeypatch):
+    if command in INCOMPLETE or "WORD" in command:
+        return
+    module, *argv = shlex.split(command)
+    parsed = []
+    monkeypatch.setattr(sys, "argv", [module, *argv])
+    monkeypatch.setattr(
+        start, "start", lambda main, *groups, **_: parsed.extend(flags.parse(sys.argv[1:], *groups))
+    )
+    monkeypatch.delitem(sys.modules, module, raising=False)  # runpy warns of what is imported
+    runpy.run_module(module, run_name="__main__")
+    assert parsed
+
+
+def test_commands_of_the_tests_name_files_and_options_that_exist(request):
+    for command in MODULES:
+        if command.startswith("tests."):
+            assert (ROOT / f"{command.split()[0].replace('.', '/')}.py").exists(), command
+    for command in commands(r"(?:^|`)(pytest(?: [^\n`#]+)?)(?:`|$|#)"):
+        for word in command.split()[1:]:
+            if word.startswith("--"):
+                request.config.getoption(word.split("=")[0])  # ValueError if it does not exist
+            elif word.startswith("tests/"):
+                assert (ROOT / word).exists(), command
+
+
+def test_the_test_command_is_what_ci_runs():
+    assert block("test command").splitlines()[-1] == "pytest"
+    assert "<!-- test command -->" in (ROOT / ".ci" / "run").read_text()
+
+
+# The entries that the front page lists.
+LISTED = re.findall(r"\(zoo/(\w+)\.py\)", section("The zoo"))
+
+
+@pytest.mark.parametrize("entry", LISTED)
+def test_flags_are_listed_with_their_group_and_default(entry, monkeypatch):
+    groups = []
+    monkeypatch.setattr(start, "start", lambda main, *given, **_: groups.extend(given))
+    monkeypatch.delitem(sys.modules, f"recipes.{entry}", raising=False)
+    runpy.run_module(f"recipes.{entry}", run_name="__main__")
+    model = entries.ENTRIES[entry].model
+    listed = {}
+    for head, *rows in tables(section("Flags", RECIPES)):
+        for names, default, meaning in rows:
+            of = re.search(r"\(([^()]+)\)$", meaning)
+            models = {e.model for e in entries.ENTRIES.values()}
+            if of and models & (named := set(of[1].split(", "))) and model not in named:
+                continue
+            for name in re.findall(r"`--(\w+)`", names):
+                listed[name] = (head[0], "†" in names, default)
+    fields = {field: group for group in groups for field in vars(group)}
+    assert listed.keys() == fields.keys()
+    for name, group in fields.items():
+        heading, may_change, default = listed[name]
+        about = group.__dataclass_fields__[name].metadata
+        assert (heading, may_change) == (about["group"], about["may_change"]), name
+        value = getattr(group, name)
+        if value not in ("", 0, -1):  # else the cell says what they stand for
+            assert str(value).lower() in default, name
+
+
+# ---- what is shown -------------------------------------------------------------------------------
+
+
+def default_run(strategy: str, mesh: str):
+    """Layout and state of the Transformer's default run, nothing allocated."""
+    layout = make_layout(
+        transformer.Transformer,
+        transformer.Config.small(),
+        make_mesh(mesh),
+        strategy,
+        batch_size=16,
+    )
+    return layout, abstract_state(layout, adamw(LearningRate(1e-3, 1, 10), 0.1, 1.0))
+
+
+def test_the_report_is_what_is_printed():
+    layout, state = default_run("fsdp_tp", "4x2")
+    whole = block("full output: python -m recipes.transformer --mesh=4x2", RECIPES)
+    assert whole.startswith(f"{report.headline(layout)}\n{report.table(layout, state)}\n")
+    lines = iter(whole.splitlines())
+    for shown in block("output: python -m recipes.transformer --mesh=4x2").splitlines():
+        assert shown == "…" or shown in lines  # in the same order
+
+
+def test_meshes_that_are_compared_hold_what_the_table_says():
+    """The columns that no compiler changes; `python -m recipes.meshes` makes the others."""
+    ((_, *rows),) = tables(block("output: python -m recipes.meshes", ZOO))
+    assert {row[1] for row in rows} == {"8x1", "4x2", "2x4", "1x8", "2x2x2"}
+    assert {row[0] for row in rows} == set(transformer.RULES)
+    for strategy, mesh, params, optimizer, *_ in rows:
+        _, state = default_run(strategy, mesh)
+        held = [report.size(report.bytes_per_device(state[k])) for k in ("params", "opt_state")]
+        assert [params, optimizer] == held, (strategy, mesh)
+
+
+def test_the_zoo_lists_sizes_and_strategies():
+    lines = section("The zoo").splitlines()
+    for name in LISTED:
+        line = next(line for line in lines if f"(zoo/{name}.py)" in line)
+        assert f"`python -m recipes.{name} --mesh=" in line
+        zoo, model = entries.zoo_file(name), entries.model(name)
+        for size, config in zoo.SIZES.items():
+            if size in ("tiny", "small", "medium"):
+                shapes = nnx.eval_shape(lambda m=model, c=config: m(c(), rngs=nnx.Rngs(0)))
+                count = sum(leaf.size for leaf in jax.tree.leaves(nnx.state(shapes, nnx.Param)))
+                assert f"{size} {count:,}" in line
+            assert f" {size} " in line
+        assert all(f"`{strategy}`" in section("The zoo") for strategy in zoo.RULES)
+
+
+def test_strategies_and_parts_of_a_zoo_file_are_explained():
+    explained = {row[0] for table in tables(READMES[ZOO]) for row in table}
+    code = (ROOT / "zoo" / "transformer.py").read_text()
+    for strategy in transformer.RULES:
+        assert any(cell.startswith(f"`{strategy}`") for cell in explained), strategy
+    for helper in re.findall(r"^def (\w+)\(", (ROOT / "zoo" / "sharding.py").read_text(), re.M):
+        assert any(f"`{helper}(" in cell for cell in explained), helper
+    for part in ("Config", "SIZES", "LOGICAL_AXES", "IN_USE", "UNEVEN", "Layer", "RULES"):
+        assert f"`{part}`" in explained, part
+        assert re.search(rf"^(class )?([A-Z_]+, )*{part}\b", code, re.M), part
+    files = {path.name for path in (ROOT / "zoo").glob("*.py")} - {"__init__.py"}
+    for shared in files - {f"{name}.py" for name in entries.ENTRIES}:
+        assert f"[{shared}]({shared})" in explained, shared
+
+
+# ---- code that runs ------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def shown(monkeypatch, tmp_path, capfd):
+    """A function of a marker: what the code block after it prints, run in an empty folder."""
+    monkeypatch.chdir(tmp_path)
+
+    def execute(marker: str, readme: str = FRONT) -> str:
+        capfd.readouterr()
+        exec(block(f"python: {marker}", readme), {})
+        return capfd.readouterr().out
+
+    return execute
+
+
+def test_the_copied_files_are_those_that_the_model_needs():
+    (names,) = re.findall(r"^mkdir mine && cp zoo/\{(.+)\}\.py mine/$", READMES[FRONT], re.M)
+    needed = [path.stem for path in closure(ROOT / "zoo" / "transformer.py")]
+    assert sorted(names.split(",")) == sorted(needed)
+
+
+def test_a_copied_model_trains_as_shown(tmp_path):
+    """In a process of its own, where nothing of ours can be imported."""
+    code = block("python: copy") + block("python: generate")
+    (command,) = re.findall(r"^mkdir mine .+$", READMES[FRONT], re.M)
+    (tmp_path / "zoo").symlink_to(ROOT / "zoo")
+    subprocess.run(["bash", "-c", command], cwd=tmp_path, check=True)
+    (tmp_path / "zoo").unlink()
+    check = """
+print(sorted({str(w.sharding.spec) for w in jax.tree.leaves(state[0].layers.mlp)}))
+assert jax.tree.map(lambda x: x.sharding, state) == pinned[0]
+assert jax.tree.leaves(pinned[0][1][0].mu) == jax.tree.leaves(pinned[0][0])
+import sys
+assert not {"zoo", "recipes", "data"} & set(sys.modules)
+"""
+    done = subprocess.run(
+        [sys.executable, "-W", "error", "-c", code + check],
+        cwd=tmp_path, env=os.environ | {"JAX_PLATFORMS": "cpu"}, capture_output=True, text=True,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    *lines, a, b, c, d, specs = done.stdout.splitlines()
+    losses = [float(line.split("loss ")[1]) for line in lines]
+    assert len(losses) == 20
+    begins = [b"def ", b"import", b"x_BTD", b"return "]
+    for text, begin in zip(map(ast.literal_eval, (a, b, c, d)), begins, strict=True):
+        assert text.startswith(begin)
+        assert len(text) == len(begin) + 24
+    assert losses[-1] < losses[0] - 1
+    assert specs == "[\"P(None, 'data', 'model')\", \"P(None, 'model', 'data')\"]"
+
+
+def test_rules_of_your_own_work_as_shown(shown, tmp_path):
+    assert shown("rules") == "P(None, 'data', 'model') None\n"
+    _, given, *_ = shlex.split(block("rules: mine.json"))
+    given = json.loads(given)
+    assert f'complete({{"mine": {json.dumps(given)}}})' in block("python: rules")
+    subprocess.run(block("rules: mine.json").splitlines()[0], shell=True, cwd=tmp_path, check=True)
+    name, table = rules.select(transformer, "mine.json", make_mesh("2x4"))
+    assert (name, table) == ("mine.json", transformer.complete({"mine": given})["mine"])
+
+
+@pytest.mark.parametrize(("marker", "readme"), [("typeof", ZOO), ("call", RECIPES)])
+def test_types_are_as_shown(marker, readme, shown):
+    assert shown(marker, readme) == block(f"output: {marker}", readme)
+
+
+@pytest.mark.full  # the MLP's whole default run
+def test_a_run_restores_as_shown(inside, shown):
+    command = section("Restore elsewhere").split("```sh\n")[1].splitlines()[0]
+    assert inside(*shlex.split(command)[2:]).code == 0
+    assert shown("restore") == "mlp 400 P('data', None)\n"
+    assert shown("raw", RECIPES) == "(64, 10)\n"
+
+
+def test_hugging_face_models_are_imported_and_exported_as_shown(inside, monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "tests").symlink_to(ROOT / "tests")
+    commands = section("Hugging Face models", RECIPES).split("```sh\n")[1].splitlines()[:2]
+    printed = "".join(inside(*shlex.split(command)[2:]).out for command in commands)
+    assert printed == block("output: python -m recipes.hf", RECIPES)
+
+
+# ---- references ----------------------------------------------------------------------------------
+
+GUIDES = [row for table in tables(section("From the guides", ZOO)) for row in table[1:]]
+
+
+@pytest.mark.parametrize("row", GUIDES, ids=lambda row: row[0][:40])
+def test_what_the_guides_ask_for_is_where_the_table_says(row):
+    found = re.findall(r"([\w/]+\.py): ((?:`[^`]+`(?:, )?)+)", row[-1])
+    assert found or "Choose a mesh" in row[-1] or "not needed" in row[-1]
+    for path, fragments in found:
+        for fragment in re.findall("`([^`]+)`", fragments):
+            assert fragment in (ROOT / path).read_text(), (path, fragment)
+
+
+def test_every_promise_names_tests_that_exist():
+    ((head, *rows),) = tables(section("What you can rely on", TESTS))
+    assert head == ["promise", "tests", "tier"]
+    assert len(rows) > 20
+    for promise, tests, *tier in rows:
+        assert tier in (["full"], [""], []), promise
+        named = re.findall(r"`(\w+/test_\w+\.py)::(test_\w+)`", tests)
+        assert named, promise
+        for file, test in named:
+            assert f"\ndef {test}(" in (ROOT / "tests" / file).read_text(), (file, test)
+
+
+def anchors(path: pathlib.Path) -> set[str]:
+    titles = re.findall(r"^#+ (.+)$", path.read_text(), re.M)
+    return {re.sub(r"[^\w\- ]", "", title).lower().replace(" ", "-") for title in titles}
+
+
+@pytest.mark.parametrize("readme", READMES)
+def test_links_resolve(readme):
+    text, folder = READMES[readme], (ROOT / readme).parent
+    links = re.findall(r"\]\(([^)]+)\)", text) + re.findall(r'(?:src|srcset)="([^"]+)"', text)
+    for link in links:
+        path, _, anchor = link.partition("#")
+        target = folder / path if path else ROOT / readme
+        assert target.exists(), link
+        assert not anchor or anchor in anchors(target), link
+
+
+@pytest.mark.parametrize("readme", READMES)
+def test_files_that_are_named_exist(readme):
+    for path in re.findall(r"(?:zoo|recipes|data|tests)/[\w/]+\.py\b", READMES[readme]):
+        known = (ROOT / path).exists() or (ROOT / readme).parent.joinpath(path).exists()
+        assert "/NAME.py" in path or "/SOURCE.py" in path or known, path
+
+
+def test_the_licence_is_named_everywhere():
+    assert "Apache License" in (ROOT / "LICENSE").read_text()
+    assert "[Apache-2.0](LICENSE)" in READMES[FRONT]
+
+
+@pytest.mark.full
+def test_a_model_is_made_ones_own_as_shown(inside, quick, monkeypatch, tmp_path):
+    """The section's commands in their order, with a small model in place of the Hub's."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "data").symlink_to(ROOT / "data")
+    runs.talker(tmp_path / "made", context=96)
+    assert inside("recipes.hf", "export", "--source=made", "--target=small").code == 0
+    printed = []
+    for part in range(1, 5):
+        lines = block(f"commands: yours {part}", RECIPES).replace("\\\n", "").splitlines()
+        for command in lines:
+            module, *given = shlex.split(command)[2:]
+            given = [f.replace("HuggingFaceTB/SmolLM2-135M-Instruct", "small") for f in given]
+            done = inside(module, *given)
+            assert (done.code, done.err) == (0, ""), command
+            printed.append(done.out)
+    before, after = (float(re.search(r"loss ([\d.]+)", printed[i])[1]) for i in (1, 3))
+    assert after < before
+    card = (tmp_path / "runs" / "published" / "README.md").read_text()
+    assert "| Base model | `small`, SHA-256 `" in card
+    assert "| Held out before | " in card
+    assert "| Licence | apache-2.0 |" in card
+    assert 'license: "apache-2.0"' in (tmp_path / "runs" / "hf" / "README.md").read_text()
+    assert (tmp_path / "runs" / "hf" / "tokenizer.json").exists()

@@ -1,0 +1,373 @@
+"""Generation with a cache: the tokens and logits of the whole model, on any mesh."""
+
+import dataclasses
+import functools
+import io
+import itertools
+import json
+import math
+import signal
+import subprocess
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from data import tokenizer
+from recipes.common import checkpoint
+from recipes.common.generation import Generator, Sampling
+from recipes.common.mesh import make_mesh
+from recipes.common.sharding.layout import make_layout
+from tests.by_hand.hf_parity import GOLDEN
+from tests.conftest import ROOT, full_except
+from tests.support import runs, small_tokenizers
+from tests.support.quick import quick as quick
+from zoo.transformer import Config, Transformer
+
+FAMILIES = ["llama2", "llama3", "mistral", "qwen2", "qwen3", "smollm"]
+MESHES = [("1x1", "dp"), ("1x8", "tp"), ("2x4", "fsdp_tp")]
+FAST = [("mistral", "2x4", "fsdp_tp"), ("qwen3", "1x8", "tp"), ("qwen2", "1x1", "dp")]
+NEW = 8  # tokens to write: more than mistral's window of 5
+PROMPTS = [[5, 9, 33, 2, 7, 60, 11], [1], [8, 3, 3, 40]]
+
+
+@functools.cache
+def restored(family: str, mesh: str, rules: str):
+    source = checkpoint.find(f"hf:{GOLDEN / family}")
+    layout = checkpoint.layout_of(source, make_mesh(mesh), rules)
+    return layout, checkpoint.restore_variables(source, layout)
+
+
+@functools.cache
+def uncached(family: str) -> tuple[list[list[int]], list[np.ndarray]]:
+    """(greedy tokens of each prompt, the logits each was chosen by), a whole forward pass a token.
+
+    What is behind a position changes nothing before it, so that one shape does for all.
+    """
+    layout, variables = restored(family, "1x1", "dp")
+    tokens_BT, ends = np.zeros((len(PROMPTS), 16), np.int32), [len(p) for p in PROMPTS]
+    for row, prompt in zip(tokens_BT, PROMPTS, strict=True):
+        row[: len(prompt)] = prompt
+    model = layout.compile(lambda v, t: layout.model.merge(v)(t), variables, tokens_BT)
+    logits = [[] for _ in PROMPTS]
+    for step in range(NEW):
+        found_BTV = np.asarray(model(variables, tokens_BT))
+        for b, end in enumerate(ends):
+            logits[b].append(found_BTV[b, end + step - 1])
+            tokens_BT[b, end + step] = logits[b][-1].argmax()
+    written = [row[end : end + NEW].tolist() for row, end in zip(tokens_BT, ends, strict=True)]
+    return written, [np.stack(rows) for rows in logits]
+
+
+CASES = [(family, *mesh) for family in FAMILIES for mesh in MESHES] + [
+    ("smollm", "8", "fsdp"),
+    ("mixtral", "data=2,expert=4", "fsdp_ep"),
+    ("qwen3_moe", "data=2,expert=2,model=2", "fsdp_ep_tp"),
+]
+
+
+@pytest.mark.parametrize(("family", "mesh", "rules"), full_except(CASES, FAST))
+def test_greedy_tokens_and_logits_are_those_without_a_cache(family, mesh, rules, quick):
+    """Three prompts of different lengths at once, on meshes that divide the heads and that don't."""
+    wanted, wanted_logits = uncached(family)
+    layout, variables = restored(family, mesh, rules)
+    generator = Generator(layout, variables, Sampling(), (), layout.config.vocab_size)
+    found = np.stack(list(generator([np.array(p) for p in PROMPTS], NEW)), axis=1)
+    assert found.tolist() == wanted
+    assert len(generator._compiled) == 2, "each program once"
+    found_logits = logits_of(layout, variables, wanted)
+    for ours, theirs in zip(found_logits, wanted_logits, strict=True):
+        np.testing.assert_allclose(ours, theirs, rtol=0, atol=1e-5)
+
+
+def logits_of(layout, variables, written) -> np.ndarray:
+    """[prompts, NEW, V]: by prefill and decode, given what was written."""
+    rows, T = -(-len(PROMPTS) // layout.batch_shards) * layout.batch_shards, 8
+    tokens_BT, lengths_B = np.zeros((rows, T), np.int32), np.ones(rows, np.int32)
+    for b, prompt in enumerate(PROMPTS):
+        tokens_BT[b, T - len(prompt) :], lengths_B[b] = prompt, len(prompt)
+    more = np.zeros((NEW, rows), np.int32)
+    more[:, : len(PROMPTS)] = np.transpose(written)
+
+    def run(variables, tokens_BT, lengths_B, more):
+        model = layout.model.merge(variables)
+        first_BV, cache = model.prefill(tokens_BT, lengths_B, T + NEW)
+
+        def step(cache, tokens_B):
+            logits_BV, cache = model.decode(tokens_B, cache)
+            return cache, logits_BV
+
+        _, logits = jax.lax.scan(step, cache, more[:-1])
+        whole = [jax.sharding.reshard(x, jax.P()) for x in (first_BV[None], logits)]
+        return jnp.concatenate(whole).swapaxes(0, 1)
+
+    given = jax.device_put((tokens_BT, lengths_B, more), layout.replicated)
+    return np.asarray(layout.compile(run, variables, *given)(variables, *given))[: len(PROMPTS)]
+
+
+# ---- what a step costs ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("mesh", "rules"), [("1x1", "dp"), ("1x8", "tp")])
+def test_a_step_writes_one_slot_of_the_cache_in_place(mesh, rules):
+    config = dataclasses.replace(Config.tiny(), num_layers=8)
+    layout = make_layout(Transformer, config, make_mesh(mesh), rules)
+    variables = jax.tree.map(
+        lambda a: jax.device_put(np.zeros(a.shape, a.dtype), a.sharding), layout.variables()
+    )
+    generator = Generator(layout, variables, Sampling(), (), 384)
+    assert len(list(itertools.islice(generator([np.array([1, 2])], 16_384 - 16), 2))) == 2
+    decode = next(p for key, p in generator._compiled.items() if key[0] == "_decode")
+    memory, cache = decode.memory_analysis(), generator.cache_bytes
+    shape = (8, 1, 16_384, 8 // layout.mesh.shape["model"], 8)
+    assert cache == 2 * 4 * math.prod(shape)
+    assert memory.alias_size_in_bytes >= cache, "it comes out where it went in"
+    # Of the eight layers' caches, one at most is held a second time, to be multiplied.
+    assert memory.temp_size_in_bytes < 0.3 * cache
+    whole = "f32[" + ",".join(map(str, shape)) + "]"
+    copies = [line for line in decode.as_text().splitlines() if "copy" in line.split("(")[0]]
+    assert not [line for line in copies if whole in line.split("=")[1][:60]]
+
+
+def test_a_generator_says_what_a_step_must_read():
+    layout, variables = restored("smollm", "1x1", "dp")
+    generator = Generator(layout, variables, Sampling(), (), 64)
+    list(generator([np.array([1])], 3))
+    weights, cache = generator.bytes_a_token()
+    assert weights == sum(x.nbytes for x in jax.tree.leaves(variables))
+    config = layout.config
+    wanted = 2 * config.num_layers * (16 + 3) * config.num_kv_heads * config.head_dim * 4
+    assert cache == wanted
+    assert (generator.read, generator.written, generator.steps) == (1, 3, 3)
+
+
+# ---- sampling ------------------------------------------------------------------------------------
+
+
+def kept(logits: np.ndarray, **options) -> np.ndarray:
+    """Which tokens may be chosen."""
+    return np.isfinite(np.asarray(Sampling(1.0, **options)._kept(jnp.array(logits))))
+
+
+def test_top_k_and_top_p_leave_the_tokens_they_should():
+    logits = np.log(np.array([[0.1, 0.4, 0.05, 0.2, 0.25], [0.96, 0.01, 0.01, 0.01, 0.01]]))
+    assert kept(logits, top_k=2).tolist() == [[0, 1, 0, 0, 1], [1, 1, 1, 1, 1]]  # ties stay
+    assert kept(logits, top_p=0.64).tolist() == [[0, 1, 0, 0, 1], [1, 0, 0, 0, 0]]
+    assert kept(logits, top_p=0.66).tolist() == [[0, 1, 0, 1, 1], [1, 0, 0, 0, 0]]
+    # Of the two that top_k leaves, the first alone has 0.4 / 0.65 of their probability.
+    assert kept(logits[:1], top_k=2, top_p=0.6).tolist() == [[0, 1, 0, 0, 0]]
+    assert kept(logits, top_p=1e-9).sum(axis=1).tolist() == [1, 1]
+    assert kept(logits).all()
+
+
+def test_tokens_are_drawn_as_often_as_they_are_likely():
+    share = np.array([0.5, 0.3, 0.2])
+    rows = np.arange(4_000)
+    logits = jnp.log(jnp.broadcast_to(share, (len(rows), 3)))
+    for temperature in (1.0, 2.0):
+        wanted = share ** (1 / temperature) / (share ** (1 / temperature)).sum()
+        sampling = Sampling(temperature)
+        drawn = jax.jit(sampling)(logits, sampling.keys(rows), 3)
+        found = np.bincount(drawn, minlength=3) / len(rows)
+        np.testing.assert_allclose(found, wanted, atol=0.03)
+    assert (Sampling(0.0)(logits, None, 3) == 0).all()
+
+
+def test_a_sample_depends_on_seed_and_row_alone(quick):
+    """Not on the mesh, nor on the prompts that are answered beside it."""
+    prompts, found = [np.array(p) for p in PROMPTS], {}
+    for mesh, rules in (("1x1", "dp"), ("2x4", "fsdp_tp")):
+        layout, variables = restored("smollm", mesh, rules)
+        generator = Generator(layout, variables, Sampling(1.0, 20, 0.9, seed=7), (), 64)
+        found[mesh] = np.stack(list(generator(prompts, 6)), axis=1).tolist()
+    assert found["1x1"] == found["2x4"]
+    (alone,) = np.stack(list(generator(prompts[2:], 6, first=2)), axis=1).tolist()
+    assert alone == found["1x1"][2]
+    layout, variables = restored("smollm", "1x1", "dp")
+    other = Generator(layout, variables, Sampling(1.0, 20, 0.9, seed=8), (), 64)
+    assert np.stack(list(other(prompts, 6)), axis=1).tolist() != found["1x1"]
+
+
+def test_a_row_ends_and_the_others_go_on(quick):
+    wanted, _ = uncached("smollm")
+    layout, variables = restored("smollm", "1x1", "dp")
+    end = wanted[0][2]
+    generator = Generator(layout, variables, Sampling(), (end,), 64)
+    found = np.stack(list(generator([np.array(p) for p in PROMPTS], NEW)), axis=1)
+    for row, tokens in zip(found.tolist(), wanted, strict=True):
+        stop = tokens.index(end) + 1 if end in tokens else len(tokens)
+        assert row == (tokens[:stop] + [-1] * len(row))[: len(row)]
+    assert generator.written == (found >= 0).sum()
+    alone = list(generator([np.array(PROMPTS[0])], NEW))
+    assert [int(t) for (t,) in alone] == wanted[0][: wanted[0].index(end) + 1], "and stops there"
+
+
+# ---- the command ---------------------------------------------------------------------------------
+
+
+CONTEXT = 96
+
+
+@pytest.fixture(scope="module")
+def talker(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("talker") / "model"
+    return f"--restore_from={runs.talker(folder, CONTEXT, num_kv_heads=1)}"
+
+
+PUBLISHED = "--restore_from=transformer.stdlib_3m"
+
+
+def test_text_after_a_prompt(inside, quick):
+    shown = set()
+    for mesh in ("4x2", "8"):
+        done = inside(
+            "recipes.generate", PUBLISHED, "--prompt=import ", "--max_new_tokens=12",
+            "--temperature=0", f"--mesh={mesh}",
+        )  # fmt: skip
+        assert (done.code, done.err) == (0, "")
+        head, text, *speed = done.out.splitlines()
+        assert head.startswith("mesh ")
+        assert text.startswith("import ")
+        shown.add(text)
+        assert speed[0].startswith("Read 8 tokens at ")
+        assert " wrote 12 at " in speed[0]
+        assert speed[1].startswith("A step reads ")
+    assert len(shown) == 1, "the same text on every mesh"
+
+
+def test_prompts_of_a_file_are_answered_whatever_the_batch(inside, quick, talker, tmp_path):
+    rows = [{"prompt": "one"}, {"messages": [{"role": "user", "content": "two"}], "id": 7}]
+    rows += [{"prompt": "three and more"}]
+    asked = tmp_path / "asked.jsonl"
+    asked.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    found = []
+    for batch, mesh in (("2", "1x1"), ("8", "4x2")):
+        out = tmp_path / f"{batch}.jsonl"
+        done = inside(
+            "recipes.generate", talker, f"--prompts={asked}", f"--out={out}", f"--mesh={mesh}",
+            f"--batch_size={batch}", "--max_new_tokens=9", "--temperature=1", "--top_k=40",
+        )  # fmt: skip
+        assert (done.code, done.err) == (0, "")
+        assert ("Not divisible: kv_heads 1 by model 2 (" in done.out) == (mesh == "4x2")
+        found.append([json.loads(line) for line in out.read_text().splitlines()])
+    assert found[0] == found[1]
+    for row, answered in zip(rows, found[0], strict=True):
+        assert row.items() <= answered.items()
+        assert answered["ended"] or answered["tokens"] == 9
+    done = inside("recipes.generate", talker, f"--prompts={asked}", "--max_new_tokens=9",
+                  "--temperature=1", "--top_k=40", "--mesh=1x1")  # fmt: skip
+    shown = [json.loads(line) for line in done.out.splitlines() if line.startswith("{")]
+    assert shown == found[0], "to the terminal, too"
+
+
+PAIRS = [("The capital is", " Paris 🦊"), ("def f():\n", "    return x"), ("🦊", " a"), ("", "a b")]
+
+
+@pytest.mark.parametrize("files", [dict, small_tokenizers.byte_level, small_tokenizers.metaspace])
+def test_text_goes_on_from_its_prompt(files, capfd, tmp_path):
+    """A decoder like Llama 2's drops the space in front of a text, but this is not in front."""
+    from recipes.generate import Generate, Limit, answer, answer_all, question
+
+    tokens = tokenizer.from_files(files())
+    limit, out = Limit(100, Generate(max_new_tokens=50), tokens), tmp_path / "out.jsonl"
+    for begins, wanted in PAIRS:
+        asked = question({"prompt": begins}, False, tokens)
+        whole = tokens.prompt(begins + wanted)
+        assert begins == "" or whole[: len(asked.tokens)].tolist() == asked.tokens.tolist()
+        rest = whole[len(asked.tokens) :] if begins else tokens.encode([wanted])[0]
+        generator = lambda *_, rest=rest: iter(rest[:, None])  # noqa: E731, always writes this
+        generator.end = ()
+        assert answer(generator, asked, limit) == wanted
+        assert capfd.readouterr().out == f"{begins}{wanted}\n"
+        answer_all(generator, [asked], limit, Generate(), out)
+        assert json.loads(out.read_text().splitlines()[-1])["answer"] == wanted
+
+
+def test_a_dialogue_reads_the_whole_conversation(inside, quick, talker, monkeypatch):
+    """The second answer is that to both turns; one that the context can't hold begins anew."""
+    said = ["Hi", "And then?", "x" * 400, "Hi"]
+    monkeypatch.setattr(sys, "stdin", io.StringIO("\n".join(said) + "\n"))
+    flags = ("--chat", "--max_new_tokens=6", "--temperature=0", "--mesh=1x1")
+    done = inside("recipes.generate", talker, *flags)
+    assert (done.code, done.err) == (0, "")
+    _, first, second, over, again, *_ = done.out.split("> ")
+    assert again.splitlines()[0] == first.splitlines()[0] != second.splitlines()[0]
+    assert "The conversation is over: a prompt has " in over
+    assert f"a context of {CONTEXT}" in over
+    alone = inside("recipes.generate", talker, *flags, "--prompt=Hi")
+    assert alone.out.splitlines()[1] == first.splitlines()[0]
+
+
+def test_what_generation_config_says_is_the_default():
+    from recipes.generate import Generate, sampling
+
+    def tokens(**said):
+        files = small_tokenizers.byte_level()
+        return tokenizer.from_files(files | {"generation_config.json": json.dumps(said).encode()})
+
+    llama = tokens(do_sample=True, temperature=0.6, top_p=0.9, eos_token_id=2)
+    assert sampling(Generate(), llama) == Sampling(0.6, 0, 0.9, 0)
+    assert sampling(Generate(temperature=0.0, top_k=5, seed=3), llama) == Sampling(0.0, 5, 0.9, 3)
+    assert sampling(Generate(), tokens(eos_token_id=2)).temperature == 0, "as in transformers"
+    assert sampling(Generate(), tokens(do_sample=True, top_k=20)) == Sampling(1.0, 20, 1.0, 0)
+    assert sampling(Generate(), tokenizer.BYTES) == Sampling(0.8, 0, 1.0, 0)
+
+
+LONG_PROMPT = "x" * 300
+# Flags → the sentence. {file}: a file of prompts, of the text that follows.
+MISTAKES = [
+    ([], "--restore_from is missing; use --restore_from=RUN, or hf:DIR"),
+    (["--restore_from=nothing"], "--restore_from=nothing does not exist; use a run's workdir"),
+    (["--restore_from=mlp.digits", "--tokenizer=bytes"], "--restore_from=mlp.digits is a 'mlp' model, which writes no text; use a language model"),
+    ([PUBLISHED, "--chat"], "the tokenizer bytes has no chat template"),
+    ([PUBLISHED, f"--prompt={LONG_PROMPT}"], "a prompt has 301 tokens, and the model a context of 256, answer included; use a shorter prompt"),
+    ([PUBLISHED, "--prompt=abc", "--max_new_tokens=300"], "a prompt has 4 tokens, and with --max_new_tokens=300 that is more than the model's context of 256; try --max_new_tokens=252"),
+    ([PUBLISHED, "--prompt=a", "--prompts=b"], "--prompt and --prompts=b are both given; leave one out"),
+    ([PUBLISHED, "--prompt=a", "--out=b"], "--out=b is for the answers to --prompts; add it"),
+    ([PUBLISHED, "--prompts=nothing.jsonl"], "--prompts=nothing.jsonl can't be read (No such file or directory); use a .jsonl file"),
+    ([PUBLISHED, "--prompts={file}", ""], "--prompts={file} is empty; add a line like"),
+    ([PUBLISHED, "--prompts={file}", '{"prompt": "a"}\n{"prompt"'], "line 2 of {file} is not JSON ("),
+    ([PUBLISHED, "--prompts={file}", '{"prompt": "a"}\n\n{"text": "b"}'], "line 3 of {file} is no prompt; write"),
+    ([PUBLISHED, "--prompts={file}", '{"messages": [{"role": "user"}]}'], "line 1 of {file}: the content of message 1 is missing, not a string; write it as text"),
+    ([PUBLISHED, "--prompts={file}", '{"messages": [{"role": "me", "content": "a"}]}'], 'line 1 of {file}: message 1 has the role "me"; use one of system'),
+    ([PUBLISHED, "--prompts={file}", '{"messages": []}'], "line 1 of {file} is no prompt; write"),
+    ([PUBLISHED, "--prompts={file}", "--out={file}", '{"prompt": "a"}'], "--out={file} already exists; use a new name"),
+    ([PUBLISHED, "--top_p=2"], "--top_p=2 must be ≤ 1.0"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("flags", "sentence"), MISTAKES, ids=lambda x: " ".join(x)[:60] if isinstance(x, list) else ""
+)
+def test_a_mistake_is_one_line_before_anything_is_computed(
+    flags, sentence, inside, tmp_path, monkeypatch
+):
+    file = tmp_path / "asked.jsonl"
+    if any("{file}" in flag for flag in flags):
+        file.write_text(flags[-1])
+        flags = flags[:-1]
+    monkeypatch.setattr(Generator, "__init__", None)
+    done = inside(
+        "recipes.generate", "--mesh=1x1", *(f.replace("{file}", str(file)) for f in flags)
+    )
+    assert (done.code, done.out) == (2, "")
+    assert done.err.startswith("error: ")
+    assert done.err.count("\n") == 1
+    assert sentence.replace("{file}", str(file)) in done.err
+
+
+@pytest.mark.full
+def test_ctrl_c_ends_cleanly_and_text_streams(tmp_path):
+    """The text is there while the model writes; what was counted until then is told."""
+    command = [sys.executable, "-u", "-m", "recipes.generate", PUBLISHED, "--prompt=def "]
+    process = subprocess.Popen(
+        [*command, "--max_new_tokens=250"], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    )
+    process.stdout.readline()  # the mesh
+    assert process.stdout.read(8)[:4] == b"def "
+    process.send_signal(signal.SIGINT)
+    out, err = process.communicate(timeout=60)
+    assert (process.returncode, err) == (0, b"")
+    assert b"\nStopped by SIGINT.\nRead 5 tokens at " in out

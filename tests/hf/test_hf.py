@@ -1,0 +1,694 @@
+"""Hugging Face folders: logits equal to theirs (golden), export → import, commands, errors.
+
+The golden folders are models that `transformers` made and ran: python -m tests.by_hand.hf_parity.
+"""
+
+import dataclasses
+import json
+import os
+import re
+import shutil
+import struct
+
+import jax
+import ml_dtypes
+import numpy as np
+import orbax.checkpoint as ocp
+import pytest
+import safetensors.numpy
+from flax import nnx
+
+import recipes.hf
+from data import tokenizer
+from recipes.common import checkpoint, hf
+from recipes.common.hf import llama
+from recipes.common.mesh import make_mesh
+from recipes.common.runtime.errors import UserError
+from recipes.common.sharding.abstract import abstract_model, paths
+from tests.by_hand.hf_parity import FAMILIES as ALL_FAMILIES
+from tests.by_hand.hf_parity import (
+    NOT_GOLDEN,
+    TOKENS_BT,
+    TOLERANCE,
+    export,
+    our_logits,
+    params_of,
+)
+from tests.conftest import ROOT, full_except
+from zoo import moe
+from zoo.attention import Kind
+from zoo.transformer import Config, Transformer
+
+GOLDEN = ROOT / "tests" / "golden" / "hf"
+FAMILIES = [name for name in ALL_FAMILIES if name not in NOT_GOLDEN]
+
+
+def assert_bit_equal(a, b):
+    assert a.keys() == b.keys()
+    for path, value in a.items():
+        assert value.dtype == b[path].dtype == np.float32, path
+        np.testing.assert_array_equal(value, b[path], err_msg=path)
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """A function: a copy of a golden folder, to be changed."""
+
+    def copy(name="llama3"):
+        target = tmp_path / name
+        shutil.copytree(GOLDEN / name, target)
+        return target
+
+    return copy
+
+
+def edit(folder, **changes):
+    """Changes keys of config.json; ... takes one away."""
+    file = folder / "config.json"
+    theirs = json.loads(file.read_text()) | changes
+    file.write_text(json.dumps({k: v for k, v in theirs.items() if v is not ...}))
+
+
+def tensors_of(file):
+    return dict(safetensors.numpy.load_file(file))
+
+
+# ---- parity --------------------------------------------------------------------------------------
+
+
+SLOW = ("qwen3_moe", "odd_llama", "llama_linear", "qwen3_yarn")
+FAST = [family for family in FAMILIES if family not in SLOW]
+
+
+@pytest.mark.parametrize("family", full_except(FAMILIES, FAST))
+def test_logits_are_theirs_on_one_device_and_on_a_mesh(family, strict):
+    wanted = np.load(GOLDEN / family / "logits.npy")
+    assert np.abs(wanted).max() > 1, "a tolerance means nothing beside logits near 0"
+    for mesh, rules in ALL_FAMILIES[family].meshes[:2]:
+        found = our_logits(f"hf:{GOLDEN / family}", mesh, rules)
+        np.testing.assert_allclose(found, wanted, rtol=0, atol=TOLERANCE, err_msg=mesh)
+
+
+@pytest.mark.parametrize("family", full_except(["qwen2", "qwen3_moe"], ["qwen3_moe"]))
+def test_a_restored_model_can_be_called_as_it_is(family):
+    """On JAX's default mesh with nothing in force, though biases rest split and it is dropless."""
+    mesh = jax.make_mesh((2, 4), ("data", "model"))
+    model, _ = checkpoint.restore(f"hf:{GOLDEN / family}", mesh)
+    tokens_BT = jax.device_put(TOKENS_BT, jax.NamedSharding(mesh, jax.P("data")))
+    assert len(tokens_BT.addressable_shards[0].data) < len(TOKENS_BT)
+    logits = jax.jit(lambda m, t: m(t))(model, tokens_BT)
+    wanted = np.load(GOLDEN / family / "logits.npy")
+    np.testing.assert_allclose(logits, wanted, rtol=0, atol=TOLERANCE)
+    model.config = dataclasses.replace(model.config, loss_chunk=8)  # several of them
+    total, _ = jax.jit(lambda m, t: m.loss(t, t)[2]["loss"])(model, tokens_BT)
+    picked = np.take_along_axis(wanted, TOKENS_BT[..., None], axis=-1)[..., 0]
+    np.testing.assert_allclose(total, (jax.nn.logsumexp(wanted, axis=-1) - picked).sum(), rtol=1e-5)
+
+
+def test_a_restored_model_shares_its_work_where_its_heads_do_not_divide(strict):
+    """4 kv heads on 8 devices: the rules that fit are the layout's."""
+    path, mesh = f"hf:{GOLDEN / 'llama3'}", jax.make_mesh((1, 8), ("data", "model"))
+    model, _ = checkpoint.restore(path, mesh, "tp")
+    table = checkpoint.layout_of(checkpoint.find(path), mesh, "tp").table
+    assert (table["heads"], table["kv_heads"]) == ("model", None)
+    with jax.set_mesh(mesh), nnx.logical_axis_rules(tuple(table.items())):
+        logits = jax.jit(lambda m, t: m(t))(model, TOKENS_BT)
+    assert jax.typeof(logits).sharding.spec[-1] == "model"
+    np.testing.assert_allclose(logits, np.load(GOLDEN / "llama3" / "logits.npy"), atol=TOLERANCE)
+
+
+@pytest.mark.parametrize("family", [name for name in FAMILIES if "odd_" not in name])
+def test_export_is_read_back_bit_equal_with_the_same_config(family, tmp_path):
+    export(f"hf:{GOLDEN / family}", tmp_path / "back")
+    a, b = hf.Folder(GOLDEN / family), hf.Folder(tmp_path / "back")
+    assert a.metadata == b.metadata
+    assert_bit_equal(params_of(f"hf:{a.path}"), params_of(f"hf:{b.path}"))
+    theirs, ours = (json.loads((f.path / "config.json").read_text()) for f in (a, b))
+    for key in ("architectures", "model_type"):
+        assert theirs[key] == ours[key]
+
+
+def test_every_option_of_config_is_read():
+    """What makes each family different is in its golden model, and nowhere else."""
+    found = {name: hf.Folder(GOLDEN / name).config for name in FAMILIES}
+    assert found["llama3"].rope_scaling == (8.0, 1.0, 4.0, 16)
+    assert found["llama_linear"].rope_scaling == ("linear", 3.0)
+    assert found["ministral"].layer_kinds == (Kind(5, 1e4), Kind(None, 1e4))
+    assert found["ministral"].num_layers == 5, "two periods and a layer"
+    scaling = ("yarn", 4.0, 32.0, 1.0, 16, True, (0.15 * np.log(4) + 1) / (0.05 * np.log(4) + 1))
+    assert found["qwen3_yarn"].layer_kinds == (Kind(None, 30.0, scaling), Kind(5, 30.0, scaling))
+    assert found["llama3"].rope_theta == 5e5
+    assert found["mistral"].sliding_window == 5
+    assert found["qwen3"].head_dim == 6
+    assert [n for n in FAMILIES if found[n].qkv_bias] == ["qwen2"]
+    qwen3 = ["qwen3", "qwen3_moe", "odd_qwen3", "qwen3_yarn"]
+    assert [n for n in FAMILIES if found[n].qk_norm] == qwen3
+    assert not found["qwen3_moe"].normalize
+    assert found["mixtral"].normalize
+    assert (found["mixtral"].rope_theta, found["mixtral"].capacity) == (1e6, None)
+    assert (found["qwen3_moe"].mlp, found["qwen3_moe"].experts_per_token) == (16, 3)
+    assert [n for n in FAMILIES if found[n].tie_embeddings] == ["smollm"]
+    assert [n for n in FAMILIES if found[n].sliding_window] == ["mistral"]
+    assert [n for n in FAMILIES if found[n].rope_scaling] == ["llama3", "llama_linear"]
+    assert [n for n in FAMILIES if found[n].layer_kinds] == ["ministral", "qwen3_yarn"]
+    dtypes = {n: {str(v.dtype) for f in (GOLDEN / n).glob("*.safetensors")
+                  for v in tensors_of(f).values()} for n in FAMILIES}  # fmt: skip
+    assert dtypes["llama2"] == {"float16"}
+    assert dtypes["llama3"] == dtypes["smollm"] == {"bfloat16"}
+    assert dtypes["qwen3"] == {"float32"}
+
+
+@pytest.mark.parametrize("rules", [None, "tp", {"head_dim": "model", "heads": None}])
+@pytest.mark.parametrize("family", ["llama3", "qwen2", "qwen3"])
+def test_each_shard_is_the_part_of_the_parameter_that_the_rules_say(family, rules):
+    whole = params_of(f"hf:{GOLDEN / family}")
+    table = rules
+    if isinstance(rules, dict):  # H inside of their dim N·H: what is read first, is cut again
+        from zoo.transformer import RULES
+
+        table = RULES["fsdp_tp"] | {"kv_heads": None, "vocab": "model"} | rules
+    model, metadata = checkpoint.restore(f"hf:{GOLDEN / family}", make_mesh("4x2"), table)
+    for path, array in paths(nnx.to_pure_dict(nnx.state(model, nnx.Param))).items():
+        np.testing.assert_array_equal(array, whole[path], err_msg=path)
+        for shard in array.addressable_shards:
+            np.testing.assert_array_equal(shard.data, whole[path][shard.index], err_msg=path)
+    assert metadata["entry"] == "transformer"
+
+
+def test_a_shard_is_read_once_and_alone(monkeypatch):
+    """No more is in memory than one shard, and none is read for each of its copies."""
+    reads = []
+    read_shard = hf.tensors.read_shard
+
+    def spy(stored, stack, dtype, bounds):
+        values = read_shard(stored, stack, dtype, bounds)
+        reads.append((stack[0].path, bounds, values.size))
+        return values
+
+    monkeypatch.setattr(hf.tensors, "read_shard", spy)
+    model, _ = checkpoint.restore(f"hf:{GOLDEN / 'qwen3'}", make_mesh("2x4"), "fsdp_tp")
+    assert len(reads) == len({(path, bounds) for path, bounds, _ in reads})
+    sizes = {path: size for path, _, size in reads}
+    for path, array in paths(nnx.to_pure_dict(nnx.state(model, nnx.Param))).items():
+        assert sizes[path] == array.addressable_shards[0].data.size, path
+    assert sum(size for *_, size in reads) == sum(
+        v.size for v in jax.tree.leaves(nnx.state(model, nnx.Param))
+    )
+
+
+# ---- what folders look like ----------------------------------------------------------------------
+
+
+def test_older_keys_mean_what_newer_ones_mean(folder):
+    new = folder()
+    before = hf.Folder(new).config
+    rope = json.loads((new / "config.json").read_text())["rope_parameters"]
+    theta = rope.pop("rope_theta")
+    edit(new, rope_parameters=..., rope_theta=theta, rope_scaling=rope)
+    assert hf.Folder(new).config == before
+    rope["type"] = rope.pop("rope_type")
+    edit(new, rope_scaling=rope)
+    assert hf.Folder(new).config == before
+
+
+def test_absent_keys_mean_what_they_mean_to_transformers(folder):
+    theirs = folder("llama2")
+    edit(theirs, head_dim=..., rope_parameters=..., rms_norm_eps=..., hidden_act=...)
+    edit(theirs, tie_word_embeddings=..., num_key_value_heads=None, architectures=...)
+    config = hf.Folder(theirs).config
+    assert (config.head_dim, config.rope_theta, config.norm_eps) == (4, 1e4, 1e-6)
+    assert (config.tie_embeddings, config.num_kv_heads) == (False, 8)
+    theirs = folder("mistral")
+    edit(theirs, sliding_window=...)
+    assert hf.Folder(theirs).config.sliding_window == 4096
+    edit(theirs, sliding_window=None)
+    assert hf.Folder(theirs).config.sliding_window is None
+    theirs = folder("qwen2")
+    edit(theirs, layer_types=..., sliding_window=9)
+    assert hf.Folder(theirs).config.sliding_window is None
+    edit(theirs, use_sliding_window=True)  # and max_window_layers, 28, leaves none of the layers
+    assert hf.Folder(theirs).config.sliding_window is None
+    edit(theirs, max_window_layers=0)
+    assert hf.Folder(theirs).config.sliding_window == 9
+    edit(theirs, layer_types=["sliding_attention"] * 2, max_window_layers=1)
+    assert hf.Folder(theirs).config.sliding_window == 9
+    edit(theirs, layer_types=["full_attention"] * 2)
+    assert hf.Folder(theirs).config.sliding_window is None
+    edit(theirs, layer_types=..., max_window_layers=1)
+    kinds = hf.Folder(theirs).config.layer_kinds
+    assert [kind.window for kind in kinds] == [None, 9]
+    assert {kind.rope_theta for kind in kinds} == {1e6}
+
+
+S, F = "sliding_attention", "full_attention"
+
+
+@pytest.mark.parametrize(
+    ("types", "windows"),
+    [
+        ([S, F, S, F], [5, None]),
+        ([S, S, F, S, S, F, S], [5, 5, None]),  # one left over
+        ([F, F, S, F], [None, None, 5]),
+        ([F, F, F, S], [None, None, None, 5]),  # no shorter period gives the last
+        ([S, S, S], []),
+        ([F, F], []),
+    ],
+)
+def test_a_list_of_layers_is_its_shortest_period(types, windows):
+    """And back: the same list, which older versions read as far as max_window_layers can say it."""
+    theirs = json.loads((GOLDEN / "qwen2" / "config.json").read_text())
+    theirs |= {"use_sliding_window": True, "sliding_window": 5, "num_hidden_layers": len(types)}
+    ours = llama.config_from(theirs | {"layer_types": types}, ROOT)
+    assert [kind.window for kind in ours.layer_kinds] == windows
+    assert ours.sliding_window == (5 if types == [S, S, S] else None)
+    back = llama.config_json(ours, 64)
+    assert llama.config_from(back, ROOT) == ours
+    assert ("layer_types" in back) == bool(windows), "config.json of a uniform model is as it was"
+    if windows:
+        assert (back["layer_types"], back["max_window_layers"]) == (types, types.index(S))
+        mistral = llama.config_json(dataclasses.replace(ours, qkv_bias=False), 64)
+        assert mistral["architectures"] == ["MinistralForCausalLM"], "theirs ignores layer_types"
+        assert llama.config_from(mistral, ROOT).layer_kinds == ours.layer_kinds
+
+
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}
+MAGNITUDE = 0.1 * np.log(4.0) + 1
+
+
+@pytest.mark.parametrize(
+    ("rope", "others", "scaling"),
+    [
+        ({"type": "linear", "factor": 2}, {}, ("linear", 2.0)),
+        ({"rope_type": "linear", "factor": 2, "attention_factor": 3.0}, {}, ("linear", 2.0)),
+        (YARN, {}, ("yarn", 4.0, 32.0, 1.0, 16, True, MAGNITUDE)),
+        (YARN | {"attention_factor": 0.7, "mscale": 2.0, "mscale_all_dim": 1.0}, {},
+         ("yarn", 4.0, 32.0, 1.0, 16, True, 0.7)),
+        (YARN | {"mscale": 2.0, "mscale_all_dim": 1.0}, {},
+         ("yarn", 4.0, 32.0, 1.0, 16, True, (0.2 * np.log(4.0) + 1) / MAGNITUDE)),
+        (YARN | {"mscale": 2.0, "mscale_all_dim": 0}, {},
+         ("yarn", 4.0, 32.0, 1.0, 16, True, MAGNITUDE)),
+        (YARN | {"beta_fast": 8, "beta_slow": 2, "truncate": False}, {},
+         ("yarn", 4.0, 8.0, 2.0, 16, False, MAGNITUDE)),
+        (YARN | {"factor": 1.0}, {}, ("yarn", 1.0, 32.0, 1.0, 16, True, 1.0)),
+        (YARN | {"factor": None}, {}, ("yarn", 4.0, 32.0, 1.0, 16, True, MAGNITUDE)),
+        ({"type": "yarn", "factor": 4.0}, {}, ("yarn", 4.0, 32.0, 1.0, 64, True, MAGNITUDE)),
+        (YARN, {"original_max_position_embeddings": 8}, ("yarn", 4.0, 32.0, 1.0, 8, True, MAGNITUDE)),
+    ],
+)  # fmt: skip
+def test_rotary_scalings_mean_what_they_mean_to_transformers(rope, others, scaling):
+    """In older and newer keys, and back."""
+    theirs = json.loads((GOLDEN / "llama2" / "config.json").read_text())
+    del theirs["rope_parameters"]
+    for keys in (
+        {"rope_scaling": rope, "rope_theta": 2e4},
+        {"rope_parameters": rope | {"rope_theta": 2e4}},
+    ):
+        ours = llama.config_from(theirs | keys | others, ROOT)
+        assert (ours.rope_theta, ours.rope_scaling) == (2e4, pytest.approx(scaling))
+    assert llama.config_from(llama.config_json(ours, 64), ROOT) == ours
+
+
+def test_a_mistral_with_unlike_layers_is_theirs(folder):
+    """A list of layers makes it a Ministral to transformers."""
+    theirs = folder("ministral")
+    before = hf.Folder(theirs).config
+    edit(theirs, architectures=["MistralForCausalLM"], model_type="mistral")
+    assert hf.Folder(theirs).config == before
+    edit(theirs, layer_types=...)
+    assert (hf.Folder(theirs).config.sliding_window, before.sliding_window) == (5, None)
+
+
+def test_files_without_an_index_and_tensors_that_are_computed(folder):
+    theirs = folder("llama3")
+    whole = params_of(f"hf:{theirs}")
+    (theirs / "model.safetensors.index.json").unlink()
+    assert_bit_equal(params_of(f"hf:{theirs}"), whole)
+    buffer = {"model.layers.0.self_attn.rotary_emb.inv_freq": np.ones(2, np.float32)}
+    safetensors.numpy.save_file(buffer, theirs / "model-00003-of-00003.safetensors")
+    assert_bit_equal(params_of(f"hf:{theirs}"), whole)
+
+
+def test_a_head_beside_tied_embeddings_must_be_the_same(folder):
+    theirs = folder("smollm")
+    file = theirs / "model.safetensors"
+    whole, tensors = params_of(f"hf:{theirs}"), tensors_of(file)
+    head = tensors["model.embed_tokens.weight"].copy()
+    safetensors.numpy.save_file(tensors | {"lm_head.weight": head}, file)
+    assert_bit_equal(params_of(f"hf:{theirs}"), whole)
+    head[5, 5] += ml_dtypes.bfloat16(1)
+    safetensors.numpy.save_file(tensors | {"lm_head.weight": head}, file)
+    with pytest.raises(UserError, match="ties them; if they should differ, set tie_word_emb"):
+        hf.Folder(theirs)
+    edit(theirs, tie_word_embeddings=False)
+    np.testing.assert_array_equal(params_of(f"hf:{theirs}")["unembed"], head.astype(np.float32))
+    edit(theirs, tie_word_embeddings=True)
+    del tensors["model.embed_tokens.weight"]
+    safetensors.numpy.save_file(tensors | {"lm_head.weight": head}, file)
+    with pytest.raises(UserError, match=re.escape("is missing tensor model.embed_tokens.weight;")):
+        hf.Folder(theirs)
+
+
+def test_a_large_model_is_written_in_files_with_an_index(tmp_path, monkeypatch):
+    monkeypatch.setattr(hf.tensors, "FILE_BYTES", 20_000)
+    source = GOLDEN / "qwen2"
+    export(f"hf:{source}", tmp_path / "back")
+    files = sorted(p.name for p in (tmp_path / "back").iterdir())
+    number = len(files) - 2
+    assert number > 2
+    shards = [f"model-{i:05}-of-{number:05}.safetensors" for i in range(1, number + 1)]
+    assert files == ["config.json", *shards, "model.safetensors.index.json"]
+    index = json.loads((tmp_path / "back" / "model.safetensors.index.json").read_text())
+    sizes = [sum(v.nbytes for v in tensors_of(tmp_path / "back" / f).values()) for f in shards]
+    assert max(sizes) <= 20_000
+    assert index["metadata"]["total_size"] == sum(sizes)
+    assert_bit_equal(params_of(f"hf:{tmp_path / 'back'}"), params_of(f"hf:{source}"))
+
+
+def test_what_no_architecture_of_theirs_has_is_not_written(tmp_path):
+    config = Config(64, 32, 2, 8, 4, 4, 32, qkv_bias=True, qk_norm=True)
+    with pytest.raises(UserError, match="no Hugging Face architecture has both qkv_bias and qk_"):
+        hf.write(tmp_path / "out", "transformer", config, 64, lambda path: pytest.fail("read"))
+    assert list(tmp_path.iterdir()) == []
+    for kinds, said in (
+        ((Kind(4, 1e4), Kind(5, 1e4)), "different sliding windows"),
+        ((Kind(4, 1e4), Kind(None, 1e6)), "different rotary embeddings"),
+    ):
+        unlike = Config(64, 32, 2, 8, 4, 4, 32, layer_kinds=kinds)
+        with pytest.raises(UserError, match=f"layers with {said}; use a model whose layer_kinds"):
+            hf.write(tmp_path / "out", "transformer", unlike, 64, lambda path: pytest.fail("read"))
+    alike = Config(64, 32, 2, 8, 4, 4, 32, layer_kinds=(Kind(5, 1e4), Kind(5, 1e4)))
+    assert llama.config_from(llama.config_json(alike, 64), ROOT).sliding_window == 5
+    # Their Llama needs its embed to be divisible by its heads; their Mistral doesn't.
+    theirs = llama.config_json(Config(64, 32, 2, 6, 2, 4, 32), 64)
+    assert (theirs["model_type"], theirs["sliding_window"]) == ("mistral", None)
+
+
+@pytest.mark.parametrize(
+    ("fields", "said"),
+    [
+        ({"normalize": False}, "normalize=False without qk_norm"),
+        ({"balance_rate": 1e-3}, "balance_rate, a bias of each expert"),
+        ({"qkv_bias": True}, "qkv_bias"),
+        ({"layer_kinds": (Kind(5, 1e4), Kind(None, 1e4))}, "windows in some layers only"),
+    ],
+)
+def test_experts_that_no_architecture_of_theirs_has_are_not_written(fields, said, tmp_path):
+    config = dataclasses.replace(moe.Config.tiny(), **fields)
+    with pytest.raises(UserError, match=f"with experts has {said}; use a model without it"):
+        hf.write(tmp_path / "out", "moe", config, 64, lambda path: pytest.fail("read"))
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_older_names_of_their_experts_are_known(folder):
+    """`num_experts` of Qwen3-MoE is `num_local_experts` to newer versions of transformers."""
+    theirs = folder("qwen3_moe")
+    before = hf.Folder(theirs).config
+    edit(theirs, num_local_experts=..., num_experts=8, norm_topk_prob=True)
+    assert hf.Folder(theirs).config == dataclasses.replace(before, normalize=True)
+    edit(theirs, sliding_window=5)
+    assert hf.Folder(theirs).config.sliding_window is None
+    edit(theirs, use_sliding_window=True)
+    assert hf.Folder(theirs).config.sliding_window == 5
+    theirs = folder("mixtral")
+    edit(theirs, rope_parameters=..., rms_norm_eps=..., sliding_window=6)
+    config = hf.Folder(theirs).config
+    assert (config.rope_theta, config.norm_eps, config.sliding_window) == (1e6, 1e-5, 6)
+
+
+def test_a_write_that_fails_leaves_nothing(tmp_path):
+    def read(path):
+        raise OSError("disk")
+
+    with pytest.raises(OSError, match="disk"):
+        hf.write(tmp_path / "out", "transformer", Config(64, 32, 2, 8, 4, 4, 32), 64, read)
+    assert list(tmp_path.iterdir()) == []
+
+
+# ---- what is wrong with them ---------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("family", "changes", "said"),
+    [
+        ("llama3", {"architectures": ["GemmaForCausalLM"]}, "is for GemmaForCausalLM, which the zoo"),
+        ("llama3", {"architectures": ["MixtralForCausalLM"]}, "has num_local_experts null, which must be a number"),
+        ("mixtral", {"num_experts_per_tok": 9}, "has num_experts_per_tok 9, which zoo/moe.py does not"),
+        ("mixtral", {"num_local_experts": 9}, "is missing tensor model.layers.0.block_sparse_moe.experts.8.w1.weight"),
+        ("mixtral", {"num_local_experts": 7}, "has an unexpected tensor model.layers.0.block_sparse_moe.experts.7"),
+        ("qwen3_moe", {"decoder_sparse_step": 2}, "has decoder_sparse_step 2, which zoo/moe.py does not"),
+        ("qwen3_moe", {"mlp_only_layers": [1]}, "has mlp_only_layers [1], which"),
+        ("qwen3_moe", {"attention_bias": True}, "has attention_bias true, which"),
+        ("llama3", {"architectures": ["LlamaForCausalLM", "X"]}, "is for LlamaForCausalLM, X, which"),
+        ("llama3", {"architectures": ..., "model_type": "gpt2"}, "is for gpt2, which the zoo does not"),
+        ("llama3", {"architectures": 7}, "is for 7, which the zoo does not"),
+        ("llama3", {"architectures": [["LlamaForCausalLM"]]}, "which the zoo does not"),
+        ("llama3", {"hidden_act": "gelu"}, 'has hidden_act "gelu", which zoo/transformer.py does not'),
+        ("llama3", {"attention_bias": True}, "has attention_bias true, which"),
+        ("llama3", {"mlp_bias": True}, "has mlp_bias true, which"),
+        ("llama3", {"partial_rotary_factor": 0.5}, "has partial_rotary_factor 0.5, which"),
+        ("llama3", {"quantization_config": {"bits": 4}}, 'has quantization_config {"bits": 4}, which'),
+        ("llama3", {"num_local_experts": 8}, "has num_local_experts 8, which"),
+        ("llama3", {"auto_map": {"AutoModel": "x.Y"}}, 'has auto_map {"AutoModel": "x.Y"}, which'),
+        ("llama3", {"head_dim": 5}, "has head_dim 5, which"),
+        ("llama3", {"num_key_value_heads": 3}, "has num_key_value_heads 3, which"),
+        ("llama3", {"rope_scaling": {"type": "linear"}}, "has factor null, which must be a number > 0"),
+        ("qwen2", {"rope_scaling": {"rope_type": "yarn"}}, "has factor null, which must be a number > 0"),
+        ("qwen2", {"rope_scaling": YARN | {"truncate": "no"}}, 'has truncate "no", which'),
+        ("qwen2", {"rope_scaling": YARN | {"beta_fast": -1}}, "has beta_fast -1, which must be a number > 0"),
+        ("qwen2", {"rope_scaling": {"rope_type": "longrope"}}, 'has rope_type "longrope", which'),
+        ("qwen2", {"rope_scaling": {"type": "dynamic"}, "rope_parameters": ...}, 'has rope_type "dynamic"'),
+        ("qwen2", {"rope_parameters": {"full_attention": {}}}, "has rope_parameters {"),
+        ("qwen2", {"rope_parameters": {"partial_rotary_factor": 0.5}}, "partial_rotary_factor 0.5, which"),
+        ("llama3", {"rope_parameters": {"rope_type": "llama3"}}, "has factor null, which must be a number > 0"),
+        ("qwen2", {"layer_types": ["full_attention", "sliding_attention"]}, 'has layer_types "sliding_attention"'),
+        ("qwen2", {"layer_types": 2}, "has layer_types 2, which"),
+        ("qwen2", {"layer_types": ["full_attention"]}, 'has layer_types ["full'),
+        ("qwen2", {"layer_types": ["chunked_attention"] * 2}, 'has layer_types "chunked_attention", which'),
+        ("qwen2", {"layer_types": [{}, {}]}, "has layer_types {}, which"),
+        ("qwen2", {"layer_types": ..., "use_sliding_window": True, "sliding_window": 4,
+                   "max_window_layers": -1}, "has max_window_layers -1, which must be a number > 0"),
+        ("llama3", {"layer_types": [F, S], "sliding_window": 4}, 'has layer_types "sliding_attention", which'),
+        ("mixtral", {"layer_types": [F, S], "sliding_window": 4}, 'has layer_types ["full'),
+        ("qwen3_moe", {"layer_types": [S, F], "sliding_window": 4, "use_sliding_window": True},
+         'has layer_types ["sliding'),
+        ("llama3", {"hidden_size": ...}, "has hidden_size null, which must be a number > 0"),
+        ("llama3", {"vocab_size": "64"}, 'has vocab_size "64", which must be a number > 0'),
+        ("llama3", {"num_hidden_layers": True}, "has num_hidden_layers true, which must be a number"),
+        ("llama3", {"rms_norm_eps": -1}, "has rms_norm_eps -1, which must be a number > 0"),
+        ("llama3", {"intermediate_size": 48}, "mlp.gate_proj.weight in "),
+        ("llama3", {"vocab_size": 65}, "embed_tokens.weight in "),
+        ("llama3", {"num_hidden_layers": 3}, "is missing tensor model.layers.2.input_layernorm.weight and 8 more"),
+        ("llama3", {"num_hidden_layers": 1}, "has an unexpected tensor model.layers.1.input_layernorm"),
+        ("qwen3", {"architectures": ["LlamaForCausalLM"]}, "unexpected tensor model.layers.0.self_attn.k_norm"),
+        ("llama3", {"architectures": ["Qwen2ForCausalLM"]}, "is missing tensor model.layers.0.self_attn.k_proj.bias"),
+        ("smollm", {"tie_word_embeddings": False}, "is missing tensor lm_head.weight;"),
+    ],
+)  # fmt: skip
+def test_models_that_are_not_ours_are_refused_by_name(folder, family, changes, said):
+    theirs = folder(family)
+    edit(theirs, **changes)
+    with pytest.raises(UserError) as caught:
+        hf.Folder(theirs)
+    sentence = str(caught.value)
+    assert said in sentence
+    assert "; " in sentence, "the fix is missing"
+    assert "\n" not in sentence
+
+
+def header(file, change):
+    """Writes a file anew with its header changed: a function of the JSON text."""
+    whole = file.read_bytes()
+    (size,) = struct.unpack("<Q", whole[:8])
+    text = change(whole[8 : 8 + size])
+    file.write_bytes(struct.pack("<Q", len(text)) + text + whole[8 + size :])
+
+
+FIRST = "model-00001-of-00002.safetensors"
+DAMAGE = {
+    "no config": (lambda d: (d / "config.json").unlink(), "config.json does not exist"),
+    "broken config": (lambda d: (d / "config.json").write_text("{"), "config.json can't be read"),
+    "binary config": (lambda d: (d / "config.json").write_bytes(b"\xff\xfe"), "config.json can't be"),
+    "config is a list": (lambda d: (d / "config.json").write_text("[]"), "is not a JSON object"),
+    "no shard": (lambda d: (d / FIRST).unlink(), f"{FIRST} does not exist; use a complete"),
+    "broken index": (
+        lambda d: (d / "model.safetensors.index.json").write_text("{}"), "does not list files"),
+    "index of numbers": (
+        lambda d: (d / "model.safetensors.index.json").write_text('{"weight_map": {"a": []}}'),
+        "does not list files in its folder"),
+    "index leads outside": (
+        lambda d: (d / "model.safetensors.index.json").write_text('{"weight_map": {"a": "../b"}}'),
+        "does not list files in its folder"),
+    "truncated": (lambda d: os.truncate(d / FIRST, 9_000), f"{FIRST} can't be read"),
+    "empty file": (lambda d: os.truncate(d / FIRST, 0), f"{FIRST} can't be read"),
+    "too long": (lambda d: (d / FIRST).write_bytes((d / FIRST).read_bytes() + b"x"), f"{FIRST} can't be read"),
+    "broken header": (
+        lambda d: header(d / FIRST, lambda t: b"?" + t[1:]), f"{FIRST} can't be read"),
+    "endless header": (
+        lambda d: (d / FIRST).write_bytes(struct.pack("<Q", 2**60) + b"{}"), f"{FIRST} can't be"),
+    "whole numbers": (
+        lambda d: header(d / FIRST, lambda t: t.replace(b'"BF16"', b'"I16"')), "has dtype I16; use"),
+    "twice": (
+        lambda d: ((d / "model.safetensors.index.json").unlink(), shutil.copy(d / FIRST, d / "z.safetensors")),
+        "is in both"),
+    "pickles": (
+        lambda d: [p.rename(p.with_suffix(".bin")) for p in d.glob("model*")],
+        "model-00001-of-00002.bin, a pickle, which can execute code when loaded; use a model with"),
+    "no weights": (lambda d: [p.unlink() for p in d.glob("model*")], "has no *.safetensors"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("damage", DAMAGE)
+def test_damaged_folders(folder, damage):
+    theirs = folder()
+    do, said = DAMAGE[damage]
+    do(theirs)
+    with pytest.raises(UserError) as caught:
+        checkpoint.restore(f"hf:{theirs}", make_mesh("8"))
+    assert said in str(caught.value)
+    assert str(theirs) in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_names_that_lead_nowhere(tmp_path, monkeypatch):
+    for name, said in (
+        ("hf:/no/such/dir", "'/no/such/dir' does not exist; use a model folder, or ORG/NAME"),
+        ("hf:", "'' does not exist; use a model folder"),
+        (f"hf:{GOLDEN / 'llama2' / 'config.json'}", "is a file; use the folder"),
+    ):
+        with pytest.raises(UserError, match=re.escape(said)):
+            checkpoint.find(name)
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path))
+    with pytest.raises(UserError) as caught:  # conftest.py keeps the client offline
+        checkpoint.find("hf:no-org/no-model")
+    assert str(caught.value).startswith("no-org/no-model can't be downloaded from the Hub (")
+    assert "\n" not in str(caught.value)
+
+
+def test_a_name_of_the_hub_is_resolved_by_its_client(monkeypatch):
+    import huggingface_hub
+
+    asked = []
+
+    def download(name, **options):
+        asked.append((name, options))
+        return str(GOLDEN / "qwen3")
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
+    assert checkpoint.find("hf:some-org/some.model-1").config.qk_norm
+    ((name, options),) = asked
+    assert name == "some-org/some.model-1"
+    assert not any(".bin" in p or "*.py" in p for p in options["allow_patterns"])
+
+
+# ---- commands ------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory):
+    """A folder of unlike layers, with a vocabulary that the recipe's bytes fit into."""
+    target, rng = tmp_path_factory.mktemp("hf") / "tiny", np.random.default_rng(3)
+    config = dataclasses.replace(Config.tiny(), layer_kinds=(Kind(24, 1e4), Kind(None, 1e4)))
+    shapes = paths(abstract_model(lambda: Transformer(config, rngs=nnx.Rngs(0))).shapes["params"])
+
+    def read(path):
+        return rng.normal(0, 0.1, shapes[path].shape).astype(np.float32)
+
+    hf.write(target, "transformer", config, 64, read, tokenizer.BYTES)
+    return target
+
+
+@pytest.mark.full
+def test_import_and_export_commands(run, tiny, tmp_path):
+    ck, back = tmp_path / "ck", tmp_path / "back"
+    done = run("recipes.hf", "import", f"--source={tiny}", f"--target={ck}", "--mesh=4x2")
+    assert (done.code, done.err) == (0, "")
+    assert "mesh 4x2 (data 4 × model 2) · rules fsdp_tp" in done.out
+    assert f"Imported 123,200 parameters into {ck};" in done.out
+    # Just like one of ours: plain Orbax reads it, restore puts it on any mesh.
+    plain = paths(ocp.StandardCheckpointer().restore(ck / "state"))
+    wanted = params_of(f"hf:{tiny}")
+    assert_bit_equal({path.removeprefix("params/"): v for path, v in plain.items()}, wanted)
+    model, metadata = checkpoint.restore(ck, make_mesh("1x8"), "tp")
+    assert model.layers.mlp.up[...].sharding.spec == jax.P(None, None, "model")
+    assert (metadata["entry"], metadata["step"], metadata["mesh"]["data"]) == ("transformer", 0, 4)
+    assert metadata["logical_axes"]["layers/mlp/up"] == ["layers", "embed", "mlp"]
+    assert set(metadata["versions"]) >= {"jax", "flax", "python"}
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["ck"], "nothing is left beside it"
+
+    done = run("recipes.hf", "export", f"--source={ck}", f"--target={back}")
+    assert (done.code, done.err) == (0, "")
+    assert f"Exported 123,200 parameters to {back};" in done.out
+    assert (back / "model.safetensors").read_bytes() == (tiny / "model.safetensors").read_bytes()
+    assert (back / "config.json").read_text() == (tiny / "config.json").read_text()
+
+    for command, source in (("import", tiny), ("export", ck)):
+        done = run("recipes.hf", command, f"--source={source}", f"--target={back}")
+        assert done.code == 2
+        assert done.err == f"error: --target={back} already exists; use a new name\n"
+
+
+@pytest.mark.full
+def test_a_recipe_trains_from_a_folder_and_its_run_is_exported(run, tiny, tmp_path):
+    book = tmp_path / "book.txt"
+    book.write_text((ROOT / "zoo" / "attention.py").read_text())
+    work, back = tmp_path / "run", tmp_path / "back"
+    flags = (f"--restore_from=hf:{tiny}", f"--dataset={book}", "--seq_len=32", "--batch_size=16",
+             "--mesh=4x2", "--sample_bytes=40", f"--workdir={work}")  # fmt: skip
+    done = run("recipes.transformer", *flags, "--steps=0")
+    assert (done.code, done.err) == (0, "")
+    assert f"Evaluates {tiny}, of step 0." in done.out
+    done = run("recipes.transformer", *flags, "--steps=2")
+    assert (done.code, done.err) == (0, "")
+    assert f"Starts at step 0, on the parameters of {tiny}." in done.out
+
+    done = run("recipes.hf", "export", f"--source={work}", f"--target={back}")
+    assert (done.code, done.err) == (0, "")
+    trained, _ = checkpoint.restore(work, make_mesh("1"), "dp")
+    trained = paths(nnx.to_pure_dict(nnx.state(trained, nnx.Param)))
+    assert_bit_equal(params_of(f"hf:{back}"), trained)
+    assert np.abs(trained["embed"] - params_of(f"hf:{tiny}")["embed"]).max() > 0
+    # Training on 32 positions took none of those that it was made for.
+    assert hf.Folder(back).metadata["context"] == 64
+    assert [kind.window for kind in hf.Folder(back).config.layer_kinds] == [24, None]
+
+
+@pytest.mark.parametrize(
+    ("argv", "sentence"),
+    [
+        (["improt"], "use python -m recipes.hf import … or python -m recipes.hf export …"),
+        (["export", "--mesh=8"], "--mesh is not a flag; --help lists the flags"),
+        (["import", "--source=tests/golden/hf/llama2", "--target=x", "--mesh=1x3"], "rules 'fsdp_tp' split dim 'mlp' of layers/mlp/down [2, 32, 32] over 3 devices"),
+    ],
+)  # fmt: skip
+def test_mistakes_on_the_command_line(argv, sentence, run):
+    done = run("recipes.hf", *argv)
+    assert done.code == 2
+    assert done.err.startswith(f"error: {sentence}")
+    assert done.err.count("\n") == 1
+    assert not (ROOT / "x").exists()
+
+
+@pytest.mark.parametrize(
+    ("command", "flags", "sentence"),
+    [
+        ("import", dict(target="x"), "--source is missing; use --source=DIR"),
+        ("export", dict(source="x"), "--target is missing; use --target=DIR"),
+        ("export", dict(source="no", target="x"), "--source=no does not exist; use a run's workdir"),
+        ("import", dict(source=str(ROOT / "zoo"), target="x"), "config.json does not exist; use a complete"),
+        ("import", dict(source="no", target="zoo"), "/zoo already exists; use a new name"),
+        ("import", dict(source="no", target="README.md/x"), "/README.md/x can't be written (Not a directory); use a different"),
+    ],
+)  # fmt: skip
+def test_mistakes_in_flags(command, flags, sentence, monkeypatch):
+    monkeypatch.chdir(ROOT)
+    main, defaults = recipes.hf.COMMANDS[command]
+    with pytest.raises(UserError, match=re.escape(sentence)):
+        main(dataclasses.replace(defaults, **flags))
+    assert not (ROOT / "x").exists()
+
+
+def test_help_names_both_commands(run):
+    done = run("recipes.hf", "--help")
+    assert done.code == 0
+    for said in ("recipes.hf import", "recipes.hf export", "--source", "--mesh"):
+        assert said in done.out

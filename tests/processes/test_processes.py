@@ -1,0 +1,364 @@
+"""Several real processes on one host train like one, and none of them hangs when one dies."""
+
+import os
+import pathlib
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+
+import jax
+import numpy as np
+import pytest
+
+from data import text
+from data.batches import held_out_batches, train_batches
+from recipes.common import checkpoint
+from recipes.common.runtime import mesh, processes
+from recipes.common.runtime.errors import UserError
+from recipes.common.runtime.mesh import make_mesh
+from tests.conftest import ROOT
+from tests.sharding.test_slices import gpus
+from tests.support import small_tokenizers
+from tests.support.quick import XLA_FLAGS
+from tests.support.quick import quick as quick
+from tests.support.runs import TINY, records, state_of, steps_saved
+
+FLAGS = (*TINY, "--mesh=4x2", "--log_every=1", "--checkpoint_every=1000")
+
+LOST = (
+    "error: this process can't continue without the others (",
+    "distributed service detected fatal",
+)
+
+# Of the recipe that starts fastest, where it does not matter what is trained.
+SMALLEST = ("--batch_size=16", "--mesh=4x2", "--log_every=1", "--checkpoint_every=1000")
+
+# Records what each process reads and feeds to its devices, and which files it hashes.
+WATCHED = """
+import pathlib, runpy, sys
+import numpy as np
+from data import packing, text
+from recipes.common.checkpoint import integrity
+from recipes.common.runtime import mesh, processes
+from recipes.common.train import evaluation, loop
+
+folder, fed, read, hashed = pathlib.Path(sys.argv.pop(1)), [], [], []
+sha256_of = integrity.sha256_of
+integrity.sha256_of = lambda folder, names: hashed.extend(names) or sha256_of(folder, names)
+to_devices = loop.to_devices
+evaluation.to_devices = loop.to_devices = lambda rows, *rest: fed.append(rows) or to_devices(rows, *rest)
+def watch(rows, take):
+    rows.take = lambda self, i: read.extend((len(self._tokens), n) for n in i) or take(self, i)
+for rows in (text._Windows, packing.Packed):
+    watch(rows, rows.take)
+try:
+    runpy.run_module("recipes.transformer", run_name="__main__")
+finally:
+    if fed:
+        fed = {name: np.stack([rows[name] for rows in fed]) for name in fed[0]}
+        np.savez(folder / f"{processes._id}.npz", read=np.stack(read), hashed=np.array(hashed, str), **fed)
+"""
+
+
+# Where no collective fails, the end of a process is noticed by the heartbeats that it does not send.
+IMPATIENT = "from recipes.common.runtime import processes; processes.HEARTBEAT_SECONDS = 6\n"
+
+RECIPE = """
+import runpy
+runpy.run_module("recipes.{}", run_name="__main__", alter_sys=True)
+"""
+
+
+class Together:
+    """Some processes of one run."""
+
+    def __init__(
+        self,
+        count: int,
+        *flags: str,
+        watch: pathlib.Path | None = None,
+        around: str = "",  # runs before the recipe
+        each: Sequence[tuple[str, ...]] = (),  # further flags of the first ones
+        recipe: str = "transformer",
+    ):
+        with socket.socket() as free:
+            free.bind(("localhost", 0))
+            port = free.getsockname()[1]
+        program = ["-m", f"recipes.{recipe}"]
+        if watch:
+            program = ["-c", around + WATCHED, str(watch)]
+        elif around:
+            program = ["-c", around + RECIPE.format(recipe)]
+        own = [*each, *[()] * count]
+        shared = [*program, *flags, f"--num_processes={count}", f"--coordinator=localhost:{port}"]
+        self.processes = [
+            subprocess.Popen(
+                [sys.executable, *shared, f"--process_id={i}", *own[i]],
+                cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+                env=os.environ | {"XLA_FLAGS": XLA_FLAGS},  # each compiles all for itself
+            )
+            for i in range(count)
+        ]  # fmt: skip
+
+    def read_until(self, mark: str) -> None:
+        """Until the first one prints such a line."""
+        assert any(line.startswith(mark) for line in self.processes[0].stdout), self.finish()
+
+    def finish(self) -> list[tuple[int, str, str]]:
+        """(exit code, stdout, stderr) of each."""
+        ends = [process.communicate(timeout=300) for process in self.processes]
+        return [(p.returncode, *end) for p, end in zip(self.processes, ends, strict=True)]
+
+
+@pytest.fixture
+def alone(inside, quick, book):
+    """A function of flags that runs the same recipe in this one process."""
+
+    def command(*flags):
+        done = inside("recipes.transformer", *FLAGS, book, *flags)
+        assert done.code == 0, done.err
+        return done.out
+
+    return command
+
+
+@pytest.fixture
+def smallest(inside, quick):
+    """As `alone`, of the smallest recipe."""
+
+    def command(*flags):
+        done = inside("recipes.dot_relu_dot", *SMALLEST, *flags)
+        assert done.code == 0, done.err
+        return done.out
+
+    return command
+
+
+@pytest.mark.full
+def test_four_then_two_then_one_process_train_like_one(alone, book, tmp_path):
+    a, b = tmp_path / "one", tmp_path / "many"
+    for steps in (2, 4, 6):
+        alone(f"--steps={steps}", f"--workdir={a}")
+    data = text.load(book.removeprefix("--dataset="), seq_len=32)
+    feed = iter(train_batches(data, batch_size=16, seed=0))
+    want = [next(feed) for _ in range(6)]
+    held_out = list(held_out_batches(data, 16))
+
+    for count, first in ((4, 0), (2, 2)):
+        (tmp_path / str(count)).mkdir()
+        flags = (*FLAGS, book, f"--steps={first + 2}", f"--workdir={b}")
+        ends = Together(count, *flags, watch=tmp_path / str(count)).finish()
+        for index, (code, out, err) in enumerate(ends):
+            assert (code, err) == (0, ""), err
+            assert (out == "") == (index > 0), "only the first process prints"
+        out = ends[0][1]
+        assert f"8 simulated CPU devices in {count} processes" in out
+        assert "Gloo" not in out
+        # Together they fed the same global batches, each its own rows, and read no others.
+        parts = [np.load(tmp_path / str(count) / f"{i}.npz") for i in range(count)]
+        for name in data.filler:
+            fed = np.concatenate([part[name] for part in parts], axis=1)
+            batches = [*want[first : first + 2], want[first + 2], *held_out]  # one is prefetched
+            np.testing.assert_array_equal(fed, [batch[name] for batch in batches])
+            assert all(part[name].shape[1] == 16 // count for part in parts)
+        read = [set(map(tuple, part["read"].tolist())) for part in parts]
+        assert sum(map(len, read)) == len(set.union(*read)), "two processes read the same row"
+        # Files are hashed by the process that wrote them; those of other processes' runs, shared out.
+        hashed = [part["hashed"].tolist() for part in parts]
+        own = [
+            [name for name in names if f"ocdbt.process_{i}/" in name]
+            for i, names in enumerate(hashed)
+        ]
+        assert all(own), hashed
+        if first == 0:
+            assert own[1:] == hashed[1:]
+        else:
+            resumed = [len(names) for names in hashed]
+            assert max(resumed) < 0.8 * sum(resumed), resumed
+        # Each wrote the shards on its own devices.
+        state = b / "checkpoints" / str(first + 2) / "state"
+        sizes = [
+            sum(p.stat().st_size for p in (state / f"ocdbt.process_{i}" / "d").iterdir())
+            for i in range(count)
+        ]
+        assert max(sizes) < 2 * sum(sizes) / count, sizes
+    out = alone("--steps=6", f"--workdir={b}")
+    assert "Resumes at step 4" in out
+
+    fields = ("step", "loss", "grad_norm", "learning_rate")
+    assert [step for step, *_ in records(b, *fields)] == [1, 2, 3, 4, 5, 6]
+    np.testing.assert_allclose(records(a, *fields), records(b, *fields), rtol=2e-5)
+    held = ("step", "held_out_loss", "held_out_targets")
+    assert [r[2] for r in records(a, *held)] == [r[2] for r in records(b, *held)]
+    np.testing.assert_allclose(records(a, *held), records(b, *held), rtol=2e-5)
+
+
+# Devices in an order in which those of a process lie apart, as on the rings of a TPU's chips.
+RINGS = """
+from recipes.common.runtime import mesh
+_arrange = mesh.arrange
+def arrange(axes, devices):
+    inside = _arrange(axes, devices)
+    order = [0, 6, 4, 1, 2, 7, 5, 3]  # process 0 has places 0, 3, 4, 7 and process 1 the others
+    return mesh.Mesh(inside.devices[order], inside.axis_names, axis_types=inside.axis_types)
+mesh.arrange = arrange
+"""
+
+
+@pytest.mark.full
+def test_processes_whose_devices_lie_apart_train_like_one(alone, book, tmp_path):
+    """On packed rows of two mixed sources; they evaluate meanwhile, and agree on what is best."""
+    a, b, other = tmp_path / "one", tmp_path / "two", tmp_path / "other.txt"
+    other.write_text((ROOT / "zoo" / "moe.py").read_text()[:20_000])
+    tokenizer = tmp_path / "tokenizer.json"
+    tokenizer.write_bytes(small_tokenizers.byte_level()[tokenizer.name])
+    flags = ("--mesh=8", "--steps=6", "--eval_every=2", "--keep_best")
+    flags += (f"{book}@0.7,{other}@0.3", f"--tokenizer={tokenizer}")
+    alone(*flags, f"--workdir={a}")
+    run = Together(2, *FLAGS, *flags, f"--workdir={b}", watch=tmp_path, around=RINGS)
+    for code, _, err in run.finish():
+        assert (code, err) == (0, ""), err
+    rows = [set(map(tuple, np.load(tmp_path / f"{i}.npz")["read"].tolist())) for i in range(2)]
+    assert not rows[0] & rows[1], "each read its own"
+    assert len({tokens for tokens, _ in rows[0]}) == 4, "trained on and held out of both sources"
+    fields = ("step", "loss", "grad_norm")
+    np.testing.assert_allclose(records(a, *fields), records(b, *fields), rtol=2e-5)
+    held = ("step", "held_out_loss", "held_out_targets")
+    evaluations = records(b, *held)
+    assert [step for step, *_ in evaluations] == [2, 4, 6]
+    np.testing.assert_allclose(records(a, *held), evaluations, rtol=1e-5)
+    assert checkpoint.steps_in(b / "best") == [min(evaluations, key=lambda line: line[1])[0]]
+    assert checkpoint.verify(checkpoint.find(b / "best").path) == ""
+
+
+@pytest.mark.full
+def test_a_mesh_that_cuts_an_inner_axis_between_processes_is_told(tmp_path):
+    flags = (*SMALLEST, "--mesh=1x8", f"--workdir={tmp_path / 'w'}")
+    run = Together(2, *flags, recipe="dot_relu_dot")
+    for code, out, err in run.finish():
+        assert (code, out) == (2, "")
+        assert err == (
+            "error: --mesh=1x8 would divide axis 'model' between 2 processes of 4 devices, and only "
+            "the outermost may be; try --mesh=2x4\n"
+        )
+    assert not (tmp_path / "w").exists()
+
+
+@pytest.mark.full
+def test_a_signal_stops_all_at_the_same_step_and_a_death_ends_all(smallest, tmp_path):
+    flags = ("--steps=100000", f"--workdir={tmp_path}", "--checkpoint_every=20")
+    run = Together(2, *SMALLEST, *flags, recipe="dot_relu_dot")
+    run.read_until("Starts ")
+    time.sleep(1)
+    run.processes[1].send_signal(signal.SIGTERM)
+    (code, out, err), other = run.finish()
+    assert (code, err, other[:2]) == (0, "", (0, ""))
+    assert "SIGTERM caught" in other[2], "JAX's own notice, where the signal came in"
+    (step,) = steps_saved(tmp_path)[-1:]
+    assert f"Stopped by SIGTERM after step {step}, saved in " in out
+    assert int(state_of(tmp_path, step)["step"]) == step
+    # The next start resumes there, until one of the two is killed.
+    run = Together(2, *SMALLEST, *flags, recipe="dot_relu_dot", around=IMPATIENT)
+    run.read_until(f"Resumes at step {step}, ")
+    while checkpoint.steps_in(tmp_path / "checkpoints")[-1] < step + 20:
+        time.sleep(0.05)
+    run.processes[1].kill()
+    killed = time.monotonic()
+    (code, _, err), _ = run.finish()
+    print(f"the other ended {time.monotonic() - killed:.1f} s later")
+    # Ours where its own collective fails first, else JAX's as its coordination service aborts it.
+    assert code != 0
+    assert any(message in err for message in LOST), err
+    whole = checkpoint.steps_in(tmp_path / "checkpoints")[-1]
+    out = smallest(*flags, f"--steps={whole + 1}")
+    assert f"Resumes at step {whole}, " in out
+
+
+@pytest.mark.full
+def test_death_of_the_first_process_ends_the_others(tmp_path):
+    flags = (*SMALLEST, "--steps=100000", f"--workdir={tmp_path}")
+    run = Together(2, *flags, recipe="dot_relu_dot")
+    run.read_until("Starts ")
+    time.sleep(1)
+    run.processes[0].kill()
+    killed = time.monotonic()
+    _, (code, out, err) = run.finish()
+    print(f"the other ended {time.monotonic() - killed:.1f} s later")
+    assert code != 0
+    assert out == ""
+    assert any(message in err for message in LOST), err
+
+
+def waits(which: int, seconds: int = 300) -> subprocess.Popen:
+    """One of two processes; the other one never comes."""
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        port = free.getsockname()[1]
+    code = f"""if True:
+        from recipes.common.runtime import preemption, processes
+        preemption.watch()
+        processes.START_SECONDS = {seconds}
+        print("waits", flush=True)
+        processes.initialize(2, {which}, "localhost:{port}")
+    """
+    command = [sys.executable, "-c", code]
+    process = subprocess.Popen(command, cwd=ROOT, text=True, stdout=-1, stderr=-1)
+    process.stdout.readline()
+    return process
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(("which", "number"), [(0, signal.SIGTERM), (1, signal.SIGINT)], ids=str)
+def test_a_signal_ends_a_process_that_waits_for_the_others(which, number):
+    process = waits(which)
+    time.sleep(1)
+    process.send_signal(number)
+    out, err = process.communicate(timeout=10)
+    assert (process.returncode, err) == (0, "")
+    assert out == f"Stopped by {number.name} outside of training; the same command resumes.\n"
+
+
+@pytest.mark.full
+def test_waiting_for_a_process_that_never_comes_ends_with_one_line():
+    process = waits(0, seconds=1)
+    out, err = process.communicate(timeout=30)
+    assert (process.returncode, out) == (1, "")
+    assert err == (
+        "error: fewer than 2 processes have started within 1 s; see what each of them printed, and "
+        "start all of them again\n"
+    )
+
+
+# ---- how they find each other, without processes -------------------------------------------------
+
+
+def test_a_coordinator_that_is_not_there(monkeypatch):
+    monkeypatch.setattr(processes, "_count", 1)
+    monkeypatch.setattr(processes, "PATIENCE_SECONDS", 0)
+    with socket.socket() as taken:
+        taken.bind(("", 0))
+        port = taken.getsockname()[1]
+        with pytest.raises(UserError, match="does not answer"):
+            processes.initialize(2, 1, f"localhost:{port}")  # bound, but not listening
+        taken.listen()
+        with pytest.raises(UserError, match=r"can't be used .*use a different port"):
+            processes.initialize(2, 0, f"localhost:{port}")
+
+
+def test_a_mesh_must_be_divisible_by_the_number_of_processes(monkeypatch):
+    monkeypatch.setattr(processes, "_count", 3)
+    with pytest.raises(UserError) as caught:
+        make_mesh("4x2")
+    assert str(caught.value) == (
+        "--mesh=4x2 has 8 devices, not divisible by 3 processes; try --mesh=12x2"
+    )
+    assert dict(make_mesh("").shape) == {"data": 8}, "all that there are"
+    # With accelerators it suggests those that there are.
+    monkeypatch.setattr(mesh, "_only_cpu", lambda: False)
+    monkeypatch.setattr(jax, "devices", lambda: gpus(3, 4))
+    with pytest.raises(UserError, match=r"not divisible by 3 processes; try --mesh=6x2$"):
+        make_mesh("4x2")
+    assert os.environ["NPROC"] == "32"

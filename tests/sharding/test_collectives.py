@@ -1,0 +1,374 @@
+"""What a compiled step sends between devices is what its strategy promises, and nothing else.
+
+The textbook, in array elements a device receives: `dp` all-reduces each gradient once; `fsdp`
+all-gathers weights (again for the backward pass where a layer is rematerialised) and reduce-scatters
+gradients; `tp` all-reduces activations. XLA's CPU backend has no reduce-scatter: there it is an
+all-reduce and then a slice. On TPU it is the real thing (README, Speed).
+"""
+
+import dataclasses
+import itertools
+import math
+import types
+from collections import Counter
+from typing import NamedTuple
+
+import jax
+import pytest
+
+from recipes.common.analysis.hlo import Collective, collectives, group_size
+from recipes.common.sharding import layout as layouts
+from recipes.common.sharding.abstract import paths
+from recipes.common.sharding.layout import Layout
+from recipes.common.sharding.rules import partition_spec, shards, used_axes
+from tests.conftest import full_except
+from tests.support.entries import CASES, ENTRIES, FAST_CASES, compile_step, compiled_step
+from zoo import attention, dot_relu_dot, layers, mlp, sharding, transformer
+
+# All-reduces of a whole activation where a matmul's inner dim is split: Megatron's count, and what
+# XLA's CPU backend makes of it, which reduces the cotangents of matmuls that read the same input one
+# by one. An entry that is not here has at most MOST for each weight that is split.
+ACTIVATIONS = {
+    "dot_relu_dot": (1, 1),  # forward; x needs no gradient
+    "mlp": (4, 4),  # two blocks, forward and backward
+    # two layers: 2 forward, 1 of the 2 again in the backward pass, then 2 as 2 + 3; and the table of
+    # embeddings twice, as it is split over `vocab`
+    "transformer": (10, 18),
+    # likewise 4 forward, attention's 2 again, then 2 for the experts and 2 to 6 for attention
+    "moe": (12, 16),
+}
+MOST = 4
+
+# All-reduces of single numbers of each position, where a matmul's inner dim is split. A loss over a split
+# vocabulary has a maximum, a sum of exponentials and the target's logit, and the first two again in the
+# backward pass. MoE has the gradients of its weights of experts, two a position in each of two layers.
+NUMBERS = {"dot_relu_dot": 0, "mlp": 0, "moe": 5 + 2 * 2}
+LOSS = 5  # of the Transformer, and of an entry that is not here
+
+
+def to_experts(layout: Layout) -> int:
+    """Of each slot that a device fills, D numbers there and back, and both again for gradients; and
+    its weight once each way. The tiny model keeps nothing of a layer: what goes there, goes again.
+    """
+    config, (batch, length) = layout.config, ENTRIES["moe"].batches[0]["tokens"].shape
+    share = config.capacity * config.experts_per_token * length / config.num_experts
+    slots = batch // layout.batch_shards * config.num_experts * math.ceil(share)
+    return config.num_layers * slots * (5 * config.embed + 3)
+
+
+# Entry → the mesh axis over which it exchanges activations, and how many numbers a device then has of
+# them from all devices, itself too.
+EXCHANGES = {"moe": ("expert", to_experts)}
+
+
+class Sent(NamedTuple):
+    """Elements by what they are part of; and what is part of nothing that we know."""
+
+    weights: int  # gathered
+    gradients: int  # reduced; and new values of buffers
+    activations: int  # all-reduces of a whole [rows, width]
+    numbers: int  # a position, in all-reduces beside those
+    exchanged: int  # in all-to-alls
+    strangers: list[Collective]
+
+
+class Variable(NamedTuple):
+    """One parameter or buffer, and what one device holds of one layer of it."""
+
+    trained: bool
+    axes: tuple[str, ...]  # without the axis of stacked layers
+    layers: int
+    rest: tuple[int, ...]
+    use: tuple[int, ...]
+
+
+def variables(layout: Layout) -> dict[str, Variable]:
+    """By path."""
+    zoo, found = layout.zoo, {}
+    every = {
+        f"{kind}/{path}": (axes, paths(layout.model.shapes[kind])[path].shape)
+        for kind, tree in layout.model.axes.items()
+        for path, axes in paths(tree).items()
+    }
+    for path, (axes, shape) in every.items():
+        stacked = [i for i, axis in enumerate(axes) if axis in _stacks(layout)]
+        kept = [i for i in range(len(axes)) if i not in stacked]
+        names = tuple(axes[i] for i in kept)
+        rest, use = (
+            tuple(shape[i] // shards(layout.table, axis, layout.mesh.shape)
+                  for i, axis in zip(kept, as_named, strict=True))
+            for as_named in (names, tuple(zoo.IN_USE.get(axis, axis) for axis in names))
+        )  # fmt: skip
+        layers = math.prod(shape[i] for i in stacked)
+        found[path] = Variable(path.startswith("params/"), names, layers, rest, use)
+    return found
+
+
+def _stacks(layout: Layout) -> set[str]:
+    """Axes of stacked layers: of weights alone, and always in front of other axes."""
+    every = [axes for tree in layout.model.axes.values() for axes in paths(tree).values()]
+    return {
+        axis
+        for axis, on in layout.zoo.LOGICAL_AXES.items()
+        if on in ("weights", "stack") and axis not in layout.zoo.IN_USE
+        if all(axes[0] == axis and len(axes) > 1 for axes in every if axis in axes)
+    }
+
+
+def _dims(shape) -> tuple[int, ...]:
+    """Without dims of size 1 and in no order: the compiler transposes as it likes."""
+    return tuple(sorted(d for d in shape if d > 1))
+
+
+def split(layout: Layout) -> list[str]:
+    """Logical axes of weights in use that the table splits: a matmul over one ends in a sum."""
+    return [
+        axis
+        for axis, on in layout.zoo.LOGICAL_AXES.items()
+        if on == "both" and shards(layout.table, axis, layout.mesh.shape) > 1
+    ]
+
+
+def activations(entry_name: str, layout: Layout) -> tuple[int, set[int]]:
+    """Positions of a batch on one device, and elements of a whole activation of all of them."""
+    zoo = layout.zoo
+    outer = [
+        axis
+        for axis, on in zoo.LOGICAL_AXES.items()
+        if on == "activations" and axis not in zoo.IN_USE.values()
+    ]
+    example = next(iter(ENTRIES[entry_name].batches[0].values()))
+    rows = math.prod(example.shape[: len(outer)]) // layout.batch_shards
+    widths = {
+        n
+        for kind, tree in layout.model.axes.items()
+        for path, axes in paths(tree).items()
+        for axis, n in zip(axes, paths(layout.model.shapes[kind])[path].shape, strict=True)
+        if axis in zoo.IN_USE
+    }
+    return rows, {rows * width for width in widths}
+
+
+def classify(entry_name: str, layout: Layout, compiled: jax.stages.Compiled) -> Sent:
+    held = variables(layout).values()
+    gathered = {_dims(variable.use) for variable in held if variable.rest != variable.use}
+    reduced = {_dims(variable.use) for variable in held}
+    rows, whole = activations(entry_name, layout)
+
+    counts, strangers = Counter(), []
+    for found in collectives(compiled.as_text()):
+        if group_size(found.groups, layout.mesh.size) == 1:
+            continue  # with itself: nothing is sent
+        for shape in found.shapes:
+            size, dims = math.prod(shape), _dims(shape)
+            if size == 1 and found.kind == "all-reduce":
+                continue  # the loss, the number of targets, the gradient's norm
+            if found.kind == "all-gather" and dims in gathered:
+                counts["weights"] += found.times * size
+            elif found.kind == "all-reduce" and split(layout) and math.prod(dims) in whole:
+                counts["activations"] += found.times
+            elif found.kind == "all-reduce" and split(layout) and size in (rows, 2 * rows):
+                counts["numbers"] += found.times * size // rows
+            elif found.kind == "all-to-all":
+                counts["exchanged"] += found.times * size
+            elif found.kind == "all-reduce" and dims in reduced:
+                counts["gradients"] += found.times * size
+            else:
+                strangers.append(found)
+    return Sent(*(counts[name] for name in Sent._fields[:-1]), strangers)
+
+
+def check_promise(entry_name: str, layout: Layout, compiled: jax.stages.Compiled) -> None:
+    """Asserts that the step sends what the table in force promises."""
+    sent = classify(entry_name, layout, compiled)
+    assert sent.strangers == []
+    if layout.mesh.size == 1:
+        assert not any(sent)
+    held = variables(layout).values()
+
+    # Weights: each gathered once for the forward pass, and again where a layer is rematerialised.
+    assert sent.weights == sum(
+        math.prod(v.use) * v.layers * (2 if v.layers > 1 else 1) for v in held if v.rest != v.use
+    )
+
+    # Gradients: each reduced once over the devices that have other rows of the batch.
+    most = sum(math.prod(v.use) * v.layers for v in held)
+    least = sum(math.prod(v.use) * v.layers for v in held if v.trained)
+    if layout.batch_shards == 1:
+        assert sent.gradients == 0
+    else:  # and new values of buffers
+        assert least <= sent.gradients <= most
+
+    # Activations: only where the table splits a matmul's inner dim.
+    if axes := split(layout):
+        over = [v for v in held if v.trained and set(axes) & set(v.axes)]
+        bound = (1, MOST * sum(v.layers for v in over))
+        least, most = ACTIVATIONS.get(entry_name, bound)
+        assert least <= sent.activations <= most
+        assert sent.numbers <= NUMBERS.get(entry_name, LOSS)
+    else:
+        assert sent.activations == 0
+    axis, numbers = EXCHANGES.get(entry_name, ("", None))
+    exchanged = numbers and axis in used_axes(layout.table) and layout.mesh.shape[axis] > 1
+    assert sent.exchanged == (numbers(layout) if exchanged else 0)
+
+
+@pytest.mark.parametrize(("entry", "strategy", "mesh"), full_except(CASES, FAST_CASES))
+def test_a_step_sends_what_its_strategy_promises(entry, strategy, mesh):
+    layout = ENTRIES[entry].layout(mesh, strategy)
+    check_promise(entry, layout, compiled_step(entry, strategy, mesh))
+
+
+@pytest.mark.parametrize("entry_name", ENTRIES)
+def test_a_gradient_is_laid_out_as_its_weight_rests(entry_name):
+    """A TPU can scatter the sums then, where laid out as in use it would sum all on each device.
+    The CPU backend does that anyway, so this looks at the gradient's type.
+    """
+    entry, layout = ENTRIES[entry_name], ENTRIES[entry_name].layout("8")
+    held = {path: v for path, v in variables(layout).items() if v.trained and v.rest != v.use}
+    assert held, "on the mesh 8, the rules that suit it gather weights"
+
+    def total(params, rest, batch):
+        return layout.model.merge(rest | {"params": params}).loss(**batch)[0]
+
+    row = {name: x[0] for name, x in entry.batches[0].items()}
+    state, batch = layout.variables(), layout.abstract_batch(row)
+    with layout.trace():
+        made = jax.eval_shape(jax.grad(total), state["params"], state, batch)
+    gradient = paths({"params": made})
+    for path, variable in held.items():
+        rest = tuple(partition_spec(variable.axes, layout.table))
+        assert tuple(gradient[path].sharding.spec)[-len(rest) :] == rest, path  # after layers
+
+
+def test_a_platform_s_options_reach_its_compiler(monkeypatch):
+    """The TPU's make reduce-scatters; no TPU is here to refuse what it does not know, so the CPU is."""
+    monkeypatch.setitem(layouts.COMPILER_OPTIONS, "cpu", {"xla_no_such_option": "true"})
+    with pytest.raises(jax.errors.JaxRuntimeError, match="xla_no_such_option"):
+        compile_step("dot_relu_dot", ENTRIES["dot_relu_dot"].layout("8"))
+
+
+@pytest.mark.parametrize(
+    ("device", "name"),
+    [
+        ({"platform": "gpu", "compute_capability": "9.0"}, "cuda"),
+        ({"platform": "gpu", "compute_capability": "gfx942"}, "gpu"),
+        ({"platform": "gpu"}, "gpu"),
+        ({"platform": "tpu"}, "tpu"),
+    ],
+)
+def test_nvidia_s_options_are_for_nvidia(device, name):
+    assert layouts.platform(types.SimpleNamespace(**device)) == name
+    assert "gpu" not in layouts.COMPILER_OPTIONS, "AMD's compiler would refuse NVIDIA's options"
+
+
+# ---- the check can fail ----------------------------------------------------------------------------
+
+
+def on_auto_axes(layout):
+    mesh = layout.mesh
+    kinds = (jax.sharding.AxisType.Auto,) * len(mesh.axis_names)
+    mesh = jax.sharding.Mesh(mesh.devices, mesh.axis_names, axis_types=kinds)
+    return dataclasses.replace(layout, mesh=mesh)
+
+
+@pytest.fixture
+def replace(monkeypatch):
+    """A function of a name in zoo/sharding.py and another function for it, wherever the zoo uses it."""
+
+    def everywhere(name, function):
+        users = [
+            module
+            for module in (sharding, layers, attention, dot_relu_dot, mlp, transformer)
+            if hasattr(module, name)
+        ]
+        assert sharding in users
+        for module in users:
+            monkeypatch.setattr(module, name, function)
+
+    return everywhere
+
+
+@pytest.mark.full
+def test_rules_alone_are_not_fsdp(replace):
+    """Weights laid out by the table, and no word on where they are used: the partitioner moves
+    activations or partial sums in their place, and the check sees it.
+    """
+    layout = ENTRIES["transformer"].layout("8", "fsdp")
+    check_promise("transformer", layout, compiled_step("transformer", "fsdp", "8"))
+    layout = on_auto_axes(layout)  # Explicit ones refuse most of this
+    replace("in_use", lambda weights, names, dtype=None: weights)
+    replace("constrain", lambda x, *axes: x)
+    with pytest.raises(AssertionError):
+        check_promise("transformer", layout, compile_step("transformer", layout))
+
+
+def test_partial_sums_in_place_of_weights_are_seen(replace):
+    """`fsdp` that never gathers a weight: each device multiplies the part that it has."""
+    layout = ENTRIES["dot_relu_dot"].layout("8", "fsdp")
+    check_promise("dot_relu_dot", layout, compiled_step("dot_relu_dot", "fsdp", "8"))
+    layout, parts = on_auto_axes(layout), jax.sharding.PartitionSpec(None, "data")
+    replace("in_use", lambda weight, names: weight)
+    replace("constrain", lambda x, *axes: jax.lax.with_sharding_constraint(x, parts))
+    with pytest.raises(AssertionError):
+        check_promise("dot_relu_dot", layout, compile_step("dot_relu_dot", layout))
+
+
+in_use, constrain, NOWHERE = sharding.in_use, sharding.constrain, jax.P()
+
+
+def gathered_whole(weight, names):
+    return weight.replace(jax.sharding.reshard(in_use(weight, names)[...], NOWHERE))
+
+
+def passed_on(weight, names):
+    where, ring = jax.typeof(weight[...]).sharding.spec, [(i, (i + 1) % 8) for i in range(8)]
+    shift = lambda w: jax.lax.ppermute(w, "data", ring)  # noqa: E731
+    moved = jax.shard_map(shift, in_specs=where, out_specs=where)(weight[...])
+    return in_use(weight.replace(moved), names)
+
+
+def summed(x, *axes):
+    x = constrain(x, *axes)
+    return x + x.sum(1, keepdims=True) if axes == ("batch", "hidden") else x
+
+
+def with_whole_gradients(x, *axes):
+    where = jax.typeof(x).sharding.spec
+    laid_out = jax.custom_vjp(lambda x: constrain(x, *axes))
+
+    def backward(_, gradient):
+        return (jax.sharding.reshard(jax.sharding.reshard(gradient, NOWHERE), where),)
+
+    laid_out.defvjp(lambda x: (constrain(x, *axes), None), backward)
+    return laid_out(x)
+
+
+@pytest.mark.parametrize(
+    ("helper", "wrong", "strategy", "mesh"),
+    [
+        pytest.param("in_use", gathered_whole, "tp", "4x2", id="a weight gathered for nothing"),
+        pytest.param("in_use", passed_on, "fsdp", "8", id="weights sent to a neighbour"),
+        pytest.param("constrain", summed, "tp", "4x2", id="one more sum of each position"),
+        pytest.param(
+            "constrain", lambda x, *axes: x, "hsdp_tp", "2x2x2", id="a constraint dropped"
+        ),
+        pytest.param("constrain", with_whole_gradients, "hsdp_tp", "2x2x2", id="a wrong transpose"),
+    ],
+)
+def test_what_a_helper_sends_wrongly_is_seen(replace, helper, wrong, strategy, mesh):
+    replace(helper, wrong)
+    layout = ENTRIES["dot_relu_dot"].layout(mesh, strategy)
+    step = compile_step("dot_relu_dot", layout)  # it compiles: no type on Explicit axes forbids it
+    with pytest.raises(AssertionError):
+        check_promise("dot_relu_dot", layout, step)
+
+
+@pytest.mark.parametrize(
+    ("promised", "compiled"), [*itertools.permutations(("dp", "fsdp", "tp"), 2)]
+)
+def test_one_strategy_is_not_taken_for_another(promised, compiled):
+    entry = ENTRIES["mlp"]
+    step = compiled_step("mlp", compiled, "4x2")
+    with pytest.raises(AssertionError):
+        check_promise("mlp", entry.layout("4x2", promised), step)

@@ -1,0 +1,180 @@
+"""Every transfer of a compiled program is counted, once: programs and texts with sums known by hand.
+
+`python -m tests.by_hand.hlo_programs` holds the same programs to their sums as TPUs run them.
+"""
+
+import pytest
+
+from recipes.common.analysis import hlo, report
+from recipes.common.runtime.mesh import make_mesh
+from tests.by_hand.hlo_programs import ACROSS_SLICES, AXIS, cases, counted, crosses, hlo_of
+from tests.conftest import ROOT
+from tests.support.quick import QUICK
+
+CASES = cases(8)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_program_sends_what_is_known_by_hand(name):
+    function, shape, where, sent = CASES[name]
+    compiled = hlo_of(function, make_mesh(f"{AXIS}=8"), *shape, where=where, **QUICK)
+    assert counted(compiled) == sent
+
+
+# What the CPU's compiler does not write. As other compilers do, shortened; all on one channel.
+ADD = """
+%add (a: f32[], b: f32[]) -> f32[] {
+  %a = f32[] parameter(0)
+  %b = f32[] parameter(1)
+  ROOT %sum = f32[] add(%a, %b)
+}
+"""
+TEXTS = {
+    "async pairs": """
+ENTRY %main (x: f32[4,8]) -> f32[32,8] {
+  %x = f32[4,8]{1,0} parameter(0)
+  %g = (f32[4,8]{1,0}, f32[32,8]{1,0}) all-gather-start(%x), channel_id=1, dimensions={0}
+  %h = ((f32[4,8]{1,0:T(8,128)}, s32[]), (f32[32,8]{1,0:T(8,128)}, s32[8]{0})) all-gather-start(%x, %i), channel_id=1
+  %r = f32[4,8]{1,0} all-reduce-start(%x), channel_id=1, to_apply=%add
+  %s = ((f32[32,8]{1,0}), f32[4,8]{1,0}, u32[]) reduce-scatter-start(%y), channel_id=1, to_apply=%add
+  %p = (s32[], s32[], u32[]{:S(2)}, u32[]{:S(2)}) collective-permute-start(%i), channel_id=1
+  %pd = s32[] collective-permute-done(%p)
+  %sd = f32[4,8]{1,0} reduce-scatter-done(%s)
+  %rd = f32[4,8]{1,0} all-reduce-done(%r)
+  %hd = (f32[32,8]{1,0}, s32[8]{0}) all-gather-done(%h)
+  ROOT %gd = f32[32,8]{1,0} all-gather-done(%g)
+}
+""",
+    "async pairs of a GPU, several arrays at a time": """
+ENTRY %main (x: bf16[4,8]) -> bf16[32,8] {
+  %x = bf16[4,8]{1,0} parameter(0)
+  %g = ((bf16[4,8]{1,0}, bf16[4,8]{1,0}, /*index=5*/bf16[2]{0}), (bf16[32,8]{1,0}, bf16[32,8]{1,0}, /*index=5*/bf16[16]{0})) all-gather-start(%x, %x, %y), channel_id=4, replica_groups=mesh['data'=8] {'data'}, dimensions={0}
+  %gd = (bf16[32,8]{1,0}, bf16[32,8]{1,0}, /*index=5*/bf16[16]{0}) all-gather-done(%g)
+  %r = ((f32[16]{0}), f32[16]{0}) all-reduce-start(%z), channel_id=36, replica_groups=[1,8]<=[8], to_apply=%add, output_to_operand_aliasing={{1}: (0, {})}
+  %rd = f32[16]{0} all-reduce-done(%r)
+  %m = ((f32[16]{0}, s32[]), (f32[16]{0}, s32[])) all-reduce-start(%z, %i), channel_id=37, replica_groups=[1,8]<=[8], to_apply=%add
+  %md = (f32[16]{0}, s32[]) all-reduce-done(%m)
+  %s = ((bf16[32,8]{0,1}, bf16[16]{0}), (bf16[4,8]{0,1}, bf16[2]{0})) reduce-scatter-start(%gd.0, %gd.2), channel_id=52, replica_groups=[1,8]<=[8], dimensions={0}, to_apply=%add
+  %sd = (bf16[4,8]{0,1}, bf16[2]{0}) reduce-scatter-done(%s)
+  ROOT %out = bf16[32,8]{1,0} get-tuple-element(%gd), index=0
+}
+""",
+    "wrapped async pair": """
+%wrapped (x: f32[32,8]) -> f32[4,8] {
+  %x.1 = f32[32,8]{1,0} parameter(0)
+  ROOT %rs = f32[4,8]{1,0} reduce-scatter(%x.1), channel_id=1, dimensions={0}, to_apply=%add
+}
+
+ENTRY %main (x: f32[32,8]) -> f32[4,8] {
+  %x = f32[32,8]{1,0} parameter(0)
+  %s = ((f32[32,8]{1,0}), f32[4,8]{1,0}) async-start(%x), calls=%wrapped
+  %u = ((f32[32,8]{1,0}), f32[4,8]{1,0}) async-update(%s), calls=%wrapped
+  ROOT %d = f32[4,8]{1,0} async-done(%u), calls=%wrapped
+}
+""",
+    "a gather beside two matmuls": """
+%first (x: bf16[4,8]) -> (bf16[4,8], bf16[32,8], u32[]) {
+  %x.1 = bf16[4,8]{1,0} parameter(0)
+  %all-gather.1 = bf16[32,8]{1,0:T(8,128)(2,1)} all-gather(%x.1), channel_id=1, frontend_attributes={chain_id="3"}, backend_config={"async_collective_fusion_config":{"flag_start":"-1","flag_end":"-1"}}
+  ROOT %c.1 = (bf16[4,8]{1,0}, bf16[32,8]{1,0}, u32[]{:S(2)}) custom-call(%all-gather.1), custom_call_target="AsyncCollectiveStart"
+}
+
+%beside (x: bf16[4,8], y: bf16[8,8]) -> (bf16[8,8], bf16[32,8]) {
+  %x.2 = bf16[4,8]{1,0} parameter(0)
+  %y.2 = bf16[8,8]{1,0} parameter(1)
+  %m = bf16[8,8]{1,0} convolution(%y.2, %y.2), dim_labels=bf_io->bf
+  %all-gather.12 = bf16[32,8]{1,0:T(8,128)(2,1)S(1)} all-gather(%x.2), channel_id=1, frontend_attributes={chain_id="3"}, backend_config={"async_collective_fusion_config":{"flag_start":"2","flag_end":"8"}}
+  ROOT %t = (bf16[8,8]{1,0}, bf16[32,8]{1,0}) tuple(%m, %all-gather.12)
+}
+
+%last (x: bf16[4,8], g: bf16[32,8]) -> bf16[32,8] {
+  %x.3 = bf16[4,8]{1,0} parameter(0)
+  %g.3 = bf16[32,8]{1,0} parameter(1)
+  %all-gather.3 = bf16[32,8]{1,0} all-gather(%x.3), channel_id=1, frontend_attributes={chain_id="3"}, backend_config={"async_collective_fusion_config":{"flag_start":"2","flag_end":"8"}}
+  ROOT %c.3 = bf16[32,8]{1,0} custom-call(%x.3, %g.3, %all-gather.3), custom_call_target="AsyncCollectiveDone"
+}
+
+ENTRY %main (x: bf16[4,8], y: bf16[8,8]) -> bf16[32,8] {
+  %x = bf16[4,8]{1,0} parameter(0)
+  %y = bf16[8,8]{1,0} parameter(1)
+  %plain = bf16[32,8]{1,0} all-gather(%x), channel_id=1, dimensions={0}
+  %s = (bf16[4,8]{1,0}, bf16[32,8]{1,0}, u32[]{:S(2)}) fusion(%x), kind=kCustom, calls=%first
+  %f = (bf16[8,8]{1,0}, bf16[32,8]{1,0}) fusion(%x, %y), kind=kOutput, calls=%beside
+  ROOT %d = bf16[32,8]{1,0} fusion(%x, %g), kind=kCustom, calls=%last
+}
+""",
+    "a reduce-scatter as an all-reduce and a slice": """
+%all-reduce-scatter.1 (x: bf16[30,8]) -> bf16[4,8] {
+  %x.1 = bf16[30,8]{1,0} parameter(0)
+  %zero = bf16[] constant(0)
+  %pad = bf16[32,8]{1,0} pad(%x.1, %zero), padding=0_2x0_0
+  %all-reduce.1 = bf16[32,8]{1,0} all-reduce(%pad), channel_id=1, replica_groups=[1,8]<=[8], to_apply=%add
+  ROOT %slice = bf16[4,8]{1,0} dynamic-slice(%all-reduce.1, %i, %z), dynamic_slice_sizes={4,8}
+}
+
+ENTRY %main (x: bf16[30,8]) -> bf16[4,8] {
+  %x = bf16[30,8]{1,0} parameter(0)
+  ROOT %f = bf16[4,8]{1,0} fusion(%x), kind=kCustom, calls=%all-reduce-scatter.1
+}
+""",
+    "types of other sizes, tokens and a bound": """
+ENTRY %main (x: f8e4m3fn[4,8]) -> f8e4m3fn[32,8] {
+  %x = f8e4m3fn[4,8]{1,0} parameter(0)
+  %g = f8e4m3fn[32,8]{1,0:T(8,128)(4,1)} all-gather(%x), channel_id=1, dimensions={0}
+  %h = (f8e5m2[4,8]{1,0}, f8e5m2[32,8]{1,0}) all-gather-start(%y), channel_id=1, dimensions={0}
+  %hd = f8e5m2[32,8]{1,0} all-gather-done(%h)
+  %s = (f8e8m0fnu[32]{0}, f4e2m1fn[32,8]{1,0:T(8,128)(8,1)E(4)}, pred[8]{0}) all-to-all(%a, %b, %c), channel_id=1
+  %c = (bf16[4,8]{1,0}, token[], opaque[]) collective-broadcast(%d, %t, %o), channel_id=1
+  %r = c64[<=4,8]{1,0} all-reduce(%e), channel_id=1, to_apply=%add
+  ROOT %out = f8e4m3fn[32,8]{1,0} copy(%g)
+}
+""",
+    "a buffer with room to spare": """
+ENTRY %main (x: f32[4,8]) -> f32[8,8] {
+  %x = f32[4,8]{1,0} parameter(0)
+  ROOT %r = f32[8,8]{1,0} ragged-all-to-all(%x, %out, %a, %b, %c, /*index=5*/%d), channel_id=1
+}
+""",
+}
+IN_TEXTS = {
+    # 32 · 8 of float32; the same with 8 of int32.
+    "async pairs": {"all-gather": 2 * 1024 + 32, "all-reduce": 128, "reduce-scatter": 128,
+                    "collective-permute": 4},
+    "async pairs of a GPU, several arrays at a time": {
+        "all-gather": 2 * 512 + 32, "all-reduce": 64 + 68, "reduce-scatter": 64 + 4},
+    "wrapped async pair": {"reduce-scatter": 128},
+    "a gather beside two matmuls": {"all-gather": 2 * 512},
+    "a reduce-scatter as an all-reduce and a slice": {"reduce-scatter": 64},
+    "types of other sizes, tokens and a bound": {
+        "all-gather": 2 * 256, "all-to-all": 32 + 128 + 8, "collective-broadcast": 64,
+        "all-reduce": 256},
+    "a buffer with room to spare": {"ragged-all-to-all": 256},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", TEXTS)
+def test_what_other_compilers_write(name):
+    assert counted(ADD + TEXTS[name]) == IN_TEXTS[name]
+
+
+def test_what_crosses_slices_is_counted_apart():
+    """A program of the TPU compiler for two slices, as tests/by_hand/hlo_programs.py says."""
+    text = (ROOT / "tests" / "golden" / "two_slices.hlo").read_text()
+    assert crosses(text) == ACROSS_SLICES
+    assert {found.groups for found in hlo.crossing(text)} == {"{1,2}x{0:15}"}
+    inside = [hlo.group_size(found.groups, 32) for found in hlo.collectives(text)]
+    assert inside == [16] * len(inside), "all others stay in a slice"
+    assert not hlo.crossing(ADD + TEXTS["async pairs"])
+
+
+def test_a_reduce_scatter_of_any_notation_sends_the_same():
+    fused = TEXTS["a reduce-scatter as an all-reduce and a slice"]
+    assert hlo.sent_by_kind(ADD + fused, 8) == {"reduce-scatter": 7 * 64}
+
+
+def test_a_buffer_is_reported_as_a_bound():
+    class Compiled:
+        def as_text(self):
+            return TEXTS["a buffer with room to spare"]
+
+    assert report.sent(Compiled()) == "1 ragged-all-to-all of at most 256 B"

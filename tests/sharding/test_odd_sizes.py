@@ -1,0 +1,164 @@
+"""Sizes that no mesh axis divides: vocabularies are padded in the step, heads are replicated."""
+
+import dataclasses
+import functools
+
+import jax
+import numpy as np
+import pytest
+
+from recipes.common.analysis import report
+from recipes.common.runtime.errors import UserError
+from recipes.common.runtime.mesh import make_mesh
+from recipes.common.sharding.abstract import paths
+from recipes.common.sharding.layout import make_layout, shardings
+from recipes.common.train.optimizer import adamw
+from recipes.common.train.state import abstract_state, new_params
+from tests.by_hand.hf_parity import GOLDEN
+from tests.conftest import full_except
+from tests.support import runs
+from tests.support.quick import QUICK
+from tests.support.quick import quick as quick
+from zoo.transformer import Config, Transformer
+
+SIZES = {
+    "neither heads nor kv heads": Config(
+        257, 64, 2, num_heads=9, num_kv_heads=3, head_dim=8, mlp=128
+    ),
+    "heads alone": Config(331, 64, 2, num_heads=16, num_kv_heads=2, head_dim=8, mlp=128),
+    "kv heads alone, or neither": Config(
+        257, 48, 2, num_heads=6, num_kv_heads=3, head_dim=8, mlp=200
+    ),
+    "two tables": Config(
+        331, 64, 2, num_heads=6, num_kv_heads=2, head_dim=8, mlp=200, tie_embeddings=False
+    ),
+}
+A, B, C = ("4x2", "fsdp_tp"), ("1x8", "tp"), ("2x2x2", "hsdp_tp")
+CASES = [
+    ("neither heads nor kv heads", *C),
+    *(("heads alone", *on) for on in (B, C)),
+    *(("kv heads alone, or neither", *on) for on in (A, B)),
+    *(("two tables", *on) for on in (A, ("2x4", "tp"), C)),
+]
+FAST = [("heads alone", "1x8", "tp"), ("two tables", "4x2", "fsdp_tp")]
+ROWS = 8
+
+
+def layout_of(size: str, mesh: str, strategy: str):
+    return make_layout(Transformer, SIZES[size], make_mesh(mesh), strategy, batch_size=ROWS)
+
+
+@functools.cache
+def computed(size: str, mesh: str, strategy: str):
+    """(initial values, loss, gradients, logits), as numpy arrays."""
+    layout, random = layout_of(size, mesh, strategy), np.random.default_rng(0)
+    tokens, targets = random.integers(0, SIZES[size].vocab_size, (2, ROWS, 24), np.int32)
+    batch = {"tokens": tokens, "targets": targets, "segment_ids": tokens.cumsum(1) // 4_000}
+    where = shardings(layout.variables())
+    variables, batch = {"params": new_params(layout)}, jax.device_put(batch, layout.batch)
+
+    def run(variables, batch):
+        def mean(variables):
+            total, count, _ = layout.model.merge(variables).loss(**batch)
+            return total / count
+
+        logits = layout.model.merge(variables)(batch["tokens"], batch["segment_ids"])
+        return *jax.value_and_grad(mean)(variables), logits
+
+    outputs = (layout.replicated, where, None)
+    run = layout.compile(run, variables, batch, out_shardings=outputs, compiler_options=QUICK)
+    return jax.device_get((variables, *run(variables, batch)))
+
+
+@pytest.mark.parametrize(("size", "mesh", "strategy"), full_except(CASES, FAST))
+def test_they_compute_what_one_device_computes(size, mesh, strategy):
+    alone, (first, loss, grads, logits) = (
+        computed(size, "1x1", "dp"),
+        computed(size, mesh, strategy),
+    )
+    jax.tree.map(np.testing.assert_array_equal, first, alone[0])  # no size depends on the mesh
+    assert loss == pytest.approx(alone[1], rel=2e-6)
+    for path, grad in paths(grads["params"]).items():
+        want = paths(alone[2]["params"])[path]
+        assert np.linalg.norm(grad - want) <= 2e-5 * np.linalg.norm(want), path
+    assert logits.shape == (ROWS, 24, SIZES[size].vocab_size), "what is padded is never sampled"
+    np.testing.assert_allclose(logits, alone[3], atol=2e-5)
+
+
+@pytest.mark.parametrize("vocabulary", [50_257, 151_669])
+def test_known_sizes_fit_sixteen_devices(vocabulary):
+    """GPT-2's and Qwen 3's vocabulary, and the 8 kv heads of Llama 3; nothing is computed."""
+    config = Config(vocabulary, 64, 2, num_heads=32, num_kv_heads=8, head_dim=8, mlp=128)
+    mesh = jax.sharding.AbstractMesh((1, 16), ("data", "model"))
+    layout = make_layout(Transformer, config, mesh, "tp", batch_size=ROWS)
+    assert layout.uneven == {"vocab": "model", "kv_heads": "model"}
+    found = [layout.table[axis] for axis in ("vocab", "heads", "kv_heads")]
+    assert found == ["model", "model", None], "padded, split, whole"
+
+
+@pytest.mark.parametrize(
+    ("size", "mesh", "strategy", "line"),
+    [
+        ("neither heads nor kv heads", "4x2", "fsdp_tp",
+         "Not divisible: vocab 257 by model 2 (padded to 258 in the step, whole at rest); kv_heads 3 by "
+         "model 2 (whole everywhere, its work done 2 times); heads 9 by model 2 (whole everywhere, its "
+         "work done 2 times). That is 20.5 kB more of parameters a device, and 61.5 kB of gradients and optimizer state."),
+        ("heads alone", "1x8", "tp",
+         "Not divisible: vocab 331 by model 8 (padded to 336 in the step, whole at rest); kv_heads 2 by "
+         "model 8 (whole everywhere, its work done 8 times). That is 88.5 kB more of parameters a device, and 265.4 kB of gradients and optimizer state."),
+    ],
+)  # fmt: skip
+def test_the_report_says_what_they_cost(size, mesh, strategy, line):
+    layout = layout_of(size, mesh, strategy)
+    variables = layout.variables()
+    (short,) = report.uneven(layout, variables)
+    assert line.startswith(short[:-1])
+    # AdamW keeps two moments, and gradients are a third copy.
+    assert report.uneven(layout, abstract_state(layout, adamw(lambda _: 0.1, 0.1, 1.0))) == [line]
+    ideal = sum(  # each dim cut by what the table asked for, though it doesn't come out even
+        leaf.size * leaf.dtype.itemsize
+        / np.prod([n for axis in axes for n in [1, *asked(layout, axis)]])
+        for leaf, axes in zip(
+            paths(variables["params"]).values(), paths(layout.model.axes["params"]).values(),
+            strict=True,
+        )
+    )  # fmt: skip
+    more = report.bytes_per_device(variables) - ideal
+    assert line.endswith(
+        f"That is {report.size(more)} more of parameters a device, and {report.size(3 * more)} of "
+        "gradients and optimizer state."
+    )
+
+
+def asked(layout, axis):
+    table = layout.zoo.RULES[layout.strategy]
+    return [layout.mesh.shape[name] for name in [table[axis]] if name]
+
+
+def test_other_commands_say_it_too(inside, quick, tmp_path):
+    """And recipes.generate: test_generation.py. They have no gradients."""
+    model, text = runs.talker(tmp_path / "model", 96, num_kv_heads=4), tmp_path / "a.txt"
+    text.write_text("some words " * 9)
+    for more, command in (
+        ("28.7", ("evaluate", f"--restore_from={model}", f"--dataset={text}", "--seq_len=16")),
+        ("7.2", ("hf", "import", f"--source={GOLDEN / 'llama3'}", f"--target={tmp_path / 'back'}")),
+    ):
+        done = inside(f"recipes.{command[0]}", *command[1:], "--mesh=1x8")
+        assert (done.code, done.err) == (0, "")
+        assert done.out.splitlines()[1] == (
+            "Not divisible: kv_heads 4 by model 8 (whole everywhere, its work done 8 times). That is "
+            f"{more} kB more of parameters a device."
+        )
+
+
+def test_what_divides_is_not_mentioned():
+    layout = layout_of("two tables", "8", "fsdp")
+    assert report.uneven(layout, layout.variables()) == []
+
+
+@pytest.mark.parametrize("dim", ["embed", "mlp"])
+def test_other_dims_are_still_refused(dim):
+    """Replicating them in silence would undo the strategy."""
+    config = dataclasses.replace(SIZES["heads alone"], **{dim: 60})
+    with pytest.raises(UserError, match=f"split dim '{dim}'.* 60 is not divisible by 8"):
+        make_layout(Transformer, config, make_mesh("8x1" if dim == "embed" else "1x8"), "fsdp_tp")

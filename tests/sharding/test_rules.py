@@ -1,0 +1,249 @@
+"""Sharding rules: which table a run uses, a table of your own, and errors in one."""
+
+import json
+import types
+
+import jax
+import pytest
+
+from recipes.common import checkpoint
+from recipes.common.entries import ENTRIES, zoo_file
+from recipes.common.runtime.errors import UserError
+from recipes.common.runtime.mesh import make_mesh
+from recipes.common.sharding.layout import Layout, elsewhere, make_layout
+from recipes.common.sharding.rules import default_strategy, select
+from recipes.common.train.step import gradients
+from tests.conftest import full_except
+from tests.support import entries as proof
+from tests.support.runs import TINY
+from zoo import transformer
+from zoo.transformer import RULES, Config, Transformer
+
+
+def layout(rules=None, mesh="4x2", batch=16, **changes) -> Layout:
+    """The tiny Transformer under `rules`, or under fsdp_tp with changes."""
+    table = rules or RULES["fsdp_tp"] | changes
+    return make_layout(Transformer, Config.tiny(), make_mesh(mesh), table, batch_size=batch)
+
+
+# ---- which table ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("mesh", "strategy"),
+    [
+        ("8", "fsdp"),
+        ("4x2", "fsdp_tp"),
+        ("2x2x2", "hsdp_tp"),
+        ("fsdp=8", "dp"),  # none fits: the first, whose message says what it needs
+        ("data=2,fsdp=4", "fsdp"),
+        ("data=2,expert=4", "fsdp"),
+        ("data=2,model=2,expert=2", "fsdp_tp"),
+    ],
+)
+@pytest.mark.parametrize("entry", [name for name in ENTRIES if "hsdp_tp" in zoo_file(name).RULES])
+def test_default_strategy_of_a_mesh(entry, mesh, strategy):
+    if entry == "moe" and "expert" in mesh:
+        strategy = strategy.replace("fsdp", "fsdp_ep")
+    assert default_strategy(zoo_file(entry).RULES, make_mesh(mesh)) == strategy
+
+
+@pytest.mark.parametrize(
+    ("rules", "mesh", "wanted"),
+    [
+        ({"a": {"x": "data"}, "b": {"x": ("data", "model")}}, "4x2", "b"),  # most mesh axes
+        ({"a": {"x": "data", "y": "data"}, "b": {"x": "data", "y": None}}, "8", "a"),  # most split
+        ({"a": {"x": "data"}, "b": {"x": "data"}}, "8", "b"),  # the last
+        ({"a": {"x": "expert"}, "b": {"x": "pipe"}}, "8", "a"),  # none fits: the first
+    ],
+)
+def test_the_default_strategy_is_not_chosen_by_name(rules, mesh, wanted):
+    assert default_strategy(rules, make_mesh(mesh)) == wanted
+
+
+def test_a_table_states_only_what_it_shards():
+    zoo = types.SimpleNamespace(RULES=RULES, LOGICAL_AXES=transformer.LOGICAL_AXES)
+    name, table = select(zoo, {"mlp": "model"}, make_mesh("4x2"))
+    assert name == "(yours)"
+    assert list(table) == list(transformer.LOGICAL_AXES)
+    assert {axis for axis, target in table.items() if target} == {"mlp"}
+    found = layout({"batch": "data", "mlp": "model"})
+    assert found.sharding("embed", "mlp").spec == jax.P(None, "model")
+    for strategy in RULES:
+        assert list(RULES[strategy]) == list(transformer.LOGICAL_AXES), "ours are complete"
+
+
+# ---- a table of your own, from a file ------------------------------------------------------------
+
+MINE = {"batch": ["data", "fsdp"], "embed": "fsdp", "hidden": None}
+
+
+@pytest.fixture
+def mine(tmp_path):
+    """A function of a JSON value, or a text: the path of a file with it."""
+
+    def write(content) -> str:
+        path = tmp_path / "mine.json"
+        path.write_text(content if isinstance(content, str) else json.dumps(content))
+        return str(path)
+
+    return write
+
+
+def test_a_run_takes_a_table_of_ones_own_and_says_so(inside, mine, tmp_path):
+    path, workdir = mine(MINE), tmp_path / "run"
+    flags = ("--steps=2", "--embed=16", "--hidden=64", f"--workdir={workdir}", f"--rules={path}")
+    done = inside("recipes.dot_relu_dot", "--mesh=2x2x2", *flags)
+    assert (done.code, done.err) == (0, "")
+    assert f"· rules {path} ·" in done.out
+    assert "(fsdp, -)" in done.out
+    saved = checkpoint.find(workdir).metadata["rules"]
+    assert saved["name"] == path
+    assert saved["table"] == dict.fromkeys(zoo_file("dot_relu_dot").LOGICAL_AXES) | MINE
+    again = inside("recipes.dot_relu_dot", "--mesh=2x2x2", *flags)  # resumes, as with any table
+    assert (again.code, again.err) == (0, "")
+    assert "Resumes at step 2" in again.out
+
+
+def test_restore_takes_a_file_too(mine):
+    model, _ = checkpoint.restore("dot_relu_dot.teacher", make_mesh("2x2x2"), mine(MINE))
+    assert model.w1[...].sharding.spec == jax.P("fsdp", None)
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (None, "can't be read (No such file or directory); fix the path"),
+        ("", "is not JSON (Expecting value: line 1 column 1 (char 0)); fix the file"),
+        ('{"batch": "data"', "is not JSON (Expecting ',' delimiter: line 1 column 17 (char 16)); fix"),
+        ("[1]", 'is not a JSON object; write {"batch": "data", ...}'),
+        ({"embed": 4}, "maps 'embed' to 4; use the name of a mesh axis, a list of names, or null"),
+        ({"embed": ["data", 2]}, "maps 'embed' to [\"data\", 2]; use the name of a mesh axis"),
+        ({"embed": {"data": 1}}, "maps 'embed' to {\"data\": 1}; use the name of a mesh axis"),
+    ],
+)  # fmt: skip
+def test_a_bad_file_is_one_line_and_leaves_nothing(content, message, mine, inside, tmp_path):
+    path = mine(content if content is not None else "")
+    if content is None:
+        (tmp_path / "mine.json").unlink()
+    workdir = tmp_path / "run"
+    done = inside("recipes.dot_relu_dot", f"--rules={path}", "--mesh=8", f"--workdir={workdir}")
+    assert (done.code, done.out) == (2, "")
+    assert done.err.startswith(f"error: --rules={path} {message}")
+    assert done.err.count("\n") == 1
+    assert not workdir.exists()
+
+
+@pytest.mark.parametrize(
+    ("table", "message"),
+    [
+        ({"embd": "data"}, "rules '{}' name logical axis 'embd', unknown to the model; did you mean 'embed'?"),
+        ({"embed": "model"}, "rules '{}' need mesh axis 'model' (for 'embed'), and --mesh=8 has 'data'; try --mesh=4x2"),
+        ({"embed": "data", "hidden": "data"}, "rules '{}' use mesh axis 'data' twice on w1, for 'embed' and 'hidden'; replicate one of the two (None, or null in JSON)"),
+    ],
+)  # fmt: skip
+def test_a_file_is_checked_as_our_tables_are(table, message, mine, inside, tmp_path):
+    path, workdir = mine(table), tmp_path / "run"
+    done = inside("recipes.dot_relu_dot", f"--rules={path}", "--mesh=8", f"--workdir={workdir}")
+    assert (done.code, done.out, done.err) == (2, "", f"error: {message.format(path)}\n")
+    assert not workdir.exists()
+
+
+def test_accumulation_that_leaves_too_few_rows_is_one_line(inside, tmp_path):
+    workdir = tmp_path / "run"
+    flags = ("--mesh=4x2", "--accumulate=16", "--batch_size=16", f"--workdir={workdir}")
+    done = inside("recipes.transformer", *TINY, *flags)
+    assert (done.code, done.out) == (2, "")
+    assert done.err == (
+        "error: --batch_size=16 in --accumulate=16 parts leaves 1 to each, not divisible by the "
+        "4 shards of 'batch' (rules 'fsdp_tp' on --mesh=4x2); try --batch_size=64\n"
+    )
+    assert not workdir.exists()
+    layout(mesh="4x2", batch=64)
+
+
+# ---- what does not fit ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("case", "message"),
+    [
+        (dict(rules="fdsp"), "--rules=fdsp is not a strategy of this entry; did you mean 'fsdp'?"),
+        (dict(rules="x"), "--rules=x is not a strategy of this entry; it has dp, fsdp, tp, fsdp_tp, hsdp_tp"),
+        (dict(embd="data"), "rules '(yours)' name logical axis 'embd', unknown to the model; did you mean 'embed'?"),
+        (dict(mlp="expert"), "rules '(yours)' need mesh axis 'expert' (for 'mlp'), and --mesh=4x2 has 'data' and 'model'; try --mesh=data=4,model=2,expert=1"),
+        (dict(rules="tp", mesh="8"), "rules 'tp' need mesh axis 'model' (for 'heads'), and --mesh=8 has 'data'; try --mesh=4x2"),
+        (dict(rules="hsdp_tp"), "rules 'hsdp_tp' need mesh axis 'fsdp' (for 'batch'), and --mesh=4x2 has 'data' and 'model'; try --mesh=2x2x2"),
+        (dict(mlp="data"), "rules '(yours)' use mesh axis 'data' twice on layers/mlp/down, for 'mlp' and 'embed'; replicate one of the two (None, or null in JSON)"),
+        (dict(act_embed="data"), "rules '(yours)' use mesh axis 'data' twice on an activation, for 'batch' and 'act_embed'; replicate one of the two (None, or null in JSON)"),
+        (dict(seq="model"), "rules '(yours)' use mesh axis 'model' twice on an activation, for 'seq' and 'heads'; replicate one of the two (None, or null in JSON)"),
+        (dict(act_embed="model"), "rules '(yours)' use mesh axis 'model' twice on embed in use, for 'vocab' and 'act_embed'; replicate one of the two (None, or null in JSON)"),
+        (dict(layers="model"), "rules '(yours)' split 'layers' over mesh axis 'model', and what is stacked along it is computed one by one; replicate it (None, or null in JSON)"),
+        (dict(rules="tp", mesh="2x3"), "rules 'tp' split dim 'mlp' of layers/mlp/down [2, 128, 64] over 3 devices (mesh axis 'model' of --mesh=2x3), and 128 is not divisible by 3; meshes that fit: --mesh=2x2"),
+        (dict(batch=6), "--batch_size=6 is not divisible by the 4 shards of 'batch' (rules '(yours)' on --mesh=4x2); try --batch_size=8"),
+        (dict(batch=2), "--batch_size=2 is not divisible by the 4 shards of 'batch' (rules '(yours)' on --mesh=4x2); try --batch_size=4"),
+    ],
+)  # fmt: skip
+def test_bad_tables(case, message):
+    with pytest.raises(UserError) as caught:
+        layout(**case)
+    assert str(caught.value).startswith(message)
+
+
+def test_a_mesh_of_two_kinds_of_axes():
+    kinds = (jax.sharding.AxisType.Explicit, jax.sharding.AxisType.Auto)
+    mesh = jax.make_mesh((4, 2), ("data", "model"), kinds)
+    with pytest.raises(UserError) as caught:
+        make_layout(Transformer, Config.tiny(), mesh)
+    assert str(caught.value) == (
+        "the mesh has axes of two kinds ('data' Explicit, 'model' Auto); make all Explicit, JAX's "
+        "default, or all Auto"
+    )
+
+
+ODD = [  # those that none of our tables splits
+    (entry, axis)
+    for entry in ENTRIES
+    for axis, on in zoo_file(entry).LOGICAL_AXES.items()
+    if on != "stack" and not any(table[axis] for table in zoo_file(entry).RULES.values())
+]
+
+
+@pytest.mark.parametrize(("entry", "axis"), full_except(ODD, [("moe", "act_embed")]))
+def test_an_axis_that_may_be_split_can_be_computed(entry, axis):
+    table = dict.fromkeys(zoo_file(entry).LOGICAL_AXES) | {"batch": "data", axis: "model"}
+    found = proof.ENTRIES[entry].layout("4x2", table)
+    batch = jax.tree.map(lambda x: x[0], proof.ENTRIES[entry].batches[0])
+    lowered = found.lower(
+        lambda state, batch: gradients(found.model, state, batch)[0],
+        found.variables(), found.abstract_batch(batch),
+    )  # fmt: skip
+    shapes = found.model.shapes["params"]
+    assert jax.tree.map(lambda x: x.shape, lowered.out_info) == jax.tree.map(
+        lambda x: x.shape, shapes
+    )
+
+
+def test_a_zoo_file_that_does_not_declare_an_axis(monkeypatch):
+    less = {k: v for k, v in transformer.LOGICAL_AXES.items() if k != "mlp"}
+    monkeypatch.setattr(transformer, "LOGICAL_AXES", less)
+    with pytest.raises(UserError) as caught:
+        layout({"batch": "data"})
+    assert str(caught.value) == (
+        "rules '(yours)' are missing logical axis 'mlp' of layers/mlp/down; add it to LOGICAL_AXES in "
+        "the zoo file"
+    )
+
+
+def test_advice_is_good():
+    """The mesh and the batch size that a message proposes do work."""
+    layout("tp", "2x2")
+    layout(batch=8)
+    layout("hsdp_tp", "2x2x2")
+
+
+def test_elsewhere_is_where_it_fits():
+    here = layout("fsdp_tp")
+    assert elsewhere(here, "hsdp_tp") is None
+    assert elsewhere(here, "", make_mesh("2x3")) is None
+    assert elsewhere(here, "hsdp_tp", make_mesh("2x2x2")).strategy == "hsdp_tp"

@@ -1,0 +1,116 @@
+"""What the proof needs to know of each zoo entry, derived from the table of entries."""
+
+import dataclasses
+import functools
+import json
+import types
+from typing import Any
+
+import jax
+from flax import nnx
+
+import data
+from data.batches import Example, train_batches
+from recipes.common import entries
+from recipes.common.runtime.mesh import make_mesh
+from recipes.common.sharding.layout import Layout, elsewhere, make_layout, shardings
+from recipes.common.sharding.rules import Table, used_axes
+from recipes.common.train.optimizer import LearningRate, adamw
+from recipes.common.train.state import abstract_state
+from recipes.common.train.step import apply_gradients, gradients
+from tests.conftest import ROOT
+from tests.support.quick import QUICK
+
+MESHES = ["1x1", "8", "8x1", "4x2", "2x4", "1x8", "2x2x2"]
+MESHES += ["data=2,expert=4", "data=2,expert=2,model=2"]  # of tables that use `expert`
+FAST = "2x2x2"  # with its default strategy, each entry's case in the fast tier
+LR = LearningRate(1e-3, warmup=2, steps=10)
+OPTIMIZER = adamw(LR, weight_decay=0.1, clip_norm=1.0)
+BATCH = 24  # like no dim of a parameter, so that test_collectives.py can tell them apart
+
+
+@dataclasses.dataclass(frozen=True)
+class Entry:
+    name: str
+    zoo: types.ModuleType
+    config: Any  # the tiny one
+
+    @property
+    def rules(self) -> dict[str, Table]:
+        return self.zoo.RULES
+
+    def build(self) -> nnx.Module:
+        return entries.model(self.name)(self.config, rngs=nnx.Rngs(0))
+
+    def layout(self, mesh: str, strategy: str = "") -> Layout:
+        """Of the default strategy for the mesh, or another. Raises UserError."""
+        model = entries.model(self.name)
+        return make_layout(model, self.config, make_mesh(mesh), strategy, batch_size=BATCH)
+
+    @functools.cached_property
+    def batches(self) -> list[Example]:
+        """Five, of BATCH rows of numpy arrays."""
+        known = vars(self.config) | {"seed": 0, "seq_len": 20}
+        if entries.ENTRIES[self.name].data == "data.text":
+            known["dataset"] = str(paragraphs())
+        feed = iter(train_batches(entries.dataset(self.name, known), BATCH, seed=0))
+        return [next(feed) for _ in range(5)]
+
+    @functools.cached_property
+    def cases(self) -> list[tuple[str, str, str]]:
+        """(name, strategy, mesh) for every table and mesh that fit each other."""
+        found, anywhere = [], self.layout("1x1")
+        for strategy in self.rules:
+            for name in MESHES:
+                mesh, by_name = make_mesh(name), {"expert"} & {*make_mesh(name).axis_names}
+                fits = elsewhere(anywhere, strategy, mesh)
+                if fits and by_name <= used_axes(fits.table):  # see rules.check_used
+                    found.append((self.name, strategy, name))
+        return found
+
+    @property
+    def meshes(self) -> list[str]:
+        """Those that a table fits."""
+        return [mesh for mesh in MESHES if any(case[2] == mesh for case in self.cases)]
+
+
+def paragraphs():
+    """Text that no change to the code changes, as documents of a few windows: the licence."""
+    path = data.cache_dir() / "licence.jsonl"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    texts = (ROOT / "LICENSE").read_text().split("\n\n")
+    path.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    return path
+
+
+ENTRIES = {
+    name: Entry(name, zoo, zoo.Config.tiny())
+    for name in entries.ENTRIES
+    for zoo in [entries.zoo_file(name)]
+}
+CASES = [case for entry in ENTRIES.values() for case in entry.cases]
+FAST_CASES = [(name, entry.layout(FAST).strategy, FAST) for name, entry in ENTRIES.items()]
+# Axes of size 1 in the fast tier too, which is all that CI runs on the newest JAX.
+FAST_CASES += [("dot_relu_dot", "fsdp_tp", mesh) for mesh in ("8x1", "1x8")]
+
+
+def compile_step(entry_name: str, layout: Layout) -> jax.stages.Compiled:
+    """A train step, (state, batch) → (state, mean loss, gradients)."""
+    abstract = abstract_state(layout, OPTIMIZER)
+
+    def train_step(state, batch):
+        grads, buffers, means = gradients(layout.model, state, batch)
+        return apply_gradients(OPTIMIZER, state, grads) | buffers, means["loss"], grads
+
+    batch = layout.abstract_batch(jax.tree.map(lambda x: x[0], ENTRIES[entry_name].batches[0]))
+    where = shardings(abstract)
+    outputs = (where, layout.replicated, where["params"])
+    return layout.compile(
+        train_step, abstract, batch, out_shardings=outputs, compiler_options=QUICK
+    )
+
+
+@functools.cache
+def compiled_step(entry_name: str, strategy: str, mesh: str) -> jax.stages.Compiled:
+    """The one that test_meshes.py runs and test_collectives.py reads: compiling is what costs."""
+    return compile_step(entry_name, ENTRIES[entry_name].layout(mesh, strategy))

@@ -1,0 +1,84 @@
+"""What the tests of whole runs share: a tiny command, and what it leaves on disk."""
+
+import contextlib
+import dataclasses
+import json
+import pathlib
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+import numpy as np
+import orbax.checkpoint as ocp
+
+from data import tokenizer
+from data.tokenizer import BYTES, Tokenizer
+from recipes.common import checkpoint
+from recipes.common.checkpoint.run_folder import open_run
+from recipes.common.checkpoint.saver import Saver
+from recipes.common.mesh import make_mesh
+from recipes.common.runtime.flags import Run
+from recipes.common.sharding.abstract import paths
+from recipes.common.sharding.layout import make_layout
+from tests.support import small_tokenizers
+from zoo.transformer import Config, Transformer
+
+TINY = ("--size=tiny", "--sample_bytes=0", "--seq_len=32", "--batch_size=16")
+
+
+def records(workdir: pathlib.Path, *fields: str) -> list[tuple]:
+    """The fields of each line of metrics.jsonl that has them all."""
+    lines = [json.loads(line) for line in (workdir / "metrics.jsonl").read_text().splitlines()]
+    return [tuple(line[f] for f in fields) for line in lines if set(fields) <= set(line)]
+
+
+def steps_saved(workdir: pathlib.Path) -> list[int]:
+    return sorted(int(p.name) for p in (workdir / "checkpoints").iterdir())
+
+
+def state_of(workdir: pathlib.Path, step: int) -> dict:
+    """Every array of a checkpoint's state, by its path, read with Orbax alone."""
+    folder = workdir / "checkpoints" / str(step) / "state"
+    return paths(ocp.StandardCheckpointer().restore(folder))
+
+
+def assert_bit_equal(a: dict, b: dict) -> None:
+    assert set(a) == set(b)
+    for path, value in a.items():
+        np.testing.assert_array_equal(value, b[path], err_msg=path)
+
+
+def talker(folder: pathlib.Path, context: int, **sizes) -> pathlib.Path:
+    """Makes a checkpoint: a random model of 512 tokens with a tokenizer and a chat template."""
+    config = dataclasses.replace(Config.tiny(), vocab_size=512, **sizes)
+    layout, random = make_layout(Transformer, config, make_mesh("1")), np.random.default_rng(0)
+    params = jax.tree.map(
+        lambda a: jax.numpy.array(random.normal(0, 0.2, a.shape), a.dtype), layout.model.shapes
+    )
+    facts = checkpoint.metadata("transformer", layout, {}) | {"step": 0, "context": context}
+    tokens = tokenizer.from_files(small_tokenizers.byte_level())
+    checkpoint.write(folder, params, facts, tokenizer=tokens)
+    return folder
+
+
+@dataclasses.dataclass(frozen=True)
+class NoFlags:
+    """Of a recipe that adds none."""
+
+
+@contextlib.contextmanager
+def saving(
+    workdir: pathlib.Path,
+    entry: str = "transformer",
+    metadata: dict[str, Any] | None = None,
+    data: dict[str, Any] | None = None,
+    keep: int = 1,
+    tokenizer: Tokenizer = BYTES,
+) -> Iterator[Saver]:
+    """A saver into a workdir; on exit its saves are done and the lock is released."""
+    folder = open_run(entry, Run(workdir=str(workdir)), NoFlags())
+    least = {"entry": entry, "config": {}, "flags": {}, "versions": {}}
+    saver = Saver(folder, keep, metadata or least, data or {}, tokenizer)
+    yield saver
+    saver.close()
+    folder.close()

@@ -1,0 +1,706 @@
+"""LoRA: adapters beside frozen weights, trained on any mesh, saved alone, merged with their base."""
+
+import dataclasses
+import functools
+import json
+import pathlib
+import re
+import shutil
+from types import SimpleNamespace
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax.contrib
+import pytest
+import safetensors.numpy
+from flax import nnx
+
+import recipes.hf
+from data.tokenizer import BYTES, from_files
+from recipes.common import checkpoint, entries, hf
+from recipes.common.analysis import flops, report
+from recipes.common.checkpoint import adapter
+from recipes.common.language import MATRICES
+from recipes.common.runtime.errors import UserError
+from recipes.common.runtime.mesh import make_mesh
+from recipes.common.sharding.abstract import nested, paths, variables_of
+from recipes.common.sharding.layout import make_layout
+from recipes.common.sharding.rules import used_axes
+from recipes.common.train.feed import to_devices
+from recipes.common.train.optimizer import LearningRate, hidden_matrices
+from recipes.common.train.resume import given
+from recipes.common.train.state import abstract_state, new_params, new_state
+from recipes.common.train.step import TrainStep
+from tests.by_hand.hf_parity import (
+    ADAPTERS,
+    FAMILIES,
+    GOLDEN,
+    TOKENS_BT,
+    TOLERANCE,
+    our_logits,
+    params_of,
+)
+from tests.conftest import full_except
+from tests.sharding.test_meshes import GRADIENT_TOLERANCE, LOSS_TOLERANCE, difference
+from tests.support.entries import BATCH, ENTRIES, OPTIMIZER, compile_step
+from tests.support.quick import QUICK
+from tests.support.quick import quick as quick
+from tests.support.runs import TINY, assert_bit_equal, saving, state_of
+from tests.support.small_tokenizers import byte_level, metaspace
+from zoo import moe
+from zoo.layers import project
+from zoo.transformer import Config, Transformer
+
+PLAIN = Config.tiny()
+ADAPTED = {"lora_rank": 4, "lora_alpha": 12.0}
+LORA = dataclasses.replace(PLAIN, **ADAPTED)
+ODD = Config(  # heads and vocabulary that no mesh axis divides
+    331, 64, 2, num_heads=9, num_kv_heads=3, head_dim=8, mlp=200, qkv_bias=True, qk_norm=True,
+    lora_rank=3, lora_targets=("q", "v", "o", "down"),
+)  # fmt: skip
+CONFIGS = {
+    "tiny": LORA,
+    "odd": ODD,
+    "moe": dataclasses.replace(moe.Config.tiny(), **ADAPTED),
+    # With a bias for each expert: buffers, which training moves beside the adapters.
+    "biases": dataclasses.replace(moe.Config.tiny(), balance_rate=0.01, **ADAPTED),
+}
+CASES = [("tiny", "4x2"), ("tiny", "1x8"), ("tiny", "2x2x2"), ("odd", "1x8")]
+CASES += [("biases", "data=2,expert=4")]
+
+
+def entry_of(config) -> str:
+    return {Config: "transformer", moe.Config: "moe"}[type(config)]
+
+
+def plain(config):
+    """Without adapters."""
+    default = type(config).lora_targets
+    return dataclasses.replace(config, lora_rank=0, lora_alpha=16.0, lora_targets=default)
+
+
+def layout_of(config, mesh: str = "1x1", rules: str | None = None):
+    model = entries.model(entry_of(config))
+    return make_layout(model, config, make_mesh(mesh), rules, batch_size=BATCH)
+
+
+@functools.cache
+def variables(name: str) -> dict:
+    """Of a model whose adapters change something, on the host."""
+    shapes, random = layout_of(CONFIGS[name]).model.shapes, np.random.default_rng(0)
+
+    def value(path, leaf):
+        fan = 1 if path[-1].key == "scale" else leaf.shape[1]
+        noise = 0.3 * fan**-0.5 * random.normal(size=leaf.shape)
+        return (noise + (path[-1].key == "scale")).astype(np.float32)
+
+    return jax.tree_util.tree_map_with_path(value, shapes)
+
+
+@functools.cache
+def merged(name: str) -> dict:
+    """The variables of the plain model, with A·B added in NumPy."""
+    config, found = CONFIGS[name], variables(name)
+    params, factors = paths(found["base"]), paths(found["params"])
+    for path, a in factors.items():
+        if path.endswith("/a"):
+            layers = zip(a, factors[f"{path[:-1]}b"], strict=True)
+            product = np.stack([np.tensordot(a, b, 1) for a, b in layers])
+            weight = path.removesuffix("/a").replace("/lora", "")
+            params[weight] = params[weight] + product * (config.lora_alpha / config.lora_rank)
+    return {"params": nested(params)} | buffers(found)
+
+
+def buffers(variables: dict) -> dict:
+    return {kind: tree for kind, tree in variables.items() if kind == "buffers"}
+
+
+@functools.cache
+def program(config):
+    layout = layout_of(config)
+    forward = lambda v, t: layout.model.merge(v)(t)  # noqa: E731
+    return layout, layout.compile(
+        forward, layout.variables(), jax.device_put(TOKENS_BT, layout.replicated),
+        compiler_options=QUICK,
+    )  # fmt: skip
+
+
+def logits(config, variables: dict) -> np.ndarray:
+    layout, forward = program(config)
+    return np.asarray(forward(*jax.device_put((variables, TOKENS_BT), layout.replicated)))
+
+
+# ---- the model -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", full_except(["tiny", "biases"], ["tiny"]))
+def test_step_0_is_the_base_exactly(name):
+    config, every = CONFIGS[name], variables(name)
+    new = jax.device_get(new_params(layout_of(config)))
+    assert paths(new).keys() == paths(every["params"]).keys()
+    a = new["layers"]["attention"]["lora"]["o"]["a"]
+    assert np.std(a) == pytest.approx(128**-0.5, rel=0.1), "of 16 heads of 8 dims"
+    found = logits(config, every | {"params": new})
+    base = {"params": every["base"]} | buffers(every)
+    np.testing.assert_array_equal(found, logits(plain(config), base))
+
+
+@pytest.mark.parametrize("name", full_except(["tiny", "biases"], ["tiny"]))
+def test_merged_logits_are_those_of_base_and_adapter(name, strict):
+    config, every = CONFIGS[name], variables(name)
+    apart = logits(config, every)
+    base = {"params": every["base"]} | buffers(every)
+    assert np.abs(apart - logits(plain(config), base)).max() > 0.1
+    np.testing.assert_allclose(logits(plain(config), merged(name)), apart, rtol=0, atol=TOLERANCE)
+
+
+def test_only_chosen_weights_have_adapters():
+    found = layout_of(ODD).model.shapes["params"]
+    names = {path.split("/")[-2] for path in paths(found)}
+    assert names == {"q", "v", "o", "down"}
+    assert paths(found)["layers/attention/lora/o/a"].shape == (2, 9, 8, 3)
+    assert layout_of(dataclasses.replace(ODD, lora_rank=0)).model.shapes.keys() == {"params"}
+
+
+def test_experts_have_no_adapters():
+    found = layout_of(CONFIGS["moe"]).model.shapes
+    where = {path.rpartition("/lora/")[::2] for path in paths(found["params"])}
+    assert where == {("layers/attention", f"{name}/{factor}") for name in "qkvo" for factor in "ab"}
+    assert {*found["base"]["layers"]["experts"]} == {"router", "gate", "up", "down"}
+    for target in ("gate", "up", "down", "router"):
+        said = f"lora_targets has {target!r}, which is not one of q, k, v, o"
+        with pytest.raises(ValueError, match=said):
+            dataclasses.replace(CONFIGS["moe"], lora_targets=("q", target))
+
+
+def test_in_bfloat16_what_an_adapter_adds_is_not_lost_in_the_weight(strict):
+    """A thousandth of a weight: W + A·B in bfloat16 would be W."""
+
+    def weight(value, *axes):
+        value = jnp.asarray(value, jnp.bfloat16)
+        return nnx.Param(value, out_sharding=axes, eager_sharding=False)
+
+    x, w = np.zeros((1, 1, 128)), np.ones((128, 64))
+    x[..., 0], x[..., 1] = 1, -1  # x·W is 0
+    a, b = np.eye(128, 4), np.full((4, 64), 1e-3)
+    a[1] = 0
+    assert (jnp.asarray(w + a @ b, jnp.bfloat16) == 1).all()
+    factors = SimpleNamespace(a=weight(a, "mlp", "lora"), b=weight(b, "lora", "embed"), scale=3.0)
+    module = SimpleNamespace(down=weight(w, "mlp", "embed"), lora={"down": factors})
+    found = project(module, "down", jnp.asarray(x, jnp.bfloat16))
+    np.testing.assert_allclose(found.astype(np.float32), 3e-3, rtol=1e-2)
+
+
+@pytest.mark.parametrize(
+    ("name", "mesh"),
+    [("tiny", "4x2"), ("tiny", "2x2x2"), ("moe", "4x2"), ("moe", "data=2,expert=4")],
+)
+def test_adapters_lie_as_reviewed(name, mesh, golden):
+    lines, entry = [], entry_of(CONFIGS[name])
+    there = {*make_mesh(mesh).axis_names}
+    for strategy, table in entries.zoo_file(entry).RULES.items():
+        if used_axes(table) <= there and there & {"fsdp", "expert"} <= used_axes(table):
+            lines.append(strategy)
+            layout = layout_of(CONFIGS[name], mesh, strategy)
+            axes = paths(layout.model.axes["params"])
+            for path, variable in paths(layout.variables()["params"]).items():
+                spec = ", ".join("-" if x is None else str(x) for x in variable.sharding.spec)
+                lines.append(f"  {path:<30} ({', '.join(axes[path])}) → ({spec})")
+    golden(f"{entry}_lora_{mesh}_specs.txt", "\n".join(lines) + "\n")
+
+
+def test_a_table_may_shard_the_rank():
+    table = {"batch": "data", "lora": "model"}
+    layout = make_layout(Transformer, LORA, make_mesh("4x2"), table, batch_size=BATCH)
+    found = paths(layout.variables()["params"])["layers/attention/lora/q/a"]
+    assert found.sharding.spec == jax.P(None, None, "model")
+
+
+# ---- training ------------------------------------------------------------------------------------
+
+
+@functools.cache
+def trained(name: str, mesh: str):
+    """(losses, gradients) of three steps, and the state after them, on the host."""
+    layout = layout_of(CONFIGS[name], mesh)
+    abstract = abstract_state(layout, OPTIMIZER)
+    begin = new_state(layout, OPTIMIZER, 0, variables(name))
+    state = jax.tree.map(lambda x, a: jax.device_put(x, a.sharding), begin, abstract)
+    entry = entry_of(CONFIGS[name])
+    step, losses, grads = compile_step(entry, layout), [], []
+    for batch in ENTRIES[entry].batches[:3]:
+        state, mean, grad = step(state, to_devices(batch, layout))
+        losses.append(float(mean))
+        grads.append(jax.device_get(grad))
+    return losses, grads, jax.device_get(state), abstract
+
+
+@pytest.mark.parametrize(("name", "mesh"), full_except(CASES, CASES[:1]))
+def test_meshes_agree_on_losses_and_gradients(name, mesh):
+    want_losses, want_grads, *_ = trained(name, "1x1")
+    losses, grads, state, abstract = trained(name, mesh)
+    np.testing.assert_allclose(losses, want_losses, rtol=LOSS_TOLERANCE)
+    for got, want in zip(grads, want_grads, strict=True):
+        assert got.keys() == {"layers"}, "of the adapters alone"
+        for path, value in paths(got).items():
+            assert np.linalg.norm(value) > 0, path
+            assert difference(value, paths(want)[path]) < GRADIENT_TOLERANCE, path
+    for path, value in paths(state["base"]).items():
+        np.testing.assert_array_equal(value, paths(variables(name)["base"])[path], err_msg=path)
+    for path, value in paths(buffers(state)).items():
+        assert np.abs(value - paths(buffers(variables(name)))[path]).max() > 0, "moved by training"
+    moments = {k for k in paths(state["opt_state"]) if "/mu/" in k}
+    assert len(moments) == len(paths(state["params"]))
+    where = paths(abstract["params"])
+    for path, moment in paths(abstract["opt_state"]).items():
+        if "/mu/" in path:
+            assert moment.sharding == where[path.partition("/mu/")[2]].sharding
+
+
+def test_the_report_says_what_is_trained():
+    """SmolLM2-135M with rank 8: what the issue promises."""
+    smol = Config(49_152, 576, 30, num_heads=9, num_kv_heads=3, head_dim=64, mlp=1_536, lora_rank=8)
+    state = abstract_state(layout_of(smol), OPTIMIZER)
+    assert report.total(state) == (
+        "Trains 2,442,240 of 136,957,248 parameters. Per device: parameters 538.1 MB (base) + 9.8 MB "
+        "(trained), gradients 9.8 MB, optimizer state 19.5 MB."
+    )
+    plain = dataclasses.replace(smol, lora_rank=0)
+    attention = flops.decoder(smol, 64)["causal"] - 4 * 64 * flops.matmul_params(smol)
+    assert flops.decoder(plain, 64)["causal"] == 6 * 64 * flops.matmul_params(smol) + attention
+
+
+WIDE = {"num_heads": 4, "num_kv_heads": 4, "head_dim": 64, "mlp": 1_024}
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+    "config",
+    [
+        Config(384, 256, 4, **WIDE, lora_rank=2),
+        moe.Config(384, 256, 4, **WIDE, num_experts=2, experts_per_token=1, lora_rank=2),
+    ],
+    ids=entry_of,
+)
+def test_a_step_holds_no_gradient_of_a_frozen_weight(config, quick):
+    """Nor a copy of the base: the state's memory is used again."""
+    held = {}
+    for rank in (0, 2):
+        layout = layout_of(dataclasses.replace(config, lora_rank=rank))
+        layout = dataclasses.replace(layout, batch_size=1)
+        lr = LearningRate(1e-3, warmup=1, steps=10)
+        step = TrainStep(layout, OPTIMIZER, lr)
+        example = {"tokens": np.zeros(16, np.int32), "targets": np.zeros(16, np.int32)}
+        held[rank] = step.lower(step.abstract_state(), example).compile().memory_analysis()
+    experts = getattr(config, "num_experts", 1)
+    layers = 4 * 4 * (4 * 256 * 256 + experts * 3 * 256 * 1_024)  # bytes of their matrices
+    assert held[0].temp_size_in_bytes > layers
+    assert held[2].temp_size_in_bytes < layers / 2
+    assert held[2].alias_size_in_bytes > layers
+
+
+def test_muon_takes_every_factor_as_a_matrix():
+    layout = layout_of(LORA)
+    found = hidden_matrices(layout, **MATRICES)
+    is_leaf = lambda x: isinstance(x, optax.contrib.MuonDimensionNumbers)  # noqa: E731
+    leaves = jax.tree.leaves(found, is_leaf=is_leaf)
+    assert len(leaves) == 14
+    attention = found["layers"]["attention"]["lora"]
+    assert [*map(list, attention["q"]["b"])] == [[1], [2, 3]], "rank × heads · head dim"
+    assert sorted(map(list, attention["o"]["a"])) == [[1, 2], [3]]
+
+
+# ---- on disk -------------------------------------------------------------------------------------
+
+
+class Disk(NamedTuple):
+    base: pathlib.Path
+    run: pathlib.Path  # with the adapter's checkpoint of step 5
+    state: dict
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+    """A function of a name in CONFIGS: its adapter on disk, and what it holds."""
+
+    @functools.cache
+    def save(name: str) -> Disk:
+        folder, config, found = tmp_path_factory.mktemp("lora"), CONFIGS[name], variables(name)
+        base, run, entry = folder / "base", folder / "run", entry_of(config)
+        facts = checkpoint.metadata(entry, layout_of(plain(config)), {"seq_len": 99})
+        whole = {"params": found["base"]} | jax.tree.map(lambda x: x - 1, buffers(found))
+        checkpoint.write(base, jax.device_put(whole), facts | {"step": 7})
+        layout = layout_of(config)
+        state = jax.device_put(new_state(layout, OPTIMIZER, 0, found), layout.replicated)
+        facts = checkpoint.metadata(entry, layout, {"seq_len": 8})
+        facts["base"] = adapter.named(checkpoint.find(base), str(base))
+        with saving(run, entry, facts) as saver:
+            saver.save(5, state)
+        return Disk(base, run, jax.device_get(state))
+
+    return save
+
+
+@pytest.fixture(scope="module")
+def made(saved) -> Disk:
+    return saved("tiny")
+
+
+@pytest.fixture
+def disk(made, tmp_path) -> Disk:
+    """A copy, to be changed; the adapter's base is still the first one."""
+    shutil.copytree(made.base.parent, tmp_path / "copy")
+    return Disk(tmp_path / "copy" / "base", tmp_path / "copy" / "run", made.state)
+
+
+@pytest.mark.parametrize("name", full_except(["tiny", "moe", "biases"], ["tiny"]))
+def test_an_adapter_is_saved_alone(name, saved):
+    made = saved(name)
+    there = state_of(made.run, 5)
+    assert there.keys() == paths({k: v for k, v in made.state.items() if k != "base"}).keys()
+    assert all("/lora/" in path for path in there if path.startswith("params/"))
+    found = checkpoint.find(made.run)
+    assert found.metadata["base"]["path"] == str(made.base)
+    assert len(found.metadata["base"]["sha256"]) == 64
+    assert found.metadata["config"].get("lora_rank", 0) == 0, "what is found is merged"
+    assert found.metadata["context"] == 99, "the base's, not that of the adapter's data"
+
+
+RESTORED = [
+    ("tiny", "4x2", "fsdp_tp"),
+    ("tiny", "1x8", "tp"),
+    ("moe", "data=2,expert=4", "fsdp_ep"),
+    ("biases", "data=2,expert=2,model=2", "fsdp_ep_tp"),
+]
+
+
+@pytest.mark.parametrize(("name", "mesh", "rules"), full_except(RESTORED, RESTORED[1:2]))
+def test_it_is_restored_merged_on_any_mesh(name, mesh, rules, saved):
+    made = saved(name)
+    model, metadata = checkpoint.restore(made.run, make_mesh(mesh), rules)
+    assert (metadata["step"], model.config.lora_rank) == (5, 0)
+    layout, want = layout_of(plain(CONFIGS[name]), mesh, rules), merged(name)
+    found, want = variables_of(model), paths(want)
+    assert paths(found).keys() == want.keys()
+    for path, leaf in paths(layout.variables()).items():
+        assert paths(found)[path].sharding == leaf.sharding, path
+        np.testing.assert_allclose(paths(found)[path], want[path], rtol=0, atol=1e-6, err_msg=path)
+    # As a mesh that has Auto axes, and one parameter alone, as an export reads it.
+    auto = jax.make_mesh((8,), ("model",), axis_types=(jax.sharding.AxisType.Auto,))
+    leaf = jax.ShapeDtypeStruct(
+        (2, 64, 16, 8), np.float32, sharding=jax.NamedSharding(auto, jax.P(None, None, "model"))
+    )
+    only = checkpoint.find(made.run).read({"params": nested({"layers/attention/q": leaf})})
+    assert paths(only).keys() == {"params/layers/attention/q"}
+    want = want["params/layers/attention/q"]
+    np.testing.assert_allclose(only["params"]["layers"]["attention"]["q"], want, atol=1e-6)
+
+
+def test_merged_weights_are_rounded_once_to_the_dtype_that_is_asked_for(made):
+    layout, want = layout_of(PLAIN, "4x2"), paths(merged("tiny")["params"])
+    found = checkpoint.restore_variables(checkpoint.find(made.run), layout, "bfloat16")
+    for path, array in paths(found["params"]).items():
+        assert array.dtype == (jnp.float32 if path.endswith("scale") else jnp.bfloat16), path
+        rounded = np.asarray(want[path], array.dtype).astype(np.float32)
+        ours = np.asarray(array, np.float32)
+        np.testing.assert_allclose(ours, rounded, rtol=2**-7, atol=1e-6, err_msg=path)
+        assert (ours == rounded).mean() > 0.99, path
+
+
+def test_the_tokenizer_is_the_adapters_with_what_the_base_knows():
+    """PEFT's folders often lack generation_config.json."""
+    whole = byte_level()
+    less = {name: text for name, text in whole.items() if not name.startswith("generation")}
+
+    def source(files):
+        return SimpleNamespace(tokenizer=lambda: from_files(files) if files else None)
+
+    def ends(own, base):
+        return adapter.Adapted(source(own), source(base), "").tokenizer().end
+
+    assert ends(less, whole) == ends({}, whole) == ends(whole, {}) == (2, 0)
+    assert ends(less, {}) == ends(less, metaspace()) == (2,)
+
+
+@pytest.mark.parametrize(
+    ("name", "mesh"),
+    full_except([("tiny", "1x8"), ("biases", "data=2,expert=4")], [("tiny", "1x8")]),
+)
+def test_a_run_resumes_with_its_base_on_another_mesh(name, mesh, saved):
+    made = saved(name)
+    abstract = abstract_state(layout_of(CONFIGS[name], mesh), OPTIMIZER)
+    state = checkpoint.find(made.run).read(abstract)
+    assert_bit_equal(paths(state), paths(made.state))
+    for path, array in paths(state).items():
+        assert array.sharding == paths(abstract)[path].sharding, path
+
+
+@pytest.mark.full
+def test_a_new_adapter_begins_with_all_of_its_base(saved):
+    layout = layout_of(CONFIGS["biases"], "data=2,expert=4")
+    begin = given(checkpoint.find(saved("biases").base), layout)
+    assert_bit_equal(paths(begin["base"]), paths(variables("biases")["base"]))
+    want = jax.tree.map(lambda x: x - 1, buffers(variables("biases")))
+    assert_bit_equal(paths(buffers(begin)), paths(want))
+    for path, leaf in paths(layout.variables()).items():
+        assert paths(begin)[path].sharding == leaf.sharding, path
+
+
+def refused(path, said: str, **more) -> None:
+    with pytest.raises(UserError, match=re.escape(said)) as caught:
+        checkpoint.find(path, **more)
+    assert "\n" not in str(caught.value)
+    assert "; " in str(caught.value), "the fix is missing"
+
+
+def test_a_base_that_moved_is_found_by_a_flag(disk, made, monkeypatch):
+    want = checkpoint.find(made.run).shapes()
+    moved = disk.base.rename(disk.base.with_name("moved"))
+    shutil.move(made.base, made.base.with_name("away"))
+    try:
+        refused(disk.run, f"is an adapter without its base (--base={made.base} does not exist)")
+        found = checkpoint.find(disk.run, base=str(moved))
+    finally:
+        shutil.move(made.base.with_name("away"), made.base)
+    assert paths(found.shapes()).keys() == paths(want).keys()
+    assert found.metadata["base"]["path"] == str(moved), "the next checkpoint says so"
+    monkeypatch.chdir(moved.parent)
+    assert checkpoint.find(disk.run, base="moved").metadata["base"]["path"] == str(moved)
+
+
+def test_what_an_adapter_can_not_be_merged_with_is_refused(disk, tmp_path):
+    other = tmp_path / "other"
+    facts = checkpoint.metadata("transformer", layout_of(PLAIN), {}) | {"step": 7}
+    changed = jax.tree.map(lambda x: x + 1, variables("tiny")["base"])
+    checkpoint.write(other, {"params": jax.device_put(changed)}, facts)
+    refused(disk.run, "so it has changed or is another; use --base=PATH", base=str(other))
+    refused(disk.run, "without its base (--base=nowhere does not exist)", base="nowhere")
+    refused(disk.run, "and its base --base=", base=str(disk.run))
+    refused(disk.base, "--base=x is for adapters, and --restore_from=", base="x")
+    (disk.base / "hashes.json").unlink()  # of a base whose content nothing names but its files
+    refused(disk.run, "so it has changed or is another", base=str(disk.base))
+    # An adapter that says that another model is its base.
+    file = disk.run / "checkpoints" / "5" / "metadata" / "metadata"
+    small = dataclasses.replace(PLAIN, mlp=64)
+    shapes = layout_of(small).model.shapes["params"]
+    zeros = jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), shapes)
+    facts = checkpoint.metadata("transformer", layout_of(small), {}) | {"step": 0}
+    checkpoint.write(tmp_path / "small", {"params": jax.device_put(zeros)}, facts)
+    said = json.loads(file.read_text())
+    said["base"] = adapter.named(checkpoint.find(tmp_path / "small"), str(tmp_path / "small"))
+    file.write_text(json.dumps(said))
+    (disk.run / "checkpoints" / "5" / "hashes.json").unlink()
+    refused(disk.run, "adapts layers/mlp/down by [2, 128, 4] · [2, 4, 64], and its base")
+
+
+def test_a_damaged_adapter_is_refused_by_the_name_of_the_file(disk):
+    file = max(
+        (disk.run / "checkpoints" / "5" / "state" / "d").iterdir(), key=lambda f: f.stat().st_size
+    )
+    content = bytearray(file.read_bytes())
+    content[len(content) // 2] ^= 1
+    file.write_bytes(content)
+    refused(disk.run, f"state/d/{file.name} differs from what was saved")
+
+
+def test_another_adapter_can_not_be_trained_on(made):
+    found = checkpoint.find(made.run)
+    for changes, said in (
+        ({"lora_rank": 8}, "--lora_rank=8 must be that of the adapter"),
+        ({"lora_alpha": 8.0}, "--lora_alpha=8.0 must be that of the adapter"),
+        ({"lora_targets": ("q",)}, "--lora_targets=q must be that of the adapter"),
+    ):
+        with pytest.raises(UserError, match=re.escape(said)):
+            checkpoint.check_variables(found, layout_of(dataclasses.replace(LORA, **changes)))
+    checkpoint.check_variables(found, layout_of(LORA))
+    checkpoint.check_variables(found, layout_of(PLAIN))
+
+
+def test_the_content_of_a_model_folder_is_hashed_once(tmp_path, monkeypatch):
+    shutil.copytree(GOLDEN / "smollm", tmp_path / "m")
+    folder = hf.Folder(tmp_path / "m")
+    digest = adapter.sha256(folder)
+    monkeypatch.setattr(adapter.integrity, "hashes_of", lambda *_: pytest.fail("read again"))
+    assert adapter.sha256(hf.Folder(tmp_path / "m")) == digest
+    monkeypatch.undo()
+    (tmp_path / "m" / "README.md").write_text("not what its parameters depend on")
+    assert adapter.sha256(hf.Folder(tmp_path / "m")) == digest
+    config = tmp_path / "m" / "config.json"
+    config.write_text(config.read_text() + " ")
+    assert adapter.sha256(hf.Folder(tmp_path / "m")) != digest
+
+
+@pytest.mark.full
+def test_a_run_trains_an_adapter_resumes_and_is_given_on(inside, book, quick, tmp_path):
+    """From a model folder, on 4x2; continued on 1x8; evaluated, published and exported, merged."""
+
+    def train(*flags):
+        done = inside("recipes.transformer", *TINY[1:], book, *flags)
+        assert (done.code, done.err) == (0, ""), done.err
+        return done.out
+
+    hf.write(
+        tmp_path / "hf",
+        "transformer",
+        PLAIN,
+        64,
+        lambda path: paths(variables("tiny")["base"])[path],
+        BYTES,
+    )
+    flags = (f"--restore_from=hf:{tmp_path / 'hf'}", "--lora_rank=2", "--mesh=4x2", "--steps=4",
+             "--checkpoint_every=2", "--lora_targets=q,down")  # fmt: skip
+    out = train(*flags, f"--workdir={tmp_path / 'whole'}", "--sample_bytes=4")
+    assert "Trains 1,536 of 124,736 parameters." in out
+    (tmp_path / "parts" / "checkpoints").mkdir(parents=True)
+    shutil.copytree(*(tmp_path / x / "checkpoints" / "2" for x in ("whole", "parts")))
+    assert "Resumes at step 2" in train(*flags, f"--workdir={tmp_path / 'parts'}")
+    assert_bit_equal(state_of(tmp_path / "parts", 4), state_of(tmp_path / "whole", 4))
+
+    loss = re.compile(r"Held-out loss (\S+) nats")
+    there = train(f"--restore_from={tmp_path / 'whole'}", "--steps=0", "--mesh=1x8")
+    assert abs(float(loss.search(there)[1]) - float(loss.search(out)[1])) <= 1e-4
+    assert "Evaluates" in there
+    assert "123,200 parameters." in there
+    # Trained on, from its own factors, on another mesh.
+    more = train(f"--restore_from={tmp_path / 'whole'}", *flags[1:2], "--lora_targets=q,down",
+                 "--mesh=1x8", "--steps=1", f"--workdir={tmp_path / 'more'}")  # fmt: skip
+    assert "Trains 1,536 of 124,736 parameters." in more
+    base = checkpoint.find(tmp_path / "more").metadata["base"]
+    assert base["path"] == f"hf:{tmp_path / 'hf'}"
+    assert base == checkpoint.find(tmp_path / "whole").metadata["base"]
+
+    done = inside("recipes.publish", f"--source={tmp_path / 'whole'}", "--licence=X",
+                  f"--target={tmp_path / 'pub'}")  # fmt: skip
+    assert (done.code, done.err) == (0, "")
+    recipes.hf.export(recipes.hf.Export(str(tmp_path / "whole"), str(tmp_path / "out")))
+    shutil.rmtree(tmp_path / "hf")  # what was given on needs no base
+    want = params_of(f"hf:{tmp_path / 'out'}")
+    for path, value in params_of(tmp_path / "pub").items():
+        np.testing.assert_allclose(value, want[path], atol=1e-6, err_msg=path)
+    assert "base" not in checkpoint.find(tmp_path / "pub").metadata
+
+
+# ---- PEFT ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("name", "mesh"),
+    full_except(
+        [(name, mesh) for name in ADAPTERS for mesh in FAMILIES[name].meshes[:2]],
+        [("llama3", FAMILIES["llama3"].meshes[0])],
+    ),
+)
+def test_logits_with_an_adapter_of_peft_are_theirs(name, mesh):
+    wanted = np.load(GOLDEN / f"{name}_lora" / "logits.npy")
+    assert np.abs(wanted - np.load(GOLDEN / name / "logits.npy")).max() > 1
+    found = our_logits(GOLDEN / f"{name}_lora", *mesh, base=f"hf:{GOLDEN / name}")
+    np.testing.assert_allclose(found, wanted, rtol=0, atol=TOLERANCE)
+
+
+def tensors_of(folder):
+    return safetensors.numpy.load_file(folder / "adapter_model.safetensors")
+
+
+@pytest.mark.parametrize(
+    ("base", "name"), full_except([("llama3", "tiny"), ("mixtral", "moe")], [("llama3", "tiny")])
+)
+def test_ours_are_written_as_peft_writes_them(base, name, tmp_path, saved):
+    """Theirs, read and written again, is the same; one of our runs is theirs, and comes back."""
+    golden, made, lora = GOLDEN / f"{base}_lora", saved(name), CONFIGS[name]
+    path = f"hf:{GOLDEN / base}"
+    recipes.hf.export(recipes.hf.Export(str(golden), str(tmp_path / "back"), path, adapter=True))
+    want, found = tensors_of(golden), tensors_of(tmp_path / "back")
+    assert found.keys() == want.keys()
+    for tensor in want:
+        np.testing.assert_array_equal(found[tensor], want[tensor], err_msg=tensor)
+    theirs, ours = (
+        json.loads((folder / "adapter_config.json").read_text())
+        for folder in (golden, tmp_path / "back")
+    )
+    for key in ("peft_type", "r", "lora_alpha", "bias", "task_type", "use_dora", "use_rslora"):
+        assert theirs[key] == ours[key], key
+    assert {*theirs["target_modules"]} == {*ours["target_modules"]}
+    assert ours["base_model_name_or_path"] == str(GOLDEN / base)
+    assert checkpoint.find(tmp_path / "back").base.path == GOLDEN / base, "found by its name"
+
+    recipes.hf.export(recipes.hf.Export(str(made.run), str(tmp_path / "run"), adapter=True))
+    read = checkpoint.find(tmp_path / "run", base=str(made.base))
+    config = checkpoint.store.config_from(type(lora), read.adapter)
+    assert (config.lora_rank, config.lora_alpha, config.lora_targets) == (
+        4,
+        12.0,
+        lora.lora_targets,
+    )
+    state = read.read(layout_of(lora).variables())
+    assert_bit_equal(paths(state["params"]), paths(made.state["params"]))
+
+
+@pytest.mark.full
+def test_a_peft_adapter_takes_buffers_from_its_base(saved, tmp_path):
+    """The experts' biases. No Hugging Face architecture has them, so exporting them is refused."""
+    moe_run, run = saved("moe"), saved("biases")
+    recipes.hf.export(recipes.hf.Export(str(moe_run.run), str(tmp_path / "peft"), adapter=True))
+    found = checkpoint.find(tmp_path / "peft", base=str(run.base))
+    want = jax.tree.map(lambda x: x - 1, buffers(variables("biases")))
+    for config in (CONFIGS["biases"], plain(CONFIGS["biases"])):  # beside its base, and merged
+        read = found.read(layout_of(config, "data=2,expert=4").variables())
+        assert_bit_equal(paths(buffers(read)), paths(want))
+    with pytest.raises(UserError, match="has balance_rate, a bias of each expert; use a model wit"):
+        recipes.hf.export(recipes.hf.Export(str(run.run), str(tmp_path / "x"), adapter=True))
+    assert not (tmp_path / "x").exists()
+
+
+REFUSED = {
+    "use_rslora": True, "use_dora": True, "bias": "all", "modules_to_save": ["lm_head"],
+    "rank_pattern": {"q_proj": 2}, "alpha_pattern": {"q_proj": 2}, "layers_to_transform": [0],
+    "fan_in_fan_out": True, "lora_bias": True, "init_lora_weights": "pissa", "peft_type": "IA3",
+    "trainable_token_indices": [1], "some_future_option": 1, "r": 0, "lora_alpha": "8",
+}  # fmt: skip
+
+
+@pytest.fixture
+def peft(tmp_path):
+    """A copy of a golden adapter."""
+    return shutil.copytree(GOLDEN / "llama3_lora", tmp_path / "peft")
+
+
+@pytest.mark.parametrize("key", REFUSED)
+def test_an_option_of_peft_that_we_do_not_compute_is_refused_by_name(key, peft):
+    file = peft / "adapter_config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {key: REFUSED[key]}))
+    refused(peft, f"adapter_config.json has {key} {json.dumps(REFUSED[key])}, which ", base="x")
+
+
+def test_an_adapter_of_peft_that_does_not_fit_is_refused(peft):
+    base = f"hf:{GOLDEN / 'llama3'}"
+    refused(peft, "is an adapter without its base ('llama3' does not exist)")
+    refused(peft, "k_proj.lora_B.weight in", base=f"hf:{GOLDEN / 'llama2'}")
+    refused(peft, "is no adapter of 'mlp' models", base="mlp.digits")
+    tensors = tensors_of(peft)
+    first = "base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight"
+    file = peft / "adapter_model.safetensors"
+    safetensors.numpy.save_file({k: v for k, v in tensors.items() if k != first}, file)
+    refused(peft, f"is missing tensor {first};", base=base)
+    head = {"base_model.model.lm_head.lora_A.weight": np.zeros((3, 4), np.float32)}
+    safetensors.numpy.save_file(tensors | head, file)
+    refused(peft, "has an unexpected tensor base_model.model.lm_head.lora_A.weight;", base=base)
+    safetensors.numpy.save_file(head, file)
+    refused(peft, "has no factors of projections that the zoo adapts;", base=base)
+    file.write_bytes(b"cut")
+    refused(peft, "adapter_model.safetensors can't be read", base=base)
+    file.rename(peft / "adapter_model.bin")
+    refused(peft, "a pickle, which can execute code", base=base)
+
+
+def test_an_adapter_of_experts_is_refused(tmp_path):
+    folder = shutil.copytree(GOLDEN / "mixtral_lora", tmp_path / "peft")
+    file, layer = folder / "adapter_model.safetensors", "base_model.model.model.layers.0"
+    head = np.zeros((3, 32), np.float32)
+    expert = f"{layer}.block_sparse_moe.experts.0.w1.lora_A.weight"
+    safetensors.numpy.save_file(tensors_of(folder) | {expert: head}, file)
+    refused(folder, f"has an unexpected tensor {expert};", base=f"hf:{GOLDEN / 'mixtral'}")
+    safetensors.numpy.save_file({f"{layer}.mlp.experts.0.gate_proj.lora_A.weight": head}, file)
+    said = "has no factors of projections that the zoo adapts;"
+    refused(folder, said, base=f"hf:{GOLDEN / 'qwen3_moe'}")

@@ -1,0 +1,167 @@
+"""Optimizers and learning-rate schedules by name."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax.contrib
+import pytest
+
+from recipes import mlp
+from recipes.common import language
+from recipes.common.runtime.flags import SCHEDULES
+from recipes.common.sharding.abstract import paths
+from recipes.common.sharding.layout import shardings
+from recipes.common.train.optimizer import (
+    OPTIMIZERS,
+    LearningRate,
+    hidden_matrices,
+    make_optimizer,
+)
+from recipes.common.train.state import abstract_state
+from tests.conftest import full_except
+from tests.support.entries import ENTRIES, FAST
+from tests.support.quick import QUICK
+from tests.support.quick import quick as quick
+from tests.support.runs import assert_bit_equal, records, state_of
+
+MESHES = ["8", "4x2", "2x4", "2x2x2"]
+
+
+def matrices_of(entry: str, layout):
+    """As the entry's recipe has them; dot_relu_dot's has no other optimizer than AdamW."""
+    axes = {"dot_relu_dot": {"ends": ()}, "mlp": mlp.MATRICES}
+    return hidden_matrices(layout, **axes.get(entry, language.MATRICES))
+
+
+def layout_and_optimizer(entry: str, name: str, mesh: str, **options):
+    layout = ENTRIES[entry].layout(mesh)
+    matrices = matrices_of(entry, layout)
+    given = {"lr": lambda _: 0.01, "weight_decay": 0.1, "clip_norm": 1.0} | options
+    return layout, make_optimizer(name, matrices=matrices, **given)
+
+
+# ---- where the state lies ------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize("entry", ENTRIES)
+def test_what_is_kept_for_a_parameter_lies_as_the_parameter(entry, name):
+    """Moments and momenta, whatever the optimizer calls them; all else is replicated and small."""
+    for mesh in MESHES:
+        layout, optimizer = layout_and_optimizer(entry, name, mesh)
+        abstract = abstract_state(layout, optimizer)
+        params, found = paths(abstract["params"]), []
+        for path, leaf in paths(abstract["opt_state"]).items():
+            _, moment, parameter = path.replace("/nu/", "/mu/").replace("/trace/", "/mu/").partition("/mu/")  # fmt: skip
+            if moment:
+                assert leaf.shape == params[parameter].shape, path
+                assert leaf.sharding == params[parameter].sharding, path
+                found.append(parameter)
+            else:
+                assert leaf.sharding.is_fully_replicated, path
+                assert leaf.size <= 3, path
+        matrices = paths(matrices_of(entry, layout))
+        kept = {"adamw": [2, 2], "lion": [1, 1], "sgd": [1, 1], "muon": [2, 1]}[name]
+        assert {p: found.count(p) for p in params} == {p: kept[p in matrices] for p in params}
+
+
+@pytest.mark.parametrize("entry", ENTRIES)
+def test_muon_has_the_weights_that_it_should(entry, golden):
+    """Which dims are a matrix's rows and columns; "AdamW" has all other weights."""
+    layout = ENTRIES[entry].layout("1x1")
+    matrices = paths(matrices_of(entry, layout))
+    lines = []
+    for path, axes in paths(layout.model.axes["params"]).items():
+        who = "AdamW"
+        if path in matrices:
+            rows, columns = (" · ".join(axes[dim] for dim in dims) for dims in matrices[path])
+            who = f"{rows} × {columns}"
+        lines.append(f"{path} ({', '.join(axes)}): {who}\n")
+    golden(f"{entry}_muon.txt", "".join(lines))
+
+
+# ---- what it does --------------------------------------------------------------------------------
+
+
+def test_muon_moves_each_layer_as_optax_moves_its_plain_matrix():
+    """On 2x2x2, over two steps: q [L, D, N, H] as L matrices D × N·H, o as N·H × D."""
+    layout, _ = layout_and_optimizer("transformer", "muon", FAST)
+    matrices = matrices_of("transformer", layout)
+    here, weights = lambda tree: tree["layers"]["attention"], {"q": 1, "o": 2}  # dims of rows
+    matrices, where = (
+        {name: here(tree)[name] for name in weights}
+        for tree in (matrices, shardings(layout.variables()["params"]))
+    )
+    optimizer = make_optimizer("muon", lambda _: 0.01, 0.1, 1e9, matrices)
+    shapes, rng = here(layout.model.shapes["params"]), np.random.default_rng(0)
+    params, *gradients = (
+        {name: rng.standard_normal(shapes[name].shape, np.float32) for name in weights}
+        for _ in range(3)
+    )
+
+    def move(params, kept, grads):
+        updates, kept = optimizer.update(grads, kept, params)
+        return optax.apply_updates(params, updates), kept
+
+    moved, grads = jax.device_put((params, gradients[0]), (where, where))
+    by_shape = {shapes[name].shape: where[name] for name in weights}
+    kept = optimizer.init(params)
+    pinned = (where, jax.tree.map(lambda x: by_shape.get(x.shape, layout.replicated), kept))
+    kept = jax.device_put(kept, pinned[1])
+    step = layout.compile(move, moved, kept, grads, out_shardings=pinned, compiler_options=QUICK)
+    for grads in gradients:
+        moved, kept = step(moved, kept, jax.device_put(grads, where))
+    plain = optax.contrib.muon(0.01, weight_decay=0.1, consistent_rms=0.2)
+    update = jax.jit(plain.update, compiler_options=QUICK)
+    for name, rows in weights.items():
+        layer = [tree[name][1] for tree in (params, *gradients)]
+        matrix, *grads = (x.reshape(np.prod(x.shape[:rows]), -1) for x in layer)
+        alone = plain.init(matrix)
+        for grad in grads:
+            updates, alone = update(grad, alone, matrix)
+            matrix = optax.apply_updates(matrix, updates)
+        got = np.asarray(moved[name])[1].reshape(matrix.shape)
+        np.testing.assert_allclose(got, matrix, atol=1e-6, err_msg=name)
+
+
+@pytest.mark.parametrize("name", full_except(OPTIMIZERS[1:], []))
+def test_an_optimizer_learns_and_resumes_bit_equal(name, inside, quick, tmp_path):
+    def train(workdir, *flags):
+        done = inside(
+            "recipes.mlp", f"--optimizer={name}", "--mesh=2x2", "--embed=16", "--hidden=64", *flags,
+            "--depth=1", "--batch_size=64", "--learning_rate=0.005", f"--workdir={workdir}",
+            "--warmup_steps=2", "--schedule=wsd", "--checkpoint_every=10", "--log_every=1",
+        )  # fmt: skip
+        assert (done.code, done.err) == (0, "")
+
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    train(whole, "--steps=20", "--keep_checkpoints=2")
+    (first, *_, last) = records(whole, "loss")
+    assert last < first
+    parts.mkdir()
+    (parts / "checkpoints").mkdir()
+    (whole / "checkpoints" / "10").rename(parts / "checkpoints" / "10")
+    train(parts, "--steps=20")
+    assert_bit_equal(state_of(parts, 20), state_of(whole, 20))
+
+
+# ---- schedules -----------------------------------------------------------------------------------
+
+
+def test_schedules_of_the_learning_rate():
+    at = jnp.array([0, 5, 10, 50, 80, 90, 100, 200])
+    want = {
+        "cosine": [0, 0.5, 1, 0.628, 0.205, 0.127, 0.1, 0.1],
+        "linear": [0, 0.5, 1, 0.6, 0.3, 0.2, 0.1, 0.1],
+        "wsd": [0, 0.5, 1, 1, 1, 0.55, 0.1, 0.1],
+        "constant": [0, 0.5, 1, 1, 1, 1, 1, 1],
+    }
+    assert set(want) == set(SCHEDULES)
+    for schedule, rates in want.items():
+        found = jax.jit(LearningRate(1.0, 10, 100, schedule))(at)
+        np.testing.assert_allclose(found, rates, atol=6e-4, err_msg=schedule)
+        odd = [LearningRate(1.0, 9, steps, schedule) for steps in (0, 1, 9)]
+        odd += [LearningRate(1.0, 0, 100, schedule)]
+        found = jax.jit(lambda step, odd=odd: [rate(step) for rate in odd])(at)
+        assert np.isfinite(found).all(), schedule
+        assert found[-1][0] == 1, "no warmup"

@@ -1,0 +1,138 @@
+"""recipes.dot_relu_dot and recipes.mlp as a user runs them."""
+
+import json
+import shutil
+
+import pytest
+
+from recipes.common.sharding.abstract import abstract_model, paths
+from tests.conftest import full_except
+from tests.support.entries import ENTRIES
+from tests.support.quick import quick as quick
+from tests.support.runs import assert_bit_equal, records, state_of
+
+
+@pytest.fixture
+def train(inside):
+    """A function of a recipe and flags that returns what it printed."""
+
+    def command(recipe, *flags, by=inside):
+        done = by(f"recipes.{recipe}", *flags)
+        assert done.code == 0, done.err
+        assert done.err == ""
+        return done.out
+
+    return command
+
+
+def assert_in_order(text, marks):
+    at = [text.find(mark) for mark in marks]
+    assert -1 not in at, marks[at.index(-1)]
+    assert at == sorted(at)
+
+
+def assert_png(path):
+    assert path.read_bytes().startswith(b"\x89PNG")
+    assert path.stat().st_size > 5_000
+
+
+def check_dot_relu_dot(out, workdir, steps):
+    assert_in_order(
+        out,
+        [
+            "mesh 2x4 (data 2 × model 4) · rules fsdp_tp · 8 simulated CPU devices",
+            "w1         32×128  float32  embed hidden  (data, model)        2.0 kB",
+            "8,192 parameters. Per device: parameters 4.1 kB",
+            "Collectives a step, per device: 2 all-gather of 8.2 kB",
+            f"step {steps}/{steps}",
+            "Held-out loss ",
+            "w1 [32, 128] (embed, hidden): ('data', 'model')\n┌────",
+            "CPU 7",
+            f"The same as a picture: {workdir}/layout.png",
+            "Resharding w1 from fsdp_tp to dp takes 2 all-gather of ",
+            "Resharding w1 from fsdp_tp to tp takes 1 all-gather of 4.1 kB; back: none.",
+            f"Loss curve: {workdir}/pictures/loss.png",
+            f"Checkpoint: {workdir}/checkpoints/{steps}",
+            f"On another mesh: python -m recipes.dot_relu_dot --mesh=1x8 --restore_from={workdir}",
+        ],
+    )
+    assert len(out.splitlines()) < 100
+    assert_png(workdir / "layout.png")
+    assert_png(workdir / "pictures" / "loss.png")
+
+
+def check_mlp(out, workdir) -> str:
+    """The line with the accuracy."""
+    ((accuracy, loss),) = records(workdir, "held_out_accuracy", "held_out_loss")
+    line = f"Held-out accuracy {accuracy:.4f}: {accuracy * 360:.0f} of 360 images; loss {loss:.4f} nats."
+    assert_in_order(out, [line, f"Loss curve and confusion matrix: {workdir}/learning.png"])
+    assert len(out.splitlines()) < 80
+    assert_png(workdir / "learning.png")
+    assert_png(workdir / "pictures" / "loss.png")
+    return line
+
+
+# ---- default runs --------------------------------------------------------------------------------
+
+
+@pytest.mark.full
+def test_dot_relu_dot_learns_its_teacher(train, run, tmp_path):
+    out = train("dot_relu_dot", "--mesh=2x4", "--log_every=1", f"--workdir={tmp_path}", by=run)
+    losses = [loss for (loss,) in records(tmp_path, "loss")]
+    assert len(losses) == 200
+    assert losses[0] / losses[-1] > 100
+    ((held_out,),) = records(tmp_path, "held_out_loss")
+    assert losses[0] / held_out > 100
+    assert "Held-out loss 0.00" in out
+    check_dot_relu_dot(out, tmp_path, 200)
+
+
+@pytest.mark.full
+def test_mlp_learns_digits(train, run, tmp_path):
+    out = train("mlp", "--mesh=4x2", f"--workdir={tmp_path}", by=run)
+    ((accuracy,),) = records(tmp_path, "held_out_accuracy")
+    assert accuracy > 0.96
+    check_mlp(out, tmp_path)
+
+
+# ---- short ones ----------------------------------------------------------------------------------
+
+
+def test_dot_relu_dot_shows_who_holds_what(train, quick, tmp_path):
+    flags = ("--mesh=2x4", "--steps=2", "--batch_size=64")
+    out = train("dot_relu_dot", *flags, f"--workdir={tmp_path}")
+    check_dot_relu_dot(out, tmp_path, 2)
+
+
+def test_mlp_evaluates_the_same_on_another_mesh(train, quick, tmp_path):
+    flags = ("--embed=16", "--hidden=64", "--depth=1", "--batch_size=64", "--learning_rate=0.01")
+    out = train("mlp", "--mesh=4x2", "--steps=20", *flags, f"--workdir={tmp_path / 'm'}")
+    line = check_mlp(out, tmp_path / "m")
+    elsewhere = (f"--restore_from={tmp_path / 'm'}", f"--workdir={tmp_path / 'e'}", "--steps=0")
+    assert line in train("mlp", "--mesh=1x8", "--rules=tp", *elsewhere)
+    assert not (tmp_path / "e").exists(), "evaluation leaves no files"
+
+
+@pytest.mark.parametrize("recipe", full_except(["dot_relu_dot", "mlp"], []))
+def test_a_resumed_run_is_bit_equal_to_an_uninterrupted_one(recipe, train, quick, tmp_path):
+    flags = ("--mesh=2x2", "--steps=20", "--checkpoint_every=10", "--batch_size=64")
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    train(recipe, *flags, f"--workdir={whole}")
+    shutil.copytree(whole, parts)
+    shutil.rmtree(parts / "checkpoints" / "20")
+    out = train(recipe, *flags, f"--workdir={parts}")
+    assert f"Resumes at step 10, from {parts}/checkpoints/10." in out
+    assert_bit_equal(state_of(parts, 20), state_of(whole, 20))
+    fields = ("step", "loss", "grad_norm", "learning_rate")
+    assert records(whole, *fields) == records(parts, *fields)
+    held_out = ("step", "held_out_loss")
+    assert records(whole, *held_out) == records(parts, *held_out)
+    metadata = whole / "checkpoints" / "20" / "metadata" / "metadata"
+    assert json.loads(metadata.read_text())["entry"] == recipe
+
+
+@pytest.mark.parametrize("entry", ["dot_relu_dot", "mlp"])
+def test_parameter_paths_are_public(entry, golden):
+    shapes = paths(abstract_model(ENTRIES[entry].build).shapes["params"])
+    lines = [f"params/{path} {list(x.shape)} {x.dtype}\n" for path, x in shapes.items()]
+    golden(f"{entry}_paths.txt", "".join(lines))

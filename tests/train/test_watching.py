@@ -1,0 +1,330 @@
+"""Evaluation while training, the best checkpoint, TensorBoard, profiles, MFU, the loss picture."""
+
+import contextlib
+import functools
+import json
+import os
+import pathlib
+import re
+import shutil
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from data import synthetic
+from recipes.common import checkpoint
+from recipes.common.analysis import flops
+from recipes.common.checkpoint.saver import HELD_OUT
+from recipes.common.runtime.mesh import make_mesh
+from recipes.common.sharding.layout import Layout
+from recipes.common.train.evaluation import Evaluation, in_words
+from recipes.common.train.tensorboard import Board
+from tests.support.quick import quick as quick
+from tests.support.runs import TINY, assert_bit_equal, records, saving, state_of, steps_saved
+from zoo.transformer import Config
+
+STEPS, EVERY, HALF = 12, 4, 8
+WATCH = (f"--eval_every={EVERY}", "--keep_best", "--tensorboard", "--profile=2:3")
+HELD_OUT_FIELDS = ("step", "held_out_loss", "held_out_perplexity", "held_out_bits_per_byte")
+FIELDS = ("step", "loss", "grad_norm", "learning_rate")
+
+
+@pytest.fixture
+def train(inside, quick, book):
+    """A function of a workdir and flags that trains a tiny Transformer."""
+
+    def command(workdir, *flags):
+        flags = (*TINY, book, "--mesh=4x2", "--log_every=1", *flags, f"--workdir={workdir}")
+        done = inside("recipes.transformer", *flags)
+        assert (done.code, done.err) == (0, "")
+        return done.out
+
+    return functools.partial(command)
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory):
+    return tmp_path_factory.mktemp("watched")
+
+
+@pytest.fixture
+def watched(place, train, monkeypatch):
+    """A run of 12 steps with everything on, made when it is first asked for; (folder, output)."""
+    if not (place / "out").exists():
+        compiled, lower = [], Layout.lower
+        monkeypatch.setattr(
+            Layout, "lower", lambda *a, **k: compiled.append(str(a[1])) or lower(*a, **k)
+        )
+        out = train(place / "w", f"--steps={STEPS}", f"--checkpoint_every={EVERY}", *WATCH)
+        (place / "out").write_text(out)
+        (place / "compiled").write_text("\n".join(compiled))
+    return place / "w", (place / "out").read_text()
+
+
+# ---- evaluation ----------------------------------------------------------------------------------
+
+
+def test_evaluation_changes_no_step_and_is_compiled_once(watched, train, tmp_path):
+    folder, out = watched
+    train(tmp_path / "plain", f"--steps={STEPS}")
+    assert records(folder, *FIELDS) == records(tmp_path / "plain", *FIELDS)
+    assert_bit_equal(state_of(folder, STEPS), state_of(tmp_path / "plain", STEPS))
+    held_out = records(folder, *HELD_OUT_FIELDS)
+    assert [step for step, *_ in held_out] == [4, 8, 12]
+    assert held_out[-1:] == records(tmp_path / "plain", *HELD_OUT_FIELDS)
+    for _, nats, perplexity, bits in held_out:
+        assert perplexity == pytest.approx(np.exp(nats))
+        assert bits == pytest.approx(nats / np.log(2)), "a token is a byte here"
+    assert f"step 4/12  held-out loss {held_out[0][1]:.4f}, perplexity " in out
+    assert (folder.parent / "compiled").read_text().count(".sums ") == 1
+
+
+def test_bits_per_byte_count_the_bytes_behind_the_tokens():
+    data = synthetic.load(4, 4, 0)._replace(held_out_bytes=300)
+    nats, tokens = np.float64(200), np.float64(100)
+    figures = Evaluation(None, data).figures({"loss": (nats, tokens), "confusion": np.ones(3)})
+    want = {"loss": 2, "targets": 100, "perplexity": np.exp(2), "bits_per_byte": 200 / np.log(2) / 300}  # fmt: skip
+    assert figures == pytest.approx(want)
+    assert in_words({"loss": (nats, tokens)}, 300) == (
+        "loss 2.0000 nats/token, perplexity 7.39, 0.9618 bits/byte, over 100 tokens, 300 bytes"
+    )
+    assert Evaluation(None, synthetic.load(4, 4, 0)).figures({"loss": (nats, tokens)}) == {
+        "loss": 2
+    }
+
+
+def test_each_evaluation_is_there_once_after_a_kill(watched, train, tmp_path):
+    """Killed after step 8 was saved: before its evaluation was logged, and it became the best."""
+    folder, _ = watched
+    shutil.copytree(folder, tmp_path / "w")
+    shutil.rmtree(tmp_path / "w" / "checkpoints" / str(STEPS))
+    shutil.rmtree(tmp_path / "w" / "best")
+    lines = (folder / "metrics.jsonl").read_text().splitlines()
+    at = next(i for i, x in enumerate(lines) if json.loads(x)["step"] == HALF and "held" in x)
+    (tmp_path / "w" / "metrics.jsonl").write_text("\n".join(lines[:at]) + '\n{"step": 8, "hel')
+    train(tmp_path / "w", f"--steps={STEPS}", f"--checkpoint_every={EVERY}", *WATCH[:-1])
+    for fields in (FIELDS, HELD_OUT_FIELDS):
+        assert records(tmp_path / "w", *fields) == records(folder, *fields)
+    assert os.listdir(tmp_path / "w" / "best") == os.listdir(folder / "best") == [str(STEPS)]
+    assert_bit_equal(state_of(tmp_path / "w", STEPS), state_of(folder, STEPS))
+    check_board(tmp_path / "w")
+
+
+def test_the_best_checkpoint_is_restored_like_any_other(watched, inside, train, tmp_path, book):
+    folder, out = watched
+    assert f"Best checkpoint: {folder}/best/12\n" in out
+    ((_, held_out, *_),) = records(folder, *HELD_OUT_FIELDS)[-1:]
+    for path in ("best", "best/12"):
+        again = train(tmp_path / "e", "--steps=0", f"--restore_from={folder / path}")
+        assert f"Held-out loss {held_out:.4f} nats/byte" in again
+    _, metadata = checkpoint.restore(folder / "best", make_mesh("2x4"))
+    assert metadata["step"] == STEPS
+
+
+# ---- the best checkpoint -------------------------------------------------------------------------
+
+
+def state(step):
+    return {"x": jnp.full(1_000, step, jnp.float32)}
+
+
+def kept(workdir: pathlib.Path) -> list[int]:
+    """Steps in best/, each of them whole."""
+    steps = checkpoint.steps_in(workdir / "best")
+    assert all(checkpoint.verify(workdir / "best" / str(step)) == "" for step in steps)
+    return steps
+
+
+def test_the_best_checkpoint_stays_and_costs_no_bytes_twice(tmp_path):
+    with saving(tmp_path, keep=1) as saver:
+        for step, loss in ((1, 3.0), (2, 5.0), (3, np.nan), (4, 3.0)):
+            saver.save(step, state(step))
+            saver.keep_best(step, state(step), {"loss": loss})
+            saver.wait()
+            assert kept(tmp_path) == [1]
+        assert steps_saved(tmp_path) == [4], "the others are gone, and the best one is not"
+        saver.keep_best(5, state(5), {"loss": 2.0})  # it is not saved yet
+        saver.wait()
+        assert kept(tmp_path) == [5]
+        assert steps_saved(tmp_path) == [5]
+        ours, theirs = (next((tmp_path / f / "5" / "state").rglob("d/*")) for f in ("best", "checkpoints"))  # fmt: skip
+        assert ours.samefile(theirs)
+    with saving(tmp_path) as saver:  # started again, it knows what is best
+        saver.save(6, state(6))
+        saver.keep_best(6, state(6), {"loss": 2.5})
+    assert kept(tmp_path) == [5]
+    assert json.loads((tmp_path / "best" / "5" / HELD_OUT).read_text()) == {"loss": 2.0}
+
+
+class Killed(BaseException):
+    pass
+
+
+def test_a_kill_at_any_instant_leaves_a_best_checkpoint(tmp_path, monkeypatch):
+    """Killed before each change to the file system that keeping a new best one makes."""
+    with saving(tmp_path / "w", keep=2) as saver:
+        saver.save(1, state(1))
+        saver.keep_best(1, state(1), {"loss": 3.0})
+        saver.save(2, state(2))
+    changes = [(os, name) for name in ("link", "mkdir", "unlink", "rmdir", "rename")]
+    changes += [(pathlib.Path, name) for name in ("rename", "write_text")]
+    for after in range(100):
+        workdir, left = tmp_path / str(after), [after]
+        shutil.copytree(tmp_path / "w", workdir)
+
+        def dying(change, left=left):
+            def call(*args, **kwargs):
+                left[0] -= 1
+                if left[0] < 0:
+                    raise Killed
+                return change(*args, **kwargs)
+
+            return call
+
+        with saving(workdir) as saver, monkeypatch.context() as patch:
+            for where, name in changes:
+                patch.setattr(where, name, dying(getattr(where, name)))
+            with contextlib.suppress(Killed):
+                saver._link(2, {"loss": 2.0})
+        assert kept(workdir) in ([1], [2], [1, 2]), after
+        with saving(workdir) as saver:
+            assert len(kept(workdir)) == 1
+            assert all(p.name.isdigit() for p in (workdir / "best").iterdir()), "nothing is left"
+            saver.keep_best(2, state(2), {"loss": 2.0})
+        assert kept(workdir) == [2]
+        if left[0] >= 0:
+            break
+    assert 10 < after < 99, "each change has been the last one"
+
+
+def test_without_hard_links_files_are_copied(tmp_path, monkeypatch):
+    def none(*_):
+        raise OSError("no links here")
+
+    monkeypatch.setattr(os, "link", none)
+    with saving(tmp_path) as saver:
+        saver.keep_best(1, state(1), {"loss": 1.0})
+    assert kept(tmp_path) == [1]
+
+
+# ---- watching ------------------------------------------------------------------------------------
+
+
+def check_board(folder: pathlib.Path) -> None:
+    """TensorBoard's own reader finds what metrics.jsonl has, each step once."""
+    board = EventAccumulator(str(folder / "tensorboard"))
+    board.Reload()
+    tags = set()
+    for key in json.loads((folder / "metrics.jsonl").read_text().splitlines()[0]).keys() - {"step"}:
+        tags |= {(f"train/{key}", key)}
+    for key in ("loss", "targets", "perplexity", "bits_per_byte"):
+        tags |= {(f"held_out/{key}", f"held_out_{key}")}
+    assert set(board.Tags()["scalars"]) == {tag for tag, _ in tags}
+    for tag, key in tags:
+        found = [(event.step, event.value) for event in board.Scalars(tag)]
+        np.testing.assert_allclose(found, records(folder, "step", key), rtol=1e-6, err_msg=tag)
+
+
+def test_tensorboard_shows_what_metrics_jsonl_has(watched):
+    check_board(watched[0])  # of a resumed run: in test_each_evaluation_is_there_once_after_a_kill
+
+
+def test_tensorboard_of_a_run_that_began_without_it(watched, train, tmp_path):
+    shutil.copytree(watched[0], tmp_path / "w")
+    shutil.rmtree(tmp_path / "w" / "tensorboard")
+    train(tmp_path / "w", f"--steps={STEPS}", "--tensorboard")
+    check_board(tmp_path / "w")
+
+
+def test_tensorboard_has_the_steps_of_runs_without_it(tmp_path):
+    """Steps 10 to 20, the first of which a kill tore, and one that is taken again."""
+    lines = [{"step": step, "loss": 1 / step} for step in range(1, 31)]
+    for first, last in ((0, 10), (20, 24), (22, 30)):
+        board = Board(tmp_path, first, lines[:first])
+        for line in lines[first:last]:
+            board.write(line)
+        if not first:
+            (file,) = tmp_path.iterdir()
+            os.truncate(file, file.stat().st_size - 3)
+    found = EventAccumulator(str(tmp_path)).Reload().Scalars("train/loss")
+    assert [(event.step, event.value) for event in found] == [
+        (line["step"], pytest.approx(line["loss"])) for line in lines
+    ]
+
+
+def test_a_missing_extra_is_named(inside, tmp_path, book, monkeypatch):
+    monkeypatch.setitem(sys.modules, "tensorboardX", None)
+    flags = (*TINY, book, "--mesh=4x2", "--tensorboard", f"--workdir={tmp_path / 'w'}")
+    done = inside("recipes.transformer", *flags)
+    assert (done.code, done.out) == (2, "")
+    assert done.err == (
+        "error: --tensorboard needs tensorboardX; run pip install -e '.[tensorboard]'\n"
+    )
+    assert not (tmp_path / "w").exists()
+
+
+@pytest.mark.filterwarnings("ignore:builtin type event_stats")
+def test_a_profile_has_the_steps_that_were_asked_for(watched):
+    folder, out = watched
+    command = re.search(r"Profile of steps 2 to 3: (\S+); to open it: (.+)", out)
+    assert command[1] == f"{folder}/profile"
+    assert command[2] == f"pip install xprof && xprof --port=8791 {folder}/profile"
+    (trace,) = (folder / "profile").rglob("*.xplane.pb")
+    steps, data = [], jax.profiler.ProfileData.from_file(str(trace))
+    for plane in data.planes:
+        for line in plane.lines:
+            # Each part is read while the one that it is of exists: it does not keep that alive.
+            steps += [dict(e.stats)["step_num"] for e in line.events if e.name == "step"]
+    assert sorted(steps) == [2, 3]
+
+
+def test_mfu_is_there_where_the_peak_is_known(train, watched, tmp_path, monkeypatch):
+    assert "MFU" not in watched[1]
+    monkeypatch.setitem(flops.PEAK, "cpu", 1e9)  # of each of the eight
+    shutil.copytree(watched[0], tmp_path / "w")
+    shutil.rmtree(tmp_path / "w" / "checkpoints" / str(STEPS))
+    out = train(tmp_path / "w", f"--steps={STEPS}")
+    token = flops.decoder(Config.tiny(), 32)["causal"] / 32
+    rates = records(tmp_path / "w", "tokens_per_second", "mfu")
+    assert len(rates) == STEPS - HALF
+    for speed, mfu in rates:
+        assert mfu == pytest.approx(speed * token / 8e9)
+    assert re.search(r"\nTook .* done; [\d,]+ tokens/s  MFU \d+\.\d%\.\n$", out)
+    assert re.search(r"\nstep 12/12  loss \S+  [\d,]+ tokens/s  MFU \d+\.\d%  0:00 left\n", out)
+
+
+def test_peaks_are_of_one_device_in_bfloat16():
+    """device_kind as JAX's TPU compiler and NVIDIA's driver give it."""
+    for kind, peak in {
+        "NVIDIA H100 80GB HBM3": 989e12,
+        "NVIDIA H100 PCIe": 756e12,
+        "NVIDIA H100 NVL": 835e12,
+        "NVIDIA H200": 989e12,
+        "NVIDIA H200 NVL": 835e12,
+        "NVIDIA GH200 480GB": 989e12,
+        "NVIDIA H20": 148e12,
+        "NVIDIA GB200": 2500e12,
+        "NVIDIA A100-SXM4-40GB": 312e12,
+        "NVIDIA A10": 125e12,
+        "NVIDIA A10G": None,
+        "NVIDIA L40": 181e12,
+        "NVIDIA L4": 121e12,
+        "NVIDIA L40S": 362e12,
+        "TPU v5 lite": 197e12,
+        "TPU v5": 459e12,
+        "TPU v6 lite": 918e12,
+        "TPU7x": 2307e12 / 2,
+        "cpu": None,
+    }.items():
+        assert flops.chip(kind) == peak, kind
+    assert flops.chip(jax.devices()[0].device_kind) is None
+
+
+def test_the_loss_picture_shows_the_whole_run(watched):
+    folder, out = watched
+    assert f"Loss curve: {folder}/pictures/loss.png\n" in out
+    assert (folder / "pictures" / "loss.png").read_bytes().startswith(b"\x89PNG")
