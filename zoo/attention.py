@@ -1,7 +1,7 @@
-"""Grouped-query attention with rotary embeddings: the module, kernels for each device, and the KV cache.
+"""Grouped-query attention with rotary embeddings: module, kernels for each device, KV cache.
 
-Shapes: B batch, T query positions, S key positions or slots of the cache, D embed, N heads, K kv heads,
-G = N/K, H head dim, L layers.
+Shapes: B batch, T query positions, S key positions or slots of the cache, D embed, N heads, K kv
+heads, G = N/K, H head dim, L layers.
 """
 
 import dataclasses
@@ -18,26 +18,25 @@ from .sharding import constrain, device, param, per_device, reshape, shards
 
 
 class Kind(NamedTuple):
-    """What sets the attention of one layer apart from another's in the same model."""
+    """The attention settings that may differ between the layers of a model."""
 
     window: int | None  # a position sees itself and the window - 1 before it; None: all before it
     rope_theta: float  # base of the rotary wavelengths
-    # Stretches wavelengths for longer contexts; all of them: ("linear", factor); those that turn
-    # little within the original length: (factor, low_freq_factor, high_freq_factor, original length)
-    # (Llama 3), ("yarn", factor, beta_fast, beta_slow, original length, truncate, magnitude).
+    # Stretches rotary wavelengths for longer contexts. All of them: ("linear", factor). The long
+    # ones, as Llama 3: (factor, low_freq_factor, high_freq_factor, original length); or with YaRN:
+    # ("yarn", factor, beta_fast, beta_slow, original length, truncate, magnitude).
     rope_scaling: tuple | None = None
 
     @property
     def magnitude(self) -> float:
-        """Yarn (Peng et al. 2023) also scales queries and keys by this."""
-        return (
-            self.rope_scaling[-1] if self.rope_scaling and self.rope_scaling[0] == "yarn" else 1.0
-        )
+        """The factor by which YaRN (Peng et al. 2023) scales queries and keys; 1 otherwise."""
+        scaling: tuple = self.rope_scaling or (None,)
+        return scaling[-1] if scaling[0] == "yarn" else 1.0
 
 
 class Attention(nnx.Module):
-    """Grouped-query attention (Ainslie et al. 2023), with optional QK-norm and biases of q, k and v.
-    Under tensor parallelism heads are split, and the output is one all-reduce.
+    """Grouped-query attention (Ainslie et al. 2023), with optional QK-norm and q, k and v biases.
+    Tensor parallelism splits the heads, and then the output costs one all-reduce.
     """
 
     def __init__(self, config, *, rngs: nnx.Rngs):
@@ -58,10 +57,10 @@ class Attention(nnx.Module):
         self.lora = adapters(self, config, rngs, q=1, k=1, v=1, o=2)
 
     def __call__(self, x_BTD, at: "Positions", kind: Kind, past=None):
-        """Returns (what it adds to the residual, the keys and values for a cache).
+        """Returns (the output to add to the residual, (keys, values) for a cache).
 
         Args:
-          past: this layer's keys and values in the cache, of the positions before x; None: no cache.
+          past: this layer's cached keys and values, of the positions before x; None: no cache.
         """
         q, k, v = (project(self, name, x_BTD) for name in ("q", "k", "v"))
         if self.config.qkv_bias:
@@ -74,20 +73,20 @@ class Attention(nnx.Module):
         if past is None:
             out_BTNH = attend(q, k, v, at.segments, kind.window, self.config.attention)
         else:
-            out_BTNH = attend_to_cache(q, k, v, *past, at.seen[kind])
+            out_BTNH = attend_to_cache(q, k, v, *past, seen_BS=at.seen[kind])
         return project(self, "o", out_BTNH, contract=2), (k, v)
 
 
 class Positions(NamedTuple):
-    """What all layers of a call share: the places of its tokens, and what they may attend to."""
+    """The positions of a call's tokens and what they may attend to; all layers share it."""
 
-    segments: jax.Array | None  # [B, T]; positions attend within their own segment. None: one a row
-    angles: dict[Kind, jax.Array]  # [B or 1, T, H/2] of the rotary embeddings, float32 radians
-    seen: dict[Kind, jax.Array]  # [B, S], the slots of the cache to attend to; {} without a cache
+    segments: jax.Array | None  # [B, T]; positions attend within their segment. None: one per row
+    angles: dict[Kind, jax.Array]  # [B or 1, T, H/2], rotary embeddings, float32 radians
+    seen: dict[Kind, jax.Array]  # [B, S], bool: cache slots to attend to; {} without a cache
 
 
 def positions(config, tokens_BT, segment_ids_BT, positions_BT=None, cache=None) -> Positions:
-    """The Positions of a call, which may read a Cache. positions_BT None: 0 to T - 1."""
+    """The Positions of a call, with or without a Cache. positions_BT None: 0 to T - 1."""
     if positions_BT is None:
         positions_BT = jnp.arange(tokens_BT.shape[1])[None]
     angles = {kind: rope_angles(kind, config.head_dim, positions_BT) for kind in kinds(config)}
@@ -96,18 +95,18 @@ def positions(config, tokens_BT, segment_ids_BT, positions_BT=None, cache=None) 
 
 
 def kinds(config) -> tuple[Kind, ...]:
-    """The kinds of one period of layers; layer l has kind l mod their number."""
+    """The kinds of one period of layers; layer l has kind l mod len(kinds)."""
     alike = Kind(config.sliding_window, config.rope_theta, config.rope_scaling)
     return tuple(Kind(*kind) for kind in config.layer_kinds) or (alike,)
 
 
 def attend(q_BTNH, k_BSKH, v_BSKH, segment_ids_BT, window: int | None, kernel: str = "auto"):
-    """Causal softmax attention by the best kernel for the device. Returns [B, T, N, H].
+    """Causal softmax attention with the best kernel for the device. Returns [B, T, N, H].
 
-    A position sees itself and what is before it, in its own segment and sliding window.
+    A position attends to itself and to earlier positions in its own segment and sliding window.
     """
     (_, T, N, H), kv_heads = q_BTNH.shape, "kv_heads"
-    if shards("heads") > shards("kv_heads"):  # each device takes the kv heads of its own queries
+    if shards("heads") > shards("kv_heads"):  # give each device the kv heads of its own queries
         axes, kv_heads = ("batch", "seq", "heads", "head_dim"), "heads"
         G = N // k_BSKH.shape[2]
         k_BSKH, v_BSKH = (constrain(jnp.repeat(x, G, axis=2), *axes) for x in (k_BSKH, v_BSKH))
@@ -124,89 +123,90 @@ def attend(q_BTNH, k_BSKH, v_BSKH, segment_ids_BT, window: int | None, kernel: s
 def best_kernel(
     name: str, seq_len: int, segments: bool, head_dim: int, dtype: str, window: int | None
 ) -> tuple[str, str]:
-    """("xla" or a key of KERNELS, a description with the reason for "xla").
+    """Chooses the kernel: ("xla" or a key of KERNELS, a description with the reason for "xla").
 
     Args:
-      name: "auto" chooses for a device of the mesh in force, else for the default device; any other
-        name is returned.
-      seq_len: T, positions of a row.
+      name: "auto" chooses for the active mesh, or for the default device without one; any other
+        name is returned unchanged.
+      seq_len: T, positions per row.
       segments: whether rows have segment ids.
     """
     where = device()
     if name != "auto" or where.platform not in ("tpu", "gpu"):
         name = "xla" if name == "auto" else name
         return name, name
-    unsupported = {
-        f"rows whose {axis} the rules split": shards(axis) > 1 for axis in ("seq", "head_dim")
-    }
+    unsupported = {f"rules that split {axis}": shards(axis) > 1 for axis in ("seq", "head_dim")}
     if where.platform == "tpu":
         block = _block(seq_len)
         name, described = "splash", f"splash, blocks of {block}"
-        unsupported[f"{seq_len:,} positions, no multiple of 128"] = not block
+        unsupported[f"{seq_len:,} positions, not a multiple of 128"] = not block
     else:
         name = described = "triton" if segments else "cudnn"
         capability = _capability(where.device_kind)
         widest = 256 if capability >= 9 and name == "cudnn" else 128
         unsupported[where.device_kind] = capability < 8
         unsupported[dtype] = dtype == "float32"
-        unsupported[f"a head dim of {head_dim}"] = head_dim % 8 or widest < head_dim
+        unsupported[f"a head dim of {head_dim}"] = head_dim % 8 > 0 or widest < head_dim
         unsupported["segments and a sliding window together"] = segments and window is not None
     why = next((f"xla, no kernel for {what}" for what, found in unsupported.items() if found), None)
     return ("xla", why) if why else (name, described)
 
 
 def attention_kernels(config, seq_len: int, segments: bool) -> list[tuple[str, str]]:
-    """`best_kernel` of each kind of layer in a model."""
+    """The `best_kernel` of each kind of layer in a model."""
     facts = (config.attention, seq_len, segments, config.head_dim, config.dtype)
     return [best_kernel(*facts, kind.window) for kind in kinds(config)]
 
 
 def splash(q_BTNH, k_BSKH, v_BSKH, segment_ids_BT, window: int | None) -> jax.Array:
-    """TPU: scores stay on chip, and blocks that are masked are skipped.
+    """TPU kernel: keeps scores on chip and skips masked blocks.
 
-    8b with 4 layers, fsdp, a row of 32,768 on each of 16 v5p: 9.8 GB at the peak, XLA's 95.4.
+    Peak memory of 8b with 4 layers, fsdp, a row of 32,768 on each of 16 v5p: 9.8 GB (XLA: 95.4).
     """
     from jax.experimental.pallas.ops.tpu import splash_attention as tpu
 
     T, N, H = q_BTNH.shape[1:]
     mask = tpu.CausalMask((T, T)) if window is None else tpu.LocalMask((T, T), (window - 1, 0), 0)
-    names = ("q", "kv", "q_dkv", "kv_dkv", "q_dq", "kv_dq")
-    # Two kernels backward: a single one keeps a partial dQ for each block of keys, 15 GB more there.
-    sizes = tpu.BlockSizes(**{f"block_{name}": _block(T) for name in names})
+    # Two backward kernels: a fused one keeps a partial dQ for each block of keys, 15 GB more there.
+    b = _block(T)
+    sizes = tpu.BlockSizes(
+        block_q=b, block_kv=b, block_q_dkv=b, block_kv_dkv=b, block_q_dq=b, block_kv_dq=b
+    )
     kernel = tpu.make_splash_mha(
         tpu.MultiHeadMask([mask] * N), block_sizes=sizes, head_shards=1, q_seq_shards=1,
         interpret=device().platform == "cpu",
     )  # fmt: skip
     ids = None if segment_ids_BT is None else tpu.SegmentIds(segment_ids_BT, segment_ids_BT)
     heads_first = (x.swapaxes(1, 2) for x in (q_BTNH * H**-0.5, k_BSKH, v_BSKH))
-    return jax.vmap(kernel)(*heads_first, ids).swapaxes(1, 2)
+    out_BNTH = jax.vmap(kernel)(*heads_first, ids)  # its annotation is of another use
+    return out_BNTH.swapaxes(1, 2)  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def triton(q_BTNH, k_BSKH, v_BSKH, segment_ids_BT, window: None) -> jax.Array:
-    """NVIDIA: segments without a mask of T × T in memory, which cuDNN wants: 2.1 GB a row of 32,768."""
+    """NVIDIA kernel for segments, where cuDNN needs a T × T mask: 2.1 GB for a row of 32,768."""
     from jax.experimental.pallas.ops.gpu import attention as gpu
 
     if window is not None:
-        raise ValueError(f"attention='triton' has no sliding window, got {window}; use 'xla'")
+        raise ValueError(f"attention='triton' does not support sliding_window={window}; use 'xla'")
     (B, T, N, H), K = q_BTNH.shape, k_BSKH.shape[2]
     if segment_ids_BT is None:
         segment_ids_BT = jnp.zeros((B, T), jnp.int32)
-    block, rest = (64, 32) if H > 64 else (128, 64)  # what fits 100 kB of shared memory
+    block, rest = (64, 32) if H > 64 else (128, 64)  # fits into 100 kB of shared memory
     wide = ((0, 0), (0, -T % block), (0, 0), (0, 0))
     k, v = (jnp.pad(jnp.repeat(x, N // K, 2), wide) for x in (k_BSKH, v_BSKH))
-    ids = jnp.pad(segment_ids_BT, wide[:2], constant_values=-1)  # padding is a segment of its own
+    ids = jnp.pad(segment_ids_BT, wide[:2], constant_values=-1)  # padding is its own segment
     sizes = gpu.BlockSizes(block, block, rest, rest, rest, rest)
     out_BTNH = gpu.mha(
         jnp.pad(q_BTNH, wide), k, v, ids, sm_scale=H**-0.5, causal=True, block_sizes=sizes,
         interpret=device().platform == "cpu",
     )  # fmt: skip
-    return out_BTNH[:, :T]
+    return out_BTNH[:, :T]  # pyright: ignore[reportIndexIssue]: custom_vjp hides the type
 
 
 def cudnn(q_BTNH, k_BSKH, v_BSKH, segment_ids_BT, window: int | None) -> jax.Array:
-    """NVIDIA, rows without segments. A mask for segments would be T × T in memory."""
+    """NVIDIA kernel for rows without segments."""
     if segment_ids_BT is not None:
-        raise ValueError("attention='cudnn' has no segments; use 'triton' or 'xla'")
+        raise ValueError("attention='cudnn' does not support segment ids; use 'triton' or 'xla'")
     left = None if window is None else (window - 1, 0)
     return jax.nn.dot_product_attention(
         q_BTNH, k_BSKH, v_BSKH, is_causal=True, local_window_size=left, implementation="cudnn"
@@ -214,28 +214,28 @@ def cudnn(q_BTNH, k_BSKH, v_BSKH, segment_ids_BT, window: int | None) -> jax.Arr
 
 
 KERNELS = {"splash": splash, "triton": triton, "cudnn": cudnn}
-KERNEL_NAMES = ("auto", "xla", *KERNELS)  # what Config.attention may be
+KERNEL_NAMES = ("auto", "xla", *KERNELS)  # valid values of Config.attention
 
 
 def _block(seq_len: int) -> int:
-    """Positions in a block of the TPU's kernel; 0 if it can't have this many in a row."""
+    """Positions in a block of the TPU kernel; 0 if it doesn't support rows of this length."""
     return next((block for block in (512, 384, 256, 128) if seq_len % block == 0), 0)
 
 
 def _capability(kind: str) -> float:
-    """CUDA's compute capability of a kind of GPU; 0.0 for AMD's."""
+    """The CUDA compute capability of a kind of GPU; 0.0 for AMD GPUs."""
     for gpu in jax.devices():
         text = str(getattr(gpu, "compute_capability", ""))
         if gpu.device_kind == kind and text.replace(".", "").isdigit():
             return float(text)
-    return 9.0 if "NVIDIA" in kind else 0.0  # compiled for a machine that is elsewhere
+    return 9.0 if "NVIDIA" in kind else 0.0  # compiling for a GPU that this machine lacks
 
 
 def blockwise(q_BTNH, k_BSKH, v_BSKH, segment_ids_BT, window: int | None, kv_heads: str):
-    """Any platform: a block of queries at a time, against only the keys that it may see.
+    """Attention for any platform: multiplies each block of queries by the keys that it may see.
 
-    Half the work of the full square, and blocks that XLA's CPU backend runs side by side (1.6 times
-    faster there).
+    This halves the work of the full square, and XLA's CPU backend runs the blocks in parallel (1.6
+    times faster).
 
     Args:
       kv_heads: the logical axis of K.
@@ -250,7 +250,7 @@ def blockwise(q_BTNH, k_BSKH, v_BSKH, segment_ids_BT, window: int | None, kv_hea
     for start in range(0, T, block):
         end = min(start + block, T)
         first = 0 if window is None else max(0, start + 1 - window)
-        # M: G and T as one dim, for a step 1.5% shorter on the CPU backend than with five dims.
+        # M is G and T as one dim: on the CPU backend the step is 1.5% faster than with five dims.
         q_BKMH = reshape(q_BKGTH[:, :, :, start:end], (B, K, -1, H), "batch", kv_heads)
         k, v = k_BKSH[:, :, first:end], v_BKSH[:, :, first:end]
         logits = jnp.einsum("BKMH,BKSH->BKMS", q_BKMH, k, preferred_element_type=jnp.float32)
@@ -272,18 +272,18 @@ def blockwise(q_BTNH, k_BSKH, v_BSKH, segment_ids_BT, window: int | None, kv_hea
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Cache:
-    """The keys and values of the tokens that a model has read in generation. L layers, S slots.
+    """Keys and values of the tokens that a model has read so far. L layers, S slots.
 
-    A row is padded in front: the newest token of every row is in slot `length` - 1.
+    Rows are left-padded: the newest token of every row is in slot `length` - 1.
     """
 
     k: jax.Array  # [L, B, S, K, H], rotated, in config.dtype; sharded by `batch` and `kv_heads`
     v: jax.Array  # likewise
     first: jax.Array  # [B], int32: the slot of each row's first token
-    length: jax.Array  # int32: slots that are filled
+    length: jax.Array  # int32: the number of filled slots
 
     def seen(self, window: int | None) -> jax.Array:
-        """[B, S]: the slots that the next position of a row attends to, besides itself."""
+        """[B, S], bool: the slots that each row's next position attends to, besides itself."""
         slots_S = jnp.arange(self.k.shape[2])
         least = 0 if window is None else self.length + 1 - window
         first_B1 = jnp.maximum(self.first, least)[:, None]
@@ -291,11 +291,11 @@ class Cache:
 
     @property
     def next_B1(self) -> jax.Array:
-        """The place of each row's next token in its sequence."""
+        """The position of each row's next token in its sequence."""
         return (self.length - self.first)[:, None]
 
     def append(self, kv) -> "Cache":
-        """The cache with one more token a row. Donated, it is written in place."""
+        """Returns the cache with one more token per row; a donated cache is updated in place."""
         k, v = (
             jax.lax.dynamic_update_slice_in_dim(old, new, self.length, axis=2)
             for old, new in zip((self.k, self.v), kv, strict=True)
@@ -304,30 +304,28 @@ class Cache:
 
 
 def left_padded(tokens_BT: jax.Array, lengths_B: jax.Array):
-    """Of prompts that are padded in front: (slot of each first token [B], positions and segments
-    [B, T]). The padding is a segment of its own.
-    """
+    """Places left-padded prompts: (slot of each first token [B], positions and segments [B, T])."""
     T = tokens_BT.shape[1]
     first_B = constrain(T - lengths_B, "batch")
     positions_BT = jnp.arange(T)[None] - first_B[:, None]
-    return first_B, positions_BT, (positions_BT >= 0).astype(jnp.int32)
+    return first_B, positions_BT, (positions_BT >= 0).astype(jnp.int32)  # padding: segment 0
 
 
 def fill_cache(kv, first_B: jax.Array, slots: int) -> Cache:
-    """A cache with these keys and values, [L, B, T, K, H], in the first of its slots."""
+    """A Cache of `slots` slots whose first T hold these keys and values, [L, B, T, K, H]."""
     T = kv[0].shape[2]
     k, v = (jnp.pad(x, ((0, 0), (0, 0), (0, slots - T), (0, 0), (0, 0))) for x in kv)
     return Cache(k, v, first_B, jnp.int32(T))
 
 
 def attend_to_cache(q_BTNH, k_BTKH, v_BTKH, k_BSKH, v_BSKH, seen_BS) -> jax.Array:
-    """Attention of one new position, T = 1, to a layer's cache and to itself. Returns [B, 1, N, H]."""
+    """Attention of one new position (T = 1) to a layer's cache and itself. Returns [B, 1, N, H]."""
     (B, T, N, H), K = q_BTNH.shape, k_BTKH.shape[2]
-    axes = ("batch", "seq", "kv_heads", "head_dim")  # the cache's layout, wherever the heads are
+    axes = ("batch", "seq", "kv_heads", "head_dim")  # as the cache, however heads are split
     q_BTNH = constrain(q_BTNH, *axes)
     q_BKGH = reshape(q_BTNH, (B, K, N // K, H), "batch", "kv_heads", None, "head_dim")
     to = functools.partial(jnp.einsum, preferred_element_type=jnp.float32)
-    # The cache on the left: on the right, XLA's CPU backend would transpose it first.
+    # The cache is the left operand: XLA's CPU backend would transpose a right one first.
     logits_BKGS = to("BSKH,BKGH->BKSG", k_BSKH, q_BKGH).swapaxes(2, 3)
     logits_BKGS = jnp.where(seen_BS[:, None, None], logits_BKGS, -jnp.inf)
     own_BKGT = to("BKGH,BTKH->BKGT", q_BKGH, k_BTKH)

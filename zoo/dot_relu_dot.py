@@ -1,7 +1,7 @@
 """DotReluDot: two matmuls and a ReLU, the smallest model that shows every way of sharding.
 
-y = relu(x · W1) · W2, the model of the Flax guide on scaling to many devices, and the inside of
-every Transformer's MLP (Shoeybi et al. 2019, Megatron-LM, split it as `tp` does here).
+y = relu(x · W1) · W2 is the model of the Flax guide on scaling to many devices, and the core of a
+Transformer's MLP. `tp` splits it like Megatron-LM (Shoeybi et al. 2019).
 
 Shapes: B batch, D embed, F hidden.
 
@@ -17,7 +17,7 @@ mesh axes:
         state = jax.device_put(state, nnx.get_named_sharding(state, mesh))   # each weight at rest
         y_BD = jax.jit(lambda s, x: nnx.merge(graph, s)(x))(state, x_BD)
 
-jax.jit does not notice that the rules change: give each table its own jitted function.
+jax.jit does not notice when the rules change: use a separate jitted function for each strategy.
 """
 
 import dataclasses
@@ -58,7 +58,7 @@ LOGICAL_AXES = {
     "hidden": "both",  # F
 }
 
-# What a weight's axis is called while it is multiplied, where rules may shard it differently.
+# A weight's logical axis at rest → its name in use, so that rules can shard the two differently.
 IN_USE = {"embed": "act_embed"}
 
 
@@ -77,14 +77,14 @@ class DotReluDot(nnx.Module):
         return dot(jax.nn.relu(hidden_BF), in_use(self.w2, IN_USE), "batch", "act_embed")
 
     def loss(self, x, y, weight=None):
-        """(sum of squared errors, number of outputs, further figures) of a batch.
+        """Squared error of a batch.
 
         Args:
-          x, y: [B, D], questions and answers.
-          weight: [B]; 0 for rows that only fill up the batch. None: all count.
+          x, y: [B, D], inputs and targets.
+          weight: [B]; 0 for rows that only pad the batch. None: all rows count.
 
-        Returns: (objective sum, count, aux), float32 scalars; aux maps a name to (sum, count):
-          loss: the mean squared error; unexplained: the part of y's square that is not predicted.
+        Returns: (sum of squared errors, number of outputs, aux), float32 scalars; aux maps a name
+          to (sum, count): loss: the mean squared error; unexplained: the same, relative to y².
         """
         weight_B1 = jnp.ones((len(x), 1)) if weight is None else weight[:, None]
         total = (jnp.square(self(x) - y) * weight_B1).sum()
@@ -94,26 +94,26 @@ class DotReluDot(nnx.Module):
 
 
 def dot(x: jax.Array, w: nnx.Param, *axes: str) -> jax.Array:
-    """Product x · w; `axes` are the result's logical axes."""
+    """Returns x · w; `axes` are the result's logical axes."""
     return constrain(jnp.dot(x, w[...], out_sharding=explicit(*axes)), *axes)
 
 
-# What each parallelism splits. A weight [D, F] rests as (embed, hidden) says, and is multiplied as
-# (act_embed, hidden) says. Notation: In[B_X, D] is a tensor whose dim B is split over mesh axis X.
+# What each parallelism splits. A weight [D, F] is stored with axes (embed, hidden) and multiplied
+# with (act_embed, hidden). Notation: In[B_X, D] is a tensor whose dim B is split over mesh axis X.
 DP = {"batch": "data"}  # In[B_data, D] · W1[D, F] → H[B_data, F]: no communication
 FSDP = {"embed": "data"}  # W1[D_data, F] → W1[D, F]: an all-gather, and its transpose
 TP = {"hidden": "model"}  # H[B, F_model] · W2[F_model, D] → partial sums: one all-reduce
 HSDP = {
     "batch": ("data", "fsdp"),
     "embed": "fsdp",
-}  # gathers over `fsdp`; gradients meet over `data`
+}  # gathers over `fsdp`, sums gradients over `data`
 
 complete = functools.partial(complete_tables, LOGICAL_AXES)
 
 RULES: dict[str, Rules] = complete(
     {
-        "dp": DP,  # every device has both weights; one all-reduce of their gradients a step
-        "fsdp": DP | FSDP,  # ZeRO-3: each device keeps a part; whole weights exist only in use
+        "dp": DP,  # every device has both weights; one all-reduce of gradients per step
+        "fsdp": DP | FSDP,  # ZeRO-3: each device stores a part; weights are whole only in use
         "tp": DP | TP,  # Megatron: W1 split by columns, W2 by rows; the ReLU sends nothing
         "fsdp_tp": DP | FSDP | TP,  # W1[D_data, F_model] → W1[D, F_model]: 1/model of the bytes
         "hsdp_tp": HSDP | TP,  # `data` replica groups, each of fsdp × model devices

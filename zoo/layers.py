@@ -1,7 +1,6 @@
-"""Layers of a decoder: matmuls with adapters, norm, SwiGLU, rotary embeddings, the vocabulary's table
-and the loss.
+"""Parts of a decoder: matmuls, LoRA, RMSNorm, SwiGLU, rotary and token embeddings, the loss.
 
-Shapes: B batch, T positions, D embed, F mlp, N heads, H head dim, V vocab, R shards of the batch, M
+Shapes: B batch, T positions, D embed, F mlp, N heads, H head dim, V vocab, R batch shards, M
 positions of one shard, C positions in one chunk of the loss.
 """
 
@@ -15,11 +14,12 @@ from .sharding import constrain, device, explicit, param, reshape, shards
 
 
 def multiply(x: jax.Array, weight: nnx.Param, contract: int = 1) -> jax.Array:
-    """x[B, T, ...] · weight, over the last `contract` dims of x and the first of the weight, in use.
+    """Multiplies x[B, T, ...] by a weight in use: x's last `contract` dims with the weight's first.
 
-    The result's other axes are the weight's; this fixes the layout of every activation in a layer.
-    B and T enter as one dim: where a gradient contracts two dims at once, XLA's CPU backend
-    transposes its operands first, which made the whole training step 1.6 times slower.
+    The result's other dims have the weight's logical axes; this fixes the layout of every
+    activation in a layer. B and T are merged into one dim: where a gradient contracts two dims at
+    once, XLA's CPU backend transposes its operands first, which made the whole training step 1.6
+    times slower.
     """
     w, (B, T, *inner) = weight[...].astype(x.dtype), x.shape
     axes = weight.out_sharding[-w.ndim :]
@@ -28,8 +28,8 @@ def multiply(x: jax.Array, weight: nnx.Param, contract: int = 1) -> jax.Array:
     return reshape(y, (B, T, *y.shape[1:]), "batch", "seq", *axes[contract:])
 
 
-def project(module: nnx.Module, name: str, x: jax.Array, contract: int = 1) -> jax.Array:
-    """`multiply` by the module's weight of this name, plus the output of its adapter if it has one."""
+def project(module, name: str, x: jax.Array, contract: int = 1) -> jax.Array:
+    """`multiply` by the module's weight of this name, plus its adapter's output if it has one."""
     y = multiply(x, getattr(module, name), contract)
     if name in module.lora:
         adapter = module.lora[name]
@@ -38,7 +38,7 @@ def project(module: nnx.Module, name: str, x: jax.Array, contract: int = 1) -> j
 
 
 class Adapter(nnx.Module):
-    """LoRA (Hu et al. 2021): adds A · B · scale of a low rank to a weight, initially zero."""
+    """LoRA (Hu et al. 2021): a low-rank A · B · scale to add to a weight; B starts at zero."""
 
     def __init__(self, weight, contract: int, rank: int, scale: float, *, rngs: nnx.Rngs):
         shape, axes = weight.shape, weight.out_sharding
@@ -50,11 +50,11 @@ class Adapter(nnx.Module):
 
 
 def adapters(module: nnx.Module, config, rngs: nnx.Rngs, **contract: int) -> nnx.Dict:
-    """Name → Adapter for those weights of a module that config.lora_targets lists.
+    """Builds an Adapter for each weight of a module that config.lora_targets lists, by name.
 
     Args:
       config: has lora_rank (0: no adapters), lora_alpha and lora_targets.
-      contract: for each weight that can have one, how many dims its input is contracted over.
+      contract: for each weight that can have an adapter, how many dims of its input are contracted.
     """
     rank, scale = config.lora_rank, config.lora_alpha / max(config.lora_rank, 1)
     names = [name for name in contract if rank and name in config.lora_targets]
@@ -78,8 +78,8 @@ class RMSNorm(nnx.Module):
 
 
 class SwiGLU(nnx.Module):
-    """(silu(x · gate) * (x · up)) · down (Shazeer 2020). Under tensor parallelism F is split, and the
-    output is one all-reduce.
+    """(silu(x · gate) * (x · up)) · down (Shazeer 2020). Tensor parallelism splits F, and then the
+    output costs one all-reduce.
     """
 
     def __init__(self, config, *, rngs: nnx.Rngs):
@@ -95,7 +95,7 @@ class SwiGLU(nnx.Module):
 
 
 def rotate(x_BTNH: jax.Array, angles_BTH: jax.Array, magnitude: float = 1.0) -> jax.Array:
-    """Rotary position embedding (Su et al. 2021); dims i and i + H/2 turn as a pair, as in
+    """Rotary position embedding (Su et al. 2021); dims i and i + H/2 rotate as a pair, as in
     Hugging Face's models.
     """
     cos, sin = (f(angles_BTH)[:, :, None, :] for f in (jnp.cos, jnp.sin))
@@ -106,7 +106,7 @@ def rotate(x_BTNH: jax.Array, angles_BTH: jax.Array, magnitude: float = 1.0) -> 
 
 
 def rope_angles(kind, head_dim: int, positions_BT: jax.Array) -> jax.Array:
-    """Rotation of each pair of dims at these positions: [B, T, H/2], float32 radians.
+    """Rotation angles of each pair of dims at these positions: [B, T, H/2], float32 radians.
 
     Args:
       kind: an attention.Kind.
@@ -119,7 +119,7 @@ def rope_angles(kind, head_dim: int, positions_BT: jax.Array) -> jax.Array:
         keep, factor = 0, scaling[1]
     elif scaling[0] == "yarn":
         _, factor, fast, slow, original, truncate, _ = scaling
-        # The pair of dims that makes so many turns within the original length.
+        # Index of the pair of dims that makes n turns within the original length.
         first, last = (
             math.log(original / (n * 2 * math.pi), theta) * head_dim / 2 for n in (fast, slow)
         )
@@ -130,47 +130,48 @@ def rope_angles(kind, head_dim: int, positions_BT: jax.Array) -> jax.Array:
         keep = 1 - jnp.clip((pair - first) / (last - first or 0.001), 0, 1)
     else:
         factor, low, high, original = scaling
-        turns = original * frequency / (2 * math.pi)  # made within the original length
+        turns = original * frequency / (2 * math.pi)  # within the original length
         keep = jnp.clip((turns - low) / (high - low), 0, 1)
     if scaling is not None:
         frequency = frequency * (keep + (1 - keep) / factor)
     return positions_BT.astype(jnp.float32)[:, :, None] * frequency[None, None]
 
 
-# ---- the vocabulary ------------------------------------------------------------------------------
+# ---- token embeddings and the loss ---------------------------------------------------------------
 
 
 def vocabulary(config, *, rngs: nnx.Rngs) -> nnx.Param:
-    """A row [D] for each of V tokens, to look tokens up and to unembed."""
+    """An embedding table [V, D], for lookup or for unembedding."""
     V, D = config.vocab_size, config.embed
     return param(rngs, (V, D), ("vocab", "embed"), D**-0.5)
 
 
 def table_copies(table: nnx.Param, dtype: str) -> jax.Array:
-    """A copy of the table for each shard of the batch, [R, V, D]: each device holds one anyway.
+    """Gives each batch shard its own copy of the table: [R, V, D]. Each device holds one anyway.
 
     Lookups and chunks of the loss then add to their own copy's gradient, and the copies' gradients
-    meet once, where this broadcast is transposed. Without it they meet at every chunk. V is padded
-    with zeros to a multiple of its own shards.
+    are summed once, in the transpose of this broadcast; otherwise they would be summed in every
+    chunk. V is padded with zeros to a multiple of its own shards.
     """
     table_VD = table[...].astype(dtype)
     if padding := -len(table_VD) % shards("vocab"):
         padded_VD = jnp.pad(table_VD, ((0, padding), (0, 0)))
-        table_VD = constrain(padded_VD, None, "act_embed")  # gathered before it is split
+        table_VD = constrain(padded_VD, None, "act_embed")  # gather before splitting
     table_VD, axes = constrain(table_VD, "vocab", "act_embed"), ("batch", "vocab", "act_embed")
     copies = (shards("batch"), *table_VD.shape)
     return constrain(jnp.broadcast_to(table_VD, copies, out_sharding=explicit(*axes)), *axes)
 
 
 def look_up(table_RVD: jax.Array, tokens_BT: jax.Array) -> jax.Array:
-    """The tokens' rows, [B, T, D]: each shard of the batch looks its tokens up in its own copy."""
+    """Embeddings of tokens, [B, T, D]; each batch shard reads its own copy of the table."""
     lookup, (B, T) = jax.vmap(lambda table_VD, tokens_M: table_VD[tokens_M]), tokens_BT.shape
     where = explicit("batch", None, "act_embed")
-    if where is not None:  # Explicit axes have no rule for lookups
+    if where is not None:  # JAX can't infer a lookup's sharding
         lookup = jax.sharding.auto_axes(lookup, out_sharding=where)
     tokens_BT = constrain(tokens_BT, "batch", "seq")
     tokens_RM = reshape(tokens_BT, (len(table_RVD), -1), "batch", None)
-    return reshape(lookup(table_RVD, tokens_RM), (B, T, -1), "batch", "seq", "act_embed")
+    x_RMD = lookup(table_RVD, tokens_RM)  # pyright: ignore[reportCallIssue]: auto_axes' overloads
+    return reshape(x_RMD, (B, T, -1), "batch", "seq", "act_embed")
 
 
 def unembed(x_BTD: jax.Array, table_RVD: jax.Array, vocab_size: int) -> jax.Array:
@@ -185,9 +186,9 @@ def unembed(x_BTD: jax.Array, table_RVD: jax.Array, vocab_size: int) -> jax.Arra
 
 
 def cross_entropy(x_BTD, table_RVD, targets_BT, vocab_size: int, loss_chunk: int):
-    """(sum of cross entropies in nats, number of targets), float32 scalars.
+    """Returns (sum of cross entropies in nats, number of targets), float32 scalars.
 
-    Only some positions of each sequence have logits at one time: positions_at_once.
+    Only `positions_at_once` positions of each sequence have logits at the same time.
 
     Args:
       targets_BT: int; targets below 0 are padding and don't count.
@@ -201,7 +202,7 @@ def cross_entropy(x_BTD, table_RVD, targets_BT, vocab_size: int, loss_chunk: int
         x = jnp.moveaxis(x, 2, 0)
         return reshape(x, (T // C, R, -1, *x.shape[4:]), None, "batch", None, *axes)
 
-    @jax.checkpoint  # the backward pass computes a chunk's logits again
+    @jax.checkpoint  # the backward pass recomputes a chunk's logits
     def chunk(total_R, x_and_targets):
         x_RMD, targets_RM = x_and_targets
         logits_RMV = _logits(x_RMD, table_RVD, vocab_size)
@@ -216,11 +217,11 @@ def cross_entropy(x_BTD, table_RVD, targets_BT, vocab_size: int, loss_chunk: int
 
 
 def positions_at_once(loss_chunk: int, rows: int, seq_len: int) -> int:
-    """C: positions of each sequence whose logits exist at one time. It divides T.
+    """C: how many positions of each sequence have logits at the same time. It divides T.
 
-    At most loss_chunk; on accelerators enough for 1,024 a device, because fewer leave its matrix units
-    waiting for the table: by the TPU compiler's estimate a row of 32,768 spends 1.8 times as long on
-    the loss with 256.
+    At most loss_chunk, but on accelerators up to 1,024 per device: with fewer, the matrix units
+    wait for the table. By the TPU compiler's estimate, the loss of a row of 32,768 takes 1.8 times
+    as long with 256.
 
     Args:
       rows: sequences on a device.
@@ -232,7 +233,7 @@ def positions_at_once(loss_chunk: int, rows: int, seq_len: int) -> int:
 
 
 def _logits(x_RMD, table_RVD, vocab_size: int):
-    """[R, M, V] in float32."""
+    """Logits [R, M, V] in float32; padded tokens get -inf."""
     axes = ("batch", "seq", "vocab")
     logits_RMV = jnp.einsum(
         "RMD,RVD->RMV", x_RMD, table_RVD, preferred_element_type=jnp.float32,
@@ -246,10 +247,9 @@ def _logits(x_RMD, table_RVD, vocab_size: int):
 
 @jax.custom_vjp
 def _before_backward(total):
-    """The loss, computed before its backward pass, which doesn't need its value.
+    """Makes XLA compute the loss before the backward pass, which doesn't need its value.
 
-    Otherwise XLA may compute it afterwards, and keep the gathered table until then: 1 GB of each chip
-    for 8b.
+    Otherwise XLA may compute it afterwards and keep the gathered table until then: for 8b, 1 GB.
     """
     return total
 

@@ -1,8 +1,8 @@
-"""MLP: a residual multilayer perceptron that classifies vectors, an image's pixels for instance.
+"""MLP: a residual multilayer perceptron that classifies vectors, such as an image's pixels.
 
-Blocks of LayerNorm (Ba et al. 2016), a wider Linear, GELU and a Linear back, each added to what it
-read (He et al. 2016): the MLP half of a Transformer, to any depth. Kernel and bias of each Linear
-are sharded as a pair: the bias lies as its kernel's last dim.
+Each residual block (He et al. 2016) is LayerNorm (Ba et al. 2016), a widening Linear, GELU and a
+Linear back: the MLP half of a Transformer's layer. A Linear's bias is sharded like the last dim of
+its kernel.
 
 Shapes: B batch, I inputs, D embed, F hidden, C classes.
 
@@ -18,7 +18,7 @@ mesh axes:
         state = jax.device_put(state, nnx.get_named_sharding(state, mesh))   # each weight at rest
         logits_BC = jax.jit(lambda s, x: nnx.merge(graph, s)(x))(state, x_BI)
 
-jax.jit does not notice that the rules change: give each table its own jitted function.
+jax.jit does not notice when the rules change: use a separate jitted function for each strategy.
 """
 
 import dataclasses
@@ -35,7 +35,7 @@ from .sharding import Rules, complete_tables, constrain, explicit, in_use, param
 class Config:
     """The architecture. Named sizes are classmethods."""
 
-    inputs: int = 64  # I, numbers in an example; 8 × 8 pixels
+    inputs: int = 64  # I, numbers per example; 8 × 8 pixels
     classes: int = 10  # C
     embed: int = 64  # D, width between the blocks
     hidden: int = 256  # F, width inside a block
@@ -66,12 +66,12 @@ LOGICAL_AXES = {
     "norm": "weights",  # D, of a norm's scale and bias: too small to be worth a gather
 }
 
-# What a weight's axis is called while it is multiplied, where rules may shard it differently.
+# A weight's logical axis at rest → its name in use, so that rules can shard the two differently.
 IN_USE = {"embed": "act_embed"}
 
 
 class Block(nnx.Module):
-    """x + down(gelu(up(norm(x)))). Megatron: `hidden` is split, the output is one all-reduce."""
+    """x + down(gelu(up(norm(x)))). Tensor parallelism splits `hidden` and costs one all-reduce."""
 
     def __init__(self, config: Config, *, rngs: nnx.Rngs):
         D, F = config.embed, config.hidden
@@ -102,14 +102,14 @@ class MLP(nnx.Module):
         return self.head(self.norm(x_BD), "batch", "classes")
 
     def loss(self, image, label):
-        """(sum of cross entropies in nats, number of examples, further figures) of a batch.
+        """Cross entropy of a batch, in nats.
 
         Args:
           image: [B, I].
-          label: [B], int; rows with a label below 0 only fill up the batch and don't count.
+          label: [B], int; rows with a label below 0 only pad the batch and don't count.
 
-        Returns: (objective sum, count, aux), float32 scalars; aux maps a name to (sum, count):
-          loss: the cross entropy; accuracy: how many labels are the most likely class.
+        Returns: (sum over examples, number of examples, aux), float32 scalars; aux maps a name to
+          (sum, count): loss: the cross entropy; accuracy: labels that are the most likely class.
         """
         logits_BC, counts_B = self(image), (label >= 0).astype(jnp.float32)
         picked_BC = jnp.arange(logits_BC.shape[1])[None] == label[:, None]
@@ -122,7 +122,7 @@ class MLP(nnx.Module):
 
 
 class Linear(nnx.Module):
-    """x · kernel + bias; `axes` name the kernel's two dims, and the last one is the bias's too."""
+    """x · kernel + bias; `axes` name the kernel's two dims, and the bias has the last of them."""
 
     def __init__(self, dims: tuple[int, int], axes: tuple[str, str], *, rngs: nnx.Rngs):
         self.kernel = param(rngs, dims, axes, dims[0] ** -0.5)
@@ -135,7 +135,7 @@ class Linear(nnx.Module):
 
 
 class LayerNorm(nnx.Module):
-    """(x - mean) / deviation · scale + bias."""
+    """(x - mean) / standard deviation · scale + bias."""
 
     def __init__(self, dim: int, eps: float):
         self.scale = nnx.Param(jnp.ones(dim), out_sharding=("norm",), eager_sharding=False)
@@ -149,20 +149,20 @@ class LayerNorm(nnx.Module):
         return x_BD * self.scale[...][None] + self.bias[...][None]
 
 
-# What each parallelism splits. A kernel [D, F] rests as (embed, hidden) says, and is multiplied as
-# (act_embed, hidden) says. Notation: In[B_X, D] is a tensor whose dim B is split over mesh axis X.
+# What each parallelism splits. A kernel [D, F] is stored with axes (embed, hidden) and multiplied
+# with (act_embed, hidden). Notation: In[B_X, D] is a tensor whose dim B is split over mesh axis X.
 
-# Data parallel: every device has every weight; one all-reduce of all gradients a step.
+# Data parallel: every device has every weight; one all-reduce of all gradients per step.
 DP = {
     "batch": "data",  # In[B_data, D] · W[D, F] → Out[B_data, F]: no communication
 }
-# ZeRO-3: each device keeps a part of each weight; whole weights exist only while in use.
+# ZeRO-3: each device stores a part of each weight; weights are whole only in use.
 FSDP = {
     "embed": "data",  # W[D_data, F] → W[D, F]: an all-gather before each matmul,
     # and its transpose, a reduce-scatter of the gradient
 }
 # Megatron: `up` is split by columns and `down` by rows, so the GELU needs no communication.
-# `classes` stays whole: ten are divisible by few mesh sizes.
+# `classes` is not split: few mesh sizes divide ten.
 TP = {
     "hidden": "model",  # H[B, F_model] · W[F_model, D] → partial sums: one all-reduce a block
 }

@@ -1,19 +1,19 @@
 """MoE: a decoder-only language model whose MLPs are mixtures of experts.
 
-Each position goes through `experts_per_token` of `num_experts` SwiGLU experts, chosen by a router
-(Shazeer et al. 2017); with a capacity for each expert, as in GShard (Lepikhin et al. 2020), or
-dropless (Gale et al. 2022). The balance loss is Switch Transformer's (Fedus et al. 2021), the
-router's z-loss ST-MoE's (Zoph et al. 2022), the bias that balances DeepSeek's (Wang et al. 2024):
-the family of Mixtral and Qwen3-MoE. All but the experts is as in transformer.py.
+A router sends each position to `experts_per_token` of `num_experts` SwiGLU experts (Shazeer et al.
+2017). Experts have a limited capacity, as in GShard (Lepikhin et al. 2020), or are dropless (Gale
+et al. 2022). The balance loss is Switch Transformer's (Fedus et al. 2021), the router's z-loss
+ST-MoE's (Zoph et al. 2022), the balancing bias DeepSeek's (Wang et al. 2024). This covers Mixtral
+and Qwen3-MoE. Everything but the experts is the same as in transformer.py.
 
 Shapes: B batch, T positions, D embed, F hidden width of an expert, V vocab, L layers, E experts, J
-experts of a position, U slots that a row has in an expert, M slots or chosen experts in a row, N rows
-before they are spread, R shards of the batch.
+experts per position, U slots per row in an expert, M slots or chosen experts in a row, N rows
+before `spread`, R batch shards.
 
     model = MoE(Config.tiny(), rngs=nnx.Rngs(0))
     objective_sum, count, figures = model.loss(tokens, targets)
 
-On a mesh it is used as transformer.py shows, with RULES at the end of this file.
+transformer.py shows how to use it on a mesh; RULES are at the end of this file.
 """
 
 import dataclasses
@@ -51,9 +51,9 @@ from .strategies import DECODER_AXES, DECODER_IN_USE, DECODER_UNEVEN, DP, FSDP, 
 
 @dataclasses.dataclass(frozen=True)
 class Config:
-    """The architecture, and how to compute it. Named sizes are classmethods.
+    """The architecture and how to compute it. Named sizes are classmethods.
 
-    Fields without a comment are as in transformer.Config.
+    Fields without a comment are explained in transformer.Config.
     """
 
     vocab_size: int
@@ -64,14 +64,14 @@ class Config:
     head_dim: int
     mlp: int  # F, hidden width of one expert's SwiGLU
     num_experts: int  # E
-    experts_per_token: int  # J, those that a position goes through
-    # Slots that each row has in an expert, in multiples of what even use would take. A position for
-    # which an expert has none left goes on without it. None: dropless, at the price of a sort.
+    experts_per_token: int  # J, experts that compute each position
+    # Slots per row in an expert, as a multiple of an even load. A position that finds no free slot
+    # skips the expert. None: dropless, at the cost of a sort.
     capacity: float | None = 1.25
     normalize: bool = True  # the weights of a position's experts sum to 1
-    balance_weight: float = 0.01  # of the balance loss in the objective
-    router_z_weight: float = 1e-3  # of the squared log-normalizer of the router's logits
-    balance_rate: float = 0.0  # by which a step moves the biases that even the load; 0: none
+    balance_weight: float = 0.01  # weight of the balance loss in the objective
+    router_z_weight: float = 1e-3  # weight of the squared log-normalizer of the router's logits
+    balance_rate: float = 0.0  # how far a step moves the biases that even the load; 0: no biases
     norm_eps: float = 1e-5
     rope_theta: float = 10_000.0
     rope_scaling: tuple | None = None
@@ -94,14 +94,15 @@ class Config:
         check_config(self, remat=REMAT, attention=KERNEL_NAMES)
         if self.experts_per_token > self.num_experts:
             raise ValueError(
-                f"experts_per_token={self.experts_per_token} is more than num_experts={self.num_experts}"
+                f"experts_per_token={self.experts_per_token} is more than "
+                f"num_experts={self.num_experts}"
             )
         if self.capacity is not None and not self.capacity > 0:
             raise ValueError(f"capacity={self.capacity} must be > 0, or None for dropless")
 
     @classmethod
     def tiny(cls) -> "Config":
-        """271,680 parameters. 124,224 of them active. For tests: every sharded dim is divisible by 8."""
+        """271,680 parameters. 124,224 of them active. For tests: 8 divides every sharded dim."""
         return cls(
             384, 64, 2, num_heads=16, num_kv_heads=8, head_dim=8,
             mlp=64, num_experts=8, experts_per_token=2,
@@ -109,11 +110,14 @@ class Config:
 
     @classmethod
     def small(cls) -> "Config":
-        """2,479,232 parameters. 857,216 of them active, about Transformer's small. The laptop default, over bytes."""
+        """2,479,232 parameters. 857,216 of them active, about Transformer's small.
+
+        The laptop default, with bytes as tokens.
+        """
         return cls(
             384, 128, 4, num_heads=8, num_kv_heads=8, head_dim=16,
             mlp=176, num_experts=8, experts_per_token=2, remat="dots",
-            # A row of 128 bytes uses its experts less evenly than one of thousands of tokens.
+            # A row of 128 bytes loads its experts less evenly than one of thousands of tokens.
             capacity=2.0, balance_weight=0.03,
         )  # fmt: skip
 
@@ -137,7 +141,7 @@ class Config:
 
 
 REMAT = REMAT_POLICIES | {
-    # What arrived at the experts and where it came from: nothing is sent to them a second time.
+    # What experts receive: nothing is sent to them a second time.
     "dispatched": jax.checkpoint_policies.save_only_these_names("dispatched"),
 }
 
@@ -150,18 +154,18 @@ SIZES = {
 
 # What sharding rules may name, and whether activations, weights or both have it.
 LOGICAL_AXES = DECODER_AXES | {
-    "expert": "weights",  # E; each device computes its experts, and activations travel to them
+    "expert": "weights",  # E; activations travel to the devices of their experts
     "expert_embed": "weights",  # D, of experts at rest
     "router": "weights",  # E, of the router: each device scores all experts
 }
 
-# The name of a weight's axis while it is multiplied, where rules may shard it differently.
+# A weight's logical axis at rest → its name in use, so that rules can shard the two differently.
 IN_USE = DECODER_IN_USE | {"expert_embed": "act_embed"}
 
 # Dims that a mesh axis need not divide.
 UNEVEN = DECODER_UNEVEN
 
-# Logical axis → another that its mesh axes must split too: positions travel to experts along them.
+# Logical axis → another one that its mesh axes must split too: positions travel along them.
 WITHIN = {"expert": "batch"}
 
 
@@ -193,21 +197,21 @@ class MoE(nnx.Module):
         self.final_norm = RMSNorm(config.embed, config.norm_eps)
 
     def __call__(self, tokens_BT, segment_ids_BT=None) -> jax.Array:
-        """Logits [B, T, V] in float32, with which position t predicts token t + 1."""
+        """Returns logits [B, T, V] in float32; position t predicts token t + 1."""
         x_BTD, table_RVD, _, _ = self._trunk(tokens_BT, segment_ids_BT)
         return unembed(x_BTD, table_RVD, self.config.vocab_size)
 
     def loss(self, tokens, targets, segment_ids=None):
-        """(sum of the objective, number of targets, further figures) of a batch.
+        """Training objective of a batch; with balance_rate, the call also moves the biases.
 
         The objective is the cross entropy in nats, plus balance_weight · balance, plus
-        router_z_weight · router_z. With balance_rate, this moves the biases.
+        router_z_weight · router_z.
 
         Args:
-          tokens, segment_ids: as Transformer.loss takes them.
+          tokens, segment_ids: as in Transformer.loss.
           targets: [B, T], int; targets below 0 are padding and don't count.
 
-        Returns: (objective sum, count, aux), float32 scalars; aux maps a name to (sum, count):
+        Returns: (sum over targets, count, aux), float32 scalars; aux maps a name to (sum, count):
           loss: the cross entropy alone.
           balance, router_z, dropped, load_0 to load_{E-1}: see `Experts.route`; means over layers.
         """
@@ -227,22 +231,22 @@ class MoE(nnx.Module):
         return objective, count, {name: (figure, count) for name, figure in figures.items()}
 
     def prefill(self, tokens_BT, lengths_B, slots: int) -> tuple[jax.Array, Cache]:
-        """Reads prompts, padded in front, without dropping anything."""
+        """Reads left-padded prompts; experts drop nothing. See Transformer.prefill."""
         first_B, positions_BT, prompt_BT = left_padded(tokens_BT, lengths_B)
         x_BTD, table_RVD, kv, _ = self._trunk(tokens_BT, prompt_BT, None, positions_BT)
         logits_B1V = unembed(x_BTD[:, -1:], table_RVD, self.config.vocab_size)
         return logits_B1V[:, 0], fill_cache(kv, first_B, slots)
 
     def decode(self, tokens_B, cache: Cache) -> tuple[jax.Array, Cache]:
-        """Reads one more token a row. A jitted caller donates the cache."""
+        """Reads one more token per row. See Transformer.decode."""
         x_B1D, table_RVD, kv, _ = self._trunk(tokens_B[:, None], None, None, cache.next_B1, cache)
         logits_B1V = unembed(x_B1D, table_RVD, self.config.vocab_size)
         return logits_B1V[:, 0], cache.append(kv)
 
     def _trunk(self, tokens_BT, segment_ids_BT, counted_BT=None, positions_BT=None, cache=None):
-        """As Transformer._trunk, and each layer's figures of the positions that count (None: all).
+        """Transformer._trunk, plus each layer's figures over counted_BT (None: all positions).
 
-        In generation nothing is dropped: the padding of a prompt must not take slots.
+        Generation drops nothing, because the padding of a prompt must not take slots.
         """
         config, keep = self.config, positions_BT is not None
         at = positions(config, tokens_BT, segment_ids_BT, positions_BT, cache)
@@ -252,7 +256,7 @@ class MoE(nnx.Module):
 
         def layer(x_BTD, weights_and_past, kind):
             weights, past = weights_and_past
-            weights = in_use(weights, IN_USE, config.dtype)  # in here: remat gathers again
+            weights = in_use(weights, IN_USE, config.dtype)  # inside remat, which gathers again
             x_BTD, kv, figures = weights(x_BTD, at, kind, past, counted_BT, capacity)
             return x_BTD, (kv if keep else None, figures)
 
@@ -266,11 +270,11 @@ class MoE(nnx.Module):
 
 
 class Balance(nnx.Variable):
-    """What an expert's score gains before the choice: a buffer, which has no gradient."""
+    """A bias on the experts' scores before the choice: a buffer, without a gradient."""
 
 
 class Experts(nnx.Module):
-    """A mixture of SwiGLU experts: each position's output is the weighted sum of its experts'."""
+    """A mixture of SwiGLU experts: each position gets the weighted sum of its experts' outputs."""
 
     def __init__(self, config: Config, *, rngs: nnx.Rngs):
         D, E, F = config.embed, config.num_experts, config.mlp
@@ -284,11 +288,10 @@ class Experts(nnx.Module):
             self.bias = Balance(jnp.zeros(E), out_sharding=("router",), eager_sharding=False)
 
     def __call__(self, x_BTD, counted_BT, capacity: float | None):
-        """Returns what it adds to the residual, and the figures of `route`.
+        """Returns the output to add to the residual, and the figures of `route`.
 
-        The experts are computed inside jax.shard_map: what each device sends is written down, and
-        is the same on any mesh. Raises ValueError if the rules don't split the batch over all axes
-        that split experts.
+        Experts run inside jax.shard_map, so communication is explicit and the same on any mesh.
+        Raises ValueError if rules split experts over a mesh axis that does not split the batch.
         """
         E, T = self.config.num_experts, x_BTD.shape[1]
         slots = T  # enough for any choice
@@ -298,7 +301,7 @@ class Experts(nnx.Module):
         split = {axis: mesh_axes(axis) for axis in ("expert", "mlp")}
         if alone := {*split["expert"]} - {*mesh_axes("batch")}:
             raise ValueError(
-                f"the rules split experts over {', '.join(sorted(alone))}, and the batch not"
+                f"the rules split experts over {', '.join(sorted(alone))}, but not the batch"
             )
         compute = functools.partial(dropless, split=split)
         if capacity is not None:
@@ -313,16 +316,16 @@ class Experts(nnx.Module):
         """Chooses each position's experts, in float32.
 
         Args:
-          counted_BT: bool, the positions that figures are of.
-          slots: how many positions of a row an expert takes. They are given away in the row's order,
-            so that a position's output depends on nothing after it.
+          counted_BT: bool, the positions that figures include.
+          slots: how many positions of a row an expert takes. Earlier positions come first, so that
+            no output depends on later positions.
 
-        Returns: (expert_BTJ, best first; weight_BTJ; place_BTJ, how many positions before it in its
+        Returns: (expert_BTJ, best first; weight_BTJ; place_BTJ, how many earlier positions of the
           row chose the same expert), and name → sum over the positions:
-          balance: E · Σ over experts of (share of a row's choices) · (mean probability); 1 is even.
-          router_z: the square of the log of the router's normalizer.
-          dropped: the share of its experts that had no slot left.
-          load [E]: whether it chose this expert, times E/J; 1 is an even share.
+          balance: E · Σ over experts of (share of a row's choices) · (mean probability); 1 if even.
+          router_z: the squared log of the router's normalizer.
+          dropped: the share of a position's experts that had no slot left.
+          load [E]: whether a position chose this expert, times E/J; 1 if even.
         """
         config, E, J = self.config, self.config.num_experts, self.config.experts_per_token
         with jax.default_matmul_precision("highest"):
@@ -333,7 +336,7 @@ class Experts(nnx.Module):
         if config.balance_rate:
             scores_BTE += self.bias[...][None, None]
         expert, weight, taken = [], [], []
-        for _ in range(J):  # not by top_k, for which XLA may gather all devices' scores
+        for _ in range(J):  # not top_k, for which XLA may gather all devices' scores
             best_BT = jnp.argmax(scores_BTE, axis=-1).astype(jnp.int32)
             best_BTE = best_BT[..., None] == jnp.arange(E)[None, None]
             scores_BTE = jnp.where(best_BTE, -jnp.inf, scores_BTE)
@@ -348,7 +351,7 @@ class Experts(nnx.Module):
             weight_BTJ /= weight_BTJ.sum(axis=-1, keepdims=True)
 
         counted_BT1 = counted_BT.astype(jnp.float32)[..., None]
-        taken_BE = (taken_BTE.astype(jnp.float32) * counted_BT1).sum(axis=1)
+        taken_BE = (jnp.asarray(taken_BTE, jnp.float32) * counted_BT1).sum(axis=1)
         probs_BE = (probs_BTE * counted_BT1).sum(axis=1)
         count_B1 = jnp.maximum(counted_BT1.sum(1), 1)
         normalizer_BT1 = jax.nn.logsumexp(logits_BTE, axis=-1, keepdims=True)
@@ -364,10 +367,10 @@ class Experts(nnx.Module):
 def by_capacity(
     x_BTD, expert_BTJ, weight_BTJ, place_BTJ, gate, up, down, *, num_experts, slots, split
 ):
-    """[B, T, D]: an expert takes the first `slots` positions of each row that chose it.
+    """Experts with a capacity: each takes the first `slots` positions of a row that chose it.
 
-    What one device does: its own rows, sent to the devices of their experts and back, and what other
-    devices send to its own experts.
+    Runs on one device: sends its rows to the devices of their experts and back, and applies its own
+    experts to the rows it receives. Returns [B, T, D].
 
     Args:
       split: the mesh axes that split `expert` and `mlp`.
@@ -386,7 +389,7 @@ def by_capacity(
     choice_BM = jnp.where(used_BM, jnp.take_along_axis(order_BM, sorted_BM, axis=1), -1)
     token_BM = choice_BM // J
 
-    def send(y_BMD):  # [B, E · U, D] → [E here, M, D], M being slots of all rows that are sent here
+    def send(y_BMD):  # [B, E · U, D] → [E here, M, D], with M slots of all rows that arrive here
         y_EBUD = y_BMD.reshape(B, E, U, -1).swapaxes(0, 1)
         if split["expert"]:
             y_EBUD = jax.lax.all_to_all(y_EBUD, split["expert"], 0, 1, tiled=True)
@@ -394,7 +397,7 @@ def by_capacity(
 
     x_EMD = send(spread(x_BTD, token_BM, slot_BTJ))
     weight_BM1 = weight_BTJ.reshape(B, T * J, 1)
-    # The weights travel too: their gradient then needs nothing that was sent back.
+    # Weights travel too, so that their gradient does not need the outputs that come back.
     weight_EM1 = send(spread(weight_BM1, choice_BM, slot_BTJ.reshape(B, T * J, 1)))
     hidden_EMF = jax.nn.silu(jnp.einsum("EMD,EDF->EMF", x_EMD, gate))
     hidden_EMF *= jnp.einsum("EMD,EDF->EMF", x_EMD, up)
@@ -409,9 +412,10 @@ def by_capacity(
 
 
 def dropless(x_BTD, expert_BTJ, weight_BTJ, place_BTJ, gate, up, down, *, split):
-    """[B, T, D]: experts take all that chose them, sorted by expert (Gale et al. 2022).
+    """Dropless experts (Gale et al. 2022): each takes all positions that chose it, after a sort.
 
-    What one device does: the rows of all devices that its experts' axes connect, by its own experts.
+    Runs on one device: gathers the rows of all devices along the axes that split experts, and
+    applies its own experts to them. Returns [B, T, D].
     """
     del place_BTJ  # nothing is dropped
     given = _partial(split["mlp"], x_BTD, weight_BTJ)
@@ -422,11 +426,11 @@ def dropless(x_BTD, expert_BTJ, weight_BTJ, place_BTJ, gate, up, down, *, split)
     (B, T, J), E = expert_BTJ.shape, len(gate)
     first = jax.lax.axis_index(split["expert"]) * E if split["expert"] else 0
     here_M = expert_BTJ.reshape(-1) - first
-    here_M = jnp.where((here_M >= 0) & (here_M < E), here_M, E)  # those of others last
+    here_M = jnp.where((here_M >= 0) & (here_M < E), here_M, E)  # other devices' choices go last
     order_M = jnp.argsort(here_M)
     slot_M = jnp.argsort(order_M)
     sizes_E = (here_M[:, None] == jnp.arange(E)[None]).sum(axis=0).astype(jnp.int32)
-    # Those of others are no rows: what ragged_dot makes where no group is, no platform promises.
+    # Mask those choices: ragged_dot's output outside of all groups is undefined.
     slot_M = jnp.where(here_M < E, slot_M, -1)
     order_M = jnp.where(jnp.arange(len(order_M)) < sizes_E.sum(), order_M, -1)
     token_1M, slot_1NJ = order_M[None] // J, slot_M.reshape(1, B * T, J)
@@ -444,30 +448,30 @@ def dropless(x_BTD, expert_BTJ, weight_BTJ, place_BTJ, gate, up, down, *, split)
 
 
 def _partial(axes: tuple[str, ...], *arrays):
-    """Marks arrays whose gradient each device along these axes has a part of; it is summed here."""
+    """Marks arrays as varying along mesh axes, so that their partial gradients are summed here."""
     return [jax.lax.pcast(x, axes, to="varying") if axes else x for x in arrays]
 
 
 def _take(x_BND, index_BM):
-    """[B, M, D]: of each x_ND the rows that index says; zeros where it is negative."""
+    """Rows of each x_ND by index, [B, M, D]; zeros where the index is negative."""
     get = jax.vmap(lambda x_ND, index_M: x_ND.at[index_M].get(mode="promise_in_bounds"))
     return jnp.where(index_BM[..., None] < 0, 0, get(x_BND, jnp.maximum(index_BM, 0)))
 
 
 @jax.custom_vjp
 def spread(x_BND, source_BM, target_BNJ):
-    """[B, M, D]: row m is row source[m] of x, or 0. `target` is where x's rows go, for the gradient.
+    """Returns [B, M, D]: row m is row source[m] of x, or 0. `target` says where x's rows go.
 
-    The transposes of `spread` and `unite` are each other: gathers, where XLA would write scatters,
-    which took five times as long to compile for TPUs.
+    `spread` and `unite` are each other's transposes, so that gradients are gathers. XLA would use
+    scatters, which took five times as long to compile for TPUs.
     """
     return _take(x_BND, source_BM)
 
 
 @jax.custom_vjp
 def unite(y_BMD, target_BNJ, source_BM):
-    """[B, N, D]: row n is the sum of y's rows target[n, :], those that are not negative."""
-    return sum(_take(y_BMD, target_BNJ[..., j]) for j in range(target_BNJ.shape[-1]))
+    """Returns [B, N, D]: row n is the sum of the rows target[n, :] of y, without negative ones."""
+    return jnp.asarray(sum(_take(y_BMD, target_BNJ[..., j]) for j in range(target_BNJ.shape[-1])))
 
 
 spread.defvjp(
@@ -482,28 +486,28 @@ unite.defvjp(
 
 complete = functools.partial(complete_tables, LOGICAL_AXES)
 
-# ZeRO-3 for the experts' [E, D, F], whose D has a name of its own: what splits E can't split D as
-# well. All experts are gathered for every layer, even those that a device has little use for.
+# ZeRO-3 for the experts' [E, D, F]. Their D has its own name, since a mesh axis that splits E can't
+# split D as well. Every layer gathers all experts, even those that a device hardly uses.
 EXPERT_FSDP = {
     "expert_embed": "data",
 }
 
 # Expert parallel: each device along `expert` has E / expert of the experts, and positions travel to
-# them and back. Four all-to-alls a layer and step, of capacity · J · D a position.
+# them and back: four all-to-alls per layer and step, each of capacity · J · D per position.
 EP = {
     "batch": ("data", "expert"),
     "expert": "expert",  # Slots[E, B_data_expert, D] → Slots[E_expert, B_data, D]
 }
 
-# With expert parallelism, the other weights rest on all devices, the experts on `data` besides
-# `expert`, and only a device's own experts are gathered.
+# ZeRO-3 with expert parallelism: experts are split over `expert` and `data`, other weights over all
+# devices. A device gathers only its own experts.
 FSDP_EP = {
     "embed": ("data", "expert"),
     "expert_embed": "data",
 }
 
 # Strategy → logical axis → mesh axis. DP, FSDP, HSDP and TP, and what they cost: strategies.py. TP
-# splits each expert's hidden dim; its all-reduces don't grow with the experts of a position.
+# splits each expert's hidden dim; its all-reduces don't grow with experts_per_token.
 RULES: dict[str, Rules] = complete(
     {
         "dp": DP,

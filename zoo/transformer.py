@@ -2,12 +2,12 @@
 
 RMSNorm before each sublayer (Zhang & Sennrich 2019), rotary position embeddings (Su et al. 2021),
 grouped-query attention (Ainslie et al. 2023), SwiGLU (Shazeer 2020); optional QK-norm, qkv biases,
-sliding windows, tied embeddings, rope scaling and LoRA adapters (Hu et al. 2021): the family of Llama
-2/3, Mistral, Qwen 2/3 and SmolLM. Layers are stacked and scanned, so compile time does not grow with
-depth.
+sliding windows, tied embeddings, rope scaling and LoRA adapters (Hu et al. 2021). This covers Llama
+2/3, Mistral, Qwen 2/3 and SmolLM. Layers are stacked and scanned, so compile time does not grow
+with depth.
 
 Shapes: B batch, T positions, S slots of the cache, D embed, N heads, K kv heads, H head dim, F mlp,
-V vocab, L layers, R shards of the batch.
+V vocab, L layers, R batch shards.
 
 Every parameter carries *logical* axis names. They have no effect until sharding rules map them to
 mesh axes:
@@ -21,7 +21,7 @@ mesh axes:
         state = jax.device_put(state, nnx.get_named_sharding(state, mesh))   # each weight at rest
         logits_BTV = jax.jit(lambda s, t: nnx.merge(graph, s)(t))(state, tokens_BT)
 
-jax.jit does not notice that the rules change: give each table its own jitted function.
+jax.jit does not notice when the rules change: use a separate jitted function for each strategy.
 """
 
 import dataclasses
@@ -49,7 +49,7 @@ from .strategies import DECODER_AXES, DECODER_IN_USE, DECODER_UNEVEN, DP, FSDP, 
 
 @dataclasses.dataclass(frozen=True)
 class Config:
-    """The architecture, and how to compute it. Named sizes are classmethods."""
+    """The architecture and how to compute it. Named sizes are classmethods."""
 
     vocab_size: int  # V, tokens
     embed: int  # D
@@ -60,10 +60,10 @@ class Config:
     mlp: int  # F, hidden width of the SwiGLU
     norm_eps: float = 1e-5
     rope_theta: float = 10_000.0  # base of the rotary wavelengths
-    rope_scaling: tuple | None = None  # for longer contexts: attention.Kind
+    rope_scaling: tuple | None = None  # for longer contexts; see attention.Kind
     sliding_window: int | None = None  # a position sees itself and the window - 1 before it
-    # Unlike layers: one period of them, repeated over the depth. Each kind has its own window and
-    # rotary embeddings, in place of the three fields above.
+    # For layers that differ: one period of kinds, repeated over the depth. Each kind has its own
+    # window and rotary embeddings, which replace the three fields above.
     layer_kinds: tuple[Kind, ...] = ()
     qkv_bias: bool = False
     qk_norm: bool = False
@@ -72,13 +72,13 @@ class Config:
     # (nnx.LoRAParam) get gradients.
     lora_rank: int = 0  # columns of A and rows of B; 0: no adapters
     lora_alpha: float = 16.0
-    lora_targets: tuple[str, ...] = ("q", "k", "v", "o", "gate", "up", "down")  # have an adapter
-    # How to compute it; nothing below changes a parameter.
+    lora_targets: tuple[str, ...] = ("q", "k", "v", "o", "gate", "up", "down")  # get adapters
+    # How to compute it: nothing below changes the parameters.
     dtype: str = "float32"  # of activations and matmuls; parameters, norms and loss stay float32
     remat: str = "full"  # what a layer keeps for its backward pass: a key of REMAT
-    attention: str = "auto"  # "xla", a key of KERNELS, or "auto": the best of the mesh's device
-    loss_chunk: int = 256  # C, positions of a sequence with logits at one time: positions_at_once
-    unroll: int = 1  # layers in one trip of the scan: all are 1 to 6% faster, and compile longer
+    attention: str = "auto"  # "xla", a key of KERNELS, or "auto": the best for the device
+    loss_chunk: int = 256  # C, positions of a sequence with logits at once; see positions_at_once
+    unroll: int = 1  # layers per scan iteration; unrolling all: 1 to 6% faster, slower to compile
 
     def __post_init__(self):
         """Raises ValueError if the configuration is invalid."""
@@ -91,19 +91,19 @@ class Config:
 
     @classmethod
     def small(cls) -> "Config":
-        """853,120 parameters. The laptop default, over bytes."""
+        """853,120 parameters. The laptop default, with bytes as tokens."""
         small = cls(384, 128, 4, num_heads=8, num_kv_heads=8, head_dim=16, mlp=352)
         return dataclasses.replace(small, remat="dots")
 
     @classmethod
     def medium(cls) -> "Config":
-        """3,213,568 parameters. Over bytes; the published transformer.stdlib_3m."""
+        """3,213,568 parameters. With bytes as tokens; published as transformer.stdlib_3m."""
         medium = cls(384, 256, 4, num_heads=8, num_kv_heads=8, head_dim=32, mlp=672)
         return dataclasses.replace(medium, remat="dots")
 
     @classmethod
     def gpt2_124m(cls) -> "Config":
-        """123,587,328 parameters. GPT-2's shape, its vocabulary padded to a multiple of 128."""
+        """123,587,328 parameters. GPT-2's shape, vocabulary padded to a multiple of 128."""
         return cls(50_304, 768, 12, num_heads=12, num_kv_heads=12, head_dim=64, mlp=2_048)
 
     @classmethod
@@ -138,7 +138,7 @@ SIZES = {
 
 REMAT = REMAT_POLICIES  # what a layer keeps for its backward pass
 
-# What sharding rules may name; the name of a weight's axis in use; dims that need not divide evenly.
+# Axes that rules map; a weight's axis at rest → in use; dims that need not divide evenly.
 LOGICAL_AXES, IN_USE, UNEVEN = DECODER_AXES, DECODER_IN_USE, DECODER_UNEVEN
 
 
@@ -163,31 +163,31 @@ class Transformer(nnx.Module):
     def __init__(self, config: Config, *, rngs: nnx.Rngs):
         self.config = config
         self.embed = vocabulary(config, rngs=rngs)
-        # Every parameter of the layers has L, logical axis `layers`, in front.
+        # Every parameter of the layers starts with dim L, logical axis `layers`.
         self.layers = stack(functools.partial(Layer, config), config.num_layers, rngs)
         self.final_norm = RMSNorm(config.embed, config.norm_eps)
         if not config.tie_embeddings:
             self.unembed = vocabulary(config, rngs=rngs)
 
     def __call__(self, tokens_BT, segment_ids_BT=None) -> jax.Array:
-        """Logits [B, T, V] in float32, with which position t predicts token t + 1.
+        """Returns logits [B, T, V] in float32; position t predicts token t + 1.
 
         Args:
           tokens_BT: int, below vocab_size. On a mesh, B must be divisible by the axes of `batch`.
-          segment_ids_BT: int; positions attend only within their own segment. None: all are one.
+          segment_ids_BT: int; positions attend only within their own segment. None: one per row.
         """
         x_BTD, table_RVD, _ = self._trunk(tokens_BT, segment_ids_BT)
         return unembed(x_BTD, table_RVD, self.config.vocab_size)
 
     def loss(self, tokens, targets, segment_ids=None):
-        """(sum of cross entropies in nats, number of targets, further figures) of a batch.
+        """Cross entropy of a batch, in nats.
 
         Args:
-          tokens: [B, T], int; segment_ids: [B, T] or None, as `__call__` takes them.
+          tokens, segment_ids: as in `__call__`.
           targets: [B, T], int; targets below 0 are padding and don't count.
 
-        Returns: (objective sum, count, aux), float32 scalars; aux maps a name to (sum, count):
-          loss: the cross entropy.
+        Returns: (sum over targets, number of targets, aux), float32 scalars; aux maps a name to
+          (sum, count): loss: the cross entropy.
         """
         x_BTD, table_RVD, _ = self._trunk(tokens, segment_ids)
         sizes = (self.config.vocab_size, self.config.loss_chunk)
@@ -195,11 +195,11 @@ class Transformer(nnx.Module):
         return total, count, {"loss": (total, count)}
 
     def prefill(self, tokens_BT, lengths_B, slots: int) -> tuple[jax.Array, Cache]:
-        """Reads prompts: the logits [B, V] of what follows each, and a cache for more tokens.
+        """Reads prompts. Returns next-token logits [B, V] and a cache with room for more tokens.
 
         Args:
-          tokens_BT: int; padded in front: row b's prompt is its last lengths_B[b] ≥ 1 tokens.
-          slots: S ≥ T, tokens that the cache has room for, those of the prompt and its padding too.
+          tokens_BT: int, left-padded: row b's prompt is its last lengths_B[b] ≥ 1 tokens.
+          slots: S ≥ T, the capacity of the cache in tokens, including prompts and padding.
         """
         first_B, positions_BT, prompt_BT = left_padded(tokens_BT, lengths_B)
         x_BTD, table_RVD, kv = self._trunk(tokens_BT, prompt_BT, positions_BT)
@@ -207,19 +207,19 @@ class Transformer(nnx.Module):
         return logits_B1V[:, 0], fill_cache(kv, first_B, slots)
 
     def decode(self, tokens_B, cache: Cache) -> tuple[jax.Array, Cache]:
-        """Reads one more token a row: the logits [B, V] of what follows it, and the cache with it.
+        """Reads one more token per row. Returns next-token logits [B, V] and the extended cache.
 
-        A jitted caller donates the cache: one slot of it is then written in place. It must not be
-        full: length < S.
+        A jitted caller should donate the cache, so that one slot is written in place. The cache
+        must not be full: length < S.
         """
         x_B1D, table_RVD, kv = self._trunk(tokens_B[:, None], None, cache.next_B1, cache)
         logits_B1V = unembed(x_B1D, table_RVD, self.config.vocab_size)
         return logits_B1V[:, 0], cache.append(kv)
 
     def _trunk(self, tokens_BT, segment_ids_BT, positions_BT=None, cache=None):
-        """The last layer's output, normed, [B, T, D]; the table that unembeds it, [R, V, D].
+        """Returns the layers' output, normed, [B, T, D] and the table to unembed it, [R, V, D].
 
-        Given positions, as generation gives them, also each layer's keys and values, [L, B, T, K, H].
+        With positions, as in generation, also all layers' keys and values, each [L, B, T, K, H].
         """
         config, keep = self.config, positions_BT is not None
         table_RVD = table_copies(self.embed, config.dtype)
@@ -227,7 +227,7 @@ class Transformer(nnx.Module):
 
         def layer(x_BTD, weights_and_past, kind):
             weights, past = weights_and_past
-            weights = in_use(weights, IN_USE, config.dtype)  # in here: remat gathers again
+            weights = in_use(weights, IN_USE, config.dtype)  # inside remat, which gathers again
             x_BTD, kv = weights(x_BTD, at, kind, past)
             return x_BTD, kv if keep else None
 

@@ -180,7 +180,7 @@ TPU, H100, MI300 = (
         (TPU, 8192, True, {"sliding_window": 4096, "dtype": "float32"}, "splash, blocks of 512"),
         (TPU, 1920, True, {}, "splash, blocks of 384"),
         (TPU, 128, False, {}, "splash, blocks of 128"),
-        (TPU, 1000, True, {}, "xla, no kernel for 1,000 positions, no multiple of 128"),
+        (TPU, 1000, True, {}, "xla, no kernel for 1,000 positions, not a multiple of 128"),
         (H100, 1000, True, {}, "triton"),
         (H100, 1001, False, {"sliding_window": 100}, "cudnn"),
         (H100, 1024, True, {"sliding_window": 100}, "xla, no kernel for segments and a sliding window together"),
@@ -209,7 +209,7 @@ def test_rules_that_split_a_row_have_no_kernel():
         )
         with layout.trace():
             ((name, told),) = attention_kernels(TINY, 1024, True)
-        assert (name, told) == ("xla", f"xla, no kernel for rows whose {axis} the rules split")
+        assert (name, told) == ("xla", f"xla, no kernel for rules that split {axis}")
 
 
 def test_an_older_gpu_is_known_by_its_compute_capability(monkeypatch):
@@ -276,6 +276,6 @@ def test_the_report_tells_the_kernel(tmp_path, monkeypatch, capsys, quick):
 def test_the_report_tells_of_blocks_and_limits():
     assert attention(on(*TPU), 256, True) == ["attention: splash, blocks of 256"]
     assert attention(on(*TPU), 100, True) == [
-        "attention: xla, no kernel for 100 positions, no multiple of 128"
+        "attention: xla, no kernel for 100 positions, not a multiple of 128"
     ]
     assert attention(on("cpu", "cpu"), 256, True) == []

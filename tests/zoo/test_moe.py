@@ -441,7 +441,7 @@ def test_dropless_reads_nothing_of_rows_without_a_group(monkeypatch):
 
 def test_rules_that_split_experts_and_not_the_batch_over_an_axis():
     mesh = jax.make_mesh((2, 4), ("data", "expert"))
-    with pytest.raises(ValueError, match="the rules split experts over expert, and the batch not"):
+    with pytest.raises(ValueError, match="the rules split experts over expert, but not the batch"):
         loss_and_gradient(model_of(), rows(8), mesh, RULES["ep"] | {"batch": "data"})
 
 

@@ -456,7 +456,7 @@ def test_a_checkpoint_restores_with_its_kinds(tmp_path):
 @pytest.mark.parametrize(
     ("fields", "said"),
     [
-        (dict(layer_kinds=(A, B, C)), "layer_kinds has 3 kinds, and num_layers=2"),
+        (dict(layer_kinds=(A, B, C)), "layer_kinds has 3 kinds, more than num_layers=2"),
         (dict(layer_kinds=(A,), sliding_window=3), "sliding_window=3 and layer_kinds exclude"),
         (dict(layer_kinds=(A, Kind(0, 1e4))), "layer_kinds has window=0, which must be ≥ 1, or"),
     ],
