@@ -1,7 +1,8 @@
-"""Copies an entry of the zoo, with the shared files that it needs, into a project of your own.
+"""Copies an entry of the zoo, with the shared files that it needs, into your own project.
 
-    python -m recipes.copy --entry=transformer --target=mine          # its files, into the folder mine
-    python -m recipes.copy --entry=moe --one_file=src/my_moe.py       # all of them as a single file
+    python -m recipes.copy --entry=transformer --target=mine          # its files, into the folder
+    mine python -m recipes.copy --entry=moe --one_file=src/my_moe.py       # all of them as a single
+    file
 
 The copy needs only jax and flax. Existing files are never overwritten.
 """
@@ -27,7 +28,7 @@ ZOO = pathlib.Path(zoo.__file__).parent
 @dataclasses.dataclass(frozen=True)
 class Flags:
     entry: str = flag("transformer", "Zoo entry to copy.", group="model")
-    target: str = flag("", "Folder to copy its files into; a new one, or one without such files.")
+    target: str = flag("", "Folder to copy its files into; new, or without files of these names.")
     one_file: str = flag("", "New .py file to write instead, with all of the code.")
 
 
@@ -63,12 +64,12 @@ def main(flags: Flags) -> None:
 
 
 def place(name: str, option: str, suffix: str = "") -> pathlib.Path:
-    """The path that a flag names.
+    """The path in a flag's value.
 
     Args:
-      suffix: of the file that the flag names; "": it names a folder.
+      suffix: suffix of the file; "": the path is a folder.
 
-    Raises UserError if nothing can be made there, or if Python couldn't import it.
+    Raises UserError if nothing can be created there, or if Python couldn't import it.
     """
     given = f"--{option}={name}"
     if folders.in_bucket(name):
@@ -84,23 +85,23 @@ def place(name: str, option: str, suffix: str = "") -> pathlib.Path:
         better = better if importable(better) else f"my_{better or 'model'}"
         raise UserError(f"{given} can't be imported; use a name like {better}{suffix}")
     if not path.parent.is_dir():
-        raise UserError(f"{given}: the folder {path.parent} doesn't exist; make it first")
+        raise UserError(f"{given}: the folder {path.parent} doesn't exist; create it first")
     return path
 
 
 def importable(name: str) -> bool:
-    """Whether Python can import a module of this name, and no other module is hidden by it."""
+    """Whether Python can import a module of this name, and the name hides no other module."""
     reserved = keyword.iskeyword(name) or name in sys.stdlib_module_names or name in ("jax", "flax")
     return name.isidentifier() and not reserved
 
 
 def write(folder: pathlib.Path, files: dict[str, bytes], given: str, option: str) -> None:
-    """Writes these files into a folder: all of them or none, and each of them whole.
+    """Writes files into a folder, atomically: all of them or none.
 
     Args:
       given: the value of the flag `option`, which names the folder or its only file.
 
-    Raises UserError if one of them exists, or if they can't be written.
+    Raises UserError if a file exists already or can't be written.
     """
     for name in files:
         if os.path.lexists(folder / name):
@@ -108,7 +109,7 @@ def write(folder: pathlib.Path, files: dict[str, bytes], given: str, option: str
             raise UserError(f"--{option}={given} {problem}; use a new name")
     new, done = not folder.exists(), []
     around = folder.parent if new else folder
-    # A signal waits until all is written: outside of training it would end the process at once.
+    # Delays signals until all is written: outside of training they end the process at once.
     with preemption.training(), folders.writing(given, option):
         with tempfile.TemporaryDirectory(prefix=".copy.", dir=around) as hidden:
             beside = pathlib.Path(hidden) / "new"
@@ -131,7 +132,7 @@ def write(folder: pathlib.Path, files: dict[str, bytes], given: str, option: str
 
 
 def move(source: pathlib.Path, target: pathlib.Path) -> None:
-    """Moves a finished file to where no file is. Raises FileExistsError if one has come."""
+    """Moves a file without overwriting. Raises FileExistsError if the target exists by now."""
     try:
         os.link(source, target)
     except FileExistsError:

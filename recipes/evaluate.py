@@ -109,7 +109,7 @@ def main(devices: Devices, flags: Evaluate) -> None:
         facts = {"bytes": data.held_out_bytes, "part": flags.part, "seq_len": length}
         found.setdefault("datasets", {})[name] = evaluation.figures(totals) | facts
     if asked:
-        from recipes.common.harness.adapter import Model
+        from recipes.common.harness.model import Model
 
         model = Model(layout, variables, tokenizer, flags.batch_size, context, about)
         found["tasks"] = tasks.run(

@@ -1,10 +1,10 @@
-"""Compares sharding strategies and meshes by the train step that is compiled for each of them.
+"""Compares sharding strategies and meshes by their compiled train steps.
 
-    python -m recipes.meshes                                  # the laptop's Transformer, eight devices
-    python -m recipes.meshes --size=124m --meshes=8x1,2x4     # nothing is allocated, only compiled
-    python -m recipes.meshes --entry=mlp --batch_size=128     # another entry of the zoo
+    python -m recipes.meshes                                  # the laptop's Transformer, eight
+    devices python -m recipes.meshes --size=124m --meshes=8x1,2x4     # nothing is allocated, only
+    compiled python -m recipes.meshes --entry=mlp --batch_size=128     # another entry of the zoo
 
-Bytes are those of one device. Everything comes from the compiler: nothing runs.
+Bytes are per device. Everything comes from the compiler: nothing runs.
 """
 
 import dataclasses
@@ -28,11 +28,11 @@ class Flags:
     entry: str = flag("transformer", "Zoo entry.", group="model", choices=entries.ENTRIES)
     size: str = flag("small", "Size of the model, a key of its zoo file's SIZES.", group="model")
     meshes: str = flag(
-        "8x1,4x2,2x4,1x8,2x2x2", "Meshes to compare, with commas between them; those with names, as "
-        "data=2,expert=4, with semicolons.",
+        "8x1,4x2,2x4,1x8,2x2x2", "Meshes to compare, comma-separated; meshes with axis names, such as "
+        "data=2,expert=4, separated by semicolons.",
     )  # fmt: skip
     batch_size: int = flag(16, "Examples per step, over all devices.", group="data", at_least=1)
-    seq_len: int = flag(128, "Tokens of context, of text.", group="data", at_least=1)
+    seq_len: int = flag(128, "Tokens of context, for text.", group="data", at_least=1)
 
 
 def main(flags: Flags) -> None:
@@ -41,7 +41,7 @@ def main(flags: Flags) -> None:
     if flags.size not in zoo.SIZES:
         raise UserError(f"--size={flags.size} is not one of {', '.join(zoo.SIZES)}")
     config = zoo.SIZES[flags.size]()
-    # The first mesh decides how many devices are simulated.
+    # The first mesh determines how many devices are simulated.
     largest_first = sorted(names, key=lambda name: -math.prod(parse(name).values()))
     meshes = {name: make_mesh(name) for name in largest_first}
     example = entries.dataset(flags.entry, vars(config) | vars(flags) | {"seed": 0}).filler
@@ -49,7 +49,7 @@ def main(flags: Flags) -> None:
         "| strategy | mesh | parameters | optimizer | temporary | all-gather | all-reduce | other |",
         "|---|---|---:|---:|---:|---:|---:|---:|",
     )
-    left_out = {}  # messages, in order and without duplicates
+    left_out = {}  # messages in order, without duplicates
     for strategy in zoo.RULES:
         for name in names:
             try:
@@ -66,7 +66,7 @@ def main(flags: Flags) -> None:
 
 
 def row(layout: Layout, mesh: str, example: Tree) -> str:
-    """One line of the table: what a train step under this layout costs each device."""
+    """One line of the table: what a train step with this layout costs each device."""
     lr = LearningRate(1e-3, 1, 10)
     step = TrainStep(layout, adamw(lr, weight_decay=0.1, clip_norm=1.0), lr)
     abstract = step.abstract_state()
@@ -82,7 +82,7 @@ def row(layout: Layout, mesh: str, example: Tree) -> str:
         if kind not in ("all-gather", "all-reduce")
     )
     held = [report.bytes_per_device(abstract[part]) for part in ("params", "opt_state")]
-    held.append(compiled.memory_analysis().temp_size_in_bytes)
+    held.append(report.memory(compiled).temp_size_in_bytes)
     cells = [layout.strategy, mesh, *map(report.size, held), gathered, reduced, other or "-"]
     return f"| {' | '.join(cells)} |"
 

@@ -249,7 +249,7 @@ def _logits(x_RMD, table_RVD, vocab_size: int):
 def _before_backward(total):
     """Makes XLA compute the loss before the backward pass, which doesn't need its value.
 
-    Otherwise XLA may compute it afterwards and keep the gathered table until then: for 8b, 1 GB.
+    Otherwise XLA may compute it later and keep the gathered table until then: 1 GB per chip for 8b.
     """
     return total
 

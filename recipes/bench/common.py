@@ -17,7 +17,7 @@ from recipes.common.runtime.errors import UserError
 from recipes.common.runtime.terminal import print0
 from recipes.common.sharding.abstract import Tree
 from recipes.common.sharding.layout import Layout, make_layout
-from recipes.common.sharding.rules import Table as Rules
+from recipes.common.sharding.rules import Rules
 from recipes.common.train.optimizer import LearningRate, adamw
 from recipes.common.train.state import initialize
 from recipes.common.train.step import TrainStep

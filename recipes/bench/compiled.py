@@ -171,7 +171,7 @@ def _in_use(step: Step, axes: Iterable[str]) -> list[str]:
 
 def _mesh_axes(step: Step, axes: Iterable[str]) -> set[str]:
     """The mesh axes that split these logical axes."""
-    return {name for axis in axes for name in mesh_axes(step.layout.table[axis])}
+    return {name for axis in axes for name in mesh_axes(step.layout.rules[axis])}
 
 
 def _devices(step: Step, axes: Iterable[str]) -> int:

@@ -127,7 +127,7 @@ def memory_parts(step: Step) -> dict[str, float]:
     width = jnp.dtype(config.dtype).itemsize
 
     def over(axis):
-        return shards(layout.table, axis, layout.mesh.shape)
+        return shards(layout.rules, axis, layout.mesh.shape)
 
     rows, length = layout.batch_size // layout.batch_shards, step.seq_len
     D, F = config.embed, config.mlp // over("mlp")

@@ -1,4 +1,4 @@
-"""The one table of zoo entries. Add a line here for a new one: zoo/README.md has the five steps."""
+"""The zoo's entries by name. A new entry adds one line here; zoo/README.md lists the five steps."""
 
 import importlib
 import inspect
@@ -9,10 +9,10 @@ from typing import Any, NamedTuple
 class Entry(NamedTuple):
     model: str  # class in zoo/<entry>.py
     data: str  # module whose `load` makes its dataset
-    unit: str  # of its loss, on cards
+    unit: str  # unit of its loss, for cards
 
 
-ENTRIES = {  # the name of its zoo file and of its recipe → what else there is to know
+ENTRIES = {  # name of the zoo file and of the recipe → Entry
     "dot_relu_dot": Entry("DotReluDot", "data.synthetic", "mean squared error"),
     "mlp": Entry("MLP", "data.digits", "nats an image"),
     "transformer": Entry("Transformer", "data.text", "nats a token"),
@@ -21,12 +21,12 @@ ENTRIES = {  # the name of its zoo file and of its recipe → what else there is
 
 
 def zoo_file(name: str) -> types.ModuleType:
-    """zoo/<name>.py, imported now: Config, SIZES, LOGICAL_AXES, IN_USE, RULES and the model."""
+    """Imports zoo/<name>.py: Config, SIZES, LOGICAL_AXES, IN_USE, RULES and the model."""
     return importlib.import_module(f"zoo.{name}")
 
 
 def model(name: str) -> type:
-    """The entry's nnx.Module; it takes a config and rngs."""
+    """The entry's nnx.Module, which takes a config and rngs."""
     return getattr(zoo_file(name), ENTRIES[name].model)
 
 
@@ -34,9 +34,9 @@ def dataset(name: str, known: dict[str, Any]):
     """The entry's data.Dataset.
 
     Args:
-      known: a run's flags and fields of its model's config; `load` takes those that it names.
+      known: a run's flags and its config's fields, from which `load` gets its arguments by name.
 
-    Raises DataError if the data is not here.
+    Raises DataError if the data can't be loaded.
     """
     load = importlib.import_module(ENTRIES[name].data).load
     wanted = inspect.signature(load).parameters

@@ -1,6 +1,6 @@
-"""Text from a model with a cache: prompts are read at once, then each step writes a token a row.
+"""Generates tokens with a KV cache: reads all prompts at once, then writes one token per row and step.
 
-A model that can be used here has `prefill` and `decode` (zoo/transformer.py, zoo/moe.py).
+Models need the methods `prefill` and `decode`, as in zoo/transformer.py and zoo/moe.py.
 """
 
 import dataclasses
@@ -18,24 +18,24 @@ from recipes.common.sharding import Layout, Tree, paths
 from recipes.common.sharding.rules import shards
 from zoo.attention import kinds
 
-SHORTEST = 16  # tokens: prompts are padded to this length, twice it, four times it, …
+SHORTEST = 16  # prompts are padded to 16, 32, 64, … tokens
 
 
 @dataclasses.dataclass(frozen=True)
 class Sampling:
-    """How the next token is chosen."""
+    """Settings for choosing the next token."""
 
-    temperature: float = 0.0  # 0: the likeliest
-    top_k: int = 0  # tokens to choose among; 0: all
-    top_p: float = 1.0  # share of the probability to choose among: the fewest tokens that have it
+    temperature: float = 0.0  # 0: the likeliest token
+    top_k: int = 0  # choose among the k likeliest tokens; 0: all
+    top_p: float = 1.0  # choose among the fewest tokens that have this share of the probability
     seed: int = 0
 
     def keys(self, rows_B: jax.Array) -> jax.Array:
-        """[B]: of each row, by its number."""
+        """A key for each row [B], from the row's number."""
         return jax.vmap(lambda row: jax.random.fold_in(jax.random.key(self.seed), row))(rows_B)
 
     def __call__(self, logits_BV: jax.Array, keys_B: jax.Array, number) -> jax.Array:
-        """Tokens [B], each a function of its row's key, its own number and its logits."""
+        """Chooses tokens [B], each a function of its row's key, the token's number and its logits."""
         if not self.temperature:
             return jnp.argmax(logits_BV, axis=-1).astype(jnp.int32)
         logits_BV = self._kept(logits_BV / self.temperature)
@@ -46,21 +46,23 @@ class Sampling:
         return jax.vmap(one)(keys_B, logits_BV).astype(jnp.int32)
 
     def _kept(self, logits_BV: jax.Array) -> jax.Array:
-        """-inf for the tokens that are no choice; top_p counts among those that top_k leaves."""
+        """Sets excluded tokens to -inf; top_p applies to the tokens that top_k keeps."""
         if 0 < self.top_k < logits_BV.shape[-1]:
             least_B1 = jax.lax.top_k(logits_BV, self.top_k)[0][:, -1:]
             logits_BV = jnp.where(logits_BV < least_B1, -jnp.inf, logits_BV)
         if self.top_p < 1:
             sorted_BV = jnp.sort(logits_BV, axis=-1, descending=True)
             share_BV = jax.nn.softmax(sorted_BV, axis=-1)
-            wanted_BV = jnp.cumsum(share_BV, axis=-1) - share_BV < self.top_p  # the first always is
+            wanted_BV = (
+                jnp.cumsum(share_BV, axis=-1) - share_BV < self.top_p
+            )  # always keeps the first
             least_B1 = jnp.where(wanted_BV, sorted_BV, jnp.inf).min(axis=-1, keepdims=True)
             logits_BV = jnp.where(logits_BV < least_B1, -jnp.inf, logits_BV)
         return logits_BV
 
 
 def cap_windows(config: Any, most: int) -> Any:
-    """A decoder's config in which a position sees itself and `most` - 1 before it, or fewer."""
+    """A decoder's config whose windows are limited to `most` positions."""
     capped = [kind._replace(window=min(most, kind.window or most)) for kind in kinds(config)]
     if config.layer_kinds:
         return dataclasses.replace(config, layer_kinds=tuple(capped))
@@ -68,10 +70,10 @@ def cap_windows(config: Any, most: int) -> Any:
 
 
 class Generator:
-    """Writes after prompts. Each shape of its two programs is compiled once.
+    """Continues prompts. Compiles its two programs once for each shape.
 
-    Counts as it goes: tokens `read` and `written`, of real rows, `steps` that wrote, and the
-    `seconds` of both.
+    Counts tokens `read` and `written` in real rows, decoding `steps`, and the `seconds` of reading
+    and writing.
     """
 
     def __init__(
@@ -84,31 +86,31 @@ class Generator:
         *,
         rows: int = 1,
     ):
-        """Nothing is compiled yet.
+        """Compiles nothing yet.
 
         Args:
-          variables: the model's, {"params": …}; a training state will do.
+          variables: the model's variables, {"params": …}, or a training state.
           end: the tokens that end a row.
-          vocabulary: tokens that may be written are below it.
-          rows: least rows of a batch, which is also padded to what the mesh wants.
+          vocabulary: only tokens below this number are written.
+          rows: fewest rows of a batch; batches are also padded to what the mesh divides.
         """
         self.layout, self.sampling, self.end = layout, sampling, np.array(end, np.int32)
         self._variables = {kind: variables[kind] for kind in layout.model.shapes}
         self._vocabulary, self._rows = vocabulary, rows
         self._compiled: dict[tuple[int, ...], jax.stages.Compiled] = {}
-        self.cache_bytes = 0  # of the last call, on a device
+        self.cache_bytes = 0  # of the last call, per device
         self.read, self.written, self.steps, self.seconds = 0, 0, 0, [0.0, 0.0]
 
     def __call__(
         self, prompts: list[np.ndarray], max_new_tokens: int, first: int = 0
     ) -> Iterator[np.ndarray]:
-        """The next token of each row, int32 [len(prompts)], until all rows have ended.
+        """Yields each row's next token, int32 [len(prompts)], until all rows have ended.
 
-        The token that ends a row is given; behind it comes -1.
+        The token that ends a row is included; after it the row yields -1.
 
         Args:
-          prompts: each of at least one token.
-          first: number of the first prompt, where several calls share a seed.
+          prompts: at least one token each.
+          first: number of the first prompt, if several calls share a seed.
         """
         lengths = [len(prompt) for prompt in prompts]
         T = max(SHORTEST, 2 ** math.ceil(math.log2(max(lengths))))
@@ -134,7 +136,7 @@ class Generator:
         start = time.perf_counter()
         for count in range(1, max_new_tokens + 1):
             shown = state[0]
-            if count < max_new_tokens:  # is under way while this step's tokens are read
+            if count < max_new_tokens:  # runs while this step's tokens are read
                 state = decode(self._variables, keys_B, *state)
             tokens = np.asarray(jax.device_get(shown))[: len(prompts)]
             self.written += int(going.sum())
@@ -145,18 +147,18 @@ class Generator:
             going &= (tokens >= 0) & ~np.isin(tokens, self.end)
             if not going.any():
                 break
-        jax.block_until_ready(state)  # not more than two programs in flight on simulated devices
+        jax.block_until_ready(state)  # simulated devices: at most two programs in flight
 
     def bytes_a_token(self) -> tuple[int, int]:
-        """(weights, cache) that a device reads to write a token: no step can read less.
+        """Fewest bytes of (weights, cache) that a device must read to write a token.
 
-        Of experts, those of one token.
+        Counts only the experts of one token.
         """
         layout, weights, config = self.layout, 0.0, self.layout.config
         arrays, names = paths(self._variables), paths(layout.model.axes)
         for path, array in arrays.items():
             used = [layout.zoo.IN_USE.get(axis, axis) for axis in names[path]]
-            parts = math.prod(shards(layout.table, axis, layout.mesh.shape) for axis in used)
+            parts = math.prod(shards(layout.rules, axis, layout.mesh.shape) for axis in used)
             chosen = config.experts_per_token / config.num_experts if "expert" in used else 1
             weights += array.nbytes / parts * chosen
         return round(weights), self.cache_bytes

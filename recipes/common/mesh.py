@@ -1,3 +1,3 @@
-"""The public place of `make_mesh`; the code is in recipes/common/runtime/mesh.py."""
+"""The public place of `make_mesh`; its code is in recipes/common/runtime/mesh.py."""
 
 from recipes.common.runtime.mesh import make_mesh as make_mesh

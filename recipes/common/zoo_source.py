@@ -1,4 +1,4 @@
-"""The source code of a zoo entry: the files that it needs, and all of them as one file."""
+"""The source code of a zoo entry: the files that it needs, or all of them merged into one."""
 
 import ast
 import pathlib
@@ -9,7 +9,7 @@ WIDTH = 100  # columns
 
 
 def closure(entry: pathlib.Path) -> list[pathlib.Path]:
-    """The entry and the files that it imports, directly or through others; each after its imports."""
+    """The entry and all files that it imports, directly or indirectly; each after its imports."""
     found: dict[pathlib.Path, None] = {}
 
     def add(path: pathlib.Path) -> None:
@@ -23,29 +23,29 @@ def closure(entry: pathlib.Path) -> list[pathlib.Path]:
 
 
 def one_file(files: list[pathlib.Path]) -> str:
-    """A closure as the text of a single file: the entry's docstring, all imports, then each file.
+    """Merges a closure into the text of one file: the entry's docstring, all imports, each file.
 
-    No two files of a closure define the same name (a test holds that), so nothing is renamed.
+    No two files of a closure define the same name (a test checks that), so nothing is renamed.
 
     Args:
-      files: as `closure` returns them, which is an order that runs.
+      files: the result of `closure`, in its order.
     """
     modules: set[str] = set()  # import MODULE
     members: dict[str, set[str]] = {}  # from MODULE import NAMES
     sections = []
     for path in files:
         tree, lines = ast.parse(path.read_text()), path.read_text().splitlines()
-        begins = tree.body[0].end_lineno  # after the docstring, and after the imports
+        begins = tree.body[0].end_lineno or 0  # after the docstring, and after the imports
         for node in tree.body:
             if isinstance(node, ast.Import):
                 modules |= {ast.unparse(name) for name in node.names}
             elif isinstance(node, ast.ImportFrom) and not node.level:
-                members.setdefault(node.module, set()).update(map(ast.unparse, node.names))
+                members.setdefault(node.module or "", set()).update(map(ast.unparse, node.names))
             if isinstance(node, (ast.Import, ast.ImportFrom)):
-                begins = node.end_lineno
+                begins = node.end_lineno or 0
         heading = f"{f'# ---- {path.name} ':-<{WIDTH}}"
         if path != files[-1]:
-            heading += "\n#\n" + comment(ast.get_docstring(tree))
+            heading += "\n#\n" + comment(ast.get_docstring(tree) or "")
         sections.append(heading + "\n\n\n" + "\n".join(lines[begins:]).strip("\n"))
     opening = "\n".join(lines[: tree.body[0].end_lineno])  # the entry's, which is the last
     names = ", ".join(path.name for path in files)
@@ -59,7 +59,7 @@ def comment(text: str) -> str:
 
 
 def merged(modules: set[str], members: dict[str, set[str]]) -> str:
-    """Import statements: the standard library's, then others."""
+    """Import statements: the standard library's, then the others."""
 
     def rank(name: str) -> tuple[int, str]:  # constants, then classes, then functions
         return (0 if name.isupper() else 1 if name[0].isupper() else 2), name

@@ -20,7 +20,7 @@ from recipes.bench.row import Row
 from recipes.common.analysis import flops, hlo
 from recipes.common.runtime.errors import Stopped, UserError
 from recipes.common.runtime.mesh import make_mesh
-from recipes.common.sharding.layout import COMPILER_OPTIONS
+from recipes.common.sharding.compiler_options import COMPILER_OPTIONS
 from tests.by_hand.hlo_programs import ACROSS_SLICES
 from tests.conftest import ROOT, full_except
 from tests.support.entries import CASES, ENTRIES

@@ -15,7 +15,8 @@ from recipes.bench.common import Step, make_step, version
 from recipes.bench.targets import topology
 from recipes.common.analysis import hlo
 from recipes.common.language import model_config
-from recipes.common.sharding.layout import COMPILER_OPTIONS, make_layout
+from recipes.common.sharding.compiler_options import COMPILER_OPTIONS
+from recipes.common.sharding.layout import make_layout
 from recipes.common.train.optimizer import LearningRate, adamw
 from recipes.common.train.step import TrainStep
 from recipes.transformer import Flags

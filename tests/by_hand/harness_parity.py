@@ -71,7 +71,7 @@ def small(folder: pathlib.Path) -> pathlib.Path:
 
 
 def ours(folder: pathlib.Path, mesh: str, rules: str):
-    from recipes.common.harness.adapter import Model
+    from recipes.common.harness.model import Model
 
     source = hf.Folder(folder)
     layout = checkpoint.layout_of(source, make_mesh(mesh), rules)

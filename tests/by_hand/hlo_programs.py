@@ -21,7 +21,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from recipes.bench.targets import GPUS, NODE, TPUS, check_targets, topology
 from recipes.common.analysis.hlo import collectives, crossing, sent_by_kind
-from recipes.common.sharding.layout import platform
+from recipes.common.sharding.compiler_options import platform
 
 AXIS = "ring"
 WIDTH = 256

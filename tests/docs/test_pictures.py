@@ -4,10 +4,10 @@ import xml.etree.ElementTree
 
 import pytest
 
-from recipes.common.analysis import picture
 from recipes.common.mesh import make_mesh
 from recipes.common.sharding.layout import make_layout
 from tests.conftest import ROOT
+from tests.support import strategies_picture as picture
 from zoo.dot_relu_dot import Config, DotReluDot
 
 PANELS = [("dp", "8"), ("fsdp", "8"), ("tp", "1x8"), ("fsdp_tp", "4x2")]

@@ -258,7 +258,7 @@ TASK_ROWS = [
     (["--tasks=broken", "--include_path={tasks}"], "--tasks=broken can't be loaded ("),
     (["--tasks=zoo_answer", "--include_path={tasks}", "--seq_len=12"], "an answer of 12 tokens leaves no room for its question in the 12 that the model sees"),
     (["--tasks=zoo_choice", "--include_path={tasks}", "--seq_len=4"], "a continuation has 6 tokens and the model sees 4; use a larger --seq_len"),
-    (["--tasks=beams", "--include_path={tasks}", "--seq_len=200"], "a task wants num_beams=4 in its generation_kwargs, which is not implemented"),
+    (["--tasks=beams", "--include_path={tasks}", "--seq_len=200"], "a task sets num_beams=4 in its generation_kwargs, which is not supported"),
     (["--tasks=zoo_choice", "--include_path={tasks}", "--apply_chat_template"], "has no chat template"),
 ]  # fmt: skip
 

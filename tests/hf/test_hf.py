@@ -109,9 +109,9 @@ def test_a_restored_model_shares_its_work_where_its_heads_do_not_divide(strict):
     """4 kv heads on 8 devices: the rules that fit are the layout's."""
     path, mesh = f"hf:{GOLDEN / 'llama3'}", jax.make_mesh((1, 8), ("data", "model"))
     model, _ = checkpoint.restore(path, mesh, "tp")
-    table = checkpoint.layout_of(checkpoint.find(path), mesh, "tp").table
-    assert (table["heads"], table["kv_heads"]) == ("model", None)
-    with jax.set_mesh(mesh), nnx.logical_axis_rules(tuple(table.items())):
+    rules = checkpoint.layout_of(checkpoint.find(path), mesh, "tp").rules
+    assert (rules["heads"], rules["kv_heads"]) == ("model", None)
+    with jax.set_mesh(mesh), nnx.logical_axis_rules(tuple(rules.items())):
         logits = jax.jit(lambda m, t: m(t))(model, TOKENS_BT)
     assert jax.typeof(logits).sharding.spec[-1] == "model"
     np.testing.assert_allclose(logits, np.load(GOLDEN / "llama3" / "logits.npy"), atol=TOLERANCE)
@@ -387,9 +387,9 @@ def test_what_no_architecture_of_theirs_has_is_not_written(tmp_path):
     ("fields", "said"),
     [
         ({"normalize": False}, "normalize=False without qk_norm"),
-        ({"balance_rate": 1e-3}, "balance_rate, a bias of each expert"),
+        ({"balance_rate": 1e-3}, "balance_rate, a bias for each expert"),
         ({"qkv_bias": True}, "qkv_bias"),
-        ({"layer_kinds": (Kind(5, 1e4), Kind(None, 1e4))}, "windows in some layers only"),
+        ({"layer_kinds": (Kind(5, 1e4), Kind(None, 1e4))}, "windows in only some layers"),
     ],
 )
 def test_experts_that_no_architecture_of_theirs_has_are_not_written(fields, said, tmp_path):

@@ -17,7 +17,7 @@ import jax
 import pytest
 
 from recipes.common.analysis.hlo import Collective, collectives, group_size
-from recipes.common.sharding import layout as layouts
+from recipes.common.sharding import compiler_options
 from recipes.common.sharding.abstract import paths
 from recipes.common.sharding.layout import Layout
 from recipes.common.sharding.rules import partition_spec, shards, used_axes
@@ -95,7 +95,7 @@ def variables(layout: Layout) -> dict[str, Variable]:
         kept = [i for i in range(len(axes)) if i not in stacked]
         names = tuple(axes[i] for i in kept)
         rest, use = (
-            tuple(shape[i] // shards(layout.table, axis, layout.mesh.shape)
+            tuple(shape[i] // shards(layout.rules, axis, layout.mesh.shape)
                   for i, axis in zip(kept, as_named, strict=True))
             for as_named in (names, tuple(zoo.IN_USE.get(axis, axis) for axis in names))
         )  # fmt: skip
@@ -125,7 +125,7 @@ def split(layout: Layout) -> list[str]:
     return [
         axis
         for axis, on in layout.zoo.LOGICAL_AXES.items()
-        if on == "both" and shards(layout.table, axis, layout.mesh.shape) > 1
+        if on == "both" and shards(layout.rules, axis, layout.mesh.shape) > 1
     ]
 
 
@@ -209,7 +209,7 @@ def check_promise(entry_name: str, layout: Layout, compiled: jax.stages.Compiled
     else:
         assert sent.activations == 0
     axis, numbers = EXCHANGES.get(entry_name, ("", None))
-    exchanged = numbers and axis in used_axes(layout.table) and layout.mesh.shape[axis] > 1
+    exchanged = numbers and axis in used_axes(layout.rules) and layout.mesh.shape[axis] > 1
     assert sent.exchanged == (numbers(layout) if exchanged else 0)
 
 
@@ -237,13 +237,13 @@ def test_a_gradient_is_laid_out_as_its_weight_rests(entry_name):
         made = jax.eval_shape(jax.grad(total), state["params"], state, batch)
     gradient = paths({"params": made})
     for path, variable in held.items():
-        rest = tuple(partition_spec(variable.axes, layout.table))
+        rest = tuple(partition_spec(variable.axes, layout.rules))
         assert tuple(gradient[path].sharding.spec)[-len(rest) :] == rest, path  # after layers
 
 
 def test_a_platform_s_options_reach_its_compiler(monkeypatch):
     """The TPU's make reduce-scatters; no TPU is here to refuse what it does not know, so the CPU is."""
-    monkeypatch.setitem(layouts.COMPILER_OPTIONS, "cpu", {"xla_no_such_option": "true"})
+    monkeypatch.setitem(compiler_options.COMPILER_OPTIONS, "cpu", {"xla_no_such_option": "true"})
     with pytest.raises(jax.errors.JaxRuntimeError, match="xla_no_such_option"):
         compile_step("dot_relu_dot", ENTRIES["dot_relu_dot"].layout("8"))
 
@@ -258,8 +258,10 @@ def test_a_platform_s_options_reach_its_compiler(monkeypatch):
     ],
 )
 def test_nvidia_s_options_are_for_nvidia(device, name):
-    assert layouts.platform(types.SimpleNamespace(**device)) == name
-    assert "gpu" not in layouts.COMPILER_OPTIONS, "AMD's compiler would refuse NVIDIA's options"
+    assert compiler_options.platform(types.SimpleNamespace(**device)) == name
+    assert "gpu" not in compiler_options.COMPILER_OPTIONS, (
+        "AMD's compiler would refuse NVIDIA's options"
+    )
 
 
 # ---- the check can fail ----------------------------------------------------------------------------

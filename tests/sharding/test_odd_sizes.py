@@ -92,7 +92,7 @@ def test_known_sizes_fit_sixteen_devices(vocabulary):
     mesh = jax.sharding.AbstractMesh((1, 16), ("data", "model"))
     layout = make_layout(Transformer, config, mesh, "tp", batch_size=ROWS)
     assert layout.uneven == {"vocab": "model", "kv_heads": "model"}
-    found = [layout.table[axis] for axis in ("vocab", "heads", "kv_heads")]
+    found = [layout.rules[axis] for axis in ("vocab", "heads", "kv_heads")]
     assert found == ["model", "model", None], "padded, split, whole"
 
 

@@ -178,7 +178,7 @@ def test_accumulation_that_leaves_too_few_rows_is_one_line(inside, tmp_path):
         (dict(act_embed="data"), "rules '(yours)' use mesh axis 'data' twice on an activation, for 'batch' and 'act_embed'; replicate one of the two (None, or null in JSON)"),
         (dict(seq="model"), "rules '(yours)' use mesh axis 'model' twice on an activation, for 'seq' and 'heads'; replicate one of the two (None, or null in JSON)"),
         (dict(act_embed="model"), "rules '(yours)' use mesh axis 'model' twice on embed in use, for 'vocab' and 'act_embed'; replicate one of the two (None, or null in JSON)"),
-        (dict(layers="model"), "rules '(yours)' split 'layers' over mesh axis 'model', and what is stacked along it is computed one by one; replicate it (None, or null in JSON)"),
+        (dict(layers="model"), "rules '(yours)' split 'layers' over mesh axis 'model', but a scan runs along it; replicate it (None, or null in JSON)"),
         (dict(rules="tp", mesh="2x3"), "rules 'tp' split dim 'mlp' of layers/mlp/down [2, 128, 64] over 3 devices (mesh axis 'model' of --mesh=2x3), and 128 is not divisible by 3; meshes that fit: --mesh=2x2"),
         (dict(batch=6), "--batch_size=6 is not divisible by the 4 shards of 'batch' (rules '(yours)' on --mesh=4x2); try --batch_size=8"),
         (dict(batch=2), "--batch_size=2 is not divisible by the 4 shards of 'batch' (rules '(yours)' on --mesh=4x2); try --batch_size=4"),

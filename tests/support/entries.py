@@ -14,7 +14,7 @@ from data.batches import Example, train_batches
 from recipes.common import entries
 from recipes.common.runtime.mesh import make_mesh
 from recipes.common.sharding.layout import Layout, elsewhere, make_layout, shardings
-from recipes.common.sharding.rules import Table, used_axes
+from recipes.common.sharding.rules import Rules, used_axes
 from recipes.common.train.optimizer import LearningRate, adamw
 from recipes.common.train.state import abstract_state
 from recipes.common.train.step import apply_gradients, gradients
@@ -36,7 +36,7 @@ class Entry:
     config: Any  # the tiny one
 
     @property
-    def rules(self) -> dict[str, Table]:
+    def rules(self) -> dict[str, Rules]:
         return self.zoo.RULES
 
     def build(self) -> nnx.Module:
@@ -64,7 +64,7 @@ class Entry:
             for name in MESHES:
                 mesh, by_name = make_mesh(name), {"expert"} & {*make_mesh(name).axis_names}
                 fits = elsewhere(anywhere, strategy, mesh)
-                if fits and by_name <= used_axes(fits.table):  # see rules.check_used
+                if fits and by_name <= used_axes(fits.rules):  # see rules.check_used
                     found.append((self.name, strategy, name))
         return found
 

@@ -3,7 +3,7 @@
 import jax
 import pytest
 
-from recipes.common.sharding import layout
+from recipes.common.sharding.compiler_options import COMPILER_OPTIONS
 
 # Sharding and collectives are decided before code is generated, which takes most of the time: least
 # where LLVM does not optimize it, and where the older generator of loops makes it.
@@ -19,4 +19,4 @@ def quick(monkeypatch):
 
     A real process compiles other code, whose results differ in their last bits.
     """
-    monkeypatch.setitem(layout.COMPILER_OPTIONS, "cpu", QUICK)
+    monkeypatch.setitem(COMPILER_OPTIONS, "cpu", QUICK)

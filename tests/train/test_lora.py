@@ -647,7 +647,9 @@ def test_a_peft_adapter_takes_buffers_from_its_base(saved, tmp_path):
     for config in (CONFIGS["biases"], plain(CONFIGS["biases"])):  # beside its base, and merged
         read = found.read(layout_of(config, "data=2,expert=4").variables())
         assert_bit_equal(paths(buffers(read)), paths(want))
-    with pytest.raises(UserError, match="has balance_rate, a bias of each expert; use a model wit"):
+    with pytest.raises(
+        UserError, match="has balance_rate, a bias for each expert; use a model wit"
+    ):
         recipes.hf.export(recipes.hf.Export(str(run.run), str(tmp_path / "x"), adapter=True))
     assert not (tmp_path / "x").exists()
 
@@ -677,7 +679,7 @@ def test_an_adapter_of_peft_that_does_not_fit_is_refused(peft):
     base = f"hf:{GOLDEN / 'llama3'}"
     refused(peft, "is an adapter without its base ('llama3' does not exist)")
     refused(peft, "k_proj.lora_B.weight in", base=f"hf:{GOLDEN / 'llama2'}")
-    refused(peft, "is no adapter of 'mlp' models", base="mlp.digits")
+    refused(peft, "is not an adapter for 'mlp' models", base="mlp.digits")
     tensors = tensors_of(peft)
     first = "base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight"
     file = peft / "adapter_model.safetensors"

@@ -447,7 +447,7 @@ def test_rules_that_split_experts_and_not_the_batch_over_an_axis():
 
 def test_such_rules_are_a_mistake_of_one_sentence():
     table = RULES["ep"] | {"batch": "data"}
-    with pytest.raises(UserError, match="split 'expert' over mesh axis 'expert', and 'batch' not"):
+    with pytest.raises(UserError, match="split 'expert' over mesh axis 'expert', but not 'batch'"):
         make_layout(MoE, TINY, make_mesh("data=2,expert=4"), table, batch_size=8)
 
 

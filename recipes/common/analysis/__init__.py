@@ -1,1 +1,1 @@
-"""What is where and what a compiled step sends: text, tables, pictures."""
+"""Analysis of layouts and compiled steps: reports, FLOPs, collectives, pictures."""

@@ -1,12 +1,11 @@
-"""FLOPs of training, and what a chip can do at most.
+"""FLOPs of training, and the peak FLOP/s of chips.
 
-6·N for each position: N are the weights that it is multiplied with, two FLOPs each, once forward and
-twice backward; recomputation does not count. Where a causal model's positions attend, 6·T·heads·head
-dim more for each layer: half of the T × T square, which is what a causal kernel has to compute, and of
-that what a sliding window leaves. (Some published figures count the full square, which makes them
-larger.)
+Training takes 6·N per position, where N counts the weights that the position is multiplied with:
+two FLOPs each, once forward and twice backward. Recomputation does not count. Causal attention adds
+6·T·heads·head dim per layer, which is half of the T × T square; a sliding window reduces it
+further. (Some published figures count the full square and are larger.)
 
-Never from the compiler's cost analysis, which counts a scanned layer once.
+The compiler's cost analysis is of no use here, because it counts a scanned layer once.
 """
 
 import math
@@ -18,10 +17,10 @@ import jax
 from recipes.common.sharding import Layout
 from zoo.attention import Kind, kinds
 
-# Words of JAX's device_kind → FLOP/s of one device in dense bfloat16, with float32 sums; the first that
-# matches. From NVIDIA's data sheets of each product, whose "with sparsity" figures are twice these, its
-# Ada and Ampere GA102 whitepapers for the RTX cards, and Google's pages of TPU versions; a device of
-# TPU7x is half a chip.
+# Words in JAX's device_kind → FLOP/s of one device in dense bfloat16 with float32 sums; the first
+# match counts. Sources: NVIDIA's data sheets (whose "with sparsity" figures are twice these), its
+# Ada and Ampere GA102 whitepapers for RTX cards, and Google's pages of TPU versions. A TPU7x device
+# is half a chip.
 PEAK = {
     "GB300": 2500e12,
     "GB200": 2500e12,
@@ -53,26 +52,26 @@ PEAK = {
 
 
 def chip(kind: str) -> float | None:
-    """FLOP/s of a device of this kind; None where it is unknown, as of a CPU."""
-    whole = lambda name: re.search(rf"\b{name}\b", kind)  # noqa: E731, an L40S is no L4
+    """Peak FLOP/s of a kind of device; None if unknown, as for CPUs."""
+    whole = lambda name: re.search(rf"\b{name}\b", kind)  # noqa: E731 must not match L40S
     return next((rate for name, rate in PEAK.items() if whole(name)), None)
 
 
 def peak(layout: Layout, flops: float) -> float | None:
-    """How often a second all devices of the mesh could do so many FLOPs; None where it is unknown."""
+    """How many times per second a mesh could do `flops` FLOPs at its peak; None if unknown."""
     rate = chip(layout.mesh.devices.flat[0].device_kind)
     return rate and rate * layout.mesh.size / flops
 
 
 def dense(layout: Layout) -> float:
-    """Of one example of a model that multiplies it with every weight once."""
+    """FLOPs of training on one example, for a model that uses every weight once."""
     return 6 * sum(math.prod(x.shape) for x in jax.tree.leaves(layout.model.shapes["params"]))
 
 
 def matmul_params(config: Any) -> int:
-    """N of a decoder: every weight but biases, norms and, of the two tables, the lookup.
+    """N of a decoder: all weights but biases, norms and the lookup in the embedding table.
 
-    Of experts, those that a token goes through, and the router.
+    With experts: the router and the experts that a token uses.
 
     Args:
       config: zoo/transformer.py's or zoo/moe.py's.
@@ -85,7 +84,7 @@ def matmul_params(config: Any) -> int:
 
 
 def kinds_of_layers(config: Any) -> list[tuple[Kind, int]]:
-    """Each kind in a period of a decoder's layers, and how many layers have it."""
+    """Each kind in a period of a decoder's layers, with the number of its layers."""
     period = kinds(config)
     return [
         (kind, len(range(place, config.num_layers, len(period))))
@@ -94,16 +93,16 @@ def kinds_of_layers(config: Any) -> list[tuple[Kind, int]]:
 
 
 def decoder(config: Any, seq_len: int, batch_size: int = 1) -> dict[str, float]:
-    """Of training on a batch, by two conventions: what causal attention computes, or the whole square.
+    """FLOPs of training on a batch: "causal" counts half of the attention square, "full" all of it.
 
-    Weights with adapters are frozen and have no gradient: 4·N. The adapters themselves, a few
-    percent of that, are not counted.
+    With adapters, the frozen weights have no gradients: 4·N. The adapters themselves, a few percent
+    of that, are not counted.
     """
     tokens = batch_size * seq_len
     weights = (4 if getattr(config, "lora_rank", 0) else 6) * matmul_params(config) * tokens
-    square = 12 * seq_len * config.num_heads * config.head_dim * tokens  # of one layer
+    square = 12 * seq_len * config.num_heads * config.head_dim * tokens  # per layer
     causal = float(weights)
     for kind, layers in kinds_of_layers(config):
-        seen = min(kind.window or seq_len, seq_len) / seq_len  # by a row's last position
+        seen = min(kind.window or seq_len, seq_len) / seq_len  # by the last position of a row
         causal += layers * square * (seen - seen**2 / 2)
     return {"causal": causal, "full": weights + config.num_layers * square}

@@ -1,4 +1,4 @@
-"""Collectives in a compiled module's HLO text, and what they send. Nothing else in recipes/ reads HLO."""
+"""Collectives in a compiled module's HLO text. Nothing else in recipes/ reads HLO."""
 
 import math
 import re
@@ -13,41 +13,42 @@ _CONSTANT = r" = [su]32\[\]\S* constant\((-?\d+)\)"
 
 class Collective(NamedTuple):
     kind: str  # "all-reduce", …
-    bytes: int  # of its result, on one device
-    times: int  # a step, loop trips counted
-    shapes: tuple[tuple[int, ...], ...]  # of its results
+    bytes: int  # size of its result on one device
+    times: int  # executions per step, including loop iterations
+    shapes: tuple[tuple[int, ...], ...]  # shapes of its results
     groups: str  # which devices take part, as the compiler writes it
     source: str  # the operation it comes from, as JAX names it
 
 
-def collectives(hlo: str) -> list[Collective]:
+def collectives(hlo: str | None) -> list[Collective]:
     """Every transfer between devices in one execution of a compiled module.
 
-    Each instruction counts, as often as its loop runs. Channels, names and lines of source do not
-    tell transfers apart: all inside jax.shard_map share a channel, and those of a Python loop the
-    rest. But an asynchronous one is written several times, and counts where it starts: as `-start`,
-    or see `_continues`.
+    Each instruction counts once per iteration of its loop. Channels, names and source lines can't
+    identify transfers: all transfers inside jax.shard_map share a channel, and those of a Python
+    loop share the rest. An asynchronous transfer consists of several instructions and counts where
+    it starts: as `-start`, or see `_continues`.
 
-    Three figures are bounds. A ragged-all-to-all has the bytes of its buffer, of which the program
-    decides at run time how much is filled. Of a conditional's branches the one with most bytes
-    counts. A loop that ends by a value which is not known counts as often as it may run, or once.
+    Three figures are bounds. A ragged-all-to-all counts its whole buffer, which may be partly
+    filled at run time. A conditional counts its branch with most bytes. A loop whose end is unknown
+    counts its maximum number of iterations, or one.
     """
     return _transfers(hlo, _within)
 
 
-def crossing(hlo: str) -> list[Collective]:
-    """Every transfer between slices in one execution of a module that is compiled for several.
+def crossing(hlo: str | None) -> list[Collective]:
+    """Every transfer between slices in one execution of a module compiled for several slices.
 
-    The TPU compiler splits a collective over all of them into collectives inside a slice, which
-    `collectives` has, and these: what a device hands over to the network between slices.
+    The TPU compiler splits a collective over all slices into collectives inside each slice, which
+    `collectives` finds, and transfers over the network between slices, which this finds.
     """
     return _transfers(hlo, _between_slices)
 
 
 def _transfers(
-    hlo: str, transfer: Callable[[re.Match, list[str]], Collective | None]
+    hlo: str | None, transfer: Callable[[re.Match, list[str]], Collective | None]
 ) -> list[Collective]:
-    """What `transfer` finds in the instructions that one execution runs, loop trips counted."""
+    """All results of `transfer` on the instructions of one execution, including loop iterations."""
+    assert hlo is not None, "this backend has no HLO text"
     computations, entry = _computations(hlo)
 
     def inside(name: str) -> list[Collective]:
@@ -55,7 +56,7 @@ def _transfers(
         for line in lines:
             match = re.match(r"(?:ROOT )?%?([\w.\-]+) = (.*?) ([a-z][\w\-]*)\(", line)
             if not match or match[3].endswith(("-done", "-update")):
-                continue  # of a transfer that has started
+                continue  # counted where it started
             if found_here := transfer(match, lines):
                 found.append(found_here)
             elif not re.fullmatch(rf"({_KINDS})(-start)?", match[3]):
@@ -66,12 +67,12 @@ def _transfers(
         trips = _trips(line, lines, computations) if operation == "while" else 1
         parts = []
         for role, name in _called(line):
-            times = trips + (role == "condition")  # is also evaluated when it is false
+            times = trips + (role == "condition")  # a condition is also evaluated when it is false
             parts.append([x._replace(times=x.times * times) for x in inside(name)])
         if operation == "conditional":
             return max(parts, key=lambda part: sum(x.times * x.bytes for x in part))
         found = [x for part in parts for x in part]
-        if "calls=%all-reduce-scatter" in line:  # TPU: an all-reduce and a slice, done as one
+        if "calls=%all-reduce-scatter" in line:  # TPU: an all-reduce fused with a slice
             size, shapes = _size(result)
             return [x._replace(kind="reduce-scatter", bytes=size, shapes=shapes) for x in found]
         return found
@@ -80,7 +81,7 @@ def _transfers(
 
 
 def _within(match: re.Match, lines: list[str]) -> Collective | None:
-    """The collective that an instruction, (name, result, operation), is or begins."""
+    """The collective that an instruction (name, result, operation) performs or starts, if any."""
     kind, line = re.fullmatch(rf"({_KINDS})(-start)?", match[3]), match.string
     if not kind or _continues(match[1], line, lines):
         return None
@@ -88,29 +89,29 @@ def _within(match: re.Match, lines: list[str]) -> Collective | None:
 
 
 def _between_slices(match: re.Match, lines: list[str]) -> Collective | None:
-    """What an instruction sends to the runtime that connects slices: (array, context, token)."""
+    """The transfer that an instruction hands to the runtime between slices, if any."""
     line = match.string
     if match[3] != "send" or "xla_megascale_runtime" not in line:
         return None
     facts = dict(re.findall(r'_xla_megascale_(transfer_type|target)="([^"]*)"', line))
     kind = facts.get("transfer_type", "send").lower().replace("_", "-")
-    array = match[2].partition("]")[0] + "]"
+    array = match[2].partition("]")[0] + "]"  # of (array, context, token)
     return _collective(kind, False, array, line)._replace(groups=facts.get("target", ""))
 
 
 def _continues(name: str, line: str, lines: list[str]) -> bool:
-    """Whether this instruction is a later step of a transfer that is counted where it starts.
+    """Whether this instruction continues a transfer that is counted where it starts.
 
-    On TPU one gather may run beside several matmuls: it is written, whole each time, in a fusion that
-    starts it, in the fusion of each matmul, and in one that waits for it. Only the first of them
-    hands it to the custom call AsyncCollectiveStart.
+    On TPUs, one gather may overlap with several matmuls. It then appears, each time in full, in a
+    fusion that starts it, in the fusion of each matmul, and in one that waits for it. Only the
+    first passes it to the custom call AsyncCollectiveStart.
     """
     starts = rf"[(, ]%{re.escape(name)}[,)].*AsyncCollectiveStart"
     return "async_collective_fusion_config" in line and not any(re.search(starts, x) for x in lines)
 
 
 def _computations(hlo: str) -> tuple[dict[str, list[str]], str]:
-    """Computation name → its instructions' lines; the entry computation's name."""
+    """(computation → lines of its instructions, name of the entry computation)."""
     computations: dict[str, list[str]] = {}
     entry = name = ""
     for line in hlo.splitlines():
@@ -133,7 +134,7 @@ def _called(line: str) -> Iterator[tuple[str, str]]:
 
 
 def _trips(line: str, lines: list[str], computations: dict[str, list[str]]) -> int:
-    """How often a while loop among `lines` runs: XLA's own note, or by its counter's constants."""
+    """Iterations of a while loop among `lines`: XLA's own note, or from its counter's constants."""
     noted = re.search(r"known_trip_count\W+n\W+(\d+)", line)
     if noted:
         return int(noted[1])
@@ -149,24 +150,24 @@ def _trips(line: str, lines: list[str], computations: dict[str, list[str]]) -> i
         return 1
     start = _value(initial[int(counter[1])], lines) or 0
     added = (_value(name, body) for name in _operands(_made(results[int(counter[1])], body)))
-    stride = next(filter(None, added), 1)  # 2 in rings of permutes, which XLA unrolls
+    stride = next(filter(None, added), 1)  # 2 in rings of permutes that XLA unrolls
     distance = (max(bounds) - start) * (1 if stride > 0 else -1)
-    distance += re.search(r"direction=[LG]E", test) is not None  # runs with the bound itself, too
+    distance += re.search(r"direction=[LG]E", test) is not None  # the bound is included
     return max(1, math.ceil(distance / abs(stride)))
 
 
 def _made(name: str, lines: list[str]) -> str:
-    """The instruction of this name."""
+    """The instruction with this name."""
     return next((x for x in lines if x.removeprefix("ROOT ").startswith(f"%{name} = ")), "")
 
 
 def _operands(line: str) -> list[str]:
-    """Names of what an instruction reads, first of all."""
+    """Names of an instruction's operands, followed by other names in its line."""
     return re.findall(r"%([\w.\-]+)", line.partition(" = ")[2].partition("metadata=")[0])
 
 
 def _value(name: str, lines: list[str]) -> int | None:
-    """The integer constant of this name, or the one it is a copy of."""
+    """The integer constant with this name, or that it copies; None if there is none."""
     line = _made(name, lines)
     number = re.search(_CONSTANT, line)
     if number or " copy(" not in line:
@@ -175,10 +176,12 @@ def _value(name: str, lines: list[str]) -> int | None:
 
 
 def _collective(kind: str, started: bool, result: str, line: str) -> Collective:
-    # (operands, results, context…); an all-reduce mostly has its results alone.
+    # (operands, results, context…), but an all-reduce usually has only its results.
     if started and (kind != "all-reduce" or result.startswith("((")):
         flat = re.sub(r"\{.*?\}", "", result)  # without layouts
-        result = re.match(r"\((?:\(.*?\)|\S+), (\(.*?\)|\S+\])", flat)[1]
+        found = re.match(r"\((?:\(.*?\)|\S+), (\(.*?\)|\S+\])", flat)
+        assert found, f"unknown notation: {result}"
+        result = found[1]
     size, shapes = _size(result)
     groups = re.search(r"(?:replica_groups|source_target_pairs)=(.*?)(?:, [a-z_]+=|$)", line)
     source = re.search(r'op_name="([^"]*)"', line)
@@ -191,18 +194,18 @@ def _size(result: str) -> tuple[int, tuple[tuple[int, ...], ...]]:
     """Bytes and shapes of an array or a tuple of arrays."""
     total, shapes = 0, []
     for dtype, dims in re.findall(r"\b([a-z]\w*)\[([\d,<=]*)\]", result):
-        bits = _BITS[dtype] if dtype in _BITS else int(re.search(r"\d+", dtype)[0])
+        bits = _BITS[dtype] if dtype in _BITS else int(re.findall(r"\d+", dtype)[0])
         if bits:
             shapes.append(tuple(int(d) for d in re.findall(r"\d+", dims)))  # `<=4`: at most
             total += bits * math.prod(shapes[-1]) // 8
     return total, tuple(shapes)
 
 
-def sent_by_kind(hlo: str, devices: int) -> dict[str, float]:
-    """Kind of collective → bytes that a device sends in a step, over a ring of each group.
+def sent_by_kind(hlo: str | None, devices: int) -> dict[str, float]:
+    """Kind of collective → bytes that a device sends per step, with a ring in each group.
 
     Args:
-      devices: how many the module is compiled for.
+      devices: number of devices that the module is compiled for.
     """
     sums: dict[str, float] = {}
     for found in collectives(hlo):
@@ -214,14 +217,14 @@ def sent_by_kind(hlo: str, devices: int) -> dict[str, float]:
             "all-to-all": (n - 1) / n,
             "ragged-all-to-all": (n - 1) / n,  # at most
             "collective-broadcast": 1,
-            "collective-permute": 1,  # a ring written out: what a device sends its neighbour
+            "collective-permute": 1,  # an explicit ring: what a device sends to its neighbour
         }[found.kind]
         sums[found.kind] = sums.get(found.kind, 0) + factor * found.times * found.bytes
     return sums
 
 
 def group_size(groups: str, devices: int) -> int:
-    """How many devices take part in one exchange, from any of the compiler's notations.
+    """Number of devices in a group, from any of the compiler's notations.
 
     >>> group_size("{{0,1,2},{3,4,5}}", 6), group_size("[4,8]<=[32]", 32)
     (3, 8)

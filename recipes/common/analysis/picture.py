@@ -1,88 +1,37 @@
-"""Pictures: who holds what, as SVG and PNG; how the loss fell, and which classes are confused."""
+"""Pictures of a run: which device holds what, losses, and a confusion matrix."""
 
 import io
 import pathlib
-from fractions import Fraction
 from typing import Any
 
 import jax
 import numpy as np
 
-from recipes.common.analysis.report import bytes_per_device
 from recipes.common.runtime import folders, jsonl
 from recipes.common.runtime.processes import is_first
-from recipes.common.sharding import Layout, paths
 
 Array = tuple[tuple[str, ...], tuple[int, ...], jax.sharding.NamedSharding]
 
-INK = {"light": ("#1f2328", "#d0d7de", "#0969da"), "dark": ("#e6edf3", "#3d444d", "#4493f8")}
-
-
-def strategies(layouts: dict[str, Layout], background: str) -> str:
-    """An SVG of a model's weights on the device grid, a panel for each layout.
-
-    Each device shows every weight in outline, and filled the part that it holds.
-
-    Args:
-      layouts: title → where the weights lie; all of one model with matrices only.
-      background: "light" or "dark".
-    """
-    ink, faint, fill = INK[background]
-    scale, gap, pad, parts = 0.55, 10, 14, []
-    text = '<text x="{:g}" y="{:g}" text-anchor="{}" font-size="{}" fill="{}">{}</text>'
-    box = '<rect x="{:g}" y="{:g}" width="{:g}" height="{:g}" fill="{}" stroke="{}"/>'
-    left = pad
-    for title, layout in layouts.items():
-        arrays = paths(layout.variables()["params"])
-        devices = layout.mesh.devices.reshape(-1)
-        columns = 2
-        cell = sum(a.shape[1] * scale + gap for a in arrays.values()) + gap
-        tall = max(a.shape[0] for a in arrays.values()) * scale + 2 * gap + 14
-        width = columns * cell + (columns - 1) * gap
-        whole = sum(array.size * array.dtype.itemsize for array in arrays.values())
-        share = Fraction(bytes_per_device(arrays), whole)
-        holds = f"each device holds {share} of {' and '.join(arrays)}".replace("1 of", "all of")
-        parts.append(text.format(left + width / 2, 22, "middle", 17, ink, title))
-        parts.append(text.format(left + width / 2, 42, "middle", 13, ink, holds))
-        for number, device in enumerate(devices):
-            row, column = divmod(number, columns)
-            x, y = left + column * (cell + gap), 54 + row * (tall + gap)
-            parts.append(box.format(x, y, cell, tall, "none", faint))
-            parts.append(text.format(x + gap, y + 17, "start", 12, ink, f"device {device.id}"))
-            at = x + gap
-            for array in arrays.values():
-                (r, c), (high, wide) = (
-                    array.sharding.devices_indices_map(array.shape)[device],
-                    array.shape,
-                )
-                (top, bottom, _), (begin, end, _) = r.indices(high), c.indices(wide)
-                held = (at + begin * scale, y + 24 + top * scale)
-                size = ((end - begin) * scale, (bottom - top) * scale)
-                parts.append(box.format(*held, *size, fill, fill))
-                parts.append(box.format(at, y + 24, wide * scale, high * scale, "none", faint))
-                at += wide * scale + gap
-        left += width + 3 * pad
-    height = 54 + -(-len(devices) // columns) * (tall + gap) + 4
-    head = f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {left - 2 * pad:g} {height:g}" '
-    return "\n".join([head + 'font-family="system-ui, sans-serif">', *parts, "</svg>\n"])
-
 
 def _figure(columns: int, width: float = 4):
-    """A row of axes in the house's size, in inches. Imported here: it takes half a second, at a run's end."""
+    """A figure with a row of axes, `width` × 4 inches each.
+
+    matplotlib is imported here, at the end of a run, because that takes half a second.
+    """
     import matplotlib
 
-    matplotlib.set_loglevel("error")  # "building the font cache"
+    matplotlib.set_loglevel("ERROR")  # "building the font cache"
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    layout = "constrained" if columns > 1 else None  # which takes as long as all the rest
+    layout = "constrained" if columns > 1 else None  # as slow as all the rest
     figure = Figure(figsize=(width * columns, 4), layout=layout, dpi=120)
     FigureCanvasAgg(figure)  # no window, no global state
     return figure, figure.subplots(1, columns, squeeze=False)[0]
 
 
 def layouts(path: pathlib.Path, arrays: dict[str, Array]) -> None:
-    """Draws matrices, each as the parts that devices hold.
+    """Draws matrices, split into the parts that devices hold.
 
     Args:
       arrays: name → (logical axes of its two dims, shape, sharding).
@@ -116,7 +65,7 @@ def _rectangle(corner, width, height, hue):
 
 
 def loss(path: pathlib.Path, metrics: pathlib.Path) -> None:
-    """Draws the losses of metrics.jsonl, of the whole run, resumed or not."""
+    """Draws the losses of a whole run from metrics.jsonl."""
     if not is_first():
         return
     figure, (axes,) = _figure(1, width=6)
@@ -147,7 +96,7 @@ def _curve(axes, lines: list[dict[str, Any]]) -> None:
 
 
 def learning(path: pathlib.Path, metrics: pathlib.Path, confusion_CC: np.ndarray) -> None:
-    """Draws the losses of metrics.jsonl, and a confusion matrix: row true, column predicted."""
+    """Draws the losses of metrics.jsonl and a confusion matrix: rows true, columns predicted."""
     if not is_first():
         return
     figure, (left, right) = _figure(2)

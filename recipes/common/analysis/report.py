@@ -1,6 +1,7 @@
-"""What is where: parameters, bytes per device, and what the compiled step sends between devices."""
+"""Reports: parameters, bytes per device, and what a compiled step sends between devices."""
 
 import math
+from typing import Any
 
 import jax
 
@@ -11,7 +12,7 @@ from recipes.common.sharding.rules import mesh_axes, shards, used_axes
 
 
 def headline(layout: Layout) -> str:
-    """One line: mesh, rules, devices."""
+    """One line about mesh, rules and devices."""
     mesh = layout.mesh
     device = mesh.devices.flat[0]
     axes = " × ".join(f"{axis} {size}" for axis, size in mesh.shape.items())
@@ -26,13 +27,13 @@ def headline(layout: Layout) -> str:
 
 
 def idle_axes(layout: Layout) -> list[str]:
-    """Mesh axes of size above 1 that the table never uses."""
-    used = used_axes(layout.table)
+    """Mesh axes with several devices that the rules never use."""
+    used = used_axes(layout.rules)
     return [axis for axis, size in layout.mesh.shape.items() if size > 1 and axis not in used]
 
 
 def table(layout: Layout, state: Tree) -> str:
-    """Every parameter and buffer with its sharding, and totals for the whole training state.
+    """A table of parameters and buffers with their sharding, and totals of the training state.
 
     Args:
       state: ShapeDtypeStructs or arrays with shardings, as abstract_state returns.
@@ -50,7 +51,7 @@ def table(layout: Layout, state: Tree) -> str:
 
 
 def total(state: Tree) -> str:
-    """One line: how many parameters, how many of them are trained, and what that takes."""
+    """One line: the number of parameters, how many are trained, and their bytes per device."""
     parts = {part: state[part] for part in ("params", "base", "opt_state") if part in state}
     held = {part: size(bytes_per_device(tree)) for part, tree in parts.items()}
     count = {part: sum(math.prod(x.shape) for x in jax.tree.leaves(parts[part])) for part in parts}
@@ -63,32 +64,32 @@ def total(state: Tree) -> str:
 
 
 def uneven(layout: Layout, state: Tree) -> list[str]:
-    """One line about the dims that a mesh axis does not divide, where there are any.
+    """One line about the dims that a mesh axis does not divide, if there are any.
 
     Args:
-      state: as in `table`, or the model's variables alone.
+      state: as in `table`, or only the model's variables.
     """
-    told, extra, axes = {}, dict.fromkeys(state, 0.0), paths(layout.model.axes)
+    notes, extra, axes = {}, dict.fromkeys(state, 0.0), paths(layout.model.axes)
     for path, leaf in paths(state).items():
         kind, *keys = path.split("/")
-        # What an optimizer keeps for a parameter has the parameter's path at its end.
+        # The optimizer's arrays for a parameter have paths that end with the parameter's path.
         names = [path, *("/".join(["params", *keys[i:]]) for i in range(len(keys)))]
         dims = next((axes[name] for name in names if name in axes), ())
-        parts = 1  # into which the leaf would be cut further
+        parts = 1  # into which the leaf would be split further
         for dim, axis in zip(leaf.shape, dims, strict=False):
             if axis in layout.uneven:
                 n = shards(layout.uneven, axis, layout.mesh.shape)
                 parts *= n
                 even = f"padded to {-(-dim // n) * n} in the step, whole at rest"
-                done = even if layout.table[axis] else f"whole everywhere, its work done {n} times"
+                done = even if layout.rules[axis] else f"whole everywhere, its work done {n} times"
                 over = "·".join(mesh_axes(layout.uneven[axis]))
-                told[axis] = f"{axis} {dim} by {over} {n} ({done})"
+                notes[axis] = f"{axis} {dim} by {over} {n} ({done})"
         extra[kind] += bytes_per_device(leaf) * (1 - 1 / parts)
     cost = f"{size(extra['params'] + extra.get('base', 0))} more of parameters a device"
-    if "opt_state" in state:  # gradients lie as what is trained
+    if "opt_state" in state:  # gradients are sharded like trained parameters
         rest = size(extra["params"] + extra["opt_state"])
         cost += f", and {rest} of gradients and optimizer state"
-    return [f"Not divisible: {'; '.join(told.values())}. That is {cost}."] if told else []
+    return [f"Not divisible: {'; '.join(notes.values())}. That is {cost}."] if notes else []
 
 
 def _axis(part) -> str:
@@ -104,19 +105,24 @@ def bytes_per_device(tree: Tree) -> int:
 
 
 def step(compiled: jax.stages.Compiled) -> str:
-    """What the compiled step needs on each device and what it sends, from the compiler itself."""
-    memory = compiled.memory_analysis()
-    kept = memory.argument_size_in_bytes
+    """Memory and collectives of a compiled step, per device, from the compiler itself."""
+    figures = memory(compiled)
+    kept = figures.argument_size_in_bytes
     lines = [
-        f"Compiled step, per device: {size(kept + memory.temp_size_in_bytes)} = state and batch "
-        f"{size(kept)} + temporary {size(memory.temp_size_in_bytes)}."
+        f"Compiled step, per device: {size(kept + figures.temp_size_in_bytes)} = state and batch "
+        f"{size(kept)} + temporary {size(figures.temp_size_in_bytes)}."
     ]
     lines.append(f"Collectives a step, per device: {sent(compiled)}.")
     return "\n".join(lines)
 
 
+def memory(compiled: jax.stages.Compiled) -> Any:
+    """The compiler's figures in bytes; JAX's type allows None, for backends without any."""
+    return compiled.memory_analysis()
+
+
 def totals(compiled: jax.stages.Compiled) -> dict[str, tuple[int, int]]:
-    """Kind of collective → (how many, bytes of their results on a device), in one execution."""
+    """Kind of collective → (count, bytes of results on a device), in one execution."""
     sums: dict[str, tuple[int, int]] = {}
     for found in collectives(compiled.as_text()):
         times, held = sums.get(found.kind, (0, 0))
@@ -125,7 +131,7 @@ def totals(compiled: jax.stages.Compiled) -> dict[str, tuple[int, int]]:
 
 
 def sent(compiled: jax.stages.Compiled) -> str:
-    """What one execution sends between devices, in words."""
+    """A sentence about the collectives of one execution."""
     return (
         "; ".join(f"{n} {kind} of {held(kind, b)}" for kind, (n, b) in totals(compiled).items())
         or "none"
@@ -133,18 +139,18 @@ def sent(compiled: jax.stages.Compiled) -> str:
 
 
 def held(kind: str, count: float) -> str:
-    """Bytes of one kind of collective for people: a ragged one has a buffer that need not be full."""
+    """Formats the bytes of a kind of collective; the buffer of a ragged one need not be full."""
     return f"{'at most ' if kind == 'ragged-all-to-all' else ''}{size(count)}"
 
 
 def reshard(array: jax.Array, target: jax.sharding.Sharding) -> tuple[jax.Array, str]:
-    """`array` moved to another sharding, and which collectives that took."""
+    """Moves an array to another sharding. Returns it with a sentence about the collectives."""
     move = jax.jit(lambda x: x, out_shardings=target).lower(array).compile()
     return move(array), sent(move)
 
 
 def size(count: float) -> str:
-    """Bytes for people: 1.2 MB is 1.2e6 bytes."""
+    """Formats bytes: 1.2 MB is 1.2e6 bytes."""
     for unit in ("B", "kB", "MB", "GB"):
         if count < 1000:
             return f"{count:.0f} B" if unit == "B" else f"{count:.1f} {unit}"
@@ -153,7 +159,7 @@ def size(count: float) -> str:
 
 
 def _columns(rows: list[tuple[str, ...]]) -> list[str]:
-    """Left-aligned columns, the last one right-aligned."""
+    """Aligns columns to the left, and the last one to the right."""
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
     return [
         "  ".join(

@@ -34,7 +34,7 @@ from data.tokenizer import BYTES, Tokenizer, from_files
 from recipes.common import entries, hf
 from recipes.common.checkpoint import adapter, card, integrity
 from recipes.common.runtime import UserError, folders
-from recipes.common.sharding import Layout, Table, Tree, make_layout, paths
+from recipes.common.sharding import Layout, Rules, Tree, make_layout, paths
 from recipes.common.sharding.abstract import unadapted
 
 # Without a note of the shardings it was saved with: they would tie a checkpoint to its mesh, where
@@ -251,7 +251,7 @@ def finished(path: pathlib.Path) -> bool:
 def restore(
     path: str | pathlib.Path,
     mesh: Mesh,
-    rules: str | Table | None = None,
+    rules: str | Rules | None = None,
     *,
     verify: bool = True,
     base: str = "",
@@ -275,7 +275,7 @@ def restore(
     return layout.model.merge(restore_variables(source, layout)), source.metadata
 
 
-def layout_of(source: Source, mesh: Mesh, rules: str | Table | None = None, **compute) -> Layout:
+def layout_of(source: Source, mesh: Mesh, rules: str | Rules | None = None, **compute) -> Layout:
     """Where a checkpoint's model lies on `mesh`; nothing is read or allocated. Raises UserError.
 
     Args:
@@ -448,7 +448,7 @@ def metadata(entry: str, layout: Layout, flags: dict[str, Any]) -> dict[str, Any
     return {
         "entry": entry,
         "config": dataclasses.asdict(layout.config),
-        "rules": {"name": layout.strategy, "table": layout.table},
+        "rules": {"name": layout.strategy, "table": layout.rules},
         "mesh": dict(layout.mesh.shape),
         "logical_axes": {k: list(axes) for k, axes in paths(layout.model.axes["params"]).items()},
         "flags": flags,

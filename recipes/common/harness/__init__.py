@@ -1,3 +1,5 @@
-"""lm-evaluation-harness on a mesh: tasks.py finds and runs its tasks, adapter.py is the model that it
-asks, scoring.py computes what it asks for. Only the adapter imports the harness as it is imported.
+"""lm-evaluation-harness on a mesh.
+
+tasks.py runs its tasks, model.py is the model that they query, and scoring.py computes
+log-likelihoods. Only model.py imports the harness when it is imported.
 """

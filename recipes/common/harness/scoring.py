@@ -1,4 +1,4 @@
-"""Log-likelihoods of many token sequences, batched by length; one compiled program a length."""
+"""Log-likelihoods of many token sequences, batched by length; one compiled program per length."""
 
 import itertools
 import math
@@ -13,27 +13,27 @@ from rich.progress import track
 from recipes.common.runtime import processes
 from recipes.common.sharding import Layout, Tree
 
-SHORTEST = 32  # positions of a program
-LOGITS = 2**29  # of a program on one device, at most: 2 GiB
+SHORTEST = 32  # fewest positions of a program
+LOGITS = 2**29  # most logits of a program on one device: 2 GiB
 
 
 class Row(NamedTuple):
-    tokens: list[int]  # at least one, and then those that are scored
-    scored: int  # how many of the last ones
+    tokens: list[int]  # at least one more than `scored`
+    scored: int  # how many of the last tokens are scored
 
 
 class Scorer:
     """Scores rows with a model on its mesh.
 
-    Rows of similar length are computed together, padded at the end to a power of two: at most one
-    program for each. Several processes score the same rows and get the same numbers.
+    Rows of similar length form a batch, padded at the end to a power of two, with one program for
+    each length. All processes score the same rows and get the same results.
     """
 
     def __init__(self, layout: Layout, variables: Tree, batch_size: int, context: int):
         """
         Args:
-          variables: the model's, {"params": …}, on the layout's mesh.
-          batch_size: rows at a time, at most; rounded up to the shards of a batch.
+          variables: the model's variables, {"params": …}, on the layout's mesh.
+          batch_size: most rows at a time; rounded up to a multiple of the batch shards.
           context: positions of the longest program.
         """
         self._layout, self._variables = layout, variables
@@ -41,14 +41,14 @@ class Scorer:
         self._programs: dict[int, jax.stages.Compiled] = {}
 
     def __call__(self, rows: list[Row]) -> list[tuple[float, bool]]:
-        """(sum of log-probabilities in nats, whether each token was the likeliest) of what is scored.
+        """For each row: (sum of log-probabilities in nats, whether every token was the likeliest).
 
         Args:
-          rows: of at most `context` + 1 tokens.
+          rows: at most `context` + 1 tokens each.
         """
         found: list[tuple[float, bool]] = [(0.0, True)] * len(rows)
         with_some = [i for i, row in enumerate(rows) if row.scored]
-        order = sorted(with_some, key=lambda i: -len(rows[i].tokens))  # what is too large fails now
+        order = sorted(with_some, key=lambda i: -len(rows[i].tokens))  # fails early
         batches = []
         for length, members in itertools.groupby(order, lambda i: self.length(rows[i])):
             alike, size = list(members), self.rows(length)
@@ -61,14 +61,14 @@ class Scorer:
         return found
 
     def length(self, row: Row) -> int:
-        """Positions of the program that computes a row: a power of two, or the whole context."""
+        """Positions of the program for a row: a power of two, or the whole context."""
         needed = max(len(row.tokens) - 1, SHORTEST)
         return min(2 ** math.ceil(math.log2(needed)), self._context)
 
     def rows(self, length: int) -> int:
-        """Rows of the program of a length: a multiple of the shards of a batch."""
+        """Rows of the program for a length: a multiple of the batch shards."""
         layout, shards = self._layout, self._layout.batch_shards
-        fit = LOGITS // (length * layout.config.vocab_size)  # of each shard
+        fit = LOGITS // (length * layout.config.vocab_size)  # rows per shard
         return shards * max(1, min(-(-self._batch_size // shards), fit))
 
     def _score(self, length: int, rows: list[Row]) -> tuple[np.ndarray, np.ndarray]:
@@ -86,7 +86,7 @@ class Scorer:
         return jax.device_get(self._programs[length](self._variables, *batch))
 
     def _everywhere(self, x: np.ndarray) -> jax.Array:
-        """A global array of what every process has whole."""
+        """A global array from a value that every process has."""
         return jax.make_array_from_callback(x.shape, self._layout.batch, lambda index: x[index])
 
     def _program(self, variables, tokens_BT, targets_BT):

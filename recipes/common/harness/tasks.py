@@ -1,4 +1,4 @@
-"""Tasks of lm-evaluation-harness: found by name, answered by a model of ours, shown as a table."""
+"""Finds tasks of lm-evaluation-harness by name, runs them with a zoo model, and prints tables."""
 
 import contextlib
 import difflib
@@ -12,14 +12,14 @@ from typing import Any, NamedTuple
 from data import hub
 from recipes.common.runtime import UserError
 
-# Samples of a metric's standard error where it has no formula: a tenth of the harness's own, as
-# they are drawn in this process; a fork of it, with JAX's threads, may hang.
+# Bootstrap samples for standard errors without a formula. A tenth of the harness's default, because
+# they are drawn in this process: a fork of a process with JAX's threads may hang.
 BOOTSTRAP = 10_000
 
 
 class Tasks(NamedTuple):
     manager: Any  # lm_eval's TaskManager
-    chosen: list[Any]  # its tasks, and its groups of them, with their data
+    chosen: list[Any]  # tasks and groups of tasks, with their data
 
 
 def check(names: str) -> None:
@@ -31,23 +31,23 @@ def check(names: str) -> None:
 
 
 def load(names: str, include_path: str = "") -> Tasks:
-    """The harness's tasks and groups of these names.
+    """Loads the harness's tasks and groups by name.
 
     Args:
-      names: with commas between them; patterns as `arc_*`, and YAML files, are fine.
-      include_path: a folder with task files of one's own, whose functions are run.
+      names: comma-separated names, patterns such as `arc_*`, or YAML files.
+      include_path: a folder with your own task files; code in them is executed.
 
-    Raises UserError if there is none of a name, or its data can't be had.
+    Raises UserError if a name does not exist or its data can't be loaded.
     """
     check(names)
     if include_path and not pathlib.Path(include_path).is_dir():
         raise UserError(f"--include_path={include_path} is not a folder; use one with task files")
-    logging.getLogger("lm_eval").setLevel(logging.ERROR)  # of a task, to its author
+    logging.getLogger("lm_eval").setLevel(logging.ERROR)  # warnings are for authors of tasks
     from lm_eval.tasks import TaskManager
 
     hub.library()  # quiet
     wanted = [name for name in names.split(",") if name]
-    # All of the harness's own are 14,000 files, which takes a while.
+    # The harness has 14,000 task files, which take a while to read: try include_path alone first.
     for defaults in (False, True) if include_path else (True,):
         manager = TaskManager(include_path=include_path or None, include_defaults=defaults)
         unknown = [name for name in wanted if not _matches(manager, name)]
@@ -61,7 +61,7 @@ def load(names: str, include_path: str = "") -> Tasks:
     found = sorted({match for name in wanted for match in _matches(manager, name)})
     try:
         loaded = manager.load(found)
-    except Exception as error:  # of YAML, of datasets, of the task's own code
+    except Exception as error:  # from YAML, from datasets, from the task's own code
         raise UserError(
             f"--tasks={names} can't be loaded ({hub.reason(error)}); check the name, and that its "
             "data is here or the Hub can be reached"
@@ -88,19 +88,19 @@ def _matches(manager, name: str) -> list[str]:
 
 
 def run(model, tasks: Tasks, fewshot: int, limit: float, chat: bool) -> dict[str, Any]:
-    """The harness's own results, without the samples.
+    """Runs tasks and returns the harness's results, without samples.
 
     Args:
-      model: an adapter.Model.
-      fewshot: examples in front of a question; -1: as each task says.
-      limit: questions of each task, or their share if below 1; 0: all.
-      chat: whether questions are put by the model's chat template.
+      model: a model.Model.
+      fewshot: examples before each question; -1: each task's default.
+      limit: questions per task, or a fraction of them if below 1; 0: all.
+      chat: whether to render questions with the model's chat template.
     """
     os.environ["DISABLE_MULTIPROC"] = "1"
     from lm_eval import simple_evaluate
     from lm_eval.api import task
 
-    task.tqdm = lambda documents, **_: documents  # a bar for each task, of milliseconds
+    task.tqdm = lambda documents, **_: documents  # no progress bar for milliseconds of work
     with contextlib.redirect_stdout(sys.stderr):
         return simple_evaluate(
             model=model,
@@ -116,7 +116,7 @@ def run(model, tasks: Tasks, fewshot: int, limit: float, chat: bool) -> dict[str
 
 
 def tables(results: dict[str, Any]) -> list[str]:
-    """The harness's tables of tasks and, where there are any, of groups."""
+    """The harness's table of tasks and, if there are groups, its table of groups."""
     from lm_eval.utils import make_table
 
     kinds = ("results", "groups") if results.get("groups") else ("results",)
@@ -124,7 +124,7 @@ def tables(results: dict[str, Any]) -> list[str]:
 
 
 def plain(value: Any) -> Any:
-    """What JSON can't say, as the harness says it: json.dumps's `default`."""
+    """The harness's conversion of values that JSON lacks, for json.dumps's `default`."""
     from lm_eval.utils import handle_non_serializable
 
     return handle_non_serializable(value)

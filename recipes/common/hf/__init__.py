@@ -1,4 +1,4 @@
-"""Hugging Face model folders, read as parameters of the zoo's models and written back.
+"""Reads Hugging Face model folders as parameters of zoo models, and writes them.
 
 A folder is config.json with one or more *.safetensors. Loading never executes code (no pickle).
 """
@@ -21,5 +21,5 @@ __all__ = [
 
 
 def open_folder(path: pathlib.Path) -> Folder | Adapter:
-    """What a folder holds, checked. Raises UserError."""
+    """Opens and checks a folder with a model or an adapter. Raises UserError."""
     return read_adapter(path) if is_adapter(path) else Folder(path)

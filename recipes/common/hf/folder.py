@@ -1,4 +1,4 @@
-"""Model folders: locating, checking, reading and writing them."""
+"""Locates, checks, reads and writes model folders."""
 
 import contextlib
 import dataclasses
@@ -23,13 +23,13 @@ from recipes.common.runtime.errors import UserError
 from recipes.common.sharding.abstract import Tree, abstract_model, paths
 
 FAMILIES = (llama, moe)
-ENTRIES = {family.ENTRY: family for family in FAMILIES}  # entry → the family to export it as
+ENTRIES = {family.ENTRY: family for family in FAMILIES}  # entry → family that exports it
 
 
 def locate(name: str) -> pathlib.Path:
-    """The model folder: a local one, one in a bucket, copied, or ORG/NAME on the Hub, by its client.
+    """The local path of a model folder: a folder, one in a bucket, or ORG/NAME on the Hub.
 
-    Raises UserError if there is none.
+    Folders in buckets and on the Hub are downloaded. Raises UserError if there is no such folder.
     """
     if buckets.remote(name):
         try:
@@ -54,22 +54,22 @@ class Folder:
     step = 0
 
     def __init__(self, path: pathlib.Path):
-        """Reads config.json and the headers of the tensor files, but no tensor.
+        """Reads config.json and the headers of the tensor files, but no tensors.
 
         Raises UserError if the folder is not a complete model that the zoo implements.
         """
         self.path = path
         if not path.is_dir():
-            raise UserError(f"{path} is a file; use the folder that it is in")
+            raise UserError(f"{path} is a file; use its folder")
         theirs = tensors.read_json(path / "config.json")
         self.family, kind = _family(theirs, path / "config.json")
-        # The file's own model_type may be absent; if it differs, the architecture counts.
+        # model_type may be absent; if it contradicts the architecture, the architecture counts.
         self.config = self.family.config_from(theirs | {"model_type": kind}, path / "config.json")
         self.metadata = {
             "entry": self.family.ENTRY,
             "config": dataclasses.asdict(self.config),
             "step": self.step,
-            "context": theirs.get("max_position_embeddings"),  # for an export back
+            "context": theirs.get("max_position_embeddings"),  # for exporting it again
         }
         self._stored = tensors.find(path)
         self._check()
@@ -79,16 +79,16 @@ class Folder:
         return shapes_of(self.family.ENTRY, self.config)
 
     def read(self, abstract: Tree) -> Tree:
-        """The parameters in {"params": nested dict of ShapeDtypeStructs with shardings}."""
+        """Reads the parameters in {"params": nested dict of ShapeDtypeStructs with shardings}."""
         return read_onto(self._stored, self.family.tensors(self.config), abstract)
 
     @property
     def files(self) -> list[pathlib.Path]:
-        """What the parameters depend on."""
+        """The files that determine the parameters."""
         return [self.path / "config.json", *sorted({t.file for t in self._stored.values()})]
 
     def tokenizer(self) -> tokenizer.Tokenizer | None:
-        """The folder's own; None if it has none. Raises DataError if it can't be read."""
+        """The folder's tokenizer; None if it has none. Raises DataError if it can't be read."""
         files = tokenizer.read(self.path)
         return tokenizer.from_files(files, str(self.path)) if files else None
 
@@ -102,7 +102,7 @@ class Folder:
         wanted |= {a: wanted[b] for a, b in tied.items()}
         tensors.check(self.path, found, wanted, "config.json implies", "this model's config.json")
         for a, b in tied.items():
-            # Where the two differ, versions of transformers disagree on which of them counts.
+            # If the two differ, versions of transformers disagree on which one counts.
             if not tensors.equal(self._stored[a], self._stored[b]):
                 raise UserError(
                     f"{self.path} has a tensor {a} that differs from {b}, but its config.json ties "
@@ -119,19 +119,19 @@ def write(
     tokens: tokenizer.Tokenizer | None = None,
     card: str = "",
 ) -> None:
-    """Writes a model folder next to its destination and then moves it there whole.
+    """Writes a model folder next to its destination, then moves it into place.
 
-    Besides the devices it holds one parameter and FILE_BYTES of tensors. Raises UserError if the
-    family of the entry has no architecture for this config.
+    The host holds one parameter and FILE_BYTES of tensors at a time. Raises UserError if the
+    entry's family has no architecture for this config.
 
     Args:
       context: positions that the model was trained on.
-      read: function of a parameter's path → the parameter, a float32 NumPy array.
-      tokens: the model's tokenizer, whose files are written as they were; None if nobody knows it.
-      card: README.md, where there is one.
+      read: a function from a parameter's path to its value, a float32 NumPy array.
+      tokens: the model's tokenizer, whose files are copied unchanged; None if unknown.
+      card: text of README.md; empty: none.
     """
     theirs = ENTRIES[entry].config_json(config, context)
-    # If absent they would be 1 and 2, but every vocabulary has its own.
+    # Absent ids mean 1 and 2 to transformers, but every vocabulary has its own.
     unknown = {"bos_token_id": None, "eos_token_id": None}
     theirs |= tokens.config_ids() if tokens else unknown
     table = ENTRIES[entry].tensors(config)
@@ -148,13 +148,13 @@ def new_folder(
     card: str = "",
     config: str = "config.json",
 ) -> Iterator[pathlib.Path]:
-    """A folder to fill, with the files of a tokenizer and a card; moved to its place once it is whole.
+    """Yields a temporary folder to fill; adds a tokenizer and a card, then moves it into place.
 
     Args:
-      config: name of its config file. In a bucket it is uploaded last: a folder that has it is whole.
+      config: name of its config file. In a bucket this is uploaded last, to mark a complete folder.
     """
     bucket = folders.in_bucket(folder)
-    if bucket:  # safetensors are written to disks, so there has to be room for the model on one
+    if bucket:  # safetensors writes only to disks, so one must have room for the model
         beside = pathlib.Path(tempfile.mkdtemp())
     else:
         folders.make(folder.parent)
@@ -170,7 +170,7 @@ def new_folder(
             try:
                 folders.upload(beside, folder, mark=config)
             except folders.errors():
-                with contextlib.suppress(*folders.errors()):  # else the same command finds it there
+                with contextlib.suppress(*folders.errors()):  # or the same command would find it
                     folders.remove(folder, config)
                 raise
         else:
@@ -181,9 +181,12 @@ def new_folder(
 
 
 def read_onto(stored: dict[str, tensors.Stored], table, abstract: Tree) -> Tree:
-    """The arrays of {"params": nested dict of ShapeDtypeStructs with shardings}, by a family's table.
+    """Reads the arrays of {"params": nested dict of ShapeDtypeStructs with shardings}.
 
-    Each shard is read on its own and put onto its devices before the next one is read.
+    Shards are read one at a time and put onto their devices before the next is read.
+
+    Args:
+      table: a family's tensors, as in tensors.py.
     """
     arrays = []
     for path, leaf in paths(abstract["params"]).items():
@@ -194,7 +197,7 @@ def read_onto(stored: dict[str, tensors.Stored], table, abstract: Tree) -> Tree:
 
 
 def _family(theirs: dict[str, Any], file: pathlib.Path) -> tuple[Any, str]:
-    """(family, model_type) of a config.json, by its architecture. Raises UserError."""
+    """The (family, model_type) of a config.json, from its architecture. Raises UserError."""
     known = {}
     for family in FAMILIES:
         for name, kind in family.ARCHITECTURES.items():
@@ -210,6 +213,6 @@ def _family(theirs: dict[str, Any], file: pathlib.Path) -> tuple[Any, str]:
 
 
 def shapes_of(entry: str, config) -> Tree:
-    """Kind → nested dict of ShapeDtypeStructs, of an entry's model."""
+    """Kind → nested dict of ShapeDtypeStructs of an entry's model."""
     model = entries.model(entry)
     return abstract_model(lambda: model(config, rngs=nnx.Rngs(0))).shapes

@@ -1,8 +1,8 @@
-"""The Llama family: Llama 2 and 3, Mistral, Ministral, Qwen 2 and 3, SmolLM: zoo/transformer.py.
+"""The Llama family (zoo/transformer.py): Llama 2 and 3, Mistral, Ministral, Qwen 2 and 3, SmolLM.
 
-A family is a module with ENTRY, ARCHITECTURES, TIED, COMPUTED, tensors, config_from and config_json,
-listed in folder.py. It refuses what its model does not compute exactly, naming the key of
-config.json; ConfigFile has what families share for that.
+A family is a module listed in folder.py, with ENTRY, ARCHITECTURES, TIED, COMPUTED, tensors,
+config_from and config_json. It rejects any config.json that its model can't compute exactly, and
+names the key; families share ConfigFile for that.
 """
 
 import dataclasses
@@ -20,13 +20,13 @@ ENTRY = "transformer"
 ARCHITECTURES = {  # theirs → model_type
     "LlamaForCausalLM": "llama",
     "MistralForCausalLM": "mistral",
-    "MinistralForCausalLM": "ministral",  # Mistral with a window in some layers only
+    "MinistralForCausalLM": "ministral",  # Mistral with a window in only some layers
     "Qwen2ForCausalLM": "qwen2",
     "Qwen3ForCausalLM": "qwen3",
 }
 
-# Format as in recipes/common/hf/tensors.py, letters as in zoo/transformer.py. Their weights are
-# [out, in], and hold several of our dims in one: q of ours is [D, N, H] and q_proj of theirs [N·H, D].
+# The format is explained in tensors.py, the letters in zoo/transformer.py. Their weights are [out,
+# in] and merge several of our dims: our q is [D, N, H], their q_proj [N·H, D].
 TENSORS = {
     "embed": ("model.embed_tokens.weight", "VD", "V D"),
     "layers/attention_norm/scale": ("model.layers.{}.input_layernorm.weight", "D", "D"),
@@ -47,7 +47,7 @@ TENSORS = {
     "unembed": ("lm_head.weight", "VD", "V D"),
 }
 TIED = {"lm_head.weight": "model.embed_tokens.weight"}  # must be equal if embeddings are tied
-COMPUTED = ("rotary_emb.inv_freq",)  # name endings of buffers that are computed, so not read
+COMPUTED = ("rotary_emb.inv_freq",)  # name endings of computed buffers, which are not read
 
 SIZES = {  # field of Config → theirs
     "vocab_size": "vocab_size",
@@ -59,12 +59,12 @@ SIZES = {  # field of Config → theirs
     "mlp": "intermediate_size",
 }
 ORIGINAL = "original_max_position_embeddings"
-# Their names of a scaling's numbers, in the order of zoo/attention.py.
+# Their names for the numbers of a rope scaling, in the order of attention.Kind.
 LLAMA3 = ("factor", "low_freq_factor", "high_freq_factor", ORIGINAL)
 YARN = ("factor", "beta_fast", "beta_slow", ORIGINAL, "truncate", "attention_factor")
-UNUSED = {  # what our Transformer does not have → the values that leave it unused
+UNUSED = {  # features that our Transformer lacks → values that leave them off
     "hidden_act": ("silu",),
-    "attention_bias": (False,),  # theirs has one on o as well
+    "attention_bias": (False,),  # theirs includes a bias on o
     "mlp_bias": (False,),
     "partial_rotary_factor": (1,),
     "quantization_config": (),
@@ -76,11 +76,11 @@ UNUSED = {  # what our Transformer does not have → the values that leave it un
 
 @dataclasses.dataclass(frozen=True)
 class ConfigFile:
-    """The keys of a config.json, absent ones as transformers reads them. Raises UserError."""
+    """The keys of a config.json, with transformers' defaults. Methods raise UserError."""
 
     keys: dict[str, Any]
     path: pathlib.Path
-    entry: str  # its zoo file is named in refusals
+    entry: str  # its zoo file is named in errors
 
     def refused(self, key: str, value) -> UserError:
         return UserError(
@@ -89,14 +89,14 @@ class ConfigFile:
         )
 
     def refuse(self, unused: dict[str, tuple]) -> None:
-        """Refuses keys with any other value than the given ones; null counts as absent."""
+        """Raises if a key has another value than the given ones; null counts as absent."""
         for key, values in unused.items():
             if self.keys.get(key) is not None and self.keys[key] not in values:
                 raise self.refused(key, self.keys[key])
 
     def number(self, key: str, default=None, kind: type = int) -> Any:
         """A number > 0; null counts as absent."""
-        value = self.keys.get(key)
+        value: Any = self.keys.get(key)
         value = default if value is None else value
         if type(value) not in (int, kind) or not 0 < value < math.inf:
             raise UserError(
@@ -105,8 +105,8 @@ class ConfigFile:
             )
         return kind(value)
 
-    def sizes(self, table: dict[str, str], **defaults: int) -> dict[str, int]:
-        """Fields of Config, by a table as SIZES; what is absent and has no default is refused."""
+    def sizes(self, table: dict[str, str], **defaults: int | None) -> dict[str, int]:
+        """Fields of Config, by a table like SIZES; raises if a key without a default is absent."""
         found = {ours: self.number(key, defaults.get(ours)) for ours, key in table.items()}
         if found["head_dim"] % 2:
             raise self.refused("head_dim", found["head_dim"])
@@ -122,11 +122,11 @@ class ConfigFile:
 
         Returns: theta; the scaling as zoo/attention.py has it, with transformers' defaults.
         """
-        # If both are there, transformers takes the older.
+        # If both exist, transformers uses the older one.
         key = "rope_scaling" if self.keys.get("rope_scaling") else "rope_parameters"
         rope = self.keys.get(key) or {}
         if not isinstance(rope, dict) or any(isinstance(v, dict) for v in rope.values()):
-            raise self.refused(key, rope)  # each kind of layer has its own, for instance
+            raise self.refused(key, rope)  # for instance, one for each kind of layer
         rope = {"rope_theta": self.keys.get("rope_theta"), "rope_type": rope.get("type")} | rope
         if self.keys.get(ORIGINAL) is not None:
             rope[ORIGINAL] = self.keys[ORIGINAL]
@@ -146,7 +146,7 @@ class ConfigFile:
         return theta, None
 
     def yarn(self, context: int | None) -> tuple:
-        """A yarn scaling, from the keys of rope_scaling; `context` is max_position_embeddings."""
+        """A YaRN scaling from the keys of rope_scaling; `context` is max_position_embeddings."""
         original = self.number(ORIGINAL, context)
         stated = self.keys.get("factor", 0) is not None  # null means the ratio of the two lengths
         factor = self.number("factor", None if stated or not context else context / original, float)
@@ -168,12 +168,12 @@ class ConfigFile:
     def windows(
         self, default: int | None, mixed: bool = False, switched: bool = False
     ) -> list[int | None]:
-        """How many positions one attends to in each layer, itself included; None: all before it.
+        """Each layer's sliding window, which includes the position itself; None: no window.
 
         Args:
-          default: what an absent sliding_window means; None: this architecture has none.
-          mixed: the architecture has a window only in some layers, if layer_types says so.
-          switched: the window needs use_sliding_window, and starts at layer max_window_layers.
+          default: what an absent sliding_window means; None: this architecture has no windows.
+          mixed: whether layer_types may limit windows to some layers.
+          switched: whether windows need use_sliding_window and start at layer max_window_layers.
         """
         layers, types = self.number("num_hidden_layers"), self.keys.get("layer_types")
         window = None if default is None else self.keys.get("sliding_window", default)
@@ -197,7 +197,7 @@ class ConfigFile:
 
 
 def kinds_of(windows: list[int | None], theta: float, scaling: tuple | None) -> dict[str, Any]:
-    """Fields of Config: one kind for all layers, or the shortest period that gives each its window."""
+    """Fields of Config: one kind for all layers, or the shortest period of kinds."""
     period = next(p for p in range(1, len(windows) + 1) if windows[p:] == windows[:-p])
     if period == 1:
         return {"rope_theta": theta, "rope_scaling": scaling, "sliding_window": windows[0]}
@@ -205,14 +205,14 @@ def kinds_of(windows: list[int | None], theta: float, scaling: tuple | None) -> 
 
 
 def tensors(config: Config) -> dict[str, tuple[str, str, str]]:
-    """TENSORS, which all of these architectures have."""
+    """TENSORS; all of these architectures have the same."""
     return TENSORS
 
 
 def config_from(keys: dict[str, Any], file: pathlib.Path) -> Config:
-    """Our Config for the keys of a config.json, whose model_type is one of those above.
+    """Our Config for a config.json with one of the model_types above.
 
-    Raises UserError for what our Transformer does not compute exactly.
+    Raises UserError if our Transformer can't compute the model exactly.
     """
     theirs, kind = ConfigFile(keys, file, ENTRY), keys["model_type"]
     theirs.refuse(UNUSED)
@@ -235,9 +235,9 @@ def config_from(keys: dict[str, Any], file: pathlib.Path) -> Config:
 
 
 def config_json(config: Config, context: int) -> dict[str, Any]:
-    """Their config.json, in the keys that both old and new versions of transformers read.
+    """Their config.json, with keys that old and new versions of transformers read.
 
-    `context` is the positions it was trained on. Raises UserError if no architecture fits.
+    `context` is the number of positions trained on. Raises UserError if no architecture fits.
     """
     if config.qkv_bias and config.qk_norm:
         raise UserError(
@@ -245,7 +245,7 @@ def config_json(config: Config, context: int) -> dict[str, Any]:
         )
     windows = windows_of(config)
     window, mixed = next(filter(None, windows), None), len({*windows}) > 1
-    # Llama is Mistral without a window, but needs its embed to be divisible by its heads.
+    # Llama is Mistral without a window, but its heads must divide embed.
     mistral = window is not None or config.embed % config.num_heads
     kind = "ministral" if mixed else "mistral" if mistral else "llama"
     kind = "qwen3" if config.qk_norm else "qwen2" if config.qkv_bias else kind
@@ -263,7 +263,7 @@ def config_json(config: Config, context: int) -> dict[str, Any]:
 
 
 def windows_of(config: Any) -> list[int | None]:
-    """Each layer's window. Raises UserError for kinds of layers that no architecture of theirs has."""
+    """Each layer's window. Raises UserError for kinds of layers that no architecture has."""
     period = kinds(config)
     for what, values in {
         "rotary embeddings": {kind[1:] for kind in period},
@@ -280,10 +280,10 @@ def windows_of(config: Any) -> list[int | None]:
 def common_json(
     config: Any, architecture: str, model_type: str, sizes: dict[str, str], context: int
 ) -> dict[str, Any]:
-    """The keys that every architecture's config.json has.
+    """The keys that all architectures share.
 
     Args:
-      sizes: as SIZES.
+      sizes: a table like SIZES.
     """
     kind = kinds(config)[0]
     match kind.rope_scaling:

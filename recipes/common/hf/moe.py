@@ -1,6 +1,6 @@
-"""Mixtral and Qwen3-MoE, implemented by zoo/moe.py. All but the experts is as in llama.py.
+"""The family of Mixtral and Qwen3-MoE (zoo/moe.py). Everything but the experts is as in llama.py.
 
-Each expert is a tensor of its own in the folder, and a slice of one parameter of ours.
+Each expert is a separate tensor in the folder, and a slice of one of our parameters.
 """
 
 import pathlib
@@ -19,7 +19,7 @@ ARCHITECTURES = {  # theirs → model_type
 }
 
 OTHERS = {path: row for path, row in llama.TENSORS.items() if not path.startswith("layers/mlp/")}
-EXPERTS = {  # model_type → as llama.TENSORS
+EXPERTS = {  # model_type → a table like llama.TENSORS
     "mixtral": {
         "layers/experts/router": ("model.layers.{}.block_sparse_moe.gate.weight", "DE", "E D"),
         "layers/experts/gate": ("model.layers.{}.block_sparse_moe.experts.{}.w1.weight", "DF", "F D"),
@@ -49,22 +49,22 @@ UNUSED |= {"decoder_sparse_step": (1,), "mlp_only_layers": ([],)}  # every layer
 
 
 def tensors(config: Config) -> dict[str, tuple[str, str, str]]:
-    """As in recipes/common/hf/tensors.py."""
+    """The parameters' tensors, in the format of tensors.py."""
     return OTHERS | EXPERTS[kind_of(config)]
 
 
 def kind_of(config: Config) -> str:
-    """model_type."""
+    """The model_type to export a Config as."""
     return "qwen3_moe" if config.qk_norm else "mixtral"
 
 
 def config_from(keys: dict[str, Any], file: pathlib.Path) -> Config:
-    """Our Config for the keys of a config.json, whose model_type is one of those above: dropless.
+    """Our dropless Config for a config.json with one of the model_types above.
 
-    Raises UserError for what our MoE does not compute exactly.
+    Raises UserError if our MoE can't compute the model exactly.
     """
     kind, qwen3 = keys["model_type"], keys["model_type"] == "qwen3_moe"
-    if qwen3 and keys.get("num_experts") is None:  # newer files call it as Mixtral's do
+    if qwen3 and keys.get("num_experts") is None:  # newer files use Mixtral's name for it
         keys = keys | {"num_experts": keys.get("num_local_experts")}
     theirs = ConfigFile(keys, file, ENTRY)
     theirs.refuse(UNUSED)
@@ -87,16 +87,16 @@ def config_from(keys: dict[str, Any], file: pathlib.Path) -> Config:
 
 
 def config_json(config: Config, context: int) -> dict[str, Any]:
-    """Their config.json, in the keys that both old and new versions of transformers read.
+    """Their config.json, with keys that old and new versions of transformers read.
 
-    `context` is the positions it was trained on. Raises UserError if no architecture fits.
+    `context` is the number of positions trained on. Raises UserError if no architecture fits.
     """
     kind = kind_of(config)
     qwen3, windows = kind == "qwen3_moe", llama.windows_of(config)
     for what, has_it in {
-        "windows in some layers only": len({*windows}) > 1,
+        "windows in only some layers": len({*windows}) > 1,
         "qkv_bias": config.qkv_bias,
-        "balance_rate, a bias of each expert": config.balance_rate > 0,
+        "balance_rate, a bias for each expert": config.balance_rate > 0,
         "normalize=False without qk_norm": not (config.normalize or qwen3),
     }.items():
         if has_it:

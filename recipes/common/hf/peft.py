@@ -1,6 +1,6 @@
-"""Adapters of the library PEFT: folders with adapter_config.json and adapter_model.safetensors.
+"""Adapters of the PEFT library: folders with adapter_config.json and adapter_model.safetensors.
 
-What its LoRA computes beyond W + A·B · lora_alpha / r is refused, naming the key.
+Only plain LoRA is supported, W + A·B · lora_alpha / r; errors name the key of any other feature.
 """
 
 import dataclasses
@@ -15,20 +15,20 @@ from recipes.common.runtime.errors import UserError
 from recipes.common.sharding.abstract import Tree, paths
 
 CONFIG = "adapter_config.json"
-STEM = "adapter_model"  # of its tensor files
+STEM = "adapter_model"  # stem of its tensor files
 
 READ = ("r", "lora_alpha", "base_model_name_or_path")
-# Keys that say how it was trained, what is plain from its tensors, or what other keys would use.
-TOLD = {
+# Keys about training, keys that the tensors imply, and options of keys that are refused anyway.
+IGNORED_KEYS = {
     *("auto_mapping", "inference_mode", "peft_version", "task_type", "lora_dropout"),
     *("target_modules", "exclude_modules", "megatron_core", "qalora_group_size", "layers_pattern"),
     *("loftq_config", "eva_config", "corda_config", "lora_ga_config", "runtime_config"),
 }
-ALLOWED = {  # key → the values that change nothing; of all other keys, those that are false or empty
+ALLOWED = {  # key → values without effect; other keys must be false or empty
     "peft_type": ("LORA",),
     "bias": ("none",),
     "revision": ("main",),
-    # The rest of PEFT's change the base as well.
+    # PEFT's other initializations also change the base.
     "init_lora_weights": (True, "gaussian", "eva", "orthogonal"),
 }
 
@@ -41,17 +41,17 @@ def is_adapter(folder: pathlib.Path) -> bool:
 class Adapter:
     """An adapter's folder: a source of A and B, like an adapter's checkpoint at step 0.
 
-    It says what it is of its base; `on` the base's config it knows its shapes.
+    The folder does not contain the base's config; `on` adds it, and with it the shapes.
     """
 
     path: pathlib.Path
     metadata: dict[str, Any]
     stored: dict[str, tensors.Stored]
-    config: Any = None  # of the base with this adapter; None: the base is not known yet
+    config: Any = None  # of the base with this adapter; None: the base is still unknown
     step = 0
 
     def on(self, base: dict[str, Any], config: Any) -> "Adapter":
-        """The adapter, checked against its base. Raises UserError if it is of another model.
+        """Returns the adapter checked against its base. Raises UserError if it does not fit.
 
         Args:
           base: the base's metadata.
@@ -60,7 +60,7 @@ class Adapter:
         entry, fix = base["entry"], "the base that it was trained on (--base=PATH)"
         if entry not in ENTRIES or not hasattr(config, "lora_rank"):
             raise UserError(
-                f"{self.path} is no adapter of {entry!r} models, like its base; use {fix}"
+                f"{self.path} is not an adapter for {entry!r} models, like its base; use {fix}"
             )
         factors, has = table(entry, config), {name.split(".lora_")[0] for name in self.stored}
         targets = [
@@ -83,15 +83,15 @@ class Adapter:
         return dataclasses.replace(self, metadata=self.metadata | facts, config=config)
 
     def shapes(self) -> Tree:
-        """{"params": nested dict of ShapeDtypeStructs}, of the factors."""
+        """Shapes of the factors: {"params": nested dict of ShapeDtypeStructs}."""
         return {"params": shapes_of(self.metadata["entry"], self.config)["params"]}
 
     def read(self, abstract: Tree) -> Tree:
-        """The factors in {"params": nested dict of ShapeDtypeStructs with shardings}."""
+        """Reads the factors in {"params": nested dict of ShapeDtypeStructs with shardings}."""
         return read_onto(self.stored, table(self.metadata["entry"], self.config), abstract)
 
     def tokenizer(self) -> tokenizer.Tokenizer | None:
-        """The folder's own; None if it has none. Raises DataError if it can't be read."""
+        """The folder's tokenizer; None if it has none. Raises DataError if it can't be read."""
         files = tokenizer.read(self.path)
         return tokenizer.from_files(files, str(self.path)) if files else None
 
@@ -100,7 +100,7 @@ def read_adapter(path: pathlib.Path) -> Adapter:
     """Reads adapter_config.json and the headers of the tensors. Raises UserError."""
     keys = tensors.read_json(path / CONFIG)
     for key, value in keys.items():
-        if key not in (*READ, *TOLD) and value and value not in ALLOWED.get(key, ()):
+        if key not in (*READ, *IGNORED_KEYS) and value and value not in ALLOWED.get(key, ()):
             raise UserError(
                 f"{path / CONFIG} has {key} {json.dumps(value)}, which the zoo does not implement; "
                 "merge the adapter with PEFT, and use the merged model"
@@ -132,15 +132,15 @@ def write_adapter(
     tokens: tokenizer.Tokenizer | None = None,
     card: str = "",
 ) -> None:
-    """Writes an adapter's folder next to its destination, and then moves it there whole.
+    """Writes an adapter's folder next to its destination, then moves it into place.
 
     Raises UserError if its base has no architecture that PEFT could load it onto.
 
     Args:
-      config: with its lora_rank, lora_alpha and lora_targets.
-      base: what PEFT is to find the base by; None: nothing that it can read.
-      read: function of a factor's path → the factor, a float32 NumPy array.
-      tokens, card: written beside it.
+      config: the Config with lora_rank, lora_alpha and lora_targets.
+      base: the name by which PEFT finds the base; None if there is none.
+      read: a function from a factor's path to its value, a float32 NumPy array.
+      tokens, card: tokenizer and README.md to write along.
     """
     ENTRIES[entry].config_json(config, context=1)  # raises
     factors = paths(shapes_of(entry, config)["params"])
@@ -165,11 +165,11 @@ def write_adapter(
 
 
 def table(entry: str, config: Any) -> dict[str, tuple[str, str, str]]:
-    """The factors of every weight that can have an adapter, as tensors.py describes tensors.
+    """The factors of every weight that can have an adapter, in the format of tensors.py.
 
     Their A is [r, in].
     """
-    targets, found = type(config).lora_targets, {}  # the default is all that the entry has
+    targets, found = type(config).lora_targets, {}  # the default lists all that the entry has
     for path, (name, ours, theirs) in ENTRIES[entry].tensors(config).items():
         module, _, leaf = path.rpartition("/")
         if leaf in targets:

@@ -1,11 +1,11 @@
-"""The bytes of a model folder: safetensors files, their index, slices and shards.
+"""Reads and writes the tensors of a model folder: safetensors files, their index, slices, shards.
 
-Nothing here knows a model. A family's table says which tensors of a folder make up each parameter:
+This file knows no model. A family's table says which tensors of a folder make up each parameter:
 
     parameter's path → (the tensor's name, our dims, their dims)
 
-Each {} in the name is an index into one of the parameter's leading, stacked dims, such as the layer.
-A dim is a letter. One dim of theirs may hold several of ours: "NH D" is [N·H, D].
+Each {} in the name is an index into one of the parameter's leading, stacked dims, such as the
+layer. A dim is a letter. One dim of theirs may hold several of ours: "NH D" is [N·H, D].
 """
 
 import collections
@@ -24,18 +24,18 @@ import safetensors.numpy
 
 from recipes.common.runtime.errors import UserError
 
-FLOATS = ("F32", "BF16", "F16")  # of safetensors; all of their values are exact in float32
-FILE_BYTES = 2**30  # of tensors in a file that we write, which is how much of it is held in memory
+FLOATS = ("F32", "BF16", "F16")  # safetensors' names; float32 holds all of their values exactly
+FILE_BYTES = 2**30  # most bytes of tensors in a file that we write; a file is held in memory
 
 
 class Tensor(NamedTuple):
     """One tensor of a model folder, and the part of our parameter that it holds."""
 
     name: str
-    path: str  # of our parameter
-    index: tuple[int, ...]  # into the parameter's stacked dims; () if it has none
+    path: str  # our parameter's path
+    index: tuple[int, ...]  # index into the parameter's stacked dims; () if it has none
     ours: dict[str, int]  # dim → size, in our order
-    groups: list[str]  # the dims of ours that each of theirs holds, outermost first
+    groups: list[str]  # our dims in each of theirs, outermost first
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -43,16 +43,16 @@ class Tensor(NamedTuple):
         return tuple(math.prod(self.ours[dim] for dim in group) for group in self.groups)
 
     def to_theirs(self, array: np.ndarray) -> np.ndarray:
-        """Their tensor, contiguous, from an array with our dims."""
+        """Converts an array with our dims to their tensor, contiguous."""
         array = array.transpose([list(self.ours).index(dim) for dim in "".join(self.groups)])
         return np.ascontiguousarray(array.reshape(self.shape))
 
     def to_ours(self, read, part: dict[str, slice]) -> np.ndarray:
-        """`part`, dim → slice, of their tensor with our dims; reads no more of it than needed.
+        """Reads `part` (dim → slice) of their tensor, converted to our dims.
 
-        `read` is a function of a tuple of slices → that part of their tensor.
+        `read` is a function from a tuple of slices to that part of their tensor.
         """
-        # Where one dim holds several, reading cuts only the outermost: what is left is contiguous.
+        # If one dim holds several of ours, read slices of only the outermost, which are contiguous.
         where, shape, cut = [], [], []
         for outer, *inner in self.groups:
             size = math.prod(self.ours[dim] for dim in inner)
@@ -65,7 +65,7 @@ class Tensor(NamedTuple):
 
 
 def expand(table: dict[str, tuple[str, str, str]], parameters: dict[str, Any]) -> Iterator[Tensor]:
-    """The tensors of these parameters (path → shaped leaf); those of a parameter are adjacent."""
+    """The tensors of parameters (path → shaped leaf); a parameter's tensors are adjacent."""
     for path, (name, ours, theirs) in table.items():
         if path in parameters:
             shape, stacked = parameters[path].shape, name.count("{}")
@@ -78,7 +78,7 @@ def expand(table: dict[str, tuple[str, str, str]], parameters: dict[str, Any]) -
 
 
 class Stored(NamedTuple):
-    """A tensor in a file, of which only the header has been read."""
+    """A tensor in a file. Only its header has been read."""
 
     file: pathlib.Path
     name: str
@@ -86,7 +86,7 @@ class Stored(NamedTuple):
     dtype: str
 
     def read(self, where: tuple[slice, ...]) -> np.ndarray:
-        # Opened each time: otherwise every page that was ever read would stay in this process.
+        # Opened for each read, because pages that were read stay in memory while a file is open.
         with _open(self.file) as opened:
             return opened.get_slice(self.name)[where]
 
@@ -95,7 +95,7 @@ def find(folder: pathlib.Path, stem: str = "model") -> dict[str, Stored]:
     """The tensors in a folder by name. Raises UserError if a file is missing or damaged.
 
     Args:
-      stem: of the files' names.
+      stem: stem of the files' names.
     """
     index = folder / f"{stem}.safetensors.index.json"
     single = folder / f"{stem}.safetensors"
@@ -136,10 +136,10 @@ def check(
     implied: str,
     fix: str,
 ) -> None:
-    """Raises UserError if there are other tensors than the wanted ones, name → shape.
+    """Raises UserError if names or shapes of tensors differ from `wanted`, name → shape.
 
     Args:
-      implied: whence the shapes are known, for messages: "config.json implies".
+      implied: source of the wanted shapes, for messages: "config.json implies".
       fix: what to use instead.
     """
     for names, what, or_ in (
@@ -164,7 +164,7 @@ def check(
 
 @contextlib.contextmanager
 def _reading(file: pathlib.Path):
-    """Errors of opening a file are UserErrors."""
+    """Turns errors of opening a file into UserErrors."""
     try:
         yield
     except FileNotFoundError:
@@ -174,12 +174,12 @@ def _reading(file: pathlib.Path):
 
 
 def _open(file: pathlib.Path):
-    with _reading(file):  # which compares the file's size with its header
-        return safetensors.safe_open(file, framework="numpy")
+    with _reading(file):
+        return safetensors.safe_open(file, framework="numpy")  # compares file size and header
 
 
 def read_json(file: pathlib.Path) -> dict[str, Any]:
-    """A JSON object. Raises UserError if the file does not hold one."""
+    """Reads a JSON object. Raises UserError if the file does not hold one."""
     with _reading(file):
         found = json.loads(file.read_text())
     if not isinstance(found, dict):
@@ -189,13 +189,13 @@ def read_json(file: pathlib.Path) -> dict[str, Any]:
 
 def equal(a: Stored, b: Stored) -> bool:
     """Whether two tensors of one shape have the same values."""
-    rows = max(1, 2**24 // math.prod(a.shape[1:]))  # at a time
+    rows = max(1, 2**24 // math.prod(a.shape[1:]))  # rows at a time
     parts = [(slice(i, min(i + rows, a.shape[0])),) for i in range(0, a.shape[0], rows)]
     return all((a.read(part) == b.read(part)).all() for part in parts)
 
 
 def read_shard(stored: dict[str, Stored], stack: list[Tensor], dtype, bounds) -> np.ndarray:
-    """The part within bounds, (first, last + 1) for each dim, of one parameter's tensors."""
+    """Reads the part of a parameter within bounds, (first, last + 1) per dim, from its tensors."""
     shard = np.empty([stop - start for start, stop in bounds], dtype)
     stacked = len(stack[0].index)
     part = dict(zip(stack[0].ours, (slice(*b) for b in bounds[stacked:]), strict=True))
@@ -207,13 +207,14 @@ def read_shard(stored: dict[str, Stored], stack: list[Tensor], dtype, bounds) ->
 
 
 def place(leaf: jax.ShapeDtypeStruct, shard) -> jax.Array:
-    """An array of this shape and sharding, from a function of a shard's bounds → its values.
+    """Makes an array of this shape and sharding from a function of a shard's bounds.
 
-    This process holds only one shard at a time, besides the devices. jax.make_array_from_callback
-    would hold all of them, and ask for one for each device that has a copy.
+    The host holds only one shard at a time. jax.make_array_from_callback would hold all of them,
+    and read a shard again for each device that has a copy.
     """
     devices = collections.defaultdict(list)
-    for device, index in leaf.sharding.addressable_devices_indices_map(leaf.shape).items():
+    indices: dict[Any, Any] = leaf.sharding.addressable_devices_indices_map(leaf.shape)
+    for device, index in indices.items():
         bounds = tuple(s.indices(size)[:2] for s, size in zip(index, leaf.shape, strict=True))
         devices[bounds].append(device)
     arrays = []
@@ -227,11 +228,11 @@ def place(leaf: jax.ShapeDtypeStruct, shard) -> jax.Array:
 
 
 def write(folder: pathlib.Path, tensors: Iterable[Tensor], read, stem: str = "model") -> None:
-    """Writes tensors to one file, or to several of FILE_BYTES at most with an index.
+    """Writes tensors to one file, or to several of at most FILE_BYTES with an index.
 
     Args:
-      read: a function of a parameter's path → the float32 array; one at a time is held.
-      stem: of the files' names.
+      read: a function from a parameter's path to a float32 array; one is held at a time.
+      stem: stem of the files' names.
     """
     read = functools.lru_cache(maxsize=1)(read)  # a parameter's tensors are adjacent
     files, room, total, weight_map = [[]], FILE_BYTES, 0, {}
@@ -249,7 +250,7 @@ def write(folder: pathlib.Path, tensors: Iterable[Tensor], read, stem: str = "mo
         safetensors.numpy.save_file(arrays, folder / name, metadata={"format": "pt"})
         total += sum(array.nbytes for array in arrays.values())
         weight_map |= dict.fromkeys(arrays, name)
-        del arrays  # before those of the next file are made
+        del arrays  # before the next file's are made
     if len(files) > 1:
         index = {"metadata": {"total_size": total}, "weight_map": weight_map}
         file = folder / f"{stem}.safetensors.index.json"

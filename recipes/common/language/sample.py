@@ -51,7 +51,7 @@ class Sample:
         A position attends to the last `text.seq_len` tokens, as many as it has seen in training.
         """
         config = cap_windows(layout.config, text.seq_len)
-        layout = make_layout(model, config, layout.mesh, layout.table)
+        layout = make_layout(model, config, layout.mesh, layout.rules)
         vocabulary = tokenizer.size if tokenizer.files else START  # bytes write no other start
         chosen = Sampling(self.temperature, seed=seed)
         generator = Generator(layout, state, chosen, tokenizer.end, vocabulary)

@@ -1,4 +1,4 @@
-"""A model without its arrays: shapes and logical axes of its variables, and the way back to it."""
+"""Abstract models: shapes and logical axes of a model's variables, without arrays."""
 
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -12,23 +12,23 @@ Tree = Any  # nested dicts with the same kind of leaf
 
 
 class AbstractModel(NamedTuple):
-    """A model whose arrays are elsewhere.
+    """A model without its arrays.
 
-    Trees of its variables are dicts of nested dicts by kind, as in a training state: "params" are
-    trained. Of a model with adapters (nnx.LoRAParam) they are the adapters', and "base" are its other
-    parameters, which stay as they are. "buffers" are variables that are no nnx.Param.
+    Trees of variables are nested dicts by kind, as in a training state. "params" are trained; in a
+    model with adapters (nnx.LoRAParam) these are the adapters, and the frozen parameters are
+    "base". "buffers" are variables other than nnx.Param.
     """
 
     graph: nnx.GraphDef
     states: dict[str, nnx.State]  # of ShapeDtypeStruct
     shapes: Tree  # of ShapeDtypeStruct
-    axes: Tree  # of tuples of logical axis names, one for each dim
+    axes: Tree  # of tuples of logical axis names, one per dim
 
     def merge(self, variables: Tree) -> Any:
-        """The model with these variables, arrays or tracers.
+        """Builds the model from its variables, arrays or tracers.
 
         Args:
-          variables: a dict with at least the keys of `shapes`; a whole training state will do.
+          variables: a dict with at least the keys of `shapes`, such as a training state.
         """
         filled = [
             # A state's keys are sorted, as a dict's are.
@@ -38,14 +38,14 @@ class AbstractModel(NamedTuple):
         return nnx.merge(self.graph, *filled)
 
     def buffers(self, model: nnx.Module) -> Tree:
-        """{"buffers": …} as they are in `model` now; {} where it has none."""
+        """The current {"buffers": …} of a model; {} if it has none."""
         if "buffers" not in self.states:
             return {}
         return {"buffers": nnx.to_pure_dict(nnx.state(model, nnx.Not(nnx.Param)))}
 
 
 def abstract_model(build: Callable[[], nnx.Module]) -> AbstractModel:
-    """`build` traced without allocating anything."""
+    """Traces `build` without allocating anything."""
     graph, states = _split(nnx.eval_shape(build))
     shapes = {kind: nnx.to_pure_dict(state) for kind, state in states.items()}
     axes = {kind: _axes(state) for kind, state in states.items()}
@@ -53,18 +53,18 @@ def abstract_model(build: Callable[[], nnx.Module]) -> AbstractModel:
 
 
 def variables_of(model: nnx.Module) -> Tree:
-    """A model's own arrays: kind → nested dict."""
+    """A model's arrays: kind → nested dict."""
     return {kind: nnx.to_pure_dict(state) for kind, state in _split(model)[1].items()}
 
 
 def unadapted(variables: Tree) -> Tree:
-    """Without adapters: the model's other parameters as "params", as they are in a checkpoint."""
+    """Drops adapters: the other parameters become "params", as in a checkpoint of the base."""
     others = {kind: tree for kind, tree in variables.items() if kind not in ("params", "base")}
     return {"params": variables.get("base", variables["params"]), **others}
 
 
 def _split(model: nnx.Module) -> tuple[nnx.GraphDef, dict[str, nnx.State]]:
-    """(graph, kind → state), with those kinds alone that the model has."""
+    """(graph, kind → state), without kinds that the model lacks."""
     graph, adapters, params, buffers = nnx.split(model, nnx.LoRAParam, nnx.Param, ...)
     found = {"params": adapters, "base": params} if adapters else {"params": params}
     found["buffers"] = buffers
@@ -72,24 +72,24 @@ def _split(model: nnx.Module) -> tuple[nnx.GraphDef, dict[str, nnx.State]]:
 
 
 def _axes(state: nnx.State) -> Tree:
-    """The logical axis names of each variable. Raises UserError where some have none."""
+    """The logical axis names of each variable. Raises UserError if some have none."""
     axes = {}
     for path, variable in nnx.to_flat_state(state):
         axes[path] = getattr(variable, "out_sharding", None)
         if axes[path] is None or len(axes[path]) != len(variable.shape):
             raise UserError(
                 f"{'/'.join(map(str, path))} {list(variable.shape)} has logical axes {axes[path]}; "
-                "give it out_sharding=(...) with one name for each dim, and eager_sharding=False"
+                "give it out_sharding=(...) with one name per dim, and eager_sharding=False"
             )
     return nnx.traversals.unflatten_mapping(axes)
 
 
 def paths(tree: Tree) -> dict[str, Any]:
-    """{"layers/attention/q": leaf}: a parameter's path, as in messages, reports and goldens."""
+    """{"layers/attention/q": leaf, …}: leaves by path, as in messages, reports and goldens."""
     flat, _ = jax.tree_util.tree_flatten_with_path(tree, is_leaf=lambda x: isinstance(x, tuple))
     return {"/".join(str(key.key) for key in path): leaf for path, leaf in flat}
 
 
 def nested(flat: dict[str, Any]) -> Tree:
-    """The tree whose `paths` these are."""
+    """The inverse of `paths`."""
     return nnx.traversals.unflatten_mapping({tuple(path.split("/")): x for path, x in flat.items()})

@@ -1,11 +1,11 @@
-"""From (model, sharding rules, mesh) to where every array of the training state lies.
+"""Layouts: (model, sharding rules, mesh) → the sharding of every array of a training state.
 
-Checked before anything is allocated; one answer for init, restore, optimizer and report.
+Layouts are checked before anything is allocated. Init, restore, optimizer and report all use them.
 """
 
 import contextlib
 import dataclasses
-import inspect
+import sys
 import types
 from collections.abc import Callable
 from typing import Any
@@ -17,67 +17,27 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 from recipes.common.runtime import UserError
 from recipes.common.sharding import rules as sharding_rules
 from recipes.common.sharding.abstract import AbstractModel, Tree, abstract_model
-from recipes.common.sharding.rules import Table, partition_spec
-
-
-def _pipelined(kind: str) -> dict[str, bool | str]:
-    """The option that moves collectives of a kind across trips of a loop."""
-    if NEW_OPTIONS:
-        return {f"xla_gpu_pipeline_{kind}": "COLLECTIVE_PIPELINING_MODE_ON"}
-    return {f"xla_gpu_enable_pipelined_{kind}": True}
-
-
-NEW_OPTIONS = jax.__version_info__ >= (0, 11, 1)  # of NVIDIA's compiler; it refuses unknown ones
-
-
-# Platform → options of its compiler for whatever a Layout compiles, and what each bought.
-COMPILER_OPTIONS = {
-    "tpu": {
-        # FSDP's gradients are scattered as they are summed. Without it, over more than 32 chips,
-        # each chip sums whole gradients and slices: 8b sends 63 GB a step on 256 v5e, with it 48.
-        "xla_tpu_reduce_scatter_collective_matmul_mode": "post_spmd",
-        # Small weights are gathered too, not summed with zeros: 124m sends 1.1 GB a step on 256
-        # v5e, with it 0.7.
-        "xla_tpu_prefer_async_allgather_to_allreduce": "true",
-    },
-    # NVIDIA. Of 8b with 4 layers, fsdp on 8 H200, jax 0.11.2: 5.6 GB are gathered, and 2.8 GB of that
-    # beside matmuls; scatters 101 of 481 MB; peak 6.9 GB. With all of these 3.8 GB, 186 MB, 6.7 GB.
-    "cuda": {
-        # A layer's gathers and scatters may run beside the layer before or after it. These two alone
-        # put 232 MB of the scatters beside matmuls; the peak is 6.4 GB.
-        **_pipelined("all_gather"),
-        **_pipelined("reduce_scatter"),
-        # Two layers in a trip of the loop: with those, 3.5 GB of the gathers are beside matmuls, and
-        # what trips hand on is not copied: 1.6 GB of copies, without it 3.4 GB.
-        "xla_gpu_enable_while_loop_unrolling": "WHILE_LOOP_UNROLLING_DOUBLE_BUFFER",
-        # Fewer, larger transfers: 34 gathers instead of 50, 6 scatters instead of 10.
-        "xla_gpu_all_gather_combine_threshold_bytes": 2**27,
-        "xla_gpu_reduce_scatter_combine_threshold_bytes": 2**27,
-        # Replica groups: gradients are scattered within a group and summed between groups, not summed
-        # over all GPUs and sliced. 124m with 2 layers, hsdp_tp on 2x8x1: all-reduces send 13 MB and
-        # scatters 92, without it 63 and 68.
-        **({"xla_gpu_all_reduce_splitter_ignore_profitability_check": True} if NEW_OPTIONS else {}),
-    },
-}
+from recipes.common.sharding.compiler_options import compiler_options, platform
+from recipes.common.sharding.rules import Rules, partition_spec
 
 
 @dataclasses.dataclass(frozen=True)
 class Layout:
-    """Where everything lies: a model's arrays under one table of sharding rules on one mesh."""
+    """A model under one set of sharding rules on one mesh: the sharding of all its arrays."""
 
-    mesh: Mesh
+    mesh: Any  # Mesh; an AbstractMesh is enough to trace
     zoo: types.ModuleType  # the model's zoo file
     config: Any
-    strategy: str  # the name of the table
-    table: Table  # to compute by
-    uneven: Table  # what of the table asked for does not hold for weights at rest: see rules.fit
+    strategy: str  # name of the rules
+    rules: Rules  # to compute with
+    uneven: Rules  # requested rules that weights at rest don't follow; see rules.fit
     build: Callable[[], nnx.Module]
     model: AbstractModel
-    batch_size: int  # 0: of no run
+    batch_size: int  # 0: no batches
 
     def variables(self) -> Tree:
         """The model's variables as ShapeDtypeStructs, each with its NamedSharding."""
-        rest = self.table | dict.fromkeys(self.uneven)
+        rest = self.rules | dict.fromkeys(self.uneven)
         return jax.tree.map(
             lambda axes, leaf: jax.ShapeDtypeStruct(
                 leaf.shape,
@@ -90,8 +50,8 @@ class Layout:
         )
 
     def sharding(self, *axes: str) -> NamedSharding:
-        """Of an array whose dims have these logical axes."""
-        return NamedSharding(self.mesh, partition_spec(axes, self.table))
+        """The sharding of an array whose dims have these logical axes."""
+        return NamedSharding(self.mesh, partition_spec(axes, self.rules))
 
     @property
     def replicated(self) -> NamedSharding:
@@ -99,15 +59,15 @@ class Layout:
 
     @property
     def batch(self) -> NamedSharding:
-        """Of arrays whose first dim is the batch."""
+        """The sharding of arrays whose first dim is the batch."""
         return self.sharding("batch")
 
     @property
     def batch_shards(self) -> int:
-        return sharding_rules.shards(self.table, "batch", self.mesh.shape)
+        return sharding_rules.shards(self.rules, "batch", self.mesh.shape)
 
     def with_room_for(self, rows: int) -> "Layout":
-        """For batches of at least so many rows, whose number the mesh divides."""
+        """The layout for batches of at least `rows` rows, rounded up to what the mesh divides."""
         whole = -(-rows // self.batch_shards) * self.batch_shards
         return dataclasses.replace(self, batch_size=whole)
 
@@ -122,51 +82,48 @@ class Layout:
 
     @contextlib.contextmanager
     def trace(self):
-        """Context to trace in: the model's constraints mean this table on this mesh.
+        """A context to trace in: the model's constraints follow these rules on this mesh.
 
-        jax.jit's cache does not see the table: trace each function under one layout only.
+        jax.jit's cache ignores the rules: trace each function under one layout only.
         """
         with jax.sharding.use_abstract_mesh(self.mesh.abstract_mesh):
-            with nnx.logical_axis_rules(tuple(self.table.items())):
+            with nnx.logical_axis_rules(tuple(self.rules.items())):
                 yield
 
     def lower(self, function: Callable, *arguments: Tree, **jit_options) -> jax.stages.Lowered:
-        """`function` traced for this layout and these arguments' shapes and shardings."""
+        """Lowers `function` for this layout and these arguments' shapes and shardings."""
         target = platform(self.mesh.devices.flat[0])
-        options = COMPILER_OPTIONS.get(target, {})
-        if target == "cuda" and self.mesh.size == 1:
-            options = {}  # nothing is sent, and loops unrolled for it would only compile longer
-        options = options | jit_options.pop("compiler_options", {})
+        options = compiler_options(self.mesh) | jit_options.pop("compiler_options", {})
         with self.trace():
             traced = jax.jit(function, compiler_options=options, **jit_options).trace(*arguments)
-            # JAX asks the GPUs that are there whose they are; here none may be.
+            # JAX would ask the local GPUs for their platform, but there may be none.
             return traced.lower(lowering_platforms=("cuda",) if target == "cuda" else None)
 
     def compile(self, function: Callable, *arguments: Tree, **jit_options) -> jax.stages.Compiled:
-        """`lower`, and the compiler's work on it."""
+        """Lowers and compiles `function`."""
         return self.lower(function, *arguments, **jit_options).compile()
 
 
 def make_layout(
-    model: type[nnx.Module],
+    model: type,
     config,
     mesh: Mesh | AbstractMesh,
-    rules: str | Table | None = None,
+    rules: str | Rules | None = None,
     *,
     seed: int = 0,
     batch_size: int = 0,
     microbatches: int = 1,
 ) -> Layout:
-    """Model, sharding rules and mesh together, checked; nothing is allocated. Raises UserError.
+    """Checks that model, rules and mesh fit each other; allocates nothing. Raises UserError.
 
     Args:
-      model: an entry's class; RULES, LOGICAL_AXES and IN_USE are those of the file it stands in.
-      rules: a key of RULES, a .json file, or a table of your own; empty: what suits the mesh.
-      seed: of the parameters.
-      batch_size: examples a step, over all devices; 0 where none are fed.
-      microbatches: parts of a batch that are computed one after another.
+      model: an entry's class; its file also has RULES, LOGICAL_AXES and IN_USE.
+      rules: a key of RULES, a .json file, or a dict of your own; empty: the default for the mesh.
+      seed: seed of the parameters.
+      batch_size: examples per step, over all devices; 0: no batches.
+      microbatches: gradient-accumulation steps per batch.
     """
-    zoo = inspect.getmodule(model)
+    zoo = sys.modules[model.__module__]
 
     def build() -> nnx.Module:
         return model(config, rngs=nnx.Rngs(seed))
@@ -176,34 +133,27 @@ def make_layout(
             f"{a!r} {kind.name}" for a, kind in zip(mesh.axis_names, mesh.axis_types, strict=True)
         )
         raise UserError(
-            f"the mesh has axes of two kinds ({', '.join(kinds)}); make all Explicit, JAX's default, or "
-            "all Auto"
+            f"the mesh has axes of two kinds ({', '.join(kinds)}); make all Explicit, JAX's "
+            "default, or all Auto"
         )
-    name, table = sharding_rules.select(zoo, rules, mesh)
+    name, requested = sharding_rules.select(zoo, rules, mesh)
     abstract = abstract_model(build)
-    table, uneven = sharding_rules.fit(zoo, name, table, abstract, mesh)
+    fitting, uneven = sharding_rules.fit(zoo, name, requested, abstract, mesh)
     if batch_size:
-        sharding_rules.check_used(zoo, name, table, mesh)
-    sharding_rules.check_batch(name, table, mesh, batch_size, microbatches)
-    return Layout(mesh, zoo, config, name, table, uneven, build, abstract, batch_size)
-
-
-def platform(device: jax.Device) -> str:
-    """Whose compiler a device needs: "cpu", "tpu", "cuda" for NVIDIA's GPUs, "gpu" for others."""
-    capability = getattr(device, "compute_capability", "")  # NVIDIA's "9.0", AMD's "gfx942"
-    nvidia = device.platform == "gpu" and capability[:1].isdecimal()
-    return "cuda" if nvidia else device.platform
+        sharding_rules.check_used(zoo, name, fitting, mesh)
+    sharding_rules.check_batch(name, fitting, mesh, batch_size, microbatches)
+    return Layout(mesh, zoo, config, name, fitting, uneven, build, abstract, batch_size)
 
 
 def elsewhere(layout: Layout, rules: str, mesh: Mesh | AbstractMesh | None = None) -> Layout | None:
-    """The same model under other rules or on another mesh; None where these do not fit."""
+    """The layout of the model under other rules or on another mesh; None if they do not fit."""
     mesh = mesh or layout.mesh
     try:
-        name, table = sharding_rules.select(layout.zoo, rules, mesh)
-        table, uneven = sharding_rules.fit(layout.zoo, name, table, layout.model, mesh)
+        name, requested = sharding_rules.select(layout.zoo, rules, mesh)
+        fitting, uneven = sharding_rules.fit(layout.zoo, name, requested, layout.model, mesh)
     except UserError:
         return None
-    return dataclasses.replace(layout, mesh=mesh, strategy=name, table=table, uneven=uneven)
+    return dataclasses.replace(layout, mesh=mesh, strategy=name, rules=fitting, uneven=uneven)
 
 
 def shardings(tree: Tree) -> Tree:

@@ -1,8 +1,8 @@
-"""Sharding rules: which table is in force, and whether it fits the model and the mesh.
+"""Sharding rules: chooses them, and checks that they fit the model and the mesh.
 
-A table maps logical axes to mesh axes. Nothing here knows a strategy or an axis by its name, but
-`batch`, the dim that data parallelism splits; what logical axes there are, and what a weight's axes
-are called in use, is declared in each zoo file (LOGICAL_AXES, IN_USE).
+Rules map logical axes to mesh axes. The only name of an axis or a strategy in this file is `batch`,
+the dim that data parallelism splits. Each zoo file declares its logical axes and their names in use
+(LOGICAL_AXES, IN_USE).
 """
 
 import difflib
@@ -19,40 +19,41 @@ from recipes.common.runtime import UserError, describe
 from recipes.common.runtime.mesh import AXES
 from recipes.common.sharding.abstract import AbstractModel, Tree, paths
 
-Table = dict[str, str | tuple[str, ...] | None]
+Rules = dict[str, str | tuple[str, ...] | None]
 
 
 def mesh_axes(target: str | tuple[str, ...] | None) -> tuple[str, ...]:
-    """A table's value as a tuple of mesh axes."""
+    """The value of a rule as a tuple of mesh axes."""
     return () if target is None else (target,) if isinstance(target, str) else tuple(target)
 
 
-def used_axes(table: Table) -> set[str]:
-    """The mesh axes that a table uses."""
-    return {axis for target in table.values() for axis in mesh_axes(target)}
+def used_axes(rules: Rules) -> set[str]:
+    """The mesh axes that rules use."""
+    return {axis for target in rules.values() for axis in mesh_axes(target)}
 
 
-def shards(table: Table, axis: str, mesh: Mapping[str, int]) -> int:
-    """How many parts a dim with this logical axis is cut into."""
-    return math.prod(mesh[name] for name in mesh_axes(table[axis]))
+def shards(rules: Rules, axis: str, mesh: Mapping[str, int]) -> int:
+    """Number of parts into which rules split a dim with this logical axis."""
+    return math.prod(mesh[name] for name in mesh_axes(rules[axis]))
 
 
-def partition_spec(axes: tuple[str, ...], table: Table) -> PartitionSpec:
-    """Logical axes → mesh axes."""
-    return PartitionSpec(*(table[axis] for axis in axes))
+def partition_spec(axes: tuple[str, ...], rules: Rules) -> PartitionSpec:
+    """PartitionSpec of an array with these logical axes."""
+    return PartitionSpec(*(rules[axis] for axis in axes))
 
 
-# ---- which table ---------------------------------------------------------------------------------
+# ---- which rules ---------------------------------------------------------------------------------
 
 
 def select(
-    zoo: types.ModuleType, rules: str | Table | None, mesh: Mesh | AbstractMesh
-) -> tuple[str, Table]:
-    """(name, complete table) of the sharding rules asked for.
+    zoo: types.ModuleType, rules: str | Rules | None, mesh: Mesh | AbstractMesh
+) -> tuple[str, Rules]:
+    """Finds the requested sharding rules: (their name, the rules with every logical axis).
 
     Args:
       zoo: the entry's zoo file.
-      rules: a key of its RULES; the path of a .json file; a table; empty: what suits the mesh.
+      rules: a key of its RULES, the path of a .json file, or a dict; empty: the default for the
+        mesh.
 
     Raises UserError if there are no such rules.
     """
@@ -68,13 +69,12 @@ def select(
     return name, zoo.RULES[name]
 
 
-def default_strategy(rules: dict[str, Table], mesh: Mesh | AbstractMesh) -> str:
-    """The most specific strategy whose mesh axes are all there.
+def default_strategy(rules: dict[str, Rules], mesh: Mesh | AbstractMesh) -> str:
+    """The most specific strategy whose mesh axes all exist; the first one if there is none.
 
-    That is the one with most mesh axes, of these the one that splits most logical axes, and of these
-    the last. The first of all where none fits.
+    More mesh axes are more specific; then more split logical axes; then a later place in the dict.
     """
-    fits = [name for name, table in rules.items() if used_axes(table) <= set(mesh.axis_names)]
+    fits = [name for name, of_name in rules.items() if used_axes(of_name) <= set(mesh.axis_names)]
 
     def specific(name: str) -> tuple[int, int, int]:
         split = sum(target is not None for target in rules[name].values())
@@ -83,24 +83,24 @@ def default_strategy(rules: dict[str, Table], mesh: Mesh | AbstractMesh) -> str:
     return max(fits, key=specific, default=next(iter(rules)))
 
 
-def _read(path: pathlib.Path) -> Table:
-    """A user's own table: a JSON object, so that loading never executes code. Raises UserError."""
+def _read(path: pathlib.Path) -> Rules:
+    """Reads a user's own rules from JSON, so loading never executes code. Raises UserError."""
     try:
-        table = json.loads(path.read_text())
+        rules = json.loads(path.read_text())
     except OSError as error:
         raise UserError(f"--rules={path} can't be read ({error.strerror}); fix the path") from None
     except ValueError as error:
         raise UserError(f"--rules={path} is not JSON ({error}); fix the file") from None
-    if not isinstance(table, dict):
+    if not isinstance(rules, dict):
         raise UserError(f'--rules={path} is not a JSON object; write {{"batch": "data", ...}}')
-    for axis, target in table.items():
+    for axis, target in rules.items():
         names = target if isinstance(target, list) else [target]
         if target is not None and not all(isinstance(name, str) for name in names):
             raise UserError(
-                f"--rules={path} maps {axis!r} to {json.dumps(target)}; use the name of a mesh axis, "
-                "a list of names, or null"
+                f"--rules={path} maps {axis!r} to {json.dumps(target)}; use the name of a mesh "
+                "axis, a list of names, or null"
             )
-    return {axis: tuple(t) if isinstance(t, list) else t for axis, t in table.items()}
+    return {axis: tuple(t) if isinstance(t, list) else t for axis, t in rules.items()}
 
 
 # ---- whether it fits -----------------------------------------------------------------------------
@@ -109,25 +109,25 @@ def _read(path: pathlib.Path) -> Table:
 def fit(
     zoo: types.ModuleType,
     name: str,
-    table: Table,
+    rules: Rules,
     model: AbstractModel,
     mesh: Mesh | AbstractMesh,
-) -> tuple[Table, Table]:
-    """(the table to compute by, what of `table` does not hold for weights at rest).
+) -> tuple[Rules, Rules]:
+    """Fits rules to model and mesh: (rules to compute with, rules that weights at rest skip).
 
-    The zoo file's UNEVEN names dims that a mesh axis need not divide. Where one doesn't, the dim is
-    whole on each device: wherever it occurs if UNEVEN says "replicated"; in weights at rest if it
-    says "padded", and in the step the model pads it. Allocates nothing.
+    The zoo file's UNEVEN names dims that need not be divisible by their mesh axes. If one is not
+    divisible, each device holds all of it: everywhere if UNEVEN says "replicated"; only in weights
+    at rest if it says "padded", since the model pads it in the step. Allocates nothing.
 
-    Raises UserError if the table does not fit the model or the mesh.
+    Raises UserError if the rules do not fit the model or the mesh.
 
     Args:
       zoo: declares LOGICAL_AXES and IN_USE, and UNEVEN and WITHIN if it has any.
-      name: of the table, for messages.
-      table: complete.
+      name: the name of the rules, for messages.
+      rules: maps every logical axis.
     """
     known, sizes = zoo.LOGICAL_AXES, dict(mesh.shape)
-    for axis in table.keys() - known.keys():
+    for axis in rules.keys() - known.keys():
         near = difflib.get_close_matches(axis, known, n=1)
         hint = f"did you mean {near[0]!r}?" if near else f"it has {', '.join(known)}"
         raise UserError(f"rules {name!r} name logical axis {axis!r}, unknown to the model; {hint}")
@@ -138,58 +138,59 @@ def fit(
                 f"rules {name!r} are missing logical axis {axis!r} of {path}; add it to "
                 "LOGICAL_AXES in the zoo file"
             )
-    for axis, target in table.items():
+    for axis, target in rules.items():
         for mesh_axis in mesh_axes(target):
             if mesh_axis not in sizes:
                 present = " and ".join(repr(name) for name in sizes)
                 raise UserError(
                     f"rules {name!r} need mesh axis {mesh_axis!r} (for {axis!r}), and "
                     f"--mesh={describe(sizes)} has {present}; "
-                    f"try --mesh={_with_axes(sizes, used_axes(table))}"
+                    f"try --mesh={_with_axes(sizes, used_axes(rules))}"
                 )
-    for axis, target in table.items():
+    for axis, target in rules.items():
         if known[axis] == "stack" and mesh_axes(target):
             raise UserError(
-                f"rules {name!r} split {axis!r} over mesh axis {mesh_axes(target)[0]!r}, and what is "
-                "stacked along it is computed one by one; replicate it (None, or null in JSON)"
+                f"rules {name!r} split {axis!r} over mesh axis {mesh_axes(target)[0]!r}, but a "
+                "scan runs along it; replicate it (None, or null in JSON)"
             )
     for axis, other in getattr(zoo, "WITHIN", {}).items():
-        for mesh_axis in mesh_axes(table[axis]):
-            if mesh_axis not in mesh_axes(table[other]):
+        for mesh_axis in mesh_axes(rules[axis]):
+            if mesh_axis not in mesh_axes(rules[other]):
                 raise UserError(
-                    f"rules {name!r} split {axis!r} over mesh axis {mesh_axis!r}, and {other!r} not; "
-                    "split both over it, or neither"
+                    f"rules {name!r} split {axis!r} over mesh axis {mesh_axis!r}, but not "
+                    f"{other!r}; split both over it, or neither"
                 )
     may_be_uneven, uneven = getattr(zoo, "UNEVEN", {}), {}
     for path, (shape, axes) in weights.items():
-        _check_once(name, table, path, axes)
-        _check_once(name, table, f"{path} in use", tuple(zoo.IN_USE.get(a, a) for a in axes))
+        _check_once(name, rules, path, axes)
+        _check_once(name, rules, f"{path} in use", tuple(zoo.IN_USE.get(a, a) for a in axes))
         for dim, axis in zip(shape, axes, strict=True):
-            count = shards(table, axis, sizes)
+            count = shards(rules, axis, sizes)
             if dim % count and axis in may_be_uneven:
-                uneven[axis] = table[axis]
+                uneven[axis] = rules[axis]
             elif dim % count:
-                over = " and ".join(repr(name) for name in mesh_axes(table[axis]))
+                over = " and ".join(repr(name) for name in mesh_axes(rules[axis]))
                 raise UserError(
-                    f"rules {name!r} split dim {axis!r} of {path} {list(shape)} over {count} devices "
-                    f"(mesh axis {over} of --mesh={describe(sizes)}), and {dim} is not divisible by "
-                    f"{count}; {_meshes_that_fit(table, weights, sizes, may_be_uneven)}"
+                    f"rules {name!r} split dim {axis!r} of {path} {list(shape)} over {count} "
+                    f"devices (mesh axis {over} of --mesh={describe(sizes)}), and {dim} is not "
+                    f"divisible by {count}; "
+                    f"{_meshes_that_fit(rules, weights, sizes, may_be_uneven)}"
                 )
-    # An activation has the axes that only activations have, and one of those that weights share.
+    # An activation has all axes that only activations have, and one that weights have too.
     outer = [a for a, on in known.items() if on == "activations" and a not in zoo.IN_USE.values()]
     for axis, on in known.items():
         if on in ("activations", "both") and axis not in outer:
-            _check_once(name, table, "an activation", (*outer, axis))
+            _check_once(name, rules, "an activation", (*outer, axis))
     dropped = {axis: None for axis in uneven if may_be_uneven[axis] == "replicated"}
-    return table | dropped, uneven
+    return rules | dropped, uneven
 
 
-def check_used(zoo: types.ModuleType, name: str, table: Table, mesh: Mesh | AbstractMesh) -> None:
-    """Raises UserError if the rules leave out a mesh axis that was asked for by its name.
+def check_used(zoo: types.ModuleType, name: str, rules: Rules, mesh: Mesh | AbstractMesh) -> None:
+    """Raises UserError if the rules do not use a mesh axis that the user named.
 
-    All devices along it would do the same work. The axes that --mesh=4x2 has unasked may be left out.
+    All devices along it would do the same work. Axes that --mesh=4x2 only implies may be unused.
     """
-    used, unasked = used_axes(table), {axis for axes in AXES.values() for axis in axes}
+    used, unasked = used_axes(rules), {axis for axes in AXES.values() for axis in axes}
     for axis in mesh.axis_names:
         if mesh.shape[axis] == 1 or axis in used | unasked:
             continue
@@ -202,15 +203,15 @@ def check_used(zoo: types.ModuleType, name: str, table: Table, mesh: Mesh | Abst
 
 
 def check_batch(
-    name: str, table: Table, mesh: Mesh | AbstractMesh, batch_size: int, microbatches: int = 1
+    name: str, rules: Rules, mesh: Mesh | AbstractMesh, batch_size: int, microbatches: int = 1
 ) -> None:
-    """Raises UserError if the rows of a microbatch can't be shared out over the mesh."""
+    """Raises UserError if the mesh does not divide the rows of a microbatch."""
     if batch_size % microbatches:
         raise UserError(
             f"--batch_size={batch_size} is not divisible by --accumulate={microbatches}; try "
             f"--batch_size={max(round(batch_size / microbatches), 1) * microbatches}"
         )
-    count, rows = shards(table, "batch", mesh.shape), batch_size // microbatches
+    count, rows = shards(rules, "batch", mesh.shape), batch_size // microbatches
     if rows % count:
         where = f"the {count} shards of 'batch' (rules {name!r} on --mesh={describe(mesh.shape)})"
         whole = max(round(rows / count), 1) * count * microbatches
@@ -234,7 +235,7 @@ def _every_weight(model: AbstractModel) -> dict[str, tuple[tuple[int, ...], tupl
 
 
 def _with_axes(sizes: dict[str, int], wanted: set[str]) -> str:
-    """A mesh of as many devices with these axes too, new ones of size 2 where that fits."""
+    """A mesh of equal size that also has the wanted axes, with size 2 where that fits."""
     named = next((axes for axes in AXES.values() if wanted | sizes.keys() <= set(axes)), None)
     if named is None:
         return describe(sizes | dict.fromkeys(sorted(wanted - sizes.keys()), 1))
@@ -245,26 +246,27 @@ def _with_axes(sizes: dict[str, int], wanted: set[str]) -> str:
     return describe({named[0]: left} | inner)
 
 
-def _check_once(name: str, table: Table, what: str, axes: tuple[str, ...]) -> None:
-    """No mesh axis twice in one array."""
+def _check_once(name: str, rules: Rules, what: str, axes: tuple[str, ...]) -> None:
+    """Raises UserError if an array would be split twice over the same mesh axis."""
     first: dict[str, str] = {}
     for axis in axes:
-        for mesh_axis in mesh_axes(table[axis]):
+        for mesh_axis in mesh_axes(rules[axis]):
             if mesh_axis in first:
                 raise UserError(
                     f"rules {name!r} use mesh axis {mesh_axis!r} twice on {what}, for "
-                    f"{first[mesh_axis]!r} and {axis!r}; replicate one of the two (None, or null in JSON)"
+                    f"{first[mesh_axis]!r} and {axis!r}; replicate one of the two (None, or null "
+                    "in JSON)"
                 )
             first[mesh_axis] = axis
 
 
-def _meshes_that_fit(table: Table, weights: Tree, sizes: dict[str, int], uneven) -> str:
-    """Advice: the largest meshes with these axes, none of them longer, that divide every dim."""
+def _meshes_that_fit(rules: Rules, weights: Tree, sizes: dict[str, int], uneven) -> str:
+    """Advice: the largest meshes with these axes, none longer than now, that divide every dim."""
     dims = {pair for shape, axes in weights.values() for pair in zip(shape, axes, strict=True)}
     dims = {(dim, axis) for dim, axis in dims if axis not in uneven}
 
     def fits(candidate):
-        return all(dim % shards(table, axis, candidate) == 0 for dim, axis in dims)
+        return all(dim % shards(rules, axis, candidate) == 0 for dim, axis in dims)
 
     every = [
         dict(zip(sizes, c, strict=True))

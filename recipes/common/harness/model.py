@@ -1,7 +1,7 @@
-"""A model of ours as lm-evaluation-harness wants one: text in, log-likelihoods and text out.
+"""A zoo model with lm-evaluation-harness's interface: text in, log-likelihoods and text out.
 
-Where a context ends and its continuation begins, what is cut of a text that is too long, and what
-stops an answer are as with the harness's own model for Hugging Face's folders (HFLM).
+Splitting contexts from continuations, truncating long texts and stopping answers all follow the
+harness's own model for Hugging Face folders (HFLM).
 """
 
 from typing import Any
@@ -17,13 +17,13 @@ from recipes.common.harness.scoring import Row, Scorer
 from recipes.common.runtime import UserError
 from recipes.common.sharding import Layout, Tree
 
-ANSWER = 256  # tokens of an answer, where a task does not say how many
+ANSWER = 256  # tokens of an answer, if the task sets no limit
 
 
 class Model(TemplateLM):
-    """Of the harness's classes, the one whose log-likelihoods are of tokens.
+    """Adapts a zoo model to the harness's TemplateLM, which scores tokens.
 
-    Every process of a run is given all requests, and answers them together with the others.
+    Every process of a run gets all requests, and all processes answer them together.
     """
 
     def __init__(
@@ -37,10 +37,10 @@ class Model(TemplateLM):
     ):
         """
         Args:
-          variables: the model's, on the layout's mesh.
-          batch_size: sequences at a time, at most.
-          context: tokens that the model sees at most.
-          about: what the results say of the model.
+          variables: the model's variables, on the layout's mesh.
+          batch_size: most sequences at a time.
+          context: most tokens that the model can attend to.
+          about: description of the model for the results.
         """
         super().__init__()
         self._about = about | {"max_length": context}
@@ -59,7 +59,7 @@ class Model(TemplateLM):
 
     @property
     def tokenizer_name(self) -> str:
-        """Tells apart what is tokenised or rendered differently."""
+        """A hash that differs if text is tokenized or rendered differently."""
         return self._tokens.sha256
 
     @property
@@ -68,11 +68,11 @@ class Model(TemplateLM):
 
     @property
     def prefix_token_id(self) -> int:
-        """What stands in front of a text without a context."""
+        """The token before a text that has no context."""
         return self._begin
 
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **_) -> list[int]:
-        """Ids; a text that spells control tokens, as a rendered template does, has them."""
+        """Encodes text to ids, including control tokens that a rendered template spells out."""
         ids = self._tokens.encode_rendered(string).tolist()
         begins = (
             add_special_tokens is None and self._begin_text and string.startswith(self._begin_text)
@@ -84,9 +84,9 @@ class Model(TemplateLM):
     def apply_chat_template(
         self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True
     ) -> str:
-        """A conversation as the model's chat template writes it.
+        """Renders a conversation with the model's chat template.
 
-        Without a generation prompt the last message is the beginning of an answer, and stays open.
+        Without a generation prompt, the last message is the start of an answer and is left open.
         """
         text = self._tokens.render(chat_history, add_generation_prompt)
         if add_generation_prompt:
@@ -101,7 +101,7 @@ class Model(TemplateLM):
         return super().loglikelihood(requests, disable_tqdm=True)
 
     def _loglikelihood_tokens(self, requests, **_) -> list[tuple[float, bool]]:
-        """Of (texts, context, continuation), the latter two in tokens; the context is cut in front."""
+        """Scores (texts, context, continuation), tokenized; long contexts are cut at the front."""
         rows = []
         for _, context, continuation in requests:
             if len(continuation) > self._context:
@@ -115,7 +115,7 @@ class Model(TemplateLM):
         return self._score(rows)
 
     def loglikelihood_rolling(self, requests, disable_tqdm: bool = True) -> list[float]:
-        """Of whole texts, in windows of the context; each token is scored once."""
+        """Scores whole texts, in windows of the context; each token counts once."""
         windows, of = [], []
         for number, request in enumerate(requests):
             made = utils.get_rolling_token_windows(
@@ -135,21 +135,21 @@ class Model(TemplateLM):
     # ---- answers ---------------------------------------------------------------------------------
 
     def generate_until(self, requests, disable_tqdm: bool = True) -> list[str]:
-        """What the model writes after each context, until a string that ends it, or its own end."""
+        """Generates text after each context, up to a stop string or the end token."""
         answers, alike = [""] * len(requests), {}
         for number, request in enumerate(requests):
-            text, asked = request.args
-            prompt, key = self.tok_encode(text) or [self._begin], _asked(asked)
+            text, kwargs = request.args
+            prompt, key = self.tok_encode(text) or [self._begin], _generation_settings(kwargs)
             alike.setdefault(key, []).append((number, prompt))
         for (sampling, most, until), members in alike.items():
             room = self._context - most
             if room < 1:
                 raise UserError(
                     f"an answer of {most} tokens leaves no room for its question in the "
-                    f"{self._context} that the model sees; use a larger --seq_len, if it was trained "
-                    "on as many, or other --tasks"
+                    f"{self._context} that the model sees; use a larger --seq_len, if it was "
+                    "trained on as many, or other --tasks"
                 )
-            members.sort(key=lambda member: -len(member[1]))  # those of similar length together
+            members.sort(key=lambda member: -len(member[1]))  # batches of similar length
             for first in range(0, len(members), self._batch_size):
                 part = members[first : first + self._batch_size]
                 prompts = [np.array(prompt[-room:], np.int32) for _, prompt in part]
@@ -166,7 +166,7 @@ class Model(TemplateLM):
         until: tuple[str, ...],
         first: int,
     ) -> list[str]:
-        """What follows each prompt, without what ended it; `first` is the number of the first."""
+        """Generates after each prompt, without the stop string; `first` is the first's number."""
         stops = [stop for stop in (*until, self._end_text) if stop]
         if sampling not in self._generators:
             vocabulary = self._tokens.size if self._tokens.files else START
@@ -187,15 +187,15 @@ class Model(TemplateLM):
                     open_.remove(i)
             if not open_:
                 break
-        # The whole is decoded again, as HFLM does: some tokenizers drop a space in front of it.
+        # Decode everything again, as HFLM does: some tokenizers drop a leading space.
         texts = [self._tokens.decode(tokens) for tokens in written]
         for stop in stops:
             texts = [text.split(stop)[0] for text in texts]
         return texts
 
 
-def _asked(arguments: dict[str, Any]) -> tuple[Sampling, int, tuple[str, ...]]:
-    """(sampling, most tokens, strings that end it) of a task's generation_kwargs."""
+def _generation_settings(arguments: dict[str, Any]) -> tuple[Sampling, int, tuple[str, ...]]:
+    """(sampling, most tokens, stop strings) from a task's generation_kwargs."""
     given = dict(normalize_gen_kwargs(arguments, ANSWER))
     most, until = given.pop("max_gen_toks"), tuple(given.pop("until"))
     sampled = given.pop("do_sample", False)
@@ -203,7 +203,7 @@ def _asked(arguments: dict[str, Any]) -> tuple[Sampling, int, tuple[str, ...]]:
     chosen = {name: given.pop(name, default) for name, default in names.items()}
     if others := {name for name, value in given.items() if (name, value) != ("num_beams", 1)}:
         raise UserError(
-            f"a task wants {min(others)}={given[min(others)]} in its generation_kwargs, which is not "
-            f"implemented; its answers can have {', '.join(('until', 'max_gen_toks', *names))}"
+            f"a task sets {min(others)}={given[min(others)]} in its generation_kwargs, which is "
+            f"not supported; use tasks with only {', '.join(('until', 'max_gen_toks', *names))}"
         )
     return Sampling(**chosen) if sampled else Sampling(), most, until
