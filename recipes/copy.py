@@ -33,7 +33,7 @@ class Flags:
 
 
 def main(flags: Flags) -> None:
-    # ---- Flags, checked before anything is written -----------------------------------------------
+    # ---- Check flags before anything is written --------------------------------------------------
     if flags.entry not in entries.ENTRIES:
         near = difflib.get_close_matches(flags.entry, entries.ENTRIES, n=1)
         hint = f"did you mean {near[0]}?" if near else f"it has {', '.join(entries.ENTRIES)}"
@@ -42,7 +42,8 @@ def main(flags: Flags) -> None:
         raise UserError("--target is missing; use --target=FOLDER, or --one_file=FILE.py")
     if flags.target and flags.one_file:
         raise UserError(
-            f"--target={flags.target} and --one_file={flags.one_file} exclude each other; use one of them"
+            f"--target={flags.target} and --one_file={flags.one_file} exclude each other; use one of "
+            "them"
         )
     files = closure(ZOO / f"{flags.entry}.py")
     names = ", ".join(path.name for path in files)
@@ -85,7 +86,7 @@ def place(name: str, option: str, suffix: str = "") -> pathlib.Path:
         better = better if importable(better) else f"my_{better or 'model'}"
         raise UserError(f"{given} can't be imported; use a name like {better}{suffix}")
     if not path.parent.is_dir():
-        raise UserError(f"{given}: the folder {path.parent} doesn't exist; create it first")
+        raise UserError(f"{given}: the folder {path.parent} doesn't exist; make it first")
     return path
 
 

@@ -28,7 +28,7 @@ class Flags:
     entry: str = flag("transformer", "Zoo entry.", group="model", choices=entries.ENTRIES)
     size: str = flag("small", "Size of the model, a key of its zoo file's SIZES.", group="model")
     meshes: str = flag(
-        "8x1,4x2,2x4,1x8,2x2x2", "Meshes to compare, comma-separated; meshes with axis names, such as "
+        "8x1,4x2,2x4,1x8,2x2x2", "Meshes to compare, comma-separated; with axis names, as in "
         "data=2,expert=4, separated by semicolons.",
     )  # fmt: skip
     batch_size: int = flag(16, "Examples per step, over all devices.", group="data", at_least=1)

@@ -1,4 +1,4 @@
-"""What the benchmarks share: a train step, interleaved timings, Markdown tables."""
+"""Shared parts of the benchmarks: a train step, interleaved timings, Markdown tables."""
 
 import importlib.metadata
 import os
@@ -21,9 +21,9 @@ from recipes.common.sharding.rules import Rules
 from recipes.common.train.optimizer import LearningRate, adamw
 from recipes.common.train.state import initialize
 from recipes.common.train.step import TrainStep
-from zoo.transformer import Config, Transformer
+from zoo.transformer import Transformer
 
-ONE_DEVICE: Rules = {}  # sharding rules where there is nothing to shard: all is replicated
+ONE_DEVICE: Rules = {}  # sharding rules for one device: nothing is split
 CONVENTION = (
     "FLOPs: 6·N per token, where N counts the weights that a token is multiplied with, plus "
     "12·T·(heads · head dim) per token and layer for attention over the full T × T square, or half "
@@ -32,12 +32,12 @@ CONVENTION = (
 
 
 class Step(NamedTuple):
-    """A train step of the Transformer or MoE with what it takes to compile and run it."""
+    """A train step of the Transformer or MoE, ready to compile and run."""
 
-    config: Config
+    config: Any
     layout: Layout
     function: TrainStep
-    abstract: Tree  # the state
+    abstract: Tree  # of the training state
     example: dict[str, jax.ShapeDtypeStruct]  # one row of a batch
 
     @property
@@ -60,10 +60,10 @@ class Step(NamedTuple):
 
 
 def random_rows(vocab_size: int, batch_size: int, seq_len: int) -> dict[str, np.ndarray]:
-    """tokens, targets and segment_ids, int32 [B, T], the last of documents of 512 tokens on average.
+    """Random tokens, targets and segment_ids, int32 [B, T]; documents have 512 tokens on average.
 
-    Token k is as frequent as 1 / (k + 1), about as in a text: where all tokens are a few, or all are
-    equally frequent, a GPU takes another time to add up the gradients of their embeddings.
+    The frequency of token k is proportional to 1 / (k + 1), about as in text. It affects how long a
+    GPU takes to sum the gradients of embeddings.
     """
     random, shape = np.random.default_rng(0), (batch_size, seq_len + 1)
     window_BT = (vocab_size ** random.random(shape)).astype(np.int32) - 1
@@ -74,7 +74,7 @@ def random_rows(vocab_size: int, batch_size: int, seq_len: int) -> dict[str, np.
 
 
 def make_step(
-    config: Config,
+    config: Any,
     rules: str | Rules,
     mesh: Mesh | AbstractMesh,
     batch_size: int,
@@ -82,11 +82,11 @@ def make_step(
     segments: bool = False,
     model: type[nnx.Module] = Transformer,
 ) -> Step:
-    """Raises UserError if they do not fit each other.
+    """Makes a train step. Raises UserError if the arguments do not fit each other.
 
     Args:
-      config: the model's.
-      segments: batches have segment ids, as those of the recipe have where documents end in a row.
+      config: the model's Config.
+      segments: whether batches have segment ids, like the recipe's batches of packed documents.
     """
     layout = make_layout(model, config, mesh, rules, batch_size=batch_size)
     lr = LearningRate(1e-3, 10, 100)
@@ -100,18 +100,18 @@ def make_step(
 
 
 class Times(NamedTuple):
-    """Seconds of each timed call: elapsed, and CPU time of this process."""
+    """Seconds of each timed call: elapsed time, and CPU time of this process."""
 
     wall: list[float]
     cpu: list[float]
 
 
 def interleaved(what: dict[Any, Callable[[], object]], rounds: int) -> dict[Any, Times]:
-    """Times of every function, one after another in each round: other load affects all of them.
+    """Times functions in turn, round by round, so that other load affects all of them alike.
 
-    Each function waits for its own result. In a round it is called twice and the second call is
-    timed: the first one finds memory and caches as another function left them, which a training loop
-    does not.
+    Functions must wait for their own results. A round calls each function twice and times the
+    second call, because in a training loop memory and caches are not left over from another
+    function.
     """
     times = {name: Times([], []) for name in what}
     for _ in range(rounds):
@@ -125,7 +125,7 @@ def interleaved(what: dict[Any, Callable[[], object]], rounds: int) -> dict[Any,
 
 
 class Training:
-    """A compiled step (by default `step`, compiled now) and its state; a call runs `steps` steps."""
+    """A compiled step and its state; a call runs `steps` steps. Compiles `step` by default."""
 
     def __init__(self, step: Step, steps: int = 1, compiled: jax.stages.Compiled | None = None):
         self.step, self.steps = step, steps
@@ -138,7 +138,7 @@ class Training:
             jax.block_until_ready(self.metrics)  # simulated devices: few programs in flight
 
     def dispatch(self) -> None:
-        """Starts a step, and does not wait for it."""
+        """Starts a step without waiting for it."""
         self.state, self.metrics = self.compiled(self.state, self.batch)
 
 
@@ -146,11 +146,11 @@ class Training:
 
 
 def machine(kind: str = "", *others: str) -> str:
-    """Hardware, versions and load, in one line for the end of a table.
+    """One line about hardware, versions and load, for the end of a table.
 
     Args:
-      kind: of the device, as JAX has it; empty: of JAX's first device.
-      others: more packages whose versions to tell.
+      kind: JAX's device_kind; empty: that of JAX's first device.
+      others: more packages whose versions to include.
     """
     kind = kind or jax.devices()[0].device_kind
     kind = _cpu() if kind == "cpu" else kind
@@ -162,7 +162,7 @@ def machine(kind: str = "", *others: str) -> str:
 
 
 def version(package: str) -> str:
-    """Empty where the package is not installed."""
+    """The version of a package; empty if it is not installed."""
     try:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
@@ -181,7 +181,7 @@ def _cpu() -> str:
 
 
 class Table:
-    """A Markdown table, printed row by row because each row may take minutes; the head with the first."""
+    """A Markdown table, printed row by row, since rows may take minutes; first its head."""
 
     def __init__(self, *columns: str):
         self._head = [f"| {' | '.join(columns)} |", "|---" + "|---:" * (len(columns) - 1) + "|"]
@@ -192,7 +192,7 @@ class Table:
 
 
 def numbers(flag: str, text: str, least: int = 1) -> list[int]:
-    """The whole numbers of a comma-separated flag. Raises UserError."""
+    """Parses a flag of comma-separated integers ≥ `least`. Raises UserError."""
     words = text.split(",")
     if not all(word.isdecimal() and int(word) >= least for word in words):
         some = f"{least},{2 * least}"
@@ -201,7 +201,7 @@ def numbers(flag: str, text: str, least: int = 1) -> list[int]:
 
 
 def one_of(flag: str, text: str, choices: Iterable[str]) -> list[str]:
-    """The words of a comma-separated flag. Raises UserError."""
+    """Parses a flag of comma-separated choices. Raises UserError."""
     for word in text.split(","):
         if word not in choices:
             raise UserError(f"--{flag} has {word!r}, which is not one of {', '.join(choices)}")

@@ -1,4 +1,4 @@
-"""What compilers make of a train step for hardware that need not be there: bytes sent, compile time."""
+"""Bytes that a compiled train step sends, for hardware that need not exist, and compile time."""
 
 import dataclasses
 import itertools
@@ -39,10 +39,10 @@ class CollectivesFlags:
     kind: str = flag("v5e", f"Kind of chip: {KINDS_HELP}.", choices=KINDS)
     rules: str = flag(",".join(RULES), "Strategies, comma-separated.")
     model: int = flag(
-        0, "Chips along model; 0: 8, 4 or 2, as the kv heads are divisible, and 1 where the rules "
-        "have replica groups.", at_least=0,
+        0, "Chips along model; 0: the largest of 8, 4 and 2 that divides the kv heads, or 1 if the "
+        "rules have replica groups.", at_least=0,
     )  # fmt: skip
-    group: int = flag(16, "Chips along fsdp, where the rules use it.", at_least=1)
+    group: int = flag(16, "Chips along fsdp, if the rules use it.", at_least=1)
 
 
 def collectives(flags: CollectivesFlags) -> None:
@@ -62,21 +62,21 @@ def collectives(flags: CollectivesFlags) -> None:
 
 
 def _axes(flags: CollectivesFlags, size: str, chips: int, strategy: str) -> dict[str, int]:
-    """Mesh axis → chips along it. Raises UserError if the chips are not divisible that way."""
-    used, inner, said = used_axes(RULES[strategy]), {}, []
+    """Mesh axis → chips along it. Raises UserError if the number of chips does not allow it."""
+    used, inner, stated = used_axes(RULES[strategy]), {}, []
     groups = "fsdp" in used  # replica groups: each has one copy of the weights
     model = flags.model or (1 if groups else math.gcd(8, SIZES[size]().num_kv_heads))
     if groups:
         inner["fsdp"] = min(flags.group, max(chips // model, 1))
-        said.append(f"--group={inner['fsdp']}")
+        stated.append(f"--group={inner['fsdp']}")
     if "model" in used:
         inner["model"] = model
-        said.append(f"--model={model}")
+        stated.append(f"--model={model}")
     data, over = divmod(chips, math.prod(inner.values()))
     if over:
         raise UserError(
-            f"--chips={chips} is not divisible by {' times '.join(said)} (rules {strategy!r}); use "
-            f"a different {said[0].partition('=')[0]}"
+            f"--chips={chips} is not divisible by {' times '.join(stated)} (rules {strategy!r}); use "
+            f"a different {stated[0].partition('=')[0]}"
         )
     return {"data": data} | inner
 
@@ -86,7 +86,7 @@ def _collectives_row(
 ) -> None:
     chips, model = math.prod(axes.values()), axes.get("model", 1)
     mesh = topology(flags.kind, axes)
-    # Saving the sublayers' outputs spares tensor parallelism one of five all-reduces per layer.
+    # Saving the sublayers' outputs saves tensor parallelism one of five all-reduces per layer.
     remat = "sublayers" if model > 1 else "full"
     rows = max(flags.tokens * chips // flags.seq_len, chips // model)
     dtype = "float32" if flags.kind == "cpu" else "bfloat16"  # XLA's CPU backend sends float32
@@ -111,10 +111,10 @@ def _collectives_row(
 
 
 def textbook(step: Step) -> float:
-    """Bytes that a device must send in a step if each matmul is where the sharding rules put it.
+    """Bytes that a device must send per step if each matmul is where the sharding rules put it.
 
-    All of it in the compute dtype. Over a ring of n an all-gather or a reduce-scatter sends
-    (n - 1) / n of the whole array, an all-reduce twice that.
+    Everything is in the compute dtype. Over a ring of n devices, an all-gather or a reduce-scatter
+    sends (n - 1) / n of the whole array, and an all-reduce twice that.
     """
     elements = _of_weights(step) + _of_activations(step)
     return elements * jnp.dtype(step.config.dtype).itemsize
@@ -123,9 +123,9 @@ def textbook(step: Step) -> float:
 def _of_weights(step: Step) -> float:
     """Elements sent for weights and their gradients.
 
-    Weights that rest in smaller parts than they are used: two all-gathers, for the forward pass and
+    A weight whose parts at rest are smaller than in use needs two all-gathers, for the forward and
     the backward pass, and a reduce-scatter of the gradient. Gradients are also all-reduced over the
-    mesh axes that split the batch and not the weight at rest.
+    mesh axes that split the batch but not the weight at rest.
     """
     layout, total = step.layout, 0.0
     shapes = paths(layout.model.shapes["params"])
@@ -142,10 +142,10 @@ def _of_weights(step: Step) -> float:
 def _of_activations(step: Step) -> float:
     """Elements sent for activations.
 
-    A weight in use has an axis of the residual stream, one that IN_USE maps to. Where its other axes
-    are split, each device has a partial sum: the module that owns such weights (its own, not those of
-    a submodule) costs one all-reduce of the residual stream forward and one backward, for each of the
-    layers that are stacked in it.
+    Consider weights in use with an axis of the residual stream, one that IN_USE maps to. If their
+    other axes are split, each device has a partial sum: each module with such weights (not counting
+    its submodules) costs one all-reduce of the residual stream forward and one backward, for each
+    of its stacked layers.
     """
     layout, zoo = step.layout, step.layout.zoo
     shapes = paths(layout.model.shapes["params"])
@@ -180,18 +180,19 @@ def _devices(step: Step, axes: Iterable[str]) -> int:
 
 
 def _ring(devices: int) -> float:
-    """The part of an array that each device sends in an all-gather over a ring."""
+    """The fraction of an array that each device sends in an all-gather over a ring."""
     return (devices - 1) / devices
 
 
-# ---- depth -----------------------------------------------------------------------------------------
+# ---- depth
+# -----------------------------------------------------------------------------------------
 
 
 @dataclasses.dataclass(frozen=True)
 class DepthFlags:
     size: str = flag("tiny", "Size of the Transformer.", group="model", choices=SIZES)
     depths: str = flag("8,80", "Numbers of layers, comma-separated.", group="model")
-    mesh: str = flag("4x2", "Mesh of simulated devices, as in every recipe.")
+    mesh: str = flag("4x2", "Mesh of simulated devices, as in the recipes.")
     rounds: int = flag(3, "Compilations of each depth, interleaved.", at_least=1)
 
 
@@ -199,7 +200,7 @@ def depth(flags: DepthFlags) -> None:
     mesh = make_mesh(flags.mesh)
     depths = numbers("depths", flags.depths)
     seconds = {n: [] for n in depths}
-    jax.config.update("jax_compilation_cache_dir", None)  # compile everything anew
+    jax.config.update("jax_compilation_cache_dir", None)  # compile everything again
     for _ in range(flags.rounds):
         for n in depths:
             config = dataclasses.replace(SIZES[flags.size](), num_layers=n)

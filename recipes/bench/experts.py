@@ -1,7 +1,8 @@
-"""What a mixture of experts sends to its experts and back, and computes, by compilers for TPUs."""
+"""Communication and FLOPs of a mixture of experts, from the TPU compiler."""
 
 import dataclasses
 import itertools
+from typing import Any
 
 from recipes.bench.common import Step, Table, machine, make_step, numbers, one_of
 from recipes.bench.targets import TPUS, TooLarge, check_targets, compile_step, topology
@@ -20,7 +21,7 @@ class ExpertsFlags:
     remats: str = flag(
         "dispatched,full", "What a layer keeps for its backward pass, comma-separated.", "model"
     )
-    seq_len: int = flag(4_096, "Tokens of context; a sequence a chip.", "data", at_least=1)
+    seq_len: int = flag(4_096, "Tokens of context, with one sequence per chip.", "data", at_least=1)
     chips: str = flag("16,256", "Numbers of chips, comma-separated.")
     expert: int = flag(8, "Chips along expert.", at_least=2)
     kind: str = flag("v5p", "Kind of TPU, or cpu: simulated devices.", choices=[*TPUS, "cpu"])
@@ -62,17 +63,17 @@ def _row(
         table.row(size, name, remat, "-", "-", "-", "-", compiled.text, computed)
         return
     sent, least = sent_by_kind(compiled.as_text(), chips), textbook(step)
-    exchanged, peak = sent["all-to-all"], compiled.memory_analysis().peak_memory_in_bytes
+    exchanged, peak = sent["all-to-all"], report.memory(compiled).peak_memory_in_bytes
     sizes = map(report.size, (exchanged, least))
     ratio, total = f"{exchanged / least:.2f}", report.size(sum(sent.values()))
     table.row(size, name, remat, *sizes, ratio, total, report.size(peak), computed)
 
 
 def textbook(step: Step) -> float:
-    """Bytes that a device must send to experts elsewhere in a step, in the compute dtype.
+    """Bytes that a device must exchange with other devices' experts per step, in the compute dtype.
 
-    Its positions' slots, of D numbers each, go there and come back, and so do their gradients: four
-    times (n - 1) / n of them, where n devices share the experts.
+    Slots of D numbers each go there and come back, and so do their gradients: four times (n - 1) /
+    n of them, where n devices share the experts.
     """
     config, layout = step.config, step.layout
     n, width = layout.mesh.shape["expert"], 4 if config.dtype == "float32" else 2
@@ -82,22 +83,24 @@ def textbook(step: Step) -> float:
 
 
 def _flops(flags: ExpertsFlags, config: Config, chips: int) -> str:
-    """What a layer computes at capacity 1, next to 6 FLOPs for each weight that a token goes through.
+    """A layer's FLOPs at capacity 1, relative to 6 FLOPs for each weight that a token uses.
 
-    Of a step with one layer, by the compiler's count, less what the loss takes: 6 FLOPs for each
-    weight of its table, and 2 more as its logits are computed twice. The table is a small one: what
-    is left would else be a small part of what is counted. On TPU a kernel's FLOPs are not counted,
-    so attention's are none.
+    Starts from the compiler's count for a step with one layer, and subtracts the loss: 6 FLOPs for
+    each weight of the embedding table, and 2 more because logits are computed twice. The vocabulary
+    is small, so that little has to be subtracted. The compiler does not count FLOPs of TPU kernels,
+    so attention counts as none.
     """
-    once = dict(
-        num_layers=1, capacity=1.0, remat="none", loss_chunk=flags.seq_len, vocab_size=1_024
-    )
-    step = _step(flags, dataclasses.replace(config, **once), chips)
+    config = dataclasses.replace(
+        config, num_layers=1, capacity=1.0, remat="none", loss_chunk=flags.seq_len,
+        vocab_size=1_024,
+    )  # fmt: skip
+    step = _step(flags, config, chips)
     compiled = compile_step(step, flags.kind, f"FLOPs of one layer, {chips} chips")
     if isinstance(compiled, TooLarge):
         return "-"
     tokens = step.layout.batch_size * flags.seq_len / step.layout.batch_shards
     table = step.config.vocab_size * config.embed
     layer = flops.matmul_params(step.config) - table
-    counted = compiled.cost_analysis()["flops"] - 8 * table * tokens
+    costs: Any = compiled.cost_analysis()
+    counted = costs["flops"] - 8 * table * tokens
     return f"{counted / (6 * layer * tokens):.2f}"

@@ -1,7 +1,7 @@
-"""Speed of one GPU, against PyTorch: checks of the kernels, guesses at the best settings, a sweep.
+"""Training speed on one GPU, next to PyTorch: kernel checks, guesses at the best settings, a sweep.
 
-This process never touches the GPU: row.py measures each row in a process of its own. What is wanted most
-comes first, since time may be up before the end.
+This process never touches the GPU: row.py measures each row in its own process. The most important
+rows come first, because time may run out.
 """
 
 import dataclasses
@@ -24,11 +24,13 @@ from recipes.common.runtime.terminal import print0
 from zoo.attention import KERNELS
 from zoo.transformer import REMAT, SIZES
 
-# Case → settings of our step and batches of PyTorch's, the best guess for an H200 (141 GB) first. All
-# layers unrolled, since the stacks of saved activations that a scan writes and reads cost bandwidth and
-# memory: compiled for an H200, 124m with 64 sequences has a peak of 25 GB, scanned 51; 1b with 16, of
-# 63 GB, scanned 117; with 32, of 109.
-GUESSES = {
+Guesses = tuple[list[dict[str, Any]], list[int]]  # settings of our step, batches of PyTorch's
+
+# Case → settings of our step and batch sizes for PyTorch, the best guess for an H200 (141 GB)
+# first. All layers are unrolled, because a scan stacks saved activations, which costs bandwidth and
+# memory: compiled for an H200, 124m with 64 sequences peaks at 25 GB, scanned at 51; 1b with 16
+# sequences at 63 GB, scanned at 117, and with 32 at 109.
+GUESSES: dict[str, Guesses] = {
     "124m:1024": (
         [
             dict(batch=64, remat="none", unroll=12),
@@ -46,7 +48,7 @@ GUESSES = {
         [8, 16, 4],
     ),
 }
-OTHERWISE = ([dict(batch=8, remat="dots"), dict(batch=8, remat="full")], [8, 4])
+OTHER_CASES: Guesses = ([dict(batch=8, remat="dots"), dict(batch=8, remat="full")], [8, 4])
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,30 +57,34 @@ class GpuFlags:
         "124m:1024,1b:2048", "Pairs of size:tokens of context, comma-separated.", group="model"
     )
     kernels: str = flag(
-        "triton,cudnn,xla", "Attention to check and to try, comma-separated.", group="model"
+        "triton,cudnn,xla", "Attention kernels to check and to try, comma-separated.", group="model"
     )
     remats: str = flag("none,dots,full", "Remat policies to try, comma-separated.", group="model")
     batches: str = flag(
-        "8,16,32,64,128", "Batch sizes to try with the best so far, comma-separated.", group="data"
+        "8,16,32,64,128",
+        "Batch sizes to try with the best settings so far, comma-separated.",
+        group="data",
     )
-    minutes: float = flag(9.0, "Start and wait for no row after so many minutes.", at_least=0.0)
-    row_minutes: float = flag(3.0, "Wait for one row so long.", at_least=0.0)
+    minutes: float = flag(9.0, "Minutes after which no row is started or waited for.", at_least=0.0)
+    row_minutes: float = flag(3.0, "Most minutes to wait for one row.", at_least=0.0)
     steps: int = flag(10, "Steps in a timing.", at_least=1)
-    rounds: int = flag(3, "Timings of each, of which the median counts.", at_least=1)
+    rounds: int = flag(3, "Timings of each row; the median counts.", at_least=1)
     xla: str = flag(
         ",".join(XLA_FLAGS), "Sets of XLA flags to try, comma-separated.", group="model"
     )
     torch: bool = flag(True, "Measure PyTorch too, where it is installed.")
     out: str = flag(
-        "", "File for the rows as JSON lines; rows that it has are not measured again.",
+        "", "File for the rows as JSON lines; rows in it are not measured again.",
     )  # fmt: skip
     row: str = flag("", "Measure one row of such a file, as JSON, in this process.")
     toy: bool = flag(False, "Size tiny with two sequences, on any device, to try the command.")
 
 
-# Where --toy is given, of the flags that are not.
-TOY = dict(cases="tiny:64", kernels="xla,triton", batches="2", remats="none", xla="default,cuBLAS only",
-           steps=1, rounds=1)  # fmt: skip
+# Defaults with --toy.
+TOY: dict[str, Any] = dict(
+    cases="tiny:64", kernels="xla,triton", batches="2", remats="none", xla="default,cuBLAS only",
+    steps=1, rounds=1,
+)  # fmt: skip
 
 
 def gpu(flags: GpuFlags) -> None:
@@ -90,7 +96,7 @@ def gpu(flags: GpuFlags) -> None:
         try:
             row = to_row(json.loads(flags.row))
         except (ValueError, TypeError, AttributeError):
-            raise UserError(f"--row={flags.row[:80]} is no line of an --out file") from None
+            raise UserError(f"--row={flags.row[:80]} is not a line of an --out file") from None
         return print0(json.dumps(measure(row, flags.steps, flags.rounds, flags.toy)))
     sweep = Sweep(flags)  # raises before anything starts
     for number in (signal.SIGTERM, signal.SIGINT):
@@ -121,12 +127,14 @@ def _end(flags: GpuFlags, sweep: "Sweep", unmeasured: Row | None) -> None:
     packages = ("jax-cuda13-plugin", "jax-cuda12-plugin", "torch", "triton", "nvidia-cudnn-cu13",
                 "nvidia-cudnn-cu12")  # fmt: skip
     print0("", "Kernels: the largest error of values and gradients against float32 attention, and the time "
-           f"of forward and backward of {TIMED}. Medians of {flags.rounds} timings of {flags.steps} "
+           f"of a forward and a backward pass of {TIMED}. Medians of {flags.rounds} timings of {flags.steps} "
            f"steps with one sync each. {CONVENTION}")  # fmt: skip
     if not version("torch"):
         print0("PyTorch is not installed.")
     if unmeasured:
-        more = "the same command goes on" if flags.out else "--out=FILE lets the same command go on"
+        more = (
+            "the same command continues" if flags.out else "with --out=FILE it could be continued"
+        )
         print0(f"Time is up after {flags.minutes:g} minutes, before "
                f"{' '.join(cells(unmeasured, {})[:4])}; {more}.")  # fmt: skip
     print0(f"{machine(', '.join(sorted(found)) or 'cpu', *packages)} {driver()}")
@@ -138,7 +146,7 @@ def _end(flags: GpuFlags, sweep: "Sweep", unmeasured: Row | None) -> None:
 
 
 class Sweep:
-    """The rows to measure, and what has been found so far. Raises UserError for bad flags."""
+    """The rows to measure, and the results so far. Raises UserError for bad flags."""
 
     def __init__(self, flags: GpuFlags):
         self.cases = flags.cases.split(",")
@@ -147,7 +155,9 @@ class Sweep:
             if size not in SIZES or not length.isdecimal() or not int(length):
                 raise UserError(f"--cases has {case!r}; write size:tokens, for example 124m:1024")
         self.kernels = one_of("kernels", flags.kernels, ["xla", *KERNELS])
-        self.tried: dict[str, list] = {  # beside the best so far, the most promising first
+        self.tried: dict[
+            str, list
+        ] = {  # changes to the best settings so far, the most promising first
             "attention": [] if flags.toy else self.kernels,
             "xla": one_of("xla", flags.xla, XLA_FLAGS),
             "batch": numbers("batches", flags.batches),
@@ -158,10 +168,10 @@ class Sweep:
         self.torch = flags.torch and bool(version("torch"))
         self.toy = flags.toy
         self.out = pathlib.Path(flags.out) if flags.out else None
-        self.done: dict[Row, Result] = self._read() if self.out else {}
+        self.done: dict[Row, Result] = self._read(self.out) if self.out else {}
 
     def rows(self) -> Iterator[Row]:
-        """What to measure next; looks at `done`, so each row is recorded before the next is asked for."""
+        """Yields the next row, which depends on `done`: record each result before the next row."""
         for row in itertools.chain(self._checks(), self._guesses(), self._around()):
             if row not in self.done and not self._too_large(row):
                 yield row
@@ -171,12 +181,11 @@ class Sweep:
             yield Row("check", attention=kernel)
 
     def _guesses(self) -> Iterator[Row]:
-        """Of all cases in turn; the first with and without segments, and PyTorch's first."""
+        """Guesses for all cases in turn: first with and without segments, and PyTorch's first."""
         lists = []
         for case in self.cases:
-            ours, batches = GUESSES.get(case, OTHERWISE)
-            if self.toy:
-                ours, batches = [dict(batch=2)], [2]
+            guesses = GUESSES.get(case, OTHER_CASES)
+            ours, batches = ([{"batch": 2}], [2]) if self.toy else guesses
             first, *others = (Row("step", case, segments=True, **guess) for guess in ours)
             torch = [Row("torch", case, batch) for batch in batches if self.torch]
             without = dataclasses.replace(first, segments=False)
@@ -185,23 +194,26 @@ class Sweep:
             yield from (row for row in turn if row)
 
     def _around(self) -> Iterator[Row]:
-        """The best of each case with one setting changed."""
+        """The best rows of each case with one setting changed."""
         for name, segments in itertools.product(self.tried, (True, False)):
             for case in self.cases:
                 best = self.best("step", case, segments)
-                for value in self.tried[name] if best else ():
+                for value in self.tried[name]:
+                    if best is None:
+                        break
                     if name != "attention" or self._other_kernel(best, value):
                         yield dataclasses.replace(best, **{name: value})
         for case in self.cases:
             best = self.best("torch", case)
-            for attention in pytorch.ATTENTION if best and not self.toy else ():
-                yield dataclasses.replace(best, attention=attention)
+            if best and not self.toy:
+                for attention in pytorch.ATTENTION:
+                    yield dataclasses.replace(best, attention=attention)
 
     def best(self, what: str, case: str, segments: bool = False) -> Row | None:
-        """The fastest so far; None where there is none."""
+        """The fastest row so far; None if there is none."""
         found = {row: result.get("tokens_per_s", 0) for row, result in self.done.items()
                  if (row.what, row.case, row.segments) == (what, case, segments)}  # fmt: skip
-        fastest = max(found, key=found.get, default=None)
+        fastest = max(found, key=lambda row: found[row], default=None)
         return fastest if fastest and found[fastest] else None
 
     def _other_kernel(self, best: Row, kernel: str) -> bool:
@@ -209,7 +221,7 @@ class Sweep:
         return kernels.takes(kernel, shape) and self.done[best]["kernel"] != kernel
 
     def _too_large(self, row: Row) -> bool:
-        """Whether fewer sequences did not fit already."""
+        """Whether the same row with at most as many sequences already ran out of memory."""
         return any(
             result.get("failed") == OUT_OF_MEMORY
             and other.batch <= row.batch
@@ -224,22 +236,20 @@ class Sweep:
             with self.out.open("a") as file:
                 file.write(json.dumps(line) + "\n")
 
-    def _read(self) -> dict[Row, Result]:
-        """What the file has. It is made with the first row, so that a mistake leaves nothing."""
-        place = self.out if self.out.exists() else self.out.absolute().parent
-        if self.out.is_dir() or not place.exists() or not os.access(place, os.W_OK):
-            raise UserError(f"--out={self.out} can't be written; name a file in a folder of yours")
+    def _read(self, out: pathlib.Path) -> dict[Row, Result]:
+        """Reads earlier results; the first row creates the file, so mistakes leave none behind."""
+        place = out if out.exists() else out.absolute().parent
+        if out.is_dir() or not place.exists() or not os.access(place, os.W_OK):
+            raise UserError(f"--out={out} can't be written; use a file in a writable folder")
         try:
-            text = self.out.read_text() if self.out.exists() else ""
+            text = out.read_text() if out.exists() else ""
             return {to_row(line): line for line in map(json.loads, text.splitlines())}
         except (ValueError, TypeError, AttributeError):
-            raise UserError(
-                f"--out={self.out} has other lines than rows; name a new file"
-            ) from None
+            raise UserError(f"--out={out} has lines that are not rows; use a new file") from None
 
 
 def to_row(line: dict[str, Any]) -> Row:
-    """Of a line of such a file, whatever else it has. Raises ValueError, TypeError or AttributeError."""
+    """Reads the Row of a line. Raises ValueError, TypeError or AttributeError if it has none."""
     names = {field.name for field in dataclasses.fields(Row)}
     row = Row(**{name: value for name, value in line.items() if name in names})
     if row.what not in ("check", "step", "torch"):
@@ -250,7 +260,7 @@ def to_row(line: dict[str, Any]) -> Row:
 
 
 def cells(row: Row, result: Result) -> list[str]:
-    """Of the table."""
+    """The cells of a row's line in the table."""
 
     def figure(name: str, form: str) -> str:
         return format(result[name], form) if name in result else "-"
@@ -272,18 +282,18 @@ def cells(row: Row, result: Result) -> list[str]:
 
 
 def driver() -> str:
-    """NVIDIA's, without touching a GPU."""
+    """NVIDIA's driver and GPU, without touching the GPU."""
     command = [
         "nvidia-smi",
         "--query-gpu=name,driver_version,memory.total",
         "--format=csv,noheader",
     ]
     try:
-        said = subprocess.run(command, capture_output=True, text=True, timeout=30).stdout.strip()
+        output = subprocess.run(command, capture_output=True, text=True, timeout=30).stdout.strip()
     except (OSError, subprocess.TimeoutExpired):
-        said = ""
-    return f"nvidia-smi: {said.splitlines()[0]}." if said else "No nvidia-smi."
+        output = ""
+    return f"nvidia-smi: {output.splitlines()[0]}." if output else "No nvidia-smi."
 
 
 def _stop(number: int, _frame) -> None:
-    raise Stopped(f"stopped by {signal.Signals(number).name}; the rows above are whole", 130)
+    raise Stopped(f"stopped by {signal.Signals(number).name}; the rows above are complete", 130)

@@ -1,7 +1,7 @@
-"""Each attention kernel against the plain reference: values and gradients.
+"""Compares each attention kernel with a reference: values and gradients.
 
-The reference is zoo/transformer.py's XLA attention in float32 at the highest matmul precision, on the
-same inputs. On a CPU, the kernels that Pallas can interpret are interpreted.
+The reference is the XLA attention of zoo/attention.py in float32 at the highest matmul precision,
+on the same inputs. On CPUs, Pallas interprets the kernels if it can.
 """
 
 import time
@@ -28,7 +28,8 @@ class Shape(NamedTuple):
         return f"{self.B}×{self.T}, {self.N}/{self.K} heads of {self.H}{more}"
 
 
-# 124m's heads; 1b's, plain, with each feature and with both; no multiple of any block; 8b's head dim.
+# Heads of 124m; of 1b, plain, with each feature and with both; lengths that no block divides; 8b's
+# head dim.
 SHAPES = (
     Shape(2, 512, 4, 4, 64, segments=True),
     Shape(2, 512, 8, 2, 64),
@@ -38,7 +39,7 @@ SHAPES = (
     Shape(2, 1_000, 8, 2, 128),
     Shape(2, 1_024, 8, 2, 128, segments=True),
 )
-# Two blocks of the smallest kernel each, for a CPU, where the kernels are interpreted.
+# For CPUs, where kernels are interpreted: two blocks of the smallest kernel.
 SMALL = (
     Shape(1, 256, 2, 1, 16, segments=True),
     Shape(1, 256, 2, 2, 16, window=100),
@@ -47,7 +48,7 @@ SMALL = (
 
 
 def takes(kernel: str, shape: Shape) -> bool:
-    """Whether a kernel is for such rows; `attend` raises where it is not."""
+    """Whether a kernel supports a shape; otherwise `attend` raises."""
     if kernel == "triton":
         return shape.window is None
     if kernel == "cudnn":
@@ -56,18 +57,18 @@ def takes(kernel: str, shape: Shape) -> bool:
 
 
 def check(kernel: str, shapes: Sequence[Shape], dtype: str, tolerance: float) -> float:
-    """The largest error of a kernel over those of `shapes` that it takes, as `errors` has them.
+    """The largest error of a kernel over the shapes that it supports.
 
-    Raises AssertionError that names each shape where one is above the tolerance or not a number, or
-    where the kernel raises.
+    Raises AssertionError with the names of all shapes whose error is above the tolerance or NaN, or
+    for which the kernel raises.
     """
     taken, worst, wrong = [shape for shape in shapes if takes(kernel, shape)], 0.0, []
     if not taken:
-        raise AssertionError("takes none of the shapes")
+        raise AssertionError("supports none of the shapes")
     for seed, shape in enumerate(taken):
         try:
             found = errors(kernel, shape, dtype, seed)
-        except Exception as error:  # another shape may tell more
+        except Exception as error:  # other shapes may fail too
             wrong.append(f"{shape}: {type(error).__name__} {error}")
             continue
         wrong += [
@@ -82,12 +83,12 @@ def check(kernel: str, shapes: Sequence[Shape], dtype: str, tolerance: float) ->
 
 
 def errors(kernel: str, shape: Shape, dtype: str, seed: int = 0) -> dict[str, float]:
-    """‖kernel's - reference's‖ / ‖reference's‖ of the output and the gradients of q, k and v."""
+    """‖kernel - reference‖ / ‖reference‖ for the output and the gradients of q, k and v."""
     arguments = inputs(shape, dtype, seed)
     exact = [x.astype(jnp.float32) for x in arguments[:-1]]
-    found = there_and_back(kernel, shape, dtype)(*arguments)
+    found = forward_and_backward(kernel, shape, dtype)(*arguments)
     with jax.default_matmul_precision("highest"):
-        wanted = there_and_back("xla", shape, "float32")(*exact, arguments[-1])
+        wanted = forward_and_backward("xla", shape, "float32")(*exact, arguments[-1])
     return {
         name: float(jnp.linalg.norm(a.astype(jnp.float32) - b) / jnp.linalg.norm(b))
         for name, a, b in zip(("output", "dq", "dk", "dv"), found, wanted, strict=True)
@@ -95,7 +96,7 @@ def errors(kernel: str, shape: Shape, dtype: str, seed: int = 0) -> dict[str, fl
 
 
 def inputs(shape: Shape, dtype: str, seed: int = 0):
-    """q, k, v, the gradient of the output, and segment ids of four documents a row, or None."""
+    """q, k, v, the gradient of the output, and segment ids (about four documents a row) or None."""
     B, T, N, K, H = shape[:5]
     keys = jax.random.split(jax.random.key(seed), 5)
     dims = ((B, T, N, H), (B, T, K, H), (B, T, K, H), (B, T, N, H))
@@ -104,8 +105,8 @@ def inputs(shape: Shape, dtype: str, seed: int = 0):
     return *arrays, jnp.cumsum(starts_BT, axis=1, dtype=jnp.int32) if shape.segments else None
 
 
-def there_and_back(kernel: str, shape: Shape, dtype: str):
-    """A jitted function of `inputs`: the output and the gradients of q, k and v."""
+def forward_and_backward(kernel: str, shape: Shape, dtype: str):
+    """A jitted function from `inputs` to the output and the gradients of q, k and v."""
 
     @jax.jit
     def call(q, k, v, grad, ids):
@@ -116,8 +117,8 @@ def there_and_back(kernel: str, shape: Shape, dtype: str):
 
 
 def seconds(kernel: str, shape: Shape, dtype: str, times: int) -> float:
-    """Of one forward and backward pass, the mean of so many after a warm-up."""
-    call, arguments = there_and_back(kernel, shape, dtype), inputs(shape, dtype)
+    """Mean seconds of a forward and backward pass, over `times` passes after a warm-up."""
+    call, arguments = forward_and_backward(kernel, shape, dtype), inputs(shape, dtype)
     jax.block_until_ready(call(*arguments))
     start = time.perf_counter()
     for _ in range(times):

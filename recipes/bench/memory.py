@@ -1,11 +1,12 @@
-"""Memory that a train step takes on a chip: the compiler's peak against a sum computed analytically.
+"""Memory of a train step on a chip: the compiler's peak against an analytical sum.
 
 python -m recipes.bench memory           # every remat policy, part by part
-python -m recipes.bench memory --which   # the policy that recomputes least and fits
+python -m recipes.bench memory --which   # the policy that recomputes least and still fits
 """
 
 import dataclasses
 import itertools
+from collections.abc import Iterable
 
 import jax.numpy as jnp
 
@@ -31,7 +32,8 @@ from zoo.attention import attention_kernels
 from zoo.layers import positions_at_once
 from zoo.transformer import REMAT, RULES, SIZES
 
-ON_DATA = [name for name, table in RULES.items() if used_axes(table) == {"data"}]  # strategies
+Case = tuple[str, str, int]  # size, kind of chip, number of chips
+ON_DATA = [name for name, rules in RULES.items() if used_axes(rules) == {"data"}]  # strategies
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,9 +45,9 @@ class MemoryFlags:
     chips: str = flag("16,256", "Numbers of chips, comma-separated.")
     kinds: str = flag(",".join(TPUS), f"Kinds of chips, comma-separated: {KINDS_HELP}.")
     rules: str = flag(
-        ON_DATA[-1], "Strategy, of those that use no mesh axis but data.", choices=ON_DATA
+        ON_DATA[-1], "Strategy; one that uses only the mesh axis data.", choices=ON_DATA
     )
-    which: bool = flag(False, "Print only which of the remat policies recomputes least and fits.")
+    which: bool = flag(False, "Print only the remat policy that recomputes least and still fits.")
 
 
 def memory(flags: MemoryFlags) -> None:
@@ -58,7 +60,7 @@ def memory(flags: MemoryFlags) -> None:
            "sum is computed analytically.", machine(), *caveats(kinds))  # fmt: skip
 
 
-def _parts(flags: MemoryFlags, cases, remats: list[str]) -> None:
+def _parts(flags: MemoryFlags, cases: Iterable[Case], remats: list[str]) -> None:
     table = Table("size", "chips", "remat", "parameters", "optimizer", "gradients",
                   "saved activations", "live working set", "sum", "compiled peak", "sum / peak")  # fmt: skip
     for (size, kind, chips), remat in itertools.product(cases, remats):
@@ -70,9 +72,9 @@ def _parts(flags: MemoryFlags, cases, remats: list[str]) -> None:
         table.row(size, f"{chips} {kind}", remat, *cells, text, f"{total / peak:.2f}")
 
 
-def _which(flags: MemoryFlags, cases, remats: list[str]) -> None:
-    """The first policy of REMAT, which has them in order, whose step fits."""
-    table = Table("size", "chips", "attention", "remat", "compiled peak", "the next would need")
+def _which(flags: MemoryFlags, cases: Iterable[Case], remats: list[str]) -> None:
+    """The first policy whose step fits; REMAT lists them from least to most recomputation."""
+    table = Table("size", "chips", "attention", "remat", "compiled peak", "next policy needs")
     for size, kind, chips in cases:
         above, found, text = "-", "none of them fits", "-"
         for remat in (remat for remat in REMAT if remat in remats):
@@ -97,31 +99,31 @@ def _step(flags: MemoryFlags, size: str, kind: str, chips: int, remat: str) -> S
 
 
 def _peak(step: Step, kind: str, what: str) -> tuple[str, float]:
-    """What the compiler says of a step's peak, and that in bytes."""
+    """The compiler's peak for a step: (text, bytes)."""
     compiled = compile_step(step, kind, f"{what} on {step.layout.mesh.size} {kind}")
     if isinstance(compiled, TooLarge):
         return compiled
-    peak = compiled.memory_analysis().peak_memory_in_bytes
+    peak = report.memory(compiled).peak_memory_in_bytes
     return report.size(peak), peak
 
 
 def kernels(step: Step) -> list[str]:
-    """What computes the attention of a step, for each kind of layer."""
+    """The attention kernel of each kind of layer in a step."""
     with step.layout.trace():
         found = attention_kernels(step.config, step.seq_len, "segment_ids" in step.example)
     return [name for name, _ in found]
 
 
 def memory_parts(step: Step) -> dict[str, float]:
-    """Bytes on a device at the step's peak, computed analytically, by what they are.
+    """Bytes on a device at the step's peak by purpose, computed analytically.
 
-    Saved for the backward pass: each layer's input, and what its remat policy names. The peak is the
-    larger of two. In the loss: the unembedding table in use, its gradient, one chunk's logits and
-    their gradient. In the layers' backward pass: all their gradients at rest and the table's
-    gradient, whole; and as the live working set the weights in use of two layers (one of them is on
-    its way), what one layer computes again, float32 attention scores included where no kernel keeps
-    them on chip, and all layers' weights in the compute dtype, which the compiler casts at once,
-    before the loop.
+    Saved activations are each layer's input and whatever its remat policy saves. The peak is in one
+    of two places. In the loss: the unembedding table in use, its gradient, one chunk's logits and
+    their gradient. Or in the layers' backward pass: gradients are those of all layers at rest and
+    that of the table, whole; the live working set is the weights in use of two layers (one is being
+    gathered), the recomputed activations of one layer, including float32 attention scores unless a
+    kernel keeps them on chip, and all layers' weights in the compute dtype, because the compiler
+    casts them before the loop.
     """
     layout, config = step.layout, step.config
     width = jnp.dtype(config.dtype).itemsize
@@ -139,7 +141,7 @@ def memory_parts(step: Step) -> dict[str, float]:
     for (kind, layers), kernel in zip(kinds_of_layers(config), kernels(step), strict=True):
         heads = config.num_heads // over("heads")
         attention, scores = _of_attention(step, kernel, kind.window, rows, heads, q, kv)
-        # Whatever a derivative needs; of the equal inputs of q, k and v, and of gate and up, one each.
+        # All inputs of derivatives; q, k and v share theirs, and so do gate and up.
         kept["none"] = 6 * D * 4 // width + 2 * D + 6 * F + attention
         saved += layers * rows * length * kept[config.remat] * width
         if config.remat == "none":  # also weights in use, and scores before and after the softmax
@@ -152,7 +154,7 @@ def memory_parts(step: Step) -> dict[str, float]:
     inside = rows * length * (2 * q + kv + 3 * F + 2 * D) * width
     params = report.bytes_per_device(step.abstract["params"])
     stacked = report.bytes_per_device(step.abstract["params"]["layers"])
-    cast = stacked * width // 4 if width < 4 and config.remat != "none" else 0  # else saved, in use
+    cast = stacked * width // 4 if width < 4 and config.remat != "none" else 0  # or saved, in use
     loss = in_use, in_use + logits
     backward = stacked + in_use, cast + 2 * layer + inside + largest
     grads, live = max(loss, backward, key=sum)
@@ -168,16 +170,16 @@ def memory_parts(step: Step) -> dict[str, float]:
 def _of_attention(
     step: Step, kernel: str, window: int | None, rows: int, heads: int, q: int, kv: int
 ) -> tuple[int, int]:
-    """What a derivative of attention needs, elements per token; and bytes of its float32 scores.
+    """(elements per token that attention's derivative needs, bytes of its float32 scores).
 
     Args:
-      kernel, window: of the kind of layer.
-      rows, heads, q, kv: sequences, query heads, and elements of all queries, and of all keys and
-        values, on a device.
+      kernel, window: those of the kind of layer.
+      rows, heads, q, kv: numbers on a device of sequences, query heads, elements of all queries,
+        and elements of all keys and values.
     """
     length, norms = step.seq_len, heads * 4 // jnp.dtype(step.config.dtype).itemsize
     match kernel:
-        case "xla":  # keys and values once per block of queries, as the model takes them
+        case "xla":  # keys and values count once per block of queries, as in the model
             block, back = max(128, -(-length // 8)), length if window is None else window - 1
             blocks = [(a, min(a + block, length)) for a in range(0, length, block)]
             keys = [b - max(0, a - back) for a, b in blocks]

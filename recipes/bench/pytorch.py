@@ -1,10 +1,10 @@
-"""The same amount of work in PyTorch, for comparison where torch is installed.
+"""An equal amount of work in PyTorch, for comparison if torch is installed.
 
-Where all heads have keys of their own, nanoGPT's model: GPT-2's block with layer norm, multi-head
-attention, learned positions, and a GELU MLP wide enough for as many multiplications as our SwiGLU. With
-grouped heads, Llama's, which is zoo/transformer.py's: the same parameters, RMSNorm, rotary embeddings,
-SwiGLU. Both with scaled_dot_product_attention, products that read the same input as one, residuals in
-bfloat16 under autocast, torch.compile, fused AdamW and gradient clipping.
+Without grouped heads the model is nanoGPT's: GPT-2's block with layer norm, multi-head attention,
+learned positions, and a GELU MLP wide enough for as many multiplications as our SwiGLU. With
+grouped heads it is Llama's, like zoo/transformer.py: the same parameters, RMSNorm, rotary
+embeddings, SwiGLU. Both use scaled_dot_product_attention, one matmul for projections of the same
+input, bfloat16 residuals under autocast, torch.compile, fused AdamW and gradient clipping.
 """
 
 import math
@@ -20,11 +20,11 @@ ATTENTION = ("flash", "cudnn")  # kernels of scaled_dot_product_attention
 
 
 class Step:
-    """Calling it starts one training step; `wait` waits for the device.
+    """A training step. A call starts it, and `wait` waits for the device.
 
     Args:
-      attention: a key of ATTENTION that it must use; empty: PyTorch chooses.
-      compiled: with torch.compile.
+      attention: an item of ATTENTION to use; empty: PyTorch chooses.
+      compiled: whether to use torch.compile.
     """
 
     def __init__(
@@ -61,7 +61,7 @@ class Step:
 
 
 def cpu_step(config: Config, batch_size: int, seq_len: int) -> Step | None:
-    """None if there is no PyTorch."""
+    """A step on the CPU; None if PyTorch is not installed."""
     return Step(config, batch_size, seq_len, "cpu") if version("torch") else None
 
 
@@ -69,7 +69,7 @@ def model(config: Config, seq_len: int, bfloat16: bool = False):
     """A torch.nn.Module: (tokens [B, T], targets [B, T]) → mean loss.
 
     Args:
-      bfloat16: the residuals' dtype; else float32.
+      bfloat16: whether residuals are bfloat16 instead of float32.
     """
     import torch
     from torch.nn import functional
@@ -125,7 +125,7 @@ def model(config: Config, seq_len: int, bfloat16: bool = False):
             self.norm = norm()
             self.unembed = None if config.tie_embeddings else linear(D, config.vocab_size)
 
-        def turn(self, x):  # as zoo/attention.py's `rotate`
+        def turn(self, x):  # like zoo/layers.py's `rotate`
             if not grouped:
                 return x
             a, b = x.float().chunk(2, dim=-1)

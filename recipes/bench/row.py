@@ -1,6 +1,6 @@
-"""One row of `python -m recipes.bench gpu`, measured in a process of its own.
+"""Measures one row of `python -m recipes.bench gpu` in its own process.
 
-So the GPU's memory is this row's alone, XLA reads the row's flags, and a crash ends the row only.
+The row then has the whole GPU memory and its own XLA flags, and a crash ends only this row.
 """
 
 import dataclasses
@@ -32,21 +32,21 @@ XLA_FLAGS = {
     "slices fused": "--xla_gpu_enable_dynamic_slice_fusion=true",
     "cuBLASLt": "--xla_gpu_enable_cublaslt=true",
 }
-MEMORY = "0.92"  # of the GPU's, taken at the start; the rest is cuBLAS's, cuDNN's and the driver's
+MEMORY = "0.92"  # share of the GPU's memory for JAX; cuBLAS, cuDNN and the driver use the rest
 OUT_OF_MEMORY = "out of memory"
-TOLERANCE = 1e-2  # of a kernel in bfloat16: 2e-3 to 4e-3 where it is right
+TOLERANCE = 1e-2  # for a bfloat16 kernel; correct ones have errors of 2e-3 to 4e-3
 TIMED = kernels.Shape(8, 2_048, 32, 8, 64)  # 1b's heads
-WARM_UP = 3  # steps that are not timed: compilers, autotuning, allocators
+WARM_UP = 3  # untimed steps, for compilers, autotuning and allocators
 
 
 @dataclasses.dataclass(frozen=True)
 class Row:
-    """What is measured: a "check" of a kernel, or a "step" by JAX, or a step by "torch"."""
+    """A measurement: a "check" of a kernel, a "step" in JAX, or a step in "torch"."""
 
     what: str
     case: str = ""  # size:tokens of context
     batch: int = 0  # sequences
-    attention: str = "auto"  # Config's, or one of pytorch.ATTENTION
+    attention: str = "auto"  # Config.attention, or an item of pytorch.ATTENTION
     segments: bool = False
     remat: str = "none"
     unroll: int = 1
@@ -64,20 +64,20 @@ Result = dict[str, Any]  # {"failed": reason}, or figures by name
 
 
 def measure(row: Row, steps: int, rounds: int, toy: bool) -> Result:
-    """In this process. Raises UserError where there is no GPU and `toy` does not do without one."""
+    """Measures a row in this process. Raises UserError if there is no GPU, unless `toy` is set."""
     if row.what != "torch" and jax.devices()[0].platform != "gpu" and not toy:
         raise UserError("JAX finds no GPU here; use --toy to try the command without one")
     try:
         return {"check": _check, "step": _step, "torch": _torch}[row.what](row, steps, rounds, toy)
     except UserError:
         raise
-    except Exception as error:  # whatever it is, it is the row's result
+    except Exception as error:  # any failure is the row's result
         traceback.print_exc()
         return {"failed": reason(f"{type(error).__name__}: {error}")}
 
 
 def reason(error: str) -> str:
-    """A few words that fit into a table."""
+    """Shortens an error to fit into a table."""
     if OUT_OF_MEMORY in error.lower():
         return OUT_OF_MEMORY
     words = " ".join(error.split()).replace("|", "/").removeprefix("AssertionError: ")
@@ -143,7 +143,7 @@ def _torch(row: Row, steps: int, rounds: int, toy: bool) -> Result:
 
 
 def timed(run: Callable, wait: Callable, steps: int, rounds: int) -> float:
-    """Seconds per step, the median of so many timings of `steps` steps with one sync at the end."""
+    """Median seconds per step over `rounds` timings of `steps` steps, with one sync at the end."""
     for _ in range(WARM_UP):
         run()
         wait()
@@ -158,7 +158,7 @@ def timed(run: Callable, wait: Callable, steps: int, rounds: int) -> float:
 
 
 def rates(row: Row, seconds: float, kind: str, memory: int | None) -> Result:
-    """The figures of a step; MFU by both conventions where the device's peak is known."""
+    """The figures of a step; MFU by both conventions if the device's peak is known."""
     count = flops.decoder(SIZES[row.size()](), row.length(), row.batch)
     result = {"ms": seconds * 1e3, "tokens_per_s": row.batch * row.length() / seconds}
     if peak := flops.chip(kind):
@@ -170,12 +170,12 @@ def rates(row: Row, seconds: float, kind: str, memory: int | None) -> Result:
 
 
 def run(row: Row, limit: float, options: Iterable[str]) -> Result:
-    """`measure` in a new process, whose whole group ends with it, after `limit` seconds at the latest.
+    """Runs `measure` in a new process, and kills its process group after `limit` seconds.
 
     Args:
-      options: more flags for it.
+      options: more flags for the process.
 
-    Raises UserError if it does.
+    Raises UserError if the process does.
     """
     asked = json.dumps(dataclasses.asdict(row))
     command = [sys.executable, "-m", "recipes.bench", "gpu", f"--row={asked}", *options]
@@ -190,26 +190,26 @@ def run(row: Row, limit: float, options: Iterable[str]) -> Result:
         return {"failed": f"no result in {limit:.0f} s", "seconds": limit}
     finally:
         if child.poll() is None:
-            os.killpg(child.pid, signal.SIGKILL)  # torch.compile has children of its own
+            os.killpg(child.pid, signal.SIGKILL)  # torch.compile starts child processes
             child.communicate()
-    said = (err.strip().splitlines() or [""])[-1]
+    last = (err.strip().splitlines() or [""])[-1]
     seconds = time.monotonic() - start
     if child.returncode == 2:
-        raise UserError(said.removeprefix("error: "))
+        raise UserError(last.removeprefix("error: "))
     try:
         result = json.loads(out.strip().splitlines()[-1])
     except (IndexError, json.JSONDecodeError):
         end = child.returncode
         how = f"ended by {signal.Signals(-end).name}" if end < 0 else f"exit code {end}"
-        result = {"failed": reason(f"{how}: {said}" if said else how)}
+        result = {"failed": reason(f"{how}: {last}" if last else how)}
     return result | {"seconds": seconds} | ({"log": err[-4_000:]} if "failed" in result else {})
 
 
 def environment(row: Row) -> dict[str, str]:
-    """That of a row's process."""
-    mine = os.environ | {"XLA_CLIENT_MEM_FRACTION": MEMORY}
+    """The environment of a row's process."""
+    variables = os.environ | {"XLA_CLIENT_MEM_FRACTION": MEMORY}
     if row.what == "torch":
-        mine["JAX_PLATFORMS"] = "cpu"  # the GPU is PyTorch's
+        variables["JAX_PLATFORMS"] = "cpu"  # leaves the GPU to PyTorch
     if more := XLA_FLAGS[row.xla]:
-        mine["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {more}".strip()
-    return mine
+        variables["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {more}".strip()
+    return variables

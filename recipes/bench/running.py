@@ -1,4 +1,4 @@
-"""Everything around the step: the loop's overhead, data, checkpoints, startup."""
+"""Everything around the step: overhead of the loop, data, checkpoints, startup."""
 
 import contextlib
 import dataclasses
@@ -13,6 +13,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from typing import cast
 
 import jax
 import jax.numpy as jnp
@@ -53,8 +54,8 @@ class HostFlags:
     rounds: int = flag(15, "Interleaved timings of each.", at_least=1)
 
 
-class SavesNothing:
-    """In the place of a Saver."""
+class NoSaver:
+    """A Saver that saves nothing."""
 
     def save(self, step, state):
         pass
@@ -67,7 +68,7 @@ class SavesNothing:
 
 
 def host(flags: HostFlags) -> None:
-    """The loop with a step and data that take no time is Python's part; with real ones, overhead."""
+    """Times Python's part of the loop, with a step and data that take no time, and the overhead."""
     sizes, mesh = one_of("sizes", flags.sizes, SIZES), make_mesh("1")
     corpus = text.load(seq_len=128)
     table = Table("size", "Python alone, ms per step", "bare step, ms", "in the loop, ms", "overhead",
@@ -113,10 +114,10 @@ def host(flags: HostFlags) -> None:
 
 
 def _loop(training: Training, feed, steps: int) -> float:
-    """The loop of every recipe, without checkpoints. Returns this thread's CPU seconds."""
+    """Runs the recipes' loop without checkpoints. Returns this thread's CPU seconds."""
     step, start = training.step, int(training.state["step"])
     run = Run(steps=start + steps, batch_size=16)
-    # Writing progress lines is part of the loop's work, but they don't belong in the table.
+    # Printing progress is part of the loop's work, but must not disturb the table.
     with (
         tempfile.TemporaryDirectory() as folder,
         open(os.devnull, "w") as nowhere,
@@ -125,7 +126,7 @@ def _loop(training: Training, feed, steps: int) -> float:
         log = Log(pathlib.Path(folder) / "metrics.jsonl", start, run, "tokens", 16 * 128)
         before = time.thread_time()
         training.state = take_steps(
-            training.compiled, training.state, feed, step.layout, run, log, SavesNothing()
+            training.compiled, training.state, feed, step.layout, run, log, NoSaver()
         )
         used = time.thread_time() - before
         log.close()
@@ -138,23 +139,23 @@ def _loop(training: Training, feed, steps: int) -> float:
 
 @dataclasses.dataclass(frozen=True)
 class DataFlags:
-    dataset: str = flag("stdlib", "Text, as the Transformer's recipe takes it.", group="data")
-    tokenizer: str = flag("bytes", "Tokenizer, as the recipe takes it.", group="data")
+    dataset: str = flag("stdlib", "Text, as in the Transformer's recipe.", group="data")
+    tokenizer: str = flag("bytes", "Tokenizer, as in the recipe.", group="data")
     size: str = flag(
-        "small", "Size of the Transformer that is fed, with 16 × 128 tokens per step.",
+        "small", "Size of the Transformer to compare with, at 16 × 128 tokens per step.",
         group="model", choices=SIZES,
     )  # fmt: skip
     seq_len: int = flag(1_024, "Tokens in a row.", group="data", at_least=1)
     batch_size: int = flag(32, "Rows in a batch.", group="data", at_least=1)
     batches: int = flag(300, "Batches in a timing.", at_least=1)
     rounds: int = flag(5, "Interleaved timings of each.", at_least=1)
-    cores: int = flag(0, "Cores that tokenising takes there to be; 0: those of this machine.",
+    cores: int = flag(0, "Cores that tokenizing assumes; 0: those of this machine.",
                       at_least=0)  # fmt: skip
 
 
-# Tokenises in a new process with an empty cache, and prints: tokens, bytes of text, seconds, and by
-# how many bytes its memory grew with that of the processes that it starts; what they share counts once.
-TOKENISE = """
+# Tokenizes in a new process with an empty cache, and prints tokens, bytes of text, seconds, and the
+# growth in bytes of its memory and its child processes'; shared memory counts once.
+TOKENIZE = """
 import os, re, sys, threading, time
 from data import corpus, sources, tokenizer
 
@@ -164,7 +165,7 @@ def resident(pid):
             found = int(re.search(r"Pss: +(\\d+)", about.read())[1]) * 1024
         with open(f"/proc/{pid}/task/{pid}/children") as children:
             return found + sum(map(resident, children.read().split()))
-    except (OSError, TypeError):  # it has ended
+    except (OSError, TypeError):  # the process has ended
         return 0
 
 def watch():
@@ -217,7 +218,7 @@ def data(flags: DataFlags) -> None:
     for key, rate in rates.items():
         table.row(key, f"{rate:,.0f}", f"{rate / rates[STEP]:.0f}×")
     print0("", f"Medians of {flags.rounds} interleaved rounds, one Grain thread.", "")
-    _tokenising(flags, packing.padding(loaded["true"].train))
+    _tokenizing(flags, packing.padding(cast(packing.Packed, loaded["true"].train)))
     print0("", machine())
 
 
@@ -226,20 +227,20 @@ def _batches(flags: DataFlags, feed):
     return count, lambda: [next(feed) for _ in range(flags.batches)]
 
 
-def _tokenising(flags: DataFlags, padding: float) -> None:
+def _tokenizing(flags: DataFlags, padding: float) -> None:
     with tempfile.TemporaryDirectory() as folder:
-        arguments = [sys.executable, "-c", TOKENISE, flags.dataset, flags.tokenizer,
+        arguments = [sys.executable, "-c", TOKENIZE, flags.dataset, flags.tokenizer,
                      str(flags.cores)]  # fmt: skip
         environment = os.environ | {"ZOO_CACHE": folder}
         done = subprocess.run(arguments, capture_output=True, text=True, env=environment)
     if done.returncode:
-        raise UserError(f"--dataset={flags.dataset} could not be tokenised: {done.stderr[-300:]}")
+        raise UserError(f"--dataset={flags.dataset} could not be tokenized: {done.stderr[-300:]}")
     tokens, size, seconds, memory = map(float, done.stdout.split())
-    table = Table("tokenising", "tokens/s", "MB of text/s", "memory", "padding of packed rows")
+    table = Table("tokenizing", "tokens/s", "MB of text/s", "memory", "padding of packed rows")
     table.row(f"{size / 1e6:,.0f} MB", f"{tokens / seconds:,.0f}", f"{size / seconds / 1e6:.1f}",
               f"{memory / 1e6:,.0f} MB", f"{padding:.3%}")  # fmt: skip
-    print0("", f"The tokenizer {flags.tokenizer}, an empty cache. Memory: by how much the process grows, "
-           "and all of the processes that it starts.")  # fmt: skip
+    print0("", f"Tokenizer {flags.tokenizer}, empty cache. Memory: growth of the process and its child "
+           "processes.")  # fmt: skip
 
 
 # ---- checkpoints ---------------------------------------------------------------------------------
@@ -247,7 +248,7 @@ def _tokenising(flags: DataFlags, padding: float) -> None:
 
 @dataclasses.dataclass(frozen=True)
 class CheckpointFlags:
-    megabytes: int = flag(500, "Size of the state that is saved, in MB.", at_least=1)
+    megabytes: int = flag(500, "Size of the saved state, in MB.", at_least=1)
     steps: int = flag(40, "Fewest training steps during a save.", at_least=1)
     rounds: int = flag(3, "Saves and restores.", at_least=1)
     folder: str = flag("", "Folder on the disk to measure; empty: a temporary one.")
@@ -259,7 +260,8 @@ def checkpoints(flags: CheckpointFlags) -> None:
     big = make_step(_of_bytes(flags.megabytes * 10**6), ONE_DEVICE, mesh, 1, 8)
     state = jax.tree.map(_noise, big.new_state())
     folder = pathlib.Path(tempfile.mkdtemp(dir=flags.folder or None))
-    stolen, blocked, saved, read, unpacked, restored = [], [], [], [], [], []
+    lost, blocked, saved, read, unpacked, restored = [], [], [], [], [], []
+    held = 0
     try:
         run = open_run("transformer", Run(workdir=str(folder / "run"), steps=100), flags)
         metadata = checkpoint.metadata(run.entry, big.layout, run.flags)
@@ -278,8 +280,9 @@ def checkpoints(flags: CheckpointFlags) -> None:
                     done, at = steps, time.perf_counter() - start
             saver.wait()
             saved.append(at)
-            stolen.append(max(0.0, at - done * quiet))
+            lost.append(max(0.0, at - done * quiet))
             here = saver.last_good()
+            assert here, "the save above is complete"
             held = sum(path.stat().st_size for path in _files(here))
             source = checkpoint.at(here)
             abstract = {kind: big.abstract[kind] for kind in ("params", "opt_state")}
@@ -299,8 +302,8 @@ def checkpoints(flags: CheckpointFlags) -> None:
     table = Table("what", "seconds", "ratio")
     table.row("the loop waits for a save to start", f"{median(blocked):.2f}", "")
     table.row("a save takes, in the background", f"{median(saved):.2f}", "")
-    table.row("training time lost to a save", f"{median(stolen):.2f}",
-              f"{median(stolen) / 60:.1%} of a minute")  # fmt: skip
+    table.row("training time lost to a save", f"{median(lost):.2f}",
+              f"{median(lost) / 60:.1%} of a minute")  # fmt: skip
     table.row("reading the files", f"{median(read):.2f}", "")
     for what, seconds in (
         ("restoring", restored),
@@ -313,7 +316,7 @@ def checkpoints(flags: CheckpointFlags) -> None:
 
 
 def _noise(x: jax.Array) -> jax.Array:
-    """`x` with random numbers: moments are zeros before the first step, and zeros are easy to save."""
+    """Random numbers like `x`: initial moments are zeros, which are easier to save."""
     if not jnp.issubdtype(x.dtype, jnp.floating):
         return x
     values = np.random.default_rng(0).standard_normal(x.shape, np.float32)
@@ -346,7 +349,7 @@ def _read(folder: pathlib.Path) -> None:
 
 
 def _unpack(state: pathlib.Path) -> None:
-    """Reads all arrays into memory with the library that Orbax uses, and does no more."""
+    """Reads all arrays into memory with TensorStore alone, the library that Orbax uses."""
     stored = {"driver": "ocdbt", "base": f"file://{state}/"}
     keys = tensorstore.KvStore.open(stored).result().list().result()
     names = [key.decode().removesuffix("/.zarray") for key in keys if key.endswith(b"/.zarray")]
@@ -357,7 +360,7 @@ def _unpack(state: pathlib.Path) -> None:
 
 
 def _forget(folder: pathlib.Path) -> None:
-    """Asks the system to drop these files from its page cache, so that the disk is read."""
+    """Asks the system to drop files from its page cache, so that the next read is from disk."""
     for path in _files(folder):
         with path.open("rb") as file:
             os.fsync(file.fileno())
@@ -376,7 +379,7 @@ class StartFlags:
 
 
 def start(flags: StartFlags) -> None:
-    """A new process each time. Cold: the cache has neither compiled programs nor data."""
+    """Times new processes. Cold: the cache has neither compiled programs nor data."""
     with tempfile.TemporaryDirectory() as folder:
         here = pathlib.Path(folder)
         few = ["--steps=1", f"--workdir={here / 'run'}", *flags.extra.split()]
@@ -404,7 +407,7 @@ def _python(here: pathlib.Path, recipe: str, arguments: list[str]) -> subprocess
 
 
 def _first_step(here: pathlib.Path, recipe: str, arguments: list[str]) -> float:
-    """Seconds until the first step was done, as the run prints at its end."""
+    """Seconds until the first step was done, which a run prints at its end."""
     shutil.rmtree(here / "run", ignore_errors=True)
     done = _python(here, recipe, arguments)
     found = re.search(r"([\d.]+) s of it before the first step", done.stdout)

@@ -1,4 +1,4 @@
-"""What a train step sends between TPU slices, from the TPU compiler with no TPU."""
+"""Bytes that a train step sends between TPU slices, from the TPU compiler without a TPU."""
 
 import dataclasses
 import itertools
@@ -23,10 +23,10 @@ class SlicesFlags:
     seq_len: int = flag(256, "Tokens of context.", group="data", at_least=1)
     tokens: int = flag(4_096, "Tokens per chip.", group="data", at_least=1)
     slices: str = flag("2,4", "Numbers of slices, comma-separated.")
-    chips: int = flag(16, "Chips of a slice.", at_least=1)
+    chips: int = flag(16, "Chips per slice.", at_least=1)
     kind: str = flag("v5e", "Kind of TPU.", choices=TPUS)
     rules: str = flag("dp,hsdp_tp", "Strategies, comma-separated.")
-    model: int = flag(1, "Chips along model, where the rules use it.", at_least=1)
+    model: int = flag(1, "Chips along model, if the rules use it.", at_least=1)
 
 
 def slices(flags: SlicesFlags) -> None:
@@ -68,7 +68,7 @@ def _row(table: Table, flags: SlicesFlags, size: str, count: int, strategy: str)
 
 
 def _axes(flags: SlicesFlags, count: int, strategy: str) -> dict[str, int]:
-    """Mesh axis → chips along it: `data` over the slices, the others inside of one."""
+    """Mesh axis → chips along it: `data` runs across slices, other axes inside one."""
     used = used_axes(RULES[strategy])
     model = {"model": flags.model} if "model" in used else {}
     rest = flags.chips // (flags.model if model else 1)
@@ -80,7 +80,7 @@ def _axes(flags: SlicesFlags, count: int, strategy: str) -> dict[str, int]:
 def textbook(step: Step, chips: int) -> float:
     """Bytes that a chip must send to other slices: its part of the gradients, in the compute dtype.
 
-    Inside a slice they are reduced first, so that each chip has the sum of 1 / chips of them.
+    Gradients are reduced inside a slice first, so each chip has the sum of 1 / chips of them.
     """
     elements = sum(leaf.size for leaf in jax.tree.leaves(step.layout.model.shapes["params"]))
     return elements * jnp.dtype(step.config.dtype).itemsize / chips

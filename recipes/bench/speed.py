@@ -1,4 +1,4 @@
-"""How fast the train step runs: against the machine's own matmul, and across meshes."""
+"""Speed of the train step: relative to the machine's own matmul, and across meshes."""
 
 import dataclasses
 import itertools
@@ -95,7 +95,7 @@ def cpu(flags: CpuFlags) -> None:
 
 
 def _parts(config: Config, batch_size: int, seq_len: int) -> dict[str, tuple[Callable, float]]:
-    """A layer and its parts, each on its own: name → (forward and backward pass, causal FLOPs)."""
+    """A layer and its parts, run alone: name → (forward and backward pass, causal FLOPs)."""
     layer = Layer(config, rngs=nnx.Rngs(0))
     at, (kind,) = positions(config, jnp.zeros((1, seq_len)), None), kinds(config)
     key, tokens = jax.random.key(0), batch_size * seq_len
@@ -111,14 +111,16 @@ def _parts(config: Config, batch_size: int, seq_len: int) -> dict[str, tuple[Cal
         graph, weights = nnx.split(module)
 
         @jax.jit
-        def there_and_back(weights, x):
+        def forward_and_backward(weights, x):
             y, back = jax.vjp(lambda w, x: call(nnx.merge(graph, w), x), weights, x)
             return back(y)
 
-        return lambda: jax.block_until_ready(there_and_back(weights, x))
+        return lambda: jax.block_until_ready(forward_and_backward(weights, x))
 
     scores = alone(
-        lambda _, qkv: attend(*qkv, None, kind.window), layer.mlp_norm, (q_BTNH, k_BSKH, k_BSKH)
+        lambda _, qkv: attend(*qkv, segment_ids_BT=None, window=kind.window),
+        layer.mlp_norm,
+        (q_BTNH, k_BSKH, k_BSKH),
     )
     whole = lambda m, x: m(x, at, kind)[0]  # noqa: E731
     return {
@@ -145,7 +147,7 @@ class MeshesFlags:
 def meshes(flags: MeshesFlags) -> None:
     names = flags.meshes.split(",")
     largest = max(names, key=lambda name: math.prod(parse(name).values()))
-    make_mesh(largest)  # decides how many devices are simulated
+    make_mesh(largest)  # determines how many devices are simulated
     config, runs, copies = SIZES[flags.size](), {}, {}
     pairs = [
         (next(iter(RULES)), "1x1"),
@@ -155,7 +157,7 @@ def meshes(flags: MeshesFlags) -> None:
         try:
             step = make_step(config, strategy, make_mesh(name), flags.batch_size, flags.seq_len)
         except UserError:
-            continue  # these rules do not fit this mesh
+            continue  # the rules do not fit the mesh
         runs[strategy, name] = Training(step, steps=2)
         idle = report.idle_axes(step.layout)
         copies[strategy, name] = math.prod(step.layout.mesh.shape[axis] for axis in idle)

@@ -1,6 +1,6 @@
-"""Accelerators to compile for that need not be there: slices of TPUs, nodes of NVIDIA's GPUs.
+"""Compiles for accelerators that need not exist: slices of TPUs, nodes of NVIDIA GPUs.
 
-TPUs need libtpu (the extra `tpu-aot`), GPUs the plug-in for CUDA (`gpu-aot`); cpu, for trials, needs
+TPUs need libtpu (the extra `tpu-aot`), GPUs the CUDA plug-in (`gpu-aot`); cpu, for trials, needs
 neither. Nothing is allocated and nothing runs.
 """
 
@@ -9,7 +9,7 @@ import math
 import os
 import re
 import time
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 from jax.sharding import Mesh
@@ -19,7 +19,7 @@ from recipes.common.analysis import report
 from recipes.common.runtime.errors import UserError
 from recipes.common.runtime.mesh import arrange, make_mesh
 
-# Kind → chips → how they are wired.
+# Kind → number of chips → topology.
 TPUS = {
     "v4": {16: "2x2x4", 256: "4x8x8"},
     "v5e": {16: "4x4", 256: "16x16"},
@@ -29,19 +29,19 @@ TPUS = {
 
 
 class GPU(NamedTuple):
-    name: str  # as JAX has it in device_kind
+    name: str  # JAX's device_kind
     memory: int  # bytes
-    bandwidth: int  # of it, bytes per second
+    bandwidth: int  # of the memory, bytes per second
 
 
-# SXM modules, all in a node joined by NVLink. Figures of the compiler's own descriptions of them.
+# SXM modules; NVLink connects all GPUs of a node. Figures are from the compiler's own descriptions.
 GPUS = {
     "h100": GPU("NVIDIA H100 80GB HBM3", 84_942_979_072, 3_352_320_000_000),
     "h200": GPU("NVIDIA H200", 151_397_597_184, 4_800_000_000_000),
 }
 NODE = 8  # GPUs
-# What a program may take of a GPU's memory: the rest is CUDA's, cuDNN's and NCCL's. JAX gives itself
-# 0.75 unless XLA_CLIENT_MEM_FRACTION says so.
+# Share of a GPU's memory that a program may use; CUDA, cuDNN and NCCL need the rest. JAX uses 0.75
+# unless XLA_CLIENT_MEM_FRACTION says otherwise.
 USABLE = 0.92
 HOPPER = """
 gpu_device_info {{
@@ -70,11 +70,11 @@ device_description_str: "{gpu.name}"
 """
 
 KINDS = [*TPUS, *GPUS, "cpu"]
-KINDS_HELP = "TPUs, NVIDIA's GPUs, or cpu: simulated devices"
+KINDS_HELP = "TPUs, NVIDIA GPUs, or cpu: simulated devices"
 
 
 def check_targets(kinds: list[str], counts: list[int]) -> None:
-    """Raises UserError for chips that nothing can be compiled for here; before a table begins."""
+    """Raises UserError if programs can't be compiled for these chips, before a table begins."""
     for kind, chips in itertools.product(kinds, counts):
         if kind == "cpu":
             continue
@@ -87,14 +87,14 @@ def check_targets(kinds: list[str], counts: list[int]) -> None:
             )
         if not (chips <= NODE or chips % NODE == 0 if gpu else chips in TPUS[kind]):
             known = "1 to 8, or nodes of 8" if gpu else " or ".join(map(str, TPUS[kind]))
-            raise UserError(f"--chips has {chips}, and {kind} needs {known}; use one of these")
+            raise UserError(f"--chips has {chips}, but {kind} needs {known}; use one of these")
 
 
 def topology(kind: str, axes: dict[str, int], slices: int = 1) -> Mesh:
     """A mesh over accelerators that need not exist; see check_targets.
 
     Args:
-      slices: of TPUs, which the outermost axes run across.
+      slices: number of TPU slices, which the outermost axes span.
     """
     if kind == "cpu":
         return make_mesh(",".join(f"{axis}={n}" for axis, n in axes.items()))
@@ -105,7 +105,7 @@ def topology(kind: str, axes: dict[str, int], slices: int = 1) -> Mesh:
     if kind in GPUS:
         described = topologies.get_topology_desc(**_nodes(kind, chips))
     else:
-        several = {"num_slices": slices} if slices > 1 else {}
+        several: dict[str, Any] = {"num_slices": slices} if slices > 1 else {}
         described = topologies.get_topology_desc(**_slice(kind, chips // slices), **several)
     return arrange(axes, described.devices)
 
@@ -115,11 +115,12 @@ def _slice(kind: str, chips: int) -> dict:
     os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")  # there is no TPU to query
     os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")  # or to share
     name = f"{kind}:{TPUS[kind][chips]}"
-    # The two cores of a v4 chip shall be one device, as in newer kinds by default.
-    config = {"chip_config_name": "megacore"} if kind == "v4" else {}
+    config: dict[str, Any] = {"platform": "tpu", "topology_name": name}
+    if kind == "v4":  # makes the two cores of a chip one device, the default of newer kinds
+        config["chip_config_name"] = "megacore"
     if name.count("x") == 2 and chips >= 64:
-        config["wrap"] = [True] * 3  # slices made of whole 4x4x4 cubes are tori
-    return {"platform": "tpu", "topology_name": name} | config
+        config["wrap"] = [True] * 3  # slices of whole 4x4x4 cubes are tori
+    return config
 
 
 def _nodes(kind: str, gpus: int) -> dict:
@@ -133,7 +134,7 @@ def _nodes(kind: str, gpus: int) -> dict:
 
 
 def caveats(kinds: list[str]) -> list[str]:
-    """What these compilers can't tell without the hardware: at most one line, a table's last."""
+    """Limits of compiling without the hardware: at most one line, for the end of a table."""
     if not any(kind in GPUS for kind in kinds):
         return []
     return [
@@ -147,18 +148,18 @@ DOES_NOT_FIT = "does not fit"
 
 
 class TooLarge(NamedTuple):
-    """What the compiler says of a program that does not fit its chip."""
+    """The compiler's result for a program that does not fit its chip."""
 
     text: str
-    bytes: float  # needed
+    bytes: float  # that it needs
 
 
 def compile_step(step: Step, kind: str, what: str) -> jax.stages.Compiled | TooLarge:
-    """The compiled step, or by how much it is too large for its chip; tells how long that took.
+    """Compiles a step and prints how long that took; returns TooLarge if it does not fit its chip.
 
     Args:
-      kind: one of KINDS, which the step's mesh is of.
-      what: to tell of it.
+      kind: the kind of chip in the step's mesh, one of KINDS.
+      what: name of the step, to print.
     """
     start = time.perf_counter()
     try:
@@ -167,8 +168,8 @@ def compile_step(step: Step, kind: str, what: str) -> jax.stages.Compiled | TooL
         compiled = too_large(str(error), report.bytes_per_device(step.abstract))
         if compiled is None:
             raise
-    if kind in GPUS and not isinstance(compiled, TooLarge):  # whose compiler refuses nothing
-        peak = compiled.memory_analysis().peak_memory_in_bytes
+    if kind in GPUS and not isinstance(compiled, TooLarge):  # their compiler accepts any size
+        peak = report.memory(compiled).peak_memory_in_bytes
         if peak > USABLE * GPUS[kind].memory:
             compiled = TooLarge(_misfit(peak, USABLE * GPUS[kind].memory), peak)
     progress(f"{what}: compiled in {time.perf_counter() - start:.0f} s")
@@ -176,10 +177,10 @@ def compile_step(step: Step, kind: str, what: str) -> jax.stages.Compiled | TooL
 
 
 def too_large(error: str, arguments: float) -> TooLarge | None:
-    """Parses the TPU compiler's error about memory, in units of 1,024; None for any other error.
+    """Parses the TPU compiler's error about memory, in units of 1,024; None for other errors.
 
     Args:
-      error: its text, which has either all that the program needs, or the temporaries alone.
+      error: its text, which states what the program needs in total, or only its temporaries.
       arguments: bytes of the step's state on a device.
     """
     number = r"([\d.]+)([KMGT])"

@@ -1,4 +1,4 @@
-"""Generates tokens with a KV cache: reads all prompts at once, then writes one token per row and step.
+"""Generates tokens with a KV cache: reads prompts at once, then writes a token per row and step.
 
 Models need the methods `prefill` and `decode`, as in zoo/transformer.py and zoo/moe.py.
 """
@@ -35,7 +35,7 @@ class Sampling:
         return jax.vmap(lambda row: jax.random.fold_in(jax.random.key(self.seed), row))(rows_B)
 
     def __call__(self, logits_BV: jax.Array, keys_B: jax.Array, number) -> jax.Array:
-        """Chooses tokens [B], each a function of its row's key, the token's number and its logits."""
+        """Chooses tokens [B], each a function of its row's key, its own number and its logits."""
         if not self.temperature:
             return jnp.argmax(logits_BV, axis=-1).astype(jnp.int32)
         logits_BV = self._kept(logits_BV / self.temperature)
@@ -53,9 +53,7 @@ class Sampling:
         if self.top_p < 1:
             sorted_BV = jnp.sort(logits_BV, axis=-1, descending=True)
             share_BV = jax.nn.softmax(sorted_BV, axis=-1)
-            wanted_BV = (
-                jnp.cumsum(share_BV, axis=-1) - share_BV < self.top_p
-            )  # always keeps the first
+            wanted_BV = jnp.cumsum(share_BV, axis=-1) - share_BV < self.top_p  # keeps the first
             least_B1 = jnp.where(wanted_BV, sorted_BV, jnp.inf).min(axis=-1, keepdims=True)
             logits_BV = jnp.where(logits_BV < least_B1, -jnp.inf, logits_BV)
         return logits_BV

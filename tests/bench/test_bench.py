@@ -313,12 +313,12 @@ def test_a_kind_without_its_compiler(monkeypatch, capsys, kind, extra):
 def test_unknown_slices(monkeypatch):
     monkeypatch.setattr(targets, "version", lambda _: "1")
     with pytest.raises(
-        UserError, match="--chips has 17, and v5e needs 16 or 256; use one of these"
+        UserError, match="--chips has 17, but v5e needs 16 or 256; use one of these"
     ):
         targets.check_targets(["cpu", "v5e"], [16, 17])
     targets.check_targets(["h100", "h200"], [1, 3, 8, 16, 24])
     with pytest.raises(
-        UserError, match="--chips has 12, and h200 needs 1 to 8, or nodes of 8; use one of these"
+        UserError, match="--chips has 12, but h200 needs 1 to 8, or nodes of 8; use one of these"
     ):
         targets.check_targets(["h200"], [8, 12])
 
@@ -489,7 +489,7 @@ def test_gpu_prints_what_it_has_when_time_is_up(sweep, monkeypatch, tmp_path):
     assert (len(asked), out.count("\n| "), error) == (6, 5, "")  # the sixth was cut off
     assert out.splitlines()[-2] == (
         "Time is up after 9 minutes, before 124m:1024 auto 64 remat none, unroll 12, chunks of 256; "
-        "the same command goes on."
+        "the same command continues."
     )
     assert len(file.read_text().splitlines()) == 5
     again, out, _ = sweep(found, out=str(file))
@@ -672,9 +672,9 @@ for command in {commands}:
         ("gpu", "--kernels=cudnn,flash", "--kernels has 'flash', which is not one of xla, splash, triton, cudnn"),
         ("gpu", "--xla=fast", "--xla has 'fast', which is not one of default, cuBLAS only"),
         ("gpu", "--minutes=-1", "--minutes=-1 must be ≥ 0.0; try 9.0"),
-        ("gpu", "--out=README.md", "--out=README.md has other lines than rows; name a new file"),
-        ("gpu", "--out=no/such/rows", "--out=no/such/rows can't be written; name a file in a folder of yours"),
-        ("gpu", '--row={"what": "step"}', '--row={"what": "step"} is no line of an --out file'),
+        ("gpu", "--out=README.md", "--out=README.md has lines that are not rows; use a new file"),
+        ("gpu", "--out=no/such/rows", "--out=no/such/rows can't be written; use a file in a writable folder"),
+        ("gpu", '--row={"what": "step"}', '--row={"what": "step"} is not a line of an --out file'),
         ("gpu", '--row={"what": "check"}', "JAX finds no GPU here; use --toy to try the command without one"),
         ("collectives", "--chips=", "--chips= must be whole numbers ≥ 1; try --chips=1,2"),
         ("collectives", "--model=3", "--chips=16 is not divisible by --model=3 (rules 'tp'); use a different --model"),

@@ -108,8 +108,8 @@ def read_adapter(path: pathlib.Path) -> Adapter:
     for key, kind in (("r", int), ("lora_alpha", (int, float))):
         if type(keys.get(key)) is bool or not isinstance(keys.get(key), kind) or keys[key] <= 0:
             raise UserError(
-                f"{path / CONFIG} has {key} {json.dumps(keys.get(key))}, which must be a number > 0; "
-                "use this adapter's own"
+                f"{path / CONFIG} has {key} {json.dumps(keys.get(key))}, which must be a number "
+                "> 0; use this adapter's own"
             )
     config = {"lora_rank": keys["r"], "lora_alpha": float(keys["lora_alpha"])}
     base = keys.get("base_model_name_or_path") or ""

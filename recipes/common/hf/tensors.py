@@ -213,7 +213,7 @@ def place(leaf: jax.ShapeDtypeStruct, shard) -> jax.Array:
     and read a shard again for each device that has a copy.
     """
     devices = collections.defaultdict(list)
-    indices: dict[Any, Any] = leaf.sharding.addressable_devices_indices_map(leaf.shape)
+    indices: Any = leaf.sharding.addressable_devices_indices_map(leaf.shape)
     for device, index in indices.items():
         bounds = tuple(s.indices(size)[:2] for s, size in zip(index, leaf.shape, strict=True))
         devices[bounds].append(device)

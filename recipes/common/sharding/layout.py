@@ -147,13 +147,13 @@ def make_layout(
 
 def elsewhere(layout: Layout, rules: str, mesh: Mesh | AbstractMesh | None = None) -> Layout | None:
     """The layout of the model under other rules or on another mesh; None if they do not fit."""
-    mesh = mesh or layout.mesh
+    target = mesh or layout.mesh
     try:
-        name, requested = sharding_rules.select(layout.zoo, rules, mesh)
-        fitting, uneven = sharding_rules.fit(layout.zoo, name, requested, layout.model, mesh)
+        name, requested = sharding_rules.select(layout.zoo, rules, target)
+        fitting, uneven = sharding_rules.fit(layout.zoo, name, requested, layout.model, target)
     except UserError:
         return None
-    return dataclasses.replace(layout, mesh=mesh, strategy=name, rules=fitting, uneven=uneven)
+    return dataclasses.replace(layout, mesh=target, strategy=name, rules=fitting, uneven=uneven)
 
 
 def shardings(tree: Tree) -> Tree:
