@@ -49,6 +49,7 @@ GUESSES: dict[str, Guesses] = {
     ),
 }
 OTHER_CASES: Guesses = ([dict(batch=8, remat="dots"), dict(batch=8, remat="full")], [8, 4])
+TOY_CASE: Guesses = ([dict(batch=2)], [2])
 
 
 @dataclasses.dataclass(frozen=True)
@@ -184,8 +185,7 @@ class Sweep:
         """Guesses for all cases in turn: first with and without segments, and PyTorch's first."""
         lists = []
         for case in self.cases:
-            guesses = GUESSES.get(case, OTHER_CASES)
-            ours, batches = ([{"batch": 2}], [2]) if self.toy else guesses
+            ours, batches = TOY_CASE if self.toy else GUESSES.get(case, OTHER_CASES)
             first, *others = (Row("step", case, segments=True, **guess) for guess in ours)
             torch = [Row("torch", case, batch) for batch in batches if self.torch]
             without = dataclasses.replace(first, segments=False)
