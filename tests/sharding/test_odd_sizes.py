@@ -100,12 +100,13 @@ def test_known_sizes_fit_sixteen_devices(vocabulary):
     ("size", "mesh", "strategy", "line"),
     [
         ("neither heads nor kv heads", "4x2", "fsdp_tp",
-         "Not divisible: vocab 257 by model 2 (padded to 258 in the step, whole at rest); kv_heads 3 by "
-         "model 2 (whole everywhere, its work done 2 times); heads 9 by model 2 (whole everywhere, its "
-         "work done 2 times). That is 20.5 kB more of parameters a device, and 61.5 kB of gradients and optimizer state."),
+         "Not divisible: vocab 257 by model 2 (padded to 258 in the step, replicated at rest); kv_heads 3 by "
+         "model 2 (replicated, computed 2 times); heads 9 by model 2 (replicated, computed 2 times). This "
+         "costs each device 20.5 kB for parameters, and 61.5 kB for gradients and optimizer state."),
         ("heads alone", "1x8", "tp",
-         "Not divisible: vocab 331 by model 8 (padded to 336 in the step, whole at rest); kv_heads 2 by "
-         "model 8 (whole everywhere, its work done 8 times). That is 88.5 kB more of parameters a device, and 265.4 kB of gradients and optimizer state."),
+         "Not divisible: vocab 331 by model 8 (padded to 336 in the step, replicated at rest); kv_heads 2 by "
+         "model 8 (replicated, computed 8 times). This costs each device 88.5 kB for parameters, and 265.4 kB "
+         "for gradients and optimizer state."),
     ],
 )  # fmt: skip
 def test_the_report_says_what_they_cost(size, mesh, strategy, line):
@@ -125,7 +126,7 @@ def test_the_report_says_what_they_cost(size, mesh, strategy, line):
     )  # fmt: skip
     more = report.bytes_per_device(variables) - ideal
     assert line.endswith(
-        f"That is {report.size(more)} more of parameters a device, and {report.size(3 * more)} of "
+        f"This costs each device {report.size(more)} for parameters, and {report.size(3 * more)} for "
         "gradients and optimizer state."
     )
 
@@ -146,8 +147,8 @@ def test_other_commands_say_it_too(inside, quick, tmp_path):
         done = inside(f"recipes.{command[0]}", *command[1:], "--mesh=1x8")
         assert (done.code, done.err) == (0, "")
         assert done.out.splitlines()[1] == (
-            "Not divisible: kv_heads 4 by model 8 (whole everywhere, its work done 8 times). That is "
-            f"{more} kB more of parameters a device."
+            "Not divisible: kv_heads 4 by model 8 (replicated, computed 8 times). This costs each "
+            f"device {more} kB for parameters."
         )
 
 

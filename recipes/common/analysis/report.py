@@ -80,16 +80,20 @@ def uneven(layout: Layout, state: Tree) -> list[str]:
             if axis in layout.uneven:
                 n = shards(layout.uneven, axis, layout.mesh.shape)
                 parts *= n
-                even = f"padded to {-(-dim // n) * n} in the step, whole at rest"
-                done = even if layout.rules[axis] else f"whole everywhere, its work done {n} times"
+                even = f"padded to {-(-dim // n) * n} in the step, replicated at rest"
+                done = even if layout.rules[axis] else f"replicated, computed {n} times"
                 over = "·".join(mesh_axes(layout.uneven[axis]))
                 notes[axis] = f"{axis} {dim} by {over} {n} ({done})"
         extra[kind] += bytes_per_device(leaf) * (1 - 1 / parts)
-    cost = f"{size(extra['params'] + extra.get('base', 0))} more of parameters a device"
+    cost = f"{size(extra['params'] + extra.get('base', 0))} for parameters"
     if "opt_state" in state:  # gradients are sharded like trained parameters
         rest = size(extra["params"] + extra["opt_state"])
-        cost += f", and {rest} of gradients and optimizer state"
-    return [f"Not divisible: {'; '.join(notes.values())}. That is {cost}."] if notes else []
+        cost += f", and {rest} for gradients and optimizer state"
+    return (
+        [f"Not divisible: {'; '.join(notes.values())}. This costs each device {cost}."]
+        if notes
+        else []
+    )
 
 
 def _axis(part) -> str:
