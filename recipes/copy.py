@@ -1,8 +1,7 @@
 """Copies an entry of the zoo, with the shared files that it needs, into your own project.
 
-    python -m recipes.copy --entry=transformer --target=mine          # its files, into the folder
-    mine python -m recipes.copy --entry=moe --one_file=src/my_moe.py       # all of them as a single
-    file
+    python -m recipes.copy --entry=transformer --target=mine          # its files, into the folder mine
+    python -m recipes.copy --entry=moe --one_file=src/my_moe.py       # all of them as a single file
 
 The copy needs only jax and flax. Existing files are never overwritten.
 """

@@ -1,8 +1,8 @@
 """Compares sharding strategies and meshes by their compiled train steps.
 
-    python -m recipes.meshes                                  # the laptop's Transformer, eight
-    devices python -m recipes.meshes --size=124m --meshes=8x1,2x4     # nothing is allocated, only
-    compiled python -m recipes.meshes --entry=mlp --batch_size=128     # another entry of the zoo
+    python -m recipes.meshes                                  # the laptop's Transformer, eight devices
+    python -m recipes.meshes --size=124m --meshes=8x1,2x4     # nothing is allocated, only compiled
+    python -m recipes.meshes --entry=mlp --batch_size=128     # another entry of the zoo
 
 Bytes are per device. Everything comes from the compiler: nothing runs.
 """

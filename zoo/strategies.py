@@ -1,6 +1,6 @@
 """Sharding rules for decoders: what each kind of parallelism splits, and what it costs.
 
-A strategy is a union of parallelisms. The RULES at the end of an entry's file are built from these:
+A strategy is a union of parallelisms. RULES at the end of an entry's file are built from these:
 
     "fsdp_tp": DP | FSDP | TP
 

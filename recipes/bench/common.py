@@ -110,8 +110,8 @@ def interleaved(what: dict[Any, Callable[[], object]], rounds: int) -> dict[Any,
     """Times functions in turn, round by round, so that other load affects all of them alike.
 
     Functions must wait for their own results. A round calls each function twice and times the
-    second call, because in a training loop memory and caches are not left over from another
-    function.
+    second call: the first one finds memory and caches as another function left them, which does
+    not happen in a training loop.
     """
     times = {name: Times([], []) for name in what}
     for _ in range(rounds):

@@ -35,7 +35,8 @@ class Model(TemplateLM):
         context: int,
         about: dict[str, Any],
     ):
-        """
+        """Compiles nothing yet.
+
         Args:
           variables: the model's variables, on the layout's mesh.
           batch_size: most sequences at a time.

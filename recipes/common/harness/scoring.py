@@ -30,7 +30,8 @@ class Scorer:
     """
 
     def __init__(self, layout: Layout, variables: Tree, batch_size: int, context: int):
-        """
+        """Compiles nothing yet.
+
         Args:
           variables: the model's variables, {"params": …}, on the layout's mesh.
           batch_size: most rows at a time; rounded up to a multiple of the batch shards.

@@ -115,12 +115,12 @@ class ConfigFile:
         return found
 
     def rope(self, usual: float = 10_000.0) -> tuple[float, tuple | None]:
-        """(theta, scaling), from rope_theta and rope_scaling or, in newer files, rope_parameters.
+        """(theta, scaling) from rope_theta and rope_scaling or, in newer files, rope_parameters.
+
+        The scaling has the form of attention.Kind, with transformers' defaults.
 
         Args:
-          usual: what an absent theta means.
-
-        Returns: theta; the scaling as zoo/attention.py has it, with transformers' defaults.
+          usual: the theta of files without one.
         """
         # If both exist, transformers uses the older one.
         key = "rope_scaling" if self.keys.get("rope_scaling") else "rope_parameters"

@@ -52,8 +52,7 @@ def select(
 
     Args:
       zoo: the entry's zoo file.
-      rules: a key of its RULES, the path of a .json file, or a dict; empty: the default for the
-        mesh.
+      rules: a key of its RULES, a path of a .json file, or a dict; empty: the mesh's default.
 
     Raises UserError if there are no such rules.
     """
