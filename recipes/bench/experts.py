@@ -18,9 +18,7 @@ from zoo.moe import REMAT, SIZES, Config, MoE
 @dataclasses.dataclass(frozen=True)
 class ExpertsFlags:
     sizes: str = flag("mixtral_8x7b,qwen3_30b_a3b", "Sizes of MoE, comma-separated.", "model")
-    remats: str = flag(
-        "dispatched,full", "What a layer keeps for its backward pass, comma-separated.", "model"
-    )
+    remats: str = flag("dispatched,full", "Remat policies, comma-separated.", "model")
     seq_len: int = flag(4_096, "Tokens of context, with one sequence per chip.", "data", at_least=1)
     chips: str = flag("16,256", "Numbers of chips, comma-separated.")
     expert: int = flag(8, "Chips along expert.", at_least=2)

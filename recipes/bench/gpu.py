@@ -73,7 +73,7 @@ class GpuFlags:
     xla: str = flag(
         ",".join(XLA_FLAGS), "Sets of XLA flags to try, comma-separated.", group="model"
     )
-    torch: bool = flag(True, "Measure PyTorch too, where it is installed.")
+    torch: bool = flag(True, "Measure PyTorch too, if it is installed.")
     out: str = flag(
         "", "File for the rows as JSON lines; rows in it are not measured again.",
     )  # fmt: skip

@@ -1,7 +1,7 @@
 """Memory of a train step on a chip: the compiler's peak against an analytical sum.
 
-    python -m recipes.bench memory           # every remat policy, part by part
-    python -m recipes.bench memory --which   # the policy that recomputes least and still fits
+python -m recipes.bench memory           # every remat policy, part by part
+python -m recipes.bench memory --which   # the policy that recomputes least and still fits
 """
 
 import dataclasses
