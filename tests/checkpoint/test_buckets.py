@@ -30,9 +30,9 @@ from recipes.common.train.loop import finish
 from recipes.common.train.metrics import Log
 from recipes.common.train.profile import Profile
 from tests.conftest import ROOT
-from tests.processes.test_processes import SMALLEST, Together
 from tests.support import small_tokenizers
 from tests.support.bucket import CUT, LOST, Bucket, Request
+from tests.support.local_processes import SMALLEST, LocalProcesses
 from tests.support.quick import XLA_FLAGS
 from tests.support.quick import quick as quick
 from tests.support.runs import TINY, NoFlags, assert_bit_equal, records, saving, state_of, talker
@@ -526,7 +526,7 @@ def model_params(model):
 @pytest.mark.full
 def test_several_processes_save_to_a_bucket(bucket):
     flags = (*SMALLEST, "--mesh=4", "--steps=6", "--checkpoint_every=3", f"--workdir={WORKDIR}")
-    two = Together(2, *flags, recipe="dot_relu_dot")
+    two = LocalProcesses(2, *flags, recipe="dot_relu_dot")
     for code, _, err in two.finish():
         assert code == 0, err
     assert checkpoint.steps_in(at("checkpoints")) == [3, 6]

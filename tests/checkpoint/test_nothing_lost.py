@@ -32,6 +32,7 @@ from recipes.common.train.resume import origin
 from recipes.common.train.state import initialize
 from recipes.common.train.step import TrainStep
 from tests.conftest import ROOT, full_except
+from tests.support.limits import limit_files
 from tests.support.quick import QUICK, XLA_FLAGS
 from tests.support.quick import quick as quick
 from tests.support.runs import (
@@ -328,15 +329,10 @@ def test_a_damaged_restore_from_is_refused(trained, tmp_path, go):
 # ---- a full disk ---------------------------------------------------------------------------------
 
 
-def limit_files(size: int) -> None:
-    """No file of this process grows beyond `size` bytes: a real error, from the real writer."""
-    resource.setrlimit(resource.RLIMIT_FSIZE, (size, resource.RLIM_INFINITY))
-
-
 LIMITED = """
 import resource, runpy, sys
 from recipes.common.checkpoint.saver import Saver
-from tests.checkpoint.test_nothing_lost import limit_files
+from tests.support.limits import limit_files
 
 def save(saver, step, state, original=Saver.save):
     saver._join()

@@ -17,22 +17,15 @@ import numpy as np
 import pytest
 
 from data import DataError, corpus, hub, sources, text, workers
-from data.tokenizer import BYTES, Tokenizer, from_files
+from data.tokenizer import BYTES, Tokenizer
 from tests.conftest import ROOT
-from tests.support import small_tokenizers
+from tests.support.small_tokenizers import small
 
 FIRST = ("License", "the Work", "漢", "é", "", " or")
 DOCUMENTS = [
     f"{FIRST[i % 6]} of {i}: naïve, 漢字 🙂\n" * (i % 7 > 0) + "lorem ipsum\n" * (i % 20)
     for i in range(300)
 ]
-
-
-@functools.cache
-def small(start: bool = True) -> Tokenizer:
-    """With a token in front of each document, or without; there is one behind it."""
-    files = small_tokenizers.metaspace() if start else small_tokenizers.byte_level()
-    return from_files(files, "small")
 
 
 @pytest.fixture

@@ -13,8 +13,8 @@ from flax import nnx
 
 from data import DataError, batches, corpus, packing, sources, text
 from data.batches import held_out_batches, train_batches
-from tests.data.test_corpus import small
 from tests.support.quick import QUICK
+from tests.support.small_tokenizers import small
 from zoo.transformer import Config, Transformer
 
 SHARDS = (1, 2, 4)

@@ -17,8 +17,8 @@ from recipes.common.checkpoint import helpers, shared
 from recipes.common.runtime import agreement, processes, start
 from recipes.common.runtime.errors import UserError
 from tests.by_hand import startup_scale
-from tests.processes.test_processes import FLAGS, IMPATIENT, LOST, SMALLEST, Together
-from tests.processes.test_processes import smallest as smallest
+from tests.support.local_processes import FLAGS, IMPATIENT, LOST, SMALLEST, LocalProcesses
+from tests.support.local_processes import smallest as smallest
 from tests.support.quick import quick as quick
 from tests.support.runs import records
 
@@ -66,7 +66,7 @@ ocp.PyTreeCheckpointHandler.async_save = fails
 )  # fmt: skip
 def test_processes_that_differ_are_told_at_the_start(each, around, told, tmp_path):
     flags = (*SMALLEST, "--steps=5", f"--workdir={tmp_path / 'w'}")
-    run = Together(2, *flags, each=each, around=around, recipe="dot_relu_dot")
+    run = LocalProcesses(2, *flags, each=each, around=around, recipe="dot_relu_dot")
     for code, out, err in run.finish():
         assert (code, out) == (2, "")
         assert err.startswith("error: ")
@@ -81,7 +81,7 @@ def test_what_one_process_lacks_ends_all(book, tmp_path):
     """Its error says why, and the others do not wait for it until they are found dead."""
     around = "import sys\nif '--process_id=1' in sys.argv: sys.argv[-1] = '--dataset=/none'\n"
     around += "from recipes.common.runtime import agreement; agreement.check = lambda *_: None\n"
-    run = Together(
+    run = LocalProcesses(
         2, *FLAGS, "--steps=5", f"--workdir={tmp_path / 'w'}", around=around, each=[(book,)] * 2
     )
     started = time.monotonic()
@@ -261,7 +261,7 @@ def test_what_is_sent_at_the_start_is_linear_in_the_number_of_processes(monkeypa
 @pytest.mark.parametrize("which", [1, 0], ids=["one", "the coordinator"])
 def test_a_process_that_hangs_ends_the_run_within_the_heartbeats_time(which, tmp_path):
     flags = (*SMALLEST, "--steps=100000", f"--workdir={tmp_path}")
-    run = Together(2, *flags, around=IMPATIENT, recipe="dot_relu_dot")
+    run = LocalProcesses(2, *flags, around=IMPATIENT, recipe="dot_relu_dot")
     run.read_until("Starts ")
     time.sleep(1)
     run.processes[which].send_signal(signal.SIGSTOP)
@@ -282,7 +282,7 @@ def test_a_save_that_fails_on_one_of_four_stops_all_with_the_newest_checkpoint(s
     common = (*SMALLEST, "--checkpoint_every=10", "--schedule=constant", "--warmup_steps=0")
     flags = (*common, f"--workdir={tmp_path}")
     around = IMPATIENT + BAD_DISK
-    run = Together(4, *flags, "--steps=100000", around=around, recipe="dot_relu_dot")
+    run = LocalProcesses(4, *flags, "--steps=100000", around=around, recipe="dot_relu_dot")
     ends = run.finish()
     assert ends[2][0] == 1, ends
     assert (
@@ -297,7 +297,7 @@ def test_a_save_that_fails_on_one_of_four_stops_all_with_the_newest_checkpoint(s
     assert checkpoint.verify(tmp_path / "checkpoints" / "10") == ""
     assert max(step for step, _ in records(tmp_path, "step", "loss")) < 30
     # Two of the four go on from there, with the same batches.
-    for code, out, err in Together(2, *flags, "--steps=13", recipe="dot_relu_dot").finish():
+    for code, out, err in LocalProcesses(2, *flags, "--steps=13", recipe="dot_relu_dot").finish():
         assert (code, err) == (0, ""), err
         assert not out or "Resumes at step 10" in out
     lines = records(tmp_path, "step", "loss")

@@ -8,6 +8,7 @@ all-reduce and then a slice. On TPU it is the real thing (README, Speed).
 
 import dataclasses
 import itertools
+import json
 import math
 import types
 from collections import Counter
@@ -22,7 +23,15 @@ from recipes.common.sharding.abstract import paths
 from recipes.common.sharding.layout import Layout
 from recipes.common.sharding.rules import partition_spec, shards, used_axes
 from tests.conftest import full_except
-from tests.support.entries import CASES, ENTRIES, FAST_CASES, compile_step, compiled_step
+from tests.support.entries import (
+    CASES,
+    ENTRIES,
+    FAST_CASES,
+    compile_step,
+    compiled_step,
+    with_case,
+)
+from tests.support.proof import BYTES
 from zoo import attention, dot_relu_dot, layers, mlp, sharding, transformer
 
 # All-reduces of a whole activation where a matmul's inner dim is split: Megatron's count, and what
@@ -62,14 +71,19 @@ EXCHANGES = {"moe": ("expert", to_experts)}
 
 
 class Sent(NamedTuple):
-    """Elements by what they are part of; and what is part of nothing that we know."""
+    """Array elements that collectives return on one device in a step, by purpose."""
 
-    weights: int  # gathered
-    gradients: int  # reduced; and new values of buffers
-    activations: int  # all-reduces of a whole [rows, width]
-    numbers: int  # a position, in all-reduces beside those
-    exchanged: int  # in all-to-alls
-    strangers: list[Collective]
+    weights: int = 0  # gathered
+    gradients: int = 0  # reduced; and new values of buffers
+    activations: int = 0  # all-reduced, each a whole [rows, width]
+    numbers: int = 0  # all-reduced, one or two for each row
+    exchanged: int = 0  # in all-to-alls
+    unknown: tuple[Collective, ...] = ()  # collectives that serve none of these purposes
+
+    @property
+    def bytes(self) -> int:
+        """Bytes of all elements, which are float32."""
+        return 4 * sum(self[:-1])
 
 
 class Variable(NamedTuple):
@@ -155,7 +169,7 @@ def classify(entry_name: str, layout: Layout, compiled: jax.stages.Compiled) -> 
     reduced = {_dims(variable.use) for variable in held}
     rows, whole = activations(entry_name, layout)
 
-    counts, strangers = Counter(), []
+    counts, unknown = Counter(), []
     for found in collectives(compiled.as_text()):
         if group_size(found.groups, layout.mesh.size) == 1:
             continue  # with itself: nothing is sent
@@ -166,57 +180,82 @@ def classify(entry_name: str, layout: Layout, compiled: jax.stages.Compiled) -> 
             if found.kind == "all-gather" and dims in gathered:
                 counts["weights"] += found.times * size
             elif found.kind == "all-reduce" and split(layout) and math.prod(dims) in whole:
-                counts["activations"] += found.times
+                counts["activations"] += found.times * size
             elif found.kind == "all-reduce" and split(layout) and size in (rows, 2 * rows):
-                counts["numbers"] += found.times * size // rows
+                counts["numbers"] += found.times * size
             elif found.kind == "all-to-all":
                 counts["exchanged"] += found.times * size
             elif found.kind == "all-reduce" and dims in reduced:
                 counts["gradients"] += found.times * size
             else:
-                strangers.append(found)
-    return Sent(*(counts[name] for name in Sent._fields[:-1]), strangers)
+                unknown.append(found)
+    return Sent(**counts, unknown=tuple(unknown))
 
 
-def check_promise(entry_name: str, layout: Layout, compiled: jax.stages.Compiled) -> None:
-    """Asserts that the step sends what the table in force promises."""
-    sent = classify(entry_name, layout, compiled)
-    assert sent.strangers == []
-    if layout.mesh.size == 1:
-        assert not any(sent)
-    held = variables(layout).values()
-
-    # Weights: each gathered once for the forward pass, and again where a layer is rematerialised.
-    assert sent.weights == sum(
+def textbook(entry_name: str, layout: Layout) -> Sent:
+    """What the strategy has to send, computed from shapes alone."""
+    held, book = variables(layout).values(), Sent()
+    # Each split weight is gathered for the forward pass, and again where a layer is rematerialised.
+    weights = sum(
         math.prod(v.use) * v.layers * (2 if v.layers > 1 else 1) for v in held if v.rest != v.use
     )
+    # Each gradient is reduced once over the devices that have other rows of the batch.
+    gradients = sum(math.prod(v.use) * v.layers for v in held if v.trained)
+    book = Sent(weights=weights, gradients=gradients if layout.batch_shards > 1 else 0)
+    if split(layout):
+        rows, whole = activations(entry_name, layout)
+        least, _ = ACTIVATIONS.get(entry_name, (1, MOST))
+        numbers = NUMBERS.get(entry_name, LOSS)
+        book = book._replace(activations=least * min(whole), numbers=numbers * rows)
+    axis, exchanged = EXCHANGES.get(entry_name, ("", None))
+    if exchanged and axis in used_axes(layout.table) and layout.mesh.shape[axis] > 1:
+        book = book._replace(exchanged=exchanged(layout))
+    return book
 
-    # Gradients: each reduced once over the devices that have other rows of the batch.
-    most = sum(math.prod(v.use) * v.layers for v in held)
-    least = sum(math.prod(v.use) * v.layers for v in held if v.trained)
-    if layout.batch_shards == 1:
-        assert sent.gradients == 0
-    else:  # and new values of buffers
-        assert least <= sent.gradients <= most
 
-    # Activations: only where the table splits a matmul's inner dim.
+def check_promise(entry_name: str, layout: Layout, compiled: jax.stages.Compiled) -> Sent:
+    """Asserts that the step sends what the rules in force promise; returns what it sends."""
+    sent, book = classify(entry_name, layout, compiled), textbook(entry_name, layout)
+    held = variables(layout).values()
+    assert sent.unknown == ()
+    if layout.mesh.size == 1:
+        assert not any(sent)
+    assert sent.weights == book.weights
+    assert sent.exchanged == book.exchanged
+
+    # Each gradient once, and new values of buffers.
+    most = sum(math.prod(v.use) * v.layers for v in held if layout.batch_shards > 1)
+    assert book.gradients <= sent.gradients <= most
+
+    # Activations: only where the rules split a matmul's inner dim.
     if axes := split(layout):
         over = [v for v in held if v.trained and set(axes) & set(v.axes)]
         bound = (1, MOST * sum(v.layers for v in over))
-        least, most = ACTIVATIONS.get(entry_name, bound)
-        assert least <= sent.activations <= most
-        assert sent.numbers <= NUMBERS.get(entry_name, LOSS)
+        _, most = ACTIVATIONS.get(entry_name, bound)
+        _, whole = activations(entry_name, layout)
+        assert book.activations <= sent.activations <= most * max(whole)
+        assert sent.numbers <= book.numbers
     else:
         assert sent.activations == 0
-    axis, numbers = EXCHANGES.get(entry_name, ("", None))
-    exchanged = numbers and axis in used_axes(layout.table) and layout.mesh.shape[axis] > 1
-    assert sent.exchanged == (numbers(layout) if exchanged else 0)
+    return sent
 
 
 @pytest.mark.parametrize(("entry", "strategy", "mesh"), full_except(CASES, FAST_CASES))
-def test_a_step_sends_what_its_strategy_promises(entry, strategy, mesh):
+def test_a_step_sends_what_its_strategy_promises(entry, strategy, mesh, golden):
     layout = ENTRIES[entry].layout(mesh, strategy)
-    check_promise(entry, layout, compiled_step(entry, strategy, mesh))
+    sent = check_promise(entry, layout, compiled_step(entry, strategy, mesh))
+    record = {"sent": sent.bytes, "textbook": textbook(entry, layout).bytes}
+    case = (entry, strategy, mesh)
+    reviewed = golden.rewrite(
+        BYTES,
+        lambda text: (
+            print("MEASURED", case, sent, textbook(entry, layout)),
+            with_case(text, case, record),
+        )[1],
+    )
+    assert json.loads(reviewed or "{}").get(" ".join(case)) == record, (
+        f"tests/golden/{BYTES} has other numbers; run again with --update-golden and review them"
+    )
 
 
 @pytest.mark.parametrize("entry_name", ENTRIES)

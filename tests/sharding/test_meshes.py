@@ -18,13 +18,18 @@ from recipes.common.sharding.rules import used_axes
 from recipes.common.train.feed import to_devices
 from recipes.common.train.state import abstract_state, initialize
 from tests.conftest import full_except
-from tests.support.entries import CASES, ENTRIES, FAST, FAST_CASES, OPTIMIZER, QUICK, compiled_step
+from tests.support.entries import (
+    CASES,
+    ENTRIES,
+    FAST,
+    FAST_CASES,
+    OPTIMIZER,
+    compiled_step,
+    with_case,
+)
+from tests.support.proof import DIFFERENCES, GRADIENT_TOLERANCE, LOSS_TOLERANCE, difference
+from tests.support.quick import QUICK
 from tests.support.runs import saving
-
-# Sums over a mesh are taken in another order: float32 then differs in the last bits. Measured
-# differences stand in golden/mesh_differences.json; these bounds are at least twice as wide.
-LOSS_TOLERANCE = 2e-6  # relative, at each of 5 steps
-GRADIENT_TOLERANCE = 2e-6  # |difference| / |gradient|, of each array at each of 5 steps
 
 
 @functools.lru_cache(maxsize=8)  # a restore begins with the run that was compared before
@@ -105,20 +110,6 @@ def test_same_start_losses_and_gradients(entry, strategy, mesh, golden):
     golden.rewrite(DIFFERENCES, lambda text: with_case(text, (entry, strategy, mesh), record))
     assert loss < LOSS_TOLERANCE
     assert grad < GRADIENT_TOLERANCE
-
-
-def difference(a, b) -> float:
-    return float(np.linalg.norm(np.ravel(a - b)) / max(np.linalg.norm(np.ravel(b)), 1e-30))
-
-
-DIFFERENCES = "mesh_differences.json"
-
-
-def with_case(text: str, case: tuple[str, str, str], record: dict[str, float]) -> str:
-    """The file of differences with this case's, in the order of cases."""
-    found = json.loads(text or "{}") | {" ".join(case): record}
-    names = [name for name in map(" ".join, CASES) if name in found]
-    return json.dumps({name: found[name] for name in names}, indent=1) + "\n"
 
 
 @pytest.mark.parametrize("entry", ENTRIES)

@@ -114,3 +114,10 @@ def compile_step(entry_name: str, layout: Layout) -> jax.stages.Compiled:
 def compiled_step(entry_name: str, strategy: str, mesh: str) -> jax.stages.Compiled:
     """The one that test_meshes.py runs and test_collectives.py reads: compiling is what costs."""
     return compile_step(entry_name, ENTRIES[entry_name].layout(mesh, strategy))
+
+
+def with_case(text: str, case: tuple[str, str, str], record: dict[str, float]) -> str:
+    """Returns the JSON `text` of a golden with this case's record added, in the order of CASES."""
+    found = json.loads(text or "{}") | {" ".join(case): record}
+    names = [name for name in map(" ".join, CASES) if name in found]
+    return json.dumps({name: found[name] for name in names}, indent=1) + "\n"

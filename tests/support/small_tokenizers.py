@@ -6,6 +6,7 @@ import json
 import tokenizers
 from tokenizers import AddedToken, decoders, models, pre_tokenizers, trainers
 
+from data.tokenizer import Tokenizer, from_files
 from tests.conftest import ROOT
 
 TEMPLATE = (  # the manner of SmolLM2
@@ -151,3 +152,10 @@ def chats() -> dict[str, dict[str, bytes]]:
         "mistral": with_template(metaspace(), MISTRAL),
         "qwen3": with_template(byte_level(), QWEN),
     }
+
+
+@functools.cache
+def small(start: bool = True) -> Tokenizer:
+    """A tokenizer that ends each document with a token and, with `start`, begins it with one."""
+    files = metaspace() if start else byte_level()
+    return from_files(files, "small")

@@ -16,6 +16,7 @@ import optax.contrib
 import pytest
 import safetensors.numpy
 from flax import nnx
+from tests.support.proof import GRADIENT_TOLERANCE, LOSS_TOLERANCE, difference
 
 import recipes.hf
 from data.tokenizer import BYTES, from_files
@@ -43,7 +44,6 @@ from tests.by_hand.hf_parity import (
     params_of,
 )
 from tests.conftest import full_except
-from tests.sharding.test_meshes import GRADIENT_TOLERANCE, LOSS_TOLERANCE, difference
 from tests.support.entries import BATCH, ENTRIES, OPTIMIZER, compile_step
 from tests.support.quick import QUICK
 from tests.support.quick import quick as quick
