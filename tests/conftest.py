@@ -35,9 +35,23 @@ def pytest_addoption(parser):
     )
     parser.addoption("--kills", type=int, default=3, help="how often test_crashes.py kills a run")
     parser.addoption("--update-golden", action="store_true", help="write tests/golden anew")
+    parser.addoption("--promise", metavar="NAME", help="run the tests of one promise of README.md")
+    parser.addoption("--promises", action="store_true", help="list the promises and their tests")
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_cmdline_main(config):
+    if config.getoption("--promises"):
+        from tests.support import promises
+
+        print(promises.listing())
+        return 0
 
 
 def pytest_configure(config):
+    config.addinivalue_line(
+        "markers", "promise(name): the promise of tests/README.md that it keeps"
+    )
     config.addinivalue_line("markers", "full: only in the complete proof, pytest --full")
     config.option.loadscopereorder = False  # the order below, not by number of tests
 
@@ -60,9 +74,16 @@ LONG += ("recipes", "nothing_lost", "crashes", "published", "copy", "small_recip
 
 
 def pytest_collection_modifyitems(config, items):
-    if not config.getoption("--full") and not _by_name(config):
-        config.hook.pytest_deselected(items=[i for i in items if i.get_closest_marker("full")])
-        items[:] = [item for item in items if not item.get_closest_marker("full")]
+    full = config.getoption("--full") or _by_name(config)
+    promise = config.getoption("--promise")
+
+    def chosen(item) -> bool:
+        marker = item.get_closest_marker("promise")
+        is_kept = not promise or (marker is not None and marker.args == (promise,))
+        return is_kept and (full or not item.get_closest_marker("full"))
+
+    config.hook.pytest_deselected(items=[item for item in items if not chosen(item)])
+    items[:] = [item for item in items if chosen(item)]
     rank = {f"test_{name}": place for place, name in enumerate(LONG)}
     items.sort(key=lambda item: rank.get(item.path.stem, len(rank)))
 

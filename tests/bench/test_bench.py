@@ -27,6 +27,8 @@ from tests.support.entries import CASES, ENTRIES
 from tests.support.quick import QUICK
 from zoo.transformer import REMAT, Config
 
+pytestmark = pytest.mark.promise("bench")
+
 PLAIN = Config(512, 32, 3, num_heads=8, num_kv_heads=8, head_dim=4, mlp=64, tie_embeddings=False)
 
 
@@ -349,6 +351,7 @@ def test_slices_are_described_as_they_are_wired(monkeypatch, kind, chips, descri
     assert asked == {"platform": "tpu"} | described
 
 
+@pytest.mark.promise("collectives-counted")
 def test_what_crosses_slices_is_a_table(monkeypatch, capfd):
     """Four devices stand for each slice, and the recorded program of two for the compiled step."""
     text = (ROOT / "tests" / "golden" / "two_slices.hlo").read_text()

@@ -22,6 +22,7 @@ from recipes.transformer import Flags
 from zoo.transformer import Config, Transformer
 
 pytestmark = [
+    pytest.mark.promise("attention"),
     pytest.mark.full,
     pytest.mark.skipif(
         not version("jax-cuda13-plugin"), reason="the extra gpu-aot is not installed"

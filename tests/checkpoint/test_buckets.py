@@ -37,6 +37,8 @@ from tests.support.quick import XLA_FLAGS
 from tests.support.quick import quick as quick
 from tests.support.runs import TINY, NoFlags, assert_bit_equal, records, saving, state_of, talker
 
+pytestmark = pytest.mark.promise("buckets")
+
 WORKDIR = "gs://zoo/runs/w"
 MODELS = ROOT / "tests" / "golden" / "hf"
 
@@ -154,6 +156,7 @@ def in_folder_of(snapshot) -> set[tuple[str, str]]:
 # ---- the lock ------------------------------------------------------------------------------------
 
 
+@pytest.mark.promise("one-run")
 def test_of_two_starts_one_wins_and_a_dead_one_is_taken_over(bucket, monkeypatch):
     monkeypatch.setattr(lock, "BEAT_SECONDS", 0.1)
     taken, refused = [], []
@@ -200,6 +203,7 @@ def put(owner: dict) -> None:
     folders.write(at("lock.json"), json.dumps(owner).encode())
 
 
+@pytest.mark.promise("one-run")
 def test_a_signal_outside_of_training_releases_the_lock(bucket, capfd, monkeypatch):
     monkeypatch.setattr(os, "_exit", sys.exit)
     monkeypatch.setattr(preemption, "_asked", "")
@@ -397,6 +401,7 @@ def test_what_a_server_does_for_a_while_is_the_libraries_to_try_again(bucket, ca
     assert "warning" not in capfd.readouterr().err
 
 
+@pytest.mark.promise("one-run")
 @pytest.mark.full
 def test_a_lock_is_ours_though_the_answer_was_lost(bucket):
     """The library's second try finds the object of its first."""
@@ -409,6 +414,7 @@ def test_a_lock_is_ours_though_the_answer_was_lost(bucket):
     assert not bucket.names()
 
 
+@pytest.mark.promise("one-run")
 @pytest.mark.full
 def test_a_run_that_was_silent_for_long_stops(bucket, monkeypatch):
     """Another took over: it writes over nothing of the other's, which saves the steps that it left."""

@@ -18,6 +18,8 @@ from tests.support.entries import QUICK
 from tests.support.runs import saving
 from zoo.transformer import RULES, Config, Transformer
 
+pytestmark = pytest.mark.promise("restore")
+
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory):

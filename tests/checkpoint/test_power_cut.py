@@ -11,6 +11,8 @@ from recipes.common.runtime import Run
 from recipes.common.train.metrics import Log
 from tests.support.runs import saving, talker
 
+pytestmark = pytest.mark.promise("power-cut")
+
 
 @pytest.fixture
 def calls(monkeypatch):

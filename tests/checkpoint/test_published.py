@@ -30,6 +30,8 @@ from tests.support.entries import ENTRIES as PROVEN
 from tests.support.entries import FAST
 from tests.support.runs import assert_bit_equal, state_of
 
+pytestmark = pytest.mark.promise("published")
+
 NAMES = checkpoint.published()
 
 

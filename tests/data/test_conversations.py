@@ -17,6 +17,8 @@ from tests.support import small_tokenizers
 from tests.support.quick import quick as quick
 from tests.support.runs import TINY, records
 
+pytestmark = pytest.mark.promise("chats")
+
 CHATS = small_tokenizers.chats()
 
 

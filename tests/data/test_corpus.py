@@ -21,6 +21,8 @@ from data.tokenizer import BYTES, Tokenizer
 from tests.conftest import ROOT
 from tests.support.small_tokenizers import small
 
+pytestmark = pytest.mark.promise("corpus")
+
 FIRST = ("License", "the Work", "漢", "é", "", " or")
 DOCUMENTS = [
     f"{FIRST[i % 6]} of {i}: naïve, 漢字 🙂\n" * (i % 7 > 0) + "lorem ipsum\n" * (i % 20)
@@ -137,6 +139,7 @@ def test_a_full_disk_is_told_and_what_is_done_is_kept(path, monkeypatch, few):
     assert documents(prepare(path, small()).held_out)
 
 
+@pytest.mark.promise("user-errors")
 @pytest.mark.parametrize("call", ["is_file", "open", "read_bytes"])
 def test_a_source_that_may_not_be_read_is_told(path, monkeypatch, call):
     """And not taken for the cache, whether it is found when it is looked for, hashed or tokenised."""

@@ -13,6 +13,8 @@ from data import DataError, batches, hub, sources, text
 from data import corpus as corpora
 from data.batches import held_out_batches, train_batches
 
+pytestmark = pytest.mark.promise("batches")
+
 
 def prepare(dataset: str) -> corpora.Corpus:
     return corpora.prepare(*sources.find(dataset))
@@ -76,6 +78,7 @@ def test_processes_together_see_the_same_batches_in_the_same_order(stdlib, shard
         assert_equal(together([part[k] for part in parts]), want[k])
 
 
+@pytest.mark.promise("slices")
 def test_a_process_reads_rows_that_lie_apart(stdlib):
     """As those of its devices do, on the rings of a TPU."""
     whole = take(stdlib, 3, first=2)

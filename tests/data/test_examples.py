@@ -17,6 +17,8 @@ from data.batches import Dataset, held_out_batches, train_batches
 from recipes.common import entries
 from tests.conftest import ROOT
 
+pytestmark = pytest.mark.promise("batches")
+
 DATA = {"synthetic": lambda: synthetic.load(16, 32, seed=5), "digits": digits.load}
 
 

@@ -17,6 +17,8 @@ from tests.support.quick import QUICK
 from tests.support.small_tokenizers import small
 from zoo.transformer import Config, Transformer
 
+pytestmark = pytest.mark.promise("packing")
+
 SHARDS = (1, 2, 4)
 
 
@@ -121,6 +123,7 @@ def test_every_token_but_the_first_of_a_document_is_a_target_once(
     assert long, "some are too long"
 
 
+@pytest.mark.promise("user-errors")
 def test_an_index_that_can_not_be_kept_is_told(tmp_path):
     (tmp_path / "file").touch()
     tokens, starts = np.arange(9, dtype=np.uint16), np.array([0])

@@ -16,6 +16,8 @@ from tests.support import small_tokenizers
 from tests.support.quick import quick as quick
 from tests.support.runs import TINY, saving, steps_saved
 
+pytestmark = pytest.mark.promise("right-tokens")
+
 LONG = ("--seq_len=32", "--batch_size=16", "--mesh=1x1")
 SHORT = (*TINY, "--mesh=1x1")
 

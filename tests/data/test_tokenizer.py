@@ -16,6 +16,8 @@ from data import DataError, hub, tokenizer
 from tests.conftest import ROOT
 from tests.support import small_tokenizers
 
+pytestmark = pytest.mark.promise("tokenizers")
+
 FILES = {
     "bytes": dict,
     "byte_level": small_tokenizers.byte_level,
@@ -86,6 +88,7 @@ def test_limits_of_a_file_cut_nothing():
     assert found.decode(found.encode(["some words " * 9])[0]) == "some words " * 9
 
 
+@pytest.mark.promise("user-errors")
 @pytest.mark.parametrize("model", [models.WordLevel({"a": 0}), models.Unigram([("a", -1.0)])])
 @pytest.mark.parametrize("known", ["a", "b"])
 def test_one_without_an_unknown_token_is_one_line(model, known):

@@ -10,6 +10,8 @@ from recipes.common.sharding.layout import make_layout
 from tests.conftest import ROOT
 from zoo.dot_relu_dot import Config, DotReluDot
 
+pytestmark = pytest.mark.promise("readmes")
+
 PANELS = [("dp", "8"), ("fsdp", "8"), ("tp", "1x8"), ("fsdp_tp", "4x2")]
 
 

@@ -22,6 +22,8 @@ from tests.support import small_tasks, small_tokenizers
 from tests.support.quick import quick as quick
 from tests.support.runs import TINY, records
 
+pytestmark = pytest.mark.promise("evaluation")
+
 FORWARD = nnx.jit(lambda model, tokens: model(tokens))
 HARNESS = pytest.mark.skipif(
     importlib.util.find_spec("lm_eval") is None, reason="the extra eval is not installed"

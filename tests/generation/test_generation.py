@@ -26,6 +26,8 @@ from tests.support import runs, small_tokenizers
 from tests.support.quick import quick as quick
 from zoo.transformer import Config, Transformer
 
+pytestmark = pytest.mark.promise("generation")
+
 FAMILIES = ["llama2", "llama3", "mistral", "qwen2", "qwen3", "smollm"]
 MESHES = [("1x1", "dp"), ("1x8", "tp"), ("2x4", "fsdp_tp")]
 FAST = [("mistral", "2x4", "fsdp_tp"), ("qwen3", "1x8", "tp"), ("qwen2", "1x1", "dp")]

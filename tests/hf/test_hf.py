@@ -39,6 +39,8 @@ from zoo import moe
 from zoo.attention import Kind
 from zoo.transformer import Config, Transformer
 
+pytestmark = pytest.mark.promise("hugging-face")
+
 GOLDEN = ROOT / "tests" / "golden" / "hf"
 FAMILIES = [name for name in ALL_FAMILIES if name not in NOT_GOLDEN]
 

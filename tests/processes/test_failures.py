@@ -22,6 +22,8 @@ from tests.support.local_processes import smallest as smallest
 from tests.support.quick import quick as quick
 from tests.support.runs import records
 
+pytestmark = pytest.mark.promise("processes-differ")
+
 # A process whose disk is not shared finds other files under the same names.
 OWN_DISK = """
 import sys
@@ -54,6 +56,7 @@ ocp.PyTreeCheckpointHandler.async_save = fails
 # ---- told before anything is computed ------------------------------------------------------------
 
 
+@pytest.mark.promise("many-processes")
 @pytest.mark.full
 @pytest.mark.parametrize(
     ("each", "around", "told"),
@@ -76,6 +79,7 @@ def test_processes_that_differ_are_told_at_the_start(each, around, told, tmp_pat
     assert list(tmp_path.iterdir()) == [], "nothing is written"
 
 
+@pytest.mark.promise("many-processes")
 @pytest.mark.full
 def test_what_one_process_lacks_ends_all(book, tmp_path):
     """Its error says why, and the others do not wait for it until they are found dead."""
@@ -257,6 +261,7 @@ def test_what_is_sent_at_the_start_is_linear_in_the_number_of_processes(monkeypa
 # ---- while it runs -------------------------------------------------------------------------------
 
 
+@pytest.mark.promise("many-processes")
 @pytest.mark.full
 @pytest.mark.parametrize("which", [1, 0], ids=["one", "the coordinator"])
 def test_a_process_that_hangs_ends_the_run_within_the_heartbeats_time(which, tmp_path):
@@ -276,6 +281,7 @@ def test_a_process_that_hangs_ends_the_run_within_the_heartbeats_time(which, tmp
     assert any(message in err for message in LOST), err
 
 
+@pytest.mark.promise("many-processes")
 @pytest.mark.full
 def test_a_save_that_fails_on_one_of_four_stops_all_with_the_newest_checkpoint(smallest, tmp_path):
     """At once: nobody goes on for a next save that may be hours away."""

@@ -22,6 +22,8 @@ from tests.conftest import ROOT
 from tests.support.quick import XLA_FLAGS
 from tests.support.runs import TINY
 
+pytestmark = pytest.mark.promise("launchers")
+
 LAUNCH = ROOT / "recipes" / "launch"
 SCRIPTS = sorted(path.name for path in LAUNCH.iterdir() if path.suffix in (".sh", ".sbatch"))
 JOBSETS = sorted(path.name for path in LAUNCH.glob("*.yaml"))

@@ -24,6 +24,8 @@ from tests.support.local_processes import FLAGS, IMPATIENT, LOST, SMALLEST, Loca
 from tests.support.quick import quick as quick
 from tests.support.runs import records, state_of, steps_saved
 
+pytestmark = pytest.mark.promise("many-processes")
+
 
 @pytest.fixture
 def alone(inside, quick, book):
@@ -235,6 +237,7 @@ def test_waiting_for_a_process_that_never_comes_ends_with_one_line():
 # ---- how they find each other, without processes -------------------------------------------------
 
 
+@pytest.mark.promise("user-errors")
 def test_a_coordinator_that_is_not_there(monkeypatch):
     monkeypatch.setattr(processes, "_count", 1)
     monkeypatch.setattr(processes, "PATIENCE_SECONDS", 0)
@@ -248,6 +251,7 @@ def test_a_coordinator_that_is_not_there(monkeypatch):
             processes.initialize(2, 0, f"localhost:{port}")
 
 
+@pytest.mark.promise("user-errors")
 def test_a_mesh_must_be_divisible_by_the_number_of_processes(monkeypatch):
     monkeypatch.setattr(processes, "_count", 3)
     with pytest.raises(UserError) as caught:

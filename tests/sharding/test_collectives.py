@@ -34,6 +34,8 @@ from tests.support.entries import (
 from tests.support.proof import BYTES
 from zoo import attention, dot_relu_dot, layers, mlp, sharding, transformer
 
+pytestmark = pytest.mark.promise("strategies-send")
+
 # All-reduces of a whole activation where a matmul's inner dim is split: Megatron's count, and what
 # XLA's CPU backend makes of it, which reduces the cotangents of matmuls that read the same input one
 # by one. An entry that is not here has at most MOST for each weight that is split.

@@ -9,6 +9,7 @@ import json
 import math
 
 import jax
+import pytest
 from flax import nnx
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -23,6 +24,8 @@ from recipes.common.sharding.rules import partition_spec, select
 from zoo import transformer
 from zoo.attention import Kind
 from zoo.transformer import RULES, Config, Transformer
+
+pytestmark = pytest.mark.promise("user-errors")
 
 fuzz = functools.partial(
     settings, derandomize=True, deadline=None, database=None,

@@ -11,6 +11,8 @@ from tests.by_hand.hlo_programs import ACROSS_SLICES, AXIS, cases, counted, cros
 from tests.conftest import ROOT
 from tests.support.quick import QUICK
 
+pytestmark = pytest.mark.promise("collectives-counted")
+
 CASES = cases(8)
 
 

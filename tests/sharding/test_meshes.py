@@ -31,6 +31,8 @@ from tests.support.proof import DIFFERENCES, GRADIENT_TOLERANCE, LOSS_TOLERANCE,
 from tests.support.quick import QUICK
 from tests.support.runs import saving
 
+pytestmark = pytest.mark.promise("meshes-agree")
+
 
 @functools.lru_cache(maxsize=8)  # a restore begins with the run that was compared before
 def run(entry_name: str, strategy: str, mesh: str):
@@ -125,6 +127,7 @@ def test_differences_on_record(entry, golden):
     assert max((case["gradient"] for case in record.values()), default=0) < GRADIENT_TOLERANCE
 
 
+@pytest.mark.promise("layouts")
 @pytest.mark.parametrize("entry", ENTRIES)
 def test_parameters_lie_as_reviewed(entry, golden):
     """A PartitionSpec for each table and parameter: swapped axes on a square weight show here."""
@@ -144,6 +147,7 @@ def test_parameters_lie_as_reviewed(entry, golden):
     golden(f"{entry}_specs.txt", "\n".join(lines) + "\n")
 
 
+@pytest.mark.promise("layouts")
 @pytest.mark.parametrize(("entry", "strategy", "mesh"), full_except(CASES, FAST_CASES))
 def test_moments_lie_as_their_parameters(entry, strategy, mesh):
     layout = ENTRIES[entry].layout(mesh, strategy)
@@ -195,6 +199,7 @@ def saved(tmp_path_factory):
     return save
 
 
+@pytest.mark.promise("restore")
 @pytest.mark.parametrize(("entry", "source", "target"), full_except(PAIRS, FAST_PAIRS))
 def test_restore_is_bit_equal_from_any_mesh_to_any_other(entry, source, target, saved):
     workdir, want = saved(entry, source)
@@ -209,6 +214,7 @@ def test_restore_is_bit_equal_from_any_mesh_to_any_other(entry, source, target, 
         np.testing.assert_array_equal(array, paths(want)[path], err_msg=path)
 
 
+@pytest.mark.promise("restore")
 @pytest.mark.parametrize("entry", full_except(ENTRIES, list(ENTRIES)[:1]))
 def test_orbax_alone_reads_the_state(entry, saved, tmp_path):
     """In a process that can import nothing of ours."""

@@ -21,6 +21,8 @@ from tests.support.quick import QUICK
 from tests.support.quick import quick as quick
 from zoo.transformer import Config, Transformer
 
+pytestmark = pytest.mark.promise("uneven-sizes")
+
 SIZES = {
     "neither heads nor kv heads": Config(
         257, 64, 2, num_heads=9, num_kv_heads=3, head_dim=8, mlp=128

@@ -19,6 +19,8 @@ from tests.support.runs import TINY
 from zoo import transformer
 from zoo.transformer import RULES, Config, Transformer
 
+pytestmark = pytest.mark.promise("own-rules")
+
 
 def layout(rules=None, mesh="4x2", batch=16, **changes) -> Layout:
     """The tiny Transformer under `rules`, or under fsdp_tp with changes."""

@@ -13,6 +13,8 @@ from recipes.common.runtime.mesh import arrange, make_mesh, parse, suggest
 from recipes.common.train.feed import process_rows
 from tests.support.devices import cpus, gpus, tpus
 
+pytestmark = pytest.mark.promise("slices")
+
 # Devices, and for some meshes over them which group has the devices along each axis: a letter for
 # each, in the order of the mesh. An axis that stays inside has one letter only.
 ARRANGED = [

@@ -10,6 +10,8 @@ from recipes.common.runtime.errors import UserError
 from recipes.common.runtime.flags import GROUPS, Run, flag, parse, usage
 from recipes.common.runtime.mesh import describe, make_mesh
 
+pytestmark = pytest.mark.promise("user-errors")
+
 
 @dataclasses.dataclass(frozen=True)
 class Flags:

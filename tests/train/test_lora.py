@@ -16,7 +16,6 @@ import optax.contrib
 import pytest
 import safetensors.numpy
 from flax import nnx
-from tests.support.proof import GRADIENT_TOLERANCE, LOSS_TOLERANCE, difference
 
 import recipes.hf
 from data.tokenizer import BYTES, from_files
@@ -45,6 +44,7 @@ from tests.by_hand.hf_parity import (
 )
 from tests.conftest import full_except
 from tests.support.entries import BATCH, ENTRIES, OPTIMIZER, compile_step
+from tests.support.proof import GRADIENT_TOLERANCE, LOSS_TOLERANCE, difference
 from tests.support.quick import QUICK
 from tests.support.quick import quick as quick
 from tests.support.runs import TINY, assert_bit_equal, saving, state_of
@@ -52,6 +52,8 @@ from tests.support.small_tokenizers import byte_level, metaspace
 from zoo import moe
 from zoo.layers import project
 from zoo.transformer import Config, Transformer
+
+pytestmark = pytest.mark.promise("lora")
 
 PLAIN = Config.tiny()
 ADAPTED = {"lora_rank": 4, "lora_alpha": 12.0}

@@ -17,6 +17,8 @@ from tests.conftest import ROOT, full_except
 from tests.support.quick import quick as quick
 from tests.support.runs import TINY
 
+pytestmark = pytest.mark.promise("user-errors")
+
 # {here} is a folder with the files below; rows are flags after FLAGS, and a part of the message.
 FLAGS = ("--size=tiny", "--seq_len=32", "--batch_size=16", "--sample_bytes=0", "--steps=3")
 
@@ -445,6 +447,7 @@ def test_a_user_error_is_one_line(row, inside, here, book):
     assert everything(here) == before, "something was written"
 
 
+@pytest.mark.promise("chats")
 @pytest.mark.parametrize(("line", "message"), CHAT_ROWS, ids=range(len(CHAT_ROWS)))
 def test_a_broken_row_is_named_by_its_line(line, message, inside, here, book, tmp_path):
     path = tmp_path / "chat.jsonl"

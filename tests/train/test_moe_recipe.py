@@ -22,6 +22,8 @@ from tests.support.quick import quick as quick
 from tests.support.runs import TINY, assert_bit_equal, records, state_of
 from zoo.moe import SIZES, Config, MoE
 
+pytestmark = pytest.mark.promise("moe-runs")
+
 EXPERTS = "--mesh=data=2,expert=4"
 
 

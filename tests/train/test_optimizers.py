@@ -24,6 +24,8 @@ from tests.support.quick import QUICK
 from tests.support.quick import quick as quick
 from tests.support.runs import assert_bit_equal, records, state_of
 
+pytestmark = pytest.mark.promise("optimizers")
+
 MESHES = ["8", "4x2", "2x4", "2x2x2"]
 
 

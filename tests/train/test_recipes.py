@@ -19,6 +19,8 @@ from tests.conftest import full_except
 from tests.support.quick import quick as quick
 from tests.support.runs import TINY, assert_bit_equal, records, state_of, steps_saved
 
+pytestmark = pytest.mark.promise("resume")
+
 
 @pytest.fixture
 def train(inside, book, quick):

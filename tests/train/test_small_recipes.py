@@ -11,6 +11,8 @@ from tests.support.entries import ENTRIES
 from tests.support.quick import quick as quick
 from tests.support.runs import assert_bit_equal, records, state_of
 
+pytestmark = pytest.mark.promise("resume")
+
 
 @pytest.fixture
 def train(inside):

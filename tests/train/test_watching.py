@@ -27,6 +27,8 @@ from tests.support.quick import quick as quick
 from tests.support.runs import TINY, assert_bit_equal, records, saving, state_of, steps_saved
 from zoo.transformer import Config
 
+pytestmark = pytest.mark.promise("watching")
+
 STEPS, EVERY, HALF = 12, 4, 8
 WATCH = (f"--eval_every={EVERY}", "--keep_best", "--tensorboard", "--profile=2:3")
 HELD_OUT_FIELDS = ("step", "held_out_loss", "held_out_perplexity", "held_out_bits_per_byte")
@@ -114,6 +116,7 @@ def test_each_evaluation_is_there_once_after_a_kill(watched, train, tmp_path):
     check_board(tmp_path / "w")
 
 
+@pytest.mark.promise("best-checkpoint")
 def test_the_best_checkpoint_is_restored_like_any_other(watched, inside, train, tmp_path, book):
     folder, out = watched
     assert f"Best checkpoint: {folder}/best/12\n" in out
@@ -139,6 +142,7 @@ def kept(workdir: pathlib.Path) -> list[int]:
     return steps
 
 
+@pytest.mark.promise("best-checkpoint")
 def test_the_best_checkpoint_stays_and_costs_no_bytes_twice(tmp_path):
     with saving(tmp_path, keep=1) as saver:
         for step, loss in ((1, 3.0), (2, 5.0), (3, np.nan), (4, 3.0)):
@@ -164,6 +168,7 @@ class Killed(BaseException):
     pass
 
 
+@pytest.mark.promise("best-checkpoint")
 def test_a_kill_at_any_instant_leaves_a_best_checkpoint(tmp_path, monkeypatch):
     """Killed before each change to the file system that keeping a new best one makes."""
     with saving(tmp_path / "w", keep=2) as saver:
@@ -201,6 +206,7 @@ def test_a_kill_at_any_instant_leaves_a_best_checkpoint(tmp_path, monkeypatch):
     assert 10 < after < 99, "each change has been the last one"
 
 
+@pytest.mark.promise("best-checkpoint")
 def test_without_hard_links_files_are_copied(tmp_path, monkeypatch):
     def none(*_):
         raise OSError("no links here")

@@ -33,6 +33,8 @@ from zoo.attention import attend, attention_kernels
 from zoo.layers import positions_at_once
 from zoo.transformer import LOGICAL_AXES, RULES, SIZES, Config, Transformer
 
+pytestmark = pytest.mark.promise("attention")
+
 TINY = Config.tiny()
 
 

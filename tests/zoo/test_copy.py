@@ -22,6 +22,8 @@ from tests.conftest import ROOT, full_except
 from tests.support.entries import ENTRIES
 from tests.support.quick import XLA_FLAGS
 
+pytestmark = pytest.mark.promise("copy")
+
 ZOO = ROOT / "zoo"
 
 # A user's code around a copy, with nothing but jax, flax and numpy.

@@ -20,7 +20,7 @@ from recipes.common.train.step import gradients
 from tests.conftest import full_except
 from zoo.moe import RULES, SIZES, Config, Experts, MoE
 
-pytestmark = pytest.mark.usefixtures("strict")
+pytestmark = [pytest.mark.promise("definitions"), pytest.mark.usefixtures("strict")]
 TINY = dataclasses.replace(Config.tiny(), num_layers=1)
 B, T = 4, 24
 

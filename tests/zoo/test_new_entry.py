@@ -15,7 +15,7 @@ import pytest
 from tests.conftest import ROOT
 from tests.support.runs import assert_bit_equal, records, state_of, steps_saved
 
-pytestmark = pytest.mark.full
+pytestmark = [pytest.mark.promise("new-entry"), pytest.mark.full]
 NAME = "made_up"
 
 ZOO_FILE = '''"""MadeUp: y = relu(x · W1) · W2, and a running mean of the hidden activations.

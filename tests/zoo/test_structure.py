@@ -23,6 +23,8 @@ from recipes.common.sharding.abstract import abstract_model
 from recipes.common.zoo_source import closure
 from tests.conftest import ROOT
 
+pytestmark = pytest.mark.promise("structure")
+
 # Package of recipes/common → those of it that it may import; and libraries that it may.
 LAYERS = {
     "runtime": set(),
@@ -193,6 +195,7 @@ def test_an_entry_and_what_it_imports_are_short(name):
         assert model.end_lineno - model.lineno + 1 <= 90, "language models share functions"
 
 
+@pytest.mark.promise("copy")
 @pytest.mark.parametrize("name", entries.ENTRIES)
 def test_files_of_a_closure_can_be_merged(name):
     """recipes.copy puts them one after another: no name has two meanings, and no file is a name."""

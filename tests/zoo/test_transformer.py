@@ -15,7 +15,7 @@ from tests.conftest import full_except
 from zoo.attention import attend, kinds, positions
 from zoo.transformer import REMAT, SIZES, Config, Transformer
 
-pytestmark = pytest.mark.usefixtures("strict")
+pytestmark = [pytest.mark.promise("definitions"), pytest.mark.usefixtures("strict")]
 TINY = Config.tiny()
 
 # LLVM's optimizations, and the newer of two code generators, take most of the time to compile.

@@ -25,7 +25,7 @@ from tests.support.quick import QUICK
 from zoo import moe, transformer
 from zoo.attention import Kind, attention_kernels, kinds, rope_angles
 
-pytestmark = pytest.mark.usefixtures("strict")
+pytestmark = [pytest.mark.promise("unlike-layers"), pytest.mark.usefixtures("strict")]
 
 YARN = ("yarn", 4.0, 3.0, 1.0, 16, True, 1.2)
 A, B, C = Kind(5, 1e4), Kind(None, 1e6, ("linear", 2.0)), Kind(9, 1e5, YARN)
