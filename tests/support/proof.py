@@ -54,8 +54,8 @@ The last bits depend on the CPU, so the tests assert the tolerances, not the dif
 the bytes exactly.
 
 `4x2` is a mesh of `data` × `model`, and `2x2x2` one of `data` × `fsdp` × `model`.
-[zoo/README.md](../zoo/README.md#sharding-rules) explains the strategies. A dash marks a pair that does not fit: the mesh lacks an
-axis that the strategy uses, or has an `expert` axis that the strategy does not use.
+[zoo/README.md](../zoo/README.md#sharding-rules) explains the strategies. A dash marks a pair that does not
+fit: the mesh lacks an axis that the strategy uses, or has an `expert` axis that the strategy does not use.
 
 ## Loss
 
