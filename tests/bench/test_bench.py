@@ -81,7 +81,7 @@ def test_textbook_by_hand(strategy, mesh, elements):
 
 
 def test_textbook_reads_the_table_and_no_names():
-    """Rules of a user's own, with other mesh axes: only the attention is split, and only the MLP."""
+    """Custom rules with other mesh axes: one splits only the attention, one only the MLP."""
     mesh = jax.sharding.AbstractMesh((2, 4), ("rows", "cols"))
     for split, of_a_layer, weights in (
         ({"heads": "cols", "kv_heads": "cols"}, 4 * 32 * 32, TABLES + LAYERS + NORMS),
@@ -215,7 +215,7 @@ def test_compiler_errors_about_memory_are_parsed(error, text, needed):
 
 
 def test_which_policy_recomputes_least_and_fits(monkeypatch, capsys):
-    """Of 8b on 8 H100: by the peaks of a compiler that says what the sum does; one it is not asked."""
+    """Uses 8b on 8 H100 and a fake compiler with the estimate's peaks; one policy isn't compiled."""
     asked = []
 
     def compile_step(step, kind, what):
@@ -285,7 +285,7 @@ def test_memory_of_8b_is_what_the_compiler_says(row):
 
 
 def test_no_array_of_all_tokens_by_the_vocabulary():
-    """The loss's logits exist a chunk at a time, in the forward pass and in the backward."""
+    """Logits exist one chunk at a time, in the forward and the backward pass."""
     config = dataclasses.replace(PLAIN, loss_chunk=8)
     step = common.make_step(config, "dp", make_mesh("1x1"), 4, 64)
     text = step.lower().compile(QUICK).as_text()
@@ -392,7 +392,7 @@ def test_nodes_are_groups_joined_by_nvlink(kind, gpus, wired, gigabytes):
 
 
 def test_a_gpu_s_program_that_does_not_fit_is_told(monkeypatch):
-    """Their compiler, unlike the TPUs', refuses none."""
+    """NVIDIA's compiler, unlike the TPU's, accepts programs that don't fit."""
 
     class Program:
         def memory_analysis(self):
@@ -417,7 +417,7 @@ def test_the_limits_of_gpu_programs_are_told_last():
 
 @pytest.fixture
 def sweep(monkeypatch, capsys):
-    """A function of flags and of what a row's process finds: (rows measured, output, error)."""
+    """Returns a function of flags and a fake row process: (rows measured, output, error)."""
     monkeypatch.setattr(signal, "signal", lambda *_: None)
 
     def start(find, torch="2.11", **flags):
@@ -584,7 +584,7 @@ def test_reasons_are_a_few_words():
     "kernel", ["xla", "triton", "cudnn"] if shutil.which("nvidia-smi") else ["triton"]
 )
 def test_kernels_on_this_machine(kernel):
-    """On a GPU where there is one; these tests' own process has none. Without one, interpreted."""
+    """Runs in a subprocess on a GPU if there is one, and interpreted otherwise."""
     toy = [] if shutil.which("nvidia-smi") else ["--toy"]
     told = rows.run(Row("check", attention=kernel), 300, toy)
     assert "failed" not in told, told
@@ -637,7 +637,7 @@ ACCELERATOR = ("gpu", "collectives", "memory")  # the first makes no devices, th
     ids=["imports", "runs"],
 )
 def test_words_for_accelerators_need_no_data_libraries(commands, tmp_path):
-    """Some machines with accelerators have neither Grain nor `datasets`; `gpu` leaves its own to others."""
+    """Some machines with accelerators have neither Grain nor `datasets`."""
     absent = f"import sys; sys.modules |= dict.fromkeys({ABSENT})"  # importing these fails
     (tmp_path / "sitecustomize.py").write_text(absent)
     code = f"""

@@ -1,4 +1,4 @@
-"""Kills any process of a run of several, at random moments; the end is bit-equal to a run left alone.
+"""Kills processes of a run at random moments; the result is bit-equal to an undisturbed run's.
 
 python -m tests.by_hand.random_kills --processes=4 --kills=20
 """

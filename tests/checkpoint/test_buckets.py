@@ -1,4 +1,4 @@
-"""Runs in a bucket: what a disk keeps, it keeps. The server is tests/support/bucket.py; no real bucket is used."""
+"""Runs in a bucket keep a disk's guarantees; tests/support/bucket.py is the server."""
 
 import contextlib
 import copy
@@ -45,7 +45,7 @@ MODELS = ROOT / "tests" / "golden" / "hf"
 
 @pytest.fixture(scope="session")
 def server():
-    """One for each worker: TensorStore reads once where it is."""
+    """One server for each worker, because TensorStore reads its address only once."""
     with Bucket() as bucket:
         yield bucket
 
@@ -61,7 +61,7 @@ def bucket(server, monkeypatch):
 
 
 def state(step: int) -> dict:
-    """Sharded over all devices, and told from those of other steps."""
+    """A state sharded over all devices that differs from those of other steps."""
     where = jax.sharding.NamedSharding(make_mesh("8"), jax.P("data"))
     params = {"x": jax.device_put(jnp.full((8, 4), float(step)), where), "y": jnp.arange(3.0)}
     return {"params": params, "step": jnp.int32(step)}
@@ -72,7 +72,7 @@ def at(path: str):
 
 
 def in_folder(bucket: Bucket, name: str) -> list[str]:
-    """Steps of which anything is there, finished or not."""
+    """Steps that have any file, finished or not."""
     prefix = f"runs/w/{name}/"
     return sorted({n.removeprefix(prefix).partition("/")[0] for n in bucket.names(prefix)})
 
@@ -114,7 +114,7 @@ def test_a_checkpoint_is_finished_hashed_kept_and_dropped_as_on_a_disk(bucket, t
 
 @pytest.mark.full
 def test_a_kill_at_any_instant_loses_nothing_that_is_finished(bucket):
-    """The bucket after each single change is what a kill there leaves."""
+    """A kill leaves the bucket as it is after some single change."""
     bucket.history = []
     with saving(WORKDIR, keep=1) as saver:
         for step in (1, 2, 3):
@@ -219,7 +219,7 @@ def test_a_signal_outside_of_training_releases_the_lock(bucket, capfd, monkeypat
 
 @pytest.fixture
 def no_programs():
-    """Puts back where this process keeps compiled programs."""
+    """Restores this process's compilation cache folder."""
     before = jax.config.jax_compilation_cache_dir
     yield
     jax.config.update("jax_compilation_cache_dir", before)
@@ -342,7 +342,7 @@ def test_what_is_refused_midway_is_one_sentence(bucket, inside, tmp_path, capfd,
 
 
 def writes(part: str):
-    """Of objects with this in their names."""
+    """Matches writes of objects whose names contain `part`."""
     return lambda request: request.method == "POST" and part in request.name
 
 
@@ -404,7 +404,7 @@ def test_what_a_server_does_for_a_while_is_the_libraries_to_try_again(bucket, ca
 @pytest.mark.promise("one-run")
 @pytest.mark.full
 def test_a_lock_is_ours_though_the_answer_was_lost(bucket):
-    """The library's second try finds the object of its first."""
+    """The library's retry finds the object that its first attempt wrote."""
     lost = iter([LOST])
     with bucket.failing(lambda r: next(lost, None) if writes("lock.json")(r) else None):
         held = lock.take(folders.at(WORKDIR), "config.json")
@@ -417,7 +417,7 @@ def test_a_lock_is_ours_though_the_answer_was_lost(bucket):
 @pytest.mark.promise("one-run")
 @pytest.mark.full
 def test_a_run_that_was_silent_for_long_stops(bucket, monkeypatch):
-    """Another took over: it writes over nothing of the other's, which saves the steps that it left."""
+    """After a takeover the old run overwrites nothing; the new one saves the remaining steps."""
     monkeypatch.setattr(lock, "STALE_SECONDS", -1)
     monkeypatch.setattr(lock, "SURE_SECONDS", 0)
     taken = f"another run has taken over {WORKDIR}"
@@ -472,7 +472,7 @@ SHORT = (
 
 @pytest.mark.full
 def test_a_run_in_a_bucket_is_the_run_on_a_disk(bucket, book, quick, inside, tmp_path, monkeypatch):
-    """Saved, resumed on another mesh, evaluated, published, exported and imported."""
+    """Covers saving, resuming on another mesh, evaluating, publishing, exporting and importing."""
     flags = (*SHORT, book)
     train = lambda *more: inside("recipes.transformer", *flags, *more)  # noqa: E731
     here, there = tmp_path / "w", folders.at(WORKDIR)
@@ -584,7 +584,7 @@ def test_data_in_a_bucket_is_the_data_on_a_disk(bucket, tmp_path, monkeypatch):
 
 @pytest.mark.full
 def test_a_model_in_a_bucket_answers_with_its_tokenizer(bucket, quick, inside, tmp_path):
-    """And is evaluated: its prompts, texts and figures are there, too."""
+    """Prompts, texts and evaluation figures are in the bucket, too."""
     answers, figures = [], []
     for place in (folders.at("gs://zoo/x"), tmp_path / "x"):
         model, rows, out = talker(place / "talker", 32), place / "a.jsonl", place / "figures.json"
@@ -631,7 +631,7 @@ KILLED += ("--keep_best",)
 
 @pytest.mark.full
 def test_a_run_killed_in_the_midst_of_a_save_ends_as_an_uninterrupted_one(bucket, tmp_path):
-    """And compiled programs are kept in a bucket."""
+    """Compiled programs are kept in the bucket, too."""
     cache = {"ZOO_CACHE": "gs://zoo/cache"}
     jaxs_own = {"JAX_COMPILATION_CACHE_DIR": "gs://zoo/cache/xla"}
     jaxs_own["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0.1"

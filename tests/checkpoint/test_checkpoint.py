@@ -23,7 +23,7 @@ pytestmark = pytest.mark.promise("restore")
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory):
-    """A run's workdir with one checkpoint, of step 3, saved from 4x2; and the parameters in it."""
+    """A workdir with one checkpoint, of step 3 on 4x2, and its parameters."""
     layout = make_layout(Transformer, Config.tiny(), make_mesh("4x2"), "fsdp_tp", seed=7)
     optimizer = adamw(LearningRate(1e-3, 1, 10), weight_decay=0.1, clip_norm=1.0)
     metadata = checkpoint.metadata("transformer", layout, {"steps": 3})

@@ -42,7 +42,7 @@ def unfinished(workdir) -> list[str]:
 
 
 def kill_at(process, workdir, moment: str, chance: random.Random) -> str:
-    """Kills the process at a moment of this kind; returns a line that says where that was."""
+    """Kills the process at a moment of this kind; returns a line that describes it."""
     lines: list[str] = []
     reader = threading.Thread(target=lambda: lines.extend(iter(process.stdout.readline, "")))
     reader.start()

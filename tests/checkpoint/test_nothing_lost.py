@@ -51,7 +51,7 @@ SIX = ("--steps=6", "--checkpoint_every=4")
 
 @pytest.fixture
 def command(inside, quick, book):
-    """A function of flags that trains a tiny Transformer in this process."""
+    """Returns a function of flags that trains a tiny Transformer in this process."""
     return functools.partial(
         inside, "recipes.transformer", *TINY, book, "--mesh=4x2", "--log_every=1"
     )
@@ -59,7 +59,7 @@ def command(inside, quick, book):
 
 @pytest.fixture
 def go(command, tmp_path):
-    """The same, in tmp_path/w."""
+    """Runs `command` with workdir tmp_path/w."""
     return functools.partial(command, f"--workdir={tmp_path / 'w'}")
 
 
@@ -70,7 +70,7 @@ def place(tmp_path_factory):
 
 @pytest.fixture
 def trained(place, command):
-    """A workdir with checkpoints of steps 4 and 6, made when it is first asked for."""
+    """A workdir with checkpoints of steps 4 and 6, made on first use."""
     if not place.exists():
         assert command(*SIX, f"--workdir={place}").code == 0
     return place
@@ -78,7 +78,7 @@ def trained(place, command):
 
 @pytest.fixture
 def at_step(monkeypatch):
-    """A function of a step and an action, which runs while that step is running."""
+    """Returns a function of a step and an action that runs during that step."""
 
     def hook(step, action):
         original = Log.step
@@ -295,7 +295,7 @@ def test_a_run_resumes_from_the_good_checkpoint_and_keeps_the_damaged_one_aside(
 
 @pytest.mark.promise("damaged")
 def test_every_byte_counts(trained, tmp_path):
-    """One flipped bit anywhere in any file is found, but for the two that Orbax writes last."""
+    """Any flipped bit is found, except in the two files that Orbax writes last."""
     folder = tmp_path / "6"
     shutil.copytree(trained / "checkpoints" / "6", folder)
     rng = np.random.default_rng(0)
@@ -359,7 +359,7 @@ runpy.run_module("recipes.transformer", run_name="__main__")
 
 @pytest.fixture
 def limited(book, tmp_path):
-    """As `go`, in a process where a save of a step in `limits` finds room for so many bytes a file."""
+    """Runs a process in which saves of the steps in `limits` may write that many bytes per file."""
 
     def command(limits, *flags):
         flags = (*TINY, book, "--mesh=4x2", "--log_every=1", f"--workdir={tmp_path / 'w'}", *flags)
@@ -471,7 +471,7 @@ def test_what_a_failed_save_keeps_writing_is_removed_too(tmp_path, monkeypatch, 
 
 @pytest.mark.promise("full-disk")
 def test_your_own_files_beside_the_checkpoints_are_left_alone(tmp_path):
-    """A copy under another name, the file manager's own file; what a killed run left goes."""
+    """Keeps copies under other names and a file manager's file; removes what a killed run left."""
     there = tmp_path / "checkpoints"
     for name in ("3.mine", "best", "3.orbax-checkpoint-tmp", "1.removed"):
         (there / name).mkdir(parents=True)
@@ -509,7 +509,7 @@ def test_metrics_wait_for_room_and_no_line_is_torn(tmp_path, capfd):
 @pytest.mark.promise("full-disk")
 @pytest.mark.full
 def test_a_disk_that_is_really_full(run, book, tmp_path, trained):
-    """On a tmpfs of 12 MB, of which all but a little is taken; where mounting is allowed."""
+    """Uses an almost full tmpfs of 12 MB, where mounting is allowed."""
     disk = tmp_path / "disk"
     disk.mkdir()
     mounted = subprocess.run(

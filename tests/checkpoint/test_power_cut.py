@@ -1,4 +1,4 @@
-"""A power cut loses at most a checkpoint that is not reported as saved: the calls are traced."""
+"""A power cut loses at most a checkpoint not yet reported as saved; system calls are traced."""
 
 import os
 import pathlib
@@ -16,7 +16,7 @@ pytestmark = pytest.mark.promise("power-cut")
 
 @pytest.fixture
 def calls(monkeypatch):
-    """("sync", inode) and ("rename", where to) of this process, in order."""
+    """Records ("sync", inode) and ("rename", target) calls of this process, in order."""
     made = []
     fsync, rename = os.fsync, os.rename
     monkeypatch.setattr(
@@ -34,7 +34,7 @@ def synced(calls) -> set[int]:
 
 
 def around(calls, folder: pathlib.Path) -> tuple[set[int], set[int]]:
-    """What is on disk before a folder has its name, and what is written there after."""
+    """Inodes synced before a folder is renamed, and those synced afterwards."""
     commit = calls.index(("rename", str(folder)))
     return synced(calls[:commit]), synced(calls[commit:])
 

@@ -36,7 +36,7 @@ NAMES = checkpoint.published()
 
 
 def every_mesh_and_table(name: str) -> list[tuple[str, str, str]]:
-    """Each mesh with its default table, and each other table on the last mesh that it fits.
+    """Each mesh with its default strategy, and each other strategy on the last mesh that fits it.
 
     All pairs are test_meshes.py's.
     """
@@ -82,7 +82,7 @@ KINDS = {"default": None, "Auto": (jax.sharding.AxisType.Auto,) * 2}
 @pytest.mark.parametrize("kinds", KINDS)
 @pytest.mark.parametrize("name", full_except(NAMES, ["mlp.digits"]))
 def test_a_restored_model_can_be_called_on_any_kind_of_mesh(name, kinds):
-    """As it is, under the mesh, and under mesh and rules: the same loss, wherever the batch lies."""
+    """The loss is the same without a mesh context, under the mesh, and under mesh and rules."""
     mesh = jax.make_mesh((4, 2), ("data", "model"), KINDS[kinds])
     model, metadata = checkpoint.restore(name, mesh, verify=False)
     golden, on_host = probe.loads((checkpoint.PUBLISHED / name / "probe.json").read_text())
@@ -138,7 +138,7 @@ def test_a_card_says_what_is_there(name):
 
 
 def test_the_transformer_has_learned():
-    """Clearly better than the recipe's bare command, which ends at 1.58 nats a byte."""
+    """Its loss is clearly below that of the recipe's bare command, 1.58 nats a byte."""
     facts = checkpoint.find("transformer.stdlib_3m", whole=False).metadata["published"]
     assert 2_500_000 < facts["parameters"] < 3_500_000
     assert facts["held_out"]["loss"] < 1.5
@@ -235,7 +235,7 @@ for package in ("zoo", "recipes", "data"):
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory):
-    """A folder for the run that is published, and what is."""
+    """A folder for a run and its published checkpoint."""
     return tmp_path_factory.mktemp("runs")
 
 
@@ -324,7 +324,7 @@ def test_a_probe_is_exact_in_json():
 
 @pytest.fixture
 def copied(tmp_path):
-    """A published checkpoint, to be damaged."""
+    """A copy of a published checkpoint, to damage."""
     return pathlib.Path(
         shutil.copytree(checkpoint.PUBLISHED / "dot_relu_dot.teacher", tmp_path / "ck")
     )
@@ -433,7 +433,7 @@ class Evil:
 
 @pytest.mark.parametrize("name", FILES)
 def test_nothing_is_unpickled(name, copied, tmp_path, monkeypatch):
-    """Neither with hashes nor without them, whatever file a pickle has taken the place of."""
+    """Holds with and without hashes, whichever file a pickle replaces."""
     for module, function in ((pickle, "load"), (pickle, "loads"), (np, "load")):
         monkeypatch.setattr(module, function, lambda *_, **__: pytest.fail("unpickled"))
     evil = pickle.dumps(Evil(tmp_path / "ran"))
@@ -453,7 +453,7 @@ def test_nothing_is_unpickled(name, copied, tmp_path, monkeypatch):
 
 
 def test_a_class_that_a_checkpoint_names_is_not_looked_up(copied):
-    """Orbax writes names of Python classes into its JSON; restore goes by its own code alone."""
+    """Orbax writes names of Python classes into its JSON; restore ignores them."""
     path = copied / "_CHECKPOINT_METADATA"
     text = path.read_text()
     assert "orbax.checkpoint._src" in text

@@ -36,7 +36,7 @@ def take(data: batches.Dataset, count=4, batch_size=8, seed=3, **options) -> lis
 
 
 def together(parts) -> batches.Example:
-    """The rows of several processes as one batch."""
+    """Joins the rows of several processes into one batch."""
     return {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
 
 
@@ -47,7 +47,7 @@ def assert_equal(got: batches.Example, want: batches.Example) -> None:
 
 
 def windows(batch: batches.Example) -> np.ndarray:
-    """The rows of tokens that a batch was made of: a window's first token, and all its targets."""
+    """Returns the windows of a batch: the first token and all targets of each."""
     return np.concatenate([batch["tokens"][:, :1], batch["targets"]], axis=1)
 
 
@@ -80,7 +80,7 @@ def test_processes_together_see_the_same_batches_in_the_same_order(stdlib, shard
 
 @pytest.mark.promise("slices")
 def test_a_process_reads_rows_that_lie_apart(stdlib):
-    """As those of its devices do, on the rings of a TPU."""
+    """The devices of a process lie apart on the rings of a TPU."""
     whole = take(stdlib, 3, first=2)
     for rows in ([0, 1, 6, 7], [2, 3, 4, 5], [3], [0, 1, 2, 5, 7]):
         for mine, batch in zip(take(stdlib, 3, first=2, rows=np.array(rows)), whole, strict=True):
@@ -185,7 +185,7 @@ DOCUMENTS = [f"document {i}: " + "lorem ipsum " * 20 for i in range(300)]
 
 
 def write(folder: pathlib.Path, kind: str) -> str:
-    """The same documents in each format; returns what --dataset is."""
+    """Writes the same documents in one of the formats; returns the value for --dataset."""
     if kind == "folder":
         for i, document in enumerate(DOCUMENTS):
             (folder / f"{i:03}.txt").write_text(document)

@@ -1,6 +1,6 @@
 """data/synthetic.py and data/digits.py: exact examples, exact order, on any number of processes.
 
-And what each entry's loss makes of its data's batches.
+Also checks each entry's loss on batches of its data.
 """
 
 import functools
@@ -189,7 +189,7 @@ def test_your_own_images(tmp_path):
 
 
 def test_pictures_are_arrays_too(tmp_path):
-    """The Hub's image data sets decode to pictures."""
+    """Image datasets of the Hub decode to PIL images."""
     import datasets
     from PIL import Image
 

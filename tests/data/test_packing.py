@@ -23,7 +23,7 @@ SHARDS = (1, 2, 4)
 
 
 def write(path, seed: int, count=300, longest=200) -> str:
-    """JSON Lines of `count` documents of random words; most are short."""
+    """Writes `count` documents of random words, most of them short, as JSON Lines."""
     rng = np.random.default_rng(seed)
     words = ["the", "License", "shall", "mean", "any", "Work", "naïve", "漢字\n"]
     lengths = 1 + (longest * rng.random(count) ** 4).astype(int)
@@ -59,7 +59,7 @@ def split_of(file: str, tokenizer) -> corpus.Split:
 
 
 def slowly(sizes: np.ndarray, room: int) -> list[int]:
-    """Room left in each row: best fit, decreasing, one piece after another."""
+    """Room left in each row by best-fit decreasing, one piece at a time."""
     rows: list[int] = []
     for size in sorted(map(int, sizes), reverse=True):
         fits = [row for row, left in enumerate(rows) if left >= size]
@@ -177,7 +177,7 @@ def test_the_loss_of_packed_rows_is_that_of_the_documents_one_by_one(packed):
 
 
 def digests(parts: list[list[batches.Example]]) -> list[str]:
-    """Of each batch, from the rows that each process has of it."""
+    """Hashes each batch, joined from the rows of all processes."""
     whole = [
         {name: np.concatenate([part[name] for part in batch]) for name in batch[0]}
         for batch in zip(*parts, strict=True)

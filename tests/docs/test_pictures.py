@@ -1,4 +1,4 @@
-"""The README's picture is what the code says: made again, and equal to the byte."""
+"""The README's picture equals, byte for byte, the one that the code draws."""
 
 import xml.etree.ElementTree
 

@@ -66,7 +66,7 @@ def test_the_front_page_is_short():
 
 
 def commands(pattern: str) -> list[str]:
-    """What the pattern finds in any README, without comments and duplicates."""
+    """All matches of `pattern` in the READMEs, without comments and duplicates."""
     found = (
         re.findall(pattern, text.replace(" -->", "").replace("\\\n", ""), re.M)
         for text in READMES.values()

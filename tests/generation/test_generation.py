@@ -1,4 +1,4 @@
-"""Generation with a cache: the tokens and logits of the whole model, on any mesh."""
+"""Generation with a cache gives the tokens and logits of the whole model on any mesh."""
 
 import dataclasses
 import functools
@@ -44,7 +44,7 @@ def restored(family: str, mesh: str, rules: str):
 
 @functools.cache
 def uncached(family: str) -> tuple[list[list[int]], list[np.ndarray]]:
-    """(greedy tokens of each prompt, the logits each was chosen by), a whole forward pass a token.
+    """(greedy tokens of each prompt, their logits), with a whole forward pass for each token.
 
     What is behind a position changes nothing before it, so that one shape does for all.
     """
@@ -85,7 +85,7 @@ def test_greedy_tokens_and_logits_are_those_without_a_cache(family, mesh, rules,
 
 
 def logits_of(layout, variables, written) -> np.ndarray:
-    """[prompts, NEW, V]: by prefill and decode, given what was written."""
+    """Logits [prompts, NEW, V] by prefill and decode, given the tokens written."""
     rows, T = -(-len(PROMPTS) // layout.batch_shards) * layout.batch_shards, 8
     tokens_BT, lengths_B = np.zeros((rows, T), np.int32), np.ones(rows, np.int32)
     for b, prompt in enumerate(PROMPTS):
@@ -178,7 +178,7 @@ def test_tokens_are_drawn_as_often_as_they_are_likely():
 
 
 def test_a_sample_depends_on_seed_and_row_alone(quick):
-    """Not on the mesh, nor on the prompts that are answered beside it."""
+    """The mesh and the other prompts of the batch don't matter."""
     prompts, found = [np.array(p) for p in PROMPTS], {}
     for mesh, rules in (("1x1", "dp"), ("2x4", "fsdp_tp")):
         layout, variables = restored("smollm", mesh, rules)
@@ -269,7 +269,7 @@ PAIRS = [("The capital is", " Paris ðŸ¦Š"), ("def f():\n", "    return x"), ("ðŸ
 
 @pytest.mark.parametrize("files", [dict, small_tokenizers.byte_level, small_tokenizers.metaspace])
 def test_text_goes_on_from_its_prompt(files, capfd, tmp_path):
-    """A decoder like Llama 2's drops the space in front of a text, but this is not in front."""
+    """Decoders like Llama 2's drop a leading space, but a continuation keeps its space."""
     from recipes.generate import Generate, Limit, answer, answer_all, question
 
     tokens = tokenizer.from_files(files())
@@ -288,7 +288,7 @@ def test_text_goes_on_from_its_prompt(files, capfd, tmp_path):
 
 
 def test_a_dialogue_reads_the_whole_conversation(inside, quick, talker, monkeypatch):
-    """The second answer is that to both turns; one that the context can't hold begins anew."""
+    """The second answer follows from both turns; a conversation that is too long starts over."""
     said = ["Hi", "And then?", "x" * 400, "Hi"]
     monkeypatch.setattr(sys, "stdin", io.StringIO("\n".join(said) + "\n"))
     flags = ("--chat", "--max_new_tokens=6", "--temperature=0", "--mesh=1x1")
@@ -362,7 +362,7 @@ def test_a_mistake_is_one_line_before_anything_is_computed(
 
 @pytest.mark.full
 def test_ctrl_c_ends_cleanly_and_text_streams(tmp_path):
-    """The text is there while the model writes; what was counted until then is told."""
+    """Text appears while the model writes; Ctrl-C prints the counts so far."""
     command = [sys.executable, "-u", "-m", "recipes.generate", PUBLISHED, "--prompt=def "]
     process = subprocess.Popen(
         [*command, "--max_new_tokens=250"], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE

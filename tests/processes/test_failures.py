@@ -1,4 +1,4 @@
-"""What goes wrong with several processes is told by those that are left, in time; and nothing is lost."""
+"""When one of several processes fails, the others report it in time and nothing is lost."""
 
 import pathlib
 import re
@@ -82,7 +82,7 @@ def test_processes_that_differ_are_told_at_the_start(each, around, told, tmp_pat
 @pytest.mark.promise("many-processes")
 @pytest.mark.full
 def test_what_one_process_lacks_ends_all(book, tmp_path):
-    """Its error says why, and the others do not wait for it until they are found dead."""
+    """Its error says why; the others don't wait until its heartbeats stop."""
     around = "import sys\nif '--process_id=1' in sys.argv: sys.argv[-1] = '--dataset=/none'\n"
     around += "from recipes.common.runtime import agreement; agreement.check = lambda *_: None\n"
     run = LocalProcesses(
@@ -195,7 +195,7 @@ def test_what_processes_have_told_each_other_of_a_save_is_not_kept(monkeypatch):
 
 
 def test_a_process_that_fails_to_hash_answers_whatever_has_failed(monkeypatch):
-    """Process 0 would wait for hours."""
+    """Otherwise process 0 would wait for hours."""
     told = {"save/3/0": "w", "save/3/0/names/1": ["b"]}
     monkeypatch.setattr(processes, "index", lambda: 1)
     monkeypatch.setattr(processes, "publish", told.__setitem__)
@@ -211,7 +211,7 @@ def test_a_process_that_fails_to_hash_answers_whatever_has_failed(monkeypatch):
 
 @pytest.mark.parametrize(("recipe", "flags"), [("generate", []), ("evaluate", ["--dataset=a"])])
 def test_a_model_to_be_used_is_verified_together(recipe, flags, inside, monkeypatch, tmp_path):
-    """The second process hashes what it is asked for, no more, and opens what the first has found."""
+    """The second process hashes only its share and opens the checkpoint that the first found."""
     asked, found = [], tmp_path / "none"
     monkeypatch.setattr(processes, "_id", 1)
     monkeypatch.setattr(helpers, "help_with", lambda topic, _: asked.append(topic))
@@ -227,7 +227,7 @@ def test_a_model_to_be_used_is_verified_together(recipe, flags, inside, monkeypa
 
 
 class Service:
-    """JAX's coordination service, in this process; counts the bytes that are read."""
+    """JAX's coordination service in this process, which counts the bytes read."""
 
     def __init__(self):
         self.told, self.read, self.new = {}, 0, threading.Condition()
@@ -248,7 +248,7 @@ class Service:
 
 
 def test_what_is_sent_at_the_start_is_linear_in_the_number_of_processes(monkeypatch):
-    """So that the first of a thousand is not asked for gigabytes."""
+    """Otherwise process 0 of a thousand would send gigabytes."""
 
     def read_by_each(count):
         monkeypatch.setattr(distributed.global_state, "client", Service())
@@ -284,7 +284,7 @@ def test_a_process_that_hangs_ends_the_run_within_the_heartbeats_time(which, tmp
 @pytest.mark.promise("many-processes")
 @pytest.mark.full
 def test_a_save_that_fails_on_one_of_four_stops_all_with_the_newest_checkpoint(smallest, tmp_path):
-    """At once: nobody goes on for a next save that may be hours away."""
+    """They stop at once, since the next save may be hours away."""
     common = (*SMALLEST, "--checkpoint_every=10", "--schedule=constant", "--warmup_steps=0")
     flags = (*common, f"--workdir={tmp_path}")
     around = IMPATIENT + BAD_DISK

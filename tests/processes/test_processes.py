@@ -1,4 +1,4 @@
-"""Several real processes on one host train like one, and none of them hangs when one dies."""
+"""Several real processes on one host train like one; none hangs when one dies."""
 
 import os
 import signal
@@ -29,7 +29,7 @@ pytestmark = pytest.mark.promise("many-processes")
 
 @pytest.fixture
 def alone(inside, quick, book):
-    """A function of flags that runs the same recipe in this one process."""
+    """Returns a function of flags that runs the recipe in this one process."""
 
     def command(*flags):
         done = inside("recipes.transformer", *FLAGS, book, *flags)
@@ -112,7 +112,7 @@ mesh.arrange = arrange
 
 @pytest.mark.full
 def test_processes_whose_devices_lie_apart_train_like_one(alone, book, tmp_path):
-    """On packed rows of two mixed sources; they evaluate meanwhile, and agree on what is best."""
+    """They train on packed rows of two sources, evaluate, and agree on the best checkpoint."""
     a, b, other = tmp_path / "one", tmp_path / "two", tmp_path / "other.txt"
     other.write_text((ROOT / "zoo" / "moe.py").read_text()[:20_000])
     tokenizer = tmp_path / "tokenizer.json"
@@ -195,7 +195,7 @@ def test_death_of_the_first_process_ends_the_others(tmp_path):
 
 
 def waits(which: int, seconds: int = 300) -> subprocess.Popen:
-    """One of two processes; the other one never comes."""
+    """Starts one of two processes; the other never starts."""
     with socket.socket() as free:
         free.bind(("localhost", 0))
         port = free.getsockname()[1]

@@ -1,4 +1,4 @@
-"""What a compiled step sends between devices is what its strategy promises, and nothing else.
+"""A compiled step sends between devices what its strategy promises, and nothing else.
 
 The textbook counts array elements that a device receives: `dp` all-reduces each gradient once;
 `fsdp` all-gathers weights (again for the backward pass where a layer is rematerialised) and
@@ -100,7 +100,7 @@ class Variable(NamedTuple):
 
 
 def variables(layout: Layout) -> dict[str, Variable]:
-    """By path."""
+    """Returns path → Variable for all parameters and buffers."""
     zoo, found = layout.zoo, {}
     every = {
         f"{kind}/{path}": (axes, paths(layout.model.shapes[kind])[path].shape)
@@ -122,7 +122,7 @@ def variables(layout: Layout) -> dict[str, Variable]:
 
 
 def _stacks(layout: Layout) -> set[str]:
-    """Axes of stacked layers: of weights alone, and always in front of other axes."""
+    """Axes of stacked layers: only weights have them, always in front of other axes."""
     every = [axes for tree in layout.model.axes.values() for axes in paths(tree).values()]
     return {
         axis
@@ -133,12 +133,12 @@ def _stacks(layout: Layout) -> set[str]:
 
 
 def _dims(shape) -> tuple[int, ...]:
-    """Without dims of size 1 and in no order: the compiler transposes as it likes."""
+    """Sorts dims and drops those of size 1, because the compiler transposes freely."""
     return tuple(sorted(d for d in shape if d > 1))
 
 
 def split(layout: Layout) -> list[str]:
-    """Logical axes of weights in use that the table splits: a matmul over one ends in a sum."""
+    """Logical axes of weights in use that the rules split; a matmul over one ends in a sum."""
     return [
         axis
         for axis, on in layout.zoo.LOGICAL_AXES.items()
@@ -147,7 +147,7 @@ def split(layout: Layout) -> list[str]:
 
 
 def activations(entry_name: str, layout: Layout) -> tuple[int, set[int]]:
-    """Positions of a batch on one device, and elements of a whole activation of all of them."""
+    """Positions of a batch on one device, and possible sizes of a whole activation."""
     zoo = layout.zoo
     outer = [
         axis
@@ -197,7 +197,7 @@ def classify(entry_name: str, layout: Layout, compiled: jax.stages.Compiled) -> 
 
 
 def textbook(entry_name: str, layout: Layout) -> Sent:
-    """What the strategy has to send, computed from shapes alone."""
+    """The elements that the strategy has to send, computed from shapes alone."""
     held, book = variables(layout).values(), Sent()
     # Each split weight is gathered for the forward pass, and again where a layer is rematerialised.
     weights = sum(
@@ -312,7 +312,7 @@ def on_auto_axes(layout):
 
 @pytest.fixture
 def replace(monkeypatch):
-    """A function of a name in zoo/sharding.py and another function for it, wherever the zoo uses it."""
+    """Returns a function that replaces a helper of zoo/sharding.py wherever the zoo uses it."""
 
     def everywhere(name, function):
         users = [
@@ -342,7 +342,7 @@ def test_rules_alone_are_not_fsdp(replace):
 
 
 def test_partial_sums_in_place_of_weights_are_seen(replace):
-    """`fsdp` that never gathers a weight: each device multiplies the part that it has."""
+    """`fsdp` without gathers: each device multiplies only its part of a weight."""
     layout = ENTRIES["dot_relu_dot"].layout("8", "fsdp")
     check_promise("dot_relu_dot", layout, compiled_step("dot_relu_dot", "fsdp", "8"))
     layout, parts = on_auto_axes(layout), jax.sharding.PartitionSpec(None, "data")

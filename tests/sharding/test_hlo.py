@@ -1,6 +1,6 @@
-"""Every transfer of a compiled program is counted, once: programs and texts with sums known by hand.
+"""Every transfer of a compiled program is counted once, in programs with sums known by hand.
 
-`python -m tests.by_hand.hlo_programs` holds the same programs to their sums as TPUs run them.
+`python -m tests.by_hand.hlo_programs` checks the same programs compiled for TPUs.
 """
 
 import pytest
@@ -160,7 +160,7 @@ def test_what_other_compilers_write(name):
 
 
 def test_what_crosses_slices_is_counted_apart():
-    """A program of the TPU compiler for two slices, as tests/by_hand/hlo_programs.py says."""
+    """Reads a recorded program for two TPU slices; see tests/by_hand/hlo_programs.py."""
     text = (ROOT / "tests" / "golden" / "two_slices.hlo").read_text()
     assert crosses(text) == ACROSS_SLICES
     assert {found.groups for found in hlo.crossing(text)} == {"{1,2}x{0:15}"}

@@ -1,4 +1,4 @@
-"""The proof: every entry × strategy × mesh computes the same, and is sharded as its table says."""
+"""The proof: every entry × strategy × mesh computes the same and is sharded by its rules."""
 
 import functools
 import itertools
@@ -67,7 +67,7 @@ def test_the_tables_fit_the_meshes_that_they_should(entry, golden):
 
 @pytest.mark.parametrize("entry", full_except(ENTRIES, list(ENTRIES)[:1]))
 def test_one_device_is_the_module_itself(entry):
-    """The 1x1 run, which all others are compared with, is the plain module with no mesh."""
+    """The 1x1 run, the reference for all others, equals the plain module without a mesh."""
     first, losses, grads, _ = reference(entry)
     # Eagerly, or with LLVM's vectors (see train/state.py), the last bit may differ.
     plain = jax.jit(
@@ -116,7 +116,7 @@ def test_same_start_losses_and_gradients(entry, strategy, mesh, golden):
 
 @pytest.mark.parametrize("entry", ENTRIES)
 def test_differences_on_record(entry, golden):
-    """What was measured stands in golden/, for every case, within the bounds."""
+    """The golden has a measurement within tolerance for every case."""
     text = golden.rewrite(DIFFERENCES, lambda text: text)
     record = {k: v for k, v in json.loads(text or "{}").items() if k.split()[0] == entry}
     cases = [" ".join(case) for case in CASES if case[0] == entry]
@@ -130,7 +130,7 @@ def test_differences_on_record(entry, golden):
 @pytest.mark.promise("layouts")
 @pytest.mark.parametrize("entry", ENTRIES)
 def test_parameters_lie_as_reviewed(entry, golden):
-    """A PartitionSpec for each table and parameter: swapped axes on a square weight show here."""
+    """Records every PartitionSpec, because shapes alone don't show swapped axes of a square weight."""
     lines = []
     for strategy, table in ENTRIES[entry].rules.items():
         used = used_axes(table)
@@ -186,7 +186,7 @@ FAST_PAIRS = [
 
 @pytest.fixture(scope="session")
 def saved(tmp_path_factory):
-    """A function of an entry and a mesh: a workdir with the state after five steps, and the state."""
+    """Returns a function of entry and mesh: (workdir with the state after five steps, the state)."""
 
     @functools.cache
     def save(entry: str, mesh: str):
@@ -217,7 +217,7 @@ def test_restore_is_bit_equal_from_any_mesh_to_any_other(entry, source, target, 
 @pytest.mark.promise("restore")
 @pytest.mark.parametrize("entry", full_except(ENTRIES, list(ENTRIES)[:1]))
 def test_orbax_alone_reads_the_state(entry, saved, tmp_path):
-    """In a process that can import nothing of ours."""
+    """Reads it in a process that imports nothing of this project."""
     workdir, want = saved(entry, FAST)
     code = """
 import sys, numpy, orbax.checkpoint as ocp

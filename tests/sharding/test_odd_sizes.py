@@ -89,7 +89,7 @@ def test_they_compute_what_one_device_computes(size, mesh, strategy):
 
 @pytest.mark.parametrize("vocabulary", [50_257, 151_669])
 def test_known_sizes_fit_sixteen_devices(vocabulary):
-    """GPT-2's and Qwen 3's vocabulary, and the 8 kv heads of Llama 3; nothing is computed."""
+    """GPT-2's and Qwen 3's vocabularies and Llama 3's 8 kv heads; nothing is computed."""
     config = Config(vocabulary, 64, 2, num_heads=32, num_kv_heads=8, head_dim=8, mlp=128)
     mesh = jax.sharding.AbstractMesh((1, 16), ("data", "model"))
     layout = make_layout(Transformer, config, mesh, "tp", batch_size=ROWS)
@@ -138,7 +138,7 @@ def asked(layout, axis):
 
 
 def test_other_commands_say_it_too(inside, quick, tmp_path):
-    """And recipes.generate: test_generation.py. They have no gradients."""
+    """test_generation.py covers recipes.generate. These commands have no gradients."""
     model, text = runs.talker(tmp_path / "model", 96, num_kv_heads=4), tmp_path / "a.txt"
     text.write_text("some words " * 9)
     for more, command in (
@@ -160,7 +160,7 @@ def test_what_divides_is_not_mentioned():
 
 @pytest.mark.parametrize("dim", ["embed", "mlp"])
 def test_other_dims_are_still_refused(dim):
-    """Replicating them in silence would undo the strategy."""
+    """Silently replicating them would undo the strategy."""
     config = dataclasses.replace(SIZES["heads alone"], **{dim: 60})
     with pytest.raises(UserError, match=f"split dim '{dim}'.* 60 is not divisible by 8"):
         make_layout(Transformer, config, make_mesh("8x1" if dim == "embed" else "1x8"), "fsdp_tp")

@@ -1,4 +1,4 @@
-"""Sharding rules: which table a run uses, a table of your own, and errors in one."""
+"""Sharding rules: which ones a run uses, your own rules, and errors in them."""
 
 import json
 import types
@@ -82,7 +82,7 @@ MINE = {"batch": ["data", "fsdp"], "embed": "fsdp", "hidden": None}
 
 @pytest.fixture
 def mine(tmp_path):
-    """A function of a JSON value, or a text: the path of a file with it."""
+    """Returns a function that writes a JSON value or a text to a file and returns its path."""
 
     def write(content) -> str:
         path = tmp_path / "mine.json"
@@ -238,7 +238,7 @@ def test_a_zoo_file_that_does_not_declare_an_axis(monkeypatch):
 
 
 def test_advice_is_good():
-    """The mesh and the batch size that a message proposes do work."""
+    """The mesh and batch size that a message proposes work."""
     layout("tp", "2x2")
     layout(batch=8)
     layout("hsdp_tp", "2x2x2")

@@ -90,7 +90,7 @@ def test_what_is_suggested_can_be_arranged():
 
 
 def test_local_devices_lie_as_before():
-    """As jax.make_mesh has them: the same losses and checkpoints, bit for bit."""
+    """The order is jax.make_mesh's, so losses and checkpoints stay bit-equal."""
     for sizes in ((8,), (4, 2), (1, 8), (2, 2, 2)):
         names = ("data", "fsdp", "model")[: len(sizes)]
         mesh = make_mesh(",".join(f"{n}={s}" for n, s in zip(names, sizes, strict=True)))
@@ -104,7 +104,7 @@ def test_local_devices_lie_as_before():
 
 
 class Held:
-    """What process_rows reads of a layout: each device's part of a batch."""
+    """The part of a layout that process_rows reads: each device's rows of a batch."""
 
     def __init__(self, devices: np.ndarray, rows: int, process: int):
         self.batch, self.batch_size = self, rows

@@ -4,7 +4,7 @@ import itertools
 
 
 class Device:
-    """What an arrangement reads of a device."""
+    """The attributes of a device that arranging a mesh reads."""
 
     def __init__(self, number: int, **facts):
         self.id, self.core_on_chip = number, 0
@@ -31,7 +31,7 @@ def tpus(count: int, x: int, y: int, z: int = 1, kind: str = "TPU v5 lite") -> l
 
 
 def gpus(nodes: int, each: int, processes: int = 0) -> list[Device]:
-    """Nodes of GPUs, of a process each, or of as many as they have GPUs (Slurm's way)."""
+    """Nodes of GPUs, with one process for each node or for each `processes` GPUs (Slurm's way)."""
     return [
         Device(i, platform="gpu", device_kind="NVIDIA H100", slice_index=i // each,
                process_index=i // (processes or each))
@@ -40,7 +40,7 @@ def gpus(nodes: int, each: int, processes: int = 0) -> list[Device]:
 
 
 def cpus(count: int, each: int) -> list[Device]:
-    """Simulated devices of processes on one machine: one slice, says JAX."""
+    """Simulated devices of processes on one machine, which JAX reports as one slice."""
     return [
         Device(i, platform="cpu", device_kind="cpu", slice_index=0, process_index=i // each)
         for i in range(count * each)

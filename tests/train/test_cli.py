@@ -109,7 +109,7 @@ def test_axes_are_ordered_outermost_first_and_other_names_follow():
 
 
 def test_axes_may_share_a_ring_of_a_tpu_slice(monkeypatch):
-    """What jax.make_mesh will not lay out (16x16 on chips wired 4x8x8) is laid out all the same."""
+    """Arranges meshes that jax.make_mesh refuses, such as 16x16 on chips wired 4x8x8."""
     axes = {"data": 2, "fsdp": 2, "model": 2}
     plain = mesh.arrange(axes, jax.devices())
 

@@ -78,7 +78,7 @@ def entry_of(config) -> str:
 
 
 def plain(config):
-    """Without adapters."""
+    """The config without adapters."""
     default = type(config).lora_targets
     return dataclasses.replace(config, lora_rank=0, lora_alpha=16.0, lora_targets=default)
 
@@ -90,7 +90,7 @@ def layout_of(config, mesh: str = "1x1", rules: str | None = None):
 
 @functools.cache
 def variables(name: str) -> dict:
-    """Of a model whose adapters change something, on the host."""
+    """Variables of a model with non-zero adapters, on the host."""
     shapes, random = layout_of(CONFIGS[name]).model.shapes, np.random.default_rng(0)
 
     def value(path, leaf):
@@ -178,7 +178,7 @@ def test_experts_have_no_adapters():
 
 
 def test_in_bfloat16_what_an_adapter_adds_is_not_lost_in_the_weight(strict):
-    """A thousandth of a weight: W + A·B in bfloat16 would be W."""
+    """A·B is a thousandth of W, which bfloat16's W + A·B would lose."""
 
     def weight(value, *axes):
         value = jnp.asarray(value, jnp.bfloat16)
@@ -262,7 +262,7 @@ def test_meshes_agree_on_losses_and_gradients(name, mesh):
 
 
 def test_the_report_says_what_is_trained():
-    """SmolLM2-135M with rank 8: what the issue promises."""
+    """Checks the numbers for SmolLM2-135M with rank 8."""
     smol = Config(49_152, 576, 30, num_heads=9, num_kv_heads=3, head_dim=64, mlp=1_536, lora_rank=8)
     state = abstract_state(layout_of(smol), OPTIMIZER)
     assert report.total(state) == (
@@ -287,7 +287,7 @@ WIDE = {"num_heads": 4, "num_kv_heads": 4, "head_dim": 64, "mlp": 1_024}
     ids=entry_of,
 )
 def test_a_step_holds_no_gradient_of_a_frozen_weight(config, quick):
-    """Nor a copy of the base: the state's memory is used again."""
+    """Nor does it copy the base: the state's memory is reused."""
     held = {}
     for rank in (0, 2):
         layout = layout_of(dataclasses.replace(config, lora_rank=rank))
@@ -325,7 +325,7 @@ class Disk(NamedTuple):
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory):
-    """A function of a name in CONFIGS: its adapter on disk, and what it holds."""
+    """Returns a function of a name in CONFIGS: its adapter on disk and the adapter's content."""
 
     @functools.cache
     def save(name: str) -> Disk:
@@ -352,7 +352,7 @@ def made(saved) -> Disk:
 
 @pytest.fixture
 def disk(made, tmp_path) -> Disk:
-    """A copy, to be changed; the adapter's base is still the first one."""
+    """A copy to change; the adapter's base is still the original."""
     shutil.copytree(made.base.parent, tmp_path / "copy")
     return Disk(tmp_path / "copy" / "base", tmp_path / "copy" / "run", made.state)
 
@@ -536,7 +536,7 @@ def test_the_content_of_a_model_folder_is_hashed_once(tmp_path, monkeypatch):
 
 @pytest.mark.full
 def test_a_run_trains_an_adapter_resumes_and_is_given_on(inside, book, quick, tmp_path):
-    """From a model folder, on 4x2; continued on 1x8; evaluated, published and exported, merged."""
+    """Trains on a model folder on 4x2, resumes on 1x8; evaluates, publishes and exports merged."""
 
     def train(*flags):
         done = inside("recipes.transformer", *TINY[1:], book, *flags)
@@ -609,7 +609,7 @@ def tensors_of(folder):
     ("base", "name"), full_except([("llama3", "tiny"), ("mixtral", "moe")], [("llama3", "tiny")])
 )
 def test_ours_are_written_as_peft_writes_them(base, name, tmp_path, saved):
-    """Theirs, read and written again, is the same; one of our runs is theirs, and comes back."""
+    """A PEFT adapter survives import and export; one of our runs survives export and import."""
     golden, made, lora = GOLDEN / f"{base}_lora", saved(name), CONFIGS[name]
     path = f"hf:{GOLDEN / base}"
     recipes.hf.export(recipes.hf.Export(str(golden), str(tmp_path / "back"), path, adapter=True))
@@ -641,7 +641,7 @@ def test_ours_are_written_as_peft_writes_them(base, name, tmp_path, saved):
 
 @pytest.mark.full
 def test_a_peft_adapter_takes_buffers_from_its_base(saved, tmp_path):
-    """The experts' biases. No Hugging Face architecture has them, so exporting them is refused."""
+    """These are experts' biases. No Hugging Face architecture has them, so export refuses them."""
     moe_run, run = saved("moe"), saved("biases")
     recipes.hf.export(recipes.hf.Export(str(moe_run.run), str(tmp_path / "peft"), adapter=True))
     found = checkpoint.find(tmp_path / "peft", base=str(run.base))

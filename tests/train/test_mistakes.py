@@ -329,7 +329,7 @@ def place(tmp_path_factory):
 
 @pytest.fixture
 def here(place, inside, quick, book):
-    """A folder with what the rows name: good and bad data, workdirs and checkpoints."""
+    """A folder with the files that the rows name: good and bad data, workdirs and checkpoints."""
     if not any(place.iterdir()):
         flags = (*TINY, book, "--mesh=1x1", "--steps=1", f"--workdir={place / 'run'}")
         assert inside("recipes.transformer", *flags).code == 0
@@ -338,10 +338,10 @@ def here(place, inside, quick, book):
 
 
 def fill(folder: pathlib.Path) -> None:
-    """Makes all the rest in a folder with a run."""
+    """Adds all other files to a folder with a run."""
 
     def copy(name: str, change) -> None:
-        """A run whose metadata is changed: a function of the dict, or a text in its place."""
+        """Copies a run; `change` is a function of its metadata, or a text to replace it."""
         shutil.copytree(folder / "run", folder / name)
         checkpoint = folder / name / "checkpoints" / "1"
         path = checkpoint / "metadata" / "metadata"
@@ -403,7 +403,7 @@ def fill(folder: pathlib.Path) -> None:
 
 
 def everything(folder: pathlib.Path) -> dict[pathlib.Path, int]:
-    """Every file with its time, and every folder."""
+    """All files with their times, and all folders."""
     found = folder.rglob("*")
     return {path: path.stat().st_mtime_ns if path.is_file() else 0 for path in found}
 
@@ -435,7 +435,7 @@ def command_line(flags, here, book) -> list[str]:
 
 @pytest.fixture(autouse=True)
 def alone(monkeypatch):
-    """Flags of several processes are forgotten after a test."""
+    """Resets the flags of several processes after a test."""
     monkeypatch.setattr(processes, "_count", 1)
 
 

@@ -1,4 +1,4 @@
-"""recipes.dot_relu_dot and recipes.mlp as a user runs them."""
+"""recipes.dot_relu_dot and recipes.mlp as users run them."""
 
 import json
 import shutil
@@ -16,7 +16,7 @@ pytestmark = pytest.mark.promise("resume")
 
 @pytest.fixture
 def train(inside):
-    """A function of a recipe and flags that returns what it printed."""
+    """Returns a function of a recipe and flags that runs it and returns its output."""
 
     def command(recipe, *flags, by=inside):
         done = by(f"recipes.{recipe}", *flags)
@@ -64,7 +64,7 @@ def check_dot_relu_dot(out, workdir, steps):
 
 
 def check_mlp(out, workdir) -> str:
-    """The line with the accuracy."""
+    """Returns the line with the accuracy."""
     ((accuracy, loss),) = records(workdir, "held_out_accuracy", "held_out_loss")
     line = f"Held-out accuracy {accuracy:.4f}: {accuracy * 360:.0f} of 360 images; loss {loss:.4f} nats."
     assert_in_order(out, [line, f"Loss curve and confusion matrix: {workdir}/learning.png"])

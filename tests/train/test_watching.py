@@ -37,7 +37,7 @@ FIELDS = ("step", "loss", "grad_norm", "learning_rate")
 
 @pytest.fixture
 def train(inside, quick, book):
-    """A function of a workdir and flags that trains a tiny Transformer."""
+    """Returns a function of a workdir and flags that trains a tiny Transformer."""
 
     def command(workdir, *flags):
         flags = (*TINY, book, "--mesh=4x2", "--log_every=1", *flags, f"--workdir={workdir}")
@@ -55,7 +55,7 @@ def place(tmp_path_factory):
 
 @pytest.fixture
 def watched(place, train, monkeypatch):
-    """A run of 12 steps with everything on, made when it is first asked for; (folder, output)."""
+    """(folder, output) of a run of 12 steps with everything on, made on first use."""
     if not (place / "out").exists():
         compiled, lower = [], Layout.lower
         monkeypatch.setattr(
@@ -100,7 +100,7 @@ def test_bits_per_byte_count_the_bytes_behind_the_tokens():
 
 
 def test_each_evaluation_is_there_once_after_a_kill(watched, train, tmp_path):
-    """Killed after step 8 was saved: before its evaluation was logged, and it became the best."""
+    """Simulates a kill after step 8 was saved, before its evaluation was logged and it became best."""
     folder, _ = watched
     shutil.copytree(folder, tmp_path / "w")
     shutil.rmtree(tmp_path / "w" / "checkpoints" / str(STEPS))
@@ -136,7 +136,7 @@ def state(step):
 
 
 def kept(workdir: pathlib.Path) -> list[int]:
-    """Steps in best/, each of them whole."""
+    """Steps in best/, after checking that each is whole."""
     steps = checkpoint.steps_in(workdir / "best")
     assert all(checkpoint.verify(workdir / "best" / str(step)) == "" for step in steps)
     return steps
@@ -170,7 +170,7 @@ class Killed(BaseException):
 
 @pytest.mark.promise("best-checkpoint")
 def test_a_kill_at_any_instant_leaves_a_best_checkpoint(tmp_path, monkeypatch):
-    """Killed before each change to the file system that keeping a new best one makes."""
+    """Kills before each change to the file system that keeping a new best checkpoint makes."""
     with saving(tmp_path / "w", keep=2) as saver:
         saver.save(1, state(1))
         saver.keep_best(1, state(1), {"loss": 3.0})
@@ -247,7 +247,7 @@ def test_tensorboard_of_a_run_that_began_without_it(watched, train, tmp_path):
 
 
 def test_tensorboard_has_the_steps_of_runs_without_it(tmp_path):
-    """Steps 10 to 20, the first of which a kill tore, and one that is taken again."""
+    """Covers steps 10 to 20, the first torn by a kill, and one that is repeated."""
     lines = [{"step": step, "loss": 1 / step} for step in range(1, 31)]
     for first, last in ((0, 10), (20, 24), (22, 30)):
         board = Board(tmp_path, first, lines[:first])
@@ -304,7 +304,7 @@ def test_mfu_is_there_where_the_peak_is_known(train, watched, tmp_path, monkeypa
 
 
 def test_peaks_are_of_one_device_in_bfloat16():
-    """device_kind as JAX's TPU compiler and NVIDIA's driver give it."""
+    """Uses device_kind as JAX's TPU compiler and NVIDIA's driver report it."""
     for kind, peak in {
         "NVIDIA H100 80GB HBM3": 989e12,
         "NVIDIA H100 PCIe": 756e12,
