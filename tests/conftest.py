@@ -120,7 +120,7 @@ def group(test: str) -> str:
         return test  # nothing is shared
     if file in ("test_meshes.py", "test_collectives.py", "test_published.py"):
         entry = next((name for name in ENTRIES if f"[{name}" in case), "")
-        # Of a restore, the mesh that it was saved from.
+        # For restores, this is the mesh that was saved from.
         mesh = re.search(r"-(\d+(?:x\d+)*\b|\w+=\d[\w=,]*)", case)
         parts = (entry, mesh[1] if mesh else "")
         return "-".join(parts if file != "test_published.py" else (file, entry))

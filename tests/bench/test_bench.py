@@ -41,7 +41,7 @@ def test_flops_by_hand():
         "causal": 6 * n * tokens + square / 2,
         "full": 6 * n * tokens + square,
     }
-    # Of a window, the triangle in which it begins, and the band behind that.
+    # A window has the triangle in which it begins, and the band after that.
     for window, share in ((4, (16 * 4 - 4 * 4 / 2) / 16**2), (16, 1 / 2), (99, 1 / 2)):
         config = dataclasses.replace(PLAIN, sliding_window=window)
         found = flops.decoder(config, 16, batch_size=2)["causal"]
@@ -352,7 +352,7 @@ def test_slices_are_described_as_they_are_wired(monkeypatch, kind, chips, descri
 
 
 @pytest.mark.promise("collectives-counted")
-def test_what_crosses_slices_is_a_table(monkeypatch, capfd):
+def test_traffic_between_slices_is_a_table(monkeypatch, capfd):
     """Four devices stand for each slice, and the recorded program of two for the compiled step."""
     text = (ROOT / "tests" / "golden" / "two_slices.hlo").read_text()
     asked = []
@@ -391,7 +391,7 @@ def test_nodes_are_groups_joined_by_nvlink(kind, gpus, wired, gigabytes):
     assert described["target_config"].count("{") == described["target_config"].count("}")
 
 
-def test_a_gpu_s_program_that_does_not_fit_is_told(monkeypatch):
+def test_a_gpu_program_that_does_not_fit_is_reported(monkeypatch):
     """NVIDIA's compiler, unlike the TPU's, accepts programs that don't fit."""
 
     class Program:
@@ -405,7 +405,7 @@ def test_a_gpu_s_program_that_does_not_fit_is_told(monkeypatch):
     assert isinstance(targets.compile_step(step, "v5e", "this"), Program)
 
 
-def test_the_limits_of_gpu_programs_are_told_last():
+def test_the_limits_of_gpu_programs_are_reported_last():
     assert targets.caveats(["v5e", "cpu"]) == []
     (line,) = targets.caveats(["v5e", "h100"])
     assert "not autotuned" in line
@@ -515,7 +515,7 @@ def test_a_gpu_row_that_fails_is_a_row(sweep):
     assert {row.batch for row in tried} == {32}, "where 32 do not fit, more do not"
 
 
-def test_a_kernel_that_is_wrong_is_told_at_the_end(sweep):
+def test_a_wrong_kernel_is_reported_at_the_end(sweep):
     def find(row, _):
         wrong = row.what == "check" and row.attention == "cudnn"
         return {"failed": "2×512, 4/4 heads of 64: dk off by 3.0e-01"} if wrong else found(row)

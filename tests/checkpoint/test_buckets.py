@@ -92,7 +92,7 @@ def test_a_checkpoint_is_finished_hashed_kept_and_dropped_as_on_a_disk(bucket, t
         there, here = at(f"checkpoints/{step}"), tmp_path / "checkpoints" / str(step)
         assert checkpoint.verify(there) == ""
         assert_bit_equal(state_of(folders.at(WORKDIR), step), state_of(tmp_path, step))
-        # What Orbax calls its files of arrays is by chance.
+        # Orbax gives its array files random names.
         plain = {name for name in folders.sizes(here) if "/d/" not in name}
         assert plain == {name for name in folders.sizes(there) if "/d/" not in name}
     assert in_folder(bucket, "checkpoints") == ["6", "9"], "nothing of 3 is left"
@@ -157,7 +157,7 @@ def in_folder_of(snapshot) -> set[tuple[str, str]]:
 
 
 @pytest.mark.promise("one-run")
-def test_of_two_starts_one_wins_and_a_dead_one_is_taken_over(bucket, monkeypatch):
+def test_one_of_two_starts_wins_and_a_dead_owner_is_replaced(bucket, monkeypatch):
     monkeypatch.setattr(lock, "BEAT_SECONDS", 0.1)
     taken, refused = [], []
 
@@ -228,7 +228,7 @@ def no_programs():
 # ---- mistakes ------------------------------------------------------------------------------------
 
 
-def test_a_bucket_that_cannot_be_used_is_one_sentence(bucket, monkeypatch, inside, no_programs):
+def test_an_unusable_bucket_is_one_line(bucket, monkeypatch, inside, no_programs):
     def says(name: str) -> str:
         with pytest.raises(UserError) as caught:
             folders.at(name, "--workdir")
@@ -303,7 +303,7 @@ def test_a_bucket_that_is_lost_after_the_last_save_is_a_warning(bucket, capfd):
 
 
 @pytest.mark.full
-def test_what_is_refused_midway_is_one_sentence(bucket, inside, tmp_path, capfd, monkeypatch):
+def test_access_refused_midway_is_one_line(bucket, inside, tmp_path, capfd, monkeypatch):
     models, target = {"export": talker(tmp_path / "zoo", 32)}, "gs://zoo/new"
     models["import"] = MODELS / "llama3"
     for (command, source), part in zip(models.items(), ("safetensors", "/d/"), strict=True):
@@ -351,7 +351,7 @@ def refuse(which):
 
 
 @pytest.mark.full
-def test_refused_writes_are_told_and_the_next_save_works(bucket, capfd, monkeypatch):
+def test_refused_writes_are_reported_and_the_next_save_works(bucket, capfd, monkeypatch):
     monkeypatch.setattr(sys, "unraisablehook", start._unraisable)  # as runs do, for TensorStore
     with bucket.failing(refuse(writes("checkpoints/2/"))):
         with saving(WORKDIR, keep=3) as saver:
@@ -381,7 +381,7 @@ def test_refused_writes_are_told_and_the_next_save_works(bucket, capfd, monkeypa
 
 
 @pytest.mark.full
-def test_what_a_server_does_for_a_while_is_the_libraries_to_try_again(bucket, capfd):
+def test_transient_server_errors_are_retried(bucket, capfd):
     seen: set[tuple] = set()
     answers = [503, 429, CUT]
 
@@ -416,7 +416,7 @@ def test_a_lock_is_ours_though_the_answer_was_lost(bucket):
 
 @pytest.mark.promise("one-run")
 @pytest.mark.full
-def test_a_run_that_was_silent_for_long_stops(bucket, monkeypatch):
+def test_a_run_that_lost_its_lock_stops(bucket, monkeypatch):
     """After a takeover the old run overwrites nothing; the new one saves the remaining steps."""
     monkeypatch.setattr(lock, "STALE_SECONDS", -1)
     monkeypatch.setattr(lock, "SURE_SECONDS", 0)
@@ -492,7 +492,7 @@ def test_a_run_in_a_bucket_is_the_run_on_a_disk(bucket, book, quick, inside, tmp
         here / "best" / "6" / "held_out.json"
     ).read_text()
 
-    # A save that fails is told, and so is the end.
+    # A failed save is reported, and so is the end.
     with monkeypatch.context() as patch, bucket.failing(refuse(writes("checkpoints/8/"))):
         patch.setattr(sys, "unraisablehook", start._unraisable)
         done = train("--mesh=2x4", "--steps=8", f"--workdir={there}")

@@ -83,7 +83,7 @@ def test_lines_of_metrics_are_on_disk_before_a_checkpoint_of_their_steps(tmp_pat
     assert path.read_text() == '{"step": 1}\n'
 
 
-def test_what_is_published_imported_or_exported_is_on_disk_before_it_is_reported(tmp_path, calls):
+def test_published_imported_and_exported_files_are_on_disk_before_the_report(tmp_path, calls):
     for name, write in {"zoo": lambda folder: talker(folder, 32), "hf": export}.items():
         calls.clear()
         folder = tmp_path / name / "new" / "mine"

@@ -174,7 +174,7 @@ def test_a_bare_name_is_a_published_one_wherever_one_is(tmp_path, monkeypatch):
         checkpoint.find("mlp.digits")
 
 
-def test_an_unknown_name_is_told_the_known_ones():
+def test_an_unknown_name_is_answered_with_the_known_ones():
     with pytest.raises(UserError) as caught:
         checkpoint.restore("mlp.digit", make_mesh("8"))
     assert str(caught.value) == (
@@ -293,7 +293,7 @@ def test_a_run_is_published_and_evaluated_elsewhere(inside, runs):
     assert probe.loss(layout, variables, batch) == pytest.approx(golden, abs=1e-5, rel=0)
 
 
-def test_its_steps_are_timed_and_its_figures_are_of_its_step(tmp_path):
+def test_a_published_card_has_the_figures_of_its_step(tmp_path):
     folder = tmp_path / "checkpoints" / "20"
     lines = [
         {"step": 10, "step_seconds": 2.0}, {"step": 20, "step_seconds": 1.0},
@@ -440,7 +440,7 @@ def test_nothing_is_unpickled(name, copied, tmp_path, monkeypatch):
     whole = (copied / name).read_bytes()
     (copied / name).write_bytes(evil)
     assert name in refused(copied)
-    # As many bytes as there were, so that it passes where hashes are not looked at.
+    # It has as many bytes as before, so it passes where hashes are not checked.
     (copied / name).write_bytes(evil[: len(whole)].ljust(len(whole), b"."))
     monkeypatch.setattr(sys, "unraisablehook", start._unraisable)
     with contextlib.suppress(UserError):

@@ -338,7 +338,7 @@ def test_conversations_are_always_packed(folder):
 
 
 @pytest.mark.parametrize("block", [7, packing.BLOCK])
-def test_what_does_not_fit_a_row_is_told(folder, block, monkeypatch):
+def test_conversations_too_long_for_a_row_are_reported(folder, block, monkeypatch):
     monkeypatch.setattr(packing, "BLOCK", block)
     rows, length = chats(40, longest=60), 128
     data = load(write(folder / "a.jsonl", rows), seq_len=length)
@@ -416,7 +416,7 @@ def test_batches_are_the_same_cold_resumed_and_on_any_number_of_processes(mixed)
 # ---- the cache -----------------------------------------------------------------------------------
 
 
-def test_the_cache_knows_what_writes_a_conversation(folder):
+def test_the_cache_key_has_the_template_and_control_tokens(folder):
     """Its key has the template and the tokens around a text; a corpus of plain text ignores them."""
     name = write(folder / "a.jsonl", chats(10))
     (folder / "t.txt").write_text("some text " * 100)
@@ -581,7 +581,7 @@ def test_learning_rates(recipe, flags, wanted, tmp_path):
         (["--workdir={here}/new", "--seq_len=8"], "no answer of its training rows begins within the first --seq_len=8 tokens; use --seq_len="),
     ],
 )  # fmt: skip
-def test_what_does_not_go_together_is_one_line(flags, message, here, inside):
+def test_incompatible_flags_are_one_line(flags, message, here, inside):
     before = everything(here)
     done = tune(inside, here, "--steps=40", *(flag.replace("{here}", str(here)) for flag in flags))
     assert done.code == 2

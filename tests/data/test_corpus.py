@@ -109,7 +109,7 @@ def test_processes_that_tokenise_import_no_jax():
     subprocess.run([sys.executable, "-c", program], cwd=ROOT, check=True)
 
 
-def test_a_process_that_is_killed_is_told_and_its_work_done_again(path, monkeypatch):
+def test_a_killed_process_is_reported_and_its_work_repeated(path, monkeypatch):
     for name, value in (("CHUNK", 5_000), ("SMALL", 2)):
         monkeypatch.setattr(corpus, name, value)
     with monkeypatch.context() as patched:
@@ -120,7 +120,7 @@ def test_a_process_that_is_killed_is_told_and_its_work_done_again(path, monkeypa
 
 
 @pytest.mark.parametrize("few", [0, 100], ids=["processes", "here"])
-def test_a_full_disk_is_told_and_what_is_done_is_kept(path, monkeypatch, few):
+def test_a_full_disk_is_reported_and_finished_work_is_kept(path, monkeypatch, few):
     monkeypatch.setattr(corpus, "CHUNK", 5_000)
     monkeypatch.setattr(corpus, "SMALL", few)
     content = corpus._content(*sources.find(str(path)))[1]
@@ -141,7 +141,7 @@ def test_a_full_disk_is_told_and_what_is_done_is_kept(path, monkeypatch, few):
 
 @pytest.mark.promise("user-errors")
 @pytest.mark.parametrize("call", ["is_file", "open", "read_bytes"])
-def test_a_source_that_may_not_be_read_is_told(path, monkeypatch, call):
+def test_an_unreadable_source_is_reported(path, monkeypatch, call):
     """Errors from listing, hashing and tokenising name the source, not the cache."""
 
     def refused(*_, **__):
@@ -185,7 +185,7 @@ def test_a_file_that_changes_while_it_is_read_is_refused(path, monkeypatch, more
     assert not list((path.parent / "cache").rglob("*"))
 
 
-def test_tokens_are_known_by_content_and_tokenizer(path, tmp_path):
+def test_the_cache_key_has_content_and_tokenizer(path, tmp_path):
     (tmp_path / "copy").mkdir()
     copy = tmp_path / "copy" / path.name
     copy.write_bytes(path.read_bytes())
@@ -194,7 +194,7 @@ def test_tokens_are_known_by_content_and_tokenizer(path, tmp_path):
     assert bytes_.folder != tokens.folder != prepare(path, small(start=False)).folder
 
 
-def test_a_dataset_of_the_hub_is_known_by_its_commit(path, monkeypatch):
+def test_the_cache_key_of_a_hub_dataset_has_its_commit(path, monkeypatch):
     """A changed dataset is tokenised again; the last version is used if the Hub is unreachable."""
     library, answers = hub.library(), iter(())
     load = functools.partial(library.load_dataset, "json", data_files={"train": str(path)})

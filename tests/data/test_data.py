@@ -150,7 +150,7 @@ def test_evaluation_covers_every_window_exactly_once(stdlib, corpus, shards):
     assert (whole["targets"][count:] == -1).all(), "the last batch is filled up with padding"
 
 
-def test_what_a_run_must_know_of_its_text(stdlib, corpus):
+def test_facts_that_a_run_records_of_its_text(stdlib, corpus):
     facts = {"dataset": "stdlib", "seq_len": 64, "fingerprint": corpus.fingerprint}
     assert (stdlib.facts, stdlib.unit, stdlib.units, stdlib.config) == (facts, "tokens", 64, {})
 

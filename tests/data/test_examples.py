@@ -87,7 +87,7 @@ def test_evaluation_weighs_each_example_once():
 # ---- the loss of a batch ---------------------------------------------------------------------------
 
 ROWS = 8
-# What marks it.
+# Entry → the part of a batch that marks padding.
 PADDING = {"dot_relu_dot": "weight", "mlp": "label", "transformer": "targets", "moe": "targets"}
 
 

@@ -124,7 +124,7 @@ def test_every_token_but_the_first_of_a_document_is_a_target_once(
 
 
 @pytest.mark.promise("user-errors")
-def test_an_index_that_can_not_be_kept_is_told(tmp_path):
+def test_an_index_that_can_not_be_kept_is_reported(tmp_path):
     (tmp_path / "file").touch()
     tokens, starts = np.arange(9, dtype=np.uint16), np.array([0])
     with pytest.raises(DataError, match=r"can't be written \(Not a directory\); make room, or set"):
@@ -228,7 +228,7 @@ def test_the_held_out_rows_of_a_mix_are_those_of_all_its_sources(files, mixed):
     assert mixed.held_out_bytes == sum(one.held_out_bytes for one in alone)
 
 
-def test_what_a_run_must_know_of_packed_and_mixed_text(files, packed, mixed):
+def test_facts_that_a_run_records_of_packed_and_mixed_text(files, packed, mixed):
     plain = text.load(files[1], seq_len=64)
     assert plain.facts.keys() == {"dataset", "seq_len", "fingerprint"}
     assert plain.config == {}

@@ -167,7 +167,7 @@ def test_a_model_of_bytes_is_exported_with_its_bytes(inside, tmp_path):
     assert not (back / "tokenizer").exists()
 
 
-# What the model is made with, and what is asked of it → the sentence.
+# (flags, part of the error that they cause)
 ROWS = [
     (["--workdir={here}/run", "--size=tiny", "--tokenizer={here}/other"], "--tokenizer={here}/other (SHA-256 "),
     (["--workdir={here}/run", "--size=tiny", "--tokenizer=bytes"], "must be the tokenizer of {here}/run/checkpoints/2 ("),

@@ -60,7 +60,7 @@ def test_text_that_spells_a_control_token_stays_text(tokens):
         assert tokens.end[0] in tokens.encode_rendered("<|im_end|></s>")
 
 
-def test_what_starts_a_text_and_what_ends_it(tokens):
+def test_tokens_that_start_and_end_a_text(tokens):
     wanted = {"bytes": (256, ()), "byte_level": (None, (2, 0)), "metaspace": (1, (2,))}
     start, end = wanted[tokens.name]
     assert (tokens.start, tokens.end) == ((start,) if start is not None else (), end)

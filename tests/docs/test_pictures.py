@@ -34,7 +34,7 @@ def test_the_picture_of_the_strategies_is_up_to_date(background, request):
     xml.etree.ElementTree.fromstring(drawn)
 
 
-def test_a_device_s_part_is_filled_where_it_lies():
+def test_a_device_s_part_is_filled_in_place():
     """Under tp on 1x8 device 3 holds columns 48 to 64 of w1, an eighth of its width."""
     panel = {"tp": layouts()["tp, --mesh=1x8"]}
     root = xml.etree.ElementTree.fromstring(picture.strategies(panel, "light"))

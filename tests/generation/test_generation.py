@@ -126,14 +126,14 @@ def test_a_step_writes_one_slot_of_the_cache_in_place(mesh, rules):
     shape = (8, 1, 16_384, 8 // layout.mesh.shape["model"], 8)
     assert cache == 2 * 4 * math.prod(shape)
     assert memory.alias_size_in_bytes >= cache, "it comes out where it went in"
-    # Of the eight layers' caches, one at most is held a second time, to be multiplied.
+    # At most one of the eight layers' caches is held a second time, to be multiplied.
     assert memory.temp_size_in_bytes < 0.3 * cache
     whole = "f32[" + ",".join(map(str, shape)) + "]"
     copies = [line for line in decode.as_text().splitlines() if "copy" in line.split("(")[0]]
     assert not [line for line in copies if whole in line.split("=")[1][:60]]
 
 
-def test_a_generator_says_what_a_step_must_read():
+def test_a_generator_reports_the_bytes_that_a_step_reads():
     layout, variables = restored("smollm", "1x1", "dp")
     generator = Generator(layout, variables, Sampling(), (), 64)
     list(generator([np.array([1])], 3))
@@ -158,7 +158,7 @@ def test_top_k_and_top_p_leave_the_tokens_they_should():
     assert kept(logits, top_k=2).tolist() == [[0, 1, 0, 0, 1], [1, 1, 1, 1, 1]]  # ties stay
     assert kept(logits, top_p=0.64).tolist() == [[0, 1, 0, 0, 1], [1, 0, 0, 0, 0]]
     assert kept(logits, top_p=0.66).tolist() == [[0, 1, 0, 1, 1], [1, 0, 0, 0, 0]]
-    # Of the two that top_k leaves, the first alone has 0.4 / 0.65 of their probability.
+    # The first of the two tokens that top_k leaves has 0.4 / 0.65 of their probability.
     assert kept(logits[:1], top_k=2, top_p=0.6).tolist() == [[0, 1, 0, 0, 0]]
     assert kept(logits, top_p=1e-9).sum(axis=1).tolist() == [1, 1]
     assert kept(logits).all()
@@ -302,7 +302,7 @@ def test_a_dialogue_reads_the_whole_conversation(inside, quick, talker, monkeypa
     assert alone.out.splitlines()[1] == first.splitlines()[0]
 
 
-def test_what_generation_config_says_is_the_default():
+def test_generation_config_gives_the_defaults():
     from recipes.generate import Generate, sampling
 
     def tokens(**said):

@@ -83,7 +83,7 @@ FAST = [family for family in FAMILIES if family not in SLOW]
 
 
 @pytest.mark.parametrize("family", full_except(FAMILIES, FAST))
-def test_logits_are_theirs_on_one_device_and_on_a_mesh(family, strict):
+def test_logits_match_transformers_on_one_device_and_on_a_mesh(family, strict):
     wanted = np.load(GOLDEN / family / "logits.npy")
     assert np.abs(wanted).max() > 1, "a tolerance means nothing beside logits near 0"
     for mesh, rules in ALL_FAMILIES[family].meshes[:2]:
@@ -92,7 +92,7 @@ def test_logits_are_theirs_on_one_device_and_on_a_mesh(family, strict):
 
 
 @pytest.mark.parametrize("family", full_except(["qwen2", "qwen3_moe"], ["qwen3_moe"]))
-def test_a_restored_model_can_be_called_as_it_is(family):
+def test_a_restored_model_can_be_called_without_a_mesh_context(family):
     """Called outside any mesh context, although biases are split at rest and it is dropless."""
     mesh = jax.make_mesh((2, 4), ("data", "model"))
     model, _ = checkpoint.restore(f"hf:{GOLDEN / family}", mesh)
@@ -366,7 +366,7 @@ def test_a_large_model_is_written_in_files_with_an_index(tmp_path, monkeypatch):
     assert_bit_equal(params_of(f"hf:{tmp_path / 'back'}"), params_of(f"hf:{source}"))
 
 
-def test_what_no_architecture_of_theirs_has_is_not_written(tmp_path):
+def test_options_without_an_architecture_in_transformers_are_not_exported(tmp_path):
     config = Config(64, 32, 2, 8, 4, 4, 32, qkv_bias=True, qk_norm=True)
     with pytest.raises(UserError, match="no Hugging Face architecture has both qkv_bias and qk_"):
         hf.write(tmp_path / "out", "transformer", config, 64, lambda path: pytest.fail("read"))
@@ -394,14 +394,14 @@ def test_what_no_architecture_of_theirs_has_is_not_written(tmp_path):
         ({"layer_kinds": (Kind(5, 1e4), Kind(None, 1e4))}, "windows in some layers only"),
     ],
 )
-def test_experts_that_no_architecture_of_theirs_has_are_not_written(fields, said, tmp_path):
+def test_experts_without_an_architecture_in_transformers_are_not_exported(fields, said, tmp_path):
     config = dataclasses.replace(moe.Config.tiny(), **fields)
     with pytest.raises(UserError, match=f"with experts has {said}; use a model without it"):
         hf.write(tmp_path / "out", "moe", config, 64, lambda path: pytest.fail("read"))
     assert list(tmp_path.iterdir()) == []
 
 
-def test_older_names_of_their_experts_are_known(folder):
+def test_older_names_of_transformers_experts_are_known(folder):
     """Newer versions of transformers call Qwen3-MoE's `num_experts` `num_local_experts`."""
     theirs = folder("qwen3_moe")
     before = hf.Folder(theirs).config
@@ -486,7 +486,7 @@ def test_a_write_that_fails_leaves_nothing(tmp_path):
         ("smollm", {"tie_word_embeddings": False}, "is missing tensor lm_head.weight;"),
     ],
 )  # fmt: skip
-def test_models_that_are_not_ours_are_refused_by_name(folder, family, changes, said):
+def test_unsupported_architectures_are_refused_by_name(folder, family, changes, said):
     theirs = folder(family)
     edit(theirs, **changes)
     with pytest.raises(UserError) as caught:

@@ -67,7 +67,7 @@ ocp.PyTreeCheckpointHandler.async_save = fails
     ],
     ids=["flags", "version", "disk"],
 )  # fmt: skip
-def test_processes_that_differ_are_told_at_the_start(each, around, told, tmp_path):
+def test_processes_that_differ_are_refused_at_the_start(each, around, told, tmp_path):
     flags = (*SMALLEST, "--steps=5", f"--workdir={tmp_path / 'w'}")
     run = LocalProcesses(2, *flags, each=each, around=around, recipe="dot_relu_dot")
     for code, out, err in run.finish():
@@ -81,7 +81,7 @@ def test_processes_that_differ_are_told_at_the_start(each, around, told, tmp_pat
 
 @pytest.mark.promise("many-processes")
 @pytest.mark.full
-def test_what_one_process_lacks_ends_all(book, tmp_path):
+def test_a_file_missing_on_one_process_ends_all(book, tmp_path):
     """Its error says why; the others don't wait until its heartbeats stop."""
     around = "import sys\nif '--process_id=1' in sys.argv: sys.argv[-1] = '--dataset=/none'\n"
     around += "from recipes.common.runtime import agreement; agreement.check = lambda *_: None\n"
@@ -97,7 +97,7 @@ def test_what_one_process_lacks_ends_all(book, tmp_path):
     print(f"both ended after {time.monotonic() - started:.1f} s")
 
 
-def test_what_differs_is_named():
+def test_differences_between_processes_are_named():
     first = {"versions": {"jax": "1"}, "flags": {"--a": 1, "--b": 2}, "code": "x"}
     assert agreement.difference(first, first) == ""
     for other, told in (
@@ -113,7 +113,9 @@ def test_what_differs_is_named():
     [({}, "dataset"), ({"tokenizer": "0" * 64}, "tokenizer")],
     ids=["text", "tokens"],
 )
-def test_other_data_under_the_same_name_is_told(differs, flag, inside, monkeypatch, tmp_path):
+def test_different_data_under_the_same_name_is_refused(
+    differs, flag, inside, monkeypatch, tmp_path
+):
     def decide(mine, work):
         if not isinstance(mine, list):
             return work([mine])
@@ -172,7 +174,7 @@ def test_an_error_without_a_message_ends_the_process_too(monkeypatch):
     assert "can't continue without the others (AssertionError); start all of them" in message
 
 
-def test_what_processes_have_told_each_other_of_a_save_is_not_kept(monkeypatch):
+def test_messages_about_a_save_are_deleted(monkeypatch):
     told = {"save/3/0/1": {"digests": {"b": "2"}}}  # the answer of process 1
 
     def forget(key):
@@ -247,7 +249,7 @@ class Service:
         pass
 
 
-def test_what_is_sent_at_the_start_is_linear_in_the_number_of_processes(monkeypatch):
+def test_startup_messages_are_linear_in_the_number_of_processes(monkeypatch):
     """Otherwise process 0 of a thousand would send gigabytes."""
 
     def read_by_each(count):

@@ -247,7 +247,7 @@ def job_id() -> int:
                 continue
 
 
-# As a launcher starts the second half of a command on this machine: `srun --flag… command…`.
+# A fake launcher that starts the rest of its command here: `srun --flag… command…`.
 SRUN = """#!{python}
 import os, subprocess, sys
 command = [word for i, word in enumerate(sys.argv[1:]) if i or not word.startswith("--")]

@@ -98,7 +98,7 @@ def test_four_then_two_then_one_process_train_like_one(alone, book, tmp_path):
     np.testing.assert_allclose(records(a, *held), records(b, *held), rtol=2e-5)
 
 
-# Devices in an order in which those of a process lie apart, as on the rings of a TPU's chips.
+# Orders devices so that those of a process lie apart, as on the rings of a TPU's chips.
 RINGS = """
 from recipes.common.runtime import mesh
 _arrange = mesh.arrange
@@ -137,7 +137,7 @@ def test_processes_whose_devices_lie_apart_train_like_one(alone, book, tmp_path)
 
 
 @pytest.mark.full
-def test_a_mesh_that_cuts_an_inner_axis_between_processes_is_told(tmp_path):
+def test_a_mesh_that_splits_an_inner_axis_between_processes_is_refused(tmp_path):
     flags = (*SMALLEST, "--mesh=1x8", f"--workdir={tmp_path / 'w'}")
     run = LocalProcesses(2, *flags, recipe="dot_relu_dot")
     for code, out, err in run.finish():

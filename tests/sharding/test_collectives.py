@@ -258,7 +258,7 @@ def test_a_step_sends_what_its_strategy_promises(entry, strategy, mesh, golden):
 
 
 @pytest.mark.parametrize("entry_name", ENTRIES)
-def test_a_gradient_is_laid_out_as_its_weight_rests(entry_name):
+def test_a_gradient_is_sharded_like_its_weight_at_rest(entry_name):
     """A TPU can scatter the sums then, where laid out as in use it would sum all on each device.
     The CPU backend does that anyway, so this looks at the gradient's type.
     """
@@ -341,7 +341,7 @@ def test_rules_alone_are_not_fsdp(replace):
         check_promise("transformer", layout, compile_step("transformer", layout))
 
 
-def test_partial_sums_in_place_of_weights_are_seen(replace):
+def test_partial_sums_instead_of_gathers_are_caught(replace):
     """`fsdp` without gathers: each device multiplies only its part of a weight."""
     layout = ENTRIES["dot_relu_dot"].layout("8", "fsdp")
     check_promise("dot_relu_dot", layout, compiled_step("dot_relu_dot", "fsdp", "8"))
@@ -394,7 +394,7 @@ def with_whole_gradients(x, *axes):
         pytest.param("constrain", with_whole_gradients, "hsdp_tp", "2x2x2", id="a wrong transpose"),
     ],
 )
-def test_what_a_helper_sends_wrongly_is_seen(replace, helper, wrong, strategy, mesh):
+def test_a_wrong_helper_is_caught(replace, helper, wrong, strategy, mesh):
     replace(helper, wrong)
     layout = ENTRIES["dot_relu_dot"].layout(mesh, strategy)
     step = compile_step("dot_relu_dot", layout)  # it compiles: no type on Explicit axes forbids it

@@ -23,7 +23,7 @@ def test_a_program_sends_what_is_known_by_hand(name):
     assert counted(compiled) == sent
 
 
-# What the CPU's compiler does not write. As other compilers do, shortened; all on one channel.
+# Instructions that the CPU compiler does not write but others do, shortened, all on one channel.
 ADD = """
 %add (a: f32[], b: f32[]) -> f32[] {
   %a = f32[] parameter(0)
@@ -155,11 +155,11 @@ IN_TEXTS = {
 
 
 @pytest.mark.parametrize("name", TEXTS)
-def test_what_other_compilers_write(name):
+def test_notations_of_other_compilers(name):
     assert counted(ADD + TEXTS[name]) == IN_TEXTS[name]
 
 
-def test_what_crosses_slices_is_counted_apart():
+def test_traffic_between_slices_is_counted_separately():
     """Reads a recorded program for two TPU slices; see tests/by_hand/hlo_programs.py."""
     text = (ROOT / "tests" / "golden" / "two_slices.hlo").read_text()
     assert crosses(text) == ACROSS_SLICES

@@ -60,7 +60,7 @@ def reference(entry_name: str):
 
 
 @pytest.mark.parametrize("entry", ENTRIES)
-def test_the_tables_fit_the_meshes_that_they_should(entry, golden):
+def test_strategies_fit_the_reviewed_meshes(entry, golden):
     cases = [case for case in CASES if case[0] == entry]
     golden("fits.txt", "".join(f"{' '.join(case)}\n" for case in cases), part=entry)
 
@@ -115,7 +115,7 @@ def test_same_start_losses_and_gradients(entry, strategy, mesh, golden):
 
 
 @pytest.mark.parametrize("entry", ENTRIES)
-def test_differences_on_record(entry, golden):
+def test_differences_are_recorded(entry, golden):
     """The golden has a measurement within tolerance for every case."""
     text = golden.rewrite(DIFFERENCES, lambda text: text)
     record = {k: v for k, v in json.loads(text or "{}").items() if k.split()[0] == entry}
@@ -129,7 +129,7 @@ def test_differences_on_record(entry, golden):
 
 @pytest.mark.promise("layouts")
 @pytest.mark.parametrize("entry", ENTRIES)
-def test_parameters_lie_as_reviewed(entry, golden):
+def test_parameters_are_sharded_as_reviewed(entry, golden):
     """Records every PartitionSpec, because shapes alone don't show swapped axes of a square weight."""
     lines = []
     for strategy, table in ENTRIES[entry].rules.items():
@@ -149,7 +149,7 @@ def test_parameters_lie_as_reviewed(entry, golden):
 
 @pytest.mark.promise("layouts")
 @pytest.mark.parametrize(("entry", "strategy", "mesh"), full_except(CASES, FAST_CASES))
-def test_moments_lie_as_their_parameters(entry, strategy, mesh):
+def test_moments_are_sharded_like_their_parameters(entry, strategy, mesh):
     layout = ENTRIES[entry].layout(mesh, strategy)
     abstract = abstract_state(layout, OPTIMIZER)
     params, moments = paths(abstract["params"]), paths(abstract["opt_state"])

@@ -73,7 +73,7 @@ def computed(size: str, mesh: str, strategy: str):
 
 
 @pytest.mark.parametrize(("size", "mesh", "strategy"), full_except(CASES, FAST))
-def test_they_compute_what_one_device_computes(size, mesh, strategy):
+def test_meshes_compute_what_one_device_computes(size, mesh, strategy):
     alone, (first, loss, grads, logits) = (
         computed(size, "1x1", "dp"),
         computed(size, mesh, strategy),
@@ -137,7 +137,7 @@ def asked(layout, axis):
     return [layout.mesh.shape[name] for name in [table[axis]] if name]
 
 
-def test_other_commands_say_it_too(inside, quick, tmp_path):
+def test_other_commands_report_the_cost_too(inside, quick, tmp_path):
     """test_generation.py covers recipes.generate. These commands have no gradients."""
     model, text = runs.talker(tmp_path / "model", 96, num_kv_heads=4), tmp_path / "a.txt"
     text.write_text("some words " * 9)
@@ -153,7 +153,7 @@ def test_other_commands_say_it_too(inside, quick, tmp_path):
         )
 
 
-def test_what_divides_is_not_mentioned():
+def test_dims_that_divide_are_not_mentioned():
     layout = layout_of("two tables", "8", "fsdp")
     assert report.uneven(layout, layout.variables()) == []
 

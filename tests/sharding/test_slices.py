@@ -71,7 +71,7 @@ def test_the_outermost_axes_run_across_and_the_others_stay_inside(devices, text,
     ],
     ids=str,
 )  # fmt: skip
-def test_a_mesh_that_cuts_an_inner_axis_is_told_with_one_that_does_not(devices, text, told):
+def test_a_mesh_that_splits_an_inner_axis_is_refused_with_a_suggestion(devices, text, told):
     with pytest.raises(UserError) as caught:
         arrange(parse(text), devices)
     assert str(caught.value) == f"--mesh={text} would divide axis {told}"
@@ -79,17 +79,17 @@ def test_a_mesh_that_cuts_an_inner_axis_is_told_with_one_that_does_not(devices, 
     assert dict(arrange(better, devices).shape) == better
 
 
-def test_groups_of_other_sizes_are_told():
+def test_groups_of_unequal_sizes_are_refused():
     with pytest.raises(UserError, match=r"slices of 4 and 8 devices .* use slices of one size"):
         arrange({"data": 12}, tpus(2, 2, 4)[4:])
 
 
-def test_what_is_suggested_can_be_arranged():
+def test_suggested_meshes_can_be_arranged():
     for groups, each, axes in itertools.product((1, 2, 3, 4), (1, 3, 4, 8), (1, 2, 3)):
         arrange(parse(suggest(groups * each, axes, groups)), gpus(groups, each))
 
 
-def test_local_devices_lie_as_before():
+def test_local_devices_keep_their_order():
     """The order is jax.make_mesh's, so losses and checkpoints stay bit-equal."""
     for sizes in ((8,), (4, 2), (1, 8), (2, 2, 2)):
         names = ("data", "fsdp", "model")[: len(sizes)]

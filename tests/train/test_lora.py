@@ -199,7 +199,7 @@ def test_in_bfloat16_what_an_adapter_adds_is_not_lost_in_the_weight(strict):
     ("name", "mesh"),
     [("tiny", "4x2"), ("tiny", "2x2x2"), ("moe", "4x2"), ("moe", "data=2,expert=4")],
 )
-def test_adapters_lie_as_reviewed(name, mesh, golden):
+def test_adapters_are_sharded_as_reviewed(name, mesh, golden):
     lines, entry = [], entry_of(CONFIGS[name])
     there = {*make_mesh(mesh).axis_names}
     for strategy, table in entries.zoo_file(entry).RULES.items():
@@ -389,7 +389,7 @@ def test_it_is_restored_merged_on_any_mesh(name, mesh, rules, saved):
     for path, leaf in paths(layout.variables()).items():
         assert paths(found)[path].sharding == leaf.sharding, path
         np.testing.assert_allclose(paths(found)[path], want[path], rtol=0, atol=1e-6, err_msg=path)
-    # As a mesh that has Auto axes, and one parameter alone, as an export reads it.
+    # On a mesh with Auto axes, and one parameter at a time, as export reads them.
     auto = jax.make_mesh((8,), ("model",), axis_types=(jax.sharding.AxisType.Auto,))
     leaf = jax.ShapeDtypeStruct(
         (2, 64, 16, 8), np.float32, sharding=jax.NamedSharding(auto, jax.P(None, None, "model"))
@@ -472,7 +472,7 @@ def test_a_base_that_moved_is_found_by_a_flag(disk, made, monkeypatch):
     assert checkpoint.find(disk.run, base="moved").metadata["base"]["path"] == str(moved)
 
 
-def test_what_an_adapter_can_not_be_merged_with_is_refused(disk, tmp_path):
+def test_an_unsuitable_base_of_an_adapter_is_refused(disk, tmp_path):
     other = tmp_path / "other"
     facts = checkpoint.metadata("transformer", layout_of(PLAIN), {}) | {"step": 7}
     changed = jax.tree.map(lambda x: x + 1, variables("tiny")["base"])
@@ -594,7 +594,7 @@ def test_a_run_trains_an_adapter_resumes_and_is_given_on(inside, book, quick, tm
         [("llama3", FAMILIES["llama3"].meshes[0])],
     ),
 )
-def test_logits_with_an_adapter_of_peft_are_theirs(name, mesh):
+def test_logits_with_a_peft_adapter_match_peft(name, mesh):
     wanted = np.load(GOLDEN / f"{name}_lora" / "logits.npy")
     assert np.abs(wanted - np.load(GOLDEN / name / "logits.npy")).max() > 1
     found = our_logits(GOLDEN / f"{name}_lora", *mesh, base=f"hf:{GOLDEN / name}")
@@ -608,7 +608,7 @@ def tensors_of(folder):
 @pytest.mark.parametrize(
     ("base", "name"), full_except([("llama3", "tiny"), ("mixtral", "moe")], [("llama3", "tiny")])
 )
-def test_ours_are_written_as_peft_writes_them(base, name, tmp_path, saved):
+def test_exported_adapters_equal_peft_s(base, name, tmp_path, saved):
     """A PEFT adapter survives import and export; one of our runs survives export and import."""
     golden, made, lora = GOLDEN / f"{base}_lora", saved(name), CONFIGS[name]
     path = f"hf:{GOLDEN / base}"
@@ -669,7 +669,7 @@ def peft(tmp_path):
 
 
 @pytest.mark.parametrize("key", REFUSED)
-def test_an_option_of_peft_that_we_do_not_compute_is_refused_by_name(key, peft):
+def test_unsupported_peft_options_are_refused_by_name(key, peft):
     file = peft / "adapter_config.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | {key: REFUSED[key]}))
     refused(peft, f"adapter_config.json has {key} {json.dumps(REFUSED[key])}, which ", base="x")

@@ -42,12 +42,12 @@ def layout_and_optimizer(entry: str, name: str, mesh: str, **options):
     return layout, make_optimizer(name, matrices=matrices, **given)
 
 
-# ---- where the state lies ------------------------------------------------------------------------
+# ---- sharding of the state ----------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
 @pytest.mark.parametrize("entry", ENTRIES)
-def test_what_is_kept_for_a_parameter_lies_as_the_parameter(entry, name):
+def test_optimizer_state_is_sharded_like_its_parameter(entry, name):
     """Covers moments and momenta of every optimizer; anything else is replicated and small."""
     for mesh in MESHES:
         layout, optimizer = layout_and_optimizer(entry, name, mesh)
@@ -68,7 +68,7 @@ def test_what_is_kept_for_a_parameter_lies_as_the_parameter(entry, name):
 
 
 @pytest.mark.parametrize("entry", ENTRIES)
-def test_muon_has_the_weights_that_it_should(entry, golden):
+def test_muon_updates_the_reviewed_weights(entry, golden):
     """Records which dims are rows and columns of a matrix; "AdamW" updates all other weights."""
     layout = ENTRIES[entry].layout("1x1")
     matrices = paths(matrices_of(entry, layout))
@@ -85,7 +85,7 @@ def test_muon_has_the_weights_that_it_should(entry, golden):
 # ---- what it does --------------------------------------------------------------------------------
 
 
-def test_muon_moves_each_layer_as_optax_moves_its_plain_matrix():
+def test_muon_updates_each_layer_like_optax_updates_a_plain_matrix():
     """On 2x2x2, over two steps: q [L, D, N, H] counts as L matrices D × N·H, o as N·H × D."""
     layout, _ = layout_and_optimizer("transformer", "muon", FAST)
     matrices = matrices_of("transformer", layout)

@@ -95,7 +95,7 @@ def check_output(out: str, workdir: pathlib.Path) -> None:
     assert max(len(line) for line in out.splitlines() if str(workdir) not in line) < 120
 
 
-def test_what_a_user_sees_in_order(first):
+def test_output_of_a_run_in_order(first):
     check_output(first.out, first.workdir)
 
 

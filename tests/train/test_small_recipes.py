@@ -100,7 +100,7 @@ def test_mlp_learns_digits(train, run, tmp_path):
 # ---- short ones ----------------------------------------------------------------------------------
 
 
-def test_dot_relu_dot_shows_who_holds_what(train, quick, tmp_path):
+def test_dot_relu_dot_prints_what_each_device_holds(train, quick, tmp_path):
     flags = ("--mesh=2x4", "--steps=2", "--batch_size=64")
     out = train("dot_relu_dot", *flags, f"--workdir={tmp_path}")
     check_dot_relu_dot(out, tmp_path, 2)

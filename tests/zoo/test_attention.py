@@ -69,7 +69,7 @@ def documents(B: int, T: int) -> np.ndarray:
         fast=[("splash", 384, 2, True, 40), ("triton", 200, 2, True, None)],
     ),
 )
-def test_a_kernel_gives_what_the_definition_does(kernel, T, K, segments, window):
+def test_a_kernel_matches_the_definition(kernel, T, K, segments, window):
     shapes = [(2, T, 4, 16), *2 * [(2, T, K, 16)], (2, T, 4, 16)]
     rng = np.random.default_rng(0)
     *qkv, weight = (jnp.asarray(rng.standard_normal(shape, np.float32)) for shape in shapes)
@@ -194,7 +194,7 @@ TPU, H100, MI300 = (
         (TPU, 8192, True, {"attention": "xla"}, "xla"),
     ],
 )  # fmt: skip
-def test_the_choice_is_of_the_mesh_in_force(device, T, segments, changes, told):
+def test_the_mesh_in_force_decides_the_kernel(device, T, segments, changes, told):
     config = dataclasses.replace(TINY, **{"dtype": "bfloat16"} | changes)
     with on(*device).trace():
         assert attention_kernels(config, T, segments) == [(told.partition(",")[0], told)]
@@ -263,7 +263,7 @@ def test_bench_and_recipe_have_the_same_kernel(device):
 
 
 @pytest.mark.full
-def test_the_report_tells_the_kernel(tmp_path, monkeypatch, capsys, quick):
+def test_the_report_names_the_kernel(tmp_path, monkeypatch, capsys, quick):
     """A run whose config names a kernel trains with it and says so."""
     text = tmp_path / "book.txt"
     text.write_text("A page of a book, and another one. " * 100)
@@ -275,7 +275,7 @@ def test_the_report_tells_the_kernel(tmp_path, monkeypatch, capsys, quick):
     assert records(tmp_path / "run", "loss")
 
 
-def test_the_report_tells_of_blocks_and_limits():
+def test_the_report_has_blocks_and_limits():
     assert attention(on(*TPU), 256, True) == ["attention: splash, blocks of 256"]
     assert attention(on(*TPU), 100, True) == [
         "attention: xla, no kernel for 100 positions, no multiple of 128"

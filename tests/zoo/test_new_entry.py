@@ -206,7 +206,7 @@ def test_the_five_steps_give_it_the_whole_proof(clone):
         "test_meshes.py::test_restore_is_bit_equal_from_any_mesh_to_any_other": 2,
         "test_meshes.py::test_one_device_is_the_module_itself": 1,
         "test_collectives.py::test_a_step_sends_what_its_strategy_promises": 15,
-        "test_collectives.py::test_a_gradient_is_laid_out_as_its_weight_rests": 1,
+        "test_collectives.py::test_a_gradient_is_sharded_like_its_weight_at_rest": 1,
         "test_structure.py::test_an_entry_has_its_parts_in_order": 1,
         "test_structure.py::test_an_entry_and_what_it_imports_are_short": 1,
         "test_structure.py::test_a_main_definition_comes_before_its_helpers": 1,

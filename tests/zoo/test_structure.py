@@ -476,7 +476,7 @@ def in_common(a: list[str], b: list[str]) -> list[str]:
     return best[-1][-1]
 
 
-def test_what_two_recipes_need_stands_in_neither():
+def test_no_two_recipes_contain_the_same_code():
     """Ignores imports and flags, and finds reworded code; see the next test."""
     calls = {path.name: calls_in((ROOT / path).read_text()) for path in RECIPES}
     for a, b in itertools.combinations(calls, 2):

@@ -253,7 +253,7 @@ def test_logits_are_the_definition_on_auto_axes():
         state = jax.device_put(state, nnx.get_named_sharding(state, mesh))
         run = jax.jit(lambda s, *b: nnx.merge(graph, s)(*b), compiler_options=QUICK)
         logits = run(state, BATCH["tokens"], SEGMENTS)
-    # Of logits up to 4, where those of losses and gradients are 2e-6.
+    # Logits go up to 4, so their tolerance is wider than the 2e-6 for losses and gradients.
     np.testing.assert_allclose(logits, wanted("transformer", config)[0], atol=1e-5)
 
 
@@ -332,7 +332,7 @@ def test_no_parameter_and_no_cache_is_copied():
         ("moe", 5, (A, B), "4x2", "fsdp_tp"),
     ],
 )
-def test_a_cache_gives_what_the_whole_model_does(entry, layers, period, mesh, rules):
+def test_a_cache_gives_the_whole_model_s_logits(entry, layers, period, mesh, rules):
     """Covers prompts longer and shorter than the windows, and more tokens than a window holds."""
     config = config_of(entry, layers, period)
     layout = make_layout(entries.model(entry), config, make_mesh(mesh), rules, batch_size=ROWS)
