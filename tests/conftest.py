@@ -35,15 +35,29 @@ def pytest_addoption(parser):
     )
     parser.addoption("--kills", type=int, default=3, help="how often test_crashes.py kills a run")
     parser.addoption("--update-golden", action="store_true", help="write tests/golden anew")
+    parser.addoption("--promise", metavar="NAME", help="run the tests of one promise of README.md")
+    parser.addoption("--promises", action="store_true", help="list the promises and their tests")
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_cmdline_main(config):
+    if config.getoption("--promises"):
+        from tests.support import promises
+
+        print(promises.listing())
+        return 0
 
 
 def pytest_configure(config):
+    config.addinivalue_line(
+        "markers", "promise(name): the promise of tests/README.md that it keeps"
+    )
     config.addinivalue_line("markers", "full: only in the complete proof, pytest --full")
     config.option.loadscopereorder = False  # the order below, not by number of tests
 
 
 def full_except(cases: Iterable, fast: Iterable) -> list:
-    """Cases for parametrize, all but those in `fast` marked full."""
+    """Returns cases for parametrize; those not in `fast` are marked full."""
     fast = list(fast)
     return [
         pytest.param(
@@ -54,21 +68,37 @@ def full_except(cases: Iterable, fast: Iterable) -> list:
     ]
 
 
+def pytest_sessionfinish(session):
+    """Rewrites tests/PROOF.md once all workers have measured."""
+    config = session.config
+    if config.getoption("--update-golden") and not hasattr(config, "workerinput"):
+        from tests.support import proof
+
+        proof.PAGE.write_text(proof.page())
+
+
 # Files that take longest, in the order in which they start; short ones balance the end.
 LONG = ("processes", "new_entry", "failures", "buckets", "hf", "bench", "readme", "transformer")
 LONG += ("recipes", "nothing_lost", "crashes", "published", "copy", "small_recipes")
 
 
 def pytest_collection_modifyitems(config, items):
-    if not config.getoption("--full") and not _by_name(config):
-        config.hook.pytest_deselected(items=[i for i in items if i.get_closest_marker("full")])
-        items[:] = [item for item in items if not item.get_closest_marker("full")]
+    full = config.getoption("--full") or _by_name(config)
+    promise = config.getoption("--promise")
+
+    def chosen(item) -> bool:
+        marker = item.get_closest_marker("promise")
+        is_kept = not promise or (marker is not None and marker.args == (promise,))
+        return is_kept and (full or not item.get_closest_marker("full"))
+
+    config.hook.pytest_deselected(items=[item for item in items if not chosen(item)])
+    items[:] = [item for item in items if chosen(item)]
     rank = {f"test_{name}": place for place, name in enumerate(LONG)}
     items.sort(key=lambda item: rank.get(item.path.stem, len(rank)))
 
 
 def _by_name(config) -> bool:
-    """Whether single tests are named: they run whatever their tier, in this process."""
+    """Whether single tests are named; these run in this process, whatever their tier."""
     return any("::" in argument for argument in config.args)
 
 
@@ -76,7 +106,7 @@ def _by_name(config) -> bool:
 
 
 def pytest_xdist_auto_num_workers(config) -> int:
-    """None where tests write to the terminal (-s) or are named one by one."""
+    """Uses no workers where tests write to the terminal (-s) or are named one by one."""
     if config.getoption("capture") == "no" or _by_name(config):
         return 0
     return min(os.cpu_count() or 1, 8)
@@ -90,7 +120,7 @@ def group(test: str) -> str:
         return test  # nothing is shared
     if file in ("test_meshes.py", "test_collectives.py", "test_published.py"):
         entry = next((name for name in ENTRIES if f"[{name}" in case), "")
-        # Of a restore, the mesh that it was saved from.
+        # For restores, this is the mesh that was saved from.
         mesh = re.search(r"-(\d+(?:x\d+)*\b|\w+=\d[\w=,]*)", case)
         parts = (entry, mesh[1] if mesh else "")
         return "-".join(parts if file != "test_published.py" else (file, entry))
@@ -111,14 +141,14 @@ def pytest_xdist_make_scheduler(config, log):
 
 @pytest.fixture
 def strict():
-    """No dtype and no rank is promoted in silence. Our models hold to it; optax does not."""
+    """Turns implicit dtype and rank promotion into errors. Our models pass; optax doesn't."""
     with jax.numpy_dtype_promotion("strict"), jax.numpy_rank_promotion("raise"):
         yield
 
 
 @pytest.fixture(scope="session", autouse=True)
 def cache(tmp_path_factory):
-    """A cache folder for each worker; it shares compiled programs with its subprocesses."""
+    """A cache folder for each worker, shared with its subprocesses."""
     folder = tmp_path_factory.mktemp("cache")
     os.environ["ZOO_CACHE"] = str(folder)
     jax.config.update("jax_compilation_cache_dir", str(folder / "xla"))
@@ -127,7 +157,7 @@ def cache(tmp_path_factory):
 
 
 class Finished:
-    """What a command did."""
+    """Exit code and output of a command."""
 
     def __init__(self, process: subprocess.CompletedProcess):
         self.code, self.out, self.err = process.returncode, process.stdout, process.stderr
@@ -135,7 +165,7 @@ class Finished:
 
 @pytest.fixture
 def run(tmp_path):
-    """A function of a module and flags: `python -m` in the clone, as a user would."""
+    """Returns a function of a module and flags that runs `python -m` in the clone."""
 
     def command(module: str, *flags: str, cwd=ROOT, timeout: float = 300, **env: str) -> Finished:
         return Finished(
@@ -150,7 +180,7 @@ def run(tmp_path):
 
 @pytest.fixture
 def inside(monkeypatch, capfd):
-    """As `run`, but in this process, with its eight devices: a second instead of five."""
+    """Like `run`, but in this process, with its eight devices; takes a second instead of five."""
 
     def command(module: str, *flags: str) -> Finished:
         handlers = {s: signal.getsignal(s) for s in (signal.SIGINT, signal.SIGTERM)}
@@ -179,7 +209,7 @@ def inside(monkeypatch, capfd):
 
 @pytest.fixture(scope="session")
 def book(tmp_path_factory):
-    """A small text, so that evaluation is short: the Transformer's file and its longest parts."""
+    """A small text that keeps evaluation short: the Transformer's file and its longest parts."""
     path = tmp_path_factory.mktemp("text") / "book.txt"
     chapters = ("transformer", "attention", "layers")
     path.write_text("".join((ROOT / "zoo" / f"{name}.py").read_text() for name in chapters))
@@ -193,7 +223,7 @@ class Golden:
         self.update = update
 
     def __call__(self, name: str, text: str, part: str = "") -> None:
-        """Compares a text with a file, or with those of its lines that begin with `part`."""
+        """Compares `text` with a file, or with the file's lines that begin with `part`."""
 
         def with_it(before: str) -> str:
             lines, first = before.splitlines(True), f"{part} " if part else ""
@@ -211,7 +241,7 @@ class Golden:
         )
 
     def rewrite(self, name: str, change: Callable[[str], str]) -> str:
-        """The file's text, changed first if --update-golden is given; other workers wait."""
+        """Returns the file's text; with --update-golden, changes it first, one worker at a time."""
         path = ROOT / "tests" / "golden" / name
         if not self.update:
             return path.read_text() if path.exists() else ""

@@ -27,6 +27,8 @@ from tests.support.entries import CASES, ENTRIES
 from tests.support.quick import QUICK
 from zoo.transformer import REMAT, Config
 
+pytestmark = pytest.mark.promise("bench")
+
 PLAIN = Config(512, 32, 3, num_heads=8, num_kv_heads=8, head_dim=4, mlp=64, tie_embeddings=False)
 
 
@@ -39,7 +41,7 @@ def test_flops_by_hand():
         "causal": 6 * n * tokens + square / 2,
         "full": 6 * n * tokens + square,
     }
-    # Of a window, the triangle in which it begins, and the band behind that.
+    # A window has the triangle in which it begins, and the band after that.
     for window, share in ((4, (16 * 4 - 4 * 4 / 2) / 16**2), (16, 1 / 2), (99, 1 / 2)):
         config = dataclasses.replace(PLAIN, sliding_window=window)
         found = flops.decoder(config, 16, batch_size=2)["causal"]
@@ -79,7 +81,7 @@ def test_textbook_by_hand(strategy, mesh, elements):
 
 
 def test_textbook_reads_the_table_and_no_names():
-    """Rules of a user's own, with other mesh axes: only the attention is split, and only the MLP."""
+    """Custom rules with other mesh axes: one splits only the attention, one only the MLP."""
     mesh = jax.sharding.AbstractMesh((2, 4), ("rows", "cols"))
     for split, of_a_layer, weights in (
         ({"heads": "cols", "kv_heads": "cols"}, 4 * 32 * 32, TABLES + LAYERS + NORMS),
@@ -213,7 +215,7 @@ def test_compiler_errors_about_memory_are_parsed(error, text, needed):
 
 
 def test_which_policy_recomputes_least_and_fits(monkeypatch, capsys):
-    """Of 8b on 8 H100: by the peaks of a compiler that says what the sum does; one it is not asked."""
+    """Uses 8b on 8 H100 and a fake compiler with the estimate's peaks; one policy isn't compiled."""
     asked = []
 
     def compile_step(step, kind, what):
@@ -283,7 +285,7 @@ def test_memory_of_8b_is_what_the_compiler_says(row):
 
 
 def test_no_array_of_all_tokens_by_the_vocabulary():
-    """The loss's logits exist a chunk at a time, in the forward pass and in the backward."""
+    """Logits exist one chunk at a time, in the forward and the backward pass."""
     config = dataclasses.replace(PLAIN, loss_chunk=8)
     step = common.make_step(config, "dp", make_mesh("1x1"), 4, 64)
     text = step.lower().compile(QUICK).as_text()
@@ -349,7 +351,8 @@ def test_slices_are_described_as_they_are_wired(monkeypatch, kind, chips, descri
     assert asked == {"platform": "tpu"} | described
 
 
-def test_what_crosses_slices_is_a_table(monkeypatch, capfd):
+@pytest.mark.promise("collectives-counted")
+def test_traffic_between_slices_is_a_table(monkeypatch, capfd):
     """Four devices stand for each slice, and the recorded program of two for the compiled step."""
     text = (ROOT / "tests" / "golden" / "two_slices.hlo").read_text()
     asked = []
@@ -388,8 +391,8 @@ def test_nodes_are_groups_joined_by_nvlink(kind, gpus, wired, gigabytes):
     assert described["target_config"].count("{") == described["target_config"].count("}")
 
 
-def test_a_gpu_s_program_that_does_not_fit_is_told(monkeypatch):
-    """Their compiler, unlike the TPUs', refuses none."""
+def test_a_gpu_program_that_does_not_fit_is_reported(monkeypatch):
+    """NVIDIA's compiler, unlike the TPU's, accepts programs that don't fit."""
 
     class Program:
         def memory_analysis(self):
@@ -402,7 +405,7 @@ def test_a_gpu_s_program_that_does_not_fit_is_told(monkeypatch):
     assert isinstance(targets.compile_step(step, "v5e", "this"), Program)
 
 
-def test_the_limits_of_gpu_programs_are_told_last():
+def test_the_limits_of_gpu_programs_are_reported_last():
     assert targets.caveats(["v5e", "cpu"]) == []
     (line,) = targets.caveats(["v5e", "h100"])
     assert "not autotuned" in line
@@ -414,7 +417,7 @@ def test_the_limits_of_gpu_programs_are_told_last():
 
 @pytest.fixture
 def sweep(monkeypatch, capsys):
-    """A function of flags and of what a row's process finds: (rows measured, output, error)."""
+    """Returns a function of flags and a fake row process: (rows measured, output, error)."""
     monkeypatch.setattr(signal, "signal", lambda *_: None)
 
     def start(find, torch="2.11", **flags):
@@ -512,7 +515,7 @@ def test_a_gpu_row_that_fails_is_a_row(sweep):
     assert {row.batch for row in tried} == {32}, "where 32 do not fit, more do not"
 
 
-def test_a_kernel_that_is_wrong_is_told_at_the_end(sweep):
+def test_a_wrong_kernel_is_reported_at_the_end(sweep):
     def find(row, _):
         wrong = row.what == "check" and row.attention == "cudnn"
         return {"failed": "2×512, 4/4 heads of 64: dk off by 3.0e-01"} if wrong else found(row)
@@ -581,7 +584,7 @@ def test_reasons_are_a_few_words():
     "kernel", ["xla", "triton", "cudnn"] if shutil.which("nvidia-smi") else ["triton"]
 )
 def test_kernels_on_this_machine(kernel):
-    """On a GPU where there is one; these tests' own process has none. Without one, interpreted."""
+    """Runs in a subprocess on a GPU if there is one, and interpreted otherwise."""
     toy = [] if shutil.which("nvidia-smi") else ["--toy"]
     told = rows.run(Row("check", attention=kernel), 300, toy)
     assert "failed" not in told, told
@@ -634,7 +637,7 @@ ACCELERATOR = ("gpu", "collectives", "memory")  # the first makes no devices, th
     ids=["imports", "runs"],
 )
 def test_words_for_accelerators_need_no_data_libraries(commands, tmp_path):
-    """Some machines with accelerators have neither Grain nor `datasets`; `gpu` leaves its own to others."""
+    """Some machines with accelerators have neither Grain nor `datasets`."""
     absent = f"import sys; sys.modules |= dict.fromkeys({ABSENT})"  # importing these fails
     (tmp_path / "sitecustomize.py").write_text(absent)
     code = f"""

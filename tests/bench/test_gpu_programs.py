@@ -1,4 +1,4 @@
-"""Steps compiled for NVIDIA's GPUs with none there, by the extra gpu-aot, which is gigabytes.
+"""Steps compiled for NVIDIA GPUs without one; needs the extra gpu-aot, which takes gigabytes.
 
 pip install -e '.[gpu-aot]' && pytest --full tests/bench/test_gpu_programs.py
 """
@@ -23,6 +23,7 @@ from recipes.transformer import Flags
 from zoo.transformer import Config, Transformer
 
 pytestmark = [
+    pytest.mark.promise("attention"),
     pytest.mark.full,
     pytest.mark.skipif(
         not version("jax-cuda13-plugin"), reason="the extra gpu-aot is not installed"
@@ -50,7 +51,7 @@ def held(T: int, attention: str) -> tuple[int, int]:
 
 
 def test_no_buffer_grows_with_the_square_of_a_row():
-    """With segments, as the recipe's batches have them: at twice T, at most twice the memory."""
+    """Doubling T at most doubles the memory, with segments like the recipe's batches."""
     growth = {}
     for attention in ("auto", "xla"):
         short, long = held(2_048, attention), held(4_096, attention)
@@ -60,7 +61,7 @@ def test_no_buffer_grows_with_the_square_of_a_row():
 
 
 def test_bench_and_recipe_call_the_same_kernels():
-    """Custom calls of the programs that NVIDIA's compiler is given."""
+    """Compares the custom calls in the programs given to NVIDIA's compiler."""
     mesh, lr = topology("h100", {"data": 8}), LearningRate(1e-3, 10, 100)
     config = model_config("transformer", Flags(size="tiny"), None, BYTES, "gpu")
     layout = make_layout(Transformer, config, mesh, "fsdp", batch_size=8)
@@ -77,7 +78,7 @@ def test_bench_and_recipe_call_the_same_kernels():
 
 @pytest.mark.parametrize("kind", ["h100", "h200"])
 def test_the_compiler_knows_our_options(kind):
-    """It refuses others; and those of one GPU send nothing."""
+    """The compiler refuses unknown options; programs for one GPU send nothing."""
     assert COMPILER_OPTIONS["cuda"]
     compiled = make_step(Config.tiny(), "fsdp", topology(kind, {"data": 1}), 1, 128).compile()
     assert hlo.sent_by_kind(compiled.as_text(), 1) == {}

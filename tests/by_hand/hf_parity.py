@@ -49,7 +49,7 @@ LLAMA3 = {
 
 @dataclasses.dataclass(frozen=True)
 class Family:
-    """A small model of theirs."""
+    """A small `transformers` model."""
 
     config: str  # class in transformers
     options: dict  # of it
@@ -167,7 +167,7 @@ SIZES = dict(
 
 
 def make(family: Family, folder: pathlib.Path) -> None:
-    """Writes a random model of theirs: every parameter counts, norms and biases too."""
+    """Writes a `transformers` model whose parameters are all random, norms and biases included."""
     import torch
     import transformers
 
@@ -182,7 +182,7 @@ def make(family: Family, folder: pathlib.Path) -> None:
 
 
 def make_adapter(base: pathlib.Path, modules: list[str], folder: pathlib.Path) -> None:
-    """Writes a random adapter of PEFT's for a model of theirs."""
+    """Writes a random PEFT adapter for a `transformers` model."""
     import peft
     import torch
     import transformers
@@ -218,7 +218,7 @@ def their_logits(folder: pathlib.Path, adapter: pathlib.Path | None = None) -> n
 
 
 def our_logits(path: str | pathlib.Path, mesh: str, rules: str, base: str = "") -> np.ndarray:
-    """[B, T, V] in float32, of what `checkpoint.restore` reads at `path` onto a mesh."""
+    """Float32 logits [B, T, V] of the model that `checkpoint.restore` reads at `path` onto a mesh."""
     source = checkpoint.find(path, base=base)
     layout = checkpoint.layout_of(source, make_mesh(mesh), rules)
     variables = checkpoint.restore_variables(source, layout)
@@ -228,13 +228,13 @@ def our_logits(path: str | pathlib.Path, mesh: str, rules: str, base: str = "") 
 
 
 def params_of(path: str | pathlib.Path) -> dict[str, np.ndarray]:
-    """Parameter's path → array, of what `checkpoint.restore` reads at `path`."""
+    """Returns parameter path → array for the model that `checkpoint.restore` reads at `path`."""
     model, _ = checkpoint.restore(path, make_mesh("1"), "dp")
     return paths(nnx.to_pure_dict(nnx.state(model, nnx.Param)))
 
 
 def export(source: str, target: pathlib.Path) -> None:
-    """Writes the folder at `source`, "hf:DIR", as our export does."""
+    """Writes a folder with our export; `source` is "hf:DIR"."""
     folder, params = checkpoint.find(source), params_of(source)
     context = folder.metadata["context"]
     entry = folder.metadata["entry"]
@@ -242,7 +242,7 @@ def export(source: str, target: pathlib.Path) -> None:
 
 
 def compare(name: str, work: pathlib.Path) -> None:
-    """Prints what it finds; raises AssertionError where ours and theirs differ."""
+    """Prints the comparison; raises AssertionError where our logits and theirs differ."""
     theirs, back, meshes = work / name, work / f"{name}_back", FAMILIES[name].meshes
     make(FAMILIES[name], theirs)
     wanted = their_logits(theirs)
@@ -260,7 +260,7 @@ def compare(name: str, work: pathlib.Path) -> None:
 
 
 def compare_adapter(name: str, work: pathlib.Path) -> None:
-    """The same for an adapter of a golden model: theirs merged by us, and ours loaded by PEFT."""
+    """Compares an adapter of a golden model: PEFT's merged by us, and ours loaded by PEFT."""
     base, theirs, back = GOLDEN / name, work / f"{name}_lora", work / f"{name}_lora_back"
     make_adapter(base, ADAPTERS[name], theirs)
     wanted, without = their_logits(base, theirs), their_logits(base)

@@ -1,4 +1,4 @@
-"""Programs of which every byte is known by hand, for tests/sharding/test_hlo.py, and a run of them elsewhere.
+"""Programs whose bytes are known by hand, for tests/sharding/test_hlo.py and other compilers.
 
     python -m tests.by_hand.hlo_programs            # compiles them for every kind of TPU; needs tpu-aot
     python -m tests.by_hand.hlo_programs v5e h100   # for these kinds; GPUs need gpu-aot
@@ -36,7 +36,7 @@ def block(n: int) -> int:
 
 
 def programs(n: int) -> dict[str, Program]:
-    """Name → function of a device's part of `v`, [n, WIDTH], inside shard_map; what it sends."""
+    """Name → (function of a device's part of `v`, [n, WIDTH], inside shard_map; what it sends)."""
     ring = [(i, (i + 1) % n) for i in range(n)]
     shift = lambda v: jnp.sin(lax.ppermute(v, AXIS, ring))  # noqa: E731
     swap = lambda v: lax.all_to_all(v, AXIS, 0, 0, tiled=True)  # noqa: E731
@@ -99,10 +99,10 @@ def programs(n: int) -> dict[str, Program]:
 
 
 def layers(n: int) -> dict[str, Program]:
-    """The same for a device's part of weights, [LAYERS, WIDTH / n, WIDTH], gathered layer by layer.
+    """Name → (function of a device's part of weights, [LAYERS, WIDTH / n, WIDTH]; what it sends).
 
-    They are differentiated: then all gathers of a scan, or of a loop, have a place in the program's
-    forward pass and, where they are rematerialised, one in its backward pass.
+    Each program gathers the weights layer by layer and is differentiated, so each gather of a scan or
+    a loop is in the forward pass and, if it is rematerialised, in the backward pass, too.
     """
     whole = WIDTH * WIDTH * 4
 
@@ -135,7 +135,7 @@ def layers(n: int) -> dict[str, Program]:
 def hlo_of(
     function: Callable, mesh: Mesh, *shape: int, where: PartitionSpec = SPLIT, **options
 ) -> str:
-    """The compiled program: a function of a device's part, whose results are parts again."""
+    """Compiles a function of each device's part, whose results are parts again."""
 
     def local(part):
         return jax.tree.map(lambda x: x.reshape(1, -1), function(part))
@@ -179,7 +179,7 @@ def ragged(n: int) -> Program:
 
 
 def gathers_beside_matmuls(mesh: Mesh) -> None:
-    """Gathers that share a channel and are long enough for v5e to run them beside matmuls."""
+    """Gathers that share a channel, long enough for v5e to overlap them with matmuls."""
     n, size, dtype = mesh.size, 2048, jnp.bfloat16
 
     def local(w, x):
@@ -281,7 +281,7 @@ ACROSS_SLICES = {"all-reduce": LAYERS * WIDTH * WIDTH * 2 // 16}  # each chip it
 
 
 def wrong(kind: str, n: int) -> list[str]:
-    """Programs on n chips of a kind whose bytes are not those known by hand."""
+    """Returns the programs on n chips of a kind whose bytes differ from those known by hand."""
     mesh, found = topology(kind, {AXIS: n}), {}
     known = cases(n)
     if kind in TPUS or n <= NODE:  # between nodes of GPUs it is several transfers

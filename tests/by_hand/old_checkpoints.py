@@ -38,7 +38,7 @@ def optimizer():
 
 
 def sums(state) -> dict[str, list]:
-    """Path → shape, dtype, and sums that show which array it is and in which order."""
+    """Returns path → shape, dtype, and sums that identify the array and its order."""
     found = {}
     for path, array in paths(state).items():
         flat = np.asarray(array, np.float64).ravel()

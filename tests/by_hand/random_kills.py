@@ -1,4 +1,4 @@
-"""Kills any process of a run of several, at random moments; the end is bit-equal to a run left alone.
+"""Kills processes of a run at random moments; the result is bit-equal to an undisturbed run's.
 
 python -m tests.by_hand.random_kills --processes=4 --kills=20
 """
@@ -11,6 +11,7 @@ import tempfile
 import time
 
 from recipes.common import checkpoint
+from tests.support.local_processes import LocalProcesses
 from tests.support.runs import TINY, assert_bit_equal, records, state_of
 
 IMPATIENT = """
@@ -49,9 +50,7 @@ def main() -> None:
 
 
 def start(count: int, flags: tuple[str, ...], workdir: pathlib.Path):
-    from tests.processes.test_processes import Together
-
-    return Together(count, *flags, f"--workdir={workdir}", around=IMPATIENT)
+    return LocalProcesses(count, *flags, f"--workdir={workdir}", around=IMPATIENT)
 
 
 def one_kill(

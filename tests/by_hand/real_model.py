@@ -1,4 +1,4 @@
-"""Asks and evaluates a real model of Hugging Face on five meshes, by the commands, and compares.
+"""Prompts and evaluates a real Hugging Face model on five meshes by the commands; compares them.
 
     python -m tests.by_hand.real_model hf:DIR      # SmolLM2-135M-Instruct's folder, or ORG/NAME on the Hub
 
@@ -20,13 +20,13 @@ TOLERANCE = 1e-5  # of bits per byte
 
 
 def run(command: str, *flags: str) -> list[str]:
-    """The lines that a recipe prints; it ends this script where it fails."""
+    """Returns the lines that a recipe prints; exits if it fails."""
     process = [sys.executable, "-m", f"recipes.{command}", *flags]
     return subprocess.run(process, cwd=ROOT, check=True, stdout=-1, text=True).stdout.splitlines()
 
 
 def answer(*given: str) -> str:
-    """To QUESTION, without what the command says of the mesh and of its speed."""
+    """Returns the answer to QUESTION, without the command's lines about mesh and speed."""
     lines = run("generate", *given, "--chat", f"--prompt={QUESTION}", "--temperature=0")
     told = ("mesh ", "Not divisible: ", "Read ", "A step reads ")
     return "\n".join(line for line in lines if not line.startswith(told)).strip()

@@ -1,4 +1,4 @@
-"""What the start of a run costs one host, by part, for more and more devices: nothing more than linear.
+"""Measures what starting a run costs one host, by part: at most linear in the number of devices.
 
     python -m tests.by_hand.startup_scale 64 128 256 512 1024              # devices of one process
     python -m tests.by_hand.startup_scale 64 256 1024 --processes=16       # of as many processes
@@ -68,7 +68,7 @@ def measure(devices: int) -> dict[str, float]:
 
 
 def played(count: int) -> Callable[[], None]:
-    """What `count` processes say to each other: a thread each, with modules of its own."""
+    """Plays the start of `count` processes, each in a thread with its own modules."""
     from recipes.common.checkpoint import helpers
     from recipes.common.runtime import agreement, processes
 

@@ -32,14 +32,14 @@ NUMBERS = "x(\n        0, 12 3.14"
 
 
 def texts() -> list[str]:
-    """Hard ones, and all of this project's own files."""
+    """Difficult texts, and all files of this project."""
     root = pathlib.Path(__file__).parents[2]
     files = (path for ending in ("py", "md", "json") for path in sorted(root.rglob(f"*.{ending}")))
     return [*HARD, *(path.read_text() for path in files)]
 
 
 def their_tokenizer(folder: str):
-    """AutoTokenizer's; where it isn't what tokenizer.json says, that of the file alone.
+    """Returns AutoTokenizer's, or the one of tokenizer.json alone where they disagree.
 
     transformers 5 builds a GPT2Tokenizer with a pre-tokenizer of its own and loses SmolLM2's
     (huggingface/transformers issue 45812); transformers 4 does not.
@@ -79,7 +79,7 @@ def compare(folder: str) -> str:
 
 
 def compare_templates() -> str:
-    """The reviewed templates, rendered by them."""
+    """Renders the reviewed templates with `transformers`."""
     from transformers.utils.chat_template_utils import render_jinja_template
 
     golden = pathlib.Path(__file__).parents[1] / "golden" / "chat_templates.json"

@@ -1,4 +1,4 @@
-"""Runs in a bucket: what a disk keeps, it keeps. The server is tests/support/bucket.py; no real bucket is used."""
+"""Runs in a bucket keep a disk's guarantees; tests/support/bucket.py is the server."""
 
 import contextlib
 import copy
@@ -30,12 +30,14 @@ from recipes.common.train.loop import finish
 from recipes.common.train.metrics import Log
 from recipes.common.train.profile import Profile
 from tests.conftest import ROOT
-from tests.processes.test_processes import SMALLEST, Together
 from tests.support import small_tokenizers
 from tests.support.bucket import CUT, LOST, Bucket, Request
+from tests.support.local_processes import SMALLEST, LocalProcesses
 from tests.support.quick import XLA_FLAGS
 from tests.support.quick import quick as quick
 from tests.support.runs import TINY, NoFlags, assert_bit_equal, records, saving, state_of, talker
+
+pytestmark = pytest.mark.promise("buckets")
 
 WORKDIR = "gs://zoo/runs/w"
 MODELS = ROOT / "tests" / "golden" / "hf"
@@ -43,7 +45,7 @@ MODELS = ROOT / "tests" / "golden" / "hf"
 
 @pytest.fixture(scope="session")
 def server():
-    """One for each worker: TensorStore reads once where it is."""
+    """One server for each worker, because TensorStore reads its address only once."""
     with Bucket() as bucket:
         yield bucket
 
@@ -59,7 +61,7 @@ def bucket(server, monkeypatch):
 
 
 def state(step: int) -> dict:
-    """Sharded over all devices, and told from those of other steps."""
+    """A state sharded over all devices that differs from those of other steps."""
     where = jax.sharding.NamedSharding(make_mesh("8"), jax.P("data"))
     params = {"x": jax.device_put(jnp.full((8, 4), float(step)), where), "y": jnp.arange(3.0)}
     return {"params": params, "step": jnp.int32(step)}
@@ -70,7 +72,7 @@ def at(path: str):
 
 
 def in_folder(bucket: Bucket, name: str) -> list[str]:
-    """Steps of which anything is there, finished or not."""
+    """Steps that have any file, finished or not."""
     prefix = f"runs/w/{name}/"
     return sorted({n.removeprefix(prefix).partition("/")[0] for n in bucket.names(prefix)})
 
@@ -90,7 +92,7 @@ def test_a_checkpoint_is_finished_hashed_kept_and_dropped_as_on_a_disk(bucket, t
         there, here = at(f"checkpoints/{step}"), tmp_path / "checkpoints" / str(step)
         assert checkpoint.verify(there) == ""
         assert_bit_equal(state_of(folders.at(WORKDIR), step), state_of(tmp_path, step))
-        # What Orbax calls its files of arrays is by chance.
+        # Orbax gives its array files random names.
         plain = {name for name in folders.sizes(here) if "/d/" not in name}
         assert plain == {name for name in folders.sizes(there) if "/d/" not in name}
     assert in_folder(bucket, "checkpoints") == ["6", "9"], "nothing of 3 is left"
@@ -112,7 +114,7 @@ def test_a_checkpoint_is_finished_hashed_kept_and_dropped_as_on_a_disk(bucket, t
 
 @pytest.mark.full
 def test_a_kill_at_any_instant_loses_nothing_that_is_finished(bucket):
-    """The bucket after each single change is what a kill there leaves."""
+    """A kill leaves the bucket as it is after some single change."""
     bucket.history = []
     with saving(WORKDIR, keep=1) as saver:
         for step in (1, 2, 3):
@@ -154,7 +156,8 @@ def in_folder_of(snapshot) -> set[tuple[str, str]]:
 # ---- the lock ------------------------------------------------------------------------------------
 
 
-def test_of_two_starts_one_wins_and_a_dead_one_is_taken_over(bucket, monkeypatch):
+@pytest.mark.promise("one-run")
+def test_one_of_two_starts_wins_and_a_dead_owner_is_replaced(bucket, monkeypatch):
     monkeypatch.setattr(lock, "BEAT_SECONDS", 0.1)
     taken, refused = [], []
 
@@ -200,6 +203,7 @@ def put(owner: dict) -> None:
     folders.write(at("lock.json"), json.dumps(owner).encode())
 
 
+@pytest.mark.promise("one-run")
 def test_a_signal_outside_of_training_releases_the_lock(bucket, capfd, monkeypatch):
     monkeypatch.setattr(os, "_exit", sys.exit)
     monkeypatch.setattr(preemption, "_asked", "")
@@ -215,7 +219,7 @@ def test_a_signal_outside_of_training_releases_the_lock(bucket, capfd, monkeypat
 
 @pytest.fixture
 def no_programs():
-    """Puts back where this process keeps compiled programs."""
+    """Restores this process's compilation cache folder."""
     before = jax.config.jax_compilation_cache_dir
     yield
     jax.config.update("jax_compilation_cache_dir", before)
@@ -224,7 +228,7 @@ def no_programs():
 # ---- mistakes ------------------------------------------------------------------------------------
 
 
-def test_a_bucket_that_cannot_be_used_is_one_sentence(bucket, monkeypatch, inside, no_programs):
+def test_an_unusable_bucket_is_one_line(bucket, monkeypatch, inside, no_programs):
     def says(name: str) -> str:
         with pytest.raises(UserError) as caught:
             folders.at(name, "--workdir")
@@ -299,7 +303,7 @@ def test_a_bucket_that_is_lost_after_the_last_save_is_a_warning(bucket, capfd):
 
 
 @pytest.mark.full
-def test_what_is_refused_midway_is_one_sentence(bucket, inside, tmp_path, capfd, monkeypatch):
+def test_access_refused_midway_is_one_line(bucket, inside, tmp_path, capfd, monkeypatch):
     models, target = {"export": talker(tmp_path / "zoo", 32)}, "gs://zoo/new"
     models["import"] = MODELS / "llama3"
     for (command, source), part in zip(models.items(), ("safetensors", "/d/"), strict=True):
@@ -338,7 +342,7 @@ def test_what_is_refused_midway_is_one_sentence(bucket, inside, tmp_path, capfd,
 
 
 def writes(part: str):
-    """Of objects with this in their names."""
+    """Matches writes of objects whose names contain `part`."""
     return lambda request: request.method == "POST" and part in request.name
 
 
@@ -347,7 +351,7 @@ def refuse(which):
 
 
 @pytest.mark.full
-def test_refused_writes_are_told_and_the_next_save_works(bucket, capfd, monkeypatch):
+def test_refused_writes_are_reported_and_the_next_save_works(bucket, capfd, monkeypatch):
     monkeypatch.setattr(sys, "unraisablehook", start._unraisable)  # as runs do, for TensorStore
     with bucket.failing(refuse(writes("checkpoints/2/"))):
         with saving(WORKDIR, keep=3) as saver:
@@ -377,7 +381,7 @@ def test_refused_writes_are_told_and_the_next_save_works(bucket, capfd, monkeypa
 
 
 @pytest.mark.full
-def test_what_a_server_does_for_a_while_is_the_libraries_to_try_again(bucket, capfd):
+def test_transient_server_errors_are_retried(bucket, capfd):
     seen: set[tuple] = set()
     answers = [503, 429, CUT]
 
@@ -397,9 +401,10 @@ def test_what_a_server_does_for_a_while_is_the_libraries_to_try_again(bucket, ca
     assert "warning" not in capfd.readouterr().err
 
 
+@pytest.mark.promise("one-run")
 @pytest.mark.full
 def test_a_lock_is_ours_though_the_answer_was_lost(bucket):
-    """The library's second try finds the object of its first."""
+    """The library's retry finds the object that its first attempt wrote."""
     lost = iter([LOST])
     with bucket.failing(lambda r: next(lost, None) if writes("lock.json")(r) else None):
         held = lock.take(folders.at(WORKDIR), "config.json")
@@ -409,9 +414,10 @@ def test_a_lock_is_ours_though_the_answer_was_lost(bucket):
     assert not bucket.names()
 
 
+@pytest.mark.promise("one-run")
 @pytest.mark.full
-def test_a_run_that_was_silent_for_long_stops(bucket, monkeypatch):
-    """Another took over: it writes over nothing of the other's, which saves the steps that it left."""
+def test_a_run_that_lost_its_lock_stops(bucket, monkeypatch):
+    """After a takeover the old run overwrites nothing; the new one saves the remaining steps."""
     monkeypatch.setattr(lock, "STALE_SECONDS", -1)
     monkeypatch.setattr(lock, "SURE_SECONDS", 0)
     taken = f"another run has taken over {WORKDIR}"
@@ -466,7 +472,7 @@ SHORT = (
 
 @pytest.mark.full
 def test_a_run_in_a_bucket_is_the_run_on_a_disk(bucket, book, quick, inside, tmp_path, monkeypatch):
-    """Saved, resumed on another mesh, evaluated, published, exported and imported."""
+    """Covers saving, resuming on another mesh, evaluating, publishing, exporting and importing."""
     flags = (*SHORT, book)
     train = lambda *more: inside("recipes.transformer", *flags, *more)  # noqa: E731
     here, there = tmp_path / "w", folders.at(WORKDIR)
@@ -486,7 +492,7 @@ def test_a_run_in_a_bucket_is_the_run_on_a_disk(bucket, book, quick, inside, tmp
         here / "best" / "6" / "held_out.json"
     ).read_text()
 
-    # A save that fails is told, and so is the end.
+    # A failed save is reported, and so is the end.
     with monkeypatch.context() as patch, bucket.failing(refuse(writes("checkpoints/8/"))):
         patch.setattr(sys, "unraisablehook", start._unraisable)
         done = train("--mesh=2x4", "--steps=8", f"--workdir={there}")
@@ -526,7 +532,7 @@ def model_params(model):
 @pytest.mark.full
 def test_several_processes_save_to_a_bucket(bucket):
     flags = (*SMALLEST, "--mesh=4", "--steps=6", "--checkpoint_every=3", f"--workdir={WORKDIR}")
-    two = Together(2, *flags, recipe="dot_relu_dot")
+    two = LocalProcesses(2, *flags, recipe="dot_relu_dot")
     for code, _, err in two.finish():
         assert code == 0, err
     assert checkpoint.steps_in(at("checkpoints")) == [3, 6]
@@ -578,7 +584,7 @@ def test_data_in_a_bucket_is_the_data_on_a_disk(bucket, tmp_path, monkeypatch):
 
 @pytest.mark.full
 def test_a_model_in_a_bucket_answers_with_its_tokenizer(bucket, quick, inside, tmp_path):
-    """And is evaluated: its prompts, texts and figures are there, too."""
+    """Prompts, texts and evaluation figures are in the bucket, too."""
     answers, figures = [], []
     for place in (folders.at("gs://zoo/x"), tmp_path / "x"):
         model, rows, out = talker(place / "talker", 32), place / "a.jsonl", place / "figures.json"
@@ -625,7 +631,7 @@ KILLED += ("--keep_best",)
 
 @pytest.mark.full
 def test_a_run_killed_in_the_midst_of_a_save_ends_as_an_uninterrupted_one(bucket, tmp_path):
-    """And compiled programs are kept in a bucket."""
+    """Compiled programs are kept in the bucket, too."""
     cache = {"ZOO_CACHE": "gs://zoo/cache"}
     jaxs_own = {"JAX_COMPILATION_CACHE_DIR": "gs://zoo/cache/xla"}
     jaxs_own["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0.1"

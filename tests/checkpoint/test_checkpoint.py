@@ -18,10 +18,12 @@ from tests.support.entries import QUICK
 from tests.support.runs import saving
 from zoo.transformer import RULES, Config, Transformer
 
+pytestmark = pytest.mark.promise("restore")
+
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory):
-    """A run's workdir with one checkpoint, of step 3, saved from 4x2; and the parameters in it."""
+    """A workdir with one checkpoint, of step 3 on 4x2, and its parameters."""
     layout = make_layout(Transformer, Config.tiny(), make_mesh("4x2"), "fsdp_tp", seed=7)
     optimizer = adamw(LearningRate(1e-3, 1, 10), weight_decay=0.1, clip_norm=1.0)
     metadata = checkpoint.metadata("transformer", layout, {"steps": 3})
@@ -50,7 +52,7 @@ RESTORED = [
 
 
 @pytest.mark.parametrize(("mesh", "rules"), RESTORED)
-def test_restore_gives_a_model_that_lies_as_the_rules_say(saved, mesh, rules):
+def test_restore_gives_a_model_sharded_by_the_rules(saved, mesh, rules):
     (workdir, want), mesh = saved, make_mesh(mesh)
     model, metadata = checkpoint.restore(workdir, mesh, rules)
     assert isinstance(model, Transformer)
@@ -97,7 +99,7 @@ def test_rules_are_checked_before_anything_is_read(workdir, mesh, rules, message
     assert str(caught.value).startswith(message)
 
 
-def test_a_save_is_of_the_moment_it_was_called(tmp_path):
+def test_a_save_holds_the_state_at_its_call(tmp_path):
     """Donating the state to the next step at once does not change what is written."""
     where = jax.sharding.NamedSharding(make_mesh("8"), jax.P("data"))
     state = {"x": jax.device_put(jnp.zeros((8, 1_000_000)), where)}

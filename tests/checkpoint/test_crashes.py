@@ -17,7 +17,7 @@ from tests.conftest import ROOT
 from tests.support.quick import XLA_FLAGS
 from tests.support.runs import TINY, assert_bit_equal, records, state_of, steps_saved
 
-pytestmark = pytest.mark.full  # a dozen real processes
+pytestmark = [pytest.mark.promise("resume"), pytest.mark.full]  # a dozen real processes
 
 STEPS = 36
 FLAGS = (*TINY, "--mesh=4x2", f"--steps={STEPS}", "--checkpoint_every=3", "--log_every=1")
@@ -42,7 +42,7 @@ def unfinished(workdir) -> list[str]:
 
 
 def kill_at(process, workdir, moment: str, chance: random.Random) -> str:
-    """Kills the process at a moment of this kind; returns a line that says where that was."""
+    """Kills the process at a moment of this kind; returns a line that describes it."""
     lines: list[str] = []
     reader = threading.Thread(target=lambda: lines.extend(iter(process.stdout.readline, "")))
     reader.start()

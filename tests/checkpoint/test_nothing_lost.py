@@ -32,6 +32,7 @@ from recipes.common.train.resume import origin
 from recipes.common.train.state import initialize
 from recipes.common.train.step import TrainStep
 from tests.conftest import ROOT, full_except
+from tests.support.limits import limit_files
 from tests.support.quick import QUICK, XLA_FLAGS
 from tests.support.quick import quick as quick
 from tests.support.runs import (
@@ -50,7 +51,7 @@ SIX = ("--steps=6", "--checkpoint_every=4")
 
 @pytest.fixture
 def command(inside, quick, book):
-    """A function of flags that trains a tiny Transformer in this process."""
+    """Returns a function of flags that trains a tiny Transformer in this process."""
     return functools.partial(
         inside, "recipes.transformer", *TINY, book, "--mesh=4x2", "--log_every=1"
     )
@@ -58,7 +59,7 @@ def command(inside, quick, book):
 
 @pytest.fixture
 def go(command, tmp_path):
-    """The same, in tmp_path/w."""
+    """Runs `command` with workdir tmp_path/w."""
     return functools.partial(command, f"--workdir={tmp_path / 'w'}")
 
 
@@ -69,7 +70,7 @@ def place(tmp_path_factory):
 
 @pytest.fixture
 def trained(place, command):
-    """A workdir with checkpoints of steps 4 and 6, made when it is first asked for."""
+    """A workdir with checkpoints of steps 4 and 6, made on first use."""
     if not place.exists():
         assert command(*SIX, f"--workdir={place}").code == 0
     return place
@@ -77,7 +78,7 @@ def trained(place, command):
 
 @pytest.fixture
 def at_step(monkeypatch):
-    """A function of a step and an action, which runs while that step is running."""
+    """Returns a function of a step and an action that runs during that step."""
 
     def hook(step, action):
         original = Log.step
@@ -95,6 +96,7 @@ def at_step(monkeypatch):
 # ---- numbers -------------------------------------------------------------------------------------
 
 
+@pytest.mark.promise("nonfinite")
 def test_a_loss_that_is_not_finite_stops_the_run_before_anything_bad_is_saved(go, tmp_path):
     done = go("--steps=9", "--learning_rate=1e38", "--warmup_steps=2", "--checkpoint_every=1")
     assert done.code == 1
@@ -109,6 +111,7 @@ def test_a_loss_that_is_not_finite_stops_the_run_before_anything_bad_is_saved(go
     assert all(np.isfinite(value).all() for value in saved.values())
 
 
+@pytest.mark.promise("nonfinite")
 def test_a_skipped_update_leaves_parameters_and_moments_bit_equal():
     layout = make_layout(DotReluDot, Config.tiny(), make_mesh("1x1"), batch_size=4)
     step = TrainStep(layout, optax.adam(0.1), LearningRate(0.1, 1, 9), skip_nonfinite=True)
@@ -132,6 +135,7 @@ def test_a_skipped_update_leaves_parameters_and_moments_bit_equal():
     assert np.isnan(state["params"]["w1"]).any(), "without the flag nothing is skipped"
 
 
+@pytest.mark.promise("nonfinite")
 def test_consecutive_skipped_updates_are_counted_and_one_too_many_stops(tmp_path, capfd):
     flags = Run(steps=9, log_every=3, skip_nonfinite=1)
     log = Log(tmp_path / "metrics.jsonl", 0, flags, "x", 1)
@@ -150,6 +154,7 @@ def test_consecutive_skipped_updates_are_counted_and_one_too_many_stops(tmp_path
     log.close()
 
 
+@pytest.mark.promise("nonfinite")
 @pytest.mark.full
 def test_a_run_skips_consecutive_updates_and_then_stops(go, tmp_path):
     done = go("--steps=9", "--learning_rate=1e38", "--warmup_steps=0", "--skip_nonfinite=2")
@@ -165,6 +170,7 @@ def test_a_run_skips_consecutive_updates_and_then_stops(go, tmp_path):
 # ---- preemption ----------------------------------------------------------------------------------
 
 
+@pytest.mark.promise("preemption")
 @pytest.mark.parametrize("name", full_except(["SIGTERM", "SIGINT"], ["SIGTERM"]))
 def test_a_signal_ends_the_step_and_saves_and_the_next_start_resumes_there(
     go, at_step, tmp_path, trained, name
@@ -185,6 +191,7 @@ def test_a_signal_ends_the_step_and_saves_and_the_next_start_resumes_there(
     assert records(tmp_path / "w", *fields) == records(trained, *fields)
 
 
+@pytest.mark.promise("preemption")
 def test_a_second_sigint_stops_at_once():
     script = """
         import os, signal
@@ -203,6 +210,7 @@ def test_a_second_sigint_stops_at_once():
     assert done.stderr == "\nStopped at once; checkpoints saved before are intact.\n"
 
 
+@pytest.mark.promise("preemption")
 def test_a_signal_outside_of_training_ends_the_process_at_once():
     script = "import os, signal; from recipes.common.runtime import preemption; preemption.watch(); os.kill(os.getpid(), signal.SIGTERM); print('never')"
     done = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True)
@@ -244,6 +252,7 @@ DAMAGE = {
 }  # fmt: skip
 
 
+@pytest.mark.promise("damaged")
 @pytest.mark.parametrize("damage", DAMAGE)
 def test_a_damaged_checkpoint_is_named_and_the_one_before_is_used(trained, tmp_path, damage):
     shutil.copytree(trained, tmp_path / "w")
@@ -263,6 +272,7 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_is_used(trained, tmp_p
     found.close()
 
 
+@pytest.mark.promise("damaged")
 def test_a_run_resumes_from_the_good_checkpoint_and_keeps_the_damaged_one_aside(
     go, trained, tmp_path
 ):
@@ -283,8 +293,9 @@ def test_a_run_resumes_from_the_good_checkpoint_and_keeps_the_damaged_one_aside(
     assert [s for (s,) in records(tmp_path / "w", "step")] == [1, 2, 3, 4, 5, 6, 6]
 
 
+@pytest.mark.promise("damaged")
 def test_every_byte_counts(trained, tmp_path):
-    """One flipped bit anywhere in any file is found, but for the two that Orbax writes last."""
+    """Any flipped bit is found, except in the two files that Orbax writes last."""
     folder = tmp_path / "6"
     shutil.copytree(trained / "checkpoints" / "6", folder)
     rng = np.random.default_rng(0)
@@ -301,6 +312,7 @@ def test_every_byte_counts(trained, tmp_path):
     assert checkpoint.verify(folder) == ""
 
 
+@pytest.mark.promise("damaged")
 def test_no_good_checkpoint_is_a_user_error_not_a_new_start(trained, tmp_path, go):
     shutil.copytree(trained, tmp_path / "w")
     for step in (4, 6):
@@ -311,6 +323,7 @@ def test_no_good_checkpoint_is_a_user_error_not_a_new_start(trained, tmp_path, g
     assert steps_saved(tmp_path / "w") == [4, 6]
 
 
+@pytest.mark.promise("damaged")
 def test_a_damaged_restore_from_is_refused(trained, tmp_path, go):
     shutil.copytree(trained, tmp_path / "other")
     bad = big_file(tmp_path / "other" / "checkpoints" / "6")
@@ -328,15 +341,10 @@ def test_a_damaged_restore_from_is_refused(trained, tmp_path, go):
 # ---- a full disk ---------------------------------------------------------------------------------
 
 
-def limit_files(size: int) -> None:
-    """No file of this process grows beyond `size` bytes: a real error, from the real writer."""
-    resource.setrlimit(resource.RLIMIT_FSIZE, (size, resource.RLIM_INFINITY))
-
-
 LIMITED = """
 import resource, runpy, sys
 from recipes.common.checkpoint.saver import Saver
-from tests.checkpoint.test_nothing_lost import limit_files
+from tests.support.limits import limit_files
 
 def save(saver, step, state, original=Saver.save):
     saver._join()
@@ -351,7 +359,7 @@ runpy.run_module("recipes.transformer", run_name="__main__")
 
 @pytest.fixture
 def limited(book, tmp_path):
-    """As `go`, in a process where a save of a step in `limits` finds room for so many bytes a file."""
+    """Runs a process in which saves of the steps in `limits` may write that many bytes per file."""
 
     def command(limits, *flags):
         flags = (*TINY, book, "--mesh=4x2", "--log_every=1", f"--workdir={tmp_path / 'w'}", *flags)
@@ -369,6 +377,7 @@ NOT_SAVED = (
 )
 
 
+@pytest.mark.promise("full-disk")
 def test_a_failed_save_is_reported_and_the_next_one_works(tmp_path, capfd):
     def state(step):
         return {"x": jnp.asarray(np.random.default_rng(step).standard_normal(50_000))}
@@ -396,6 +405,7 @@ def test_a_failed_save_is_reported_and_the_next_one_works(tmp_path, capfd):
         np.testing.assert_array_equal(state_of(tmp_path, step)["x"], state(step)["x"])
 
 
+@pytest.mark.promise("full-disk")
 @pytest.mark.full
 def test_a_run_continues_after_a_failed_save(limited, trained, tmp_path):
     done = limited({4: 5_000}, "--steps=6", "--checkpoint_every=2", "--keep_checkpoints=2")
@@ -407,6 +417,7 @@ def test_a_run_continues_after_a_failed_save(limited, trained, tmp_path):
     assert records(tmp_path / "w", *fields) == records(trained, *fields)
 
 
+@pytest.mark.promise("full-disk")
 @pytest.mark.full
 def test_a_last_save_that_fails_ends_the_run_cleanly(limited, trained, tmp_path):
     flags = ("--steps=6", "--checkpoint_every=2", "--keep_checkpoints=1")
@@ -424,7 +435,8 @@ def test_a_last_save_that_fails_ends_the_run_cleanly(limited, trained, tmp_path)
     assert_bit_equal(state_of(tmp_path / "w", 6), state_of(trained, 6))
 
 
-def test_what_a_failed_save_keeps_writing_is_removed_too(tmp_path, monkeypatch, capfd):
+@pytest.mark.promise("full-disk")
+def test_late_writes_of_a_failed_save_are_removed(tmp_path, monkeypatch, capfd):
     """TensorStore has begun other writes by the time one fails; they recreate their folders. And
     the user is not told of what Orbax drops before it has begun.
     """
@@ -457,8 +469,9 @@ def test_what_a_failed_save_keeps_writing_is_removed_too(tmp_path, monkeypatch, 
     assert capfd.readouterr().err.count("\n") == 1
 
 
+@pytest.mark.promise("full-disk")
 def test_your_own_files_beside_the_checkpoints_are_left_alone(tmp_path):
-    """A copy under another name, the file manager's own file; what a killed run left goes."""
+    """Keeps copies under other names and a file manager's file; removes what a killed run left."""
     there = tmp_path / "checkpoints"
     for name in ("3.mine", "best", "3.orbax-checkpoint-tmp", "1.removed"):
         (there / name).mkdir(parents=True)
@@ -473,6 +486,7 @@ def test_your_own_files_beside_the_checkpoints_are_left_alone(tmp_path):
     assert (there / "3" / "hashes.json").exists()
 
 
+@pytest.mark.promise("full-disk")
 def test_metrics_wait_for_room_and_no_line_is_torn(tmp_path, capfd):
     log = Log(tmp_path / "metrics.jsonl", 0, Run(), "x", 1)
     log.write({"step": 1, "loss": 1.0, **{f"{i:05}": 0 for i in range(10_000)}})
@@ -492,9 +506,10 @@ def test_metrics_wait_for_room_and_no_line_is_torn(tmp_path, capfd):
     assert err.count("\n") == 1
 
 
+@pytest.mark.promise("full-disk")
 @pytest.mark.full
 def test_a_disk_that_is_really_full(run, book, tmp_path, trained):
-    """On a tmpfs of 12 MB, of which all but a little is taken; where mounting is allowed."""
+    """Uses an almost full tmpfs of 12 MB, where mounting is allowed."""
     disk = tmp_path / "disk"
     disk.mkdir()
     mounted = subprocess.run(
@@ -528,6 +543,7 @@ def test_a_disk_that_is_really_full(run, book, tmp_path, trained):
 IN_USE = "--workdir={path} is in use by a running process; wait for it to end, or use a different --workdir"
 
 
+@pytest.mark.promise("one-run")
 def test_a_second_run_is_refused_while_the_first_holds_the_lock(tmp_path):
     run = Run(workdir=str(tmp_path))
     with saving(tmp_path, "x"):
@@ -538,6 +554,7 @@ def test_a_second_run_is_refused_while_the_first_holds_the_lock(tmp_path):
     assert steps_saved(tmp_path) == []
 
 
+@pytest.mark.promise("one-run")
 def test_a_run_that_came_and_went_while_another_compiled_is_not_overwritten(tmp_path):
     late = open_run("transformer", Run(workdir=str(tmp_path)), NoFlags())  # there is no lock yet
     with saving(tmp_path) as saver:
@@ -547,6 +564,7 @@ def test_a_run_that_came_and_went_while_another_compiled_is_not_overwritten(tmp_
     late.close()
 
 
+@pytest.mark.promise("one-run")
 @pytest.mark.full
 def test_a_workdir_in_use_is_refused_until_its_run_is_dead(go, trained, tmp_path, book):
     shutil.copytree(trained, tmp_path / "w")

@@ -13,6 +13,8 @@ from tests.by_hand.old_checkpoints import layout_on, optimizer, sums
 from tests.conftest import ROOT
 from zoo.transformer import Config
 
+pytestmark = pytest.mark.promise("old-checkpoints")
+
 FOLDER = ROOT / "tests" / "golden" / "checkpoints"
 OLD = sorted(path for path in FOLDER.iterdir() if path.is_dir())
 

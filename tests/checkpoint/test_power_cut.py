@@ -1,4 +1,4 @@
-"""A power cut loses at most a checkpoint that is not reported as saved: the calls are traced."""
+"""A power cut loses at most a checkpoint not yet reported as saved; system calls are traced."""
 
 import os
 import pathlib
@@ -11,10 +11,12 @@ from recipes.common.runtime import Run
 from recipes.common.train.metrics import Log
 from tests.support.runs import saving, talker
 
+pytestmark = pytest.mark.promise("power-cut")
+
 
 @pytest.fixture
 def calls(monkeypatch):
-    """("sync", inode) and ("rename", where to) of this process, in order."""
+    """Records ("sync", inode) and ("rename", target) calls of this process, in order."""
     made = []
     fsync, rename = os.fsync, os.rename
     monkeypatch.setattr(
@@ -32,7 +34,7 @@ def synced(calls) -> set[int]:
 
 
 def around(calls, folder: pathlib.Path) -> tuple[set[int], set[int]]:
-    """What is on disk before a folder has its name, and what is written there after."""
+    """Inodes synced before a folder is renamed, and those synced afterwards."""
     commit = calls.index(("rename", str(folder)))
     return synced(calls[:commit]), synced(calls[commit:])
 
@@ -81,7 +83,7 @@ def test_lines_of_metrics_are_on_disk_before_a_checkpoint_of_their_steps(tmp_pat
     assert path.read_text() == '{"step": 1}\n'
 
 
-def test_what_is_published_imported_or_exported_is_on_disk_before_it_is_reported(tmp_path, calls):
+def test_published_imported_and_exported_files_are_on_disk_before_the_report(tmp_path, calls):
     for name, write in {"zoo": lambda folder: talker(folder, 32), "hf": export}.items():
         calls.clear()
         folder = tmp_path / name / "new" / "mine"

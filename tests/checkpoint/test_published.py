@@ -30,11 +30,13 @@ from tests.support.entries import ENTRIES as PROVEN
 from tests.support.entries import FAST
 from tests.support.runs import assert_bit_equal, state_of
 
+pytestmark = pytest.mark.promise("published")
+
 NAMES = checkpoint.published()
 
 
 def every_mesh_and_table(name: str) -> list[tuple[str, str, str]]:
-    """Each mesh with its default table, and each other table on the last mesh that it fits.
+    """Each mesh with its default strategy, and each other strategy on the last mesh that fits it.
 
     All pairs are test_meshes.py's.
     """
@@ -80,7 +82,7 @@ KINDS = {"default": None, "Auto": (jax.sharding.AxisType.Auto,) * 2}
 @pytest.mark.parametrize("kinds", KINDS)
 @pytest.mark.parametrize("name", full_except(NAMES, ["mlp.digits"]))
 def test_a_restored_model_can_be_called_on_any_kind_of_mesh(name, kinds):
-    """As it is, under the mesh, and under mesh and rules: the same loss, wherever the batch lies."""
+    """The loss is the same without a mesh context, under the mesh, and under mesh and rules."""
     mesh = jax.make_mesh((4, 2), ("data", "model"), KINDS[kinds])
     model, metadata = checkpoint.restore(name, mesh, verify=False)
     golden, on_host = probe.loads((checkpoint.PUBLISHED / name / "probe.json").read_text())
@@ -136,7 +138,7 @@ def test_a_card_says_what_is_there(name):
 
 
 def test_the_transformer_has_learned():
-    """Clearly better than the recipe's bare command, which ends at 1.58 nats a byte."""
+    """Its loss is clearly below that of the recipe's bare command, 1.58 nats a byte."""
     facts = checkpoint.find("transformer.stdlib_3m", whole=False).metadata["published"]
     assert 2_500_000 < facts["parameters"] < 3_500_000
     assert facts["held_out"]["loss"] < 1.5
@@ -172,7 +174,7 @@ def test_a_bare_name_is_a_published_one_wherever_one_is(tmp_path, monkeypatch):
         checkpoint.find("mlp.digits")
 
 
-def test_an_unknown_name_is_told_the_known_ones():
+def test_an_unknown_name_is_answered_with_the_known_ones():
     with pytest.raises(UserError) as caught:
         checkpoint.restore("mlp.digit", make_mesh("8"))
     assert str(caught.value) == (
@@ -233,7 +235,7 @@ for package in ("zoo", "recipes", "data"):
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory):
-    """A folder for the run that is published, and what is."""
+    """A folder for a run and its published checkpoint."""
     return tmp_path_factory.mktemp("runs")
 
 
@@ -291,7 +293,7 @@ def test_a_run_is_published_and_evaluated_elsewhere(inside, runs):
     assert probe.loss(layout, variables, batch) == pytest.approx(golden, abs=1e-5, rel=0)
 
 
-def test_its_steps_are_timed_and_its_figures_are_of_its_step(tmp_path):
+def test_a_published_card_has_the_figures_of_its_step(tmp_path):
     folder = tmp_path / "checkpoints" / "20"
     lines = [
         {"step": 10, "step_seconds": 2.0}, {"step": 20, "step_seconds": 1.0},
@@ -322,7 +324,7 @@ def test_a_probe_is_exact_in_json():
 
 @pytest.fixture
 def copied(tmp_path):
-    """A published checkpoint, to be damaged."""
+    """A copy of a published checkpoint, to damage."""
     return pathlib.Path(
         shutil.copytree(checkpoint.PUBLISHED / "dot_relu_dot.teacher", tmp_path / "ck")
     )
@@ -431,14 +433,14 @@ class Evil:
 
 @pytest.mark.parametrize("name", FILES)
 def test_nothing_is_unpickled(name, copied, tmp_path, monkeypatch):
-    """Neither with hashes nor without them, whatever file a pickle has taken the place of."""
+    """Holds with and without hashes, whichever file a pickle replaces."""
     for module, function in ((pickle, "load"), (pickle, "loads"), (np, "load")):
         monkeypatch.setattr(module, function, lambda *_, **__: pytest.fail("unpickled"))
     evil = pickle.dumps(Evil(tmp_path / "ran"))
     whole = (copied / name).read_bytes()
     (copied / name).write_bytes(evil)
     assert name in refused(copied)
-    # As many bytes as there were, so that it passes where hashes are not looked at.
+    # It has as many bytes as before, so it passes where hashes are not checked.
     (copied / name).write_bytes(evil[: len(whole)].ljust(len(whole), b"."))
     monkeypatch.setattr(sys, "unraisablehook", start._unraisable)
     with contextlib.suppress(UserError):
@@ -451,7 +453,7 @@ def test_nothing_is_unpickled(name, copied, tmp_path, monkeypatch):
 
 
 def test_a_class_that_a_checkpoint_names_is_not_looked_up(copied):
-    """Orbax writes names of Python classes into its JSON; restore goes by its own code alone."""
+    """Orbax writes names of Python classes into its JSON; restore ignores them."""
     path = copied / "_CHECKPOINT_METADATA"
     text = path.read_text()
     assert "orbax.checkpoint._src" in text

@@ -1,4 +1,4 @@
-"""data/conversations.py: of a conversation only what the assistant says is learned, to its stop token."""
+"""data/conversations.py: only the assistant's text and stop token are learned."""
 
 import functools
 import itertools
@@ -16,6 +16,8 @@ from recipes.common.runtime.flags import parse
 from tests.support import small_tokenizers
 from tests.support.quick import quick as quick
 from tests.support.runs import TINY, records
+
+pytestmark = pytest.mark.promise("chats")
 
 CHATS = small_tokenizers.chats()
 
@@ -71,7 +73,7 @@ GOLDEN = {
 
 
 def test_targets_are_as_reviewed(golden):
-    """The golden was checked by hand; by its rule, see data/conversations.py."""
+    """The golden was checked by hand against the rule in data/conversations.py."""
     shown = [
         f"==== {name}: {what}\n{marked(one, made(name))}\n"
         for name, rows in GOLDEN.items()
@@ -83,7 +85,7 @@ def test_targets_are_as_reviewed(golden):
 
 @pytest.mark.parametrize("name", CHATS)
 def test_a_target_follows_what_the_model_is_given_when_it_answers(name):
-    """In front of each turn's targets are the very tokens that --chat makes of the messages before."""
+    """The tokens before each turn's targets are those that --chat makes of the earlier messages."""
     tokens, messages = made(name), said("Hi", "Hello.", "So?", "Yes")
     found = documents({"messages": messages}, tokens)
     for turn, after in ((1, "Hello."), (3, "Yes")):
@@ -122,7 +124,7 @@ WITHOUT_CONTROL = (
 
 
 def test_a_turn_ends_where_nothing_ends_a_text():
-    """By its last control token, or with the turn."""
+    """A turn ends at its last control token, or else at its last token."""
     files = small_tokenizers.with_template(small_tokenizers.byte_level(), WITHOUT_CONTROL)
     (one,) = documents({"messages": said("a", "b")}, tokens := tokenizer.from_files(files, "plain"))
     assert marked(one, tokens) == "user: a\nassistant: ⟦b\n⟧"
@@ -163,7 +165,7 @@ CHAT = made("chatml")
 
 @pytest.fixture
 def folder(tmp_path, monkeypatch):
-    """With a cache that nobody else uses."""
+    """A folder with a cache of its own."""
     monkeypatch.setenv("ZOO_CACHE", str(tmp_path / "cache"))
     return tmp_path
 
@@ -192,7 +194,7 @@ def load(*datasets: str, seq_len=512, tokens=CHAT, **options):
 
 
 def answers(rows) -> list[list[int]]:
-    """The targets of each piece of each row, in order; [] for a text that is all padding."""
+    """Targets of each piece of each row, in order; [] if a text is all padding."""
     found = []
     for row in (rows[i] for i in range(len(rows))):
         for number in range(1, row["segment_ids"].max() + 1):
@@ -270,7 +272,7 @@ def test_a_text_can_be_held_out_for_a_text(folder):
 
 @pytest.mark.parametrize("kind", ["messages", "texts", "lists"])
 def test_formats_are_alike(kind, folder):
-    """JSON Lines, Parquet and a dataset of `datasets`; a null is what other rows have."""
+    """Covers JSON Lines, Parquet and `datasets`; a null counts as an absent key."""
     import pyarrow
     import pyarrow.parquet
 
@@ -336,7 +338,7 @@ def test_conversations_are_always_packed(folder):
 
 
 @pytest.mark.parametrize("block", [7, packing.BLOCK])
-def test_what_does_not_fit_a_row_is_told(folder, block, monkeypatch):
+def test_conversations_too_long_for_a_row_are_reported(folder, block, monkeypatch):
     monkeypatch.setattr(packing, "BLOCK", block)
     rows, length = chats(40, longest=60), 128
     data = load(write(folder / "a.jsonl", rows), seq_len=length)
@@ -374,7 +376,7 @@ def mixed(tmp_path_factory):
 
 
 def test_a_mix_with_text(mixed):
-    """Of which every token is a target."""
+    """Every token of the plain text is a target."""
     count = mixed.parts[0][0]
     assert mixed.parts == ((count, 0.7), (len(mixed.train) - count, 0.3))
     for i, masked in ((0, True), (count, False)):
@@ -414,8 +416,8 @@ def test_batches_are_the_same_cold_resumed_and_on_any_number_of_processes(mixed)
 # ---- the cache -----------------------------------------------------------------------------------
 
 
-def test_the_cache_knows_what_writes_a_conversation(folder):
-    """The template, the tokens that start and end a text, their names; a corpus of text does not care."""
+def test_the_cache_key_has_the_template_and_control_tokens(folder):
+    """Its key has the template and the tokens around a text; a corpus of plain text ignores them."""
     name = write(folder / "a.jsonl", chats(10))
     (folder / "t.txt").write_text("some text " * 100)
     shout = small_tokenizers.TEMPLATE.replace("Be kind", "Be loud")
@@ -444,7 +446,7 @@ def test_a_prepared_file_is_not_looked_into(folder, monkeypatch):
 
 
 def test_training_data_is_of_one_day(folder, monkeypatch):
-    """Where the template asks for the date, which it tells the model when it is used."""
+    """A template may insert today's date; training data uses one fixed date."""
     tokens, name = made("llama3"), write(folder / "a.jsonl", chats(10))
     data = load(name, tokens=tokens)
     assert data.notes[0].endswith("; to the template today is 26 Jul 2024.")
@@ -482,7 +484,7 @@ def place(tmp_path_factory):
 
 @pytest.fixture
 def here(place, inside, quick, book):
-    """`base`, a model with a chat template, and `tuned`, which begins on its parameters."""
+    """`base`, a model with a chat template, and `tuned`, which starts from its parameters."""
     if any(place.iterdir()):
         return place
     for name, files in (("tokens", CHAT.files), ("loud", LOUD)):
@@ -536,7 +538,7 @@ def test_a_run_says_what_it_trains_on_and_evaluates_on_whole_chats(here):
 
 @pytest.mark.full
 def test_fine_tuning_has_its_own_learning_rate(here, inside):
-    """And keeps it when it resumes, whatever --steps and --restore_from are then."""
+    """A resumed run keeps it, whatever --steps and --restore_from say."""
     flags = flags_of(here)
     assert (flags["learning_rate"], flags["warmup_steps"]) == (5e-5, 0)
     done = tune(inside, here, "--steps=30", "--restore_from=", "--mesh=4x2")
@@ -579,7 +581,7 @@ def test_learning_rates(recipe, flags, wanted, tmp_path):
         (["--workdir={here}/new", "--seq_len=8"], "no answer of its training rows begins within the first --seq_len=8 tokens; use --seq_len="),
     ],
 )  # fmt: skip
-def test_what_does_not_go_together_is_one_line(flags, message, here, inside):
+def test_incompatible_flags_are_one_line(flags, message, here, inside):
     before = everything(here)
     done = tune(inside, here, "--steps=40", *(flag.replace("{here}", str(here)) for flag in flags))
     assert done.code == 2

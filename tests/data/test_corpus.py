@@ -1,4 +1,4 @@
-"""data/corpus.py, data/workers.py: a corpus is tokenised once, whole, whatever happens meanwhile."""
+"""data/corpus.py, data/workers.py: a corpus is tokenised once and whole, despite interruptions."""
 
 import errno
 import functools
@@ -17,9 +17,11 @@ import numpy as np
 import pytest
 
 from data import DataError, corpus, hub, sources, text, workers
-from data.tokenizer import BYTES, Tokenizer, from_files
+from data.tokenizer import BYTES, Tokenizer
 from tests.conftest import ROOT
-from tests.support import small_tokenizers
+from tests.support.small_tokenizers import small
+
+pytestmark = pytest.mark.promise("corpus")
 
 FIRST = ("License", "the Work", "漢", "é", "", " or")
 DOCUMENTS = [
@@ -28,16 +30,9 @@ DOCUMENTS = [
 ]
 
 
-@functools.cache
-def small(start: bool = True) -> Tokenizer:
-    """With a token in front of each document, or without; there is one behind it."""
-    files = small_tokenizers.metaspace() if start else small_tokenizers.byte_level()
-    return from_files(files, "small")
-
-
 @pytest.fixture
 def path(tmp_path, monkeypatch) -> pathlib.Path:
-    """A file of DOCUMENTS, and a cache that nobody else uses."""
+    """A file of DOCUMENTS, and a cache of its own."""
     monkeypatch.setenv("ZOO_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr(sources, "HELD_OUT", 0.1)
     file = tmp_path / "documents.jsonl"
@@ -54,12 +49,12 @@ def documents(split: corpus.Split) -> list[list[int]]:
 
 
 def with_bounds(tokenizer: Tokenizer, texts: list) -> list[list[int]]:
-    """Documents as they are to be: what starts a text, its tokens, the first of what ends one."""
+    """The expected documents: start token, tokens, first end token."""
     return [[*tokenizer.start, *ids, *tokenizer.end[:1]] for ids in tokenizer.encode(texts)]
 
 
 def by_split(texts: list[str]) -> list[list[str]]:
-    """Those to train on, and those held out."""
+    """Documents to train on, and held-out documents."""
     return [
         [t for t in texts if sources._is_held_out(t.encode()) == held] for held in (False, True)
     ]
@@ -84,7 +79,7 @@ def test_every_token_of_a_large_vocabulary_has_room():
 
 @pytest.mark.parametrize(("cores", "threads"), [(2, 1), (3, 2), (64, 8)])
 def test_processes_make_the_same_files_as_this_one(path, monkeypatch, cores, threads):
-    """Two of them at most, whose threads are for the other cores: memory does not grow with these."""
+    """At most two processes start, with threads for other cores; memory doesn't grow with cores."""
     started = []
     monkeypatch.setattr(corpus, "cores", lambda: cores)
     popen = functools.partial(lambda p, command, **o: started.append(command) or p(command, **o),
@@ -114,7 +109,7 @@ def test_processes_that_tokenise_import_no_jax():
     subprocess.run([sys.executable, "-c", program], cwd=ROOT, check=True)
 
 
-def test_a_process_that_is_killed_is_told_and_its_work_done_again(path, monkeypatch):
+def test_a_killed_process_is_reported_and_its_work_repeated(path, monkeypatch):
     for name, value in (("CHUNK", 5_000), ("SMALL", 2)):
         monkeypatch.setattr(corpus, name, value)
     with monkeypatch.context() as patched:
@@ -125,7 +120,7 @@ def test_a_process_that_is_killed_is_told_and_its_work_done_again(path, monkeypa
 
 
 @pytest.mark.parametrize("few", [0, 100], ids=["processes", "here"])
-def test_a_full_disk_is_told_and_what_is_done_is_kept(path, monkeypatch, few):
+def test_a_full_disk_is_reported_and_finished_work_is_kept(path, monkeypatch, few):
     monkeypatch.setattr(corpus, "CHUNK", 5_000)
     monkeypatch.setattr(corpus, "SMALL", few)
     content = corpus._content(*sources.find(str(path)))[1]
@@ -144,9 +139,10 @@ def test_a_full_disk_is_told_and_what_is_done_is_kept(path, monkeypatch, few):
     assert documents(prepare(path, small()).held_out)
 
 
+@pytest.mark.promise("user-errors")
 @pytest.mark.parametrize("call", ["is_file", "open", "read_bytes"])
-def test_a_source_that_may_not_be_read_is_told(path, monkeypatch, call):
-    """And not taken for the cache, whether it is found when it is looked for, hashed or tokenised."""
+def test_an_unreadable_source_is_reported(path, monkeypatch, call):
+    """Errors from listing, hashing and tokenising name the source, not the cache."""
 
     def refused(*_, **__):
         raise PermissionError(errno.EACCES, "Permission denied")
@@ -189,7 +185,7 @@ def test_a_file_that_changes_while_it_is_read_is_refused(path, monkeypatch, more
     assert not list((path.parent / "cache").rglob("*"))
 
 
-def test_tokens_are_known_by_content_and_tokenizer(path, tmp_path):
+def test_the_cache_key_has_content_and_tokenizer(path, tmp_path):
     (tmp_path / "copy").mkdir()
     copy = tmp_path / "copy" / path.name
     copy.write_bytes(path.read_bytes())
@@ -198,8 +194,8 @@ def test_tokens_are_known_by_content_and_tokenizer(path, tmp_path):
     assert bytes_.folder != tokens.folder != prepare(path, small(start=False)).folder
 
 
-def test_a_dataset_of_the_hub_is_known_by_its_commit(path, monkeypatch):
-    """One that has changed is tokenised anew; where the Hub can't be asked, the last one is used."""
+def test_the_cache_key_of_a_hub_dataset_has_its_commit(path, monkeypatch):
+    """A changed dataset is tokenised again; the last version is used if the Hub is unreachable."""
     library, answers = hub.library(), iter(())
     load = functools.partial(library.load_dataset, "json", data_files={"train": str(path)})
     there = types.SimpleNamespace(load_dataset=lambda name, config, streaming: load(streaming=True))
@@ -234,7 +230,7 @@ def test_a_dataset_of_the_hub_is_known_by_its_commit(path, monkeypatch):
 
 @pytest.mark.parametrize("suffix", ["jsonl.gz", "JSONL.GZ", "txt", "txt.gz", "TXT.GZ"])
 def test_compressed_files_patterns_and_long_documents(path, tmp_path, monkeypatch, suffix):
-    """A long text is read and tokenised in parts, and its lines end in one way."""
+    """A long text is read and tokenised in parts; its line endings are normalized."""
     monkeypatch.setattr(sources, "LONGEST", 100)
     whole = "\r\n".join(DOCUMENTS) + "x" * 300 + "漢" * 300
     rows = suffix.lower() == "jsonl.gz"
@@ -252,7 +248,7 @@ def test_compressed_files_patterns_and_long_documents(path, tmp_path, monkeypatc
 
 @pytest.mark.parametrize("start", [True, False])
 def test_parts_of_a_long_document_are_one_text(start, path, tmp_path, monkeypatch):
-    """No space is put in front of those behind the first."""
+    """Parts after the first get no leading space."""
     monkeypatch.setattr(sources, "LONGEST", 100)
     tokenizer, whole = small(start), "\n\n".join(DOCUMENTS[:40]) + "License" * 50
     (tmp_path / "a.txt").write_text(whole)
@@ -263,7 +259,7 @@ def test_parts_of_a_long_document_are_one_text(start, path, tmp_path, monkeypatc
 @pytest.mark.parametrize("text", ["漢" * 300_000, "7" * 900_000], ids=["no ASCII", "no space"])
 @pytest.mark.parametrize("kind", ["txt", "jsonl"])
 def test_parts_given_to_the_library_are_short(kind, text, tmp_path):
-    """It keeps up to 418 times as much; a document without line breaks is cut like any other."""
+    """The library keeps up to 418 times as much; documents without line breaks are cut, too."""
     file = tmp_path / f"a.{kind}"
     file.write_text(text if kind == "txt" else json.dumps({"text": text}, ensure_ascii=False))
     parts = list(sources.find(str(file))[0].parts())
@@ -287,7 +283,7 @@ def test_rows_of_jsonl_and_parquet_are_cut_like_files(tmp_path, monkeypatch):
 
 
 def test_held_out_bytes(path):
-    """Bytes of text behind the held-out targets, added up by hand."""
+    """Compares the bytes behind the held-out targets with a sum computed by hand."""
     held = [one.encode() for one in by_split(DOCUMENTS)[1]]
     size = sum(map(len, held))
     windows = text.load(str(path), seq_len=32)
@@ -337,7 +333,7 @@ def conversation(said: str) -> dict:
 @pytest.mark.full
 @pytest.mark.parametrize("kind", ["text", "conversations"])
 def test_a_kill_while_tokenising_costs_a_chunk(kind, path, tmp_path, monkeypatch):
-    """Five kills: what is done is kept as it is, no process stays, and the end is the same."""
+    """After five kills, finished chunks are kept, no process stays, and the result is the same."""
     tokens = small(start=kind == "text")
     if kind == "conversations":
         path.write_text("".join(json.dumps(conversation(one)) + "\n" for one in DOCUMENTS))
@@ -371,7 +367,7 @@ def files(cache: pathlib.Path) -> dict[pathlib.Path, int]:
 
 
 def wait_for_no(parent: int) -> None:
-    """Until the processes that a killed one has left are gone; they end when their work does."""
+    """Waits until processes left by a killed parent are gone; they end with their work."""
     for _ in range(1000):
         commands = subprocess.run(["ps", "-eo", "pgid,args"], capture_output=True, text=True).stdout
         if "-m data.workers" not in commands:

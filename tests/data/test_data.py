@@ -13,6 +13,8 @@ from data import DataError, batches, hub, sources, text
 from data import corpus as corpora
 from data.batches import held_out_batches, train_batches
 
+pytestmark = pytest.mark.promise("batches")
+
 
 def prepare(dataset: str) -> corpora.Corpus:
     return corpora.prepare(*sources.find(dataset))
@@ -34,7 +36,7 @@ def take(data: batches.Dataset, count=4, batch_size=8, seed=3, **options) -> lis
 
 
 def together(parts) -> batches.Example:
-    """The rows of several processes as one batch."""
+    """Joins the rows of several processes into one batch."""
     return {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
 
 
@@ -45,7 +47,7 @@ def assert_equal(got: batches.Example, want: batches.Example) -> None:
 
 
 def windows(batch: batches.Example) -> np.ndarray:
-    """The rows of tokens that a batch was made of: a window's first token, and all its targets."""
+    """Returns the windows of a batch: the first token and all targets of each."""
     return np.concatenate([batch["tokens"][:, :1], batch["targets"]], axis=1)
 
 
@@ -76,8 +78,9 @@ def test_processes_together_see_the_same_batches_in_the_same_order(stdlib, shard
         assert_equal(together([part[k] for part in parts]), want[k])
 
 
+@pytest.mark.promise("slices")
 def test_a_process_reads_rows_that_lie_apart(stdlib):
-    """As those of its devices do, on the rings of a TPU."""
+    """The devices of a process lie apart on the rings of a TPU."""
     whole = take(stdlib, 3, first=2)
     for rows in ([0, 1, 6, 7], [2, 3, 4, 5], [3], [0, 1, 2, 5, 7]):
         for mine, batch in zip(take(stdlib, 3, first=2, rows=np.array(rows)), whole, strict=True):
@@ -147,7 +150,7 @@ def test_evaluation_covers_every_window_exactly_once(stdlib, corpus, shards):
     assert (whole["targets"][count:] == -1).all(), "the last batch is filled up with padding"
 
 
-def test_what_a_run_must_know_of_its_text(stdlib, corpus):
+def test_facts_that_a_run_records_of_its_text(stdlib, corpus):
     facts = {"dataset": "stdlib", "seq_len": 64, "fingerprint": corpus.fingerprint}
     assert (stdlib.facts, stdlib.unit, stdlib.units, stdlib.config) == (facts, "tokens", 64, {})
 
@@ -182,7 +185,7 @@ DOCUMENTS = [f"document {i}: " + "lorem ipsum " * 20 for i in range(300)]
 
 
 def write(folder: pathlib.Path, kind: str) -> str:
-    """The same documents in each format; returns what --dataset is."""
+    """Writes the same documents in one of the formats; returns the value for --dataset."""
     if kind == "folder":
         for i, document in enumerate(DOCUMENTS):
             (folder / f"{i:03}.txt").write_text(document)

@@ -1,6 +1,6 @@
 """data/synthetic.py and data/digits.py: exact examples, exact order, on any number of processes.
 
-And what each entry's loss makes of its data's batches.
+Also checks each entry's loss on batches of its data.
 """
 
 import functools
@@ -16,6 +16,8 @@ from data import DataError, digits, synthetic
 from data.batches import Dataset, held_out_batches, train_batches
 from recipes.common import entries
 from tests.conftest import ROOT
+
+pytestmark = pytest.mark.promise("batches")
 
 DATA = {"synthetic": lambda: synthetic.load(16, 32, seed=5), "digits": digits.load}
 
@@ -85,7 +87,7 @@ def test_evaluation_weighs_each_example_once():
 # ---- the loss of a batch ---------------------------------------------------------------------------
 
 ROWS = 8
-# What marks it.
+# Entry → the part of a batch that marks padding.
 PADDING = {"dot_relu_dot": "weight", "mlp": "label", "transformer": "targets", "moe": "targets"}
 
 
@@ -187,7 +189,7 @@ def test_your_own_images(tmp_path):
 
 
 def test_pictures_are_arrays_too(tmp_path):
-    """The Hub's image data sets decode to pictures."""
+    """Image datasets of the Hub decode to PIL images."""
     import datasets
     from PIL import Image
 

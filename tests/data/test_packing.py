@@ -13,15 +13,17 @@ from flax import nnx
 
 from data import DataError, batches, corpus, packing, sources, text
 from data.batches import held_out_batches, train_batches
-from tests.data.test_corpus import small
 from tests.support.quick import QUICK
+from tests.support.small_tokenizers import small
 from zoo.transformer import Config, Transformer
+
+pytestmark = pytest.mark.promise("packing")
 
 SHARDS = (1, 2, 4)
 
 
 def write(path, seed: int, count=300, longest=200) -> str:
-    """JSON Lines of `count` documents of random words; most are short."""
+    """Writes `count` documents of random words, most of them short, as JSON Lines."""
     rng = np.random.default_rng(seed)
     words = ["the", "License", "shall", "mean", "any", "Work", "naïve", "漢字\n"]
     lengths = 1 + (longest * rng.random(count) ** 4).astype(int)
@@ -57,7 +59,7 @@ def split_of(file: str, tokenizer) -> corpus.Split:
 
 
 def slowly(sizes: np.ndarray, room: int) -> list[int]:
-    """Room left in each row: best fit, decreasing, one piece after another."""
+    """Room left in each row by best-fit decreasing, one piece at a time."""
     rows: list[int] = []
     for size in sorted(map(int, sizes), reverse=True):
         fits = [row for row, left in enumerate(rows) if left >= size]
@@ -121,7 +123,8 @@ def test_every_token_but_the_first_of_a_document_is_a_target_once(
     assert long, "some are too long"
 
 
-def test_an_index_that_can_not_be_kept_is_told(tmp_path):
+@pytest.mark.promise("user-errors")
+def test_an_index_that_can_not_be_kept_is_reported(tmp_path):
     (tmp_path / "file").touch()
     tokens, starts = np.arange(9, dtype=np.uint16), np.array([0])
     with pytest.raises(DataError, match=r"can't be written \(Not a directory\); make room, or set"):
@@ -174,7 +177,7 @@ def test_the_loss_of_packed_rows_is_that_of_the_documents_one_by_one(packed):
 
 
 def digests(parts: list[list[batches.Example]]) -> list[str]:
-    """Of each batch, from the rows that each process has of it."""
+    """Hashes each batch, joined from the rows of all processes."""
     whole = [
         {name: np.concatenate([part[name] for part in batch]) for name in batch[0]}
         for batch in zip(*parts, strict=True)
@@ -225,7 +228,7 @@ def test_the_held_out_rows_of_a_mix_are_those_of_all_its_sources(files, mixed):
     assert mixed.held_out_bytes == sum(one.held_out_bytes for one in alone)
 
 
-def test_what_a_run_must_know_of_packed_and_mixed_text(files, packed, mixed):
+def test_facts_that_a_run_records_of_packed_and_mixed_text(files, packed, mixed):
     plain = text.load(files[1], seq_len=64)
     assert plain.facts.keys() == {"dataset", "seq_len", "fingerprint"}
     assert plain.config == {}

@@ -1,4 +1,4 @@
-"""A model is never fed the wrong tokens: its tokenizer lies beside its weights, and goes where they go."""
+"""A model is never fed the wrong tokens: its tokenizer is stored and moved with its weights."""
 
 import errno
 import json
@@ -16,12 +16,14 @@ from tests.support import small_tokenizers
 from tests.support.quick import quick as quick
 from tests.support.runs import TINY, saving, steps_saved
 
+pytestmark = pytest.mark.promise("right-tokens")
+
 LONG = ("--seq_len=32", "--batch_size=16", "--mesh=1x1")
 SHORT = (*TINY, "--mesh=1x1")
 
 
 def every_file() -> dict[str, bytes]:
-    """All that a model folder may have of a tokenizer."""
+    """Every tokenizer file that a model folder may have."""
     template = small_tokenizers.TEMPLATE.encode()
     more = {
         "chat_template.jinja": template,
@@ -44,7 +46,7 @@ def place(tmp_path_factory):
 
 @pytest.fixture
 def here(place, inside, quick, book):
-    """Tokenizers `tokens` and `other`, and what was made with the first: a run and its export."""
+    """Tokenizers `tokens` and `other`, and a run and an export made with the first."""
     if any(place.iterdir()):
         return place
     files = every_file()
@@ -88,7 +90,7 @@ def test_a_damaged_tokenizer_is_named(here, tmp_path):
 
 
 def test_a_tokenizer_that_cannot_be_written_is_a_save_that_failed(tmp_path, monkeypatch, capfd):
-    """It is written before the commit: there is no checkpoint without it."""
+    """The tokenizer is written before the commit, so no checkpoint lacks it."""
 
     def full(folder, files):
         raise OSError(errno.ENOSPC, "No space left on device")
@@ -113,7 +115,7 @@ def test_a_tokenizer_that_cannot_be_written_is_a_save_that_failed(tmp_path, monk
 
 
 def test_it_comes_along_by_itself(here, inside, book, tmp_path):
-    """When a run resumes, when its parameters are restored, and from a model folder."""
+    """Covers resuming, restoring parameters, and model folders."""
     work = shutil.copytree(here / "run", tmp_path / "run")
     done = inside("recipes.transformer", *SHORT, book, f"--workdir={work}", "--steps=3")
     assert (done.code, done.err) == (0, "")
@@ -131,7 +133,7 @@ def test_it_comes_along_by_itself(here, inside, book, tmp_path):
 
 
 def test_files_given_by_hand_add_to_the_models_own(here):
-    """The same tokens with another template, from a file without the rest."""
+    """The given folder has the same tokens and another template, but none of the other files."""
     found = checkpoint.tokenizer_for(str(here / "same"), checkpoint.find(here / "run"))
     assert found.files == every_file() | {"chat_template.jinja": b"hi"}
     assert found.end == (2, 0)
@@ -165,7 +167,7 @@ def test_a_model_of_bytes_is_exported_with_its_bytes(inside, tmp_path):
     assert not (back / "tokenizer").exists()
 
 
-# What the model is made with, and what is asked of it → the sentence.
+# (flags, part of the error that they cause)
 ROWS = [
     (["--workdir={here}/run", "--size=tiny", "--tokenizer={here}/other"], "--tokenizer={here}/other (SHA-256 "),
     (["--workdir={here}/run", "--size=tiny", "--tokenizer=bytes"], "must be the tokenizer of {here}/run/checkpoints/2 ("),
@@ -186,7 +188,7 @@ ROWS = [
 
 @pytest.fixture
 def more(here):
-    """What else the rows name."""
+    """Other files that the rows name."""
     if (here / "large").exists():
         return here
     files = every_file()
@@ -229,7 +231,7 @@ COMMANDS = {  # whose model is {here}/bare, of 512 tokens, and whose tokenizer h
 
 @pytest.mark.parametrize("command", COMMANDS)
 def test_every_command_refuses_too_many_tokens(command, more, inside):
-    """A model that looked up a token beyond its table would be given another in silence."""
+    """Looking up a token beyond the model's table would silently return another one's row."""
     flags = (flag.replace("{here}", str(more)) for flag in COMMANDS[command])
     done = inside(f"recipes.{command}", *flags)
     assert (done.code, done.out) == (2, "")
@@ -271,7 +273,7 @@ def test_a_model_without_a_tokenizer_is_imported_and_asks_for_one(here, inside, 
 
 
 def test_an_answer_ends_where_the_model_ends_it(here, inside, book, tmp_path):
-    """Every token ends an answer, so one is written; and no token beyond the tokenizer's ever is."""
+    """All tokens end an answer, so it has one; tokens beyond the tokenizer's are never sampled."""
     files = every_file()
     said = json.loads(files["generation_config.json"]) | {"eos_token_id": list(range(512))}
     tokens = folder(tmp_path / "all", files | {"generation_config.json": json.dumps(said).encode()})

@@ -16,6 +16,8 @@ from data import DataError, hub, tokenizer
 from tests.conftest import ROOT
 from tests.support import small_tokenizers
 
+pytestmark = pytest.mark.promise("tokenizers")
+
 FILES = {
     "bytes": dict,
     "byte_level": small_tokenizers.byte_level,
@@ -34,7 +36,7 @@ def tokens(request):
 
 
 def changed(files: dict[str, bytes], name: str, **keys) -> dict[str, bytes]:
-    """Other values in a JSON file; ... takes a key away."""
+    """Changes values in a JSON file; ... removes a key."""
     content = json.loads(files.get(name, b"{}")) | keys
     return files | {name: json.dumps({k: v for k, v in content.items() if v is not ...}).encode()}
 
@@ -58,7 +60,7 @@ def test_text_that_spells_a_control_token_stays_text(tokens):
         assert tokens.end[0] in tokens.encode_rendered("<|im_end|></s>")
 
 
-def test_what_starts_a_text_and_what_ends_it(tokens):
+def test_tokens_that_start_and_end_a_text(tokens):
     wanted = {"bytes": (256, ()), "byte_level": (None, (2, 0)), "metaspace": (1, (2,))}
     start, end = wanted[tokens.name]
     assert (tokens.start, tokens.end) == ((start,) if start is not None else (), end)
@@ -86,10 +88,11 @@ def test_limits_of_a_file_cut_nothing():
     assert found.decode(found.encode(["some words " * 9])[0]) == "some words " * 9
 
 
+@pytest.mark.promise("user-errors")
 @pytest.mark.parametrize("model", [models.WordLevel({"a": 0}), models.Unigram([("a", -1.0)])])
 @pytest.mark.parametrize("known", ["a", "b"])
 def test_one_without_an_unknown_token_is_one_line(model, known):
-    """Found at once, or in the first text that needs it."""
+    """The error comes at once, or with the first text that needs the token."""
     files = {"tokenizer.json": tokenizers.Tokenizer(model).to_str().replace('"a"', f'"{known}"')}
     with pytest.raises(DataError, match=r"the tokenizer x can't encode every text \(.*\); use one"):
         tokenizer.from_files({k: v.encode() for k, v in files.items()}, "x").encode(["b"])
@@ -153,7 +156,7 @@ def test_a_broken_end_is_shown_at_the_end(tokens):
 
 
 def test_any_tokens_can_be_streamed(tokens):
-    """A model may write bytes that are no text, and the library's stream then gives up."""
+    """Models may write bytes that aren't text, on which the library's own stream fails."""
     random = np.random.default_rng(0)
     for _ in range(300):
         ids = random.integers(-1, tokens.size + 2, 20)
@@ -282,7 +285,7 @@ def test_bytes_have_no_chat_template():
 
 @pytest.fixture
 def answers(monkeypatch, tmp_path):
-    """A function: from now on the Hub is this machine, and answers so; 0: nobody is there."""
+    """Returns a function that replaces the Hub by a server with this status; 0: unreachable."""
     servers = []
 
     class Handler(http.server.BaseHTTPRequestHandler):

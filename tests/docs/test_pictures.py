@@ -1,4 +1,4 @@
-"""The README's picture is what the code says: made again, and equal to the byte."""
+"""The README's picture equals, byte for byte, the one that the code draws."""
 
 import xml.etree.ElementTree
 
@@ -9,6 +9,8 @@ from recipes.common.sharding.layout import make_layout
 from tests.conftest import ROOT
 from tests.support import strategies_picture as picture
 from zoo.dot_relu_dot import Config, DotReluDot
+
+pytestmark = pytest.mark.promise("readmes")
 
 PANELS = [("dp", "8"), ("fsdp", "8"), ("tp", "1x8"), ("fsdp_tp", "4x2")]
 
@@ -32,7 +34,7 @@ def test_the_picture_of_the_strategies_is_up_to_date(background, request):
     xml.etree.ElementTree.fromstring(drawn)
 
 
-def test_a_device_s_part_is_filled_where_it_lies():
+def test_a_device_s_part_is_filled_in_place():
     """Under tp on 1x8 device 3 holds columns 48 to 64 of w1, an eighth of its width."""
     panel = {"tp": layouts()["tp, --mesh=1x8"]}
     root = xml.etree.ElementTree.fromstring(picture.strategies(panel, "light"))

@@ -28,9 +28,12 @@ from tests.support import runs
 from tests.support.quick import quick as quick
 from zoo import transformer
 
+pytestmark = pytest.mark.promise("readmes")
+
 FRONT, ZOO, RECIPES = "README.md", "zoo/README.md", "recipes/README.md"
 BENCH, TESTS = "recipes/bench/README.md", "tests/README.md"
-READMES = {path: (ROOT / path).read_text() for path in (FRONT, ZOO, RECIPES, BENCH, TESTS)}
+PROOF = "tests/PROOF.md"
+READMES = {path: (ROOT / path).read_text() for path in (FRONT, ZOO, RECIPES, BENCH, TESTS, PROOF)}
 
 
 def block(marker: str, readme: str = FRONT) -> str:
@@ -63,7 +66,7 @@ def test_the_front_page_is_short():
 
 
 def commands(pattern: str) -> list[str]:
-    """What the pattern finds in any README, without comments and duplicates."""
+    """All matches of `pattern` in the READMEs, without comments and duplicates."""
     found = (
         re.findall(pattern, text.replace(" -->", "").replace("\\\n", ""), re.M)
         for text in READMES.values()
@@ -219,6 +222,7 @@ def shown(monkeypatch, tmp_path, capfd):
     return execute
 
 
+@pytest.mark.promise("copy")
 def test_the_copied_files_are_those_that_the_model_needs():
     (names,) = re.findall(r"^mkdir mine && cp zoo/\{(.+)\}\.py mine/$", READMES[FRONT], re.M)
     needed = [path.stem for path in closure(ROOT / "zoo" / "transformer.py")]
@@ -298,18 +302,6 @@ def test_what_the_guides_ask_for_is_where_the_table_says(row):
     for path, fragments in found:
         for fragment in re.findall("`([^`]+)`", fragments):
             assert fragment in (ROOT / path).read_text(), (path, fragment)
-
-
-def test_every_promise_names_tests_that_exist():
-    ((head, *rows),) = tables(section("What you can rely on", TESTS))
-    assert head == ["promise", "tests", "tier"]
-    assert len(rows) > 20
-    for promise, tests, *tier in rows:
-        assert tier in (["full"], [""], []), promise
-        named = re.findall(r"`(\w+/test_\w+\.py)::(test_\w+)`", tests)
-        assert named, promise
-        for file, test in named:
-            assert f"\ndef {test}(" in (ROOT / "tests" / file).read_text(), (file, test)
 
 
 def anchors(path: pathlib.Path) -> set[str]:

@@ -1,4 +1,4 @@
-"""recipes.evaluate: bits per byte of whole texts, and what lm-evaluation-harness is told."""
+"""recipes.evaluate: bits per byte of whole texts, and results for lm-evaluation-harness."""
 
 import importlib.util
 import json
@@ -22,6 +22,8 @@ from tests.support import small_tasks, small_tokenizers
 from tests.support.quick import quick as quick
 from tests.support.runs import TINY, records
 
+pytestmark = pytest.mark.promise("evaluation")
+
 FORWARD = nnx.jit(lambda model, tokens: model(tokens))
 HARNESS = pytest.mark.skipif(
     importlib.util.find_spec("lm_eval") is None, reason="the extra eval is not installed"
@@ -37,7 +39,7 @@ def place(tmp_path_factory):
 
 @pytest.fixture
 def here(place, inside, quick, book):
-    """`base`, a tiny run on bytes, `tuned`, which began on it, and documents.jsonl."""
+    """`base`, a tiny run on bytes; `tuned`, which started from it; and documents.jsonl."""
     if any(place.iterdir()):
         return place
     lines = [json.dumps({"text": document}) + "\n" for document in DOCUMENTS]
@@ -74,7 +76,7 @@ def figures(out: str) -> list[float]:
 
 @pytest.mark.parametrize("mesh", full_except(["1x1", "4x2", "8"], ["4x2"]))
 def test_all_of_a_text_counts_each_document_alone(mesh, here, inside):
-    """Against the logits of the documents one by one: of each byte, with what its row has before it."""
+    """Compares with logits of single documents, each byte given the bytes before it in its row."""
     model, _ = checkpoint.restore(here / "base", make_mesh("1x1"))
     nats = 0.0
     for document in DOCUMENTS:
@@ -109,7 +111,7 @@ def test_the_held_out_part_is_what_a_run_evaluates(here, inside, book):
 
 
 def test_several_texts_with_their_own_context(here, inside):
-    """What the model was made for, where nothing is said; a file with a comma in its name is one."""
+    """The context defaults to the model's; a file name may contain a comma."""
     (here / "a,b.txt").write_text("Only a few words.")
     flags = (f"--restore_from={here / 'tuned'}", "--mesh=1x1")
     done = inside("recipes.evaluate", *flags, f"--dataset={here / 'a,b.txt'}")
@@ -158,7 +160,7 @@ MESHES = full_except(
 
 @pytest.mark.parametrize(("mesh", "rules"), MESHES)
 def test_rows_of_any_length_are_scored_as_alone(mesh, rules, here, quick, monkeypatch):
-    """One program for each length, a power of two; a row's length changes no other's figures."""
+    """Each power-of-two length has one program; a row's length doesn't affect other rows."""
     plain, _ = checkpoint.restore(here / "base", make_mesh("1x1"))
     numbers = np.random.default_rng(0)
     rows = [Row(numbers.integers(0, 257, size).tolist(), scored)
@@ -241,7 +243,7 @@ def rolling(model, document: str, context: int) -> float:
 
 
 def choice(model, row: dict, context: int) -> int:
-    """The likeliest continuation, as the harness puts it: behind a space."""
+    """The likeliest continuation after a space, as the harness forms it."""
     scores = []
     for answer in row["choices"]:
         question = row["q"].rstrip()
@@ -284,7 +286,7 @@ def test_a_mistake_about_tasks_is_one_line(row, here, folder, inside, offline):
 
 
 def test_a_fine_tuning_run_evaluates_what_it_begins_with(here, inside, book):
-    """Its line at step 0 is what the base has on the same data."""
+    """Its figures at step 0 equal the base's on the same data."""
     before, after = records(here / "tuned", "step", "held_out_loss", "held_out_bits_per_byte")
     assert (before[0], after[0]) == (0, 3)
     flags = (*TINY, book, "--mesh=1x1", f"--restore_from={here / 'base'}", "--seq_len=16")
@@ -328,7 +330,7 @@ def test_the_card_of_a_fine_tuned_model_has_its_base_and_figures_before_and_afte
 
 
 def test_an_exported_folder_has_a_card_in_the_hubs_form(here, inside):
-    """Read by the Hub's own library; nothing is said that the checkpoint does not."""
+    """The Hub's library reads the card, which says only what the checkpoint says."""
     done = inside("recipes.hf", "export", f"--source={here / 'tuned'}", f"--target={here / 'hf'}")
     assert (done.code, done.err) == (0, "")
     found = ModelCard((here / "hf" / "README.md").read_text())
@@ -359,7 +361,7 @@ def test_an_exported_folder_has_a_card_in_the_hubs_form(here, inside):
 def test_an_adapter_trained_on_conversations_is_evaluated_and_given_on(
     inside, quick, book, tmp_path
 ):
-    """Merged, or alone, with a card that names its base and what that had on the same answers."""
+    """Published merged or alone; its card has the base's name and figures on the same answers."""
     (tmp_path / "tokens").mkdir()
     for name, content in small_tokenizers.byte_level().items():
         (tmp_path / "tokens" / name).write_bytes(content)

@@ -1,4 +1,4 @@
-"""Generation with a cache: the tokens and logits of the whole model, on any mesh."""
+"""Generation with a cache gives the tokens and logits of the whole model on any mesh."""
 
 import dataclasses
 import functools
@@ -26,6 +26,8 @@ from tests.support import runs, small_tokenizers
 from tests.support.quick import quick as quick
 from zoo.transformer import Config, Transformer
 
+pytestmark = pytest.mark.promise("generation")
+
 FAMILIES = ["llama2", "llama3", "mistral", "qwen2", "qwen3", "smollm"]
 MESHES = [("1x1", "dp"), ("1x8", "tp"), ("2x4", "fsdp_tp")]
 FAST = [("mistral", "2x4", "fsdp_tp"), ("qwen3", "1x8", "tp"), ("qwen2", "1x1", "dp")]
@@ -42,7 +44,7 @@ def restored(family: str, mesh: str, rules: str):
 
 @functools.cache
 def uncached(family: str) -> tuple[list[list[int]], list[np.ndarray]]:
-    """(greedy tokens of each prompt, the logits each was chosen by), a whole forward pass a token.
+    """(greedy tokens of each prompt, their logits), with a whole forward pass for each token.
 
     What is behind a position changes nothing before it, so that one shape does for all.
     """
@@ -83,7 +85,7 @@ def test_greedy_tokens_and_logits_are_those_without_a_cache(family, mesh, rules,
 
 
 def logits_of(layout, variables, written) -> np.ndarray:
-    """[prompts, NEW, V]: by prefill and decode, given what was written."""
+    """Logits [prompts, NEW, V] by prefill and decode, given the tokens written."""
     rows, T = -(-len(PROMPTS) // layout.batch_shards) * layout.batch_shards, 8
     tokens_BT, lengths_B = np.zeros((rows, T), np.int32), np.ones(rows, np.int32)
     for b, prompt in enumerate(PROMPTS):
@@ -124,14 +126,14 @@ def test_a_step_writes_one_slot_of_the_cache_in_place(mesh, rules):
     shape = (8, 1, 16_384, 8 // layout.mesh.shape["model"], 8)
     assert cache == 2 * 4 * math.prod(shape)
     assert memory.alias_size_in_bytes >= cache, "it comes out where it went in"
-    # Of the eight layers' caches, one at most is held a second time, to be multiplied.
+    # At most one of the eight layers' caches is held a second time, to be multiplied.
     assert memory.temp_size_in_bytes < 0.3 * cache
     whole = "f32[" + ",".join(map(str, shape)) + "]"
     copies = [line for line in decode.as_text().splitlines() if "copy" in line.split("(")[0]]
     assert not [line for line in copies if whole in line.split("=")[1][:60]]
 
 
-def test_a_generator_says_what_a_step_must_read():
+def test_a_generator_reports_the_bytes_that_a_step_reads():
     layout, variables = restored("smollm", "1x1", "dp")
     generator = Generator(layout, variables, Sampling(), (), 64)
     list(generator([np.array([1])], 3))
@@ -156,7 +158,7 @@ def test_top_k_and_top_p_leave_the_tokens_they_should():
     assert kept(logits, top_k=2).tolist() == [[0, 1, 0, 0, 1], [1, 1, 1, 1, 1]]  # ties stay
     assert kept(logits, top_p=0.64).tolist() == [[0, 1, 0, 0, 1], [1, 0, 0, 0, 0]]
     assert kept(logits, top_p=0.66).tolist() == [[0, 1, 0, 1, 1], [1, 0, 0, 0, 0]]
-    # Of the two that top_k leaves, the first alone has 0.4 / 0.65 of their probability.
+    # The first of the two tokens that top_k leaves has 0.4 / 0.65 of their probability.
     assert kept(logits[:1], top_k=2, top_p=0.6).tolist() == [[0, 1, 0, 0, 0]]
     assert kept(logits, top_p=1e-9).sum(axis=1).tolist() == [1, 1]
     assert kept(logits).all()
@@ -176,7 +178,7 @@ def test_tokens_are_drawn_as_often_as_they_are_likely():
 
 
 def test_a_sample_depends_on_seed_and_row_alone(quick):
-    """Not on the mesh, nor on the prompts that are answered beside it."""
+    """The mesh and the other prompts of the batch don't matter."""
     prompts, found = [np.array(p) for p in PROMPTS], {}
     for mesh, rules in (("1x1", "dp"), ("2x4", "fsdp_tp")):
         layout, variables = restored("smollm", mesh, rules)
@@ -267,7 +269,7 @@ PAIRS = [("The capital is", " Paris ðŸ¦Š"), ("def f():\n", "    return x"), ("ðŸ
 
 @pytest.mark.parametrize("files", [dict, small_tokenizers.byte_level, small_tokenizers.metaspace])
 def test_text_goes_on_from_its_prompt(files, capfd, tmp_path):
-    """A decoder like Llama 2's drops the space in front of a text, but this is not in front."""
+    """Decoders like Llama 2's drop a leading space, but a continuation keeps its space."""
     from recipes.generate import Generate, Limit, answer, answer_all, question
 
     tokens = tokenizer.from_files(files())
@@ -286,7 +288,7 @@ def test_text_goes_on_from_its_prompt(files, capfd, tmp_path):
 
 
 def test_a_dialogue_reads_the_whole_conversation(inside, quick, talker, monkeypatch):
-    """The second answer is that to both turns; one that the context can't hold begins anew."""
+    """The second answer follows from both turns; a conversation that is too long starts over."""
     said = ["Hi", "And then?", "x" * 400, "Hi"]
     monkeypatch.setattr(sys, "stdin", io.StringIO("\n".join(said) + "\n"))
     flags = ("--chat", "--max_new_tokens=6", "--temperature=0", "--mesh=1x1")
@@ -300,7 +302,7 @@ def test_a_dialogue_reads_the_whole_conversation(inside, quick, talker, monkeypa
     assert alone.out.splitlines()[1] == first.splitlines()[0]
 
 
-def test_what_generation_config_says_is_the_default():
+def test_generation_config_gives_the_defaults():
     from recipes.generate import Generate, sampling
 
     def tokens(**said):
@@ -360,7 +362,7 @@ def test_a_mistake_is_one_line_before_anything_is_computed(
 
 @pytest.mark.full
 def test_ctrl_c_ends_cleanly_and_text_streams(tmp_path):
-    """The text is there while the model writes; what was counted until then is told."""
+    """Text appears while the model writes; Ctrl-C prints the counts so far."""
     command = [sys.executable, "-u", "-m", "recipes.generate", PUBLISHED, "--prompt=def "]
     process = subprocess.Popen(
         [*command, "--max_new_tokens=250"], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE

@@ -1,4 +1,4 @@
-"""Hugging Face folders: logits equal to theirs (golden), export → import, commands, errors.
+"""Hugging Face folders: logits against goldens, export → import, commands, errors.
 
 The golden folders are models that `transformers` made and ran: python -m tests.by_hand.hf_parity.
 """
@@ -39,6 +39,8 @@ from zoo import moe
 from zoo.attention import Kind
 from zoo.transformer import Config, Transformer
 
+pytestmark = pytest.mark.promise("hugging-face")
+
 GOLDEN = ROOT / "tests" / "golden" / "hf"
 FAMILIES = [name for name in ALL_FAMILIES if name not in NOT_GOLDEN]
 
@@ -52,7 +54,7 @@ def assert_bit_equal(a, b):
 
 @pytest.fixture
 def folder(tmp_path):
-    """A function: a copy of a golden folder, to be changed."""
+    """Returns a function that copies a golden folder, to change the copy."""
 
     def copy(name="llama3"):
         target = tmp_path / name
@@ -63,7 +65,7 @@ def folder(tmp_path):
 
 
 def edit(folder, **changes):
-    """Changes keys of config.json; ... takes one away."""
+    """Changes keys of config.json; ... removes a key."""
     file = folder / "config.json"
     theirs = json.loads(file.read_text()) | changes
     file.write_text(json.dumps({k: v for k, v in theirs.items() if v is not ...}))
@@ -81,7 +83,7 @@ FAST = [family for family in FAMILIES if family not in SLOW]
 
 
 @pytest.mark.parametrize("family", full_except(FAMILIES, FAST))
-def test_logits_are_theirs_on_one_device_and_on_a_mesh(family, strict):
+def test_logits_match_transformers_on_one_device_and_on_a_mesh(family, strict):
     wanted = np.load(GOLDEN / family / "logits.npy")
     assert np.abs(wanted).max() > 1, "a tolerance means nothing beside logits near 0"
     for mesh, rules in ALL_FAMILIES[family].meshes[:2]:
@@ -90,8 +92,8 @@ def test_logits_are_theirs_on_one_device_and_on_a_mesh(family, strict):
 
 
 @pytest.mark.parametrize("family", full_except(["qwen2", "qwen3_moe"], ["qwen3_moe"]))
-def test_a_restored_model_can_be_called_as_it_is(family):
-    """On JAX's default mesh with nothing in force, though biases rest split and it is dropless."""
+def test_a_restored_model_can_be_called_without_a_mesh_context(family):
+    """Called outside any mesh context, although biases are split at rest and it is dropless."""
     mesh = jax.make_mesh((2, 4), ("data", "model"))
     model, _ = checkpoint.restore(f"hf:{GOLDEN / family}", mesh)
     tokens_BT = jax.device_put(TOKENS_BT, jax.NamedSharding(mesh, jax.P("data")))
@@ -106,7 +108,7 @@ def test_a_restored_model_can_be_called_as_it_is(family):
 
 
 def test_a_restored_model_shares_its_work_where_its_heads_do_not_divide(strict):
-    """4 kv heads on 8 devices: the rules that fit are the layout's."""
+    """With 4 kv heads on 8 devices, the layout adjusts the rules."""
     path, mesh = f"hf:{GOLDEN / 'llama3'}", jax.make_mesh((1, 8), ("data", "model"))
     model, _ = checkpoint.restore(path, mesh, "tp")
     rules = checkpoint.layout_of(checkpoint.find(path), mesh, "tp").rules
@@ -129,7 +131,7 @@ def test_export_is_read_back_bit_equal_with_the_same_config(family, tmp_path):
 
 
 def test_every_option_of_config_is_read():
-    """What makes each family different is in its golden model, and nowhere else."""
+    """Each family's options occur in its golden model and in no other."""
     found = {name: hf.Folder(GOLDEN / name).config for name in FAMILIES}
     assert found["llama3"].rope_scaling == (8.0, 1.0, 4.0, 16)
     assert found["llama_linear"].rope_scaling == ("linear", 3.0)
@@ -176,7 +178,7 @@ def test_each_shard_is_the_part_of_the_parameter_that_the_rules_say(family, rule
 
 
 def test_a_shard_is_read_once_and_alone(monkeypatch):
-    """No more is in memory than one shard, and none is read for each of its copies."""
+    """At most one shard is in memory, and replicas don't read it again."""
     reads = []
     read_shard = hf.tensors.read_shard
 
@@ -255,7 +257,7 @@ S, F = "sliding_attention", "full_attention"
     ],
 )
 def test_a_list_of_layers_is_its_shortest_period(types, windows):
-    """And back: the same list, which older versions read as far as max_window_layers can say it."""
+    """Export gives back the list, and max_window_layers where that can say it to older versions."""
     theirs = json.loads((GOLDEN / "qwen2" / "config.json").read_text())
     theirs |= {"use_sliding_window": True, "sliding_window": 5, "num_hidden_layers": len(types)}
     ours = llama.config_from(theirs | {"layer_types": types}, ROOT)
@@ -296,7 +298,7 @@ MAGNITUDE = 0.1 * np.log(4.0) + 1
     ],
 )  # fmt: skip
 def test_rotary_scalings_mean_what_they_mean_to_transformers(rope, others, scaling):
-    """In older and newer keys, and back."""
+    """Covers older and newer keys, and export."""
     theirs = json.loads((GOLDEN / "llama2" / "config.json").read_text())
     del theirs["rope_parameters"]
     for keys in (
@@ -309,7 +311,7 @@ def test_rotary_scalings_mean_what_they_mean_to_transformers(rope, others, scali
 
 
 def test_a_mistral_with_unlike_layers_is_theirs(folder):
-    """A list of layers makes it a Ministral to transformers."""
+    """With a list of layer types, transformers calls it Ministral."""
     theirs = folder("ministral")
     before = hf.Folder(theirs).config
     edit(theirs, architectures=["MistralForCausalLM"], model_type="mistral")
@@ -364,7 +366,7 @@ def test_a_large_model_is_written_in_files_with_an_index(tmp_path, monkeypatch):
     assert_bit_equal(params_of(f"hf:{tmp_path / 'back'}"), params_of(f"hf:{source}"))
 
 
-def test_what_no_architecture_of_theirs_has_is_not_written(tmp_path):
+def test_options_without_an_architecture_in_transformers_are_not_exported(tmp_path):
     config = Config(64, 32, 2, 8, 4, 4, 32, qkv_bias=True, qk_norm=True)
     with pytest.raises(UserError, match="no Hugging Face architecture has both qkv_bias and qk_"):
         hf.write(tmp_path / "out", "transformer", config, 64, lambda path: pytest.fail("read"))
@@ -392,15 +394,15 @@ def test_what_no_architecture_of_theirs_has_is_not_written(tmp_path):
         ({"layer_kinds": (Kind(5, 1e4), Kind(None, 1e4))}, "windows in only some layers"),
     ],
 )
-def test_experts_that_no_architecture_of_theirs_has_are_not_written(fields, said, tmp_path):
+def test_experts_without_an_architecture_in_transformers_are_not_exported(fields, said, tmp_path):
     config = dataclasses.replace(moe.Config.tiny(), **fields)
     with pytest.raises(UserError, match=f"with experts has {said}; use a model without it"):
         hf.write(tmp_path / "out", "moe", config, 64, lambda path: pytest.fail("read"))
     assert list(tmp_path.iterdir()) == []
 
 
-def test_older_names_of_their_experts_are_known(folder):
-    """`num_experts` of Qwen3-MoE is `num_local_experts` to newer versions of transformers."""
+def test_older_names_of_transformers_experts_are_known(folder):
+    """Newer versions of transformers call Qwen3-MoE's `num_experts` `num_local_experts`."""
     theirs = folder("qwen3_moe")
     before = hf.Folder(theirs).config
     edit(theirs, num_local_experts=..., num_experts=8, norm_topk_prob=True)
@@ -484,7 +486,7 @@ def test_a_write_that_fails_leaves_nothing(tmp_path):
         ("smollm", {"tie_word_embeddings": False}, "is missing tensor lm_head.weight;"),
     ],
 )  # fmt: skip
-def test_models_that_are_not_ours_are_refused_by_name(folder, family, changes, said):
+def test_unsupported_architectures_are_refused_by_name(folder, family, changes, said):
     theirs = folder(family)
     edit(theirs, **changes)
     with pytest.raises(UserError) as caught:
@@ -496,7 +498,7 @@ def test_models_that_are_not_ours_are_refused_by_name(folder, family, changes, s
 
 
 def header(file, change):
-    """Writes a file anew with its header changed: a function of the JSON text."""
+    """Rewrites a file with its header changed by a function of the JSON text."""
     whole = file.read_bytes()
     (size,) = struct.unpack("<Q", whole[:8])
     text = change(whole[8 : 8 + size])
@@ -585,7 +587,7 @@ def test_a_name_of_the_hub_is_resolved_by_its_client(monkeypatch):
 
 @pytest.fixture(scope="module")
 def tiny(tmp_path_factory):
-    """A folder of unlike layers, with a vocabulary that the recipe's bytes fit into."""
+    """A folder of unlike layers whose vocabulary holds the recipe's bytes."""
     target, rng = tmp_path_factory.mktemp("hf") / "tiny", np.random.default_rng(3)
     config = dataclasses.replace(Config.tiny(), layer_kinds=(Kind(24, 1e4), Kind(None, 1e4)))
     shapes = paths(abstract_model(lambda: Transformer(config, rngs=nnx.Rngs(0))).shapes["params"])

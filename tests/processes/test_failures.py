@@ -1,4 +1,4 @@
-"""What goes wrong with several processes is told by those that are left, in time; and nothing is lost."""
+"""When one of several processes fails, the others report it in time and nothing is lost."""
 
 import pathlib
 import re
@@ -17,10 +17,12 @@ from recipes.common.checkpoint import helpers, shared
 from recipes.common.runtime import agreement, processes, start
 from recipes.common.runtime.errors import UserError
 from tests.by_hand import startup_scale
-from tests.processes.test_processes import FLAGS, IMPATIENT, LOST, SMALLEST, Together
-from tests.processes.test_processes import smallest as smallest
+from tests.support.local_processes import FLAGS, IMPATIENT, LOST, SMALLEST, LocalProcesses
+from tests.support.local_processes import smallest as smallest
 from tests.support.quick import quick as quick
 from tests.support.runs import records
+
+pytestmark = pytest.mark.promise("processes-differ")
 
 # A process whose disk is not shared finds other files under the same names.
 OWN_DISK = """
@@ -54,6 +56,7 @@ ocp.PyTreeCheckpointHandler.async_save = fails
 # ---- told before anything is computed ------------------------------------------------------------
 
 
+@pytest.mark.promise("many-processes")
 @pytest.mark.full
 @pytest.mark.parametrize(
     ("each", "around", "told"),
@@ -64,9 +67,9 @@ ocp.PyTreeCheckpointHandler.async_save = fails
     ],
     ids=["flags", "version", "disk"],
 )  # fmt: skip
-def test_processes_that_differ_are_told_at_the_start(each, around, told, tmp_path):
+def test_processes_that_differ_are_refused_at_the_start(each, around, told, tmp_path):
     flags = (*SMALLEST, "--steps=5", f"--workdir={tmp_path / 'w'}")
-    run = Together(2, *flags, each=each, around=around, recipe="dot_relu_dot")
+    run = LocalProcesses(2, *flags, each=each, around=around, recipe="dot_relu_dot")
     for code, out, err in run.finish():
         assert (code, out) == (2, "")
         assert err.startswith("error: ")
@@ -76,12 +79,13 @@ def test_processes_that_differ_are_told_at_the_start(each, around, told, tmp_pat
     assert list(tmp_path.iterdir()) == [], "nothing is written"
 
 
+@pytest.mark.promise("many-processes")
 @pytest.mark.full
-def test_what_one_process_lacks_ends_all(book, tmp_path):
-    """Its error says why, and the others do not wait for it until they are found dead."""
+def test_a_file_missing_on_one_process_ends_all(book, tmp_path):
+    """Its error says why; the others don't wait until its heartbeats stop."""
     around = "import sys\nif '--process_id=1' in sys.argv: sys.argv[-1] = '--dataset=/none'\n"
     around += "from recipes.common.runtime import agreement; agreement.check = lambda *_: None\n"
-    run = Together(
+    run = LocalProcesses(
         2, *FLAGS, "--steps=5", f"--workdir={tmp_path / 'w'}", around=around, each=[(book,)] * 2
     )
     started = time.monotonic()
@@ -93,7 +97,7 @@ def test_what_one_process_lacks_ends_all(book, tmp_path):
     print(f"both ended after {time.monotonic() - started:.1f} s")
 
 
-def test_what_differs_is_named():
+def test_differences_between_processes_are_named():
     first = {"versions": {"jax": "1"}, "flags": {"--a": 1, "--b": 2}, "code": "x"}
     assert agreement.difference(first, first) == ""
     for other, told in (
@@ -109,7 +113,9 @@ def test_what_differs_is_named():
     [({}, "dataset"), ({"tokenizer": "0" * 64}, "tokenizer")],
     ids=["text", "tokens"],
 )
-def test_other_data_under_the_same_name_is_told(differs, flag, inside, monkeypatch, tmp_path):
+def test_different_data_under_the_same_name_is_refused(
+    differs, flag, inside, monkeypatch, tmp_path
+):
     def decide(mine, work):
         if not isinstance(mine, list):
             return work([mine])
@@ -168,7 +174,7 @@ def test_an_error_without_a_message_ends_the_process_too(monkeypatch):
     assert "can't continue without the others (AssertionError); start all of them" in message
 
 
-def test_what_processes_have_told_each_other_of_a_save_is_not_kept(monkeypatch):
+def test_messages_about_a_save_are_deleted(monkeypatch):
     told = {"save/3/0/1": {"digests": {"b": "2"}}}  # the answer of process 1
 
     def forget(key):
@@ -191,7 +197,7 @@ def test_what_processes_have_told_each_other_of_a_save_is_not_kept(monkeypatch):
 
 
 def test_a_process_that_fails_to_hash_answers_whatever_has_failed(monkeypatch):
-    """Process 0 would wait for hours."""
+    """Otherwise process 0 would wait for hours."""
     told = {"save/3/0": "w", "save/3/0/names/1": ["b"]}
     monkeypatch.setattr(processes, "index", lambda: 1)
     monkeypatch.setattr(processes, "publish", told.__setitem__)
@@ -207,7 +213,7 @@ def test_a_process_that_fails_to_hash_answers_whatever_has_failed(monkeypatch):
 
 @pytest.mark.parametrize(("recipe", "flags"), [("generate", []), ("evaluate", ["--dataset=a"])])
 def test_a_model_to_be_used_is_verified_together(recipe, flags, inside, monkeypatch, tmp_path):
-    """The second process hashes what it is asked for, no more, and opens what the first has found."""
+    """The second process hashes only its share and opens the checkpoint that the first found."""
     asked, found = [], tmp_path / "none"
     monkeypatch.setattr(processes, "_id", 1)
     monkeypatch.setattr(helpers, "help_with", lambda topic, _: asked.append(topic))
@@ -223,7 +229,7 @@ def test_a_model_to_be_used_is_verified_together(recipe, flags, inside, monkeypa
 
 
 class Service:
-    """JAX's coordination service, in this process; counts the bytes that are read."""
+    """JAX's coordination service in this process, which counts the bytes read."""
 
     def __init__(self):
         self.told, self.read, self.new = {}, 0, threading.Condition()
@@ -243,8 +249,8 @@ class Service:
         pass
 
 
-def test_what_is_sent_at_the_start_is_linear_in_the_number_of_processes(monkeypatch):
-    """So that the first of a thousand is not asked for gigabytes."""
+def test_startup_messages_are_linear_in_the_number_of_processes(monkeypatch):
+    """Otherwise process 0 of a thousand would send gigabytes."""
 
     def read_by_each(count):
         monkeypatch.setattr(distributed.global_state, "client", Service())
@@ -257,11 +263,12 @@ def test_what_is_sent_at_the_start_is_linear_in_the_number_of_processes(monkeypa
 # ---- while it runs -------------------------------------------------------------------------------
 
 
+@pytest.mark.promise("many-processes")
 @pytest.mark.full
 @pytest.mark.parametrize("which", [1, 0], ids=["one", "the coordinator"])
 def test_a_process_that_hangs_ends_the_run_within_the_heartbeats_time(which, tmp_path):
     flags = (*SMALLEST, "--steps=100000", f"--workdir={tmp_path}")
-    run = Together(2, *flags, around=IMPATIENT, recipe="dot_relu_dot")
+    run = LocalProcesses(2, *flags, around=IMPATIENT, recipe="dot_relu_dot")
     run.read_until("Starts ")
     time.sleep(1)
     run.processes[which].send_signal(signal.SIGSTOP)
@@ -276,13 +283,14 @@ def test_a_process_that_hangs_ends_the_run_within_the_heartbeats_time(which, tmp
     assert any(message in err for message in LOST), err
 
 
+@pytest.mark.promise("many-processes")
 @pytest.mark.full
 def test_a_save_that_fails_on_one_of_four_stops_all_with_the_newest_checkpoint(smallest, tmp_path):
-    """At once: nobody goes on for a next save that may be hours away."""
+    """They stop at once, since the next save may be hours away."""
     common = (*SMALLEST, "--checkpoint_every=10", "--schedule=constant", "--warmup_steps=0")
     flags = (*common, f"--workdir={tmp_path}")
     around = IMPATIENT + BAD_DISK
-    run = Together(4, *flags, "--steps=100000", around=around, recipe="dot_relu_dot")
+    run = LocalProcesses(4, *flags, "--steps=100000", around=around, recipe="dot_relu_dot")
     ends = run.finish()
     assert ends[2][0] == 1, ends
     assert (
@@ -297,7 +305,7 @@ def test_a_save_that_fails_on_one_of_four_stops_all_with_the_newest_checkpoint(s
     assert checkpoint.verify(tmp_path / "checkpoints" / "10") == ""
     assert max(step for step, _ in records(tmp_path, "step", "loss")) < 30
     # Two of the four go on from there, with the same batches.
-    for code, out, err in Together(2, *flags, "--steps=13", recipe="dot_relu_dot").finish():
+    for code, out, err in LocalProcesses(2, *flags, "--steps=13", recipe="dot_relu_dot").finish():
         assert (code, err) == (0, ""), err
         assert not out or "Resumes at step 10" in out
     lines = records(tmp_path, "step", "loss")

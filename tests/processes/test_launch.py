@@ -1,4 +1,4 @@
-"""The launchers in recipes/launch, and that processes find each other by what launchers set."""
+"""The launchers in recipes/launch, and processes finding each other by the variables they set."""
 
 import http.server
 import json
@@ -21,6 +21,8 @@ from recipes.common.runtime.mesh import parse
 from tests.conftest import ROOT
 from tests.support.quick import XLA_FLAGS
 from tests.support.runs import TINY
+
+pytestmark = pytest.mark.promise("launchers")
 
 LAUNCH = ROOT / "recipes" / "launch"
 SCRIPTS = sorted(path.name for path in LAUNCH.iterdir() if path.suffix in (".sh", ".sbatch"))
@@ -54,7 +56,7 @@ TYPES = {"object": dict, "array": list, "string": str, "integer": int, "boolean"
 
 
 def mistakes(value, schema: dict, path: str = "") -> list[str]:
-    """What in a YAML document is not as its schema says."""
+    """Where a YAML document violates its schema."""
     if "type" in schema and type(value) is not TYPES[schema["type"]]:
         return [f"{path} is no {schema['type']}"]
     if schema.get("x-kubernetes-int-or-string"):
@@ -198,7 +200,7 @@ def test_a_number_that_no_process_has_is_one_line(run):
 
 
 def test_hosts_of_tpu_slices_are_those_that_the_metadata_server_lists(monkeypatch):
-    """`gcloud … ssh --worker=all` sets nothing; JAX asks the same server for all else."""
+    """`gcloud … ssh --worker=all` sets no variables; JAX asks the same server for the rest."""
     answers = {
         "worker-network-endpoints": "a,b,c,d",
         "tpu-env": "ZONE: 'z'\nMEGASCALE_NUM_SLICES: '2'\n",
@@ -234,7 +236,7 @@ FLAGS = (*TINY, "--steps=0", "--mesh=2")
 
 
 def job_id() -> int:
-    """Slurm's and Open MPI's number, from which JAX makes the port: one that is free."""
+    """A job id for Slurm or Open MPI from which JAX derives a free port."""
     while True:
         number = random.randrange(1, 1_000_000)
         with socket.socket() as trial:
@@ -245,7 +247,7 @@ def job_id() -> int:
                 continue
 
 
-# As a launcher starts the second half of a command on this machine: `srun --flag… command…`.
+# A fake launcher that starts the rest of its command here: `srun --flag… command…`.
 SRUN = """#!{python}
 import os, subprocess, sys
 command = [word for i, word in enumerate(sys.argv[1:]) if i or not word.startswith("--")]
@@ -277,7 +279,7 @@ with open("said", "a") as file:
 
 @pytest.fixture
 def clone(tmp_path):
-    """A folder like a user's clone, whose .venv is this Python, with false launchers in PATH."""
+    """A folder like a user's clone: .venv is this Python, and PATH has fake launchers."""
     for name in ("recipes", "zoo", "data"):
         (tmp_path / name).symlink_to(ROOT / name)
     tools = tmp_path / ".venv" / "bin"
@@ -348,7 +350,7 @@ def test_a_script_starts_processes_that_find_each_other(script, clone, book):
 
 
 def started(folder: pathlib.Path, command: list[str], environments: list[dict[str, str]]):
-    """The first one's output, when all have ended well."""
+    """Waits for all to succeed; returns the first one's output."""
     env = os.environ | {"XLA_FLAGS": XLA_FLAGS}
     processes = [
         subprocess.Popen(
@@ -363,7 +365,7 @@ def started(folder: pathlib.Path, command: list[str], environments: list[dict[st
 
 @pytest.mark.full
 def test_the_pods_of_a_jobset_find_each_other(clone, book):
-    """By the environment of the manifest, as Kubernetes fills it in; their host is here."""
+    """Uses the manifest's environment as Kubernetes would fill it in, with this machine as host."""
     _, container = pod("jobset_gpu.yaml")
     environments = []
     for index in range(2):
@@ -395,7 +397,7 @@ print(processes.decide(processes.index(), list), jax.process_index(), jax.device
 @pytest.mark.full
 @pytest.mark.parametrize("version", [4, 5])
 def test_processes_of_open_mpi_find_each_other(version, clone):
-    """Also inside of Slurm, where each has the variables of the one that started it."""
+    """Also inside Slurm, whose variables each process inherits from the one that started it."""
     shared = SLURM | {
         "OMPI_COMM_WORLD_SIZE": "2",
         "JAX_PLATFORMS": "cpu",

@@ -1,13 +1,11 @@
-"""Several real processes on one host train like one, and none of them hangs when one dies."""
+"""Several real processes on one host train like one; none hangs when one dies."""
 
 import os
-import pathlib
 import signal
 import socket
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
 
 import jax
 import numpy as np
@@ -20,117 +18,21 @@ from recipes.common.runtime import mesh, processes
 from recipes.common.runtime.errors import UserError
 from recipes.common.runtime.mesh import make_mesh
 from tests.conftest import ROOT
-from tests.sharding.test_slices import gpus
 from tests.support import small_tokenizers
-from tests.support.quick import XLA_FLAGS
+from tests.support.devices import gpus
+from tests.support.local_processes import FLAGS, IMPATIENT, LOST, SMALLEST, LocalProcesses
 from tests.support.quick import quick as quick
-from tests.support.runs import TINY, records, state_of, steps_saved
+from tests.support.runs import records, state_of, steps_saved
 
-FLAGS = (*TINY, "--mesh=4x2", "--log_every=1", "--checkpoint_every=1000")
-
-LOST = (
-    "error: this process can't continue without the others (",
-    "distributed service detected fatal",
-)
-
-# Of the recipe that starts fastest, where it does not matter what is trained.
-SMALLEST = ("--batch_size=16", "--mesh=4x2", "--log_every=1", "--checkpoint_every=1000")
-
-# Records what each process reads and feeds to its devices, and which files it hashes.
-WATCHED = """
-import pathlib, runpy, sys
-import numpy as np
-from data import packing, text
-from recipes.common.checkpoint import integrity
-from recipes.common.runtime import mesh, processes
-from recipes.common.train import evaluation, loop
-
-folder, fed, read, hashed = pathlib.Path(sys.argv.pop(1)), [], [], []
-sha256_of = integrity.sha256_of
-integrity.sha256_of = lambda folder, names: hashed.extend(names) or sha256_of(folder, names)
-to_devices = loop.to_devices
-evaluation.to_devices = loop.to_devices = lambda rows, *rest: fed.append(rows) or to_devices(rows, *rest)
-def watch(rows, take):
-    rows.take = lambda self, i: read.extend((len(self._tokens), n) for n in i) or take(self, i)
-for rows in (text._Windows, packing.Packed):
-    watch(rows, rows.take)
-try:
-    runpy.run_module("recipes.transformer", run_name="__main__")
-finally:
-    if fed:
-        fed = {name: np.stack([rows[name] for rows in fed]) for name in fed[0]}
-        np.savez(folder / f"{processes._id}.npz", read=np.stack(read), hashed=np.array(hashed, str), **fed)
-"""
-
-
-# Where no collective fails, the end of a process is noticed by the heartbeats that it does not send.
-IMPATIENT = "from recipes.common.runtime import processes; processes.HEARTBEAT_SECONDS = 6\n"
-
-RECIPE = """
-import runpy
-runpy.run_module("recipes.{}", run_name="__main__", alter_sys=True)
-"""
-
-
-class Together:
-    """Some processes of one run."""
-
-    def __init__(
-        self,
-        count: int,
-        *flags: str,
-        watch: pathlib.Path | None = None,
-        around: str = "",  # runs before the recipe
-        each: Sequence[tuple[str, ...]] = (),  # further flags of the first ones
-        recipe: str = "transformer",
-    ):
-        with socket.socket() as free:
-            free.bind(("localhost", 0))
-            port = free.getsockname()[1]
-        program = ["-m", f"recipes.{recipe}"]
-        if watch:
-            program = ["-c", around + WATCHED, str(watch)]
-        elif around:
-            program = ["-c", around + RECIPE.format(recipe)]
-        own = [*each, *[()] * count]
-        shared = [*program, *flags, f"--num_processes={count}", f"--coordinator=localhost:{port}"]
-        self.processes = [
-            subprocess.Popen(
-                [sys.executable, *shared, f"--process_id={i}", *own[i]],
-                cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-                env=os.environ | {"XLA_FLAGS": XLA_FLAGS},  # each compiles all for itself
-            )
-            for i in range(count)
-        ]  # fmt: skip
-
-    def read_until(self, mark: str) -> None:
-        """Until the first one prints such a line."""
-        assert any(line.startswith(mark) for line in self.processes[0].stdout), self.finish()
-
-    def finish(self) -> list[tuple[int, str, str]]:
-        """(exit code, stdout, stderr) of each."""
-        ends = [process.communicate(timeout=300) for process in self.processes]
-        return [(p.returncode, *end) for p, end in zip(self.processes, ends, strict=True)]
+pytestmark = pytest.mark.promise("many-processes")
 
 
 @pytest.fixture
 def alone(inside, quick, book):
-    """A function of flags that runs the same recipe in this one process."""
+    """Returns a function of flags that runs the recipe in this one process."""
 
     def command(*flags):
         done = inside("recipes.transformer", *FLAGS, book, *flags)
-        assert done.code == 0, done.err
-        return done.out
-
-    return command
-
-
-@pytest.fixture
-def smallest(inside, quick):
-    """As `alone`, of the smallest recipe."""
-
-    def command(*flags):
-        done = inside("recipes.dot_relu_dot", *SMALLEST, *flags)
         assert done.code == 0, done.err
         return done.out
 
@@ -150,7 +52,7 @@ def test_four_then_two_then_one_process_train_like_one(alone, book, tmp_path):
     for count, first in ((4, 0), (2, 2)):
         (tmp_path / str(count)).mkdir()
         flags = (*FLAGS, book, f"--steps={first + 2}", f"--workdir={b}")
-        ends = Together(count, *flags, watch=tmp_path / str(count)).finish()
+        ends = LocalProcesses(count, *flags, watch=tmp_path / str(count)).finish()
         for index, (code, out, err) in enumerate(ends):
             assert (code, err) == (0, ""), err
             assert (out == "") == (index > 0), "only the first process prints"
@@ -196,7 +98,7 @@ def test_four_then_two_then_one_process_train_like_one(alone, book, tmp_path):
     np.testing.assert_allclose(records(a, *held), records(b, *held), rtol=2e-5)
 
 
-# Devices in an order in which those of a process lie apart, as on the rings of a TPU's chips.
+# Orders devices so that those of a process lie apart, as on the rings of a TPU's chips.
 RINGS = """
 from recipes.common.runtime import mesh
 _arrange = mesh.arrange
@@ -210,7 +112,7 @@ mesh.arrange = arrange
 
 @pytest.mark.full
 def test_processes_whose_devices_lie_apart_train_like_one(alone, book, tmp_path):
-    """On packed rows of two mixed sources; they evaluate meanwhile, and agree on what is best."""
+    """They train on packed rows of two sources, evaluate, and agree on the best checkpoint."""
     a, b, other = tmp_path / "one", tmp_path / "two", tmp_path / "other.txt"
     other.write_text((ROOT / "zoo" / "moe.py").read_text()[:20_000])
     tokenizer = tmp_path / "tokenizer.json"
@@ -218,7 +120,7 @@ def test_processes_whose_devices_lie_apart_train_like_one(alone, book, tmp_path)
     flags = ("--mesh=8", "--steps=6", "--eval_every=2", "--keep_best")
     flags += (f"{book}@0.7,{other}@0.3", f"--tokenizer={tokenizer}")
     alone(*flags, f"--workdir={a}")
-    run = Together(2, *FLAGS, *flags, f"--workdir={b}", watch=tmp_path, around=RINGS)
+    run = LocalProcesses(2, *FLAGS, *flags, f"--workdir={b}", watch=tmp_path, around=RINGS)
     for code, _, err in run.finish():
         assert (code, err) == (0, ""), err
     rows = [set(map(tuple, np.load(tmp_path / f"{i}.npz")["read"].tolist())) for i in range(2)]
@@ -235,9 +137,9 @@ def test_processes_whose_devices_lie_apart_train_like_one(alone, book, tmp_path)
 
 
 @pytest.mark.full
-def test_a_mesh_that_cuts_an_inner_axis_between_processes_is_told(tmp_path):
+def test_a_mesh_that_splits_an_inner_axis_between_processes_is_refused(tmp_path):
     flags = (*SMALLEST, "--mesh=1x8", f"--workdir={tmp_path / 'w'}")
-    run = Together(2, *flags, recipe="dot_relu_dot")
+    run = LocalProcesses(2, *flags, recipe="dot_relu_dot")
     for code, out, err in run.finish():
         assert (code, out) == (2, "")
         assert err == (
@@ -250,7 +152,7 @@ def test_a_mesh_that_cuts_an_inner_axis_between_processes_is_told(tmp_path):
 @pytest.mark.full
 def test_a_signal_stops_all_at_the_same_step_and_a_death_ends_all(smallest, tmp_path):
     flags = ("--steps=100000", f"--workdir={tmp_path}", "--checkpoint_every=20")
-    run = Together(2, *SMALLEST, *flags, recipe="dot_relu_dot")
+    run = LocalProcesses(2, *SMALLEST, *flags, recipe="dot_relu_dot")
     run.read_until("Starts ")
     time.sleep(1)
     run.processes[1].send_signal(signal.SIGTERM)
@@ -261,7 +163,7 @@ def test_a_signal_stops_all_at_the_same_step_and_a_death_ends_all(smallest, tmp_
     assert f"Stopped by SIGTERM after step {step}, saved in " in out
     assert int(state_of(tmp_path, step)["step"]) == step
     # The next start resumes there, until one of the two is killed.
-    run = Together(2, *SMALLEST, *flags, recipe="dot_relu_dot", around=IMPATIENT)
+    run = LocalProcesses(2, *SMALLEST, *flags, recipe="dot_relu_dot", around=IMPATIENT)
     run.read_until(f"Resumes at step {step}, ")
     while checkpoint.steps_in(tmp_path / "checkpoints")[-1] < step + 20:
         time.sleep(0.05)
@@ -280,7 +182,7 @@ def test_a_signal_stops_all_at_the_same_step_and_a_death_ends_all(smallest, tmp_
 @pytest.mark.full
 def test_death_of_the_first_process_ends_the_others(tmp_path):
     flags = (*SMALLEST, "--steps=100000", f"--workdir={tmp_path}")
-    run = Together(2, *flags, recipe="dot_relu_dot")
+    run = LocalProcesses(2, *flags, recipe="dot_relu_dot")
     run.read_until("Starts ")
     time.sleep(1)
     run.processes[0].kill()
@@ -293,7 +195,7 @@ def test_death_of_the_first_process_ends_the_others(tmp_path):
 
 
 def waits(which: int, seconds: int = 300) -> subprocess.Popen:
-    """One of two processes; the other one never comes."""
+    """Starts one of two processes; the other never starts."""
     with socket.socket() as free:
         free.bind(("localhost", 0))
         port = free.getsockname()[1]
@@ -335,6 +237,7 @@ def test_waiting_for_a_process_that_never_comes_ends_with_one_line():
 # ---- how they find each other, without processes -------------------------------------------------
 
 
+@pytest.mark.promise("user-errors")
 def test_a_coordinator_that_is_not_there(monkeypatch):
     monkeypatch.setattr(processes, "_count", 1)
     monkeypatch.setattr(processes, "PATIENCE_SECONDS", 0)
@@ -348,6 +251,7 @@ def test_a_coordinator_that_is_not_there(monkeypatch):
             processes.initialize(2, 0, f"localhost:{port}")
 
 
+@pytest.mark.promise("user-errors")
 def test_a_mesh_must_be_divisible_by_the_number_of_processes(monkeypatch):
     monkeypatch.setattr(processes, "_count", 3)
     with pytest.raises(UserError) as caught:

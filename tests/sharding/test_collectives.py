@@ -1,13 +1,14 @@
-"""What a compiled step sends between devices is what its strategy promises, and nothing else.
+"""A compiled step sends between devices what its strategy promises, and nothing else.
 
-The textbook, in array elements a device receives: `dp` all-reduces each gradient once; `fsdp`
-all-gathers weights (again for the backward pass where a layer is rematerialised) and reduce-scatters
-gradients; `tp` all-reduces activations. XLA's CPU backend has no reduce-scatter: there it is an
-all-reduce and then a slice. On TPU it is the real thing (README, Speed).
+The textbook counts array elements that a device receives: `dp` all-reduces each gradient once;
+`fsdp` all-gathers weights (again for the backward pass where a layer is rematerialised) and
+reduce-scatters gradients; `tp` all-reduces activations. XLA's CPU backend has no reduce-scatter and
+writes an all-reduce and a slice; TPUs have one (recipes/bench/README.md).
 """
 
 import dataclasses
 import itertools
+import json
 import math
 import types
 from collections import Counter
@@ -22,33 +23,44 @@ from recipes.common.sharding.abstract import paths
 from recipes.common.sharding.layout import Layout
 from recipes.common.sharding.rules import partition_spec, shards, used_axes
 from tests.conftest import full_except
-from tests.support.entries import CASES, ENTRIES, FAST_CASES, compile_step, compiled_step
+from tests.support.entries import (
+    CASES,
+    ENTRIES,
+    FAST_CASES,
+    compile_step,
+    compiled_step,
+    with_case,
+)
+from tests.support.proof import BYTES
 from zoo import attention, dot_relu_dot, layers, mlp, sharding, transformer
 
-# All-reduces of a whole activation where a matmul's inner dim is split: Megatron's count, and what
-# XLA's CPU backend makes of it, which reduces the cotangents of matmuls that read the same input one
-# by one. An entry that is not here has at most MOST for each weight that is split.
+pytestmark = pytest.mark.promise("strategies-send")
+
+# All-reduces of a whole activation where a matmul's inner dim is split: Megatron's count, and the
+# most that XLA's CPU backend makes of it. The backend reduces the cotangents of matmuls that read the
+# same input one by one. Any other entry has at most MOST for each weight that is split.
 ACTIVATIONS = {
     "dot_relu_dot": (1, 1),  # forward; x needs no gradient
     "mlp": (4, 4),  # two blocks, forward and backward
-    # two layers: 2 forward, 1 of the 2 again in the backward pass, then 2 as 2 + 3; and the table of
-    # embeddings twice, as it is split over `vocab`
-    "transformer": (10, 18),
-    # likewise 4 forward, attention's 2 again, then 2 for the experts and 2 to 6 for attention
+    # Each of two layers has 2 in the forward pass and 1 of them again in the backward pass. Then it
+    # has 2, which the backend makes 5: q, k and v; gate and up. The table of embeddings, split over
+    # `vocab`, has 2.
+    "transformer": (12, 18),
+    # 4 forward, 2 for attention again, 2 for the experts, 2 to 6 for attention, 2 for the embeddings.
     "moe": (12, 16),
 }
 MOST = 4
 
-# All-reduces of single numbers of each position, where a matmul's inner dim is split. A loss over a split
-# vocabulary has a maximum, a sum of exponentials and the target's logit, and the first two again in the
-# backward pass. MoE has the gradients of its weights of experts, two a position in each of two layers.
+# All-reduces of single numbers for each position, where a matmul's inner dim is split. A loss over a
+# split vocabulary has a maximum, a sum of exponentials and the target's logit, and the first two again
+# in the backward pass. MoE adds gradients of expert weights, two for each position in both layers.
 NUMBERS = {"dot_relu_dot": 0, "mlp": 0, "moe": 5 + 2 * 2}
-LOSS = 5  # of the Transformer, and of an entry that is not here
+LOSS = 5  # the Transformer and any other entry
 
 
 def to_experts(layout: Layout) -> int:
-    """Of each slot that a device fills, D numbers there and back, and both again for gradients; and
-    its weight once each way. The tiny model keeps nothing of a layer: what goes there, goes again.
+    """Numbers that MoE exchanges: D for each slot there and back, and both again for gradients, and
+    the slot's weight once each way. The tiny model saves no activations, so the way there is repeated.
     """
     config, (batch, length) = layout.config, ENTRIES["moe"].batches[0]["tokens"].shape
     share = config.capacity * config.experts_per_token * length / config.num_experts
@@ -56,20 +68,25 @@ def to_experts(layout: Layout) -> int:
     return config.num_layers * slots * (5 * config.embed + 3)
 
 
-# Entry → the mesh axis over which it exchanges activations, and how many numbers a device then has of
-# them from all devices, itself too.
+# Entry → the mesh axis over which it exchanges activations, and how many numbers a device then
+# receives from all devices, itself included.
 EXCHANGES = {"moe": ("expert", to_experts)}
 
 
 class Sent(NamedTuple):
-    """Elements by what they are part of; and what is part of nothing that we know."""
+    """Array elements that collectives return on one device in a step, by purpose."""
 
-    weights: int  # gathered
-    gradients: int  # reduced; and new values of buffers
-    activations: int  # all-reduces of a whole [rows, width]
-    numbers: int  # a position, in all-reduces beside those
-    exchanged: int  # in all-to-alls
-    strangers: list[Collective]
+    weights: int = 0  # gathered
+    gradients: int = 0  # reduced; and new values of buffers
+    activations: int = 0  # all-reduced, each a whole [rows, width]
+    numbers: int = 0  # all-reduced, one or two for each row
+    exchanged: int = 0  # in all-to-alls
+    unknown: tuple[Collective, ...] = ()  # collectives that serve none of these purposes
+
+    @property
+    def bytes(self) -> int:
+        """Bytes of all elements, which are float32."""
+        return 4 * sum(self[:-1])
 
 
 class Variable(NamedTuple):
@@ -83,7 +100,7 @@ class Variable(NamedTuple):
 
 
 def variables(layout: Layout) -> dict[str, Variable]:
-    """By path."""
+    """Returns path → Variable for all parameters and buffers."""
     zoo, found = layout.zoo, {}
     every = {
         f"{kind}/{path}": (axes, paths(layout.model.shapes[kind])[path].shape)
@@ -105,7 +122,7 @@ def variables(layout: Layout) -> dict[str, Variable]:
 
 
 def _stacks(layout: Layout) -> set[str]:
-    """Axes of stacked layers: of weights alone, and always in front of other axes."""
+    """Axes of stacked layers: only weights have them, always in front of other axes."""
     every = [axes for tree in layout.model.axes.values() for axes in paths(tree).values()]
     return {
         axis
@@ -116,12 +133,12 @@ def _stacks(layout: Layout) -> set[str]:
 
 
 def _dims(shape) -> tuple[int, ...]:
-    """Without dims of size 1 and in no order: the compiler transposes as it likes."""
+    """Sorts dims and drops those of size 1, because the compiler transposes freely."""
     return tuple(sorted(d for d in shape if d > 1))
 
 
 def split(layout: Layout) -> list[str]:
-    """Logical axes of weights in use that the table splits: a matmul over one ends in a sum."""
+    """Logical axes of weights in use that the rules split; a matmul over one ends in a sum."""
     return [
         axis
         for axis, on in layout.zoo.LOGICAL_AXES.items()
@@ -130,7 +147,7 @@ def split(layout: Layout) -> list[str]:
 
 
 def activations(entry_name: str, layout: Layout) -> tuple[int, set[int]]:
-    """Positions of a batch on one device, and elements of a whole activation of all of them."""
+    """Positions of a batch on one device, and possible sizes of a whole activation."""
     zoo = layout.zoo
     outer = [
         axis
@@ -155,10 +172,11 @@ def classify(entry_name: str, layout: Layout, compiled: jax.stages.Compiled) -> 
     reduced = {_dims(variable.use) for variable in held}
     rows, whole = activations(entry_name, layout)
 
-    counts, strangers = Counter(), []
+    counts, unknown = Counter(), []
     for found in collectives(compiled.as_text()):
         if group_size(found.groups, layout.mesh.size) == 1:
             continue  # with itself: nothing is sent
+        assert found.bytes == 4 * sum(map(math.prod, found.shapes)), found
         for shape in found.shapes:
             size, dims = math.prod(shape), _dims(shape)
             if size == 1 and found.kind == "all-reduce":
@@ -166,61 +184,81 @@ def classify(entry_name: str, layout: Layout, compiled: jax.stages.Compiled) -> 
             if found.kind == "all-gather" and dims in gathered:
                 counts["weights"] += found.times * size
             elif found.kind == "all-reduce" and split(layout) and math.prod(dims) in whole:
-                counts["activations"] += found.times
+                counts["activations"] += found.times * size
             elif found.kind == "all-reduce" and split(layout) and size in (rows, 2 * rows):
-                counts["numbers"] += found.times * size // rows
+                counts["numbers"] += found.times * size
             elif found.kind == "all-to-all":
                 counts["exchanged"] += found.times * size
             elif found.kind == "all-reduce" and dims in reduced:
                 counts["gradients"] += found.times * size
             else:
-                strangers.append(found)
-    return Sent(*(counts[name] for name in Sent._fields[:-1]), strangers)
+                unknown.append(found)
+    return Sent(**counts, unknown=tuple(unknown))
 
 
-def check_promise(entry_name: str, layout: Layout, compiled: jax.stages.Compiled) -> None:
-    """Asserts that the step sends what the table in force promises."""
-    sent = classify(entry_name, layout, compiled)
-    assert sent.strangers == []
-    if layout.mesh.size == 1:
-        assert not any(sent)
-    held = variables(layout).values()
-
-    # Weights: each gathered once for the forward pass, and again where a layer is rematerialised.
-    assert sent.weights == sum(
+def textbook(entry_name: str, layout: Layout) -> Sent:
+    """The elements that the strategy has to send, computed from shapes alone."""
+    held, book = variables(layout).values(), Sent()
+    # Each split weight is gathered for the forward pass, and again where a layer is rematerialised.
+    weights = sum(
         math.prod(v.use) * v.layers * (2 if v.layers > 1 else 1) for v in held if v.rest != v.use
     )
+    # Each gradient is reduced once over the devices that have other rows of the batch.
+    gradients = sum(math.prod(v.use) * v.layers for v in held if v.trained)
+    book = Sent(weights=weights, gradients=gradients if layout.batch_shards > 1 else 0)
+    if split(layout):
+        rows, whole = activations(entry_name, layout)
+        least, _ = ACTIVATIONS.get(entry_name, (1, MOST))
+        numbers = NUMBERS.get(entry_name, LOSS)
+        book = book._replace(activations=least * min(whole), numbers=numbers * rows)
+    axis, exchanged = EXCHANGES.get(entry_name, ("", None))
+    if exchanged and axis in used_axes(layout.rules) and layout.mesh.shape[axis] > 1:
+        book = book._replace(exchanged=exchanged(layout))
+    return book
 
-    # Gradients: each reduced once over the devices that have other rows of the batch.
-    most = sum(math.prod(v.use) * v.layers for v in held)
-    least = sum(math.prod(v.use) * v.layers for v in held if v.trained)
-    if layout.batch_shards == 1:
-        assert sent.gradients == 0
-    else:  # and new values of buffers
-        assert least <= sent.gradients <= most
 
-    # Activations: only where the table splits a matmul's inner dim.
+def check_promise(entry_name: str, layout: Layout, compiled: jax.stages.Compiled) -> Sent:
+    """Asserts that the step sends what the rules in force promise; returns what it sends."""
+    sent, book = classify(entry_name, layout, compiled), textbook(entry_name, layout)
+    held = variables(layout).values()
+    assert sent.unknown == ()
+    if layout.mesh.size == 1:
+        assert not any(sent)
+    assert sent.weights == book.weights
+    assert sent.exchanged == book.exchanged
+
+    # Each gradient once, and new values of buffers.
+    most = sum(math.prod(v.use) * v.layers for v in held if layout.batch_shards > 1)
+    assert book.gradients <= sent.gradients <= most
+
+    # Activations: only where the rules split a matmul's inner dim.
     if axes := split(layout):
         over = [v for v in held if v.trained and set(axes) & set(v.axes)]
         bound = (1, MOST * sum(v.layers for v in over))
-        least, most = ACTIVATIONS.get(entry_name, bound)
-        assert least <= sent.activations <= most
-        assert sent.numbers <= NUMBERS.get(entry_name, LOSS)
+        _, most = ACTIVATIONS.get(entry_name, bound)
+        _, whole = activations(entry_name, layout)
+        assert book.activations <= sent.activations <= most * max(whole)
+        assert sent.numbers <= book.numbers
     else:
         assert sent.activations == 0
-    axis, numbers = EXCHANGES.get(entry_name, ("", None))
-    exchanged = numbers and axis in used_axes(layout.rules) and layout.mesh.shape[axis] > 1
-    assert sent.exchanged == (numbers(layout) if exchanged else 0)
+    return sent
 
 
 @pytest.mark.parametrize(("entry", "strategy", "mesh"), full_except(CASES, FAST_CASES))
-def test_a_step_sends_what_its_strategy_promises(entry, strategy, mesh):
+def test_a_step_sends_what_its_strategy_promises(entry, strategy, mesh, golden):
     layout = ENTRIES[entry].layout(mesh, strategy)
-    check_promise(entry, layout, compiled_step(entry, strategy, mesh))
+    sent = check_promise(entry, layout, compiled_step(entry, strategy, mesh))
+    record = {"sent": sent.bytes, "textbook": textbook(entry, layout).bytes}
+    case = (entry, strategy, mesh)
+    reviewed = golden.rewrite(BYTES, lambda text: with_case(text, case, record))
+    assert json.loads(reviewed or "{}").get(" ".join(case)) == record, (
+        f"tests/golden/{BYTES} has other bytes. If the change is meant, run the test again with "
+        "--update-golden and review the file's diff."
+    )
 
 
 @pytest.mark.parametrize("entry_name", ENTRIES)
-def test_a_gradient_is_laid_out_as_its_weight_rests(entry_name):
+def test_a_gradient_is_sharded_like_its_weight_at_rest(entry_name):
     """A TPU can scatter the sums then, where laid out as in use it would sum all on each device.
     The CPU backend does that anyway, so this looks at the gradient's type.
     """
@@ -276,7 +314,7 @@ def on_auto_axes(layout):
 
 @pytest.fixture
 def replace(monkeypatch):
-    """A function of a name in zoo/sharding.py and another function for it, wherever the zoo uses it."""
+    """Returns a function that replaces a helper of zoo/sharding.py wherever the zoo uses it."""
 
     def everywhere(name, function):
         users = [
@@ -305,8 +343,8 @@ def test_rules_alone_are_not_fsdp(replace):
         check_promise("transformer", layout, compile_step("transformer", layout))
 
 
-def test_partial_sums_in_place_of_weights_are_seen(replace):
-    """`fsdp` that never gathers a weight: each device multiplies the part that it has."""
+def test_partial_sums_instead_of_gathers_are_caught(replace):
+    """`fsdp` without gathers: each device multiplies only its part of a weight."""
     layout = ENTRIES["dot_relu_dot"].layout("8", "fsdp")
     check_promise("dot_relu_dot", layout, compiled_step("dot_relu_dot", "fsdp", "8"))
     layout, parts = on_auto_axes(layout), jax.sharding.PartitionSpec(None, "data")
@@ -358,7 +396,7 @@ def with_whole_gradients(x, *axes):
         pytest.param("constrain", with_whole_gradients, "hsdp_tp", "2x2x2", id="a wrong transpose"),
     ],
 )
-def test_what_a_helper_sends_wrongly_is_seen(replace, helper, wrong, strategy, mesh):
+def test_a_wrong_helper_is_caught(replace, helper, wrong, strategy, mesh):
     replace(helper, wrong)
     layout = ENTRIES["dot_relu_dot"].layout(mesh, strategy)
     step = compile_step("dot_relu_dot", layout)  # it compiles: no type on Explicit axes forbids it

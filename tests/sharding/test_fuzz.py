@@ -1,6 +1,6 @@
-"""Any mesh, any table, any config: a layout, with nothing allocated, or a one-line user error.
+"""Any mesh, rules and config give a layout, with nothing allocated, or a one-line user error.
 
-Never another exception. The examples are the same every time.
+Other exceptions are failures. The examples are the same every time.
 """
 
 import dataclasses
@@ -9,6 +9,7 @@ import json
 import math
 
 import jax
+import pytest
 from flax import nnx
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -24,6 +25,8 @@ from zoo import transformer
 from zoo.attention import Kind
 from zoo.transformer import RULES, Config, Transformer
 
+pytestmark = pytest.mark.promise("user-errors")
+
 fuzz = functools.partial(
     settings, derandomize=True, deadline=None, database=None,
     suppress_health_check=list(HealthCheck),
@@ -34,7 +37,7 @@ MODEL = abstract_model(lambda: Transformer(Config.tiny(), rngs=nnx.Rngs(0)))
 
 
 def attempt(work, mistakes=UserError):
-    """(what it returns, ""), or (None, the message of a user error)."""
+    """Returns (result, ""), or (None, the message of a user error)."""
     try:
         return work(), ""
     except mistakes as mistake:

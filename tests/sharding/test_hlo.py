@@ -1,6 +1,6 @@
-"""Every transfer of a compiled program is counted, once: programs and texts with sums known by hand.
+"""Every transfer of a compiled program is counted once, in programs with sums known by hand.
 
-`python -m tests.by_hand.hlo_programs` holds the same programs to their sums as TPUs run them.
+`python -m tests.by_hand.hlo_programs` checks the same programs compiled for TPUs.
 """
 
 import pytest
@@ -10,6 +10,8 @@ from recipes.common.runtime.mesh import make_mesh
 from tests.by_hand.hlo_programs import ACROSS_SLICES, AXIS, cases, counted, crosses, hlo_of
 from tests.conftest import ROOT
 from tests.support.quick import QUICK
+
+pytestmark = pytest.mark.promise("collectives-counted")
 
 CASES = cases(8)
 
@@ -21,7 +23,7 @@ def test_a_program_sends_what_is_known_by_hand(name):
     assert counted(compiled) == sent
 
 
-# What the CPU's compiler does not write. As other compilers do, shortened; all on one channel.
+# Instructions that the CPU compiler does not write but others do, shortened, all on one channel.
 ADD = """
 %add (a: f32[], b: f32[]) -> f32[] {
   %a = f32[] parameter(0)
@@ -153,12 +155,12 @@ IN_TEXTS = {
 
 
 @pytest.mark.parametrize("name", TEXTS)
-def test_what_other_compilers_write(name):
+def test_notations_of_other_compilers(name):
     assert counted(ADD + TEXTS[name]) == IN_TEXTS[name]
 
 
-def test_what_crosses_slices_is_counted_apart():
-    """A program of the TPU compiler for two slices, as tests/by_hand/hlo_programs.py says."""
+def test_traffic_between_slices_is_counted_separately():
+    """Reads a recorded program for two TPU slices; see tests/by_hand/hlo_programs.py."""
     text = (ROOT / "tests" / "golden" / "two_slices.hlo").read_text()
     assert crosses(text) == ACROSS_SLICES
     assert {found.groups for found in hlo.crossing(text)} == {"{1,2}x{0:15}"}

@@ -14,6 +14,8 @@ from recipes.common.train.state import abstract_state, initialization
 from tests.conftest import full_except
 from zoo.transformer import Config, Transformer
 
+pytestmark = pytest.mark.promise("layouts")
+
 OPTIMIZER = adamw(LearningRate(1e-3, warmup=1, steps=10), weight_decay=0.1, clip_norm=1.0)
 CASES = [("8", "fsdp"), ("4x2", "fsdp_tp"), ("1x8", "tp"), ("2x2x2", "hsdp_tp")]
 

@@ -1,4 +1,4 @@
-"""The proof: every entry × strategy × mesh computes the same, and is sharded as its table says."""
+"""The proof: every entry × strategy × mesh computes the same and is sharded by its rules."""
 
 import functools
 import itertools
@@ -18,13 +18,20 @@ from recipes.common.sharding.rules import used_axes
 from recipes.common.train.feed import to_devices
 from recipes.common.train.state import abstract_state, initialize
 from tests.conftest import full_except
-from tests.support.entries import CASES, ENTRIES, FAST, FAST_CASES, OPTIMIZER, QUICK, compiled_step
+from tests.support.entries import (
+    CASES,
+    ENTRIES,
+    FAST,
+    FAST_CASES,
+    OPTIMIZER,
+    compiled_step,
+    with_case,
+)
+from tests.support.proof import DIFFERENCES, GRADIENT_TOLERANCE, LOSS_TOLERANCE, difference
+from tests.support.quick import QUICK
 from tests.support.runs import saving
 
-# Sums over a mesh are taken in another order: float32 then differs in the last bits. Measured
-# differences stand in golden/mesh_differences.json; these bounds are at least twice as wide.
-LOSS_TOLERANCE = 2e-6  # relative, at each of 5 steps
-GRADIENT_TOLERANCE = 2e-6  # |difference| / |gradient|, of each array at each of 5 steps
+pytestmark = pytest.mark.promise("meshes-agree")
 
 
 @functools.lru_cache(maxsize=8)  # a restore begins with the run that was compared before
@@ -53,14 +60,14 @@ def reference(entry_name: str):
 
 
 @pytest.mark.parametrize("entry", ENTRIES)
-def test_the_tables_fit_the_meshes_that_they_should(entry, golden):
+def test_strategies_fit_the_reviewed_meshes(entry, golden):
     cases = [case for case in CASES if case[0] == entry]
     golden("fits.txt", "".join(f"{' '.join(case)}\n" for case in cases), part=entry)
 
 
 @pytest.mark.parametrize("entry", full_except(ENTRIES, list(ENTRIES)[:1]))
 def test_one_device_is_the_module_itself(entry):
-    """The 1x1 run, which all others are compared with, is the plain module with no mesh."""
+    """The 1x1 run, the reference for all others, equals the plain module without a mesh."""
     first, losses, grads, _ = reference(entry)
     # Eagerly, or with LLVM's vectors (see train/state.py), the last bit may differ.
     plain = jax.jit(
@@ -107,23 +114,9 @@ def test_same_start_losses_and_gradients(entry, strategy, mesh, golden):
     assert grad < GRADIENT_TOLERANCE
 
 
-def difference(a, b) -> float:
-    return float(np.linalg.norm(np.ravel(a - b)) / max(np.linalg.norm(np.ravel(b)), 1e-30))
-
-
-DIFFERENCES = "mesh_differences.json"
-
-
-def with_case(text: str, case: tuple[str, str, str], record: dict[str, float]) -> str:
-    """The file of differences with this case's, in the order of cases."""
-    found = json.loads(text or "{}") | {" ".join(case): record}
-    names = [name for name in map(" ".join, CASES) if name in found]
-    return json.dumps({name: found[name] for name in names}, indent=1) + "\n"
-
-
 @pytest.mark.parametrize("entry", ENTRIES)
-def test_differences_on_record(entry, golden):
-    """What was measured stands in golden/, for every case, within the bounds."""
+def test_differences_are_recorded(entry, golden):
+    """The golden has a measurement within tolerance for every case."""
     text = golden.rewrite(DIFFERENCES, lambda text: text)
     record = {k: v for k, v in json.loads(text or "{}").items() if k.split()[0] == entry}
     cases = [" ".join(case) for case in CASES if case[0] == entry]
@@ -134,9 +127,10 @@ def test_differences_on_record(entry, golden):
     assert max((case["gradient"] for case in record.values()), default=0) < GRADIENT_TOLERANCE
 
 
+@pytest.mark.promise("layouts")
 @pytest.mark.parametrize("entry", ENTRIES)
-def test_parameters_lie_as_reviewed(entry, golden):
-    """A PartitionSpec for each table and parameter: swapped axes on a square weight show here."""
+def test_parameters_are_sharded_as_reviewed(entry, golden):
+    """Records every PartitionSpec, because shapes alone don't show swapped axes of a square weight."""
     lines = []
     for strategy, table in ENTRIES[entry].rules.items():
         used = used_axes(table)
@@ -153,8 +147,9 @@ def test_parameters_lie_as_reviewed(entry, golden):
     golden(f"{entry}_specs.txt", "\n".join(lines) + "\n")
 
 
+@pytest.mark.promise("layouts")
 @pytest.mark.parametrize(("entry", "strategy", "mesh"), full_except(CASES, FAST_CASES))
-def test_moments_lie_as_their_parameters(entry, strategy, mesh):
+def test_moments_are_sharded_like_their_parameters(entry, strategy, mesh):
     layout = ENTRIES[entry].layout(mesh, strategy)
     abstract = abstract_state(layout, OPTIMIZER)
     params, moments = paths(abstract["params"]), paths(abstract["opt_state"])
@@ -191,7 +186,7 @@ FAST_PAIRS = [
 
 @pytest.fixture(scope="session")
 def saved(tmp_path_factory):
-    """A function of an entry and a mesh: a workdir with the state after five steps, and the state."""
+    """Returns a function of entry and mesh: (workdir with the state after five steps, the state)."""
 
     @functools.cache
     def save(entry: str, mesh: str):
@@ -204,6 +199,7 @@ def saved(tmp_path_factory):
     return save
 
 
+@pytest.mark.promise("restore")
 @pytest.mark.parametrize(("entry", "source", "target"), full_except(PAIRS, FAST_PAIRS))
 def test_restore_is_bit_equal_from_any_mesh_to_any_other(entry, source, target, saved):
     workdir, want = saved(entry, source)
@@ -218,9 +214,10 @@ def test_restore_is_bit_equal_from_any_mesh_to_any_other(entry, source, target, 
         np.testing.assert_array_equal(array, paths(want)[path], err_msg=path)
 
 
+@pytest.mark.promise("restore")
 @pytest.mark.parametrize("entry", full_except(ENTRIES, list(ENTRIES)[:1]))
 def test_orbax_alone_reads_the_state(entry, saved, tmp_path):
-    """In a process that can import nothing of ours."""
+    """Reads it in a process that imports nothing of this project."""
     workdir, want = saved(entry, FAST)
     code = """
 import sys, numpy, orbax.checkpoint as ocp

@@ -21,6 +21,8 @@ from tests.support.quick import QUICK
 from tests.support.quick import quick as quick
 from zoo.transformer import Config, Transformer
 
+pytestmark = pytest.mark.promise("uneven-sizes")
+
 SIZES = {
     "neither heads nor kv heads": Config(
         257, 64, 2, num_heads=9, num_kv_heads=3, head_dim=8, mlp=128
@@ -71,7 +73,7 @@ def computed(size: str, mesh: str, strategy: str):
 
 
 @pytest.mark.parametrize(("size", "mesh", "strategy"), full_except(CASES, FAST))
-def test_they_compute_what_one_device_computes(size, mesh, strategy):
+def test_meshes_compute_what_one_device_computes(size, mesh, strategy):
     alone, (first, loss, grads, logits) = (
         computed(size, "1x1", "dp"),
         computed(size, mesh, strategy),
@@ -87,7 +89,7 @@ def test_they_compute_what_one_device_computes(size, mesh, strategy):
 
 @pytest.mark.parametrize("vocabulary", [50_257, 151_669])
 def test_known_sizes_fit_sixteen_devices(vocabulary):
-    """GPT-2's and Qwen 3's vocabulary, and the 8 kv heads of Llama 3; nothing is computed."""
+    """GPT-2's and Qwen 3's vocabularies and Llama 3's 8 kv heads; nothing is computed."""
     config = Config(vocabulary, 64, 2, num_heads=32, num_kv_heads=8, head_dim=8, mlp=128)
     mesh = jax.sharding.AbstractMesh((1, 16), ("data", "model"))
     layout = make_layout(Transformer, config, mesh, "tp", batch_size=ROWS)
@@ -136,8 +138,8 @@ def asked(layout, axis):
     return [layout.mesh.shape[name] for name in [table[axis]] if name]
 
 
-def test_other_commands_say_it_too(inside, quick, tmp_path):
-    """And recipes.generate: test_generation.py. They have no gradients."""
+def test_other_commands_report_the_cost_too(inside, quick, tmp_path):
+    """test_generation.py covers recipes.generate. These commands have no gradients."""
     model, text = runs.talker(tmp_path / "model", 96, num_kv_heads=4), tmp_path / "a.txt"
     text.write_text("some words " * 9)
     for more, command in (
@@ -152,14 +154,14 @@ def test_other_commands_say_it_too(inside, quick, tmp_path):
         )
 
 
-def test_what_divides_is_not_mentioned():
+def test_dims_that_divide_are_not_mentioned():
     layout = layout_of("two tables", "8", "fsdp")
     assert report.uneven(layout, layout.variables()) == []
 
 
 @pytest.mark.parametrize("dim", ["embed", "mlp"])
 def test_other_dims_are_still_refused(dim):
-    """Replicating them in silence would undo the strategy."""
+    """Silently replicating them would undo the strategy."""
     config = dataclasses.replace(SIZES["heads alone"], **{dim: 60})
     with pytest.raises(UserError, match=f"split dim '{dim}'.* 60 is not divisible by 8"):
         make_layout(Transformer, config, make_mesh("8x1" if dim == "embed" else "1x8"), "fsdp_tp")

@@ -1,4 +1,4 @@
-"""Sharding rules: which table a run uses, a table of your own, and errors in one."""
+"""Sharding rules: which ones a run uses, your own rules, and errors in them."""
 
 import json
 import types
@@ -18,6 +18,8 @@ from tests.support import entries as proof
 from tests.support.runs import TINY
 from zoo import transformer
 from zoo.transformer import RULES, Config, Transformer
+
+pytestmark = pytest.mark.promise("own-rules")
 
 
 def layout(rules=None, mesh="4x2", batch=16, **changes) -> Layout:
@@ -80,7 +82,7 @@ MINE = {"batch": ["data", "fsdp"], "embed": "fsdp", "hidden": None}
 
 @pytest.fixture
 def mine(tmp_path):
-    """A function of a JSON value, or a text: the path of a file with it."""
+    """Returns a function that writes a JSON value or a text to a file and returns its path."""
 
     def write(content) -> str:
         path = tmp_path / "mine.json"
@@ -90,7 +92,7 @@ def mine(tmp_path):
     return write
 
 
-def test_a_run_takes_a_table_of_ones_own_and_says_so(inside, mine, tmp_path):
+def test_a_run_uses_and_reports_your_own_rules(inside, mine, tmp_path):
     path, workdir = mine(MINE), tmp_path / "run"
     flags = ("--steps=2", "--embed=16", "--hidden=64", f"--workdir={workdir}", f"--rules={path}")
     done = inside("recipes.dot_relu_dot", "--mesh=2x2x2", *flags)
@@ -105,7 +107,7 @@ def test_a_run_takes_a_table_of_ones_own_and_says_so(inside, mine, tmp_path):
     assert "Resumes at step 2" in again.out
 
 
-def test_restore_takes_a_file_too(mine):
+def test_restore_accepts_a_file_of_rules(mine):
     model, _ = checkpoint.restore("dot_relu_dot.teacher", make_mesh("2x2x2"), mine(MINE))
     assert model.w1[...].sharding.spec == jax.P("fsdp", None)
 
@@ -142,7 +144,7 @@ def test_a_bad_file_is_one_line_and_leaves_nothing(content, message, mine, insid
         ({"embed": "data", "hidden": "data"}, "rules '{}' use mesh axis 'data' twice on w1, for 'embed' and 'hidden'; replicate one of the two (None, or null in JSON)"),
     ],
 )  # fmt: skip
-def test_a_file_is_checked_as_our_tables_are(table, message, mine, inside, tmp_path):
+def test_a_file_of_rules_is_checked_like_the_zoo_s(table, message, mine, inside, tmp_path):
     path, workdir = mine(table), tmp_path / "run"
     done = inside("recipes.dot_relu_dot", f"--rules={path}", "--mesh=8", f"--workdir={workdir}")
     assert (done.code, done.out, done.err) == (2, "", f"error: {message.format(path)}\n")
@@ -236,13 +238,13 @@ def test_a_zoo_file_that_does_not_declare_an_axis(monkeypatch):
 
 
 def test_advice_is_good():
-    """The mesh and the batch size that a message proposes do work."""
+    """The mesh and batch size that a message proposes work."""
     layout("tp", "2x2")
     layout(batch=8)
     layout("hsdp_tp", "2x2x2")
 
 
-def test_elsewhere_is_where_it_fits():
+def test_elsewhere_finds_the_meshes_that_fit():
     here = layout("fsdp_tp")
     assert elsewhere(here, "hsdp_tp") is None
     assert elsewhere(here, "", make_mesh("2x3")) is None

@@ -11,51 +11,9 @@ from recipes.common.runtime import slices
 from recipes.common.runtime.errors import UserError
 from recipes.common.runtime.mesh import arrange, make_mesh, parse, suggest
 from recipes.common.train.feed import process_rows
+from tests.support.devices import cpus, gpus, tpus
 
-
-class Device:
-    """What an arrangement reads of a device."""
-
-    def __init__(self, number: int, **facts):
-        self.id, self.core_on_chip = number, 0
-        self.__dict__.update(facts)
-
-    def __repr__(self):
-        return f"{self.platform} {self.id}"
-
-
-def tpus(count: int, x: int, y: int, z: int = 1, kind: str = "TPU v5 lite") -> list[Device]:
-    """Slices of chips wired x × y × z, four chips a process, as the TPU compiler lists them."""
-    found = []
-    for number in range(count):
-        chips = [(i, j, k) for k, j, i in itertools.product(range(z), range(y), range(x))]
-        hosts = sorted({(i // 2, j // 2, k) for i, j, k in chips}, key=lambda at: at[::-1])
-        for i, j, k in chips:
-            process = len(hosts) * number + hosts.index((i // 2, j // 2, k))
-            facts = {"slice_index": number} if count > 1 else {}
-            found.append(
-                Device(len(found), platform="tpu", device_kind=kind, coords=[i, j, k],
-                       process_index=process, **facts)
-            )  # fmt: skip
-    return found
-
-
-def gpus(nodes: int, each: int, processes: int = 0) -> list[Device]:
-    """Nodes of GPUs, of a process each, or of as many as they have GPUs (Slurm's way)."""
-    return [
-        Device(i, platform="gpu", device_kind="NVIDIA H100", slice_index=i // each,
-               process_index=i // (processes or each))
-        for i in range(nodes * each)
-    ]  # fmt: skip
-
-
-def cpus(count: int, each: int) -> list[Device]:
-    """Simulated devices of processes on one machine: one slice, says JAX."""
-    return [
-        Device(i, platform="cpu", device_kind="cpu", slice_index=0, process_index=i // each)
-        for i in range(count * each)
-    ]
-
+pytestmark = pytest.mark.promise("slices")
 
 # Devices, and for some meshes over them which group has the devices along each axis: a letter for
 # each, in the order of the mesh. An axis that stays inside has one letter only.
@@ -113,7 +71,7 @@ def test_the_outermost_axes_run_across_and_the_others_stay_inside(devices, text,
     ],
     ids=str,
 )  # fmt: skip
-def test_a_mesh_that_cuts_an_inner_axis_is_told_with_one_that_does_not(devices, text, told):
+def test_a_mesh_that_splits_an_inner_axis_is_refused_with_a_suggestion(devices, text, told):
     with pytest.raises(UserError) as caught:
         arrange(parse(text), devices)
     assert str(caught.value) == f"--mesh={text} would divide axis {told}"
@@ -121,18 +79,18 @@ def test_a_mesh_that_cuts_an_inner_axis_is_told_with_one_that_does_not(devices, 
     assert dict(arrange(better, devices).shape) == better
 
 
-def test_groups_of_other_sizes_are_told():
+def test_groups_of_unequal_sizes_are_refused():
     with pytest.raises(UserError, match=r"slices of 4 and 8 devices .* use slices of one size"):
         arrange({"data": 12}, tpus(2, 2, 4)[4:])
 
 
-def test_what_is_suggested_can_be_arranged():
+def test_suggested_meshes_can_be_arranged():
     for groups, each, axes in itertools.product((1, 2, 3, 4), (1, 3, 4, 8), (1, 2, 3)):
         arrange(parse(suggest(groups * each, axes, groups)), gpus(groups, each))
 
 
-def test_local_devices_lie_as_before():
-    """As jax.make_mesh has them: the same losses and checkpoints, bit for bit."""
+def test_local_devices_keep_their_order():
+    """The order is jax.make_mesh's, so losses and checkpoints stay bit-equal."""
     for sizes in ((8,), (4, 2), (1, 8), (2, 2, 2)):
         names = ("data", "fsdp", "model")[: len(sizes)]
         mesh = make_mesh(",".join(f"{n}={s}" for n, s in zip(names, sizes, strict=True)))
@@ -146,7 +104,7 @@ def test_local_devices_lie_as_before():
 
 
 class Held:
-    """What process_rows reads of a layout: each device's part of a batch."""
+    """The part of a layout that process_rows reads: each device's rows of a batch."""
 
     def __init__(self, devices: np.ndarray, rows: int, process: int):
         self.batch, self.batch_size = self, rows

@@ -1,4 +1,4 @@
-"""A bucket in this process: gcp-storage-emulator, and what it lacks in front of it.
+"""A bucket in this process: gcp-storage-emulator behind a handler that adds what it lacks.
 
 The emulator ignores preconditions, does not say which generation it sends, and never fails. Here
 ifGenerationMatch is enforced (412), and a test can refuse, delay or cut off what it likes, and look at
@@ -28,7 +28,7 @@ VARIABLES = ("STORAGE_EMULATOR_HOST", "TENSORSTORE_GCS_HTTP_URL")
 
 
 class Request(NamedTuple):
-    """What a client asks for."""
+    """A client's HTTP request."""
 
     method: str
     name: str  # of the object; of a copy, the new one; "" of a listing or a batch
@@ -37,7 +37,7 @@ class Request(NamedTuple):
 
     @property
     def changes(self) -> bool:
-        """Whether it changes the bucket. A part of a resumable upload may be its last."""
+        """Whether it changes the bucket. Any part of a resumable upload may be the last."""
         return self.method != "GET"
 
 
@@ -47,7 +47,7 @@ Answer = (
 
 
 class Bucket:
-    """gs://zoo. `fault` is asked before each request, by several threads at once."""
+    """The bucket gs://zoo. Several threads call `fault`, which sees each request first."""
 
     def __init__(self):
         logging.getLogger("gcp_storage_emulator").setLevel(logging.CRITICAL)
@@ -75,12 +75,12 @@ class Bucket:
 
     @property
     def env(self) -> dict[str, str]:
-        """With which clients find it."""
+        """Environment variables with which clients find it."""
         return dict.fromkeys(VARIABLES, f"http://localhost:{self.port}")
 
     @contextlib.contextmanager
     def failing(self, fault: Callable[[Request], Answer]) -> Iterator[None]:
-        """Inside, requests are answered as `fault` says."""
+        """Context in which `fault` decides how requests are answered."""
         self.fault = fault
         try:
             yield
@@ -97,7 +97,7 @@ class Bucket:
         return self.storage.get_file(NAME, name)
 
     def snapshot(self) -> tuple[dict, dict]:
-        """All of it, for `reset`."""
+        """Returns the whole content, for `reset`."""
         with self.lock:
             return dict(self.storage.objects.get(NAME, {})), dict(self.storage._store._files)
 
@@ -107,11 +107,11 @@ class Bucket:
             self.storage.objects[NAME], self.storage._store._files = map(dict, state)
 
     def generation(self, name: str) -> int:
-        """Of an object; 0 where there is none."""
+        """Generation of an object; 0 if it doesn't exist."""
         return int(self.storage.objects.get(NAME, {}).get(name, {"generation": 0})["generation"])
 
     def refuses(self, request: Request) -> int:
-        """The status of a request whose precondition is not met; 0 if it is."""
+        """HTTP status if the request's precondition fails; 0 if it holds."""
         now, wanted = self.generation(request.name), request.query.get("ifGenerationMatch")
         if wanted and int(wanted[0]) != now:
             return 412
@@ -124,11 +124,11 @@ class _Server(http.server.ThreadingHTTPServer):
     request_queue_size = 128  # clients connect many at once, and wait a second if there is no room
 
     def handle_error(self, *_):
-        """Of clients that are dead."""
+        """Ignores errors from clients that died."""
 
 
 def named(path: str, query: dict[str, list[str]], body: bytes) -> str:
-    """The object that a request is about."""
+    """Returns the object that a request is about."""
     if "name" in query:
         return query["name"][0]
     if query.get("uploadType") == ["multipart"]:
@@ -138,7 +138,7 @@ def named(path: str, query: dict[str, list[str]], body: bytes) -> str:
 
 def _handler(bucket: Bucket) -> type:
     class Handler(server.RequestHandler):
-        """The emulator's, with what it lacks."""
+        """The emulator's handler, plus preconditions, generations and faults."""
 
         protocol_version = "HTTP/1.1"  # clients keep their connections
         disable_nagle_algorithm = True
@@ -214,7 +214,7 @@ def _handler(bucket: Bucket) -> type:
 
 
 def main() -> None:
-    """A bucket to try commands with, by hand, until it is interrupted."""
+    """Serves a bucket to try commands with, until interrupted."""
     with Bucket() as bucket:
         print(*(f"export {key}={value}" for key, value in bucket.env.items()), sep="\n", flush=True)
         with contextlib.suppress(KeyboardInterrupt):

@@ -1,4 +1,4 @@
-"""What the proof needs to know of each zoo entry, derived from the table of entries."""
+"""Facts about each zoo entry for the proof, derived from the table of entries."""
 
 import dataclasses
 import functools
@@ -43,13 +43,13 @@ class Entry:
         return entries.model(self.name)(self.config, rngs=nnx.Rngs(0))
 
     def layout(self, mesh: str, strategy: str = "") -> Layout:
-        """Of the default strategy for the mesh, or another. Raises UserError."""
+        """Returns the layout under the mesh's default strategy, or another. Raises UserError."""
         model = entries.model(self.name)
         return make_layout(model, self.config, make_mesh(mesh), strategy, batch_size=BATCH)
 
     @functools.cached_property
     def batches(self) -> list[Example]:
-        """Five, of BATCH rows of numpy arrays."""
+        """Five batches of BATCH rows, as numpy arrays."""
         known = vars(self.config) | {"seed": 0, "seq_len": 20}
         if entries.ENTRIES[self.name].data == "data.text":
             known["dataset"] = str(paragraphs())
@@ -58,7 +58,7 @@ class Entry:
 
     @functools.cached_property
     def cases(self) -> list[tuple[str, str, str]]:
-        """(name, strategy, mesh) for every table and mesh that fit each other."""
+        """(name, strategy, mesh) for every strategy and mesh that fit each other."""
         found, anywhere = [], self.layout("1x1")
         for strategy in self.rules:
             for name in MESHES:
@@ -70,12 +70,12 @@ class Entry:
 
     @property
     def meshes(self) -> list[str]:
-        """Those that a table fits."""
+        """Meshes that some strategy fits."""
         return [mesh for mesh in MESHES if any(case[2] == mesh for case in self.cases)]
 
 
 def paragraphs():
-    """Text that no change to the code changes, as documents of a few windows: the licence."""
+    """Writes the licence, a text that never changes, as documents of a few windows."""
     path = data.cache_dir() / "licence.jsonl"
     path.parent.mkdir(parents=True, exist_ok=True)
     texts = (ROOT / "LICENSE").read_text().split("\n\n")
@@ -95,7 +95,7 @@ FAST_CASES += [("dot_relu_dot", "fsdp_tp", mesh) for mesh in ("8x1", "1x8")]
 
 
 def compile_step(entry_name: str, layout: Layout) -> jax.stages.Compiled:
-    """A train step, (state, batch) → (state, mean loss, gradients)."""
+    """Compiles a train step, (state, batch) → (state, mean loss, gradients)."""
     abstract = abstract_state(layout, OPTIMIZER)
 
     def train_step(state, batch):
@@ -112,5 +112,12 @@ def compile_step(entry_name: str, layout: Layout) -> jax.stages.Compiled:
 
 @functools.cache
 def compiled_step(entry_name: str, strategy: str, mesh: str) -> jax.stages.Compiled:
-    """The one that test_meshes.py runs and test_collectives.py reads: compiling is what costs."""
+    """The step that test_meshes.py runs and test_collectives.py reads, compiled only once."""
     return compile_step(entry_name, ENTRIES[entry_name].layout(mesh, strategy))
+
+
+def with_case(text: str, case: tuple[str, str, str], record: dict[str, float]) -> str:
+    """Returns the JSON `text` of a golden with this case's record added, in the order of CASES."""
+    found = json.loads(text or "{}") | {" ".join(case): record}
+    names = [name for name in map(" ".join, CASES) if name in found]
+    return json.dumps({name: found[name] for name in names}, indent=1) + "\n"

@@ -1,4 +1,4 @@
-"""Compiler options with which tests compile in a third of the time, to slower code."""
+"""Compiler options that make tests compile in a third of the time, to slower code."""
 
 import jax
 import pytest
@@ -15,8 +15,8 @@ XLA_FLAGS = " ".join(f"--{name}={str(value).lower()}" for name, value in QUICK.i
 
 @pytest.fixture
 def quick(monkeypatch):
-    """What layouts compile in this process, so the recipes, is compiled this way.
+    """Makes layouts, and so recipes, in this process compile this way.
 
-    A real process compiles other code, whose results differ in their last bits.
+    Real processes compile other code, whose results differ in their last bits.
     """
     monkeypatch.setitem(COMPILER_OPTIONS, "cpu", QUICK)

@@ -1,4 +1,4 @@
-"""What the tests of whole runs share: a tiny command, and what it leaves on disk."""
+"""Helpers for tests of whole runs: a tiny command, and the files that it leaves."""
 
 import contextlib
 import dataclasses
@@ -27,7 +27,7 @@ TINY = ("--size=tiny", "--sample_bytes=0", "--seq_len=32", "--batch_size=16")
 
 
 def records(workdir: pathlib.Path, *fields: str) -> list[tuple]:
-    """The fields of each line of metrics.jsonl that has them all."""
+    """Returns `fields` of each line of metrics.jsonl that has them all."""
     lines = [json.loads(line) for line in (workdir / "metrics.jsonl").read_text().splitlines()]
     return [tuple(line[f] for f in fields) for line in lines if set(fields) <= set(line)]
 
@@ -63,7 +63,7 @@ def talker(folder: pathlib.Path, context: int, **sizes) -> pathlib.Path:
 
 @dataclasses.dataclass(frozen=True)
 class NoFlags:
-    """Of a recipe that adds none."""
+    """Flags of a recipe that adds none."""
 
 
 @contextlib.contextmanager
@@ -75,7 +75,7 @@ def saving(
     keep: int = 1,
     tokenizer: Tokenizer = BYTES,
 ) -> Iterator[Saver]:
-    """A saver into a workdir; on exit its saves are done and the lock is released."""
+    """Yields a saver for a workdir; on exit, waits for its saves and releases the lock."""
     folder = open_run(entry, Run(workdir=str(workdir)), NoFlags())
     least = {"entry": entry, "config": {}, "flags": {}, "versions": {}}
     saver = Saver(folder, keep, metadata or least, data or {}, tokenizer)

@@ -1,4 +1,4 @@
-"""Three small tasks for lm-evaluation-harness, with their data: nothing of them is on the Hub."""
+"""Three small tasks for lm-evaluation-harness, with their data, so the Hub isn't needed."""
 
 import json
 import pathlib
@@ -50,7 +50,7 @@ ROWS = {"zoo_choice": CHOICES, "zoo_text": TEXTS, "zoo_answer": QUESTIONS}
 
 
 def write(folder: pathlib.Path) -> pathlib.Path:
-    """A folder for --include_path."""
+    """Writes a folder for --include_path."""
     for name, task in TASKS.items():
         data = folder / f"{name}.jsonl"
         data.write_text("".join(json.dumps(row) + "\n" for row in ROWS[name]))

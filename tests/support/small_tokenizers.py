@@ -1,4 +1,4 @@
-"""Two small tokenizers in the manner of real ones, trained here: files as a model folder has them."""
+"""Two small tokenizers trained here, like real ones, as the files of a model folder."""
 
 import functools
 import json
@@ -6,6 +6,7 @@ import json
 import tokenizers
 from tokenizers import AddedToken, decoders, models, pre_tokenizers, trainers
 
+from data.tokenizer import Tokenizer, from_files
 from tests.conftest import ROOT
 
 TEMPLATE = (  # the manner of SmolLM2
@@ -28,7 +29,7 @@ def files(tokenizer: dict, config: dict, generation: dict) -> dict[str, bytes]:
 
 @functools.cache
 def byte_level() -> dict[str, bytes]:
-    """512 tokens, the manner of GPT-2: no BOS; ids 0, 1, 2 are control tokens; two end an answer."""
+    """GPT-2's kind, 512 tokens: no BOS; ids 0, 1, 2 are control tokens; two end an answer."""
     made = tokenizers.Tokenizer(models.BPE())
     made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     made.decoder = decoders.ByteLevel()
@@ -46,7 +47,7 @@ def byte_level() -> dict[str, bytes]:
 
 @functools.cache
 def metaspace() -> dict[str, bytes]:
-    """The manner of Llama 2: a space is ▁, unknown characters are bytes, <s> is put in front."""
+    """Llama 2's kind: a space is ▁, unknown characters are bytes, <s> starts a text."""
     made = tokenizers.Tokenizer(models.BPE())
     trainer = trainers.BpeTrainer(vocab_size=200, show_progress=False)
     made.train_from_iterator(("▁" + word.replace("\n", "") for word in words()), trainer)
@@ -127,7 +128,7 @@ QWEN = (  # the manner of Qwen 3: no thinking but in the last answer
 def with_template(
     files: dict[str, bytes], template: str, control: tuple[str, ...] = (), **config
 ) -> dict[str, bytes]:
-    """The same tokenizer with another template, and further control tokens."""
+    """Returns a tokenizer's files with another template and more control tokens."""
     settings = json.loads(files["tokenizer_config.json"]) | {"chat_template": template} | config
     files = files | {"tokenizer_config.json": json.dumps(settings).encode()}
     if control:
@@ -141,7 +142,7 @@ def with_template(
 
 @functools.cache
 def chats() -> dict[str, dict[str, bytes]]:
-    """Name → a tokenizer with a chat template in the manner of that model."""
+    """Returns name → a tokenizer with a chat template like that model's."""
     plain = {k: v for k, v in byte_level().items() if k != "generation_config.json"}
     headers = ("<|begin_of_text|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>")
     begin = {"bos_token": headers[0], "eos_token": headers[-1]}
@@ -151,3 +152,10 @@ def chats() -> dict[str, dict[str, bytes]]:
         "mistral": with_template(metaspace(), MISTRAL),
         "qwen3": with_template(byte_level(), QWEN),
     }
+
+
+@functools.cache
+def small(start: bool = True) -> Tokenizer:
+    """A tokenizer that ends each document with a token and, with `start`, begins it with one."""
+    files = metaspace() if start else byte_level()
+    return from_files(files, "small")

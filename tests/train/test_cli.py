@@ -10,6 +10,8 @@ from recipes.common.runtime.errors import UserError
 from recipes.common.runtime.flags import GROUPS, Run, flag, parse, usage
 from recipes.common.runtime.mesh import describe, make_mesh
 
+pytestmark = pytest.mark.promise("user-errors")
+
 
 @dataclasses.dataclass(frozen=True)
 class Flags:
@@ -107,7 +109,7 @@ def test_axes_are_ordered_outermost_first_and_other_names_follow():
 
 
 def test_axes_may_share_a_ring_of_a_tpu_slice(monkeypatch):
-    """What jax.make_mesh will not lay out (16x16 on chips wired 4x8x8) is laid out all the same."""
+    """Arranges meshes that jax.make_mesh refuses, such as 16x16 on chips wired 4x8x8."""
     axes = {"data": 2, "fsdp": 2, "model": 2}
     plain = mesh.arrange(axes, jax.devices())
 

@@ -43,8 +43,8 @@ from tests.by_hand.hf_parity import (
     params_of,
 )
 from tests.conftest import full_except
-from tests.sharding.test_meshes import GRADIENT_TOLERANCE, LOSS_TOLERANCE, difference
 from tests.support.entries import BATCH, ENTRIES, OPTIMIZER, compile_step
+from tests.support.proof import GRADIENT_TOLERANCE, LOSS_TOLERANCE, difference
 from tests.support.quick import QUICK
 from tests.support.quick import quick as quick
 from tests.support.runs import TINY, assert_bit_equal, saving, state_of
@@ -52,6 +52,8 @@ from tests.support.small_tokenizers import byte_level, metaspace
 from zoo import moe
 from zoo.layers import project
 from zoo.transformer import Config, Transformer
+
+pytestmark = pytest.mark.promise("lora")
 
 PLAIN = Config.tiny()
 ADAPTED = {"lora_rank": 4, "lora_alpha": 12.0}
@@ -76,7 +78,7 @@ def entry_of(config) -> str:
 
 
 def plain(config):
-    """Without adapters."""
+    """The config without adapters."""
     default = type(config).lora_targets
     return dataclasses.replace(config, lora_rank=0, lora_alpha=16.0, lora_targets=default)
 
@@ -88,7 +90,7 @@ def layout_of(config, mesh: str = "1x1", rules: str | None = None):
 
 @functools.cache
 def variables(name: str) -> dict:
-    """Of a model whose adapters change something, on the host."""
+    """Variables of a model with non-zero adapters, on the host."""
     shapes, random = layout_of(CONFIGS[name]).model.shapes, np.random.default_rng(0)
 
     def value(path, leaf):
@@ -176,7 +178,7 @@ def test_experts_have_no_adapters():
 
 
 def test_in_bfloat16_what_an_adapter_adds_is_not_lost_in_the_weight(strict):
-    """A thousandth of a weight: W + A·B in bfloat16 would be W."""
+    """A·B is a thousandth of W, which bfloat16's W + A·B would lose."""
 
     def weight(value, *axes):
         value = jnp.asarray(value, jnp.bfloat16)
@@ -197,7 +199,7 @@ def test_in_bfloat16_what_an_adapter_adds_is_not_lost_in_the_weight(strict):
     ("name", "mesh"),
     [("tiny", "4x2"), ("tiny", "2x2x2"), ("moe", "4x2"), ("moe", "data=2,expert=4")],
 )
-def test_adapters_lie_as_reviewed(name, mesh, golden):
+def test_adapters_are_sharded_as_reviewed(name, mesh, golden):
     lines, entry = [], entry_of(CONFIGS[name])
     there = {*make_mesh(mesh).axis_names}
     for strategy, table in entries.zoo_file(entry).RULES.items():
@@ -260,7 +262,7 @@ def test_meshes_agree_on_losses_and_gradients(name, mesh):
 
 
 def test_the_report_says_what_is_trained():
-    """SmolLM2-135M with rank 8: what the issue promises."""
+    """Checks the numbers for SmolLM2-135M with rank 8."""
     smol = Config(49_152, 576, 30, num_heads=9, num_kv_heads=3, head_dim=64, mlp=1_536, lora_rank=8)
     state = abstract_state(layout_of(smol), OPTIMIZER)
     assert report.total(state) == (
@@ -285,7 +287,7 @@ WIDE = {"num_heads": 4, "num_kv_heads": 4, "head_dim": 64, "mlp": 1_024}
     ids=entry_of,
 )
 def test_a_step_holds_no_gradient_of_a_frozen_weight(config, quick):
-    """Nor a copy of the base: the state's memory is used again."""
+    """Nor does it copy the base: the state's memory is reused."""
     held = {}
     for rank in (0, 2):
         layout = layout_of(dataclasses.replace(config, lora_rank=rank))
@@ -323,7 +325,7 @@ class Disk(NamedTuple):
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory):
-    """A function of a name in CONFIGS: its adapter on disk, and what it holds."""
+    """Returns a function of a name in CONFIGS: its adapter on disk and the adapter's content."""
 
     @functools.cache
     def save(name: str) -> Disk:
@@ -350,7 +352,7 @@ def made(saved) -> Disk:
 
 @pytest.fixture
 def disk(made, tmp_path) -> Disk:
-    """A copy, to be changed; the adapter's base is still the first one."""
+    """A copy to change; the adapter's base is still the original."""
     shutil.copytree(made.base.parent, tmp_path / "copy")
     return Disk(tmp_path / "copy" / "base", tmp_path / "copy" / "run", made.state)
 
@@ -387,7 +389,7 @@ def test_it_is_restored_merged_on_any_mesh(name, mesh, rules, saved):
     for path, leaf in paths(layout.variables()).items():
         assert paths(found)[path].sharding == leaf.sharding, path
         np.testing.assert_allclose(paths(found)[path], want[path], rtol=0, atol=1e-6, err_msg=path)
-    # As a mesh that has Auto axes, and one parameter alone, as an export reads it.
+    # On a mesh with Auto axes, and one parameter at a time, as export reads them.
     auto = jax.make_mesh((8,), ("model",), axis_types=(jax.sharding.AxisType.Auto,))
     leaf = jax.ShapeDtypeStruct(
         (2, 64, 16, 8), np.float32, sharding=jax.NamedSharding(auto, jax.P(None, None, "model"))
@@ -470,7 +472,7 @@ def test_a_base_that_moved_is_found_by_a_flag(disk, made, monkeypatch):
     assert checkpoint.find(disk.run, base="moved").metadata["base"]["path"] == str(moved)
 
 
-def test_what_an_adapter_can_not_be_merged_with_is_refused(disk, tmp_path):
+def test_an_unsuitable_base_of_an_adapter_is_refused(disk, tmp_path):
     other = tmp_path / "other"
     facts = checkpoint.metadata("transformer", layout_of(PLAIN), {}) | {"step": 7}
     changed = jax.tree.map(lambda x: x + 1, variables("tiny")["base"])
@@ -534,7 +536,7 @@ def test_the_content_of_a_model_folder_is_hashed_once(tmp_path, monkeypatch):
 
 @pytest.mark.full
 def test_a_run_trains_an_adapter_resumes_and_is_given_on(inside, book, quick, tmp_path):
-    """From a model folder, on 4x2; continued on 1x8; evaluated, published and exported, merged."""
+    """Trains on a model folder on 4x2, resumes on 1x8; evaluates, publishes and exports merged."""
 
     def train(*flags):
         done = inside("recipes.transformer", *TINY[1:], book, *flags)
@@ -592,7 +594,7 @@ def test_a_run_trains_an_adapter_resumes_and_is_given_on(inside, book, quick, tm
         [("llama3", FAMILIES["llama3"].meshes[0])],
     ),
 )
-def test_logits_with_an_adapter_of_peft_are_theirs(name, mesh):
+def test_logits_with_a_peft_adapter_match_peft(name, mesh):
     wanted = np.load(GOLDEN / f"{name}_lora" / "logits.npy")
     assert np.abs(wanted - np.load(GOLDEN / name / "logits.npy")).max() > 1
     found = our_logits(GOLDEN / f"{name}_lora", *mesh, base=f"hf:{GOLDEN / name}")
@@ -606,8 +608,8 @@ def tensors_of(folder):
 @pytest.mark.parametrize(
     ("base", "name"), full_except([("llama3", "tiny"), ("mixtral", "moe")], [("llama3", "tiny")])
 )
-def test_ours_are_written_as_peft_writes_them(base, name, tmp_path, saved):
-    """Theirs, read and written again, is the same; one of our runs is theirs, and comes back."""
+def test_exported_adapters_equal_peft_s(base, name, tmp_path, saved):
+    """A PEFT adapter survives import and export; one of our runs survives export and import."""
     golden, made, lora = GOLDEN / f"{base}_lora", saved(name), CONFIGS[name]
     path = f"hf:{GOLDEN / base}"
     recipes.hf.export(recipes.hf.Export(str(golden), str(tmp_path / "back"), path, adapter=True))
@@ -639,7 +641,7 @@ def test_ours_are_written_as_peft_writes_them(base, name, tmp_path, saved):
 
 @pytest.mark.full
 def test_a_peft_adapter_takes_buffers_from_its_base(saved, tmp_path):
-    """The experts' biases. No Hugging Face architecture has them, so exporting them is refused."""
+    """These are experts' biases. No Hugging Face architecture has them, so export refuses them."""
     moe_run, run = saved("moe"), saved("biases")
     recipes.hf.export(recipes.hf.Export(str(moe_run.run), str(tmp_path / "peft"), adapter=True))
     found = checkpoint.find(tmp_path / "peft", base=str(run.base))
@@ -669,7 +671,7 @@ def peft(tmp_path):
 
 
 @pytest.mark.parametrize("key", REFUSED)
-def test_an_option_of_peft_that_we_do_not_compute_is_refused_by_name(key, peft):
+def test_unsupported_peft_options_are_refused_by_name(key, peft):
     file = peft / "adapter_config.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | {key: REFUSED[key]}))
     refused(peft, f"adapter_config.json has {key} {json.dumps(REFUSED[key])}, which ", base="x")

@@ -17,6 +17,8 @@ from tests.conftest import ROOT, full_except
 from tests.support.quick import quick as quick
 from tests.support.runs import TINY
 
+pytestmark = pytest.mark.promise("user-errors")
+
 # {here} is a folder with the files below; rows are flags after FLAGS, and a part of the message.
 FLAGS = ("--size=tiny", "--seq_len=32", "--batch_size=16", "--sample_bytes=0", "--steps=3")
 
@@ -327,7 +329,7 @@ def place(tmp_path_factory):
 
 @pytest.fixture
 def here(place, inside, quick, book):
-    """A folder with what the rows name: good and bad data, workdirs and checkpoints."""
+    """A folder with the files that the rows name: good and bad data, workdirs and checkpoints."""
     if not any(place.iterdir()):
         flags = (*TINY, book, "--mesh=1x1", "--steps=1", f"--workdir={place / 'run'}")
         assert inside("recipes.transformer", *flags).code == 0
@@ -336,10 +338,10 @@ def here(place, inside, quick, book):
 
 
 def fill(folder: pathlib.Path) -> None:
-    """Makes all the rest in a folder with a run."""
+    """Adds all other files to a folder with a run."""
 
     def copy(name: str, change) -> None:
-        """A run whose metadata is changed: a function of the dict, or a text in its place."""
+        """Copies a run; `change` is a function of its metadata, or a text to replace it."""
         shutil.copytree(folder / "run", folder / name)
         checkpoint = folder / name / "checkpoints" / "1"
         path = checkpoint / "metadata" / "metadata"
@@ -401,7 +403,7 @@ def fill(folder: pathlib.Path) -> None:
 
 
 def everything(folder: pathlib.Path) -> dict[pathlib.Path, int]:
-    """Every file with its time, and every folder."""
+    """All files with their times, and all folders."""
     found = folder.rglob("*")
     return {path: path.stat().st_mtime_ns if path.is_file() else 0 for path in found}
 
@@ -433,7 +435,7 @@ def command_line(flags, here, book) -> list[str]:
 
 @pytest.fixture(autouse=True)
 def alone(monkeypatch):
-    """Flags of several processes are forgotten after a test."""
+    """Resets the flags of several processes after a test."""
     monkeypatch.setattr(processes, "_count", 1)
 
 
@@ -445,6 +447,7 @@ def test_a_user_error_is_one_line(row, inside, here, book):
     assert everything(here) == before, "something was written"
 
 
+@pytest.mark.promise("chats")
 @pytest.mark.parametrize(("line", "message"), CHAT_ROWS, ids=range(len(CHAT_ROWS)))
 def test_a_broken_row_is_named_by_its_line(line, message, inside, here, book, tmp_path):
     path = tmp_path / "chat.jsonl"

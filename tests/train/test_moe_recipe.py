@@ -1,4 +1,4 @@
-"""recipes.moe: what its flags mean, what it reports, and its run on other meshes and in other commands."""
+"""recipes.moe: its flags and reports, and its run on other meshes and in other commands."""
 
 import dataclasses
 import json
@@ -21,6 +21,8 @@ from recipes.moe import Flags, usage, with_experts
 from tests.support.quick import quick as quick
 from tests.support.runs import TINY, assert_bit_equal, records, state_of
 from zoo.moe import SIZES, Config, MoE
+
+pytestmark = pytest.mark.promise("moe-runs")
 
 EXPERTS = "--mesh=data=2,expert=4"
 
@@ -66,7 +68,7 @@ def test_flags_of_every_language_model_hold_for_it(flags, changes):
 
 @pytest.mark.parametrize("size", SIZES)
 def test_flops_are_those_of_active_parameters(size):
-    """As the docstring of a size counts them, but for norms and the table that is only looked up."""
+    """Counts like a size's docstring, but without norms and the table that is only looked up."""
     config = SIZES[size]()
     shapes = paths(abstract_model(lambda: MoE(config, rngs=nnx.Rngs(0))).shapes["params"])
     share = config.experts_per_token / config.num_experts
@@ -161,7 +163,7 @@ def test_it_is_resumed_on_another_mesh(trained, inside, quick, book, place):
 def test_an_adapter_of_its_attention_is_trained_and_saved_alone(
     trained, inside, quick, book, place
 ):
-    """On its run, with experts apart; resumed, and evaluated on another mesh, merged."""
+    """Trains on its run with split experts; resumes and evaluates merged on another mesh."""
     work, _ = trained
     tuned, adapter = place / "tuned", ("--lora_rank=2", "--lora_targets=q,o")
     flags = (*TINY, book, f"--workdir={tuned}", f"--restore_from={work}", *adapter)

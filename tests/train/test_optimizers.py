@@ -24,11 +24,13 @@ from tests.support.quick import QUICK
 from tests.support.quick import quick as quick
 from tests.support.runs import assert_bit_equal, records, state_of
 
+pytestmark = pytest.mark.promise("optimizers")
+
 MESHES = ["8", "4x2", "2x4", "2x2x2"]
 
 
 def matrices_of(entry: str, layout):
-    """As the entry's recipe has them; dot_relu_dot's has no other optimizer than AdamW."""
+    """The matrices that the entry's recipe gives to Muon; dot_relu_dot has only AdamW."""
     axes = {"dot_relu_dot": {"ends": ()}, "mlp": mlp.MATRICES}
     return hidden_matrices(layout, **axes.get(entry, language.MATRICES))
 
@@ -40,13 +42,13 @@ def layout_and_optimizer(entry: str, name: str, mesh: str, **options):
     return layout, make_optimizer(name, matrices=matrices, **given)
 
 
-# ---- where the state lies ------------------------------------------------------------------------
+# ---- sharding of the state ----------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
 @pytest.mark.parametrize("entry", ENTRIES)
-def test_what_is_kept_for_a_parameter_lies_as_the_parameter(entry, name):
-    """Moments and momenta, whatever the optimizer calls them; all else is replicated and small."""
+def test_optimizer_state_is_sharded_like_its_parameter(entry, name):
+    """Covers moments and momenta of every optimizer; anything else is replicated and small."""
     for mesh in MESHES:
         layout, optimizer = layout_and_optimizer(entry, name, mesh)
         abstract = abstract_state(layout, optimizer)
@@ -66,8 +68,8 @@ def test_what_is_kept_for_a_parameter_lies_as_the_parameter(entry, name):
 
 
 @pytest.mark.parametrize("entry", ENTRIES)
-def test_muon_has_the_weights_that_it_should(entry, golden):
-    """Which dims are a matrix's rows and columns; "AdamW" has all other weights."""
+def test_muon_updates_the_reviewed_weights(entry, golden):
+    """Records which dims are rows and columns of a matrix; "AdamW" updates all other weights."""
     layout = ENTRIES[entry].layout("1x1")
     matrices = paths(matrices_of(entry, layout))
     lines = []
@@ -83,8 +85,8 @@ def test_muon_has_the_weights_that_it_should(entry, golden):
 # ---- what it does --------------------------------------------------------------------------------
 
 
-def test_muon_moves_each_layer_as_optax_moves_its_plain_matrix():
-    """On 2x2x2, over two steps: q [L, D, N, H] as L matrices D × N·H, o as N·H × D."""
+def test_muon_updates_each_layer_like_optax_updates_a_plain_matrix():
+    """On 2x2x2, over two steps: q [L, D, N, H] counts as L matrices D × N·H, o as N·H × D."""
     layout, _ = layout_and_optimizer("transformer", "muon", FAST)
     matrices = matrices_of("transformer", layout)
     here, weights = lambda tree: tree["layers"]["attention"], {"q": 1, "o": 2}  # dims of rows

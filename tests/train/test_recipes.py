@@ -1,6 +1,6 @@
-"""The Transformer's recipe as a user runs it: commands in, text and files out.
+"""The Transformer's recipe as users run it: commands in, text and files out.
 
-One run is made for most of these tests; each looks at it or continues from a copy.
+Most of these tests share one run; each inspects it or continues from a copy.
 """
 
 import json
@@ -19,10 +19,12 @@ from tests.conftest import full_except
 from tests.support.quick import quick as quick
 from tests.support.runs import TINY, assert_bit_equal, records, state_of, steps_saved
 
+pytestmark = pytest.mark.promise("resume")
+
 
 @pytest.fixture
 def train(inside, book, quick):
-    """A function of flags that trains a tiny Transformer and returns what it printed."""
+    """Returns a function of flags that trains a tiny Transformer and returns its output."""
 
     def command(*flags, by=inside):
         done = by("recipes.transformer", *TINY, book, *flags)
@@ -38,7 +40,7 @@ class Made(NamedTuple):
     workdir: pathlib.Path
 
     def copy(self, to: pathlib.Path, step: int) -> pathlib.Path:
-        """A copy of its folder, as if the run had been stopped after `step`."""
+        """Copies its folder as if the run had stopped after `step`."""
         shutil.copytree(self.workdir, to)
         for later in steps_saved(to):
             if later > step:
@@ -58,7 +60,7 @@ def made() -> dict[str, Made]:
 
 @pytest.fixture
 def first(made, train, tmp_path_factory) -> Made:
-    """A run of 12 steps on 4x2, made when it is first asked for. Its checkpoints are 8 and 12."""
+    """A run of 12 steps on 4x2, made on first use, with checkpoints 8 and 12."""
     if not made:
         workdir = tmp_path_factory.mktemp("first") / "w"
         made["first"] = Made(train(*FIRST, f"--workdir={workdir}"), workdir)
@@ -93,13 +95,13 @@ def check_output(out: str, workdir: pathlib.Path) -> None:
     assert max(len(line) for line in out.splitlines() if str(workdir) not in line) < 120
 
 
-def test_what_a_user_sees_in_order(first):
+def test_output_of_a_run_in_order(first):
     check_output(first.out, first.workdir)
 
 
 @pytest.mark.full
 def test_commands_print_the_same_and_resume_bit_equal(train, run, tmp_path):
-    """Real processes, and XLA's own optimizations."""
+    """Uses real processes and XLA's normal optimizations."""
     whole = Made(train(*FIRST, f"--workdir={tmp_path / 'whole'}", by=run), tmp_path / "whole")
     check_output(*whole)
     parts = whole.copy(tmp_path / "parts", HALF)
@@ -162,14 +164,14 @@ def check_resumed(whole: pathlib.Path, parts: pathlib.Path, out: str) -> None:
 
 
 def test_a_resumed_run_is_bit_equal_to_an_uninterrupted_one(first, train, tmp_path):
-    """Stopped after step 8 of 12 (its newest checkpoint is all that is left) and started again."""
+    """Stops after step 8 of 12, keeps only the newest checkpoint, and starts again."""
     parts = first.copy(tmp_path / "w", HALF)
     check_resumed(first.workdir, parts, train(*FIRST, f"--workdir={parts}"))
 
 
 @pytest.mark.parametrize("mesh", full_except(["1x8", "2x2x2"], ["1x8"]))
 def test_another_mesh_continues_the_same_run(mesh, first, train, tmp_path):
-    """The workdir of one mesh resumes on another: same batches, losses to float32's last bits."""
+    """A workdir resumes on another mesh with the same batches; losses differ in their last bits."""
     workdir = first.copy(tmp_path / "w", HALF)
     train(f"--mesh={mesh}", *FLAGS, f"--workdir={workdir}")
     ours, whole = (records(path, "step", "loss") for path in (workdir, first.workdir))

@@ -1,4 +1,4 @@
-"""recipes.dot_relu_dot and recipes.mlp as a user runs them."""
+"""recipes.dot_relu_dot and recipes.mlp as users run them."""
 
 import json
 import shutil
@@ -11,10 +11,12 @@ from tests.support.entries import ENTRIES
 from tests.support.quick import quick as quick
 from tests.support.runs import assert_bit_equal, records, state_of
 
+pytestmark = pytest.mark.promise("resume")
+
 
 @pytest.fixture
 def train(inside):
-    """A function of a recipe and flags that returns what it printed."""
+    """Returns a function of a recipe and flags that runs it and returns its output."""
 
     def command(recipe, *flags, by=inside):
         done = by(f"recipes.{recipe}", *flags)
@@ -62,7 +64,7 @@ def check_dot_relu_dot(out, workdir, steps):
 
 
 def check_mlp(out, workdir) -> str:
-    """The line with the accuracy."""
+    """Returns the line with the accuracy."""
     ((accuracy, loss),) = records(workdir, "held_out_accuracy", "held_out_loss")
     line = f"Held-out accuracy {accuracy:.4f}: {accuracy * 360:.0f} of 360 images; loss {loss:.4f} nats."
     assert_in_order(out, [line, f"Loss curve and confusion matrix: {workdir}/learning.png"])
@@ -98,7 +100,7 @@ def test_mlp_learns_digits(train, run, tmp_path):
 # ---- short ones ----------------------------------------------------------------------------------
 
 
-def test_dot_relu_dot_shows_who_holds_what(train, quick, tmp_path):
+def test_dot_relu_dot_prints_what_each_device_holds(train, quick, tmp_path):
     flags = ("--mesh=2x4", "--steps=2", "--batch_size=64")
     out = train("dot_relu_dot", *flags, f"--workdir={tmp_path}")
     check_dot_relu_dot(out, tmp_path, 2)

@@ -27,6 +27,8 @@ from tests.support.quick import quick as quick
 from tests.support.runs import TINY, assert_bit_equal, records, saving, state_of, steps_saved
 from zoo.transformer import Config
 
+pytestmark = pytest.mark.promise("watching")
+
 STEPS, EVERY, HALF = 12, 4, 8
 WATCH = (f"--eval_every={EVERY}", "--keep_best", "--tensorboard", "--profile=2:3")
 HELD_OUT_FIELDS = ("step", "held_out_loss", "held_out_perplexity", "held_out_bits_per_byte")
@@ -35,7 +37,7 @@ FIELDS = ("step", "loss", "grad_norm", "learning_rate")
 
 @pytest.fixture
 def train(inside, quick, book):
-    """A function of a workdir and flags that trains a tiny Transformer."""
+    """Returns a function of a workdir and flags that trains a tiny Transformer."""
 
     def command(workdir, *flags):
         flags = (*TINY, book, "--mesh=4x2", "--log_every=1", *flags, f"--workdir={workdir}")
@@ -53,7 +55,7 @@ def place(tmp_path_factory):
 
 @pytest.fixture
 def watched(place, train, monkeypatch):
-    """A run of 12 steps with everything on, made when it is first asked for; (folder, output)."""
+    """(folder, output) of a run of 12 steps with everything on, made on first use."""
     if not (place / "out").exists():
         compiled, lower = [], Layout.lower
         monkeypatch.setattr(
@@ -98,7 +100,7 @@ def test_bits_per_byte_count_the_bytes_behind_the_tokens():
 
 
 def test_each_evaluation_is_there_once_after_a_kill(watched, train, tmp_path):
-    """Killed after step 8 was saved: before its evaluation was logged, and it became the best."""
+    """Simulates a kill after step 8 was saved, before its evaluation was logged and it became best."""
     folder, _ = watched
     shutil.copytree(folder, tmp_path / "w")
     shutil.rmtree(tmp_path / "w" / "checkpoints" / str(STEPS))
@@ -114,6 +116,7 @@ def test_each_evaluation_is_there_once_after_a_kill(watched, train, tmp_path):
     check_board(tmp_path / "w")
 
 
+@pytest.mark.promise("best-checkpoint")
 def test_the_best_checkpoint_is_restored_like_any_other(watched, inside, train, tmp_path, book):
     folder, out = watched
     assert f"Best checkpoint: {folder}/best/12\n" in out
@@ -133,12 +136,13 @@ def state(step):
 
 
 def kept(workdir: pathlib.Path) -> list[int]:
-    """Steps in best/, each of them whole."""
+    """Steps in best/, after checking that each is whole."""
     steps = checkpoint.steps_in(workdir / "best")
     assert all(checkpoint.verify(workdir / "best" / str(step)) == "" for step in steps)
     return steps
 
 
+@pytest.mark.promise("best-checkpoint")
 def test_the_best_checkpoint_stays_and_costs_no_bytes_twice(tmp_path):
     with saving(tmp_path, keep=1) as saver:
         for step, loss in ((1, 3.0), (2, 5.0), (3, np.nan), (4, 3.0)):
@@ -164,8 +168,9 @@ class Killed(BaseException):
     pass
 
 
+@pytest.mark.promise("best-checkpoint")
 def test_a_kill_at_any_instant_leaves_a_best_checkpoint(tmp_path, monkeypatch):
-    """Killed before each change to the file system that keeping a new best one makes."""
+    """Kills before each change to the file system that keeping a new best checkpoint makes."""
     with saving(tmp_path / "w", keep=2) as saver:
         saver.save(1, state(1))
         saver.keep_best(1, state(1), {"loss": 3.0})
@@ -201,6 +206,7 @@ def test_a_kill_at_any_instant_leaves_a_best_checkpoint(tmp_path, monkeypatch):
     assert 10 < after < 99, "each change has been the last one"
 
 
+@pytest.mark.promise("best-checkpoint")
 def test_without_hard_links_files_are_copied(tmp_path, monkeypatch):
     def none(*_):
         raise OSError("no links here")
@@ -241,7 +247,7 @@ def test_tensorboard_of_a_run_that_began_without_it(watched, train, tmp_path):
 
 
 def test_tensorboard_has_the_steps_of_runs_without_it(tmp_path):
-    """Steps 10 to 20, the first of which a kill tore, and one that is taken again."""
+    """Covers steps 10 to 20, the first torn by a kill, and one that is repeated."""
     lines = [{"step": step, "loss": 1 / step} for step in range(1, 31)]
     for first, last in ((0, 10), (20, 24), (22, 30)):
         board = Board(tmp_path, first, lines[:first])
@@ -298,7 +304,7 @@ def test_mfu_is_there_where_the_peak_is_known(train, watched, tmp_path, monkeypa
 
 
 def test_peaks_are_of_one_device_in_bfloat16():
-    """device_kind as JAX's TPU compiler and NVIDIA's driver give it."""
+    """Uses device_kind as JAX's TPU compiler and NVIDIA's driver report it."""
     for kind, peak in {
         "NVIDIA H100 80GB HBM3": 989e12,
         "NVIDIA H100 PCIe": 756e12,

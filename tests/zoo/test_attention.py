@@ -1,4 +1,4 @@
-"""Each platform's attention kernel is the plain one; the choice between them is made in one place.
+"""Each platform's attention kernel matches the plain one; one function chooses the kernel.
 
 Kernels run here in Pallas' interpret mode: their own programs, block by block, on a CPU.
 """
@@ -33,11 +33,13 @@ from zoo.attention import attend, attention_kernels
 from zoo.layers import positions_at_once
 from zoo.transformer import LOGICAL_AXES, RULES, SIZES, Config, Transformer
 
+pytestmark = pytest.mark.promise("attention")
+
 TINY = Config.tiny()
 
 
 def plain(q_BTNH, k_BSKH, v_BSKH, segment_ids_BT, window):
-    """Attention as it is defined, over the whole square."""
+    """Attention by its definition, over the whole square."""
     (_, T, N, H), K = q_BTNH.shape, k_BSKH.shape[2]
     k_BSNH, v_BSNH = (jnp.repeat(x, N // K, axis=2) for x in (k_BSKH, v_BSKH))
     age_TS = jnp.arange(T)[:, None] - jnp.arange(T)[None]
@@ -50,7 +52,7 @@ def plain(q_BTNH, k_BSKH, v_BSKH, segment_ids_BT, window):
 
 
 def documents(B: int, T: int) -> np.ndarray:
-    """Segment ids of rows that begin and end within documents, some of them of one token."""
+    """Segment ids of rows that begin and end within documents, some with a single token."""
     starts = np.random.default_rng(0).random((B, T)) < 5 / T
     starts[:, T // 2 : T // 2 + 2] = True
     return np.cumsum(starts, axis=1, dtype=np.int32)
@@ -67,7 +69,7 @@ def documents(B: int, T: int) -> np.ndarray:
         fast=[("splash", 384, 2, True, 40), ("triton", 200, 2, True, None)],
     ),
 )
-def test_a_kernel_gives_what_the_definition_does(kernel, T, K, segments, window):
+def test_a_kernel_matches_the_definition(kernel, T, K, segments, window):
     shapes = [(2, T, 4, 16), *2 * [(2, T, K, 16)], (2, T, 4, 16)]
     rng = np.random.default_rng(0)
     *qkv, weight = (jnp.asarray(rng.standard_normal(shape, np.float32)) for shape in shapes)
@@ -98,7 +100,7 @@ def test_a_kernel_gives_what_the_definition_does(kernel, T, K, segments, window)
     ),
 )
 def test_on_any_mesh_a_kernel_trains_the_same_model(kernel, strategy, mesh, remat, changes):
-    """Inside the scan, remat and the gather: the loss and all gradients, against XLA's on one device."""
+    """Compares loss and gradients, inside scan, remat and gathers, with XLA's on one device."""
     config = dataclasses.replace(TINY, **changes)
     given = dataclasses.replace(config, attention=kernel, remat=remat)
     (loss, grads), (want, wanted) = loss_and_gradients(given, mesh, strategy), by_xla(config)
@@ -158,7 +160,7 @@ def test_a_copied_file_has_its_kernel_on_any_kind_of_mesh(kind, rules):
 
 
 def on(platform: str, kind: str) -> Layout:
-    """Of the tiny model on 4x2 devices of this kind, which need not exist."""
+    """Layout of the tiny model on 4x2 devices of this kind, which need not exist."""
     mesh = AbstractMesh(
         (4, 2), ("data", "model"), axis_types=(AxisType.Explicit,) * 2,
         abstract_device=AbstractDevice(device_kind=kind, num_cores=None, platform=platform),
@@ -192,7 +194,7 @@ TPU, H100, MI300 = (
         (TPU, 8192, True, {"attention": "xla"}, "xla"),
     ],
 )  # fmt: skip
-def test_the_choice_is_of_the_mesh_in_force(device, T, segments, changes, told):
+def test_the_mesh_in_force_decides_the_kernel(device, T, segments, changes, told):
     config = dataclasses.replace(TINY, **{"dtype": "bfloat16"} | changes)
     with on(*device).trace():
         assert attention_kernels(config, T, segments) == [(told.partition(",")[0], told)]
@@ -226,7 +228,7 @@ def test_an_older_gpu_is_known_by_its_compute_capability(monkeypatch):
 
 
 def test_the_loss_takes_more_positions_at_once_on_accelerators():
-    """Those of 1,024 on a device, as far as they divide a row."""
+    """A chunk has up to 1,024 positions for each device, as far as they divide a row."""
     assert TINY.loss_chunk == 256
     for rows, T, tpu, cpu in ((1, 32768, 1024, 256), (8, 2048, 256, 256), (1, 1000, 1000, 250)):
         for device, want in ((TPU, tpu), (H100, tpu), (("cpu", "cpu"), cpu)):
@@ -237,7 +239,7 @@ def test_the_loss_takes_more_positions_at_once_on_accelerators():
 
 
 def kernels(step: TrainStep, example) -> set[str]:
-    """The kernels of KERNELS that are in a step, by the names of their parts."""
+    """Kernels of KERNELS that a step contains, found by the names of their parts."""
     with step.layout.trace():
         traced = jax.make_jaxpr(step)(step.abstract_state(), step.layout.abstract_batch(example))
     parts = {"splash_mha": "splash", "mha_forward": "triton", "dot_product_attention_fwd": "cudnn"}
@@ -246,7 +248,7 @@ def kernels(step: TrainStep, example) -> set[str]:
 
 @pytest.mark.parametrize("device", [TPU, H100, MI300, ("cpu", "cpu")])
 def test_bench_and_recipe_have_the_same_kernel(device):
-    """The step of each, traced for a mesh of that device."""
+    """Traces the step of each for a mesh of that device."""
     mesh, lr = on(*device).mesh, LearningRate(1e-3, 10, 100)
     flags = Flags(size="tiny")
     config = model_config("transformer", flags, None, BYTES, device[0])
@@ -261,8 +263,8 @@ def test_bench_and_recipe_have_the_same_kernel(device):
 
 
 @pytest.mark.full
-def test_the_report_tells_the_kernel(tmp_path, monkeypatch, capsys, quick):
-    """A run whose model asks for a kernel trains with it, and says so."""
+def test_the_report_names_the_kernel(tmp_path, monkeypatch, capsys, quick):
+    """A run whose config names a kernel trains with it and says so."""
     text = tmp_path / "book.txt"
     text.write_text("A page of a book, and another one. " * 100)
     config = dataclasses.replace(TINY, num_layers=1, attention="splash")
@@ -273,7 +275,7 @@ def test_the_report_tells_the_kernel(tmp_path, monkeypatch, capsys, quick):
     assert records(tmp_path / "run", "loss")
 
 
-def test_the_report_tells_of_blocks_and_limits():
+def test_the_report_has_blocks_and_limits():
     assert attention(on(*TPU), 256, True) == ["attention: splash, blocks of 256"]
     assert attention(on(*TPU), 100, True) == [
         "attention: xla, no kernel for 100 positions, not a multiple of 128"

@@ -21,6 +21,8 @@ from recipes.common.train.state import abstract_state, initialize
 from recipes.common.train.step import TrainStep, gradients
 from tests.support.runs import saving
 
+pytestmark = pytest.mark.promise("buffers")
+
 # ---- a minimal zoo file: make_layout reads these from the model's own module ---------------------
 
 LOGICAL_AXES = {"batch": "activations", "embed": "weights", "hidden": "both"}

@@ -1,4 +1,4 @@
-"""A copy of an entry trains without the zoo: its files in a folder, and all of them merged into one."""
+"""A copied entry trains without the zoo, as files in a folder and merged into one file."""
 
 import ast
 import importlib.util
@@ -21,6 +21,8 @@ from recipes.common.zoo_source import closure
 from tests.conftest import ROOT, full_except
 from tests.support.entries import ENTRIES
 from tests.support.quick import XLA_FLAGS
+
+pytestmark = pytest.mark.promise("copy")
 
 ZOO = ROOT / "zoo"
 
@@ -86,7 +88,7 @@ SMALLEST = list(ENTRIES)[:1]
 
 
 def check_training(entry: str, module: str, folder: pathlib.Path, monkeypatch, cases: str) -> None:
-    """Trains the copy in this folder, in a process of its own. Losses are those of the zoo's model."""
+    """Trains the copy in this folder in its own process; losses must equal the zoo model's."""
     np.savez(folder / "batch.npz", **ENTRIES[entry].batches[0])
     names = {"model": entries.ENTRIES[entry].model, "cases": cases}
     code = "import jax\njax.config.update('jax_num_cpu_devices', 8)\n"
@@ -110,7 +112,7 @@ def check_training(entry: str, module: str, folder: pathlib.Path, monkeypatch, c
 
 @pytest.mark.parametrize("entry", full_except(ENTRIES, SMALLEST))
 def test_a_copied_entry_trains_alone(entry, tmp_path, monkeypatch):
-    """Copies by `cp`, like README.md: the folder becomes a package without an __init__.py."""
+    """Copies with `cp` like README.md; the folder is a package without an __init__.py."""
     folder = tmp_path / "mine"
     folder.mkdir()
     subprocess.run(["cp", *closure(ZOO / f"{entry}.py"), folder], check=True)
@@ -119,7 +121,7 @@ def test_a_copied_entry_trains_alone(entry, tmp_path, monkeypatch):
 
 
 def test_a_closure_is_what_an_entry_imports():
-    """Compares it with the modules that Python loads."""
+    """Compares the closure with the modules that Python loads."""
     code = f"""
 import importlib, sys
 for entry in {[*ENTRIES]}:
@@ -166,7 +168,7 @@ def _umask() -> int:
 
 @pytest.fixture
 def merged(tmp_path, inside):
-    """A function of an entry: the file that the command writes for it."""
+    """Returns a function of an entry: the file that the command writes for it."""
 
     def write(entry: str) -> pathlib.Path:
         path = tmp_path / f"my_{entry}.py"
@@ -187,7 +189,7 @@ def test_one_file_trains_alone(entry, merged, monkeypatch):
 
 @pytest.mark.parametrize("entry", ENTRIES)
 def test_one_file_computes_what_the_zoo_computes(entry, merged):
-    """The program of its gradients on a mesh is the same text."""
+    """Its gradients on a mesh lower to the same program text."""
     spec = importlib.util.spec_from_file_location(f"my_{entry}", merged(entry))
     copied = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(copied)

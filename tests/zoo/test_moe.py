@@ -20,7 +20,7 @@ from recipes.common.train.step import gradients
 from tests.conftest import full_except
 from zoo.moe import RULES, SIZES, Config, Experts, MoE
 
-pytestmark = pytest.mark.usefixtures("strict")
+pytestmark = [pytest.mark.promise("definitions"), pytest.mark.usefixtures("strict")]
 TINY = dataclasses.replace(Config.tiny(), num_layers=1)
 B, T = 4, 24
 
@@ -34,7 +34,7 @@ INITIAL = {}  # structure → values
 
 
 def model_of(**changes) -> MoE:
-    """A new tiny model. Models with the same parameters share the time to initialize them."""
+    """Returns a new tiny model. Models with the same parameters are initialized once."""
     build = lambda: MoE(dataclasses.replace(TINY, **changes), rngs=nnx.Rngs(0))  # noqa: E731
     graph, shapes = nnx.split(nnx.eval_shape(build))
     if (key := jax.tree.structure(shapes)) not in INITIAL:
@@ -80,7 +80,7 @@ def assert_close(a, b, tolerance):
 
 @pytest.mark.parametrize("size", SIZES)
 def test_sizes_say_how_many_parameters_are_active(size):
-    """All but the experts that a position does not go through."""
+    """Excludes the experts that a position does not visit."""
     config = SIZES[size]()
     model = abstract_model(lambda: MoE(config, rngs=nnx.Rngs(0)))
     axes, active = paths(model.axes["params"]), 0
@@ -165,7 +165,7 @@ def test_room_for_all_is_dropless():
 
 
 def test_nothing_depends_on_what_comes_later():
-    """Slots go to positions in their order: not so by a choice's rank, as GShard has it."""
+    """Slots go to positions in order, unlike GShard's, which go by the rank of a choice."""
     model, batch = model_of(capacity=0.5), rows()
     logits = jax.jit(lambda tokens: model(tokens), compiler_options=QUICK)
     changed = batch["tokens"].at[:, T // 2 :].add(1)
@@ -175,7 +175,7 @@ def test_nothing_depends_on_what_comes_later():
 
 
 def test_the_loss_of_a_batch_is_the_sum_of_its_rows():
-    """So meshes, microbatches and processes agree, whatever rows they put together."""
+    """Therefore meshes, microbatches and processes agree, however rows are grouped."""
     model, batch = model_of(capacity=0.75), rows()
     (total, count, aux), _ = loss_and_gradient(model, batch)
     assert float(aux["dropped"][0]) > 0
@@ -328,7 +328,7 @@ LOSSES = [
 
 @pytest.mark.parametrize("changes", full_except(LOSSES, LOSSES[:1]))
 def test_the_objective_its_figures_and_biases_are_their_definitions(changes, monkeypatch):
-    """Computed from the inputs of each layer's router. One row ends in padding, another is padding."""
+    """Computes them from each router's inputs. One row ends in padding, another is all padding."""
     given, route = [], Experts.route
 
     def recorded(self, x_BTD, counted_BT, slots):
@@ -411,7 +411,7 @@ def test_a_copied_file_computes_the_same_on_any_mesh(strategy, axes, kind, capac
 
 @pytest.mark.full
 def test_dropless_reads_nothing_of_rows_without_a_group(monkeypatch):
-    """Positions of other devices' experts: there ragged_dot may leave anything in its results."""
+    """ragged_dot may return anything for rows of other devices' experts."""
     clean = jax.lax.ragged_dot
 
     def grouped(x_MD, sizes_E, other):

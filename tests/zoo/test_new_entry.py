@@ -15,7 +15,7 @@ import pytest
 from tests.conftest import ROOT
 from tests.support.runs import assert_bit_equal, records, state_of, steps_saved
 
-pytestmark = pytest.mark.full
+pytestmark = [pytest.mark.promise("new-entry"), pytest.mark.full]
 NAME = "made_up"
 
 ZOO_FILE = '''"""MadeUp: y = relu(x · W1) · W2, and a running mean of the hidden activations.
@@ -206,7 +206,7 @@ def test_the_five_steps_give_it_the_whole_proof(clone):
         "test_meshes.py::test_restore_is_bit_equal_from_any_mesh_to_any_other": 2,
         "test_meshes.py::test_one_device_is_the_module_itself": 1,
         "test_collectives.py::test_a_step_sends_what_its_strategy_promises": 15,
-        "test_collectives.py::test_a_gradient_is_laid_out_as_its_weight_rests": 1,
+        "test_collectives.py::test_a_gradient_is_sharded_like_its_weight_at_rest": 1,
         "test_structure.py::test_an_entry_has_its_parts_in_order": 1,
         "test_structure.py::test_an_entry_and_what_it_imports_are_short": 1,
         "test_structure.py::test_a_main_definition_comes_before_its_helpers": 1,
@@ -220,9 +220,11 @@ def test_the_five_steps_give_it_the_whole_proof(clone):
 
     specs = (clone / "tests" / "golden" / f"{NAME}_specs.txt").read_text()
     assert "mean                           (hidden) → (model)" in specs
-    record = json.loads((clone / "tests" / "golden" / "mesh_differences.json").read_text())
-    ours = json.loads((ROOT / "tests" / "golden" / "mesh_differences.json").read_text())
-    assert len(record) - len(ours) == len([name for name in record if name.startswith(NAME)])
+    for golden in ("mesh_differences.json", "mesh_bytes.json"):
+        record = json.loads((clone / "tests" / "golden" / golden).read_text())
+        ours = json.loads((ROOT / "tests" / "golden" / golden).read_text())
+        assert len(record) - len(ours) == len([name for name in record if name.startswith(NAME)])
+    assert f"| {NAME} | fsdp_tp |" in (clone / "tests" / "PROOF.md").read_text()
     # Again against these goldens, those tests that write them and take no time.
     in_clone(clone, *of_it, "tests/sharding/test_meshes.py", f"-k={NAME} and (fit or reviewed)")
 

@@ -1,4 +1,4 @@
-"""The house rules that a machine can check."""
+"""House rules that a machine can check."""
 
 import ast
 import builtins
@@ -22,6 +22,8 @@ from recipes.common import entries, language
 from recipes.common.sharding.abstract import abstract_model
 from recipes.common.zoo_source import closure
 from tests.conftest import ROOT
+
+pytestmark = pytest.mark.promise("structure")
 
 # Package of recipes/common → those of it that it may import; and libraries that it may.
 LAYERS = {
@@ -124,7 +126,7 @@ def test_only_zoo_files_know_strategies_and_logical_axes_by_name(layer):
 
 
 def test_one_file_reads_hlo():
-    """Others in recipes/ hand a program's text to its functions without a look."""
+    """Other files in recipes/ pass a program's text on without parsing it."""
     for path in SHIPPED:
         text = (ROOT / path).read_text()
         readers = re.findall(r"(\w+)\(\w+\.as_text\(\)", text)
@@ -168,7 +170,7 @@ def methods(node: ast.ClassDef) -> set[str]:
 
 
 def assigned(node: ast.stmt) -> list[str]:
-    """Names that a statement of a file assigns."""
+    """Names that a top-level statement assigns."""
     targets = node.targets if isinstance(node, ast.Assign) else []
     targets = [node.target] if isinstance(node, ast.AnnAssign) else targets
     return [n.id for target in targets for n in ast.walk(target) if isinstance(n, ast.Name)]
@@ -193,9 +195,10 @@ def test_an_entry_and_what_it_imports_are_short(name):
         assert model.end_lineno - model.lineno + 1 <= 90, "language models share functions"
 
 
+@pytest.mark.promise("copy")
 @pytest.mark.parametrize("name", entries.ENTRIES)
 def test_files_of_a_closure_can_be_merged(name):
-    """recipes.copy puts them one after another: no name has two meanings, and no file is a name."""
+    """recipes.copy concatenates them: no name may have two meanings or be a file's name."""
     meanings: dict[str, set[str]] = {}
     for path in closure(ROOT / "zoo" / f"{name}.py"):
         tree = tree_of(path)
@@ -238,7 +241,7 @@ def test_a_shared_file_names_no_logical_axis_that_an_entry_lacks(path):
 
 @pytest.mark.parametrize("path", ZOO, ids=str)
 def test_nothing_in_the_zoo_is_registered(path):
-    """A reader can see what a model computes: no table is filled while files are imported."""
+    """No registry is filled at import, so readers can see what a model computes."""
     tree = tree_of(path)
     ours = {*definitions(tree), *(name for node in tree.body for name in assigned(node))}
     for node in ast.walk(tree):
@@ -320,7 +323,7 @@ def test_a_main_definition_comes_before_its_helpers(path):
 
 @pytest.mark.parametrize("name", entries.ENTRIES)
 def test_an_entry_has_its_parts_in_order(name):
-    """As zoo/README.md lists them; nothing to inherit but nnx.Module, or nnx.Variable for a buffer."""
+    """The order is zoo/README.md's; classes inherit nnx.Module, or nnx.Variable for a buffer."""
     tree, model = tree_of(f"zoo/{name}.py"), entries.ENTRIES[name].model
     assert ast.get_docstring(tree)
     found = definitions(tree)
@@ -403,7 +406,7 @@ def own_flags(entry: str) -> set[str]:
     "entry", [name for name, entry in entries.ENTRIES.items() if entry.data == "data.text"]
 )
 def test_a_recipe_of_a_language_model_is_short(entry):
-    """Longer ones have flags of their own, which take about five lines each, and what they do."""
+    """Longer recipes have more flags, at about five lines each, and the code for them."""
     text = (ROOT / "recipes" / f"{entry}.py").read_text()
     assert len(text.splitlines()) <= 40 + 15 * len(own_flags(entry))
     recipe = importlib.import_module(f"recipes.{entry}")
@@ -464,7 +467,7 @@ def calls_in(text: str) -> list[str]:
 
 
 def in_common(a: list[str], b: list[str]) -> list[str]:
-    """The longest list that is in both, in this order, whatever stands between its items."""
+    """Longest common subsequence of two lists."""
     best = [[[] for _ in range(len(b) + 1)] for _ in range(len(a) + 1)]
     for i, one in enumerate(a):
         for j, other in enumerate(b):
@@ -473,8 +476,8 @@ def in_common(a: list[str], b: list[str]) -> list[str]:
     return best[-1][-1]
 
 
-def test_what_two_recipes_need_stands_in_neither():
-    """Beyond imports and flags, and however it is worded: see the next test."""
+def test_no_two_recipes_contain_the_same_code():
+    """Ignores imports and flags, and finds reworded code; see the next test."""
     calls = {path.name: calls_in((ROOT / path).read_text()) for path in RECIPES}
     for a, b in itertools.combinations(calls, 2):
         found = in_common(calls[a], calls[b])
@@ -482,7 +485,7 @@ def test_what_two_recipes_need_stands_in_neither():
 
 
 class Reworded(ast.NodeTransformer):
-    """Renames all that a file names and imports, changes its strings, and adds statements."""
+    """Renames all that a file defines and imports, changes its strings, and adds statements."""
 
     def __init__(self, tree: ast.AST):
         bound = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}

@@ -15,7 +15,7 @@ from tests.conftest import full_except
 from zoo.attention import attend, kinds, positions
 from zoo.transformer import REMAT, SIZES, Config, Transformer
 
-pytestmark = pytest.mark.usefixtures("strict")
+pytestmark = [pytest.mark.promise("definitions"), pytest.mark.usefixtures("strict")]
 TINY = Config.tiny()
 
 # LLVM's optimizations, and the newer of two code generators, take most of the time to compile.
@@ -33,7 +33,7 @@ INITIAL = {}  # structure → values
 
 
 def model_of(**changes) -> Transformer:
-    """A new tiny model. Those with the same parameters share what initializing them costs."""
+    """Returns a new tiny model. Models with the same parameters are initialized once."""
     graph, shapes = abstract_model(**changes)
     key, config = jax.tree.structure(shapes), dataclasses.replace(TINY, **changes)
     if key not in INITIAL:
@@ -62,12 +62,12 @@ def _loss_and_gradient(graph, state, *arguments):
 
 
 def loss_and_gradient(model: Transformer, *arguments) -> tuple[tuple, nnx.State]:
-    """What `loss` returns, and the gradient of its sum."""
+    """Returns the results of `loss`, and the gradient of its sum."""
     return _loss_and_gradient(*nnx.split(model), *arguments)
 
 
 def assert_close(a: nnx.State, b: nnx.State, rtol: float) -> None:
-    """Every leaf, to a part of its largest number."""
+    """Compares every leaf, with a tolerance relative to its largest number."""
     for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True):
         np.testing.assert_allclose(x, y, rtol=rtol, atol=rtol * float(jnp.abs(y).max()) + 1e-7)
 
@@ -226,7 +226,7 @@ def test_no_array_holds_all_logits():
 
 
 def test_the_gradient_waits_for_the_value():
-    """So the table that the value needs is not kept through the backward pass."""
+    """Otherwise the table that the value needs would be kept through the backward pass."""
     graph, state = nnx.split(model_of())
     tokens = tokens_of()
     loss = lambda s: nnx.merge(graph, s).loss(tokens, tokens)[0]  # noqa: E731
@@ -256,7 +256,7 @@ def test_loss_of_a_new_model_is_near_uniform():
 
 @pytest.fixture(scope="module")
 def plain_gradient():
-    """With everything kept for the backward pass, and the layers in one loop."""
+    """Gradient with all activations saved, and the layers in one loop."""
     with jax.numpy_rank_promotion("raise"):
         return loss_and_gradient(model_of(remat="none"), tokens_of(), tokens_of())[1]
 

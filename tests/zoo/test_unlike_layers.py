@@ -1,4 +1,4 @@
-"""Layers of several kinds in one stack: the definition, on any mesh, trained, cached and restored."""
+"""Layers of several kinds in one stack match their definition on any mesh and with a cache."""
 
 import dataclasses
 import functools
@@ -25,7 +25,7 @@ from tests.support.quick import QUICK
 from zoo import moe, transformer
 from zoo.attention import Kind, attention_kernels, kinds, rope_angles
 
-pytestmark = pytest.mark.usefixtures("strict")
+pytestmark = [pytest.mark.promise("unlike-layers"), pytest.mark.usefixtures("strict")]
 
 YARN = ("yarn", 4.0, 3.0, 1.0, 16, True, 1.2)
 A, B, C = Kind(5, 1e4), Kind(None, 1e6, ("linear", 2.0)), Kind(9, 1e5, YARN)
@@ -112,7 +112,7 @@ def turned(x_BTNH, turns_TH):
 
 
 def one_layer(x_BTD, layer, turns_TH, seen_BTS):
-    """A layer's output, and the figures of its experts if it has some."""
+    """A layer's output, and the figures of its experts if it has any."""
     y, module = normed(x_BTD, layer.attention_norm), layer.attention
     q, k, v = (projected(y, module, name) for name in "qkv")
     if module.config.qk_norm:
@@ -229,7 +229,7 @@ CASES = [  # each with another remat policy
     ("entry", "layers", "period", "changes", "mesh", "rules"), full_except(CASES, CASES[:1])
 )
 def test_loss_and_gradients_are_the_definition(entry, layers, period, changes, mesh, rules):
-    """On any mesh, by any remat policy, of adapters where there are some."""
+    """Covers several meshes, all remat policies, and adapters."""
     config = config_of(entry, layers, period, **changes)
     means, grads = found(entry, config, mesh, rules)
     _, wanted_means, wanted_grads = wanted(entry, dataclasses.replace(config, remat="full"))
@@ -253,7 +253,7 @@ def test_logits_are_the_definition_on_auto_axes():
         state = jax.device_put(state, nnx.get_named_sharding(state, mesh))
         run = jax.jit(lambda s, *b: nnx.merge(graph, s)(*b), compiler_options=QUICK)
         logits = run(state, BATCH["tokens"], SEGMENTS)
-    # Of logits up to 4, where those of losses and gradients are 2e-6.
+    # Logits go up to 4, so their tolerance is wider than the 2e-6 for losses and gradients.
     np.testing.assert_allclose(logits, wanted("transformer", config)[0], atol=1e-5)
 
 
@@ -282,7 +282,7 @@ def test_one_kind_is_the_uniform_program():
 
 
 def test_compile_time_grows_with_the_period_and_not_with_depth():
-    """A layer is traced once for each place in a period, and for each layer that is left over."""
+    """Each place in a period and each leftover layer is traced once."""
 
     def layers_in(layers, period):
         text = str(traced(config_of("transformer", layers, period)))
@@ -295,7 +295,7 @@ def test_compile_time_grows_with_the_period_and_not_with_depth():
 
 @pytest.mark.full
 def test_no_parameter_and_no_cache_is_copied():
-    """Beside the uniform model's program, no more is held than one period's weights in use."""
+    """Compared with the uniform model's program, only one period's weights in use are added."""
     changes = dict(num_layers=12, embed=256, mlp=1024, remat="full")
 
     def temporary_bytes(period):
@@ -332,8 +332,8 @@ def test_no_parameter_and_no_cache_is_copied():
         ("moe", 5, (A, B), "4x2", "fsdp_tp"),
     ],
 )
-def test_a_cache_gives_what_the_whole_model_does(entry, layers, period, mesh, rules):
-    """Prompts longer and shorter than the windows, and more tokens than they hold."""
+def test_a_cache_gives_the_whole_model_s_logits(entry, layers, period, mesh, rules):
+    """Covers prompts longer and shorter than the windows, and more tokens than a window holds."""
     config = config_of(entry, layers, period)
     layout = make_layout(entries.model(entry), config, make_mesh(mesh), rules, batch_size=ROWS)
     values = initial(entry, num_layers=layers)
@@ -366,7 +366,7 @@ def test_a_cache_gives_what_the_whole_model_does(entry, layers, period, mesh, ru
 
 
 def test_a_sample_s_windows_are_capped():
-    """Each kind's at the tokens that a run has trained on."""
+    """Caps each kind's window at the number of tokens that the run has trained on."""
     kind = lambda window: A._replace(window=window)  # noqa: E731
     config = config_of("transformer", 3, (kind(5), kind(None), kind(64)))
     assert kinds(cap_windows(config, 32)) == (kind(5), kind(32), kind(32))
@@ -379,7 +379,7 @@ def test_a_sample_s_windows_are_capped():
 
 
 def test_flops_are_each_layer_s():
-    """Layers 0, 2 and 4 with one window, 1 and 3 with the other."""
+    """Layers 0, 2 and 4 have one window, 1 and 3 the other."""
     parts = {}
     for window in (5, 9, None):
         alike = dataclasses.replace(TINY, num_layers=1, sliding_window=window)

@@ -1,0 +1,154 @@
+"""Tolerances of the proof that every mesh trains the same model, and its page, tests/PROOF.md.
+
+The page is made from measurements in tests/golden. `pytest --full tests/sharding --update-golden`
+measures again and rewrites both.
+"""
+
+import json
+from collections.abc import Callable
+
+import numpy as np
+
+from recipes.common.analysis.report import size
+from tests.conftest import ROOT
+
+# Float32 sums over a mesh are taken in another order, so their last bits differ. These bounds are at
+# least twice as wide as the differences measured, which are in golden/mesh_differences.json.
+LOSS_TOLERANCE = 2e-6  # relative, at each of 5 steps
+GRADIENT_TOLERANCE = 2e-6  # |difference| / |gradient|, of each array at each of 5 steps
+
+DIFFERENCES = "mesh_differences.json"  # under golden/
+BYTES = "mesh_bytes.json"
+PAGE = ROOT / "tests" / "PROOF.md"
+
+PROSE = """\
+<!-- Written by tests/support/proof.py from tests/golden: pytest --full tests/sharding --update-golden -->
+# The proof: every mesh trains the same model
+
+**{pairs} pairs of strategy and mesh over {entries} entries. Largest difference from one device: {loss} of a
+loss, {gradient} of a gradient. Bytes sent: exactly the textbook's in {exact} pairs, at most {ratio} times
+the textbook's in the other {others}.**
+
+Each [zoo entry](../README.md#the-zoo) (its `tiny` size, in float32) trains for five AdamW steps of 24 rows
+on every mesh, under every strategy that fits the mesh, with the same seed and data as on one device. A CPU
+simulates the eight devices. The [tests](sharding) assert that
+
+- the whole initial state, optimizer state included, is bit-equal to that of one device;
+- at each of the five steps, the loss is within {loss_tolerance} of one device's (relative);
+- at each of the five steps, the gradient g of every parameter has |g − g₁| / |g₁| < {gradient_tolerance},
+  where g₁ is one device's gradient and |·| the Euclidean norm;
+- the compiled step sends what its strategy promises, array by array, and nothing else.
+
+"One device" is the entry's first strategy on 1x1. That run is itself compared with the plain module, without
+any mesh. Differences are not zero because each compiled program adds the same float32 numbers in another
+order.
+
+To repeat it, without any accelerator:
+
+```sh
+pytest --full tests/sharding                   # asserts all of the above
+pytest --full tests/sharding --update-golden   # also measures again and rewrites this page
+```
+
+The last bits depend on the CPU, so the tests assert the tolerances, not the differences below. They assert
+the bytes exactly.
+
+`4x2` is a mesh of `data` × `model`, and `2x2x2` one of `data` × `fsdp` × `model`.
+[zoo/README.md](../zoo/README.md#sharding-rules) explains the strategies. A dash marks a pair that does not
+fit: the mesh lacks an axis that the strategy uses, or has an `expert` axis that the strategy does not use.
+
+## Loss
+
+The largest relative difference from one device in five steps. The tolerance is {loss_tolerance}.
+
+{loss_table}
+## Gradients
+
+The largest |g − g₁| / |g₁| of any parameter in five steps. The tolerance is {gradient_tolerance}.
+
+{gradient_table}
+## Bytes sent over the textbook's
+
+The bytes that the collectives of one compiled step deliver to one device, divided by the textbook's; the
+bytes are in parentheses. A zero means that nothing is sent, as the textbook says.
+
+The textbook is computed from shapes alone. It has the costs that
+[zoo/README.md](../zoo/README.md#sharding-rules) lists for each strategy:
+
+- each weight that is split at rest is gathered once, and once more where its layer is rematerialised;
+- each gradient is reduced once over the devices that have other rows of the batch;
+- each matmul over a split inner dim all-reduces its result (Megatron's count, forward and backward), and a
+  loss over a split vocabulary all-reduces five numbers for each position;
+- tokens travel to split experts and back, forward and backward.
+
+The loss, the number of targets and the gradient's norm are single numbers and left out. XLA's CPU compiler
+has no reduce-scatter and writes an all-reduce and a slice instead; both sides count such an array once.
+
+Ratios above 1 come from that compiler too. Where matmuls read the same input (q, k and v; gate and up), it
+all-reduces their gradients of that input one by one; Megatron adds them first and all-reduces the sum. The
+TPU compiler adds them first: [for sizes of 124m to 8b](../recipes/bench/README.md#bytes-sent-per-step) every
+strategy is within 1.08 of the textbook.
+
+{bytes_table}"""
+
+
+def difference(a, b) -> float:
+    """Returns |a - b| / |b|, the relative difference in the Euclidean norm."""
+    return float(np.linalg.norm(np.ravel(a - b)) / max(np.linalg.norm(np.ravel(b)), 1e-30))
+
+
+def page() -> str:
+    """The text of tests/PROOF.md."""
+    differences, sent = _golden(DIFFERENCES), _golden(BYTES)
+    losses = {case: record["loss"] for case, record in differences.items()}
+    gradients = {case: record["gradient"] for case, record in differences.items()}
+    ratios = [record["sent"] / record["textbook"] for record in sent.values() if record["textbook"]]
+    others = sum(ratio != 1 for ratio in ratios)
+    return PROSE.format(
+        pairs=len(differences),
+        entries=len({entry for entry, _, _ in differences}),
+        loss=_scientific(max(losses.values())),
+        gradient=_scientific(max(gradients.values())),
+        exact=len(sent) - others,
+        others=others,
+        ratio=f"{max(ratios):.2f}",
+        loss_tolerance=_scientific(LOSS_TOLERANCE),
+        gradient_tolerance=_scientific(GRADIENT_TOLERANCE),
+        loss_table=_table(losses, _scientific),
+        gradient_table=_table(gradients, _scientific),
+        bytes_table=_table(sent, _over_textbook),
+    )
+
+
+def _golden(name: str) -> dict[tuple[str, ...], dict[str, float]]:
+    """(entry, strategy, mesh) → its record."""
+    text = (ROOT / "tests" / "golden" / name).read_text()
+    return {tuple(case.split()): record for case, record in json.loads(text).items()}
+
+
+def _table(cells: dict[tuple[str, ...], float | dict], show: Callable) -> str:
+    """A row for each entry and strategy, a column for each mesh."""
+    rows = list(dict.fromkeys((entry, strategy) for entry, strategy, _ in cells))
+    meshes = list(dict.fromkeys(mesh for _, _, mesh in cells))
+    head = [mesh.replace(",", ",<br>") for mesh in meshes]
+    lines = ["entry", "strategy", *head], ["---", "---", *["---:"] * len(meshes)]
+    for row in rows:
+        shown = [show(cells[*row, mesh]) if (*row, mesh) in cells else "–" for mesh in meshes]
+        lines += ([*row, *shown],)
+    return "".join(f"| {' | '.join(line)} |\n" for line in lines)
+
+
+def _scientific(value: float) -> str:
+    """Two digits at most.
+
+    >>> _scientific(5.93e-07), _scientific(2e-6), _scientific(0.0)
+    ('5.9e-7', '2e-6', '0')
+    """
+    digits, _, exponent = f"{value:.1e}".partition("e")
+    return f"{digits.removesuffix('.0')}e{int(exponent)}" if value else "0"
+
+
+def _over_textbook(record: dict[str, int]) -> str:
+    sent, book = record["sent"], record["textbook"]
+    ratio = f"{sent / book:.2f} " if book else ""
+    return f"{ratio}({size(sent)})" if sent else "0"
