@@ -30,7 +30,12 @@ from zoo import transformer
 
 FRONT, ZOO, RECIPES = "README.md", "zoo/README.md", "recipes/README.md"
 BENCH, TESTS = "recipes/bench/README.md", "tests/README.md"
-READMES = {path: (ROOT / path).read_text() for path in (FRONT, ZOO, RECIPES, BENCH, TESTS)}
+GUIDES, DECODERS = "zoo/guides.md", "zoo/language_models.md"
+OTHERS = ("recipes/bench/compiled.md", "CONTRIBUTING.md", "data/README.md")
+READMES = {
+    path: (ROOT / path).read_text()
+    for path in (FRONT, ZOO, GUIDES, DECODERS, RECIPES, BENCH, TESTS, *OTHERS)
+}
 
 
 def block(marker: str, readme: str = FRONT) -> str:
@@ -227,7 +232,7 @@ def test_the_copied_files_are_those_that_the_model_needs():
 
 def test_a_copied_model_trains_as_shown(tmp_path):
     """In a process of its own, where nothing of ours can be imported."""
-    code = block("python: copy") + block("python: generate")
+    code = block("python: copy") + block("python: generate", DECODERS)
     (command,) = re.findall(r"^mkdir mine .+$", READMES[FRONT], re.M)
     (tmp_path / "zoo").symlink_to(ROOT / "zoo")
     subprocess.run(["bash", "-c", command], cwd=tmp_path, check=True)
@@ -256,11 +261,12 @@ assert not {"zoo", "recipes", "data"} & set(sys.modules)
 
 
 def test_rules_of_your_own_work_as_shown(shown, tmp_path):
-    assert shown("rules") == "P(None, 'data', 'model') None\n"
-    _, given, *_ = shlex.split(block("rules: mine.json"))
+    assert shown("rules", ZOO) == "P(None, 'data', 'model') None\n"
+    _, given, *_ = shlex.split(block("rules: mine.json", ZOO))
     given = json.loads(given)
-    assert f'complete({{"mine": {json.dumps(given)}}})' in block("python: rules")
-    subprocess.run(block("rules: mine.json").splitlines()[0], shell=True, cwd=tmp_path, check=True)
+    assert f'complete({{"mine": {json.dumps(given)}}})' in block("python: rules", ZOO)
+    write, _ = block("rules: mine.json", ZOO).splitlines()
+    subprocess.run(write, shell=True, cwd=tmp_path, check=True)
     name, table = rules.select(transformer, "mine.json", make_mesh("2x4"))
     assert (name, table) == ("mine.json", transformer.complete({"mine": given})["mine"])
 
@@ -272,9 +278,9 @@ def test_types_are_as_shown(marker, readme, shown):
 
 @pytest.mark.full  # the MLP's whole default run
 def test_a_run_restores_as_shown(inside, shown):
-    command = section("Restore elsewhere").split("```sh\n")[1].splitlines()[0]
+    command = section("Restore on another mesh", ZOO).split("```sh\n")[1].splitlines()[0]
     assert inside(*shlex.split(command)[2:]).code == 0
-    assert shown("restore") == "mlp 400 P('data', None)\n"
+    assert shown("restore", ZOO) == "mlp 400 P('data', None)\n"
     assert shown("raw", RECIPES) == "(64, 10)\n"
 
 
@@ -288,10 +294,10 @@ def test_hugging_face_models_are_imported_and_exported_as_shown(inside, monkeypa
 
 # ---- references ----------------------------------------------------------------------------------
 
-GUIDES = [row for table in tables(section("From the guides", ZOO)) for row in table[1:]]
+IDEAS = [row for table in tables(READMES[GUIDES]) for row in table[1:]]
 
 
-@pytest.mark.parametrize("row", GUIDES, ids=lambda row: row[0][:40])
+@pytest.mark.parametrize("row", IDEAS, ids=lambda row: row[0][:40])
 def test_what_the_guides_ask_for_is_where_the_table_says(row):
     found = re.findall(r"([\w/]+\.py): ((?:`[^`]+`(?:, )?)+)", row[-1])
     assert found or "Choose a mesh" in row[-1] or "not needed" in row[-1]
