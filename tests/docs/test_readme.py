@@ -59,6 +59,7 @@ def tables(text: str) -> list[list[list[str]]]:
 
 def test_the_front_page_is_short():
     assert len(READMES[FRONT].splitlines()) <= 200
+    assert len(READMES[FRONT].split()) <= 900
     first_screen = READMES[FRONT].split("\n## ", 1)[0]
     assert 0 < first_screen.index("<picture>") < first_screen.index("```sh")
     assert len(block("python: copy").splitlines()) <= 40
