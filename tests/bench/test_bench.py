@@ -242,7 +242,7 @@ def test_other_compiler_errors_are_not_about_memory():
 
 
 # Peaks of the compiled step (jax 0.10.2, libtpu 0.0.42.1) by XLA's attention, 4,096 tokens per chip: the smallest and the
-# largest of all kinds. Three, on 256 chips, are more than 5% off: see recipes/bench/README.md.
+# largest of all kinds. Three, on 256 chips, are more than 5% off: see recipes/bench/compiled.md.
 COMPILED = [  # policy, chips, GB, within
     ("none", 16, 129.7, 0.04),  # v5p; fits no kind
     ("none", 256, 117.1, 0.04),  # v4
