@@ -533,7 +533,7 @@ DISTRIBUTIONS = {  # where the name to import is another
     "yaml": "pyyaml",
     "xdist": "pytest-xdist",
 }
-TOOLS = {"ruff"}  # run, not imported
+TOOLS = {"ruff", "ipykernel"}  # run, not imported
 
 
 def declared(requirements: list[str]) -> set[str]:
