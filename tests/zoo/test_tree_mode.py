@@ -108,7 +108,7 @@ def test_generation_writes_the_same_text(inside, quick):
 
 
 @pytest.mark.parametrize("recipe", full_except(RECIPES, []))
-def test_environment_variables(run, train, place, book, recipe):
+def test_environment_variables(run, place, book, recipe):
     """Flax's switches for a whole process, and a compiler that optimizes."""
     text = (book,) if recipe in ("transformer", "moe") else ()
     for name, mode in {"graph": {}, "tree": ENVIRONMENT}.items():
