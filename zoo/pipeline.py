@@ -25,12 +25,12 @@ def stack(make_layer, num_layers: int, rngs: nnx.Rngs):
     Args:
       make_layer: a function of `rngs` that returns a layer.
     """
-    split = nnx.split_rngs(splits=num_layers)
-    names = {nnx.PARTITION_NAME: "layers"}
-    build = nnx.vmap(
-        lambda rngs: make_layer(rngs=rngs), in_axes=0, out_axes=0, transform_metadata=names
-    )
-    return split(build)(rngs)
+    layers = nnx.vmap(lambda rngs: make_layer(rngs=rngs))(rngs.split(num_layers))
+    # nnx.vmap's transform_metadata names the axis only in NNX's graph mode, not in tree mode.
+    for _, variable in nnx.iter_graph(layers):
+        if isinstance(variable, nnx.Variable) and hasattr(variable, "out_sharding"):
+            variable.set_metadata(out_sharding=("layers", *variable.out_sharding))
+    return layers
 
 
 def scan_layers(function, x: jax.Array, layers, kinds: tuple, remat, unroll: int = 1):

@@ -536,7 +536,7 @@ DISTRIBUTIONS = {  # where the name to import is another
     "yaml": "pyyaml",
     "xdist": "pytest-xdist",
 }
-TOOLS = {"basedpyright", "ruff"}  # run, not imported
+TOOLS = {"basedpyright", "ipykernel", "ruff"}  # run, not imported
 
 
 def declared(requirements: list[str]) -> set[str]:

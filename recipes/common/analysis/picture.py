@@ -48,8 +48,7 @@ def layouts(path: pathlib.Path, arrays: dict[str, Array]) -> None:
             holders.setdefault(part, []).append(device.id)
         for (top, bottom, left, right), devices in holders.items():
             box = (left, top), right - left, bottom - top
-            hue = sorted(holders).index((top, bottom, left, right)) / len(holders)
-            axes.add_patch(_rectangle(*box, hue))
+            axes.add_patch(_rectangle(*box, hue=min(devices) / sharding.mesh.size))
             text = "all" if len(devices) == sharding.mesh.size > 1 else ", ".join(map(str, devices))
             axes.text((left + right) / 2, (top + bottom) / 2, text, ha="center", va="center")
         axes.set(xlim=(0, columns), ylim=(rows, 0), title=name, xlabel=f"{across} ({columns})")
