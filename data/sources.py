@@ -27,7 +27,7 @@ from data import DataError, buckets, conversations, hub
 from data.conversations import TEXT
 
 HELD_OUT = 0.01  # of the documents, where the dataset has no split of its own
-LONGEST = 2**17  # bytes of a document that are tokenised at once: what that costs is in workers.py
+LONGEST = 2**17  # bytes of a document that are tokenized at once: what that costs is in workers.py
 KINDS = {".jsonl": "json", ".json": "json", ".parquet": "parquet", ".txt": "text"}
 COMPRESSED = (".gz", ".zst")
 
@@ -36,7 +36,7 @@ Rows = Iterator[tuple[str, dict[str, Any]]]  # each with where it is, for messag
 
 
 class Part(NamedTuple):
-    """A document, or a part of one that is too long to be held and tokenised in one piece."""
+    """A document, or a part of one that is too long to be held and tokenized in one piece."""
 
     text: bytes  # UTF-8; of a row of conversations what `conversations.checked` makes of it
     held_out: bool
