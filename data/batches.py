@@ -57,7 +57,7 @@ def train_batches(
     numbers = parts[0]
     if len(parts) > 1:
         joined = grain.MapDataset.range(len(parts[-1]))
-        numbers = joined.map(lambda k: np.concatenate([part[k] for part in parts]))
+        numbers = joined.map(lambda k: np.concatenate([np.asarray(part[k]) for part in parts]))
     return numbers.map(lambda batch: _read(data.train, batch)).to_iter_dataset(options)
 
 
@@ -79,8 +79,8 @@ def _chunks(batch_size: int, rows: np.ndarray) -> tuple[int, list[int]]:
     return size, (rows[::size] // size).tolist()
 
 
-def _read(source: grain.sources.RandomAccessDataSource, numbers: np.ndarray) -> Example:
-    """Examples [N], stacked; uses the source's `take` if it has one."""
+def _read(source: Any, numbers: np.ndarray) -> Example:
+    """Examples [N] of a random-access source, stacked; uses its `take` if it has one."""
     if hasattr(source, "take"):
         return source.take(numbers)
     examples = [source[int(number)] for number in numbers]

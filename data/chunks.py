@@ -91,8 +91,9 @@ def write(
         "held_out": np.array([one.held_out for one in made]),
         "begins": np.array([one.begins for one in made]),
     }
-    if made[0].targets is not None:
-        arrays["targets"] = np.concatenate([one.targets for one in made])
+    targets = [one.targets for one in made if one.targets is not None]
+    if targets:
+        arrays["targets"] = np.concatenate(targets)
         arrays["firsts"] = np.array([one.first for one in made])
     partial = path.with_suffix(f".{os.getpid()}.tmp")
     with partial.open("wb") as file:

@@ -109,7 +109,7 @@ def _prepared(source: Source, tokenizer: Tokenizer) -> pathlib.Path:
         with _locked(folder.with_suffix(".partial")) as partial:
             try:
                 if not is_whole(folder):  # otherwise another process has made it meanwhile
-                    if source.files:
+                    if remembered and source.files:
                         _replace(remembered, content)
                     _make(folder, partial, source, tokenizer)
                     if _has_changed(source, remembered, content):
@@ -120,7 +120,7 @@ def _prepared(source: Source, tokenizer: Tokenizer) -> pathlib.Path:
                 shutil.rmtree(partial)
             except DataError:
                 shutil.rmtree(partial, ignore_errors=True)
-                if source.files:
+                if remembered and source.files:
                     remembered.unlink(missing_ok=True)
                 raise
     if remembered and not source.files:
@@ -342,9 +342,9 @@ def _flatten(
     paths: list[pathlib.Path], folder: pathlib.Path, source: Source, tokenizer: Tokenizer
 ) -> None:
     """Writes the tokens of all chunks, in order, and where documents begin; ABOUT comes last."""
-    kept = {split: [0, 0] for split in SPLITS}  # tokens and bytes of text so far
+    kept: dict[str, list[int]] = {split: [0, 0] for split in SPLITS}  # tokens and bytes so far
     has_rows = source.form() != conversations.TEXT
-    rows = dict.fromkeys(SPLITS, 0)
+    rows: dict[str, int] = dict.fromkeys(SPLITS, 0)
     with contextlib.ExitStack() as stack:
         files = {
             (split, what): stack.enter_context((folder / f"{split}.{what}").open("wb"))
@@ -355,14 +355,15 @@ def _flatten(
             with np.load(path) as chunk:
                 tokens, held_out, begins = (chunk[k] for k in ("tokens", "held_out", "begins"))
                 sizes = np.stack([chunk["lengths"], chunk["sizes"]], axis=1)
-                targets, firsts = (chunk[k] if has_rows else None for k in (TARGETS, "firsts"))
+                of_rows = [chunk[k] for k in (TARGETS, "firsts")] if has_rows else []
             for split, mine in ((TRAIN, ~held_out), (HELD_OUT, held_out)):
                 before = np.cumsum(sizes[mine], axis=0) - sizes[mine] + kept[split]
                 for what, column in zip(("starts", "texts"), before[begins[mine]].T, strict=True):
                     column.tofile(files[split, what])
                 of_tokens = np.repeat(mine, sizes[:, 0])
                 tokens[of_tokens].tofile(files[split, "tokens"])
-                if has_rows:
+                if of_rows:
+                    targets, firsts = of_rows
                     targets[of_tokens].tofile(files[split, TARGETS])
                     rows[split] += int(firsts[mine].sum())
                 kept[split] = [

@@ -100,11 +100,12 @@ class Packed(grain.sources.RandomAccessDataSource):
 
     def _lost_bytes(self, tokenizer: Tokenizer) -> int:
         """Bytes of text of the targets that do not fit into a row."""
-        split, kept = self._split, self._length + 1
+        split, targets, kept = self._split, self._targets, self._length + 1
         ends, lost = np.append(split.starts[1:], len(split.tokens)), 0
+        assert targets is not None
         for number in np.flatnonzero(ends - split.starts > kept):
             begin, end = split.starts[number], ends[number]
-            whole = Document(split.tokens[begin:end], split.targets[begin:end])
+            whole = Document(split.tokens[begin:end], targets[begin:end])
             cut = Document(whole.tokens[:kept], whole.targets[:kept])
             lost += target_bytes(whole, tokenizer) - target_bytes(cut, tokenizer)
         return lost
@@ -178,10 +179,13 @@ def _pieces(split: Split, length: int) -> Iterator[np.ndarray]:
             yield np.stack([begins[of] + offset, np.minimum(targets[of] - offset, length)], axis=1)
 
 
-def _beginnings(split: Split, length: int, lost: list[int]) -> Iterator[np.ndarray]:
+def _beginnings(
+    split: Split, of_tokens: np.ndarray, length: int, lost: list[int]
+) -> Iterator[np.ndarray]:
     """Yields pieces like `_pieces`: the beginning of each conversation that has a target in it.
 
     Args:
+      of_tokens: the split's targets, bool [tokens].
       lost: the fields of Lost; adds up what does not fit a row.
     """
     for document in range(0, len(split.starts), BLOCK):
@@ -189,7 +193,7 @@ def _beginnings(split: Split, length: int, lost: list[int]) -> Iterator[np.ndarr
         end = np.append(split.starts[document + 1 : document + BLOCK + 1], len(split.tokens))
         end = end[: len(begin)]
         size = np.minimum(end - begin - 1, length)  # never 0: the last token is a target
-        targets = split.targets[: end[-1]]
+        targets = of_tokens[: end[-1]]
         edges = np.stack([begin + 1, begin + 1 + size], axis=1).ravel()
         kept = np.add.reduceat(targets, edges[edges < len(targets)], dtype=np.int64)[::2]
         every = np.add.reduceat(targets, begin + 1, dtype=np.int64)
@@ -203,8 +207,10 @@ def _beginnings(split: Split, length: int, lost: list[int]) -> Iterator[np.ndarr
 def _write(split: Split, length: int, folder: pathlib.Path) -> None:
     """Writes the index: `pieces`, row by row, and `rows`, the number of each row's first piece."""
     total, lost = 0, [*Lost()]
-    conversations = split.targets is not None
-    found = _beginnings(split, length, lost) if conversations else _pieces(split, length)
+    if split.targets is None:
+        found = _pieces(split, length)
+    else:
+        found = _beginnings(split, split.targets, length, lost)
     with (folder / "pieces").open("wb") as pieces_file, (folder / "rows").open("wb") as rows_file:
         for pieces in found:
             row_of = best_fit(pieces[:, 1], length)
@@ -213,4 +219,4 @@ def _write(split: Split, length: int, folder: pathlib.Path) -> None:
             (total + np.cumsum(counts) - counts).tofile(rows_file)
             total += len(pieces)
         np.array([total]).tofile(rows_file)
-    write_about(folder, {"lost": lost} if conversations else {})
+    write_about(folder, {} if split.targets is None else {"lost": lost})

@@ -20,7 +20,7 @@ import os
 import pathlib
 import re
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -86,11 +86,11 @@ class Tokenizer:
 
     def control(self, kind: str) -> tuple[int, str] | None:
         """(id, text) of the "bos" or "eos" token in tokenizer_config.json; None if it names none."""
+        if not self.files:
+            return (START, "") if kind == "bos" else None
         text = self.control_tokens.get(f"{kind}_token")
         token = None if text is None else self._library.token_to_id(text)
-        if not self.files and kind == "bos":
-            return START, ""
-        return None if token is None else (token, text)
+        return None if text is None or token is None else (token, text)
 
     def config_ids(self) -> dict[str, int | list[int] | None]:
         """The ids that start and end a text, as config.json has them."""
@@ -101,7 +101,7 @@ class Tokenizer:
         end = list(self.end) if len(self.end) > 1 else next(iter(self.end), None)
         return {"bos_token_id": begin, "eos_token_id": end}
 
-    def encode(self, texts: list[str | bytes]) -> list[np.ndarray]:
+    def encode(self, texts: Sequence[str | bytes]) -> list[np.ndarray]:
         """The int32 ids of each text alone; control tokens in a text are encoded as plain text.
 
         Bytes that are not UTF-8 become U+FFFD, except with the bytes tokenizer.
@@ -307,8 +307,8 @@ def from_files(files: dict[str, bytes], name: str = "") -> Tokenizer:
         example = library.encode("a")
     inside = [not special for special in example.special_tokens_mask]
     start = example.ids[: inside.index(True)] if any(inside) else []
-    end = _end(files, name)
-    end = [vocabulary.get(end, end)] if isinstance(end, str) else end or []
+    named = _end(files, name)
+    end: list[Any] = [vocabulary.get(named, named)] if isinstance(named, str) else named or []
     if not size or not all(type(token) is int and 0 <= token < size for token in end):
         raise DataError(
             f"the tokenizer {name} has {size} tokens, but {end} should end a text; use files that "

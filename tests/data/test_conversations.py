@@ -318,7 +318,7 @@ def test_files_of_two_kinds_are_refused(folder):
     (folder / "b.jsonl").unlink()
     (folder / "b.txt").write_text("some text")
     with pytest.raises(
-        DataError, match=r"b\.txt is text, and a\.jsonl has conversations; name the files"
+        DataError, match=r"b\.txt is text, but a\.jsonl has conversations; name the files"
     ):
         load(str(folder / "[ab].*"))
 
