@@ -177,29 +177,23 @@ def _whole(messages: list, turns: list[int], tokenizer: Tokenizer) -> Document |
         if not (_begins(tokens, end) and _begins(end, begin)):
             return None
         targets[len(begin) : _last(end, len(begin), tokenizer)] = True
-    return _trimmed(tokens, targets)
-
-
-def _turn(messages: list, tokenizer: Tokenizer) -> Document:
-    """A document whose targets are only in the last message."""
-    begin, tokens = (_ids(messages[:-1], True, tokenizer), _ids(messages, False, tokenizer))
-    if not _begins(tokens, begin):
-        raise DataError(
-            f"the chat template of {tokenizer.name} renders message {len(messages)} differently from the "
-            "beginning of an answer, so where the answer begins is unknown; remove white space from "
-            "its beginning, or use another template"
-        )
-    targets = np.zeros(len(tokens), bool)
-    targets[len(begin) : _last(tokens, len(begin), tokenizer)] = True
-    return _trimmed(tokens, targets)
-
-
-def _trimmed(tokens: np.ndarray, targets: np.ndarray) -> Document:
     targets[:1] = False
     if not targets.any():
         raise DataError("the chat template does not render what the assistant says; use another")
     end = int(np.flatnonzero(targets)[-1]) + 1
     return Document(tokens[:end], targets[:end])
+
+
+def _turn(messages: list, tokenizer: Tokenizer) -> Document:
+    """A document whose targets are only in the last message."""
+    document = _whole(messages, [len(messages) - 1], tokenizer)
+    if document is None:
+        raise DataError(
+            f"the chat template of {tokenizer.name} renders message {len(messages)} differently from the "
+            "beginning of an answer, so where the answer begins is unknown; remove white space from "
+            "its beginning, or use another template"
+        )
+    return document
 
 
 def _ids(messages: list, answer_follows: bool, tokenizer: Tokenizer) -> np.ndarray:

@@ -52,7 +52,7 @@ def load(
             f"--dataset={dataset} is not a folder; use digits, a folder with train and test "
             "files, or hf:NAME"
         )
-    train, test = hub.train_and_held_out(hub.load(name, dataset))
+    train, test = hub.load(name, dataset)
     if test is None:
         raise DataError(f"--dataset={dataset} has no held-out split; name one test or validation")
     (train_image, train_label), (test_image, test_label) = (

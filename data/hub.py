@@ -5,7 +5,7 @@ import io
 import logging
 import os
 import pathlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from typing import Any, TextIO
 
 from data import DataError
@@ -24,8 +24,8 @@ def library():
     return datasets
 
 
-def load(name: str, dataset: str) -> Mapping[Any, Rows]:
-    """Loads a dataset: split → its rows, read as they are needed.
+def load(name: str, dataset: str) -> tuple[Rows, Rows | None]:
+    """Loads the rows to train on and those to evaluate on, or None; they are read when needed.
 
     Args:
       name: NAME or NAME:CONFIG on the Hub, or a local folder laid out like a Hub dataset.
@@ -42,11 +42,14 @@ def load(name: str, dataset: str) -> Mapping[Any, Rows]:
         if isinstance(answer, DataError):
             raise answer
     try:
-        return library().load_dataset(name, config or None, streaming=True)
+        splits: Any = library().load_dataset(name, config or None, streaming=True)
     except Exception as error:
         raise DataError(
             f"--dataset={dataset} could not be loaded ({reason(error)}); check its name"
         ) from error
+    train = splits["train"] if "train" in splits else next(iter(splits.values()))
+    held_out = next((splits[name] for name in ("validation", "test") if name in splits), None)
+    return train, None if held_out is train else held_out
 
 
 def commit(name: str, dataset: str) -> str:
@@ -154,13 +157,6 @@ def _ask(name: str, kind: str, what: str) -> str | DataError:
             f"{what} is not local, and the Hub can't be reached ({reason(error)}); check the "
             "network, or use a local folder"
         )
-
-
-def train_and_held_out(splits: Mapping[Any, Rows]) -> tuple[Rows, Rows | None]:
-    """The split to train on, and the one to evaluate on, or None."""
-    train = splits["train"] if "train" in splits else next(iter(splits.values()))
-    held = next((splits[name] for name in ("validation", "test") if name in splits), None)
-    return train, None if held is train else held
 
 
 def read_errors(rows: Rows, dataset: str) -> Rows:

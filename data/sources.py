@@ -219,7 +219,7 @@ def _from_files(
 
 def _from_hub(name: str, column: str, whole: bool, form: Callable[[], str]) -> Iterator[Part]:
     """Reads a Hub dataset, or a local folder laid out like one."""
-    train, held = hub.train_and_held_out(hub.load(name.removeprefix("hf:"), name))
+    train, held = hub.load(name.removeprefix("hf:"), name)
     if form() != TEXT:
         numbered = functools.partial(_numbered, name)
         known = whole or held is not None
@@ -264,7 +264,7 @@ def _columns(path: pathlib.Path) -> list[str]:
 
 
 def _hub_columns(name: str) -> list[str]:
-    train, _ = hub.train_and_held_out(hub.load(name.removeprefix("hf:"), name))
+    train, _ = hub.load(name.removeprefix("hf:"), name)
     return list(next(iter(hub.read_errors(train, name)), ()))
 
 
