@@ -22,7 +22,7 @@ class Dataset(NamedTuple):
     units: int  # units in an example
     config: dict[str, Any]  # fields of the model's Config that the data decides
     facts: dict[str, Any]  # dataset, fingerprint, …: equal if and only if the examples are
-    # Sources that `train` concatenates: (number of examples, share of a batch); () means one source.
+    # Sources that `train` concatenates: (number of examples, share of a batch); () means one.
     parts: tuple[tuple[int, float], ...] = ()
     held_out_bytes: int | None = None  # UTF-8 bytes of text that the held-out targets stand for
     notes: tuple[str, ...] = ()  # lines to print

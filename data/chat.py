@@ -12,8 +12,8 @@ from typing import Any
 from data import DataError, hub
 
 CODE = 1  # raise it when the same conversations would give other tokens or targets
-# Today's date for templates in training data: a file gives the same tokens on every day and machine.
-# Llama 3's templates fall back on this date.
+# Today's date for templates in training data: a file gives the same tokens on every day and
+# machine. Llama 3's templates fall back on this date.
 TRAINING_DAY = datetime.datetime(2024, 7, 26)
 
 

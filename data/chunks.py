@@ -69,9 +69,9 @@ def write(
 ) -> None:
     """Tokenizes to a file, which appears only when it is complete.
 
-    The file has the tokens of all parts and, for each part, its number of tokens, its bytes of text,
-    and whether it is held out and begins a document. For conversations it also has the targets and,
-    for each document, whether it is the first of its row.
+    The file has the tokens of all parts and, for each part, its number of tokens, its bytes of
+    text, and whether it is held out and begins a document. For conversations it also has the
+    targets and, for each document, whether it is the first of its row.
 
     Args:
       stop: gives up, and writes nothing, once this is set.
@@ -103,8 +103,8 @@ def write(
 
 def _texts(parts: list[Part], tokenizer: Tokenizer) -> Iterator[Tokenized]:
     start, end = (np.array(ids, np.int32) for ids in (tokenizer.start, tokenizer.end[:1]))
-    # Some tokenizers put a space in front of a text. A later part of a document must not get one, so
-    # it is encoded behind a newline, whose tokens are then removed.
+    # Some tokenizers put a space in front of a text. A later part of a document must not get one,
+    # so it is encoded behind a newline, whose tokens are then removed.
     newline = tokenizer.encode(["\n"])[0]
     texts = [part.text if part.begins else b"\n" + part.text for part in parts]
     for part, ids in zip(parts, tokenizer.encode(texts), strict=True):

@@ -4,14 +4,14 @@
     {"prompt": "The capital of France is", "completion": " Paris."}
     {"prompt": [{"role": "user", …}], "completion": [{"role": "assistant", …}]}
 
-Rendering shows which tokens are the assistant's. The chat template renders the messages before a turn
-with the beginning of an answer, then the messages including the turn; the whole conversation must
-begin with both, token by token. A turn's targets are all tokens from the end of the first to the last
-token that ends a text (Tokenizer.end), else to the turn's last control token, else to its end. So a
-newline behind <|im_end|> is not a target.
+Rendering shows which tokens are the assistant's. The chat template renders the messages before a
+turn with the beginning of an answer, then the messages including the turn; the whole conversation
+must begin with both, token by token. A turn's targets are all tokens behind the first rendering, up
+to the last token that ends a text (Tokenizer.end), else to the turn's last control token, else to
+its end. So a newline behind <|im_end|> is not a target.
 
 Some templates render a turn differently once others follow, such as those that drop the thinking of
-earlier answers. Then each of the assistant's turns becomes a document, rendered as the model sees it.
+earlier answers. Then each of the assistant's turns becomes a document, as the model sees it.
 """
 
 import json
@@ -45,7 +45,7 @@ def form(columns, column: str) -> str:
     return PAIRS if {*COLUMNS[PAIRS]} <= {*columns} else TEXT
 
 
-# ---- checking rows -------------------------------------------------------------------------------
+# ---- checking rows --------------------------------------------------------------------------------
 
 
 def checked(row: Any, kind: str, where: str) -> bytes:

@@ -49,8 +49,8 @@ class Split(NamedTuple):
     def bytes_before(self, position: int, tokenizer: Tokenizer) -> int:
         """Bytes of text that the first `position` tokens stand for.
 
-        Exact where a token ends a character. A character that `position` cuts counts as no bytes. In
-        a document that it cuts, a normalizing tokenizer (Unicode NFC) counts the normal form.
+        Exact where a token ends a character. A character that `position` cuts counts as no bytes.
+        In a document that it cuts, a normalizing tokenizer (Unicode NFC) counts the normal form.
         """
         if position >= len(self.tokens):
             return self.bytes
@@ -86,11 +86,11 @@ def load(
 def prepare(source: Source, tokenizer: Tokenizer = BYTES) -> Corpus:
     """The tokens of a source, from the cache or made now.
 
-    The cache identifies a local source by its content, and a Hub dataset by its newest commit, or by
-    the last one used if the Hub can't be reached. Conversations also depend on the chat template.
+    The cache identifies a local source by its content, and a Hub dataset by its newest commit, or
+    by the last one used if the Hub can't be reached. Conversations also depend on the chat template.
 
-    Raises DataError if there is no text or it can't be read; then nothing is left in the cache. Also
-    raises DataError if the cache can't be written; finished chunks are kept then.
+    Raises DataError if there is no text or it can't be read; then nothing is left in the cache.
+    Also raises DataError if the cache can't be written; finished chunks are kept then.
     """
     with cached():
         return _read(_prepared(source, tokenizer), source)

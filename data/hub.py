@@ -133,8 +133,9 @@ def snapshot(name: str, wanted: list[str], what: str) -> pathlib.Path:
 
 
 def _ask(name: str, kind: str, what: str) -> str | DataError:
-    """Asks the Hub, once, for the newest commit of a model or dataset; the libraries would retry for
-    half a minute.
+    """Asks the Hub for the newest commit of a model or dataset, without retries.
+
+    The libraries' own requests would retry for half a minute.
 
     Returns a DataError, not raised, if the Hub can't be reached, and "" in offline mode. Raises
     DataError if the Hub has no such model or dataset.

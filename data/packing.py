@@ -2,8 +2,8 @@
 
 Rows are read by random access, so a batch stays a pure function of (seed, k) on any number of
 processes. A document that fits a row is never cut. A longer one fills rows of its own, and its rest
-is packed like a short document. Each piece begins with the last token before it, so every token of a
-document except its first is a target exactly once.
+is packed like a short document. Each piece begins with the last token before it, so every token of
+a document except its first is a target exactly once.
 
 In conversations only some tokens are targets, and a piece without its beginning would teach answers
 to nothing. A conversation longer than a row is cut there, and dropped if no target is left.

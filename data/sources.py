@@ -181,7 +181,7 @@ def kind(path: pathlib.Path) -> str:
     return KINDS.get(_suffix(path), "text")
 
 
-# ---- content -------------------------------------------------------------------------------------
+# ---- content --------------------------------------------------------------------------------------
 
 
 def _by_file(files: list[pathlib.Path], root: pathlib.Path) -> Iterator[Part]:
@@ -310,8 +310,8 @@ def _numbered(name: str, what: str, rows: hub.Rows) -> Rows:
 def _conversations(name: str, rows: Callable[[], Rows], form: str, known: bool) -> Iterator[Part]:
     """Yields a part for each row. Rows are held out like documents, but never in pieces.
 
-    If this would hold out none or all of the rows, as it may with few, the last twentieth is held out,
-    at least one row.
+    If this would hold out none or all of the rows, as it may with few, the last twentieth is held
+    out, at least one row.
 
     Args:
       known: the dataset has a held-out split, or needs none: no row is held out.

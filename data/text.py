@@ -1,8 +1,8 @@
 """Text as examples of `seq_len` tokens: windows of it, or rows packed with whole documents.
 
-The default corpus is the Python standard library's source, which every machine has, in bytes: a token
-is a byte, 0 to 255, and 256 precedes each document. data/sources.py lists the other corpora. Windows
-overlap by one token, so every token except the first is a target once an epoch.
+The default corpus is the Python standard library's source, which every machine has, in bytes: a
+token is a byte, 0 to 255, and 256 precedes each document. data/sources.py lists the other corpora.
+Windows overlap by one token, so every token except the first is a target once an epoch.
 
 Conversations (data/conversations.py) are always packed; only what the assistant says is a target.
 """

@@ -5,8 +5,8 @@
     find("org/name")           # a model on the Hub
     from_files(files)          # files stored beside a checkpoint's weights
 
-The files besides tokenizer.json describe the model's chat format: its chat template (chat.py) and the
-tokens that end an answer.
+The files besides tokenizer.json describe the model's chat format: its chat template (chat.py) and
+the tokens that end an answer.
 """
 
 import codecs
@@ -85,7 +85,7 @@ class Tokenizer:
         return {name: content for name, content in files.items() if name != MODEL}
 
     def control(self, kind: str) -> tuple[int, str] | None:
-        """(id, text) of the "bos" or "eos" token in tokenizer_config.json; None if it names none."""
+        """(id, text) of the "bos" or "eos" token in tokenizer_config.json, or None."""
         if not self.files:
             return (START, "") if kind == "bos" else None
         text = self.control_tokens.get(f"{kind}_token")
@@ -244,7 +244,7 @@ class Stream:
         return held
 
 
-# ---- finding and reading --------------------------------------------------------------------------
+# ---- finding and reading -------------------------------------------------------------------------
 
 
 def find(name: str) -> Tokenizer:
