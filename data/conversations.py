@@ -45,7 +45,7 @@ def form(columns, column: str) -> str:
     return PAIRS if {*COLUMNS[PAIRS]} <= {*columns} else TEXT
 
 
-# ---- checking rows --------------------------------------------------------------------------------
+# ---- checking rows -------------------------------------------------------------------------------
 
 
 def checked(row: Any, kind: str, where: str) -> bytes:

@@ -181,7 +181,7 @@ def kind(path: pathlib.Path) -> str:
     return KINDS.get(_suffix(path), "text")
 
 
-# ---- content --------------------------------------------------------------------------------------
+# ---- content -------------------------------------------------------------------------------------
 
 
 def _by_file(files: list[pathlib.Path], root: pathlib.Path) -> Iterator[Part]:
