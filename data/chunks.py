@@ -6,6 +6,8 @@ share one copy of the vocabulary. Nothing outlives the process, however it ends.
 
 import collections
 import concurrent.futures
+import contextlib
+import ctypes
 import os
 import pathlib
 import threading
@@ -18,13 +20,16 @@ from data import conversations
 from data.sources import Part
 from data.tokenizer import Tokenizer
 
-# Bytes of text in one call of the library, unless a single part has more. While it encodes, the
-# library holds 117 times as much memory for English and 418 times as much for digits, each of which
-# is a token.
-AT_ONCE = 2**16
+# Bytes of text in one call of the library, unless a single part has more, and in all calls that run
+# at once. While it encodes, the library holds 117 times as much memory for English and 418 times as
+# much for digits, each of which is a token.
+AT_ONCE, IN_ALL = 2**16, 2**19
 # More threads would take more memory and wait for text: JSON Lines are read at about 8 MB/s, and a
 # core tokenizes 1 MB/s.
 THREADS = 8
+# glibc keeps what a thread has freed: 50 MB each after long parts of digits. This costs time, so it
+# is done only after long parts. Other systems have no such call.
+_give_back = getattr(ctypes.CDLL(None), "malloc_trim", lambda _: None)
 
 
 def dtype(tokenizer: Tokenizer) -> np.dtype:
@@ -82,8 +87,9 @@ def write(
     for group in _groups(parts, AT_ONCE):
         if stop and stop.is_set():
             return
-        found = (_rows if group[0].row else _texts)(group, tokenizer)
-        made += (one._replace(tokens=one.tokens.astype(dtype(tokenizer))) for one in found)
+        with _room(sum(len(part.text) for part in group)):
+            found = (_rows if group[0].row else _texts)(group, tokenizer)
+            made += (one._replace(tokens=one.tokens.astype(dtype(tokenizer))) for one in found)
     arrays = {
         "tokens": np.concatenate([one.tokens for one in made]),
         "lengths": np.array([len(one.tokens) for one in made], np.int64),
@@ -99,6 +105,27 @@ def write(
     with partial.open("wb") as file:
         np.savez(file, **arrays)
     os.replace(partial, path)
+
+
+_used, _room_changed = 0, threading.Condition()
+
+
+@contextlib.contextmanager
+def _room(size: int) -> Iterator[None]:
+    """Waits until the library may encode so many more bytes, of all threads at most IN_ALL."""
+    global _used
+    size = min(size, IN_ALL)
+    with _room_changed:
+        _room_changed.wait_for(lambda: _used + size <= IN_ALL)
+        _used += size
+    try:
+        yield
+    finally:
+        if size > AT_ONCE:
+            _give_back(0)
+        with _room_changed:
+            _used -= size
+            _room_changed.notify_all()
 
 
 def _texts(parts: list[Part], tokenizer: Tokenizer) -> Iterator[Tokenized]:

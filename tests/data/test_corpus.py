@@ -7,6 +7,7 @@ import hashlib
 import json
 import os
 import pathlib
+import signal
 import subprocess
 import sys
 import sysconfig
@@ -370,6 +371,7 @@ def test_a_kill_while_tokenizing_costs_a_chunk(kind, path, tmp_path, monkeypatch
         while len(now := files(cache)) < len(done) + 3:
             assert process.poll() is None, "it is done before it was killed"
             time.sleep(0.001)
+        process.send_signal(signal.SIGSTOP)  # it would end meanwhile
         assert not children(process.pid), "they could outlive it"
         process.kill()
         process.communicate()
