@@ -9,10 +9,11 @@ class DataError(ValueError):
 
 
 def cache_dir() -> pathlib.Path:
-    """Where prepared data and compiled programs are kept between runs; set ZOO_CACHE to move it.
+    """Folder of prepared data and compiled programs; ZOO_CACHE moves it.
 
-    A bucket there, gs://…, takes compiled programs alone: data is memory-mapped, so on a local disk.
+    If ZOO_CACHE is a bucket (gs://…), only compiled programs go there: data is memory-mapped, so it
+    stays on a local disk.
     """
     default = pathlib.Path(os.environ.get("XDG_CACHE_HOME", "~/.cache")) / "sharded-model-zoo"
-    given = os.environ.get("ZOO_CACHE") or default
-    return pathlib.Path(default if "://" in str(given) else given).expanduser()
+    chosen = os.environ.get("ZOO_CACHE") or default
+    return pathlib.Path(default if "://" in str(chosen) else chosen).expanduser()

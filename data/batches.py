@@ -13,19 +13,19 @@ _EPOCHS = 1_000_000  # "forever": Grain counts elements in 63 bits
 
 
 class Dataset(NamedTuple):
-    """What a data module's `load` returns."""
+    """Training and held-out examples, and facts about them. Each data module's `load` makes one."""
 
-    train: grain.sources.RandomAccessDataSource  # of examples
+    train: grain.sources.RandomAccessDataSource
     held_out: grain.sources.RandomAccessDataSource
-    filler: Example  # fills up the last held-out batch and counts nothing
-    unit: str  # what throughput counts, "tokens"
-    units: int  # of them in an example
+    filler: Example  # pads the last held-out batch; adds nothing to the loss
+    unit: str  # what throughput counts, such as "tokens"
+    units: int  # units in an example
     config: dict[str, Any]  # fields of the model's Config that the data decides
-    facts: dict[str, Any]  # dataset, fingerprint, …: equal where the examples are equal
-    # Sources that `train` has one after another: the examples of each, and its share of a batch's.
-    parts: tuple[tuple[int, float], ...] = ()  # (): one
+    facts: dict[str, Any]  # dataset, fingerprint, …: equal if and only if the examples are
+    # Sources that `train` concatenates: (number of examples, share of a batch); () means one.
+    parts: tuple[tuple[int, float], ...] = ()
     held_out_bytes: int | None = None  # UTF-8 bytes of text that the held-out targets stand for
-    notes: tuple[str, ...] = ()  # lines to tell the user
+    notes: tuple[str, ...] = ()  # lines to print
 
 
 def train_batches(
@@ -33,11 +33,13 @@ def train_batches(
 ) -> grain.IterDataset:
     """Shuffled batches, forever, from batch `first` on: examples stacked [rows, ...].
 
-    Batch k depends on (seed, k) alone. `rows` are those of it that this process reads, rising (by
-    default its share by ShardByJaxProcess); no others are read.
+    Batch k depends only on (seed, k).
+
+    Args:
+      rows: the rows of a batch that this process reads, ascending; by default its contiguous share.
     """
-    # Numbers of examples go through Grain, and a batch is read in one go: an example alone costs
-    # ten times as much to pass on as to read.
+    # Grain handles only the numbers of examples, and each batch is read at once: passing a single
+    # example through Grain costs ten times as much as reading it.
     first_of_part, orders = 0, []
     for number, (count, _) in enumerate(data.parts or ((len(data.train), 1.0),)):
         part = grain.MapDataset.range(first_of_part, first_of_part + count)
@@ -47,26 +49,26 @@ def train_batches(
     if len(orders) > 1:
         order = grain.MapDataset.mix(orders, [weight for _, weight in data.parts])
     size, mine = _chunks(batch_size, _share(batch_size) if rows is None else rows)
-    chunks = order.batch(size)  # chunk k · (batch_size // size) + i is the i-th of batch k
-    # One thread is faster than any recipe's step; more would only compete for Python's lock.
+    chunks = order.batch(size)  # chunk i of batch k is number k · (batch_size // size) + i
+    # One thread keeps ahead of every recipe's step; more would only compete for Python's lock.
     options = grain.ReadOptions(num_threads=1, prefetch_buffer_size=16)
-    a_batch = batch_size // size
-    parts = [chunks.slice(slice(first * a_batch + i, None, a_batch)) for i in mine]
+    per_batch = batch_size // size
+    parts = [chunks.slice(slice(first * per_batch + i, None, per_batch)) for i in mine]
     numbers = parts[0]
     if len(parts) > 1:
         joined = grain.MapDataset.range(len(parts[-1]))
-        numbers = joined.map(lambda k: np.concatenate([part[k] for part in parts]))
-    return numbers.map(lambda some: _read(data.train, some)).to_iter_dataset(options)
+        numbers = joined.map(lambda k: np.concatenate([np.asarray(part[k]) for part in parts]))
+    return numbers.map(lambda batch: _read(data.train, batch)).to_iter_dataset(options)
 
 
 def _share(batch_size: int) -> np.ndarray:
-    """The rows of this process where each has a contiguous part."""
+    """Rows of this process if each process has a contiguous part of a batch."""
     shard = grain.sharding.ShardByJaxProcess()
     return np.split(np.arange(batch_size), shard.shard_count)[shard.shard_index]
 
 
 def _chunks(batch_size: int, rows: np.ndarray) -> tuple[int, list[int]]:
-    """The largest equal parts of a batch of which these rows are some: their size, and which.
+    """Cuts a batch into the largest equal chunks that make up these rows: (size, which chunks).
 
     >>> _chunks(16, np.array([2, 3, 4, 5])), _chunks(16, np.array([8, 9, 10, 11]))
     ((2, [1, 2]), (4, [2]))
@@ -77,8 +79,8 @@ def _chunks(batch_size: int, rows: np.ndarray) -> tuple[int, list[int]]:
     return size, (rows[::size] // size).tolist()
 
 
-def _read(source: grain.sources.RandomAccessDataSource, numbers: np.ndarray) -> Example:
-    """Examples [N], stacked; by the source's own `take` if it has one."""
+def _read(source: Any, numbers: np.ndarray) -> Example:
+    """Examples [N] of a random-access source, stacked; uses its `take` if it has one."""
     if hasattr(source, "take"):
         return source.take(numbers)
     examples = [source[int(number)] for number in numbers]
@@ -88,10 +90,10 @@ def _read(source: grain.sources.RandomAccessDataSource, numbers: np.ndarray) -> 
 def held_out_batches(
     data: Dataset, batch_size: int, rows: np.ndarray | None = None
 ) -> Iterator[Example]:
-    """Every held-out example once, in order; the last batch is filled up with `filler`.
+    """Yields every held-out example once, in order; pads the last batch with `filler`.
 
     Args:
-      rows: as for train_batches.
+      rows: see train_batches.
     """
     rows, source = _share(batch_size) if rows is None else rows, data.held_out
     for first in range(0, len(source), batch_size):

@@ -1,6 +1,6 @@
-"""gs://BUCKET/NAME: what is in Google Cloud Storage, as paths, or copied into the cache.
+"""Objects in Google Cloud Storage, gs://BUCKET/NAME, as paths or as copies in the cache.
 
-A path there is etils.epath's, which has pathlib's methods; its requests and retries are gcsfs's.
+Paths are etils.epath's, which have pathlib's methods; gcsfs sends the requests and retries them.
 """
 
 import functools
@@ -21,26 +21,26 @@ from typing import Any
 from data import DataError, cache_dir
 
 MAGIC = re.compile(r"[*?\[]")
-SECONDS = 5  # to wait for a bucket's first answer, its library's retries included
+SECONDS = 5  # to wait for a bucket's first response, retries included
 LOGIN = "run gcloud auth application-default login, or set GOOGLE_APPLICATION_CREDENTIALS"
 
 
 def remote(name: Any) -> bool:
-    """Whether a name or path is of another place than this machine's disks: SCHEME://…"""
+    """Whether a name or path, SCHEME://…, is not on this machine's disks."""
     return bool(re.match(r"[A-Za-z][\w+.-]*://", str(name)))
 
 
-def path(name: str, what: str) -> pathlib.Path:
-    """The path of something in a bucket that exists and answers.
+def path(name: str, what: str) -> Any:
+    """The path of a name in a bucket that exists and responds.
 
     Args:
-      what: how the user named it, for messages: "--workdir=gs://bucket/run".
+      what: the user's name for it, for messages: "--workdir=gs://bucket/run".
 
     Raises DataError, within SECONDS, if the bucket can't be used.
     """
     if magic := MAGIC.search(name):
         raise DataError(f"{what} has {magic[0]!r}, which is for patterns; use another name")
-    if "#" in name:  # all arrays of all checkpoints would be one object, where the name ends for it
+    if "#" in name:  # the arrays of all checkpoints would become one object
         raise DataError(f"{what} has '#', where TensorStore ends a name; use another name")
     _check(name, what)
     from etils import epath
@@ -49,7 +49,7 @@ def path(name: str, what: str) -> pathlib.Path:
 
 
 def _check(name: str, what: str) -> None:
-    """Raises DataError if this can't be the name of something in a bucket that answers."""
+    """Raises DataError if this is not a valid name in a bucket that responds."""
     scheme, _, rest = name.partition("://")
     bucket, _, inside = rest.partition("/")
     if scheme != "gs":
@@ -59,7 +59,7 @@ def _check(name: str, what: str) -> None:
     if not re.fullmatch(r"[a-z0-9][a-z0-9._-]*", bucket) or not inside.strip("/"):
         raise DataError(f"{what} is not gs://BUCKET/NAME; use, for example, gs://my-bucket/runs/a")
     if ".." in inside.split("/"):
-        raise DataError(f"{what} has '..', which a bucket takes for a name; leave it out")
+        raise DataError(f"{what} has '..', which is an ordinary name in a bucket; leave it out")
     if importlib.util.find_spec("gcsfs") is None:
         raise DataError(f"{what} needs gcsfs; run pip install -e '.[gcs]'")
     if problem := _problem(bucket):
@@ -68,25 +68,26 @@ def _check(name: str, what: str) -> None:
 
 @functools.cache
 def filesystem() -> Any:
-    """gcsfs's, set up as epath's own uses it from now on."""
+    """The gcsfs file system, configured for epath as well."""
     _import()
-    import fsspec
+    import fsspec.config
 
-    # Others write as well, TensorStore above all, so a listing that is kept is wrong.
+    # Others write too, above all TensorStore, so cached listings would be wrong.
     fsspec.config.conf.setdefault("gcs", {})["use_listings_cache"] = False
     logging.getLogger("gcsfs").setLevel(logging.CRITICAL)  # errors come back as exceptions
     return fsspec.filesystem("gcs")
 
 
 def _import() -> None:
-    # It would ask each bucket's type by gRPC, with rights and minutes of retries of its own.
+    # Otherwise gcsfs asks for each bucket's type by gRPC, which needs more rights and retries for
+    # minutes.
     os.environ.setdefault("GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT", "false")
     importlib.import_module("gcsfs")
 
 
 @functools.cache
 def _problem(bucket: str) -> str:
-    """What keeps a bucket from being read, and the fix; "" if nothing does."""
+    """Why a bucket can't be read, and the fix; "" if it can."""
     found: dict[str, Any] = {}
 
     def ask() -> None:
@@ -97,7 +98,7 @@ def _problem(bucket: str) -> str:
         except Exception as error:
             found["answer"] = error
 
-    _import()  # which takes seconds on a busy machine, and says nothing of the bucket
+    _import()  # not counted in SECONDS: it takes seconds on a busy machine
     thread = threading.Thread(target=ask, daemon=True)
     thread.start()
     thread.join(SECONDS)
@@ -131,7 +132,7 @@ def begin_upload(path: pathlib.Path) -> None:
 
 
 def errors() -> tuple[type[Exception], ...]:
-    """What reading and writing files raise, those of a bucket too: for `except`."""
+    """Exceptions of reading and writing files, in buckets too; for `except`."""
     if "gcsfs" not in sys.modules:
         return (OSError,)
     from gcsfs import retry
@@ -140,7 +141,7 @@ def errors() -> tuple[type[Exception], ...]:
 
 
 def reason(error: BaseException) -> str:
-    """Why, in a few words: the system's own where there are some."""
+    """The reason for an error in a few words; the operating system's words if it has any."""
     if isinstance(error, OSError) and error.strerror:
         return error.strerror
     if str(error).startswith("Forbidden"):
@@ -149,16 +150,16 @@ def reason(error: BaseException) -> str:
     return re.split(r" \[(?:http_response_body|tensorstore_spec)=", text)[0].rstrip(".")
 
 
-# ---- copied into the cache -----------------------------------------------------------------------
+# ---- copies in the cache -------------------------------------------------------------------------
 
 
 def local(name: str, what: str) -> pathlib.Path:
-    """A copy of an object, or of the folder of all below a name, made once for each content.
+    """A local copy of an object, or of all objects below a name; unchanged objects are reused.
 
     Args:
-      what: how the user named it, for messages.
+      what: the user's name for it, for messages.
 
-    Raises DataError if there is nothing, or it can't be read or kept.
+    Raises DataError if nothing is there, or it can't be read or stored.
     """
     root, found = _listing(name, what)
     folder = _copied(root, found, what)
@@ -166,7 +167,7 @@ def local(name: str, what: str) -> pathlib.Path:
 
 
 def files(name: str, what: str) -> list[pathlib.Path]:
-    """Copies of the objects that a name, a folder or a pattern stands for. Raises DataError."""
+    """Local copies of the objects that a name, folder or pattern matches. Raises DataError."""
     root, found = _listing(name, what)
     folder = _copied(root, found, what)
     return [folder / inner for inner in found]
@@ -177,7 +178,7 @@ def _is_object(name: str, root: str) -> bool:
 
 
 def _listing(name: str, what: str) -> tuple[str, dict[str, dict[str, Any]]]:
-    """(folder in a bucket, name below it → gcsfs's facts) of the objects of a name, in order."""
+    """(folder in a bucket, relative name → gcsfs's facts) of the matching objects, sorted."""
     _check(name, what)
     full = name.removeprefix("gs://").rstrip("/")
     magic = MAGIC.search(full)
@@ -195,33 +196,35 @@ def _listing(name: str, what: str) -> tuple[str, dict[str, dict[str, Any]]]:
         raise DataError(f"{what} does not exist; check the name, and quote a pattern in a shell")
     for inner in found:
         if not {"..", "", "."}.isdisjoint(inner.split("/")):
-            raise DataError(f"{what} has an object {inner!r}, which is no file's name; rename it")
+            raise DataError(
+                f"{what} has an object {inner!r}, which can't be a file name; rename it"
+            )
     return root, found
 
 
 def _copied(root: str, found: dict[str, dict[str, Any]], what: str) -> pathlib.Path:
-    """The folder with copies of a listing's objects."""
+    """Copies a listing's objects to a folder of the cache, unless they are there."""
     versions = [[inner, facts["generation"], facts["size"]] for inner, facts in found.items()]
     digest = hashlib.sha256(json.dumps([root, versions]).encode()).hexdigest()[:16]
     folder = cache_dir() / "buckets" / digest / root.rpartition("/")[2]
-    if os.path.exists(folder):  # False where nobody may ask
+    if os.path.exists(folder):  # False without permission, unlike Path.exists, which raises
         return folder
-    beside = None
+    temporary = None
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
-        beside = pathlib.Path(tempfile.mkdtemp(dir=folder.parent))
+        temporary = pathlib.Path(tempfile.mkdtemp(dir=folder.parent))
         for inner, facts in found.items():
-            copy = beside / inner
+            copy = temporary / inner
             copy.parent.mkdir(parents=True, exist_ok=True)
             filesystem().get_file(f"{root}/{inner}", str(copy))
             if copy.stat().st_size != facts["size"]:
                 raise OSError(f"{inner} has {copy.stat().st_size} bytes instead of {facts['size']}")
-        beside.rename(folder)
+        temporary.rename(folder)
     except errors() as error:
         if os.path.exists(folder):  # another process was first
             return folder
         raise DataError(f"{what} can't be copied to {folder.parent} ({reason(error)})") from None
     finally:
-        if beside:
-            shutil.rmtree(beside, ignore_errors=True)
+        if temporary:
+            shutil.rmtree(temporary, ignore_errors=True)
     return folder

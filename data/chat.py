@@ -1,6 +1,6 @@
-"""Chat templates: what a model's conversation looks like as text, rendered as `transformers` does.
+"""Chat templates: render a conversation as the text that a model expects, like `transformers`.
 
-A template is untrusted text that came with a model: jinja2's sandbox renders it.
+A template is untrusted text that came with a model, so jinja2's sandbox renders it.
 """
 
 import datetime
@@ -11,13 +11,14 @@ from typing import Any
 
 from data import DataError, hub
 
-# What a template is told of today in training data, so that the same file gives the same tokens on
-# any day and machine. It is the date that Llama 3's templates fall back on.
+CODE = 1  # raise it when the same conversations would give other tokens or targets
+# Today's date for templates in training data: a file gives the same tokens on every day and
+# machine. Llama 3's templates fall back on this date.
 TRAINING_DAY = datetime.datetime(2024, 7, 26)
 
 
 def template(config: dict[str, Any]) -> str:
-    """That in a tokenizer_config.json, or "": where there are several, the one called default."""
+    """The template in a tokenizer_config.json, "" if none; of several, the one called default."""
     found = config.get("chat_template") or ""
     if isinstance(found, list):
         named = {one.get("name"): one.get("template") for one in found if isinstance(one, dict)}
@@ -33,12 +34,12 @@ def render(
     name: str,
     today: datetime.datetime | None = None,
 ) -> str:
-    """The messages as the template writes them.
+    """Renders messages by a chat template.
 
     Args:
-      add_generation_prompt: whether the beginning of an answer follows.
-      control: bos_token, eos_token, … → its text.
-      name: of the tokenizer, for messages.
+      add_generation_prompt: whether to append the beginning of an answer.
+      control: the texts of bos_token, eos_token, ….
+      name: the tokenizer's, for messages.
       today: for templates that write the date; None: now.
 
     Raises DataError if there is no template, or it refuses these messages.
@@ -76,7 +77,7 @@ def _compile(source: str):
     )
     environment.filters["tojson"] = tojson
     environment.globals["raise_exception"] = raise_exception
-    # {% generation %} only marks the assistant's words, for training on them.
+    # {% generation %} only marks the assistant's words as targets.
     tag = r"({%[-+]?\s*)(end)?generation(?=\s*[-+]?%})"
     shown = re.sub(tag, lambda m: m[1] + ("endif" if m[2] else "if true"), source)
     return environment.from_string(shown)

@@ -1,20 +1,19 @@
-"""Rows in which only some words are to be learned: conversations, and prompts with completions.
+"""Rows in which only some tokens are targets: conversations, and prompts with completions.
 
     {"messages": [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello."}]}
     {"prompt": "The capital of France is", "completion": " Paris."}
     {"prompt": [{"role": "user", …}], "completion": [{"role": "assistant", …}]}
 
-Which tokens of a conversation are the assistant's is found by rendering: its chat template writes the
-messages before a turn with the beginning of an answer, then the messages with the turn, and both must
-be, token by token, how the whole conversation begins. A turn's targets are all tokens behind the
-first up to the last one that ends a text (Tokenizer.end); where a turn has none, to its last control
-token, and where it has none of these either, to its end. So a newline behind <|im_end|> is no target.
+Rendering shows which tokens are the assistant's. The chat template renders the messages before a
+turn with the beginning of an answer, then the messages including the turn; the whole conversation
+must begin with both, token by token. A turn's targets are all tokens behind the first rendering, up
+to the last token that ends a text (Tokenizer.end), else to the turn's last control token, else to
+its end. So a newline behind <|im_end|> is not a target.
 
-A template may write a turn otherwise once others follow, as those do that drop the thinking of earlier
-answers. Then each of the assistant's turns becomes a document of its own, as the model meets it.
+Some templates render a turn differently once others follow, such as those that drop the thinking of
+earlier answers. Then each of the assistant's turns becomes a document, as the model sees it.
 """
 
-import hashlib
 import json
 from typing import Any, NamedTuple
 
@@ -23,22 +22,21 @@ import numpy as np
 from data import DataError, chat
 from data.tokenizer import Tokenizer
 
-CODE = 1  # raised when the same rows would give other tokens or targets
-TEXT, MESSAGES, PAIRS = "text", "messages", "pairs"  # what a dataset's rows have
+TEXT, MESSAGES, PAIRS = "text", "messages", "pairs"  # forms of a dataset's rows
 COLUMNS = {MESSAGES: ["messages"], PAIRS: ["prompt", "completion"]}
 ROLES = ("system", "developer", "user", "assistant", "tool")
 
 
 class Document(NamedTuple):
     tokens: np.ndarray  # int32
-    targets: np.ndarray  # bool, of each token; never of the first, which nothing predicts
+    targets: np.ndarray  # bool per token; never the first, which nothing predicts
 
 
 def form(columns, column: str) -> str:
-    """What rows with these columns are: TEXT, MESSAGES or PAIRS.
+    """Form of rows with these columns: TEXT, MESSAGES or PAIRS.
 
     Args:
-      column: --text_column. Where it is there, it is what is learned, as long as it is no `messages`.
+      column: --text_column. If it is there, rows are TEXT, unless it is `messages`.
     """
     if column in columns and column != "messages":
         return TEXT
@@ -47,29 +45,17 @@ def form(columns, column: str) -> str:
     return PAIRS if {*COLUMNS[PAIRS]} <= {*columns} else TEXT
 
 
-def key(tokenizer: Tokenizer) -> str:
-    """Of all that makes tokens and targets of a row, except for tokenizer.json."""
-    about = [CODE, tokenizer.template, tokenizer.control_tokens, tokenizer.start, tokenizer.end]
-    about.append(chat.TRAINING_DAY.isoformat())
-    return hashlib.sha256(json.dumps(about, sort_keys=True).encode()).hexdigest()
-
-
-def dated(tokenizer: Tokenizer) -> bool:
-    """Whether the template asks what day it is."""
-    return "strftime_now" in tokenizer.template
-
-
-# ---- rows, checked -------------------------------------------------------------------------------
+# ---- checking rows -------------------------------------------------------------------------------
 
 
 def checked(row: Any, kind: str, where: str) -> bytes:
-    """The row as JSON that `documents` takes: [messages before, messages or texts to learn].
+    """Checks a row, and returns JSON for `documents`: [messages before, messages or text to learn].
 
     Args:
       kind: MESSAGES or PAIRS.
-      where: the row's file and line, for messages.
+      where: the row's file and line, for errors.
 
-    Raises DataError if it is no such row, or there is nothing to learn in it.
+    Raises DataError if the row has another form, or nothing to learn.
     """
     names = COLUMNS[kind]
     for name in names:
@@ -84,7 +70,7 @@ def checked(row: Any, kind: str, where: str) -> bytes:
     else:
         if kind == PAIRS and isinstance(before, str) != isinstance(learned, str):
             raise DataError(
-                f"{where} has a text and a list as prompt and completion; use two texts, or two "
+                f"{where} mixes a text and a list in prompt and completion; use two texts, or two "
                 "lists of messages"
             )
         before = [] if kind == MESSAGES else checked_messages(before, "prompt", where)
@@ -98,7 +84,7 @@ def checked(row: Any, kind: str, where: str) -> bytes:
 
 
 def checked_messages(found: Any, name: str, where: str) -> list[dict[str, Any]]:
-    """A row's messages, checked. Raises DataError, naming the row."""
+    """Checks and returns a row's messages. Raises DataError, naming the row."""
     if not isinstance(found, (list, tuple)):
         raise DataError(
             f"{where}: {name!r} is {_kind(found)}, not a list of messages; write "
@@ -122,7 +108,7 @@ def checked_messages(found: Any, name: str, where: str) -> list[dict[str, Any]]:
                 f"{where}: the content of message {number} is {_kind(one.get('content'))}, not a "
                 "string; write it as text"
             )
-        # Parquet has a null for what other messages have.
+        # Parquet has a null for each key that only other messages have.
         made.append({name: value for name, value in one.items() if value is not None})
     return made
 
@@ -141,19 +127,19 @@ def _kind(found: Any) -> str:
 
 
 def documents(row: bytes, tokenizer: Tokenizer, where: str) -> list[Document]:
-    """The documents that a row gives, without what follows the last target.
+    """Tokenizes a row into one or more documents, each up to its last target.
 
     Args:
-      row: of `checked`.
+      row: from `checked`.
 
-    Raises DataError if the template can't render it, or it does not show what the assistant says.
+    Raises DataError if the template can't render it, or does not render what the assistant says.
     """
     before, learned = json.loads(row)
     if isinstance(learned, str):
         return [_completion(before, learned, tokenizer, where)]
     if not tokenizer.template:
         raise DataError(
-            f"{where} has messages, and the tokenizer {tokenizer.name} has no chat template; use a "
+            f"{where} has messages, but the tokenizer {tokenizer.name} has no chat template; use a "
             "chat model's, or rows of text"
         )
     messages = [*before, *learned]
@@ -166,9 +152,9 @@ def documents(row: bytes, tokenizer: Tokenizer, where: str) -> list[Document]:
 
 
 def _completion(prompt: str, completion: str, tokenizer: Tokenizer, where: str) -> Document:
-    """Plain text between the tokens that start and end one; control tokens in it stay text."""
+    """Plain text between the tokens that start and end a document; it has no control tokens."""
     first, both = tokenizer.encode([prompt, prompt + completion])
-    first = first if prompt else first[:0]  # some tokenizers write a space before nothing
+    first = first if prompt else first[:0]  # some tokenizers put a space in front of empty text
     if not _begins(both, first):
         raise DataError(
             f"{where}: the tokenizer joins the end of the prompt to the completion; begin the "
@@ -182,7 +168,7 @@ def _completion(prompt: str, completion: str, tokenizer: Tokenizer, where: str) 
 
 
 def _whole(messages: list, turns: list[int], tokenizer: Tokenizer) -> Document | None:
-    """The conversation as one document; None where the template writes a turn otherwise later."""
+    """One document; None if the template renders a turn differently once others follow."""
     ends = [_ids(messages[: n + 1], False, tokenizer) for n in turns]
     tokens = ends[-1]
     targets = np.zeros(len(tokens), bool)
@@ -191,34 +177,28 @@ def _whole(messages: list, turns: list[int], tokenizer: Tokenizer) -> Document |
         if not (_begins(tokens, end) and _begins(end, begin)):
             return None
         targets[len(begin) : _last(end, len(begin), tokenizer)] = True
-    return _trimmed(tokens, targets)
-
-
-def _turn(messages: list, tokenizer: Tokenizer) -> Document:
-    """What is learned of the last message alone, behind all the others."""
-    begin, tokens = (_ids(messages[:-1], True, tokenizer), _ids(messages, False, tokenizer))
-    if not _begins(tokens, begin):
-        raise DataError(
-            f"the chat template of {tokenizer.name} writes message {len(messages)} otherwise than it "
-            "begins an answer, so that nobody knows where the answer begins; take white space from "
-            "its beginning, or use another template"
-        )
-    targets = np.zeros(len(tokens), bool)
-    targets[len(begin) : _last(tokens, len(begin), tokenizer)] = True
-    return _trimmed(tokens, targets)
-
-
-def _trimmed(tokens: np.ndarray, targets: np.ndarray) -> Document:
     targets[:1] = False
     if not targets.any():
-        raise DataError("the chat template writes nothing of what the assistant says; use another")
+        raise DataError("the chat template does not render what the assistant says; use another")
     end = int(np.flatnonzero(targets)[-1]) + 1
     return Document(tokens[:end], targets[:end])
 
 
+def _turn(messages: list, tokenizer: Tokenizer) -> Document:
+    """A document whose targets are only in the last message."""
+    document = _whole(messages, [len(messages) - 1], tokenizer)
+    if document is None:
+        raise DataError(
+            f"the chat template of {tokenizer.name} renders message {len(messages)} differently from the "
+            "beginning of an answer, so where the answer begins is unknown; remove white space from "
+            "its beginning, or use another template"
+        )
+    return document
+
+
 def _ids(messages: list, answer_follows: bool, tokenizer: Tokenizer) -> np.ndarray:
-    shown = tokenizer.render(messages, answer_follows, today=chat.TRAINING_DAY)
-    return tokenizer.encode_rendered(shown)
+    rendered = tokenizer.render(messages, answer_follows, today=chat.TRAINING_DAY)
+    return tokenizer.encode_rendered(rendered)
 
 
 def _begins(whole: np.ndarray, part: np.ndarray) -> bool:
@@ -226,7 +206,7 @@ def _begins(whole: np.ndarray, part: np.ndarray) -> bool:
 
 
 def _last(tokens: np.ndarray, begin: int, tokenizer: Tokenizer) -> int:
-    """Where the targets of a turn end that begins at `begin`."""
+    """End of the targets of a turn that begins at `begin`."""
     for ending in (tokenizer.end, tokenizer.special):
         found = np.flatnonzero(np.isin(tokens[begin:], list(ending)))
         if len(found):
@@ -234,8 +214,8 @@ def _last(tokens: np.ndarray, begin: int, tokenizer: Tokenizer) -> int:
     return len(tokens)
 
 
-def size(document: Document, tokenizer: Tokenizer) -> int:
-    """Bytes of the text that the targets stand for."""
+def target_bytes(document: Document, tokenizer: Tokenizer) -> int:
+    """Bytes of text that a document's targets stand for."""
     edges = np.flatnonzero(np.diff(document.targets)) + 1
-    runs = np.split(document.tokens, edges)[1::2]  # the first token is no target
+    runs = np.split(document.tokens, edges)[1::2]  # the first token is never a target
     return sum(map(tokenizer.text_bytes, runs))

@@ -1,14 +1,13 @@
 """Documents → tokens in flat files, made once and kept in the cache folder.
 
-A corpus is tokenised in chunks, on up to 16 cores (workers.py). A chunk that is done is a file, so
-that a kill costs no more than the chunks in work. The flat files appear in one rename when all chunks
-are done: there is no time at which a part of them can be read.
+A corpus is tokenized in chunks (chunks.py). Each finished chunk is a file, so a kill costs only the
+chunks in work. When all chunks are done, one rename publishes the flat files: a partial corpus is
+never readable.
 """
 
 import contextlib
 import fcntl
 import hashlib
-import itertools
 import json
 import os
 import pathlib
@@ -22,66 +21,96 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from data import DataError, buckets, cache_dir, conversations, hub, sources, workers
+from data import DataError, buckets, cache_dir, chunks, conversations, hub, sources
 from data.sources import Part, Source
 from data.tokenizer import BYTES, Tokenizer
 
-CODE = 3  # raised when the same text would give other files
+CODE = 3  # raise it when the same text would give other files
 CHUNK = 2**21  # bytes of text
-SMALL = 4  # chunks that are tokenised in this process: others take a while to start
 TRAIN, HELD_OUT = SPLITS = ("train", "held_out")
 ABOUT = "about.json"
 FILES = ("tokens", "starts", "texts")  # of each split
-TARGETS = "targets"  # and this, of conversations
-PROGRESS = 30.0  # seconds between lines that say how far it is
+TARGETS = "targets"  # of each split of conversations, too
+PROGRESS = 30.0  # seconds between progress lines
 
 
 class Split(NamedTuple):
-    """One document after another, each with the tokenizer's ids before and behind it."""
+    """One document after another, each with the tokenizer's ids before and after it."""
 
     tokens: np.ndarray  # uint16 or uint32 [tokens], memory-mapped
     starts: np.ndarray  # int64 [documents], memory-mapped: where each begins in `tokens`
-    texts: np.ndarray  # int64 [documents], memory-mapped: where it begins in the text, in bytes
-    bytes: int  # of text, UTF-8; of conversations, of the text that their targets stand for
-    targets: np.ndarray | None = None  # bool [tokens], memory-mapped: those to learn; None: all
-    rows: int = 0  # of conversations, which can give several documents each
+    texts: np.ndarray  # int64 [documents], memory-mapped: where each begins in the text, in bytes
+    bytes: int  # UTF-8 bytes of text; for conversations, of the text that their targets stand for
+    targets: np.ndarray | None = None  # bool [tokens], memory-mapped; None: all tokens are targets
+    rows: int = 0  # of conversations; a row can become several documents
+    source: str = ""  # the dataset's name
+    path: pathlib.Path = pathlib.Path()  # prefix of files that are derived from this split
+
+    def bytes_before(self, position: int, tokenizer: Tokenizer) -> int:
+        """Bytes of text that the first `position` tokens stand for.
+
+        Exact where a token ends a character. A character that `position` cuts counts as no bytes.
+        In a document that it cuts, a normalizing tokenizer (Unicode NFC) counts the normal form.
+        """
+        if position >= len(self.tokens):
+            return self.bytes
+        # The last document that begins here or before; an empty one may precede it.
+        document = np.searchsorted(self.starts, position, side="right") - 1
+        first = self.starts[document]
+        return int(self.texts[document]) + tokenizer.text_bytes(self.tokens[first:position])
 
 
 class Corpus(NamedTuple):
     train: Split
     held_out: Split
-    fingerprint: str  # sha256 of the tokens and, unless they show in bytes, of the documents
-    folder: pathlib.Path  # where it is kept; what is made of it may be kept there too
+    fingerprint: str  # sha256 of the tokens and, unless they show in bytes, of document bounds
+    folder: pathlib.Path  # in the cache
+    weight: float = 1.0  # share of training rows, relative to other corpora
+
+
+def load(
+    dataset: str, column: str, tokenizer: Tokenizer, whole: bool = False, flag: str = "dataset"
+) -> list[Corpus]:
+    """The tokens of all sources that --dataset names. Raises DataError as `prepare` does.
+
+    Args:
+      dataset, column, whole: see `sources.find`.
+      flag: names `dataset` in errors.
+    """
+    try:
+        return [prepare(source, tokenizer) for source in sources.find(dataset, column, whole)]
+    except DataError as error:
+        raise DataError(str(error).replace("--dataset=", f"--{flag}=")) from error
 
 
 def prepare(source: Source, tokenizer: Tokenizer = BYTES) -> Corpus:
     """The tokens of a source, from the cache or made now.
 
-    The cache knows a local source by its content, and a dataset of the Hub by its newest commit, or
-    the one used last where the Hub can't be asked; conversations also by what writes them, the chat
-    template above all.
+    The cache identifies a local source by its content, and a Hub dataset by its newest commit, or
+    by the last one used if the Hub can't be reached. Conversations also depend on the chat template.
 
-    Raises DataError if there is no text, or it can't be read; nothing is left in the cache then.
-    Also where the cache can't be written; what is done is kept then.
+    Raises DataError if there is no text or it can't be read; then nothing is left in the cache.
+    Also raises DataError if the cache can't be written; finished chunks are kept then.
     """
     with cached():
-        return _prepared(source, tokenizer)
+        return _read(_prepared(source, tokenizer), source)
 
 
-def _prepared(source: Source, tokenizer: Tokenizer) -> Corpus:
+def _prepared(source: Source, tokenizer: Tokenizer) -> pathlib.Path:
+    """The folder of a source's flat files, which are made if they are not there."""
     remembered, content = _content(source)
     key = [CODE, content, source.column, tokenizer.sha256, *(["whole"] if source.whole else [])]
     folder = _folder(key)
     if not is_whole(folder):
-        as_rows = _folder([*key, conversations.key(tokenizer)])
-        if is_whole(as_rows) or source.form() != conversations.TEXT:
-            folder = as_rows
+        of_conversations = _folder([*key, tokenizer.chat_key])
+        if is_whole(of_conversations) or source.form() != conversations.TEXT:
+            folder = of_conversations
     if not is_whole(folder):
-        with _alone(folder.with_suffix(".partial")) as partial:
+        with _locked(folder.with_suffix(".partial")) as partial:
             try:
-                if not is_whole(folder):  # another process made it meanwhile
-                    if source.files:
-                        _write_whole(remembered, content)
+                if not is_whole(folder):  # otherwise another process has made it meanwhile
+                    if remembered and source.files:
+                        _replace(remembered, content)
                     _make(folder, partial, source, tokenizer)
                     if _has_changed(source, remembered, content):
                         shutil.rmtree(folder)
@@ -91,25 +120,20 @@ def _prepared(source: Source, tokenizer: Tokenizer) -> Corpus:
                 shutil.rmtree(partial)
             except DataError:
                 shutil.rmtree(partial, ignore_errors=True)
-                if source.files:
+                if remembered and source.files:
                     remembered.unlink(missing_ok=True)
                 raise
-            except ChildProcessError as died:
-                raise DataError(
-                    f"a process that tokenised --dataset={source.name} was killed, perhaps for want of "
-                    "memory; start again, what is done is kept"
-                ) from died
     if remembered and not source.files:
-        _write_whole(remembered, content)  # of two commits that are in the cache, the one used last
-    return _read(folder)
+        _replace(remembered, content)  # of several commits in the cache, the last one used
+    return folder
 
 
-# ---- what is in the cache ------------------------------------------------------------------------
+# ---- the cache -----------------------------------------------------------------------------------
 
 
 @contextlib.contextmanager
 def cached() -> Iterator[None]:
-    """An OSError is the cache's, and becomes a DataError: those of sources are DataErrors already."""
+    """Turns an OSError, which must be the cache's, into a DataError; sources raise DataErrors."""
     try:
         yield
     except OSError as error:
@@ -124,10 +148,10 @@ def _folder(key: list) -> pathlib.Path:
 
 
 def _content(source: Source) -> tuple[pathlib.Path | None, str]:
-    """(where that is remembered, sha256 of the files' names and content).
+    """(file that remembers it, sha256 of the files' names and content).
 
-    Every byte is read, once: the digest is remembered by the files' sizes and times. Of a dataset on
-    the Hub it is its name and commit.
+    Every byte is read, once; the digest is then remembered under the files' sizes and times. For a
+    Hub dataset it is the name and commit.
     """
     if not source.files:
         where = hashlib.sha256(source.name.encode()).hexdigest()[:16]
@@ -145,14 +169,19 @@ def _content(source: Source) -> tuple[pathlib.Path | None, str]:
     digest, root = hashlib.sha256(), os.path.commonpath([str(p.parent) for p in source.files])
     for path, (_, stat) in zip(source.files, stats, strict=True):
         digest.update(f"{path.relative_to(root).as_posix()}\n{stat.st_size}\n".encode())
-        with sources.reading(source.name), path.open("rb") as file:
-            while block := file.read(2**20):
-                digest.update(block)
+        with sources.reading(source.name):
+            _hash(path, digest)
     return remembered, digest.hexdigest()
 
 
+def _hash(path: pathlib.Path, digest) -> None:
+    with path.open("rb") as file:
+        while block := file.read(2**20):
+            digest.update(block)
+
+
 def _has_changed(source: Source, remembered: pathlib.Path | None, content: str) -> bool:
-    """Whether `_content` would say something else by now."""
+    """Whether the source is different from when `_content` returned this."""
     if source.files:
         try:
             return _content(source)[0] != remembered
@@ -163,7 +192,7 @@ def _has_changed(source: Source, remembered: pathlib.Path | None, content: str) 
 
 
 def is_whole(folder: pathlib.Path) -> bool:
-    """Whether all files are there that its ABOUT lists, to their last byte."""
+    """Whether all files that ABOUT lists are there, with their full sizes."""
     try:
         sizes = json.loads((folder / ABOUT).read_text())["files"]
         return all((folder / name).stat().st_size == size for name, size in sizes.items())
@@ -171,7 +200,7 @@ def is_whole(folder: pathlib.Path) -> bool:
         return False
 
 
-def _read(folder: pathlib.Path) -> Corpus:
+def _read(folder: pathlib.Path, source: Source) -> Corpus:
     about = json.loads((folder / ABOUT).read_text())
     kinds = zip(FILES, (about["dtype"], np.int64, np.int64), strict=True)
     kinds = dict(kinds) | ({TARGETS: bool} if "rows" in about else {})
@@ -179,31 +208,33 @@ def _read(folder: pathlib.Path) -> Corpus:
     def split(name: str) -> Split:
         files = {what: _mapped(folder / f"{name}.{what}", kind) for what, kind in kinds.items()}
         rows = about.get("rows", {}).get(name, 0)
-        return Split(**files, bytes=about["bytes"][name], rows=rows)
+        return Split(
+            **files, bytes=about["bytes"][name], rows=rows, source=source.name, path=folder / name
+        )
 
-    return Corpus(*map(split, SPLITS), about["fingerprint"], folder)
+    return Corpus(split(TRAIN), split(HELD_OUT), about["fingerprint"], folder, source.weight)
 
 
 def _mapped(path: pathlib.Path, kind) -> np.ndarray:
-    """A flat file; an empty one can't be mapped."""
+    """A flat file as an array; an empty file can't be mapped."""
     return np.memmap(path, kind, "r") if path.stat().st_size else np.empty(0, kind)
 
 
 @contextlib.contextmanager
-def _alone(folder: pathlib.Path) -> Iterator[pathlib.Path]:
-    """`folder`, made, and locked until this process leaves it or dies.
+def _locked(folder: pathlib.Path) -> Iterator[pathlib.Path]:
+    """Makes `folder` and holds its lock until this process leaves it or dies.
 
-    What is empty when it is left is removed, with the cache folder itself.
+    On leaving, removes empty folders, up to the cache folder itself.
     """
     try:
         while True:
             folder.mkdir(parents=True, exist_ok=True)
             with (folder / "lock").open("a") as lock:
-                with contextlib.suppress(OSError):  # a disk that has no locks: all do the same work
+                with contextlib.suppress(OSError):  # a disk without locks: all do the same work
                     fcntl.flock(lock, fcntl.LOCK_EX)
                 try:
                     mine = os.path.samestat(os.stat(folder / "lock"), os.fstat(lock.fileno()))
-                except FileNotFoundError:  # the one before has finished, or given up
+                except FileNotFoundError:  # the process before has finished, or given up
                     mine = False
                 if mine:
                     yield folder
@@ -215,31 +246,31 @@ def _alone(folder: pathlib.Path) -> Iterator[pathlib.Path]:
 
 
 def write_about(folder: pathlib.Path, about: dict[str, Any]) -> None:
-    """The last file of a folder: what is said of it, and what else is in it."""
+    """Writes a folder's last file: facts about it, and the sizes of its other files."""
     files = {path.name: path.stat().st_size for path in sorted(folder.iterdir())}
     (folder / ABOUT).write_text(json.dumps(about | {"files": files}, indent=1))
 
 
 @contextlib.contextmanager
 def new_folder(folder: pathlib.Path) -> Iterator[pathlib.Path]:
-    """An empty folder, which becomes `folder` when it is left without an error."""
-    beside = pathlib.Path(tempfile.mkdtemp(dir=folder.parent, prefix=f"{folder.name}."))
+    """Yields an empty folder, which is renamed to `folder` at the end unless there is an error."""
+    temporary = pathlib.Path(tempfile.mkdtemp(dir=folder.parent, prefix=f"{folder.name}."))
     try:
-        yield beside
+        yield temporary
         try:
-            os.replace(beside, folder)
+            os.replace(temporary, folder)
         except OSError:  # another process was first, with the same content
             if not is_whole(folder):
                 shutil.rmtree(folder)
-                os.replace(beside, folder)
+                os.replace(temporary, folder)
     finally:
-        shutil.rmtree(beside, ignore_errors=True)
+        shutil.rmtree(temporary, ignore_errors=True)
 
 
-def _write_whole(path: pathlib.Path, text: str) -> None:
-    beside = path.with_suffix(f".{os.getpid()}")
-    beside.write_text(text)
-    os.replace(beside, path)
+def _replace(path: pathlib.Path, text: str) -> None:
+    temporary = path.with_suffix(f".{os.getpid()}")
+    temporary.write_text(text)
+    os.replace(temporary, path)
 
 
 # ---- chunks --------------------------------------------------------------------------------------
@@ -248,20 +279,12 @@ def _write_whole(path: pathlib.Path, text: str) -> None:
 def _make(
     folder: pathlib.Path, partial: pathlib.Path, source: Source, tokenizer: Tokenizer
 ) -> None:
-    """Tokenises what `partial` has not yet, and makes the flat files of it."""
+    """Tokenizes the chunks that `partial` lacks, and makes the flat files from all chunks."""
     for torn in partial.glob("*.tmp"):
         torn.unlink()
     names: list[str] = []
-    new = _not_done(_chunks(source.parts()), partial, names)
-    few = list(itertools.islice(new, SMALL)) if tokenizer.files else []
-    if len(few) < SMALL:
-        for path, parts in itertools.chain(few, new):
-            workers.write(path, parts, tokenizer)
-    else:
-        with workers.Pool(tokenizer, cores()) as pool:
-            for path, parts in _told(itertools.chain(few, new), source.name):
-                pool.write(path, parts)
-            pool.wait()
+    todo = _not_done(_chunks(source.parts()), partial, names)
+    chunks.write_all(_with_progress(todo, source.name), tokenizer, cores())
     with new_folder(folder) as made:
         _flatten([partial / name for name in names], made, source, tokenizer)
 
@@ -270,7 +293,7 @@ def _chunks(parts: Iterable[Part]) -> Iterator[list[Part]]:
     chunk, size = [], 0
     for part in parts:
         chunk.append(part)
-        size += len(part.text) + 100  # documents without text take room as well
+        size += len(part.text) + 100  # an empty document takes space too
         if size >= CHUNK:
             yield chunk
             chunk, size = [], 0
@@ -279,10 +302,10 @@ def _chunks(parts: Iterable[Part]) -> Iterator[list[Part]]:
 
 
 def _not_done(
-    chunks: Iterable[list[Part]], partial: pathlib.Path, names: list[str]
+    parts_of_chunks: Iterable[list[Part]], partial: pathlib.Path, names: list[str]
 ) -> Iterator[tuple[pathlib.Path, list[Part]]]:
-    """The chunks that have no file yet, and the file; `names` gets the names of all."""
-    for number, parts in enumerate(chunks):
+    """(file to write, parts) of each chunk that has no file yet; appends all chunks' `names`."""
+    for number, parts in enumerate(parts_of_chunks):
         digest = hashlib.sha256()
         for part in parts:
             digest.update(f"{len(part.text)} {part[1:]}\n".encode())
@@ -293,16 +316,16 @@ def _not_done(
             yield path, parts
 
 
-def _told(chunks: Iterable, name: str) -> Iterator:
-    """`chunks`; says on stderr from time to time how much text has passed, where it takes long."""
-    start = said = time.monotonic()
+def _with_progress(todo: Iterable, name: str) -> Iterator:
+    """Passes chunks on; prints to stderr every PROGRESS seconds how much text has passed."""
+    start = printed = time.monotonic()
     size = 0
-    for path, parts in chunks:
+    for path, parts in todo:
         yield path, parts
         size += sum(len(part.text) for part in parts)
-        if time.monotonic() > said + PROGRESS:
-            said = time.monotonic()
-            print(f"tokenising --dataset={name}: {size / 1e6:,.0f} MB of text in {said - start:.0f} s",
+        if time.monotonic() > printed + PROGRESS:
+            printed = time.monotonic()
+            print(f"tokenizing --dataset={name}: {size / 1e6:,.0f} MB of text in {printed - start:.0f} s",
                   file=sys.stderr, flush=True)  # fmt: skip
 
 
@@ -316,30 +339,31 @@ def cores() -> int:
 
 
 def _flatten(
-    chunks: list[pathlib.Path], folder: pathlib.Path, source: Source, tokenizer: Tokenizer
+    paths: list[pathlib.Path], folder: pathlib.Path, source: Source, tokenizer: Tokenizer
 ) -> None:
-    """Writes the tokens of all chunks, in order, and where documents begin; what is in them last."""
-    kept = {split: [0, 0] for split in SPLITS}  # tokens and bytes of text so far
-    as_rows = source.form() != conversations.TEXT
-    rows = dict.fromkeys(SPLITS, 0)
+    """Writes the tokens of all chunks, in order, and where documents begin; ABOUT comes last."""
+    kept: dict[str, list[int]] = {split: [0, 0] for split in SPLITS}  # tokens and bytes so far
+    has_rows = source.form() != conversations.TEXT
+    rows: dict[str, int] = dict.fromkeys(SPLITS, 0)
     with contextlib.ExitStack() as stack:
         files = {
             (split, what): stack.enter_context((folder / f"{split}.{what}").open("wb"))
             for split in SPLITS
-            for what in (*FILES, *([TARGETS] if as_rows else []))
+            for what in (*FILES, *([TARGETS] if has_rows else []))
         }
-        for path in chunks:
+        for path in paths:
             with np.load(path) as chunk:
                 tokens, held_out, begins = (chunk[k] for k in ("tokens", "held_out", "begins"))
                 sizes = np.stack([chunk["lengths"], chunk["sizes"]], axis=1)
-                targets, firsts = (chunk[k] if as_rows else None for k in (TARGETS, "firsts"))
+                of_rows = [chunk[k] for k in (TARGETS, "firsts")] if has_rows else []
             for split, mine in ((TRAIN, ~held_out), (HELD_OUT, held_out)):
                 before = np.cumsum(sizes[mine], axis=0) - sizes[mine] + kept[split]
                 for what, column in zip(("starts", "texts"), before[begins[mine]].T, strict=True):
                     column.tofile(files[split, what])
                 of_tokens = np.repeat(mine, sizes[:, 0])
                 tokens[of_tokens].tofile(files[split, "tokens"])
-                if as_rows:
+                if of_rows:
+                    targets, firsts = of_rows
                     targets[of_tokens].tofile(files[split, TARGETS])
                     rows[split] += int(firsts[mine].sum())
                 kept[split] = [
@@ -350,57 +374,39 @@ def _flatten(
     if not source.whole and not (kept[TRAIN][0] and kept[HELD_OUT][0]):
         _hold_out_the_end(folder, kept, tokenizer)
     digest = hashlib.sha256()
-    told = ["tokens", *(["starts"] if tokenizer.files else []), *([TARGETS] if as_rows else [])]
-    for what in told:
+    hashed = ["tokens", *(["starts"] if tokenizer.files else []), *([TARGETS] if has_rows else [])]
+    for what in hashed:
         for split in SPLITS:
-            with (folder / f"{split}.{what}").open("rb") as file:
-                while block := file.read(2**20):
-                    digest.update(block)
+            _hash(folder / f"{split}.{what}", digest)
     about = {
         "fingerprint": digest.hexdigest(),
-        "dtype": workers.dtype(tokenizer).name,
+        "dtype": chunks.dtype(tokenizer).name,
         "bytes": {split: kept[split][1] for split in SPLITS},
-        **({"rows": rows} if as_rows else {}),
+        **({"rows": rows} if has_rows else {}),
     }
     write_about(folder, about)
 
 
 def _hold_out_the_end(folder: pathlib.Path, kept: dict[str, list[int]], tokenizer: Tokenizer):
-    """Too few documents to split by document: holds out the last twentieth of the tokens.
+    """Holds out the last twentieth of the tokens, for a source with too few documents to split.
 
-    Of a document that this cuts, the second part is a document of its own.
+    The part of a document behind the cut becomes a document of its own.
     """
     whole = max(SPLITS, key=lambda split: kept[split][0])
     if whole == HELD_OUT:
         for what in FILES:
             os.replace(folder / f"{HELD_OUT}.{what}", folder / f"{TRAIN}.{what}")
     total, size = kept[whole]
-    tokens = np.memmap(folder / f"{TRAIN}.tokens", workers.dtype(tokenizer), "r")
+    dtype = chunks.dtype(tokenizer)
+    tokens = np.memmap(folder / f"{TRAIN}.tokens", dtype, "r")
     starts, texts = (np.fromfile(folder / f"{TRAIN}.{what}", np.int64) for what in FILES[1:])
     cut = total - max(1, total // 20)
-    before = bytes_before(Split(tokens, starts, texts, size), cut, tokenizer)
+    before = Split(tokens, starts, texts, size).bytes_before(cut, tokenizer)
     tokens[cut:].tofile(folder / f"{HELD_OUT}.tokens")
-    os.truncate(folder / f"{TRAIN}.tokens", cut * workers.dtype(tokenizer).itemsize)
+    os.truncate(folder / f"{TRAIN}.tokens", cut * dtype.itemsize)
     within = [] if cut in starts else [0]
     for what, column, at in (("starts", starts, cut), ("texts", texts, before)):
         later = np.concatenate([np.array(within, np.int64), column[starts >= cut] - at])
         later.tofile(folder / f"{HELD_OUT}.{what}")
         column[starts < cut].tofile(folder / f"{TRAIN}.{what}")
     kept[TRAIN], kept[HELD_OUT] = [cut, before], [total - cut, size - before]
-
-
-# ---- bytes behind tokens -------------------------------------------------------------------------
-
-
-def bytes_before(split: Split, position: int, tokenizer: Tokenizer) -> int:
-    """Bytes of text that the first `position` tokens stand for.
-
-    Exact where a token ends a character. Of a character that the position cuts no byte counts, and
-    where a document is cut that the tokenizer normalises (Unicode's NFC), its normal form counts.
-    """
-    if position >= len(split.tokens):
-        return split.bytes
-    # The last document that begins there or before: one that is empty may precede it.
-    document = np.searchsorted(split.starts, position, side="right") - 1
-    first = split.starts[document]
-    return int(split.texts[document]) + tokenizer.text_bytes(split.tokens[first:position])

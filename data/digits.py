@@ -1,8 +1,8 @@
 """Images of digits with their labels, through `datasets`.
 
-load("digits")             # 1,797 handwritten digits that come with this file: data/README.md
-load("hf:ylecun/mnist")    # the Hub's, or with hf:NAME:CONFIG one configuration of it
-load("folder")             # a folder with a train and a test file, of Parquet or JSON Lines
+load("digits")             # 1,797 handwritten digits in this repository: data/README.md
+load("hf:ylecun/mnist")    # a Hub dataset, or hf:NAME:CONFIG for one of its configurations
+load("folder")             # a folder with a train and a test file, Parquet or JSON Lines
 """
 
 import hashlib
@@ -20,7 +20,7 @@ DIGITS = pathlib.Path(__file__).parent / "digits"
 
 
 class Images(grain.sources.RandomAccessDataSource):
-    """Examples {"image": float32 [I], "label": int32}, in memory."""
+    """In-memory examples {"image": float32 [I], "label": int32}."""
 
     def __init__(self, image_NI: np.ndarray, label_N: np.ndarray):
         self.image_NI, self.label_N = image_NI, label_N
@@ -35,35 +35,28 @@ class Images(grain.sources.RandomAccessDataSource):
 def load(
     dataset: str = "digits", image_column: str = "image", label_column: str = "label"
 ) -> Dataset:
-    """A dataset of images, flattened, scaled to mean 0 and standard deviation 1 over all pixels.
+    """Loads images, flattened and scaled to mean 0 and standard deviation 1 over all pixels.
 
     Args:
       dataset: "digits", a path, or "hf:NAME"; see the module's docstring.
-      image_column, label_column: An image is a nested list or a picture; a label a whole number.
+      image_column: holds nested lists or pictures.
+      label_column: holds whole numbers.
 
-    Raises DataError if there is no such dataset, or no such columns in it.
+    Raises DataError if there is no such dataset, or it has no such columns.
     """
-    image, label = image_column, label_column
-    local = not dataset.startswith("hf:") and dataset != "digits"
-    remote = buckets.remote(dataset)
-    folder = buckets.local(dataset, f"--dataset={dataset}") if remote else pathlib.Path(dataset)
-    if local and not os.path.isdir(os.path.expanduser(folder)):
+    name = str(DIGITS) if dataset == "digits" else dataset.removeprefix("hf:")
+    if buckets.remote(dataset):
+        name = str(buckets.local(dataset, f"--dataset={dataset}"))
+    if not dataset.startswith("hf:") and not os.path.isdir(os.path.expanduser(name)):
         raise DataError(
             f"--dataset={dataset} is not a folder; use digits, a folder with train and test "
             "files, or hf:NAME"
         )
-    name = (
-        str(DIGITS)
-        if dataset == "digits"
-        else str(folder)
-        if remote
-        else dataset.removeprefix("hf:")
-    )
-    train, test = hub.train_and_held_out(hub.load(name, dataset))
+    train, test = hub.load(name, dataset)
     if test is None:
         raise DataError(f"--dataset={dataset} has no held-out split; name one test or validation")
     (train_image, train_label), (test_image, test_label) = (
-        _arrays(rows, image, label, dataset) for rows in (train, test)
+        _arrays(rows, image_column, label_column, dataset) for rows in (train, test)
     )
     if train_image.shape[1:] != test_image.shape[1:]:
         raise DataError(
@@ -78,7 +71,7 @@ def load(
     return Dataset(
         train=Images((train_image - mean) / deviation, train_label),
         held_out=Images((test_image - mean) / deviation, test_label),
-        filler={"image": np.zeros(inputs, np.float32), "label": np.int32(-1)},
+        filler={"image": np.zeros(inputs, np.float32), "label": np.array(-1, np.int32)},
         unit="images",
         units=1,
         config={"inputs": inputs, "classes": classes},
@@ -87,9 +80,9 @@ def load(
 
 
 def _arrays(rows, image: str, label: str, dataset: str) -> tuple[np.ndarray, np.ndarray]:
-    """(float32 [N, I], int32 [N]) of the rows of one split."""
+    """Reads the rows of a split: (images float32 [N, I], labels int32 [N])."""
     images, labels = [], []
-    for row in hub.told(rows, dataset):
+    for row in hub.read_errors(rows, dataset):
         _check(row, image, label, dataset)
         pixels = np.asarray(row[image], np.float32).reshape(-1)
         if images and pixels.shape != images[0].shape:

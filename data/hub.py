@@ -1,7 +1,8 @@
-"""The Hub and the library `datasets`: imported late, kept quiet, errors told in one line."""
+"""The Hugging Face Hub and the library `datasets`: imported late, quiet, with one-line errors."""
 
 import gzip
 import io
+import logging
 import os
 import pathlib
 from collections.abc import Iterable
@@ -11,11 +12,11 @@ from data import DataError
 
 Rows = Iterable[dict[str, Any]]
 MODEL_NAME = r"[\w.-]+/[\w.-]+"  # ORG/NAME
-SECONDS = 5  # to wait for the Hub's answer
+SECONDS = 5  # to wait for the Hub's response
 
 
 def library():
-    """`datasets`, imported only when needed: it takes 0.7 s, and a prepared corpus does without."""
+    """Imports `datasets` only when needed: it takes 0.7 s, and a prepared corpus does without."""
     import datasets
 
     datasets.logging.set_verbosity(datasets.logging.CRITICAL)  # errors come back as exceptions
@@ -23,12 +24,12 @@ def library():
     return datasets
 
 
-def load(name: str, dataset: str) -> dict[str, Rows]:
-    """Split → its rows, read as they are needed.
+def load(name: str, dataset: str) -> tuple[Rows, Rows | None]:
+    """Loads the rows to train on and those to evaluate on, or None; they are read when needed.
 
     Args:
-      name: NAME or NAME:CONFIG on the Hub, or a local folder laid out like a dataset there.
-      dataset: what to call it in a message.
+      name: NAME or NAME:CONFIG on the Hub, or a local folder laid out like a Hub dataset.
+      dataset: --dataset's value, for messages.
 
     Raises DataError if there is no such dataset, or the Hub can't be reached.
     """
@@ -41,17 +42,20 @@ def load(name: str, dataset: str) -> dict[str, Rows]:
         if isinstance(answer, DataError):
             raise answer
     try:
-        return library().load_dataset(name, config or None, streaming=True)
+        splits: Any = library().load_dataset(name, config or None, streaming=True)
     except Exception as error:
         raise DataError(
             f"--dataset={dataset} could not be loaded ({reason(error)}); check its name"
         ) from error
+    train = splits["train"] if "train" in splits else next(iter(splits.values()))
+    held_out = next((splits[name] for name in ("validation", "test") if name in splits), None)
+    return train, None if held_out is train else held_out
 
 
 def commit(name: str, dataset: str) -> str:
-    """The newest commit of a dataset on the Hub; empty where the Hub can't be asked.
+    """The newest commit of a Hub dataset; "" if the Hub can't be reached.
 
-    Args: as those of `load`. Raises DataError if there is no such dataset.
+    Takes the arguments of `load`. Raises DataError if there is no such dataset.
     """
     name = name.partition(":")[0]
     if not name or os.path.exists(os.path.expanduser(name)):
@@ -61,14 +65,14 @@ def commit(name: str, dataset: str) -> str:
 
 
 def rows(path: pathlib.Path, kind: str, columns: list[str]) -> Rows:
-    """The rows of a local file of kind json or parquet, of which `columns` are needed."""
+    """Yields the rows of a local file of kind json or parquet, with at least these columns."""
     datasets = library()
     if kind == "json":
-        # In blocks of 1 MB: its own of 10 MB take 75 MB more, and no less time.
-        of_rows = {"split": "train", "streaming": True, "chunksize": 2**20}
-        yield from datasets.load_dataset(kind, data_files=str(path), **of_rows)
+        # Blocks of 1 MB: the default 10 MB take 75 MB more memory and just as long.
+        options = {"split": "train", "streaming": True, "chunksize": 2**20}
+        yield from datasets.load_dataset(kind, data_files=str(path), **options)
         return
-    # By the reader that `datasets` itself imports: its own way of streaming holds a whole row group.
+    # With pyarrow directly: streaming with `datasets` holds a whole row group in memory.
     from datasets.packaged_modules.parquet import parquet
 
     with parquet.pq.ParquetFile(path, buffer_size=2**16) as file:
@@ -89,7 +93,7 @@ def parquet_columns(path: pathlib.Path) -> list[str]:
 
 
 def text_file(path: pathlib.Path) -> TextIO:
-    """A text file, opened for reading; compressed if its name ends in .gz or .zst."""
+    """Opens a text file for reading; it is compressed if its name ends in .gz or .zst."""
     suffix = path.suffix.lower()
     if suffix == ".gz":
         return gzip.open(path, "rt", encoding="utf-8")
@@ -97,17 +101,18 @@ def text_file(path: pathlib.Path) -> TextIO:
         library()
         from datasets.utils.file_utils import xopen
 
-        return io.TextIOWrapper(xopen(f"zstd://{path.stem}::{path}", "rb"), encoding="utf-8")
+        file: Any = xopen(f"zstd://{path.stem}::{path}", "rb")
+        return io.TextIOWrapper(file, encoding="utf-8")
     return path.open(encoding="utf-8")
 
 
 def snapshot(name: str, wanted: list[str], what: str) -> pathlib.Path:
-    """A folder with the wanted files of a model on the Hub, by way of its client and cache.
+    """Downloads files of a Hub model with the Hub's client, into its cache; returns their folder.
 
     Args:
       name: ORG/NAME.
-      wanted: file names, or patterns of them; a model need not have all.
-      what: what to call it in a message.
+      wanted: file names or patterns; a model need not have all.
+      what: the user's name for it, for messages.
 
     Raises DataError if there is no such model, or the Hub can't be reached and the cache lacks it.
     """
@@ -128,17 +133,18 @@ def snapshot(name: str, wanted: list[str], what: str) -> pathlib.Path:
 
 
 def _ask(name: str, kind: str, what: str) -> str | DataError:
-    """Asks the Hub once for the newest commit of this model or dataset: the libraries retry for half
-    a minute.
+    """Asks the Hub for the newest commit of a model or dataset, without retries.
 
-    Returns what to raise if it can't be reached, and "" if it is not to be. Raises DataError if it has
-    none.
+    The libraries' own requests would retry for half a minute.
+
+    Returns a DataError, not raised, if the Hub can't be reached, and "" in offline mode. Raises
+    DataError if the Hub has no such model or dataset.
     """
     import huggingface_hub
     from huggingface_hub import constants, errors
 
-    huggingface_hub.logging.set_verbosity(huggingface_hub.logging.CRITICAL)  # of retries
-    if constants.HF_HUB_OFFLINE:  # the libraries then look into their caches alone
+    huggingface_hub.logging.set_verbosity(logging.CRITICAL)  # of retries
+    if constants.HF_HUB_OFFLINE:  # the libraries use only their caches then
         return ""
     try:
         return huggingface_hub.HfApi().repo_info(name, repo_type=kind, timeout=SECONDS).sha or ""
@@ -154,15 +160,8 @@ def _ask(name: str, kind: str, what: str) -> str | DataError:
         )
 
 
-def train_and_held_out(splits: dict[str, Rows]) -> tuple[Rows, Rows | None]:
-    """The split to learn from, and the one to test on if there is one."""
-    train = splits["train"] if "train" in splits else next(iter(splits.values()))
-    held = next((splits[name] for name in ("validation", "test") if name in splits), None)
-    return train, None if held is train else held
-
-
-def told(rows: Rows, dataset: str) -> Rows:
-    """`rows`; an error of reading them becomes a DataError."""
+def read_errors(rows: Rows, dataset: str) -> Rows:
+    """Passes rows on; turns an error of reading them into a DataError."""
     try:
         yield from rows
     except Exception as error:
@@ -170,5 +169,5 @@ def told(rows: Rows, dataset: str) -> Rows:
 
 
 def reason(error: Exception) -> str:
-    """The first line of what a library says."""
+    """The first line of a library's error message."""
     return (str(error).splitlines() or [type(error).__name__])[0].rstrip(".")

@@ -1,12 +1,12 @@
-"""Documents packed into rows of a fixed length by an index that is made once: best fit, decreasing.
+"""Packs documents into rows of a fixed length, by an index that is made once: best fit, decreasing.
 
-Row i is read by random access, so a batch stays a pure function of (seed, k) on any number of
-processes. No document is cut that fits a row. A longer one fills rows of its own, and its rest is
-packed like a short document. Each piece begins with the last token before it, so that every token
-of a document but its first is a target exactly once.
+Rows are read by random access, so a batch stays a pure function of (seed, k) on any number of
+processes. A document that fits a row is never cut. A longer one fills rows of its own, and its rest
+is packed like a short document. Each piece begins with the last token before it, so every token of
+a document except its first is a target exactly once.
 
-Of conversations only some tokens are targets, and a piece without its beginning would teach answers to
-nothing: one that is longer than a row is cut there, and left out where no target is left.
+In conversations only some tokens are targets, and a piece without its beginning would teach answers
+to nothing. A conversation longer than a row is cut there, and dropped if no target is left.
 """
 
 import bisect
@@ -18,34 +18,38 @@ from typing import NamedTuple
 import grain
 import numpy as np
 
+from data.conversations import Document, target_bytes
 from data.corpus import ABOUT, Split, cached, is_whole, new_folder, write_about
+from data.tokenizer import Tokenizer
 
-CODE = 1  # raised when the same documents would be packed otherwise
-BLOCK = 2**20  # pieces that are packed among themselves, which bounds memory
+CODE = 1  # raise it when the same documents would be packed differently
+BLOCK = 2**20  # pieces that are packed together; bounds memory
 
 
 class Lost(NamedTuple):
-    """What does not fit into rows, of conversations."""
+    """How much of the conversations does not fit into rows."""
 
-    documents: int = 0  # that are cut, or left out
-    targets: int = 0  # that are not trained on
+    documents: int = 0  # cut or dropped
+    targets: int = 0  # not trained on
     of: int = 0  # all targets
-    longest: int = 0  # positions that the longest document takes
+    longest: int = 0  # positions of the longest document
 
 
 class Packed(grain.sources.RandomAccessDataSource):
-    """Rows of `length` positions of a split's documents.
+    """A split's documents, packed into rows of `length` positions.
 
-    {"tokens", "targets", "segment_ids"}, int32 [length]. Segment ids are 1, 2, … for the pieces of a
-    row; padding, which is at its end, has 0 and the target -1.
+    A row is {"tokens", "targets", "segment_ids"}, int32 [length]. Segment ids are 1, 2, … for the
+    pieces of a row. Padding, at its end, has segment id 0 and target -1.
     """
 
-    def __init__(self, split: Split, length: int, folder: pathlib.Path):
-        """Makes the index, or finds it in `folder` (which belongs to this split and length)."""
+    def __init__(self, split: Split, length: int, folder: pathlib.Path | None = None):
+        """Opens the index in `folder`, or makes it there; by default beside the split's files."""
+        folder = folder or split.path.with_name(f"{split.path.name}.packed{CODE}-{length}")
         if not is_whole(folder):
             with cached(), new_folder(folder) as made:
                 _write(split, length, made)
-        self._tokens, self._targets, self._length = split.tokens, split.targets, length
+        self._split, self._length = split, length
+        self._tokens, self._targets = split.tokens, split.targets
         about = json.loads((folder / ABOUT).read_text())
         self.lost = Lost(*about.get("lost", ()))
         # pieces: [pieces, 2], first token and positions; rows: [rows + 1], the first piece of each.
@@ -66,7 +70,7 @@ class Packed(grain.sources.RandomAccessDataSource):
         row_of_P = np.repeat(np.arange(N), count)  # P: the pieces of these rows
         number_P = _within(count)
         first_P, size_P = self._pieces[np.repeat(first, count) + number_P].T
-        # Where a piece begins in its row: what the pieces before it fill, without earlier rows.
+        # A piece begins in its row where the pieces before it end.
         begin_P = np.cumsum(size_P) - size_P
         begin_P -= np.repeat(begin_P[np.minimum(np.cumsum(count) - count, len(size_P) - 1)], count)
         within = _within(size_P)
@@ -80,31 +84,58 @@ class Packed(grain.sources.RandomAccessDataSource):
         named = {"tokens": tokens, "targets": targets, "segment_ids": segment_ids}
         return {name: flat.reshape(N, T) for name, flat in named.items()}
 
+    def text_bytes(self, tokenizer: Tokenizer) -> int:
+        """Bytes of text that the rows' targets stand for.
+
+        This is all text except that of each document's first token (which has no text where the
+        tokenizer starts a document) or, for conversations, the answers without what is cut off.
+        """
+        split = self._split
+        if split.targets is not None:
+            return split.bytes - self._lost_bytes(tokenizer)
+        begins = split.starts[split.starts < len(split.tokens)]
+        firsts, counts = np.unique(split.tokens[begins], return_counts=True)
+        sizes = [tokenizer.text_bytes(first[None]) for first in firsts]
+        return split.bytes - int(np.dot(sizes, counts))
+
+    def _lost_bytes(self, tokenizer: Tokenizer) -> int:
+        """Bytes of text of the targets that do not fit into a row."""
+        split, targets, kept = self._split, self._targets, self._length + 1
+        ends, lost = np.append(split.starts[1:], len(split.tokens)), 0
+        assert targets is not None
+        for number in np.flatnonzero(ends - split.starts > kept):
+            begin, end = split.starts[number], ends[number]
+            whole = Document(split.tokens[begin:end], targets[begin:end])
+            cut = Document(whole.tokens[:kept], whole.targets[:kept])
+            lost += target_bytes(whole, tokenizer) - target_bytes(cut, tokenizer)
+        return lost
+
 
 def padding(packed: Packed) -> float:
-    """The share of all positions that hold nothing."""
+    """Share of all positions that are padding."""
     return 1 - float(packed._pieces[:, 1].sum()) / (len(packed) * packed._length)
 
 
 def best_fit(sizes: np.ndarray, room: int) -> np.ndarray:
-    """Row of each piece by best fit, decreasing: into the fullest row that has room for it.
+    """Row of each piece by best fit, decreasing: the fullest row that has room for it.
+
+    Handles equal sizes, and rows with equal room, together: a million pieces take a second.
 
     Args:
       sizes: [P], from 1 to `room`.
 
-    Returns: [P], rows from 0. Equal sizes, and rows with equal room, are taken together: a million
-    pieces take a second.
+    Returns: [P], rows from 0.
     """
     row_of, made, done = np.empty(len(sizes), np.int64), 0, 0
     order = np.argsort(-sizes, kind="stable")
-    with_room: dict[int, list[np.ndarray]] = {}  # room that is left → rows
+    with_room: dict[int, list[np.ndarray]] = {}  # room left → rows
     rooms: list[int] = []  # its keys, in order
     for size, count in zip(*np.unique(-sizes, return_counts=True), strict=True):
         size, pieces, done = -int(size), order[done : done + count], done + int(count)
         while len(pieces):
             place = bisect.bisect_left(rooms, size)
             left = rooms[place] if place < len(rooms) else room
-            each = left // size  # as a row with less room left is a better fit than the next one
+            each = left // size  # fill it: a row with less room left is the better fit
             wanted = -(-len(pieces) // each)
             if place == len(rooms):
                 rows, made = np.arange(made, made + wanted), made + wanted
@@ -127,13 +158,13 @@ def best_fit(sizes: np.ndarray, room: int) -> np.ndarray:
 
 
 def _within(counts: np.ndarray) -> np.ndarray:
-    """0 … count - 1 for each count, one after another."""
+    """Concatenates 0 … count - 1 for each count."""
     ends = np.cumsum(counts)
     return np.arange(ends[-1] if len(ends) else 0) - np.repeat(ends - counts, counts)
 
 
 def _pieces(split: Split, length: int) -> Iterator[np.ndarray]:
-    """[P, 2], first token and positions of the pieces of all documents, at most BLOCK at a time."""
+    """Yields [P, 2], the first token and the length of each piece, at most BLOCK at a time."""
     for document in range(0, len(split.starts), BLOCK):
         begins = split.starts[document : document + BLOCK + 1]
         if document + BLOCK >= len(split.starts):
@@ -148,18 +179,21 @@ def _pieces(split: Split, length: int) -> Iterator[np.ndarray]:
             yield np.stack([begins[of] + offset, np.minimum(targets[of] - offset, length)], axis=1)
 
 
-def _beginnings(split: Split, length: int, lost: list[int]) -> Iterator[np.ndarray]:
-    """As `_pieces`, of conversations: what fits a row of each that has a target there.
+def _beginnings(
+    split: Split, of_tokens: np.ndarray, length: int, lost: list[int]
+) -> Iterator[np.ndarray]:
+    """Yields pieces like `_pieces`: the beginning of each conversation that has a target in it.
 
     Args:
-      lost: the fields of Lost; what does not fit is added.
+      of_tokens: the split's targets, bool [tokens].
+      lost: the fields of Lost; adds up what does not fit a row.
     """
     for document in range(0, len(split.starts), BLOCK):
         begin = split.starts[document : document + BLOCK]
         end = np.append(split.starts[document + 1 : document + BLOCK + 1], len(split.tokens))
         end = end[: len(begin)]
-        size = np.minimum(end - begin - 1, length)  # not 0: the last token is a target
-        targets = split.targets[: end[-1]]
+        size = np.minimum(end - begin - 1, length)  # never 0: the last token is a target
+        targets = of_tokens[: end[-1]]
         edges = np.stack([begin + 1, begin + 1 + size], axis=1).ravel()
         kept = np.add.reduceat(targets, edges[edges < len(targets)], dtype=np.int64)[::2]
         every = np.add.reduceat(targets, begin + 1, dtype=np.int64)
@@ -171,10 +205,12 @@ def _beginnings(split: Split, length: int, lost: list[int]) -> Iterator[np.ndarr
 
 
 def _write(split: Split, length: int, folder: pathlib.Path) -> None:
-    """The index: `pieces`, row by row, and `rows`, the number of the first piece of each."""
+    """Writes the index: `pieces`, row by row, and `rows`, the number of each row's first piece."""
     total, lost = 0, [*Lost()]
-    conversations = split.targets is not None
-    found = _beginnings(split, length, lost) if conversations else _pieces(split, length)
+    if split.targets is None:
+        found = _pieces(split, length)
+    else:
+        found = _beginnings(split, split.targets, length, lost)
     with (folder / "pieces").open("wb") as pieces_file, (folder / "rows").open("wb") as rows_file:
         for pieces in found:
             row_of = best_fit(pieces[:, 1], length)
@@ -183,4 +219,4 @@ def _write(split: Split, length: int, folder: pathlib.Path) -> None:
             (total + np.cumsum(counts) - counts).tofile(rows_file)
             total += len(pieces)
         np.array([total]).tofile(rows_file)
-    write_about(folder, {"lost": lost} if conversations else {})
+    write_about(folder, {} if split.targets is None else {"lost": lost})

@@ -1,4 +1,4 @@
-"""Prompts to answer, from JSON Lines: {"prompt": "…"} or {"messages": [{"role": …, "content": …}, …]}."""
+"""Prompts in JSON Lines: {"prompt": "…"} or {"messages": [{"role": …, "content": …}, …]}."""
 
 import json
 import os
@@ -10,7 +10,7 @@ from data.conversations import checked_messages
 
 
 def read(name: str) -> list[dict[str, Any]]:
-    """The rows of a file, which may hold further keys. Raises DataError, naming the line."""
+    """Reads the rows of a file; they may have other keys. Raises DataError, naming the line."""
     remote = buckets.remote(name)
     path = buckets.local(name, f"--prompts={name}") if remote else os.path.expanduser(name)
     try:
@@ -34,6 +34,6 @@ def _row(line: str, where: str) -> dict[str, Any]:
     if isinstance(row, dict) and isinstance(row.get("prompt"), str):
         return row
     raise DataError(
-        f'{where} is no prompt; write {{"prompt": "…"}} or {{"messages": [{{"role": "user", '
+        f'{where} is not a prompt; write {{"prompt": "…"}} or {{"messages": [{{"role": "user", '
         f'"content": "…"}}]}}'
     )

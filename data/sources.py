@@ -1,14 +1,14 @@
-"""--dataset → documents: which files there are, and the text in them.
+"""Finds the files that --dataset names, and reads their documents.
 
     stdlib                        # *.py of this Python, split into train and held-out by file
     notes.txt, folder, 'a/*.txt'  # text files: a document each
-    docs.jsonl, docs.parquet      # JSON Lines or Parquet: the column `text` of each row,
-                                  # or conversations (conversations.py), by the first row's columns
-    hf:org/name                   # a dataset of the Hub, or hf:org/name:config
+    docs.jsonl, docs.parquet      # JSON Lines or Parquet: the column `text` of each row, or
+                                  # conversations (conversations.py), by the first row's columns
+    hf:org/name                   # a Hub dataset, or hf:org/name:config
     gs://bucket/docs.jsonl        # any of these files in a bucket; they are copied into the cache
-    a.parquet@0.7,b.jsonl@0.3     # several, and their shares of the rows that are trained on
+    a.parquet@0.7,b.jsonl@0.3     # several, with their shares of the training rows
 
-Files may be compressed, .gz or, with the package zstandard, .zst.
+Files may be compressed: .gz or, with the package zstandard, .zst.
 """
 
 import contextlib
@@ -26,23 +26,22 @@ from typing import Any, NamedTuple
 from data import DataError, buckets, conversations, hub
 from data.conversations import TEXT
 
-HELD_OUT = 0.01  # of the documents, where the dataset has no split of its own
-LONGEST = 2**17  # bytes of a document that are tokenised at once: what that costs is in workers.py
+HELD_OUT = 0.01  # share of the documents, if the dataset has no split for it
+LONGEST = 2**17  # bytes of a document that are tokenized at once; see AT_ONCE in chunks.py
 KINDS = {".jsonl": "json", ".json": "json", ".parquet": "parquet", ".txt": "text"}
 COMPRESSED = (".gz", ".zst")
 
-
-Rows = Iterator[tuple[str, dict[str, Any]]]  # each with where it is, for messages
+Rows = Iterator[tuple[str, dict[str, Any]]]  # (place, row); the place is for messages
 
 
 class Part(NamedTuple):
-    """A document, or a part of one that is too long to be held and tokenised in one piece."""
+    """A document, or a part of one that is too long to be held and tokenized at once."""
 
-    text: bytes  # UTF-8; of a row of conversations what `conversations.checked` makes of it
+    text: bytes  # UTF-8; a row of conversations has JSON from `conversations.checked`
     held_out: bool
-    begins: bool  # whether a document begins here, and whether it ends
-    ends: bool
-    row: str = ""  # where such a row is, for messages
+    begins: bool  # whether a document begins here
+    ends: bool  # whether it ends here
+    row: str = ""  # place of a row of conversations, for messages
 
 
 class Source(NamedTuple):
@@ -50,31 +49,31 @@ class Source(NamedTuple):
 
     name: str
     weight: float
-    files: list[pathlib.Path]  # what it is read from; none where that is the Hub
+    files: list[pathlib.Path]  # to read; empty for a Hub dataset
     column: str
-    whole: bool  # whether nothing of it is held out
-    form: Callable[[], str]  # what its rows are: TEXT, MESSAGES or PAIRS
-    parts: Callable[[], Iterator[Part]]  # of all its documents, in order
+    whole: bool  # whether nothing is held out
+    form: Callable[[], str]  # form of its rows: TEXT, MESSAGES or PAIRS
+    parts: Callable[[], Iterator[Part]]  # yields all documents, in order
 
 
 def find(dataset: str, column: str = "text", whole: bool = False) -> list[Source]:
-    """The sources that --dataset names.
+    """Finds the sources that --dataset names.
 
     Args:
-      column: where JSON Lines, Parquet and the Hub's datasets keep their text.
-      whole: holds out nothing, not even a split that the dataset has for it.
+      column: has the text in JSON Lines, Parquet and Hub datasets.
+      whole: holds out nothing, and drops a held-out split that the dataset has.
 
-    Raises DataError if a name is of nothing, or a weight is no share.
+    Raises DataError if something named does not exist, or a weight is not a share.
     """
     if not dataset:
         raise DataError("--dataset= is empty; use stdlib, a path, or hf:NAME")
-    if exists(dataset):  # whatever is in its name
+    if exists(dataset):  # even if its name has a comma or an @
         return [_source(dataset, 1.0, column, whole)]
     return [_source(*_weighted(one, dataset), column, whole) for one in dataset.split(",")]
 
 
 def _weighted(one: str, dataset: str) -> tuple[str, float]:
-    """NAME@WEIGHT → (name, weight)."""
+    """Parses NAME@WEIGHT into (name, weight)."""
     name, at, text = one.rpartition("@")
     if not at or exists(one):
         name, text = one, "1"
@@ -85,7 +84,7 @@ def _weighted(one: str, dataset: str) -> tuple[str, float]:
             f"--dataset={dataset} gives {name} the weight {text!r}, which is not a number; write "
             f"{name}@0.5"
         ) from None
-    if not 1e-6 <= weight <= 1e6:  # not a number neither
+    if not 1e-6 <= weight <= 1e6:  # also rejects NaN
         raise DataError(
             f"--dataset={dataset} gives {name} the weight {text}; use one from 0.000001 to 1000000"
         )
@@ -95,13 +94,13 @@ def _weighted(one: str, dataset: str) -> tuple[str, float]:
 
 
 def exists(name: str) -> bool:
-    """Whether a file or folder of this name is there; False, too, where nobody may ask."""
+    """Whether a file or folder exists; False if permission to ask is denied."""
     return os.path.exists(os.path.expanduser(name))
 
 
 @contextlib.contextmanager
 def reading(name: str) -> Iterator[None]:
-    """An OSError becomes a DataError."""
+    """Turns an OSError into a DataError."""
     try:
         yield
     except OSError as error:
@@ -138,7 +137,7 @@ def _source(name: str, weight: float, column: str, whole: bool) -> Source:
     return Source(name, weight, files, column, whole, form, parts)
 
 
-# ---- which files ---------------------------------------------------------------------------------
+# ---- files ---------------------------------------------------------------------------------------
 
 
 def _files(name: str) -> list[pathlib.Path]:
@@ -146,7 +145,7 @@ def _files(name: str) -> list[pathlib.Path]:
     if path.is_file():
         return [path]
     if path.is_dir():
-        os.listdir(path)  # raises where it may not be; rglob finds nothing there
+        os.listdir(path)  # raises without permission; rglob would just find nothing
         found, empty = path.rglob("*"), "is an empty folder; add text files to it"
     elif glob.has_magic(name):
         found = map(pathlib.Path, glob.iglob(str(path), recursive=True))
@@ -160,8 +159,8 @@ def _files(name: str) -> list[pathlib.Path]:
 
 
 def _checked(name: str, files: list[pathlib.Path]) -> list[pathlib.Path]:
-    """Files that can be read as one dataset. Raises DataError."""
-    # A README beside a dataset's files is no document of it; a folder of source code is all text.
+    """Returns `files`. Raises DataError if they can't be read as one dataset."""
+    # A README beside .jsonl files is not a document; a folder of source code is all text.
     other = [file for file in files if _suffix(file) not in KINDS]
     if other and any(kind(file) != "text" for file in files):
         raise DataError(
@@ -172,17 +171,17 @@ def _checked(name: str, files: list[pathlib.Path]) -> list[pathlib.Path]:
 
 
 def _suffix(path: pathlib.Path) -> str:
-    """The file's suffix in lower case, without that of its compression."""
+    """The file's suffix in lower case, ignoring the compression's suffix."""
     whole = pathlib.Path(path.name.lower())
     return pathlib.Path(whole.stem).suffix if whole.suffix in COMPRESSED else whole.suffix
 
 
 def kind(path: pathlib.Path) -> str:
-    """How a file is read: json, parquet or text."""
+    """Kind of file: json, parquet or text."""
     return KINDS.get(_suffix(path), "text")
 
 
-# ---- what is in them -----------------------------------------------------------------------------
+# ---- content -------------------------------------------------------------------------------------
 
 
 def _by_file(files: list[pathlib.Path], root: pathlib.Path) -> Iterator[Part]:
@@ -207,20 +206,20 @@ def _from_files(
                 if number == 1 and conversations.form(row, column) != TEXT:
                     raise DataError(
                         f"--dataset={name}: {path.name} has conversations, but not as JSON Lines, a row a "
-                        f"line, or not as {files[0].name}; write it so, or name files of one kind"
+                        f"line, or not like {files[0].name}; convert it, or name files of one kind"
                     )
                 if number > 1 and not isinstance(row.get(column), str):
                     raise ValueError(f"row {number} has no text in column {column!r}")
                 yield from _document(_text(row, column, name))
         except DataError:
             raise
-        except Exception as error:  # the readers' own
+        except Exception as error:  # the readers raise exceptions of their own
             raise DataError(_diagnose(name, path, column, error)) from error
 
 
 def _from_hub(name: str, column: str, whole: bool, form: Callable[[], str]) -> Iterator[Part]:
-    """Of a dataset on the Hub, or a local folder laid out like one."""
-    train, held = hub.train_and_held_out(hub.load(name.removeprefix("hf:"), name))
+    """Reads a Hub dataset, or a local folder laid out like one."""
+    train, held = hub.load(name.removeprefix("hf:"), name)
     if form() != TEXT:
         numbered = functools.partial(_numbered, name)
         known = whole or held is not None
@@ -228,10 +227,10 @@ def _from_hub(name: str, column: str, whole: bool, form: Callable[[], str]) -> I
         for where, row in numbered("held-out row", held or ()):
             yield Part(conversations.checked(row, form(), where), True, True, True, where)
         return
-    for row in hub.told(train, name):
+    for row in hub.read_errors(train, name):
         text = _text(row, column, name)
         yield from _document(text) if held is None else _cut(text, False)
-    for row in hub.told(held or (), name):
+    for row in hub.read_errors(held or (), name):
         yield from _cut(_text(row, column, name), True)
 
 
@@ -253,7 +252,7 @@ def _text(row: dict, column: str, name: str) -> bytes:
 
 
 def _columns(path: pathlib.Path) -> list[str]:
-    """Of the first row of a local file; none where its reader will say what is wrong."""
+    """Columns of a local file's first row; [] if broken: its reader will report the error."""
     try:
         if kind(path) == "json":
             with hub.text_file(path) as file:
@@ -265,17 +264,17 @@ def _columns(path: pathlib.Path) -> list[str]:
 
 
 def _hub_columns(name: str) -> list[str]:
-    train, _ = hub.train_and_held_out(hub.load(name.removeprefix("hf:"), name))
-    return list(next(iter(hub.told(train, name)), ()))
+    train, _ = hub.load(name.removeprefix("hf:"), name)
+    return list(next(iter(hub.read_errors(train, name)), ()))
 
 
 def _rows(name: str, files: list[pathlib.Path], form: str) -> Rows:
-    """The rows of local files; each is named by its file and line."""
+    """Yields the rows of local files, each with its file and line."""
     for path in files:
         where = f"--dataset={name}: {path.name}"
         if kind(path) == "text":
             raise DataError(
-                f"{where} is text, and {files[0].name} has conversations; name the files to read with "
+                f"{where} is text, but {files[0].name} has conversations; name the files to read with "
                 "a pattern, as in 'FOLDER/*.jsonl', or give both: a.jsonl@0.7,b.txt@0.3"
             )
         try:
@@ -287,7 +286,7 @@ def _rows(name: str, files: list[pathlib.Path], form: str) -> Rows:
                     yield f"{where} row {number}", row
         except DataError:
             raise
-        except Exception as error:  # the readers' own
+        except Exception as error:  # the readers raise exceptions of their own
             raise DataError(_diagnose(name, path, "", error)) from error
 
 
@@ -304,21 +303,22 @@ def _json_rows(path: pathlib.Path, where: str) -> Rows:
 
 
 def _numbered(name: str, what: str, rows: hub.Rows) -> Rows:
-    for number, row in enumerate(hub.told(rows, name), start=1):
+    for number, row in enumerate(hub.read_errors(rows, name), start=1):
         yield f"--dataset={name}: {what} {number}", row
 
 
 def _conversations(name: str, rows: Callable[[], Rows], form: str, known: bool) -> Iterator[Part]:
-    """A part for each row. They are held out like documents, but never in pieces.
+    """Yields a part for each row. Rows are held out like documents, but never in pieces.
 
-    Where that holds out none or all, as it may of a few, it is the last twentieth, at least one.
+    If this would hold out none or all of the rows, as it may with few, the last twentieth is held
+    out, at least one row.
 
     Args:
-      known: whether none of these is to be held out.
+      known: the dataset has a held-out split, or needs none: no row is held out.
     """
     first, found, count = None, set(), 0
     if not known:
-        for where, row in rows():  # until both kinds are there
+        for where, row in rows():  # until one of each kind is found
             count += 1
             found.add(_is_held_out(conversations.checked(row, form, where)))
             if len(found) == 2:
@@ -352,7 +352,7 @@ def _document(text: bytes) -> Iterator[Part]:
 
 
 def _cut(text: bytes, held_out: bool) -> Iterator[Part]:
-    """A document as one part, or as many as its length takes, cut after line breaks."""
+    """Cuts a document after line breaks into parts of at most LONGEST bytes."""
     first = 0
     while True:
         end = _end(text, first)
@@ -363,11 +363,11 @@ def _cut(text: bytes, held_out: bool) -> Iterator[Part]:
 
 
 def _end(text: bytes, first: int = 0) -> int:
-    """Where the part of a document ends that begins at `first`."""
+    """End of the part that begins at `first`."""
     if len(text) - first <= LONGEST:
         return len(text)
     end = text.rfind(b"\n", first, first + LONGEST) + 1
-    if not end:  # no line break: before the character that is too much
+    if not end:  # no line break: cut between two characters
         end = first + LONGEST
         while text[end] & 0xC0 == 0x80:
             end -= 1
@@ -375,7 +375,7 @@ def _end(text: bytes, first: int = 0) -> int:
 
 
 def _text_file(path: pathlib.Path) -> Iterator[Part]:
-    """A document of any length, in bounded memory: read once to know its part, and once more."""
+    """Reads a document of any length in bounded memory: once for its hash, once for its parts."""
     blocks = _blocks(path)
     start = list(itertools.islice(blocks, 2))
     if len(start) < 2:
@@ -384,16 +384,23 @@ def _text_file(path: pathlib.Path) -> Iterator[Part]:
     digest = hashlib.sha256()
     for block in itertools.chain(start, blocks):
         digest.update(block)
-    held_out, before = _small(digest), None
-    for block in _blocks(path):
-        if before is not None:
-            yield before._replace(ends=False)
-        before = Part(block, held_out, before is None, True)
-    yield before
+    held_out, begins = _small(digest), True
+    for block, last in _with_last(_blocks(path)):
+        yield Part(block, held_out, begins, last)
+        begins = False
+
+
+def _with_last(blocks: Iterator[bytes]) -> Iterator[tuple[bytes, bool]]:
+    """Yields each block and whether it is the last one."""
+    before = next(blocks)
+    for block in blocks:
+        yield before, False
+        before = block
+    yield before, True
 
 
 def _blocks(path: pathlib.Path) -> Iterator[bytes]:
-    """A text file's content as UTF-8, cut as `_cut` does; lines end as Unix's do."""
+    """Yields a text file as UTF-8 with Unix line ends, cut like `_cut`."""
     with hub.text_file(path) as file:
         held = b""
         while block := file.read(LONGEST):
@@ -407,7 +414,7 @@ def _blocks(path: pathlib.Path) -> Iterator[bytes]:
 
 
 def _diagnose(name: str, path: pathlib.Path, column: str, error: Exception) -> str:
-    """Why a local file could not be read, in one line; `column`: that of its text."""
+    """Explains in one line why a local file could not be read; `column` should have its text."""
     where = f"--dataset={name}: {path.name}"
     if not path.stat().st_size:
         return f"{where} is empty; use a file with text in it"

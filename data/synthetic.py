@@ -1,7 +1,7 @@
-"""A teacher network's answers to random questions: data to learn a DotReluDot from.
+"""Training data for DotReluDot: a teacher network's answers to random questions.
 
 y = relu(x · W1) · W2 with fixed random weights. Example i is a pure function of (seed, i), computed
-on demand: nothing is stored, and any process can make any part.
+on demand: nothing is stored, and every process can make every example.
 """
 
 import hashlib
@@ -15,7 +15,7 @@ TRAIN, HELD_OUT = 1_000_000, 4_096  # examples
 
 
 class Teacher(grain.sources.RandomAccessDataSource):
-    """`length` examples {"x": [D], "y": [D], "weight": 1}, float32; `part` makes others of them."""
+    """Examples {"x": [D], "y": [D], "weight": 1}, float32; each `part` has different ones."""
 
     def __init__(self, embed: int, hidden: int, seed: int, part: int, length: int):
         rng = np.random.default_rng([seed, 0])
@@ -27,20 +27,20 @@ class Teacher(grain.sources.RandomAccessDataSource):
         return self._length
 
     def __getitem__(self, i):
-        # One example at a time: a matmul rounds differently in batches of other sizes.
+        # One example at a time: matmuls of different batch sizes round differently.
         rng = np.random.Generator(np.random.Philox(key=self._key, counter=[0, 0, 0, int(i)]))
         x_D = rng.standard_normal(len(self._w1_DF), np.float32)
         y_D = np.maximum(x_D @ self._w1_DF, 0) @ self._w2_FD
         return {"x": x_D, "y": y_D, "weight": np.float32(1)}
 
     def fingerprint(self) -> str:
-        """sha256 of the weights and the first example."""
+        """Hash (sha256) of the weights and the first example."""
         parts = (self._w1_DF, self._w2_FD, self[0]["x"], self[0]["y"])
         return hashlib.sha256(b"".join(part.tobytes() for part in parts)).hexdigest()
 
 
 def load(embed: int, hidden: int, seed: int) -> Dataset:
-    """One teacher's questions: those to train on, and others that are held out."""
+    """Makes a teacher with training questions and different held-out questions."""
     train = Teacher(embed, hidden, seed, 0, TRAIN)
     return Dataset(
         train=train,

@@ -1,12 +1,12 @@
-"""Text to token ids and back: bytes, or a tokenizer.json by way of the library `tokenizers`.
+"""Text to token ids and back: bytes, or a tokenizer.json read by the library `tokenizers`.
 
-    find("bytes")              # a token is a byte, 0 to 255; 256 is in front of each document
-    find("tokenizer.json")     # a file, or a folder that has one, as Hugging Face's models do
-    find("org/name")           # that of a model on the Hub
-    from_files(files)          # as it lies beside a checkpoint's weights
+    find("bytes")              # a token is a byte, 0 to 255; 256 starts each document
+    find("tokenizer.json")     # a file, or a folder that has one, such as a Hugging Face model
+    find("org/name")           # a model on the Hub
+    from_files(files)          # files stored beside a checkpoint's weights
 
-Besides tokenizer.json the files are what says how a model is talked to: its chat template (chat.py)
-and the tokens that end an answer.
+The files besides tokenizer.json describe the model's chat format: its chat template (chat.py) and
+the tokens that end an answer.
 """
 
 import codecs
@@ -19,7 +19,8 @@ import json
 import os
 import pathlib
 import re
-from collections.abc import Iterator
+import threading
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -34,59 +35,65 @@ CONFIG, GENERATION, TEMPLATE = (
 )
 SPECIAL = "special_tokens_map.json"
 FILES = (MAIN, CONFIG, TEMPLATE, GENERATION, SPECIAL)  # that a model folder may have
-MODEL = "config.json"  # the model's own: kept only where no other file says which token ends a text
-PIECES = ("tokenizer.model", "spiece.model", "sentencepiece.bpe.model")  # what can't be read
+MODEL = "config.json"  # the model's own; kept only where no other file names the end-of-text token
+PIECES = ("tokenizer.model", "spiece.model", "sentencepiece.bpe.model")  # unsupported formats
 CONTROL = ("bos", "eos", "unk", "sep", "pad", "cls", "mask")  # NAME_token, for templates
-START = 256  # of bytes
-PADDED = 384  # tokens of our models of bytes: 257, padded to a multiple of 128
+START = 256  # starts each document of bytes
+PADDED = 384  # vocabulary of our byte models: 257, padded to a multiple of 128
+
+_claiming = threading.Lock()
 
 
 @dataclasses.dataclass(frozen=True)
 class Tokenizer:
-    """Made by `find` or `from_files`; pickled as its files."""
+    """A tokenizer, made by `find` or `from_files`. Threads may share one."""
 
-    name: str = dataclasses.field(compare=False)  # what --tokenizer said, for messages
+    name: str = dataclasses.field(compare=False)  # --tokenizer's value, for messages
     sha256: str  # of tokenizer.json
     size: int  # ids are 0 … size - 1
     files: dict[str, bytes] = dataclasses.field(repr=False, compare=False)  # {} for bytes
     start: tuple[int, ...]  # ids in front of each document
     end: tuple[int, ...]  # ids that end a text
 
-    def __reduce__(self):
+    def __reduce__(self):  # pickled as its files
         return from_files, (self.files, self.name)
-
-    # The library's tokenizer, one for both ways: 40 MB of a vocabulary of 151,669. Fetch it anew for
-    # each use.
-
-    @property
-    def _plain(self):  # spells control tokens
-        self._library.encode_special_tokens = True
-        return self._library
-
-    @property
-    def _control(self):  # recognises them
-        self._library.encode_special_tokens = False
-        return self._library
 
     @functools.cached_property
     def _library(self):
         return _library(self.files, self.name)
 
+    @functools.cached_property
+    def _encoders(self) -> dict[bool, Any]:
+        return {}
+
+    def _encoder(self, control: bool):
+        """The library's tokenizer, which recognizes control tokens in a text or spells them out.
+
+        The library has a switch for this, but flipping it would change what other threads encode. A
+        second copy is made only if both kinds are used: 40 MB for a vocabulary of 151,669.
+        """
+        with _claiming:
+            if control not in self._encoders:
+                made = _library(self.files, self.name) if self._encoders else self._library
+                made.encode_special_tokens = not control
+                self._encoders[control] = made
+            return self._encoders[control]
+
     def shared(self) -> dict[str, bytes]:
-        """The files as they lie in a model folder that others read."""
+        """The files to put into a model folder that other programs read."""
         files = self.files or bytes_files()
         return {name: content for name, content in files.items() if name != MODEL}
 
     def control(self, kind: str) -> tuple[int, str] | None:
-        """(id, text) of its "bos" or "eos" token, by tokenizer_config.json; None if it names none."""
+        """(id, text) of the "bos" or "eos" token in tokenizer_config.json, or None."""
+        if not self.files:
+            return (START, "") if kind == "bos" else None
         text = self.control_tokens.get(f"{kind}_token")
-        token = None if text is None else self._control.token_to_id(text)
-        if not self.files and kind == "bos":
-            return START, ""
-        return None if token is None else (token, text)
+        token = None if text is None else self._library.token_to_id(text)
+        return None if text is None or token is None else (token, text)
 
     def config_ids(self) -> dict[str, int | list[int] | None]:
-        """What config.json says of them."""
+        """The ids that start and end a text, as config.json has them."""
         begin = _json(self.files, GENERATION, self.name).get("bos_token_id")
         if begin is None and not self.start and (named := self.control("bos")):
             begin = named[0]
@@ -94,23 +101,21 @@ class Tokenizer:
         end = list(self.end) if len(self.end) > 1 else next(iter(self.end), None)
         return {"bos_token_id": begin, "eos_token_id": end}
 
-    def encode(self, texts: list[str | bytes]) -> list[np.ndarray]:
-        """The int32 ids of each text, with nothing around them; a text never holds control tokens.
+    def encode(self, texts: Sequence[str | bytes]) -> list[np.ndarray]:
+        """The int32 ids of each text alone; control tokens in a text are encoded as plain text.
 
-        What is not UTF-8 is U+FFFD to all tokenizers but bytes.
+        Bytes that are not UTF-8 become U+FFFD, except with the bytes tokenizer.
         """
         if not self.files:
             raw = (t if isinstance(t, bytes) else t.encode(errors="replace") for t in texts)
             return [np.frombuffer(text, np.uint8).astype(np.int32) for text in raw]
-        with _encoding(self.name):
-            found = self._plain.encode_batch_fast(list(map(_text, texts)), add_special_tokens=False)
-        return [np.array(one.ids, np.int32) for one in found]
+        return self._encode(list(map(_text, texts)), control=False)
 
     def decode(self, tokens, after=()) -> str:
-        """Text without control tokens; ids that are none, as padding, are dropped.
+        """Text without control tokens; ids outside the vocabulary, such as padding, are dropped.
 
         Args:
-          after: the tokens of a text that these go on from; else a decoder may drop their first space.
+          after: the tokens in front of these. Without them a decoder may drop the first space.
         """
         if len(after):
             last = after[-1:]
@@ -118,28 +123,28 @@ class Tokenizer:
         ids = [int(t) for t in tokens if 0 <= t < self.size]
         if not self.files:
             return bytes(t for t in ids if t < START).decode(errors="replace")
-        return self._control.decode(ids, skip_special_tokens=True)
+        return self._library.decode(ids, skip_special_tokens=True)
 
     def stream(self, after=()) -> "Stream":
-        """As `decode`, token by token."""
+        """Decodes token by token."""
         return Stream(self, after)
 
     @property
     def generation(self) -> dict[str, Any]:
-        """What generation_config.json says of writing: temperature, top_p, …; {} without one."""
+        """Sampling settings in generation_config.json: temperature, top_p, …; {} without one."""
         return _json(self.files, GENERATION, self.name)
 
     def prompt(self, text: str) -> np.ndarray:
-        """The int32 ids, at least one, of a document that begins so."""
+        """The int32 ids, at least one, of a document that begins with this text."""
         ids = [*self.start, *self.encode([text])[0]]
-        # Without any token, as behind another document.
+        # An empty document begins behind the end of another one.
         return np.array(ids or self.end[:1] or [0], np.int32)
 
     def text_bytes(self, tokens: np.ndarray) -> int:
-        """Bytes of the text that these tokens stand for, of which control tokens have none."""
+        """Bytes of the text that these tokens stand for; control tokens stand for none."""
         if not self.files:
             return int((tokens < START).sum())
-        blocks = range(0, len(tokens), 2**20)  # of which each is decoded alone
+        blocks = range(0, len(tokens), 2**20)  # decoded one by one, to save memory
         texts = (self.decode(tokens[first : first + 2**20]) for first in blocks)
         return sum(len(text.rstrip("\ufffd").encode()) for text in texts)
 
@@ -151,13 +156,13 @@ class Tokenizer:
 
     @functools.cached_property
     def control_tokens(self) -> dict[str, str]:
-        """bos_token, eos_token, … → its text, where there is one."""
+        """The texts of bos_token, eos_token, …, where the files name them."""
         return _control_tokens(self.files, self.name)
 
     @functools.cached_property
     def special(self) -> frozenset[int]:
         """Ids of control tokens."""
-        found = self._control.get_added_tokens_decoder().items() if self.files else ()
+        found = self._library.get_added_tokens_decoder().items() if self.files else ()
         return frozenset({*self.start, *self.end, *(i for i, token in found if token.special)})
 
     def render(
@@ -166,28 +171,44 @@ class Tokenizer:
         add_generation_prompt: bool = True,
         today: datetime.datetime | None = None,
     ) -> str:
-        """A conversation, [{"role": …, "content": …}, …], as the model's chat template writes it.
+        """A conversation, [{"role": …, "content": …}, …], rendered by the model's chat template.
 
         Raises DataError if there is no template, or it refuses these messages.
         """
-        given = (add_generation_prompt, self.control_tokens, self.name, today)
-        return chat.render(self.template, messages, *given)
+        return chat.render(
+            self.template, messages, add_generation_prompt, self.control_tokens, self.name, today
+        )
 
     def ask(self, messages: list[dict[str, Any]]) -> np.ndarray:
-        """The int32 ids of a conversation that the model is to answer. Raises DataError."""
+        """The int32 ids of a conversation for the model to answer. Raises DataError."""
         return self.encode_rendered(self.render(messages))
 
     def encode_rendered(self, text: str) -> np.ndarray:
-        """The int32 ids of a rendered template, which itself says where control tokens are."""
+        """The int32 ids of a rendered template, which spells its control tokens."""
         if not self.files:
             return self.encode([text])[0]
-        with _encoding(self.name):
-            found = self._control.encode(_text(text), add_special_tokens=False)
-        return np.array(found.ids, np.int32)
+        return self._encode([_text(text)], control=True)[0]
+
+    def _encode(self, texts: list[str], control: bool) -> list[np.ndarray]:
+        with _encoding(self.name):  # in a batch, even of one: `encode` keeps Python's lock
+            found = self._encoder(control).encode_batch_fast(texts, add_special_tokens=False)
+        return [np.array(one.ids, np.int32) for one in found]
+
+    @property
+    def dated(self) -> bool:
+        """Whether the chat template asks for today's date."""
+        return "strftime_now" in self.template
+
+    @functools.cached_property
+    def chat_key(self) -> str:
+        """sha256 of all that decides a conversation's tokens and targets besides tokenizer.json."""
+        about = [chat.CODE, self.template, self.control_tokens, self.start, self.end]
+        about.append(chat.TRAINING_DAY.isoformat())
+        return hashlib.sha256(json.dumps(about, sort_keys=True).encode()).hexdigest()
 
 
 class Stream:
-    """Text as its tokens arrive: `put` returns only whole characters, `rest` what never became one."""
+    """Text as its tokens arrive: `put` returns whole characters, `rest` the incomplete last one."""
 
     def __init__(self, tokenizer: Tokenizer, after):
         self._tokenizer = tokenizer
@@ -195,7 +216,7 @@ class Stream:
         self._begin([int(token) for token in after])
 
     def _begin(self, after: list[int]) -> None:
-        self._held: list[int] = []  # tokens that no text has come of
+        self._held: list[int] = []  # tokens without text so far
         if self._tokenizer.files:
             from tokenizers.decoders import DecodeStream
 
@@ -208,14 +229,14 @@ class Stream:
             return self._bytes.decode(bytes([token])) if token < START else ""
         self._held.append(int(token))
         try:
-            text = self._stream.step(self._tokenizer._control, int(token))
-        except Exception:  # bytes that are not UTF-8, one of which has been text already
+            text = self._stream.step(self._tokenizer._library, int(token))
+        except Exception:  # bytes that are not UTF-8, behind some that were decoded already
             return self.rest()
         self._held = [] if text else self._held
         return text or ""
 
     def rest(self) -> str:
-        """What is held back, at the end: bytes that are not UTF-8 become U+FFFD."""
+        """The text still held back; bytes that are not UTF-8 become U+FFFD."""
         if not self._tokenizer.files:
             return self._bytes.decode(b"", final=True)
         held, last = self._tokenizer.decode(self._held), self._held[-1:]
@@ -223,11 +244,11 @@ class Stream:
         return held
 
 
-# ---- found ---------------------------------------------------------------------------------------
+# ---- finding and reading -------------------------------------------------------------------------
 
 
 def find(name: str) -> Tokenizer:
-    """The tokenizer of this name: "bytes", a tokenizer.json, a folder, ORG/NAME on the Hub.
+    """Finds a tokenizer by name: "bytes", a tokenizer.json, a folder, or ORG/NAME on the Hub.
 
     Raises DataError if there is none, or it can't be read.
     """
@@ -258,13 +279,13 @@ def find(name: str) -> Tokenizer:
 def read(folder: pathlib.Path) -> dict[str, bytes]:
     """The tokenizer's files in a model folder, name → content; {} if it has none.
 
-    Raises DataError if all it has is a sentencepiece model.
+    Raises DataError if the folder has only a sentencepiece model.
     """
     if not (folder / MAIN).is_file():
         for name in PIECES:
             if (folder / name).exists():
                 raise DataError(
-                    f"{folder} has its tokenizer in {name} alone, which the zoo does not read; add "
+                    f"{folder} has its tokenizer only in {name}, which the zoo does not read; add "
                     f"its {MAIN} (transformers' save_pretrained writes one)"
                 )
         return {}
@@ -275,7 +296,7 @@ def read(folder: pathlib.Path) -> dict[str, bytes]:
 
 
 def from_files(files: dict[str, bytes], name: str = "") -> Tokenizer:
-    """The tokenizer that these files are; {} is bytes. Raises DataError if they can't be read."""
+    """Makes a tokenizer from its files; {} means bytes. Raises DataError if they can't be read."""
     digest = hashlib.sha256(files[MAIN]).hexdigest() if files else BYTES.sha256
     if digest == BYTES.sha256:
         return BYTES
@@ -286,11 +307,11 @@ def from_files(files: dict[str, bytes], name: str = "") -> Tokenizer:
         example = library.encode("a")
     inside = [not special for special in example.special_tokens_mask]
     start = example.ids[: inside.index(True)] if any(inside) else []
-    end = _end(files, name)
-    end = [vocabulary.get(end, end)] if isinstance(end, str) else end or []
+    named = _end(files, name)
+    end: list[Any] = [vocabulary.get(named, named)] if isinstance(named, str) else named or []
     if not size or not all(type(token) is int and 0 <= token < size for token in end):
         raise DataError(
-            f"the tokenizer {name} has {size} tokens, and {end} is to end a text; use files that "
+            f"the tokenizer {name} has {size} tokens, but {end} should end a text; use files that "
             "belong together"
         )
     made = Tokenizer(name, digest, size, files, tuple(start), tuple(end))
@@ -299,7 +320,7 @@ def from_files(files: dict[str, bytes], name: str = "") -> Tokenizer:
 
 
 def _end(files: dict[str, bytes], name) -> str | list | None:
-    """What ends a text, by the first file that says so: ids or, in the second, a token's text."""
+    """Ids that end a text, or a token's text, from the first file that names any."""
     by_name = _control_tokens(files, name).get("eos_token")
     for found in (
         _json(files, GENERATION, name).get("eos_token_id"),
@@ -312,7 +333,7 @@ def _end(files: dict[str, bytes], name) -> str | list | None:
 
 
 def _control_tokens(files: dict[str, bytes], name="") -> dict[str, str]:
-    """bos_token, eos_token, … → its text, where there is one."""
+    """The texts of bos_token, eos_token, …, where the files name them."""
     said = _json(files, SPECIAL, name) | _json(files, CONFIG, name)
     found = {f"{kind}_token": said.get(f"{kind}_token") for kind in CONTROL}
     texts = {k: v.get("content") if isinstance(v, dict) else v for k, v in found.items()}
@@ -332,6 +353,8 @@ def _json(files: dict[str, bytes], file: str, name) -> dict[str, Any]:
 def _library(files: dict[str, bytes], name: str):
     import tokenizers
 
+    # chunks.py has threads of its own. The library's, one for each core, would take 10 MB each.
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     try:
         made = tokenizers.Tokenizer.from_str(files[MAIN].decode())
     except Exception as error:  # the library's have no common base
@@ -345,7 +368,7 @@ def _library(files: dict[str, bytes], name: str):
 
 @contextlib.contextmanager
 def _encoding(name: str) -> Iterator[None]:
-    """What the library raises for a text becomes a DataError."""
+    """Turns errors that the library raises for a text into a DataError."""
     try:
         yield
     except Exception as error:  # the library's have no common base
@@ -364,12 +387,9 @@ def _text(text: str | bytes) -> str:
 
 
 def bytes_files() -> dict[str, bytes]:
-    """The bytes tokenizer as others read it: an id is a byte, 256 is put in front of a text."""
-    shown = [
-        *range(33, 127),
-        *range(161, 173),
-        *range(174, 256),
-    ]  # ByteLevel's alphabet: themselves
+    """The bytes tokenizer as a tokenizer.json: an id is a byte, and 256 starts a text."""
+    # ByteLevel's alphabet: these bytes stand for themselves.
+    shown = [*range(33, 127), *range(161, 173), *range(174, 256)]
     others = [byte for byte in range(256) if byte not in shown]
     letters = {byte: chr(byte) for byte in shown}
     letters |= {byte: chr(256 + i) for i, byte in enumerate(others)}

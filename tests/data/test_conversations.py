@@ -45,7 +45,7 @@ def marked(document: conversations.Document, tokens: Tokenizer) -> str:
     for token, target in zip(document.tokens, document.targets, strict=True):
         if target != inside:
             shown, inside = shown + "⟧⟦"[int(target)], target
-        shown += stream.step(tokens._control, int(token)) or ""
+        shown += stream.step(tokens._library, int(token)) or ""
     return shown + ("⟧" if inside else "")
 
 
@@ -98,23 +98,23 @@ def test_a_target_follows_what_the_model_is_given_when_it_answers(name):
                 run = np.argmin([*one.targets[len(given) :], False])
                 answers.append(one.tokens[len(given) : len(given) + run])
         assert len(answers) == 1
-        shown = tokens._control.decode(answers[0].tolist(), skip_special_tokens=False)
+        shown = tokens._library.decode(answers[0].tolist(), skip_special_tokens=False)
         assert after in shown
         assert answers[0][-1] in tokens.end, "its stop token"
-    assert sum(conversations.size(one, tokens) for one in found) >= len("Hello.Yes")
+    assert sum(conversations.target_bytes(one, tokens) for one in found) >= len("Hello.Yes")
 
 
 def test_bytes_behind_targets_are_those_of_the_answers():
     row = {"messages": said("naïve?", "naïve 🙂", "漢", "字")}
     for name in ("chatml", "llama3", "mistral"):
         (one,) = documents(row, made(name))
-        assert conversations.size(one, made(name)) == len("naïve 🙂字".encode())
+        assert conversations.target_bytes(one, made(name)) == len("naïve 🙂字".encode())
     (one,) = documents({"prompt": "é", "completion": "ç"}, BYTES)
     assert (one.tokens.tolist(), one.targets.tolist()) == (
         [256, *"éç".encode()],
         [False] * 3 + [True] * 2,
     )
-    assert conversations.size(one, BYTES) == 2
+    assert conversations.target_bytes(one, BYTES) == 2
 
 
 WITHOUT_CONTROL = (
@@ -140,12 +140,12 @@ ONLY_WHEN_ASKED = small_tokenizers.TEMPLATE.replace("loop.first and", "add_gener
     ("name", "row", "message"),
     [
         ("mistral", {"messages": said("a", "b", system="c")}, "line 1: the chat template of mistral can't be rendered (Roles must alternate user/assistant)"),
-        ("chatml", {"messages": said("", "b")[1:]}, "line 1: the chat template of chatml writes message 1 otherwise than it begins an answer"),
-        (ONLY_WHEN_ASKED, {"messages": said("a", "b")}, "line 1: the chat template of it writes message 2 otherwise than it begins an answer, so that nobody knows where the answer begins"),
-        ("{{ bos_token }}", {"messages": said("a", "b")}, "line 1: the chat template writes nothing of what the assistant says; use another"),
-        (WITHOUT_CONTROL.replace(": ", ": transf"), {"messages": said("a", "ormer")}, "writes message 2 otherwise than it begins an answer, so that nobody knows where the answer begins; take white space from its beginning"),
+        ("chatml", {"messages": said("", "b")[1:]}, "line 1: the chat template of chatml renders message 1 differently from the beginning of an answer"),
+        (ONLY_WHEN_ASKED, {"messages": said("a", "b")}, "line 1: the chat template of it renders message 2 differently from the beginning of an answer, so where the answer begins is unknown"),
+        ("{{ bos_token }}", {"messages": said("a", "b")}, "line 1: the chat template does not render what the assistant says; use another"),
+        (WITHOUT_CONTROL.replace(": ", ": transf"), {"messages": said("a", "ormer")}, "renders message 2 differently from the beginning of an answer, so where the answer begins is unknown; remove white space from its beginning"),
         ("chatml", {"prompt": "transf", "completion": "ormer"}, "line 1: the tokenizer joins the end of the prompt to the completion; begin the completion with"),
-        ("bare", {"messages": said("a", "b")}, "line 1 has messages, and the tokenizer it has no chat template; use a chat model's, or rows of text"),
+        ("bare", {"messages": said("a", "b")}, "line 1 has messages, but the tokenizer it has no chat template; use a chat model's, or rows of text"),
     ],
 )  # fmt: skip
 def test_a_conversation_that_has_no_mask_is_refused(name, row, message):
@@ -320,7 +320,7 @@ def test_files_of_two_kinds_are_refused(folder):
     (folder / "b.jsonl").unlink()
     (folder / "b.txt").write_text("some text")
     with pytest.raises(
-        DataError, match=r"b\.txt is text, and a\.jsonl has conversations; name the files"
+        DataError, match=r"b\.txt is text, but a\.jsonl has conversations; name the files"
     ):
         load(str(folder / "[ab].*"))
 
@@ -359,9 +359,9 @@ def test_conversations_too_long_for_a_row_are_reported(folder, block, monkeypatc
     )
     held = [one for row in rows[-2:] for one in documents(row, CHAT)]
     short = [conversations.Document(*(x[: length + 1] for x in one)) for one in held]
-    assert data.held_out_bytes == sum(conversations.size(one, CHAT) for one in short)
+    assert data.held_out_bytes == sum(conversations.target_bytes(one, CHAT) for one in short)
     with pytest.raises(
-        DataError, match="no answer of its training rows begins within the first --seq_"
+        DataError, match="no answer in its training rows begins within the first --seq_"
     ):
         load(data.facts["dataset"], seq_len=4)
 
@@ -449,17 +449,17 @@ def test_training_data_is_of_one_day(folder, monkeypatch):
     """A template may insert today's date; training data uses one fixed date."""
     tokens, name = made("llama3"), write(folder / "a.jsonl", chats(10))
     data = load(name, tokens=tokens)
-    assert data.notes[0].endswith("; to the template today is 26 Jul 2024.")
+    assert data.notes[0].endswith("; templates see the date 26 Jul 2024.")
     assert "26 Jul 2024" in tokens.decode(data.train[0]["tokens"])
     assert "26 Jul 2024" not in tokens.render(said("Hi"))
 
 
-def test_processes_make_the_same_files_as_this_one(folder, monkeypatch):
+def test_threads_make_the_same_files_as_one(folder, monkeypatch):
     name = write(folder / "a.jsonl", chats(80))
     here = corpus.prepare(*sources.find(name), CHAT)
     monkeypatch.setenv("ZOO_CACHE", str(folder / "other"))
-    for limit, value in (("CHUNK", 3_000), ("SMALL", 2)):
-        monkeypatch.setattr(corpus, limit, value)
+    monkeypatch.setattr(corpus, "CHUNK", 3_000)
+    monkeypatch.setattr(corpus, "cores", lambda: 4)
     there = corpus.prepare(*sources.find(name), CHAT)
     assert here.folder.name == there.folder.name
     assert {file.name for file in here.folder.iterdir()} >= {"train.targets", "held_out.targets"}
@@ -578,7 +578,7 @@ def test_learning_rates(recipe, flags, wanted, tmp_path):
         (["--eval_dataset={here}/a.jsonl"], "--eval_dataset={here}/a.jsonl must match the original run, none"),
         (["--pack=false"], "--pack=false must match the original run, none"),
         (["--workdir={here}/new", "--pack=false"], "--pack=false would cut the conversations of {here}/a.jsonl; leave it out"),
-        (["--workdir={here}/new", "--seq_len=8"], "no answer of its training rows begins within the first --seq_len=8 tokens; use --seq_len="),
+        (["--workdir={here}/new", "--seq_len=8"], "no answer in its training rows begins within the first --seq_len=8 tokens; --seq_len="),
     ],
 )  # fmt: skip
 def test_incompatible_flags_are_one_line(flags, message, here, inside):

@@ -1,4 +1,4 @@
-"""data/corpus.py, data/workers.py: a corpus is tokenised once and whole, despite interruptions."""
+"""data/corpus.py, data/chunks.py: a corpus is tokenized once and completely, whatever happens meanwhile."""
 
 import errno
 import functools
@@ -7,16 +7,18 @@ import hashlib
 import json
 import os
 import pathlib
+import signal
 import subprocess
 import sys
 import sysconfig
+import threading
 import time
 import types
 
 import numpy as np
 import pytest
 
-from data import DataError, corpus, hub, sources, text, workers
+from data import DataError, chunks, corpus, hub, sources, text
 from data.tokenizer import BYTES, Tokenizer
 from tests.conftest import ROOT
 from tests.support.small_tokenizers import small
@@ -74,55 +76,70 @@ def test_documents_keep_their_bounds_and_their_size(path, start):
 def test_every_token_of_a_large_vocabulary_has_room():
     sizes = {257: np.uint16, 65_536: np.uint16, 65_537: np.uint32, 151_669: np.uint32}
     for size, kind in sizes.items():
-        assert workers.dtype(types.SimpleNamespace(size=size)) == kind
+        assert chunks.dtype(types.SimpleNamespace(size=size)) == kind
 
 
-@pytest.mark.parametrize(("cores", "threads"), [(2, 1), (3, 2), (64, 8)])
-def test_processes_make_the_same_files_as_this_one(path, monkeypatch, cores, threads):
-    """At most two processes start, with threads for other cores; memory doesn't grow with cores."""
-    started = []
-    monkeypatch.setattr(corpus, "cores", lambda: cores)
-    popen = functools.partial(lambda p, command, **o: started.append(command) or p(command, **o),
-                              subprocess.Popen)  # fmt: skip
-    with monkeypatch.context() as patched:
-        patched.setattr(workers, "Pool", lambda *_: pytest.fail("processes for so little"))
-        here = prepare(path, small())
+@pytest.mark.parametrize(("cores", "count"), [(2, 2), (3, 3), (64, 8)])
+def test_threads_make_the_same_files_as_one(path, monkeypatch, cores, count):
+    """At most eight threads: memory does not grow with the number of cores."""
+    monkeypatch.setattr(corpus, "cores", lambda: 1)
+    one = prepare(path, small())
     monkeypatch.setenv("ZOO_CACHE", str(path.parent / "other"))
-    for name, value in (("CHUNK", 5_000), ("SMALL", 2)):
-        monkeypatch.setattr(corpus, name, value)
-    with monkeypatch.context() as patched:
-        patched.setattr(subprocess, "Popen", popen)
-        there = prepare(path, small())
-    given, *lines = started[0][started[0].index("data.workers") + 1 :]
-    assert (int(given), len(lines)) == (threads, 2)
-    assert there.folder != here.folder
-    for file in here.folder.iterdir():
-        assert file.read_bytes() == (there.folder / file.name).read_bytes(), file.name
+    monkeypatch.setattr(corpus, "CHUNK", 5_000)
+    monkeypatch.setattr(corpus, "cores", lambda: cores)
+    write, used = chunks.write, set()
+    everyone = threading.Barrier(count)
+
+    def watched(*arguments):
+        if (me := threading.get_ident()) not in used:
+            used.add(me)
+            everyone.wait(60)
+        write(*arguments)
+
+    monkeypatch.setattr(chunks, "write", watched)
+    several = prepare(path, small())
+    assert len(used) == count
+    assert several.folder != one.folder
+    for file in one.folder.iterdir():
+        assert file.read_bytes() == (several.folder / file.name).read_bytes(), file.name
     assert {p.name for p in (path.parent / "other" / "text").iterdir()} == {
-        there.folder.name, corpus._content(*sources.find(str(path)))[0].name,
+        several.folder.name, corpus._content(*sources.find(str(path)))[0].name,
     }, "chunks are removed"  # fmt: skip
 
 
-def test_processes_that_tokenise_import_no_jax():
-    heavy = "{'jax', 'grain', 'datasets', 'recipes'}"
-    program = f"import sys, data.workers; assert not {heavy} & set(sys.modules), sys.modules"
-    subprocess.run([sys.executable, "-c", program], cwd=ROOT, check=True)
+def test_an_error_or_ctrl_c_drops_the_chunks_in_work(path, tmp_path, monkeypatch):
+    """What is done is kept, and the process does not first finish the rest."""
+    monkeypatch.setattr(corpus, "cores", lambda: 2)
+    monkeypatch.setattr(corpus, "CHUNK", 1_000)
+    write, begun, kept = chunks.write, [], []
 
+    def interrupted(todo, name):
+        for number, one in enumerate(todo):
+            if number == 6:
+                kept.extend(tmp_path.glob("cache/text/*/*.npz"))
+                raise KeyboardInterrupt
+            yield one
 
-def test_a_killed_process_is_reported_and_its_work_repeated(path, monkeypatch):
-    for name, value in (("CHUNK", 5_000), ("SMALL", 2)):
-        monkeypatch.setattr(corpus, name, value)
+    def slowly(target, parts, tokenizer, stop):
+        begun.append(target)
+        if len(begun) > 3:
+            assert stop.wait(60), "nobody says that it should stop"
+        write(target, parts, tokenizer, stop)
+
     with monkeypatch.context() as patched:
-        patched.setattr(sys, "executable", "/bin/false")
-        with pytest.raises(DataError, match=r"documents\.jsonl was killed, perhaps for"):
+        patched.setattr(corpus, "_with_progress", interrupted)
+        patched.setattr(chunks, "write", slowly)
+        with pytest.raises(KeyboardInterrupt):
             prepare(path, small())
+    left = set(tmp_path.glob("cache/text/*/*.npz"))
+    assert set(kept) <= left == set(begun[:3])
     assert documents(prepare(path, small()).held_out)
 
 
-@pytest.mark.parametrize("few", [0, 100], ids=["processes", "here"])
-def test_a_full_disk_is_reported_and_finished_work_is_kept(path, monkeypatch, few):
+@pytest.mark.parametrize("cores", [1, 2])
+def test_a_full_disk_is_reported_and_finished_work_is_kept(path, monkeypatch, cores):
     monkeypatch.setattr(corpus, "CHUNK", 5_000)
-    monkeypatch.setattr(corpus, "SMALL", few)
+    monkeypatch.setattr(corpus, "cores", lambda: cores)
     content = corpus._content(*sources.find(str(path)))[1]
     key = json.dumps([corpus.CODE, content, "text", small().sha256]).encode()
     partial = path.parent / "cache/text" / (hashlib.sha256(key).hexdigest()[:16] + ".partial")
@@ -142,7 +159,7 @@ def test_a_full_disk_is_reported_and_finished_work_is_kept(path, monkeypatch, fe
 @pytest.mark.promise("user-errors")
 @pytest.mark.parametrize("call", ["is_file", "open", "read_bytes"])
 def test_an_unreadable_source_is_reported(path, monkeypatch, call):
-    """Errors from listing, hashing and tokenising name the source, not the cache."""
+    """Errors from listing, hashing and tokenizing name the source, not the cache."""
 
     def refused(*_, **__):
         raise PermissionError(errno.EACCES, "Permission denied")
@@ -195,7 +212,7 @@ def test_the_cache_key_has_content_and_tokenizer(path, tmp_path):
 
 
 def test_the_cache_key_of_a_hub_dataset_has_its_commit(path, monkeypatch):
-    """A changed dataset is tokenised again; the last version is used if the Hub is unreachable."""
+    """A changed dataset is tokenized again; the last version is used if the Hub is unreachable."""
     library, answers = hub.library(), iter(())
     load = functools.partial(library.load_dataset, "json", data_files={"train": str(path)})
     there = types.SimpleNamespace(load_dataset=lambda name, config, streaming: load(streaming=True))
@@ -230,7 +247,7 @@ def test_the_cache_key_of_a_hub_dataset_has_its_commit(path, monkeypatch):
 
 @pytest.mark.parametrize("suffix", ["jsonl.gz", "JSONL.GZ", "txt", "txt.gz", "TXT.GZ"])
 def test_compressed_files_patterns_and_long_documents(path, tmp_path, monkeypatch, suffix):
-    """A long text is read and tokenised in parts; its line endings are normalized."""
+    """A long text is read and tokenized in parts; its line endings are normalized."""
     monkeypatch.setattr(sources, "LONGEST", 100)
     whole = "\r\n".join(DOCUMENTS) + "x" * 300 + "漢" * 300
     rows = suffix.lower() == "jsonl.gz"
@@ -265,9 +282,8 @@ def test_parts_given_to_the_library_are_short(kind, text, tmp_path):
     parts = list(sources.find(str(file))[0].parts())
     assert b"".join(part.text for part in parts).decode() == text
     assert len(parts) == -(-900_000 // sources.LONGEST), "and no more often than that"
-    for at_once in (workers.AT_ONCE, 4 * workers.AT_ONCE):  # with one thread, and with most
-        groups = workers._grouped(parts, at_once)
-        assert max(sum(len(part.text) for part in group) for group in groups) <= 2**18
+    groups = chunks._groups(parts, chunks.AT_ONCE)
+    assert max(sum(len(part.text) for part in group) for group in groups) <= sources.LONGEST
 
 
 def test_rows_of_jsonl_and_parquet_are_cut_like_files(tmp_path, monkeypatch):
@@ -320,7 +336,7 @@ KILLED = """
 import sys
 from data import corpus, sources
 from data.tokenizer import find
-sources.HELD_OUT, corpus.CHUNK, corpus.SMALL = 0.1, 5_000, 1
+sources.HELD_OUT, corpus.CHUNK = 0.1, 5_000
 print(corpus.prepare(*sources.find(sys.argv[1]), find(sys.argv[2])).fingerprint)
 """
 
@@ -332,7 +348,7 @@ def conversation(said: str) -> dict:
 
 @pytest.mark.full
 @pytest.mark.parametrize("kind", ["text", "conversations"])
-def test_a_kill_while_tokenising_costs_a_chunk(kind, path, tmp_path, monkeypatch):
+def test_a_kill_while_tokenizing_costs_a_chunk(kind, path, tmp_path, monkeypatch):
     """After five kills, finished chunks are kept, no process stays, and the result is the same."""
     tokens = small(start=kind == "text")
     if kind == "conversations":
@@ -351,9 +367,10 @@ def test_a_kill_while_tokenising_costs_a_chunk(kind, path, tmp_path, monkeypatch
         while len(now := files(cache)) < len(done) + 3:
             assert process.poll() is None, "it is done before it was killed"
             time.sleep(0.001)
+        process.send_signal(signal.SIGSTOP)  # it would end meanwhile
+        assert not children(process.pid), "they could outlive it"
         process.kill()
         process.communicate()
-        wait_for_no(process.pid)
         now = files(cache)
         assert done.items() <= now.items(), "a chunk was made again"
         done = now
@@ -366,11 +383,6 @@ def files(cache: pathlib.Path) -> dict[pathlib.Path, int]:
     return {chunk: chunk.stat().st_ino for chunk in cache.glob("text/*.partial/*.npz")}
 
 
-def wait_for_no(parent: int) -> None:
-    """Waits until processes left by a killed parent are gone; they end with their work."""
-    for _ in range(1000):
-        commands = subprocess.run(["ps", "-eo", "pgid,args"], capture_output=True, text=True).stdout
-        if "-m data.workers" not in commands:
-            return
-        time.sleep(0.01)
-    pytest.fail("a process is left")
+def children(parent: int) -> str:
+    command = ["ps", "-o", "pid=,args=", "--ppid", str(parent)]
+    return subprocess.run(command, capture_output=True, text=True).stdout

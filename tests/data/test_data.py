@@ -168,12 +168,12 @@ def test_stdlib_is_split_by_file_and_disjoint(corpus):
     assert not long[0] & long[1], "a held-out file is in the training text"
 
 
-def test_a_second_use_reads_the_cache_and_a_changed_file_is_tokenised_again(tmp_path, monkeypatch):
+def test_a_second_use_reads_the_cache_and_a_changed_file_is_tokenized_again(tmp_path, monkeypatch):
     path = tmp_path / "a.txt"
     path.write_text("one " * 100)
     first = prepare(str(path))
     times = path.stat()
-    monkeypatch.setattr(corpora, "_make", lambda *_: pytest.fail("tokenised twice"))
+    monkeypatch.setattr(corpora, "_make", lambda *_: pytest.fail("tokenized twice"))
     assert prepare(str(path)).fingerprint == first.fingerprint
     monkeypatch.undo()
     path.write_text("two " * 100)

@@ -176,7 +176,7 @@ ROWS = [
     (["--restore_from=transformer.stdlib_3m", "--tokenizer={here}/same"], "transformer.stdlib_3m (d817aeed…), which its model was trained with; leave it out"),
     (["--restore_from=hf:{here}/bare"], "{here}/bare has no tokenizer.json, so nobody knows what its model's tokens mean; use --tokenizer=FILE, ORG/NAME on the Hub, or bytes if it was trained on bytes"),
     (["--restore_from=hf:{here}/bare", "--tokenizer=bytes"], "--tokenizer=bytes has 257 tokens and the model of {here}/bare 512, so it was not trained on bytes; use its own tokenizer.json"),
-    (["--restore_from=hf:{here}/pieces"], "{here}/pieces has its tokenizer in tokenizer.model alone, which the zoo does not read"),
+    (["--restore_from=hf:{here}/pieces"], "{here}/pieces has its tokenizer only in tokenizer.model, which the zoo does not read"),
     (["--restore_from={here}/imported"], "{here}/imported has no tokenizer.json, so nobody knows"),
     (["--restore_from=hf:{here}/bare", "--tokenizer={here}/large"], "the model has 512 tokens, and the tokenizer {here}/large has 513; use the tokenizer that it was trained with, or a model with a larger vocabulary"),
     (["--tokenizer={here}/no"], "--tokenizer={here}/no does not exist; use bytes, a tokenizer.json"),
@@ -248,7 +248,7 @@ def test_import_refuses_pieces_alone(here, inside, tmp_path):
         "recipes.hf", "import", f"--source={here / 'pieces'}", f"--target={tmp_path / 'x'}"
     )
     assert done.code == 2
-    assert "has its tokenizer in tokenizer.model alone" in done.err
+    assert "has its tokenizer only in tokenizer.model" in done.err
     assert not (tmp_path / "x").exists()
 
 
@@ -288,7 +288,7 @@ def test_an_answer_ends_where_the_model_ends_it(here, inside, book, tmp_path):
     assert (done.code, done.err) == (0, "")
     shown = done.out[done.out.index("Sample, ended by the model:\n  | def") :].splitlines()[1]
     assert len(shown.removeprefix("  | def")) <= max(
-        map(len, tokenizer.find(tokens)._plain.get_vocab())
+        map(len, tokenizer.find(tokens)._library.get_vocab())
     )
 
 

@@ -1,5 +1,6 @@
 """data/tokenizer.py: ids, control tokens, EOS, streamed text, chat templates, names that lead nowhere."""
 
+import concurrent.futures
 import http.server
 import json
 import pickle
@@ -261,11 +262,11 @@ def here(tmp_path):
         ("", "--tokenizer= does not exist"),
         ("x" * 5000, "can't be read (File name too long); use another"),
         ("{here}/empty", "--tokenizer={here}/empty has no tokenizer.json; use a folder that has one, or bytes"),
-        ("{here}/pieces", "{here}/pieces has its tokenizer in tokenizer.model alone, which the zoo does not read; add its tokenizer.json"),
+        ("{here}/pieces", "{here}/pieces has its tokenizer only in tokenizer.model, which the zoo does not read; add its tokenizer.json"),
         ("{here}/broken", "tokenizer.json of the tokenizer {here}/broken can't be read ("),
         ("{here}/list", "generation_config.json of the tokenizer {here}/list is not a JSON object"),
-        ("{here}/eos", "the tokenizer {here}/eos has 512 tokens, and [2, 512] is to end a text"),
-        ("{here}/config", "the tokenizer {here}/config has 512 tokens, and ['<eos>'] is to end a text"),
+        ("{here}/eos", "the tokenizer {here}/eos has 512 tokens, but [2, 512] should end a text"),
+        ("{here}/config", "the tokenizer {here}/config has 512 tokens, but ['<eos>'] should end a text"),
     ],
 )  # fmt: skip
 def test_a_name_that_leads_nowhere_is_one_line(name, said, here):
@@ -346,3 +347,15 @@ def test_the_hub_is_asked_once_and_quietly(what, ask, code, said, answers, capfd
     assert "\n" not in str(caught.value)
     assert capfd.readouterr() == ("", "")
     assert len([path for path in asked if "such" in path]) == (1 if code else 0), "no retries"
+
+
+def test_threads_may_encode_text_and_templates_at_once():
+    """Only a template may spell control tokens, whatever another thread encodes meanwhile."""
+    tokens = tokenizer.from_files(small_tokenizers.byte_level())
+    both = "<|im_start|>user\nHi<|im_end|>"
+    encode = [lambda: tokens.encode([both])[0], lambda: tokens.encode_rendered(both)]
+    want = [one().tolist() for one in encode]
+    assert want[0] != want[1]
+    with concurrent.futures.ThreadPoolExecutor(4) as pool:
+        found = [pool.submit(encode[i % 2]) for i in range(400)]
+        assert all(one.result().tolist() == want[i % 2] for i, one in enumerate(found))

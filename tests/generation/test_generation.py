@@ -331,10 +331,10 @@ MISTAKES = [
     ([PUBLISHED, "--prompts=nothing.jsonl"], "--prompts=nothing.jsonl can't be read (No such file or directory); use a .jsonl file"),
     ([PUBLISHED, "--prompts={file}", ""], "--prompts={file} is empty; add a line like"),
     ([PUBLISHED, "--prompts={file}", '{"prompt": "a"}\n{"prompt"'], "line 2 of {file} is not JSON ("),
-    ([PUBLISHED, "--prompts={file}", '{"prompt": "a"}\n\n{"text": "b"}'], "line 3 of {file} is no prompt; write"),
+    ([PUBLISHED, "--prompts={file}", '{"prompt": "a"}\n\n{"text": "b"}'], "line 3 of {file} is not a prompt; write"),
     ([PUBLISHED, "--prompts={file}", '{"messages": [{"role": "user"}]}'], "line 1 of {file}: the content of message 1 is missing, not a string; write it as text"),
     ([PUBLISHED, "--prompts={file}", '{"messages": [{"role": "me", "content": "a"}]}'], 'line 1 of {file}: message 1 has the role "me"; use one of system'),
-    ([PUBLISHED, "--prompts={file}", '{"messages": []}'], "line 1 of {file} is no prompt; write"),
+    ([PUBLISHED, "--prompts={file}", '{"messages": []}'], "line 1 of {file} is not a prompt; write"),
     ([PUBLISHED, "--prompts={file}", "--out={file}", '{"prompt": "a"}'], "--out={file} already exists; use a new name"),
     ([PUBLISHED, "--top_p=2"], "--top_p=2 must be ≤ 1.0"),
 ]  # fmt: skip

@@ -39,7 +39,7 @@ to_devices = loop.to_devices
 evaluation.to_devices = loop.to_devices = lambda rows, *rest: fed.append(rows) or to_devices(rows, *rest)
 def watch(rows, take):
     rows.take = lambda self, i: read.extend((len(self._tokens), n) for n in i) or take(self, i)
-for rows in (text._Windows, packing.Packed):
+for rows in (text.Windows, packing.Packed):
     watch(rows, rows.take)
 try:
     runpy.run_module("recipes.transformer", run_name="__main__")

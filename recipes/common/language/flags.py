@@ -36,7 +36,7 @@ class Text:
     seq_len: int = flag(128, "Tokens of context.", "data", at_least=1)
 
     def load(self, tokenizer: Tokenizer) -> Dataset:
-        """The text as examples. Raises DataError if it is not here."""
+        """Loads the text as examples. Raises DataError if it can't be found or read."""
         where = (self.dataset, self.text_column, self.seq_len)
         return texts.load(*where, tokenizer, self.pack, self.eval_dataset)
 

@@ -1,0 +1,162 @@
+"""Tokenizes a corpus in chunks, each to a file of its own, on several threads.
+
+The tokenizer's library releases Python's lock while it encodes, so threads use several cores and
+share one copy of the vocabulary. Nothing outlives the process, however it ends.
+"""
+
+import collections
+import concurrent.futures
+import contextlib
+import ctypes
+import os
+import pathlib
+import threading
+from collections.abc import Iterable, Iterator
+from typing import NamedTuple
+
+import numpy as np
+
+from data import conversations
+from data.sources import Part
+from data.tokenizer import Tokenizer
+
+# Bytes of text in one call of the library, unless a single part has more, and in all calls that run
+# at once. While it encodes, the library holds 117 times as much memory for English and 418 times as
+# much for digits, each of which is a token.
+AT_ONCE, IN_ALL = 2**16, 2**19
+# More threads would take more memory and wait for text: JSON Lines are read at about 8 MB/s, and a
+# core tokenizes 1 MB/s.
+THREADS = 8
+# glibc keeps what a thread has freed: 50 MB each after long parts of digits. This costs time, so it
+# is done only after long parts. Other systems have no such call.
+_give_back = getattr(ctypes.CDLL(None), "malloc_trim", lambda _: None)
+
+
+def dtype(tokenizer: Tokenizer) -> np.dtype:
+    """Smallest type that holds every token."""
+    return np.dtype(np.uint16 if tokenizer.size <= 2**16 else np.uint32)
+
+
+class Tokenized(NamedTuple):
+    """A part of the corpus; a row of conversations can become several."""
+
+    tokens: np.ndarray
+    size: int  # bytes of text
+    held_out: bool
+    begins: bool  # whether a document begins here
+    targets: np.ndarray | None = None  # bool per token, where only some are targets
+    first: bool = True  # whether it is the first of its row
+
+
+def write_all(
+    chunks: Iterable[tuple[pathlib.Path, list[Part]]], tokenizer: Tokenizer, cores: int
+) -> None:
+    """Tokenizes each chunk to its file; holds few chunks in memory.
+
+    Raises OSError if a file can't be written, DataError for a row that can't be tokenized.
+    """
+    threads = min(cores, THREADS) if tokenizer.files else 1  # bytes are only copied
+    stop, pending = threading.Event(), collections.deque()
+    with concurrent.futures.ThreadPoolExecutor(threads) as pool:
+        try:
+            for path, parts in chunks:
+                pending.append(pool.submit(write, path, parts, tokenizer, stop))
+                if len(pending) > threads + 1:
+                    pending.popleft().result()
+            while pending:
+                pending.popleft().result()
+        finally:
+            stop.set()  # on an error or Ctrl-C, chunks in work are dropped
+
+
+def write(
+    path: pathlib.Path, parts: list[Part], tokenizer: Tokenizer, stop: threading.Event | None = None
+) -> None:
+    """Tokenizes to a file, which appears only when it is complete.
+
+    The file has the tokens of all parts and, for each part, its number of tokens, its bytes of
+    text, and whether it is held out and begins a document. For conversations it also has the
+    targets and, for each document, whether it is the first of its row.
+
+    Args:
+      stop: gives up, and writes nothing, once this is set.
+
+    Raises DataError for a row that can't be tokenized.
+    """
+    made: list[Tokenized] = []
+    for group in _groups(parts, AT_ONCE):
+        if stop and stop.is_set():
+            return
+        with _room(sum(len(part.text) for part in group)):
+            found = (_rows if group[0].row else _texts)(group, tokenizer)
+            made += (one._replace(tokens=one.tokens.astype(dtype(tokenizer))) for one in found)
+    arrays = {
+        "tokens": np.concatenate([one.tokens for one in made]),
+        "lengths": np.array([len(one.tokens) for one in made], np.int64),
+        "sizes": np.array([one.size for one in made], np.int64),
+        "held_out": np.array([one.held_out for one in made]),
+        "begins": np.array([one.begins for one in made]),
+    }
+    targets = [one.targets for one in made if one.targets is not None]
+    if targets:
+        arrays["targets"] = np.concatenate(targets)
+        arrays["firsts"] = np.array([one.first for one in made])
+    partial = path.with_suffix(f".{os.getpid()}.tmp")
+    with partial.open("wb") as file:
+        np.savez(file, **arrays)
+    os.replace(partial, path)
+
+
+_used, _room_changed = 0, threading.Condition()
+
+
+@contextlib.contextmanager
+def _room(size: int) -> Iterator[None]:
+    """Waits until the library may encode so many more bytes, of all threads at most IN_ALL."""
+    global _used
+    size = min(size, IN_ALL)
+    with _room_changed:
+        _room_changed.wait_for(lambda: _used + size <= IN_ALL)
+        _used += size
+    try:
+        yield
+    finally:
+        if size > AT_ONCE:
+            _give_back(0)
+        with _room_changed:
+            _used -= size
+            _room_changed.notify_all()
+
+
+def _texts(parts: list[Part], tokenizer: Tokenizer) -> Iterator[Tokenized]:
+    start, end = (np.array(ids, np.int32) for ids in (tokenizer.start, tokenizer.end[:1]))
+    # Some tokenizers put a space in front of a text. A later part of a document must not get one,
+    # so it is encoded behind a newline, whose tokens are then removed.
+    newline = tokenizer.encode(["\n"])[0]
+    texts = [part.text if part.begins else b"\n" + part.text for part in parts]
+    for part, ids in zip(parts, tokenizer.encode(texts), strict=True):
+        if not part.begins:
+            separate = ids[: len(newline)].tolist() == newline.tolist()
+            ids = ids[len(newline) :] if separate else tokenizer.encode([part.text])[0]
+        pieces = [start[: part.begins * len(start)], ids, end[: part.ends * len(end)]]
+        yield Tokenized(np.concatenate(pieces), len(part.text), part.held_out, part.begins)
+
+
+def _rows(parts: list[Part], tokenizer: Tokenizer) -> Iterator[Tokenized]:
+    for part in parts:
+        found = conversations.documents(part.text, tokenizer, part.row)
+        for number, one in enumerate(found):
+            size = conversations.target_bytes(one, tokenizer)
+            yield Tokenized(one.tokens, size, part.held_out, True, one.targets, number == 0)
+
+
+def _groups(parts: list[Part], at_once: int) -> Iterator[list[Part]]:
+    """Consecutive parts, at most `at_once` bytes of text unless a single part has more."""
+    group, size = [], 0
+    for part in parts:
+        if group and size + len(part.text) > at_once:
+            yield group
+            group, size = [], 0
+        group.append(part)
+        size += len(part.text)
+    yield group
