@@ -120,11 +120,16 @@ def _refused(error: Exception) -> bool:
     return getattr(error, "code", 0) == 401 or str(error).startswith("Forbidden")
 
 
-def begin_upload(path: pathlib.Path) -> None:
-    """Begins an upload that never goes on: nothing is there for it. Raises `errors`."""
+def post(path: pathlib.Path, **request) -> Any:
+    """POSTs to an object's upload endpoint, and returns the response. Raises `errors`.
+
+    Args:
+      request: arguments of gcsfs's `call`: query parameters, `data` or `json`.
+    """
     bucket, _, name = str(path).removeprefix("gs://").partition("/")
-    where = filesystem()._location + "/upload/storage/v1/b/{}/o"
-    filesystem().call("POST", where, bucket, json={}, uploadType="resumable", name=name)
+    files = filesystem()
+    where = files.base.replace("/storage/v1/", "/upload/storage/v1/b/{}/o")
+    return files.call("POST", where, bucket, name=name, **request)
 
 
 # ---- errors --------------------------------------------------------------------------------------

@@ -81,7 +81,7 @@ class Evaluate:
 
 def main(devices: Devices, flags: Evaluate) -> None:
     # ---- What is asked, checked before anything is computed --------------------------------------
-    mesh, out = make_mesh(devices.mesh), folders.new(flags.out, "out") if flags.out else None
+    mesh, out = make_mesh(devices.mesh), folders.new_path(flags.out, "out") if flags.out else None
     source = given(flags)
     asked = tasks.load(flags.tasks, flags.include_path) if flags.tasks else None
     tokenizer = checkpoint.tokenizer_for(flags.tokenizer, source)
@@ -144,7 +144,7 @@ def given(flags: Evaluate) -> checkpoint.Source:
         raise UserError("--restore_from is missing; use --restore_from=RUN, or hf:DIR")
     if not (flags.dataset or flags.tasks):
         raise UserError("there is nothing to evaluate on; use --dataset=FILE or --tasks=NAME")
-    source = checkpoint.find_together(flags.restore_from, flags.verify, flags.base)
+    source = checkpoint.find_on_all_processes(flags.restore_from, flags.verify, flags.base)
     entry = source.metadata["entry"]
     if entry in ENTRIES and ENTRIES[entry].data != text.__name__:
         raise UserError(

@@ -75,7 +75,7 @@ def main(devices: Devices, flags: Generate) -> None:
     mesh = make_mesh(devices.mesh)
     if not flags.restore_from:
         raise UserError("--restore_from is missing; use --restore_from=RUN, or hf:DIR")
-    source = checkpoint.find_together(flags.restore_from, flags.verify, flags.base)
+    source = checkpoint.find_on_all_processes(flags.restore_from, flags.verify, flags.base)
     if not hasattr(entries.model(source.metadata["entry"]), "decode"):
         raise UserError(
             f"--restore_from={flags.restore_from} is a {source.metadata['entry']!r} model, which "
@@ -86,7 +86,7 @@ def main(devices: Devices, flags: Generate) -> None:
     limit = Limit(checkpoint.context(source), flags, tokenizer)
     for question in asked:
         limit.new_tokens(question)
-    out = folders.new(flags.out, "out", appended=True) if flags.out else None
+    out = folders.new_path(flags.out, "out", appended=True) if flags.out else None
 
     # ---- The model, and a cache that the same rules shard ----------------------------------------
     dtype = flags.dtype or ("float32" if mesh.devices.flat[0].platform == "cpu" else "bfloat16")

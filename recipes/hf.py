@@ -62,7 +62,7 @@ def import_(flags: Import) -> None:
     layout = checkpoint.layout_of(folder, make_mesh(flags.mesh), flags.rules)
     tokens = folder.tokenizer()
     if tokens:
-        checkpoint.check_size(tokens, folder)
+        checkpoint.check_vocabulary(tokens, folder)
     print0(report.headline(layout), *report.uneven(layout, layout.variables()))
 
     # ---- Each shard is read on its own, onto its device, and saved from there -------------------
@@ -72,7 +72,7 @@ def import_(flags: Import) -> None:
     # Where a folder lies says nothing to others.
     on_hub = not (folders.in_bucket(name) or pathlib.Path(name).exists())
     facts["imported"] = f"hf:{name}" if on_hub else folder.path.name
-    with folders.writing(flags.target):
+    with folders.write_errors(flags.target):
         checkpoint.write(target, variables, facts, tokenizer=tokens)
     without, also = ("", "") if tokens else (left_out(folder.path), " --tokenizer=FILE")
     print0(
@@ -107,7 +107,7 @@ def export(flags: Export) -> None:
     told = card.facts(source, list(shards.values()), flags.licence, flags.note)
     readme = card.for_hub(target.name, source.metadata, told, flags.adapter)
     name = flags.target
-    with folders.writing(name):
+    with folders.write_errors(name):
         if flags.adapter:  # whose base PEFT is told by name if it can read that
             base = source.where.removeprefix("hf:") if source.where.startswith("hf:") else None
             hf.write_adapter(target, entry, layout.config, base, read, tokens, readme)
@@ -131,7 +131,7 @@ def new_folder(flags: Folders) -> pathlib.Path:
     for name in ("source", "target"):
         if not getattr(flags, name):
             raise UserError(f"--{name} is missing; use --{name}=DIR")
-    return folders.new(flags.target)
+    return folders.new_path(flags.target)
 
 
 def parameters(layout: Layout) -> str:

@@ -40,7 +40,7 @@ def main(flags: Publish) -> None:
     for name in ("source", "target"):
         if not getattr(flags, name):
             raise UserError(f"--{name} is missing; use --{name}=DIR")
-    target = folders.new(flags.target)
+    target = folders.new_path(flags.target)
     if flags.source.startswith("hf:"):
         raise UserError(
             f"--source={flags.source} is not a checkpoint of this zoo; use a run's workdir or a "
@@ -66,13 +66,13 @@ def main(flags: Publish) -> None:
     metadata = source.metadata | {
         # Of an adapter, merged.
         "logical_axes": checkpoint.metadata("", layout, {})["logical_axes"],
-        "flags": {k: v for k, v in source.metadata["flags"].items() if k not in card.UNTOLD},
+        "flags": {k: v for k, v in source.metadata["flags"].items() if k not in card.OMITTED_FLAGS},
         "published": card.facts(source, leaves, licence, flags.note) | {"probe_loss": loss},
     }
 
     # ---- Written to a temporary folder, and moved in place ---------------------------------------
     ours = target.parent == checkpoint.PUBLISHED
-    with folders.writing(flags.target):
+    with folders.write_errors(flags.target):
         checkpoint.write(
             target,
             variables,

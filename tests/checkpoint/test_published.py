@@ -405,7 +405,7 @@ def test_a_changed_byte_as_a_command_and_the_flag_that_does_not_look(inside, cop
     assert (done.code, done.out) == (2, "")
     assert done.err == (
         f"error: --restore_from={copied}: {array.relative_to(copied)} differs from what was saved "
-        f"(its SHA-256 does not match) in {copied}; use a checkpoint that is whole\n"
+        f"(its SHA-256 does not match) in {copied}; use an intact checkpoint\n"
     )
     read = []
     with pytest.MonkeyPatch.context() as patch:
