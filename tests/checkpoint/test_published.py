@@ -18,7 +18,7 @@ import pytest
 from flax import nnx
 
 from recipes.common import checkpoint
-from recipes.common.checkpoint import card, integrity, probe
+from recipes.common.checkpoint import card, integrity, parallel_hashing, probe
 from recipes.common.entries import ENTRIES, zoo_file
 from recipes.common.mesh import make_mesh
 from recipes.common.runtime import start
@@ -280,7 +280,7 @@ def test_a_run_is_published_and_evaluated_elsewhere(inside, runs):
     assert_bit_equal(written, halves)
     text = (rounded / card.FILE).read_text()
     assert "bfloat16 |\n| Made by" in text
-    assert "| Rounded | matmuls' weights, when published; held-out" in text
+    assert "| Rounded | matmul weights, when published; held-out" in text
     layout = checkpoint.layout_of(source := checkpoint.find(rounded), make_mesh("2x4"))
     variables = checkpoint.restore_variables(source, layout)
     assert_bit_equal(
@@ -409,7 +409,7 @@ def test_a_changed_byte_as_a_command_and_the_flag_that_does_not_look(inside, cop
     )
     read = []
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(integrity, "_digests", lambda _, names: read.extend(names) or {})
+        patch.setattr(parallel_hashing, "sha256", lambda _, names: read.extend(names) or {})
         for _ in range(2):
             inside("recipes.dot_relu_dot", *flags, "--verify=false")
         checkpoint.find(copied, whole=False)

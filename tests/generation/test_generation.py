@@ -320,10 +320,10 @@ LONG_PROMPT = "x" * 300
 MISTAKES = [
     ([], "--restore_from is missing; use --restore_from=RUN, or hf:DIR"),
     (["--restore_from=nothing"], "--restore_from=nothing does not exist; use a run's workdir"),
-    (["--restore_from=mlp.digits", "--tokenizer=bytes"], "--restore_from=mlp.digits is a 'mlp' model, which writes no text; use a language model"),
+    (["--restore_from=mlp.digits", "--tokenizer=bytes"], "--restore_from=mlp.digits is a 'mlp' model, which generates no text; use a language model"),
     ([PUBLISHED, "--chat"], "the tokenizer bytes has no chat template"),
-    ([PUBLISHED, f"--prompt={LONG_PROMPT}"], "a prompt has 301 tokens, and the model a context of 256, answer included; use a shorter prompt"),
-    ([PUBLISHED, "--prompt=abc", "--max_new_tokens=300"], "a prompt has 4 tokens, and with --max_new_tokens=300 that is more than the model's context of 256; try --max_new_tokens=252"),
+    ([PUBLISHED, f"--prompt={LONG_PROMPT}"], "a prompt has 301 tokens, but the model's context is 256, answer included; use a shorter prompt"),
+    ([PUBLISHED, "--prompt=abc", "--max_new_tokens=300"], "a prompt has 4 tokens, and with --max_new_tokens=300 exceeds the model's context of 256; try --max_new_tokens=252"),
     ([PUBLISHED, "--prompt=a", "--prompts=b"], "--prompt and --prompts=b are both given; leave one out"),
     ([PUBLISHED, "--prompt=a", "--out=b"], "--out=b is for the answers to --prompts; add it"),
     ([PUBLISHED, "--prompts=nothing.jsonl"], "--prompts=nothing.jsonl can't be read (No such file or directory); use a .jsonl file"),

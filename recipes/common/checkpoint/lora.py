@@ -100,8 +100,8 @@ class Adapted:
         read = paths(self.adapter.read({"params": nested(small)})["params"])
         config = self.adapter.metadata["config"]
         scale = config["lora_alpha"] / config["lora_rank"]
-        summed = merge(paths(weight["params"])[path], *(read[name] for name in pair), scale)
-        return summed.astype(leaf.dtype)
+        a, b = (read[name] for name in pair)
+        return merge(paths(weight["params"])[path], a, b, scale).astype(leaf.dtype)
 
     def check(self) -> None:
         """Raises UserError if the adapter and its base have different shapes."""

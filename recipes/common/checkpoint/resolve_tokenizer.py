@@ -36,14 +36,15 @@ def tokenizer_for(name: str, source: Source | None) -> Tokenizer:
             f"{source.metadata['config']['vocab_size']}, so it was not trained on bytes; use its own "
             "tokenizer.json"
         )
-    if not (given or own):
+    tokens = given or own
+    if not tokens:
         raise UserError(
             f"{source.path} has no tokenizer.json, so its model's tokens are unknown; use "
             "--tokenizer=FILE, ORG/NAME on the Hub, or bytes if it was trained on bytes"
         )
     if given and own:  # the model's files complete the given ones
-        given = tokenizer.from_files(own.files | given.files, given.name)
-    return check_vocabulary(given or own, source)
+        tokens = tokenizer.from_files(own.files | given.files, given.name)
+    return check_vocabulary(tokens, source)
 
 
 def check_vocabulary(tokens: Tokenizer, source: Source) -> Tokenizer:

@@ -49,14 +49,18 @@ TOKENIZER = "tokenizer"
 class Source(Protocol):
     """Where a model's variables are restored from: a checkpoint or a Hugging Face model folder."""
 
-    path: pathlib.Path
-    metadata: dict[str, Any]  # entry, config, step, …
+    @property
+    def path(self) -> pathlib.Path: ...
+
+    @property
+    def metadata(self) -> dict[str, Any]: ...  # entry, config, step, …
 
     @property
     def step(self) -> int: ...
 
     def shapes(self) -> Tree:
         """{"params": …}, and "buffers" if there are any: nested dicts of leaves with a shape."""
+        ...
 
     def read(self, abstract: Tree) -> Tree:
         """Reads the arrays that `abstract` names, each with its sharding.
@@ -70,6 +74,7 @@ class Source(Protocol):
 
     def tokenizer(self) -> Tokenizer | None:
         """The model's tokenizer; None if unknown. Raises DataError if it can't be read."""
+        ...
 
 
 @dataclasses.dataclass(frozen=True)

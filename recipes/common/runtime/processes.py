@@ -214,18 +214,21 @@ def _outcome(work: Callable[[], Any]) -> dict[str, Any]:
 
 def publish(key: str, value: Any) -> None:
     """Sends a JSON value to the coordination service; each key can be published once."""
-    distributed.global_state.client.key_value_set(f"zoo/{key}", json.dumps(value))
+    _service().key_value_set(f"zoo/{key}", json.dumps(value))
 
 
 def await_published(key: str, seconds: float = PUBLISH_SECONDS) -> Any:
     """Waits for the value that some process publishes under `key`."""
-    client = distributed.global_state.client
-    return json.loads(client.blocking_key_value_get(f"zoo/{key}", int(seconds * 1000)))
+    return json.loads(_service().blocking_key_value_get(f"zoo/{key}", int(seconds * 1000)))
 
 
 def unpublish(key: str) -> None:
     """Frees what is published under `key` and `key`/…, which process 0 stores."""
-    distributed.global_state.client.key_value_delete(f"zoo/{key}")
+    _service().key_value_delete(f"zoo/{key}")
+
+
+def _service() -> Any:
+    return distributed.global_state.client
 
 
 def exit_unless_all_do(code: int) -> None:
@@ -234,11 +237,10 @@ def exit_unless_all_do(code: int) -> None:
     If only this process has an error, the others wait for it in a collective, and an orderly exit
     would wait for them.
     """
-    client = distributed.global_state.client
-    if client is None:
+    if _service() is None:
         return
     with contextlib.suppress(Exception):  # the service is gone, or the others are busy
-        client.wait_at_barrier("zoo/mistake", ALONE_SECONDS * 1000)
+        _service().wait_at_barrier("zoo/mistake", ALONE_SECONDS * 1000)
         return
     sys.stdout.flush()
     os._exit(code)
