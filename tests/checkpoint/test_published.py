@@ -67,7 +67,7 @@ def test_there_is_one_for_each_of_ours_and_together_they_are_small():
 @pytest.mark.parametrize(("name", "strategy", "mesh"), full_except(FITTING, ON_FAST.values()))
 def test_the_golden_loss_on_every_mesh_and_table(name, strategy, mesh):
     # Its hashes are another test's.
-    source = checkpoint.find(name, whole=False)
+    source = checkpoint.find(name, hash_files=False)
     golden, batch = probe.loads((source.path / "probe.json").read_text())
     layout = checkpoint.layout_of(source, make_mesh(mesh), strategy)
     loss = probe.loss(layout, checkpoint.restore_variables(source, layout), batch)
@@ -137,7 +137,7 @@ def test_a_card_says_what_is_there(name):
 
 def test_the_transformer_has_learned():
     """Clearly better than the recipe's bare command, which ends at 1.58 nats a byte."""
-    facts = checkpoint.find("transformer.stdlib_3m", whole=False).metadata["published"]
+    facts = checkpoint.find("transformer.stdlib_3m", hash_files=False).metadata["published"]
     assert 2_500_000 < facts["parameters"] < 3_500_000
     assert facts["held_out"]["loss"] < 1.5
 
@@ -412,7 +412,7 @@ def test_a_changed_byte_as_a_command_and_the_flag_that_does_not_look(inside, cop
         patch.setattr(parallel_hashing, "sha256", lambda _, names: read.extend(names) or {})
         for _ in range(2):
             inside("recipes.dot_relu_dot", *flags, "--verify=false")
-        checkpoint.find(copied, whole=False)
+        checkpoint.find(copied, hash_files=False)
     assert read == [], "nothing is hashed"
 
 

@@ -16,11 +16,11 @@ _NEEDED = [f"{item}{COMMITTED}" for item in ("", "state/", "metadata/")]
 _NEEDED += ["state/_METADATA", "metadata/metadata"]
 
 
-def verify(folder: str | pathlib.Path, whole: bool = True) -> str:
+def verify(folder: str | pathlib.Path, hash_files: bool = True) -> str:
     """Describes the first damaged or missing file of a checkpoint; "" if it is intact.
 
     Args:
-      whole: whether to hash every file, which is slow for a huge checkpoint; otherwise only sizes
+      hash_files: whether to hash every file, which is slow for a huge checkpoint; otherwise only sizes
         are compared.
     """
     folder, name = folders.to_path(folder), str(folder)
@@ -51,7 +51,7 @@ def verify(folder: str | pathlib.Path, whole: bool = True) -> str:
             for other, (_, digest) in hashes.items():
                 if other != name and listed.get(other) != digest:
                     return f"{name} and {HASHES} disagree on the SHA-256 of {other}"
-        digests = parallel_hashing.sha256(folder, list(hashes) if whole else [])
+        digests = parallel_hashing.sha256(folder, list(hashes) if hash_files else [])
         for name, digest in digests.items():
             if digest != hashes[name][1]:
                 return f"{name} differs from what was saved (its SHA-256 does not match)"

@@ -85,9 +85,9 @@ def open_run(entry: str, run: Run, *groups) -> RunFolder:
     start = run.restore_from
     from_hf = start.startswith("hf:")
 
-    def resumed(own: str, whole: bool) -> Source:
+    def resumed(own: str, hash_files: bool) -> Source:
         own_checkpoint = store.open_checkpoint(folders.to_path(own))
-        return store.with_base(own_checkpoint, f"--workdir={path}", whole, base)
+        return store.with_base(own_checkpoint, f"--workdir={path}", hash_files, base)
 
     def look() -> dict[str, Any]:  # on process 0; all processes share the hashing
         own, damaged = _newest(path, run.verify, locks) if in_use else (None, [])
@@ -95,7 +95,7 @@ def open_run(entry: str, run: Run, *groups) -> RunFolder:
         if own:
             found["base"] = resumed(found["own"], run.verify).metadata.get("base")
         elif start and (rank or not from_hf):
-            source = store.find(start, whole=run.verify, base=base)
+            source = store.find(start, hash_files=run.verify, base=base)
             found["base"] = lora.describe_base(source, start) if rank else None
             found["given"] = start if from_hf else str(source.path)
         return found
@@ -105,9 +105,12 @@ def open_run(entry: str, run: Run, *groups) -> RunFolder:
     found = parallel_hashing.call_on_first("start", look)
 
     def sources() -> list[Source | None]:
-        newest = resumed(found["own"], whole=False) if found["own"] else None
+        newest = resumed(found["own"], hash_files=False) if found["own"] else None
         restore = start and not newest
-        return [newest, store.find(found["given"], whole=False, base=base) if restore else None]
+        return [
+            newest,
+            store.find(found["given"], hash_files=False, base=base) if restore else None,
+        ]
 
     newest, source = processes.run_on_all(sources)  # a file may be missing on one host
     if rank and not (newest or source):
@@ -146,12 +149,12 @@ def flags_of(entry: str, given: str) -> dict[str, Any]:
 
 
 def _newest(
-    path: pathlib.Path, whole: bool, locks: list[Any]
+    path: pathlib.Path, hash_files: bool, locks: list[Any]
 ) -> tuple[pathlib.Path | None, list[tuple[int, str]]]:
     """Finds the newest intact checkpoint; runs on process 0 only.
 
     Args:
-      whole: see integrity.verify.
+      hash_files: see integrity.verify.
       locks: the folder's lock is appended.
 
     Returns:
@@ -171,7 +174,7 @@ def _newest(
     damaged = []
     for step in reversed(steps):
         folder = path / "checkpoints" / str(step)
-        bad = integrity.verify(folder, whole)
+        bad = integrity.verify(folder, hash_files)
         if not bad:
             return folder, damaged
         damaged.append((step, bad))

@@ -47,7 +47,7 @@ TOKENIZER = "tokenizer"
 
 
 class Source(Protocol):
-    """Where a model's variables are restored from: a checkpoint or a Hugging Face model folder."""
+    """A source of a model's variables: a checkpoint or a Hugging Face model folder."""
 
     @property
     def path(self) -> pathlib.Path: ...
@@ -118,7 +118,7 @@ class Checkpoint:
         try:
             yield epath.Path(self.path / "state")
         except Exception:
-            if bad := integrity.verify(self.path):  # with --noverify nothing was hashed before
+            if bad := integrity.verify(self.path):  # not hashed before, or intact then
                 raise UserError(f"checkpoint {self.path}: {bad}; use an intact one") from None
             raise
 
@@ -127,7 +127,7 @@ class Checkpoint:
 
 
 def find(
-    path: str | pathlib.Path, flag: str = "--restore_from", whole: bool = True, base: str = ""
+    path: str | pathlib.Path, flag: str = "--restore_from", hash_files: bool = True, base: str = ""
 ) -> Source:
     """The checkpoint at a path: a run's workdir (its newest one) or a checkpoint's own folder.
 
@@ -137,64 +137,59 @@ def find(
 
     Args:
       flag: the flag to name in messages.
-      whole: whether to hash every file, see integrity.verify.
+      hash_files: whether to hash every file, see integrity.verify.
       base: path of an adapter's base if it has moved.
 
     Raises UserError if there is none, or it is damaged.
     """
     what = f"{flag}={path}"
-    found = _locate(path, what, whole)
+    found = _locate(path, what, hash_files)
     if "base" in found.metadata:
-        return with_base(found, what, whole, base)
+        return with_base(found, what, hash_files, base)
     if base:
         raise UserError(f"--base={base} is for adapters, and {what} is not one; leave it out")
     return found
 
 
-def find_on_all_processes(path: str, whole: bool = True, base: str = "") -> Source:
+def find_on_all_processes(path: str, hash_files: bool = True, base: str = "") -> Source:
     """`find` for --restore_from, with the same result on all processes; each must call it.
 
     Process 0 finds the checkpoint, and all share the hashing.
     """
     if processes.count() == 1:
-        return find(path, whole=whole, base=base)
+        return find(path, hash_files=hash_files, base=base)
 
     def look() -> str:
-        found = find(path, whole=whole, base=base)
+        found = find(path, hash_files=hash_files, base=base)
         return path if path.startswith("hf:") else str(found.path)
 
     where = parallel_hashing.call_on_first("start", look)
-    return processes.run_on_all(lambda: find(where, whole=False, base=base))
+    return processes.run_on_all(lambda: find(where, hash_files=False, base=base))
 
 
-def _locate(path: str | pathlib.Path, what: str, whole: bool) -> Source:
+def _locate(path: str | pathlib.Path, what: str, hash_files: bool) -> Source:
     """Finds the source at a path, for an adapter without its base. Raises UserError."""
     if str(path).startswith("hf:"):
         return hf.open_folder(hf.locate(str(path).removeprefix("hf:")))
     with folders.user_errors(f"{what} can't be read", "use another"):
-        return _locate_folder(path, what, whole)
-
-
-def _locate_folder(path: str | pathlib.Path, what: str, whole: bool) -> Source:
-    """`_locate` for a path without "hf:". Raises `folders.errors`, too."""
-    folder = folders.to_path(path, what.partition("=")[0])
-    fix = "use a run's workdir or a checkpoint"
-    if not folder.exists() and str(path) == folder.name:
-        folder = PUBLISHED / folder.name
-        fix = f"use a run's workdir, a checkpoint, or one of {', '.join(published())}"
-    if not folder.exists():
-        raise UserError(f"{what} does not exist; {fix}")
-    if hf.is_adapter(folder):
-        return hf.open_folder(hf.locate(str(folder)))
-    for inner in (folder / "checkpoints", folder):
-        if steps := steps_in(inner):
-            folder = inner / str(steps[-1])
-            break
-    if not (folder / "metadata").exists() and not (folder / "state").exists():
-        raise UserError(f"{what} holds no checkpoint; {fix}")
-    if bad := integrity.verify(folder, whole):
-        raise UserError(f"{what}: {bad} in {folder}; use an intact checkpoint")
-    return open_checkpoint(folder)
+        folder = folders.to_path(path, what.partition("=")[0])
+        fix = "use a run's workdir or a checkpoint"
+        if not folder.exists() and str(path) == folder.name:
+            folder = PUBLISHED / folder.name
+            fix = f"use a run's workdir, a checkpoint, or one of {', '.join(published())}"
+        if not folder.exists():
+            raise UserError(f"{what} does not exist; {fix}")
+        if hf.is_adapter(folder):
+            return hf.open_folder(hf.locate(str(folder)))
+        for inner in (folder / "checkpoints", folder):
+            if steps := steps_in(inner):
+                folder = inner / str(steps[-1])
+                break
+        if not (folder / "metadata").exists() and not (folder / "state").exists():
+            raise UserError(f"{what} holds no checkpoint; {fix}")
+        if bad := integrity.verify(folder, hash_files):
+            raise UserError(f"{what}: {bad} in {folder}; use an intact checkpoint")
+        return open_checkpoint(folder)
 
 
 def open_checkpoint(folder: pathlib.Path) -> Checkpoint:
@@ -203,12 +198,12 @@ def open_checkpoint(folder: pathlib.Path) -> Checkpoint:
     return Checkpoint(folders.absolute(folder), json.loads(text))
 
 
-def with_base(found: Source, what: str, whole: bool, base: str = "") -> Source:
+def with_base(found: Source, what: str, hash_files: bool, base: str = "") -> Source:
     """Joins an adapter with its base; returns any other checkpoint unchanged.
 
     Args:
       what: how the user named it, for messages: "--workdir=runs/x".
-      whole, base: as in `find`.
+      hash_files, base: as in `find`.
 
     Raises UserError if the base is missing or has changed, or is a different model.
     """
@@ -218,7 +213,7 @@ def with_base(found: Source, what: str, whole: bool, base: str = "") -> Source:
     where = base or known["path"]
     fix = "use --base=PATH of the model that it was trained on"
     try:
-        source = _locate(where, f"--base={where}", whole)
+        source = _locate(where, f"--base={where}", hash_files)
     except UserError as error:
         reason = str(error).partition(";")[0]
         raise UserError(f"{what} is an adapter without its base ({reason}); {fix}") from None
@@ -226,7 +221,9 @@ def with_base(found: Source, what: str, whole: bool, base: str = "") -> Source:
         raise UserError(f"{what} is an adapter, and its base --base={where} is one too; {fix}")
     if isinstance(found, hf.Adapter):  # PEFT names its base without a digest
         found = found.on(source.metadata, config_of(source))
-    elif (whole or not isinstance(source, hf.Folder)) and (  # a model folder is read for its digest
+    elif (
+        hash_files or not isinstance(source, hf.Folder)
+    ) and (  # a model folder is read for its digest
         (digest := lora.content_sha256(source)) != known["sha256"]
     ):
         raise UserError(
@@ -289,7 +286,7 @@ def restore(
 
     Raises UserError, a ValueError, if there is no checkpoint, it is damaged, or the rules don't fit.
     """
-    source = find(path, whole=verify, base=base)
+    source = find(path, hash_files=verify, base=base)
     layout = layout_of(source, mesh, rules)
     return layout.model.merge(restore_variables(source, layout)), source.metadata
 

@@ -25,7 +25,7 @@ _ERRNOS = (errno.ENOSPC, errno.EFBIG, errno.EDQUOT, errno.EIO, errno.EACCES, err
 
 
 def reason(error: BaseException) -> str:
-    """Why reading or writing failed, in a few words: the system's own if the message has them."""
+    """A short cause of an I/O error: the system's words if the message contains them."""
     known = (os.strerror(number) for number in _ERRNOS)
     return next((text for text in known if text in str(error)), None) or buckets.reason(error)
 

@@ -42,7 +42,9 @@ def across(axes: dict[str, int], count: int) -> dict[str, int]:
 
 
 def cut(axes: dict[str, int], parts: dict[str, int]) -> str:
-    """The first inner axis to cross groups while an outer one stays inside them; "" if none does.
+    """The first axis that is divided between groups but may not be; "" if there is none.
+
+    The outermost axis may be divided in part; an inner one only entirely, after all outer ones.
 
     >>> cut({"data": 1, "model": 32}, {"data": 1, "model": 2})
     'model'
