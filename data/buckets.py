@@ -126,10 +126,16 @@ def post(path: pathlib.Path, **request) -> Any:
     Args:
       request: arguments of gcsfs's `call`: query parameters, `data` or `json`.
     """
-    bucket, _, name = str(path).removeprefix("gs://").partition("/")
     files = filesystem()
+    bucket, name, _ = files.split_path(str(path))
     where = files.base.replace("/storage/v1/", "/upload/storage/v1/b/{}/o")
     return files.call("POST", where, bucket, name=name, **request)
+
+
+def request(method: str, path: pathlib.Path, **query: str) -> tuple[Any, bytes]:
+    """Sends a request about an object; returns (headers, content). Raises `errors`."""
+    bucket, name, _ = filesystem().split_path(str(path))
+    return filesystem().call(method, "b/{}/o/{}", bucket, name, **query)
 
 
 # ---- errors --------------------------------------------------------------------------------------

@@ -116,7 +116,7 @@ class BucketLock:
         _held.discard(self)
         with self._one, contextlib.suppress(*folders.errors()):
             if not self.lost:
-                self._request("DELETE", ifGenerationMatch=str(self._generation))
+                buckets.request("DELETE", self._object, ifGenerationMatch=str(self._generation))
 
     def _beat(self) -> None:
         while not self._end.wait(BEAT_SECONDS):
@@ -167,21 +167,16 @@ class BucketLock:
         """Returns (generation, seconds since it was written by the bucket's own clock, owner)."""
         import email.utils  # takes 10 ms, which a run on a disk saves
 
-        headers, about = self._request("GET")
+        headers, about = buckets.request("GET", self._object)
         facts = json.loads(about)
         now = email.utils.parsedate_to_datetime(headers["Date"])
         then = datetime.datetime.fromisoformat(facts["updated"].replace("Z", "+00:00"))
-        _, content = self._request("GET", alt="media")
+        _, content = buckets.request("GET", self._object, alt="media")
         owner: Any = {}
         with contextlib.suppress(ValueError):
             owner = json.loads(content)
         owner = owner if isinstance(owner, dict) else {}
         return int(facts["generation"]), (now - then).total_seconds(), owner
-
-    def _request(self, method: str, **query: str) -> tuple[Any, bytes]:
-        """Sends a request about lock.json; returns (headers, content). Raises `folders.errors`."""
-        bucket, _, name = str(self._object).removeprefix("gs://").partition("/")
-        return buckets.filesystem().call(method, "b/{}/o/{}", bucket, name, **query)
 
 
 def _process(pid: int) -> str:
