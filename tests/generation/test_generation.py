@@ -295,7 +295,7 @@ def test_a_dialogue_reads_the_whole_conversation(inside, quick, talker, monkeypa
     _, first, second, over, again, *_ = done.out.split("> ")
     assert again.splitlines()[0] == first.splitlines()[0] != second.splitlines()[0]
     assert "The conversation is over: a prompt has " in over
-    assert f"a context of {CONTEXT}" in over
+    assert f"context is {CONTEXT}" in over
     alone = inside("recipes.generate", talker, *flags, "--prompt=Hi")
     assert alone.out.splitlines()[1] == first.splitlines()[0]
 
