@@ -121,11 +121,22 @@ def _refused(error: Exception) -> bool:
     return getattr(error, "code", 0) == 401 or str(error).startswith("Forbidden")
 
 
-def begin_upload(path: pathlib.Path) -> None:
-    """Begins an upload that never goes on: nothing is there for it. Raises `errors`."""
-    bucket, _, name = str(path).removeprefix("gs://").partition("/")
-    where = filesystem()._location + "/upload/storage/v1/b/{}/o"
-    filesystem().call("POST", where, bucket, json={}, uploadType="resumable", name=name)
+def post(path: pathlib.Path, **request) -> Any:
+    """POSTs to an object's upload endpoint, and returns the response. Raises `errors`.
+
+    Args:
+      request: arguments of gcsfs's `call`: query parameters, `data` or `json`.
+    """
+    files = filesystem()
+    bucket, name, _ = files.split_path(str(path))
+    where = files.base.replace("/storage/v1/", "/upload/storage/v1/b/{}/o")
+    return files.call("POST", where, bucket, name=name, **request)
+
+
+def request(method: str, path: pathlib.Path, **query: str) -> tuple[Any, bytes]:
+    """Sends a request about an object; returns (headers, content). Raises `errors`."""
+    bucket, name, _ = filesystem().split_path(str(path))
+    return filesystem().call(method, "b/{}/o/{}", bucket, name, **query)
 
 
 # ---- errors --------------------------------------------------------------------------------------

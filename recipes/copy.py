@@ -74,7 +74,7 @@ def place(name: str, option: str, suffix: str = "") -> pathlib.Path:
     given = f"--{option}={name}"
     if folders.in_bucket(name):
         raise UserError(f"{given} is in a bucket; use a local path")
-    path = folders.at(name, f"--{option}").resolve()
+    path = folders.to_path(name, f"--{option}").resolve()
     if suffix and path.is_dir():
         raise UserError(f"{given} is a folder; use a name that ends with {suffix}")
     if not suffix and path.is_file():
@@ -110,7 +110,7 @@ def write(folder: pathlib.Path, files: dict[str, bytes], given: str, option: str
     new, done = not folder.exists(), []
     around = folder.parent if new else folder
     # Delays signals until all is written: outside of training they end the process at once.
-    with preemption.training(), folders.writing(given, option):
+    with preemption.training(), folders.write_errors(given, option):
         with tempfile.TemporaryDirectory(prefix=".copy.", dir=around) as hidden:
             beside = pathlib.Path(hidden) / "new"
             beside.mkdir()

@@ -1,11 +1,11 @@
-"""Evaluates a language model: on text, in bits per byte, and by tasks of lm-evaluation-harness.
+"""Evaluates a language model on text, in bits per byte, and on lm-evaluation-harness tasks.
 
     python -m recipes.evaluate --restore_from=transformer.stdlib_3m --dataset=notes.txt,more.jsonl
     python -m recipes.evaluate --restore_from=hf:DIR --mesh=1x8 --tasks=arc_easy,hellaswag --limit=100
 
-The model may have been trained on any mesh. All of a text is evaluated: each document alone, each of
-its tokens but the first once, with at most --seq_len tokens in front of it. --part=held_out takes only
-the documents that a training run on the same --dataset holds out.
+The model may have been trained on any mesh. All of a text is evaluated: every token of a document but
+the first, exactly once, with at most --seq_len tokens of the same document in front of it.
+--part=held_out takes only the documents that a training run on the same --dataset holds out.
 """
 
 import dataclasses
@@ -29,45 +29,37 @@ from recipes.common.train.evaluation import Evaluation, in_words
 @dataclasses.dataclass(frozen=True)
 class Evaluate:
     restore_from: str = flag("", "The model: a run, checkpoint or published name, or hf:DIR.")
-    base: str = flag("", "Where the base model of an adapter is now, if it has moved.")
-    tasks: str = flag(
-        "", "Tasks of lm-evaluation-harness, with commas between them; patterns are fine."
-    )
-    include_path: str = flag("", "Folder with task files of your own, whose functions are run.")
+    base: str = flag("", "Path of an adapter's base model, if it has moved.")
+    tasks: str = flag("", "Tasks of lm-evaluation-harness, comma-separated; patterns are allowed.")
+    include_path: str = flag("", "Folder with your own task files; functions in them are executed.")
     num_fewshot: int = flag(
-        -1, "Examples in front of a task's question; -1: as each task says.", at_least=-1
+        -1, "Examples in front of a task's question; -1: each task's default.", at_least=-1
     )
-    limit: float = flag(
-        0.0, "Questions of each task, or their share if it is below 1; 0: all.", at_least=0.0
-    )
+    limit: float = flag(0.0, "Questions per task, or a fraction if below 1; 0: all.", at_least=0.0)
     apply_chat_template: bool = flag(
-        False, "Put a task's questions to the model as a user's messages, by its chat template."
+        False, "Ask a task's questions as user messages, in the model's chat template."
     )
-    out: str = flag("", "New JSON file for the figures; empty: the terminal alone.")
-    dataset: str = flag(
-        "", "Texts, with commas between them; each as in recipes.transformer.", "data"
-    )
+    out: str = flag("", "New JSON file for the figures; empty: terminal only.")
+    dataset: str = flag("", "Texts, comma-separated; each as in recipes.transformer.", "data")
     part: str = flag(
-        "all", "What of a text is evaluated: all of it, or what a training run on it holds out.",
+        "all", "Part of a text to evaluate: all, or what a training run on it holds out.",
         "data", choices=["all", "held_out"],
     )  # fmt: skip
-    text_column: str = flag(
-        "text", "Column of .jsonl, .parquet and hf: datasets that has the text.", "data"
-    )
+    text_column: str = flag("text", "Text column of .jsonl, .parquet and hf: datasets.", "data")
     pack: bool = flag(
-        True, "Rows of whole documents; false: windows that cut them, as runs in bytes have them.",
+        True, "Rows of whole documents; false: windows that cut them, as byte-level runs use.",
         "data",
     )  # fmt: skip
     tokenizer: str = flag(
-        "", "Tokenizer, where the model has none of its own: bytes, a tokenizer.json, ORG/NAME.",
+        "", "Tokenizer, if the model has none of its own: bytes, a tokenizer.json, ORG/NAME.",
         "data",
     )  # fmt: skip
     seq_len: int = flag(
-        0, "Tokens of context; 0: as many as the model was made for, and of a text at most 1,024.",
+        0, "Tokens of context; 0: the model's context, for texts at most 1,024.",
         "data", at_least=0,
     )  # fmt: skip
     batch_size: int = flag(
-        16, "Sequences at a time, over all devices; rounded up to what the mesh wants.", "data",
+        16, "Sequences at a time, over all devices; rounded up to suit the mesh.", "data",
         at_least=1,
     )  # fmt: skip
     dtype: str = flag(
@@ -80,8 +72,8 @@ class Evaluate:
 
 
 def main(devices: Devices, flags: Evaluate) -> None:
-    # ---- What is asked, checked before anything is computed --------------------------------------
-    mesh, out = make_mesh(devices.mesh), folders.new(flags.out, "out") if flags.out else None
+    # ---- Check the flags before anything is computed ---------------------------------------------
+    mesh, out = make_mesh(devices.mesh), folders.new_path(flags.out, "out") if flags.out else None
     source = given(flags)
     asked = tasks.load(flags.tasks, flags.include_path) if flags.tasks else None
     tokenizer = checkpoint.tokenizer_for(flags.tokenizer, source)
@@ -91,7 +83,7 @@ def main(devices: Devices, flags: Evaluate) -> None:
     length = flags.seq_len or min(context, 1_024)
     texts = {name: load(name, flags, length, tokenizer) for name in names(flags.dataset)}
 
-    # ---- The model, each shard read onto its own device ------------------------------------------
+    # ---- Read the model, each shard onto its own device ------------------------------------------
     print0(report.headline(layout))
     variables = checkpoint.restore_variables(source, layout, dtype)
     print0(*report.uneven(layout, variables))
@@ -99,14 +91,15 @@ def main(devices: Devices, flags: Evaluate) -> None:
     about |= {"mesh": describe(mesh.shape), "rules": layout.strategy}
     found: dict[str, Any] = dict(about)
 
-    # ---- Figures ---------------------------------------------------------------------------------
+    # ---- Evaluate --------------------------------------------------------------------------------
     for name, data in texts.items():
         rows = min(flags.batch_size, len(data.held_out))
         evaluation = Evaluation(layout.with_room_for(rows), data)
         totals = evaluation(variables)
-        told = in_words(totals, data.held_out_bytes)
-        print0(f"{name}: {told}; {flags.part}, {length:,} tokens of context.")
-        facts = {"bytes": data.held_out_bytes, "part": flags.part, "seq_len": length}
+        size = data.held_out_bytes or 0
+        summary = in_words(totals, size)
+        print0(f"{name}: {summary}; {flags.part}, {length:,} tokens of context.")
+        facts = {"bytes": size, "part": flags.part, "seq_len": length}
         found.setdefault("datasets", {})[name] = evaluation.figures(totals) | facts
     if asked:
         from recipes.common.harness.model import Model
@@ -122,16 +115,16 @@ def main(devices: Devices, flags: Evaluate) -> None:
 
 
 def names(dataset: str) -> list[str]:
-    """--dataset as one or more; a comma may also be part of a file's name."""
+    """Splits --dataset at commas, unless it is a file with a comma in its name."""
     if dataset and sources.exists(dataset):
         return [dataset]
     return [name for name in dataset.split(",") if name]
 
 
 def load(name: str, flags: Evaluate, length: int, tokenizer: Tokenizer) -> Dataset:
-    """Text whose held-out part is what to evaluate. Raises DataError."""
+    """A dataset whose held-out part is the text to evaluate. Raises DataError."""
     pack = "true" if flags.pack else "false"
-    whole = name if flags.part == "all" else ""  # held out, whatever it is that is trained on
+    whole = name if flags.part == "all" else ""  # as --eval_dataset: all of it is held out
     data = text.load(name, flags.text_column, length, tokenizer, pack, whole)
     for note in itertools.dropwhile(lambda note: not note.startswith("Held out: "), data.notes):
         print0(note.replace("Held out: ", "Evaluates ", 1))
@@ -139,12 +132,12 @@ def load(name: str, flags: Evaluate, length: int, tokenizer: Tokenizer) -> Datas
 
 
 def given(flags: Evaluate) -> checkpoint.Source:
-    """The model to evaluate. Raises UserError if it, or what to evaluate it on, is missing."""
+    """The model to evaluate. Raises UserError if it, or a text or task, is missing."""
     if not flags.restore_from:
         raise UserError("--restore_from is missing; use --restore_from=RUN, or hf:DIR")
     if not (flags.dataset or flags.tasks):
         raise UserError("there is nothing to evaluate on; use --dataset=FILE or --tasks=NAME")
-    source = checkpoint.find_together(flags.restore_from, flags.verify, flags.base)
+    source = checkpoint.find_on_all_processes(flags.restore_from, flags.verify, flags.base)
     entry = source.metadata["entry"]
     if entry in ENTRIES and ENTRIES[entry].data != text.__name__:
         raise UserError(

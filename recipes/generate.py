@@ -1,13 +1,13 @@
-"""Writes text with a trained model: after a prompt, after many, or in a dialogue.
+"""Generates text with a trained model: after one prompt or many, or in a dialogue.
 
     python -m recipes.generate --restore_from=transformer.stdlib_3m --prompt="def "
     python -m recipes.generate --restore_from=hf:DIR --mesh=1x8 --chat --prompt="Who are you?"
     python -m recipes.generate --restore_from=hf:DIR --chat                # a dialogue
     python -m recipes.generate --restore_from=hf:DIR --prompts=FILE.jsonl --out=ANSWERS.jsonl
 
-The model may have been trained on any mesh. What it has read is kept in a cache that is sharded by the
-same rules as the model. A line of FILE.jsonl is {"prompt": "…"} or {"messages": [{"role": "user",
-"content": "…"}, …]}; a line of ANSWERS.jsonl has "answer" in addition, and whether the model "ended" it.
+The model may have been trained on any mesh; its KV cache is sharded by the same rules. A line of
+FILE.jsonl is {"prompt": "…"} or {"messages": [{"role": "user", "content": "…"}, …]}; ANSWERS.jsonl
+adds "answer", its number of "tokens", and whether the model "ended" it.
 """
 
 import dataclasses
@@ -34,34 +34,34 @@ from recipes.common.sharding.rules import select
 @dataclasses.dataclass(frozen=True)
 class Generate:
     restore_from: str = flag("", "The model: a run, checkpoint or published name, or hf:DIR.")
-    base: str = flag("", "Where the base model of an adapter is now, if it has moved.")
-    prompt: str = flag("", "Text to go on from.")
+    base: str = flag("", "Path of an adapter's base model, if it has moved.")
+    prompt: str = flag("", "Text to continue.")
     chat: bool = flag(
-        False, "Give prompts to the model as a user's messages, by its chat template; without a "
-        "prompt it is a dialogue.",
+        False, "Send prompts as user messages, in the model's chat template; without a prompt, hold "
+        "a dialogue.",
     )  # fmt: skip
-    prompts: str = flag("", "JSON Lines file with a prompt, or messages, in each row.")
-    out: str = flag("", "New JSON Lines file for the answers to --prompts; empty: the terminal.")
+    prompts: str = flag("", "JSON Lines file with a prompt or messages in each row.")
+    out: str = flag("", "New JSON Lines file for the answers to --prompts; empty: terminal.")
     max_new_tokens: int = flag(
-        0, "Most tokens to write; 0: as generation_config.json says or 256, where the context has "
-        "room.", at_least=0,
+        0, "Most tokens to generate; 0: from generation_config.json or 256, as the context allows.",
+        at_least=0,
     )  # fmt: skip
     temperature: float = flag(
-        -1.0, "Temperature; 0 takes the likeliest token; -1: as generation_config.json says, or 0.8 "
-        "without one.", at_least=-1.0,
+        -1.0, "Temperature; 0: always the likeliest token; -1: from generation_config.json, or 0.8.",
+        at_least=-1.0,
     )  # fmt: skip
     top_k: int = flag(
-        -1, "Likeliest tokens to choose among; 0: all; -1: as generation_config.json says.",
+        -1, "Number of likeliest tokens to sample from; 0: all; -1: from generation_config.json.",
         at_least=-1,
     )  # fmt: skip
     top_p: float = flag(
-        -1.0, "Share of the probability that the tokens to choose among have; -1: as "
-        "generation_config.json says.", at_least=-1.0, at_most=1.0,
+        -1.0, "Total probability of the likeliest tokens to sample from; -1: from "
+        "generation_config.json.", at_least=-1.0, at_most=1.0,
     )  # fmt: skip
-    seed: int = flag(0, "Seed of the samples.", at_least=0, at_most=2**31 - 1)
-    batch_size: int = flag(8, "Prompts of --prompts that are answered at once.", at_least=1)
+    seed: int = flag(0, "Seed for sampling.", at_least=0, at_most=2**31 - 1)
+    batch_size: int = flag(8, "Prompts of --prompts to answer at a time.", at_least=1)
     tokenizer: str = flag(
-        "", "Tokenizer, where the model has none of its own: bytes, a tokenizer.json, ORG/NAME."
+        "", "Tokenizer, if the model has none of its own: bytes, a tokenizer.json, ORG/NAME."
     )
     dtype: str = flag(
         "", "Type of activations and weights; empty: bfloat16 on accelerators, else float32.",
@@ -71,36 +71,37 @@ class Generate:
 
 
 def main(devices: Devices, flags: Generate) -> None:
-    # ---- What is asked, checked before anything is computed --------------------------------------
+    # ---- Check the flags before anything is computed ---------------------------------------------
     mesh = make_mesh(devices.mesh)
     if not flags.restore_from:
         raise UserError("--restore_from is missing; use --restore_from=RUN, or hf:DIR")
-    source = checkpoint.find_together(flags.restore_from, flags.verify, flags.base)
+    source = checkpoint.find_on_all_processes(flags.restore_from, flags.verify, flags.base)
     if not hasattr(entries.model(source.metadata["entry"]), "decode"):
         raise UserError(
             f"--restore_from={flags.restore_from} is a {source.metadata['entry']!r} model, which "
-            "writes no text; use a language model"
+            "generates no text; use a language model"
         )
     tokenizer = checkpoint.tokenizer_for(flags.tokenizer, source)
     asked = questions(flags, tokenizer)
     limit = Limit(checkpoint.context(source), flags, tokenizer)
     for question in asked:
         limit.new_tokens(question)
-    out = folders.new(flags.out, "out", appended=True) if flags.out else None
+    out = folders.new_path(flags.out, "out", appended=True) if flags.out else None
 
-    # ---- The model, and a cache that the same rules shard ----------------------------------------
+    # ---- Read the model --------------------------------------------------------------------------
     dtype = flags.dtype or ("float32" if mesh.devices.flat[0].platform == "cpu" else "bfloat16")
     layout = model_layout(source, mesh, devices.rules, dtype)
     print0(report.headline(layout))
     variables = checkpoint.restore_variables(source, layout, dtype)
     print0(*report.uneven(layout, variables))
-    vocabulary = tokenizer.size if tokenizer.files else START  # bytes write no other start
+    # The bytes tokenizer's special token, START, is never generated.
+    vocabulary = tokenizer.size if tokenizer.files else START
     rows = min(flags.batch_size, max(len(asked), 1))
     generator = Generator(
         layout, variables, sampling(flags, tokenizer), tokenizer.end, vocabulary, rows=rows
     )
 
-    # ---- Answers ---------------------------------------------------------------------------------
+    # ---- Answer ----------------------------------------------------------------------------------
     signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         if flags.prompts:
@@ -115,8 +116,10 @@ def main(devices: Devices, flags: Generate) -> None:
 
 
 def model_layout(source: checkpoint.Source, mesh: Mesh, rules: str, dtype: str) -> Layout:
-    """Where the model lies. Without --rules its weights rest as they are multiplied: those that the
-    mesh's own rules gather for each use, in training, would else be gathered for each token.
+    """The model's layout. Without --rules, weights are stored as they are used.
+
+    In training the mesh's default rules may gather weights for each use; here that would be for
+    each token.
     """
     if rules:
         return checkpoint.layout_of(source, mesh, rules, dtype=dtype)
@@ -130,18 +133,18 @@ def model_layout(source: checkpoint.Source, mesh: Mesh, rules: str, dtype: str) 
 
 @dataclasses.dataclass(frozen=True)
 class Question:
-    row: dict[str, Any]  # as it was asked
+    row: dict[str, Any]  # of --prompts
     tokens: np.ndarray
-    begins: str = ""  # the text that an answer goes on from
+    begins: str = ""  # the text to continue
 
     @property
     def after(self) -> np.ndarray:
-        """The tokens that an answer goes on from; none in a chat, where its text begins anew."""
+        """The tokens that an answer continues; none in a chat, where its text starts fresh."""
         return self.tokens if self.begins else self.tokens[:0]
 
 
 def questions(flags: Generate, tokenizer: Tokenizer) -> list[Question]:
-    """What --prompt or --prompts ask; none is a dialogue. Raises UserError, DataError."""
+    """Questions from --prompt or --prompts; [] for a dialogue. Raises UserError, DataError."""
     if flags.prompts and flags.prompt:
         raise UserError(f"--prompt and --prompts={flags.prompts} are both given; leave one out")
     if flags.out and not flags.prompts:
@@ -149,7 +152,7 @@ def questions(flags: Generate, tokenizer: Tokenizer) -> list[Question]:
     if flags.prompts:
         rows = prompts.read(flags.prompts)
     elif flags.chat and not flags.prompt:
-        tokenizer.ask([{"role": "user", "content": ""}])  # whether it can be asked at all
+        tokenizer.ask([{"role": "user", "content": ""}])  # raises if there is no chat template
         return []
     else:
         rows = [{"prompt": flags.prompt}]
@@ -167,51 +170,46 @@ def question(row: dict[str, Any], chat: bool, tokenizer: Tokenizer) -> Question:
 
 @dataclasses.dataclass(frozen=True)
 class Limit:
-    """How much may be written."""
+    """Limits the number of new tokens."""
 
-    context: int  # tokens that the model was made for, of prompt and answer together
+    context: int  # tokens of prompt and answer together
     flags: Generate
     tokenizer: Tokenizer
 
     def new_tokens(self, question: Question) -> int:
-        """Most tokens to write after this prompt. Raises UserError if the context has no room."""
+        """Most tokens to generate after a prompt. Raises UserError if the context has no room."""
         length, wanted = len(question.tokens), self.flags.max_new_tokens
         if length >= self.context:
             raise UserError(
-                f"a prompt has {length} tokens, and the model a context of {self.context}, answer "
+                f"a prompt has {length} tokens, but the model's context is {self.context}, answer "
                 "included; use a shorter prompt"
             )
         if length + wanted > self.context:
             raise UserError(
-                f"a prompt has {length} tokens, and with --max_new_tokens={wanted} that is more than "
-                f"the model's context of {self.context}; try --max_new_tokens={self.context - length}"
+                f"a prompt has {length} tokens, and with --max_new_tokens={wanted} exceeds the "
+                f"model's context of {self.context}; try --max_new_tokens={self.context - length}"
             )
         wanted = wanted or self.tokenizer.generation.get("max_new_tokens") or 256
         return min(wanted, self.context - length)
 
 
 def sampling(flags: Generate, tokenizer: Tokenizer) -> Sampling:
-    """By the flags, and where they leave it, by the model's generation_config.json."""
-    said = tokenizer.generation
-    temperature = 0.8  # of a model that says nothing; else as transformers reads what it says
-    if said:
-        temperature = (said.get("temperature") or 1.0) if said.get("do_sample") else 0.0
-    given = [
-        default if flag < 0 else flag
-        for flag, default in (
-            (flags.temperature, temperature),
-            (flags.top_k, said.get("top_k") or 0),
-            (flags.top_p, said.get("top_p") or 1.0),
-        )
-    ]
-    return Sampling(*given, flags.seed)
+    """Sampling by the flags, and by default as transformers reads generation_config.json."""
+    config = tokenizer.generation
+    temperature = (config.get("temperature") or 1.0) if config.get("do_sample") else 0.0
+    return Sampling(
+        (temperature if config else 0.8) if flags.temperature < 0 else flags.temperature,
+        (config.get("top_k") or 0) if flags.top_k < 0 else flags.top_k,
+        (config.get("top_p") or 1.0) if flags.top_p < 0 else flags.top_p,
+        flags.seed,
+    )
 
 
-# ---- answers -------------------------------------------------------------------------------------
+# ---- answering -----------------------------------------------------------------------------------
 
 
 def answer(generator: Generator, question: Question, limit: Limit) -> str:
-    """Writes one answer to the terminal as it comes, and returns it."""
+    """Prints one answer as it is generated, and returns it."""
     stream = limit.tokenizer.stream(question.after)
     text = ""
     show(question.begins)
@@ -253,23 +251,23 @@ def answer_all(
 
 
 def dialogue(generator: Generator, limit: Limit) -> None:
-    """Until the end of the input. Each turn reads the whole conversation."""
+    """Holds a dialogue until the end of the input; each turn reads the whole conversation."""
     print0("A dialogue; Ctrl-D ends it.")
     messages: list[dict[str, str]] = []
-    while (said := ask("> ")) is not None:
-        messages.append({"role": "user", "content": said})
+    while (line := ask("> ")) is not None:
+        messages.append({"role": "user", "content": line})
         turn = Question({}, limit.tokenizer.ask(messages))
         try:
             limit.new_tokens(turn)
         except UserError as full:
-            print0(f"The conversation is over: {full}. A new one begins.")
+            print0(f"The conversation is over: {full}. A new one starts.")
             messages = []
             continue
         messages.append({"role": "assistant", "content": answer(generator, turn, limit)})
 
 
 def speed(generator: Generator) -> list[str]:
-    """Tokens a second, and the bytes that a step can't do without."""
+    """Lines with tokens per second and the least bytes that a step reads."""
     read, write = generator.seconds
     if not generator.written:
         return []

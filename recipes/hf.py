@@ -4,11 +4,10 @@
     python -m recipes.hf export --source=DIR --target=DIR       # a folder that transformers loads
     python -m recipes.hf export --source=DIR --target=DIR --adapter       # one that PEFT loads
 
-The DIR to import is a folder with config.json and *.safetensors, or ORG/NAME on the Hub, of the Llama
-family, which becomes a zoo/transformer.py, Mixtral or Qwen3-MoE, a zoo/moe.py; the DIR to
-export is a run's workdir or a checkpoint. A recipe also reads model folders itself, without an
-import: --restore_from=hf:DIR. Adapters (LoRA), PEFT's too, are merged with their base; with
---adapter they are exported alone.
+The DIR to import is a folder with config.json and *.safetensors, or ORG/NAME on the Hub. Models of the
+Llama family become a zoo/transformer.py, Mixtral and Qwen3-MoE a zoo/moe.py. The DIR to export is a
+run's workdir or a checkpoint. Recipes also read model folders without an import: --restore_from=hf:DIR.
+Adapters (LoRA), also PEFT's, are merged with their base; --adapter exports them alone.
 """
 
 import dataclasses
@@ -35,14 +34,16 @@ from recipes.common.sharding.layout import Layout
 class Folders:
     source: str = flag("", "Folder to read, as above.")
     target: str = flag("", "New folder to write.")
-    base: str = flag("", "Where the base model of an adapter is now, if it has moved.")
+    base: str = flag("", "Path of an adapter's base model, if it has moved.")
 
 
 @dataclasses.dataclass(frozen=True)
 class Export(Folders):
-    adapter: bool = flag(False, "Write an adapter (LoRA) alone, as PEFT does; else it is merged.")
+    adapter: bool = flag(
+        False, "Write an adapter (LoRA) alone, in PEFT's format, instead of merged."
+    )
     licence: str = flag(
-        "", "Licence of the parameters, for the card; empty: as published, or not told."
+        "", "Licence of the parameters, for the card; empty: as published, if at all."
     )
     note: str = flag("", "A line for the card.")
 
@@ -56,23 +57,23 @@ class Import(Folders):
 def import_(flags: Import) -> None:
     target = new_folder(flags)
 
-    # ---- The folder is checked and laid out on the mesh before any tensor is read ---------------
+    # ---- Check the folder, and its layout on the mesh, before any tensor is read ----------------
     name = flags.source.removeprefix("hf:")
     folder = checkpoint.find(f"hf:{name}", "--source", base=flags.base)
     layout = checkpoint.layout_of(folder, make_mesh(flags.mesh), flags.rules)
     tokens = folder.tokenizer()
     if tokens:
-        checkpoint.check_size(tokens, folder)
+        checkpoint.check_vocabulary(tokens, folder)
     print0(report.headline(layout), *report.uneven(layout, layout.variables()))
 
-    # ---- Each shard is read on its own, onto its device, and saved from there -------------------
+    # ---- Read each shard onto its device, and save it from there --------------------------------
     variables, entry = checkpoint.restore_variables(folder, layout), folder.metadata["entry"]
     facts = checkpoint.metadata(entry, layout, dataclasses.asdict(flags)) | folder.metadata
-    facts["tokenizer"] = tokens and tokens.sha256  # None: nobody knows what a token means
-    # Where a folder lies says nothing to others.
+    facts["tokenizer"] = tokens and tokens.sha256  # None: unknown
+    # A local folder's path means nothing to others.
     on_hub = not (folders.in_bucket(name) or pathlib.Path(name).exists())
     facts["imported"] = f"hf:{name}" if on_hub else folder.path.name
-    with folders.writing(flags.target):
+    with folders.write_errors(flags.target):
         checkpoint.write(target, variables, facts, tokenizer=tokens)
     without, also = ("", "") if tokens else (left_out(folder.path), " --tokenizer=FILE")
     print0(
@@ -90,26 +91,28 @@ def export(flags: Export) -> None:
             f"--source={flags.source} is a {entry!r} model, which Hugging Face has no architecture "
             f"for; use a checkpoint of {' or '.join(map(repr, hf.ENTRIES))}"
         )
-    if flags.adapter and not isinstance(source, checkpoint.Adapted):
-        raise UserError(f"--source={flags.source} is no adapter; leave --adapter out")
-    weights = source.adapter if flags.adapter else source
+    adapted = source if flags.adapter else None
+    if adapted is not None and not isinstance(adapted, checkpoint.Adapted):
+        raise UserError(f"--source={flags.source} is not an adapter; leave --adapter out")
+    weights = adapted.adapter if adapted else source
     layout = checkpoint.layout_of(weights, arrange({"data": 1}, jax.devices()[:1]))
-    if not flags.adapter:
+    if not adapted:
         checkpoint.check_variables(source, layout)
     tokens = source.tokenizer()
     shards = paths(layout.variables()["params"])
 
-    # ---- One parameter at a time is read, rearranged and written ---------------------------------
+    # ---- Read, rearrange and write one parameter at a time ---------------------------------------
     def read(path: str) -> np.ndarray:
         only = {"params": nested({path: shards[path]})}
         return np.asarray(jax.tree.leaves(weights.read(only))[0])
 
-    told = card.facts(source, list(shards.values()), flags.licence, flags.note)
-    readme = card.for_hub(target.name, source.metadata, told, flags.adapter)
+    facts = card.facts(source, list(shards.values()), flags.licence, flags.note)
+    readme = card.for_hub(target.name, source.metadata, facts, flags.adapter)
     name = flags.target
-    with folders.writing(name):
-        if flags.adapter:  # whose base PEFT is told by name if it can read that
-            base = source.where.removeprefix("hf:") if source.where.startswith("hf:") else None
+    with folders.write_errors(name):
+        if adapted:  # PEFT gets the base's name if it is a Hugging Face one
+            where = adapted.where
+            base = where.removeprefix("hf:") if where.startswith("hf:") else None
             hf.write_adapter(target, entry, layout.config, base, read, tokens, readme)
             loads = f'PEFT loads it:\n  PeftModel.from_pretrained(model, "{name}")'
         else:
@@ -120,18 +123,18 @@ def export(flags: Export) -> None:
 
 
 def left_out(folder: pathlib.Path) -> str:
-    """What is not imported of a model folder that has no tokenizer.json."""
+    """Describes what an import leaves out if the folder has no tokenizer.json."""
     others = [name for name in FILES if (folder / name).is_file()]
     also = f", and so without its {' and '.join(others)}" if others else ""
     return f", without a tokenizer (it has no tokenizer.json){also}"
 
 
 def new_folder(flags: Folders) -> pathlib.Path:
-    """--target, where nothing exists yet. Raises UserError."""
+    """The path of --target. Raises UserError if it exists, or a flag is missing."""
     for name in ("source", "target"):
         if not getattr(flags, name):
             raise UserError(f"--{name} is missing; use --{name}=DIR")
-    return folders.new(flags.target)
+    return folders.new_path(flags.target)
 
 
 def parameters(layout: Layout) -> str:

@@ -1,10 +1,10 @@
-"""Publishes a trained checkpoint: its parameters alone, in a folder that says what it is.
+"""Publishes a trained checkpoint: a folder with its parameters, a card and a way to check them.
 
     python -m recipes.publish --source=runs/mlp --target=zoo/checkpoints/mlp.digits
     python -m recipes.mlp --restore_from=mlp.digits --steps=0 --mesh=2x4
 
-The folder is a standard Orbax checkpoint, with the SHA-256 of every file, a card (README.md), and a
-probe: a batch of held-out data and the loss on it, which shows that a restore went right.
+The folder is a standard Orbax checkpoint, with the SHA-256 of every file, a card (README.md) and a
+probe: a batch of held-out data and its loss, which shows whether a restore is correct.
 """
 
 import dataclasses
@@ -22,25 +22,23 @@ from recipes.common.runtime.start import start
 class Publish:
     source: str = flag("", "A run's workdir, or one of its checkpoints.")
     target: str = flag("", "New folder to write.")
-    base: str = flag("", "Where the base model of an adapter is now, if it has moved.")
-    licence: str = flag(
-        "", "Licence of the parameters; empty: that of the data, if the zoo knows it."
-    )
+    base: str = flag("", "Path of an adapter's base model, if it has moved.")
+    licence: str = flag("", "Licence of the parameters; empty: the data's, if the zoo knows it.")
     dtype: str = flag(
-        "", "Type that weights of matmuls are rounded to, for half the size; empty: as they were "
-        "trained.", choices=["", "bfloat16"],
+        "", "Type to round matmul weights to, for half the size; empty: as trained.",
+        choices=["", "bfloat16"],
     )  # fmt: skip
-    note: str = flag("", "A line for the card: who trained it, on which machine.")
+    note: str = flag("", "A line for the card, such as who trained it on which machine.")
     mesh: str = flag("", "Device mesh to read onto, as in every recipe; empty: all on data.")
     rules: str = flag("", "Sharding rules, as in every recipe; empty: chosen by the mesh.")
 
 
 def main(flags: Publish) -> None:
-    # ---- Flags, checked before anything is read --------------------------------------------------
+    # ---- Check the flags before anything is read -------------------------------------------------
     for name in ("source", "target"):
         if not getattr(flags, name):
             raise UserError(f"--{name} is missing; use --{name}=DIR")
-    target = folders.new(flags.target)
+    target = folders.new_path(flags.target)
     if flags.source.startswith("hf:"):
         raise UserError(
             f"--source={flags.source} is not a checkpoint of this zoo; use a run's workdir or a "
@@ -55,24 +53,24 @@ def main(flags: Publish) -> None:
     licence = flags.licence or known_licence(source)
     layout = checkpoint.layout_of(source, make_mesh(flags.mesh), flags.rules)
 
-    # ---- Parameters, and their loss on a batch that nobody trained on ----------------------------
+    # ---- Read the parameters, and compute their loss on a held-out batch -------------------------
     variables = checkpoint.restore_variables(source, layout, flags.dtype or None)
     tokenizer = source.tokenizer()
     batch = probe.batch(source.metadata, tokenizer)
-    # Whoever restores it gets float32 of what is written.
+    # Restoring converts what is written to float32.
     restored = jax.tree.map(lambda a, s: a.astype(s.dtype), variables, layout.variables())
     loss = probe.loss(layout, restored, batch)
     leaves = jax.tree.leaves(variables["params"])
     metadata = source.metadata | {
-        # Of an adapter, merged.
+        # An adapter is published merged.
         "logical_axes": checkpoint.metadata("", layout, {})["logical_axes"],
-        "flags": {k: v for k, v in source.metadata["flags"].items() if k not in card.UNTOLD},
+        "flags": {k: v for k, v in source.metadata["flags"].items() if k not in card.OMITTED_FLAGS},
         "published": card.facts(source, leaves, licence, flags.note) | {"probe_loss": loss},
     }
 
-    # ---- Written to a temporary folder, and moved in place ---------------------------------------
+    # ---- Write a temporary folder, and move it in place ------------------------------------------
     ours = target.parent == checkpoint.PUBLISHED
-    with folders.writing(flags.target):
+    with folders.write_errors(flags.target):
         checkpoint.write(
             target,
             variables,
@@ -90,9 +88,9 @@ def main(flags: Publish) -> None:
 
 
 def known_licence(source: checkpoint.Source) -> str:
-    """Of the data that it was trained on. Raises UserError if there is none, or none that the zoo knows."""
+    """The licence of the training data. Raises UserError if the zoo doesn't know it."""
     dataset = source.metadata["data"]["dataset"]
-    began = source.metadata["flags"].get("restore_from")  # whose licence also binds the result
+    began = source.metadata["flags"].get("restore_from")  # its licence also binds the result
     if began or dataset not in card.LICENCES:
         what = f"--restore_from={began}" if began else f"--dataset={dataset}"
         raise UserError(

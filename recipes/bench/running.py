@@ -284,7 +284,7 @@ def checkpoints(flags: CheckpointFlags) -> None:
             here = saver.last_good()
             assert here, "the save above is complete"
             held = sum(path.stat().st_size for path in _files(here))
-            source = checkpoint.at(here)
+            source = checkpoint.open_checkpoint(here)
             abstract = {kind: big.abstract[kind] for kind in ("params", "opt_state")}
             for seconds, function in (
                 (read, functools.partial(_read, here)),

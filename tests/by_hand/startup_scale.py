@@ -69,7 +69,7 @@ def measure(devices: int) -> dict[str, float]:
 
 def played(count: int) -> Callable[[], None]:
     """Plays the start of `count` processes, each in a thread with its own modules."""
-    from recipes.common.checkpoint import helpers
+    from recipes.common.checkpoint import parallel_hashing
     from recipes.common.runtime import agreement, processes
 
     facts = agreement.facts()
@@ -87,16 +87,16 @@ def played(count: int) -> Callable[[], None]:
 
     def process(number: int) -> Callable[[], None]:
         # Its keys come after those of this run.
-        one = copy(processes, _id=number, _count=count, _decided=1000)
+        one = copy(processes, _id=number, _count=count, _calls=1000)
         alike = copy(agreement, processes=one, facts=lambda: facts)
-        helping = copy(helpers, processes=one)
+        hashing = copy(parallel_hashing, processes=one, sha256_here=hash_none)
 
         def start() -> None:
             alike.check()
-            work = helping.with_help(
-                "play", hash_none, lambda: helping.digests("w", names, hash_none)
-            )
-            assert number > 0 or list(work()) == names
+            if number > 0:
+                hashing.serve("play")
+            else:
+                assert list(hashing.share("play", lambda: hashing.sha256("w", names))) == names
 
         return start
 

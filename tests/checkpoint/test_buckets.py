@@ -68,7 +68,7 @@ def state(step: int) -> dict:
 
 
 def at(path: str):
-    return folders.at(f"{WORKDIR}/{path}")
+    return folders.to_path(f"{WORKDIR}/{path}")
 
 
 def in_folder(bucket: Bucket, name: str) -> list[str]:
@@ -87,11 +87,11 @@ def test_a_checkpoint_is_finished_hashed_kept_and_dropped_as_on_a_disk(bucket, t
         with saving(workdir, keep=2, tokenizer=tokens) as saver:
             for step, what in tree.items():
                 saver.save(step, what)
-        assert checkpoint.steps_in(folders.at(workdir) / "checkpoints") == [6, 9]
+        assert checkpoint.steps_in(folders.to_path(workdir) / "checkpoints") == [6, 9]
     for step in (6, 9):
         there, here = at(f"checkpoints/{step}"), tmp_path / "checkpoints" / str(step)
         assert checkpoint.verify(there) == ""
-        assert_bit_equal(state_of(folders.at(WORKDIR), step), state_of(tmp_path, step))
+        assert_bit_equal(state_of(folders.to_path(WORKDIR), step), state_of(tmp_path, step))
         # Orbax gives its array files random names.
         plain = {name for name in folders.sizes(here) if "/d/" not in name}
         assert plain == {name for name in folders.sizes(there) if "/d/" not in name}
@@ -104,7 +104,7 @@ def test_a_checkpoint_is_finished_hashed_kept_and_dropped_as_on_a_disk(bucket, t
     name = next(n for n in bucket.names("runs/w/checkpoints/9/") if "/d/" in n)
     content = bytearray(bucket.read(name))
     content[len(content) // 2] ^= 1
-    folders.write(folders.at(f"gs://zoo/{name}"), bytes(content))
+    folders.write(folders.to_path(f"gs://zoo/{name}"), bytes(content))
     assert checkpoint.verify(at("checkpoints/9")).startswith("state/")
     with saving(WORKDIR, keep=2) as saver:
         assert saver.last_good().name == "6"
@@ -163,7 +163,7 @@ def test_one_of_two_starts_wins_and_a_dead_owner_is_replaced(bucket, monkeypatch
 
     def start():
         try:
-            taken.append(lock.take(folders.at(WORKDIR), "config.json"))
+            taken.append(lock.take(folders.to_path(WORKDIR), "config.json"))
         except UserError as error:
             refused.append(str(error))
 
@@ -182,13 +182,13 @@ def test_one_of_two_starts_wins_and_a_dead_owner_is_replaced(bucket, monkeypatch
     owner = {"id": "1", "pid": process.pid, "process": lock._process(process.pid)}
     process.communicate()
     put(owner)
-    with contextlib.closing(lock.take(folders.at(WORKDIR), "config.json")) as mine:
+    with contextlib.closing(lock.take(folders.to_path(WORKDIR), "config.json")) as mine:
         # … and of one elsewhere when it has been silent for long: here of ours, which then stops.
         monkeypatch.setattr(mine, "_me", mine._me | {"process": "elsewhere"})
         mine.check()
         mine._end.set()  # it does not beat any more
         monkeypatch.setattr(lock, "STALE_SECONDS", 1)
-        with contextlib.closing(lock.take(folders.at(WORKDIR), "config.json")) as theirs:
+        with contextlib.closing(lock.take(folders.to_path(WORKDIR), "config.json")) as theirs:
             mine._end.clear()
             unaware = copy.copy(mine)  # ends, and leaves the lock to its new owner
             unaware._end = threading.Event()
@@ -209,7 +209,7 @@ def test_a_signal_outside_of_training_releases_the_lock(bucket, capfd, monkeypat
     monkeypatch.setattr(preemption, "_asked", "")
     for release_seconds, at_work in ((60, False), (0.1, True)):
         monkeypatch.setattr(preemption, "RELEASE_SECONDS", release_seconds)
-        held = lock.take(folders.at(WORKDIR), "config.json")
+        held = lock.take(folders.to_path(WORKDIR), "config.json")
         with held._one if at_work else contextlib.nullcontext():
             with pytest.raises(SystemExit):
                 preemption._handle(signal.SIGTERM, None)
@@ -231,7 +231,7 @@ def no_programs():
 def test_an_unusable_bucket_is_one_line(bucket, monkeypatch, inside, no_programs):
     def says(name: str) -> str:
         with pytest.raises(UserError) as caught:
-            folders.at(name, "--workdir")
+            folders.to_path(name, "--workdir")
         buckets._problem.cache_clear()
         return str(caught.value)
 
@@ -407,7 +407,7 @@ def test_a_lock_is_ours_though_the_answer_was_lost(bucket):
     """The library's retry finds the object that its first attempt wrote."""
     lost = iter([LOST])
     with bucket.failing(lambda r: next(lost, None) if writes("lock.json")(r) else None):
-        held = lock.take(folders.at(WORKDIR), "config.json")
+        held = lock.take(folders.to_path(WORKDIR), "config.json")
         held.check()
     held.close()
     assert sum(map(writes("lock.json"), bucket.requests)) == 3
@@ -443,7 +443,7 @@ def test_a_run_that_lost_its_lock_stops(bucket, monkeypatch):
     assert in_folder(bucket, "checkpoints") == ["1", "2"], "the other's to remove, or to finish"
     assert not (at("checkpoints/2") / "hashes.json").exists(), "it has stopped writing"
     second, late = *others, open_run("transformer", Run(workdir=WORKDIR), NoFlags())
-    with contextlib.closing(lock.take(folders.at(WORKDIR), "config.json")):
+    with contextlib.closing(lock.take(folders.to_path(WORKDIR), "config.json")):
         before = bucket.snapshot()[0]
         with pytest.raises(UserError, match=taken):
             Saver(late, 1, first._metadata, {})
@@ -475,7 +475,7 @@ def test_a_run_in_a_bucket_is_the_run_on_a_disk(bucket, book, quick, inside, tmp
     """Covers saving, resuming on another mesh, evaluating, publishing, exporting and importing."""
     flags = (*SHORT, book)
     train = lambda *more: inside("recipes.transformer", *flags, *more)  # noqa: E731
-    here, there = tmp_path / "w", folders.at(WORKDIR)
+    here, there = tmp_path / "w", folders.to_path(WORKDIR)
     for workdir in (here, there):
         assert train("--mesh=4x2", "--steps=3", f"--workdir={workdir}").code == 0
         done = train("--mesh=2x4", f"--workdir={workdir}")
@@ -540,7 +540,9 @@ def test_several_processes_save_to_a_bucket(bucket):
     assert {"ocdbt.process_0", "ocdbt.process_1"} <= {
         name.split("/")[5] for name in bucket.names("runs/w/checkpoints/6/state/")
     }
-    assert [step for step, _ in records(folders.at(WORKDIR), "step", "loss")] == list(range(1, 7))
+    assert [step for step, _ in records(folders.to_path(WORKDIR), "step", "loss")] == list(
+        range(1, 7)
+    )
     assert not bucket.names("runs/w/lock.json")
 
 
@@ -558,7 +560,7 @@ def test_data_in_a_bucket_is_the_data_on_a_disk(bucket, tmp_path, monkeypatch):
     (tmp_path / "d" / "a.jsonl").write_text(lines)
     pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "d" / "b.parquet")
     for name in ("a.jsonl", "b.parquet"):
-        folders.write(folders.at(f"gs://zoo/d/{name}"), (tmp_path / "d" / name).read_bytes())
+        folders.write(folders.to_path(f"gs://zoo/d/{name}"), (tmp_path / "d" / name).read_bytes())
     for name in ("d/a.jsonl", "d/b.parquet", "d/*.jsonl", "d"):
         (there,), (here,) = sources.find(f"gs://zoo/{name}"), sources.find(str(tmp_path / name))
         assert corpus.prepare(there).fingerprint == corpus.prepare(here).fingerprint
@@ -570,7 +572,7 @@ def test_data_in_a_bucket_is_the_data_on_a_disk(bucket, tmp_path, monkeypatch):
     before = len(bucket.requests)
     (again,) = sources.find("gs://zoo/d/a.jsonl")
     assert all("alt" not in request.query for request in bucket.requests[before:]), "copied once"
-    folders.write(folders.at("gs://zoo/d/a.jsonl"), (lines + lines).encode())
+    folders.write(folders.to_path("gs://zoo/d/a.jsonl"), (lines + lines).encode())
     (changed,) = sources.find("gs://zoo/d/a.jsonl@0.5,gs://zoo/d/b.parquet@0.5")[:1]
     assert changed.files[0].read_text() == lines + lines, "another content is another copy"
     assert again.files[0].read_text() == lines
@@ -586,7 +588,7 @@ def test_data_in_a_bucket_is_the_data_on_a_disk(bucket, tmp_path, monkeypatch):
 def test_a_model_in_a_bucket_answers_with_its_tokenizer(bucket, quick, inside, tmp_path):
     """Prompts, texts and evaluation figures are in the bucket, too."""
     answers, figures = [], []
-    for place in (folders.at("gs://zoo/x"), tmp_path / "x"):
+    for place in (folders.to_path("gs://zoo/x"), tmp_path / "x"):
         model, rows, out = talker(place / "talker", 32), place / "a.jsonl", place / "figures.json"
         folders.make(place)
         folders.write(rows, json.dumps({"prompt": "def one", "text": "All work. " * 9}).encode())
@@ -608,7 +610,7 @@ def test_a_model_in_a_bucket_answers_with_its_tokenizer(bucket, quick, inside, t
     assert figures[0] == figures[1]
     assert figures[0]["bytes"] == 89
     with pytest.raises(UserError, match="is in a bucket, where nothing can be appended; use a loc"):
-        folders.new("gs://zoo/answers.jsonl", "out", appended=True)
+        folders.new_path("gs://zoo/answers.jsonl", "out", appended=True)
 
 
 @pytest.mark.full
@@ -616,7 +618,7 @@ def test_the_base_of_an_adapter_may_be_in_a_bucket(bucket):
     base, there = f"hf:{MODELS / 'llama3'}", "gs://zoo/base"
     source = checkpoint.find(base)
     variables = checkpoint.restore_variables(source, checkpoint.layout_of(source, make_mesh("1")))
-    checkpoint.write(folders.at(there), variables, {"flags": {}} | source.metadata)
+    checkpoint.write(folders.to_path(there), variables, {"flags": {}} | source.metadata)
     found = [checkpoint.find(MODELS / "llama3_lora", base=where) for where in (there, base)]
     assert [paths(each.shapes()).keys() for each in found] == [paths(source.shapes()).keys()] * 2
     assert found[0].metadata["config"] == found[1].metadata["config"]
@@ -672,9 +674,9 @@ def test_a_run_killed_in_the_midst_of_a_save_ends_as_an_uninterrupted_one(bucket
     assert process.returncode == 0, err
     assert in_folder(bucket, "checkpoints") == ["6", "9"]
     for step in (6, 9):
-        assert_bit_equal(state_of(folders.at(WORKDIR), step), state_of(here, step))
+        assert_bit_equal(state_of(folders.to_path(WORKDIR), step), state_of(here, step))
     for fields in (("step", "loss", "grad_norm", "learning_rate"), ("step", "held_out_loss")):
-        assert records(folders.at(WORKDIR), *fields) == records(here, *fields)
+        assert records(folders.to_path(WORKDIR), *fields) == records(here, *fields)
     assert in_folder(bucket, "best") == os.listdir(here / "best")
     read = [r.name for r in bucket.requests if "alt" in r.query and r.name in made]
     assert len(made) < len(read), "made once, and read by the others"

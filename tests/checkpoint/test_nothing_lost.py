@@ -319,7 +319,7 @@ def test_no_good_checkpoint_is_a_user_error_not_a_new_start(trained, tmp_path, g
         truncate(big_file(tmp_path / "w" / "checkpoints" / str(step)))
     done = go(*SIX)
     assert done.code == 2
-    assert "has no checkpoint that is whole (step 6: state/" in done.err
+    assert "has no intact checkpoint (step 6: state/" in done.err
     assert steps_saved(tmp_path / "w") == [4, 6]
 
 

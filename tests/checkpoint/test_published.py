@@ -18,7 +18,7 @@ import pytest
 from flax import nnx
 
 from recipes.common import checkpoint
-from recipes.common.checkpoint import card, integrity, probe
+from recipes.common.checkpoint import card, integrity, parallel_hashing, probe
 from recipes.common.entries import ENTRIES, zoo_file
 from recipes.common.mesh import make_mesh
 from recipes.common.runtime import start
@@ -69,7 +69,7 @@ def test_there_is_one_for_each_of_ours_and_together_they_are_small():
 @pytest.mark.parametrize(("name", "strategy", "mesh"), full_except(FITTING, ON_FAST.values()))
 def test_the_golden_loss_on_every_mesh_and_table(name, strategy, mesh):
     # Its hashes are another test's.
-    source = checkpoint.find(name, whole=False)
+    source = checkpoint.find(name, hash_files=False)
     golden, batch = probe.loads((source.path / "probe.json").read_text())
     layout = checkpoint.layout_of(source, make_mesh(mesh), strategy)
     loss = probe.loss(layout, checkpoint.restore_variables(source, layout), batch)
@@ -139,7 +139,7 @@ def test_a_card_says_what_is_there(name):
 
 def test_the_transformer_has_learned():
     """Its loss is clearly below that of the recipe's bare command, 1.58 nats a byte."""
-    facts = checkpoint.find("transformer.stdlib_3m", whole=False).metadata["published"]
+    facts = checkpoint.find("transformer.stdlib_3m", hash_files=False).metadata["published"]
     assert 2_500_000 < facts["parameters"] < 3_500_000
     assert facts["held_out"]["loss"] < 1.5
 
@@ -282,7 +282,7 @@ def test_a_run_is_published_and_evaluated_elsewhere(inside, runs):
     assert_bit_equal(written, halves)
     text = (rounded / card.FILE).read_text()
     assert "bfloat16 |\n| Made by" in text
-    assert "| Rounded | matmuls' weights, when published; held-out" in text
+    assert "| Rounded | matmul weights, when published; held-out" in text
     layout = checkpoint.layout_of(source := checkpoint.find(rounded), make_mesh("2x4"))
     variables = checkpoint.restore_variables(source, layout)
     assert_bit_equal(
@@ -407,14 +407,14 @@ def test_a_changed_byte_as_a_command_and_the_flag_that_does_not_look(inside, cop
     assert (done.code, done.out) == (2, "")
     assert done.err == (
         f"error: --restore_from={copied}: {array.relative_to(copied)} differs from what was saved "
-        f"(its SHA-256 does not match) in {copied}; use a checkpoint that is whole\n"
+        f"(its SHA-256 does not match) in {copied}; use an intact checkpoint\n"
     )
     read = []
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(integrity, "_digests", lambda _, names: read.extend(names) or {})
+        patch.setattr(parallel_hashing, "sha256", lambda _, names: read.extend(names) or {})
         for _ in range(2):
             inside("recipes.dot_relu_dot", *flags, "--verify=false")
-        checkpoint.find(copied, whole=False)
+        checkpoint.find(copied, hash_files=False)
     assert read == [], "nothing is hashed"
 
 

@@ -111,7 +111,7 @@ def test_a_tokenizer_that_cannot_be_written_is_a_save_that_failed(tmp_path, monk
         in capfd.readouterr().err
     )
     assert integrity.verify(tmp_path / "checkpoints" / "2") == ""
-    assert store.at(tmp_path / "checkpoints" / "2").tokenizer() == tokens
+    assert store.open_checkpoint(tmp_path / "checkpoints" / "2").tokenizer() == tokens
 
 
 def test_it_comes_along_by_itself(here, inside, book, tmp_path):
@@ -174,11 +174,11 @@ ROWS = [
     (["--restore_from={here}/run", "--tokenizer=bytes"], "which its model was trained with; leave it out"),
     (["--restore_from=hf:{here}/hf", "--tokenizer=bytes"], "--tokenizer=bytes (SHA-256 d817aeed…) must be the tokenizer of {here}/hf ("),
     (["--restore_from=transformer.stdlib_3m", "--tokenizer={here}/same"], "transformer.stdlib_3m (d817aeed…), which its model was trained with; leave it out"),
-    (["--restore_from=hf:{here}/bare"], "{here}/bare has no tokenizer.json, so nobody knows what its model's tokens mean; use --tokenizer=FILE, ORG/NAME on the Hub, or bytes if it was trained on bytes"),
-    (["--restore_from=hf:{here}/bare", "--tokenizer=bytes"], "--tokenizer=bytes has 257 tokens and the model of {here}/bare 512, so it was not trained on bytes; use its own tokenizer.json"),
-    (["--restore_from=hf:{here}/pieces"], "{here}/pieces has its tokenizer only in tokenizer.model, which the zoo does not read"),
-    (["--restore_from={here}/imported"], "{here}/imported has no tokenizer.json, so nobody knows"),
-    (["--restore_from=hf:{here}/bare", "--tokenizer={here}/large"], "the model has 512 tokens, and the tokenizer {here}/large has 513; use the tokenizer that it was trained with, or a model with a larger vocabulary"),
+    (["--restore_from=hf:{here}/bare"], "{here}/bare has no tokenizer.json, so its model's tokens are unknown; use --tokenizer=FILE, ORG/NAME on the Hub, or bytes if it was trained on bytes"),
+    (["--restore_from=hf:{here}/bare", "--tokenizer=bytes"], "--tokenizer=bytes has 257 tokens, but the model of {here}/bare has 512, so it was not trained on bytes; use its own tokenizer.json"),
+    (["--restore_from=hf:{here}/pieces"], "{here}/pieces has its tokenizer in tokenizer.model alone, which the zoo does not read"),
+    (["--restore_from={here}/imported"], "{here}/imported has no tokenizer.json, so its model's tokens are unknown"),
+    (["--restore_from=hf:{here}/bare", "--tokenizer={here}/large"], "the model has 512 tokens, but the tokenizer {here}/large has 513; use the tokenizer that it was trained with, or a model with a larger vocabulary"),
     (["--tokenizer={here}/no"], "--tokenizer={here}/no does not exist; use bytes, a tokenizer.json"),
     (["--chat"], "the tokenizer bytes has no chat template; use a chat model's, or leave out --chat"),
     (["--tokenizer={here}/strict", "--chat"], "the chat template of {here}/strict can't be rendered (only systems)"),
@@ -237,7 +237,7 @@ def test_every_command_refuses_too_many_tokens(command, more, inside):
     assert (done.code, done.out) == (2, "")
     which = more / ("large" if command == "generate" else "long")
     assert done.err == (
-        f"error: the model has 512 tokens, and the tokenizer {which} has 513; use the tokenizer that "
+        f"error: the model has 512 tokens, but the tokenizer {which} has 513; use the tokenizer that "
         "it was trained with, or a model with a larger vocabulary\n"
     )
     assert not (more / "new").exists()
@@ -268,7 +268,7 @@ def test_a_model_without_a_tokenizer_is_imported_and_asks_for_one(here, inside, 
     flags = (*SHORT, book, f"--restore_from={target}", "--steps=0")
     done = inside("recipes.transformer", *flags)
     assert (done.code, done.err.count("\n")) == (2, 1)
-    assert "nobody knows what its model's tokens mean" in done.err
+    assert "its model's tokens are unknown" in done.err
     assert inside("recipes.transformer", *flags, f"--tokenizer={here / 'same'}").code == 0
 
 

@@ -169,7 +169,7 @@ def test_rows_of_any_length_are_scored_as_alone(mesh, rules, here, quick, monkey
     for _ in range(5):
         likely.append(int(logprobs(plain, [*likely, 0])[-1].argmax()))
     rows += [Row(likely, 5), Row(likely, 6), Row([*likely[:-1], 7], 5)]
-    source = checkpoint.find(here / "base", whole=False)
+    source = checkpoint.find(here / "base", hash_files=False)
     layout = checkpoint.layout_of(source, make_mesh(mesh), rules)
     scorer = Scorer(layout, checkpoint.restore_variables(source, layout), 3, context=100)
     found = scorer(rows)

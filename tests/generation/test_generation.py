@@ -297,7 +297,7 @@ def test_a_dialogue_reads_the_whole_conversation(inside, quick, talker, monkeypa
     _, first, second, over, again, *_ = done.out.split("> ")
     assert again.splitlines()[0] == first.splitlines()[0] != second.splitlines()[0]
     assert "The conversation is over: a prompt has " in over
-    assert f"a context of {CONTEXT}" in over
+    assert f"context is {CONTEXT}" in over
     alone = inside("recipes.generate", talker, *flags, "--prompt=Hi")
     assert alone.out.splitlines()[1] == first.splitlines()[0]
 
@@ -322,10 +322,10 @@ LONG_PROMPT = "x" * 300
 MISTAKES = [
     ([], "--restore_from is missing; use --restore_from=RUN, or hf:DIR"),
     (["--restore_from=nothing"], "--restore_from=nothing does not exist; use a run's workdir"),
-    (["--restore_from=mlp.digits", "--tokenizer=bytes"], "--restore_from=mlp.digits is a 'mlp' model, which writes no text; use a language model"),
+    (["--restore_from=mlp.digits", "--tokenizer=bytes"], "--restore_from=mlp.digits is a 'mlp' model, which generates no text; use a language model"),
     ([PUBLISHED, "--chat"], "the tokenizer bytes has no chat template"),
-    ([PUBLISHED, f"--prompt={LONG_PROMPT}"], "a prompt has 301 tokens, and the model a context of 256, answer included; use a shorter prompt"),
-    ([PUBLISHED, "--prompt=abc", "--max_new_tokens=300"], "a prompt has 4 tokens, and with --max_new_tokens=300 that is more than the model's context of 256; try --max_new_tokens=252"),
+    ([PUBLISHED, f"--prompt={LONG_PROMPT}"], "a prompt has 301 tokens, but the model's context is 256, answer included; use a shorter prompt"),
+    ([PUBLISHED, "--prompt=abc", "--max_new_tokens=300"], "a prompt has 4 tokens, and with --max_new_tokens=300 exceeds the model's context of 256; try --max_new_tokens=252"),
     ([PUBLISHED, "--prompt=a", "--prompts=b"], "--prompt and --prompts=b are both given; leave one out"),
     ([PUBLISHED, "--prompt=a", "--out=b"], "--out=b is for the answers to --prompts; add it"),
     ([PUBLISHED, "--prompts=nothing.jsonl"], "--prompts=nothing.jsonl can't be read (No such file or directory); use a .jsonl file"),

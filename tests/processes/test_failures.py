@@ -13,7 +13,7 @@ import pytest
 from jax._src import distributed
 
 from recipes.common import checkpoint
-from recipes.common.checkpoint import helpers, shared
+from recipes.common.checkpoint import parallel_hashing, shared_folder_check
 from recipes.common.runtime import agreement, processes, start
 from recipes.common.runtime.errors import UserError
 from tests.by_hand import startup_scale
@@ -27,7 +27,7 @@ pytestmark = pytest.mark.promise("processes-differ")
 # A process whose disk is not shared finds other files under the same names.
 OWN_DISK = """
 import sys
-from recipes.common.checkpoint import shared
+from recipes.common.checkpoint import shared_folder_check as shared
 if "--process_id=1" in sys.argv:
     appears = shared._appears
     shared._appears = lambda name: appears("/another_host" + name)
@@ -103,7 +103,7 @@ def test_differences_between_processes_are_named():
     for other, told in (
         ({"versions": {"jax": "2"}}, "has jax 2, and process 0 has 1; install the same on all"),
         ({"flags": {"--a": 1, "--b": 3}}, "has --b=3, and process 0 has 2; start all with the same flags"),
-        ({"code": "y"}, "runs other code than process 0; give all of them the same clone"),
+        ({"code": "y"}, "runs different code than process 0; give all of them the same clone"),
     ):  # fmt: skip
         assert agreement.difference(first, first | other) == told
 
@@ -127,7 +127,7 @@ def test_different_data_under_the_same_name_is_refused(
     assert (done.code, done.out) == (2, "")
     host = socket.gethostname()
     assert re.fullmatch(
-        rf"error: process 1 \(not {host}\) reads other content by --{flag} than process 0 \({host}\): "
+        rf"error: process 1 \(not {host}\) reads different content from --{flag} than process 0 \({host}\): "
         r"fingerprint 0{12}, not [0-9a-f]{12}; give all of them the same files\n", done.err
     )  # fmt: skip
     assert list(tmp_path.iterdir()) == []
@@ -140,28 +140,28 @@ def test_together_raises_the_first_mistake_on_all(monkeypatch):
     monkeypatch.setattr(processes, "_count", 3)
     monkeypatch.setattr(processes, "decide", lambda mine, work: work(["", mine, mine]))
     with pytest.raises(UserError, match=r"^it is not there \(process 1, as 2 of 3\)$"):
-        processes.together(mistaken)
+        processes.run_on_all(mistaken)
     monkeypatch.setattr(processes, "decide", lambda mine, work: work([mine] * 3))
     with pytest.raises(UserError, match=r"^it is not there$"):
-        processes.together(mistaken)
-    assert processes.together(lambda: 7) == 7
+        processes.run_on_all(mistaken)
+    assert processes.run_on_all(lambda: 7) == 7
 
 
 def test_a_shared_folder_is_left_as_it_was(monkeypatch, tmp_path):
     monkeypatch.setattr(processes, "_count", 2)
     monkeypatch.setattr(processes, "decide", lambda mine, work: work([mine, mine]))
-    shared.check(tmp_path / "not" / "there", "workdir")
+    shared_folder_check.check(tmp_path / "not" / "there", "workdir")
     assert list(tmp_path.iterdir()) == []
-    monkeypatch.setattr(shared, "_appears", lambda name: False)
+    monkeypatch.setattr(shared_folder_check, "_appears", lambda name: False)
     with pytest.raises(UserError, match=r"--workdir=.* is not one folder: process 0 \("):
-        shared.check(tmp_path, "workdir")
+        shared_folder_check.check(tmp_path, "workdir")
     assert list(tmp_path.iterdir()) == []
 
 
 def test_an_error_without_a_message_ends_the_process_too(monkeypatch):
     said = []
     monkeypatch.setattr(processes, "_count", 2)
-    monkeypatch.setattr(processes, "leave", said.append)
+    monkeypatch.setattr(processes, "exit_now", said.append)
     monkeypatch.setattr(start.preemption, "watch", lambda: None)
     monkeypatch.setattr(start, "_settle_libraries", lambda: None)
     monkeypatch.setattr(sys, "argv", ["recipe"])
@@ -184,15 +184,14 @@ def test_messages_about_a_save_are_deleted(monkeypatch):
     monkeypatch.setattr(processes, "_count", 2)
     monkeypatch.setattr(processes, "publish", told.__setitem__)
     monkeypatch.setattr(processes, "await_published", told.__getitem__)
-    monkeypatch.setattr(processes, "forget", forget)
+    monkeypatch.setattr(processes, "unpublish", forget)
 
     def hash_mine(folder, names):
         return dict.fromkeys(names, "1")
 
-    work = helpers.with_help(
-        "save/3", hash_mine, lambda: helpers.digests("w", ["a", "b"], hash_mine)
-    )
-    assert work() == {"a": "1", "b": "2"}
+    monkeypatch.setattr(parallel_hashing, "sha256_here", hash_mine)
+    found = parallel_hashing.share("save/3", lambda: parallel_hashing.sha256("w", ["a", "b"]))
+    assert found == {"a": "1", "b": "2"}
     assert told == {"save/3/1": None}, "that there is nothing more to do"
 
 
@@ -206,8 +205,9 @@ def test_a_process_that_fails_to_hash_answers_whatever_has_failed(monkeypatch):
     def no_threads(folder, names):
         raise RuntimeError("can't start new thread")
 
+    monkeypatch.setattr(parallel_hashing, "sha256_here", no_threads)
     with pytest.raises(RuntimeError, match="new thread"):
-        helpers.help_with("save/3", no_threads)
+        parallel_hashing.serve("save/3")
     assert told["save/3/0/1"] == {"error": [None, "can't start new thread", None]}
 
 
@@ -216,13 +216,13 @@ def test_a_model_to_be_used_is_verified_together(recipe, flags, inside, monkeypa
     """The second process hashes only its share and opens the checkpoint that the first found."""
     asked, found = [], tmp_path / "none"
     monkeypatch.setattr(processes, "_id", 1)
-    monkeypatch.setattr(helpers, "help_with", lambda topic, _: asked.append(topic))
+    monkeypatch.setattr(parallel_hashing, "serve", asked.append)
     monkeypatch.setattr(processes, "broadcast_from_first", lambda _: str(found))
     monkeypatch.setattr(processes, "decide", lambda mine, work: work(["", mine]))
     # Two from there on: this one has all the devices.
     make_mesh = lambda _: monkeypatch.setattr(processes, "_count", 2)  # noqa: E731
     monkeypatch.setattr("recipes.common.runtime.make_mesh", make_mesh)
-    monkeypatch.setattr(processes, "leave_unless_all_do", lambda code: None)
+    monkeypatch.setattr(processes, "exit_unless_all_do", lambda code: None)
     done = inside(f"recipes.{recipe}", "--restore_from=b", *flags)
     assert asked == ["start"]
     assert done.err.startswith(f"error: --restore_from={found} does not exist; ")

@@ -62,12 +62,12 @@ def test_the_outermost_axes_run_across_and_the_others_stay_inside(devices, text,
 @pytest.mark.parametrize(
     ("devices", "text", "told"),
     [
-        (tpus(2, 4, 4), "1x32", "'model' between 2 slices of 16 devices, and only the outermost may be; try --mesh=2x16"),
-        (tpus(4, 4, 4), "2x32x1", "'fsdp' between 4 slices of 16 devices, and only the outermost may be; try --mesh=4x16x1"),
-        (gpus(2, 8), "data=1,fsdp=16", "'fsdp' between 2 nodes of 8 devices, and only the outermost may be; try --mesh=data=2,fsdp=8"),
-        (gpus(3, 8), "2x12", "'model' between 3 nodes of 8 devices, and only the outermost may be; try --mesh=6x4"),
-        (gpus(2, 3), "3x2", "'model' between 2 nodes of 3 devices, and only the outermost may be; try --mesh=6x1"),
-        (cpus(2, 4), "1x8", "'model' between 2 processes of 4 devices, and only the outermost may be; try --mesh=2x4"),
+        (tpus(2, 4, 4), "1x32", "'model' between 2 slices of 16 devices, but only the outermost may be; try --mesh=2x16"),
+        (tpus(4, 4, 4), "2x32x1", "'fsdp' between 4 slices of 16 devices, but only the outermost may be; try --mesh=4x16x1"),
+        (gpus(2, 8), "data=1,fsdp=16", "'fsdp' between 2 nodes of 8 devices, but only the outermost may be; try --mesh=data=2,fsdp=8"),
+        (gpus(3, 8), "2x12", "'model' between 3 nodes of 8 devices, but only the outermost may be; try --mesh=6x4"),
+        (gpus(2, 3), "3x2", "'model' between 2 nodes of 3 devices, but only the outermost may be; try --mesh=6x1"),
+        (cpus(2, 4), "1x8", "'model' between 2 processes of 4 devices, but only the outermost may be; try --mesh=2x4"),
     ],
     ids=str,
 )  # fmt: skip

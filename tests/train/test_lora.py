@@ -21,7 +21,7 @@ import recipes.hf
 from data.tokenizer import BYTES, from_files
 from recipes.common import checkpoint, entries, hf
 from recipes.common.analysis import flops, report
-from recipes.common.checkpoint import adapter
+from recipes.common.checkpoint import lora
 from recipes.common.language import MATRICES
 from recipes.common.runtime.errors import UserError
 from recipes.common.runtime.mesh import make_mesh
@@ -337,7 +337,7 @@ def saved(tmp_path_factory):
         layout = layout_of(config)
         state = jax.device_put(new_state(layout, OPTIMIZER, 0, found), layout.replicated)
         facts = checkpoint.metadata(entry, layout, {"seq_len": 8})
-        facts["base"] = adapter.named(checkpoint.find(base), str(base))
+        facts["base"] = lora.describe_base(checkpoint.find(base), str(base))
         with saving(run, entry, facts) as saver:
             saver.save(5, state)
         return Disk(base, run, jax.device_get(state))
@@ -420,7 +420,7 @@ def test_the_tokenizer_is_the_adapters_with_what_the_base_knows():
         return SimpleNamespace(tokenizer=lambda: from_files(files) if files else None)
 
     def ends(own, base):
-        return adapter.Adapted(source(own), source(base), "").tokenizer().end
+        return lora.Adapted(source(own), source(base), "").tokenizer().end
 
     assert ends(less, whole) == ends({}, whole) == ends(whole, {}) == (2, 0)
     assert ends(less, {}) == ends(less, metaspace()) == (2,)
@@ -477,12 +477,12 @@ def test_an_unsuitable_base_of_an_adapter_is_refused(disk, tmp_path):
     facts = checkpoint.metadata("transformer", layout_of(PLAIN), {}) | {"step": 7}
     changed = jax.tree.map(lambda x: x + 1, variables("tiny")["base"])
     checkpoint.write(other, {"params": jax.device_put(changed)}, facts)
-    refused(disk.run, "so it has changed or is another; use --base=PATH", base=str(other))
+    refused(disk.run, "so it has changed or is a different model; use --base=PATH", base=str(other))
     refused(disk.run, "without its base (--base=nowhere does not exist)", base="nowhere")
     refused(disk.run, "and its base --base=", base=str(disk.run))
     refused(disk.base, "--base=x is for adapters, and --restore_from=", base="x")
     (disk.base / "hashes.json").unlink()  # of a base whose content nothing names but its files
-    refused(disk.run, "so it has changed or is another", base=str(disk.base))
+    refused(disk.run, "so it has changed or is a different model", base=str(disk.base))
     # An adapter that says that another model is its base.
     file = disk.run / "checkpoints" / "5" / "metadata" / "metadata"
     small = dataclasses.replace(PLAIN, mlp=64)
@@ -491,7 +491,7 @@ def test_an_unsuitable_base_of_an_adapter_is_refused(disk, tmp_path):
     facts = checkpoint.metadata("transformer", layout_of(small), {}) | {"step": 0}
     checkpoint.write(tmp_path / "small", {"params": jax.device_put(zeros)}, facts)
     said = json.loads(file.read_text())
-    said["base"] = adapter.named(checkpoint.find(tmp_path / "small"), str(tmp_path / "small"))
+    said["base"] = lora.describe_base(checkpoint.find(tmp_path / "small"), str(tmp_path / "small"))
     file.write_text(json.dumps(said))
     (disk.run / "checkpoints" / "5" / "hashes.json").unlink()
     refused(disk.run, "adapts layers/mlp/down by [2, 128, 4] · [2, 4, 64], and its base")
@@ -510,9 +510,9 @@ def test_a_damaged_adapter_is_refused_by_the_name_of_the_file(disk):
 def test_another_adapter_can_not_be_trained_on(made):
     found = checkpoint.find(made.run)
     for changes, said in (
-        ({"lora_rank": 8}, "--lora_rank=8 must be that of the adapter"),
-        ({"lora_alpha": 8.0}, "--lora_alpha=8.0 must be that of the adapter"),
-        ({"lora_targets": ("q",)}, "--lora_targets=q must be that of the adapter"),
+        ({"lora_rank": 8}, "--lora_rank=8 must match the adapter"),
+        ({"lora_alpha": 8.0}, "--lora_alpha=8.0 must match the adapter"),
+        ({"lora_targets": ("q",)}, "--lora_targets=q must match the adapter"),
     ):
         with pytest.raises(UserError, match=re.escape(said)):
             checkpoint.check_variables(found, layout_of(dataclasses.replace(LORA, **changes)))
@@ -523,15 +523,15 @@ def test_another_adapter_can_not_be_trained_on(made):
 def test_the_content_of_a_model_folder_is_hashed_once(tmp_path, monkeypatch):
     shutil.copytree(GOLDEN / "smollm", tmp_path / "m")
     folder = hf.Folder(tmp_path / "m")
-    digest = adapter.sha256(folder)
-    monkeypatch.setattr(adapter.integrity, "hashes_of", lambda *_: pytest.fail("read again"))
-    assert adapter.sha256(hf.Folder(tmp_path / "m")) == digest
+    digest = lora.content_sha256(folder)
+    monkeypatch.setattr(lora.integrity, "hashes_of", lambda *_: pytest.fail("read again"))
+    assert lora.content_sha256(hf.Folder(tmp_path / "m")) == digest
     monkeypatch.undo()
     (tmp_path / "m" / "README.md").write_text("not what its parameters depend on")
-    assert adapter.sha256(hf.Folder(tmp_path / "m")) == digest
+    assert lora.content_sha256(hf.Folder(tmp_path / "m")) == digest
     config = tmp_path / "m" / "config.json"
     config.write_text(config.read_text() + " ")
-    assert adapter.sha256(hf.Folder(tmp_path / "m")) != digest
+    assert lora.content_sha256(hf.Folder(tmp_path / "m")) != digest
 
 
 @pytest.mark.full

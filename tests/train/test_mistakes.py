@@ -92,7 +92,7 @@ MESH_ROWS = [
     (["--mesh=4 x 2"], "--mesh=4 x 2 is not a mesh; write sizes"),
     (["--mesh=²x2"], "--mesh=²x2 is not a mesh; write sizes"),
     (["--mesh=0x8"], "--mesh=0x8 has an axis of size 0; give an unused axis size 1"),
-    (["--mesh=4x2x2x2"], "--mesh=4x2x2x2 has 4 sizes, and only 3 axes have default names; write sizes"),
+    (["--mesh=4x2x2x2"], "--mesh=4x2x2x2 has 4 sizes, but only 3 axes have default names; write sizes"),
     (["--mesh=data=2,data=4"], "--mesh=data=2,data=4 names axis 'data' twice; name each once"),
     (["--mesh=data=two"], "'data=two' is not name=size; write sizes"),
     (["--mesh=data=2,"], "'' is not name=size; write sizes"),
@@ -100,7 +100,7 @@ MESH_ROWS = [
     (["--mesh=16"], "--mesh=16 needs 16 devices, found 8; try --mesh=8"),
     (["--mesh=4x4"], "--mesh=4x4 needs 16 devices, found 8; try --mesh=4x2"),
     (["--mesh=4x4x4"], "--mesh=4x4x4 needs 64 devices, found 8; try --mesh=2x2x2"),
-    (["--mesh=100x100"], "--mesh=100x100 needs 10000 devices, and at most 1024 can be simulated; try --mesh=4x2"),
+    (["--mesh=100x100"], "--mesh=100x100 needs 10000 devices, but at most 1024 can be simulated; try --mesh=4x2"),
     (["--mesh=" + "9" * 5000], "is not a mesh; write sizes"),
     (["--mesh=3x2"], "over 3 devices (mesh axis 'data' of --mesh=3x2), and 64 is not divisible by 3; meshes that fit: --mesh="),
     (["--mesh=1x7"], "over 7 devices (mesh axis 'model' of --mesh=1x7), and 128 is not divisible by 7"),
@@ -149,7 +149,7 @@ WORKDIR_ROWS = [
     (["--workdir={here}/run", "--size=small"], "--size=small must match the original run, tiny"),
     (["--workdir={here}/run", "--dataset={here}/ok.txt"], "--dataset={here}/ok.txt must match the original run"),
     (["--workdir={here}/run", "--restore_from={here}/run"], "--restore_from={here}/run must match the original run, none"),
-    (["--workdir={here}/damaged"], "--workdir={here}/damaged has no checkpoint that is whole (step 1: metadata/metadata is not the JSON that was saved)"),
+    (["--workdir={here}/damaged"], "--workdir={here}/damaged has no intact checkpoint (step 1: metadata/metadata is not the JSON that was saved)"),
 ]  # fmt: skip
 
 RESTORE_ROWS = [
@@ -174,12 +174,12 @@ RESTORE_ROWS = [
 ]  # fmt: skip
 
 LORA_ROWS = [
-    (["--lora_rank=8"], "--lora_rank=8 trains an adapter of a model that has learned something, and there is none; use --restore_from=… as well"),
+    (["--lora_rank=8"], "--lora_rank=8 trains an adapter on a trained model, and there is none; use --restore_from=… as well"),
     (["--lora_rank=-1"], "--lora_rank=-1 must be ≥ 0; try 0"),
     (["--lora_alpha=8"], "--lora_alpha=8.0 is of adapters, and --lora_rank=0 trains none; add, for example, --lora_rank=8"),
     (["--lora_targets=q"], "--lora_targets=q is of adapters, and --lora_rank=0 trains none; add"),
     (["--restore_from={here}/run", "--lora_rank=8", "--lora_targets=q,x"], "--lora_targets=q,x has 'x'; use all, or some of q,k,v,o,gate,up,down"),
-    (["--restore_from={here}/run", "--base=x"], "--base=x is for adapters, and --restore_from={here}/run is none; leave it out"),
+    (["--restore_from={here}/run", "--base=x"], "--base=x is for adapters, and --restore_from={here}/run is not one; leave it out"),
     (["--workdir={here}/run", "--lora_rank=8"], "--lora_rank=8 must match the original run, 0"),
     (["--restore_from={here}/adapter"], "--restore_from={here}/adapter is an adapter without its base (--base={here}/gone does not exist); use --base=PATH of the model that it was trained on"),
     (["--workdir={here}/adapter"], "--workdir={here}/adapter is an adapter without its base (--base={here}/gone does not exist); use --base=PATH"),
@@ -284,11 +284,11 @@ SMALL_ROWS = [  # of the other recipes, which have the same code behind most fla
     ("moe", ["--capacity=all"], "--capacity=all is not a number > 0; try"),
     ("moe", ["--size=medium"], '--size=medium is not one of "", tiny, small, mixtral_8x7b, qwen3_30b_a3b'),
     ("moe", ["--restore_from={here}/run"], "has entry 'transformer', not 'moe'; use a different one"),
-    ("moe", ["--lora_rank=8"], "--lora_rank=8 trains an adapter of a model that has learned something, and there is none; use --restore_from=… as well"),
+    ("moe", ["--lora_rank=8"], "--lora_rank=8 trains an adapter on a trained model, and there is none; use --restore_from=… as well"),
     ("moe", ["--lora_rank=-1"], "--lora_rank=-1 must be ≥ 0; try 0"),
     ("moe", ["--lora_alpha=8"], "--lora_alpha=8.0 is of adapters, and --lora_rank=0 trains none; add, for example, --lora_rank=8"),
     ("moe", ["--restore_from=moe.stdlib_2m", "--lora_rank=8", "--lora_targets=q,gate"], "--lora_targets=q,gate has 'gate'; use all, or some of q,k,v,o"),
-    ("moe", ["--restore_from=moe.stdlib_2m", "--base=x"], "--base=x is for adapters, and --restore_from=moe.stdlib_2m is none; leave it out"),
+    ("moe", ["--restore_from=moe.stdlib_2m", "--base=x"], "--base=x is for adapters, and --restore_from=moe.stdlib_2m is not one; leave it out"),
     ("transformer", ["--mesh=data=2,expert=4", "--size=tiny"], "rules 'fsdp' use no mesh axis 'expert', so the 4 devices along it (--mesh=data=2,expert=4) would all do the same work; use a mesh without it"),
 ]  # fmt: skip
 

@@ -1,27 +1,27 @@
-"""Checkpoints: find, restore, write, verify; a run's folder and what it saves."""
+"""Checkpoints: finding, restoring, writing and verifying them; a run's folder and its saves."""
 
-from recipes.common.checkpoint.adapter import Adapted
 from recipes.common.checkpoint.integrity import verify
+from recipes.common.checkpoint.lora import Adapted
+from recipes.common.checkpoint.resolve_tokenizer import check_vocabulary, tokenizer_for
 from recipes.common.checkpoint.run_folder import RunFolder, flags_of, open_run
 from recipes.common.checkpoint.saver import Saver
 from recipes.common.checkpoint.store import (
     PUBLISHED,
     Checkpoint,
     Source,
-    at,
     check_variables,
     config_from,
     config_of,
     configure,
     context,
     find,
+    find_on_all_processes,
     layout_of,
     metadata,
+    open_checkpoint,
     published,
     restore,
     restore_variables,
     steps_in,
     write,
 )
-from recipes.common.checkpoint.together import find_together
-from recipes.common.checkpoint.tokens import check_size, tokenizer_for

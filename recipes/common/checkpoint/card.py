@@ -1,7 +1,7 @@
-"""The card of a published checkpoint: what it is, how it was made, the SHA-256 of every file.
+"""Cards (README.md) of published checkpoints and, in the Hub's form, of exported model folders.
 
-And that of an exported model folder, in the Hub's form. Both say only what the checkpoint says: a
-fine-tuned model's base, its data, and its held-out figures before and after.
+A card lists how the model was made and, for a checkpoint, the SHA-256 of every file. All of its facts
+come from the checkpoint: the base of a fine-tuned model, its data, held-out figures before and after.
 """
 
 import json
@@ -16,14 +16,14 @@ from recipes.common.runtime import describe, jsonl
 
 FILE = "README.md"
 
-LICENCES = {  # of the data that comes with the zoo or with Python
+LICENCES = {  # of datasets that come with the zoo or with Python
     "teacher": "CC0-1.0",
     "digits": "CC-BY-4.0 (E. Alpaydin and C. Kaynak, doi:10.24432/C50P49; see data/README.md)",
     "stdlib": "PSF-2.0",
 }
 
-# Flags that say where a run was and how it was watched, and change no result.
-UNTOLD = {
+# Flags that change no result: locations, logging, sampling.
+OMITTED_FLAGS = {
     *("workdir", "log_every", "checkpoint_every", "keep_checkpoints", "verify"),
     *("num_processes", "process_id", "coordinator", "prompt", "sample_bytes", "chat"),
     *("temperature", "eval_every", "keep_best", "tensorboard", "profile"),
@@ -32,14 +32,14 @@ ROW = re.compile(r"^\| `(.+)` \| [\d,]+ \| `([0-9a-f]{64})` \|$", re.MULTILINE)
 
 
 def digests(text: str) -> dict[str, str]:
-    """File → SHA-256, as a card says."""
+    """File → SHA-256, parsed from a card."""
     return dict(ROW.findall(text))
 
 
 def measured(checkpoint: pathlib.Path, step: int) -> dict[str, Any]:
     """Held-out figures and seconds of training, from metrics.jsonl of the checkpoint's run.
 
-    "held_out_before" are those at step 0, of the model that a run began with, if it did.
+    "held_out_before" has the figures at step 0, if the run started from a trained model.
     """
     held_out, seconds, before = {}, 0.0, 0
     for line in jsonl.read(checkpoint.parent.parent / "metrics.jsonl"):
@@ -50,18 +50,18 @@ def measured(checkpoint: pathlib.Path, step: int) -> dict[str, Any]:
             before = line["step"]
         elif line["step"] in (0, step):
             figures = {k.removeprefix("held_out_"): v for k, v in line.items() if k != "step"}
-            # null: not finite
+            # null stands for a non-finite number
             held_out[line["step"]] = {k: v for k, v in figures.items() if v is not None}
     began = {"held_out_before": held_out[0]} if step and 0 in held_out else {}
     return {"held_out": held_out.get(step, {}), **began, "train_seconds": seconds}
 
 
 def facts(source, arrays: list, licence: str, note: str) -> dict[str, Any]:
-    """What a card says besides the checkpoint's metadata.
+    """Facts for a card that the checkpoint's metadata lacks.
 
     Args:
       source: a checkpoint's path, step and metadata.
-      arrays: the parameters, or what has their sizes and dtypes.
+      arrays: the parameters, or ShapeDtypeStructs of them.
     """
     began, known = base(source.metadata), source.metadata.get("published")
     if known:
@@ -79,9 +79,9 @@ def facts(source, arrays: list, licence: str, note: str) -> dict[str, Any]:
 
 
 def base(metadata: dict[str, Any]) -> dict[str, str]:
-    """{"path": …} of the model that a run began with, and its "sha256" if that is known; or {}.
+    """{"path": …} of the model that a run started from, with "sha256" if known; {} if none.
 
-    An imported model is called what it was imported from; any other as the command named it.
+    An imported model is named by its origin, any other by --restore_from.
     """
     published = metadata.get("published", {}).get("base")
     if published:
@@ -93,34 +93,31 @@ def base(metadata: dict[str, Any]) -> dict[str, str]:
 
 def command(metadata: dict[str, Any]) -> str:
     """The command that trains this again."""
-    told = {"mesh": describe(metadata["mesh"]), "rules": metadata["rules"]["name"]}
-    flags = {name: value for name, value in metadata["flags"].items() if name not in UNTOLD} | told
+    flags = {k: value for k, value in metadata["flags"].items() if k not in OMITTED_FLAGS}
+    flags |= {"mesh": describe(metadata["mesh"]), "rules": metadata["rules"]["name"]}
     given = [f"--{name}={shlex.quote(str(value))}" for name, value in flags.items() if value != ""]
     return " ".join([f"python -m recipes.{metadata['entry']}", *given])
 
 
 def text(name: str, ours: bool, metadata: dict[str, Any], hashes: dict[str, list]) -> str:
-    """A card in Markdown.
+    """The card of a published checkpoint, in Markdown.
 
     Args:
-      ours: whether it travels with the zoo, where its name is enough to find it.
+      ours: whether it is one of the zoo's own, which are found by name.
       hashes: file → [bytes, SHA-256], of all files but the card.
     """
     facts = metadata["published"]
-    # What its held-out figure depends on.
+    # The flags that determine its held-out figure.
     given = [f"--{k}={shlex.quote(str(v))}" for k, v in metadata["flags"].items()
              if k in ("dataset", "eval_dataset", "seq_len") and v]  # fmt: skip
     restore_from = f"--restore_from={'' if ours else 'path/to/'}{name}"
     evaluate = " ".join([f"python -m recipes.{metadata['entry']} {restore_from} --steps=0", *given])
-    # What is trained is float32.
-    rounded = "matmuls' weights, when published; held-out figures are from before"
+    rounded = "matmul weights, when published; held-out figures are from before"
     rows = origin(metadata, facts) | {
         "Rounded": rounded if facts["dtype"] != "float32" else "",
         "Probe": f"`probe.json` has a batch and its loss, {facts['probe_loss']:.6f} {facts['unit']}: "
-        "every mesh and table gives it to 1e-5 in float32",
-        "Versions": ", ".join(
-            f"{name} {version}" for name, version in metadata["versions"].items()
-        ),
+        "every mesh with any sharding rules reproduces it to 1e-5 in float32",
+        "Versions": ", ".join(f"{name} {v}" for name, v in metadata["versions"].items()),
         "Licence": facts["licence"],
         "Note": facts["note"],
     }
@@ -146,15 +143,15 @@ def kind(metadata: dict[str, Any]) -> str:
 
 
 def trained(metadata: dict[str, Any]) -> bool:
-    """Whether it comes from a training run of the zoo."""
+    """Whether the checkpoint comes from a training run of the zoo."""
     return "dataset" in metadata.get("data", {})
 
 
 def origin(metadata: dict[str, Any], facts: dict[str, Any]) -> dict[str, str]:
-    """What it was made of, how, and what came of it; an empty value is no row.
+    """Rows of a card about a training run; `table` skips empty values.
 
     Args:
-      facts: parameters, dtype, unit, and what `measured` found.
+      facts: parameters, dtype, unit, and the result of `measured`.
     """
     data, began = metadata["data"], base(metadata)
     asked = metadata["flags"].get("steps", metadata["step"])
@@ -173,40 +170,33 @@ def origin(metadata: dict[str, Any], facts: dict[str, Any]) -> dict[str, str]:
 
 
 def figures(facts: dict[str, Any], which: str) -> str:
-    """Held-out figures in words, but for those of which there are many, as load_7."""
+    """Formats held-out figures, without numbered ones such as load_7."""
     found = {key: value for key, value in facts.get(which, {}).items() if not key[-1].isdigit()}
-    told = ", ".join(f"{key} {value:,.7g}" for key, value in found.items())
-    return f"{told} ({facts['unit']})" if told else "not measured"
+    listed = ", ".join(f"{key} {value:,.7g}" for key, value in found.items())
+    return f"{listed} ({facts['unit']})" if listed else "not measured"
 
 
 def table(rows: dict[str, str]) -> list[str]:
-    """Lines of Markdown, and an empty one."""
+    """Lines of a Markdown table, and an empty line."""
     lines = [f"| {key} | {value} |" for key, value in rows.items() if value]
     return ["| | |", "| --- | --- |", *lines, ""]
 
 
-# ---- in the Hub's form ---------------------------------------------------------------------------
+# ---- Hugging Face Hub ----------------------------------------------------------------------------
 
-# Names that the Hub knows; others are licence "other", by their name.
-HUB_LICENCES = {
-    "apache-2.0",
-    "mit",
-    "cc0-1.0",
-    "cc-by-4.0",
-    "cc-by-sa-4.0",
-    "bsd-3-clause",
-    "gpl-3.0",
-}
+# Licences that the Hub knows by name; it wants "other" and a name for the rest.
+HUB_LICENCES = {"apache-2.0", "mit", "cc0-1.0", "cc-by-4.0", "cc-by-sa-4.0", "bsd-3-clause"}
 HUB_LICENCES |= {"llama2", "llama3", "llama3.1", "llama3.2", "llama3.3", "gemma", "openrail"}
+HUB_LICENCES |= {"gpl-3.0"}
 
 
 def for_hub(
     name: str, metadata: dict[str, Any], facts: dict[str, Any], adapter: bool = False
 ) -> str:
-    """The README.md of a model folder, or of an adapter's; the Hub reads its front matter.
+    """The README.md of an exported model or adapter; the Hub reads its front matter.
 
     Args:
-      facts: as `facts` gives them; a licence of "" is not told.
+      facts: from `facts`; an empty licence is left out.
     """
     began, licence = base(metadata), facts["licence"].lower()
     library = "peft" if adapter else "transformers"
@@ -216,8 +206,7 @@ def for_hub(
         front |= {"license": licence} if known else {"license": "other", "license_name": licence}
     if began and on_the_hub(began["path"]):
         relation = "adapter" if adapter else "finetune"
-        front |= {"base_model": began["path"].removeprefix("hf:")}
-        front |= {"base_model_relation": relation}
+        front |= {"base_model": began["path"].removeprefix("hf:"), "base_model_relation": relation}
     rows = {"Parameters": f"{facts['parameters']:,}", "Base model": in_words(began)}
     rows |= origin(metadata, facts) if trained(metadata) else {}
     rows |= {"Licence": facts["licence"], "Note": facts["note"]}
@@ -239,13 +228,13 @@ def for_hub(
 
 
 def in_words(began: dict[str, str]) -> str:
-    """A base model in words."""
+    """Formats a base model for a card."""
     digest = f", SHA-256 `{began['sha256']}`" if began.get("sha256") else ""
     return f"`{began['path']}`{digest}" if began else ""
 
 
 def on_the_hub(path: str) -> bool:
-    """Whether a base is ORG/NAME there: "hf:" may also be of a folder."""
+    """Whether a base is hf:ORG/NAME, and not hf:FOLDER."""
     name = path.removeprefix("hf:")
     return (
         path != name

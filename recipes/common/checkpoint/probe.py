@@ -1,6 +1,6 @@
-"""A golden probe: a fixed batch, and the loss that a published checkpoint gives on it.
+"""Golden probes: a fixed batch, and a published checkpoint's loss on it.
 
-A restored model that gives this loss was restored right, whatever its sharding. probe.json is
+A restored model with the same loss was restored correctly, whatever its sharding. probe.json is
 {"loss": …, "batch": {name: nested lists}}.
 """
 
@@ -15,8 +15,8 @@ from data.tokenizer import Tokenizer
 from recipes.common import entries
 from recipes.common.sharding import Layout, Tree
 
-ROWS = 8  # of the batch: divisible by eight devices
-TOKENS = 64  # of context, at most, but for conversations
+ROWS = 8  # batch size, divisible by eight devices
+TOKENS = 64  # longest context, except for conversations
 
 
 def batch(metadata: dict[str, Any], tokenizer: Tokenizer | None = None) -> dict[str, np.ndarray]:
@@ -25,11 +25,11 @@ def batch(metadata: dict[str, Any], tokenizer: Tokenizer | None = None) -> dict[
     Args:
       tokenizer: the checkpoint's.
 
-    Raises DataError if the data is not here.
+    Raises DataError if the data is missing.
     """
-    # A flag of 0 leaves it to the config.
+    # The config overrides flags: 0 means the config's default.
     known = metadata["flags"] | metadata["config"] | {"tokenizer": tokenizer}
-    # In conversations only answers are targets, which may begin late.
+    # Conversations are not cut: only answers are targets, and they may start late.
     if "seq_len" in known and "template" not in metadata["data"]:
         known = known | {"seq_len": min(TOKENS, known["seq_len"])}
     return next(batches.held_out_batches(entries.dataset(metadata["entry"], known), ROWS))
@@ -43,23 +43,23 @@ def loss(layout: Layout, variables: Tree, batch: dict[str, np.ndarray]) -> float
         total, count = layout.model.merge(variables).loss(**batch)[2]["loss"]
         return total / count
 
-    with jax.default_matmul_precision("highest"):  # a GPU's own default keeps 10 bits
+    with jax.default_matmul_precision("highest"):  # a GPU's default keeps 10 bits
         return float(layout.compile(run, variables, batch)(variables, batch))
 
 
 def dumps(loss: float, batch: dict[str, np.ndarray]) -> str:
-    """The text of probe.json; every float32 has its exact value."""
+    """Formats probe.json; every float32 keeps its exact value."""
     return json.dumps({"loss": loss, "batch": {k: v.tolist() for k, v in batch.items()}}) + "\n"
 
 
 def loads(content: str) -> tuple[float, dict[str, np.ndarray]]:
-    """(loss, batch) of probe.json."""
+    """Parses probe.json into (loss, batch)."""
     probe = json.loads(content)
     arrays = {name: np.asarray(values) for name, values in probe["batch"].items()}
     found = {
         name: array.astype(np.float32 if array.dtype.kind == "f" else np.int32)
         for name, array in arrays.items()
     }
-    if "window" in found:  # of text, as it was before batches had the names of the loss's arguments
+    if "window" in found:  # text in the format of old checkpoints
         found = text.example(found["window"])
     return probe["loss"], found

@@ -1,13 +1,13 @@
-"""A run's folder as the run finds it: its checkpoints, its lock, and whether the flags match.
+"""A run's folder when the run starts: its checkpoints, its lock, and whether the flags match.
 
-Opening one writes nothing; saver.py does.
+Opening a folder writes nothing; saver.py does.
 """
 
 import dataclasses
 import pathlib
 from typing import Any
 
-from recipes.common.checkpoint import adapter, helpers, integrity, shared, store
+from recipes.common.checkpoint import integrity, lora, parallel_hashing, shared_folder_check, store
 from recipes.common.checkpoint.store import Source
 from recipes.common.runtime import Run, UserError, folders, lock, processes
 
@@ -16,22 +16,22 @@ CONFIG = "config.json"
 
 @dataclasses.dataclass(frozen=True)
 class RunFolder:
-    """What a run starts with. Made by `open_run`."""
+    """State of a run's folder when the run starts. Made by `open_run`."""
 
     entry: str
     path: pathlib.Path
-    flags: dict[str, Any]  # of this command, or of the one that the run began with
-    in_use: bool  # whether the run writes here; --steps=0 --restore_from=… leaves it alone
-    newest: Source | None  # this run's own checkpoint
-    source: Source | None  # another's, to begin from
-    base: dict[str, str] | None  # of a run that trains an adapter: adapter.named
-    damaged: dict[int, str]  # step → what is wrong with that checkpoint
-    changed: dict[str, Any]  # flag that differs from the original run's → its value then
-    locks: list[Any]  # lock.take's, held, on process 0: none before the folder exists
+    flags: dict[str, Any]  # of this command; a resumed run keeps its restore_from
+    in_use: bool  # whether the run writes here; --steps=0 --restore_from=… doesn't
+    newest: Source | None  # the run's own newest checkpoint
+    source: Source | None  # --restore_from, if the run has no checkpoint yet
+    base: dict[str, str] | None  # lora.describe_base, if the run trains an adapter
+    damaged: dict[int, str]  # step → damage of checkpoints newer than `newest`
+    changed: dict[str, Any]  # flags that differ from the original run → their values then
+    locks: list[Any]  # held lock, on process 0 only; empty until the folder exists
 
     @property
     def start(self) -> Source | None:
-        """The checkpoint that the run begins from, if any."""
+        """The checkpoint that the run starts from, if any."""
         return self.newest or self.source
 
     @property
@@ -41,7 +41,7 @@ class RunFolder:
 
     @property
     def shown(self) -> pathlib.Path:
-        """The folder, as short as it can be printed."""
+        """The path to print: relative to the current folder if it is inside."""
         if folders.in_bucket(self.path):
             return self.path
         here = pathlib.Path.cwd()
@@ -56,25 +56,25 @@ class RunFolder:
         return self.checkpoint(steps[-1]) if steps else None
 
     def best(self) -> pathlib.Path | None:
-        """The checkpoint that --keep_best has kept."""
+        """The checkpoint kept by --keep_best."""
         steps = store.steps_in(self.path / "best")
         return self.path / "best" / str(steps[-1]) if steps else None
 
     def close(self) -> None:
-        """Leaves the folder to other runs."""
+        """Releases the folder's lock."""
         for held in self.locks:
             held.close()
 
 
 def open_run(entry: str, run: Run, *groups) -> RunFolder:
-    """Finds out what the run resumes or starts from; process 0 takes the folder's lock.
+    """Finds the checkpoint that the run resumes or starts from; process 0 takes the folder's lock.
 
     Args:
-      groups: the recipe's other flags, dataclasses as `run` is; where it trains adapters, `base` and
-        `lora_rank` are among them.
+      groups: the recipe's other flag dataclasses; `base` and `lora_rank` are among their fields if
+        it can train adapters.
 
-    Raises UserError if --workdir can't be this run's folder, or --restore_from is no checkpoint of
-    the entry.
+    Raises UserError if --workdir can't be used for this run, or --restore_from is not a checkpoint
+    of the entry.
     """
     given: dict[str, Any] = {}
     for group in (run, *groups):
@@ -83,46 +83,49 @@ def open_run(entry: str, run: Run, *groups) -> RunFolder:
     path = workdir(entry, run.workdir)
     in_use, locks = run.steps > 0 or not run.restore_from, []
     start = run.restore_from
-    theirs = start.startswith("hf:")
+    from_hf = start.startswith("hf:")
 
-    def resumed(own: str, whole: bool) -> Source:
-        return store.with_base(store.at(folders.at(own)), f"--workdir={path}", whole, base)
+    def resumed(own: str, hash_files: bool) -> Source:
+        own_checkpoint = store.open_checkpoint(folders.to_path(own))
+        return store.with_base(own_checkpoint, f"--workdir={path}", hash_files, base)
 
-    def look() -> dict[str, Any]:  # on process 0; whole checkpoints are read with the others' help
+    def look() -> dict[str, Any]:  # on process 0; all processes share the hashing
         own, damaged = _newest(path, run.verify, locks) if in_use else (None, [])
         found = {"own": own and str(own), "given": start, "base": None, "damaged": damaged}
         if own:
             found["base"] = resumed(found["own"], run.verify).metadata.get("base")
-        elif start and (rank or not theirs):
-            source = store.find(start, whole=run.verify, base=base)
-            found["base"] = adapter.named(source, start) if rank else None
-            found["given"] = start if theirs else str(source.path)
+        elif start and (rank or not from_hf):
+            source = store.find(start, hash_files=run.verify, base=base)
+            found["base"] = lora.describe_base(source, start) if rank else None
+            found["given"] = start if from_hf else str(source.path)
         return found
 
     if in_use:
-        shared.check(path, "workdir")
-    look = helpers.with_help("start", integrity.sha256_of, look)
-    found = processes.broadcast_from_first(look)
+        shared_folder_check.check(path, "workdir")
+    found = parallel_hashing.call_on_first("start", look)
 
     def sources() -> list[Source | None]:
-        newest = resumed(found["own"], whole=False) if found["own"] else None
-        known = start and not newest
-        return [newest, store.find(found["given"], whole=False, base=base) if known else None]
+        newest = resumed(found["own"], hash_files=False) if found["own"] else None
+        restore = start and not newest
+        return [
+            newest,
+            store.find(found["given"], hash_files=False, base=base) if restore else None,
+        ]
 
-    newest, source = processes.together(sources)  # a process may lack what another has
+    newest, source = processes.run_on_all(sources)  # a file may be missing on one host
     if rank and not (newest or source):
         raise UserError(
-            f"--lora_rank={rank} trains an adapter of a model that has learned something, and there "
-            "is none; use --restore_from=… as well, or leave it out"
+            f"--lora_rank={rank} trains an adapter on a trained model, and there is none; use "
+            "--restore_from=… as well, or leave it out"
         )
-    for what, start in (("--workdir", newest), ("--restore_from", source)):
-        if start and start.metadata["entry"] != entry:
+    for what, begun in (("--workdir", newest), ("--restore_from", source)):
+        if begun and begun.metadata["entry"] != entry:
             raise UserError(
-                f"{what}={start.path} has entry {start.metadata['entry']!r}, not {entry!r}; use a "
+                f"{what}={begun.path} has entry {begun.metadata['entry']!r}, not {entry!r}; use a "
                 "different one"
             )
     changed = _compare(path, newest.metadata["flags"], run, *groups) if newest else {}
-    if newest and not run.restore_from:  # what the run began with remains what it began with
+    if newest and not run.restore_from:  # a resumed run keeps the original one
         given["restore_from"] = newest.metadata["flags"].get("restore_from", "")
     damaged = dict(found["damaged"])
     return RunFolder(
@@ -131,66 +134,65 @@ def open_run(entry: str, run: Run, *groups) -> RunFolder:
 
 
 def workdir(entry: str, given: str) -> pathlib.Path:
-    """The folder that --workdir names."""
-    return folders.absolute(folders.at(given or f"runs/{entry}", "--workdir"))
+    """The folder that --workdir names. Raises UserError if it is in an unusable bucket."""
+    return folders.absolute(folders.to_path(given or f"runs/{entry}", "--workdir"))
 
 
 def flags_of(entry: str, given: str) -> dict[str, Any]:
-    """The flags of the run in --workdir; {} if there is none, or it can't be read."""
+    """Flags of the run in --workdir; {} if there is none or it can't be read."""
     try:
         path = workdir(entry, given) / "checkpoints"
         newest = path / str(store.steps_in(path)[-1])
-        return dict(store.at(newest).metadata["flags"])
+        return dict(store.open_checkpoint(newest).metadata["flags"])
     except (*folders.errors(), ValueError, LookupError, TypeError):
         return {}
 
 
-def cannot_write(path: pathlib.Path, error: Exception) -> UserError:
-    return UserError(
-        f"--workdir={path} can't be written ({folders.reason(error)}); use a different --workdir"
-    )
-
-
 def _newest(
-    path: pathlib.Path, whole: bool, locks: list[Any]
+    path: pathlib.Path, hash_files: bool, locks: list[Any]
 ) -> tuple[pathlib.Path | None, list[tuple[int, str]]]:
-    """The newest checkpoint that is whole; (step, what is wrong with it) of newer ones.
+    """Finds the newest intact checkpoint; runs on process 0 only.
 
-    Runs on process 0, and adds the folder's lock to `locks`. Raises UserError.
+    Args:
+      hash_files: see integrity.verify.
+      locks: the folder's lock is appended.
+
+    Returns:
+      Its folder, or None if there are no checkpoints, and (step, damage) of newer ones.
+
+    Raises UserError if the folder can't be used, or all its checkpoints are damaged.
     """
     if not folders.in_bucket(path) and not (existing := folders.nearest(path)).is_dir():
         which = "" if existing == path else f": {existing}"
         raise UserError(f"--workdir={path}{which} is a file; use a folder")
-    try:
+    with folders.user_errors(f"--workdir={path} can't be written", "use a different --workdir"):
         folders.try_to_write(path)
         if (path / CONFIG).exists():
             locks.append(lock.take(path, CONFIG))
-    except folders.errors() as error:
-        raise cannot_write(path, error) from None
-    with folders.telling(f"--workdir={path} can't be read", "use a different --workdir"):
+    with folders.user_errors(f"--workdir={path} can't be read", "use a different --workdir"):
         steps = store.steps_in(path / "checkpoints")
     damaged = []
     for step in reversed(steps):
         folder = path / "checkpoints" / str(step)
-        bad = integrity.verify(folder, whole)
+        bad = integrity.verify(folder, hash_files)
         if not bad:
             return folder, damaged
         damaged.append((step, bad))
     if damaged:
         step, bad = damaged[0]
         raise UserError(
-            f"--workdir={path} has no checkpoint that is whole (step {step}: {bad}); use a "
-            "different --workdir"
+            f"--workdir={path} has no intact checkpoint (step {step}: {bad}); use a different "
+            "--workdir"
         )
     return None, []
 
 
 def _compare(path: pathlib.Path, before: dict[str, Any], *groups) -> dict[str, Any]:
-    """The flags that differ from the original run's: name → value then.
+    """Flags that differ from the original run's: name → value then.
 
-    A run that is older than a flag that must match had the flag's default.
+    If the run is older than a flag that must match, it had the flag's default.
 
-    Raises UserError for those that must match it.
+    Raises UserError for a flag that must match and doesn't.
     """
     changed = {}
     for group in groups:

@@ -1,16 +1,14 @@
-"""Saves a run's state in the background; keeps the newest and the best, loses none that is finished.
+"""Saves a run's state in the background, and keeps the newest checkpoints and the best one.
 
-WORKDIR/best/STEP is a copy of checkpoints/STEP as hard links: no byte is written twice, it is whole
-from the moment it is there, and it stays when checkpoints/STEP goes. Where a file system has no hard
-links the files are copied. A new best one is there before the former goes.
+WORKDIR/best/STEP is a copy of checkpoints/STEP by hard links: it takes no space of its own, appears
+complete in one rename, and stays when checkpoints/STEP is removed. Without hard links files are copied.
+The previous best is removed after the new one is in place.
 
 In a bucket nothing is renamed: a checkpoint is finished when it has Orbax's mark, commit_success.txt,
 which is written last and removed first.
 """
 
 import contextlib
-import errno
-import functools
 import json
 import math
 import os
@@ -27,25 +25,30 @@ import jax
 import orbax.checkpoint as ocp
 
 from data.tokenizer import BYTES, Tokenizer
-from recipes.common.checkpoint import helpers, integrity, run_folder, store
+from recipes.common.checkpoint import integrity, parallel_hashing, run_folder, store
 from recipes.common.checkpoint.run_folder import RunFolder
 from recipes.common.runtime import Stopped, UserError, folders, lock, processes
 from recipes.common.sharding import Tree
 
-TEMPORARY = ".orbax-checkpoint-tmp"  # Orbax's suffix of a checkpoint's folder until it is whole
-REMOVED = ".removed"  # ours, from when a checkpoint is dropped until its files are gone
-LINKING = ".linking"  # ours, of a best one until it is whole
-HELD_OUT = "held_out.json"  # beside a best one's items: its held-out figures
+TEMPORARY = ".orbax-checkpoint-tmp"  # Orbax's suffix of an uncommitted checkpoint's folder
+REMOVED = ".removed"  # suffix of a checkpoint whose files are being deleted
+LINKING = ".linking"  # suffix of a best checkpoint until it is complete
+HELD_OUT = "held_out.json"  # held-out figures, in the folder of a best checkpoint
 
 
 class Saver:
-    """Making one prepares the run's folder: config.json, damaged checkpoints moved aside.
+    """Writes a run's checkpoints.
+
+    Making one prepares the folder: writes config.json, moves damaged checkpoints aside, and removes
+    what a killed run left unfinished.
 
     Args:
-      keep: how many checkpoints stay.
-      metadata: store.metadata's.
-      data: what the batches are made of, JSON.
-      tokenizer: the model's, which every checkpoint holds.
+      keep: number of newest checkpoints to keep.
+      metadata: from store.metadata.
+      data: facts of the dataset, JSON.
+      tokenizer: the model's; every checkpoint contains it.
+
+    Raises UserError if the folder can't be written, or another run used it in the meantime.
     """
 
     def __init__(
@@ -57,37 +60,36 @@ class Saver:
         tokenizer: Tokenizer = BYTES,
     ):
         self._folder, self._keep, self._tokenizer = folder, keep, tokenizer
-        said = {store.TOKENIZER: tokenizer.sha256} if tokenizer.files else {}
-        self._metadata, self._data = metadata | said | {"data": data}, data
-        self._thread: threading.Thread | None = None  # of the save that is in flight
+        digest = {store.TOKENIZER: tokenizer.sha256} if tokenizer.files else {}
+        self._metadata, self._data = metadata | digest | {"data": data}, data
+        self._thread: threading.Thread | None = None  # of the save in flight
         self._step, self._failed = folder.step, ""  # of the last save, and why it failed
-        self.before_commit: Callable[[], None] = lambda: None  # on process 0, of each checkpoint
+        self.before_commit: Callable[[], None] = lambda: None  # called on process 0
         best = processes.broadcast_from_first(self._prepare)
         self._lowest = best[0][0] if best else math.inf  # held-out loss of the best checkpoint
-        # All coroutines are Orbax's. A failed save drops some before they begin: the user is told
-        # of the failure, not of that.
+        # Orbax drops coroutines of a failed save. The failure itself is reported.
         warnings.filterwarnings("ignore", "coroutine .* was never awaited", RuntimeWarning)
         self._checkpointer = ocp.AsyncCheckpointer(
             ocp.CompositeCheckpointHandler(
                 state=ocp.PyTreeCheckpointHandler(
                     type_handler_registry=store.ANY_MESH,
-                    use_compression=False,  # saves 8% of trained numbers, costs 1.5 times a restore
+                    use_compression=False,  # would save 8% of space, and restore 1.5 times as slowly
                 ),
                 data=ocp.JsonCheckpointHandler(),
                 metadata=ocp.JsonCheckpointHandler(),
             ),
-            # On process 0, between the last byte written and the rename or mark that commits.
+            # Called on process 0 after the last byte, before the rename or mark that commits.
             async_options=ocp.options.AsyncOptions(post_finalization_callback=self._finalize),
         )
 
     def _prepare(self) -> list[tuple[float, int]]:
-        """Returns what `_best` does. Raises UserError."""
+        """Prepares the folder, and returns `_best()`. Raises UserError."""
         path = self._folder.path
-        try:
+        with folders.user_errors(f"--workdir={path} can't be written", "use a different --workdir"):
             folders.make(path / "checkpoints")
             if not self._folder.locks:
                 self._folder.locks.append(lock.take(path, run_folder.CONFIG))
-                self._look_again()
+                self._check_unchanged()
             self._folder.locks[0].check()
             facts = {key: self._metadata[key] for key in ("flags", "versions")}
             self._folder.locks[0].write(json.dumps(facts, indent=2))
@@ -101,10 +103,8 @@ class Saver:
                 folders.remove(left, integrity.COMMITTED)
             self._remove_former_best()
             return self._best()
-        except folders.errors() as error:
-            raise run_folder.cannot_write(path, error) from None
 
-    def _look_again(self) -> None:
+    def _check_unchanged(self) -> None:
         """Raises UserError if another run came and went between `open_run` and the lock."""
         path, damaged = self._folder.path, self._folder.damaged
         steps = [step for step in store.steps_in(path / "checkpoints") if step not in damaged]
@@ -115,7 +115,7 @@ class Saver:
             )
 
     def _unfinished(self) -> list[pathlib.Path]:
-        """What a killed or failed save, or a killed removal, has left; never a user's own files."""
+        """Leftovers of killed or failed saves and removals; never a user's own files."""
         checkpoints, best = self._folder.path / "checkpoints", self._folder.path / "best"
         if folders.in_bucket(checkpoints):
             every = [*store.numbered(checkpoints), *store.numbered(best)]
@@ -123,15 +123,18 @@ class Saver:
         left = [*checkpoints.glob(f"*{TEMPORARY}*"), *checkpoints.glob(f"*{REMOVED}")]
         return [*left, *best.glob(f"*{LINKING}"), *best.glob(f"*{REMOVED}")]
 
+    # ---- saving ----------------------------------------------------------------------------------
+
     def save(self, step: int, state: Tree) -> None:
         """Starts a save; the state may be donated as soon as this returns.
 
-        One that fails harms nothing: it is reported, and the next one is tried as if it were the
-        first. With several processes it stops the run.
+        With one process a failed save is reported, leaves other checkpoints intact, and training
+        goes on to the next save. With several processes it ends the run. Raises Stopped if another
+        run has taken over the folder.
         """
         self._join()
         items = ocp.args.Composite(
-            # The base of an adapter is where it was: metadata says where.
+            # An adapter's frozen base is not saved; metadata says where it is.
             state=ocp.args.PyTreeSave({k: tree for k, tree in state.items() if k != "base"}),
             data=ocp.args.JsonSave({"next_batch": step, **self._data}),
             metadata=ocp.args.JsonSave({"step": step, **self._metadata}),
@@ -139,36 +142,107 @@ class Saver:
         self._step, self._failed = step, ""
         try:
             if processes.is_first():
-                self._make_room(self._folder.checkpoint(step))
+                self._clear(self._folder.checkpoint(step))
             self._checkpointer.save(self._folder.checkpoint(step), args=items)
         except Exception as error:
             self._fail(error)
-            if self._taken():
+            if self._lock_lost():
                 raise self._not_saved() from None
         else:
             self._thread = threading.Thread(target=self._finish)
             self._thread.start()
             if not processes.is_first():
-                threading.Thread(target=self._help, args=[step], daemon=True).start()
+                threading.Thread(target=self._help_to_hash, args=[step], daemon=True).start()
 
-    def _make_room(self, checkpoint: pathlib.Path) -> None:
-        """Raises an error if the folder is another run's by now, which may have a save in flight."""
+    def _clear(self, checkpoint: pathlib.Path) -> None:
+        """Makes room for a checkpoint. Raises OSError if another run has taken over the folder."""
         self._folder.locks[0].check()
-        # What the run before this one may have written there until it heard that it was taken over.
+        # Objects that a previous run wrote until it noticed that this one took over.
         if folders.in_bucket(checkpoint) and not store.finished(checkpoint):
             folders.remove(checkpoint, integrity.COMMITTED)
 
-    def _help(self, step: int) -> None:
-        with contextlib.suppress(Exception):  # a save that has failed asks for nothing
-            helpers.help_with(f"save/{step}", integrity.sha256_of)
+    def _help_to_hash(self, step: int) -> None:
+        with contextlib.suppress(Exception):  # after a failed save nothing is requested
+            parallel_hashing.serve(f"save/{step}")
+
+    def _finish(self) -> None:
+        try:
+            self._checkpointer.wait_until_finished()
+            if processes.is_first():  # Orbax's last files, and the rename
+                folders.to_disk(self._folder.checkpoint(self._step))
+                folders.sync(self._folder.path / "checkpoints")
+        except Exception as error:
+            self._fail(error)
+            return
+        if processes.is_first():
+            self._remove_old()
+
+    def _finalize(self) -> None:
+        self._folder.locks[0].check()  # never write into another run's checkpoint
+        self.before_commit()
+        checkpoints = self._folder.path / "checkpoints"
+        uncommitted = checkpoints.glob(f"{self._step}{TEMPORARY}*")
+        if folders.in_bucket(checkpoints):
+            uncommitted = [checkpoints / str(self._step)]
+        for folder in uncommitted:
+            store.write_tokenizer(folder, self._tokenizer.files)
+            parallel_hashing.share(
+                f"save/{self._step}", lambda folder=folder: integrity.hash_before_commit(folder)
+            )
+            folders.to_disk(folder)
+        self._folder.locks[0].check()
+
+    def _remove_old(self) -> None:
+        try:
+            self._folder.locks[0].check()
+            for step in store.steps_in(self._folder.path / "checkpoints")[: -self._keep]:
+                self._remove(self._folder.checkpoint(step))
+        except folders.errors() as error:
+            _warn(f"old checkpoints could not be removed ({folders.reason(error)}); training "
+                  "continues, and the next save tries again")  # fmt: skip
+
+    @staticmethod
+    def _remove(old: pathlib.Path) -> None:
+        """Makes a checkpoint vanish at once, then deletes its files."""
+        if not folders.in_bucket(old):
+            old = old.rename(old.with_suffix(REMOVED))
+        folders.remove(old, integrity.COMMITTED)
+
+    def in_flight(self) -> bool:
+        """Whether a save is being written now."""
+        return self._thread is not None and self._thread.is_alive()
+
+    def last_good(self) -> pathlib.Path | None:
+        """The newest finished checkpoint."""
+        return self._folder.last_good()
+
+    def wait(self) -> None:
+        """Waits for the save in flight. Raises Stopped if the last save failed."""
+        self._join()
+        if self._failed:
+            raise self._not_saved()
+
+    def close(self) -> None:
+        """Waits like `wait`, then frees Orbax's threads."""
+        self.wait()
+        self._checkpointer.close()
+
+    def _join(self) -> None:
+        if self._thread:
+            self._thread.join()
+            self._thread = None
+        if self._failed and (processes.count() > 1 or self._lock_lost()):
+            raise self._not_saved()
+
+    # ---- the best checkpoint ---------------------------------------------------------------------
 
     def keep_best(self, step: int, state: Tree, figures: dict[str, float]) -> None:
-        """Keeps this state's checkpoint as WORKDIR/best/STEP if no loss was lower.
+        """Keeps this state's checkpoint as WORKDIR/best/STEP if its held-out loss is the lowest.
 
-        It is saved first if it is not the one that was saved last.
+        The state is saved first unless it was the last one saved.
 
         Args:
-          figures: of the held-out examples; "loss" decides.
+          figures: held-out figures; "loss" decides.
         """
         if not figures["loss"] < self._lowest:
             return
@@ -180,7 +254,7 @@ class Saver:
         def link() -> None:
             if saving:
                 saving.join()
-            if self._failed:  # only a run of one process goes on after that
+            if self._failed:  # a run of one process goes on
                 self._lowest = former
             elif processes.is_first():
                 self._link(step, figures)
@@ -188,79 +262,39 @@ class Saver:
         self._thread = threading.Thread(target=link)
         self._thread.start()
 
-    def in_flight(self) -> bool:
-        """Whether a save is being written now."""
-        return self._thread is not None and self._thread.is_alive()
-
-    def last_good(self) -> pathlib.Path | None:
-        """The newest finished checkpoint."""
-        return self._folder.last_good()
-
-    def wait(self) -> None:
-        """Waits for the save in flight. Raises Stopped if the last one has failed."""
-        self._join()
-        if self._failed:
-            raise self._not_saved()
-
-    def close(self) -> None:
-        """Waits for the save in flight. Raises Stopped if the last one has failed."""
-        self.wait()
-        self._checkpointer.close()
-
-    def _finish(self) -> None:
-        try:
-            self._checkpointer.wait_until_finished()
-            if processes.is_first():  # what Orbax wrote as it committed, and the rename
-                folders.to_disk(self._folder.checkpoint(self._step))
-                folders.sync(self._folder.path / "checkpoints")
-        except Exception as error:
-            self._fail(error)
-            return
-        if processes.is_first():
-            self._remove_old()
-
     def _link(self, step: int, figures: dict[str, float]) -> None:
-        """Links a finished checkpoint into best/, then removes the former best."""
+        """Links a finished checkpoint into best/, then removes the previous best."""
         best, saved = self._folder.path / "best", self._folder.checkpoint(step)
+        target, beside = best / str(step), best / f"{step}{LINKING}"
         try:
             self._folder.locks[0].check()
             if folders.in_bucket(best):
-                self._copy_best(saved, best / str(step), figures)
+                if store.finished(target):
+                    self._remove(target)
+                figures_file = {HELD_OUT: json.dumps(figures).encode()}
+                folders.copy(saved, target, integrity.COMMITTED, figures_file)
             else:
-                beside = best / f"{step}{LINKING}"
                 folders.make(best)
                 shutil.copytree(saved, beside, copy_function=link_or_copy)
                 (beside / HELD_OUT).write_text(json.dumps(figures))
                 folders.to_disk(beside)
-                if (best / str(step)).exists():  # of a run that began again before this step
-                    self._remove(best / str(step))
-                beside.rename(best / str(step))
+                if target.exists():  # from before the run was resumed at an earlier step
+                    self._remove(target)
+                beside.rename(target)
                 folders.sync(best)
             self._remove_former_best()
         except folders.errors() as error:
             if not folders.in_bucket(best):
-                shutil.rmtree(best / f"{step}{LINKING}", ignore_errors=True)
-            print(f"warning: the checkpoint of step {step} could not be kept as the best one "
-                  f"({reason(error)}); training continues", file=sys.stderr, flush=True)  # fmt: skip
-
-    def _copy_best(
-        self, saved: pathlib.Path, target: pathlib.Path, figures: dict[str, float]
-    ) -> None:
-        """As a bucket has no links and renames nothing."""
-        if store.finished(target):
-            self._remove(target)
-
-        def tell() -> None:
-            folders.write(target / HELD_OUT, json.dumps(figures).encode())
-
-        folders.copy(saved, target, integrity.COMMITTED, before_mark=tell)
+                shutil.rmtree(beside, ignore_errors=True)
+            _warn(f"the checkpoint of step {step} could not be kept as the best one "
+                  f"({folders.reason(error)}); training continues")  # fmt: skip
 
     def _best(self) -> list[tuple[float, int]]:
-        """(held-out loss, step) of the checkpoints in best/, the lowest first; a kill may leave two."""
+        """(held-out loss, step) of checkpoints in best/, lowest first; a kill may leave two."""
         best = self._folder.path / "best"
         found = []
         for step in store.steps_in(best):
-            # Others are not ours.
+            # A folder without readable figures is not ours.
             with contextlib.suppress(*folders.errors(), ValueError, KeyError, TypeError):
                 figures = json.loads((best / str(step) / HELD_OUT).read_text())
                 found.append((float(figures["loss"]), step))
@@ -270,82 +304,47 @@ class Saver:
         for _, step in self._best()[1:]:
             self._remove(self._folder.path / "best" / str(step))
 
-    def _finalize(self) -> None:
-        self._folder.locks[0].check()  # else what follows would overwrite another run's
-        self.before_commit()
-        checkpoints = self._folder.path / "checkpoints"
-        uncommitted = checkpoints.glob(f"{self._step}{TEMPORARY}*")
-        if folders.in_bucket(checkpoints):
-            uncommitted = [checkpoints / str(self._step)]
-        for folder in uncommitted:
-            store.write_tokenizer(folder, self._tokenizer.files)
-            hashing = functools.partial(integrity.hash_before_commit, folder)
-            helpers.with_help(f"save/{self._step}", integrity.sha256_of, hashing)()
-            folders.to_disk(folder)
-        self._folder.locks[0].check()
-
-    def _remove_old(self) -> None:
-        """All but the newest finished checkpoints."""
-        try:
-            self._folder.locks[0].check()
-            for step in store.steps_in(self._folder.path / "checkpoints")[: -self._keep]:
-                self._remove(self._folder.checkpoint(step))
-        except folders.errors() as error:
-            print(f"warning: old checkpoints could not be removed ({reason(error)}); training "
-                  "continues, and removing them is tried again", file=sys.stderr, flush=True)  # fmt: skip
-
-    @staticmethod
-    def _remove(old: pathlib.Path) -> None:
-        """It vanishes at once, then its files go."""
-        if not folders.in_bucket(old):
-            old = old.rename(old.with_suffix(REMOVED))
-        folders.remove(old, integrity.COMMITTED)
+    # ---- failures --------------------------------------------------------------------------------
 
     def _fail(self, error: Exception) -> None:
-        self._failed = reason(error)
-        # Not where it was another process that failed: JAX ends this one.
+        """Reports a failed save and removes its files; with several processes ends this one."""
+        self._failed = folders.reason(error)
+        # If another process failed, JAX ends this one.
         if processes.count() > 1 and not isinstance(error, jax.errors.JaxRuntimeError):
             lock.release_all()
-            processes.leave(f"error: {self._not_saved()}")
-        if processes.is_first():
-            then = "training continues, and the next save is tried as usual"
-            then = "training stops at the next save" if self._taken() else then
-            print(f"warning: the checkpoint of step {self._step} could not be saved ({self._failed}); {then}",
-                  file=sys.stderr, flush=True)  # fmt: skip
-            if self._taken():
-                return
-            if processes.count() == 1:
-                self._forget_errors()
-            # Its other arrays are still being written, and recreate its folder.
-            with contextlib.suppress(*folders.errors()):  # the next start removes it
-                for _ in range(10):
-                    for path in self._unfinished():
-                        if folders.in_bucket(path):
-                            folders.remove(path, integrity.COMMITTED)
-                        else:
-                            shutil.rmtree(path, ignore_errors=True)
-                    time.sleep(0.5)
-                    if not self._unfinished():
-                        break
+            processes.exit_now(f"error: {self._not_saved()}")
+        if not processes.is_first():
+            return
+        then = "training continues, and the next save is tried as usual"
+        then = "training stops at the next save" if self._lock_lost() else then
+        _warn(f"the checkpoint of step {self._step} could not be saved ({self._failed}); {then}")
+        if self._lock_lost():
+            return
+        if processes.count() == 1:
+            self._drain_errors()
+        # Orbax's other writes are still running, and recreate the folder.
+        with contextlib.suppress(*folders.errors()):  # the next start removes the rest
+            for _ in range(10):
+                for path in self._unfinished():
+                    if folders.in_bucket(path):
+                        folders.remove(path, integrity.COMMITTED)
+                    else:
+                        shutil.rmtree(path, ignore_errors=True)
+                time.sleep(0.5)
+                if not self._unfinished():
+                    break
 
-    def _forget_errors(self) -> None:
-        """Of this save: Orbax raises each of its small writes' alone, the others in the next save."""
+    def _drain_errors(self) -> None:
+        """Consumes the other errors of a failed save, which Orbax would raise in the next one."""
         for _ in range(100):
             try:
                 return self._checkpointer.wait_until_finished()
             except Exception:
                 continue
 
-    def _taken(self) -> bool:
-        """Whether another run has taken over the workdir, where nothing more is ours."""
+    def _lock_lost(self) -> bool:
+        """Whether another run has taken over the folder."""
         return any(held.lost for held in self._folder.locks)
-
-    def _join(self) -> None:
-        if self._thread:
-            self._thread.join()
-            self._thread = None
-        if self._failed and (processes.count() > 1 or self._taken()):
-            raise self._not_saved()
 
     def _not_saved(self) -> Stopped:
         what = f"the checkpoint of step {self._step} could not be saved ({self._failed})"
@@ -353,25 +352,20 @@ class Saver:
         again += "" if folders.in_bucket(self._folder.path) else " once there is room"
         try:
             newest = self.last_good()
-        except folders.errors():  # of a bucket that can't be reached
-            return Stopped(f"{what}; the same command resumes from the newest that is saved")
+        except folders.errors():  # the bucket can't be reached
+            return Stopped(f"{what}; the same command resumes from the newest saved one")
         return Stopped(
             f"{what}; {f'the newest is {newest}' if newest else 'there is none'}, {again}"
         )
 
 
 def link_or_copy(source: str, target: str) -> None:
-    """A hard link, or a copy where there can be none."""
+    """Makes a hard link, or a copy if the file system has no hard links."""
     try:
         os.link(source, target)
     except OSError:
         shutil.copy2(source, target)
 
 
-def reason(error: BaseException) -> str:
-    """Why writing failed, in a few words: the system's own where there are some."""
-    text = str(error)
-    for number in (errno.ENOSPC, errno.EFBIG, errno.EDQUOT, errno.EIO, errno.EACCES, errno.EROFS):
-        if os.strerror(number) in text:
-            return os.strerror(number)
-    return folders.reason(error)
+def _warn(message: str) -> None:
+    print(f"warning: {message}", file=sys.stderr, flush=True)

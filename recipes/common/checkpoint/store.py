@@ -1,21 +1,19 @@
-"""Checkpoints on disk: what one is, where it is, and how it comes back onto any mesh.
+"""Checkpoints on disk: their content, how they are found, and how they are restored onto any mesh.
 
 A checkpoint is a folder with a standard Orbax checkpoint of these items:
 
-    state      {"params", "opt_state", "step", "rngs"}: nested dicts of arrays; "buffers" where the
-               model has variables that are no parameters
-    data       JSON: the next batch, and what it is a batch of
+    state      {"params", "opt_state", "step", "rngs"}: nested dicts of arrays; also "buffers" if the
+               model has variables that are not parameters
+    data       JSON: number of the next batch, and facts of the dataset
     metadata   JSON: entry, config, rules, mesh, logical axes, flags, versions
 
-the files of its tokenizer in the folder `tokenizer`, where that isn't bytes, and hashes.json
-(integrity.py). A published one (recipes.publish) has no optimizer state, and in
-addition a card, README.md, and a golden probe. All of it is JSON, Markdown or numbers: loading never
-executes code (no pickle).
+It also has hashes.json (integrity.py) and, unless the tokenizer is bytes, the tokenizer's files in
+`tokenizer`. A published checkpoint (recipes.publish) has no optimizer state, but a card, README.md,
+and a golden probe. Everything is JSON, Markdown or numbers: loading never executes code (no pickle).
 """
 
 import contextlib
 import dataclasses
-import importlib.metadata
 import json
 import os
 import pathlib
@@ -32,45 +30,51 @@ from jax.sharding import Mesh
 import zoo
 from data.tokenizer import BYTES, Tokenizer, from_files
 from recipes.common import entries, hf
-from recipes.common.checkpoint import adapter, card, integrity
-from recipes.common.runtime import UserError, folders
+from recipes.common.checkpoint import card, integrity, lora, parallel_hashing
+from recipes.common.runtime import UserError, agreement, folders, processes
 from recipes.common.sharding import Layout, Rules, Tree, make_layout, paths
 from recipes.common.sharding.abstract import unadapted
 
-# Without a note of the shardings it was saved with: they would tie a checkpoint to its mesh, where
-# plain `ocp.StandardCheckpointer().restore(path)` otherwise reads it anywhere.
+# Saves no sharding file: it would tie a checkpoint to its mesh, and keep plain
+# `ocp.StandardCheckpointer().restore(path)` from reading it anywhere.
 ANY_MESH = ocp.type_handlers.create_type_handler_registry(
     (jax.Array, ocp.type_handlers.ArrayHandler(enable_write_sharding_file=False))
 )
 
-# The zoo's own, a folder for each name.
+# The zoo's own checkpoints, a folder for each name.
 PUBLISHED = pathlib.Path(zoo.__file__).parent / "checkpoints"
 TOKENIZER = "tokenizer"
 
 
 class Source(Protocol):
-    """What a model's variables are restored from: a checkpoint, or a Hugging Face model folder."""
+    """A source of a model's variables: a checkpoint or a Hugging Face model folder."""
 
-    path: pathlib.Path
-    metadata: dict[str, Any]  # entry, config, step, …
+    @property
+    def path(self) -> pathlib.Path: ...
+
+    @property
+    def metadata(self) -> dict[str, Any]: ...  # entry, config, step, …
 
     @property
     def step(self) -> int: ...
 
     def shapes(self) -> Tree:
-        """{"params": …}, and "buffers" where there are any: nested dicts of what has a shape."""
+        """{"params": …}, and "buffers" if there are any: nested dicts of leaves with a shape."""
+        ...
 
     def read(self, abstract: Tree) -> Tree:
-        """The arrays that `abstract` names, each with the sharding it says.
+        """Reads the arrays that `abstract` names, each with its sharding.
 
         Args:
           abstract: nested dict of ShapeDtypeStructs with shardings, {"params": …} for instance.
 
-        Raises UserError if it is damaged and can't be read.
+        Raises UserError if they are damaged.
         """
+        ...
 
     def tokenizer(self) -> Tokenizer | None:
-        """What the model's tokens mean; None if nobody knows. Raises DataError."""
+        """The model's tokenizer; None if unknown. Raises DataError if it can't be read."""
+        ...
 
 
 @dataclasses.dataclass(frozen=True)
@@ -104,123 +108,135 @@ class Checkpoint:
         files = {path.name: path.read_bytes() for path in (self.path / TOKENIZER).glob("*")}
         if files:
             return from_files(files, str(self.path))
-        # Only an import says that it has none; older ones say nothing, and were trained on nothing.
-        said = self.metadata.get(TOKENIZER, BYTES.sha256 if self.metadata["data"] else None)
-        return BYTES if said == BYTES.sha256 else None
+        # Imports state whether they have one. Old imports don't; they have no training data either.
+        digest = self.metadata.get(TOKENIZER, BYTES.sha256 if self.metadata["data"] else None)
+        return BYTES if digest == BYTES.sha256 else None
 
     @contextlib.contextmanager
     def _reading(self) -> Iterator[epath.Path]:
-        """The folder of its arrays; an error of reading them is a UserError if they are damaged."""
+        """The folder of its arrays. A failed read raises UserError if a file is damaged."""
         try:
             yield epath.Path(self.path / "state")
         except Exception:
-            if bad := integrity.verify(self.path):  # not asked before, or it was whole then
-                raise UserError(
-                    f"checkpoint {self.path}: {bad}; use a checkpoint that is whole"
-                ) from None
+            if bad := integrity.verify(self.path):  # not hashed before, or intact then
+                raise UserError(f"checkpoint {self.path}: {bad}; use an intact one") from None
             raise
 
 
-# ---- where it is ---------------------------------------------------------------------------------
+# ---- finding -------------------------------------------------------------------------------------
 
 
 def find(
-    path: str | pathlib.Path, flag: str = "--restore_from", whole: bool = True, base: str = ""
+    path: str | pathlib.Path, flag: str = "--restore_from", hash_files: bool = True, base: str = ""
 ) -> Source:
-    """The checkpoint at a path: a run's workdir (its newest) or a checkpoint's own folder.
+    """The checkpoint at a path: a run's workdir (its newest one) or a checkpoint's own folder.
 
-    A bare name with nothing at it is a published checkpoint: "mlp.digits". "hf:DIR" is a Hugging
-    Face model folder, and "hf:ORG/NAME" one of the Hub. An adapter, one of PEFT with or without
+    A bare name that is no folder is a published checkpoint: "mlp.digits". "hf:DIR" is a Hugging
+    Face model folder, and "hf:ORG/NAME" one on the Hub. An adapter, also PEFT's with or without
     "hf:", is found with its base, as the merged model.
 
     Args:
-      whole: see integrity.verify.
-      base: where the base of an adapter is, if it is not where the adapter says.
+      flag: the flag to name in messages.
+      hash_files: whether to hash every file, see integrity.verify.
+      base: path of an adapter's base if it has moved.
 
-    Raises UserError if there is none, or a damaged one.
+    Raises UserError if there is none, or it is damaged.
     """
     what = f"{flag}={path}"
-    found = _locate(path, what, whole)
+    found = _locate(path, what, hash_files)
     if "base" in found.metadata:
-        return with_base(found, what, whole, base)
+        return with_base(found, what, hash_files, base)
     if base:
-        raise UserError(f"--base={base} is for adapters, and {what} is none; leave it out")
+        raise UserError(f"--base={base} is for adapters, and {what} is not one; leave it out")
     return found
 
 
-def _locate(path: str | pathlib.Path, what: str, whole: bool) -> Source:
-    """What is at a path, of an adapter without its base."""
+def find_on_all_processes(path: str, hash_files: bool = True, base: str = "") -> Source:
+    """`find` for --restore_from, with the same result on all processes; each must call it.
+
+    Process 0 finds the checkpoint, and all share the hashing.
+    """
+    if processes.count() == 1:
+        return find(path, hash_files=hash_files, base=base)
+
+    def look() -> str:
+        found = find(path, hash_files=hash_files, base=base)
+        return path if path.startswith("hf:") else str(found.path)
+
+    where = parallel_hashing.call_on_first("start", look)
+    return processes.run_on_all(lambda: find(where, hash_files=False, base=base))
+
+
+def _locate(path: str | pathlib.Path, what: str, hash_files: bool) -> Source:
+    """Finds the source at a path, for an adapter without its base. Raises UserError."""
     if str(path).startswith("hf:"):
         return hf.open_folder(hf.locate(str(path).removeprefix("hf:")))
-    with folders.telling(f"{what} can't be read", "use another"):
-        return _locate_here(path, what, whole)
+    with folders.user_errors(f"{what} can't be read", "use another"):
+        folder = folders.to_path(path, what.partition("=")[0])
+        fix = "use a run's workdir or a checkpoint"
+        if not folder.exists() and str(path) == folder.name:
+            folder = PUBLISHED / folder.name
+            fix = f"use a run's workdir, a checkpoint, or one of {', '.join(published())}"
+        if not folder.exists():
+            raise UserError(f"{what} does not exist; {fix}")
+        if hf.is_adapter(folder):
+            return hf.open_folder(hf.locate(str(folder)))
+        for inner in (folder / "checkpoints", folder):
+            if steps := steps_in(inner):
+                folder = inner / str(steps[-1])
+                break
+        if not (folder / "metadata").exists() and not (folder / "state").exists():
+            raise UserError(f"{what} holds no checkpoint; {fix}")
+        if bad := integrity.verify(folder, hash_files):
+            raise UserError(f"{what}: {bad} in {folder}; use an intact checkpoint")
+        return open_checkpoint(folder)
 
 
-def _locate_here(path: str | pathlib.Path, what: str, whole: bool) -> Source:
-    """The same, of what is not Hugging Face's by its name. Raises `folders.errors`, too."""
-    folder = folders.at(path, what.partition("=")[0])
-    fix = "use a run's workdir or a checkpoint"
-    if not folder.exists() and str(path) == folder.name:
-        folder = PUBLISHED / folder.name
-        fix = f"use a run's workdir, a checkpoint, or one of {', '.join(published())}"
-    if not folder.exists():
-        raise UserError(f"{what} does not exist; {fix}")
-    if hf.is_adapter(folder):
-        return hf.open_folder(hf.locate(str(folder)))
-    for inner in (folder / "checkpoints", folder):
-        if steps := steps_in(inner):
-            folder = inner / str(steps[-1])
-            break
-    if not (folder / "metadata").exists() and not (folder / "state").exists():
-        raise UserError(f"{what} holds no checkpoint; {fix}")
-    if bad := integrity.verify(folder, whole):
-        raise UserError(f"{what}: {bad} in {folder}; use a checkpoint that is whole")
-    return at(folder)
-
-
-def at(folder: pathlib.Path) -> Checkpoint:
-    """The checkpoint in this folder, which `verify` has found whole."""
+def open_checkpoint(folder: pathlib.Path) -> Checkpoint:
+    """The checkpoint in a folder that `integrity.verify` found intact."""
     text = (folder / "metadata" / "metadata").read_text()
     return Checkpoint(folders.absolute(folder), json.loads(text))
 
 
-def with_base(found: Source, what: str, whole: bool, base: str = "") -> Source:
-    """An adapter with its base; any other checkpoint as it is.
+def with_base(found: Source, what: str, hash_files: bool, base: str = "") -> Source:
+    """Joins an adapter with its base; returns any other checkpoint unchanged.
 
     Args:
-      what: the flag with which the user named it, for messages.
-      whole, base: as `find` takes them.
+      what: how the user named it, for messages: "--workdir=runs/x".
+      hash_files, base: as in `find`.
 
-    Raises UserError if the base is not there or has changed, or the adapter is of another model.
+    Raises UserError if the base is missing or has changed, or is a different model.
     """
     if "base" not in found.metadata:
         return found
-    said = found.metadata["base"]
-    where = base or said["path"]
+    known = found.metadata["base"]
+    where = base or known["path"]
     fix = "use --base=PATH of the model that it was trained on"
     try:
-        source = _locate(where, f"--base={where}", whole)
+        source = _locate(where, f"--base={where}", hash_files)
     except UserError as error:
         reason = str(error).partition(";")[0]
         raise UserError(f"{what} is an adapter without its base ({reason}); {fix}") from None
     if "base" in source.metadata:
         raise UserError(f"{what} is an adapter, and its base --base={where} is one too; {fix}")
-    if isinstance(found, hf.Adapter):  # PEFT names its base, and knows nothing of its content
+    if isinstance(found, hf.Adapter):  # PEFT names its base without a digest
         found = found.on(source.metadata, config_of(source))
-    elif (whole or not isinstance(source, hf.Folder)) and (  # a folder is read as a whole for it
-        (digest := adapter.sha256(source)) != said["sha256"]
+    elif (
+        hash_files or not isinstance(source, hf.Folder)
+    ) and (  # a model folder is read for its digest
+        (digest := lora.content_sha256(source)) != known["sha256"]
     ):
         raise UserError(
-            f"{what} is an adapter of a model with SHA-256 {said['sha256'][:8]}…, and {where} has "
-            f"{digest[:8]}…, so it has changed or is another; {fix}"
+            f"{what} is an adapter of a model with SHA-256 {known['sha256'][:8]}…, and {where} has "
+            f"{digest[:8]}…, so it has changed or is a different model; {fix}"
         )
-    adapted = adapter.Adapted(found, source, adapter.located(source, where))
+    adapted = lora.Adapted(found, source, lora.portable_path(source, where))
     adapted.check()
     return adapted
 
 
 def published() -> list[str]:
-    """Names of the checkpoints that travel with the zoo."""
+    """Names of the checkpoints that come with the zoo."""
     return sorted(path.name for path in PUBLISHED.iterdir()) if PUBLISHED.is_dir() else []
 
 
@@ -230,9 +246,9 @@ def steps_in(folder: pathlib.Path) -> list[int]:
 
 
 def numbered(folder: pathlib.Path) -> list[pathlib.Path]:
-    """What is named by a step in a folder. Raises `folders.errors` where a bucket can't be asked.
+    """Entries of a folder that are named by a step; [] if there is no such folder.
 
-    It would say that there is no such folder.
+    Raises `folders.errors` if a bucket can't be listed: its checkpoints must not seem missing.
     """
     try:
         return [path for path in folder.iterdir() if path.name.isdigit()]
@@ -241,11 +257,11 @@ def numbered(folder: pathlib.Path) -> list[pathlib.Path]:
 
 
 def finished(path: pathlib.Path) -> bool:
-    """Whether a checkpoint is committed: in a bucket by its mark, else by having its name."""
+    """Whether a checkpoint is committed: marked, in a bucket; renamed to its step, on a disk."""
     return (path / integrity.COMMITTED).exists() if folders.in_bucket(path) else path.is_dir()
 
 
-# ---- back onto a mesh ----------------------------------------------------------------------------
+# ---- restoring -----------------------------------------------------------------------------------
 
 
 def restore(
@@ -256,43 +272,45 @@ def restore(
     verify: bool = True,
     base: str = "",
 ):
-    """A trained model on `mesh`, whatever mesh and rules it was saved with.
+    """Restores a trained model onto `mesh`, whatever mesh and rules it was saved with.
 
     Args:
-      path: what `find` takes: a run's workdir, a checkpoint's own folder, a published name, "hf:DIR".
-      rules: a strategy of the entry's RULES, or a table of your own; None: what suits the mesh.
-      verify: whether to hash every file first, which takes long with a huge checkpoint.
-      base: where the base of an adapter is, if it is not where the adapter says.
+      path: as in `find`: a run's workdir, a checkpoint's own folder, a published name, "hf:DIR".
+      rules: a strategy of the entry's RULES, or your own table; None: chosen by the mesh.
+      verify: whether to hash every file first, which is slow for a huge checkpoint.
+      base: path of an adapter's base if it has moved.
 
     Returns:
-      (model, metadata): an NNX module whose every array is sharded as `rules` says, and the
-      checkpoint's metadata. No device ever holds more than its shards.
+      (model, metadata): an NNX module with every array sharded by `rules`, and the checkpoint's
+      metadata. No device ever holds more than its shards.
 
     Raises UserError, a ValueError, if there is no checkpoint, it is damaged, or the rules don't fit.
     """
-    source = find(path, whole=verify, base=base)
+    source = find(path, hash_files=verify, base=base)
     layout = layout_of(source, mesh, rules)
     return layout.model.merge(restore_variables(source, layout)), source.metadata
 
 
 def layout_of(source: Source, mesh: Mesh, rules: str | Rules | None = None, **compute) -> Layout:
-    """Where a checkpoint's model lies on `mesh`; nothing is read or allocated. Raises UserError.
+    """The layout of a checkpoint's model on `mesh`; reads and allocates no arrays.
 
     Args:
-      compute: fields of its Config that say how to compute it, such as dtype.
+      compute: fields to replace in its Config, such as dtype.
+
+    Raises UserError if the model is unknown or doesn't fit the mesh.
     """
     config = dataclasses.replace(config_of(source), **compute)
     return make_layout(entries.model(source.metadata["entry"]), config, mesh, rules)
 
 
 def context(source: Source) -> int:
-    """Positions that a model was made for: as its folder says, or those that it was trained on."""
+    """Context length of a model in tokens: the one in its folder, or the one it was trained with."""
     facts = source.metadata
     return facts.get("context") or facts.get("flags", {}).get("seq_len") or 2_048
 
 
 def config_of(source: Source) -> Any:
-    """The Config of a checkpoint's model. Raises UserError."""
+    """The Config of a checkpoint's model. Raises UserError if this zoo lacks the entry."""
     entry = source.metadata["entry"]
     if entry not in entries.ENTRIES:
         raise UserError(
@@ -303,9 +321,9 @@ def config_of(source: Source) -> Any:
 
 
 def config_from(config_class, source: Source):
-    """The model's Config from a checkpoint's metadata, where JSON has made tuples into lists.
+    """An instance of `config_class` from a checkpoint's metadata.
 
-    Raises UserError if this version does not know some of it.
+    Raises UserError for fields that this version lacks, or invalid values.
     """
     saved = source.metadata["config"]
     known = {field.name for field in dataclasses.fields(config_class)}
@@ -323,22 +341,24 @@ def config_from(config_class, source: Source):
 
 
 def _tuples(value: Any) -> Any:
-    """JSON's lists as tuples, nested ones too."""
+    """Converts JSON's lists to tuples, recursively."""
     return tuple(map(_tuples, value)) if isinstance(value, list) else value
 
 
 def configure(default, source: Source | None, flags):
-    """The model's Config: the checkpoint's or the default one, with the flags that are not 0."""
+    """The model's Config: the checkpoint's or the default, overridden by flags that are not 0."""
     base = config_from(type(default), source) if source else default
     given = {name: getattr(flags, name, 0) for name in dataclasses.asdict(base)}
     return dataclasses.replace(base, **{name: value for name, value in given.items() if value})
 
 
 def restore_variables(source: Source, layout: Layout, dtype: str | None = None) -> Tree:
-    """A checkpoint's parameters and buffers, where `layout` says. UserError for another model's.
+    """Reads a checkpoint's parameters and buffers, sharded by `layout`.
 
     Args:
-      dtype: of weights that are multiplied, for a model that is not trained; None: float32.
+      dtype: dtype of matmul weights, for a model that is not trained; None: float32.
+
+    Raises UserError if the checkpoint is of a different model.
     """
     check_variables(source, layout)
     wanted, in_use = layout.variables(), layout.zoo.IN_USE.keys()
@@ -353,7 +373,7 @@ def restore_variables(source: Source, layout: Layout, dtype: str | None = None) 
 def check_variables(source: Source, layout: Layout) -> None:
     """Raises UserError if the checkpoint has other variables, or other shapes."""
     found = source.shapes()
-    if "base" in layout.model.shapes and isinstance(source, adapter.Adapted):
+    if "base" in layout.model.shapes and isinstance(source, lora.Adapted):
         source.check_config(layout.config)
     for kind, tree in unadapted(layout.model.shapes).items():
         saved, wanted = paths(found.get(kind, {})), paths(tree)
@@ -372,7 +392,7 @@ def check_variables(source: Source, layout: Layout) -> None:
                 )
 
 
-# ---- written -------------------------------------------------------------------------------------
+# ---- writing -------------------------------------------------------------------------------------
 
 
 def write(
@@ -383,18 +403,18 @@ def write(
     readme: Callable[[dict[str, list]], str] | None = None,
     tokenizer: Tokenizer | None = None,
 ) -> None:
-    """Writes a checkpoint without optimizer state beside its place, and moves it there whole.
+    """Writes a checkpoint without optimizer state to a temporary folder, then moves it in place.
 
     Args:
-      variables: {"params": …}, and "buffers" where there are any.
-      files: name → text of what else belongs in the folder.
-      readme: function of the hashes of all other files → the text of its card.
-      tokenizer: the model's, if it is known.
+      variables: {"params": …}, and "buffers" if there are any.
+      files: name → text of additional files.
+      readme: function of the hashes of all other files → text of the card.
+      tokenizer: the model's, if known.
 
     Raises `folders.errors` if it can't be written.
     """
-    # Otherwise Orbax copies all arrays to this process at once, and keeps what it has compressed of
-    # them until a file of 2 GB is full.
+    # These limits save memory: by default Orbax copies all arrays to the host at once, and buffers
+    # compressed data until a file of 2 GB is full.
     handler = ocp.CompositeCheckpointHandler(
         state=ocp.PyTreeCheckpointHandler(
             type_handler_registry=ANY_MESH, save_device_host_concurrent_gb=1
@@ -403,7 +423,7 @@ def write(
     )
     items = ocp.args.Composite(
         state=ocp.args.PyTreeSave(variables, ocdbt_target_data_file_size=2**27),
-        # What is written is whole, whatever its parameters were made of.
+        # Adapters are written merged, so without their base.
         metadata=ocp.args.JsonSave(
             {"data": {}, "flags": {}} | {k: v for k, v in metadata.items() if k != "base"}
         ),
@@ -414,10 +434,10 @@ def write(
         with ocp.Checkpointer(handler) as checkpointer:
             try:
                 checkpointer.save(beside, args=items)
-            except ValueError as error:  # TensorStore's, whatever has failed
+            except ValueError as error:  # TensorStore raises it for failed writes
                 raise OSError(folders.reason(error)) from error
         for name in folders.sizes(beside):
-            if name.endswith(integrity.COMMITTED):  # without this machine's path
+            if name.endswith(integrity.COMMITTED):  # Orbax writes this machine's path into it
                 (beside / name).write_text("Checkpoint commit was successful\n")
         for name, text in (files or {}).items():
             (beside / name).write_text(text)
@@ -436,7 +456,7 @@ def write(
 
 
 def write_tokenizer(folder: pathlib.Path, files: dict[str, bytes]) -> None:
-    """The files of a tokenizer into a checkpoint that is not committed yet; bytes have none."""
+    """Writes a tokenizer's files into an uncommitted checkpoint; the bytes tokenizer has none."""
     if files:
         (folder / TOKENIZER).mkdir(parents=True)
     for name, content in files.items():
@@ -444,7 +464,7 @@ def write_tokenizer(folder: pathlib.Path, files: dict[str, bytes]) -> None:
 
 
 def metadata(entry: str, layout: Layout, flags: dict[str, Any]) -> dict[str, Any]:
-    """What a checkpoint says of itself, except for its step and its data."""
+    """A checkpoint's metadata, except for its step and data."""
     return {
         "entry": entry,
         "config": dataclasses.asdict(layout.config),
@@ -452,11 +472,5 @@ def metadata(entry: str, layout: Layout, flags: dict[str, Any]) -> dict[str, Any
         "mesh": dict(layout.mesh.shape),
         "logical_axes": {k: list(axes) for k, axes in paths(layout.model.axes["params"]).items()},
         "flags": flags,
-        "versions": versions(),
+        "versions": {"python": platform.python_version(), **agreement.library_versions()},
     }
-
-
-def versions() -> dict[str, str]:
-    names = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain", "numpy")
-    found = {name: importlib.metadata.version(name) for name in names}
-    return {"python": platform.python_version(), **found}

@@ -1,6 +1,6 @@
-"""Which processes a launcher has started, as it says in the environment: Slurm, Open MPI, TPUs, others.
+"""Finds a launcher's processes from the environment: Slurm, Open MPI, TPUs, and others.
 
-Any launcher can set these three, as recipes/launch/jobset_gpu.yaml and ssh.sh do:
+Any launcher can set these three variables, as recipes/launch/jobset_gpu.yaml and ssh.sh do:
 
     JAX_COORDINATOR_ADDRESS=host0:9876 JAX_NUM_PROCESSES=2 JAX_PROCESS_ID=0
 """
@@ -17,18 +17,17 @@ OURS = ("JAX_COORDINATOR_ADDRESS", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID")
 
 
 def find(environment: Mapping[str, str]) -> tuple[int, dict[str, Any]]:
-    """How many processes there are, and what jax.distributed.initialize shall be told about them.
+    """Number of processes, and arguments for jax.distributed.initialize, which finds the rest.
 
-    It finds the rest itself. 1 where no launcher says anything. Raises UserError for half of a
-    description.
+    Returns (1, {}) without a launcher. Raises UserError if the variables are incomplete.
     """
     if "JAX_NUM_PROCESSES" in environment or "JAX_PROCESS_ID" in environment:
         return _ours(environment)
-    # First, as JAX asks: under mpirun inside Slurm, its variables are those of mpirun's own step.
+    # Before Slurm, as in JAX: under mpirun in Slurm, Slurm's variables describe mpirun's own step.
     if {"OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK"} <= environment.keys():
         given = {"process_id": int(environment["OMPI_COMM_WORLD_RANK"])}
         return int(environment["OMPI_COMM_WORLD_SIZE"]), given | _open_mpi(environment)
-    # Set by the launcher of a step, not by a mere allocation or an interactive shell.
+    # SLURM_STEP_* is set for a job step, but not for a mere allocation or an interactive shell.
     if {"SLURM_NTASKS", "SLURM_PROCID", "SLURM_STEP_NODELIST"} <= environment.keys():
         given = {"process_id": int(environment["SLURM_PROCID"])}
         return int(environment["SLURM_NTASKS"]), given | _slurm_gpus(environment)
@@ -41,8 +40,8 @@ def _ours(environment: Mapping[str, str]) -> tuple[int, dict[str, Any]]:
     if not address or not all(n.isdecimal() for n in numbers) or not int(numbers[0]):
         given = " ".join(f"{name}={environment.get(name, '')}" for name in OURS)
         raise UserError(
-            f"{given} do not describe a process; set HOST:PORT, how many there are and which "
-            "one this is, or none"
+            f"{given} do not describe a process; set HOST:PORT, the number of processes and this "
+            "one's number, or none of the three"
         )
     count, number = map(int, numbers)
     given = {"coordinator_address": address, "num_processes": count, "process_id": number}
@@ -50,14 +49,14 @@ def _ours(environment: Mapping[str, str]) -> tuple[int, dict[str, Any]]:
 
 
 def _slurm_gpus(environment: Mapping[str, str]) -> dict[str, Any]:
-    """JAX gives each task one GPU of its node, which is right if there are as many; else all."""
+    """All GPUs of the node for a task that is alone on it; by default JAX gives each task one."""
     alone = environment["SLURM_NTASKS"] == environment.get("SLURM_STEP_NUM_NODES")
     gpus = environment.get("SLURM_GPUS_ON_NODE", "")
     return {"local_device_ids": range(int(gpus))} if alone and gpus.isdecimal() else {}
 
 
 def _open_mpi(environment: Mapping[str, str]) -> dict[str, Any]:
-    """Open MPI 4 says where its first process is; 5 does not."""
+    """Arguments that JAX can't find itself: Open MPI 5, unlike 4, doesn't name process 0's host."""
     if "OMPI_MCA_orte_hnp_uri" in environment:
         return {}
     address = environment.get("JAX_COORDINATOR_ADDRESS")
@@ -75,9 +74,9 @@ def _open_mpi(environment: Mapping[str, str]) -> dict[str, Any]:
 
 
 def _tpu_hosts(environment: Mapping[str, str]) -> int:
-    """Hosts of all slices: as GKE says in the environment, else as the TPU VM's metadata server.
+    """Number of hosts of all slices, from GKE's environment or the TPU VM's metadata server.
 
-    One if JAX is not to use TPUs: a host of a slice where something is tried on its CPU.
+    Returns 1 if JAX_PLATFORMS excludes TPUs, as for a test on the CPU of a TPU host.
     """
     if "tpu" not in (environment.get("JAX_PLATFORMS") or "tpu"):
         return 1
@@ -96,7 +95,7 @@ def has_tpu() -> bool:
 
 
 def _metadata(key: str, environment: Mapping[str, str]) -> str:
-    """An attribute of this virtual machine; "" where it has none or there is no such server."""
+    """Reads an attribute of this virtual machine; "" if it or the metadata server is missing."""
     host = environment.get("GCE_METADATA_IP", "metadata.google.internal")
     address = f"http://{host}/computeMetadata/v1/instance/attributes/{key}"
     request = urllib.request.Request(address, headers={"Metadata-Flavor": "Google"})

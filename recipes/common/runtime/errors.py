@@ -1,15 +1,15 @@
-"""How a run ends other than by finishing; runtime/start.py turns these into exit codes."""
+"""Exceptions that end a run; runtime/start.py turns them into exit codes."""
 
 
 class UserError(ValueError):
-    """Something only the user can fix; the message is one line with the value and the fix."""
+    """A mistake that only the user can fix; the message is one line with the value and the fix."""
 
 
-class Stopped(Exception):  # noqa: N818  a preempted run that has saved is no error
-    """The run ends here, and the message says where it can resume.
+class Stopped(Exception):  # noqa: N818  not an error if a preempted run has saved
+    """Ends the run; the message says where it can resume.
 
     Args:
-      code: the exit code; 0 where it was asked to stop.
+      code: exit code; 0 if a signal asked the run to stop.
     """
 
     def __init__(self, message: str, code: int = 1):

@@ -4,9 +4,9 @@
     class Flags:
         seq_len: int = flag(256, "Tokens of context.", group="data", at_least=1)
 
-Bounds, choices and messages are ours because absl's validators print a multi-line usage text and
-know no "did you mean". The flags live in a FlagValues of their own, not in absl's global one, where
-two modules that define `--mesh` collide.
+Bounds, choices and messages are checked here because absl's validators print a multi-line usage text
+and have no "did you mean". The flags live in their own FlagValues, because two modules that define
+`--mesh` would collide in absl's global one.
 """
 
 import dataclasses
@@ -18,21 +18,21 @@ from absl import flags as absl_flags
 
 from recipes.common.runtime.errors import UserError
 
-SCHEDULES = ("cosine", "linear", "wsd", "constant")  # of the learning rate, after its warmup
-GROUPS = ("run", "data", "model", "optimizer", "checkpoints", "processes")  # as --help shows them
+SCHEDULES = ("cosine", "linear", "wsd", "constant")  # of the learning rate after warmup
+GROUPS = ("run", "data", "model", "optimizer", "checkpoints", "processes")  # in the order of --help
 
 
 def flag(
     default, help: str, group="run", *, at_least=None, at_most=None, choices=(), may_change=False
 ):
-    """A dataclass field that becomes a flag.
+    """Makes a dataclass field that becomes a flag.
 
     Args:
       help: a phrase with the unit.
-      group: the heading under which --help lists it, one of GROUPS.
-      at_least, at_most: bounds, inclusive.
-      choices: the allowed values; none: any.
-      may_change: whether a resumed run may have another value than the original run.
+      group: heading under which --help lists it, one of GROUPS.
+      at_least, at_most: inclusive bounds.
+      choices: allowed values; empty: any.
+      may_change: whether a resumed run may use a different value than the original run.
     """
     limits = dict(help=help, group=group, at_least=at_least, at_most=at_most)
     limits |= dict(choices=tuple(choices), may_change=may_change)
@@ -41,18 +41,18 @@ def flag(
 
 @dataclasses.dataclass(frozen=True)
 class Devices:
-    """The flags of what runs on a mesh."""
+    """Flags of commands that run on a mesh."""
 
     mesh: str = flag(
         "", "Device mesh, as sizes (8, 4x2, 2x2x2) or names (data=2,model=4); empty: all on data.",
         may_change=True,
     )  # fmt: skip
     rules: str = flag(
-        "", "Sharding rules: a key of the zoo file's RULES, or a .json file with a table of your "
-        "own; empty: chosen by the mesh.", may_change=True,
+        "", "Sharding rules: a key of the zoo file's RULES, or a .json file with your own table; "
+        "empty: chosen by the mesh.", may_change=True,
     )  # fmt: skip
     num_processes: int = flag(
-        0, "Processes that share this run; 0: one, or as Slurm, Open MPI or a TPU pod says.",
+        0, "Processes that share this run; 0: one, or found from Slurm, Open MPI or a TPU pod.",
         "processes", at_least=0, may_change=True,
     )  # fmt: skip
     process_id: int = flag(
@@ -66,7 +66,7 @@ class Devices:
 
 @dataclasses.dataclass(frozen=True)
 class Run(Devices):
-    """The flags that every recipe that trains has."""
+    """Flags of every recipe that trains."""
 
     steps: int = flag(
         100, "Optimizer steps in total, also when resumed.", at_least=0, may_change=True
@@ -83,7 +83,7 @@ class Run(Devices):
         at_least=0, may_change=True,
     )  # fmt: skip
     tensorboard: bool = flag(
-        False, "Write TensorBoard's event files, too, to WORKDIR/tensorboard.", may_change=True
+        False, "Also write TensorBoard's event files, to WORKDIR/tensorboard.", may_change=True
     )
     profile: str = flag(
         "", "Steps to profile, FIRST:LAST; the trace is in WORKDIR/profile.", may_change=True
@@ -91,11 +91,11 @@ class Run(Devices):
     batch_size: int = flag(32, "Examples a step, over all devices.", "data", at_least=1)
     learning_rate: float = flag(1e-3, "Peak learning rate.", "optimizer", at_least=0.0)
     schedule: str = flag(
-        "cosine", "Course of the learning rate after its warmup.", "optimizer", choices=SCHEDULES
+        "cosine", "Learning rate schedule after warmup.", "optimizer", choices=SCHEDULES
     )
     skip_nonfinite: int = flag(
-        0, "Consecutive updates with a loss or gradient that is not finite to skip before the run "
-        "stops.", "optimizer", at_least=0, may_change=True,
+        0, "Consecutive updates with a non-finite loss or gradient to skip before the run stops.",
+        "optimizer", at_least=0, may_change=True,
     )  # fmt: skip
     checkpoint_every: int = flag(
         200, "Steps between checkpoints; the last step is always saved.", "checkpoints",
@@ -105,7 +105,7 @@ class Run(Devices):
         2, "Newest checkpoints to keep.", "checkpoints", at_least=1, may_change=True
     )
     keep_best: bool = flag(
-        False, "Keep the checkpoint with the lowest held-out loss, too; needs --eval_every.",
+        False, "Also keep the checkpoint with the lowest held-out loss; needs --eval_every.",
         "checkpoints", may_change=True,
     )  # fmt: skip
     restore_from: str = flag(
@@ -119,7 +119,7 @@ class Run(Devices):
 
 
 def parse(argv: list[str], *groups) -> list[Any] | None:
-    """Instances of `groups` with their fields set from argv; None if argv asks for help.
+    """Returns copies of `groups` with fields set from argv; None if argv asks for help.
 
     Raises UserError for a flag that is unknown, of the wrong type or out of range.
     """
@@ -132,7 +132,7 @@ def parse(argv: list[str], *groups) -> list[Any] | None:
             default, help = getattr(group, field.name), field.metadata["help"]
             if isinstance(default, bool):
                 absl_flags.DEFINE_bool(field.name, default, help, flag_values=values)
-            else:  # converted below, with a better message than absl's
+            else:  # converted below, with better messages than absl's
                 absl_flags.DEFINE_string(field.name, str(default), help, flag_values=values)
     try:
         extra = values(["recipe", *argv])[1:]
@@ -141,7 +141,7 @@ def parse(argv: list[str], *groups) -> list[Any] | None:
         near = difflib.get_close_matches(name, fields, n=1)
         hint = f"did you mean --{near[0]}?" if near else "--help lists the flags"
         raise UserError(f"--{name} is not a flag; {hint}") from None
-    except absl_flags.IllegalFlagValueError as error:  # of a bool: the others are strings to absl
+    except absl_flags.IllegalFlagValueError as error:  # of a bool; absl sees others as strings
         given = str(error).partition(": ")[0].removeprefix("flag ")
         raise UserError(f"{given} is not a boolean; use true or false") from None
     except absl_flags.Error as error:
@@ -161,7 +161,7 @@ def parse(argv: list[str], *groups) -> list[Any] | None:
 
 
 def _convert(field, default, text):
-    """The flag's value, of its default's type and within its limits."""
+    """Converts a flag to its default's type. Raises UserError if it is out of its limits."""
     if isinstance(default, bool):
         return text
     limits, value = field.metadata, text
@@ -186,7 +186,7 @@ def _convert(field, default, text):
 
 
 def usage(doc: str, *groups) -> str:
-    """What --help prints: the recipe's docstring, then each group's flags, defaults and meaning."""
+    """The text of --help: the recipe's docstring, then flags, defaults and meanings by heading."""
     lines = [doc.strip()]
     for heading in GROUPS:
         found = [

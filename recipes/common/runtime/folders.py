@@ -1,34 +1,42 @@
 """Folders that a command reads or writes, on a disk or in a bucket (gs://).
 
-Here a name becomes a path: pathlib's, or for a bucket etils.epath's with the same methods. And here is
-what the two do differently. A disk renames a finished folder into its place. A bucket renames nothing,
-and knows no folders, only names: there a folder is finished when it has its mark, one object that is
-written last and removed first.
+Disk paths are pathlib's; bucket paths are etils.epath's, with the same methods. The functions here
+cover what differs. On a disk, a finished folder is renamed into its place. A bucket has no folders,
+only object names, and no renames: a folder is finished when it has its mark, an object that is written
+last and removed first.
 """
 
 import concurrent.futures
 import contextlib
+import errno
 import os
 import pathlib
 import re
 import shutil
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 from data import DataError, buckets
 from recipes.common.runtime.errors import UserError
 
-errors, reason = buckets.errors, buckets.reason  # of reading and writing
+errors = buckets.errors
+_ERRNOS = (errno.ENOSPC, errno.EFBIG, errno.EDQUOT, errno.EIO, errno.EACCES, errno.EROFS)
 
 
-def at(name: Any, flag: str = "") -> pathlib.Path:
-    """The path of this name. Raises UserError, within seconds, if it is in a bucket that can't be used.
+def reason(error: BaseException) -> str:
+    """A short cause of an I/O error: the system's words if the message contains them."""
+    known = (os.strerror(number) for number in _ERRNOS)
+    return next((text for text in known if text in str(error)), None) or buckets.reason(error)
+
+
+def to_path(name: Any, flag: str = "") -> pathlib.Path:
+    """The path of a name. Raises UserError, within seconds, if it is in an unusable bucket.
 
     Args:
-      flag: with which the user gave it: "--workdir".
+      flag: the flag it was given by, for messages: "--workdir".
     """
-    # It would be a folder of this disk.
+    # Without "//" it would silently name a folder on this disk.
     if found := re.match(r"(gs|gcs|s3):(?!//)/*", str(name), re.IGNORECASE):
         fix = f"gs://{str(name)[found.end() :]}"
         raise UserError(f"{f'{flag}=' * bool(flag)}{name} has no ://; use {fix}, or a local path")
@@ -41,17 +49,17 @@ def at(name: Any, flag: str = "") -> pathlib.Path:
 
 
 @contextlib.contextmanager
-def telling(problem: str, fix: str) -> Iterator[None]:
-    """Inside, an error of reading or writing is a UserError: "PROBLEM (reason); FIX"."""
+def user_errors(problem: str, fix: str) -> Iterator[None]:
+    """Turns I/O errors inside the block into a UserError: "PROBLEM (reason); FIX"."""
     try:
         yield
     except errors() as error:
         raise UserError(f"{problem} ({reason(error)}); {fix}") from None
 
 
-def writing(target: Any, flag: str = "target"):
-    """`telling` that what a flag names can't be written."""
-    return telling(f"--{flag}={target} can't be written", "use a different folder")
+def write_errors(target: Any, flag: str = "target"):
+    """`user_errors` for writing the folder that a flag names."""
+    return user_errors(f"--{flag}={target} can't be written", "use a different folder")
 
 
 def absolute(path: pathlib.Path) -> pathlib.Path:
@@ -63,50 +71,50 @@ def in_bucket(path: Any) -> bool:
 
 
 def nearest(path: pathlib.Path) -> pathlib.Path:
-    """The path itself, or the first of its parents that exists."""
+    """The path itself, or its nearest parent that exists."""
     return next(place for place in (path, *path.parents) if place.exists())
 
 
 def try_to_write(path: pathlib.Path) -> None:
-    """Raises an error if no folder can be made at `path`, or an existing one can't be written."""
-    if in_bucket(path):  # an upload that is begun and never goes on: nothing is there for it
-        buckets.begin_upload(path / "x")
+    """Raises one of `errors` if a folder can't be created at `path`, or can't be written."""
+    if in_bucket(path):  # an upload that is never continued creates no object
+        buckets.post(path / "x", uploadType="resumable", json={})
         return
-    with tempfile.TemporaryFile(dir=nearest(path)):  # no name: nothing is left, whatever happens
+    with tempfile.TemporaryFile(dir=nearest(path)):  # nameless, so even a kill leaves nothing
         pass
 
 
-def new(target: str, flag: str = "target", appended: bool = False) -> pathlib.Path:
-    """What a flag names, where nothing exists yet and something can be made. Raises UserError.
+def new_path(target: str, flag: str = "target", appended: bool = False) -> pathlib.Path:
+    """The path that a flag names. Raises UserError if it exists or can't be created.
 
     Args:
-      appended: whether it is a file that grows, which a bucket has none of.
+      appended: whether it is a file to append to, which a bucket does not support.
     """
-    folder = absolute(at(target, f"--{flag}"))
+    folder = absolute(to_path(target, f"--{flag}"))
     if appended and in_bucket(folder):
         raise UserError(
             f"--{flag}={folder} is in a bucket, where nothing can be appended; use a local file"
         )
     if folder.exists():
         raise UserError(f"--{flag}={folder} already exists; use a new name")
-    with writing(folder, flag):
+    with write_errors(folder, flag):
         try_to_write(folder)
     return folder
 
 
 def sizes(folder: pathlib.Path) -> dict[str, int]:
-    """Path below the folder → bytes, of all files, in order."""
+    """Relative path → bytes of all files in a folder, sorted."""
     if in_bucket(folder):
         root = str(folder).removeprefix("gs://") + "/"
         found = buckets.filesystem().find(root, detail=True)
-        names = sorted(name for name in found if not name.endswith("/"))  # a console makes such
+        names = sorted(name for name in found if not name.endswith("/"))  # made by the web console
         return {name.removeprefix(root): found[name]["size"] for name in names}
     files = (p for p in sorted(folder.rglob("*")) if p.is_file())
     return {path.relative_to(folder).as_posix(): path.stat().st_size for path in files}
 
 
 def write(path: pathlib.Path, content: bytes) -> None:
-    """A whole file, which in a bucket is replaced at once."""
+    """Writes a whole file; in a bucket the replacement is atomic."""
     if in_bucket(path):
         buckets.filesystem().pipe_file(str(path), content)
     else:
@@ -114,7 +122,7 @@ def write(path: pathlib.Path, content: bytes) -> None:
 
 
 def make(folder: pathlib.Path) -> None:
-    """Makes a folder, and those above it, where there is none."""
+    """Creates a folder and its parents, durably, if missing; a bucket needs none."""
     if not in_bucket(folder) and not folder.is_dir():
         make(folder.parent)
         folder.mkdir(exist_ok=True)
@@ -122,9 +130,9 @@ def make(folder: pathlib.Path) -> None:
 
 
 def to_disk(folder: pathlib.Path) -> None:
-    """Waits until a local disk has all files of a folder that is about to be committed, and their names.
+    """Syncs all files and names of a folder to a local disk, before the folder is committed.
 
-    Else a power cut could leave a committed folder with empty files. What a bucket has taken it has.
+    Otherwise a power cut could leave a committed folder with empty files. Buckets need no sync.
     """
     if in_bucket(folder):
         return
@@ -133,7 +141,7 @@ def to_disk(folder: pathlib.Path) -> None:
 
 
 def sync(path: pathlib.Path) -> None:
-    """Waits until a local disk has a file's content, or the names in a folder."""
+    """Syncs a file's content, or the names in a folder, to a local disk."""
     if in_bucket(path):
         return
     handle = os.open(path, os.O_RDONLY)
@@ -144,31 +152,28 @@ def sync(path: pathlib.Path) -> None:
 
 
 def upload(source: pathlib.Path, target: pathlib.Path, mark: str = "") -> None:
-    """Copies a folder of this machine to one in a bucket, its mark last, if it has one."""
+    """Copies a local folder to a bucket, with its mark, if any, last."""
     for name in sorted(sizes(source), key=lambda name: name == mark):
         buckets.filesystem().put_file(str(source / name), str(target / name))
 
 
 def copy(
-    source: pathlib.Path,
-    target: pathlib.Path,
-    mark: str,
-    before_mark: Callable[[], None] | None = None,
+    source: pathlib.Path, target: pathlib.Path, mark: str, extra: dict[str, bytes] | None = None
 ) -> None:
-    """Copies a folder inside a bucket; its content does not pass through this machine.
+    """Copies a folder within a bucket, server-side, its mark last.
 
     Args:
-      before_mark: called before the copy is finished.
+      extra: name → content of files to add.
     """
     files, names = buckets.filesystem(), [name for name in sizes(source) if name != mark]
     files.copy([f"{source}/{name}" for name in names], [f"{target}/{name}" for name in names])
-    if before_mark:
-        before_mark()
+    for name, content in (extra or {}).items():
+        write(target / name, content)
     files.cp_file(f"{source}/{mark}", f"{target}/{mark}")
 
 
 def move(source: pathlib.Path, target: pathlib.Path, mark: str = "") -> None:
-    """Moves a finished folder to a place where nothing is."""
+    """Moves a finished folder to a path where nothing exists."""
     if in_bucket(source):
         copy(source, target, mark)
         remove(source, mark)
@@ -178,7 +183,7 @@ def move(source: pathlib.Path, target: pathlib.Path, mark: str = "") -> None:
 
 
 def remove(folder: pathlib.Path, mark: str) -> None:
-    """Removes a folder and all in it; in a bucket its mark first, so that it is no more at once."""
+    """Removes a folder and its content; in a bucket the mark first, so it vanishes at once."""
     if not in_bucket(folder):
         shutil.rmtree(folder)
         return

@@ -1,4 +1,4 @@
-"""metrics.jsonl, as runs leave it."""
+"""Reading metrics.jsonl."""
 
 import json
 import pathlib
@@ -6,7 +6,7 @@ from typing import Any
 
 
 def read(path: pathlib.Path) -> list[dict[str, Any]]:
-    """Its lines, without one that a kill has torn; [] where there is no file."""
+    """Lines of a metrics.jsonl, without one torn by a kill; [] if there is no file."""
     lines = []
     found = path.read_bytes() if path.exists() else b""
     for text in found.decode(errors="replace").splitlines():

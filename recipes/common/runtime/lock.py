@@ -1,9 +1,9 @@
-"""One run per workdir: a lock that is gone when its process is, however it dies.
+"""A lock that allows one run per workdir, and is released when its process dies, however it dies.
 
-On a disk the system holds it. In a bucket it is the object lock.json, made only if there is none
-(ifGenerationMatch=0) and written again every few seconds. Who finds one waits for that: a lock whose
-owner writes is in use, one that has been silent for long is taken over. Of several that try, the bucket
-lets exactly one.
+On a disk it is the system's file lock. In a bucket it is the object lock.json, created only if there is
+none (ifGenerationMatch=0) and rewritten every few seconds. A run that finds a lock watches it: if the
+owner still writes, the workdir is in use; if it has been silent for long, the run takes over. If
+several try, the bucket lets exactly one succeed.
 """
 
 import contextlib
@@ -25,24 +25,24 @@ from recipes.common.runtime import folders
 from recipes.common.runtime.errors import UserError
 
 BEAT_SECONDS = 5  # between two writes of lock.json
-STALE_SECONDS = 30  # after which an owner that has not written is dead, or out of reach
-SURE_SECONDS = 1  # after a write, before another is worth while: a bucket takes one a second
+STALE_SECONDS = 30  # silence after which an owner is considered dead or unreachable
+SURE_SECONDS = 1  # between writes of lock.json: a bucket accepts one a second for each object
 
-_held: set["BucketLock"] = set()  # of this process
+_held: set["BucketLock"] = set()  # by this process
 
 
 def take(workdir: pathlib.Path, config: str) -> "FileLock | BucketLock":
-    """The lock of a workdir. Raises UserError if another run has it, or an I/O error.
+    """Takes the lock of a workdir. Raises UserError if another run holds it, or an I/O error.
 
     Args:
-      config: the name of the file in it that `write` is for.
+      config: name of the workdir's file that the lock's `write` replaces.
     """
     kind = BucketLock if folders.in_bucket(workdir) else FileLock
     return kind(workdir / config)
 
 
 def release_all() -> None:
-    """Before this process exits: those of a dead process keep others waiting."""
+    """Releases all locks before this process exits, so that the next run needn't wait."""
     for lock in list(_held):
         lock.close()
 
@@ -54,7 +54,7 @@ def _in_use(workdir: pathlib.Path, owner: str = "a running process") -> UserErro
 
 
 class FileLock:
-    """A file, held locked until this object or its process is gone."""
+    """A locked file, released when this object or its process goes away."""
 
     def __init__(self, path: pathlib.Path):
         self._file = path.open("a")
@@ -69,19 +69,17 @@ class FileLock:
         self._file.truncate(0)
         print(text, file=self._file, flush=True)
 
-    lost = False  # nobody can take it away
+    lost = False  # another run can't take it over
 
     def check(self) -> None:
-        """Whether it is still held: always."""
+        """Does nothing: a file lock is always still held."""
 
 
 class BucketLock:
-    """lock.json beside the file that `write` is for. It has to be closed, or it goes stale."""
+    """lock.json next to the file that `write` replaces. Unless closed, it must go stale first."""
 
     def __init__(self, path: pathlib.Path):
-        self._path = path
-        bucket, _, self._name = str(path.with_name("lock.json"))[len("gs://") :].partition("/")
-        self._files, self._bucket = buckets.filesystem(), bucket
+        self._path, self._object = path, path.with_name("lock.json")
         self._me = {"id": uuid.uuid4().hex, "host": socket.gethostname(), "pid": os.getpid()}
         self._me |= {"process": _process(os.getpid())}
         self.lost, self._one, self._end = False, threading.Lock(), threading.Event()
@@ -95,7 +93,7 @@ class BucketLock:
         folders.write(self._path, text.encode() + b"\n")
 
     def check(self) -> None:
-        """Raises OSError if another run has taken the lock, because this one was silent for long."""
+        """Rewrites lock.json. Raises OSError if this run was silent for long and another took over."""
         with self._one:
             now = time.monotonic()
             if not self._end.is_set() and not self.lost and now > self._sure_until:
@@ -111,53 +109,54 @@ class BucketLock:
             )
 
     def close(self) -> None:
-        """Leaves the workdir to others."""
+        """Deletes lock.json, unless another run has taken it over."""
         if self._end.is_set():
             return
         self._end.set()
         _held.discard(self)
         with self._one, contextlib.suppress(*folders.errors()):
             if not self.lost:
-                match = {"ifGenerationMatch": str(self._generation)}
-                self._files.call("DELETE", "b/{}/o/{}", self._bucket, self._name, **match)
+                buckets.request("DELETE", self._object, ifGenerationMatch=str(self._generation))
 
     def _beat(self) -> None:
         while not self._end.wait(BEAT_SECONDS):
-            with contextlib.suppress(*folders.errors()):  # tried again; lost: told by the next save
+            with contextlib.suppress(*folders.errors()):  # the next save reports a lost lock
                 self.check()
 
     def _take(self) -> int:
-        first, since, told = None, time.monotonic(), False
+        first, since, warned = None, time.monotonic(), False
         while True:
             with contextlib.suppress(FileExistsError):
                 return self._put(0)
-            with contextlib.suppress(FileNotFoundError):  # it was closed just now
+            with contextlib.suppress(FileNotFoundError):  # its owner has just closed it
                 generation, silent, owner = self._look()
                 first = first or generation
-                with contextlib.suppress(FileExistsError):  # another was faster
+                with contextlib.suppress(FileExistsError):  # another run was faster
                     if silent > STALE_SECONDS or _is_dead(owner):
                         return self._put(generation)
                 who = f"process {owner.get('pid')} on {owner.get('host')}"
                 if generation != first:
                     raise _in_use(self._path.parent, who)
-                if not told and time.monotonic() > since + 2 * BEAT_SECONDS:
-                    told = True
-                    print(f"{self._path.parent} was left locked by {who}, which does not answer: it is "
-                          f"taken over {STALE_SECONDS} s after its last sign", file=sys.stderr, flush=True)  # fmt: skip
+                if not warned and time.monotonic() > since + 2 * BEAT_SECONDS:
+                    warned = True
+                    print(f"{self._path.parent} is still locked by {who}, which does not respond; "
+                          f"taking over {STALE_SECONDS} s after its last sign of life",
+                          file=sys.stderr, flush=True)  # fmt: skip
                 time.sleep(0.5)
 
     def _put(self, generation: int) -> int:
-        """Writes lock.json over this generation, 0: over none. Raises FileExistsError over another."""
-        where = self._files._location + "/upload/storage/v1/b/{}/o"
-        told = {"uploadType": "media", "name": self._name, "ifGenerationMatch": str(generation)}
-        content = json.dumps(self._me).encode()
+        """Writes lock.json over this generation, 0 for none, and returns the new one.
+
+        Raises FileExistsError if the object has a different generation.
+        """
+        match, content = {"ifGenerationMatch": str(generation)}, json.dumps(self._me).encode()
         try:
-            made = self._files.call(
-                "POST", where, self._bucket, data=content, json_out=True, **told
+            made = buckets.post(
+                self._object, uploadType="media", data=content, json_out=True, **match
             )
             return int(made["generation"])
         except FileExistsError:
-            # Perhaps an answer was lost on its way, and the library's second try has met our first.
+            # Perhaps a response was lost, and the library's retry ran into our own first write.
             with contextlib.suppress(FileNotFoundError):
                 now, _, owner = self._look()
                 if owner.get("id") == self._me["id"]:
@@ -165,15 +164,14 @@ class BucketLock:
             raise
 
     def _look(self) -> tuple[int, float, dict[str, Any]]:
-        """(generation, seconds since it was written by the bucket's own clock, owner)."""
-        object_ = (self._bucket, self._name)
-        import email.utils  # a hundredth of a second, which a run on a disk does without
+        """Returns (generation, seconds since it was written by the bucket's own clock, owner)."""
+        import email.utils  # takes 10 ms, which a run on a disk saves
 
-        headers, about = self._files.call("GET", "b/{}/o/{}", *object_)
+        headers, about = buckets.request("GET", self._object)
         facts = json.loads(about)
         now = email.utils.parsedate_to_datetime(headers["Date"])
         then = datetime.datetime.fromisoformat(facts["updated"].replace("Z", "+00:00"))
-        _, content = self._files.call("GET", "b/{}/o/{}", *object_, alt="media")
+        _, content = buckets.request("GET", self._object, alt="media")
         owner: Any = {}
         with contextlib.suppress(ValueError):
             owner = json.loads(content)
@@ -182,7 +180,7 @@ class BucketLock:
 
 
 def _process(pid: int) -> str:
-    """Names a running process among all machines, containers and times; "" if there is none."""
+    """An ID of a running process, unique across machines, containers and reboots; "" if none."""
     if sys.platform != "linux":
         return ""
     try:
@@ -195,7 +193,7 @@ def _process(pid: int) -> str:
 
 
 def _is_dead(owner: dict[str, Any]) -> bool:
-    """Whether the process was of this machine, and is no more: no need to wait."""
+    """Whether the owner was a process of this machine and has ended, so there is no need to wait."""
     mine, theirs = _process(os.getpid()).split()[:2], str(owner.get("process", "")).split()
     return (
         len(theirs) == 4 and theirs[:2] == mine and _process(owner.get("pid", 0)).split() != theirs

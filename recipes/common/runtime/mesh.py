@@ -1,8 +1,8 @@
-"""--mesh: "4x2" → Mesh, with simulated devices where there is no accelerator.
+"""Meshes from --mesh ("4x2"), with simulated devices if there is no accelerator.
 
 One size is the axis `data`; two are `data` and `model`; three are `data`, `fsdp` and `model`. Any
-other set of axes is written by name, "data=2,model=4", in any order: the axes, and so the devices,
-are always in ORDER.
+other set of axes is written by name, "data=2,model=4". The order of names is irrelevant: axes are
+always sorted by ORDER.
 """
 
 import contextlib
@@ -10,6 +10,7 @@ import math
 import os
 import re
 from collections.abc import Sequence
+from typing import Any
 
 import jax
 import numpy as np
@@ -20,12 +21,12 @@ from recipes.common.runtime import processes, slices
 from recipes.common.runtime.errors import UserError
 
 AXES = {1: ("data",), 2: ("data", "model"), 3: ("data", "fsdp", "model")}
-ORDER = ("data", "fsdp", "pipe", "seq", "expert", "model")  # outermost first; others follow
+ORDER = ("data", "fsdp", "pipe", "seq", "expert", "model")  # outermost first; other axes follow
 MOST_SIMULATED = 1024  # devices; each is a thread or more of this process
 
 
 def parse(text: str) -> dict[str, int]:
-    """Axis name → size, outermost axis first; raises UserError.
+    """Axis name → size, outermost first. Raises UserError if `text` is not a mesh.
 
     >>> parse("4x2"), parse("model=4,data=2")
     ({'data': 4, 'model': 2}, {'data': 2, 'model': 4})
@@ -50,7 +51,7 @@ def parse(text: str) -> dict[str, int]:
         sizes = [int(size) for size in text.split("x")]
         if len(sizes) not in AXES:
             raise UserError(
-                f"--mesh={text} has {len(sizes)} sizes, and only 3 axes have default names; {hint}"
+                f"--mesh={text} has {len(sizes)} sizes, but only 3 axes have default names; {hint}"
             )
         axes = dict(zip(AXES[len(sizes)], sizes, strict=True))
     if 0 in axes.values():
@@ -59,40 +60,40 @@ def parse(text: str) -> dict[str, int]:
 
 
 def make_mesh(text: str = "") -> Mesh:
-    """A mesh over the run's devices; "" puts all of them on `data`.
+    """Makes a mesh over the run's devices; "" puts all of them on `data`.
 
-    Without an accelerator it simulates as many CPU devices as the mesh needs, if JAX has not made
-    its devices yet; several processes simulate a share each. With accelerators the mesh must use
-    exactly the devices that exist. Raises UserError.
+    Without an accelerator, CPU devices are simulated, split evenly between processes, unless JAX
+    has created its devices already. With accelerators the mesh must use all devices. Raises
+    UserError if it can't.
     """
     axes = parse(text) if text else {}
     wanted = math.prod(axes.values())
     if wanted > MOST_SIMULATED and _only_cpu():
         raise UserError(
-            f"--mesh={text} needs {wanted} devices, and at most {MOST_SIMULATED} can be simulated; "
+            f"--mesh={text} needs {wanted} devices, but at most {MOST_SIMULATED} can be simulated; "
             "try --mesh=4x2"
         )
     if axes and wanted % (several := processes.count()):
-        there = (8 * several, several)
+        existing = (8 * several, several)
         if not _only_cpu():
-            there = (len(jax.devices()), len(slices.groups(jax.devices())))
+            existing = (len(jax.devices()), len(slices.groups(jax.devices())))
         raise UserError(
             f"--mesh={text} has {wanted} devices, not divisible by {several} processes; try --mesh="
-            f"{suggest(there[0], len(axes), there[1])}"
+            f"{suggest(existing[0], len(axes), existing[1])}"
         )
     mine = wanted // processes.count()
     if axes and "xla_force_host_platform_device_count" not in os.environ.get("XLA_FLAGS", ""):
-        # A collective blocks one thread of XLA's pool per device. The pool has one per device or
-        # core; with two programs in flight that is too few, and all of them wait forever.
+        # A collective blocks one thread of XLA's pool per device. By default the pool has one per
+        # device or core, so that two programs in flight deadlock.
         os.environ.setdefault("NPROC", str(2 * mine + (os.cpu_count() or 1)))
-        with contextlib.suppress(RuntimeError):  # JAX has already made its devices: use those
-            configured = jax.config.jax_num_cpu_devices
+        with contextlib.suppress(RuntimeError):  # JAX has already created its devices: use those
+            configured = jax.config.jax_num_cpu_devices  # pyright: ignore[reportAttributeAccessIssue]
             jax.config.update("jax_num_cpu_devices", max(mine, configured))
     devices = jax.devices()
     axes = axes or {"data": len(devices)}
     wanted = math.prod(axes.values())
-    all_of_them = devices[0].platform != "cpu" or processes.count() > 1
-    if wanted > len(devices) or (all_of_them and wanted != len(devices)):
+    must_use_all = devices[0].platform != "cpu" or processes.count() > 1
+    if wanted > len(devices) or (must_use_all and wanted != len(devices)):
         raise UserError(
             f"--mesh={text} needs {wanted} devices, found {len(devices)}; "
             f"try --mesh={suggest(len(devices), len(axes), len(slices.groups(devices)))}"
@@ -100,11 +101,11 @@ def make_mesh(text: str = "") -> Mesh:
     return arrange(axes, devices[:wanted])
 
 
-def arrange(axes: dict[str, int], devices: Sequence[jax.Device]) -> Mesh:
-    """A mesh of Explicit axes, JAX's default, over these devices.
+def arrange(axes: dict[str, int], devices: Sequence[Any]) -> Mesh:
+    """Makes a mesh of Explicit axes, JAX's default, over these devices.
 
-    The outermost axes run across slices or nodes, see slices.py, and raises UserError if an inner one
-    would have to. On a TPU slice each axis runs along whole rings.
+    The outermost axes run across slices or nodes (slices.py); on a TPU slice each axis runs along
+    whole rings. Raises UserError if an inner axis would have to cross slices.
     """
     groups = slices.groups(devices)
     what, sizes = slices.WORDS.get(devices[0].platform, "nodes"), {len(group) for group in groups}
@@ -115,7 +116,7 @@ def arrange(axes: dict[str, int], devices: Sequence[jax.Device]) -> Mesh:
     if name := slices.cut(axes, parts):
         raise UserError(
             f"--mesh={describe(axes)} would divide axis {name!r} between {len(groups)} {what} of "
-            f"{each} devices, and only the outermost may be; try "
+            f"{each} devices, but only the outermost may be; try "
             f"--mesh={describe(slices.uncut(axes, len(groups), each))}"
         )
     inside = tuple(size // parts[name] for name, size in axes.items())
@@ -123,8 +124,8 @@ def arrange(axes: dict[str, int], devices: Sequence[jax.Device]) -> Mesh:
     return Mesh(together, tuple(axes), axis_types=(AxisType.Explicit,) * len(axes))
 
 
-def _on_rings(sizes: tuple[int, ...], devices: Sequence[jax.Device]) -> np.ndarray:
-    """Where that is impossible, as with data=16,fsdp=16 on chips wired 4x8x8, axes share a ring."""
+def _on_rings(sizes: tuple[int, ...], devices: Sequence[Any]) -> np.ndarray:
+    """Arranges a group's devices; axes share rings only if needed (16x16 on chips wired 4x8x8)."""
     names = tuple(f"axis{i}" for i in range(len(sizes)))
     try:
         return jax.make_mesh(sizes, names, devices=devices).devices
@@ -133,9 +134,9 @@ def _on_rings(sizes: tuple[int, ...], devices: Sequence[jax.Device]) -> np.ndarr
 
 
 def suggest(devices: int, axes: int, groups: int = 1) -> str:
-    """A mesh with this many axes over the devices of `groups` slices or nodes.
+    """A --mesh with this many axes over the devices of `groups` slices or nodes.
 
-    Inner axes have size 2 where that fits.
+    Inner axes get size 2 if it divides.
     """
     sizes, left = [], devices // groups
     for _ in range(min(axes, 3) - 1):
@@ -145,7 +146,7 @@ def suggest(devices: int, axes: int, groups: int = 1) -> str:
 
 
 def describe(axes: dict[str, int]) -> str:
-    """A mesh as --mesh takes it, the short form where there is one.
+    """Formats a mesh for --mesh, in the short form if there is one.
 
     >>> describe({"data": 4, "model": 2}), describe({"data": 2, "fsdp": 4})
     ('4x2', 'data=2,fsdp=4')
@@ -156,4 +157,5 @@ def describe(axes: dict[str, int]) -> str:
 
 
 def _only_cpu() -> bool:
-    return (jax.config.jax_platforms or "").split(",")[0] == "cpu" or jax.default_backend() == "cpu"
+    platforms = jax.config.jax_platforms or ""  # pyright: ignore[reportAttributeAccessIssue]
+    return platforms.split(",")[0] == "cpu" or jax.default_backend() == "cpu"

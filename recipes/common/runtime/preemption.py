@@ -1,7 +1,7 @@
 """SIGTERM and SIGINT: a training run finishes its step, saves and exits with 0.
 
-A single process watches Python's signals. Several must stop at the same step, or their collectives
-wait forever: JAX's preemption service passes a SIGTERM on to all of them and names the step.
+A single process handles Python's signals. Several must stop at the same step, or their collectives
+would wait forever: JAX's preemption service forwards a SIGTERM to all of them and picks the step.
 """
 
 import contextlib
@@ -15,21 +15,21 @@ from jax.experimental import multihost_utils
 
 from recipes.common.runtime import lock, processes
 
-RELEASE_SECONDS = 5  # for the workdir's lock, which others else wait for
+RELEASE_SECONDS = 5  # limit for releasing the workdir's lock, which spares the next run a wait
 
 _asked = ""  # the signal that asked this process to stop
 _training = False
 
 
 def watch() -> None:
-    """Handles SIGTERM and SIGINT in this process. With several, JAX later handles SIGTERM itself."""
+    """Installs the handlers. With several processes, JAX later replaces the one of SIGTERM."""
     signal.signal(signal.SIGTERM, _handle)
     signal.signal(signal.SIGINT, _handle)
 
 
 @contextlib.contextmanager
 def training():
-    """Inside, a signal waits for the end of the step; outside, it ends the process at once."""
+    """Inside the block a signal waits for the end of the step; outside it ends the process at once."""
     global _training
     _training = True
     try:
@@ -39,7 +39,7 @@ def training():
 
 
 def requested(step: int) -> str:
-    """Why the run should stop after this step, or "". The same on all processes; call each step."""
+    """The signal that asks to stop after this step, or ""; equal on all processes. Call it each step."""
     if processes.count() == 1:
         return _asked
     return (_asked or "SIGTERM") if multihost_utils.reached_preemption_sync_point(step) else ""
@@ -51,7 +51,7 @@ def _handle(number: int, _frame) -> None:
     if twice and number == signal.SIGINT:
         _leave(130, sys.stderr, "\nStopped at once; checkpoints saved before are intact.\n")
     if processes.count() > 1:
-        signal.raise_signal(signal.SIGTERM)  # JAX's own handler, which tells the others
+        signal.raise_signal(signal.SIGTERM)  # JAX's handler tells the other processes
     elif not _training:
         _leave(
             0, sys.stdout, f"Stopped by {_asked} outside of training; the same command resumes.\n"
@@ -59,8 +59,8 @@ def _handle(number: int, _frame) -> None:
 
 
 def _leave(code: int, stream: TextIO, text: str) -> None:
-    os.write(stream.fileno(), text.encode())  # the signal may have interrupted a print …
-    # … or, in this thread, the lock's own work.
+    # The signal may have interrupted a print, or the lock's own code in this thread.
+    os.write(stream.fileno(), text.encode())
     releasing = threading.Thread(target=lock.release_all, daemon=True)
     releasing.start()
     releasing.join(RELEASE_SECONDS)

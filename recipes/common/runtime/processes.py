@@ -1,11 +1,11 @@
-"""Several processes, one run: how they find each other, and what only process 0 does.
+"""One run on several processes: connecting them, and exchanging small values between them.
 
-By hand, the same command on each host except for the id:
+To start one by hand, run the same command on each host with a different id:
 
     python -m recipes.transformer --num_processes=2 --process_id=0 --coordinator=host0:9876
     python -m recipes.transformer --num_processes=2 --process_id=1 --coordinator=host0:9876
 
-Under Slurm, Open MPI and on TPUs no flags are needed, see cluster.py; recipes/launch has scripts.
+Slurm, Open MPI and TPUs need no flags (cluster.py); recipes/launch has scripts.
 """
 
 import concurrent.futures
@@ -20,22 +20,20 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
-import numpy as np
 from jax._src import distributed  # the coordination service's client has no public name
-from jax.experimental import multihost_utils
 
 from recipes.common.runtime import cluster
 from recipes.common.runtime.errors import UserError
 
 HEARTBEAT_SECONDS = 30  # a process silent for this long is considered dead, and the others exit
-PATIENCE_SECONDS = 120  # to wait for the coordinator, which may start later
-START_SECONDS = 300  # to wait for all others, which may start later, too
+PATIENCE_SECONDS = 120  # wait for the coordinator, which may start later
+START_SECONDS = 300  # wait for all other processes to start
+DECIDE_SECONDS = 600  # wait for a process that is slower to start
+PUBLISH_SECONDS = 6 * 3600  # wait for work of another process; its death is noticed sooner
+ALONE_SECONDS = 5  # wait for the others to hit the same error
 
-DECIDE_SECONDS = 600  # to wait for a process that is slower to start
-PUBLISH_SECONDS = 6 * 3600  # to wait for another's part of work; that it has died is told sooner
-ALONE_SECONDS = 5  # to wait for the user error that is all processes'
-
-_id, _count, _decided = 0, 1, 0
+_id, _count = 0, 1
+_calls = 0  # of `decide` and `broadcast_from_first`, which all processes call in the same order
 
 
 def count() -> int:
@@ -51,13 +49,15 @@ def is_first() -> bool:
 
 
 def initialize(num_processes: int, process_id: int, coordinator: str) -> None:
-    """Makes this process one of several, if flags or a cluster say so. Call it before JAX has devices.
+    """Connects this process to the others, if flags or a cluster's environment name any.
+
+    Call it before JAX creates its devices.
 
     Args:
-      num_processes: 0 leaves it to the cluster; without one, this process is alone.
+      num_processes: 0: as the cluster says, or one if there is no cluster.
       process_id: -1 if not given.
 
-    Raises UserError.
+    Raises UserError if the flags or the environment are inconsistent, or nobody answers.
     """
     global _id, _count
     given = {"num_processes": num_processes, "process_id": process_id, "coordinator": coordinator}
@@ -79,18 +79,18 @@ def initialize(num_processes: int, process_id: int, coordinator: str) -> None:
     given["initialization_timeout"] = 2 * START_SECONDS  # at which JAX aborts with a stack trace
     given["heartbeat_timeout_seconds"] = HEARTBEAT_SECONDS
     try:
-        # In a thread: this one hears signals while JAX waits for the others.
+        # In a thread, so that this one can handle signals while JAX waits for the others.
         with concurrent.futures.ThreadPoolExecutor(1) as pool:
             connected = pool.submit(jax.distributed.initialize, **given)
             if not concurrent.futures.wait([connected], START_SECONDS).done:
-                leave(
-                    f"error: fewer than {several} processes have started within {START_SECONDS} s; see "
-                    "what each of them printed, and start all of them again"
+                exit_now(
+                    f"error: fewer than {several} processes started within {START_SECONDS} s; check "
+                    "the output of each, and start all of them again"
                 )
             connected.result()
     finally:
-        _count = several  # before that, a signal is this process's alone
-    # To ask JAX would make its devices, before a mesh says how many to simulate.
+        _count = several  # until here a signal ends this process alone
+    # Asking JAX would create its devices before a mesh says how many to simulate.
     _id = given["process_id"] if "process_id" in given else jax.process_index()
 
 
@@ -110,7 +110,7 @@ def _check(num_processes: int, process_id: int, coordinator: str, by_flags: bool
         raise UserError(
             f"{where}={coordinator} is not HOST:PORT; use process 0's host and a free port"
         )
-    # JAX would abort with a stack trace where these two fail.
+    # JAX would abort with a stack trace if either of these failed.
     if process_id == 0:
         with socket.socket() as server:
             server.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -127,7 +127,7 @@ def _check(num_processes: int, process_id: int, coordinator: str, by_flags: bool
             socket.create_connection((found[1], int(found[2])), timeout=5).close()
             return
         except OSError as error:
-            # A cluster may name a host only when it has started.
+            # A cluster's DNS may know a host only once it has started.
             if time.monotonic() > until or (by_flags and isinstance(error, socket.gaierror)):
                 raise UserError(
                     f"{where}={coordinator} does not answer ({error.strerror or error}); check "
@@ -137,7 +137,7 @@ def _check(num_processes: int, process_id: int, coordinator: str, by_flags: bool
 
 
 def _free_stdout() -> None:
-    """Gloo writes notices to file descriptor 1: Python's standard output moves to another one."""
+    """Moves Python's standard output off file descriptor 1, where Gloo writes notices."""
     sys.stdout.flush()
     mine = os.dup(1)
     nowhere = os.open(os.devnull, os.O_WRONLY)
@@ -147,63 +147,37 @@ def _free_stdout() -> None:
 
 
 def decide(mine: Any, work: Callable[[list[Any]], Any]) -> Any:
-    """Calls `work` on process 0 with the values, JSON, that all call this with, by number.
+    """Calls `work` on process 0 with every process's `mine`, and returns its value on all of them.
 
-    Returns what it does, JSON, or raises its UserError, on all; each must call this. It goes through
-    JAX's coordination service: no devices, nothing compiled, so that processes which could not compute
-    together can still say so. Only process 0 reads the values: what is sent is linear in their number.
+    Every process must call this; values are JSON, and a UserError of `work` is raised on all.
+    Goes through JAX's coordination service, which needs no devices and no compiling, so that even
+    processes that can't compute together can report it. Only process 0 reads every value: traffic
+    is linear in the number of processes.
     """
-    global _decided
     if count() == 1:
         return work([mine])
-    client, key = distributed.global_state.client, f"zoo/{_decided}"
-    _decided += 1
-    client.key_value_set(f"{key}/{_id}", json.dumps(mine))
-    if is_first():
-        values = [json.loads(_wait_for(f"{key}/{number}")) for number in range(count())]
-        client.key_value_set(f"{key}/all", json.dumps(_outcome(lambda: work(values))))
-    return _value(json.loads(_wait_for(f"{key}/all")))
+    key = _next_key()
+    publish(f"{key}/{_id}", mine)
+
+    def gather_and_work() -> Any:
+        keys = [f"{key}/{number}" for number in range(count())]
+        return work([await_published(one, DECIDE_SECONDS) for one in keys])
+
+    return _broadcast(f"{key}/all", gather_and_work, DECIDE_SECONDS)
 
 
-def _outcome(work: Callable[[], Any]) -> dict[str, Any]:
-    """What to tell the others of its value, or of its UserError."""
-    try:
-        return {"value": work()}
-    except UserError as mistake:
-        return {"mistake": str(mistake)}
+def broadcast_from_first(work: Callable[[], Any]) -> Any:
+    """Runs `work` on process 0 only; returns its value, or raises its UserError, on all processes.
+
+    The value goes through JSON: tuples come back as lists.
+    """
+    return work() if count() == 1 else _broadcast(_next_key(), work, PUBLISH_SECONDS)
 
 
-def _value(outcome: dict[str, Any]) -> Any:
-    if "mistake" in outcome:
-        raise UserError(outcome["mistake"])
-    return outcome["value"]
+def run_on_all(work: Callable[[], Any]) -> Any:
+    """Runs `work` on each process and returns its own value; one's UserError is raised on all."""
 
-
-def _wait_for(key: str) -> str:
-    client = distributed.global_state.client
-    return client.blocking_key_value_get(key, DECIDE_SECONDS * 1000)
-
-
-def publish(key: str, value: Any) -> None:
-    """Tells the other processes a value, JSON, as `decide` does. A key is told once."""
-    distributed.global_state.client.key_value_set(f"zoo/told/{key}", json.dumps(value))
-
-
-def await_published(key: str) -> Any:
-    """Waits for a value that one of the processes publishes."""
-    client = distributed.global_state.client
-    return json.loads(client.blocking_key_value_get(f"zoo/told/{key}", PUBLISH_SECONDS * 1000))
-
-
-def forget(key: str) -> None:
-    """Frees what was published as `key` and below it, KEY/…: process 0 keeps it for all."""
-    distributed.global_state.client.key_value_delete(f"zoo/told/{key}")
-
-
-def together(work: Callable[[], Any]) -> Any:
-    """Runs `work` on each process and returns its value; raises the first UserError of any on all."""
-
-    def first_mistake(mistakes: list[str]) -> None:
+    def raise_first(mistakes: list[str]) -> None:
         found = {number: text for number, text in enumerate(mistakes) if text}
         if found:
             number, text = min(found.items())
@@ -211,41 +185,69 @@ def together(work: Callable[[], Any]) -> Any:
             raise UserError(text + which * (len(found) < count()))
 
     outcome = _outcome(work)
-    decide(outcome.get("mistake", ""), first_mistake)
+    decide(outcome.get("mistake", ""), raise_first)
     return outcome["value"]
 
 
-def leave_unless_all_do(code: int) -> None:
-    """Returns if all processes call this, so that they can end in order; else ends this one at once.
+def _next_key() -> str:
+    global _calls
+    _calls += 1
+    return f"call/{_calls}"
 
-    After an error that the others do not have they would wait for this process, and it for them.
+
+def _broadcast(key: str, work: Callable[[], Any], seconds: float) -> Any:
+    if is_first():
+        publish(key, _outcome(work))
+    outcome = await_published(key, seconds)
+    if "mistake" in outcome:
+        raise UserError(outcome["mistake"])
+    return outcome["value"]
+
+
+def _outcome(work: Callable[[], Any]) -> dict[str, Any]:
+    """{"value": what `work` returns}, or {"mistake": the text of its UserError}."""
+    try:
+        return {"value": work()}
+    except UserError as mistake:
+        return {"mistake": str(mistake)}
+
+
+def publish(key: str, value: Any) -> None:
+    """Sends a JSON value to the coordination service; each key can be published once."""
+    _service().key_value_set(f"zoo/{key}", json.dumps(value))
+
+
+def await_published(key: str, seconds: float = PUBLISH_SECONDS) -> Any:
+    """Waits for the value that some process publishes under `key`."""
+    return json.loads(_service().blocking_key_value_get(f"zoo/{key}", int(seconds * 1000)))
+
+
+def unpublish(key: str) -> None:
+    """Frees what is published under `key` and `key`/…, which process 0 stores."""
+    _service().key_value_delete(f"zoo/{key}")
+
+
+def _service() -> Any:
+    return distributed.global_state.client
+
+
+def exit_unless_all_do(code: int) -> None:
+    """Returns if all processes call this, so that they can end in order; else exits at once.
+
+    If only this process has an error, the others wait for it in a collective, and an orderly exit
+    would wait for them.
     """
-    client = distributed.global_state.client
-    if client is None:
+    if _service() is None:
         return
-    with contextlib.suppress(Exception):  # the service is gone, or the others are at work
-        client.wait_at_barrier("zoo/mistake", ALONE_SECONDS * 1000)
+    with contextlib.suppress(Exception):  # the service is gone, or the others are busy
+        _service().wait_at_barrier("zoo/mistake", ALONE_SECONDS * 1000)
         return
     sys.stdout.flush()
     os._exit(code)
 
 
-def leave(message: str) -> None:
+def exit_now(message: str) -> None:
     """Exits at once after another process was lost: no barrier, no destructors."""
     print(message, file=sys.stderr, flush=True)
     sys.stdout.flush()
     os._exit(1)
-
-
-def broadcast_from_first(work: Callable[[], Any]) -> Any:
-    """Runs `work` on process 0 only, and returns its value, or raises its UserError, on all.
-
-    The value goes through JSON: tuples come back as lists.
-    """
-    if count() == 1:
-        return work()
-    outcome = _outcome(work) if is_first() else {}
-    text = np.frombuffer(json.dumps(outcome).encode(), np.uint8)
-    size = int(multihost_utils.broadcast_one_to_all(np.int32(text.size)))
-    text = np.resize(text, size)
-    return _value(json.loads(bytes(multihost_utils.broadcast_one_to_all(text))))

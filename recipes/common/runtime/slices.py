@@ -1,25 +1,25 @@
-"""Devices in groups that are wired together: the slices of TPUs, the nodes of GPUs.
+"""Groups of devices with a fast network inside: TPU slices, GPU nodes.
 
-Between groups the network is slow, so the outermost axes of a mesh run across them and the others
-stay inside one: only what sharding rules send over the outermost axes crosses.
+The network between groups is slow, so only the outermost axes of a mesh cross it; inner axes stay
+inside a group.
 """
 
 import math
 from collections.abc import Sequence
+from typing import Any
 
-import jax
 import numpy as np
 
-WORDS = {"tpu": "slices", "gpu": "nodes", "cpu": "processes"}  # platform → what the groups are
+WORDS = {"tpu": "slices", "gpu": "nodes", "cpu": "processes"}  # platform → name of its groups
 
 
-def groups(devices: Sequence[jax.Device]) -> list[list[jax.Device]]:
-    """The devices of each slice or node, in the order of their numbers.
+def groups(devices: Sequence[Any]) -> list[list[Any]]:
+    """The devices of each slice or node, sorted by its number.
 
-    Simulated devices are grouped by process, as JAX has all those of a machine in one slice. TPUs of
-    a single slice need not have its number.
+    Simulated devices are grouped by process, because JAX puts a whole machine's into one slice. TPUs
+    of a single slice may lack its number.
     """
-    found: dict[int, list[jax.Device]] = {}
+    found: dict[int, list[Any]] = {}
     for device in devices:
         number = 0 if device.platform == "tpu" else device.process_index
         if device.platform != "cpu":
@@ -29,7 +29,7 @@ def groups(devices: Sequence[jax.Device]) -> list[list[jax.Device]]:
 
 
 def across(axes: dict[str, int], count: int) -> dict[str, int]:
-    """Into how many parts each axis is divided between `count` groups, the outermost first.
+    """Number of parts of each axis when a mesh is divided between `count` groups, outermost first.
 
     >>> across({"data": 8, "model": 4}, 2), across({"data": 2, "fsdp": 2, "model": 8}, 4)
     ({'data': 2, 'model': 1}, {'data': 2, 'fsdp': 2, 'model': 1})
@@ -42,12 +42,14 @@ def across(axes: dict[str, int], count: int) -> dict[str, int]:
 
 
 def cut(axes: dict[str, int], parts: dict[str, int]) -> str:
-    """The first axis that is divided, but is neither the outermost nor divided whole; "" if none is.
+    """The first axis that is divided between groups but may not be; "" if there is none.
+
+    The outermost axis may be divided in part; an inner one only entirely, after all outer ones.
 
     >>> cut({"data": 1, "model": 32}, {"data": 1, "model": 2})
     'model'
     """
-    whole = True  # whether all axes further out lie across groups, with none of them inside one
+    whole = True  # whether all axes further out lie entirely across groups
     for place, (name, size) in enumerate(axes.items()):
         if parts[name] > 1 and (not whole or (place and parts[name] < size)):
             return name
@@ -56,7 +58,7 @@ def cut(axes: dict[str, int], parts: dict[str, int]) -> str:
 
 
 def uncut(axes: dict[str, int], count: int, each: int) -> dict[str, int]:
-    """The mesh most like this one that divides the first axis between `count` groups of `each`.
+    """The most similar mesh that divides only the first axis, between `count` groups of `each`.
 
     >>> uncut({"data": 1, "model": 32}, 2, 16), uncut({"data": 3, "model": 2}, 2, 3)
     ({'data': 2, 'model': 16}, {'data': 6, 'model': 1})
@@ -69,11 +71,11 @@ def uncut(axes: dict[str, int], count: int, each: int) -> dict[str, int]:
 
 
 def weave(axes: dict[str, int], parts: dict[str, int], blocks: Sequence[np.ndarray]) -> np.ndarray:
-    """The devices of a whole mesh from those of its groups, in their order.
+    """Joins the groups' devices to one mesh, keeping the order of groups.
 
     Args:
-      parts: as from `across`.
-      blocks: for each group its devices, each dim being axes[name] / parts[name] long.
+      parts: from `across`.
+      blocks: the devices of each group, shaped axes[name] / parts[name] in each dim.
     """
     devices = np.stack(blocks).reshape(*parts.values(), *blocks[0].shape)
     order = [place for i in range(len(axes)) for place in (i, len(axes) + i)]

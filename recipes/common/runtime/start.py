@@ -1,4 +1,4 @@
-"""Command line → main. A user error is one line on stderr and exit code 2.
+"""Parses the command line and calls a recipe's main; a user error is one line and exit code 2.
 
 def main(run: Run, flags: Flags): ...
 
@@ -26,10 +26,11 @@ def start(main, *groups, defaults: Callable | None = None) -> None:
     """Parses sys.argv into new instances of `groups`, and calls main with them. Exits the process.
 
     Args:
-      defaults: a function of these instances: `groups` with the defaults of such a command line.
+      defaults: function of the parsed groups → groups with the defaults that suit them, for a
+        second parse.
 
-    Exit codes: 0 done, or stopped by a signal and saved; 1 a failure; 2 a user error; 130 stopped by
-    a second SIGINT.
+    Exit codes: 0 done, or stopped by a signal and saved; 1 failure; 2 user error; 130 stopped by a
+    second SIGINT.
     """
     preemption.watch()
     try:
@@ -49,14 +50,14 @@ def start(main, *groups, defaults: Callable | None = None) -> None:
         print(f"error: {mistake}", file=sys.stderr, flush=True)
         lock.release_all()
         if processes.count() == 1:
-            os._exit(2)  # at once: a reader's threads, left half-way, may abort an orderly exit
-        processes.leave_unless_all_do(2)
+            os._exit(2)  # an orderly exit may abort in a reader's unfinished threads
+        processes.exit_unless_all_do(2)
         sys.exit(2)
     except Stopped as stop:
         if stop.code:
             print(f"error: {stop}", file=sys.stderr, flush=True)
             lock.release_all()
-            processes.leave_unless_all_do(stop.code)
+            processes.exit_unless_all_do(stop.code)
         elif processes.is_first():
             print(stop)
         sys.exit(stop.code)
@@ -66,7 +67,7 @@ def start(main, *groups, defaults: Callable | None = None) -> None:
         if not isinstance(error, jax.errors.JaxRuntimeError):
             traceback.print_exc()
         lock.release_all()
-        processes.leave(
+        processes.exit_now(
             f"error: this process can't continue without the others ({folders.reason(error)}); "
             "start all of them again, and they resume from the newest checkpoint"
         )
@@ -75,17 +76,17 @@ def start(main, *groups, defaults: Callable | None = None) -> None:
 
 
 def choose(commands: dict, missing: str) -> None:
-    """Starts the command that the first word of sys.argv names.
+    """Starts the command named by the first word of sys.argv.
 
     Args:
-      commands: word → (main, its flags' defaults); may have the word that is there alone, so that
-        no other command is imported.
-      missing: the error where there is no such word.
+      commands: word → (main, its flags' defaults); need only have the given word, so that no other
+        command is imported.
+      missing: error message if the word is missing or unknown.
     """
     word = sys.argv.pop(1) if sys.argv[1:] and not sys.argv[1].startswith("-") else ""
     if word in commands:
         return start(*commands[word])
-    sys.argv[1:] = [flag for flag in sys.argv[1:] if flag == "--help"]  # others are not the mistake
+    sys.argv[1:] = [flag for flag in sys.argv[1:] if flag == "--help"]  # report only the word
 
     def no_command(*_) -> None:
         raise UserError(missing)
@@ -94,21 +95,21 @@ def choose(commands: dict, missing: str) -> None:
 
 
 def _settle_libraries() -> None:
-    """Keeps the libraries' notices off the terminal, and compiled programs for the next run."""
+    """Silences libraries' notices, and turns on the cache of compiled programs."""
     absl_flags.FLAGS.mark_as_parsed()  # Grain reads absl's global flags
     absl_logging.set_verbosity(absl_logging.FATAL)  # errors come back as exceptions
-    logging.getLogger("asyncio").setLevel(logging.CRITICAL)  # of a save: reported by the saver
+    logging.getLogger("asyncio").setLevel(logging.CRITICAL)  # the saver reports failed saves
     sys.unraisablehook = _unraisable
-    if given := jax.config.jax_compilation_cache_dir:
-        folders.at(given, "JAX_COMPILATION_CACHE_DIR")  # a bucket answers, or the run ends here
+    if given := jax.config.jax_compilation_cache_dir:  # pyright: ignore[reportAttributeAccessIssue]
+        folders.to_path(given, "JAX_COMPILATION_CACHE_DIR")  # raises if a bucket is unreachable
         return
     cache = os.environ.get("ZOO_CACHE", "")
-    cache = folders.at(cache, "ZOO_CACHE") if buckets.remote(cache) else data.cache_dir()
+    cache = folders.to_path(cache, "ZOO_CACHE") if buckets.remote(cache) else data.cache_dir()
     jax.config.update("jax_compilation_cache_dir", str(cache / "xla"))
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.1)
 
 
 def _unraisable(event) -> None:
-    """When one write of a save fails, TensorStore's others report to an event loop that is gone."""
+    """Hides what TensorStore's other writes of a failed save report to a closed event loop."""
     if str(event.exc_value) != "Event loop is closed":
         sys.__unraisablehook__(event)

@@ -1,22 +1,22 @@
-"""What a run prints."""
+"""Printing on process 0, and escaping untrusted text."""
 
 from recipes.common.runtime import processes
 
 
 def print0(*lines: str) -> None:
-    """Prints on process 0 only; without lines nothing."""
+    """Prints lines on process 0; prints nothing without any."""
     if lines and processes.is_first():
         print(*lines, sep="\n", flush=True)
 
 
 def show(text: str) -> None:
-    """Prints a piece of untrusted text, as it is, on process 0."""
+    """Prints a piece of untrusted text on process 0, without a newline."""
     if processes.is_first():
         print(_clean(text), end="", flush=True)
 
 
 def ask(prompt: str) -> str | None:
-    """A line that the user types, the same on all processes; None at the end of the input."""
+    """Reads a line from the user, on all processes; None at the end of the input."""
 
     def line() -> str | None:
         try:
@@ -29,13 +29,13 @@ def ask(prompt: str) -> str | None:
 
 
 def quote(text: str, most: int = 24) -> list[str]:
-    """Lines to print of untrusted text, not too many."""
+    """Formats untrusted text as quoted lines to print, at most `most` of them."""
     lines = ["  | " + line for line in _clean(text).split("\n")]
     return lines[:most] + (["  | …"] if len(lines) > most else [])
 
 
 def _clean(text: str) -> str:
-    """Without control characters, which could do anything to a terminal."""
+    """Replaces control characters, which could manipulate the terminal."""
     return "".join(
         c if c.isprintable() or c == "\n" else "\N{REPLACEMENT CHARACTER}"
         for c in text.expandtabs()

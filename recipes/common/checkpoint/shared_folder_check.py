@@ -1,4 +1,4 @@
-"""Whether all processes of a run see the same folder."""
+"""Checks that all processes of a run see the same folder."""
 
 import contextlib
 import os
@@ -14,29 +14,29 @@ PATIENCE_SECONDS = 5  # for a network file system to show what another host has 
 
 
 def check(path: pathlib.Path, flag: str) -> None:
-    """Raises UserError, on all processes, if one does not see what process 0 writes at `path`.
+    """Raises UserError, on all processes, if one can't see a file that process 0 writes at `path`.
 
-    For a moment there is an empty file in the folder, or in its nearest parent that exists.
+    The empty file is briefly in the folder, or in its nearest existing parent.
     """
     if processes.count() == 1 or in_bucket(path):
         return
 
-    def all_see(told: list[tuple[str, bool]]) -> None:
-        for number, (host, sees) in enumerate(told):
+    def require_all(gathered: list[tuple[str, bool]]) -> None:
+        for number, (host, sees) in enumerate(gathered):
             if not sees:
                 raise UserError(
                     f"--{flag}={path} is not one folder: process {number} ({host}) does not see what "
-                    f"process 0 ({told[0][0]}) writes there; use a file system that all hosts share"
+                    f"process 0 ({gathered[0][0]}) writes there; use a file system that all hosts share"
                 )
 
     made = ""
     try:
         if processes.is_first():
-            with contextlib.suppress(OSError):  # is told when something is written
+            with contextlib.suppress(OSError):  # reported when the run first writes there
                 handle, made = tempfile.mkstemp(prefix=".shared-", dir=nearest(path))
                 os.close(handle)
         name = processes.decide(made, lambda names: names[0])
-        processes.decide([socket.gethostname(), not name or _appears(name)], all_see)
+        processes.decide([socket.gethostname(), not name or _appears(name)], require_all)
     finally:
         if made:
             os.unlink(made)

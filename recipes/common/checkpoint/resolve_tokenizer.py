@@ -1,4 +1,4 @@
-"""Which tokenizer a run uses: never another than its model was trained with."""
+"""Chooses a run's tokenizer, which must be the one that its model was trained with."""
 
 from data import DataError, tokenizer
 from data.tokenizer import BYTES, PADDED, Tokenizer
@@ -10,11 +10,11 @@ def tokenizer_for(name: str, source: Source | None) -> Tokenizer:
     """The tokenizer of a run.
 
     Args:
-      name: --tokenizer; empty: that of `source`, or bytes for a new model.
-      source: what the run begins from, if anything.
+      name: --tokenizer; empty: the tokenizer of `source`, or bytes for a new model.
+      source: the model that the run starts from, if any.
 
-    Raises UserError if the model was trained with another tokenizer, nobody knows with which, or it
-    has fewer tokens; DataError if there is no tokenizer of this name.
+    Raises UserError if the model was trained with a different or unknown tokenizer, or its
+    vocabulary is smaller; DataError if there is no tokenizer of this name.
     """
     if source is None:
         return tokenizer.find(name or "bytes")
@@ -32,27 +32,28 @@ def tokenizer_for(name: str, source: Source | None) -> Tokenizer:
         )
     if given is BYTES and own is None and source.metadata["config"]["vocab_size"] > PADDED:
         raise UserError(
-            f"--tokenizer=bytes has {BYTES.size} tokens and the model of {source.path} "
+            f"--tokenizer=bytes has {BYTES.size} tokens, but the model of {source.path} has "
             f"{source.metadata['config']['vocab_size']}, so it was not trained on bytes; use its own "
             "tokenizer.json"
         )
-    if not (given or own):
+    tokens = given or own
+    if not tokens:
         raise UserError(
-            f"{source.path} has no tokenizer.json, so nobody knows what its model's tokens mean; use "
+            f"{source.path} has no tokenizer.json, so its model's tokens are unknown; use "
             "--tokenizer=FILE, ORG/NAME on the Hub, or bytes if it was trained on bytes"
         )
-    if given and own:  # what the given files don't say, the model's own do
-        given = tokenizer.from_files(own.files | given.files, given.name)
-    return check_size(given or own, source)
+    if given and own:  # the model's files complete the given ones
+        tokens = tokenizer.from_files(own.files | given.files, given.name)
+    return check_vocabulary(tokens, source)
 
 
-def check_size(tokens: Tokenizer, source: Source) -> Tokenizer:
-    """The same. Raises UserError if the source's model can't be given every token."""
-    # A config without it is told as such where it is read.
+def check_vocabulary(tokens: Tokenizer, source: Source) -> Tokenizer:
+    """Returns `tokens`. Raises UserError if the model's vocabulary is smaller."""
+    # A config without vocab_size is reported where the config is read.
     vocab_size = source.metadata["config"].get("vocab_size", tokens.size)
     if tokens.size > vocab_size:
         raise UserError(
-            f"the model has {vocab_size} tokens, and the tokenizer {tokens.name} has {tokens.size}; "
+            f"the model has {vocab_size} tokens, but the tokenizer {tokens.name} has {tokens.size}; "
             "use the tokenizer that it was trained with, or a model with a larger vocabulary"
         )
     return tokens

@@ -1,9 +1,9 @@
-"""Adapters (LoRA) on disk: with its base, one is a source of the merged model.
+"""Adapters (LoRA) on disk: joined with its base, an adapter is a source of the merged model.
 
-An adapter is a checkpoint like any other, whose parameters are its A and B alone, and whose metadata
-has `base`, {"path", "sha256"}: where the model is that it was trained on, and what names its content.
-The factors of a weight, layers/attention/q, are layers/attention/lora/q/a and …/b; the model's config
-has lora_rank, lora_alpha and lora_targets.
+An adapter is a checkpoint whose only parameters are its A and B matrices, and whose metadata has
+`base`, {"path", "sha256"}: location and content of the model that it was trained on. The factors of
+the weight layers/attention/q are layers/attention/lora/q/a and …/b; the model's config has lora_rank,
+lora_alpha and lora_targets.
 """
 
 import contextlib
@@ -27,16 +27,16 @@ from recipes.common.runtime import UserError, folders
 from recipes.common.sharding import Tree, paths
 from recipes.common.sharding.abstract import nested
 
-FIELDS = ("lora_rank", "lora_alpha", "lora_targets")  # of a config
+FIELDS = ("lora_rank", "lora_alpha", "lora_targets")  # of the model's config
 
 
 @dataclasses.dataclass(frozen=True)
 class Adapted:
-    """An adapter on its base: a Source of the merged model."""
+    """An adapter joined with its base: a Source of the merged model."""
 
-    adapter: Any  # a Source of the factors: a Checkpoint, or a PEFT folder
-    base: Any  # a Source
-    where: str  # the base is, as --base takes it
+    adapter: Any  # Source of the factors: a Checkpoint or a PEFT folder
+    base: Any  # Source
+    where: str  # location of the base, in the form that --base takes
 
     @property
     def path(self) -> pathlib.Path:
@@ -48,18 +48,17 @@ class Adapted:
 
     @property
     def metadata(self) -> dict[str, Any]:
-        """The adapter's; its `config` is that of the merged model, its `base` where that is now."""
+        """The adapter's metadata, with the merged model's config and the base's current path."""
         config = {k: v for k, v in self.adapter.metadata["config"].items() if k not in FIELDS}
-        base, named = self.base.metadata, self.adapter.metadata["base"] | {"path": self.where}
+        base, located = self.base.metadata, self.adapter.metadata["base"] | {"path": self.where}
         context = base.get("context") or base.get("flags", {}).get("seq_len")  # not the adapter's
-        facts = {"config": config, "base": named, "context": context}
-        return self.adapter.metadata | facts
+        return self.adapter.metadata | {"config": config, "base": located, "context": context}
 
     def shapes(self) -> Tree:
         return self.base.shapes()
 
     def tokenizer(self) -> Tokenizer | None:
-        """The adapter's, with what its files don't say and the base's do: what ends a text, perhaps."""
+        """The adapter's tokenizer, completed by the base's files (end-of-text tokens, for example)."""
         own = self.adapter.tokenizer()
         if own is None:
             return self.base.tokenizer()
@@ -70,9 +69,10 @@ class Adapted:
         return own
 
     def read(self, abstract: Tree) -> Tree:
-        """Merged parameters, W + A·B·scale, added in float32, one after another.
+        """Reads merged parameters, W + A·B·scale, adding in float32, one at a time.
 
-        Where `abstract` has "base", nothing is merged: those are the base's, and "params" the adapter's.
+        If `abstract` has "base", nothing is merged: "base" gets the base's parameters, and "params"
+        the adapter's.
         """
         abstract, found = dict(abstract), {}
         if "buffers" in abstract and "buffers" not in self.adapter.shapes():  # PEFT has none
@@ -100,11 +100,11 @@ class Adapted:
         read = paths(self.adapter.read({"params": nested(small)})["params"])
         config = self.adapter.metadata["config"]
         scale = config["lora_alpha"] / config["lora_rank"]
-        summed = merge(paths(weight["params"])[path], *(read[name] for name in pair), scale)
-        return summed.astype(leaf.dtype)
+        a, b = (read[name] for name in pair)
+        return merge(paths(weight["params"])[path], a, b, scale).astype(leaf.dtype)
 
     def check(self) -> None:
-        """Raises UserError if it is the adapter of a model of another shape."""
+        """Raises UserError if the adapter and its base have different shapes."""
         ours, theirs = paths(self.adapter.shapes()["params"]), paths(self.base.shapes()["params"])
         for path, names in factors(ours).items():
             a, b = (tuple(ours[name].shape) for name in names)
@@ -118,20 +118,20 @@ class Adapted:
                 )
 
     def check_config(self, config: Any) -> None:
-        """Raises UserError if a model with this config can't train the adapter on."""
+        """Raises UserError if a model with this config can't continue training the adapter."""
         for name in FIELDS:
             both = (self.adapter.metadata["config"][name], getattr(config, name))
             was, now = (",".join(x) if isinstance(x, (list, tuple)) else x for x in both)
             if was != now:
                 raise UserError(
-                    f"--{name}={now} must be that of the adapter {self.path}, {was}, to train it on; "
-                    "use that, or begin a new adapter on a merged model (recipes.hf export, or "
+                    f"--{name}={now} must match the adapter {self.path}, {was}, to continue training "
+                    "it; use that, or start a new adapter on a merged model (recipes.hf export, or "
                     "recipes.publish)"
                 )
 
 
 def factors(names) -> dict[str, tuple[str, str]]:
-    """Path of a weight → paths of its factors A and B, from the paths of all factors."""
+    """Path of each adapted weight → paths of its factors A and B, from the paths of all factors."""
     found = {}
     for a in names:
         module, _, rest = a.rpartition("/lora/")
@@ -141,11 +141,12 @@ def factors(names) -> dict[str, tuple[str, str]]:
 
 
 def merge(weight: jax.Array, a: jax.Array, b: jax.Array, scale: float) -> jax.Array:
-    """A weight and a·b·scale, float32, sharded as the weight is, whose memory is used again.
+    """Returns weight + a·b·scale in float32, sharded like the weight, which is donated.
 
     Args:
-      a: [stacked dims…, dims of the input…, rank]; b: [stacked…, rank, dims of the output…];
-        weight: [stacked…, input…, output…].
+      weight: [stacked dims…, input dims…, output dims…].
+      a: [stacked dims…, input dims…, rank].
+      b: [stacked dims…, rank, output dims…].
     """
     product = functools.partial(jnp.tensordot, axes=1, precision="highest")
     for _ in range(a.ndim + b.ndim - 2 - weight.ndim):
@@ -154,47 +155,47 @@ def merge(weight: jax.Array, a: jax.Array, b: jax.Array, scale: float) -> jax.Ar
     return jax.jit(jnp.add, donate_argnums=0)(weight, delta)
 
 
-# ---- its base ------------------------------------------------------------------------------------
+# ---- base ----------------------------------------------------------------------------------------
 
 
-def named(source: Any, given: str) -> dict[str, str]:
-    """What the metadata of an adapter that is trained on this source says of its base.
+def describe_base(source: Any, given: str) -> dict[str, str]:
+    """metadata["base"] of an adapter trained on `source`; another adapter's base is kept.
 
     Args:
-      given: what `find` took.
+      given: the path that `source` was found by.
     """
     if isinstance(source, Adapted):
         source, given = source.base, source.where
-    return {"path": located(source, given), "sha256": sha256(source)}
+    return {"path": portable_path(source, given), "sha256": content_sha256(source)}
 
 
-def located(source: Any, given: str) -> str:
-    """`given`, as it is found from any folder: names stay, paths become absolute."""
+def portable_path(source: Any, given: str) -> str:
+    """`given` in a form that works from any folder: paths become absolute, names stay."""
     prefix, path = ("hf:", given[3:]) if given.startswith("hf:") else ("", given)
     return f"{prefix}{source.path}" if pathlib.Path(path).expanduser().exists() else given
 
 
-def sha256(source: Any) -> str:
-    """Names the content of a checkpoint, by its hashes.json, or of a model folder, by its files."""
+def content_sha256(source: Any) -> str:
+    """A digest of a checkpoint's hashes.json, or of the files of a Hugging Face model folder."""
     if not isinstance(source, Folder):
         hashes = source.path / integrity.HASHES
         if hashes.exists():
             return hashlib.sha256(hashes.read_bytes()).hexdigest()
-        every = integrity.hashes_of(source.path, folders.sizes(source.path))  # an old one
+        every = integrity.hashes_of(source.path, folders.sizes(source.path))  # old checkpoint
         return hashlib.sha256(json.dumps(every).encode()).hexdigest()
-    # Every byte is read, once: it is remembered by the files' sizes and times.
+    # Hashing reads every byte, so the digest is cached by the files' sizes and times.
     stats = [(str(file.resolve()), file.stat()) for file in source.files]
     listing = [[name, s.st_size, s.st_mtime_ns, s.st_ctime_ns, s.st_ino] for name, s in stats]
     key = hashlib.sha256(json.dumps(listing).encode()).hexdigest()[:16]
-    remembered = cache_dir() / "models" / f"{key}.sha256"
-    if remembered.exists():
-        return remembered.read_text()
+    cached = cache_dir() / "models" / f"{key}.sha256"
+    if cached.exists():
+        return cached.read_text()
     sizes = {file.name: file.stat().st_size for file in source.files}
     every = integrity.hashes_of(source.path, sizes)
     digest = hashlib.sha256(json.dumps(every).encode()).hexdigest()
-    with contextlib.suppress(OSError):  # a cache that can't be written costs time alone
-        remembered.parent.mkdir(parents=True, exist_ok=True)
-        beside = remembered.with_suffix(f".{os.getpid()}")
+    with contextlib.suppress(OSError):  # without a cache the next run hashes again
+        cached.parent.mkdir(parents=True, exist_ok=True)
+        beside = cached.with_suffix(f".{os.getpid()}")
         beside.write_text(digest)
-        beside.rename(remembered)
+        beside.rename(cached)
     return digest
