@@ -18,7 +18,7 @@ from recipes.common.checkpoint import open_run
 from recipes.common.runtime import Run, UserError, flag, make_mesh, print0
 from recipes.common.runtime.start import start
 from recipes.common.sharding import make_layout
-from recipes.common.train.loop import finish, fit, results
+from recipes.common.train.loop import best_effort, finish, fit
 from recipes.common.train.optimizer import OPTIMIZERS, LearningRate, hidden_matrices, make_optimizer
 from recipes.common.train.step import TrainStep
 from zoo.mlp import MLP, Config
@@ -87,7 +87,7 @@ def main(run: Run, flags: Flags) -> None:
     print0(f"Held-out accuracy {right / count:.4f}: {right:.0f} of {count:.0f} images; "
            f"loss {nats / count:.4f} nats.")  # fmt: skip
     if folder.in_use:
-        with results(folder):
+        with best_effort(folder):
             picture.learning(folder.path / "learning.png", log.path, figures["confusion"])
             print0(f"Loss curve and confusion matrix: {folder.shown / 'learning.png'}")
     finish(folder, layout, log)

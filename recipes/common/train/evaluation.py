@@ -10,7 +10,7 @@ from flax import nnx
 
 from data.batches import Dataset, held_out_batches
 from recipes.common.sharding import Layout, Tree
-from recipes.common.train.feed import process_rows, to_devices
+from recipes.common.train.feed import to_devices
 
 Extra = Callable[[nnx.Module, Tree], Tree]  # (model, batch) → name → sum over the batch
 
@@ -36,7 +36,7 @@ class Evaluation:
           state: a training state, or the model's variables alone, always of the same dtypes.
         """
         variables, totals = {kind: state[kind] for kind in self.layout.model.shapes}, None
-        for rows in held_out_batches(self.data, self.layout.batch_size, process_rows(self.layout)):
+        for rows in held_out_batches(self.data, self.layout.batch_size, self.layout.process_rows):
             batch = to_devices(rows, self.layout)
             if "program" not in self._compiled:
                 self._compiled["program"] = self._compile(variables, batch)
