@@ -7,6 +7,7 @@ import os
 import pathlib
 import re
 import shutil
+import struct
 import sys
 
 import jax
@@ -279,18 +280,31 @@ def wandb_offline(monkeypatch):
         monkeypatch.delenv(name, raising=False)
 
 
-def offline_runs(folder: pathlib.Path) -> list[tuple[str, dict[int, dict[str, float]]]]:
-    """(project/id, step → its numbers) of each start, read back from what `wandb sync` uploads."""
-    from wandb.proto import wandb_internal_pb2
-    from wandb.sdk.internal.datastore import DataStore
+def offline_records(path: pathlib.Path):
+    """Records of a run as wandb keeps them offline: protobufs in LevelDB's log format."""
+    from wandb.proto.wandb_internal_pb2 import Record
 
+    data, at, record = path.read_bytes(), 7, b""
+    while at + 7 <= len(data):
+        if (left := 2**15 - at % 2**15) < 7:  # the rest of a block
+            at += left
+            continue
+        length, kind = struct.unpack("<HB", data[at + 4 : at + 7])
+        record += data[at + 7 : at + 7 + length]
+        at += 7 + length
+        if kind in (1, 4):  # whole, or its last part
+            yield Record.FromString(record)
+            record = b""
+
+
+def offline_runs(folder: pathlib.Path) -> list[tuple[str, dict[int, dict[str, float]]]]:
+    """(project/id, step → its numbers) of each start, from what `wandb sync` uploads."""
     runs = []
     for path in sorted((folder / "wandb").glob("offline-run-*/run-*.wandb")):
-        store, lines, name = DataStore(), {}, ""
-        store.open_for_scan(str(path))
-        while data := store.scan_data():
-            record = wandb_internal_pb2.Record.FromString(data)
-            name = name or f"{record.run.project}/{record.run.run_id}".strip("/")
+        lines, name = {}, ""
+        for record in offline_records(path):
+            if record.HasField("run"):
+                name = f"{record.run.project}/{record.run.run_id}"
             if record.HasField("history"):
                 items = {"/".join(i.nested_key) or i.key: i.value_json for i in record.history.item}
                 numbers = {key: json.loads(value) for key, value in items.items()}

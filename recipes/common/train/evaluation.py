@@ -1,4 +1,4 @@
-"""Figures over all held-out examples, while training and at the end."""
+"""Evaluation on all held-out examples, during training and at its end."""
 
 import dataclasses
 import math
@@ -17,9 +17,9 @@ Extra = Callable[[nnx.Module, Tree], Tree]  # (model, batch) → name → sum ov
 
 @dataclasses.dataclass(frozen=True)
 class Evaluation:
-    """Evaluates training states, all by one program, compiled when it is first used.
+    """Evaluates training states with one program, compiled at its first use.
 
-    It reads the state and changes nothing: a run takes the same steps with and without it.
+    It only reads the state: a run takes the same steps with and without it.
     """
 
     layout: Layout
@@ -28,12 +28,12 @@ class Evaluation:
     _compiled: dict[str, jax.stages.Compiled] = dataclasses.field(default_factory=dict)
 
     def __call__(self, state: Tree) -> Tree:
-        """The figures of the loss over all held-out examples: name → (sum, count), in float64.
+        """Returns the loss's figures over all held-out examples, name → (sum, count) in float64.
 
-        Those of `extra` are there too, as it returns them.
+        The sums of `extra` are among them.
 
         Args:
-          state: a training state, or the model's variables alone, always of the same dtypes.
+          state: a training state or the model's variables, with the same dtypes in every call.
         """
         variables, totals = {kind: state[kind] for kind in self.layout.model.shapes}, None
         for rows in held_out_batches(self.data, self.layout.batch_size, self.layout.process_rows):
@@ -56,10 +56,10 @@ class Evaluation:
         return layout.compile(sums, variables, batch, out_shardings=layout.replicated)
 
     def figures(self, totals: Tree) -> dict[str, float]:
-        """What is logged: means over the examples, and of text also how well it is compressed.
+        """The figures to log: means over the examples; for text also how well it is compressed.
 
-        loss: nats per target. perplexity: exp(loss). bits_per_byte: bits for each byte of the text
-        that the targets stand for, comparable between tokenizers. targets: how many there are.
+        loss: nats per target. perplexity: exp(loss). bits_per_byte: bits per byte of the targets' text,
+        comparable between tokenizers. targets: their number.
         """
         means = {k: float(v[0] / v[1]) for k, v in totals.items() if isinstance(v, tuple)}
         if self.data.held_out_bytes is None:
@@ -73,11 +73,11 @@ class Evaluation:
 
 
 def in_words(totals: Tree, size: int) -> str:
-    """The loss on text; bits per byte compare models whatever their tokenizer.
+    """Describes the loss on text. Bits per byte compare models with different tokenizers.
 
     Args:
-      totals: of an Evaluation.
-      size: bytes of the text that its targets stand for.
+      totals: an Evaluation's.
+      size: bytes of the targets' text.
     """
     nats, targets = map(float, totals["loss"])
     loss, bits = nats / targets, f"{nats / math.log(2) / size:.4f} bits/byte"
