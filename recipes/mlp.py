@@ -84,7 +84,8 @@ def main(run: Run, flags: Flags) -> None:
            f"loss {nats / count:.4f} nats.")  # fmt: skip
     if folder.in_use:
         with best_effort(folder):
-            picture.learning(folder.path / "learning.png", log.path, figures["confusion"])
+            metrics = folder.path / "metrics.jsonl"
+            picture.learning(folder.path / "learning.png", metrics, figures["confusion"])
             print0(f"Loss curve and confusion matrix: {folder.shown / 'learning.png'}")
     finish(folder, layout, log)
 

@@ -11,6 +11,7 @@ of the run show how much each expert is used: load_3=1.2 is 1.2 times its even s
 import dataclasses
 import functools
 import math
+from typing import Any
 
 from recipes.common import language
 from recipes.common.language import Sample, Text
@@ -57,7 +58,7 @@ def with_experts(config: Config, flags: Flags) -> Config:
             f"--experts_per_token={per_token} is more than the number of experts, {num_experts}; "
             f"use at most {num_experts}, or a larger --num_experts"
         )
-    changed = {"num_experts": num_experts, "experts_per_token": per_token}
+    changed: dict[str, Any] = {"num_experts": num_experts, "experts_per_token": per_token}
     if flags.capacity:
         changed["capacity"] = capacity(flags.capacity)
     for name in ("balance_weight", "balance_rate"):

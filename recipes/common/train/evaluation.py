@@ -3,16 +3,16 @@
 import dataclasses
 import math
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import numpy as np
-from flax import nnx
 
 from data.batches import Dataset, held_out_batches
 from recipes.common.sharding import Layout, Tree
 from recipes.common.train.feed import to_devices
 
-Extra = Callable[[nnx.Module, Tree], Tree]  # (model, batch) → name → sum over the batch
+Extra = Callable[[Any, Tree], Tree]  # (model, batch) → name → sum over the batch
 
 
 @dataclasses.dataclass(frozen=True)
@@ -72,13 +72,14 @@ class Evaluation:
         }
 
 
-def in_words(totals: Tree, size: int) -> str:
+def in_words(totals: Tree, size: int | None) -> str:
     """Describes the loss on text. Bits per byte compare models with different tokenizers.
 
     Args:
       totals: an Evaluation's.
       size: bytes of the targets' text.
     """
+    assert size, "text has bytes"
     nats, targets = map(float, totals["loss"])
     loss, bits = nats / targets, f"{nats / math.log(2) / size:.4f} bits/byte"
     if targets == size:  # a token is a byte

@@ -34,7 +34,7 @@ def to_devices(rows: Tree, layout: Layout) -> Tree:
     place = {row: i for i, row in enumerate(layout.process_rows.tolist())}
 
     def put(x: np.ndarray) -> jax.Array:
-        def part(index: tuple[slice, ...]) -> np.ndarray:
+        def part(index) -> np.ndarray:
             first, last, _ = index[0].indices(layout.batch_size)
             return x[place[first] : place[first] + last - first]
 

@@ -52,7 +52,7 @@ class Log:
         peak: float | None = None,
         locks: Sequence[Any] = (),
     ):
-        self.path, self._last, self._every = path, run.steps, run.log_every
+        self._last, self._every = run.steps, run.log_every
         self._unit, self._per_step, self._peak = unit, per_step, peak
         self._timed: list[tuple[int, float]] = []  # (steps, seconds) of each line
         self._pending: tuple[int, dict] | None = None

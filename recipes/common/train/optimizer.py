@@ -2,6 +2,7 @@
 
 import dataclasses
 from collections.abc import Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -120,10 +121,11 @@ def hidden_matrices(
 def _across_shards(rule: optax.GradientTransformation) -> optax.GradientTransformation:
     """Lets XLA shard a rule that multiplies whole matrices, also on Explicit mesh axes."""
 
-    def update(grads, state, params):
+    def update(updates, state, params=None):
         if not jax.sharding.get_abstract_mesh().explicit_axes:
-            return rule.update(grads, state, params)
-        where = jax.tree.map(lambda x: jax.typeof(x).sharding.spec, (grads, state))
-        return jax.sharding.auto_axes(rule.update, out_sharding=where)(grads, state, params)
+            return rule.update(updates, state, params)
+        where = jax.tree.map(lambda x: jax.typeof(x).sharding.spec, (updates, state))
+        sharded: Any = jax.sharding.auto_axes(rule.update, out_sharding=where)
+        return sharded(updates, state, params)
 
     return optax.GradientTransformation(rule.init, update)

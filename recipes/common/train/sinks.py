@@ -132,7 +132,8 @@ class TensorBoard:
         from tensorboardX import event_file_writer, summary
         from tensorboardX.proto import event_pb2
 
-        self._event, self._scalar = event_pb2.Event, summary.scalar
+        protos: Any = event_pb2
+        self._event, self._scalar = protos.Event, summary.scalar
         folder = workdir / "tensorboard"
         folder.mkdir(parents=True, exist_ok=True)
         # All lines are written again. A TensorBoard that is running may be reading the newest file.
@@ -142,8 +143,8 @@ class TensorBoard:
         self._file = event_file_writer.EventsWriter(str(folder / "events"), f".{time.time_ns()}")
         self.close = weakref.finalize(self, self._file.close)  # however the run ends
         # TensorBoard forgets what it has read of the file before.
-        start = event_pb2.SessionLog(status=event_pb2.SessionLog.START)
-        self._file.write_event(event_pb2.Event(step=0, session_log=start))
+        start = protos.SessionLog(status=protos.SessionLog.START)
+        self._file.write_event(self._event(step=0, session_log=start))
         for line in lines:
             self.write(line)
 

@@ -23,7 +23,7 @@ class TrainStep:
     microbatches: int = 1  # gradient accumulation: parts of a batch, one after another
     skip_nonfinite: bool = False  # keep the state where a metric is not finite
 
-    def __call__(self, state: Tree, batch: Tree) -> tuple[Tree, dict[str, jax.Array]]:
+    def __call__(self, state: Tree, batch: Tree) -> tuple[Tree, Tree]:
         grads, buffers, metrics = gradients(self.layout.model, state, batch, self.microbatches)
         metrics |= {"grad_norm": optax.tree.norm(grads), "learning_rate": self.lr(state["step"])}
         after = apply_gradients(self.optimizer, state, grads) | buffers
@@ -50,7 +50,7 @@ class TrainStep:
 
 def gradients(
     model: AbstractModel, state: Tree, batch: Tree, microbatches: int = 1
-) -> tuple[Tree, Tree, dict[str, jax.Array]]:
+) -> tuple[Tree, Tree, Tree]:
     """Returns (gradients of the mean objective, new buffers, means of the loss's figures).
 
     With microbatches > 1, gradients are summed over parts of the batch, one after another: the result
@@ -110,9 +110,7 @@ def apply_gradients(optimizer: optax.GradientTransformation, state: Tree, grads:
     }
 
 
-def skip_if_nonfinite(
-    before: Tree, after: Tree, metrics: dict[str, jax.Array]
-) -> tuple[Tree, dict[str, jax.Array]]:
+def skip_if_nonfinite(before: Tree, after: Tree, metrics: Tree) -> tuple[Tree, Tree]:
     """Returns (`after`, metrics). If a metric is not finite, only `step` changes.
 
     The optimizer counts its own updates, so after a skipped one its learning rate is one step behind
