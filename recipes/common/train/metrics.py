@@ -12,18 +12,8 @@ import jax
 
 from recipes import STARTED
 from recipes.common.runtime import Run, folders, jsonl, processes
+from recipes.common.train import sinks
 from recipes.common.train.bucket_log import BucketLog
-from recipes.common.train.sinks import (
-    HELD_OUT,
-    JsonLines,
-    Line,
-    Record,
-    Sink,
-    TensorBoard,
-    Terminal,
-    WeightsAndBiases,
-    throughput,
-)
 
 
 class NonFiniteError(RuntimeError):
@@ -59,9 +49,9 @@ class Log:
         self._wait, self._first_step_seconds = 0.0, 0.0
         self._tolerated, self._in_a_row, self._skipped = run.skip_nonfinite, 0, 0
         self._since, self._since_step = time.perf_counter(), first
-        self._record: Record | None = None
-        self._sinks: list[Sink] = []
-        self._terminal: Terminal | None = None
+        self._record: BucketLog | sinks.JsonLines | None = None
+        self._sinks: list[sinks.Sink] = []
+        self._terminal: sinks.Terminal | None = None
         if not processes.is_first():
             return
         if path:
@@ -72,14 +62,14 @@ class Log:
                 path, first, evaluates_again=first >= run.steps or due or not first
             )
             in_bucket = folders.in_bucket(path)
-            self._record = BucketLog(path, lines, locks) if in_bucket else JsonLines(path)
+            self._record = BucketLog(path, lines, locks) if in_bucket else sinks.JsonLines(path)
             if run.tensorboard:
-                with _warns(TensorBoard):
-                    self._sinks.append(TensorBoard(path.parent, lines))
+                with _warns(sinks.TensorBoard):
+                    self._sinks.append(sinks.TensorBoard(path.parent, lines))
             if run.wandb:
-                with _warns(WeightsAndBiases):
-                    self._sinks.append(WeightsAndBiases(run.wandb, path.parent, lines))
-        self._terminal = Terminal(run, first, unit)
+                with _warns(sinks.WeightsAndBiases):
+                    self._sinks.append(sinks.WeightsAndBiases(run.wandb, path.parent, lines))
+        self._terminal = sinks.Terminal(run, first, unit)
         self._sinks.append(self._terminal)
 
     def step(self, step: int, metrics: dict[str, jax.Array], input_wait: float) -> None:
@@ -134,14 +124,15 @@ class Log:
           seconds: the evaluation took, which are not counted as training.
         """
         self._since += seconds
-        self.write({"step": step, **{HELD_OUT + name: value for name, value in figures.items()}})
+        named = {sinks.HELD_OUT + name: value for name, value in figures.items()}
+        self.write({"step": step, **named})
 
-    def write(self, line: Line) -> None:
+    def write(self, line: sinks.Line) -> None:
         """Hands a line to metrics.jsonl and all other sinks."""
         if self._record:
             self._record.write(line)
-        sinks, self._sinks = self._sinks, []
-        for sink in sinks:
+        before, self._sinks = self._sinks, []
+        for sink in before:
             with _warns(sink):
                 sink.write(line)
                 self._sinks.append(sink)
@@ -155,7 +146,7 @@ class Log:
         steps, seconds = (sum(column) for column in zip(*timed, strict=True)) if timed else (0, 1)
         per_second = steps * self._per_step / seconds
         mfu = per_second / self._peak if self._peak else None
-        speed = f"; {throughput(per_second, self._unit, mfu)}" if steps else ""
+        speed = f"; {sinks.throughput(per_second, self._unit, mfu)}" if steps else ""
         return f"Took {time.perf_counter() - STARTED:.0f} s{begin}{speed}."
 
     def flush(self) -> None:
@@ -178,7 +169,7 @@ class Log:
 
 
 @contextlib.contextmanager
-def _warns(sink: Sink | type[Sink]) -> Iterator[None]:
+def _warns(sink: sinks.Sink | type[sinks.Sink]) -> Iterator[None]:
     """Turns an error of a sink into a warning."""
     try:
         yield

@@ -35,15 +35,8 @@ class Sink(Protocol):
     def close(self) -> None: ...
 
 
-class Record(Sink, Protocol):
-    """metrics.jsonl, which is never dropped."""
-
-    def flush(self) -> None:
-        """Makes the lines survive a crash of this process and its machine."""
-
-
 class JsonLines:
-    """metrics.jsonl on a disk. A full disk is a warning; its lines are written once there is room."""
+    """metrics.jsonl on a disk. A full disk is a warning; the lines are written once there is room."""
 
     name = "metrics.jsonl"
 
@@ -68,6 +61,7 @@ class JsonLines:
         self._warned = True
 
     def flush(self) -> None:
+        """Makes the lines survive a crash of this process and its machine."""
         with contextlib.suppress(OSError):  # `write` warns of a disk that fails
             os.fsync(self._file.fileno())
 
