@@ -95,7 +95,7 @@ class Terminal:
             shown = [k for k in line if k.startswith(HELD_OUT) and not k[-1].isdigit()]
             shown = {k.removeprefix(HELD_OUT): line[k] for k in shown if k != f"{HELD_OUT}targets"}
             values = (f"{name.replace('_', ' ')} {value:.4f}" for name, value in shown.items())
-            if step < self._last:
+            if shown and step < self._last:
                 print(f"{where}  held-out {', '.join(values)}", flush=True)
             return
         loss = f"{line['loss']:.4f}"
