@@ -137,7 +137,7 @@ def check(folder: RunFolder, layout: Layout, facts: Tree, run: Run) -> Profile:
 
 
 def checkpoint_metadata(folder: RunFolder, layout: Layout) -> dict[str, Any]:
-    """What each checkpoint of the run says of itself, except for its step and data."""
+    """The metadata of each checkpoint of the run, except for its step and data."""
     metadata = checkpoint.metadata(folder.entry, layout, folder.flags)
     metadata |= {"base": folder.base} if folder.base else {}
     if folder.start and "imported" in folder.start.metadata:
