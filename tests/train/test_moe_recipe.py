@@ -103,7 +103,8 @@ def test_restoring_never_drops_biases_silently(inside, book, tmp_path):
     variables = jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), layout.model.shapes)
     metadata = checkpoint.metadata("moe", layout, {}) | {"step": 0}
     checkpoint.write(tmp_path / "biased", variables, metadata)
-    flags = (*TINY, book, "--mesh=1", "--steps=0", f"--restore_from={tmp_path / 'biased'}")
+    flags = (*TINY, book, "--mesh=1", "--tokenizer=bytes", "--steps=0")
+    flags = (*flags, f"--restore_from={tmp_path / 'biased'}")
     done = inside("recipes.moe", *flags)
     assert (done.code, done.out) == (2, "")
     assert done.err == (
