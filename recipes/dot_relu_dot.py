@@ -1,4 +1,4 @@
-"""Trains DotReluDot, two matmuls and a ReLU, to copy a random teacher; shows who holds what.
+"""Trains DotReluDot, two matmuls and a ReLU, to copy a random teacher; draws which device holds what.
 
     python -m recipes.dot_relu_dot --mesh=2x4               # FSDP over 2, tensor parallel over 4
     python -m recipes.dot_relu_dot --mesh=8 --rules=dp      # compare: every device holds everything
@@ -28,10 +28,8 @@ from zoo.dot_relu_dot import RULES, Config, DotReluDot
 class Flags:
     """Recipe-specific flags."""
 
-    embed: int = flag(0, "Width of x and y; 0: 32, or that of the checkpoint.", "model", at_least=0)
-    hidden: int = flag(
-        0, "Width in between; 0: 128, or that of the checkpoint.", "model", at_least=0
-    )
+    embed: int = flag(0, "Width of x and y; 0: 32, or the checkpoint's.", "model", at_least=0)
+    hidden: int = flag(0, "Width in between; 0: 128, or the checkpoint's.", "model", at_least=0)
     warmup_steps: int = flag(
         20, "Steps in which the learning rate rises to its peak.", "optimizer", at_least=0
     )
@@ -54,7 +52,7 @@ def main(run: Run, flags: Flags) -> None:
     step = TrainStep(layout, adam, lr, skip_nonfinite=run.skip_nonfinite > 0)
     state, log, figures = fit(run, folder, step, teacher)
 
-    # ---- What it has learned, and where it lies --------------------------------------------------
+    # ---- What it has learned, and which device holds what ----------------------------------------
     (total, count), (_, square) = figures["loss"], figures["unexplained"]
     print0(
         f"Held-out loss {total / count:.6f}: {total / square:.2%} of the teacher's mean square is "
@@ -66,7 +64,7 @@ def main(run: Run, flags: Flags) -> None:
 
 
 def draw(layout: Layout, params: Tree, folder: RunFolder) -> None:
-    """Weights and activations, each as the parts that devices hold: on the terminal and as PNG."""
+    """Draws the parts of weights and activations that devices hold, on the terminal and as PNG."""
     B, (D, F) = layout.batch_size, params["w1"].shape
     arrays = {
         "x": (("batch", "act_embed"), (B, D)),
@@ -86,7 +84,7 @@ def draw(layout: Layout, params: Tree, folder: RunFolder) -> None:
 
 
 def reshard(layout: Layout, w1_DF: jax.Array) -> None:
-    """Moves w1 to where the other strategies would have it, and says what that sends."""
+    """Moves w1 to the shardings of the other strategies, and prints what that sends."""
     for strategy in RULES:
         other = elsewhere(layout, strategy)
         target = other and other.sharding("embed", "hidden")

@@ -18,12 +18,12 @@ from recipes.common.checkpoint import open_run
 from recipes.common.runtime import Run, UserError, flag, make_mesh, print0
 from recipes.common.runtime.start import start
 from recipes.common.sharding import make_layout
-from recipes.common.train.loop import finish, fit, results
+from recipes.common.train.loop import best_effort, finish, fit
 from recipes.common.train.optimizer import OPTIMIZERS, LearningRate, hidden_matrices, make_optimizer
 from recipes.common.train.step import TrainStep
 from zoo.mlp import MLP, Config
 
-# For --optimizer=muon: logical axes of weights that are no hidden matrices.
+# For --optimizer=muon: logical axes of weights that are not hidden matrices.
 MATRICES = {"ends": ("inputs", "classes")}
 
 
@@ -31,30 +31,26 @@ MATRICES = {"ends": ("inputs", "classes")}
 class Flags:
     """Recipe-specific flags."""
 
-    embed: int = flag(
-        0, "Width between blocks; 0: 64, or that of the checkpoint.", "model", at_least=0
-    )
-    hidden: int = flag(
-        0, "Width inside a block; 0: 256, or that of the checkpoint.", "model", at_least=0
-    )
-    depth: int = flag(0, "Number of blocks; 0: 3, or that of the checkpoint.", "model", at_least=0)
+    embed: int = flag(0, "Width between blocks; 0: 64, or the checkpoint's.", "model", at_least=0)
+    hidden: int = flag(0, "Width inside a block; 0: 256, or the checkpoint's.", "model", at_least=0)
+    depth: int = flag(0, "Number of blocks; 0: 3, or the checkpoint's.", "model", at_least=0)
     dataset: str = flag(
         "digits", "Images: digits, a folder with train and test files, or hf:NAME.", "data"
     )
-    image_column: str = flag("image", "Column of the dataset that has the images.", "data")
-    label_column: str = flag("label", "Column of the dataset that has the labels.", "data")
+    image_column: str = flag("image", "Column with the images.", "data")
+    label_column: str = flag("label", "Column with the labels.", "data")
     optimizer: str = flag("adamw", "Optimizer.", "optimizer", choices=OPTIMIZERS)
     warmup_steps: int = flag(
         50, "Steps in which the learning rate rises to its peak.", "optimizer", at_least=0
     )
     weight_decay: float = flag(
-        0.1, "Decay of kernels, times the learning rate, a step.", "optimizer", at_least=0.0
+        0.1, "Weight decay of kernels, times the learning rate.", "optimizer", at_least=0.0
     )
     clip_norm: float = flag(1.0, "Largest global norm of a gradient.", "optimizer", at_least=1e-9)
 
 
 def main(run: Run, flags: Flags) -> None:
-    # ---- Data: batch k is a pure function of (seed, k); images also decide the model's ends ------
+    # ---- Data: batch k is a pure function of (seed, k); images decide the input and output sizes -
     images = digits.load(flags.dataset, flags.image_column, flags.label_column)
 
     # ---- Model and mesh: checked together before anything is allocated or written ----------------
@@ -66,7 +62,7 @@ def main(run: Run, flags: Flags) -> None:
                 f"--dataset={flags.dataset} needs a model with {wanted} {name}, and the checkpoint's "
                 f"has {getattr(config, name)}; use the dataset that it was trained on"
             )
-    # The kernel and bias of each Linear share the name of their last dim, and so their sharding.
+    # The last dims of a Linear's kernel and bias have the same logical axis, so the same sharding.
     layout = make_layout(MLP, config, mesh, run.rules, seed=run.seed, batch_size=run.batch_size)
 
     # ---- Step, state and training ----------------------------------------------------------------
@@ -87,8 +83,9 @@ def main(run: Run, flags: Flags) -> None:
     print0(f"Held-out accuracy {right / count:.4f}: {right:.0f} of {count:.0f} images; "
            f"loss {nats / count:.4f} nats.")  # fmt: skip
     if folder.in_use:
-        with results(folder):
-            picture.learning(folder.path / "learning.png", log.path, figures["confusion"])
+        with best_effort(folder):
+            metrics = folder.path / "metrics.jsonl"
+            picture.learning(folder.path / "learning.png", metrics, figures["confusion"])
             print0(f"Loss curve and confusion matrix: {folder.shown / 'learning.png'}")
     finish(folder, layout, log)
 

@@ -1,16 +1,17 @@
-"""Trains the mixture of experts on text, with its experts spread over any mesh.
+"""Trains the mixture of experts on text, sharded over any mesh.
 
     python -m recipes.moe --mesh=data=2,expert=4             # a laptop: 8 simulated devices
     python -m recipes.moe --mesh=4x2                         # resumes that run on another mesh
     python -m recipes.moe --mesh=data=1,expert=8 --steps=0 --restore_from=hf:DIR --prompt="def "
 
-Running the same command again resumes. DIR may hold Mixtral or Qwen3-MoE. metrics.jsonl shows how
-much each expert is used: load_3=1.2 is 1.2 times its even share. The end of the run shows it too.
+Running the same command again resumes. DIR may hold Mixtral or Qwen3-MoE. metrics.jsonl and the end
+of the run show how much each expert is used: load_3=1.2 is 1.2 times its even share.
 """
 
 import dataclasses
 import functools
 import math
+from typing import Any
 
 from recipes.common import language
 from recipes.common.language import Sample, Text
@@ -22,42 +23,42 @@ from zoo.moe import REMAT, SIZES, Config
 
 @dataclasses.dataclass(frozen=True)
 class Flags(language.Flags):
-    """The flags of every language model, with this one's choices, and those of the experts."""
+    """The flags of every language model, with the MoE's choices, and flags of the experts."""
 
     size: str = language.size_flag(SIZES)
     remat: str = language.remat_flag(REMAT)
     lora_targets: str = language.lora_targets_flag(Config.lora_targets)
     num_experts: int = flag(
-        0, "Experts of a layer; 0: as many as the size or the checkpoint has.", "model", at_least=0
+        0, "Experts in a layer; 0: as in the size or the checkpoint.", "model", at_least=0
     )
     experts_per_token: int = flag(
-        0, "Experts that a token goes through; 0: as of the size or the checkpoint.", "model",
+        0, "Experts that each token uses; 0: as in the size or the checkpoint.", "model",
         at_least=0,
     )  # fmt: skip
     capacity: str = flag(
-        "", "Tokens of a sequence that an expert has room for, in even shares of them; none: for all "
-        "that choose it; empty: as of the size or the checkpoint.", "model",
+        "", "Slots of an expert for the tokens of a sequence, in even shares; none: for all that choose "
+        "it; empty: as in the size or the checkpoint.", "model",
     )  # fmt: skip
     balance_weight: float = flag(
-        -1.0, "Weight of the load-balancing loss; -1: as of the size or the checkpoint.", "model",
+        -1.0, "Weight of the load-balancing loss; -1: as in the size or the checkpoint.", "model",
         at_least=-1.0,
     )  # fmt: skip
     balance_rate: float = flag(
-        -1.0, "By which a step moves the biases of experts toward even loads; 0: no biases; -1: as of "
-        "the size or the checkpoint.", "model", at_least=-1.0,
+        -1.0, "Change per step of the experts' biases, toward even loads; 0: no biases; -1: as in the "
+        "size or the checkpoint.", "model", at_least=-1.0,
     )  # fmt: skip
 
 
 def with_experts(config: Config, flags: Flags) -> Config:
-    """The Config with what the flags of the experts change. Raises UserError."""
+    """Applies the flags of the experts to a Config. Raises UserError."""
     num_experts = flags.num_experts or config.num_experts
     per_token = flags.experts_per_token or config.experts_per_token
     if per_token > num_experts:
         raise UserError(
-            f"--experts_per_token={per_token} is more than the experts of a layer, {num_experts}; "
+            f"--experts_per_token={per_token} is more than the number of experts, {num_experts}; "
             f"use at most {num_experts}, or a larger --num_experts"
         )
-    changed = {"num_experts": num_experts, "experts_per_token": per_token}
+    changed: dict[str, Any] = {"num_experts": num_experts, "experts_per_token": per_token}
     if flags.capacity:
         changed["capacity"] = capacity(flags.capacity)
     for name in ("balance_weight", "balance_rate"):
@@ -67,7 +68,7 @@ def with_experts(config: Config, flags: Flags) -> Config:
 
 
 def capacity(given: str) -> float | None:
-    """Config's capacity, from --capacity. Raises UserError."""
+    """Parses --capacity. Raises UserError."""
     if given == "none":
         return None
     try:
@@ -82,10 +83,10 @@ def capacity(given: str) -> float | None:
 
 
 def usage(figures: Tree) -> str:
-    """A line on how evenly the experts are used, and how many choices they had no room for.
+    """A line on how evenly the experts are used, and on choices that were dropped.
 
     Args:
-      figures: of the held-out text, name → (sum, count).
+      figures: held-out, name → (sum, count).
     """
     means = {name: float(total / count) for name, (total, count) in figures.items()}
     loads = [value for name, value in means.items() if name.startswith("load_")]

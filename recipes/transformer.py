@@ -19,7 +19,7 @@ from zoo.transformer import REMAT, SIZES, Config
 
 @dataclasses.dataclass(frozen=True)
 class Flags(language.Flags):
-    """The flags of every language model, with this one's choices."""
+    """The flags of every language model, with the Transformer's choices."""
 
     size: str = language.size_flag(SIZES)
     remat: str = language.remat_flag(REMAT)

@@ -40,6 +40,7 @@ from recipes.common.runtime.flags import Run, flag
 from recipes.common.runtime.mesh import make_mesh
 from recipes.common.runtime.terminal import print0
 from recipes.common.sharding.layout import shardings
+from recipes.common.train.feed import device_batches
 from recipes.common.train.loop import take_steps
 from recipes.common.train.metrics import Log
 from zoo.transformer import SIZES, Config
@@ -113,7 +114,7 @@ def host(flags: HostFlags) -> None:
            "time.", machine())  # fmt: skip
 
 
-def _loop(training: Training, feed, steps: int) -> float:
+def _loop(training: Training, rows, steps: int) -> float:
     """Runs the recipes' loop without checkpoints. Returns this thread's CPU seconds."""
     step, start = training.step, int(training.state["step"])
     run = Run(steps=start + steps, batch_size=16)
@@ -126,8 +127,9 @@ def _loop(training: Training, feed, steps: int) -> float:
         log = Log(pathlib.Path(folder) / "metrics.jsonl", start, run, "tokens", 16 * 128)
         before = time.thread_time()
         training.state = take_steps(
-            training.compiled, training.state, feed, step.layout, run, log, NoSaver()
-        )
+            training.compiled, training.state, device_batches(rows, step.layout), run, log,
+            NoSaver(),
+        )  # fmt: skip
         used = time.thread_time() - before
         log.close()
     jax.block_until_ready(training.state)

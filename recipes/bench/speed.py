@@ -21,7 +21,7 @@ from recipes.bench.common import (
     numbers,
     one_of,
 )  # fmt: skip
-from recipes.common.analysis import flops, report
+from recipes.common.analysis import flops
 from recipes.common.runtime.errors import UserError
 from recipes.common.runtime.flags import flag
 from recipes.common.runtime.mesh import make_mesh, parse
@@ -159,7 +159,7 @@ def meshes(flags: MeshesFlags) -> None:
         except UserError:
             continue  # the rules do not fit the mesh
         runs[strategy, name] = Training(step, steps=2)
-        idle = report.idle_axes(step.layout)
+        idle = step.layout.idle_axes
         copies[strategy, name] = math.prod(step.layout.mesh.shape[axis] for axis in idle)
     best = {key: min(t.wall) / 2 for key, t in interleaved(runs, flags.rounds).items()}
     one = best[pairs[0]]

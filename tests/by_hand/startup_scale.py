@@ -58,7 +58,7 @@ def measure(devices: int) -> dict[str, float]:
     timed(
         "report", lambda: (report.headline(step.layout), report.table(step.layout, step.abstract))
     )
-    rows = timed("rows", lambda: feed.process_rows(step.layout))
+    rows = timed("rows", lambda: step.layout.process_rows)
     batch = {name: np.zeros((len(rows), 32), np.int32) for name in ("tokens", "targets")}
     timed("to devices", lambda: jax.block_until_ready(feed.to_devices(batch, step.layout)))
     timed("trace", step.lower, 1)

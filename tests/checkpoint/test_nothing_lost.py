@@ -28,7 +28,7 @@ from recipes.common.runtime.mesh import make_mesh
 from recipes.common.sharding.layout import make_layout
 from recipes.common.train.metrics import Log, NonFiniteError
 from recipes.common.train.optimizer import LearningRate
-from recipes.common.train.resume import origin
+from recipes.common.train.resume import messages
 from recipes.common.train.state import initialize
 from recipes.common.train.step import TrainStep
 from tests.conftest import ROOT, full_except
@@ -264,7 +264,7 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_is_used(trained, tmp_p
     run = Run(workdir=str(tmp_path / "w"), **UNCHANGED)
     found = open_run("transformer", run, NoFlags())
     assert found.step == 4
-    assert origin(found, run, step=None) == [
+    assert messages(found, run, step=None) == [
         f"Damaged: {folder}: {bad}. It is moved to {tmp_path}/w/damaged.",
         f"Resumes at step 4, from {tmp_path}/w/checkpoints/4.",
     ]

@@ -108,7 +108,7 @@ def test_threads_make_the_same_files_as_one(path, monkeypatch, cores, count):
 
 
 def test_an_error_or_ctrl_c_drops_the_chunks_in_work(path, tmp_path, monkeypatch):
-    """What is done is kept, and the process does not first finish the rest."""
+    """Finished chunks are kept, and the process ends without finishing the rest."""
     monkeypatch.setattr(corpus, "cores", lambda: 2)
     monkeypatch.setattr(corpus, "CHUNK", 1_000)
     write, begun, kept = chunks.write, [], []

@@ -20,7 +20,7 @@ def code_cells(notebook) -> list:
 
 
 def text(cell) -> str:
-    """What a cell prints."""
+    """The text that a cell prints."""
     return "".join("".join(o["text"]) for o in cell["outputs"] if o["output_type"] == "stream")
 
 

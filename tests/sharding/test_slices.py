@@ -10,7 +10,7 @@ from jax.experimental import mesh_utils
 from recipes.common.runtime import slices
 from recipes.common.runtime.errors import UserError
 from recipes.common.runtime.mesh import arrange, make_mesh, parse, suggest
-from recipes.common.train.feed import process_rows
+from recipes.common.sharding.layout import Layout
 from tests.support.devices import cpus, gpus, tpus
 
 pytestmark = pytest.mark.promise("slices")
@@ -106,6 +106,8 @@ def test_local_devices_keep_their_order():
 class Held:
     """The part of a layout that process_rows reads: each device's rows of a batch."""
 
+    process_rows = Layout.process_rows
+
     def __init__(self, devices: np.ndarray, rows: int, process: int):
         self.batch, self.batch_size = self, rows
         self._devices, self._process = devices, process
@@ -130,7 +132,7 @@ def test_processes_on_rings_read_the_rows_of_their_devices(devices):
         mesh = arrange({"data": len(devices) // inner, "model": inner}, devices).devices
         rows = {}
         for process in {device.process_index for device in devices}:
-            mine = process_rows(Held(mesh, 2 * len(devices), process))
+            mine = Held(mesh, 2 * len(devices), process).process_rows
             rows[process] = mine.tolist()
             assert rows[process] == sorted(set(rows[process]))
         each = 2 * inner  # rows of a shard

@@ -30,13 +30,13 @@ import numpy as np
 from data import packing, text
 from recipes.common.checkpoint import parallel_hashing
 from recipes.common.runtime import mesh, processes
-from recipes.common.train import evaluation, loop
+from recipes.common.train import evaluation, feed
 
 folder, fed, read, hashed = pathlib.Path(sys.argv.pop(1)), [], [], []
 sha256_here = parallel_hashing.sha256_here
 parallel_hashing.sha256_here = lambda folder, names: hashed.extend(names) or sha256_here(folder, names)
-to_devices = loop.to_devices
-evaluation.to_devices = loop.to_devices = lambda rows, *rest: fed.append(rows) or to_devices(rows, *rest)
+to_devices = feed.to_devices
+evaluation.to_devices = feed.to_devices = lambda rows, *rest: fed.append(rows) or to_devices(rows, *rest)
 def watch(rows, take):
     rows.take = lambda self, i: read.extend((len(self._tokens), n) for n in i) or take(self, i)
 for rows in (text.Windows, packing.Packed):

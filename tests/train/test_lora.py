@@ -30,7 +30,7 @@ from recipes.common.sharding.layout import make_layout
 from recipes.common.sharding.rules import used_axes
 from recipes.common.train.feed import to_devices
 from recipes.common.train.optimizer import LearningRate, hidden_matrices
-from recipes.common.train.resume import given
+from recipes.common.train.resume import read_variables
 from recipes.common.train.state import abstract_state, new_params, new_state
 from recipes.common.train.step import TrainStep
 from tests.by_hand.hf_parity import (
@@ -442,7 +442,7 @@ def test_a_run_resumes_with_its_base_on_another_mesh(name, mesh, saved):
 @pytest.mark.full
 def test_a_new_adapter_begins_with_all_of_its_base(saved):
     layout = layout_of(CONFIGS["biases"], "data=2,expert=4")
-    begin = given(checkpoint.find(saved("biases").base), layout)
+    begin = read_variables(checkpoint.find(saved("biases").base), layout)
     assert_bit_equal(paths(begin["base"]), paths(variables("biases")["base"]))
     want = jax.tree.map(lambda x: x - 1, buffers(variables("biases")))
     assert_bit_equal(paths(buffers(begin)), paths(want))

@@ -6,6 +6,8 @@ import math
 import re
 import shutil
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
@@ -17,6 +19,7 @@ from recipes.common.analysis import flops
 from recipes.common.language import model_config
 from recipes.common.mesh import make_mesh
 from recipes.common.sharding.abstract import abstract_model, paths
+from recipes.common.sharding.layout import make_layout
 from recipes.moe import Flags, usage, with_experts
 from tests.support.quick import quick as quick
 from tests.support.runs import TINY, assert_bit_equal, records, state_of
@@ -93,6 +96,23 @@ def test_the_report_of_their_use():
     )
     many = {f"load_{i}": (1.0, 1.0) for i in range(128)} | {"dropped": (0.0, 8.0)}
     assert usage(many).startswith("Use of the 128 experts, in even shares: 1.00 to 1.00; no room")
+
+
+def test_restoring_never_drops_biases_silently(inside, book, tmp_path):
+    """--size=tiny has no biases, and the checkpoint's choose the experts, too."""
+    config = dataclasses.replace(Config.tiny(), balance_rate=0.01)
+    layout = make_layout(MoE, config, make_mesh("1"))
+    variables = jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), layout.model.shapes)
+    metadata = checkpoint.metadata("moe", layout, {}) | {"step": 0}
+    checkpoint.write(tmp_path / "biased", variables, metadata)
+    flags = (*TINY, book, "--mesh=1", "--tokenizer=bytes", "--steps=0")
+    flags = (*flags, f"--restore_from={tmp_path / 'biased'}")
+    done = inside("recipes.moe", *flags)
+    assert (done.code, done.out) == (2, "")
+    assert done.err == (
+        f"error: the model has no buffer layers/experts/bias, and checkpoint {tmp_path / 'biased'} has "
+        "one; leave out the flags of the model, or use those that the checkpoint was made with\n"
+    )
 
 
 # ---- runs ----------------------------------------------------------------------------------------

@@ -7,6 +7,7 @@ import os
 import pathlib
 import re
 import shutil
+import struct
 import sys
 
 import jax
@@ -19,10 +20,12 @@ from data import synthetic
 from recipes.common import checkpoint
 from recipes.common.analysis import flops
 from recipes.common.checkpoint.saver import HELD_OUT
+from recipes.common.runtime.flags import Run
 from recipes.common.runtime.mesh import make_mesh
 from recipes.common.sharding.layout import Layout
+from recipes.common.train import sinks
 from recipes.common.train.evaluation import Evaluation, in_words
-from recipes.common.train.tensorboard import Board
+from recipes.common.train.metrics import Log
 from tests.support.quick import quick as quick
 from tests.support.runs import TINY, assert_bit_equal, records, saving, state_of, steps_saved
 from zoo.transformer import Config
@@ -250,25 +253,123 @@ def test_tensorboard_has_the_steps_of_runs_without_it(tmp_path):
     """Covers steps 10 to 20, the first torn by a kill, and one that is repeated."""
     lines = [{"step": step, "loss": 1 / step} for step in range(1, 31)]
     for first, last in ((0, 10), (20, 24), (22, 30)):
-        board = Board(tmp_path, first, lines[:first])
+        board = sinks.TensorBoard(tmp_path, lines[:first])
         for line in lines[first:last]:
             board.write(line)
         if not first:
-            (file,) = tmp_path.iterdir()
+            (file,) = (tmp_path / "tensorboard").iterdir()
             os.truncate(file, file.stat().st_size - 3)
-    found = EventAccumulator(str(tmp_path)).Reload().Scalars("train/loss")
+    assert len(os.listdir(tmp_path / "tensorboard")) == 2, "restarts don't pile up files"
+    found = EventAccumulator(str(tmp_path / "tensorboard")).Reload().Scalars("train/loss")
     assert [(event.step, event.value) for event in found] == [
         (line["step"], pytest.approx(line["loss"])) for line in lines
     ]
 
 
-def test_a_missing_extra_is_named(inside, tmp_path, book, monkeypatch):
-    monkeypatch.setitem(sys.modules, "tensorboardX", None)
-    flags = (*TINY, book, "--mesh=4x2", "--tensorboard", f"--workdir={tmp_path / 'w'}")
+def test_a_running_tensorboard_shows_each_step_once(tmp_path):
+    """It has read the file of an earlier start when the next one begins."""
+    board = sinks.TensorBoard(tmp_path, [])
+    board.write({"step": 1, "loss": 3.0})
+    board.write({"step": 2, "loss": 2.0})
+    reader = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
+    assert [event.step for event in reader.Scalars("train/loss")] == [1, 2]
+    board.close()
+    sinks.TensorBoard(tmp_path, [{"step": 1, "loss": 3.0}]).write({"step": 2, "loss": 1.0})
+    found = reader.Reload().Scalars("train/loss")
+    assert [(event.step, event.value) for event in found] == [(1, 3.0), (2, 1.0)]
+
+
+@pytest.fixture
+def wandb_offline(monkeypatch):
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    for name in ("WANDB_DIR", "WANDB_RUN_ID", "WANDB_RESUME", "WANDB_PROJECT"):
+        monkeypatch.delenv(name, raising=False)
+
+
+def offline_records(path: pathlib.Path):
+    """Records of a run as wandb keeps them offline: protobufs in LevelDB's log format."""
+    from wandb.proto.wandb_internal_pb2 import Record
+
+    data, at, record = path.read_bytes(), 7, b""
+    while at + 7 <= len(data):
+        if (left := 2**15 - at % 2**15) < 7:  # the rest of a block
+            at += left
+            continue
+        length, kind = struct.unpack("<HB", data[at + 4 : at + 7])
+        record += data[at + 7 : at + 7 + length]
+        at += 7 + length
+        if kind in (1, 4):  # whole, or its last part
+            yield Record.FromString(record)
+            record = b""
+
+
+def offline_runs(folder: pathlib.Path) -> list[tuple[str, dict[int, dict[str, float]]]]:
+    """(project/id, step → its numbers) of each start, from what `wandb sync` uploads."""
+    runs = []
+    for path in sorted((folder / "wandb").glob("offline-run-*/run-*.wandb")):
+        lines, name = {}, ""
+        for record in offline_records(path):
+            if record.HasField("run"):
+                name = f"{record.run.project}/{record.run.run_id}"
+            if record.HasField("history"):
+                items = {"/".join(i.nested_key) or i.key: i.value_json for i in record.history.item}
+                numbers = {key: json.loads(value) for key, value in items.items()}
+                lines[numbers["_step"]] = {k: v for k, v in numbers.items() if k[0] != "_"}
+        runs.append((name, lines))
+    return runs
+
+
+def test_wandb_gets_what_metrics_jsonl_has_and_a_resumed_run_goes_on(
+    watched, train, tmp_path, wandb_offline
+):
+    """The second start, and the first one with --wandb, resumes at step 8; the third takes no step."""
+    workdir = tmp_path / "w"
+    shutil.copytree(watched[0], workdir)
+    shutil.rmtree(workdir / "checkpoints" / str(STEPS))
+    out = train(workdir, f"--steps={STEPS}", "--eval_every=4", "--wandb=digits")
+    (place,) = (workdir / "wandb").glob("offline-run-*")
+    assert f"\nWeights & Biases: {place}; to upload: wandb sync {place}\n" in out
+    train(workdir, f"--steps={STEPS}", "--wandb=digits")
+    (first, lines), (second, again) = offline_runs(workdir)
+    assert first == second == f"digits/{(workdir / 'wandb' / 'id').read_text()}"
+    want: dict[int, dict[str, float]] = {}
+    for line in map(json.loads, (workdir / "metrics.jsonl").read_text().splitlines()):
+        want.setdefault(line["step"], {}).update(sinks.scalars(line))
+    assert lines == want
+    assert {step: line["train/loss"] for step, line in again.items()} == {
+        step: line["train/loss"] for step, line in want.items()
+    }
+
+
+def test_a_sink_that_fails_is_a_warning_and_the_others_go_on(tmp_path, monkeypatch, capfd):
+    def fails(*_):
+        raise OSError(28, os.strerror(28))
+
+    monkeypatch.setattr(sinks.WeightsAndBiases, "__init__", fails)
+    log = Log(tmp_path / "metrics.jsonl", 0, Run(steps=3, tensorboard=True, wandb="p"), "x", 1)
+    log.write({"step": 1, "loss": 1.0})
+    monkeypatch.setattr(sinks.TensorBoard, "write", fails)
+    log.write({"step": 2, "loss": 1.0})
+    log.write({"step": 3, "loss": 1.0})
+    log.close()
+    assert records(tmp_path, "step") == [(1,), (2,), (3,)]
+    assert capfd.readouterr().err == "".join(
+        f"warning: {name} failed (No space left on device); training continues without it\n"
+        for name in ("Weights & Biases", "TensorBoard")
+    )
+
+
+@pytest.mark.parametrize(
+    ("flag", "library"), [("--tensorboard", "tensorboardX"), ("--wandb=mine", "wandb")]
+)
+def test_a_missing_extra_is_named(inside, tmp_path, book, monkeypatch, flag, library):
+    monkeypatch.setitem(sys.modules, library, None)
+    flags = (*TINY, book, "--mesh=4x2", flag, f"--workdir={tmp_path / 'w'}")
     done = inside("recipes.transformer", *flags)
     assert (done.code, done.out) == (2, "")
+    name = flag.partition("=")[0]
     assert done.err == (
-        "error: --tensorboard needs tensorboardX; run pip install -e '.[tensorboard]'\n"
+        f"error: {name} needs {library}; run pip install -e '.[{name.removeprefix('--')}]'\n"
     )
     assert not (tmp_path / "w").exists()
 

@@ -52,13 +52,15 @@ LIBRARIES = {
     "recipes/bench": {"jax", "flax", "numpy", "optax", "torch", "tensorstore"},
     "recipes/common": {"jax", "flax", "numpy"},
     "recipes/common/runtime": {"jax", "numpy", "absl"},
-    "recipes/common/sharding": {"jax", "flax"},
+    "recipes/common/sharding": {"jax", "flax", "numpy"},
     "recipes/common/analysis": {"jax", "numpy", "matplotlib"},
     "recipes/common/harness": {"jax", "numpy", "rich", "lm_eval"},
     "recipes/common/language": {"numpy", "flax"},
     "recipes/common/hf": {"jax", "flax", "numpy", "safetensors", "huggingface_hub"},
     "recipes/common/checkpoint": {"jax", "numpy", "orbax", "etils"},
-    "recipes/common/train": {"jax", "flax", "numpy", "optax", "grain", "rich", "tensorboardX"},
+    "recipes/common/train": {
+        *{"jax", "flax", "numpy", "optax", "rich", "tensorboardX", "wandb"},
+    },
 }
 OURS = ("zoo", "data", "recipes", "tests")
 FILES = sorted(path.relative_to(ROOT) for folder in OURS for path in (ROOT / folder).rglob("*.py"))
@@ -552,12 +554,13 @@ def test_declared_dependencies_are_exactly_the_imported_ones():
     extras = {k: declared(v) for k, v in PROJECT["project"]["optional-dependencies"].items()}
     base = declared(PROJECT["project"]["dependencies"])
     ours, tests = imported(SHIPPED), imported(set(FILES) - set(SHIPPED))
-    small = extras["tensorboard"] | extras["gcs"]
+    small = extras["tensorboard"] | extras["wandb"] | extras["gcs"]
     assert base == ours - extras["hf"] - extras["eval"] - small
     by_hand = extras["hf"] | extras["eval"]
     assert extras["test"] == tests - base - by_hand | TOOLS | small
     assert extras["eval"] == {"lm-eval"} <= ours
     assert extras["tensorboard"] == {"tensorboardX"} <= ours
+    assert extras["wandb"] == {"wandb"} <= ours
     assert extras["gcs"] == {"gcsfs", "fsspec"} <= ours
     assert extras["hf"] <= ours | tests
     assert extras["tpu-aot"] == extras["gpu-aot"] == {"jax"}, "its compilers alone"

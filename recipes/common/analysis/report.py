@@ -8,7 +8,7 @@ import jax
 from recipes.common.analysis.hlo import collectives
 from recipes.common.runtime import describe
 from recipes.common.sharding import Layout, Tree, paths
-from recipes.common.sharding.rules import mesh_axes, shards, used_axes
+from recipes.common.sharding.rules import mesh_axes
 
 
 def headline(layout: Layout) -> str:
@@ -21,15 +21,9 @@ def headline(layout: Layout) -> str:
     processes = f" in {jax.process_count()} processes" if jax.process_count() > 1 else ""
     idle = "".join(
         f" · axis {axis!r} unused: its {mesh.shape[axis]} devices duplicate each other's work"
-        for axis in idle_axes(layout)
+        for axis in layout.idle_axes
     )
     return f"mesh {describe(dict(mesh.shape))} ({axes}) · rules {layout.strategy} · {count}{processes}{idle}"
-
-
-def idle_axes(layout: Layout) -> list[str]:
-    """Mesh axes with several devices that the rules never use."""
-    used = used_axes(layout.rules)
-    return [axis for axis, size in layout.mesh.shape.items() if size > 1 and axis not in used]
 
 
 def table(layout: Layout, state: Tree) -> str:
@@ -70,6 +64,7 @@ def uneven(layout: Layout, state: Tree) -> list[str]:
       state: as in `table`, or only the model's variables.
     """
     notes, extra, axes = {}, dict.fromkeys(state, 0.0), paths(layout.model.axes)
+    counts = layout.uneven_shards
     for path, leaf in paths(state).items():
         kind, *keys = path.split("/")
         # The optimizer's arrays for a parameter have paths that end with the parameter's path.
@@ -77,8 +72,8 @@ def uneven(layout: Layout, state: Tree) -> list[str]:
         dims = next((axes[name] for name in names if name in axes), ())
         parts = 1  # into which the leaf would be split further
         for dim, axis in zip(leaf.shape, dims, strict=False):
-            if axis in layout.uneven:
-                n = shards(layout.uneven, axis, layout.mesh.shape)
+            if axis in counts:
+                n = counts[axis]
                 parts *= n
                 even = f"padded to {-(-dim // n) * n} in the step, replicated at rest"
                 done = even if layout.rules[axis] else f"replicated, computed {n} times"

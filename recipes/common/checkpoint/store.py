@@ -375,13 +375,18 @@ def check_variables(source: Source, layout: Layout) -> None:
     found = source.shapes()
     if "base" in layout.model.shapes and isinstance(source, lora.Adapted):
         source.check_config(layout.config)
-    for kind, tree in unadapted(layout.model.shapes).items():
-        saved, wanted = paths(found.get(kind, {})), paths(tree)
+    model = unadapted(layout.model.shapes)
+    for kind in {**found, **model}:
+        saved, wanted = paths(found.get(kind, {})), paths(model.get(kind, {}))
         for path in sorted(saved.keys() ^ wanted.keys()):
-            who = "the model" if path in saved else f"checkpoint {source.path}"
+            what = f"{kind[:-1].replace('param', 'parameter')} {path}"
+            if path in wanted:
+                raise UserError(
+                    f"checkpoint {source.path} has no {what}; use a checkpoint of the same model"
+                )
             raise UserError(
-                f"{who} has no {kind[:-1].replace('param', 'parameter')} {path}; use a checkpoint "
-                "of the same model"
+                f"the model has no {what}, and checkpoint {source.path} has one; leave out the flags "
+                "of the model, or use those that the checkpoint was made with"
             )
         for path in wanted:
             theirs, ours = list(saved[path].shape), list(wanted[path].shape)

@@ -1,4 +1,4 @@
-"""What the recipes of language models share: one `main`, its flags, and the sample at its end."""
+"""The recipe of every language model: `main`, its flags, and the sample at its end."""
 
 from recipes.common.language.flags import Flags, Text, lora_targets_flag, remat_flag, size_flag
 from recipes.common.language.recipe import MATRICES, attention, fine_tuning, main, model_config

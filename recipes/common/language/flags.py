@@ -1,4 +1,4 @@
-"""Flags of every language model: of its text, and of the model and its optimizer."""
+"""Flags of every language model: text, model, optimizer."""
 
 import dataclasses
 from collections.abc import Iterable
@@ -12,7 +12,7 @@ from recipes.common.train.optimizer import OPTIMIZERS
 
 @dataclasses.dataclass(frozen=True)
 class Text:
-    """Flags of the text that a model is trained and evaluated on."""
+    """Flags of the training and evaluation text."""
 
     dataset: str = flag(
         "stdlib", "Training text: stdlib, a file, folder or pattern of .txt, .jsonl or .parquet "
@@ -41,7 +41,7 @@ class Text:
         return texts.load(*where, tokenizer, self.pack, self.eval_dataset)
 
 
-# Each entry's recipe calls these three with what its zoo file offers.
+# Each entry's recipe calls these three with the choices of its zoo file.
 
 
 def size_flag(sizes: Iterable[str] = ()) -> str:
@@ -62,47 +62,45 @@ def remat_flag(policies: Iterable[str] = ()) -> str:
 
 def lora_targets_flag(targets: Iterable[str] = ()) -> str:
     """--lora_targets: some of Config.lora_targets."""
-    return flag(
-        "all", f"Weights that have an adapter: all, or some of {','.join(targets)}.", "model"
-    )
+    return flag("all", f"Weights with an adapter: all, or some of {','.join(targets)}.", "model")
 
 
 @dataclasses.dataclass(frozen=True)
 class Flags:
-    """Flags of the model and its optimizer. A recipe's subclass names the choices of its entry."""
+    """Flags of the model and its optimizer. Each recipe's subclass adds its entry's choices."""
 
     size: str = size_flag()
     dtype: str = flag(
-        "", "Type of activations and matmuls; empty: bfloat16 on accelerators, else float32.",
+        "", "Dtype of activations and matmuls; empty: bfloat16 on accelerators, else float32.",
         "model", choices=["", "float32", "bfloat16"], may_change=True,
     )  # fmt: skip
     remat: str = remat_flag()
     lora_rank: int = flag(
-        0, "Train adapters (LoRA) of this rank beside the frozen weights of --restore_from; 0: all "
-        "parameters.", "model", at_least=0,
+        0, "Rank of adapters (LoRA) to train beside the frozen weights of --restore_from; 0: train "
+        "all parameters.", "model", at_least=0,
     )  # fmt: skip
     lora_alpha: float = flag(
-        0.0, "Adapters count lora_alpha / lora_rank times; 0: twice the rank.", "model",
+        0.0, "Adapters are scaled by lora_alpha / lora_rank; 0: twice the rank.", "model",
         at_least=0.0,
     )  # fmt: skip
     lora_targets: str = lora_targets_flag()
     base: str = flag(
-        "", "Where the base model of an adapter is now, if it has moved.", "checkpoints",
+        "", "Base model of the adapter, if it has moved.", "checkpoints",
         may_change=True,
     )  # fmt: skip
     optimizer: str = flag(
-        "adamw", "Optimizer; muon has Adam for all but hidden matrices.", "optimizer",
+        "adamw", "Optimizer; muon uses Adam for all but hidden matrices.", "optimizer",
         choices=OPTIMIZERS,
     )  # fmt: skip
     warmup_steps: int = flag(
-        40, "Steps in which the learning rate rises to its peak. With --restore_from the default is at "
-        "most a tenth of --steps, and that of --learning_rate 5e-5, or 5e-4 with LoRA.", "optimizer",
+        40, "Steps in which the learning rate rises to its peak. With --restore_from it defaults to at "
+        "most a tenth of --steps, and --learning_rate to 5e-5, or 5e-4 with LoRA.", "optimizer",
         at_least=0,
     )  # fmt: skip
     weight_decay: float = flag(
-        0.1, "Decay of matrices, times the learning rate, a step.", "optimizer", at_least=0.0
+        0.1, "Weight decay of matrices, times the learning rate.", "optimizer", at_least=0.0
     )
     clip_norm: float = flag(1.0, "Largest global norm of a gradient.", "optimizer", at_least=1e-9)
     accumulate: int = flag(
-        1, "Gradient-accumulation microbatches in a batch.", "optimizer", at_least=1
+        1, "Gradient-accumulation steps: microbatches in a batch.", "optimizer", at_least=1
     )

@@ -18,8 +18,8 @@ from recipes.common.train.optimizer import LearningRate, hidden_matrices, make_o
 from recipes.common.train.step import TrainStep
 from zoo.attention import attention_kernels
 
-# For --optimizer=muon: logical axes that tell hidden matrices from other weights. Each layer, expert
-# and adapter has matrices of its own.
+# For --optimizer=muon: logical axes by which hidden matrices are recognized. Each layer, expert and
+# adapter has its own matrices.
 MATRICES = {"ends": ("vocab",), "stacks": ("layers", "expert"), "ranks": ("lora",)}
 
 
@@ -32,12 +32,12 @@ def main(
     change: Callable[[Any, Any], Any] | None = None,
     summary: Callable[[Tree], str] | None = None,
 ) -> None:
-    """Trains a language model, evaluates it and lets it write.
+    """Trains a language model, evaluates it and prints a sample of its writing.
 
     Args:
       entry: the model's name in entries.py.
-      change: (Config, flags) → the Config that the entry's own flags ask for.
-      summary: figures of the held-out text, name → (sum, count) → a line on them.
+      change: (Config, flags) → Config; applies the entry's own flags.
+      summary: held-out figures, name → (sum, count), → a line to print.
     """
     # ---- Model and mesh: checked together before anything is allocated or written ----------------
     mesh = make_mesh(run.mesh)
@@ -83,17 +83,18 @@ def model_config(
     """The entry's Config: the architecture, and how to compute it.
 
     Args:
-      start: what the run begins from, if anything; it has the architecture unless --size is given.
-      platform: the mesh's, which decides the default of --dtype.
+      start: the checkpoint that the run begins from, if any. It decides the architecture unless --size
+        is given.
+      platform: the mesh's; decides the default of --dtype.
 
-    Raises UserError for flags that don't fit together.
+    Raises UserError if the flags don't fit together.
     """
     zoo = entries.zoo_file(entry)
     if start and not flags.size:
         config = checkpoint.config_of(start)
     else:
         config = zoo.SIZES[flags.size or "small"]()
-        if tokenizer.files:  # bytes take the size's own vocabulary
+        if tokenizer.files:  # bytes use the size's own vocabulary
             config = dataclasses.replace(config, vocab_size=tokenizer.size)
     dtype = flags.dtype or ("float32" if platform == "cpu" else "bfloat16")
     adapters = lora_fields(flags, zoo.Config.lora_targets)
@@ -104,13 +105,13 @@ def lora_fields(flags: Flags, known: tuple[str, ...]) -> dict[str, Any]:
     """Config's LoRA fields, from the flags. Raises UserError if the flags don't fit together.
 
     Args:
-      known: the weights that may have an adapter.
+      known: weights that may have an adapter.
     """
     if not flags.lora_rank:
         if flags.lora_alpha or flags.lora_targets != "all":
             name = "lora_alpha" if flags.lora_alpha else "lora_targets"
             raise UserError(
-                f"--{name}={getattr(flags, name)} is of adapters, and --lora_rank=0 trains none; "
+                f"--{name}={getattr(flags, name)} is for adapters, and --lora_rank=0 trains none; "
                 "add, for example, --lora_rank=8"
             )
         return {"lora_rank": 0}
@@ -129,7 +130,7 @@ def lora_fields(flags: Flags, known: tuple[str, ...]) -> dict[str, Any]:
 
 
 def attention(layout: Layout, seq_len: int, segments: bool) -> list[str]:
-    """A line for the report that names the attention kernels; none on CPUs, which have only one."""
+    """A line of the report that names the attention kernels; none on CPUs, which have only one."""
     with layout.trace():
         found = attention_kernels(layout.config, seq_len, segments)
     described = " and ".join(dict.fromkeys(text for _, text in found))
@@ -142,18 +143,18 @@ def fine_tuning(
     """Flag defaults for this command line; fine-tuning lowers the learning rate and warmup.
 
     Args:
-      new: the defaults for training a new model.
-      run, flags: as the command line has them.
+      new: defaults for training a new model.
+      run, flags: parsed with those defaults.
     """
     before = flags_of(entry, run.workdir)
     if not run.steps or not (run.restore_from or before.get("restore_from")):
         return new
     new_run, text, new_flags, sample = new
     # A new model's learning rate would undo what the parameters have learned.
-    rate = 5e-4 if flags.lora_rank else 5e-5
-    # A warmup of one step would be a step at a rate of 0.
+    lr = 5e-4 if flags.lora_rank else 5e-5
+    # A warmup of one step would be a step with a learning rate of 0.
     warmup = min(new_flags.warmup_steps, run.steps // 10) if run.steps >= 20 else 0
     # A resumed run keeps the values that it began with, whatever --steps is now.
-    lower_run = dataclasses.replace(new_run, learning_rate=before.get("learning_rate", rate))
+    lower_run = dataclasses.replace(new_run, learning_rate=before.get("learning_rate", lr))
     lower_flags = dataclasses.replace(new_flags, warmup_steps=before.get("warmup_steps", warmup))
     return lower_run, text, lower_flags, sample

@@ -1,4 +1,4 @@
-"""The text that a language model writes at the end of a run."""
+"""A sample of a language model's writing at the end of a run."""
 
 import dataclasses
 
@@ -14,11 +14,11 @@ from recipes.common.sharding import Layout, Tree, make_layout
 
 @dataclasses.dataclass(frozen=True)
 class Sample:
-    """Flags of the text that a model writes at the end of a run."""
+    """Flags of the sample."""
 
     prompt: str = flag("", "Start of the sample at the end.", may_change=True)
     chat: bool = flag(
-        False, "Give --prompt to the model as a user's message, by its chat template.",
+        False, "Give --prompt to the model as a user's message in its chat template.",
         may_change=True,
     )  # fmt: skip
     sample_bytes: int = flag(
@@ -31,7 +31,7 @@ class Sample:
     )  # fmt: skip
 
     def begin(self, tokenizer: Tokenizer) -> np.ndarray:
-        """What the sample starts with: --prompt as a document's beginning, or as a user's message."""
+        """Tokens of --prompt: the beginning of a document, or a user's message."""
         if self.chat:
             return tokenizer.ask([{"role": "user", "content": self.prompt}])
         return tokenizer.prompt(self.prompt)
@@ -46,17 +46,17 @@ class Sample:
         text: Text,
         seed: int,
     ) -> list[str]:
-        """Lines that show what the model writes after the prompt, and whether it ended it itself.
+        """Returns lines to print: the text after the prompt, and whether the model ended it.
 
-        A position attends to the last `text.seq_len` tokens, as many as it has seen in training.
+        A position attends to the last `text.seq_len` tokens, the context of training.
         """
         config = cap_windows(layout.config, text.seq_len)
         layout = make_layout(model, config, layout.mesh, layout.rules)
-        vocabulary = tokenizer.size if tokenizer.files else START  # bytes write no other start
+        vocabulary = tokenizer.size if tokenizer.files else START  # bytes sample no start of a text
         chosen = Sampling(self.temperature, seed=seed)
         generator = Generator(layout, state, chosen, tokenizer.end, vocabulary)
         written = [int(token) for (token,) in generator([prompt], self.sample_bytes)]
-        begin = [] if self.chat else prompt  # of a conversation, the answer alone
+        begin = [] if self.chat else prompt  # of a chat, only the answer
         shown = quote(tokenizer.decode([*begin, *written]))
         return [
             "Sample, ended by the model:" if written[-1] in tokenizer.end else "Sample:",

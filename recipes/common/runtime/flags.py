@@ -85,6 +85,7 @@ class Run(Devices):
     tensorboard: bool = flag(
         False, "Also write TensorBoard's event files, to WORKDIR/tensorboard.", may_change=True
     )
+    wandb: str = flag("", "Project of Weights & Biases to log to; empty: none.", may_change=True)
     profile: str = flag(
         "", "Steps to profile, FIRST:LAST; the trace is in WORKDIR/profile.", may_change=True
     )

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
+import numpy as np
 from flax import nnx
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
@@ -65,6 +66,32 @@ class Layout:
     @property
     def batch_shards(self) -> int:
         return sharding_rules.shards(self.rules, "batch", self.mesh.shape)
+
+    @property
+    def process_rows(self) -> np.ndarray:
+        """The rows of a batch that this process's devices hold, and so the rows that it reads.
+
+        Often a contiguous share. On TPUs, where a mesh follows the rings of the chips, the devices of
+        a process may lie apart; and each process needs all rows if the mesh splits something else
+        between the processes.
+        """
+        size = self.batch_size
+        parts = self.batch.addressable_devices_indices_map((size,)).values()  # JAX remembers it
+        held = {part[0].indices(size) for part in parts if part is not None}
+        return np.concatenate([np.arange(*part) for part in sorted(held)])
+
+    @property
+    def uneven_shards(self) -> dict[str, int]:
+        """Logical axis in `uneven` → how many parts it would be cut into."""
+        return {
+            axis: sharding_rules.shards(self.uneven, axis, self.mesh.shape) for axis in self.uneven
+        }
+
+    @property
+    def idle_axes(self) -> list[str]:
+        """Mesh axes of size above 1 that the rules never use."""
+        used = sharding_rules.used_axes(self.rules)
+        return [axis for axis, size in self.mesh.shape.items() if size > 1 and axis not in used]
 
     def with_room_for(self, rows: int) -> "Layout":
         """The layout for batches of at least `rows` rows, rounded up to what the mesh divides."""

@@ -1,25 +1,25 @@
-"""Figures over all held-out examples, while training and at the end."""
+"""Evaluation on all held-out examples, during training and at its end."""
 
 import dataclasses
 import math
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import numpy as np
-from flax import nnx
 
 from data.batches import Dataset, held_out_batches
 from recipes.common.sharding import Layout, Tree
-from recipes.common.train.feed import process_rows, to_devices
+from recipes.common.train.feed import to_devices
 
-Extra = Callable[[nnx.Module, Tree], Tree]  # (model, batch) → name → sum over the batch
+Extra = Callable[[Any, Tree], Tree]  # (model, batch) → name → sum over the batch
 
 
 @dataclasses.dataclass(frozen=True)
 class Evaluation:
-    """Evaluates training states, all by one program, compiled when it is first used.
+    """Evaluates training states with one program, compiled at its first use.
 
-    It reads the state and changes nothing: a run takes the same steps with and without it.
+    It only reads the state: a run takes the same steps with and without it.
     """
 
     layout: Layout
@@ -28,15 +28,15 @@ class Evaluation:
     _compiled: dict[str, jax.stages.Compiled] = dataclasses.field(default_factory=dict)
 
     def __call__(self, state: Tree) -> Tree:
-        """The figures of the loss over all held-out examples: name → (sum, count), in float64.
+        """Returns the loss's figures over all held-out examples, name → (sum, count) in float64.
 
-        Those of `extra` are there too, as it returns them.
+        The sums of `extra` are among them.
 
         Args:
-          state: a training state, or the model's variables alone, always of the same dtypes.
+          state: a training state or the model's variables, with the same dtypes in every call.
         """
         variables, totals = {kind: state[kind] for kind in self.layout.model.shapes}, None
-        for rows in held_out_batches(self.data, self.layout.batch_size, process_rows(self.layout)):
+        for rows in held_out_batches(self.data, self.layout.batch_size, self.layout.process_rows):
             batch = to_devices(rows, self.layout)
             if "program" not in self._compiled:
                 self._compiled["program"] = self._compile(variables, batch)
@@ -56,10 +56,10 @@ class Evaluation:
         return layout.compile(sums, variables, batch, out_shardings=layout.replicated)
 
     def figures(self, totals: Tree) -> dict[str, float]:
-        """What is logged: means over the examples, and of text also how well it is compressed.
+        """The figures to log: means over the examples; for text also how well it is compressed.
 
-        loss: nats per target. perplexity: exp(loss). bits_per_byte: bits for each byte of the text
-        that the targets stand for, comparable between tokenizers. targets: how many there are.
+        loss: nats per target. perplexity: exp(loss). bits_per_byte: bits per byte of the targets' text,
+        comparable between tokenizers. targets: their number.
         """
         means = {k: float(v[0] / v[1]) for k, v in totals.items() if isinstance(v, tuple)}
         if self.data.held_out_bytes is None:
@@ -72,13 +72,14 @@ class Evaluation:
         }
 
 
-def in_words(totals: Tree, size: int) -> str:
-    """The loss on text; bits per byte compare models whatever their tokenizer.
+def in_words(totals: Tree, size: int | None) -> str:
+    """Describes the loss on text. Bits per byte compare models with different tokenizers.
 
     Args:
-      totals: of an Evaluation.
-      size: bytes of the text that its targets stand for.
+      totals: an Evaluation's.
+      size: bytes of the targets' text.
     """
+    assert size, "text has bytes"
     nats, targets = map(float, totals["loss"])
     loss, bits = nats / targets, f"{nats / math.log(2) / size:.4f} bits/byte"
     if targets == size:  # a token is a byte

@@ -1,4 +1,7 @@
-"""From a process's rows of a batch to global arrays."""
+"""Batches on their way to the devices: a process's rows → global arrays."""
+
+import time
+from collections.abc import Iterable, Iterator
 
 import jax
 import numpy as np
@@ -6,27 +9,32 @@ import numpy as np
 from recipes.common.sharding import Layout, Tree
 
 
-def process_rows(layout: Layout) -> np.ndarray:
-    """Which rows of a batch this process's devices hold: what it reads.
+def device_batches(batches: Iterable[Tree], layout: Layout) -> Iterator[tuple[Tree, float]]:
+    """(global batch, seconds that its rows were waited for) of each batch.
 
-    Often a contiguous part, the process's share. But on TPUs, where a mesh follows the rings of the
-    chips, the devices of a process may lie apart; and all of them need all rows where the mesh splits
-    something else between the processes.
+    Args:
+      batches: rows of this process, as `to_devices` takes them.
     """
-    size = layout.batch_size
-    parts = layout.batch.addressable_devices_indices_map((size,)).values()  # JAX remembers it
-    held = {part[0].indices(size) for part in parts}
-    return np.concatenate([np.arange(*part) for part in sorted(held)])
+    rows = iter(batches)
+    while True:
+        start = time.perf_counter()
+        mine = next(rows)
+        waited = time.perf_counter() - start
+        yield to_devices(mine, layout), waited
 
 
 def to_devices(rows: Tree, layout: Layout) -> Tree:
-    """A process's rows of a batch (a tree of numpy arrays, in the order of process_rows) → global arrays."""
+    """Global arrays of a batch.
+
+    Args:
+      rows: tree of numpy arrays with this process's rows, in the order of layout.process_rows.
+    """
     if layout.batch.is_fully_addressable:
         return jax.device_put(rows, layout.batch)
-    place = {row: i for i, row in enumerate(process_rows(layout).tolist())}
+    place = {row: i for i, row in enumerate(layout.process_rows.tolist())}
 
     def put(x: np.ndarray) -> jax.Array:
-        def part(index: tuple[slice, ...]) -> np.ndarray:
+        def part(index) -> np.ndarray:
             first, last, _ = index[0].indices(layout.batch_size)
             return x[place[first] : place[first] + last - first]
 

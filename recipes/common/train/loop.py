@@ -1,13 +1,13 @@
-"""The training loop that every recipe runs: compile, feed, step, log, save, evaluate, stop."""
+"""A training run: `fit` compiles, begins, steps, evaluates and saves; `finish` shows its results."""
 
 import contextlib
+import importlib.util
 import pathlib
 import sys
 import time
 from collections.abc import Callable, Iterator
-from typing import Protocol
+from typing import Any, Protocol
 
-import grain
 import jax
 
 from data.batches import Dataset, train_batches
@@ -27,12 +27,11 @@ from recipes.common.runtime import (
     processes,
 )
 from recipes.common.sharding import Layout, Tree, elsewhere
-from recipes.common.train import tensorboard
 from recipes.common.train.evaluation import Evaluation, Extra
-from recipes.common.train.feed import process_rows, to_devices
+from recipes.common.train.feed import device_batches
 from recipes.common.train.metrics import Log, NonFiniteError
 from recipes.common.train.profile import Profile
-from recipes.common.train.resume import first_state, origin
+from recipes.common.train.resume import begin
 from recipes.common.train.step import TrainStep
 
 
@@ -46,18 +45,19 @@ def fit(
     extra: Extra | None = None,
     example_flops: float | None = None,
 ) -> tuple[Tree, Log, Tree]:
-    """Takes the steps that are left until run.steps, saves what they lead to, and evaluates it.
+    """Trains until step run.steps, saves, and evaluates the last state.
 
     Args:
-      tokenizer: is saved with the model.
-      extra: what evaluation sums besides the loss's own figures.
-      example_flops: of training on one example; None: as if each weight were multiplied once.
+      tokenizer: saved with the model.
+      extra: sums that evaluation adds to the loss's own figures.
+      example_flops: FLOPs of training on one example; None: as if each weight were multiplied once.
 
-    Returns the state, the log, and the state's Evaluation. Raises UserError before anything is
-    written, Stopped as `take_steps` does.
+    Returns (state, log, its Evaluation's totals). Raises UserError before anything is written, and
+    Stopped as `take_steps` does.
     """
     # ---- Checked, and compiled: where everything lies and what a step sends -----------------------
     layout, facts = step.layout, {"seed": run.seed, "batch_size": run.batch_size, **data.facts}
+    metadata = checkpoint_metadata(folder, layout)
     profile = check(folder, layout, facts, run)
     abstract, compiled = step.abstract_state(), None
     print0(report.headline(layout), report.table(layout, abstract))
@@ -66,11 +66,13 @@ def fit(
         print0(report.step(compiled))
 
     # ---- The state: resumed, on given parameters, or new; never two of them in memory -------------
-    state, begins = first_state(folder, step, run.seed, abstract), origin(folder, run, step)
-    print0(*begins)
+    state, messages = begin(folder, run, step, abstract)
+    print0(*messages)
 
     # ---- The loop, and an evaluation at its end ---------------------------------------------------
-    saver = new_saver(folder, layout, run, facts, tokenizer)
+    saver = None
+    if folder.in_use:
+        saver = Saver(folder, run.keep_checkpoints, metadata, facts, tokenizer)
     evaluation = Evaluation(layout, data, extra)
     peak = flops.peak(layout, (example_flops or flops.dense(layout)) / data.units)
     path = folder.path / "metrics.jsonl" if folder.in_use else None
@@ -87,16 +89,14 @@ def fit(
             saver.keep_best(done, state, figures)
         return totals
 
-    if compiled:
-        stopped = folder.step and run.eval_every and folder.step % run.eval_every == 0
-        if (
-            stopped or folder.source
-        ):  # before its evaluation, perhaps; or it begins on a given model
+    if compiled and saver:
+        due = run.eval_every and folder.step % run.eval_every == 0
+        if folder.source or (folder.step and due):  # a given model; or perhaps killed before it
             evaluate(folder.step, state)
-        batches = train_batches(data, run.batch_size, run.seed, folder.step, process_rows(layout))
+        batches = train_batches(data, run.batch_size, run.seed, folder.step, layout.process_rows)
         with profile:
-            compiled = profile.around(compiled, folder.step)
-            state = take_steps(compiled, state, batches, layout, run, log, saver, evaluate)
+            traced, feed = profile.around(compiled, folder.step), device_batches(batches, layout)
+            state = take_steps(traced, state, feed, run, log, saver, evaluate)
     totals = evaluate(int(state["step"]), state)
     if saver:
         saver.close()
@@ -104,7 +104,11 @@ def fit(
 
 
 def check(folder: RunFolder, layout: Layout, facts: Tree, run: Run) -> Profile:
-    """Raises UserError if what the run begins with does not fit, or it can't be watched as asked."""
+    """Raises UserError if flags and data do not fit the run's folder or each other.
+
+    Args:
+      facts: what the batches depend on.
+    """
     agreement.check_data(facts)
     before = folder.newest.metadata["data"] if folder.newest else facts
     if before.get("template") != facts.get("template"):
@@ -119,33 +123,34 @@ def check(folder: RunFolder, layout: Layout, facts: Tree, run: Run) -> Profile:
         )
     if run.keep_best and not run.eval_every:
         raise UserError("--keep_best needs --eval_every; add it, for example --eval_every=100")
-    if run.tensorboard:
-        tensorboard.check(folder.path)
+    if run.tensorboard and folders.in_bucket(folder.path):
+        raise UserError(
+            f"--tensorboard appends to files, and --workdir={folder.path} is in a bucket, which appends "
+            "to none; leave it out: metrics.jsonl has the same figures"
+        )
+    for flag, library in {"tensorboard": "tensorboardX", "wandb": "wandb"}.items():
+        if getattr(run, flag) and importlib.util.find_spec(library) is None:
+            raise UserError(f"--{flag} needs {library}; run pip install -e '.[{flag}]'")
     if folder.start:
         checkpoint.check_variables(folder.start, layout)
     return Profile(run, folder)
 
 
-def new_saver(
-    folder: RunFolder, layout: Layout, run: Run, facts: Tree, tokenizer: Tokenizer
-) -> Saver | None:
-    """None for a run that writes nothing."""
-    if not folder.in_use:
-        return None
+def checkpoint_metadata(folder: RunFolder, layout: Layout) -> dict[str, Any]:
+    """The metadata of each checkpoint of the run, except for its step and data."""
     metadata = checkpoint.metadata(folder.entry, layout, folder.flags)
     metadata |= {"base": folder.base} if folder.base else {}
     if folder.start and "imported" in folder.start.metadata:
         metadata["imported"] = folder.start.metadata["imported"]
     if folder.source and "seq_len" in folder.flags:  # fine-tuning on short texts cuts no context
-        most = max(checkpoint.context(folder.source), folder.flags["seq_len"])
-        metadata["context"] = most
+        metadata["context"] = max(checkpoint.context(folder.source), folder.flags["seq_len"])
     elif folder.newest and "context" in folder.newest.metadata:
         metadata["context"] = folder.newest.metadata["context"]
-    return Saver(folder, run.keep_checkpoints, metadata, facts, tokenizer)
+    return metadata
 
 
 class Saves(Protocol):
-    """What the loop wants of a Saver."""
+    """The part of Saver that the loop uses."""
 
     def save(self, step: int, state: Tree) -> None: ...
     def wait(self) -> None: ...
@@ -155,35 +160,30 @@ class Saves(Protocol):
 def take_steps(
     step: Callable[[Tree, Tree], tuple[Tree, dict[str, jax.Array]]],
     state: Tree,
-    batches: grain.IterDataset,
-    layout: Layout,
+    feed: Iterator[tuple[Tree, float]],
     run: Run,
     log: Log,
     saver: Saves,
     evaluate: Callable[[int, Tree], object] | None = None,
 ) -> Tree:
-    """The state after step run.steps, which is saved.
+    """Trains until step run.steps. Returns the last state, which is saved.
 
     Args:
       step: compiled, (state, batch) → (state, metrics); donates the state.
-      batches: this process's rows of the batches from the state's step on.
+      feed: device_batches, from the state's step on.
       saver: saves the state every run.checkpoint_every steps and after the last.
-      evaluate: called with (step, state) every run.eval_every steps, but for the last.
+      evaluate: called with (step, state) every run.eval_every steps, except after the last.
 
     Raises Stopped, with no save in flight: a signal asked for it, a number is not finite, or the last
     save failed.
     """
-    first = int(state["step"])
-    feed = iter(batches)
-    batch = to_devices(next(feed), layout)
+    first = done = int(state["step"])
+    asked, (batch, _) = "", next(feed)
     try:
         with preemption.training():
             for done in range(first + 1, run.steps + 1):
                 state, metrics = step(state, batch)
-                start = time.perf_counter()
-                rows = next(feed)
-                input_wait = time.perf_counter() - start
-                batch = to_devices(rows, layout)  # while the step runs
+                batch, input_wait = next(feed)  # while the step runs
                 # Waits for the step before this one: the device stays busy, and no more than two
                 # programs are in flight. More can deadlock simulated devices, which share one small
                 # thread pool.
@@ -194,7 +194,7 @@ def take_steps(
                     saver.save(done, state)
                 if asked and done < run.steps:
                     break
-                if run.eval_every and done % run.eval_every == 0 and done < run.steps:
+                if evaluate and run.eval_every and done % run.eval_every == 0 and done < run.steps:
                     log.settle()
                     evaluate(done, state)
             saver.wait()
@@ -214,10 +214,10 @@ def take_steps(
 
 
 def finish(folder: RunFolder, layout: Layout, log: Log) -> None:
-    """Closes the run's files; says where its results are, and how to restore it elsewhere."""
+    """Closes the run's files; prints where its results are and how to restore it elsewhere."""
     log.close()
     folder.close()
-    with results(folder):
+    with best_effort(folder):
         newest = folder.last_good() if folder.in_use else None
         if newest:  # otherwise nothing was trained
             picture.loss(folder.path / "pictures" / "loss.png", folder.path / "metrics.jsonl")
@@ -232,8 +232,8 @@ def finish(folder: RunFolder, layout: Layout, log: Log) -> None:
 
 
 @contextlib.contextmanager
-def results(folder: RunFolder) -> Iterator[None]:
-    """In here, all is saved, and pictures are drawn: a disk or bucket that fails now is a warning."""
+def best_effort(folder: RunFolder) -> Iterator[None]:
+    """Turns I/O errors into a warning. For showing results, when the run itself is saved."""
     try:
         yield
     except folders.errors() as error:
@@ -243,7 +243,7 @@ def results(folder: RunFolder) -> Iterator[None]:
 
 
 def another_mesh(layout: Layout) -> str | None:
-    """As --mesh takes it: a mesh of as many devices that the same model fits, too."""
+    """Another mesh of as many devices that the model fits, as --mesh takes it."""
     size = 8 if layout.mesh.size == 1 else layout.mesh.size
     for axes in ({"data": 1, "model": size}, {"data": size}, {"data": size // 2, "model": 2}):
         mesh = jax.sharding.AbstractMesh(tuple(axes.values()), tuple(axes))

@@ -1,24 +1,19 @@
-"""metrics.jsonl, progress on the terminal, throughput."""
+"""The log of a run: what each step measured, handed to the sinks; and how long the run took."""
 
 import contextlib
-import json
 import math
-import os
 import pathlib
 import sys
 import time
-import weakref
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
-from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
 from recipes import STARTED
 from recipes.common.runtime import Run, folders, jsonl, processes
-from recipes.common.train.tensorboard import Board
-from recipes.common.train.uploaded import Uploaded
+from recipes.common.train import sinks
+from recipes.common.train.bucket_log import BucketLog
 
 
 class NonFiniteError(RuntimeError):
@@ -29,12 +24,12 @@ class Log:
     """Writes metrics one step late, so that the device always has a next step to run.
 
     Args:
-      path: metrics.jsonl, or None for no file; lines of steps after `first` are dropped, as these
-        steps run again.
+      path: metrics.jsonl; None for a run that writes nothing. Lines of steps after `first` are
+        dropped: the run takes those steps again.
       first: steps done so far.
-      unit, per_step: what throughput counts ("tokens"), and how many of them a step has.
-      peak: units per second that the devices could do at most, for MFU; None where that is unknown.
-      locks: of the folder, RunFolder's; who has lost one writes to a bucket no more.
+      unit, per_step: what throughput counts ("tokens"), and how many a step has.
+      peak: units per second at the devices' peak, for MFU; None if unknown.
+      locks: the run folder's.
     """
 
     def __init__(
@@ -47,47 +42,35 @@ class Log:
         peak: float | None = None,
         locks: Sequence[Any] = (),
     ):
-        self.path, last = path, run.steps
-        self._first, self._last, self._every = first, last, run.log_every
+        self._last, self._every = run.steps, run.log_every
         self._unit, self._per_step, self._peak = unit, per_step, peak
         self._timed: list[tuple[int, float]] = []  # (steps, seconds) of each line
         self._pending: tuple[int, dict] | None = None
-        self._wait, self._began = 0.0, 0.0
+        self._wait, self._first_step_seconds = 0.0, 0.0
         self._tolerated, self._in_a_row, self._skipped = run.skip_nonfinite, 0, 0
         self._since, self._since_step = time.perf_counter(), first
-        self._main = processes.is_first()
-        self._file, self._unwritten, self._warned, self._board = None, b"", False, None
-        self._object: Uploaded | None = None  # in place of a file, in a bucket
-        if self._main and path:
-            # The evaluation after the last saved step may be missing, so it is repeated, and that
-            # of a given model before the first step.
-            evaluates = (
-                first >= last or (run.eval_every and first % run.eval_every == 0) or not first
+        self._record: BucketLog | sinks.JsonLines | None = None
+        self._sinks: list[sinks.Sink] = []
+        self._terminal: sinks.Terminal | None = None
+        if not processes.is_first():
+            return
+        if path:
+            # A run evaluates the state it begins with if it was killed before that evaluation, or
+            # begins on a given model, or has no step to take.
+            due = run.eval_every and first % run.eval_every == 0
+            lines = jsonl.rewind(
+                path, first, evaluates_again=first >= run.steps or due or not first
             )
-            lines = _keep_until(path, first, evaluates_again=evaluates)
+            in_bucket = folders.in_bucket(path)
+            self._record = BucketLog(path, lines, locks) if in_bucket else sinks.JsonLines(path)
             if run.tensorboard:
-                self._board = Board(path.parent / "tensorboard", first, lines)
-            if folders.in_bucket(path):
-                text = "".join(json.dumps(line) + "\n" for line in lines)
-                self._object = Uploaded(path, text, *(held.check for held in locks))
-            else:
-                self._file = path.open("ab", buffering=0)
-                folders.sync(path.parent)  # its name, or that it has replaced the former one
-                weakref.finalize(self, self._file.close)  # however the run ends
-        self._bar = None
-        if self._main and sys.stdout.isatty() and last > first:
-            columns = (
-                "{task.description}",
-                "loss {task.fields[loss]}",
-                "{task.fields[speed]}",
-                "left",
-            )
-            self._bar = Progress(
-                TextColumn("step {task.completed}/{task.total}"), BarColumn(20),
-                *map(TextColumn, columns), TimeRemainingColumn(), console=Console(),
-            )  # fmt: skip
-            self._task = self._bar.add_task("", total=last, completed=first, loss="", speed="")
-            self._bar.start()
+                with _warns(sinks.TensorBoard):
+                    self._sinks.append(sinks.TensorBoard(path.parent, lines))
+            if run.wandb:
+                with _warns(sinks.WeightsAndBiases):
+                    self._sinks.append(sinks.WeightsAndBiases(run.wandb, path.parent, lines))
+        self._terminal = sinks.Terminal(run, first, unit)
+        self._sinks.append(self._terminal)
 
     def step(self, step: int, metrics: dict[str, jax.Array], input_wait: float) -> None:
         """Takes the metrics of a step that is running; settles those of the step before."""
@@ -102,7 +85,7 @@ class Log:
         step, metrics = self._pending
         self._pending = None
         values = {name: float(value) for name, value in jax.device_get(metrics).items()}
-        self._began = self._began or time.perf_counter() - STARTED
+        self._first_step_seconds = self._first_step_seconds or time.perf_counter() - STARTED
         self._check(step, values)
         if step % self._every and step != self._last:
             return
@@ -111,14 +94,13 @@ class Log:
         self._since, self._since_step, self._wait = now, step, 0.0
         speed = self._per_step / seconds
         self._timed.append((steps, seconds * steps))
-        if "skipped" in values:  # of the steps since the line before
+        if "skipped" in values:  # since the line before
             values["skipped"], self._skipped = self._skipped, 0
         self.write(
             {"step": step, **values, "step_seconds": seconds, "input_wait_seconds": waited,
              f"{self._unit}_per_second": speed}
             | ({"mfu": speed / self._peak} if self._peak else {})
         )  # fmt: skip
-        self._show(step, values["loss"], speed, seconds)
 
     def _check(self, step: int, values: dict[str, float]) -> None:
         """Raises NonFiniteError, unless so many skipped updates in a row are tolerated."""
@@ -132,112 +114,65 @@ class Log:
             row = f", after {self._tolerated} skipped in a row" if self._tolerated else ""
             raise NonFiniteError(what + row)
         self._skipped += 1
-        if self._main:
+        if processes.is_first():
             print(f"warning: {what}; this update is skipped", file=sys.stderr, flush=True)
 
     def held_out(self, step: int, figures: dict[str, float], seconds: float = 0.0) -> None:
-        """The line of an evaluation after a step: "held_out_loss" for "loss".
+        """Writes the line of an evaluation after a step: "held_out_loss" for "loss".
 
         Args:
-          seconds: that it took, which are no step's.
+          seconds: the evaluation took, which are not counted as training.
         """
         self._since += seconds
-        self.write({"step": step, **{f"held_out_{k}": value for k, value in figures.items()}})
-        if self._main and step < self._last:
-            shown = (k for k in figures if k != "targets" and not k[-1].isdigit())  # one of many
-            told = (f"{k.replace('_', ' ')} {figures[k]:.4f}" for k in shown)
-            print(f"step {step}/{self._last}  held-out {', '.join(told)}", flush=True)
+        named = {sinks.HELD_OUT + name: value for name, value in figures.items()}
+        self.write({"step": step, **named})
 
-    def write(self, record: dict) -> None:
-        """One line of metrics.jsonl, on the first process. A number that is not finite is null."""
-        if self._file is None and self._object is None:
-            return
-        finite = {k: v if math.isfinite(v) else None for k, v in record.items()}
-        if self._board:
-            self._board.write(finite)
-        if self._object:
-            self._object.add(json.dumps(finite) + "\n")
-            return
-        self._unwritten += json.dumps(finite).encode() + b"\n"
-        size = self._file.seek(0, os.SEEK_END)
-        try:
-            if self._file.write(self._unwritten) == len(self._unwritten):
-                self._unwritten = b""
-                return
-            why = "not all of it"
-        except OSError as error:
-            why = error.strerror
-        self._file.truncate(size)  # no torn line: the lines are tried again with the next one
-        if not self._warned:
-            print(f"warning: {self._file.name} could not be written ({why}); training continues, and "
-                  "writing is tried again with each line", file=sys.stderr, flush=True)  # fmt: skip
-        self._warned = True
-
-    def _show(self, step, loss, speed, seconds):
-        speed_text = self._speed(speed)
-        if self._bar:
-            self._bar.update(self._task, completed=step, loss=f"{loss:.4f}", speed=speed_text)
-        elif self._main:  # not a terminal: about ten lines a run
-            stride = max(1, (self._last - self._first) // self._every // 10) * self._every
-            if step % stride < self._every or step == self._last:
-                left = (self._last - step) * seconds
-                print(f"step {step}/{self._last}  loss {loss:.4f}  {speed_text}  {_clock(left)} left",
-                      flush=True)  # fmt: skip
+    def write(self, line: sinks.Line) -> None:
+        """Hands a line to metrics.jsonl and all other sinks."""
+        if self._record:
+            self._record.write(line)
+        before, self._sinks = self._sinks, []
+        for sink in before:
+            with _warns(sink):
+                sink.write(line)
+                self._sinks.append(sink)
 
     def times(self) -> str:
         """How long the run took, from the start of the command, and how fast its steps were."""
-        begin = f", {self._began:.1f} s of it before the first step was done" if self._began else ""
+        began = self._first_step_seconds
+        begin = f", {began:.1f} s of it before the first step was done" if began else ""
         # The first line's steps find caches empty.
         timed = self._timed[1:] or self._timed
         steps, seconds = (sum(column) for column in zip(*timed, strict=True)) if timed else (0, 1)
-        speed = f"; {self._speed(steps * self._per_step / seconds)}" if steps else ""
+        per_second = steps * self._per_step / seconds
+        mfu = per_second / self._peak if self._peak else None
+        speed = f"; {sinks.throughput(per_second, self._unit, mfu)}" if steps else ""
         return f"Took {time.perf_counter() - STARTED:.0f} s{begin}{speed}."
 
-    def _speed(self, units: float) -> str:
-        mfu = f"  MFU {units / self._peak:.1%}" if self._peak else ""
-        return f"{units:,.0f} {self._unit}/s{mfu}"
-
     def flush(self) -> None:
-        """What is written so far is kept, whatever happens to this process or its machine."""
-        if self._object:
-            self._object.flush()
-        elif self._file:
-            with contextlib.suppress(OSError):  # `write` tells what can't be written
-                os.fsync(self._file.fileno())
+        """Makes the lines of metrics.jsonl survive a crash of this process and its machine."""
+        if self._record:
+            self._record.flush()
 
     def pause(self) -> None:
         """Stops the progress bar."""
-        if self._bar:
-            self._bar.stop()
+        if self._terminal:
+            self._terminal.close()
         self.flush()
 
     def close(self) -> None:
         self.pause()
-        if self._file:
-            self._file.close()
-        if self._object:
-            self._object.close()
+        for sink in [self._record, *self._sinks]:
+            if sink:
+                with _warns(sink):
+                    sink.close()
 
 
-def _clock(seconds: float) -> str:
-    minutes, seconds = divmod(round(seconds), 60)
-    return (
-        f"{minutes // 60}:{minutes % 60:02}:{seconds:02}"
-        if minutes >= 60
-        else f"{minutes}:{seconds:02}"
-    )
-
-
-def _keep_until(path: pathlib.Path, step: int, evaluates_again: bool) -> list[dict[str, Any]]:
-    """Drops the lines that this run will write again, and a line torn by a kill; returns the rest."""
-    kept = []
-    for record in jsonl.read(path):
-        again = evaluates_again and record["step"] == step and "step_seconds" not in record
-        if record["step"] <= step and not again:
-            kept.append(record)
-    if not folders.in_bucket(path) and path.exists():
-        beside = path.with_suffix(".tmp")
-        beside.write_text("".join(json.dumps(record) + "\n" for record in kept))
-        folders.sync(beside)
-        os.replace(beside, path)
-    return kept
+@contextlib.contextmanager
+def _warns(sink: sinks.Sink | type[sinks.Sink]) -> Iterator[None]:
+    """Turns an error of a sink into a warning."""
+    try:
+        yield
+    except Exception as error:  # a library's own, whatever it is
+        print(f"warning: {sink.name} failed ({folders.reason(error)}); training continues without it",
+              file=sys.stderr, flush=True)  # fmt: skip

@@ -1,7 +1,8 @@
-"""Optimizers by name, each behind a clip of the global norm, and the learning rate's schedules."""
+"""Optimizers with gradient clipping, and learning-rate schedules."""
 
 import dataclasses
 from collections.abc import Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -15,16 +16,16 @@ OPTIMIZERS = ("adamw", "lion", "sgd", "muon")
 
 @dataclasses.dataclass(frozen=True)
 class LearningRate:
-    """Step → learning rate: from 0 to `peak` in `warmup` steps, then as the schedule says.
+    """Step → learning rate: a warmup from 0 to `peak`, then a schedule.
 
     cosine and linear fall to peak / 10 at `steps`; wsd (warmup, stable, decay) stays at the peak and
-    falls linearly to peak / 10 in the last fifth of the steps; constant stays.
+    falls linearly to peak / 10 in the last fifth of the steps; constant stays at the peak.
     """
 
     peak: float
     warmup: int
     steps: int
-    schedule: str = "cosine"  # of flags.SCHEDULES
+    schedule: str = "cosine"  # one of flags.SCHEDULES
 
     def __call__(self, step):
         warmup = min(self.warmup, max(self.steps - 1, 0))
@@ -32,20 +33,20 @@ class LearningRate:
         if self.schedule == "cosine":
             return optax.warmup_cosine_decay_schedule(0.0, self.peak, warmup, last, end)(step)
         stable = max(warmup, last - max(1, last // 5))
-        corners = {  # step → learning rate, and straight lines between them
+        corners = {  # step → learning rate, with straight lines between
             "linear": {warmup: self.peak, last: end},
             "wsd": {warmup: self.peak, stable: self.peak, last: end},
             "constant": {warmup: self.peak},
         }[self.schedule]
         corners = {0: 0.0} | corners  # a warmup of 0 begins at the peak
-        at, rates = (jnp.array(x, jnp.float32) for x in (list(corners), list(corners.values())))
-        return jnp.interp(jnp.asarray(step, jnp.float32), at, rates)
+        steps, values = (jnp.array([*x], jnp.float32) for x in (corners.keys(), corners.values()))
+        return jnp.interp(jnp.asarray(step, jnp.float32), steps, values)
 
 
 def adamw(
     lr: optax.Schedule, weight_decay: float, clip_norm: float
 ) -> optax.GradientTransformation:
-    """AdamW (Loshchilov & Hutter 2019), behind a clip of the global norm."""
+    """AdamW (Loshchilov & Hutter 2019) after clipping by the global norm."""
     return make_optimizer("adamw", lr, weight_decay, clip_norm)
 
 
@@ -56,13 +57,13 @@ def make_optimizer(
     clip_norm: float,
     matrices: Tree = None,
 ) -> optax.GradientTransformation:
-    """Clips by global norm, then one of OPTIMIZERS. Matrices decay, vectors don't.
+    """Clips by the global norm, then applies one of OPTIMIZERS. Weight decay skips vectors.
 
     Args:
-      name: adamw; lion (Chen et al. 2023), whose learning rate is 3 to 10 times smaller; sgd, with
-        momentum 0.9; muon (Jordan 2024) for hidden matrices, scaled so that AdamW's learning rate
-        suits it, and Adam for all other weights.
-      matrices: of muon, `hidden_matrices`.
+      name: adamw; lion (Chen et al. 2023), which wants a 3 to 10 times smaller learning rate; sgd with
+        momentum 0.9; muon (Jordan 2024) for hidden matrices, scaled to suit AdamW's learning rate,
+        with Adam for all other weights.
+      matrices: `hidden_matrices`, for muon.
     """
 
     def decays(params: Tree) -> Tree:
@@ -92,15 +93,15 @@ def make_optimizer(
 def hidden_matrices(
     layout: Layout, ends: Sequence[str], stacks: Sequence[str] = (), ranks: Sequence[str] = ()
 ) -> Tree:
-    """Which of its dims are a parameter's rows and columns, to muon; None: it is no hidden matrix.
+    """Tells muon which dims of each parameter are rows and columns; None if it is no hidden matrix.
 
-    One dim of a hidden matrix is the residual stream's, an axis in IN_USE, or an adapter's rank; all
-    others are its other side: q [D, N, H] is a matrix D × N·H, and o [N, H, D] one of N·H × D.
+    One side of a hidden matrix is the dim of the residual stream (an axis in IN_USE) or an adapter's
+    rank; the other dims are the other side: q [D, N, H] is a D × N·H matrix, o [N, H, D] N·H × D.
 
     Args:
-      ends: logical axes of what goes into the model or comes out, such as a vocabulary.
+      ends: logical axes of the model's inputs and outputs, such as a vocabulary.
       stacks: logical axes along which matrices are stacked.
-      ranks: logical axes of the ranks of adapters.
+      ranks: logical axes of adapters' ranks.
 
     Returns: a tree like the parameters, of optax.contrib.MuonDimensionNumbers and None.
     """
@@ -118,12 +119,13 @@ def hidden_matrices(
 
 
 def _across_shards(rule: optax.GradientTransformation) -> optax.GradientTransformation:
-    """A rule that multiplies whole matrices: on Explicit mesh axes it leaves their parts to XLA."""
+    """Lets XLA shard a rule that multiplies whole matrices, also on Explicit mesh axes."""
 
-    def update(grads, state, params):
+    def update(updates, state, params=None):
         if not jax.sharding.get_abstract_mesh().explicit_axes:
-            return rule.update(grads, state, params)
-        where = jax.tree.map(lambda x: jax.typeof(x).sharding.spec, (grads, state))
-        return jax.sharding.auto_axes(rule.update, out_sharding=where)(grads, state, params)
+            return rule.update(updates, state, params)
+        where = jax.tree.map(lambda x: jax.typeof(x).sharding.spec, (updates, state))
+        sharded: Any = jax.sharding.auto_axes(rule.update, out_sharding=where)
+        return sharded(updates, state, params)
 
     return optax.GradientTransformation(rule.init, update)

@@ -1,4 +1,4 @@
-"""--profile=FIRST:LAST: a trace of some steps by JAX's profiler."""
+"""--profile=FIRST:LAST traces these steps with JAX's profiler."""
 
 import itertools
 import pathlib
@@ -16,12 +16,12 @@ from recipes.common.sharding import Tree
 
 
 class Profile:
-    """Traces the steps that the flag names, and nothing where it is empty. Raises UserError."""
+    """A context manager that traces the flag's steps, if any. Raises UserError for a bad flag."""
 
     def __init__(self, run: Run, folder: RunFolder):
         self._folder, self._shown = folder.path / "profile", folder.shown / "profile"
         self._first, self._last, self._running = 0, 0, False
-        self._trace = self._folder  # where JAX writes, which knows no buckets
+        self._trace = self._folder  # where JAX writes, which cannot write to a bucket
         if run.profile and folders.in_bucket(self._folder):
             self._trace = pathlib.Path(tempfile.mkdtemp())
         if not run.profile:
@@ -39,7 +39,7 @@ class Profile:
             )
 
     def around(self, step: Callable, first: int) -> Callable:
-        """The same step, (state, batch) → …, that also starts and ends the trace.
+        """Wraps a step, (state, batch) → …, so that it starts and ends the trace.
 
         Args:
           first: steps done so far.
@@ -49,7 +49,7 @@ class Profile:
         def traced(state: Tree, batch: Tree):
             number = next(numbers)
             if number == self._first:
-                jax.block_until_ready(state)  # the steps before it are not in the trace
+                jax.block_until_ready(state)  # keeps the steps before it out of the trace
                 jax.profiler.start_trace(self._trace)
                 self._running = True
             with jax.profiler.StepTraceAnnotation("step", step_num=number):
@@ -61,14 +61,13 @@ class Profile:
 
         return traced if self._last else step
 
-    def __enter__(self) -> None:
-        """On exit a trace that still runs is ended."""
+    def __enter__(self) -> None: ...
 
     def __exit__(self, *_) -> None:
         self._end()
 
     def _end(self) -> None:
-        """Ends a trace that is running, and says how to open it."""
+        """Ends a running trace, and prints how to open it."""
         if self._running:
             self._running = False
             jax.profiler.stop_trace()

@@ -1,4 +1,4 @@
-"""What a run starts with: the state of its newest checkpoint, given parameters, or new ones."""
+"""How a run begins: on its newest checkpoint, on given parameters, or on new ones."""
 
 import dataclasses
 
@@ -12,40 +12,19 @@ from recipes.common.train import state as training_state
 from recipes.common.train.step import TrainStep
 
 
-def first_state(folder: RunFolder, step: TrainStep, seed: int, abstract: Tree) -> Tree:
-    """The state to begin with, of a checkpoint that fits the layout. Only one is ever in memory."""
-    layout, optimizer = step.layout, step.optimizer
-    if folder.newest:
-        return folder.newest.read(abstract)
-    if folder.source is None:
-        return training_state.initialize(layout, optimizer, seed, abstract)
-    if not folder.in_use:
-        optimizer = optax.identity()  # evaluation needs no moments
-        abstract = training_state.abstract_state(layout, optimizer)
-    variables = given(folder.source, layout)
-    begin = layout.compile(
-        lambda variables: training_state.new_state(layout, optimizer, seed, variables),
-        variables,
-        donate_argnums=0,
-        out_shardings=shardings(abstract),
-    )
-    return begin(variables)
+def begin(folder: RunFolder, run: Run, step: TrainStep, abstract: Tree) -> tuple[Tree, list[str]]:
+    """Returns the first state, and lines to print on where it comes from.
+
+    Args:
+      folder: its checkpoint, if any, fits the layout.
+      abstract: `step.abstract_state()`.
+    """
+    lines = messages(folder, run, step)
+    return first_state(folder, step, run.seed, abstract), lines
 
 
-def given(source: Source, layout: Layout) -> Tree:
-    """The model's variables from a source; adapters that it has none of are new."""
-    wanted = layout.variables()
-    if "base" not in wanted or "base" in source.metadata:
-        return source.read(wanted)
-    variables = source.read(unadapted(wanted))
-    return variables | {
-        "params": training_state.new_params(layout),
-        "base": variables["params"],
-    }
-
-
-def origin(folder: RunFolder, run: Run, step: TrainStep) -> list[str]:
-    """Lines that say where the first state comes from, and what is unusual about it."""
+def messages(folder: RunFolder, run: Run, step: TrainStep) -> list[str]:
+    """Where the first state comes from, and what is unusual about it."""
     lines = [
         f"Damaged: {folder.checkpoint(number)}: {bad}. It is moved to {folder.path / 'damaged'}."
         for number, bad in folder.damaged.items()
@@ -66,3 +45,35 @@ def origin(folder: RunFolder, run: Run, step: TrainStep) -> list[str]:
             f"{run.steps}, and at step {at} it is {step.lr(at):.2e} instead of {was:.2e}."
         )
     return lines
+
+
+def first_state(folder: RunFolder, step: TrainStep, seed: int, abstract: Tree) -> Tree:
+    """The state to begin with. Memory never holds two."""
+    layout, optimizer = step.layout, step.optimizer
+    if folder.newest:
+        return folder.newest.read(abstract)
+    if folder.source is None:
+        return training_state.initialize(layout, optimizer, seed, abstract)
+    if not folder.in_use:
+        optimizer = optax.identity()  # evaluation needs no moments
+        abstract = training_state.abstract_state(layout, optimizer)
+    variables = read_variables(folder.source, layout)
+    make = layout.compile(
+        lambda variables: training_state.new_state(layout, optimizer, seed, variables),
+        variables,
+        donate_argnums=0,
+        out_shardings=shardings(abstract),
+    )
+    return make(variables)
+
+
+def read_variables(source: Source, layout: Layout) -> Tree:
+    """The model's variables from a source; new adapters where the source has none."""
+    wanted = layout.variables()
+    if "base" not in wanted or "base" in source.metadata:
+        return source.read(wanted)
+    variables = source.read(unadapted(wanted))
+    return variables | {
+        "params": training_state.new_params(layout),
+        "base": variables["params"],
+    }

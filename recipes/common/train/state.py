@@ -1,8 +1,7 @@
-"""The training state: {"params": …, "opt_state": …, "step": …, "rngs": …} and what else the model has
-of "base" and "buffers" (sharding/abstract.py).
+"""The training state: "params", "opt_state", "step", "rngs"; "base" and "buffers" if the model has any.
 
-Nested dicts with arrays for leaves, which is what a checkpoint holds and what Orbax reads without
-any code of ours.
+Nested dicts of arrays: a checkpoint holds them as they are, and Orbax alone can read it. For "base"
+and "buffers" see sharding/abstract.py.
 """
 
 from collections.abc import Callable
@@ -19,7 +18,7 @@ from recipes.common.sharding.abstract import variables_of
 def new_state(
     layout: Layout, optimizer: optax.GradientTransformation, seed: int, variables: Tree = None
 ) -> Tree:
-    """The training state before the first step, to be traced.
+    """The training state before the first step. Call it inside jit.
 
     Args:
       variables: the model's; None: its own initial values.
@@ -35,8 +34,8 @@ def new_state(
 def abstract_state(layout: Layout, optimizer: optax.GradientTransformation) -> Tree:
     """The training state as ShapeDtypeStructs, each with its NamedSharding.
 
-    What the optimizer keeps for a parameter (its moments) is sharded like that parameter: arrays of
-    its shape whose path in the optimizer's state ends with the parameter's.
+    A parameter's moments are sharded like it: arrays of its shape in the optimizer's state whose path
+    ends with the parameter's.
     """
     shapes = jax.eval_shape(lambda: new_state(layout, optimizer, seed=0))
     variables = shardings(layout.variables())
@@ -60,7 +59,7 @@ def abstract_state(layout: Layout, optimizer: optax.GradientTransformation) -> T
 def initialize(
     layout: Layout, optimizer: optax.GradientTransformation, seed: int, abstract: Tree
 ) -> Tree:
-    """The new training state, each shard made on its own device."""
+    """A new training state. Each device makes its own shards."""
     return initialization(layout, optimizer, seed, abstract)()
 
 
@@ -72,7 +71,7 @@ def initialization(
 
 
 def new_params(layout: Layout) -> Tree:
-    """The model's own initial values of what is trained, each shard made on its own device."""
+    """New values of the trained parameters. Each device makes its own shards."""
     make = _program(
         layout, lambda: variables_of(layout.build())["params"], layout.variables()["params"]
     )
@@ -80,12 +79,11 @@ def new_params(layout: Layout) -> Tree:
 
 
 def _program(layout: Layout, make: Callable[[], Tree], abstract: Tree) -> jax.stages.Compiled:
-    """`make`, compiled to the same bits on any mesh."""
+    """Compiles `make` so that it gives the same bits on any mesh."""
     options = {}
     if layout.mesh.devices.flat[0].platform == "cpu":
-        # Above 1, LLVM vectorizes where a shard's shape allows, which may change the last bit.
+        # Above level 1, LLVM vectorizes if a shard's shape allows it, which may change the last bit.
         options["xla_backend_optimization_level"] = 1
-    # Traced outside the mesh: inside, Explicit axes say of each array where it lies, and of new
-    # random numbers that is everywhere.
+    # Traced outside the mesh: inside it, with Explicit axes, new random numbers would be replicated.
     compiled = jax.jit(make, out_shardings=shardings(abstract), compiler_options=options)
     return compiled.lower().compile()

@@ -20,15 +20,15 @@ class TrainStep:
     layout: Layout
     optimizer: optax.GradientTransformation
     lr: LearningRate
-    microbatches: int = 1  # parts of a batch whose gradients are accumulated
+    microbatches: int = 1  # gradient accumulation: parts of a batch, one after another
     skip_nonfinite: bool = False  # keep the state where a metric is not finite
 
-    def __call__(self, state: Tree, batch: Tree) -> tuple[Tree, dict[str, jax.Array]]:
+    def __call__(self, state: Tree, batch: Tree) -> tuple[Tree, Tree]:
         grads, buffers, metrics = gradients(self.layout.model, state, batch, self.microbatches)
         metrics |= {"grad_norm": optax.tree.norm(grads), "learning_rate": self.lr(state["step"])}
         after = apply_gradients(self.optimizer, state, grads) | buffers
         if self.skip_nonfinite:
-            return keep_if_nonfinite(state, after, metrics)
+            return skip_if_nonfinite(state, after, metrics)
         return after, metrics
 
     def abstract_state(self) -> Tree:
@@ -36,29 +36,28 @@ class TrainStep:
         return abstract_state(self.layout, self.optimizer)
 
     def lower(self, abstract: Tree, example: Tree) -> jax.stages.Lowered:
-        """Traced for this layout.
+        """Traces the step for this layout.
 
         Args:
           abstract: `abstract_state()`.
           example: one row of a batch.
         """
         batch = self.layout.abstract_batch(example)
-        # The state is donated, its memory reused; pinned shardings return it sharded as it came.
+        # The step reuses the memory of the donated state, and returns it sharded as it came.
         pinned = (shardings(abstract), None)
         return self.layout.lower(self, abstract, batch, donate_argnums=0, out_shardings=pinned)
 
 
 def gradients(
     model: AbstractModel, state: Tree, batch: Tree, microbatches: int = 1
-) -> tuple[Tree, Tree, dict[str, jax.Array]]:
-    """(gradients of the mean objective, new buffers, means of the loss's figures).
+) -> tuple[Tree, Tree, Tree]:
+    """Returns (gradients of the mean objective, new buffers, means of the loss's figures).
 
-    With microbatches > 1 the batch is cut along its first dim and the gradients are added up, one
-    microbatch after another: the memory of one, the result of the whole. Each sees the buffers that
-    the one before it has left.
+    With microbatches > 1, gradients are summed over parts of the batch, one after another: the result
+    of the whole batch with the memory of one part. Each part sees the buffers that the last one left.
 
-    Returns: gradients like state["params"]; {"buffers": …}, or {} where the model has none; name →
-      mean, with "loss" among them.
+    Returns: gradients like state["params"]; {"buffers": …}, or {} if the model has none; name → mean,
+      with "loss" among them.
     """
 
     def objective(params, buffers, batch):
@@ -90,7 +89,7 @@ def gradients(
 
 
 def _interleaved(x: jax.Array, microbatches: int) -> jax.Array:
-    """[B, ...] → [microbatches, B / microbatches, ...], the second dim sharded as the first was."""
+    """[B, ...] → [microbatches, B / microbatches, ...], with the rows sharded as before."""
     kind = jax.typeof(x).sharding
     rows = kind.update(spec=PartitionSpec(*kind.spec[:1]))
     x = jnp.reshape(x, (-1, microbatches, *x.shape[1:]), out_sharding=rows)
@@ -98,7 +97,7 @@ def _interleaved(x: jax.Array, microbatches: int) -> jax.Array:
 
 
 def apply_gradients(optimizer: optax.GradientTransformation, state: Tree, grads: Tree) -> Tree:
-    """The training state one step on."""
+    """Returns the training state after one optimizer update."""
     params = state["params"]
     opt_state = flax.serialization.from_state_dict(
         jax.eval_shape(optimizer.init, params), state["opt_state"]
@@ -111,15 +110,12 @@ def apply_gradients(optimizer: optax.GradientTransformation, state: Tree, grads:
     }
 
 
-def keep_if_nonfinite(
-    before: Tree, after: Tree, metrics: dict[str, jax.Array]
-) -> tuple[Tree, dict[str, jax.Array]]:
-    """(`after`, metrics), but where a metric is not finite nothing changes except `step`.
+def skip_if_nonfinite(before: Tree, after: Tree, metrics: Tree) -> tuple[Tree, Tree]:
+    """Returns (`after`, metrics). If a metric is not finite, only `step` changes.
 
-    The optimizer counts the updates it has done, so after a skipped one its learning rate is one
-    step behind the one that a schedule gives for `step`. optax.apply_if_finite would keep its counters
-    in the optimizer's state, so that runs with and without it had different checkpoints, and it looks
-    at gradients only.
+    The optimizer counts its own updates, so after a skipped one its learning rate is one step behind
+    the schedule. Not optax.apply_if_finite: its counters in the optimizer's state would make
+    checkpoints differ between runs with and without it, and it looks at gradients only.
     """
     finite = jnp.all(jnp.isfinite(jnp.stack(jax.tree.leaves(metrics))))
     kept = jax.tree.map(lambda old, new: jnp.where(finite, new, old), before, after)

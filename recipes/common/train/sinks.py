@@ -1,0 +1,210 @@
+"""Where metrics go: metrics.jsonl, the terminal, TensorBoard, Weights & Biases.
+
+metrics.jsonl is the record. TensorBoard and Weights & Biases show it: they first get the lines of
+earlier starts, so --tensorboard and --wandb can be added when a run resumes.
+"""
+
+import contextlib
+import json
+import math
+import os
+import pathlib
+import secrets
+import sys
+import tempfile
+import time
+import weakref
+from collections.abc import Iterator
+from typing import Any, Protocol
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+
+from recipes.common.runtime import Run, folders, jsonl
+
+Line = dict[str, Any]  # "step", and numbers by name; None for one that was not finite
+HELD_OUT = "held_out_"  # prefix of an evaluation's numbers
+
+
+class Sink(Protocol):
+    """Gets each line of metrics, on process 0. If it raises an error, the run warns and drops it."""
+
+    name: str  # for messages
+
+    def write(self, line: Line) -> None: ...
+    def close(self) -> None: ...
+
+
+class JsonLines:
+    """metrics.jsonl on a disk. A full disk is a warning; the lines are written once there is room."""
+
+    name = "metrics.jsonl"
+
+    def __init__(self, path: pathlib.Path):
+        self._file, self._unwritten, self._warned = path.open("ab", buffering=0), b"", False
+        self.close = weakref.finalize(self, self._file.close)  # however the run ends
+
+    def write(self, line: Line) -> None:
+        self._unwritten += jsonl.encode(line).encode()
+        size = self._file.seek(0, os.SEEK_END)
+        try:
+            if self._file.write(self._unwritten) == len(self._unwritten):
+                self._unwritten = b""
+                return
+            why = "not all of it"
+        except OSError as error:
+            why = error.strerror
+        self._file.truncate(size)  # no torn line
+        if not self._warned:
+            print(f"warning: {self._file.name} could not be written ({why}); training continues, and "
+                  "writing is tried again with each line", file=sys.stderr, flush=True)  # fmt: skip
+        self._warned = True
+
+    def flush(self) -> None:
+        """Makes the lines survive a crash of this process and its machine."""
+        with contextlib.suppress(OSError):  # `write` warns of a disk that fails
+            os.fsync(self._file.fileno())
+
+
+class Terminal:
+    """A progress bar, or about ten lines a run where stdout is no terminal; and evaluations."""
+
+    name = "the terminal"
+
+    def __init__(self, run: Run, first: int, unit: str):
+        self._first, self._last, self._every, self._unit = first, run.steps, run.log_every, unit
+        self._bar = None
+        if sys.stdout.isatty() and self._last > first:
+            columns = (
+                "{task.description}",
+                "loss {task.fields[loss]}",
+                "{task.fields[speed]}",
+                "left",
+            )
+            self._bar = Progress(
+                TextColumn("step {task.completed}/{task.total}"), BarColumn(20),
+                *map(TextColumn, columns), TimeRemainingColumn(), console=Console(),
+            )  # fmt: skip
+            self._task = self._bar.add_task("", total=run.steps, completed=first, loss="", speed="")
+            self._bar.start()
+
+    def write(self, line: Line) -> None:
+        step, where = line["step"], f"step {line['step']}/{self._last}"
+        if "step_seconds" not in line:
+            # One number per expert would be too many.
+            shown = [k for k in line if k.startswith(HELD_OUT) and not k[-1].isdigit()]
+            shown = {k.removeprefix(HELD_OUT): line[k] for k in shown if k != f"{HELD_OUT}targets"}
+            values = (f"{name.replace('_', ' ')} {value:.4f}" for name, value in shown.items())
+            if shown and step < self._last:
+                print(f"{where}  held-out {', '.join(values)}", flush=True)
+            return
+        loss = f"{line['loss']:.4f}"
+        speed = throughput(line[f"{self._unit}_per_second"], self._unit, line.get("mfu"))
+        if self._bar:
+            self._bar.update(self._task, completed=step, loss=loss, speed=speed)
+            return
+        stride = max(1, (self._last - self._first) // self._every // 10) * self._every
+        if step % stride < self._every or step == self._last:
+            left = clock((self._last - step) * line["step_seconds"])
+            print(f"{where}  loss {loss}  {speed}  {left} left", flush=True)
+
+    def close(self) -> None:
+        if self._bar:
+            self._bar.stop()
+
+
+class TensorBoard:
+    """WORKDIR/tensorboard: step 10's "loss" is "train/loss", its "held_out_loss" "held_out/loss".
+
+    Events are written at once, by tensorboardX's EventsWriter. Its SummaryWriter writes them from a
+    thread; a full disk ends that thread, and then training hangs on its queue.
+    """
+
+    name = "TensorBoard"
+
+    def __init__(self, workdir: pathlib.Path, lines: list[Line]):
+        from tensorboardX import event_file_writer, summary
+        from tensorboardX.proto import event_pb2
+
+        protos: Any = event_pb2
+        self._event, self._scalar = protos.Event, summary.scalar
+        folder = workdir / "tensorboard"
+        folder.mkdir(parents=True, exist_ok=True)
+        # All lines are written again. A TensorBoard that is running may be reading the newest file.
+        for stale in sorted(folder.glob("events*"))[:-1]:
+            stale.unlink()
+        # The suffix orders files that start in the same second.
+        self._file = event_file_writer.EventsWriter(str(folder / "events"), f".{time.time_ns()}")
+        self.close = weakref.finalize(self, self._file.close)  # however the run ends
+        # TensorBoard forgets what it has read of the file before.
+        start = protos.SessionLog(status=protos.SessionLog.START)
+        self._file.write_event(self._event(step=0, session_log=start))
+        for line in lines:
+            self.write(line)
+
+    def write(self, line: Line) -> None:
+        event = self._event(step=line["step"], wall_time=time.time())
+        for name, value in scalars(line):
+            event.summary.MergeFrom(self._scalar(name, value))
+        self._file.write_event(event)
+        self._file.flush()
+
+
+class WeightsAndBiases:
+    """A run of a wandb project, with TensorBoard's names. WORKDIR/wandb has its id, to resume it.
+
+    Logging hands a line to wandb's own process, which uploads it: a slow network delays no step.
+    """
+
+    name = "Weights & Biases"
+
+    def __init__(self, project: str, workdir: pathlib.Path, lines: list[Line]):
+        import wandb
+
+        in_bucket, known = folders.in_bucket(workdir), workdir / "wandb" / "id"
+        if not known.exists():
+            if not in_bucket:
+                known.parent.mkdir(exist_ok=True)
+            folders.write(known, secrets.token_hex(4).encode())
+        config = workdir / "config.json"
+        self._run = wandb.init(
+            project=project,
+            id=known.read_text(),
+            resume="allow",
+            name=workdir.name,
+            config=json.loads(config.read_text())["flags"] if config.exists() else None,
+            dir=tempfile.mkdtemp() if in_bucket else workdir,
+            settings=wandb.Settings(silent=True, console="off"),
+        )
+        local = pathlib.Path(self._run.dir).parent
+        place = f"{local}; to upload: wandb sync {local}" if self._run.offline else self._run.url
+        print(f"{self.name}: {place}", flush=True)
+        for line in lines:
+            self.write(line)
+
+    def write(self, line: Line) -> None:
+        # A resumed run repeats the steps since its checkpoint. wandb has them, and takes none twice.
+        if line["step"] >= self._run.starting_step:
+            self._run.log(dict(scalars(line)), step=line["step"])
+
+    def close(self) -> None:
+        self._run.finish()
+
+
+def scalars(line: Line) -> Iterator[tuple[str, float]]:
+    """("train/loss", 1.5), … of a line, without numbers that are not finite."""
+    for name, value in line.items():
+        if name != "step" and value is not None and math.isfinite(value):
+            group = "held_out" if name.startswith(HELD_OUT) else "train"
+            yield f"{group}/{name.removeprefix(HELD_OUT)}", value
+
+
+def throughput(per_second: float, unit: str, mfu: float | None) -> str:
+    return f"{per_second:,.0f} {unit}/s" + (f"  MFU {mfu:.1%}" if mfu else "")
+
+
+def clock(seconds: float) -> str:
+    """Seconds as m:ss or h:mm:ss."""
+    minutes, seconds = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{seconds:02}" if hours else f"{minutes}:{seconds:02}"
