@@ -4,7 +4,6 @@ import fcntl
 import gc
 import os
 import pathlib
-import re
 import runpy
 import signal
 import subprocess
@@ -78,7 +77,18 @@ def pytest_sessionfinish(session):
 
 
 # Files that take longest, in the order in which they start; short ones balance the end.
-LONG = ("processes", "new_entry", "failures", "buckets", "hf", "bench", "readme", "transformer")
+LONG = (
+    "processes",
+    "meshes",
+    "collectives",
+    "new_entry",
+    "failures",
+    "buckets",
+    "hf",
+    "bench",
+    "readme",
+    "transformer",
+)
 LONG += ("recipes", "nothing_lost", "crashes", "published", "copy", "small_recipes")
 
 
@@ -120,10 +130,7 @@ def group(test: str) -> str:
         return test  # nothing is shared
     if file in ("test_meshes.py", "test_collectives.py", "test_published.py"):
         entry = next((name for name in ENTRIES if f"[{name}" in case), "")
-        # For restores, this is the mesh that was saved from.
-        mesh = re.search(r"-(\d+(?:x\d+)*\b|\w+=\d[\w=,]*)", case)
-        parts = (entry, mesh[1] if mesh else "")
-        return "-".join(parts if file != "test_published.py" else (file, entry))
+        return f"{file}-{entry}" if file == "test_published.py" else entry
     return file
 
 

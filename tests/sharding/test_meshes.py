@@ -1,5 +1,6 @@
 """The proof: every entry × strategy × mesh computes the same and is sharded by its rules."""
 
+import dataclasses
 import functools
 import itertools
 import json
@@ -13,7 +14,7 @@ import pytest
 
 from recipes.common import checkpoint
 from recipes.common.sharding.abstract import abstract_model, paths, variables_of
-from recipes.common.sharding.layout import shardings
+from recipes.common.sharding.layout import Layout, Tree, shardings
 from recipes.common.sharding.rules import used_axes
 from recipes.common.train.feed import to_devices
 from recipes.common.train.state import abstract_state, initialize
@@ -34,6 +35,26 @@ from tests.support.runs import saving
 pytestmark = pytest.mark.promise("meshes-agree")
 
 
+@dataclasses.dataclass(frozen=True)
+class Parts:
+    """What each device holds of a state. Layouts with equal parts have the same initialization."""
+
+    parts: str
+    layout: Layout = dataclasses.field(compare=False)
+    abstract: Tree = dataclasses.field(compare=False)
+
+
+@functools.cache
+def initial_state(entry_name: str, on: Parts):
+    """The sharded initialization, on the host. Its program depends on the parts alone."""
+    state = initialize(on.layout, OPTIMIZER, 0, on.abstract)
+    for array, promised in zip(
+        jax.tree.leaves(state), jax.tree.leaves(shardings(on.abstract)), strict=True
+    ):
+        assert array.sharding.is_equivalent_to(promised, array.ndim)
+    return jax.device_get(state)
+
+
 @functools.lru_cache(maxsize=8)  # a restore begins with the run that was compared before
 def run(entry_name: str, strategy: str, mesh: str):
     """(initial state, losses [5], gradients of 5 steps, state after them), on the host."""
@@ -41,12 +62,12 @@ def run(entry_name: str, strategy: str, mesh: str):
     layout = entry.layout(mesh, strategy)
     abstract = abstract_state(layout, OPTIMIZER)
     step = compiled_step(entry_name, strategy, mesh)
-    state = initialize(layout, OPTIMIZER, 0, abstract)
-    for array, promised in zip(
-        jax.tree.leaves(state), jax.tree.leaves(shardings(abstract)), strict=True
-    ):
-        assert array.sharding.is_equivalent_to(promised, array.ndim)
-    first, losses, grads = jax.device_get(state), [], []
+    parts = tuple(
+        (path, leaf.dtype, *leaf.sharding.devices_indices_map(leaf.shape).items())
+        for path, leaf in paths(abstract).items()
+    )
+    first, losses, grads = initial_state(entry_name, Parts(str(parts), layout, abstract)), [], []
+    state = jax.device_put(first, shardings(abstract))
     for batch in entry.batches:
         state, mean, grad = step(state, to_devices(batch, layout))
         losses.append(float(mean))
