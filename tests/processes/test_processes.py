@@ -21,6 +21,7 @@ from tests.conftest import ROOT
 from tests.support import small_tokenizers
 from tests.support.devices import gpus
 from tests.support.local_processes import FLAGS, IMPATIENT, LOST, SMALLEST, LocalProcesses
+from tests.support.local_processes import smallest as smallest
 from tests.support.quick import quick as quick
 from tests.support.runs import records, state_of, steps_saved
 
@@ -143,7 +144,7 @@ def test_a_mesh_that_splits_an_inner_axis_between_processes_is_refused(tmp_path)
     for code, out, err in run.finish():
         assert (code, out) == (2, "")
         assert err == (
-            "error: --mesh=1x8 would divide axis 'model' between 2 processes of 4 devices, and only "
+            "error: --mesh=1x8 would divide axis 'model' between 2 processes of 4 devices, but only "
             "the outermost may be; try --mesh=2x4\n"
         )
     assert not (tmp_path / "w").exists()
@@ -229,8 +230,8 @@ def test_waiting_for_a_process_that_never_comes_ends_with_one_line():
     out, err = process.communicate(timeout=30)
     assert (process.returncode, out) == (1, "")
     assert err == (
-        "error: fewer than 2 processes have started within 1 s; see what each of them printed, and "
-        "start all of them again\n"
+        "error: fewer than 2 processes started within 1 s; check the output of each, and start all of "
+        "them again\n"
     )
 
 
