@@ -176,7 +176,7 @@ ROWS = [
     (["--restore_from=transformer.stdlib_3m", "--tokenizer={here}/same"], "transformer.stdlib_3m (d817aeed…), which its model was trained with; leave it out"),
     (["--restore_from=hf:{here}/bare"], "{here}/bare has no tokenizer.json, so its model's tokens are unknown; use --tokenizer=FILE, ORG/NAME on the Hub, or bytes if it was trained on bytes"),
     (["--restore_from=hf:{here}/bare", "--tokenizer=bytes"], "--tokenizer=bytes has 257 tokens, but the model of {here}/bare has 512, so it was not trained on bytes; use its own tokenizer.json"),
-    (["--restore_from=hf:{here}/pieces"], "{here}/pieces has its tokenizer in tokenizer.model alone, which the zoo does not read"),
+    (["--restore_from=hf:{here}/pieces"], "{here}/pieces has its tokenizer only in tokenizer.model, which the zoo does not read"),
     (["--restore_from={here}/imported"], "{here}/imported has no tokenizer.json, so its model's tokens are unknown"),
     (["--restore_from=hf:{here}/bare", "--tokenizer={here}/large"], "the model has 512 tokens, but the tokenizer {here}/large has 513; use the tokenizer that it was trained with, or a model with a larger vocabulary"),
     (["--tokenizer={here}/no"], "--tokenizer={here}/no does not exist; use bytes, a tokenizer.json"),

@@ -555,7 +555,7 @@ def test_names_that_lead_nowhere(tmp_path, monkeypatch):
     for name, said in (
         ("hf:/no/such/dir", "'/no/such/dir' does not exist; use a model folder, or ORG/NAME"),
         ("hf:", "'' does not exist; use a model folder"),
-        (f"hf:{GOLDEN / 'llama2' / 'config.json'}", "is a file; use the folder"),
+        (f"hf:{GOLDEN / 'llama2' / 'config.json'}", "is a file; use its folder"),
     ):
         with pytest.raises(UserError, match=re.escape(said)):
             checkpoint.find(name)

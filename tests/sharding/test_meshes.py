@@ -37,7 +37,7 @@ pytestmark = pytest.mark.promise("meshes-agree")
 
 @dataclasses.dataclass(frozen=True)
 class Parts:
-    """What each device holds of a state. Layouts with equal parts have the same initialization."""
+    """The part of a state that each device holds. Layouts with equal parts have the same initialization."""
 
     parts: str
     layout: Layout = dataclasses.field(compare=False)
