@@ -1,6 +1,7 @@
 """The promises of tests/README.md and, from their `promise` markers, the tests that keep them."""
 
 import ast
+import functools
 import re
 from typing import NamedTuple
 
@@ -40,6 +41,7 @@ def documented() -> list[Promise]:
     ]
 
 
+@functools.cache
 def marked_tests() -> list[MarkedTest]:
     """Parses all test files; nothing is imported."""
     found = []

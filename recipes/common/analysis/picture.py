@@ -42,14 +42,14 @@ def layouts(path: pathlib.Path, arrays: dict[str, Array]) -> None:
     for axes, (name, ((down, across), (rows, columns), sharding)) in zip(
         all_axes, arrays.items(), strict=True
     ):
-        order = [device.id for device in sharding.mesh.devices.flat]  # ids of hosts lie far apart
-        holders: dict[tuple, list[int]] = {}
-        for device, (r, c) in sharding.devices_indices_map((rows, columns)).items():
+        holders: dict[tuple, dict[int, int]] = {}  # part → id of a device → its place on the mesh
+        places = enumerate(sharding.devices_indices_map((rows, columns)).items())
+        for place, (device, (r, c)) in places:
             part = (r.start or 0, r.stop or rows, c.start or 0, c.stop or columns)
-            holders.setdefault(part, []).append(device.id)
+            holders.setdefault(part, {})[device.id] = place
         for (top, bottom, left, right), devices in holders.items():
             box = (left, top), right - left, bottom - top
-            axes.add_patch(_rectangle(*box, hue=min(map(order.index, devices)) / len(order)))
+            axes.add_patch(_rectangle(*box, hue=min(devices.values()) / sharding.mesh.size))
             text = "all" if len(devices) == sharding.mesh.size > 1 else ", ".join(map(str, devices))
             axes.text((left + right) / 2, (top + bottom) / 2, text, ha="center", va="center")
         axes.set(xlim=(0, columns), ylim=(rows, 0), title=name, xlabel=f"{across} ({columns})")
