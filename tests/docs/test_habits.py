@@ -3,9 +3,12 @@
 import re
 import tomllib
 
+import pytest
 import yaml
 
 from tests.conftest import ROOT
+
+pytestmark = pytest.mark.promise("structure")
 
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 PYTHONS = re.search(r"^for version in (.+); do$", (ROOT / ".ci/run").read_text(), re.M)[1].split()

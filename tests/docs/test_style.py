@@ -9,6 +9,8 @@ import pytest
 
 from tests.conftest import ROOT
 
+pytestmark = pytest.mark.promise("structure")
+
 FILES = [
     path
     for folder in ("zoo", "recipes", "data", "tests")

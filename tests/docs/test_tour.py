@@ -10,6 +10,8 @@ import pytest
 
 from tests.conftest import ROOT
 
+pytestmark = pytest.mark.promise("readmes")
+
 PATH = ROOT / "recipes" / "tour.ipynb"
 MOST_BYTES = 300_000
 MOST_SECONDS = 120  # on two cores

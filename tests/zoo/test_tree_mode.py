@@ -10,10 +10,11 @@ from flax import nnx
 from recipes.bench import common
 from recipes.common.mesh import make_mesh
 from recipes.common.train.state import new_state
-from tests.conftest import full_except
 from tests.support.quick import quick as quick
 from tests.support.runs import TINY, assert_bit_equal, records, state_of
 from zoo.transformer import Config
+
+pytestmark = pytest.mark.promise("definitions")
 
 # The fast tier checks the newest Flax only, the full tier both.
 pytestmark = [pytest.mark.full] if jax.__version_info__ < (0, 11) else []
@@ -107,12 +108,11 @@ def test_generation_writes_the_same_text(inside, quick):
     assert "def " in texts[0]
 
 
-@pytest.mark.parametrize("recipe", full_except(RECIPES, []))
-def test_environment_variables(run, place, book, recipe):
+@pytest.mark.full
+def test_environment_variables(run, place, book):
     """Flax's switches for a whole process, and a compiler that optimizes."""
-    text = (book,) if recipe in ("transformer", "moe") else ()
     for name, mode in {"graph": {}, "tree": ENVIRONMENT}.items():
-        flags = (*RECIPES[recipe], *text, f"--workdir={place / recipe / name}")
-        done = run(f"recipes.{recipe}", *flags, **mode)
+        flags = (*RECIPES["transformer"], book, f"--workdir={place / name}")
+        done = run("recipes.transformer", *flags, **mode)
         assert (done.code, done.err) == (0, "")
-    assert_equal_runs(place / recipe / "graph", place / recipe / "tree")
+    assert_equal_runs(place / "graph", place / "tree")
