@@ -4,8 +4,12 @@ import os
 import pathlib
 
 
-class DataError(ValueError):
-    """The data can't be used; the message is one line with the fix."""
+class UserError(ValueError):
+    """A mistake that only the user can fix; the message is one line with the value and the fix."""
+
+
+class DataError(UserError):
+    """The data can't be used."""
 
 
 def cache_dir() -> pathlib.Path:

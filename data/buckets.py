@@ -110,15 +110,11 @@ def _problem(bucket: str) -> str:
         return f"there is no bucket {bucket!r}; create it, or check its name"
     if files is None or files.credentials.credentials is None:
         return f"there are no Google credentials ({reason(answer)}); {LOGIN}"
-    if _refused(answer):
+    if getattr(answer, "code", 0) == 401 or str(answer).startswith("Forbidden"):
         return (
             f"these Google credentials may not list it ({reason(answer)}); use others, or {LOGIN}"
         )
     return f"Google Cloud Storage can't be reached ({reason(answer)}); check the network"
-
-
-def _refused(error: Exception) -> bool:
-    return getattr(error, "code", 0) == 401 or str(error).startswith("Forbidden")
 
 
 def post(path: pathlib.Path, **request) -> Any:
@@ -174,7 +170,8 @@ def local(name: str, what: str) -> pathlib.Path:
     """
     root, found = _listing(name, what)
     folder = _copied(root, found, what)
-    return folder / next(iter(found)) if _is_object(name, root) else folder
+    is_object = root != name.removeprefix("gs://").rstrip("/")
+    return folder / next(iter(found)) if is_object else folder
 
 
 def files(name: str, what: str) -> list[pathlib.Path]:
@@ -182,10 +179,6 @@ def files(name: str, what: str) -> list[pathlib.Path]:
     root, found = _listing(name, what)
     folder = _copied(root, found, what)
     return [folder / inner for inner in found]
-
-
-def _is_object(name: str, root: str) -> bool:
-    return root != name.removeprefix("gs://").rstrip("/")
 
 
 def _listing(name: str, what: str) -> tuple[str, dict[str, dict[str, Any]]]:

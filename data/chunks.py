@@ -24,8 +24,7 @@ from data.tokenizer import Tokenizer
 # at once. While it encodes, the library holds 117 times as much memory for English and 418 times as
 # much for digits, each of which is a token.
 AT_ONCE, IN_ALL = 2**16, 2**19
-# More threads would take more memory and wait for text: JSON Lines are read at about 8 MB/s, and a
-# core tokenizes 1 MB/s.
+# More threads would take more memory. A core tokenizes about 1 MB/s.
 THREADS = 8
 # glibc keeps what a thread has freed: 50 MB each after long parts of digits. This costs time, so it
 # is done only after long parts. Other systems have no such call.

@@ -110,7 +110,7 @@ def _prepared(source: Source, tokenizer: Tokenizer) -> pathlib.Path:
             try:
                 if not is_whole(folder):  # otherwise another process has made it meanwhile
                     if remembered and source.files:
-                        _replace(remembered, content)
+                        replace(remembered, content)
                     _make(folder, partial, source, tokenizer)
                     if _has_changed(source, remembered, content):
                         shutil.rmtree(folder)
@@ -124,7 +124,7 @@ def _prepared(source: Source, tokenizer: Tokenizer) -> pathlib.Path:
                     remembered.unlink(missing_ok=True)
                 raise
     if remembered and not source.files:
-        _replace(remembered, content)  # of several commits in the cache, the last one used
+        replace(remembered, content)  # of several commits in the cache, the last one used
     return folder
 
 
@@ -160,18 +160,23 @@ def _content(source: Source) -> tuple[pathlib.Path | None, str]:
             return remembered, f"{source.name}@{commit}"
         return (remembered, remembered.read_text()) if remembered.exists() else (None, source.name)
     with sources.reading(source.name):
-        stats = [(str(path.absolute()), path.stat()) for path in source.files]
-    listing = [[name, s.st_size, s.st_mtime_ns, s.st_ctime_ns, s.st_ino] for name, s in stats]
-    where = hashlib.sha256(json.dumps(listing).encode()).hexdigest()[:16]
-    remembered = cache_dir() / "text" / f"{where}.content"
+        remembered = cache_dir() / "text" / f"{stamp(source.files)}.content"
     if remembered.exists():
         return remembered, remembered.read_text()
     digest, root = hashlib.sha256(), os.path.commonpath([str(p.parent) for p in source.files])
-    for path, (_, stat) in zip(source.files, stats, strict=True):
-        digest.update(f"{path.relative_to(root).as_posix()}\n{stat.st_size}\n".encode())
-        with sources.reading(source.name):
+    with sources.reading(source.name):
+        for path in source.files:
+            size = path.stat().st_size
+            digest.update(f"{path.relative_to(root).as_posix()}\n{size}\n".encode())
             _hash(path, digest)
     return remembered, digest.hexdigest()
+
+
+def stamp(files: list[pathlib.Path]) -> str:
+    """A hash of the files' names, sizes and times, under which a digest of their content is cached."""
+    stats = [(str(path.absolute()), path.stat()) for path in files]
+    listing = [[name, s.st_size, s.st_mtime_ns, s.st_ctime_ns, s.st_ino] for name, s in stats]
+    return hashlib.sha256(json.dumps(listing).encode()).hexdigest()[:16]
 
 
 def _hash(path: pathlib.Path, digest) -> None:
@@ -267,7 +272,8 @@ def new_folder(folder: pathlib.Path) -> Iterator[pathlib.Path]:
         shutil.rmtree(temporary, ignore_errors=True)
 
 
-def _replace(path: pathlib.Path, text: str) -> None:
+def replace(path: pathlib.Path, text: str) -> None:
+    """Writes a file of the cache, which appears only when it is complete."""
     temporary = path.with_suffix(f".{os.getpid()}")
     temporary.write_text(text)
     os.replace(temporary, path)

@@ -64,14 +64,9 @@ def commit(name: str, dataset: str) -> str:
     return answer if isinstance(answer, str) else ""
 
 
-def rows(path: pathlib.Path, kind: str, columns: list[str]) -> Rows:
-    """Yields the rows of a local file of kind json or parquet, with at least these columns."""
-    datasets = library()
-    if kind == "json":
-        # Blocks of 1 MB: the default 10 MB take 75 MB more memory and just as long.
-        options = {"split": "train", "streaming": True, "chunksize": 2**20}
-        yield from datasets.load_dataset(kind, data_files=str(path), **options)
-        return
+def parquet_rows(path: pathlib.Path, columns: list[str]) -> Rows:
+    """Yields the rows of a local file; with these columns only, if it has all of them."""
+    library()
     # With pyarrow directly: streaming with `datasets` holds a whole row group in memory.
     from datasets.packaged_modules.parquet import parquet
 

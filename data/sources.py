@@ -15,7 +15,6 @@ import contextlib
 import functools
 import glob
 import hashlib
-import itertools
 import json
 import os
 import pathlib
@@ -194,27 +193,30 @@ def _from_files(
     name: str, files: list[pathlib.Path], column: str, whole: bool, form: Callable[[], str]
 ) -> Iterator[Part]:
     if form() != TEXT:
-        rows = functools.partial(_rows, name, files, form())
+        rows = functools.partial(_rows_of_conversations, name, files, form())
         yield from _conversations(name, rows, form(), whole)
         return
     for path in files:
-        try:
+        with _explained(name, path):
             if kind(path) == "text":
                 yield from _text_file(path)
                 continue
-            for number, row in enumerate(hub.rows(path, kind(path), [column]), start=1):
+            for number, (where, row) in enumerate(_rows(name, path, [column]), start=1):
+                if not isinstance(row, dict):
+                    raise DataError(f"{where} is not a JSON object; fix it")
                 if number == 1 and conversations.form(row, column) != TEXT:
                     raise DataError(
                         f"--dataset={name}: {path.name} has conversations, but not as JSON Lines, a row a "
                         f"line, or not like {files[0].name}; convert it, or name files of one kind"
                     )
                 if number > 1 and not isinstance(row.get(column), str):
-                    raise ValueError(f"row {number} has no text in column {column!r}")
+                    if kind(path) == "parquet":
+                        raise ValueError(f"row {number} has no text in column {column!r}")
+                    raise DataError(
+                        f"{where} has no text in column {column!r}, which the rows before it have; "
+                        "give all rows the same columns"
+                    )
                 yield from _document(_text(row, column, name))
-        except DataError:
-            raise
-        except Exception as error:  # the readers raise exceptions of their own
-            raise DataError(_diagnose(name, path, column, error)) from error
 
 
 def _from_hub(name: str, column: str, whole: bool, form: Callable[[], str]) -> Iterator[Part]:
@@ -248,6 +250,32 @@ def _text(row: dict, column: str, name: str) -> bytes:
     return row[column].encode(errors="replace")
 
 
+def _rows(name: str, path: pathlib.Path, columns: list[str]) -> Rows:
+    """Yields the rows of a JSON or Parquet file, the latter with at least these columns."""
+    where = f"--dataset={name}: {path.name}"
+    if kind(path) == "json":
+        yield from _json_rows(path, where)
+        return
+    for number, row in enumerate(hub.parquet_rows(path, columns), start=1):
+        yield f"{where} row {number}", row
+
+
+def _json_rows(path: pathlib.Path, where: str) -> Rows:
+    """Yields the rows of JSON Lines, or of a file with one JSON array."""
+    with hub.text_file(path) as file:
+        for number, line in enumerate(file, start=1):
+            try:
+                if number == 1 and line.startswith("["):
+                    for row in json.loads(line + file.read()):
+                        yield where, row
+                elif line.strip():
+                    yield f"{where} line {number}", json.loads(line)
+            except json.JSONDecodeError as broken:
+                raise DataError(
+                    f"{where} line {number} is not JSON ({broken.msg}); fix it"
+                ) from None
+
+
 # ---- conversations -------------------------------------------------------------------------------
 
 
@@ -268,38 +296,16 @@ def _hub_columns(name: str) -> list[str]:
     return list(next(iter(hub.read_errors(train, name)), ()))
 
 
-def _rows(name: str, files: list[pathlib.Path], form: str) -> Rows:
-    """Yields the rows of local files, each with its file and line."""
+def _rows_of_conversations(name: str, files: list[pathlib.Path], form: str) -> Rows:
     for path in files:
-        where = f"--dataset={name}: {path.name}"
         if kind(path) == "text":
             raise DataError(
-                f"{where} is text, but {files[0].name} has conversations; name the files to read with "
-                "a pattern, as in 'FOLDER/*.jsonl', or give both: a.jsonl@0.7,b.txt@0.3"
+                f"--dataset={name}: {path.name} is text, but {files[0].name} has conversations; name the "
+                "files to read with a pattern, as in 'FOLDER/*.jsonl', or give both: "
+                "a.jsonl@0.7,b.txt@0.3"
             )
-        try:
-            if kind(path) == "json":
-                yield from _json_rows(path, where)
-            else:
-                wanted = conversations.COLUMNS[form]
-                for number, row in enumerate(hub.rows(path, "parquet", wanted), start=1):
-                    yield f"{where} row {number}", row
-        except DataError:
-            raise
-        except Exception as error:  # the readers raise exceptions of their own
-            raise DataError(_diagnose(name, path, "", error)) from error
-
-
-def _json_rows(path: pathlib.Path, where: str) -> Rows:
-    with hub.text_file(path) as file:
-        for number, line in enumerate(file, start=1):
-            if line.strip():
-                try:
-                    yield f"{where} line {number}", json.loads(line)
-                except json.JSONDecodeError as broken:
-                    raise DataError(
-                        f"{where} line {number} is not JSON ({broken.msg}); fix it"
-                    ) from None
+        with _explained(name, path):
+            yield from _rows(name, path, conversations.COLUMNS[form])
 
 
 def _numbered(name: str, what: str, rows: hub.Rows) -> Rows:
@@ -376,31 +382,17 @@ def _end(text: bytes, first: int = 0) -> int:
 
 def _text_file(path: pathlib.Path) -> Iterator[Part]:
     """Reads a document of any length in bounded memory: once for its hash, once for its parts."""
-    blocks = _blocks(path)
-    start = list(itertools.islice(blocks, 2))
-    if len(start) < 2:
-        yield from _document(b"".join(start))
-        return
-    digest = hashlib.sha256()
-    for block in itertools.chain(start, blocks):
+    digest, count = hashlib.sha256(), 0
+    for block in _blocks(path):
         digest.update(block)
-    held_out, begins = _small(digest), True
-    for block, last in _with_last(_blocks(path)):
-        yield Part(block, held_out, begins, last)
-        begins = False
-
-
-def _with_last(blocks: Iterator[bytes]) -> Iterator[tuple[bytes, bool]]:
-    """Yields each block and whether it is the last one."""
-    before = next(blocks)
-    for block in blocks:
-        yield before, False
-        before = block
-    yield before, True
+        count += 1
+    held_out = _small(digest)
+    for number, block in enumerate(_blocks(path), start=1):
+        yield Part(block, held_out, begins=number == 1, ends=number == count)
 
 
 def _blocks(path: pathlib.Path) -> Iterator[bytes]:
-    """Yields a text file as UTF-8 with Unix line ends, cut like `_cut`."""
+    """Yields a text file as UTF-8 with Unix line ends, cut like `_cut`; b"" if it is empty."""
     with hub.text_file(path) as file:
         held = b""
         while block := file.read(LONGEST):
@@ -409,32 +401,30 @@ def _blocks(path: pathlib.Path) -> Iterator[bytes]:
                 end = _end(held)
                 yield held[:end]
                 held = held[end:]
-        if held:
-            yield held
+        yield held
 
 
-def _diagnose(name: str, path: pathlib.Path, column: str, error: Exception) -> str:
-    """Explains in one line why a local file could not be read; `column` should have its text."""
-    where = f"--dataset={name}: {path.name}"
+@contextlib.contextmanager
+def _explained(name: str, path: pathlib.Path) -> Iterator[None]:
+    """Turns an error of reading a local file into a DataError that explains it in one line."""
+    try:
+        yield
+    except DataError:
+        raise
+    except Exception as error:  # the readers raise exceptions of their own
+        raise DataError(f"--dataset={name}: {path.name} {_diagnosis(path, error)}") from error
+
+
+def _diagnosis(path: pathlib.Path, error: Exception) -> str:
     if not path.stat().st_size:
-        return f"{where} is empty; use a file with text in it"
+        return "is empty; use a file with text in it"
     if path.suffix.lower() == ".zst" and isinstance(error, (ImportError, ValueError)):
-        return f"{where} can't be decompressed ({hub.reason(error)}); pip install zstandard"
-    if kind(path) != "parquet" and path.suffix.lower() not in COMPRESSED:
+        return f"can't be decompressed ({hub.reason(error)}); pip install zstandard"
+    if isinstance(error, UnicodeDecodeError) and path.suffix.lower() not in COMPRESSED:
         with path.open("rb") as file:
             for number, line in enumerate(file, start=1):
                 try:
-                    text = line.decode()
-                    if kind(path) == "json" and text.strip():
-                        row = json.loads(text)
-                        text = row.get(column) if isinstance(row, dict) else ""
-                        if number > 1 and column and not isinstance(text, str):
-                            return (
-                                f"{where} line {number} has no text in column {column!r}, which the "
-                                "rows before it have; give all rows the same columns"
-                            )
+                    line.decode()
                 except UnicodeDecodeError:
-                    return f"{where} line {number} is not UTF-8; convert the file"
-                except json.JSONDecodeError as broken:
-                    return f"{where} line {number} is not JSON ({broken.msg}); fix it"
-    return f"{where} could not be read as {kind(path)} ({hub.reason(error)}); fix it"
+                    return f"line {number} is not UTF-8; convert the file"
+    return f"could not be read as {kind(path)} ({hub.reason(error)}); fix it"

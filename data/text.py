@@ -112,7 +112,8 @@ def _notes(
     what: str, splits: list[Split], rows: list, seq_len: int, tokenizer: Tokenizer
 ) -> Iterator[str]:
     """Lines about conversations: what the targets are, and what is not trained on."""
-    date = f"; templates see the date {chat.TRAINING_DAY:%d %b %Y}" if tokenizer.dated else ""
+    asks_for_date = "strftime_now" in tokenizer.template
+    date = f"; templates see the date {chat.TRAINING_DAY:%d %b %Y}" if asks_for_date else ""
     for split, examples in zip(splits, rows, strict=True):
         if split.targets is None:
             continue

@@ -9,7 +9,6 @@ The files besides tokenizer.json describe the model's chat format: its chat temp
 the tokens that end an answer.
 """
 
-import codecs
 import contextlib
 import dataclasses
 import datetime
@@ -118,8 +117,7 @@ class Tokenizer:
           after: the tokens in front of these. Without them a decoder may drop the first space.
         """
         if len(after):
-            last = after[-1:]
-            return self.decode([*last, *tokens])[len(self.decode(last)) :]
+            return self.decode([*after, *tokens])[len(self.decode(after)) :]
         ids = [int(t) for t in tokens if 0 <= t < self.size]
         if not self.files:
             return bytes(t for t in ids if t < START).decode(errors="replace")
@@ -194,11 +192,6 @@ class Tokenizer:
             found = self._encoder(control).encode_batch_fast(texts, add_special_tokens=False)
         return [np.array(one.ids, np.int32) for one in found]
 
-    @property
-    def dated(self) -> bool:
-        """Whether the chat template asks for today's date."""
-        return "strftime_now" in self.template
-
     @functools.cached_property
     def chat_key(self) -> str:
         """sha256 of all that decides a conversation's tokens and targets besides tokenizer.json."""
@@ -212,36 +205,22 @@ class Stream:
 
     def __init__(self, tokenizer: Tokenizer, after):
         self._tokenizer = tokenizer
-        self._bytes = codecs.getincrementaldecoder("utf-8")("replace")
-        self._begin([int(token) for token in after])
-
-    def _begin(self, after: list[int]) -> None:
+        self._shown = after  # the last tokens whose text was returned
         self._held: list[int] = []  # tokens without text so far
-        if self._tokenizer.files:
-            from tokenizers.decoders import DecodeStream
-
-            self._stream = DecodeStream(ids=after, skip_special_tokens=True)
 
     def put(self, token: int) -> str:
-        if not 0 <= token < self._tokenizer.size:
+        self._held.append(token)
+        text = self._tokenizer.decode(self._held, self._shown)
+        if not text or text.endswith("\ufffd"):  # perhaps a part of a character
             return ""
-        if not self._tokenizer.files:
-            return self._bytes.decode(bytes([token])) if token < START else ""
-        self._held.append(int(token))
-        try:
-            text = self._stream.step(self._tokenizer._library, int(token))
-        except Exception:  # bytes that are not UTF-8, behind some that were decoded already
-            return self.rest()
-        self._held = [] if text else self._held
-        return text or ""
+        self._shown, self._held = self._held, []
+        return text
 
     def rest(self) -> str:
         """The text still held back; bytes that are not UTF-8 become U+FFFD."""
-        if not self._tokenizer.files:
-            return self._bytes.decode(b"", final=True)
-        held, last = self._tokenizer.decode(self._held), self._held[-1:]
-        self._begin(last)
-        return held
+        text = self._tokenizer.decode(self._held, self._shown)
+        self._held = []
+        return text
 
 
 # ---- finding and reading -------------------------------------------------------------------------
@@ -388,37 +367,8 @@ def _text(text: str | bytes) -> str:
 
 def bytes_files() -> dict[str, bytes]:
     """The bytes tokenizer as a tokenizer.json: an id is a byte, and 256 starts a text."""
-    # ByteLevel's alphabet: these bytes stand for themselves.
-    shown = [*range(33, 127), *range(161, 173), *range(174, 256)]
-    others = [byte for byte in range(256) if byte not in shown]
-    letters = {byte: chr(byte) for byte in shown}
-    letters |= {byte: chr(256 + i) for i, byte in enumerate(others)}
-    start = "<|start|>"
-    plain = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False}
-    level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True}
-    level |= {"use_regex": False}
-    before = {"SpecialToken": {"id": start, "type_id": 0}}
-    single = [before, {"Sequence": {"id": "A", "type_id": 0}}]
-    content = {
-        "version": "1.0",
-        "added_tokens": [{"id": START, "content": start, **plain, "special": True}],
-        "pre_tokenizer": level,
-        "post_processor": {
-            "type": "TemplateProcessing",
-            "single": single,
-            "pair": [*single, {"Sequence": {"id": "B", "type_id": 1}}],
-            "special_tokens": {start: {"id": start, "ids": [START], "tokens": [start]}},
-        },
-        "decoder": level,
-        "model": {
-            "type": "BPE",
-            "vocab": {letters[byte]: byte for byte in range(256)} | {start: START},
-            "merges": [],
-        },
-    }
-    config = {"bos_token": start, "tokenizer_class": "PreTrainedTokenizerFast"}
-    texts = {MAIN: content, CONFIG: config}
-    return {name: (json.dumps(text, indent=1) + "\n").encode() for name, text in texts.items()}
+    folder = pathlib.Path(__file__).parent / "bytes"
+    return {name: (folder / name).read_bytes() for name in (MAIN, CONFIG)}
 
 
 BYTES = Tokenizer(

@@ -44,7 +44,7 @@ def main(flags: Flags) -> None:
             f"--target={flags.target} and --one_file={flags.one_file} exclude each other; use one of "
             "them"
         )
-    files = closure(ZOO / f"{flags.entry}.py")
+    files = closure(ZOO / f"{flags.entry}.py", optional=True)
     names = ", ".join(path.name for path in files)
 
     # ---- The files as they are, or merged --------------------------------------------------------

@@ -78,9 +78,10 @@ def main(devices: Devices, flags: Evaluate) -> None:
     asked = tasks.load(flags.tasks, flags.include_path) if flags.tasks else None
     tokenizer = checkpoint.tokenizer_for(flags.tokenizer, source)
     dtype = flags.dtype or ("float32" if mesh.devices.flat[0].platform == "cpu" else "bfloat16")
-    layout = checkpoint.layout_of(source, mesh, devices.rules, dtype=dtype)
     context = flags.seq_len or checkpoint.context(source)
     length = flags.seq_len or min(context, 1_024)
+    rows = length if flags.dataset else 0  # tasks pad their rows to what the mesh divides
+    layout = checkpoint.layout_of(source, mesh, devices.rules, seq_len=rows, dtype=dtype)
     texts = {name: load(name, flags, length, tokenizer) for name in names(flags.dataset)}
 
     # ---- Read the model, each shard onto its own device ------------------------------------------
@@ -96,10 +97,9 @@ def main(devices: Devices, flags: Evaluate) -> None:
         rows = min(flags.batch_size, len(data.held_out))
         evaluation = Evaluation(layout.with_room_for(rows), data)
         totals = evaluation(variables)
-        size = data.held_out_bytes or 0
-        summary = in_words(totals, size)
+        summary = in_words(totals, data.held_out_bytes)
         print0(f"{name}: {summary}; {flags.part}, {length:,} tokens of context.")
-        facts = {"bytes": size, "part": flags.part, "seq_len": length}
+        facts = {"bytes": data.held_out_bytes, "part": flags.part, "seq_len": length}
         found.setdefault("datasets", {})[name] = evaluation.figures(totals) | facts
     if asked:
         from recipes.common.harness.model import Model

@@ -55,7 +55,7 @@ def main(flags: Flags) -> None:
             try:
                 layout = make_layout(
                     entries.model(flags.entry), config, meshes[name], strategy,
-                    batch_size=flags.batch_size,
+                    batch_size=flags.batch_size, seq_len=flags.seq_len,
                 )  # fmt: skip
             except UserError as error:
                 left_out[str(error)] = None

@@ -1,66 +1,94 @@
-"""Parts of a decoder: matmuls, LoRA, RMSNorm, SwiGLU, rotary and token embeddings, the loss.
+"""Parts of a decoder: matmuls, LoRA, RMSNorm, rotary and token embeddings, the loss.
 
-Shapes: B batch, T positions, D embed, F mlp, N heads, H head dim, V vocab, R batch shards, M
+Shapes: B batch, T positions, D embed, N heads, H head dim, V vocab, R shards of B and T, M
 positions of one shard, C positions in one chunk of the loss.
 """
 
+import functools
 import math
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from flax.core.spmd import get_logical_axis_rules
+from jax.ad_checkpoint import checkpoint_name
 
-from .sharding import constrain, device, explicit, param, reshape, shards
+from .sharding import auto, constrain, device, explicit, mesh_axes, param, reshape, shards
 
 
-def multiply(x: jax.Array, weight: nnx.Param, contract: int = 1) -> jax.Array:
+def multiply(x: jax.Array, weight: nnx.Param, contract: int = 1, seq: str = "seq") -> jax.Array:
     """Multiplies x[B, T, ...] by a weight in use: x's last `contract` dims with the weight's first.
 
-    The result's other dims have the weight's logical axes; this fixes the layout of every
-    activation in a layer. B and T are merged into one dim: where a gradient contracts two dims at
-    once, XLA's CPU backend transposes its operands first, which made the whole training step 1.6
-    times slower.
+    In the result, T has the logical axis `seq` and the dims after it have the weight's axes; this
+    fixes the layout of every activation in a layer. B and T are merged into one dim unless T is
+    split: where a gradient contracts two dims at once, XLA's CPU backend transposes its operands
+    first, which made the whole training step 1.6 times slower.
     """
     w, (B, T, *inner) = weight[...].astype(x.dtype), x.shape
     axes = weight.out_sharding[-w.ndim :]
+    if shards("seq") > 1 or shards(seq) > 1:
+        x, out = constrain(x, "batch", "seq", *axes[:contract]), ("batch", seq, *axes[contract:])
+        return constrain(jnp.tensordot(x, w, contract, out_sharding=explicit(*out)), *out)
     x = reshape(x, (B * T, *inner), "batch", *axes[:contract])
     y = jnp.tensordot(x, w, contract, out_sharding=explicit("batch", *axes[contract:]))
     return reshape(y, (B, T, *y.shape[1:]), "batch", "seq", *axes[contract:])
 
 
-def project(module, name: str, x: jax.Array, contract: int = 1) -> jax.Array:
+def dot(dims: str, x: jax.Array, y: jax.Array, where=None) -> jax.Array:
+    """jnp.einsum with a float32 result; `where`: its out_sharding."""
+    return jnp.einsum(dims, x, y, preferred_element_type=jnp.float32, out_sharding=where)
+
+
+def project(module, name: str, x: jax.Array, contract: int = 1, seq: str = "seq") -> jax.Array:
     """`multiply` by the module's weight of this name, plus its adapter's output if it has one."""
-    y = multiply(x, getattr(module, name), contract)
+    y = multiply(x, getattr(module, name), contract, seq)
     if name in module.lora:
         adapter = module.lora[name]
-        y += multiply(multiply(x, adapter.a, contract), adapter.b) * adapter.scale
+        y += multiply(multiply(x, adapter.a, contract), adapter.b, seq=seq) * adapter.scale
     return y
+
+
+def gather(x_BTD: jax.Array) -> jax.Array:
+    """The input of a sublayer: with sequence-sharded tensor parallelism, all of its positions."""
+    if mesh_axes("residual_seq") == mesh_axes("seq"):
+        return x_BTD
+    return checkpoint_name(constrain(x_BTD, "batch", "seq", "act_embed"), "gathered")
+
+
+def fit_positions(method):
+    """A method of a model with tokens [B, T] or [B]: T that the rules can't divide is not split."""
+
+    @functools.wraps(method)
+    def fitting(self, tokens, *args, **kwargs):
+        T = tokens.shape[1] if tokens.ndim > 1 else 1
+        whole = {axis: None for axis in ("seq", "residual_seq") if T % shards(axis)}
+        rules = dict(get_logical_axis_rules() or ()) | whole
+        with nnx.logical_axis_rules(tuple(rules.items())):
+            return method(self, tokens, *args, **kwargs)
+
+    return fitting
 
 
 class Adapter(nnx.Module):
     """LoRA (Hu et al. 2021): a low-rank A · B · scale to add to a weight; B starts at zero."""
 
-    def __init__(self, weight, contract: int, rank: int, scale: float, *, rngs: nnx.Rngs):
-        shape, axes = weight.shape, weight.out_sharding
-        inner, outer = (slice(contract), slice(contract, None))
-        stddev = math.prod(shape[inner]) ** -0.5
-        self.a = param(rngs, (*shape[inner], rank), (*axes[inner], "lora"), stddev, nnx.LoRAParam)
-        self.b = param(rngs, (rank, *shape[outer]), ("lora", *axes[outer]), 0.0, nnx.LoRAParam)
-        self.scale = scale
+    def __init__(self, weight, contract: int, config, *, rngs: nnx.Rngs):
+        rank, axes = config.lora_rank, weight.out_sharding
+        inner, outer = weight.shape[:contract], weight.shape[contract:]
+        a_axes, stddev = (*axes[:contract], "lora"), math.prod(inner) ** -0.5
+        self.a = param(rngs, (*inner, rank), a_axes, stddev, nnx.LoRAParam)
+        self.b = param(rngs, (rank, *outer), ("lora", *axes[contract:]), 0.0, nnx.LoRAParam)
+        self.scale = config.lora_alpha / rank
 
 
 def adapters(module: nnx.Module, config, rngs: nnx.Rngs, **contract: int) -> nnx.Dict:
     """Builds an Adapter for each weight of a module that config.lora_targets lists, by name.
 
-    Args:
-      config: has lora_rank (0: no adapters), lora_alpha and lora_targets.
-      contract: for each weight that can have an adapter, how many dims of its input are contracted.
+    `contract` maps each weight that can have one to how many dims of its input are contracted.
     """
-    rank, scale = config.lora_rank, config.lora_alpha / max(config.lora_rank, 1)
-    names = [name for name in contract if rank and name in config.lora_targets]
-    return nnx.Dict(
-        {n: Adapter(getattr(module, n), contract[n], rank, scale, rngs=rngs) for n in names}
-    )
+    names = [name for name in contract if config.lora_rank and name in config.lora_targets]
+    return nnx.Dict({n: Adapter(getattr(module, n), contract[n], config, rngs=rngs) for n in names})
 
 
 class RMSNorm(nnx.Module):
@@ -77,27 +105,8 @@ class RMSNorm(nnx.Module):
         return (x32 * jax.lax.rsqrt(variance + self.eps) * scale).astype(x.dtype)
 
 
-class SwiGLU(nnx.Module):
-    """(silu(x · gate) * (x · up)) · down (Shazeer 2020). Tensor parallelism splits F, and then the
-    output costs one all-reduce.
-    """
-
-    def __init__(self, config, *, rngs: nnx.Rngs):
-        D, F = config.embed, config.mlp
-        self.gate = param(rngs, (D, F), ("embed", "mlp"), D**-0.5)
-        self.up = param(rngs, (D, F), ("embed", "mlp"), D**-0.5)
-        self.down = param(rngs, (F, D), ("mlp", "embed"), (F * 2 * config.num_layers) ** -0.5)
-        self.lora = adapters(self, config, rngs, gate=1, up=1, down=1)
-
-    def __call__(self, x_BTD):
-        hidden_BTF = jax.nn.silu(project(self, "gate", x_BTD)) * project(self, "up", x_BTD)
-        return project(self, "down", hidden_BTF)
-
-
 def rotate(x_BTNH: jax.Array, angles_BTH: jax.Array, magnitude: float = 1.0) -> jax.Array:
-    """Rotary position embedding (Su et al. 2021); dims i and i + H/2 rotate as a pair, as in
-    Hugging Face's models.
-    """
+    """Rotary embedding (Su et al. 2021); like Hugging Face, dims i and i + H/2 rotate as a pair."""
     cos, sin = (f(angles_BTH)[:, :, None, :] for f in (jnp.cos, jnp.sin))
     if magnitude != 1:
         cos, sin = cos * magnitude, sin * magnitude
@@ -106,38 +115,53 @@ def rotate(x_BTNH: jax.Array, angles_BTH: jax.Array, magnitude: float = 1.0) -> 
 
 
 def rope_angles(kind, head_dim: int, positions_BT: jax.Array) -> jax.Array:
-    """Rotation angles of each pair of dims at these positions: [B, T, H/2], float32 radians.
-
-    Args:
-      kind: an attention.Kind.
-    """
-    scaling, theta = kind.rope_scaling, kind.rope_theta
+    """Angles of each pair of dims for an attention.Kind: [B, T, H/2], float32 radians."""
+    theta = kind.rope_theta
     frequency = theta ** -(jnp.arange(0, head_dim, 2, dtype=jnp.float32) / head_dim)
-    if scaling is None:
-        keep, factor = 1, 1
-    elif scaling[0] == "linear":
-        keep, factor = 0, scaling[1]
-    elif scaling[0] == "yarn":
-        _, factor, fast, slow, original, truncate, _ = scaling
-        # Index of the pair of dims that makes n turns within the original length.
-        first, last = (
-            math.log(original / (n * 2 * math.pi), theta) * head_dim / 2 for n in (fast, slow)
-        )
-        if truncate:
-            first, last = math.floor(first), math.ceil(last)
-        first, last = max(first, 0), min(last, head_dim - 1)
-        pair = jnp.arange(head_dim // 2, dtype=jnp.float32)
-        keep = 1 - jnp.clip((pair - first) / (last - first or 0.001), 0, 1)
-    else:
-        factor, low, high, original = scaling
-        turns = original * frequency / (2 * math.pi)  # within the original length
-        keep = jnp.clip((turns - low) / (high - low), 0, 1)
-    if scaling is not None:
+    match kind.rope_scaling:
+        case None:
+            keep, factor = 1, 1
+        case "linear", factor:
+            keep = 0
+        case "yarn", factor, fast, slow, original, truncate, _:
+            # Indices of the pairs of dims that make so many turns within the original length.
+            lengths = fast * 2 * math.pi, slow * 2 * math.pi
+            first, last = (math.log(original / n, theta) * head_dim / 2 for n in lengths)
+            if truncate:
+                first, last = math.floor(first), math.ceil(last)
+            first, last = max(first, 0), min(last, head_dim - 1)
+            pair = jnp.arange(head_dim // 2, dtype=jnp.float32)
+            keep = 1 - jnp.clip((pair - first) / (last - first or 0.001), 0, 1)
+        case factor, low, high, original:
+            turns = original * frequency / (2 * math.pi)  # within the original length
+            keep = jnp.clip((turns - low) / (high - low), 0, 1)
+    if kind.rope_scaling is not None:
         frequency = frequency * (keep + (1 - keep) / factor)
     return positions_BT.astype(jnp.float32)[:, :, None] * frequency[None, None]
 
 
 # ---- token embeddings and the loss ---------------------------------------------------------------
+
+
+SHARDS = ("batch", "seq")  # the logical axes of R
+
+
+def by_shard(x_BT: jax.Array, *axes: str) -> jax.Array:
+    """[B, T, ...] → [R, M, ...], without communication. `axes`: of the dims after T."""
+    (B, T, *rest), batch, seq = x_BT.shape, shards("batch"), shards("seq")
+    if seq > 1:
+        parts = (batch, B // batch, seq, T // seq, *rest)
+        x_BT = reshape(x_BT, parts, "batch", None, "seq", None, *axes).swapaxes(1, 2)
+    return reshape(x_BT, (batch * seq, B * T // (batch * seq), *rest), SHARDS, None, *axes)
+
+
+def from_shards(x_RM: jax.Array, shape: tuple[int, ...], *axes: str) -> jax.Array:
+    """The inverse of `by_shard`; shape: (B, T)."""
+    (B, T), rest, batch, seq = shape, x_RM.shape[2:], shards("batch"), shards("seq")
+    if seq > 1:
+        parts = (batch, seq, B // batch, T // seq, *rest)
+        x_RM = reshape(x_RM, parts, "batch", "seq", None, None, *axes).swapaxes(1, 2)
+    return reshape(x_RM, (B, T, *rest), "batch", "seq", *axes)
 
 
 def vocabulary(config, *, rngs: nnx.Rngs) -> nnx.Param:
@@ -147,7 +171,7 @@ def vocabulary(config, *, rngs: nnx.Rngs) -> nnx.Param:
 
 
 def table_copies(table: nnx.Param, dtype: str) -> jax.Array:
-    """Gives each batch shard its own copy of the table: [R, V, D]. Each device holds one anyway.
+    """Gives each shard of B and T its own copy of the table, [R, V, D]; every device holds one anyway.
 
     Lookups and chunks of the loss then add to their own copy's gradient, and the copies' gradients
     are summed once, in the transpose of this broadcast; otherwise they would be summed in every
@@ -157,50 +181,57 @@ def table_copies(table: nnx.Param, dtype: str) -> jax.Array:
     if padding := -len(table_VD) % shards("vocab"):
         padded_VD = jnp.pad(table_VD, ((0, padding), (0, 0)))
         table_VD = constrain(padded_VD, None, "act_embed")  # gather before splitting
-    table_VD, axes = constrain(table_VD, "vocab", "act_embed"), ("batch", "vocab", "act_embed")
-    copies = (shards("batch"), *table_VD.shape)
+    table_VD, axes = constrain(table_VD, "vocab", "act_embed"), (SHARDS, "vocab", "act_embed")
+    copies = (shards(SHARDS), *table_VD.shape)
     return constrain(jnp.broadcast_to(table_VD, copies, out_sharding=explicit(*axes)), *axes)
 
 
 def look_up(table_RVD: jax.Array, tokens_BT: jax.Array) -> jax.Array:
-    """Embeddings of tokens, [B, T, D]; each batch shard reads its own copy of the table."""
-    lookup, (B, T) = jax.vmap(lambda table_VD, tokens_M: table_VD[tokens_M]), tokens_BT.shape
-    where = explicit("batch", None, "act_embed")
-    if where is not None:  # JAX can't infer a lookup's sharding
-        lookup = jax.sharding.auto_axes(lookup, out_sharding=where)
-    tokens_BT = constrain(tokens_BT, "batch", "seq")
-    tokens_RM = reshape(tokens_BT, (len(table_RVD), -1), "batch", None)
-    x_RMD = lookup(table_RVD, tokens_RM)  # pyright: ignore[reportCallIssue]: auto_axes' overloads
-    return reshape(x_RMD, (B, T, -1), "batch", "seq", "act_embed")
+    """Embeddings of tokens, [B, T, D]; each shard of B and T reads its own copy of the table."""
+    lookup = jax.vmap(lambda table_VD, tokens_M: table_VD[tokens_M])
+    lookup = auto(lookup, SHARDS, None, "act_embed")
+    tokens_RM = by_shard(constrain(tokens_BT, "batch", "seq"))
+    x_BTD = from_shards(lookup(table_RVD, tokens_RM), tokens_BT.shape, "act_embed")
+    return constrain(x_BTD, "batch", "residual_seq", "act_embed")
 
 
 def unembed(x_BTD: jax.Array, table_RVD: jax.Array, vocab_size: int) -> jax.Array:
     """Logits [B, T, V] in float32."""
-    (B, T, D), R = x_BTD.shape, len(table_RVD)
-    x_RMD = reshape(x_BTD, (R, -1, D), "batch", None, "act_embed")
-    logits_RMV = _logits(x_RMD, table_RVD, vocab_size)
-    logits_BTV = reshape(logits_RMV, (B, T, -1), "batch", "seq", "vocab")
+    logits_RMV = _logits(by_shard(gather(x_BTD), "act_embed"), table_RVD, vocab_size)
+    logits_BTV = from_shards(logits_RMV, x_BTD.shape[:2], "vocab")
     if logits_BTV.shape[-1] == vocab_size:
         return logits_BTV
     return constrain(logits_BTV, "batch", "seq", None)[..., :vocab_size]
 
 
+def next_logits(x_BTD: jax.Array, table_RVD: jax.Array, vocab_size: int) -> jax.Array:
+    """Logits [B, V] in float32 of the token after each row's last position."""
+    (B, T, D), parts = x_BTD.shape, shards("seq")
+    if parts == 1:
+        return unembed(gather(x_BTD)[:, -1:], table_RVD, vocab_size)[:, 0]
+    is_last_T = jnp.arange(T) == T - 1
+    x_B1D = jnp.where(is_last_T[None, :, None], x_BTD, 0).sum(axis=1, keepdims=True)
+    x_BPD = constrain(jnp.broadcast_to(x_B1D, (B, parts, D)), "batch", "seq", "act_embed")
+    logits_BPV = unembed(x_BPD, table_RVD, vocab_size)
+    return jnp.where((jnp.arange(parts) == 0)[None, :, None], logits_BPV, 0).sum(axis=1)
+
+
 def cross_entropy(x_BTD, table_RVD, targets_BT, vocab_size: int, loss_chunk: int):
     """Returns (sum of cross entropies in nats, number of targets), float32 scalars.
 
-    Only `positions_at_once` positions of each sequence have logits at the same time.
-
-    Args:
-      targets_BT: int; targets below 0 are padding and don't count.
+    Targets below 0 are padding and don't count. Only `positions_at_once` positions of each sequence
+    have logits at the same time.
     """
     targets_BT = constrain(targets_BT, "batch", "seq")
     (B, T), R = targets_BT.shape, len(table_RVD)
-    C = positions_at_once(loss_chunk, B // R, T)
+    rows, length = B // shards("batch"), T // shards("seq")  # of a shard
+    C = positions_at_once(loss_chunk, rows, length)
 
-    def chunks(x, *axes):  # [B, T, ...] → [T/C, R, B/R·C, ...]
-        x = reshape(x, (R, B // R, T // C, C, *x.shape[2:]), "batch", None, None, None, *axes)
+    def chunks(x, *axes):  # [B, T, ...] → [T/C of a shard, R, B/R·C, ...]
+        x = by_shard(x, *axes)
+        x = reshape(x, (R, rows, length // C, C, *x.shape[2:]), SHARDS, None, None, None, *axes)
         x = jnp.moveaxis(x, 2, 0)
-        return reshape(x, (T // C, R, -1, *x.shape[4:]), None, "batch", None, *axes)
+        return reshape(x, (length // C, R, -1, *x.shape[4:]), None, SHARDS, None, *axes)
 
     @jax.checkpoint  # the backward pass recomputes a chunk's logits
     def chunk(total_R, x_and_targets):
@@ -211,34 +242,26 @@ def cross_entropy(x_BTD, table_RVD, targets_BT, vocab_size: int, loss_chunk: int
         nats_RM = jax.nn.logsumexp(logits_RMV, axis=-1) - picked_RM
         return total_R + jnp.where(targets_RM < 0, 0, nats_RM).sum(axis=1), None
 
-    zeros_R = constrain(jnp.zeros(R), "batch")
+    zeros_R, x_BTD = constrain(jnp.zeros(R), SHARDS), gather(x_BTD)
     total_R, _ = jax.lax.scan(chunk, zeros_R, (chunks(x_BTD, "act_embed"), chunks(targets_BT)))
     return _before_backward(total_R.sum()), (targets_BT >= 0).sum().astype(jnp.float32)
 
 
 def positions_at_once(loss_chunk: int, rows: int, seq_len: int) -> int:
-    """C: how many positions of each sequence have logits at the same time. It divides T.
+    """C: how many positions of each of a device's `rows` have logits at once; divides seq_len.
 
     At most loss_chunk, but on accelerators up to 1,024 per device: with fewer, the matrix units
     wait for the table. By the TPU compiler's estimate, the loss of a row of 32,768 takes 1.8 times
     as long with 256.
-
-    Args:
-      rows: sequences on a device.
     """
-    most = loss_chunk
-    if device().platform != "cpu":
-        most = max(most, 1_024 // rows)
+    most = loss_chunk if device().platform == "cpu" else max(loss_chunk, 1_024 // rows)
     return next(c for c in range(min(seq_len, most), 0, -1) if seq_len % c == 0)
 
 
 def _logits(x_RMD, table_RVD, vocab_size: int):
     """Logits [R, M, V] in float32; padded tokens get -inf."""
-    axes = ("batch", "seq", "vocab")
-    logits_RMV = jnp.einsum(
-        "RMD,RVD->RMV", x_RMD, table_RVD, preferred_element_type=jnp.float32,
-        out_sharding=explicit(*axes),
-    )  # fmt: skip
+    axes = (SHARDS, None, "vocab")
+    logits_RMV = dot("RMD,RVD->RMV", x_RMD, table_RVD, explicit(*axes))
     if logits_RMV.shape[-1] > vocab_size:
         padding = jnp.arange(logits_RMV.shape[-1])[None, None] >= vocab_size
         logits_RMV = jnp.where(padding, -jnp.inf, logits_RMV)
@@ -258,3 +281,121 @@ _before_backward.defvjp(
     lambda total: (total, total),
     lambda total, grad: (jax.lax.optimization_barrier((grad, total))[0],),
 )
+
+
+# ---- a stack of layers ---------------------------------------------------------------------------
+
+
+# What a layer's forward pass keeps for its backward pass; the rest is recomputed.
+REMAT_POLICIES = {
+    "none": jax.checkpoint_policies.everything_saveable,  # under FSDP, gathered weights too
+    "dots": jax.checkpoint_policies.dots_with_no_batch_dims_saveable,  # products with a weight
+    # The two sublayers' outputs: tensor parallelism repeats no all-reduce.
+    "sublayers": jax.checkpoint_policies.save_only_these_names("sublayer"),
+    # What sublayers gather before they start: sequence-sharded tensor parallelism repeats no gather.
+    "gathered": jax.checkpoint_policies.save_only_these_names("gathered"),
+    "full": jax.checkpoint_policies.nothing_saveable,  # only the layer's input
+}
+
+
+def stack(make_layer, num_layers: int, rngs: nnx.Rngs):
+    """Builds `num_layers` layers as one module; its variables start with L, logical axis `layers`.
+
+    Args:
+      make_layer: a function of `rngs` that returns a layer.
+    """
+    layers = nnx.vmap(lambda rngs: make_layer(rngs=rngs))(rngs.split(num_layers))
+    # nnx.vmap's transform_metadata names the axis only in NNX's graph mode, not in tree mode.
+    for _, variable in nnx.iter_graph(layers):
+        if isinstance(variable, nnx.Variable) and hasattr(variable, "out_sharding"):
+            variable.set_metadata(out_sharding=("layers", *variable.out_sharding))
+    return layers
+
+
+def scan_layers(function, x: jax.Array, layers, kinds: tuple, remat, unroll: int = 1):
+    """Runs x through stacked layers, so that compile time doesn't grow with their number.
+
+    Each iteration of the scan runs one *period* of layers: one for each kind, compiled for that
+    kind. Layers that are left over at the end run after the scan.
+
+    Args:
+      function: (x, one layer of `layers`, its kind) → (x, outputs).
+      layers: tree of arrays whose first dim is L.
+      kinds: static settings of layers with equal shapes; layer l has kind l mod len(kinds).
+      remat: one of REMAT_POLICIES' values.
+      unroll: layers per iteration of the compiled loop, if there is only one kind.
+
+    Returns: (x, outputs of all layers, stacked in a first dim L).
+    """
+    if shards("layers") > 1:
+        raise ValueError("the rules split the layers into stages, which only `loss` runs")
+    if len(kinds) == 1:
+        layer = functools.partial(function, kind=kinds[0])
+        layer = jax.checkpoint(layer, policy=remat, prevent_cse=False)
+        return jax.lax.scan(layer, x, layers, unroll=unroll)
+    L, P = jax.tree.leaves(layers)[0].shape[0], len(kinds)
+    whole = L - L % P if L >= 2 * P else 0  # XLA would unroll a loop with one iteration
+    outputs = []
+
+    def run(x, first, count, prevent_cse):
+        """Layers `first` to `first` + count - 1."""
+        found = []
+        for i in range(count):
+            # Layers are indexed in the whole stack: slicing it by kind would copy all parameters,
+            # their gradients and the cache.
+            def layer(x, layers, l=first + i, kind=kinds[i % P]):
+                at = functools.partial(jax.lax.dynamic_index_in_dim, index=l, keepdims=False)
+                return function(x, jax.tree.map(at, layers), kind=kind)
+
+            layer = jax.checkpoint(layer, policy=remat, prevent_cse=prevent_cse)
+            x, output = layer(x, layers)
+            found.append(output)
+        return x, jax.tree.map(lambda *o: jnp.stack(o), *found)
+
+    if whole:
+        trip = functools.partial(run, count=P, prevent_cse=False)
+        x, found = jax.lax.scan(trip, x, jnp.arange(0, whole, P))
+        outputs.append(jax.tree.map(lambda o: o.reshape(whole, *o.shape[2:]), found))
+    if whole < L:  # outside a loop, XLA may merge forward and recomputed operations
+        x, found = run(x, whole, L - whole, prevent_cse=True)
+        outputs.append(found)
+    return x, jax.tree.map(lambda *o: jnp.concatenate(o), *outputs)
+
+
+def objective(model, batch: tuple, names: dict[str, str]) -> Any:
+    """The training objective of a batch. Layers that the rules split run in stages.
+
+    Args:
+      model: a decoder. Has the method
+        run(x [B, T, D], *batch) → (x, figures: name → sums over positions [L, ...])
+        and costs: figure → its weight in the objective; see `add_costs`.
+      batch: tokens, targets and segment ids, arrays [B, T], or None.
+      names: a weight's logical axis at rest → its name in use.
+
+    Returns: (objective, count, {"loss": (cross entropy, count)}, figures).
+    """
+    if shards("layers") > 1:
+        from .pipeline import in_stages
+
+        return in_stages(model, batch, names)
+    tables = vocabulary_tables(model)
+    x_BTD, figures = model.run(look_up(tables[0], batch[0]), *batch)
+    total, count = finish(model, tables, x_BTD, batch[1])
+    return add_costs(model, total, figures), count, {"loss": (total, count)}, figures
+
+
+def vocabulary_tables(model) -> list[jax.Array]:
+    """Copies of the tables that embed tokens (the first) and unembed the output (the last)."""
+    tables = (model.embed,) if model.config.tie_embeddings else (model.embed, model.unembed)
+    return [table_copies(table, model.config.dtype) for table in tables]
+
+
+def finish(model, tables: list[jax.Array], x_BTD, targets_BT):
+    """The cross entropy after the layers: (sum in nats, number of targets)."""
+    sizes = (model.config.vocab_size, model.config.loss_chunk)
+    return cross_entropy(model.final_norm(x_BTD), tables[-1], targets_BT, *sizes)
+
+
+def add_costs(model, total, figures):
+    """Adds the weighted means over the layers of the figures in model.costs."""
+    return total + sum(w * figures[name].mean(axis=0) for name, w in model.costs.items())

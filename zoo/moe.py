@@ -26,27 +26,31 @@ from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
 from .attention import (
-    KERNEL_NAMES,
     Attention,
-    Cache,
     Kind,
-    fill_cache,
+    check_config,
     kinds,
-    left_padded,
+    logits_in_order,
     positions,
+    read_prompts,
+    read_token,
+    stripe,
 )
 from .layers import (
+    REMAT_POLICIES,
     RMSNorm,
-    cross_entropy,
+    fit_positions,
+    gather,
     look_up,
     multiply,
-    table_copies,
-    unembed,
+    objective,
+    scan_layers,
+    stack,
     vocabulary,
+    vocabulary_tables,
 )
-from .pipeline import REMAT_POLICIES, check_config, scan_layers, stack
-from .sharding import Rules, complete_tables, constrain, in_use, mesh_axes, param, per_device
-from .strategies import DECODER_AXES, DECODER_IN_USE, DECODER_UNEVEN, DP, FSDP, HSDP, TP
+from .sharding import Rules, auto, complete_tables, constrain, in_use, mesh_axes, param, per_device
+from .strategies import CP, DECODER, DP, FSDP, FSDP_CP, HSDP, PP, SP, TP
 
 
 @dataclasses.dataclass(frozen=True)
@@ -86,17 +90,18 @@ class Config:
     dtype: str = "float32"
     remat: str = "full"
     attention: str = "auto"
+    context: str = "auto"
+    pipeline: str = "1f1b"
+    pipe_microbatches: int = 0
     loss_chunk: int = 256
     unroll: int = 1
 
     def __post_init__(self):
         """Raises ValueError if the configuration is invalid."""
-        check_config(self, remat=REMAT, attention=KERNEL_NAMES)
-        if self.experts_per_token > self.num_experts:
-            raise ValueError(
-                f"experts_per_token={self.experts_per_token} is more than "
-                f"num_experts={self.num_experts}"
-            )
+        check_config(self, remat=REMAT)
+        J, E = self.experts_per_token, self.num_experts
+        if J > E:
+            raise ValueError(f"experts_per_token={J} is more than num_experts={E}")
         if self.capacity is not None and not self.capacity > 0:
             raise ValueError(f"capacity={self.capacity} must be > 0, or None for dropless")
 
@@ -153,17 +158,15 @@ SIZES = {
 }
 
 # What sharding rules may name, and whether activations, weights or both have it.
-LOGICAL_AXES = DECODER_AXES | {
+DENSE_AXES, DENSE_IN_USE, UNEVEN, POSITIONS = DECODER
+LOGICAL_AXES = DENSE_AXES | {
     "expert": "weights",  # E; activations travel to the devices of their experts
     "expert_embed": "weights",  # D, of experts at rest
     "router": "weights",  # E, of the router: each device scores all experts
 }
 
 # A weight's logical axis at rest → its name in use, so that rules can shard the two differently.
-IN_USE = DECODER_IN_USE | {"expert_embed": "act_embed"}
-
-# Dims that a mesh axis need not divide.
-UNEVEN = DECODER_UNEVEN
+IN_USE = DENSE_IN_USE | {"expert_embed": "act_embed"}
 
 # Logical axis → another one that its mesh axes must split too: positions travel along them.
 WITHIN = {"expert": "batch"}
@@ -196,11 +199,12 @@ class MoE(nnx.Module):
             self.unembed = vocabulary(config, rngs=rngs)
         self.final_norm = RMSNorm(config.embed, config.norm_eps)
 
+    @fit_positions
     def __call__(self, tokens_BT, segment_ids_BT=None) -> jax.Array:
         """Returns logits [B, T, V] in float32; position t predicts token t + 1."""
-        x_BTD, table_RVD, _, _ = self._trunk(tokens_BT, segment_ids_BT)
-        return unembed(x_BTD, table_RVD, self.config.vocab_size)
+        return logits_in_order(self, tokens_BT, segment_ids_BT)
 
+    @fit_positions
     def loss(self, tokens, targets, segment_ids=None):
         """Training objective of a batch; with balance_rate, the call also moves the biases.
 
@@ -215,44 +219,43 @@ class MoE(nnx.Module):
           loss: the cross entropy alone.
           balance, router_z, dropped, load_0 to load_{E-1}: see `Experts.route`; means over layers.
         """
-        config, counted_BT = self.config, constrain(targets, "batch", "seq") >= 0
-        x_BTD, table_RVD, _, layers = self._trunk(tokens, segment_ids, counted_BT)
-        total, count = cross_entropy(
-            x_BTD, table_RVD, targets, config.vocab_size, config.loss_chunk
-        )
+        config = self.config
+        batch = tuple(stripe(config, x) for x in (tokens, targets, segment_ids))
+        total, count, aux, layers = objective(self, batch, IN_USE)
         if config.balance_rate:
             step = config.balance_rate * jnp.sign(count - layers["load"])
             self.layers.experts.bias[...] += step
         means = {name: figure.mean(axis=0) for name, figure in layers.items()}
         loads = {f"load_{e}": means["load"][e] for e in range(config.num_experts)}
-        figures = {"loss": total} | {k: v for k, v in means.items() if k != "load"} | loads
-        objective = total + config.balance_weight * means["balance"]
-        objective += config.router_z_weight * means["router_z"]
-        return objective, count, {name: (figure, count) for name, figure in figures.items()}
+        figures = {k: v for k, v in means.items() if k != "load"} | loads
+        return total, count, aux | {name: (figure, count) for name, figure in figures.items()}
 
-    def prefill(self, tokens_BT, lengths_B, slots: int) -> tuple[jax.Array, Cache]:
-        """Reads left-padded prompts; experts drop nothing. See Transformer.prefill."""
-        first_B, positions_BT, prompt_BT = left_padded(tokens_BT, lengths_B)
-        x_BTD, table_RVD, kv, _ = self._trunk(tokens_BT, prompt_BT, None, positions_BT)
-        logits_B1V = unembed(x_BTD[:, -1:], table_RVD, self.config.vocab_size)
-        return logits_B1V[:, 0], fill_cache(kv, first_B, slots)
+    prefill, decode = read_prompts, read_token  # as Transformer's; experts drop nothing
 
-    def decode(self, tokens_B, cache: Cache) -> tuple[jax.Array, Cache]:
-        """Reads one more token per row. See Transformer.decode."""
-        x_B1D, table_RVD, kv, _ = self._trunk(tokens_B[:, None], None, None, cache.next_B1, cache)
-        logits_B1V = unembed(x_B1D, table_RVD, self.config.vocab_size)
-        return logits_B1V[:, 0], cache.append(kv)
-
-    def _trunk(self, tokens_BT, segment_ids_BT, counted_BT=None, positions_BT=None, cache=None):
-        """Transformer._trunk, plus each layer's figures over counted_BT (None: all positions).
-
-        Generation drops nothing, because the padding of a prompt must not take slots.
+    def trunk(self, tokens_BT, segment_ids_BT, positions_BT=None, cache=None):
+        """Transformer.trunk for experts. In generation they drop nothing, because the padding of a
+        prompt must not take slots.
         """
-        config, keep = self.config, positions_BT is not None
-        at = positions(config, tokens_BT, segment_ids_BT, positions_BT, cache)
+        tables, keep = vocabulary_tables(self), positions_BT is not None
+        at = positions(self.config, tokens_BT, segment_ids_BT, positions_BT, cache)
+        given = (look_up(tables[0], tokens_BT), at, jnp.ones_like(tokens_BT))
+        x_BTD, (kv, _) = self._layers(*given, cache, keep)
+        return self.final_norm(x_BTD), tables[-1], kv
+
+    @property
+    def costs(self) -> dict[str, float]:
+        return {"balance": self.config.balance_weight, "router_z": self.config.router_z_weight}
+
+    def run(self, x_BTD, tokens_BT, targets_BT, segment_ids_BT):
+        """Runs the layers in training; figures are over positions with a target."""
+        counted_BT = constrain(targets_BT, "batch", "seq") >= 0
+        at = positions(self.config, tokens_BT, segment_ids_BT)
+        x_BTD, (_, figures) = self._layers(x_BTD, at, counted_BT)
+        return x_BTD, figures
+
+    def _layers(self, x_BTD, at, counted_BT, cache=None, keep=False):
+        config = self.config
         capacity = None if keep else config.capacity
-        counted_BT = jnp.ones_like(tokens_BT) if counted_BT is None else counted_BT
-        table_RVD = table_copies(self.embed, config.dtype)
 
         def layer(x_BTD, weights_and_past, kind):
             weights, past = weights_and_past
@@ -261,12 +264,8 @@ class MoE(nnx.Module):
             return x_BTD, (kv if keep else None, figures)
 
         layers = (self.layers, cache and (cache.k, cache.v))
-        remat, unroll = REMAT[config.remat], config.unroll
-        x_BTD = look_up(table_RVD, tokens_BT)
-        x_BTD, (kv, figures) = scan_layers(layer, x_BTD, layers, kinds(config), remat, unroll)
-        if not config.tie_embeddings:
-            table_RVD = table_copies(self.unembed, config.dtype)
-        return self.final_norm(x_BTD), table_RVD, kv, figures
+        how = (kinds(config), REMAT[config.remat], config.unroll)
+        return scan_layers(layer, x_BTD, layers, *how)
 
 
 class Balance(nnx.Variable):
@@ -293,35 +292,32 @@ class Experts(nnx.Module):
         Experts run inside jax.shard_map, so communication is explicit and the same on any mesh.
         Raises ValueError if rules split experts over a mesh axis that does not split the batch.
         """
+        x_BTD = gather(x_BTD)
         E, T = self.config.num_experts, x_BTD.shape[1]
-        slots = T  # enough for any choice
+        over = functools.partial(mesh_axes, manual=True)
+        split = {axis: over(axis) for axis in ("expert", "mlp", "seq", "residual_seq")}
+        if alone := ", ".join(sorted({*split["expert"]} - {*over("batch")})):
+            raise ValueError(f"the rules split experts over {alone}, but not the batch")
+        slots, compute = T, functools.partial(dropless, split=split)  # enough slots for any choice
         if capacity is not None:
             slots = min(T, math.ceil(capacity * T * self.config.experts_per_token / E))
-        choice, figures = self.route(x_BTD, counted_BT, slots)
-        split = {axis: mesh_axes(axis) for axis in ("expert", "mlp")}
-        if alone := {*split["expert"]} - {*mesh_axes("batch")}:
-            raise ValueError(
-                f"the rules split experts over {', '.join(sorted(alone))}, but not the batch"
-            )
-        compute = functools.partial(dropless, split=split)
-        if capacity is not None:
             compute = functools.partial(by_capacity, num_experts=E, slots=slots, split=split)
-        rows, into = ("batch", None, None), ("expert", None, "mlp")  # D whole, whatever the rules
+        choice, figures = self.route(x_BTD, counted_BT, slots)
+        rows, into = ("batch", "seq", None), ("expert", None, "mlp")  # D whole, whatever the rules
         axes = (rows, rows, rows, rows, into, into, ("expert", "mlp", None))
         weights = (w[...].astype(x_BTD.dtype) for w in (self.gate, self.up, self.down))
-        out_BTD = per_device(compute, (x_BTD, *choice, *weights), axes)
-        return constrain(out_BTD, "batch", "seq", "act_embed"), figures
+        out_axes = ("batch", "residual_seq", None)
+        out_BTD = per_device(compute, (x_BTD, *choice, *weights), axes, out_axes)
+        return constrain(out_BTD, "batch", "residual_seq", "act_embed"), figures
 
     def route(self, x_BTD, counted_BT, slots: int):
         """Chooses each position's experts, in float32.
 
-        Args:
-          counted_BT: bool, the positions that figures include.
-          slots: how many positions of a row an expert takes. Earlier positions come first, so that
-            no output depends on later positions.
+        An expert takes the first `slots` positions of a row that chose it, so that no output
+        depends on later positions.
 
         Returns: (expert_BTJ, best first; weight_BTJ; place_BTJ, how many earlier positions of the
-          row chose the same expert), and name → sum over the positions:
+          row chose the same expert), and name → sum over the positions in counted_BT:
           balance: E · Σ over experts of (share of a row's choices) · (mean probability); 1 if even.
           router_z: the squared log of the router's normalizer.
           dropped: the share of a position's experts that had no slot left.
@@ -330,21 +326,23 @@ class Experts(nnx.Module):
         config, E, J = self.config, self.config.num_experts, self.config.experts_per_token
         with jax.default_matmul_precision("highest"):
             logits_BTE = multiply(x_BTD.astype(jnp.float32), self.router)
-        logits_BTE = constrain(logits_BTE, "batch", None, "router")
+        logits_BTE = constrain(logits_BTE, "batch", "seq", "router")
         probs_BTE = jax.nn.softmax(logits_BTE, axis=-1)
         scores_BTE = jax.lax.stop_gradient(probs_BTE)
         if config.balance_rate:
             scores_BTE += self.bias[...][None, None]
         expert, weight, taken = [], [], []
         for _ in range(J):  # not top_k, for which XLA may gather all devices' scores
-            best_BT = jnp.argmax(scores_BTE, axis=-1).astype(jnp.int32)
-            best_BTE = best_BT[..., None] == jnp.arange(E)[None, None]
-            scores_BTE = jnp.where(best_BTE, -jnp.inf, scores_BTE)
-            expert.append(best_BT)
-            weight.append(jnp.where(best_BTE, probs_BTE, 0).sum(axis=-1))
-            taken.append(best_BTE)
+            expert.append(jnp.argmax(scores_BTE, axis=-1).astype(jnp.int32))
+            taken.append(expert[-1][..., None] == jnp.arange(E)[None, None])
+            scores_BTE = jnp.where(taken[-1], -jnp.inf, scores_BTE)
+            weight.append(jnp.where(taken[-1], probs_BTE, 0).sum(axis=-1))
         taken_BTE = sum(best_BTE.astype(jnp.int32) for best_BTE in taken)
-        before_BTE = jnp.cumsum(taken_BTE, axis=1) - taken_BTE
+        cumsum = functools.partial(jnp.cumsum, axis=1)
+        if mesh_axes("seq"):  # devices exchange these small numbers
+            cumsum = auto(cumsum, "batch", "seq", "router")
+        natural_BTE = stripe(config, taken_BTE, "router", back=True)
+        before_BTE = stripe(config, cumsum(natural_BTE), "router") - taken_BTE
         place = [jnp.where(best_BTE, before_BTE, 0).sum(axis=-1) for best_BTE in taken]
         expert_BTJ, weight_BTJ, place_BTJ = (jnp.stack(x, -1) for x in (expert, weight, place))
         if config.normalize:
@@ -370,13 +368,15 @@ def by_capacity(
     """Experts with a capacity: each takes the first `slots` positions of a row that chose it.
 
     Runs on one device: sends its rows to the devices of their experts and back, and applies its own
-    experts to the rows it receives. Returns [B, T, D].
-
-    Args:
-      split: the mesh axes that split `expert` and `mlp`.
+    experts to the rows it receives. `split`: logical axis → mesh axes. Returns [B, T, D].
     """
-    (B, T, J), E, U = expert_BTJ.shape, num_experts, slots
+    (B, T, J), E, U = expert_BTJ.shape, num_experts, min(slots, x_BTD.shape[1])
     x_BTD, weight_BTJ = _partial(split["mlp"], x_BTD, weight_BTJ)
+    if split["seq"]:  # other devices have other positions of the row: these have slots of their own
+        taken_BTE = jax.nn.one_hot(expert_BTJ, E, dtype=jnp.int32).sum(axis=2)
+        before_BTE, kept_BTJ = jnp.cumsum(taken_BTE, axis=1) - taken_BTE, place_BTJ < slots
+        place_BTJ = jnp.where(kept_BTJ, jnp.take_along_axis(before_BTE, expert_BTJ, axis=2), U)
+        expert_BTJ = jnp.where(kept_BTJ, expert_BTJ, E)
     slot_BTJ = jnp.where(place_BTJ < U, expert_BTJ * U + place_BTJ, -1)
     # The inverse: which of a row's T · J choices has a slot, -1 if none.
     choices_BM = expert_BTJ.reshape(B, T * J)
@@ -399,16 +399,14 @@ def by_capacity(
     weight_BM1 = weight_BTJ.reshape(B, T * J, 1)
     # Weights travel too, so that their gradient does not need the outputs that come back.
     weight_EM1 = send(spread(weight_BM1, choice_BM, slot_BTJ.reshape(B, T * J, 1)))
-    hidden_EMF = jax.nn.silu(jnp.einsum("EMD,EDF->EMF", x_EMD, gate))
-    hidden_EMF *= jnp.einsum("EMD,EDF->EMF", x_EMD, up)
-    out_EMD = jnp.einsum("EMF,EFD->EMD", hidden_EMF, down) * weight_EM1.astype(down.dtype)
+    hidden_EMF = jax.nn.silu(x_EMD @ gate) * (x_EMD @ up)
+    out_EMD = hidden_EMF @ down * weight_EM1.astype(down.dtype)
     out_EBUD = out_EMD.reshape(len(gate), -1, U, out_EMD.shape[-1])
     if split["expert"]:
         out_EBUD = jax.lax.all_to_all(out_EBUD, split["expert"], 1, 0, tiled=True)
     out_BMD = out_EBUD.swapaxes(0, 1).reshape(B, E * U, -1)
     out_BTD = unite(out_BMD, slot_BTJ, token_BM)
-    # After the weighted sum: J times fewer bytes than before it.
-    return jax.lax.psum(out_BTD, split["mlp"]) if split["mlp"] else out_BTD
+    return _sum(out_BTD, split)  # after the weighted sum: J times fewer bytes than before it
 
 
 def dropless(x_BTD, expert_BTJ, weight_BTJ, place_BTJ, gate, up, down, *, split):
@@ -436,15 +434,22 @@ def dropless(x_BTD, expert_BTJ, weight_BTJ, place_BTJ, gate, up, down, *, split)
     token_1M, slot_1NJ = order_M[None] // J, slot_M.reshape(1, B * T, J)
     x_MD = spread(x_BTD.reshape(1, B * T, -1), token_1M, slot_1NJ)[0]
     weight_M1 = spread(weight_BTJ.reshape(1, -1, 1), order_M[None], slot_M.reshape(1, -1, 1))[0]
-    hidden_MF = jax.nn.silu(jax.lax.ragged_dot(x_MD, gate, sizes_E))
-    hidden_MF *= jax.lax.ragged_dot(x_MD, up, sizes_E)
-    out_MD = jax.lax.ragged_dot(hidden_MF, down, sizes_E) * weight_M1.astype(down.dtype)
-    out_BTD = unite(out_MD[None], slot_1NJ, token_1M).reshape(B, T, -1)
-    if split["mlp"]:
-        out_BTD = jax.lax.psum(out_BTD, split["mlp"])
+    grouped = functools.partial(jax.lax.ragged_dot, group_sizes=sizes_E)
+    hidden_MF = jax.nn.silu(grouped(x_MD, gate)) * grouped(x_MD, up)
+    out_MD = grouped(hidden_MF, down) * weight_M1.astype(down.dtype)
+    out_BTD = _sum(unite(out_MD[None], slot_1NJ, token_1M).reshape(B, T, -1), split)
     if split["expert"]:
         out_BTD = jax.lax.psum_scatter(out_BTD, split["expert"], tiled=True)
     return out_BTD
+
+
+def _sum(out_BTD, split):
+    """Sums over the shards of `mlp`; each keeps its part of T if the residual stream is split."""
+    if not split["mlp"]:
+        return out_BTD
+    if split["mlp"] == split["residual_seq"]:
+        return jax.lax.psum_scatter(out_BTD, split["mlp"], scatter_dimension=1, tiled=True)
+    return jax.lax.psum(out_BTD, split["mlp"])
 
 
 def _partial(axes: tuple[str, ...], *arrays):
@@ -506,17 +511,34 @@ FSDP_EP = {
     "expert_embed": "data",
 }
 
+# Likewise inside a replica group; and with context parallelism, over `seq` too.
+EXPERT_HSDP = {"expert_embed": "fsdp"}
+EXPERT_FSDP_CP = {"expert_embed": ("data", "seq")}
+FSDP_EP_CP = {"embed": ("data", "seq", "expert")} | EXPERT_FSDP_CP
+
 # Strategy → logical axis → mesh axis. DP, FSDP, HSDP and TP, and what they cost: strategies.py. TP
 # splits each expert's hidden dim; its all-reduces don't grow with experts_per_token.
 RULES: dict[str, Rules] = complete(
     {
         "dp": DP,
         "fsdp": DP | FSDP | EXPERT_FSDP,
+        "tp_sp": DP | TP | SP,
+        "fsdp_tp_sp": DP | FSDP | EXPERT_FSDP | TP | SP,
+        "hsdp_tp_sp": HSDP | EXPERT_HSDP | TP | SP,
         "tp": DP | TP,
         "fsdp_tp": DP | FSDP | EXPERT_FSDP | TP,
-        "hsdp_tp": HSDP | {"expert_embed": "fsdp"} | TP,
+        "hsdp_tp": HSDP | EXPERT_HSDP | TP,
+        "cp": DP | CP,
+        "fsdp_cp": DP | CP | FSDP_CP | EXPERT_FSDP_CP,
+        "fsdp_cp_tp": DP | CP | FSDP_CP | EXPERT_FSDP_CP | TP,
+        "pp": DP | PP,
+        "fsdp_pp": DP | FSDP | EXPERT_FSDP | PP,
+        "fsdp_pp_tp": DP | FSDP | EXPERT_FSDP | PP | TP,
         "ep": EP,
         "fsdp_ep": EP | FSDP_EP,
         "fsdp_ep_tp": EP | FSDP_EP | TP,
+        "fsdp_ep_pp": EP | FSDP_EP | PP,
+        "fsdp_ep_cp": EP | CP | FSDP_EP_CP,
+        "fsdp_ep_cp_tp": EP | CP | FSDP_EP_CP | TP,
     }
 )

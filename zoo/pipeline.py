@@ -1,114 +1,233 @@
-"""A decoder's layers as one stack, run by a scan.
+"""Pipelines: a model's layers in stages, on the devices along a mesh axis.
 
-Shapes: L layers, P layers of one period.
+layers.objective uses this file if the rules split the layers, so a model can be copied without it.
+
+Shapes: B batch, T positions, S stages, M microbatches.
 """
 
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.sharding import PartitionSpec
 
-# What a layer's forward pass keeps for its backward pass; the rest is recomputed.
-REMAT_POLICIES = {
-    "none": jax.checkpoint_policies.everything_saveable,  # under FSDP, gathered weights too
-    "dots": jax.checkpoint_policies.dots_with_no_batch_dims_saveable,  # products with a weight
-    # The two sublayers' outputs: tensor parallelism repeats no all-reduce.
-    "sublayers": jax.checkpoint_policies.save_only_these_names("sublayer"),
-    "full": jax.checkpoint_policies.nothing_saveable,  # only the layer's input
-}
+from .layers import add_costs, finish, look_up, vocabulary_tables
+from .sharding import in_use, mesh_axes, shards
+
+BUBBLE = 0.0  # what stages compute with while they wait; nothing depends on it
 
 
-def stack(make_layer, num_layers: int, rngs: nnx.Rngs):
-    """Builds `num_layers` layers as one module; its variables start with L, logical axis `layers`.
+def microbatches(config, rows: int, stages: int) -> int:
+    """M, which divides a device's rows: config.pipe_microbatches, or else up to 4 per stage."""
+    most = config.pipe_microbatches or min(rows, 4 * stages)
+    return next(m for m in range(most, 0, -1) if rows % m == 0)
 
-    Args:
-      make_layer: a function of `rngs` that returns a layer.
+
+def in_stages(model, batch, names):
+    """`layers.objective` with a forward pass that makes the gradients too."""
+    weights, tree = jax.tree.flatten(model)
+
+    @jax.custom_vjp
+    def objective(weights, batch):
+        return _sharded(jax.tree.unflatten(tree, weights), batch, names, [])[0]
+
+    def forward(weights, batch):
+        trained = [i for i, weight in enumerate(weights) if weight.perturbed]
+        is_input = lambda x: hasattr(x, "perturbed")  # noqa: E731
+        weights, batch = jax.tree.map(lambda x: x.value, (weights, batch), is_leaf=is_input)
+        return _sharded(jax.tree.unflatten(tree, weights), batch, names, trained)
+
+    def backward(gradients, cotangents):
+        scaled = {i: gradient * cotangents[0] for i, gradient in gradients.items()}
+        return [scaled.get(i) for i in range(len(weights))], None
+
+    objective.defvjp(forward, backward, symbolic_zeros=True)
+    return objective(weights, batch)
+
+
+def _sharded(model, batch, names, trained: list[int]):
+    """Runs `_stage` on every device. Returns (what `in_stages` does, leaf → its gradient).
+
+    Weights are gathered once before it, and gradients are summed once after it. Mesh axes that
+    split neither layers nor rows are left to the rules.
     """
-    layers = nnx.vmap(lambda rngs: make_layer(rngs=rngs))(rngs.split(num_layers))
-    # nnx.vmap's transform_metadata names the axis only in NNX's graph mode, not in tree mode.
-    for _, variable in nnx.iter_graph(layers):
-        if isinstance(variable, nnx.Variable) and hasattr(variable, "out_sharding"):
-            variable.set_metadata(out_sharding=("layers", *variable.out_sharding))
-    return layers
+    pipe, rows, S = mesh_axes("layers"), mesh_axes("batch"), shards("layers")
+    used = in_use(model, names, model.config.dtype)
+    weights, tree = jax.tree.flatten(used)
+
+    def split(axes):  # over which devices a weight's dims are split
+        axes = (mesh_axes(axis, manual=True) for axis in axes)
+        return [tuple(name for name in names if name in (*pipe, *rows)) for names in axes]
+
+    at_rest, inside = ([split(axes) for axes in _axes(m)] for m in (model, used))
+
+    def reduce(i, gradient):
+        """The sum over devices; if the weight is split at rest, this device's part of it."""
+        left = {*pipe, *rows}.difference(*inside[i])
+        for dim, (rest, held) in enumerate(zip(at_rest[i], inside[i], strict=True)):
+            if over := tuple(name for name in rest if name not in held):
+                gradient = jax.lax.psum_scatter(gradient, over, scatter_dimension=dim, tiled=True)
+                left -= {*over}
+        return jax.lax.psum(gradient, tuple(left)) if left else gradient
+
+    def on_device(weights, batch):
+        model = jax.tree.unflatten(tree, weights)
+        sums, figures, gradients = _stage(model, batch, trained, pipe, S)
+        sums, figures = jax.lax.psum(sums, (*pipe, *rows)), jax.lax.psum(figures, rows)
+        return sums, figures, {i: reduce(i, g) for i, g in gradients.items()}
+
+    def specs(every):
+        return [PartitionSpec(*(names or None for names in dims)) for dims in every]
+
+    outer, gradients = (PartitionSpec(), PartitionSpec(pipe)), specs(at_rest)
+    run = jax.shard_map(
+        on_device,
+        in_specs=(specs(inside), PartitionSpec(rows)),
+        out_specs=(*outer, {i: gradients[i] for i in trained}),
+        axis_names={*pipe, *rows},
+        check_vma=False,  # kernels don't support it
+    )
+    whole = [jax.typeof(w).sharding.spec for w in jax.tree.leaves(model)]
+    run: Any = jax.sharding.auto_axes(run, out_sharding=(*outer, {i: whole[i] for i in trained}))
+    (total, count), figures, gradients = run(weights, batch)
+    aux = {"loss": (total, count)}
+    return (add_costs(model, total, figures), count, aux, figures), gradients
 
 
-def scan_layers(function, x: jax.Array, layers, kinds: tuple, remat, unroll: int = 1):
-    """Runs x through stacked layers, so that compile time doesn't grow with their number.
+def _axes(model) -> list[tuple]:
+    """The logical axes of each leaf."""
+    variables = jax.tree.leaves(model, is_leaf=lambda x: isinstance(x, nnx.Variable))
+    return [variable.out_sharding for variable in variables]
 
-    Each iteration of the scan runs one *period* of layers: one for each kind, compiled for that
-    kind. Layers that are left over at the end run after the scan.
 
-    Args:
-      function: (x, one layer of `layers`, its kind) → (x, outputs).
-      layers: tree of arrays whose first dim is L.
-      kinds: static settings of layers with equal shapes; layer l has kind l mod len(kinds).
-      remat: one of REMAT_POLICIES' values.
-      unroll: layers per iteration of the compiled loop, if there is only one kind.
+def _stage(model, batch, trained: list[int], pipe: tuple[str, ...], S: int):
+    """One device's work: runs its layers on one microbatch after another, and back.
 
-    Returns: (x, outputs of all layers, stacked in a first dim L).
+    In tick t, stage s runs microbatch t - s forward and hands it to the next stage. The output of
+    the last stage is cut along T, so that all stages share the loss; its gradient is put together
+    again. What layers keep for their backward pass waits in `kept`: that of 2S - 1 microbatches
+    with 1F1B (Narayanan et al. 2021), of all M with GPipe (Huang et al. 2019).
+
+    Returns: ((total, count), figures, leaf → gradient), the sums of what this device did.
     """
-    if len(kinds) == 1:
-        layer = functools.partial(function, kind=kinds[0])
-        layer = jax.checkpoint(layer, policy=remat, prevent_cse=False)
-        return jax.lax.scan(layer, x, layers, unroll=unroll)
-    L, P = jax.tree.leaves(layers)[0].shape[0], len(kinds)
-    whole = L - L % P if L >= 2 * P else 0  # XLA would unroll a loop with one iteration
-    outputs = []
+    config, s, (B, T) = model.config, jax.lax.axis_index(pipe), batch[0].shape
+    weights, tree = jax.tree.flatten(model)
+    stacked = [axes[0] == "layers" for axes in _axes(model)]
+    own, common = ({i: weights[i] for i in trained if stacked[i] is kind} for kind in (True, False))
+    M, is_1f1b = microbatches(config, B, S), config.pipeline == "1f1b"
+    slots = 2 * S - 1 if is_1f1b else M + 1  # the last one is for the bubble
 
-    def run(x, first, count, prevent_cse):
-        """Layers `first` to `first` + count - 1."""
-        found = []
-        for i in range(count):
-            # Layers are indexed in the whole stack: slicing it by kind would copy all parameters,
-            # their gradients and the cache.
-            def layer(x, layers, l=first + i, kind=kinds[i % P]):
-                at = functools.partial(jax.lax.dynamic_index_in_dim, index=l, keepdims=False)
-                return function(x, jax.tree.map(at, layers), kind=kind)
+    def filled(values):
+        return jax.tree.unflatten(tree, [values.get(i, w) for i, w in enumerate(weights)])
 
-            layer = jax.checkpoint(layer, policy=remat, prevent_cse=prevent_cse)
-            x, output = layer(x, layers)
-            found.append(output)
-        return x, jax.tree.map(lambda *o: jnp.stack(o), *found)
+    def rows(m):
+        return jax.tree.map(lambda x: x.reshape(M, B // M, T)[jnp.clip(m, 0, M - 1)], batch)
 
-    if whole:
-        trip = functools.partial(run, count=P, prevent_cse=False)
-        x, found = jax.lax.scan(trip, x, jnp.arange(0, whole, P))
-        outputs.append(jax.tree.map(lambda o: o.reshape(whole, *o.shape[2:]), found))
-    if whole < L:  # outside a loop, XLA may merge forward and recomputed operations
-        x, found = run(x, whole, L - whole, prevent_cse=True)
-        outputs.append(found)
-    return x, jax.tree.map(lambda *o: jnp.concatenate(o), *outputs)
+    def start(common, m):
+        return look_up(vocabulary_tables(filled(common))[0], rows(m)[0])
 
+    def run(own, x, m):
+        return filled(own).run(x, *rows(m))
 
-def check_config(config, **choices) -> None:
-    """Raises ValueError if a decoder's Config is invalid.
+    def loss(common, x, m):  # x: this device's part of T
+        model, cut, size = filled(common), jax.lax.dynamic_slice_in_dim, x.shape[1]
+        targets = cut(padded(rows(m)[1], -1), s * size, size, axis=1)
+        return finish(model, vocabulary_tables(model), x, targets)
 
-    Args:
-      choices: field → its valid values.
-    """
-    for name, value in vars(config).items():
-        least = 0 if name == "lora_rank" else 1
-        if type(value) is int and value < least:
-            raise ValueError(f"{name}={value} must be ≥ {least}")
-        if name in choices and value not in choices[name]:
-            raise ValueError(f"{name}={value!r} is not one of {', '.join(choices[name])}")
-    N, K, H = config.num_heads, config.num_kv_heads, config.head_dim
-    if N % K:
-        raise ValueError(f"num_heads={N} is not divisible by num_kv_heads={K}")
-    if H % 2:
-        raise ValueError(f"head_dim={H} must be even: rotary embeddings rotate pairs of dims")
-    known = type(config).lora_targets
-    for target in {*config.lora_targets} - {*known}:
-        raise ValueError(f"lora_targets has {target!r}, which is not one of {', '.join(known)}")
-    kinds, window = len(config.layer_kinds), config.sliding_window
-    for least in (kind[0] for kind in config.layer_kinds):
-        if least is not None and least < 1:
-            raise ValueError(f"layer_kinds has window={least}, which must be ≥ 1, or None")
-    if kinds > config.num_layers:
-        raise ValueError(f"layer_kinds has {kinds} kinds, more than num_layers={config.num_layers}")
-    if kinds and window is not None:
-        raise ValueError(
-            f"sliding_window={window} and layer_kinds exclude each other; state each kind's window "
-            "in layer_kinds"
+    def padded(x, value):
+        return jnp.pad(x, ((0, 0), (0, -T % S), *[(0, 0)] * (x.ndim - 2)), constant_values=value)
+
+    def add(sums, new, valid=True):
+        return jax.tree.map(lambda a, b: a + jnp.where(valid, b, 0), sums, new)
+
+    def send(x, hop):  # to the next stage, or with -1 to the one before
+        pairs = [(i, i + hop) for i in range(S) if 0 <= i + hop < S]
+        return jax.lax.ppermute(x, pipe, pairs)
+
+    def forward(t, now, exits=True):
+        m = t - s
+        valid = (m >= 0) & (m < M)
+        x = jnp.where(valid, jnp.where(s == 0, start({}, m), now["x"]), BUBBLE)
+        if trained:
+            (x, figures), pull = jax.vjp(functools.partial(run, m=m), own, x)
+            new, slot = jax.tree.leaves(pull), jnp.minimum(m, M) % slots
+            now["kept"] = {i: old.at[slot].set(new[i]) for i, old in now["kept"].items()}
+        else:
+            x, figures = run({}, x, m)
+        now["figures"] = add(now["figures"], figures, valid)
+        if exits:
+            out = padded(jnp.where(s == S - 1, x, 0), 0)
+            out = jax.lax.psum_scatter(out, pipe, scatter_dimension=1, tiled=True)
+            now["out"] = now["out"].at[(t - S + 1) % len(now["out"])].set(out)
+        return now | {"x": send(x, 1)}
+
+    def backward(t, now, enters=True):
+        m, grad = t - (S - 1 - s), now["grad"]
+        valid = (m >= 0) & (m < M)
+        if enters:
+            out = now["out"][t % len(now["out"])]
+            total, pull, count = jax.vjp(functools.partial(loss, m=t), common, out, has_aux=True)
+            new, part = pull(jnp.ones_like(total))
+            now["sums"], now["common"] = add(now["sums"], (total, count)), add(now["common"], new)
+            whole = jax.lax.all_gather(part, pipe, axis=1, tiled=True)[:, :T]
+            grad = jnp.where(s == S - 1, whole, grad)
+        grad = jnp.where(valid, grad, BUBBLE)
+        (_, figures), pull = jax.vjp(functools.partial(run, m=m), own, jnp.full_like(grad, BUBBLE))
+        leaves, how = jax.tree.flatten(pull)  # those of weights alone are good, the others waited
+        for i, waiting in now["kept"].items():
+            leaves[i] = waiting[m % slots]
+        cost = {k: jnp.full_like(v, model.costs.get(k, 0) / len(v) / S) for k, v in figures.items()}
+        new, grad = jax.tree.unflatten(how, leaves)((grad, cost))
+        now["own"] = add(now["own"], new, valid)
+        (new,) = jax.vjp(functools.partial(start, m=m), common)[1](
+            jnp.where(valid & (s == 0), grad, 0)
         )
+        return now | {"common": add(now["common"], new, valid), "grad": send(grad, -1)}
+
+    def evaluate(t, now):
+        return now | {"sums": add(now["sums"], loss({}, now["out"][0], t))}
+
+    def ticks(now, first, count, *steps):
+        def tick(now, t):
+            for step in steps:
+                now = step(t, now)
+            return now, None
+
+        return jax.lax.scan(tick, now, jnp.arange(first, first + count))[0]
+
+    def zeros(tree, *first, dtype=None):
+        return jax.tree.map(lambda x: jnp.zeros((*first, *x.shape), dtype or x.dtype), tree)
+
+    x, late = zeros(jax.eval_shape(functools.partial(start, m=0), {})), S - 1
+    part = padded(x, 0)[:, : -(-T // S)]
+    shapes = jax.eval_shape(lambda: (run({}, x, 0)[1], loss({}, part, 0)))
+    now = dict(zip(("figures", "sums"), zeros(shapes), strict=True)) | {"x": x}
+    now["out"] = zeros(part, M if trained and not is_1f1b else 1)
+    if trained:
+        made = jax.make_jaxpr(
+            lambda x: jax.tree.leaves(jax.vjp(functools.partial(run, m=0), own, x)[1])
+        )(x)
+        now["kept"] = {i: zeros(made.out_avals[i], slots) for i in _made_of_inputs(made.jaxpr)}
+        now |= {"grad": x, "own": zeros(own, dtype="float32")}
+        now |= {"common": zeros(common, dtype="float32")}
+    now = ticks(now, 0, late, functools.partial(forward, exits=False))
+    if not trained:
+        now = ticks(now, late, M, forward, lambda t, now: evaluate(t - late, now))
+        return now["sums"], now["figures"], {}
+    if is_1f1b:
+        now = ticks(now, late, M, forward, lambda t, now: backward(t - late, now))
+    else:
+        now = ticks(ticks(now, late, M, forward), 0, M, backward)
+    now = ticks(now, M, late, functools.partial(backward, enters=False))
+    return now["sums"], now["figures"], now["own"] | now["common"]
+
+
+def _made_of_inputs(jaxpr) -> list[int]:
+    """The outputs of a jaxpr that depend on its inputs."""
+    made = {id(v) for v in jaxpr.invars}
+    for equation in jaxpr.eqns:
+        if made & {id(v) for v in equation.invars}:
+            made |= {id(v) for v in equation.outvars}
+    return [i for i, v in enumerate(jaxpr.outvars) if id(v) in made]

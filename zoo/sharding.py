@@ -11,6 +11,7 @@ a model that calls them also runs on one device.
 """
 
 import math
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -21,13 +22,16 @@ from jax.sharding import AxisType, PartitionSpec
 # Logical axis → a mesh axis, several of them, or None.
 Rules = dict[str, str | tuple[str, ...] | None]
 
+# The logical axis of a dim; a tuple: the dim is split over the mesh axes of each; None: replicated.
+Axis = str | tuple[str, ...] | None
+
 
 def complete_tables(axes: dict[str, str], tables: dict[str, dict]) -> dict[str, Rules]:
     """Completes sharding rules: axes that a strategy leaves out map to None (replicated)."""
     return {name: dict.fromkeys(axes) | table for name, table in tables.items()}
 
 
-def constrain(x: jax.Array, *axes: str | None) -> jax.Array:
+def constrain(x: jax.Array, *axes: Axis) -> jax.Array:
     """Shards an array by its logical axes; does nothing without a mesh."""
     if (where := explicit(*axes)) is not None:
         return jax.sharding.reshard(x, where)
@@ -40,69 +44,67 @@ def constrain(x: jax.Array, *axes: str | None) -> jax.Array:
 
 
 def in_use(weights, names: dict[str, str], dtype=None):
-    """Prepares weights for matmuls: casts them to `dtype` and reshards them to their axes in use.
+    """Casts a module's or variable's weights to `dtype` and reshards them to their axes in use.
 
     Under FSDP this is the all-gather, and on Explicit axes its transpose is the gradient's
     reduce-scatter. Without it, XLA is free to gather activations and partial sums instead, which
-    sends ten times the bytes.
+    sends ten times the bytes. Returns `weights` with the new values and axes in `out_sharding`.
 
     Args:
-      weights: a module or one variable.
       names: logical axis of a weight at rest → its name in use. Weights without such an axis, such
         as a norm's scale, are neither cast nor split.
-
-    Returns: `weights` with the new values; their `out_sharding` holds the axes in use.
     """
 
     def gather(weight):
         w, axes = weight[...], weight.out_sharding
         if names.keys() & set(axes):
-            w = w if dtype is None else w.astype(dtype)
             # Inside a scan over layers, weights have no layer dim.
             axes = tuple(names.get(axis, axis) for axis in axes[-w.ndim :])
-            return weight.replace(constrain(w, *axes), out_sharding=axes)
-        return weight if spec(()) is not None else weight.replace(constrain(w))
+            w = constrain(w.astype(dtype or w.dtype), *axes)
+            return weight.replace(w, out_sharding=axes)
+        return weight if active_rules() else weight.replace(constrain(w))
 
     return jax.tree.map(gather, weights, is_leaf=lambda x: isinstance(x, nnx.Variable))
 
 
-def param(rngs: nnx.Rngs, shape: tuple[int, ...], axes: tuple[str, ...], stddev: float, kind=None):
-    """A float32 parameter with normally distributed values and logical axis names.
+def auto(function, *axes: Axis) -> Any:
+    """A function for whose result JAX can't infer the sharding: these are its logical axes."""
+    where = explicit(*axes)
+    return function if where is None else jax.sharding.auto_axes(function, out_sharding=where)
 
-    eager_sharding=False keeps the names inert, so that building a model needs no mesh.
 
-    Args:
-      kind: the variable's class; None: nnx.Param.
-    """
+def param(rngs: nnx.Rngs, shape: tuple, axes: tuple[str, ...], stddev: float, kind=nnx.Param):
+    """A float32 variable of class `kind` with normally distributed values and logical axis names."""
     value = stddev * jax.random.normal(rngs.params(), shape)
-    return (kind or nnx.Param)(value, out_sharding=axes, eager_sharding=False)
+    # Names stay inert, so that building a model needs no mesh.
+    return kind(value, out_sharding=axes, eager_sharding=False)
 
 
-def reshape(x: jax.Array, shape: tuple[int, ...], *axes: str | None) -> jax.Array:
+def reshape(x: jax.Array, shape: tuple[int, ...], *axes: Axis) -> jax.Array:
     """Reshapes an array; `axes` are the logical axes of its new dims."""
     return constrain(jnp.reshape(x, shape, out_sharding=explicit(*axes)), *axes)
 
 
-def per_device(function, arrays, axes, check_vma: bool = True):
+def per_device(function, arrays, axes, out_axes=None, check_vma: bool = True):
     """Runs function(*arrays) on each device's own shards, for code that XLA can't partition.
 
-    Args:
-      axes: the logical axes of each array; None for an array that is None. The result has the axes
-        of the first array.
-      check_vma: passed to jax.shard_map; Pallas kernels don't support it.
+    `axes`: the logical axes of each array, which may be None. out_axes: of the result; None: as the
+    first array's. check_vma: passed to jax.shard_map; Pallas kernels don't support it.
     """
     pairs = list(zip(arrays, axes, strict=True))
     given = [x if x is None else constrain(x, *names) for x, names in pairs]
+    specs = tuple(x if x is None else spec(names) or PartitionSpec() for x, names in pairs)
     mesh = jax.sharding.get_abstract_mesh()
     if mesh.empty:  # an array on Explicit axes carries its mesh
         mesh = jax.typeof(given[0]).sharding.mesh
     if mesh.empty:
         return function(*given)
-    specs = tuple(x if x is None else jax.typeof(x).sharding.spec for x in given)
-    if spec(()) is not None:  # array types don't show Auto axes
-        specs = tuple(spec(names) for names in axes)
+    out = specs[0] if out_axes is None else spec(out_axes) or PartitionSpec()
+    left = {*mesh.axis_names} - {*mesh.manual_axes}  # a pipeline is per device along some axes
+    if not left:
+        return function(*given)
     local = jax.shard_map(
-        function, mesh=mesh, in_specs=specs, out_specs=specs[0], check_vma=check_vma
+        function, mesh=mesh, in_specs=specs, out_specs=out, axis_names=left, check_vma=check_vma
     )
     return local(*given)
 
@@ -110,27 +112,37 @@ def per_device(function, arrays, axes, check_vma: bool = True):
 # ---- the active rules and mesh -------------------------------------------------------------------
 
 
-def spec(axes: tuple[str | None, ...]) -> PartitionSpec | None:
+def active_rules() -> Rules:
+    """The sharding rules in force; {} without rules or a mesh."""
+    mesh = jax.sharding.get_abstract_mesh()
+    return {} if mesh.empty else dict(get_logical_axis_rules() or ())
+
+
+def spec(axes: tuple[Axis, ...]) -> PartitionSpec | None:
     """The PartitionSpec of these logical axes by the active rules; None without rules or a mesh."""
-    rules = dict(get_logical_axis_rules() or ())
-    if not rules or jax.sharding.get_abstract_mesh().empty:
-        return None
-    return PartitionSpec(*(rules[axis] if axis else None for axis in axes))
+    return PartitionSpec(*map(mesh_axes, axes)) if active_rules() else None
 
 
-def explicit(*axes: str | None) -> PartitionSpec | None:
+def explicit(*axes: Axis) -> PartitionSpec | None:
     """`out_sharding` for an operation whose sharding JAX can't infer; None on Auto axes."""
     kinds = jax.sharding.get_abstract_mesh().axis_types
     return spec(axes) if AxisType.Explicit in kinds else None
 
 
-def mesh_axes(axis: str) -> tuple[str, ...]:
-    """The mesh axes over which the active rules split a logical axis."""
-    where = spec((axis,)) or (None,)
-    return () if where[0] is None else (where[0],) if isinstance(where[0], str) else where[0]
+def mesh_axes(axis: Axis, manual: bool = False) -> tuple[str, ...]:
+    """The mesh axes over which the active rules split a logical axis.
+
+    Args:
+      manual: whether to name those along which this code already runs per device, in a pipeline.
+    """
+    rules, names = active_rules(), axis if isinstance(axis, tuple) else (axis,)
+    hidden = () if manual else jax.sharding.get_abstract_mesh().manual_axes
+    found = [rules[name] or () for name in names if name and rules]
+    every = (n for given in found for n in ((given,) if isinstance(given, str) else given))
+    return tuple(name for name in every if name not in hidden)
 
 
-def shards(axis: str) -> int:
+def shards(axis: Axis) -> int:
     """The number of parts into which the active rules split a logical axis."""
     return math.prod(jax.sharding.get_abstract_mesh().shape[name] for name in mesh_axes(axis))
 

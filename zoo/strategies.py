@@ -39,11 +39,36 @@ HSDP = {
     "embed": "fsdp",
 }
 
-# The logical axes of a decoder, and whether activations, weights or both have them. A "stack" is
-# scanned layer by layer, so rules must not split it.
+# Megatron's sequence parallelism, for TP: between sublayers T is split too, so norms and saved
+# activations are. The all-reduces become reduce-scatters after a sublayer and all-gathers before it;
+# the backward pass gathers again, unless remat is "gathered".
+SP = {
+    "residual_seq": "model",  # In[B, T_model, D] → In[B, T, D]
+}
+
+# Context parallelism: devices share out the positions of each row. These meet in attention alone
+# (attention.way_to_attend). Gradients are summed over `seq` as over `data`.
+CP = {
+    "seq": "seq",
+    "residual_seq": "seq",
+    "slots": "seq",  # decoding sums small figures over `seq`, not keys
+}
+
+# ZeRO-3 over all devices that share the positions.
+FSDP_CP = {"embed": ("data", "seq")}
+
+# Pipeline: each device along `pipe` has L / pipe of the layers. Microbatches visit one after another,
+# and only their activations travel.
+PP = {"layers": "pipe"}
+
+# The logical axes of a decoder, and whether activations, weights or both have them. Some activations
+# have an axis of their own instead of "seq". A "stack" is scanned layer by layer, so rules must not
+# split it.
 DECODER_AXES = {
     "batch": "activations",  # B
     "seq": "activations",  # T, S
+    "residual_seq": "instead of seq",  # T of the residual stream, between sublayers
+    "slots": "instead of seq",  # S of a cache
     "act_embed": "activations",  # D; also of weights in use
     "embed": "weights",  # D, of weights at rest
     "heads": "both",  # N
@@ -65,3 +90,6 @@ DECODER_UNEVEN = {
     "heads": "replicated",  # every device along the axis computes all heads
     "kv_heads": "replicated",
 }
+
+DECODER_POSITIONS = ("seq", "residual_seq")  # the axes of T: of a batch, of the residual stream
+DECODER = DECODER_AXES, DECODER_IN_USE, DECODER_UNEVEN, DECODER_POSITIONS

@@ -32,19 +32,33 @@ from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
 from .attention import (
-    KERNEL_NAMES,
     Attention,
     Cache,
     Kind,
-    fill_cache,
+    check_config,
     kinds,
-    left_padded,
+    logits_in_order,
     positions,
+    read_prompts,
+    read_token,
+    stripe,
 )
-from .layers import RMSNorm, SwiGLU, cross_entropy, look_up, table_copies, unembed, vocabulary
-from .pipeline import REMAT_POLICIES, check_config, scan_layers, stack
-from .sharding import Rules, complete_tables, in_use
-from .strategies import DECODER_AXES, DECODER_IN_USE, DECODER_UNEVEN, DP, FSDP, HSDP, TP
+from .layers import (
+    REMAT_POLICIES,
+    RMSNorm,
+    adapters,
+    fit_positions,
+    gather,
+    look_up,
+    objective,
+    project,
+    scan_layers,
+    stack,
+    vocabulary,
+    vocabulary_tables,
+)
+from .sharding import Rules, complete_tables, in_use, param
+from .strategies import CP, DECODER, DP, FSDP, FSDP_CP, HSDP, PP, SP, TP
 
 
 @dataclasses.dataclass(frozen=True)
@@ -77,12 +91,15 @@ class Config:
     dtype: str = "float32"  # of activations and matmuls; parameters, norms and loss stay float32
     remat: str = "full"  # what a layer keeps for its backward pass: a key of REMAT
     attention: str = "auto"  # "xla", a key of KERNELS, or "auto": the best for the device
+    context: str = "auto"  # how to attend if rules split T: see way_to_attend
+    pipeline: str = "1f1b"  # the schedule if rules split L, or "gpipe"; see pipeline.py
+    pipe_microbatches: int = 0  # M, parts of a batch in the pipeline; 0: see pipeline.microbatches
     loss_chunk: int = 256  # C, positions of a sequence with logits at once; see positions_at_once
     unroll: int = 1  # layers per scan iteration; unrolling all: 1 to 6% faster, slower to compile
 
     def __post_init__(self):
         """Raises ValueError if the configuration is invalid."""
-        check_config(self, remat=REMAT, attention=KERNEL_NAMES)
+        check_config(self, remat=REMAT)
 
     @classmethod
     def tiny(cls) -> "Config":
@@ -139,7 +156,7 @@ SIZES = {
 REMAT = REMAT_POLICIES  # what a layer keeps for its backward pass
 
 # Axes that rules map; a weight's axis at rest → in use; dims that need not divide evenly.
-LOGICAL_AXES, IN_USE, UNEVEN = DECODER_AXES, DECODER_IN_USE, DECODER_UNEVEN
+LOGICAL_AXES, IN_USE, UNEVEN, POSITIONS = DECODER
 
 
 class Layer(nnx.Module):
@@ -169,6 +186,7 @@ class Transformer(nnx.Module):
         if not config.tie_embeddings:
             self.unembed = vocabulary(config, rngs=rngs)
 
+    @fit_positions
     def __call__(self, tokens_BT, segment_ids_BT=None) -> jax.Array:
         """Returns logits [B, T, V] in float32; position t predicts token t + 1.
 
@@ -176,9 +194,9 @@ class Transformer(nnx.Module):
           tokens_BT: int, below vocab_size. On a mesh, B must be divisible by the axes of `batch`.
           segment_ids_BT: int; positions attend only within their own segment. None: one per row.
         """
-        x_BTD, table_RVD, _ = self._trunk(tokens_BT, segment_ids_BT)
-        return unembed(x_BTD, table_RVD, self.config.vocab_size)
+        return logits_in_order(self, tokens_BT, segment_ids_BT)
 
+    @fit_positions
     def loss(self, tokens, targets, segment_ids=None):
         """Cross entropy of a batch, in nats.
 
@@ -189,10 +207,8 @@ class Transformer(nnx.Module):
         Returns: (sum over targets, number of targets, aux), float32 scalars; aux maps a name to
           (sum, count): loss: the cross entropy.
         """
-        x_BTD, table_RVD, _ = self._trunk(tokens, segment_ids)
-        sizes = (self.config.vocab_size, self.config.loss_chunk)
-        total, count = cross_entropy(x_BTD, table_RVD, targets, *sizes)
-        return total, count, {"loss": (total, count)}
+        batch = tuple(stripe(self.config, x) for x in (tokens, targets, segment_ids))
+        return objective(self, batch, IN_USE)[:3]
 
     def prefill(self, tokens_BT, lengths_B, slots: int) -> tuple[jax.Array, Cache]:
         """Reads prompts. Returns next-token logits [B, V] and a cache with room for more tokens.
@@ -201,10 +217,7 @@ class Transformer(nnx.Module):
           tokens_BT: int, left-padded: row b's prompt is its last lengths_B[b] ≥ 1 tokens.
           slots: S ≥ T, the capacity of the cache in tokens, including prompts and padding.
         """
-        first_B, positions_BT, prompt_BT = left_padded(tokens_BT, lengths_B)
-        x_BTD, table_RVD, kv = self._trunk(tokens_BT, prompt_BT, positions_BT)
-        logits_B1V = unembed(x_BTD[:, -1:], table_RVD, self.config.vocab_size)
-        return logits_B1V[:, 0], fill_cache(kv, first_B, slots)
+        return read_prompts(self, tokens_BT, lengths_B, slots)
 
     def decode(self, tokens_B, cache: Cache) -> tuple[jax.Array, Cache]:
         """Reads one more token per row. Returns next-token logits [B, V] and the extended cache.
@@ -212,18 +225,30 @@ class Transformer(nnx.Module):
         A jitted caller should donate the cache, so that one slot is written in place. The cache
         must not be full: length < S.
         """
-        x_B1D, table_RVD, kv = self._trunk(tokens_B[:, None], None, cache.next_B1, cache)
-        logits_B1V = unembed(x_B1D, table_RVD, self.config.vocab_size)
-        return logits_B1V[:, 0], cache.append(kv)
+        return read_token(self, tokens_B, cache)
 
-    def _trunk(self, tokens_BT, segment_ids_BT, positions_BT=None, cache=None):
+    def trunk(self, tokens_BT, segment_ids_BT, positions_BT=None, cache=None):
         """Returns the layers' output, normed, [B, T, D] and the table to unembed it, [R, V, D].
 
         With positions, as in generation, also all layers' keys and values, each [L, B, T, K, H].
         """
-        config, keep = self.config, positions_BT is not None
-        table_RVD = table_copies(self.embed, config.dtype)
-        at = positions(config, tokens_BT, segment_ids_BT, positions_BT, cache)
+        tables = vocabulary_tables(self)
+        at = positions(self.config, tokens_BT, segment_ids_BT, positions_BT, cache)
+        keep = positions_BT is not None
+        x_BTD, kv = self._layers(look_up(tables[0], tokens_BT), at, cache, keep)
+        return self.final_norm(x_BTD), tables[-1], kv
+
+    @property
+    def costs(self) -> dict[str, float]:
+        return {}  # the objective is the cross entropy alone
+
+    def run(self, x_BTD, tokens_BT, targets_BT, segment_ids_BT):
+        """Runs the layers in training; see `objective`."""
+        at = positions(self.config, tokens_BT, segment_ids_BT)
+        return self._layers(x_BTD, at)[0], {}
+
+    def _layers(self, x_BTD, at, cache=None, keep=False):
+        config = self.config
 
         def layer(x_BTD, weights_and_past, kind):
             weights, past = weights_and_past
@@ -231,13 +256,26 @@ class Transformer(nnx.Module):
             x_BTD, kv = weights(x_BTD, at, kind, past)
             return x_BTD, kv if keep else None
 
-        layers = (self.layers, cache and (cache.k, cache.v))
-        x_BTD = look_up(table_RVD, tokens_BT)
-        remat, unroll = REMAT[config.remat], config.unroll
-        x_BTD, kv = scan_layers(layer, x_BTD, layers, kinds(config), remat, unroll)
-        if not config.tie_embeddings:
-            table_RVD = table_copies(self.unembed, config.dtype)
-        return self.final_norm(x_BTD), table_RVD, kv
+        layers, remat = (self.layers, cache and (cache.k, cache.v)), REMAT[config.remat]
+        return scan_layers(layer, x_BTD, layers, kinds(config), remat, config.unroll)
+
+
+class SwiGLU(nnx.Module):
+    """(silu(x · gate) * (x · up)) · down (Shazeer 2020). Tensor parallelism splits F, and then the
+    output costs one all-reduce, or with a split residual stream one reduce-scatter.
+    """
+
+    def __init__(self, config: Config, *, rngs: nnx.Rngs):
+        D, F = config.embed, config.mlp
+        self.gate = param(rngs, (D, F), ("embed", "mlp"), D**-0.5)
+        self.up = param(rngs, (D, F), ("embed", "mlp"), D**-0.5)
+        self.down = param(rngs, (F, D), ("mlp", "embed"), (F * 2 * config.num_layers) ** -0.5)
+        self.lora = adapters(self, config, rngs, gate=1, up=1, down=1)
+
+    def __call__(self, x_BTD):
+        x_BTD = gather(x_BTD)
+        hidden_BTF = jax.nn.silu(project(self, "gate", x_BTD)) * project(self, "up", x_BTD)
+        return project(self, "down", hidden_BTF, seq="residual_seq")
 
 
 complete = functools.partial(complete_tables, LOGICAL_AXES)
@@ -247,8 +285,17 @@ RULES: dict[str, Rules] = complete(
     {
         "dp": DP,
         "fsdp": DP | FSDP,
+        "tp_sp": DP | TP | SP,
+        "fsdp_tp_sp": DP | FSDP | TP | SP,
+        "hsdp_tp_sp": HSDP | TP | SP,
         "tp": DP | TP,
         "fsdp_tp": DP | FSDP | TP,
         "hsdp_tp": HSDP | TP,
+        "cp": DP | CP,
+        "fsdp_cp": DP | CP | FSDP_CP,
+        "fsdp_cp_tp": DP | CP | FSDP_CP | TP,
+        "pp": DP | PP,
+        "fsdp_pp": DP | FSDP | PP,
+        "fsdp_pp_tp": DP | FSDP | PP | TP,
     }
 )

@@ -44,6 +44,13 @@ class Step(NamedTuple):
     def seq_len(self) -> int:
         return self.example["tokens"].shape[0]
 
+    @property
+    def device_tokens(self) -> float:
+        """Tokens of a batch on one device."""
+        layout = self.layout
+        tokens = layout.batch_size * self.seq_len
+        return tokens / (layout.batch_shards * layout.seq_shards)
+
     def lower(self) -> jax.stages.Lowered:
         return self.function.lower(self.abstract, self.example)
 
@@ -55,8 +62,9 @@ class Step(NamedTuple):
 
     def batch(self) -> dict[str, jax.Array]:
         """Random tokens, sharded as the step wants them."""
-        rows = random_rows(self.config.vocab_size, self.layout.batch_size, self.seq_len)
-        return jax.device_put({name: rows[name] for name in self.example}, self.layout.batch)
+        every = random_rows(self.config.vocab_size, self.layout.batch_size, self.seq_len)
+        rows = {name: every[name] for name in self.example}
+        return jax.device_put(rows, self.layout.batch_shardings(rows))
 
 
 def random_rows(vocab_size: int, batch_size: int, seq_len: int) -> dict[str, np.ndarray]:
@@ -88,7 +96,7 @@ def make_step(
       config: the model's Config.
       segments: whether batches have segment ids, like the recipe's batches of packed documents.
     """
-    layout = make_layout(model, config, mesh, rules, batch_size=batch_size)
+    layout = make_layout(model, config, mesh, rules, batch_size=batch_size, seq_len=seq_len)
     lr = LearningRate(1e-3, 10, 100)
     function = TrainStep(layout, adamw(lr, weight_decay=0.1, clip_norm=1.0), lr)
     row = jax.ShapeDtypeStruct((seq_len,), np.int32)

@@ -13,43 +13,42 @@ from recipes.bench.common import Step, Table, machine, make_step, numbers, one_o
 from recipes.bench.targets import (
     KINDS,
     KINDS_HELP,
+    MeshFlags,
     TooLarge,
     caveats,
     check_targets,
     compile_step,
+    mesh_name,
     topology,
 )
 from recipes.common.analysis import report
 from recipes.common.analysis.hlo import sent_by_kind
-from recipes.common.runtime.errors import UserError
 from recipes.common.runtime.flags import flag
 from recipes.common.runtime.mesh import make_mesh
 from recipes.common.runtime.terminal import print0
 from recipes.common.sharding.abstract import paths
-from recipes.common.sharding.rules import mesh_axes, used_axes
+from recipes.common.sharding.rules import mesh_axes
+from zoo.attention import way_to_attend
+from zoo.pipeline import microbatches
+from zoo.sharding import shards
 from zoo.transformer import RULES, SIZES
 
 
 @dataclasses.dataclass(frozen=True)
-class CollectivesFlags:
+class CollectivesFlags(MeshFlags):
     sizes: str = flag("124m", "Sizes of the Transformer, comma-separated.", group="model")
     seq_len: int = flag(256, "Tokens of context.", group="data", at_least=1)
     tokens: int = flag(4_096, "Tokens per chip.", group="data", at_least=1)
     chips: str = flag("16,256", "Numbers of chips, comma-separated.")
     kind: str = flag("v5e", f"Kind of chip: {KINDS_HELP}.", choices=KINDS)
     rules: str = flag(",".join(RULES), "Strategies, comma-separated.")
-    model: int = flag(
-        0, "Chips along model; 0: the largest of 8, 4 and 2 that divides the kv heads, or 1 if the "
-        "rules have replica groups.", at_least=0,
-    )  # fmt: skip
-    group: int = flag(16, "Chips along fsdp, if the rules use it.", at_least=1)
 
 
 def collectives(flags: CollectivesFlags) -> None:
     sizes, chips = one_of("sizes", flags.sizes, SIZES), numbers("chips", flags.chips)
     strategies = one_of("rules", flags.rules, RULES)
     cases = [
-        (size, strategy, _axes(flags, size, count, strategy))
+        (size, strategy, flags.axes(size, count, strategy))
         for size, count, strategy in itertools.product(sizes, chips, strategies)
     ]
     check_targets([flags.kind], chips)
@@ -59,26 +58,6 @@ def collectives(flags: CollectivesFlags) -> None:
         _collectives_row(table, flags, *case)
     print0("", "Bytes that one chip sends in a step, assuming ring collectives, with "
            f"{flags.tokens:,} tokens per chip; {flags.kind}.", machine(), *caveats([flags.kind]))  # fmt: skip
-
-
-def _axes(flags: CollectivesFlags, size: str, chips: int, strategy: str) -> dict[str, int]:
-    """Mesh axis → chips along it. Raises UserError if the number of chips does not allow it."""
-    used, inner, stated = used_axes(RULES[strategy]), {}, []
-    groups = "fsdp" in used  # replica groups: each has one copy of the weights
-    model = flags.model or (1 if groups else math.gcd(8, SIZES[size]().num_kv_heads))
-    if groups:
-        inner["fsdp"] = min(flags.group, max(chips // model, 1))
-        stated.append(f"--group={inner['fsdp']}")
-    if "model" in used:
-        inner["model"] = model
-        stated.append(f"--model={model}")
-    data, over = divmod(chips, math.prod(inner.values()))
-    if over:
-        raise UserError(
-            f"--chips={chips} is not divisible by {' times '.join(stated)} (rules {strategy!r}); use "
-            f"a different {stated[0].partition('=')[0]}"
-        )
-    return {"data": data} | inner
 
 
 def _collectives_row(
@@ -92,7 +71,7 @@ def _collectives_row(
     dtype = "float32" if flags.kind == "cpu" else "bfloat16"  # XLA's CPU backend sends float32
     config = dataclasses.replace(SIZES[size](), dtype=dtype, remat=remat)
     step = make_step(config, strategy, mesh, rows, flags.seq_len, segments=True)
-    name = "x".join(map(str, axes.values()))
+    name = mesh_name(axes)
     compiled = compile_step(step, flags.kind, f"{size} {strategy} on {flags.kind} {name}")
     if isinstance(compiled, TooLarge):
         table.row(size, chips, strategy, name, remat, "-", "-", "-", compiled.text, "-", "-")
@@ -113,10 +92,11 @@ def _collectives_row(
 def textbook(step: Step) -> float:
     """Bytes that a device must send per step if each matmul is where the sharding rules put it.
 
-    Everything is in the compute dtype. Over a ring of n devices, an all-gather or a reduce-scatter
-    sends (n - 1) / n of the whole array, and an all-reduce twice that.
+    Everything is in the compute dtype, except gradients of stages, which are in float32. Over a ring of n devices, an all-gather or a reduce-scatter
+    sends (n - 1) / n of the whole array, and an all-reduce twice that. Nothing that remat repeats
+    counts, other than gathers of weights and attention's exchanges.
     """
-    elements = _of_weights(step) + _of_activations(step)
+    elements = _of_weights(step) + _of_activations(step) + _of_attention(step) + of_stages(step)
     return elements * jnp.dtype(step.config.dtype).itemsize
 
 
@@ -125,17 +105,20 @@ def _of_weights(step: Step) -> float:
 
     A weight whose parts at rest are smaller than in use needs two all-gathers, for the forward and
     the backward pass, and a reduce-scatter of the gradient. Gradients are also all-reduced over the
-    mesh axes that split the batch but not the weight at rest.
+    mesh axes that split the batch, its rows or positions, but not the weight at rest. In stages,
+    weights are gathered once, and those that all stages share have a gradient on each.
     """
     layout, total = step.layout, 0.0
+    stacked = _mesh_axes(step, ["layers"])
+    gathers, width = (1, 4 / jnp.dtype(step.config.dtype).itemsize) if stacked else (2, 1)
     shapes = paths(layout.model.shapes["params"])
     for path, axes in paths(layout.model.axes["params"]).items():
         rest = _mesh_axes(step, axes)
         use = _mesh_axes(step, _in_use(step, axes))
         whole = shapes[path].size / _devices(step, use)
-        total += 3 * _ring(_devices(step, rest - use)) * whole
-        reduced = _mesh_axes(step, ["batch"]) - rest
-        total += 2 * _ring(_devices(step, reduced)) * whole / _devices(step, rest - use)
+        total += (gathers + width) * _ring(_devices(step, rest - use)) * whole
+        reduced = (_mesh_axes(step, layout.batch_axes) | stacked) - rest
+        total += 2 * width * _ring(_devices(step, reduced)) * whole / _devices(step, rest - use)
     return total
 
 
@@ -149,7 +132,7 @@ def _of_activations(step: Step) -> float:
     """
     layout, zoo = step.layout, step.layout.zoo
     shapes = paths(layout.model.shapes["params"])
-    widths: dict[str, int] = {}  # module → elements per token
+    widths: dict[str, float] = {}  # module → elements per token
     split: dict[str, set[str]] = {}  # module → mesh axes
     for path, axes in paths(layout.model.axes["params"]).items():
         module, axes = path.rpartition("/")[0], _in_use(step, axes)
@@ -159,9 +142,50 @@ def _of_activations(step: Step) -> float:
             dims = zip(axes, shapes[path].shape, strict=True)
             widths[module] = math.prod(n for axis, n in dims if axis in residual | stacked)
             split.setdefault(module, set()).update(_mesh_axes(step, set(axes) - residual - stacked))
-    tokens = layout.batch_size * step.seq_len / layout.batch_shards
     rings = {module: _ring(_devices(step, axes)) for module, axes in split.items()}
-    return sum(2 * 2 * rings[module] * widths[module] * tokens for module in widths)
+    stages, parts = step.layout.stages, _microbatches(step)
+    if stages > 1:  # a device has its stage's layers, and works while it waits
+        busy = (parts + stages - 1) / parts / stages
+        widths = {m: n * (busy if m.startswith("layers") else 1) for m, n in widths.items()}
+    return sum(2 * 2 * rings[module] * widths[module] * step.device_tokens for module in widths)
+
+
+def of_stages(step: Step) -> float:
+    """Elements that travel between stages: activations, and their parts for the loss.
+
+    A microbatch's activations and their gradients go to the next stage in every tick, also in the
+    bubble. The last stage's output is scattered over all stages, and its gradient gathered.
+    """
+    stages, parts = step.layout.stages, _microbatches(step)
+    if stages == 1:
+        return 0.0
+    each = step.device_tokens / parts * step.config.embed
+    return 2 * (parts + stages - 1) * each + 2 * parts * _ring(stages) * each
+
+
+def _microbatches(step: Step) -> int:
+    """M of the pipeline."""
+    layout = step.layout
+    return microbatches(step.config, layout.batch_size // layout.batch_shards, layout.stages)
+
+
+def _of_attention(step: Step) -> float:
+    """Elements sent so that positions attend to those on other devices.
+
+    Each layer does it forward, again unless remat keeps everything, and backward. An all-to-all
+    exchanges queries, keys, values and outputs; a ring passes on keys and values, and backward
+    their gradients too.
+    """
+    config, n = step.config, step.layout.seq_shards
+    with step.layout.trace():
+        way, heads = way_to_attend(config.context, config.num_heads), shards("heads")
+    forward = 1 if config.remat == "none" else 2
+    tokens = config.num_layers * step.device_tokens * config.head_dim
+    queries, kv = config.num_heads // heads, math.lcm(config.num_kv_heads, heads) // heads
+    if way == "all-to-all":
+        kv = math.lcm(config.num_kv_heads, heads * n) // heads
+        return (forward + 1) * 2 * (queries + kv) * tokens * _ring(n)
+    return (forward + 2) * 2 * kv * tokens * (n - 1) if way else 0.0
 
 
 def _in_use(step: Step, axes: Iterable[str]) -> list[str]:

@@ -75,8 +75,7 @@ def textbook(step: Step) -> float:
     """
     config, layout = step.config, step.layout
     n, width = layout.mesh.shape["expert"], 4 if config.dtype == "float32" else 2
-    tokens = layout.batch_size * step.seq_len / layout.batch_shards
-    slots = config.capacity * config.experts_per_token * tokens
+    slots = config.capacity * config.experts_per_token * step.device_tokens
     return config.num_layers * 4 * (n - 1) / n * slots * config.embed * width
 
 
@@ -96,7 +95,7 @@ def _flops(flags: ExpertsFlags, config: Config, chips: int) -> str:
     compiled = compile_step(step, flags.kind, f"FLOPs of one layer, {chips} chips")
     if isinstance(compiled, TooLarge):
         return "-"
-    tokens = step.layout.batch_size * flags.seq_len / step.layout.batch_shards
+    tokens = step.device_tokens
     table = step.config.vocab_size * config.embed
     layer = flops.matmul_params(step.config) - table
     costs: Any = compiled.cost_analysis()

@@ -58,7 +58,7 @@ class GpuFlags:
         "124m:1024,1b:2048", "Pairs of size:tokens of context, comma-separated.", group="model"
     )
     kernels: str = flag(
-        "triton,cudnn,xla", "Attention kernels to check and to try, comma-separated.", group="model"
+        "flash,cudnn,xla", "Attention kernels to check and to try, comma-separated.", group="model"
     )
     remats: str = flag("none,dots,full", "Remat policies to try, comma-separated.", group="model")
     batches: str = flag(
@@ -83,7 +83,7 @@ class GpuFlags:
 
 # Defaults with --toy.
 TOY: dict[str, Any] = dict(
-    cases="tiny:64", kernels="xla,triton", batches="2", remats="none", xla="default,cuBLAS only",
+    cases="tiny:64", kernels="xla,flash", batches="2", remats="none", xla="default,cuBLAS only",
     steps=1, rounds=1,
 )  # fmt: skip
 
@@ -156,9 +156,8 @@ class Sweep:
             if size not in SIZES or not length.isdecimal() or not int(length):
                 raise UserError(f"--cases has {case!r}; write size:tokens, for example 124m:1024")
         self.kernels = one_of("kernels", flags.kernels, ["xla", *KERNELS])
-        self.tried: dict[
-            str, list
-        ] = {  # changes to the best settings so far, the most promising first
+        # Changes to the best settings so far, the most promising first.
+        self.tried: dict[str, list] = {
             "attention": [] if flags.toy else self.kernels,
             "xla": one_of("xla", flags.xla, XLA_FLAGS),
             "batch": numbers("batches", flags.batches),
@@ -198,9 +197,9 @@ class Sweep:
         for name, segments in itertools.product(self.tried, (True, False)):
             for case in self.cases:
                 best = self.best("step", case, segments)
+                if best is None:
+                    continue
                 for value in self.tried[name]:
-                    if best is None:
-                        break
                     if name != "attention" or self._other_kernel(best, value):
                         yield dataclasses.replace(best, **{name: value})
         for case in self.cases:

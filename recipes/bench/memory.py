@@ -17,47 +17,56 @@ from recipes.bench.targets import (
     KINDS,
     KINDS_HELP,
     TPUS,
+    MeshFlags,
     TooLarge,
     caveats,
     check_targets,
     compile_step,
+    mesh_name,
     topology,
 )
 from recipes.common.analysis import report
 from recipes.common.analysis.flops import kinds_of_layers
+from recipes.common.analysis.kernel import attention_kernel
 from recipes.common.runtime.flags import flag
 from recipes.common.runtime.terminal import print0
 from recipes.common.sharding.rules import shards, used_axes
-from zoo.attention import attention_kernels
 from zoo.layers import positions_at_once
 from zoo.transformer import REMAT, RULES, SIZES
 
 Case = tuple[str, str, int]  # size, kind of chip, number of chips
-ON_DATA = [name for name, rules in RULES.items() if used_axes(rules) == {"data"}]  # strategies
+# Only sequence parallelism gathers activations: elsewhere, "gathered" is "full".
+POLICIES = [name for name in REMAT if name != "gathered"]
 
 
 @dataclasses.dataclass(frozen=True)
-class MemoryFlags:
+class MemoryFlags(MeshFlags):
     sizes: str = flag("8b", "Sizes of the Transformer, comma-separated.", group="model")
-    remats: str = flag(",".join(reversed(REMAT)), "Remat policies, comma-separated.", group="model")
+    remats: str = flag(
+        ",".join(reversed(POLICIES)), "Remat policies, comma-separated.", group="model"
+    )
     seq_len: int = flag(4_096, "Tokens of context.", group="data", at_least=1)
-    rows: int = flag(1, "Sequences per chip.", group="data", at_least=1)
+    rows: int = flag(
+        1, "Sequences per chip, or per group of chips that share their positions or heads.",
+        group="data", at_least=1,
+    )  # fmt: skip
     chips: str = flag("16,256", "Numbers of chips, comma-separated.")
     kinds: str = flag(",".join(TPUS), f"Kinds of chips, comma-separated: {KINDS_HELP}.")
-    rules: str = flag(
-        ON_DATA[-1], "Strategy; one that uses only the mesh axis data.", choices=ON_DATA
-    )
+    rules: str = flag("fsdp", "Strategy.", choices=RULES)
     which: bool = flag(False, "Print only the remat policy that recomputes least and still fits.")
 
 
 def memory(flags: MemoryFlags) -> None:
     sizes, kinds = one_of("sizes", flags.sizes, SIZES), one_of("kinds", flags.kinds, KINDS)
     counts, remats = numbers("chips", flags.chips), one_of("remats", flags.remats, REMAT)
+    meshes = [mesh_name(flags.axes(size, n, flags.rules)) for size in sizes for n in counts]
     check_targets(kinds, counts)
     cases = itertools.product(sizes, kinds, counts)
     (_which if flags.which else _parts)(flags, cases, remats)
-    print0("", f"{flags.rules}, {flags.rows} × {flags.seq_len:,} tokens per chip, with segment ids. The "
-           "sum is computed analytically.", machine(), *caveats(kinds))  # fmt: skip
+    each = "chip" if used_axes(RULES[flags.rules]) == {"data"} else "group of chips"
+    print0("", f"{flags.rules} on {' and '.join(dict.fromkeys(meshes))}, {flags.rows} × {flags.seq_len:,} "
+           f"tokens per {each}, with segment ids. The sum is computed analytically.", machine(),
+           *caveats(kinds))  # fmt: skip
 
 
 def _parts(flags: MemoryFlags, cases: Iterable[Case], remats: list[str]) -> None:
@@ -73,7 +82,7 @@ def _parts(flags: MemoryFlags, cases: Iterable[Case], remats: list[str]) -> None
 
 
 def _which(flags: MemoryFlags, cases: Iterable[Case], remats: list[str]) -> None:
-    """The first policy whose step fits; REMAT lists them from least to most recomputation."""
+    """The first policy whose step fits; REMAT has them from least to most recomputation."""
     table = Table("size", "chips", "attention", "remat", "compiled peak", "next policy needs")
     for size, kind, chips in cases:
         above, found, text = "-", "none of them fits", "-"
@@ -88,14 +97,14 @@ def _which(flags: MemoryFlags, cases: Iterable[Case], remats: list[str]) -> None
                 found = remat
                 break
             above = f"{remat}: {report.size(peak)}"
-        found_kernels = " and ".join(dict.fromkeys(kernels(step)))
-        table.row(size, f"{chips} {kind}", found_kernels, found, text, above)
+        table.row(size, f"{chips} {kind}", kernel(step), found, text, above)
 
 
 def _step(flags: MemoryFlags, size: str, kind: str, chips: int, remat: str) -> Step:
     config = dataclasses.replace(SIZES[size](), dtype="bfloat16", remat=remat)
-    mesh, rows = topology(kind, {"data": chips}), flags.rows * chips
-    return make_step(config, flags.rules, mesh, rows, flags.seq_len, segments=True)
+    axes = flags.axes(size, chips, flags.rules)
+    rows = flags.rows * shards(RULES[flags.rules], "batch", axes)
+    return make_step(config, flags.rules, topology(kind, axes), rows, flags.seq_len, segments=True)
 
 
 def _peak(step: Step, kind: str, what: str) -> tuple[str, float]:
@@ -107,11 +116,11 @@ def _peak(step: Step, kind: str, what: str) -> tuple[str, float]:
     return report.size(peak), peak
 
 
-def kernels(step: Step) -> list[str]:
-    """The attention kernel of each kind of layer in a step."""
+def kernel(step: Step) -> str:
+    """The attention kernel of a step."""
     with step.layout.trace():
-        found = attention_kernels(step.config, step.seq_len, "segment_ids" in step.example)
-    return [name for name, _ in found]
+        name, _ = attention_kernel(step.config, step.seq_len, "segment_ids" in step.example)
+    return name
 
 
 def memory_parts(step: Step) -> dict[str, float]:
@@ -131,19 +140,23 @@ def memory_parts(step: Step) -> dict[str, float]:
     def over(axis):
         return shards(layout.rules, axis, layout.mesh.shape)
 
-    rows, length = layout.batch_size // layout.batch_shards, step.seq_len
+    rows, length = layout.batch_size // layout.batch_shards, step.seq_len // layout.seq_shards
+    between = step.seq_len // over("residual_seq")  # positions, between sublayers
     D, F = config.embed, config.mlp // over("mlp")
     q = config.num_heads * config.head_dim // over("heads")
     kv = 2 * config.num_kv_heads * config.head_dim // over("kv_heads")
     layer = (D * (2 * q + kv) + 3 * D * F) * width
-    kept = {"full": D, "sublayers": 2 * D, "dots": 2 * D + q + kv + 2 * F}
+    # Per position, between sublayers and inside them.
+    kept = {"full": (D, 0), "gathered": (D, 2 * D), "sublayers": (2 * D, 0)}
+    kept["dots"] = 2 * D, q + kv + 2 * F
     saved, largest = 0, 0
-    for (kind, layers), kernel in zip(kinds_of_layers(config), kernels(step), strict=True):
+    for kind, layers in kinds_of_layers(config):
         heads = config.num_heads // over("heads")
-        attention, scores = _of_attention(step, kernel, kind.window, rows, heads, q, kv)
+        attention, scores = _of_attention(step, kind.window, rows, heads, q, kv)
         # All inputs of derivatives; q, k and v share theirs, and so do gate and up.
-        kept["none"] = 6 * D * 4 // width + 2 * D + 6 * F + attention
-        saved += layers * rows * length * kept[config.remat] * width
+        kept["none"] = 6 * D * 4 // width, 2 * D + 6 * F + attention
+        outside, inside = kept[config.remat]
+        saved += layers * rows * (between * outside + length * inside) * width
         if config.remat == "none":  # also weights in use, and scores before and after the softmax
             saved += layers * (layer + scores * (4 + width) // 4)
         largest = max(largest, scores)
@@ -151,12 +164,12 @@ def memory_parts(step: Step) -> dict[str, float]:
         chunk = positions_at_once(config.loss_chunk, rows, length)
     logits = rows * chunk * config.vocab_size // over("vocab") * (4 + width)
     in_use = config.vocab_size // over("vocab") * D * width
-    inside = rows * length * (2 * q + kv + 3 * F + 2 * D) * width
+    recomputed = rows * length * (2 * q + kv + 3 * F + 2 * D) * width
     params = report.bytes_per_device(step.abstract["params"])
     stacked = report.bytes_per_device(step.abstract["params"]["layers"])
     cast = stacked * width // 4 if width < 4 and config.remat != "none" else 0  # or saved, in use
     loss = in_use, in_use + logits
-    backward = stacked + in_use, cast + 2 * layer + inside + largest
+    backward = stacked + in_use, cast + 2 * layer + recomputed + largest
     grads, live = max(loss, backward, key=sum)
     return {
         "parameters": params,
@@ -168,24 +181,23 @@ def memory_parts(step: Step) -> dict[str, float]:
 
 
 def _of_attention(
-    step: Step, kernel: str, window: int | None, rows: int, heads: int, q: int, kv: int
+    step: Step, window: int | None, rows: int, heads: int, q: int, kv: int
 ) -> tuple[int, int]:
     """(elements per token that attention's derivative needs, bytes of its float32 scores).
 
     Args:
-      kernel, window: those of the kind of layer.
+      window: of the kind of layer.
       rows, heads, q, kv: numbers on a device of sequences, query heads, elements of all queries,
         and elements of all keys and values.
     """
     length, norms = step.seq_len, heads * 4 // jnp.dtype(step.config.dtype).itemsize
-    match kernel:
+    match kernel(step):
         case "xla":  # keys and values count once per block of queries, as in the model
             block, back = max(128, -(-length // 8)), length if window is None else window - 1
             blocks = [(a, min(a + block, length)) for a in range(0, length, block)]
             keys = [b - max(0, a - back) for a, b in blocks]
             seen = sum((b - a) * k for (a, b), k in zip(blocks, keys, strict=True))
-            return 2 * q + kv * sum(keys) // length, rows * heads * seen * 4
-        case "triton":  # keys and values repeated for each query head
-            return 5 * q + norms, 0
-        case _:
+            scores = rows * heads * seen * 4 // step.layout.seq_shards
+            return 2 * q + kv * sum(keys) // length, scores
+        case _:  # the output counts twice: the kernel and the projection lay it out differently
             return 3 * q + kv + norms, 0

@@ -20,9 +20,9 @@ import jax
 from recipes.bench import kernels, pytorch
 from recipes.bench.common import ONE_DEVICE, Training, make_step
 from recipes.common.analysis import flops
+from recipes.common.analysis.kernel import attention_kernel
 from recipes.common.runtime.errors import UserError
 from recipes.common.runtime.mesh import arrange
-from zoo.attention import attention_kernels
 from zoo.transformer import SIZES
 
 XLA_FLAGS = {
@@ -109,7 +109,7 @@ def _step(row: Row, steps: int, rounds: int, toy: bool) -> Result:
     mesh = arrange({"data": 1}, [device])
     step = make_step(config, ONE_DEVICE, mesh, row.batch, row.length(), row.segments)
     with step.layout.trace():
-        ((kernel, _),) = attention_kernels(config, row.length(), row.segments)
+        kernel, _ = attention_kernel(config, row.length(), row.segments)
     start = time.perf_counter()
     compiled = step.compile()
     compiling = time.perf_counter() - start

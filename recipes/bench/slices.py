@@ -7,55 +7,68 @@ import jax
 import jax.numpy as jnp
 
 from recipes.bench.common import Step, Table, machine, make_step, numbers, one_of
-from recipes.bench.targets import TPUS, TooLarge, check_targets, compile_step, topology
+from recipes.bench.compiled import of_stages
+from recipes.bench.targets import (
+    TPUS,
+    MeshFlags,
+    TooLarge,
+    check_targets,
+    compile_step,
+    mesh_name,
+    topology,
+)
 from recipes.common.analysis import report
 from recipes.common.analysis.hlo import crossing
 from recipes.common.runtime.errors import UserError
 from recipes.common.runtime.flags import flag
 from recipes.common.runtime.terminal import print0
-from recipes.common.sharding.rules import used_axes
 from zoo.transformer import RULES, SIZES
 
 
 @dataclasses.dataclass(frozen=True)
-class SlicesFlags:
+class SlicesFlags(MeshFlags):
     sizes: str = flag("124m", "Sizes of the Transformer, comma-separated.", group="model")
     seq_len: int = flag(256, "Tokens of context.", group="data", at_least=1)
     tokens: int = flag(4_096, "Tokens per chip.", group="data", at_least=1)
     slices: str = flag("2,4", "Numbers of slices, comma-separated.")
     chips: int = flag(16, "Chips per slice.", at_least=1)
     kind: str = flag("v5e", "Kind of TPU.", choices=TPUS)
-    rules: str = flag("dp,hsdp_tp", "Strategies, comma-separated.")
-    model: int = flag(1, "Chips along model, if the rules use it.", at_least=1)
+    rules: str = flag("dp,cp,hsdp_tp,fsdp_pp", "Strategies, comma-separated.")
 
 
 def slices(flags: SlicesFlags) -> None:
     sizes, counts = one_of("sizes", flags.sizes, SIZES), numbers("slices", flags.slices, 2)
     strategies = one_of("rules", flags.rules, RULES)
-    if flags.chips % flags.model:
-        raise UserError(
-            f"--model={flags.model} does not divide --chips={flags.chips}; try --model=1"
-        )
     if flags.tokens % flags.seq_len:
         raise UserError(
             f"--tokens={flags.tokens} is not divisible by --seq_len={flags.seq_len}; try "
             f"--tokens={max(flags.tokens // flags.seq_len, 1) * flags.seq_len}"
         )
+    inside = dataclasses.replace(flags, pipe=1)  # stages lie on different slices
+    cases = [
+        (size, count, strategy, inside.axes(size, flags.chips, strategy))
+        for size, count, strategy in itertools.product(sizes, counts, strategies)
+    ]
     check_targets([flags.kind], [flags.chips])
     table = Table("size", "slices", "rules", "mesh", "crosses", "textbook", "ratio", "transfers")
-    for size, count, strategy in itertools.product(sizes, counts, strategies):
-        _row(table, flags, size, count, strategy)
+    for case in cases:
+        _row(table, flags, *case)
     print0("", f"Bytes that one chip of a slice of {flags.chips} {flags.kind} chips sends to other "
            f"slices in a step, with {flags.tokens:,} tokens per chip.", machine())  # fmt: skip
 
 
-def _row(table: Table, flags: SlicesFlags, size: str, count: int, strategy: str) -> None:
-    axes = _axes(flags, count, strategy)
+def _row(
+    table: Table, flags: SlicesFlags, size: str, count: int, strategy: str, inside: dict[str, int]
+) -> None:
+    # `pipe` runs across slices, or else `data`; other axes inside one.
+    across = "pipe" if "pipe" in inside else "data"
+    axes = {across: inside[across] * count}
+    axes |= {axis: n for axis, n in inside.items() if axis != across}
     mesh = topology(flags.kind, axes, count)
     config = dataclasses.replace(SIZES[size](), dtype="bfloat16", remat="full")
     rows = flags.tokens * mesh.size // flags.seq_len
     step = make_step(config, strategy, mesh, rows, flags.seq_len, segments=True)
-    name = "x".join(map(str, axes.values()))
+    name = mesh_name(axes)
     compiled = compile_step(step, flags.kind, f"{size} {strategy} on {name}")
     if isinstance(compiled, TooLarge):
         table.row(size, count, strategy, name, compiled.text, "-", "-", "-")
@@ -67,20 +80,15 @@ def _row(table: Table, flags: SlicesFlags, size: str, count: int, strategy: str)
     table.row(size, count, strategy, name, *cells)
 
 
-def _axes(flags: SlicesFlags, count: int, strategy: str) -> dict[str, int]:
-    """Mesh axis → chips along it: `data` runs across slices, other axes inside one."""
-    used = used_axes(RULES[strategy])
-    model = {"model": flags.model} if "model" in used else {}
-    rest = flags.chips // (flags.model if model else 1)
-    if "fsdp" in used:
-        return {"data": count, "fsdp": rest} | model
-    return {"data": count * rest} | model
-
-
 def textbook(step: Step, chips: int) -> float:
     """Bytes that a chip must send to other slices: its part of the gradients, in the compute dtype.
 
-    Gradients are reduced inside a slice first, so each chip has the sum of 1 / chips of them.
+    Gradients are reduced inside a slice first, so each chip has the sum of 1 / chips of them. Stages
+    send each other activations, and sum the gradients of the weights outside of the layers, in
+    float32.
     """
-    elements = sum(leaf.size for leaf in jax.tree.leaves(step.layout.model.shapes["params"]))
-    return elements * jnp.dtype(step.config.dtype).itemsize / chips
+    shapes, width = step.layout.model.shapes["params"], jnp.dtype(step.config.dtype).itemsize
+    if step.layout.stages == 1:
+        return sum(leaf.size for leaf in jax.tree.leaves(shapes)) * width / chips
+    shared = sum(leaf.size for leaf in jax.tree.leaves({**shapes, "layers": {}}))
+    return of_stages(step) * width + 4 * shared / chips

@@ -4,6 +4,7 @@ TPUs need libtpu (the extra `tpu-aot`), GPUs the CUDA plug-in (`gpu-aot`); cpu, 
 neither. Nothing is allocated and nothing runs.
 """
 
+import dataclasses
 import itertools
 import math
 import os
@@ -17,7 +18,10 @@ from jax.sharding import Mesh
 from recipes.bench.common import Step, progress, version
 from recipes.common.analysis import report
 from recipes.common.runtime.errors import UserError
-from recipes.common.runtime.mesh import arrange, make_mesh
+from recipes.common.runtime.flags import flag
+from recipes.common.runtime.mesh import arrange, describe, make_mesh
+from recipes.common.sharding.rules import used_axes
+from zoo.transformer import RULES, SIZES
 
 # Kind → number of chips → topology.
 TPUS = {
@@ -88,6 +92,55 @@ def check_targets(kinds: list[str], counts: list[int]) -> None:
         if not (chips <= NODE or chips % NODE == 0 if gpu else chips in TPUS[kind]):
             known = "1 to 8, or nodes of 8" if gpu else " or ".join(map(str, TPUS[kind]))
             raise UserError(f"--chips has {chips}, but {kind} needs {known}; use one of these")
+
+
+@dataclasses.dataclass(frozen=True)
+class MeshFlags:
+    """Chips along each mesh axis but data, which has the rest."""
+
+    model: int = flag(
+        0, "Chips along model; 0: the largest of 8, 4 and 2 that divides the kv heads and fits beside "
+        "pipe or seq, or 1 if the rules have replica groups.", at_least=0,
+    )  # fmt: skip
+    group: int = flag(16, "Chips along fsdp, if the rules use it.", at_least=1)
+    pipe: int = flag(4, "Chips along pipe, if the rules use it.", at_least=1)
+    seq: int = flag(4, "Chips along seq, if the rules use it.", at_least=1)
+
+    def axes(self, size: str, chips: int, strategy: str) -> dict[str, int]:
+        """Mesh axis → chips along it. Raises UserError if the number of chips does not allow it."""
+        used, inner, stated = used_axes(RULES[strategy]), {}, []
+        groups = "fsdp" in used
+        along = {axis: getattr(self, axis) for axis in ("pipe", "seq") if axis in used}
+        heads = SIZES[size]().num_kv_heads
+        model = self.model or (
+            1 if groups else math.gcd(8, heads, max(chips // math.prod(along.values()), 1))
+        )
+        if groups:  # replica groups: each has one copy of the weights
+            inner["fsdp"] = min(self.group, max(chips // model, 1))
+            stated.append(f"--group={inner['fsdp']}")
+        for axis, size in along.items():
+            inner[axis] = size
+            stated.append(f"--{axis}={size}")
+        if "model" in used:
+            inner["model"] = model
+            stated.append(f"--model={model}")
+        data, over = divmod(chips, math.prod(inner.values()))
+        if over:
+            wrong = "--model" if chips % model else stated[0].partition("=")[0]
+            raise UserError(
+                f"--chips={chips} is not divisible by {' times '.join(stated)} (rules {strategy!r}); "
+                f"use a different {wrong}"
+            )
+        return {"data": data} | inner
+
+
+def mesh_name(axes: dict[str, int]) -> str:
+    """A mesh's sizes, with the names of its axes if `pipe` or `seq` is one.
+
+    >>> mesh_name({"data": 4, "model": 2}), mesh_name({"data": 2, "seq": 4})
+    ('4x2', 'data=2,seq=4')
+    """
+    return describe(axes) if {"pipe", "seq"} & {*axes} else "x".join(map(str, axes.values()))
 
 
 def topology(kind: str, axes: dict[str, int], slices: int = 1) -> Mesh:

@@ -18,7 +18,7 @@ from recipes.common.sharding import Layout, Tree, paths
 from recipes.common.sharding.rules import shards
 from zoo.attention import kinds
 
-SHORTEST = 16  # prompts are padded to 16, 32, 64, … tokens
+SHORTEST = 16  # prompts are padded to 16, 32, 64, … tokens, rounded up to what the mesh divides
 
 
 @dataclasses.dataclass(frozen=True)
@@ -92,6 +92,7 @@ class Generator:
           vocabulary: only tokens below this number are written.
           rows: fewest rows of a batch; batches are also padded to what the mesh divides.
         """
+        layout.check_whole("generation")
         self.layout, self.sampling, self.end = layout, sampling, np.array(end, np.int32)
         self._variables = {kind: variables[kind] for kind in layout.model.shapes}
         self._vocabulary, self._rows = vocabulary, rows
@@ -111,15 +112,19 @@ class Generator:
           first: number of the first prompt, if several calls share a seed.
         """
         lengths = [len(prompt) for prompt in prompts]
-        T = max(SHORTEST, 2 ** math.ceil(math.log2(max(lengths))))
-        B = -(-max(len(prompts), self._rows) // self.layout.batch_shards) * self.layout.batch_shards
-        S = T + max_new_tokens
+        layout = self.layout
+        T = _multiple(max(SHORTEST, 2 ** math.ceil(math.log2(max(lengths)))), layout.seq_shards)
+        B = _multiple(max(len(prompts), self._rows), layout.batch_shards)
+        S = _multiple(T + max_new_tokens, layout.seq_shards)  # some may stay empty
         tokens_BT, lengths_B = np.zeros((B, T), np.int32), np.ones(B, np.int32)
         for row, prompt in enumerate(prompts):
             tokens_BT[row, T - len(prompt) :] = prompt
             lengths_B[row] = len(prompt)
         rows_B = np.where(np.arange(B) < len(prompts), first + np.arange(B), -1).astype(np.int32)
-        given = jax.device_put((tokens_BT, lengths_B, rows_B), self.layout.replicated)
+        # Rows are replicated, since each device chooses the next tokens of all; positions are not.
+        whole = layout.replicated
+        parts = whole.update(spec=jax.P(None, *layout.batch_shardings(tokens_BT).spec[1:]))
+        given = jax.device_put((tokens_BT, lengths_B, rows_B), (parts, whole, whole))
 
         prefill = self._program(self._prefill, (B, T, S), self._variables, *given)
         start = time.perf_counter()
@@ -185,3 +190,8 @@ class Generator:
                 functools.partial(function, shape[-1]), *arguments, **donated
             )
         return self._compiled[key]
+
+
+def _multiple(number: int, divisor: int) -> int:
+    """The least multiple of `divisor` that is at least `number`."""
+    return -(-number // divisor) * divisor

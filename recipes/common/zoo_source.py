@@ -2,21 +2,34 @@
 
 import ast
 import pathlib
+import re
 import sys
 import textwrap
 
 WIDTH = 100  # columns
 
 
-def closure(entry: pathlib.Path) -> list[pathlib.Path]:
-    """The entry and all files that it imports, directly or indirectly; each after its imports."""
+def closure(entry: pathlib.Path, optional: bool = False) -> list[pathlib.Path]:
+    """The entry and all files that it imports, directly or indirectly; each after its imports.
+
+    Args:
+      optional: whether to add files that are imported where they are needed, inside a function.
+    """
     found: dict[pathlib.Path, None] = {}
 
+    def imported(nodes) -> list[pathlib.Path]:
+        files = (node.module for node in nodes if isinstance(node, ast.ImportFrom) and node.level)
+        return [entry.with_name(f"{name}.py") for name in files]
+
     def add(path: pathlib.Path) -> None:
-        for node in ast.parse(path.read_text()).body:
-            if isinstance(node, ast.ImportFrom) and node.level:
-                add(path.with_name(f"{node.module}.py"))
-        found.setdefault(path)
+        if path in found:
+            return
+        tree = ast.parse(path.read_text())
+        for other in imported(tree.body):
+            add(other)
+        found[path] = None
+        for other in imported(ast.walk(tree)) if optional else ():
+            add(other)
 
     add(entry)
     return list(found)
@@ -46,7 +59,8 @@ def one_file(files: list[pathlib.Path]) -> str:
         heading = f"{f'# ---- {path.name} ':-<{WIDTH}}"
         if path != files[-1]:
             heading += "\n#\n" + comment(ast.get_docstring(tree) or "")
-        sections.append(heading + "\n\n\n" + "\n".join(lines[begins:]).strip("\n"))
+        body = re.sub(r"\n +from \.\w+ import .*\n\n", "\n", "\n".join(lines[begins:]))
+        sections.append(heading + "\n\n\n" + body.strip("\n"))
     opening = "\n".join(lines[: tree.body[0].end_lineno])  # the entry's, which is the last
     names = ", ".join(path.name for path in files)
     made_of = comment(textwrap.fill(f"Made of the sharded model zoo's {names}.", WIDTH - 2))

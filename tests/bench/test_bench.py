@@ -2,6 +2,7 @@
 
 import dataclasses
 import itertools
+import math
 import os
 import pathlib
 import re
@@ -19,13 +20,13 @@ from recipes.bench import row as rows
 from recipes.bench.row import Row
 from recipes.common.analysis import flops, hlo
 from recipes.common.runtime.errors import Stopped, UserError
-from recipes.common.runtime.mesh import make_mesh
+from recipes.common.runtime.mesh import make_mesh, parse
 from recipes.common.sharding.compiler_options import COMPILER_OPTIONS
 from tests.by_hand.hlo_programs import ACROSS_SLICES
 from tests.conftest import ROOT, full_except
 from tests.support.entries import CASES, ENTRIES
 from tests.support.quick import QUICK
-from zoo.transformer import REMAT, Config
+from zoo.transformer import RULES, Config
 
 pytestmark = pytest.mark.promise("bench")
 
@@ -92,6 +93,21 @@ def test_textbook_reads_the_table_and_no_names():
         activations = 2 * 3 * 8 * 16 * 32  # forward and backward, layers, a device's 8 sequences
         elements = 2 / 2 * gradients + 2 * 3 / 4 * activations
         assert compiled.textbook(step) == pytest.approx(4 * elements)
+
+
+def test_positions_are_divided_between_devices_like_rows():
+    """A quarter of each of four rows costs a device as much as one whole row."""
+    config = dataclasses.replace(Config.tiny(), remat="full")
+    rows = common.make_step(config, "dp", make_mesh("8"), 8, 64)
+    parts = common.make_step(config, "cp", make_mesh("data=2,seq=4"), 8, 64)
+    assert parts.device_tokens == rows.device_tokens == 64
+    assert compiled._of_weights(parts) == compiled._of_weights(rows), (
+        "gradients are summed over both"
+    )
+    for name in ("parameters", "gradients", "saved activations"):
+        assert memory.memory_parts(parts)[name] == memory.memory_parts(rows)[name]
+    found = parts.batch()
+    assert {x.sharding.shard_shape(x.shape) for x in found.values()} == {(4, 16)}
 
 
 def test_dp_sends_the_textbook_and_no_more():
@@ -176,10 +192,11 @@ def test_memory_parts_by_hand():
 @pytest.mark.parametrize(
     ("attention", "remat"),
     [
-        *itertools.product(["xla"], REMAT),
+        *itertools.product(["xla"], memory.POLICIES),
         ("splash", "none"),
         ("splash", "dots"),
-        ("triton", "none"),
+        ("flash", "none"),
+        ("flash", "dots"),
     ],
 )
 def test_saved_activations_are_what_jax_saves(attention, remat):
@@ -228,12 +245,12 @@ def test_which_policy_recomputes_least_and_fits(monkeypatch, capsys):
     mesh = jax.sharding.AbstractMesh((8,), ("data",))
     monkeypatch.setattr(memory, "check_targets", lambda *_: None)
     monkeypatch.setattr(memory, "topology", lambda *_: mesh)
-    monkeypatch.setattr(memory, "kernels", lambda _: ["triton"])
+    monkeypatch.setattr(memory, "kernel", lambda _: "flash")
     monkeypatch.setattr(memory, "compile_step", compile_step)
     memory.memory(memory.MemoryFlags(kinds="h100", chips="8", rows=2, which=True))
     assert asked == ["8b dots on 8 h100", "8b sublayers on 8 h100"]
     row = capsys.readouterr().out.splitlines()[2]
-    assert row.startswith("| 8b | 8 h100 | triton | sublayers | 24.")
+    assert row.startswith("| 8b | 8 h100 | flash | sublayers | 24.")
     assert re.search(r"\| dots: 4\d\.\d GB \|$", row), row
 
 
@@ -261,14 +278,22 @@ COMPILED = [  # policy, chips, GB, within
 ]
 
 
-# With segment ids, by the platform's kernel (jax 0.10.2, libtpu 0.0.42.1; jax 0.11.2 for GPUs).
+def test_chips_along_mesh_axes_suit_every_strategy():
+    for size, chips, strategy in itertools.product(("124m", "1b", "8b"), (16, 256), RULES):
+        axes = targets.MeshFlags().axes(size, chips, strategy)
+        assert math.prod(axes.values()) == chips
+    found = [targets.MeshFlags().axes("8b", chips, "fsdp_cp_tp") for chips in (16, 256)]
+    assert [list(axes.values()) for axes in found] == [[1, 4, 4], [8, 4, 8]]
+
+
+# With segment ids, by the platform's kernel (v5p: jax 0.12, libtpu 0.0.50.1; h100: jax 0.10.2).
 BY_KERNELS = [  # policy, chips, GB, within, kernel
-    ("full", 16, 11.9, 0.03, "splash"),  # v5p
+    ("full", 16, 11.8, 0.03, "splash"),  # v5p
     ("sublayers", 16, 12.7, 0.05, "splash"),  # v5p
-    ("full", 8, 20.0, 0.05, "triton"),  # h100
-    ("sublayers", 8, 21.1, 0.05, "triton"),
-    ("dots", 8, 30.2, 0.04, "triton"),
-    ("none", 8, 74.8, 0.01, "triton"),
+    ("full", 8, 20.3, 0.03, "flash"),  # h100
+    ("sublayers", 8, 21.4, 0.03, "flash"),
+    ("dots", 8, 30.3, 0.03, "flash"),
+    ("none", 8, 72.7, 0.01, "flash"),
     ("dots", 16, 21.6, 0.04, "splash"),
     ("none", 16, 64.7, 0.02, "splash"),
 ]
@@ -281,6 +306,28 @@ def test_memory_of_8b_is_what_the_compiler_says(row):
     config = dataclasses.replace(config, dtype="bfloat16", remat=remat, attention=attention)
     mesh = jax.sharding.AbstractMesh((chips,), ("data",))
     step = common.make_step(config, "fsdp", mesh, chips, 4_096, segments=attention != "xla")
+    assert sum(memory.memory_parts(step).values()) == pytest.approx(peak * 1e9, rel=within)
+
+
+# Rows that chips share, on 16 v5p (jax 0.12, libtpu 0.0.50.1).
+SHARED = [  # rules, mesh, tokens of a row, policy, GB, within
+    ("fsdp_cp", "data=1,seq=16", 131_072, "full", 13.7, 0.01),
+    ("tp", "2x8", 32_768, "full", 27.58, 0.03),
+    ("tp_sp", "2x8", 32_768, "full", 20.35, 0.05),
+    ("tp_sp", "2x8", 32_768, "gathered", 36.98, 0.02),
+    ("fsdp_tp_sp", "2x8", 32_768, "full", 11.35, 0.05),
+]
+
+
+@pytest.mark.parametrize("row", SHARED, ids=str)
+def test_memory_of_rows_that_chips_share_is_what_the_compiler_says(row):
+    rules, mesh, seq_len, remat, peak, within = row
+    config = dataclasses.replace(
+        Config.llama_8b(), dtype="bfloat16", remat=remat, attention="splash"
+    )
+    axes = parse(mesh)
+    over = jax.sharding.AbstractMesh(tuple(axes.values()), tuple(axes))
+    step = common.make_step(config, rules, over, axes["data"], seq_len, segments=True)
     assert sum(memory.memory_parts(step).values()) == pytest.approx(peak * 1e9, rel=within)
 
 
@@ -369,14 +416,24 @@ def test_traffic_between_slices_is_a_table(monkeypatch, capfd):
     slices.slices(
         slices.SlicesFlags(sizes="tiny", slices="2", chips=4, tokens=64, seq_len=32, model=2)
     )
-    assert asked == [("v5e", {"data": 8}, 2), ("v5e", {"data": 2, "fsdp": 2, "model": 2}, 2)]
-    rows = capfd.readouterr().out.splitlines()[2:4]
+    assert asked == [
+        ("v5e", {"data": 8}, 2),
+        ("v5e", {"data": 2, "seq": 4}, 2),
+        ("v5e", {"data": 2, "fsdp": 2, "model": 2}, 2),
+        ("v5e", {"pipe": 2, "data": 4}, 2),
+    ]
+    *rows, stages = capfd.readouterr().out.splitlines()[2:6]
     book = 123_200 * 2 / 4  # bfloat16, on one of a slice's four chips
     ratio = f"{sum(ACROSS_SLICES.values()) / book:.2f}"
     assert rows == [
         f"| tiny | 2 | {rules} | {mesh} | 41.0 kB | 61.6 kB | {ratio} | all-reduce |"
-        for rules, mesh in (("dp", "8"), ("hsdp_tp", "2x2x2"))
+        for rules, mesh in (("dp", "8"), ("cp", "data=2,seq=4"), ("hsdp_tp", "2x2x2"))
     ]
+    # 4 microbatches of 32 positions of 64 numbers, 5 each way and 4 · 2 halves; embed and final norm.
+    book = (2 * 5 + 4) * 32 * 64 * 2 + 4 * (384 * 64 + 64) / 4
+    assert stages.startswith(
+        f"| tiny | 2 | fsdp_pp | pipe=2,data=4 | 41.0 kB | {book / 1e3:.1f} kB |"
+    )
 
 
 @pytest.mark.parametrize(
@@ -442,7 +499,7 @@ def sweep(monkeypatch, capsys):
 def found(row, _=None):
     if row.what == "check":
         return {"error": 3e-3, "ms": 1.5, "device": "NVIDIA H200"}
-    kernel = "triton" if row.segments else "cudnn"
+    kernel = "flash" if row.segments else "cudnn"
     kernel = row.attention if row.attention != "auto" else kernel
     rate = 1000 * row.batch + 500 * (kernel == "cudnn") + 100 * (row.xla == "cuBLASLt")
     return {"ms": 2.0, "tokens_per_s": rate, "kernel": kernel, "device": "NVIDIA H200"}
@@ -452,7 +509,7 @@ def test_gpu_rows_that_are_wanted_most_come_first(sweep):
     asked, out, error = sweep(found)
     assert not error
     assert len(asked) == len(set(asked))
-    assert [row.attention for row in asked[:3]] == ["triton", "cudnn", "xla"]
+    assert [row.attention for row in asked[:3]] == ["flash", "cudnn", "xla"]
     assert {row.what for row in asked[:3]} == {"check"}
     small, large = (gpu.GUESSES[case][0][0] for case in ("124m:1024", "1b:2048"))
     assert asked[3:9] == [
@@ -581,7 +638,7 @@ def test_reasons_are_a_few_words():
 
 @pytest.mark.full
 @pytest.mark.parametrize(
-    "kernel", ["xla", "triton", "cudnn"] if shutil.which("nvidia-smi") else ["triton"]
+    "kernel", ["xla", "flash", "cudnn"] if shutil.which("nvidia-smi") else ["flash"]
 )
 def test_kernels_on_this_machine(kernel):
     """Runs in a subprocess on a GPU if there is one, and interpreted otherwise."""
@@ -666,13 +723,13 @@ for command in {commands}:
     ("word", "flag", "sentence"),
     [
         ("cpu", "--unrolls=1,x", "--unrolls=1,x must be whole numbers ≥ 1; try --unrolls=1,2"),
-        ("cpu", "--remats=half", "--remats has 'half', which is not one of none, dots, sublayers, full"),
+        ("cpu", "--remats=half", "--remats has 'half', which is not one of none, dots, sublayers, gathered, full"),
         ("host", "--sizes=tiny,huge", "--sizes has 'huge', which is not one of tiny, small, medium, 124m"),
         ("depth", "--depths=0,8", "--depths=0,8 must be whole numbers ≥ 1; try --depths=1,2"),
-        ("meshes", "--rules=zero", "--rules has 'zero', which is not one of dp, fsdp, tp"),
+        ("meshes", "--rules=zero", "--rules has 'zero', which is not one of dp, fsdp, tp_sp"),
         ("gpu", "--cases=124m:1024,1b", "--cases has '1b'; write size:tokens, for example 124m:1024"),
         ("gpu", "--batches=8,0", "--batches=8,0 must be whole numbers ≥ 1; try --batches=1,2"),
-        ("gpu", "--kernels=cudnn,flash", "--kernels has 'flash', which is not one of xla, splash, triton, cudnn"),
+        ("gpu", "--kernels=cudnn,triton", "--kernels has 'triton', which is not one of xla, flash, splash, cudnn"),
         ("gpu", "--xla=fast", "--xla has 'fast', which is not one of default, cuBLAS only"),
         ("gpu", "--minutes=-1", "--minutes=-1 must be ≥ 0.0; try 9.0"),
         ("gpu", "--out=README.md", "--out=README.md has lines that are not rows; use a new file"),
@@ -680,14 +737,15 @@ for command in {commands}:
         ("gpu", '--row={"what": "step"}', '--row={"what": "step"} is not a line of an --out file'),
         ("gpu", '--row={"what": "check"}', "JAX finds no GPU here; use --toy to try the command without one"),
         ("collectives", "--chips=", "--chips= must be whole numbers ≥ 1; try --chips=1,2"),
-        ("collectives", "--model=3", "--chips=16 is not divisible by --model=3 (rules 'tp'); use a different --model"),
-        ("collectives", "--group=6", "--chips=16 is not divisible by --group=6 times --model=1 (rules 'hsdp_tp'); use a different --group"),
-        ("collectives", "--model=32", "--chips=16 is not divisible by --model=32 (rules 'tp'); use a different --model"),
+        ("collectives", "--model=3", "--chips=16 is not divisible by --model=3 (rules 'tp_sp'); use a different --model"),
+        ("collectives", "--group=6", "--chips=16 is not divisible by --group=6 times --model=1 (rules 'hsdp_tp_sp'); use a different --group"),
+        ("collectives", "--model=32", "--chips=16 is not divisible by --model=32 (rules 'tp_sp'); use a different --model"),
         ("slices", "--slices=1,2", "--slices=1,2 must be whole numbers ≥ 2; try --slices=2,4"),
         ("slices", "--tokens=64", "--tokens=64 is not divisible by --seq_len=256; try --tokens=256"),
-        ("slices", "--model=3", "--model=3 does not divide --chips=16; try --model=1"),
+        ("slices", "--model=3", "--chips=16 is not divisible by --group=5 times --model=3 (rules 'hsdp_tp'); use a different --model"),
+        ("slices", "--seq=3", "--chips=16 is not divisible by --seq=3 (rules 'cp'); use a different --seq"),
         ("experts", "--expert=3", "--chips has 16, not divisible by --expert=3; use a divisor"),
-        ("memory", "--rules=tp", "--rules=tp is not one of dp, fsdp"),
+        ("memory", "--rules=ep", "--rules=ep is not one of dp, fsdp, tp_sp"),
         ("memory", "--kinds=v9", "--kinds has 'v9', which is not one of v4, v5e, v5p, v6e, h100, h200, cpu"),
     ],
 )  # fmt: skip

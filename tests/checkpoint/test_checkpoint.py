@@ -5,6 +5,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
 
 from recipes.common import checkpoint
 from recipes.common.mesh import make_mesh
@@ -15,7 +17,7 @@ from recipes.common.sharding.rules import partition_spec
 from recipes.common.train.optimizer import LearningRate, adamw
 from recipes.common.train.state import abstract_state, initialize
 from tests.support.entries import QUICK
-from tests.support.runs import saving
+from tests.support.runs import assert_bit_equal, saving, state_of
 from zoo.transformer import RULES, Config, Transformer
 
 pytestmark = pytest.mark.promise("restore")
@@ -37,6 +39,16 @@ def saved(tmp_path_factory):
 @pytest.fixture
 def workdir(saved):
     return saved[0]
+
+
+def test_a_save_compiles_nothing(tmp_path, caplog):
+    """Training waits while a save starts, so small replicated arrays are not sliced first."""
+    whole = NamedSharding(make_mesh("8"), P())
+    state = {"params": {str(n): jax.device_put(np.ones((8, n)), whole) for n in (123, 456)}}
+    with saving(tmp_path / "a") as saver, jax.log_compiles():
+        saver.save(1, state)
+    assert "XLA compilation" not in caplog.text
+    assert_bit_equal(state_of(tmp_path / "a", 1), paths(state))
 
 
 MINE = RULES["dp"] | {"mlp": "model", "embed": "data"}

@@ -1,12 +1,14 @@
 """Published checkpoints: their golden loss on every mesh, and damage is refused."""
 
 import contextlib
+import dataclasses
 import gc
 import json
 import os
 import pathlib
 import pickle
 import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -17,18 +19,21 @@ import orbax.checkpoint as ocp
 import pytest
 from flax import nnx
 
-from recipes.common import checkpoint
+from recipes.common import checkpoint, language
 from recipes.common.checkpoint import card, integrity, parallel_hashing, probe
 from recipes.common.entries import ENTRIES, zoo_file
 from recipes.common.mesh import make_mesh
-from recipes.common.runtime import start
+from recipes.common.runtime import Run, start
 from recipes.common.runtime.errors import UserError
+from recipes.common.runtime.mesh import parse
 from recipes.common.sharding.abstract import paths
+from recipes.common.sharding.layout import make_layout
 from recipes.common.zoo_source import closure
 from tests.conftest import ROOT, full_except
 from tests.support.entries import ENTRIES as PROVEN
 from tests.support.entries import FAST
 from tests.support.runs import assert_bit_equal, state_of
+from zoo.transformer import Config, Transformer
 
 pytestmark = pytest.mark.promise("published")
 
@@ -107,6 +112,37 @@ def test_the_golden_loss_notices_what_was_restored_wrong():
     head = variables["params"]["head"]
     head["bias"] = head["bias"][::-1]
     assert abs(probe.loss(layout, variables, batch) - golden) > 1e-3
+
+
+@pytest.mark.promise("user-errors")
+@pytest.mark.parametrize(
+    ("mesh", "message"),
+    [
+        ("16", "tokens [8, 20], and 8 is not divisible by 16 (--mesh=16); use --mesh=1"),
+        ("data=1,seq=8", "tokens [8, 20], and 20 is not divisible by 8 (--mesh=data=1,seq=8); use"),
+    ],
+)
+def test_a_probe_that_the_mesh_does_not_divide_is_one_line(mesh, message):
+    axes = parse(mesh)
+    abstract = jax.sharding.AbstractMesh(tuple(axes.values()), tuple(axes))
+    rules = {"batch": "data"} | ({"seq": "seq"} if "seq" in axes else {})
+    layout = make_layout(Transformer, Config.tiny(), abstract, rules)
+    with pytest.raises(UserError, match=re.escape(f"a published checkpoint's probe has {message}")):
+        probe.loss(layout, {}, {"tokens": np.zeros((8, 20), np.int32)})
+
+
+def test_a_card_leaves_out_flags_that_change_no_result():
+    """A new flag that may change when a run resumes has to be sorted into one of these."""
+    groups = (Run, language.Text, language.Flags, language.Sample)
+    fields = [field for group in groups for field in dataclasses.fields(group)]
+    may_change = {field.name for field in fields if field.metadata["may_change"]}
+    shown = {"mesh", "rules", "steps", "skip_nonfinite", "restore_from", "base", "tokenizer"}
+    shown |= {"dtype", "remat", "context", "pipeline", "pipe_microbatches"}
+    assert may_change - card.OMITTED_FLAGS == shown
+    flags = dict.fromkeys(may_change, "x") | {"learning_rate": 0.1}
+    facts = {"entry": "mlp", "mesh": {"data": 8}, "rules": {"name": "fsdp"}, "flags": flags}
+    written = {word.partition("=")[0] for word in shlex.split(card.command(facts))[3:]}
+    assert written == {f"--{name}" for name in (*shown, "learning_rate")}
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -6,12 +6,19 @@ import os
 import pathlib
 
 import grain
+import jax
 import numpy as np
 import pytest
 
 from data import DataError, batches, hub, sources, text
 from data import corpus as corpora
 from data.batches import held_out_batches, train_batches
+from recipes.common.analysis.hlo import collectives
+from recipes.common.mesh import make_mesh
+from recipes.common.sharding import make_layout
+from recipes.common.train.feed import to_devices
+from recipes.common.train.step import _interleaved
+from zoo.transformer import Config, Transformer
 
 pytestmark = pytest.mark.promise("batches")
 
@@ -243,6 +250,7 @@ def test_one_document_is_split_at_its_end(tmp_path):
         ("broken.jsonl", b'{"text": "a"}\n{"text": \n', "broken.jsonl line 2 is not JSON"),
         ("other.jsonl", b'{"body": "a"}\n', "no column 'text'; set --text_column to one of 'body'"),
         ("number.jsonl", b'{"text": 3}\n', "column 'text' holds int, not text"),
+        ("list.jsonl", b'["text"]\n', "list.jsonl is not a JSON object"),
         ("not.parquet", b"PAR?", "could not be read as parquet"),
     ],
 )
@@ -258,9 +266,52 @@ def test_bad_data_is_one_line_and_leaves_nothing(name, content, message, tmp_pat
     assert not list((tmp_path / "cache").rglob("*")), "something was left behind"
 
 
+@pytest.mark.parametrize("indent", [None, 1])
+def test_an_array_of_rows_is_read_like_lines(indent, tmp_path):
+    rows = [{"text": f"Document {i}\n" * i} for i in range(300)]
+    (tmp_path / "a.json").write_text(json.dumps(rows, indent=indent))
+    (tmp_path / "b.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    array, lines = (prepare(str(tmp_path / name)) for name in ("a.json", "b.jsonl"))
+    assert array.fingerprint == lines.fingerprint
+
+
 def test_too_short_for_one_window(tmp_path):
     (tmp_path / "a.txt").write_text("x" * 100)
     with pytest.raises(
         DataError, match="has 5 held-out tokens, fewer than one window of --seq_len=64"
     ):
         text.load(str(tmp_path / "a.txt"), seq_len=64)
+
+
+# ---- on the devices of a mesh --------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("mesh", ["data=2,seq=4", "data=1,seq=8", "data=2,seq=2,model=2"])
+def test_a_device_gets_only_its_part_of_a_row(stdlib, mesh):
+    rules = {"batch": "data", "seq": "seq"}
+    layout = make_layout(
+        Transformer, Config.tiny(), make_mesh(mesh), rules, batch_size=8, seq_len=64
+    )
+    assert layout.process_rows.tolist() == list(range(8))
+    (want,) = take(stdlib, 1)
+    batch = to_devices(want, layout)
+    assert_equal(batch, want)
+    part = (8 // layout.mesh.shape["data"], 64 // layout.mesh.shape["seq"])
+    for name, x in batch.items():
+        assert [held.data.shape for held in x.addressable_shards] == [part] * 8
+        for held in x.addressable_shards:
+            np.testing.assert_array_equal(held.data, want[name][held.index])
+
+
+def test_microbatches_keep_positions_where_they_are(stdlib):
+    layout = make_layout(
+        Transformer, Config.tiny(), make_mesh("data=2,seq=4"), {"batch": "data", "seq": "seq"},
+        batch_size=8, microbatches=2, seq_len=64,
+    )  # fmt: skip
+    (want,) = take(stdlib, 1)
+    batch = to_devices(want, layout)
+    split = layout.compile(lambda batch: jax.tree.map(lambda x: _interleaved(x, 2), batch), batch)
+    assert collectives(split.as_text()) == []
+    for name, x in split(batch).items():
+        assert x.sharding.spec == jax.P(None, "data", "seq")
+        np.testing.assert_array_equal(x, want[name].reshape(4, 2, 64).swapaxes(0, 1))

@@ -14,7 +14,7 @@ import jax
 import pytest
 from flax import nnx
 
-from recipes.common import entries
+from recipes.common import entries, language
 from recipes.common.analysis import report
 from recipes.common.mesh import make_mesh
 from recipes.common.runtime import flags, start
@@ -25,6 +25,7 @@ from recipes.common.train.state import abstract_state
 from recipes.common.zoo_source import closure
 from tests.conftest import ROOT
 from tests.support import runs
+from tests.support.quick import XLA_FLAGS
 from tests.support.quick import quick as quick
 from zoo import transformer
 
@@ -201,10 +202,26 @@ def test_the_report_is_what_is_printed():
         assert shown == "…" or shown in lines  # in the same order
 
 
+def test_a_long_row_is_reported_as_is_printed():
+    command = "python -m recipes.transformer --mesh=data=2,seq=4 --seq_len=1024 --batch_size=2"
+    way, headline, *_ = block(f"output: {command} --steps=100").splitlines()
+    layout, _ = default_run("", "data=2,seq=4")
+    assert [way] == language.attention(layout, 1024, segments=False)
+    assert headline == report.headline(layout)
+
+
 def test_meshes_that_are_compared_hold_what_the_table_says():
     """The columns that no compiler changes; `python -m recipes.meshes` makes the others."""
-    ((_, *rows),) = tables(block("output: python -m recipes.meshes"))
-    assert {row[1] for row in rows} == {"8x1", "4x2", "2x4", "1x8", "2x2x2"}
+    rows, splits_rows = [], ("data=2,seq=4", "data=1,seq=8", "data=2,seq=2,model=2")
+    in_stages = ("data=2,pipe=4", "data=4,pipe=2", "data=2,pipe=2,model=2")
+    for command, compared in {
+        "python -m recipes.meshes": ("8x1", "4x2", "2x4", "1x8", "2x2x2"),
+        f'python -m recipes.meshes "--meshes={";".join(splits_rows)}"': splits_rows,
+        f'python -m recipes.meshes "--meshes={";".join(in_stages)}"': in_stages,
+    }.items():
+        ((_, *shown),) = tables(block(f"output: {command}"))
+        assert {row[1] for row in shown} == set(compared)
+        rows += shown
     assert {row[0] for row in rows} == set(transformer.RULES)
     for strategy, mesh, params, optimizer, *_ in rows:
         _, state = default_run(strategy, mesh)
@@ -234,7 +251,8 @@ def test_strategies_and_parts_of_a_zoo_file_are_explained():
         assert any(cell.startswith(f"`{strategy}`") for cell in explained), strategy
     for helper in re.findall(r"^def (\w+)\(", (ROOT / "zoo" / "sharding.py").read_text(), re.M):
         assert any(f"`{helper}(" in cell for cell in explained), helper
-    for part in ("Config", "SIZES", "LOGICAL_AXES", "IN_USE", "UNEVEN", "Layer", "RULES"):
+    parts = ["Config", "SIZES", "LOGICAL_AXES", "IN_USE", "UNEVEN", "POSITIONS", "Layer", "RULES"]
+    for part in parts:
         assert f"`{part}`" in explained, part
         assert re.search(rf"^(class )?([A-Z_]+, )*{part}\b", code, re.M), part
     files = {path.name for path in (ROOT / "zoo").glob("*.py")} - {"__init__.py"}
@@ -281,7 +299,8 @@ assert not {"zoo", "recipes", "data"} & set(sys.modules)
 """
     done = subprocess.run(
         [sys.executable, "-W", "error", "-c", code + check],
-        cwd=tmp_path, env=os.environ | {"JAX_PLATFORMS": "cpu"}, capture_output=True, text=True,
+        cwd=tmp_path, env=os.environ | {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": XLA_FLAGS},
+        capture_output=True, text=True,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     *lines, a, b, c, d, specs = done.stdout.splitlines()

@@ -3,7 +3,6 @@
 import copy
 import json
 import re
-import time
 
 import numpy as np
 import pytest
@@ -14,7 +13,6 @@ pytestmark = pytest.mark.promise("readmes")
 
 PATH = ROOT / "recipes" / "tour.ipynb"
 MOST_BYTES = 300_000
-MOST_SECONDS = 120  # on two cores
 
 
 def code_cells(notebook) -> list:
@@ -54,7 +52,6 @@ def test_it_runs_and_outputs_are_as_stored(request):
     first, last = "import warnings; warnings.simplefilter('error')", "warnings.resetwarnings()"
     own = notebook.cells
     notebook.cells = [nbformat.v4.new_code_cell(first), *own, nbformat.v4.new_code_cell(last)]
-    start = time.monotonic()
     nbclient.NotebookClient(
         notebook,
         kernel_name="python3",
@@ -63,8 +60,6 @@ def test_it_runs_and_outputs_are_as_stored(request):
         record_timing=False,
         resources={"metadata": {"path": str(PATH.parent / "docs")}},
     ).execute()
-    seconds = time.monotonic() - start
-    print(f"took {seconds:.0f} s")
     notebook.cells = own
     if request.config.getoption("--update-golden"):
         for count, cell in enumerate(code_cells(notebook), 1):
@@ -72,7 +67,6 @@ def test_it_runs_and_outputs_are_as_stored(request):
         notebook.metadata = stored.metadata
         nbformat.write(notebook, PATH)
         return
-    assert seconds < MOST_SECONDS
     for cell, before in zip(code_cells(notebook), code_cells(stored), strict=True):
         assert_same(text(cell), text(before))
         assert len(images(cell)) == len(images(before))

@@ -130,6 +130,7 @@ ROWS = [
     (["--restore_from={here}/base", "--dataset=stdlib", "--out={here}/documents.jsonl"], "--out={here}/documents.jsonl already exists; use a new name"),
     (["--restore_from={here}/base", "--dataset=stdlib", "--part=train"], "--part=train is not one of all, held_out"),
     (["--restore_from={here}/base", "--dataset=stdlib", "--mesh=3x1"], "over 3 devices"),
+    (["--restore_from={here}/base", "--dataset=stdlib", "--mesh=data=1,seq=3", "--rules=cp"], "rows of 32 tokens are not divisible by the 3 shards of 'seq' (rules 'cp' on --mesh=data=1,seq=3); try --seq_len=33"),
 ]  # fmt: skip
 
 
@@ -154,7 +155,8 @@ def test_a_missing_extra_is_one_line(here, inside, monkeypatch):
 
 
 MESHES = full_except(
-    [("1x1", "dp"), ("2x4", "fsdp_tp"), ("8", "fsdp"), ("1x8", "tp")], [("2x4", "fsdp_tp")]
+    [("1x1", "dp"), ("2x4", "fsdp_tp"), ("8", "fsdp"), ("1x8", "tp"), ("data=2,seq=3", "cp")],
+    [("2x4", "fsdp_tp")],
 )
 
 
@@ -180,10 +182,12 @@ def test_rows_of_any_length_are_scored_as_alone(mesh, rules, here, quick, monkey
         assert nats == pytest.approx(want, abs=1e-4 * max(scored, 1))
         assert greedy == bool((log_TV.argmax(axis=1) == targets).all())
     assert [greedy for _, greedy in found[-3:]] == [True, False, False]
-    assert sorted(scorer._programs) == [SHORTEST, 64, 100], "the longest is the context"
+    n = layout.seq_shards
+    lengths = [-(-length // n) * n for length in (SHORTEST, 64, 100)]  # what the mesh divides
+    assert sorted(scorer._programs) == lengths, "the longest is the context"
     assert scorer.rows(64) % layout.batch_shards == 0
     with monkeypatch.context() as patch:
-        patch.setattr(scoring, "LOGITS", 64 * 384)
+        patch.setattr(scoring, "LOGITS", 64 * 384 // n)
         assert scorer.rows(64) == layout.batch_shards, "of logits no more than fit"
     before = dict(scorer._programs)
     alone = [nats for nats, _ in scorer(rows[:3])]

@@ -9,6 +9,7 @@ import math
 import signal
 import subprocess
 import sys
+from typing import ClassVar, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -107,6 +108,46 @@ def logits_of(layout, variables, written) -> np.ndarray:
 
     given = jax.device_put((tokens_BT, lengths_B, more), layout.replicated)
     return np.asarray(layout.compile(run, variables, *given)(variables, *given))[: len(PROMPTS)]
+
+
+# ---- meshes that split positions -----------------------------------------------------------------
+
+
+class Slots(NamedTuple):
+    k: jax.Array
+    v: jax.Array
+
+
+class Successor:
+    """A model that always continues n by n + 1, and notes what it is given."""
+
+    shapes: ClassVar = {}  # no variables
+
+    def merge(self, variables):
+        return self
+
+    def prefill(self, tokens_BT, lengths_B, slots: int):
+        self.tokens, self.slots = jax.typeof(tokens_BT), slots
+        split = jax.P(None, None, self.tokens.sharding.spec[1])
+        kv = jnp.zeros((1, len(tokens_BT), slots, 1, 1), out_sharding=split)
+        return self.decode(jax.sharding.reshard(tokens_BT, jax.P())[:, -1], Slots(kv, kv + 1))
+
+    def decode(self, tokens_B, cache):
+        return jax.nn.one_hot(tokens_B + 1, 64), cache
+
+
+@pytest.mark.parametrize(
+    ("mesh", "T", "S"), [("data=2,seq=4", 16, 28), ("data=2,seq=3", 18, 27), ("8", 16, 25)]
+)
+def test_prompts_and_cache_are_padded_to_what_the_mesh_divides(mesh, T, S, quick):
+    rules = {"batch": "data", "seq": "seq" if "seq" in mesh else None}
+    layout, model = make_layout(Transformer, Config.tiny(), make_mesh(mesh), rules), Successor()
+    generator = Generator(dataclasses.replace(layout, model=model), {}, Sampling(), (), 64)
+    written = np.stack(list(generator([np.array(p) for p in PROMPTS], 9)), axis=1)
+    assert written.tolist() == [[prompt[-1] + 1 + i for i in range(9)] for prompt in PROMPTS]
+    assert (model.tokens.shape[1], model.slots) == (T, S)
+    assert model.tokens.sharding.spec == jax.P(None, layout.rules["seq"])
+    assert generator.cache_bytes == 2 * 4 * model.tokens.shape[0] * S // layout.seq_shards
 
 
 # ---- what a step costs ---------------------------------------------------------------------------

@@ -1,5 +1,6 @@
 """Several real processes on one host train like one; none hangs when one dies."""
 
+import json
 import os
 import signal
 import socket
@@ -135,6 +136,90 @@ def test_processes_whose_devices_lie_apart_train_like_one(alone, book, tmp_path)
     np.testing.assert_allclose(records(a, *held), evaluations, rtol=1e-5)
     assert checkpoint.steps_in(b / "best") == [min(evaluations, key=lambda line: line[1])[0]]
     assert checkpoint.verify(checkpoint.find(b / "best").path) == ""
+
+
+# Feeds batches to several meshes whose rows may lie across processes, and writes a checksum of each
+# row that depends on the order of its tokens.
+CHECKSUMS = """
+import dataclasses, json, pathlib
+import jax, jax.numpy as jnp
+from data import text
+from data.batches import held_out_batches, train_batches
+from recipes.common.runtime import Devices, flag, make_mesh
+from recipes.common.runtime.start import start
+from recipes.common.sharding import make_layout
+from recipes.common.train.feed import device_batches
+from zoo.transformer import Config, Transformer
+
+@dataclasses.dataclass(frozen=True)
+class Flags:
+    dataset: str = flag("", "Text.")
+    meshes: str = flag("", "Meshes, separated by semicolons.")
+    folder: str = flag("", "Folder to write to.")
+
+def checksums(batch):
+    return {name: (x * (1 + jnp.arange(x.shape[1]) ** 2)[None]).sum(axis=1) for name, x in batch.items()}
+
+def main(devices, flags):
+    found, rules = {}, {"batch": "data", "seq": "seq"}
+    for mesh in flags.meshes.split(";"):
+        layout = make_layout(
+            Transformer, Config.tiny(), make_mesh(mesh), rules, batch_size=16, seq_len=32
+        )
+        mine = layout.process_rows
+        data = text.load(flags.dataset, seq_len=32)
+        train = train_batches(data, 16, seed=3, first=5, rows=mine)
+        sums, parts, run = [], set(), None
+        for rows in (train, held_out_batches(data, 16, mine)):
+            for _, (batch, _) in zip(range(3), device_batches(rows, layout)):
+                run = run or layout.compile(checksums, batch, out_shardings=layout.replicated)
+                sums.append({name: x.tolist() for name, x in jax.device_get(run(batch)).items()})
+                parts |= {part.data.shape for x in batch.values() for part in x.addressable_shards}
+        found[mesh] = {"rows": mine.tolist(), "parts": list(parts), "sums": sums}
+    path = pathlib.Path(flags.folder) / f"{jax.process_index()}.json"
+    path.write_text(json.dumps(found))
+
+start(main, Devices(), Flags())
+"""
+
+
+@pytest.mark.full
+def test_simulated_devices_of_two_processes_have_no_stages(tmp_path):
+    """Collectives of XLA's CPU backend would meet in another order now and then, and abort."""
+    flags = (*FLAGS, "--mesh=pipe=2,data=4", f"--workdir={tmp_path / 'w'}")
+    for code, out, err in LocalProcesses(2, *flags).finish():
+        assert (code, out) == (2, "")
+        assert err == (
+            "error: --mesh=pipe=2,data=4 has stages, which simulated devices of 2 processes can't "
+            "run; use one process, or a mesh without `pipe` such as --mesh=8\n"
+        )
+    assert not (tmp_path / "w").exists()
+
+
+@pytest.mark.full
+@pytest.mark.promise("batches")
+@pytest.mark.parametrize("count", [2, 4])
+def test_rows_that_lie_across_processes_are_those_of_one_process(count, book, tmp_path):
+    """Each process reads the rows of its devices whole; each device gets only its positions."""
+    sizes = {"data=1,seq=8": (1, 8), "data=2,seq=4": (2, 4), "data=4,seq=2": (4, 2)}
+    flags = (book, f"--meshes={';'.join(sizes)}", f"--folder={tmp_path}")
+    for code, out, err in LocalProcesses(count, *flags, program=CHECKSUMS).finish():
+        assert (code, out, err) == (0, "", "")
+    data = text.load(book.removeprefix("--dataset="), seq_len=32)
+    train, held_out = iter(train_batches(data, 16, seed=3, first=5)), held_out_batches(data, 16)
+    weights = 1 + np.arange(32) ** 2
+    whole = [batch for feed in (train, held_out) for _, batch in zip(range(3), feed, strict=False)]
+    wanted = [{name: (x @ weights).tolist() for name, x in batch.items()} for batch in whole]
+    found = [json.loads((tmp_path / f"{i}.json").read_text()) for i in range(count)]
+    for on, (rows, positions) in sizes.items():
+        for number, process in enumerate(found):
+            assert process[on]["sums"] == wanted, (on, number)
+            assert process[on]["parts"] == [[16 // rows, 32 // positions]]
+            across = min(
+                rows, count
+            )  # shares of the rows, each of them in count / across processes
+            share = np.split(np.arange(16), across)[number // (count // across)]
+            assert process[on]["rows"] == share.tolist(), (on, number)
 
 
 @pytest.mark.full

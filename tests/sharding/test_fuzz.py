@@ -88,8 +88,8 @@ changes = st.dictionaries(st.sampled_from([*RULES["dp"], "embd"]), targets, max_
 
 @fuzz(max_examples=150)
 @given(st.sampled_from(list(RULES)), changes, st.sets(st.sampled_from(list(RULES["dp"])), max_size=1),
-       whole_meshes, st.integers(1, 64), st.sampled_from([1, 1, 2, 3, 4]))  # fmt: skip
-def test_rule_tables(strategy, changed, left_out, axes, batch, microbatches):
+       whole_meshes, st.integers(1, 64), st.sampled_from([1, 1, 2, 3, 4]), st.integers(1, 64))  # fmt: skip
+def test_rule_tables(strategy, changed, left_out, axes, batch, microbatches, seq_len):
     mine = {k: v for k, v in (RULES[strategy] | changed).items() if k not in left_out}
     abstract = AbstractMesh(tuple(axes.values()), tuple(axes))
     name, table = select(transformer, mine, abstract)
@@ -97,6 +97,7 @@ def test_rule_tables(strategy, changed, left_out, axes, batch, microbatches):
     def check():
         sharding_rules.fit(transformer, name, table, MODEL, abstract)
         sharding_rules.check_batch(name, table, abstract, batch, microbatches)
+        sharding_rules.check_positions(transformer, name, table, abstract, seq_len, trains=True)
 
     _, message = attempt(check)
     if message:
@@ -104,8 +105,8 @@ def test_rule_tables(strategy, changed, left_out, axes, batch, microbatches):
     for path, names in paths(MODEL.axes["params"]).items():  # then JAX accepts it as well
         where = jax.sharding.NamedSharding(abstract, partition_spec(names, table))
         where.shard_shape(paths(MODEL.shapes["params"])[path].shape)
-    rows = jax.sharding.NamedSharding(abstract, partition_spec(("batch",), table))
-    rows.shard_shape((batch // microbatches,))
+    rows = jax.sharding.NamedSharding(abstract, partition_spec(("batch", "seq"), table))
+    rows.shard_shape((batch // microbatches, seq_len))
 
 
 json_values = st.recursive(

@@ -56,19 +56,19 @@ def initial_state(entry_name: str, on: Parts):
 
 
 @functools.lru_cache(maxsize=8)  # a restore begins with the run that was compared before
-def run(entry_name: str, strategy: str, mesh: str):
+def run(entry_name: str, strategy: str, mesh: str, is_long: bool = False):
     """(initial state, losses [5], gradients of 5 steps, state after them), on the host."""
     entry = ENTRIES[entry_name]
     layout = entry.layout(mesh, strategy)
     abstract = abstract_state(layout, OPTIMIZER)
-    step = compiled_step(entry_name, strategy, mesh)
+    step = compiled_step(entry_name, strategy, mesh, is_long)
     parts = tuple(
         (path, leaf.dtype, *leaf.sharding.devices_indices_map(leaf.shape).items())
         for path, leaf in paths(abstract).items()
     )
     first, losses, grads = initial_state(entry_name, Parts(str(parts), layout, abstract)), [], []
     state = jax.device_put(first, shardings(abstract))
-    for batch in entry.batches:
+    for batch in entry.long_batches if is_long else entry.batches:
         state, mean, grad = step(state, to_devices(batch, layout))
         losses.append(float(mean))
         grads.append(jax.device_get(grad))
@@ -76,8 +76,8 @@ def run(entry_name: str, strategy: str, mesh: str):
 
 
 @functools.cache
-def reference(entry_name: str):
-    return run(entry_name, next(iter(ENTRIES[entry_name].rules)), "1x1")
+def reference(entry_name: str, is_long: bool = False):
+    return run(entry_name, next(iter(ENTRIES[entry_name].rules)), "1x1", is_long)
 
 
 @pytest.mark.parametrize("entry", ENTRIES)
@@ -116,8 +116,9 @@ def test_one_device_is_the_module_itself(entry):
 
 @pytest.mark.parametrize(("entry", "strategy", "mesh"), full_except(CASES, FAST_CASES))
 def test_same_start_losses_and_gradients(entry, strategy, mesh, golden):
-    first, losses, grads, after = run(entry, strategy, mesh)
-    want_first, want_losses, want_grads, want_after = reference(entry)
+    is_long = ENTRIES[entry].is_long(strategy, mesh)
+    first, losses, grads, after = run(entry, strategy, mesh, is_long)
+    want_first, want_losses, want_grads, want_after = reference(entry, is_long)
     for path, value in paths(first).items():
         np.testing.assert_array_equal(value, paths(want_first)[path], err_msg=path)
     loss = max(abs(a - b) / b for a, b in zip(losses, want_losses, strict=True))
@@ -157,6 +158,10 @@ def test_parameters_are_sharded_as_reviewed(entry, golden):
         used = used_axes(table)
         mesh = "2x2x2" if "fsdp" in used else "4x2"
         mesh = "data=2,expert=2,model=2" if "expert" in used else mesh
+        if "seq" in used:
+            mesh = "data=1,seq=2,expert=2,model=2" if "expert" in used else "data=2,seq=2,model=2"
+        if "pipe" in used:
+            mesh = "data=1,pipe=2,expert=2,model=2" if "expert" in used else "data=2,pipe=2,model=2"
         layout = ENTRIES[entry].layout(mesh, strategy)
         lines.append(f"{strategy}")
         for kind, variables in layout.variables().items():
@@ -211,7 +216,8 @@ def saved(tmp_path_factory):
 
     @functools.cache
     def save(entry: str, mesh: str):
-        *_, state = run(entry, ENTRIES[entry].layout(mesh).strategy, mesh)
+        strategy = ENTRIES[entry].layout(mesh).strategy
+        *_, state = run(entry, strategy, mesh, ENTRIES[entry].is_long(strategy, mesh))
         folder = tmp_path_factory.mktemp("saved")
         with saving(folder, entry) as saver:
             saver.save(5, state)

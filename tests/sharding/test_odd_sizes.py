@@ -57,7 +57,10 @@ def computed(size: str, mesh: str, strategy: str):
     tokens, targets = random.integers(0, SIZES[size].vocab_size, (2, ROWS, 24), np.int32)
     batch = {"tokens": tokens, "targets": targets, "segment_ids": tokens.cumsum(1) // 4_000}
     where = shardings(layout.variables())
-    variables, batch = {"params": new_params(layout)}, jax.device_put(batch, layout.batch)
+    variables, batch = (
+        {"params": new_params(layout)},
+        jax.device_put(batch, layout.batch_shardings(batch)),
+    )
 
     def run(variables, batch):
         def mean(variables):

@@ -1,9 +1,11 @@
 """Sharding rules: which ones a run uses, your own rules, and errors in them."""
 
+import dataclasses
 import json
 import types
 
 import jax
+import numpy as np
 import pytest
 
 from recipes.common import checkpoint
@@ -11,7 +13,7 @@ from recipes.common.entries import ENTRIES, zoo_file
 from recipes.common.runtime.errors import UserError
 from recipes.common.runtime.mesh import make_mesh
 from recipes.common.sharding.layout import Layout, elsewhere, make_layout
-from recipes.common.sharding.rules import default_strategy, select
+from recipes.common.sharding.rules import default_strategy, select, used_axes
 from recipes.common.train.step import gradients
 from tests.conftest import full_except
 from tests.support import entries as proof
@@ -21,11 +23,13 @@ from zoo.transformer import RULES, Config, Transformer
 
 pytestmark = pytest.mark.promise("own-rules")
 
+CP = {"batch": "data", "seq": "seq"}  # context parallelism: rows and their positions are split
 
-def layout(rules=None, mesh="4x2", batch=16, **changes) -> Layout:
+
+def layout(rules=None, mesh="4x2", batch=16, seq_len=0, **changes) -> Layout:
     """The tiny Transformer under `rules`, or under fsdp_tp with changes."""
-    table = rules or RULES["fsdp_tp"] | changes
-    return make_layout(Transformer, Config.tiny(), make_mesh(mesh), table, batch_size=batch)
+    table, sizes = rules or RULES["fsdp_tp"] | changes, {"batch_size": batch, "seq_len": seq_len}
+    return make_layout(Transformer, Config.tiny(), make_mesh(mesh), table, **sizes)
 
 
 # ---- which table ---------------------------------------------------------------------------------
@@ -54,13 +58,19 @@ def test_default_strategy_of_a_mesh(entry, mesh, strategy):
     ("rules", "mesh", "wanted"),
     [
         ({"a": {"x": "data"}, "b": {"x": ("data", "model")}}, "4x2", "b"),  # most mesh axes
-        ({"a": {"x": "data", "y": "data"}, "b": {"x": "data", "y": None}}, "8", "a"),  # most split
         ({"a": {"x": "data"}, "b": {"x": "data"}}, "8", "b"),  # the last
         ({"a": {"x": "expert"}, "b": {"x": "pipe"}}, "8", "a"),  # none fits: the first
     ],
 )
 def test_the_default_strategy_is_not_chosen_by_name(rules, mesh, wanted):
     assert default_strategy(rules, make_mesh(mesh)) == wanted
+
+
+@pytest.mark.parametrize("mesh", ["data=2,seq=4", "data=1,seq=8"])
+def test_a_mesh_with_seq_gets_rules_that_split_positions(mesh):
+    found = make_layout(Transformer, Config.tiny(), make_mesh(mesh), batch_size=16)
+    assert used_axes(found.rules) == {"data", "seq"}
+    assert (found.rules["batch"], found.seq_shards) == ("data", found.mesh.shape["seq"])
 
 
 def test_a_table_states_only_what_it_shards():
@@ -171,7 +181,7 @@ def test_accumulation_that_leaves_too_few_rows_is_one_line(inside, tmp_path):
     ("case", "message"),
     [
         (dict(rules="fdsp"), "--rules=fdsp is not a strategy of this entry; did you mean 'fsdp'?"),
-        (dict(rules="x"), "--rules=x is not a strategy of this entry; it has dp, fsdp, tp, fsdp_tp, hsdp_tp"),
+        (dict(rules="x"), "--rules=x is not a strategy of this entry; it has dp, fsdp, tp_sp, fsdp_tp_sp, hsdp_tp_sp, tp, fsdp_tp, hsdp_tp, cp, fsdp_cp, fsdp_cp_tp, pp, fsdp_pp, fsdp_pp_tp"),
         (dict(embd="data"), "rules '(yours)' name logical axis 'embd', unknown to the model; did you mean 'embed'?"),
         (dict(mlp="expert"), "rules '(yours)' need mesh axis 'expert' (for 'mlp'), and --mesh=4x2 has 'data' and 'model'; try --mesh=data=4,model=2,expert=1"),
         (dict(rules="tp", mesh="8"), "rules 'tp' need mesh axis 'model' (for 'heads'), and --mesh=8 has 'data'; try --mesh=4x2"),
@@ -180,9 +190,14 @@ def test_accumulation_that_leaves_too_few_rows_is_one_line(inside, tmp_path):
         (dict(act_embed="data"), "rules '(yours)' use mesh axis 'data' twice on an activation, for 'batch' and 'act_embed'; replicate one of the two (None, or null in JSON)"),
         (dict(seq="model"), "rules '(yours)' use mesh axis 'model' twice on an activation, for 'seq' and 'heads'; replicate one of the two (None, or null in JSON)"),
         (dict(act_embed="model"), "rules '(yours)' use mesh axis 'model' twice on embed in use, for 'vocab' and 'act_embed'; replicate one of the two (None, or null in JSON)"),
-        (dict(layers="model"), "rules '(yours)' split 'layers' over mesh axis 'model', but a scan runs along it; replicate it (None, or null in JSON)"),
+        (dict(layers="data", embed=None, mesh="2x4"), "rules '(yours)' use mesh axis 'data' twice on a pipeline, for 'layers' and 'batch'; replicate one of the two (None, or null in JSON)"),
+        (dict(rules=dict(batch="data", layers="pipe", seq="seq"), mesh="data=2,pipe=2,seq=2"), "rules '(yours)' split 'layers' and 'seq', and the stages of a pipeline need whole rows; replicate one of the two (None, or null in JSON)"),
         (dict(rules="tp", mesh="2x3"), "rules 'tp' split dim 'mlp' of layers/mlp/down [2, 128, 64] over 3 devices (mesh axis 'model' of --mesh=2x3), and 128 is not divisible by 3; meshes that fit: --mesh=2x2"),
         (dict(batch=6), "--batch_size=6 is not divisible by the 4 shards of 'batch' (rules '(yours)' on --mesh=4x2); try --batch_size=8"),
+        (dict(rules=CP, mesh="data=2,seq=4", seq_len=30), "rows of 30 tokens are not divisible by the 4 shards of 'seq' (rules '(yours)' on --mesh=data=2,seq=4); try --seq_len=32"),
+        (dict(rules=CP, mesh="data=1,seq=8", seq_len=1_027, batch=0), "rows of 1,027 tokens are not divisible by the 8 shards of 'seq' (rules '(yours)' on --mesh=data=1,seq=8); try --seq_len=1024"),
+        (dict(rules=CP, mesh="data=1,seq=8", seq_len=3), "rows of 3 tokens are not divisible by the 8 shards of 'seq' (rules '(yours)' on --mesh=data=1,seq=8); try --seq_len=8"),
+        (dict(rules="fsdp", mesh="data=2,seq=4"), "rules 'fsdp' use no mesh axis 'seq', so the 4 devices along it (--mesh=data=2,seq=4) would all do the same work; use --rules="),
         (dict(batch=2), "--batch_size=2 is not divisible by the 4 shards of 'batch' (rules '(yours)' on --mesh=4x2); try --batch_size=4"),
     ],
 )  # fmt: skip
@@ -242,6 +257,8 @@ def test_advice_is_good():
     layout("tp", "2x2")
     layout(batch=8)
     layout("hsdp_tp", "2x2x2")
+    for length in (8, 1_024):
+        layout(CP, "data=1,seq=8", seq_len=length)
 
 
 def test_elsewhere_finds_the_meshes_that_fit():
@@ -249,3 +266,51 @@ def test_elsewhere_finds_the_meshes_that_fit():
     assert elsewhere(here, "hsdp_tp") is None
     assert elsewhere(here, "", make_mesh("2x3")) is None
     assert elsewhere(here, "hsdp_tp", make_mesh("2x2x2")).strategy == "hsdp_tp"
+    split = [
+        elsewhere(layout(seq_len=length), "cp", make_mesh("data=2,seq=4")) for length in (32, 30)
+    ]
+    assert [found and found.seq_shards for found in split] == [4, None]
+
+
+# ---- what a batch's arrays follow ----------------------------------------------------------------
+
+
+def test_positions_are_split_and_arrays_without_them_are_not():
+    found = layout(CP, "data=2,seq=4", seq_len=32)
+    batch = {"tokens": np.zeros((16, 32), np.int32), "lengths": np.zeros(16, np.int32)}
+    where = found.batch_shardings(batch)
+    assert where["tokens"].spec == jax.P("data", "seq")
+    assert where["lengths"].spec == jax.P("data")
+    rows = found.abstract_batch(jax.tree.map(lambda x: x[0], batch))
+    assert jax.tree.map(lambda x: (x.shape, x.sharding), rows) == {
+        name: (x.shape, where[name]) for name, x in batch.items()
+    }
+    assert (found.batch_shards, found.seq_shards) == (2, 4)
+
+
+@pytest.mark.parametrize("entry", ENTRIES)
+def test_only_entries_with_positions_split_the_second_dim(entry):
+    """A second dim of features, such as pixels, is whole on each device whatever the rules."""
+    found = proof.ENTRIES[entry].layout("4x2")
+    of_text = ENTRIES[entry].data == "data.text"
+    for axis in found.zoo.LOGICAL_AXES.keys() - {*found.batch_axes}:
+        table = dataclasses.replace(found, rules=dict.fromkeys(found.rules) | {axis: "model"})
+        assert table.batch_shardings(np.zeros((16, 32))).is_fully_replicated
+    assert (found.batch_axes == ("batch", "seq")) == of_text
+    assert found.batch_shardings(np.zeros((16, 32))).shard_shape((16, 32)) == (4, 32)
+
+
+def test_the_residual_stream_may_be_split_differently_from_other_activations():
+    table = {"batch": "data", "mlp": "model", "residual_seq": "model"}  # Megatron's
+    layout(table, seq_len=32)
+    layout(table, seq_len=33, batch=0)  # not trained: a model may replicate it
+    layout(CP | {"residual_seq": "seq"}, "data=2,seq=4", seq_len=32)
+    both = {"batch": "data", "seq": "seq", "residual_seq": ("seq", "model")}
+    for case, message in (
+        ((table, "4x2", 16, 33), "rows of 33 tokens are not divisible by the 2 shards of 'residual_seq' (rules '(yours)' on --mesh=4x2); try --seq_len=32"),
+        ((both, "data=2,seq=2,model=2", 16, 18), "rows of 18 tokens are not divisible by the 4 shards of 'residual_seq' (rules '(yours)' on --mesh=data=2,seq=2,model=2); try --seq_len=16"),
+        ((CP | {"residual_seq": "data"}, "data=2,seq=4"), "rules '(yours)' use mesh axis 'data' twice on an activation, for 'batch' and 'residual_seq'; replicate one of the two (None, or null in JSON)"),
+    ):  # fmt: skip
+        with pytest.raises(UserError) as caught:
+            layout(*case)
+        assert str(caught.value) == message

@@ -28,6 +28,14 @@ ARRANGED = [
     ("2 nodes of 8", gpus(2, 8, 1), "2x8", {"data": "ab", "model": "a" * 8}),
     ("4 processes of 2", cpus(4, 2), "4x2", {"data": "abcd", "model": "aa"}),
     ("4 processes of 2", cpus(4, 2), "2x2x2", {"data": "ac", "fsdp": "ab", "model": "aa"}),
+    ("4 processes of 2", cpus(4, 2), "data=2,seq=4", {"data": "ac", "seq": "aabb"}),
+    ("2 nodes of 8", gpus(2, 8), "data=1,seq=16", {"data": "a", "seq": "a" * 8 + "b" * 8}),
+    (
+        "2 slices of 16",
+        tpus(2, 4, 4),
+        "data=1,seq=8,model=4",
+        {"data": "a", "seq": "aaaabbbb", "model": "aaaa"},
+    ),
 ]
 
 
@@ -67,6 +75,7 @@ def test_the_outermost_axes_run_across_and_the_others_stay_inside(devices, text,
         (gpus(2, 8), "data=1,fsdp=16", "'fsdp' between 2 nodes of 8 devices, but only the outermost may be; try --mesh=data=2,fsdp=8"),
         (gpus(3, 8), "2x12", "'model' between 3 nodes of 8 devices, but only the outermost may be; try --mesh=6x4"),
         (gpus(2, 3), "3x2", "'model' between 2 nodes of 3 devices, but only the outermost may be; try --mesh=6x1"),
+        (gpus(2, 8), "data=1,seq=1,model=16", "'model' between 2 nodes of 8 devices, but only the outermost may be; try --mesh=data=2,seq=1,model=8"),
         (cpus(2, 4), "1x8", "'model' between 2 processes of 4 devices, but only the outermost may be; try --mesh=2x4"),
     ],
     ids=str,
@@ -109,8 +118,11 @@ class Held:
     process_rows = Layout.process_rows
 
     def __init__(self, devices: np.ndarray, rows: int, process: int):
-        self.batch, self.batch_size = self, rows
-        self._devices, self._process = devices, process
+        self.batch_size, self._devices, self._process = rows, devices, process
+
+    def sharding(self, axis: str) -> "Held":
+        assert axis == "batch"
+        return self
 
     def addressable_devices_indices_map(self, shape):
         step = shape[0] // len(self._devices)

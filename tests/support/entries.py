@@ -14,7 +14,7 @@ from data.batches import Example, train_batches
 from recipes.common import entries
 from recipes.common.runtime.mesh import make_mesh
 from recipes.common.sharding.layout import Layout, elsewhere, make_layout, shardings
-from recipes.common.sharding.rules import Rules, used_axes
+from recipes.common.sharding.rules import Rules, shards, used_axes
 from recipes.common.train.optimizer import LearningRate, adamw
 from recipes.common.train.state import abstract_state
 from recipes.common.train.step import apply_gradients, gradients
@@ -23,6 +23,8 @@ from tests.support.quick import QUICK
 
 MESHES = ["1x1", "8", "8x1", "4x2", "2x4", "1x8", "2x2x2"]
 MESHES += ["data=2,expert=4", "data=2,expert=2,model=2"]  # of tables that use `expert`
+MESHES += ["data=2,seq=4", "data=1,seq=8", "data=2,seq=2,model=2", "data=2,seq=2,expert=2"]  # `seq`
+MESHES += ["data=4,pipe=2", "data=2,pipe=2,model=2", "data=2,pipe=2,expert=2"]
 FAST = "2x2x2"  # with its default strategy, each entry's case in the fast tier
 LR = LearningRate(1e-3, warmup=2, steps=10)
 OPTIMIZER = adamw(LR, weight_decay=0.1, clip_norm=1.0)
@@ -50,7 +52,21 @@ class Entry:
     @functools.cached_property
     def batches(self) -> list[Example]:
         """Five batches of BATCH rows, as numpy arrays."""
-        known = vars(self.config) | {"seed": 0, "seq_len": 20}
+        return self._batches(20)
+
+    @functools.cached_property
+    def long_batches(self) -> list[Example]:
+        """For strategies that split the positions of a row; eight divides their number."""
+        return self._batches(32)
+
+    def is_long(self, strategy: str, mesh: str) -> bool:
+        """Whether a strategy splits the positions of a row on this mesh."""
+        layout = self.layout(mesh, strategy)
+        axes = getattr(layout.zoo, "POSITIONS", ())
+        return any(shards(layout.rules, axis, layout.mesh.shape) > 1 for axis in axes)
+
+    def _batches(self, seq_len: int) -> list[Example]:
+        known = vars(self.config) | {"seed": 0, "seq_len": seq_len}
         if entries.ENTRIES[self.name].data == "data.text":
             known["dataset"] = str(paragraphs())
         feed = iter(train_batches(entries.dataset(self.name, known), BATCH, seed=0))
@@ -62,7 +78,9 @@ class Entry:
         found, anywhere = [], self.layout("1x1")
         for strategy in self.rules:
             for name in MESHES:
-                mesh, by_name = make_mesh(name), {"expert"} & {*make_mesh(name).axis_names}
+                mesh = make_mesh(name)
+                pipe = {"pipe", "model"} if "pipe" in mesh.axis_names else {}
+                by_name = {"expert", "seq", *pipe} & {*mesh.axis_names}
                 fits = elsewhere(anywhere, strategy, mesh)
                 if fits and by_name <= used_axes(fits.rules):  # see rules.check_used
                     found.append((self.name, strategy, name))
@@ -94,15 +112,17 @@ FAST_CASES = [(name, entry.layout(FAST).strategy, FAST) for name, entry in ENTRI
 FAST_CASES += [("dot_relu_dot", "fsdp_tp", mesh) for mesh in ("8x1", "1x8")]
 
 
-def compile_step(entry_name: str, layout: Layout) -> jax.stages.Compiled:
+def compile_step(entry_name: str, layout: Layout, is_long: bool = False) -> jax.stages.Compiled:
     """Compiles a train step, (state, batch) → (state, mean loss, gradients)."""
+    entry = ENTRIES[entry_name]
     abstract = abstract_state(layout, OPTIMIZER)
 
     def train_step(state, batch):
         grads, buffers, means = gradients(layout.model, state, batch)
         return apply_gradients(OPTIMIZER, state, grads) | buffers, means["loss"], grads
 
-    batch = layout.abstract_batch(jax.tree.map(lambda x: x[0], ENTRIES[entry_name].batches[0]))
+    batches = entry.long_batches if is_long else entry.batches
+    batch = layout.abstract_batch(jax.tree.map(lambda x: x[0], batches[0]))
     where = shardings(abstract)
     outputs = (where, layout.replicated, where["params"])
     return layout.compile(
@@ -111,9 +131,11 @@ def compile_step(entry_name: str, layout: Layout) -> jax.stages.Compiled:
 
 
 @functools.cache
-def compiled_step(entry_name: str, strategy: str, mesh: str) -> jax.stages.Compiled:
+def compiled_step(
+    entry_name: str, strategy: str, mesh: str, is_long: bool = False
+) -> jax.stages.Compiled:
     """The step that test_meshes.py runs and test_collectives.py reads, compiled only once."""
-    return compile_step(entry_name, ENTRIES[entry_name].layout(mesh, strategy))
+    return compile_step(entry_name, ENTRIES[entry_name].layout(mesh, strategy), is_long)
 
 
 def with_case(text: str, case: tuple[str, str, str], record: dict[str, float]) -> str:

@@ -67,19 +67,22 @@ class LocalProcesses:
         *flags: str,
         watch: pathlib.Path | None = None,
         around: str = "",  # runs before the recipe
+        program: str = "",  # runs in place of the recipe
         each: Sequence[tuple[str, ...]] = (),  # further flags of the first ones
         recipe: str = "transformer",
     ):
         with socket.socket() as free:
             free.bind(("localhost", 0))
             port = free.getsockname()[1]
-        program = ["-m", f"recipes.{recipe}"]
-        if watch:
-            program = ["-c", around + WATCHED, str(watch)]
+        command = ["-m", f"recipes.{recipe}"]
+        if program:
+            command = ["-c", program]
+        elif watch:
+            command = ["-c", around + WATCHED, str(watch)]
         elif around:
-            program = ["-c", around + RECIPE.format(recipe)]
+            command = ["-c", around + RECIPE.format(recipe)]
         own = [*each, *[()] * count]
-        shared = [*program, *flags, f"--num_processes={count}", f"--coordinator=localhost:{port}"]
+        shared = [*command, *flags, f"--num_processes={count}", f"--coordinator=localhost:{port}"]
         self.processes = [
             subprocess.Popen(
                 [sys.executable, *shared, f"--process_id={i}", *own[i]],

@@ -1,57 +1,85 @@
 """Draws the README's picture of which device holds what under each strategy."""
 
+import math
 from fractions import Fraction
 
-from recipes.common.analysis.report import bytes_per_device
+import jax
+
 from recipes.common.sharding import Layout, paths
 
-INK = {"light": ("#1f2328", "#d0d7de", "#0969da"), "dark": ("#e6edf3", "#3d444d", "#4493f8")}
+INK = {  # text, outlines, weights, activations
+    "light": ("#1f2328", "#d0d7de", "#0969da", "#e16f24"),
+    "dark": ("#e6edf3", "#3d444d", "#4493f8", "#db6d28"),
+}
+ROWS, POSITIONS = 48, 128  # of a batch
+PLACES = {"up": (0, 0), "down": (144, 0), "activations": (0, 80)}  # of arrays in a device's box
+LEGEND = (
+    "weights: up [D, F] and down [F, D]",
+    "activations between sublayers: rows down, positions across",
+)
+ACROSS = 4  # panels side by side
+TEXT = '<text x="{:g}" y="{:g}" text-anchor="{}" font-size="{}" fill="{}">{}</text>'
+BOX = '<rect x="{:g}" y="{:g}" width="{:g}" height="{:g}" fill="{}" stroke="{}"/>'
 
 
-def strategies(layouts: dict[str, Layout], background: str) -> str:
-    """An SVG of a model's weights on a grid of devices, with a panel for each layout.
+def strategies(layouts: dict[tuple[str, str], Layout], background: str) -> str:
+    """An SVG of an MLP's weights and of activations on a grid of devices, with a panel per layout.
 
-    Each device shows the outline of every weight, and fills the part that it holds.
+    Each device shows the outline of every array, and fills the part that it holds.
 
     Args:
-      layouts: title → layout; all of the same model, whose weights are all matrices.
+      layouts: (rules, mesh) → layout; all of the same Transformer, with embed 64 and mlp 128.
       background: "light" or "dark".
     """
-    ink, faint, fill = INK[background]
-    scale, gap, pad, parts = 0.55, 10, 14, []
-    text = '<text x="{:g}" y="{:g}" text-anchor="{}" font-size="{}" fill="{}">{}</text>'
-    box = '<rect x="{:g}" y="{:g}" width="{:g}" height="{:g}" fill="{}" stroke="{}"/>'
-    left = pad
-    for title, layout in layouts.items():
-        arrays = paths(layout.variables()["params"])
-        devices = layout.mesh.devices.reshape(-1)
-        columns = 2
-        cell = sum(a.shape[1] * scale + gap for a in arrays.values()) + gap
-        tall = max(a.shape[0] for a in arrays.values()) * scale + 2 * gap + 14
-        width = columns * cell + (columns - 1) * gap
-        whole = sum(array.size * array.dtype.itemsize for array in arrays.values())
-        share = Fraction(bytes_per_device(arrays), whole)
-        holds = f"each device holds {share} of {' and '.join(arrays)}".replace("1 of", "all of")
-        parts.append(text.format(left + width / 2, 22, "middle", 17, ink, title))
-        parts.append(text.format(left + width / 2, 42, "middle", 13, ink, holds))
-        for number, device in enumerate(devices):
-            row, column = divmod(number, columns)
-            x, y = left + column * (cell + gap), 54 + row * (tall + gap)
-            parts.append(box.format(x, y, cell, tall, "none", faint))
-            parts.append(text.format(x + gap, y + 17, "start", 12, ink, f"device {device.id}"))
-            at = x + gap
-            for array in arrays.values():
-                (r, c), (high, wide) = (
-                    array.sharding.devices_indices_map(array.shape)[device],
-                    array.shape,
-                )
-                (top, bottom, _), (begin, end, _) = r.indices(high), c.indices(wide)
-                held = (at + begin * scale, y + 24 + top * scale)
-                size = ((end - begin) * scale, (bottom - top) * scale)
-                parts.append(box.format(*held, *size, fill, fill))
-                parts.append(box.format(at, y + 24, wide * scale, high * scale, "none", faint))
-                at += wide * scale + gap
-        left += width + 3 * pad
-    height = 54 + -(-len(devices) // columns) * (tall + gap) + 4
-    head = f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {left - 2 * pad:g} {height:g}" '
+    ink, faint, *fills = INK[background]
+    scale, gap, between, top, parts = 0.5, 8, 32, 66, []
+    cell, tall = 208 * scale + 2 * gap, 128 * scale + 20 + gap
+    wide, high = 2 * cell + gap, top + 4 * (tall + gap)
+    for panel, ((rules, mesh), layout) in enumerate(layouts.items()):
+        left, above = gap + panel % ACROSS * (wide + between), panel // ACROSS * (high + gap)
+        arrays = _arrays(layout)
+        shares = [_share(arrays[name]) for name in ("up", "activations")]
+        holds = f"{shares[0]} weights, {shares[1]} activations"
+        for y, size, text in ((20, 17, rules), (39, 13, f"--mesh={mesh}"), (57, 13, holds)):
+            parts.append(TEXT.format(left + wide / 2, above + y, "middle", size, ink, text))
+        for number, device in enumerate(layout.mesh.devices.reshape(-1)):
+            x = left + number % 2 * (cell + gap)
+            y = above + top + number // 2 * (tall + gap)
+            parts.append(BOX.format(x, y, cell, tall, "none", faint))
+            parts.append(TEXT.format(x + gap, y + 15, "start", 12, ink, f"device {device.id}"))
+            for name, array in arrays.items():
+                (rows, columns), (r, c) = array.shape[-2:], _part(array, device)
+                at_x, at_y = x + gap + PLACES[name][0] * scale, y + 20 + PLACES[name][1] * scale
+                held = at_x + c[0] * scale, at_y + r[0] * scale
+                size = (c[1] - c[0]) * scale, (r[1] - r[0]) * scale
+                fill = fills[name == "activations"]
+                parts.append(BOX.format(*held, *size, fill, fill))
+                parts.append(BOX.format(at_x, at_y, columns * scale, rows * scale, "none", faint))
+    height = -(-len(layouts) // ACROSS) * (high + gap)
+    for place, (text, fill) in enumerate(zip(LEGEND, fills, strict=True)):
+        x = gap + 2 * place * (wide + between)
+        parts.append(BOX.format(x, height + 4, 12, 12, fill, fill))
+        parts.append(TEXT.format(x + 20, height + 15, "start", 14, ink, text))
+    width = 2 * gap + ACROSS * (wide + between) - between
+    head = f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width:g} {height + 24:g}" '
     return "\n".join([head + 'font-family="system-ui, sans-serif">', *parts, "</svg>\n"])
+
+
+def _arrays(layout: Layout) -> dict[str, jax.ShapeDtypeStruct]:
+    """Name → array with its sharding; a weight's first dim is that of the layers."""
+    found, where = paths(layout.variables()["params"]), layout.sharding("batch", "residual_seq")
+    arrays = {name: found[f"layers/mlp/{name}"] for name in ("up", "down")}
+    batch = jax.ShapeDtypeStruct((ROWS, POSITIONS), "int32", sharding=where)
+    return arrays | {"activations": batch}
+
+
+def _part(array: jax.ShapeDtypeStruct, device: jax.Device) -> list[tuple[int, int]]:
+    """(start, stop) of the part of the last two dims that a device holds."""
+    index = array.sharding.devices_indices_map(array.shape)[device]
+    return [s.indices(n)[:2] for s, n in zip(index[-2:], array.shape[-2:], strict=True)]
+
+
+def _share(array: jax.ShapeDtypeStruct) -> str:
+    """The share of an array that one device holds."""
+    share = Fraction(math.prod(array.sharding.shard_shape(array.shape)), array.size)
+    return "all" if share == 1 else f"{share} of"

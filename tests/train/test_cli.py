@@ -108,6 +108,11 @@ def test_axes_are_ordered_outermost_first_and_other_names_follow():
     assert axes["mine"] == 3
 
 
+def test_stages_are_outermost_if_written_first():
+    assert list(mesh.parse("pipe=2,model=2,data=2")) == ["pipe", "data", "model"]
+    assert list(mesh.parse("model=2,pipe=2,data=2")) == ["data", "pipe", "model"]
+
+
 def test_axes_may_share_a_ring_of_a_tpu_slice(monkeypatch):
     """Arranges meshes that jax.make_mesh refuses, such as 16x16 on chips wired 4x8x8."""
     axes = {"data": 2, "fsdp": 2, "model": 2}

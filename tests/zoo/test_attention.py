@@ -1,11 +1,14 @@
 """Each platform's attention kernel matches the plain one; one function chooses the kernel.
 
-Kernels run here in Pallas' interpret mode: their own programs, block by block, on a CPU.
+TPU kernels run here in Pallas' interpret mode: their own programs, block by block, on a CPU.
 """
 
 import dataclasses
 import functools
 import itertools
+import subprocess
+import sys
+import time
 
 import jax
 import jax.numpy as jnp
@@ -16,7 +19,9 @@ from jax.sharding import AbstractDevice, AbstractMesh, AxisType, PartitionSpec
 
 from data.text import example
 from data.tokenizer import BYTES
+from recipes.bench import kernels as bench_kernels
 from recipes.bench.common import make_step
+from recipes.common.analysis.kernel import attention_kernel
 from recipes.common.language import Sample, Text, attention, model_config
 from recipes.common.runtime.flags import Run
 from recipes.common.runtime.mesh import make_mesh
@@ -25,11 +30,11 @@ from recipes.common.sharding.layout import Layout, make_layout, shardings
 from recipes.common.train.optimizer import LearningRate, adamw
 from recipes.common.train.step import TrainStep, gradients
 from recipes.transformer import Flags, main
-from tests.conftest import full_except
+from tests.conftest import ROOT, full_except
 from tests.support.quick import QUICK
 from tests.support.quick import quick as quick
 from tests.support.runs import records
-from zoo.attention import attend, attention_kernels
+from zoo.attention import FLASH_FROM, TILE, attend
 from zoo.layers import positions_at_once
 from zoo.transformer import LOGICAL_AXES, RULES, SIZES, Config, Transformer
 
@@ -38,7 +43,7 @@ pytestmark = pytest.mark.promise("attention")
 TINY = Config.tiny()
 
 
-def plain(q_BTNH, k_BSKH, v_BSKH, segment_ids_BT, window):
+def plain(q_BTNH, k_BSKH, v_BSKH, segment_ids_BT, window, soft_cap=None, sinks_N=None):
     """Attention by its definition, over the whole square."""
     (_, T, N, H), K = q_BTNH.shape, k_BSKH.shape[2]
     k_BSNH, v_BSNH = (jnp.repeat(x, N // K, axis=2) for x in (k_BSKH, v_BSKH))
@@ -47,7 +52,13 @@ def plain(q_BTNH, k_BSKH, v_BSKH, segment_ids_BT, window):
     if segment_ids_BT is not None:
         seen_BTS &= segment_ids_BT[:, :, None] == segment_ids_BT[:, None]
     logits_BNTS = jnp.einsum("BTNH,BSNH->BNTS", q_BTNH, k_BSNH) / H**0.5
-    weights_BNTS = jax.nn.softmax(jnp.where(seen_BTS[:, None], logits_BNTS, -jnp.inf))
+    if soft_cap is not None:
+        logits_BNTS = soft_cap * jnp.tanh(logits_BNTS / soft_cap)
+    logits_BNTS = jnp.where(seen_BTS[:, None], logits_BNTS, -jnp.inf)
+    if sinks_N is not None:  # one more key per head, whose value is zero
+        sinks_BNT1 = jnp.broadcast_to(sinks_N[None, :, None, None], (*logits_BNTS.shape[:3], 1))
+        logits_BNTS = jnp.concatenate([logits_BNTS, sinks_BNT1], axis=3)
+    weights_BNTS = jax.nn.softmax(logits_BNTS)[..., :T]
     return jnp.einsum("BNTS,BSNH->BTNH", weights_BNTS, v_BSNH)
 
 
@@ -59,30 +70,183 @@ def documents(B: int, T: int) -> np.ndarray:
 
 
 @pytest.mark.parametrize(
-    ("kernel", "T", "K", "segments", "window"),
+    ("kernel", "T", "K", "segments", "window", "extras"),
     full_except(
         [
-            *itertools.product(["splash"], [384], [4, 2], [False, True], [None, 40]),
-            *itertools.product(["triton"], [200], [4, 2], [False, True], [None]),
-            ("splash", 1024, 1, True, 600),  # several blocks, within the window and beyond it
+            *itertools.product(["splash"], [384], [4, 2], [False, True], [None, 40], [""]),
+            *itertools.product(["flash"], [200], [4, 2], [False, True], [None, 40], [""]),
+            ("splash", 1024, 1, True, 600, ""),  # several blocks, in the window and beyond it
+            ("flash", 1024, 1, False, None, ""),  # whole tiles
+            ("flash", 1024, 1, False, 600, ""),
+            ("flash", 1200, 2, True, None, ""),  # padded to whole tiles
+            ("flash", 1300, 4, False, 512, ""),  # a window of one tile, and the tiles beside it
+            ("flash", 1300, 2, True, 1, ""),  # a position sees only itself
+            *itertools.product(
+                ["splash"], [384], [2], [True], [40], ["cap", "sinks", "cap, sinks"]
+            ),
+            *itertools.product(["flash"], [200], [2], [True], [40], ["cap", "sinks", "cap, sinks"]),
+            ("flash", 1300, 1, True, 90, "cap, sinks"),
+            ("splash", 1024, 4, False, 600, "cap, sinks"),
+            ("xla", 200, 2, True, None, "cap, sinks"),  # blockwise has neither: flash computes it
         ],
-        fast=[("splash", 384, 2, True, 40), ("triton", 200, 2, True, None)],
+        fast=[
+            ("splash", 384, 2, True, 40, "cap, sinks"),
+            ("flash", 1300, 1, True, 90, "cap, sinks"),
+            ("flash", 1200, 2, True, None, ""),
+        ],
     ),
 )
-def test_a_kernel_matches_the_definition(kernel, T, K, segments, window):
-    shapes = [(2, T, 4, 16), *2 * [(2, T, K, 16)], (2, T, 4, 16)]
+def test_a_kernel_matches_the_definition(kernel, T, K, segments, window, extras):
+    """Outputs and gradients, of sinks too. "cap" bends most scores: they are up to 4 or so."""
+    shapes = [(2, T, 4, 16), *2 * [(2, T, K, 16)], (2, T, 4, 16), (4,)]
     rng = np.random.default_rng(0)
-    *qkv, weight = (jnp.asarray(rng.standard_normal(shape, np.float32)) for shape in shapes)
+    *qkv, weight, sinks = (jnp.asarray(rng.standard_normal(x, np.float32)) for x in shapes)
     ids = documents(2, T) if segments else None
+    soft_cap = 1.5 if "cap" in extras else None
+    given = (*qkv, sinks) if "sinks" in extras else qkv
+
+    def ours(q, k, v, sinks=None):
+        return attend(q, k, v, ids, window, kernel, soft_cap=soft_cap, sinks_N=sinks)
+
+    def theirs(q, k, v, sinks=None):
+        return plain(q, k, v, ids, window, soft_cap, sinks)
+
+    @jax.jit
+    def outputs_and_gradients(*given):
+        (out, back), (wanted, back_wanted) = jax.vjp(ours, *given), jax.vjp(theirs, *given)
+        return (out, *back(weight)), (wanted, *back_wanted(weight))
+
+    for found, wanted in zip(*outputs_and_gradients(*given), strict=True):
+        # A sink's gradient is a sum over all rows and positions.
+        np.testing.assert_allclose(found, wanted, atol=1e-5, rtol=1e-5 if found.ndim == 1 else 1e-7)
+
+
+@pytest.mark.parametrize("kernel", full_except(["flash", "splash"], ["flash"]))
+def test_a_kernel_in_bfloat16_is_as_exact_as_bfloat16(kernel):
+    """Errors are those of rounding inputs and weights to 8 bits, whatever the number of tiles."""
+    shape = bench_kernels.Shape(1, 1_024, 2, 1, 64, segments=True, window=700)
+    found = bench_kernels.errors(kernel, shape, "bfloat16")
+    assert max(found.values()) < 5e-3, found
+    with jax.default_matmul_precision("highest"):
+        q, k, v, _, ids = bench_kernels.inputs(shape, "bfloat16")
+        out = attend(q, k, v, ids, shape.window, kernel)
+    assert out.dtype == jnp.bfloat16
+
+
+# ---- memory and work -----------------------------------------------------------------------------
+
+
+def temporaries(kernel: str, T: int) -> int:
+    """Bytes of temporary memory of the compiled gradient, on one CPU device."""
+    q, k = (jax.ShapeDtypeStruct((1, T, n, 8), jnp.float32) for n in (2, 1))
+    ids = jax.ShapeDtypeStruct((1, T), jnp.int32)
+
+    def loss(q, k, v, ids):
+        return attend(q, k, v, ids, None, kernel).sum()
+
+    compiled = jax.jit(jax.grad(loss, (0, 1, 2))).lower(q, k, k, ids).compile(QUICK)
+    return compiled.memory_analysis().temp_size_in_bytes
+
+
+def test_memory_is_linear_in_the_length_of_a_row():
+    """Four times as many positions take four times the memory; XLA's attention, up to sixteen."""
+    growth = {
+        name: temporaries(name, 8_192) / temporaries(name, 2_048) for name in ("flash", "xla")
+    }
+    assert growth["flash"] <= 4.5, growth
+    assert growth["xla"] > 10, "the check would not see scores in memory"
+
+
+def test_memory_is_linear_in_a_model():
+    """JAX must not compute the masks, which no layer changes, ahead of the loop over layers."""
+    config = Config(384, 64, 2, num_heads=2, num_kv_heads=1, head_dim=16, mlp=64, attention="flash")
+    held = []
+    for T in (8_192, 32_768):
+        step = make_step(config, "dp", make_mesh("1"), 1, T, segments=True)
+        held.append(step.lower().compile(QUICK).memory_analysis().temp_size_in_bytes)
+    assert held[1] / held[0] <= 4.2, held
+
+
+# Four tiles: (ids of their segments, window, the poisoned keys, queries that see none of them, keys that
+# only such queries see).
+UNSEEN = {
+    "causal": ([0, 0, 0, 0], None, 3, [0, 1, 2], []),
+    "window": ([0, 0, 0, 0], 300, 0, [2, 3], [2, 3]),
+    "segments": ([0, 1, 1, 1], None, 0, [1, 2, 3], [1, 2, 3]),
+    "segments that come back": ([0, 1, 0, 1], None, 1, [0, 2], [0, 2]),
+}
+
+
+@pytest.mark.parametrize(
+    ("kernel", "case"),
+    full_except(
+        [
+            *itertools.product(["flash"], UNSEEN),
+            *itertools.product(["splash"], ["causal", "window"]),  # it computes other segments
+        ],
+        fast=[("flash", "window"), ("flash", "segments that come back")],
+    ),
+)
+def test_tiles_that_nobody_sees_are_skipped(kernel, case):
+    """NaN in keys and values reaches every tile that is computed, even where it is masked."""
+    segments, window, poisoned, queries, keys = UNSEEN[case]
+    T = 4 * TILE
+    rng = np.random.default_rng(0)
+    q, k, v, weight = (rng.standard_normal((1, T, heads, 8), np.float32) for heads in (2, 1, 1, 2))
+    ids = np.repeat(np.array([segments], np.int32), TILE, axis=1)
+    bad_k, bad_v = k.copy(), v.copy()
+    bad_k[:, poisoned * TILE : (poisoned + 1) * TILE] = np.nan
+    bad_v[:, poisoned * TILE : (poisoned + 1) * TILE] = np.nan
 
     @jax.jit
     def outputs_and_gradients(*qkv):
-        ours, back = jax.vjp(lambda *qkv: attend(*qkv, ids, window, kernel), *qkv)
-        theirs, their_back = jax.vjp(lambda *qkv: plain(*qkv, ids, window), *qkv)
-        return (ours, *back(weight)), (theirs, *their_back(weight))
+        out, back = jax.vjp(lambda *qkv: attend(*qkv, ids, window, kernel), *qkv)
+        return out, *back(weight)
 
-    for ours, theirs in zip(*outputs_and_gradients(*qkv), strict=True):
-        np.testing.assert_allclose(ours, theirs, atol=1e-5)
+    found, wanted = outputs_and_gradients(q, bad_k, bad_v), outputs_and_gradients(q, k, v)
+    assert np.isnan(found[0]).any(), "the poison has no effect"
+    for ours, theirs, clean in zip(found, wanted, (queries, queries, keys, keys), strict=True):
+        tiles = [np.asarray(x).reshape(4, TILE, -1)[clean] for x in (ours, theirs)]
+        assert np.isfinite(tiles[0]).all()
+        np.testing.assert_array_equal(*tiles)
+
+
+@pytest.mark.parametrize("window", [None, 4_096])
+def test_programs_for_long_rows_hold_no_masks(window):
+    """The program makes splash's masks: its arrays are as small as two per block of queries."""
+    T, mesh = 131_072, on(*TPU).mesh
+    q, k = (jax.ShapeDtypeStruct((4, T, n, 16), jnp.bfloat16) for n in (4, 2))
+    ids = jax.ShapeDtypeStruct((4, T), jnp.int32)
+
+    @jax.jit
+    def gradients(q, k, v, ids):
+        return jax.grad(lambda *qkv: attend(*qkv, ids, window).sum(), (0, 1, 2))(q, k, v)
+
+    start = time.process_time()
+    with (
+        jax.sharding.use_abstract_mesh(mesh),
+        nnx.logical_axis_rules(tuple(RULES["fsdp_tp"].items())),
+    ):
+        traced = gradients.trace(q, k, k, ids).jaxpr
+    assert time.process_time() - start < 10, "masks made on the host took 79 s"
+    assert "splash_mha" in str(traced)
+    assert sum(x.nbytes for x in constants(traced)) < 100_000
+
+
+def constants(traced) -> list[np.ndarray]:
+    """Arrays that a traced program contains, in all its parts."""
+    found = [np.asarray(x) for x in getattr(traced, "consts", ())]
+    inner = getattr(traced, "jaxpr", traced)
+    for equation in inner.eqns:
+        found += [np.asarray(x.val) for x in equation.invars if hasattr(x, "val")]
+        parts = jax.tree.leaves(
+            list(equation.params.values()), is_leaf=lambda x: hasattr(x, "eqns")
+        )
+        found += [x for part in parts if hasattr(part, "eqns") for x in constants(part)]
+    return found
+
+
+# ---- in a model ----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -94,7 +258,8 @@ def test_a_kernel_matches_the_definition(kernel, T, K, segments, window):
             ("splash", "hsdp_tp", "2x2x2", "full", {}),
             ("splash", "tp", "2x4", "dots", {"num_kv_heads": 2}),  # fewer than it has shards
             ("splash", "fsdp_tp", "2x4", "full", {"num_heads": 9, "num_kv_heads": 3}),  # replicated
-            ("triton", "fsdp_tp", "4x2", "dots", {}),
+            ("flash", "fsdp_tp", "4x2", "dots", {}),
+            ("flash", "tp", "2x4", "none", {"num_kv_heads": 2, "sliding_window": 70}),
         ],
         fast=[("splash", "hsdp_tp", "2x2x2", "full", {})],
     ),
@@ -121,7 +286,7 @@ def loss_and_gradients(config: Config, mesh: str, strategy: str) -> tuple[float,
         grads, _, means = gradients(layout.model, variables, batch)
         return means["loss"], grads
 
-    batch = jax.device_put(batch, layout.batch)
+    batch = jax.device_put(batch, layout.batch_shardings(batch))
     loss, grads = layout.compile(both, batch, compiler_options=QUICK)(batch)
     return float(loss), {path: np.asarray(gradient) for path, gradient in paths(grads).items()}
 
@@ -133,9 +298,9 @@ def by_xla(config: Config) -> tuple[float, dict]:
 
 def test_a_config_names_a_kernel_that_there_is():
     with pytest.raises(
-        ValueError, match="attention='flash' is not one of auto, xla, splash, triton, cudnn"
+        ValueError, match="attention='triton' is not one of auto, xla, flash, splash, cudnn"
     ):
-        dataclasses.replace(TINY, attention="flash")
+        dataclasses.replace(TINY, attention="triton")
 
 
 @pytest.mark.full
@@ -152,7 +317,7 @@ def test_a_copied_file_has_its_kernel_on_any_kind_of_mesh(kind, rules):
     with jax.set_mesh(mesh), nnx.logical_axis_rules(tuple(rules.items())):
         ours = jax.jit(lambda *qkvs: attend(*qkvs, window=None, kernel="splash"))(*given)
     np.testing.assert_allclose(ours, plain(q, k, v, ids, None), atol=1e-5)
-    lies = PartitionSpec(rules.get("batch"), None, rules.get("heads"), None)
+    lies = PartitionSpec(*map(rules.get, ("batch", "seq", "heads")), None)
     assert ours.sharding.is_equivalent_to(jax.NamedSharding(mesh, lies), 4)
 
 
@@ -182,49 +347,56 @@ TPU, H100, MI300 = (
         (TPU, 8192, True, {"sliding_window": 4096, "dtype": "float32"}, "splash, blocks of 512"),
         (TPU, 1920, True, {}, "splash, blocks of 384"),
         (TPU, 128, False, {}, "splash, blocks of 128"),
-        (TPU, 1000, True, {}, "xla, no kernel for 1,000 positions, not a multiple of 128"),
-        (H100, 1000, True, {}, "triton"),
+        (TPU, 1000, True, {}, "flash, no other kernel for 1,000 positions, not a multiple of 128"),
+        (H100, 1000, True, {}, "flash, no other kernel for segments"),
         (H100, 1001, False, {"sliding_window": 100}, "cudnn"),
-        (H100, 1024, True, {"sliding_window": 100}, "xla, no kernel for segments and a sliding window together"),
-        (H100, 1024, True, {"head_dim": 256}, "xla, no kernel for a head dim of 256"),
+        (H100, 1024, True, {"sliding_window": 100}, "flash, no other kernel for segments"),
+        (H100, 1024, False, {"head_dim": 20}, "flash, no other kernel for a head dim of 20"),
+        (H100, 1024, False, {"head_dim": 264}, "flash, no other kernel for a head dim of 264"),
         (H100, 1024, False, {"head_dim": 256}, "cudnn"),
-        (H100, 1024, True, {"dtype": "float32"}, "xla, no kernel for float32"),
-        (MI300, 1024, True, {}, "xla, no kernel for AMD Instinct MI300X"),
+        (H100, 1024, False, {"dtype": "float32"}, "flash, no other kernel for float32"),
+        (MI300, 1024, False, {}, "flash, no other kernel for AMD Instinct MI300X"),
         (("cpu", "cpu"), 1024, True, {}, "xla"),
+        (("cpu", "cpu"), FLASH_FROM - 1, True, {}, "xla"),
+        (("cpu", "cpu"), FLASH_FROM, True, {}, "flash"),
         (TPU, 8192, True, {"attention": "xla"}, "xla"),
+        (("cpu", "cpu"), FLASH_FROM, True, {"attention": "xla"}, "xla"),
+        (TPU, 8192, True, {"attention": "flash"}, "flash"),
     ],
 )  # fmt: skip
 def test_the_mesh_in_force_decides_the_kernel(device, T, segments, changes, told):
     config = dataclasses.replace(TINY, **{"dtype": "bfloat16"} | changes)
     with on(*device).trace():
-        assert attention_kernels(config, T, segments) == [(told.partition(",")[0], told)]
-    assert attention_kernels(config, T, segments) == [("xla", "xla")], (
-        "without a mesh, of this machine"
+        assert attention_kernel(config, T, segments) == (told.partition(",")[0], told)
+    here = changes.get("attention") or ("xla" if T < FLASH_FROM else "flash")
+    assert attention_kernel(config, T, segments) == (here, here), "without a mesh, of this machine"
+
+
+def test_rules_that_split_heads_have_no_kernel():
+    layout = make_layout(
+        Transformer, TINY, on(*TPU).mesh, {"batch": "data", "head_dim": "model"}, batch_size=8
     )
-
-
-def test_rules_that_split_a_row_have_no_kernel():
-    mesh = on(*TPU).mesh
-    for axis in ("seq", "head_dim"):
-        layout = make_layout(
-            Transformer, TINY, mesh, {"batch": "data", axis: "model"}, batch_size=8
-        )
-        with layout.trace():
-            ((name, told),) = attention_kernels(TINY, 1024, True)
-        assert (name, told) == ("xla", f"xla, no kernel for rules that split {axis}")
+    with layout.trace():
+        name, told = attention_kernel(TINY, 1024, True)
+    assert (name, told) == ("xla", "xla, no kernel for rules that split head_dim")
 
 
 def test_an_older_gpu_is_known_by_its_compute_capability(monkeypatch):
     class Card:
         device_kind, compute_capability = "Tesla V100-SXM2-16GB", "7.0"
 
-    for capability, wanted in (("7.0", "xla"), ("8.0", "triton"), ("gfx942", "xla")):
+    none = "flash, no other kernel for Tesla V100-SXM2-16GB"
+    wide = "flash, no other kernel for a head dim of 256"
+    for capability, head_dim, wanted in (
+        ("7.0", 64, none), ("8.0", 64, "cudnn"), ("gfx942", 64, none),
+        ("8.0", 128, "cudnn"), ("8.0", 256, wide), ("9.0", 256, "cudnn"),
+    ):  # fmt: skip
         monkeypatch.setattr(Card, "compute_capability", capability)
         monkeypatch.setattr(jax, "devices", lambda: [Card()])
         with on("gpu", Card.device_kind).trace():
-            config = dataclasses.replace(TINY, dtype="bfloat16")
-            ((name, _),) = attention_kernels(config, 1024, True)
-        assert name == wanted, capability
+            config = dataclasses.replace(TINY, dtype="bfloat16", head_dim=head_dim)
+            _, told = attention_kernel(config, 1024, False)
+        assert told == wanted, capability
 
 
 def test_the_loss_takes_more_positions_at_once_on_accelerators():
@@ -239,10 +411,11 @@ def test_the_loss_takes_more_positions_at_once_on_accelerators():
 
 
 def kernels(step: TrainStep, example) -> set[str]:
-    """Kernels of KERNELS that a step contains, found by the names of their parts."""
+    """Kernels of KERNELS that a step contains, found by words that only their parts have."""
     with step.layout.trace():
         traced = jax.make_jaxpr(step)(step.abstract_state(), step.layout.abstract_batch(example))
-    parts = {"splash_mha": "splash", "mha_forward": "triton", "dot_product_attention_fwd": "cudnn"}
+    # flash asks of each tile whether any of it is seen.
+    parts = {"splash_mha": "splash", "reduce_or": "flash", "dot_product_attention_fwd": "cudnn"}
     return {name for part, name in parts.items() if part in str(traced)}
 
 
@@ -257,9 +430,38 @@ def test_bench_and_recipe_have_the_same_kernel(device):
     recipe = kernels(TrainStep(layout, adamw(lr, weight_decay=0.1, clip_norm=1.0), lr), row)
     bench = make_step(config, "fsdp_tp", mesh, 8, 128)
     with layout.trace():
-        ((name, _),) = attention_kernels(config, 128, True)
+        name, _ = attention_kernel(config, 128, True)
     assert recipe == {name} - {"xla"}
     assert kernels(bench.function, row) == recipe
+
+
+def test_no_deprecated_kernel_is_imported():
+    """Traces steps for GPUs and then for a TPU, in a new process where deprecations are errors."""
+    code = """
+import dataclasses, sys
+import jax
+from jax.sharding import AbstractDevice, AbstractMesh, AxisType
+from recipes.bench.common import make_step
+from zoo.transformer import Config
+
+def trace(platform, kind):
+    config = dataclasses.replace(Config.tiny(), dtype="bfloat16")
+    device = AbstractDevice(device_kind=kind, num_cores=None, platform=platform)
+    mesh = AbstractMesh((8,), ("data",), (AxisType.Explicit,), abstract_device=device)
+    step = make_step(config, "fsdp", mesh, 8, 128, segments=True)
+    with step.layout.trace():
+        return str(jax.make_jaxpr(step.function)(step.abstract, step.layout.abstract_batch(step.example)))
+
+assert "reduce_or" in trace("gpu", "NVIDIA H100 80GB HBM3")
+print([name for name in sys.modules if name.startswith("jax.experimental.pallas")])
+assert "splash_mha" in trace("tpu", "TPU v5e")
+print([name for name in sys.modules if ".pallas.ops.gpu" in name])
+"""
+    done = subprocess.run(
+        [sys.executable, "-W", "error::DeprecationWarning", "-c", code],
+        cwd=ROOT, capture_output=True, text=True,
+    )  # fmt: skip
+    assert (done.stdout, done.returncode) == ("[]\n[]\n", 0), done.stderr
 
 
 @pytest.mark.full
@@ -278,6 +480,6 @@ def test_the_report_names_the_kernel(tmp_path, monkeypatch, capsys, quick):
 def test_the_report_has_blocks_and_limits():
     assert attention(on(*TPU), 256, True) == ["attention: splash, blocks of 256"]
     assert attention(on(*TPU), 100, True) == [
-        "attention: xla, no kernel for 100 positions, not a multiple of 128"
+        "attention: flash, no other kernel for 100 positions, not a multiple of 128"
     ]
     assert attention(on("cpu", "cpu"), 256, True) == []

@@ -418,8 +418,9 @@ def test_dropless_reads_nothing_of_rows_without_a_group(monkeypatch):
         return jnp.where(jnp.arange(len(x_MD))[:, None] < sizes_E.sum(), x_MD, other)
 
     @jax.custom_vjp
-    def dirty(x_MD, w_EDF, sizes_E):
-        return grouped(clean(grouped(x_MD, sizes_E, 0), w_EDF, sizes_E), sizes_E, jnp.nan)
+    def dirty(x_MD, w_EDF, group_sizes):
+        out_MF = clean(grouped(x_MD, group_sizes, 0), w_EDF, group_sizes)
+        return grouped(out_MF, group_sizes, jnp.nan)
 
     def backward(saved, grad_MF):
         x_MD, w_EDF, sizes_E = saved

@@ -147,6 +147,9 @@ def test_examples_in_docstrings_are_true(path):
 # ---- zoo files -----------------------------------------------------------------------------------
 
 SHARED_FILES = [path for path in ZOO if path.stem not in entries.ENTRIES]
+# Files that a shared file imports only where their strategies need them, so that a model can be copied
+# without them: file → its importer.
+OPTIONAL = {"pipeline": "layers"}
 LAYER = {"Layer", "Block"}  # an entry's layers stand between its Config and its model
 # The definitions that a reader of a file should meet first.
 MAIN = {
@@ -154,7 +157,7 @@ MAIN = {
     "strategies": [],  # tables alone
     "layers": ["multiply"],
     "attention": ["Attention"],
-    "pipeline": ["stack", "scan_layers"],
+    "pipeline": ["microbatches", "in_stages"],
 } | {name: [entry.model] for name, entry in entries.ENTRIES.items()}
 
 
@@ -182,8 +185,25 @@ def test_every_zoo_file_is_an_entry_or_shared():
     assert {path.stem for path in ZOO} == set(MAIN)
     closures = [closure(ROOT / "zoo" / f"{name}.py") for name in entries.ENTRIES]
     for path in SHARED_FILES:
+        if path.stem in OPTIONAL:
+            continue
         users = sum(ROOT / path in files for files in closures)
         assert users >= 2, f"{path} has {users} users; move it into its entry"
+
+
+@pytest.mark.parametrize(("name", "importer"), OPTIONAL.items())
+def test_an_optional_file_needs_no_file_that_models_lack(name, importer):
+    files = closure(ROOT / "zoo" / f"{name}.py")
+    assert {*files[:-1]} <= {*closure(ROOT / "zoo" / "transformer.py")}
+    assert len(files[-1].read_text().splitlines()) <= 250
+    nested = [
+        (path.stem, part.module)
+        for path in ZOO
+        for node in tree_of(path).body
+        for part in ast.walk(node)
+        if isinstance(part, ast.ImportFrom) and part.level and part is not node
+    ]
+    assert nested == [(importer, name)]
 
 
 @pytest.mark.parametrize("name", entries.ENTRIES)
@@ -202,11 +222,13 @@ def test_an_entry_and_what_it_imports_are_short(name):
 def test_files_of_a_closure_can_be_merged(name):
     """recipes.copy concatenates them: no name may have two meanings or be a file's name."""
     meanings: dict[str, set[str]] = {}
-    for path in closure(ROOT / "zoo" / f"{name}.py"):
+    for path in closure(ROOT / "zoo" / f"{name}.py", optional=True):
         tree = tree_of(path)
         inner = [node for node in ast.walk(tree) if isinstance(node, (ast.Import, ast.ImportFrom))]
         for node in inner:
             for alias in node.names:
+                if isinstance(node, ast.ImportFrom) and node.module in OPTIONAL:
+                    continue
                 if isinstance(node, ast.ImportFrom) and node.level:
                     assert node in tree.body, f"{path.name}:{node.lineno}: at the top of the file"
                     assert node.module, f"{path.name}:{node.lineno}: from .x import a"
@@ -372,7 +394,14 @@ def test_tables_are_complete_and_state_only_what_they_shard(name):
                 assert len(part.keys) == 1, f"{strategy}: give {ast.unparse(part)} a name"
                 assert ast.unparse(part) not in repeated, f"give {ast.unparse(part)} a name"
                 repeated.add(ast.unparse(part))
-    assert set(zoo.LOGICAL_AXES.values()) <= {"activations", "weights", "both", "stack"}
+    kinds = {
+        "activations",
+        "weights",
+        "both",
+        "stack",
+        *(f"instead of {a}" for a in zoo.LOGICAL_AXES),
+    }
+    assert set(zoo.LOGICAL_AXES.values()) <= kinds
     assert {*zoo.IN_USE, *zoo.IN_USE.values()} <= set(zoo.LOGICAL_AXES)
 
 

@@ -284,7 +284,12 @@ def temporary_bytes(remat: str) -> int:
 
 
 @pytest.mark.parametrize(
-    ("more", "less"), full_except(itertools.pairwise(REMAT), [("sublayers", "full")])
+    ("more", "less"),
+    full_except(
+        # "gathered" is "full" where nothing is gathered.
+        itertools.pairwise(name for name in REMAT if name != "gathered"),
+        [("sublayers", "full")],
+    ),
 )
 def test_rematerialization_needs_less_memory(more, less):
     assert temporary_bytes(more) > temporary_bytes(less)

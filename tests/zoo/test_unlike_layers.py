@@ -15,6 +15,7 @@ from jax.sharding import AbstractDevice, AxisType
 from recipes.bench import common, memory
 from recipes.common import checkpoint, entries
 from recipes.common.analysis import flops
+from recipes.common.analysis.kernel import attention_kernel
 from recipes.common.generation import cap_windows
 from recipes.common.mesh import make_mesh
 from recipes.common.sharding.abstract import abstract_model, paths
@@ -23,7 +24,7 @@ from recipes.common.train.step import gradients
 from tests.conftest import full_except
 from tests.support.quick import QUICK
 from zoo import moe, transformer
-from zoo.attention import Kind, attention_kernels, kinds, rope_angles
+from zoo.attention import Kind, kinds, rope_angles
 
 pytestmark = [pytest.mark.promise("unlike-layers"), pytest.mark.usefixtures("strict")]
 
@@ -190,7 +191,7 @@ def found(entry: str, config, mesh: str, rules: str):
     layout = make_layout(entries.model(entry), config, make_mesh(mesh), rules, batch_size=ROWS)
     values = initial(entry, num_layers=config.num_layers, lora_rank=config.lora_rank)
     variables = jax.device_put(values, shardings(layout.variables()))
-    batch = jax.device_put(BATCH, layout.batch)
+    batch = jax.device_put(BATCH, layout.batch_shardings(BATCH))
 
     def both(variables, batch):
         grads, _, means = gradients(layout.model, variables, batch)
@@ -399,7 +400,7 @@ def test_kernels_and_memory_are_each_kind_s():
     for name, period in {"A": (A,), "B": (B,), "AAB": (A, A, B)}.items():
         config = dataclasses.replace(TINY, num_layers=7, layer_kinds=period, remat="none")
         step = common.make_step(config, "dp", make_mesh("1"), 1, 2_048, segments=True)
-        assert memory.kernels(step) == ["xla"] * len(period)
+        assert memory.kernel(step) == "xla"
         saved[name] = memory.memory_parts(step)["saved activations"]
     assert saved["A"] < saved["B"]
     assert saved["AAB"] == pytest.approx(saved["A"] * 5 / 7 + saved["B"] * 2 / 7, rel=1e-3)
@@ -409,9 +410,8 @@ def test_kernels_and_memory_are_each_kind_s():
     )  # fmt: skip
     config = dataclasses.replace(config, dtype="bfloat16")
     with make_layout(transformer.Transformer, config, mesh, "dp", batch_size=1).trace():
-        windowed, whole = attention_kernels(config, 2_048, True)[1:]
-    assert windowed == ("xla", "xla, no kernel for segments and a sliding window together")
-    assert whole == ("triton", "triton")
+        found = attention_kernel(config, 2_048, True)
+    assert found == ("flash", "flash, no other kernel for segments")
 
 
 # ---- checkpoints ---------------------------------------------------------------------------------

@@ -39,6 +39,9 @@ def layouts(path: pathlib.Path, arrays: dict[str, Array]) -> None:
     if not is_first():
         return
     figure, all_axes = _figure(len(arrays))
+    from matplotlib.colors import hsv_to_rgb
+    from matplotlib.patches import Rectangle
+
     for axes, (name, ((down, across), (rows, columns), sharding)) in zip(
         all_axes, arrays.items(), strict=True
     ):
@@ -48,20 +51,14 @@ def layouts(path: pathlib.Path, arrays: dict[str, Array]) -> None:
             part = (r.start or 0, r.stop or rows, c.start or 0, c.stop or columns)
             holders.setdefault(part, {})[device.id] = place
         for (top, bottom, left, right), devices in holders.items():
+            color = hsv_to_rgb((min(devices.values()) / sharding.mesh.size, 0.35, 1))
             box = (left, top), right - left, bottom - top
-            axes.add_patch(_rectangle(*box, hue=min(devices.values()) / sharding.mesh.size))
+            axes.add_patch(Rectangle(*box, facecolor=color, edgecolor="black"))
             text = "all" if len(devices) == sharding.mesh.size > 1 else ", ".join(map(str, devices))
             axes.text((left + right) / 2, (top + bottom) / 2, text, ha="center", va="center")
         axes.set(xlim=(0, columns), ylim=(rows, 0), title=name, xlabel=f"{across} ({columns})")
         axes.set_ylabel(f"{down} ({rows})")
     _save(figure, path)
-
-
-def _rectangle(corner, width, height, hue):
-    from matplotlib.colors import hsv_to_rgb
-    from matplotlib.patches import Rectangle
-
-    return Rectangle(corner, width, height, facecolor=hsv_to_rgb((hue, 0.35, 1)), edgecolor="black")
 
 
 def loss(path: pathlib.Path, metrics: pathlib.Path) -> None:

@@ -11,7 +11,6 @@ import dataclasses
 import functools
 import hashlib
 import json
-import os
 import pathlib
 from typing import Any
 
@@ -19,7 +18,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
-from data import DataError, cache_dir
+from data import DataError, cache_dir, corpus
 from data.tokenizer import Tokenizer, from_files
 from recipes.common.checkpoint import integrity
 from recipes.common.hf import Folder
@@ -184,10 +183,7 @@ def content_sha256(source: Any) -> str:
         every = integrity.hashes_of(source.path, folders.sizes(source.path))  # old checkpoint
         return hashlib.sha256(json.dumps(every).encode()).hexdigest()
     # Hashing reads every byte, so the digest is cached by the files' sizes and times.
-    stats = [(str(file.resolve()), file.stat()) for file in source.files]
-    listing = [[name, s.st_size, s.st_mtime_ns, s.st_ctime_ns, s.st_ino] for name, s in stats]
-    key = hashlib.sha256(json.dumps(listing).encode()).hexdigest()[:16]
-    cached = cache_dir() / "models" / f"{key}.sha256"
+    cached = cache_dir() / "models" / f"{corpus.stamp(source.files)}.sha256"
     if cached.exists():
         return cached.read_text()
     sizes = {file.name: file.stat().st_size for file in source.files}
@@ -195,7 +191,5 @@ def content_sha256(source: Any) -> str:
     digest = hashlib.sha256(json.dumps(every).encode()).hexdigest()
     with contextlib.suppress(OSError):  # without a cache the next run hashes again
         cached.parent.mkdir(parents=True, exist_ok=True)
-        beside = cached.with_suffix(f".{os.getpid()}")
-        beside.write_text(digest)
-        beside.rename(cached)
+        corpus.replace(cached, digest)
     return digest

@@ -13,6 +13,7 @@ import numpy as np
 from data import batches, text
 from data.tokenizer import Tokenizer
 from recipes.common import entries
+from recipes.common.runtime import UserError, describe
 from recipes.common.sharding import Layout, Tree
 
 ROWS = 8  # batch size, divisible by eight devices
@@ -36,8 +37,18 @@ def batch(metadata: dict[str, Any], tokenizer: Tokenizer | None = None) -> dict[
 
 
 def loss(layout: Layout, variables: Tree, batch: dict[str, np.ndarray]) -> float:
-    """The mean loss of a batch, on the layout's mesh."""
-    batch = jax.device_put(batch, layout.batch)
+    """The mean loss of a batch, on the layout's mesh.
+
+    Raises UserError if the mesh does not divide the batch, whose size no flag changes.
+    """
+    for name, x in batch.items():
+        for dim, count in zip(x.shape, (layout.batch_shards, layout.seq_shards), strict=False):
+            if dim % count:
+                raise UserError(
+                    f"a published checkpoint's probe has {name} {list(x.shape)}, and {dim} is not "
+                    f"divisible by {count} (--mesh={describe(layout.mesh.shape)}); use --mesh=1"
+                )
+    batch = jax.device_put(batch, layout.batch_shardings(batch))
 
     def run(variables, batch):
         total, count = layout.model.merge(variables).loss(**batch)[2]["loss"]

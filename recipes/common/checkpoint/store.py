@@ -37,8 +37,15 @@ from recipes.common.sharding.abstract import unadapted
 
 # Saves no sharding file: it would tie a checkpoint to its mesh, and keep plain
 # `ocp.StandardCheckpointer().restore(path)` from reading it anywhere.
+# Small replicated arrays are saved by one device: saved by all, each would save a slice, and every slice
+# is a program to compile, 30 ms each, while the step waits.
 ANY_MESH = ocp.type_handlers.create_type_handler_registry(
-    (jax.Array, ocp.type_handlers.ArrayHandler(enable_write_sharding_file=False))
+    (
+        jax.Array,
+        ocp.type_handlers.ArrayHandler(
+            enable_write_sharding_file=False, min_slice_bytes_for_replica_parallel=2**20
+        ),
+    )
 )
 
 # The zoo's own checkpoints, a folder for each name.
@@ -291,16 +298,24 @@ def restore(
     return layout.model.merge(restore_variables(source, layout)), source.metadata
 
 
-def layout_of(source: Source, mesh: Mesh, rules: str | Rules | None = None, **compute) -> Layout:
+def layout_of(
+    source: Source, mesh: Mesh, rules: str | Rules | None = None, *, seq_len: int = 0, **compute
+) -> Layout:
     """The layout of a checkpoint's model on `mesh`; reads and allocates no arrays.
 
     Args:
+      seq_len: as make_layout takes it.
       compute: fields to replace in its Config, such as dtype.
 
     Raises UserError if the model is unknown or doesn't fit the mesh.
     """
-    config = dataclasses.replace(config_of(source), **compute)
-    return make_layout(entries.model(source.metadata["entry"]), config, mesh, rules)
+    config = config_of(source)
+    if hasattr(config, "context"):  # chosen for the mesh of the run that saved it
+        compute = {"context": "auto", "pipeline": "1f1b", "pipe_microbatches": 0} | compute
+    config = dataclasses.replace(config, **compute)
+    return make_layout(
+        entries.model(source.metadata["entry"]), config, mesh, rules, seq_len=seq_len
+    )
 
 
 def context(source: Source) -> int:

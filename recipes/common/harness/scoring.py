@@ -37,6 +37,7 @@ class Scorer:
           batch_size: most rows at a time; rounded up to a multiple of the batch shards.
           context: positions of the longest program.
         """
+        layout.check_whole("scoring")
         self._layout, self._variables = layout, variables
         self._batch_size, self._context = batch_size, context
         self._programs: dict[int, jax.stages.Compiled] = {}
@@ -62,14 +63,17 @@ class Scorer:
         return found
 
     def length(self, row: Row) -> int:
-        """Positions of the program for a row: a power of two, or the whole context."""
-        needed = max(len(row.tokens) - 1, SHORTEST)
-        return min(2 ** math.ceil(math.log2(needed)), self._context)
+        """Positions of the program for a row: a power of two, or the whole context.
+
+        Rounded up to what the mesh divides.
+        """
+        needed, shards = max(len(row.tokens) - 1, SHORTEST), self._layout.seq_shards
+        return -(-min(2 ** math.ceil(math.log2(needed)), self._context) // shards) * shards
 
     def rows(self, length: int) -> int:
         """Rows of the program for a length: a multiple of the batch shards."""
         layout, shards = self._layout, self._layout.batch_shards
-        fit = LOGITS // (length * layout.config.vocab_size)  # rows per shard
+        fit = LOGITS * layout.seq_shards // (length * layout.config.vocab_size)  # rows per shard
         return shards * max(1, min(-(-self._batch_size // shards), fit))
 
     def _score(self, length: int, rows: list[Row]) -> tuple[np.ndarray, np.ndarray]:
@@ -79,16 +83,16 @@ class Scorer:
             end = len(tokens) - 1
             tokens_BT[b, :end] = tokens[:-1]
             targets_BT[b, end - scored : end] = tokens[-scored:]
-        batch = [self._everywhere(x) for x in (tokens_BT, targets_BT)]
+        sharding = self._layout.batch_shardings(tokens_BT)
+        batch = [  # every process has all rows, and its devices take theirs
+            jax.make_array_from_callback(shape, sharding, rows_BT.__getitem__)
+            for rows_BT in (tokens_BT, targets_BT)
+        ]
         if length not in self._programs:
             self._programs[length] = self._layout.compile(
                 self._program, self._variables, *batch, out_shardings=self._layout.replicated
             )
         return jax.device_get(self._programs[length](self._variables, *batch))
-
-    def _everywhere(self, x: np.ndarray) -> jax.Array:
-        """A global array from a value that every process has."""
-        return jax.make_array_from_callback(x.shape, self._layout.batch, lambda index: x[index])
 
     def _program(self, variables, tokens_BT, targets_BT):
         logits_BTV = self._layout.model.merge(variables)(tokens_BT)

@@ -22,14 +22,6 @@ class Tasks(NamedTuple):
     chosen: list[Any]  # tasks and groups of tasks, with their data
 
 
-def check(names: str) -> None:
-    """Raises UserError if the harness is not installed."""
-    if importlib.util.find_spec("lm_eval") is None:
-        raise UserError(
-            f"--tasks={names} needs lm-evaluation-harness; run pip install -e '.[eval]'"
-        )
-
-
 def load(names: str, include_path: str = "") -> Tasks:
     """Loads the harness's tasks and groups by name.
 
@@ -37,9 +29,13 @@ def load(names: str, include_path: str = "") -> Tasks:
       names: comma-separated names, patterns such as `arc_*`, or YAML files.
       include_path: a folder with your own task files; code in them is executed.
 
-    Raises UserError if a name does not exist or its data can't be loaded.
+    Raises UserError if the harness is not installed, a name does not exist, or its data can't be
+    loaded.
     """
-    check(names)
+    if importlib.util.find_spec("lm_eval") is None:
+        raise UserError(
+            f"--tasks={names} needs lm-evaluation-harness; run pip install -e '.[eval]'"
+        )
     if include_path and not pathlib.Path(include_path).is_dir():
         raise UserError(f"--include_path={include_path} is not a folder; use one with task files")
     logging.getLogger("lm_eval").setLevel(logging.ERROR)  # warnings are for authors of tasks

@@ -8,17 +8,6 @@ import pathlib
 from recipes.common.hf.folder import ENTRIES, Folder, locate, write
 from recipes.common.hf.peft import Adapter, is_adapter, read_adapter, write_adapter
 
-__all__ = [
-    "ENTRIES",
-    "Adapter",
-    "Folder",
-    "is_adapter",
-    "locate",
-    "open_folder",
-    "write",
-    "write_adapter",
-]
-
 
 def open_folder(path: pathlib.Path) -> Folder | Adapter:
     """Opens and checks a folder with a model or an adapter. Raises UserError."""

@@ -15,7 +15,7 @@ from typing import Any
 import jax
 from flax import nnx
 
-from data import DataError, buckets, hub, tokenizer
+from data import buckets, hub, tokenizer
 from recipes.common import entries
 from recipes.common.hf import llama, moe, tensors
 from recipes.common.runtime import folders
@@ -32,20 +32,14 @@ def locate(name: str) -> pathlib.Path:
     Folders in buckets and on the Hub are downloaded. Raises UserError if there is no such folder.
     """
     if buckets.remote(name):
-        try:
-            return buckets.local(name, f"hf:{name}")
-        except DataError as error:
-            raise UserError(str(error)) from None
+        return buckets.local(name, f"hf:{name}")
     folder = pathlib.Path(name).expanduser()
     if name and folder.exists():
         return folder.absolute()
     if not re.fullmatch(hub.MODEL_NAME, name):
         raise UserError(f"{name!r} does not exist; use a model folder, or ORG/NAME on the Hub")
     wanted = ["config.json", "adapter_config.json", "*.safetensors", "*.safetensors.index.json"]
-    try:
-        return hub.snapshot(name, [*wanted, *tokenizer.FILES, *tokenizer.PIECES], name)
-    except DataError as error:
-        raise UserError(str(error)) from None
+    return hub.snapshot(name, [*wanted, *tokenizer.FILES, *tokenizer.PIECES], name)
 
 
 class Folder:

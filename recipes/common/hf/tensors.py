@@ -234,24 +234,22 @@ def write(folder: pathlib.Path, tensors: Iterable[Tensor], read, stem: str = "mo
       read: a function from a parameter's path to a float32 array; one is held at a time.
       stem: stem of the files' names.
     """
+    from huggingface_hub import split_state_dict_into_shards_factory  # takes a third of a second
+
     read = functools.lru_cache(maxsize=1)(read)  # a parameter's tensors are adjacent
-    files, room, total, weight_map = [[]], FILE_BYTES, 0, {}
-    for tensor in tensors:
-        size = 4 * math.prod(tensor.shape)
-        if files[-1] and size > room:
-            files.append([])
-            room = FILE_BYTES
-        files[-1].append(tensor)
-        room -= size
-    for i, part in enumerate(files, start=1):
-        name = f"{stem}-{i:05}-of-{len(files):05}.safetensors"
-        name = name if len(files) > 1 else f"{stem}.safetensors"
+    by_name = {tensor.name: tensor for tensor in tensors}
+    split = split_state_dict_into_shards_factory(
+        by_name,
+        get_storage_size=lambda tensor: 4 * math.prod(tensor.shape),
+        filename_pattern=f"{stem}{{suffix}}.safetensors",
+        max_shard_size=FILE_BYTES,
+    )
+    for file, names in split.filename_to_tensors.items():
+        part = (by_name[name] for name in names)
         arrays = {tensor.name: tensor.to_theirs(read(tensor.path)[tensor.index]) for tensor in part}
-        safetensors.numpy.save_file(arrays, folder / name, metadata={"format": "pt"})
-        total += sum(array.nbytes for array in arrays.values())
-        weight_map |= dict.fromkeys(arrays, name)
+        safetensors.numpy.save_file(arrays, folder / file, metadata={"format": "pt"})
         del arrays  # before the next file's are made
-    if len(files) > 1:
-        index = {"metadata": {"total_size": total}, "weight_map": weight_map}
+    if split.is_sharded:
+        index = {"metadata": split.metadata, "weight_map": split.tensor_to_filename}
         file = folder / f"{stem}.safetensors.index.json"
         file.write_text(json.dumps(index, indent=2) + "\n")

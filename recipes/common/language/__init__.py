@@ -1,5 +1,13 @@
 """The recipe of every language model: `main`, its flags, and the sample at its end."""
 
 from recipes.common.language.flags import Flags, Text, lora_targets_flag, remat_flag, size_flag
-from recipes.common.language.recipe import MATRICES, attention, fine_tuning, main, model_config
+from recipes.common.language.recipe import (
+    MATRICES,
+    attention,
+    check_stages,
+    fine_tuning,
+    main,
+    model_config,
+    stages,
+)
 from recipes.common.language.sample import Sample

@@ -8,6 +8,7 @@ from data.batches import Dataset
 from data.tokenizer import Tokenizer
 from recipes.common.runtime import flag
 from recipes.common.train.optimizer import OPTIMIZERS
+from zoo.attention import SCHEDULES, WAYS
 
 
 @dataclasses.dataclass(frozen=True)
@@ -75,6 +76,18 @@ class Flags:
         "model", choices=["", "float32", "bfloat16"], may_change=True,
     )  # fmt: skip
     remat: str = remat_flag()
+    context: str = flag(
+        "auto", "How positions on different devices of --mesh=data=2,seq=4 attend to each other; auto: "
+        "all-to-all if every device gets a head, else ring.", "model", choices=WAYS, may_change=True,
+    )  # fmt: skip
+    pipeline: str = flag(
+        "1f1b", "Schedule of the stages on --mesh=data=2,pipe=4; 1f1b keeps fewer activations than "
+        "gpipe, and takes as long.", "model", choices=SCHEDULES, may_change=True,
+    )  # fmt: skip
+    pipe_microbatches: int = flag(
+        0, "Parts of a batch that follow one another through the stages; 0: up to 4 per stage.",
+        "model", at_least=0, may_change=True,
+    )  # fmt: skip
     lora_rank: int = flag(
         0, "Rank of adapters (LoRA) to train beside the frozen weights of --restore_from; 0: train "
         "all parameters.", "model", at_least=0,

@@ -7,16 +7,18 @@ from typing import Any
 from data.tokenizer import Tokenizer
 from recipes.common import checkpoint, entries
 from recipes.common.analysis import flops
+from recipes.common.analysis.kernel import attention_kernel
 from recipes.common.checkpoint import Source, flags_of, open_run
 from recipes.common.language.flags import Flags, Text
 from recipes.common.language.sample import Sample
-from recipes.common.runtime import Run, UserError, make_mesh, print0
+from recipes.common.runtime import Run, UserError, describe, make_mesh, print0, processes
 from recipes.common.sharding import Layout, Tree, make_layout
+from recipes.common.sharding.rules import shards
 from recipes.common.train.evaluation import in_words
 from recipes.common.train.loop import finish, fit
 from recipes.common.train.optimizer import LearningRate, hidden_matrices, make_optimizer
 from recipes.common.train.step import TrainStep
-from zoo.attention import attention_kernels
+from zoo.pipeline import microbatches
 
 # For --optimizer=muon: logical axes by which hidden matrices are recognized. Each layer, expert and
 # adapter has its own matrices.
@@ -50,12 +52,16 @@ def main(
     layout = make_layout(  # a NamedSharding for every array: logical axes → rules → mesh axes
         model, config, mesh, run.rules,
         seed=run.seed, batch_size=run.batch_size, microbatches=flags.accumulate,
+        seq_len=text.seq_len,
     )  # fmt: skip
+    check_heads(layout)
+    check_stages(layout, flags)
 
     # ---- Data: batch k is a pure function of (seed, k), on any mesh and number of processes ------
     corpus = text.load(tokenizer)
     segments = "segment_ids" in corpus.filler
-    for note in [*corpus.notes, *attention(layout, text.seq_len, segments)]:
+    notes = [*attention(layout, text.seq_len, segments), *stages(layout, flags.accumulate)]
+    for note in [*corpus.notes, *notes]:
         print0(note)
 
     # ---- Step: (state, batch) → (state, metrics), a pure function --------------------------------
@@ -72,7 +78,9 @@ def main(
     print0(f"Held-out {in_words(figures, corpus.held_out_bytes)}.")
     if summary:
         print0(summary(figures))
-    if sample.sample_bytes:
+    if sample.sample_bytes and layout.stages > 1:
+        print0(f"No sample: {layout.stages} stages of layers can't generate; see recipes.generate.")
+    elif sample.sample_bytes:
         print0(*sample.write(model, layout, state, tokenizer, prompt, text, run.seed))
     finish(folder, layout, log)
 
@@ -98,7 +106,9 @@ def model_config(
             config = dataclasses.replace(config, vocab_size=tokenizer.size)
     dtype = flags.dtype or ("float32" if platform == "cpu" else "bfloat16")
     adapters = lora_fields(flags, zoo.Config.lora_targets)
-    return dataclasses.replace(config, dtype=dtype, remat=flags.remat or config.remat, **adapters)
+    how = {"dtype": dtype, "remat": flags.remat or config.remat, "context": flags.context}
+    how |= {"pipeline": flags.pipeline, "pipe_microbatches": flags.pipe_microbatches}
+    return dataclasses.replace(config, **how, **adapters)
 
 
 def lora_fields(flags: Flags, known: tuple[str, ...]) -> dict[str, Any]:
@@ -129,11 +139,69 @@ def lora_fields(flags: Flags, known: tuple[str, ...]) -> dict[str, Any]:
     }
 
 
+def check_heads(layout: Layout) -> None:
+    """Raises UserError if attention was asked for that splits heads further than they go."""
+    heads, sizes = layout.config.num_heads, layout.mesh.shape
+    parts = shards(layout.rules, "heads", sizes) * layout.seq_shards
+    if layout.config.context == "all-to-all" and heads % parts:
+        raise UserError(
+            f"--context=all-to-all shares out {heads} heads over {parts} devices (rules "
+            f"{layout.strategy!r} on --mesh={describe(sizes)}); use --context=ring"
+        )
+
+
+def check_stages(layout: Layout, flags: Flags) -> None:
+    """Raises UserError if a pipeline's stages don't fit the layers or its microbatches the batch."""
+    config, parts, mesh = layout.config, layout.stages, describe(layout.mesh.shape)
+    wanted, period = flags.pipe_microbatches, len(config.layer_kinds) or 1
+    if parts == 1:
+        if wanted:
+            raise UserError(
+                f"--pipe_microbatches={wanted} is for a pipeline, and rules {layout.strategy!r} on "
+                f"--mesh={mesh} have none; use --pipe_microbatches=0, or a mesh with `pipe`"
+            )
+        return
+    if processes.count() > 1 and layout.mesh.devices.flat[0].platform == "cpu":
+        raise UserError(
+            f"--mesh={mesh} has stages, which simulated devices of {processes.count()} processes "
+            "can't run; use one process, or a mesh without `pipe` such as "
+            f"--mesh={layout.mesh.size}"
+        )
+    each = config.num_layers // parts
+    if each % period:
+        fits = [n for n in range(1, parts) if config.num_layers % (n * period) == 0] or [1]
+        raise UserError(
+            f"--mesh={mesh} gives each of {parts} stages {each} layers, and a stage boundary would "
+            f"cut their period of {period}; use pipe={fits[-1]}"
+        )
+    rows = rows_of_a_device(layout, flags.accumulate)
+    if wanted and rows % wanted:
+        fits = [n for n in range(1, rows + 1) if rows % n == 0]
+        raise UserError(
+            f"--pipe_microbatches={wanted} does not divide the {rows} rows of a device; use "
+            f"--pipe_microbatches={min(fits, key=lambda n: abs(n - wanted))}"
+        )
+
+
+def rows_of_a_device(layout: Layout, accumulate: int) -> int:
+    return layout.batch_size // accumulate // layout.batch_shards
+
+
+def stages(layout: Layout, accumulate: int) -> list[str]:
+    """A line of the report about the pipeline, if there is one."""
+    if (S := layout.stages) == 1:
+        return []
+    M = microbatches(layout.config, rows_of_a_device(layout, accumulate), S)
+    bubble = (S - 1) / (M + S - 1)
+    return [
+        f"pipeline: {layout.config.pipeline}, {S} stages, {M} microbatches, bubble {bubble:.1%}"
+    ]
+
+
 def attention(layout: Layout, seq_len: int, segments: bool) -> list[str]:
-    """A line of the report that names the attention kernels; none on CPUs, which have only one."""
+    """A line of the report that names the attention kernel; none if it is "xla"."""
     with layout.trace():
-        found = attention_kernels(layout.config, seq_len, segments)
-    described = " and ".join(dict.fromkeys(text for _, text in found))
+        _, described = attention_kernel(layout.config, seq_len, segments)
     return [] if described == "xla" else [f"attention: {described}"]
 
 

@@ -1,8 +1,6 @@
 """Exceptions that end a run; runtime/start.py turns them into exit codes."""
 
-
-class UserError(ValueError):
-    """A mistake that only the user can fix; the message is one line with the value and the fix."""
+from data import UserError as UserError
 
 
 class Stopped(Exception):  # noqa: N818  not an error if a preempted run has saved

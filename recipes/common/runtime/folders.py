@@ -17,7 +17,7 @@ import tempfile
 from collections.abc import Iterator
 from typing import Any
 
-from data import DataError, buckets
+from data import buckets
 from recipes.common.runtime.errors import UserError
 
 errors = buckets.errors
@@ -42,10 +42,7 @@ def to_path(name: Any, flag: str = "") -> pathlib.Path:
         raise UserError(f"{f'{flag}=' * bool(flag)}{name} has no ://; use {fix}, or a local path")
     if not buckets.remote(name):
         return pathlib.Path(name).expanduser()
-    try:
-        return buckets.path(str(name), f"{flag}={name}" if flag else str(name))
-    except DataError as error:
-        raise UserError(str(error)) from None
+    return buckets.path(str(name), f"{flag}={name}" if flag else str(name))
 
 
 @contextlib.contextmanager

@@ -1,8 +1,8 @@
 """Meshes from --mesh ("4x2"), with simulated devices if there is no accelerator.
 
 One size is the axis `data`; two are `data` and `model`; three are `data`, `fsdp` and `model`. Any
-other set of axes is written by name, "data=2,model=4". The order of names is irrelevant: axes are
-always sorted by ORDER.
+other set of axes is written by name, "data=2,model=4". Axes are sorted by ORDER, however they are
+written; only `pipe` comes first if it is written first, so that stages lie on different slices.
 """
 
 import contextlib
@@ -44,6 +44,8 @@ def parse(text: str) -> dict[str, int]:
                 raise UserError(f"--mesh={text} names axis {found[1]!r} twice; name each once")
             axes[found[1]] = int(found[2])
         order = [axis for axis in ORDER if axis in axes]
+        if next(iter(axes)) == "pipe":
+            order = ["pipe", *(axis for axis in order if axis != "pipe")]
         axes = {axis: axes[axis] for axis in order + [a for a in axes if a not in order]}
     else:
         if not re.fullmatch(r"[0-9]+(x[0-9]+)*", text):

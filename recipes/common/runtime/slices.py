@@ -1,7 +1,8 @@
 """Groups of devices with a fast network inside: TPU slices, GPU nodes.
 
 The network between groups is slow, so only the outermost axes of a mesh cross it; inner axes stay
-inside a group.
+inside a group. One may be divided in part: the outermost, or `seq`, since a long row may need the
+devices of several groups.
 """
 
 import math
@@ -44,14 +45,18 @@ def across(axes: dict[str, int], count: int) -> dict[str, int]:
 def cut(axes: dict[str, int], parts: dict[str, int]) -> str:
     """The first axis that is divided between groups but may not be; "" if there is none.
 
-    The outermost axis may be divided in part; an inner one only entirely, after all outer ones.
+    The outermost axis may be divided in part, and so may `seq` after all outer ones; another one
+    only entirely, after all outer ones.
 
     >>> cut({"data": 1, "model": 32}, {"data": 1, "model": 2})
     'model'
+    >>> cut({"data": 1, "seq": 32}, {"data": 1, "seq": 2})
+    ''
     """
     whole = True  # whether all axes further out lie entirely across groups
     for place, (name, size) in enumerate(axes.items()):
-        if parts[name] > 1 and (not whole or (place and parts[name] < size)):
+        in_part = not place or name == "seq"
+        if parts[name] > 1 and (not whole or (parts[name] < size and not in_part)):
             return name
         whole = whole and parts[name] == size
     return ""

@@ -46,7 +46,7 @@ def start(main, *groups, defaults: Callable | None = None) -> None:
                     processes.initialize(run.num_processes, run.process_id, run.coordinator)
                     agreement.check(run, *parsed)
             main(*parsed)
-    except (UserError, data.DataError) as mistake:
+    except UserError as mistake:
         print(f"error: {mistake}", file=sys.stderr, flush=True)
         lock.release_all()
         if processes.count() == 1:

@@ -5,6 +5,7 @@ Layouts are checked before anything is allocated. Init, restore, optimizer and r
 
 import contextlib
 import dataclasses
+import math
 import sys
 import types
 from collections.abc import Callable
@@ -35,6 +36,7 @@ class Layout:
     build: Callable[[], nnx.Module]
     model: AbstractModel
     batch_size: int  # 0: no batches
+    seq_len: int  # positions of a row; 0: none, or lengths that are padded to suit `seq_shards`
 
     def variables(self) -> Tree:
         """The model's variables as ShapeDtypeStructs, each with its NamedSharding."""
@@ -59,13 +61,42 @@ class Layout:
         return NamedSharding(self.mesh, PartitionSpec())
 
     @property
-    def batch(self) -> NamedSharding:
-        """The sharding of arrays whose first dim is the batch."""
-        return self.sharding("batch")
+    def batch_axes(self) -> tuple[str, ...]:
+        """Logical axes of the first dims of a batch's arrays: rows, and positions if it has any."""
+        return ("batch", *sharding_rules.positions(self.zoo)[:1])
+
+    def batch_shardings(self, batch: Tree) -> Tree:
+        """The sharding of each array of a batch, given the arrays, ShapeDtypeStructs or one."""
+        return jax.tree.map(lambda x: self.sharding(*self.batch_axes[: len(x.shape)]), batch)
 
     @property
     def batch_shards(self) -> int:
+        """Number of parts into which the rows of a batch are divided."""
         return sharding_rules.shards(self.rules, "batch", self.mesh.shape)
+
+    @property
+    def seq_shards(self) -> int:
+        """Number of parts into which the positions of a row are divided; 1 without positions."""
+        parts = (
+            sharding_rules.shards(self.rules, axis, self.mesh.shape) for axis in self.batch_axes[1:]
+        )
+        return math.prod(parts)
+
+    @property
+    def stages(self) -> int:
+        """Number of parts into which the stacked layers are divided; 1 without a pipeline."""
+        stacks = [axis for axis, on in self.zoo.LOGICAL_AXES.items() if on == "stack"]
+        parts = (sharding_rules.shards(self.rules, axis, self.mesh.shape) for axis in stacks)
+        return math.prod(parts)
+
+    def check_whole(self, what: str) -> None:
+        """Raises UserError if layers are in stages, and `what` needs all of them on a device."""
+        if self.stages > 1:
+            mesh = sharding_rules.describe(self.mesh.shape)
+            raise UserError(
+                f"{what} needs all layers on every device, and --mesh={mesh} has them in "
+                f"{self.stages} stages (rules {self.strategy!r}); use --mesh={self.mesh.size}"
+            )
 
     @property
     def process_rows(self) -> np.ndarray:
@@ -73,10 +104,10 @@ class Layout:
 
         Often a contiguous share. On TPUs, where a mesh follows the rings of the chips, the devices of
         a process may lie apart; and each process needs all rows if the mesh splits something else
-        between the processes.
+        between the processes, such as the rows' positions.
         """
-        size = self.batch_size
-        parts = self.batch.addressable_devices_indices_map((size,)).values()  # JAX remembers it
+        size, rows = self.batch_size, self.sharding("batch")
+        parts = rows.addressable_devices_indices_map((size,)).values()  # JAX remembers it
         held = {part[0].indices(size) for part in parts if part is not None}
         return np.concatenate([np.arange(*part) for part in sorted(held)])
 
@@ -100,11 +131,11 @@ class Layout:
 
     def abstract_batch(self, example: Tree) -> Tree:
         """`batch_size` examples stacked, as ShapeDtypeStructs: what the step is compiled for."""
+        whole = jax.tree.map(
+            lambda x: jax.ShapeDtypeStruct((self.batch_size, *x.shape), x.dtype), example
+        )
         return jax.tree.map(
-            lambda x: jax.ShapeDtypeStruct(
-                (self.batch_size, *x.shape), x.dtype, sharding=self.batch
-            ),
-            example,
+            lambda x, sharding: x.update(sharding=sharding), whole, self.batch_shardings(whole)
         )
 
     @contextlib.contextmanager
@@ -140,15 +171,18 @@ def make_layout(
     seed: int = 0,
     batch_size: int = 0,
     microbatches: int = 1,
+    seq_len: int = 0,
 ) -> Layout:
     """Checks that model, rules and mesh fit each other; allocates nothing. Raises UserError.
 
     Args:
-      model: an entry's class; its file also has RULES, LOGICAL_AXES and IN_USE.
+      model: an entry's class; its file also has RULES, LOGICAL_AXES and IN_USE, and may have
+        POSITIONS, UNEVEN and WITHIN.
       rules: a key of RULES, a .json file, or a dict of your own; empty: the default for the mesh.
       seed: seed of the parameters.
       batch_size: examples per step, over all devices; 0: no batches.
       microbatches: gradient-accumulation steps per batch.
+      seq_len: positions of each row; 0: none, or lengths that the caller pads.
     """
     zoo = sys.modules[model.__module__]
 
@@ -169,7 +203,8 @@ def make_layout(
     if batch_size:
         sharding_rules.check_used(zoo, name, fitting, mesh)
     sharding_rules.check_batch(name, fitting, mesh, batch_size, microbatches)
-    return Layout(mesh, zoo, config, name, fitting, uneven, build, abstract, batch_size)
+    sharding_rules.check_positions(zoo, name, fitting, mesh, seq_len, trains=batch_size > 0)
+    return Layout(mesh, zoo, config, name, fitting, uneven, build, abstract, batch_size, seq_len)
 
 
 def elsewhere(layout: Layout, rules: str, mesh: Mesh | AbstractMesh | None = None) -> Layout | None:
@@ -178,6 +213,7 @@ def elsewhere(layout: Layout, rules: str, mesh: Mesh | AbstractMesh | None = Non
     try:
         name, requested = sharding_rules.select(layout.zoo, rules, target)
         fitting, uneven = sharding_rules.fit(layout.zoo, name, requested, layout.model, target)
+        sharding_rules.check_positions(layout.zoo, name, fitting, target, layout.seq_len)
     except UserError:
         return None
     return dataclasses.replace(layout, mesh=target, strategy=name, rules=fitting, uneven=uneven)

@@ -2,7 +2,7 @@
 
 Rules map logical axes to mesh axes. The only name of an axis or a strategy in this file is `batch`,
 the dim that data parallelism splits. Each zoo file declares its logical axes and their names in use
-(LOGICAL_AXES, IN_USE).
+(LOGICAL_AXES, IN_USE), and those of the positions of a row (POSITIONS) if it has any.
 """
 
 import difflib
@@ -18,8 +18,7 @@ from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 from recipes.common.runtime import UserError, describe
 from recipes.common.runtime.mesh import AXES
 from recipes.common.sharding.abstract import AbstractModel, Tree, paths
-
-Rules = dict[str, str | tuple[str, ...] | None]
+from zoo.sharding import Rules
 
 
 def mesh_axes(target: str | tuple[str, ...] | None) -> tuple[str, ...]:
@@ -40,6 +39,14 @@ def shards(rules: Rules, axis: str, mesh: Mapping[str, int]) -> int:
 def partition_spec(axes: tuple[str, ...], rules: Rules) -> PartitionSpec:
     """PartitionSpec of an array with these logical axes."""
     return PartitionSpec(*(rules[axis] for axis in axes))
+
+
+def positions(zoo: types.ModuleType) -> tuple[str, ...]:
+    """The logical axes of a row's positions T, if a zoo file declares any in POSITIONS.
+
+    The first is the second dim of a batch's arrays [B, T]; the residual stream may have another.
+    """
+    return getattr(zoo, "POSITIONS", ())
 
 
 # ---- which rules ---------------------------------------------------------------------------------
@@ -69,17 +76,11 @@ def select(
 
 
 def default_strategy(rules: dict[str, Rules], mesh: Mesh | AbstractMesh) -> str:
-    """The most specific strategy whose mesh axes all exist; the first one if there is none.
-
-    More mesh axes are more specific; then more split logical axes; then a later place in the dict.
-    """
+    """The strategy that uses most axes of the mesh, the last of several; the first if none fits."""
     fits = [name for name, of_name in rules.items() if used_axes(of_name) <= set(mesh.axis_names)]
-
-    def specific(name: str) -> tuple[int, int, int]:
-        split = sum(target is not None for target in rules[name].values())
-        return len(used_axes(rules[name])), split, fits.index(name)
-
-    return max(fits, key=specific, default=next(iter(rules)))
+    return max(
+        reversed(fits), key=lambda name: len(used_axes(rules[name])), default=next(iter(rules))
+    )
 
 
 def _read(path: pathlib.Path) -> Rules:
@@ -146,12 +147,6 @@ def fit(
                     f"--mesh={describe(sizes)} has {present}; "
                     f"try --mesh={_with_axes(sizes, used_axes(rules))}"
                 )
-    for axis, target in rules.items():
-        if known[axis] == "stack" and mesh_axes(target):
-            raise UserError(
-                f"rules {name!r} split {axis!r} over mesh axis {mesh_axes(target)[0]!r}, but a "
-                "scan runs along it; replicate it (None, or null in JSON)"
-            )
     for axis, other in getattr(zoo, "WITHIN", {}).items():
         for mesh_axis in mesh_axes(rules[axis]):
             if mesh_axis not in mesh_axes(rules[other]):
@@ -175,11 +170,25 @@ def fit(
                     f"divisible by {count}; "
                     f"{_meshes_that_fit(rules, weights, sizes, may_be_uneven)}"
                 )
-    # An activation has all axes that only activations have, and one that weights have too.
-    outer = [a for a, on in known.items() if on == "activations" and a not in zoo.IN_USE.values()]
+    # An activation has all axes that only activations have, or what they have instead, and one that
+    # weights have too.
+    inner = dict.fromkeys(zoo.IN_USE.values())
+    outer = [a for a, on in known.items() if on == "activations" and a not in inner]
     for axis, on in known.items():
         if on in ("activations", "both") and axis not in outer:
             _check_once(name, rules, "an activation", (*outer, axis))
+        elif on.startswith("instead of "):
+            others = [a for a in outer if a != on.removeprefix("instead of ")]
+            for other in inner:
+                _check_once(name, rules, "an activation", (*others, axis, other))
+        elif on == "stack":  # its stages take the batch by turns
+            _check_once(name, rules, "a pipeline", (axis, *outer))
+            both = [other for other in positions(zoo) if rules[axis] and rules[other]]
+            if both:
+                raise UserError(
+                    f"rules {name!r} split {axis!r} and {both[0]!r}, and the stages of a pipeline "
+                    "need whole rows; replicate one of the two (None, or null in JSON)"
+                )
     dropped = {axis: None for axis in uneven if may_be_uneven[axis] == "replicated"}
     return rules | dropped, uneven
 
@@ -194,7 +203,7 @@ def check_used(zoo: types.ModuleType, name: str, rules: Rules, mesh: Mesh | Abst
         if mesh.shape[axis] == 1 or axis in used | unasked:
             continue
         others = {n: t for n, t in zoo.RULES.items() if axis in used_axes(t) <= {*mesh.axis_names}}
-        fix = f"--rules={default_strategy(others, mesh)}" if others else "a mesh without it"
+        fix = f"--rules={default_strategy(others, mesh)}" if others else _without(axis, mesh.shape)
         raise UserError(
             f"rules {name!r} use no mesh axis {axis!r}, so the {mesh.shape[axis]} devices along it "
             f"(--mesh={describe(mesh.shape)}) would all do the same work; use {fix}"
@@ -224,6 +233,34 @@ def check_batch(
         )
 
 
+def check_positions(
+    zoo: types.ModuleType,
+    name: str,
+    rules: Rules,
+    mesh: Mesh | AbstractMesh,
+    seq_len: int,
+    *,
+    trains: bool = False,
+) -> None:
+    """Raises UserError if the mesh does not divide the positions of a row.
+
+    Args:
+      seq_len: the positions; 0 passes.
+      trains: whether the mesh must divide the positions of the residual stream too. Otherwise a
+        model may replicate them, as in decoding.
+    """
+    axes = positions(zoo)[: None if trains else 1]
+    counts = {axis: shards(rules, axis, mesh.shape) for axis in axes}
+    for axis, count in counts.items():
+        if seq_len % count:
+            whole = math.lcm(*counts.values())
+            raise UserError(
+                f"rows of {seq_len:,} tokens are not divisible by the {count} shards of {axis!r} "
+                f"(rules {name!r} on --mesh={describe(mesh.shape)}); "
+                f"try --seq_len={max(round(seq_len / whole), 1) * whole}"
+            )
+
+
 def _every_weight(model: AbstractModel) -> dict[str, tuple[tuple[int, ...], tuple[str, ...]]]:
     """Path → (shape, logical axes) of all variables."""
     shapes, axes = {}, {}
@@ -231,6 +268,12 @@ def _every_weight(model: AbstractModel) -> dict[str, tuple[tuple[int, ...], tupl
         shapes |= paths(model.shapes[kind])
         axes |= paths(model.axes[kind])
     return {path: (shape.shape, axes[path]) for path, shape in shapes.items()}
+
+
+def _without(axis: str, sizes: Mapping[str, int]) -> str:
+    """Advice: a mesh of as many devices without an axis."""
+    (first, size), *inner = [pair for pair in sizes.items() if pair[0] != axis] or [("data", 1)]
+    return f"--mesh={describe({first: size * sizes[axis], **dict(inner)})}"
 
 
 def _with_axes(sizes: dict[str, int], wanted: set[str]) -> str:

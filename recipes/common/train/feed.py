@@ -27,18 +27,19 @@ def to_devices(rows: Tree, layout: Layout) -> Tree:
     """Global arrays of a batch.
 
     Args:
-      rows: tree of numpy arrays with this process's rows, in the order of layout.process_rows.
+      rows: tree of numpy arrays with this process's rows, in the order of layout.process_rows. They
+        are whole; each device gets only its part of their positions.
     """
-    if layout.batch.is_fully_addressable:
-        return jax.device_put(rows, layout.batch)
+    if layout.replicated.is_fully_addressable:
+        return jax.device_put(rows, layout.batch_shardings(rows))
     place = {row: i for i, row in enumerate(layout.process_rows.tolist())}
 
     def put(x: np.ndarray) -> jax.Array:
         def part(index) -> np.ndarray:
             first, last, _ = index[0].indices(layout.batch_size)
-            return x[place[first] : place[first] + last - first]
+            return x[place[first] : place[first] + last - first, *index[1:]]
 
         whole = (layout.batch_size, *x.shape[1:])
-        return jax.make_array_from_callback(whole, layout.batch, part)
+        return jax.make_array_from_callback(whole, layout.batch_shardings(x), part)
 
     return jax.tree.map(put, rows)

@@ -13,7 +13,6 @@ import jax
 from recipes import STARTED
 from recipes.common.runtime import Run, folders, jsonl, processes
 from recipes.common.train import sinks
-from recipes.common.train.bucket_log import BucketLog
 
 
 class NonFiniteError(RuntimeError):
@@ -49,7 +48,7 @@ class Log:
         self._wait, self._first_step_seconds = 0.0, 0.0
         self._tolerated, self._in_a_row, self._skipped = run.skip_nonfinite, 0, 0
         self._since, self._since_step = time.perf_counter(), first
-        self._record: BucketLog | sinks.JsonLines | None = None
+        self._record: sinks.BucketLines | sinks.JsonLines | None = None
         self._sinks: list[sinks.Sink] = []
         self._terminal: sinks.Terminal | None = None
         if not processes.is_first():
@@ -61,8 +60,10 @@ class Log:
             lines = jsonl.rewind(
                 path, first, evaluates_again=first >= run.steps or due or not first
             )
-            in_bucket = folders.in_bucket(path)
-            self._record = BucketLog(path, lines, locks) if in_bucket else sinks.JsonLines(path)
+            if folders.in_bucket(path):
+                self._record = sinks.BucketLines(path, lines, locks)
+            else:
+                self._record = sinks.JsonLines(path)
             if run.tensorboard:
                 with _warns(sinks.TensorBoard):
                     self._sinks.append(sinks.TensorBoard(path.parent, lines))

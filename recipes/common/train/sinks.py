@@ -12,9 +12,10 @@ import pathlib
 import secrets
 import sys
 import tempfile
+import threading
 import time
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any, Protocol
 
 from rich.console import Console
@@ -24,6 +25,7 @@ from recipes.common.runtime import Run, folders, jsonl
 
 Line = dict[str, Any]  # "step", and numbers by name; None for one that was not finite
 HELD_OUT = "held_out_"  # prefix of an evaluation's numbers
+UPLOAD_SECONDS = 2  # between uploads; a bucket accepts about one write a second to one object
 
 
 class Sink(Protocol):
@@ -64,6 +66,56 @@ class JsonLines:
         """Makes the lines survive a crash of this process and its machine."""
         with contextlib.suppress(OSError):  # `write` warns of a disk that fails
             os.fsync(self._file.fileno())
+
+
+class BucketLines:
+    """metrics.jsonl in a bucket, where nothing can be appended: each upload replaces the whole object.
+
+    Uploads run in the background, so that a slow bucket does not hold up training.
+
+    Args:
+      path: the object. The first new line replaces it.
+      lines: the lines it starts with.
+      locks: the workdir's. `check` raises OSError if another run has taken over, so that this one
+        stops writing.
+    """
+
+    name = "metrics.jsonl"
+
+    def __init__(self, path: pathlib.Path, lines: list[Line], locks: Sequence[Any]):
+        self._path, self._locks = path, locks
+        self._texts = ["".join(map(jsonl.encode, lines))]
+        self._sent, self._warned = 1, False
+        self._lock, self._timer = threading.Lock(), None
+
+    def write(self, line: Line) -> None:
+        self._texts.append(jsonl.encode(line))
+        if not self._timer:
+            self._timer = threading.Timer(UPLOAD_SECONDS, self.flush)
+            self._timer.daemon = True
+            self._timer.start()
+
+    def flush(self) -> None:
+        """Uploads new lines. Warns of the first failure; the next upload includes what was missed."""
+        with self._lock:
+            self._timer = None  # the next line starts another
+            texts = self._texts[:]
+            if len(texts) == self._sent:
+                return
+            try:
+                for lock in self._locks:
+                    lock.check()
+                folders.write(self._path, "".join(texts).encode())
+                self._sent = len(texts)
+            except folders.errors() as error:
+                if not self._warned:
+                    print(f"warning: {self._path} could not be written ({folders.reason(error)}); "
+                          "training continues, and writing is tried again with each line",
+                          file=sys.stderr, flush=True)  # fmt: skip
+                self._warned = True
+
+    def close(self) -> None:
+        self.flush()
 
 
 class Terminal:

@@ -89,10 +89,10 @@ def gradients(
 
 
 def _interleaved(x: jax.Array, microbatches: int) -> jax.Array:
-    """[B, ...] → [microbatches, B / microbatches, ...], with the rows sharded as before."""
+    """[B, ...] → [microbatches, B / microbatches, ...], sharded as before."""
     kind = jax.typeof(x).sharding
-    rows = kind.update(spec=PartitionSpec(*kind.spec[:1]))
-    x = jnp.reshape(x, (-1, microbatches, *x.shape[1:]), out_sharding=rows)
+    parts = kind.update(spec=PartitionSpec(*kind.spec[:1], None, *kind.spec[1:]))
+    x = jnp.reshape(x, (-1, microbatches, *x.shape[1:]), out_sharding=parts)
     return jnp.moveaxis(x, 1, 0)
 
 

@@ -1,0 +1,310 @@
+"""Rows whose positions lie on several devices: packed rows, windows, and both ways to attend."""
+
+import dataclasses
+import functools
+import types
+
+import jax
+import numpy as np
+import pytest
+
+from recipes.bench import compiled
+from recipes.bench.common import make_step
+from recipes.common.analysis.hlo import collectives
+from recipes.common.checkpoint.store import layout_of
+from recipes.common.entries import model as model_of
+from recipes.common.entries import zoo_file
+from recipes.common.generation import Generator, Sampling
+from recipes.common.language import attention
+from recipes.common.runtime.mesh import make_mesh
+from recipes.common.sharding.abstract import paths, variables_of
+from recipes.common.sharding.layout import make_layout, shardings
+from recipes.common.train.step import gradients
+from tests.conftest import full_except
+from tests.support.quick import QUICK
+from zoo.attention import How
+
+pytestmark = pytest.mark.promise("meshes-agree")
+
+B, T = 8, 64
+
+
+def batch() -> dict[str, np.ndarray]:
+    """Rows, half of them packed: documents end within parts and at their edges; some padding."""
+    random = np.random.default_rng(0)
+    tokens = random.integers(0, 257, (B, T + 1), np.int32)
+    starts = random.random((B, T)) < 5 / T
+    starts[:, [T // 2, T // 4, 3 * T // 4 - 1]] = True
+    starts[B // 2 :] = False
+    targets = np.where(random.random((B, T)) < 0.1, -1, tokens[:, 1:])
+    ids = np.cumsum(starts, axis=1, dtype=np.int32)
+    return {"tokens": tokens[:, :-1], "targets": targets, "segment_ids": ids}
+
+
+def tiny(entry: str, **changes):
+    return dataclasses.replace(zoo_file(entry).Config.tiny(), **changes)
+
+
+@functools.cache
+def loss_and_gradients(entry: str, config, mesh: str, strategy: str):
+    layout = make_layout(
+        model_of(entry), config, make_mesh(mesh), strategy, batch_size=B, seq_len=T
+    )
+
+    def both(batch):
+        variables = variables_of(layout.build())
+        variables = jax.sharding.reshard(variables, shardings(layout.variables()))
+        grads, _, means = gradients(layout.model, variables, batch)
+        return means["loss"], grads
+
+    given = jax.device_put(batch(), layout.batch_shardings(batch()))
+    loss, grads = layout.compile(both, given, compiler_options=QUICK)(given)
+    return float(loss), {path: np.asarray(x) for path, x in paths(grads).items()}
+
+
+WINDOW = {"sliding_window": 20}  # ends within parts of 16 and of 8
+UNLIKE = {"layer_kinds": ((20, 1e4, None), (None, 1e4, None))}
+RING = {"context": "ring"}
+CASES = [
+    ("transformer", "data=2,seq=4", "fsdp_cp", {}),
+    ("transformer", "data=2,seq=4", "fsdp_cp", RING),  # in stripes
+    ("transformer", "data=2,seq=4", "cp", RING | WINDOW),  # consecutive parts
+    ("transformer", "data=2,seq=4", "cp", WINDOW),
+    ("transformer", "data=1,seq=8", "fsdp_cp", RING | UNLIKE),
+    ("transformer", "data=1,seq=8", "cp", {"num_heads": 4, "num_kv_heads": 2}),  # auto: a ring
+    ("transformer", "data=1,seq=8", "cp", {"num_heads": 8, "num_kv_heads": 2}),  # kv repeated
+    ("transformer", "data=2,seq=2,model=2", "fsdp_cp_tp", RING | {"qk_norm": True}),
+    ("transformer", "data=2,seq=2,model=2", "fsdp_cp_tp", {"remat": "dots"}),
+    # Kv heads are split over `model` and repeated for `seq`.
+    ("transformer", "data=1,seq=4,model=2", "fsdp_cp_tp", {"num_heads": 8, "num_kv_heads": 2}),
+    ("transformer", "4x2", "fsdp_tp_sp", {"remat": "gathered"}),
+    ("moe", "data=2,seq=2,expert=2", "fsdp_ep_cp", {}),
+    ("moe", "data=2,seq=2,expert=2", "fsdp_ep_cp", RING),
+    ("moe", "data=2,seq=2,expert=2", "fsdp_ep_cp", {"capacity": None}),
+    ("moe", "data=2,seq=4", "fsdp_cp", RING | {"capacity": 0.5}),  # many positions are dropped
+    ("moe", "data=1,seq=2,expert=2,model=2", "fsdp_ep_cp_tp", {}),
+    ("moe", "4x2", "fsdp_tp_sp", {}),
+]
+
+
+@pytest.mark.parametrize(
+    ("entry", "mesh", "strategy", "changes"), full_except(CASES, [CASES[1], CASES[12]])
+)
+def test_losses_and_gradients_are_those_of_one_device(entry, mesh, strategy, changes):
+    config = tiny(entry, **changes)
+    alone = dataclasses.replace(config, context="auto", remat="full")
+    want_loss, want = loss_and_gradients(entry, alone, "1x1", "dp")
+    loss, found = loss_and_gradients(entry, config, mesh, strategy)
+    assert loss == pytest.approx(want_loss, rel=2e-6)
+    for path, value in found.items():
+        assert np.abs(value - want[path]).max() < 2e-6 * np.abs(want[path]).max(), path
+
+
+# ---- mutations: what the test above must notice --------------------------------------------------
+
+
+def forget_ids(monkeypatch):
+    """Keys that visit another device bring no segment ids."""
+    send = How.send
+
+    def without(self, arrays, hops):
+        sent = send(self, arrays, hops)
+        return (*sent[:2], arrays[2]) if len(sent) == 3 else sent
+
+    monkeypatch.setattr(How, "send", without)
+
+
+def hop_less(monkeypatch):
+    """The window ends one position early at the edge of a part."""
+    monkeypatch.setattr(How, "hops", property(lambda self: (self.window - 2) // self.T))
+
+
+def shift(monkeypatch):
+    """Stripes see one key too many."""
+    offset = How.offset
+    monkeypatch.setattr(How, "offset", lambda self, hop: offset(self, hop) + (hop > 0))
+
+
+def wrong_way(monkeypatch):
+    """Gradients of keys return to the wrong device."""
+    send = How.send
+    monkeypatch.setattr(How, "send", lambda self, x, hops: send(self, x, 2 if hops < 0 else hops))
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+    ("mutate", "changes"),
+    [
+        (forget_ids, RING),
+        (hop_less, RING | {"sliding_window": 18}),
+        (shift, RING),
+        (wrong_way, RING),
+    ],
+    ids=lambda x: getattr(x, "__name__", ""),
+)
+def test_a_mistake_shows(mutate, changes, monkeypatch):
+    config = tiny("transformer", **changes)
+    alone = dataclasses.replace(config, context="auto")
+    _, want = loss_and_gradients("transformer", alone, "1x1", "dp")
+    mutate(monkeypatch)
+    _, found = loss_and_gradients.__wrapped__("transformer", config, "data=2,seq=4", "cp")
+    worst = max(np.abs(found[p] - want[p]).max() / np.abs(want[p]).max() for p in want)
+    assert worst > 1e-4
+
+
+@pytest.mark.parametrize(
+    ("mesh", "strategy", "context", "length"),
+    full_except(
+        [
+            ("data=2,seq=4", "cp", "ring", 32),  # in stripes
+            ("data=2,seq=4", "cp", "ring", 36),  # consecutive parts: 16 does not divide it
+            ("data=2,seq=4", "cp", "auto", 33),  # not split at all
+            ("4x2", "tp_sp", "auto", 33),
+        ],
+        fast=[("data=2,seq=4", "cp", "ring", 32)],
+    ),
+)
+def test_logits_are_in_natural_order(mesh, strategy, context, length):
+    """Also of rows that the mesh does not divide: a call then replicates positions."""
+    rows = {name: x[:, :length] for name, x in batch().items()}
+
+    def logits(config, mesh: str, strategy: str):
+        layout = make_layout(model_of("transformer"), config, make_mesh(mesh), strategy)
+
+        def run(tokens, ids):
+            variables = variables_of(layout.build())
+            variables = jax.sharding.reshard(variables, shardings(layout.variables()))
+            return layout.model.merge(variables)(tokens, ids)
+
+        given = jax.device_put((rows["tokens"], rows["segment_ids"]), layout.sharding("batch"))
+        return np.asarray(layout.compile(run, *given, compiler_options=QUICK)(*given))
+
+    found = logits(tiny("transformer", context=context), mesh, strategy)
+    np.testing.assert_allclose(found, logits(tiny("transformer"), "1x1", "dp"), atol=2e-5)
+
+
+# ---- generation, bytes, the report ---------------------------------------------------------------
+
+
+@functools.cache
+def written(entry: str, context: str, mesh: str, strategy: str):
+    """(the tokens that four prompts get, what the decode step sends)."""
+    config = tiny(entry, context=context)
+    layout = make_layout(model_of(entry), config, make_mesh(mesh), strategy, batch_size=4)
+    variables = jax.device_put(variables_of(layout.build()), shardings(layout.variables()))
+    generator = Generator(layout, variables, Sampling(), (), 257, rows=4)
+    random = np.random.default_rng(0)
+    prompts = [random.integers(0, 257, n, dtype=np.int32) for n in (3, 17, 30, 9)]
+    tokens = np.stack(list(generator(prompts, 24)))
+    decode = next(c for key, c in generator._compiled.items() if key[0] == "_decode")
+    return tokens, collectives(decode.as_text()), generator.cache_bytes
+
+
+@pytest.mark.parametrize(
+    ("entry", "context", "mesh", "strategy"),
+    full_except(
+        [
+            ("transformer", "auto", "data=1,seq=8", "fsdp_cp"),
+            ("transformer", "ring", "data=1,seq=8", "cp"),
+            ("transformer", "auto", "data=2,seq=2,model=2", "fsdp_cp_tp"),
+            ("transformer", "auto", "4x2", "fsdp_tp_sp"),
+            ("moe", "auto", "data=2,seq=2,expert=2", "fsdp_ep_cp"),
+        ],
+        fast=[("transformer", "ring", "data=1,seq=8", "cp")],
+    ),
+)
+def test_it_writes_what_one_device_writes(entry, context, mesh, strategy):
+    tokens, sent, cache_bytes = written(entry, context, mesh, strategy)
+    want, _, all_bytes = written(entry, "auto", "1x1", "dp")
+    np.testing.assert_array_equal(tokens, want)
+    sizes = dict(make_mesh(mesh).shape)
+    assert cache_bytes * sizes.get("seq", 1) * sizes["data"] * sizes.get("expert", 1) * sizes.get(
+        "model", 1
+    ) == pytest.approx(all_bytes, rel=0.2), "each device has its part of the slots"
+    if strategy == "cp":  # weights are everywhere: all that is sent are sums
+        assert max(x.bytes for x in sent) < cache_bytes / 8
+
+
+@pytest.mark.parametrize(
+    ("changes", "wanted"),
+    [
+        # A layer's forward pass, that again, and its backward pass: q and the output, k and v.
+        ({}, {("all-to-all", 32_768): 2 * 3 * 2, ("all-to-all", 16_384): 2 * 3 * 2}),
+        # k and v visit 3 other devices three times; their gradients also return.
+        (RING, {("collective-permute", 16_384): 2 * 2 * (3 * 3 + 4)}),
+        # A window of 20 reaches two parts of 16 back.
+        (RING | WINDOW, {("collective-permute", 16_384): 2 * 2 * (3 * 2 + 3)}),
+    ],
+    ids=["all-to-all", "ring", "window"],
+)
+def test_what_attention_sends(changes, wanted):
+    """To the number: 2 layers; a device has 4 rows of 16 positions, 16 heads and 8 kv heads of 8."""
+    found: dict[tuple[str, int], int] = {}
+    for sent in collectives(compiled_step(tiny("transformer", **changes), "data=2,seq=4", "cp")):
+        if sent.kind in ("all-to-all", "collective-permute") and sent.bytes > 1024:  # not ids
+            found[sent.kind, sent.bytes] = found.get((sent.kind, sent.bytes), 0) + sent.times
+    assert found == wanted
+
+
+@pytest.mark.parametrize("context", ["all-to-all", "ring"])
+def test_the_textbook_of_bench_is_what_attention_sends(context):
+    step = make_step(tiny("transformer", context=context), "cp", make_mesh("data=2,seq=4"), B, T)
+    alone = make_step(tiny("transformer"), "dp", make_mesh("8"), B, T)
+    sent = 12 * (32_768 + 16_384) * 3 / 4 if context == "all-to-all" else 2 * 2 * 3 * 4 * 16_384
+    assert compiled.textbook(step) - compiled.textbook(alone) == sent
+
+
+def test_gathered_inputs_are_not_gathered_again():
+    """Each of 2 layers gathers 2 inputs and again as many; the rest are gradients and the loss."""
+
+    def gathers(remat: str) -> int:
+        text = compiled_step(tiny("transformer", remat=remat), "4x2", "tp_sp")
+        found = (x for x in collectives(text) if x.kind == "all-gather" and x.bytes == 32_768)
+        return sum(x.times for x in found)
+
+    assert gathers("full") - gathers("gathered") == 2 * 2
+
+
+def compiled_step(config, mesh: str, strategy: str, length: int = T) -> str:
+    layout = make_layout(
+        model_of("transformer"), config, make_mesh(mesh), strategy, batch_size=B, seq_len=length
+    )
+
+    def step(variables, batch):
+        grads, _, means = gradients(layout.model, variables, batch)
+        return means["loss"], grads
+
+    rows = layout.abstract_batch(dict.fromkeys(batch(), jax.ShapeDtypeStruct((length,), np.int32)))
+    return layout.compile(step, layout.variables(), rows).as_text()
+
+
+def test_a_checkpoint_does_not_say_how_to_attend():
+    """Another mesh may have too many devices for the all-to-all of the run that saved it."""
+    config = dataclasses.asdict(tiny("transformer", context="all-to-all", pipe_microbatches=3))
+    saved = types.SimpleNamespace(metadata={"entry": "transformer", "config": config})
+    assert layout_of(saved, make_mesh("1x1")).config.context == "auto"
+    assert layout_of(saved, make_mesh("1x1")).config.pipe_microbatches == 0
+    assert layout_of(saved, make_mesh("1x1"), context="ring").config.context == "ring"
+
+
+def test_no_device_has_a_whole_row():
+    """No array of the compiled step has the embeddings of a whole row or all of its scores."""
+    length = 192
+    text = compiled_step(tiny("transformer", context="ring"), "data=2,seq=4", "cp", length)
+    assert f"f32[4,{length // 4},64]" in text
+    assert f"f32[4,{length},64]" not in text
+    assert f"{length},{length}]" not in text
+
+
+@pytest.mark.parametrize(
+    ("context", "mesh", "line"),
+    [
+        ("auto", "data=2,seq=4", "attention: all-to-all over seq (4), flash"),
+        ("ring", "data=2,seq=4", "attention: ring over seq (4), flash"),
+        ("auto", "data=2,seq=2,model=2", "attention: all-to-all over seq (2), flash"),
+    ],
+)
+def test_the_report_names_the_way(context, mesh, line):
+    config = tiny("transformer", context=context)
+    layout = make_layout(model_of("transformer"), config, make_mesh(mesh), batch_size=8, seq_len=T)
+    assert attention(layout, T, True) == [line]

@@ -1,0 +1,255 @@
+"""Layers in stages: both schedules train like one device, and send and keep what they promise."""
+
+import dataclasses
+import functools
+import inspect
+import types
+from collections import Counter
+
+import jax
+import numpy as np
+import pytest
+
+from recipes.common.analysis.hlo import collectives
+from recipes.common.entries import model as model_of
+from recipes.common.entries import zoo_file
+from recipes.common.language import check_stages, stages
+from recipes.common.runtime import UserError
+from recipes.common.runtime.mesh import make_mesh
+from recipes.common.sharding.abstract import paths, variables_of
+from recipes.common.sharding.layout import Layout, make_layout, shardings
+from recipes.common.train.step import gradients
+from tests.conftest import full_except
+from tests.support.quick import QUICK
+from zoo import pipeline
+
+pytestmark = pytest.mark.promise("meshes-agree")
+
+B, T, L = 16, 18, 8  # four stages don't divide T
+
+
+def batch() -> dict[str, np.ndarray]:
+    """Packed rows with some padding; every microbatch has other documents."""
+    random = np.random.default_rng(0)
+    tokens = random.integers(0, 257, (B, T + 1), np.int32)
+    targets = np.where(random.random((B, T)) < 0.1, -1, tokens[:, 1:])
+    ids = np.cumsum(random.random((B, T)) < 3 / T, axis=1, dtype=np.int32)
+    return {"tokens": tokens[:, :-1], "targets": targets, "segment_ids": ids}
+
+
+def deep(entry: str, **changes):
+    """The tiny model with eight layers."""
+    return dataclasses.replace(zoo_file(entry).Config.tiny(), **({"num_layers": L} | changes))
+
+
+def layout_of(entry: str, config, mesh: str, strategy: str, rows: int = B) -> Layout:
+    return make_layout(model_of(entry), config, make_mesh(mesh), strategy, batch_size=rows)
+
+
+def step(layout: Layout, accumulate: int = 1):
+    def run(variables, batch):
+        grads, buffers, means = gradients(layout.model, variables, batch, accumulate)
+        return means, grads, buffers
+
+    return run
+
+
+@functools.cache
+def trained(entry: str, config, mesh: str, strategy: str, accumulate: int = 1):
+    """(figures, gradients, buffers) of a step from parameters that are no multiples of others."""
+    layout = layout_of(entry, config, mesh, strategy)
+    variables = variables_of(layout.build())
+    if config.lora_rank:  # a new adapter's B is zero, and so would be A's gradient
+        shift = functools.partial(jax.tree.map, lambda x: x + 0.01)
+        variables |= {"params": shift(variables["params"])}
+    variables = jax.device_put(variables, shardings(layout.variables()))
+    given = jax.device_put(batch(), layout.batch_shardings(batch()))
+    run = layout.compile(step(layout, accumulate), variables, given, compiler_options=QUICK)
+    means, grads, buffers = jax.device_get(run(variables, given))
+    return means, paths(grads), paths(buffers)
+
+
+def worst(found: dict, want: dict) -> float:
+    """The largest difference between gradients, relative to the largest of each weight."""
+    assert found.keys() == want.keys()
+    return max(np.abs(found[path] - x).max() / np.abs(x).max() for path, x in want.items())
+
+
+GPIPE = {"pipeline": "gpipe"}
+UNLIKE = {"layer_kinds": ((5, 1e4, None), (None, 1e4, None))}
+CASES = [
+    ("transformer", "data=2,pipe=4", "fsdp_pp", {}),
+    ("transformer", "data=2,pipe=4", "pp", GPIPE),
+    ("transformer", "data=2,pipe=4", "pp", {"pipe_microbatches": 4, "remat": "none"}),
+    ("transformer", "data=2,pipe=4", "pp", GPIPE | UNLIKE | {"pipe_microbatches": 2}),
+    ("transformer", "data=2,pipe=4", "fsdp_pp", {"lora_rank": 4, "remat": "dots"}),
+    ("transformer", "data=2,pipe=4", "fsdp_pp", {"vocab_size": 389, "tie_embeddings": False}),
+    ("transformer", "data=1,pipe=8", "pp", {}),
+    ("transformer", "data=1,pipe=8", "pp", GPIPE | {"pipe_microbatches": 8}),
+    ("transformer", "data=2,pipe=2,model=2", "fsdp_pp_tp", {"sliding_window": 7}),
+    ("transformer", "data=2,pipe=2,model=2", "fsdp_pp_tp", GPIPE | {"attention": "flash"}),
+    ("moe", "data=2,pipe=2,expert=2", "fsdp_ep_pp", {"balance_rate": 0.01}),
+    ("moe", "data=2,pipe=2,expert=2", "fsdp_ep_pp", GPIPE | {"capacity": None}),
+    ("moe", "data=2,pipe=4", "fsdp_pp", {"capacity": 0.5, "balance_rate": 0.01}),
+    ("moe", "data=2,pipe=2,model=2", "fsdp_pp_tp", {}),
+]
+
+
+@pytest.mark.parametrize(
+    ("entry", "mesh", "strategy", "changes"), full_except(CASES, [CASES[0], CASES[10]])
+)
+def test_it_trains_like_one_device(entry, mesh, strategy, changes):
+    config = deep(entry, **changes)
+    alone = dataclasses.replace(config, pipe_microbatches=0, pipeline="1f1b", remat="full")
+    means, want, buffers = trained(entry, alone, "1x1", "dp")
+    figures, found, moved = trained(entry, config, mesh, strategy)
+    for name, figure in figures.items():
+        assert figure == pytest.approx(means[name], rel=2e-6, abs=1e-6), name
+    assert worst(found, want) < 2e-6
+    for path, x in buffers.items():
+        np.testing.assert_array_equal(moved[path], x, err_msg=path)
+
+
+@pytest.mark.full
+def test_microbatches_of_the_pipeline_are_inside_an_accumulation_step():
+    _, want, _ = trained("transformer", deep("transformer"), "1x1", "dp")
+    given = ("transformer", deep("transformer"), "data=2,pipe=4", "fsdp_pp", 2)
+    assert worst(trained(*given)[1], want) < 2e-6
+
+
+def test_evaluation_runs_in_stages_too():
+    layout = layout_of("transformer", deep("transformer"), "data=2,pipe=4", "fsdp_pp")
+    variables = jax.device_put(variables_of(layout.build()), shardings(layout.variables()))
+    given = jax.device_put(batch(), layout.batch_shardings(batch()))
+
+    def run(variables, batch):
+        return layout.model.merge(variables).loss(**batch)[2]["loss"]
+
+    total, count = layout.compile(run, variables, given, compiler_options=QUICK)(variables, given)
+    means, *_ = trained("transformer", deep("transformer"), "1x1", "dp")
+    assert int(count) == (batch()["targets"] >= 0).sum()
+    assert float(total / count) == pytest.approx(means["loss"], rel=2e-6)
+
+
+@pytest.mark.parametrize("schedule", full_except(["1f1b", "gpipe"], fast=["1f1b"]))
+def test_nothing_depends_on_the_bubble(schedule, monkeypatch):
+    """Stages that wait compute with NaN here, and no figure or gradient has one."""
+    config = deep("transformer", pipeline=schedule)
+    want = trained("transformer", config, "data=2,pipe=4", "fsdp_pp")
+    monkeypatch.setattr(pipeline, "BUBBLE", float("nan"))
+    found = trained.__wrapped__("transformer", config, "data=2,pipe=4", "fsdp_pp")
+    jax.tree.map(np.testing.assert_array_equal, found, want)
+
+
+# ---- mutations: what the tests above must notice -------------------------------------------------
+
+MUTATIONS = {
+    "a tick late": ("m = t - s\n", "m = t - s + 1\n"),
+    "segments of the first microbatch": ("run(x, *rows(m))", "run(x, *rows(0))"),
+    "a stage's gradient counted on all": ("difference(*inside[i])", "union()"),
+    "the last stage's loss on all": ("s * size, size", "0 * size, size"),
+    "what another microbatch kept": ("waiting[m % slots]", "waiting[(m + 1) % slots]"),
+}
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("name", MUTATIONS)
+def test_a_mistake_shows(name, monkeypatch):
+    config, source = deep("transformer"), inspect.getsource(pipeline)
+    right, wrong = MUTATIONS[name]
+    assert source.count(right) == 1
+    mutant = types.ModuleType(pipeline.__name__)
+    mutant.__package__ = pipeline.__package__
+    exec(source.replace(right, wrong), vars(mutant))
+    monkeypatch.setattr(pipeline, "in_stages", mutant.in_stages)
+    means, want, _ = trained("transformer", config, "1x1", "dp")
+    figures, found, _ = trained.__wrapped__("transformer", config, "data=2,pipe=4", "fsdp_pp")
+    assert worst(found, want) > 1e-4 or abs(figures["loss"] - means["loss"]) > 1e-4
+
+
+# ---- what a step sends and keeps -----------------------------------------------------------------
+
+
+@functools.cache
+def compiled(schedule: str, M: int, rows: int = B, mesh: str = "data=2,pipe=4"):
+    config = deep("transformer", pipeline=schedule, pipe_microbatches=M)
+    layout = layout_of("transformer", config, mesh, "fsdp_pp", rows)
+    example = dict.fromkeys(batch(), jax.ShapeDtypeStruct((T,), np.int32))
+    given = (layout.variables(), layout.abstract_batch(example))
+    return layout.compile(step(layout), *given, compiler_options=QUICK)
+
+
+@pytest.mark.parametrize("schedule", full_except(["1f1b", "gpipe"], fast=["1f1b"]))
+def test_activations_travel_and_gradients_are_reduced_once(schedule):
+    M, S, D, width = 4, 4, 2, 64
+    rows = B // D // M
+    sent, text = Counter(), compiled(schedule, M).as_text()
+    for found in collectives(text):
+        sent[found.kind, found.bytes] += found.times
+    activation = 4 * rows * T * width
+    assert sent["collective-permute", activation] == 2 * (M + S - 1)
+    assert [k for k in sent if k[0] == "collective-permute"] == [("collective-permute", activation)]
+    # The outputs are cut for the loss, its gradients put together: 20 of 18 positions in 4 parts.
+    assert sent["all-gather", 4 * rows * 20 * width] == M
+    # Every weight is gathered once and its gradient reduced once, outside of the ticks.
+    whole = L // S * 64 * 128 * 4
+    assert sent["all-gather", whole] == 5, "q, o, gate, up and down"
+    assert all(
+        found.times == 1
+        for found in collectives(text)
+        if found.kind in ("all-reduce", "reduce-scatter") and found.bytes > activation
+    )
+    assert f"[{L},64,128]" not in text, "no device has all layers"
+
+
+@pytest.mark.full
+def test_1f1b_keeps_no_more_for_more_microbatches():
+    def grows(schedule: str) -> int:
+        few, many = (
+            compiled(schedule, M, rows=2 * M).memory_analysis().temp_size_in_bytes for M in (8, 32)
+        )
+        return many - few
+
+    assert grows("gpipe") > 24 * (L // 4) * 4 * T * 64, "the inputs of all layers"
+    assert abs(grows("1f1b")) < 0.02 * grows("gpipe")
+
+
+# ---- what users are told -------------------------------------------------------------------------
+
+
+def test_the_report_says_the_bubble():
+    layout = layout_of("transformer", deep("transformer"), "data=2,pipe=4", "")
+    assert layout.strategy == "fsdp_pp"
+    assert stages(layout, 1) == ["pipeline: 1f1b, 4 stages, 8 microbatches, bubble 27.3%"]
+    assert stages(layout_of("transformer", deep("transformer"), "8", ""), 1) == []
+
+
+def test_a_stage_boundary_that_cuts_a_period():
+    config = deep("transformer", layer_kinds=((5, 1e4, None),) * 3 + ((None, 1e4, None),))
+    layout = layout_of("transformer", config, "data=2,pipe=4", "pp")
+    flags = types.SimpleNamespace(pipe_microbatches=0, accumulate=1)
+    with pytest.raises(UserError) as caught:
+        check_stages(layout, flags)
+    assert str(caught.value) == (
+        "--mesh=data=2,pipe=4 gives each of 4 stages 2 layers, and a stage boundary would cut their "
+        "period of 4; use pipe=2"
+    )
+
+
+@pytest.mark.parametrize("method", ["__call__", "prefill"])
+def test_only_the_loss_runs_in_stages(method):
+    layout = layout_of("transformer", deep("transformer"), "data=2,pipe=4", "pp")
+    rest = {"prefill": (np.ones(B, np.int32), T)}.get(method, ())
+
+    def call(variables, tokens):
+        return getattr(layout.model.merge(variables), method)(tokens, *rest)
+
+    tokens = layout.abstract_batch(jax.ShapeDtypeStruct((T,), np.int32))
+    with pytest.raises(ValueError, match="which only `loss` runs"):
+        layout.lower(call, layout.variables(), tokens)
+    with pytest.raises(UserError) as caught:
+        layout.check_whole("generation")
+    assert str(caught.value) == (
+        "generation needs all layers on every device, and --mesh=data=2,pipe=4 has them in 4 stages "
+        "(rules 'pp'); use --mesh=8"
+    )
