@@ -13,35 +13,19 @@ import jax.numpy as jnp
 from flax import nnx
 
 from .layers import (
-    RMSNorm,
-    adapters,
-    dot,
-    fit_positions,
-    gather,
-    next_logits,
-    project,
-    rope_angles,
-    rotate,
-    unembed,
-)
+    adapters, add_bias, dot, fit_positions, gather, next_logits, project, rope_angles, rotate,
+    soft_cap, unembed,
+)  # fmt: skip
 from .sharding import (
-    auto,
-    constrain,
-    device,
-    explicit,
-    mesh_axes,
-    param,
-    per_device,
-    reshape,
-    shards,
-)
+    auto, constrain, device, explicit, mesh_axes, param, per_device, reshape, shards,
+)  # fmt: skip
 
 
 class Kind(NamedTuple):
     """The attention settings that may differ between the layers of a model."""
 
     window: int | None  # a position sees itself and the window - 1 before it; None: all before it
-    rope_theta: float  # base of the rotary wavelengths
+    rope_theta: float | None  # base of the rotary wavelengths; None: no rotary embeddings
     # Stretches rotary wavelengths for longer contexts. All of them: ("linear", factor). The long
     # ones, as Llama 3: (factor, low_freq_factor, high_freq_factor, original length); or with YaRN:
     # ("yarn", factor, beta_fast, beta_slow, original length, truncate, magnitude).
@@ -55,11 +39,20 @@ class Kind(NamedTuple):
 
 
 class Attention(nnx.Module):
-    """Grouped-query attention (Ainslie et al. 2023), with optional QK-norm and q, k and v biases.
-    Tensor parallelism splits the heads, and then the output costs one all-reduce.
+    """Grouped-query attention (Ainslie et al. 2023). Tensor parallelism splits the heads, and then
+    the output costs one all-reduce.
+
+    Args:
+      biases: the projections that have one, some of "qkvo".
+      norm: makes the norms of queries and keys from H (QK-norm); None: none.
+      soft_cap, sinks: see `attend`; whether each head has a sink.
+      scale: of scores, beside 1 / sqrt(H).
     """
 
-    def __init__(self, config, *, rngs: nnx.Rngs):
+    def __init__(
+        self, config, biases: str = "", norm=None, soft_cap: float | None = None,
+        scale: float = 1.0, sinks: bool = False, *, rngs: nnx.Rngs,
+    ):  # fmt: skip
         D, N, K, H = config.embed, config.num_heads, config.num_kv_heads, config.head_dim
         out_stddev = (N * H * 2 * config.num_layers) ** -0.5  # 2L sublayers add to one residual
         self.config = config
@@ -67,32 +60,38 @@ class Attention(nnx.Module):
         self.k = param(rngs, (D, K, H), ("embed", "kv_heads", "head_dim"), D**-0.5)
         self.v = param(rngs, (D, K, H), ("embed", "kv_heads", "head_dim"), D**-0.5)
         self.o = param(rngs, (N, H, D), ("heads", "head_dim", "embed"), out_stddev)
-        if config.qkv_bias:
-            self.q_bias = param(rngs, (N, H), ("heads", "head_dim"), 0.0)
-            self.k_bias = param(rngs, (K, H), ("kv_heads", "head_dim"), 0.0)
-            self.v_bias = param(rngs, (K, H), ("kv_heads", "head_dim"), 0.0)
-        if config.qk_norm:
-            self.q_norm = RMSNorm(H, config.norm_eps)
-            self.k_norm = RMSNorm(H, config.norm_eps)
+        inner = {"q": ("heads", N), "k": ("kv_heads", K), "v": ("kv_heads", K)}
+        for name, (axis, heads) in inner.items():
+            if name in biases:
+                setattr(self, f"{name}_bias", param(rngs, (heads, H), (axis, "head_dim"), 0.0))
+        if "o" in biases:
+            self.o_bias = param(rngs, (D,), ("norm",), 0.0)
+        self.biases, self.normed, self.soft_cap, self.scale = biases, bool(norm), soft_cap, scale
+        self.sinks = param(rngs, (N,), ("heads",), 1.0) if sinks else None
+        if norm:
+            self.q_norm, self.k_norm = norm(H), norm(H)
         self.lora = adapters(self, config, rngs, q=1, k=1, v=1, o=2)
 
     def __call__(self, x_BTD, at: "Positions", kind: Kind, past=None):
         """Returns (output to add to the residual, (keys, values)); `past`: those in the cache."""
         x_BTD = gather(x_BTD)
-        q, k, v = (project(self, name, x_BTD) for name in ("q", "k", "v"))
-        if self.config.qkv_bias:
-            q = q + self.q_bias[...].astype(q.dtype)[None, None]
-            k = k + self.k_bias[...].astype(k.dtype)[None, None]
-            v = v + self.v_bias[...].astype(v.dtype)[None, None]
-        if self.config.qk_norm:
+        q, k, v = (self._project(name, x_BTD) for name in "qkv")
+        if self.normed:
             q, k = self.q_norm(q), self.k_norm(k)
-        q, k = (rotate(x, at.angles[kind], kind.magnitude) for x in (q, k))
+        if kind.rope_theta is not None:
+            q, k = (rotate(x, at.angles[kind], kind.magnitude) for x in (q, k))
+        q = q * self.scale if self.scale != 1 else q
+        extra = (self.soft_cap, None if self.sinks is None else self.sinks[...])
         if past is None:
             how = (self.config.attention, self.config.context, at.striped)
-            out_BTNH = attend(q, k, v, at.segments, kind.window, *how)
+            out_BTNH = attend(q, k, v, at.segments, kind.window, *how, *extra)
         else:
-            out_BTNH = attend_to_cache(q, k, v, *past, seen_BS=at.seen[kind])
-        return project(self, "o", out_BTNH, contract=2, seq="residual_seq"), (k, v)
+            out_BTNH = attend_to_cache(q, k, v, *past, at.seen[kind], *extra)
+        return self._project("o", out_BTNH, contract=2, seq="residual_seq"), (k, v)
+
+    def _project(self, name: str, x, **how):
+        y = project(self, name, x, **how)
+        return add_bias(y, getattr(self, f"{name}_bias")) if name in self.biases else y
 
 
 class Positions(NamedTuple):
@@ -102,6 +101,7 @@ class Positions(NamedTuple):
     angles: dict[Kind, jax.Array]  # [B or 1, T, H/2], rotary embeddings, float32 radians
     seen: dict[Kind, jax.Array]  # [B, S], bool: cache slots to attend to; {} without a cache
     striped: bool  # whether they are in stripes
+    numbers: jax.Array  # [B or 1, T], int: the place of each token in its row
 
 
 def positions(config, tokens_BT, segment_ids_BT, positions_BT=None, cache=None) -> Positions:
@@ -112,9 +112,10 @@ def positions(config, tokens_BT, segment_ids_BT, positions_BT=None, cache=None) 
         at_T = jnp.arange(T)
         positions_BT = (at_T % (T // n) * n + at_T // (T // n) if striped else at_T)[None]
     positions_BT = constrain(positions_BT, "batch" if len(positions_BT) > 1 else None, "seq")
-    angles = {kind: rope_angles(kind, config.head_dim, positions_BT) for kind in kinds(config)}
+    rotary = [kind for kind in kinds(config) if kind.rope_theta is not None]
+    angles = {kind: rope_angles(kind, config.head_dim, positions_BT) for kind in rotary}
     seen = {kind: cache.seen(kind.window) for kind in kinds(config)} if cache else {}
-    return Positions(segment_ids_BT, angles, seen, striped)
+    return Positions(segment_ids_BT, angles, seen, striped, positions_BT)
 
 
 def has_stripes(config, seq_len: int) -> bool:
@@ -141,19 +142,20 @@ def logits_in_order(model, tokens_BT, segment_ids_BT) -> jax.Array:
     """A decoder's logits, [B, T, V] in float32, in the order of its tokens."""
     tokens_BT, segment_ids_BT = (stripe(model.config, x) for x in (tokens_BT, segment_ids_BT))
     x_BTD, table_RVD, _ = model.trunk(tokens_BT, segment_ids_BT)
-    logits_BTV = unembed(x_BTD, table_RVD, model.config.vocab_size)
+    logits_BTV = unembed(x_BTD, table_RVD, model.config)
     return stripe(model.config, logits_BTV, "vocab", back=True)
 
 
 def kinds(config) -> tuple[Kind, ...]:
     """The kinds of one period of layers; layer l has kind l mod len(kinds)."""
-    alike = Kind(config.sliding_window, config.rope_theta, config.rope_scaling)
-    return tuple(Kind(*kind) for kind in config.layer_kinds) or (alike,)
+    if config.layer_kinds:
+        return tuple(Kind(*kind) for kind in config.layer_kinds)
+    return (Kind(config.sliding_window, config.rope_theta, config.rope_scaling),)
 
 
 def attend(
     q_BTNH, k_BSKH, v_BSKH, segment_ids_BT, window: int | None, kernel: str = "auto",
-    context: str = "auto", striped: bool = False, *, soft_cap: float | None = None, sinks_N=None,
+    context: str = "auto", striped: bool = False, cap: float | None = None, sinks_N=None,
 ):  # fmt: skip
     """Causal softmax attention with the best kernel for the device. Returns [B, T, N, H].
 
@@ -162,14 +164,13 @@ def attend(
     Args:
       context: how positions on different devices attend to each other; see `way_to_attend`.
       striped: whether positions are in the order of `stripe`.
-      soft_cap: turns a score s into soft_cap · tanh(s / soft_cap).
+      cap: the scores' soft cap; see `soft_cap`.
       sinks_N: a score per head that takes part in the softmax and has no value.
     """
     (_, T, N, H), K = q_BTNH.shape, k_BSKH.shape[2]
     way, segments = way_to_attend(context, N), segment_ids_BT is not None
-    kernel, _ = best_kernel(kernel, T, segments, H, str(q_BTNH.dtype), way)
-    if kernel not in PARTS and (way == "ring" or soft_cap is not None or sinks_N is not None):
-        kernel = "flash"
+    plain = cap is None and sinks_N is None
+    kernel, _ = best_kernel(kernel, T, segments, H, str(q_BTNH.dtype), way, plain)
     seq = "seq" if way == "ring" else None  # otherwise each device has all positions of its heads
     heads, kv_heads = "heads", "kv_heads"
     if way == "all-to-all":
@@ -183,9 +184,9 @@ def attend(
         )
     if kernel == "xla":
         return blockwise(q_BTNH, k_BSKH, v_BSKH, segment_ids_BT, window, kv_heads)
-    how = How(T, window, soft_cap)
+    how = How(T, window, cap)
     if way == "ring":
-        how = How(T // shards("seq"), window, soft_cap, mesh_axes("seq"), shards("seq"), striped)
+        how = How(T // shards("seq"), window, cap, mesh_axes("seq"), shards("seq"), striped)
     q, kv = (("batch", seq, axis, None) for axis in (heads, kv_heads))
     axes = (q, kv, kv, ("batch", seq), (heads,))  # H whole, whatever the rules
     arrays = (q_BTNH, k_BSKH, v_BSKH, segment_ids_BT, sinks_N)
@@ -209,18 +210,22 @@ def way_to_attend(context: str, num_heads: int) -> str | None:
     return ("all-to-all" if enough else "ring") if context == "auto" else context
 
 
-def best_kernel(name: str, seq_len: int, segments: bool, head_dim: int, dtype: str, way):
+def best_kernel(
+    name: str, seq_len: int, segments: bool, head_dim: int, dtype: str, way, plain: bool = True
+):
     """Chooses the kernel: ("xla" or a key of KERNELS, its blocks or why it is not the platform's).
 
     "auto" chooses for the active mesh, or for the default device without one; another name is
-    returned unchanged, but a `way` turns "xla" into "flash". segments: whether rows have ids.
+    returned unchanged if it can do what is asked, else "flash". segments: whether rows have ids.
+    plain: whether scores have neither soft caps nor sinks.
     """
     platform, gpu = device().platform, device().device_kind
     if name == "auto" and platform not in ("tpu", "gpu"):
         name = "xla" if seq_len < FLASH_FROM else "flash"
     if name != "auto":
-        return ("flash" if way and name == "xla" else name), ""
-    if shards("head_dim") > 1 and not way:
+        unfit = not plain or way == "ring" or (way and name == "xla")
+        return ("flash" if unfit and name not in PARTS else name), ""
+    if shards("head_dim") > 1 and not way and plain:
         return "xla", "no kernel for rules that split head_dim"
     if platform == "tpu":
         seq_len //= shards("seq") if way == "ring" else 1
@@ -231,6 +236,7 @@ def best_kernel(name: str, seq_len: int, segments: bool, head_dim: int, dtype: s
         misfit = {gpu: _capability(gpu) < 8, dtype: dtype == "float32"}
         misfit |= {f"a head dim of {head_dim}": head_dim % 8 > 0 or widest < head_dim}
         misfit |= {"segments": segments, "a ring": way == "ring"}  # cuDNN masks segments by T × T
+        misfit["soft caps or sinks"] = not plain
     why = next((what for what, found in misfit.items() if found), None)
     return ("flash", f"no other kernel for {why}") if why else (name, note)
 
@@ -435,7 +441,7 @@ def _over_tiles(how: How, tile, queries, kv, ids_BT, offset, own, shared):
 
 def _scores(how: How, q_XTGH, k_XSH):
     scores = dot("XTGH,XSH->XTGS", q_XTGH, k_XSH) * q_XTGH.shape[-1] ** -0.5
-    return scores if how.soft_cap is None else how.soft_cap * jnp.tanh(scores / how.soft_cap)
+    return soft_cap(scores, how.soft_cap)
 
 
 def splash(how: How, q_BNTH, kv, ids_BT, offset):
@@ -533,7 +539,8 @@ def check_config(config, **choices) -> None:
         if name in choices and value not in choices[name]:
             raise ValueError(f"{name}={value!r} is not one of {', '.join(choices[name])}")
     L, N, K, H = config.num_layers, config.num_heads, config.num_kv_heads, config.head_dim
-    kinds, window, known = config.layer_kinds, config.sliding_window, type(config).lora_targets
+    kinds, window = config.layer_kinds, vars(config).get("sliding_window")
+    known = type(config).lora_targets
     other = min({*config.lora_targets} - {*known}, default=None)
     least = min((kind[0] for kind in kinds if kind[0] is not None), default=1)
     both = f"sliding_window={window} and layer_kinds exclude each other"
@@ -643,7 +650,7 @@ def read_prompts(model, tokens_BT, lengths_B, slots: int) -> tuple[jax.Array, Ca
     pad = functools.partial(jnp.pad, pad_width=(none, none, (0, slots - T), none, none))
     pad = auto(pad, *CACHE) if shards("slots") > 1 else pad
     k, v = map(pad, kv)
-    logits_BV = next_logits(x_BTD, table_RVD, model.config.vocab_size)
+    logits_BV = next_logits(x_BTD, table_RVD, model.config)
     return logits_BV, Cache(k, v, first_B, jnp.int32(T))
 
 
@@ -651,10 +658,12 @@ def read_prompts(model, tokens_BT, lengths_B, slots: int) -> tuple[jax.Array, Ca
 def read_token(model, tokens_B, cache: Cache) -> tuple[jax.Array, Cache]:
     """A decoder's logits after one more token per row, [B, V], and the extended cache."""
     x_B1D, table_RVD, kv = model.trunk(tokens_B[:, None], None, cache.next_B1, cache)
-    return next_logits(x_B1D, table_RVD, model.config.vocab_size), cache.append(kv)
+    return next_logits(x_B1D, table_RVD, model.config), cache.append(kv)
 
 
-def attend_to_cache(q_BTNH, k_BTKH, v_BTKH, k_BSKH, v_BSKH, seen_BS) -> jax.Array:
+def attend_to_cache(
+    q_BTNH, k_BTKH, v_BTKH, k_BSKH, v_BSKH, seen_BS, cap: float | None = None, sinks_N=None
+) -> jax.Array:
     """Attention of one new position (T = 1) to a layer's cache and itself. Returns [B, 1, N, H].
 
     Devices that share out the slots exchange sums, not keys.
@@ -665,11 +674,16 @@ def attend_to_cache(q_BTNH, k_BTKH, v_BTKH, k_BSKH, v_BSKH, seen_BS) -> jax.Arra
     q_BKGH = reshape(q_BTNH, (B, K, N // K, H), "batch", "kv_heads", None, "head_dim")
     # The cache is the left operand: XLA's CPU backend would transpose a right one first.
     logits_BKGS = dot("BSKH,BKGH->BKSG", k_BSKH, q_BKGH).swapaxes(2, 3) / math.sqrt(H)
-    logits_BKGS = jnp.where(seen_BS[:, None, None], logits_BKGS, NOT_SEEN)
-    own_BKG1 = dot("BKGH,BTKH->BKGT", q_BKGH, k_BTKH) / math.sqrt(H)
+    logits_BKGS = jnp.where(seen_BS[:, None, None], soft_cap(logits_BKGS, cap), NOT_SEEN)
+    own_BKG1 = soft_cap(dot("BKGH,BTKH->BKGT", q_BKGH, k_BTKH) / math.sqrt(H), cap)
     most_BKG1 = jnp.maximum(logits_BKGS.max(-1, keepdims=True), own_BKG1)
+    if sinks_N is not None:
+        sinks_KG = reshape(sinks_N.astype(jnp.float32), (K, N // K), "kv_heads", None)
+        most_BKG1 = jnp.maximum(most_BKG1, sinks_1KG1 := sinks_KG[None, :, :, None])
     weights_BKGS, own_BKG1 = jnp.exp(logits_BKGS - most_BKG1), jnp.exp(own_BKG1 - most_BKG1)
     total_BKG1 = weights_BKGS.sum(-1, keepdims=True) + own_BKG1
+    if sinks_N is not None:
+        total_BKG1 += jnp.exp(sinks_1KG1 - most_BKG1)
     total = auto(functools.partial(dot, "BKGS,BSKH->BKGH"), "batch", "kv_heads", None, "head_dim")
     out_BKGH = total(weights_BKGS.astype(v_BSKH.dtype), v_BSKH)
     out_BKGH += own_BKG1 * v_BTKH.swapaxes(1, 2).astype(jnp.float32)

@@ -49,6 +49,11 @@ def project(module, name: str, x: jax.Array, contract: int = 1, seq: str = "seq"
     return y
 
 
+def add_bias(y_BT: jax.Array, bias: nnx.Param) -> jax.Array:
+    """[B, T, ...] + bias [...]."""
+    return y_BT + bias[...].astype(y_BT.dtype)[None, None]
+
+
 def gather(x_BTD: jax.Array) -> jax.Array:
     """The input of a sublayer: with sequence-sharded tensor parallelism, all of its positions."""
     if mesh_axes("residual_seq") == mesh_axes("seq"):
@@ -92,17 +97,24 @@ def adapters(module: nnx.Module, config, rngs: nnx.Rngs, **contract: int) -> nnx
 
 
 class RMSNorm(nnx.Module):
-    """x / rms(x) · scale, in float32 (Zhang & Sennrich 2019)."""
+    """x / rms(x) · (scale + offset), in float32 (Zhang & Sennrich 2019); at first x / rms(x)."""
 
-    def __init__(self, dim: int, eps: float):
-        self.scale = nnx.Param(jnp.ones(dim), out_sharding=("norm",), eager_sharding=False)
-        self.eps = eps
+    def __init__(self, dim: int, eps: float, offset: float = 0.0):
+        start = jnp.full(dim, 1.0 - offset)
+        self.scale = nnx.Param(start, out_sharding=("norm",), eager_sharding=False)
+        self.eps, self.offset = eps, offset
 
     def __call__(self, x):
         x32 = x.astype(jnp.float32)
         variance = jnp.mean(jnp.square(x32), axis=-1, keepdims=True)
         scale = jnp.expand_dims(self.scale[...], tuple(range(x.ndim - 1)))
+        scale = scale + self.offset if self.offset else scale
         return (x32 * jax.lax.rsqrt(variance + self.eps) * scale).astype(x.dtype)
+
+
+def soft_cap(x: jax.Array, cap: float | None) -> jax.Array:
+    """Limits x smoothly to ±cap (Bello et al. 2017); None: returns x."""
+    return x if cap is None else cap * jnp.tanh(x / cap)
 
 
 def rotate(x_BTNH: jax.Array, angles_BTH: jax.Array, magnitude: float = 1.0) -> jax.Array:
@@ -171,17 +183,17 @@ def vocabulary(config, *, rngs: nnx.Rngs) -> nnx.Param:
 
 
 def table_copies(table: nnx.Param, dtype: str) -> jax.Array:
-    """Gives each shard of B and T its own copy of the table, [R, V, D]; every device holds one anyway.
+    """Gives each shard of B and T its own copy of a table, [R, V, D]; every device holds one anyway.
 
     Lookups and chunks of the loss then add to their own copy's gradient, and the copies' gradients
     are summed once, in the transpose of this broadcast; otherwise they would be summed in every
     chunk. V is padded with zeros to a multiple of its own shards.
     """
-    table_VD = table[...].astype(dtype)
-    if padding := -len(table_VD) % shards("vocab"):
+    table_VD, vocab = table[...].astype(dtype), table.out_sharding[0]
+    if padding := -len(table_VD) % shards(vocab):
         padded_VD = jnp.pad(table_VD, ((0, padding), (0, 0)))
         table_VD = constrain(padded_VD, None, "act_embed")  # gather before splitting
-    table_VD, axes = constrain(table_VD, "vocab", "act_embed"), (SHARDS, "vocab", "act_embed")
+    table_VD, axes = constrain(table_VD, vocab, "act_embed"), (SHARDS, vocab, "act_embed")
     copies = (shards(SHARDS), *table_VD.shape)
     return constrain(jnp.broadcast_to(table_VD, copies, out_sharding=explicit(*axes)), *axes)
 
@@ -195,28 +207,28 @@ def look_up(table_RVD: jax.Array, tokens_BT: jax.Array) -> jax.Array:
     return constrain(x_BTD, "batch", "residual_seq", "act_embed")
 
 
-def unembed(x_BTD: jax.Array, table_RVD: jax.Array, vocab_size: int) -> jax.Array:
+def unembed(x_BTD: jax.Array, table_RVD: jax.Array, config) -> jax.Array:
     """Logits [B, T, V] in float32."""
-    logits_RMV = _logits(by_shard(gather(x_BTD), "act_embed"), table_RVD, vocab_size)
+    logits_RMV = _logits(by_shard(gather(x_BTD), "act_embed"), table_RVD, config)
     logits_BTV = from_shards(logits_RMV, x_BTD.shape[:2], "vocab")
-    if logits_BTV.shape[-1] == vocab_size:
+    if logits_BTV.shape[-1] == config.vocab_size:
         return logits_BTV
-    return constrain(logits_BTV, "batch", "seq", None)[..., :vocab_size]
+    return constrain(logits_BTV, "batch", "seq", None)[..., : config.vocab_size]
 
 
-def next_logits(x_BTD: jax.Array, table_RVD: jax.Array, vocab_size: int) -> jax.Array:
+def next_logits(x_BTD: jax.Array, table_RVD: jax.Array, config) -> jax.Array:
     """Logits [B, V] in float32 of the token after each row's last position."""
     (B, T, D), parts = x_BTD.shape, shards("seq")
     if parts == 1:
-        return unembed(gather(x_BTD)[:, -1:], table_RVD, vocab_size)[:, 0]
+        return unembed(gather(x_BTD)[:, -1:], table_RVD, config)[:, 0]
     is_last_T = jnp.arange(T) == T - 1
     x_B1D = jnp.where(is_last_T[None, :, None], x_BTD, 0).sum(axis=1, keepdims=True)
     x_BPD = constrain(jnp.broadcast_to(x_B1D, (B, parts, D)), "batch", "seq", "act_embed")
-    logits_BPV = unembed(x_BPD, table_RVD, vocab_size)
+    logits_BPV = unembed(x_BPD, table_RVD, config)
     return jnp.where((jnp.arange(parts) == 0)[None, :, None], logits_BPV, 0).sum(axis=1)
 
 
-def cross_entropy(x_BTD, table_RVD, targets_BT, vocab_size: int, loss_chunk: int):
+def cross_entropy(x_BTD, table_RVD, targets_BT, config):
     """Returns (sum of cross entropies in nats, number of targets), float32 scalars.
 
     Targets below 0 are padding and don't count. Only `positions_at_once` positions of each sequence
@@ -225,7 +237,7 @@ def cross_entropy(x_BTD, table_RVD, targets_BT, vocab_size: int, loss_chunk: int
     targets_BT = constrain(targets_BT, "batch", "seq")
     (B, T), R = targets_BT.shape, len(table_RVD)
     rows, length = B // shards("batch"), T // shards("seq")  # of a shard
-    C = positions_at_once(loss_chunk, rows, length)
+    C = positions_at_once(config.loss_chunk, rows, length)
 
     def chunks(x, *axes):  # [B, T, ...] → [T/C of a shard, R, B/R·C, ...]
         x = by_shard(x, *axes)
@@ -236,7 +248,7 @@ def cross_entropy(x_BTD, table_RVD, targets_BT, vocab_size: int, loss_chunk: int
     @jax.checkpoint  # the backward pass recomputes a chunk's logits
     def chunk(total_R, x_and_targets):
         x_RMD, targets_RM = x_and_targets
-        logits_RMV = _logits(x_RMD, table_RVD, vocab_size)
+        logits_RMV = _logits(x_RMD, table_RVD, config)
         picked_RMV = jnp.arange(logits_RMV.shape[-1])[None, None] == targets_RM[..., None]
         picked_RM = jnp.where(picked_RMV, logits_RMV, 0).sum(axis=-1)
         nats_RM = jax.nn.logsumexp(logits_RMV, axis=-1) - picked_RM
@@ -258,12 +270,15 @@ def positions_at_once(loss_chunk: int, rows: int, seq_len: int) -> int:
     return next(c for c in range(min(seq_len, most), 0, -1) if seq_len % c == 0)
 
 
-def _logits(x_RMD, table_RVD, vocab_size: int):
-    """Logits [R, M, V] in float32; padded tokens get -inf."""
+def _logits(x_RMD, table_RVD, config):
+    """Logits [R, M, V] in float32; padded tokens get -inf. A config may have a logits_soft_cap."""
     axes = (SHARDS, None, "vocab")
-    logits_RMV = dot("RMD,RVD->RMV", x_RMD, table_RVD, explicit(*axes))
-    if logits_RMV.shape[-1] > vocab_size:
-        padding = jnp.arange(logits_RMV.shape[-1])[None, None] >= vocab_size
+    logits_RMV = soft_cap(
+        dot("RMD,RVD->RMV", x_RMD, table_RVD, explicit(*axes)),
+        getattr(config, "logits_soft_cap", None),
+    )
+    if logits_RMV.shape[-1] > config.vocab_size:
+        padding = jnp.arange(logits_RMV.shape[-1])[None, None] >= config.vocab_size
         logits_RMV = jnp.where(padding, -jnp.inf, logits_RMV)
     return constrain(logits_RMV, *axes)
 
@@ -366,8 +381,9 @@ def objective(model, batch: tuple, names: dict[str, str]) -> Any:
     """The training objective of a batch. Layers that the rules split run in stages.
 
     Args:
-      model: a decoder. Has the method
-        run(x [B, T, D], *batch) → (x, figures: name → sums over positions [L, ...])
+      model: a decoder. Has the methods
+        embed_tokens(tables, tokens, positions or None) → x [B, T, D],
+        run(x, *batch) → (x, figures: name → sums over positions [L, ...])
         and costs: figure → its weight in the objective; see `add_costs`.
       batch: tokens, targets and segment ids, arrays [B, T], or None.
       names: a weight's logical axis at rest → its name in use.
@@ -379,7 +395,7 @@ def objective(model, batch: tuple, names: dict[str, str]) -> Any:
 
         return in_stages(model, batch, names)
     tables = vocabulary_tables(model)
-    x_BTD, figures = model.run(look_up(tables[0], batch[0]), *batch)
+    x_BTD, figures = model.run(model.embed_tokens(tables, batch[0]), *batch)
     total, count = finish(model, tables, x_BTD, batch[1])
     return add_costs(model, total, figures), count, {"loss": (total, count)}, figures
 
@@ -392,8 +408,7 @@ def vocabulary_tables(model) -> list[jax.Array]:
 
 def finish(model, tables: list[jax.Array], x_BTD, targets_BT):
     """The cross entropy after the layers: (sum in nats, number of targets)."""
-    sizes = (model.config.vocab_size, model.config.loss_chunk)
-    return cross_entropy(model.final_norm(x_BTD), tables[-1], targets_BT, *sizes)
+    return cross_entropy(model.final_norm(x_BTD), tables[-1], targets_BT, model.config)
 
 
 def add_costs(model, total, figures):

@@ -26,29 +26,13 @@ from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
 from .attention import (
-    Attention,
-    Kind,
-    check_config,
-    kinds,
-    logits_in_order,
-    positions,
-    read_prompts,
-    read_token,
+    Attention, Kind, check_config, kinds, logits_in_order, positions, read_prompts, read_token,
     stripe,
-)
+)  # fmt: skip
 from .layers import (
-    REMAT_POLICIES,
-    RMSNorm,
-    fit_positions,
-    gather,
-    look_up,
-    multiply,
-    objective,
-    scan_layers,
-    stack,
-    vocabulary,
-    vocabulary_tables,
-)
+    REMAT_POLICIES, RMSNorm, fit_positions, gather, look_up, multiply, objective, scan_layers,
+    stack, vocabulary, vocabulary_tables,
+)  # fmt: skip
 from .sharding import Rules, auto, complete_tables, constrain, in_use, mesh_axes, param, per_device
 from .strategies import CP, DECODER, DP, FSDP, FSDP_CP, HSDP, PP, SP, TP
 
@@ -176,9 +160,11 @@ class Layer(nnx.Module):
     """x + attention(norm(x)), then x + experts(norm(x))."""
 
     def __init__(self, config: Config, *, rngs: nnx.Rngs):
-        self.attention_norm = RMSNorm(config.embed, config.norm_eps)
-        self.attention = Attention(config, rngs=rngs)
-        self.mlp_norm = RMSNorm(config.embed, config.norm_eps)
+        norm = functools.partial(RMSNorm, eps=config.norm_eps)
+        biases, qk_norm = "qkv" if config.qkv_bias else "", norm if config.qk_norm else None
+        self.attention_norm = norm(config.embed)
+        self.attention = Attention(config, biases, qk_norm, rngs=rngs)
+        self.mlp_norm = norm(config.embed)
         self.experts = Experts(config, rngs=rngs)
 
     def __call__(self, x_BTD, at, kind, past, counted_BT, capacity):
@@ -238,9 +224,12 @@ class MoE(nnx.Module):
         """
         tables, keep = vocabulary_tables(self), positions_BT is not None
         at = positions(self.config, tokens_BT, segment_ids_BT, positions_BT, cache)
-        given = (look_up(tables[0], tokens_BT), at, jnp.ones_like(tokens_BT))
+        given = (self.embed_tokens(tables, tokens_BT), at, jnp.ones_like(tokens_BT))
         x_BTD, (kv, _) = self._layers(*given, cache, keep)
         return self.final_norm(x_BTD), tables[-1], kv
+
+    def embed_tokens(self, tables, tokens_BT, positions_BT=None):
+        return look_up(tables[0], tokens_BT)
 
     @property
     def costs(self) -> dict[str, float]:

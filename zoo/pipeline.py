@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import PartitionSpec
 
-from .layers import add_costs, finish, look_up, vocabulary_tables
+from .layers import add_costs, finish, vocabulary_tables
 from .sharding import in_use, mesh_axes, shards
 
 BUBBLE = 0.0  # what stages compute with while they wait; nothing depends on it
@@ -126,7 +126,8 @@ def _stage(model, batch, trained: list[int], pipe: tuple[str, ...], S: int):
         return jax.tree.map(lambda x: x.reshape(M, B // M, T)[jnp.clip(m, 0, M - 1)], batch)
 
     def start(common, m):
-        return look_up(vocabulary_tables(filled(common))[0], rows(m)[0])
+        model = filled(common)
+        return model.embed_tokens(vocabulary_tables(model), rows(m)[0])
 
     def run(own, x, m):
         return filled(own).run(x, *rows(m))

@@ -32,32 +32,15 @@ from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
 from .attention import (
-    Attention,
-    Cache,
-    Kind,
-    check_config,
-    kinds,
-    logits_in_order,
-    positions,
-    read_prompts,
-    read_token,
-    stripe,
-)
+    Attention, Cache, Kind, check_config, kinds, logits_in_order, positions, read_prompts,
+    read_token, stripe,
+)  # fmt: skip
+from .feedforward import GatedMLP
 from .layers import (
-    REMAT_POLICIES,
-    RMSNorm,
-    adapters,
-    fit_positions,
-    gather,
-    look_up,
-    objective,
-    project,
-    scan_layers,
-    stack,
-    vocabulary,
+    REMAT_POLICIES, RMSNorm, fit_positions, look_up, objective, scan_layers, stack, vocabulary,
     vocabulary_tables,
-)
-from .sharding import Rules, complete_tables, in_use, param
+)  # fmt: skip
+from .sharding import Rules, complete_tables, in_use
 from .strategies import CP, DECODER, DP, FSDP, FSDP_CP, HSDP, PP, SP, TP
 
 
@@ -163,10 +146,12 @@ class Layer(nnx.Module):
     """x + attention(norm(x)), then x + mlp(norm(x))."""
 
     def __init__(self, config: Config, *, rngs: nnx.Rngs):
-        self.attention_norm = RMSNorm(config.embed, config.norm_eps)
-        self.attention = Attention(config, rngs=rngs)
-        self.mlp_norm = RMSNorm(config.embed, config.norm_eps)
-        self.mlp = SwiGLU(config, rngs=rngs)
+        norm = functools.partial(RMSNorm, eps=config.norm_eps)
+        biases, qk_norm = "qkv" if config.qkv_bias else "", norm if config.qk_norm else None
+        self.attention_norm = norm(config.embed)
+        self.attention = Attention(config, biases, qk_norm, rngs=rngs)
+        self.mlp_norm = norm(config.embed)
+        self.mlp = GatedMLP(config, rngs=rngs)
 
     def __call__(self, x_BTD, at, kind, past=None):
         out_BTD, kv = self.attention(self.attention_norm(x_BTD), at, kind, past)
@@ -235,8 +220,12 @@ class Transformer(nnx.Module):
         tables = vocabulary_tables(self)
         at = positions(self.config, tokens_BT, segment_ids_BT, positions_BT, cache)
         keep = positions_BT is not None
-        x_BTD, kv = self._layers(look_up(tables[0], tokens_BT), at, cache, keep)
+        x_BTD, kv = self._layers(self.embed_tokens(tables, tokens_BT), at, cache, keep)
         return self.final_norm(x_BTD), tables[-1], kv
+
+    def embed_tokens(self, tables, tokens_BT, positions_BT=None):
+        """The layers' input, [B, T, D]; tables: of `vocabulary_tables`."""
+        return look_up(tables[0], tokens_BT)
 
     @property
     def costs(self) -> dict[str, float]:
@@ -258,24 +247,6 @@ class Transformer(nnx.Module):
 
         layers, remat = (self.layers, cache and (cache.k, cache.v)), REMAT[config.remat]
         return scan_layers(layer, x_BTD, layers, kinds(config), remat, config.unroll)
-
-
-class SwiGLU(nnx.Module):
-    """(silu(x · gate) * (x · up)) · down (Shazeer 2020). Tensor parallelism splits F, and then the
-    output costs one all-reduce, or with a split residual stream one reduce-scatter.
-    """
-
-    def __init__(self, config: Config, *, rngs: nnx.Rngs):
-        D, F = config.embed, config.mlp
-        self.gate = param(rngs, (D, F), ("embed", "mlp"), D**-0.5)
-        self.up = param(rngs, (D, F), ("embed", "mlp"), D**-0.5)
-        self.down = param(rngs, (F, D), ("mlp", "embed"), (F * 2 * config.num_layers) ** -0.5)
-        self.lora = adapters(self, config, rngs, gate=1, up=1, down=1)
-
-    def __call__(self, x_BTD):
-        x_BTD = gather(x_BTD)
-        hidden_BTF = jax.nn.silu(project(self, "gate", x_BTD)) * project(self, "up", x_BTD)
-        return project(self, "down", hidden_BTF, seq="residual_seq")
 
 
 complete = functools.partial(complete_tables, LOGICAL_AXES)

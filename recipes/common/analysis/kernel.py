@@ -18,7 +18,8 @@ def attention_kernel(config: Any, seq_len: int, segments: bool) -> tuple[str, st
     """
     way = way_to_attend(config.context, config.num_heads)
     facts = (config.attention, seq_len, segments, config.head_dim, config.dtype)
-    name, note = best_kernel(*facts, way)
+    plain = not (getattr(config, "soft_cap", None) or getattr(config, "sinks", False))
+    name, note = best_kernel(*facts, way, plain)
     positions, _ = DECODER_POSITIONS
     across = f"{way} over {' and '.join(mesh_axes(positions))} ({shards(positions)})" if way else ""
     return name, ", ".join(text for text in (across, name, note) if text)

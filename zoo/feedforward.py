@@ -1,0 +1,62 @@
+"""MLPs of decoder and encoder layers: gated, as in Llama, and with biases, as in GPT-2; LayerNorm.
+
+Shapes: B batch, T positions, D embed, F mlp.
+"""
+
+import functools
+
+import jax
+from flax import nnx
+
+from .layers import adapters, add_bias, gather, project
+from .sharding import param
+
+
+class GatedMLP(nnx.Module):
+    """(activation(x · gate) * (x · up)) · down (Shazeer 2020); SwiGLU with silu, GeGLU with gelu.
+    Tensor parallelism splits F, and then the output costs one all-reduce, or with a split residual
+    stream one reduce-scatter.
+    """
+
+    def __init__(self, config, activation=jax.nn.silu, *, rngs: nnx.Rngs):
+        D, F = config.embed, config.mlp
+        self.activation = activation
+        self.gate = param(rngs, (D, F), ("embed", "mlp"), D**-0.5)
+        self.up = param(rngs, (D, F), ("embed", "mlp"), D**-0.5)
+        self.down = param(rngs, (F, D), ("mlp", "embed"), (F * 2 * config.num_layers) ** -0.5)
+        self.lora = adapters(self, config, rngs, gate=1, up=1, down=1)
+
+    def __call__(self, x_BTD):
+        x_BTD = gather(x_BTD)
+        hidden_BTF = self.activation(project(self, "gate", x_BTD)) * project(self, "up", x_BTD)
+        return project(self, "down", hidden_BTF, seq="residual_seq")
+
+
+class GeluMLP(nnx.Module):
+    """gelu(x · up + up_bias) · down + down_bias; costs as much communication as GatedMLP.
+
+    Args:
+      approximate: computes GELU (Hendrycks & Gimpel 2016) by tanh.
+    """
+
+    def __init__(self, config, approximate: bool, *, rngs: nnx.Rngs):
+        D, F = config.embed, config.mlp
+        self.activation = functools.partial(jax.nn.gelu, approximate=approximate)
+        self.up = param(rngs, (D, F), ("embed", "mlp"), D**-0.5)
+        self.up_bias = param(rngs, (F,), ("mlp",), 0.0)
+        self.down = param(rngs, (F, D), ("mlp", "embed"), (F * 2 * config.num_layers) ** -0.5)
+        self.down_bias = param(rngs, (D,), ("norm",), 0.0)
+        self.lora = adapters(self, config, rngs, up=1, down=1)
+
+    def __call__(self, x_BTD):
+        hidden_BTF = add_bias(project(self, "up", gather(x_BTD)), self.up_bias)
+        out_BTD = project(self, "down", self.activation(hidden_BTF), seq="residual_seq")
+        return add_bias(out_BTD, self.down_bias)
+
+
+def layer_norm(dim: int, eps: float, dtype: str) -> nnx.LayerNorm:
+    """LayerNorm (Ba et al. 2016), computed in float32; returns `dtype`."""
+    names = {"out_sharding": ("norm",), "eager_sharding": False}
+    metadata = {"scale_metadata": names, "bias_metadata": names}
+    options = {"dtype": dtype, "use_fast_variance": False, "rngs": nnx.Rngs(0)}
+    return nnx.LayerNorm(dim, epsilon=eps, **metadata, **options)
