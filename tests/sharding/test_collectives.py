@@ -48,6 +48,7 @@ ACTIVATIONS = {
     "transformer": (12, 18),
     # 4 forward, 2 for attention again, 2 for the experts, 2 to 6 for attention, 2 for the embeddings.
     "moe": (12, 16),
+    "gpt2": (12, 18),
 }
 MOST = 4
 
@@ -122,14 +123,7 @@ def variables(layout: Layout) -> dict[str, Variable]:
 
 
 def _stacks(layout: Layout) -> set[str]:
-    """Axes of stacked layers: only weights have them, always in front of other axes."""
-    every = [axes for tree in layout.model.axes.values() for axes in paths(tree).values()]
-    return {
-        axis
-        for axis, on in layout.zoo.LOGICAL_AXES.items()
-        if on in ("weights", "stack") and axis not in layout.zoo.IN_USE
-        if all(axes[0] == axis and len(axes) > 1 for axes in every if axis in axes)
-    }
+    return {axis for axis, on in layout.zoo.LOGICAL_AXES.items() if on == "stack"}
 
 
 def _dims(shape) -> tuple[int, ...]:
