@@ -81,12 +81,12 @@ class Attention(nnx.Module):
         if kind.rope_theta is not None:
             q, k = (rotate(x, at.angles[kind], kind.magnitude) for x in (q, k))
         q = q * self.scale if self.scale != 1 else q
-        extra = (self.soft_cap, None if self.sinks is None else self.sinks[...])
+        cap, sinks_N = self.soft_cap, None if self.sinks is None else self.sinks[...]
         if past is None:
             how = (self.config.attention, self.config.context, at.striped)
-            out_BTNH = attend(q, k, v, at.segments, kind.window, *how, *extra)
+            out_BTNH = attend(q, k, v, at.segments, kind.window, *how, cap, sinks_N)
         else:
-            out_BTNH = attend_to_cache(q, k, v, *past, at.seen[kind], *extra)
+            out_BTNH = attend_to_cache(q, k, v, past[0], past[1], at.seen[kind], cap, sinks_N)
         return self._project("o", out_BTNH, contract=2, seq="residual_seq"), (k, v)
 
     def _project(self, name: str, x, **how):

@@ -9,7 +9,7 @@ positions.
     model = GPT2(Config.tiny(), rngs=nnx.Rngs(0))
     logits_BTV = model(tokens_BT)
 
-transformer.py shows how to use it on a mesh; RULES are at the end of this file.
+RULES, at the end of this file, shard it on a mesh as transformer.py shows.
 """
 
 import dataclasses
@@ -37,7 +37,7 @@ from .strategies import CP, DECODER, DP, FSDP, FSDP_CP, HSDP, PP, SP, TP
 class Config:
     """The architecture and how to compute it. Named sizes are classmethods.
 
-    Fields without a comment are explained in transformer.Config.
+    transformer.Config explains the fields without a comment.
     """
 
     vocab_size: int
@@ -48,17 +48,17 @@ class Config:
     max_positions: int = 1_024  # P: a row has at most so many tokens
     norm_eps: float = 1e-5
     layer_kinds: tuple[Kind, ...] = (Kind(window=None, rope_theta=None),)  # one for all layers
+    lora_targets: tuple[str, ...] = ("q", "k", "v", "o", "up", "down")
     lora_rank: int = 0
     lora_alpha: float = 16.0
-    lora_targets: tuple[str, ...] = ("q", "k", "v", "o", "up", "down")
-    dtype: str = "float32"
-    remat: str = "full"
-    attention: str = "auto"
-    context: str = "auto"
-    pipeline: str = "1f1b"
-    pipe_microbatches: int = 0
-    loss_chunk: int = 256
     unroll: int = 1
+    loss_chunk: int = 256
+    pipe_microbatches: int = 0
+    pipeline: str = "1f1b"
+    context: str = "auto"
+    attention: str = "auto"
+    remat: str = "full"
+    dtype: str = "float32"
 
     tie_embeddings = True
     mlp_matrices = 2  # up and down, without a gate
@@ -84,7 +84,7 @@ class Config:
 
     @classmethod
     def small(cls) -> "Config":
-        """875,264 parameters. The laptop default, with bytes as tokens."""
+        """973,568 parameters. The laptop default, with bytes as tokens."""
         small = cls(384, 128, 4, num_heads=8, mlp=512)
         return dataclasses.replace(small, remat="dots")
 
@@ -121,8 +121,9 @@ SIZES = {
 REMAT = REMAT_POLICIES  # what a layer keeps for its backward pass
 
 # Axes that rules map; a weight's axis at rest → in use; dims that need not divide evenly.
-DECODER_AXES, IN_USE, UNEVEN, POSITIONS = DECODER
-LOGICAL_AXES = DECODER_AXES | {"position": "weights"}  # P
+DENSE_AXES, DENSE_IN_USE, UNEVEN, POSITIONS = DECODER
+LOGICAL_AXES = DENSE_AXES | {"position": "weights"}  # P
+IN_USE = DENSE_IN_USE
 
 
 class Layer(nnx.Module):
@@ -155,16 +156,12 @@ class GPT2(nnx.Module):
         self.final_norm = layer_norm(config.embed, config.norm_eps, config.dtype)
 
     @fit_positions
-    def __call__(self, tokens_BT, segment_ids_BT=None) -> jax.Array:
-        """Returns logits [B, T, V] in float32; position t predicts token t + 1."""
-        return logits_in_order(self, tokens_BT, segment_ids_BT)
-
-    @fit_positions
     def loss(self, tokens, targets, segment_ids=None):
         """Cross entropy of a batch, in nats: (sum, number of targets, {"loss": both})."""
         batch = tuple(stripe(self.config, x) for x in (tokens, targets, segment_ids))
         return objective(self, batch, IN_USE)[:3]
 
+    __call__ = fit_positions(logits_in_order)
     prefill, decode = read_prompts, read_token
 
     def trunk(self, tokens_BT, segment_ids_BT, positions_BT=None, cache=None):
@@ -173,6 +170,10 @@ class GPT2(nnx.Module):
         x_BTD = self.embed_tokens(tables, tokens_BT, positions_BT)
         x_BTD, kv = self._layers(x_BTD, at, cache, keep=positions_BT is not None)
         return self.final_norm(x_BTD), tables[-1], kv
+
+    def run(self, x_BTD, tokens_BT, targets_BT, segment_ids_BT):
+        at = positions(self.config, tokens_BT, segment_ids_BT)
+        return self._layers(x_BTD, at)[0], {}
 
     def embed_tokens(self, tables, tokens_BT, positions_BT=None):
         """Adds the embeddings of tokens and of their places in the row: [B, T, D]."""
@@ -189,10 +190,6 @@ class GPT2(nnx.Module):
     def costs(self) -> dict[str, float]:
         return {}
 
-    def run(self, x_BTD, tokens_BT, targets_BT, segment_ids_BT):
-        at = positions(self.config, tokens_BT, segment_ids_BT)
-        return self._layers(x_BTD, at)[0], {}
-
     def _layers(self, x_BTD, at, cache=None, keep=False):
         def layer(x_BTD, given, kind):
             weights = in_use(given[0], IN_USE, self.config.dtype)  # inside remat
@@ -203,9 +200,10 @@ class GPT2(nnx.Module):
         return scan_layers(layer, x_BTD, given, kinds(self.config), how, self.config.unroll)
 
 
+complete = functools.partial(complete_tables, LOGICAL_AXES)
+
 # Strategy → logical axis → mesh axis. What each parallelism splits and costs: strategies.py.
-RULES: dict[str, Rules] = complete_tables(
-    LOGICAL_AXES,
+RULES: dict[str, Rules] = complete(
     {
         "dp": DP,
         "tp_sp": DP | TP | SP,
@@ -221,5 +219,5 @@ RULES: dict[str, Rules] = complete_tables(
         "cp": DP | CP,
         "fsdp_cp": DP | CP | FSDP_CP,
         "fsdp_cp_tp": DP | CP | FSDP_CP | TP,
-    },
+    }
 )

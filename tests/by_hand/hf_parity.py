@@ -178,7 +178,8 @@ def make(family: Family, folder: pathlib.Path) -> None:
     model = transformers.AutoModelForCausalLM.from_config(config)
     with torch.no_grad():
         for name, weight in model.named_parameters():
-            weight.copy_(0.15 * torch.randn(weight.shape) + ("norm" in name))
+            norm = "norm" in name or (".ln_" in name and name.endswith("weight"))
+            weight.copy_(0.15 * torch.randn(weight.shape) + norm)
     model.to(getattr(torch, family.dtype)).save_pretrained(folder, max_shard_size=family.shard)
     (folder / "generation_config.json").unlink(missing_ok=True)
 

@@ -36,7 +36,7 @@ TENSORS = {
     "final_norm/scale": ("ln_f.weight", "D", "D"),
     "final_norm/bias": ("ln_f.bias", "D", "D"),
 }
-TENSORS = {path: (PREFIX + name, *dims) for path, (name, *dims) in TENSORS.items()}
+TENSORS = {path: (PREFIX + name, ours, theirs) for path, (name, ours, theirs) in TENSORS.items()}
 TIED = {"lm_head.weight": "transformer.wte.weight"}
 COMPUTED = (".attn.bias", ".attn.masked_bias")  # masks in old files
 CONTEXT = "n_positions"
