@@ -143,12 +143,25 @@ def compile_step(entry_name: str, layout: Layout, is_long: bool = False) -> jax.
     )
 
 
-@functools.cache
+@functools.lru_cache(maxsize=4)  # one of JAX 0.12 takes up to 900 of a process's 65,530 memory maps
 def compiled_step(
     entry_name: str, strategy: str, mesh: str, is_long: bool = False
 ) -> jax.stages.Compiled:
-    """The step that test_meshes.py runs and test_collectives.py reads, compiled only once."""
-    return compile_step(entry_name, ENTRIES[entry_name].layout(mesh, strategy), is_long)
+    """The step that test_meshes.py runs."""
+    step = compile_step(entry_name, ENTRIES[entry_name].layout(mesh, strategy), is_long)
+    TEXTS[entry_name, strategy, mesh, is_long] = step.as_text()
+    return step
+
+
+TEXTS: dict[tuple, str] = {}  # of all steps that this process has compiled
+
+
+def step_text(entry_name: str, strategy: str, mesh: str) -> str:
+    """The compiled text, which test_collectives.py reads of the steps that test_meshes.py has run."""
+    case = entry_name, strategy, mesh, False
+    if case not in TEXTS:
+        compiled_step(*case)
+    return TEXTS[case]
 
 
 def with_case(text: str, case: tuple[str, str, str], record: dict[str, float]) -> str:
