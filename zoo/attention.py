@@ -138,7 +138,7 @@ def stripe(config, x_BT, *axes: str, back: bool = False) -> Any:
     return reshape(x, x_BT.shape, "batch", "seq", *axes)
 
 
-def logits_in_order(model, tokens_BT, segment_ids_BT) -> jax.Array:
+def logits_in_order(model, tokens_BT, segment_ids_BT=None) -> jax.Array:
     """A decoder's logits, [B, T, V] in float32, in the order of its tokens."""
     tokens_BT, segment_ids_BT = (stripe(model.config, x) for x in (tokens_BT, segment_ids_BT))
     x_BTD, table_RVD, _ = model.trunk(tokens_BT, segment_ids_BT)

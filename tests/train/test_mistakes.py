@@ -290,6 +290,7 @@ SMALL_ROWS = [  # of the other recipes, which have the same code behind most fla
     ("moe", ["--capacity=0"], "--capacity=0 is not a number > 0; try 1.25, or none to leave no token out"),
     ("moe", ["--capacity=nan"], "--capacity=nan is not a number > 0; try"),
     ("moe", ["--capacity=all"], "--capacity=all is not a number > 0; try"),
+    ("gpt2", ["--seq_len=2048"], "--seq_len=2048 is more than the 1024 positions that the model learns; use at most --seq_len=1024"),
     ("moe", ["--size=medium"], '--size=medium is not one of "", tiny, small, mixtral_8x7b, qwen3_30b_a3b'),
     ("moe", ["--restore_from={here}/run"], "has entry 'transformer', not 'moe'; use a different one"),
     ("moe", ["--lora_rank=8"], "--lora_rank=8 trains an adapter on a trained model, and there is none; use --restore_from=… as well"),
