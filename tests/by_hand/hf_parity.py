@@ -172,10 +172,19 @@ FAMILIES |= {
         | {"rope_parameters": {SLIDING: LINEAR | {"rope_theta": 1e3}, FULL: {"rope_theta": 1e5}}},
         norms=0.0,
     ),
-    "gemma3_vision": Family("Gemma3Config", {"text_config": GEMMA3, "vision_config": {
-        "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "patch_size": 14,
-        "num_attention_heads": 2, "image_size": 28,
-    }, "mm_tokens_per_image": 4}, norms=0.0),
+    "gemma3_vision": Family(
+        "Gemma3Config",
+        {
+            "text_config": GEMMA3 | {"num_hidden_layers": 2, "layer_types": [SLIDING, FULL]},
+            "vision_config": {
+                "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1,
+                "num_attention_heads": 2, "image_size": 28, "patch_size": 14,
+            },
+            "mm_tokens_per_image": 4,
+        },
+        "bfloat16",
+        norms=0.0,
+    ),
 }  # fmt: skip
 NOT_GOLDEN = {
     "odd_gemma3",
