@@ -165,7 +165,7 @@ def config_json(config: Config, context: int) -> dict[str, Any]:
     most = max(map(len, ropes.values())) if gemma3 else len(ropes[LOCAL] | ropes[GLOBAL])
     for what, has_it in {
         "windows of different lengths": len({*windows} - {None}) > 1,
-        "rotary embeddings like these in layers of one kind": most > 1,
+        f"different rotary embeddings{' in layers of one kind' if gemma3 else ''}": most > 1,
         "layers without rotary embeddings": any(kind.rope_theta is None for kind in period),
         "both qk_norm and soft_cap": gemma3 and config.soft_cap is not None,
         "an embed that num_heads does not divide": config.embed % config.num_heads > 0,
