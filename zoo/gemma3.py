@@ -12,7 +12,7 @@ Shapes: B batch, T positions, D embed, N heads, K kv heads, H head dim, F mlp, V
     logits_BTV = model(tokens_BT)
     total, count, figures = model.loss(tokens_BT, targets_BT)
 
-transformer.py shows how to use it on a mesh; RULES are at the end of this file.
+transformer.py shows how to use it on a mesh. RULES are at the end.
 """
 
 import dataclasses
@@ -38,17 +38,14 @@ from .strategies import CP, DECODER, DP, FSDP, FSDP_CP, HSDP, PP, SP, TP
 
 @dataclasses.dataclass(frozen=True)
 class Config:
-    """The architecture and how to compute it. Named sizes are classmethods.
-
-    Fields without a comment are explained in transformer.Config.
-    """
+    """The architecture and how to compute it. transformer.Config explains fields without a comment."""
 
     vocab_size: int
     embed: int
     num_layers: int
     num_heads: int
     num_kv_heads: int
-    head_dim: int
+    head_dim: int  # need not be embed / num_heads
     mlp: int  # F, hidden width of the GeGLU
     # One period of layers, repeated over the depth: local ones, with a window, and a global one.
     layer_kinds: tuple[Kind, ...]

@@ -189,13 +189,13 @@ def config_json(config: Config, context: int) -> dict[str, Any]:
     return theirs
 
 
-def ropes_json(ropes: dict[str, tuple[float, tuple | None]]) -> dict[str, Any]:
+def ropes_json(ropes: dict[str, tuple[Any, ...]]) -> dict[str, Any]:
     """Gemma 3's rotary keys: the older ones, unless only the newer ones can say it."""
     theta, scaling = ropes.get(GLOBAL, (THETAS[GLOBAL][1], None))
     local_theta, local_scaling = ropes.get(LOCAL, (THETAS[LOCAL][1], None))
-    theirs = {"rope_theta": theta, "rope_local_base_freq": local_theta}
+    theirs: dict[str, Any] = {"rope_theta": theta, "rope_local_base_freq": local_theta}
     theirs["rope_scaling"] = llama.scaling_json(scaling)
     if local_scaling:
-        parameters = {"rope_theta": local_theta} | (llama.scaling_json(local_scaling) or {})
-        theirs["rope_parameters"] = {LOCAL: parameters, GLOBAL: {"rope_theta": theta}}
+        local = {"rope_theta": local_theta} | (llama.scaling_json(local_scaling) or {})
+        theirs["rope_parameters"] = {LOCAL: local, GLOBAL: {"rope_theta": theta}}
     return theirs
