@@ -29,7 +29,7 @@ class Flags(language.Flags):
 # The run, from the mesh to the sample: recipes/common/language/recipe.py.
 main = functools.partial(language.main, "gemma3")
 
-NEW = (Run(steps=500, batch_size=16, learning_rate=4e-3), Text(), Flags(), Sample())
+NEW = (Run(steps=400, batch_size=16, learning_rate=4e-3), Text(), Flags(), Sample())
 defaults = functools.partial(language.fine_tuning, "gemma3", NEW)
 
 if __name__ == "__main__":

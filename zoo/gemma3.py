@@ -209,7 +209,7 @@ class Gemma3(nnx.Module):
 
     @fit_positions
     def __call__(self, tokens_BT, segment_ids_BT=None) -> jax.Array:
-        """Returns logits [B, T, V] in float32; position t predicts token t + 1."""
+        """Returns logits [B, T, V] in float32, within ±logits_soft_cap if there is one."""
         return logits_in_order(self, tokens_BT, segment_ids_BT)
 
     @fit_positions
