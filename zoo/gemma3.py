@@ -32,7 +32,7 @@ from .layers import (
     REMAT_POLICIES, RMSNorm, fit_positions, look_up, objective, scan_layers, stack, vocabulary,
     vocabulary_tables,
 )  # fmt: skip
-from .sharding import Rules, complete_tables, in_use
+from .sharding import Rules, complete_tables, constrain, in_use
 from .strategies import CP, DECODER, DP, FSDP, FSDP_CP, HSDP, PP, SP, TP
 
 
@@ -189,23 +189,21 @@ class Layer(nnx.Module):
         self.mlp = GatedMLP(config, jax.nn.gelu, rngs=rngs)  # by tanh
 
     def __call__(self, x_BTD, at, kind, past=None):
-        # Saved before the norm, whose backward pass needs its input.
         out_BTD, kv = self.attention(self.attention_norm(x_BTD), at, kind, past)
-        x_BTD = x_BTD + self.post_attention_norm(checkpoint_name(out_BTD, "sublayer"))
+        x_BTD = x_BTD + normed_output(out_BTD, self.post_attention_norm)
         out_BTD = self.mlp(self.mlp_norm(x_BTD))
-        return x_BTD + self.post_mlp_norm(checkpoint_name(out_BTD, "sublayer")), kv
+        return x_BTD + normed_output(out_BTD, self.post_mlp_norm), kv
 
 
 class Gemma3(nnx.Module):
     """Tokens in, next-token logits out. See the module's docstring, and Transformer's methods."""
 
     def __init__(self, config: Config, *, rngs: nnx.Rngs):
-        self.config = config
-        self.final_norm = RMSNorm(config.embed, config.norm_eps, offset=1.0)
-        self.embed = vocabulary(config, rngs=rngs)
+        self.config, self.embed = config, vocabulary(config, rngs=rngs)
         self.layers = stack(functools.partial(Layer, config), config.num_layers, rngs)
         if not config.tie_embeddings:
             self.unembed = vocabulary(config, rngs=rngs)
+        self.final_norm = RMSNorm(config.embed, config.norm_eps, offset=1.0)
 
     @fit_positions
     def __call__(self, tokens_BT, segment_ids_BT=None) -> jax.Array:
@@ -252,6 +250,12 @@ class Gemma3(nnx.Module):
         return scan_layers(layer, x_BTD, (self.layers, past), *how)
 
 
+def normed_output(out_BTD, norm: RMSNorm) -> jax.Array:
+    """A sublayer's output to add to the residual; remat keeps the norm's input, not its output."""
+    out_BTD = norm(checkpoint_name(out_BTD, "sublayer"))
+    return constrain(out_BTD, "batch", "residual_seq", "act_embed")
+
+
 def run_layer(x_BTD, layer_and_past, kind: Kind, dtype: str, at, keep: bool):
     """One layer, gathered here, inside remat: the backward pass gathers it again."""
     layer, past = layer_and_past
@@ -266,7 +270,7 @@ def gemma3_period(window: int, scaling: tuple | None = None) -> tuple[Kind, ...]
 
 complete = functools.partial(complete_tables, LOGICAL_AXES)
 
-# Strategy → logical axis → mesh axis. What each parallelism splits and costs: strategies.py.
+# Strategy → logical axis → mesh axis; costs: strategies.py.
 RULES: dict[str, Rules] = complete(
     {
         "dp": DP,
