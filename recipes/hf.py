@@ -5,8 +5,8 @@
     python -m recipes.hf export --source=DIR --target=DIR --adapter       # one that PEFT loads
 
 The DIR to import is a folder with config.json and *.safetensors, or ORG/NAME on the Hub. Models of the
-Llama family become a zoo/transformer.py, Mixtral and Qwen3-MoE a zoo/moe.py. The DIR to export is a
-run's workdir or a checkpoint. Recipes also read model folders without an import: --restore_from=hf:DIR.
+Llama family become a zoo/transformer.py, Mixtral and Qwen3-MoE a zoo/moe.py, Gemma 2 and 3 a
+zoo/gemma3.py. The DIR to export is a run's workdir or a checkpoint. Recipes also read model folders without an import: --restore_from=hf:DIR.
 Adapters (LoRA), also PEFT's, are merged with their base; --adapter exports them alone.
 """
 

@@ -18,6 +18,7 @@ ENTRIES = {  # name of the zoo file and of the recipe → Entry
     "transformer": Entry("Transformer", "data.text", "nats a token"),
     "moe": Entry("MoE", "data.text", "nats a token"),
     "gpt2": Entry("GPT2", "data.text", "nats a token"),
+    "gemma3": Entry("Gemma3", "data.text", "nats a token"),
 }
 
 

@@ -56,6 +56,7 @@ class Family:
     dtype: str = "float32"  # of the file
     shard: str = "1GB"  # largest file
     meshes: tuple = (*MESHES, *FURTHER)
+    norms: float = 1.0  # mean of its norms' weights; Gemma adds 1 to them
 
 
 FAMILIES = {
@@ -153,8 +154,43 @@ FAMILIES |= {  # unlike layers, and rotary scalings
 }  # fmt: skip
 FAMILIES["gpt2"] = Family("GPT2Config", {"num_key_value_heads": 8, "n_inner": 80}, "bfloat16")
 FAMILIES["odd_gpt2"] = Family("GPT2Config", {"vocab_size": 67, "hidden_size": 40})
+LINEAR = {"rope_type": "linear", "factor": 8.0}
+GEMMA3 = {"num_hidden_layers": 7, "head_dim": 8, "sliding_window": 5, "query_pre_attn_scalar": 12}
+GEMMA3 |= {  # five local layers, a global one, and one left over
+    "rope_parameters": {
+        SLIDING: {"rope_type": "default", "rope_theta": 1e3},
+        FULL: {"rope_theta": 1e5} | LINEAR,
+    }
+}
+GEMMA2 = {"num_hidden_layers": 3, "head_dim": 6, "sliding_window": 5, "query_pre_attn_scalar": 9}
+GEMMA2 |= {"attn_logit_softcapping": 2.0, "final_logit_softcapping": 3.0}  # small: they matter
+FAMILIES |= {
+    "gemma3": Family("Gemma3TextConfig", GEMMA3, "bfloat16", norms=0.0),
+    "gemma2": Family("Gemma2Config", GEMMA2, norms=0.0),
+    "odd_gemma3": Family(  # a single kv head, untied; a rotary scaling in local layers too
+        "Gemma3TextConfig",
+        ODD | GEMMA3 | {"vocab_size": 331, "num_key_value_heads": 1, "tie_word_embeddings": False}
+        | {"layer_types": [FULL, SLIDING, SLIDING] * 2 + [FULL], "final_logit_softcapping": 4.0}
+        | {"rope_parameters": {SLIDING: LINEAR | {"rope_theta": 1e3}, FULL: {"rope_theta": 1e5}}},
+        norms=0.0,
+    ),
+    "gemma3_vision": Family(
+        "Gemma3Config",
+        {
+            "text_config": GEMMA3 | {"num_hidden_layers": 2, "layer_types": [SLIDING, FULL]},
+            "vision_config": {
+                "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1,
+                "num_attention_heads": 2, "image_size": 28, "patch_size": 14,
+            },
+            "mm_tokens_per_image": 4,
+        },
+        "bfloat16",
+        norms=0.0,
+    ),
+}  # fmt: skip
 NOT_GOLDEN = {"qwen3_window", "qwen2_window", "odd_mixtral", "odd_qwen3_moe", "qwen2_mixed"}
-NOT_GOLDEN |= {"qwen3_mixed", "qwen2_yarn", "mistral_yarn", "mixtral_linear", "odd_gpt2"}
+NOT_GOLDEN |= {"qwen3_mixed", "qwen2_yarn", "mistral_yarn", "mixtral_linear"}
+NOT_GOLDEN |= {"odd_gpt2", "odd_gemma3"}
 
 ADAPTERS = {  # golden model → modules with an adapter of PEFT's
     "llama3": [*("q_proj", "k_proj", "v_proj", "o_proj"), *("gate_proj", "up_proj", "down_proj")],
@@ -174,12 +210,15 @@ def make(family: Family, folder: pathlib.Path) -> None:
     import transformers
 
     torch.manual_seed(0)
-    config = getattr(transformers, family.config)(**SIZES | family.options)
-    model = transformers.AutoModelForCausalLM.from_config(config)
+    options, kind = SIZES | family.options, transformers.AutoModelForCausalLM
+    if "text_config" in options:  # a model that reads text and images
+        options = family.options | {"text_config": SIZES | family.options["text_config"]}
+        kind = transformers.AutoModelForImageTextToText
+    model = kind.from_config(getattr(transformers, family.config)(**options))
     with torch.no_grad():
         for name, weight in model.named_parameters():
             norm = "norm" in name or (".ln_" in name and name.endswith("weight"))
-            weight.copy_(0.15 * torch.randn(weight.shape) + norm)
+            weight.copy_(0.15 * torch.randn(weight.shape) + family.norms * norm)
     model.to(getattr(torch, family.dtype)).save_pretrained(folder, max_shard_size=family.shard)
     (folder / "generation_config.json").unlink(missing_ok=True)
 

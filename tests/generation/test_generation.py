@@ -67,6 +67,8 @@ def uncached(family: str) -> tuple[list[list[int]], list[np.ndarray]]:
 CASES = [(family, *mesh) for family in FAMILIES for mesh in MESHES] + [
     ("smollm", "8", "fsdp"),
     ("gpt2", "2x4", "fsdp_tp"),
+    ("gemma3_vision", "2x4", "fsdp_tp"),
+    ("gemma2", "1x8", "tp"),
     ("mixtral", "data=2,expert=4", "fsdp_ep"),
     ("qwen3_moe", "data=2,expert=2,model=2", "fsdp_ep_tp"),
 ]

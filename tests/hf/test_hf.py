@@ -21,7 +21,7 @@ from flax import nnx
 import recipes.hf
 from data import DataError, tokenizer
 from recipes.common import checkpoint, hf
-from recipes.common.hf import llama
+from recipes.common.hf import gemma, llama
 from recipes.common.mesh import make_mesh
 from recipes.common.runtime.errors import UserError
 from recipes.common.sharding.abstract import abstract_model, paths
@@ -37,6 +37,7 @@ from tests.by_hand.hf_parity import (
 from tests.conftest import ROOT, full_except
 from zoo import moe
 from zoo.attention import Kind
+from zoo.gemma3 import SIZES
 from zoo.transformer import Config, Transformer
 
 pytestmark = pytest.mark.promise("hugging-face")
@@ -78,7 +79,7 @@ def tensors_of(file):
 # ---- parity --------------------------------------------------------------------------------------
 
 
-SLOW = ("qwen3_moe", "odd_llama", "llama_linear", "qwen3_yarn")
+SLOW = ("qwen3_moe", "odd_llama", "llama_linear", "qwen3_yarn", "gemma3", "gemma2")
 FAST = [family for family in FAMILIES if family not in SLOW]
 
 
@@ -126,6 +127,8 @@ def test_export_is_read_back_bit_equal_with_the_same_config(family, tmp_path):
     assert a.metadata == b.metadata
     assert_bit_equal(params_of(f"hf:{a.path}"), params_of(f"hf:{b.path}"))
     theirs, ours = (json.loads((f.path / "config.json").read_text()) for f in (a, b))
+    if "vision_config" in theirs:
+        theirs = {"architectures": ["Gemma3ForCausalLM"], "model_type": "gemma3_text"}
     for key in ("architectures", "model_type"):
         assert theirs[key] == ours[key]
 
@@ -154,6 +157,13 @@ def test_every_option_of_config_is_read():
     assert [n for n in found if found[n].sliding_window] == ["mistral"]
     assert [n for n in found if found[n].rope_scaling] == ["llama3", "llama_linear"]
     assert [n for n in found if found[n].layer_kinds] == ["ministral", "qwen3_yarn"]
+    gemma = [every[n] for n in ("gemma3", "gemma2", "gemma3_vision")]
+    assert [c.qk_norm for c in gemma] == [True, False, True]
+    assert [(c.soft_cap, c.logits_soft_cap) for c in gemma[:2]] == [(None, None), (2.0, 3.0)]
+    assert [c.query_scalar for c in gemma] == [12, 9, 12]
+    local, wide = Kind(5, 1e3), Kind(None, 1e5, ("linear", 8.0))
+    assert [c.layer_kinds for c in gemma[::2]] == [(local,) * 5 + (wide,), (local, wide)]
+    assert (gemma[0].num_layers, gemma[1].layer_kinds) == (7, (Kind(5, 1e4), Kind(None, 1e4)))
     dtypes = {n: {str(v.dtype) for f in (GOLDEN / n).glob("*.safetensors")
                   for v in tensors_of(f).values()} for n in found}  # fmt: skip
     assert dtypes["llama2"] == {"float16"}
@@ -427,6 +437,105 @@ def test_a_write_that_fails_leaves_nothing(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
+# ---- Gemma ---------------------------------------------------------------------------------------
+
+
+def gemma_config(keys, **changes):
+    """Our Config for config.json's keys; ... removes a key."""
+    keys = {key: value for key, value in (keys | changes).items() if value is not ...}
+    kind = gemma.ARCHITECTURES[keys["architectures"][0]]
+    return gemma.config_from(gemma.text_keys(keys | {"model_type": kind}, ROOT), ROOT)
+
+
+def keys_of(name):
+    return json.loads((GOLDEN / name / "config.json").read_text())
+
+
+def test_older_keys_of_gemma_mean_what_newer_ones_mean():
+    """Older: a base and a scaling for global layers, a base for local ones, a pattern."""
+    keys, scaling = keys_of("gemma3"), {"rope_type": "linear", "factor": 8.0}
+    older = {"rope_theta": 1e5, "rope_local_base_freq": 1e3, "rope_scaling": scaling}
+    older |= {"rope_parameters": ..., "layer_types": ..., "sliding_window_pattern": 6}
+    assert gemma_config(keys, **older) == gemma_config(keys)
+    # As in the published 1b: no scaling.
+    assert gemma_config(keys, **older | {"rope_scaling": None}).layer_kinds[-1] == Kind(None, 1e5)
+    of_three = gemma_config(keys, layer_types=..., sliding_window_pattern=3)
+    assert [kind.window for kind in of_three.layer_kinds] == [5, 5, None]
+    # Local layers may have a scaling too; only the newer keys can say so.
+    both = {S: {"rope_theta": 1e3} | scaling, F: {"rope_theta": 1e5}}
+    ours = gemma_config(keys, rope_parameters=both)
+    assert ours.layer_kinds[0] == Kind(5, 1e3, ("linear", 8.0))
+    assert gemma_config(gemma.config_json(ours, 64)) == ours
+    for one_kind in ([S] * 7, [F] * 7):
+        ours = gemma_config(keys, layer_types=one_kind)
+        assert len(ours.layer_kinds) == 1
+        assert gemma_config(gemma.config_json(ours, 64)) == ours
+
+
+def test_published_gemmas_are_their_named_sizes():
+    """Their config.json leave out what transformers has defaults for."""
+    text = {"hidden_size": 2560, "intermediate_size": 10240, "model_type": "gemma3_text"}
+    text |= {"num_hidden_layers": 34, "sliding_window": 1024}
+    text |= {"rope_scaling": {"factor": 8.0, "rope_type": "linear"}}
+    whole = {"architectures": ["Gemma3ForConditionalGeneration"], "vision_config": {}}
+    assert gemma_config(whole | {"text_config": text}) == SIZES["4b"]()
+    text |= {"hidden_size": 5376, "intermediate_size": 21504, "num_hidden_layers": 62}
+    text |= {"num_attention_heads": 32, "num_key_value_heads": 16, "head_dim": 128}
+    text |= {"query_pre_attn_scalar": 168}
+    assert gemma_config(whole | {"text_config": text}) == SIZES["27b"]()
+    assert gemma_config({"architectures": ["Gemma2ForCausalLM"]}) == SIZES["gemma2_2b"]()
+    for size in ("1b", "12b", "gemma2_9b", "gemma2_27b"):
+        config = SIZES[size]()
+        assert gemma_config(gemma.config_json(config, 64)) == config
+
+
+@pytest.mark.parametrize("prefix", ["language_model.", "model.language_model."])
+def test_the_text_model_is_read_from_under_its_prefix(folder, prefix, capfd):
+    """Older files say language_model.model.…, newer ones model.language_model.…"""
+    theirs = folder("gemma3_vision")
+    file, whole = theirs / "model.safetensors", params_of(f"hf:{theirs}")
+    tensors = tensors_of(file)
+    head = tensors["language_model.model.embed_tokens.weight"]
+    if prefix.startswith("model."):
+        tensors = {
+            name.replace("language_model.model.", prefix)
+            if "language" in name
+            else f"model.{name}": x
+            for name, x in tensors.items()
+        }
+    tensors["lm_head.weight" if prefix.startswith("model.") else f"{prefix}lm_head.weight"] = head
+    safetensors.numpy.save_file(tensors, file)
+    capfd.readouterr()
+    assert_bit_equal(params_of(f"hf:{theirs}"), whole)
+    said = "The vision tower of gemma3_vision was left out; the zoo has its text model.\n"
+    assert capfd.readouterr().out == said
+    assert hf.Folder(theirs).metadata["context"] == 64
+    edit(theirs, tie_word_embeddings=False)
+    with pytest.raises(UserError, match="has tie_word_embeddings false, which"):
+        hf.Folder(theirs)
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"layer_kinds": (Kind(4, 1e4), Kind(5, 1e4))}, "windows of different lengths"),
+        (
+            {"layer_kinds": (Kind(4, 1e4), Kind(4, 1e5))},
+            "different rotary embeddings in layers of one kind",
+        ),
+        ({"qk_norm": False}, "different rotary embeddings"),
+        ({"layer_kinds": (Kind(4, 1e4), Kind(None, None))}, "layers without rotary embeddings"),
+        ({"soft_cap": 5.0}, "both qk_norm and soft_cap"),
+        ({"embed": 72}, "an embed that num_heads does not divide"),
+    ],
+)
+def test_a_gemma_without_an_architecture_is_not_exported(changes, said, tmp_path):
+    config = dataclasses.replace(SIZES["tiny"](), **changes)
+    with pytest.raises(UserError, match=f"no Hugging Face Gemma has {said}; use a model without"):
+        hf.write(tmp_path / "out", "gemma3", config, 64, lambda path: pytest.fail("read"))
+    assert list(tmp_path.iterdir()) == []
+
+
 # ---- what is wrong with them ---------------------------------------------------------------------
 
 
@@ -485,6 +594,23 @@ def test_a_write_that_fails_leaves_nothing(tmp_path):
         ("qwen3", {"architectures": ["LlamaForCausalLM"]}, "unexpected tensor model.layers.0.self_attn.k_norm"),
         ("llama3", {"architectures": ["Qwen2ForCausalLM"]}, "is missing tensor model.layers.0.self_attn.k_proj.bias"),
         ("smollm", {"tie_word_embeddings": False}, "is missing tensor lm_head.weight;"),
+        ("gemma3", {"attn_logit_softcapping": 50.0}, "has attn_logit_softcapping 50.0, which zoo/gemma3.py"),
+        ("gemma3", {"use_bidirectional_attention": True}, "has use_bidirectional_attention true, which"),
+        ("gemma3", {"hidden_activation": "gelu"}, 'has hidden_activation "gelu", which'),
+        ("gemma3", {"sliding_window": None}, 'has layer_types "sliding_attention", which'),
+        ("gemma3", {"rope_scaling": {"type": "linear", "factor": 2.0}}, "has rope_scaling {"),
+        ("gemma3", {"rope_scaling": {"rope_type": "dynamic"}}, 'has rope_type "dynamic", which'),
+        ("gemma3", {"rope_scaling": "linear"}, 'has rope_scaling "linear", which'),
+        ("gemma3", {"rope_parameters": {"rope_theta": 1e4}}, "has rope_parameters {"),
+        ("gemma3", {"rope_parameters": {F: 7}}, "has rope_parameters {"),
+        ("gemma3", {"query_pre_attn_scalar": -1}, "has query_pre_attn_scalar -1, which must be a number"),
+        ("gemma3", {"architectures": ["Gemma2ForCausalLM"]}, "has rope_parameters {"),
+        ("gemma2", {"architectures": ["Gemma3ForCausalLM"], "attn_logit_softcapping": None},
+         "has rope_parameters {"),
+        ("gemma2", {"final_logit_softcapping": 0}, "has final_logit_softcapping 0, which must be a number"),
+        ("gemma2", {"attention_bias": True}, "has attention_bias true, which"),
+        ("gemma3_vision", {"text_config": None}, "has text_config null, which"),
+        ("gemma3_vision", {"quantization_config": {"bits": 4}}, "has quantization_config {"),
     ],
 )  # fmt: skip
 def test_unsupported_architectures_are_refused_by_name(folder, family, changes, said):

@@ -17,12 +17,13 @@ from flax import nnx
 
 from data import buckets, hub, tokenizer
 from recipes.common import entries
-from recipes.common.hf import gpt2, llama, moe, tensors
+from recipes.common.hf import gemma, gpt2, llama, moe, tensors
 from recipes.common.runtime import folders
 from recipes.common.runtime.errors import UserError
+from recipes.common.runtime.terminal import print0
 from recipes.common.sharding.abstract import Tree, abstract_model, paths
 
-FAMILIES = (llama, moe, gpt2)
+FAMILIES = (llama, moe, gpt2, gemma)
 ENTRIES = {family.ENTRY: family for family in FAMILIES}  # entry → family that exports it
 
 
@@ -56,10 +57,14 @@ class Folder:
         self.path = path
         if not path.is_dir():
             raise UserError(f"{path} is a file; use its folder")
-        theirs = tensors.read_json(path / "config.json")
-        self.family, kind = _family(theirs, path / "config.json")
+        file = path / "config.json"
+        theirs = tensors.read_json(file)
+        self.family, kind = _family(theirs, file)
         # model_type may be absent; if it contradicts the architecture, the architecture counts.
-        self.config = self.family.config_from(theirs | {"model_type": kind}, path / "config.json")
+        theirs |= {"model_type": kind}
+        if hasattr(self.family, "text_keys"):
+            theirs = self.family.text_keys(theirs, file)
+        self.config = self.family.config_from(theirs, file)
         self.metadata = {
             "entry": self.family.ENTRY,
             "config": dataclasses.asdict(self.config),
@@ -67,8 +72,13 @@ class Folder:
             "context": theirs.get(self.family.CONTEXT),  # for exporting it again
         }
         found = tensors.find(path)
+        with_vision = kind in getattr(self.family, "WITH_VISION", ())
+        if with_vision:
+            found = self.family.text_tensors(found)
         self._stored = {self.family.canonical(name): tensor for name, tensor in found.items()}
         self._check()
+        if with_vision:
+            print0(f"The vision tower of {path.name} was left out; the zoo has its text model.")
 
     def shapes(self) -> Tree:
         """{"params": nested dict of ShapeDtypeStructs}."""

@@ -1,8 +1,9 @@
 """The Llama family (zoo/transformer.py): Llama 2 and 3, Mistral, Ministral, Qwen 2 and 3, SmolLM.
 
 A family is a module listed in folder.py, with ENTRY, ARCHITECTURES, TIED, COMPUTED, CONTEXT,
-EXCHANGES_ADAPTERS, canonical, tensors, config_from and config_json. It rejects any config.json that its model can't compute exactly, and
-names the key; families share ConfigFile for that.
+EXCHANGES_ADAPTERS, canonical, tensors, config_from and config_json; gemma.py also has what folders
+need that hold more than a text model. A family rejects any config.json that its model can't compute
+exactly, and names the key; families share ConfigFile for that.
 """
 
 import dataclasses
@@ -83,6 +84,10 @@ class ConfigFile:
     keys: dict[str, Any]
     path: pathlib.Path
     entry: str  # its zoo file is named in errors
+
+    def with_keys(self, **keys: Any) -> "ConfigFile":
+        """Returns the same file with some keys changed."""
+        return dataclasses.replace(self, keys=self.keys | keys)
 
     def refused(self, key: str, value) -> UserError:
         return UserError(
@@ -200,10 +205,15 @@ class ConfigFile:
 
 def kinds_of(windows: list[int | None], theta: float, scaling: tuple | None) -> dict[str, Any]:
     """Fields of Config: one kind for all layers, or the shortest period of kinds."""
-    period = next(p for p in range(1, len(windows) + 1) if windows[p:] == windows[:-p])
-    if period == 1:
+    period = period_of([Kind(window, theta, scaling) for window in windows])
+    if len(period) == 1:
         return {"rope_theta": theta, "rope_scaling": scaling, "sliding_window": windows[0]}
-    return {"layer_kinds": tuple(Kind(window, theta, scaling) for window in windows[:period])}
+    return {"layer_kinds": period}
+
+
+def period_of(every: list[Kind]) -> tuple[Kind, ...]:
+    """The shortest period of the layers' kinds."""
+    return tuple(next(every[:p] for p in range(1, len(every) + 1) if every[p:] == every[:-p]))
 
 
 def canonical(name: str) -> str:
@@ -293,15 +303,6 @@ def common_json(
       sizes: a table like SIZES.
     """
     kind = kinds(config)[0]
-    match kind.rope_scaling:
-        case None:
-            scaling = None
-        case ("linear", factor):
-            scaling = {"rope_type": "linear", "factor": factor}
-        case ("yarn", *numbers):
-            scaling = {"rope_type": "yarn"} | dict(zip(YARN, numbers, strict=True))
-        case numbers:
-            scaling = {"rope_type": "llama3"} | dict(zip(LLAMA3, numbers, strict=True))
     return {
         "architectures": [architecture],
         "model_type": model_type,
@@ -309,8 +310,21 @@ def common_json(
         "hidden_act": "silu",
         "rms_norm_eps": config.norm_eps,
         "rope_theta": kind.rope_theta,
-        "rope_scaling": scaling,
+        "rope_scaling": scaling_json(kind.rope_scaling),
         "tie_word_embeddings": config.tie_embeddings,
         "max_position_embeddings": context,
         "torch_dtype": "float32",
     }
+
+
+def scaling_json(scaling: tuple | None) -> dict[str, Any] | None:
+    """Their rope_scaling for that of an attention.Kind."""
+    match scaling:
+        case None:
+            return None
+        case ("linear", factor):
+            return {"rope_type": "linear", "factor": factor}
+        case ("yarn", *numbers):
+            return {"rope_type": "yarn"} | dict(zip(YARN, numbers, strict=True))
+        case numbers:
+            return {"rope_type": "llama3"} | dict(zip(LLAMA3, numbers, strict=True))
