@@ -11,7 +11,6 @@ pictures to evaluate on, a tenth of each class is held out.
 
 import concurrent.futures
 import hashlib
-import os
 import pathlib
 from collections.abc import Sequence
 from typing import Any
@@ -55,21 +54,23 @@ class Images(grain.sources.RandomAccessDataSource):
     def take(self, numbers: np.ndarray) -> dict[str, np.ndarray]:
         """Examples of these numbers, stacked."""
         epochs, rows = np.divmod(numbers, len(self))
-        image_BWWC = np.stack([self._picture(*at) for at in zip(epochs, rows, strict=True)])
+        image_BWWC = np.stack([self.pixels[row] for row in rows])
+        if self.crop or self.flip:
+            image_BWWC = self._at_random(image_BWWC, epochs, rows)
         normalized = (image_BWWC.astype(np.float32) / 255 - self.mean) / self.std
         return {"image": normalized, "label": self.label_N[rows]}
 
-    def _picture(self, epoch: int, row: int) -> np.ndarray:
-        image_WWC = self.pixels[row]
-        if not (self.crop or self.flip):
-            return image_WWC
-        rng = np.random.default_rng((self.seed, int(epoch), int(row)))
-        if self.crop:
-            W, edge = len(image_WWC), max(1, len(image_WWC) // 8)
-            wide = np.pad(image_WWC, ((edge, edge), (edge, edge), (0, 0)), mode="edge")
+    def _at_random(self, image_BWWC, epochs, rows) -> np.ndarray:
+        W = image_BWWC.shape[1]
+        edge = max(1, W // 8) if self.crop else 0
+        around = (edge, edge)
+        wide = np.pad(image_BWWC, ((0, 0), around, around, (0, 0)), mode="edge")
+        for i, at in enumerate(zip(epochs.tolist(), rows.tolist(), strict=True)):
+            rng = np.random.default_rng((self.seed, *at))
             top, left = rng.integers(0, 2 * edge + 1, 2)
-            image_WWC = wide[top : top + W, left : left + W]
-        return image_WWC[:, ::-1] if self.flip and rng.random() < 0.5 else image_WWC
+            picture = wide[i, top : top + W, left : left + W]
+            image_BWWC[i] = picture[:, ::-1] if self.flip and rng.random() < 0.5 else picture
+        return image_BWWC
 
 
 class Files(Sequence):
@@ -85,8 +86,8 @@ class Files(Sequence):
         try:
             with PIL.Image.open(self.paths[i]) as picture:
                 return resized(picture, *self.form)
-        except (OSError, SyntaxError, ValueError) as error:  # of PIL, for broken files
-            raise broken(self.dataset, self.paths[i], error) from None
+        except (OSError, SyntaxError, ValueError):  # of PIL, for broken files
+            raise broken(self.dataset, self.paths[i]) from None
 
 
 def load(
@@ -231,8 +232,8 @@ def _channels(files: list[pathlib.Path], dataset: str) -> int:
         try:
             with PIL.Image.open(file) as picture:
                 first.setdefault(channels_of(picture), file)
-        except (OSError, SyntaxError, ValueError) as error:
-            raise broken(dataset, file, error) from None
+        except (OSError, SyntaxError, ValueError):
+            raise broken(dataset, file) from None
     if len(first) > 1:
         raise DataError(
             f"--dataset={dataset} has grey pictures, such as {first[1]}, and colored ones, such as "
@@ -268,9 +269,8 @@ def _rows(
         parts.append((images, labels))
     if len(parts) == 1:
         images, labels = parts[0]
-        parts = [(images[i::10], labels[i::10]) for i in (0,)]  # the held-out part
-        rest = [i for i in range(len(labels)) if i % 10]
-        parts.insert(0, ([images[i] for i in rest], [labels[i] for i in rest]))
+        kept, out = ([i for i in range(len(labels)) if bool(i % 10) == keep] for keep in (True, False))
+        parts = [([images[i] for i in part], [labels[i] for i in part]) for part in (kept, out)]
     if not all(labels for _, labels in parts):
         raise DataError(f"--dataset={dataset} has an empty split; add images to it")
     count = max(max(labels) for _, labels in parts) + 1
@@ -325,9 +325,6 @@ def resized(
     return np.asarray(picture).reshape(size, size, channels)
 
 
-def broken(dataset: str, file: pathlib.Path, error: Exception) -> DataError:
+def broken(dataset: str, file: pathlib.Path) -> DataError:
     """The DataError for a picture that can't be decoded."""
-    return DataError(
-        f"--dataset={dataset}: {os.path.relpath(file)} is not a readable picture "
-        f"({hub.reason(error).partition(os.sep)[0].strip()}); replace or remove it"
-    )
+    return DataError(f"--dataset={dataset}: {file} is not a readable picture; replace or remove it")

@@ -69,6 +69,11 @@ class Config:
     resample: str = "bilinear"  # filter that resizes pictures
     labels: tuple[str, ...] = ()  # names of the classes
 
+    @property
+    def num_positions(self) -> int:
+        """T: the class token and the patches."""
+        return (self.image_size // self.patch) ** 2 + 1
+
     def __post_init__(self):
         """Raises ValueError if the configuration is invalid."""
         for name, whole, part in (
@@ -160,12 +165,13 @@ class ViT(nnx.Module):
     def __init__(self, config: Config, *, rngs: nnx.Rngs):
         self.config = config
         P, C, D, K = config.patch, config.channels, config.embed, config.classes
-        T = (config.image_size // P) ** 2 + 1
+        T = config.num_positions
         axes = ("patch_rows", "patch_columns", "channels", "embed")
         self.patch = param(rngs, (P, P, C, D), axes, (P * P * C) ** -0.5)
         self.patch_bias = param(rngs, (D,), ("norm",), 0.0)
-        self.class_token = param(rngs, (D,), ("norm",), 0.02)
-        self.positions = param(rngs, (T, D), ("positions", "embed"), 0.02)
+        # Nearly as large as embeddings of patches, so that small models soon know where a patch is.
+        self.class_token = param(rngs, (D,), ("norm",), 0.5)
+        self.positions = param(rngs, (T, D), ("positions", "embed"), 0.5)
         # Every parameter of the layers starts with dim L, logical axis `layers`.
         self.layers = stack(functools.partial(Layer, config), config.num_layers, rngs)
         self.final_norm = layer_norm(D, config.norm_eps, config.dtype)

@@ -5,7 +5,8 @@ This file knows no model. A family's table says which tensors of a folder make u
     parameter's path → (the tensor's name, our dims, their dims)
 
 Each {} in the name is an index into one of the parameter's leading, stacked dims, such as the
-layer. A dim is a letter. One dim of theirs may hold several of ours: "NH D" is [N·H, D].
+layer. A dim is a letter. One dim of theirs may hold several of ours: "NH D" is [N·H, D]. 1 is a dim of
+theirs of size 1, which ours lacks.
 """
 
 import collections
@@ -35,7 +36,7 @@ class Tensor(NamedTuple):
     path: str  # our parameter's path
     index: tuple[int, ...]  # index into the parameter's stacked dims; () if it has none
     ours: dict[str, int]  # dim → size, in our order
-    groups: list[str]  # our dims in each of theirs, outermost first
+    groups: list[str]  # our dims in each of theirs, outermost first; "": a dim of size 1
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -54,7 +55,11 @@ class Tensor(NamedTuple):
         """
         # If one dim holds several of ours, read slices of only the outermost, which are contiguous.
         where, shape, cut = [], [], []
-        for outer, *inner in self.groups:
+        for group in self.groups:
+            if not group:
+                where.append(slice(None))
+                continue
+            outer, *inner = group
             size = math.prod(self.ours[dim] for dim in inner)
             where.append(slice(part[outer].start * size, part[outer].stop * size))
             shape += [-1 if inner else part[outer].stop - part[outer].start]
@@ -70,8 +75,9 @@ def expand(table: dict[str, tuple[str, str, str]], parameters: dict[str, Any]) -
         if path in parameters:
             shape, stacked = parameters[path].shape, name.count("{}")
             sizes = dict(zip(ours, shape[stacked:], strict=True))
+            groups = [group.replace("1", "") for group in theirs.split()]
             for index in np.ndindex(shape[:stacked]):
-                yield Tensor(name.format(*index), path, index, sizes, theirs.split())
+                yield Tensor(name.format(*index), path, index, sizes, groups)
 
 
 # ---- reading -------------------------------------------------------------------------------------
