@@ -42,7 +42,13 @@ class Images(grain.sources.RandomAccessDataSource):
         seed: int = 0,
     ):  # fmt: skip
         """`pixels` is a sequence of uint8 [W, W, C]; mean and std are for values from 0 to 1."""
-        self.pixels, self.label_N, self.crop, self.flip, self.seed = pixels, label_N, crop, flip, seed
+        self.pixels, self.label_N, self.crop, self.flip, self.seed = (
+            pixels,
+            label_N,
+            crop,
+            flip,
+            seed,
+        )
         self.mean, self.std = (np.asarray(x, np.float32) for x in (mean, std))
 
     def __len__(self):
@@ -169,7 +175,10 @@ def _folder(root: pathlib.Path, dataset: str, size: int, channels: int, resample
     """(names of classes, channels, training pictures and labels, those to evaluate on)."""
     inner = root / "train" if (root / "train").is_dir() else root
     classes = _classes(inner, dataset)
-    names, held = list(classes), next((root / name for name in TEST if (root / name).is_dir()), None)
+    names, held = (
+        list(classes),
+        next((root / name for name in TEST if (root / name).is_dir()), None),
+    )
     if inner != root and held:
         test = _classes(held, dataset)
         for name in test.keys() - classes.keys():
@@ -246,7 +255,13 @@ def _channels(files: list[pathlib.Path], dataset: str) -> int:
 
 
 def _rows(
-    path: pathlib.Path, dataset: str, image: str, label: str, size: int, channels: int, resample: str
+    path: pathlib.Path,
+    dataset: str,
+    image: str,
+    label: str,
+    size: int,
+    channels: int,
+    resample: str,
 ):
     """Reads a dataset of the Hub, or files of the same structure. Returns as `_folder`."""
     name = str(path) if path.is_dir() else dataset.removeprefix("hf:")
@@ -269,7 +284,9 @@ def _rows(
         parts.append((images, labels))
     if len(parts) == 1:
         images, labels = parts[0]
-        kept, out = ([i for i in range(len(labels)) if bool(i % 10) == keep] for keep in (True, False))
+        kept, out = (
+            [i for i in range(len(labels)) if bool(i % 10) == keep] for keep in (True, False)
+        )
         parts = [([images[i] for i in part], [labels[i] for i in part]) for part in (kept, out)]
     if not all(labels for _, labels in parts):
         raise DataError(f"--dataset={dataset} has an empty split; add images to it")

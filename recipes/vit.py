@@ -14,7 +14,7 @@ from recipes.common import checkpoint
 from recipes.common.analysis import flops
 from recipes.common.checkpoint import NewHead, open_run
 from recipes.common.classification import confusion, show
-from recipes.common.runtime import Run, UserError, flag, make_mesh
+from recipes.common.runtime import Run, UserError, flag, make_mesh, print0
 from recipes.common.runtime.start import start
 from recipes.common.sharding import make_layout
 from recipes.common.train.loop import finish, fit
@@ -49,11 +49,13 @@ class Flags:
         choices=["", *REMAT_POLICIES], may_change=True,
     )  # fmt: skip
     dataset: str = flag(
-        "digits", "Pictures: digits, a folder with one subfolder for each class, or hf:NAME.", "data"
+        "digits",
+        "Pictures: digits, a folder with one subfolder for each class, or hf:NAME.",
+        "data",
     )
     image_column: str = flag("image", "Column with the images of hf: datasets.", "data")
     label_column: str = flag("label", "Column with their labels.", "data")
-    crop: bool = flag(True, "Shift training pictures at random, by up to an eighth.", "data")
+    crop: bool = flag(False, "Shift training pictures at random, by up to an eighth.", "data")
     flip: bool = flag(False, "Mirror half of the training pictures, left to right.", "data")
     optimizer: str = flag("adamw", "Optimizer.", "optimizer", choices=OPTIMIZERS)
     warmup_steps: int = flag(
@@ -87,6 +89,7 @@ def main(run: Run, flags: Flags) -> None:
     )  # fmt: skip
     if folder.source and given["labels"] != config.labels:
         folder = dataclasses.replace(folder, source=NewHead(folder.source, layout, HEAD))
+        print0(f"The head is new and starts at zero, for {config.classes} other classes.")
 
     # ---- Step, state and training ----------------------------------------------------------------
     lr = LearningRate(run.learning_rate, flags.warmup_steps, run.steps, run.schedule)
@@ -119,4 +122,4 @@ def model_config(flags: Flags, start: checkpoint.Source | None, platform: str) -
 
 
 if __name__ == "__main__":
-    start(main, Run(steps=600, batch_size=64, learning_rate=1e-3), Flags())
+    start(main, Run(steps=500, batch_size=64, learning_rate=2e-3), Flags())

@@ -254,7 +254,9 @@ class SelfAttention(nnx.Module):
     def __call__(self, x_BTD):
         x_BTD = gather(x_BTD)
         q, k, v = (add_bias(project(self, n, x_BTD), getattr(self, f"{n}_bias")) for n in "qkv")
-        k, v = (constrain(x, "batch", None, "heads", "head_dim") for x in (k, v))  # of all positions
+        k, v = (
+            constrain(x, "batch", None, "heads", "head_dim") for x in (k, v)
+        )  # of all positions
         scores = explicit("batch", "heads", "seq", None)
         scores_BNTS = dot("BTNH,BSNH->BNTS", q * q.shape[-1] ** -0.5, k, scores)
         weights_BNTS = jax.nn.softmax(scores_BNTS, axis=-1).astype(v.dtype)

@@ -15,8 +15,8 @@ class Entry(NamedTuple):
 ENTRIES = {  # name of the zoo file and of the recipe → Entry
     "dot_relu_dot": Entry("DotReluDot", "data.synthetic", "mean squared error"),
     "mlp": Entry("MLP", "data.digits", "nats an image"),
-    "vit": Entry("ViT", "data.images", "nats an image"),
     "transformer": Entry("Transformer", "data.text", "nats a token"),
+    "vit": Entry("ViT", "data.images", "nats an image"),
     "moe": Entry("MoE", "data.text", "nats a token"),
 }
 

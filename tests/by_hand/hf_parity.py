@@ -192,7 +192,9 @@ def make(family: Family, folder: pathlib.Path) -> None:
     model.to(getattr(torch, family.dtype)).save_pretrained(folder, max_shard_size=family.shard)
     (folder / "generation_config.json").unlink(missing_ok=True)
     if family.config == "ViTConfig":
-        colors = {name: [0.4, 0.5, 0.6][: config.num_channels] for name in ("image_mean", "image_std")}
+        colors = {
+            name: [0.4, 0.5, 0.6][: config.num_channels] for name in ("image_mean", "image_std")
+        }
         size = {"height": config.image_size, "width": config.image_size}
         transformers.ViTImageProcessor(size=size, resample=3, **colors).save_pretrained(folder)
 

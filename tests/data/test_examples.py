@@ -88,7 +88,8 @@ def test_evaluation_weighs_each_example_once():
 
 ROWS = 8
 # Entry → the part of a batch that marks padding.
-PADDING = {"dot_relu_dot": "weight", "mlp": "label", "transformer": "targets", "moe": "targets"}
+PADDING = {"dot_relu_dot": "weight", "mlp": "label", "vit": "label"}
+PADDING |= {"transformer": "targets", "moe": "targets"}
 
 
 @functools.cache

@@ -48,13 +48,15 @@ ACTIVATIONS = {
     "transformer": (12, 18),
     # 4 forward, 2 for attention again, 2 for the experts, 2 to 6 for attention, 2 for the embeddings.
     "moe": (12, 16),
+    # Each of two layers: 2 forward, 1 again, then 2, which the backend makes 4: q, k and v; up.
+    "vit": (10, 14),
 }
 MOST = 4
 
 # All-reduces of single numbers for each position, where a matmul's inner dim is split. A loss over a
 # split vocabulary has a maximum, a sum of exponentials and the target's logit, and the first two again
 # in the backward pass. MoE adds gradients of expert weights, two for each position in both layers.
-NUMBERS = {"dot_relu_dot": 0, "mlp": 0, "moe": 5 + 2 * 2}
+NUMBERS = {"dot_relu_dot": 0, "mlp": 0, "vit": 0, "moe": 5 + 2 * 2}
 LOSS = 5  # the Transformer and any other entry
 
 
@@ -71,6 +73,10 @@ def to_experts(layout: Layout) -> int:
 # Entry → the mesh axis over which it exchanges activations, and how many numbers a device then
 # receives from all devices, itself included.
 EXCHANGES = {"moe": ("expert", to_experts)}
+
+
+# Positions of an example whose arrays have no dim for them: the class token and the patches.
+POSITIONS = {"vit": lambda config: config.num_positions}
 
 
 class Sent(NamedTuple):
@@ -155,7 +161,10 @@ def activations(entry_name: str, layout: Layout) -> tuple[int, set[int]]:
         if on == "activations" and axis not in zoo.IN_USE.values()
     ]
     example = next(iter(ENTRIES[entry_name].batches[0].values()))
-    rows = math.prod(example.shape[: len(outer)]) // layout.batch_shards
+    shape = example.shape[: len(outer)]
+    if entry_name in POSITIONS:
+        shape = len(example), POSITIONS[entry_name](layout.config)
+    rows = math.prod(shape) // layout.batch_shards
     widths = {
         n
         for kind, tree in layout.model.axes.items()

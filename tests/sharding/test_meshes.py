@@ -201,7 +201,8 @@ def pairs(entry: str) -> list[tuple[str, str]]:
     meshes = ENTRIES[entry].meshes
     if entry == LAST:
         return list(itertools.product(meshes, meshes))
-    return list(zip(meshes, meshes[5:] + meshes[:5], strict=True))
+    by = 5 if len(meshes) > 5 else 2
+    return list(zip(meshes, meshes[by:] + meshes[:by], strict=True))
 
 
 PAIRS = [(entry, *pair) for entry in ENTRIES for pair in pairs(entry)]

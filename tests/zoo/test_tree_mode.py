@@ -24,6 +24,7 @@ RECIPES = {
     "transformer": (*TINY, *SHORT),
     "moe": (*TINY, *SHORT),
     "mlp": SHORT,
+    "vit": (*SHORT, "--size=tiny", "--batch_size=16"),
     "dot_relu_dot": SHORT,
 }
 ENVIRONMENT = {"NNX_GRAPH_MODE": "false", "NNX_GRAPH_UPDATES": "false"}

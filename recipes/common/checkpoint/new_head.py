@@ -48,7 +48,9 @@ class NewHead:
         head = {name: leaf for name, leaf in wanted.items() if name in self.names}
         rest = {name: leaf for name, leaf in wanted.items() if name not in self.names}
         found = self.source.read(abstract | {"params": nested(rest)})
-        zeros = functools.partial(jax.tree.map, lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), head)
+        zeros = functools.partial(
+            jax.tree.map, lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), head
+        )
         made = jax.jit(zeros, out_shardings=shardings(head))()
         return found | {"params": nested(paths(found["params"]) | made)}
 

@@ -11,7 +11,6 @@ from zoo.vit import Config
 ENTRY = "vit"
 
 ARCHITECTURES = {"ViTForImageClassification": "vit"}  # theirs → model_type
-LOADER = "AutoModelForImageClassification"
 
 LAYER = "vit.encoder.layer.{}"
 TENSORS = {  # in the format of tensors.py; X and Y are the rows and columns of a patch
