@@ -156,7 +156,8 @@ class Layer(nnx.Module):
     def __call__(self, x_BTD):
         out_BTD = self.attention(self.attention_norm(x_BTD))
         x_BTD = x_BTD + checkpoint_name(out_BTD, "sublayer")
-        return x_BTD + checkpoint_name(self.mlp(self.mlp_norm(x_BTD)), "sublayer")
+        x_BTD = x_BTD + checkpoint_name(self.mlp(self.mlp_norm(x_BTD)), "sublayer")
+        return constrain(x_BTD, "batch", "residual_seq", "act_embed")  # whatever splits the biases
 
 
 class ViT(nnx.Module):
@@ -253,7 +254,10 @@ class SelfAttention(nnx.Module):
 
     def __call__(self, x_BTD):
         x_BTD = gather(x_BTD)
-        q, k, v = (add_bias(project(self, n, x_BTD), getattr(self, f"{n}_bias")) for n in "qkv")
+        q, k, v = (project(self, name, x_BTD) for name in "qkv")
+        # k_bias adds the same to all scores of a query, which the softmax cancels. Computing that
+        # would train it on rounding errors; it is a parameter because published models have it.
+        q, v = add_bias(q, self.q_bias), add_bias(v, self.v_bias)
         k, v = (
             constrain(x, "batch", None, "heads", "head_dim") for x in (k, v)
         )  # of all positions

@@ -79,6 +79,10 @@ EXCHANGES = {"moe": ("expert", to_experts)}
 POSITIONS = {"vit": lambda config: config.num_positions}
 
 
+# Parameters that a model does not compute with; see zoo/vit.py.
+UNUSED = {"vit": {"params/layers/attention/k_bias"}}
+
+
 class Sent(NamedTuple):
     """Array elements that collectives return on one device in a step, by purpose."""
 
@@ -108,6 +112,7 @@ class Variable(NamedTuple):
 def variables(layout: Layout) -> dict[str, Variable]:
     """Returns path → Variable for all parameters and buffers."""
     zoo, found = layout.zoo, {}
+    unused = UNUSED.get(zoo.__name__.removeprefix("zoo."), ())
     every = {
         f"{kind}/{path}": (axes, paths(layout.model.shapes[kind])[path].shape)
         for kind, tree in layout.model.axes.items()
@@ -123,7 +128,8 @@ def variables(layout: Layout) -> dict[str, Variable]:
             for as_named in (names, tuple(zoo.IN_USE.get(axis, axis) for axis in names))
         )  # fmt: skip
         layers = math.prod(shape[i] for i in stacked)
-        found[path] = Variable(path.startswith("params/"), names, layers, rest, use)
+        trained = path.startswith("params/") and path not in unused
+        found[path] = Variable(trained, names, layers, rest, use)
     return found
 
 
