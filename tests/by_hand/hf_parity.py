@@ -184,7 +184,10 @@ def make(family: Family, folder: pathlib.Path) -> None:
     import transformers
 
     torch.manual_seed(0)
-    config = getattr(transformers, family.config)(**SIZES | family.options)
+    sizes = SIZES
+    if family.config == "ViTConfig":
+        sizes = {k: v for k, v in SIZES.items() if k[:3] not in ("voc", "max") and "key" not in k}
+    config = getattr(transformers, family.config)(**sizes | family.options)
     model = loader(config).from_config(config)
     with torch.no_grad():
         for name, weight in model.named_parameters():

@@ -67,7 +67,9 @@ def test_crops_and_flips_differ_between_epochs_seeds_and_pictures():
     image = plain.train[number]["image"]
     seen = [(flips[number + e * count]["image"] == image).all() for e in range(20)]
     assert 0 < sum(seen) < 20
-    np.testing.assert_array_equal(flips[number + seen.index(False) * count]["image"], image[:, ::-1])
+    np.testing.assert_array_equal(
+        flips[number + seen.index(False) * count]["image"], image[:, ::-1]
+    )
     held_out = images.load("digits", crop=True, flip=True).held_out[0]["image"]
     np.testing.assert_array_equal(held_out, plain.held_out[0]["image"])
 
@@ -175,7 +177,10 @@ def test_rows_without_a_held_out_split(tmp_path):
     data = images.load(str(tmp_path), image_size=2)
     assert (len(data.train), len(data.held_out)) == (27, 3)
     assert data.config["labels"] == ("0", "1", "2")
-    assert data.facts["fingerprint"] == images.load(f"hf:{tmp_path}", image_size=2).facts["fingerprint"]
+    assert (
+        data.facts["fingerprint"]
+        == images.load(f"hf:{tmp_path}", image_size=2).facts["fingerprint"]
+    )
 
 
 # ---- errors --------------------------------------------------------------------------------------

@@ -110,7 +110,8 @@ def _inputs(file: pathlib.Path, sizes: dict[str, int]) -> dict[str, Any]:
     theirs = ConfigFile(keys, file, ENTRY)
     size = keys.get("size") or sizes["image_size"]
     if isinstance(size, dict):
-        size = size["height"] if size.get("height") == size.get("width") else size
+        height = size.get("height")
+        size = height if height and height == size.get("width") else size
     theirs.refuse({"do_resize": (True,), "do_center_crop": (False,)})
     if size != sizes["image_size"]:
         raise theirs.refused("size", keys["size"])
