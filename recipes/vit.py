@@ -55,7 +55,7 @@ class Flags:
     )
     image_column: str = flag("image", "Column with the images of hf: datasets.", "data")
     label_column: str = flag("label", "Column with their labels.", "data")
-    crop: bool = flag(False, "Shift training pictures at random, by up to an eighth.", "data")
+    crop: bool = flag(True, "Shift training pictures at random, by up to an eighth.", "data")
     flip: bool = flag(False, "Mirror half of the training pictures, left to right.", "data")
     optimizer: str = flag("adamw", "Optimizer.", "optimizer", choices=OPTIMIZERS)
     warmup_steps: int = flag(
@@ -122,4 +122,4 @@ def model_config(flags: Flags, start: checkpoint.Source | None, platform: str) -
 
 
 if __name__ == "__main__":
-    start(main, Run(steps=500, batch_size=64, learning_rate=2e-3), Flags())
+    start(main, Run(steps=1000, batch_size=64, learning_rate=2e-3), Flags())
