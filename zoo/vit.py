@@ -272,7 +272,7 @@ class SelfAttention(nnx.Module):
 
 complete = functools.partial(complete_tables, LOGICAL_AXES)
 
-# Strategy → logical axis → mesh axis. What each parallelism splits and costs: strategies.py.
+# What each parallelism splits and costs: strategies.py. Those that split T or L are for decoders.
 RULES: dict[str, Rules] = complete(
     {
         "dp": DP,

@@ -212,7 +212,7 @@ def loader(config):
 
 
 def inputs(config) -> np.ndarray:
-    """What a model is compared on: TOKENS_BT, or images [B, W, W, C] for our or their config."""
+    """Inputs for our or their config: TOKENS_BT, or images [B, W, W, C]."""
     if not hasattr(config, "image_size"):
         return TOKENS_BT
     channels = getattr(config, "num_channels", 0) or config.channels
