@@ -101,9 +101,11 @@ def test_mlp_learns_digits(train, run, tmp_path):
 
 @pytest.mark.full
 def test_vit_learns_digits(train, run, tmp_path):
-    out = train("vit", "--mesh=4x2", f"--workdir={tmp_path}", by=run)
+    """A short run without crops; the default has 1,000 steps and gets 98.6% right."""
+    flags = ("--mesh=4x2", "--steps=150", "--crop=false")
+    out = train("vit", *flags, f"--workdir={tmp_path}", by=run)
     ((accuracy,),) = records(tmp_path, "held_out_accuracy")
-    assert accuracy >= 0.98
+    assert accuracy > 0.9
     check_mlp(out, tmp_path)
 
 
@@ -158,6 +160,7 @@ def pets(tmp_path):
     return tmp_path / "pets"
 
 
+@pytest.mark.full
 def test_vit_fine_tunes_a_hugging_face_model_with_a_new_head(train, quick, pets, tmp_path):
     """The folder's classes get a head; the run keeps the model's inputs and names the classes."""
     theirs = ROOT / "tests" / "golden" / "hf" / "vit"
