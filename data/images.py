@@ -145,7 +145,7 @@ def load(
     sample = np.stack([train_pixels[i] for i in some]).reshape(-1, found) / 255.0
     mean = tuple(mean) or tuple(round(float(x), 6) for x in sample.mean(axis=0))
     std = tuple(std) or tuple(max(round(float(x), 6), 1e-3) for x in sample.std(axis=0))
-    digest = hashlib.sha256(repr((names, *form)).encode())
+    digest = hashlib.sha256(repr((names, image_size, found, resample)).encode())
     for part in (train_pixels, train_label, test_pixels, test_label):
         if isinstance(part, Files):
             sizes = [(str(file), file.stat().st_size) for file in part.paths]
