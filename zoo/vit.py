@@ -33,10 +33,8 @@ from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
 from .feedforward import GeluMLP, layer_norm
-from .layers import (
-    REMAT_POLICIES, adapters, add_bias, dot, fit_positions, gather, multiply, project, scan_layers,
-    stack,
-)  # fmt: skip
+from .layers import REMAT_POLICIES, adapters, add_bias, dot, fit_positions, gather
+from .layers import multiply, project, scan_layers, stack
 from .sharding import Rules, complete_tables, constrain, explicit, in_use, param, reshape
 from .strategies import DECODER_AXES, DECODER_IN_USE, DECODER_UNEVEN, DP, FSDP, HSDP, TP
 
