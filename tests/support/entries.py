@@ -25,8 +25,11 @@ MESHES = ["1x1", "8", "8x1", "4x2", "2x4", "1x8", "2x2x2"]
 MESHES += ["data=2,expert=4", "data=2,expert=2,model=2"]  # of tables that use `expert`
 MESHES += ["data=2,seq=4", "data=1,seq=8", "data=2,seq=2,model=2", "data=2,seq=2,expert=2"]  # `seq`
 MESHES += ["data=4,pipe=2", "data=2,pipe=2,model=2", "data=2,pipe=2,expert=2"]
-# Entries whose strategies others prove on all meshes → those that they are proven on.
-MESHES_OF = {"vit": ["1x1", "8", "4x2", "1x8", "2x2x2"]}
+# Entries whose parts others prove on all meshes → those that each of their strategies is proven on.
+MESHES_OF = {
+    "vit": {"dp": ["1x1", "8"], "fsdp": ["8"], "tp": ["4x2"], "fsdp_tp": ["4x2", "1x8"]}
+    | {"hsdp_tp": ["2x2x2"]},
+}
 FAST = "2x2x2"  # with its default strategy, each entry's case in the fast tier
 LR = LearningRate(1e-3, warmup=2, steps=10)
 OPTIMIZER = adamw(LR, weight_decay=0.1, clip_norm=1.0)
@@ -79,7 +82,7 @@ class Entry:
         """(name, strategy, mesh) for every strategy and mesh that fit each other."""
         found, anywhere = [], self.layout("1x1")
         for strategy in self.rules:
-            for name in MESHES_OF.get(self.name, MESHES):
+            for name in MESHES_OF.get(self.name, {}).get(strategy, MESHES):
                 mesh = make_mesh(name)
                 pipe = {"pipe", "model"} if "pipe" in mesh.axis_names else {}
                 by_name = {"expert", "seq", *pipe} & {*mesh.axis_names}
