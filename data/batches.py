@@ -26,6 +26,8 @@ class Dataset(NamedTuple):
     parts: tuple[tuple[int, float], ...] = ()
     held_out_bytes: int | None = None  # UTF-8 bytes of text that the held-out targets stand for
     notes: tuple[str, ...] = ()  # lines to print
+    # Whether examples differ between epochs: train[n + e · len(train)] is example n in epoch e.
+    by_epoch: bool = False
 
 
 def train_batches(
@@ -48,6 +50,9 @@ def train_batches(
     order = orders[0]
     if len(orders) > 1:
         order = grain.MapDataset.mix(orders, [weight for _, weight in data.parts])
+    if data.by_epoch:
+        whole = len(data.train)
+        order = order.map_with_index(lambda i, number: number + i // whole * whole)
     size, mine = _chunks(batch_size, _share(batch_size) if rows is None else rows)
     chunks = order.batch(size)  # chunk i of batch k is number k · (batch_size // size) + i
     # One thread keeps ahead of every recipe's step; more would only compete for Python's lock.

@@ -83,7 +83,7 @@ def _arrays(rows, image: str, label: str, dataset: str) -> tuple[np.ndarray, np.
     """Reads the rows of a split: (images float32 [N, I], labels int32 [N])."""
     images, labels = [], []
     for row in hub.read_errors(rows, dataset):
-        _check(row, image, label, dataset)
+        check_row(row, image, label, dataset)
         pixels = np.asarray(row[image], np.float32).reshape(-1)
         if images and pixels.shape != images[0].shape:
             raise DataError(
@@ -97,7 +97,8 @@ def _arrays(rows, image: str, label: str, dataset: str) -> tuple[np.ndarray, np.
     return np.stack(images), np.asarray(labels, np.int32)
 
 
-def _check(row: dict[str, Any], image: str, label: str, dataset: str) -> None:
+def check_row(row: dict[str, Any], image: str, label: str, dataset: str) -> None:
+    """Raises DataError if a row lacks a column, or its label is not a class's number."""
     for flag, column in (("image_column", image), ("label_column", label)):
         if column not in row:
             columns = ", ".join(map(repr, row))

@@ -4,9 +4,10 @@
     python -m recipes.hf export --source=DIR --target=DIR       # a folder that transformers loads
     python -m recipes.hf export --source=DIR --target=DIR --adapter       # one that PEFT loads
 
-The DIR to import is a folder with config.json and *.safetensors, or ORG/NAME on the Hub. Models of the
-Llama family become a zoo/transformer.py, Mixtral and Qwen3-MoE a zoo/moe.py, Gemma 2 and 3 a
-zoo/gemma3.py. The DIR to export is a run's workdir or a checkpoint. Recipes also read model folders without an import: --restore_from=hf:DIR.
+The DIR to import is a folder with config.json and *.safetensors, or ORG/NAME on the Hub. The folder's
+architecture decides the entry: a Llama becomes a zoo/transformer.py, a ViT a zoo/vit.py. The DIR to
+export is a run's workdir or a checkpoint. Recipes also read model folders without an import:
+--restore_from=hf:DIR.
 Adapters (LoRA), also PEFT's, are merged with their base; --adapter exports them alone.
 """
 
@@ -17,7 +18,7 @@ import jax
 import numpy as np
 
 from data.tokenizer import FILES
-from recipes.common import checkpoint, hf
+from recipes.common import checkpoint, entries, hf
 from recipes.common.analysis import report
 from recipes.common.checkpoint import card
 from recipes.common.runtime import folders
@@ -75,7 +76,9 @@ def import_(flags: Import) -> None:
     facts["imported"] = f"hf:{name}" if on_hub else folder.path.name
     with folders.write_errors(flags.target):
         checkpoint.write(target, variables, facts, tokenizer=tokens)
-    without, also = ("", "") if tokens else (left_out(folder.path), " --tokenizer=FILE")
+    without, also = "", ""
+    if not tokens and not of_images(entry):
+        without, also = left_out(folder.path), " --tokenizer=FILE"
     print0(
         f"Imported {parameters(layout)} into {flags.target}{without}; it can be trained or evaluated:",
         f"  python -m recipes.{entry} --restore_from={flags.target}{also}",
@@ -118,8 +121,14 @@ def export(flags: Export) -> None:
         else:
             context = checkpoint.context(source)
             hf.write(target, entry, layout.config, context, read, tokens, readme)
-            loads = f'transformers loads it:\n  AutoModelForCausalLM.from_pretrained("{name}")'
+            kind = "ImageClassification" if of_images(entry) else "CausalLM"
+            loads = f'transformers loads it:\n  AutoModelFor{kind}.from_pretrained("{name}")'
     print0(f"Exported {parameters(layout)} to {name}; {loads}")
+
+
+def of_images(entry: str) -> bool:
+    """Whether an entry's models read images, so they have no tokenizer."""
+    return entries.ENTRIES[entry].data == "data.images"
 
 
 def left_out(folder: pathlib.Path) -> str:

@@ -9,16 +9,14 @@ Running the same command again resumes; --help lists the flags.
 
 import dataclasses
 
-import jax
-
 from data import digits
 from recipes.common import checkpoint
-from recipes.common.analysis import picture
 from recipes.common.checkpoint import open_run
-from recipes.common.runtime import Run, UserError, flag, make_mesh, print0
+from recipes.common.classification import confusion, show
+from recipes.common.runtime import Run, UserError, flag, make_mesh
 from recipes.common.runtime.start import start
 from recipes.common.sharding import make_layout
-from recipes.common.train.loop import best_effort, finish, fit
+from recipes.common.train.loop import finish, fit
 from recipes.common.train.optimizer import OPTIMIZERS, LearningRate, hidden_matrices, make_optimizer
 from recipes.common.train.step import TrainStep
 from zoo.mlp import MLP, Config
@@ -71,22 +69,10 @@ def main(run: Run, flags: Flags) -> None:
     optimizer = make_optimizer(flags.optimizer, lr, flags.weight_decay, flags.clip_norm, matrices)
     step = TrainStep(layout, optimizer, lr, skip_nonfinite=run.skip_nonfinite > 0)
 
-    def confusion(model: MLP, batch) -> dict[str, jax.Array]:
-        true_BC = jax.nn.one_hot(batch["label"], config.classes)  # label -1: a row of zeros
-        guess_BC = jax.nn.one_hot(model(batch["image"]).argmax(axis=1), config.classes)
-        return {"confusion": (true_BC[:, :, None] * guess_BC[:, None]).sum(axis=0)}
-
-    _, log, figures = fit(run, folder, step, images, extra=confusion)
+    _, log, figures = fit(run, folder, step, images, extra=confusion(config.classes))
 
     # ---- What it has learned ---------------------------------------------------------------------
-    (nats, count), (right, _) = figures["loss"], figures["accuracy"]
-    print0(f"Held-out accuracy {right / count:.4f}: {right:.0f} of {count:.0f} images; "
-           f"loss {nats / count:.4f} nats.")  # fmt: skip
-    if folder.in_use:
-        with best_effort(folder):
-            metrics = folder.path / "metrics.jsonl"
-            picture.learning(folder.path / "learning.png", metrics, figures["confusion"])
-            print0(f"Loss curve and confusion matrix: {folder.shown / 'learning.png'}")
+    show(folder, figures)
     finish(folder, layout, log)
 
 

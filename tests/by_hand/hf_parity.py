@@ -1,4 +1,4 @@
-"""Compares our language models with those of `transformers`, live. Needs the extra `hf`.
+"""Compares our models with those of `transformers`, live. Needs the extra `hf`.
 
     python -m tests.by_hand.hf_parity                      # the comparison
     python -m tests.by_hand.hf_parity mixtral odd_qwen3    # of these families
@@ -188,9 +188,20 @@ FAMILIES |= {
         norms=0.0,
     ),
 }  # fmt: skip
+IMAGES = {"hidden_size": 32, "image_size": 12, "patch_size": 4, "num_labels": 5}
+FAMILIES |= {  # image classifiers
+    "vit": Family("ViTConfig", IMAGES),
+    "odd_vit": Family(
+        "ViTConfig",
+        IMAGES
+        | {"hidden_size": 36, "num_attention_heads": 3, "intermediate_size": 56, "num_channels": 1}
+        | {"num_hidden_layers": 3, "num_labels": 7, "layer_norm_eps": 1e-6},
+        "bfloat16",
+    ),
+}
 NOT_GOLDEN = {"qwen3_window", "qwen2_window", "odd_mixtral", "odd_qwen3_moe", "qwen2_mixed"}
 NOT_GOLDEN |= {"qwen3_mixed", "qwen2_yarn", "mistral_yarn", "mixtral_linear"}
-NOT_GOLDEN |= {"odd_gpt2", "odd_gemma3"}
+NOT_GOLDEN |= {"odd_gpt2", "odd_gemma3", "odd_vit"}
 
 ADAPTERS = {  # golden model → modules with an adapter of PEFT's
     "llama3": [*("q_proj", "k_proj", "v_proj", "o_proj"), *("gate_proj", "up_proj", "down_proj")],
@@ -210,17 +221,47 @@ def make(family: Family, folder: pathlib.Path) -> None:
     import transformers
 
     torch.manual_seed(0)
-    options, kind = SIZES | family.options, transformers.AutoModelForCausalLM
+    options = SIZES | family.options
+    if family.config == "ViTConfig":
+        options = {
+            k: v for k, v in options.items() if k[:3] not in ("voc", "max") and "key" not in k
+        }
     if "text_config" in options:  # a model that reads text and images
         options = family.options | {"text_config": SIZES | family.options["text_config"]}
-        kind = transformers.AutoModelForImageTextToText
-    model = kind.from_config(getattr(transformers, family.config)(**options))
+    config = getattr(transformers, family.config)(**options)
+    model = loader(config).from_config(config)
     with torch.no_grad():
         for name, weight in model.named_parameters():
             norm = "norm" in name or (".ln_" in name and name.endswith("weight"))
             weight.copy_(0.15 * torch.randn(weight.shape) + family.norms * norm)
     model.to(getattr(torch, family.dtype)).save_pretrained(folder, max_shard_size=family.shard)
     (folder / "generation_config.json").unlink(missing_ok=True)
+    if family.config == "ViTConfig":
+        colors = {
+            name: [0.4, 0.5, 0.6][: config.num_channels] for name in ("image_mean", "image_std")
+        }
+        size = {"height": config.image_size, "width": config.image_size}
+        transformers.ViTImageProcessor(size=size, resample=3, **colors).save_pretrained(folder)
+
+
+def loader(config):
+    """The class of `transformers` that loads a model with this config."""
+    import transformers
+
+    if config.model_type == "vit":
+        return transformers.AutoModelForImageClassification
+    if hasattr(config, "vision_config"):
+        return transformers.AutoModelForImageTextToText
+    return transformers.AutoModelForCausalLM
+
+
+def inputs(config) -> np.ndarray:
+    """Inputs for our or their config: TOKENS_BT, or images [B, W, W, C]."""
+    if not hasattr(config, "image_size"):
+        return TOKENS_BT
+    channels = getattr(config, "num_channels", 0) or config.channels
+    shape = (2, config.image_size, config.image_size, channels)
+    return np.random.default_rng(0).normal(0, 1, shape).astype(np.float32)
 
 
 def make_adapter(base: pathlib.Path, modules: list[str], folder: pathlib.Path) -> None:
@@ -247,7 +288,8 @@ def their_logits(folder: pathlib.Path, adapter: pathlib.Path | None = None) -> n
     import torch
     import transformers
 
-    model, loading = transformers.AutoModelForCausalLM.from_pretrained(
+    config = transformers.AutoConfig.from_pretrained(folder)
+    model, loading = loader(config).from_pretrained(
         folder, dtype=torch.float32, attn_implementation="eager", output_loading_info=True
     )
     assert not any(loading.values()), loading
@@ -255,8 +297,9 @@ def their_logits(folder: pathlib.Path, adapter: pathlib.Path | None = None) -> n
         import peft
 
         model = peft.PeftModel.from_pretrained(model, adapter)
+    given = torch.tensor(inputs(config))
     with torch.no_grad():
-        return model(torch.tensor(TOKENS_BT)).logits.numpy()
+        return model(given.permute(0, 3, 1, 2) if given.ndim == 4 else given).logits.numpy()
 
 
 def our_logits(path: str | pathlib.Path, mesh: str, rules: str, base: str = "") -> np.ndarray:
@@ -264,9 +307,10 @@ def our_logits(path: str | pathlib.Path, mesh: str, rules: str, base: str = "") 
     source = checkpoint.find(path, base=base)
     layout = checkpoint.layout_of(source, make_mesh(mesh), rules)
     variables = checkpoint.restore_variables(source, layout)
-    tokens_BT = np.resize(TOKENS_BT, (max(len(TOKENS_BT), layout.batch_shards), TOKENS_BT.shape[1]))
-    logits = layout.compile(lambda v, t: layout.model.merge(v)(t), variables, tokens_BT)
-    return np.asarray(logits(variables, tokens_BT))[: len(TOKENS_BT)]
+    given = inputs(layout.config)
+    rows = np.resize(given, (max(len(given), layout.batch_shards), *given.shape[1:]))
+    logits = layout.compile(lambda v, x: layout.model.merge(v)(x), variables, rows)
+    return np.asarray(logits(variables, rows))[: len(given)]
 
 
 def params_of(path: str | pathlib.Path) -> dict[str, np.ndarray]:

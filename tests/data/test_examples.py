@@ -89,9 +89,8 @@ def test_evaluation_weighs_each_example_once():
 
 ROWS = 8
 # Entry → the part of a batch that marks padding.
-PADDING = {"dot_relu_dot": "weight", "mlp": "label"} | dict.fromkeys(
-    ("transformer", "moe", "gemma3"), "targets"
-)
+PADDING = dict.fromkeys(entries.ENTRIES, "targets")
+PADDING |= {"dot_relu_dot": "weight", "mlp": "label", "vit": "label"}
 
 
 FAST = entries.ENTRIES.keys() - FAMILY_CASES

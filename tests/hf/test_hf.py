@@ -611,6 +611,13 @@ def test_a_gemma_without_an_architecture_is_not_exported(changes, said, tmp_path
         ("gemma2", {"attention_bias": True}, "has attention_bias true, which"),
         ("gemma3_vision", {"text_config": None}, "has text_config null, which"),
         ("gemma3_vision", {"quantization_config": {"bits": 4}}, "has quantization_config {"),
+        ("vit", {"hidden_act": "gelu_new"}, 'has hidden_act "gelu_new", which zoo/vit.py does not'),
+        ("vit", {"qkv_bias": False}, "has qkv_bias false, which"),
+        ("vit", {"patch_size": 5}, "has patch_size 5, which"),
+        ("vit", {"num_attention_heads": 5}, "has num_attention_heads 5, which"),
+        ("vit", {"image_size": 16}, 'has size {"height": 12, "width": 12}, which'),
+        ("vit", {"id2label": {"1": "cat"}}, "has an id2label without a name for each class from 0; "),
+        ("vit", {"id2label": {"0": "cat", "1": "dog"}}, "classifier.weight in "),
     ],
 )  # fmt: skip
 def test_unsupported_architectures_are_refused_by_name(folder, family, changes, said):
@@ -622,6 +629,45 @@ def test_unsupported_architectures_are_refused_by_name(folder, family, changes, 
     assert said in sentence
     assert "; " in sentence, "the fix is missing"
     assert "\n" not in sentence
+
+
+def test_a_preprocessor_config_says_how_pictures_become_inputs(folder):
+    theirs = folder("vit")
+    file = theirs / "preprocessor_config.json"
+    found, given = hf.Folder(theirs).config, json.loads(file.read_text())
+    assert (found.mean, found.std, found.resample) == ((0.4, 0.5, 0.6), (0.4, 0.5, 0.6), "bicubic")
+
+    def read(**changes):
+        file.write_text(json.dumps({k: v for k, v in (given | changes).items() if v is not ...}))
+        config = hf.Folder(theirs).config
+        return config.mean, config.std, config.resample
+
+    half = (0.5,) * 3
+    assert read(image_mean=..., image_std=0.5, resample=...) == (half, half, "bilinear")
+    assert read(size=12)[2] == "bicubic"
+    assert read(do_normalize=False)[:2] == ((0.0,) * 3, (1.0,) * 3)
+    # Pixels from 0 to 2 without a normalization are pixels from 0 to 1 over a deviation of 1/2.
+    assert read(do_normalize=False, rescale_factor=2 / 255)[:2] == ((0.0,) * 3, half)
+    assert read(do_rescale=False)[1] == pytest.approx((0.4 / 255, 0.5 / 255, 0.6 / 255))
+    for changes, said in (
+        ({"size": {"shortest_edge": 12}}, 'has size {"shortest_edge": 12}, which'),
+        ({"size": 24}, "has size 24, which"),
+        ({"resample": 9}, "has resample 9, which"),
+        ({"do_center_crop": True}, "has do_center_crop true, which"),
+        ({"image_mean": [0.5]}, "has image_mean [0.5], which"),
+    ):
+        with pytest.raises(UserError, match=re.escape(said)):
+            read(**changes)
+    file.unlink()
+    assert hf.Folder(theirs).config.mean == ()
+
+
+def test_classes_of_one_name_are_told_apart(folder):
+    theirs = folder("vit")
+    edit(theirs, id2label={"0": "crane", "1": "owl", "2": "crane", "3": "cat", "4": "dog"})
+    assert hf.Folder(theirs).config.labels == ("crane (0)", "owl", "crane (2)", "cat", "dog")
+    edit(theirs, id2label=..., num_labels=5)
+    assert hf.Folder(theirs).config.labels[4] == "LABEL_4"
 
 
 def header(file, change):

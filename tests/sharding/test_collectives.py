@@ -52,13 +52,15 @@ ACTIVATIONS = {
     # As the Transformer, for four layers. The norm after the MLP needs its output, so that each layer
     # has 2 again.
     "gemma3": (26, 38),
+    # Each of two layers: 2 forward, 1 again, then 2, which the backend makes 4: q, k and v; up.
+    "vit": (10, 14),
 }
 MOST = 4
 
 # All-reduces of single numbers for each position, where a matmul's inner dim is split. A loss over a
 # split vocabulary has a maximum, a sum of exponentials and the target's logit, and the first two again
 # in the backward pass. MoE adds gradients of expert weights, two for each position in both layers.
-NUMBERS = {"dot_relu_dot": 0, "mlp": 0, "moe": 5 + 2 * 2}
+NUMBERS = {"dot_relu_dot": 0, "mlp": 0, "vit": 0, "moe": 5 + 2 * 2}
 LOSS = 5  # the Transformer and any other entry
 
 
@@ -80,6 +82,12 @@ EXCHANGES = {"moe": ("expert", to_experts)}
 # Entry → norms of queries and keys. Where the rules split heads, the gradients of these are summed over
 # the heads' devices too, on their own.
 HEAD_NORMS = {"gemma3": ("q_norm", "k_norm")}
+# Positions of an example whose arrays have no dim for them: the class token and the patches.
+POSITIONS = {"vit": lambda config: config.num_positions}
+
+
+# Parameters that a model does not compute with; see zoo/vit.py.
+UNUSED = {"vit": {"params/layers/attention/k_bias"}}
 
 
 class Sent(NamedTuple):
@@ -111,6 +119,7 @@ class Variable(NamedTuple):
 def variables(layout: Layout) -> dict[str, Variable]:
     """Returns path → Variable for all parameters and buffers."""
     zoo, found = layout.zoo, {}
+    unused = UNUSED.get(zoo.__name__.removeprefix("zoo."), ())
     every = {
         f"{kind}/{path}": (axes, paths(layout.model.shapes[kind])[path].shape)
         for kind, tree in layout.model.axes.items()
@@ -126,7 +135,8 @@ def variables(layout: Layout) -> dict[str, Variable]:
             for as_named in (names, tuple(zoo.IN_USE.get(axis, axis) for axis in names))
         )  # fmt: skip
         layers = math.prod(shape[i] for i in stacked)
-        found[path] = Variable(path.startswith("params/"), names, layers, rest, use)
+        trained = path.startswith("params/") and path not in unused
+        found[path] = Variable(trained, names, layers, rest, use)
     return found
 
 
@@ -157,7 +167,10 @@ def activations(entry_name: str, layout: Layout) -> tuple[int, set[int]]:
         if on == "activations" and axis not in zoo.IN_USE.values()
     ]
     example = next(iter(ENTRIES[entry_name].batches[0].values()))
-    rows = math.prod(example.shape[: len(outer)]) // layout.batch_shards
+    shape = example.shape[: len(outer)]
+    if entry_name in POSITIONS:
+        shape = len(example), POSITIONS[entry_name](layout.config)
+    rows = math.prod(shape) // layout.batch_shards
     widths = {
         n
         for kind, tree in layout.model.axes.items()

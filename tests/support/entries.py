@@ -34,7 +34,11 @@ DENSE = {
     "data=2,seq=2,model=2": ["fsdp_cp_tp"],
     "data=2,pipe=2,model=2": ["fsdp_pp_tp"],
 }
-FAMILY_CASES = {"gpt2": DENSE, "gemma3": DENSE}
+FAMILY_CASES = {
+    "gpt2": DENSE,
+    "gemma3": DENSE,
+    "vit": {"8": ["dp", "fsdp"], "4x2": ["fsdp_tp"], "1x8": ["fsdp_tp"], "2x2x2": ["hsdp_tp"]},
+}
 FAST = "2x2x2"  # with its default strategy, the other entries' case in the fast tier
 LR = LearningRate(1e-3, warmup=2, steps=10)
 OPTIMIZER = adamw(LR, weight_decay=0.1, clip_norm=1.0)

@@ -276,6 +276,14 @@ SMALL_ROWS = [  # of the other recipes, which have the same code behind most fla
     ("mlp", ["--mesh=4x2", "--batch_size=6"], "--batch_size=6 is not divisible by the 4 shards"),
     ("mlp", ["--restore_from=mlp.digits", "--embed=32"], "blocks/0/down/bias has shape [64] in checkpoint {zoo}/checkpoints/mlp.digits and [32] in this model; use the flags that the checkpoint was made with"),
     ("mlp", ["--restore_from=mlp.digits", "--dataset={here}/images"], "--dataset={here}/images needs a model with 4 inputs, and the checkpoint's has 64; use the dataset that it was trained on"),
+    ("vit", ["--dataset=no/such"], "--dataset=no/such is not a folder; use digits, a folder with one subfolder for each class, or hf:NAME"),
+    ("vit", ["--dataset={here}/pets"], "--dataset={here}/pets: {here}/pets/cat/1.png is not a readable picture; replace or remove it"),
+    ("vit", ["--dataset={here}/single"], "--dataset={here}/single has no pictures (.png, .jpg, .jpeg) in {here}/single/cat; add some"),
+    ("vit", ["--patch=3"], "image_size 8 is not divisible by 3; use another --image_size or --patch"),
+    ("vit", ["--image_column=x"], "--dataset=digits has no column 'x'; set --image_column to one of 'image', 'label'"),
+    ("vit", ["--restore_from=mlp.digits"], "{zoo}/checkpoints/mlp.digits has entry 'mlp', not 'vit'; use a different one"),
+    ("vit", ["--mesh=4x2", "--batch_size=6"], "--batch_size=6 is not divisible by the 4 shards"),
+    ("vit", ["--mesh=4x2", "--rules=cp"], "--rules=cp is not a strategy of this entry; it has dp, fsdp, tp, fsdp_tp, hsdp_tp"),
     ("dot_relu_dot", ["--restore_from=mlp.digits"], "{zoo}/checkpoints/mlp.digits has entry 'mlp', not 'dot_relu_dot'; use a different one"),
     ("dot_relu_dot", ["--mesh=4x2", "--rules=pipeline"], "--rules=pipeline is not a strategy of this entry; it has dp, fsdp, tp, fsdp_tp, hsdp_tp"),
     ("dot_relu_dot", ["--mesh=3x1"], "and 32 is not divisible by 3; meshes that fit: --mesh=2x1"),
@@ -386,10 +394,10 @@ def fill(folder: pathlib.Path) -> None:
     (folder / "peft" / "adapter_config.json").write_text('{"r": 8, "use_dora": true}')
     copy("no_state", lambda m: m)
     shutil.rmtree(folder / "no_state" / "checkpoints" / "1" / "state")
-    for name in ("empty", "texts", "folder.json", "images"):
-        (folder / name).mkdir()
+    for name in ("empty", "texts", "folder.json", "images", "pets/cat", "single/cat"):
+        (folder / name).mkdir(parents=True)
     files = {
-        "file": b"no folder", "ok.txt": b"some text " * 500, "nothing.txt": b"", "nothing.jsonl": b"",
+        "file": b"no folder", "pets/cat/1.png": b"no picture", "pets/cat/2.png": b"", "ok.txt": b"some text " * 500, "nothing.txt": b"", "nothing.jsonl": b"",
         "latin.txt": "ok\ncaf\xe9\n".encode("latin1"), "latin.jsonl": '{"text": "\xe9"}\n'.encode("latin1"),
         "broken.jsonl": b'{"text": "a"}\n{"text": \n', "list.jsonl": b"[1, 2]\n",
         "body.jsonl": b'{"body": "a", "n": 3}\n', "not.parquet": b"PAR?", "torn.jsonl.gz": b"\x1f\x8b\x08", "torn.txt.zst": b"zst", "short.txt": b"x" * 200,

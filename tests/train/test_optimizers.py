@@ -6,7 +6,7 @@ import numpy as np
 import optax.contrib
 import pytest
 
-from recipes import mlp
+from recipes import mlp, vit
 from recipes.common import language
 from recipes.common.runtime.flags import SCHEDULES
 from recipes.common.sharding.abstract import paths
@@ -31,7 +31,7 @@ MESHES = ["8", "4x2", "2x4", "2x2x2"]
 
 def matrices_of(entry: str, layout):
     """The matrices that the entry's recipe gives to Muon; dot_relu_dot has only AdamW."""
-    axes = {"dot_relu_dot": {"ends": ()}, "mlp": mlp.MATRICES}
+    axes = {"dot_relu_dot": {"ends": ()}, "mlp": mlp.MATRICES, "vit": vit.MATRICES}
     return hidden_matrices(layout, **axes.get(entry, language.MATRICES))
 
 

@@ -1,12 +1,14 @@
-"""recipes.dot_relu_dot and recipes.mlp as users run them."""
+"""recipes.dot_relu_dot, recipes.mlp and recipes.vit as users run them."""
 
 import json
 import shutil
 
+import numpy as np
+import PIL.Image
 import pytest
 
 from recipes.common.sharding.abstract import abstract_model, paths
-from tests.conftest import full_except
+from tests.conftest import ROOT, full_except
 from tests.support.entries import ENTRIES
 from tests.support.quick import quick as quick
 from tests.support.runs import assert_bit_equal, records, state_of
@@ -97,6 +99,16 @@ def test_mlp_learns_digits(train, run, tmp_path):
     check_mlp(out, tmp_path)
 
 
+@pytest.mark.full
+def test_vit_learns_digits(train, run, tmp_path):
+    """A short run without crops; the default has 1,000 steps and gets 98.6% right."""
+    flags = ("--mesh=4x2", "--steps=150", "--crop=false")
+    out = train("vit", *flags, f"--workdir={tmp_path}", by=run)
+    ((accuracy,),) = records(tmp_path, "held_out_accuracy")
+    assert accuracy > 0.9
+    check_mlp(out, tmp_path)
+
+
 # ---- short ones ----------------------------------------------------------------------------------
 
 
@@ -115,9 +127,11 @@ def test_mlp_evaluates_the_same_on_another_mesh(train, quick, tmp_path):
     assert not (tmp_path / "e").exists(), "evaluation leaves no files"
 
 
-@pytest.mark.parametrize("recipe", full_except(["dot_relu_dot", "mlp"], []))
+@pytest.mark.parametrize("recipe", full_except(["dot_relu_dot", "mlp", "vit"], []))
 def test_a_resumed_run_is_bit_equal_to_an_uninterrupted_one(recipe, train, quick, tmp_path):
     flags = ("--mesh=2x2", "--steps=20", "--checkpoint_every=10", "--batch_size=64")
+    if recipe == "vit":  # on pictures that change at random
+        flags += ("--size=tiny", "--crop", "--flip")
     whole, parts = tmp_path / "whole", tmp_path / "parts"
     train(recipe, *flags, f"--workdir={whole}")
     shutil.copytree(whole, parts)
@@ -133,7 +147,58 @@ def test_a_resumed_run_is_bit_equal_to_an_uninterrupted_one(recipe, train, quick
     assert json.loads(metadata.read_text())["entry"] == recipe
 
 
-@pytest.mark.parametrize("entry", ["dot_relu_dot", "mlp"])
+@pytest.fixture
+def pets(tmp_path):
+    """A folder of colored pictures, ten of each of three classes."""
+    rng = np.random.default_rng(0)
+    for number, name in enumerate(("cat", "dog", "owl")):
+        (tmp_path / "pets" / name).mkdir(parents=True)
+        for i in range(10):
+            pixels = rng.integers(0, 60, (14, 12, 3), np.uint8)
+            pixels[..., number] += 150
+            PIL.Image.fromarray(pixels).save(tmp_path / "pets" / name / f"{i}.png")
+    return tmp_path / "pets"
+
+
+@pytest.mark.full
+def test_vit_fine_tunes_a_hugging_face_model_with_a_new_head(train, quick, pets, tmp_path):
+    """The folder's classes get a head; the run keeps the model's inputs and names the classes."""
+    theirs = ROOT / "tests" / "golden" / "hf" / "vit"
+    flags = ("--mesh=2x2", f"--dataset={pets}", "--batch_size=16", f"--workdir={tmp_path / 'v'}")
+    more = ("--steps=20", "--learning_rate=0.01", "--warmup_steps=2", "--flip")
+    out = train("vit", f"--restore_from=hf:{theirs}", *flags, *more)
+    assert "The head is new and starts at zero, for 3 other classes." in out
+    assert f"Starts at step 0, on the parameters of {theirs}." in out
+    found = records(tmp_path / "v", "held_out_accuracy", "held_out_loss")
+    assert found[0][1] == pytest.approx(np.log(3), rel=1e-5), "a head of zeros"
+    assert found[-1][0] == 1
+    metadata = json.loads((tmp_path / "v/checkpoints/20/metadata/metadata").read_text())
+    config, inputs = (
+        metadata["config"],
+        json.loads((theirs / "preprocessor_config.json").read_text()),
+    )
+    assert config["labels"] == ["cat", "dog", "owl"]
+    assert (config["mean"], config["std"]) == (inputs["image_mean"], inputs["image_std"])
+    assert config["resample"] == "bicubic"
+
+    # Evaluated on pictures of two of its classes, it keeps its head; exported, it names them all.
+    shutil.rmtree(pets / "dog")
+    evaluated = train("vit", f"--restore_from={tmp_path / 'v'}", f"--dataset={pets}", "--steps=0",
+                      "--mesh=4", "--batch_size=16")  # fmt: skip
+    assert "The head is new" not in evaluated
+    assert "Held-out accuracy 1.0000: 2 of 2 images" in evaluated
+    exported = train("hf", "export", f"--source={tmp_path / 'v'}", f"--target={tmp_path / 'out'}")
+    assert "AutoModelForImageClassification" in exported
+    back = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert back["id2label"] == {"0": "cat", "1": "dog", "2": "owl"}
+    back = json.loads((tmp_path / "out" / "preprocessor_config.json").read_text())
+    for key in ("image_mean", "image_std", "resample", "size", "rescale_factor"):
+        assert back[key] == inputs[key], key
+    imported = train("hf", "import", f"--source={tmp_path / 'out'}", f"--target={tmp_path / 'in'}")
+    assert "tokenizer" not in imported
+
+
+@pytest.mark.parametrize("entry", ["dot_relu_dot", "mlp", "vit"])
 def test_parameter_paths_are_public(entry, golden):
     shapes = paths(abstract_model(ENTRIES[entry].build).shapes["params"])
     lines = [f"params/{path} {list(x.shape)} {x.dtype}\n" for path, x in shapes.items()]

@@ -33,6 +33,7 @@ LAYERS = {
     "hf": {"runtime", "sharding", "entries"},
     "checkpoint": {"runtime", "sharding", "hf", "analysis", "entries"},
     "generation": {"runtime", "sharding"},
+    "classification": {"runtime", "sharding", "analysis", "checkpoint", "train"},
     "harness": {"runtime", "sharding", "generation"},
     "language": {
         *{"runtime", "sharding", "analysis", "generation", "checkpoint", "train", "entries"},
@@ -45,7 +46,7 @@ LAYERS = {
 LIBRARIES = {
     "zoo": {"jax", "flax"},
     "data": {
-        *{"grain", "numpy", "datasets", "tokenizers", "jinja2", "huggingface_hub"},
+        *{"PIL", "grain", "numpy", "datasets", "tokenizers", "jinja2", "huggingface_hub"},
         *{"etils", "gcsfs", "fsspec"},
     },
     "recipes": {"jax", "flax", "numpy"},
@@ -157,7 +158,7 @@ MAIN = {
     "strategies": [],  # tables alone
     "layers": ["multiply"],
     "attention": ["Attention"],
-    "feedforward": ["GatedMLP"],
+    "feedforward": ["GatedMLP", "GeluMLP"],
     "pipeline": ["microbatches", "in_stages"],
 } | {name: [entry.model] for name, entry in entries.ENTRIES.items()}
 

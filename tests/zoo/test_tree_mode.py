@@ -25,6 +25,7 @@ RECIPES = {
     "moe": (*TINY, *SHORT),
     "gemma3": (*TINY, *SHORT),
     "mlp": SHORT,
+    "vit": (*SHORT, "--size=tiny", "--batch_size=16"),
     "dot_relu_dot": SHORT,
 }
 ENVIRONMENT = {"NNX_GRAPH_MODE": "false", "NNX_GRAPH_UPDATES": "false"}

@@ -68,6 +68,15 @@ def dense(layout: Layout) -> float:
     return 6 * sum(math.prod(x.shape) for x in jax.tree.leaves(layout.model.shapes["params"]))
 
 
+def encoder(layout: Layout, positions: int) -> float:
+    """FLOPs of training on one example of `positions` positions that all attend to each other.
+
+    Counts every weight once a position, as if its few other weights were part of a layer.
+    """
+    config = layout.config
+    return positions * (dense(layout) + 12 * positions * config.num_layers * config.embed)
+
+
 def matmul_params(config: Any) -> int:
     """N of a decoder: all weights but biases, norms and the lookup in the embedding table.
 

@@ -2,6 +2,7 @@
 
 import io
 import pathlib
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -92,18 +93,36 @@ def _curve(axes, lines: list[dict[str, Any]]) -> None:
         axes.legend()
 
 
-def learning(path: pathlib.Path, metrics: pathlib.Path, confusion_CC: np.ndarray) -> None:
-    """Draws the losses of metrics.jsonl and a confusion matrix: rows true, columns predicted."""
+MOST = 20  # classes whose counts and names a confusion matrix has room for
+
+
+def learning(
+    path: pathlib.Path,
+    metrics: pathlib.Path,
+    confusion_CC: np.ndarray,
+    names: Sequence[str] = (),
+) -> None:
+    """Draws the losses of metrics.jsonl and a confusion matrix: rows true, columns predicted.
+
+    Args:
+      names: of the classes; empty: their numbers.
+    """
     if not is_first():
         return
     figure, (left, right) = _figure(2)
     _curve(left, jsonl.read(metrics))
     share_CC = confusion_CC / np.maximum(confusion_CC.sum(axis=1, keepdims=True), 1)
     right.imshow(share_CC, cmap="Blues", vmin=0, vmax=1)
+    C = len(confusion_CC)
     for (row, column), count in np.ndenumerate(confusion_CC):
-        if count:
+        if count and C <= MOST:
             dark = "white" if share_CC[row, column] > 0.5 else "black"
             right.text(column, row, int(count), ha="center", va="center", color=dark, fontsize=7)
-    ticks = range(len(confusion_CC))
+    ticks = range(0, C, -(-C // MOST))
     right.set(xlabel="predicted", ylabel="true", title="Held-out", xticks=ticks, yticks=ticks)
+    if names:
+        shown = [names[i][:16] for i in ticks]
+        long = max(map(len, shown)) > 2
+        right.set_xticklabels(shown, rotation=90 if long else 0, fontsize=7 if long else None)
+        right.set_yticklabels(shown, fontsize=7 if long else None)
     _save(figure, path)

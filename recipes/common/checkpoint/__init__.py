@@ -2,6 +2,7 @@
 
 from recipes.common.checkpoint.integrity import verify
 from recipes.common.checkpoint.lora import Adapted
+from recipes.common.checkpoint.new_head import NewHead
 from recipes.common.checkpoint.resolve_tokenizer import check_vocabulary, tokenizer_for
 from recipes.common.checkpoint.run_folder import RunFolder, flags_of, open_run
 from recipes.common.checkpoint.saver import Saver

@@ -200,7 +200,9 @@ def for_hub(
     """
     began, licence = base(metadata), facts["licence"].lower()
     library = "peft" if adapter else "transformers"
-    front = {"library_name": library, "pipeline_tag": "text-generation"}
+    images = ENTRIES[metadata["entry"]].data == "data.images"
+    task = "image-classification" if images else "text-generation"
+    front = {"library_name": library, "pipeline_tag": task}
     if licence:
         known = licence in HUB_LICENCES
         front |= {"license": licence} if known else {"license": "other", "license_name": licence}

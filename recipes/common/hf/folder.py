@@ -17,13 +17,13 @@ from flax import nnx
 
 from data import buckets, hub, tokenizer
 from recipes.common import entries
-from recipes.common.hf import gemma, gpt2, llama, moe, tensors
+from recipes.common.hf import gemma, gpt2, llama, moe, tensors, vit
 from recipes.common.runtime import folders
 from recipes.common.runtime.errors import UserError
 from recipes.common.runtime.terminal import print0
 from recipes.common.sharding.abstract import Tree, abstract_model, paths
 
-FAMILIES = (llama, moe, gpt2, gemma)
+FAMILIES = (llama, moe, gpt2, gemma, vit)
 ENTRIES = {family.ENTRY: family for family in FAMILIES}  # entry → family that exports it
 
 
@@ -40,6 +40,7 @@ def locate(name: str) -> pathlib.Path:
     if not re.fullmatch(hub.MODEL_NAME, name):
         raise UserError(f"{name!r} does not exist; use a model folder, or ORG/NAME on the Hub")
     wanted = ["config.json", "adapter_config.json", "*.safetensors", "*.safetensors.index.json"]
+    wanted.append(vit.PREPROCESSOR)
     files = (*tokenizer.FILES, *tokenizer.PAIRS, *tokenizer.PIECES)
     return hub.snapshot(name, [*wanted, *files], name)
 
@@ -136,15 +137,18 @@ def write(
       tokens: the model's tokenizer, whose files are copied unchanged; None if unknown.
       card: text of README.md; empty: none.
     """
-    theirs = ENTRIES[entry].config_json(config, context)
-    # Absent ids mean 1 and 2 to transformers, but every vocabulary has its own.
-    unknown = {"bos_token_id": None, "eos_token_id": None}
-    theirs |= tokens.config_ids() if tokens else unknown
+    theirs, others = ENTRIES[entry].config_json(config, context), {}
+    if ENTRIES[entry] is vit:
+        others = vit.other_files(config)
+    else:  # absent ids mean 1 and 2 to transformers, but every vocabulary has its own
+        unknown = {"bos_token_id": None, "eos_token_id": None}
+        theirs |= tokens.config_ids() if tokens else unknown
     table = ENTRIES[entry].tensors(config)
     expanded = tensors.expand(table, paths(shapes_of(entry, config)["params"]))
     with new_folder(folder, tokens, card) as beside:
         tensors.write(beside, expanded, read)
-        (beside / "config.json").write_text(json.dumps(theirs, indent=2) + "\n")
+        for name, content in {"config.json": theirs, **others}.items():
+            (beside / name).write_text(json.dumps(content, indent=2) + "\n")
 
 
 @contextlib.contextmanager

@@ -7,6 +7,7 @@ This file knows no model. A family's table says which tensors of a folder make u
 Each {} in the name is an index into one of the parameter's leading, stacked dims, such as the
 layer. A dim is a letter. One dim of theirs may hold several of ours: "NH D" is [N·H, D]. If a tensor
 holds several parameters, "D #NH 1/3" is the second third of [D, 3·N·H], where # has size 3.
+1 is a dim of theirs of size 1, which ours lacks.
 """
 
 import collections
@@ -36,7 +37,7 @@ class Tensor(NamedTuple):
     path: str  # our parameter's path
     index: tuple[int, ...]  # index into the parameter's stacked dims; () if it has none
     ours: dict[str, int]  # dim → size, in our order
-    groups: list[str]  # our dims in each of theirs, outermost first
+    groups: list[str]  # our dims in each of theirs, outermost first; "": a dim of size 1
     piece: tuple[int, int] = (0, 1)  # index and size of dim #
 
     @property
@@ -63,7 +64,11 @@ class Tensor(NamedTuple):
         # If one dim holds several of ours, read slices of only the outermost, which are contiguous.
         where, shape, cut = [], [], []
         part, sizes = part | {"#": slice(self.piece[0], self.piece[0] + 1)}, self._sizes
-        for outer, *inner in self.groups:
+        for group in self.groups:
+            if not group:
+                where.append(slice(None))
+                continue
+            outer, *inner = group
             size = math.prod(sizes[dim] for dim in inner)
             where.append(slice(part[outer].start * size, part[outer].stop * size))
             shape += [-1 if inner else part[outer].stop - part[outer].start]
@@ -82,7 +87,7 @@ def expand(table: dict[str, tuple[str, str, str]], parameters: dict[str, Any]) -
             sizes = dict(zip(ours, shape[stacked:], strict=True))
             groups = theirs.split()
             place, count = groups.pop().split("/") if "/" in theirs else (0, 1)
-            piece = int(place), int(count)
+            groups, piece = [group.replace("1", "") for group in groups], (int(place), int(count))
             for index in np.ndindex(shape[:stacked]):
                 yield Tensor(name.format(*index), path, index, sizes, groups, piece)
 

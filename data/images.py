@@ -1,0 +1,347 @@
+"""Pictures with the names of their classes, resized and normalized, through Grain.
+
+load("digits")              # 1,797 handwritten digits in this repository: data/README.md
+load("pets")                # a folder with one subfolder of pictures (PNG, JPEG) for each class,
+                            # or with such subfolders in pets/train and pets/test
+load("hf:uoft-cs/cifar10")  # a Hub dataset, or hf:NAME:CONFIG for one of its configurations
+
+A folder with train and test files (Parquet, JSON Lines) is read like a Hub dataset. If there are no
+pictures to evaluate on, a tenth of each class is held out.
+"""
+
+import concurrent.futures
+import hashlib
+import pathlib
+from collections.abc import Sequence
+from typing import Any
+
+import grain
+import numpy as np
+import PIL.Image
+
+from data import DataError, buckets, hub
+from data.batches import Dataset
+from data.digits import DIGITS, check_row
+
+SUFFIXES = (".png", ".jpg", ".jpeg")
+TEST = ("test", "validation", "val")  # subfolders with pictures to evaluate on
+FILTERS = {name.lower(): PIL.Image.Resampling[name] for name in PIL.Image.Resampling.__members__}
+IN_MEMORY = 2**30  # bytes of decoded pictures to keep; more of them are decoded for each batch
+SAMPLE = 1_000  # pictures from which mean and standard deviation are computed
+
+
+class Images(grain.sources.RandomAccessDataSource):
+    """Examples {"image": float32 [W, W, C], "label": int32}.
+
+    Number n + e · len(self) is picture n in epoch e: random crops and flips are a function of
+    (seed, e, n), so batches are the same on any number of processes.
+    """
+
+    def __init__(
+        self, pixels, label_N: np.ndarray, mean, std, crop: bool = False, flip: bool = False,
+        seed: int = 0,
+    ):  # fmt: skip
+        """`pixels` is a sequence of uint8 [W, W, C]; mean and std are for values from 0 to 1."""
+        self.pixels, self.label_N, self.crop, self.flip, self.seed = (
+            pixels,
+            label_N,
+            crop,
+            flip,
+            seed,
+        )
+        self.mean, self.std = (np.asarray(x, np.float32) for x in (mean, std))
+
+    def __len__(self):
+        return len(self.label_N)
+
+    def __getitem__(self, i):
+        return {name: values[0] for name, values in self.take(np.asarray([i])).items()}
+
+    def take(self, numbers: np.ndarray) -> dict[str, np.ndarray]:
+        """Examples of these numbers, stacked."""
+        epochs, rows = np.divmod(numbers, len(self))
+        image_BWWC = np.stack([self.pixels[row] for row in rows])
+        if self.crop or self.flip:
+            image_BWWC = self._at_random(image_BWWC, epochs, rows)
+        normalized = (image_BWWC.astype(np.float32) / 255 - self.mean) / self.std
+        return {"image": normalized, "label": self.label_N[rows]}
+
+    def _at_random(self, image_BWWC, epochs, rows) -> np.ndarray:
+        W = image_BWWC.shape[1]
+        edge = max(1, W // 8) if self.crop else 0
+        around = (edge, edge)
+        wide = np.pad(image_BWWC, ((0, 0), around, around, (0, 0)), mode="edge")
+        for i, at in enumerate(zip(epochs.tolist(), rows.tolist(), strict=True)):
+            rng = np.random.default_rng((self.seed, *at))
+            top, left = rng.integers(0, 2 * edge + 1, 2)
+            picture = wide[i, top : top + W, left : left + W]
+            image_BWWC[i] = picture[:, ::-1] if self.flip and rng.random() < 0.5 else picture
+        return image_BWWC
+
+
+class Files(Sequence):
+    """Pictures on disk, decoded when they are read."""
+
+    def __init__(self, paths: list[pathlib.Path], dataset: str, *form):
+        self.paths, self.dataset, self.form = paths, dataset, form
+
+    def __len__(self):
+        return len(self.paths)
+
+    def __getitem__(self, i):
+        try:
+            with PIL.Image.open(self.paths[i]) as picture:
+                return resized(picture, *self.form)
+        except (OSError, SyntaxError, ValueError):  # of PIL, for broken files
+            raise broken(self.dataset, self.paths[i]) from None
+
+
+def load(
+    dataset: str = "digits",
+    image_size: int = 8,
+    channels: int = 0,
+    labels: Sequence[str] = (),
+    mean: Sequence[float] = (),
+    std: Sequence[float] = (),
+    resample: str = "bilinear",
+    crop: bool = False,
+    flip: bool = False,
+    image_column: str = "image",
+    label_column: str = "label",
+    seed: int = 0,
+) -> Dataset:
+    """Loads pictures of image_size × image_size pixels.
+
+    Args:
+      dataset: "digits", a path, or "hf:NAME"; see the module's docstring.
+      channels: 1 (grey) or 3 (RGB); 0: those of the pictures.
+      labels: names of a model's classes, in its order; used if they include all of the dataset's.
+      mean, std: of each channel, for values from 0 to 1; empty: those of the training pictures.
+      resample: filter to resize with, one of FILTERS.
+      crop: cuts training pictures at random, after repeating their edges by an eighth on each side.
+      flip: mirrors half of the training pictures, left to right.
+      seed: of crops and flips.
+
+    Raises DataError if there is no such dataset, or its pictures can't be used.
+    """
+    path = pathlib.Path(dataset).expanduser()
+    if buckets.remote(dataset):
+        path = buckets.local(dataset, f"--dataset={dataset}")
+    form = image_size, channels, resample
+    if path.is_dir() and any(entry.is_dir() for entry in path.iterdir()):
+        names, found, train, test = _folder(path, dataset, *form)
+    else:
+        names, found, train, test = _rows(path, dataset, image_column, label_column, *form)
+    if len(names) < 2:
+        raise DataError(
+            f"--dataset={dataset} has a single class, {names[0]!r}; add a folder for another one"
+        )
+    labels = tuple(labels) if {*names} <= {*labels} else tuple(names)
+    order = np.asarray([labels.index(name) for name in names], np.int32)
+    (train_pixels, train_label), (test_pixels, test_label) = (
+        (pixels, order[np.asarray(label_N)]) for pixels, label_N in (train, test)
+    )
+    some = range(0, len(train_pixels), -(-len(train_pixels) // SAMPLE))
+    sample = np.stack([train_pixels[i] for i in some]).reshape(-1, found) / 255.0
+    mean = tuple(mean) or tuple(round(float(x), 6) for x in sample.mean(axis=0))
+    std = tuple(std) or tuple(max(round(float(x), 6), 1e-3) for x in sample.std(axis=0))
+    digest = hashlib.sha256(repr((names, image_size, found, resample)).encode())
+    for part in (train_pixels, train_label, test_pixels, test_label):
+        if isinstance(part, Files):
+            sizes = [(str(file), file.stat().st_size) for file in part.paths]
+            digest.update(repr(sizes).encode())
+        else:
+            digest.update(np.ascontiguousarray(part).tobytes())
+    shape = (image_size, image_size, found)
+    return Dataset(
+        train=Images(train_pixels, train_label, mean, std, crop, flip, seed),
+        held_out=Images(test_pixels, test_label, mean, std),
+        filler={"image": np.zeros(shape, np.float32), "label": np.array(-1, np.int32)},
+        unit="images",
+        units=1,
+        config={
+            **{"channels": found, "classes": len(labels), "labels": labels},
+            **{"mean": mean, "std": std},
+        },
+        facts={"dataset": dataset, "fingerprint": digest.hexdigest()},
+        by_epoch=crop or flip,
+    )
+
+
+# ---- folders of pictures -------------------------------------------------------------------------
+
+
+def _folder(root: pathlib.Path, dataset: str, size: int, channels: int, resample: str):
+    """(names of classes, channels, training pictures and labels, those to evaluate on)."""
+    inner = root / "train" if (root / "train").is_dir() else root
+    classes = _classes(inner, dataset)
+    names, held = (
+        list(classes),
+        next((root / name for name in TEST if (root / name).is_dir()), None),
+    )
+    if inner != root and held:
+        test = _classes(held, dataset)
+        for name in test.keys() - classes.keys():
+            raise DataError(
+                f"--dataset={dataset} has class {name!r} in {held.name} but not in train; add "
+                "pictures of it to train, or remove it"
+            )
+        train = classes
+    else:
+        train, test = {}, {}
+        for name, files in classes.items():
+            if len(files) < 2:
+                raise DataError(
+                    f"--dataset={dataset} has a single picture of class {name!r}, and one is held "
+                    "out; add pictures"
+                )
+            at_random = sorted(files, key=lambda f: hashlib.sha256(f.name.encode()).digest())
+            out = {*at_random[: max(1, len(files) // 10)]}
+            test[name] = [file for file in files if file in out]
+            train[name] = [file for file in files if file not in out]
+    parts = [
+        ([file for name in names for file in part.get(name, [])],
+         [i for i, name in enumerate(names) for _ in part.get(name, [])])
+        for part in (train, test)
+    ]  # fmt: skip
+    found = _channels([file for files, _ in parts for file in files], dataset)
+    form = size, channels or found, resample
+    keep = sum(len(files) for files, _ in parts) * size * size * form[1] <= IN_MEMORY
+    loaded = []
+    for files, label in parts:
+        pixels: Any = Files(files, dataset, *form)
+        if keep:
+            with concurrent.futures.ThreadPoolExecutor() as pool:
+                pixels = np.stack(list(pool.map(pixels.__getitem__, range(len(files)))))
+        loaded.append((pixels, label))
+    return names, form[1], *loaded
+
+
+def _classes(folder: pathlib.Path, dataset: str) -> dict[str, list[pathlib.Path]]:
+    """Class → its pictures, both sorted. Raises DataError if a class has none."""
+    found = {}
+    for inner in sorted(path for path in folder.iterdir() if path.is_dir()):
+        if not inner.name.startswith("."):
+            files = (file for file in inner.rglob("*") if file.suffix.lower() in SUFFIXES)
+            found[inner.name] = sorted(files)
+            if not found[inner.name]:
+                raise DataError(
+                    f"--dataset={dataset} has no pictures ({', '.join(SUFFIXES)}) in {inner}; add "
+                    "some, or remove the folder"
+                )
+    if not found:
+        raise DataError(f"--dataset={dataset} has no folders in {folder}; use one for each class")
+    return found
+
+
+def _channels(files: list[pathlib.Path], dataset: str) -> int:
+    """The number of channels that all pictures have. Raises DataError if they differ."""
+    first = {}
+    for file in files:
+        try:
+            with PIL.Image.open(file) as picture:
+                first.setdefault(channels_of(picture), file)
+        except (OSError, SyntaxError, ValueError):
+            raise broken(dataset, file) from None
+    if len(first) > 1:
+        raise DataError(
+            f"--dataset={dataset} has grey pictures, such as {first[1]}, and colored ones, such as "
+            f"{first[3]}; convert them to one kind"
+        )
+    return next(iter(first))
+
+
+# ---- rows with columns for image and label -------------------------------------------------------
+
+
+def _rows(
+    path: pathlib.Path,
+    dataset: str,
+    image: str,
+    label: str,
+    size: int,
+    channels: int,
+    resample: str,
+):
+    """Reads a dataset of the Hub, or files of the same structure. Returns as `_folder`."""
+    name = str(path) if path.is_dir() else dataset.removeprefix("hf:")
+    if dataset == "digits":
+        name = str(DIGITS)
+    elif not dataset.startswith("hf:") and not path.is_dir():
+        raise DataError(
+            f"--dataset={dataset} is not a folder; use digits, a folder with one subfolder for each "
+            "class, or hf:NAME"
+        )
+    splits, parts = [split for split in hub.load(name, dataset) if split is not None], []
+    features = getattr(splits[0], "features", None) or {}
+    names = list(getattr(features.get(label), "names", None) or [])
+    for split in splits:
+        images, labels = [], []
+        for row in hub.read_errors(split, dataset):
+            check_row(row, image, label, dataset)
+            images.append(row[image])
+            labels.append(row[label])
+        parts.append((images, labels))
+    if len(parts) == 1:
+        images, labels = parts[0]
+        kept, out = (
+            [i for i in range(len(labels)) if bool(i % 10) == keep] for keep in (True, False)
+        )
+        parts = [([images[i] for i in part], [labels[i] for i in part]) for part in (kept, out)]
+    if not all(labels for _, labels in parts):
+        raise DataError(f"--dataset={dataset} has an empty split; add images to it")
+    count = max(max(labels) for _, labels in parts) + 1
+    names = names or [str(number) for number in range(count)]
+    if count > len(names):
+        raise DataError(
+            f"--dataset={dataset} has the label {count - 1} and names of {len(names)} classes; fix "
+            "its labels"
+        )
+    # Nested lists have no fixed range: their largest value becomes white.
+    numbers = [np.max(x) for x in parts[0][0] if not isinstance(x, PIL.Image.Image)]
+    white = max(numbers, default=255)
+    loaded, kinds = [], set()
+    for images, labels in parts:
+        pictures = [x if isinstance(x, PIL.Image.Image) else _picture(x, white) for x in images]
+        kinds |= {channels_of(picture) for picture in pictures}
+        if len(kinds) > 1:
+            raise DataError(
+                f"--dataset={dataset} has grey images and colored ones; use images of one kind"
+            )
+        form = size, channels or next(iter(kinds)), resample
+        loaded.append((np.stack([resized(picture, *form) for picture in pictures]), labels))
+    return names, channels or next(iter(kinds)), *loaded
+
+
+def _picture(numbers: Any, white: float) -> PIL.Image.Image:
+    """A picture of nested lists [H, W] or [H, W, 3]."""
+    pixels = np.asarray(numbers, np.float32) * (255 / max(white, 1e-6))
+    return PIL.Image.fromarray(pixels.clip(0, 255).round().astype(np.uint8))
+
+
+# ---- one picture ---------------------------------------------------------------------------------
+
+
+def channels_of(picture: PIL.Image.Image) -> int:
+    """1 if a picture is grey, 3 if it is colored; transparency does not count."""
+    return 1 if picture.mode[0] in "1LFI" else 3
+
+
+def resized(
+    picture: PIL.Image.Image, size: int, channels: int, resample: str = "bilinear"
+) -> np.ndarray:
+    """The pixels of a picture, resized: uint8 [size, size, channels]."""
+    if picture.mode.startswith("I"):  # 16 bits
+        picture = PIL.Image.fromarray((np.asarray(picture) // 257).clip(0, 255).astype(np.uint8))
+    if "transparency" in picture.info:
+        picture = picture.convert("RGBA")
+    mode = "L" if channels == 1 else "RGB"
+    picture = picture if picture.mode == mode else picture.convert(mode)
+    if picture.size != (size, size):
+        picture = picture.resize((size, size), FILTERS[resample])
+    return np.asarray(picture).reshape(size, size, channels)
+
+
+def broken(dataset: str, file: pathlib.Path) -> DataError:
+    """The DataError for a picture that can't be decoded."""
+    return DataError(f"--dataset={dataset}: {file} is not a readable picture; replace or remove it")

@@ -1,0 +1,39 @@
+"""Results of a classifier: held-out accuracy, and the confusion matrix as a picture."""
+
+from collections.abc import Callable, Sequence
+
+import jax
+
+from recipes.common.analysis import picture
+from recipes.common.checkpoint import RunFolder
+from recipes.common.runtime import print0
+from recipes.common.sharding import Tree
+from recipes.common.train.loop import best_effort
+
+
+def confusion(classes: int) -> Callable[..., Tree]:
+    """A sum for `fit` to add to the loss's figures: images by true class (rows) and by guess."""
+
+    def count(model, batch: Tree) -> Tree:
+        true_BC = jax.nn.one_hot(batch["label"], classes)  # label -1: a row of zeros
+        guess_BC = jax.nn.one_hot(model(batch["image"]).argmax(axis=1), classes)
+        return {"confusion": (true_BC[:, :, None] * guess_BC[:, None]).sum(axis=0)}
+
+    return count
+
+
+def show(folder: RunFolder, figures: Tree, names: Sequence[str] = ()) -> None:
+    """Prints what the model has learned, and draws it.
+
+    Args:
+      figures: `fit`'s, with the confusion.
+      names: of the classes; empty: their numbers.
+    """
+    (nats, count), (right, _) = figures["loss"], figures["accuracy"]
+    print0(f"Held-out accuracy {right / count:.4f}: {right:.0f} of {count:.0f} images; "
+           f"loss {nats / count:.4f} nats.")  # fmt: skip
+    if folder.in_use:
+        with best_effort(folder):
+            metrics = folder.path / "metrics.jsonl"
+            picture.learning(folder.path / "learning.png", metrics, figures["confusion"], names)
+            print0(f"Loss curve and confusion matrix: {folder.shown / 'learning.png'}")

@@ -1,0 +1,172 @@
+"""The family of ViT (zoo/vit.py). preprocessor_config.json says how pictures become inputs."""
+
+import pathlib
+from typing import Any
+
+from recipes.common.hf import tensors as folders
+from recipes.common.hf.llama import ConfigFile
+from recipes.common.runtime.errors import UserError
+from zoo.vit import Config
+
+ENTRY = "vit"
+
+ARCHITECTURES = {"ViTForImageClassification": "vit"}  # theirs → model_type
+
+LAYER = "vit.encoder.layer.{}"
+TENSORS = {  # in the format of tensors.py; X and Y are the rows and columns of a patch
+    "class_token": ("vit.embeddings.cls_token", "D", "1 1 D"),
+    "positions": ("vit.embeddings.position_embeddings", "TD", "1 T D"),
+    "patch": ("vit.embeddings.patch_embeddings.projection.weight", "XYCD", "D C X Y"),
+    "patch_bias": ("vit.embeddings.patch_embeddings.projection.bias", "D", "D"),
+    "layers/attention_norm/scale": (f"{LAYER}.layernorm_before.weight", "D", "D"),
+    "layers/attention_norm/bias": (f"{LAYER}.layernorm_before.bias", "D", "D"),
+    "layers/attention/q": (f"{LAYER}.attention.attention.query.weight", "DNH", "NH D"),
+    "layers/attention/q_bias": (f"{LAYER}.attention.attention.query.bias", "NH", "NH"),
+    "layers/attention/k": (f"{LAYER}.attention.attention.key.weight", "DNH", "NH D"),
+    "layers/attention/k_bias": (f"{LAYER}.attention.attention.key.bias", "NH", "NH"),
+    "layers/attention/v": (f"{LAYER}.attention.attention.value.weight", "DNH", "NH D"),
+    "layers/attention/v_bias": (f"{LAYER}.attention.attention.value.bias", "NH", "NH"),
+    "layers/attention/o": (f"{LAYER}.attention.output.dense.weight", "NHD", "D NH"),
+    "layers/attention/o_bias": (f"{LAYER}.attention.output.dense.bias", "D", "D"),
+    "layers/mlp_norm/scale": (f"{LAYER}.layernorm_after.weight", "D", "D"),
+    "layers/mlp_norm/bias": (f"{LAYER}.layernorm_after.bias", "D", "D"),
+    "layers/mlp/up": (f"{LAYER}.intermediate.dense.weight", "DF", "F D"),
+    "layers/mlp/up_bias": (f"{LAYER}.intermediate.dense.bias", "F", "F"),
+    "layers/mlp/down": (f"{LAYER}.output.dense.weight", "FD", "D F"),
+    "layers/mlp/down_bias": (f"{LAYER}.output.dense.bias", "D", "D"),
+    "final_norm/scale": ("vit.layernorm.weight", "D", "D"),
+    "final_norm/bias": ("vit.layernorm.bias", "D", "D"),
+    "head": ("classifier.weight", "DK", "K D"),
+    "head_bias": ("classifier.bias", "K", "K"),
+}
+TIED: dict[str, str] = {}
+COMPUTED = ("vit.pooler.dense.weight", "vit.pooler.dense.bias")  # which the classifier does not use
+
+SIZES = {  # field of Config → (theirs, the default of an absent key)
+    "image_size": ("image_size", 224),
+    "patch": ("patch_size", 16),
+    "channels": ("num_channels", 3),
+    "embed": ("hidden_size", 768),
+    "num_layers": ("num_hidden_layers", 12),
+    "num_heads": ("num_attention_heads", 12),
+    "mlp": ("intermediate_size", 3_072),
+}
+UNUSED = {  # features that our ViT lacks → values that leave them off
+    "hidden_act": ("gelu",),
+    "qkv_bias": (True,),
+    "quantization_config": (),
+    "auto_map": (),  # the folder's own code
+}
+
+PREPROCESSOR = "preprocessor_config.json"
+FILTERS = ("nearest", "lanczos", "bilinear", "bicubic", "box", "hamming")  # PIL's, by their number
+BYTE = 1 / 255  # a pixel's value from 0 to 1
+
+
+def tensors(config: Config) -> dict[str, tuple[str, str, str]]:
+    """TENSORS; every ViT has the same."""
+    return TENSORS
+
+
+def config_from(keys: dict[str, Any], file: pathlib.Path) -> Config:
+    """Our Config for a config.json and the preprocessor_config.json beside it.
+
+    Raises UserError if our ViT can't compute the model exactly.
+    """
+    theirs = ConfigFile(keys, file, ENTRY)
+    theirs.refuse(UNUSED)
+    sizes = {ours: theirs.number(key, default) for ours, (key, default) in SIZES.items()}
+    for name, part in (("image_size", "patch"), ("embed", "num_heads")):
+        if sizes[name] % sizes[part]:
+            raise theirs.refused(SIZES[part][0], sizes[part])
+    names = keys.get("id2label") or {}
+    count = len(names) or theirs.number("num_labels", 2)
+    if not isinstance(names, dict) or (names and {*names} != {str(i) for i in range(count)}):
+        raise UserError(
+            f"{file} has an id2label without a name for each class from 0; use this model's "
+            "config.json"
+        )
+    return Config(
+        **sizes,
+        classes=count,
+        labels=_unlike([str(names.get(str(i), f"LABEL_{i}")) for i in range(count)]),
+        norm_eps=theirs.number("layer_norm_eps", 1e-12, float),
+        **_inputs(file.with_name(PREPROCESSOR), sizes),
+    )
+
+
+def _unlike(names: list[str]) -> tuple[str, ...]:
+    """Names of classes; a name that stands for two classes (ImageNet's crane) gets a number."""
+    return tuple(
+        name if names.count(name) == 1 else f"{name} ({i})" for i, name in enumerate(names)
+    )
+
+
+def _inputs(file: pathlib.Path, sizes: dict[str, int]) -> dict[str, Any]:
+    """Fields of Config from a preprocessor_config.json; {} without one."""
+    if not file.exists():
+        return {}
+    keys = folders.read_json(file)
+    theirs = ConfigFile(keys, file, ENTRY)
+    size = keys.get("size") or sizes["image_size"]
+    if isinstance(size, dict):
+        height = size.get("height")
+        size = height if height and height == size.get("width") else size
+    theirs.refuse({"do_resize": (True,), "do_center_crop": (False,)})
+    if size != sizes["image_size"]:
+        raise theirs.refused("size", keys["size"])
+    number = keys.get("resample", FILTERS.index("bilinear"))
+    if number not in range(len(FILTERS)):
+        raise theirs.refused("resample", number)
+    factor = theirs.number("rescale_factor", BYTE, float) if keys.get("do_rescale", True) else 1.0
+    found = {}
+    for key, default in (("image_mean", 0.0), ("image_std", 1.0)):
+        given = keys.get(key, 0.5) if keys.get("do_normalize", True) else default
+        values = [given] * sizes["channels"] if isinstance(given, (int, float)) else given
+        if not isinstance(values, list) or len(values) != sizes["channels"]:
+            raise theirs.refused(key, given)
+        # Theirs are for pixel · factor, ours for pixel / 255.
+        found[key] = tuple(float(x) if factor == BYTE else x / (factor / BYTE) for x in values)
+    return {
+        "mean": found["image_mean"],
+        "std": found["image_std"],
+        "resample": FILTERS[number],
+    }
+
+
+def config_json(config: Config, context: int) -> dict[str, Any]:
+    """Their config.json. `context` has no meaning for images."""
+    names = config.labels or [f"LABEL_{i}" for i in range(config.classes)]
+    return {
+        "architectures": [*ARCHITECTURES],
+        "model_type": ARCHITECTURES["ViTForImageClassification"],
+        **{key: getattr(config, ours) for ours, (key, _) in SIZES.items()},
+        "hidden_act": "gelu",
+        "layer_norm_eps": config.norm_eps,
+        "qkv_bias": True,
+        "hidden_dropout_prob": 0.0,
+        "attention_probs_dropout_prob": 0.0,
+        "id2label": {str(i): name for i, name in enumerate(names)},
+        "label2id": {name: i for i, name in enumerate(names)},
+        "torch_dtype": "float32",
+    }
+
+
+def other_files(config: Config) -> dict[str, dict[str, Any]]:
+    """Name → content of the JSON files beside config.json."""
+    if not config.mean:
+        return {}
+    size = {"height": config.image_size, "width": config.image_size}
+    return {
+        PREPROCESSOR: {
+            "image_processor_type": "ViTImageProcessor",
+            "do_resize": True,
+            "size": size,
+            "resample": FILTERS.index(config.resample),
+            "do_rescale": True,
+            "rescale_factor": BYTE,
+            "do_normalize": True,
+            "image_mean": list(config.mean),
+            "image_std": list(config.std),
+        }
+    }

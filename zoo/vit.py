@@ -1,0 +1,282 @@
+"""ViT: a Vision Transformer that classifies images (Dosovitskiy et al. 2021).
+
+An image is cut into square patches, and a matmul embeds each. A learned class token goes in front,
+learned positions are added, and the layers attend in both directions: LayerNorm before each
+sublayer, biases, exact GELU. The class token's output is classified. LoRA adapters (Hu et al. 2021)
+are optional. Layers are stacked and scanned, so compile time does not grow with depth.
+
+Shapes: B batch, T positions (the class token, then patches row by row), S key positions, W image
+height and width, P patch height and width, G = W / P, C image channels, D embed, N heads, H head
+dim, F mlp, K classes, L layers.
+
+Every parameter carries *logical* axis names. They have no effect until sharding rules map them to
+mesh axes:
+
+    model = ViT(Config.tiny(), rngs=nnx.Rngs(0))                     # no mesh, no rules, no context
+    logits_BK = model(image_BWWC)
+
+    rules = RULES["fsdp"]                                            # at the end of this file
+    with jax.set_mesh(mesh), nnx.logical_axis_rules(tuple(rules.items())):
+        graph, state = nnx.split(model)
+        state = jax.device_put(state, nnx.get_named_sharding(state, mesh))   # each weight at rest
+        logits_BK = jax.jit(lambda s, x: nnx.merge(graph, s)(x))(state, image_BWWC)
+
+jax.jit does not notice when the rules change: use a separate jitted function for each strategy.
+"""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.ad_checkpoint import checkpoint_name
+
+from .feedforward import GeluMLP, layer_norm
+from .layers import REMAT_POLICIES, adapters, add_bias, dot, fit_positions, gather
+from .layers import multiply, project, scan_layers, stack
+from .sharding import Rules, complete_tables, constrain, explicit, in_use, param, reshape
+from .strategies import DECODER_AXES, DECODER_IN_USE, DECODER_UNEVEN, DP, FSDP, HSDP, TP
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+    """The architecture and how to compute it. Named sizes are classmethods."""
+
+    image_size: int  # W, pixels
+    patch: int  # P, pixels; divides image_size
+    embed: int  # D; num_heads divides it
+    num_layers: int  # L
+    num_heads: int  # N
+    mlp: int  # F, hidden width of the MLP
+    channels: int = 3  # C, of the image
+    classes: int = 1_000  # K
+    norm_eps: float = 1e-12
+    # LoRA: x·W becomes x·W + (x·A)·B · lora_alpha / lora_rank. W is frozen; only A and B
+    # (nnx.LoRAParam) get gradients.
+    lora_rank: int = 0  # columns of A and rows of B; 0: no adapters
+    lora_alpha: float = 16.0
+    lora_targets: tuple[str, ...] = ("q", "k", "v", "o", "up", "down")  # get adapters
+    # How to compute it: nothing below changes the parameters.
+    dtype: str = "float32"  # of activations and matmuls; parameters, norms and loss stay float32
+    remat: str = "full"  # what a layer keeps for its backward pass: a key of REMAT_POLICIES
+    unroll: int = 1  # layers per scan iteration; unrolling all: faster, slower to compile
+    # How pictures become inputs. It is saved with the model; data pipelines read it.
+    mean: tuple[float, ...] = ()  # of pixel values from 0 to 1, for each channel
+    std: tuple[float, ...] = ()  # inputs are (pixel - mean) / std
+    resample: str = "bilinear"  # filter that resizes pictures
+    labels: tuple[str, ...] = ()  # names of the classes
+
+    @property
+    def num_positions(self) -> int:
+        """T: the class token and the patches."""
+        return (self.image_size // self.patch) ** 2 + 1
+
+    def __post_init__(self):
+        """Raises ValueError if the configuration is invalid."""
+        for name, whole, part in (
+            ("image_size", self.image_size, self.patch),
+            ("embed", self.embed, self.num_heads),
+        ):
+            if whole % part:
+                raise ValueError(f"{name} {whole} is not divisible by {part}")
+        if self.remat not in REMAT_POLICIES:
+            raise ValueError(f"remat {self.remat!r} is not one of {', '.join(REMAT_POLICIES)}")
+
+    @classmethod
+    def tiny(cls) -> "Config":
+        """18,218 parameters. For tests: every sharded dim is divisible by 8."""
+        return cls(8, 2, 32, 2, num_heads=8, mlp=64, channels=1, classes=10)
+
+    @classmethod
+    def small(cls) -> "Config":
+        """202,186 parameters. The laptop default, for 8 × 8 grey pixels."""
+        small = cls(8, 2, 64, 4, num_heads=8, mlp=256, channels=1, classes=10)
+        return dataclasses.replace(small, remat="none")
+
+    @classmethod
+    def ti16(cls) -> "Config":
+        """5,717,416 parameters. ViT-Ti/16 (Touvron et al. 2021)."""
+        return cls(224, 16, 192, 12, num_heads=3, mlp=768)
+
+    @classmethod
+    def s16(cls) -> "Config":
+        """22,050,664 parameters. ViT-S/16 (Touvron et al. 2021)."""
+        return cls(224, 16, 384, 12, num_heads=6, mlp=1_536)
+
+    @classmethod
+    def b16(cls) -> "Config":
+        """86,567,656 parameters. ViT-B/16."""
+        return cls(224, 16, 768, 12, num_heads=12, mlp=3_072)
+
+    @classmethod
+    def l16(cls) -> "Config":
+        """304,326,632 parameters. ViT-L/16."""
+        return cls(224, 16, 1_024, 24, num_heads=16, mlp=4_096)
+
+
+SIZES = {
+    "tiny": Config.tiny,
+    "small": Config.small,
+    "ti16": Config.ti16,
+    "s16": Config.s16,
+    "b16": Config.b16,
+    "l16": Config.l16,
+}
+
+# The axes of a decoder, and those of what surrounds the layers. An image has few positions, so no
+# strategy splits them.
+LOGICAL_AXES = DECODER_AXES | {
+    "patch_rows": "both",  # P
+    "patch_columns": "both",  # P
+    "channels": "both",  # C
+    "positions": "both",  # T, of the table of positions
+    "classes": "both",  # K
+}
+
+# A weight's logical axis at rest → its name in use, so that rules can shard the two differently.
+IN_USE = DECODER_IN_USE
+
+# Dims that need not be divisible by their mesh axes, and what happens then; others are an error.
+UNEVEN = DECODER_UNEVEN | dict.fromkeys(("channels", "positions", "classes"), "replicated")
+
+
+class Layer(nnx.Module):
+    """x + attention(norm(x)), then x + mlp(norm(x))."""
+
+    def __init__(self, config: Config, *, rngs: nnx.Rngs):
+        norm = functools.partial(layer_norm, config.embed, config.norm_eps, config.dtype)
+        self.attention_norm = norm()
+        self.attention = SelfAttention(config, rngs=rngs)
+        self.mlp_norm = norm()
+        self.mlp = GeluMLP(config, approximate=False, rngs=rngs)
+
+    def __call__(self, x_BTD):
+        out_BTD = self.attention(self.attention_norm(x_BTD))
+        x_BTD = x_BTD + checkpoint_name(out_BTD, "sublayer")
+        x_BTD = x_BTD + checkpoint_name(self.mlp(self.mlp_norm(x_BTD)), "sublayer")
+        return constrain(x_BTD, "batch", "residual_seq", "act_embed")  # whatever splits the biases
+
+
+class ViT(nnx.Module):
+    """image_BWWC → logits_BK. See the module's docstring."""
+
+    def __init__(self, config: Config, *, rngs: nnx.Rngs):
+        self.config = config
+        P, C, D, K = config.patch, config.channels, config.embed, config.classes
+        T = config.num_positions
+        axes = ("patch_rows", "patch_columns", "channels", "embed")
+        self.patch = param(rngs, (P, P, C, D), axes, (P * P * C) ** -0.5)
+        self.patch_bias = param(rngs, (D,), ("norm",), 0.0)
+        # Nearly as large as embeddings of patches, so that small models soon know where a patch is.
+        self.class_token = param(rngs, (D,), ("norm",), 0.5)
+        self.positions = param(rngs, (T, D), ("positions", "embed"), 0.5)
+        # Every parameter of the layers starts with dim L, logical axis `layers`.
+        self.layers = stack(functools.partial(Layer, config), config.num_layers, rngs)
+        self.final_norm = layer_norm(D, config.norm_eps, config.dtype)
+        self.head = param(rngs, (D, K), ("embed", "classes"), D**-0.5)
+        self.head_bias = param(rngs, (K,), ("classes",), 0.0)
+
+    def __call__(self, image_BWWC: jax.Array) -> jax.Array:
+        """Returns logits [B, K] in float32. On a mesh, B must be divisible by the axes of `batch`."""
+        return self.classify(self.embed_patches(image_BWWC))
+
+    def loss(self, image, label):
+        """Cross entropy of a batch, in nats.
+
+        Args:
+          image: [B, W, W, C].
+          label: [B], int; rows with a label below 0 only pad the batch and don't count.
+
+        Returns: (sum over examples, number of examples, aux), float32 scalars; aux maps a name to
+          (sum, count): loss: the cross entropy; accuracy: labels that are the most likely class.
+        """
+        logits_BK = self(image)
+        wanted_BK = jax.nn.one_hot(label, self.config.classes)  # padding: a row of zeros
+        total = -(jax.nn.log_softmax(logits_BK, axis=1) * wanted_BK).sum()
+        count = (label >= 0).sum().astype(jnp.float32)
+        right = (logits_BK.argmax(axis=1) == label).sum().astype(jnp.float32)
+        return total, count, {"loss": (total, count), "accuracy": (right, count)}
+
+    def embed_patches(self, image_BWWC) -> jax.Array:
+        """The class token and embeddings of all patches, with their positions: [B, T, D]."""
+        config, dtype = self.config, self.config.dtype
+        (B, W, _, C), P = image_BWWC.shape, config.patch
+        G = W // P
+        image = constrain(image_BWWC.astype(dtype), "batch", None, None, None)
+        rows = reshape(image, (B, G, P, G, P, C), "batch", *[None] * 5)
+        patches = reshape(rows.swapaxes(2, 3), (B, G * G, P, P, C), "batch", *[None] * 4)
+        x_BTD = multiply(patches, in_use(self.patch, IN_USE, dtype), contract=3)
+        x_BTD = constrain(add_bias(x_BTD, self.patch_bias), "batch", None, "act_embed")
+        token_D = constrain(self.class_token[...].astype(dtype), "act_embed")
+        where = explicit("batch", None, "act_embed")
+        token_B1D = jnp.broadcast_to(token_D[None, None], (B, 1, config.embed), out_sharding=where)
+        x_BTD = jnp.concatenate([token_B1D, x_BTD], axis=1)
+        positions_TD = constrain(in_use(self.positions, IN_USE, dtype)[...], None, "act_embed")
+        return x_BTD + positions_TD[None]
+
+    @fit_positions
+    def classify(self, x_BTD) -> jax.Array:
+        """Runs the layers and classifies the class token: logits [B, K] in float32."""
+        config = self.config
+
+        def layer(x_BTD, weights, kind):
+            weights = in_use(weights, IN_USE, config.dtype)  # inside remat, which gathers again
+            return weights(x_BTD), None
+
+        x_BTD = constrain(x_BTD, "batch", "residual_seq", "act_embed")
+        policy = REMAT_POLICIES[config.remat]
+        x_BTD, _ = scan_layers(layer, x_BTD, self.layers, (None,), policy, config.unroll)
+        x_BD = constrain(self.final_norm(x_BTD), "batch", None, "act_embed")[:, 0]
+        head = in_use(self.head, IN_USE)[...]
+        logits_BK = dot("BD,DK->BK", x_BD.astype(head.dtype), head, explicit("batch", "classes"))
+        # A rule may split K; the loss needs all of a row.
+        return constrain(logits_BK + self.head_bias[...][None], "batch", None)
+
+
+class SelfAttention(nnx.Module):
+    """Multi-head attention (Vaswani et al. 2017) of every position to every other. Tensor
+    parallelism splits the heads, and then the output costs one all-reduce.
+    """
+
+    def __init__(self, config: Config, *, rngs: nnx.Rngs):
+        D, N = config.embed, config.num_heads
+        H = D // N
+        for name in "qkv":
+            setattr(self, name, param(rngs, (D, N, H), ("embed", "heads", "head_dim"), D**-0.5))
+            setattr(self, f"{name}_bias", param(rngs, (N, H), ("heads", "head_dim"), 0.0))
+        out_stddev = (D * 2 * config.num_layers) ** -0.5  # 2L sublayers add to one residual
+        self.o = param(rngs, (N, H, D), ("heads", "head_dim", "embed"), out_stddev)
+        self.o_bias = param(rngs, (D,), ("norm",), 0.0)
+        self.lora = adapters(self, config, rngs, q=1, k=1, v=1, o=2)
+
+    def __call__(self, x_BTD):
+        x_BTD = gather(x_BTD)
+        q, k, v = (project(self, name, x_BTD) for name in "qkv")
+        # k_bias adds the same to all scores of a query, which the softmax cancels. Computing that
+        # would train it on rounding errors; it is a parameter because published models have it.
+        q, v = add_bias(q, self.q_bias), add_bias(v, self.v_bias)
+        k, v = (
+            constrain(x, "batch", None, "heads", "head_dim") for x in (k, v)
+        )  # of all positions
+        scores = explicit("batch", "heads", "seq", None)
+        scores_BNTS = dot("BTNH,BSNH->BNTS", q * q.shape[-1] ** -0.5, k, scores)
+        weights_BNTS = jax.nn.softmax(scores_BNTS, axis=-1).astype(v.dtype)
+        heads = explicit("batch", "seq", "heads", "head_dim")
+        out_BTNH = jnp.einsum("BNTS,BSNH->BTNH", weights_BNTS, v, out_sharding=heads)
+        out_BTD = project(self, "o", out_BTNH, contract=2, seq="residual_seq")
+        return add_bias(out_BTD, self.o_bias)
+
+
+complete = functools.partial(complete_tables, LOGICAL_AXES)
+
+# What each parallelism splits and costs: strategies.py. Those that split T or L are for decoders.
+RULES: dict[str, Rules] = complete(
+    {
+        "dp": DP,
+        "fsdp": DP | FSDP,
+        "tp": DP | TP,
+        "fsdp_tp": DP | FSDP | TP,
+        "hsdp_tp": HSDP | TP,
+    }
+)
