@@ -157,6 +157,7 @@ MAIN = {
     "strategies": [],  # tables alone
     "layers": ["multiply"],
     "attention": ["Attention"],
+    "experts": ["mix"],
     "pipeline": ["microbatches", "in_stages"],
 } | {name: [entry.model] for name, entry in entries.ENTRIES.items()}
 
