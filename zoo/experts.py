@@ -18,14 +18,14 @@ from .strategies import DECODER
 
 
 def mix(x_BTD, config, capacity: float | None, route, expert, weights):
-    """Each position's weighted sum of its experts' outputs, and the figures of `choose`.
+    """Each position's weighted sum of its experts' outputs, and what `route` adds to the choice.
 
     Experts run inside jax.shard_map, so communication is explicit and the same on any mesh.
     Raises ValueError if rules split experts over a mesh axis that does not split the batch.
 
     Args:
       capacity: slots per row in an expert, in even shares; None: dropless.
-      route: (x_BTD, slots=) → what `choose` returns.
+      route: (x_BTD, slots=) → what `choose` returns, and perhaps more.
       expert: (product, x, *weights) → a shard's part of the outputs, which are summed over shards
         of `mlp`. `product` multiplies rows by their experts' part of a weight.
       weights: parameters [E, ...].
@@ -39,14 +39,14 @@ def mix(x_BTD, config, capacity: float | None, route, expert, weights):
     if capacity is not None:
         slots = min(T, math.ceil(capacity * T * config.experts_per_token / E))
         compute = functools.partial(by_capacity, expert, split, E, slots)
-    choice, figures = route(x_BTD, slots=slots)
+    choice, *more = route(x_BTD, slots=slots)
     axes = [("batch", "seq", None)] * 4  # D whole, whatever the rules
     for w in weights:
         names = w.out_sharding[-w[...].ndim :]  # inside a scan over layers, without theirs
         axes.append(tuple(name if name in ("expert", "mlp") else None for name in names))
     arrays = (x_BTD, *choice, *(w[...].astype(x_BTD.dtype) for w in weights))
     out_BTD = per_device(compute, arrays, axes, ("batch", "residual_seq", None))
-    return constrain(out_BTD, "batch", "residual_seq", "act_embed"), figures
+    return constrain(out_BTD, "batch", "residual_seq", "act_embed"), *more
 
 
 def choose(config, logits_BTE, counted_BT, slots: int, bias_E=None, normalize: bool = True):
