@@ -35,6 +35,7 @@ CHOSEN = {
         ("hsdp_tp", "2x2x2"),
         ("fsdp_ep", "data=2,expert=4"),
         ("fsdp_ep_cp", "data=2,seq=2,expert=2"),
+        ("fsdp_ep_pp", "data=2,pipe=2,expert=2"),
     ],
 }
 FAST = "2x2x2"  # with its default strategy, each entry's case in the fast tier
@@ -64,12 +65,12 @@ class Entry:
     @functools.cached_property
     def batches(self) -> list[Example]:
         """Five batches of BATCH rows, as numpy arrays."""
-        return self._batches(32 if self.name in CHOSEN else 20)
+        return self._batches(40 if self.name in CHOSEN else 20)
 
     @functools.cached_property
     def long_batches(self) -> list[Example]:
         """For strategies that split the positions of a row; eight divides their number."""
-        return self._batches(32)
+        return self._batches(40 if self.name in CHOSEN else 32)
 
     def is_long(self, strategy: str, mesh: str) -> bool:
         """Whether a strategy splits the positions of a row on this mesh."""
