@@ -35,8 +35,10 @@ CONFIG, GENERATION, TEMPLATE = (
 SPECIAL = "special_tokens_map.json"
 FILES = (MAIN, CONFIG, TEMPLATE, GENERATION, SPECIAL)  # that a model folder may have
 MODEL = "config.json"  # the model's own; kept only where no other file names the end-of-text token
+PAIRS = ("vocab.json", "merges.txt")  # of a byte-level BPE, in old repositories without MAIN
 PIECES = ("tokenizer.model", "spiece.model", "sentencepiece.bpe.model")  # unsupported formats
 CONTROL = ("bos", "eos", "unk", "sep", "pad", "cls", "mask")  # NAME_token, for templates
+GPT2_END = "<|endoftext|>"  # ends a document in byte-level vocabularies; old files don't mark it
 START = 256  # starts each document of bytes
 PADDED = 384  # vocabulary of our byte models: 257, padded to a multiple of 128
 
@@ -260,7 +262,9 @@ def read(folder: pathlib.Path) -> dict[str, bytes]:
 
     Raises DataError if the folder has only a sentencepiece model.
     """
-    if not (folder / MAIN).is_file():
+    if all((folder / name).is_file() for name in PAIRS) and not (folder / MAIN).is_file():
+        files = {MAIN: _from_pairs(folder)}
+    elif not (folder / MAIN).is_file():
         for name in PIECES:
             if (folder / name).exists():
                 raise DataError(
@@ -268,10 +272,32 @@ def read(folder: pathlib.Path) -> dict[str, bytes]:
                     f"its {MAIN} (transformers' save_pretrained writes one)"
                 )
         return {}
-    files = {name: (folder / name).read_bytes() for name in FILES if (folder / name).is_file()}
+    else:
+        files = {}
+    files |= {name: (folder / name).read_bytes() for name in FILES if (folder / name).is_file()}
     if _end(files, folder) is None and (folder / MODEL).is_file():
         files[MODEL] = (folder / MODEL).read_bytes()
     return files
+
+
+def _from_pairs(folder: pathlib.Path) -> bytes:
+    """A tokenizer.json made from a byte-level BPE's vocab.json and merges.txt, as GPT-2 has."""
+    from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors
+
+    vocabulary, merges = (str(folder / name) for name in PAIRS)
+    try:
+        library = Tokenizer(models.BPE.from_file(vocabulary, merges))
+    except Exception as error:  # the library's have no common base
+        raise DataError(
+            f"{folder} has a {PAIRS[0]} and {PAIRS[1]} that can't be read ({hub.reason(error)}); "
+            "fetch them again"
+        ) from None
+    library.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    library.post_processor = processors.ByteLevel(trim_offsets=False)
+    library.decoder = decoders.ByteLevel()
+    if library.token_to_id(GPT2_END) is not None:
+        library.add_special_tokens([AddedToken(GPT2_END, special=True)])
+    return library.to_str().encode()
 
 
 def from_files(files: dict[str, bytes], name: str = "") -> Tokenizer:

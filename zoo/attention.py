@@ -81,12 +81,12 @@ class Attention(nnx.Module):
         if kind.rope_theta is not None:
             q, k = (rotate(x, at.angles[kind], kind.magnitude) for x in (q, k))
         q = q * self.scale if self.scale != 1 else q
-        extra = (self.soft_cap, None if self.sinks is None else self.sinks[...])
+        cap, sinks_N = self.soft_cap, None if self.sinks is None else self.sinks[...]
         if past is None:
             how = (self.config.attention, self.config.context, at.striped)
-            out_BTNH = attend(q, k, v, at.segments, kind.window, *how, *extra)
+            out_BTNH = attend(q, k, v, at.segments, kind.window, *how, cap, sinks_N)
         else:
-            out_BTNH = attend_to_cache(q, k, v, *past, at.seen[kind], *extra)
+            out_BTNH = attend_to_cache(q, k, v, past[0], past[1], at.seen[kind], cap, sinks_N)
         return self._project("o", out_BTNH, contract=2, seq="residual_seq"), (k, v)
 
     def _project(self, name: str, x, **how):
@@ -541,12 +541,13 @@ def check_config(config, **choices) -> None:
     L, N, K, H = config.num_layers, config.num_heads, config.num_kv_heads, config.head_dim
     kinds, window = config.layer_kinds, vars(config).get("sliding_window")
     known = type(config).lora_targets
+    rotary = not kinds or any(kind[1] is not None for kind in kinds)
     other = min({*config.lora_targets} - {*known}, default=None)
     least = min((kind[0] for kind in kinds if kind[0] is not None), default=1)
     both = f"sliding_window={window} and layer_kinds exclude each other"
     for invalid, message in (
         (N % K, f"num_heads={N} is not divisible by num_kv_heads={K}"),
-        (H % 2, f"head_dim={H} must be even: rotary embeddings rotate pairs of dims"),
+        (rotary and H % 2, f"head_dim={H} must be even: rotary embeddings rotate pairs of dims"),
         (other is not None, f"lora_targets has {other!r}, which is not one of {', '.join(known)}"),
         (least < 1, f"layer_kinds has window={least}, which must be ≥ 1, or None"),
         (len(kinds) > L, f"layer_kinds has {len(kinds)} kinds, more than num_layers={L}"),

@@ -134,10 +134,10 @@ class Layer(nnx.Module):
     """x + attention(norm(x)), then x + experts(norm(x))."""
 
     def __init__(self, config: Config, *, rngs: nnx.Rngs):
-        norm = functools.partial(RMSNorm, eps=config.norm_eps)
-        biases, qk_norm = "qkv" if config.qkv_bias else "", norm if config.qk_norm else None
-        self.attention_norm, self.mlp_norm = norm(config.embed), norm(config.embed)
-        self.attention = Attention(config, biases, qk_norm, rngs=rngs)
+        D, norm = config.embed, functools.partial(RMSNorm, eps=config.norm_eps)
+        self.attention_norm, self.mlp_norm = norm(D), norm(D)
+        how = ("qkv" if config.qkv_bias else "", norm if config.qk_norm else None)
+        self.attention = Attention(config, *how, rngs=rngs)
         self.experts = Experts(config, rngs=rngs)
 
     def __call__(self, x_BTD, at, kind, past, counted_BT, capacity):

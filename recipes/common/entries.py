@@ -17,6 +17,7 @@ ENTRIES = {  # name of the zoo file and of the recipe → Entry
     "mlp": Entry("MLP", "data.digits", "nats an image"),
     "transformer": Entry("Transformer", "data.text", "nats a token"),
     "moe": Entry("MoE", "data.text", "nats a token"),
+    "gpt2": Entry("GPT2", "data.text", "nats a token"),
     "gpt_oss": Entry("GptOss", "data.text", "nats a token"),
 }
 

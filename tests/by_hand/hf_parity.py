@@ -151,8 +151,10 @@ FAMILIES |= {  # unlike layers, and rotary scalings
         meshes=FOR_EXPERTS,
     ),
 }  # fmt: skip
+FAMILIES["gpt2"] = Family("GPT2Config", {"num_key_value_heads": 8, "n_inner": 80}, "bfloat16")
+FAMILIES["odd_gpt2"] = Family("GPT2Config", {"vocab_size": 67, "hidden_size": 40})
 NOT_GOLDEN = {"qwen3_window", "qwen2_window", "odd_mixtral", "odd_qwen3_moe", "qwen2_mixed"}
-NOT_GOLDEN |= {"qwen3_mixed", "qwen2_yarn", "mistral_yarn", "mixtral_linear"}
+NOT_GOLDEN |= {"qwen3_mixed", "qwen2_yarn", "mistral_yarn", "mixtral_linear", "odd_gpt2"}
 
 ADAPTERS = {  # golden model → modules with an adapter of PEFT's
     "llama3": [*("q_proj", "k_proj", "v_proj", "o_proj"), *("gate_proj", "up_proj", "down_proj")],
@@ -176,7 +178,8 @@ def make(family: Family, folder: pathlib.Path) -> None:
     model = transformers.AutoModelForCausalLM.from_config(config)
     with torch.no_grad():
         for name, weight in model.named_parameters():
-            weight.copy_(0.15 * torch.randn(weight.shape) + ("norm" in name))
+            norm = "norm" in name or (".ln_" in name and name.endswith("weight"))
+            weight.copy_(0.15 * torch.randn(weight.shape) + norm)
     model.to(getattr(torch, family.dtype)).save_pretrained(folder, max_shard_size=family.shard)
     (folder / "generation_config.json").unlink(missing_ok=True)
 

@@ -19,7 +19,7 @@ import safetensors.numpy
 from flax import nnx
 
 import recipes.hf
-from data import tokenizer
+from data import DataError, tokenizer
 from recipes.common import checkpoint, hf
 from recipes.common.hf import llama
 from recipes.common.mesh import make_mesh
@@ -41,7 +41,7 @@ from zoo.transformer import Config, Transformer
 
 pytestmark = pytest.mark.promise("hugging-face")
 
-GOLDEN = ROOT / "tests" / "golden" / "hf"
+GOLDEN, MODEL = ROOT / "tests" / "golden" / "hf", "model.safetensors"
 FAMILIES = [name for name in ALL_FAMILIES if name not in NOT_GOLDEN]
 
 
@@ -131,8 +131,9 @@ def test_export_is_read_back_bit_equal_with_the_same_config(family, tmp_path):
 
 
 def test_every_option_of_config_is_read():
-    """Each family's options occur in its golden model and in no other."""
-    found = {name: hf.Folder(GOLDEN / name).config for name in FAMILIES}
+    """Options of the Llama family and of MoE occur in their golden models and in no other."""
+    every = {name: hf.Folder(GOLDEN / name).config for name in FAMILIES}
+    found = {name: c for name, c in every.items() if type(c) in (Config, moe.Config)}
     assert found["llama3"].rope_scaling == (8.0, 1.0, 4.0, 16)
     assert found["llama_linear"].rope_scaling == ("linear", 3.0)
     assert found["ministral"].layer_kinds == (Kind(5, 1e4), Kind(None, 1e4))
@@ -142,19 +143,19 @@ def test_every_option_of_config_is_read():
     assert found["llama3"].rope_theta == 5e5
     assert found["mistral"].sliding_window == 5
     assert found["qwen3"].head_dim == 6
-    assert [n for n in FAMILIES if found[n].qkv_bias] == ["qwen2"]
+    assert [n for n in found if found[n].qkv_bias] == ["qwen2"]
     qwen3 = ["qwen3", "qwen3_moe", "odd_qwen3", "qwen3_yarn"]
-    assert [n for n in FAMILIES if found[n].qk_norm] == qwen3
+    assert [n for n in found if found[n].qk_norm] == qwen3
     assert not found["qwen3_moe"].normalize
     assert found["mixtral"].normalize
     assert (found["mixtral"].rope_theta, found["mixtral"].capacity) == (1e6, None)
     assert (found["qwen3_moe"].mlp, found["qwen3_moe"].experts_per_token) == (16, 3)
-    assert [n for n in FAMILIES if found[n].tie_embeddings] == ["smollm"]
-    assert [n for n in FAMILIES if found[n].sliding_window] == ["mistral"]
-    assert [n for n in FAMILIES if found[n].rope_scaling] == ["llama3", "llama_linear"]
-    assert [n for n in FAMILIES if found[n].layer_kinds] == ["ministral", "qwen3_yarn"]
+    assert [n for n in found if found[n].tie_embeddings] == ["smollm"]
+    assert [n for n in found if found[n].sliding_window] == ["mistral"]
+    assert [n for n in found if found[n].rope_scaling] == ["llama3", "llama_linear"]
+    assert [n for n in found if found[n].layer_kinds] == ["ministral", "qwen3_yarn"]
     dtypes = {n: {str(v.dtype) for f in (GOLDEN / n).glob("*.safetensors")
-                  for v in tensors_of(f).values()} for n in FAMILIES}  # fmt: skip
+                  for v in tensors_of(f).values()} for n in found}  # fmt: skip
     assert dtypes["llama2"] == {"float16"}
     assert dtypes["llama3"] == dtypes["smollm"] == {"bfloat16"}
     assert dtypes["qwen3"] == {"float32"}
@@ -441,7 +442,7 @@ def test_a_write_that_fails_leaves_nothing(tmp_path):
         ("qwen3_moe", {"mlp_only_layers": [1]}, "has mlp_only_layers [1], which"),
         ("qwen3_moe", {"attention_bias": True}, "has attention_bias true, which"),
         ("llama3", {"architectures": ["LlamaForCausalLM", "X"]}, "is for LlamaForCausalLM, X, which"),
-        ("llama3", {"architectures": ..., "model_type": "gpt2"}, "is for gpt2, which the zoo does not"),
+        ("llama3", {"architectures": ..., "model_type": "opt"}, "is for opt, which the zoo does not"),
         ("llama3", {"architectures": 7}, "is for 7, which the zoo does not"),
         ("llama3", {"architectures": [["LlamaForCausalLM"]]}, "which the zoo does not"),
         ("llama3", {"hidden_act": "gelu"}, 'has hidden_act "gelu", which zoo/transformer.py does not'),
@@ -694,3 +695,52 @@ def test_help_names_both_commands(run):
     assert done.code == 0
     for said in ("recipes.hf import", "recipes.hf export", "--source", "--mesh"):
         assert said in done.out
+
+
+# ---- GPT-2's older files -------------------------------------------------------------------------
+
+
+def test_gpt2_is_read_without_the_prefix_of_its_tensors(folder):
+    """The published files have no prefix, but masks and a copy of the embeddings."""
+    new, old = GOLDEN / "gpt2", folder("gpt2")
+    tensors = {n.removeprefix("transformer."): t for n, t in tensors_of(new / MODEL).items()}
+    tensors |= {f"h.{i}.attn.bias": np.tri(64, dtype=np.float32)[None, None] for i in range(2)}
+    safetensors.numpy.save_file(tensors | {"lm_head.weight": tensors["wte.weight"]}, old / MODEL)
+    assert_bit_equal(params_of(f"hf:{new}"), params_of(f"hf:{old}"))
+
+
+def test_gpt2_s_vocabulary_and_merges_are_its_tokenizer(folder):
+    """Old repositories have no tokenizer.json; `transformers` makes the same one of the two files."""
+    target, words = folder("gpt2"), ["<|endoftext|>", "h", "e", "l", "o", "Ġ", "he", "ll", "Ġhe"]
+    (target / "vocab.json").write_text(json.dumps({w: i for i, w in enumerate(words)}))
+    (target / "merges.txt").write_text("#version: 0.2\nh e\nl l\nĠ he\n")
+    edit(target, eos_token_id=0, bos_token_id=0)
+    found = hf.Folder(target).tokenizer()
+    assert list(found.encode(["hello hello"])[0]) == [6, 7, 4, 8, 7, 4]
+    assert found.end == (0,)
+    assert list(found.encode_rendered("he<|endoftext|>")) == [6, 0]
+    (target / "merges.txt").write_text("#version: 0.2\nh z\n")
+    with pytest.raises(DataError, match=r"a vocab.json and merges.txt that can't be read \("):
+        hf.Folder(target).tokenizer()
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"n_head": 7}, "has n_head 7, which zoo/gpt2.py does not implement"),
+        ({"activation_function": "relu"}, 'has activation_function "relu", which zoo/gpt2.py'),
+        ({"scale_attn_by_inverse_layer_idx": True}, "has scale_attn_by_inverse_layer_idx true"),
+        ({"add_cross_attention": True}, "has add_cross_attention true"),
+        ({"n_positions": ...}, "has n_positions null, which must be a number > 0"),
+    ],
+)
+def test_gpt2_s_features_that_we_lack_are_named(folder, changes, message):
+    edit(target := folder("gpt2"), **changes)
+    with pytest.raises(UserError, match=re.escape(message)):
+        hf.Folder(target)
+
+
+def test_peft_s_adapters_of_gpt2_are_refused():
+    config = dataclasses.replace(hf.Folder(GOLDEN / "gpt2").config, lora_rank=2)
+    with pytest.raises(UserError, match="share a factor between q, k and v"):
+        hf.write_adapter(GOLDEN / "none", "gpt2", config, None, lambda path: pytest.fail("read"))

@@ -93,9 +93,22 @@ strategy without `_sp` is within 1.08 of the textbook; with it, the backward pas
 {bytes_table}"""
 
 
-def difference(a, b) -> float:
-    """Returns |a - b| / |b|, the relative difference in the Euclidean norm."""
-    return float(np.linalg.norm(np.ravel(a - b)) / max(np.linalg.norm(np.ravel(b)), 1e-30))
+# Gradients that are zero but for rounding → others of their size. Without rotary embeddings, a bias of
+# all keys adds the same number to all of a query's scores, which softmax ignores.
+ZERO = {("gpt2", "layers/attention/k_bias"): "layers/attention/q_bias"}
+
+
+def difference(a, b, like=None) -> float:
+    """Returns |a - b| / |b|, the relative difference in the Euclidean norm; `like`: in place of b."""
+    norm = np.linalg.norm(np.ravel(b if like is None else like))
+    return float(np.linalg.norm(np.ravel(a - b)) / max(norm, 1e-30))
+
+
+def gradient_differences(entry: str, got: dict, want: dict) -> dict[str, float]:
+    """The differences of gradients, path → array."""
+    return {
+        path: difference(got[path], want[path], want.get(ZERO.get((entry, path)))) for path in want
+    }
 
 
 def page() -> str:

@@ -271,7 +271,7 @@ MISTAKES = [
     ([], "--target is missing; use --target=FOLDER, or --one_file=FILE.py"),
     (["--target=mine", "--one_file=my.py"], "--target=mine and --one_file=my.py exclude each other; use one of them"),
     (["--entry=transfomer", "--target=mine"], "--entry=transfomer is not in the zoo; did you mean transformer?"),
-    (["--entry=gpt", "--target=mine"], "--entry=gpt is not in the zoo; it has dot_relu_dot, mlp, transformer, moe"),
+    (["--entry=bert", "--target=mine"], "--entry=bert is not in the zoo; it has dot_relu_dot, mlp, transformer, moe"),
     (["--entry=", "--target=mine"], "--entry= is not in the zoo; it has dot_relu_dot, "),
     (["--target=full"], "--target=full already has layers.py; use a new name"),
     (["--target=linked"], "--target=linked already has sharding.py; use a new name"),

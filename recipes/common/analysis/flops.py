@@ -79,7 +79,8 @@ def matmul_params(config: Any) -> int:
     D, H = config.embed, config.head_dim
     attention = 2 * D * H * (config.num_heads + config.num_kv_heads)
     router, experts = getattr(config, "num_experts", 0), getattr(config, "experts_per_token", 1)
-    layer = attention + D * router + experts * 3 * D * config.mlp
+    matrices = getattr(config, "mlp_matrices", 3)  # gate, up and down
+    layer = attention + D * router + experts * matrices * D * config.mlp
     return config.num_layers * layer + config.vocab_size * D
 
 

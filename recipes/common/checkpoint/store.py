@@ -319,9 +319,13 @@ def layout_of(
 
 
 def context(source: Source) -> int:
-    """Context length of a model in tokens: the one in its folder, or the one it was trained with."""
+    """Context length of a model in tokens: the one in its folder, or the one it was trained with.
+
+    At most the number of positions that it has learned, if it learns them.
+    """
     facts = source.metadata
-    return facts.get("context") or facts.get("flags", {}).get("seq_len") or 2_048
+    found = facts.get("context") or facts.get("flags", {}).get("seq_len") or 2_048
+    return min(found, facts["config"].get("max_positions", found))
 
 
 def config_of(source: Source) -> Any:

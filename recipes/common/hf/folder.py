@@ -17,12 +17,12 @@ from flax import nnx
 
 from data import buckets, hub, tokenizer
 from recipes.common import entries
-from recipes.common.hf import llama, moe, tensors
+from recipes.common.hf import gpt2, llama, moe, tensors
 from recipes.common.runtime import folders
 from recipes.common.runtime.errors import UserError
 from recipes.common.sharding.abstract import Tree, abstract_model, paths
 
-FAMILIES = (llama, moe)
+FAMILIES = (llama, moe, gpt2)
 ENTRIES = {family.ENTRY: family for family in FAMILIES}  # entry → family that exports it
 
 
@@ -39,7 +39,8 @@ def locate(name: str) -> pathlib.Path:
     if not re.fullmatch(hub.MODEL_NAME, name):
         raise UserError(f"{name!r} does not exist; use a model folder, or ORG/NAME on the Hub")
     wanted = ["config.json", "adapter_config.json", "*.safetensors", "*.safetensors.index.json"]
-    return hub.snapshot(name, [*wanted, *tokenizer.FILES, *tokenizer.PIECES], name)
+    files = (*tokenizer.FILES, *tokenizer.PAIRS, *tokenizer.PIECES)
+    return hub.snapshot(name, [*wanted, *files], name)
 
 
 class Folder:
@@ -63,9 +64,10 @@ class Folder:
             "entry": self.family.ENTRY,
             "config": dataclasses.asdict(self.config),
             "step": self.step,
-            "context": theirs.get("max_position_embeddings"),  # for exporting it again
+            "context": theirs.get(self.family.CONTEXT),  # for exporting it again
         }
-        self._stored = tensors.find(path)
+        found = tensors.find(path)
+        self._stored = {self.family.canonical(name): tensor for name, tensor in found.items()}
         self._check()
 
     def shapes(self) -> Tree:

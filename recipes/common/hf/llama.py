@@ -1,7 +1,7 @@
 """The Llama family (zoo/transformer.py): Llama 2 and 3, Mistral, Ministral, Qwen 2 and 3, SmolLM.
 
-A family is a module listed in folder.py, with ENTRY, ARCHITECTURES, TIED, COMPUTED, tensors,
-config_from and config_json. It rejects any config.json that its model can't compute exactly, and
+A family is a module listed in folder.py, with ENTRY, ARCHITECTURES, TIED, COMPUTED, CONTEXT,
+EXCHANGES_ADAPTERS, canonical, tensors, config_from and config_json. It rejects any config.json that its model can't compute exactly, and
 names the key; families share ConfigFile for that.
 """
 
@@ -48,6 +48,8 @@ TENSORS = {
 }
 TIED = {"lm_head.weight": "model.embed_tokens.weight"}  # must be equal if embeddings are tied
 COMPUTED = ("rotary_emb.inv_freq",)  # name endings of computed buffers, which are not read
+CONTEXT = "max_position_embeddings"  # their name for the number of positions trained on
+EXCHANGES_ADAPTERS = True  # whether PEFT's adapters have our form
 
 SIZES = {  # field of Config → theirs
     "vocab_size": "vocab_size",
@@ -202,6 +204,11 @@ def kinds_of(windows: list[int | None], theta: float, scaling: tuple | None) -> 
     if period == 1:
         return {"rope_theta": theta, "rope_scaling": scaling, "sliding_window": windows[0]}
     return {"layer_kinds": tuple(Kind(window, theta, scaling) for window in windows[:period])}
+
+
+def canonical(name: str) -> str:
+    """A stored tensor's name, as `tensors` has it."""
+    return name
 
 
 def tensors(config: Config) -> dict[str, tuple[str, str, str]]:

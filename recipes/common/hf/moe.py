@@ -33,7 +33,8 @@ EXPERTS = {  # model_type → a table like llama.TENSORS
         "layers/experts/down": ("model.layers.{}.mlp.experts.{}.down_proj.weight", "FD", "D F"),
     },
 }  # fmt: skip
-TIED, COMPUTED = llama.TIED, llama.COMPUTED
+TIED, COMPUTED, CONTEXT = llama.TIED, llama.COMPUTED, llama.CONTEXT
+canonical, EXCHANGES_ADAPTERS = llama.canonical, llama.EXCHANGES_ADAPTERS
 
 SIZES = {  # model_type → field of Config → theirs
     "mixtral": llama.SIZES

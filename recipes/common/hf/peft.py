@@ -62,6 +62,7 @@ class Adapter:
             raise UserError(
                 f"{self.path} is not an adapter for {entry!r} models, like its base; use {fix}"
             )
+        check_exchange(entry)
         factors, has = table(entry, config), {name.split(".lora_")[0] for name in self.stored}
         targets = [
             path.split("/")[-2] for path, (name, *_) in factors.items()
@@ -142,6 +143,7 @@ def write_adapter(
       read: a function from a factor's path to its value, a float32 NumPy array.
       tokens, card: tokenizer and README.md to write along.
     """
+    check_exchange(entry)
     ENTRIES[entry].config_json(config, context=1)  # raises
     factors = paths(shapes_of(entry, config)["params"])
     expanded = list(tensors.expand(table(entry, config), factors))
@@ -162,6 +164,15 @@ def write_adapter(
     with new_folder(folder, tokens, card, CONFIG) as beside:
         tensors.write(beside, expanded, read, STEM)
         (beside / CONFIG).write_text(json.dumps(theirs, indent=2) + "\n")
+
+
+def check_exchange(entry: str) -> None:
+    """Raises UserError if PEFT's adapters of this entry's models differ from ours."""
+    if not ENTRIES[entry].EXCHANGES_ADAPTERS:
+        raise UserError(
+            f"PEFT's adapters of {entry!r} models share a factor between q, k and v, and the zoo's do "
+            "not; merge the adapter, and use the merged model"
+        )
 
 
 def table(entry: str, config: Any) -> dict[str, tuple[str, str, str]]:

@@ -5,7 +5,8 @@ This file knows no model. A family's table says which tensors of a folder make u
     parameter's path → (the tensor's name, our dims, their dims)
 
 Each {} in the name is an index into one of the parameter's leading, stacked dims, such as the
-layer. A dim is a letter. One dim of theirs may hold several of ours: "NH D" is [N·H, D].
+layer. A dim is a letter. One dim of theirs may hold several of ours: "NH D" is [N·H, D]. If a tensor
+holds several parameters, "D #NH 1/3" is the second third of [D, 3·N·H], where # has size 3.
 """
 
 import collections
@@ -36,16 +37,23 @@ class Tensor(NamedTuple):
     index: tuple[int, ...]  # index into the parameter's stacked dims; () if it has none
     ours: dict[str, int]  # dim → size, in our order
     groups: list[str]  # our dims in each of theirs, outermost first
+    piece: tuple[int, int] = (0, 1)  # index and size of dim #
 
     @property
     def shape(self) -> tuple[int, ...]:
         """The shape in the folder."""
-        return tuple(math.prod(self.ours[dim] for dim in group) for group in self.groups)
+        return tuple(math.prod(self._sizes[dim] for dim in group) for group in self.groups)
 
-    def to_theirs(self, array: np.ndarray) -> np.ndarray:
-        """Converts an array with our dims to their tensor, contiguous."""
-        array = array.transpose([list(self.ours).index(dim) for dim in "".join(self.groups)])
-        return np.ascontiguousarray(array.reshape(self.shape))
+    @property
+    def _sizes(self) -> dict[str, int]:
+        return self.ours | {"#": self.piece[1]}
+
+    def put(self, array: np.ndarray, target: np.ndarray) -> None:
+        """Writes an array with our dims into their tensor, or into its piece of it."""
+        dims, index = "".join(self.groups), self.piece[0]
+        target = target.reshape([self._sizes[dim] for dim in dims])  # a view
+        where = tuple(index if dim == "#" else slice(None) for dim in dims)
+        target[where] = array.transpose([list(self.ours).index(d) for d in dims if d != "#"])
 
     def to_ours(self, read, part: dict[str, slice]) -> np.ndarray:
         """Reads `part` (dim → slice) of their tensor, converted to our dims.
@@ -54,14 +62,16 @@ class Tensor(NamedTuple):
         """
         # If one dim holds several of ours, read slices of only the outermost, which are contiguous.
         where, shape, cut = [], [], []
+        part, sizes = part | {"#": slice(self.piece[0], self.piece[0] + 1)}, self._sizes
         for outer, *inner in self.groups:
-            size = math.prod(self.ours[dim] for dim in inner)
+            size = math.prod(sizes[dim] for dim in inner)
             where.append(slice(part[outer].start * size, part[outer].stop * size))
             shape += [-1 if inner else part[outer].stop - part[outer].start]
-            shape += [self.ours[dim] for dim in inner]
+            shape += [sizes[dim] for dim in inner]
             cut += [slice(None), *(part[dim] for dim in inner)]
-        array = read(tuple(where)).reshape(shape)[tuple(cut)]
-        return array.transpose(["".join(self.groups).index(dim) for dim in self.ours])
+        array, dims = read(tuple(where)).reshape(shape)[tuple(cut)], "".join(self.groups)
+        array = array.squeeze(dims.index("#")) if "#" in dims else array
+        return array.transpose([dims.replace("#", "").index(dim) for dim in self.ours])
 
 
 def expand(table: dict[str, tuple[str, str, str]], parameters: dict[str, Any]) -> Iterator[Tensor]:
@@ -70,8 +80,11 @@ def expand(table: dict[str, tuple[str, str, str]], parameters: dict[str, Any]) -
         if path in parameters:
             shape, stacked = parameters[path].shape, name.count("{}")
             sizes = dict(zip(ours, shape[stacked:], strict=True))
+            groups = theirs.split()
+            place, count = groups.pop().split("/") if "/" in theirs else (0, 1)
+            piece = int(place), int(count)
             for index in np.ndindex(shape[:stacked]):
-                yield Tensor(name.format(*index), path, index, sizes, theirs.split())
+                yield Tensor(name.format(*index), path, index, sizes, groups, piece)
 
 
 # ---- reading -------------------------------------------------------------------------------------
@@ -231,22 +244,28 @@ def write(folder: pathlib.Path, tensors: Iterable[Tensor], read, stem: str = "mo
     """Writes tensors to one file, or to several of at most FILE_BYTES with an index.
 
     Args:
-      read: a function from a parameter's path to a float32 array; one is held at a time.
+      read: a function from a parameter's path to a float32 array; as many are held at a time as share
+        a tensor.
       stem: stem of the files' names.
     """
     from huggingface_hub import split_state_dict_into_shards_factory  # takes a third of a second
 
-    read = functools.lru_cache(maxsize=1)(read)  # a parameter's tensors are adjacent
-    by_name = {tensor.name: tensor for tensor in tensors}
+    by_name: dict[str, list[Tensor]] = {}
+    for tensor in tensors:
+        by_name.setdefault(tensor.name, []).append(tensor)
+    most = max(map(len, by_name.values()))
+    read = functools.lru_cache(maxsize=most)(read)  # a parameter's tensors are adjacent
     split = split_state_dict_into_shards_factory(
         by_name,
-        get_storage_size=lambda tensor: 4 * math.prod(tensor.shape),
+        get_storage_size=lambda pieces: 4 * math.prod(pieces[0].shape),
         filename_pattern=f"{stem}{{suffix}}.safetensors",
         max_shard_size=FILE_BYTES,
     )
     for file, names in split.filename_to_tensors.items():
-        part = (by_name[name] for name in names)
-        arrays = {tensor.name: tensor.to_theirs(read(tensor.path)[tensor.index]) for tensor in part}
+        arrays = {name: np.empty(by_name[name][0].shape, np.float32) for name in names}
+        for name in names:
+            for tensor in by_name[name]:
+                tensor.put(read(tensor.path)[tensor.index], arrays[name])
         safetensors.numpy.save_file(arrays, folder / file, metadata={"format": "pt"})
         del arrays  # before the next file's are made
     if split.is_sharded:

@@ -54,6 +54,7 @@ def main(
         seed=run.seed, batch_size=run.batch_size, microbatches=flags.accumulate,
         seq_len=text.seq_len,
     )  # fmt: skip
+    check_learned_positions(config, text)
     check_heads(layout)
     check_stages(layout, flags)
 
@@ -137,6 +138,16 @@ def lora_fields(flags: Flags, known: tuple[str, ...]) -> dict[str, Any]:
         "lora_alpha": flags.lora_alpha or 2.0 * flags.lora_rank,
         "lora_targets": tuple(name for name in known if name in wanted),
     }
+
+
+def check_learned_positions(config: Any, text: Text) -> None:
+    """Raises UserError if rows have more tokens than the model has learned positions."""
+    most = getattr(config, "max_positions", text.seq_len)
+    if text.seq_len > most:
+        raise UserError(
+            f"--seq_len={text.seq_len} is more than the {most} positions that the model learns; use at "
+            f"most --seq_len={most}"
+        )
 
 
 def check_heads(layout: Layout) -> None:
