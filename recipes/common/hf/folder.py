@@ -17,12 +17,12 @@ from flax import nnx
 
 from data import buckets, hub, tokenizer
 from recipes.common import entries
-from recipes.common.hf import gpt2, llama, moe, tensors
+from recipes.common.hf import gpt2, gpt_oss, llama, moe, mxfp4, tensors
 from recipes.common.runtime import folders
 from recipes.common.runtime.errors import UserError
 from recipes.common.sharding.abstract import Tree, abstract_model, paths
 
-FAMILIES = (llama, moe, gpt2)
+FAMILIES = (llama, moe, gpt2, gpt_oss)
 ENTRIES = {family.ENTRY: family for family in FAMILIES}  # entry → family that exports it
 
 
@@ -67,6 +67,9 @@ class Folder:
             "context": theirs.get(self.family.CONTEXT),  # for exporting it again
         }
         found = tensors.find(path)
+        self._files = {tensor.file for tensor in found.values()}
+        if theirs.get("quantization_config"):  # families that read no MXFP4 refused it
+            found = mxfp4.unpack(found)
         self._stored = {self.family.canonical(name): tensor for name, tensor in found.items()}
         self._check()
 
@@ -81,7 +84,7 @@ class Folder:
     @property
     def files(self) -> list[pathlib.Path]:
         """The files that determine the parameters."""
-        return [self.path / "config.json", *sorted({t.file for t in self._stored.values()})]
+        return [self.path / "config.json", *sorted(self._files)]
 
     def tokenizer(self) -> tokenizer.Tokenizer | None:
         """The folder's tokenizer; None if it has none. Raises DataError if it can't be read."""
