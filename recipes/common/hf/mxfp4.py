@@ -59,7 +59,8 @@ def dequantize(blocks: np.ndarray, scales: np.ndarray) -> np.ndarray:
     """uint8 [..., G, 16] and [..., G] → float32 [..., G · 32]. A scale of 255 means NaN."""
     pairs = np.stack([VALUES[blocks & 15], VALUES[blocks >> 4]], axis=-1)
     exponents = scales.astype(np.int32)[..., None, None] - 127
-    values = np.where(exponents == 128, np.float32("nan"), np.ldexp(pairs, exponents))
+    with np.errstate(over="ignore"):  # of the largest scales
+        values = np.where(exponents == 128, np.float32("nan"), np.ldexp(pairs, exponents))
     return values.reshape(*scales.shape[:-1], -1)
 
 
