@@ -17,7 +17,7 @@ from .sharding import auto, constrain, in_use, mesh_axes, per_device
 from .strategies import DECODER
 
 
-def mix(x_BTD, config, capacity: float | None, route, expert, weights):
+def mix(x_BTD, config, capacity: float | None, route, expert, weights) -> tuple:
     """Each position's weighted sum of its experts' outputs, and what `route` adds to the choice.
 
     Experts run inside jax.shard_map, so communication is explicit and the same on any mesh.
@@ -40,7 +40,7 @@ def mix(x_BTD, config, capacity: float | None, route, expert, weights):
         slots = min(T, math.ceil(capacity * T * config.experts_per_token / E))
         compute = functools.partial(by_capacity, expert, split, E, slots)
     choice, *more = route(x_BTD, slots=slots)
-    axes = [("batch", "seq", None)] * 4  # D whole, whatever the rules
+    axes: list[tuple] = [("batch", "seq", None)] * 4  # D whole, whatever the rules
     for w in weights:
         names = w.out_sharding[-w[...].ndim :]  # inside a scan over layers, without theirs
         axes.append(tuple(name if name in ("expert", "mlp") else None for name in names))

@@ -15,7 +15,6 @@ RULES, at the end of this file, shard it on a mesh as transformer.py shows.
 import dataclasses
 import functools
 
-import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_name

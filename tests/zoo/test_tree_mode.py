@@ -23,6 +23,7 @@ SHORT = ("--mesh=1x2", "--steps=2", "--log_every=1")
 RECIPES = {
     "transformer": (*TINY, *SHORT),
     "moe": (*TINY, *SHORT),
+    "gpt_oss": (*TINY, *SHORT),
     "mlp": SHORT,
     "dot_relu_dot": SHORT,
 }
@@ -47,7 +48,7 @@ def train(place, inside, quick, book):
     def command(recipe, name, *flags):
         work = place / name
         if not work.exists():
-            text = (book,) if recipe in ("transformer", "moe") else ()
+            text = (book,) if recipe in ("transformer", "moe", "gpt_oss") else ()
             done = inside(f"recipes.{recipe}", *flags, *text, f"--workdir={work}")
             assert (done.code, done.err) == (0, "")
         return work

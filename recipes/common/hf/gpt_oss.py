@@ -80,7 +80,7 @@ def config_from(keys: dict[str, Any], file: pathlib.Path) -> Config:
     if not keys.get("rope_scaling") and not keys.get("rope_parameters"):
         keys = keys | {"rope_scaling": YARN}
     theirs = ConfigFile(keys, file, ENTRY)
-    sizes = theirs.sizes(SIZES, head_dim=64)
+    sizes: dict[str, Any] = theirs.sizes(SIZES, head_dim=64)
     if sizes["experts_per_token"] > sizes["num_experts"]:
         raise theirs.refused("num_experts_per_tok", sizes["experts_per_token"])
     windows, rope = theirs.windows(128, mixed=True), theirs.rope(150_000.0)

@@ -6,7 +6,7 @@ uint8 [E, R, G]: each block is multiplied by 2^(scale - 127). The tensor NAME is
 """
 
 import pathlib
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -64,9 +64,9 @@ def dequantize(blocks: np.ndarray, scales: np.ndarray) -> np.ndarray:
     return values.reshape(*scales.shape[:-1], -1)
 
 
-def unpack(stored: dict[str, Stored]) -> dict[str, Stored | Quantized]:
-    """Replaces NAME_blocks and NAME_scales by NAME. Raises UserError if they don't fit each other."""
-    found: dict[str, Stored | Quantized] = dict(stored)
+def unpack(stored: dict[str, Stored]) -> dict[str, Any]:
+    """Replaces NAME_blocks and NAME_scales by a Quantized NAME. Raises UserError if one is missing."""
+    found: dict[str, Any] = dict(stored)
     for name, blocks in stored.items():
         if not name.endswith("_blocks"):
             continue
