@@ -112,6 +112,7 @@ FAMILIES |= {  # sizes that no mesh axis divides
 }
 WIDE = {"hidden_size": 32, "num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 16}
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}
+GPT_OSS_YARN = YARN | {"rope_theta": 30.0, "beta_fast": 2.0, "truncate": False}
 SLIDING, FULL = "sliding_attention", "full_attention"
 WINDOW = {"use_sliding_window": True, "sliding_window": 5}
 FAMILIES |= {  # unlike layers, and rotary scalings
@@ -199,9 +200,24 @@ FAMILIES |= {  # image classifiers
         "bfloat16",
     ),
 }
+FAMILIES |= {
+    "gpt_oss": Family(  # sinks, windows, YaRN, biases, and scores and gates beyond the limit
+        "GptOssConfig",
+        {"num_local_experts": 8, "num_experts_per_tok": 3, "head_dim": 8, "sliding_window": 5}
+        | {"num_hidden_layers": 3, "swiglu_limit": 0.5, "rope_parameters": GPT_OSS_YARN},
+        "bfloat16", "150KB", FOR_EXPERTS,
+    ),
+    "odd_gpt_oss": Family(
+        "GptOssConfig",
+        ODD
+        | {"vocab_size": 331, "num_key_value_heads": 2, "num_local_experts": 12}
+        | {"num_experts_per_tok": 5, "sliding_window": 7, "layer_types": [FULL, SLIDING]},
+        meshes=FOR_EXPERTS,
+    ),
+}  # fmt: skip
 NOT_GOLDEN = {"qwen3_window", "qwen2_window", "odd_mixtral", "odd_qwen3_moe", "qwen2_mixed"}
 NOT_GOLDEN |= {"qwen3_mixed", "qwen2_yarn", "mistral_yarn", "mixtral_linear"}
-NOT_GOLDEN |= {"odd_gpt2", "odd_gemma3", "odd_vit"}
+NOT_GOLDEN |= {"odd_gpt2", "odd_gemma3", "odd_gpt_oss", "odd_vit"}
 
 ADAPTERS = {  # golden model → modules with an adapter of PEFT's
     "llama3": [*("q_proj", "k_proj", "v_proj", "o_proj"), *("gate_proj", "up_proj", "down_proj")],

@@ -71,6 +71,7 @@ CASES = [(family, *mesh) for family in FAMILIES for mesh in MESHES] + [
     ("gemma2", "1x8", "tp"),
     ("mixtral", "data=2,expert=4", "fsdp_ep"),
     ("qwen3_moe", "data=2,expert=2,model=2", "fsdp_ep_tp"),
+    ("gpt_oss", "data=2,expert=2,model=2", "fsdp_ep_tp"),
 ]
 
 

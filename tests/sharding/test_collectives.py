@@ -54,21 +54,22 @@ ACTIVATIONS = {
     "gemma3": (26, 38),
     # Each of two layers: 2 forward, 1 again, then 2, which the backend makes 4: q, k and v; up.
     "vit": (10, 14),
+    "gpt_oss": (12, 16),
 }
 MOST = 4
 
 # All-reduces of single numbers for each position, where a matmul's inner dim is split. A loss over a
 # split vocabulary has a maximum, a sum of exponentials and the target's logit, and the first two again
 # in the backward pass. MoE adds gradients of expert weights, two for each position in both layers.
-NUMBERS = {"dot_relu_dot": 0, "mlp": 0, "vit": 0, "moe": 5 + 2 * 2}
+NUMBERS = {"dot_relu_dot": 0, "mlp": 0, "vit": 0, "moe": 5 + 2 * 2, "gpt_oss": 5 + 2 * 2}
 LOSS = 5  # the Transformer and any other entry
 
 
-def to_experts(layout: Layout) -> int:
-    """Numbers that MoE exchanges: D for each slot there and back, and both again for gradients, and
+def to_experts(entry_name: str, layout: Layout) -> int:
+    """Numbers that a mixture of experts exchanges: D for each slot there and back, and both again for gradients, and
     the slot's weight once each way. The tiny model saves no activations, so the way there is repeated.
     """
-    config, (batch, length) = layout.config, ENTRIES["moe"].batches[0]["tokens"].shape
+    config, (batch, length) = layout.config, ENTRIES[entry_name].batches[0]["tokens"].shape
     share = config.capacity * config.experts_per_token * length / config.num_experts
     slots = batch // layout.batch_shards * config.num_experts * math.ceil(share)
     return config.num_layers * slots * (5 * config.embed + 3)
@@ -76,7 +77,7 @@ def to_experts(layout: Layout) -> int:
 
 # Entry → the mesh axis over which it exchanges activations, and how many numbers a device then
 # receives from all devices, itself included.
-EXCHANGES = {"moe": ("expert", to_experts)}
+EXCHANGES = {"moe": ("expert", to_experts), "gpt_oss": ("expert", to_experts)}
 
 
 # Entry → norms of queries and keys. Where the rules split heads, the gradients of these are summed over
@@ -228,7 +229,7 @@ def textbook(entry_name: str, layout: Layout) -> Sent:
         book = book._replace(activations=least * min(whole), numbers=numbers * rows)
     axis, exchanged = EXCHANGES.get(entry_name, ("", None))
     if exchanged and axis in used_axes(layout.rules) and layout.mesh.shape[axis] > 1:
-        book = book._replace(exchanged=exchanged(layout))
+        book = book._replace(exchanged=exchanged(entry_name, layout))
     return book
 
 

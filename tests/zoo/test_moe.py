@@ -221,7 +221,7 @@ def test_a_bias_moves_toward_experts_with_less_than_their_share():
 
 
 def defined(x_BTD, router_DE, bias_E, counted_BT, J: int, slots: int):
-    """The results that Experts.route documents, position by position in float64, and gradients.
+    """The results that zoo.experts.choose documents, position by position in float64, and gradients.
 
     Returns: (the choice; name → figure; name of a figure → its gradient with respect to the router).
     """

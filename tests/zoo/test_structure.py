@@ -159,6 +159,7 @@ MAIN = {
     "layers": ["multiply"],
     "attention": ["Attention"],
     "feedforward": ["GatedMLP", "GeluMLP"],
+    "experts": ["mix"],
     "pipeline": ["microbatches", "in_stages"],
 } | {name: [entry.model] for name, entry in entries.ENTRIES.items()}
 

@@ -24,6 +24,7 @@ RECIPES = {
     "transformer": (*TINY, *SHORT),
     "moe": (*TINY, *SHORT),
     "gemma3": (*TINY, *SHORT),
+    "gpt_oss": (*TINY, *SHORT),
     "mlp": SHORT,
     "vit": (*SHORT, "--size=tiny", "--batch_size=16"),
     "dot_relu_dot": SHORT,
@@ -49,7 +50,7 @@ def train(place, inside, quick, book):
     def command(recipe, name, *flags):
         work = place / name
         if not work.exists():
-            text = (book,) if recipe in ("transformer", "moe", "gemma3") else ()
+            text = (book,) if recipe in ("transformer", "moe", "gemma3", "gpt_oss") else ()
             done = inside(f"recipes.{recipe}", *flags, *text, f"--workdir={work}")
             assert (done.code, done.err) == (0, "")
         return work

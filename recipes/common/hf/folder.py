@@ -17,13 +17,13 @@ from flax import nnx
 
 from data import buckets, hub, tokenizer
 from recipes.common import entries
-from recipes.common.hf import gemma, gpt2, llama, moe, tensors, vit
+from recipes.common.hf import gemma, gpt2, gpt_oss, llama, moe, mxfp4, tensors, vit
 from recipes.common.runtime import folders
 from recipes.common.runtime.errors import UserError
 from recipes.common.runtime.terminal import print0
 from recipes.common.sharding.abstract import Tree, abstract_model, paths
 
-FAMILIES = (llama, moe, gpt2, gemma, vit)
+FAMILIES = (llama, moe, gpt2, gemma, gpt_oss, vit)
 ENTRIES = {family.ENTRY: family for family in FAMILIES}  # entry → family that exports it
 
 
@@ -76,6 +76,9 @@ class Folder:
         with_vision = kind in getattr(self.family, "WITH_VISION", ())
         if with_vision:
             found = self.family.text_tensors(found)
+        self._files = {tensor.file for tensor in found.values()}
+        if theirs.get("quantization_config"):  # families that read no MXFP4 refused it
+            found = mxfp4.unpack(found)
         self._stored = {self.family.canonical(name): tensor for name, tensor in found.items()}
         self._check()
         if with_vision:
@@ -92,7 +95,7 @@ class Folder:
     @property
     def files(self) -> list[pathlib.Path]:
         """The files that determine the parameters."""
-        return [self.path / "config.json", *sorted({t.file for t in self._stored.values()})]
+        return [self.path / "config.json", *sorted(self._files)]
 
     def tokenizer(self) -> tokenizer.Tokenizer | None:
         """The folder's tokenizer; None if it has none. Raises DataError if it can't be read."""

@@ -1,5 +1,6 @@
 """The recipe of every language model: `main`, its flags, and the sample at its end."""
 
+from recipes.common.language.experts import ExpertFlags, usage, with_experts
 from recipes.common.language.flags import Flags, Text, lora_targets_flag, remat_flag, size_flag
 from recipes.common.language.recipe import (
     MATRICES,

@@ -1,0 +1,114 @@
+"""The family of GPT-OSS (zoo/gpt_oss.py). Attention and norms are as in llama.py.
+
+A layer's experts are one tensor, in which gate and up alternate. The published folders have them in
+MXFP4 (mxfp4.py); an export has float32.
+"""
+
+import pathlib
+from typing import Any
+
+from recipes.common.hf import llama
+from recipes.common.hf.llama import ConfigFile
+from recipes.common.runtime.errors import UserError
+from zoo.attention import Kind
+from zoo.gpt_oss import Config
+
+ENTRY = "gpt_oss"
+
+ARCHITECTURES = {"GptOssForCausalLM": "gpt_oss"}  # theirs → model_type
+
+EXPERTS = "model.layers.{}.mlp.experts"
+TENSORS = {path: row for path, row in llama.TENSORS.items() if not path.startswith("layers/mlp/")}
+TENSORS |= {
+    "layers/attention/o_bias": ("model.layers.{}.self_attn.o_proj.bias", "D", "D"),
+    "layers/attention/sinks": ("model.layers.{}.self_attn.sinks", "N", "N"),
+    "layers/experts/router": ("model.layers.{}.mlp.router.weight", "DE", "E D"),
+    "layers/experts/router_bias": ("model.layers.{}.mlp.router.bias", "E", "E"),
+    "layers/experts/gate": (f"{EXPERTS}.gate_up_proj", "EDF", "E D F# 0/2"),
+    "layers/experts/up": (f"{EXPERTS}.gate_up_proj", "EDF", "E D F# 1/2"),
+    "layers/experts/gate_bias": (f"{EXPERTS}.gate_up_proj_bias", "EF", "E F# 0/2"),
+    "layers/experts/up_bias": (f"{EXPERTS}.gate_up_proj_bias", "EF", "E F# 1/2"),
+    "layers/experts/down": (f"{EXPERTS}.down_proj", "EFD", "E F D"),
+    "layers/experts/down_bias": (f"{EXPERTS}.down_proj_bias", "ED", "E D"),
+}
+TIED, COMPUTED, CONTEXT = llama.TIED, llama.COMPUTED, llama.CONTEXT
+canonical, EXCHANGES_ADAPTERS = llama.canonical, llama.EXCHANGES_ADAPTERS
+
+SIZES = llama.SIZES | {
+    "num_experts": "num_local_experts",
+    "experts_per_token": "num_experts_per_tok",
+}
+UNUSED = {
+    "hidden_act": ("silu",),
+    "attention_bias": (True,),
+    "partial_rotary_factor": (1,),
+    "auto_map": (),  # the folder's own code
+}
+YARN = {  # of files without any rotary settings
+    "rope_type": "yarn",
+    "factor": 32.0,
+    "beta_fast": 32.0,
+    "beta_slow": 1.0,
+    "truncate": False,
+    llama.ORIGINAL: 4_096,
+}
+SLIDING, FULL = "sliding_attention", "full_attention"
+
+
+def tensors(config: Config) -> dict[str, tuple[str, str, str]]:
+    """The parameters' tensors, in the format of tensors.py."""
+    return TENSORS
+
+
+def config_from(keys: dict[str, Any], file: pathlib.Path) -> Config:
+    """Our dropless Config for a config.json.
+
+    Raises UserError if our GptOss can't compute the model exactly.
+    """
+    theirs = ConfigFile(keys, file, ENTRY)
+    theirs.refuse(UNUSED)
+    quantized = keys.get("quantization_config") or {}
+    method = quantized.get("quant_method") if isinstance(quantized, dict) else quantized
+    if quantized and method != "mxfp4":
+        raise UserError(
+            f"{file} has weights in {method}, which the zoo does not read; use a folder in mxfp4, or "
+            "one that is not quantized"
+        )
+    layers = theirs.number("num_hidden_layers")
+    if not keys.get("layer_types"):
+        keys = keys | {"layer_types": [SLIDING if n % 2 == 0 else FULL for n in range(layers)]}
+    if not keys.get("rope_scaling") and not keys.get("rope_parameters"):
+        keys = keys | {"rope_scaling": YARN}
+    theirs = ConfigFile(keys, file, ENTRY)
+    sizes: dict[str, Any] = theirs.sizes(SIZES, head_dim=64)
+    if sizes["experts_per_token"] > sizes["num_experts"]:
+        raise theirs.refused("num_experts_per_tok", sizes["experts_per_token"])
+    windows, rope = theirs.windows(128, mixed=True), theirs.rope(150_000.0)
+    one_kind = (Kind(windows[0], *rope),)
+    return Config(
+        **sizes,
+        capacity=None,
+        swiglu_alpha=theirs.number("swiglu_alpha", 1.702, float),
+        swiglu_limit=theirs.number("swiglu_limit", 7.0, float),
+        norm_eps=theirs.number("rms_norm_eps", 1e-5, float),
+        layer_kinds=llama.kinds_of(windows, *rope).get("layer_kinds", one_kind),
+        tie_embeddings=keys.get("tie_word_embeddings") is True,
+    )
+
+
+def config_json(config: Config, context: int) -> dict[str, Any]:
+    """Their config.json; `context` is the number of positions trained on.
+
+    Raises UserError if no architecture fits.
+    """
+    windows = llama.windows_of(config)
+    theirs = llama.common_json(config, "GptOssForCausalLM", "gpt_oss", SIZES, context)
+    return theirs | {
+        # Theirs would be YaRN if this were null.
+        "rope_scaling": theirs["rope_scaling"] or {"rope_type": "default"},
+        "sliding_window": next(filter(None, windows), None),
+        "layer_types": [SLIDING if window else FULL for window in windows],
+        "attention_bias": True,
+        "swiglu_alpha": config.swiglu_alpha,
+        "swiglu_limit": config.swiglu_limit,
+    }

@@ -1,0 +1,36 @@
+"""Trains GPT-OSS, a mixture of experts with attention sinks, on text, sharded over any mesh.
+
+    python -m recipes.gpt_oss --mesh=data=2,expert=4         # a laptop: 8 simulated devices
+    python -m recipes.gpt_oss --mesh=4x2                     # resumes that run on another mesh
+    python -m recipes.gpt_oss --restore_from=hf:openai/gpt-oss-20b --lora_rank=8 --dataset=my.jsonl
+
+Running the same command again resumes. --restore_from reads the published MXFP4 weights.
+"""
+
+import dataclasses
+import functools
+
+from recipes.common import language
+from recipes.common.language import ExpertFlags, Sample, Text, usage, with_experts
+from recipes.common.runtime import Run
+from recipes.common.runtime.start import start
+from zoo.gpt_oss import REMAT, SIZES, Config
+
+
+@dataclasses.dataclass(frozen=True)
+class Flags(ExpertFlags):
+    """The flags of every language model with experts, with GPT-OSS' choices."""
+
+    size: str = language.size_flag(SIZES)
+    remat: str = language.remat_flag(REMAT)
+    lora_targets: str = language.lora_targets_flag(Config.lora_targets)
+
+
+# The run, from the mesh to the sample: recipes/common/language/recipe.py.
+main = functools.partial(language.main, "gpt_oss", change=with_experts, summary=usage)
+
+NEW = (Run(steps=200, batch_size=16, learning_rate=4e-3), Text(), Flags(), Sample())
+defaults = functools.partial(language.fine_tuning, "gpt_oss", NEW)
+
+if __name__ == "__main__":
+    start(main, *NEW, defaults=defaults)

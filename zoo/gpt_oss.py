@@ -1,0 +1,259 @@
+"""GPT-OSS: OpenAI's decoder-only language model with a mixture of experts (OpenAI 2025).
+
+Attention sinks (Xiao et al. 2023): each head has a score that takes part in the softmax and has no
+value. Every other layer has a sliding window; all have YaRN (Peng et al. 2023) and biases. A router
+sends each position to `experts_per_token` of `num_experts` experts, whose SwiGLU is clamped.
+
+Shapes: B batch, T positions, D embed, F hidden width of an expert, V vocab, E experts.
+
+    model = GptOss(Config.tiny(), rngs=nnx.Rngs(0))
+    logits_BTV = model(tokens_BT)  # on a mesh: see transformer.py
+"""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.ad_checkpoint import checkpoint_name
+
+from .attention import (
+    Attention, Kind, check_config, logits_in_order, positions, read_prompts, read_token,
+)  # fmt: skip
+from .experts import (
+    EP, EXPERT_DECODER, EXPERT_FSDP, EXPERT_FSDP_CP, EXPERT_HSDP, EXPERT_REMAT, FSDP_EP, FSDP_EP_CP,
+    choose, mix, objective_and_loads, scan_experts,
+)  # fmt: skip
+from .layers import (
+    RMSNorm, add_bias, fit_positions, look_up, multiply, stack, vocabulary, vocabulary_tables,
+)  # fmt: skip
+from .sharding import Rules, complete_tables, constrain, param
+from .strategies import CP, DP, FSDP, FSDP_CP, HSDP, PP, SP, TP
+
+YARN = ("yarn", 32.0, 32.0, 1.0, 4_096, False, 1.3465735902799727)  # from 4,096 to 131,072
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+    """The architecture and how to compute it. moe.Config explains the other fields."""
+
+    vocab_size: int  # V
+    embed: int  # D
+    num_layers: int  # L
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    mlp: int  # F
+    num_experts: int  # E
+    experts_per_token: int  # J
+    capacity: float | None = 1.25  # None: dropless, as the published model
+    balance_weight: float = 0.01
+    router_z_weight: float = 0.0
+    swiglu_alpha: float = 1.702  # (up + 1) · gate · sigmoid(alpha · gate)
+    swiglu_limit: float = 7.0  # of gate from above, of up on both sides
+    norm_eps: float = 1e-5
+    # One period of layers; each kind has its own window and rotary embeddings.
+    layer_kinds: tuple[Kind, ...] = (Kind(128, 1.5e5, YARN), Kind(None, 1.5e5, YARN))
+    tie_embeddings: bool = False
+    lora_rank: int = 0
+    lora_alpha: float = 16.0
+    lora_targets: tuple[str, ...] = ("q", "k", "v", "o")
+    dtype: str = "float32"
+    remat: str = "full"
+    attention: str = "auto"  # kernels with sinks: flash and splash
+    context: str = "auto"
+    pipeline: str = "1f1b"
+    pipe_microbatches: int = 0
+    loss_chunk: int = 256
+    unroll: int = 1
+
+    sinks = True  # for reports: not every kernel has them
+
+    def __post_init__(self):
+        """Raises ValueError if the configuration is invalid."""
+        check_config(self, remat=REMAT)
+        E, J = self.num_experts, self.experts_per_token
+        if J > E:
+            raise ValueError(f"experts_per_token={J} is more than num_experts={E}")
+        if self.capacity is not None and self.capacity <= 0:
+            raise ValueError(f"capacity={self.capacity} must be > 0, or None for dropless")
+
+    @classmethod
+    def tiny(cls) -> "Config":
+        """300,016 parameters. 150,256 of them active. For tests: 8 divides every sharded dim."""
+        tiny = cls(384, 64, 2, 16, 8, head_dim=8, mlp=64, num_experts=8, experts_per_token=2)
+        kinds = (Kind(8, 1e2, YARN),)  # one kind compiles faster
+        return dataclasses.replace(tiny, layer_kinds=kinds)
+
+    @classmethod
+    def small(cls) -> "Config":
+        """2,496,704 parameters. 863,168 of them active. The laptop default, with bytes as tokens."""
+        return cls(
+            384, 128, 4, num_heads=8, num_kv_heads=8, head_dim=16,
+            mlp=176, num_experts=8, experts_per_token=2, capacity=2.0, balance_weight=0.03,
+            layer_kinds=(Kind(32, 1e4), Kind(None, 1e4)), tie_embeddings=True, remat="dots",
+        )  # fmt: skip
+
+    @classmethod
+    def gpt_oss_20b(cls) -> "Config":
+        """20,914,757,184 parameters. 4,187,440,704 of them active. gpt-oss-20b."""
+        return cls(
+            201_088, 2_880, 24, num_heads=64, num_kv_heads=8, head_dim=64,
+            mlp=2_880, num_experts=32, experts_per_token=4, remat="dispatched",
+        )  # fmt: skip
+
+    @classmethod
+    def gpt_oss_120b(cls) -> "Config":
+        """116,829,156,672 parameters. 5,711,982,912 of them active. gpt-oss-120b."""
+        return dataclasses.replace(cls.gpt_oss_20b(), num_layers=36, num_experts=128)
+
+
+SIZES = {
+    "tiny": Config.tiny,
+    "small": Config.small,
+    "20b": Config.gpt_oss_20b,
+    "120b": Config.gpt_oss_120b,
+}
+
+LOGICAL_AXES, IN_USE, UNEVEN, POSITIONS, WITHIN = EXPERT_DECODER  # see experts.py
+REMAT = EXPERT_REMAT
+
+
+class Layer(nnx.Module):
+    """x + attention(norm(x)), then x + experts(norm(x))."""
+
+    def __init__(self, config: Config, *, rngs: nnx.Rngs):
+        self.attention_norm = RMSNorm(config.embed, config.norm_eps)
+        self.attention = Attention(config, "qkvo", sinks=True, rngs=rngs)
+        self.mlp_norm = RMSNorm(config.embed, config.norm_eps)
+        self.experts = Experts(config, rngs=rngs)
+
+    def __call__(self, x_BTD, at, kind, past, *how):
+        out_BTD, kv = self.attention(self.attention_norm(x_BTD), at, kind, past)
+        x_BTD += checkpoint_name(out_BTD, "sublayer")
+        out_BTD, figures = self.experts(self.mlp_norm(x_BTD), *how)
+        return x_BTD + checkpoint_name(out_BTD, "sublayer"), kv, figures
+
+
+class GptOss(nnx.Module):
+    """Tokens in, next-token logits out. Its methods are MoE's."""
+
+    def __init__(self, config: Config, *, rngs: nnx.Rngs):
+        self.config = config
+        self.final_norm = RMSNorm(config.embed, config.norm_eps)
+        self.embed = vocabulary(config, rngs=rngs)
+        self.layers = stack(functools.partial(Layer, config), config.num_layers, rngs)
+        if not config.tie_embeddings:
+            self.unembed = vocabulary(config, rngs=rngs)
+
+    @fit_positions
+    def loss(self, tokens, targets, segment_ids=None):
+        """MoE.loss: the cross entropy plus balance_weight · balance + router_z_weight · router_z."""
+        return objective_and_loads(self, tokens, targets, segment_ids)[:3]
+
+    @fit_positions
+    def __call__(self, tokens_BT, segment_ids_BT=None) -> jax.Array:
+        """Returns logits [B, T, V] in float32; position t predicts token t + 1."""
+        return logits_in_order(self, tokens_BT, segment_ids_BT)
+
+    prefill, decode = read_prompts, read_token
+
+    @property
+    def costs(self) -> dict[str, float]:
+        return {"balance": self.config.balance_weight, "router_z": self.config.router_z_weight}
+
+    def embed_tokens(self, tables, tokens_BT, positions_BT=None):
+        return look_up(tables[0], tokens_BT)
+
+    def trunk(self, tokens_BT, segment_ids_BT, positions_BT=None, cache=None):
+        tables, keep = vocabulary_tables(self), positions_BT is not None
+        x_BTD, all_BT = self.embed_tokens(tables, tokens_BT), jnp.ones_like(tokens_BT)
+        at = positions(self.config, tokens_BT, segment_ids_BT, positions_BT, cache)
+        x_BTD, (kv, _) = scan_experts(self, x_BTD, at, all_BT, cache, keep)
+        return self.final_norm(x_BTD), tables[-1], kv
+
+    def run(self, x_BTD, tokens_BT, targets_BT, segment_ids_BT):
+        at = positions(self.config, tokens_BT, segment_ids_BT)
+        counted_BT = constrain(targets_BT, "batch", "seq") >= 0
+        x_BTD, (_, figures) = scan_experts(self, x_BTD, at, counted_BT)
+        return x_BTD, figures
+
+
+class Experts(nnx.Module):
+    """A mixture of clamped SwiGLU experts: each position gets the weighted sum of their outputs."""
+
+    def __init__(self, config: Config, *, rngs: nnx.Rngs):
+        D, E, F, L = config.embed, config.num_experts, config.mlp, config.num_layers
+        self.config = config
+        self.router = param(rngs, (D, E), ("norm", "router"), D**-0.5)
+        self.router_bias = param(rngs, (E,), ("router",), 0.0)
+        self.gate = param(rngs, (E, D, F), ("expert", "expert_embed", "mlp"), D**-0.5)
+        self.gate_bias = param(rngs, (E, F), ("expert", "mlp"), 0.0)
+        self.up = param(rngs, (E, D, F), ("expert", "expert_embed", "mlp"), D**-0.5)
+        self.up_bias = param(rngs, (E, F), ("expert", "mlp"), 0.0)
+        self.down = param(rngs, (E, F, D), ("expert", "mlp", "expert_embed"), (2 * L * F) ** -0.5)
+        self.down_bias = param(rngs, (E, D), ("router", "norm"), 0.0)
+
+    def __call__(self, x_BTD, counted_BT, capacity: float | None):
+        """Returns the output to add to the residual, and the figures of `choose`; see `mix`."""
+        route = functools.partial(self.route, counted_BT=counted_BT)
+        weights = (self.gate, self.gate_bias, self.up, self.up_bias, self.down)
+        out_BTD, figures, share_BTE = mix(
+            x_BTD, self.config, capacity, route, self.compute, weights
+        )
+        # Devices that share out F would each add these biases, so they are outside of `compute`.
+        bias_BTD = multiply(share_BTE.astype(out_BTD.dtype), self.down_bias, seq="residual_seq")
+        return out_BTD + bias_BTD, figures
+
+    def route(self, x_BTD, counted_BT, slots: int):
+        """Chooses experts by logits in float32; weights are a softmax over those of the chosen.
+
+        Returns: as `choose`, and the experts' weights at each position, [B, T, E].
+        """
+        with jax.default_matmul_precision("highest"):
+            logits_BTE = multiply(x_BTD.astype(jnp.float32), self.router)
+        logits_BTE = add_bias(logits_BTE, self.router_bias)
+        choice, figures = choose(self.config, logits_BTE, counted_BT, slots)
+        expert_BTJ, weight_BTJ, place_BTJ = choice
+        kept_BTJ1 = jnp.where(place_BTJ < slots, weight_BTJ, 0)[..., None]
+        share_BTE = (jax.nn.one_hot(expert_BTJ, self.config.num_experts) * kept_BTJ1).sum(axis=2)
+        return choice, figures, share_BTE
+
+    def compute(self, product, x, gate, gate_bias, up, up_bias, down):
+        """(u + 1) · g · sigmoid(alpha · g) times down, without down's bias; g and u are clamped."""
+        alpha, limit = self.config.swiglu_alpha, self.config.swiglu_limit
+        ones = jnp.ones_like(x[..., :1])
+        # `product` gives each row the bias of its own expert.
+        gate = jnp.minimum(product(x, gate) + product(ones, gate_bias[:, None]), limit)
+        up = jnp.clip(product(x, up) + product(ones, up_bias[:, None]), -limit, limit)
+        return product((up + 1) * gate * jax.nn.sigmoid(alpha * gate), down)
+
+
+complete = functools.partial(complete_tables, LOGICAL_AXES)
+
+# Strategy → logical axis → mesh axis: MoE's, in another order. What they cost: strategies.py.
+RULES: dict[str, Rules] = complete(
+    {
+        "dp": DP,
+        "tp_sp": DP | TP | SP,
+        "fsdp_tp_sp": DP | FSDP | EXPERT_FSDP | TP | SP,
+        "hsdp_tp_sp": HSDP | EXPERT_HSDP | TP | SP,
+        "fsdp": DP | FSDP | EXPERT_FSDP,
+        "tp": DP | TP,
+        "fsdp_tp": DP | FSDP | EXPERT_FSDP | TP,
+        "hsdp_tp": HSDP | EXPERT_HSDP | TP,
+        "pp": DP | PP,
+        "fsdp_pp": DP | FSDP | EXPERT_FSDP | PP,
+        "fsdp_pp_tp": DP | FSDP | EXPERT_FSDP | PP | TP,
+        "cp": DP | CP,
+        "fsdp_cp": DP | CP | FSDP_CP | EXPERT_FSDP_CP,
+        "fsdp_cp_tp": DP | CP | FSDP_CP | EXPERT_FSDP_CP | TP,
+        "ep": EP,
+        "fsdp_ep": EP | FSDP_EP,
+        "fsdp_ep_cp": EP | CP | FSDP_EP_CP,
+        "fsdp_ep_cp_tp": EP | CP | FSDP_EP_CP | TP,
+        "fsdp_ep_tp": EP | FSDP_EP | TP,
+        "fsdp_ep_pp": EP | FSDP_EP | PP,
+    }
+)
