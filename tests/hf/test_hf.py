@@ -78,7 +78,7 @@ def tensors_of(file):
 # ---- parity --------------------------------------------------------------------------------------
 
 
-SLOW = ("qwen3_moe", "odd_llama", "llama_linear", "qwen3_yarn")
+SLOW = ("gpt_oss", "qwen3_moe", "odd_llama", "llama_linear", "qwen3_yarn")
 FAST = [family for family in FAMILIES if family not in SLOW]
 
 
