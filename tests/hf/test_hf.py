@@ -79,7 +79,7 @@ def tensors_of(file):
 # ---- parity --------------------------------------------------------------------------------------
 
 
-SLOW = ("qwen3_moe", "odd_llama", "llama_linear", "qwen3_yarn", "gemma3", "gemma2")
+SLOW = ("qwen3_moe", "odd_llama", "llama_linear", "qwen3_yarn", "gemma3", "gemma2", "gpt_oss")
 FAST = [family for family in FAMILIES if family not in SLOW]
 
 

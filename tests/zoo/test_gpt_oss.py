@@ -96,6 +96,7 @@ def test_a_sink_takes_its_share_of_the_softmax(window):
     np.testing.assert_allclose(found_BTD, wanted_BTD, rtol=1e-4, atol=2e-5)
 
 
+@pytest.mark.full
 def test_cached_logits_are_the_uncached_ones():
     """With a window that the row outgrows in one of two kinds of layers."""
     kinds = (Kind(3, 1e2), Kind(None, 1e2))
