@@ -242,9 +242,12 @@ class SelfAttention(nnx.Module):
     def __init__(self, config: Config, *, rngs: nnx.Rngs):
         D, N = config.embed, config.num_heads
         H = D // N
-        for name in "qkv":
-            setattr(self, name, param(rngs, (D, N, H), ("embed", "heads", "head_dim"), D**-0.5))
-            setattr(self, f"{name}_bias", param(rngs, (N, H), ("heads", "head_dim"), 0.0))
+        inner = "embed", "heads", "head_dim"
+        weight = functools.partial(param, rngs, (D, N, H), inner, D**-0.5)
+        bias = functools.partial(param, rngs, (N, H), inner[1:], 0.0)
+        self.q, self.q_bias = weight(), bias()
+        self.k, self.k_bias = weight(), bias()
+        self.v, self.v_bias = weight(), bias()
         out_stddev = (D * 2 * config.num_layers) ** -0.5  # 2L sublayers add to one residual
         self.o = param(rngs, (N, H, D), ("heads", "head_dim", "embed"), out_stddev)
         self.o_bias = param(rngs, (D,), ("norm",), 0.0)
@@ -256,9 +259,8 @@ class SelfAttention(nnx.Module):
         # k_bias adds the same to all scores of a query, which the softmax cancels. Computing that
         # would train it on rounding errors; it is a parameter because published models have it.
         q, v = add_bias(q, self.q_bias), add_bias(v, self.v_bias)
-        k, v = (
-            constrain(x, "batch", None, "heads", "head_dim") for x in (k, v)
-        )  # of all positions
+        whole = "batch", None, "heads", "head_dim"  # every query sees all positions
+        k, v = constrain(k, *whole), constrain(v, *whole)
         scores = explicit("batch", "heads", "seq", None)
         scores_BNTS = dot("BTNH,BSNH->BNTS", q * q.shape[-1] ** -0.5, k, scores)
         weights_BNTS = jax.nn.softmax(scores_BNTS, axis=-1).astype(v.dtype)
