@@ -554,11 +554,16 @@ def test_a_gemma_without_an_architecture_is_not_exported(changes, said, tmp_path
         ("llama3", {"architectures": ..., "model_type": "opt"}, "is for opt, which the zoo does not"),
         ("llama3", {"architectures": 7}, "is for 7, which the zoo does not"),
         ("llama3", {"architectures": [["LlamaForCausalLM"]]}, "which the zoo does not"),
+        ("llama3", {"architectures": ["OlmoForCausalLM"], "hidden_act": "relu"}, "the nearest is LlamaForCausalLM, which differs in hidden_act; use one of"),
+        ("gpt2", {"architectures": ["GPTX"], "alibi": True}, "the nearest is GPT2LMHeadModel, which differs in"),
+        ("vit", {"architectures": ["DeiTForImageClassification"], "qkv_bias": False}, "the nearest is ViTForImageClassification, which differs in qkv_bias; use"),
         ("llama3", {"hidden_act": "gelu"}, 'has hidden_act "gelu", which zoo/transformer.py does not'),
         ("llama3", {"attention_bias": True}, "has attention_bias true, which"),
         ("llama3", {"mlp_bias": True}, "has mlp_bias true, which"),
         ("llama3", {"partial_rotary_factor": 0.5}, "has partial_rotary_factor 0.5, which"),
-        ("llama3", {"quantization_config": {"bits": 4}}, 'has quantization_config {"bits": 4}, which'),
+        ("llama3", {"quantization_config": {"bits": 4}}, 'has weights in {"bits": 4}, which the zoo does not read; use a folder that is not quantized'),
+        ("llama3", {"quantization_config": {"quant_method": "gptq"}}, "has weights in gptq, which"),
+        ("llama3", {"quantization_config": {"quant_method": "mxfp4"}}, "has weights in mxfp4, which"),
         ("llama3", {"num_local_experts": 8}, "has num_local_experts 8, which"),
         ("llama3", {"auto_map": {"AutoModel": "x.Y"}}, 'has auto_map {"AutoModel": "x.Y"}, which'),
         ("llama3", {"head_dim": 5}, "has head_dim 5, which"),
@@ -610,7 +615,7 @@ def test_a_gemma_without_an_architecture_is_not_exported(changes, said, tmp_path
         ("gemma2", {"final_logit_softcapping": 0}, "has final_logit_softcapping 0, which must be a number"),
         ("gemma2", {"attention_bias": True}, "has attention_bias true, which"),
         ("gemma3_vision", {"text_config": None}, "has text_config null, which"),
-        ("gemma3_vision", {"quantization_config": {"bits": 4}}, "has quantization_config {"),
+        ("gemma3_vision", {"quantization_config": {"bits": 4}}, "has weights in {"),
         ("vit", {"hidden_act": "gelu_new"}, 'has hidden_act "gelu_new", which zoo/vit.py does not'),
         ("vit", {"qkv_bias": False}, "has qkv_bias false, which"),
         ("vit", {"patch_size": 5}, "has patch_size 5, which"),
@@ -914,5 +919,5 @@ def test_gpt2_s_features_that_we_lack_are_named(folder, changes, message):
 
 def test_peft_s_adapters_of_gpt2_are_refused():
     config = dataclasses.replace(hf.Folder(GOLDEN / "gpt2").config, lora_rank=2)
-    with pytest.raises(UserError, match="share a factor between q, k and v"):
+    with pytest.raises(UserError, match="has one factor for all three"):
         hf.write_adapter(GOLDEN / "none", "gpt2", config, None, lambda path: pytest.fail("read"))

@@ -23,6 +23,9 @@ from recipes.common.runtime.errors import UserError
 from recipes.common.runtime.terminal import print0
 from recipes.common.sharding.abstract import Tree, abstract_model, paths
 
+# Parts of keys of a config.json that don't change what a model computes.
+UNIMPORTANT = ("architectures", "model_type", "_name_or_path", "version", "dtype", "use_cache")
+UNIMPORTANT += ("token_id", "initializer_range", "drop", "summary")
 FAMILIES = (llama, moe, gpt2, gemma, gpt_oss, vit)
 ENTRIES = {family.ENTRY: family for family in FAMILIES}  # entry → family that exports it
 
@@ -61,6 +64,7 @@ class Folder:
         file = path / "config.json"
         theirs = tensors.read_json(file)
         self.family, kind = _family(theirs, file)
+        _check_format(theirs, self.family, file)
         # model_type may be absent; if it contradicts the architecture, the architecture counts.
         theirs |= {"model_type": kind}
         if hasattr(self.family, "text_keys"):
@@ -219,10 +223,40 @@ def _family(theirs: dict[str, Any], file: pathlib.Path) -> tuple[Any, str]:
     if names not in [[name] for name in known]:
         shown = ", ".join(map(str, names)) if isinstance(names, list) else names
         raise UserError(
-            f"{file} is for {shown}, which the zoo does not implement; use one of "
+            f"{file} is for {shown}, which the zoo does not implement; the nearest is "
+            f"{_nearest(theirs, file)}; use one of "
             f"{', '.join(name for family in FAMILIES for name in family.ARCHITECTURES)}"
         )
     return known[names[0]]
+
+
+def _nearest(theirs: dict[str, Any], file: pathlib.Path) -> str:
+    """The architecture whose config.json has most keys in common, and the first that differs."""
+    written = {
+        family: family.config_json(entries.zoo_file(family.ENTRY).SIZES["small"](), 1)
+        for family in FAMILIES
+    }
+    family = max(written, key=lambda f: len(written[f].keys() & theirs) / len(written[f]))
+    name, kind = next(iter(family.ARCHITECTURES.items()))
+    known = {*written[family], *getattr(family, "UNUSED", ())}
+    others = [key for key in theirs if key not in known]
+    differs = [key for key in others if not any(part in key for part in UNIMPORTANT)]
+    try:
+        family.config_from(written[family] | theirs | {"model_type": kind}, file)
+    except UserError as error:
+        differs = re.findall(r" has (?:an )?(\w+) ", str(error)) or differs
+    return f"{name}, which differs in {differs[0]}" if differs else name
+
+
+def _check_format(theirs: dict[str, Any], family, file: pathlib.Path) -> None:
+    """Raises UserError if weights are quantized in a format that the family is not published in."""
+    quantized, known = theirs.get("quantization_config"), getattr(family, "FORMATS", ())
+    method = quantized.get("quant_method") if isinstance(quantized, dict) else None
+    if quantized and method not in known:
+        raise UserError(
+            f"{file} has weights in {method or json.dumps(quantized)}, which the zoo does not read; "
+            f"use a folder {'in ' if known else ''}{' or '.join((*known, 'that is not quantized'))}"
+        )
 
 
 def shapes_of(entry: str, config) -> Tree:

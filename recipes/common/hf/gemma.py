@@ -30,7 +30,7 @@ TENSORS = llama.TENSORS | {
     "layers/post_mlp_norm/scale": ("model.layers.{}.post_feedforward_layernorm.weight", "D", "D"),
 }  # fmt: skip
 TIED, COMPUTED, CONTEXT = llama.TIED, llama.COMPUTED, llama.CONTEXT
-canonical, EXCHANGES_ADAPTERS = llama.canonical, llama.EXCHANGES_ADAPTERS
+canonical, NO_PEFT = llama.canonical, llama.NO_PEFT
 
 # The text model's tensors in files with a vision tower, older and newer → their names without one.
 TEXT_PREFIXES = {

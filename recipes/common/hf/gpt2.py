@@ -40,7 +40,7 @@ TENSORS = {path: (PREFIX + name, ours, theirs) for path, (name, ours, theirs) in
 TIED = {"lm_head.weight": "transformer.wte.weight"}
 COMPUTED = (".attn.bias", ".attn.masked_bias")  # masks in old files
 CONTEXT = "n_positions"
-EXCHANGES_ADAPTERS = False  # PEFT's adapter of the fused q, k and v shares one A
+NO_PEFT = "PEFT's adapter of q, k and v has one factor for all three, and the zoo's have their own"
 
 SIZES = {  # field of Config → theirs
     "vocab_size": "vocab_size",
@@ -56,7 +56,6 @@ UNUSED = {  # key → values that change nothing
     "scale_attn_by_inverse_layer_idx": (False,),
     "reorder_and_upcast_attn": (False,),  # changes rounding alone, but in bfloat16 a lot
     "tie_word_embeddings": (True,),
-    "quantization_config": (),
     "auto_map": (),
 }
 

@@ -9,7 +9,6 @@ from typing import Any
 
 from recipes.common.hf import llama
 from recipes.common.hf.llama import ConfigFile
-from recipes.common.runtime.errors import UserError
 from zoo.attention import Kind
 from zoo.gpt_oss import Config
 
@@ -32,7 +31,8 @@ TENSORS |= {
     "layers/experts/down_bias": (f"{EXPERTS}.down_proj_bias", "ED", "E D"),
 }
 TIED, COMPUTED, CONTEXT = llama.TIED, llama.COMPUTED, llama.CONTEXT
-canonical, EXCHANGES_ADAPTERS = llama.canonical, llama.EXCHANGES_ADAPTERS
+canonical, NO_PEFT = llama.canonical, llama.NO_PEFT
+FORMATS = ("mxfp4",)  # quantization methods that are read
 
 SIZES = llama.SIZES | {
     "num_experts": "num_local_experts",
@@ -67,13 +67,6 @@ def config_from(keys: dict[str, Any], file: pathlib.Path) -> Config:
     """
     theirs = ConfigFile(keys, file, ENTRY)
     theirs.refuse(UNUSED)
-    quantized = keys.get("quantization_config") or {}
-    method = quantized.get("quant_method") if isinstance(quantized, dict) else quantized
-    if quantized and method != "mxfp4":
-        raise UserError(
-            f"{file} has weights in {method}, which the zoo does not read; use a folder in mxfp4, or "
-            "one that is not quantized"
-        )
     layers = theirs.number("num_hidden_layers")
     if not keys.get("layer_types"):
         keys = keys | {"layer_types": [SLIDING if n % 2 == 0 else FULL for n in range(layers)]}

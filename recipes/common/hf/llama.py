@@ -1,7 +1,7 @@
 """The Llama family (zoo/transformer.py): Llama 2 and 3, Mistral, Ministral, Qwen 2 and 3, SmolLM.
 
 A family is a module listed in folder.py, with ENTRY, ARCHITECTURES, TIED, COMPUTED, CONTEXT,
-EXCHANGES_ADAPTERS, canonical, tensors, config_from and config_json; gemma.py also has what folders
+NO_PEFT, canonical, tensors, config_from and config_json; gemma.py also has what folders
 need that hold more than a text model. A family rejects any config.json that its model can't compute
 exactly, and names the key; families share ConfigFile for that.
 """
@@ -50,7 +50,7 @@ TENSORS = {
 TIED = {"lm_head.weight": "model.embed_tokens.weight"}  # must be equal if embeddings are tied
 COMPUTED = ("rotary_emb.inv_freq",)  # name endings of computed buffers, which are not read
 CONTEXT = "max_position_embeddings"  # their name for the number of positions trained on
-EXCHANGES_ADAPTERS = True  # whether PEFT's adapters have our form
+NO_PEFT = ""  # why adapters are not exchanged with PEFT, if they are not
 
 SIZES = {  # field of Config → theirs
     "vocab_size": "vocab_size",
@@ -70,7 +70,6 @@ UNUSED = {  # features that our Transformer lacks → values that leave them off
     "attention_bias": (False,),  # theirs includes a bias on o
     "mlp_bias": (False,),
     "partial_rotary_factor": (1,),
-    "quantization_config": (),
     "num_experts": (),
     "num_local_experts": (),
     "auto_map": (),  # the folder's own code

@@ -168,11 +168,8 @@ def write_adapter(
 
 def check_exchange(entry: str) -> None:
     """Raises UserError if PEFT's adapters of this entry's models differ from ours."""
-    if not ENTRIES[entry].EXCHANGES_ADAPTERS:
-        raise UserError(
-            f"PEFT's adapters of {entry!r} models share a factor between q, k and v, and the zoo's do "
-            "not; merge the adapter, and use the merged model"
-        )
+    if reason := ENTRIES[entry].NO_PEFT:
+        raise UserError(f"{reason}; merge the adapter, and use the merged model")
 
 
 def table(entry: str, config: Any) -> dict[str, tuple[str, str, str]]:

@@ -3,6 +3,7 @@
 import pathlib
 from typing import Any
 
+from recipes.common.hf import llama
 from recipes.common.hf import tensors as folders
 from recipes.common.hf.llama import ConfigFile
 from recipes.common.runtime.errors import UserError
@@ -41,6 +42,8 @@ TENSORS = {  # in the format of tensors.py; X and Y are the rows and columns of 
 }
 TIED: dict[str, str] = {}
 COMPUTED = ("vit.pooler.dense.weight", "vit.pooler.dense.bias")  # which the classifier does not use
+CONTEXT, canonical = llama.CONTEXT, llama.canonical  # an image has no context
+NO_PEFT = "adapters of ViT are not exchanged with PEFT"
 
 SIZES = {  # field of Config → (theirs, the default of an absent key)
     "image_size": ("image_size", 224),
@@ -54,7 +57,6 @@ SIZES = {  # field of Config → (theirs, the default of an absent key)
 UNUSED = {  # features that our ViT lacks → values that leave them off
     "hidden_act": ("gelu",),
     "qkv_bias": (True,),
-    "quantization_config": (),
     "auto_map": (),  # the folder's own code
 }
 
