@@ -121,7 +121,7 @@ REMAT = REMAT_POLICIES  # what a layer keeps for its backward pass
 
 # Axes that rules map; a weight's axis at rest → in use; dims that need not divide evenly.
 DENSE_AXES, DENSE_IN_USE, UNEVEN, POSITIONS = DECODER
-LOGICAL_AXES = DENSE_AXES | {"position": "weights"}  # P
+LOGICAL_AXES = DENSE_AXES | {"positions": "both"}  # P
 IN_USE = DENSE_IN_USE
 
 
@@ -150,7 +150,7 @@ class GPT2(nnx.Module):
         self.config = config
         self.embed = vocabulary(config, rngs=rngs)
         shape = config.max_positions, config.embed
-        self.positions = param(rngs, shape, ("position", "embed"), config.embed**-0.5)
+        self.positions = param(rngs, shape, ("positions", "embed"), config.embed**-0.5)
         self.layers = stack(functools.partial(Layer, config), config.num_layers, rngs)
         self.final_norm = layer_norm(config.embed, config.norm_eps, config.dtype)
 

@@ -21,6 +21,7 @@ from recipes.bench.targets import (
     mesh_name,
     topology,
 )
+from recipes.common import entries
 from recipes.common.analysis import report
 from recipes.common.analysis.hlo import sent_by_kind
 from recipes.common.runtime.flags import flag
@@ -31,24 +32,29 @@ from recipes.common.sharding.rules import mesh_axes
 from zoo.attention import way_to_attend
 from zoo.pipeline import microbatches
 from zoo.sharding import shards
-from zoo.transformer import RULES, SIZES
+from zoo.transformer import SIZES
 
 
 @dataclasses.dataclass(frozen=True)
 class CollectivesFlags(MeshFlags):
-    sizes: str = flag("124m", "Sizes of the Transformer, comma-separated.", group="model")
+    entry: str = flag(
+        "transformer", "Language model without experts.", "model",
+        choices=["transformer", "gpt2", "gemma3"],
+    )  # fmt: skip
+    sizes: str = flag("124m", "Sizes of the model, comma-separated.", group="model")
     seq_len: int = flag(256, "Tokens of context.", group="data", at_least=1)
     tokens: int = flag(4_096, "Tokens per chip.", group="data", at_least=1)
     chips: str = flag("16,256", "Numbers of chips, comma-separated.")
     kind: str = flag("v5e", f"Kind of chip: {KINDS_HELP}.", choices=KINDS)
-    rules: str = flag(",".join(RULES), "Strategies, comma-separated.")
+    rules: str = flag("", "Strategies, comma-separated; empty: all.")
 
 
 def collectives(flags: CollectivesFlags) -> None:
-    sizes, chips = one_of("sizes", flags.sizes, SIZES), numbers("chips", flags.chips)
-    strategies = one_of("rules", flags.rules, RULES)
+    zoo, chips = entries.zoo_file(flags.entry), numbers("chips", flags.chips)
+    sizes = one_of("sizes", flags.sizes, zoo.SIZES)
+    strategies = one_of("rules", flags.rules or ",".join(zoo.RULES), zoo.RULES)
     cases = [
-        (size, strategy, flags.axes(size, count, strategy))
+        (size, strategy, flags.axes(size, count, strategy, zoo))
         for size, count, strategy in itertools.product(sizes, chips, strategies)
     ]
     check_targets([flags.kind], chips)
@@ -69,8 +75,9 @@ def _collectives_row(
     remat = "sublayers" if model > 1 else "full"
     rows = max(flags.tokens * chips // flags.seq_len, chips // model)
     dtype = "float32" if flags.kind == "cpu" else "bfloat16"  # XLA's CPU backend sends float32
-    config = dataclasses.replace(SIZES[size](), dtype=dtype, remat=remat)
-    step = make_step(config, strategy, mesh, rows, flags.seq_len, segments=True)
+    sizes, model_class = entries.zoo_file(flags.entry).SIZES, entries.model(flags.entry)
+    config = dataclasses.replace(sizes[size](), dtype=dtype, remat=remat)
+    step = make_step(config, strategy, mesh, rows, flags.seq_len, True, model_class)
     name = mesh_name(axes)
     compiled = compile_step(step, flags.kind, f"{size} {strategy} on {flags.kind} {name}")
     if isinstance(compiled, TooLarge):

@@ -21,7 +21,7 @@ from recipes.common.runtime.errors import UserError
 from recipes.common.runtime.flags import flag
 from recipes.common.runtime.mesh import arrange, describe, make_mesh
 from recipes.common.sharding.rules import used_axes
-from zoo.transformer import RULES, SIZES
+from zoo import transformer
 
 # Kind → number of chips → topology.
 TPUS = {
@@ -106,12 +106,16 @@ class MeshFlags:
     pipe: int = flag(4, "Chips along pipe, if the rules use it.", at_least=1)
     seq: int = flag(4, "Chips along seq, if the rules use it.", at_least=1)
 
-    def axes(self, size: str, chips: int, strategy: str) -> dict[str, int]:
-        """Mesh axis → chips along it. Raises UserError if the number of chips does not allow it."""
-        used, inner, stated = used_axes(RULES[strategy]), {}, []
+    def axes(self, size: str, chips: int, strategy: str, zoo: Any = transformer) -> dict[str, int]:
+        """Mesh axis → chips along it. Raises UserError if the number of chips does not allow it.
+
+        Args:
+          zoo: the model's zoo file.
+        """
+        used, inner, stated = used_axes(zoo.RULES[strategy]), {}, []
         groups = "fsdp" in used
         along = {axis: getattr(self, axis) for axis in ("pipe", "seq") if axis in used}
-        heads = SIZES[size]().num_kv_heads
+        heads = zoo.SIZES[size]().num_kv_heads
         model = self.model or (
             1 if groups else math.gcd(8, heads, max(chips // math.prod(along.values()), 1))
         )

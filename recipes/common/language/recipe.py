@@ -22,7 +22,7 @@ from zoo.pipeline import microbatches
 
 # For --optimizer=muon: logical axes by which hidden matrices are recognized. Each layer, expert and
 # adapter has its own matrices.
-MATRICES = {"ends": ("vocab",), "stacks": ("layers", "expert"), "ranks": ("lora",)}
+MATRICES = {"ends": ("vocab", "positions"), "stacks": ("layers", "expert"), "ranks": ("lora",)}
 
 
 def main(
