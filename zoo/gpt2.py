@@ -28,7 +28,7 @@ from .layers import (
     REMAT_POLICIES, fit_positions, look_up, objective, scan_layers, stack, table_copies, vocabulary,
     vocabulary_tables,
 )  # fmt: skip
-from .sharding import Rules, complete_tables, in_use, param
+from .sharding import Rules, complete_tables, constrain, in_use, param
 from .strategies import CP, DECODER, DP, FSDP, FSDP_CP, HSDP, PP, SP, TP
 
 
@@ -137,7 +137,10 @@ class Layer(nnx.Module):
     def __call__(self, x_BTD, at, kind, past=None):
         out_BTD, kv = self.attention(self.attention_norm(x_BTD), at, kind, past)
         x_BTD += checkpoint_name(out_BTD, "sublayer")
-        return x_BTD + checkpoint_name(self.mlp(self.mlp_norm(x_BTD)), "sublayer"), kv
+        x_BTD += checkpoint_name(self.mlp(self.mlp_norm(x_BTD)), "sublayer")
+        return constrain(
+            x_BTD, "batch", "residual_seq", "act_embed"
+        ), kv  # however biases are split
 
 
 class GPT2(nnx.Module):

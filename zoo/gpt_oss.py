@@ -133,7 +133,8 @@ class Layer(nnx.Module):
         out_BTD, kv = self.attention(self.attention_norm(x_BTD), at, kind, past)
         x_BTD += checkpoint_name(out_BTD, "sublayer")
         out_BTD, figures = self.experts(self.mlp_norm(x_BTD), *how)
-        return x_BTD + checkpoint_name(out_BTD, "sublayer"), kv, figures
+        x_BTD += checkpoint_name(out_BTD, "sublayer")
+        return constrain(x_BTD, "batch", "residual_seq", "act_embed"), kv, figures
 
 
 class GptOss(nnx.Module):
