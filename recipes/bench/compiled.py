@@ -10,17 +10,8 @@ import jax
 import jax.numpy as jnp
 
 from recipes.bench.common import Step, Table, machine, make_step, numbers, one_of
-from recipes.bench.targets import (
-    KINDS,
-    KINDS_HELP,
-    MeshFlags,
-    TooLarge,
-    caveats,
-    check_targets,
-    compile_step,
-    mesh_name,
-    topology,
-)
+from recipes.bench.targets import KINDS, KINDS_HELP, MeshFlags, caveats, check_targets, mesh_name
+from recipes.common.analysis.targets import TooLarge, compile_step, topology
 from recipes.common import entries
 from recipes.common.analysis import report
 from recipes.common.analysis.hlo import sent_by_kind

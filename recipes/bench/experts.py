@@ -5,7 +5,8 @@ import itertools
 from typing import Any
 
 from recipes.bench.common import Step, Table, machine, make_step, numbers, one_of
-from recipes.bench.targets import TPUS, TooLarge, check_targets, compile_step, topology
+from recipes.bench.targets import TPUS, check_targets
+from recipes.common.analysis.targets import TooLarge, compile_step, topology
 from recipes.common.analysis import flops, report
 from recipes.common.analysis.hlo import sent_by_kind
 from recipes.common.runtime import describe

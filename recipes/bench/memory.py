@@ -11,20 +11,9 @@ from collections.abc import Iterable
 import jax.numpy as jnp
 
 from recipes.bench.common import Step, Table, machine, make_step, numbers, one_of
-from recipes.bench.targets import (
-    DOES_NOT_FIT,
-    GPUS,
-    KINDS,
-    KINDS_HELP,
-    TPUS,
-    MeshFlags,
-    TooLarge,
-    caveats,
-    check_targets,
-    compile_step,
-    mesh_name,
-    topology,
-)
+from recipes.bench.targets import GPUS, KINDS, KINDS_HELP, TPUS, MeshFlags, caveats, check_targets, mesh_name
+from recipes.common.analysis.hardware import HARDWARE
+from recipes.common.analysis.targets import DOES_NOT_FIT, TooLarge, compile_step, topology
 from recipes.common.analysis import report
 from recipes.common.analysis.flops import kinds_of_layers
 from recipes.common.analysis.kernel import attention_kernel
@@ -89,7 +78,7 @@ def _which(flags: MemoryFlags, cases: Iterable[Case], remats: list[str]) -> None
         for remat in (remat for remat in REMAT if remat in remats):
             step = _step(flags, size, kind, chips, remat)
             total = sum(memory_parts(step).values())
-            if kind in GPUS and total > 1.2 * GPUS[kind].memory:  # not worth a minute's compilation
+            if kind in GPUS and total > 1.2 * HARDWARE[kind].memory:  # not worth a minute's compilation
                 above = f"{remat}: {report.size(total)}, estimated"
                 continue
             text, peak = _peak(step, kind, f"{size} {remat}")

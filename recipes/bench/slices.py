@@ -8,15 +8,8 @@ import jax.numpy as jnp
 
 from recipes.bench.common import Step, Table, machine, make_step, numbers, one_of
 from recipes.bench.compiled import of_stages
-from recipes.bench.targets import (
-    TPUS,
-    MeshFlags,
-    TooLarge,
-    check_targets,
-    compile_step,
-    mesh_name,
-    topology,
-)
+from recipes.bench.targets import TPUS, MeshFlags, check_targets, mesh_name
+from recipes.common.analysis.targets import TooLarge, compile_step, topology
 from recipes.common.analysis import report
 from recipes.common.analysis.hlo import crossing
 from recipes.common.runtime.errors import UserError
