@@ -44,13 +44,6 @@ class Step(NamedTuple):
     def seq_len(self) -> int:
         return self.example["tokens"].shape[0]
 
-    @property
-    def device_tokens(self) -> float:
-        """Tokens of a batch on one device."""
-        layout = self.layout
-        tokens = layout.batch_size * self.seq_len
-        return tokens / (layout.batch_shards * layout.seq_shards)
-
     def lower(self) -> jax.stages.Lowered:
         return self.function.lower(self.abstract, self.example)
 

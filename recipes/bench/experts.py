@@ -6,9 +6,10 @@ from typing import Any
 
 from recipes.bench.common import Step, Table, machine, make_step, numbers, one_of
 from recipes.bench.targets import TPUS, check_targets
-from recipes.common.analysis.targets import TooLarge, compile_step, topology
 from recipes.common.analysis import flops, report
 from recipes.common.analysis.hlo import sent_by_kind
+from recipes.common.analysis.targets import TooLarge, compile_step, topology
+from recipes.common.analysis.textbook import device_tokens, transfers
 from recipes.common.runtime import describe
 from recipes.common.runtime.errors import UserError
 from recipes.common.runtime.flags import flag
@@ -61,23 +62,16 @@ def _row(
     if isinstance(compiled, TooLarge):
         table.row(size, name, remat, "-", "-", "-", "-", compiled.text, computed)
         return
-    sent, least = sent_by_kind(compiled.as_text(), chips), textbook(step)
+    sent, least = sent_by_kind(compiled.as_text(), chips), _textbook(step)
     exchanged, peak = sent["all-to-all"], report.memory(compiled).peak_memory_in_bytes
     sizes = map(report.size, (exchanged, least))
     ratio, total = f"{exchanged / least:.2f}", report.size(sum(sent.values()))
     table.row(size, name, remat, *sizes, ratio, total, report.size(peak), computed)
 
 
-def textbook(step: Step) -> float:
-    """Bytes that a device must exchange with other devices' experts per step, in the compute dtype.
-
-    Slots of D numbers each go there and come back, and so do their gradients: four times (n - 1) /
-    n of them, where n devices share the experts.
-    """
-    config, layout = step.config, step.layout
-    n, width = layout.mesh.shape["expert"], 4 if config.dtype == "float32" else 2
-    slots = config.capacity * config.experts_per_token * step.device_tokens
-    return config.num_layers * 4 * (n - 1) / n * slots * config.embed * width
+def _textbook(step: Step) -> float:
+    """Bytes that a device must exchange with the devices of other experts per step."""
+    return sum(x.bytes for x in transfers(step.layout) if x.kind == "all-to-all")
 
 
 def _flops(flags: ExpertsFlags, config: Config, chips: int) -> str:
@@ -96,7 +90,7 @@ def _flops(flags: ExpertsFlags, config: Config, chips: int) -> str:
     compiled = compile_step(step, flags.kind, f"FLOPs of one layer, {chips} chips")
     if isinstance(compiled, TooLarge):
         return "-"
-    tokens = step.device_tokens
+    tokens = device_tokens(step.layout)
     table = step.config.vocab_size * config.embed
     layer = flops.matmul_params(step.config) - table
     costs: Any = compiled.cost_analysis()

@@ -7,11 +7,11 @@ import jax
 import jax.numpy as jnp
 
 from recipes.bench.common import Step, Table, machine, make_step, numbers, one_of
-from recipes.bench.compiled import of_stages
 from recipes.bench.targets import TPUS, MeshFlags, check_targets, mesh_name
-from recipes.common.analysis.targets import TooLarge, compile_step, topology
 from recipes.common.analysis import report
 from recipes.common.analysis.hlo import crossing
+from recipes.common.analysis.targets import TooLarge, compile_step, topology
+from recipes.common.analysis.textbook import of_stages
 from recipes.common.runtime.errors import UserError
 from recipes.common.runtime.flags import flag
 from recipes.common.runtime.terminal import print0
@@ -84,4 +84,4 @@ def textbook(step: Step, chips: int) -> float:
     if step.layout.stages == 1:
         return sum(leaf.size for leaf in jax.tree.leaves(shapes)) * width / chips
     shared = sum(leaf.size for leaf in jax.tree.leaves({**shapes, "layers": {}}))
-    return of_stages(step) * width + 4 * shared / chips
+    return sum(x.bytes for x in of_stages(step.layout)) + 4 * shared / chips

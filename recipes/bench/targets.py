@@ -99,5 +99,3 @@ def caveats(kinds: list[str]) -> list[str]:
         "autotuned, without cuDNN's and cuBLAS's workspace, to read and not to run. A step is said to "
         f"fit if its peak is at most {USABLE:.0%} of the memory."
     ]
-
-

@@ -19,6 +19,10 @@ from recipes.bench import common, compiled, gpu, memory, slices, targets
 from recipes.bench import row as rows
 from recipes.bench.row import Row
 from recipes.common.analysis import flops, hlo
+from recipes.common.analysis import memory as analysis_memory
+from recipes.common.analysis import targets as aot
+from recipes.common.analysis.memory import memory_parts
+from recipes.common.analysis.textbook import device_tokens, of_weights, textbook
 from recipes.common.runtime.errors import Stopped, UserError
 from recipes.common.runtime.mesh import make_mesh, parse
 from recipes.common.sharding.compiler_options import COMPILER_OPTIONS
@@ -78,7 +82,7 @@ ACTIVATIONS = (4 * 3 + 2) * 4 * 16 * 32  # of 4 sequences, a device's part on 4x
 )  # fmt: skip
 def test_textbook_by_hand(strategy, mesh, elements):
     step = common.make_step(PLAIN, strategy, make_mesh(mesh), 16, 16)
-    assert compiled.textbook(step) == pytest.approx(4 * elements)
+    assert textbook(step.layout) == pytest.approx(4 * elements)
 
 
 def test_textbook_reads_the_table_and_no_names():
@@ -92,7 +96,7 @@ def test_textbook_reads_the_table_and_no_names():
         gradients = weights - 3 * of_a_layer * 3 / 4
         activations = 2 * 3 * 8 * 16 * 32  # forward and backward, layers, a device's 8 sequences
         elements = 2 / 2 * gradients + 2 * 3 / 4 * activations
-        assert compiled.textbook(step) == pytest.approx(4 * elements)
+        assert textbook(step.layout) == pytest.approx(4 * elements)
 
 
 def test_positions_are_divided_between_devices_like_rows():
@@ -100,12 +104,14 @@ def test_positions_are_divided_between_devices_like_rows():
     config = dataclasses.replace(Config.tiny(), remat="full")
     rows = common.make_step(config, "dp", make_mesh("8"), 8, 64)
     parts = common.make_step(config, "cp", make_mesh("data=2,seq=4"), 8, 64)
-    assert parts.device_tokens == rows.device_tokens == 64
-    assert compiled._of_weights(parts) == compiled._of_weights(rows), (
-        "gradients are summed over both"
-    )
+
+    def gradients(step):
+        return sum(x.bytes for x in of_weights(step.layout))
+
+    assert device_tokens(parts.layout) == device_tokens(rows.layout) == 64
+    assert gradients(parts) == gradients(rows), "gradients are summed over both"
     for name in ("parameters", "gradients", "saved activations"):
-        assert memory.memory_parts(parts)[name] == memory.memory_parts(rows)[name]
+        assert memory_parts(parts.layout)[name] == memory_parts(rows.layout)[name]
     found = parts.batch()
     assert {x.sharding.shard_shape(x.shape) for x in found.values()} == {(4, 16)}
 
@@ -114,7 +120,7 @@ def test_dp_sends_the_textbook_and_no_more():
     step = common.make_step(PLAIN, "dp", make_mesh("8"), 16, 16)
     sent = hlo.sent_by_kind(step.lower().compile(QUICK).as_text(), 8)
     assert list(sent) == ["all-reduce"]
-    assert sent["all-reduce"] == pytest.approx(compiled.textbook(step), rel=1e-3)
+    assert sent["all-reduce"] == pytest.approx(textbook(step.layout), rel=1e-3)
 
 
 @pytest.mark.parametrize(
@@ -173,7 +179,7 @@ def test_a_ring_that_counts_in_twos():
 
 def test_memory_parts_by_hand():
     config = dataclasses.replace(PLAIN, remat="sublayers")
-    parts = memory.memory_parts(common.make_step(config, "fsdp", make_mesh("8"), 16, 16))
+    parts = memory_parts(common.make_step(config, "fsdp", make_mesh("8"), 16, 16).layout)
     params = 4 * ((TABLES + LAYERS) / 8 + NORMS)
     assert parts["parameters"] == params
     assert parts["optimizer"] == pytest.approx(2 * params, abs=64)  # and counters
@@ -215,7 +221,7 @@ def test_saved_activations_are_what_jax_saves(attention, remat):
     kept = sum(x.size * x.dtype.itemsize for x in stacks)
     if remat == "none":  # XLA merges what the trace has thrice, q's, k's and v's input, and twice
         kept -= 3 * 5 * 2 * 1_024 * config.embed * 2
-    assert memory.memory_parts(step)["saved activations"] == pytest.approx(kept, rel=0.01)
+    assert memory_parts(step.layout)["saved activations"] == pytest.approx(kept, rel=0.01)
 
 
 @pytest.mark.parametrize(
@@ -228,7 +234,7 @@ def test_saved_activations_are_what_jax_saves(attention, remat):
     ],
 )  # fmt: skip
 def test_compiler_errors_about_memory_are_parsed(error, text, needed):
-    assert targets.too_large(error, arguments=2e8) == (text, needed)
+    assert aot.too_large(error, arguments=2e8) == (text, needed)
 
 
 def test_which_policy_recomputes_least_and_fits(monkeypatch, capsys):
@@ -237,15 +243,16 @@ def test_which_policy_recomputes_least_and_fits(monkeypatch, capsys):
 
     def compile_step(step, kind, what):
         asked.append(what)
-        peak = sum(memory.memory_parts(step).values())
+        peak = sum(memory_parts(step.layout).values())
         fits = types.SimpleNamespace(peak_memory_in_bytes=peak)
         program = types.SimpleNamespace(memory_analysis=lambda: fits)
-        return program if peak < 40e9 else targets.TooLarge("does not fit: much", peak)
+        return program if peak < 40e9 else aot.TooLarge("does not fit: much", peak)
 
     mesh = jax.sharding.AbstractMesh((8,), ("data",))
     monkeypatch.setattr(memory, "check_targets", lambda *_: None)
     monkeypatch.setattr(memory, "topology", lambda *_: mesh)
-    monkeypatch.setattr(memory, "kernel", lambda _: "flash")
+    for module in (memory, analysis_memory):
+        monkeypatch.setattr(module, "kernel", lambda *_: "flash")
     monkeypatch.setattr(memory, "compile_step", compile_step)
     memory.memory(memory.MemoryFlags(kinds="h100", chips="8", rows=2, which=True))
     assert asked == ["8b dots on 8 h100", "8b sublayers on 8 h100"]
@@ -255,7 +262,7 @@ def test_which_policy_recomputes_least_and_fits(monkeypatch, capsys):
 
 
 def test_other_compiler_errors_are_not_about_memory():
-    assert targets.too_large("INTERNAL: no", arguments=0) is None
+    assert aot.too_large("INTERNAL: no", arguments=0) is None
 
 
 # Peaks of the compiled step (jax 0.10.2, libtpu 0.0.42.1) by XLA's attention, 4,096 tokens per chip: the smallest and the
@@ -306,7 +313,7 @@ def test_memory_of_8b_is_what_the_compiler_says(row):
     config = dataclasses.replace(config, dtype="bfloat16", remat=remat, attention=attention)
     mesh = jax.sharding.AbstractMesh((chips,), ("data",))
     step = common.make_step(config, "fsdp", mesh, chips, 4_096, segments=attention != "xla")
-    assert sum(memory.memory_parts(step).values()) == pytest.approx(peak * 1e9, rel=within)
+    assert sum(memory_parts(step.layout).values()) == pytest.approx(peak * 1e9, rel=within)
 
 
 # Rows that chips share, on 16 v5p (jax 0.12, libtpu 0.0.50.1).
@@ -328,7 +335,7 @@ def test_memory_of_rows_that_chips_share_is_what_the_compiler_says(row):
     axes = parse(mesh)
     over = jax.sharding.AbstractMesh(tuple(axes.values()), tuple(axes))
     step = common.make_step(config, rules, over, axes["data"], seq_len, segments=True)
-    assert sum(memory.memory_parts(step).values()) == pytest.approx(peak * 1e9, rel=within)
+    assert sum(memory_parts(step.layout).values()) == pytest.approx(peak * 1e9, rel=within)
 
 
 def test_no_array_of_all_tokens_by_the_vocabulary():

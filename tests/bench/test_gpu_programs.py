@@ -13,8 +13,8 @@ import pytest
 from data.text import example
 from data.tokenizer import BYTES
 from recipes.bench.common import Step, make_step, version
-from recipes.bench.targets import topology
 from recipes.common.analysis import hlo
+from recipes.common.analysis.targets import topology
 from recipes.common.language import model_config
 from recipes.common.sharding.compiler_options import COMPILER_OPTIONS
 from recipes.common.sharding.layout import make_layout

@@ -19,8 +19,10 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from recipes.bench.targets import GPUS, NODE, TPUS, check_targets, topology
+from recipes.bench.targets import GPUS, TPUS, check_targets
+from recipes.common.analysis.hardware import NODE
 from recipes.common.analysis.hlo import collectives, crossing, sent_by_kind
+from recipes.common.analysis.targets import topology
 from recipes.common.sharding.compiler_options import platform
 
 AXIS = "ring"
@@ -317,5 +319,5 @@ def main(kinds: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    TPUS["tpu7x"] = {16: "2x2x2"}  # two devices a chip, which benches do not know
+    TPUS["tpu7x"] = (16,)  # two devices a chip, which benches do not know
     main(sys.argv[1:] or list(TPUS))

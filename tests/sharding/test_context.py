@@ -8,9 +8,9 @@ import jax
 import numpy as np
 import pytest
 
-from recipes.bench import compiled
 from recipes.bench.common import make_step
 from recipes.common.analysis.hlo import collectives
+from recipes.common.analysis.textbook import textbook
 from recipes.common.checkpoint.store import layout_of
 from recipes.common.entries import model as model_of
 from recipes.common.entries import zoo_file
@@ -251,7 +251,7 @@ def test_the_textbook_of_bench_is_what_attention_sends(context):
     step = make_step(tiny("transformer", context=context), "cp", make_mesh("data=2,seq=4"), B, T)
     alone = make_step(tiny("transformer"), "dp", make_mesh("8"), B, T)
     sent = 12 * (32_768 + 16_384) * 3 / 4 if context == "all-to-all" else 2 * 2 * 3 * 4 * 16_384
-    assert compiled.textbook(step) - compiled.textbook(alone) == sent
+    assert textbook(step.layout) - textbook(alone.layout) == sent
 
 
 def test_gathered_inputs_are_not_gathered_again():

@@ -12,9 +12,9 @@ import pytest
 from flax import nnx
 from jax.sharding import AbstractDevice, AxisType
 
-from recipes.bench import common, memory
+from recipes.bench import common
 from recipes.common import checkpoint, entries
-from recipes.common.analysis import flops
+from recipes.common.analysis import flops, memory
 from recipes.common.analysis.kernel import attention_kernel
 from recipes.common.generation import cap_windows
 from recipes.common.mesh import make_mesh
@@ -400,8 +400,8 @@ def test_kernels_and_memory_are_each_kind_s():
     for name, period in {"A": (A,), "B": (B,), "AAB": (A, A, B)}.items():
         config = dataclasses.replace(TINY, num_layers=7, layer_kinds=period, remat="none")
         step = common.make_step(config, "dp", make_mesh("1"), 1, 2_048, segments=True)
-        assert memory.kernel(step) == "xla"
-        saved[name] = memory.memory_parts(step)["saved activations"]
+        assert memory.kernel(step.layout) == "xla"
+        saved[name] = memory.memory_parts(step.layout)["saved activations"]
     assert saved["A"] < saved["B"]
     assert saved["AAB"] == pytest.approx(saved["A"] * 5 / 7 + saved["B"] * 2 / 7, rel=1e-3)
     mesh = jax.sharding.AbstractMesh(

@@ -141,7 +141,9 @@ def compile_step(step: Step, kind: str, what: str) -> jax.stages.Compiled | TooL
         if compiled is None:
             raise
     gpu = HARDWARE[kind]
-    if gpu.platform == "gpu" and not isinstance(compiled, TooLarge):  # their compiler accepts any size
+    if gpu.platform == "gpu" and not isinstance(
+        compiled, TooLarge
+    ):  # their compiler accepts any size
         peak = report.memory(compiled).peak_memory_in_bytes
         if peak > USABLE * gpu.memory:
             compiled = TooLarge(_misfit(peak, USABLE * gpu.memory), peak)

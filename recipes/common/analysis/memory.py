@@ -1,0 +1,177 @@
+"""Memory of a train step on a device by purpose, computed analytically."""
+
+import math
+from typing import NamedTuple
+
+import jax.numpy as jnp
+
+from recipes.common.analysis.flops import kinds_of_layers
+from recipes.common.analysis.kernel import attention_kernel
+from recipes.common.sharding.abstract import paths
+from recipes.common.sharding.layout import Layout
+from recipes.common.sharding.rules import shards
+from zoo.layers import positions_at_once
+from zoo.pipeline import microbatches
+from zoo.strategies import DECODER_POSITIONS, PP, TP
+
+# Logical axes. Only zoo files know them by name.
+HEADS, KV_HEADS, MLP, VOCAB = TP
+(LAYERS,), (_, BETWEEN) = PP, DECODER_POSITIONS
+
+
+class Weights(NamedTuple):
+    """Bytes of a model's weights on a device."""
+
+    params: float  # at rest, float32
+    stacked: float  # those of the stacked layers
+    layer: float  # matrices of one layer in use, in the compute dtype
+    frozen: float  # at rest, without gradients or moments: LoRA's base, and buffers
+
+
+def weights(layout: Layout) -> Weights:
+    """Sums over the abstract parameters; nothing is traced."""
+    rest = layout.rules | dict.fromkeys(layout.uneven)
+    width, sizes = _width(layout), layout.mesh.shape
+    params = stacked = layer = frozen = 0.0
+    for kind in layout.model.shapes:
+        shapes = paths(layout.model.shapes[kind])
+        for path, axes in paths(layout.model.axes[kind]).items():
+            leaf = shapes[path]
+            held = leaf.size * leaf.dtype.itemsize
+            held /= math.prod(shards(rest, axis, sizes) for axis in axes)
+            if kind == "params":
+                params += held
+                stacked += held * (LAYERS in axes)
+            else:
+                frozen += held
+            use = [layout.zoo.IN_USE.get(axis, axis) for axis in axes]
+            if LAYERS in axes and set(use) & {*layout.zoo.IN_USE.values()}:
+                over = math.prod(shards(layout.rules, a, sizes) for a in use if a != LAYERS)
+                layer += leaf.size / layout.config.num_layers / over * width
+    return Weights(params, stacked, layer, frozen)
+
+
+def memory_parts(layout: Layout, accumulate: int = 1, segments: bool = True) -> dict[str, float]:
+    """Bytes on a device at the step's peak by purpose, under AdamW.
+
+    Saved activations are each layer's input and whatever its remat policy saves. The peak is in one
+    of two places. In the loss: the unembedding table in use, its gradient, one chunk's logits and
+    their gradient. Or in the layers' backward pass: gradients are those of all layers at rest and
+    that of the table, whole; the live working set is the weights in use of two layers (one is being
+    gathered), the recomputed activations of one layer, including float32 attention scores unless a
+    kernel keeps them on chip, and all layers' weights in the compute dtype, because the compiler
+    casts them before the loop. Experts compute `capacity` times the positions that choose them.
+
+    In stages, a device has its layers' weights whole in the compute dtype and their gradients whole
+    in float32 for the whole step, and keeps what 2S - 1 microbatches save (all M with GPipe).
+
+    Args:
+      accumulate: gradient-accumulation steps, which need one more array for each gradient.
+      segments: whether batches have segment ids.
+    """
+    config, held = layout.config, weights(layout)
+    found = {"parameters": held.params + held.frozen, "optimizer": 2 * held.params}
+    if not hasattr(config, "vocab_size"):
+        return found | _plain_parts(layout, accumulate, held)
+    width = _width(layout)
+
+    def over(axis):
+        return shards(layout.rules, axis, layout.mesh.shape)
+
+    rows = layout.batch_size // layout.batch_shards // accumulate
+    stages = layout.stages
+    parts = microbatches(config, rows, stages) if stages > 1 else 1
+    rows //= parts
+    length = layout.seq_len // layout.seq_shards
+    between = layout.seq_len // over(BETWEEN)  # positions, between sublayers
+    D, F = config.embed, config.mlp // over(MLP)
+    q = config.num_heads * config.head_dim // over(HEADS)
+    kv = 2 * config.num_kv_heads * config.head_dim // over(KV_HEADS)
+    matrices = getattr(config, "mlp_matrices", 3)
+    # Per position: D of what an MLP reads and writes, F of its matrices.
+    slots = getattr(config, "experts_per_token", 0)
+    often = slots * (getattr(config, "capacity", None) or 1.0) if slots else 1.0
+    hidden, moved = often * F, often * D if slots else 0
+    # Per position, between sublayers and inside them.
+    kept = {"full": (D, 0), "gathered": (D, 2 * D), "sublayers": (2 * D, 0)}
+    kept["dots"] = 2 * D, q + kv + (0 if slots else (matrices - 1) * F)
+    kept["dispatched"] = D, moved
+    saved, largest = 0.0, 0
+    for kind, layers in kinds_of_layers(config):
+        heads = config.num_heads // over(HEADS)
+        attention, scores = _of_attention(layout, segments, kind.window, rows, heads, q, kv)
+        # All inputs of derivatives; q, k and v share theirs, and so do gate and up.
+        kept["none"] = 6 * D * 4 // width, 2 * D + 2 * matrices * hidden + moved + attention
+        outside, inside = kept[config.remat]
+        layers /= stages
+        saved += layers * rows * (between * outside + length * inside) * width
+        if config.remat == "none":  # also weights in use, and scores before and after the softmax
+            saved += layers * (held.layer + scores * (4 + width) // 4)
+        largest = max(largest, scores)
+    with layout.trace():
+        chunk = positions_at_once(config.loss_chunk, rows, length)
+    logits = rows * chunk * config.vocab_size // over(VOCAB) * (4 + width)
+    in_use = config.vocab_size // over(VOCAB) * D * width
+    recomputed = rows * length * (2 * q + kv + matrices * hidden + 2 * D + 2 * moved) * width
+    cast = held.stacked * width // 4 if width < 4 and config.remat != "none" else 0  # or saved
+    loss = in_use, in_use + logits
+    backward = held.stacked + in_use, cast + 2 * held.layer + recomputed + largest
+    if stages > 1:
+        each = config.num_layers / stages * held.layer
+        saved *= min(2 * stages - 1, parts + 1) if config.pipeline == "1f1b" else parts + 1
+        loss = each * 4 / width + 2 * in_use * 4 / width, each + 2 * in_use + logits
+        backward = loss[0], each + 2 * in_use + recomputed + largest
+    grads, live = max(loss, backward, key=sum)
+    if accumulate > 1:
+        grads += held.params
+    return found | {"gradients": grads, "saved activations": saved, "live working set": live}
+
+
+def _plain_parts(layout: Layout, accumulate: int, held: Weights) -> dict[str, float]:
+    """Gradients and activations of a model that is no decoder: each weight's output, twice."""
+    rows = layout.batch_size // layout.batch_shards // accumulate
+    width, outputs = _width(layout), 0.0
+    for path, axes in paths(layout.model.axes["params"]).items():
+        use = [layout.zoo.IN_USE.get(axis, axis) for axis in axes]
+        leaf, over = paths(layout.model.shapes["params"])[path], 1
+        if len(axes) > 1:
+            over = shards(layout.rules, use[-1], layout.mesh.shape)
+            outputs += math.prod(leaf.shape[:1] if LAYERS in axes else ()) * leaf.shape[-1] / over
+    positions = getattr(layout.config, "num_positions", 1)
+    grads = held.params * (1 + (accumulate > 1))
+    saved = rows * positions * outputs * width
+    return {"gradients": grads, "saved activations": saved, "live working set": 2 * held.layer}
+
+
+def kernel(layout: Layout, segments: bool = True) -> str:
+    """The attention kernel of a step."""
+    with layout.trace():
+        return attention_kernel(layout.config, layout.seq_len, segments)[0]
+
+
+def _of_attention(
+    layout: Layout, segments: bool, window: int | None, rows: int, heads: int, q: int, kv: int
+) -> tuple[int, int]:
+    """(elements per token that attention's derivative needs, bytes of its float32 scores).
+
+    Args:
+      window: of the kind of layer.
+      rows, heads, q, kv: numbers on a device of sequences, query heads, elements of all queries,
+        and elements of all keys and values.
+    """
+    length, norms = layout.seq_len, heads * 4 // _width(layout)
+    match kernel(layout, segments):
+        case "xla":  # keys and values count once per block of queries, as in the model
+            block, back = max(128, -(-length // 8)), length if window is None else window - 1
+            blocks = [(a, min(a + block, length)) for a in range(0, length, block)]
+            keys = [b - max(0, a - back) for a, b in blocks]
+            seen = sum((b - a) * k for (a, b), k in zip(blocks, keys, strict=True))
+            scores = rows * heads * seen * 4 // layout.seq_shards
+            return 2 * q + kv * sum(keys) // length, scores
+        case _:  # the output counts twice: the kernel and the projection lay it out differently
+            return 3 * q + kv + norms, 0
+
+
+def _width(layout: Layout) -> int:
+    """Bytes of a number in the compute dtype."""
+    return jnp.dtype(getattr(layout.config, "dtype", "float32")).itemsize

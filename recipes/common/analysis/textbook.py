@@ -1,0 +1,230 @@
+"""Bytes that a train step must send if each matmul is where the sharding rules put it.
+
+Weights and activations are in the compute dtype, and gradients too, except those of pipeline
+stages, which are in float32. Over a ring of n devices, an all-gather or a reduce-scatter sends
+(n - 1) / n of the whole array, and an all-reduce twice that. Nothing that remat repeats counts,
+other than gathers of weights, attention's exchanges, and those of experts.
+"""
+
+import math
+from collections.abc import Iterable, Iterator, Mapping
+from typing import NamedTuple
+
+import jax.numpy as jnp
+
+from recipes.common.sharding.abstract import paths
+from recipes.common.sharding.layout import Layout
+from recipes.common.sharding.rules import mesh_axes
+from zoo.attention import way_to_attend
+from zoo.experts import EXPERT_WITHIN
+from zoo.pipeline import microbatches
+from zoo.sharding import shards
+from zoo.strategies import PP, TP
+
+# Logical axes. Only zoo files know them by name.
+(EXPERT,), (LAYERS,), (HEADS, *_) = EXPERT_WITHIN, PP, TP
+
+
+class Transfer(NamedTuple):
+    """What a device sends in a step for one purpose, between the devices along some mesh axes."""
+
+    purpose: str  # "weights", "gradients", "activations", "attention", "exchanges", "stages"
+    kind: str  # of collective
+    axes: frozenset[str]  # of the mesh
+    bytes: float
+
+    @property
+    def hidden(self) -> bool:
+        """Whether it overlaps with compute: weights and gradients do, since no layer waits for
+        those of another. A layer waits for its activations.
+        """
+        return self.purpose in ("weights", "gradients")
+
+    def over_links(self, mesh: Mapping[str, int], parts: Mapping[str, int]) -> tuple[float, float]:
+        """(bytes sent inside a slice or node, bytes sent to others).
+
+        A collective over both runs in two stages, so that a device exchanges with other slices
+        only its part of what its own slice has.
+
+        Args:
+          parts: mesh axis → parts into which slices divide it.
+        """
+        n, p = (math.prod(sizes.get(axis, 1) for axis in self.axes) for sizes in (mesh, parts))
+        m = n // p
+        if p == 1:
+            return self.bytes, 0.0
+        if self.kind == "collective-permute":  # the slowest device sends all of it to another slice
+            return (self.bytes if m > 1 else 0.0), self.bytes
+        whole = self.bytes / ring(n)
+        if self.kind == "all-to-all":
+            return whole * (m - 1) / n, whole * ring(p)
+        return whole * ring(m), whole * ring(p) / m
+
+
+def textbook(layout: Layout, accumulate: int = 1) -> float:
+    """Bytes that a device must send per step; see `transfers`."""
+    return sum(x.bytes for x in transfers(layout, accumulate))
+
+
+def transfers(layout: Layout, accumulate: int = 1) -> list[Transfer]:
+    """Everything that a device must send per step.
+
+    Args:
+      layout: with batches, and rows of seq_len positions if it has any.
+      accumulate: gradient-accumulation steps. Each one gathers weights and sums gradients.
+    """
+    found = [*of_weights(layout, accumulate), *_of_activations(layout, accumulate)]
+    if hasattr(layout.config, "num_layers") and layout.seq_len:
+        found += [*_of_attention(layout), *_of_experts(layout), *of_stages(layout, accumulate)]
+    return [x for x in found if x.bytes]
+
+
+def device_tokens(layout: Layout) -> float:
+    """Positions of a batch on one device, or rows without positions."""
+    whole = layout.batch_size * max(layout.seq_len, 1)
+    return whole / (layout.batch_shards * layout.seq_shards)
+
+
+def of_weights(layout: Layout, accumulate: int = 1) -> Iterator[Transfer]:
+    """Transfers of weights and their gradients.
+
+    A weight whose parts at rest are smaller than in use needs two all-gathers, for the forward and
+    the backward pass, and a reduce-scatter of the gradient. Gradients are also all-reduced over the
+    mesh axes that split the batch, its rows or positions, but not the weight at rest. In stages,
+    weights are gathered once, and those that all stages share have a gradient on each.
+    """
+    stacked, dtype = _split_by(layout, [LAYERS]), _width(layout)
+    gathers, width = (1, 4) if stacked else (2, dtype)
+    sums: dict[tuple[str, str, frozenset[str]], float] = {}
+    shapes = paths(layout.model.shapes["params"])
+    batch = _split_by(layout, layout.batch_axes) | stacked
+    for path, axes in paths(layout.model.axes["params"]).items():
+        rest, use = _split_by(layout, axes), _split_by(layout, _in_use(layout, axes))
+        whole = shapes[path].size / _devices(layout, use)
+        over, reduced = frozenset(rest - use), frozenset(batch - rest)
+        part = 2 * ring(_devices(layout, reduced)) * whole / _devices(layout, over)
+        scattered = ring(_devices(layout, over)) * whole
+        for key, count in {
+            ("weights", "all-gather", over): gathers * dtype * scattered,
+            ("gradients", "reduce-scatter", over): width * scattered,
+            ("gradients", "all-reduce", reduced): width * part,
+        }.items():
+            sums[key] = sums.get(key, 0.0) + accumulate * count
+    yield from (Transfer(*key, count) for key, count in sums.items())
+
+
+def _of_activations(layout: Layout, accumulate: int) -> Iterator[Transfer]:
+    """Transfers of activations between the devices that share a matmul.
+
+    Consider weights in use with an axis of the residual stream, one that IN_USE maps to. If their
+    other axes are split, each device has a partial sum: each module with such weights (not counting
+    its submodules) costs one all-reduce of the residual stream forward and one backward, for each
+    of its stacked layers.
+    """
+    zoo, shapes = layout.zoo, paths(layout.model.shapes["params"])
+    widths: dict[str, float] = {}  # module → elements per token
+    split: dict[str, set[str]] = {}  # module → mesh axes
+    for path, axes in paths(layout.model.axes["params"]).items():
+        module, axes = path.rpartition("/")[0], _in_use(layout, axes)
+        residual = set(axes) & set(zoo.IN_USE.values())
+        stacked = {axis for axis in axes if zoo.LOGICAL_AXES[axis] in ("weights", "stack")}
+        if residual:
+            dims = zip(axes, shapes[path].shape, strict=True)
+            counted = residual | stacked - {EXPERT}
+            widths[module] = math.prod(n for axis, n in dims if axis in counted)
+            found = _split_by(layout, set(axes) - residual - stacked)
+            split.setdefault(module, set()).update(found)
+    if layout.stages > 1:  # a device has its stage's layers, and works while it waits
+        parts = _microbatches(layout, accumulate)
+        busy = (parts + layout.stages - 1) / parts / layout.stages
+        widths = {m: n * (busy if m.startswith(LAYERS) else 1) for m, n in widths.items()}
+    for module, axes in split.items():
+        elements = 2 * 2 * ring(_devices(layout, axes)) * widths[module] * device_tokens(layout)
+        yield Transfer("activations", "all-reduce", frozenset(axes), elements * _width(layout))
+
+
+def of_stages(layout: Layout, accumulate: int = 1) -> Iterator[Transfer]:
+    """Transfers between stages: activations, and their parts for the loss.
+
+    A microbatch's activations and their gradients go to the next stage in every tick, also in the
+    bubble. The last stage's output is scattered over all stages, and its gradient gathered.
+    """
+    stages = layout.stages
+    if stages == 1:
+        return
+    parts, axes = _microbatches(layout, accumulate), frozenset(_split_by(layout, [LAYERS]))
+    each = device_tokens(layout) / parts * layout.config.embed * _width(layout)
+    yield Transfer("stages", "collective-permute", axes, 2 * (parts + stages - 1) * each)
+    yield Transfer("stages", "all-gather", axes, 2 * parts * ring(stages) * each)
+
+
+def _microbatches(layout: Layout, accumulate: int) -> int:
+    """M of the pipeline."""
+    rows = layout.batch_size // accumulate // layout.batch_shards
+    return microbatches(layout.config, rows, layout.stages)
+
+
+def _of_attention(layout: Layout) -> Iterator[Transfer]:
+    """Transfers so that positions attend to those on other devices.
+
+    Each layer does it forward, again unless remat keeps everything, and backward. An all-to-all
+    exchanges queries, keys, values and outputs; a ring passes on keys and values, and backward
+    their gradients too.
+    """
+    config, n = layout.config, layout.seq_shards
+    if n == 1:
+        return
+    axes = frozenset(_split_by(layout, layout.batch_axes[1:]))
+    with layout.trace():
+        split = shards(HEADS)
+        way = way_to_attend(config.context, config.num_heads)
+    forward = 1 if config.remat == "none" else 2
+    tokens = config.num_layers * device_tokens(layout) * config.head_dim * _width(layout)
+    queries, kv = config.num_heads // split, math.lcm(config.num_kv_heads, split) // split
+    if way == "all-to-all":
+        kv = math.lcm(config.num_kv_heads, split * n) // split
+        sent = (forward + 1) * 2 * (queries + kv) * tokens * ring(n)
+        yield Transfer("attention", "all-to-all", axes, sent)
+    else:
+        sent = (forward + 2) * 2 * kv * tokens * (n - 1)
+        yield Transfer("attention", "collective-permute", axes, sent)
+
+
+def _of_experts(layout: Layout) -> Iterator[Transfer]:
+    """Transfers to the devices of other experts and back.
+
+    Slots of D numbers each go there and come back, and so do their gradients: four times (n - 1) /
+    n of them, where n devices share the experts; five times if remat sends them again.
+    """
+    config, axes = layout.config, frozenset(_split_by(layout, [EXPERT]))
+    if not axes:
+        return
+    slots = (config.capacity or 1.0) * config.experts_per_token * device_tokens(layout)
+    times = 4 if config.remat in ("none", "dispatched") else 5
+    sent = config.num_layers * times * ring(_devices(layout, axes)) * slots * config.embed
+    yield Transfer("exchanges", "all-to-all", axes, sent * _width(layout))
+
+
+def _width(layout: Layout) -> int:
+    """Bytes of a number in the compute dtype."""
+    return jnp.dtype(getattr(layout.config, "dtype", "float32")).itemsize
+
+
+def _in_use(layout: Layout, axes: Iterable[str]) -> list[str]:
+    """A weight's logical axes while it is multiplied."""
+    return [layout.zoo.IN_USE.get(axis, axis) for axis in axes]
+
+
+def _split_by(layout: Layout, axes: Iterable[str]) -> set[str]:
+    """The mesh axes that split these logical axes."""
+    return {name for axis in axes for name in mesh_axes(layout.rules.get(axis))}
+
+
+def _devices(layout: Layout, axes: Iterable[str]) -> int:
+    """Devices along these mesh axes."""
+    return math.prod(layout.mesh.shape[axis] for axis in axes)
+
+
+def ring(devices: int) -> float:
+    """The fraction of an array that each device sends in an all-gather over a ring."""
+    return (devices - 1) / devices
