@@ -1,0 +1,216 @@
+"""A plan in words: the table, why the first is first, why others lose, the command to run."""
+
+from typing import Any
+
+from recipes.common.analysis.estimate import Estimate, estimate
+from recipes.common.analysis.hardware import HARDWARE, Devices
+from recipes.common.analysis.report import size
+from recipes.common.analysis.search import RULES_OUT, TIE, Plan, usable
+from recipes.common.runtime import describe, slices
+from recipes.common.sharding.layout import Layout
+
+HEAD = ("mesh", "rules", "remat", "accumulate", "memory", "inside", "between", "bound by", "step",
+        "per second", "MFU")  # fmt: skip
+WORDS = {  # Estimate.seconds → what takes the time
+    "compute": "compute",
+    "memory": "memory traffic",
+    "links": "weights and gradients inside a {group}",
+    "network": "weights and gradients between {group}s",
+    "waiting": "activations that travel while nothing is computed",
+    "bubble": "the pipeline's bubble",
+    "update": "the optimizer's update",
+    "ends": "the first weights and the last gradients",
+}
+
+
+def group(devices: Devices) -> str:
+    """The word for devices with a fast network inside: "slice", "node"."""
+    return slices.WORDS[devices.hardware.platform].removesuffix("s")
+
+
+def mesh_of(candidate: Estimate) -> str:
+    return describe(dict(candidate.layout.mesh.shape))
+
+
+def cells(candidate: Estimate) -> list[str]:
+    """The columns of HEAD."""
+    there = usable(candidate.devices)
+    over = "" if candidate.fits else f" (+{size(candidate.peak - there)})"
+    remat = getattr(candidate.layout.config, "remat", "-")
+    return [
+        mesh_of(candidate), candidate.layout.strategy, remat, str(candidate.accumulate),
+        size(candidate.peak) + over, size(candidate.links), size(candidate.network),
+        candidate.bound, duration(candidate.step), f"{candidate.tokens / candidate.step:,.0f}",
+        f"{candidate.mfu:.0%}",
+    ]  # fmt: skip
+
+
+def table(candidates: list[Estimate]) -> list[str]:
+    """A Markdown table."""
+    lines = [f"| {' | '.join(HEAD)} |", "|---|---|---|" + "---:|" * (len(HEAD) - 3)]
+    return lines + [f"| {' | '.join(cells(candidate))} |" for candidate in candidates]
+
+
+def duration(seconds: float) -> str:
+    """Formats seconds: 1.2 s, 34 ms.
+
+    >>> duration(7.816), duration(0.0342), duration(3e-5)
+    ('7.82 s', '34.2 ms', '0.03 ms')
+    """
+    if seconds >= 1:
+        return f"{seconds:.2f} s"
+    return f"{seconds * 1e3:.1f} ms" if seconds >= 1e-3 else f"{seconds * 1e3:.2f} ms"
+
+
+def notes(plan: Plan) -> list[str]:
+    """How candidates were found, left out and ranked."""
+    there, devices = size(usable(plan.devices)), plan.devices
+    lines = [
+        f"{len(plan.ranked)} meshes and strategies, {plan.tried} with remat and accumulation. A device "
+        f"may use {there} ({usable(devices) / devices.hardware.memory:.0%}). Bytes are what a device "
+        f"sends in a step inside its {group(devices)} and between {group(devices)}s."
+    ]
+    for rule, count in plan.left_out.items():
+        if count:
+            lines.append(f"Left out: {count}, because {RULES_OUT[rule]}.")
+    if plan.tied > 1:
+        lines.append(
+            f"{plan.tied} take at most {TIE - 1:.0%} longer than the fastest. Of these the simplest is "
+            "first: fewest mesh axes, then the order of RULES."
+        )
+    return lines
+
+
+def why_first(plan: Plan) -> str:
+    """One sentence: why the first is first, and what would change the order."""
+    best = plan.best
+    assert best
+    s, name = best.seconds, f"{best.layout.strategy} on {mesh_of(best)}"
+    layers = max(s["compute"], s["memory"])
+    sent = "links" if s["links"] >= s["network"] else "network"
+    travels = WORDS[sent].format(group=group(plan.devices))
+    unit = "tokens" if plan.job.seq_len else "examples"
+    others = [x for x in plan.per_strategy().values() if x.layout.strategy != best.layout.strategy]
+    rival = next((x for x in others if x.fits), None)
+    against = "no other strategy fits"
+    if rival:
+        much = rival.step / best.step
+        against = f"{rival.layout.strategy}, the next strategy, takes {much:.2f} times as long"
+        if much <= TIE:
+            against += " and is less simple" if much >= 1 else ", too little for a less simple one"
+    if not s[sent]:
+        return f"{name} is first: its weights and gradients need not travel, and {against}."
+    if s[sent] <= layers:
+        least = best.tokens * s[sent] / layers
+        return (
+            f"{name} is first: {travels} take {duration(s[sent])} and hide behind {duration(layers)} "
+            f"of {'compute' if s['compute'] >= s['memory'] else 'memory traffic'}, and {against}; below "
+            f"about {least:,.0f} {unit} a step they would no longer hide."
+        )
+    most = best.tokens * s[sent] / layers
+    return (
+        f"{name} is first although {travels} take {duration(s[sent])}, longer than its {duration(layers)} "
+        f"of work, and {against}; from about {most:,.0f} {unit} a step they would hide."
+    )
+
+
+def why_others_lose(plan: Plan) -> list[str]:
+    """One line for each other strategy: its best mesh and why it loses."""
+    best, lines, there = plan.best, [], usable(plan.devices)
+    for strategy, other in plan.per_strategy().items():
+        if best and strategy == best.layout.strategy:
+            continue
+        where = f"- {strategy}, best on {mesh_of(other)}"
+        if not other.fits:
+            largest = max(other.memory, key=lambda part: other.memory[part])
+            lines.append(
+                f"{where}: does not fit, {size(other.peak)} of {size(there)}, of which {largest} "
+                f"{size(other.memory[largest])}."
+            )
+        elif best and other.step <= TIE * best.step:
+            lines.append(f"{where}: {duration(other.step)}, within {TIE - 1:.0%}, but less simple.")
+        elif best:
+            grown = {k: other.seconds[k] - best.seconds[k] for k in WORDS}
+            part = max(grown, key=lambda k: grown[k])
+            what = WORDS[part].format(group=group(plan.devices))
+            lines.append(
+                f"{where}: {other.step / best.step:.2f} times as long, mostly by {what}: "
+                f"{duration(other.seconds[part])} instead of {duration(best.seconds[part])}."
+            )
+    return lines
+
+
+def command(entry: str, size: str, best: Estimate) -> str:
+    """The recipe's command that runs a candidate."""
+    layout, config = best.layout, best.layout.config
+    flags: dict[str, Any] = {"size": size} if hasattr(config, "num_layers") else {}
+    flags |= {"mesh": mesh_of(best), "rules": layout.strategy}
+    flags |= {"batch_size": layout.batch_size}
+    flags |= {"seq_len": layout.seq_len} if layout.seq_len else {}
+    flags |= {"remat": config.remat} if hasattr(config, "remat") else {}
+    flags |= {"accumulate": best.accumulate} if best.accumulate > 1 else {}
+    return f"python -m recipes.{entry} " + " ".join(f"--{k}={v}" for k, v in flags.items())
+
+
+def of_layout(layout: Layout, accumulate: int = 1) -> list[str]:
+    """Lines of a recipe's --plan: the estimate for its own mesh and rules on its own devices."""
+    devices = _devices_of(layout)
+    found = estimate(layout, devices, accumulate)
+    parts = ", ".join(f"{part} {size(count)}" for part, count in found.memory.items())
+    what = f"fits in {size(usable(devices))}" if found.fits else "does not fit"
+    simulated = devices.kind == "cpu"
+    return [
+        *table([found]),
+        f"Memory of a device, estimated: {parts}; this {what}."
+        + (" Its devices are simulated, so times are made up." if simulated else ""),
+        "Nothing was allocated or written; leave --plan out to train.",
+    ]
+
+
+def _devices_of(layout: Layout) -> Devices:
+    """The devices of a mesh that exists."""
+    every = [*layout.mesh.devices.flat]
+    kind = every[0].device_kind
+    known = [k for k, hardware in HARDWARE.items() if hardware.name in kind]
+    name = max(known, key=lambda k: len(HARDWARE[k].name), default="cpu")
+    groups = len(slices.groups(every))
+    return Devices(name, len(every) // groups, groups)
+
+
+def as_json(plan: Plan, entry: str, size_name: str, most: int) -> dict[str, Any]:
+    """The plan for programs."""
+    ranked = [to_json(x) for x in plan.ranked[:most]]
+    best = plan.best
+    return {
+        "entry": entry,
+        "size": size_name,
+        "devices": str(plan.devices),
+        "batch_size": plan.job.rows,
+        "seq_len": plan.job.seq_len,
+        "usable_bytes": usable(plan.devices),
+        "left_out": {RULES_OUT[k]: n for k, n in plan.left_out.items() if n},
+        "candidates": ranked,
+        "why": why_first(plan) if best else None,
+        "command": command(entry, size_name, best) if best else None,
+    }
+
+
+def to_json(x: Estimate) -> dict[str, Any]:
+    return {
+        "mesh": dict(x.layout.mesh.shape),
+        "rules": x.layout.strategy,
+        "remat": getattr(x.layout.config, "remat", None),
+        "accumulate": x.accumulate,
+        "fits": x.fits,
+        "memory": x.memory,
+        "sent_inside": x.links,
+        "sent_between": x.network,
+        "collectives": [
+            {"purpose": t.purpose, "kind": t.kind, "axes": sorted(t.axes), "bytes": t.bytes}
+            for t in x.transfers
+        ],
+        "seconds": x.seconds | {"step": x.step},
+        "bound": x.bound,
+        "tokens_per_second": x.tokens / x.step,
+        "mfu": x.mfu,
+    }

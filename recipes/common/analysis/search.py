@@ -1,0 +1,227 @@
+"""Every mesh and strategy for some devices, ranked by the estimated time of a train step."""
+
+import dataclasses
+import math
+import sys
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+from flax import nnx
+
+from recipes.common.analysis.estimate import Estimate, abstract_mesh, estimate
+from recipes.common.analysis.hardware import USABLE, Devices
+from recipes.common.runtime import UserError, slices
+from recipes.common.runtime.mesh import ORDER
+from recipes.common.sharding import rules as sharding_rules
+from recipes.common.sharding.abstract import AbstractModel, abstract_model
+from recipes.common.sharding.layout import Layout
+from recipes.common.sharding.rules import Rules, used_axes
+from zoo.strategies import DECODER_POSITIONS
+
+TIE = 1.03  # a step that takes up to 3% longer is as good
+# Why candidates are left out, as printed; the first that applies counts.
+RULES_OUT = {
+    "slices": "an inner axis would cross slices or nodes, and only outer ones may",
+    "rows": "the batch's rows are not divisible by the devices that share them",
+    "positions": "the positions of a row are not divisible by the devices that share them",
+    "dims": "a dim of a weight is not divisible by its devices, or heads would be computed twice",
+    "stages": "a stage boundary would cut a period of layers",
+}
+
+
+class Job(NamedTuple):
+    """What to plan: a model, and the batch of a step."""
+
+    model: Any  # the entry's class
+    config: Any
+    rows: int  # of a batch
+    seq_len: int  # 0: examples without positions
+
+    @property
+    def zoo(self) -> Any:
+        return sys.modules[self.model.__module__]
+
+
+class Plan(NamedTuple):
+    """All candidates, best first, each with the remat and accumulation that suit it best."""
+
+    job: Job
+    devices: Devices
+    ranked: list[Estimate]  # those that fit, then the others by memory
+    tied: int  # how many of them are within 3% of the fastest
+    left_out: dict[str, int]  # a key of RULES_OUT → candidates
+    tried: int  # estimates
+
+    @property
+    def best(self) -> Estimate | None:
+        return self.ranked[0] if self.ranked and self.ranked[0].fits else None
+
+    def per_strategy(self) -> dict[str, Estimate]:
+        """Strategy → its best candidate, in the order of their ranks."""
+        found: dict[str, Estimate] = {}
+        for candidate in self.ranked:
+            found.setdefault(candidate.layout.strategy, candidate)
+        return found
+
+
+def search(job: Job, devices: Devices, abstract: AbstractModel | None = None) -> Plan:
+    """Estimates every candidate. The model is traced once, unless `abstract` is it already."""
+    abstract = abstract or trace(job)
+    left_out = dict.fromkeys(RULES_OUT, 0)
+    found: list[Estimate] = []
+    tried = 0
+    for strategy, rules in job.zoo.RULES.items():
+        for axes in meshes(devices.count, rules, devices.groups):
+            layout = _layout(job, devices, abstract, strategy, rules, axes)
+            if isinstance(layout, str):
+                left_out[layout] += 1
+                continue
+            options = [*_options(layout, devices)]
+            tried += len(options)
+            fitting = [option for option in options if option.fits]
+            key = (lambda x: x.step) if fitting else (lambda x: x.peak)
+            found.append(min(fitting or options, key=key))
+    ranked, tied = _rank(found, [*job.zoo.RULES])
+    return Plan(job, devices, ranked, tied, left_out, tried)
+
+
+def trace(job: Job) -> AbstractModel:
+    """The model's shapes and logical axes; nothing is allocated."""
+    return abstract_model(lambda: job.model(job.config, rngs=nnx.Rngs(0)))
+
+
+def meshes(count: int, rules: Rules, groups: int = 1) -> Iterator[dict[str, int]]:
+    """Every mesh of `count` devices with exactly the axes of some rules.
+
+    Each axis but `data` has two devices or more; with fewer, another strategy is the same.
+
+    >>> [*meshes(8, {"batch": "data", "mlp": "model"})]
+    [{'data': 4, 'model': 2}, {'data': 2, 'model': 4}, {'data': 1, 'model': 8}]
+    """
+    used = used_axes(rules)
+    axes = ["data", *(axis for axis in ORDER if axis in used and axis != "data")]
+    axes += sorted(used - {*axes})
+
+    def sizes(left: int, names: list[str]) -> Iterator[tuple[int, ...]]:
+        if not names:
+            yield ()
+            return
+        for size in (n for n in range(2, left + 1) if left % n == 0):
+            yield from ((size, *inner) for inner in sizes(left // size, names[1:]))
+
+    inner = axes[1:]
+    for chosen in sizes(count, inner):
+        mesh = {"data": count // math.prod(chosen)} | dict(zip(inner, chosen, strict=True))
+        yield mesh
+        if groups > 1 and "pipe" in mesh:  # stages on different slices
+            yield {"pipe": mesh["pipe"]} | mesh
+
+
+def _layout(
+    job: Job, devices: Devices, abstract: AbstractModel, strategy: str, rules: Rules, axes: dict
+) -> Layout | str:
+    """The layout of a candidate, or the key of RULES_OUT that it breaks."""
+    if slices.cut(axes, slices.across(axes, devices.groups)):
+        return "slices"
+    if job.rows % sharding_rules.shards(rules, "batch", axes):
+        return "rows"
+    for axis in sharding_rules.positions(job.zoo):
+        if job.seq_len % sharding_rules.shards(rules, axis, axes):
+            return "positions"
+    mesh = abstract_mesh(axes, devices)
+    try:
+        fitting, uneven = sharding_rules.fit(job.zoo, strategy, rules, abstract, mesh)
+    except UserError:
+        return "dims"
+    if any(job.zoo.UNEVEN[axis] == "replicated" for axis in uneven):
+        return "dims"
+    layout = Layout(
+        mesh, job.zoo, job.config, strategy, fitting, uneven, lambda: None, abstract, job.rows,
+        job.seq_len,
+    )  # fmt: skip
+    period = len(getattr(job.config, "layer_kinds", ())) or 1
+    if layout.stages > 1 and job.config.num_layers // layout.stages % period:
+        return "stages"
+    return layout
+
+
+def _options(layout: Layout, devices: Devices) -> Iterator[Estimate]:
+    """Each remat policy, with as little accumulation as fits, or else as much as there can be."""
+    rows = layout.batch_size // layout.batch_shards
+    counts = [n for n in range(1, rows + 1) if rows % n == 0 and (n & (n - 1) == 0 or n == rows)]
+    remats = getattr(layout.zoo, "REMAT", None)
+    policies = [None] if remats is None else [r for r in remats if _worthwhile(layout, r)]
+    for remat in policies:
+        changed = layout
+        if remat:
+            config = dataclasses.replace(layout.config, remat=remat)
+            changed = dataclasses.replace(layout, config=config)
+        for count in counts:
+            option = estimate(changed, devices, count)
+            if option.fits or count == counts[-1]:
+                yield option
+                break
+
+
+def _worthwhile(layout: Layout, remat: str) -> bool:
+    """Only sequence-sharded tensor parallelism gathers activations: elsewhere it is "full"."""
+    inside, between = (
+        sharding_rules.shards(layout.rules, axis, layout.mesh.shape) for axis in DECODER_POSITIONS
+    )
+    return remat != "gathered" or between > inside
+
+
+def _rank(found: list[Estimate], order: list[str]) -> tuple[list[Estimate], int]:
+    """(candidates, best first; how many tie with the fastest). Those that don't fit come last."""
+    fitting = sorted((x for x in found if x.fits), key=lambda x: x.step)
+    tied = sum(x.step <= TIE * fitting[0].step for x in fitting)
+    ranked = []
+    while fitting:
+        ties = [x for x in fitting if x.step <= TIE * fitting[0].step]
+        ranked.append(min(ties, key=lambda x: simplicity(x, order)))
+        fitting.remove(ranked[-1])
+    return ranked + sorted((x for x in found if not x.fits), key=lambda x: x.peak), tied
+
+
+def simplicity(candidate: Estimate, order: list[str]) -> tuple[int, int, int]:
+    """(mesh axes in use, place of the strategy in RULES, accumulation); the smallest is simplest."""
+    axes = sum(size > 1 for size in candidate.layout.mesh.shape.values())
+    return axes, order.index(candidate.layout.strategy), candidate.accumulate
+
+
+class Change(NamedTuple):
+    """The smallest change of one kind with which something fits."""
+
+    text: str
+    best: Estimate
+
+
+def cheapest_change(plan: Plan) -> Change | None:
+    """Fewer rows in a step, or else shorter rows, or else more devices; None if nothing helps."""
+    job, devices = plan.job, plan.devices
+    abstract = trace(job)
+    tries: list[tuple[str, Job, Devices]] = []
+    if job.seq_len:
+        tries += [
+            (f"--seq_len={job.seq_len // n}", job._replace(rows=job.rows * n, seq_len=job.seq_len // n), devices)
+            for n in (2, 4, 8) if job.seq_len % n == 0
+        ]  # fmt: skip
+    for n in (2, 4, 8, 16):
+        more = devices._replace(each=devices.each * n)
+        if more.each > devices.hardware.most:
+            more = devices._replace(groups=devices.groups * n)
+        if job.rows % n == 0 or job.rows >= more.count:
+            tries.append((f"--devices={more}", job, more))
+    for text, other, there in tries:
+        try:
+            best = search(other, there, abstract).best
+        except UserError:  # no such slice
+            continue
+        if best:
+            return Change(text, best)
+    return None
+
+
+def usable(devices: Devices) -> float:
+    """Bytes of a device that a program may use."""
+    return USABLE * devices.hardware.memory

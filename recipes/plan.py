@@ -1,0 +1,243 @@
+"""Plans a run without hardware: which mesh and rules, whether it fits, what it sends, how long.
+
+    python -m recipes.plan --size=8b --devices=v5p:64 --batch_tokens=4M --seq_len=8192
+    python -m recipes.plan --size=70b --devices=v5e:256x2     # two slices; h100:16 is two nodes of 8
+    python -m recipes.plan --devices=cpu:8                     # the laptop's simulated devices
+    python -m recipes.plan --size=8b --devices=v5p:64 --confirm=3   # asks the real compiler too
+
+Estimates are lower bounds of time; docs/plan.md says what they assume and how far off they are.
+"""
+
+import dataclasses
+import json
+import pathlib
+import re
+import signal
+import sys
+import threading
+from typing import Any
+
+import jax
+import numpy as np
+
+from recipes.common import entries
+from recipes.common.analysis import answer, plan_page, report
+from recipes.common.analysis.estimate import Estimate, estimate
+from recipes.common.analysis.hardware import Devices, parse_devices
+from recipes.common.analysis.hlo import sent_by_kind
+from recipes.common.analysis.search import Job, Plan, cheapest_change, search
+from recipes.common.analysis.targets import TooLarge, compile_step, missing_compiler, topology
+from recipes.common.runtime import UserError, flag, print0
+from recipes.common.runtime.start import start
+from recipes.common.sharding import make_layout
+from recipes.common.train.optimizer import LearningRate, adamw
+from recipes.common.train.step import TrainStep
+
+
+@dataclasses.dataclass(frozen=True)
+class Flags:
+    entry: str = flag("transformer", "Zoo entry.", group="model", choices=entries.ENTRIES)
+    size: str = flag("small", "Size of the model, a key of its zoo file's SIZES.", group="model")
+    devices: str = flag(
+        "cpu:8", "Kind and number of devices: v5p:64; v5e:256x2, two slices of 256; h100:16, two nodes "
+        "of 8.",
+    )  # fmt: skip
+    batch_tokens: str = flag(
+        "", "Tokens of a batch over all devices, or examples of a model without tokens; K is 2^10, M is "
+        "2^20. Empty: 16 rows for each device.", group="data",
+    )  # fmt: skip
+    seq_len: int = flag(128, "Tokens of context, for text.", group="data", at_least=1)
+    top: int = flag(8, "Rows of the table.", at_least=1)
+    confirm: int = flag(0, "Candidates to compile with the real compiler.", at_least=0)
+    confirm_layers: int = flag(0, "Layers of the compiled models; 0: all.", at_least=0)
+    json: bool = flag(False, "Print one JSON object, and nothing else, on standard output.")
+    html: str = flag("", "Also write a page with pictures to this file.")
+
+
+def main(flags: Flags) -> None:
+    # ---- Input: checked before anything is computed ----------------------------------------------
+    devices, zoo = parse_devices(flags.devices), entries.zoo_file(flags.entry)
+    if flags.size not in zoo.SIZES:
+        raise UserError(f"--size={flags.size} is not one of {', '.join(zoo.SIZES)}")
+    page = pathlib.Path(flags.html).expanduser()
+    if flags.html and not page.parent.is_dir():
+        raise UserError(f"--html={flags.html}: there is no folder {page.parent}; make it first")
+    jax.config.update(
+        "jax_platforms", "cpu"
+    )  # programs are compiled for devices that need not exist
+    job = make_job(flags, devices)
+
+    # ---- Every mesh and strategy, by arithmetic --------------------------------------------------
+    plan = search(job, devices)
+    if not plan.ranked:
+        raise UserError(no_mesh(plan, flags))
+    change = None if plan.best else cheapest_change(plan)
+    say = (lambda *_: None) if flags.json else print0
+    say(*answer.table(plan.ranked[: flags.top]), "", *answer.notes(plan), "")
+    if plan.best:
+        say(answer.why_first(plan), "", *answer.why_others_lose(plan), "")
+        say(answer.command(flags.entry, flags.size, plan.best))
+    else:
+        say(*answer.why_others_lose(plan), "")
+        say(f"Nothing fits. {'The cheapest change that would: ' + change.text if change else ''}")
+    found: dict[str, Any] = answer.as_json(plan, flags.entry, flags.size, flags.top)
+    found["change"] = change and change.text
+    if flags.html:
+        page.write_text(plan_page.page(plan, plan.ranked[: flags.top], flags.entry, flags.size))
+        say("", f"The plan with pictures: {page}")
+
+    # ---- The best few, by the real compiler ------------------------------------------------------
+    found["confirmed"] = confirm(plan, flags, say) if flags.confirm else []
+    if flags.json:
+        print0(json.dumps(found, indent=1))
+
+
+def make_job(flags: Flags, devices: Devices) -> Job:
+    """The model and the batch that the flags ask for. Raises UserError if they can't be planned."""
+    zoo = entries.zoo_file(flags.entry)
+    config = zoo.SIZES[flags.size]()
+    fields = {field.name for field in dataclasses.fields(config)}
+    if "dtype" in fields:
+        dtype = "float32" if devices.kind == "cpu" else "bfloat16"
+        config = dataclasses.replace(config, dtype=dtype)
+    length = flags.seq_len if "vocab_size" in fields else 0
+    if length > getattr(config, "max_positions", length):
+        raise UserError(
+            f"--seq_len={length} is more than the {config.max_positions} positions that the model "
+            f"learns; use at most --seq_len={config.max_positions}"
+        )
+    tokens = 16 * devices.count * max(length, 1)
+    if flags.batch_tokens:
+        number = re.fullmatch(r"(\d{1,15})([KM]?)", flags.batch_tokens)
+        if not number:
+            raise UserError(
+                f"--batch_tokens={flags.batch_tokens[:20]} is not a number of tokens; write 4M or 524288"
+            )
+        tokens = int(number[1]) * {"": 1, "K": 2**10, "M": 2**20}[number[2]]
+    rows, over = divmod(tokens, max(length, 1))
+    if over or not rows:
+        whole = max(round(tokens / length), 1) * length
+        raise UserError(
+            f"--batch_tokens={flags.batch_tokens} is not a whole number of rows of "
+            f"--seq_len={length}; try --batch_tokens={whole}"
+        )
+    return Job(entries.model(flags.entry), config, rows, length)
+
+
+def no_mesh(plan: Plan, flags: Flags) -> str:
+    """Why no candidate was left, and a batch that has some."""
+    rows, unit = plan.job.rows, plan.job.seq_len or 1
+    few = plan.left_out["rows"] >= max(plan.left_out.values())
+    if few:
+        most = plan.devices.count
+        return (
+            f"--batch_tokens={flags.batch_tokens} has {rows} rows, too few or not divisible for the shards "
+            f"of any mesh of {most} devices; try --batch_tokens={-(-rows // most) * most * unit}"
+        )
+    return f"no mesh of {plan.devices} divides this model; use another number of devices"
+
+
+# ---- the real compiler ---------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class Program:
+    """A candidate's train step on a mesh that the compiler knows."""
+
+    function: TrainStep
+    abstract: Any
+    example: dict[str, jax.ShapeDtypeStruct]
+
+    def compile(self) -> jax.stages.Compiled:
+        return self.function.lower(self.abstract, self.example).compile()
+
+
+def make_program(candidate: Estimate) -> Program:
+    """The train step of a candidate."""
+    known, devices = candidate.layout, candidate.devices
+    mesh = topology(devices.kind, dict(known.mesh.shape), devices.groups)
+    model = entries.model(known.zoo.__name__.rpartition(".")[2])
+    layout = make_layout(
+        model, known.config, mesh, known.strategy, batch_size=known.batch_size,
+        microbatches=candidate.accumulate, seq_len=known.seq_len,
+    )  # fmt: skip
+    lr = LearningRate(1e-3, 10, 100)
+    step = TrainStep(layout, adamw(lr, weight_decay=0.1, clip_norm=1.0), lr, candidate.accumulate)
+    row = jax.ShapeDtypeStruct((known.seq_len,), np.int32)
+    return Program(
+        step, step.abstract_state(), dict.fromkeys(("tokens", "targets", "segment_ids"), row)
+    )
+
+
+def confirm(plan: Plan, flags: Flags, say) -> list[dict[str, Any]]:
+    """Compiles the best candidates, and prints a line for each as soon as it is there."""
+    if not plan.job.seq_len:
+        raise UserError(
+            f"--confirm compiles language models, and {flags.entry} is none; leave it out"
+        )
+    if missing := missing_compiler(plan.devices.kind):
+        print(f"Not confirmed: {missing}", file=sys.stderr, flush=True)
+        return []
+    say("", "| mesh | rules | memory, estimated | compiled | ratio | sent, estimated | compiled | ratio |",
+        "|---|---|---:|---:|---:|---:|---:|---:|")  # fmt: skip
+    found: list[dict[str, Any]] = []
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    candidates = [x for x in plan.ranked[: flags.confirm] if x.fits] or plan.ranked[:1]
+    try:
+        for candidate in candidates:
+            found.append(_in_background(lambda x=candidate: _confirm(x, flags.confirm_layers)))
+            say(_line(found[-1]))
+    except KeyboardInterrupt:
+        say("", f"Stopped: {len(found)} of {len(candidates)} are confirmed.")
+    return found
+
+
+def _confirm(candidate: Estimate, layers: int) -> dict[str, Any]:
+    """Figures of a candidate by estimate and by compiler."""
+    if layers:
+        config = dataclasses.replace(candidate.layout.config, num_layers=layers)
+        model = entries.model(candidate.layout.zoo.__name__.rpartition(".")[2])
+        shallow = make_layout(model, config, candidate.layout.mesh, candidate.layout.strategy)
+        layout = dataclasses.replace(candidate.layout, config=config, model=shallow.model)
+        candidate = estimate(layout, candidate.devices, candidate.accumulate)
+    name = f"{candidate.layout.strategy} on {answer.mesh_of(candidate)}"
+    figures = answer.to_json(candidate)
+    compiled = compile_step(make_program(candidate), candidate.devices.kind, name)
+    if isinstance(compiled, TooLarge):
+        return figures | {"compiled_memory": compiled.bytes, "compiled_sent": None}
+    sent = sent_by_kind(compiled.as_text(), candidate.devices.count)
+    peak = report.memory(compiled).peak_memory_in_bytes
+    return figures | {"compiled_memory": peak, "compiled_sent": sum(sent.values())}
+
+
+def _line(figures: dict[str, Any]) -> str:
+    """A row of the table that compares estimate and compiler."""
+    memory, sent = sum(figures["memory"].values()), figures["sent_inside"] + figures["sent_between"]
+    peak, real = figures["compiled_memory"], figures["compiled_sent"]
+    mesh = answer.describe(figures["mesh"])
+    cells = [mesh, figures["rules"], report.size(memory), report.size(peak), f"{memory / peak:.2f}"]
+    cells += [report.size(sent), report.size(real), f"{sent / real:.2f}"] if real else ["-"] * 3
+    return f"| {' | '.join(cells)} |"
+
+
+def _in_background(function) -> Any:
+    """Calls a function in a thread, so that Ctrl-C need not wait for the compiler."""
+    results: list[Any] = []
+
+    def call() -> None:
+        try:
+            results.append(function())
+        except BaseException as error:
+            results.append(error)
+
+    thread = threading.Thread(target=call, daemon=True)
+    thread.start()
+    while thread.is_alive():
+        thread.join(0.2)
+    if isinstance(results[0], BaseException):
+        raise results[0]
+    return results[0]
+
+
+if __name__ == "__main__":
+    start(main, Flags())
