@@ -13,6 +13,7 @@ import jax
 from data import synthetic
 from recipes.common import checkpoint
 from recipes.common.analysis import picture, report
+from recipes.common.analysis.answer import of_layout
 from recipes.common.checkpoint import RunFolder, open_run
 from recipes.common.runtime import Run, flag, make_mesh, print0
 from recipes.common.runtime.processes import is_first
@@ -42,6 +43,9 @@ def main(run: Run, flags: Flags) -> None:
     layout = make_layout(
         DotReluDot, config, mesh, run.rules, seed=run.seed, batch_size=run.batch_size
     )
+
+    if run.plan:
+        return print0(*of_layout(layout))
 
     # ---- Data: examples are computed on demand, each from (seed, its number) ---------------------
     teacher = synthetic.load(config.embed, config.hidden, run.seed)

@@ -11,9 +11,10 @@ import dataclasses
 
 from data import digits
 from recipes.common import checkpoint
+from recipes.common.analysis.answer import of_layout
 from recipes.common.checkpoint import open_run
 from recipes.common.classification import confusion, show
-from recipes.common.runtime import Run, UserError, flag, make_mesh
+from recipes.common.runtime import Run, UserError, flag, make_mesh, print0
 from recipes.common.runtime.start import start
 from recipes.common.sharding import make_layout
 from recipes.common.train.loop import finish, fit
@@ -62,6 +63,8 @@ def main(run: Run, flags: Flags) -> None:
             )
     # The last dims of a Linear's kernel and bias have the same logical axis, so the same sharding.
     layout = make_layout(MLP, config, mesh, run.rules, seed=run.seed, batch_size=run.batch_size)
+    if run.plan:
+        return print0(*of_layout(layout))
 
     # ---- Step, state and training ----------------------------------------------------------------
     lr = LearningRate(run.learning_rate, flags.warmup_steps, run.steps, run.schedule)

@@ -12,6 +12,7 @@ import dataclasses
 from data import images as pictures
 from recipes.common import checkpoint
 from recipes.common.analysis import flops
+from recipes.common.analysis.answer import of_layout
 from recipes.common.checkpoint import NewHead, open_run
 from recipes.common.classification import confusion, show
 from recipes.common.runtime import Run, UserError, flag, make_mesh, print0
@@ -87,6 +88,8 @@ def main(run: Run, flags: Flags) -> None:
         ViT, config, mesh, run.rules,
         seed=run.seed, batch_size=run.batch_size, microbatches=flags.accumulate,
     )  # fmt: skip
+    if run.plan:
+        return print0(*of_layout(layout, flags.accumulate))
     if folder.source and given["labels"] != config.labels:
         folder = dataclasses.replace(folder, source=NewHead(folder.source, layout, HEAD))
         print0(f"The head is new and starts at zero, for {config.classes} other classes.")

@@ -81,7 +81,7 @@ def open_run(entry: str, run: Run, *groups) -> RunFolder:
         given |= dataclasses.asdict(group)
     rank, base = given.get("lora_rank", 0), given.get("base", "")
     path = workdir(entry, run.workdir)
-    in_use, locks = run.steps > 0 or not run.restore_from, []
+    in_use, locks = not run.plan and (run.steps > 0 or not run.restore_from), []
     start = run.restore_from
     from_hf = start.startswith("hf:")
 

@@ -7,6 +7,7 @@ from typing import Any
 from data.tokenizer import Tokenizer
 from recipes.common import checkpoint, entries
 from recipes.common.analysis import flops
+from recipes.common.analysis.answer import of_layout
 from recipes.common.analysis.kernel import attention_kernel
 from recipes.common.checkpoint import Source, flags_of, open_run
 from recipes.common.language.flags import Flags, Text
@@ -57,6 +58,8 @@ def main(
     check_learned_positions(config, text)
     check_heads(layout)
     check_stages(layout, flags)
+    if run.plan:
+        return print0(*of_layout(layout, flags.accumulate))
 
     # ---- Data: batch k is a pure function of (seed, k), on any mesh and number of processes ------
     corpus = text.load(tokenizer)

@@ -71,6 +71,10 @@ class Run(Devices):
     steps: int = flag(
         100, "Optimizer steps in total, also when resumed.", at_least=0, may_change=True
     )
+    plan: bool = flag(
+        False, "Only estimate memory, bytes sent and time of a step; nothing is allocated or written.",
+        may_change=True,
+    )  # fmt: skip
     seed: int = flag(
         0, "Seed of parameters, data order and samples.", at_least=0, at_most=2**31 - 1
     )

@@ -1,0 +1,151 @@
+"""Compares the planner's memory and bytes with the TPU compiler's; minutes to an hour, no TPU.
+
+    python -m tests.by_hand.plan_cases cases.jsonl      # the same command again does what is left
+
+Needs the extra tpu-aot. Prints the table of recipes/docs/plan.md from all lines of the file.
+"""
+
+import dataclasses
+import json
+import pathlib
+import sys
+from typing import NamedTuple
+
+import jax
+
+from recipes.common import entries
+from recipes.common.analysis import report
+from recipes.common.analysis.estimate import Estimate, abstract_mesh, estimate
+from recipes.common.analysis.hardware import parse_devices
+from recipes.common.analysis.hlo import sent_by_kind
+from recipes.common.analysis.targets import TooLarge, compile_step
+from recipes.common.runtime.mesh import parse
+from recipes.common.sharding import make_layout
+from recipes.plan import make_program
+
+
+class Case(NamedTuple):
+    entry: str
+    size: str
+    devices: str
+    rules: str
+    mesh: str
+    seq_len: int
+    remat: str = "full"
+    rows: int = 0  # 0: one for each shard of the batch
+    accumulate: int = 1
+    layers: int = 0  # 0: all
+
+
+DENSE = [  # rules, mesh on 16, mesh on 256
+    ("dp", "16", "256"),
+    ("fsdp", "16", "256"),
+    ("tp", "4x4", "32x8"),
+    ("fsdp_tp", "4x4", "32x8"),
+    ("hsdp_tp", "2x4x2", "8x16x2"),
+    ("tp_sp", "4x4", "32x8"),
+    ("fsdp_tp_sp", "4x4", "32x8"),
+    ("cp", "data=4,seq=4", "data=64,seq=4"),
+    ("fsdp_cp", "data=4,seq=4", "data=64,seq=4"),
+    ("fsdp_cp_tp", "data=2,seq=4,model=2", "data=16,seq=4,model=4"),
+    ("pp", "data=4,pipe=4", "data=64,pipe=4"),
+    ("fsdp_pp", "data=4,pipe=4", "data=64,pipe=4"),
+    ("fsdp_pp_tp", "data=2,pipe=4,model=2", "data=16,pipe=4,model=4"),
+]
+EXPERTS = [
+    ("ep", "data=2,expert=8"),
+    ("fsdp", "16"),
+    ("fsdp_ep", "data=2,expert=8"),
+    ("fsdp_ep_tp", "data=2,expert=4,model=2"),
+    ("fsdp_ep_cp", "data=2,seq=2,expert=4"),
+    ("fsdp_ep_pp", "data=2,pipe=2,expert=4"),
+]
+CASES = [
+    *(Case("transformer", "1b", "v5p:16", rules, mesh, 4_096) for rules, mesh, _ in DENSE),
+    *(Case("moe", "mixtral_8x7b", "v5p:16", rules, mesh, 4_096, "dispatched", layers=4)
+      for rules, mesh in EXPERTS),
+    *(Case("transformer", "8b", "v5p:256", rules, mesh, 8_192) for rules, _, mesh in DENSE
+      if rules != "dp" and rules != "cp"),
+    *(Case("transformer", "8b", kind, "fsdp", mesh, 8_192, remat)
+      for kind, mesh in (("v5e:64", "64"), ("v6e:64", "64"), ("v5p:8", "8"))
+      for remat in ("full", "dots")),
+    Case("transformer", "1b", "v6e:8", "fsdp_tp", "4x2", 8_192),
+    Case("transformer", "1b", "v5e:8", "tp_sp", "4x2", 4_096, "gathered"),
+    Case("transformer", "124m", "v5e:8", "dp", "8", 1_024, "dots", rows=64),
+    Case("transformer", "124m", "v5e:16", "fsdp_tp", "8x2", 1_024, "none", rows=64),
+    Case("transformer", "8b", "v5p:64", "fsdp", "64", 8_192, "dots", rows=512, accumulate=4),
+    Case("transformer", "70b", "v5p:256", "fsdp", "256", 4_096),
+    Case("transformer", "70b", "v5p:256", "fsdp_tp", "64x4", 4_096),
+    Case("gemma3", "1b", "v5e:16", "fsdp", "16", 4_096),
+]  # fmt: skip
+
+
+def measure(case: Case) -> dict:
+    zoo = entries.zoo_file(case.entry)
+    config = dataclasses.replace(zoo.SIZES[case.size](), dtype="bfloat16", remat=case.remat)
+    if case.layers:
+        config = dataclasses.replace(config, num_layers=case.layers)
+    devices, axes = parse_devices(case.devices), parse(case.mesh)
+    mesh, model = abstract_mesh(axes, devices), entries.model(case.entry)
+    shards = make_layout(model, config, mesh, case.rules).batch_shards
+    pipe = axes.get("pipe", 1)
+    rows = case.rows or shards * (4 * pipe if pipe > 1 else 1)
+    layout = make_layout(
+        model, config, mesh, case.rules, batch_size=rows, seq_len=case.seq_len,
+        microbatches=case.accumulate,
+    )  # fmt: skip
+    found: Estimate = estimate(layout, devices, case.accumulate)
+    figures = {"memory": found.peak, "sent": found.links + found.network, "parts": found.memory}
+    by = {}
+    for x in found.transfers:
+        by[f"{x.purpose} {x.kind}"] = by.get(f"{x.purpose} {x.kind}", 0) + x.bytes
+    figures["by"] = by
+    compiled = compile_step(make_program(found), devices.kind, f"{case}")
+    if isinstance(compiled, TooLarge):
+        return figures | {"compiled_memory": compiled.bytes, "compiled_sent": None}
+    sent = sent_by_kind(compiled.as_text(), devices.count)
+    return figures | {
+        "compiled_memory": report.memory(compiled).peak_memory_in_bytes,
+        "compiled_sent": sum(sent.values()),
+        "compiled_by": sent,
+    }
+
+
+def main(path: pathlib.Path) -> None:
+    jax.config.update("jax_platforms", "cpu")
+    lines = [json.loads(x) for x in path.read_text().splitlines()] if path.exists() else []
+    done = {json.dumps(x["case"]) for x in lines}
+    for case in CASES:
+        if json.dumps(list(case)) in done:
+            continue
+        try:
+            found = measure(case)
+        except Exception as error:  # one case must not end the others
+            found = {"failed": f"{type(error).__name__}: {str(error)[:300]}"}
+        lines.append({"case": list(case)} | found)
+        with path.open("a") as file:
+            file.write(json.dumps(lines[-1]) + "\n")
+    table(lines)
+
+
+def table(lines: list[dict]) -> None:
+    print(
+        "| model | devices | rules | mesh | row | remat | memory | compiled | ratio | sent | compiled | ratio |"
+    )
+    print("|---|---|---|---|---:|---|---:|---:|---:|---:|---:|---:|")
+    for line in lines:
+        case = Case(*line["case"])
+        name = f"{case.size}, {case.layers} layers" if case.layers else case.size
+        if "failed" in line:
+            print(case, line["failed"], file=sys.stderr)
+            continue
+        memory, peak = line["memory"], line["compiled_memory"]
+        cells = [name, case.devices, case.rules, case.mesh, f"{case.seq_len:,}", case.remat]
+        cells += [report.size(memory), report.size(peak), f"{memory / peak:.2f}"]
+        sent, real = line["sent"], line["compiled_sent"]
+        cells += [report.size(sent), report.size(real), f"{sent / real:.2f}"] if real else ["-"] * 3
+        print(f"| {' | '.join(cells)} |", flush=True)
+
+
+if __name__ == "__main__":
+    main(pathlib.Path(sys.argv[1]))
