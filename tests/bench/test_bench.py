@@ -189,7 +189,7 @@ def test_memory_parts_by_hand():
     # and 16 × 16 scores of 8 heads.
     table, layer, inside = 512 * 32 * 4, LAYERS / 3 * 4, 32 * (4 * 32 + 3 * 64 + 2 * 32) * 4
     inside += 2 * 8 * 16 * 16 * 4
-    loss = 2 * table + 32 * 512 * 8
+    loss = table + 32 * 512 * 8  # one chunk: the gradient follows the logits
     layers = 4 * (LAYERS / 8 + NORMS - 32)  # of the norms, the final one is not stacked
     backward = layers + table + 2 * layer + inside
     assert parts["gradients"] + parts["live working set"] == max(loss, backward)

@@ -80,7 +80,7 @@ CASES = [
 ]  # fmt: skip
 
 
-def measure(case: Case) -> dict:
+def estimated(case: Case) -> Estimate:
     zoo = entries.zoo_file(case.entry)
     config = dataclasses.replace(zoo.SIZES[case.size](), dtype="bfloat16", remat=case.remat)
     if case.layers:
@@ -94,17 +94,16 @@ def measure(case: Case) -> dict:
         model, config, mesh, case.rules, batch_size=rows, seq_len=case.seq_len,
         microbatches=case.accumulate,
     )  # fmt: skip
-    found: Estimate = estimate(layout, devices, case.accumulate)
-    figures = {"memory": found.peak, "sent": found.links + found.network, "parts": found.memory}
-    by = {}
-    for x in found.transfers:
-        by[f"{x.purpose} {x.kind}"] = by.get(f"{x.purpose} {x.kind}", 0) + x.bytes
-    figures["by"] = by
-    compiled = compile_step(make_program(found), devices.kind, f"{case}")
+    return estimate(layout, devices, case.accumulate)
+
+
+def measure(case: Case) -> dict:
+    found = estimated(case)
+    compiled = compile_step(make_program(found), found.devices.kind, f"{case}")
     if isinstance(compiled, TooLarge):
-        return figures | {"compiled_memory": compiled.bytes, "compiled_sent": None}
-    sent = sent_by_kind(compiled.as_text(), devices.count)
-    return figures | {
+        return {"compiled_memory": compiled.bytes, "compiled_sent": None}
+    sent = sent_by_kind(compiled.as_text(), found.devices.count)
+    return {
         "compiled_memory": report.memory(compiled).peak_memory_in_bytes,
         "compiled_sent": sum(sent.values()),
         "compiled_by": sent,
@@ -139,10 +138,11 @@ def table(lines: list[dict]) -> None:
         if "failed" in line:
             print(case, line["failed"], file=sys.stderr)
             continue
-        memory, peak = line["memory"], line["compiled_memory"]
+        found = estimated(case)
+        memory, peak = found.peak, line["compiled_memory"]
         cells = [name, case.devices, case.rules, case.mesh, f"{case.seq_len:,}", case.remat]
         cells += [report.size(memory), report.size(peak), f"{memory / peak:.2f}"]
-        sent, real = line["sent"], line["compiled_sent"]
+        sent, real = found.links + found.network, line["compiled_sent"]
         cells += [report.size(sent), report.size(real), f"{sent / real:.2f}"] if real else ["-"] * 3
         print(f"| {' | '.join(cells)} |", flush=True)
 

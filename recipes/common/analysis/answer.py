@@ -11,12 +11,21 @@ from recipes.common.sharding.layout import Layout
 
 HEAD = ("mesh", "rules", "remat", "accumulate", "memory", "inside", "between", "bound by", "step",
         "per second", "MFU")  # fmt: skip
+BOUND = {  # the same in a word, for the table
+    "compute": "compute",
+    "memory": "memory",
+    "links": "links",
+    "network": "network",
+    "waiting": "activations",
+    "bubble": "bubble",
+    "update": "update",
+}
 WORDS = {  # Estimate.seconds → what takes the time
     "compute": "compute",
     "memory": "memory traffic",
     "links": "weights and gradients inside a {group}",
     "network": "weights and gradients between {group}s",
-    "waiting": "activations that travel while nothing is computed",
+    "waiting": "activations that travel while devices wait",
     "bubble": "the pipeline's bubble",
     "update": "the optimizer's update",
     "ends": "the first weights and the last gradients",
@@ -40,7 +49,7 @@ def cells(candidate: Estimate) -> list[str]:
     return [
         mesh_of(candidate), candidate.layout.strategy, remat, str(candidate.accumulate),
         size(candidate.peak) + over, size(candidate.links), size(candidate.network),
-        candidate.bound, duration(candidate.step), f"{candidate.tokens / candidate.step:,.0f}",
+        BOUND[candidate.bound], duration(candidate.step), f"{candidate.tokens / candidate.step:,.0f}",
         f"{candidate.mfu:.0%}",
     ]  # fmt: skip
 
@@ -52,14 +61,15 @@ def table(candidates: list[Estimate]) -> list[str]:
 
 
 def duration(seconds: float) -> str:
-    """Formats seconds: 1.2 s, 34 ms.
+    """Formats seconds.
 
-    >>> duration(7.816), duration(0.0342), duration(3e-5)
-    ('7.82 s', '34.2 ms', '0.03 ms')
+    >>> duration(7.816), duration(0.0342), duration(3e-5), duration(0)
+    ('7.82 s', '34.2 ms', '30.0 µs', '0 s')
     """
-    if seconds >= 1:
-        return f"{seconds:.2f} s"
-    return f"{seconds * 1e3:.1f} ms" if seconds >= 1e-3 else f"{seconds * 1e3:.2f} ms"
+    for unit, parts in (("s", 1), ("ms", 1e3), ("µs", 1e6)):
+        if seconds * parts >= 1:
+            return f"{seconds * parts:.{2 if unit == 's' else 1}f} {unit}"
+    return f"{seconds * 1e9:.0f} ns" if seconds else "0 s"
 
 
 def notes(plan: Plan) -> list[str]:

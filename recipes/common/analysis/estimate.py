@@ -92,7 +92,7 @@ def estimate(layout: Layout, devices: Devices, accumulate: int = 1) -> Estimate:
     """
     hardware, sizes = devices.hardware, dict(layout.mesh.shape)
     parts = slices.across(sizes, devices.groups)
-    sent = transfers(layout, accumulate)
+    sent = transfers(layout, accumulate, repeats=True)
     links = network = 0.0
     seconds = dict.fromkeys(("links", "network", "waiting"), 0.0)
     for transfer in sent:

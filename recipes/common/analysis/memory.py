@@ -25,6 +25,7 @@ class Weights(NamedTuple):
     params: float  # at rest, float32
     stacked: float  # those of the stacked layers
     layer: float  # matrices of one layer in use, in the compute dtype
+    ends: float  # matrices outside of the layers in use, in the compute dtype
     frozen: float  # at rest, without gradients or moments: LoRA's base, and buffers
 
 
@@ -32,7 +33,7 @@ def weights(layout: Layout) -> Weights:
     """Sums over the abstract parameters; nothing is traced."""
     rest = layout.rules | dict.fromkeys(layout.uneven)
     width, sizes = _width(layout), layout.mesh.shape
-    params = stacked = layer = frozen = 0.0
+    params = stacked = layer = ends = frozen = 0.0
     for kind in layout.model.shapes:
         shapes = paths(layout.model.shapes[kind])
         for path, axes in paths(layout.model.axes[kind]).items():
@@ -45,10 +46,12 @@ def weights(layout: Layout) -> Weights:
             else:
                 frozen += held
             use = [layout.zoo.IN_USE.get(axis, axis) for axis in axes]
-            if LAYERS in axes and set(use) & {*layout.zoo.IN_USE.values()}:
+            if set(use) & {*layout.zoo.IN_USE.values()}:
                 over = math.prod(shards(layout.rules, a, sizes) for a in use if a != LAYERS)
-                layer += leaf.size / layout.config.num_layers / over * width
-    return Weights(params, stacked, layer, frozen)
+                used = leaf.size / over * width
+                layer += used / layout.config.num_layers if LAYERS in axes else 0
+                ends += 0 if LAYERS in axes else used
+    return Weights(params, stacked, layer, ends, frozen)
 
 
 def memory_parts(layout: Layout, accumulate: int = 1, segments: bool = True) -> dict[str, float]:
@@ -114,13 +117,16 @@ def memory_parts(layout: Layout, accumulate: int = 1, segments: bool = True) -> 
     in_use = config.vocab_size // over(VOCAB) * D * width
     recomputed = rows * length * (2 * q + kv + matrices * hidden + 2 * D + 2 * moved) * width
     cast = held.stacked * width // 4 if width < 4 and config.remat != "none" else 0  # or saved
-    loss = in_use, in_use + logits
-    backward = held.stacked + in_use, cast + 2 * held.layer + recomputed + largest
+    # A loss of one chunk needs no sum of the table's gradients beside the logits.
+    loss = in_use * (chunk < length), in_use + logits
+    # While a layer computes, the next one is gathered; of experts, one matrix at a time.
+    gathered = 1 if slots else 2
+    backward = held.stacked + in_use, cast + gathered * held.layer + recomputed + largest
     if stages > 1:
         each = config.num_layers / stages * held.layer
         saved *= min(2 * stages - 1, parts + 1) if config.pipeline == "1f1b" else parts + 1
-        loss = each * 4 / width + 2 * in_use * 4 / width, each + 2 * in_use + logits
-        backward = loss[0], each + 2 * in_use + recomputed + largest
+        loss = (each + held.ends) * 4 / width, each + held.ends + in_use + logits
+        backward = loss[0], each + held.ends + recomputed + largest
     grads, live = max(loss, backward, key=sum)
     if accumulate > 1:
         grads += held.params

@@ -15,14 +15,26 @@ import jax.numpy as jnp
 from recipes.common.sharding.abstract import paths
 from recipes.common.sharding.layout import Layout
 from recipes.common.sharding.rules import mesh_axes
+from recipes.common.sharding.rules import shards as shards_of
 from zoo.attention import way_to_attend
 from zoo.experts import EXPERT_WITHIN
 from zoo.pipeline import microbatches
 from zoo.sharding import shards
-from zoo.strategies import PP, TP
+from zoo.strategies import DECODER_POSITIONS, PP, TP
 
 # Logical axes. Only zoo files know them by name.
 (EXPERT,), (LAYERS,), (HEADS, *_) = EXPERT_WITHIN, PP, TP
+
+# Remat policy → how many times its textbook a layer's tensor parallelism sends, with whole and with
+# sequence-sharded activations between sublayers. The textbook has 8 halves of an all-reduce. Remat
+# repeats attention's; sequence-sharded inputs are gathered again. Counted in compiled steps.
+REPEATED = {
+    "none": (1.0, 1.0),
+    "dots": (1.0, 10 / 8),
+    "sublayers": (1.0, 10 / 8),
+    "gathered": (10 / 8, 10 / 8),
+    "full": (10 / 8, 13 / 8),
+}
 
 
 class Transfer(NamedTuple):
@@ -66,14 +78,15 @@ def textbook(layout: Layout, accumulate: int = 1) -> float:
     return sum(x.bytes for x in transfers(layout, accumulate))
 
 
-def transfers(layout: Layout, accumulate: int = 1) -> list[Transfer]:
+def transfers(layout: Layout, accumulate: int = 1, repeats: bool = False) -> list[Transfer]:
     """Everything that a device must send per step.
 
     Args:
       layout: with batches, and rows of seq_len positions if it has any.
       accumulate: gradient-accumulation steps. Each one gathers weights and sums gradients.
+      repeats: whether to count activations that remat sends again, as compilers do; see REPEATED.
     """
-    found = [*of_weights(layout, accumulate), *_of_activations(layout, accumulate)]
+    found = [*of_weights(layout, accumulate), *_of_activations(layout, accumulate, repeats)]
     if hasattr(layout.config, "num_layers") and layout.seq_len:
         found += [*_of_attention(layout), *_of_experts(layout), *of_stages(layout, accumulate)]
     return [x for x in found if x.bytes]
@@ -113,7 +126,7 @@ def of_weights(layout: Layout, accumulate: int = 1) -> Iterator[Transfer]:
     yield from (Transfer(*key, count) for key, count in sums.items())
 
 
-def _of_activations(layout: Layout, accumulate: int) -> Iterator[Transfer]:
+def _of_activations(layout: Layout, accumulate: int, repeats: bool) -> Iterator[Transfer]:
     """Transfers of activations between the devices that share a matmul.
 
     Consider weights in use with an axis of the residual stream, one that IN_USE maps to. If their
@@ -138,9 +151,20 @@ def _of_activations(layout: Layout, accumulate: int) -> Iterator[Transfer]:
         parts = _microbatches(layout, accumulate)
         busy = (parts + layout.stages - 1) / parts / layout.stages
         widths = {m: n * (busy if m.startswith(LAYERS) else 1) for m, n in widths.items()}
+    again = _again(layout) if repeats else 1.0
+    widths = {m: n * (again if m.startswith(LAYERS) else 1) for m, n in widths.items()}
     for module, axes in split.items():
         elements = 2 * 2 * ring(_devices(layout, axes)) * widths[module] * device_tokens(layout)
         yield Transfer("activations", "all-reduce", frozenset(axes), elements * _width(layout))
+
+
+def _again(layout: Layout) -> float:
+    """How many times its textbook a layer sends of activations, under its remat policy."""
+    inside, between = (
+        shards_of(layout.rules, axis, layout.mesh.shape) for axis in DECODER_POSITIONS
+    )
+    whole, split = REPEATED.get(getattr(layout.config, "remat", "none"), REPEATED["full"])
+    return split if between > inside else whole
 
 
 def of_stages(layout: Layout, accumulate: int = 1) -> Iterator[Transfer]:
