@@ -25,7 +25,7 @@ from recipes.common.analysis import answer, plan_page, report
 from recipes.common.analysis.estimate import Estimate, estimate
 from recipes.common.analysis.hardware import Devices, parse_devices
 from recipes.common.analysis.hlo import sent_by_kind
-from recipes.common.analysis.search import Job, Plan, cheapest_change, search
+from recipes.common.analysis.search import Change, Job, Plan, cheapest_change, search
 from recipes.common.analysis.targets import TooLarge, compile_step, missing_compiler, topology
 from recipes.common.runtime import UserError, flag, print0
 from recipes.common.runtime.start import start
@@ -62,6 +62,10 @@ def main(flags: Flags) -> None:
     page = pathlib.Path(flags.html).expanduser()
     if flags.html and not page.parent.is_dir():
         raise UserError(f"--html={flags.html}: there is no folder {page.parent}; make it first")
+    if flags.confirm and not hasattr(zoo, "POSITIONS"):
+        raise UserError(
+            f"--confirm compiles language models, and {flags.entry} is none; leave it out"
+        )
     jax.config.update(
         "jax_platforms", "cpu"
     )  # programs are compiled for devices that need not exist
@@ -79,7 +83,7 @@ def main(flags: Flags) -> None:
         say(answer.command(flags.entry, flags.size, plan.best))
     else:
         say(*answer.why_others_lose(plan), "")
-        say(f"Nothing fits. {'The cheapest change that would: ' + change.text if change else ''}")
+        say(_what_would_fit(change))
     found: dict[str, Any] = answer.as_json(plan, flags.entry, flags.size, flags.top)
     found["change"] = change and change.text
     if flags.html:
@@ -122,6 +126,16 @@ def make_job(flags: Flags, devices: Devices) -> Job:
             f"--seq_len={length}; try --batch_tokens={whole}"
         )
     return Job(entries.model(flags.entry), config, rows, length)
+
+
+def _what_would_fit(change: Change | None) -> str:
+    if change is None:
+        return "Nothing fits, nor does it with rows of an eighth or with 16 times the devices."
+    best = change.best
+    return (
+        f"Nothing fits. The cheapest change: with {change.text}, {best.layout.strategy} on "
+        f"{answer.mesh_of(best)} needs {report.size(best.peak)} a device."
+    )
 
 
 def no_mesh(plan: Plan, flags: Flags) -> str:
@@ -171,10 +185,6 @@ def make_program(candidate: Estimate) -> Program:
 
 def confirm(plan: Plan, flags: Flags, say) -> list[dict[str, Any]]:
     """Compiles the best candidates, and prints a line for each as soon as it is there."""
-    if not plan.job.seq_len:
-        raise UserError(
-            f"--confirm compiles language models, and {flags.entry} is none; leave it out"
-        )
     if missing := missing_compiler(plan.devices.kind):
         print(f"Not confirmed: {missing}", file=sys.stderr, flush=True)
         return []

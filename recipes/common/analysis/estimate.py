@@ -144,7 +144,7 @@ def _flops(layout: Layout) -> tuple[float, float]:
     if slots := getattr(config, "experts_per_token", 0):  # slots that stay empty are computed too
         matrices = getattr(config, "mlp_matrices", 3)
         experts = 6 * config.num_layers * slots * matrices * config.embed * config.mlp * tokens
-        extra = experts * ((config.capacity or 1.0) - 1)
+        extra = experts * ((config.capacity or 1.0) * layout.seq_shards - 1)
     repeats_matmuls, repeats_attention = REPEATS.get(config.remat, (True, True))
     done = useful + extra + table / 3  # logits are computed twice
     return useful, done + repeats_matmuls * (

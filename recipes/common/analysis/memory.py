@@ -66,7 +66,8 @@ def memory_parts(layout: Layout, accumulate: int = 1, segments: bool = True) -> 
     casts them before the loop. Experts compute `capacity` times the positions that choose them.
 
     In stages, a device has its layers' weights whole in the compute dtype and their gradients whole
-    in float32 for the whole step, and keeps what 2S - 1 microbatches save (all M with GPipe).
+    in float32 for the whole step, beside those of one microbatch, and keeps what 2S - 1 microbatches
+    save (all M with GPipe).
 
     Args:
       accumulate: gradient-accumulation steps, which need one more array for each gradient.
@@ -125,8 +126,8 @@ def memory_parts(layout: Layout, accumulate: int = 1, segments: bool = True) -> 
     if stages > 1:
         each = config.num_layers / stages * held.layer
         saved *= min(2 * stages - 1, parts + 1) if config.pipeline == "1f1b" else parts + 1
-        loss = (each + held.ends) * 4 / width, each + held.ends + in_use + logits
-        backward = loss[0], each + held.ends + recomputed + largest
+        loss = (each + held.ends) * 4 / width, 2 * each + held.ends + in_use + logits
+        backward = loss[0], 2 * each + held.ends + recomputed + largest
     grads, live = max(loss, backward, key=sum)
     if accumulate > 1:
         grads += held.params

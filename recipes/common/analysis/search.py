@@ -197,7 +197,10 @@ class Change(NamedTuple):
 
 
 def cheapest_change(plan: Plan) -> Change | None:
-    """Fewer rows in a step, or else shorter rows, or else more devices; None if nothing helps."""
+    """Shorter rows with as many tokens, or else more devices; None if nothing helps.
+
+    Remat and accumulation are part of every candidate, so fewer rows alone would not help.
+    """
     job, devices = plan.job, plan.devices
     abstract = trace(job)
     tries: list[tuple[str, Job, Devices]] = []

@@ -19,7 +19,7 @@ from recipes.common.sharding.rules import shards as shards_of
 from zoo.attention import way_to_attend
 from zoo.experts import EXPERT_WITHIN
 from zoo.pipeline import microbatches
-from zoo.sharding import shards
+from zoo.sharding import device, shards
 from zoo.strategies import DECODER_POSITIONS, PP, TP
 
 # Logical axes. Only zoo files know them by name.
@@ -84,11 +84,19 @@ def transfers(layout: Layout, accumulate: int = 1, repeats: bool = False) -> lis
     Args:
       layout: with batches, and rows of seq_len positions if it has any.
       accumulate: gradient-accumulation steps. Each one gathers weights and sums gradients.
-      repeats: whether to count activations that remat sends again, as compilers do; see REPEATED.
+      repeats: whether to count what compilers send beyond the textbook: activations that remat
+        sends again (REPEATED), and on TPUs one more chunk of a ring in each reduce-scatter.
     """
-    found = [*of_weights(layout, accumulate), *_of_activations(layout, accumulate, repeats)]
+    found = [
+        *of_weights(layout, accumulate, repeats),
+        *_of_activations(layout, accumulate, repeats),
+    ]
     if hasattr(layout.config, "num_layers") and layout.seq_len:
-        found += [*_of_attention(layout), *_of_experts(layout), *of_stages(layout, accumulate)]
+        found += [
+            *_of_attention(layout),
+            *_of_experts(layout, accumulate),
+            *of_stages(layout, accumulate),
+        ]
     return [x for x in found if x.bytes]
 
 
@@ -98,16 +106,22 @@ def device_tokens(layout: Layout) -> float:
     return whole / (layout.batch_shards * layout.seq_shards)
 
 
-def of_weights(layout: Layout, accumulate: int = 1) -> Iterator[Transfer]:
+def of_weights(layout: Layout, accumulate: int = 1, repeats: bool = False) -> Iterator[Transfer]:
     """Transfers of weights and their gradients.
 
     A weight whose parts at rest are smaller than in use needs two all-gathers, for the forward and
     the backward pass, and a reduce-scatter of the gradient. Gradients are also all-reduced over the
     mesh axes that split the batch, its rows or positions, but not the weight at rest. In stages,
     weights are gathered once, and those that all stages share have a gradient on each.
+
+    The TPU compiler (`repeats`) writes a layer's reduce-scatter over n devices as a ring that sends
+    (n + 1) / n. It gathers tables outside of the layers once. It all-reduces their gradients if
+    nothing splits the tables in use.
     """
     stacked, dtype = _split_by(layout, [LAYERS]), _width(layout)
     gathers, width = (1, 4) if stacked else (2, dtype)
+    with layout.trace():
+        tpu = repeats and not stacked and device().platform == "tpu"
     sums: dict[tuple[str, str, frozenset[str]], float] = {}
     shapes = paths(layout.model.shapes["params"])
     batch = _split_by(layout, layout.batch_axes) | stacked
@@ -117,9 +131,14 @@ def of_weights(layout: Layout, accumulate: int = 1) -> Iterator[Transfer]:
         over, reduced = frozenset(rest - use), frozenset(batch - rest)
         part = 2 * ring(_devices(layout, reduced)) * whole / _devices(layout, over)
         scattered = ring(_devices(layout, over)) * whole
+        table, n = LAYERS not in axes, _devices(layout, over)
+        gathered, summed = gathers * scattered, scattered
+        if tpu and n > 1:
+            gathered = scattered if table else gathered
+            summed = (1 if use else 2) * scattered if table else (n + 1) / n * whole
         for key, count in {
-            ("weights", "all-gather", over): gathers * dtype * scattered,
-            ("gradients", "reduce-scatter", over): width * scattered,
+            ("weights", "all-gather", over): dtype * gathered,
+            ("gradients", "reduce-scatter", over): width * summed,
             ("gradients", "all-reduce", reduced): width * part,
         }.items():
             sums[key] = sums.get(key, 0.0) + accumulate * count
@@ -147,15 +166,19 @@ def _of_activations(layout: Layout, accumulate: int, repeats: bool) -> Iterator[
             widths[module] = math.prod(n for axis, n in dims if axis in counted)
             found = _split_by(layout, set(axes) - residual - stacked)
             split.setdefault(module, set()).update(found)
-    if layout.stages > 1:  # a device has its stage's layers, and works while it waits
-        parts = _microbatches(layout, accumulate)
-        busy = (parts + layout.stages - 1) / parts / layout.stages
-        widths = {m: n * (busy if m.startswith(LAYERS) else 1) for m, n in widths.items()}
-    again = _again(layout) if repeats else 1.0
+    again = busy(layout, accumulate) * (_again(layout) if repeats else 1.0)
     widths = {m: n * (again if m.startswith(LAYERS) else 1) for m, n in widths.items()}
     for module, axes in split.items():
         elements = 2 * 2 * ring(_devices(layout, axes)) * widths[module] * device_tokens(layout)
         yield Transfer("activations", "all-reduce", frozenset(axes), elements * _width(layout))
+
+
+def busy(layout: Layout, accumulate: int) -> float:
+    """The share of all layers that a device runs: those of its stage, also while it waits."""
+    if layout.stages == 1:
+        return 1.0
+    parts = _microbatches(layout, accumulate)
+    return (parts + layout.stages - 1) / parts / layout.stages
 
 
 def _again(layout: Layout) -> float:
@@ -214,7 +237,7 @@ def _of_attention(layout: Layout) -> Iterator[Transfer]:
         yield Transfer("attention", "collective-permute", axes, sent)
 
 
-def _of_experts(layout: Layout) -> Iterator[Transfer]:
+def _of_experts(layout: Layout, accumulate: int) -> Iterator[Transfer]:
     """Transfers to the devices of other experts and back.
 
     Slots of D numbers each go there and come back, and so do their gradients: four times (n - 1) /
@@ -223,10 +246,14 @@ def _of_experts(layout: Layout) -> Iterator[Transfer]:
     config, axes = layout.config, frozenset(_split_by(layout, [EXPERT]))
     if not axes:
         return
-    slots = (config.capacity or 1.0) * config.experts_per_token * device_tokens(layout)
+    # A device that has a part of each row has as many slots as if it had the whole row.
+    tokens = device_tokens(layout) * layout.seq_shards
+    slots = (config.capacity or 1.0) * config.experts_per_token * tokens
     times = 4 if config.remat in ("none", "dispatched") else 5
     sent = config.num_layers * times * ring(_devices(layout, axes)) * slots * config.embed
-    yield Transfer("exchanges", "all-to-all", axes, sent * _width(layout))
+    yield Transfer(
+        "exchanges", "all-to-all", axes, sent * _width(layout) * busy(layout, accumulate)
+    )
 
 
 def _width(layout: Layout) -> int:
