@@ -66,9 +66,7 @@ def main(flags: Flags) -> None:
         raise UserError(
             f"--confirm compiles language models, and {flags.entry} is none; leave it out"
         )
-    jax.config.update(
-        "jax_platforms", "cpu"
-    )  # programs are compiled for devices that need not exist
+    jax.config.update("jax_platforms", "cpu")  # the devices need not exist
     job = make_job(flags, devices)
 
     # ---- Every mesh and strategy, by arithmetic --------------------------------------------------
@@ -141,12 +139,12 @@ def _what_would_fit(change: Change | None) -> str:
 def no_mesh(plan: Plan, flags: Flags) -> str:
     """Why no candidate was left, and a batch that has some."""
     rows, unit = plan.job.rows, plan.job.seq_len or 1
-    few = plan.left_out["rows"] >= max(plan.left_out.values())
-    if few:
-        most = plan.devices.count
+    if plan.left_out["rows"] >= max(plan.left_out.values()):
+        count = plan.devices.count
         return (
-            f"--batch_tokens={flags.batch_tokens} has {rows} rows, too few or not divisible for the shards "
-            f"of any mesh of {most} devices; try --batch_tokens={-(-rows // most) * most * unit}"
+            f"--batch_tokens={flags.batch_tokens} has {rows} row{'s' * (rows > 1)}, too few or not "
+            f"divisible for the shards of any mesh of {count} devices; try "
+            f"--batch_tokens={-(-rows // count) * count * unit}"
         )
     return f"no mesh of {plan.devices} divides this model; use another number of devices"
 

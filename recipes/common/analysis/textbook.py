@@ -115,8 +115,9 @@ def of_weights(layout: Layout, accumulate: int = 1, repeats: bool = False) -> It
     weights are gathered once, and those that all stages share have a gradient on each.
 
     The TPU compiler (`repeats`) writes a layer's reduce-scatter over n devices as a ring that sends
-    (n + 1) / n. It gathers tables outside of the layers once. It all-reduces their gradients if
-    nothing splits the tables in use.
+    (n + 1) / n, over two devices the whole. It gathers tables outside of the layers once. It
+    all-reduces their gradients if nothing splits the tables in use, and gradients that would be
+    reduce-scattered over some axes and all-reduced over others.
     """
     stacked, dtype = _split_by(layout, [LAYERS]), _width(layout)
     gathers, width = (1, 4) if stacked else (2, dtype)
@@ -135,12 +136,15 @@ def of_weights(layout: Layout, accumulate: int = 1, repeats: bool = False) -> It
         gathered, summed = gathers * scattered, scattered
         if tpu and n > 1:
             gathered = scattered if table else gathered
-            summed = (1 if use else 2) * scattered if table else (n + 1) / n * whole
-        for key, count in {
-            ("weights", "all-gather", over): dtype * gathered,
-            ("gradients", "reduce-scatter", over): width * summed,
-            ("gradients", "all-reduce", reduced): width * part,
-        }.items():
+            summed = (1 if use else 2) * scattered if table else (1 + (n > 2) / n) * whole
+        counts = {("weights", "all-gather", over): dtype * gathered}
+        if tpu and n > 1 and _devices(layout, reduced) > 1:
+            summed = 2 * ring(_devices(layout, over | reduced)) * whole
+            counts["gradients", "all-reduce", over | reduced] = width * summed
+        else:
+            counts["gradients", "reduce-scatter", over] = width * summed
+            counts["gradients", "all-reduce", reduced] = width * part
+        for key, count in counts.items():
             sums[key] = sums.get(key, 0.0) + accumulate * count
     yield from (Transfer(*key, count) for key, count in sums.items())
 
@@ -183,10 +187,12 @@ def busy(layout: Layout, accumulate: int) -> float:
 
 def _again(layout: Layout) -> float:
     """How many times its textbook a layer sends of activations, under its remat policy."""
+    if not hasattr(layout.config, "remat"):
+        return 1.0
     inside, between = (
         shards_of(layout.rules, axis, layout.mesh.shape) for axis in DECODER_POSITIONS
     )
-    whole, split = REPEATED.get(getattr(layout.config, "remat", "none"), REPEATED["full"])
+    whole, split = REPEATED.get(layout.config.remat, REPEATED["full"])
     return split if between > inside else whole
 
 
