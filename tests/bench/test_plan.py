@@ -78,6 +78,7 @@ def test_the_fastest_that_fits_is_first_and_the_simplest_of_equals():
     for one, other in itertools.pairwise(x for x in ranked if x.fits):
         assert one.step <= searching.TIE * other.step
     found = small_plan()
+    assert found.best
     order = [*found.best.layout.zoo.RULES]
     ties = [x for x in ranked if x.fits and x.step <= searching.TIE * min(y.step for y in ranked)]
     assert searching.simplicity(found.best, order) == min(
@@ -213,7 +214,8 @@ def test_json_is_the_only_output_and_has_what_the_table_has(inside):
     found = json.loads(done.out)
     assert len(found["candidates"]) == 2
     best = found["candidates"][0]
-    assert best["fits"] and found["command"].endswith(f"--remat={best['remat']}")
+    assert best["fits"]
+    assert found["command"].endswith(f"--remat={best['remat']}")
     assert best["sent_inside"] == pytest.approx(sum(x["bytes"] for x in best["collectives"]))
     assert sum(best["memory"].values()) <= found["usable_bytes"]
 
@@ -251,7 +253,7 @@ def test_the_page_has_bars_a_grid_and_both_color_schemes(inside, tmp_path):
     assert tags.number("div", "grid") == 1
     assert page.count("<b>") == 8, "a cell for each device"
     assert "prefers-color-scheme: dark" in page
-    assert "http" not in page and "<script" not in page, "self-contained"
+    assert not any(x in page for x in ("http", "<script")), "self-contained"
     for _, attrs in tags.seen:
         if "width:" in attrs.get("style", ""):
             assert 0 <= float(attrs["style"].removeprefix("width:").rstrip("%")) <= 100
@@ -275,7 +277,8 @@ def test_large_clusters_are_planned_by_arithmetic():
     config = dataclasses.replace(zoo.SIZES["8b"](), dtype="bfloat16")
     for devices, count in (("v5p:6144", 6_144), ("v5e:256x16", 4_096)):
         found = search(Job(Transformer, config, 2 * count, 8_192), parse_devices(devices))
-        assert found.best and found.best.devices.count == count
+        assert found.best
+        assert found.best.devices.count == count
 
 
 # ---- the real compiler -------------------------------------------------------------------------
@@ -286,7 +289,8 @@ def test_confirmed_figures_stand_beside_the_estimates(inside, monkeypatch):
     done = inside("recipes.plan", "--size=tiny", "--batch_tokens=2K", "--confirm=1", "--json")
     assert done.code == 0, done.err
     (found,) = json.loads(done.out)["confirmed"]
-    assert found["compiled_memory"] > 0 and found["compiled_sent"] is not None
+    assert found["compiled_memory"] > 0
+    assert found["compiled_sent"] is not None
     assert "compiled in" in done.err
 
 

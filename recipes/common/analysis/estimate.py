@@ -94,7 +94,7 @@ def estimate(layout: Layout, devices: Devices, accumulate: int = 1) -> Estimate:
     parts = slices.across(sizes, devices.groups)
     sent = transfers(layout, accumulate, repeats=True)
     links = network = 0.0
-    seconds = dict.fromkeys(("links", "network", "waiting"), 0.0)
+    seconds: dict[str, float] = dict.fromkeys(("links", "network", "waiting"), 0.0)
     for transfer in sent:
         inside, outside = transfer.over_links(sizes, parts)
         links, network = links + inside, network + outside
@@ -124,9 +124,7 @@ def estimate(layout: Layout, devices: Devices, accumulate: int = 1) -> Estimate:
     seconds["update"] = 7 * held.params / hardware.bandwidth
     seconds["ends"] = max(seconds["links"], seconds["network"]) / layers
     memory = memory_parts(layout, accumulate)
-    return Estimate(
-        layout, devices, accumulate, memory, sent, links, network, seconds, useful
-    )  # fmt: skip
+    return Estimate(layout, devices, accumulate, memory, sent, links, network, seconds, useful)
 
 
 def _flops(layout: Layout) -> tuple[float, float]:

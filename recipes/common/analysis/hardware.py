@@ -147,7 +147,14 @@ def topology_shape(kind: str, each: int) -> tuple[int, ...]:
         if each > hardware.most:
             raise UserError(f"--devices={kind}:{each} is more than {hardware.most} devices")
         return (each,)
-    shapes = {1: (1, 1), 4: (2, 2), 8: (2, 4), 16: (4, 4), 32: (4, 8), 64: (8, 8)}
+    shapes: dict[int, tuple[int, ...]] = {
+        1: (1, 1),
+        4: (2, 2),
+        8: (2, 4),
+        16: (4, 4),
+        32: (4, 8),
+        64: (8, 8),
+    }
     shapes |= {128: (8, 16), 256: (16, 16)}
     if hardware.torus == 3:
         shapes = {1: (1, 1, 1), 4: (2, 2, 1), 8: (2, 2, 2), 16: (2, 2, 4), 32: (2, 4, 4)}

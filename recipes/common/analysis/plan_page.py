@@ -51,7 +51,9 @@ def page(plan: Plan, shown: list[Estimate], entry: str, size_name: str) -> str:
     run = f"<pre>{html.escape(command(entry, size_name, best))}</pre>" if plan.best else ""
     purposes = list(best.memory)
     sent = ("inside", "between")
-    sides = [dict(zip(sent, (x.links, x.network), strict=True)) for x in shown]
+    sides: list[dict[str, float]] = [
+        dict(zip(sent, (x.links, x.network), strict=True)) for x in shown
+    ]
     body = [
         f"<h1>{title}</h1>",
         f"<p>{html.escape(text[0])}</p>{run}",

@@ -46,7 +46,9 @@ device_description_str: "{gpu.name}"
 """
 
 # Kind → the package with its compiler, and the extra that installs it. HOPPER describes h100, h200.
-COMPILERS = dict.fromkeys(("v4", "v5e", "v5p", "v6e", "tpu7x"), ("libtpu", "tpu-aot"))
+COMPILERS: dict[str, tuple[str, str]] = dict.fromkeys(
+    ("v4", "v5e", "v5p", "v6e", "tpu7x"), ("libtpu", "tpu-aot")
+)
 COMPILERS |= dict.fromkeys(("h100", "h200"), ("jax-cuda13-plugin", "gpu-aot"))
 
 
