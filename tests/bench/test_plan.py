@@ -4,13 +4,18 @@ import dataclasses
 import html.parser
 import itertools
 import json
+import re
+import shutil
+import subprocess
 
 import jax
+import numpy as np
+import PIL.Image
 import pytest
 
 from recipes import plan as planner
 from recipes.common import entries
-from recipes.common.analysis import answer
+from recipes.common.analysis import answer, plan_page
 from recipes.common.analysis import search as searching
 from recipes.common.analysis.estimate import abstract_mesh, estimate
 from recipes.common.analysis.hardware import HARDWARE, parse_devices
@@ -26,6 +31,7 @@ from zoo.transformer import Config, Transformer
 
 pytestmark = pytest.mark.promise("bench")
 
+BROWSER = shutil.which("chromium") or shutil.which("google-chrome")
 QUICK = {"xla_backend_optimization_level": 0}
 
 
@@ -249,7 +255,7 @@ def test_the_page_has_bars_a_grid_and_both_color_schemes(inside, tmp_path):
     tags.feed(page)
     assert not tags.open
     assert tags.number("div", "row") == 2 * 4, "memory and bytes of four candidates"
-    assert tags.number("span", "limit") == 4
+    assert tags.number("span", "limit") == 4 + 1, "one for each bar of memory, and the key's"
     assert tags.number("div", "grid") == 1
     assert page.count("<b>") == 8, "a cell for each device"
     assert "prefers-color-scheme: dark" in page
@@ -257,6 +263,42 @@ def test_the_page_has_bars_a_grid_and_both_color_schemes(inside, tmp_path):
     for _, attrs in tags.seen:
         if "width:" in attrs.get("style", ""):
             assert 0 <= float(attrs["style"].removeprefix("width:").rstrip("%")) <= 100
+
+
+@pytest.mark.full
+@pytest.mark.skipif(not BROWSER, reason="needs Chromium, which .ci/run installs")
+@pytest.mark.parametrize(("dark", "background"), [(False, (255, 255, 255)), (True, (13, 17, 23))])
+def test_a_browser_draws_the_bars_in_both_color_schemes(dark, background, inside, tmp_path):
+    path, picture = tmp_path / "plan.html", tmp_path / "plan.png"
+    done = inside("recipes.plan", "--size=8b", "--devices=v5p:64", "--batch_tokens=4M", "--top=4",
+                  "--seq_len=8192", "--json", f"--html={path}")  # fmt: skip
+    subprocess.run(
+        [BROWSER, "--headless", "--no-sandbox", "--disable-gpu", "--disable-background-networking",
+         "--disable-component-update", "--disable-sync", "--no-first-run", "--hide-scrollbars",
+         f"--blink-settings=preferredColorScheme={0 if dark else 1}", "--window-size=1280,3000",
+         f"--user-data-dir={tmp_path / 'browser'}", f"--screenshot={picture}", path.as_uri()],
+        check=True, capture_output=True, timeout=60,
+    )  # fmt: skip
+    pixels_YXC = np.asarray(PIL.Image.open(picture).convert("RGB")).astype(int)
+    assert tuple(pixels_YXC[0, 0]) == background
+    assert (pixels_YXC[:, [0, -1]] == background).all(), "nothing is wider than a laptop's window"
+    # The colors of the page's key: --a to --e of this scheme.
+    scheme = plan_page.STYLE.split("prefers-color-scheme: dark")[dark]
+    colors = [
+        tuple(bytes.fromhex(re.search(f"--{name}: #(......)", scheme)[1])) for name in "abcde"
+    ]
+    inside_Y = np.stack([(pixels_YXC == color).all(-1) for color in colors]).sum(-1)
+    # A bar is a run of lines of the picture with the same widths; the key's squares are smaller.
+    bars = [width for width, run in itertools.groupby(inside_Y.T.tolist()) if len([*run]) >= 15]
+    bars = [width for width in bars if sum(width) > 5 * 16]
+    plan = json.loads(done.out)
+    memory = [list(x["memory"].values()) for x in plan["candidates"]]
+    sent = [[x["sent_inside"], x["sent_between"]] for x in plan["candidates"]]
+    track = max(map(sum, bars[4:]))  # the most bytes fill the whole width
+    expected = np.zeros((8, 5))
+    expected[:4] = np.array(memory) / plan["usable_bytes"] * track
+    expected[4:, :2] = np.array(sent) / max(map(sum, sent)) * track
+    np.testing.assert_allclose(bars, expected, atol=2)
 
 
 def test_if_nothing_fits_it_names_a_change_that_would(inside):

@@ -34,6 +34,7 @@ th:nth-child(-n+3), td:nth-child(-n+3) { text-align: left; } small, .key { color
 .row { display: grid; grid-template-columns: 15rem 1fr 7rem; gap: .8rem; align-items: center;
   font-size: 13px; margin: .2rem 0; } .track { position: relative; display: flex; height: 1.1rem; }
 .limit { position: absolute; top: -2px; bottom: -2px; border-left: 2px dashed var(--ink); }
+.key .limit { position: static; margin: 0 .3rem 0 .9rem; }
 .a { background: var(--a); } .b { background: var(--b); } .c { background: var(--c); }
 .d { background: var(--d); } .e { background: var(--e); }
 .key i { display: inline-block; width: .8rem; height: .8rem; margin: 0 .3rem 0 .9rem; }
@@ -59,7 +60,7 @@ def page(plan: Plan, shown: list[Estimate], entry: str, size_name: str) -> str:
         f"<p>{html.escape(text[0])}</p>{run}",
         _table(shown),
         *(f"<p><small>{html.escape(note)}</small></p>" for note in notes(plan)),
-        f"<h2>Memory of a device</h2>{_key(purposes)}",
+        f"<h2>Memory of a device</h2>{_key(purposes, f'usable: {size(usable(plan.devices))}')}",
         *_bars(shown, [x.memory for x in shown], usable(plan.devices)),
         f"<h2>Bytes that a device sends in a step</h2>{_key([f'{x} {where}s' for x in sent])}",
         *_bars(shown, sides, 0.0),
@@ -83,9 +84,11 @@ def _table(shown: list[Estimate]) -> str:
     return f'<div class="wide"><table><tr>{head}</tr>\n{lines}</table></div>'
 
 
-def _key(names: list[str]) -> str:
-    """The meaning of the colors."""
-    each = (f'<i class="{c}"></i>{name}' for c, name in zip("abcde", names, strict=False))
+def _key(names: list[str], limit: str = "") -> str:
+    """The meaning of the colors and of the dashed line."""
+    each = [f'<i class="{c}"></i>{name}' for c, name in zip("abcde", names, strict=False)]
+    if limit:
+        each.append(f'<span class="limit"></span>{limit}')
     return f'<p class="key">{"".join(each)}</p>'
 
 
