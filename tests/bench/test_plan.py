@@ -150,7 +150,7 @@ def test_two_nodes_send_over_the_network_what_one_node_sends_inside():
 
 
 def recorded() -> list[dict]:
-    """What the TPU compiler said of the cases of tests/by_hand/plan_cases.py."""
+    """Figures of the TPU compiler for the cases of tests/by_hand/plan_cases.py."""
     text = (ROOT / "tests" / "golden" / "plan_cases.jsonl").read_text()
     return [json.loads(line) for line in text.splitlines()]
 

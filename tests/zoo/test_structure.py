@@ -54,7 +54,7 @@ LIBRARIES = {
     "recipes/common": {"jax", "flax", "numpy"},
     "recipes/common/runtime": {"jax", "numpy", "absl"},
     "recipes/common/sharding": {"jax", "flax", "numpy"},
-    "recipes/common/analysis": {"jax", "numpy", "matplotlib"},
+    "recipes/common/analysis": {"jax", "flax", "numpy", "matplotlib"},
     "recipes/common/harness": {"jax", "numpy", "rich", "lm_eval"},
     "recipes/common/language": {"numpy", "flax"},
     "recipes/common/hf": {"jax", "flax", "numpy", "safetensors", "huggingface_hub"},

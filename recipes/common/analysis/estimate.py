@@ -59,7 +59,7 @@ class Estimate(NamedTuple):
 
     @property
     def bound(self) -> str:
-        """What takes most of the time, in the words of the table."""
+        """Names what takes most of the time, in the words of the table."""
         s = self.seconds
         overlapped = max(("compute", "memory", "links", "network"), key=lambda part: s[part])
         alone = max(("bubble", "waiting", "update"), key=lambda part: s[part])

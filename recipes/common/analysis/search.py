@@ -4,6 +4,7 @@ import dataclasses
 import math
 import sys
 from collections.abc import Iterator
+from functools import partial
 from typing import Any, NamedTuple
 
 from flax import nnx
@@ -23,14 +24,14 @@ TIE = 1.03  # a step that takes up to 3% longer is as good
 RULES_OUT = {
     "slices": "an inner axis would cross slices or nodes, and only outer ones may",
     "rows": "the batch's rows are not divisible by the devices that share them",
-    "positions": "the positions of a row are not divisible by the devices that share them",
+    "length": "the positions of a row are not divisible by the devices that share them",
     "dims": "a dim of a weight is not divisible by its devices, or heads would be computed twice",
     "stages": "a stage boundary would cut a period of layers",
 }
 
 
 class Job(NamedTuple):
-    """What to plan: a model, and the batch of a step."""
+    """A request: a model, and the batch of a step."""
 
     model: Any  # the entry's class
     config: Any
@@ -127,7 +128,7 @@ def _layout(
         return "rows"
     for axis in sharding_rules.positions(job.zoo):
         if job.seq_len % sharding_rules.shards(rules, axis, axes):
-            return "positions"
+            return "length"
     mesh = abstract_mesh(axes, devices)
     try:
         fitting, uneven = sharding_rules.fit(job.zoo, strategy, rules, abstract, mesh)
@@ -135,8 +136,9 @@ def _layout(
         return "dims"
     if any(job.zoo.UNEVEN[axis] == "replicated" for axis in uneven):
         return "dims"
+    build = partial(job.model, job.config, rngs=nnx.Rngs(0))
     layout = Layout(
-        mesh, job.zoo, job.config, strategy, fitting, uneven, lambda: None, abstract, job.rows,
+        mesh, job.zoo, job.config, strategy, fitting, uneven, build, abstract, job.rows,
         job.seq_len,
     )  # fmt: skip
     period = len(getattr(job.config, "layer_kinds", ())) or 1

@@ -38,7 +38,7 @@ REPEATED = {
 
 
 class Transfer(NamedTuple):
-    """What a device sends in a step for one purpose, between the devices along some mesh axes."""
+    """Bytes that a device sends in a step for one purpose, between the devices along some mesh axes."""
 
     purpose: str  # "weights", "gradients", "activations", "attention", "exchanges", "stages"
     kind: str  # of collective

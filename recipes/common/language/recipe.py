@@ -64,9 +64,8 @@ def main(
     # ---- Data: batch k is a pure function of (seed, k), on any mesh and number of processes ------
     corpus = text.load(tokenizer)
     segments = "segment_ids" in corpus.filler
-    notes = [*attention(layout, text.seq_len, segments), *stages(layout, flags.accumulate)]
-    for note in [*corpus.notes, *notes]:
-        print0(note)
+    print0(*corpus.notes, *attention(layout, text.seq_len, segments))
+    print0(*stages(layout, flags.accumulate))
 
     # ---- Step: (state, batch) → (state, metrics), a pure function --------------------------------
     lr = LearningRate(run.learning_rate, flags.warmup_steps, run.steps, run.schedule)
