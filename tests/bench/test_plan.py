@@ -155,20 +155,27 @@ def recorded() -> list[dict]:
     return [json.loads(line) for line in text.splitlines()]
 
 
-# Where the compiler sends something else than the rules ask for: recipes/docs/plan.md says what.
+# Where the compiler does something else than the rules ask for: recipes/docs/plan.md says what.
 BYTES_OUTSIDE = {
     ("1b", "v5p:16", "fsdp_pp_tp"): 0.87,
+    ("8b", "v5p:256", "fsdp_pp"): 0.81,
+    ("8b", "v5p:256", "fsdp_pp_tp"): 0.84,
     ("8b", "v5p:256", "tp_sp"): 1.06,
+    ("8b", "v6e:64", "fsdp"): 0.91,
+    ("1b", "v5e:8", "tp_sp"): 0.92,
 }
+MEMORY_OUTSIDE = {("1b", "h100:8", "fsdp"): 0.84, ("70b", "v5p:256", "fsdp"): 1.10}
 
 
 @pytest.mark.parametrize("line", recorded(), ids=lambda line: "-".join(map(str, line["case"][1:5])))
 def test_estimates_are_near_the_compiler_s_figures(line):
     case = plan_cases.Case(*line["case"])
-    found = plan_cases.estimated(case)
-    assert found.peak == pytest.approx(line["compiled_memory"], rel=0.1)
+    found, key = plan_cases.estimated(case), (case.size, case.devices, case.rules)
+    known = MEMORY_OUTSIDE.get(key)
+    ratio = found.peak / line["compiled_memory"]
+    assert ratio == pytest.approx(known or 1, abs=0.01 if known else 0.1)
     if sent := line["compiled_sent"]:
-        known = BYTES_OUTSIDE.get((case.size, case.devices, case.rules))
+        known = BYTES_OUTSIDE.get(key)
         ratio = (found.links + found.network) / sent
         assert ratio == pytest.approx(known or 1, abs=0.01 if known else 0.05)
 

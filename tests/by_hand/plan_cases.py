@@ -1,8 +1,8 @@
-"""Compares the planner's memory and bytes with the TPU compiler's; minutes to an hour, no TPU.
+"""Compares the planner's memory and bytes with the TPU and GPU compilers'; 30 minutes, no devices.
 
     python -m tests.by_hand.plan_cases cases.jsonl      # the same command again does what is left
 
-Needs the extra tpu-aot. Prints the table of recipes/docs/plan.md from all lines of the file.
+Needs the extra tpu-aot or gpu-aot, and compiles the cases of those that are there. Prints the table of recipes/docs/plan.md from all lines of the file.
 """
 
 import dataclasses
@@ -18,7 +18,7 @@ from recipes.common.analysis import report
 from recipes.common.analysis.estimate import Estimate, abstract_mesh, estimate
 from recipes.common.analysis.hardware import parse_devices
 from recipes.common.analysis.hlo import sent_by_kind
-from recipes.common.analysis.targets import TooLarge, compile_step
+from recipes.common.analysis.targets import TooLarge, compile_step, missing_compiler
 from recipes.common.runtime.mesh import parse
 from recipes.common.sharding import make_layout
 from recipes.plan import make_program
@@ -77,6 +77,10 @@ CASES = [
     Case("transformer", "70b", "v5p:256", "fsdp", "256", 4_096),
     Case("transformer", "70b", "v5p:256", "fsdp_tp", "64x4", 4_096),
     Case("gemma3", "1b", "v5e:16", "fsdp", "16", 4_096),
+    *(Case("transformer", "1b", "h100:8", rules, mesh, 4_096)
+      for rules, mesh in (("dp", "8"), ("fsdp", "8"), ("tp", "2x4"), ("fsdp_tp", "4x2"),
+                          ("fsdp_cp", "data=2,seq=4"))),
+    Case("transformer", "8b", "h100:16", "fsdp", "16", 8_192),
 ]  # fmt: skip
 
 
@@ -115,7 +119,8 @@ def main(path: pathlib.Path) -> None:
     lines = [json.loads(x) for x in path.read_text().splitlines()] if path.exists() else []
     done = {json.dumps(x["case"]) for x in lines}
     for case in CASES:
-        if json.dumps(list(case)) in done:
+        kind = parse_devices(case.devices).kind
+        if json.dumps(list(case)) in done or missing_compiler(kind):
             continue
         try:
             found = measure(case)

@@ -114,15 +114,16 @@ def of_weights(layout: Layout, accumulate: int = 1, repeats: bool = False) -> It
     mesh axes that split the batch, its rows or positions, but not the weight at rest. In stages,
     weights are gathered once, and those that all stages share have a gradient on each.
 
-    The TPU compiler (`repeats`) writes a layer's reduce-scatter over n devices as a ring that sends
-    (n + 1) / n, over two devices the whole. It gathers tables outside of the layers once. It
-    all-reduces their gradients if nothing splits the tables in use, and gradients that would be
-    reduce-scattered over some axes and all-reduced over others.
+    The compilers of TPUs and GPUs (`repeats`) gather tables outside of the layers once. The TPU's
+    writes a layer's reduce-scatter over n devices as a ring that sends (n + 1) / n, over two devices
+    the whole. It all-reduces the tables' gradients if nothing splits the tables in use, and
+    gradients that would be reduce-scattered over some axes and all-reduced over others.
     """
     stacked, dtype = _split_by(layout, [LAYERS]), _width(layout)
     gathers, width = (1, 4) if stacked else (2, dtype)
     with layout.trace():
-        tpu = repeats and not stacked and device().platform == "tpu"
+        compiler = device().platform if repeats and not stacked else ""
+    tpu, once = compiler == "tpu", compiler in ("tpu", "gpu")
     sums: dict[tuple[str, str, frozenset[str]], float] = {}
     shapes = paths(layout.model.shapes["params"])
     batch = _split_by(layout, layout.batch_axes) | stacked
@@ -133,9 +134,8 @@ def of_weights(layout: Layout, accumulate: int = 1, repeats: bool = False) -> It
         part = 2 * ring(_devices(layout, reduced)) * whole / _devices(layout, over)
         scattered = ring(_devices(layout, over)) * whole
         table, n = LAYERS not in axes, _devices(layout, over)
-        gathered, summed = gathers * scattered, scattered
+        gathered, summed = (1 if table and once else gathers) * scattered, scattered
         if tpu and n > 1:
-            gathered = scattered if table else gathered
             summed = (1 if use else 2) * scattered if table else (1 + (n > 2) / n) * whole
         counts = {("weights", "all-gather", over): dtype * gathered}
         if tpu and n > 1 and _devices(layout, reduced) > 1:
