@@ -358,7 +358,7 @@ def test_no_word(argv, inside):
 
 @pytest.mark.parametrize(("kind", "extra"), [("v5e", "tpu-aot"), ("h100", "gpu-aot")])
 def test_a_kind_without_its_compiler(monkeypatch, capsys, kind, extra):
-    monkeypatch.setattr(targets, "version", lambda _: "")
+    monkeypatch.setattr(targets, "missing_compiler", lambda _: "it is missing")
     with pytest.raises(UserError, match=rf"kind {kind} needs .* pip install -e '\.\[{extra}\]'"):
         compiled.collectives(compiled.CollectivesFlags(kind=kind))
     with pytest.raises(UserError, match=extra):
@@ -367,7 +367,7 @@ def test_a_kind_without_its_compiler(monkeypatch, capsys, kind, extra):
 
 
 def test_unknown_slices(monkeypatch):
-    monkeypatch.setattr(targets, "version", lambda _: "1")
+    monkeypatch.setattr(targets, "missing_compiler", lambda _: "")
     with pytest.raises(
         UserError, match="--chips has 17, but v5e needs 16 or 256; use one of these"
     ):
@@ -400,8 +400,8 @@ def test_slices_are_described_as_they_are_wired(monkeypatch, kind, chips, descri
         return types.SimpleNamespace(devices=jax.devices()[:1] * chips)
 
     monkeypatch.setattr(topologies, "get_topology_desc", describe)
-    monkeypatch.setattr(targets, "arrange", lambda axes, devices: (axes, len(devices)))
-    assert targets.topology(kind, {"data": chips}) == ({"data": chips}, chips)
+    monkeypatch.setattr(aot, "arrange", lambda axes, devices: (axes, len(devices)))
+    assert aot.topology(kind, {"data": chips}) == ({"data": chips}, chips)
     assert asked == {"platform": "tpu"} | described
 
 
@@ -448,7 +448,7 @@ def test_traffic_between_slices_is_a_table(monkeypatch, capfd):
     [("h100", 2, "1x1x2", 84.9), ("h100", 8, "1x1x8", 84.9), ("h200", 32, "4x1x8", 151.4)],
 )
 def test_nodes_are_groups_joined_by_nvlink(kind, gpus, wired, gigabytes):
-    described = targets._nodes(kind, gpus)
+    described = aot._nodes(kind, gpus)
     assert (described["platform"], described["topology"]) == ("cuda", wired)
     held = re.search(r"device_memory_size: (\d+)\n", described["target_config"])
     assert int(held[1]) / 1e9 == pytest.approx(gigabytes, abs=0.1)
@@ -463,10 +463,10 @@ def test_a_gpu_program_that_does_not_fit_is_reported(monkeypatch):
             return types.SimpleNamespace(peak_memory_in_bytes=100e9)
 
     step = types.SimpleNamespace(compile=Program)
-    told = targets.compile_step(step, "h100", "this")
+    told = aot.compile_step(step, "h100", "this")
     assert told == ("does not fit: 100.0 GB of 78.1 GB", 100e9)
-    assert isinstance(targets.compile_step(step, "h200", "this"), Program)
-    assert isinstance(targets.compile_step(step, "v5e", "this"), Program)
+    assert isinstance(aot.compile_step(step, "h200", "this"), Program)
+    assert isinstance(aot.compile_step(step, "v5e", "this"), Program)
 
 
 def test_the_limits_of_gpu_programs_are_reported_last():
