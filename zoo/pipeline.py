@@ -70,7 +70,9 @@ def _sharded(model, batch, names, trained: list[int]):
             if over := tuple(name for name in rest if name not in held):
                 gradient = jax.lax.psum_scatter(gradient, over, scatter_dimension=dim, tiled=True)
                 left -= {*over}
-        return jax.lax.psum(gradient, tuple(left)) if left else gradient
+        # Not tuple(left): each process must sum in the same order of axes, or programs differ.
+        over = tuple(name for name in (*pipe, *rows) if name in left)
+        return jax.lax.psum(gradient, over) if over else gradient
 
     def on_device(weights, batch):
         model = jax.tree.unflatten(tree, weights)

@@ -122,6 +122,7 @@ import dataclasses
 
 from data import synthetic
 from recipes.common import checkpoint
+from recipes.common.analysis.answer import of_layout
 from recipes.common.checkpoint.run_folder import open_run
 from recipes.common.runtime import Run, flag, make_mesh, print0
 from recipes.common.runtime.start import start
@@ -146,6 +147,8 @@ def main(run: Run, flags: Flags) -> None:
         MadeUp, config, mesh, run.rules,
         seed=run.seed, batch_size=run.batch_size, microbatches=flags.accumulate,
     )  # fmt: skip
+    if run.plan:
+        return print0(*of_layout(layout, flags.accumulate))
     data = synthetic.load(config.embed, config.hidden, run.seed)
     lr = LearningRate(run.learning_rate, 2, run.steps)
     step = TrainStep(layout, adamw(lr, 0.0, 1.0), lr, flags.accumulate)

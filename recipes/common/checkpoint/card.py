@@ -26,7 +26,7 @@ LICENCES = {  # of datasets that come with the zoo or with Python
 OMITTED_FLAGS = {
     *("workdir", "log_every", "checkpoint_every", "keep_checkpoints", "verify"),
     *("num_processes", "process_id", "coordinator", "prompt", "sample_bytes", "chat"),
-    *("temperature", "eval_every", "keep_best", "tensorboard", "wandb", "profile"),
+    *("temperature", "eval_every", "keep_best", "tensorboard", "wandb", "profile", "plan"),
 }
 ROW = re.compile(r"^\| `(.+)` \| [\d,]+ \| `([0-9a-f]{64})` \|$", re.MULTILINE)
 
