@@ -184,16 +184,19 @@ start(main, Devices(), Flags())
 
 
 @pytest.mark.full
-def test_simulated_devices_of_two_processes_have_no_stages(tmp_path):
-    """Collectives of XLA's CPU backend would meet in another order now and then, and abort."""
-    flags = (*FLAGS, "--mesh=pipe=2,data=4", f"--workdir={tmp_path / 'w'}")
-    for code, out, err in LocalProcesses(2, *flags).finish():
-        assert (code, out) == (2, "")
-        assert err == (
-            "error: --mesh=pipe=2,data=4 has stages, which simulated devices of 2 processes can't "
-            "run; use one process, or a mesh without `pipe` such as --mesh=8\n"
-        )
-    assert not (tmp_path / "w").exists()
+def test_two_processes_with_stages_across_them_train_like_one(alone, book, tmp_path):
+    """Each process runs one of two stages. Both must trace the same program, in any order of sets."""
+    a, b = tmp_path / "one", tmp_path / "two"
+    flags = ("--mesh=pipe=2,data=4", "--rules=fsdp_pp", "--steps=4")
+    alone(*flags, f"--workdir={a}")
+    ends = LocalProcesses(2, *FLAGS, book, *flags, f"--workdir={b}").finish()
+    assert [(code, err) for code, _, err in ends] == [(0, "")] * 2
+    assert "pipeline: 1f1b, 2 stages" in ends[0][1]
+    fields = ("step", "loss", "grad_norm")
+    assert len(records(b, *fields)) == 4
+    np.testing.assert_allclose(records(a, *fields), records(b, *fields), rtol=2e-5)
+    held = ("step", "held_out_loss", "held_out_targets")
+    np.testing.assert_allclose(records(a, *held), records(b, *held), rtol=2e-5)
 
 
 @pytest.mark.full

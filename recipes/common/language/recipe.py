@@ -12,7 +12,7 @@ from recipes.common.analysis.kernel import attention_kernel
 from recipes.common.checkpoint import Source, flags_of, open_run
 from recipes.common.language.flags import Flags, Text
 from recipes.common.language.sample import Sample
-from recipes.common.runtime import Run, UserError, describe, make_mesh, print0, processes
+from recipes.common.runtime import Run, UserError, describe, make_mesh, print0
 from recipes.common.sharding import Layout, Tree, make_layout
 from recipes.common.sharding.rules import shards
 from recipes.common.train.evaluation import in_words
@@ -174,12 +174,6 @@ def check_stages(layout: Layout, flags: Flags) -> None:
                 f"--mesh={mesh} have none; use --pipe_microbatches=0, or a mesh with `pipe`"
             )
         return
-    if processes.count() > 1 and layout.mesh.devices.flat[0].platform == "cpu":
-        raise UserError(
-            f"--mesh={mesh} has stages, which simulated devices of {processes.count()} processes "
-            "can't run; use one process, or a mesh without `pipe` such as "
-            f"--mesh={layout.mesh.size}"
-        )
     each = config.num_layers // parts
     if each % period:
         fits = [n for n in range(1, parts) if config.num_layers % (n * period) == 0] or [1]
