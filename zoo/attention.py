@@ -1,4 +1,7 @@
-"""Grouped-query attention with rotary embeddings: module, kernels for each device, KV cache.
+"""Grouped-query attention with rotary embeddings: module, kernels for each device.
+
+Files that only some calls need: splash.py on TPUs, context.py if rules split positions, and cache.py
+to generate.
 
 Shapes: B batch, T query positions, S key positions or slots of the cache, D embed, N heads, K kv
 heads, G = N/K, H head dim, L layers.
@@ -13,12 +16,9 @@ import jax.numpy as jnp
 from flax import nnx
 
 from .layers import (
-    adapters, add_bias, dot, fit_positions, gather, next_logits, project, rope_angles, rotate,
-    soft_cap, unembed,
+    adapters, add_bias, dot, gather, project, rope_angles, rotate, soft_cap, stripe, unembed,
 )  # fmt: skip
-from .sharding import (
-    auto, constrain, device, explicit, mesh_axes, param, per_device, reshape, shards,
-)  # fmt: skip
+from .sharding import constrain, device, explicit, param, per_device, reshape, shards
 
 
 class Kind(NamedTuple):
@@ -86,6 +86,8 @@ class Attention(nnx.Module):
             how = (self.config.attention, self.config.context, at.striped)
             out_BTNH = attend(q, k, v, at.segments, kind.window, *how, cap, sinks_N)
         else:
+            from .cache import attend_to_cache
+
             out_BTNH = attend_to_cache(q, k, v, past[0], past[1], at.seen[kind], cap, sinks_N)
         return self._project("o", out_BTNH, contract=2, seq="residual_seq"), (k, v)
 
@@ -106,36 +108,17 @@ class Positions(NamedTuple):
 
 def positions(config, tokens_BT, segment_ids_BT, positions_BT=None, cache=None) -> Positions:
     """The Positions of a call, with or without a Cache. positions_BT None: 0 to T - 1."""
-    T, n = tokens_BT.shape[1], shards("seq")
-    striped = positions_BT is None and has_stripes(config, T)
-    if positions_BT is None:
-        at_T = jnp.arange(T)
-        positions_BT = (at_T % (T // n) * n + at_T // (T // n) if striped else at_T)[None]
+    striped, at_T = False, jnp.arange(tokens_BT.shape[1])
+    if positions_BT is None and shards("seq") > 1:
+        from .context import in_stripes
+
+        striped, at_T = in_stripes(config, at_T)
+    positions_BT = at_T[None] if positions_BT is None else positions_BT
     positions_BT = constrain(positions_BT, "batch" if len(positions_BT) > 1 else None, "seq")
     rotary = [kind for kind in kinds(config) if kind.rope_theta is not None]
     angles = {kind: rope_angles(kind, config.head_dim, positions_BT) for kind in rotary}
     seen = {kind: cache.seen(kind.window) for kind in kinds(config)} if cache else {}
     return Positions(segment_ids_BT, angles, seen, striped, positions_BT)
-
-
-def has_stripes(config, seq_len: int) -> bool:
-    """Whether, on a ring, device d of n has each nth position from d on, so that all devices see
-    equally many keys (Brandon et al. 2023). With windows, keys are near, and parts are consecutive.
-    """
-    on_ring = way_to_attend(config.context, config.num_heads) == "ring"
-    windows = any(kind.window for kind in kinds(config))
-    return on_ring and not windows and seq_len % shards("seq") ** 2 == 0
-
-
-def stripe(config, x_BT, *axes: str, back: bool = False) -> Any:
-    """Brings [B, T, ...] into stripes, or `back`, if the model `has_stripes`; else returns it."""
-    if x_BT is None or not has_stripes(config, x_BT.shape[1]):
-        return x_BT
-    (B, T, *rest), n = x_BT.shape, shards("seq")
-    parts, split = (n, n, T // n**2) if back else (n, T // n**2, n), ("batch", "seq", None, None)
-    x = reshape(x_BT, (B, *parts, *rest), *split, *axes)
-    x = constrain(jnp.moveaxis(x, 1, 3) if back else jnp.moveaxis(x, 3, 1), *split, *axes)
-    return reshape(x, x_BT.shape, "batch", "seq", *axes)
 
 
 def logits_in_order(model, tokens_BT, segment_ids_BT=None) -> jax.Array:
@@ -144,6 +127,20 @@ def logits_in_order(model, tokens_BT, segment_ids_BT=None) -> jax.Array:
     x_BTD, table_RVD, _ = model.trunk(tokens_BT, segment_ids_BT)
     logits_BTV = unembed(x_BTD, table_RVD, model.config)
     return stripe(model.config, logits_BTV, "vocab", back=True)
+
+
+def read_prompts(model, tokens_BT, lengths_B, slots: int):
+    """A decoder's logits after left-padded prompts, [B, V], and a Cache of `slots` slots."""
+    from .cache import prefill
+
+    return prefill(model, tokens_BT, lengths_B, slots)
+
+
+def read_token(model, tokens_B, cache):
+    """A decoder's logits after one more token per row, [B, V], and the extended Cache."""
+    from .cache import decode
+
+    return decode(model, tokens_B, cache)
 
 
 def kinds(config) -> tuple[Kind, ...]:
@@ -162,15 +159,20 @@ def attend(
     A position attends to itself and to earlier positions in its own segment and sliding window.
 
     Args:
-      context: how positions on different devices attend to each other; see `way_to_attend`.
-      striped: whether positions are in the order of `stripe`.
+      context: how positions on different devices attend to each other; see context.way_to_attend.
+      striped: whether positions are in stripes; see context.has_stripes.
       cap: the scores' soft cap; see `soft_cap`.
       sinks_N: a score per head that takes part in the softmax and has no value.
     """
     (_, T, N, H), K = q_BTNH.shape, k_BSKH.shape[2]
-    way, segments = way_to_attend(context, N), segment_ids_BT is not None
+    way, how = None, How(T, window, cap)
+    if shards("seq") > 1:
+        from .context import on_devices
+
+        way, how = on_devices(how, context, N, striped)
     plain = cap is None and sinks_N is None
-    kernel, _ = best_kernel(kernel, T, segments, H, str(q_BTNH.dtype), way, plain)
+    facts = T, segment_ids_BT is not None, H, str(q_BTNH.dtype)
+    kernel, _ = best_kernel(kernel, *facts, way, plain)
     seq = "seq" if way == "ring" else None  # otherwise each device has all positions of its heads
     heads, kv_heads = "heads", "kv_heads"
     if way == "all-to-all":
@@ -184,30 +186,12 @@ def attend(
         )
     if kernel == "xla":
         return blockwise(q_BTNH, k_BSKH, v_BSKH, segment_ids_BT, window, kv_heads)
-    how = How(T, window, cap)
-    if way == "ring":
-        how = How(T // shards("seq"), window, cap, mesh_axes("seq"), shards("seq"), striped)
     q, kv = (("batch", seq, axis, None) for axis in (heads, kv_heads))
     axes = (q, kv, kv, ("batch", seq), (heads,))  # H whole, whatever the rules
     arrays = (q_BTNH, k_BSKH, v_BSKH, segment_ids_BT, sinks_N)
     compute = functools.partial(KERNELS[kernel], how)
     out_BTNH = per_device(compute, arrays, axes, check_vma=False)
     return constrain(out_BTNH, "batch", "seq", "heads", "head_dim") if way else out_BTNH
-
-
-def way_to_attend(context: str, num_heads: int) -> str | None:
-    """How positions attend to those on other devices; None if the rules don't split T.
-
-    all-to-all (Ulysses, Jacobs et al. 2023): while they attend, devices split heads instead of T.
-    ring (Liu et al. 2023): keys and values visit every device. On many devices it sends more
-    bytes, but it needs no more heads.
-
-    "auto" is all-to-all if every device gets a head; another `context` is returned unchanged.
-    """
-    if shards("seq") == 1:
-        return None
-    enough = num_heads % shards(("heads", "seq")) == 0
-    return ("all-to-all" if enough else "ring") if context == "auto" else context
 
 
 def best_kernel(
@@ -229,8 +213,8 @@ def best_kernel(
         return "xla", "no kernel for rules that split head_dim"
     if platform == "tpu":
         seq_len //= shards("seq") if way == "ring" else 1
-        name, note = "splash", f"blocks of {_block(seq_len)}"
-        misfit = {f"{seq_len:,} positions, not a multiple of 128": not _block(seq_len)}
+        name, note = "splash", f"blocks of {block_of(seq_len)}"
+        misfit = {f"{seq_len:,} positions, not a multiple of 128": not block_of(seq_len)}
     else:
         name, note, widest = "cudnn", "", 256 if _capability(gpu) >= 9 else 128
         misfit = {gpu: _capability(gpu) < 8, dtype: dtype == "float32"}
@@ -241,7 +225,7 @@ def best_kernel(
     return ("flash", f"no other kernel for {why}") if why else (name, note)
 
 
-# ---- attention to the keys of one device after another -------------------------------------------
+# ---- one device's part ---------------------------------------------------------------------------
 
 
 class How(NamedTuple):
@@ -254,26 +238,9 @@ class How(NamedTuple):
     devices: int = 1  # on the ring
     striped: bool = False
 
-    @property
-    def hops(self) -> int:
-        """How many devices back the earliest visible keys are."""
-        back = self.devices if self.window is None else -(-(self.window - 1) // self.T)
-        return min(back, self.devices - 1)
 
-    def offset(self, hop):
-        """Query i sees key j, which came `hop` devices, if 0 ≤ i + offset - j < window."""
-        here = jax.lax.axis_index(self.ring) if self.ring else jnp.int32(0)
-        there = (here - hop) % self.devices
-        return -(there > here).astype(jnp.int32) if self.striped else (here - there) * self.T
-
-    def send(self, arrays, hops: int):
-        """Sends arrays to the device that is `hops` further on the ring."""
-        pairs = [(i, (i + hops) % self.devices) for i in range(self.devices)]
-        return jax.tree.map(lambda x: jax.lax.ppermute(x, self.ring, pairs), arrays)
-
-
-def visit(kernel: str, how: How, q_BTNH, k_BSKH, v_BSKH, segment_ids_BT, sinks_N):
-    """Attends to the keys of each device on the ring, with a kernel of PARTS: [B, T, N, H]."""
+def on_device(kernel: str, how: How, q_BTNH, k_BSKH, v_BSKH, segment_ids_BT, sinks_N):
+    """Attends with a kernel of PARTS: [B, T, N, H]."""
     if segment_ids_BT is None:
         segment_ids_BT = jnp.zeros(q_BTNH.shape[:2], jnp.int32)
     # Whole tiles for `flash`; the padding is a segment of its own.
@@ -281,35 +248,17 @@ def visit(kernel: str, how: How, q_BTNH, k_BSKH, v_BSKH, segment_ids_BT, sinks_N
     ids_BT = jnp.pad(segment_ids_BT, ((0, 0), pad), constant_values=jnp.iinfo(jnp.int32).min)
     heads_first = (x.swapaxes(1, 2) for x in (q_BTNH, k_BSKH, v_BSKH))
     q, k, v = (jnp.pad(x, ((0, 0), (0, 0), pad, (0, 0))) for x in heads_first)
-    out: Any = _visit(kernel, how, q, (k, v, ids_BT), sinks_N)
+    out: Any = _attend(kernel, how, q, (k, v, ids_BT), sinks_N)
     return out[:, :, : how.T].swapaxes(1, 2)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _visit(kernel, how, q_BNTH, own_kv, sinks_N):
-    return _visit_forward(kernel, how, q_BNTH, own_kv, sinks_N)[0]
+def _attend(kernel, how, q_BNTH, own_kv, sinks_N):
+    return _attend_forward(kernel, how, q_BNTH, own_kv, sinks_N)[0]
 
 
-def _visit_forward(kernel, how, q_BNTH, own_kv, sinks_N):
-    """Joins each device's output by its share in the softmax's denominator."""
-    attend_to, hops, ids_BT = PARTS[kernel][0], how.hops, own_kv[2]
-
-    def join(kv, hop, out, log_sum):
-        more, log_more = attend_to(how, q_BNTH, kv, ids_BT, how.offset(hop))
-        total = jnp.logaddexp(log_sum, log_more)
-        old, new = jnp.exp(log_sum - total)[..., None], jnp.exp(log_more - total)[..., None]
-        return out * old + more * new, total
-
-    def hop_on(carry, hop):
-        kv, *so_far = carry
-        return (how.send(kv, 1), *join(kv, hop, *so_far)), None
-
-    if hops:
-        start = own_kv, jnp.zeros(q_BNTH.shape), jnp.full(q_BNTH.shape[:3], NOT_SEEN)
-        (kv, out, log_sum), _ = jax.lax.scan(hop_on, start, jnp.arange(hops))
-        out, log_sum = join(kv, hops, out, log_sum)
-    else:
-        out, log_sum = attend_to(how, q_BNTH, own_kv, ids_BT, how.offset(0))
+def _attend_forward(kernel, how, q_BNTH, own_kv, sinks_N):
+    out, log_sum = _parts(kernel, how)[0](how, q_BNTH, own_kv, own_kv[2], jnp.int32(0))
     if sinks_N is not None:
         total = jnp.logaddexp(log_sum, sinks_N.astype(jnp.float32)[None, :, None])
         out, log_sum = out * jnp.exp(log_sum - total)[..., None], total
@@ -317,32 +266,32 @@ def _visit_forward(kernel, how, q_BNTH, own_kv, sinks_N):
     return out, (q_BNTH, own_kv, sinks_N, out, log_sum)
 
 
-def _visit_backward(kernel, how, saved, grad):
-    """Gradients of keys and values travel with them, in their dtype, and then home."""
+def _attend_backward(kernel, how, saved, grad):
     q_BNTH, own_kv, sinks_N, out, log_sum = saved
-    gradients, hops, ids_BT = PARTS[kernel][1], how.hops, own_kv[2]
-
-    def add(kv, hop, *sums):
-        found = gradients(how, q_BNTH, kv, ids_BT, how.offset(hop), out, log_sum, grad)
-        return [(x + y).astype(x.dtype) for x, y in zip(sums, found, strict=True)]
-
-    def hop_on(carry, hop):
-        kv, *sums = carry
-        dq, *dkv = add(kv, hop, *sums)
-        return (how.send(kv, 1), dq, *how.send(dkv, 1)), None
-
-    carry = own_kv, jnp.zeros(q_BNTH.shape), *map(jnp.zeros_like, own_kv[:2])
-    if hops:
-        carry, _ = jax.lax.scan(hop_on, carry, jnp.arange(hops))
-    dq, *dkv = add(carry[0], hops, *carry[1:])
-    dkv, dsinks = how.send(dkv, -hops) if hops else dkv, None
+    given = q_BNTH, own_kv, own_kv[2], jnp.int32(0), out, log_sum, grad
+    dq, *dkv = _parts(kernel, how)[1](how, *given)
+    dkv, dsinks = [x.astype(y.dtype) for x, y in zip(dkv, own_kv[:2], strict=True)], None
     if sinks_N is not None:
         share_BNT = jnp.exp(sinks_N.astype(jnp.float32)[None, :, None] - log_sum)
         dsinks = -(share_BNT * dot("BNTH,BNTH->BNT", out, grad)).sum((0, 2)).astype(sinks_N.dtype)
     return dq.astype(q_BNTH.dtype), (*dkv, None), dsinks
 
 
-_visit.defvjp(_visit_forward, _visit_backward)
+_attend.defvjp(_attend_forward, _attend_backward)
+
+
+def _parts(kernel, how):
+    """A kernel's functions for its output and for its gradients; on a ring, made of these."""
+    found: Any = (flash, flash_gradients)
+    if kernel == "splash":
+        from .splash import splash, splash_gradients
+
+        found = (splash, splash_gradients)
+    if how.ring:
+        from .context import around_ring
+
+        found = around_ring(*found)
+    return found
 
 
 # ---- kernels: outputs and gradients by the keys of one device ------------------------------------
@@ -444,74 +393,6 @@ def _scores(how: How, q_XTGH, k_XSH):
     return soft_cap(scores, how.soft_cap)
 
 
-def splash(how: How, q_BNTH, kv, ids_BT, offset):
-    """TPU kernel: keeps scores on chip and skips masked blocks. Returns what `flash` does.
-
-    Peak memory of 8b with 4 layers, fsdp, a row of 32,768 on each of 16 v5p: 9.8 GB (XLA: 95.4).
-    """
-    tpu, masks, settings = _splash(how, q_BNTH.shape[2], offset)
-    kernel, ids = tpu.SplashAttentionKernel(*masks, **settings), tpu.SegmentIds(ids_BT, kv[2])
-    out, (log_sum,) = jax.vmap(kernel)(q_BNTH * q_BNTH.shape[-1] ** -0.5, *kv[:2], ids)
-    nothing = log_sum < NOT_SEEN  # the kernel divides by zero
-    return jnp.where(nothing[..., None], 0, out), jnp.maximum(log_sum, NOT_SEEN)
-
-
-def splash_gradients(how: How, q_BNTH, kv, ids_BT, offset, out_BNTH, log_sum_BNT, grad_BNTH):
-    """`flash_gradients` on TPUs, by one kernel for dQ and one for dK and dV.
-
-    A fused kernel keeps a partial dQ for each block of keys, 15 GB more for the row of 32,768.
-    """
-    tpu, (_, *masks), settings = _splash(how, q_BNTH.shape[2], offset)
-
-    def gradients(grad, *saved):
-        return tpu._splash_attention_bwd(*settings.values(), (*saved, *masks), grad)[3:6]
-
-    scale, ids = q_BNTH.shape[-1] ** -0.5, tpu.SegmentIds(ids_BT, kv[2])
-    saved = (q_BNTH * scale, *kv[:2], ids, None, out_BNTH, log_sum_BNT)
-    dq, dk, dv = jax.vmap(gradients)(grad_BNTH, *saved)
-    return dq * scale, dk, dv
-
-
-def _splash(how: How, T: int, offset):
-    """(the library, its masks for outputs, dQ, and dK with dV, its settings).
-
-    The program itself makes the masks; on the host that takes 79 s for a row of 131,072.
-    """
-    from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as tpu
-
-    window, size = how.window, _block(T)
-    tiles = T // size
-    visited = tiles if window is None else min(tiles, -(-(window - 1) // size) + 1)
-    own, other = jnp.arange(tiles), jnp.arange(visited)
-
-    def mask(query, key, visit):
-        """Blocks to visit, in the order of the kernel's grid; it skips those that see nothing."""
-        age = (query - key) * size + offset  # from the start of a block of keys to one of queries
-        seen = (age > -size) & (window is None or age < window - 1 + size)
-        small = jnp.int8 if tiles <= 128 else jnp.int16  # scalar memory is scarce
-        visit, seen = jnp.where(seen, visit, 0).astype(small), seen.astype(jnp.int8)
-        masks = (visit[None], None, seen[None], None, jnp.arange(T, dtype=jnp.int32) + offset)
-        return tpu.mask_info_lib.MaskInfo(*masks)  # pyright: ignore[reportPrivateImportUsage]
-
-    first = 0 * own if window is None else (own * size + offset - window + 1) // size
-    key = jnp.clip(first, 0, tiles - visited)[:, None] + other[None]
-    query = jnp.clip((own * size - offset) // size, 0, tiles - visited)[None] + other[:, None]
-    by_query, by_key = mask(own[:, None], key, key), mask(query, own[None], query)
-    names = ("q", "kv", "q_dkv", "kv_dkv", "q_dq", "kv_dq")
-    blocks: dict[str, Any] = {f"block_{name}": size for name in names}
-    settings = {  # in the order of the backward function's arguments
-        "save_residuals": True,
-        "mask_value": tpu.DEFAULT_MASK_VALUE,
-        "is_mqa": False,
-        "block_sizes": tpu.BlockSizes(**blocks),
-        "residual_checkpoint_name": None,
-        "mask_function": lambda q, k: (q >= k) if window is None else (q >= k) & (q - k < window),
-        "attn_logits_soft_cap": how.soft_cap,
-        "interpret": device().platform == "cpu",
-    }
-    return tpu, (by_query, by_query, by_key), settings
-
-
 def cudnn(how: How, q_BTNH, k_BSKH, v_BSKH, segment_ids_BT, _) -> jax.Array:
     """NVIDIA kernel for rows without segments."""
     if segment_ids_BT is not None:
@@ -522,11 +403,11 @@ def cudnn(how: How, q_BTNH, k_BSKH, v_BSKH, segment_ids_BT, _) -> jax.Array:
     )
 
 
-PARTS: dict[str, tuple] = {"flash": (flash, flash_gradients), "splash": (splash, splash_gradients)}
-KERNELS = {name: functools.partial(visit, name) for name in PARTS} | {"cudnn": cudnn}
+PARTS = ("flash", "splash")  # kernels whose outputs for several parts of the keys can be joined
+KERNELS = {name: functools.partial(on_device, name) for name in PARTS} | {"cudnn": cudnn}
 KERNEL_NAMES = ("auto", "xla", *KERNELS)  # valid values of Config.attention
 SCHEDULES = ("1f1b", "gpipe")  # valid values of Config.pipeline
-WAYS = ("auto", "all-to-all", "ring")  # valid values of Config.context
+WAYS = ("auto", "all-to-all", "ring")  # valid values of Config.context; see context.py
 
 
 def check_config(config, **choices) -> None:
@@ -557,7 +438,7 @@ def check_config(config, **choices) -> None:
             raise ValueError(message)
 
 
-def _block(seq_len: int) -> int:
+def block_of(seq_len: int) -> int:
     """Positions in a block of the TPU kernel; 0 if it doesn't support rows of this length."""
     return next((block for block in (512, 384, 256, 128) if seq_len % block == 0), 0)
 
@@ -604,89 +485,3 @@ def blockwise(q_BTNH, k_BSKH, v_BSKH, segment_ids_BT, window: int | None, kv_hea
     out_BKGTH = jnp.concatenate(outputs, axis=3)
     out_BTKGH = out_BKGTH.transpose(0, 3, 1, 2, 4)
     return reshape(out_BTKGH, (B, T, N, H), "batch", "seq", "heads", "head_dim")
-
-
-CACHE = (None, "batch", "slots", "kv_heads", "head_dim")  # the logical axes of keys and values
-
-
-class Cache(NamedTuple):
-    """Keys and values of the tokens that a model has read so far. L layers, S slots.
-
-    Rows are left-padded: the newest token of every row is in slot `length` - 1.
-    """
-
-    k: jax.Array  # [L, B, S, K, H], rotated, in config.dtype; sharded as CACHE says
-    v: jax.Array  # likewise
-    first: jax.Array  # [B], int32: the slot of each row's first token
-    length: jax.Array  # int32: the number of filled slots
-
-    def seen(self, window: int | None) -> jax.Array:
-        """[B, S], bool: the slots that each row's next position attends to, besides itself."""
-        slots_S = jnp.arange(self.k.shape[2])
-        least = 0 if window is None else self.length + 1 - window
-        first_B1 = jnp.maximum(self.first, least)[:, None]
-        return (slots_S[None] >= first_B1) & (slots_S[None] < self.length)
-
-    @property
-    def next_B1(self) -> jax.Array:
-        """The position of each row's next token in its sequence."""
-        return (self.length - self.first)[:, None]
-
-    def append(self, kv) -> "Cache":
-        """Returns the cache with one more token per row; a donated cache is updated in place."""
-        put = functools.partial(jax.lax.dynamic_update_slice_in_dim, axis=2)
-        put = auto(put, *CACHE) if shards("slots") > 1 else put
-        k, v = (put(old, new, self.length) for old, new in zip(self[:2], kv, strict=True))
-        return Cache(k, v, self.first, self.length + 1)
-
-
-@fit_positions
-def read_prompts(model, tokens_BT, lengths_B, slots: int) -> tuple[jax.Array, Cache]:
-    """A decoder's logits after left-padded prompts, [B, V], and a Cache of `slots` slots."""
-    T, none = tokens_BT.shape[1], (0, 0)
-    first_B = constrain(T - lengths_B, "batch")
-    positions_BT = constrain(jnp.arange(T)[None] - first_B[:, None], "batch", "seq")
-    segments_BT = (positions_BT >= 0).astype(jnp.int32)  # padding: segment 0
-    x_BTD, table_RVD, kv = model.trunk(tokens_BT, segments_BT, positions_BT)
-    pad = functools.partial(jnp.pad, pad_width=(none, none, (0, slots - T), none, none))
-    pad = auto(pad, *CACHE) if shards("slots") > 1 else pad
-    k, v = map(pad, kv)
-    logits_BV = next_logits(x_BTD, table_RVD, model.config)
-    return logits_BV, Cache(k, v, first_B, jnp.int32(T))
-
-
-@fit_positions
-def read_token(model, tokens_B, cache: Cache) -> tuple[jax.Array, Cache]:
-    """A decoder's logits after one more token per row, [B, V], and the extended cache."""
-    x_B1D, table_RVD, kv = model.trunk(tokens_B[:, None], None, cache.next_B1, cache)
-    return next_logits(x_B1D, table_RVD, model.config), cache.append(kv)
-
-
-def attend_to_cache(
-    q_BTNH, k_BTKH, v_BTKH, k_BSKH, v_BSKH, seen_BS, cap: float | None = None, sinks_N=None
-) -> jax.Array:
-    """Attention of one new position (T = 1) to a layer's cache and itself. Returns [B, 1, N, H].
-
-    Devices that share out the slots exchange sums, not keys.
-    """
-    (B, T, N, H), K = q_BTNH.shape, k_BTKH.shape[2]
-    axes = ("batch", "seq", "kv_heads", "head_dim")  # as the cache, however heads are split
-    q_BTNH = constrain(q_BTNH, *axes)
-    q_BKGH = reshape(q_BTNH, (B, K, N // K, H), "batch", "kv_heads", None, "head_dim")
-    # The cache is the left operand: XLA's CPU backend would transpose a right one first.
-    logits_BKGS = dot("BSKH,BKGH->BKSG", k_BSKH, q_BKGH).swapaxes(2, 3) / math.sqrt(H)
-    logits_BKGS = jnp.where(seen_BS[:, None, None], soft_cap(logits_BKGS, cap), NOT_SEEN)
-    own_BKG1 = soft_cap(dot("BKGH,BTKH->BKGT", q_BKGH, k_BTKH) / math.sqrt(H), cap)
-    most_BKG1 = jnp.maximum(logits_BKGS.max(-1, keepdims=True), own_BKG1)
-    if sinks_N is not None:
-        sinks_KG = reshape(sinks_N.astype(jnp.float32), (K, N // K), "kv_heads", None)
-        most_BKG1 = jnp.maximum(most_BKG1, sinks_1KG1 := sinks_KG[None, :, :, None])
-    weights_BKGS, own_BKG1 = jnp.exp(logits_BKGS - most_BKG1), jnp.exp(own_BKG1 - most_BKG1)
-    total_BKG1 = weights_BKGS.sum(-1, keepdims=True) + own_BKG1
-    if sinks_N is not None:
-        total_BKG1 += jnp.exp(sinks_1KG1 - most_BKG1)
-    total = auto(functools.partial(dot, "BKGS,BSKH->BKGH"), "batch", "kv_heads", None, "head_dim")
-    out_BKGH = total(weights_BKGS.astype(v_BSKH.dtype), v_BSKH)
-    out_BKGH += own_BKG1 * v_BTKH.swapaxes(1, 2).astype(jnp.float32)
-    out_BTNH = reshape((out_BKGH / total_BKG1).astype(q_BTNH.dtype), (B, T, N, H), *axes)
-    return constrain(out_BTNH, "batch", "seq", "heads", "head_dim")

@@ -11,8 +11,8 @@ import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
-from .attention import kinds, stripe
-from .layers import REMAT_POLICIES, gather, objective, scan_layers
+from .attention import kinds
+from .layers import REMAT_POLICIES, gather, objective, scan_layers, stripe
 from .sharding import auto, constrain, in_use, mesh_axes, per_device
 from .strategies import DECODER
 
@@ -119,7 +119,6 @@ def objective_and_loads(model, *batch):
     """(objective's sum, count, aux, load [L, E]) of tokens, targets and segment ids; aux maps the
     loss and the layers' mean figures of `choose` to (sum, count).
     """
-    batch = tuple(stripe(model.config, x) for x in batch)
     total, count, aux, layers = objective(model, batch, EXPERT_IN_USE)
     means = {name: figure.mean(axis=0) for name, figure in layers.items()}
     load_E = means.pop("load")

@@ -1,4 +1,4 @@
-"""MLPs of decoder and encoder layers: gated, as in Llama, and with biases, as in GPT-2; LayerNorm.
+"""LayerNorm and an MLP with biases, for GPT-2 and ViT.
 
 Shapes: B batch, T positions, D embed, F mlp.
 """
@@ -12,28 +12,8 @@ from .layers import adapters, add_bias, gather, project
 from .sharding import param
 
 
-class GatedMLP(nnx.Module):
-    """(activation(x · gate) * (x · up)) · down (Shazeer 2020); SwiGLU with silu, GeGLU with gelu.
-    Tensor parallelism splits F, and then the output costs one all-reduce, or with a split residual
-    stream one reduce-scatter.
-    """
-
-    def __init__(self, config, activation=jax.nn.silu, *, rngs: nnx.Rngs):
-        D, F = config.embed, config.mlp
-        self.activation = activation
-        self.gate = param(rngs, (D, F), ("embed", "mlp"), D**-0.5)
-        self.up = param(rngs, (D, F), ("embed", "mlp"), D**-0.5)
-        self.down = param(rngs, (F, D), ("mlp", "embed"), (F * 2 * config.num_layers) ** -0.5)
-        self.lora = adapters(self, config, rngs, gate=1, up=1, down=1)
-
-    def __call__(self, x_BTD):
-        x_BTD = gather(x_BTD)
-        hidden_BTF = self.activation(project(self, "gate", x_BTD)) * project(self, "up", x_BTD)
-        return project(self, "down", hidden_BTF, seq="residual_seq")
-
-
 class GeluMLP(nnx.Module):
-    """gelu(x · up + up_bias) · down + down_bias; costs as much communication as GatedMLP.
+    """gelu(x · up + up_bias) · down + down_bias; costs as much communication as layers.GatedMLP.
 
     Args:
       approximate: computes GELU (Hendrycks & Gimpel 2016) by tanh.

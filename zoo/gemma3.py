@@ -25,12 +25,10 @@ from jax.ad_checkpoint import checkpoint_name
 
 from .attention import (
     Attention, Kind, check_config, kinds, logits_in_order, positions, read_prompts, read_token,
-    stripe,
 )  # fmt: skip
-from .feedforward import GatedMLP
 from .layers import (
-    REMAT_POLICIES, RMSNorm, fit_positions, look_up, objective, scan_layers, stack, vocabulary,
-    vocabulary_tables,
+    REMAT_POLICIES, GatedMLP, RMSNorm, fit_positions, look_up, objective, scan_layers, stack,
+    vocabulary, vocabulary_tables,
 )  # fmt: skip
 from .sharding import Rules, complete_tables, constrain, in_use
 from .strategies import CP, DECODER, DP, FSDP, FSDP_CP, HSDP, PP, SP, TP
@@ -214,7 +212,7 @@ class Gemma3(nnx.Module):
     def loss(self, tokens, targets, segment_ids=None):
         """Cross entropy of a batch, in nats; arguments and results as in Transformer.loss."""
         batch = tokens, targets, segment_ids
-        return objective(self, tuple(stripe(self.config, x) for x in batch), IN_USE)[:3]
+        return objective(self, batch, IN_USE)[:3]
 
     prefill, decode = read_prompts, read_token  # as Transformer's
 

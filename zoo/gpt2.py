@@ -21,7 +21,6 @@ from jax.ad_checkpoint import checkpoint_name
 
 from .attention import (
     Attention, Kind, check_config, kinds, logits_in_order, positions, read_prompts, read_token,
-    stripe,
 )  # fmt: skip
 from .feedforward import GeluMLP, layer_norm
 from .layers import (
@@ -160,8 +159,7 @@ class GPT2(nnx.Module):
     @fit_positions
     def loss(self, tokens, targets, segment_ids=None):
         """Cross entropy of a batch, in nats: (sum, number of targets, {"loss": both})."""
-        batch = tuple(stripe(self.config, x) for x in (tokens, targets, segment_ids))
-        return objective(self, batch, IN_USE)[:3]
+        return objective(self, (tokens, targets, segment_ids), IN_USE)[:3]
 
     __call__ = fit_positions(logits_in_order)
     prefill, decode = read_prompts, read_token

@@ -1,6 +1,6 @@
-"""Parts of a decoder: matmuls, LoRA, RMSNorm, rotary and token embeddings, the loss.
+"""Parts of a decoder: matmuls, LoRA, gated MLP, RMSNorm, rotary and token embeddings, the loss.
 
-Shapes: B batch, T positions, D embed, N heads, H head dim, V vocab, R shards of B and T, M
+Shapes: B batch, T positions, D embed, F mlp, N heads, H head dim, V vocab, R shards of B and T, M
 positions of one shard, C positions in one chunk of the loss.
 """
 
@@ -75,6 +75,15 @@ def fit_positions(method):
     return fitting
 
 
+def stripe(config, x_BT, *axes: str, back: bool = False) -> Any:
+    """Brings [B, T, ...] into the order that positions have on a ring, or `back`; see context.py."""
+    if x_BT is None or shards("seq") == 1:
+        return x_BT
+    from .context import reorder
+
+    return reorder(config, x_BT, *axes, back=back)
+
+
 class Adapter(nnx.Module):
     """LoRA (Hu et al. 2021): a low-rank A · B · scale to add to a weight; B starts at zero."""
 
@@ -94,6 +103,26 @@ def adapters(module: nnx.Module, config, rngs: nnx.Rngs, **contract: int) -> nnx
     """
     names = [name for name in contract if config.lora_rank and name in config.lora_targets]
     return nnx.Dict({n: Adapter(getattr(module, n), contract[n], config, rngs=rngs) for n in names})
+
+
+class GatedMLP(nnx.Module):
+    """(activation(x · gate) * (x · up)) · down (Shazeer 2020); SwiGLU with silu, GeGLU with gelu.
+    Tensor parallelism splits F, and then the output costs one all-reduce, or with a split residual
+    stream one reduce-scatter. width: F; 0: config.mlp.
+    """
+
+    def __init__(self, config, activation=jax.nn.silu, width: int = 0, *, rngs: nnx.Rngs):
+        D, F = config.embed, width or config.mlp
+        self.activation = activation
+        self.gate = param(rngs, (D, F), ("embed", "mlp"), D**-0.5)
+        self.up = param(rngs, (D, F), ("embed", "mlp"), D**-0.5)
+        self.down = param(rngs, (F, D), ("mlp", "embed"), (F * 2 * config.num_layers) ** -0.5)
+        self.lora = adapters(self, config, rngs, gate=1, up=1, down=1)
+
+    def __call__(self, x_BTD):
+        x_BTD = gather(x_BTD)
+        hidden_BTF = self.activation(project(self, "gate", x_BTD)) * project(self, "up", x_BTD)
+        return project(self, "down", hidden_BTF, seq="residual_seq")
 
 
 class RMSNorm(nnx.Module):
@@ -214,18 +243,6 @@ def unembed(x_BTD: jax.Array, table_RVD: jax.Array, config) -> jax.Array:
     if logits_BTV.shape[-1] == config.vocab_size:
         return logits_BTV
     return constrain(logits_BTV, "batch", "seq", None)[..., : config.vocab_size]
-
-
-def next_logits(x_BTD: jax.Array, table_RVD: jax.Array, config) -> jax.Array:
-    """Logits [B, V] in float32 of the token after each row's last position."""
-    (B, T, D), parts = x_BTD.shape, shards("seq")
-    if parts == 1:
-        return unembed(gather(x_BTD)[:, -1:], table_RVD, config)[:, 0]
-    is_last_T = jnp.arange(T) == T - 1
-    x_B1D = jnp.where(is_last_T[None, :, None], x_BTD, 0).sum(axis=1, keepdims=True)
-    x_BPD = constrain(jnp.broadcast_to(x_B1D, (B, parts, D)), "batch", "seq", "act_embed")
-    logits_BPV = unembed(x_BPD, table_RVD, config)
-    return jnp.where((jnp.arange(parts) == 0)[None, :, None], logits_BPV, 0).sum(axis=1)
 
 
 def cross_entropy(x_BTD, table_RVD, targets_BT, config):
@@ -394,6 +411,7 @@ def objective(model, batch: tuple, names: dict[str, str]) -> Any:
         from .pipeline import in_stages
 
         return in_stages(model, batch, names)
+    batch = tuple(stripe(model.config, x) for x in batch)
     tables = vocabulary_tables(model)
     x_BTD, figures = model.run(model.embed_tokens(tables, batch[0]), *batch)
     total, count = finish(model, tables, x_BTD, batch[1])

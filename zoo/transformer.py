@@ -32,13 +32,11 @@ from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
 from .attention import (
-    Attention, Cache, Kind, check_config, kinds, logits_in_order, positions, read_prompts,
-    read_token, stripe,
+    Attention, Kind, check_config, kinds, logits_in_order, positions, read_prompts, read_token,
 )  # fmt: skip
-from .feedforward import GatedMLP
 from .layers import (
-    REMAT_POLICIES, RMSNorm, fit_positions, look_up, objective, scan_layers, stack, vocabulary,
-    vocabulary_tables,
+    REMAT_POLICIES, GatedMLP, RMSNorm, fit_positions, look_up, objective, scan_layers, stack,
+    vocabulary, vocabulary_tables,
 )  # fmt: skip
 from .sharding import Rules, complete_tables, in_use
 from .strategies import CP, DECODER, DP, FSDP, FSDP_CP, HSDP, PP, SP, TP
@@ -192,11 +190,10 @@ class Transformer(nnx.Module):
         Returns: (sum over targets, number of targets, aux), float32 scalars; aux maps a name to
           (sum, count): loss: the cross entropy.
         """
-        batch = tuple(stripe(self.config, x) for x in (tokens, targets, segment_ids))
-        return objective(self, batch, IN_USE)[:3]
+        return objective(self, (tokens, targets, segment_ids), IN_USE)[:3]
 
-    def prefill(self, tokens_BT, lengths_B, slots: int) -> tuple[jax.Array, Cache]:
-        """Reads prompts. Returns next-token logits [B, V] and a cache with room for more tokens.
+    def prefill(self, tokens_BT, lengths_B, slots: int):
+        """Reads prompts. Returns next-token logits [B, V] and a Cache with room for more tokens.
 
         Args:
           tokens_BT: int, left-padded: row b's prompt is its last lengths_B[b] ≥ 1 tokens.
@@ -204,7 +201,7 @@ class Transformer(nnx.Module):
         """
         return read_prompts(self, tokens_BT, lengths_B, slots)
 
-    def decode(self, tokens_B, cache: Cache) -> tuple[jax.Array, Cache]:
+    def decode(self, tokens_B, cache):
         """Reads one more token per row. Returns next-token logits [B, V] and the extended cache.
 
         A jitted caller should donate the cache, so that one slot is written in place. The cache

@@ -288,8 +288,9 @@ def test_a_copied_model_trains_as_shown(tmp_path):
     """In a process of its own, where nothing of ours can be imported."""
     code = block("python: copy") + block("python: generate")
     (command,) = re.findall(r"^mkdir mine .+$", READMES[FRONT], re.M)
+    (more,) = re.findall(r"`(cp zoo/.+ mine/)`", (ROOT / "zoo" / "language_models.md").read_text())
     (tmp_path / "zoo").symlink_to(ROOT / "zoo")
-    subprocess.run(["bash", "-c", command], cwd=tmp_path, check=True)
+    subprocess.run(["bash", "-c", f"{command} && {more}"], cwd=tmp_path, check=True)
     (tmp_path / "zoo").unlink()
     check = """
 print(sorted({str(w.sharding.spec) for w in jax.tree.leaves(state[0].layers.mlp)}))

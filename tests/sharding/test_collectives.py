@@ -32,7 +32,7 @@ from tests.support.entries import (
     with_case,
 )
 from tests.support.proof import BYTES
-from zoo import attention, dot_relu_dot, layers, mlp, sharding, transformer
+from zoo import attention, cache, context, dot_relu_dot, layers, mlp, sharding, transformer
 
 pytestmark = pytest.mark.promise("strategies-send")
 
@@ -350,7 +350,16 @@ def replace(monkeypatch):
     def everywhere(name, function):
         users = [
             module
-            for module in (sharding, layers, attention, dot_relu_dot, mlp, transformer)
+            for module in (
+                sharding,
+                layers,
+                attention,
+                context,
+                cache,
+                dot_relu_dot,
+                mlp,
+                transformer,
+            )
             if hasattr(module, name)
         ]
         assert sharding in users

@@ -22,7 +22,7 @@ from recipes.common.sharding.layout import make_layout, shardings
 from recipes.common.train.step import gradients
 from tests.conftest import full_except
 from tests.support.quick import QUICK
-from zoo.attention import How
+from zoo import context
 
 pytestmark = pytest.mark.promise("meshes-agree")
 
@@ -105,30 +105,30 @@ def test_losses_and_gradients_are_those_of_one_device(entry, mesh, strategy, cha
 
 def forget_ids(monkeypatch):
     """Keys that visit another device bring no segment ids."""
-    send = How.send
+    send = context.send
 
-    def without(self, arrays, hops):
-        sent = send(self, arrays, hops)
+    def without(how, arrays, hops):
+        sent = send(how, arrays, hops)
         return (*sent[:2], arrays[2]) if len(sent) == 3 else sent
 
-    monkeypatch.setattr(How, "send", without)
+    monkeypatch.setattr(context, "send", without)
 
 
 def hop_less(monkeypatch):
     """The window ends one position early at the edge of a part."""
-    monkeypatch.setattr(How, "hops", property(lambda self: (self.window - 2) // self.T))
+    monkeypatch.setattr(context, "hops_of", lambda how: (how.window - 2) // how.T)
 
 
 def shift(monkeypatch):
     """Stripes see one key too many."""
-    offset = How.offset
-    monkeypatch.setattr(How, "offset", lambda self, hop: offset(self, hop) + (hop > 0))
+    offset = context.offset_of
+    monkeypatch.setattr(context, "offset_of", lambda how, hop: offset(how, hop) + (hop > 0))
 
 
 def wrong_way(monkeypatch):
     """Gradients of keys return to the wrong device."""
-    send = How.send
-    monkeypatch.setattr(How, "send", lambda self, x, hops: send(self, x, 2 if hops < 0 else hops))
+    send = context.send
+    monkeypatch.setattr(context, "send", lambda how, x, hops: send(how, x, 2 if hops < 0 else hops))
 
 
 @pytest.mark.full

@@ -2,7 +2,8 @@
 
 from typing import Any
 
-from zoo.attention import best_kernel, way_to_attend
+from zoo.attention import best_kernel
+from zoo.context import way_to_attend
 from zoo.sharding import mesh_axes, shards
 from zoo.strategies import DECODER_POSITIONS
 

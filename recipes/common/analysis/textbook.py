@@ -16,7 +16,7 @@ from recipes.common.sharding.abstract import paths
 from recipes.common.sharding.layout import Layout
 from recipes.common.sharding.rules import mesh_axes
 from recipes.common.sharding.rules import shards as shards_of
-from zoo.attention import way_to_attend
+from zoo.context import way_to_attend
 from zoo.experts import EXPERT_WITHIN
 from zoo.pipeline import microbatches
 from zoo.sharding import device, shards

@@ -1,0 +1,115 @@
+"""Generation with a cache of the keys and values of tokens that a model has read.
+
+Only `prefill` and `decode` of a model use this file, so a model can be copied and trained without it.
+
+Shapes: B batch, T positions, S slots of the cache, D embed, N heads, K kv heads, G = N/K, H head dim,
+V vocab, L layers, R shards of B and T.
+"""
+
+import functools
+import math
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from .attention import NOT_SEEN
+from .layers import dot, fit_positions, gather, soft_cap, unembed
+from .sharding import auto, constrain, reshape, shards
+
+CACHE = (None, "batch", "slots", "kv_heads", "head_dim")  # the logical axes of keys and values
+
+
+class Cache(NamedTuple):
+    """Keys and values of the tokens that a model has read so far. L layers, S slots.
+
+    Rows are left-padded: the newest token of every row is in slot `length` - 1.
+    """
+
+    k: jax.Array  # [L, B, S, K, H], rotated, in config.dtype; sharded as CACHE says
+    v: jax.Array  # likewise
+    first: jax.Array  # [B], int32: the slot of each row's first token
+    length: jax.Array  # int32: the number of filled slots
+
+    def seen(self, window: int | None) -> jax.Array:
+        """[B, S], bool: the slots that each row's next position attends to, besides itself."""
+        slots_S = jnp.arange(self.k.shape[2])
+        least = 0 if window is None else self.length + 1 - window
+        first_B1 = jnp.maximum(self.first, least)[:, None]
+        return (slots_S[None] >= first_B1) & (slots_S[None] < self.length)
+
+    @property
+    def next_B1(self) -> jax.Array:
+        """The position of each row's next token in its sequence."""
+        return (self.length - self.first)[:, None]
+
+    def append(self, kv) -> "Cache":
+        """Returns the cache with one more token per row; a donated cache is updated in place."""
+        put = functools.partial(jax.lax.dynamic_update_slice_in_dim, axis=2)
+        put = auto(put, *CACHE) if shards("slots") > 1 else put
+        k, v = (put(old, new, self.length) for old, new in zip(self[:2], kv, strict=True))
+        return Cache(k, v, self.first, self.length + 1)
+
+
+@fit_positions
+def prefill(model, tokens_BT, lengths_B, slots: int) -> tuple[jax.Array, Cache]:
+    """A decoder's logits after left-padded prompts, [B, V], and a Cache of `slots` slots."""
+    T, none = tokens_BT.shape[1], (0, 0)
+    first_B = constrain(T - lengths_B, "batch")
+    positions_BT = constrain(jnp.arange(T)[None] - first_B[:, None], "batch", "seq")
+    segments_BT = (positions_BT >= 0).astype(jnp.int32)  # padding: segment 0
+    x_BTD, table_RVD, kv = model.trunk(tokens_BT, segments_BT, positions_BT)
+    pad = functools.partial(jnp.pad, pad_width=(none, none, (0, slots - T), none, none))
+    pad = auto(pad, *CACHE) if shards("slots") > 1 else pad
+    k, v = map(pad, kv)
+    logits_BV = next_logits(x_BTD, table_RVD, model.config)
+    return logits_BV, Cache(k, v, first_B, jnp.int32(T))
+
+
+@fit_positions
+def decode(model, tokens_B, cache: Cache) -> tuple[jax.Array, Cache]:
+    """A decoder's logits after one more token per row, [B, V], and the extended cache."""
+    x_B1D, table_RVD, kv = model.trunk(tokens_B[:, None], None, cache.next_B1, cache)
+    return next_logits(x_B1D, table_RVD, model.config), cache.append(kv)
+
+
+def next_logits(x_BTD: jax.Array, table_RVD: jax.Array, config) -> jax.Array:
+    """Logits [B, V] in float32 of the token after each row's last position."""
+    (B, T, D), parts = x_BTD.shape, shards("seq")
+    if parts == 1:
+        return unembed(gather(x_BTD)[:, -1:], table_RVD, config)[:, 0]
+    is_last_T = jnp.arange(T) == T - 1
+    x_B1D = jnp.where(is_last_T[None, :, None], x_BTD, 0).sum(axis=1, keepdims=True)
+    x_BPD = constrain(jnp.broadcast_to(x_B1D, (B, parts, D)), "batch", "seq", "act_embed")
+    logits_BPV = unembed(x_BPD, table_RVD, config)
+    return jnp.where((jnp.arange(parts) == 0)[None, :, None], logits_BPV, 0).sum(axis=1)
+
+
+def attend_to_cache(
+    q_BTNH, k_BTKH, v_BTKH, k_BSKH, v_BSKH, seen_BS, cap: float | None = None, sinks_N=None
+) -> jax.Array:
+    """Attention of one new position (T = 1) to a layer's cache and itself. Returns [B, 1, N, H].
+
+    Devices that share out the slots exchange sums, not keys.
+    """
+    (B, T, N, H), K = q_BTNH.shape, k_BTKH.shape[2]
+    axes = ("batch", "seq", "kv_heads", "head_dim")  # as the cache, however heads are split
+    q_BTNH = constrain(q_BTNH, *axes)
+    q_BKGH = reshape(q_BTNH, (B, K, N // K, H), "batch", "kv_heads", None, "head_dim")
+    # The cache is the left operand: XLA's CPU backend would transpose a right one first.
+    logits_BKGS = dot("BSKH,BKGH->BKSG", k_BSKH, q_BKGH).swapaxes(2, 3) / math.sqrt(H)
+    logits_BKGS = jnp.where(seen_BS[:, None, None], soft_cap(logits_BKGS, cap), NOT_SEEN)
+    own_BKG1 = soft_cap(dot("BKGH,BTKH->BKGT", q_BKGH, k_BTKH) / math.sqrt(H), cap)
+    most_BKG1 = jnp.maximum(logits_BKGS.max(-1, keepdims=True), own_BKG1)
+    if sinks_N is not None:
+        sinks_KG = reshape(sinks_N.astype(jnp.float32), (K, N // K), "kv_heads", None)
+        most_BKG1 = jnp.maximum(most_BKG1, sinks_1KG1 := sinks_KG[None, :, :, None])
+    weights_BKGS, own_BKG1 = jnp.exp(logits_BKGS - most_BKG1), jnp.exp(own_BKG1 - most_BKG1)
+    total_BKG1 = weights_BKGS.sum(-1, keepdims=True) + own_BKG1
+    if sinks_N is not None:
+        total_BKG1 += jnp.exp(sinks_1KG1 - most_BKG1)
+    total = auto(functools.partial(dot, "BKGS,BSKH->BKGH"), "batch", "kv_heads", None, "head_dim")
+    out_BKGH = total(weights_BKGS.astype(v_BSKH.dtype), v_BSKH)
+    out_BKGH += own_BKG1 * v_BTKH.swapaxes(1, 2).astype(jnp.float32)
+    out_BTNH = reshape((out_BKGH / total_BKG1).astype(q_BTNH.dtype), (B, T, N, H), *axes)
+    return constrain(out_BTNH, "batch", "seq", "heads", "head_dim")
