@@ -68,8 +68,11 @@ def _sharded(model, batch, names, trained: list[int]):
         left = {*pipe, *rows}.difference(*inside[i])
         for dim, (rest, held) in enumerate(zip(at_rest[i], inside[i], strict=True)):
             if over := tuple(name for name in rest if name not in held):
-                gradient = jax.lax.psum_scatter(gradient, over, scatter_dimension=dim, tiled=True)
-                left -= {*over}
+                # With more than one dim after it, the TPU compiler would all-reduce it instead.
+                outer, inner = gradient.shape[: dim + 1], gradient.shape[dim + 1 :]
+                flat = gradient.reshape(*outer, *([-1] if inner else []))
+                part = jax.lax.psum_scatter(flat, over, scatter_dimension=dim, tiled=True)
+                gradient, left = part.reshape(*part.shape[: dim + 1], *inner), left - {*over}
         # Not tuple(left): each process must sum in the same order of axes, or programs differ.
         over = tuple(name for name in (*pipe, *rows) if name in left)
         return jax.lax.psum(gradient, over) if over else gradient

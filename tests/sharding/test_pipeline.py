@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import inspect
+import re
 import types
 from collections import Counter
 
@@ -11,6 +12,7 @@ import numpy as np
 import pytest
 
 from recipes.common.analysis.hlo import collectives
+from recipes.common.checkpoint import find
 from recipes.common.entries import model as model_of
 from recipes.common.entries import zoo_file
 from recipes.common.language import check_stages, stages
@@ -18,9 +20,12 @@ from recipes.common.runtime import UserError
 from recipes.common.runtime.mesh import make_mesh
 from recipes.common.sharding.abstract import paths, variables_of
 from recipes.common.sharding.layout import Layout, make_layout, shardings
+from recipes.common.train.state import abstract_state, initialize
 from recipes.common.train.step import gradients
 from tests.conftest import full_except
+from tests.support.entries import OPTIMIZER
 from tests.support.quick import QUICK
+from tests.support.runs import saving
 from zoo import pipeline
 
 pytestmark = pytest.mark.promise("meshes-agree")
@@ -115,6 +120,55 @@ def test_microbatches_of_the_pipeline_are_inside_an_accumulation_step():
     _, want, _ = trained("transformer", deep("transformer"), "1x1", "dp")
     given = ("transformer", deep("transformer"), "data=2,pipe=4", "fsdp_pp", 2)
     assert worst(trained(*given)[1], want) < 2e-6
+
+
+@pytest.mark.full
+@pytest.mark.promise("restore")
+def test_a_deep_model_starts_and_restores_alike(tmp_path):
+    """Eight stages of a layer, four of two, and no stages: layers are saved in their natural order."""
+
+    def abstract(mesh: str, strategy: str):
+        layout = layout_of("transformer", deep("transformer"), mesh, strategy)
+        return layout, abstract_state(layout, OPTIMIZER)
+
+    cases = [("1x1", "dp"), ("data=1,pipe=8", "pp"), ("data=2,pipe=4", "fsdp_pp"), ("8", "fsdp")]
+    targets = [abstract(*case) for case in cases]
+    states = [initialize(layout, OPTIMIZER, 0, target) for layout, target in targets]
+    for state in states[1:]:
+        jax.tree.map(np.testing.assert_array_equal, state, states[0])
+    for source in states[1:]:
+        folder = tmp_path / str(id(source))
+        with saving(folder) as saver:
+            saver.save(0, source)
+        for _, target in targets:
+            found = find(folder).read(target)
+            jax.tree.map(np.testing.assert_array_equal, found, states[0])
+            jax.tree.map(lambda x, wanted: assert_equal(x.sharding, wanted.sharding), found, target)
+
+
+def assert_equal(found, wanted):
+    assert found == wanted
+
+
+def test_gradients_are_scattered_in_float32():
+    """Also in bfloat16, where weights are gathered in bfloat16 before the first tick."""
+    layout = layout_of(
+        "transformer", deep("transformer", dtype="bfloat16"), "data=2,pipe=4", "fsdp_pp"
+    )
+    example = dict.fromkeys(batch(), jax.ShapeDtypeStruct((T,), np.int32))
+    text = layout.lower(
+        step(layout), layout.variables(), layout.abstract_batch(example)
+    ).as_text()
+    pattern = r"reduce_scatter.*?scatter_dimension = (\d).*?-> tensor<(\S+)x(\w+)>"
+    found = [
+        (int(dim), shape.split("x"), dtype)
+        for dim, shape, dtype in re.findall(pattern, text, re.DOTALL)
+        if shape.startswith(f"{L // 4}x")
+    ]
+    assert len(found) == 7, "q, k, v, o, gate, up and down of a stage"
+    assert all(dtype == "f32" for *_, dtype in found)
+    # The TPU compiler would all-reduce an array with more than one dim after the scattered one.
+    assert all(len(shape) <= dim + 2 for dim, shape, _ in found)
 
 
 def test_evaluation_runs_in_stages_too():
