@@ -327,13 +327,17 @@ def test_a_checkpoint_does_not_say_how_to_attend():
     assert layout_of(saved, make_mesh("1x1"), context="ring").config.context == "ring"
 
 
-def test_no_device_has_a_whole_row():
-    """No array of the compiled step has the embeddings of a whole row or all of its scores."""
+@pytest.mark.parametrize("context", full_except(["ring", "all-to-all"], fast=["ring"]))
+def test_no_device_has_a_whole_row(context):
+    """No array of the compiled step has a whole row's tokens, targets, embeddings or scores."""
     length = 192
-    text = compiled_step(tiny("transformer", context="ring"), "data=2,seq=4", "cp", length)
+    text = compiled_step(tiny("transformer", context=context), "data=2,seq=4", "cp", length)
     assert f"f32[4,{length // 4},64]" in text
+    assert f"s32[4,{length // 4}]" in text
     assert f"f32[4,{length},64]" not in text
-    assert f"{length},{length}]" not in text
+    if context == "ring":  # an all-to-all needs whole rows of segments, and scores of some heads
+        assert f"s32[4,{length}]" not in text
+        assert f"{length},{length}]" not in text
 
 
 @pytest.mark.parametrize(
