@@ -59,6 +59,9 @@ def step(layout: Layout, accumulate: int = 1):
     return run
 
 
+TEXTS: dict[tuple, str] = {}  # of the compiled steps that `trained` has run
+
+
 @functools.cache
 def trained(entry: str, config, mesh: str, strategy: str, accumulate: int = 1):
     """(figures, gradients, buffers) of a step from parameters that are no multiples of others."""
@@ -70,6 +73,7 @@ def trained(entry: str, config, mesh: str, strategy: str, accumulate: int = 1):
     variables = jax.device_put(variables, shardings(layout.variables()))
     given = jax.device_put(batch(), layout.batch_shardings(batch()))
     run = layout.compile(step(layout, accumulate), variables, given, compiler_options=QUICK)
+    TEXTS[entry, config, mesh, strategy] = run.as_text()
     means, grads, buffers = jax.device_get(run(variables, given))
     return means, paths(grads), paths(buffers)
 
@@ -254,6 +258,17 @@ def test_activations_travel_and_gradients_are_reduced_once(schedule):
         if found.kind in ("all-reduce", "reduce-scatter") and found.bytes > activation
     )
     assert f"[{L},64,128]" not in text, "no device has all layers"
+
+
+@pytest.mark.full
+def test_gradients_stay_split_over_other_axes():
+    """Each device scatters its half of up's columns; XLA would gather the other half first."""
+    case = "transformer", deep("transformer", sliding_window=7), "data=2,pipe=2,model=2", "fsdp_pp_tp"
+    trained(*case)
+    found = [x for x in collectives(TEXTS[case]) if x.kind == "reduce-scatter"]
+    shapes = {shape for x in found for shape in x.shapes}
+    assert (L // 2, 64 // 2, 128 // 2) in shapes
+    assert (L // 2, 64 // 2, 128) not in shapes
 
 
 @pytest.mark.full
