@@ -14,7 +14,7 @@ from flax import nnx
 from jax.sharding import PartitionSpec
 
 from .layers import add_costs, finish, vocabulary_tables
-from .sharding import in_use, mesh_axes, shards
+from .sharding import in_use, mesh_axes, per_device, shards
 
 BUBBLE = 0.0  # what stages compute with while they wait; nothing depends on it
 
@@ -68,8 +68,11 @@ def _sharded(model, batch, names, trained: list[int]):
         left = {*pipe, *rows}.difference(*inside[i])
         for dim, (rest, held) in enumerate(zip(at_rest[i], inside[i], strict=True)):
             if over := tuple(name for name in rest if name not in held):
-                gradient = jax.lax.psum_scatter(gradient, over, scatter_dimension=dim, tiled=True)
-                left -= {*over}
+                # With more than one dim after it, the TPU compiler would all-reduce it instead.
+                outer, inner = gradient.shape[: dim + 1], gradient.shape[dim + 1 :]
+                flat = gradient.reshape(*outer, *([-1] if inner else []))
+                part = jax.lax.psum_scatter(flat, over, scatter_dimension=dim, tiled=True)
+                gradient, left = part.reshape(*part.shape[: dim + 1], *inner), left - {*over}
         # Not tuple(left): each process must sum in the same order of axes, or programs differ.
         over = tuple(name for name in (*pipe, *rows) if name in left)
         return jax.lax.psum(gradient, over) if over else gradient
@@ -78,7 +81,11 @@ def _sharded(model, batch, names, trained: list[int]):
         model = jax.tree.unflatten(tree, weights)
         sums, figures, gradients = _stage(model, batch, trained, pipe, S)
         sums, figures = jax.lax.psum(sums, (*pipe, *rows)), jax.lax.psum(figures, rows)
-        return sums, figures, {i: reduce(i, g) for i, g in gradients.items()}
+        # Per device along other axes too, or XLA would gather gradients over them first.
+        for i, gradient in gradients.items():
+            of_leaf, axes = functools.partial(reduce, i), _axes(used)[i]
+            gradients[i] = per_device(of_leaf, [gradient], [axes], check_vma=False)
+        return sums, figures, gradients
 
     def specs(every):
         return [PartitionSpec(*(names or None for names in dims)) for dims in every]

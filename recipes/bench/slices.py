@@ -2,6 +2,7 @@
 
 import dataclasses
 import itertools
+from collections import Counter
 
 import jax
 import jax.numpy as jnp
@@ -43,7 +44,7 @@ def slices(flags: SlicesFlags) -> None:
         for size, count, strategy in itertools.product(sizes, counts, strategies)
     ]
     check_targets([flags.kind], [flags.chips])
-    table = Table("size", "slices", "rules", "mesh", "crosses", "textbook", "ratio", "transfers")
+    table = Table("size", "slices", "rules", "mesh", "crosses", "textbook", "ratio", "by transfer")
     for case in cases:
         _row(table, flags, *case)
     print0("", f"Bytes that one chip of a slice of {flags.chips} {flags.kind} chips sends to other "
@@ -68,8 +69,11 @@ def _row(
         return
     sent = crossing(compiled.as_text())
     total, least = sum(x.times * x.bytes for x in sent), textbook(step, flags.chips)
-    kinds = ", ".join(sorted({x.kind for x in sent}))
-    cells = (report.size(total), report.size(least), f"{total / least:.2f}", kinds)
+    kinds = Counter()
+    for x in sent:
+        kinds[x.kind] += x.times * x.bytes
+    each = ", ".join(f"{kind} {report.size(sum_)}" for kind, sum_ in kinds.most_common())
+    cells = (report.size(total), report.size(least), f"{total / least:.2f}", each)
     table.row(size, count, strategy, name, *cells)
 
 

@@ -433,7 +433,7 @@ def test_traffic_between_slices_is_a_table(monkeypatch, capfd):
     book = 123_200 * 2 / 4  # bfloat16, on one of a slice's four chips
     ratio = f"{sum(ACROSS_SLICES.values()) / book:.2f}"
     assert rows == [
-        f"| tiny | 2 | {rules} | {mesh} | 41.0 kB | 61.6 kB | {ratio} | all-reduce |"
+        f"| tiny | 2 | {rules} | {mesh} | 41.0 kB | 61.6 kB | {ratio} | all-reduce 41.0 kB |"
         for rules, mesh in (("dp", "8"), ("cp", "data=2,seq=4"), ("hsdp_tp", "2x2x2"))
     ]
     # 4 microbatches of 32 positions of 64 numbers, 5 each way and 4 · 2 halves; embed and final norm.

@@ -22,11 +22,16 @@ PANELS = {
     "cp": "data=2,seq=4",
     "fsdp_cp": "data=2,seq=4",
     "fsdp_cp_tp": "data=2,seq=2,model=2",
+    "pp": "data=2,pipe=4",
+    "fsdp_pp": "data=2,pipe=4",
+    "fsdp_pp_tp": "data=2,pipe=2,model=2",
+    "hsdp_tp": "2x2x2",
 }
+L = 4
 
 
 def layouts():
-    config = dataclasses.replace(Config.tiny(), embed=64, mlp=128)
+    config = dataclasses.replace(Config.tiny(), num_layers=L, embed=64, mlp=128)
     return {
         (rules, mesh): make_layout(Transformer, config, make_mesh(mesh), rules)
         for rules, mesh in PANELS.items()
@@ -44,6 +49,22 @@ def test_the_picture_of_the_strategies_is_up_to_date(background, request):
     xml.etree.ElementTree.fromstring(drawn)
 
 
+def drawn_boxes(panel) -> list[xml.etree.ElementTree.Element]:
+    root = xml.etree.ElementTree.fromstring(picture.strategies(panel, "light"))
+    return [x for x in root if x.tag.endswith("rect")]
+
+
+@pytest.mark.parametrize(
+    ("rules", "device", "held"),
+    [("fsdp", 5, "0123"), ("fsdp_pp", 5, "1"), ("pp", 3, "3"), ("fsdp_pp_tp", 3, "23")],
+)
+def test_a_device_s_layers_are_filled(rules, device, held):
+    panel = {which: layout for which, layout in layouts().items() if which[0] == rules}
+    at = (1 + L + 2 * len(picture.PLACES)) * device + 1
+    fills = [x.attrib["fill"] for x in drawn_boxes(panel)[at : at + L]]
+    assert "".join(str(i) for i, fill in enumerate(fills) if fill == picture.INK["light"][2]) == held
+
+
 @pytest.mark.parametrize(
     ("rules", "device", "array", "parts"),
     [  # Starts and sizes of the filled part, as shares of the whole: across, down, width, height.
@@ -52,19 +73,20 @@ def test_the_picture_of_the_strategies_is_up_to_date(background, request):
         ("tp_sp", 3, "activations", (3 / 8, 0, 1 / 8, 1)),
         ("cp", 6, "activations", (2 / 4, 1 / 2, 1 / 4, 1 / 2)),
         ("fsdp_cp", 6, "down", (6 / 8, 0, 1 / 8, 1)),
+        ("pp", 6, "down", (0, 0, 1, 1)),
+        ("fsdp_pp", 6, "up", (0, 1 / 2, 1, 1 / 2)),
     ],
 )
 def test_a_device_s_part_is_filled_in_place(rules, device, array, parts):
     panel = {which: layout for which, layout in layouts().items() if which[0] == rules}
-    root = xml.etree.ElementTree.fromstring(picture.strategies(panel, "light"))
     boxes = [
-        [float(x.attrib[name]) for name in ("x", "y", "width", "height")]
-        for x in root
-        if x.tag.endswith("rect")
+        [float(x.attrib[name]) for name in ("x", "y", "width", "height")] for x in drawn_boxes(panel)
     ]
-    # A device has a box of its own, and for each array the part that it holds and the outline.
-    at = 7 * device + 1 + 2 * list(picture.PLACES).index(array)
+    # A device has a box of its own, one for each layer, and for each array the part that it holds
+    # and the outline.
+    each = 1 + L + 2 * len(picture.PLACES)
+    at = each * device + 1 + L + 2 * list(picture.PLACES).index(array)
     (x, y, width, height), (left, top, *whole) = boxes[at : at + 2]
     found = [(x - left) / whole[0], (y - top) / whole[1], width / whole[0], height / whole[1]]
     assert found == pytest.approx(parts)
-    assert len(boxes) == 8 * 7 + len(picture.LEGEND)
+    assert len(boxes) == 8 * each + len(picture.LEGEND)

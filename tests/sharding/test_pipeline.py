@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import inspect
+import re
 import types
 from collections import Counter
 
@@ -11,6 +12,7 @@ import numpy as np
 import pytest
 
 from recipes.common.analysis.hlo import collectives
+from recipes.common.checkpoint import find
 from recipes.common.entries import model as model_of
 from recipes.common.entries import zoo_file
 from recipes.common.language import check_stages, stages
@@ -18,9 +20,12 @@ from recipes.common.runtime import UserError
 from recipes.common.runtime.mesh import make_mesh
 from recipes.common.sharding.abstract import paths, variables_of
 from recipes.common.sharding.layout import Layout, make_layout, shardings
+from recipes.common.train.state import abstract_state, initialize
 from recipes.common.train.step import gradients
 from tests.conftest import full_except
+from tests.support.entries import OPTIMIZER
 from tests.support.quick import QUICK
+from tests.support.runs import saving
 from zoo import pipeline
 
 pytestmark = pytest.mark.promise("meshes-agree")
@@ -54,6 +59,9 @@ def step(layout: Layout, accumulate: int = 1):
     return run
 
 
+TEXTS: dict[tuple, str] = {}  # of the compiled steps that `trained` has run
+
+
 @functools.cache
 def trained(entry: str, config, mesh: str, strategy: str, accumulate: int = 1):
     """(figures, gradients, buffers) of a step from parameters that are no multiples of others."""
@@ -65,6 +73,7 @@ def trained(entry: str, config, mesh: str, strategy: str, accumulate: int = 1):
     variables = jax.device_put(variables, shardings(layout.variables()))
     given = jax.device_put(batch(), layout.batch_shardings(batch()))
     run = layout.compile(step(layout, accumulate), variables, given, compiler_options=QUICK)
+    TEXTS[entry, config, mesh, strategy] = run.as_text()
     means, grads, buffers = jax.device_get(run(variables, given))
     return means, paths(grads), paths(buffers)
 
@@ -115,6 +124,55 @@ def test_microbatches_of_the_pipeline_are_inside_an_accumulation_step():
     _, want, _ = trained("transformer", deep("transformer"), "1x1", "dp")
     given = ("transformer", deep("transformer"), "data=2,pipe=4", "fsdp_pp", 2)
     assert worst(trained(*given)[1], want) < 2e-6
+
+
+@pytest.mark.full
+@pytest.mark.promise("restore")
+def test_a_deep_model_starts_and_restores_alike(tmp_path):
+    """Eight stages of a layer, four of two, and no stages: layers are saved in their natural order."""
+
+    def abstract(mesh: str, strategy: str):
+        layout = layout_of("transformer", deep("transformer"), mesh, strategy)
+        return layout, abstract_state(layout, OPTIMIZER)
+
+    cases = [("1x1", "dp"), ("data=1,pipe=8", "pp"), ("data=2,pipe=4", "fsdp_pp"), ("8", "fsdp")]
+    targets = [abstract(*case) for case in cases]
+    states = [initialize(layout, OPTIMIZER, 0, target) for layout, target in targets]
+    for state in states[1:]:
+        jax.tree.map(np.testing.assert_array_equal, state, states[0])
+    for source in states[1:]:
+        folder = tmp_path / str(id(source))
+        with saving(folder) as saver:
+            saver.save(0, source)
+        for _, target in targets:
+            found = find(folder).read(target)
+            jax.tree.map(np.testing.assert_array_equal, found, states[0])
+            jax.tree.map(lambda x, wanted: assert_equal(x.sharding, wanted.sharding), found, target)
+
+
+def assert_equal(found, wanted):
+    assert found == wanted
+
+
+def test_gradients_are_scattered_in_float32():
+    """Also in bfloat16, where weights are gathered in bfloat16 before the first tick."""
+    layout = layout_of(
+        "transformer", deep("transformer", dtype="bfloat16"), "data=2,pipe=4", "fsdp_pp"
+    )
+    example = dict.fromkeys(batch(), jax.ShapeDtypeStruct((T,), np.int32))
+    text = layout.lower(
+        step(layout), layout.variables(), layout.abstract_batch(example)
+    ).as_text()
+    pattern = r"reduce_scatter.*?scatter_dimension = (\d).*?-> tensor<(\S+)x(\w+)>"
+    found = [
+        (int(dim), shape.split("x"), dtype)
+        for dim, shape, dtype in re.findall(pattern, text, re.DOTALL)
+        if shape.startswith(f"{L // 4}x")
+    ]
+    assert len(found) == 7, "q, k, v, o, gate, up and down of a stage"
+    assert all(dtype == "f32" for *_, dtype in found)
+    # The TPU compiler would all-reduce an array with more than one dim after the scattered one.
+    assert all(len(shape) <= dim + 2 for dim, shape, _ in found)
 
 
 def test_evaluation_runs_in_stages_too():
@@ -200,6 +258,17 @@ def test_activations_travel_and_gradients_are_reduced_once(schedule):
         if found.kind in ("all-reduce", "reduce-scatter") and found.bytes > activation
     )
     assert f"[{L},64,128]" not in text, "no device has all layers"
+
+
+@pytest.mark.full
+def test_gradients_stay_split_over_other_axes():
+    """Each device scatters its half of up's columns; XLA would gather the other half first."""
+    case = "transformer", deep("transformer", sliding_window=7), "data=2,pipe=2,model=2", "fsdp_pp_tp"
+    trained(*case)
+    found = [x for x in collectives(TEXTS[case]) if x.kind == "reduce-scatter"]
+    shapes = {shape for x in found for shape in x.shapes}
+    assert (L // 2, 64 // 2, 128 // 2) in shapes
+    assert (L // 2, 64 // 2, 128) not in shapes
 
 
 @pytest.mark.full

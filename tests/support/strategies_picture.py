@@ -14,18 +14,20 @@ INK = {  # text, outlines, weights, activations
 ROWS, POSITIONS = 48, 128  # of a batch
 PLACES = {"up": (0, 0), "down": (144, 0), "activations": (0, 80)}  # of arrays in a device's box
 LEGEND = (
-    "weights: up [D, F] and down [F, D]",
+    "weights: the layers, and up [D, F] and down [F, D] of one of them",
     "activations between sublayers: rows down, positions across",
 )
 ACROSS = 4  # panels side by side
 TEXT = '<text x="{:g}" y="{:g}" text-anchor="{}" font-size="{}" fill="{}">{}</text>'
+LAYER = 9  # width and height of a layer's box
 BOX = '<rect x="{:g}" y="{:g}" width="{:g}" height="{:g}" fill="{}" stroke="{}"/>'
 
 
 def strategies(layouts: dict[tuple[str, str], Layout], background: str) -> str:
     """An SVG of an MLP's weights and of activations on a grid of devices, with a panel per layout.
 
-    Each device shows the outline of every array, and fills the part that it holds.
+    Each device shows the outline of every array, and fills the part that it holds. The small boxes
+    in its corner are the layers.
 
     Args:
       layouts: (rules, mesh) → layout; all of the same Transformer, with embed 64 and mlp 128.
@@ -47,6 +49,11 @@ def strategies(layouts: dict[tuple[str, str], Layout], background: str) -> str:
             y = above + top + number // 2 * (tall + gap)
             parts.append(BOX.format(x, y, cell, tall, "none", faint))
             parts.append(TEXT.format(x + gap, y + 15, "start", 12, ink, f"device {device.id}"))
+            first, end = _layers(arrays["up"], device)
+            for layer in range(layers := arrays["up"].shape[0]):
+                at_x = x + cell - gap - (layers - layer) * LAYER
+                fill = fills[0] if first <= layer < end else "none"
+                parts.append(BOX.format(at_x, y + 6, LAYER, LAYER, fill, faint))
             for name, array in arrays.items():
                 (rows, columns), (r, c) = array.shape[-2:], _part(array, device)
                 at_x, at_y = x + gap + PLACES[name][0] * scale, y + 20 + PLACES[name][1] * scale
@@ -77,6 +84,12 @@ def _part(array: jax.ShapeDtypeStruct, device: jax.Device) -> list[tuple[int, in
     """(start, stop) of the part of the last two dims that a device holds."""
     index = array.sharding.devices_indices_map(array.shape)[device]
     return [s.indices(n)[:2] for s, n in zip(index[-2:], array.shape[-2:], strict=True)]
+
+
+def _layers(array: jax.ShapeDtypeStruct, device: jax.Device) -> tuple[int, int]:
+    """(first, end) of the layers of a stacked weight that a device holds."""
+    first, end, _ = array.sharding.devices_indices_map(array.shape)[device][0].indices(array.shape[0])
+    return first, end
 
 
 def _share(array: jax.ShapeDtypeStruct) -> str:

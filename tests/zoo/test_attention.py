@@ -41,6 +41,7 @@ from zoo.transformer import LOGICAL_AXES, RULES, SIZES, Config, Transformer
 pytestmark = pytest.mark.promise("attention")
 
 TINY = Config.tiny()
+FEW = {"num_heads": 4, "num_kv_heads": 2}
 
 
 def plain(q_BTNH, k_BSKH, v_BSKH, segment_ids_BT, window, soft_cap=None, sinks_N=None):
@@ -260,6 +261,10 @@ def constants(traced) -> list[np.ndarray]:
             ("splash", "fsdp_tp", "2x4", "full", {"num_heads": 9, "num_kv_heads": 3}),  # replicated
             ("flash", "fsdp_tp", "4x2", "dots", {}),
             ("flash", "tp", "2x4", "none", {"num_kv_heads": 2, "sliding_window": 70}),
+            # Devices with parts of rows: a block of `splash` each on a ring.
+            ("splash", "fsdp_cp", "data=4,seq=2", "full", FEW | {"context": "all-to-all"}),
+            ("splash", "fsdp_cp", "data=4,seq=2", "full", FEW | {"context": "ring"}),  # in stripes
+            ("splash", "cp", "data=2,seq=4", "none", FEW | {"context": "ring", "sliding_window": 150}),
         ],
         fast=[("splash", "hsdp_tp", "2x2x2", "full", {})],
     ),
@@ -268,17 +273,20 @@ def test_on_any_mesh_a_kernel_trains_the_same_model(kernel, strategy, mesh, rema
     """Compares loss and gradients, inside scan, remat and gathers, with XLA's on one device."""
     config = dataclasses.replace(TINY, **changes)
     given = dataclasses.replace(config, attention=kernel, remat=remat)
-    (loss, grads), (want, wanted) = loss_and_gradients(given, mesh, strategy), by_xla(config)
+    T = 128 * make_mesh(mesh).shape.get("seq", 1)
+    (loss, grads), (want, wanted) = loss_and_gradients(given, mesh, strategy, T), by_xla(config, T)
     assert loss == pytest.approx(want, abs=2e-6)
     for path, gradient in grads.items():
         np.testing.assert_allclose(gradient, wanted[path], atol=2e-6, err_msg=path)
 
 
-def loss_and_gradients(config: Config, mesh: str, strategy: str) -> tuple[float, dict]:
-    B, T = 8, 128
+def loss_and_gradients(config: Config, mesh: str, strategy: str, T: int) -> tuple[float, dict]:
+    B = 8
     tokens = np.random.default_rng(0).integers(0, 257, (B, T + 1), np.int32)
     batch = {"tokens": tokens[:, :-1], "targets": tokens[:, 1:], "segment_ids": documents(B, T)}
-    layout = make_layout(Transformer, config, make_mesh(mesh), strategy, batch_size=B)
+    layout = make_layout(
+        Transformer, config, make_mesh(mesh), strategy, batch_size=B, seq_len=T
+    )
 
     def both(batch):
         variables = variables_of(layout.build())
@@ -292,8 +300,9 @@ def loss_and_gradients(config: Config, mesh: str, strategy: str) -> tuple[float,
 
 
 @functools.cache
-def by_xla(config: Config) -> tuple[float, dict]:
-    return loss_and_gradients(dataclasses.replace(config, attention="xla"), "1x1", "dp")
+def by_xla(config: Config, T: int) -> tuple[float, dict]:
+    alone = dataclasses.replace(config, attention="xla", context="auto")
+    return loss_and_gradients(alone, "1x1", "dp", T)
 
 
 def test_a_config_names_a_kernel_that_there_is():
