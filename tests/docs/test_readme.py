@@ -281,7 +281,7 @@ def shown(monkeypatch, tmp_path, capfd):
 def test_the_copied_files_are_those_that_the_model_needs():
     (names,) = re.findall(r"^mkdir mine && cp zoo/\{(.+)\}\.py mine/$", READMES[FRONT], re.M)
     needed = [path.stem for path in closure(ROOT / "zoo" / "transformer.py")]
-    assert sorted(names.split(",")) == sorted(needed)
+    assert sorted(names.split(",")) == sorted([*needed, "splash"])  # to train on any hardware
 
 
 def test_a_copied_model_trains_as_shown(tmp_path):
