@@ -1,11 +1,11 @@
-"""Plans a run without hardware: which mesh and rules, whether it fits, what it sends, how long.
+"""Plans a run without hardware: compares meshes and rules by memory, bytes sent and step time.
 
     python -m recipes.plan --size=8b --devices=v5p:64 --batch_tokens=4M --seq_len=8192
     python -m recipes.plan --size=70b --devices=v5e:256x2     # two slices; h100:16 is two nodes of 8
     python -m recipes.plan --devices=cpu:8                     # the laptop's simulated devices
     python -m recipes.plan --size=8b --devices=v5p:64 --confirm=3   # asks the real compiler too
 
-Estimates are lower bounds of time; docs/plan.md says what they assume and how far off they are.
+Estimated times are lower bounds; docs/plan.md lists the assumptions and the errors.
 """
 
 import dataclasses
@@ -137,7 +137,7 @@ def _what_would_fit(change: Change | None) -> str:
 
 
 def no_mesh(plan: Plan, flags: Flags) -> str:
-    """Why no candidate was left, and a batch that has some."""
+    """Says why there are no candidates, and suggests a batch that has some."""
     rows, unit = plan.job.rows, plan.job.seq_len or 1
     if plan.left_out["rows"] >= max(plan.left_out.values()):
         count = plan.devices.count
@@ -182,7 +182,7 @@ def make_program(candidate: Estimate) -> Program:
 
 
 def confirm(plan: Plan, flags: Flags, say) -> list[dict[str, Any]]:
-    """Compiles the best candidates, and prints a line for each as soon as it is there."""
+    """Compiles the best candidates and prints a line as each one finishes."""
     if missing := missing_compiler(plan.devices.kind):
         print(f"Not confirmed: {missing}", file=sys.stderr, flush=True)
         return []
@@ -201,7 +201,7 @@ def confirm(plan: Plan, flags: Flags, say) -> list[dict[str, Any]]:
 
 
 def _confirm(candidate: Estimate, layers: int) -> dict[str, Any]:
-    """Figures of a candidate by estimate and by compiler."""
+    """A candidate's estimated and compiled figures."""
     if layers:
         config = dataclasses.replace(candidate.layout.config, num_layers=layers)
         model = entries.model(candidate.layout.zoo.__name__.rpartition(".")[2])
@@ -229,7 +229,7 @@ def _line(figures: dict[str, Any]) -> str:
 
 
 def _in_background(function) -> Any:
-    """Calls a function in a thread, so that Ctrl-C need not wait for the compiler."""
+    """Calls a function in a thread, so that Ctrl-C does not wait for the compiler."""
     results: list[Any] = []
 
     def call() -> None:

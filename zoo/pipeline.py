@@ -16,17 +16,17 @@ from jax.sharding import PartitionSpec
 from .layers import add_costs, finish, vocabulary_tables
 from .sharding import in_use, mesh_axes, per_device, shards
 
-BUBBLE = 0.0  # what stages compute with while they wait; nothing depends on it
+BUBBLE = 0.0  # the input of a waiting stage; no result depends on it
 
 
 def microbatches(config, rows: int, stages: int) -> int:
-    """M, which divides a device's rows: config.pipe_microbatches, or else up to 4 per stage."""
+    """M: at most config.pipe_microbatches, or 4 per stage if that is 0; divides a device's rows."""
     most = config.pipe_microbatches or min(rows, 4 * stages)
     return next(m for m in range(most, 0, -1) if rows % m == 0)
 
 
 def in_stages(model, batch, names):
-    """`layers.objective` with a forward pass that makes the gradients too."""
+    """`layers.objective` in stages; its forward pass also computes the gradients."""
     weights, tree = jax.tree.flatten(model)
 
     @jax.custom_vjp
@@ -48,16 +48,16 @@ def in_stages(model, batch, names):
 
 
 def _sharded(model, batch, names, trained: list[int]):
-    """Runs `_stage` on every device. Returns (what `in_stages` does, leaf → its gradient).
+    """Runs `_stage` on each device. Returns (the result of `in_stages`, leaf → its gradient).
 
-    Weights are gathered once before it, and gradients are summed once after it. Mesh axes that
-    split neither layers nor rows are left to the rules.
+    Weights are gathered once before it, and gradients are summed once after it. The rules still
+    govern mesh axes that split neither layers nor rows.
     """
     pipe, rows, S = mesh_axes("layers"), mesh_axes("batch"), shards("layers")
     used = in_use(model, names, model.config.dtype)
     weights, tree = jax.tree.flatten(used)
 
-    def split(axes):  # over which devices a weight's dims are split
+    def split(axes):  # mesh axes that split each dim of a weight
         axes = (mesh_axes(axis, manual=True) for axis in axes)
         return [tuple(name for name in names if name in (*pipe, *rows)) for names in axes]
 
@@ -115,18 +115,18 @@ def _stage(model, batch, trained: list[int], pipe: tuple[str, ...], S: int):
     """One device's work: runs its layers on one microbatch after another, and back.
 
     In tick t, stage s runs microbatch t - s forward and hands it to the next stage. The output of
-    the last stage is cut along T, so that all stages share the loss; its gradient is put together
-    again. What layers keep for their backward pass waits in `kept`: that of 2S - 1 microbatches
-    with 1F1B (Narayanan et al. 2021), of all M with GPipe (Huang et al. 2019).
+    the last stage is split along T, so that all stages share the loss; its gradient is gathered.
+    `kept` holds what layers save for their backward pass: of 2S - 1 microbatches with 1F1B
+    (Narayanan et al. 2021), of all M with GPipe (Huang et al. 2019).
 
-    Returns: ((total, count), figures, leaf → gradient), the sums of what this device did.
+    Returns: ((total, count), figures, leaf → gradient), summed over this device's work.
     """
     config, s, (B, T) = model.config, jax.lax.axis_index(pipe), batch[0].shape
     weights, tree = jax.tree.flatten(model)
     stacked = [axes[0] == "layers" for axes in _axes(model)]
     own, common = ({i: weights[i] for i in trained if stacked[i] is kind} for kind in (True, False))
     M, is_1f1b = microbatches(config, B, S), config.pipeline == "1f1b"
-    slots = 2 * S - 1 if is_1f1b else M + 1  # the last one is for the bubble
+    slots = 2 * S - 1 if is_1f1b else M + 1  # the last slot is for the bubble
 
     def filled(values):
         return jax.tree.unflatten(tree, [values.get(i, w) for i, w in enumerate(weights)])
@@ -185,7 +185,7 @@ def _stage(model, batch, trained: list[int], pipe: tuple[str, ...], S: int):
             grad = jnp.where(s == S - 1, whole, grad)
         grad = jnp.where(valid, grad, BUBBLE)
         (_, figures), pull = jax.vjp(functools.partial(run, m=m), own, jnp.full_like(grad, BUBBLE))
-        leaves, how = jax.tree.flatten(pull)  # those of weights alone are good, the others waited
+        leaves, how = jax.tree.flatten(pull)  # `kept` has those that depend on inputs
         for i, waiting in now["kept"].items():
             leaves[i] = waiting[m % slots]
         cost = {k: jnp.full_like(v, model.costs.get(k, 0) / len(v) / S) for k, v in figures.items()}

@@ -11,7 +11,7 @@ from recipes.common.sharding.layout import Layout
 
 HEAD = ("mesh", "rules", "remat", "accumulate", "memory", "inside", "between", "bound by", "step",
         "per second", "MFU")  # fmt: skip
-BOUND = {  # the same in a word, for the table
+BOUND = {  # key of Estimate.seconds → one word, for the table
     "compute": "compute",
     "memory": "memory",
     "links": "links",
@@ -20,7 +20,7 @@ BOUND = {  # the same in a word, for the table
     "bubble": "bubble",
     "update": "update",
 }
-WORDS = {  # Estimate.seconds → what takes the time
+WORDS = {  # key of Estimate.seconds → a phrase
     "compute": "compute",
     "memory": "memory traffic",
     "links": "weights and gradients inside a {group}",

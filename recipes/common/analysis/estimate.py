@@ -1,13 +1,12 @@
 """Memory, bytes sent and time of a train step, estimated by arithmetic alone.
 
-The time is a roofline, so a lower bound: matmuls run at the peak, collectives at the links' full
-rate. These assumptions are the same for every candidate:
+Times come from a roofline model, so they are lower bounds: matmuls run at the peak, collectives at
+the links' full rate. These assumptions are the same for every candidate:
 
-- Weights and gradients travel while layers compute, all but the first layer's gather and the last
-  layer's gradients. Nothing hides activations, attention's exchanges and those of experts.
-- A collective between slices or nodes runs inside each of them and between them at the same time
-  as others inside.
-- Stages wait for (S - 1) / M of a pipeline's work. The optimizer's update hides nothing.
+- Transfers of weights and gradients overlap with compute, except the first layer's gather and the
+  last layer's gradients. Those of activations, of attention and of experts do not overlap.
+- Links inside slices or nodes and the network between them work at the same time.
+- A pipeline's bubble adds (S - 1) / M of its work. Nothing overlaps with the optimizer's update.
 - Layers read their weights once per pass and microbatch, and write and read each activation once.
 """
 
@@ -38,8 +37,8 @@ class Estimate(NamedTuple):
     memory: dict[str, float]  # purpose → bytes
     transfers: list[Transfer]
     links: float  # bytes sent to devices of the same slice or node
-    network: float  # and to others
-    seconds: dict[str, float]  # what takes time → seconds
+    network: float  # bytes sent to devices of other slices or nodes
+    seconds: dict[str, float]  # cause → seconds
     useful: float  # FLOPs of all devices, without recomputation
 
     @property
@@ -59,7 +58,7 @@ class Estimate(NamedTuple):
 
     @property
     def bound(self) -> str:
-        """Names what takes most of the time, in the words of the table."""
+        """The key of `seconds` that takes most of the time."""
         s = self.seconds
         overlapped = max(("compute", "memory", "links", "network"), key=lambda part: s[part])
         alone = max(("bubble", "waiting", "update"), key=lambda part: s[part])

@@ -19,7 +19,7 @@ NODE = 8  # GPUs, joined by NVLink
 
 class Hardware(NamedTuple):
     name: str  # JAX's device_kind
-    float8: float  # peak FLOP/s; 0: no faster than bfloat16. Of bfloat16: flops.PEAK
+    float8: float  # peak FLOP/s; 0: no faster than bfloat16, whose peak is in flops.PEAK
     memory: float  # bytes
     bandwidth: float  # of the memory
     links: float  # to the devices of the slice or node: ICI, NVLink
@@ -61,7 +61,7 @@ HARDWARE = {
     "h200": Hardware("NVIDIA H200", 1979e12, 151_397_597_184, 4.8e12, 450e9, 50e9, 0, NODE),
     # NVIDIA DGX B200 data sheet: 1,440 GB and 64 TB/s of 8 GPUs, NVLink 14.4 TB/s, 400 Gbit/s a GPU
     "b200": Hardware("NVIDIA B200", 4500e12, 180e9, 8e12, 900e9, 50e9, 0, NODE),
-    # Made up, so that plans for simulated devices have an order; no machine is like it.
+    # Invented figures, so that plans for simulated devices have an order.
     "cpu": Hardware("cpu", 0, 2**33, 1e10, 1e9, 1e8, 0, 1_024),
 }
 
@@ -98,7 +98,7 @@ class Devices(NamedTuple):
         """Bytes per second that a device sends to a group of `along` devices of its slice or node.
 
         On a torus, a group of n of N devices has its share log n / log N of the links, at least
-        those of one dim. Where rings are open, half of it.
+        those of one dim; half of that where rings are open.
         """
         dims, links = self.hardware.torus, self.hardware.links
         if not dims or along < 2:

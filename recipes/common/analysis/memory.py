@@ -135,7 +135,7 @@ def memory_parts(layout: Layout, accumulate: int = 1, segments: bool = True) -> 
 
 
 def _plain_parts(layout: Layout, accumulate: int, held: Weights) -> dict[str, float]:
-    """Gradients and activations of a model that is no decoder: each weight's output, twice."""
+    """Memory of a model that is not a decoder; activations are each weight's output, twice."""
     rows = layout.batch_size // layout.batch_shards // accumulate
     width, outputs = _width(layout), 0.0
     for path, axes in paths(layout.model.axes["params"]).items():

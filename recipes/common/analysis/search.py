@@ -51,7 +51,7 @@ class Plan(NamedTuple):
     ranked: list[Estimate]  # those that fit, then the others by memory
     tied: int  # how many of them are within 3% of the fastest
     left_out: dict[str, int]  # a key of RULES_OUT → candidates
-    tried: int  # estimates
+    tried: int  # number of estimates
 
     @property
     def best(self) -> Estimate | None:
@@ -66,7 +66,7 @@ class Plan(NamedTuple):
 
 
 def search(job: Job, devices: Devices, abstract: AbstractModel | None = None) -> Plan:
-    """Estimates every candidate. The model is traced once, unless `abstract` is it already."""
+    """Estimates every candidate. Traces the model, unless `abstract` is given."""
     abstract = abstract or trace(job)
     left_out = dict.fromkeys(RULES_OUT, 0)
     found: list[Estimate] = []
@@ -94,7 +94,7 @@ def trace(job: Job) -> AbstractModel:
 def meshes(count: int, rules: Rules, groups: int = 1) -> Iterator[dict[str, int]]:
     """Every mesh of `count` devices with exactly the axes of some rules.
 
-    Each axis but `data` has two devices or more; with fewer, another strategy is the same.
+    Every axis except `data` has at least two devices; with one, a strategy without it is equal.
 
     >>> [*meshes(8, {"batch": "data", "mlp": "model"})]
     [{'data': 4, 'model': 2}, {'data': 2, 'model': 4}, {'data': 1, 'model': 8}]
@@ -148,7 +148,7 @@ def _layout(
 
 
 def _options(layout: Layout, devices: Devices) -> Iterator[Estimate]:
-    """Each remat policy, with as little accumulation as fits, or else as much as there can be."""
+    """Each remat policy with the least accumulation that fits, or else with the most possible."""
     rows = layout.batch_size // layout.batch_shards
     counts = [n for n in range(1, rows + 1) if rows % n == 0 and (n & (n - 1) == 0 or n == rows)]
     remats = getattr(layout.zoo, "REMAT", None)
@@ -166,7 +166,7 @@ def _options(layout: Layout, devices: Devices) -> Iterator[Estimate]:
 
 
 def _worthwhile(layout: Layout, remat: str) -> bool:
-    """Only sequence-sharded tensor parallelism gathers activations: elsewhere it is "full"."""
+    """False for "gathered" where it equals "full": without sequence-sharded tensor parallelism."""
     inside, between = (
         sharding_rules.shards(layout.rules, axis, layout.mesh.shape) for axis in DECODER_POSITIONS
     )
@@ -192,7 +192,7 @@ def simplicity(candidate: Estimate, order: list[str]) -> tuple[int, int, int]:
 
 
 class Change(NamedTuple):
-    """The smallest change of one kind with which something fits."""
+    """A change of the job or the devices with which a candidate fits."""
 
     text: str
     best: Estimate

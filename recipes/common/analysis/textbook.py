@@ -1,9 +1,9 @@
-"""Bytes that a train step must send if each matmul is where the sharding rules put it.
+"""Bytes that a train step must send if each matmul runs where the sharding rules put it.
 
 Weights and activations are in the compute dtype, and gradients too, except those of pipeline
 stages, which are in float32. Over a ring of n devices, an all-gather or a reduce-scatter sends
-(n - 1) / n of the whole array, and an all-reduce twice that. Nothing that remat repeats counts,
-other than gathers of weights, attention's exchanges, and those of experts.
+(n - 1) / n of the whole array, and an all-reduce twice that. Transfers that remat repeats are not
+counted, except gathers of weights, attention's exchanges, and those of experts.
 """
 
 import math
@@ -25,9 +25,9 @@ from zoo.strategies import DECODER_POSITIONS, PP, TP
 # Logical axes. Only zoo files know them by name.
 (EXPERT,), (LAYERS,), (HEADS, *_) = EXPERT_WITHIN, PP, TP
 
-# Remat policy → how many times its textbook a layer's tensor parallelism sends, with whole and with
-# sequence-sharded activations between sublayers. The textbook has 8 halves of an all-reduce. Remat
-# repeats attention's; sequence-sharded inputs are gathered again. Counted in compiled steps.
+# Remat policy → bytes that a layer's tensor parallelism sends over the textbook's, for activations
+# that are whole and sequence-sharded between sublayers. The textbook has 8 half all-reduces. Remat
+# repeats attention's, and sequence-sharded inputs are gathered again. Counted in compiled steps.
 REPEATED = {
     "none": (1.0, 1.0),
     "dots": (1.0, 10 / 8),
