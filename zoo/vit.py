@@ -52,7 +52,7 @@ class Config:
     channels: int = 3  # C, of the image
     classes: int = 1_000  # K
     norm_eps: float = 1e-12
-    # LoRA: x·W becomes x·W + (x·A)·B · lora_alpha / lora_rank. W is frozen; only A and B
+    # LoRA: x·W becomes x·W + (x·A)·B · lora_alpha / lora_rank. W is frozen; only A, B and the head
     # (nnx.LoRAParam) get gradients.
     lora_rank: int = 0  # columns of A and rows of B; 0: no adapters
     lora_alpha: float = 16.0
@@ -82,6 +82,10 @@ class Config:
                 raise ValueError(f"{name} {whole} is not divisible by {part}")
         if self.remat not in REMAT_POLICIES:
             raise ValueError(f"remat {self.remat!r} is not one of {', '.join(REMAT_POLICIES)}")
+        known = type(self).lora_targets
+        for name in self.lora_targets:
+            if name not in known:
+                raise ValueError(f"lora_targets has {name!r}, which is not one of {', '.join(known)}")
 
     @classmethod
     def tiny(cls) -> "Config":
@@ -174,8 +178,9 @@ class ViT(nnx.Module):
         # Every parameter of the layers starts with dim L, logical axis `layers`.
         self.layers = stack(functools.partial(Layer, config), config.num_layers, rngs)
         self.final_norm = layer_norm(D, config.norm_eps, config.dtype)
-        self.head = param(rngs, (D, K), ("embed", "classes"), D**-0.5)
-        self.head_bias = param(rngs, (K,), ("classes",), 0.0)
+        trained = nnx.LoRAParam if config.lora_rank else nnx.Param  # beside adapters too
+        self.head = param(rngs, (D, K), ("embed", "classes"), D**-0.5, trained)
+        self.head_bias = param(rngs, (K,), ("classes",), 0.0, trained)
 
     def __call__(self, image_BWWC: jax.Array) -> jax.Array:
         """Returns logits [B, K] in float32. On a mesh, B must be divisible by the axes of `batch`."""
