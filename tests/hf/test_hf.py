@@ -915,9 +915,3 @@ def test_gpt2_s_features_that_we_lack_are_named(folder, changes, message):
     edit(target := folder("gpt2"), **changes)
     with pytest.raises(UserError, match=re.escape(message)):
         hf.Folder(target)
-
-
-def test_peft_s_adapters_of_gpt2_are_refused():
-    config = dataclasses.replace(hf.Folder(GOLDEN / "gpt2").config, lora_rank=2)
-    with pytest.raises(UserError, match="has one factor for all three"):
-        hf.write_adapter(GOLDEN / "none", "gpt2", config, None, lambda path: pytest.fail("read"))
