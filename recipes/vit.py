@@ -32,6 +32,7 @@ MATRICES = {
     "ranks": ("lora",),
 }
 HEAD = ("head", "head_bias")  # parameters that other classes need anew
+KERNEL = "attention: xla, because the kernels attend to earlier positions alone"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -102,6 +103,7 @@ def main(run: Run, flags: Flags) -> None:
     if folder.source and given["labels"] != config.labels:
         folder = dataclasses.replace(folder, source=NewHead(folder.source, layout, HEAD))
         print0(f"The head is new and starts at zero, for {config.classes} other classes.")
+    print0(KERNEL)
 
     # ---- Step, state and training ----------------------------------------------------------------
     lr = LearningRate(run.learning_rate, flags.warmup_steps, run.steps, run.schedule)

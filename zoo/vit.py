@@ -61,7 +61,7 @@ class Config:
     dtype: str = "float32"  # of activations and matmuls; parameters, norms and loss stay float32
     remat: str = "full"  # what a layer keeps for its backward pass: a key of REMAT_POLICIES
     unroll: int = 1  # layers per scan iteration; unrolling all: faster, slower to compile
-    # How pictures become inputs. It is saved with the model; data pipelines read it.
+    # How pictures become inputs: saved with the model and read by data pipelines.
     mean: tuple[float, ...] = ()  # of pixel values from 0 to 1, for each channel
     std: tuple[float, ...] = ()  # inputs are (pixel - mean) / std
     resample: str = "bilinear"  # filter that resizes pictures
@@ -159,7 +159,8 @@ class Layer(nnx.Module):
         out_BTD = self.attention(self.attention_norm(x_BTD))
         x_BTD = x_BTD + checkpoint_name(out_BTD, "sublayer")
         x_BTD = x_BTD + checkpoint_name(self.mlp(self.mlp_norm(x_BTD)), "sublayer")
-        return constrain(x_BTD, "batch", "residual_seq", "act_embed")  # whatever splits the biases
+        # Rules may split biases; the residual stream stays whole.
+        return constrain(x_BTD, "batch", "residual_seq", "act_embed")
 
 
 class ViT(nnx.Module):
@@ -172,7 +173,7 @@ class ViT(nnx.Module):
         axes = ("patch_rows", "patch_columns", "channels", "embed")
         self.patch = param(rngs, (P, P, C, D), axes, (P * P * C) ** -0.5)
         self.patch_bias = param(rngs, (D,), ("norm",), 0.0)
-        # Nearly as large as embeddings of patches, so that small models soon know where a patch is.
+        # Nearly as large as patch embeddings, so that small models soon learn where a patch is.
         self.class_token = param(rngs, (D,), ("norm",), 0.5)
         self.positions = param(rngs, (T, D), ("positions", "embed"), 0.5)
         # Every parameter of the layers starts with dim L, logical axis `layers`.
@@ -241,7 +242,8 @@ class ViT(nnx.Module):
 
 class SelfAttention(nnx.Module):
     """Multi-head attention (Vaswani et al. 2017) of every position to every other. Tensor
-    parallelism splits the heads, and then the output costs one all-reduce.
+    parallelism splits the heads, and then the output costs one all-reduce. XLA computes it on all
+    platforms, with all scores of a head in memory.
     """
 
     def __init__(self, config: Config, *, rngs: nnx.Rngs):
