@@ -355,25 +355,26 @@ def test_the_last_part_of_a_harmony_answer_is_the_answer(capfd, tmp_path):
     assert (found["answer"], found["ended"]) == (" Yes 🦊", True)
 
 
-@pytest.mark.full
-def test_a_gpt_oss_folder_s_template_asks_it(inside, quick, tmp_path, monkeypatch):
+def test_a_gpt_oss_folder_s_own_template_asks_it(inside, tmp_path, monkeypatch):
+    """The command reads a folder like the published ones; what the model writes is made up here."""
     config = dataclasses.replace(
         gpt_oss.Config.tiny(), vocab_size=576, num_layers=1, num_experts=2, capacity=None
     )
-    shapes, random = hf.folder.shapes_of("gpt_oss", config)["params"], np.random.default_rng(0)
-    params = {path: random.normal(0, 0.2, x.shape) for path, x in paths(shapes).items()}
-    tokens = tokenizer.from_files(small_tokenizers.harmony())
-    read = lambda path: np.float32(params[path])  # noqa: E731
+    shapes = paths(hf.folder.shapes_of("gpt_oss", config)["params"])
+    read = lambda path: np.zeros(shapes[path].shape, np.float32)  # noqa: E731
+    tokens, asked = tokenizer.from_files(small_tokenizers.harmony()), []
     hf.write(tmp_path / "oss", "gpt_oss", config, 128, read, tokens)
     assert (tmp_path / "oss" / "chat_template.jinja").read_text() == small_tokenizers.HARMONY
-    asked, ask = [], tokenizer.Tokenizer.ask
-    monkeypatch.setattr(
-        tokenizer.Tokenizer, "ask", lambda self, messages: asked.append(ask(self, messages)) or asked[-1]
-    )
-    flags = ("--chat", "--prompt=Hi", "--max_new_tokens=3", "--temperature=0", "--mesh=1x1")
-    done = inside("recipes.generate", f"--restore_from=hf:{tmp_path / 'oss'}", *flags)
+
+    def write(self, prompts, max_new_tokens, first=0):
+        asked.extend(prompts)
+        yield from tokens.encode_rendered("<|channel|>final<|message|>Hello.<|return|>")[:, None]
+
+    monkeypatch.setattr(Generator, "__call__", write)
+    flags = (f"--restore_from=hf:{tmp_path / 'oss'}", "--chat", "--prompt=Hi", "--mesh=1x1")
+    done = inside("recipes.generate", *flags)
     assert (done.code, done.err) == (0, "")
-    assert f"Read {len(asked[0])} tokens" in done.out
+    assert done.out.endswith("\n[final] Hello.\n")
     np.testing.assert_array_equal(asked[0], tokens.ask([{"role": "user", "content": "Hi"}]))
 
 
