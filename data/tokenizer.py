@@ -130,10 +130,11 @@ class Tokenizer:
         return self._library.decode(ids, skip_special_tokens=True)
 
     @functools.cached_property
-    def marks(self) -> dict[int, str]:
+    def marks(self) -> dict[int | None, str]:
         """HARMONY by the tokens' ids; {} for other chat formats."""
-        library = self._library if self.files else None
-        found = {library and library.token_to_id(token): text for token, text in HARMONY.items()}
+        if not self.files:
+            return {}
+        found = {self._library.token_to_id(token): text for token, text in HARMONY.items()}
         return {} if None in found else found
 
     def last_part(self, tokens) -> Any:

@@ -85,7 +85,9 @@ class Config:
         known = type(self).lora_targets
         for name in self.lora_targets:
             if name not in known:
-                raise ValueError(f"lora_targets has {name!r}, which is not one of {', '.join(known)}")
+                raise ValueError(
+                    f"lora_targets has {name!r}, which is not one of {', '.join(known)}"
+                )
 
     @classmethod
     def tiny(cls) -> "Config":

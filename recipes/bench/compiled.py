@@ -19,7 +19,6 @@ from recipes.common.runtime.mesh import make_mesh
 from recipes.common.runtime.terminal import print0
 from zoo.transformer import SIZES
 
-
 ATTENTIVE = [name for name in entries.ENTRIES if name not in ("dot_relu_dot", "mlp")]
 
 

@@ -89,7 +89,9 @@ def mesh_name(axes: dict[str, int]) -> str:
     >>> mesh_name({"data": 4, "model": 2}), mesh_name({"data": 2, "seq": 4})
     ('4x2', 'data=2,seq=4')
     """
-    return describe(axes) if {"pipe", "seq", "expert"} & {*axes} else "x".join(map(str, axes.values()))
+    return (
+        describe(axes) if {"pipe", "seq", "expert"} & {*axes} else "x".join(map(str, axes.values()))
+    )
 
 
 def caveats(kinds: list[str]) -> list[str]:

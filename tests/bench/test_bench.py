@@ -24,11 +24,11 @@ from recipes.common.analysis import memory as analysis_memory
 from recipes.common.analysis import targets as aot
 from recipes.common.analysis.memory import memory_parts
 from recipes.common.analysis.textbook import device_tokens, of_weights, textbook, transfers
-from recipes.common.runtime.errors import Stopped, UserError
 from recipes.common.entries import model as model_of
+from recipes.common.runtime.errors import Stopped, UserError
 from recipes.common.runtime.mesh import make_mesh, parse
-from recipes.common.sharding.layout import make_layout
 from recipes.common.sharding.compiler_options import COMPILER_OPTIONS
+from recipes.common.sharding.layout import make_layout
 from tests.by_hand.hlo_programs import ACROSS_SLICES
 from tests.conftest import ROOT, full_except
 from tests.support.entries import CASES, ENTRIES
@@ -747,7 +747,9 @@ def test_collectives_compiles_a_step_of_any_entry_with_attention(
 
 def test_a_vit_s_activations_are_those_of_its_positions():
     """Two all-reduces forward and two backward, of 6 images' 17 positions on a device of 4x2."""
-    layout = make_layout(model_of("vit"), ENTRIES["vit"].config, make_mesh("4x2"), "tp", batch_size=24)
+    layout = make_layout(
+        model_of("vit"), ENTRIES["vit"].config, make_mesh("4x2"), "tp", batch_size=24
+    )
     sent = sum(x.bytes for x in transfers(layout) if x.purpose == "activations")
     assert sent == 2 * 4 * 6 * 17 * 32 * 4
 

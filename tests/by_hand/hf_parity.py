@@ -299,7 +299,7 @@ def make_adapter(base: pathlib.Path, modules: list[str], folder: pathlib.Path) -
     config = peft.LoraConfig(r=3, lora_alpha=4, target_modules=modules, **kind)
     model = peft.get_peft_model(model, config)
     with torch.no_grad():
-        for name, weight in model.named_parameters():
+        for weight in model.parameters():
             if weight.requires_grad:
                 weight.copy_(0.3 * torch.randn(weight.shape))
     model.peft_config["default"].base_model_name_or_path = base.name  # not where it was today
@@ -401,7 +401,10 @@ def compare_side_by_side(work: pathlib.Path) -> None:
     """Compares our adapter of GPT-2, whose q, k and v each have an A, with what PEFT makes of it."""
     base, out, merged = GOLDEN / "gpt2", work / "side_by_side", work / "merged"
     plain = checkpoint.find(f"hf:{base}").config
-    config, random = dataclasses.replace(plain, lora_rank=2, lora_alpha=6.0), np.random.default_rng(2)
+    config, random = (
+        dataclasses.replace(plain, lora_rank=2, lora_alpha=6.0),
+        np.random.default_rng(2),
+    )
     factors = {
         path: random.normal(0, 0.3, leaf.shape).astype(np.float32)
         for path, leaf in paths(hf.folder.shapes_of("gpt2", config)["params"]).items()

@@ -607,7 +607,7 @@ def test_logits_with_a_peft_adapter_match_peft(name, mesh):
 @pytest.mark.full
 @pytest.mark.parametrize("name", FAMILY)
 def test_a_family_s_adapter_beside_its_base_matches_peft(name):
-    """As in training, on a mesh. GPT-2's q, k and v share an A; ViT has a head of its own."""
+    """Nothing is merged, on a mesh. GPT-2's q, k and v share an A; ViT has a head of its own."""
     wanted = np.load(GOLDEN / f"{name}_lora" / "logits.npy")
     source = checkpoint.find(GOLDEN / f"{name}_lora", base=f"hf:{GOLDEN / name}")
     config, (mesh, rules) = source.adapter.config, FAMILIES[name].meshes[1]

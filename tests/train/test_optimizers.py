@@ -46,7 +46,9 @@ def layout_and_optimizer(entry: str, name: str, mesh: str, **options):
 
 
 # Of a family, which matrices there are is new, not how an optimizer treats them.
-CASES = [(e, name) for e in ENTRIES for name in OPTIMIZERS if e not in FAMILY_CASES or name == "muon"]
+CASES = [
+    (e, name) for e in ENTRIES for name in OPTIMIZERS if e not in FAMILY_CASES or name == "muon"
+]
 
 
 @pytest.mark.parametrize(("entry", "name"), CASES)

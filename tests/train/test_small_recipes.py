@@ -202,7 +202,13 @@ def test_vit_trains_an_adapter_and_a_new_head(train, quick, pets, tmp_path):
     """Only these are saved; merged with the base on another mesh, they give the run's figures."""
     theirs, work = ROOT / "tests" / "golden" / "hf" / "vit", tmp_path / "v"
     data = (f"--dataset={pets}", "--batch_size=16")
-    flags = (f"--restore_from=hf:{theirs}", "--mesh=2x2", "--lora_rank=2", f"--workdir={work}", *data)
+    flags = (
+        f"--restore_from=hf:{theirs}",
+        "--mesh=2x2",
+        "--lora_rank=2",
+        f"--workdir={work}",
+        *data,
+    )
     more = ("--steps=20", "--learning_rate=0.01", "--warmup_steps=2", "--lora_targets=q,v")
     out = train("vit", *flags, *more)
     # Two layers of A [32, 2] and B [2, 32] for q and v, and a head [32, 3] with a bias.
@@ -214,7 +220,10 @@ def test_vit_trains_an_adapter_and_a_new_head(train, quick, pets, tmp_path):
     assert line in train("vit", f"--restore_from={work}", "--mesh=1x4", "--steps=0", *data)
     train("hf", "export", f"--source={work}", f"--target={tmp_path / 'peft'}", "--adapter")
     keys = json.loads((tmp_path / "peft" / "adapter_config.json").read_text())
-    assert (keys["modules_to_save"], keys["target_modules"]) == (["classifier"], ["q_proj", "v_proj"])
+    assert (keys["modules_to_save"], keys["target_modules"]) == (
+        ["classifier"],
+        ["q_proj", "v_proj"],
+    )
 
 
 @pytest.mark.parametrize("entry", ["dot_relu_dot", "mlp", "vit"])

@@ -15,6 +15,7 @@ from recipes.common.train.state import new_state
 from tests.support.entries import FAMILY_CASES
 from tests.support.quick import quick as quick
 from tests.support.runs import TINY, assert_bit_equal, records, state_of
+
 pytestmark = pytest.mark.promise("definitions")
 
 # The fast tier checks the newest Flax only, the full tier both.

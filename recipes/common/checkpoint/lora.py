@@ -54,8 +54,9 @@ class Adapted:
         return self.adapter.metadata | {"config": config, "base": located, "context": context}
 
     def shapes(self) -> Tree:
-        found, own = self.base.shapes(), whole(paths(self.adapter.shapes()["params"]))
-        return found | {"params": nested(paths(found["params"]) | own)}
+        found, own = self.base.shapes(), paths(self.adapter.shapes()["params"])
+        head = {path: leaf for path, leaf in own.items() if "/lora/" not in path}
+        return found | {"params": nested(paths(found["params"]) | head)}
 
     def tokenizer(self) -> Tokenizer | None:
         """The adapter's tokenizer, completed by the base's files (end-of-text tokens, for example)."""
@@ -131,11 +132,6 @@ class Adapted:
                     "it; use that, or start a new adapter on a merged model (recipes.hf export, or "
                     "recipes.publish)"
                 )
-
-
-def whole(parameters: dict[str, Any]) -> dict[str, Any]:
-    """Those of an adapter's parameters, path → value, that are not factors."""
-    return {path: x for path, x in parameters.items() if "/lora/" not in path}
 
 
 def factors(names) -> dict[str, tuple[str, str]]:

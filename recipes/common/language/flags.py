@@ -8,7 +8,6 @@ from data.batches import Dataset
 from data.tokenizer import Tokenizer
 from recipes.common.runtime import flag
 from recipes.common.train import adapters
-from recipes.common.train.adapters import targets_flag as lora_targets_flag
 from recipes.common.train.optimizer import OPTIMIZERS
 from zoo.attention import SCHEDULES, WAYS
 
