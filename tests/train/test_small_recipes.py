@@ -100,7 +100,7 @@ def test_mlp_learns_digits(train, run, tmp_path):
 
 
 @pytest.mark.full
-def test_vit_learns_digits(train, tmp_path):
+def test_vit_learns_digits(train, quick, tmp_path):
     """A short run without crops; the default has 1,000 steps and gets 98.6% right."""
     flags = ("--mesh=1x2", "--steps=60", "--crop=false", "--warmup_steps=10")
     out = train("vit", *flags, f"--workdir={tmp_path}")
