@@ -62,7 +62,9 @@ def test_a_device_s_layers_are_filled(rules, device, held):
     panel = {which: layout for which, layout in layouts().items() if which[0] == rules}
     at = (1 + L + 2 * len(picture.PLACES)) * device + 1
     fills = [x.attrib["fill"] for x in drawn_boxes(panel)[at : at + L]]
-    assert "".join(str(i) for i, fill in enumerate(fills) if fill == picture.INK["light"][2]) == held
+    assert (
+        "".join(str(i) for i, fill in enumerate(fills) if fill == picture.INK["light"][2]) == held
+    )
 
 
 @pytest.mark.parametrize(
@@ -80,7 +82,8 @@ def test_a_device_s_layers_are_filled(rules, device, held):
 def test_a_device_s_part_is_filled_in_place(rules, device, array, parts):
     panel = {which: layout for which, layout in layouts().items() if which[0] == rules}
     boxes = [
-        [float(x.attrib[name]) for name in ("x", "y", "width", "height")] for x in drawn_boxes(panel)
+        [float(x.attrib[name]) for name in ("x", "y", "width", "height")]
+        for x in drawn_boxes(panel)
     ]
     # A device has a box of its own, one for each layer, and for each array the part that it holds
     # and the outline.

@@ -103,9 +103,7 @@ CASES = [
 FAST = [CASES[1], CASES[13]]
 
 
-@pytest.mark.parametrize(
-    ("entry", "mesh", "strategy", "changes"), full_except(CASES, FAST)
-)
+@pytest.mark.parametrize(("entry", "mesh", "strategy", "changes"), full_except(CASES, FAST))
 def test_losses_and_gradients_are_those_of_one_device(entry, mesh, strategy, changes):
     changes = dict(changes)
     accumulate = changes.pop("accumulate", 1)

@@ -160,9 +160,7 @@ def test_gradients_are_scattered_in_float32():
         "transformer", deep("transformer", dtype="bfloat16"), "data=2,pipe=4", "fsdp_pp"
     )
     example = dict.fromkeys(batch(), jax.ShapeDtypeStruct((T,), np.int32))
-    text = layout.lower(
-        step(layout), layout.variables(), layout.abstract_batch(example)
-    ).as_text()
+    text = layout.lower(step(layout), layout.variables(), layout.abstract_batch(example)).as_text()
     pattern = r"reduce_scatter.*?scatter_dimension = (\d).*?-> tensor<(\S+)x(\w+)>"
     found = [
         (int(dim), shape.split("x"), dtype)
@@ -263,7 +261,12 @@ def test_activations_travel_and_gradients_are_reduced_once(schedule):
 @pytest.mark.full
 def test_gradients_stay_split_over_other_axes():
     """Each device scatters its half of up's columns; XLA would gather the other half first."""
-    case = "transformer", deep("transformer", sliding_window=7), "data=2,pipe=2,model=2", "fsdp_pp_tp"
+    case = (
+        "transformer",
+        deep("transformer", sliding_window=7),
+        "data=2,pipe=2,model=2",
+        "fsdp_pp_tp",
+    )
     trained(*case)
     found = [x for x in collectives(TEXTS[case]) if x.kind == "reduce-scatter"]
     shapes = {shape for x in found for shape in x.shapes}

@@ -88,7 +88,9 @@ def _part(array: jax.ShapeDtypeStruct, device: jax.Device) -> list[tuple[int, in
 
 def _layers(array: jax.ShapeDtypeStruct, device: jax.Device) -> tuple[int, int]:
     """(first, end) of the layers of a stacked weight that a device holds."""
-    first, end, _ = array.sharding.devices_indices_map(array.shape)[device][0].indices(array.shape[0])
+    first, end, _ = array.sharding.devices_indices_map(array.shape)[device][0].indices(
+        array.shape[0]
+    )
     return first, end
 
 

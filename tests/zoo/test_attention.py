@@ -264,7 +264,13 @@ def constants(traced) -> list[np.ndarray]:
             # Devices with parts of rows: a block of `splash` each on a ring.
             ("splash", "fsdp_cp", "data=4,seq=2", "full", FEW | {"context": "all-to-all"}),
             ("splash", "fsdp_cp", "data=4,seq=2", "full", FEW | {"context": "ring"}),  # in stripes
-            ("splash", "cp", "data=2,seq=4", "none", FEW | {"context": "ring", "sliding_window": 150}),
+            (
+                "splash",
+                "cp",
+                "data=2,seq=4",
+                "none",
+                FEW | {"context": "ring", "sliding_window": 150},
+            ),
         ],
         fast=[("splash", "hsdp_tp", "2x2x2", "full", {})],
     ),
@@ -284,9 +290,7 @@ def loss_and_gradients(config: Config, mesh: str, strategy: str, T: int) -> tupl
     B = 8
     tokens = np.random.default_rng(0).integers(0, 257, (B, T + 1), np.int32)
     batch = {"tokens": tokens[:, :-1], "targets": tokens[:, 1:], "segment_ids": documents(B, T)}
-    layout = make_layout(
-        Transformer, config, make_mesh(mesh), strategy, batch_size=B, seq_len=T
-    )
+    layout = make_layout(Transformer, config, make_mesh(mesh), strategy, batch_size=B, seq_len=T)
 
     def both(batch):
         variables = variables_of(layout.build())
