@@ -33,8 +33,8 @@ SAMPLE = 1_000  # pictures from which mean and standard deviation are computed
 class Images(grain.sources.RandomAccessDataSource):
     """Examples {"image": float32 [W, W, C], "label": int32}.
 
-    Number n + e · len(self) is picture n in epoch e: random crops and flips are a function of
-    (seed, e, n), so batches are the same on any number of processes.
+    Number n + e · len(self) is picture n in epoch e. Random crops and flips depend on (seed, e, n)
+    alone, so any number of processes gets the same batches.
     """
 
     def __init__(
@@ -42,13 +42,8 @@ class Images(grain.sources.RandomAccessDataSource):
         seed: int = 0,
     ):  # fmt: skip
         """`pixels` is a sequence of uint8 [W, W, C]; mean and std are for values from 0 to 1."""
-        self.pixels, self.label_N, self.crop, self.flip, self.seed = (
-            pixels,
-            label_N,
-            crop,
-            flip,
-            seed,
-        )
+        self.pixels, self.label_N = pixels, label_N
+        self.crop, self.flip, self.seed = crop, flip, seed
         self.mean, self.std = (np.asarray(x, np.float32) for x in (mean, std))
 
     def __len__(self):
@@ -92,7 +87,7 @@ class Files(Sequence):
         try:
             with PIL.Image.open(self.paths[i]) as picture:
                 return resized(picture, *self.form)
-        except (OSError, SyntaxError, ValueError):  # of PIL, for broken files
+        except (OSError, SyntaxError, ValueError):  # Pillow raises these for broken files
             raise broken(self.dataset, self.paths[i]) from None
 
 
@@ -115,7 +110,7 @@ def load(
     Args:
       dataset: "digits", a path, or "hf:NAME"; see the module's docstring.
       channels: 1 (grey) or 3 (RGB); 0: those of the pictures.
-      labels: names of a model's classes, in its order; used if they include all of the dataset's.
+      labels: names of a model's classes, in its order; kept if they include all of the dataset's.
       mean, std: of each channel, for values from 0 to 1; empty: those of the training pictures.
       resample: filter to resize with, one of FILTERS.
       crop: cuts training pictures at random, after repeating their edges by an eighth on each side.
@@ -172,7 +167,7 @@ def load(
 
 
 def _folder(root: pathlib.Path, dataset: str, size: int, channels: int, resample: str):
-    """(names of classes, channels, training pictures and labels, those to evaluate on)."""
+    """Returns (names of classes, channels, (training pictures, labels), (held-out ones, labels))."""
     inner = root / "train" if (root / "train").is_dir() else root
     classes = _classes(inner, dataset)
     names, held = (
@@ -263,7 +258,7 @@ def _rows(
     channels: int,
     resample: str,
 ):
-    """Reads a dataset of the Hub, or files of the same structure. Returns as `_folder`."""
+    """Reads a dataset of the Hub, or files of the same structure. Returns what `_folder` does."""
     name = str(path) if path.is_dir() else dataset.removeprefix("hf:")
     if dataset == "digits":
         name = str(DIGITS)

@@ -39,6 +39,10 @@ PAIRS = ("vocab.json", "merges.txt")  # of a byte-level BPE, in old repositories
 PIECES = ("tokenizer.model", "spiece.model", "sentencepiece.bpe.model")  # unsupported formats
 CONTROL = ("bos", "eos", "unk", "sep", "pad", "cls", "mask")  # NAME_token, for templates
 GPT2_END = "<|endoftext|>"  # ends a document in byte-level vocabularies; old files don't mark it
+# Control tokens that divide an answer of GPT-OSS into parts (harmony) → how a terminal shows them:
+# [analysis] The user asks …
+# assistant[final] Paris.
+HARMONY = {"<|start|>": "\n", "<|channel|>": "[", "<|message|>": "] ", "<|end|>": ""}
 START = 256  # starts each document of bytes
 PADDED = 384  # vocabulary of our byte models: 257, padded to a multiple of 128
 
@@ -124,6 +128,19 @@ class Tokenizer:
         if not self.files:
             return bytes(t for t in ids if t < START).decode(errors="replace")
         return self._library.decode(ids, skip_special_tokens=True)
+
+    @functools.cached_property
+    def marks(self) -> dict[int | None, str]:
+        """HARMONY by the tokens' ids; {} for other chat formats."""
+        if not self.files:
+            return {}
+        found = {self._library.token_to_id(token): text for token, text in HARMONY.items()}
+        return {} if None in found else found
+
+    def last_part(self, tokens) -> Any:
+        """The tokens of an answer's last part, after its channel; all tokens in other formats."""
+        begins = [i for i, token in enumerate(tokens) if self.marks.get(int(token)) == "] "]
+        return tokens[begins[-1] + 1 :] if begins else tokens
 
     def stream(self, after=()) -> "Stream":
         """Decodes token by token."""
@@ -211,6 +228,9 @@ class Stream:
         self._held: list[int] = []  # tokens without text so far
 
     def put(self, token: int) -> str:
+        if (mark := self._tokenizer.marks.get(token)) is not None:
+            text, self._shown = self.rest(), ()
+            return text + mark
         self._held.append(token)
         text = self._tokenizer.decode(self._held, self._shown)
         if not text or text.endswith("\ufffd"):  # perhaps a part of a character

@@ -209,17 +209,15 @@ def sampling(flags: Generate, tokenizer: Tokenizer) -> Sampling:
 
 
 def answer(generator: Generator, question: Question, limit: Limit) -> str:
-    """Prints one answer as it is generated, and returns it."""
+    """Prints one answer as it is generated, and returns it; of several parts, the last."""
     stream = limit.tokenizer.stream(question.after)
-    text = ""
+    tokens: list[int] = []
     show(question.begins)
     for (token,) in generator([question.tokens], limit.new_tokens(question)):
-        piece = stream.put(int(token))
-        show(piece)
-        text += piece
-    rest = stream.rest()
-    show(rest + "\n")
-    return text + rest
+        tokens.append(int(token))
+        show(stream.put(tokens[-1]))
+    show(stream.rest() + "\n")
+    return limit.tokenizer.decode(limit.tokenizer.last_part(tokens), question.after)
 
 
 def answer_all(
@@ -238,7 +236,9 @@ def answer_all(
             tokens = tokens[:room]
             written = tokens[tokens >= 0]
             row = question.row | {
-                "answer": limit.tokenizer.decode(written, question.after),
+                "answer": limit.tokenizer.decode(
+                    limit.tokenizer.last_part(written), question.after
+                ),
                 "ended": bool(np.isin(written[-1:], generator.end).any()),
                 "tokens": len(written),
             }

@@ -19,6 +19,7 @@ from recipes.common.runtime.start import start
 from recipes.common.runtime.terminal import print0
 from recipes.common.sharding.abstract import Tree
 from recipes.common.sharding.layout import Layout, make_layout
+from recipes.common.sharding.rules import check_length
 from recipes.common.train.optimizer import LearningRate, adamw
 from recipes.common.train.step import TrainStep
 
@@ -41,6 +42,7 @@ def main(flags: Flags) -> None:
     if flags.size not in zoo.SIZES:
         raise UserError(f"--size={flags.size} is not one of {', '.join(zoo.SIZES)}")
     config = zoo.SIZES[flags.size]()
+    check_length(config, flags.seq_len)
     # The first mesh determines how many devices are simulated.
     largest_first = sorted(names, key=lambda name: -math.prod(parse(name).values()))
     meshes = {name: make_mesh(name) for name in largest_first}

@@ -30,6 +30,7 @@ from recipes.common.analysis.targets import TooLarge, compile_step, missing_comp
 from recipes.common.runtime import UserError, flag, print0
 from recipes.common.runtime.start import start
 from recipes.common.sharding import make_layout
+from recipes.common.sharding.rules import check_length
 from recipes.common.train.optimizer import LearningRate, adamw
 from recipes.common.train.step import TrainStep
 
@@ -103,11 +104,7 @@ def make_job(flags: Flags, devices: Devices) -> Job:
         dtype = "float32" if devices.kind == "cpu" else "bfloat16"
         config = dataclasses.replace(config, dtype=dtype)
     length = flags.seq_len if "vocab_size" in fields else 0
-    if length > getattr(config, "max_positions", length):
-        raise UserError(
-            f"--seq_len={length} is more than the {config.max_positions} positions that the model "
-            f"learns; use at most --seq_len={config.max_positions}"
-        )
+    check_length(config, length)
     tokens = 16 * devices.count * max(length, 1)
     if flags.batch_tokens:
         number = re.fullmatch(r"(\d{1,15})([KM]?)", flags.batch_tokens)

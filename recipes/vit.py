@@ -18,6 +18,7 @@ from recipes.common.classification import confusion, show
 from recipes.common.runtime import Run, UserError, flag, make_mesh, print0
 from recipes.common.runtime.start import start
 from recipes.common.sharding import make_layout
+from recipes.common.train import adapters
 from recipes.common.train.loop import finish, fit
 from recipes.common.train.optimizer import OPTIMIZERS, LearningRate, hidden_matrices, make_optimizer
 from recipes.common.train.step import TrainStep
@@ -25,8 +26,13 @@ from zoo.layers import REMAT_POLICIES
 from zoo.vit import SIZES, Config, ViT
 
 # For --optimizer=muon: logical axes of weights that are not hidden matrices, and of stacks of them.
-MATRICES = {"ends": ("channels", "positions", "classes"), "stacks": ("layers",)}
+MATRICES = {
+    "ends": ("channels", "positions", "classes"),
+    "stacks": ("layers",),
+    "ranks": ("lora",),
+}
 HEAD = ("head", "head_bias")  # parameters that other classes need anew
+KERNEL = "attention: xla, because the kernels attend to earlier positions alone"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,6 +55,10 @@ class Flags:
         "", "What a layer keeps for its backward pass; empty: the size's default.", "model",
         choices=["", *REMAT_POLICIES], may_change=True,
     )  # fmt: skip
+    lora_rank: int = adapters.rank_flag()
+    lora_alpha: float = adapters.alpha_flag()
+    lora_targets: str = adapters.targets_flag(Config.lora_targets)
+    base: str = adapters.base_flag()
     dataset: str = flag(
         "digits",
         "Pictures: digits, a folder with one subfolder for each class, or hf:NAME.",
@@ -93,6 +103,7 @@ def main(run: Run, flags: Flags) -> None:
     if folder.source and given["labels"] != config.labels:
         folder = dataclasses.replace(folder, source=NewHead(folder.source, layout, HEAD))
         print0(f"The head is new and starts at zero, for {config.classes} other classes.")
+    print0(KERNEL)
 
     # ---- Step, state and training ----------------------------------------------------------------
     lr = LearningRate(run.learning_rate, flags.warmup_steps, run.steps, run.schedule)
@@ -116,8 +127,10 @@ def model_config(flags: Flags, start: checkpoint.Source | None, platform: str) -
     size = SIZES[flags.size or "small"]()
     dtype = flags.dtype or ("float32" if platform == "cpu" else "bfloat16")
     try:
-        config = checkpoint.configure(size, None if flags.size else start, flags)
-        return dataclasses.replace(config, dtype=dtype)
+        given = dataclasses.replace(flags, lora_targets="")  # lora_fields reads it
+        config = checkpoint.configure(size, None if flags.size else start, given)
+        fields = adapters.lora_fields(flags, Config.lora_targets)
+        return dataclasses.replace(config, dtype=dtype, **fields)
     except ValueError as error:
         if isinstance(error, UserError):
             raise

@@ -49,7 +49,7 @@ class Config:
     layer_kinds: tuple[Kind, ...]
     query_scalar: int  # scores are divided by its square root; head_dim in most sizes
     qk_norm: bool = True  # Gemma 3
-    soft_cap: float | None = None  # of scores, in Gemma 2; the kernels: language_models.md
+    soft_cap: float | None = None  # of scores, in Gemma 2; some kernels lack it
     logits_soft_cap: float | None = None  # in Gemma 2
     norm_eps: float = 1e-6
     tie_embeddings: bool = True

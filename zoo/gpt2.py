@@ -1,7 +1,7 @@
 """GPT-2: the decoder-only language model of Radford et al. (2019).
 
-LayerNorm before each sublayer (Ba et al. 2016), learned position embeddings, attention with as many
-kv heads as heads, an MLP with GELU, and biases everywhere. The unembedding is the token table.
+It has LayerNorm before each sublayer (Ba et al. 2016), learned position embeddings, attention with
+as many kv heads as heads, an MLP with GELU, and biases everywhere. The token table unembeds too.
 
 Shapes: B batch, T positions, D embed, N heads, H head dim, F mlp, V vocab, L layers, P learned
 positions.
@@ -9,7 +9,7 @@ positions.
     model = GPT2(Config.tiny(), rngs=nnx.Rngs(0))
     logits_BTV = model(tokens_BT)
 
-RULES, at the end of this file, shard it on a mesh as transformer.py shows.
+RULES, at the end of this file, shard it on a mesh; transformer.py shows how.
 """
 
 import dataclasses
@@ -43,7 +43,7 @@ class Config:
     num_layers: int
     num_heads: int
     mlp: int  # F, hidden width of the MLP
-    max_positions: int = 1_024  # P: a row has at most so many tokens
+    max_positions: int = 1_024  # P, most tokens of a row
     norm_eps: float = 1e-5
     layer_kinds: tuple[Kind, ...] = (Kind(window=None, rope_theta=None),)  # one for all layers
     lora_targets: tuple[str, ...] = ("q", "k", "v", "o", "up", "down")
@@ -137,9 +137,8 @@ class Layer(nnx.Module):
         out_BTD, kv = self.attention(self.attention_norm(x_BTD), at, kind, past)
         x_BTD += checkpoint_name(out_BTD, "sublayer")
         x_BTD += checkpoint_name(self.mlp(self.mlp_norm(x_BTD)), "sublayer")
-        return constrain(
-            x_BTD, "batch", "residual_seq", "act_embed"
-        ), kv  # however biases are split
+        # Rules may split biases; the residual stream stays whole.
+        return constrain(x_BTD, "batch", "residual_seq", "act_embed"), kv
 
 
 class GPT2(nnx.Module):
@@ -176,12 +175,12 @@ class GPT2(nnx.Module):
         return self._layers(x_BTD, at)[0], {}
 
     def embed_tokens(self, tables, tokens_BT, positions_BT=None):
-        """Adds the embeddings of tokens and of their places in the row: [B, T, D]."""
+        """The sum of the embeddings of tokens and of their positions: [B, T, D]."""
         (B, T), P = tokens_BT.shape, self.config.max_positions
         if T > P:
             raise ValueError(f"a row has {T} tokens, and the model has learned {P} positions")
         places_BT = positions(self.config, tokens_BT, None, positions_BT).numbers
-        # Left padding has places below 0.
+        # Left padding has positions below 0.
         places_BT = jnp.broadcast_to(jnp.clip(places_BT, 0, P - 1), (B, T))
         learned = table_copies(self.positions, self.config.dtype)
         return look_up(tables[0], tokens_BT) + look_up(learned, places_BT)

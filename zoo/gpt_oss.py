@@ -233,7 +233,7 @@ class Experts(nnx.Module):
 
 complete = functools.partial(complete_tables, LOGICAL_AXES)
 
-# Strategy → logical axis → mesh axis: MoE's, in another order. What they cost: strategies.py.
+# Strategy → logical axis → mesh axis, as for MoE in another order; costs: strategies.py.
 RULES: dict[str, Rules] = complete(
     {
         "dp": DP,

@@ -52,7 +52,7 @@ class Config:
     channels: int = 3  # C, of the image
     classes: int = 1_000  # K
     norm_eps: float = 1e-12
-    # LoRA: x·W becomes x·W + (x·A)·B · lora_alpha / lora_rank. W is frozen; only A and B
+    # LoRA: x·W becomes x·W + (x·A)·B · lora_alpha / lora_rank. W is frozen; only A, B and the head
     # (nnx.LoRAParam) get gradients.
     lora_rank: int = 0  # columns of A and rows of B; 0: no adapters
     lora_alpha: float = 16.0
@@ -61,7 +61,7 @@ class Config:
     dtype: str = "float32"  # of activations and matmuls; parameters, norms and loss stay float32
     remat: str = "full"  # what a layer keeps for its backward pass: a key of REMAT_POLICIES
     unroll: int = 1  # layers per scan iteration; unrolling all: faster, slower to compile
-    # How pictures become inputs. It is saved with the model; data pipelines read it.
+    # How pictures become inputs: saved with the model and read by data pipelines.
     mean: tuple[float, ...] = ()  # of pixel values from 0 to 1, for each channel
     std: tuple[float, ...] = ()  # inputs are (pixel - mean) / std
     resample: str = "bilinear"  # filter that resizes pictures
@@ -82,6 +82,12 @@ class Config:
                 raise ValueError(f"{name} {whole} is not divisible by {part}")
         if self.remat not in REMAT_POLICIES:
             raise ValueError(f"remat {self.remat!r} is not one of {', '.join(REMAT_POLICIES)}")
+        known = type(self).lora_targets
+        for name in self.lora_targets:
+            if name not in known:
+                raise ValueError(
+                    f"lora_targets has {name!r}, which is not one of {', '.join(known)}"
+                )
 
     @classmethod
     def tiny(cls) -> "Config":
@@ -155,7 +161,8 @@ class Layer(nnx.Module):
         out_BTD = self.attention(self.attention_norm(x_BTD))
         x_BTD = x_BTD + checkpoint_name(out_BTD, "sublayer")
         x_BTD = x_BTD + checkpoint_name(self.mlp(self.mlp_norm(x_BTD)), "sublayer")
-        return constrain(x_BTD, "batch", "residual_seq", "act_embed")  # whatever splits the biases
+        # Rules may split biases; the residual stream stays whole.
+        return constrain(x_BTD, "batch", "residual_seq", "act_embed")
 
 
 class ViT(nnx.Module):
@@ -168,14 +175,15 @@ class ViT(nnx.Module):
         axes = ("patch_rows", "patch_columns", "channels", "embed")
         self.patch = param(rngs, (P, P, C, D), axes, (P * P * C) ** -0.5)
         self.patch_bias = param(rngs, (D,), ("norm",), 0.0)
-        # Nearly as large as embeddings of patches, so that small models soon know where a patch is.
+        # Nearly as large as patch embeddings, so that small models soon learn where a patch is.
         self.class_token = param(rngs, (D,), ("norm",), 0.5)
         self.positions = param(rngs, (T, D), ("positions", "embed"), 0.5)
         # Every parameter of the layers starts with dim L, logical axis `layers`.
         self.layers = stack(functools.partial(Layer, config), config.num_layers, rngs)
         self.final_norm = layer_norm(D, config.norm_eps, config.dtype)
-        self.head = param(rngs, (D, K), ("embed", "classes"), D**-0.5)
-        self.head_bias = param(rngs, (K,), ("classes",), 0.0)
+        trained = nnx.LoRAParam if config.lora_rank else nnx.Param  # beside adapters too
+        self.head = param(rngs, (D, K), ("embed", "classes"), D**-0.5, trained)
+        self.head_bias = param(rngs, (K,), ("classes",), 0.0, trained)
 
     def __call__(self, image_BWWC: jax.Array) -> jax.Array:
         """Returns logits [B, K] in float32. On a mesh, B must be divisible by the axes of `batch`."""
@@ -236,7 +244,8 @@ class ViT(nnx.Module):
 
 class SelfAttention(nnx.Module):
     """Multi-head attention (Vaswani et al. 2017) of every position to every other. Tensor
-    parallelism splits the heads, and then the output costs one all-reduce.
+    parallelism splits the heads, and then the output costs one all-reduce. XLA computes it on all
+    platforms, with all scores of a head in memory.
     """
 
     def __init__(self, config: Config, *, rngs: nnx.Rngs):

@@ -32,7 +32,7 @@ CONVENTION = (
 
 
 class Step(NamedTuple):
-    """A train step of the Transformer or MoE, ready to compile and run."""
+    """A train step of an entry, ready to compile and run."""
 
     config: Any
     layout: Layout
@@ -87,14 +87,24 @@ def make_step(
 
     Args:
       config: the model's Config.
+      seq_len: positions of a row; 0 for a model of images.
       segments: whether batches have segment ids, like the recipe's batches of packed documents.
     """
     layout = make_layout(model, config, mesh, rules, batch_size=batch_size, seq_len=seq_len)
     lr = LearningRate(1e-3, 10, 100)
     function = TrainStep(layout, adamw(lr, weight_decay=0.1, clip_norm=1.0), lr)
-    row = jax.ShapeDtypeStruct((seq_len,), np.int32)
-    example = {"tokens": row, "targets": row} | ({"segment_ids": row} if segments else {})
+    example = one_row(config, seq_len, segments)
     return Step(config, layout, function, function.abstract_state(), example)
+
+
+def one_row(config: Any, seq_len: int, segments: bool = False) -> dict[str, jax.ShapeDtypeStruct]:
+    """A row of a batch: tokens, or for a model without a vocabulary an image."""
+    if not hasattr(config, "vocab_size"):
+        shape = (config.image_size, config.image_size, config.channels)
+        image = jax.ShapeDtypeStruct(shape, np.float32)
+        return {"image": image, "label": jax.ShapeDtypeStruct((), np.int32)}
+    row = jax.ShapeDtypeStruct((seq_len,), np.int32)
+    return {"tokens": row, "targets": row} | ({"segment_ids": row} if segments else {})
 
 
 # ---- time ----------------------------------------------------------------------------------------

@@ -19,13 +19,12 @@ from recipes.common.runtime.mesh import make_mesh
 from recipes.common.runtime.terminal import print0
 from zoo.transformer import SIZES
 
+ATTENTIVE = [name for name in entries.ENTRIES if name not in ("dot_relu_dot", "mlp")]
+
 
 @dataclasses.dataclass(frozen=True)
 class CollectivesFlags(MeshFlags):
-    entry: str = flag(
-        "transformer", "Language model without experts.", "model",
-        choices=["transformer", "gpt2", "gemma3"],
-    )  # fmt: skip
+    entry: str = flag("transformer", "Zoo entry with attention.", "model", choices=ATTENTIVE)
     sizes: str = flag("124m", "Sizes of the model, comma-separated.", group="model")
     seq_len: int = flag(256, "Tokens of context.", group="data", at_least=1)
     tokens: int = flag(4_096, "Tokens per chip.", group="data", at_least=1)
@@ -56,13 +55,17 @@ def _collectives_row(
 ) -> None:
     chips, model = math.prod(axes.values()), axes.get("model", 1)
     mesh = topology(flags.kind, axes)
-    # Saving the sublayers' outputs saves tensor parallelism one of five all-reduces per layer.
-    remat = "sublayers" if model > 1 else "full"
-    rows = max(flags.tokens * chips // flags.seq_len, chips // model)
+    # Saving the sublayers' outputs saves tensor parallelism one of five all-reduces per layer, and
+    # saving what experts receive one of five all-to-alls.
+    remat = "sublayers" if model > 1 else "dispatched" if "expert" in axes else "full"
     dtype = "float32" if flags.kind == "cpu" else "bfloat16"  # XLA's CPU backend sends float32
     sizes, model_class = entries.zoo_file(flags.entry).SIZES, entries.model(flags.entry)
     config = dataclasses.replace(sizes[size](), dtype=dtype, remat=remat)
-    step = make_step(config, strategy, mesh, rows, flags.seq_len, True, model_class)
+    is_text = hasattr(config, "vocab_size")
+    positions = flags.seq_len if is_text else config.num_positions  # of a row
+    rows = max(flags.tokens * chips // positions, chips // model)
+    rows = rows if is_text else rows // chips * chips
+    step = make_step(config, strategy, mesh, rows, positions if is_text else 0, True, model_class)
     name = mesh_name(axes)
     compiled = compile_step(step, flags.kind, f"{size} {strategy} on {flags.kind} {name}")
     if isinstance(compiled, TooLarge):

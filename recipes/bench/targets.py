@@ -43,11 +43,12 @@ class MeshFlags:
 
     model: int = flag(
         0, "Chips along model; 0: the largest of 8, 4 and 2 that divides the kv heads and fits beside "
-        "pipe or seq, or 1 if the rules have replica groups.", at_least=0,
+        "pipe, seq or expert, or 1 if the rules have replica groups.", at_least=0,
     )  # fmt: skip
     group: int = flag(16, "Chips along fsdp, if the rules use it.", at_least=1)
     pipe: int = flag(4, "Chips along pipe, if the rules use it.", at_least=1)
     seq: int = flag(4, "Chips along seq, if the rules use it.", at_least=1)
+    expert: int = flag(8, "Chips along expert, if the rules use it.", at_least=1)
 
     def axes(self, size: str, chips: int, strategy: str, zoo: Any = transformer) -> dict[str, int]:
         """Mesh axis → chips along it. Raises UserError if the number of chips does not allow it.
@@ -57,8 +58,9 @@ class MeshFlags:
         """
         used, inner, stated = used_axes(zoo.RULES[strategy]), {}, []
         groups = "fsdp" in used
-        along = {axis: getattr(self, axis) for axis in ("pipe", "seq") if axis in used}
-        heads = zoo.SIZES[size]().num_kv_heads
+        along = {axis: getattr(self, axis) for axis in ("pipe", "seq", "expert") if axis in used}
+        config = zoo.SIZES[size]()
+        heads = getattr(config, "num_kv_heads", config.num_heads)
         model = self.model or (
             1 if groups else math.gcd(8, heads, max(chips // math.prod(along.values()), 1))
         )
@@ -82,12 +84,14 @@ class MeshFlags:
 
 
 def mesh_name(axes: dict[str, int]) -> str:
-    """A mesh's sizes, with the names of its axes if `pipe` or `seq` is one.
+    """A mesh's sizes, with the names of its axes if `pipe`, `seq` or `expert` is one.
 
     >>> mesh_name({"data": 4, "model": 2}), mesh_name({"data": 2, "seq": 4})
     ('4x2', 'data=2,seq=4')
     """
-    return describe(axes) if {"pipe", "seq"} & {*axes} else "x".join(map(str, axes.values()))
+    return (
+        describe(axes) if {"pipe", "seq", "expert"} & {*axes} else "x".join(map(str, axes.values()))
+    )
 
 
 def caveats(kinds: list[str]) -> list[str]:

@@ -13,6 +13,7 @@ import sys
 import types
 
 import jax
+import numpy as np
 import pytest
 
 from recipes.bench import common, compiled, gpu, memory, slices, targets
@@ -22,10 +23,12 @@ from recipes.common.analysis import flops, hlo
 from recipes.common.analysis import memory as analysis_memory
 from recipes.common.analysis import targets as aot
 from recipes.common.analysis.memory import memory_parts
-from recipes.common.analysis.textbook import device_tokens, of_weights, textbook
+from recipes.common.analysis.textbook import device_tokens, of_weights, textbook, transfers
+from recipes.common.entries import model as model_of
 from recipes.common.runtime.errors import Stopped, UserError
 from recipes.common.runtime.mesh import make_mesh, parse
 from recipes.common.sharding.compiler_options import COMPILER_OPTIONS
+from recipes.common.sharding.layout import make_layout
 from tests.by_hand.hlo_programs import ACROSS_SLICES
 from tests.conftest import ROOT, full_except
 from tests.support.entries import CASES, ENTRIES
@@ -60,6 +63,29 @@ def test_matmul_params_are_all_but_norms_and_the_input_embedding():
         norms = (2 * config.num_layers + 1) * config.embed
         lookup = 0 if config.tie_embeddings else config.vocab_size * config.embed
         assert flops.matmul_params(config) == whole - norms - lookup
+
+
+WIDE = {"embed": 256, "num_heads": 4, "num_kv_heads": 4, "head_dim": 64, "mlp": 1_024}
+WIDE |= {"vocab_size": 2_048, "capacity": 1.0, "image_size": 64, "patch": 8}
+ATTENTIVE = [name for name in ENTRIES if name not in ("dot_relu_dot", "mlp")]
+
+
+@pytest.mark.parametrize("entry", full_except(ATTENTIVE, ATTENTIVE[:1]))
+def test_flops_are_those_that_xla_counts(entry):
+    """A forward pass is a third of training; XLA also counts norms, softmax and activations."""
+    tiny, rows = ENTRIES[entry].config, 4
+    fields = {field.name for field in dataclasses.fields(tiny)}
+    changes = {name: value for name, value in WIDE.items() if name in fields}
+    layers = len(getattr(tiny, "layer_kinds", ())) or 1  # XLA counts a scan's body once
+    config = dataclasses.replace(tiny, num_layers=layers, **changes)
+    layout = make_layout(model_of(entry), config, make_mesh("1x1"), "dp")
+    if "vocab_size" in fields:
+        given, want = np.zeros((rows, 64), np.int32), flops.decoder(config, 64, rows)["full"]
+    else:
+        given = np.zeros((rows, 64, 64, config.channels), np.float32)
+        want = rows * flops.encoder(layout, config.num_positions)
+    forward = layout.lower(lambda v, x: layout.model.merge(v)(x), layout.variables(), given)
+    assert 1 < forward.cost_analysis()["flops"] / (want / 3) < 1.02
 
 
 TABLES = 2 * 512 * 32
@@ -687,6 +713,47 @@ def test_a_word_prints_its_table(word, inside, monkeypatch):
         assert len({row.count("|") for row in table}) == 1
 
 
+@pytest.mark.parametrize(
+    ("entry", "rules", "mesh", "remat", "rows"),
+    [
+        ("gpt2", "fsdp_cp_tp", {"data": 1, "seq": 2, "model": 4}, "sublayers", 16),
+        ("gemma3", "fsdp", {"data": 8}, "full", 16),
+        ("gpt_oss", "fsdp_ep", {"data": 2, "expert": 4}, "dispatched", 16),
+        ("vit", "fsdp_tp", {"data": 1, "model": 8}, "sublayers", 24),  # of 17 positions
+    ],
+)
+def test_collectives_compiles_a_step_of_any_entry_with_attention(
+    entry, rules, mesh, remat, rows, monkeypatch
+):
+    found = []
+
+    def compile_step(step, kind, name):
+        found.append(step)
+        return aot.TooLarge("does not fit", 0)
+
+    monkeypatch.setattr(compiled, "compile_step", compile_step)
+    compiled.collectives(
+        compiled.CollectivesFlags(
+            entry=entry, rules=rules, sizes="tiny", kind="cpu", chips="8", tokens=64, seq_len=32,
+            seq=2, expert=4,
+        )
+    )  # fmt: skip
+    (step,) = found
+    config = dataclasses.replace(ENTRIES[entry].config, remat=remat)
+    assert (dict(step.layout.mesh.shape), step.config) == (mesh, config)
+    assert step.layout.batch_size == rows
+    assert step.example.keys() >= ({"image", "label"} if entry == "vit" else {"segment_ids"})
+
+
+def test_a_vit_s_activations_are_those_of_its_positions():
+    """Two all-reduces forward and two backward, of 6 images' 17 positions on a device of 4x2."""
+    layout = make_layout(
+        model_of("vit"), ENTRIES["vit"].config, make_mesh("4x2"), "tp", batch_size=24
+    )
+    sent = sum(x.bytes for x in transfers(layout) if x.purpose == "activations")
+    assert sent == 2 * 4 * 6 * 17 * 32 * 4
+
+
 ABSENT = ("grain", "datasets", "matplotlib", "safetensors", "huggingface_hub",
           "tokenizers", "jinja2")  # fmt: skip
 ACCELERATOR = ("gpu", "collectives", "memory")  # the first makes no devices, the others eight
@@ -747,6 +814,7 @@ for command in {commands}:
         ("collectives", "--model=3", "--chips=16 is not divisible by --model=3 (rules 'tp_sp'); use a different --model"),
         ("collectives", "--group=6", "--chips=16 is not divisible by --group=6 times --model=1 (rules 'hsdp_tp_sp'); use a different --group"),
         ("collectives", "--model=32", "--chips=16 is not divisible by --model=32 (rules 'tp_sp'); use a different --model"),
+        ("collectives", "--entry=mlp", "--entry=mlp is not one of transformer, moe"),
         ("slices", "--slices=1,2", "--slices=1,2 must be whole numbers ≥ 2; try --slices=2,4"),
         ("slices", "--tokens=64", "--tokens=64 is not divisible by --seq_len=256; try --tokens=256"),
         ("slices", "--model=3", "--chips=16 is not divisible by --group=5 times --model=3 (rules 'hsdp_tp'); use a different --model"),

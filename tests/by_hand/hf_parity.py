@@ -223,6 +223,10 @@ ADAPTERS = {  # golden model → modules with an adapter of PEFT's
     "llama3": [*("q_proj", "k_proj", "v_proj", "o_proj"), *("gate_proj", "up_proj", "down_proj")],
     "qwen3": ["q_proj", "v_proj", "down_proj"],
     "mixtral": ["q_proj", "k_proj", "v_proj", "o_proj"],  # experts have no adapters here
+    "gpt2": ["c_attn", "c_proj", "c_fc"],  # q, k and v share an A
+    "gemma3": ["q_proj", "k_proj", "o_proj", "gate_proj"],
+    "gpt_oss": ["q_proj", "k_proj", "v_proj", "o_proj"],
+    "vit": ["q_proj", "v_proj", "o_proj", "fc2"],  # and a new head
 }
 
 SIZES = dict(
@@ -287,12 +291,16 @@ def make_adapter(base: pathlib.Path, modules: list[str], folder: pathlib.Path) -
     import transformers
 
     torch.manual_seed(1)
-    model = transformers.AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
-    config = peft.LoraConfig(r=3, lora_alpha=4, target_modules=modules, task_type="CAUSAL_LM")
+    theirs, classes = transformers.AutoConfig.from_pretrained(base), {}
+    if images := theirs.model_type == "vit":
+        classes = {"num_labels": 3, "ignore_mismatched_sizes": True}
+    model = loader(theirs).from_pretrained(base, dtype=torch.float32, **classes)
+    kind = {"modules_to_save": ["classifier"]} if images else {"task_type": "CAUSAL_LM"}
+    config = peft.LoraConfig(r=3, lora_alpha=4, target_modules=modules, **kind)
     model = peft.get_peft_model(model, config)
     with torch.no_grad():
-        for name, weight in model.named_parameters():
-            if "lora_" in name:
+        for weight in model.parameters():
+            if weight.requires_grad:
                 weight.copy_(0.3 * torch.randn(weight.shape))
     model.peft_config["default"].base_model_name_or_path = base.name  # not where it was today
     model.save_pretrained(folder)
@@ -304,11 +312,14 @@ def their_logits(folder: pathlib.Path, adapter: pathlib.Path | None = None) -> n
     import torch
     import transformers
 
-    config = transformers.AutoConfig.from_pretrained(folder)
+    config, classes = transformers.AutoConfig.from_pretrained(folder), {}
+    if adapter and config.model_type == "vit":
+        classes = {"num_labels": 3, "ignore_mismatched_sizes": True}
     model, loading = loader(config).from_pretrained(
-        folder, dtype=torch.float32, attn_implementation="eager", output_loading_info=True
-    )
-    assert not any(loading.values()), loading
+        folder, dtype=torch.float32, attn_implementation="eager", output_loading_info=True,
+        **classes,
+    )  # fmt: skip
+    assert classes or not any(loading.values()), loading
     if adapter:
         import peft
 
@@ -372,9 +383,10 @@ def compare_adapter(name: str, work: pathlib.Path) -> None:
     entry, factors = adapter.metadata["entry"], params_of_adapter(adapter)
     hf.write_adapter(back, entry, adapter.config, str(base), lambda path: factors[path])
     again = np.abs(their_logits(base, back) - wanted).max()
+    change = np.abs(wanted).max() if name == "vit" else np.abs(wanted - without).max()
     print(
-        f"{name}_lora: the adapter changes logits by {np.abs(wanted - without).max():.1f}; merged, "
-        f"ours differ by {max(found):.1e}; exported, PEFT's by {again:.1e}"
+        f"{name}_lora: the adapter changes logits by {change:.1f}; merged, ours differ by "
+        f"{max(found):.1e}; exported, PEFT's by {again:.1e}"
     )
     assert max(*found, again) < TOLERANCE, name
     ours, own = (
@@ -383,6 +395,36 @@ def compare_adapter(name: str, work: pathlib.Path) -> None:
     assert ours.keys() == own.keys()
     for tensor in own:
         np.testing.assert_array_equal(ours[tensor], own[tensor], err_msg=tensor)
+
+
+def compare_side_by_side(work: pathlib.Path) -> None:
+    """Compares our adapter of GPT-2, whose q, k and v each have an A, with what PEFT makes of it."""
+    base, out, merged = GOLDEN / "gpt2", work / "side_by_side", work / "merged"
+    plain = checkpoint.find(f"hf:{base}").config
+    config, random = (
+        dataclasses.replace(plain, lora_rank=2, lora_alpha=6.0),
+        np.random.default_rng(2),
+    )
+    factors = {
+        path: random.normal(0, 0.3, leaf.shape).astype(np.float32)
+        for path, leaf in paths(hf.folder.shapes_of("gpt2", config)["params"]).items()
+    }
+    hf.write_adapter(out, "gpt2", config, str(base), lambda path: factors[path])
+
+    def added(path: str):
+        module, _, name = path.rpartition("/")
+        pair = [factors.get(f"{module}/lora/{name}/{factor}") for factor in "ab"]
+        found = params[path]
+        if pair[0] is not None:
+            found = found + np.stack([np.tensordot(*ab, 1) for ab in zip(*pair, strict=True)]) * 3
+        return found
+
+    params = params_of(f"hf:{base}")
+    hf.write(merged, "gpt2", plain, 64, added)
+    wanted = our_logits(f"hf:{merged}", "1x1", "dp")
+    error = np.abs(their_logits(base, out) - wanted).max()
+    print(f"gpt2, an A for each of q, k and v: PEFT's logits differ by {error:.1e}")
+    assert error < TOLERANCE
 
 
 def params_of_adapter(adapter: hf.Adapter) -> dict[str, np.ndarray]:
@@ -406,12 +448,18 @@ def main() -> None:
                 shutil.rmtree(target, ignore_errors=True)
                 shutil.copytree(pathlib.Path(work) / name, target)
                 np.save(target / "logits.npy", their_logits(pathlib.Path(work) / name))
-        for name in () if asked else ADAPTERS:
+        for name in asked or ADAPTERS:
+            if name not in ADAPTERS:
+                continue
             compare_adapter(name, pathlib.Path(work))
             if "--update-golden" in sys.argv:
-                shutil.copytree(pathlib.Path(work) / f"{name}_lora", GOLDEN / f"{name}_lora")
+                target = GOLDEN / f"{name}_lora"
+                shutil.rmtree(target, ignore_errors=True)
+                shutil.copytree(pathlib.Path(work) / f"{name}_lora", target)
                 logits = their_logits(GOLDEN / name, pathlib.Path(work) / f"{name}_lora")
                 np.save(GOLDEN / f"{name}_lora" / "logits.npy", logits)
+        if "gpt2" in (asked or FAMILIES):
+            compare_side_by_side(pathlib.Path(work))
     print(f"transformers {transformers.__version__}: all within {TOLERANCE}, all bit-equal back.")
 
 

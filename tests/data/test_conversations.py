@@ -69,6 +69,7 @@ GOLDEN = {
     "llama3": ROWS | SYSTEM,
     "mistral": ROWS | PLAIN,
     "qwen3": {k: ROWS[k] for k in ("one turn", "two turns, the user last")} | THINKS,
+    "harmony": ROWS | SYSTEM,
 }
 
 

@@ -17,14 +17,16 @@ import numpy as np
 import pytest
 
 from data import tokenizer
-from recipes.common import checkpoint
+from recipes.common import checkpoint, hf
 from recipes.common.generation import Generator, Sampling
 from recipes.common.mesh import make_mesh
+from recipes.common.sharding.abstract import paths
 from recipes.common.sharding.layout import make_layout
 from tests.by_hand.hf_parity import GOLDEN
 from tests.conftest import ROOT, full_except
 from tests.support import runs, small_tokenizers
 from tests.support.quick import quick as quick
+from zoo import gpt_oss
 from zoo.transformer import Config, Transformer
 
 pytestmark = pytest.mark.promise("generation")
@@ -330,6 +332,50 @@ def test_text_goes_on_from_its_prompt(files, capfd, tmp_path):
         assert capfd.readouterr().out == f"{begins}{wanted}\n"
         answer_all(generator, [asked], limit, Generate(), out)
         assert json.loads(out.read_text().splitlines()[-1])["answer"] == wanted
+
+
+def test_the_last_part_of_a_harmony_answer_is_the_answer(capfd, tmp_path):
+    """GPT-OSS writes channels; the next turn of a dialogue gets the last one only."""
+    from recipes.generate import Generate, Limit, answer, answer_all, question
+
+    tokens = tokenizer.from_files(small_tokenizers.harmony())
+    limit, out = Limit(200, Generate(max_new_tokens=99), tokens), tmp_path / "out.jsonl"
+    asked = question({"prompt": "Hi"}, True, tokens)
+    shown = tokens._library.decode(asked.tokens.tolist(), skip_special_tokens=False)
+    assert shown.endswith("<|start|>user<|message|>Hi<|end|><|start|>assistant")
+    parts = "<|channel|>analysis<|message|>A 🦊?<|end|><|start|>assistant"
+    parts += "<|channel|>final<|message|> Yes 🦊<|return|>"
+    written = tokens.encode_rendered(parts)
+    generator = lambda *_: iter(written[:, None])  # noqa: E731, always writes this
+    generator.end = tokens.end
+    assert answer(generator, asked, limit) == " Yes 🦊"
+    assert capfd.readouterr().out == "[analysis] A 🦊?\nassistant[final]  Yes 🦊\n"
+    answer_all(generator, [asked], limit, Generate(), out)
+    found = json.loads(out.read_text())
+    assert (found["answer"], found["ended"]) == (" Yes 🦊", True)
+
+
+def test_a_gpt_oss_folder_s_own_template_asks_it(inside, tmp_path, monkeypatch):
+    """The command reads a folder like the published ones; what the model writes is made up here."""
+    config = dataclasses.replace(
+        gpt_oss.Config.tiny(), vocab_size=576, num_layers=1, num_experts=2, capacity=None
+    )
+    shapes = paths(hf.folder.shapes_of("gpt_oss", config)["params"])
+    read = lambda path: np.zeros(shapes[path].shape, np.float32)  # noqa: E731
+    tokens, asked = tokenizer.from_files(small_tokenizers.harmony()), []
+    hf.write(tmp_path / "oss", "gpt_oss", config, 128, read, tokens)
+    assert (tmp_path / "oss" / "chat_template.jinja").read_text() == small_tokenizers.HARMONY
+
+    def write(self, prompts, max_new_tokens, first=0):
+        asked.extend(prompts)
+        yield from tokens.encode_rendered("<|channel|>final<|message|>Hello.<|return|>")[:, None]
+
+    monkeypatch.setattr(Generator, "__call__", write)
+    flags = (f"--restore_from=hf:{tmp_path / 'oss'}", "--chat", "--prompt=Hi", "--mesh=1x1")
+    done = inside("recipes.generate", *flags)
+    assert (done.code, done.err) == (0, "")
+    assert done.out.endswith("\n[final] Hello.\n")
+    np.testing.assert_array_equal(asked[0], tokens.ask([{"role": "user", "content": "Hi"}]))
 
 
 def test_a_dialogue_reads_the_whole_conversation(inside, quick, talker, monkeypatch):

@@ -22,6 +22,7 @@ import recipes.hf
 from data import DataError, tokenizer
 from recipes.common import checkpoint, hf
 from recipes.common.hf import gemma, llama
+from recipes.common.hf import gpt_oss as oss
 from recipes.common.mesh import make_mesh
 from recipes.common.runtime.errors import UserError
 from recipes.common.sharding.abstract import abstract_model, paths
@@ -35,7 +36,7 @@ from tests.by_hand.hf_parity import (
     params_of,
 )
 from tests.conftest import ROOT, full_except
-from zoo import moe
+from zoo import gpt_oss, moe
 from zoo.attention import Kind
 from zoo.gemma3 import SIZES
 from zoo.transformer import Config, Transformer
@@ -87,7 +88,8 @@ FAST = [family for family in FAMILIES if family not in SLOW]
 def test_logits_match_transformers_on_one_device_and_on_a_mesh(family, strict):
     wanted = np.load(GOLDEN / family / "logits.npy")
     assert np.abs(wanted).max() > 1, "a tolerance means nothing beside logits near 0"
-    for mesh, rules in ALL_FAMILIES[family].meshes[:2]:
+    few = family in ("gemma2", "gemma3_vision", "gpt_oss")  # on the mesh only
+    for mesh, rules in ALL_FAMILIES[family].meshes[few:2]:
         found = our_logits(f"hf:{GOLDEN / family}", mesh, rules)
         np.testing.assert_allclose(found, wanted, rtol=0, atol=TOLERANCE, err_msg=mesh)
 
@@ -536,6 +538,40 @@ def test_a_gemma_without_an_architecture_is_not_exported(changes, said, tmp_path
     assert list(tmp_path.iterdir()) == []
 
 
+# ---- GPT-OSS -------------------------------------------------------------------------------------
+
+OSS_YARN = {"rope_type": "yarn", "factor": 32.0, "beta_fast": 32.0, "beta_slow": 1.0}
+OSS_YARN |= {"truncate": False, "original_max_position_embeddings": 4_096}
+OSS_20B = {  # what the published config.json says about the architecture
+    "attention_bias": True, "experts_per_token": 4, "head_dim": 64, "hidden_act": "silu",
+    "hidden_size": 2_880, "initial_context_length": 4_096, "intermediate_size": 2_880,
+    "layer_types": [S, F] * 12, "max_position_embeddings": 131_072, "model_type": "gpt_oss",
+    "num_attention_heads": 64, "num_experts_per_tok": 4, "num_hidden_layers": 24,
+    "num_key_value_heads": 8, "num_local_experts": 32, "rms_norm_eps": 1e-5,
+    "rope_scaling": OSS_YARN, "rope_theta": 150_000, "router_aux_loss_coef": 0.9,
+    "sliding_window": 128, "swiglu_limit": 7.0, "tie_word_embeddings": False, "vocab_size": 201_088,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"num_hidden_layers": 36, "num_local_experts": 128, "layer_types": [S, F] * 18},
+        # Newer keys; and what transformers takes where keys are absent.
+        {"rope_scaling": ..., "rope_theta": ..., "rope_parameters": OSS_YARN | {"rope_theta": 150_000}},
+        {"rope_scaling": ..., "rope_theta": ..., "layer_types": ..., "sliding_window": ...},
+    ],
+    ids=["20b", "120b", "newer", "absent"],
+)  # fmt: skip
+def test_published_gpt_oss_are_their_named_sizes(changes):
+    keys = {key: value for key, value in (OSS_20B | changes).items() if value is not ...}
+    size = "120b" if "num_hidden_layers" in changes else "20b"
+    ours = dataclasses.replace(gpt_oss.SIZES[size](), capacity=None, remat="full")
+    assert oss.config_from(keys, ROOT) == ours
+    assert oss.config_from(oss.config_json(ours, 131_072) | {"model_type": "gpt_oss"}, ROOT) == ours
+
+
 # ---- what is wrong with them ---------------------------------------------------------------------
 
 
@@ -616,6 +652,10 @@ def test_a_gemma_without_an_architecture_is_not_exported(changes, said, tmp_path
         ("gemma2", {"attention_bias": True}, "has attention_bias true, which"),
         ("gemma3_vision", {"text_config": None}, "has text_config null, which"),
         ("gemma3_vision", {"quantization_config": {"bits": 4}}, "has weights in {"),
+        ("gpt_oss", {"attention_bias": False}, "has attention_bias false, which zoo/gpt_oss.py does not"),
+        ("gpt_oss", {"num_experts_per_tok": 9}, "has num_experts_per_tok 9, which"),
+        ("gpt_oss", {"rope_parameters": {"rope_type": "longrope"}}, 'has rope_type "longrope", which'),
+        ("gpt_oss", {"swiglu_limit": 0}, "has swiglu_limit 0, which must be a number > 0"),
         ("vit", {"hidden_act": "gelu_new"}, 'has hidden_act "gelu_new", which zoo/vit.py does not'),
         ("vit", {"qkv_bias": False}, "has qkv_bias false, which"),
         ("vit", {"patch_size": 5}, "has patch_size 5, which"),
@@ -915,9 +955,3 @@ def test_gpt2_s_features_that_we_lack_are_named(folder, changes, message):
     edit(target := folder("gpt2"), **changes)
     with pytest.raises(UserError, match=re.escape(message)):
         hf.Folder(target)
-
-
-def test_peft_s_adapters_of_gpt2_are_refused():
-    config = dataclasses.replace(hf.Folder(GOLDEN / "gpt2").config, lora_rank=2)
-    with pytest.raises(UserError, match="has one factor for all three"):
-        hf.write_adapter(GOLDEN / "none", "gpt2", config, None, lambda path: pytest.fail("read"))

@@ -1,5 +1,6 @@
 """Several real processes on one host train like one; none hangs when one dies."""
 
+import itertools
 import json
 import os
 import signal
@@ -12,7 +13,7 @@ import jax
 import numpy as np
 import pytest
 
-from data import text
+from data import images, text
 from data.batches import held_out_batches, train_batches
 from recipes.common import checkpoint
 from recipes.common.runtime import mesh, processes
@@ -143,12 +144,13 @@ def test_processes_whose_devices_lie_apart_train_like_one(alone, book, tmp_path)
 CHECKSUMS = """
 import dataclasses, json, pathlib
 import jax, jax.numpy as jnp
-from data import text
+from data import images, text
 from data.batches import held_out_batches, train_batches
 from recipes.common.runtime import Devices, flag, make_mesh
 from recipes.common.runtime.start import start
 from recipes.common.sharding import make_layout
 from recipes.common.train.feed import device_batches
+from zoo import vit
 from zoo.transformer import Config, Transformer
 
 @dataclasses.dataclass(frozen=True)
@@ -176,6 +178,13 @@ def main(devices, flags):
                 sums.append({name: x.tolist() for name, x in jax.device_get(run(batch)).items()})
                 parts |= {part.data.shape for x in batch.values() for part in x.addressable_shards}
         found[mesh] = {"rows": mine.tolist(), "parts": list(parts), "sums": sums}
+    pictures = images.load("digits", crop=True, flip=True, seed=2)
+    layout, sums = make_layout(vit.ViT, vit.Config.tiny(), make_mesh("8"), batch_size=16), []
+    rows = train_batches(pictures, 16, seed=3, first=88, rows=layout.process_rows)
+    for _, (batch, _) in zip(range(3), device_batches(rows, layout)):
+        everywhere = jax.jit(lambda x: x, out_shardings=layout.replicated)(batch)
+        sums.append({name: x.ravel().tolist() for name, x in jax.device_get(everywhere).items()})
+    found["images"] = sums
     path = pathlib.Path(flags.folder) / f"{jax.process_index()}.json"
     path.write_text(json.dumps(found))
 
@@ -203,7 +212,10 @@ def test_two_processes_with_stages_across_them_train_like_one(alone, book, tmp_p
 @pytest.mark.promise("batches")
 @pytest.mark.parametrize("count", [2, 4])
 def test_rows_that_lie_across_processes_are_those_of_one_process(count, book, tmp_path):
-    """Each process reads the rows of its devices whole; each device gets only its positions."""
+    """Each process reads the rows of its devices whole; each device gets only its positions.
+
+    Pictures change at random, in two epochs here, and are the same on any number of processes.
+    """
     sizes = {"data=1,seq=8": (1, 8), "data=2,seq=4": (2, 4), "data=4,seq=2": (4, 2)}
     flags = (book, f"--meshes={';'.join(sizes)}", f"--folder={tmp_path}")
     for code, out, err in LocalProcesses(count, *flags, program=CHECKSUMS).finish():
@@ -214,6 +226,10 @@ def test_rows_that_lie_across_processes_are_those_of_one_process(count, book, tm
     whole = [batch for feed in (train, held_out) for _, batch in zip(range(3), feed, strict=False)]
     wanted = [{name: (x @ weights).tolist() for name, x in batch.items()} for batch in whole]
     found = [json.loads((tmp_path / f"{i}.json").read_text()) for i in range(count)]
+    pictures = images.load("digits", crop=True, flip=True, seed=2)
+    shown = itertools.islice(train_batches(pictures, 16, seed=3, first=88), 3)
+    shown = [{name: x.ravel().tolist() for name, x in batch.items()} for batch in shown]
+    assert all(process["images"] == shown for process in found)
     for on, (rows, positions) in sizes.items():
         for number, process in enumerate(found):
             assert process[on]["sums"] == wanted, (on, number)

@@ -13,7 +13,7 @@ from recipes.common.analysis.report import size
 from tests.conftest import ROOT
 
 # Float32 sums over a mesh are taken in another order, so their last bits differ. These bounds are at
-# least 1.5 times as wide as the differences measured, which are in golden/mesh_differences.json.
+# least 1.3 times as wide as the differences measured, which are in golden/mesh_differences.json.
 LOSS_TOLERANCE = 2e-6  # relative, at each of 5 steps
 GRADIENT_TOLERANCE = 2e-6  # |difference| / |gradient|, of each array at each of 5 steps
 
@@ -33,7 +33,8 @@ Each [zoo entry](../README.md#the-zoo) (its `tiny` size, in float32) trains for 
 on every mesh, under every strategy that fits the mesh, with the same seed and data as on one device. A CPU
 simulates the eight devices. The [tests](sharding) assert that
 
-- the whole initial state, optimizer state included, is bit-equal to that of one device;
+- the whole initial state, optimizer state included, is bit-equal to that of one device (the entries from
+  gpt2 on are initialized on 4x2, 1x8, 2x2x2 and data=2,expert=4 alone);
 - at each of the five steps, the loss is within {loss_tolerance} of one device's (relative);
 - at each of the five steps, the gradient g of every parameter has |g − g₁| / |g₁| < {gradient_tolerance},
   where g₁ is one device's gradient and |·| the Euclidean norm;

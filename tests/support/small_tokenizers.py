@@ -124,6 +124,18 @@ QWEN = (  # the manner of Qwen 3: no thinking but in the last answer
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 )
 
+HARMONY = (  # the manner of GPT-OSS: channels, and another token behind the last answer
+    "{{ '<|start|>system<|message|>Current date: ' + strftime_now('%Y-%m-%d') + '<|end|>' }}"
+    "{% if messages[0].role == 'system' %}"
+    "{{ '<|start|>developer<|message|># Instructions\n\n' + messages[0].content + '<|end|>' }}{% endif %}"
+    "{% for message in messages %}{% if message.role == 'user' %}"
+    "{{ '<|start|>user<|message|>' + message.content + '<|end|>' }}"
+    "{% elif message.role == 'assistant' %}"
+    "{{ '<|start|>assistant<|channel|>final<|message|>' + message.content }}"
+    "{{ '<|return|>' if loop.last and not add_generation_prompt else '<|end|>' }}{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|start|>assistant' }}{% endif %}"
+)
+
 
 def with_template(
     files: dict[str, bytes], template: str, control: tuple[str, ...] = (), **config
@@ -141,6 +153,19 @@ def with_template(
 
 
 @functools.cache
+def harmony() -> dict[str, bytes]:
+    """GPT-OSS' kind, 518 tokens: its template is a file of its own, and three tokens end an answer."""
+    names = ("<|start|>", "<|channel|>", "<|message|>", "<|end|>", "<|return|>", "<|call|>")
+    files = with_template(byte_level(), "", names, eos_token="<|return|>")
+    ends = [SIZE + names.index("<|return|>"), 0, SIZE + names.index("<|call|>")]
+    generation = {"bos_token_id": 1, "do_sample": True, "eos_token_id": ends}
+    return files | {
+        "chat_template.jinja": HARMONY.encode(),
+        "generation_config.json": json.dumps(generation).encode(),
+    }
+
+
+@functools.cache
 def chats() -> dict[str, dict[str, bytes]]:
     """Returns name → a tokenizer with a chat template like that model's."""
     plain = {k: v for k, v in byte_level().items() if k != "generation_config.json"}
@@ -151,6 +176,7 @@ def chats() -> dict[str, dict[str, bytes]]:
         "llama3": with_template(plain, LLAMA, headers, **begin),
         "mistral": with_template(metaspace(), MISTRAL),
         "qwen3": with_template(byte_level(), QWEN),
+        "harmony": harmony(),
     }
 
 

@@ -39,6 +39,7 @@ from tests.by_hand.hf_parity import (
     GOLDEN,
     TOKENS_BT,
     TOLERANCE,
+    inputs,
     our_logits,
     params_of,
 )
@@ -587,18 +588,36 @@ def test_a_run_trains_an_adapter_resumes_and_is_given_on(inside, book, quick, tm
 # ---- PEFT ----------------------------------------------------------------------------------------
 
 
+FAMILY = ("gpt2", "gemma3", "gpt_oss", "vit")
+ON_MESHES = [
+    (name, mesh) for name in ADAPTERS if name not in FAMILY for mesh in FAMILIES[name].meshes[:2]
+]
+
+
 @pytest.mark.parametrize(
-    ("name", "mesh"),
-    full_except(
-        [(name, mesh) for name in ADAPTERS for mesh in FAMILIES[name].meshes[:2]],
-        [("llama3", FAMILIES["llama3"].meshes[0])],
-    ),
+    ("name", "mesh"), full_except(ON_MESHES, [("llama3", FAMILIES["llama3"].meshes[0])])
 )
 def test_logits_with_a_peft_adapter_match_peft(name, mesh):
     wanted = np.load(GOLDEN / f"{name}_lora" / "logits.npy")
     assert np.abs(wanted - np.load(GOLDEN / name / "logits.npy")).max() > 1
     found = our_logits(GOLDEN / f"{name}_lora", *mesh, base=f"hf:{GOLDEN / name}")
     np.testing.assert_allclose(found, wanted, rtol=0, atol=TOLERANCE)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("name", FAMILY)
+def test_a_family_s_adapter_beside_its_base_matches_peft(name):
+    """Nothing is merged, on a mesh. GPT-2's q, k and v share an A; ViT has a head of its own."""
+    wanted = np.load(GOLDEN / f"{name}_lora" / "logits.npy")
+    source = checkpoint.find(GOLDEN / f"{name}_lora", base=f"hf:{GOLDEN / name}")
+    config, (mesh, rules) = source.adapter.config, FAMILIES[name].meshes[1]
+    layout = make_layout(entries.model(source.metadata["entry"]), config, make_mesh(mesh), rules)
+    variables, given = source.read(layout.variables()), inputs(config)
+    assert any("/lora/" in path for path in paths(variables["params"]))
+    rows = np.resize(given, (layout.batch_shards, *given.shape[1:]))
+    forward = layout.compile(lambda v, x: layout.model.merge(v)(x), variables, rows)
+    found = np.asarray(forward(variables, rows))
+    np.testing.assert_allclose(found[: len(given)], wanted[: len(found)], rtol=0, atol=TOLERANCE)
 
 
 def tensors_of(folder):
@@ -639,6 +658,103 @@ def test_exported_adapters_equal_peft_s(base, name, tmp_path, saved):
     assert_bit_equal(paths(state["params"]), paths(made.state["params"]))
 
 
+@pytest.mark.parametrize("name", FAMILY)
+def test_a_family_s_peft_adapter_is_exported_bit_equal(name, tmp_path):
+    golden, base = GOLDEN / f"{name}_lora", f"hf:{GOLDEN / name}"
+    recipes.hf.export(recipes.hf.Export(str(golden), str(tmp_path / "back"), base, adapter=True))
+    assert_bit_equal(tensors_of(tmp_path / "back"), tensors_of(golden))
+    theirs, ours = (
+        json.loads((folder / "adapter_config.json").read_text())
+        for folder in (golden, tmp_path / "back")
+    )
+    assert {*theirs["target_modules"]} == {*ours["target_modules"]}
+    for key in ("r", "lora_alpha", "task_type"):
+        assert theirs[key] == ours[key], key
+    assert theirs["modules_to_save"] == ours.get("modules_to_save")
+    assert ours["fan_in_fan_out"] is (name == "gpt2"), "PEFT would warn"
+
+
+def test_gpt2_s_factors_lie_side_by_side_in_peft_s(tmp_path):
+    """PEFT has one A for q, k and v: ours, which differ, as three times the rank."""
+    plain = hf.Folder(GOLDEN / "gpt2").config
+    config = dataclasses.replace(plain, lora_rank=2, lora_alpha=6.0, lora_targets=("q", "v", "o"))
+    shapes, random = hf.folder.shapes_of("gpt2", config), np.random.default_rng(0)
+    ours = {path: random.normal(size=x.shape) for path, x in paths(shapes["params"]).items()}
+    hf.write_adapter(tmp_path / "out", "gpt2", config, None, lambda path: np.float32(ours[path]))
+    keys = json.loads((tmp_path / "out" / "adapter_config.json").read_text())
+    assert (keys["r"], keys["lora_alpha"]) == (4, 12.0)
+    # Not c_proj, which would be the MLP's too.
+    projections = [f"transformer.h.{layer}.attn.c_proj" for layer in (0, 1)]
+    assert keys["target_modules"] == ["c_attn", *projections]
+    read = read_adapter(tmp_path / "out", "gpt2")
+    for name in ("q", "k", "v", "o"):
+        products = [
+            [np.tensordot(a, b, 1) for a, b in zip(x[f"{at}/a"], x[f"{at}/b"], strict=True)]
+            for x in (read, ours)
+            for at in [f"layers/attention/lora/{name}"]
+            if f"{at}/a" in x
+        ]
+        want = products[1] if name != "k" else 0
+        np.testing.assert_allclose(products[0], want, rtol=0, atol=1e-5, err_msg=name)
+
+
+def renamed(folder, *pairs) -> pathlib.Path:
+    """Renames the tensors of an adapter's folder."""
+    tensors = tensors_of(folder)
+    for old, new in pairs:
+        tensors = {name.replace(old, new): x for name, x in tensors.items()}
+    safetensors.numpy.save_file(tensors, folder / "adapter_model.safetensors")
+    return folder
+
+
+def read_adapter(folder, base: str) -> dict:
+    found = checkpoint.find(folder, base=f"hf:{GOLDEN / base}").adapter
+    one = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+    where = jax.tree.map(lambda x: x.update(sharding=one), found.shapes())
+    return paths(found.read(where)["params"])
+
+
+@pytest.mark.parametrize(
+    ("name", "pairs"),
+    [
+        ("vit", [(".layers.", ".encoder.layer."), ("attention.q_proj", "attention.attention.query"),
+                 ("attention.v_proj", "attention.attention.value"),
+                 ("attention.o_proj", "attention.output.dense"), ("mlp.fc2", "output.dense")]),
+        ("gemma3", [("model.layers", "model.language_model.layers")]),
+        ("gemma3", [("model.layers", "language_model.model.layers")]),
+    ],
+)  # fmt: skip
+def test_other_names_of_the_same_modules_are_known(name, pairs, tmp_path):
+    """Older versions of transformers, and Gemma's text model under a model with vision."""
+    folder = shutil.copytree(GOLDEN / f"{name}_lora", tmp_path / "peft")
+    want = read_adapter(folder, name)
+    assert_bit_equal(read_adapter(renamed(folder, *pairs), name), want)
+
+
+def test_an_adapter_of_a_vision_tower_is_refused(tmp_path):
+    folder = shutil.copytree(GOLDEN / "gemma3_lora", tmp_path / "peft")
+    tower = "base_model.model.model.vision_tower.encoder.layers.0.self_attn.q_proj.lora_A.weight"
+    tensors = tensors_of(folder) | {tower: np.zeros((3, 16), np.float32)}
+    safetensors.numpy.save_file(tensors, folder / "adapter_model.safetensors")
+    refused(folder, f"has an unexpected tensor {tower};", base=f"hf:{GOLDEN / 'gemma3'}")
+
+
+def test_a_vit_adapter_without_a_head_keeps_its_base_s(tmp_path):
+    folder, base = shutil.copytree(GOLDEN / "vit_lora", tmp_path / "peft"), f"hf:{GOLDEN / 'vit'}"
+    factors = {name: x for name, x in tensors_of(folder).items() if ".lora_" in name}
+    assert params_of_merged(folder, base)["head"].shape == (32, 3)
+    safetensors.numpy.save_file(factors, folder / "adapter_model.safetensors")
+    found = params_of_merged(folder, base)
+    want = params_of(base)
+    np.testing.assert_array_equal(found["head"], want["head"])
+    assert np.abs(found["layers/attention/q"] - want["layers/attention/q"]).max() > 0.1
+
+
+def params_of_merged(folder, base: str) -> dict:
+    model, _ = checkpoint.restore(folder, make_mesh("1"), "dp", base=base)
+    return paths(nnx.to_pure_dict(nnx.state(model, nnx.Param)))
+
+
 @pytest.mark.full
 def test_a_peft_adapter_takes_buffers_from_its_base(saved, tmp_path):
     """These are experts' biases. No Hugging Face architecture has them, so export refuses them."""
@@ -659,7 +775,7 @@ def test_a_peft_adapter_takes_buffers_from_its_base(saved, tmp_path):
 REFUSED = {
     "use_rslora": True, "use_dora": True, "bias": "all", "modules_to_save": ["lm_head"],
     "rank_pattern": {"q_proj": 2}, "alpha_pattern": {"q_proj": 2}, "layers_to_transform": [0],
-    "fan_in_fan_out": True, "lora_bias": True, "init_lora_weights": "pissa", "peft_type": "IA3",
+    "lora_bias": True, "init_lora_weights": "pissa", "peft_type": "IA3",
     "trainable_token_indices": [1], "some_future_option": 1, "r": 0, "lora_alpha": "8",
 }  # fmt: skip
 

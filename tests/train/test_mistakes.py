@@ -276,6 +276,8 @@ SMALL_ROWS = [  # of the other recipes, which have the same code behind most fla
     ("mlp", ["--mesh=4x2", "--batch_size=6"], "--batch_size=6 is not divisible by the 4 shards"),
     ("mlp", ["--restore_from=mlp.digits", "--embed=32"], "blocks/0/down/bias has shape [64] in checkpoint {zoo}/checkpoints/mlp.digits and [32] in this model; use the flags that the checkpoint was made with"),
     ("mlp", ["--restore_from=mlp.digits", "--dataset={here}/images"], "--dataset={here}/images needs a model with 4 inputs, and the checkpoint's has 64; use the dataset that it was trained on"),
+    ("vit", ["--lora_alpha=8"], "--lora_alpha=8.0 is for adapters, and --lora_rank=0 trains none"),
+    ("vit", ["--lora_rank=2", "--lora_targets=gate"], "--lora_rank=2 trains an adapter on a trained model, and there is none"),
     ("vit", ["--dataset=no/such"], "--dataset=no/such is not a folder; use digits, a folder with one subfolder for each class, or hf:NAME"),
     ("vit", ["--dataset={here}/pets"], "--dataset={here}/pets: {here}/pets/cat/1.png is not a readable picture; replace or remove it"),
     ("vit", ["--dataset={here}/single"], "--dataset={here}/single has no pictures (.png, .jpg, .jpeg) in {here}/single/cat; add some"),

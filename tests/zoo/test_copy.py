@@ -1,6 +1,7 @@
 """A copied entry trains without the zoo, as files in a folder and merged into one file."""
 
 import ast
+import functools
 import importlib.util
 import io
 import os
@@ -19,8 +20,8 @@ from recipes.common import entries
 from recipes.common.runtime import folders
 from recipes.common.zoo_source import closure
 from tests.conftest import ROOT, full_except
-from tests.support.entries import ENTRIES
-from tests.support.quick import XLA_FLAGS
+from tests.support.entries import ENTRIES, FAMILY_CASES
+from tests.support.quick import QUICK, XLA_FLAGS
 
 pytestmark = pytest.mark.promise("copy")
 
@@ -47,6 +48,8 @@ def train(graph, params, rest, batch, steps=5):
     return losses
 
 split = nnx.split({model}(Config.tiny(), rngs=nnx.Rngs(0)), nnx.Param, ...)
+"""
+ALONE = """
 alone = train(*split, dict(np.load("batch.npz")))
 """
 
@@ -68,7 +71,8 @@ for mesh, strategy in {cases}:
         split = [w for w in jax.tree.leaves(there[0]) if not w.sharding.is_fully_replicated]
         assert bool(split) == any(table[axis] for axis in table if axis != "batch"), strategy
 assert auto != default
-
+"""
+APART = """
 import sys
 assert not {{"zoo", "recipes", "data"}} & set(sys.modules)
 for package in ("zoo", "recipes", "data"):
@@ -85,6 +89,7 @@ EVERY = """[(default, "dp"), (default, "fsdp"), (default, "tp"), (default, "fsdp
 SOME = '[(default, "fsdp_tp"), (auto, "fsdp_tp")]'  # of what takes seconds to compile
 CASES = {"moe": '[(auto, "fsdp_tp"), (experts, "fsdp_ep")]'}
 SMALLEST = list(ENTRIES)[:1]
+FIRST = [entry for entry in ENTRIES if entry not in FAMILY_CASES]
 
 
 def check_training(entry: str, module: str, folder: pathlib.Path, monkeypatch, cases: str) -> None:
@@ -92,7 +97,7 @@ def check_training(entry: str, module: str, folder: pathlib.Path, monkeypatch, c
     np.savez(folder / "batch.npz", **ENTRIES[entry].batches[0])
     names = {"model": entries.ENTRIES[entry].model, "cases": cases}
     code = "import jax\njax.config.update('jax_num_cpu_devices', 8)\n"
-    code += (TRAIN + ON_MESHES).format(module=module, **names)
+    code += (TRAIN + ALONE + ON_MESHES + APART).format(module=module, **names)
     (folder / "use.py").write_text(code)
     done = subprocess.run(
         [sys.executable, "use.py"], cwd=folder, capture_output=True, text=True, timeout=300,
@@ -102,22 +107,53 @@ def check_training(entry: str, module: str, folder: pathlib.Path, monkeypatch, c
     trained, *losses = done.stdout.split()
     assert trained == "trained"
     monkeypatch.chdir(folder)
+    monkeypatch.setattr(jax, "jit", functools.partial(jax.jit, compiler_options=QUICK))
     ours = {}
-    exec(TRAIN.format(module=f"zoo.{entry}", **names), ours)
+    exec((TRAIN + ALONE).format(module=f"zoo.{entry}", **names), ours)
     np.testing.assert_allclose([float(loss) for loss in losses], ours["alone"], rtol=1e-6)
 
 
 # ---- the files -----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("entry", full_except(ENTRIES, SMALLEST))
-def test_a_copied_entry_trains_alone(entry, tmp_path, monkeypatch):
+def copied(entry: str, folder: pathlib.Path) -> str:
     """Copies with `cp` like README.md; the folder is a package without an __init__.py."""
-    folder = tmp_path / "mine"
-    folder.mkdir()
-    subprocess.run(["cp", *closure(ZOO / f"{entry}.py"), folder], check=True)
+    (folder / "mine").mkdir()
+    subprocess.run(["cp", *closure(ZOO / f"{entry}.py"), folder / "mine"], check=True)
+    return f"mine.{entry}"
+
+
+@pytest.mark.parametrize("entry", full_except(FIRST, SMALLEST))
+def test_a_copied_entry_trains_alone(entry, tmp_path, monkeypatch):
     cases = EVERY if entry in SMALLEST else CASES.get(entry, SOME)
-    check_training(entry, f"mine.{entry}", tmp_path, monkeypatch, cases)
+    check_training(entry, copied(entry, tmp_path), tmp_path, monkeypatch, cases)
+
+
+# A family shares the other entries' files; the proof has it on Explicit axes and without a mesh.
+ON_AUTO_AXES = """
+graph, params, rest = split
+mesh = jax.make_mesh((4, 2), ("data", "model"), (jax.sharding.AxisType.Auto,) * 2)
+with jax.set_mesh(mesh), nnx.logical_axis_rules(tuple(RULES["fsdp_tp"].items())):
+    there = [jax.device_put(s, nnx.get_named_sharding(s, mesh)) for s in (params, rest)]
+    batch = jax.device_put(dict(np.load("batch.npz")), jax.NamedSharding(mesh, jax.P("data")))
+    alone = train(graph, *there, batch)
+assert alone[-1] < alone[0] and np.isfinite(alone).all(), alone
+"""
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("entry", FAMILY_CASES)
+def test_a_copied_family_trains_alone(entry, tmp_path):
+    np.savez(tmp_path / "batch.npz", **ENTRIES[entry].batches[0])
+    names = {"module": copied(entry, tmp_path), "model": entries.ENTRIES[entry].model}
+    code = "import jax\njax.config.update('jax_num_cpu_devices', 8)\n"
+    code += (TRAIN + ON_AUTO_AXES + APART).format(**names)
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, timeout=300,
+        env=os.environ | {"XLA_FLAGS": XLA_FLAGS},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("trained ")
 
 
 def test_a_closure_is_what_an_entry_imports():
@@ -181,13 +217,13 @@ def merged(tmp_path, inside):
     return write
 
 
-@pytest.mark.parametrize("entry", full_except(ENTRIES, SMALLEST))
+@pytest.mark.parametrize("entry", full_except(FIRST, SMALLEST))
 def test_one_file_trains_alone(entry, merged, monkeypatch):
     case = '[(experts, "fsdp_ep")]' if entry == "moe" else '[(default, "fsdp_tp")]'
     check_training(entry, f"my_{entry}", merged(entry).parent, monkeypatch, case)
 
 
-@pytest.mark.parametrize("entry", ENTRIES)
+@pytest.mark.parametrize("entry", full_except(ENTRIES, FIRST))
 def test_one_file_computes_what_the_zoo_computes(entry, merged):
     """Its gradients on a mesh lower to the same program text."""
     spec = importlib.util.spec_from_file_location(f"my_{entry}", merged(entry))
@@ -220,7 +256,7 @@ def test_one_file_computes_what_the_zoo_computes(entry, merged):
     assert "sdy.sharding" in texts[0] or "mhlo.sharding" in texts[0]
 
 
-@pytest.mark.parametrize("entry", ENTRIES)
+@pytest.mark.parametrize("entry", full_except(ENTRIES, FIRST))
 def test_one_file_has_all_code_comments_and_docstrings(entry, merged):
     path = merged(entry)
     text = path.read_text()

@@ -96,22 +96,6 @@ def test_a_sink_takes_its_share_of_the_softmax(window):
     np.testing.assert_allclose(found_BTD, wanted_BTD, rtol=1e-4, atol=2e-5)
 
 
-@pytest.mark.full
-def test_cached_logits_are_the_uncached_ones():
-    """With a window that the row outgrows in one of two kinds of layers."""
-    kinds = (Kind(3, 1e2), Kind(None, 1e2))
-    model = random_model(num_layers=2, layer_kinds=kinds, capacity=None)
-    tokens_BT = np.random.default_rng(0).integers(0, 257, (B, T))
-    whole_BTV = jax.jit(lambda m, t: m(t), compiler_options=QUICK)(model, tokens_BT)
-    decode = jax.jit(lambda m, t, c: m.decode(t, c), compiler_options=QUICK)
-    prompt = jax.jit(lambda m, t: m.prefill(t, jnp.full(B, 6), T), compiler_options=QUICK)
-    logits_BV, cache = prompt(model, tokens_BT[:, :6])
-    for t in range(6, T):
-        np.testing.assert_allclose(logits_BV, whole_BTV[:, t - 1], rtol=1e-4, atol=2e-4)
-        logits_BV, cache = decode(model, tokens_BT[:, t], cache)
-    np.testing.assert_allclose(logits_BV, whole_BTV[:, -1], rtol=1e-4, atol=2e-4)
-
-
 def test_a_config_that_makes_no_sense():
     with pytest.raises(ValueError, match="experts_per_token=9 is more than num_experts=8"):
         dataclasses.replace(TINY, experts_per_token=9)

@@ -8,11 +8,13 @@ import pytest
 from flax import nnx
 
 from recipes.bench import common
+from recipes.common.entries import model as model_of
+from recipes.common.entries import zoo_file
 from recipes.common.mesh import make_mesh
 from recipes.common.train.state import new_state
+from tests.support.entries import FAMILY_CASES
 from tests.support.quick import quick as quick
 from tests.support.runs import TINY, assert_bit_equal, records, state_of
-from zoo.transformer import Config
 
 pytestmark = pytest.mark.promise("definitions")
 
@@ -23,10 +25,7 @@ SHORT = ("--mesh=1x2", "--steps=2", "--log_every=1")
 RECIPES = {
     "transformer": (*TINY, *SHORT),
     "moe": (*TINY, *SHORT),
-    "gemma3": (*TINY, *SHORT),
-    "gpt_oss": (*TINY, *SHORT),
     "mlp": SHORT,
-    "vit": (*SHORT, "--size=tiny", "--batch_size=16"),
     "dot_relu_dot": SHORT,
 }
 ENVIRONMENT = {"NNX_GRAPH_MODE": "false", "NNX_GRAPH_UPDATES": "false"}
@@ -50,7 +49,7 @@ def train(place, inside, quick, book):
     def command(recipe, name, *flags):
         work = place / name
         if not work.exists():
-            text = (book,) if recipe in ("transformer", "moe", "gemma3", "gpt_oss") else ()
+            text = (book,) if recipe in ("transformer", "moe") else ()
             done = inside(f"recipes.{recipe}", *flags, *text, f"--workdir={work}")
             assert (done.code, done.err) == (0, "")
         return work
@@ -74,13 +73,21 @@ def test_training_is_bit_equal_in_both_modes(train, recipe):
 
 
 # Untied: the unembedding is made after the layers, from the random numbers that follow theirs.
+# Families: recipes differ in the model alone.
 @pytest.mark.parametrize(
-    "fields", [{"lora_rank": 2}, {"tie_embeddings": False}], ids=["lora", "untied"]
+    ("entry", "fields"),
+    [
+        ("transformer", {"lora_rank": 2}),
+        ("transformer", {"tie_embeddings": False}),
+        *((entry, {}) for entry in FAMILY_CASES),
+    ],
 )
-def test_initialization_and_train_step_are_the_same_programs(fields):
+def test_initialization_and_train_step_are_the_same_programs(entry, fields):
     def programs():
-        config = dataclasses.replace(Config.tiny(), **fields)
-        step = common.make_step(config, "fsdp_tp", make_mesh("4x2"), batch_size=8, seq_len=16)
+        config = dataclasses.replace(zoo_file(entry).Config.tiny(), **fields)
+        length = 16 if hasattr(config, "vocab_size") else 0
+        given = ("fsdp_tp", make_mesh("4x2"), 8, length)
+        step = common.make_step(config, *given, model=model_of(entry))
         init = jax.jit(lambda: new_state(step.layout, step.function.optimizer, seed=0))
         return init.lower().as_text(), step.lower().as_text()
 

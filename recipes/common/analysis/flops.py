@@ -64,8 +64,16 @@ def peak(layout: Layout, flops: float) -> float | None:
 
 
 def dense(layout: Layout) -> float:
-    """FLOPs of training on one example, for a model that uses every weight once."""
-    return 6 * sum(math.prod(x.shape) for x in jax.tree.leaves(layout.model.shapes["params"]))
+    """FLOPs of training on one example, for a model that uses every weight once.
+
+    Frozen weights have no gradients: 4·N.
+    """
+    each = {"params": 6, "base": 4}
+    return sum(
+        each.get(kind, 0) * math.prod(x.shape)
+        for kind, tree in layout.model.shapes.items()
+        for x in jax.tree.leaves(tree)
+    )
 
 
 def encoder(layout: Layout, positions: int) -> float:

@@ -102,7 +102,8 @@ def transfers(layout: Layout, accumulate: int = 1, repeats: bool = False) -> lis
 
 def device_tokens(layout: Layout) -> float:
     """Positions of a batch on one device, or rows without positions."""
-    whole = layout.batch_size * max(layout.seq_len, 1)
+    positions = layout.seq_len or getattr(layout.config, "num_positions", 1)
+    whole = layout.batch_size * positions
     return whole / (layout.batch_shards * layout.seq_shards)
 
 

@@ -1,9 +1,9 @@
 """Adapters (LoRA) on disk: joined with its base, an adapter is a source of the merged model.
 
-An adapter is a checkpoint whose only parameters are its A and B matrices, and whose metadata has
-`base`, {"path", "sha256"}: location and content of the model that it was trained on. The factors of
-the weight layers/attention/q are layers/attention/lora/q/a and …/b; the model's config has lora_rank,
-lora_alpha and lora_targets.
+An adapter is a checkpoint whose only parameters are its A and B matrices, and those that are trained
+with them (a ViT's head). Its metadata has `base`, {"path", "sha256"}: location and content of the
+model that it was trained on. The factors of the weight layers/attention/q are
+layers/attention/lora/q/a and …/b; the model's config has lora_rank, lora_alpha and lora_targets.
 """
 
 import contextlib
@@ -54,7 +54,9 @@ class Adapted:
         return self.adapter.metadata | {"config": config, "base": located, "context": context}
 
     def shapes(self) -> Tree:
-        return self.base.shapes()
+        found, own = self.base.shapes(), paths(self.adapter.shapes()["params"])
+        head = {path: leaf for path, leaf in own.items() if "/lora/" not in path}
+        return found | {"params": nested(paths(found["params"]) | head)}
 
     def tokenizer(self) -> Tokenizer | None:
         """The adapter's tokenizer, completed by the base's files (end-of-text tokens, for example)."""
@@ -76,15 +78,18 @@ class Adapted:
         abstract, found = dict(abstract), {}
         if "buffers" in abstract and "buffers" not in self.adapter.shapes():  # PEFT has none
             found = self.base.read({"buffers": abstract.pop("buffers")})
-        if "base" in abstract:
-            base = self.base.read({"params": abstract.pop("base")})["params"]
-            return self.adapter.read(abstract) | found | {"base": base}
-        others = {kind: tree for kind, tree in abstract.items() if kind != "params"}
-        found |= self.adapter.read(others) if others else {}
-        wanted, shapes = paths(abstract["params"]), paths(self.adapter.shapes()["params"])
-        pairs = {path: names for path, names in factors(shapes).items() if path in wanted}
-        plain = {path: leaf for path, leaf in wanted.items() if path not in pairs}
-        params = paths(self.base.read({"params": nested(plain)})["params"]) if plain else {}
+        wanted, shapes = paths(abstract.pop("params")), paths(self.adapter.shapes()["params"])
+        kept = abstract.pop("base", None)
+        pairs = factors(shapes) if kept is None else {}
+        pairs = {path: names for path, names in pairs.items() if path in wanted}
+        own = {path: leaf for path, leaf in wanted.items() if path in shapes}
+        rest = {path: leaf for path, leaf in wanted.items() if path not in {*own, *pairs}}
+        given = abstract | ({"params": nested(own)} if own else {})
+        found |= self.adapter.read(given) if given else {}
+        params = paths(found.pop("params", {}))
+        params |= paths(self.base.read({"params": nested(rest)})["params"]) if rest else {}
+        if kept is not None:
+            found["base"] = self.base.read({"params": kept})["params"]
         for path, names in pairs.items():
             params[path] = self._merged(path, wanted[path], {name: shapes[name] for name in names})
         return {"params": nested(params)} | found

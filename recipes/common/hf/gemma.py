@@ -30,7 +30,6 @@ TENSORS = llama.TENSORS | {
     "layers/post_mlp_norm/scale": ("model.layers.{}.post_feedforward_layernorm.weight", "D", "D"),
 }  # fmt: skip
 TIED, COMPUTED, CONTEXT = llama.TIED, llama.COMPUTED, llama.CONTEXT
-canonical, NO_PEFT = llama.canonical, llama.NO_PEFT
 
 # The text model's tensors in files with a vision tower, older and newer → their names without one.
 TEXT_PREFIXES = {
@@ -96,13 +95,18 @@ def text_keys(keys: dict[str, Any], file: pathlib.Path) -> dict[str, Any]:
 
 
 def text_tensors(stored: dict[str, Stored]) -> dict[str, Stored]:
-    """The tensors of a text model with a vision tower, under their names without one."""
-    found = {}
-    for name, tensor in stored.items():
-        if not name.removeprefix("model.").startswith(VISION_PREFIXES):
-            prefix = next((prefix for prefix in TEXT_PREFIXES if name.startswith(prefix)), "")
-            found[TEXT_PREFIXES.get(prefix, "") + name.removeprefix(prefix)] = tensor
-    return found
+    """The tensors of the text model in a folder with a vision tower."""
+    return {
+        name: tensor
+        for name, tensor in stored.items()
+        if not name.removeprefix("model.").startswith(VISION_PREFIXES)
+    }
+
+
+def canonical(name: str) -> str:
+    """A stored tensor's name, as a model without a vision tower has it."""
+    prefix = next((prefix for prefix in TEXT_PREFIXES if name.startswith(prefix)), "")
+    return TEXT_PREFIXES.get(prefix, "") + name.removeprefix(prefix)
 
 
 def config_from(keys: dict[str, Any], file: pathlib.Path) -> Config:

@@ -40,7 +40,7 @@ TENSORS = {path: (PREFIX + name, ours, theirs) for path, (name, ours, theirs) in
 TIED = {"lm_head.weight": "transformer.wte.weight"}
 COMPUTED = (".attn.bias", ".attn.masked_bias")  # masks in old files
 CONTEXT = "n_positions"
-NO_PEFT = "PEFT's adapter of q, k and v has one factor for all three, and the zoo's have their own"
+IN_OUT = True  # order of the dims of their projections, which are of the class Conv1D
 
 SIZES = {  # field of Config → theirs
     "vocab_size": "vocab_size",

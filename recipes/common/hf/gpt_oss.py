@@ -31,7 +31,7 @@ TENSORS |= {
     "layers/experts/down_bias": (f"{EXPERTS}.down_proj_bias", "ED", "E D"),
 }
 TIED, COMPUTED, CONTEXT = llama.TIED, llama.COMPUTED, llama.CONTEXT
-canonical, NO_PEFT = llama.canonical, llama.NO_PEFT
+canonical = llama.canonical
 FORMATS = ("mxfp4",)  # quantization methods that are read
 
 SIZES = llama.SIZES | {

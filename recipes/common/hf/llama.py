@@ -1,9 +1,9 @@
 """The Llama family (zoo/transformer.py): Llama 2 and 3, Mistral, Ministral, Qwen 2 and 3, SmolLM.
 
-A family is a module listed in folder.py, with ENTRY, ARCHITECTURES, TIED, COMPUTED, CONTEXT,
-NO_PEFT, canonical, tensors, config_from and config_json; gemma.py also has what folders
-need that hold more than a text model. A family rejects any config.json that its model can't compute
-exactly, and names the key; families share ConfigFile for that.
+A family is a module listed in folder.py. It has ENTRY, ARCHITECTURES, TIED, COMPUTED, CONTEXT,
+canonical, tensors, config_from and config_json; some have more, for folders that hold more than a
+text model and for adapters. A family rejects any config.json that its model can't compute exactly,
+and names the key; families share ConfigFile for that.
 """
 
 import dataclasses
@@ -50,7 +50,6 @@ TENSORS = {
 TIED = {"lm_head.weight": "model.embed_tokens.weight"}  # must be equal if embeddings are tied
 COMPUTED = ("rotary_emb.inv_freq",)  # name endings of computed buffers, which are not read
 CONTEXT = "max_position_embeddings"  # their name for the number of positions trained on
-NO_PEFT = ""  # why adapters are not exchanged with PEFT, if they are not
 
 SIZES = {  # field of Config → theirs
     "vocab_size": "vocab_size",

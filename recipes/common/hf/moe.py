@@ -34,7 +34,7 @@ EXPERTS = {  # model_type → a table like llama.TENSORS
     },
 }  # fmt: skip
 TIED, COMPUTED, CONTEXT = llama.TIED, llama.COMPUTED, llama.CONTEXT
-canonical, NO_PEFT = llama.canonical, llama.NO_PEFT
+canonical = llama.canonical
 
 SIZES = {  # model_type → field of Config → theirs
     "mixtral": llama.SIZES

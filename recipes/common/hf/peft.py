@@ -8,14 +8,17 @@ import json
 import pathlib
 from typing import Any
 
+import numpy as np
+
 from data import tokenizer
-from recipes.common.hf import tensors
+from recipes.common.hf import tensors, vit
 from recipes.common.hf.folder import ENTRIES, FAMILIES, new_folder, read_onto, shapes_of
 from recipes.common.runtime.errors import UserError
-from recipes.common.sharding.abstract import Tree, paths
+from recipes.common.sharding.abstract import Tree, nested, paths
 
 CONFIG = "adapter_config.json"
 STEM = "adapter_model"  # stem of its tensor files
+PREFIX = "base_model.model."  # of its tensors' names
 
 READ = ("r", "lora_alpha", "base_model_name_or_path")
 # Keys about training, keys that the tensors imply, and options of keys that are refused anyway.
@@ -23,6 +26,7 @@ IGNORED_KEYS = {
     *("auto_mapping", "inference_mode", "peft_version", "task_type", "lora_dropout"),
     *("target_modules", "exclude_modules", "megatron_core", "qalora_group_size", "layers_pattern"),
     *("loftq_config", "eva_config", "corda_config", "lora_ga_config", "runtime_config"),
+    "fan_in_fan_out",  # PEFT itself corrects it by the kind of module
 }
 ALLOWED = {  # key → values without effect; other keys must be false or empty
     "peft_type": ("LORA",),
@@ -30,6 +34,7 @@ ALLOWED = {  # key → values without effect; other keys must be false or empty
     "revision": ("main",),
     # PEFT's other initializations also change the base.
     "init_lora_weights": (True, "gaussian", "eva", "orthogonal"),
+    "modules_to_save": ([vit.HEAD],),  # of other models, the tensors are refused
 }
 
 
@@ -62,8 +67,13 @@ class Adapter:
             raise UserError(
                 f"{self.path} is not an adapter for {entry!r} models, like its base; use {fix}"
             )
-        check_exchange(entry)
-        factors, has = table(entry, config), {name.split(".lora_")[0] for name in self.stored}
+        family, stored = ENTRIES[entry], {}
+        for name, tensor in self.stored.items():
+            stored[PREFIX + family.canonical(name.removeprefix(PREFIX))] = tensor
+        if hasattr(family, "with_head"):
+            shapes = {name.removeprefix(PREFIX): tensor.shape for name, tensor in stored.items()}
+            config = family.with_head(config, shapes)
+        factors, has = table(entry, config), {name.split(".lora_")[0] for name in stored}
         targets = [
             path.split("/")[-2] for path, (name, *_) in factors.items()
             if path.endswith("/a") and name.format(0).split(".lora_")[0] in has
@@ -74,18 +84,27 @@ class Adapter:
             )
         lora = self.metadata["config"] | {"lora_targets": tuple(targets)}
         config = dataclasses.replace(config, **lora)
-        wanted = tensors.expand(factors, paths(shapes_of(entry, config)["params"]))
-        tensors.check(
-            self.path, self.stored, {tensor.name: tensor.shape for tensor in wanted},
-            f"{CONFIG} and its base imply", fix,
-        )  # fmt: skip
         facts = {"entry": entry, "config": dataclasses.asdict(config)}
         facts |= {"context": base.get("context")}
-        return dataclasses.replace(self, metadata=self.metadata | facts, config=config)
+        found = dataclasses.replace(
+            self, metadata=self.metadata | facts, config=config, stored=stored
+        )
+        wanted = tensors.expand(factors, paths(found.shapes()["params"]))
+        tensors.check(
+            self.path, stored, {tensor.name: tensor.shape for tensor in wanted},
+            f"{CONFIG} and its base imply", fix,
+        )  # fmt: skip
+        return found
 
     def shapes(self) -> Tree:
-        """Shapes of the factors: {"params": nested dict of ShapeDtypeStructs}."""
-        return {"params": shapes_of(self.metadata["entry"], self.config)["params"]}
+        """Shapes of what is stored: {"params": nested dict of ShapeDtypeStructs}.
+
+        These are all factors, and a head if PEFT has saved one.
+        """
+        entry, known = self.metadata["entry"], table(self.metadata["entry"], self.config)
+        trained = paths(shapes_of(entry, self.config)["params"])
+        stored = {p: x for p, x in trained.items() if "/lora/" in p or known[p][0] in self.stored}
+        return {"params": nested(stored)}
 
     def read(self, abstract: Tree) -> Tree:
         """Reads the factors in {"params": nested dict of ShapeDtypeStructs with shardings}."""
@@ -143,47 +162,107 @@ def write_adapter(
       read: a function from a factor's path to its value, a float32 NumPy array.
       tokens, card: tokenizer and README.md to write along.
     """
-    check_exchange(entry)
-    ENTRIES[entry].config_json(config, context=1)  # raises
-    factors = paths(shapes_of(entry, config)["params"])
-    expanded = list(tensors.expand(table(entry, config), factors))
+    family = ENTRIES[entry]
+    family.config_json(config, context=1)  # raises
+    config, read = side_by_side(entry, config, read)
+    rename, names = getattr(family, "peft_name", str), {}
+    for path, (name, *dims) in table(entry, config).items():
+        names[path] = (PREFIX + rename(name.removeprefix(PREFIX)), *dims)
+    expanded = list(tensors.expand(names, paths(shapes_of(entry, config)["params"])))
+    modules = sorted({t.name.split(".lora_")[0] for t in expanded if ".lora_" in t.name})
     theirs = {
         "peft_type": "LORA",
-        "task_type": "CAUSAL_LM",
+        "task_type": "CAUSAL_LM" if hasattr(config, "vocab_size") else None,
         "base_model_name_or_path": base,
         "r": config.lora_rank,
         "lora_alpha": config.lora_alpha,
-        "target_modules": sorted({tensor.name.split(".")[-3] for tensor in expanded}),
+        "target_modules": target_modules(modules, names, config.num_layers),
         "lora_dropout": 0.0,
         "bias": "none",
-        "fan_in_fan_out": False,
+        "fan_in_fan_out": is_in_out(entry),
         "use_rslora": False,
         "use_dora": False,
         "inference_mode": True,
     }
+    if any(".lora_" not in tensor.name for tensor in expanded):
+        theirs["modules_to_save"] = [family.HEAD]
     with new_folder(folder, tokens, card, CONFIG) as beside:
         tensors.write(beside, expanded, read, STEM)
         (beside / CONFIG).write_text(json.dumps(theirs, indent=2) + "\n")
 
 
-def check_exchange(entry: str) -> None:
-    """Raises UserError if PEFT's adapters of this entry's models differ from ours."""
-    if reason := ENTRIES[entry].NO_PEFT:
-        raise UserError(f"{reason}; merge the adapter, and use the merged model")
+def target_modules(modules: list[str], names: dict[str, tuple], layers: int) -> list[str]:
+    """PEFT's target_modules: last words of modules' names, or whole names if others end like them.
+
+    Args:
+      modules: names of those with an adapter, with PREFIX.
+      names: a table of all weights of the model.
+    """
+    every = {
+        name.replace("{}", str(layer)).rpartition(".")[0]
+        for name, *_ in names.values() if ".lora_" not in name
+        for layer in range(layers)
+    }  # fmt: skip
+    found = set()
+    for module in modules:
+        last = module.rpartition(".")[2]
+        alike = {other for other in every if other.endswith(f".{last}")}
+        found.add(last if alike <= {*modules} else module.removeprefix(PREFIX))
+    return sorted(found)
+
+
+def is_in_out(entry: str) -> bool:
+    """Whether the entry's weights are stored [in, out]."""
+    return getattr(ENTRIES[entry], "IN_OUT", False)
+
+
+def side_by_side(entry: str, config: Any, read) -> tuple[Any, Any]:
+    """(Config, function like `read`) of an adapter whose weights in one tensor of theirs share an A.
+
+    GPT-2's q, k and v are one tensor, so that PEFT's adapter of them has one A. If ours differ, all
+    factors get as many times the rank: the A's side by side, and around each B zeros.
+    """
+    has, groups = paths(shapes_of(entry, config)["params"]), {}
+    for path, (name, *_) in table(entry, config).items():
+        if path.endswith("/a") and path in has:
+            groups.setdefault(name, []).append(path)
+    shared = [group for group in groups.values() if len(group) > 1]
+    if all(np.array_equal(read(path), read(group[0])) for group in shared for path in group):
+        return config, read
+    rank, times = config.lora_rank, max(map(len, shared))
+
+    def wider(path: str) -> np.ndarray:
+        group = next((g for g in groups.values() if f"{path[:-1]}a" in g), None)
+        if group is None:  # a head
+            return read(path)
+        if path.endswith("/a"):
+            parts = [read(other) for other in group]
+            parts += [np.zeros_like(parts[0])] * (times - len(parts))
+            return np.concatenate(parts, axis=-1)
+        value, place = read(path), group.index(f"{path[:-1]}a")
+        parts = [np.zeros_like(value)] * times
+        parts[place] = value
+        return np.concatenate(parts, axis=1)  # after the layers
+
+    wide = {"lora_rank": times * rank, "lora_alpha": times * config.lora_alpha}
+    return dataclasses.replace(config, **wide), wider
 
 
 def table(entry: str, config: Any) -> dict[str, tuple[str, str, str]]:
-    """The factors of every weight that can have an adapter, in the format of tensors.py.
+    """All weights and the factors of each that can have an adapter, in the format of tensors.py.
 
     Their A is [r, in].
     """
     targets, found = type(config).lora_targets, {}  # the default lists all that the entry has
     for path, (name, ours, theirs) in ENTRIES[entry].tensors(config).items():
         module, _, leaf = path.rpartition("/")
+        found[path] = (PREFIX + name, ours, theirs)
         if leaf in targets:
-            out, inner = theirs.split()
-            name = f"base_model.model.{name.removesuffix('weight')}lora_"
-            outer = "".join(dim for dim in ours if dim not in inner)
+            first, second, *piece = theirs.split()
+            inner, out = (first, second) if is_in_out(entry) else (second, first)
+            name = f"{PREFIX}{name.removesuffix('weight')}lora_"
+            outer = out.replace("#", "")
             found[f"{module}/lora/{leaf}/a"] = (f"{name}A.weight", f"{inner}r", f"r {inner}")
-            found[f"{module}/lora/{leaf}/b"] = (f"{name}B.weight", f"r{outer}", f"{out} r")
+            b = " ".join((out, "r", *piece))
+            found[f"{module}/lora/{leaf}/b"] = (f"{name}B.weight", f"r{outer}", b)
     return found

@@ -267,7 +267,8 @@ def write(folder: pathlib.Path, tensors: Iterable[Tensor], read, stem: str = "mo
         max_shard_size=FILE_BYTES,
     )
     for file, names in split.filename_to_tensors.items():
-        arrays = {name: np.empty(by_name[name][0].shape, np.float32) for name in names}
+        # Zeros: an adapter may lack a piece of a tensor.
+        arrays = {name: np.zeros(by_name[name][0].shape, np.float32) for name in names}
         for name in names:
             for tensor in by_name[name]:
                 tensor.put(read(tensor.path)[tensor.index], arrays[name])

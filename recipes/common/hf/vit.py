@@ -1,6 +1,8 @@
 """The family of ViT (zoo/vit.py). preprocessor_config.json says how pictures become inputs."""
 
+import dataclasses
 import pathlib
+import re
 from typing import Any
 
 from recipes.common.hf import llama
@@ -42,8 +44,17 @@ TENSORS = {  # in the format of tensors.py; X and Y are the rows and columns of 
 }
 TIED: dict[str, str] = {}
 COMPUTED = ("vit.pooler.dense.weight", "vit.pooler.dense.bias")  # which the classifier does not use
-CONTEXT, canonical = llama.CONTEXT, llama.canonical  # an image has no context
-NO_PEFT = "adapters of ViT are not exchanged with PEFT"
+CONTEXT = llama.CONTEXT  # an image has no context
+# A layer's modules as files name them → as newer versions of transformers do, and so PEFT.
+MODULES = {
+    "attention.attention.query": "attention.q_proj",
+    "attention.attention.key": "attention.k_proj",
+    "attention.attention.value": "attention.v_proj",
+    "attention.output.dense": "attention.o_proj",
+    "intermediate.dense": "mlp.fc1",
+    "output.dense": "mlp.fc2",
+}
+HEAD = "classifier"  # PEFT stores it with an adapter that has it in modules_to_save
 
 SIZES = {  # field of Config → (theirs, the default of an absent key)
     "image_size": ("image_size", 224),
@@ -63,6 +74,31 @@ UNUSED = {  # features that our ViT lacks → values that leave them off
 PREPROCESSOR = "preprocessor_config.json"
 FILTERS = ("nearest", "lanczos", "bilinear", "bicubic", "box", "hamming")  # PIL's, by their number
 BYTE = 1 / 255  # a pixel's value from 0 to 1
+
+
+def canonical(name: str) -> str:
+    """A stored tensor's name, as TENSORS has it; PEFT's adapters may have the newer names."""
+    for module, newer in MODULES.items():
+        layer = rf"^vit\.layers\.(\d+)\.{re.escape(newer)}\."
+        name = re.sub(layer, rf"vit.encoder.layer.\1.{module}.", name)
+    return name
+
+
+def peft_name(name: str) -> str:
+    """The name of a tensor of TENSORS in PEFT's adapters."""
+    for module, newer in MODULES.items():
+        if name.startswith(f"{LAYER}.{module}."):
+            return name.replace(f"{LAYER}.{module}", f"vit.layers.{{}}.{newer}")
+    return name
+
+
+def with_head(config: Config, shapes: dict[str, tuple[int, ...]]) -> Config:
+    """The Config of an adapter with these tensors; its own head may have other classes."""
+    count = shapes.get(f"{HEAD}.bias", (config.classes,))[0]
+    if count == config.classes:
+        return config
+    labels = tuple(f"LABEL_{i}" for i in range(count))
+    return dataclasses.replace(config, classes=count, labels=labels)
 
 
 def tensors(config: Config) -> dict[str, tuple[str, str, str]]:

@@ -1,7 +1,7 @@
 """The recipe of every language model: `main`, its flags, and the sample at its end."""
 
 from recipes.common.language.experts import ExpertFlags, usage, with_experts
-from recipes.common.language.flags import Flags, Text, lora_targets_flag, remat_flag, size_flag
+from recipes.common.language.flags import Flags, Text, remat_flag, size_flag
 from recipes.common.language.recipe import (
     MATRICES,
     attention,
@@ -12,3 +12,4 @@ from recipes.common.language.recipe import (
     stages,
 )
 from recipes.common.language.sample import Sample
+from recipes.common.train.adapters import targets_flag as lora_targets_flag

@@ -7,6 +7,7 @@ from data import text as texts
 from data.batches import Dataset
 from data.tokenizer import Tokenizer
 from recipes.common.runtime import flag
+from recipes.common.train import adapters
 from recipes.common.train.optimizer import OPTIMIZERS
 from zoo.attention import SCHEDULES, WAYS
 
@@ -61,11 +62,6 @@ def remat_flag(policies: Iterable[str] = ()) -> str:
     )  # fmt: skip
 
 
-def lora_targets_flag(targets: Iterable[str] = ()) -> str:
-    """--lora_targets: some of Config.lora_targets."""
-    return flag("all", f"Weights with an adapter: all, or some of {','.join(targets)}.", "model")
-
-
 @dataclasses.dataclass(frozen=True)
 class Flags:
     """Flags of the model and its optimizer. Each recipe's subclass adds its entry's choices."""
@@ -88,19 +84,10 @@ class Flags:
         0, "Parts of a batch that follow one another through the stages; 0: up to 4 per stage.",
         "model", at_least=0, may_change=True,
     )  # fmt: skip
-    lora_rank: int = flag(
-        0, "Rank of adapters (LoRA) to train beside the frozen weights of --restore_from; 0: train "
-        "all parameters.", "model", at_least=0,
-    )  # fmt: skip
-    lora_alpha: float = flag(
-        0.0, "Adapters are scaled by lora_alpha / lora_rank; 0: twice the rank.", "model",
-        at_least=0.0,
-    )  # fmt: skip
-    lora_targets: str = lora_targets_flag()
-    base: str = flag(
-        "", "Base model of the adapter, if it has moved.", "checkpoints",
-        may_change=True,
-    )  # fmt: skip
+    lora_rank: int = adapters.rank_flag()
+    lora_alpha: float = adapters.alpha_flag()
+    lora_targets: str = adapters.targets_flag()
+    base: str = adapters.base_flag()
     optimizer: str = flag(
         "adamw", "Optimizer; muon uses Adam for all but hidden matrices.", "optimizer",
         choices=OPTIMIZERS,

@@ -15,6 +15,7 @@ from recipes.common.language.sample import Sample
 from recipes.common.runtime import Run, UserError, describe, make_mesh, print0
 from recipes.common.sharding import Layout, Tree, make_layout
 from recipes.common.sharding.rules import shards
+from recipes.common.train.adapters import lora_fields
 from recipes.common.train.evaluation import in_words
 from recipes.common.train.loop import finish, fit
 from recipes.common.train.optimizer import LearningRate, hidden_matrices, make_optimizer
@@ -55,7 +56,6 @@ def main(
         seed=run.seed, batch_size=run.batch_size, microbatches=flags.accumulate,
         seq_len=text.seq_len,
     )  # fmt: skip
-    check_learned_positions(config, text)
     check_heads(layout)
     check_stages(layout, flags)
     if run.plan:
@@ -112,44 +112,6 @@ def model_config(
     how = {"dtype": dtype, "remat": flags.remat or config.remat, "context": flags.context}
     how |= {"pipeline": flags.pipeline, "pipe_microbatches": flags.pipe_microbatches}
     return dataclasses.replace(config, **how, **adapters)
-
-
-def lora_fields(flags: Flags, known: tuple[str, ...]) -> dict[str, Any]:
-    """Config's LoRA fields, from the flags. Raises UserError if the flags don't fit together.
-
-    Args:
-      known: weights that may have an adapter.
-    """
-    if not flags.lora_rank:
-        if flags.lora_alpha or flags.lora_targets != "all":
-            name = "lora_alpha" if flags.lora_alpha else "lora_targets"
-            raise UserError(
-                f"--{name}={getattr(flags, name)} is for adapters, and --lora_rank=0 trains none; "
-                "add, for example, --lora_rank=8"
-            )
-        return {"lora_rank": 0}
-    wanted = known if flags.lora_targets == "all" else flags.lora_targets.split(",")
-    for name in wanted:
-        if name not in known:
-            raise UserError(
-                f"--lora_targets={flags.lora_targets} has {name!r}; use all, or some of "
-                f"{','.join(known)}"
-            )
-    return {
-        "lora_rank": flags.lora_rank,
-        "lora_alpha": flags.lora_alpha or 2.0 * flags.lora_rank,
-        "lora_targets": tuple(name for name in known if name in wanted),
-    }
-
-
-def check_learned_positions(config: Any, text: Text) -> None:
-    """Raises UserError if rows have more tokens than the model has learned positions."""
-    most = getattr(config, "max_positions", text.seq_len)
-    if text.seq_len > most:
-        raise UserError(
-            f"--seq_len={text.seq_len} is more than the {most} positions that the model learns; use at "
-            f"most --seq_len={most}"
-        )
 
 
 def check_heads(layout: Layout) -> None:

@@ -15,8 +15,8 @@ class AbstractModel(NamedTuple):
     """A model without its arrays.
 
     Trees of variables are nested dicts by kind, as in a training state. "params" are trained; in a
-    model with adapters (nnx.LoRAParam) these are the adapters, and the frozen parameters are
-    "base". "buffers" are variables other than nnx.Param.
+    model with adapters these are all nnx.LoRAParam (the adapters, and a head that is trained with
+    them), and the frozen parameters are "base". "buffers" are variables other than nnx.Param.
     """
 
     graph: nnx.GraphDef
@@ -60,7 +60,10 @@ def variables_of(model: nnx.Module) -> Tree:
 def unadapted(variables: Tree) -> Tree:
     """Drops adapters: the other parameters become "params", as in a checkpoint of the base."""
     others = {kind: tree for kind, tree in variables.items() if kind not in ("params", "base")}
-    return {"params": variables.get("base", variables["params"]), **others}
+    if "base" not in variables:
+        return {"params": variables["params"], **others}
+    trained = {p: leaf for p, leaf in paths(variables["params"]).items() if "/lora/" not in p}
+    return {"params": nested(paths(variables["base"]) | trained), **others}
 
 
 def _split(model: nnx.Module) -> tuple[nnx.GraphDef, dict[str, nnx.State]]:

@@ -203,6 +203,7 @@ def make_layout(
     if batch_size:
         sharding_rules.check_used(zoo, name, fitting, mesh)
     sharding_rules.check_batch(name, fitting, mesh, batch_size, microbatches)
+    sharding_rules.check_length(config, seq_len)
     sharding_rules.check_positions(zoo, name, fitting, mesh, seq_len, trains=batch_size > 0)
     return Layout(mesh, zoo, config, name, fitting, uneven, build, abstract, batch_size, seq_len)
 

@@ -261,6 +261,16 @@ def check_positions(
             )
 
 
+def check_length(config: object, seq_len: int) -> None:
+    """Raises UserError if rows have more tokens than the model has learned positions."""
+    most = getattr(config, "max_positions", seq_len)
+    if seq_len > most:
+        raise UserError(
+            f"--seq_len={seq_len} is more than the {most} positions that the model learns; use at "
+            f"most --seq_len={most}"
+        )
+
+
 def _every_weight(model: AbstractModel) -> dict[str, tuple[tuple[int, ...], tuple[str, ...]]]:
     """Path → (shape, logical axes) of all variables."""
     shapes, axes = {}, {}

@@ -6,8 +6,8 @@ import optax
 
 from recipes.common.checkpoint import RunFolder, Source
 from recipes.common.runtime import Run
-from recipes.common.sharding import Layout, Tree, shardings
-from recipes.common.sharding.abstract import unadapted
+from recipes.common.sharding import Layout, Tree, paths, shardings
+from recipes.common.sharding.abstract import nested, unadapted
 from recipes.common.train import state as training_state
 from recipes.common.train.step import TrainStep
 
@@ -73,7 +73,6 @@ def read_variables(source: Source, layout: Layout) -> Tree:
     if "base" not in wanted or "base" in source.metadata:
         return source.read(wanted)
     variables = source.read(unadapted(wanted))
-    return variables | {
-        "params": training_state.new_params(layout),
-        "base": variables["params"],
-    }
+    read, new = paths(variables["params"]), paths(training_state.new_params(layout))
+    trained = {path: read.pop(path, value) for path, value in new.items()}
+    return variables | {"params": nested(trained), "base": nested(read)}
