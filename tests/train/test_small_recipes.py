@@ -198,7 +198,7 @@ def test_vit_fine_tunes_a_hugging_face_model_with_a_new_head(train, quick, pets,
 
 
 @pytest.mark.full
-def test_vit_trains_an_adapter_and_a_new_head(train, quick, pets, tmp_path):
+def test_vit_trains_an_adapter_and_a_new_head(train, inside, quick, pets, tmp_path):
     """Only these are saved; merged with the base on another mesh, they give the run's figures."""
     theirs, work = ROOT / "tests" / "golden" / "hf" / "vit", tmp_path / "v"
     data = (f"--dataset={pets}", "--batch_size=16")
@@ -218,6 +218,10 @@ def test_vit_trains_an_adapter_and_a_new_head(train, quick, pets, tmp_path):
     heads = {name for name in names if "/lora/" not in name}
     assert (heads, len(names)) == ({"head", "head_bias"}, 2 + 4)
     assert line in train("vit", f"--restore_from={work}", "--mesh=1x4", "--steps=0", *data)
+    shutil.rmtree(pets / "owl")
+    (pets / "dog").rename(pets / "fox")  # so that another head is needed
+    again = inside("recipes.vit", f"--restore_from={work}", "--lora_rank=4", "--mesh=1x4", *data)
+    assert again.err.startswith("error: --lora_rank=4 must match the adapter ")
     train("hf", "export", f"--source={work}", f"--target={tmp_path / 'peft'}", "--adapter")
     keys = json.loads((tmp_path / "peft" / "adapter_config.json").read_text())
     assert (keys["modules_to_save"], keys["target_modules"]) == (

@@ -31,6 +31,7 @@ import zoo
 from data.tokenizer import BYTES, Tokenizer, from_files
 from recipes.common import entries, hf
 from recipes.common.checkpoint import card, integrity, lora, parallel_hashing
+from recipes.common.checkpoint.new_head import NewHead
 from recipes.common.runtime import UserError, agreement, folders, processes
 from recipes.common.sharding import Layout, Rules, Tree, make_layout, paths
 from recipes.common.sharding.abstract import unadapted
@@ -392,8 +393,9 @@ def restore_variables(source: Source, layout: Layout, dtype: str | None = None) 
 def check_variables(source: Source, layout: Layout) -> None:
     """Raises UserError if the checkpoint has other variables, or other shapes."""
     found = source.shapes()
-    if "base" in layout.model.shapes and isinstance(source, lora.Adapted):
-        source.check_config(layout.config)
+    adapted = source.source if isinstance(source, NewHead) else source
+    if "base" in layout.model.shapes and isinstance(adapted, lora.Adapted):
+        adapted.check_config(layout.config)
     model = unadapted(layout.model.shapes)
     for kind in {**found, **model}:
         saved, wanted = paths(found.get(kind, {})), paths(model.get(kind, {}))
