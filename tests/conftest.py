@@ -10,6 +10,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterable
 
+gc.disable()  # until all tests are imported: this allocates much and frees little
 ROOT = pathlib.Path(__file__).parent.parent
 os.environ["NPROC"] = "32"  # see recipes/common/runtime/mesh.py: room for two programs in flight
 os.environ["HF_HUB_OFFLINE"] = "1"
@@ -65,6 +66,11 @@ def full_except(cases: Iterable, fast: Iterable) -> list:
         )
         for case in cases
     ]
+
+
+def pytest_collection_finish():
+    gc.freeze()
+    gc.enable()
 
 
 def pytest_sessionfinish(session):

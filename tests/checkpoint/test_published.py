@@ -28,6 +28,7 @@ from recipes.common.runtime.errors import UserError
 from recipes.common.runtime.mesh import parse
 from recipes.common.sharding.abstract import paths
 from recipes.common.sharding.layout import make_layout
+from recipes.common.sharding.rules import default_strategy
 from recipes.common.zoo_source import closure
 from tests.conftest import ROOT, full_except
 from tests.support.entries import ENTRIES as PROVEN
@@ -46,7 +47,7 @@ def every_mesh_and_table(name: str) -> list[tuple[str, str, str]]:
     All pairs are test_meshes.py's.
     """
     entry = PROVEN[name.split(".")[0]]
-    found = {mesh: entry.layout(mesh).strategy for mesh in entry.meshes}
+    found = {mesh: default_strategy(entry.rules, make_mesh(mesh)) for mesh in entry.meshes}
     others = {case[1]: case[2] for case in entry.cases if case[1] not in found.values()}
     pairs = [*((table, mesh) for mesh, table in found.items()), *others.items()]
     return [(name, *pair) for pair in pairs]

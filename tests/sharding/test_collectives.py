@@ -271,7 +271,7 @@ WHOLE_ROWS = [
     (entry, strategy, mesh)
     for entry, strategy, mesh in CASES
     if not ENTRIES[entry].is_long(strategy, mesh)
-    and ENTRIES[entry].layout(mesh, strategy).stages == 1
+    and ENTRIES[entry].layouts[strategy, mesh].stages == 1
 ]
 
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from recipes.common import checkpoint
-from recipes.common.entries import ENTRIES, zoo_file
+from recipes.common.entries import ENTRIES, model, zoo_file
 from recipes.common.runtime.errors import UserError
 from recipes.common.runtime.mesh import make_mesh
 from recipes.common.sharding.layout import Layout, elsewhere, make_layout
@@ -229,7 +229,8 @@ ODD = [  # those that none of our tables splits
 @pytest.mark.parametrize(("entry", "axis"), full_except(ODD, [("moe", "act_embed")]))
 def test_an_axis_that_may_be_split_can_be_computed(entry, axis):
     table = dict.fromkeys(zoo_file(entry).LOGICAL_AXES) | {"batch": "data", axis: "model"}
-    found = proof.ENTRIES[entry].layout("4x2", table)
+    config, rows = proof.ENTRIES[entry].config, proof.BATCH
+    found = make_layout(model(entry), config, make_mesh("4x2"), table, batch_size=rows)
     batch = jax.tree.map(lambda x: x[0], proof.ENTRIES[entry].batches[0])
     lowered = found.lower(
         lambda state, batch: gradients(found.model, state, batch)[0],

@@ -25,12 +25,13 @@ from recipes.common.analysis.kernel import attention_kernel
 from recipes.common.language import Sample, Text, attention, model_config
 from recipes.common.runtime.flags import Run
 from recipes.common.runtime.mesh import make_mesh
-from recipes.common.sharding.abstract import paths, variables_of
-from recipes.common.sharding.layout import Layout, make_layout, shardings
+from recipes.common.sharding.abstract import paths
+from recipes.common.sharding.layout import Layout, make_layout
 from recipes.common.train.optimizer import LearningRate, adamw
 from recipes.common.train.step import TrainStep, gradients
 from recipes.transformer import Flags, main
 from tests.conftest import ROOT, full_except
+from tests.support.models import random_variables
 from tests.support.quick import QUICK
 from tests.support.quick import quick as quick
 from tests.support.runs import records
@@ -128,9 +129,8 @@ def test_a_kernel_in_bfloat16_is_as_exact_as_bfloat16(kernel):
     shape = bench_kernels.Shape(1, 1_024, 2, 1, 64, segments=True, window=700)
     found = bench_kernels.errors(kernel, shape, "bfloat16")
     assert max(found.values()) < 5e-3, found
-    with jax.default_matmul_precision("highest"):
-        q, k, v, _, ids = bench_kernels.inputs(shape, "bfloat16")
-        out = attend(q, k, v, ids, shape.window, kernel)
+    q, k, v, _, ids = bench_kernels.inputs(shape, "bfloat16")
+    out = jax.eval_shape(lambda: attend(q, k, v, ids, shape.window, kernel))
     assert out.dtype == jnp.bfloat16
 
 
@@ -163,8 +163,12 @@ def test_memory_is_linear_in_a_model():
     config = Config(384, 64, 2, num_heads=2, num_kv_heads=1, head_dim=16, mlp=64, attention="flash")
     held = []
     for T in (8_192, 32_768):
-        step = make_step(config, "dp", make_mesh("1"), 1, T, segments=True)
-        held.append(step.lower().compile(QUICK).memory_analysis().temp_size_in_bytes)
+        layout = make_step(config, "dp", make_mesh("1"), 1, T, segments=True).layout
+        rows = dict.fromkeys(example(np.zeros(2, np.int32)), jax.ShapeDtypeStruct((T,), np.int32))
+        step = functools.partial(gradients, layout.model)
+        given = layout.variables(), layout.abstract_batch(rows)
+        compiled = layout.compile(step, *given, compiler_options=QUICK)
+        held.append(compiled.memory_analysis().temp_size_in_bytes)
     assert held[1] / held[0] <= 4.2, held
 
 
@@ -292,14 +296,12 @@ def loss_and_gradients(config: Config, mesh: str, strategy: str, T: int) -> tupl
     batch = {"tokens": tokens[:, :-1], "targets": tokens[:, 1:], "segment_ids": documents(B, T)}
     layout = make_layout(Transformer, config, make_mesh(mesh), strategy, batch_size=B, seq_len=T)
 
-    def both(batch):
-        variables = variables_of(layout.build())
-        variables = jax.sharding.reshard(variables, shardings(layout.variables()))
+    def both(variables, batch):
         grads, _, means = gradients(layout.model, variables, batch)
         return means["loss"], grads
 
-    batch = jax.device_put(batch, layout.batch_shardings(batch))
-    loss, grads = layout.compile(both, batch, compiler_options=QUICK)(batch)
+    given = random_variables(layout), jax.device_put(batch, layout.batch_shardings(batch))
+    loss, grads = layout.compile(both, *given, compiler_options=QUICK)(*given)
     return float(loss), {path: np.asarray(gradient) for path, gradient in paths(grads).items()}
 
 
