@@ -13,6 +13,7 @@ import optax
 
 from recipes.common.sharding import Layout, Tree, paths, shardings
 from recipes.common.sharding.abstract import variables_of
+from recipes.common.sharding.compiler_options import compiler_options
 
 
 def new_state(
@@ -80,10 +81,10 @@ def new_params(layout: Layout) -> Tree:
 
 def _program(layout: Layout, make: Callable[[], Tree], abstract: Tree) -> jax.stages.Compiled:
     """Compiles `make` so that it gives the same bits on any mesh."""
-    options = {}
+    options = compiler_options(layout.mesh)
     if layout.mesh.devices.flat[0].platform == "cpu":
         # Above level 1, LLVM vectorizes if a shard's shape allows it, which may change the last bit.
-        options["xla_backend_optimization_level"] = 1
+        options = {"xla_backend_optimization_level": 1} | options
     # Traced outside the mesh: inside it, with Explicit axes, new random numbers would be replicated.
     compiled = jax.jit(make, out_shardings=shardings(abstract), compiler_options=options)
     return compiled.lower().compile()
