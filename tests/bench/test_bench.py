@@ -223,13 +223,13 @@ def test_memory_parts_by_hand():
 
 @pytest.mark.parametrize(
     ("attention", "remat"),
-    [
-        *itertools.product(["xla"], memory.POLICIES),
-        ("splash", "none"),
-        ("splash", "dots"),
-        ("flash", "none"),
-        ("flash", "dots"),
-    ],
+    full_except(
+        [
+            *itertools.product(["xla"], memory.POLICIES),
+            *itertools.product(["splash", "flash"], ["none", "dots"]),
+        ],
+        fast=[("xla", "full"), ("xla", "dots"), ("splash", "none"), ("flash", "dots")],
+    ),
 )
 def test_saved_activations_are_what_jax_saves(attention, remat):
     """The estimate against the residuals that JAX's own trace hands from the layers' forward loop to
@@ -364,6 +364,7 @@ def test_memory_of_rows_that_chips_share_is_what_the_compiler_says(row):
     assert sum(memory_parts(step.layout).values()) == pytest.approx(peak * 1e9, rel=within)
 
 
+@pytest.mark.full  # in the fast tier: test_no_array_holds_all_logits
 def test_no_array_of_all_tokens_by_the_vocabulary():
     """Logits exist one chunk at a time, in the forward and the backward pass."""
     config = dataclasses.replace(PLAIN, loss_chunk=8)
@@ -696,7 +697,7 @@ WORDS = {
 }  # fmt: skip
 
 
-LONG = ("cpu", "host", "checkpoint", "start", "meshes", "data", "experts")
+LONG = ("cpu", "host", "checkpoint", "start", "meshes", "data", "experts", "depth", "memory")
 
 
 @pytest.mark.parametrize("word", full_except(sorted(WORDS.keys() - {"gpu"}), WORDS.keys() - LONG))
@@ -831,14 +832,20 @@ def test_mistakes(word, flag, sentence, inside):
     assert done.err.count("\n") == 1
 
 
-@pytest.mark.parametrize("entry", full_except(["dot_relu_dot", "transformer"], ["dot_relu_dot"]))
-def test_recipes_meshes_compares_them_for_any_entry(entry, inside, monkeypatch):
+@pytest.mark.parametrize(
+    ("entry", "meshes"),
+    full_except(
+        [("dot_relu_dot", ["4x2"]), ("transformer", ["8", "4x2"])], [("dot_relu_dot", ["4x2"])]
+    ),
+)
+def test_recipes_meshes_compares_them_for_any_entry(entry, meshes, inside, monkeypatch):
     monkeypatch.setitem(COMPILER_OPTIONS, "cpu", QUICK)
-    done = inside("recipes.meshes", f"--entry={entry}", "--size=tiny", "--meshes=8,4x2")
+    flags = (f"--entry={entry}", "--size=tiny", f"--meshes={','.join(meshes)}")
+    done = inside("recipes.meshes", *flags)
     assert done.code == 0, done.err
     table, left_out = done.out.split("\nLeft out:\n")
     _, _, *rows = table.splitlines()
-    pairs = [(entry, rules, mesh) for rules in ENTRIES[entry].rules for mesh in ("8", "4x2")]
+    pairs = [(entry, rules, mesh) for rules in ENTRIES[entry].rules for mesh in meshes]
     fitting = [[f"| {rules}", mesh] for _, rules, mesh in pairs if (entry, rules, mesh) in CASES]
     assert [row.split(" | ")[:2] for row in rows] == fitting
     assert left_out.count("- rules") == len(pairs) - len(fitting)
