@@ -17,6 +17,7 @@ from recipes.common.sharding.rules import default_strategy, select, used_axes
 from recipes.common.train.step import gradients
 from tests.conftest import full_except
 from tests.support import entries as proof
+from tests.support.quick import quick as quick
 from tests.support.runs import TINY
 from zoo import transformer
 from zoo.transformer import RULES, Config, Transformer
@@ -102,7 +103,7 @@ def mine(tmp_path):
     return write
 
 
-def test_a_run_uses_and_reports_your_own_rules(inside, mine, tmp_path):
+def test_a_run_uses_and_reports_your_own_rules(inside, quick, mine, tmp_path):
     path, workdir = mine(MINE), tmp_path / "run"
     flags = ("--steps=2", "--embed=16", "--hidden=64", f"--workdir={workdir}", f"--rules={path}")
     done = inside("recipes.dot_relu_dot", "--mesh=2x2x2", *flags)

@@ -18,6 +18,6 @@ def random_values(shapes: Tree, seed: int = 0) -> Tree:
 
 
 def random_variables(layout: Layout) -> Tree:
-    """The same values on any mesh, sharded by the layout."""
+    """Random values of a model, the same on any mesh, sharded by the layout."""
     variables = layout.variables()
     return jax.device_put(random_values(variables), shardings(variables))
