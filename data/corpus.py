@@ -180,9 +180,9 @@ def stamp(files: list[pathlib.Path]) -> str:
 
 
 def _hash(path: pathlib.Path, digest) -> None:
+    """Adds a file's content to a digest."""
     with path.open("rb") as file:
-        while block := file.read(2**20):
-            digest.update(block)
+        hashlib.file_digest(file, lambda: digest)
 
 
 def _has_changed(source: Source, remembered: pathlib.Path | None, content: str) -> bool:

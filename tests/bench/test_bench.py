@@ -490,8 +490,8 @@ def test_a_gpu_program_that_does_not_fit_is_reported(monkeypatch):
             return types.SimpleNamespace(peak_memory_in_bytes=100e9)
 
     step = types.SimpleNamespace(compile=Program)
-    told = aot.compile_step(step, "h100", "this")
-    assert told == ("does not fit: 100.0 GB of 78.1 GB", 100e9)
+    found = aot.compile_step(step, "h100", "this")
+    assert found == ("does not fit: 100.0 GB of 78.1 GB", 100e9)
     assert isinstance(aot.compile_step(step, "h200", "this"), Program)
     assert isinstance(aot.compile_step(step, "v5e", "this"), Program)
 
@@ -589,7 +589,7 @@ def test_gpu_prints_what_it_has_when_time_is_up(sweep, monkeypatch, tmp_path):
     again, out, _ = sweep(found, out=str(file))
     assert again[0] == asked[5]
     assert not set(again) & set(asked[:5])
-    assert out.count("\n| ") == len(again) + 5, "the rows of before are told again"
+    assert out.count("\n| ") == len(again) + 5, "earlier rows are printed again"
 
 
 def test_a_gpu_row_that_fails_is_a_row(sweep):
@@ -633,8 +633,8 @@ def test_a_row_has_a_process_group_of_its_own(script, result, tmp_path, monkeypa
     program.chmod(0o755)
     monkeypatch.setattr(sys, "executable", str(program))
     monkeypatch.setenv("PIDS", str(pids))
-    told = rows.run(Row("check", attention="xla"), 1.0, [])
-    assert {key: told[key] for key in result} == result
+    found = rows.run(Row("check", attention="xla"), 1.0, [])
+    assert {key: found[key] for key in result} == result
     if pids.exists():
         stat = pathlib.Path(f"/proc/{pids.read_text().strip()}/stat")
         assert not stat.exists() or stat.read_text().split()[2] == "Z", "its children live on"
@@ -652,10 +652,10 @@ def test_figures_of_a_row():
     row = Row("step", "1b:2048", 4)
     n = 16 * (2 * 2048 * 64 * 40 + 3 * 2048 * 8192) + 128_256 * 2048
     causal = (6 * n + 6 * 16 * 2048 * 2048) * 4 * 2048
-    told = rows.rates(row, 0.5, "NVIDIA H200", 90_000_000_000)
-    assert told["tokens_per_s"] == 4 * 2048 / 0.5
-    assert told["mfu_causal"] == pytest.approx(causal / 0.5 / 989e12)
-    assert told["gb"] == 90
+    rates = rows.rates(row, 0.5, "NVIDIA H200", 90_000_000_000)
+    assert rates["tokens_per_s"] == 4 * 2048 / 0.5
+    assert rates["mfu_causal"] == pytest.approx(causal / 0.5 / 989e12)
+    assert rates["gb"] == 90
     assert rows.rates(row, 0.5, "cpu", None).keys() == {"ms", "tokens_per_s", "device"}
 
 
@@ -677,8 +677,8 @@ def test_reasons_are_a_few_words():
 def test_kernels_on_this_machine(kernel):
     """Runs in a subprocess on a GPU if there is one, and interpreted otherwise."""
     toy = [] if shutil.which("nvidia-smi") else ["--toy"]
-    told = rows.run(Row("check", attention=kernel), 300, toy)
-    assert "failed" not in told, told
+    found = rows.run(Row("check", attention=kernel), 300, toy)
+    assert "failed" not in found, found
 
 
 WORDS = {

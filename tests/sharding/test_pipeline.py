@@ -288,7 +288,7 @@ def test_1f1b_keeps_no_more_for_more_microbatches():
     assert abs(grows("1f1b")) < 0.02 * grows("gpipe")
 
 
-# ---- what users are told -------------------------------------------------------------------------
+# ---- what users see ----------------------------------------------------------------------------
 
 
 def test_the_report_says_the_bubble():

@@ -356,7 +356,7 @@ TPU, H100, MI300 = (
 
 
 @pytest.mark.parametrize(
-    ("device", "T", "segments", "changes", "told"),
+    ("device", "T", "segments", "changes", "described"),
     [
         (TPU, 8192, True, {}, "splash, blocks of 512"),
         (TPU, 8192, True, {"sliding_window": 4096, "dtype": "float32"}, "splash, blocks of 512"),
@@ -379,10 +379,10 @@ TPU, H100, MI300 = (
         (TPU, 8192, True, {"attention": "flash"}, "flash"),
     ],
 )  # fmt: skip
-def test_the_mesh_in_force_decides_the_kernel(device, T, segments, changes, told):
+def test_the_mesh_in_force_decides_the_kernel(device, T, segments, changes, described):
     config = dataclasses.replace(TINY, **{"dtype": "bfloat16"} | changes)
     with on(*device).trace():
-        assert attention_kernel(config, T, segments) == (told.partition(",")[0], told)
+        assert attention_kernel(config, T, segments) == (described.partition(",")[0], described)
     here = changes.get("attention") or ("xla" if T < FLASH_FROM else "flash")
     assert attention_kernel(config, T, segments) == (here, here), "without a mesh, of this machine"
 
@@ -392,8 +392,8 @@ def test_rules_that_split_heads_have_no_kernel():
         Transformer, TINY, on(*TPU).mesh, {"batch": "data", "head_dim": "model"}, batch_size=8
     )
     with layout.trace():
-        name, told = attention_kernel(TINY, 1024, True)
-    assert (name, told) == ("xla", "xla, no kernel for rules that split head_dim")
+        name, described = attention_kernel(TINY, 1024, True)
+    assert (name, described) == ("xla", "xla, no kernel for rules that split head_dim")
 
 
 def test_an_older_gpu_is_known_by_its_compute_capability(monkeypatch):
@@ -410,8 +410,8 @@ def test_an_older_gpu_is_known_by_its_compute_capability(monkeypatch):
         monkeypatch.setattr(jax, "devices", lambda: [Card()])
         with on("gpu", Card.device_kind).trace():
             config = dataclasses.replace(TINY, dtype="bfloat16", head_dim=head_dim)
-            _, told = attention_kernel(config, 1024, False)
-        assert told == wanted, capability
+            _, described = attention_kernel(config, 1024, False)
+        assert described == wanted, capability
 
 
 def test_the_loss_takes_more_positions_at_once_on_accelerators():
