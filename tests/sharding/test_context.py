@@ -299,6 +299,7 @@ def test_the_textbook_of_bench_is_what_attention_sends(context):
     assert textbook(step.layout) - textbook(alone.layout) == sent
 
 
+@pytest.mark.full
 def test_gathered_inputs_are_not_gathered_again():
     """Each of 2 layers gathers 2 inputs and again as many; the rest are gradients and the loss."""
 

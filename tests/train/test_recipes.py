@@ -222,6 +222,7 @@ def test_restore_from_starts_a_new_run_on_given_parameters(first, train, tmp_pat
 # ---- the optimizer -------------------------------------------------------------------------------
 
 
+@pytest.mark.full  # in the fast tier: test_buffers.py, one step
 def test_accumulated_gradients_are_those_of_the_whole_batch(first, train, tmp_path):
     train("--mesh=4x2", *FLAGS, "--accumulate=4", f"--workdir={tmp_path}")
     fields = ("step", "loss", "grad_norm")

@@ -149,6 +149,7 @@ def temporaries(kernel: str, T: int) -> int:
     return compiled.memory_analysis().temp_size_in_bytes
 
 
+@pytest.mark.full  # in the fast tier: of a whole model
 def test_memory_is_linear_in_the_length_of_a_row():
     """Four times as many positions take four times the memory; XLA's attention, up to sixteen."""
     growth = {
@@ -434,7 +435,7 @@ def kernels(step: TrainStep, example) -> set[str]:
     return {name for part, name in parts.items() if part in str(traced)}
 
 
-@pytest.mark.parametrize("device", [TPU, H100, MI300, ("cpu", "cpu")])
+@pytest.mark.parametrize("device", full_except([TPU, H100, MI300, ("cpu", "cpu")], [TPU, H100]))
 def test_bench_and_recipe_have_the_same_kernel(device):
     """Traces the step of each for a mesh of that device."""
     mesh, lr = on(*device).mesh, LearningRate(1e-3, 10, 100)
