@@ -112,13 +112,6 @@ class Layout:
         return np.concatenate([np.arange(*part) for part in sorted(held)])
 
     @property
-    def uneven_shards(self) -> dict[str, int]:
-        """Logical axis in `uneven` → how many parts it would be cut into."""
-        return {
-            axis: sharding_rules.shards(self.uneven, axis, self.mesh.shape) for axis in self.uneven
-        }
-
-    @property
     def idle_axes(self) -> list[str]:
         """Mesh axes of size above 1 that the rules never use."""
         used = sharding_rules.used_axes(self.rules)
