@@ -81,10 +81,10 @@ def new_params(layout: Layout) -> Tree:
 
 def _program(layout: Layout, make: Callable[[], Tree], abstract: Tree) -> jax.stages.Compiled:
     """Compiles `make` so that it gives the same bits on any mesh."""
-    options = compiler_options(layout.mesh)
+    options = {}
     if layout.mesh.devices.flat[0].platform == "cpu":
         # Above level 1, LLVM vectorizes if a shard's shape allows it, which may change the last bit.
-        options = {"xla_backend_optimization_level": 1} | options
+        options = {"xla_backend_optimization_level": 1} | compiler_options(layout.mesh)
     # Traced outside the mesh: inside it, with Explicit axes, new random numbers would be replicated.
     compiled = jax.jit(make, out_shardings=shardings(abstract), compiler_options=options)
     return compiled.lower().compile()
