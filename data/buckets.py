@@ -165,13 +165,15 @@ def reason(error: BaseException) -> str:
 
 
 def local(name: str, what: str) -> pathlib.Path:
-    """A local copy of an object, or of all objects below a name; unchanged objects are reused.
+    """The local path of a name; for one in a bucket, of a copy of its objects, which is reused.
 
     Args:
       what: the user's name for it, for messages.
 
-    Raises DataError if nothing is there, or it can't be read or stored.
+    Raises DataError if the bucket has no such object, or it can't be read or stored.
     """
+    if not remote(name):
+        return pathlib.Path(os.path.expanduser(name))
     root, found = _listing(name, what)
     folder = _copied(root, found, what)
     is_object = root != name.removeprefix("gs://").rstrip("/")

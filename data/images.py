@@ -119,9 +119,7 @@ def load(
 
     Raises DataError if there is no such dataset, or its pictures can't be used.
     """
-    path = pathlib.Path(dataset).expanduser()
-    if buckets.remote(dataset):
-        path = buckets.local(dataset, f"--dataset={dataset}")
+    path = buckets.local(dataset, f"--dataset={dataset}")
     form = image_size, channels, resample
     if path.is_dir() and any(entry.is_dir() for entry in path.iterdir()):
         names, found, train, test = _folder(path, dataset, *form)

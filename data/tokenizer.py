@@ -256,8 +256,7 @@ def find(name: str) -> Tokenizer:
     if name == "bytes":
         return BYTES
     what = f"--tokenizer={name}"
-    local = buckets.local(name, what) if buckets.remote(name) else os.path.expanduser(name)
-    path = pathlib.Path(local)
+    path = buckets.local(name, what)
     try:
         if name and path.is_file():
             files = read(path.parent) if path.name == MAIN else {MAIN: path.read_bytes()}
