@@ -117,11 +117,6 @@ class Layout:
         used = sharding_rules.used_axes(self.rules)
         return [axis for axis, size in self.mesh.shape.items() if size > 1 and axis not in used]
 
-    def with_room_for(self, rows: int) -> "Layout":
-        """The layout for batches of at least `rows` rows, rounded up to what the mesh divides."""
-        whole = -(-rows // self.batch_shards) * self.batch_shards
-        return dataclasses.replace(self, batch_size=whole)
-
     def abstract_batch(self, example: Tree) -> Tree:
         """`batch_size` examples stacked, as ShapeDtypeStructs: what the step is compiled for."""
         whole = jax.tree.map(
