@@ -12,6 +12,17 @@ Example = dict[str, np.ndarray]  # argument of the model's loss → one row of i
 _EPOCHS = 1_000_000  # "forever": Grain counts elements in 63 bits
 
 
+class Rows(grain.sources.RandomAccessDataSource):
+    """A source that reads many examples at once."""
+
+    def take(self, numbers: np.ndarray) -> Example:
+        """Examples [N] in any order, stacked."""
+        raise NotImplementedError
+
+    def __getitem__(self, i):
+        return {name: values[0] for name, values in self.take(np.array([i])).items()}
+
+
 class Dataset(NamedTuple):
     """Training and held-out examples, and facts about them. Each data module's `load` makes one."""
 

@@ -3,6 +3,7 @@
 Paths are etils.epath's, which have pathlib's methods; gcsfs sends the requests and retries them.
 """
 
+import errno
 import functools
 import hashlib
 import importlib
@@ -22,6 +23,7 @@ from data import DataError, cache_dir
 
 MAGIC = re.compile(r"[*?\[]")
 SECONDS = 5  # to wait for a bucket's first response, retries included
+_ERRNOS = (errno.ENOSPC, errno.EFBIG, errno.EDQUOT, errno.EIO, errno.EACCES, errno.EROFS)
 LOGIN = "run gcloud auth application-default login, or set GOOGLE_APPLICATION_CREDENTIALS"
 
 
@@ -148,9 +150,11 @@ def errors() -> tuple[type[Exception], ...]:
 
 
 def reason(error: BaseException) -> str:
-    """The reason for an error in a few words; the operating system's words if it has any."""
+    """The reason for an error in one line; the operating system's words if it has any."""
     if isinstance(error, OSError) and error.strerror:
         return error.strerror
+    if known := next(filter(str(error).__contains__, map(os.strerror, _ERRNOS)), None):
+        return known  # TensorStore's messages have these words
     if str(error).startswith("Forbidden"):
         return "403 Forbidden"
     text = (str(error).splitlines() or [type(error).__name__])[0]
@@ -161,13 +165,15 @@ def reason(error: BaseException) -> str:
 
 
 def local(name: str, what: str) -> pathlib.Path:
-    """A local copy of an object, or of all objects below a name; unchanged objects are reused.
+    """The local path of a name; for one in a bucket, of a copy of its objects, which is reused.
 
     Args:
       what: the user's name for it, for messages.
 
-    Raises DataError if nothing is there, or it can't be read or stored.
+    Raises DataError if the bucket has no such object, or it can't be read or stored.
     """
+    if not remote(name):
+        return pathlib.Path(os.path.expanduser(name))
     root, found = _listing(name, what)
     folder = _copied(root, found, what)
     is_object = root != name.removeprefix("gs://").rstrip("/")

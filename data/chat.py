@@ -9,7 +9,7 @@ import json
 import re
 from typing import Any
 
-from data import DataError, hub
+from data import DataError, buckets
 
 CODE = 1  # raise it when the same conversations would give other tokens or targets
 # Today's date for templates in training data: a file gives the same tokens on every day and
@@ -54,7 +54,7 @@ def render(
         return _compile(source).render(**given, tools=None, documents=None, **control)
     except Exception as error:  # whatever the template does
         raise DataError(
-            f"the chat template of {name} can't be rendered ({hub.reason(error)}); use other "
+            f"the chat template of {name} can't be rendered ({buckets.reason(error)}); use other "
             "messages or another template"
         ) from None
 

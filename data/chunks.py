@@ -83,7 +83,7 @@ def write(
     Raises DataError for a row that can't be tokenized.
     """
     made: list[Tokenized] = []
-    for group in _groups(parts, AT_ONCE):
+    for group in groups(parts, AT_ONCE):
         if stop and stop.is_set():
             return
         with _room(sum(len(part.text) for part in group)):
@@ -149,13 +149,15 @@ def _rows(parts: list[Part], tokenizer: Tokenizer) -> Iterator[Tokenized]:
             yield Tokenized(one.tokens, size, part.held_out, True, one.targets, number == 0)
 
 
-def _groups(parts: list[Part], at_once: int) -> Iterator[list[Part]]:
-    """Consecutive parts, at most `at_once` bytes of text unless a single part has more."""
+def groups(parts: Iterable[Part], most: int) -> Iterator[list[Part]]:
+    """Consecutive parts, at most `most` bytes of memory unless a single part takes more."""
     group, size = [], 0
     for part in parts:
-        if group and size + len(part.text) > at_once:
+        held = len(part.text) + 100  # an empty document takes space too
+        if group and size + held > most:
             yield group
             group, size = [], 0
         group.append(part)
-        size += len(part.text)
-    yield group
+        size += held
+    if group:
+        yield group

@@ -180,9 +180,9 @@ def stamp(files: list[pathlib.Path]) -> str:
 
 
 def _hash(path: pathlib.Path, digest) -> None:
+    """Adds a file's content to a digest."""
     with path.open("rb") as file:
-        while block := file.read(2**20):
-            digest.update(block)
+        hashlib.file_digest(file, lambda: digest)
 
 
 def _has_changed(source: Source, remembered: pathlib.Path | None, content: str) -> bool:
@@ -289,22 +289,10 @@ def _make(
     for torn in partial.glob("*.tmp"):
         torn.unlink()
     names: list[str] = []
-    todo = _not_done(_chunks(source.parts()), partial, names)
+    todo = _not_done(chunks.groups(source.parts(), CHUNK), partial, names)
     chunks.write_all(_with_progress(todo, source.name), tokenizer, cores())
     with new_folder(folder) as made:
         _flatten([partial / name for name in names], made, source, tokenizer)
-
-
-def _chunks(parts: Iterable[Part]) -> Iterator[list[Part]]:
-    chunk, size = [], 0
-    for part in parts:
-        chunk.append(part)
-        size += len(part.text) + 100  # an empty document takes space too
-        if size >= CHUNK:
-            yield chunk
-            chunk, size = [], 0
-    if chunk:
-        yield chunk
 
 
 def _not_done(

@@ -45,13 +45,13 @@ def load(
     Raises DataError if there is no such dataset, or it has no such columns.
     """
     name = str(DIGITS) if dataset == "digits" else dataset.removeprefix("hf:")
-    if buckets.remote(dataset):
-        name = str(buckets.local(dataset, f"--dataset={dataset}"))
-    if not dataset.startswith("hf:") and not os.path.isdir(os.path.expanduser(name)):
-        raise DataError(
-            f"--dataset={dataset} is not a folder; use digits, a folder with train and test "
-            "files, or hf:NAME"
-        )
+    if not dataset.startswith("hf:"):
+        name = str(buckets.local(name, f"--dataset={dataset}"))
+        if not os.path.isdir(name):
+            raise DataError(
+                f"--dataset={dataset} is not a folder; use digits, a folder with train and test "
+                "files, or hf:NAME"
+            )
     train, test = hub.load(name, dataset)
     if test is None:
         raise DataError(f"--dataset={dataset} has no held-out split; name one test or validation")

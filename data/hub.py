@@ -9,6 +9,7 @@ from collections.abc import Iterable
 from typing import Any, TextIO
 
 from data import DataError
+from data.buckets import reason
 
 Rows = Iterable[dict[str, Any]]
 MODEL_NAME = r"[\w.-]+/[\w.-]+"  # ORG/NAME
@@ -161,8 +162,3 @@ def read_errors(rows: Rows, dataset: str) -> Rows:
         yield from rows
     except Exception as error:
         raise DataError(f"--dataset={dataset} could not be read ({reason(error)})") from error
-
-
-def reason(error: Exception) -> str:
-    """The first line of a library's error message."""
-    return (str(error).splitlines() or [type(error).__name__])[0].rstrip(".")

@@ -15,12 +15,11 @@ import pathlib
 from collections.abc import Sequence
 from typing import Any
 
-import grain
 import numpy as np
 import PIL.Image
 
 from data import DataError, buckets, hub
-from data.batches import Dataset
+from data.batches import Dataset, Rows
 from data.digits import DIGITS, check_row
 
 SUFFIXES = (".png", ".jpg", ".jpeg")
@@ -30,7 +29,7 @@ IN_MEMORY = 2**30  # bytes of decoded pictures to keep; more of them are decoded
 SAMPLE = 1_000  # pictures from which mean and standard deviation are computed
 
 
-class Images(grain.sources.RandomAccessDataSource):
+class Images(Rows):
     """Examples {"image": float32 [W, W, C], "label": int32}.
 
     Number n + e · len(self) is picture n in epoch e. Random crops and flips depend on (seed, e, n)
@@ -49,11 +48,7 @@ class Images(grain.sources.RandomAccessDataSource):
     def __len__(self):
         return len(self.label_N)
 
-    def __getitem__(self, i):
-        return {name: values[0] for name, values in self.take(np.asarray([i])).items()}
-
     def take(self, numbers: np.ndarray) -> dict[str, np.ndarray]:
-        """Examples of these numbers, stacked."""
         epochs, rows = np.divmod(numbers, len(self))
         image_BWWC = np.stack([self.pixels[row] for row in rows])
         if self.crop or self.flip:
@@ -119,9 +114,7 @@ def load(
 
     Raises DataError if there is no such dataset, or its pictures can't be used.
     """
-    path = pathlib.Path(dataset).expanduser()
-    if buckets.remote(dataset):
-        path = buckets.local(dataset, f"--dataset={dataset}")
+    path = buckets.local(dataset, f"--dataset={dataset}")
     form = image_size, channels, resample
     if path.is_dir() and any(entry.is_dir() for entry in path.iterdir()):
         names, found, train, test = _folder(path, dataset, *form)

@@ -15,9 +15,9 @@ import pathlib
 from collections.abc import Iterator
 from typing import NamedTuple
 
-import grain
 import numpy as np
 
+from data.batches import Rows
 from data.conversations import Document, target_bytes
 from data.corpus import ABOUT, Split, cached, is_whole, new_folder, write_about
 from data.tokenizer import Tokenizer
@@ -35,7 +35,7 @@ class Lost(NamedTuple):
     longest: int = 0  # positions of the longest document
 
 
-class Packed(grain.sources.RandomAccessDataSource):
+class Packed(Rows):
     """A split's documents, packed into rows of `length` positions.
 
     A row is {"tokens", "targets", "segment_ids"}, int32 [length]. Segment ids are 1, 2, … for the
@@ -60,11 +60,7 @@ class Packed(grain.sources.RandomAccessDataSource):
     def __len__(self):
         return len(self._rows) - 1
 
-    def __getitem__(self, i):
-        return {name: rows[0] for name, rows in self.take(np.array([i])).items()}
-
     def take(self, indices: np.ndarray) -> dict[str, np.ndarray]:
-        """Rows [N] of any order, stacked."""
         T, N = self._length, len(indices)
         first, count = self._rows[indices], self._rows[indices + 1] - self._rows[indices]
         row_of_P = np.repeat(np.arange(N), count)  # P: the pieces of these rows

@@ -1,8 +1,6 @@
 """Prompts in JSON Lines: {"prompt": "…"} or {"messages": [{"role": …, "content": …}, …]}."""
 
 import json
-import os
-import pathlib
 from typing import Any
 
 from data import DataError, buckets
@@ -11,10 +9,8 @@ from data.conversations import checked_messages
 
 def read(name: str) -> list[dict[str, Any]]:
     """Reads the rows of a file; they may have other keys. Raises DataError, naming the line."""
-    remote = buckets.remote(name)
-    path = buckets.local(name, f"--prompts={name}") if remote else os.path.expanduser(name)
     try:
-        lines = pathlib.Path(path).read_text().splitlines()
+        lines = buckets.local(name, f"--prompts={name}").read_text().splitlines()
     except (OSError, UnicodeDecodeError) as error:
         reason = getattr(error, "strerror", None) or "not UTF-8"
         raise DataError(f"--prompts={name} can't be read ({reason}); use a .jsonl file") from None

@@ -419,7 +419,7 @@ def _diagnosis(path: pathlib.Path, error: Exception) -> str:
     if not path.stat().st_size:
         return "is empty; use a file with text in it"
     if path.suffix.lower() == ".zst" and isinstance(error, (ImportError, ValueError)):
-        return f"can't be decompressed ({hub.reason(error)}); pip install zstandard"
+        return f"can't be decompressed ({buckets.reason(error)}); pip install zstandard"
     if isinstance(error, UnicodeDecodeError) and path.suffix.lower() not in COMPRESSED:
         with path.open("rb") as file:
             for number, line in enumerate(file, start=1):
@@ -427,4 +427,4 @@ def _diagnosis(path: pathlib.Path, error: Exception) -> str:
                     line.decode()
                 except UnicodeDecodeError:
                     return f"line {number} is not UTF-8; convert the file"
-    return f"could not be read as {kind(path)} ({hub.reason(error)}); fix it"
+    return f"could not be read as {kind(path)} ({buckets.reason(error)}); fix it"

@@ -12,11 +12,10 @@ import hashlib
 import json
 from collections.abc import Iterator
 
-import grain
 import numpy as np
 
 from data import DataError, chat, corpus
-from data.batches import Dataset, Example
+from data.batches import Dataset, Example, Rows
 from data.corpus import Corpus, Split
 from data.packing import Packed
 from data.tokenizer import BYTES, START, Tokenizer
@@ -130,7 +129,7 @@ def _notes(
             )
 
 
-class _Concatenated(grain.sources.RandomAccessDataSource):
+class _Concatenated(Rows):
     """Several sources, one after another."""
 
     def __init__(self, sources: list):
@@ -140,11 +139,7 @@ class _Concatenated(grain.sources.RandomAccessDataSource):
     def __len__(self):
         return int(self._ends[-1])
 
-    def __getitem__(self, i):
-        return {name: rows[0] for name, rows in self.take(np.array([i])).items()}
-
     def take(self, indices: np.ndarray) -> Example:
-        """Examples [N] in any order, stacked."""
         source_N = np.searchsorted(self._ends, indices, side="right")
         taken = {}
         for number in np.unique(source_N):
@@ -173,7 +168,7 @@ def example(window: np.ndarray) -> Example:
     return {"tokens": tokens, "targets": window[..., 1:], "segment_ids": segment_ids}
 
 
-class Windows(grain.sources.RandomAccessDataSource):
+class Windows(Rows):
     """Windows of a split: example i has its tokens from i · length on."""
 
     def __init__(self, split: Split, length: int, segments: bool = True):
@@ -185,11 +180,7 @@ class Windows(grain.sources.RandomAccessDataSource):
     def __len__(self):
         return (len(self._tokens) - 1) // self._length
 
-    def __getitem__(self, i):
-        return {name: rows[0] for name, rows in self.take(np.array([i])).items()}
-
     def take(self, indices: np.ndarray) -> Example:
-        """Examples [N] in any order, stacked."""
         T, begin_N = self._length, np.asarray(indices, np.int64) * self._length
         window_NT = np.stack([self._tokens[begin : begin + T + 1] for begin in begin_N])
         window_NT = window_NT.astype(np.int32)

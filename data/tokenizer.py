@@ -256,8 +256,7 @@ def find(name: str) -> Tokenizer:
     if name == "bytes":
         return BYTES
     what = f"--tokenizer={name}"
-    local = buckets.local(name, what) if buckets.remote(name) else os.path.expanduser(name)
-    path = pathlib.Path(local)
+    path = buckets.local(name, what)
     try:
         if name and path.is_file():
             files = read(path.parent) if path.name == MAIN else {MAIN: path.read_bytes()}
@@ -309,7 +308,7 @@ def _from_pairs(folder: pathlib.Path) -> bytes:
         library = Tokenizer(models.BPE.from_file(vocabulary, merges))
     except Exception as error:  # the library's have no common base
         raise DataError(
-            f"{folder} has a {PAIRS[0]} and {PAIRS[1]} that can't be read ({hub.reason(error)}); "
+            f"{folder} has a {PAIRS[0]} and {PAIRS[1]} that can't be read ({buckets.reason(error)}); "
             "fetch them again"
         ) from None
     library.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -384,7 +383,7 @@ def _library(files: dict[str, bytes], name: str):
         made = tokenizers.Tokenizer.from_str(files[MAIN].decode())
     except Exception as error:  # the library's have no common base
         raise DataError(
-            f"{MAIN} of the tokenizer {name} can't be read ({hub.reason(error)}); fetch it again"
+            f"{MAIN} of the tokenizer {name} can't be read ({buckets.reason(error)}); fetch it again"
         ) from None
     made.no_truncation()
     made.no_padding()
@@ -398,7 +397,7 @@ def _encoding(name: str) -> Iterator[None]:
         yield
     except Exception as error:  # the library's have no common base
         raise DataError(
-            f"the tokenizer {name} can't encode every text ({hub.reason(error)}); use one that has a "
+            f"the tokenizer {name} can't encode every text ({buckets.reason(error)}); use one that has a "
             "token for unknown words or characters"
         ) from None
 

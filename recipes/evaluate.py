@@ -95,7 +95,8 @@ def main(devices: Devices, flags: Evaluate) -> None:
     # ---- Evaluate --------------------------------------------------------------------------------
     for name, data in texts.items():
         rows = min(flags.batch_size, len(data.held_out))
-        evaluation = Evaluation(layout.with_room_for(rows), data)
+        rows = -(-rows // layout.batch_shards) * layout.batch_shards  # a multiple of the shards
+        evaluation = Evaluation(dataclasses.replace(layout, batch_size=rows), data)
         totals = evaluation(variables)
         summary = in_words(totals, data.held_out_bytes)
         print0(f"{name}: {summary}; {flags.part}, {length:,} tokens of context.")

@@ -10,6 +10,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterable
 
+gc.disable()  # until all tests are imported: this allocates much and frees little
 ROOT = pathlib.Path(__file__).parent.parent
 os.environ["NPROC"] = "32"  # see recipes/common/runtime/mesh.py: room for two programs in flight
 os.environ["HF_HUB_OFFLINE"] = "1"
@@ -67,6 +68,11 @@ def full_except(cases: Iterable, fast: Iterable) -> list:
     ]
 
 
+def pytest_collection_finish():
+    gc.freeze()
+    gc.enable()
+
+
 def pytest_sessionfinish(session):
     """Rewrites tests/PROOF.md once all workers have measured."""
     config = session.config
@@ -77,19 +83,10 @@ def pytest_sessionfinish(session):
 
 
 # Files that take longest, in the order in which they start; short ones balance the end.
-LONG = (
-    "processes",
-    "meshes",
-    "collectives",
-    "new_entry",
-    "failures",
-    "buckets",
-    "hf",
-    "bench",
-    "readme",
-    "transformer",
-)
-LONG += ("recipes", "nothing_lost", "crashes", "published", "copy", "small_recipes")
+LONG = ("processes", "meshes", "collectives", "new_entry", "context", "pipeline", "attention")
+LONG += ("style", "failures", "buckets", "generation", "hf", "unlike_layers", "lora", "tree_mode")
+LONG += ("transformer", "tour", "readme", "bench", "moe", "recipes", "nothing_lost", "crashes")
+LONG += ("published", "copy", "odd_sizes", "watching", "evaluate", "run_tokenizers")
 
 
 def pytest_collection_modifyitems(config, items):
@@ -155,10 +152,12 @@ def strict():
 
 @pytest.fixture(scope="session", autouse=True)
 def cache(tmp_path_factory):
-    """A cache folder for each worker, shared with its subprocesses."""
-    folder = tmp_path_factory.mktemp("cache")
+    """A cache folder for each worker and its subprocesses; workers share what they compile."""
+    folder, every = tmp_path_factory.mktemp("cache"), tmp_path_factory.getbasetemp()
+    every = every.parent if "PYTEST_XDIST_WORKER" in os.environ else every
     os.environ["ZOO_CACHE"] = str(folder)
-    jax.config.update("jax_compilation_cache_dir", str(folder / "xla"))
+    jax.config.update("jax_compilation_cache_dir", str(every / "xla"))
+    jax.config.update("jax_compilation_cache_max_size", 2**33)  # with a limit, JAX locks the folder
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.1)
     return folder
 

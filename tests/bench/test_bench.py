@@ -223,13 +223,13 @@ def test_memory_parts_by_hand():
 
 @pytest.mark.parametrize(
     ("attention", "remat"),
-    [
-        *itertools.product(["xla"], memory.POLICIES),
-        ("splash", "none"),
-        ("splash", "dots"),
-        ("flash", "none"),
-        ("flash", "dots"),
-    ],
+    full_except(
+        [
+            *itertools.product(["xla"], memory.POLICIES),
+            *itertools.product(["splash", "flash"], ["none", "dots"]),
+        ],
+        fast=[("xla", "full"), ("xla", "dots"), ("splash", "none"), ("flash", "dots")],
+    ),
 )
 def test_saved_activations_are_what_jax_saves(attention, remat):
     """The estimate against the residuals that JAX's own trace hands from the layers' forward loop to
@@ -364,6 +364,7 @@ def test_memory_of_rows_that_chips_share_is_what_the_compiler_says(row):
     assert sum(memory_parts(step.layout).values()) == pytest.approx(peak * 1e9, rel=within)
 
 
+@pytest.mark.full  # in the fast tier: test_no_array_holds_all_logits
 def test_no_array_of_all_tokens_by_the_vocabulary():
     """Logits exist one chunk at a time, in the forward and the backward pass."""
     config = dataclasses.replace(PLAIN, loss_chunk=8)
@@ -489,8 +490,8 @@ def test_a_gpu_program_that_does_not_fit_is_reported(monkeypatch):
             return types.SimpleNamespace(peak_memory_in_bytes=100e9)
 
     step = types.SimpleNamespace(compile=Program)
-    told = aot.compile_step(step, "h100", "this")
-    assert told == ("does not fit: 100.0 GB of 78.1 GB", 100e9)
+    found = aot.compile_step(step, "h100", "this")
+    assert found == ("does not fit: 100.0 GB of 78.1 GB", 100e9)
     assert isinstance(aot.compile_step(step, "h200", "this"), Program)
     assert isinstance(aot.compile_step(step, "v5e", "this"), Program)
 
@@ -588,7 +589,7 @@ def test_gpu_prints_what_it_has_when_time_is_up(sweep, monkeypatch, tmp_path):
     again, out, _ = sweep(found, out=str(file))
     assert again[0] == asked[5]
     assert not set(again) & set(asked[:5])
-    assert out.count("\n| ") == len(again) + 5, "the rows of before are told again"
+    assert out.count("\n| ") == len(again) + 5, "earlier rows are printed again"
 
 
 def test_a_gpu_row_that_fails_is_a_row(sweep):
@@ -632,8 +633,8 @@ def test_a_row_has_a_process_group_of_its_own(script, result, tmp_path, monkeypa
     program.chmod(0o755)
     monkeypatch.setattr(sys, "executable", str(program))
     monkeypatch.setenv("PIDS", str(pids))
-    told = rows.run(Row("check", attention="xla"), 1.0, [])
-    assert {key: told[key] for key in result} == result
+    found = rows.run(Row("check", attention="xla"), 1.0, [])
+    assert {key: found[key] for key in result} == result
     if pids.exists():
         stat = pathlib.Path(f"/proc/{pids.read_text().strip()}/stat")
         assert not stat.exists() or stat.read_text().split()[2] == "Z", "its children live on"
@@ -651,10 +652,10 @@ def test_figures_of_a_row():
     row = Row("step", "1b:2048", 4)
     n = 16 * (2 * 2048 * 64 * 40 + 3 * 2048 * 8192) + 128_256 * 2048
     causal = (6 * n + 6 * 16 * 2048 * 2048) * 4 * 2048
-    told = rows.rates(row, 0.5, "NVIDIA H200", 90_000_000_000)
-    assert told["tokens_per_s"] == 4 * 2048 / 0.5
-    assert told["mfu_causal"] == pytest.approx(causal / 0.5 / 989e12)
-    assert told["gb"] == 90
+    rates = rows.rates(row, 0.5, "NVIDIA H200", 90_000_000_000)
+    assert rates["tokens_per_s"] == 4 * 2048 / 0.5
+    assert rates["mfu_causal"] == pytest.approx(causal / 0.5 / 989e12)
+    assert rates["gb"] == 90
     assert rows.rates(row, 0.5, "cpu", None).keys() == {"ms", "tokens_per_s", "device"}
 
 
@@ -676,8 +677,8 @@ def test_reasons_are_a_few_words():
 def test_kernels_on_this_machine(kernel):
     """Runs in a subprocess on a GPU if there is one, and interpreted otherwise."""
     toy = [] if shutil.which("nvidia-smi") else ["--toy"]
-    told = rows.run(Row("check", attention=kernel), 300, toy)
-    assert "failed" not in told, told
+    found = rows.run(Row("check", attention=kernel), 300, toy)
+    assert "failed" not in found, found
 
 
 WORDS = {
@@ -696,7 +697,7 @@ WORDS = {
 }  # fmt: skip
 
 
-LONG = ("cpu", "host", "checkpoint", "start", "meshes", "data", "experts")
+LONG = ("cpu", "host", "checkpoint", "start", "meshes", "data", "experts", "depth", "memory")
 
 
 @pytest.mark.parametrize("word", full_except(sorted(WORDS.keys() - {"gpu"}), WORDS.keys() - LONG))
@@ -831,14 +832,20 @@ def test_mistakes(word, flag, sentence, inside):
     assert done.err.count("\n") == 1
 
 
-@pytest.mark.parametrize("entry", full_except(["dot_relu_dot", "transformer"], ["dot_relu_dot"]))
-def test_recipes_meshes_compares_them_for_any_entry(entry, inside, monkeypatch):
+@pytest.mark.parametrize(
+    ("entry", "meshes"),
+    full_except(
+        [("dot_relu_dot", ["4x2"]), ("transformer", ["8", "4x2"])], [("dot_relu_dot", ["4x2"])]
+    ),
+)
+def test_recipes_meshes_compares_them_for_any_entry(entry, meshes, inside, monkeypatch):
     monkeypatch.setitem(COMPILER_OPTIONS, "cpu", QUICK)
-    done = inside("recipes.meshes", f"--entry={entry}", "--size=tiny", "--meshes=8,4x2")
+    flags = (f"--entry={entry}", "--size=tiny", f"--meshes={','.join(meshes)}")
+    done = inside("recipes.meshes", *flags)
     assert done.code == 0, done.err
     table, left_out = done.out.split("\nLeft out:\n")
     _, _, *rows = table.splitlines()
-    pairs = [(entry, rules, mesh) for rules in ENTRIES[entry].rules for mesh in ("8", "4x2")]
+    pairs = [(entry, rules, mesh) for rules in ENTRIES[entry].rules for mesh in meshes]
     fitting = [[f"| {rules}", mesh] for _, rules, mesh in pairs if (entry, rules, mesh) in CASES]
     assert [row.split(" | ")[:2] for row in rows] == fitting
     assert left_out.count("- rules") == len(pairs) - len(fitting)

@@ -307,13 +307,13 @@ def test_a_browser_draws_the_bars_in_both_color_schemes(dark, background, inside
 
 
 def test_if_nothing_fits_it_names_a_change_that_would(inside):
-    done = inside("recipes.plan", "--size=70b", "--devices=v5e:8", "--batch_tokens=256K",
+    done = inside("recipes.plan", "--size=8b", "--devices=v5e:4", "--batch_tokens=64K",
                   "--seq_len=2048", "--top=2")  # fmt: skip
     assert done.code == 0
     *_, last = done.out.splitlines()
     assert last.startswith("Nothing fits. The cheapest change: with --devices=v5e:")
     devices = last.split("--devices=")[1].split(",")[0]
-    again = inside("recipes.plan", "--size=70b", f"--devices={devices}", "--batch_tokens=256K",
+    again = inside("recipes.plan", "--size=8b", f"--devices={devices}", "--batch_tokens=64K",
                    "--seq_len=2048", "--top=1")  # fmt: skip
     assert " is first" in again.out
 

@@ -28,8 +28,8 @@ def run(command: str, *flags: str) -> list[str]:
 def answer(*given: str) -> str:
     """Returns the answer to QUESTION, without the command's lines about mesh and speed."""
     lines = run("generate", *given, "--chat", f"--prompt={QUESTION}", "--temperature=0")
-    told = ("mesh ", "Not divisible: ", "Read ", "A step reads ")
-    return "\n".join(line for line in lines if not line.startswith(told)).strip()
+    notes = ("mesh ", "Not divisible: ", "Read ", "A step reads ")
+    return "\n".join(line for line in lines if not line.startswith(notes)).strip()
 
 
 def bits_per_byte(*given: str) -> float:

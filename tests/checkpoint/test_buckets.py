@@ -309,10 +309,10 @@ def test_access_refused_midway_is_one_line(bucket, inside, tmp_path, capfd, monk
     for (command, source), part in zip(models.items(), ("safetensors", "/d/"), strict=True):
         with bucket.failing(refuse(writes(part))):
             done = inside("recipes.hf", command, f"--source={source}", f"--target={target}")
-        told = done.err.splitlines()[-1]  # TensorStore tells that it finds no credentials
+        line = done.err.splitlines()[-1]  # TensorStore tells that it finds no credentials
         assert (done.code, done.out.count("xported") + done.out.count("mported")) == (2, 0)
-        assert told.startswith(f"error: --target={target} can't be written (")
-        assert told.endswith("); use a different folder")
+        assert line.startswith(f"error: --target={target} can't be written (")
+        assert line.endswith("); use a different folder")
         assert not bucket.names("new"), "the same command can be tried again"
     with saving(WORKDIR) as saver:
         saver.save(1, state(1))
@@ -358,17 +358,17 @@ def test_refused_writes_are_reported_and_the_next_save_works(bucket, capfd, monk
             for step in (1, 2, 3):
                 saver.save(step, state(step))
         assert checkpoint.steps_in(at("checkpoints")) == [1, 3]
-        told = capfd.readouterr().err
-        assert "warning: the checkpoint of step 2 could not be saved (" in told
-        assert "403" in told
+        err = capfd.readouterr().err
+        assert "warning: the checkpoint of step 2 could not be saved (" in err
+        assert "403" in err
         assert in_folder(bucket, "checkpoints") == ["1", "3"]
     # Nothing may be deleted: what is saved is saved.
     with saving(WORKDIR, keep=1) as saver:
         with bucket.failing(refuse(lambda r: r.method == "DELETE" and "s/1/" in r.name)):
             saver.save(4, state(4))
             saver.wait()
-    told = capfd.readouterr().err
-    assert "warning: old checkpoints could not be removed (403 Forbidden)" in told
+    err = capfd.readouterr().err
+    assert "warning: old checkpoints could not be removed (403 Forbidden)" in err
     assert checkpoint.steps_in(at("checkpoints"))[-1] == 4
     saver = saving(WORKDIR, keep=2).__enter__()
     with bucket.failing(refuse(writes("checkpoints/5/"))):
@@ -485,8 +485,8 @@ def test_a_run_in_a_bucket_is_the_run_on_a_disk(bucket, book, quick, inside, tmp
         assert_bit_equal(state_of(there, step), state_of(here, step))
     for fields in (("step", "loss", "grad_norm"), ("step", "held_out_loss")):
         assert records(there, *fields) == records(here, *fields)
-    told = json.loads((there / "config.json").read_text())
-    assert told["flags"]["workdir"] == WORKDIR
+    config = json.loads((there / "config.json").read_text())
+    assert config["flags"]["workdir"] == WORKDIR
     assert {n.split("/")[2] for n in bucket.names("runs/w/")} == {p.name for p in here.iterdir()}
     assert (there / "best" / "6" / "held_out.json").read_text() == (
         here / "best" / "6" / "held_out.json"
@@ -602,8 +602,8 @@ def test_a_model_in_a_bucket_answers_with_its_tokenizer(bucket, quick, inside, t
             "recipes.evaluate", f"--restore_from={model}", f"--dataset={rows}", f"--out={out}"
         )
         assert done.code == 0, done.err
-        (told,) = json.loads(out.read_text())["datasets"].values()
-        figures.append(told)
+        (figure,) = json.loads(out.read_text())["datasets"].values()
+        figures.append(figure)
     assert [done.code for done in answers] == [0, 0], answers[0].err
     there, here = (re.sub(r"[\d.,]+ (s|tokens/s|MB/s)", "", done.out) for done in answers)
     assert there == here

@@ -437,8 +437,9 @@ def test_a_last_save_that_fails_ends_the_run_cleanly(limited, trained, tmp_path)
 
 @pytest.mark.promise("full-disk")
 def test_late_writes_of_a_failed_save_are_removed(tmp_path, monkeypatch, capfd):
-    """TensorStore has begun other writes by the time one fails; they recreate their folders. And
-    the user is not told of what Orbax drops before it has begun.
+    """TensorStore has begun other writes by the time one fails; they recreate their folders.
+
+    Orbax drops writes that have not begun, and the user sees no warning about them.
     """
     late, removed = tmp_path / "checkpoints" / "3.orbax-checkpoint-tmp" / "state", []
 

@@ -497,7 +497,7 @@ def here(place, inside, quick, book):
     write(place / "a.jsonl", chats(8))
     done = tune(inside, place, "--steps=10", "--eval_every=1")
     assert (done.code, done.err) == (0, "")
-    (place / "told").write_text(done.out)
+    (place / "out").write_text(done.out)
     return place
 
 
@@ -521,10 +521,10 @@ def flags_of(place) -> dict:
 
 @pytest.mark.full
 def test_a_run_says_what_it_trains_on_and_evaluates_on_whole_chats(here):
-    told = (here / "told").read_text().splitlines()
+    lines = (here / "out").read_text().splitlines()
     name = here / "a.jsonl"
     split = [chats(8)[:-1], chats(8)[-1:]]
-    for line, what, rows in zip(told[:2], ("Training data", "Held out"), split, strict=True):
+    for line, what, rows in zip(lines[:2], ("Training data", "Held out"), split, strict=True):
         found = [one for row in rows for one in documents(row, CHAT)]
         targets = sum(int(one.targets.sum()) for one in found)
         every = sum(len(one.tokens) for one in found)

@@ -148,7 +148,8 @@ def test_a_full_disk_is_reported_and_finished_work_is_kept(path, monkeypatch, co
     partial = path.parent / "cache/text" / (hashlib.sha256(key).hexdigest()[:16] + ".partial")
     (partial / "x").mkdir(parents=True)
     names = []
-    list(corpus._not_done(corpus._chunks(sources.find(str(path))[0].parts()), partial, names))
+    parts = chunks.groups(sources.find(str(path))[0].parts(), corpus.CHUNK)
+    list(corpus._not_done(parts, partial, names))
     (partial / names[2]).mkdir()  # in the place of a file
     with pytest.raises(
         DataError, match=r"cache can't be written \(Is a directory\); make room, or"
@@ -285,7 +286,7 @@ def test_parts_given_to_the_library_are_short(kind, text, tmp_path):
     parts = list(sources.find(str(file))[0].parts())
     assert b"".join(part.text for part in parts).decode() == text
     assert len(parts) == -(-900_000 // sources.LONGEST), "and no more often than that"
-    groups = chunks._groups(parts, chunks.AT_ONCE)
+    groups = chunks.groups(parts, chunks.AT_ONCE)
     assert max(sum(len(part.text) for part in group) for group in groups) <= sources.LONGEST
 
 

@@ -4,6 +4,8 @@ The golden folders are models that `transformers` made and ran: python -m tests.
 """
 
 import dataclasses
+import functools
+import itertools
 import json
 import os
 import re
@@ -36,6 +38,8 @@ from tests.by_hand.hf_parity import (
     params_of,
 )
 from tests.conftest import ROOT, full_except
+from tests.support.quick import QUICK
+from tests.support.quick import quick as quick
 from zoo import gpt_oss, moe
 from zoo.attention import Kind
 from zoo.gemma3 import SIZES
@@ -81,17 +85,24 @@ def tensors_of(file):
 
 
 SLOW = ("qwen3_moe", "odd_llama", "llama_linear", "qwen3_yarn", "gemma3", "gemma2", "gpt_oss")
-FAST = [family for family in FAMILIES if family not in SLOW]
+# On one device and on a mesh; in the fast tier each family on a mesh, as some are in either tier.
+ON_A_MESH = ("gemma2", "gemma3_vision", "gpt_oss")
+PARITY = {
+    family: [(family, *on) for on in ALL_FAMILIES[family].meshes[family in ON_A_MESH : 2]]
+    for family in FAMILIES
+}
+FAST = [cases[-1] for family, cases in PARITY.items() if family not in SLOW]
 
 
-@pytest.mark.parametrize("family", full_except(FAMILIES, FAST))
-def test_logits_match_transformers_on_one_device_and_on_a_mesh(family, strict):
+@pytest.mark.parametrize(
+    ("family", "mesh", "rules"),
+    full_except(itertools.chain(*PARITY.values()), [PARITY["llama3"][0], *FAST]),
+)
+def test_logits_match_transformers(family, mesh, rules, strict, quick):
     wanted = np.load(GOLDEN / family / "logits.npy")
     assert np.abs(wanted).max() > 1, "a tolerance means nothing beside logits near 0"
-    few = family in ("gemma2", "gemma3_vision", "gpt_oss")  # on the mesh only
-    for mesh, rules in ALL_FAMILIES[family].meshes[few:2]:
-        found = our_logits(f"hf:{GOLDEN / family}", mesh, rules)
-        np.testing.assert_allclose(found, wanted, rtol=0, atol=TOLERANCE, err_msg=mesh)
+    found = our_logits(f"hf:{GOLDEN / family}", mesh, rules)
+    np.testing.assert_allclose(found, wanted, rtol=0, atol=TOLERANCE)
 
 
 @pytest.mark.parametrize("family", full_except(["qwen2", "qwen3_moe"], ["qwen3_moe"]))
@@ -101,11 +112,12 @@ def test_a_restored_model_can_be_called_without_a_mesh_context(family):
     model, _ = checkpoint.restore(f"hf:{GOLDEN / family}", mesh)
     tokens_BT = jax.device_put(TOKENS_BT, jax.NamedSharding(mesh, jax.P("data")))
     assert len(tokens_BT.addressable_shards[0].data) < len(TOKENS_BT)
-    logits = jax.jit(lambda m, t: m(t))(model, tokens_BT)
+    compiled = functools.partial(jax.jit, compiler_options=QUICK)
+    logits = compiled(lambda m, t: m(t))(model, tokens_BT)
     wanted = np.load(GOLDEN / family / "logits.npy")
     np.testing.assert_allclose(logits, wanted, rtol=0, atol=TOLERANCE)
     model.config = dataclasses.replace(model.config, loss_chunk=8)  # several of them
-    total, _ = jax.jit(lambda m, t: m.loss(t, t)[2]["loss"])(model, tokens_BT)
+    total, _ = compiled(lambda m, t: m.loss(t, t)[2]["loss"])(model, tokens_BT)
     picked = np.take_along_axis(wanted, TOKENS_BT[..., None], axis=-1)[..., 0]
     np.testing.assert_allclose(total, (jax.nn.logsumexp(wanted, axis=-1) - picked).sum(), rtol=1e-5)
 
@@ -117,7 +129,7 @@ def test_a_restored_model_shares_its_work_where_its_heads_do_not_divide(strict):
     rules = checkpoint.layout_of(checkpoint.find(path), mesh, "tp").rules
     assert (rules["heads"], rules["kv_heads"]) == ("model", None)
     with jax.set_mesh(mesh), nnx.logical_axis_rules(tuple(rules.items())):
-        logits = jax.jit(lambda m, t: m(t))(model, TOKENS_BT)
+        logits = jax.jit(lambda m, t: m(t), compiler_options=QUICK)(model, TOKENS_BT)
     assert jax.typeof(logits).sharding.spec[-1] == "model"
     np.testing.assert_allclose(logits, np.load(GOLDEN / "llama3" / "logits.npy"), atol=TOLERANCE)
 
@@ -880,8 +892,9 @@ def test_a_recipe_trains_from_a_folder_and_its_run_is_exported(run, tiny, tmp_pa
         (["import", "--source=tests/golden/hf/llama2", "--target=x", "--mesh=1x3"], "rules 'fsdp_tp' split dim 'mlp' of layers/mlp/down [2, 32, 32] over 3 devices"),
     ],
 )  # fmt: skip
-def test_mistakes_on_the_command_line(argv, sentence, run):
-    done = run("recipes.hf", *argv)
+def test_mistakes_on_the_command_line(argv, sentence, inside, monkeypatch):
+    monkeypatch.chdir(ROOT)
+    done = inside("recipes.hf", *argv)
     assert done.code == 2
     assert done.err.startswith(f"error: {sentence}")
     assert done.err.count("\n") == 1

@@ -53,13 +53,13 @@ ocp.PyTreeCheckpointHandler.async_save = fails
 """
 
 
-# ---- told before anything is computed ------------------------------------------------------------
+# ---- reported before anything is computed ------------------------------------------------------------
 
 
 @pytest.mark.promise("many-processes")
 @pytest.mark.full
 @pytest.mark.parametrize(
-    ("each", "around", "told"),
+    ("each", "around", "message"),
     [
         ([(), ("--learning_rate=0.5",)], "", "has --learning_rate=0.5, and process 0 has 0.1; start all with the same flags"),
         ([], OTHER_VERSION, "has optax 0.0.1, and process 0 has "),
@@ -67,14 +67,14 @@ ocp.PyTreeCheckpointHandler.async_save = fails
     ],
     ids=["flags", "version", "disk"],
 )  # fmt: skip
-def test_processes_that_differ_are_refused_at_the_start(each, around, told, tmp_path):
+def test_processes_that_differ_are_refused_at_the_start(each, around, message, tmp_path):
     flags = (*SMALLEST, "--steps=5", f"--workdir={tmp_path / 'w'}")
     run = LocalProcesses(2, *flags, each=each, around=around, recipe="dot_relu_dot")
     for code, out, err in run.finish():
         assert (code, out) == (2, "")
         assert err.startswith("error: ")
         assert "process 1 (" in err
-        assert told in err
+        assert message in err
         assert err.count("\n") == 1, err
     assert list(tmp_path.iterdir()) == [], "nothing is written"
 
@@ -100,12 +100,12 @@ def test_a_file_missing_on_one_process_ends_all(book, tmp_path):
 def test_differences_between_processes_are_named():
     first = {"versions": {"jax": "1"}, "flags": {"--a": 1, "--b": 2}, "code": "x"}
     assert agreement.difference(first, first) == ""
-    for other, told in (
+    for other, message in (
         ({"versions": {"jax": "2"}}, "has jax 2, and process 0 has 1; install the same on all"),
         ({"flags": {"--a": 1, "--b": 3}}, "has --b=3, and process 0 has 2; start all with the same flags"),
         ({"code": "y"}, "runs different code than process 0; give all of them the same clone"),
     ):  # fmt: skip
-        assert agreement.difference(first, first | other) == told
+        assert agreement.difference(first, first | other) == message
 
 
 @pytest.mark.parametrize(
@@ -175,15 +175,15 @@ def test_an_error_without_a_message_ends_the_process_too(monkeypatch):
 
 
 def test_messages_about_a_save_are_deleted(monkeypatch):
-    told = {"save/3/0/1": {"digests": {"b": "2"}}}  # the answer of process 1
+    published = {"save/3/0/1": {"digests": {"b": "2"}}}  # the answer of process 1
 
     def forget(key):
-        for name in [name for name in told if name == key or name.startswith(f"{key}/")]:
-            del told[name]
+        for name in [name for name in published if name == key or name.startswith(f"{key}/")]:
+            del published[name]
 
     monkeypatch.setattr(processes, "_count", 2)
-    monkeypatch.setattr(processes, "publish", told.__setitem__)
-    monkeypatch.setattr(processes, "await_published", told.__getitem__)
+    monkeypatch.setattr(processes, "publish", published.__setitem__)
+    monkeypatch.setattr(processes, "await_published", published.__getitem__)
     monkeypatch.setattr(processes, "unpublish", forget)
 
     def hash_mine(folder, names):
@@ -192,15 +192,15 @@ def test_messages_about_a_save_are_deleted(monkeypatch):
     monkeypatch.setattr(parallel_hashing, "sha256_here", hash_mine)
     found = parallel_hashing.share("save/3", lambda: parallel_hashing.sha256("w", ["a", "b"]))
     assert found == {"a": "1", "b": "2"}
-    assert told == {"save/3/1": None}, "that there is nothing more to do"
+    assert published == {"save/3/1": None}, "that there is nothing more to do"
 
 
 def test_a_process_that_fails_to_hash_answers_whatever_has_failed(monkeypatch):
     """Otherwise process 0 would wait for hours."""
-    told = {"save/3/0": "w", "save/3/0/names/1": ["b"]}
+    published = {"save/3/0": "w", "save/3/0/names/1": ["b"]}
     monkeypatch.setattr(processes, "index", lambda: 1)
-    monkeypatch.setattr(processes, "publish", told.__setitem__)
-    monkeypatch.setattr(processes, "await_published", told.__getitem__)
+    monkeypatch.setattr(processes, "publish", published.__setitem__)
+    monkeypatch.setattr(processes, "await_published", published.__getitem__)
 
     def no_threads(folder, names):
         raise RuntimeError("can't start new thread")
@@ -208,7 +208,7 @@ def test_a_process_that_fails_to_hash_answers_whatever_has_failed(monkeypatch):
     monkeypatch.setattr(parallel_hashing, "sha256_here", no_threads)
     with pytest.raises(RuntimeError, match="new thread"):
         parallel_hashing.serve("save/3")
-    assert told["save/3/0/1"] == {"error": [None, "can't start new thread", None]}
+    assert published["save/3/0/1"] == {"error": [None, "can't start new thread", None]}
 
 
 @pytest.mark.parametrize(("recipe", "flags"), [("generate", []), ("evaluate", ["--dataset=a"])])
@@ -232,18 +232,18 @@ class Service:
     """JAX's coordination service in this process, which counts the bytes read."""
 
     def __init__(self):
-        self.told, self.read, self.new = {}, 0, threading.Condition()
+        self.published, self.read, self.new = {}, 0, threading.Condition()
 
     def key_value_set(self, key, value):
         with self.new:
-            self.told[key] = value
+            self.published[key] = value
             self.new.notify_all()
 
     def blocking_key_value_get(self, key, milliseconds):
         with self.new:
-            assert self.new.wait_for(lambda: key in self.told, 20), key
-            self.read += len(self.told[key])
-            return self.told[key]
+            assert self.new.wait_for(lambda: key in self.published, 20), key
+            self.read += len(self.published[key])
+            return self.published[key]
 
     def key_value_delete(self, key):
         pass

@@ -110,7 +110,7 @@ def test_a_jobset_has_fields_that_there_are(name):
 
 
 @pytest.mark.parametrize(
-    ("line", "other", "told"),
+    ("line", "other", "message"),
     [
         ("parallelism: 2", 'parallelism: "2"', ".parallelism is no integer"),
         ('value: "2"', "value: 2", ".env[1].value is no string"),
@@ -121,10 +121,10 @@ def test_a_jobset_has_fields_that_there_are(name):
     ],
     ids=str,
 )
-def test_a_field_that_kubernetes_would_refuse_is_seen(line, other, told):
+def test_a_field_that_kubernetes_would_refuse_is_seen(line, other, message):
     text = (LAUNCH / "jobset_gpu.yaml").read_text()
     (found,) = mistakes(yaml.safe_load(text.replace(line, other, 1)), SCHEMA)
-    assert found.endswith(told)
+    assert found.endswith(message)
 
 
 def test_the_first_pod_of_the_jobset_is_the_coordinator():
@@ -176,7 +176,7 @@ def test_a_cluster_is_recognized_by_what_its_launcher_sets(environment, count, g
 
 
 @pytest.mark.parametrize(
-    ("environment", "told"),
+    ("environment", "message"),
     [
         (OMPI, "Open MPI 5 does not say where process 0 is; start with mpirun -x JAX_COORDINATOR_ADDRESS=HOST:PORT"),
         (GIVEN | {"JAX_PROCESS_ID": ""}, "JAX_COORDINATOR_ADDRESS=a:1 JAX_NUM_PROCESSES=2 JAX_PROCESS_ID= do not describe a process"),
@@ -185,8 +185,8 @@ def test_a_cluster_is_recognized_by_what_its_launcher_sets(environment, count, g
         (GIVEN | {"JAX_NUM_PROCESSES": "0"}, "JAX_COORDINATOR_ADDRESS=a:1 JAX_NUM_PROCESSES=0 JAX_PROCESS_ID=1 do not describe a process"),
     ],
 )  # fmt: skip
-def test_half_a_description_is_one_line(environment, told):
-    with pytest.raises(UserError, match="^" + re.escape(told)):
+def test_half_a_description_is_one_line(environment, message):
+    with pytest.raises(UserError, match="^" + re.escape(message)):
         cluster.find(environment)
 
 

@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import types
+from collections import Counter
 
 import jax
 import jax.numpy as jnp
@@ -18,10 +19,11 @@ from recipes.common.entries import zoo_file
 from recipes.common.generation import Generator, Sampling
 from recipes.common.language import attention
 from recipes.common.runtime.mesh import make_mesh
-from recipes.common.sharding.abstract import paths, variables_of
-from recipes.common.sharding.layout import make_layout, shardings
+from recipes.common.sharding.abstract import paths
+from recipes.common.sharding.layout import make_layout
 from recipes.common.train.step import gradients
 from tests.conftest import full_except
+from tests.support.models import random_variables
 from tests.support.proof import ZERO
 from tests.support.quick import QUICK
 from zoo import context, layers
@@ -47,22 +49,28 @@ def tiny(entry: str, **changes):
     return dataclasses.replace(zoo_file(entry).Config.tiny(), **changes)
 
 
-@functools.cache
-def loss_and_gradients(entry: str, config, mesh: str, strategy: str, accumulate: int = 1):
+@functools.lru_cache(maxsize=4)  # compiled steps take many memory maps
+def compiled_step(
+    entry: str, config, mesh: str, strategy: str, length: int = T, accumulate: int = 1
+):
+    """(layout, compiled function of variables and a batch → (loss, gradients))."""
     layout = make_layout(
-        model_of(entry), config, make_mesh(mesh), strategy, batch_size=B, seq_len=T
+        model_of(entry), config, make_mesh(mesh), strategy, batch_size=B, seq_len=length
     )
 
-    def both(batch):
-        variables = variables_of(layout.build())
-        if config.lora_rank:  # a new adapter's B is zero, and so would be A's gradient
-            variables |= {"params": jax.tree.map(lambda x: x + 0.01, variables["params"])}
-        variables = jax.sharding.reshard(variables, shardings(layout.variables()))
+    def both(variables, batch):
         grads, _, means = gradients(layout.model, variables, batch, accumulate)
         return means["loss"], grads
 
-    given = jax.device_put(batch(), layout.batch_shardings(batch()))
-    loss, grads = layout.compile(both, given, compiler_options=QUICK)(given)
+    rows = layout.abstract_batch(dict.fromkeys(batch(), jax.ShapeDtypeStruct((length,), np.int32)))
+    return layout, layout.compile(both, layout.variables(), rows, compiler_options=QUICK)
+
+
+@functools.cache
+def loss_and_gradients(entry: str, config, mesh: str, strategy: str, accumulate: int = 1):
+    layout, step = compiled_step(entry, config, mesh, strategy, accumulate=accumulate)
+    rows = jax.device_put(batch(), layout.batch_shardings(batch()))
+    loss, grads = step(random_variables(layout), rows)
     return float(loss), {path: np.asarray(x) for path, x in paths(grads).items()}
 
 
@@ -190,7 +198,9 @@ def test_a_mistake_shows(mutate, changes, monkeypatch):
     alone = dataclasses.replace(config, context="auto")
     _, want = loss_and_gradients("transformer", alone, "1x1", "dp")
     mutate(monkeypatch)
+    compiled_step.cache_clear()
     _, found = loss_and_gradients.__wrapped__("transformer", config, "data=2,seq=4", "cp")
+    compiled_step.cache_clear()
     assert worst(found, want) > 1e-4
 
 
@@ -213,12 +223,11 @@ def test_logits_are_in_natural_order(mesh, strategy, context, length):
     def logits(config, mesh: str, strategy: str):
         layout = make_layout(model_of("transformer"), config, make_mesh(mesh), strategy)
 
-        def run(tokens, ids):
-            variables = variables_of(layout.build())
-            variables = jax.sharding.reshard(variables, shardings(layout.variables()))
+        def run(variables, tokens, ids):
             return layout.model.merge(variables)(tokens, ids)
 
-        given = jax.device_put((rows["tokens"], rows["segment_ids"]), layout.sharding("batch"))
+        of_rows = jax.device_put((rows["tokens"], rows["segment_ids"]), layout.sharding("batch"))
+        given = random_variables(layout), *of_rows
         return np.asarray(layout.compile(run, *given, compiler_options=QUICK)(*given))
 
     found = logits(tiny("transformer", context=context), mesh, strategy)
@@ -233,8 +242,7 @@ def written(entry: str, context: str, mesh: str, strategy: str):
     """(the tokens that four prompts get, what the decode step sends)."""
     config = tiny(entry, context=context)
     layout = make_layout(model_of(entry), config, make_mesh(mesh), strategy, batch_size=4)
-    variables = jax.device_put(variables_of(layout.build()), shardings(layout.variables()))
-    generator = Generator(layout, variables, Sampling(), (), 257, rows=4)
+    generator = Generator(layout, random_variables(layout), Sampling(), (), 257, rows=4)
     random = np.random.default_rng(0)
     prompts = [random.integers(0, 257, n, dtype=np.int32) for n in (3, 17, 30, 9)]
     tokens = np.stack(list(generator(prompts, 24)))
@@ -267,24 +275,24 @@ def test_it_writes_what_one_device_writes(entry, context, mesh, strategy):
         assert max(x.bytes for x in sent) < cache_bytes / 8
 
 
-@pytest.mark.parametrize(
-    ("changes", "wanted"),
-    [
-        # A layer's forward pass, that again, and its backward pass: q and the output, k and v.
-        ({}, {("all-to-all", 32_768): 2 * 3 * 2, ("all-to-all", 16_384): 2 * 3 * 2}),
-        # k and v visit 3 other devices three times; their gradients also return.
-        (RING, {("collective-permute", 16_384): 2 * 2 * (3 * 3 + 4)}),
-        # A window of 20 reaches two parts of 16 back.
-        (RING | WINDOW, {("collective-permute", 16_384): 2 * 2 * (3 * 2 + 3)}),
-    ],
-    ids=["all-to-all", "ring", "window"],
-)
+SENT = [
+    # A layer's forward pass, that again, and its backward pass: q and the output, k and v.
+    ({}, {("all-to-all", 32_768): 2 * 3 * 2, ("all-to-all", 16_384): 2 * 3 * 2}),
+    # k and v visit 3 other devices three times; their gradients also return.
+    (RING, {("collective-permute", 16_384): 2 * 2 * (3 * 3 + 4)}),
+    # A window of 20 reaches two parts of 16 back.
+    (RING | WINDOW, {("collective-permute", 16_384): 2 * 2 * (3 * 2 + 3)}),
+]
+
+
+@pytest.mark.parametrize(("changes", "wanted"), full_except(SENT, SENT[:2]))
 def test_what_attention_sends(changes, wanted):
     """To the number: 2 layers; a device has 4 rows of 16 positions, 16 heads and 8 kv heads of 8."""
-    found: dict[tuple[str, int], int] = {}
-    for sent in collectives(compiled_step(tiny("transformer", **changes), "data=2,seq=4", "cp")):
+    config, found = tiny("transformer", **changes), Counter()
+    _, step = compiled_step("transformer", config, "data=2,seq=4", "fsdp_cp")
+    for sent in collectives(step.as_text()):
         if sent.kind in ("all-to-all", "collective-permute") and sent.bytes > 1024:  # not ids
-            found[sent.kind, sent.bytes] = found.get((sent.kind, sent.bytes), 0) + sent.times
+            found[sent.kind, sent.bytes] += sent.times
     assert found == wanted
 
 
@@ -296,28 +304,17 @@ def test_the_textbook_of_bench_is_what_attention_sends(context):
     assert textbook(step.layout) - textbook(alone.layout) == sent
 
 
+@pytest.mark.full
 def test_gathered_inputs_are_not_gathered_again():
     """Each of 2 layers gathers 2 inputs and again as many; the rest are gradients and the loss."""
 
     def gathers(remat: str) -> int:
-        text = compiled_step(tiny("transformer", remat=remat), "4x2", "tp_sp")
-        found = (x for x in collectives(text) if x.kind == "all-gather" and x.bytes == 32_768)
+        _, step = compiled_step("transformer", tiny("transformer", remat=remat), "4x2", "tp_sp")
+        sent = collectives(step.as_text())
+        found = (x for x in sent if x.kind == "all-gather" and x.bytes == 32_768)
         return sum(x.times for x in found)
 
     assert gathers("full") - gathers("gathered") == 2 * 2
-
-
-def compiled_step(config, mesh: str, strategy: str, length: int = T) -> str:
-    layout = make_layout(
-        model_of("transformer"), config, make_mesh(mesh), strategy, batch_size=B, seq_len=length
-    )
-
-    def step(variables, batch):
-        grads, _, means = gradients(layout.model, variables, batch)
-        return means["loss"], grads
-
-    rows = layout.abstract_batch(dict.fromkeys(batch(), jax.ShapeDtypeStruct((length,), np.int32)))
-    return layout.compile(step, layout.variables(), rows).as_text()
 
 
 def test_a_checkpoint_does_not_say_how_to_attend():
@@ -332,8 +329,9 @@ def test_a_checkpoint_does_not_say_how_to_attend():
 @pytest.mark.parametrize("context", full_except(["ring", "all-to-all"], fast=["ring"]))
 def test_no_device_has_a_whole_row(context):
     """No array of the compiled step has a whole row's tokens, targets, embeddings or scores."""
-    length = 192
-    text = compiled_step(tiny("transformer", context=context), "data=2,seq=4", "cp", length)
+    config, length = tiny("transformer", context=context), 192
+    _, step = compiled_step("transformer", config, "data=2,seq=4", "cp", length)
+    text = step.as_text()
     assert f"f32[4,{length // 4},64]" in text
     assert f"s32[4,{length // 4}]" in text
     assert f"f32[4,{length},64]" not in text

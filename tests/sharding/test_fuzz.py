@@ -50,7 +50,7 @@ whole_meshes = st.dictionaries(
 )  # fmt: skip
 
 
-@fuzz(max_examples=400)
+@fuzz(max_examples=200)
 @given(st.one_of(near_meshes, st.text(max_size=20)))
 def test_mesh_strings(text):
     axes, message = attempt(lambda: mesh.parse(text))

@@ -213,26 +213,24 @@ def test_moments_are_sharded_like_their_parameters(entry, strategy, mesh):
 
 # ---- restored on another mesh ---------------------------------------------------------------------
 
-# Every entry from each of its meshes to one other; one entry between all pairs; a family between
-# those of FEW_MESHES.
+# Every entry from each of its meshes to one other, a family between those of FEW_MESHES; parameters
+# of one entry between all pairs.
 MOST_MESHES = "moe"
 
 
-def pairs(entry: str) -> list[tuple[str, str]]:
+def pairs(entry: str) -> dict[str, str]:
     meshes = ENTRIES[entry].meshes
     if entry in FAMILY_CASES:
         meshes = [mesh for mesh in meshes if mesh in FEW_MESHES]
-    if entry == MOST_MESHES:
-        return list(itertools.product(meshes, meshes))
     shift = 5 if len(meshes) > 5 else 2
-    return list(zip(meshes, meshes[shift:] + meshes[:shift], strict=True))
+    return dict(zip(meshes, meshes[shift:] + meshes[:shift], strict=True))
 
 
-PAIRS = [(entry, *pair) for entry in ENTRIES for pair in pairs(entry)]
-FAST_PAIRS = [
-    (entry, FAST, "1x8" if entry == MOST_MESHES else dict(pairs(entry))[FAST])
-    for entry, *_ in FAST_CASES
+PAIRS = [(entry, *pair) for entry in ENTRIES for pair in pairs(entry).items()]
+OTHER_PAIRS = [
+    (MOST_MESHES, *pair) for pair in itertools.product(ENTRIES[MOST_MESHES].meshes, repeat=2)
 ]
+FAST_PAIRS = [(entry, FAST, pairs(entry)[FAST]) for entry, *_ in FAST_CASES]
 
 
 @pytest.fixture(scope="session")
@@ -264,6 +262,21 @@ def test_restore_is_bit_equal_from_any_mesh_to_any_other(entry, source, target, 
     for path, array in paths(state).items():
         assert array.sharding == paths(abstract)[path].sharding, path
         np.testing.assert_array_equal(array, paths(want)[path], err_msg=path)
+
+
+@pytest.mark.full
+@pytest.mark.promise("restore")
+@pytest.mark.parametrize(
+    ("entry", "source", "target"), [pair for pair in OTHER_PAIRS if pair not in PAIRS]
+)
+def test_parameters_are_restored_from_any_mesh_to_any_other(entry, source, target, saved):
+    workdir, want = saved(entry, source)
+    abstract = {"params": ENTRIES[entry].layout(target).variables()["params"]}
+    found, wanted = paths(checkpoint.find(workdir).read(abstract)), paths(want)
+    assert set(found) == {path for path in wanted if path.startswith("params/")}
+    for path, array in found.items():
+        assert array.sharding == paths(abstract)[path].sharding, path
+        np.testing.assert_array_equal(array, wanted[path], err_msg=path)
 
 
 @pytest.mark.promise("restore")

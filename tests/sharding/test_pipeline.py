@@ -18,12 +18,13 @@ from recipes.common.entries import zoo_file
 from recipes.common.language import check_stages, stages
 from recipes.common.runtime import UserError
 from recipes.common.runtime.mesh import make_mesh
-from recipes.common.sharding.abstract import paths, variables_of
-from recipes.common.sharding.layout import Layout, make_layout, shardings
+from recipes.common.sharding.abstract import paths
+from recipes.common.sharding.layout import Layout, make_layout
 from recipes.common.train.state import abstract_state, initialize
 from recipes.common.train.step import gradients
 from tests.conftest import full_except
 from tests.support.entries import OPTIMIZER
+from tests.support.models import random_variables
 from tests.support.quick import QUICK
 from tests.support.runs import saving
 from zoo import pipeline
@@ -59,23 +60,31 @@ def step(layout: Layout, accumulate: int = 1):
     return run
 
 
-TEXTS: dict[tuple, str] = {}  # of the compiled steps that `trained` has run
+@functools.lru_cache(maxsize=4)  # compiled steps take many memory maps
+def compiled(entry: str, config, mesh: str, strategy: str, accumulate: int = 1, rows: int = B):
+    layout = layout_of(entry, config, mesh, strategy, rows)
+    example = dict.fromkeys(batch(), jax.ShapeDtypeStruct((T,), np.int32))
+    given = layout.variables(), layout.abstract_batch(example)
+    return layout.compile(step(layout, accumulate), *given, compiler_options=QUICK)
 
 
 @functools.cache
 def trained(entry: str, config, mesh: str, strategy: str, accumulate: int = 1):
-    """(figures, gradients, buffers) of a step from parameters that are no multiples of others."""
+    """(figures, gradients, buffers) of a step."""
     layout = layout_of(entry, config, mesh, strategy)
-    variables = variables_of(layout.build())
-    if config.lora_rank:  # a new adapter's B is zero, and so would be A's gradient
-        shift = functools.partial(jax.tree.map, lambda x: x + 0.01)
-        variables |= {"params": shift(variables["params"])}
-    variables = jax.device_put(variables, shardings(layout.variables()))
-    given = jax.device_put(batch(), layout.batch_shardings(batch()))
-    run = layout.compile(step(layout, accumulate), variables, given, compiler_options=QUICK)
-    TEXTS[entry, config, mesh, strategy] = run.as_text()
-    means, grads, buffers = jax.device_get(run(variables, given))
+    given = random_variables(layout), jax.device_put(batch(), layout.batch_shardings(batch()))
+    run = compiled(entry, config, mesh, strategy, accumulate)
+    means, grads, buffers = jax.device_get(run(*given))
     return means, paths(grads), paths(buffers)
+
+
+def trained_anew(*given):
+    """Compiles again, with what a test has changed."""
+    compiled.cache_clear()
+    try:
+        return trained.__wrapped__(*given)
+    finally:
+        compiled.cache_clear()
 
 
 def worst(found: dict, want: dict) -> float:
@@ -175,7 +184,7 @@ def test_gradients_are_scattered_in_float32():
 
 def test_evaluation_runs_in_stages_too():
     layout = layout_of("transformer", deep("transformer"), "data=2,pipe=4", "fsdp_pp")
-    variables = jax.device_put(variables_of(layout.build()), shardings(layout.variables()))
+    variables = random_variables(layout)
     given = jax.device_put(batch(), layout.batch_shardings(batch()))
 
     def run(variables, batch):
@@ -187,13 +196,14 @@ def test_evaluation_runs_in_stages_too():
     assert float(total / count) == pytest.approx(means["loss"], rel=2e-6)
 
 
-@pytest.mark.parametrize("schedule", full_except(["1f1b", "gpipe"], fast=["1f1b"]))
+@pytest.mark.full
+@pytest.mark.parametrize("schedule", ["1f1b", "gpipe"])
 def test_nothing_depends_on_the_bubble(schedule, monkeypatch):
     """Stages that wait compute with NaN here, and no figure or gradient has one."""
     config = deep("transformer", pipeline=schedule)
     want = trained("transformer", config, "data=2,pipe=4", "fsdp_pp")
     monkeypatch.setattr(pipeline, "BUBBLE", float("nan"))
-    found = trained.__wrapped__("transformer", config, "data=2,pipe=4", "fsdp_pp")
+    found = trained_anew("transformer", config, "data=2,pipe=4", "fsdp_pp")
     jax.tree.map(np.testing.assert_array_equal, found, want)
 
 
@@ -219,27 +229,18 @@ def test_a_mistake_shows(name, monkeypatch):
     exec(source.replace(right, wrong), vars(mutant))
     monkeypatch.setattr(pipeline, "in_stages", mutant.in_stages)
     means, want, _ = trained("transformer", config, "1x1", "dp")
-    figures, found, _ = trained.__wrapped__("transformer", config, "data=2,pipe=4", "fsdp_pp")
+    figures, found, _ = trained_anew("transformer", config, "data=2,pipe=4", "fsdp_pp")
     assert worst(found, want) > 1e-4 or abs(figures["loss"] - means["loss"]) > 1e-4
 
 
 # ---- what a step sends and keeps -----------------------------------------------------------------
 
 
-@functools.cache
-def compiled(schedule: str, M: int, rows: int = B, mesh: str = "data=2,pipe=4"):
-    config = deep("transformer", pipeline=schedule, pipe_microbatches=M)
-    layout = layout_of("transformer", config, mesh, "fsdp_pp", rows)
-    example = dict.fromkeys(batch(), jax.ShapeDtypeStruct((T,), np.int32))
-    given = (layout.variables(), layout.abstract_batch(example))
-    return layout.compile(step(layout), *given, compiler_options=QUICK)
-
-
 @pytest.mark.parametrize("schedule", full_except(["1f1b", "gpipe"], fast=["1f1b"]))
 def test_activations_travel_and_gradients_are_reduced_once(schedule):
-    M, S, D, width = 4, 4, 2, 64
-    rows = B // D // M
-    sent, text = Counter(), compiled(schedule, M).as_text()
+    M, S, D, width = 8, 4, 2, 64
+    rows, config = B // D // M, deep("transformer", pipeline=schedule)
+    sent, text = Counter(), compiled("transformer", config, "data=2,pipe=4", "fsdp_pp").as_text()
     for found in collectives(text):
         sent[found.kind, found.bytes] += found.times
     activation = 4 * rows * T * width
@@ -267,8 +268,8 @@ def test_gradients_stay_split_over_other_axes():
         "data=2,pipe=2,model=2",
         "fsdp_pp_tp",
     )
-    trained(*case)
-    found = [x for x in collectives(TEXTS[case]) if x.kind == "reduce-scatter"]
+    sent = collectives(compiled(*case).as_text())
+    found = [x for x in sent if x.kind == "reduce-scatter"]
     shapes = {shape for x in found for shape in x.shapes}
     assert (L // 2, 64 // 2, 128 // 2) in shapes
     assert (L // 2, 64 // 2, 128) not in shapes
@@ -277,16 +278,18 @@ def test_gradients_stay_split_over_other_axes():
 @pytest.mark.full
 def test_1f1b_keeps_no_more_for_more_microbatches():
     def grows(schedule: str) -> int:
-        few, many = (
-            compiled(schedule, M, rows=2 * M).memory_analysis().temp_size_in_bytes for M in (8, 32)
-        )
-        return many - few
+        sizes = []
+        for M in (8, 32):
+            config = deep("transformer", pipeline=schedule, pipe_microbatches=M)
+            run = compiled("transformer", config, "data=2,pipe=4", "fsdp_pp", rows=2 * M)
+            sizes.append(run.memory_analysis().temp_size_in_bytes)
+        return sizes[1] - sizes[0]
 
     assert grows("gpipe") > 24 * (L // 4) * 4 * T * 64, "the inputs of all layers"
     assert abs(grows("1f1b")) < 0.02 * grows("gpipe")
 
 
-# ---- what users are told -------------------------------------------------------------------------
+# ---- what users see ----------------------------------------------------------------------------
 
 
 def test_the_report_says_the_bubble():

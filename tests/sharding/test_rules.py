@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from recipes.common import checkpoint
-from recipes.common.entries import ENTRIES, zoo_file
+from recipes.common.entries import ENTRIES, model, zoo_file
 from recipes.common.runtime.errors import UserError
 from recipes.common.runtime.mesh import make_mesh
 from recipes.common.sharding.layout import Layout, elsewhere, make_layout
@@ -17,6 +17,7 @@ from recipes.common.sharding.rules import default_strategy, select, used_axes
 from recipes.common.train.step import gradients
 from tests.conftest import full_except
 from tests.support import entries as proof
+from tests.support.quick import quick as quick
 from tests.support.runs import TINY
 from zoo import transformer
 from zoo.transformer import RULES, Config, Transformer
@@ -102,7 +103,7 @@ def mine(tmp_path):
     return write
 
 
-def test_a_run_uses_and_reports_your_own_rules(inside, mine, tmp_path):
+def test_a_run_uses_and_reports_your_own_rules(inside, quick, mine, tmp_path):
     path, workdir = mine(MINE), tmp_path / "run"
     flags = ("--steps=2", "--embed=16", "--hidden=64", f"--workdir={workdir}", f"--rules={path}")
     done = inside("recipes.dot_relu_dot", "--mesh=2x2x2", *flags)
@@ -229,7 +230,8 @@ ODD = [  # those that none of our tables splits
 @pytest.mark.parametrize(("entry", "axis"), full_except(ODD, [("moe", "act_embed")]))
 def test_an_axis_that_may_be_split_can_be_computed(entry, axis):
     table = dict.fromkeys(zoo_file(entry).LOGICAL_AXES) | {"batch": "data", axis: "model"}
-    found = proof.ENTRIES[entry].layout("4x2", table)
+    config, rows = proof.ENTRIES[entry].config, proof.BATCH
+    found = make_layout(model(entry), config, make_mesh("4x2"), table, batch_size=rows)
     batch = jax.tree.map(lambda x: x[0], proof.ENTRIES[entry].batches[0])
     lowered = found.lower(
         lambda state, batch: gradients(found.model, state, batch)[0],

@@ -68,7 +68,7 @@ def test_the_outermost_axes_run_across_and_the_others_stay_inside(devices, text,
 
 
 @pytest.mark.parametrize(
-    ("devices", "text", "told"),
+    ("devices", "text", "message"),
     [
         (tpus(2, 4, 4), "1x32", "'model' between 2 slices of 16 devices, but only the outermost may be; try --mesh=2x16"),
         (tpus(4, 4, 4), "2x32x1", "'fsdp' between 4 slices of 16 devices, but only the outermost may be; try --mesh=4x16x1"),
@@ -80,11 +80,11 @@ def test_the_outermost_axes_run_across_and_the_others_stay_inside(devices, text,
     ],
     ids=str,
 )  # fmt: skip
-def test_a_mesh_that_splits_an_inner_axis_is_refused_with_a_suggestion(devices, text, told):
+def test_a_mesh_that_splits_an_inner_axis_is_refused_with_a_suggestion(devices, text, message):
     with pytest.raises(UserError) as caught:
         arrange(parse(text), devices)
-    assert str(caught.value) == f"--mesh={text} would divide axis {told}"
-    better = parse(told.rpartition("--mesh=")[2])
+    assert str(caught.value) == f"--mesh={text} would divide axis {message}"
+    better = parse(message.rpartition("--mesh=")[2])
     assert dict(arrange(better, devices).shape) == better
 
 

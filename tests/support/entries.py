@@ -66,6 +66,7 @@ class Entry:
     def build(self) -> nnx.Module:
         return entries.model(self.name)(self.config, rngs=nnx.Rngs(0))
 
+    @functools.cache  # noqa: B019  an entry lives as long as the process
     def layout(self, mesh: str, strategy: str = "") -> Layout:
         """Returns the layout under the mesh's default strategy, or another. Raises UserError."""
         model = entries.model(self.name)
@@ -83,7 +84,7 @@ class Entry:
 
     def is_long(self, strategy: str, mesh: str) -> bool:
         """Whether a strategy splits the positions of a row on this mesh."""
-        layout = self.layout(mesh, strategy)
+        layout = self.layouts[strategy, mesh]
         axes = getattr(layout.zoo, "POSITIONS", ())
         return any(shards(layout.rules, axis, layout.mesh.shape) > 1 for axis in axes)
 
@@ -95,9 +96,9 @@ class Entry:
         return [next(feed) for _ in range(5)]
 
     @functools.cached_property
-    def cases(self) -> list[tuple[str, str, str]]:
-        """(name, strategy, mesh) for every strategy and mesh that fit each other."""
-        found, anywhere = [], self.layout("1x1")
+    def layouts(self) -> dict[tuple[str, str], Layout]:
+        """(strategy, mesh) → layout, for all that fit each other; the model is traced once."""
+        found, anywhere = {}, self.layout("1x1")
         for strategy in self.rules:
             for name in MESHES:
                 mesh = make_mesh(name)
@@ -105,10 +106,18 @@ class Entry:
                 by_name = {"expert", "seq", *pipe} & {*mesh.axis_names}
                 fits = elsewhere(anywhere, strategy, mesh)
                 if fits and by_name <= used_axes(fits.rules):  # see rules.check_used
-                    found.append((self.name, strategy, name))
-        if few := FAMILY_CASES.get(self.name):
-            return [case for case in found if case[1] in few.get(case[2], [])]
+                    found[strategy, name] = fits
         return found
+
+    @functools.cached_property
+    def cases(self) -> list[tuple[str, str, str]]:
+        """(name, strategy, mesh) of the pairs to prove."""
+        few = FAMILY_CASES.get(self.name)
+        return [
+            (self.name, strategy, mesh)
+            for strategy, mesh in self.layouts
+            if not few or strategy in few.get(mesh, [])
+        ]
 
     @property
     def meshes(self) -> list[str]:

@@ -131,14 +131,14 @@ def trained(place, inside, quick, book):
         flags = (*TINY, book, EXPERTS, "--log_every=1", "--eval_every=2", f"--workdir={work}")
         done = inside("recipes.moe", *flags, "--steps=4", "--checkpoint_every=2")
         assert (done.code, done.err) == (0, "")
-        (place / "told").write_text(done.out)
-    return work, (place / "told").read_text()
+        (place / "out").write_text(done.out)
+    return work, (place / "out").read_text()
 
 
 @pytest.mark.full
 def test_a_run_reports_how_its_experts_are_used(trained):
-    work, told = trained
-    assert "mesh data=2,expert=4 (data 2 × expert 4) · rules fsdp_ep · 8 simulated" in told
+    work, out = trained
+    assert "mesh data=2,expert=4 (data 2 × expert 4) · rules fsdp_ep · 8 simulated" in out
     names = [f"load_{i}" for i in range(8)]
     for prefix in ("", "held_out_"):
         rows = np.array(records(work, *(prefix + name for name in names)))
@@ -146,21 +146,21 @@ def test_a_run_reports_how_its_experts_are_used(trained):
         for name in ("balance", "router_z", "dropped", "loss"):
             assert records(work, prefix + name), prefix + name
     *_, (last, dropped) = records(work, "held_out_load_7", "held_out_dropped")
-    line = re.search(r"^Use of the 8 experts, in even shares: .*$", told, re.M)[0]
+    line = re.search(r"^Use of the 8 experts, in even shares: .*$", out, re.M)[0]
     assert line.endswith(f", {last:.2f}); no room for {dropped:.2%} of what was chosen.")
-    assert "held-out balance" in told
-    assert "load 0" not in told, "one figure of many stands in metrics.jsonl alone"
+    assert "held-out balance" in out
+    assert "load 0" not in out, "one figure of many stands in metrics.jsonl alone"
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("mesh", ["1x1", "4x2", "1x8", "data=1,expert=8"])
 def test_it_is_restored_on_other_meshes(trained, inside, quick, book, mesh):
-    work, told = trained
+    work, out = trained
     flags = (*TINY, book, f"--mesh={mesh}", f"--restore_from={work}", "--steps=0")
     done = inside("recipes.moe", *flags)
     assert (done.code, done.err) == (0, "")
     for what in ("Held-out loss ", "Use of the 8 experts"):
-        lines = [next(x for x in text.splitlines() if what in x) for text in (told, done.out)]
+        lines = [next(x for x in text.splitlines() if what in x) for text in (out, done.out)]
         assert lines[0] == lines[1]
 
 
@@ -220,8 +220,8 @@ def test_an_adapter_of_its_attention_is_trained_and_saved_alone(
 
 @pytest.mark.full
 def test_other_commands_take_it(trained, inside, quick, book, place):
-    work, told = trained
-    loss = re.search(r"Held-out loss \S+ nats/byte, (\S+ bits/byte)", told)[1]
+    work, out = trained
+    loss = re.search(r"Held-out loss \S+ nats/byte, (\S+ bits/byte)", out)[1]
     published, folder, back = place / "published", place / "folder", place / "back"
     for module, flags in (
         ("recipes.publish", (f"--source={work}", f"--target={published}", "--licence=x", EXPERTS)),

@@ -206,6 +206,7 @@ def test_restore_from_evaluates_and_leaves_no_files(first, train, tmp_path):
 
 def test_restore_from_starts_a_new_run_on_given_parameters(first, train, tmp_path):
     flags = (f"--restore_from={first.workdir}", f"--workdir={tmp_path / 'w'}")
+    flags += ("--learning_rate=0.004", "--warmup_steps=40")  # as another test: the same program
     out = train("--mesh=1x8", *FLAGS, *flags)
     assert f"Starts at step 0, on the parameters of {first.workdir}/checkpoints/12." in out
     before, after = state_of(first.workdir, STEPS), state_of(tmp_path / "w", STEPS)
@@ -221,6 +222,7 @@ def test_restore_from_starts_a_new_run_on_given_parameters(first, train, tmp_pat
 # ---- the optimizer -------------------------------------------------------------------------------
 
 
+@pytest.mark.full  # in the fast tier: test_buffers.py, one step
 def test_accumulated_gradients_are_those_of_the_whole_batch(first, train, tmp_path):
     train("--mesh=4x2", *FLAGS, "--accumulate=4", f"--workdir={tmp_path}")
     fields = ("step", "loss", "grad_norm")

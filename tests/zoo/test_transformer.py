@@ -12,16 +12,12 @@ import pytest
 from flax import nnx
 
 from tests.conftest import full_except
+from tests.support.quick import QUICK
 from zoo.attention import attend, kinds, positions
 from zoo.transformer import REMAT, SIZES, Config, Transformer
 
 pytestmark = [pytest.mark.promise("definitions"), pytest.mark.usefixtures("strict")]
 TINY = Config.tiny()
-
-# LLVM's optimizations, and the newer of two code generators, take most of the time to compile.
-QUICK = {"xla_backend_optimization_level": 0}
-if jax.__version_info__ < (0, 11):  # later ones have no other generator
-    QUICK["xla_cpu_use_fusion_emitters"] = False
 
 
 def abstract_model(**changes) -> tuple[nnx.GraphDef, nnx.State]:
@@ -69,11 +65,11 @@ def loss_and_gradient(model: Transformer, *arguments) -> tuple[tuple, nnx.State]
 def assert_close(a: nnx.State, b: nnx.State, rtol: float) -> None:
     """Compares every leaf, with a tolerance relative to its largest number."""
     for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True):
-        np.testing.assert_allclose(x, y, rtol=rtol, atol=rtol * float(jnp.abs(y).max()) + 1e-7)
+        np.testing.assert_allclose(x, y, rtol=rtol, atol=rtol * np.abs(y).max() + 1e-7)
 
 
-def tokens_of(batch=2, length=32, seed=0):
-    return jnp.asarray(np.random.default_rng(seed).integers(0, 257, (batch, length), np.int32))
+def tokens_of(batch=2, length=32, seed=0) -> np.ndarray:
+    return np.random.default_rng(seed).integers(0, 257, (batch, length), np.int32)
 
 
 def normal(*shapes):
@@ -162,10 +158,10 @@ def test_a_position_depends_on_nothing_after_it():
 
 def test_documents_do_not_see_each_other():
     model, tokens = model_of(), tokens_of()
-    segment_ids = jnp.repeat(jnp.array([[0, 1, 2, 3]]), 8, axis=1).repeat(2, axis=0)
+    segment_ids = np.tile(np.repeat(np.arange(4, dtype=np.int32), 8), (2, 1))
     both = logits_of(model, tokens, segment_ids)
     # Another document's content changes nothing, to the last bit.
-    other = tokens.at[:, :16].set(7)
+    other = np.concatenate([np.full_like(tokens[:, :16], 7), tokens[:, 16:]], axis=1)
     np.testing.assert_array_equal(logits_of(model, other, segment_ids)[:, 16:], both[:, 16:])
     without = [logits_of(model, x)[:, 16:] for x in (other, tokens)]
     assert (without[0] != without[1]).any(), "without segments it does"
@@ -177,11 +173,11 @@ def test_documents_do_not_see_each_other():
 def test_the_gradient_of_one_document_reaches_no_other():
     # Untied, so that the embedding is only looked up: a softmax touches every row.
     model, tokens = model_of(tie_embeddings=False), tokens_of(batch=1)
-    segment_ids = jnp.array([[0] * 16 + [1] * 16])
-    targets = jnp.where(jnp.arange(32)[None] < 16, -1, tokens)  # only the second document counts
+    segment_ids = np.repeat(np.arange(2, dtype=np.int32), 16)[None]
+    targets = np.where(segment_ids == 0, -1, tokens)  # only the second document counts
     _, gradient = loss_and_gradient(model, tokens, targets, segment_ids)
-    touched = np.abs(gradient["embed"][...]).sum(-1) > 0
-    first, second = (set(np.asarray(part)) for part in (tokens[0, :16], tokens[0, 16:]))
+    touched = np.abs(np.asarray(gradient["embed"][...])).sum(-1) > 0
+    first, second = set(tokens[0, :16]), set(tokens[0, 16:])
     assert touched[sorted(second)].all()
     assert not touched[sorted(first - second)].any()
 
@@ -193,12 +189,12 @@ def test_the_gradient_of_one_document_reaches_no_other():
     ("chunk", "tied"),
     full_except(
         [(chunk, tied) for tied in (True, False) for chunk in (1, 8, 12, 32, 1000)],
-        fast=[(8, True), (12, False)],
+        fast=[(12, True)],
     ),
 )
 def test_chunked_loss_equals_the_plain_loss_gradients_included(chunk, tied):
     model, tokens = model_of(loss_chunk=chunk, tie_embeddings=tied), tokens_of()
-    targets = jnp.where(tokens % 5 == 0, -1, jnp.roll(tokens, -1, axis=1))
+    targets = np.where(tokens % 5 == 0, -1, np.roll(tokens, -1, axis=1))
     graph, state = nnx.split(model)
 
     def plain(state):
@@ -316,7 +312,7 @@ def test_bfloat16_is_near_float32_and_keeps_parameters():
             dict(rope_scaling=(8.0, 1.0, 4.0, 16)),
             dict(rope_theta=1e6),
         ],
-        fast=[dict(qk_norm=True), dict(rope_scaling=(8.0, 1.0, 4.0, 16))],
+        fast=[dict(qk_norm=True)],
     ),
 )
 def test_an_option_has_an_effect_and_trains(changes):
@@ -340,12 +336,11 @@ def test_qkv_biases_are_matrices_of_their_heads_and_start_at_zero():
 
 
 def test_compile_time_does_not_grow_with_depth():
-    """The compiled module is as long for 12 layers as for 3: layers are one loop."""
+    """The program is as long for 12 layers as for 3: layers are one loop."""
 
     def length(layers):
         graph, state = abstract_model(num_layers=layers)
         tokens = jax.ShapeDtypeStruct((2, 32), jnp.int32)
-        compiled = _loss_and_gradient.lower(graph, state, tokens, tokens).compile()
-        return compiled.as_text().count("\n")
+        return _loss_and_gradient.lower(graph, state, tokens, tokens).as_text().count("\n")
 
     assert length(12) == length(3)

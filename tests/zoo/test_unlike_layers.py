@@ -22,6 +22,7 @@ from recipes.common.sharding.abstract import abstract_model, paths
 from recipes.common.sharding.layout import make_layout, shardings
 from recipes.common.train.step import gradients
 from tests.conftest import full_except
+from tests.support.models import random_values
 from tests.support.quick import QUICK
 from zoo import moe, transformer
 from zoo.attention import Kind, kinds, rope_angles
@@ -139,13 +140,7 @@ def initial(entry: str, **changes):
     """Random variables, norms and adapters too, as a tree of NumPy arrays."""
     config = dataclasses.replace(BASE[entry], **changes)
     shapes = abstract_model(lambda: entries.model(entry)(config, rngs=nnx.Rngs(0))).shapes
-    rng, D = np.random.default_rng(2), config.embed
-
-    def value(path, leaf):
-        normal = rng.standard_normal(leaf.shape, np.float32) * (D**-0.5)
-        return normal + ("norm" in jax.tree_util.keystr(path))
-
-    return jax.tree_util.tree_map_with_path(value, shapes)
+    return random_values(shapes, seed=2)
 
 
 def model_of(entry: str, config, variables) -> nnx.Module:

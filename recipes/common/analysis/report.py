@@ -8,7 +8,7 @@ import jax
 from recipes.common.analysis.hlo import collectives
 from recipes.common.runtime import describe
 from recipes.common.sharding import Layout, Tree, paths
-from recipes.common.sharding.rules import mesh_axes
+from recipes.common.sharding.rules import mesh_axes, shards
 
 
 def headline(layout: Layout) -> str:
@@ -64,7 +64,7 @@ def uneven(layout: Layout, state: Tree) -> list[str]:
       state: as in `table`, or only the model's variables.
     """
     notes, extra, axes = {}, dict.fromkeys(state, 0.0), paths(layout.model.axes)
-    counts = layout.uneven_shards
+    counts = {axis: shards(layout.uneven, axis, layout.mesh.shape) for axis in layout.uneven}
     for path, leaf in paths(state).items():
         kind, *keys = path.split("/")
         # The optimizer's arrays for a parameter have paths that end with the parameter's path.

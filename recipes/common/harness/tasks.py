@@ -9,7 +9,7 @@ import pathlib
 import sys
 from typing import Any, NamedTuple
 
-from data import hub
+from data import buckets, hub
 from recipes.common.runtime import UserError
 
 # Bootstrap samples for standard errors without a formula. A tenth of the harness's default, because
@@ -59,7 +59,7 @@ def load(names: str, include_path: str = "") -> Tasks:
         loaded = manager.load(found)
     except Exception as error:  # from YAML, from datasets, from the task's own code
         raise UserError(
-            f"--tasks={names} can't be loaded ({hub.reason(error)}); check the name, and that its "
+            f"--tasks={names} can't be loaded ({buckets.reason(error)}); check the name, and that its "
             "data is here or the Hub can be reached"
         ) from None
     for name, task in loaded["tasks"].items():

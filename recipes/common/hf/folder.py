@@ -35,9 +35,7 @@ def locate(name: str) -> pathlib.Path:
 
     Folders in buckets and on the Hub are downloaded. Raises UserError if there is no such folder.
     """
-    if buckets.remote(name):
-        return buckets.local(name, f"hf:{name}")
-    folder = pathlib.Path(name).expanduser()
+    folder = buckets.local(name, f"hf:{name}")
     if name and folder.exists():
         return folder.absolute()
     if not re.fullmatch(hub.MODEL_NAME, name):

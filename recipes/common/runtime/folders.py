@@ -8,7 +8,6 @@ last and removed first.
 
 import concurrent.futures
 import contextlib
-import errno
 import os
 import pathlib
 import re
@@ -20,14 +19,7 @@ from typing import Any
 from data import buckets
 from recipes.common.runtime.errors import UserError
 
-errors = buckets.errors
-_ERRNOS = (errno.ENOSPC, errno.EFBIG, errno.EDQUOT, errno.EIO, errno.EACCES, errno.EROFS)
-
-
-def reason(error: BaseException) -> str:
-    """A short cause of an I/O error: the system's words if the message contains them."""
-    known = (os.strerror(number) for number in _ERRNOS)
-    return next((text for text in known if text in str(error)), None) or buckets.reason(error)
+errors, reason = buckets.errors, buckets.reason
 
 
 def to_path(name: Any, flag: str = "") -> pathlib.Path:

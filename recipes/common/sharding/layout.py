@@ -112,22 +112,10 @@ class Layout:
         return np.concatenate([np.arange(*part) for part in sorted(held)])
 
     @property
-    def uneven_shards(self) -> dict[str, int]:
-        """Logical axis in `uneven` → how many parts it would be cut into."""
-        return {
-            axis: sharding_rules.shards(self.uneven, axis, self.mesh.shape) for axis in self.uneven
-        }
-
-    @property
     def idle_axes(self) -> list[str]:
         """Mesh axes of size above 1 that the rules never use."""
         used = sharding_rules.used_axes(self.rules)
         return [axis for axis, size in self.mesh.shape.items() if size > 1 and axis not in used]
-
-    def with_room_for(self, rows: int) -> "Layout":
-        """The layout for batches of at least `rows` rows, rounded up to what the mesh divides."""
-        whole = -(-rows // self.batch_shards) * self.batch_shards
-        return dataclasses.replace(self, batch_size=whole)
 
     def abstract_batch(self, example: Tree) -> Tree:
         """`batch_size` examples stacked, as ShapeDtypeStructs: what the step is compiled for."""

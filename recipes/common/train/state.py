@@ -13,6 +13,7 @@ import optax
 
 from recipes.common.sharding import Layout, Tree, paths, shardings
 from recipes.common.sharding.abstract import variables_of
+from recipes.common.sharding.compiler_options import compiler_options
 
 
 def new_state(
@@ -83,7 +84,7 @@ def _program(layout: Layout, make: Callable[[], Tree], abstract: Tree) -> jax.st
     options = {}
     if layout.mesh.devices.flat[0].platform == "cpu":
         # Above level 1, LLVM vectorizes if a shard's shape allows it, which may change the last bit.
-        options["xla_backend_optimization_level"] = 1
+        options = {"xla_backend_optimization_level": 1} | compiler_options(layout.mesh)
     # Traced outside the mesh: inside it, with Explicit axes, new random numbers would be replicated.
     compiled = jax.jit(make, out_shardings=shardings(abstract), compiler_options=options)
     return compiled.lower().compile()
