@@ -129,7 +129,7 @@ class RMSNorm(nnx.Module):
     """x / rms(x) · (scale + offset), in float32 (Zhang & Sennrich 2019); at first x / rms(x)."""
 
     def __init__(self, dim: int, eps: float, offset: float = 0.0):
-        start = jnp.full(dim, 1.0 - offset)
+        start = jnp.full(dim, 1.0 - offset, jnp.float32)
         self.scale = nnx.Param(start, out_sharding=("norm",), eager_sharding=False)
         self.eps, self.offset = eps, offset
 

@@ -296,6 +296,7 @@ def test_a_copied_model_trains_as_shown(tmp_path):
 print(sorted({str(w.sharding.spec) for w in jax.tree.leaves(state[0].layers.mlp)}))
 assert jax.tree.map(lambda x: x.sharding, state) == pinned[0]
 assert jax.tree.leaves(pinned[0][1][0].mu) == jax.tree.leaves(pinned[0][0])
+assert train_step._cache_size() == 1, "it is compiled once"
 import sys
 assert not {"zoo", "recipes", "data"} & set(sys.modules)
 """

@@ -428,6 +428,14 @@ def test_sizes_say_how_many_parameters_they_have(name):
         assert config.__doc__.startswith(f"{count:,} parameters."), size
 
 
+@pytest.mark.parametrize("name", entries.ENTRIES)
+def test_no_variable_is_weakly_typed(name):
+    """Optimizers return strong types, so jax.jit would compile the second step again."""
+    zoo, model = entries.zoo_file(name), entries.model(name)
+    shapes = abstract_model(lambda: model(zoo.Config.tiny(), rngs=nnx.Rngs(0))).shapes
+    assert not any(leaf.weak_type for leaf in jax.tree.leaves(shapes))
+
+
 # ---- recipes -------------------------------------------------------------------------------------
 
 LANGUAGE = pathlib.Path("recipes/common/language/recipe.py")  # has the main of language models
