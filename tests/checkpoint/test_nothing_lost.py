@@ -344,7 +344,9 @@ def test_a_damaged_restore_from_is_refused(trained, tmp_path, go):
 LIMITED = """
 import resource, runpy, sys
 from recipes.common.checkpoint.saver import Saver
+from recipes.common.sharding.compiler_options import COMPILER_OPTIONS
 from tests.support.limits import limit_files
+from tests.support.quick import QUICK
 
 def save(saver, step, state, original=Saver.save):
     saver._join()
@@ -353,6 +355,7 @@ def save(saver, step, state, original=Saver.save):
 
 LIMITS = eval(sys.argv.pop(1))
 Saver.save = save
+COMPILER_OPTIONS["cpu"] = QUICK  # initial values too are the bits of a run in the tests' process
 runpy.run_module("recipes.transformer", run_name="__main__")
 """
 
@@ -365,7 +368,7 @@ def limited(book, tmp_path):
         flags = (*TINY, book, "--mesh=4x2", "--log_every=1", f"--workdir={tmp_path / 'w'}", *flags)
         return subprocess.run(
             [sys.executable, "-c", LIMITED, str(limits), *flags],
-            cwd=ROOT, capture_output=True, text=True, env=os.environ | {"XLA_FLAGS": XLA_FLAGS},
+            cwd=ROOT, capture_output=True, text=True,
         )  # fmt: skip
 
     return command
