@@ -9,12 +9,60 @@ import math
 
 import jax
 import jax.numpy as jnp
+from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
 from .attention import kinds
-from .layers import REMAT_POLICIES, gather, objective, scan_layers, stripe
-from .sharding import auto, constrain, in_use, mesh_axes, per_device
+from .layers import REMAT_POLICIES, gather, multiply, objective, scan_layers, stripe
+from .sharding import auto, constrain, in_use, mesh_axes, param, per_device
 from .strategies import DECODER
+
+
+class Balance(nnx.Variable):
+    """A bias on the experts' scores before the choice: a buffer, without a gradient."""
+
+
+class GatedExperts(nnx.Module):
+    """A mixture of SwiGLU experts: each position gets the weighted sum of its experts' outputs.
+
+    Args:
+      biased: whether the choice has a Balance bias.
+      normalize, sigmoid, limit: see `choose`.
+      scale: of the sum.
+    """
+
+    def __init__(
+        self, config, biased: bool, normalize: bool, sigmoid: bool = False, limit=None,
+        scale: float = 1.0, *, rngs: nnx.Rngs,
+    ):  # fmt: skip
+        D, E, F = config.embed, config.num_experts, config.mlp
+        self.config, self.scale, self.how = config, scale, (normalize, sigmoid, limit)
+        self.router = param(rngs, (D, E), ("norm", "router"), D**-0.5)
+        self.gate = param(rngs, (E, D, F), ("expert", "expert_embed", "mlp"), D**-0.5)
+        self.up = param(rngs, (E, D, F), ("expert", "expert_embed", "mlp"), D**-0.5)
+        down_stddev = (F * 2 * config.num_layers) ** -0.5
+        self.down = param(rngs, (E, F, D), ("expert", "mlp", "expert_embed"), down_stddev)
+        if biased:
+            self.bias = Balance(jnp.zeros(E), out_sharding=("router",), eager_sharding=False)
+
+    def __call__(self, x_BTD, counted_BT, capacity: float | None):
+        """Returns the output to add to the residual, and the figures of `choose`; see `mix`."""
+        route = functools.partial(self.route, counted_BT=counted_BT)
+        return mix(x_BTD, self.config, capacity, route, swiglu, (self.gate, self.up, self.down))
+
+    def route(self, x_BTD, counted_BT, slots: int):
+        """Chooses each position's experts, in float32; see `choose`."""
+        with jax.default_matmul_precision("highest"):
+            logits_BTE = multiply(x_BTD.astype(jnp.float32), self.router)
+        bias_E = self.bias[...] if hasattr(self, "bias") else None
+        chosen, figures = choose(self.config, logits_BTE, counted_BT, slots, bias_E, *self.how)
+        expert_BTJ, weight_BTJ, place_BTJ = chosen
+        weight_BTJ = weight_BTJ * self.scale if self.scale != 1 else weight_BTJ
+        return (expert_BTJ, weight_BTJ, place_BTJ), figures
+
+
+def swiglu(product, x, gate, up, down):
+    return product(jax.nn.silu(product(x, gate)) * product(x, up), down)
 
 
 def mix(x_BTD, config, capacity: float | None, route, expert, weights) -> tuple:
@@ -49,25 +97,35 @@ def mix(x_BTD, config, capacity: float | None, route, expert, weights) -> tuple:
     return constrain(out_BTD, "batch", "residual_seq", "act_embed"), *more
 
 
-def choose(config, logits_BTE, counted_BT, slots: int, bias_E=None, normalize: bool = True):
+def choose(
+    config, logits_BTE, counted_BT, slots: int, bias_E=None, normalize: bool = True,
+    sigmoid: bool = False, limit=None,
+):  # fmt: skip
     """Chooses each position's experts by the router's logits, in float32.
 
     An expert takes the first `slots` positions of a row that chose it, so that no output depends
-    on later positions. bias_E changes the choice alone; normalize: a position's weights sum to 1.
+    on later positions. Weights are the probabilities of a softmax, or sigmoids.
+
+    Args:
+      bias_E: changes the choice alone.
+      normalize: whether a position's weights sum to 1.
+      limit: a function of the scores to choose by, [B, T, E], that replaces some by -inf.
 
     Returns: (expert_BTJ, best first; weight_BTJ; place_BTJ, how many earlier positions of the row
       chose the same expert), and name → sum over the positions in counted_BT:
-      balance: E · Σ over experts of (share of a row's choices) · (mean probability); 1 if even.
+      balance: E · Σ over experts of (share of a row's choices) · (mean probability, or share of the
+        sigmoids); 1 if even.
       router_z: the squared log of the router's normalizer.
       dropped: the share of a position's experts that had no slot left.
       load [E]: whether a position chose this expert, times E/J; 1 if even.
     """
     E, J = config.num_experts, config.experts_per_token
     logits_BTE = constrain(logits_BTE, "batch", "seq", "router")
-    probs_BTE = jax.nn.softmax(logits_BTE, axis=-1)
+    probs_BTE = jax.nn.sigmoid(logits_BTE) if sigmoid else jax.nn.softmax(logits_BTE, axis=-1)
     scores_BTE = jax.lax.stop_gradient(probs_BTE)
     if bias_E is not None:
         scores_BTE += bias_E[None, None]
+    scores_BTE = limit(scores_BTE) if limit else scores_BTE
     expert, weight, taken = [], [], []
     for _ in range(J):  # not top_k, for which XLA may gather all devices' scores
         expert.append(jnp.argmax(scores_BTE, axis=-1).astype(jnp.int32))
@@ -87,6 +145,8 @@ def choose(config, logits_BTE, counted_BT, slots: int, bias_E=None, normalize: b
 
     counted_BT1 = counted_BT.astype(jnp.float32)[..., None]
     taken_BE = (jnp.asarray(taken_BTE, jnp.float32) * counted_BT1).sum(axis=1)
+    if sigmoid:
+        probs_BTE /= probs_BTE.sum(axis=-1, keepdims=True)
     probs_BE = (probs_BTE * counted_BT1).sum(axis=1)
     count_B1 = jnp.maximum(counted_BT1.sum(1), 1)
     normalizer_BT1 = jax.nn.logsumexp(logits_BTE, axis=-1, keepdims=True)
@@ -98,28 +158,32 @@ def choose(config, logits_BTE, counted_BT, slots: int, bias_E=None, normalize: b
     }
 
 
-def scan_experts(model, x_BTD, at, counted_BT, cache=None, keep=False):
+def scan_experts(model, names, x_BTD, at, counted_BT, past=None, keep=False):
     """Runs a model's layers: (x_BTD, (keys and values or None, name → figures [L, ...])).
 
     In generation (`keep`) they drop nothing, because the padding of a prompt must not take slots.
+
+    Args:
+      names: a weight's logical axis at rest → its name in use.
+      past: the layers' part of a cache, arrays [L, ...].
     """
     config, capacity = model.config, None if keep else model.config.capacity
 
     def layer(x_BTD, weights_and_past, kind):
         weights, past = weights_and_past
-        weights = in_use(weights, EXPERT_IN_USE, config.dtype)  # inside remat, which gathers again
+        weights = in_use(weights, names, config.dtype)  # inside remat, which gathers again
         x_BTD, kv, figures = weights(x_BTD, at, kind, past, counted_BT, capacity)
         return x_BTD, (kv if keep else None, figures)
 
-    layers, remat = (model.layers, cache and (cache.k, cache.v)), EXPERT_REMAT[config.remat]
+    layers, remat = (model.layers, past), EXPERT_REMAT[config.remat]
     return scan_layers(layer, x_BTD, layers, kinds(config), remat, config.unroll)
 
 
-def objective_and_loads(model, *batch):
+def objective_and_loads(model, names, *batch):
     """(objective's sum, count, aux, load [L, E]) of tokens, targets and segment ids; aux maps the
     loss and the layers' mean figures of `choose` to (sum, count).
     """
-    total, count, aux, layers = objective(model, batch, EXPERT_IN_USE)
+    total, count, aux, layers = objective(model, batch, names)
     means = {name: figure.mean(axis=0) for name, figure in layers.items()}
     load_E = means.pop("load")
     means |= {f"load_{e}": load_E[e] for e in range(model.config.num_experts)}

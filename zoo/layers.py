@@ -330,8 +330,8 @@ REMAT_POLICIES = {
 }
 
 
-def stack(make_layer, num_layers: int, rngs: nnx.Rngs):
-    """Builds `num_layers` layers as one module; its variables start with L, logical axis `layers`.
+def stack(make_layer, num_layers: int, rngs: nnx.Rngs, axis: str = "layers"):
+    """Builds `num_layers` layers as one module; its variables start with L, logical axis `axis`.
 
     Args:
       make_layer: a function of `rngs` that returns a layer.
@@ -340,7 +340,7 @@ def stack(make_layer, num_layers: int, rngs: nnx.Rngs):
     # nnx.vmap's transform_metadata names the axis only in NNX's graph mode, not in tree mode.
     for _, variable in nnx.iter_graph(layers):
         if isinstance(variable, nnx.Variable) and hasattr(variable, "out_sharding"):
-            variable.set_metadata(out_sharding=("layers", *variable.out_sharding))
+            variable.set_metadata(out_sharding=(axis, *variable.out_sharding))
     return layers
 
 
@@ -400,6 +400,7 @@ def objective(model, batch: tuple, names: dict[str, str]) -> Any:
     Args:
       model: a decoder. Has the methods
         embed_tokens(tables, tokens, positions or None) → x [B, T, D],
+        first_layers(x, *batch) → x, if some layers come before the stacked ones,
         run(x, *batch) → (x, figures: name → sums over positions [L, ...])
         and costs: figure → its weight in the objective; see `add_costs`.
       batch: tokens, targets and segment ids, arrays [B, T], or None.
@@ -411,11 +412,21 @@ def objective(model, batch: tuple, names: dict[str, str]) -> Any:
         from .pipeline import in_stages
 
         return in_stages(model, batch, names)
+    if hasattr(model, "mtp"):
+        from .mtp import objective_with_mtp
+
+        return objective_with_mtp(model, batch, names)
     batch = tuple(stripe(model.config, x) for x in batch)
     tables = vocabulary_tables(model)
-    x_BTD, figures = model.run(model.embed_tokens(tables, batch[0]), *batch)
+    x_BTD, figures = model.run(begin(model, tables, batch), *batch)
     total, count = finish(model, tables, x_BTD, batch[1])
     return add_costs(model, total, figures), count, {"loss": (total, count)}, figures
+
+
+def begin(model, tables: list[jax.Array], batch: tuple):
+    """The input of the stacked layers."""
+    x_BTD = model.embed_tokens(tables, batch[0])
+    return model.first_layers(x_BTD, *batch) if hasattr(model, "first_layers") else x_BTD
 
 
 def vocabulary_tables(model) -> list[jax.Array]:

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import PartitionSpec
 
-from .layers import add_costs, finish, vocabulary_tables
+from .layers import add_costs, begin, finish, vocabulary_tables
 from .sharding import in_use, mesh_axes, per_device, shards
 
 BUBBLE = 0.0  # the input of a waiting stage; no result depends on it
@@ -136,7 +136,7 @@ def _stage(model, batch, trained: list[int], pipe: tuple[str, ...], S: int):
 
     def start(common, m):
         model = filled(common)
-        return model.embed_tokens(vocabulary_tables(model), rows(m)[0])
+        return begin(model, vocabulary_tables(model), rows(m))
 
     def run(own, x, m):
         return filled(own).run(x, *rows(m))

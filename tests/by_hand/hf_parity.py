@@ -215,9 +215,43 @@ FAMILIES |= {
         meshes=FOR_EXPERTS,
     ),
 }  # fmt: skip
+LATENT = {"q_lora_rank": 24, "kv_lora_rank": 16, "qk_nope_head_dim": 6, "qk_rope_head_dim": 4}
+LATENT |= {"v_head_dim": 10, "num_key_value_heads": 8, "first_k_dense_replace": 1}
+LATENT |= {"n_routed_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 16}
+LATENT_YARN = YARN | {"rope_theta": 30.0, "beta_fast": 2.0, "mscale": 1.0, "mscale_all_dim": 0.7}
+FAMILIES |= {
+    "deepseek_v3": Family(  # groups, biases of the choice, YaRN with both scales, shared experts
+        "DeepseekV3Config",
+        LATENT | {"n_group": 4, "topk_group": 2, "num_hidden_layers": 3, "n_shared_experts": 2}
+        | {"rope_parameters": LATENT_YARN},
+        "bfloat16", "80KB", FOR_EXPERTS,
+    ),
+    "deepseek_v2": Family(  # a softmax; the best groups by their best expert
+        "DeepseekV2Config",
+        LATENT | {"n_group": 4, "topk_group": 2, "topk_method": "group_limited_greedy"}
+        | {"routed_scaling_factor": 3.0, "rope_parameters": LATENT_YARN | {"mscale": 0.7}},
+        meshes=FOR_EXPERTS,
+    ),
+    "odd_deepseek_v3": Family(  # one matrix for queries, no groups, as Moonlight
+        "DeepseekV3Config",
+        ODD | LATENT | {"head_dim": 4}
+        | {"vocab_size": 331, "num_key_value_heads": 6, "q_lora_rank": None, "n_group": 1}
+        | {"topk_group": 1, "n_routed_experts": 12, "num_experts_per_tok": 5, "v_head_dim": 6}
+        | {"num_hidden_layers": 4, "first_k_dense_replace": 2, "routed_scaling_factor": 2.446},
+        meshes=FOR_EXPERTS,
+    ),
+    "odd_deepseek_v2": Family(  # V2-Lite's greedy choice, and no dense layers
+        "DeepseekV2Config",
+        ODD | LATENT | {"head_dim": 4}
+        | {"vocab_size": 257, "num_key_value_heads": 6, "q_lora_rank": None}
+        | {"n_routed_experts": 12, "num_experts_per_tok": 5, "first_k_dense_replace": 0},
+        meshes=FOR_EXPERTS,
+    ),
+}  # fmt: skip
 NOT_GOLDEN = {"qwen3_window", "qwen2_window", "odd_mixtral", "odd_qwen3_moe", "qwen2_mixed"}
 NOT_GOLDEN |= {"qwen3_mixed", "qwen2_yarn", "mistral_yarn", "mixtral_linear"}
 NOT_GOLDEN |= {"odd_gpt2", "odd_gemma3", "odd_gpt_oss", "odd_vit"}
+NOT_GOLDEN |= {"deepseek_v2", "odd_deepseek_v3", "odd_deepseek_v2"}
 
 ADAPTERS = {  # golden model → modules with an adapter of PEFT's
     "llama3": [*("q_proj", "k_proj", "v_proj", "o_proj"), *("gate_proj", "up_proj", "down_proj")],
@@ -254,6 +288,9 @@ def make(family: Family, folder: pathlib.Path) -> None:
         for name, weight in model.named_parameters():
             norm = "norm" in name or (".ln_" in name and name.endswith("weight"))
             weight.copy_(0.15 * torch.randn(weight.shape) + family.norms * norm)
+        for name, buffer in model.named_buffers():
+            if name.endswith("e_score_correction_bias"):  # large enough to change choices
+                buffer.copy_(0.1 * torch.randn(buffer.shape))
     model.to(getattr(torch, family.dtype)).save_pretrained(folder, max_shard_size=family.shard)
     (folder / "generation_config.json").unlink(missing_ok=True)
     if family.config == "ViTConfig":
@@ -341,9 +378,9 @@ def our_logits(path: str | pathlib.Path, mesh: str, rules: str, base: str = "") 
 
 
 def params_of(path: str | pathlib.Path) -> dict[str, np.ndarray]:
-    """Returns parameter path → array for the model that `checkpoint.restore` reads at `path`."""
+    """Returns variable's path → array for the model that `checkpoint.restore` reads at `path`."""
     model, _ = checkpoint.restore(path, make_mesh("1"), "dp")
-    return paths(nnx.to_pure_dict(nnx.state(model, nnx.Param)))
+    return paths(nnx.to_pure_dict(nnx.state(model)))
 
 
 def export(source: str, target: pathlib.Path) -> None:

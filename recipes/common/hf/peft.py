@@ -76,7 +76,7 @@ class Adapter:
         factors, has = table(entry, config), {name.split(".lora_")[0] for name in stored}
         targets = [
             path.split("/")[-2] for path, (name, *_) in factors.items()
-            if path.endswith("/a") and name.format(0).split(".lora_")[0] in has
+            if path.endswith("/a") and name.format(tensors.Index(0)).split(".lora_")[0] in has
         ]  # fmt: skip
         if not targets:
             raise UserError(
@@ -258,6 +258,7 @@ def table(entry: str, config: Any) -> dict[str, tuple[str, str, str]]:
         module, _, leaf = path.rpartition("/")
         found[path] = (PREFIX + name, ours, theirs)
         if leaf in targets:
+<<<<<<< HEAD
             first, second, *piece = theirs.split()
             inner, out = (first, second) if is_in_out(entry) else (second, first)
             name = f"{PREFIX}{name.removesuffix('weight')}lora_"
@@ -265,4 +266,13 @@ def table(entry: str, config: Any) -> dict[str, tuple[str, str, str]]:
             found[f"{module}/lora/{leaf}/a"] = (f"{name}A.weight", f"{inner}r", f"r {inner}")
             b = " ".join((out, "r", *piece))
             found[f"{module}/lora/{leaf}/b"] = (f"{name}B.weight", f"r{outer}", b)
+=======
+            out, inner, *order = theirs.split()
+            name = f"base_model.model.{name.removesuffix('weight')}lora_"
+            outer = "".join(dim for dim in ours if dim not in inner)
+            found[f"{module}/lora/{leaf}/a"] = (f"{name}A.weight", f"{inner}r", f"r {inner}")
+            found[f"{module}/lora/{leaf}/b"] = (
+                f"{name}B.weight", f"r{outer}", " ".join((out, "r", *order)),
+            )  # fmt: skip
+>>>>>>> a8b0cf8 (WIP DeepSeek entry, import, export)
     return found
