@@ -3,7 +3,7 @@
 Only `prefill` and `decode` of a model use this file, so a model can be copied and trained without it.
 
 Shapes: B batch, T positions, S slots of the cache, D embed, N heads, K kv heads, G = N/K, H head dim,
-V vocab, L layers, R shards of B and T.
+V vocab or head dim of values, C latent, P rotary dim, L layers, R shards of B and T.
 """
 
 import functools
@@ -89,6 +89,30 @@ def next_logits(x_BTD: jax.Array, table_RVD: jax.Array, config) -> jax.Array:
     x_BPD = constrain(jnp.broadcast_to(x_B1D, (B, parts, D)), "batch", "seq", "act_embed")
     logits_BPV = unembed(x_BPD, table_RVD, config)
     return jnp.where((jnp.arange(parts) == 0)[None, :, None], logits_BPV, 0).sum(axis=1)
+
+
+def attend_absorbed(
+    attention, q_BTNH, turned_BTNP, latent_BT1C, key_BT1P, cache: Cache, layer, seen_BS
+) -> jax.Array:
+    """Latent attention (deepseek.py) of one new position, T = 1, to a cache. Returns [B, 1, N, V].
+
+    Keys and values are not expanded: queries are multiplied into the space of the latents, and
+    outputs come back from it. A cache of L layers has latents as `k`, [L, B, S, 1, C], and rotary
+    keys as `v`, [L, B, S, 1, P].
+    """
+    up_CNH, nope = attention.kv_up[...], q_BTNH.shape[-1]
+    if "kv_up" in attention.lora:
+        adapter = attention.lora["kv_up"]
+        up_CNH = up_CNH + jnp.tensordot(adapter.a[...], adapter.b[...], 1) * adapter.scale
+    up_CNH = constrain(up_CNH.astype(q_BTNH.dtype), None, "heads", None)
+    # One layer of the whole cache: slicing it for a scan would copy it.
+    of_layer = functools.partial(jax.lax.dynamic_index_in_dim, index=layer, keepdims=False)
+    latents, keys = map(of_layer, cache[:2])
+    q_BTNC = jnp.einsum("BTNH,CNH->BTNC", q_BTNH, up_CNH[..., :nope])
+    pairs = (q_BTNC, latent_BT1C, latents), (turned_BTNP, key_BT1P, keys)
+    root, values = attention.config.head_dim**0.5, (latent_BT1C, latents)
+    out_BTNC = attend_to_cache(pairs, values, seen_BS, root, axes=(None, "heads", None))
+    return jnp.einsum("BTNC,CNV->BTNV", out_BTNC, up_CNH[..., nope:])
 
 
 def attend_to_cache(

@@ -24,17 +24,17 @@ from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
 from .attention import (
-    Kind, attend, check_config, kinds, logits_in_order, positions, read_prompts, read_token,
+    Kind, attend, check_config, logits_in_order, positions, read_prompts, read_token,
 )  # fmt: skip
 from .experts import (
     EP, EXPERT_DECODER, EXPERT_FSDP, EXPERT_FSDP_CP, EXPERT_HSDP, EXPERT_REMAT, FSDP_EP, FSDP_EP_CP,
     GatedExperts, objective_and_loads, scan_experts,
 )  # fmt: skip
 from .layers import (
-    GatedMLP, RMSNorm, adapters, fit_positions, gather, look_up, project, rotate, scan_layers, stack,
-    vocabulary, vocabulary_tables,
+    GatedMLP, RMSNorm, adapters, fit_positions, gather, look_up, project, rotate, stack, vocabulary,
+    vocabulary_tables,
 )  # fmt: skip
-from .sharding import Rules, complete_tables, constrain, in_use, param, reshape
+from .sharding import Rules, complete_tables, constrain, param, reshape
 from .strategies import CP, DP, FSDP, FSDP_CP, HSDP, PP, SP, TP
 
 
@@ -70,6 +70,7 @@ class Config:
     norm_eps: float = 1e-6
     rope_theta: float = 10_000.0
     rope_scaling: tuple | None = None
+    sliding_window: int | None = None
     mscale: float = 0.0  # with YaRN, scores are multiplied by (0.1 · mscale · ln(factor) + 1)²
     tie_embeddings: bool = False
     lora_rank: int = 0
@@ -84,32 +85,32 @@ class Config:
     loss_chunk: int = 256
     unroll: int = 1
 
-    layer_kinds, sliding_window = (), None  # all layers are alike
+    layer_kinds = ()  # all layers are alike
     num_kv_heads = property(lambda self: self.num_heads)
     head_dim = property(lambda self: self.nope_dim + self.rope_dim)
 
     def __post_init__(self):
         """Raises ValueError if the configuration is invalid."""
         check_config(self, remat=REMAT, mtp_depth=(0, 1))
-        E, G, J = self.num_experts, self.groups, self.experts_per_token
+        E, J, G, best = self.num_experts, self.experts_per_token, self.groups, self.top_groups
+        L, first, capacity = self.num_layers, self.dense_layers, self.capacity or 1.0
         for invalid, message in (
             (self.rope_dim % 2, f"rope_dim={self.rope_dim} must be even"),
-            (self.dense_layers >= self.num_layers, f"dense_layers={self.dense_layers} leaves none of"
-             f" num_layers={self.num_layers} for experts"),
-            (self.dense_layers and not self.dense_mlp, "dense_layers need a dense_mlp ≥ 1"),
+            (not 0 <= first < L, f"dense_layers={first} must be less than num_layers={L}"),
+            (first and not self.dense_mlp, f"dense_layers={first} need dense_mlp ≥ 1"),
+            (self.mscale and not self.rope_scaling, "mscale needs a rope_scaling"),
             (E % G or E < 2 * G > 2, f"groups={G} must divide num_experts={E} into groups of ≥ 2"),
-            (self.top_groups > G, f"top_groups={self.top_groups} is more than groups={G}"),
-            (E // G * self.top_groups < J, f"experts_per_token={J} is more than the"
-             f" {E // G * self.top_groups} experts to choose from"),
-            (self.capacity is not None and not self.capacity > 0,
-             f"capacity={self.capacity} must be > 0, or None for dropless"),
+            (best > G, f"top_groups={best} is more than groups={G}"),
+            (E // G * best < J, f"experts_per_token={J} is more than the {E // G * best} of"
+             f" num_experts={E} in top_groups={best} of groups={G}"),
+            (capacity <= 0, f"capacity={capacity} must be > 0, or None for dropless"),
         ):  # fmt: skip
             if invalid:
                 raise ValueError(message)
 
     @classmethod
     def tiny(cls) -> "Config":
-        """0 parameters. 0 of them active. For tests: 8 divides every sharded dim."""
+        """203,576 parameters. 129,848 of them active. For tests: 8 divides every sharded dim."""
         return cls(
             384, 64, 3, num_heads=8, nope_dim=8, rope_dim=4, value_dim=6, kv_latent=16, mlp=32,
             num_experts=8, experts_per_token=2, q_latent=24, dense_layers=1, dense_mlp=64,
@@ -118,16 +119,16 @@ class Config:
 
     @classmethod
     def small(cls) -> "Config":
-        """0 parameters. 0 of them active. The laptop default, with bytes as tokens."""
+        """2,284,288 parameters. 966,400 of them active. The laptop default, with bytes as tokens."""
         return cls(
             384, 128, 4, num_heads=8, nope_dim=16, rope_dim=16, value_dim=16, kv_latent=64, mlp=88,
             num_experts=16, experts_per_token=3, q_latent=96, dense_layers=1, dense_mlp=352,
-            groups=4, top_groups=2, route_scale=1.0, capacity=2.0, remat="dots", mtp_depth=1,
+            groups=4, top_groups=2, capacity=2.0, remat="dots",
         )  # fmt: skip
 
     @classmethod
     def moonlight_16b(cls) -> "Config":
-        """0 parameters. 0 of them active. Moonlight 16B-A3B."""
+        """15,960,108,544 parameters. 2,914,774,528 of them active. Moonlight 16B-A3B."""
         return cls(
             163_840, 2_048, 27, num_heads=16, nope_dim=128, rope_dim=64, value_dim=128,
             kv_latent=512, mlp=1_408, num_experts=64, experts_per_token=6, shared_experts=2,
@@ -137,12 +138,12 @@ class Config:
 
     @classmethod
     def deepseek_v3(cls) -> "Config":
-        """0 parameters. 0 of them active. DeepSeek V3, R1."""
+        """671,026,404,352 parameters. 37,552,282,624 of them active. DeepSeek V3, R1."""
         return cls(
             129_280, 7_168, 61, num_heads=128, nope_dim=128, rope_dim=64, value_dim=128,
             kv_latent=512, mlp=2_048, num_experts=256, experts_per_token=8, q_latent=1_536,
             dense_layers=3, dense_mlp=18_432, groups=8, top_groups=4, route_scale=2.5,
-            rope_scaling=("yarn", 40.0, 32.0, 1.0, 4_096, True, 1.0), mscale=1.0, mtp_depth=1,
+            rope_scaling=("yarn", 40.0, 32.0, 1.0, 4_096, True, 1.0), mscale=1.0,
             remat="dispatched",
         )  # fmt: skip
 
@@ -173,10 +174,9 @@ class Layer(nnx.Module):
         self.mlp_norm = RMSNorm(config.embed, config.norm_eps)
         width = config.dense_mlp if dense else config.shared_experts * config.mlp
         self.mlp = GatedMLP(config, width=width, rngs=rngs)
-        limit = (
-            functools.partial(in_best_groups, config) if config.top_groups < config.groups else None
-        )
-        how = config.sigmoid, config.normalize, config.sigmoid, limit, config.route_scale
+        limited, v3 = config.top_groups < config.groups, config.sigmoid
+        limit = functools.partial(in_best_groups, config) if limited else None
+        how = v3, config.normalize, v3, limit, config.route_scale
         self.experts = None if dense else GatedExperts(config, *how, rngs=rngs)
 
     def __call__(self, x_BTD, at, kind, past, *how):
@@ -228,7 +228,8 @@ class DeepSeek(nnx.Module):
         at = positions(config, tokens_BT, segment_ids_BT, positions_BT, cache)
         x_BTD, first = self._dense(self.embed_tokens(tables, tokens_BT), at, keep)
         past = cache and jnp.arange(config.dense_layers, config.num_layers)
-        x_BTD, (kv, _) = scan_experts(self, IN_USE, x_BTD, at, jnp.ones_like(tokens_BT), past, keep)
+        given = self.layers, IN_USE, config
+        x_BTD, (kv, _) = scan_experts(*given, x_BTD, at, jnp.ones_like(tokens_BT), past, keep)
         kv = jax.tree.map(lambda *x: jnp.concatenate(x), first, kv) if first else kv
         return self.final_norm(x_BTD), tables[-1], kv
 
@@ -245,23 +246,17 @@ class DeepSeek(nnx.Module):
 
     def run(self, x_BTD, tokens_BT, targets_BT, segment_ids_BT):
         at = positions(self.config, tokens_BT, segment_ids_BT)
-        counted_BT = constrain(targets_BT, "batch", "seq") >= 0
-        x_BTD, (_, figures) = scan_experts(self, IN_USE, x_BTD, at, counted_BT)
+        given, counted_BT = (self.layers, IN_USE), constrain(targets_BT, "batch", "seq") >= 0
+        x_BTD, (_, figures) = scan_experts(*given, self.config, x_BTD, at, counted_BT)
         return x_BTD, figures
 
     def _dense(self, x_BTD, at, keep=False):
         """Runs the dense layers, if any: (x_BTD, their latents and rotary keys if they are kept)."""
-        config, first = self.config, self.config.dense_layers
-
-        def layer(x_BTD, weights_and_past, kind):
-            weights = in_use(weights_and_past[0], IN_USE, config.dtype)
-            x_BTD, kv, _ = weights(x_BTD, at, kind, weights_and_past[1])
-            return x_BTD, kv if keep else None
-
-        if not first:
+        if not (first := self.config.dense_layers):
             return x_BTD, None
-        given, remat = (self.dense, at.cache and jnp.arange(first)), REMAT[config.remat]
-        return scan_layers(layer, x_BTD, given, kinds(config), remat, config.unroll)
+        given, past = (self.dense, IN_USE, self.config), at.cache and jnp.arange(first)
+        x_BTD, (kv, _) = scan_experts(*given, x_BTD, at, None, past, keep)
+        return x_BTD, kv
 
 
 class LatentAttention(nnx.Module):
@@ -270,14 +265,8 @@ class LatentAttention(nnx.Module):
     """
 
     def __init__(self, config: Config, *, rngs: nnx.Rngs):
-        D, N, R, C, V = (
-            config.embed,
-            config.num_heads,
-            config.q_latent,
-            config.kv_latent,
-            config.value_dim,
-        )
-        up, H = ("up_latent", "heads", "head_dim"), config.head_dim
+        D, N, H, V = config.embed, config.num_heads, config.head_dim, config.value_dim
+        R, C, up = config.q_latent, config.kv_latent, ("up_latent", "heads", "head_dim")
         self.config = config
         if R:
             self.q_down = param(rngs, (D, R), ("embed", "latent"), D**-0.5)
@@ -290,10 +279,8 @@ class LatentAttention(nnx.Module):
         self.kv_up = param(rngs, (C, N, config.nope_dim + V), up, C**-0.5)
         out_stddev = (N * V * 2 * config.num_layers) ** -0.5
         self.o = param(rngs, (N, V, D), ("heads", "head_dim", "embed"), out_stddev)
-        names = ("q_down", "q_up") if R else ("q",)
-        self.lora = adapters(
-            self, config, rngs, **dict.fromkeys((*names, "kv_down", "kv_up"), 1), o=2
-        )
+        inner = {"q_down": 1, "q_up": 1} if R else {"q": 1}
+        self.lora = adapters(self, config, rngs, **inner, kv_down=1, kv_up=1, o=2)
 
     def __call__(self, x_BTD, at, kind: Kind, past=None):
         """Returns (output to add to the residual, (latents [B, T, 1, C], rotary keys [B, T, 1, P])).
@@ -319,31 +306,15 @@ class LatentAttention(nnx.Module):
             q_BTNH, k_BTNH = (
                 jnp.concatenate(x, axis=-1) for x in ((q_BTNH, turned_BTNP), (k_BTNH, key_BTNP))
             )
-            how = (config.attention, config.context, at.striped)
-            out_BTNV = attend(q_BTNH, k_BTNH, v_BTNV, at.segments, None, *how)
+            how = kind.window, config.attention, config.context, at.striped
+            out_BTNV = attend(q_BTNH, k_BTNH, v_BTNV, at.segments, *how)
         else:
-            from .cache import attend_to_cache
+            from .cache import attend_absorbed
 
-            # Absorbed: queries are multiplied into the latent space, and outputs come back from it.
-            up_CNH = self._up(x_BTD.dtype)
-            at_layer = functools.partial(jax.lax.dynamic_index_in_dim, index=past, keepdims=False)
-            latents, keys = map(at_layer, at.cache[:2])
-            q_BTNC = jnp.einsum("BTNH,CNH->BTNC", q_BTNH, up_CNH[..., : config.nope_dim])
-            pairs = (q_BTNC, latent_BT1C, latents), (turned_BTNP, key_BT1P, keys)
-            root, axes = math.sqrt(config.head_dim), (None, "heads", None)
-            values = (latent_BT1C, latents)
-            out_BTNC = attend_to_cache(pairs, values, at.seen[kind], root, axes=axes)
-            out_BTNV = jnp.einsum("BTNC,CNV->BTNV", out_BTNC, up_CNH[..., config.nope_dim :])
+            now = q_BTNH, turned_BTNP, latent_BT1C, key_BT1P
+            out_BTNV = attend_absorbed(self, *now, at.cache, past, at.seen[kind])
         out_BTD = project(self, "o", out_BTNV, contract=2, seq="residual_seq")
         return out_BTD, (latent_BT1C, key_BT1P)
-
-    def _up(self, dtype):
-        """kv_up with its adapter, [C, N, nope + V]."""
-        up_CNH = self.kv_up[...]
-        if "kv_up" in self.lora:
-            adapter = self.lora["kv_up"]
-            up_CNH += jnp.tensordot(adapter.a[...], adapter.b[...], 1) * adapter.scale
-        return constrain(up_CNH.astype(dtype), None, "heads", None)
 
 
 LATENT_EPS = 1e-6  # of the latents' norms, in all published models
@@ -363,13 +334,12 @@ def in_best_groups(config, scores_BTE) -> jax.Array:
     scores_BTGE = reshape(scores_BTE, (B, T, G, E // G), "batch", "seq", None, None)
     best_BTG = scores_BTGE.max(axis=-1)
     if config.sigmoid:
-        is_best = (
-            jnp.arange(E // G)[None, None, None] == jnp.argmax(scores_BTGE, axis=-1)[..., None]
-        )
-        best_BTG += jnp.where(is_best, -jnp.inf, scores_BTGE).max(axis=-1)
+        first_BTG1 = jnp.argmax(scores_BTGE, axis=-1, keepdims=True)
+        is_first = jnp.arange(E // G)[None, None, None] == first_BTG1
+        best_BTG += jnp.where(is_first, -jnp.inf, scores_BTGE).max(axis=-1)
     kept_BTG = jnp.zeros(best_BTG.shape, bool)
     for _ in range(config.top_groups):
-        taken_BTG = jnp.arange(G)[None, None] == jnp.argmax(best_BTG, axis=-1)[..., None]
+        taken_BTG = jnp.arange(G)[None, None] == jnp.argmax(best_BTG, axis=-1, keepdims=True)
         best_BTG, kept_BTG = jnp.where(taken_BTG, -jnp.inf, best_BTG), kept_BTG | taken_BTG
     scores_BTGE = jnp.where(kept_BTG[..., None], scores_BTGE, -jnp.inf)
     return reshape(scores_BTGE, (B, T, E), "batch", "seq", "router")

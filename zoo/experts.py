@@ -83,8 +83,11 @@ def mix(x_BTD, config, capacity: float | None, route, expert, weights) -> tuple:
     split = {axis: over(axis) for axis in ("expert", "mlp", "seq", "residual_seq")}
     if alone := ", ".join(sorted({*split["expert"]} - {*over("batch")})):
         raise ValueError(f"the rules split experts over {alone}, but not the batch")
-    slots, compute = T, functools.partial(dropless, expert, split)  # enough slots for any choice
-    if capacity is not None:
+    if capacity is None:
+        from .dropless import dropless
+
+        slots, compute = T, functools.partial(dropless, expert, split)  # slots for any choice
+    else:
         slots = min(T, math.ceil(capacity * T * config.experts_per_token / E))
         compute = functools.partial(by_capacity, expert, split, E, slots)
     choice, *more = route(x_BTD, slots=slots)
@@ -158,8 +161,8 @@ def choose(
     }
 
 
-def scan_experts(model, names, x_BTD, at, counted_BT, past=None, keep=False):
-    """Runs a model's layers: (x_BTD, (keys and values or None, name → figures [L, ...])).
+def scan_experts(layers, names, config, x_BTD, at, counted_BT, past=None, keep=False):
+    """Runs stacked layers: (x_BTD, (keys and values or None, name → figures [L, ...])).
 
     In generation (`keep`) they drop nothing, because the padding of a prompt must not take slots.
 
@@ -167,7 +170,7 @@ def scan_experts(model, names, x_BTD, at, counted_BT, past=None, keep=False):
       names: a weight's logical axis at rest → its name in use.
       past: the layers' part of a cache, arrays [L, ...].
     """
-    config, capacity = model.config, None if keep else model.config.capacity
+    capacity = None if keep else config.capacity
 
     def layer(x_BTD, weights_and_past, kind):
         weights, past = weights_and_past
@@ -175,8 +178,8 @@ def scan_experts(model, names, x_BTD, at, counted_BT, past=None, keep=False):
         x_BTD, kv, figures = weights(x_BTD, at, kind, past, counted_BT, capacity)
         return x_BTD, (kv if keep else None, figures)
 
-    layers, remat = (model.layers, past), EXPERT_REMAT[config.remat]
-    return scan_layers(layer, x_BTD, layers, kinds(config), remat, config.unroll)
+    given, remat = (layers, past), EXPERT_REMAT[config.remat]
+    return scan_layers(layer, x_BTD, given, kinds(config), remat, config.unroll)
 
 
 def objective_and_loads(model, names, *batch):
@@ -197,7 +200,7 @@ def by_capacity(expert, split, E, slots, x_BTD, expert_BTJ, weight_BTJ, place_BT
     experts to the rows it receives. `split`: logical axis → mesh axes. Returns [B, T, D].
     """
     (B, T, J), U = expert_BTJ.shape, min(slots, x_BTD.shape[1])
-    x_BTD, weight_BTJ = _partial(split["mlp"], x_BTD, weight_BTJ)
+    x_BTD, weight_BTJ = varying(split["mlp"], x_BTD, weight_BTJ)
     if split["seq"]:  # other devices have other positions of the row: these have slots of their own
         taken_BTE = jax.nn.one_hot(expert_BTJ, E, dtype=jnp.int32).sum(axis=2)
         before_BTE, kept_BTJ = jnp.cumsum(taken_BTE, axis=1) - taken_BTE, place_BTJ < slots
@@ -230,49 +233,19 @@ def by_capacity(expert, split, E, slots, x_BTD, expert_BTJ, weight_BTJ, place_BT
     if split["expert"]:
         out_EBUD = jax.lax.all_to_all(out_EBUD, split["expert"], 1, 0, tiled=True)
     out_BMD = out_EBUD.swapaxes(0, 1).reshape(B, E * U, -1)
-    return _sum(unite(out_BMD, slot_BTJ, token_BM), split)  # sums J times fewer bytes than before
+    return sum_shards(
+        unite(out_BMD, slot_BTJ, token_BM), split
+    )  # sums J times fewer bytes than before
 
 
-def dropless(expert, split, x_BTD, expert_BTJ, weight_BTJ, place_BTJ, *weights):
-    """Dropless experts (Gale et al. 2022): each takes all positions that chose it, after a sort.
-
-    Runs on one device: gathers the rows of all devices along the axes that split experts, and
-    applies its own experts to them. Returns [B, T, D].
-    """
-    del place_BTJ  # nothing is dropped
-    given = _partial(split["mlp"], x_BTD, weight_BTJ)
-    if split["expert"]:
-        given = [jax.lax.all_gather(x, split["expert"], tiled=True) for x in given]
-        expert_BTJ = jax.lax.all_gather(expert_BTJ, split["expert"], tiled=True)
-    x_BTD, weight_BTJ = (checkpoint_name(x, "dispatched") for x in given)
-    (B, T, J), E = expert_BTJ.shape, len(weights[0])
-    first = jax.lax.axis_index(split["expert"]) * E if split["expert"] else 0
-    here_M = expert_BTJ.reshape(-1) - first
-    here_M = jnp.where((here_M >= 0) & (here_M < E), here_M, E)  # other devices' choices go last
-    order_M = jnp.argsort(here_M)
-    slot_M = jnp.argsort(order_M)
-    sizes_E = (here_M[:, None] == jnp.arange(E)[None]).sum(axis=0).astype(jnp.int32)
-    # Mask those choices: ragged_dot's output outside of all groups is undefined.
-    slot_M = jnp.where(here_M < E, slot_M, -1)
-    order_M = jnp.where(jnp.arange(len(order_M)) < sizes_E.sum(), order_M, -1)
-    token_1M, slot_1NJ = order_M[None] // J, slot_M.reshape(1, B * T, J)
-    x_MD = spread(x_BTD.reshape(1, B * T, -1), token_1M, slot_1NJ)[0]
-    weight_M1 = spread(weight_BTJ.reshape(1, -1, 1), order_M[None], slot_M.reshape(1, -1, 1))[0]
-    grouped = functools.partial(jax.lax.ragged_dot, group_sizes=sizes_E)
-    out_MD = expert(grouped, x_MD, *weights) * weight_M1.astype(x_MD.dtype)
-    out_BTD = _sum(unite(out_MD[None], slot_1NJ, token_1M).reshape(B, T, -1), split)
-    own = split["expert"]
-    return jax.lax.psum_scatter(out_BTD, own, tiled=True) if own else out_BTD
-
-
-def _sum(out_BTD, split):
+def sum_shards(out_BTD, split):
     """Sums over the shards of `mlp`; each keeps its part of T if the residual stream is split."""
     if split["mlp"] and split["mlp"] == split["residual_seq"]:
         return jax.lax.psum_scatter(out_BTD, split["mlp"], scatter_dimension=1, tiled=True)
     return jax.lax.psum(out_BTD, split["mlp"]) if split["mlp"] else out_BTD
 
 
-def _partial(axes: tuple[str, ...], *arrays):
+def varying(axes: tuple[str, ...], *arrays):
     """Marks arrays as varying along mesh axes, so that their partial gradients are summed here."""
     return [jax.lax.pcast(x, axes, to="varying") if axes else x for x in arrays]
 

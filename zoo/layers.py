@@ -84,24 +84,16 @@ def stripe(config, x_BT, *axes: str, back: bool = False) -> Any:
     return reorder(config, x_BT, *axes, back=back)
 
 
-class Adapter(nnx.Module):
-    """LoRA (Hu et al. 2021): a low-rank A · B · scale to add to a weight; B starts at zero."""
-
-    def __init__(self, weight, contract: int, config, *, rngs: nnx.Rngs):
-        rank, axes = config.lora_rank, weight.out_sharding
-        inner, outer = weight.shape[:contract], weight.shape[contract:]
-        a_axes, stddev = (*axes[:contract], "lora"), math.prod(inner) ** -0.5
-        self.a = param(rngs, (*inner, rank), a_axes, stddev, nnx.LoRAParam)
-        self.b = param(rngs, (rank, *outer), ("lora", *axes[contract:]), 0.0, nnx.LoRAParam)
-        self.scale = config.lora_alpha / rank
-
-
 def adapters(module: nnx.Module, config, rngs: nnx.Rngs, **contract: int) -> nnx.Dict:
-    """Builds an Adapter for each weight of a module that config.lora_targets lists, by name.
+    """An Adapter (lora.py) for each weight of a module that config.lora_targets lists, by name.
 
     `contract` maps each weight that can have one to how many dims of its input are contracted.
     """
-    names = [name for name in contract if config.lora_rank and name in config.lora_targets]
+    if not config.lora_rank:
+        return nnx.Dict()
+    from .lora import Adapter
+
+    names = [name for name in contract if name in config.lora_targets]
     return nnx.Dict({n: Adapter(getattr(module, n), contract[n], config, rngs=rngs) for n in names})
 
 

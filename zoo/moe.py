@@ -187,9 +187,8 @@ class MoE(nnx.Module):
         tables, keep = vocabulary_tables(self), positions_BT is not None
         at = positions(self.config, tokens_BT, segment_ids_BT, positions_BT, cache)
         x_BTD, counted_BT = self.embed_tokens(tables, tokens_BT), jnp.ones_like(tokens_BT)
-        x_BTD, (kv, _) = scan_experts(
-            self, IN_USE, x_BTD, at, counted_BT, cache and cache[:2], keep
-        )
+        given = self.layers, IN_USE, self.config
+        x_BTD, (kv, _) = scan_experts(*given, x_BTD, at, counted_BT, cache and cache[:2], keep)
         return self.final_norm(x_BTD), tables[-1], kv
 
     def embed_tokens(self, tables, tokens_BT, positions_BT=None):
@@ -203,7 +202,8 @@ class MoE(nnx.Module):
         """Runs the layers in training; figures are over positions with a target."""
         counted_BT = constrain(targets_BT, "batch", "seq") >= 0
         at = positions(self.config, tokens_BT, segment_ids_BT)
-        x_BTD, (_, figures) = scan_experts(self, IN_USE, x_BTD, at, counted_BT)
+        given = self.layers, IN_USE, self.config
+        x_BTD, (_, figures) = scan_experts(*given, x_BTD, at, counted_BT)
         return x_BTD, figures
 
 

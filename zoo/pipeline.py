@@ -28,6 +28,8 @@ def microbatches(config, rows: int, stages: int) -> int:
 def in_stages(model, batch, names):
     """`layers.objective` in stages; its forward pass also computes the gradients."""
     weights, tree = jax.tree.flatten(model)
+    if hasattr(model, "mtp"):
+        raise ValueError("a pipeline has no stage for the layer of mtp_depth=1; use mtp_depth=0")
 
     @jax.custom_vjp
     def objective(weights, batch):

@@ -140,7 +140,8 @@ def _flops(layout: Layout) -> tuple[float, float]:
     matmuls, extra = useful - table - attention, 0.0
     if slots := getattr(config, "experts_per_token", 0):  # slots that stay empty are computed too
         matrices = getattr(config, "mlp_matrices", 3)
-        experts = 6 * config.num_layers * slots * matrices * config.embed * config.mlp * tokens
+        layers = flops.layers_of(config) - getattr(config, "dense_layers", 0)
+        experts = 6 * layers * slots * matrices * config.embed * config.mlp * tokens
         extra = experts * ((config.capacity or 1.0) * layout.seq_shards - 1)
     repeats_matmuls, repeats_attention = REPEATS.get(config.remat, (True, True))
     done = useful + extra + table / 3  # logits are computed twice
@@ -156,8 +157,9 @@ def _activations(layout: Layout, passes: int) -> float:
         return 0.0
     slots = getattr(config, "experts_per_token", 1) * (getattr(config, "capacity", 1.0) or 1.0)
     matrices, sizes = getattr(config, "mlp_matrices", 3), layout.mesh.shape
-    inner = config.head_dim * 2 * (config.num_heads + config.num_kv_heads)
-    inner += slots * matrices * config.mlp
+    both = config.head_dim + getattr(config, "value_dim", config.head_dim)
+    inner = both * (config.num_heads + config.num_kv_heads)
+    inner += (slots + getattr(config, "shared_experts", 0)) * matrices * config.mlp
     # Devices that do not split rows or positions split heads and hidden widths, and layers.
     split = math.prod(sizes.values()) / layout.batch_shards / layout.seq_shards
     width = 4 if config.dtype == "float32" else 2

@@ -49,7 +49,7 @@ def weights(layout: Layout) -> Weights:
             if set(use) & {*layout.zoo.IN_USE.values()}:
                 over = math.prod(shards(layout.rules, a, sizes) for a in use if a != LAYERS)
                 used = leaf.size / over * width
-                layer += used / layout.config.num_layers if LAYERS in axes else 0
+                layer += used / leaf.shape[axes.index(LAYERS)] if LAYERS in axes else 0
                 ends += 0 if LAYERS in axes else used
     return Weights(params, stacked, layer, ends, frozen)
 
@@ -90,22 +90,27 @@ def memory_parts(layout: Layout, accumulate: int = 1, segments: bool = True) -> 
     between = layout.seq_len // over(BETWEEN)  # positions, between sublayers
     D, F = config.embed, config.mlp // over(MLP)
     q = config.num_heads * config.head_dim // over(HEADS)
-    kv = 2 * config.num_kv_heads * config.head_dim // over(KV_HEADS)
+    both = config.head_dim + getattr(config, "value_dim", config.head_dim)
+    kv = config.num_kv_heads * both // over(KV_HEADS)
+    latents = sum(getattr(config, name, 0) for name in ("q_latent", "kv_latent", "rope_dim"))
     matrices = getattr(config, "mlp_matrices", 3)
     # Per position: D of what an MLP reads and writes, F of its matrices.
     slots = getattr(config, "experts_per_token", 0)
     often = slots * (getattr(config, "capacity", None) or 1.0) if slots else 1.0
     hidden, moved = often * F, often * D if slots else 0
+    hidden += getattr(config, "shared_experts", 0) * F
     # Per position, between sublayers and inside them.
     kept = {"full": (D, 0), "gathered": (D, 2 * D), "sublayers": (2 * D, 0)}
-    kept["dots"] = 2 * D, q + kv + (0 if slots else (matrices - 1) * F)
+    shared = getattr(config, "shared_experts", 0) if slots else 1
+    kept["dots"] = 2 * D, q + kv + latents + shared * (matrices - 1) * F
     kept["dispatched"] = D, moved
     saved, largest = 0.0, 0
     for kind, layers in kinds_of_layers(config):
         heads = config.num_heads // over(HEADS)
         attention, scores = _of_attention(layout, segments, kind.window, rows, heads, q, kv)
         # All inputs of derivatives; q, k and v share theirs, and so do gate and up.
-        kept["none"] = 6 * D * 4 // width, 2 * D + 2 * matrices * hidden + moved + attention
+        inside = 2 * D + 2 * matrices * hidden + moved + attention + 2 * latents
+        kept["none"] = 6 * D * 4 // width, inside
         outside, inside = kept[config.remat]
         layers /= stages
         saved += layers * rows * (between * outside + length * inside) * width

@@ -142,7 +142,8 @@ def _layout(
         job.seq_len,
     )  # fmt: skip
     period = len(getattr(job.config, "layer_kinds", ())) or 1
-    if layout.stages > 1 and job.config.num_layers // layout.stages % period:
+    further = getattr(job.config, "mtp_depth", 0)  # a layer after the last stage
+    if layout.stages > 1 and (further or job.config.num_layers // layout.stages % period):
         return "stages"
     return layout
 

@@ -42,10 +42,14 @@ def with_experts(config: Any, flags: ExpertFlags) -> Any:
     changed: dict[str, Any] = {"num_experts": num_experts, "experts_per_token": per_token}
     if flags.capacity:
         changed["capacity"] = capacity(flags.capacity)
-    for name in ("balance_weight", "balance_rate"):  # not every entry has both
+    for name in ("balance_weight", "balance_rate", "mtp_depth", "mtp_weight"):  # if an entry has it
         if getattr(flags, name, -1) >= 0:
             changed[name] = getattr(flags, name)
-    return dataclasses.replace(config, **changed)
+    try:
+        return dataclasses.replace(config, **changed)
+    except ValueError as error:  # experts that groups don't divide
+        given = f"--num_experts={num_experts} and --experts_per_token={per_token}"
+        raise UserError(f"{given} do not fit the model: {error}; use others") from None
 
 
 def capacity(given: str) -> float | None:

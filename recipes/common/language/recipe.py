@@ -24,7 +24,11 @@ from zoo.pipeline import microbatches
 
 # For --optimizer=muon: logical axes by which hidden matrices are recognized. Each layer, expert and
 # adapter has its own matrices.
-MATRICES = {"ends": ("vocab", "positions"), "stacks": ("layers", "expert"), "ranks": ("lora",)}
+MATRICES = {
+    "ends": ("vocab", "positions"),
+    "stacks": ("layers", "dense_layers", "expert"),
+    "ranks": ("lora",),
+}
 
 
 def main(
@@ -136,6 +140,11 @@ def check_stages(layout: Layout, flags: Flags) -> None:
                 f"--mesh={mesh} have none; use --pipe_microbatches=0, or a mesh with `pipe`"
             )
         return
+    if getattr(config, "mtp_depth", 0):
+        raise UserError(
+            f"--mesh={mesh} has {parts} stages of layers, and mtp_depth=1 has a layer after the last "
+            "stage; use --mtp_depth=0, or a mesh without `pipe`"
+        )
     each = config.num_layers // parts
     if each % period:
         fits = [n for n in range(1, parts) if config.num_layers % (n * period) == 0] or [1]
