@@ -423,7 +423,7 @@ def check_config(config, **choices) -> None:
         if type(value) is int and value < least:
             raise ValueError(f"{name}={value} must be ≥ {least}")
         if name in choices and value not in choices[name]:
-            raise ValueError(f"{name}={value!r} is not one of {', '.join(choices[name])}")
+            raise ValueError(f"{name}={value!r} is not one of {', '.join(map(str, choices[name]))}")
     L, N, K, H = config.num_layers, config.num_heads, config.num_kv_heads, config.head_dim
     kinds, window = config.layer_kinds, vars(config).get("sliding_window")
     known = type(config).lora_targets

@@ -34,7 +34,7 @@ from .layers import (
     GatedMLP, RMSNorm, adapters, fit_positions, gather, look_up, project, rotate, stack, vocabulary,
     vocabulary_tables,
 )  # fmt: skip
-from .sharding import Rules, complete_tables, constrain, param, reshape
+from .sharding import Rules, complete_tables, constrain, explicit, param, reshape
 from .strategies import CP, DP, FSDP, FSDP_CP, HSDP, PP, SP, TP
 
 
@@ -302,7 +302,9 @@ class LatentAttention(nnx.Module):
         if past is None:
             kv_BTNH = project(self, "kv_up", latent_BT1C[:, :, 0])
             k_BTNH, v_BTNV = jnp.split(constrain(kv_BTNH, *by_head), [config.nope_dim], axis=-1)
-            key_BTNP = constrain(jnp.broadcast_to(key_BT1P, turned_BTNP.shape), *by_head)
+            # With out_sharding, the transpose sums each device's heads, and gathers none of them.
+            where = explicit(*by_head)
+            key_BTNP = jnp.broadcast_to(key_BT1P, turned_BTNP.shape, out_sharding=where)
             q_BTNH, k_BTNH = (
                 jnp.concatenate(x, axis=-1) for x in ((q_BTNH, turned_BTNP), (k_BTNH, key_BTNP))
             )

@@ -261,6 +261,7 @@ ADAPTERS = {  # golden model → modules with an adapter of PEFT's
     "gemma3": ["q_proj", "k_proj", "o_proj", "gate_proj"],
     "gpt_oss": ["q_proj", "k_proj", "v_proj", "o_proj"],
     "vit": ["q_proj", "v_proj", "o_proj", "fc2"],  # and a new head
+    "deepseek_v3": ["q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj"],
 }
 
 SIZES = dict(
@@ -464,6 +465,47 @@ def compare_side_by_side(work: pathlib.Path) -> None:
     assert error < TOLERANCE
 
 
+def compare_further(work: pathlib.Path) -> None:
+    """Compares the logits of the layer that predicts the token after the next one."""
+    import torch
+    import transformers
+    from transformers.cache_utils import MtpCache
+    from transformers.modeling_layers import MtpModel
+
+    from tests.support.further_token import further_logits
+    from zoo.deepseek import Config, DeepSeek
+
+    config = dataclasses.replace(Config.tiny(), mtp_depth=1, capacity=None, balance_rate=0.0)
+    graph, state = nnx.split(DeepSeek(config, rngs=nnx.Rngs(0)))
+    random, folder = np.random.default_rng(0), work / "further"
+    state = jax.tree.map(lambda x: 0.2 * random.normal(size=x.shape).astype(np.float32), state)
+    of_tokens = jax.jit(lambda state: further_logits(nnx.merge(graph, state), TOKENS_BT))
+    ours = np.asarray(of_tokens(state))[:, :-1]
+    params = paths(nnx.to_pure_dict(state))
+    hf.write(folder, "deepseek", config, 64, lambda path: params[path])
+    model = transformers.AutoModelForCausalLM.from_pretrained(
+        folder, dtype=torch.float32, attn_implementation="eager"
+    )
+    # By default it finds these tensors in layer 61 alone.
+    model._keys_to_ignore_on_load_unexpected = [rf"model\.layers\.{config.num_layers}.*"]
+    further = MtpModel.from_pretrained(model)
+    cache = MtpCache(config=model.config.get_mtp_config())
+    tokens, places = torch.tensor(TOKENS_BT), torch.arange(1, TOKENS_BT.shape[1])[None]
+    with torch.no_grad():
+        hidden = model.model(tokens).last_hidden_state[:, :-1]
+        hidden = further.forward_layer(0, hidden, places, cache, input_ids=tokens[:, 1:])
+        theirs = model.lm_head(hidden).numpy()
+    error = np.abs(ours - theirs).max()
+    print(
+        f"deepseek       the further token's logits to {np.abs(theirs).max():.1f}; ours differ by {error:.1e}"
+    )
+    assert error < TOLERANCE
+    again = params_of(f"hf:{folder}")
+    assert again.keys() == params.keys()
+    for path, array in params.items():
+        np.testing.assert_array_equal(again[path], array, err_msg=path)
+
+
 def params_of_adapter(adapter: hf.Adapter) -> dict[str, np.ndarray]:
     """Factor's path → array."""
     one = jax.sharding.SingleDeviceSharding(jax.devices()[0])
@@ -478,13 +520,15 @@ def main() -> None:
     transformers.logging.disable_progress_bar()
     asked = [word for word in sys.argv[1:] if not word.startswith("--")]
     with tempfile.TemporaryDirectory() as work:
-        for name in asked or FAMILIES:
+        for name in [name for name in asked if name in FAMILIES] if asked else FAMILIES:
             compare(name, pathlib.Path(work))
             if "--update-golden" in sys.argv and name not in NOT_GOLDEN:
                 target = GOLDEN / name
                 shutil.rmtree(target, ignore_errors=True)
                 shutil.copytree(pathlib.Path(work) / name, target)
                 np.save(target / "logits.npy", their_logits(pathlib.Path(work) / name))
+        if not asked or "further" in asked:
+            compare_further(pathlib.Path(work))
         for name in asked or ADAPTERS:
             if name not in ADAPTERS:
                 continue

@@ -173,7 +173,7 @@ def config_from(keys: dict[str, Any], file) -> Config:
             norm_eps=theirs.number("rms_norm_eps", 1e-6, float),
             rope_theta=theta,
             rope_scaling=scaling,
-            mscale=float(rope.get("mscale_all_dim") or 0) if scaling else 0.0,
+            mscale=float(rope.get("mscale_all_dim") or 0) if scaling and scaling[1] > 1 else 0.0,
             tie_embeddings=keys.get("tie_word_embeddings") is True,
         )
     except ValueError as error:
