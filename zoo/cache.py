@@ -7,7 +7,7 @@ V vocab or head dim of values, C latent, P rotary dim, L layers, R shards of B a
 """
 
 import functools
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -49,15 +49,6 @@ class Cache(NamedTuple):
         return Cache(k, v, self.first, self.length + 1)
 
 
-def in_slots(function, x):
-    """A function for whose result JAX can't infer the sharding: it is x's, with dim 2 in slots."""
-    if shards("slots") == 1 or explicit("slots") is None:
-        return function
-    spec = jax.typeof(x).sharding.spec
-    spec = PartitionSpec(*spec[:2], mesh_axes("slots"), *spec[3:])
-    return jax.sharding.auto_axes(function, out_sharding=spec)
-
-
 @fit_positions
 def prefill(model, tokens_BT, lengths_B, slots: int) -> tuple[jax.Array, Cache]:
     """A decoder's logits after left-padded prompts, [B, V], and a Cache of `slots` slots."""
@@ -77,6 +68,15 @@ def decode(model, tokens_B, cache: Cache) -> tuple[jax.Array, Cache]:
     """A decoder's logits after one more token per row, [B, V], and the extended cache."""
     x_B1D, table_RVD, kv = model.trunk(tokens_B[:, None], None, cache.next_B1, cache)
     return next_logits(x_B1D, table_RVD, model.config), cache.append(kv)
+
+
+def in_slots(function, x) -> Any:
+    """A function for whose result JAX can't infer the sharding: it is x's, with dim 2 in slots."""
+    if shards("slots") == 1 or explicit("slots") is None:
+        return function
+    spec = jax.typeof(x).sharding.spec
+    spec = PartitionSpec(*spec[:2], mesh_axes("slots"), *spec[3:])
+    return jax.sharding.auto_axes(function, out_sharding=spec)
 
 
 def next_logits(x_BTD: jax.Array, table_RVD: jax.Array, config) -> jax.Array:
@@ -138,7 +138,8 @@ def attend_to_cache(
 
     keys = [(grouped(q), own, past) for q, own, past in keys]
     # The cache is the left operand: XLA's CPU backend would transpose a right one first.
-    scores_BKGS = sum(dot("BSKH,BKGH->BKSG", past, q) for q, _, past in keys).swapaxes(2, 3) / root
+    scores_BKSG: Any = sum(dot("BSKH,BKGH->BKSG", past, q) for q, _, past in keys)
+    scores_BKGS = scores_BKSG.swapaxes(2, 3) / root
     scores_BKGS = jnp.where(seen_BS[:, None, None], soft_cap(scores_BKGS, cap), NOT_SEEN)
     own_BKG1 = soft_cap(sum(dot("BKGH,BTKH->BKGT", q, own) for q, own, _ in keys) / root, cap)
     most_BKG1 = jnp.maximum(scores_BKGS.max(-1, keepdims=True), own_BKG1)

@@ -17,6 +17,7 @@ dim of values, C latent of keys and values, P = rope, E experts, G groups of exp
 import dataclasses
 import functools
 import math
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -78,12 +79,12 @@ class Config:
     lora_targets: tuple[str, ...] = ("q", "q_down", "q_up", "kv_down", "kv_up", "o")
     dtype: str = "float32"
     remat: str = "full"
+    loss_chunk: int = 256
+    unroll: int = 1
     attention: str = "auto"
     context: str = "auto"
     pipeline: str = "1f1b"
     pipe_microbatches: int = 0
-    loss_chunk: int = 256
-    unroll: int = 1
 
     layer_kinds = ()  # all layers are alike
     num_kv_heads = property(lambda self: self.num_heads)
@@ -156,13 +157,13 @@ SIZES = {
 }
 
 REMAT = EXPERT_REMAT
-EXPERT_AXES, EXPERT_IN_USE, UNEVEN, POSITIONS, WITHIN = EXPERT_DECODER  # see experts.py
-LOGICAL_AXES = EXPERT_AXES | {
+ROUTED_AXES, ROUTED_IN_USE, UNEVEN, POSITIONS, WITHIN = EXPERT_DECODER  # see experts.py
+LOGICAL_AXES = ROUTED_AXES | {
     "latent": "both",  # a latent, in activations and in weights in use
     "up_latent": "weights",  # of the projections from it, at rest
-    "dense_layers": "stack",
+    "dense_stack": "stack",  # the first layers
 }
-IN_USE = EXPERT_IN_USE | {"up_latent": "latent"}
+IN_USE = ROUTED_IN_USE | {"up_latent": "latent"}
 
 
 class Layer(nnx.Module):
@@ -177,7 +178,7 @@ class Layer(nnx.Module):
         limited, v3 = config.top_groups < config.groups, config.sigmoid
         limit = functools.partial(in_best_groups, config) if limited else None
         how = v3, config.normalize, v3, limit, config.route_scale
-        self.experts = None if dense else GatedExperts(config, *how, rngs=rngs)
+        self.experts: Any = None if dense else GatedExperts(config, *how, rngs=rngs)
 
     def __call__(self, x_BTD, at, kind, past, *how):
         out_BTD, kv = self.attention(self.attention_norm(x_BTD), at, kind, past)
@@ -198,7 +199,7 @@ class DeepSeek(nnx.Module):
         self.embed = vocabulary(config, rngs=rngs)
         if first:
             dense = functools.partial(Layer, config, True)
-            self.dense = stack(dense, first, rngs, "dense_layers")
+            self.dense = stack(dense, first, rngs, "dense_stack")
         self.layers = stack(functools.partial(Layer, config), config.num_layers - first, rngs)
         if not config.tie_embeddings:
             self.unembed = vocabulary(config, rngs=rngs)
@@ -206,7 +207,8 @@ class DeepSeek(nnx.Module):
         if config.mtp_depth:
             from .mtp import Further
 
-            self.mtp = Further(config, Layer(config, rngs=rngs), rngs=rngs)
+            layer = Layer(dataclasses.replace(config, lora_rank=0), rngs=rngs)
+            self.mtp = Further(config, layer, rngs=rngs)
 
     __call__ = fit_positions(logits_in_order)
     prefill, decode = read_prompts, read_token
@@ -267,15 +269,16 @@ class LatentAttention(nnx.Module):
     def __init__(self, config: Config, *, rngs: nnx.Rngs):
         D, N, H, V = config.embed, config.num_heads, config.head_dim, config.value_dim
         R, C, up = config.q_latent, config.kv_latent, ("up_latent", "heads", "head_dim")
-        self.config = config
+        factor = config.rope_scaling[1] if config.mscale else 1.0
+        self.config, self.scale = config, (0.1 * config.mscale * math.log(factor) + 1) ** 2
         if R:
             self.q_down = param(rngs, (D, R), ("embed", "latent"), D**-0.5)
-            self.q_norm = RMSNorm(R, LATENT_EPS)
+            self.q_norm = RMSNorm(R, 1e-6)  # as in all published models
             self.q_up = param(rngs, (R, N, H), up, R**-0.5)
         else:
             self.q = param(rngs, (D, N, H), ("embed", "heads", "head_dim"), D**-0.5)
         self.kv_down = param(rngs, (D, C + config.rope_dim), ("embed", "latent"), D**-0.5)
-        self.kv_norm = RMSNorm(C, LATENT_EPS)
+        self.kv_norm = RMSNorm(C, 1e-6)
         self.kv_up = param(rngs, (C, N, config.nope_dim + V), up, C**-0.5)
         out_stddev = (N * V * 2 * config.num_layers) ** -0.5
         self.o = param(rngs, (N, V, D), ("heads", "head_dim", "embed"), out_stddev)
@@ -293,7 +296,7 @@ class LatentAttention(nnx.Module):
         else:
             q_BTNH = project(self, "q", x_BTD)
         by_head = "batch", "seq", "heads", None
-        q_BTNH = constrain(q_BTNH, *by_head) * scale_of(config)
+        q_BTNH = constrain(q_BTNH, *by_head) * self.scale
         q_BTNH, turned_BTNP = jnp.split(q_BTNH, [config.nope_dim], axis=-1)
         turned_BTNP = rotate(turned_BTNP, *turn)
         down_BT1C = constrain(project(self, "kv_down", x_BTD), "batch", "seq", None)[:, :, None]
@@ -317,15 +320,6 @@ class LatentAttention(nnx.Module):
             out_BTNV = attend_absorbed(self, *now, at.cache, past, at.seen[kind])
         out_BTD = project(self, "o", out_BTNV, contract=2, seq="residual_seq")
         return out_BTD, (latent_BT1C, key_BT1P)
-
-
-LATENT_EPS = 1e-6  # of the latents' norms, in all published models
-
-
-def scale_of(config) -> float:
-    """The factor of queries beside 1 / sqrt(H)."""
-    factor = config.rope_scaling[1] if config.mscale else 1.0
-    return (0.1 * config.mscale * math.log(factor) + 1) ** 2
 
 
 def in_best_groups(config, scores_BTE) -> jax.Array:

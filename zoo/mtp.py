@@ -5,6 +5,8 @@ layers.objective uses this file if a model has `mtp`, so a model without it can 
 Shapes: B batch, T positions, D embed.
 """
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 from flax import nnx
@@ -26,7 +28,7 @@ class Further(nnx.Module):
       layer: a decoder layer, as in the model.
     """
 
-    def __init__(self, config, layer: nnx.Module, *, rngs: nnx.Rngs):
+    def __init__(self, config, layer: Any, *, rngs: nnx.Rngs):
         D, eps = config.embed, config.norm_eps
         self.token_norm, self.hidden_norm = RMSNorm(D, eps), RMSNorm(D, eps)
         self.join = param(rngs, (2 * D, D), ("embed", "latent"), (2 * D) ** -0.5)
@@ -51,7 +53,8 @@ def objective_with_mtp(model, batch: tuple, names: dict[str, str]):
     if segments_BT is not None:  # not into another document
         same_BT = following(segments_BT, -1) == segments_BT
         further = further[0], jnp.where(same_BT, further[1], -1)
-    *batch, next_BT, further_BT = (stripe(config, x) for x in (*batch, *further))
+    ordered = [stripe(config, x) for x in (*batch, *further)]
+    batch, (next_BT, further_BT) = tuple(ordered[:3]), ordered[3:]
     tables = vocabulary_tables(model)
     x_BTD, figures = model.run(begin(model, tables, batch), *batch)
     x_BTD = model.final_norm(x_BTD)

@@ -181,7 +181,7 @@ def test_float8_without_scales_is_refused(tmp_path):
 
 
 def test_layers_for_further_tokens_are_read_where_there_is_one(quantized, capfd):
-    """Of two, the second is left out, and said so; a folder that lacks them is a plain model."""
+    """The second of two is left out with a line; a folder that lacks them is a plain model."""
     folder, _ = quantized
     assert "mtp/join" in params_of(f"hf:{folder}")
     assert "mtp/join" not in params_of(f"hf:{GOLDEN}"), "its config.json claims one"

@@ -264,7 +264,7 @@ def test_experts_and_their_figures_are_their_definition(changes):
 
 
 def test_a_loss_moves_the_biases_toward_even_loads(monkeypatch):
-    """Of all layers with experts, the further one included."""
+    """All layers with experts have biases, the further one included."""
     model, loads = random_model(balance_rate=0.25, mtp_depth=1), {}
     computed = deepseek.objective_and_loads
 

@@ -175,7 +175,7 @@ def _of_activations(layout: Layout, accumulate: int, repeats: bool) -> Iterator[
         dims = zip(axes, shapes[path].shape, strict=True)
         width = math.prod(n for axis, n in dims if axis in residual | stacked - {EXPERT})
         if residual and stream not in axes:
-            layers = width / shapes[path].shape[axes.index(*residual)]
+            layers = width / shapes[path].shape[axes.index(next(iter(residual)))]
             key = 0 if module in of_latents else layers * layout.config.rope_dim
             of_latents[module] = of_latents.get(module, 0) + width + key
         elif residual:

@@ -13,6 +13,7 @@ from recipes.common.hf import llama
 from recipes.common.hf.llama import ConfigFile
 from recipes.common.hf.tensors import Stored
 from recipes.common.runtime.errors import UserError
+from zoo.attention import kinds
 from zoo.deepseek import Config
 
 ENTRY = "deepseek"
@@ -215,7 +216,8 @@ def config_json(config: Config, context: int) -> dict[str, Any]:
 
 def mscales(config: Config) -> dict[str, float]:
     """Their two names for what scales scores, so that YaRN's magnitude is the ratio of both."""
-    _, factor, *_, magnitude = config.rope_scaling or ()
+    scaling: Any = config.rope_scaling
+    factor, magnitude = scaling[1], kinds(config)[0].magnitude
     step = 0.1 * math.log(factor)
     mscale = (magnitude * (step * config.mscale + 1) - 1) / step
     return {"mscale": round(mscale, 12), "mscale_all_dim": config.mscale}

@@ -26,7 +26,7 @@ from zoo.pipeline import microbatches
 # adapter has its own matrices.
 MATRICES = {
     "ends": ("vocab", "positions"),
-    "stacks": ("layers", "dense_layers", "expert"),
+    "stacks": ("layers", "dense_stack", "expert"),
     "ranks": ("lora",),
 }
 
