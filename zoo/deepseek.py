@@ -269,7 +269,7 @@ class LatentAttention(nnx.Module):
     def __init__(self, config: Config, *, rngs: nnx.Rngs):
         D, N, H, V = config.embed, config.num_heads, config.head_dim, config.value_dim
         R, C, up = config.q_latent, config.kv_latent, ("up_latent", "heads", "head_dim")
-        factor = config.rope_scaling[1] if config.mscale else 1.0
+        factor = config.rope_scaling[1] if config.rope_scaling else 1.0
         self.config, self.scale = config, (0.1 * config.mscale * math.log(factor) + 1) ** 2
         if R:
             self.q_down = param(rngs, (D, R), ("embed", "latent"), D**-0.5)

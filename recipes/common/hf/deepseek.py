@@ -23,7 +23,7 @@ ARCHITECTURES = {  # theirs → model_type
     "DeepseekV2ForCausalLM": "deepseek_v2",
 }
 TIED, COMPUTED, CONTEXT = llama.TIED, llama.COMPUTED, llama.CONTEXT
-canonical, NO_PEFT = llama.canonical, llama.NO_PEFT
+canonical = llama.canonical
 FORMATS = ("fp8",)  # quantization methods that are read
 
 SIZES = {  # field of Config → theirs

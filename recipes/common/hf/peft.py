@@ -258,21 +258,11 @@ def table(entry: str, config: Any) -> dict[str, tuple[str, str, str]]:
         module, _, leaf = path.rpartition("/")
         found[path] = (PREFIX + name, ours, theirs)
         if leaf in targets:
-<<<<<<< HEAD
-            first, second, *piece = theirs.split()
+            first, second, *order = theirs.split()
             inner, out = (first, second) if is_in_out(entry) else (second, first)
             name = f"{PREFIX}{name.removesuffix('weight')}lora_"
             outer = out.replace("#", "")
             found[f"{module}/lora/{leaf}/a"] = (f"{name}A.weight", f"{inner}r", f"r {inner}")
-            b = " ".join((out, "r", *piece))
+            b = " ".join((out, "r", *order))
             found[f"{module}/lora/{leaf}/b"] = (f"{name}B.weight", f"r{outer}", b)
-=======
-            out, inner, *order = theirs.split()
-            name = f"base_model.model.{name.removesuffix('weight')}lora_"
-            outer = "".join(dim for dim in ours if dim not in inner)
-            found[f"{module}/lora/{leaf}/a"] = (f"{name}A.weight", f"{inner}r", f"r {inner}")
-            found[f"{module}/lora/{leaf}/b"] = (
-                f"{name}B.weight", f"r{outer}", " ".join((out, "r", *order)),
-            )  # fmt: skip
->>>>>>> a8b0cf8 (WIP DeepSeek entry, import, export)
     return found
