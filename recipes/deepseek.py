@@ -13,30 +13,21 @@ import functools
 
 from recipes.common import language
 from recipes.common.language import ExpertFlags, Sample, Text, usage, with_experts
-from recipes.common.runtime import Run, flag
+from recipes.common.runtime import Run
 from recipes.common.runtime.start import start
 from zoo.deepseek import REMAT, SIZES, Config
 
 
 @dataclasses.dataclass(frozen=True)
 class Flags(ExpertFlags):
-    """The flags of every language model with experts, DeepSeek's choices, and flags of its own."""
+    """The flags of every language model with experts, DeepSeek's choices, and more."""
 
     size: str = language.size_flag(SIZES)
     remat: str = language.remat_flag(REMAT)
     lora_targets: str = language.lora_targets_flag(Config.lora_targets)
-    balance_rate: float = flag(
-        -1.0, "Change per step of the experts' biases, toward even loads; 0: they stay; -1: as in the "
-        "size or the checkpoint.", "model", at_least=-1.0,
-    )  # fmt: skip
-    mtp_depth: int = flag(
-        -1, "Layers that predict a further token, 0 or 1; -1: as in the size or the checkpoint.",
-        "model", choices=(-1, 0, 1),
-    )  # fmt: skip
-    mtp_weight: float = flag(
-        -1.0, "Weight of the further token's loss; -1: as in the size or the checkpoint.", "model",
-        at_least=-1.0,
-    )  # fmt: skip
+    balance_rate: float = language.balance_rate_flag()
+    mtp_depth: int = language.mtp_depth_flag()
+    mtp_weight: float = language.mtp_weight_flag()
 
 
 # The run, from the mesh to the sample: recipes/common/language/recipe.py.

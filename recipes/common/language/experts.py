@@ -30,6 +30,30 @@ class ExpertFlags(Flags):
     )  # fmt: skip
 
 
+def balance_rate_flag() -> float:
+    """--balance_rate, for entries whose choice of experts has biases."""
+    return flag(
+        -1.0, "Change per step of the experts' biases, toward even loads; 0: none; -1: as in the size "
+        "or the checkpoint.", "model", at_least=-1.0,
+    )  # fmt: skip
+
+
+def mtp_depth_flag() -> int:
+    """--mtp_depth, for entries with multi-token prediction."""
+    return flag(
+        -1, "Layers that predict a further token, 0 or 1; -1: as in the size or the checkpoint.",
+        "model", choices=(-1, 0, 1),
+    )  # fmt: skip
+
+
+def mtp_weight_flag() -> float:
+    """--mtp_weight, for entries with multi-token prediction."""
+    return flag(
+        -1.0, "Weight of the further token's loss; -1: as in the size or the checkpoint.", "model",
+        at_least=-1.0,
+    )  # fmt: skip
+
+
 def with_experts(config: Any, flags: ExpertFlags) -> Any:
     """Applies the flags of the experts to a Config. Raises UserError."""
     num_experts = flags.num_experts or config.num_experts
