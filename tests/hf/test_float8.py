@@ -100,6 +100,7 @@ def test_weights_are_dequantized_exactly(quantized):
     assert found == len(wanted) > 30
 
 
+@pytest.mark.full
 def test_each_shard_is_its_part_and_an_export_is_bit_equal(quantized, tmp_path):
     """Dims are cut inside of blocks of 128, and of rotary pairs."""
     folder, _ = quantized

@@ -181,6 +181,7 @@ SHARED = (
 )
 
 
+@pytest.mark.full
 def test_gradients_of_latents_and_of_the_rotary_key_are_summed_over_the_heads(monkeypatch):
     """Every device computes what all heads share, so the heads' gradients of it must be added.
 
@@ -207,7 +208,7 @@ def test_gradients_of_latents_and_of_the_rotary_key_are_summed_over_the_heads(mo
 # ---- the choice of experts ------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("sigmoid", [True, False])
+@pytest.mark.parametrize("sigmoid", full_except([True, False], [True]))
 def test_experts_are_chosen_from_the_best_groups(sigmoid):
     config = dataclasses.replace(TINY, num_experts=12, groups=4, top_groups=2, sigmoid=sigmoid)
     scores_BTE = np.random.default_rng(0).normal(size=(B, T, 12)).astype(np.float32)
@@ -221,7 +222,10 @@ def test_experts_are_chosen_from_the_best_groups(sigmoid):
 
 
 @pytest.mark.parametrize(
-    "changes", [{}, {"sigmoid": False, "normalize": False, "groups": 1, "top_groups": 1}]
+    "changes",
+    full_except(
+        [{}, {"sigmoid": False, "normalize": False, "groups": 1, "top_groups": 1}], fast=[{}]
+    ),
 )
 def test_experts_and_their_figures_are_their_definition(changes):
     """V3's router: sigmoids, biases that change the choice alone, a scale. V2's: a softmax."""
@@ -263,6 +267,7 @@ def test_experts_and_their_figures_are_their_definition(changes):
     np.testing.assert_allclose(figures["balance"], balance, rtol=1e-5)
 
 
+@pytest.mark.full
 def test_a_loss_moves_the_biases_toward_even_loads(monkeypatch):
     """All layers with experts have biases, the further one included."""
     model, loads = random_model(balance_rate=0.25, mtp_depth=1), {}
@@ -312,12 +317,13 @@ def decoded(model: DeepSeek, tokens_BT, prompt: int) -> np.ndarray:
     ("changes", "mesh", "rules"),
     full_except(
         [
-            (YARN | {"mtp_depth": 1}, "1x1", "dp"),
+            (YARN | {"dense_layers": 0, "num_layers": 1}, "1x1", "dp"),
+            ({"mtp_depth": 1}, "1x1", "dp"),
             ({"q_latent": 0, "dense_layers": 0, "lora_rank": 2}, "1x1", "dp"),
             (YARN, "data=2,seq=4", "fsdp_cp"),
             (YARN, "data=2,expert=2,model=2", "fsdp_ep_tp"),
         ],
-        fast=[(YARN | {"mtp_depth": 1}, "1x1", "dp")],
+        fast=[(YARN | {"dense_layers": 0, "num_layers": 1}, "1x1", "dp")],
     ),
 )
 def test_absorbed_decoding_gives_the_logits_without_a_cache(changes, mesh, rules):
@@ -342,6 +348,7 @@ def test_a_cache_holds_latents_and_rotary_keys_alone():
 # ---- the further token ----------------------------------------------------------------------------
 
 
+@pytest.mark.full
 def test_the_further_loss_is_its_definition():
     """Position t reads the model's output there and token t + 1, and predicts token t + 2."""
     model, rows = random_model(mtp_depth=1, capacity=None, mtp_weight=0.5), batch()
