@@ -720,6 +720,7 @@ def test_a_word_prints_its_table(word, inside, monkeypatch):
         ("gpt2", "fsdp_cp_tp", {"data": 1, "seq": 2, "model": 4}, "sublayers", 16),
         ("gemma3", "fsdp", {"data": 8}, "full", 16),
         ("gpt_oss", "fsdp_ep", {"data": 2, "expert": 4}, "dispatched", 16),
+        ("deepseek", "fsdp_tp", {"data": 1, "model": 8}, "sublayers", 16),
         ("vit", "fsdp_tp", {"data": 1, "model": 8}, "sublayers", 24),  # of 17 positions
     ],
 )

@@ -42,7 +42,7 @@ def mtp_depth_flag() -> int:
     """--mtp_depth, for entries with multi-token prediction."""
     return flag(
         -1, "Layers that predict a further token, 0 or 1; -1: as in the size or the checkpoint.",
-        "model", choices=(-1, 0, 1),
+        "model", at_least=-1, at_most=1,
     )  # fmt: skip
 
 
