@@ -66,7 +66,8 @@ def test_matmul_params_are_all_but_norms_and_the_input_embedding():
 
 
 WIDE = {"embed": 256, "num_heads": 4, "num_kv_heads": 4, "head_dim": 64, "mlp": 1_024}
-WIDE |= {"vocab_size": 2_048, "capacity": 1.0, "image_size": 64, "patch": 8}
+WIDE |= {"vocab_size": 2_048, "capacity": 1.0, "image_size": 64, "patch": 8, "dense_layers": 0}
+WIDE |= {"nope_dim": 64, "value_dim": 64, "kv_latent": 128, "q_latent": 128}
 ATTENTIVE = [name for name in ENTRIES if hasattr(ENTRIES[name].config, "num_heads")]
 
 

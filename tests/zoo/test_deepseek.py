@@ -318,16 +318,17 @@ def decoded(model: DeepSeek, tokens_BT, prompt: int) -> np.ndarray:
     full_except(
         [
             (YARN | {"dense_layers": 0, "num_layers": 1}, "1x1", "dp"),
-            ({"mtp_depth": 1}, "1x1", "dp"),
-            ({"q_latent": 0, "dense_layers": 0, "lora_rank": 2}, "1x1", "dp"),
+            ({"q_latent": 0, "lora_rank": 2, "mtp_depth": 1}, "1x1", "dp"),
             (YARN, "data=2,seq=4", "fsdp_cp"),
-            (YARN, "data=2,expert=2,model=2", "fsdp_ep_tp"),
         ],
         fast=[(YARN | {"dense_layers": 0, "num_layers": 1}, "1x1", "dp")],
     ),
 )
 def test_absorbed_decoding_gives_the_logits_without_a_cache(changes, mesh, rules):
-    """Also where devices share out the slots, or the heads, and with adapters of all projections."""
+    """Also where devices share out the slots, and with adapters of all projections.
+
+    Where they split heads and experts: tests/generation/test_generation.py.
+    """
     model = random_model(**changes, capacity=None)
     tokens_BT = np.random.default_rng(0).integers(0, 257, (4, T))
     whole_BTV = jax.jit(lambda m, t: m(t), compiler_options=QUICK)(model, tokens_BT)
