@@ -293,7 +293,9 @@ def test_a_router_s_figures_are_their_definitions(B, T, D, E, J, slots, normaliz
         TINY, embed=D, num_experts=E, experts_per_token=J, normalize=normalize,
         balance_rate=0.1 * biases,
     )  # fmt: skip
-    graph, state = nnx.split(nnx.eval_shape(lambda: GatedExperts(config, biases, normalize, rngs=nnx.Rngs(0))))
+    graph, state = nnx.split(
+        nnx.eval_shape(lambda: GatedExperts(config, biases, normalize, rngs=nnx.Rngs(0)))
+    )
     random = np.random.default_rng(B * T)
     draw = lambda leaf: jnp.asarray(random.normal(size=leaf.shape).astype(np.float32))  # noqa: E731
     state, x_BTD = jax.tree.map(draw, state), random.normal(size=(B, T, D)).astype(np.float32)
