@@ -6,6 +6,7 @@ The reference dequantizes value by value from the definition of e4m3 (OCP 8-bit 
 import dataclasses
 import json
 import shutil
+import tracemalloc
 
 import ml_dtypes
 import numpy as np
@@ -137,6 +138,21 @@ def test_any_part_is_cut_from_its_blocks(tmp_path):
         rows, columns = (slice(*sorted(random.integers(0, n + 1, 2))) for n in shape)
         if rows.start < rows.stop and columns.start < columns.stop:
             np.testing.assert_array_equal(whole.read((rows, columns)), wanted[rows, columns])
+
+
+def test_no_more_than_a_row_of_blocks_is_held_beside_the_part_that_is_read(tmp_path):
+    """Of 2 MB in float8, 128 rows are 64 kB, and 256 kB in float32, before and after the scales."""
+    bits, scales = np.ones((4_096, 512), np.uint8), np.ones((32, 4), np.float32)
+    named = {"w": bits.view(ml_dtypes.float8_e4m3fn), "w_scale_inv": scales}
+    safetensors.numpy.save_file(named, tmp_path / "model.safetensors")
+    (whole,) = float8.unpack(tensors.find(tmp_path)).values()
+    for rows in (slice(0, 4_096), slice(100, 300)):
+        whole.read((rows, slice(None)))  # once before, for what is imported and cached
+        tracemalloc.start()
+        part = whole.read((rows, slice(None)))
+        _, peak = tracemalloc.get_traced_memory()
+        tracemalloc.stop()
+        assert part.nbytes < peak < part.nbytes + 700_000
 
 
 @pytest.mark.parametrize(
