@@ -174,13 +174,13 @@ def test_no_more_than_a_row_of_blocks_is_held_beside_the_part_that_is_read(tmp_p
         ),
     ],
 )
-def test_other_formats_are_refused_by_name(quantized, changes, said):
-    folder, _ = quantized
-    keys = json.loads((folder / "config.json").read_text())
+def test_other_formats_are_refused_by_name(changes, said, tmp_path):
+    """Before any tensor is read."""
+    keys = json.loads((GOLDEN / "config.json").read_text())
     keys["quantization_config"] = QUANTIZED | changes
-    (folder / "config.json").write_text(json.dumps(keys))
+    (tmp_path / "config.json").write_text(json.dumps(keys))
     with pytest.raises(UserError, match=said):
-        hf.Folder(folder)
+        hf.Folder(tmp_path)
 
 
 def test_float8_without_scales_is_refused(tmp_path):
