@@ -1,0 +1,247 @@
+"""Optimizer state and layers' inputs in the host's memory: the same values, one layer at a time."""
+
+import dataclasses
+import math
+
+import jax
+import numpy as np
+import optax
+import pytest
+
+from recipes.common import checkpoint
+from recipes.common.runtime.mesh import make_mesh
+from recipes.common.sharding.abstract import paths
+from recipes.common.sharding.layout import make_layout
+from recipes.common.train import offload, update
+from recipes.common.train.optimizer import LearningRate, adamw, make_optimizer
+from recipes.common.train.state import abstract_state, initialize
+from recipes.common.train.step import TrainStep
+from tests.conftest import full_except
+from tests.support.entries import ENTRIES
+from tests.support.quick import QUICK
+from tests.support.quick import quick as quick
+from tests.support.runs import TINY, assert_bit_equal, records, state_of
+from tests.train.test_optimizers import matrices_of
+from zoo.transformer import Config, Transformer
+
+pytestmark = pytest.mark.promise("optimizers")
+
+OPTIMIZER = adamw(LearningRate(1e-2, warmup=1, steps=10), weight_decay=0.1, clip_norm=1.0)
+
+
+@pytest.fixture
+def streaming(monkeypatch):
+    """Makes simulated devices update layer by layer, as those with a memory of their own do."""
+    monkeypatch.setattr(update, "platform", lambda _: "tpu")
+
+
+# ---- the update ----------------------------------------------------------------------------------
+
+
+def updated(entry: str, mesh: str, strategy: str, name: str, offloaded: str, finite=None):
+    """The state, by path, after three updates with random gradients."""
+    layout = ENTRIES[entry].layout(mesh, strategy)
+    given = {"lr": lambda count: 0.01 / (1 + count), "weight_decay": 0.1, "clip_norm": 1.0}
+    optimizer = make_optimizer(name, matrices=matrices_of(entry, layout), **given)
+    abstract = abstract_state(layout, optimizer, offloaded)
+    state = initialize(layout, optimizer, 0, abstract)
+
+    def step(state, sums):
+        grads = jax.tree.map(lambda g: g / 3.0, sums)
+        if not offloaded:
+            return update.apply_gradients(optimizer, state, grads)
+        norm = optax.tree.norm(grads)
+        return update.stream_gradients(optimizer, layout, state, sums, np.float32(3), norm, finite)
+
+    where = jax.tree.map(lambda x: x.sharding, abstract)
+    random, compiled = np.random.default_rng(0), None
+    for _ in range(3):
+        sums = jax.tree.map(lambda x: random.normal(size=x.shape).astype("f"), abstract["params"])
+        sums = jax.device_put(sums, where["params"])
+        compiled = compiled or layout.compile(
+            step, state, sums, donate_argnums=0, out_shardings=where, compiler_options=QUICK
+        )
+        state = compiled(state, sums)
+    kinds = {path: x.sharding.memory_kind for path, x in paths(state["opt_state"]).items()}
+    large = {path for path, x in paths(state["opt_state"]).items() if x.size > 3}
+    assert {path for path, kind in kinds.items() if kind == "pinned_host"} == (
+        large if offloaded else set()
+    )
+    return jax.tree.map(np.asarray, paths(state))
+
+
+CASES = [
+    ("transformer", "4x2", "fsdp_tp", "adamw"),
+    ("transformer", "4x2", "fsdp_tp", "lion"),
+    ("transformer", "data=2,pipe=2", "fsdp_pp", "sgd"),
+    ("moe", "data=2,expert=4", "fsdp_ep", "adamw"),
+    ("transformer", "2x2x2", "hsdp_tp", "muon"),
+    ("vit", "4x2", "fsdp_tp", "muon"),
+]
+
+
+@pytest.mark.parametrize(("entry", "mesh", "strategy", "name"), full_except(CASES, CASES[1:3]))
+def test_layer_by_layer_is_all_at_once(entry, mesh, strategy, name, streaming):
+    """The same arithmetic. The compiler divides large arrays by multiplying with the reciprocal, and
+    sums Muon's products of one matrix in another order than those of several.
+    """
+    case = entry, mesh, strategy, name
+    whole, parts = updated(*case, ""), updated(*case, "optimizer")
+    assert whole.keys() == parts.keys()
+    for path, value in whole.items():
+        if name in ("sgd", "lion"):
+            np.testing.assert_array_equal(parts[path], value, err_msg=path)
+        else:
+            np.testing.assert_allclose(parts[path], value, atol=2e-6, rtol=1e-6, err_msg=path)
+
+
+def test_an_update_that_is_not_finite_changes_only_the_step(streaming):
+    case = (*CASES[0], "optimizer")
+    kept, new = updated(*case, np.array(False)), updated(*case, np.array(True))
+    fresh = updated(*case)
+    assert_bit_equal(new, fresh)
+    layout = ENTRIES["transformer"].layout("4x2", "fsdp_tp")
+    first = initialize(layout, OPTIMIZER, 0, abstract_state(layout, OPTIMIZER))
+    first = jax.tree.map(np.asarray, paths(first))
+    assert kept.keys() == first.keys()
+    assert {path for path in kept if not np.array_equal(kept[path], first[path])} == {"step"}
+
+
+def moved_to_device(jaxpr) -> list[int]:
+    """Sizes of the arrays that a program brings from the host's memory, inner programs included."""
+    found = []
+    for equation in jaxpr.eqns:
+        if equation.primitive.name == "device_put":
+            for before, after in zip(equation.invars, equation.outvars, strict=True):
+                spaces = before.aval.memory_space, after.aval.memory_space
+                if spaces == (jax.memory.Space.Host, jax.memory.Space.Device):
+                    found.append(after.aval.size)
+        for inner in jax.core.jaxprs_in_params(equation.params):
+            found += moved_to_device(getattr(inner, "jaxpr", inner))
+    return found
+
+
+def test_the_device_holds_the_moments_of_one_layer(streaming):
+    """Of the layers: one of two. Of the table with 384 rows: 16."""
+    config = dataclasses.replace(Config.tiny(), tie_embeddings=False)
+    layout = make_layout(Transformer, config, make_mesh("4x2"), batch_size=8, seq_len=8)
+    step = TrainStep(layout, OPTIMIZER, LearningRate(1e-2, 1, 10), offload="optimizer")
+    row = jax.ShapeDtypeStruct((8,), np.int32)
+    with layout.trace():
+        abstract, batch = (
+            step.abstract_state(),
+            layout.abstract_batch(dict.fromkeys(("tokens", "targets"), row)),
+        )
+        sizes = moved_to_device(jax.make_jaxpr(step)(abstract, batch).jaxpr)
+    params = paths(layout.model.shapes["params"])
+    want = {p: x.size // (2 if p.startswith("layers/") else 1) for p, x in params.items()}
+    want |= {table: 16 * 2 * config.embed for table in ("embed", "unembed")}  # a block of each half
+    assert sorted(sizes) == sorted([*want.values()] * 2)
+
+
+# ---- whole runs ----------------------------------------------------------------------------------
+
+OFFLOAD = ("--offload=optimizer", "--remat=offload")
+RUNS = [
+    ("transformer", ("--mesh=4x2", "--accumulate=2", "--skip_nonfinite=1")),
+    ("transformer", ("--mesh=data=2,pipe=2", "--optimizer=muon")),
+    ("moe", ("--mesh=data=2,expert=4", "--balance_rate=0.1", "--optimizer=lion")),
+    ("gemma3", ("--mesh=4x2", "--optimizer=sgd")),
+]
+
+
+@pytest.mark.parametrize(("entry", "flags"), full_except(RUNS, RUNS[:1]))
+def test_a_run_is_bit_equal_to_one_without(entry, flags, inside, book, quick, tmp_path):
+    """Also where it resumes from a checkpoint of the other, and its model is what `restore` gives."""
+
+    def train(name, *more):
+        done = inside(
+            f"recipes.{entry}", *TINY, book, *flags, *more, "--checkpoint_every=2", "--log_every=1",
+            f"--workdir={tmp_path / name}",
+        )  # fmt: skip
+        assert (done.code, done.err) == (0, "")
+        return done.out
+
+    def equal(name, step):
+        assert_bit_equal(state_of(tmp_path / name, step), state_of(tmp_path / "plain", step))
+
+    train("plain", "--steps=2")
+    out = train("host", "--steps=2", *OFFLOAD)
+    assert " (in the host's memory).\n" in out
+    assert "optimizer state and layers' inputs stay there" in out
+    equal("host", 2)
+    train("plain", "--steps=4", *OFFLOAD)
+    train("host", "--steps=4")
+    equal("host", 4)
+    train("other", "--steps=4")
+    assert_bit_equal(state_of(tmp_path / "other", 4), state_of(tmp_path / "plain", 4))
+    assert records(tmp_path / "plain", "step", "loss") == records(tmp_path / "host", "step", "loss")
+    model, facts = checkpoint.restore(tmp_path / "plain", make_mesh("1x2"))
+    assert facts["config"]["remat"] == "offload"
+    (table,) = (x for p, x in state_of(tmp_path / "plain", 4).items() if p == "params/embed")
+    np.testing.assert_array_equal(model.embed[...], table)
+
+
+def test_adapters_and_generation_from_such_a_checkpoint(inside, book, quick, tmp_path):
+    base, tuned = tmp_path / "base", tmp_path / "tuned"
+    common = (*TINY, book, "--mesh=4x2", *OFFLOAD, "--steps=2")
+    assert inside("recipes.transformer", *common, f"--workdir={base}").code == 0
+    lora = ("--lora_rank=2", f"--restore_from={base}")
+    for offloaded in (True, False):
+        flags = [f for f in common if offloaded or f not in OFFLOAD]
+        workdir = tuned if offloaded else tmp_path / "plain"
+        done = inside("recipes.transformer", *flags, *lora, f"--workdir={workdir}")
+        assert (done.code, done.err) == (0, "")
+    assert_bit_equal(state_of(tuned, 2), state_of(tmp_path / "plain", 2))
+    done = inside(
+        "recipes.generate",
+        f"--restore_from={tuned}",
+        "--mesh=1x2",
+        "--prompt=def ",
+        "--max_new_tokens=2",
+    )
+    assert done.code == 0, done.err
+
+
+def test_moments_are_read_into_the_hosts_memory(inside, book, quick, tmp_path, monkeypatch):
+    """Shard by shard: no device holds a moment on the way."""
+    done = inside(
+        "recipes.transformer", *TINY, book, "--mesh=4x2", "--steps=1", f"--workdir={tmp_path}"
+    )
+    assert done.code == 0
+    layout = make_layout(Transformer, Config.tiny(), make_mesh("4x2"), batch_size=8)
+    abstract = abstract_state(layout, OPTIMIZER, "optimizer")
+    puts, put = [], jax.device_put
+
+    def spy(x, device=None, **options):
+        where = getattr(device, "sharding", device)
+        puts.append((np.shape(x), getattr(where, "memory_kind", "")))
+        return put(x, device, **options)
+
+    monkeypatch.setattr(jax, "device_put", spy)
+    state = checkpoint.find(tmp_path).read(abstract)
+    monkeypatch.undo()
+    moments = [x for x in paths(state["opt_state"]).values() if x.ndim]
+    assert {x.sharding.memory_kind for x in moments} == {"pinned_host"}
+    shards = [x.sharding.shard_shape(x.shape) for x in moments]
+    read = [shape for shape, kind in puts if kind == "pinned_host"]
+    assert sorted(read) == sorted(shape for shape in shards for _ in range(8))
+    params = [x for x in paths(state["params"]).values()]
+    others = sum(math.prod(s) for s, kind in puts if kind != "pinned_host")
+    assert others < 8 * 1.01 * sum(math.prod(x.sharding.shard_shape(x.shape)) for x in params)
+
+
+# ---- mistakes ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("flag", ["--offload=optimizer", "--remat=offload"])
+def test_devices_without_host_memory_are_refused(flag, inside, monkeypatch, tmp_path):
+    monkeypatch.setattr(offload, "has_host_memory", lambda _: False)
+    workdir = tmp_path / "w"
+    done = inside("recipes.transformer", *TINY, "--steps=1", flag, f"--workdir={workdir}")
+    fix = {"--offload=optimizer": "leave it out", "--remat=offload": "use --remat=full"}[flag]
+    assert done.code == 2 and not workdir.exists()
+    assert done.err == (
+        f"error: {flag} needs devices with the memory kind 'pinned_host', and cpu has device and "
+        f"pinned_host and unpinned_host; {fix}\n"
+    )
