@@ -18,6 +18,7 @@ from recipes.common.runtime.terminal import print0
 from recipes.common.sharding.abstract import Tree
 from recipes.common.sharding.layout import Layout, make_layout
 from recipes.common.sharding.rules import Rules
+from recipes.common.train.offload import check_remat
 from recipes.common.train.optimizer import LearningRate, adamw
 from recipes.common.train.state import initialize
 from recipes.common.train.step import TrainStep
@@ -93,6 +94,7 @@ def make_step(
       offload: as the recipes' flag.
     """
     layout = make_layout(model, config, mesh, rules, batch_size=batch_size, seq_len=seq_len)
+    check_remat(layout)
     lr = LearningRate(1e-3, 10, 100)
     adam = adamw(lr, weight_decay=0.1, clip_norm=1.0)
     function = TrainStep(layout, adam, lr, offload=offload)

@@ -22,7 +22,7 @@ from recipes.bench.row import Row
 from recipes.common.analysis import flops, hlo
 from recipes.common.analysis import memory as analysis_memory
 from recipes.common.analysis import targets as aot
-from recipes.common.analysis.memory import memory_parts
+from recipes.common.analysis.memory import IN_FLIGHT, memory_parts, on_host
 from recipes.common.analysis.textbook import device_tokens, of_weights, textbook, transfers
 from recipes.common.entries import model as model_of
 from recipes.common.runtime.errors import Stopped, UserError
@@ -220,6 +220,18 @@ def test_memory_parts_by_hand():
     layers = 4 * (LAYERS / 8 + NORMS - 32)  # of the norms, the final one is not stacked
     backward = layers + table + 2 * layer + inside
     assert parts["gradients"] + parts["live working set"] == max(loss, backward)
+
+
+def test_memory_parts_without_what_the_host_holds_by_hand():
+    config = dataclasses.replace(PLAIN, remat="offload")
+    layout = common.make_step(config, "fsdp", make_mesh("8"), 16, 16).layout
+    kept, parts = memory_parts(layout), memory_parts(layout, offload="optimizer")
+    inputs = 3 * 2 * 16 * 32 * 4  # layers, rows, T, D
+    host = {"optimizer": kept["optimizer"], "saved activations": inputs}
+    assert on_host(layout, offload="optimizer") == host
+    assert on_host(layout) == {"saved activations": inputs}
+    assert parts == kept | {"optimizer": 0}
+    assert parts["saved activations"] == IN_FLIGHT * inputs / 3
 
 
 @pytest.mark.parametrize(
@@ -685,7 +697,7 @@ def test_kernels_on_this_machine(kernel):
 WORDS = {
     "cpu": ["--toy", "--remats=none", "--unrolls=1,2", "--rounds=1", "--batch_size=2", "--seq_len=32"],
     "collectives": ["--sizes=tiny", "--kind=cpu", "--chips=8", "--rules=fsdp", "--tokens=64",
-                    "--seq_len=32"],
+                    "--seq_len=32", "--offload=optimizer"],
     "memory": ["--sizes=tiny", "--kinds=cpu", "--chips=8", "--remats=full", "--seq_len=32"],
     "experts": ["--sizes=tiny", "--remats=dispatched", "--chips=8", "--expert=4", "--kind=cpu", "--seq_len=32"],
     "depth": ["--depths=1,2", "--rounds=1"],

@@ -168,10 +168,14 @@ def _options(layout: Layout, devices: Devices, offload: str) -> Iterator[Estimat
 
 
 def _worthwhile(layout: Layout, remat: str) -> bool:
-    """False for "gathered" where it equals "full": without sequence-sharded tensor parallelism."""
+    """False where "gathered" equals "full", without sequence-sharded tensor parallelism, and for
+    "offload" in stages, which can't.
+    """
     inside, between = (
         sharding_rules.shards(layout.rules, axis, layout.mesh.shape) for axis in DECODER_POSITIONS
     )
+    if remat == "offload":
+        return layout.stages == 1
     return remat != "gathered" or between > inside
 
 

@@ -7,13 +7,13 @@ KIND = "pinned_host"
 
 
 def on_host(sharding: NamedSharding) -> NamedSharding:
-    """The same sharding in the host's memory."""
+    """Returns this sharding with its arrays in the host's memory."""
     there = sharding.with_memory_kind(KIND)
     return there if there.memory_kind == KIND else _OnHostOfAbsentGpu(sharding.mesh, sharding.spec)
 
 
 def result(sharding: NamedSharding) -> NamedSharding:
-    """The same sharding, of a program's result."""
+    """Returns this sharding for the result of a program."""
     return NamedSharding(sharding.mesh, sharding.spec, memory_kind=sharding.memory_kind)
 
 

@@ -1,6 +1,6 @@
 """The flag --offload, and the check that a device can copy to its host's memory."""
 
-from recipes.common.runtime import Run, UserError, flag
+from recipes.common.runtime import Run, UserError, describe, flag
 from recipes.common.sharding import Layout
 from recipes.common.sharding.host_memory import KIND, has_host_memory
 
@@ -24,6 +24,7 @@ def check_offload(layout: Layout, run: Run, offload: str) -> None:
             f"--offload={offload} is for training, and --steps=0 takes no steps; leave it out"
         )
     device, remat = layout.mesh.devices.flat[0], layout.config.remat
+    check_remat(layout)
     asked = {"offload": offload} if offload else {}
     asked |= {"remat": remat} if remat == "offload" else {}
     for name, value in asked.items():
@@ -34,3 +35,15 @@ def check_offload(layout: Layout, run: Run, offload: str) -> None:
                 f"--{name}={value} needs devices with the memory kind {KIND!r}, and "
                 f"{device.device_kind} has {kinds or 'none'}; {fix}"
             )
+
+
+def check_remat(layout: Layout) -> None:
+    """Raises UserError if layers in stages are to keep their inputs in the host's memory.
+
+    A stage keeps what JAX's derivative of its layers returns in buffers of its own, on the device.
+    """
+    if getattr(layout.config, "remat", "") == "offload" and layout.stages > 1:
+        raise UserError(
+            f"--remat=offload is not for a pipeline, and rules {layout.strategy!r} on "
+            f"--mesh={describe(layout.mesh.shape)} have {layout.stages} stages; use --remat=full"
+        )

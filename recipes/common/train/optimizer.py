@@ -45,7 +45,7 @@ class LearningRate:
 
 def adamw(
     lr: optax.Schedule, weight_decay: float, clip_norm: float
-) -> optax.GradientTransformation:
+) -> optax.GradientTransformationExtraArgs:
     """AdamW (Loshchilov & Hutter 2019) after clipping by the global norm."""
     return make_optimizer("adamw", lr, weight_decay, clip_norm)
 
@@ -56,7 +56,7 @@ def make_optimizer(
     weight_decay: float,
     clip_norm: float,
     matrices: Tree = None,
-) -> optax.GradientTransformation:
+) -> optax.GradientTransformationExtraArgs:
     """Clips by the global norm, then applies one of OPTIMIZERS. Weight decay skips vectors.
 
     Args:

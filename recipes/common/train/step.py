@@ -18,7 +18,7 @@ class TrainStep:
     """(state, batch) → (state, metrics)."""
 
     layout: Layout
-    optimizer: optax.GradientTransformation
+    optimizer: optax.GradientTransformationExtraArgs
     lr: LearningRate
     microbatches: int = 1  # gradient accumulation: parts of a batch, one after another
     skip_nonfinite: bool = False  # keep the state where a metric is not finite

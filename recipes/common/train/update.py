@@ -60,7 +60,7 @@ def choose(finite: jax.Array | None, before: Tree, after: Tree) -> Tree:
 
 
 def stream_gradients(
-    optimizer: optax.GradientTransformation,
+    optimizer: optax.GradientTransformationExtraArgs,
     layout: Layout,
     state: Tree,
     sums: Tree,
@@ -140,32 +140,34 @@ def _in_parts(
 
     if parts == 1:
         return step(params, kept, sums)
+    hosts = jax.tree.map(_on_host, kept)
+
+    def moments(function: Callable, *trees: Tree) -> Tree:
+        """Returns `function` of the moments, and counters from the last tree."""
+        return jax.tree.map(
+            lambda is_moment, *x: function(*x) if is_moment else x[-1], hosts, *trees
+        )
 
     def part(i, now):
-        params, moments = now
-
-        def cut(x):
-            return _join(jax.lax.dynamic_slice_in_dim(x, i, 1, axis=1)) if x.ndim else x
+        def cut(x, *_):
+            return _join(jax.lax.dynamic_slice_in_dim(x, i, 1, axis=1))
 
         def put(whole, part):
-            part = _split(part, 1)
-            return (
-                jax.lax.dynamic_update_slice_in_dim(whole, part, i, axis=1) if part.ndim else part
-            )
+            return jax.lax.dynamic_update_slice_in_dim(whole, _split(part, 1), i, axis=1)
 
-        # Counters have the same value in every part.
-        mine = jax.tree.map(lambda x, first: x if _on_host(x) else first, moments, kept)
-        after = step(*jax.tree.map(cut, (params, mine, sums)))
-        return jax.tree.map(put, now, after)
+        params, given = now
+        mine = moments(cut, given, kept)  # all parts start with the same counters
+        new_params, new = step(jax.tree.map(cut, params), mine, jax.tree.map(cut, sums))
+        return jax.tree.map(put, params, new_params), moments(put, given, new)
 
-    params, kept, sums = jax.tree.map(lambda x: _split(x, parts), (params, kept, sums))
-    return jax.tree.map(_join, jax.lax.fori_loop(0, parts, part, (params, kept)))
+    split = partial(_split, parts=parts)
+    params, sums = jax.tree.map(split, (params, sums))
+    params, new = jax.lax.fori_loop(0, parts, part, (params, moments(split, kept)))
+    return jax.tree.map(_join, params), moments(_join, new)
 
 
 def _split(x: jax.Array, parts: int) -> jax.Array:
-    """[N, …] → [devices, parts, rows, …], without communication; a counter stays as it is."""
-    if not x.ndim:
-        return x
+    """[N, …] → [devices, parts, rows, …], without communication."""
     sharding = jax.typeof(x).sharding
     (first, *rest), (local, *_) = sharding.spec, sharding.shard_shape(x.shape)
     shape = (-1, parts, local // parts, *x.shape[1:])
@@ -173,9 +175,7 @@ def _split(x: jax.Array, parts: int) -> jax.Array:
 
 
 def _join(x: jax.Array) -> jax.Array:
-    """The inverse of `_split`."""
-    if not x.ndim:
-        return x
+    """[devices, parts, rows, …] → [N, …]."""
     first, _, _, *rest = jax.typeof(x).sharding.spec
     return jnp.reshape(x, (-1, *x.shape[3:]), out_sharding=PartitionSpec(first, *rest))
 
