@@ -154,7 +154,7 @@ def _options(layout: Layout, devices: Devices, offload: str) -> Iterator[Estimat
     rows = layout.batch_size // layout.batch_shards
     counts = [n for n in range(1, rows + 1) if rows % n == 0 and (n & (n - 1) == 0 or n == rows)]
     remats = getattr(layout.zoo, "REMAT", None)
-    policies = [None] if remats is None else [r for r in remats if _worthwhile(layout, r)]
+    policies = [None] if remats is None else [r for r in remats if worthwhile(layout, r)]
     for remat in policies:
         changed = layout
         if remat:
@@ -167,7 +167,7 @@ def _options(layout: Layout, devices: Devices, offload: str) -> Iterator[Estimat
                 break
 
 
-def _worthwhile(layout: Layout, remat: str) -> bool:
+def worthwhile(layout: Layout, remat: str) -> bool:
     """False where "gathered" equals "full", without sequence-sharded tensor parallelism, and for
     "offload" in stages, which can't.
     """

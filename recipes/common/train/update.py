@@ -6,6 +6,7 @@ the step writes them in place.
 """
 
 from collections.abc import Callable
+from functools import partial
 
 import flax.serialization
 import jax
