@@ -10,7 +10,15 @@ from jax.sharding import PartitionSpec
 from recipes.common.sharding import AbstractModel, Layout, Tree, shardings
 from recipes.common.train.optimizer import LearningRate
 from recipes.common.train.state import abstract_state
-from recipes.common.train.update import all_finite, apply_gradients, choose, stream_gradients
+from recipes.common.train.update import (
+    all_finite,
+    apply_gradients,
+    choose,
+    stream_gradients,
+    streams,
+    to_device,
+    to_memory_of,
+)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)  # jit wants it hashable
@@ -30,13 +38,16 @@ class TrainStep:
         grads = jax.tree.map(lambda g: g / count, sums)
         metrics |= {"grad_norm": optax.tree.norm(grads), "learning_rate": self.lr(state["step"])}
         finite = all_finite(metrics) if self.skip_nonfinite else None
-        if self.offload:
+        if self.offload and streams(self.layout):
             given = (state, sums, count, metrics["grad_norm"], finite)
             after = stream_gradients(self.optimizer, self.layout, *given)
             after |= choose(finite, {kind: state[kind] for kind in buffers}, buffers)
         else:
-            after = apply_gradients(self.optimizer, state, grads) | buffers
-            after = choose(finite, state, after) | {"step": after["step"]}
+            before = state | {"opt_state": jax.tree.map(to_device, state["opt_state"])}
+            after = apply_gradients(self.optimizer, before, grads) | buffers
+            after = choose(finite, before, after) | {"step": after["step"]}
+            moments = jax.tree.map(to_memory_of, state["opt_state"], after["opt_state"])
+            after |= {"opt_state": moments}
         return after, metrics if finite is None else metrics | {"skipped": ~finite}
 
     def abstract_state(self) -> Tree:

@@ -60,6 +60,15 @@ def choose(finite: jax.Array | None, before: Tree, after: Tree) -> Tree:
 # ---- moments in the host's memory -----------------------------------------------------------------
 
 
+def streams(layout: Layout) -> bool:
+    """Whether devices have a memory of their own, so that moments should be there layer by layer.
+
+    Simulated devices share the host's. They update all parameters at once, as without offload: in a
+    loop, their compiler would round some sums differently.
+    """
+    return platform(layout.mesh.devices.flat[0]) != "cpu"
+
+
 def stream_gradients(
     optimizer: optax.GradientTransformationExtraArgs,
     layout: Layout,
@@ -106,14 +115,8 @@ def stream_gradients(
 
 
 def groups(layout: Layout) -> list[tuple[list[str], int]]:
-    """(paths of parameters to update together, parts of their first dim to update one after another).
-
-    Simulated devices share the host's memory, so nothing moves. They update all parameters at once, as
-    without offload: in a loop, their compiler would round some sums differently.
-    """
+    """(paths of parameters to update together, parts of their first dim to update one after another)."""
     where = paths(layout.variables()["params"])
-    if platform(layout.mesh.devices.flat[0]) == "cpu":
-        return [([*where], 1)]
     stacks: dict[int, list[str]] = {}
     others: list[tuple[list[str], int]] = []
     for path, axes in paths(layout.model.axes["params"]).items():
@@ -136,8 +139,8 @@ def _in_parts(
     """
 
     def step(params: Tree, kept: Tree, sums: Tree) -> tuple[Tree, Tree]:
-        params, new = update(params, jax.tree.map(_to_device, kept), sums)
-        return params, jax.tree.map(_to_where_it_was, kept, new)
+        params, new = update(params, jax.tree.map(to_device, kept), sums)
+        return params, jax.tree.map(to_memory_of, kept, new)
 
     if parts == 1:
         return step(params, kept, sums)
@@ -191,9 +194,11 @@ def _on_host(x: jax.Array) -> bool:
     return jax.typeof(x).memory_space == Space.Host
 
 
-def _to_device(x: jax.Array) -> jax.Array:
+def to_device(x: jax.Array) -> jax.Array:
+    """Brings an array that is in the host's memory to the device."""
     return jax.device_put(x, Space.Device) if _on_host(x) else x
 
 
-def _to_where_it_was(before: jax.Array, x: jax.Array) -> jax.Array:
+def to_memory_of(before: jax.Array, x: jax.Array) -> jax.Array:
+    """Sends `x` to the host's memory if `before` is there."""
     return jax.device_put(x, Space.Host) if _on_host(before) else x
