@@ -162,7 +162,7 @@ def test_a_run_is_bit_equal_to_one_without(train, tmp_path):
     plain, host = tmp_path / "plain", tmp_path / "host"
     out = train("host", *flags, *OFFLOAD, "--steps=2")
     assert " (in the host's memory).\n" in out
-    what = "so optimizer state and layers' inputs stay there"
+    what = "so moments and layers' inputs do not move"
     assert f"Offload: simulated devices have only the host's memory, {what}.\n" in out
     assert_bit_equal(state_of(host, 2), state_of(plain, 2))
     model, facts = checkpoint.restore(host, make_mesh("1x2"))

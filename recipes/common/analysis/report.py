@@ -68,12 +68,12 @@ def on_host(state: Tree) -> bool:
 
 def offloaded(layout: Layout, state: Tree) -> list[str]:
     """A line about simulated devices if something is to be in the host's memory."""
-    what = ["optimizer state"] if on_host(state) else []
+    what = ["moments"] if on_host(state) else []
     what += ["layers' inputs"] if getattr(layout.config, "remat", "") == "offload" else []
     if not what or layout.mesh.devices.flat[0].platform != "cpu":
         return []
     return [
-        f"Offload: simulated devices have only the host's memory, so {' and '.join(what)} stay there."
+        f"Offload: simulated devices have only the host's memory, so {' and '.join(what)} do not move."
     ]
 
 
