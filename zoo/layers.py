@@ -319,7 +319,11 @@ REMAT_POLICIES = {
     # What sublayers gather before they start: sequence-sharded tensor parallelism repeats no gather.
     "gathered": jax.checkpoint_policies.save_only_these_names("gathered"),
     "full": jax.checkpoint_policies.nothing_saveable,  # only the layer's input
-}
+    "offload": jax.checkpoint_policies.save_and_offload_only_these_names(  # the same, on the host
+        names_which_can_be_saved=[], names_which_can_be_offloaded=["input"],
+        offload_src="device", offload_dst="pinned_host",
+    ),
+}  # fmt: skip
 
 
 def stack(make_layer, num_layers: int, rngs: nnx.Rngs, axis: str = "layers"):
@@ -353,8 +357,14 @@ def scan_layers(function, x: jax.Array, layers, kinds: tuple, remat, unroll: int
     """
     if shards("layers") > 1:
         raise ValueError("the rules split the layers into stages, which only `loss` runs")
+
+    offloads = remat is REMAT_POLICIES["offload"]
+
+    def named(x, layer, kind):
+        return function(checkpoint_name(x, "input") if offloads else x, layer, kind=kind)
+
     if len(kinds) == 1:
-        layer = functools.partial(function, kind=kinds[0])
+        layer = functools.partial(named, kind=kinds[0])
         layer = jax.checkpoint(layer, policy=remat, prevent_cse=False)
         return jax.lax.scan(layer, x, layers, unroll=unroll)
     L, P = jax.tree.leaves(layers)[0].shape[0], len(kinds)
@@ -369,7 +379,7 @@ def scan_layers(function, x: jax.Array, layers, kinds: tuple, remat, unroll: int
             # their gradients and the cache.
             def layer(x, layers, l=first + i, kind=kinds[i % P]):
                 at = functools.partial(jax.lax.dynamic_index_in_dim, index=l, keepdims=False)
-                return function(x, jax.tree.map(at, layers), kind=kind)
+                return named(x, jax.tree.map(at, layers), kind)
 
             layer = jax.checkpoint(layer, policy=remat, prevent_cse=prevent_cse)
             x, output = layer(x, layers)

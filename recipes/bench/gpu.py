@@ -60,6 +60,11 @@ class GpuFlags:
     kernels: str = flag(
         "flash,cudnn,xla", "Attention kernels to check and to try, comma-separated.", group="model"
     )
+    offload: bool = flag(
+        False,
+        "Also try the best settings with the optimizer's state in the host's memory.",
+        "model",
+    )
     remats: str = flag("none,dots,full", "Remat policies to try, comma-separated.", group="model")
     batches: str = flag(
         "8,16,32,64,128",
@@ -162,6 +167,7 @@ class Sweep:
             "xla": one_of("xla", flags.xla, XLA_FLAGS),
             "batch": numbers("batches", flags.batches),
             "remat": one_of("remats", flags.remats, REMAT),
+            "offload": ["optimizer"] if flags.offload else [],
             "unroll": [1],
             "loss_chunk": [256] if flags.toy else [128, 512, 1_024],
         }
@@ -271,6 +277,7 @@ def cells(row: Row, result: Result) -> list[str]:
         settings = f"within {result['error']:.1e}" if "error" in result else "check"
     elif row.xla != "default":
         settings += f", {row.xla}"
+    settings += ", offload" if row.offload else ""
     attention = f"{result.get('kernel', row.attention)}{', segments' * row.segments}"
     ms = result.get("failed") or figure("ms", ".2f" if row.what == "check" else ".1f")
     if "ms, segments" in result:

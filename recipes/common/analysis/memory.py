@@ -19,6 +19,9 @@ HEADS, KV_HEADS, MLP, VOCAB = TP
 (LAYERS,), (_, BETWEEN) = PP, DECODER_POSITIONS
 
 
+IN_FLIGHT = 5  # layers' inputs on the device, on their way to the host's memory or back
+
+
 class Weights(NamedTuple):
     """Bytes of a model's weights on a device."""
 
@@ -54,7 +57,9 @@ def weights(layout: Layout) -> Weights:
     return Weights(params, stacked, layer, ends, frozen)
 
 
-def memory_parts(layout: Layout, accumulate: int = 1, segments: bool = True) -> dict[str, float]:
+def memory_parts(
+    layout: Layout, accumulate: int = 1, segments: bool = True, offload: str = ""
+) -> dict[str, float]:
     """Bytes on a device at the step's peak by purpose, under AdamW.
 
     Saved activations are each layer's input and whatever its remat policy saves. The peak is in one
@@ -69,12 +74,17 @@ def memory_parts(layout: Layout, accumulate: int = 1, segments: bool = True) -> 
     in float32 for the whole step, beside those of one microbatch, and keeps what 2S - 1 microbatches
     save (all M with GPipe).
 
+    What is in the host's memory (`on_host`) is not counted. The update then has fewer moments on the
+    device than the layers have activations, so the peak is where it was.
+
     Args:
       accumulate: gradient-accumulation steps, which need one more array for each gradient.
       segments: whether batches have segment ids.
+      offload: "optimizer": its state is in the host's memory.
     """
     config, held = layout.config, weights(layout)
-    found = {"parameters": held.params + held.frozen, "optimizer": 2 * held.params}
+    moments = 0.0 if offload else 2 * held.params
+    found = {"parameters": held.params + held.frozen, "optimizer": moments}
     if not hasattr(config, "vocab_size"):
         return found | _plain_parts(layout, accumulate, held)
     width = _width(layout)
@@ -104,6 +114,7 @@ def memory_parts(layout: Layout, accumulate: int = 1, segments: bool = True) -> 
     shared = getattr(config, "shared_experts", 0) if slots else 1
     kept["dots"] = 2 * D, q + kv + latents + shared * (matrices - 1) * F
     kept["dispatched"] = D, moved
+    kept["offload"] = 0, 0
     saved, largest = 0.0, 0
     for kind, layers in kinds_of_layers(config):
         heads = config.num_heads // over(HEADS)
@@ -117,6 +128,8 @@ def memory_parts(layout: Layout, accumulate: int = 1, segments: bool = True) -> 
         if config.remat == "none":  # also weights in use, and scores before and after the softmax
             saved += layers * (held.layer + scores * (4 + width) // 4)
         largest = max(largest, scores)
+    if config.remat == "offload":
+        saved = IN_FLIGHT * rows * between * D * width
     with layout.trace():
         chunk = positions_at_once(config.loss_chunk, rows, length)
     logits = rows * chunk * config.vocab_size // over(VOCAB) * (4 + width)
@@ -137,6 +150,23 @@ def memory_parts(layout: Layout, accumulate: int = 1, segments: bool = True) -> 
     if accumulate > 1:
         grads += held.params
     return found | {"gradients": grads, "saved activations": saved, "live working set": live}
+
+
+def on_host(layout: Layout, accumulate: int = 1, offload: str = "") -> dict[str, float]:
+    """Bytes of a device's arrays in the host's memory. A step copies each to the device and back.
+
+    Args:
+      accumulate, offload: as in `memory_parts`.
+    """
+    found, config = {}, layout.config
+    if offload:
+        found["optimizer"] = 2 * weights(layout).params
+    if hasattr(config, "vocab_size") and config.remat == "offload":
+        rows = layout.batch_size // layout.batch_shards // accumulate
+        between = layout.seq_len // shards(layout.rules, BETWEEN, layout.mesh.shape)
+        inputs = rows * between * config.embed * _width(layout)
+        found["saved activations"] = config.num_layers / layout.stages * inputs
+    return found
 
 
 def _plain_parts(layout: Layout, accumulate: int, held: Weights) -> dict[str, float]:

@@ -8,6 +8,7 @@ from data.batches import Dataset
 from data.tokenizer import Tokenizer
 from recipes.common.runtime import flag
 from recipes.common.train import adapters
+from recipes.common.train.offload import offload_flag
 from recipes.common.train.optimizer import OPTIMIZERS
 from zoo.attention import SCHEDULES, WAYS
 
@@ -104,3 +105,4 @@ class Flags:
     accumulate: int = flag(
         1, "Gradient-accumulation steps: microbatches in a batch.", "optimizer", at_least=1
     )
+    offload: str = offload_flag()

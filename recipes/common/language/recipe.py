@@ -18,6 +18,7 @@ from recipes.common.sharding.rules import shards
 from recipes.common.train.adapters import lora_fields
 from recipes.common.train.evaluation import in_words
 from recipes.common.train.loop import finish, fit
+from recipes.common.train.offload import check_offload
 from recipes.common.train.optimizer import LearningRate, hidden_matrices, make_optimizer
 from recipes.common.train.step import TrainStep
 from zoo.pipeline import microbatches
@@ -62,8 +63,9 @@ def main(
     )  # fmt: skip
     check_heads(layout)
     check_stages(layout, flags)
+    check_offload(layout, run, flags.offload)
     if run.plan:
-        return print0(*of_layout(layout, flags.accumulate))
+        return print0(*of_layout(layout, flags.accumulate, flags.offload))
 
     # ---- Data: batch k is a pure function of (seed, k), on any mesh and number of processes ------
     corpus = text.load(tokenizer)
@@ -75,7 +77,7 @@ def main(
     lr = LearningRate(run.learning_rate, flags.warmup_steps, run.steps, run.schedule)
     matrices = hidden_matrices(layout, **MATRICES)
     optimizer = make_optimizer(flags.optimizer, lr, flags.weight_decay, flags.clip_norm, matrices)
-    step = TrainStep(layout, optimizer, lr, flags.accumulate, run.skip_nonfinite > 0)
+    step = TrainStep(layout, optimizer, lr, flags.accumulate, run.skip_nonfinite > 0, flags.offload)
 
     # ---- State and training: compiled once for the layout, each shard made on its own device -----
     sequence = flops.decoder(config, text.seq_len)["causal"]
