@@ -141,7 +141,7 @@ def test_any_part_is_cut_from_its_blocks(tmp_path):
 
 
 def test_no_more_than_a_row_of_blocks_is_held_beside_the_part_that_is_read(tmp_path):
-    """Of 2 MB in float8, 128 rows are 64 kB, and 256 kB in float32, before and after the scales."""
+    """2 MB in float8; 128 rows are 64 kB, and 256 kB in float32 before and after they are scaled."""
     bits, scales = np.ones((4_096, 512), np.uint8), np.ones((32, 4), np.float32)
     named = {"w": bits.view(ml_dtypes.float8_e4m3fn), "w_scale_inv": scales}
     safetensors.numpy.save_file(named, tmp_path / "model.safetensors")
