@@ -74,7 +74,7 @@ class Attention(nnx.Module):
 
     def __call__(self, x_BTD, at: "Positions", kind: Kind, past=None):
         """Returns (output to add to the residual, (keys, values)); `past`: those in the cache."""
-        x_BTD = gather(x_BTD)
+        x_BTD = gather(x_BTD, self.q)
         q, k, v = (self._project(name, x_BTD) for name in "qkv")
         if self.normed:
             q, k = self.q_norm(q), self.k_norm(k)
@@ -407,12 +407,14 @@ PARTS = ("flash", "splash")  # kernels whose outputs for several parts of the ke
 KERNELS = {name: functools.partial(on_device, name) for name in PARTS} | {"cudnn": cudnn}
 KERNEL_NAMES = ("auto", "xla", *KERNELS)  # valid values of Config.attention
 SCHEDULES = ("1f1b", "gpipe")  # valid values of Config.pipeline
+MATMULS = ("", "int8", "fp8")  # valid values of Config.matmul; see low_precision.py
 WAYS = ("auto", "all-to-all", "ring")  # valid values of Config.context; see context.py
 
 
 def check_config(config, **choices) -> None:
     """Raises ValueError if a decoder's Config is invalid; `choices`: field → its valid values."""
     choices |= {"attention": KERNEL_NAMES, "context": WAYS, "pipeline": SCHEDULES}
+    choices |= {"matmul": MATMULS, "matmul_backward": ("", "bfloat16")}
     for name, value in vars(config).items():
         least = 0 if name in ("lora_rank", "pipe_microbatches") else 1
         if type(value) is int and value < least:
