@@ -23,8 +23,12 @@ from recipes.common.sharding import make_layout
 from recipes.common.train import adapters
 from recipes.common.train.loop import finish, fit
 from recipes.common.train.matmul import (
-    describe_matmul, matmul_backward_flag, matmul_emulate_flag, matmul_fields, matmul_flag,
-)  # fmt: skip
+    describe_matmul,
+    matmul_backward_flag,
+    matmul_emulate_flag,
+    matmul_fields,
+    matmul_flag,
+)
 from recipes.common.train.optimizer import OPTIMIZERS, LearningRate, hidden_matrices, make_optimizer
 from recipes.common.train.step import TrainStep
 from zoo.layers import REMAT_POLICIES
@@ -111,9 +115,7 @@ def main(run: Run, flags: Flags) -> None:
     if folder.source and given["labels"] != config.labels:
         folder = dataclasses.replace(folder, source=NewHead(folder.source, layout, HEAD))
         print0(f"The head is new and starts at zero, for {config.classes} other classes.")
-    print0(KERNEL)
-
-    print0(*describe_matmul(layout))
+    print0(KERNEL, *describe_matmul(layout))
 
     # ---- Step, state and training ----------------------------------------------------------------
     lr = LearningRate(run.learning_rate, flags.warmup_steps, run.steps, run.schedule)

@@ -407,7 +407,7 @@ PARTS = ("flash", "splash")  # kernels whose outputs for several parts of the ke
 KERNELS = {name: functools.partial(on_device, name) for name in PARTS} | {"cudnn": cudnn}
 KERNEL_NAMES = ("auto", "xla", *KERNELS)  # valid values of Config.attention
 SCHEDULES = ("1f1b", "gpipe")  # valid values of Config.pipeline
-MATMULS = ("", "int8", "fp8")  # valid values of Config.matmul; see low_precision.py
+MATMULS = ("", "int8", "fp8", "int8_weights")  # valid values of Config.matmul; see low_precision.py
 WAYS = ("auto", "all-to-all", "ring")  # valid values of Config.context; see context.py
 
 

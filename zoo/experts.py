@@ -49,7 +49,9 @@ def mix(x_BTD, config, capacity: float | None, route, expert, weights) -> tuple:
         compute = functools.partial(by_capacity, expert, split, E, slots)
     choice, *more = route(x_BTD, slots=slots)
     axes = [("batch", "seq", None)] * 4 + names
-    out_BTD = per_device(compute, (x_BTD, *choice, *operands), axes, ("batch", "residual_seq", None))
+    out_BTD = per_device(
+        compute, (x_BTD, *choice, *operands), axes, ("batch", "residual_seq", None)
+    )
     return constrain(out_BTD, "batch", "residual_seq", "act_embed"), *more
 
 

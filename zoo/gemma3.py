@@ -57,9 +57,9 @@ class Config:
     lora_alpha: float = 16.0
     lora_targets: tuple[str, ...] = ("q", "k", "v", "o", "gate", "up", "down")
     dtype: str = "float32"
+    remat: str = "full"
     matmul: str = ""
     matmul_backward: str = ""
-    remat: str = "full"
     attention: str = "auto"
     context: str = "auto"
     pipeline: str = "1f1b"  # each stage runs whole periods

@@ -1,4 +1,4 @@
-"""Flags of low-precision matmuls (zoo/low_precision.py), and what a device makes of them."""
+"""Flags of low-precision matmuls (zoo/quantization.py), and what a device makes of them."""
 
 from typing import Any
 
@@ -6,7 +6,7 @@ import jax
 
 from recipes.common.runtime import UserError, flag
 from recipes.common.sharding import Layout
-from zoo.low_precision import FLOAT8_DEVICES, has_float8
+from zoo.quantization import FLOAT8_DEVICES, has_float8
 
 
 def matmul_flag() -> str:
