@@ -59,6 +59,7 @@ def project(module, name: str, x: jax.Array, contract: int = 1, seq: str = "seq"
     y = multiply(x, getattr(module, name), contract, seq)
     if name in module.lora:
         adapter = module.lora[name]
+        x = gather(x.exact) if hasattr(x, "exact") else x  # see low_precision.Rounded
         y += multiply(multiply(x, adapter.a, contract), adapter.b, seq=seq) * adapter.scale
     return y
 
@@ -71,9 +72,11 @@ def add_bias(y_BT: jax.Array, bias: nnx.Param) -> jax.Array:
 def gather(x_BTD: jax.Array, weight=None) -> jax.Array:
     """The input of a sublayer: with sequence-sharded tensor parallelism, all of its positions.
 
-    `weight`: one of those that multiply it; in low precision, `multiply` gathers rounded numbers.
+    `weight`: one of those that multiply it; in low precision, the input is rounded for all of them.
     """
-    if mesh_axes("residual_seq") == mesh_axes("seq") or hasattr(weight, "low"):
+    if low := getattr(weight, "low", None):
+        return low.round(x_BTD)
+    if mesh_axes("residual_seq") == mesh_axes("seq"):
         return x_BTD
     return checkpoint_name(constrain(x_BTD, "batch", "seq", "act_embed"), "gathered")
 

@@ -17,6 +17,16 @@ from .sharding import constrain, mesh_axes, per_device
 ROWS = ("batch", "seq")  # the logical axes of activations' rows
 
 
+class Rounded(NamedTuple):
+    """The rounded input of products."""
+
+    exact: jax.Array  # [B, T, K...]
+    x: jax.Array  # copies [R, B, T, K...], one for each part of the gradient; nothing reads them
+    copies: tuple[str, ...]  # the logical axes of R
+    q: jax.Array  # [B, T, K...]
+    scale: jax.Array  # [B, T, 1...]
+
+
 class Low(NamedTuple):
     """How to multiply by a layer's weight."""
 
@@ -27,28 +37,60 @@ class Low(NamedTuple):
     config: Any
 
     def multiply(self, x, contract: int, seq: str):
-        """layers.multiply in low precision; x may split more of T than `seq`, see layers.gather."""
+        """layers.multiply in low precision; x: an array or Rounded."""
         inner, outer = self.use[:contract], self.use[contract:]
-        over, between, within = mesh_axes(inner), mesh_axes("residual_seq"), "seq"
-        how, w, rest = self.product(self.use, inner, outer)
+        x = x if isinstance(x, Rounded) else self.round(x, contract)
+        over, split = mesh_axes(inner), mesh_axes(x.copies)
+        how, w, rest = self.product(self.use, outer)
         parted = bool(over) and mesh_axes(seq) == over
-        how = how._replace(reduced=mesh_axes(outer), joined=over, parted=parted)
-        if between != mesh_axes("seq") and {*between} <= {*mesh_axes(outer)}:
-            how, within = how._replace(gathered=between), "residual_seq"
+        equal = tuple(name for name in split if name not in mesh_axes(outer))
+        how = how._replace(joined=over, parted=parted, equal=equal)
 
-        def local(x, w, q, scale):
+        def local(x, w, x_q, x_scale, q, scale):
             shapes = q.shape, q.shape[:contract], q.shape[contract:]
             K = math.prod(shapes[1])
-            x, q = x.reshape(*x.shape[:2], K), q.reshape(1, K, -1)
-            y = multiply_rounded(how._replace(shapes=shapes), x, w, q, scale.reshape(1, 1, -1))
+            x, x_q = (a.reshape(*x_q.shape[:2], K) for a in (x, x_q))
+            x_scale, scale = x_scale.reshape(*x_q.shape[:2], 1), scale.reshape(1, 1, -1)
+            arrays = x, w, x_q, x_scale, q.reshape(1, K, -1), scale
+            y = multiply_rounded(how._replace(shapes=shapes), *arrays)
             return y.reshape(*y.shape[:2], *shapes[2])
 
-        axes = ("batch", within, *inner), rest, self.use, (*[None] * contract, *outer)
-        arrays = x, w, *self.rounded(*range(contract))
+        rows, none = ("batch", "seq"), [None] * contract
+        axes = [(x.copies, *rows, *inner), rest, (*rows, *inner), (*rows, *none), self.use]
+        axes.append((*none, *outer))
+        arrays = x.x, w, x.q, x.scale, *self.rounded(*range(contract))
         y = per_device(local, arrays, axes, ("batch", seq if parted else "seq", *outer))
         return checkpoint_name(constrain(y, "batch", seq, *outer), "product")
 
-    def product(self, use, inner, outer) -> tuple[Product, jax.Array, tuple]:
+    def round(self, x, contract: int = 1) -> Rounded:
+        """Rounds the input of this weight's product. Positions of x that are split are gathered so.
+
+        Devices that split the weight's columns have parts of x's gradient. Those of several
+        products are added on each device, and then over devices, in the transpose of `copy`.
+        """
+        inner, outer = self.use[:contract], self.use[contract:]
+        within, parts = "residual_seq", mesh_axes(outer)
+        if not {*mesh_axes(within)} <= {*parts}:
+            within, x = "seq", constrain(x, "batch", "seq", *inner)
+        between = tuple(name for name in mesh_axes(within) if name not in mesh_axes("seq"))
+        dims = tuple(range(-contract, 0))
+        q, scale = quantize(jax.lax.stop_gradient(x), dims, FORMATS[self.config.matmul][1])
+        q = with_axes(q, ("batch", within, *inner), ("batch", "seq", *inner))
+        scale = constrain(scale, "batch", "seq", *[None] * contract)
+        if between:
+            q, scale = (checkpoint_name(a, "gathered") for a in (q, scale))
+
+        def copy(x):
+            if between:
+                x = jax.lax.all_gather(x, between, axis=1, tiled=True)
+            if over := tuple(name for name in parts if name not in between):
+                x = jax.lax.pcast(x, over, to="varying")
+            return x[None]
+
+        axes = [("batch", within, *inner)], (outer, "batch", "seq", *inner)
+        return Rounded(x, per_device(copy, [x], *axes), outer, q, scale)
+
+    def product(self, use, outer) -> tuple[Product, jax.Array, tuple]:
         """(Product, the weight that gets the gradient, its logical axes); use: axes inside of it.
 
         Where devices have different rows, the gradient is scattered as the weight rests.
@@ -60,22 +102,29 @@ class Low(NamedTuple):
         if any(rest[: len(used)] != used for rest, used in pairs) or not apart <= {*rows}:
             w, axes, alone, apart = constrain(w, *use), use, ((),) * len(use), set()
         summed = tuple(name for name in rows if name not in apart)
-        split = (mesh_axes(dims, manual=True) for dims in (inner, outer, ROWS))
+        split = (mesh_axes(dims, manual=True) for dims in (outer, ROWS))
         how = self.config.matmul, self.config.matmul_backward
         return Product(*how, *split, alone, summed), w, axes
 
     def rounded(self, *dims: int) -> tuple[jax.Array, jax.Array]:
         """The rounded weight in use and its scales; `dims`: those that products contract."""
-        dtype, _ = form = FORMATS[self.config.matmul][0]
+        form = FORMATS[self.config.matmul][0]
         if self.scale is None:
             q, scale = quantize(jax.lax.stop_gradient(self.weight), dims, form)
         else:
             q, scale = self.weight, jnp.expand_dims(self.scale, dims)
-        bits = jnp.int8 if dtype == jnp.int8 else jnp.uint8  # networks need not know float8
-        q = jax.lax.bitcast_convert_type(constrain(q, *self.rest), bits)
-        q = jax.lax.bitcast_convert_type(constrain(q, *self.use), dtype)
+        q = with_axes(q, self.rest, self.use)
         names = [None if dim in dims else axis for dim, axis in enumerate(self.use)]
         return q, constrain(scale, *names)
+
+
+def with_axes(q, rest, use):
+    """Reshards rounded numbers from some logical axes to others; they are bits to the network."""
+    bits = jnp.int8 if q.dtype == jnp.int8 else jnp.uint8
+    if q.dtype.itemsize > 1:
+        return constrain(constrain(q, *rest), *use)
+    q_bits = constrain(jax.lax.bitcast_convert_type(constrain(q, *rest), bits), *use)
+    return jax.lax.bitcast_convert_type(q_bits, q.dtype)
 
 
 def lowered(weights, used, names: dict[str, str], config):
@@ -136,13 +185,14 @@ def of_experts(expert, split, capacity, weights, axes):
     for weight, use in zip(weights, axes, strict=True):
         low, how, given, names = getattr(weight, "low", None), None, [weight[...]], [use]
         if low:
-            how, w, rest = low.product(use, use[1], use[2])
+            how, w, rest = low.product(use, use[2])
             rows, summed = (
                 tuple(name for name in names if name not in split["expert"])
                 for names in (how.rows, how.summed)
             )
             # With a capacity, devices along `expert` have rows of other experts.
             how = how._replace(rows=how.rows if capacity is None else rows, summed=summed)
+            how = how, mesh_axes(use[1], manual=True)
             given, names = [w, *low.rounded(1)], [rest, use, (use[0], None, use[2])]
         hows, arrays, found = [*hows, how], arrays + given, found + names
 
@@ -152,10 +202,12 @@ def of_experts(expert, split, capacity, weights, axes):
         def multiply(x, operand):
             if not isinstance(operand, tuple):
                 return dot(x, operand)
-            how, w, q, scale = operand
+            (how, inner), w, q, scale = operand
             how = how._replace(shapes=(q.shape, q.shape[1:2], q.shape[2:]))
+            form = FORMATS[how.matmul][1]
+            rounded = quantize(jax.lax.stop_gradient(x), (-1,), form, inner)
             sizes = getattr(dot, "keywords", {}).get("group_sizes")
-            return multiply_rounded(how, x, w, q, scale, sizes)
+            return multiply_rounded(how, x, w, *rounded, q, scale, sizes)
 
         operands = ((how, *(next(left) for _ in range(3))) if how else next(left) for how in hows)
         return expert(multiply, x, *operands)

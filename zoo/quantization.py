@@ -13,7 +13,6 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax.ad_checkpoint import checkpoint_name
 
 from .sharding import device
 
@@ -33,36 +32,31 @@ class Product(NamedTuple):
 
     matmul: str  # a key of FORMATS
     backward: str  # "bfloat16": gradients are rounded to it; "": as FORMATS says
-    inner: tuple[str, ...]  # that split K
     outer: tuple[str, ...]  # that split N
     rows: tuple[str, ...]  # that split M
     scattered: tuple[tuple[str, ...], ...]  # that split each dim of the weight at rest alone
     summed: tuple[str, ...]  # along which the weight's gradient is summed, besides those
-    reduced: tuple[str, ...] = ()  # along which x's gradient is summed, unless it is gathered
-    gathered: tuple[str, ...] = ()  # that split T of x, but not while it is multiplied
     joined: tuple[str, ...] = ()  # along which the product is summed
     parted: bool = False  # whether each of these devices keeps a part of T
+    equal: tuple[str, ...] = ()  # along which x's gradients are equal, and only one counts
     shapes: tuple = ((), (), ())  # of the weight on a device, of its K and of its N
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def multiply_rounded(how: Product, x, w, q, scale, sizes=None):
-    """x[B, T, K] or [E, M, K] times q[E, K, N] and the scales: [B, T, N] or [E, M, N].
+def multiply_rounded(how: Product, x, w, x_q, x_scale, q, scale, sizes=None):
+    """x_q[B, T, K] or [E, M, K] times q[E, K, N] and the scales: [B, T, N] or [E, M, N].
 
     Args:
-      w: gets the gradient; q, scale [E, 1, N]: the rounded weight in use.
+      x, w: get the gradients; x is in the compute dtype.
+      x_q, x_scale, q, scale [E, 1, N]: x and the weight in use, rounded.
       sizes: rows of each expert, if x is [M, K]; see jax.lax.ragged_dot.
     """
-    return _forward(how, x, w, q, scale, sizes)[0]
+    return _forward(how, x, w, x_q, x_scale, q, scale, sizes)[0]
 
 
-def _forward(how: Product, x, w, q, scale, sizes):
-    x_q, x_scale = quantize(x, (-1,), FORMATS[how.matmul][1], how.inner)
-    if how.gathered:
-        gather = functools.partial(jax.lax.all_gather, axis_name=how.gathered, axis=1, tiled=True)
-        x_q, x_scale = (checkpoint_name(gather(a), "gathered") for a in (x_q, x_scale))
-    y = _dot("EMK,EKN->EMN", x_q, q, sizes)
-    y, row = y.reshape(*x_q.shape[:-1], y.shape[-1]), x_scale
+def _forward(how: Product, x, w, x_q, x_scale, q, scale, sizes):
+    y, row = _dot("EMK,EKN->EMN", x_q, q, sizes), x_scale
+    y = y.reshape(*x_q.shape[:-1], y.shape[-1])
     if how.parted:
         y, row = _scatter(y.astype(x.dtype), row, how.joined, 1)
     y = (y * row * _by_row(scale, x_q, sizes)).astype(x.dtype)
@@ -76,11 +70,9 @@ def _backward(how: Product, saved, y):
     if how.parted:
         y = jax.lax.all_gather(y, how.joined, axis=1, tiled=True)
     g, row = quantize(y * _by_row(scale, x_q, sizes), (-1,), gradients, how.outer)
-    dx = _dot("EMN,EKN->EMK", g, q, sizes).reshape(x_q.shape)
-    if how.gathered:
-        dx, row = _scatter(dx.astype(dtype), row, how.gathered, 1)
-    dx = (dx * row).astype(dtype)
-    dx = jax.lax.psum(dx, how.reduced) if how.reduced and not how.gathered else dx
+    dx = (_dot("EMN,EKN->EMK", g, q, sizes).reshape(x_q.shape) * row).astype(dtype)
+    if how.equal:
+        dx = jnp.where(jax.lax.axis_index(how.equal) == 0, dx, 0)
     y = y * x_scale
     y = y.reshape(len(q), -1, y.shape[-1]) if sizes is None else y
     g, column = quantize(y, (-2,), gradients, how.rows)
@@ -89,7 +81,7 @@ def _backward(how: Product, saved, y):
     for dim, over in enumerate(how.scattered):
         dw, column = _scatter(dw, column, over, dim) if over else (dw, column)
     dw = jax.lax.psum(dw, how.summed) if how.summed else dw
-    return dx, (dw * column).astype(dtype), None, None, None
+    return dx, (dw * column).astype(dtype), *[None] * 5
 
 
 multiply_rounded.defvjp(_forward, _backward)

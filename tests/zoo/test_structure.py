@@ -35,6 +35,7 @@ LAYERS = {
     "generation": {"runtime", "sharding"},
     "classification": {"runtime", "sharding", "analysis", "checkpoint", "train"},
     "harness": {"runtime", "sharding", "generation"},
+    "int8_weights": {"runtime", "sharding"},
     "language": {
         *{"runtime", "sharding", "analysis", "generation", "checkpoint", "train", "entries"},
     },

@@ -1,0 +1,116 @@
+"""Low-precision matmuls train alike on every mesh, and FSDP gathers bytes."""
+
+import dataclasses
+import functools
+
+import jax
+import numpy as np
+import pytest
+
+from recipes.common.analysis.hlo import collectives
+from recipes.common.entries import model as model_of
+from recipes.common.entries import zoo_file
+from recipes.common.runtime.mesh import make_mesh
+from recipes.common.sharding.abstract import paths, variables_of
+from recipes.common.sharding.layout import make_layout, shardings
+from recipes.common.train.step import gradients
+from tests.conftest import full_except
+from tests.support.quick import QUICK
+
+pytestmark = pytest.mark.promise("low-precision")
+
+B, T = 8, 32
+LOSS = 2e-3  # relative
+GRADIENT = 0.1  # |difference| / |gradient|: numbers that are nearly between two may be rounded either way
+
+
+def batch(entry: str) -> dict[str, np.ndarray]:
+    random = np.random.default_rng(0)
+    if entry == "vit":
+        pictures = random.standard_normal((B, 8, 8, 1), np.float32)
+        return {"image": pictures, "label": random.integers(0, 10, B, np.int32)}
+    tokens = random.integers(0, 257, (B, T + 1), np.int32)
+    return {"tokens": tokens[:, :-1], "targets": tokens[:, 1:]}
+
+
+@functools.cache
+def run(entry: str, mesh: str, strategy: str, changes: tuple, automatic: bool = False):
+    """Returns (loss, path → gradient, the compiled text) of a tiny model's first batch."""
+    changes = dict(changes)
+    accumulate = changes.pop("accumulate", 1)
+    config = dataclasses.replace(zoo_file(entry).Config.tiny(), **changes)
+    where = make_mesh(mesh)
+    if automatic:
+        kinds = (jax.sharding.AxisType.Auto,) * len(where.axis_names)
+        where = jax.sharding.Mesh(where.devices, where.axis_names, axis_types=kinds)
+    length = 0 if entry == "vit" else T
+    layout = make_layout(
+        model_of(entry), config, where, strategy, batch_size=B, seq_len=length, microbatches=accumulate
+    )  # fmt: skip
+
+    def both(batch):
+        variables = variables_of(layout.build())
+        place = jax.lax.with_sharding_constraint if automatic else jax.sharding.reshard
+        variables = place(variables, shardings(layout.variables()))
+        grads, _, means = gradients(layout.model, variables, batch, accumulate)
+        return means["loss"], grads
+
+    given = jax.device_put(batch(entry), layout.batch_shardings(batch(entry)))
+    compiled = layout.compile(both, given, compiler_options=QUICK)
+    loss, grads = compiled(given)
+    return float(loss), {k: np.asarray(x) for k, x in paths(grads).items()}, compiled.as_text()
+
+
+INT8, FP8 = {"matmul": "int8"}, {"matmul": "fp8"}
+SEQ_MODEL, PIPE = "data=2,seq=2,model=2", "data=2,pipe=2,model=2"
+CASES = [
+    ("transformer", "4x2", "fsdp_tp", FP8 | {"remat": "dots"}),
+    ("transformer", "4x2", "fsdp_tp", INT8 | {"num_kv_heads": 1}),  # computed twice
+    ("transformer", "8", "fsdp", INT8 | {"matmul_backward": "bfloat16"}),
+    ("transformer", "8", "fsdp", FP8 | {"remat": "none", "accumulate": 1}),
+    ("transformer", "1x8", "tp_sp", INT8 | {"remat": "gathered"}),
+    ("transformer", "2x2x2", "hsdp_tp_sp", INT8 | {"num_heads": 6, "num_kv_heads": 3}),
+    ("transformer", SEQ_MODEL, "fsdp_cp_tp", INT8 | {"lora_rank": 4}),
+    ("transformer", PIPE, "fsdp_pp_tp", FP8),
+    ("moe", "data=2,expert=2,model=2", "fsdp_ep_tp", INT8),
+    ("moe", "data=2,expert=4", "fsdp_ep", FP8 | {"capacity": None}),
+    ("moe", "data=2,seq=2,expert=2", "fsdp_ep_cp", INT8),
+    ("moe", "data=2,pipe=2,expert=2", "fsdp_ep_pp", INT8),
+    ("gpt_oss", "2x2x2", "hsdp_tp_sp", FP8),
+    ("gpt2", "2x2x2", "fsdp_tp_sp", INT8),
+    ("gemma3", "4x2", "fsdp_tp", FP8),
+    ("vit", "2x2x2", "hsdp_tp", INT8),
+]
+FAST = [CASES[5]]
+
+
+@pytest.mark.parametrize(("entry", "mesh", "strategy", "changes"), full_except(CASES, FAST))
+def test_losses_and_gradients_are_those_of_one_device(entry, mesh, strategy, changes):
+    plain = tuple((changes | {"remat": "full"}).items())
+    want_loss, want, _ = run(entry, "1x1", "dp", plain)
+    loss, found, _ = run(entry, mesh, strategy, tuple(changes.items()))
+    assert loss == pytest.approx(want_loss, rel=LOSS)
+    check(found, want)
+
+
+def check(found, want) -> None:
+    for path, w in want.items():
+        norm = np.linalg.norm(w)
+        if not path.endswith("k_bias"):  # which is zero but for rounding
+            assert np.linalg.norm(found[path] - w) <= GRADIENT * norm, path
+
+
+@pytest.mark.full
+def test_auto_axes_give_the_same():
+    changes = tuple(INT8.items())
+    want_loss, want, _ = run("transformer", "1x1", "dp", changes)
+    loss, found, _ = run("transformer", "4x2", "fsdp_tp_sp", changes, automatic=True)
+    assert loss == pytest.approx(want_loss, rel=LOSS)
+    check(found, want)
+
+
+def test_fsdp_gathers_a_byte_for_each_weight():
+    changes = tuple(INT8.items())
+    _, _, text = run("transformer", "8", "fsdp", changes)
+    gathered = [x for x in collectives(text) if x.kind == "all-gather"]
+    print(*gathered, sep="\n"); assert 0
