@@ -59,7 +59,8 @@ def project(module, name: str, x: jax.Array, contract: int = 1, seq: str = "seq"
     y = multiply(x, getattr(module, name), contract, seq)
     if name in module.lora:
         adapter = module.lora[name]
-        x = gather(x.exact) if hasattr(x, "exact") else x  # see low_precision.Rounded
+        exact = getattr(x, "exact", None)  # see low_precision.Rounded
+        x = x if exact is None else gather(exact)
         y += multiply(multiply(x, adapter.a, contract), adapter.b, seq=seq) * adapter.scale
     return y
 

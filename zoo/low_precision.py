@@ -102,9 +102,9 @@ class Low(NamedTuple):
         if any(rest[: len(used)] != used for rest, used in pairs) or not apart <= {*rows}:
             w, axes, alone, apart = constrain(w, *use), use, ((),) * len(use), set()
         summed = tuple(name for name in rows if name not in apart)
-        split = (mesh_axes(dims, manual=True) for dims in (outer, ROWS))
-        how = self.config.matmul, self.config.matmul_backward
-        return Product(*how, *split, alone, summed), w, axes
+        columns, positions = (mesh_axes(dims, manual=True) for dims in (outer, ROWS))
+        formats = self.config.matmul, self.config.matmul_backward
+        return Product(*formats, columns, positions, alone, summed), w, axes
 
     def rounded(self, *dims: int) -> tuple[jax.Array, jax.Array]:
         """The rounded weight in use and its scales; `dims`: those that products contract."""
@@ -116,15 +116,6 @@ class Low(NamedTuple):
         q = with_axes(q, self.rest, self.use)
         names = [None if dim in dims else axis for dim, axis in enumerate(self.use)]
         return q, constrain(scale, *names)
-
-
-def with_axes(q, rest, use):
-    """Reshards rounded numbers from some logical axes to others; they are bits to the network."""
-    bits = jnp.int8 if q.dtype == jnp.int8 else jnp.uint8
-    if q.dtype.itemsize > 1:
-        return constrain(constrain(q, *rest), *use)
-    q_bits = constrain(jax.lax.bitcast_convert_type(constrain(q, *rest), bits), *use)
-    return jax.lax.bitcast_convert_type(q_bits, q.dtype)
 
 
 def lowered(weights, used, names: dict[str, str], config):
@@ -144,6 +135,15 @@ def lowered(weights, used, names: dict[str, str], config):
             low = Low(w, None if scale is None else scale[...], rest, use, config)
             setattr(module, name, variable.replace(low=low))
     return used
+
+
+def with_axes(q, rest, use):
+    """Reshards rounded numbers from some logical axes to others; they are bits to the network."""
+    bits = jnp.int8 if q.dtype == jnp.int8 else jnp.uint8
+    if q.dtype.itemsize > 1:
+        return constrain(constrain(q, *rest), *use)
+    q_bits = constrain(jax.lax.bitcast_convert_type(constrain(q, *rest), bits), *use)
+    return jax.lax.bitcast_convert_type(q_bits, q.dtype)
 
 
 def matrices(module, names: set[str]) -> list:

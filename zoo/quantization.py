@@ -9,7 +9,7 @@ Shapes: B batch, T positions, E experts (1 for other weights), M rows, K contrac
 """
 
 import functools
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -134,7 +134,8 @@ def _dot(dims: str, a, b, sizes, K=(), N=()):
     if not a.dtype.itemsize == b.dtype.itemsize == 1 or not native(a.dtype):
         wide = jnp.float32 if device().platform == "cpu" else jnp.bfloat16  # both are exact
         a, b = a.astype(wide), b.astype(wide)
-    sums = {"preferred_element_type": jnp.int32 if a.dtype == jnp.int8 else jnp.float32}
+    kind = jnp.int32 if a.dtype == jnp.int8 else jnp.float32
+    sums: dict[str, Any] = {"preferred_element_type": kind}
     by_rows = dims == "EMK,EMN->EKN"
     if sizes is not None:
         if by_rows:

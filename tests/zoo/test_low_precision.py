@@ -138,12 +138,18 @@ def test_experts_are_multiplied_alike(matmul, dropless):
         random.standard_normal(shape).astype(np.float32)
         for shape in ((E, M, K), (E, K, N), (E, M, N))
     )
-    how = Product(matmul, "", (), (), (), ((),) * 3, (), shapes=(w.shape, (K,), (N,)))
-    q, scale = quantization.quantize(jnp.asarray(w), (1,), quantization.FORMATS[matmul][0])
+    how = Product(matmul, "", (), (), ((),) * 3, (), shapes=(w.shape, (K,), (N,)))
     sizes = jnp.full(E, M, jnp.int32) if dropless else None
     shape = (lambda a: (E * M, a.shape[-1])) if dropless else np.shape
-    run = functools.partial(multiply_rounded, how, q=q, scale=scale, sizes=sizes)
-    y, pull = jax.vjp(run, jnp.reshape(x, shape(x)), jnp.asarray(w))
+    rows = jnp.reshape(x, shape(x))
+    of_weights, of_rows, _ = quantization.FORMATS[matmul]
+    q, q_scale = quantization.quantize(jnp.asarray(w), (1,), of_weights)
+    x_q, x_scale = quantization.quantize(rows, (-1,), of_rows)
+
+    def run(rows, w):
+        return multiply_rounded(how, rows, w, x_q, x_scale, q, q_scale, sizes)
+
+    y, pull = jax.vjp(run, rows, jnp.asarray(w))
     found = y, *pull(jnp.reshape(grad, shape(grad)))
     whole = (x.reshape(-1, K), grad.reshape(-1, N)) if dropless else None
     for e in range(E):
