@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
-from .quantization import FORMATS, Product, multiply_rounded, quantize
+from .quantization import FORMATS, Product, bits, multiply_rounded, numbers, quantize
 from .sharding import constrain, mesh_axes, per_device
 
 ROWS = ("batch", "seq")  # the logical axes of activations' rows
@@ -74,11 +74,13 @@ class Low(NamedTuple):
             within, x = "seq", constrain(x, "batch", "seq", *inner)
         between = tuple(name for name in mesh_axes(within) if name not in mesh_axes("seq"))
         dims = tuple(range(-contract, 0))
-        q, scale = quantize(jax.lax.stop_gradient(x), dims, FORMATS[self.config.matmul][1])
-        q = with_axes(q, ("batch", within, *inner), ("batch", "seq", *inner))
+        form = FORMATS[self.config.matmul][1]
+        q, scale = quantize(jax.lax.stop_gradient(x), dims, form)
+        q = constrain(bits(constrain(q, "batch", within, *inner)), "batch", "seq", *inner)
         scale = constrain(scale, "batch", "seq", *[None] * contract)
         if between:
             q, scale = (checkpoint_name(a, "gathered") for a in (q, scale))
+        q = numbers(q, form)
 
         def copy(x):
             if between:
@@ -113,7 +115,7 @@ class Low(NamedTuple):
             q, scale = quantize(jax.lax.stop_gradient(self.weight), dims, form)
         else:
             q, scale = self.weight, jnp.expand_dims(self.scale, dims)
-        q = with_axes(q, self.rest, self.use)
+        q = numbers(constrain(bits(constrain(q, *self.rest)), *self.use), form)
         names = [None if dim in dims else axis for dim, axis in enumerate(self.use)]
         return q, constrain(scale, *names)
 
@@ -135,15 +137,6 @@ def lowered(weights, used, names: dict[str, str], config):
             low = Low(w, None if scale is None else scale[...], rest, use, config)
             setattr(module, name, variable.replace(low=low))
     return used
-
-
-def with_axes(q, rest, use):
-    """Reshards rounded numbers from some logical axes to others; they are bits to the network."""
-    bits = jnp.int8 if q.dtype == jnp.int8 else jnp.uint8
-    if q.dtype.itemsize > 1:
-        return constrain(constrain(q, *rest), *use)
-    q_bits = constrain(jax.lax.bitcast_convert_type(constrain(q, *rest), bits), *use)
-    return jax.lax.bitcast_convert_type(q_bits, q.dtype)
 
 
 def matrices(module, names: set[str]) -> list:

@@ -61,12 +61,14 @@ def _forward(how: Product, x, w, x_q, x_scale, q, scale, sizes):
         y, row = _scatter(y.astype(x.dtype), row, how.joined, 1)
     y = (y * row * _by_row(scale, x_q, sizes)).astype(x.dtype)
     y = jax.lax.psum(y, how.joined) if how.joined and not how.parted else y
-    return y, (x_q, x_scale, q, scale, sizes)
+    return y, (bits(x_q), x_scale, bits(q), scale, sizes)
 
 
 def _backward(how: Product, saved, y):
     (x_q, x_scale, q, scale, sizes), dtype, (whole, K, N) = saved, y.dtype, how.shapes
-    gradients = (how.backward, None) if how.backward else FORMATS[how.matmul][2]
+    of_weights, of_rows, gradients = FORMATS[how.matmul]
+    gradients = (how.backward, None) if how.backward else gradients
+    x_q, q = numbers(x_q, of_rows), numbers(q, of_weights)
     if how.parted:
         y = jax.lax.all_gather(y, how.joined, axis=1, tiled=True)
     g, row = quantize(y * _by_row(scale, x_q, sizes), (-1,), gradients, how.outer)
@@ -104,6 +106,22 @@ def quantize(x, dims, form, over: tuple[str, ...] = ()):
     scale = jnp.maximum(largest / most, 1e-35)  # zeros divide by no zero, and NaN stays NaN
     x = x / scale
     return (jnp.round(x) if dtype == jnp.int8 else x).astype(dtype), scale
+
+
+def bits(q):
+    """Rounded numbers as integers of one byte; others unchanged.
+
+    Networks need not know float8, and XLA's CPU backend loses float8 numbers above 240 that a loop
+    saves, because it keeps them in float16.
+    """
+    if q.dtype.itemsize > 1 or q.dtype == jnp.int8:
+        return q
+    return jax.lax.bitcast_convert_type(q, jnp.uint8)
+
+
+def numbers(x, form):
+    """The inverse of `bits`; form: see `quantize`."""
+    return jax.lax.bitcast_convert_type(x, form[0]) if x.dtype == jnp.uint8 else x
 
 
 def _scatter(x, scale, over: tuple[str, ...], dim: int):
