@@ -26,6 +26,7 @@ from recipes.common.analysis.targets import DOES_NOT_FIT, TooLarge, compile_step
 from recipes.common.runtime.flags import flag
 from recipes.common.runtime.terminal import print0
 from recipes.common.sharding.rules import shards, used_axes
+from recipes.common.train.matmul import matmul_flag
 from zoo.transformer import REMAT, RULES, SIZES
 
 Case = tuple[str, str, int]  # size, kind of chip, number of chips
@@ -47,6 +48,7 @@ class MemoryFlags(MeshFlags):
     chips: str = flag("16,256", "Numbers of chips, comma-separated.")
     kinds: str = flag(",".join(TPUS), f"Kinds of chips, comma-separated: {KINDS_HELP}.")
     rules: str = flag("fsdp", "Strategy.", choices=RULES)
+    matmul: str = matmul_flag()
     which: bool = flag(False, "Print only the remat policy that recomputes least and still fits.")
 
 
@@ -64,7 +66,7 @@ def memory(flags: MemoryFlags) -> None:
 
 
 def _parts(flags: MemoryFlags, cases: Iterable[Case], remats: list[str]) -> None:
-    table = Table("size", "chips", "remat", "parameters", "optimizer", "gradients",
+    table = Table("size", "chips", "remat", "matmul", "parameters", "optimizer", "gradients",
                   "saved activations", "live working set", "sum", "compiled peak", "sum / peak")  # fmt: skip
     for (size, kind, chips), remat in itertools.product(cases, remats):
         step = _step(flags, size, kind, chips, remat)
@@ -72,12 +74,16 @@ def _parts(flags: MemoryFlags, cases: Iterable[Case], remats: list[str]) -> None
         parts = memory_parts(step.layout)
         total = sum(parts.values())
         cells = map(report.size, [*parts.values(), total])
-        table.row(size, f"{chips} {kind}", remat, *cells, text, f"{total / peak:.2f}")
+        table.row(
+            size, f"{chips} {kind}", remat, flags.matmul or "-", *cells, text, f"{total / peak:.2f}"
+        )
 
 
 def _which(flags: MemoryFlags, cases: Iterable[Case], remats: list[str]) -> None:
     """The first policy whose step fits; REMAT has them from least to most recomputation."""
-    table = Table("size", "chips", "attention", "remat", "compiled peak", "next policy needs")
+    table = Table(
+        "size", "chips", "attention", "remat", "matmul", "compiled peak", "next policy needs"
+    )
     for size, kind, chips in cases:
         above, found, text = "-", "none of them fits", "-"
         for remat in (remat for remat in REMAT if remat in remats):
@@ -93,11 +99,13 @@ def _which(flags: MemoryFlags, cases: Iterable[Case], remats: list[str]) -> None
                 found = remat
                 break
             above = f"{remat}: {report.size(peak)}"
-        table.row(size, f"{chips} {kind}", kernel(step.layout), found, text, above)
+        table.row(
+            size, f"{chips} {kind}", kernel(step.layout), found, flags.matmul or "-", text, above
+        )
 
 
 def _step(flags: MemoryFlags, size: str, kind: str, chips: int, remat: str) -> Step:
-    config = dataclasses.replace(SIZES[size](), dtype="bfloat16", remat=remat)
+    config = dataclasses.replace(SIZES[size](), dtype="bfloat16", remat=remat, matmul=flags.matmul)
     axes = flags.axes(size, chips, flags.rules)
     rows = flags.rows * shards(RULES[flags.rules], "batch", axes)
     return make_step(config, flags.rules, topology(kind, axes), rows, flags.seq_len, segments=True)

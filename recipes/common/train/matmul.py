@@ -2,8 +2,6 @@
 
 from typing import Any
 
-import jax
-
 from recipes.common.runtime import UserError, flag
 from recipes.common.sharding import Layout
 from zoo.quantization import FLOAT8_DEVICES, has_float8
@@ -33,27 +31,27 @@ def matmul_emulate_flag() -> bool:
     )  # fmt: skip
 
 
-def matmul_fields(flags: Any, device: jax.Device) -> dict[str, str]:
+def matmul_fields(flags: Any, device: Any) -> dict[str, str]:
     """Config's fields for --matmul. Raises UserError if the flags don't fit together or the device.
 
     Args:
-      flags: has the three flags above.
-      device: one of the mesh's.
+      flags: has the three flags above, or only the first.
+      device: one of the mesh's, with its platform and device_kind.
     """
     for name in ("matmul_backward", "matmul_emulate"):
-        if (value := getattr(flags, name)) and not flags.matmul:
+        if (value := getattr(flags, name, "")) and not flags.matmul:
             raise UserError(
                 f"--{name}={value} is for low-precision matmuls, and --matmul is empty; add "
                 "--matmul=int8 or --matmul=fp8"
             )
     lacks = device.platform != "cpu" and not has_float8(device.device_kind)
-    if flags.matmul == "fp8" and lacks and not flags.matmul_emulate:
+    if flags.matmul == "fp8" and lacks and not getattr(flags, "matmul_emulate", False):
         raise UserError(
             f"--matmul=fp8 needs float8 matmuls, which {device.device_kind} lacks and "
             f"{', '.join(FLOAT8_DEVICES)} have; use --matmul=int8, or add --matmul_emulate, which rounds "
             "alike but is not faster"
         )
-    return {"matmul": flags.matmul, "matmul_backward": flags.matmul_backward}
+    return {"matmul": flags.matmul, "matmul_backward": getattr(flags, "matmul_backward", "")}
 
 
 def describe_matmul(layout: Layout) -> list[str]:
