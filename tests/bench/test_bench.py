@@ -600,7 +600,9 @@ def test_a_gpu_row_that_fails_is_a_row(sweep):
 
     asked, out, error = sweep(find, cases="1b:2048")
     assert not error
-    assert re.search(r"^\| 1b:2048 \| auto \| 8 \| - \| PyTorch \| ended by SIGSEGV \| - ", out, re.M)
+    assert re.search(
+        r"^\| 1b:2048 \| auto \| 8 \| - \| PyTorch \| ended by SIGSEGV \| - ", out, re.M
+    )
     assert re.search(r"^\| 1b:2048 \| auto, segments \| 32 \| .* \| out of memory \| - ", out, re.M)
     tried = [row for row in asked if row.what == "step" and row.remat == "none" and row.batch > 16]
     assert {row.batch for row in tried} == {32}, "where 32 do not fit, more do not"
@@ -613,7 +615,9 @@ def test_a_wrong_kernel_is_reported_at_the_end(sweep):
 
     asked, out, error = sweep(find, cases="1b:2048")
     assert len(asked) > 9, "the rest is measured"
-    assert "| kernel | cudnn | - | - | check | 2×512, 4/4 heads of 64: dk off by 3.0e-01 | - |" in out
+    assert (
+        "| kernel | cudnn | - | - | check | 2×512, 4/4 heads of 64: dk off by 3.0e-01 | - |" in out
+    )
     assert error == "1: cudnn: the kernel check failed; see its row"
 
 

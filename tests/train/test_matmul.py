@@ -6,16 +6,15 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from recipes.common import checkpoint
 from recipes.common.int8_weights import to_int8
 from recipes.common.mesh import make_mesh
 from recipes.common.runtime.errors import UserError
-from recipes.common.sharding.abstract import paths, variables_of
+from recipes.common.sharding.abstract import paths
 from recipes.common.sharding.layout import make_layout
 from recipes.common.train.matmul import describe_matmul, matmul_fields
 from tests.support.models import random_variables
 from tests.support.quick import quick as quick
-from tests.support.runs import TINY, records
+from tests.support.runs import TINY, records, state_of
 from zoo.transformer import Config, Transformer
 
 pytestmark = pytest.mark.promise("low-precision")
@@ -64,9 +63,9 @@ def test_the_report_says_where_numbers_are_multiplied():
 
 @pytest.mark.full
 def test_checkpoints_continue_in_any_precision(inside, quick, book, tmp_path):
-    """A run in fp8 goes on in float32 and in int8; its checkpoint has the same float32 arrays."""
+    """A run in fp8 goes on in float32 on another mesh; a checkpoint in fp8 has float32 arrays."""
     here, losses = f"--workdir={tmp_path}", {}
-    steps = [("fp8", 1, "4x2"), ("", 2, "8"), ("int8", 3, "1x8")]
+    steps = [("fp8", 1, "4x2"), ("", 2, "8")]
     for matmul, count, mesh in steps:
         given = (f"--matmul={matmul}", f"--steps={count}", f"--mesh={mesh}", "--log_every=1")
         done = inside("recipes.transformer", *TINY, book, here, *given)
@@ -75,11 +74,11 @@ def test_checkpoints_continue_in_any_precision(inside, quick, book, tmp_path):
         assert (emulated in done.out) == bool(matmul)
         assert ("matmul:" in done.out) == bool(matmul)
         losses |= dict(records(tmp_path, "step", "loss"))
-    assert sorted(losses) == [1, 2, 3]
-    model, _ = checkpoint.restore(tmp_path, make_mesh("2x4"))
-    found = paths(variables_of(model)["params"])
-    assert {str(x.dtype) for x in found.values()} == {"float32"}
-    assert not [path for path in found if path.endswith("_scale")]
+        if matmul:
+            found = state_of(tmp_path, count)
+            assert {str(x.dtype) for path, x in found.items() if "params" in path} == {"float32"}
+            assert not [path for path in found if path.endswith("_scale")]
+    assert sorted(losses) == [1, 2]
 
 
 @pytest.mark.full
