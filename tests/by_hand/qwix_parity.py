@@ -1,10 +1,10 @@
 """Compares a rounded product and its gradients with qwix's; prints the largest differences.
 
-pip install qwix && python -m tests.by_hand.qwix_parity
+pip install -e '.[hf]' && python -m tests.by_hand.qwix_parity
 
-In int8, qwix's largest number is 127.5; results with that are printed too.
-Differences are relative to the largest value. qwix itself is no dependency: its products ignore
-out_sharding, which Explicit axes need, and see a weight only after FSDP gathered it.
+In int8, qwix's largest number is 127.5; results with that are printed too. Differences are relative to
+the largest value. Models don't use qwix: its products ignore out_sharding, which Explicit axes need, and
+see a weight only after FSDP gathered it.
 """
 
 import jax
