@@ -102,14 +102,15 @@ def export(flags: Export) -> None:
     if not adapted:
         checkpoint.check_variables(source, layout)
     tokens = source.tokenizer()
-    shards = paths(layout.variables()["params"])
+    variables = layout.variables()
+    shards = {path: (kind, x) for kind in variables for path, x in paths(variables[kind]).items()}
 
     # ---- Read, rearrange and write one parameter at a time ---------------------------------------
     def read(path: str) -> np.ndarray:
-        only = {"params": nested({path: shards[path]})}
-        return np.asarray(jax.tree.leaves(weights.read(only))[0])
+        kind, shard = shards[path]
+        return np.asarray(jax.tree.leaves(weights.read({kind: nested({path: shard})}))[0])
 
-    facts = card.facts(source, list(shards.values()), flags.licence, flags.note)
+    facts = card.facts(source, jax.tree.leaves(variables["params"]), flags.licence, flags.note)
     readme = card.for_hub(target.name, source.metadata, facts, flags.adapter)
     name = flags.target
     with folders.write_errors(name):

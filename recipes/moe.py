@@ -13,7 +13,7 @@ import functools
 
 from recipes.common import language
 from recipes.common.language import ExpertFlags, Sample, Text, usage, with_experts
-from recipes.common.runtime import Run, flag
+from recipes.common.runtime import Run
 from recipes.common.runtime.start import start
 from zoo.moe import REMAT, SIZES, Config
 
@@ -25,10 +25,7 @@ class Flags(ExpertFlags):
     size: str = language.size_flag(SIZES)
     remat: str = language.remat_flag(REMAT)
     lora_targets: str = language.lora_targets_flag(Config.lora_targets)
-    balance_rate: float = flag(
-        -1.0, "Change per step of the experts' biases, toward even loads; 0: no biases; -1: as in the "
-        "size or the checkpoint.", "model", at_least=-1.0,
-    )  # fmt: skip
+    balance_rate: float = language.balance_rate_flag()
 
 
 # The run, from the mesh to the sample: recipes/common/language/recipe.py.

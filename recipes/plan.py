@@ -33,6 +33,7 @@ from recipes.common.runtime.start import start
 from recipes.common.sharding import make_layout
 from recipes.common.sharding.rules import check_length
 from recipes.common.train.matmul import matmul_fields, matmul_flag
+from recipes.common.train.offload import offload_flag
 from recipes.common.train.optimizer import LearningRate, adamw
 from recipes.common.train.step import TrainStep
 
@@ -51,6 +52,7 @@ class Flags:
     )  # fmt: skip
     seq_len: int = flag(128, "Tokens of context, for text.", group="data", at_least=1)
     matmul: str = matmul_flag()
+    offload: str = offload_flag()
     top: int = flag(8, "Rows of the table.", at_least=1)
     confirm: int = flag(0, "Candidates to compile with the real compiler.", at_least=0)
     confirm_layers: int = flag(0, "Layers of the compiled models; 0: all.", at_least=0)
@@ -107,15 +109,15 @@ def make_job(flags: Flags, devices: Devices) -> Job:
         dtype = "float32" if devices.kind == "cpu" else "bfloat16"
         config = dataclasses.replace(config, dtype=dtype)
     if flags.matmul:
-        if "matmul" not in fields:
-            raise UserError(
-                f"--matmul={flags.matmul} is for models with attention, and {flags.entry} has none; leave "
-                "it out"
-            )
         device = AbstractDevice(devices.hardware.name, None, devices.hardware.platform)
-        config = dataclasses.replace(config, **matmul_fields(flags, device))
+        config = dataclasses.replace(config, **matmul_fields(flags, device, config))
     length = flags.seq_len if "vocab_size" in fields else 0
     check_length(config, length)
+    if flags.offload and "remat" not in fields:
+        raise UserError(
+            f"--offload={flags.offload} is for models with layers, and {flags.entry} has none; leave it "
+            "out"
+        )
     tokens = 16 * devices.count * max(length, 1)
     if flags.batch_tokens:
         number = re.fullmatch(r"(\d{1,15})([KM]?)", flags.batch_tokens)
@@ -131,7 +133,7 @@ def make_job(flags: Flags, devices: Devices) -> Job:
             f"--batch_tokens={flags.batch_tokens} is not a whole number of rows of "
             f"--seq_len={length}; try --batch_tokens={whole}"
         )
-    return Job(entries.model(flags.entry), config, rows, length)
+    return Job(entries.model(flags.entry), config, rows, length, flags.offload)
 
 
 def _what_would_fit(change: Change | None) -> str:
@@ -182,7 +184,10 @@ def make_program(candidate: Estimate) -> Program:
         microbatches=candidate.accumulate, seq_len=known.seq_len,
     )  # fmt: skip
     lr = LearningRate(1e-3, 10, 100)
-    step = TrainStep(layout, adamw(lr, weight_decay=0.1, clip_norm=1.0), lr, candidate.accumulate)
+    step = TrainStep(
+        layout, adamw(lr, weight_decay=0.1, clip_norm=1.0), lr, candidate.accumulate,
+        offload=candidate.offload,
+    )  # fmt: skip
     row = jax.ShapeDtypeStruct((known.seq_len,), np.int32)
     return Program(
         step, step.abstract_state(), dict.fromkeys(("tokens", "targets", "segment_ids"), row)
@@ -215,14 +220,15 @@ def _confirm(candidate: Estimate, layers: int) -> dict[str, Any]:
         model = entries.model(candidate.layout.zoo.__name__.rpartition(".")[2])
         shallow = make_layout(model, config, candidate.layout.mesh, candidate.layout.strategy)
         layout = dataclasses.replace(candidate.layout, config=config, model=shallow.model)
-        candidate = estimate(layout, candidate.devices, candidate.accumulate)
+        given = candidate.devices, candidate.accumulate, candidate.offload
+        candidate = estimate(layout, *given)
     name = f"{candidate.layout.strategy} on {answer.mesh_of(candidate)}"
     figures = answer.to_json(candidate)
     compiled = compile_step(make_program(candidate), candidate.devices.kind, name)
     if isinstance(compiled, TooLarge):
         return figures | {"compiled_memory": compiled.bytes, "compiled_sent": None}
     sent = sent_by_kind(compiled.as_text(), candidate.devices.count)
-    peak = report.memory(compiled).peak_memory_in_bytes
+    peak = report.peak(compiled)
     return figures | {"compiled_memory": peak, "compiled_sent": sum(sent.values())}
 
 

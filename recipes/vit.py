@@ -29,6 +29,7 @@ from recipes.common.train.matmul import (
     matmul_fields,
     matmul_flag,
 )
+from recipes.common.train.offload import check_offload, offload_flag
 from recipes.common.train.optimizer import OPTIMIZERS, LearningRate, hidden_matrices, make_optimizer
 from recipes.common.train.step import TrainStep
 from zoo.layers import REMAT_POLICIES
@@ -91,6 +92,7 @@ class Flags:
     accumulate: int = flag(
         1, "Gradient-accumulation steps: microbatches in a batch.", "optimizer", at_least=1
     )
+    offload: str = offload_flag()
 
 
 def main(run: Run, flags: Flags) -> None:
@@ -110,8 +112,9 @@ def main(run: Run, flags: Flags) -> None:
         ViT, config, mesh, run.rules,
         seed=run.seed, batch_size=run.batch_size, microbatches=flags.accumulate,
     )  # fmt: skip
+    check_offload(layout, run, flags.offload)
     if run.plan:
-        return print0(*of_layout(layout, flags.accumulate))
+        return print0(*of_layout(layout, flags.accumulate, flags.offload))
     if folder.source and given["labels"] != config.labels:
         folder = dataclasses.replace(folder, source=NewHead(folder.source, layout, HEAD))
         print0(f"The head is new and starts at zero, for {config.classes} other classes.")
@@ -121,7 +124,7 @@ def main(run: Run, flags: Flags) -> None:
     lr = LearningRate(run.learning_rate, flags.warmup_steps, run.steps, run.schedule)
     matrices = hidden_matrices(layout, **MATRICES)
     optimizer = make_optimizer(flags.optimizer, lr, flags.weight_decay, flags.clip_norm, matrices)
-    step = TrainStep(layout, optimizer, lr, flags.accumulate, run.skip_nonfinite > 0)
+    step = TrainStep(layout, optimizer, lr, flags.accumulate, run.skip_nonfinite > 0, flags.offload)
     extra, cost = confusion(config.classes), flops.encoder(layout, config.num_positions)
     _, log, figures = fit(run, folder, step, images, extra=extra, example_flops=cost)
 
@@ -138,7 +141,7 @@ def model_config(flags: Flags, start: checkpoint.Source | None, device: jax.Devi
     """
     size = SIZES[flags.size or "small"]()
     dtype = flags.dtype or ("float32" if device.platform == "cpu" else "bfloat16")
-    how = {"dtype": dtype, **matmul_fields(flags, device)}
+    how = {"dtype": dtype, **matmul_fields(flags, device, Config)}
     try:
         given = dataclasses.replace(flags, lora_targets="")  # lora_fields reads it
         config = checkpoint.configure(size, None if flags.size else start, given)

@@ -88,7 +88,8 @@ class Attention(nnx.Module):
         else:
             from .cache import attend_to_cache
 
-            out_BTNH = attend_to_cache(q, k, v, past[0], past[1], at.seen[kind], cap, sinks_N)
+            keys, values, root = ((q, k, past[0]),), (v, past[1]), math.sqrt(q.shape[-1])
+            out_BTNH = attend_to_cache(keys, values, at.seen[kind], root, cap, sinks_N)
         return self._project("o", out_BTNH, contract=2, seq="residual_seq"), (k, v)
 
     def _project(self, name: str, x, **how):
@@ -104,6 +105,7 @@ class Positions(NamedTuple):
     seen: dict[Kind, jax.Array]  # [B, S], bool: cache slots to attend to; {} without a cache
     striped: bool  # whether they are in stripes
     numbers: jax.Array  # [B or 1, T], int: the place of each token in its row
+    cache: Any = None  # a Cache
 
 
 def positions(config, tokens_BT, segment_ids_BT, positions_BT=None, cache=None) -> Positions:
@@ -116,9 +118,10 @@ def positions(config, tokens_BT, segment_ids_BT, positions_BT=None, cache=None) 
     positions_BT = at_T[None] if positions_BT is None else positions_BT
     positions_BT = constrain(positions_BT, "batch" if len(positions_BT) > 1 else None, "seq")
     rotary = [kind for kind in kinds(config) if kind.rope_theta is not None]
-    angles = {kind: rope_angles(kind, config.head_dim, positions_BT) for kind in rotary}
+    rope_dim = getattr(config, "rope_dim", config.head_dim)
+    angles = {kind: rope_angles(kind, rope_dim, positions_BT) for kind in rotary}
     seen = {kind: cache.seen(kind.window) for kind in kinds(config)} if cache else {}
-    return Positions(segment_ids_BT, angles, seen, striped, positions_BT)
+    return Positions(segment_ids_BT, angles, seen, striped, positions_BT, cache)
 
 
 def logits_in_order(model, tokens_BT, segment_ids_BT=None) -> jax.Array:
@@ -157,6 +160,7 @@ def attend(
     """Causal softmax attention with the best kernel for the device. Returns [B, T, N, H].
 
     A position attends to itself and to earlier positions in its own segment and sliding window.
+    Values, and so outputs, may have another H than queries and keys.
 
     Args:
       context: how positions on different devices attend to each other; see context.way_to_attend.
@@ -317,7 +321,7 @@ def flash(how: How, q_BNTH, kv, ids_BT, offset):
         return [higher, total * decay + weights.sum(-1), out], shared
 
     zeros_BNT = jnp.zeros(q_BNTH.shape[:3])
-    own = zeros_BNT + NOT_SEEN, zeros_BNT, jnp.zeros(q_BNTH.shape)
+    own = zeros_BNT + NOT_SEEN, zeros_BNT, jnp.zeros((*zeros_BNT.shape, kv[1].shape[-1]))
     (most, total, out), _ = _over_tiles(how, tile, (q_BNTH,), kv, ids_BT, offset, own, ())
     total = jnp.where(total > 0, total, 1)
     return out / total[..., None], most + jnp.log(total)
@@ -397,30 +401,30 @@ def cudnn(how: How, q_BTNH, k_BSKH, v_BSKH, segment_ids_BT, _) -> jax.Array:
     """NVIDIA kernel for rows without segments."""
     if segment_ids_BT is not None:
         raise ValueError("attention='cudnn' does not support segment ids; use 'flash'")
-    left = None if how.window is None else (how.window - 1, 0)
+    left, V = None if how.window is None else (how.window - 1, 0), v_BSKH.shape[-1]
+    v_BSKH = jnp.pad(v_BSKH, (*[(0, 0)] * 3, (0, q_BTNH.shape[-1] - V)))  # jax.nn wants one H
     return jax.nn.dot_product_attention(
         q_BTNH, k_BSKH, v_BSKH, is_causal=True, local_window_size=left, implementation="cudnn"
-    )
+    )[..., :V]
 
 
 PARTS = ("flash", "splash")  # kernels whose outputs for several parts of the keys can be joined
 KERNELS = {name: functools.partial(on_device, name) for name in PARTS} | {"cudnn": cudnn}
 KERNEL_NAMES = ("auto", "xla", *KERNELS)  # valid values of Config.attention
 SCHEDULES = ("1f1b", "gpipe")  # valid values of Config.pipeline
-MATMULS = ("", "int8", "fp8", "int8_weights")  # valid values of Config.matmul; see low_precision.py
 WAYS = ("auto", "all-to-all", "ring")  # valid values of Config.context; see context.py
 
 
 def check_config(config, **choices) -> None:
     """Raises ValueError if a decoder's Config is invalid; `choices`: field → its valid values."""
     choices |= {"attention": KERNEL_NAMES, "context": WAYS, "pipeline": SCHEDULES}
-    choices |= {"matmul": MATMULS, "matmul_backward": ("", "bfloat16")}
+    choices |= {"matmul": ("", "int8", "fp8", "int8_weights"), "matmul_backward": ("", "bfloat16")}
     for name, value in vars(config).items():
-        least = 0 if name in ("lora_rank", "pipe_microbatches") else 1
+        least = 0 if vars(type(config)).get(name) == 0 else 1  # by its default
         if type(value) is int and value < least:
             raise ValueError(f"{name}={value} must be ≥ {least}")
         if name in choices and value not in choices[name]:
-            raise ValueError(f"{name}={value!r} is not one of {', '.join(choices[name])}")
+            raise ValueError(f"{name}={value!r} is not one of {', '.join(map(str, choices[name]))}")
     L, N, K, H = config.num_layers, config.num_heads, config.num_kv_heads, config.head_dim
     kinds, window = config.layer_kinds, vars(config).get("sliding_window")
     known = type(config).lora_targets
@@ -483,7 +487,7 @@ def blockwise(q_BTNH, k_BSKH, v_BSKH, segment_ids_BT, window: int | None, kv_hea
         weights = jax.nn.softmax(jnp.where(seen, logits_BKGTS / math.sqrt(H), -1e30), axis=-1)
         weights_BKMS = reshape(weights.astype(v.dtype), logits.shape, "batch", kv_heads)
         out_BKMH = jnp.einsum("BKMS,BKSH->BKMH", weights_BKMS, v)
-        outputs.append(reshape(out_BKMH, (B, K, G, -1, H), "batch", kv_heads))
+        outputs.append(reshape(out_BKMH, (B, K, G, -1, v.shape[-1]), "batch", kv_heads))
     out_BKGTH = jnp.concatenate(outputs, axis=3)
     out_BTKGH = out_BKGTH.transpose(0, 3, 1, 2, 4)
-    return reshape(out_BTKGH, (B, T, N, H), "batch", "seq", "heads", "head_dim")
+    return reshape(out_BTKGH, (B, T, N, -1), "batch", "seq", "heads", "head_dim")

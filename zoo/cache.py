@@ -3,21 +3,19 @@
 Only `prefill` and `decode` of a model use this file, so a model can be copied and trained without it.
 
 Shapes: B batch, T positions, S slots of the cache, D embed, N heads, K kv heads, G = N/K, H head dim,
-V vocab, L layers, R shards of B and T.
+V vocab or head dim of values, C latent, P rotary dim, L layers, R shards of B and T.
 """
 
 import functools
-import math
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import PartitionSpec
 
 from .attention import NOT_SEEN
 from .layers import dot, fit_positions, gather, soft_cap, unembed
-from .sharding import auto, constrain, reshape, shards
-
-CACHE = (None, "batch", "slots", "kv_heads", "head_dim")  # the logical axes of keys and values
+from .sharding import auto, constrain, explicit, mesh_axes, reshape, shards
 
 
 class Cache(NamedTuple):
@@ -26,7 +24,7 @@ class Cache(NamedTuple):
     Rows are left-padded: the newest token of every row is in slot `length` - 1.
     """
 
-    k: jax.Array  # [L, B, S, K, H], rotated, in config.dtype; sharded as CACHE says
+    k: jax.Array  # [L, B, S, K, H], rotated, in config.dtype; S has the logical axis `slots`
     v: jax.Array  # likewise
     first: jax.Array  # [B], int32: the slot of each row's first token
     length: jax.Array  # int32: the number of filled slots
@@ -46,8 +44,8 @@ class Cache(NamedTuple):
     def append(self, kv) -> "Cache":
         """Returns the cache with one more token per row; a donated cache is updated in place."""
         put = functools.partial(jax.lax.dynamic_update_slice_in_dim, axis=2)
-        put = auto(put, *CACHE) if shards("slots") > 1 else put
-        k, v = (put(old, new, self.length) for old, new in zip(self[:2], kv, strict=True))
+        pairs = zip(self[:2], kv, strict=True)
+        k, v = (in_slots(put, old)(old, new, self.length) for old, new in pairs)
         return Cache(k, v, self.first, self.length + 1)
 
 
@@ -60,8 +58,7 @@ def prefill(model, tokens_BT, lengths_B, slots: int) -> tuple[jax.Array, Cache]:
     segments_BT = (positions_BT >= 0).astype(jnp.int32)  # padding: segment 0
     x_BTD, table_RVD, kv = model.trunk(tokens_BT, segments_BT, positions_BT)
     pad = functools.partial(jnp.pad, pad_width=(none, none, (0, slots - T), none, none))
-    pad = auto(pad, *CACHE) if shards("slots") > 1 else pad
-    k, v = map(pad, kv)
+    k, v = (in_slots(pad, x)(x) for x in kv)
     logits_BV = next_logits(x_BTD, table_RVD, model.config)
     return logits_BV, Cache(k, v, first_B, jnp.int32(T))
 
@@ -71,6 +68,15 @@ def decode(model, tokens_B, cache: Cache) -> tuple[jax.Array, Cache]:
     """A decoder's logits after one more token per row, [B, V], and the extended cache."""
     x_B1D, table_RVD, kv = model.trunk(tokens_B[:, None], None, cache.next_B1, cache)
     return next_logits(x_B1D, table_RVD, model.config), cache.append(kv)
+
+
+def in_slots(function, x) -> Any:
+    """A function for whose result JAX can't infer the sharding: it is x's, with dim 2 in slots."""
+    if shards("slots") == 1 or explicit("slots") is None:
+        return function
+    spec = jax.typeof(x).sharding.spec
+    spec = PartitionSpec(*spec[:2], mesh_axes("slots"), *spec[3:])
+    return jax.sharding.auto_axes(function, out_sharding=spec)
 
 
 def next_logits(x_BTD: jax.Array, table_RVD: jax.Array, config) -> jax.Array:
@@ -85,31 +91,67 @@ def next_logits(x_BTD: jax.Array, table_RVD: jax.Array, config) -> jax.Array:
     return jnp.where((jnp.arange(parts) == 0)[None, :, None], logits_BPV, 0).sum(axis=1)
 
 
-def attend_to_cache(
-    q_BTNH, k_BTKH, v_BTKH, k_BSKH, v_BSKH, seen_BS, cap: float | None = None, sinks_N=None
+def attend_absorbed(
+    attention, q_BTNH, turned_BTNP, latent_BT1C, key_BT1P, cache: Cache, layer, seen_BS
 ) -> jax.Array:
+    """Latent attention (deepseek.py) of one new position, T = 1, to a cache. Returns [B, 1, N, V].
+
+    Keys and values are not expanded: queries are multiplied into the space of the latents, and
+    outputs come back from it. A cache of L layers has latents as `k`, [L, B, S, 1, C], and rotary
+    keys as `v`, [L, B, S, 1, P].
+    """
+    up_CNH, nope = attention.kv_up[...], q_BTNH.shape[-1]
+    if "kv_up" in attention.lora:
+        adapter = attention.lora["kv_up"]
+        up_CNH = up_CNH + jnp.tensordot(adapter.a[...], adapter.b[...], 1) * adapter.scale
+    up_CNH = constrain(up_CNH.astype(q_BTNH.dtype), None, "heads", None)
+    # One layer of the whole cache: slicing it for a scan would copy it.
+    of_layer = functools.partial(jax.lax.dynamic_index_in_dim, index=layer, keepdims=False)
+    latents, keys = map(of_layer, cache[:2])
+    q_BTNC = jnp.einsum("BTNH,CNH->BTNC", q_BTNH, up_CNH[..., :nope])
+    pairs = (q_BTNC, latent_BT1C, latents), (turned_BTNP, key_BT1P, keys)
+    root, values = attention.config.head_dim**0.5, (latent_BT1C, latents)
+    out_BTNC = attend_to_cache(pairs, values, seen_BS, root, axes=(None, "heads", None))
+    return jnp.einsum("BTNC,CNV->BTNV", out_BTNC, up_CNH[..., nope:])
+
+
+def attend_to_cache(
+    keys, values, seen_BS, root, cap: float | None = None, sinks_N=None,
+    axes: tuple = ("kv_heads", None, "head_dim"),
+) -> jax.Array:  # fmt: skip
     """Attention of one new position (T = 1) to a layer's cache and itself. Returns [B, 1, N, H].
 
     Devices that share out the slots exchange sums, not keys.
+
+    Args:
+      keys: (q [B, 1, N, H], its own k [B, 1, K, H], the cache's k [B, S, K, H]) for each part of the
+        head dim; scores are the sum of their products, divided by `root`.
+      values: (its own [B, 1, K, H], the cache's [B, S, K, H]).
+      axes: the logical axes of K, G and H, which are the cache's however heads are split.
     """
-    (B, T, N, H), K = q_BTNH.shape, k_BTKH.shape[2]
-    axes = ("batch", "seq", "kv_heads", "head_dim")  # as the cache, however heads are split
-    q_BTNH = constrain(q_BTNH, *axes)
-    q_BKGH = reshape(q_BTNH, (B, K, N // K, H), "batch", "kv_heads", None, "head_dim")
+    (B, T, N, _), (v_BTKH, v_BSKH) = keys[0][0].shape, values
+    K, split = v_BTKH.shape[2], ("batch", "seq", axes[0] or axes[1], axes[2])
+
+    def grouped(q_BTNH):
+        shape = (B, K, N // K, q_BTNH.shape[-1])
+        return reshape(constrain(q_BTNH, *split), shape, "batch", *axes)
+
+    keys = [(grouped(q), own, past) for q, own, past in keys]
     # The cache is the left operand: XLA's CPU backend would transpose a right one first.
-    logits_BKGS = dot("BSKH,BKGH->BKSG", k_BSKH, q_BKGH).swapaxes(2, 3) / math.sqrt(H)
-    logits_BKGS = jnp.where(seen_BS[:, None, None], soft_cap(logits_BKGS, cap), NOT_SEEN)
-    own_BKG1 = soft_cap(dot("BKGH,BTKH->BKGT", q_BKGH, k_BTKH) / math.sqrt(H), cap)
-    most_BKG1 = jnp.maximum(logits_BKGS.max(-1, keepdims=True), own_BKG1)
+    scores_BKSG: Any = sum(dot("BSKH,BKGH->BKSG", past, q) for q, _, past in keys)
+    scores_BKGS = scores_BKSG.swapaxes(2, 3) / root
+    scores_BKGS = jnp.where(seen_BS[:, None, None], soft_cap(scores_BKGS, cap), NOT_SEEN)
+    own_BKG1 = soft_cap(sum(dot("BKGH,BTKH->BKGT", q, own) for q, own, _ in keys) / root, cap)
+    most_BKG1 = jnp.maximum(scores_BKGS.max(-1, keepdims=True), own_BKG1)
     if sinks_N is not None:
-        sinks_KG = reshape(sinks_N.astype(jnp.float32), (K, N // K), "kv_heads", None)
+        sinks_KG = reshape(sinks_N.astype(jnp.float32), (K, N // K), *axes[:2])
         most_BKG1 = jnp.maximum(most_BKG1, sinks_1KG1 := sinks_KG[None, :, :, None])
-    weights_BKGS, own_BKG1 = jnp.exp(logits_BKGS - most_BKG1), jnp.exp(own_BKG1 - most_BKG1)
+    weights_BKGS, own_BKG1 = jnp.exp(scores_BKGS - most_BKG1), jnp.exp(own_BKG1 - most_BKG1)
     total_BKG1 = weights_BKGS.sum(-1, keepdims=True) + own_BKG1
     if sinks_N is not None:
         total_BKG1 += jnp.exp(sinks_1KG1 - most_BKG1)
-    total = auto(functools.partial(dot, "BKGS,BSKH->BKGH"), "batch", "kv_heads", None, "head_dim")
+    total = auto(functools.partial(dot, "BKGS,BSKH->BKGH"), "batch", *axes)
     out_BKGH = total(weights_BKGS.astype(v_BSKH.dtype), v_BSKH)
     out_BKGH += own_BKG1 * v_BTKH.swapaxes(1, 2).astype(jnp.float32)
-    out_BTNH = reshape((out_BKGH / total_BKG1).astype(q_BTNH.dtype), (B, T, N, H), *axes)
+    out_BTNH = reshape((out_BKGH / total_BKG1).astype(keys[0][0].dtype), (B, T, N, -1), *split)
     return constrain(out_BTNH, "batch", "seq", "heads", "head_dim")

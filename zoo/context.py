@@ -112,7 +112,8 @@ def _outputs(kernel, how: How, q_BNTH, own_kv, ids_BT, _):
 
     if not hops:
         return kernel(how, q_BNTH, own_kv, ids_BT, offset_of(how, 0))
-    start = own_kv, jnp.zeros(q_BNTH.shape), jnp.full(q_BNTH.shape[:3], NOT_SEEN)
+    out = jnp.zeros((*q_BNTH.shape[:3], own_kv[1].shape[-1]))
+    start = own_kv, out, jnp.full(q_BNTH.shape[:3], NOT_SEEN)
     (kv, *so_far), _ = jax.lax.scan(hop_on, start, jnp.arange(hops))
     return join(kv, hops, *so_far)
 

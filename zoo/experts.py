@@ -9,12 +9,60 @@ import math
 
 import jax
 import jax.numpy as jnp
+from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
 from .attention import kinds
-from .layers import REMAT_POLICIES, gather, layer_in_use, objective, scan_layers, stripe
-from .sharding import auto, constrain, mesh_axes, per_device
+from .layers import REMAT_POLICIES, gather, layer_in_use, multiply, objective, scan_layers, stripe
+from .sharding import auto, constrain, mesh_axes, param, per_device
 from .strategies import DECODER
+
+
+class Balance(nnx.Variable):
+    """A bias on the experts' scores before the choice: a buffer, without a gradient."""
+
+
+class GatedExperts(nnx.Module):
+    """A mixture of SwiGLU experts: each position gets the weighted sum of its experts' outputs.
+
+    Args:
+      biased: whether the choice has a Balance bias.
+      normalize, sigmoid, limit: see `choose`.
+      scale: of the sum.
+    """
+
+    def __init__(
+        self, config, biased: bool, normalize: bool, sigmoid: bool = False, limit=None,
+        scale: float = 1.0, *, rngs: nnx.Rngs,
+    ):  # fmt: skip
+        D, E, F = config.embed, config.num_experts, config.mlp
+        self.config, self.scale, self.how = config, scale, (normalize, sigmoid, limit)
+        self.router = param(rngs, (D, E), ("norm", "router"), D**-0.5)
+        self.gate = param(rngs, (E, D, F), ("expert", "expert_embed", "mlp"), D**-0.5)
+        self.up = param(rngs, (E, D, F), ("expert", "expert_embed", "mlp"), D**-0.5)
+        down_stddev = (F * 2 * config.num_layers) ** -0.5
+        self.down = param(rngs, (E, F, D), ("expert", "mlp", "expert_embed"), down_stddev)
+        if biased:
+            self.bias = Balance(jnp.zeros(E), out_sharding=("router",), eager_sharding=False)
+
+    def __call__(self, x_BTD, counted_BT, capacity: float | None):
+        """Returns the output to add to the residual, and the figures of `choose`; see `mix`."""
+        route = functools.partial(self.route, counted_BT=counted_BT)
+        return mix(x_BTD, self.config, capacity, route, swiglu, (self.gate, self.up, self.down))
+
+    def route(self, x_BTD, counted_BT, slots: int):
+        """Chooses each position's experts, in float32; see `choose`."""
+        with jax.default_matmul_precision("highest"):
+            logits_BTE = multiply(x_BTD.astype(jnp.float32), self.router)
+        bias_E = self.bias[...] if hasattr(self, "bias") else None
+        chosen, figures = choose(self.config, logits_BTE, counted_BT, slots, bias_E, *self.how)
+        expert_BTJ, weight_BTJ, place_BTJ = chosen
+        weight_BTJ = weight_BTJ * self.scale if self.scale != 1 else weight_BTJ
+        return (expert_BTJ, weight_BTJ, place_BTJ), figures
+
+
+def swiglu(product, x, gate, up, down):
+    return product(jax.nn.silu(product(x, gate)) * product(x, up), down)
 
 
 def mix(x_BTD, config, capacity: float | None, route, expert, weights) -> tuple:
@@ -35,45 +83,55 @@ def mix(x_BTD, config, capacity: float | None, route, expert, weights) -> tuple:
     split = {axis: over(axis) for axis in ("expert", "mlp", "seq", "residual_seq")}
     if alone := ", ".join(sorted({*split["expert"]} - {*over("batch")})):
         raise ValueError(f"the rules split experts over {alone}, but not the batch")
-    # Inside a scan over layers, weights are without their axis; D is whole, whatever the rules.
-    names = [w.out_sharding[-w[...].ndim :] for w in weights]
+    names = [w.out_sharding[-w[...].ndim :] for w in weights]  # in a scan, without that of layers
     names = [tuple(n if n in ("expert", "mlp") else None for n in axes) for axes in names]
     operands = [w[...].astype(x_BTD.dtype) for w in weights]
-    if config.matmul:
+    if getattr(config, "matmul", ""):
         from .low_precision import of_experts
 
         expert, operands, names = of_experts(expert, split, capacity, weights, names)
-    slots, compute = T, functools.partial(dropless, expert, split)  # enough slots for any choice
-    if capacity is not None:
+    if capacity is None:
+        from .dropless import dropless
+
+        slots, compute = T, functools.partial(dropless, expert, split)  # slots for any choice
+    else:
         slots = min(T, math.ceil(capacity * T * config.experts_per_token / E))
         compute = functools.partial(by_capacity, expert, split, E, slots)
     choice, *more = route(x_BTD, slots=slots)
-    axes = [("batch", "seq", None)] * 4 + names
-    out_BTD = per_device(
-        compute, (x_BTD, *choice, *operands), axes, ("batch", "residual_seq", None)
-    )
+    arrays, axes = (x_BTD, *choice, *operands), [("batch", "seq", None)] * 4 + names  # D whole
+    out_BTD = per_device(compute, arrays, axes, ("batch", "residual_seq", None))
     return constrain(out_BTD, "batch", "residual_seq", "act_embed"), *more
 
 
-def choose(config, logits_BTE, counted_BT, slots: int, bias_E=None, normalize: bool = True):
+def choose(
+    config, logits_BTE, counted_BT, slots: int, bias_E=None, normalize: bool = True,
+    sigmoid: bool = False, limit=None,
+):  # fmt: skip
     """Chooses each position's experts by the router's logits, in float32.
 
     An expert takes the first `slots` positions of a row that chose it, so that no output depends
-    on later positions. bias_E changes the choice alone; normalize: a position's weights sum to 1.
+    on later positions. Weights are the probabilities of a softmax, or sigmoids.
+
+    Args:
+      bias_E: changes the choice alone.
+      normalize: whether a position's weights sum to 1.
+      limit: a function of the scores to choose by, [B, T, E], that replaces some by -inf.
 
     Returns: (expert_BTJ, best first; weight_BTJ; place_BTJ, how many earlier positions of the row
       chose the same expert), and name → sum over the positions in counted_BT:
-      balance: E · Σ over experts of (share of a row's choices) · (mean probability); 1 if even.
+      balance: E · Σ over experts of (share of a row's choices) · (mean probability, or share of the
+        sigmoids); 1 if even.
       router_z: the squared log of the router's normalizer.
       dropped: the share of a position's experts that had no slot left.
       load [E]: whether a position chose this expert, times E/J; 1 if even.
     """
     E, J = config.num_experts, config.experts_per_token
     logits_BTE = constrain(logits_BTE, "batch", "seq", "router")
-    probs_BTE = jax.nn.softmax(logits_BTE, axis=-1)
+    probs_BTE = jax.nn.sigmoid(logits_BTE) if sigmoid else jax.nn.softmax(logits_BTE, axis=-1)
     scores_BTE = jax.lax.stop_gradient(probs_BTE)
     if bias_E is not None:
         scores_BTE += bias_E[None, None]
+    scores_BTE = limit(scores_BTE) if limit else scores_BTE
     expert, weight, taken = [], [], []
     for _ in range(J):  # not top_k, for which XLA may gather all devices' scores
         expert.append(jnp.argmax(scores_BTE, axis=-1).astype(jnp.int32))
@@ -93,6 +151,8 @@ def choose(config, logits_BTE, counted_BT, slots: int, bias_E=None, normalize: b
 
     counted_BT1 = counted_BT.astype(jnp.float32)[..., None]
     taken_BE = (jnp.asarray(taken_BTE, jnp.float32) * counted_BT1).sum(axis=1)
+    if sigmoid:
+        probs_BTE /= probs_BTE.sum(axis=-1, keepdims=True)
     probs_BE = (probs_BTE * counted_BT1).sum(axis=1)
     count_B1 = jnp.maximum(counted_BT1.sum(1), 1)
     normalizer_BT1 = jax.nn.logsumexp(logits_BTE, axis=-1, keepdims=True)
@@ -104,28 +164,32 @@ def choose(config, logits_BTE, counted_BT, slots: int, bias_E=None, normalize: b
     }
 
 
-def scan_experts(model, x_BTD, at, counted_BT, cache=None, keep=False):
-    """Runs a model's layers: (x_BTD, (keys and values or None, name → figures [L, ...])).
+def scan_experts(layers, names, config, x_BTD, at, counted_BT, past=None, keep=False):
+    """Runs stacked layers: (x_BTD, (keys and values or None, name → figures [L, ...])).
 
     In generation (`keep`) they drop nothing, because the padding of a prompt must not take slots.
+
+    Args:
+      names: a weight's logical axis at rest → its name in use.
+      past: the layers' part of a cache, arrays [L, ...].
     """
-    config, capacity = model.config, None if keep else model.config.capacity
+    capacity = None if keep else config.capacity
 
     def layer(x_BTD, weights_and_past, kind):
         weights, past = weights_and_past
-        weights = layer_in_use(weights, EXPERT_IN_USE, config)  # inside remat, which gathers again
+        weights = layer_in_use(weights, names, config)  # inside remat, which gathers again
         x_BTD, kv, figures = weights(x_BTD, at, kind, past, counted_BT, capacity)
         return x_BTD, (kv if keep else None, figures)
 
-    layers, remat = (model.layers, cache and (cache.k, cache.v)), EXPERT_REMAT[config.remat]
-    return scan_layers(layer, x_BTD, layers, kinds(config), remat, config.unroll)
+    given, remat = (layers, past), EXPERT_REMAT[config.remat]
+    return scan_layers(layer, x_BTD, given, kinds(config), remat, config.unroll)
 
 
-def objective_and_loads(model, *batch):
+def objective_and_loads(model, names, *batch):
     """(objective's sum, count, aux, load [L, E]) of tokens, targets and segment ids; aux maps the
     loss and the layers' mean figures of `choose` to (sum, count).
     """
-    total, count, aux, layers = objective(model, batch, EXPERT_IN_USE)
+    total, count, aux, layers = objective(model, batch, names)
     means = {name: figure.mean(axis=0) for name, figure in layers.items()}
     load_E = means.pop("load")
     means |= {f"load_{e}": load_E[e] for e in range(model.config.num_experts)}
@@ -139,7 +203,7 @@ def by_capacity(expert, split, E, slots, x_BTD, expert_BTJ, weight_BTJ, place_BT
     experts to the rows it receives. `split`: logical axis → mesh axes. Returns [B, T, D].
     """
     (B, T, J), U = expert_BTJ.shape, min(slots, x_BTD.shape[1])
-    x_BTD, weight_BTJ = _partial(split["mlp"], x_BTD, weight_BTJ)
+    x_BTD, weight_BTJ = varying(split["mlp"], x_BTD, weight_BTJ)
     if split["seq"]:  # other devices have other positions of the row: these have slots of their own
         taken_BTE = jax.nn.one_hot(expert_BTJ, E, dtype=jnp.int32).sum(axis=2)
         before_BTE, kept_BTJ = jnp.cumsum(taken_BTE, axis=1) - taken_BTE, place_BTJ < slots
@@ -172,49 +236,19 @@ def by_capacity(expert, split, E, slots, x_BTD, expert_BTJ, weight_BTJ, place_BT
     if split["expert"]:
         out_EBUD = jax.lax.all_to_all(out_EBUD, split["expert"], 1, 0, tiled=True)
     out_BMD = out_EBUD.swapaxes(0, 1).reshape(B, E * U, -1)
-    return _sum(unite(out_BMD, slot_BTJ, token_BM), split)  # sums J times fewer bytes than before
+    return sum_shards(
+        unite(out_BMD, slot_BTJ, token_BM), split
+    )  # sums J times fewer bytes than before
 
 
-def dropless(expert, split, x_BTD, expert_BTJ, weight_BTJ, place_BTJ, *weights):
-    """Dropless experts (Gale et al. 2022): each takes all positions that chose it, after a sort.
-
-    Runs on one device: gathers the rows of all devices along the axes that split experts, and
-    applies its own experts to them. Returns [B, T, D].
-    """
-    del place_BTJ  # nothing is dropped
-    given = _partial(split["mlp"], x_BTD, weight_BTJ)
-    if split["expert"]:
-        given = [jax.lax.all_gather(x, split["expert"], tiled=True) for x in given]
-        expert_BTJ = jax.lax.all_gather(expert_BTJ, split["expert"], tiled=True)
-    x_BTD, weight_BTJ = (checkpoint_name(x, "dispatched") for x in given)
-    (B, T, J), E = expert_BTJ.shape, len(weights[0])
-    first = jax.lax.axis_index(split["expert"]) * E if split["expert"] else 0
-    here_M = expert_BTJ.reshape(-1) - first
-    here_M = jnp.where((here_M >= 0) & (here_M < E), here_M, E)  # other devices' choices go last
-    order_M = jnp.argsort(here_M)
-    slot_M = jnp.argsort(order_M)
-    sizes_E = (here_M[:, None] == jnp.arange(E)[None]).sum(axis=0).astype(jnp.int32)
-    # Mask those choices: ragged_dot's output outside of all groups is undefined.
-    slot_M = jnp.where(here_M < E, slot_M, -1)
-    order_M = jnp.where(jnp.arange(len(order_M)) < sizes_E.sum(), order_M, -1)
-    token_1M, slot_1NJ = order_M[None] // J, slot_M.reshape(1, B * T, J)
-    x_MD = spread(x_BTD.reshape(1, B * T, -1), token_1M, slot_1NJ)[0]
-    weight_M1 = spread(weight_BTJ.reshape(1, -1, 1), order_M[None], slot_M.reshape(1, -1, 1))[0]
-    grouped = functools.partial(jax.lax.ragged_dot, group_sizes=sizes_E)
-    out_MD = expert(grouped, x_MD, *weights) * weight_M1.astype(x_MD.dtype)
-    out_BTD = _sum(unite(out_MD[None], slot_1NJ, token_1M).reshape(B, T, -1), split)
-    own = split["expert"]
-    return jax.lax.psum_scatter(out_BTD, own, tiled=True) if own else out_BTD
-
-
-def _sum(out_BTD, split):
+def sum_shards(out_BTD, split):
     """Sums over the shards of `mlp`; each keeps its part of T if the residual stream is split."""
     if split["mlp"] and split["mlp"] == split["residual_seq"]:
         return jax.lax.psum_scatter(out_BTD, split["mlp"], scatter_dimension=1, tiled=True)
     return jax.lax.psum(out_BTD, split["mlp"]) if split["mlp"] else out_BTD
 
 
-def _partial(axes: tuple[str, ...], *arrays):
+def varying(axes: tuple[str, ...], *arrays):
     """Marks arrays as varying along mesh axes, so that their partial gradients are summed here."""
     return [jax.lax.pcast(x, axes, to="varying") if axes else x for x in arrays]
 

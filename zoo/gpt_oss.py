@@ -153,7 +153,7 @@ class GptOss(nnx.Module):
     @fit_positions
     def loss(self, tokens, targets, segment_ids=None):
         """MoE.loss: the cross entropy plus balance_weight · balance + router_z_weight · router_z."""
-        return objective_and_loads(self, tokens, targets, segment_ids)[:3]
+        return objective_and_loads(self, IN_USE, tokens, targets, segment_ids)[:3]
 
     @fit_positions
     def __call__(self, tokens_BT, segment_ids_BT=None) -> jax.Array:
@@ -173,13 +173,15 @@ class GptOss(nnx.Module):
         tables, keep = vocabulary_tables(self), positions_BT is not None
         x_BTD, all_BT = self.embed_tokens(tables, tokens_BT), jnp.ones_like(tokens_BT)
         at = positions(self.config, tokens_BT, segment_ids_BT, positions_BT, cache)
-        x_BTD, (kv, _) = scan_experts(self, x_BTD, at, all_BT, cache, keep)
+        given = self.layers, IN_USE, self.config
+        x_BTD, (kv, _) = scan_experts(*given, x_BTD, at, all_BT, cache and cache[:2], keep)
         return self.final_norm(x_BTD), tables[-1], kv
 
     def run(self, x_BTD, tokens_BT, targets_BT, segment_ids_BT):
         at = positions(self.config, tokens_BT, segment_ids_BT)
         counted_BT = constrain(targets_BT, "batch", "seq") >= 0
-        x_BTD, (_, figures) = scan_experts(self, x_BTD, at, counted_BT)
+        given = self.layers, IN_USE, self.config
+        x_BTD, (_, figures) = scan_experts(*given, x_BTD, at, counted_BT)
         return x_BTD, figures
 
 

@@ -14,9 +14,7 @@ from flax import nnx
 from flax.core.spmd import get_logical_axis_rules
 from jax.ad_checkpoint import checkpoint_name
 
-from .sharding import (
-    auto, constrain, device, explicit, in_use, mesh_axes, param, reshape, shards,
-)  # fmt: skip
+from .sharding import auto, constrain, device, explicit, in_use, mesh_axes, param, reshape, shards
 
 
 def multiply(x: jax.Array, weight: nnx.Param, contract: int = 1, seq: str = "seq") -> jax.Array:
@@ -42,7 +40,7 @@ def multiply(x: jax.Array, weight: nnx.Param, contract: int = 1, seq: str = "seq
 def layer_in_use(weights, names: dict[str, str], config):
     """`in_use` for a layer, whose products are in config.matmul."""
     used = in_use(weights, names, config.dtype)
-    if not config.matmul:
+    if not getattr(config, "matmul", ""):
         return used
     from .low_precision import lowered
 
@@ -71,9 +69,8 @@ def add_bias(y_BT: jax.Array, bias: nnx.Param) -> jax.Array:
 
 
 def gather(x_BTD: jax.Array, weight=None) -> jax.Array:
-    """The input of a sublayer: with sequence-sharded tensor parallelism, all of its positions.
-
-    `weight`: one of those that multiply it; in low precision, the input is rounded for all of them.
+    """The input of a sublayer: with sequence-sharded tensor parallelism, all of its positions. In
+    low precision, it is rounded for the weights that multiply it, of which `weight` is one.
     """
     if low := getattr(weight, "low", None):
         return low.round(x_BTD)
@@ -105,24 +102,16 @@ def stripe(config, x_BT, *axes: str, back: bool = False) -> Any:
     return reorder(config, x_BT, *axes, back=back)
 
 
-class Adapter(nnx.Module):
-    """LoRA (Hu et al. 2021): a low-rank A · B · scale to add to a weight; B starts at zero."""
-
-    def __init__(self, weight, contract: int, config, *, rngs: nnx.Rngs):
-        rank, axes = config.lora_rank, weight.out_sharding
-        inner, outer = weight.shape[:contract], weight.shape[contract:]
-        a_axes, stddev = (*axes[:contract], "lora"), math.prod(inner) ** -0.5
-        self.a = param(rngs, (*inner, rank), a_axes, stddev, nnx.LoRAParam)
-        self.b = param(rngs, (rank, *outer), ("lora", *axes[contract:]), 0.0, nnx.LoRAParam)
-        self.scale = config.lora_alpha / rank
-
-
 def adapters(module: nnx.Module, config, rngs: nnx.Rngs, **contract: int) -> nnx.Dict:
-    """Builds an Adapter for each weight of a module that config.lora_targets lists, by name.
+    """An Adapter (lora.py) for each weight of a module that config.lora_targets lists, by name.
 
     `contract` maps each weight that can have one to how many dims of its input are contracted.
     """
-    names = [name for name in contract if config.lora_rank and name in config.lora_targets]
+    if not config.lora_rank:
+        return nnx.Dict()
+    from .lora import Adapter
+
+    names = [name for name in contract if name in config.lora_targets]
     return nnx.Dict({n: Adapter(getattr(module, n), contract[n], config, rngs=rngs) for n in names})
 
 
@@ -351,11 +340,15 @@ REMAT_POLICIES = {
     # What sublayers gather before they start: sequence-sharded tensor parallelism repeats no gather.
     "gathered": jax.checkpoint_policies.save_only_these_names("gathered"),
     "full": jax.checkpoint_policies.nothing_saveable,  # only the layer's input
-}
+    "offload": jax.checkpoint_policies.save_and_offload_only_these_names(  # the same, on the host
+        names_which_can_be_saved=[], names_which_can_be_offloaded=["input"],
+        offload_src="device", offload_dst="pinned_host",
+    ),
+}  # fmt: skip
 
 
-def stack(make_layer, num_layers: int, rngs: nnx.Rngs):
-    """Builds `num_layers` layers as one module; its variables start with L, logical axis `layers`.
+def stack(make_layer, num_layers: int, rngs: nnx.Rngs, axis: str = "layers"):
+    """Builds `num_layers` layers as one module; its variables start with L, logical axis `axis`.
 
     Args:
       make_layer: a function of `rngs` that returns a layer.
@@ -364,7 +357,7 @@ def stack(make_layer, num_layers: int, rngs: nnx.Rngs):
     # nnx.vmap's transform_metadata names the axis only in NNX's graph mode, not in tree mode.
     for _, variable in nnx.iter_graph(layers):
         if isinstance(variable, nnx.Variable) and hasattr(variable, "out_sharding"):
-            variable.set_metadata(out_sharding=("layers", *variable.out_sharding))
+            variable.set_metadata(out_sharding=(axis, *variable.out_sharding))
     return layers
 
 
@@ -385,8 +378,14 @@ def scan_layers(function, x: jax.Array, layers, kinds: tuple, remat, unroll: int
     """
     if shards("layers") > 1:
         raise ValueError("the rules split the layers into stages, which only `loss` runs")
+
+    offloads = remat is REMAT_POLICIES["offload"]
+
+    def named(x, layer, kind):
+        return function(checkpoint_name(x, "input") if offloads else x, layer, kind=kind)
+
     if len(kinds) == 1:
-        layer = functools.partial(function, kind=kinds[0])
+        layer = functools.partial(named, kind=kinds[0])
         layer = jax.checkpoint(layer, policy=remat, prevent_cse=False)
         return jax.lax.scan(layer, x, layers, unroll=unroll)
     L, P = jax.tree.leaves(layers)[0].shape[0], len(kinds)
@@ -401,7 +400,7 @@ def scan_layers(function, x: jax.Array, layers, kinds: tuple, remat, unroll: int
             # their gradients and the cache.
             def layer(x, layers, l=first + i, kind=kinds[i % P]):
                 at = functools.partial(jax.lax.dynamic_index_in_dim, index=l, keepdims=False)
-                return function(x, jax.tree.map(at, layers), kind=kind)
+                return named(x, jax.tree.map(at, layers), kind)
 
             layer = jax.checkpoint(layer, policy=remat, prevent_cse=prevent_cse)
             x, output = layer(x, layers)
@@ -424,6 +423,7 @@ def objective(model, batch: tuple, names: dict[str, str]) -> Any:
     Args:
       model: a decoder. Has the methods
         embed_tokens(tables, tokens, positions or None) → x [B, T, D],
+        first_layers(x, *batch) → x, if some layers come before the stacked ones,
         run(x, *batch) → (x, figures: name → sums over positions [L, ...])
         and costs: figure → its weight in the objective; see `add_costs`.
       batch: tokens, targets and segment ids, arrays [B, T], or None.
@@ -435,11 +435,21 @@ def objective(model, batch: tuple, names: dict[str, str]) -> Any:
         from .pipeline import in_stages
 
         return in_stages(model, batch, names)
+    if hasattr(model, "mtp"):
+        from .mtp import objective_with_mtp
+
+        return objective_with_mtp(model, batch, names)
     batch = tuple(stripe(model.config, x) for x in batch)
     tables = vocabulary_tables(model)
-    x_BTD, figures = model.run(model.embed_tokens(tables, batch[0]), *batch)
+    x_BTD, figures = model.run(begin(model, tables, batch), *batch)
     total, count = finish(model, tables, x_BTD, batch[1])
     return add_costs(model, total, figures), count, {"loss": (total, count)}, figures
+
+
+def begin(model, tables: list[jax.Array], batch: tuple):
+    """The input of the stacked layers."""
+    x_BTD = model.embed_tokens(tables, batch[0])
+    return model.first_layers(x_BTD, *batch) if hasattr(model, "first_layers") else x_BTD
 
 
 def vocabulary_tables(model) -> list[jax.Array]:

@@ -26,10 +26,10 @@ from .attention import (
 )  # fmt: skip
 from .experts import (
     EP, EXPERT_DECODER, EXPERT_FSDP, EXPERT_FSDP_CP, EXPERT_HSDP, EXPERT_REMAT, FSDP_EP, FSDP_EP_CP,
-    choose, mix, objective_and_loads, scan_experts,
+    GatedExperts, objective_and_loads, scan_experts,
 )  # fmt: skip
-from .layers import RMSNorm, fit_positions, look_up, multiply, stack, vocabulary, vocabulary_tables
-from .sharding import Rules, complete_tables, constrain, param
+from .layers import RMSNorm, fit_positions, look_up, stack, vocabulary, vocabulary_tables
+from .sharding import Rules, complete_tables, constrain
 from .strategies import CP, DP, FSDP, FSDP_CP, HSDP, PP, SP, TP
 
 
@@ -140,7 +140,8 @@ class Layer(nnx.Module):
         self.attention_norm, self.mlp_norm = norm(D), norm(D)
         how = ("qkv" if config.qkv_bias else "", norm if config.qk_norm else None)
         self.attention = Attention(config, *how, rngs=rngs)
-        self.experts = Experts(config, rngs=rngs)
+        bias = config.balance_rate > 0
+        self.experts = GatedExperts(config, bias, config.normalize, rngs=rngs)
 
     def __call__(self, x_BTD, at, kind, past, counted_BT, capacity):
         out_BTD, kv = self.attention(self.attention_norm(x_BTD), at, kind, past)
@@ -175,7 +176,7 @@ class MoE(nnx.Module):
         Returns: (sum over targets, count, aux), float32 scalars; aux has the sums and counts of
           loss, the cross entropy alone; and of the layers' means of the figures of `choose`.
         """
-        total, count, aux, load_LE = objective_and_loads(self, tokens, targets, segment_ids)
+        total, count, aux, load_LE = objective_and_loads(self, IN_USE, tokens, targets, segment_ids)
         if self.config.balance_rate:
             step = self.config.balance_rate * jnp.sign(count - load_LE)
             self.layers.experts.bias[...] += step
@@ -188,7 +189,8 @@ class MoE(nnx.Module):
         tables, keep = vocabulary_tables(self), positions_BT is not None
         at = positions(self.config, tokens_BT, segment_ids_BT, positions_BT, cache)
         x_BTD, counted_BT = self.embed_tokens(tables, tokens_BT), jnp.ones_like(tokens_BT)
-        x_BTD, (kv, _) = scan_experts(self, x_BTD, at, counted_BT, cache, keep)
+        given = self.layers, IN_USE, self.config
+        x_BTD, (kv, _) = scan_experts(*given, x_BTD, at, counted_BT, cache and cache[:2], keep)
         return self.final_norm(x_BTD), tables[-1], kv
 
     def embed_tokens(self, tables, tokens_BT, positions_BT=None):
@@ -202,43 +204,9 @@ class MoE(nnx.Module):
         """Runs the layers in training; figures are over positions with a target."""
         counted_BT = constrain(targets_BT, "batch", "seq") >= 0
         at = positions(self.config, tokens_BT, segment_ids_BT)
-        x_BTD, (_, figures) = scan_experts(self, x_BTD, at, counted_BT)
+        given = self.layers, IN_USE, self.config
+        x_BTD, (_, figures) = scan_experts(*given, x_BTD, at, counted_BT)
         return x_BTD, figures
-
-
-class Balance(nnx.Variable):
-    """A bias on the experts' scores before the choice: a buffer, without a gradient."""
-
-
-class Experts(nnx.Module):
-    """A mixture of SwiGLU experts: each position gets the weighted sum of its experts' outputs."""
-
-    def __init__(self, config: Config, *, rngs: nnx.Rngs):
-        D, E, F = config.embed, config.num_experts, config.mlp
-        self.config = config
-        self.router = param(rngs, (D, E), ("norm", "router"), D**-0.5)
-        self.gate = param(rngs, (E, D, F), ("expert", "expert_embed", "mlp"), D**-0.5)
-        self.up = param(rngs, (E, D, F), ("expert", "expert_embed", "mlp"), D**-0.5)
-        down_stddev = (F * 2 * config.num_layers) ** -0.5
-        self.down = param(rngs, (E, F, D), ("expert", "mlp", "expert_embed"), down_stddev)
-        if config.balance_rate:
-            self.bias = Balance(jnp.zeros(E), out_sharding=("router",), eager_sharding=False)
-
-    def __call__(self, x_BTD, counted_BT, capacity: float | None):
-        """Returns the output to add to the residual, and the figures of `choose`; see `mix`."""
-        route = functools.partial(self.route, counted_BT=counted_BT)
-        return mix(x_BTD, self.config, capacity, route, swiglu, (self.gate, self.up, self.down))
-
-    def route(self, x_BTD, counted_BT, slots: int):
-        """Chooses each position's experts, in float32; see `choose`."""
-        with jax.default_matmul_precision("highest"):
-            logits_BTE = multiply(x_BTD.astype(jnp.float32), self.router)
-        bias_E = self.bias[...] if self.config.balance_rate else None
-        return choose(self.config, logits_BTE, counted_BT, slots, bias_E, self.config.normalize)
-
-
-def swiglu(product, x, gate, up, down):
-    return product(jax.nn.silu(product(x, gate)) * product(x, up), down)
 
 
 complete = functools.partial(complete_tables, LOGICAL_AXES)

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import PartitionSpec
 
-from .layers import add_costs, finish, vocabulary_tables
+from .layers import add_costs, begin, finish, vocabulary_tables
 from .sharding import in_use, mesh_axes, per_device, shards
 
 BUBBLE = 0.0  # the input of a waiting stage; no result depends on it
@@ -28,6 +28,8 @@ def microbatches(config, rows: int, stages: int) -> int:
 def in_stages(model, batch, names):
     """`layers.objective` in stages; its forward pass also computes the gradients."""
     weights, tree = jax.tree.flatten(model)
+    if hasattr(model, "mtp"):
+        raise ValueError("a pipeline has no stage for the layer of mtp_depth=1; use mtp_depth=0")
 
     @jax.custom_vjp
     def objective(weights, batch):
@@ -136,7 +138,7 @@ def _stage(model, batch, trained: list[int], pipe: tuple[str, ...], S: int):
 
     def start(common, m):
         model = filled(common)
-        return model.embed_tokens(vocabulary_tables(model), rows(m)[0])
+        return begin(model, vocabulary_tables(model), rows(m))
 
     def run(own, x, m):
         return filled(own).run(x, *rows(m))

@@ -88,11 +88,11 @@ def reshape(x: jax.Array, shape: tuple[int, ...], *axes: Axis) -> jax.Array:
 def per_device(function, arrays, axes, out_axes=None, check_vma: bool = True):
     """Runs function(*arrays) on each device's own shards, for code that XLA can't partition.
 
-    `axes`: the logical axes of each array, which may be None, or of all of a tuple. out_axes: of the result; None: as the
+    `axes`: the logical axes of each array, which may be None. out_axes: of the result; None: as the
     first array's. check_vma: passed to jax.shard_map; Pallas kernels don't support it.
     """
     pairs = list(zip(arrays, axes, strict=True))
-    given = [jax.tree.map(lambda a, n=names: constrain(a, *n), x) for x, names in pairs]
+    given = [x if x is None else constrain(x, *names) for x, names in pairs]
     specs = tuple(x if x is None else spec(names) or PartitionSpec() for x, names in pairs)
     mesh = jax.sharding.get_abstract_mesh()
     if mesh.empty:  # an array on Explicit axes carries its mesh

@@ -18,6 +18,7 @@ from recipes.common.runtime.terminal import print0
 from recipes.common.sharding.abstract import Tree
 from recipes.common.sharding.layout import Layout, make_layout
 from recipes.common.sharding.rules import Rules
+from recipes.common.train.offload import check_remat
 from recipes.common.train.optimizer import LearningRate, adamw
 from recipes.common.train.state import initialize
 from recipes.common.train.step import TrainStep
@@ -82,6 +83,7 @@ def make_step(
     seq_len: int,
     segments: bool = False,
     model: type[nnx.Module] = Transformer,
+    offload: str = "",
 ) -> Step:
     """Makes a train step. Raises UserError if the arguments do not fit each other.
 
@@ -89,10 +91,13 @@ def make_step(
       config: the model's Config.
       seq_len: positions of a row; 0 for a model of images.
       segments: whether batches have segment ids, like the recipe's batches of packed documents.
+      offload: as the recipes' flag.
     """
     layout = make_layout(model, config, mesh, rules, batch_size=batch_size, seq_len=seq_len)
+    check_remat(layout)
     lr = LearningRate(1e-3, 10, 100)
-    function = TrainStep(layout, adamw(lr, weight_decay=0.1, clip_norm=1.0), lr)
+    adam = adamw(lr, weight_decay=0.1, clip_norm=1.0)
+    function = TrainStep(layout, adam, lr, offload=offload)
     example = one_row(config, seq_len, segments)
     return Step(config, layout, function, function.abstract_state(), example)
 

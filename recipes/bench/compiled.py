@@ -11,13 +11,14 @@ from recipes.bench.common import Table, machine, make_step, numbers, one_of
 from recipes.bench.targets import KINDS, KINDS_HELP, MeshFlags, caveats, check_targets, mesh_name
 from recipes.common import entries
 from recipes.common.analysis import report
-from recipes.common.analysis.hlo import sent_by_kind
+from recipes.common.analysis.hlo import host_copies, sent_by_kind
 from recipes.common.analysis.targets import TooLarge, compile_step, topology
 from recipes.common.analysis.textbook import textbook
 from recipes.common.runtime.flags import flag
 from recipes.common.runtime.mesh import make_mesh
 from recipes.common.runtime.terminal import print0
 from recipes.common.train.matmul import matmul_flag
+from recipes.common.train.offload import offload_flag
 from zoo.transformer import SIZES
 
 ATTENTIVE = [name for name in entries.ENTRIES if name not in ("dot_relu_dot", "mlp")]
@@ -33,6 +34,7 @@ class CollectivesFlags(MeshFlags):
     kind: str = flag("v5e", f"Kind of chip: {KINDS_HELP}.", choices=KINDS)
     rules: str = flag("", "Strategies, comma-separated; empty: all.")
     matmul: str = matmul_flag()
+    offload: str = offload_flag()
 
 
 def collectives(flags: CollectivesFlags) -> None:
@@ -45,11 +47,12 @@ def collectives(flags: CollectivesFlags) -> None:
     ]
     check_targets([flags.kind], chips)
     table = Table("size", "chips", "rules", "mesh", "remat", "matmul", "gathered",
-                  "scattered or permuted", "all-reduced", "total", "textbook", "ratio")  # fmt: skip
+                  "scattered or permuted", "all-reduced", "total", "textbook", "ratio", "host")  # fmt: skip
     for case in cases:
         _collectives_row(table, flags, *case)
     print0("", "Bytes that one chip sends in a step, assuming ring collectives, with "
-           f"{flags.tokens:,} tokens per chip; {flags.kind}.", machine(), *caveats([flags.kind]))  # fmt: skip
+           f"{flags.tokens:,} tokens per chip; {flags.kind}. Host: what it copies to the host's memory and "
+           "back.", machine(), *caveats([flags.kind]))  # fmt: skip
 
 
 def _collectives_row(
@@ -67,12 +70,13 @@ def _collectives_row(
     positions = flags.seq_len if is_text else config.num_positions  # of a row
     rows = max(flags.tokens * chips // positions, chips // model)
     rows = rows if is_text else rows // chips * chips
-    step = make_step(config, strategy, mesh, rows, positions if is_text else 0, True, model_class)
+    length = positions if is_text else 0
+    step = make_step(config, strategy, mesh, rows, length, True, model_class, flags.offload)
     name = mesh_name(axes)
     compiled = compile_step(step, flags.kind, f"{size} {strategy} on {flags.kind} {name}")
     if isinstance(compiled, TooLarge):
         row = size, chips, strategy, name, remat, flags.matmul or "-"
-        table.row(*row, "-", "-", "-", compiled.text, "-", "-")
+        table.row(*row, "-", "-", "-", compiled.text, "-", "-", "-")
         return
     sent = sent_by_kind(compiled.as_text(), chips)
     least = textbook(step.layout)
@@ -83,7 +87,8 @@ def _collectives_row(
         report.size, (gathered, sum(sent.values()), reduced, total, least)
     )
     ratio = f"{bound}{total / least:.2f}" if least else "-"
-    cells = (gathered, bound + other, reduced, bound + all_, book, ratio)
+    host = report.size(sum(host_copies(compiled.as_text()).values()))
+    cells = (gathered, bound + other, reduced, bound + all_, book, ratio, host)
     table.row(size, chips, strategy, name, remat, flags.matmul or "-", *cells)
 
 

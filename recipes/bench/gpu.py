@@ -64,6 +64,11 @@ class GpuFlags:
         "", "Formats of matmuls to try with the best settings so far, comma-separated: int8, fp8.",
         group="model",
     )  # fmt: skip
+    offload: bool = flag(
+        False,
+        "Also try the best settings with the optimizer's state in the host's memory.",
+        "model",
+    )
     remats: str = flag("none,dots,full", "Remat policies to try, comma-separated.", group="model")
     batches: str = flag(
         "8,16,32,64,128",
@@ -167,6 +172,7 @@ class Sweep:
             "batch": numbers("batches", flags.batches),
             "remat": one_of("remats", flags.remats, REMAT),
             "matmul": one_of("matmuls", flags.matmuls, ["int8", "fp8"]) if flags.matmuls else [],
+            "offload": ["optimizer"] if flags.offload else [],
             "unroll": [1],
             "loss_chunk": [256] if flags.toy else [128, 512, 1_024],
         }
@@ -276,6 +282,7 @@ def cells(row: Row, result: Result) -> list[str]:
         settings = f"within {result['error']:.1e}" if "error" in result else "check"
     elif row.xla != "default":
         settings += f", {row.xla}"
+    settings += ", offload" if row.offload else ""
     attention = f"{result.get('kernel', row.attention)}{', segments' * row.segments}"
     ms = result.get("failed") or figure("ms", ".2f" if row.what == "check" else ".1f")
     if "ms, segments" in result:

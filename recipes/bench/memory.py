@@ -21,12 +21,13 @@ from recipes.bench.targets import (
 )
 from recipes.common.analysis import report
 from recipes.common.analysis.hardware import HARDWARE
-from recipes.common.analysis.memory import kernel, memory_parts
+from recipes.common.analysis.memory import kernel, memory_parts, on_host
 from recipes.common.analysis.targets import DOES_NOT_FIT, TooLarge, compile_step, topology
 from recipes.common.runtime.flags import flag
 from recipes.common.runtime.terminal import print0
 from recipes.common.sharding.rules import shards, used_axes
 from recipes.common.train.matmul import matmul_flag
+from recipes.common.train.offload import offload_flag
 from zoo.transformer import REMAT, RULES, SIZES
 
 Case = tuple[str, str, int]  # size, kind of chip, number of chips
@@ -49,6 +50,7 @@ class MemoryFlags(MeshFlags):
     kinds: str = flag(",".join(TPUS), f"Kinds of chips, comma-separated: {KINDS_HELP}.")
     rules: str = flag("fsdp", "Strategy.", choices=RULES)
     matmul: str = matmul_flag()
+    offload: str = offload_flag()
     which: bool = flag(False, "Print only the remat policy that recomputes least and still fits.")
 
 
@@ -61,22 +63,23 @@ def memory(flags: MemoryFlags) -> None:
     (_which if flags.which else _parts)(flags, cases, remats)
     each = "chip" if used_axes(RULES[flags.rules]) == {"data"} else "group of chips"
     print0("", f"{flags.rules} on {' and '.join(dict.fromkeys(meshes))}, {flags.rows} × {flags.seq_len:,} "
-           f"tokens per {each}, with segment ids. The sum is computed analytically.", machine(),
+           f"tokens per {each}, with segment ids. The sum is computed analytically; what is in the host's "
+           "memory is not in it.", machine(),
            *caveats(kinds))  # fmt: skip
 
 
 def _parts(flags: MemoryFlags, cases: Iterable[Case], remats: list[str]) -> None:
     table = Table("size", "chips", "remat", "matmul", "parameters", "optimizer", "gradients",
-                  "saved activations", "live working set", "sum", "compiled peak", "sum / peak")  # fmt: skip
+                  "saved activations", "live working set", "sum", "compiled peak",
+                  "sum / peak", "host")  # fmt: skip
     for (size, kind, chips), remat in itertools.product(cases, remats):
         step = _step(flags, size, kind, chips, remat)
         text, peak = _peak(step, kind, f"{size} {remat}")
-        parts = memory_parts(step.layout)
-        total = sum(parts.values())
+        parts = memory_parts(step.layout, offload=flags.offload)
+        total, host = sum(parts.values()), sum(on_host(step.layout, offload=flags.offload).values())
         cells = map(report.size, [*parts.values(), total])
-        table.row(
-            size, f"{chips} {kind}", remat, flags.matmul or "-", *cells, text, f"{total / peak:.2f}"
-        )
+        ratio, matmul = f"{total / peak:.2f}", flags.matmul or "-"
+        table.row(size, f"{chips} {kind}", remat, matmul, *cells, text, ratio, report.size(host))
 
 
 def _which(flags: MemoryFlags, cases: Iterable[Case], remats: list[str]) -> None:
@@ -88,7 +91,7 @@ def _which(flags: MemoryFlags, cases: Iterable[Case], remats: list[str]) -> None
         above, found, text = "-", "none of them fits", "-"
         for remat in (remat for remat in REMAT if remat in remats):
             step = _step(flags, size, kind, chips, remat)
-            total = sum(memory_parts(step.layout).values())
+            total = sum(memory_parts(step.layout, offload=flags.offload).values())
             if (
                 kind in GPUS and total > 1.2 * HARDWARE[kind].memory
             ):  # not worth a minute's compilation
@@ -108,7 +111,10 @@ def _step(flags: MemoryFlags, size: str, kind: str, chips: int, remat: str) -> S
     config = dataclasses.replace(SIZES[size](), dtype="bfloat16", remat=remat, matmul=flags.matmul)
     axes = flags.axes(size, chips, flags.rules)
     rows = flags.rows * shards(RULES[flags.rules], "batch", axes)
-    return make_step(config, flags.rules, topology(kind, axes), rows, flags.seq_len, segments=True)
+    return make_step(
+        config, flags.rules, topology(kind, axes), rows, flags.seq_len, segments=True,
+        offload=flags.offload,
+    )  # fmt: skip
 
 
 def _peak(step: Step, kind: str, what: str) -> tuple[str, float]:
@@ -116,5 +122,5 @@ def _peak(step: Step, kind: str, what: str) -> tuple[str, float]:
     compiled = compile_step(step, kind, f"{what} on {step.layout.mesh.size} {kind}")
     if isinstance(compiled, TooLarge):
         return compiled
-    peak = report.memory(compiled).peak_memory_in_bytes
+    peak = report.peak(compiled)
     return report.size(peak), peak

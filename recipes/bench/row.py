@@ -53,6 +53,7 @@ class Row:
     loss_chunk: int = 256
     xla: str = "default"  # a key of XLA_FLAGS
     matmul: str = ""  # Config.matmul
+    offload: str = ""  # "optimizer": its state is in the host's memory
 
     def size(self) -> str:
         return self.case.partition(":")[0]
@@ -108,7 +109,8 @@ def _step(row: Row, steps: int, rounds: int, toy: bool) -> Result:
         unroll=row.unroll, loss_chunk=row.loss_chunk, matmul=row.matmul,
     )  # fmt: skip
     mesh = arrange({"data": 1}, [device])
-    step = make_step(config, ONE_DEVICE, mesh, row.batch, row.length(), row.segments)
+    given = mesh, row.batch, row.length(), row.segments
+    step = make_step(config, ONE_DEVICE, *given, offload=row.offload)
     with step.layout.trace():
         kernel, _ = attention_kernel(config, row.length(), row.segments)
     start = time.perf_counter()

@@ -22,7 +22,7 @@ from recipes.bench.row import Row
 from recipes.common.analysis import flops, hlo
 from recipes.common.analysis import memory as analysis_memory
 from recipes.common.analysis import targets as aot
-from recipes.common.analysis.memory import memory_parts
+from recipes.common.analysis.memory import IN_FLIGHT, memory_parts, on_host
 from recipes.common.analysis.textbook import device_tokens, of_weights, textbook, transfers
 from recipes.common.entries import model as model_of
 from recipes.common.runtime.errors import Stopped, UserError
@@ -37,6 +37,7 @@ from zoo.transformer import RULES, Config
 
 pytestmark = pytest.mark.promise("bench")
 
+NOTHING_ON_HOST = {"host_argument_size_in_bytes": 0, "host_temp_size_in_bytes": 0}
 PLAIN = Config(512, 32, 3, num_heads=8, num_kv_heads=8, head_dim=4, mlp=64, tie_embeddings=False)
 
 
@@ -66,7 +67,8 @@ def test_matmul_params_are_all_but_norms_and_the_input_embedding():
 
 
 WIDE = {"embed": 256, "num_heads": 4, "num_kv_heads": 4, "head_dim": 64, "mlp": 1_024}
-WIDE |= {"vocab_size": 2_048, "capacity": 1.0, "image_size": 64, "patch": 8}
+WIDE |= {"vocab_size": 2_048, "capacity": 1.0, "image_size": 64, "patch": 8, "dense_layers": 0}
+WIDE |= {"nope_dim": 64, "value_dim": 64, "kv_latent": 128, "q_latent": 128}
 ATTENTIVE = [name for name in ENTRIES if hasattr(ENTRIES[name].config, "num_heads")]
 
 
@@ -221,11 +223,23 @@ def test_memory_parts_by_hand():
     assert parts["gradients"] + parts["live working set"] == max(loss, backward)
 
 
+def test_memory_parts_without_what_the_host_holds_by_hand():
+    config = dataclasses.replace(PLAIN, remat="offload")
+    layout = common.make_step(config, "fsdp", make_mesh("8"), 16, 16).layout
+    kept, parts = memory_parts(layout), memory_parts(layout, offload="optimizer")
+    inputs = 3 * 2 * 16 * 32 * 4  # layers, rows, T, D
+    host = {"optimizer": kept["optimizer"], "saved activations": inputs}
+    assert on_host(layout, offload="optimizer") == host
+    assert on_host(layout) == {"saved activations": inputs}
+    assert parts == kept | {"optimizer": 0}
+    assert parts["saved activations"] == IN_FLIGHT * inputs / 3
+
+
 @pytest.mark.parametrize(
     ("attention", "remat"),
     full_except(
         [
-            *itertools.product(["xla"], memory.POLICIES),
+            *itertools.product(["xla"], [x for x in memory.POLICIES if x != "offload"]),
             *itertools.product(["splash", "flash"], ["none", "dots"]),
         ],
         fast=[("xla", "full"), ("xla", "dots"), ("splash", "none"), ("flash", "dots")],
@@ -270,7 +284,7 @@ def test_which_policy_recomputes_least_and_fits(monkeypatch, capsys):
     def compile_step(step, kind, what):
         asked.append(what)
         peak = sum(memory_parts(step.layout).values())
-        fits = types.SimpleNamespace(peak_memory_in_bytes=peak)
+        fits = types.SimpleNamespace(**NOTHING_ON_HOST, peak_memory_in_bytes=peak)
         program = types.SimpleNamespace(memory_analysis=lambda: fits)
         return program if peak < 40e9 else aot.TooLarge("does not fit: much", peak)
 
@@ -487,7 +501,7 @@ def test_a_gpu_program_that_does_not_fit_is_reported(monkeypatch):
 
     class Program:
         def memory_analysis(self):
-            return types.SimpleNamespace(peak_memory_in_bytes=100e9)
+            return types.SimpleNamespace(**NOTHING_ON_HOST, peak_memory_in_bytes=100e9)
 
     step = types.SimpleNamespace(compile=Program)
     found = aot.compile_step(step, "h100", "this")
@@ -688,7 +702,7 @@ def test_kernels_on_this_machine(kernel):
 WORDS = {
     "cpu": ["--toy", "--remats=none", "--unrolls=1,2", "--rounds=1", "--batch_size=2", "--seq_len=32"],
     "collectives": ["--sizes=tiny", "--kind=cpu", "--chips=8", "--rules=fsdp", "--tokens=64",
-                    "--seq_len=32"],
+                    "--seq_len=32", "--offload=optimizer"],
     "memory": ["--sizes=tiny", "--kinds=cpu", "--chips=8", "--remats=full", "--seq_len=32"],
     "experts": ["--sizes=tiny", "--remats=dispatched", "--chips=8", "--expert=4", "--kind=cpu", "--seq_len=32"],
     "depth": ["--depths=1,2", "--rounds=1"],
@@ -724,6 +738,7 @@ def test_a_word_prints_its_table(word, inside, monkeypatch):
         ("gpt2", "fsdp_cp_tp", {"data": 1, "seq": 2, "model": 4}, "sublayers", 16),
         ("gemma3", "fsdp", {"data": 8}, "full", 16),
         ("gpt_oss", "fsdp_ep", {"data": 2, "expert": 4}, "dispatched", 16),
+        ("deepseek", "fsdp_tp", {"data": 1, "model": 8}, "sublayers", 16),
         ("vit", "fsdp_tp", {"data": 1, "model": 8}, "sublayers", 24),  # of 17 positions
     ],
 )

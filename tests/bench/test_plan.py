@@ -197,6 +197,17 @@ def test_it_answers_with_a_table_reasons_and_the_command(inside):
     assert lost == {f"- {strategy}" for strategy in others - {found["rules"]}}
 
 
+def test_offload_is_planned_and_in_the_command(inside):
+    flags = ("--size=tiny", "--devices=v5e:8", "--batch_tokens=8K", "--top=1", "--json")
+    plain, host = (
+        json.loads(inside("recipes.plan", *flags, *more).out)["candidates"][0]
+        for more in ((), ("--offload=optimizer",))
+    )
+    assert not plain["host"]
+    assert host["host"] == {"optimizer": plain["memory"]["optimizer"]}
+    assert host["memory"] == plain["memory"] | {"optimizer": 0}
+
+
 def test_the_command_that_it_prints_is_one_that_plans_itself(inside, tmp_path):
     done = inside("recipes.plan", "--size=tiny", "--batch_tokens=2K")
     *_, command = done.out.splitlines()

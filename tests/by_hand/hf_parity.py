@@ -215,9 +215,43 @@ FAMILIES |= {
         meshes=FOR_EXPERTS,
     ),
 }  # fmt: skip
+LATENT = {"q_lora_rank": 24, "kv_lora_rank": 16, "qk_nope_head_dim": 6, "qk_rope_head_dim": 4}
+LATENT |= {"v_head_dim": 10, "num_key_value_heads": 8, "first_k_dense_replace": 1}
+LATENT |= {"n_routed_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 16}
+LATENT_YARN = YARN | {"rope_theta": 30.0, "beta_fast": 2.0, "mscale": 1.0, "mscale_all_dim": 0.7}
+FAMILIES |= {
+    "deepseek_v3": Family(  # groups, biases of the choice, YaRN with both scales, shared experts
+        "DeepseekV3Config",
+        LATENT | {"n_group": 4, "topk_group": 2, "num_hidden_layers": 3, "n_shared_experts": 2}
+        | {"rope_parameters": LATENT_YARN},
+        "bfloat16", "80KB", FOR_EXPERTS,
+    ),
+    "deepseek_v2": Family(  # a softmax; the best groups by their best expert
+        "DeepseekV2Config",
+        LATENT | {"n_group": 4, "topk_group": 2, "topk_method": "group_limited_greedy"}
+        | {"routed_scaling_factor": 3.0, "rope_parameters": LATENT_YARN | {"mscale": 0.7}},
+        meshes=FOR_EXPERTS,
+    ),
+    "odd_deepseek_v3": Family(  # one matrix for queries, no groups, as Moonlight
+        "DeepseekV3Config",
+        ODD | LATENT | {"head_dim": 4}
+        | {"vocab_size": 331, "num_key_value_heads": 6, "q_lora_rank": None, "n_group": 1}
+        | {"topk_group": 1, "n_routed_experts": 12, "num_experts_per_tok": 5, "v_head_dim": 6}
+        | {"num_hidden_layers": 4, "first_k_dense_replace": 2, "routed_scaling_factor": 2.446},
+        meshes=FOR_EXPERTS,
+    ),
+    "odd_deepseek_v2": Family(  # V2-Lite's greedy choice, and no dense layers
+        "DeepseekV2Config",
+        ODD | LATENT | {"head_dim": 4}
+        | {"vocab_size": 257, "num_key_value_heads": 6, "q_lora_rank": None}
+        | {"n_routed_experts": 12, "num_experts_per_tok": 5, "first_k_dense_replace": 0},
+        meshes=FOR_EXPERTS,
+    ),
+}  # fmt: skip
 NOT_GOLDEN = {"qwen3_window", "qwen2_window", "odd_mixtral", "odd_qwen3_moe", "qwen2_mixed"}
 NOT_GOLDEN |= {"qwen3_mixed", "qwen2_yarn", "mistral_yarn", "mixtral_linear"}
 NOT_GOLDEN |= {"odd_gpt2", "odd_gemma3", "odd_gpt_oss", "odd_vit"}
+NOT_GOLDEN |= {"deepseek_v2", "odd_deepseek_v3", "odd_deepseek_v2"}
 
 ADAPTERS = {  # golden model → modules with an adapter of PEFT's
     "llama3": [*("q_proj", "k_proj", "v_proj", "o_proj"), *("gate_proj", "up_proj", "down_proj")],
@@ -227,6 +261,7 @@ ADAPTERS = {  # golden model → modules with an adapter of PEFT's
     "gemma3": ["q_proj", "k_proj", "o_proj", "gate_proj"],
     "gpt_oss": ["q_proj", "k_proj", "v_proj", "o_proj"],
     "vit": ["q_proj", "v_proj", "o_proj", "fc2"],  # and a new head
+    "deepseek_v3": ["q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj"],
 }
 
 SIZES = dict(
@@ -254,6 +289,9 @@ def make(family: Family, folder: pathlib.Path) -> None:
         for name, weight in model.named_parameters():
             norm = "norm" in name or (".ln_" in name and name.endswith("weight"))
             weight.copy_(0.15 * torch.randn(weight.shape) + family.norms * norm)
+        for name, buffer in model.named_buffers():
+            if name.endswith("e_score_correction_bias"):  # large enough to change choices
+                buffer.copy_(0.1 * torch.randn(buffer.shape))
     model.to(getattr(torch, family.dtype)).save_pretrained(folder, max_shard_size=family.shard)
     (folder / "generation_config.json").unlink(missing_ok=True)
     if family.config == "ViTConfig":
@@ -341,9 +379,9 @@ def our_logits(path: str | pathlib.Path, mesh: str, rules: str, base: str = "") 
 
 
 def params_of(path: str | pathlib.Path) -> dict[str, np.ndarray]:
-    """Returns parameter path → array for the model that `checkpoint.restore` reads at `path`."""
+    """Returns variable's path → array for the model that `checkpoint.restore` reads at `path`."""
     model, _ = checkpoint.restore(path, make_mesh("1"), "dp")
-    return paths(nnx.to_pure_dict(nnx.state(model, nnx.Param)))
+    return paths(nnx.to_pure_dict(nnx.state(model)))
 
 
 def export(source: str, target: pathlib.Path) -> None:
@@ -427,6 +465,47 @@ def compare_side_by_side(work: pathlib.Path) -> None:
     assert error < TOLERANCE
 
 
+def compare_further(work: pathlib.Path) -> None:
+    """Compares the logits of the layer that predicts the token after the next one."""
+    import torch
+    import transformers
+    from transformers.cache_utils import MtpCache
+    from transformers.modeling_layers import MtpModel
+
+    from tests.support.further_token import further_logits
+    from zoo.deepseek import Config, DeepSeek
+
+    config = dataclasses.replace(Config.tiny(), mtp_depth=1, capacity=None, balance_rate=0.0)
+    graph, state = nnx.split(DeepSeek(config, rngs=nnx.Rngs(0)))
+    random, folder = np.random.default_rng(0), work / "further"
+    state = jax.tree.map(lambda x: 0.2 * random.normal(size=x.shape).astype(np.float32), state)
+    of_tokens = jax.jit(lambda state: further_logits(nnx.merge(graph, state), TOKENS_BT))
+    ours = np.asarray(of_tokens(state))[:, :-1]
+    params = paths(nnx.to_pure_dict(state))
+    hf.write(folder, "deepseek", config, 64, lambda path: params[path])
+    model = transformers.AutoModelForCausalLM.from_pretrained(
+        folder, dtype=torch.float32, attn_implementation="eager"
+    )
+    # By default it finds these tensors in layer 61 alone.
+    model._keys_to_ignore_on_load_unexpected = [rf"model\.layers\.{config.num_layers}.*"]
+    further = MtpModel.from_pretrained(model)
+    cache = MtpCache(config=model.config.get_mtp_config())
+    tokens, places = torch.tensor(TOKENS_BT), torch.arange(1, TOKENS_BT.shape[1])[None]
+    with torch.no_grad():
+        hidden = model.model(tokens).last_hidden_state[:, :-1]
+        hidden = further.forward_layer(0, hidden, places, cache, input_ids=tokens[:, 1:])
+        theirs = model.lm_head(hidden).numpy()
+    error = np.abs(ours - theirs).max()
+    print(
+        f"deepseek       the further token's logits to {np.abs(theirs).max():.1f}; ours differ by {error:.1e}"
+    )
+    assert error < TOLERANCE
+    again = params_of(f"hf:{folder}")
+    assert again.keys() == params.keys()
+    for path, array in params.items():
+        np.testing.assert_array_equal(again[path], array, err_msg=path)
+
+
 def params_of_adapter(adapter: hf.Adapter) -> dict[str, np.ndarray]:
     """Factor's path → array."""
     one = jax.sharding.SingleDeviceSharding(jax.devices()[0])
@@ -441,13 +520,15 @@ def main() -> None:
     transformers.logging.disable_progress_bar()
     asked = [word for word in sys.argv[1:] if not word.startswith("--")]
     with tempfile.TemporaryDirectory() as work:
-        for name in asked or FAMILIES:
+        for name in [name for name in asked if name in FAMILIES] if asked else FAMILIES:
             compare(name, pathlib.Path(work))
             if "--update-golden" in sys.argv and name not in NOT_GOLDEN:
                 target = GOLDEN / name
                 shutil.rmtree(target, ignore_errors=True)
                 shutil.copytree(pathlib.Path(work) / name, target)
                 np.save(target / "logits.npy", their_logits(pathlib.Path(work) / name))
+        if not asked or "further" in asked:
+            compare_further(pathlib.Path(work))
         for name in asked or ADAPTERS:
             if name not in ADAPTERS:
                 continue

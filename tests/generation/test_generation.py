@@ -74,6 +74,7 @@ CASES = [(family, *mesh) for family in FAMILIES for mesh in MESHES] + [
     ("mixtral", "data=2,expert=4", "fsdp_ep"),
     ("qwen3_moe", "data=2,expert=2,model=2", "fsdp_ep_tp"),
     ("gpt_oss", "data=2,expert=2,model=2", "fsdp_ep_tp"),
+    ("deepseek_v3", "data=2,expert=2,model=2", "fsdp_ep_tp"),
 ]
 
 

@@ -85,8 +85,9 @@ def tensors_of(file):
 
 
 SLOW = ("qwen3_moe", "odd_llama", "llama_linear", "qwen3_yarn", "gemma3", "gemma2", "gpt_oss")
+SLOW += ("deepseek_v3",)
 # On one device and on a mesh; in the fast tier each family on a mesh, as some are in either tier.
-ON_A_MESH = ("gemma2", "gemma3_vision", "gpt_oss")
+ON_A_MESH = ("gemma2", "gemma3_vision", "gpt_oss", "deepseek_v3")
 PARITY = {
     family: [(family, *on) for on in ALL_FAMILIES[family].meshes[family in ON_A_MESH : 2]]
     for family in FAMILIES

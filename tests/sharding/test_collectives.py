@@ -58,10 +58,25 @@ ACTIVATIONS = {
 }
 MOST = 4
 
+
+def of_latent_attention(config) -> tuple[int, int]:
+    """DeepSeek's least and most numbers for each position.
+
+    Each layer: attention's output forward and again, the MLP's (in layers with experts, the shared
+    experts'), and that of the experts; then the gradients of both latents and of the rotary key, of
+    the MLP's input, which the backend makes two, and of the experts'. The embeddings have two.
+    """
+    D, L, routed = config.embed, config.num_layers, config.num_layers - config.dense_layers
+    latents = config.q_latent + config.kv_latent + config.rope_dim
+    least = L * (4 * D + latents) + routed * 2 * D + 2 * D
+    return least, least + L * D
+
+
 # All-reduces of single numbers for each position, where a matmul's inner dim is split. A loss over a
 # split vocabulary has a maximum, a sum of exponentials and the target's logit, and the first two again
 # in the backward pass. MoE adds gradients of expert weights, two for each position in both layers.
-NUMBERS = {"dot_relu_dot": 0, "mlp": 0, "vit": 0, "moe": 5 + 2 * 2, "gpt_oss": 5 + 2 * 2}
+NUMBERS = {"dot_relu_dot": 0, "mlp": 0, "vit": 0}
+NUMBERS |= dict.fromkeys(("moe", "gpt_oss", "deepseek"), 5 + 2 * 2)
 LOSS = 5  # the Transformer and any other entry
 
 
@@ -72,12 +87,13 @@ def to_experts(entry_name: str, layout: Layout) -> int:
     config, (batch, length) = layout.config, ENTRIES[entry_name].batches[0]["tokens"].shape
     share = config.capacity * config.experts_per_token * length / config.num_experts
     slots = batch // layout.batch_shards * config.num_experts * math.ceil(share)
-    return config.num_layers * slots * (5 * config.embed + 3)
+    layers = config.num_layers - getattr(config, "dense_layers", 0)
+    return layers * slots * (5 * config.embed + 3)
 
 
 # Entry → the mesh axis over which it exchanges activations, and how many numbers a device then
 # receives from all devices, itself included.
-EXCHANGES = {"moe": ("expert", to_experts), "gpt_oss": ("expert", to_experts)}
+EXCHANGES = dict.fromkeys(("moe", "gpt_oss", "deepseek"), ("expert", to_experts))
 
 
 # Entry → norms of queries and keys. Where the rules split heads, the gradients of these are summed over
@@ -113,6 +129,7 @@ class Variable(NamedTuple):
     trained: bool
     axes: tuple[str, ...]  # without the axis of stacked layers
     layers: int
+    stacked: bool
     rest: tuple[int, ...]
     use: tuple[int, ...]
 
@@ -137,7 +154,7 @@ def variables(layout: Layout) -> dict[str, Variable]:
         )  # fmt: skip
         layers = math.prod(shape[i] for i in stacked)
         trained = path.startswith("params/") and path not in unused
-        found[path] = Variable(trained, names, layers, rest, use)
+        found[path] = Variable(trained, names, layers, bool(stacked), rest, use)
     return found
 
 
@@ -179,7 +196,22 @@ def activations(entry_name: str, layout: Layout) -> tuple[int, set[int]]:
         for axis, n in zip(axes, paths(layout.model.shapes[kind])[path].shape, strict=True)
         if axis in zoo.IN_USE
     }
+    widths |= {getattr(layout.config, "rope_dim", 0)} - {0}  # a rotary key that heads share
     return rows, {rows * width for width in widths}
+
+
+def activation_bounds(entry_name: str, layout: Layout, weights: int) -> tuple[int, int]:
+    """The least and most elements that are all-reduced where matmuls' inner dims are split.
+
+    Args:
+      weights: how many are split, of all layers.
+    """
+    rows, whole = activations(entry_name, layout)
+    if entry_name == "deepseek":
+        least, most = of_latent_attention(layout.config)
+        return rows * least, rows * most
+    least, most = ACTIVATIONS.get(entry_name, (1, MOST * weights))
+    return least * min(whole), most * max(whole)
 
 
 def classify(entry_name: str, layout: Layout, text: str) -> Sent:
@@ -217,16 +249,16 @@ def textbook(entry_name: str, layout: Layout) -> Sent:
     held, book = variables(layout).values(), Sent()
     # Each split weight is gathered for the forward pass, and again where a layer is rematerialised.
     weights = sum(
-        math.prod(v.use) * v.layers * (2 if v.layers > 1 else 1) for v in held if v.rest != v.use
+        math.prod(v.use) * v.layers * (2 if v.stacked else 1) for v in held if v.rest != v.use
     )
     # Each gradient is reduced once over the devices that have other rows of the batch.
     gradients = sum(math.prod(v.use) * v.layers for v in held if v.trained)
     book = Sent(weights=weights, gradients=gradients if layout.batch_shards > 1 else 0)
     if split(layout):
-        rows, whole = activations(entry_name, layout)
-        least, _ = ACTIVATIONS.get(entry_name, (1, MOST))
+        rows, _ = activations(entry_name, layout)
+        least, _ = activation_bounds(entry_name, layout, 1)
         numbers = NUMBERS.get(entry_name, LOSS)
-        book = book._replace(activations=least * min(whole), numbers=numbers * rows)
+        book = book._replace(activations=least, numbers=numbers * rows)
     axis, exchanged = EXCHANGES.get(entry_name, ("", None))
     if exchanged and axis in used_axes(layout.rules) and layout.mesh.shape[axis] > 1:
         book = book._replace(exchanged=exchanged(entry_name, layout))
@@ -255,10 +287,8 @@ def check_promise(entry_name: str, layout: Layout, text: str) -> Sent:
     # Activations: only where the rules split a matmul's inner dim.
     if axes := split(layout):
         over = [v for v in held.values() if v.trained and set(axes) & set(v.axes)]
-        bound = (1, MOST * sum(v.layers for v in over))
-        _, most = ACTIVATIONS.get(entry_name, bound)
-        _, whole = activations(entry_name, layout)
-        assert book.activations <= sent.activations <= most * max(whole)
+        _, most = activation_bounds(entry_name, layout, sum(v.layers for v in over))
+        assert book.activations <= sent.activations <= most
         assert sent.numbers <= book.numbers
     else:
         assert sent.activations == 0

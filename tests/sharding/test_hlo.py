@@ -169,6 +169,50 @@ def test_traffic_between_slices_is_counted_separately():
     assert not hlo.crossing(ADD + TEXTS["async pairs"])
 
 
+HOST_COPIES = """
+%body (w: (s32[], f32[4,256]{1,0:S(5)}, f32[256]{0})) -> (s32[], f32[4,256]{1,0:S(5)}, f32[256]{0}) {
+  %w = (s32[], f32[4,256]{1,0:T(8,128)S(5)}, f32[256]{0}) parameter(0)
+  %i = s32[] get-tuple-element(%w), index=0
+  %m = f32[4,256]{1,0:T(8,128)S(5)} get-tuple-element(%w), index=1
+  %x = f32[1,256]{1,0:T(8,128)} get-tuple-element(%w), index=2
+  %s = ((f32[4,256]{1,0:T(8,128)S(5)}, s32[], s32[]), f32[1,256]{1,0:T(8,128)}, u32[]{:S(2)}) dynamic-slice-start(%m, %i, %i)
+  %sd = f32[1,256]{1,0:T(8,128)} dynamic-slice-done(%s)
+  %u = ((f32[4,256]{1,0:T(8,128)S(5)}, f32[1,256]{1,0:T(8,128)}, s32[], s32[]), f32[4,256]{1,0:T(8,128)S(5)}, u32[]{:S(2)}) dynamic-update-slice-start(%m, %sd, %i, %i)
+  %ud = f32[4,256]{1,0:T(8,128)S(5)} dynamic-update-slice-done(%u)
+  ROOT %r = (s32[], f32[4,256]{1,0:T(8,128)S(5)}, f32[256]{0}) tuple(%i, %ud, %x)
+}
+%cut (p: f32[4,256], q: s32[]) -> f32[1,256] {
+  %p = f32[4,256]{1,0:S(5)} parameter(0)
+  %q = s32[] parameter(1)
+  ROOT %d = f32[1,256]{1,0} dynamic-slice(%p, %q, %q), dynamic_slice_sizes={1,256}
+}
+ENTRY %main (a: f32[16], b: f32[4,256]) -> f32[16] {
+  %a = f32[16]{0} parameter(0)
+  %b = f32[4,256]{1,0:S(5)} parameter(1)
+  %c = (f32[16]{0:S(5)}, f32[16]{0}, u32[]{:S(2)}) copy-start(%a)
+  %cd = f32[16]{0:S(5)} copy-done(%c)
+  %e = f32[16]{0} copy(%cd)
+  %f = f32[16]{0:S(5)} copy(%cd)
+  %i = s32[] constant(0)
+  %g = f32[1,256]{1,0} fusion(%b, %i), kind=kLoop, calls=%cut
+  %t = (s32[], f32[4,256]{1,0:S(5)}, f32[256]{0}) tuple(%i, %b, %g)
+  %l = (s32[], f32[4,256]{1,0:S(5)}, f32[256]{0}) while(%t), condition=%never, body=%body, backend_config={"known_trip_count":{"n":"4"}}
+  ROOT %h = f32[16]{0} add(%e, %a)
+}
+"""
+
+
+def test_copies_to_the_hosts_memory_are_counted_by_direction():
+    """Counts whole arrays, asynchronous slices in a loop, and a slice in a fusion; not a copy inside
+    the host's memory.
+    """
+    layers, whole, one = 4 * 1024, 16 * 4, 1024
+    want = {"to the device": layers + whole + one, "to the host": layers + whole}
+    assert hlo.host_copies(HOST_COPIES) == want
+    assert not any(hlo.host_copies(HOST_COPIES.replace("S(5)", "")).values())
+    assert not hlo.collectives(HOST_COPIES)
+
+
 def test_a_reduce_scatter_of_any_notation_sends_the_same():
     fused = TEXTS["a reduce-scatter as an all-reduce and a slice"]
     assert hlo.sent_by_kind(ADD + fused, 8) == {"reduce-scatter": 7 * 64}

@@ -50,7 +50,7 @@ def layout(rules=None, mesh="4x2", batch=16, seq_len=0, **changes) -> Layout:
 )
 @pytest.mark.parametrize("entry", [name for name in ENTRIES if "hsdp_tp" in zoo_file(name).RULES])
 def test_default_strategy_of_a_mesh(entry, mesh, strategy):
-    if entry in ("moe", "gpt_oss") and "expert" in mesh:
+    if entry in ("moe", "gpt_oss", "deepseek") and "expert" in mesh:
         strategy = strategy.replace("fsdp", "fsdp_ep")
     assert default_strategy(zoo_file(entry).RULES, make_mesh(mesh)) == strategy
 

@@ -45,6 +45,14 @@ FAMILY_CASES = {
         "data=2,seq=2,expert=2": ["fsdp_ep_cp"],
         "data=2,pipe=2,expert=2": ["fsdp_ep_pp"],
     },
+    "deepseek": {
+        "4x2": ["fsdp_tp"],
+        "1x8": ["fsdp_tp"],
+        "2x2x2": ["hsdp_tp"],
+        "data=2,expert=4": ["fsdp_ep"],
+        "data=2,seq=2,expert=2": ["fsdp_ep_cp"],
+        "data=2,pipe=2,expert=2": ["fsdp_ep_pp"],
+    },
     "vit": {"8": ["fsdp"], "4x2": ["fsdp_tp"], "1x8": ["fsdp_tp"], "2x2x2": ["hsdp_tp"]},
 }
 FAST = "2x2x2"  # with its default strategy, the other entries' case in the fast tier

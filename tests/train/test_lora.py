@@ -588,7 +588,7 @@ def test_a_run_trains_an_adapter_resumes_and_is_given_on(inside, book, quick, tm
 # ---- PEFT ----------------------------------------------------------------------------------------
 
 
-FAMILY = ("gpt2", "gemma3", "gpt_oss", "vit")
+FAMILY = ("gpt2", "gemma3", "gpt_oss", "deepseek_v3", "vit")
 ON_MESHES = [
     (name, mesh) for name in ADAPTERS if name not in FAMILY for mesh in FAMILIES[name].meshes[:2]
 ]

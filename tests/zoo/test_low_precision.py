@@ -14,7 +14,8 @@ from recipes.common.analysis.hardware import HARDWARE
 from recipes.common.sharding.abstract import paths
 from tests.conftest import full_except
 from zoo import quantization, transformer
-from zoo.layers import Adapter, layer_in_use, multiply, project
+from zoo.layers import layer_in_use, multiply, project
+from zoo.lora import Adapter
 from zoo.low_precision import store
 from zoo.quantization import Product, has_float8, multiply_rounded
 from zoo.sharding import param

@@ -20,7 +20,8 @@ from recipes.common.sharding.layout import make_layout
 from recipes.common.train.step import gradients
 from tests.conftest import full_except
 from tests.support.quick import QUICK
-from zoo.moe import RULES, SIZES, Config, Experts, MoE
+from zoo.experts import GatedExperts
+from zoo.moe import RULES, SIZES, Config, MoE
 
 pytestmark = [pytest.mark.promise("definitions"), pytest.mark.usefixtures("strict")]
 TINY = dataclasses.replace(Config.tiny(), num_layers=1)
@@ -292,7 +293,9 @@ def test_a_router_s_figures_are_their_definitions(B, T, D, E, J, slots, normaliz
         TINY, embed=D, num_experts=E, experts_per_token=J, normalize=normalize,
         balance_rate=0.1 * biases,
     )  # fmt: skip
-    graph, state = nnx.split(nnx.eval_shape(lambda: Experts(config, rngs=nnx.Rngs(0))))
+    graph, state = nnx.split(
+        nnx.eval_shape(lambda: GatedExperts(config, biases, normalize, rngs=nnx.Rngs(0)))
+    )
     random = np.random.default_rng(B * T)
     draw = lambda leaf: jnp.asarray(random.normal(size=leaf.shape).astype(np.float32))  # noqa: E731
     state, x_BTD = jax.tree.map(draw, state), random.normal(size=(B, T, D)).astype(np.float32)
@@ -332,7 +335,7 @@ LOSSES = [
 @pytest.mark.parametrize("changes", full_except(LOSSES, LOSSES[:1]))
 def test_the_objective_its_figures_and_biases_are_their_definitions(changes, monkeypatch):
     """Computes them from each router's inputs. One row ends in padding, another is all padding."""
-    given, route = [], Experts.route
+    given, route = [], GatedExperts.route
 
     def recorded(self, x_BTD, counted_BT, slots):
         jax.debug.callback(
@@ -340,7 +343,7 @@ def test_the_objective_its_figures_and_biases_are_their_definitions(changes, mon
         )
         return route(self, x_BTD, counted_BT, slots)
 
-    monkeypatch.setattr(Experts, "route", recorded)
+    monkeypatch.setattr(GatedExperts, "route", recorded)
     config = dataclasses.replace(TINY, balance_weight=0.3, router_z_weight=0.2, **changes)
     graph, state = nnx.split(nnx.eval_shape(lambda: MoE(config, rngs=nnx.Rngs(0))))
     random = np.random.default_rng(0)

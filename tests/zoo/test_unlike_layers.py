@@ -217,7 +217,7 @@ CASES = [  # each with another remat policy
     # No two periods: each layer stands alone.
     ("transformer", 3, (A, B), {"remat": "none"}, "8", "fsdp"),
     ("moe", 5, (A, C), {"remat": "dispatched", "lora_rank": 3}, "4x2", "fsdp_tp"),
-    ("moe", 3, (A, B, C), {}, "data=2,expert=2,model=2", "fsdp_ep_tp"),
+    ("moe", 3, (A, B, C), {"remat": "offload"}, "data=2,expert=2,model=2", "fsdp_ep_tp"),
 ]
 
 

@@ -9,8 +9,8 @@ from recipes.common.analysis.search import RULES_OUT, TIE, Plan, usable
 from recipes.common.runtime import describe, slices
 from recipes.common.sharding.layout import Layout
 
-HEAD = ("mesh", "rules", "remat", "matmul", "accumulate", "memory", "inside", "between", "bound by",
-        "step", "per second", "MFU")  # fmt: skip
+HEAD = ("mesh", "rules", "remat", "matmul", "accumulate", "memory", "host", "inside", "between",
+        "bound by", "step", "per second", "MFU")  # fmt: skip
 BOUND = {  # key of Estimate.seconds → one word, for the table
     "compute": "compute",
     "memory": "memory",
@@ -19,6 +19,7 @@ BOUND = {  # key of Estimate.seconds → one word, for the table
     "waiting": "activations",
     "bubble": "bubble",
     "update": "update",
+    "host": "host",
 }
 WORDS = {  # key of Estimate.seconds → a phrase
     "compute": "compute",
@@ -29,6 +30,7 @@ WORDS = {  # key of Estimate.seconds → a phrase
     "bubble": "the pipeline's bubble",
     "update": "the optimizer's update",
     "ends": "the first weights and the last gradients",
+    "host": "layers' inputs to the host's memory and back",
 }
 
 
@@ -49,7 +51,8 @@ def cells(candidate: Estimate) -> list[str]:
     remat, matmul = getattr(config, "remat", "-"), getattr(config, "matmul", "") or "-"
     return [
         mesh_of(candidate), candidate.layout.strategy, remat, matmul, str(candidate.accumulate),
-        size(candidate.peak) + over, size(candidate.links), size(candidate.network),
+        size(candidate.peak) + over, size(sum(candidate.host.values())), size(candidate.links),
+        size(candidate.network),
         BOUND[candidate.bound], duration(candidate.step), f"{candidate.tokens / candidate.step:,.0f}",
         f"{candidate.mfu:.0%}",
     ]  # fmt: skip
@@ -161,13 +164,14 @@ def command(entry: str, size: str, best: Estimate) -> str:
     flags |= {"remat": config.remat} if hasattr(config, "remat") else {}
     flags |= {"matmul": config.matmul} if getattr(config, "matmul", "") else {}
     flags |= {"accumulate": best.accumulate} if best.accumulate > 1 else {}
+    flags |= {"offload": best.offload} if best.offload else {}
     return f"python -m recipes.{entry} " + " ".join(f"--{k}={v}" for k, v in flags.items())
 
 
-def of_layout(layout: Layout, accumulate: int = 1) -> list[str]:
+def of_layout(layout: Layout, accumulate: int = 1, offload: str = "") -> list[str]:
     """Lines of a recipe's --plan: the estimate for its own mesh and rules on its own devices."""
     devices = _devices_of(layout)
-    found = estimate(layout, devices, accumulate)
+    found = estimate(layout, devices, accumulate, offload)
     parts = ", ".join(f"{part} {size(count)}" for part, count in found.memory.items())
     what = f"fits in {size(usable(devices))}" if found.fits else "does not fit"
     simulated = devices.kind == "cpu"
@@ -216,6 +220,7 @@ def to_json(x: Estimate) -> dict[str, Any]:
         "accumulate": x.accumulate,
         "fits": x.fits,
         "memory": x.memory,
+        "host": x.host,
         "sent_inside": x.links,
         "sent_between": x.network,
         "collectives": [

@@ -8,6 +8,7 @@ the links' full rate. These assumptions are the same for every candidate:
 - Links inside slices or nodes and the network between them work at the same time.
 - A pipeline's bubble adds (S - 1) / M of its work. Nothing overlaps with the optimizer's update.
 - With --matmul, layers' matmuls run at the peak of int8 or float8. Rounding takes no time.
+- Layers' inputs go to the host's memory and back while layers compute. Moments go both ways at once.
 - Layers read their weights once per pass and microbatch, and write and read each activation once.
 """
 
@@ -18,7 +19,7 @@ from jax.sharding import AbstractDevice, AbstractMesh, AxisType
 
 from recipes.common.analysis import flops
 from recipes.common.analysis.hardware import USABLE, Devices
-from recipes.common.analysis.memory import memory_parts, weights
+from recipes.common.analysis.memory import memory_parts, on_host, weights
 from recipes.common.analysis.textbook import Transfer, device_tokens, transfers
 from recipes.common.runtime import slices
 from recipes.common.sharding.layout import Layout
@@ -29,6 +30,9 @@ from zoo.pipeline import microbatches
 REPEATS = {"none": (False, False), "dots": (False, True)}
 
 
+OVERLAPPED = ("compute", "memory", "links", "network", "host")  # keys of Estimate.seconds
+
+
 class Estimate(NamedTuple):
     """A train step's cost for each device."""
 
@@ -36,6 +40,7 @@ class Estimate(NamedTuple):
     devices: Devices
     accumulate: int
     memory: dict[str, float]  # purpose → bytes
+    host: dict[str, float]  # purpose → bytes in the host's memory
     transfers: list[Transfer]
     links: float  # bytes sent to devices of the same slice or node
     network: float  # bytes sent to devices of other slices or nodes
@@ -47,6 +52,11 @@ class Estimate(NamedTuple):
         return sum(self.memory.values())
 
     @property
+    def offload(self) -> str:
+        """The flag --offload."""
+        return "optimizer" if "optimizer" in self.host else ""
+
+    @property
     def fits(self) -> bool:
         return self.peak <= USABLE * self.devices.hardware.memory
 
@@ -54,14 +64,14 @@ class Estimate(NamedTuple):
     def step(self) -> float:
         """Seconds of a step."""
         s = self.seconds
-        layers = max(s["compute"], s["memory"], s["links"], s["network"])
+        layers = max(s[part] for part in OVERLAPPED)
         return layers + s["bubble"] + s["waiting"] + s["ends"] + s["update"]
 
     @property
     def bound(self) -> str:
         """The key of `seconds` that takes most of the time."""
         s = self.seconds
-        overlapped = max(("compute", "memory", "links", "network"), key=lambda part: s[part])
+        overlapped = max(OVERLAPPED, key=lambda part: s[part])
         alone = max(("bubble", "waiting", "update"), key=lambda part: s[part])
         return overlapped if s[overlapped] >= s[alone] else alone
 
@@ -83,12 +93,13 @@ def abstract_mesh(axes: dict[str, int], devices: Devices) -> AbstractMesh:
     return AbstractMesh(tuple(axes.values()), tuple(axes), axis_types=kinds, abstract_device=device)
 
 
-def estimate(layout: Layout, devices: Devices, accumulate: int = 1) -> Estimate:
+def estimate(layout: Layout, devices: Devices, accumulate: int = 1, offload: str = "") -> Estimate:
     """Estimates a train step.
 
     Args:
       layout: with batches, and rows of seq_len positions if it has any, on a mesh of `devices`.
       accumulate: gradient-accumulation steps.
+      offload: "optimizer": its state is in the host's memory.
     """
     hardware, sizes = devices.hardware, dict(layout.mesh.shape)
     parts = slices.across(sizes, devices.groups)
@@ -123,9 +134,14 @@ def estimate(layout: Layout, devices: Devices, accumulate: int = 1) -> Estimate:
     seconds["memory"] = (read + _activations(layout, passes)) / hardware.bandwidth
     # Gradients, parameters and moments are read; all but the gradients are written.
     seconds["update"] = 7 * held.params / hardware.bandwidth
+    host = on_host(layout, accumulate, offload)
+    seconds["update"] = max(seconds["update"], host.get("optimizer", 0) / hardware.host)
+    seconds["host"] = 2 * accumulate * host.get("saved activations", 0) / hardware.host
     seconds["ends"] = max(seconds["links"], seconds["network"]) / layers
-    memory = memory_parts(layout, accumulate)
-    return Estimate(layout, devices, accumulate, memory, sent, links, network, seconds, useful)
+    memory = memory_parts(layout, accumulate, offload=offload)
+    return Estimate(
+        layout, devices, accumulate, memory, host, sent, links, network, seconds, useful
+    )
 
 
 def _flops(layout: Layout) -> tuple[float, float, float]:
@@ -145,7 +161,8 @@ def _flops(layout: Layout) -> tuple[float, float, float]:
     matmuls, extra = useful - table - attention, 0.0
     if slots := getattr(config, "experts_per_token", 0):  # slots that stay empty are computed too
         matrices = getattr(config, "mlp_matrices", 3)
-        experts = 6 * config.num_layers * slots * matrices * config.embed * config.mlp * tokens
+        layers = flops.layers_of(config) - getattr(config, "dense_layers", 0)
+        experts = 6 * layers * slots * matrices * config.embed * config.mlp * tokens
         extra = experts * ((config.capacity or 1.0) * layout.seq_shards - 1)
     repeats_matmuls, repeats_attention = REPEATS.get(config.remat, (True, True))
     done = useful + extra + table / 3  # logits are computed twice
@@ -171,8 +188,9 @@ def _activations(layout: Layout, passes: int) -> float:
         return 0.0
     slots = getattr(config, "experts_per_token", 1) * (getattr(config, "capacity", 1.0) or 1.0)
     matrices, sizes = getattr(config, "mlp_matrices", 3), layout.mesh.shape
-    inner = config.head_dim * 2 * (config.num_heads + config.num_kv_heads)
-    inner += slots * matrices * config.mlp
+    both = config.head_dim + getattr(config, "value_dim", config.head_dim)
+    inner = both * (config.num_heads + config.num_kv_heads)
+    inner += (slots + getattr(config, "shared_experts", 0)) * matrices * config.mlp
     # Devices that do not split rows or positions split heads and hidden widths, and layers.
     split = math.prod(sizes.values()) / layout.batch_shards / layout.seq_shards
     width = 4 if config.dtype == "float32" else 2

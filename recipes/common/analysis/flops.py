@@ -2,8 +2,8 @@
 
 Training takes 6·N per position, where N counts the weights that the position is multiplied with:
 two FLOPs each, once forward and twice backward. Recomputation does not count. Causal attention adds
-6·T·heads·head dim per layer, which is half of the T × T square; a sliding window reduces it
-further. (Some published figures count the full square and are larger.)
+6·T·heads·head dim per layer (the mean of the keys' and the values'), which is half of the T × T
+square; a sliding window reduces it further. (Some published figures count the full square and are larger.)
 
 The compiler's cost analysis is of no use here, because it counts a scanned layer once.
 """
@@ -88,24 +88,45 @@ def encoder(layout: Layout, positions: int) -> float:
 def matmul_params(config: Any) -> int:
     """N of a decoder: all weights but biases, norms and the lookup in the embedding table.
 
-    With experts: the router and the experts that a token uses.
+    With experts: the router and the experts that a token uses, shared ones included. The layer that
+    predicts a further token counts too, with its own logits.
 
     Args:
-      config: zoo/transformer.py's or zoo/moe.py's.
+      config: zoo/transformer.py's or zoo/moe.py's, for instance.
     """
-    D, H = config.embed, config.head_dim
-    attention = 2 * D * H * (config.num_heads + config.num_kv_heads)
+    D, attention = config.embed, attention_params(config)
     router, experts = getattr(config, "num_experts", 0), getattr(config, "experts_per_token", 1)
+    experts += getattr(config, "shared_experts", 0)
     matrices = getattr(config, "mlp_matrices", 3)  # gate, up and down
     layer = attention + D * router + experts * matrices * D * config.mlp
-    return config.num_layers * layer + config.vocab_size * D
+    dense, further = getattr(config, "dense_layers", 0), getattr(config, "mtp_depth", 0)
+    first = dense * (attention + matrices * D * getattr(config, "dense_mlp", 0))
+    table = config.vocab_size * D
+    return (
+        (config.num_layers - dense) * layer + first + table + further * (layer + 2 * D * D + table)
+    )
+
+
+def attention_params(config: Any) -> int:
+    """Weights of a layer's attention: of q, k, v and o, or of latent attention's projections."""
+    D, N, H = config.embed, config.num_heads, config.head_dim
+    if not hasattr(config, "kv_latent"):
+        return 2 * D * H * (N + config.num_kv_heads)
+    C, V, low = config.kv_latent, config.value_dim, config.q_latent
+    queries = low * (D + N * H) if low else D * N * H
+    return queries + D * (C + config.rope_dim) + C * N * (config.nope_dim + V) + N * V * D
+
+
+def layers_of(config: Any) -> int:
+    """A decoder's layers, with the one that predicts a further token."""
+    return config.num_layers + getattr(config, "mtp_depth", 0)
 
 
 def kinds_of_layers(config: Any) -> list[tuple[Kind, int]]:
     """Each kind in a period of a decoder's layers, with the number of its layers."""
     period = kinds(config)
     return [
-        (kind, len(range(place, config.num_layers, len(period))))
+        (kind, len(range(place, layers_of(config), len(period))))
         for place, kind in enumerate(period)
     ]
 
@@ -118,9 +139,10 @@ def decoder(config: Any, seq_len: int, batch_size: int = 1) -> dict[str, float]:
     """
     tokens = batch_size * seq_len
     weights = (4 if getattr(config, "lora_rank", 0) else 6) * matmul_params(config) * tokens
-    square = 12 * seq_len * config.num_heads * config.head_dim * tokens  # per layer
+    both = config.head_dim + getattr(config, "value_dim", config.head_dim)
+    square = 6 * seq_len * config.num_heads * both * tokens  # per layer
     causal = float(weights)
     for kind, layers in kinds_of_layers(config):
         seen = min(kind.window or seq_len, seq_len) / seq_len  # by the last position of a row
         causal += layers * square * (seen - seen**2 / 2)
-    return {"causal": causal, "full": weights + config.num_layers * square}
+    return {"causal": causal, "full": weights + layers_of(config) * square}

@@ -26,6 +26,7 @@ class Hardware(NamedTuple):
     network: float  # to other slices or nodes
     torus: int  # dims of the torus that the links form; 0: a switch
     most: int  # devices of a slice or node
+    host: float  # to the host's memory, and as much back at the same time: PCIe
 
     @property
     def peak(self) -> float:
@@ -49,30 +50,31 @@ class Hardware(NamedTuple):
 
 # Memory of h100 and h200: the compiler's own description of them (openxla/xla,
 # xla/backends/gpu/target_config/specs). "docs" is docs.cloud.google.com/tpu/docs, whose ICI figures
-# count both directions.
+# count both directions. To the host: data sheets of the GPUs, whose PCIe figures count both directions;
+# of TPUs jax-ml.github.io/scaling-book/tpus ("typically", and v6e's; tpu7x is assumed to have v6e's).
 HARDWARE = {
     # docs/v4: 32 GiB, 1,200 GB/s, 2,400 Gbit/s of ICI; network: as v5p
-    "v4": Hardware("TPU v4", 0, 2**35, 1.2e12, 300e9, 6.25e9, 3, 4_096),
+    "v4": Hardware("TPU v4", 0, 2**35, 1.2e12, 300e9, 6.25e9, 3, 4_096, 1.5e10),
     # docs/v6e, its column v5e: 16 GB, 800 GB/s, 1,600 Gbit/s of ICI, 2 × 100 Gbit/s for 8 chips
-    "v5e": Hardware("TPU v5 lite", 0, 2**34, 8e11, 200e9, 3.125e9, 2, 256),
+    "v5e": Hardware("TPU v5 lite", 0, 2**34, 8e11, 200e9, 3.125e9, 2, 256, 1.5e10),
     # docs/v5p-training: 95 GiB, 2,765 GB/s, 1,200 GB/s of ICI, 50 Gbit/s a chip; jobs of 6,144
-    "v5p": Hardware("TPU v5", 0, 95 * 2**30, 2.765e12, 600e9, 6.25e9, 3, 6_144),
+    "v5p": Hardware("TPU v5", 0, 95 * 2**30, 2.765e12, 600e9, 6.25e9, 3, 6_144, 1.5e10),
     # docs/v6e: 32 GB, 1,600 GB/s, 3,200 Gbit/s of ICI, 4 × 200 Gbit/s for 8 chips
-    "v6e": Hardware("TPU v6 lite", 0, 2**35, 1.6e12, 400e9, 12.5e9, 2, 256),
+    "v6e": Hardware("TPU v6 lite", 0, 2**35, 1.6e12, 400e9, 12.5e9, 2, 256, 3.2e10),
     # docs/tpu7x: a device is half a chip of 192 GiB, 7,380 GB/s, 1,200 GB/s of ICI, 100 Gbit/s
-    "tpu7x": Hardware("TPU7x", 2307e12, 96 * 2**30, 3.69e12, 300e9, 6.25e9, 3, 18_432),
+    "tpu7x": Hardware("TPU7x", 2307e12, 96 * 2**30, 3.69e12, 300e9, 6.25e9, 3, 18_432, 3.2e10),
     # NVIDIA A100 80 GB SXM data sheet: NVLink 600 GB/s both ways; DGX A100: 200 Gbit/s a GPU
-    "a100": Hardware("NVIDIA A100-SXM4-80GB", 0, 80e9, 2.039e12, 300e9, 25e9, 0, NODE),
+    "a100": Hardware("NVIDIA A100-SXM4-80GB", 0, 80e9, 2.039e12, 300e9, 25e9, 0, NODE, 3.2e10),
     # NVIDIA H100 SXM data sheet: NVLink 900 GB/s both ways; DGX H100: 400 Gbit/s a GPU
     "h100": Hardware(
-        "NVIDIA H100 80GB HBM3", 1979e12, 84_942_979_072, 3.35232e12, 450e9, 50e9, 0, NODE
+        "NVIDIA H100 80GB HBM3", 1979e12, 84_942_979_072, 3.35232e12, 450e9, 50e9, 0, NODE, 6.4e10
     ),
     # NVIDIA H200 SXM data sheet: as H100, 4.8 TB/s
-    "h200": Hardware("NVIDIA H200", 1979e12, 151_397_597_184, 4.8e12, 450e9, 50e9, 0, NODE),
+    "h200": Hardware("NVIDIA H200", 1979e12, 151_397_597_184, 4.8e12, 450e9, 50e9, 0, NODE, 6.4e10),
     # NVIDIA DGX B200 data sheet: 1,440 GB and 64 TB/s of 8 GPUs, NVLink 14.4 TB/s, 400 Gbit/s a GPU
-    "b200": Hardware("NVIDIA B200", 4500e12, 180e9, 8e12, 900e9, 50e9, 0, NODE),
+    "b200": Hardware("NVIDIA B200", 4500e12, 180e9, 8e12, 900e9, 50e9, 0, NODE, 6.4e10),
     # Invented figures, so that plans for simulated devices have an order.
-    "cpu": Hardware("cpu", 0, 2**33, 1e10, 1e9, 1e8, 0, 1_024),
+    "cpu": Hardware("cpu", 0, 2**33, 1e10, 1e9, 1e8, 0, 1_024, 1e9),
 }
 
 

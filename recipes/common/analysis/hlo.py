@@ -8,6 +8,7 @@ from typing import NamedTuple
 _KINDS = "all-reduce|all-gather|reduce-scatter|all-to-all|ragged-all-to-all|collective-permute"
 _KINDS += "|collective-broadcast"
 _BITS = {"pred": 8, "token": 0, "opaque": 0}  # else the first number in the type's name
+_HOST = "S(5)"  # in the layout of an array in the host's memory
 _CONSTANT = r" = [su]32\[\]\S* constant\((-?\d+)\)"
 
 
@@ -42,6 +43,18 @@ def crossing(hlo: str | None) -> list[Collective]:
     `collectives` finds, and transfers over the network between slices, which this finds.
     """
     return _transfers(hlo, _between_slices)
+
+
+def host_copies(hlo: str | None) -> dict[str, int]:
+    """Bytes that one execution copies between the device's memory and the host's, by direction.
+
+    The compilers write these copies in four ways: whole arrays, slices of them, both also as fusions or
+    as asynchronous pairs. The host's memory is memory space 5 of a layout.
+    """
+    sums = {"to the device": 0, "to the host": 0}
+    for found in _transfers(hlo, _across_memories):
+        sums[found.kind] += found.times * found.bytes
+    return sums
 
 
 def _transfers(
@@ -97,6 +110,43 @@ def _between_slices(match: re.Match, lines: list[str]) -> Collective | None:
     kind = facts.get("transfer_type", "send").lower().replace("_", "-")
     array = match[2].partition("]")[0] + "]"  # of (array, context, token)
     return _collective(kind, False, array, line)._replace(groups=facts.get("target", ""))
+
+
+def _across_memories(match: re.Match, lines: list[str]) -> Collective | None:
+    """The copy between the device's memory and the host's that an instruction performs or starts."""
+    _, result, operation = match.groups()
+    kind = re.fullmatch(r"(copy|dynamic-slice|dynamic-update-slice|fusion)(-start)?", operation)
+    if not kind or (kind[1] == "fusion" and _HOST not in match.string):
+        return None
+    if kind[0] == "copy-start":  # (result, operand, context)
+        made, given = _parts(result)[:1], _parts(result)[1:2]
+    elif kind[2]:  # ((operands), result, context)
+        operands, _, rest = result.removeprefix("((").partition("), ")
+        made, given = _parts(rest)[:1], _parts(operands)
+    else:
+        made = _parts(result)
+        given = [x for name in _operands(match.string) for x in _parts(_result(name, lines))]
+    inner = [x for x in given if "[]" not in x]  # without indices
+    hosts = [_HOST in x for x in made], [_HOST in x for x in inner]
+    if all(hosts[0]) and not all(hosts[1]):
+        moved, where = [x for x in inner if _HOST not in x], "to the host"
+    elif not any(hosts[0]) and any(hosts[1]):
+        moved, where = made, "to the device"
+    else:
+        return None
+    size = sum(_size(x)[0] for x in moved)
+    return _collective(where, False, "", match.string)._replace(bytes=size)
+
+
+def _parts(text: str) -> list[str]:
+    """The arrays in a result's notation, each with its layout."""
+    return re.findall(r"\b[a-z]\w*\[[\d,<=]*\](?:\{[^}]*\})?", text)
+
+
+def _result(name: str, lines: list[str]) -> str:
+    """The notation of the result of the instruction with this name."""
+    made = re.match(r"(?:ROOT )?%?[\w.\-]+ = (.*?) [a-z][\w\-]*\(", _made(name, lines))
+    return made[1] if made else ""
 
 
 def _continues(name: str, line: str, lines: list[str]) -> bool:

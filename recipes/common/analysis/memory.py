@@ -19,6 +19,9 @@ HEADS, KV_HEADS, MLP, VOCAB = TP
 (LAYERS,), (_, BETWEEN) = PP, DECODER_POSITIONS
 
 
+IN_FLIGHT = 5  # layers' inputs on the device, on their way to the host's memory or back
+
+
 class Weights(NamedTuple):
     """Bytes of a model's weights on a device."""
 
@@ -49,12 +52,14 @@ def weights(layout: Layout) -> Weights:
             if set(use) & {*layout.zoo.IN_USE.values()}:
                 over = math.prod(shards(layout.rules, a, sizes) for a in use if a != LAYERS)
                 used = leaf.size / over * width
-                layer += used / layout.config.num_layers if LAYERS in axes else 0
+                layer += used / leaf.shape[axes.index(LAYERS)] if LAYERS in axes else 0
                 ends += 0 if LAYERS in axes else used
     return Weights(params, stacked, layer, ends, frozen)
 
 
-def memory_parts(layout: Layout, accumulate: int = 1, segments: bool = True) -> dict[str, float]:
+def memory_parts(
+    layout: Layout, accumulate: int = 1, segments: bool = True, offload: str = ""
+) -> dict[str, float]:
     """Bytes on a device at the step's peak by purpose, under AdamW.
 
     Saved activations are each layer's input and whatever its remat policy saves. The peak is in one
@@ -69,12 +74,17 @@ def memory_parts(layout: Layout, accumulate: int = 1, segments: bool = True) -> 
     in float32 for the whole step, beside those of one microbatch, and keeps what 2S - 1 microbatches
     save (all M with GPipe).
 
+    What is in the host's memory (`on_host`) is not counted. The update then has fewer moments on the
+    device than the layers have activations, so the peak is where it was.
+
     Args:
       accumulate: gradient-accumulation steps, which need one more array for each gradient.
       segments: whether batches have segment ids.
+      offload: "optimizer": its state is in the host's memory.
     """
     config, held = layout.config, weights(layout)
-    found = {"parameters": held.params + held.frozen, "optimizer": 2 * held.params}
+    moments = 0.0 if offload else 2 * held.params
+    found = {"parameters": held.params + held.frozen, "optimizer": moments}
     if not hasattr(config, "vocab_size"):
         return found | _plain_parts(layout, accumulate, held)
     width = _width(layout)
@@ -90,28 +100,36 @@ def memory_parts(layout: Layout, accumulate: int = 1, segments: bool = True) -> 
     between = layout.seq_len // over(BETWEEN)  # positions, between sublayers
     D, F = config.embed, config.mlp // over(MLP)
     q = config.num_heads * config.head_dim // over(HEADS)
-    kv = 2 * config.num_kv_heads * config.head_dim // over(KV_HEADS)
+    both = config.head_dim + getattr(config, "value_dim", config.head_dim)
+    kv = config.num_kv_heads * both // over(KV_HEADS)
+    latents = sum(getattr(config, name, 0) for name in ("q_latent", "kv_latent", "rope_dim"))
     matrices = getattr(config, "mlp_matrices", 3)
     # Per position: D of what an MLP reads and writes, F of its matrices.
     slots = getattr(config, "experts_per_token", 0)
     often = slots * (getattr(config, "capacity", None) or 1.0) if slots else 1.0
     hidden, moved = often * F, often * D if slots else 0
+    hidden += getattr(config, "shared_experts", 0) * F
     # Per position, between sublayers and inside them.
     kept = {"full": (D, 0), "gathered": (D, 2 * D), "sublayers": (2 * D, 0)}
-    kept["dots"] = 2 * D, q + kv + (0 if slots else (matrices - 1) * F)
+    shared = getattr(config, "shared_experts", 0) if slots else 1
+    kept["dots"] = 2 * D, q + kv + latents + shared * (matrices - 1) * F
     kept["dispatched"] = D, moved
+    kept["offload"] = 0, 0
     saved, largest = 0.0, 0
     for kind, layers in kinds_of_layers(config):
         heads = config.num_heads // over(HEADS)
         attention, scores = _of_attention(layout, segments, kind.window, rows, heads, q, kv)
         # All inputs of derivatives; q, k and v share theirs, and so do gate and up.
-        kept["none"] = 6 * D * 4 // width, 2 * D + 2 * matrices * hidden + moved + attention
+        inside = 2 * D + 2 * matrices * hidden + moved + attention + 2 * latents
+        kept["none"] = 6 * D * 4 // width, inside
         outside, inside = kept[config.remat]
         layers /= stages
         saved += layers * rows * (between * outside + length * inside) * width
         if config.remat == "none":  # also weights in use, and scores before and after the softmax
             saved += layers * (held.layer + scores * (4 + width) // 4)
         largest = max(largest, scores)
+    if config.remat == "offload":
+        saved = IN_FLIGHT * rows * between * D * width
     with layout.trace():
         chunk = positions_at_once(config.loss_chunk, rows, length)
     logits = rows * chunk * config.vocab_size // over(VOCAB) * (4 + width)
@@ -132,6 +150,23 @@ def memory_parts(layout: Layout, accumulate: int = 1, segments: bool = True) -> 
     if accumulate > 1:
         grads += held.params
     return found | {"gradients": grads, "saved activations": saved, "live working set": live}
+
+
+def on_host(layout: Layout, accumulate: int = 1, offload: str = "") -> dict[str, float]:
+    """Bytes of a device's arrays in the host's memory. A step copies each to the device and back.
+
+    Args:
+      accumulate, offload: as in `memory_parts`.
+    """
+    found, config = {}, layout.config
+    if offload:
+        found["optimizer"] = 2 * weights(layout).params
+    if hasattr(config, "vocab_size") and config.remat == "offload":
+        rows = layout.batch_size // layout.batch_shards // accumulate
+        between = layout.seq_len // shards(layout.rules, BETWEEN, layout.mesh.shape)
+        inputs = rows * between * config.embed * _width(layout)
+        found["saved activations"] = config.num_layers / layout.stages * inputs
+    return found
 
 
 def _plain_parts(layout: Layout, accumulate: int, held: Weights) -> dict[str, float]:

@@ -5,9 +5,10 @@ from typing import Any
 
 import jax
 
-from recipes.common.analysis.hlo import collectives
+from recipes.common.analysis.hlo import collectives, host_copies
 from recipes.common.runtime import describe
 from recipes.common.sharding import Layout, Tree, paths
+from recipes.common.sharding.host_memory import is_on_host
 from recipes.common.sharding.rules import mesh_axes, shards
 
 
@@ -41,7 +42,9 @@ def table(layout: Layout, state: Tree) -> str:
             shape = "×".join(map(str, array.shape))
             held = size(bytes_per_device(array))
             rows.append((path, shape, str(array.dtype), " ".join(axes), f"({spec})", held))
-    return "\n".join([*_columns(rows), total(state), *uneven(layout, state)])
+    return "\n".join(
+        [*_columns(rows), total(state), *offloaded(layout, state), *uneven(layout, state)]
+    )
 
 
 def total(state: Tree) -> str:
@@ -54,7 +57,24 @@ def total(state: Tree) -> str:
         what = f"Trains {count['params']:,} of {count['params'] + count['base']:,} parameters"
         where = f"parameters {held['base']} (base) + {held['params']} (trained)"
     moments = held["opt_state"]
+    moments += " (in the host's memory)" if on_host(state) else ""
     return f"{what}. Per device: {where}, gradients {held['params']}, optimizer state {moments}."
+
+
+def on_host(state: Tree) -> bool:
+    """Whether a state's moments are in the host's memory."""
+    return any(map(is_on_host, jax.tree.leaves(state["opt_state"])))
+
+
+def offloaded(layout: Layout, state: Tree) -> list[str]:
+    """A line about simulated devices if something is to be in the host's memory."""
+    what = ["moments"] if on_host(state) else []
+    what += ["layers' inputs"] if getattr(layout.config, "remat", "") == "offload" else []
+    if not what or layout.mesh.devices.flat[0].platform != "cpu":
+        return []
+    return [
+        f"Offload: simulated devices have only the host's memory, so {' and '.join(what)} do not move."
+    ]
 
 
 def uneven(layout: Layout, state: Tree) -> list[str]:
@@ -111,8 +131,25 @@ def step(compiled: jax.stages.Compiled) -> str:
         f"Compiled step, per device: {size(kept + figures.temp_size_in_bytes)} = state and batch "
         f"{size(kept)} + temporary {size(figures.temp_size_in_bytes)}."
     ]
+    if host := figures.host_argument_size_in_bytes + figures.host_temp_size_in_bytes:
+        copied = host_copies(compiled.as_text())
+        moves = " and ".join(f"{size(count)} {where}" for where, count in copied.items())
+        lines.append(f"In the host's memory: {size(host)}. A step copies {moves}.")
     lines.append(f"Collectives a step, per device: {sent(compiled)}.")
     return "\n".join(lines)
+
+
+def peak(compiled: jax.stages.Compiled) -> int:
+    """Bytes of the device's memory at the step's peak.
+
+    The compilers' figure has all arguments, also those in the host's memory, and of both memories'
+    temporary arrays the larger sum.
+    """
+    figures = memory(compiled)
+    peak = figures.peak_memory_in_bytes - figures.host_argument_size_in_bytes
+    if figures.host_temp_size_in_bytes:
+        peak = min(peak, figures.argument_size_in_bytes + figures.temp_size_in_bytes)
+    return peak
 
 
 def memory(compiled: jax.stages.Compiled) -> Any:

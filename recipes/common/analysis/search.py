@@ -37,6 +37,7 @@ class Job(NamedTuple):
     config: Any
     rows: int  # of a batch
     seq_len: int  # 0: examples without positions
+    offload: str = ""  # "optimizer": its state is in the host's memory
 
     @property
     def zoo(self) -> Any:
@@ -77,7 +78,7 @@ def search(job: Job, devices: Devices, abstract: AbstractModel | None = None) ->
             if isinstance(layout, str):
                 left_out[layout] += 1
                 continue
-            options = [*_options(layout, devices)]
+            options = [*_options(layout, devices, job.offload)]
             tried += len(options)
             fitting = [option for option in options if option.fits]
             key = (lambda x: x.step) if fitting else (lambda x: x.peak)
@@ -142,34 +143,39 @@ def _layout(
         job.seq_len,
     )  # fmt: skip
     period = len(getattr(job.config, "layer_kinds", ())) or 1
-    if layout.stages > 1 and job.config.num_layers // layout.stages % period:
+    further = getattr(job.config, "mtp_depth", 0)  # a layer after the last stage
+    if layout.stages > 1 and (further or job.config.num_layers // layout.stages % period):
         return "stages"
     return layout
 
 
-def _options(layout: Layout, devices: Devices) -> Iterator[Estimate]:
+def _options(layout: Layout, devices: Devices, offload: str) -> Iterator[Estimate]:
     """Each remat policy with the least accumulation that fits, or else with the most possible."""
     rows = layout.batch_size // layout.batch_shards
     counts = [n for n in range(1, rows + 1) if rows % n == 0 and (n & (n - 1) == 0 or n == rows)]
     remats = getattr(layout.zoo, "REMAT", None)
-    policies = [None] if remats is None else [r for r in remats if _worthwhile(layout, r)]
+    policies = [None] if remats is None else [r for r in remats if worthwhile(layout, r)]
     for remat in policies:
         changed = layout
         if remat:
             config = dataclasses.replace(layout.config, remat=remat)
             changed = dataclasses.replace(layout, config=config)
         for count in counts:
-            option = estimate(changed, devices, count)
+            option = estimate(changed, devices, count, offload)
             if option.fits or count == counts[-1]:
                 yield option
                 break
 
 
-def _worthwhile(layout: Layout, remat: str) -> bool:
-    """False for "gathered" where it equals "full": without sequence-sharded tensor parallelism."""
+def worthwhile(layout: Layout, remat: str) -> bool:
+    """False where "gathered" equals "full", without sequence-sharded tensor parallelism, and for
+    "offload" in stages, which can't.
+    """
     inside, between = (
         sharding_rules.shards(layout.rules, axis, layout.mesh.shape) for axis in DECODER_POSITIONS
     )
+    if remat == "offload":
+        return layout.stages == 1
     return remat != "gathered" or between > inside
 
 
@@ -199,13 +205,15 @@ class Change(NamedTuple):
 
 
 def cheapest_change(plan: Plan) -> Change | None:
-    """Shorter rows with as many tokens, or else more devices; None if nothing helps.
+    """Offload, shorter rows with as many tokens, or else more devices; None if nothing helps.
 
     Remat and accumulation are part of every candidate, so fewer rows alone would not help.
     """
     job, devices = plan.job, plan.devices
     abstract = trace(job)
     tries: list[tuple[str, Job, Devices]] = []
+    if hasattr(job.config, "remat") and not job.offload:
+        tries.append(("--offload=optimizer", job._replace(offload="optimizer"), devices))
     if job.seq_len:
         tries += [
             (f"--seq_len={job.seq_len // n}", job._replace(rows=job.rows * n, seq_len=job.seq_len // n), devices)

@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 import jax.numpy as jnp
 
+from recipes.common.analysis.flops import layers_of
 from recipes.common.sharding.abstract import paths
 from recipes.common.sharding.layout import Layout
 from recipes.common.sharding.rules import mesh_axes
@@ -130,13 +131,14 @@ def of_weights(layout: Layout, accumulate: int = 1, repeats: bool = False) -> It
     sums: dict[tuple[str, str, frozenset[str]], float] = {}
     shapes = paths(layout.model.shapes["params"])
     batch = _split_by(layout, layout.batch_axes) | stacked
+    stacks = {axis for axis, on in layout.zoo.LOGICAL_AXES.items() if on == "stack"}
     for path, axes in paths(layout.model.axes["params"]).items():
         rest, use = _split_by(layout, axes), _split_by(layout, _in_use(layout, axes))
         whole = shapes[path].size / _devices(layout, use)
         over, reduced = frozenset(rest - use), frozenset(batch - rest)
         part = 2 * ring(_devices(layout, reduced)) * whole / _devices(layout, over)
         scattered = ring(_devices(layout, over)) * whole
-        table, n = LAYERS not in axes, _devices(layout, over)
+        table, n = not stacks & {*axes}, _devices(layout, over)
         gathered, summed = (1 if table and once else gathers) * scattered, scattered
         if tpu and n > 1:
             summed = (1 if use else 2) * scattered if table else (1 + (n > 2) / n) * whole
@@ -159,25 +161,37 @@ def _of_activations(layout: Layout, accumulate: int, repeats: bool) -> Iterator[
     Consider weights in use with an axis of the residual stream, one that IN_USE maps to. If their
     other axes are split, each device has a partial sum: each module with such weights (not counting
     its submodules) costs one all-reduce of the residual stream forward and one backward, for each
-    of its stacked layers.
+    of its stacked layers. Weights that read a latent instead, IN_USE's other axis, cost one of the
+    latent backward; latent attention has one more, of the rotary key that its heads share.
     """
     zoo, shapes = layout.zoo, paths(layout.model.shapes["params"])
+    stream, *latents = dict.fromkeys(zoo.IN_USE.values())
     widths: dict[str, float] = {}  # module → elements per token
     split: dict[str, set[str]] = {}  # module → mesh axes
+    of_latents: dict[str, float] = {}  # module → elements per token
+    reads: set[str] = set()  # modules with split weights that read the residual stream
     for path, axes in paths(layout.model.axes["params"]).items():
         module, axes = path.rpartition("/")[0], _in_use(layout, axes)
-        residual = set(axes) & set(zoo.IN_USE.values())
+        residual = set(axes) & {stream, *latents}
         stacked = {axis for axis in axes if zoo.LOGICAL_AXES[axis] in ("weights", "stack")}
-        if residual:
-            dims = zip(axes, shapes[path].shape, strict=True)
-            counted = residual | stacked - {EXPERT}
-            widths[module] = math.prod(n for axis, n in dims if axis in counted)
-            found = _split_by(layout, set(axes) - residual - stacked)
+        found = _split_by(layout, set(axes) - residual - stacked)
+        dims = zip(axes, shapes[path].shape, strict=True)
+        width = math.prod(n for axis, n in dims if axis in residual | stacked - {EXPERT})
+        if residual and stream not in axes:
+            layers = width / shapes[path].shape[axes.index(next(iter(residual)))]
+            key = 0 if module in of_latents else layers * layout.config.rope_dim
+            of_latents[module] = of_latents.get(module, 0) + width + key
+        elif residual:
+            widths[module] = width
             split.setdefault(module, set()).update(found)
+            if found and axes[-1] != stream:
+                reads.add(module)
     again = busy(layout, accumulate) * (_again(layout) if repeats else 1.0)
-    widths = {m: n * (again if m.startswith(LAYERS) else 1) for m, n in widths.items()}
     for module, axes in split.items():
-        elements = 2 * 2 * ring(_devices(layout, axes)) * widths[module] * device_tokens(layout)
+        halves = 1 if module in of_latents and module not in reads else 2
+        each = halves * widths[module] + of_latents.get(module, 0)
+        each *= again if module.startswith(LAYERS) else 1
+        elements = 2 * ring(_devices(layout, axes)) * each * device_tokens(layout)
         yield Transfer("activations", "all-reduce", frozenset(axes), elements * _width(layout))
 
 
@@ -236,7 +250,8 @@ def _of_attention(layout: Layout) -> Iterator[Transfer]:
         split = shards(HEADS)
         way = way_to_attend(config.context, config.num_heads)
     forward = 1 if config.remat == "none" else 2
-    tokens = config.num_layers * device_tokens(layout) * config.head_dim * _width(layout)
+    both = config.head_dim + getattr(config, "value_dim", config.head_dim)  # a key's and a value's
+    tokens = layers_of(config) * device_tokens(layout) * both / 2 * _width(layout)
     queries, kv = config.num_heads // split, math.lcm(config.num_kv_heads, split) // split
     if way == "all-to-all":
         kv = math.lcm(config.num_kv_heads, split * n) // split
@@ -260,7 +275,8 @@ def _of_experts(layout: Layout, accumulate: int) -> Iterator[Transfer]:
     tokens = device_tokens(layout) * layout.seq_shards
     slots = (config.capacity or 1.0) * config.experts_per_token * tokens
     times = 4 if config.remat in ("none", "dispatched") else 5
-    sent = config.num_layers * times * ring(_devices(layout, axes)) * slots * config.embed
+    layers = layers_of(config) - getattr(config, "dense_layers", 0)
+    sent = layers * times * ring(_devices(layout, axes)) * slots * config.embed
     yield Transfer(
         "exchanges", "all-to-all", axes, sent * _width(layout) * busy(layout, accumulate)
     )

@@ -78,7 +78,7 @@ class Adapted:
         abstract, found = dict(abstract), {}
         if "buffers" in abstract and "buffers" not in self.adapter.shapes():  # PEFT has none
             found = self.base.read({"buffers": abstract.pop("buffers")})
-        wanted, shapes = paths(abstract.pop("params")), paths(self.adapter.shapes()["params"])
+        wanted, shapes = paths(abstract.pop("params", {})), paths(self.adapter.shapes()["params"])
         kept = abstract.pop("base", None)
         pairs = factors(shapes) if kept is None else {}
         pairs = {path: names for path, names in pairs.items() if path in wanted}

@@ -17,7 +17,18 @@ from flax import nnx
 
 from data import buckets, hub, tokenizer
 from recipes.common import entries
-from recipes.common.hf import gemma, gpt2, gpt_oss, llama, moe, mxfp4, tensors, vit
+from recipes.common.hf import (
+    deepseek,
+    float8,
+    gemma,
+    gpt2,
+    gpt_oss,
+    llama,
+    moe,
+    mxfp4,
+    tensors,
+    vit,
+)
 from recipes.common.runtime import folders
 from recipes.common.runtime.errors import UserError
 from recipes.common.runtime.terminal import print0
@@ -26,7 +37,8 @@ from recipes.common.sharding.abstract import Tree, abstract_model, paths
 # Parts of keys of a config.json that don't change what a model computes.
 UNIMPORTANT = ("architectures", "model_type", "_name_or_path", "version", "dtype", "use_cache")
 UNIMPORTANT += ("token_id", "initializer_range", "drop", "summary")
-FAMILIES = (llama, moe, gpt2, gemma, gpt_oss, vit)
+FAMILIES = (llama, moe, gpt2, gemma, gpt_oss, deepseek, vit)
+UNPACK = {"mxfp4": mxfp4.unpack, "fp8": float8.unpack}  # format → what reads it
 ENTRIES = {family.ENTRY: family for family in FAMILIES}  # entry → family that exports it
 
 
@@ -68,30 +80,32 @@ class Folder:
         if hasattr(self.family, "text_keys"):
             theirs = self.family.text_keys(theirs, file)
         self.config = self.family.config_from(theirs, file)
+        found, left_out = tensors.find(path), ""
+        if kind in getattr(self.family, "WITH_VISION", ()):
+            found = self.family.text_tensors(found)
+            left_out = f"The vision tower of {path.name} was left out; the zoo has its text model."
+        if hasattr(self.family, "without_further_layers"):
+            found, self.config, left_out = self.family.without_further_layers(found, self.config)
         self.metadata = {
             "entry": self.family.ENTRY,
             "config": dataclasses.asdict(self.config),
             "step": self.step,
             "context": theirs.get(self.family.CONTEXT),  # for exporting it again
         }
-        found = tensors.find(path)
-        with_vision = kind in getattr(self.family, "WITH_VISION", ())
-        if with_vision:
-            found = self.family.text_tensors(found)
         self._files = {tensor.file for tensor in found.values()}
-        if theirs.get("quantization_config"):  # families that read no MXFP4 refused it
-            found = mxfp4.unpack(found)
+        if method := _format_of(theirs):  # families that do not read it refused it
+            found = UNPACK[method](found)
         self._stored = {self.family.canonical(name): tensor for name, tensor in found.items()}
         self._check()
-        if with_vision:
-            print0(f"The vision tower of {path.name} was left out; the zoo has its text model.")
+        if left_out:
+            print0(left_out)
 
     def shapes(self) -> Tree:
-        """{"params": nested dict of ShapeDtypeStructs}."""
+        """{"params": …}, and "buffers" if there are any: nested dicts of ShapeDtypeStructs."""
         return shapes_of(self.family.ENTRY, self.config)
 
     def read(self, abstract: Tree) -> Tree:
-        """Reads the parameters in {"params": nested dict of ShapeDtypeStructs with shardings}."""
+        """Reads the variables in kind → nested dict of ShapeDtypeStructs with shardings."""
         return read_onto(self._stored, self.family.tensors(self.config), abstract)
 
     @property
@@ -106,11 +120,12 @@ class Folder:
 
     def _check(self) -> None:
         table = self.family.tensors(self.config)
-        expanded = tensors.expand(table, paths(self.shapes()["params"]))
+        expanded = tensors.expand(table, stored_paths(self.shapes()))
         wanted = {tensor.name: tensor.shape for tensor in expanded}
         computed = self.family.COMPUTED
         found = {name: t for name, t in self._stored.items() if not name.endswith(computed)}
-        tied = {a: b for a, b in self.family.TIED.items() if a in found.keys() - wanted.keys()}
+        tied = self.family.TIED | getattr(self.family, "copies", lambda config: {})(self.config)
+        tied = {a: b for a, b in tied.items() if a in found.keys() - wanted.keys()}
         wanted |= {a: wanted[b] for a, b in tied.items()}
         tensors.check(self.path, found, wanted, "config.json implies", "this model's config.json")
         for a, b in tied.items():
@@ -138,7 +153,7 @@ def write(
 
     Args:
       context: positions that the model was trained on.
-      read: a function from a parameter's path to its value, a float32 NumPy array.
+      read: a function from a variable's path to its value, a float32 NumPy array.
       tokens: the model's tokenizer, whose files are copied unchanged; None if unknown.
       card: text of README.md; empty: none.
     """
@@ -149,7 +164,7 @@ def write(
         unknown = {"bos_token_id": None, "eos_token_id": None}
         theirs |= tokens.config_ids() if tokens else unknown
     table = ENTRIES[entry].tensors(config)
-    expanded = tensors.expand(table, paths(shapes_of(entry, config)["params"]))
+    expanded = tensors.expand(table, stored_paths(shapes_of(entry, config)))
     with new_folder(folder, tokens, card) as beside:
         tensors.write(beside, expanded, read)
         for name, content in {"config.json": theirs, **others}.items():
@@ -196,7 +211,7 @@ def new_folder(
 
 
 def read_onto(stored: dict[str, tensors.Stored], table, abstract: Tree) -> Tree:
-    """Reads the arrays of {"params": nested dict of ShapeDtypeStructs with shardings}.
+    """Reads the arrays of kind → nested dict of ShapeDtypeStructs with shardings.
 
     Shards are read one at a time and put onto their devices before the next is read.
 
@@ -204,7 +219,7 @@ def read_onto(stored: dict[str, tensors.Stored], table, abstract: Tree) -> Tree:
       table: a family's tensors, as in tensors.py.
     """
     arrays = []
-    for path, leaf in paths(abstract["params"]).items():
+    for path, leaf in stored_paths(abstract).items():
         stack = list(tensors.expand(table, {path: leaf}))
         shard = functools.partial(tensors.read_shard, stored, stack, leaf.dtype)
         arrays.append(tensors.place(leaf, shard))
@@ -246,15 +261,32 @@ def _nearest(theirs: dict[str, Any], file: pathlib.Path) -> str:
     return f"{name}, which differs in {differs[0]}" if differs else name
 
 
+def _format_of(theirs: dict[str, Any]) -> str:
+    """The format of quantized weights, or all of its settings if it has no name; "" if none."""
+    quantized = theirs.get("quantization_config")
+    if not quantized:
+        return ""
+    method = quantized.get("quant_method") if isinstance(quantized, dict) else None
+    return method or json.dumps(quantized)
+
+
 def _check_format(theirs: dict[str, Any], family, file: pathlib.Path) -> None:
     """Raises UserError if weights are quantized in a format that the family is not published in."""
-    quantized, known = theirs.get("quantization_config"), getattr(family, "FORMATS", ())
-    method = quantized.get("quant_method") if isinstance(quantized, dict) else None
-    if quantized and method not in known:
+    method, known = _format_of(theirs), getattr(family, "FORMATS", ())
+    if method and method not in known:
         raise UserError(
-            f"{file} has weights in {method or json.dumps(quantized)}, which the zoo does not read; "
+            f"{file} has weights in {method}, which the zoo does not read; "
             f"use a folder {'in ' if known else ''}{' or '.join((*known, 'that is not quantized'))}"
         )
+    if method == "fp8":
+        float8.check(theirs["quantization_config"], file)
+
+
+def stored_paths(variables: Tree) -> dict[str, Any]:
+    """Path → leaf of parameters and buffers, in the order of their leaves."""
+    return {
+        path: leaf for kind in sorted(variables) for path, leaf in paths(variables[kind]).items()
+    }
 
 
 def shapes_of(entry: str, config) -> Tree:

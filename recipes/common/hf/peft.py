@@ -76,7 +76,7 @@ class Adapter:
         factors, has = table(entry, config), {name.split(".lora_")[0] for name in stored}
         targets = [
             path.split("/")[-2] for path, (name, *_) in factors.items()
-            if path.endswith("/a") and name.format(0).split(".lora_")[0] in has
+            if path.endswith("/a") and name.format(tensors.Index(0)).split(".lora_")[0] in has
         ]  # fmt: skip
         if not targets:
             raise UserError(
@@ -170,13 +170,15 @@ def write_adapter(
         names[path] = (PREFIX + rename(name.removeprefix(PREFIX)), *dims)
     expanded = list(tensors.expand(names, paths(shapes_of(entry, config)["params"])))
     modules = sorted({t.name.split(".lora_")[0] for t in expanded if ".lora_" in t.name})
+    plain = paths(shapes_of(entry, dataclasses.replace(config, lora_rank=0))["params"])
+    every = {tensor.name.rpartition(".")[0] for tensor in tensors.expand(names, plain)}
     theirs = {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM" if hasattr(config, "vocab_size") else None,
         "base_model_name_or_path": base,
         "r": config.lora_rank,
         "lora_alpha": config.lora_alpha,
-        "target_modules": target_modules(modules, names, config.num_layers),
+        "target_modules": target_modules(modules, every),
         "lora_dropout": 0.0,
         "bias": "none",
         "fan_in_fan_out": is_in_out(entry),
@@ -191,18 +193,13 @@ def write_adapter(
         (beside / CONFIG).write_text(json.dumps(theirs, indent=2) + "\n")
 
 
-def target_modules(modules: list[str], names: dict[str, tuple], layers: int) -> list[str]:
+def target_modules(modules: list[str], every: set[str]) -> list[str]:
     """PEFT's target_modules: last words of modules' names, or whole names if others end like them.
 
     Args:
       modules: names of those with an adapter, with PREFIX.
-      names: a table of all weights of the model.
+      every: names of all modules of the model, with PREFIX.
     """
-    every = {
-        name.replace("{}", str(layer)).rpartition(".")[0]
-        for name, *_ in names.values() if ".lora_" not in name
-        for layer in range(layers)
-    }  # fmt: skip
     found = set()
     for module in modules:
         last = module.rpartition(".")[2]
@@ -258,11 +255,11 @@ def table(entry: str, config: Any) -> dict[str, tuple[str, str, str]]:
         module, _, leaf = path.rpartition("/")
         found[path] = (PREFIX + name, ours, theirs)
         if leaf in targets:
-            first, second, *piece = theirs.split()
+            first, second, *order = theirs.split()
             inner, out = (first, second) if is_in_out(entry) else (second, first)
             name = f"{PREFIX}{name.removesuffix('weight')}lora_"
             outer = out.replace("#", "")
             found[f"{module}/lora/{leaf}/a"] = (f"{name}A.weight", f"{inner}r", f"r {inner}")
-            b = " ".join((out, "r", *piece))
+            b = " ".join((out, "r", *order))
             found[f"{module}/lora/{leaf}/b"] = (f"{name}B.weight", f"r{outer}", b)
     return found

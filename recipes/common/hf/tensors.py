@@ -5,9 +5,10 @@ This file knows no model. A family's table says which tensors of a folder make u
     parameter's path → (the tensor's name, our dims, their dims)
 
 Each {} in the name is an index into one of the parameter's leading, stacked dims, such as the
-layer. A dim is a letter. One dim of theirs may hold several of ours: "NH D" is [N·H, D]. If a tensor
-holds several parameters, "D #NH 1/3" is the second third of [D, 3·N·H], where # has size 3.
-1 is a dim of theirs of size 1, which ours lacks.
+layer; {:3} counts from 3. A dim is a letter. One dim of theirs may hold several of ours: "NH D" is
+[N·H, D]. If a tensor holds several parameters, "D #NH 1/3" is the second third of [D, 3·N·H], where #
+has size 3. 1 is a dim of theirs of size 1, which ours lacks. "NH D H~64": the last 64 of H are rotary
+pairs that are neighbors in theirs; in ours, all first ones come before all second ones.
 """
 
 import collections
@@ -39,6 +40,7 @@ class Tensor(NamedTuple):
     ours: dict[str, int]  # dim → size, in our order
     groups: list[str]  # our dims in each of theirs, outermost first; "": a dim of size 1
     piece: tuple[int, int] = (0, 1)  # index and size of dim #
+    rotary: tuple[str, int] = ("", 0)  # dim whose last so many are neighboring pairs in theirs
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -51,7 +53,9 @@ class Tensor(NamedTuple):
 
     def put(self, array: np.ndarray, target: np.ndarray) -> None:
         """Writes an array with our dims into their tensor, or into its piece of it."""
-        dims, index = "".join(self.groups), self.piece[0]
+        dims, index, (dim, pairs) = "".join(self.groups), self.piece[0], self.rotary
+        if dim:
+            array = array.take(pair_order(self.ours[dim], pairs), axis=list(self.ours).index(dim))
         target = target.reshape([self._sizes[dim] for dim in dims])  # a view
         where = tuple(index if dim == "#" else slice(None) for dim in dims)
         target[where] = array.transpose([list(self.ours).index(d) for d in dims if d != "#"])
@@ -62,7 +66,9 @@ class Tensor(NamedTuple):
         `read` is a function from a tuple of slices to that part of their tensor.
         """
         # If one dim holds several of ours, read slices of only the outermost, which are contiguous.
-        where, shape, cut = [], [], []
+        where, shape, cut, (rotary, pairs) = [], [], [], self.rotary
+        if rotary:  # all of it
+            wanted, part = part[rotary], part | {rotary: slice(0, self.ours[rotary])}
         part, sizes = part | {"#": slice(self.piece[0], self.piece[0] + 1)}, self._sizes
         for group in self.groups:
             if not group:
@@ -76,20 +82,40 @@ class Tensor(NamedTuple):
             cut += [slice(None), *(part[dim] for dim in inner)]
         array, dims = read(tuple(where)).reshape(shape)[tuple(cut)], "".join(self.groups)
         array = array.squeeze(dims.index("#")) if "#" in dims else array
-        return array.transpose([dims.replace("#", "").index(dim) for dim in self.ours])
+        array = array.transpose([dims.replace("#", "").index(dim) for dim in self.ours])
+        if rotary:
+            theirs = np.argsort(pair_order(self.ours[rotary], pairs))[wanted]
+            array = array.take(theirs, axis=list(self.ours).index(rotary))
+        return array
+
+
+def pair_order(size: int, pairs: int) -> np.ndarray:
+    """Their order of a dim of ours whose last `pairs` are rotary: neighbors are a pair."""
+    order, first = np.arange(size), size - pairs
+    order[first:] = first + np.arange(pairs).reshape(2, -1).T.reshape(-1)
+    return order
+
+
+class Index(int):
+    """An index in a tensor's name: the format spec is the number that it counts from."""
+
+    def __format__(self, spec: str) -> str:
+        return str(int(self) + int(spec or 0))
 
 
 def expand(table: dict[str, tuple[str, str, str]], parameters: dict[str, Any]) -> Iterator[Tensor]:
     """The tensors of parameters (path → shaped leaf); a parameter's tensors are adjacent."""
     for path, (name, ours, theirs) in table.items():
         if path in parameters:
-            shape, stacked = parameters[path].shape, name.count("{}")
+            shape, stacked = parameters[path].shape, name.count("{")
             sizes = dict(zip(ours, shape[stacked:], strict=True))
             groups = theirs.split()
             place, count = groups.pop().split("/") if "/" in theirs else (0, 1)
+            dim, pairs = groups.pop().split("~") if "~" in theirs else ("", 0)
             groups, piece = [group.replace("1", "") for group in groups], (int(place), int(count))
+            how = sizes, groups, piece, (dim, int(pairs))
             for index in np.ndindex(shape[:stacked]):
-                yield Tensor(name.format(*index), path, index, sizes, groups, piece)
+                yield Tensor(name.format(*map(Index, index)), path, index, *how)
 
 
 # ---- reading -------------------------------------------------------------------------------------

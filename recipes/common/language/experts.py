@@ -30,6 +30,30 @@ class ExpertFlags(Flags):
     )  # fmt: skip
 
 
+def balance_rate_flag() -> float:
+    """--balance_rate, for entries whose choice of experts has biases."""
+    return flag(
+        -1.0, "Change per step of the experts' biases, toward even loads; 0: none; -1: as in the size "
+        "or the checkpoint.", "model", at_least=-1.0,
+    )  # fmt: skip
+
+
+def mtp_depth_flag() -> int:
+    """--mtp_depth, for entries with multi-token prediction."""
+    return flag(
+        -1, "Layers that predict a further token, 0 or 1; -1: as in the size or the checkpoint.",
+        "model", at_least=-1, at_most=1,
+    )  # fmt: skip
+
+
+def mtp_weight_flag() -> float:
+    """--mtp_weight, for entries with multi-token prediction."""
+    return flag(
+        -1.0, "Weight of the further token's loss; -1: as in the size or the checkpoint.", "model",
+        at_least=-1.0,
+    )  # fmt: skip
+
+
 def with_experts(config: Any, flags: ExpertFlags) -> Any:
     """Applies the flags of the experts to a Config. Raises UserError."""
     num_experts = flags.num_experts or config.num_experts
@@ -42,10 +66,14 @@ def with_experts(config: Any, flags: ExpertFlags) -> Any:
     changed: dict[str, Any] = {"num_experts": num_experts, "experts_per_token": per_token}
     if flags.capacity:
         changed["capacity"] = capacity(flags.capacity)
-    for name in ("balance_weight", "balance_rate"):  # not every entry has both
+    for name in ("balance_weight", "balance_rate", "mtp_depth", "mtp_weight"):  # if an entry has it
         if getattr(flags, name, -1) >= 0:
             changed[name] = getattr(flags, name)
-    return dataclasses.replace(config, **changed)
+    try:
+        return dataclasses.replace(config, **changed)
+    except ValueError as error:  # experts that groups don't divide
+        given = f"--num_experts={num_experts} and --experts_per_token={per_token}"
+        raise UserError(f"{given} do not fit the model: {error}; use others") from None
 
 
 def capacity(given: str) -> float | None:

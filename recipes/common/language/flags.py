@@ -9,6 +9,7 @@ from data.tokenizer import Tokenizer
 from recipes.common.runtime import flag
 from recipes.common.train import adapters
 from recipes.common.train.matmul import matmul_backward_flag, matmul_emulate_flag, matmul_flag
+from recipes.common.train.offload import offload_flag
 from recipes.common.train.optimizer import OPTIMIZERS
 from zoo.attention import SCHEDULES, WAYS
 
@@ -108,3 +109,4 @@ class Flags:
     accumulate: int = flag(
         1, "Gradient-accumulation steps: microbatches in a batch.", "optimizer", at_least=1
     )
+    offload: str = offload_flag()

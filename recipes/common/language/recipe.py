@@ -19,13 +19,18 @@ from recipes.common.train.adapters import lora_fields
 from recipes.common.train.evaluation import in_words
 from recipes.common.train.loop import finish, fit
 from recipes.common.train.matmul import describe_matmul, matmul_fields
+from recipes.common.train.offload import check_offload
 from recipes.common.train.optimizer import LearningRate, hidden_matrices, make_optimizer
 from recipes.common.train.step import TrainStep
 from zoo.pipeline import microbatches
 
 # For --optimizer=muon: logical axes by which hidden matrices are recognized. Each layer, expert and
 # adapter has its own matrices.
-MATRICES = {"ends": ("vocab", "positions"), "stacks": ("layers", "expert"), "ranks": ("lora",)}
+MATRICES = {
+    "ends": ("vocab", "positions"),
+    "stacks": ("layers", "dense_stack", "expert"),
+    "ranks": ("lora",),
+}
 
 
 def main(
@@ -49,7 +54,7 @@ def main(
     folder = open_run(entry, run, text, flags, sample)  # what to resume or start from
     tokenizer = checkpoint.tokenizer_for(text.tokenizer, folder.start)
     config = model_config(entry, flags, folder.start, tokenizer, mesh.devices.flat[0].platform)
-    config = dataclasses.replace(config, **matmul_fields(flags, mesh.devices.flat[0]))
+    config = dataclasses.replace(config, **matmul_fields(flags, mesh.devices.flat[0], config))
     config = change(config, flags) if change else config
     prompt = sample.begin(tokenizer)
     model = entries.model(entry)  # a class, such as zoo.transformer.Transformer
@@ -60,20 +65,20 @@ def main(
     )  # fmt: skip
     check_heads(layout)
     check_stages(layout, flags)
+    check_offload(layout, run, flags.offload)
     if run.plan:
-        return print0(*of_layout(layout, flags.accumulate))
+        return print0(*of_layout(layout, flags.accumulate, flags.offload))
 
     # ---- Data: batch k is a pure function of (seed, k), on any mesh and number of processes ------
     corpus = text.load(tokenizer)
-    segments = "segment_ids" in corpus.filler
-    print0(*corpus.notes, *attention(layout, text.seq_len, segments))
+    print0(*corpus.notes, *attention(layout, text.seq_len, "segment_ids" in corpus.filler))
     print0(*describe_matmul(layout), *stages(layout, flags.accumulate))
 
     # ---- Step: (state, batch) → (state, metrics), a pure function --------------------------------
     lr = LearningRate(run.learning_rate, flags.warmup_steps, run.steps, run.schedule)
     matrices = hidden_matrices(layout, **MATRICES)
     optimizer = make_optimizer(flags.optimizer, lr, flags.weight_decay, flags.clip_norm, matrices)
-    step = TrainStep(layout, optimizer, lr, flags.accumulate, run.skip_nonfinite > 0)
+    step = TrainStep(layout, optimizer, lr, flags.accumulate, run.skip_nonfinite > 0, flags.offload)
 
     # ---- State and training: compiled once for the layout, each shard made on its own device -----
     sequence = flops.decoder(config, text.seq_len)["causal"]
@@ -138,6 +143,11 @@ def check_stages(layout: Layout, flags: Flags) -> None:
                 f"--mesh={mesh} have none; use --pipe_microbatches=0, or a mesh with `pipe`"
             )
         return
+    if getattr(config, "mtp_depth", 0):
+        raise UserError(
+            f"--mesh={mesh} has {parts} stages of layers, and mtp_depth=1 has a layer after the last "
+            "stage; use --mtp_depth=0, or a mesh without `pipe`"
+        )
     each = config.num_layers // parts
     if each % period:
         fits = [n for n in range(1, parts) if config.num_layers % (n * period) == 0] or [1]

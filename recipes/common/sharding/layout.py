@@ -20,6 +20,7 @@ from recipes.common.runtime import UserError
 from recipes.common.sharding import rules as sharding_rules
 from recipes.common.sharding.abstract import AbstractModel, Tree, abstract_model
 from recipes.common.sharding.compiler_options import compiler_options, platform
+from recipes.common.sharding.host_memory import result
 from recipes.common.sharding.rules import Rules, partition_spec
 
 
@@ -210,4 +211,4 @@ def elsewhere(layout: Layout, rules: str, mesh: Mesh | AbstractMesh | None = Non
 
 def shardings(tree: Tree) -> Tree:
     """The shardings of a tree of arrays or ShapeDtypeStructs, for jit's out_shardings."""
-    return jax.tree.map(lambda x: x.sharding, tree)
+    return jax.tree.map(lambda x: result(x.sharding), tree)

@@ -45,7 +45,7 @@ class LearningRate:
 
 def adamw(
     lr: optax.Schedule, weight_decay: float, clip_norm: float
-) -> optax.GradientTransformation:
+) -> optax.GradientTransformationExtraArgs:
     """AdamW (Loshchilov & Hutter 2019) after clipping by the global norm."""
     return make_optimizer("adamw", lr, weight_decay, clip_norm)
 
@@ -56,7 +56,7 @@ def make_optimizer(
     weight_decay: float,
     clip_norm: float,
     matrices: Tree = None,
-) -> optax.GradientTransformation:
+) -> optax.GradientTransformationExtraArgs:
     """Clips by the global norm, then applies one of OPTIMIZERS. Weight decay skips vectors.
 
     Args:
@@ -84,10 +84,30 @@ def make_optimizer(
         rule = _across_shards(
             optax.contrib.muon(
                 lr, weight_decay=weight_decay, adam_b2=0.95, consistent_rms=0.2,
-                muon_weight_dimension_numbers=matrices,
+                muon_weight_dimension_numbers=lambda params: _part(matrices, params),
             )
         )  # fmt: skip
-    return optax.chain(optax.clip_by_global_norm(clip_norm), rule)
+    return optax.chain(clip(clip_norm), rule)
+
+
+def _part(tree: Tree, keys: Tree) -> Tree:
+    """The part of nested dicts that has these keys."""
+    return {k: _part(tree[k], keys[k]) for k in keys} if isinstance(tree, dict) else tree
+
+
+def clip(most: float) -> optax.GradientTransformationExtraArgs:
+    """optax.clip_by_global_norm, which can also clip a part of the gradients.
+
+    Its update takes the global norm of all gradients as `norm`; None: that of those it gets.
+    """
+
+    def update(updates, state, params=None, *, norm=None, **_):
+        norm = optax.tree.norm(updates) if norm is None else norm
+        small = norm < most
+        clipped = jax.tree.map(lambda g: jax.lax.select(small, g, g / norm * most), updates)
+        return clipped, state
+
+    return optax.GradientTransformationExtraArgs(optax.init_empty_state, update)
 
 
 def hidden_matrices(

@@ -14,6 +14,7 @@ import optax
 from recipes.common.sharding import Layout, Tree, paths, shardings
 from recipes.common.sharding.abstract import variables_of
 from recipes.common.sharding.compiler_options import compiler_options
+from recipes.common.sharding.host_memory import on_host
 
 
 def new_state(
@@ -32,11 +33,16 @@ def new_state(
     }
 
 
-def abstract_state(layout: Layout, optimizer: optax.GradientTransformation) -> Tree:
+def abstract_state(
+    layout: Layout, optimizer: optax.GradientTransformation, offload: str = ""
+) -> Tree:
     """The training state as ShapeDtypeStructs, each with its NamedSharding.
 
     A parameter's moments are sharded like it: arrays of its shape in the optimizer's state whose path
     ends with the parameter's.
+
+    Args:
+      offload: "optimizer": moments are in the host's memory.
     """
     shapes = jax.eval_shape(lambda: new_state(layout, optimizer, seed=0))
     variables = shardings(layout.variables())
@@ -48,7 +54,7 @@ def abstract_state(layout: Layout, optimizer: optax.GradientTransformation) -> T
         for first in range(len(keys)):
             param = params.get("/".join(keys[first:]))
             if param is not None and param.shape == leaf.shape:
-                return param.sharding
+                return on_host(param.sharding) if offload else param.sharding
         return layout.replicated
 
     where["opt_state"] = jax.tree_util.tree_map_with_path(like_its_parameter, shapes["opt_state"])

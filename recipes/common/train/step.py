@@ -2,7 +2,6 @@
 
 import dataclasses
 
-import flax.serialization
 import jax
 import jax.numpy as jnp
 import optax
@@ -11,6 +10,15 @@ from jax.sharding import PartitionSpec
 from recipes.common.sharding import AbstractModel, Layout, Tree, shardings
 from recipes.common.train.optimizer import LearningRate
 from recipes.common.train.state import abstract_state
+from recipes.common.train.update import (
+    all_finite,
+    apply_gradients,
+    choose,
+    stream_gradients,
+    streams,
+    to_device,
+    to_memory_of,
+)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)  # jit wants it hashable
@@ -18,22 +26,33 @@ class TrainStep:
     """(state, batch) → (state, metrics)."""
 
     layout: Layout
-    optimizer: optax.GradientTransformation
+    optimizer: optax.GradientTransformationExtraArgs
     lr: LearningRate
     microbatches: int = 1  # gradient accumulation: parts of a batch, one after another
     skip_nonfinite: bool = False  # keep the state where a metric is not finite
+    offload: str = ""  # "optimizer": its moments are in the host's memory
 
     def __call__(self, state: Tree, batch: Tree) -> tuple[Tree, Tree]:
-        grads, buffers, metrics = gradients(self.layout.model, state, batch, self.microbatches)
+        model = self.layout.model
+        sums, count, buffers, metrics = gradient_sums(model, state, batch, self.microbatches)
+        grads = jax.tree.map(lambda g: g / count, sums)
         metrics |= {"grad_norm": optax.tree.norm(grads), "learning_rate": self.lr(state["step"])}
-        after = apply_gradients(self.optimizer, state, grads) | buffers
-        if self.skip_nonfinite:
-            return skip_if_nonfinite(state, after, metrics)
-        return after, metrics
+        finite = all_finite(metrics) if self.skip_nonfinite else None
+        if self.offload and streams(self.layout):
+            given = (state, sums, count, metrics["grad_norm"], finite)
+            after = stream_gradients(self.optimizer, self.layout, *given)
+            after |= choose(finite, {kind: state[kind] for kind in buffers}, buffers)
+        else:
+            before = state | {"opt_state": jax.tree.map(to_device, state["opt_state"])}
+            after = apply_gradients(self.optimizer, before, grads) | buffers
+            after = choose(finite, before, after) | {"step": after["step"]}
+            moments = jax.tree.map(to_memory_of, state["opt_state"], after["opt_state"])
+            after |= {"opt_state": moments}
+        return after, metrics if finite is None else metrics | {"skipped": ~finite}
 
     def abstract_state(self) -> Tree:
         """The state's shapes, dtypes and shardings."""
-        return abstract_state(self.layout, self.optimizer)
+        return abstract_state(self.layout, self.optimizer, self.offload)
 
     def lower(self, abstract: Tree, example: Tree) -> jax.stages.Lowered:
         """Traces the step for this layout.
@@ -59,6 +78,14 @@ def gradients(
     Returns: gradients like state["params"]; {"buffers": …}, or {} if the model has none; name → mean,
       with "loss" among them.
     """
+    sums, count, buffers, means = gradient_sums(model, state, batch, microbatches)
+    return jax.tree.map(lambda g: g / count, sums), buffers, means
+
+
+def gradient_sums(
+    model: AbstractModel, state: Tree, batch: Tree, microbatches: int = 1
+) -> tuple[Tree, jax.Array, Tree, Tree]:
+    """`gradients` before their division: (gradients of the objective's sum, its count, …)."""
 
     def objective(params, buffers, batch):
         module = model.merge({"params": params, **base, **buffers})
@@ -85,7 +112,7 @@ def gradients(
         sums = (*zeros, jax.tree.map(jnp.zeros_like, params))
         (buffers, (count, aux, grads)), _ = jax.lax.scan(add, (buffers, sums), parts)
     means = {name: total / number for name, (total, number) in aux.items()}
-    return jax.tree.map(lambda g: g / count, grads), buffers, means
+    return grads, count, buffers, means
 
 
 def _interleaved(x: jax.Array, microbatches: int) -> jax.Array:
@@ -94,29 +121,3 @@ def _interleaved(x: jax.Array, microbatches: int) -> jax.Array:
     parts = kind.update(spec=PartitionSpec(*kind.spec[:1], None, *kind.spec[1:]))
     x = jnp.reshape(x, (-1, microbatches, *x.shape[1:]), out_sharding=parts)
     return jnp.moveaxis(x, 1, 0)
-
-
-def apply_gradients(optimizer: optax.GradientTransformation, state: Tree, grads: Tree) -> Tree:
-    """Returns the training state after one optimizer update."""
-    params = state["params"]
-    opt_state = flax.serialization.from_state_dict(
-        jax.eval_shape(optimizer.init, params), state["opt_state"]
-    )
-    updates, opt_state = optimizer.update(grads, opt_state, params)
-    return state | {
-        "params": optax.apply_updates(params, updates),
-        "opt_state": flax.serialization.to_state_dict(opt_state),
-        "step": state["step"] + 1,
-    }
-
-
-def skip_if_nonfinite(before: Tree, after: Tree, metrics: Tree) -> tuple[Tree, Tree]:
-    """Returns (`after`, metrics). If a metric is not finite, only `step` changes.
-
-    The optimizer counts its own updates, so after a skipped one its learning rate is one step behind
-    the schedule. Not optax.apply_if_finite: its counters in the optimizer's state would make
-    checkpoints differ between runs with and without it, and it looks at gradients only.
-    """
-    finite = jnp.all(jnp.isfinite(jnp.stack(jax.tree.leaves(metrics))))
-    kept = jax.tree.map(lambda old, new: jnp.where(finite, new, old), before, after)
-    return kept | {"step": after["step"]}, metrics | {"skipped": ~finite}

@@ -1,0 +1,425 @@
+"""DeepSeek's latent attention, choice of experts, cache and further token match their definitions."""
+
+import dataclasses
+import functools
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from recipes.common.mesh import make_mesh
+from recipes.common.sharding.abstract import paths
+from recipes.common.sharding.layout import make_layout, shardings
+from recipes.common.train.step import gradients
+from tests.conftest import full_except
+from tests.support.further_token import further_logits
+from tests.support.quick import QUICK
+from zoo import deepseek
+from zoo.attention import kinds, positions
+from zoo.deepseek import RULES, Config, DeepSeek, in_best_groups
+
+pytestmark = [pytest.mark.promise("definitions"), pytest.mark.usefixtures("strict")]
+TINY = Config.tiny()
+YARN = {"rope_scaling": ("yarn", 4.0, 2.0, 1.0, 16, True, 1.2), "mscale": 0.7, "rope_theta": 30.0}
+B, T = 2, 16
+
+
+def random_model(**changes) -> DeepSeek:
+    """A tiny model with wide random parameters, norms and biases of the choice included."""
+    config = dataclasses.replace(TINY, **changes)
+    graph, state = nnx.split(nnx.eval_shape(lambda: DeepSeek(config, rngs=nnx.Rngs(0))))
+    random = np.random.default_rng(0)
+    draw = lambda leaf: jnp.asarray(0.3 * random.normal(size=leaf.shape), jnp.float32)  # noqa: E731
+    return nnx.merge(graph, jax.tree.map(draw, state))
+
+
+def in_float64(module) -> dict[str, np.ndarray]:
+    """The first layer's parameters of a module, by path."""
+    found = paths(nnx.to_pure_dict(nnx.state(module)))
+    return {path: np.asarray(x[0], np.float64) for path, x in found.items()}
+
+
+# ---- latent attention ----------------------------------------------------------------------------
+
+
+def turned(x, position: int, config: Config) -> np.ndarray:
+    """Rotary embeddings of the last dim, by YaRN's definition (Peng et al. 2023)."""
+    P, theta = config.rope_dim, config.rope_theta
+    frequency, magnitude = theta ** -(np.arange(0, P, 2) / P), 1.0
+    if config.rope_scaling:
+        _, factor, fast, slow, original, _, magnitude = config.rope_scaling
+        ends = (
+            P * math.log(original / (n * 2 * math.pi)) / 2 / math.log(theta) for n in (fast, slow)
+        )
+        first, last = (
+            round_(end) for round_, end in zip((math.floor, math.ceil), ends, strict=True)
+        )
+        first, last = max(first, 0), min(last, P - 1)
+        ramp = np.clip((np.arange(P // 2) - first) / max(last - first, 0.001), 0, 1)
+        frequency = frequency * (1 - ramp + ramp / factor)
+    turn = magnitude * np.exp(1j * position * frequency)
+    whole = (x[..., : P // 2] + 1j * x[..., P // 2 :]) * turn
+    return np.concatenate([whole.real, whole.imag], axis=-1)
+
+
+def attention_plainly(x_TD, w: dict[str, np.ndarray], config: Config) -> np.ndarray:
+    """Head by head and position by position, of one document."""
+
+    def normed(x, scale):
+        return x / np.sqrt(np.mean(x**2) + 1e-6) * scale
+
+    nope, out_TD, seen = config.nope_dim, np.zeros(x_TD.shape), []
+    scale = (config.nope_dim + config.rope_dim) ** -0.5
+    if config.rope_scaling:
+        scale *= (0.1 * config.mscale * math.log(config.rope_scaling[1]) + 1) ** 2
+    for t, x_D in enumerate(x_TD):
+        down = x_D @ w["kv_down"]
+        latent = normed(down[: config.kv_latent], w["kv_norm/scale"])
+        seen.append((latent, turned(down[config.kv_latent :], t, config)))
+        if config.q_latent:
+            low = normed(x_D @ w["q_down"], w["q_norm/scale"])
+            q_NH = np.einsum("r,rnh->nh", low, w["q_up"])
+        else:
+            q_NH = np.einsum("d,dnh->nh", x_D, w["q"])
+        for n, q_H in enumerate(q_NH):
+            q_rope = turned(q_H[nope:], t, config)
+            kv = [latent @ w["kv_up"][:, n] for latent, _ in seen]
+            scores = [
+                k[:nope] @ q_H[:nope] + key @ q_rope for k, (_, key) in zip(kv, seen, strict=True)
+            ]
+            weights = np.exp(scale * np.array(scores))
+            value = sum(a * k[nope:] for a, k in zip(weights / weights.sum(), kv, strict=True))
+            out_TD[t] += value @ w["o"][n]
+    return out_TD
+
+
+@pytest.mark.parametrize(
+    ("changes", "mesh", "rules", "kernel"),
+    full_except(
+        [
+            (YARN, "1x1", "dp", "xla"),
+            ({"q_latent": 0}, "1x1", "dp", "flash"),
+            (YARN, "4x2", "tp_sp", "xla"),
+            (YARN, "1x8", "tp", "flash"),
+            ({}, "1x1", "dp", "splash"),
+        ],
+        fast=[(YARN, "1x1", "dp", "xla")],
+    ),
+)
+def test_latent_attention_is_its_definition(changes, mesh, rules, kernel):
+    """Values have another head dim than keys, in each kernel; two documents in a row."""
+    length = 128 if kernel == "splash" else T
+    model = random_model(**changes, attention=kernel)
+    x_BTD = np.random.default_rng(1).normal(size=(4, length, 64)).astype(np.float32)
+    ids_BT = np.repeat([[0] * 5 + [1] * (length - 5)], 4, axis=0)
+    graph, state = nnx.split(jax.tree.map(lambda x: x[0], model.layers).attention)
+    (kind,) = kinds(model.config)
+    with jax.set_mesh(make_mesh(mesh)), nnx.logical_axis_rules(tuple(RULES[rules].items())):
+
+        def compute(state, x_BTD):
+            # Places in the row: rotary embeddings depend on differences alone.
+            at = positions(model.config, jnp.zeros((4, length), jnp.int32), jnp.asarray(ids_BT))
+            return nnx.merge(graph, state)(x_BTD, at, kind)[0]
+
+        found_BTD = np.asarray(jax.jit(compute, compiler_options=QUICK)(state, x_BTD))
+    w = in_float64(model.layers.attention)
+    for b, end in ((0, 5), (1, 12)):
+        start = 0 if end == 5 else 5
+        wanted_TD = attention_plainly(x_BTD[b, start:end].astype(np.float64), w, model.config)
+        np.testing.assert_allclose(found_BTD[b, start:end], wanted_TD, rtol=1e-4, atol=2e-5)
+
+
+# ---- gradients of what heads share ----------------------------------------------------------------
+
+
+def batch(rows: int = 8, length: int = 24) -> dict[str, np.ndarray]:
+    """Rows of two documents each, with some padding."""
+    random = np.random.default_rng(0)
+    tokens = random.integers(0, 257, (rows, length + 1), np.int32)
+    targets = np.where(random.random((rows, length)) < 0.1, -1, tokens[:, 1:])
+    ids = np.tile(np.arange(length) >= 11, (rows, 1)).astype(np.int32)
+    return {"tokens": tokens[:, :-1], "targets": targets, "segment_ids": ids}
+
+
+@functools.cache
+def loss_and_gradients(config: Config, mesh: str, strategy: str):
+    """(mean figures, gradients by path)."""
+    rows, random = batch(), np.random.default_rng(1)
+    layout = make_layout(DeepSeek, config, make_mesh(mesh), strategy, batch_size=8, seq_len=24)
+
+    def draw(path, leaf):
+        mean = 1.0 if path[-1].key == "scale" else 0.0
+        return (mean + 0.1 * random.normal(size=leaf.shape)).astype(np.float32)
+
+    def both(variables, batch):
+        grads, buffers, means = gradients(layout.model, variables, batch)
+        return means, grads, buffers
+
+    variables = jax.tree_util.tree_map_with_path(draw, layout.model.shapes)
+    given = (
+        jax.device_put(variables, shardings(layout.variables())),
+        jax.device_put(rows, layout.batch_shardings(rows)),
+    )
+    means, grads, buffers = layout.compile(both, *given, compiler_options=QUICK)(*given)
+    means = {name: float(x) for name, x in means.items()}
+    return means, {path: np.asarray(x) for path, x in paths(grads | buffers).items()}
+
+
+def worst(found, wanted) -> float:
+    """Largest difference, relative to each array's largest number."""
+    return max(np.abs(found[p] - w).max() / np.abs(w).max() for p, w in wanted.items())
+
+
+SHARED = (
+    "attention/kv_down",
+    "attention/kv_norm/scale",
+    "attention/q_down",
+    "attention/q_norm/scale",
+)
+
+
+@pytest.mark.full
+def test_gradients_of_latents_and_of_the_rotary_key_are_summed_over_the_heads(monkeypatch):
+    """Every device computes what all heads share, so the heads' gradients of it must be added.
+
+    A sum that is missing (torchtitan#1373) shows: here the rotary key's is divided by the devices.
+    """
+    one = dataclasses.replace(TINY, num_layers=1, dense_layers=0)
+    _, wanted = loss_and_gradients(one, "1x1", "dp")
+    shared = [path for path in wanted if path.endswith(SHARED)]
+    assert len(shared) == 4
+    _, found = loss_and_gradients(one, "1x8", "tp")
+    assert worst(found, wanted) < 3e-6
+    rotate = deepseek.rotate
+
+    def without_sum(x_BTNP, *turn):
+        x_BTNP = rotate(x_BTNP, *turn)
+        own = x_BTNP.shape[2] == 1
+        return x_BTNP / 8 + jax.lax.stop_gradient(x_BTNP * 7 / 8) if own else x_BTNP
+
+    monkeypatch.setattr(deepseek, "rotate", without_sum)
+    _, wrong = loss_and_gradients.__wrapped__(one, "1x8", "tp")
+    assert worst(wrong, {path: wanted[path] for path in shared}) > 1e-2
+
+
+# ---- the choice of experts ------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("sigmoid", full_except([True, False], [True]))
+def test_experts_are_chosen_from_the_best_groups(sigmoid):
+    config = dataclasses.replace(TINY, num_experts=12, groups=4, top_groups=2, sigmoid=sigmoid)
+    scores_BTE = np.random.default_rng(0).normal(size=(B, T, 12)).astype(np.float32)
+    keep = jax.jit(functools.partial(in_best_groups, config), compiler_options=QUICK)
+    found_BTE = np.asarray(keep(scores_BTE))
+    for at in np.ndindex(B, T):
+        groups = scores_BTE[at].reshape(4, 3)
+        value = [sum(sorted(group)[-2:]) if sigmoid else max(group) for group in groups]
+        kept = np.isin(np.arange(4), np.argsort(value)[-2:])
+        wanted = np.where(kept[:, None], groups, -np.inf).reshape(-1)
+        np.testing.assert_array_equal(found_BTE[at], wanted)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    full_except(
+        [{}, {"sigmoid": False, "normalize": False, "groups": 1, "top_groups": 1}], fast=[{}]
+    ),
+)
+def test_experts_and_their_figures_are_their_definition(changes):
+    """V3's router: sigmoids, biases that change the choice alone, a scale. V2's: a softmax."""
+    model = random_model(**changes, capacity=None)
+    config, E, J = model.config, TINY.num_experts, TINY.experts_per_token
+    layer = jax.tree.map(lambda x: x[0], model.layers)
+    x_BTD = np.random.default_rng(1).normal(size=(B, T, 64)).astype(np.float32)
+    run = jax.jit(lambda x: layer.experts(x, jnp.ones((B, T), bool), None), compiler_options=QUICK)
+    found_BTD, figures = run(x_BTD)
+
+    w, wanted_BTD, load, balance = in_float64(model.layers.experts), np.zeros((B, T, 64)), 0, 0.0
+    for b in range(B):
+        shares, taken = np.zeros(E), np.zeros(E)
+        for t in range(T):
+            x_D = x_BTD[b, t].astype(np.float64)
+            logits_E = x_D @ w["router"]
+            scores_E = 1 / (1 + np.exp(-logits_E)) if config.sigmoid else np.exp(logits_E)
+            scores_E = scores_E if config.sigmoid else scores_E / scores_E.sum()
+            biased_E = scores_E + (w["bias"] if config.sigmoid else 0)
+            if config.groups > 1:
+                pairs = biased_E.reshape(config.groups, -1)
+                best = np.argsort(-pairs.sum(axis=1))[: config.top_groups]
+                kept = np.isin(np.arange(config.groups), best).repeat(E // config.groups)
+                biased_E = np.where(kept, biased_E, -np.inf)
+            chosen = np.argsort(-biased_E)[:J]
+            weights = scores_E[chosen]
+            weights = weights / weights.sum() if config.normalize else weights
+            for e, weight in zip(chosen, config.route_scale * weights, strict=True):
+                gate, up = x_D @ w["gate"][e], x_D @ w["up"][e]
+                wanted_BTD[b, t] += weight * ((gate / (1 + np.exp(-gate)) * up) @ w["down"][e])
+            shares, taken = (
+                shares + scores_E / scores_E.sum(),
+                taken + np.isin(np.arange(E), chosen),
+            )
+        balance += E / J * (taken / T * shares).sum()
+        load = load + taken * E / J
+    np.testing.assert_allclose(found_BTD, wanted_BTD, rtol=1e-4, atol=2e-5)
+    np.testing.assert_allclose(figures["load"], load, rtol=1e-5)
+    np.testing.assert_allclose(figures["balance"], balance, rtol=1e-5)
+
+
+@pytest.mark.full
+def test_a_loss_moves_the_biases_toward_even_loads(monkeypatch):
+    """All layers with experts have biases, the further one included."""
+    model, loads = random_model(balance_rate=0.25, mtp_depth=1), {}
+    computed = deepseek.objective_and_loads
+
+    def spy(*args):
+        loads["count"], loads["load_LE"] = (found := computed(*args))[1], found[3]
+        return found
+
+    monkeypatch.setattr(deepseek, "objective_and_loads", spy)
+
+    def biases(model):
+        return model.layers.experts.bias[...], model.mtp.layer.experts.bias[...]
+
+    def run(model):
+        before = biases(model)
+        model.loss(**batch())
+        return loads, [new - old for new, old in zip(biases(model), before, strict=True)]
+
+    found, (bias_LE, last_E) = jax.jit(run, compiler_options=QUICK)(model)
+    count, load_LE = found["count"], found["load_LE"]
+    moves = 0.25 * np.sign(count - load_LE)
+    assert load_LE.shape == (3, 8)
+    np.testing.assert_allclose(bias_LE, moves[:2], atol=1e-6)
+    np.testing.assert_allclose(last_E, moves[2], atol=1e-6)
+
+
+# ---- the cache -------------------------------------------------------------------------------------
+
+
+def decoded(model: DeepSeek, tokens_BT, prompt: int) -> np.ndarray:
+    """Logits of each position from prompt - 1 on, by prefill and decode."""
+    decode = jax.jit(lambda m, t, c: m.decode(t, c), compiler_options=QUICK)
+    whole = tokens_BT.shape[1]
+    read = jax.jit(
+        lambda m, t: m.prefill(t, jnp.full(len(t), prompt), whole), compiler_options=QUICK
+    )
+    logits_BV, cache = read(model, tokens_BT[:, :prompt])
+    found = [logits_BV]
+    for t in range(prompt, whole):
+        logits_BV, cache = decode(model, tokens_BT[:, t], cache)
+        found.append(logits_BV)
+    return np.stack([np.asarray(x) for x in found], axis=1)
+
+
+@pytest.mark.parametrize(
+    ("changes", "mesh", "rules"),
+    full_except(
+        [
+            (YARN | {"dense_layers": 0, "num_layers": 1}, "1x1", "dp"),
+            ({"q_latent": 0, "lora_rank": 2, "mtp_depth": 1}, "1x1", "dp"),
+            (YARN, "data=2,seq=4", "fsdp_cp"),
+        ],
+        fast=[(YARN | {"dense_layers": 0, "num_layers": 1}, "1x1", "dp")],
+    ),
+)
+def test_absorbed_decoding_gives_the_logits_without_a_cache(changes, mesh, rules):
+    """Also where devices share out the slots, and with adapters of all projections.
+
+    Where they split heads and experts: tests/generation/test_generation.py.
+    """
+    model = random_model(**changes, capacity=None)
+    tokens_BT = np.random.default_rng(0).integers(0, 257, (4, T))
+    whole_BTV = jax.jit(lambda m, t: m(t), compiler_options=QUICK)(model, tokens_BT)
+    with jax.set_mesh(make_mesh(mesh)), nnx.logical_axis_rules(tuple(RULES[rules].items())):
+        found_BTV = decoded(model, tokens_BT, prompt=8)
+    np.testing.assert_allclose(found_BTV, whole_BTV[:, 7:], rtol=1e-4, atol=5e-4)
+
+
+def test_a_cache_holds_latents_and_rotary_keys_alone():
+    """16 + 4 numbers a token and layer, where 8 heads' keys of 12 and values of 6 would be 144."""
+    model = nnx.eval_shape(lambda: DeepSeek(TINY, rngs=nnx.Rngs(0)))
+    tokens = jax.ShapeDtypeStruct((B, T), np.int32)
+    lengths = jax.ShapeDtypeStruct((B,), np.int32)
+    _, cache = jax.eval_shape(lambda m, t, n: m.prefill(t, n, 32), model, tokens, lengths)
+    assert (cache.k.shape, cache.v.shape) == ((3, B, 32, 1, 16), (3, B, 32, 1, 4))
+
+
+# ---- the further token ----------------------------------------------------------------------------
+
+
+@pytest.mark.full
+def test_the_further_loss_is_its_definition():
+    """Position t reads the model's output there and token t + 1, and predicts token t + 2."""
+    model, rows = random_model(mtp_depth=1, capacity=None, mtp_weight=0.5), batch()
+    total, count, aux = jax.jit(lambda m: m.loss(**rows), compiler_options=QUICK)(model)
+    (loss, _), (further, further_count) = aux["loss"], aux["mtp"]
+    tokens_BT, targets_BT, ids_BT = rows.values()
+    last, logits = (
+        tokens_BT.shape[1] - 1,
+        functools.partial(further_logits, tokens_BT=tokens_BT, ids_BT=ids_BT),
+    )
+    logits_BTV = np.asarray(jax.jit(logits, compiler_options=QUICK)(model), np.float64)
+    counted_BT = (targets_BT[:, 1:] >= 0) & (ids_BT[:, 1:] == ids_BT[:, :-1])
+    of_target = np.take_along_axis(logits_BTV[:, :last], targets_BT[:, 1:, None], axis=-1)[..., 0]
+    largest = logits_BTV[:, :last].max(axis=-1)
+    sums = np.exp(logits_BTV[:, :last] - largest[..., None]).sum(axis=-1)
+    wanted = np.where(counted_BT, np.log(sums) + largest - of_target, 0).sum()
+    assert float(further_count) == counted_BT.sum() < float(count)
+    assert float(further) == pytest.approx(wanted, rel=1e-5)
+    balance = aux["balance"][0] * model.config.balance_weight
+    assert float(total) == pytest.approx(float(loss + 0.5 * further + balance), rel=1e-6)
+
+
+FURTHER = dataclasses.replace(TINY, num_layers=1, dense_layers=0, mtp_depth=1)
+
+
+@pytest.mark.parametrize(
+    ("mesh", "strategy", "context"),
+    full_except(
+        [
+            ("4x2", "fsdp_tp_sp", "auto"),
+            ("data=2,seq=2,model=2", "fsdp_cp_tp", "ring"),
+        ],
+        fast=[],
+    ),
+)
+def test_further_losses_and_gradients_agree_on_meshes(mesh, strategy, context):
+    """Also where the next token is on another device, in stripes, and with split norms."""
+    figures, wanted = loss_and_gradients(FURTHER, "1x1", "dp")
+    config = dataclasses.replace(FURTHER, context=context)
+    found_figures, found = loss_and_gradients(config, mesh, strategy)
+    assert found_figures == pytest.approx(figures, rel=3e-6)
+    assert worst(found, wanted) < 4e-6
+
+
+def test_stages_have_no_place_for_a_further_layer():
+    config = dataclasses.replace(FURTHER, num_layers=2)
+    layout = make_layout(DeepSeek, config, make_mesh("data=4,pipe=2"), "pp", batch_size=8)
+    rows = layout.abstract_batch(dict.fromkeys(batch(), jax.ShapeDtypeStruct((24,), np.int32)))
+    with pytest.raises(ValueError, match="no stage for the layer of mtp_depth=1"):
+        layout.compile(lambda v, b: layout.model.merge(v).loss(**b)[0], layout.variables(), rows)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"dense_layers": 3}, "dense_layers=3 must be less than num_layers=3"),
+        ({"dense_mlp": 0}, "dense_layers=1 need dense_mlp ≥ 1"),
+        ({"rope_dim": 3}, "head_dim=11 must be even|rope_dim=3 must be even"),
+        ({"mscale": 1.0}, "mscale needs a rope_scaling"),
+        ({"groups": 3}, "groups=3 must divide num_experts=8 into groups of ≥ 2"),
+        ({"groups": 8, "top_groups": 1}, "groups=8 must divide num_experts=8 into groups of ≥ 2"),
+        ({"top_groups": 5}, "top_groups=5 is more than groups=4"),
+        ({"experts_per_token": 5}, "experts_per_token=5 is more than the 4 of num_experts=8"),
+        ({"capacity": -1.0}, "capacity=-1.0 must be > 0, or None for dropless"),
+        ({"mtp_depth": 2}, "mtp_depth=2 is not one of 0, 1"),
+        ({"shared_experts": 0}, "shared_experts=0 must be ≥ 1"),
+        ({"lora_targets": ("gate",)}, "lora_targets has 'gate', which is not one of q, q_down"),
+    ],
+)
+def test_a_config_that_makes_no_sense(changes, message):
+    with pytest.raises(ValueError, match=message):
+        dataclasses.replace(TINY, **changes)
