@@ -16,10 +16,11 @@ from typing import Any
 from data import sources, text
 from data.batches import Dataset
 from data.tokenizer import Tokenizer
-from recipes.common import checkpoint
+from recipes.common import checkpoint, entries
 from recipes.common.analysis import report
 from recipes.common.entries import ENTRIES
 from recipes.common.harness import tasks
+from recipes.common.int8_weights import to_int8, weights_flag
 from recipes.common.runtime import Devices, UserError, describe, flag, folders, make_mesh, print0
 from recipes.common.runtime.processes import is_first
 from recipes.common.runtime.start import start
@@ -66,6 +67,7 @@ class Evaluate:
         "", "Type of activations and weights; empty: bfloat16 on accelerators, else float32.",
         "model", choices=["", "float32", "bfloat16"],
     )  # fmt: skip
+    weights: str = weights_flag("model")
     verify: bool = flag(
         True, "Check a checkpoint's files against their SHA-256 before reading it.", "checkpoints"
     )
@@ -87,8 +89,11 @@ def main(devices: Devices, flags: Evaluate) -> None:
     # ---- Read the model, each shard onto its own device ------------------------------------------
     print0(report.headline(layout))
     variables = checkpoint.restore_variables(source, layout, dtype)
+    if flags.weights:
+        layout, variables = to_int8(entries.model(source.metadata["entry"]), layout, variables)
     print0(*report.uneven(layout, variables))
     about = {"model": flags.restore_from, "step": source.step, "dtype": dtype}
+    about |= {"weights": flags.weights} if flags.weights else {}
     about |= {"mesh": describe(mesh.shape), "rules": layout.strategy}
     found: dict[str, Any] = dict(about)
 

@@ -24,6 +24,7 @@ from data.tokenizer import START, Tokenizer
 from recipes.common import checkpoint, entries
 from recipes.common.analysis import report
 from recipes.common.generation import Generator, Sampling
+from recipes.common.int8_weights import to_int8, weights_flag
 from recipes.common.runtime import Devices, UserError, flag, folders, make_mesh, print0, processes
 from recipes.common.runtime.start import start
 from recipes.common.runtime.terminal import ask, show
@@ -67,6 +68,7 @@ class Generate:
         "", "Type of activations and weights; empty: bfloat16 on accelerators, else float32.",
         choices=["", "float32", "bfloat16"],
     )  # fmt: skip
+    weights: str = weights_flag()
     verify: bool = flag(True, "Check a checkpoint's files against their SHA-256 before reading it.")
 
 
@@ -93,6 +95,8 @@ def main(devices: Devices, flags: Generate) -> None:
     layout = model_layout(source, mesh, devices.rules, dtype)
     print0(report.headline(layout))
     variables = checkpoint.restore_variables(source, layout, dtype)
+    if flags.weights:
+        layout, variables = to_int8(entries.model(source.metadata["entry"]), layout, variables)
     print0(*report.uneven(layout, variables))
     # The bytes tokenizer's special token, START, is never generated.
     vocabulary = tokenizer.size if tokenizer.files else START

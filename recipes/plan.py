@@ -19,6 +19,7 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax.sharding import AbstractDevice
 
 from recipes.common import entries
 from recipes.common.analysis import answer, plan_page, report
@@ -31,6 +32,7 @@ from recipes.common.runtime import UserError, flag, print0
 from recipes.common.runtime.start import start
 from recipes.common.sharding import make_layout
 from recipes.common.sharding.rules import check_length
+from recipes.common.train.matmul import matmul_fields, matmul_flag
 from recipes.common.train.offload import offload_flag
 from recipes.common.train.optimizer import LearningRate, adamw
 from recipes.common.train.step import TrainStep
@@ -49,6 +51,7 @@ class Flags:
         "2^20. Empty: 16 rows for each device.", group="data",
     )  # fmt: skip
     seq_len: int = flag(128, "Tokens of context, for text.", group="data", at_least=1)
+    matmul: str = matmul_flag()
     offload: str = offload_flag()
     top: int = flag(8, "Rows of the table.", at_least=1)
     confirm: int = flag(0, "Candidates to compile with the real compiler.", at_least=0)
@@ -105,6 +108,9 @@ def make_job(flags: Flags, devices: Devices) -> Job:
     if "dtype" in fields:
         dtype = "float32" if devices.kind == "cpu" else "bfloat16"
         config = dataclasses.replace(config, dtype=dtype)
+    if flags.matmul:
+        device = AbstractDevice(devices.hardware.name, None, devices.hardware.platform)
+        config = dataclasses.replace(config, **matmul_fields(flags, device, config))
     length = flags.seq_len if "vocab_size" in fields else 0
     check_length(config, length)
     if flags.offload and "remat" not in fields:

@@ -9,6 +9,8 @@ Running the same command again resumes; --help lists the flags.
 
 import dataclasses
 
+import jax
+
 from data import images as pictures
 from recipes.common import checkpoint
 from recipes.common.analysis import flops
@@ -20,6 +22,13 @@ from recipes.common.runtime.start import start
 from recipes.common.sharding import make_layout
 from recipes.common.train import adapters
 from recipes.common.train.loop import finish, fit
+from recipes.common.train.matmul import (
+    describe_matmul,
+    matmul_backward_flag,
+    matmul_emulate_flag,
+    matmul_fields,
+    matmul_flag,
+)
 from recipes.common.train.offload import check_offload, offload_flag
 from recipes.common.train.optimizer import OPTIMIZERS, LearningRate, hidden_matrices, make_optimizer
 from recipes.common.train.step import TrainStep
@@ -52,6 +61,9 @@ class Flags:
         "", "Dtype of activations and matmuls; empty: bfloat16 on accelerators, else float32.",
         "model", choices=["", "float32", "bfloat16"], may_change=True,
     )  # fmt: skip
+    matmul: str = matmul_flag()
+    matmul_backward: str = matmul_backward_flag()
+    matmul_emulate: bool = matmul_emulate_flag()
     remat: str = flag(
         "", "What a layer keeps for its backward pass; empty: the size's default.", "model",
         choices=["", *REMAT_POLICIES], may_change=True,
@@ -86,7 +98,7 @@ class Flags:
 def main(run: Run, flags: Flags) -> None:
     # ---- Data: batch k is a pure function of (seed, k); pictures decide the classes --------------
     mesh, folder = make_mesh(run.mesh), open_run("vit", run, flags)
-    config, given = model_config(flags, folder.start, mesh.devices.flat[0].platform), {}
+    config, given = model_config(flags, folder.start, mesh.devices.flat[0]), {}
     if folder.start:  # its inputs stay as they were
         given = {k: getattr(config, k) for k in ("channels", "labels", "mean", "std", "resample")}
     images = pictures.load(
@@ -106,7 +118,7 @@ def main(run: Run, flags: Flags) -> None:
     if folder.source and given["labels"] != config.labels:
         folder = dataclasses.replace(folder, source=NewHead(folder.source, layout, HEAD))
         print0(f"The head is new and starts at zero, for {config.classes} other classes.")
-    print0(KERNEL)
+    print0(KERNEL, *describe_matmul(layout))
 
     # ---- Step, state and training ----------------------------------------------------------------
     lr = LearningRate(run.learning_rate, flags.warmup_steps, run.steps, run.schedule)
@@ -121,19 +133,20 @@ def main(run: Run, flags: Flags) -> None:
     finish(folder, layout, log)
 
 
-def model_config(flags: Flags, start: checkpoint.Source | None, platform: str) -> Config:
+def model_config(flags: Flags, start: checkpoint.Source | None, device: jax.Device) -> Config:
     """The size's Config, or the checkpoint's, changed by flags. Raises UserError if these don't fit.
 
     Args:
-      platform: the mesh's; decides the default of --dtype.
+      device: one of the mesh's; decides the default of --dtype.
     """
     size = SIZES[flags.size or "small"]()
-    dtype = flags.dtype or ("float32" if platform == "cpu" else "bfloat16")
+    dtype = flags.dtype or ("float32" if device.platform == "cpu" else "bfloat16")
+    how = {"dtype": dtype, **matmul_fields(flags, device, Config)}
     try:
         given = dataclasses.replace(flags, lora_targets="")  # lora_fields reads it
         config = checkpoint.configure(size, None if flags.size else start, given)
         fields = adapters.lora_fields(flags, Config.lora_targets)
-        return dataclasses.replace(config, dtype=dtype, **fields)
+        return dataclasses.replace(config, **how, **fields)
     except ValueError as error:
         if isinstance(error, UserError):
             raise

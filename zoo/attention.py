@@ -74,7 +74,7 @@ class Attention(nnx.Module):
 
     def __call__(self, x_BTD, at: "Positions", kind: Kind, past=None):
         """Returns (output to add to the residual, (keys, values)); `past`: those in the cache."""
-        x_BTD = gather(x_BTD)
+        x_BTD = gather(x_BTD, self.q)
         q, k, v = (self._project(name, x_BTD) for name in "qkv")
         if self.normed:
             q, k = self.q_norm(q), self.k_norm(k)
@@ -418,6 +418,7 @@ WAYS = ("auto", "all-to-all", "ring")  # valid values of Config.context; see con
 def check_config(config, **choices) -> None:
     """Raises ValueError if a decoder's Config is invalid; `choices`: field → its valid values."""
     choices |= {"attention": KERNEL_NAMES, "context": WAYS, "pipeline": SCHEDULES}
+    choices |= {"matmul": ("", "int8", "fp8", "int8_weights"), "matmul_backward": ("", "bfloat16")}
     for name, value in vars(config).items():
         least = 0 if vars(type(config)).get(name) == 0 else 1  # by its default
         if type(value) is int and value < least:

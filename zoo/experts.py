@@ -13,8 +13,8 @@ from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
 from .attention import kinds
-from .layers import REMAT_POLICIES, gather, multiply, objective, scan_layers, stripe
-from .sharding import auto, constrain, in_use, mesh_axes, param, per_device
+from .layers import REMAT_POLICIES, gather, layer_in_use, multiply, objective, scan_layers, stripe
+from .sharding import auto, constrain, mesh_axes, param, per_device
 from .strategies import DECODER
 
 
@@ -83,6 +83,13 @@ def mix(x_BTD, config, capacity: float | None, route, expert, weights) -> tuple:
     split = {axis: over(axis) for axis in ("expert", "mlp", "seq", "residual_seq")}
     if alone := ", ".join(sorted({*split["expert"]} - {*over("batch")})):
         raise ValueError(f"the rules split experts over {alone}, but not the batch")
+    names = [w.out_sharding[-w[...].ndim :] for w in weights]  # in a scan, without that of layers
+    names = [tuple(n if n in ("expert", "mlp") else None for n in axes) for axes in names]
+    operands = [w[...].astype(x_BTD.dtype) for w in weights]
+    if getattr(config, "matmul", ""):
+        from .low_precision import of_experts
+
+        expert, operands, names = of_experts(expert, split, capacity, weights, names)
     if capacity is None:
         from .dropless import dropless
 
@@ -91,11 +98,7 @@ def mix(x_BTD, config, capacity: float | None, route, expert, weights) -> tuple:
         slots = min(T, math.ceil(capacity * T * config.experts_per_token / E))
         compute = functools.partial(by_capacity, expert, split, E, slots)
     choice, *more = route(x_BTD, slots=slots)
-    axes: list[tuple] = [("batch", "seq", None)] * 4  # D whole, whatever the rules
-    for w in weights:
-        names = w.out_sharding[-w[...].ndim :]  # inside a scan over layers, without theirs
-        axes.append(tuple(name if name in ("expert", "mlp") else None for name in names))
-    arrays = (x_BTD, *choice, *(w[...].astype(x_BTD.dtype) for w in weights))
+    arrays, axes = (x_BTD, *choice, *operands), [("batch", "seq", None)] * 4 + names  # D whole
     out_BTD = per_device(compute, arrays, axes, ("batch", "residual_seq", None))
     return constrain(out_BTD, "batch", "residual_seq", "act_embed"), *more
 
@@ -174,7 +177,7 @@ def scan_experts(layers, names, config, x_BTD, at, counted_BT, past=None, keep=F
 
     def layer(x_BTD, weights_and_past, kind):
         weights, past = weights_and_past
-        weights = in_use(weights, names, config.dtype)  # inside remat, which gathers again
+        weights = layer_in_use(weights, names, config)  # inside remat, which gathers again
         x_BTD, kv, figures = weights(x_BTD, at, kind, past, counted_BT, capacity)
         return x_BTD, (kv if keep else None, figures)
 

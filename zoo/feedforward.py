@@ -29,7 +29,7 @@ class GeluMLP(nnx.Module):
         self.lora = adapters(self, config, rngs, up=1, down=1)
 
     def __call__(self, x_BTD):
-        hidden_BTF = add_bias(project(self, "up", gather(x_BTD)), self.up_bias)
+        hidden_BTF = add_bias(project(self, "up", gather(x_BTD, self.up)), self.up_bias)
         out_BTD = project(self, "down", self.activation(hidden_BTF), seq="residual_seq")
         return add_bias(out_BTD, self.down_bias)
 

@@ -27,10 +27,10 @@ from .attention import (
     Attention, Kind, check_config, kinds, logits_in_order, positions, read_prompts, read_token,
 )  # fmt: skip
 from .layers import (
-    REMAT_POLICIES, GatedMLP, RMSNorm, fit_positions, look_up, objective, scan_layers, stack,
-    vocabulary, vocabulary_tables,
+    REMAT_POLICIES, GatedMLP, RMSNorm, fit_positions, layer_in_use, look_up, objective, scan_layers,
+    stack, vocabulary, vocabulary_tables,
 )  # fmt: skip
-from .sharding import Rules, complete_tables, constrain, in_use
+from .sharding import Rules, complete_tables, constrain
 from .strategies import CP, DECODER, DP, FSDP, FSDP_CP, HSDP, PP, SP, TP
 
 
@@ -58,6 +58,8 @@ class Config:
     lora_targets: tuple[str, ...] = ("q", "k", "v", "o", "gate", "up", "down")
     dtype: str = "float32"
     remat: str = "full"
+    matmul: str = ""
+    matmul_backward: str = ""
     attention: str = "auto"
     context: str = "auto"
     pipeline: str = "1f1b"  # each stage runs whole periods
@@ -243,7 +245,7 @@ class Gemma3(nnx.Module):
     def _layers(self, x_BTD, at, past=None, keep=False):
         """Returns (output, keys and values of all layers if they are to be kept)."""
         config = self.config
-        layer = functools.partial(run_layer, dtype=config.dtype, at=at, keep=keep)
+        layer = functools.partial(run_layer, config=config, at=at, keep=keep)
         how = kinds(config), REMAT[config.remat], config.unroll
         return scan_layers(layer, x_BTD, (self.layers, past), *how)
 
@@ -254,10 +256,10 @@ def normed_output(out_BTD, norm: RMSNorm) -> jax.Array:
     return constrain(out_BTD, "batch", "residual_seq", "act_embed")
 
 
-def run_layer(x_BTD, layer_and_past, kind: Kind, dtype: str, at, keep: bool):
+def run_layer(x_BTD, layer_and_past, kind: Kind, config: Config, at, keep: bool):
     """One layer, gathered here, inside remat: the backward pass gathers it again."""
     layer, past = layer_and_past
-    x_BTD, kv = in_use(layer, IN_USE, dtype)(x_BTD, at, kind, past)
+    x_BTD, kv = layer_in_use(layer, IN_USE, config)(x_BTD, at, kind, past)
     return x_BTD, kv if keep else None
 
 

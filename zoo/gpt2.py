@@ -24,10 +24,10 @@ from .attention import (
 )  # fmt: skip
 from .feedforward import GeluMLP, layer_norm
 from .layers import (
-    REMAT_POLICIES, fit_positions, look_up, objective, scan_layers, stack, table_copies, vocabulary,
-    vocabulary_tables,
+    REMAT_POLICIES, fit_positions, layer_in_use, look_up, objective, scan_layers, stack,
+    table_copies, vocabulary, vocabulary_tables,
 )  # fmt: skip
-from .sharding import Rules, complete_tables, constrain, in_use, param
+from .sharding import Rules, complete_tables, constrain, param
 from .strategies import CP, DECODER, DP, FSDP, FSDP_CP, HSDP, PP, SP, TP
 
 
@@ -57,6 +57,8 @@ class Config:
     attention: str = "auto"
     remat: str = "full"
     dtype: str = "float32"
+    matmul: str = ""
+    matmul_backward: str = ""
 
     tie_embeddings = True
     mlp_matrices = 2  # up and down, without a gate
@@ -191,7 +193,7 @@ class GPT2(nnx.Module):
 
     def _layers(self, x_BTD, at, cache=None, keep=False):
         def layer(x_BTD, given, kind):
-            weights = in_use(given[0], IN_USE, self.config.dtype)  # inside remat
+            weights = layer_in_use(given[0], IN_USE, self.config)  # inside remat
             x_BTD, kv = weights(x_BTD, at, kind, given[1])
             return x_BTD, kv if keep else None
 

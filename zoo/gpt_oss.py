@@ -60,6 +60,8 @@ class Config:
     lora_alpha: float = 16.0
     lora_targets: tuple[str, ...] = ("q", "k", "v", "o")
     dtype: str = "float32"
+    matmul: str = ""
+    matmul_backward: str = ""
     remat: str = "full"
     attention: str = "auto"  # kernels with sinks: flash and splash
     context: str = "auto"

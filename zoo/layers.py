@@ -14,7 +14,7 @@ from flax import nnx
 from flax.core.spmd import get_logical_axis_rules
 from jax.ad_checkpoint import checkpoint_name
 
-from .sharding import auto, constrain, device, explicit, mesh_axes, param, reshape, shards
+from .sharding import auto, constrain, device, explicit, in_use, mesh_axes, param, reshape, shards
 
 
 def multiply(x: jax.Array, weight: nnx.Param, contract: int = 1, seq: str = "seq") -> jax.Array:
@@ -25,6 +25,8 @@ def multiply(x: jax.Array, weight: nnx.Param, contract: int = 1, seq: str = "seq
     split: where a gradient contracts two dims at once, XLA's CPU backend transposes its operands
     first, which made the whole training step 1.6 times slower.
     """
+    if low := getattr(weight, "low", None):  # see `layer_in_use`
+        return low.multiply(x, contract, seq)
     w, (B, T, *inner) = weight[...].astype(x.dtype), x.shape
     axes = weight.out_sharding[-w.ndim :]
     if shards("seq") > 1 or shards(seq) > 1:
@@ -33,6 +35,16 @@ def multiply(x: jax.Array, weight: nnx.Param, contract: int = 1, seq: str = "seq
     x = reshape(x, (B * T, *inner), "batch", *axes[:contract])
     y = jnp.tensordot(x, w, contract, out_sharding=explicit("batch", *axes[contract:]))
     return reshape(y, (B, T, *y.shape[1:]), "batch", "seq", *axes[contract:])
+
+
+def layer_in_use(weights, names: dict[str, str], config):
+    """`in_use` for a layer, whose products are in config.matmul."""
+    used = in_use(weights, names, config.dtype)
+    if not getattr(config, "matmul", ""):
+        return used
+    from .low_precision import lowered
+
+    return lowered(weights, used, names, config)
 
 
 def dot(dims: str, x: jax.Array, y: jax.Array, where=None) -> jax.Array:
@@ -45,6 +57,8 @@ def project(module, name: str, x: jax.Array, contract: int = 1, seq: str = "seq"
     y = multiply(x, getattr(module, name), contract, seq)
     if name in module.lora:
         adapter = module.lora[name]
+        exact = getattr(x, "exact", None)  # see low_precision.Rounded
+        x = x if exact is None else gather(exact)
         y += multiply(multiply(x, adapter.a, contract), adapter.b, seq=seq) * adapter.scale
     return y
 
@@ -54,8 +68,12 @@ def add_bias(y_BT: jax.Array, bias: nnx.Param) -> jax.Array:
     return y_BT + bias[...].astype(y_BT.dtype)[None, None]
 
 
-def gather(x_BTD: jax.Array) -> jax.Array:
-    """The input of a sublayer: with sequence-sharded tensor parallelism, all of its positions."""
+def gather(x_BTD: jax.Array, weight=None) -> jax.Array:
+    """The input of a sublayer: with sequence-sharded tensor parallelism, all of its positions. In
+    low precision, it is rounded for the weights that multiply it, of which `weight` is one.
+    """
+    if low := getattr(weight, "low", None):
+        return low.round(x_BTD)
     if mesh_axes("residual_seq") == mesh_axes("seq"):
         return x_BTD
     return checkpoint_name(constrain(x_BTD, "batch", "seq", "act_embed"), "gathered")
@@ -112,7 +130,7 @@ class GatedMLP(nnx.Module):
         self.lora = adapters(self, config, rngs, gate=1, up=1, down=1)
 
     def __call__(self, x_BTD):
-        x_BTD = gather(x_BTD)
+        x_BTD = gather(x_BTD, self.up)
         hidden_BTF = self.activation(project(self, "gate", x_BTD)) * project(self, "up", x_BTD)
         return project(self, "down", hidden_BTF, seq="residual_seq")
 
@@ -313,7 +331,10 @@ _before_backward.defvjp(
 # What a layer's forward pass keeps for its backward pass; the rest is recomputed.
 REMAT_POLICIES = {
     "none": jax.checkpoint_policies.everything_saveable,  # under FSDP, gathered weights too
-    "dots": jax.checkpoint_policies.dots_with_no_batch_dims_saveable,  # products with a weight
+    "dots": jax.checkpoint_policies.save_from_both_policies(  # products with a weight
+        jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
+        jax.checkpoint_policies.save_only_these_names("product"),  # in low precision
+    ),
     # The two sublayers' outputs: tensor parallelism repeats no all-reduce.
     "sublayers": jax.checkpoint_policies.save_only_these_names("sublayer"),
     # What sublayers gather before they start: sequence-sharded tensor parallelism repeats no gather.

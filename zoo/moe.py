@@ -65,6 +65,8 @@ class Config:
     lora_alpha: float = 16.0
     lora_targets: tuple[str, ...] = ("q", "k", "v", "o")  # experts have no adapters
     dtype: str = "float32"
+    matmul: str = ""
+    matmul_backward: str = ""
     remat: str = "full"
     attention: str = "auto"
     context: str = "auto"

@@ -35,10 +35,10 @@ from .attention import (
     Attention, Kind, check_config, kinds, logits_in_order, positions, read_prompts, read_token,
 )  # fmt: skip
 from .layers import (
-    REMAT_POLICIES, GatedMLP, RMSNorm, fit_positions, look_up, objective, scan_layers, stack,
-    vocabulary, vocabulary_tables,
+    REMAT_POLICIES, GatedMLP, RMSNorm, fit_positions, layer_in_use, look_up, objective, scan_layers,
+    stack, vocabulary, vocabulary_tables,
 )  # fmt: skip
-from .sharding import Rules, complete_tables, in_use
+from .sharding import Rules, complete_tables
 from .strategies import CP, DECODER, DP, FSDP, FSDP_CP, HSDP, PP, SP, TP
 
 
@@ -70,6 +70,8 @@ class Config:
     lora_targets: tuple[str, ...] = ("q", "k", "v", "o", "gate", "up", "down")  # get adapters
     # How to compute it: nothing below changes the parameters.
     dtype: str = "float32"  # of activations and matmuls; parameters, norms and loss stay float32
+    matmul: str = ""  # of layers: "int8" or "fp8", see low_precision.py; "": in dtype
+    matmul_backward: str = ""  # of gradients: "bfloat16"; "": as `matmul`
     remat: str = "full"  # what a layer keeps for its backward pass: a key of REMAT
     attention: str = "auto"  # "xla", a key of KERNELS, or "auto": the best for the device
     context: str = "auto"  # how to attend if rules split T: see way_to_attend
@@ -238,7 +240,7 @@ class Transformer(nnx.Module):
 
         def layer(x_BTD, weights_and_past, kind):
             weights, past = weights_and_past
-            weights = in_use(weights, IN_USE, config.dtype)  # inside remat, which gathers again
+            weights = layer_in_use(weights, IN_USE, config)  # inside remat, which gathers again
             x_BTD, kv = weights(x_BTD, at, kind, past)
             return x_BTD, kv if keep else None
 

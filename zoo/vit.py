@@ -34,7 +34,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 from .feedforward import GeluMLP, layer_norm
 from .layers import REMAT_POLICIES, adapters, add_bias, dot, fit_positions, gather
-from .layers import multiply, project, scan_layers, stack
+from .layers import layer_in_use, multiply, project, scan_layers, stack
 from .sharding import Rules, complete_tables, constrain, explicit, in_use, param, reshape
 from .strategies import DECODER_AXES, DECODER_IN_USE, DECODER_UNEVEN, DP, FSDP, HSDP, TP
 
@@ -59,6 +59,8 @@ class Config:
     lora_targets: tuple[str, ...] = ("q", "k", "v", "o", "up", "down")  # get adapters
     # How to compute it: nothing below changes the parameters.
     dtype: str = "float32"  # of activations and matmuls; parameters, norms and loss stay float32
+    matmul: str = ""  # of layers: "int8" or "fp8", see low_precision.py; "": in dtype
+    matmul_backward: str = ""  # of gradients: "bfloat16"; "": as `matmul`
     remat: str = "full"  # what a layer keeps for its backward pass: a key of REMAT_POLICIES
     unroll: int = 1  # layers per scan iteration; unrolling all: faster, slower to compile
     # How pictures become inputs: saved with the model and read by data pipelines.
@@ -229,7 +231,7 @@ class ViT(nnx.Module):
         config = self.config
 
         def layer(x_BTD, weights, kind):
-            weights = in_use(weights, IN_USE, config.dtype)  # inside remat, which gathers again
+            weights = layer_in_use(weights, IN_USE, config)  # inside remat, which gathers again
             return weights(x_BTD), None
 
         x_BTD = constrain(x_BTD, "batch", "residual_seq", "act_embed")
@@ -263,7 +265,7 @@ class SelfAttention(nnx.Module):
         self.lora = adapters(self, config, rngs, q=1, k=1, v=1, o=2)
 
     def __call__(self, x_BTD):
-        x_BTD = gather(x_BTD)
+        x_BTD = gather(x_BTD, self.q)
         q, k, v = (project(self, name, x_BTD) for name in "qkv")
         # k_bias adds the same to all scores of a query, which the softmax cancels. Computing that
         # would train it on rounding errors; it is a parameter because published models have it.

@@ -17,6 +17,7 @@ from recipes.common.analysis.textbook import textbook
 from recipes.common.runtime.flags import flag
 from recipes.common.runtime.mesh import make_mesh
 from recipes.common.runtime.terminal import print0
+from recipes.common.train.matmul import matmul_flag
 from recipes.common.train.offload import offload_flag
 from zoo.transformer import SIZES
 
@@ -32,6 +33,7 @@ class CollectivesFlags(MeshFlags):
     chips: str = flag("16,256", "Numbers of chips, comma-separated.")
     kind: str = flag("v5e", f"Kind of chip: {KINDS_HELP}.", choices=KINDS)
     rules: str = flag("", "Strategies, comma-separated; empty: all.")
+    matmul: str = matmul_flag()
     offload: str = offload_flag()
 
 
@@ -44,8 +46,8 @@ def collectives(flags: CollectivesFlags) -> None:
         for size, count, strategy in itertools.product(sizes, chips, strategies)
     ]
     check_targets([flags.kind], chips)
-    table = Table("size", "chips", "rules", "mesh", "remat", "gathered", "scattered or permuted",
-                  "all-reduced", "total", "textbook", "ratio", "host")  # fmt: skip
+    table = Table("size", "chips", "rules", "mesh", "remat", "matmul", "gathered",
+                  "scattered or permuted", "all-reduced", "total", "textbook", "ratio", "host")  # fmt: skip
     for case in cases:
         _collectives_row(table, flags, *case)
     print0("", "Bytes that one chip sends in a step, assuming ring collectives, with "
@@ -63,7 +65,7 @@ def _collectives_row(
     remat = "sublayers" if model > 1 else "dispatched" if "expert" in axes else "full"
     dtype = "float32" if flags.kind == "cpu" else "bfloat16"  # XLA's CPU backend sends float32
     sizes, model_class = entries.zoo_file(flags.entry).SIZES, entries.model(flags.entry)
-    config = dataclasses.replace(sizes[size](), dtype=dtype, remat=remat)
+    config = dataclasses.replace(sizes[size](), dtype=dtype, remat=remat, matmul=flags.matmul)
     is_text = hasattr(config, "vocab_size")
     positions = flags.seq_len if is_text else config.num_positions  # of a row
     rows = max(flags.tokens * chips // positions, chips // model)
@@ -73,7 +75,8 @@ def _collectives_row(
     name = mesh_name(axes)
     compiled = compile_step(step, flags.kind, f"{size} {strategy} on {flags.kind} {name}")
     if isinstance(compiled, TooLarge):
-        table.row(size, chips, strategy, name, remat, "-", "-", "-", compiled.text, "-", "-", "-")
+        row = size, chips, strategy, name, remat, flags.matmul or "-"
+        table.row(*row, "-", "-", "-", compiled.text, "-", "-", "-")
         return
     sent = sent_by_kind(compiled.as_text(), chips)
     least = textbook(step.layout)
@@ -86,7 +89,7 @@ def _collectives_row(
     ratio = f"{bound}{total / least:.2f}" if least else "-"
     host = report.size(sum(host_copies(compiled.as_text()).values()))
     cells = (gathered, bound + other, reduced, bound + all_, book, ratio, host)
-    table.row(size, chips, strategy, name, remat, *cells)
+    table.row(size, chips, strategy, name, remat, flags.matmul or "-", *cells)
 
 
 # ---- depth ---------------------------------------------------------------------------------------

@@ -60,6 +60,10 @@ class GpuFlags:
     kernels: str = flag(
         "flash,cudnn,xla", "Attention kernels to check and to try, comma-separated.", group="model"
     )
+    matmuls: str = flag(
+        "", "Formats of matmuls to try with the best settings so far, comma-separated: int8, fp8.",
+        group="model",
+    )  # fmt: skip
     offload: bool = flag(
         False,
         "Also try the best settings with the optimizer's state in the host's memory.",
@@ -113,7 +117,7 @@ def gpu(flags: GpuFlags) -> None:
         f"--{'' if flags.toy else 'no'}toy",
     ]
     until, unmeasured = time.monotonic() + 60 * flags.minutes, None
-    table = Table("case", "attention", "batch", "settings", "ms per step", "tokens/s", "MFU (causal)",
+    table = Table("case", "attention", "batch", "matmul", "settings", "ms per step", "tokens/s", "MFU (causal)",
                   "MFU (full)", "GB", "compile s")  # fmt: skip
     for row, result in sweep.done.items():
         table.row(*cells(row, result))
@@ -142,7 +146,7 @@ def _end(flags: GpuFlags, sweep: "Sweep", unmeasured: Row | None) -> None:
             "the same command continues" if flags.out else "with --out=FILE it could be continued"
         )
         print0(f"Time is up after {flags.minutes:g} minutes, before "
-               f"{' '.join(cells(unmeasured, {})[:4])}; {more}.")  # fmt: skip
+               f"{' '.join(cells(unmeasured, {})[:5])}; {more}.")  # fmt: skip
     print0(f"{machine(', '.join(sorted(found)) or 'cpu', *packages)} {driver()}")
     wrong = [
         row.attention for row, r in sweep.done.items() if row.what == "check" and "failed" in r
@@ -167,6 +171,7 @@ class Sweep:
             "xla": one_of("xla", flags.xla, XLA_FLAGS),
             "batch": numbers("batches", flags.batches),
             "remat": one_of("remats", flags.remats, REMAT),
+            "matmul": one_of("matmuls", flags.matmuls, ["int8", "fp8"]) if flags.matmuls else [],
             "offload": ["optimizer"] if flags.offload else [],
             "unroll": [1],
             "loss_chunk": [256] if flags.toy else [128, 512, 1_024],
@@ -282,7 +287,7 @@ def cells(row: Row, result: Result) -> list[str]:
     ms = result.get("failed") or figure("ms", ".2f" if row.what == "check" else ".1f")
     if "ms, segments" in result:
         ms = f"{ms}; with segments {result['ms, segments']:.2f}"
-    return [row.case or "kernel", attention, str(row.batch or "-"), settings, ms,
+    return [row.case or "kernel", attention, str(row.batch or "-"), row.matmul or "-", settings, ms,
             figure("tokens_per_s", ",.0f"), figure("mfu_causal", ".1%"), figure("mfu_full", ".1%"),
             figure("gb", ".1f"), figure("compile_s", ".0f")]  # fmt: skip
 

@@ -26,6 +26,7 @@ from recipes.common.analysis.targets import DOES_NOT_FIT, TooLarge, compile_step
 from recipes.common.runtime.flags import flag
 from recipes.common.runtime.terminal import print0
 from recipes.common.sharding.rules import shards, used_axes
+from recipes.common.train.matmul import matmul_flag
 from recipes.common.train.offload import offload_flag
 from zoo.transformer import REMAT, RULES, SIZES
 
@@ -48,6 +49,7 @@ class MemoryFlags(MeshFlags):
     chips: str = flag("16,256", "Numbers of chips, comma-separated.")
     kinds: str = flag(",".join(TPUS), f"Kinds of chips, comma-separated: {KINDS_HELP}.")
     rules: str = flag("fsdp", "Strategy.", choices=RULES)
+    matmul: str = matmul_flag()
     offload: str = offload_flag()
     which: bool = flag(False, "Print only the remat policy that recomputes least and still fits.")
 
@@ -67,22 +69,24 @@ def memory(flags: MemoryFlags) -> None:
 
 
 def _parts(flags: MemoryFlags, cases: Iterable[Case], remats: list[str]) -> None:
-    table = Table("size", "chips", "remat", "parameters", "optimizer", "gradients",
-                  "saved activations", "live working set", "sum", "compiled peak", "sum / peak",
-                  "host")  # fmt: skip
+    table = Table("size", "chips", "remat", "matmul", "parameters", "optimizer", "gradients",
+                  "saved activations", "live working set", "sum", "compiled peak",
+                  "sum / peak", "host")  # fmt: skip
     for (size, kind, chips), remat in itertools.product(cases, remats):
         step = _step(flags, size, kind, chips, remat)
         text, peak = _peak(step, kind, f"{size} {remat}")
         parts = memory_parts(step.layout, offload=flags.offload)
         total, host = sum(parts.values()), sum(on_host(step.layout, offload=flags.offload).values())
         cells = map(report.size, [*parts.values(), total])
-        ratio = f"{total / peak:.2f}"
-        table.row(size, f"{chips} {kind}", remat, *cells, text, ratio, report.size(host))
+        ratio, matmul = f"{total / peak:.2f}", flags.matmul or "-"
+        table.row(size, f"{chips} {kind}", remat, matmul, *cells, text, ratio, report.size(host))
 
 
 def _which(flags: MemoryFlags, cases: Iterable[Case], remats: list[str]) -> None:
     """The first policy whose step fits; REMAT has them from least to most recomputation."""
-    table = Table("size", "chips", "attention", "remat", "compiled peak", "next policy needs")
+    table = Table(
+        "size", "chips", "attention", "remat", "matmul", "compiled peak", "next policy needs"
+    )
     for size, kind, chips in cases:
         above, found, text = "-", "none of them fits", "-"
         for remat in (remat for remat in REMAT if remat in remats):
@@ -98,11 +102,13 @@ def _which(flags: MemoryFlags, cases: Iterable[Case], remats: list[str]) -> None
                 found = remat
                 break
             above = f"{remat}: {report.size(peak)}"
-        table.row(size, f"{chips} {kind}", kernel(step.layout), found, text, above)
+        table.row(
+            size, f"{chips} {kind}", kernel(step.layout), found, flags.matmul or "-", text, above
+        )
 
 
 def _step(flags: MemoryFlags, size: str, kind: str, chips: int, remat: str) -> Step:
-    config = dataclasses.replace(SIZES[size](), dtype="bfloat16", remat=remat)
+    config = dataclasses.replace(SIZES[size](), dtype="bfloat16", remat=remat, matmul=flags.matmul)
     axes = flags.axes(size, chips, flags.rules)
     rows = flags.rows * shards(RULES[flags.rules], "batch", axes)
     return make_step(

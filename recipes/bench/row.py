@@ -52,6 +52,7 @@ class Row:
     unroll: int = 1
     loss_chunk: int = 256
     xla: str = "default"  # a key of XLA_FLAGS
+    matmul: str = ""  # Config.matmul
     offload: str = ""  # "optimizer": its state is in the host's memory
 
     def size(self) -> str:
@@ -105,7 +106,7 @@ def _step(row: Row, steps: int, rounds: int, toy: bool) -> Result:
     device = jax.devices()[0]
     config = dataclasses.replace(
         SIZES[row.size()](), dtype="bfloat16", attention=row.attention, remat=row.remat,
-        unroll=row.unroll, loss_chunk=row.loss_chunk,
+        unroll=row.unroll, loss_chunk=row.loss_chunk, matmul=row.matmul,
     )  # fmt: skip
     mesh = arrange({"data": 1}, [device])
     given = mesh, row.batch, row.length(), row.segments

@@ -297,7 +297,7 @@ def test_which_policy_recomputes_least_and_fits(monkeypatch, capsys):
     memory.memory(memory.MemoryFlags(kinds="h100", chips="8", rows=2, which=True))
     assert asked == ["8b dots on 8 h100", "8b sublayers on 8 h100"]
     row = capsys.readouterr().out.splitlines()[2]
-    assert row.startswith("| 8b | 8 h100 | flash | sublayers | 24.")
+    assert row.startswith("| 8b | 8 h100 | flash | sublayers | - | 24.")
     assert re.search(r"\| dots: 4\d\.\d GB \|$", row), row
 
 
@@ -596,7 +596,7 @@ def test_gpu_prints_what_it_has_when_time_is_up(sweep, monkeypatch, tmp_path):
     asked, out, error = sweep(slow, out=str(file))
     assert (len(asked), out.count("\n| "), error) == (6, 5, "")  # the sixth was cut off
     assert out.splitlines()[-2] == (
-        "Time is up after 9 minutes, before 124m:1024 auto 64 remat none, unroll 12, chunks of 256; "
+        "Time is up after 9 minutes, before 124m:1024 auto 64 - remat none, unroll 12, chunks of 256; "
         "the same command continues."
     )
     assert len(file.read_text().splitlines()) == 5
@@ -614,7 +614,9 @@ def test_a_gpu_row_that_fails_is_a_row(sweep):
 
     asked, out, error = sweep(find, cases="1b:2048")
     assert not error
-    assert re.search(r"^\| 1b:2048 \| auto \| 8 \| PyTorch \| ended by SIGSEGV \| - ", out, re.M)
+    assert re.search(
+        r"^\| 1b:2048 \| auto \| 8 \| - \| PyTorch \| ended by SIGSEGV \| - ", out, re.M
+    )
     assert re.search(r"^\| 1b:2048 \| auto, segments \| 32 \| .* \| out of memory \| - ", out, re.M)
     tried = [row for row in asked if row.what == "step" and row.remat == "none" and row.batch > 16]
     assert {row.batch for row in tried} == {32}, "where 32 do not fit, more do not"
@@ -627,7 +629,9 @@ def test_a_wrong_kernel_is_reported_at_the_end(sweep):
 
     asked, out, error = sweep(find, cases="1b:2048")
     assert len(asked) > 9, "the rest is measured"
-    assert "| kernel | cudnn | - | check | 2×512, 4/4 heads of 64: dk off by 3.0e-01 | - |" in out
+    assert (
+        "| kernel | cudnn | - | - | check | 2×512, 4/4 heads of 64: dk off by 3.0e-01 | - |" in out
+    )
     assert error == "1: cudnn: the kernel check failed; see its row"
 
 

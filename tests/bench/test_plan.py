@@ -219,7 +219,32 @@ def test_the_command_that_it_prints_is_one_that_plans_itself(inside, tmp_path):
     assert "Nothing was allocated or written" in planned.out
     row = done.out.splitlines()[2].split(" | ")
     again = next(line for line in planned.out.splitlines() if "compute" in line or "%" in line)
-    assert row[4:9] == again.split(" | ")[4:9], "memory, bytes, bound and time of the same step"
+    assert row[5:10] == again.split(" | ")[5:10], "memory, bytes, bound and time of the same step"
+
+
+@pytest.mark.parametrize(
+    ("devices", "backward", "faster"), [("v5e", "", 2), ("v4", "", 1), ("v5e", "bfloat16", 6 / 5)]
+)
+def test_int8_gathers_half_the_bytes_and_computes_at_its_own_rate(devices, backward, faster):
+    """Without attention and table, the compute of layers; a bfloat16 backward pass is two thirds."""
+    found = {}
+    for matmul in ("", "int8"):
+        config = dataclasses.replace(
+            Config.tiny(), dtype="bfloat16", matmul=matmul, matmul_backward=matmul and backward, remat="none"
+        )  # fmt: skip
+        mesh = abstract_mesh({"data": 8}, parse_devices(f"{devices}:8"))
+        layout = make_layout(Transformer, config, mesh, "fsdp", batch_size=16, seq_len=64)
+        found[matmul] = estimate(layout, parse_devices(f"{devices}:8"))
+    sent = {
+        matmul: sum(x.bytes for x in plan.transfers if x.kind == "all-gather")
+        for matmul, plan in found.items()
+    }
+    shapes = layout.model.shapes["params"]
+    layers = sum(x.size for x in jax.tree.leaves(shapes["layers"]) if x.ndim > 2)
+    assert sent[""] - sent["int8"] == pytest.approx(2 * 7 / 8 * layers)
+    tokens, peak = 16 * 64, parse_devices(f"{devices}:8").hardware.peak
+    spared = found[""].seconds["compute"] - found["int8"].seconds["compute"]
+    assert spared == pytest.approx(6 * layers * tokens / 8 / peak * (1 - 1 / faster))
 
 
 @pytest.mark.parametrize("entry", entries.ENTRIES)

@@ -119,7 +119,6 @@ def test_each_evaluation_is_there_once_after_a_kill(watched, train, tmp_path):
     check_board(tmp_path / "w")
 
 
-@pytest.mark.promise("best-checkpoint")
 def test_the_best_checkpoint_is_restored_like_any_other(watched, inside, train, tmp_path, book):
     folder, out = watched
     assert f"Best checkpoint: {folder}/best/12\n" in out
@@ -145,7 +144,6 @@ def kept(workdir: pathlib.Path) -> list[int]:
     return steps
 
 
-@pytest.mark.promise("best-checkpoint")
 def test_the_best_checkpoint_stays_and_costs_no_bytes_twice(tmp_path):
     with saving(tmp_path, keep=1) as saver:
         for step, loss in ((1, 3.0), (2, 5.0), (3, np.nan), (4, 3.0)):
@@ -171,7 +169,6 @@ class Killed(BaseException):
     pass
 
 
-@pytest.mark.promise("best-checkpoint")
 def test_a_kill_at_any_instant_leaves_a_best_checkpoint(tmp_path, monkeypatch):
     """Kills before each change to the file system that keeping a new best checkpoint makes."""
     with saving(tmp_path / "w", keep=2) as saver:
@@ -209,7 +206,6 @@ def test_a_kill_at_any_instant_leaves_a_best_checkpoint(tmp_path, monkeypatch):
     assert 10 < after < 99, "each change has been the last one"
 
 
-@pytest.mark.promise("best-checkpoint")
 def test_without_hard_links_files_are_copied(tmp_path, monkeypatch):
     def none(*_):
         raise OSError("no links here")

@@ -9,8 +9,8 @@ from recipes.common.analysis.search import RULES_OUT, TIE, Plan, usable
 from recipes.common.runtime import describe, slices
 from recipes.common.sharding.layout import Layout
 
-HEAD = ("mesh", "rules", "remat", "accumulate", "memory", "host", "inside", "between", "bound by",
-        "step", "per second", "MFU")  # fmt: skip
+HEAD = ("mesh", "rules", "remat", "matmul", "accumulate", "memory", "host", "inside", "between",
+        "bound by", "step", "per second", "MFU")  # fmt: skip
 BOUND = {  # key of Estimate.seconds → one word, for the table
     "compute": "compute",
     "memory": "memory",
@@ -47,9 +47,10 @@ def cells(candidate: Estimate) -> list[str]:
     """The columns of HEAD."""
     there = usable(candidate.devices)
     over = "" if candidate.fits else f" (+{size(candidate.peak - there)})"
-    remat = getattr(candidate.layout.config, "remat", "-")
+    config = candidate.layout.config
+    remat, matmul = getattr(config, "remat", "-"), getattr(config, "matmul", "") or "-"
     return [
-        mesh_of(candidate), candidate.layout.strategy, remat, str(candidate.accumulate),
+        mesh_of(candidate), candidate.layout.strategy, remat, matmul, str(candidate.accumulate),
         size(candidate.peak) + over, size(sum(candidate.host.values())), size(candidate.links),
         size(candidate.network),
         BOUND[candidate.bound], duration(candidate.step), f"{candidate.tokens / candidate.step:,.0f}",
@@ -59,7 +60,7 @@ def cells(candidate: Estimate) -> list[str]:
 
 def table(candidates: list[Estimate]) -> list[str]:
     """A Markdown table."""
-    lines = [f"| {' | '.join(HEAD)} |", "|---|---|---|" + "---:|" * (len(HEAD) - 3)]
+    lines = [f"| {' | '.join(HEAD)} |", "|---|---|---|---|" + "---:|" * (len(HEAD) - 4)]
     return lines + [f"| {' | '.join(cells(candidate))} |" for candidate in candidates]
 
 
@@ -161,6 +162,7 @@ def command(entry: str, size: str, best: Estimate) -> str:
     flags |= {"batch_size": layout.batch_size}
     flags |= {"seq_len": layout.seq_len} if layout.seq_len else {}
     flags |= {"remat": config.remat} if hasattr(config, "remat") else {}
+    flags |= {"matmul": config.matmul} if getattr(config, "matmul", "") else {}
     flags |= {"accumulate": best.accumulate} if best.accumulate > 1 else {}
     flags |= {"offload": best.offload} if best.offload else {}
     return f"python -m recipes.{entry} " + " ".join(f"--{k}={v}" for k, v in flags.items())
@@ -214,6 +216,7 @@ def to_json(x: Estimate) -> dict[str, Any]:
         "mesh": dict(x.layout.mesh.shape),
         "rules": x.layout.strategy,
         "remat": getattr(x.layout.config, "remat", None),
+        "matmul": getattr(x.layout.config, "matmul", None),
         "accumulate": x.accumulate,
         "fits": x.fits,
         "memory": x.memory,

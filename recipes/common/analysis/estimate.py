@@ -7,6 +7,7 @@ the links' full rate. These assumptions are the same for every candidate:
   last layer's gradients. Those of activations, of attention and of experts do not overlap.
 - Links inside slices or nodes and the network between them work at the same time.
 - A pipeline's bubble adds (S - 1) / M of its work. Nothing overlaps with the optimizer's update.
+- With --matmul, layers' matmuls run at the peak of int8 or float8. Rounding takes no time.
 - Layers' inputs go to the host's memory and back while layers compute. Moments go both ways at once.
 - Layers read their weights once per pass and microbatch, and write and read each activation once.
 """
@@ -115,12 +116,13 @@ def estimate(layout: Layout, devices: Devices, accumulate: int = 1, offload: str
             seconds["network"] += outside
         else:
             seconds["waiting"] += inside + outside
-    useful, done = _flops(layout)
+    useful, done, low = _flops(layout)
     held, config = weights(layout), layout.config
     layers = getattr(config, "num_layers", getattr(config, "depth", 1))
     waves = accumulate
     seconds["bubble"] = 0.0
-    seconds["compute"] = done / devices.count / hardware.peak
+    rate = hardware.rate(getattr(config, "matmul", ""))
+    seconds["compute"] = ((done - low) / hardware.peak + low / rate) / devices.count
     if layout.stages > 1:
         rows = layout.batch_size // accumulate // layout.batch_shards
         waves *= (count := microbatches(config, rows, layout.stages))
@@ -142,13 +144,16 @@ def estimate(layout: Layout, devices: Devices, accumulate: int = 1, offload: str
     )
 
 
-def _flops(layout: Layout) -> tuple[float, float]:
-    """(FLOPs of a batch without recomputation, those that devices do); causal attention."""
+def _flops(layout: Layout) -> tuple[float, float, float]:
+    """(FLOPs of a batch without recomputation, those that devices do, of these those of layers'
+    matmuls in Config.matmul's format); causal attention.
+    """
     config: Any = layout.config
     if not hasattr(config, "vocab_size"):
         positions = getattr(config, "num_positions", 1)
         useful = flops.encoder(layout, positions) if positions > 1 else flops.dense(layout)
-        return useful * layout.batch_size, useful * layout.batch_size
+        whole = useful * layout.batch_size
+        return whole, whole, whole * _low(config)
     tokens = layout.batch_size * layout.seq_len
     useful = flops.decoder(config, layout.seq_len, layout.batch_size)["causal"]
     table = 6 * config.vocab_size * config.embed * tokens
@@ -161,9 +166,19 @@ def _flops(layout: Layout) -> tuple[float, float]:
         extra = experts * ((config.capacity or 1.0) * layout.seq_shards - 1)
     repeats_matmuls, repeats_attention = REPEATS.get(config.remat, (True, True))
     done = useful + extra + table / 3  # logits are computed twice
-    return useful, done + repeats_matmuls * (
-        matmuls + extra
-    ) / 3 + repeats_attention * attention / 3
+    again = repeats_matmuls * (matmuls + extra) / 3
+    return (
+        useful,
+        done + again + repeats_attention * attention / 3,
+        _low(config, (matmuls + extra, again)),
+    )
+
+
+def _low(config: Any, matmuls: tuple[float, float] = (1, 0)) -> float:
+    """How many of these FLOPs of layers' matmuls, and of their repetition, are in low precision."""
+    if not getattr(config, "matmul", ""):
+        return 0.0
+    return matmuls[0] * (1 / 3 if config.matmul_backward else 1) + matmuls[1]
 
 
 def _activations(layout: Layout, passes: int) -> float:

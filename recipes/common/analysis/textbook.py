@@ -1,7 +1,8 @@
 """Bytes that a train step must send if each matmul runs where the sharding rules put it.
 
 Weights and activations are in the compute dtype, and gradients too, except those of pipeline
-stages, which are in float32. Over a ring of n devices, an all-gather or a reduce-scatter sends
+stages, which are in float32. In low precision, a layer's weights have a byte for each number; their
+scales, a thousandth of that, are not counted, nor is what `_sp` rules save. Over a ring of n devices, an all-gather or a reduce-scatter sends
 (n - 1) / n of the whole array, and an all-reduce twice that. Transfers that remat repeats are not
 counted, except gathers of weights, attention's exchanges, and those of experts.
 """
@@ -122,6 +123,7 @@ def of_weights(layout: Layout, accumulate: int = 1, repeats: bool = False) -> It
     gradients that would be reduce-scattered over some axes and all-reduced over others.
     """
     stacked, dtype = _split_by(layout, [LAYERS]), _width(layout)
+    matmul = getattr(layout.config, "matmul", "")
     gathers, width = (1, 4) if stacked else (2, dtype)
     with layout.trace():
         compiler = device().platform if repeats and not stacked else ""
@@ -140,7 +142,8 @@ def of_weights(layout: Layout, accumulate: int = 1, repeats: bool = False) -> It
         gathered, summed = (1 if table and once else gathers) * scattered, scattered
         if tpu and n > 1:
             summed = (1 if use else 2) * scattered if table else (1 + (n > 2) / n) * whole
-        counts = {("weights", "all-gather", over): dtype * gathered}
+        rounded = matmul and not table and layout.zoo.IN_USE.keys() & {*axes}
+        counts = {("weights", "all-gather", over): (1 if rounded else dtype) * gathered}
         if tpu and n > 1 and _devices(layout, reduced) > 1:
             summed = 2 * ring(_devices(layout, over | reduced)) * whole
             counts["gradients", "all-reduce", over | reduced] = width * summed

@@ -311,9 +311,11 @@ def layout_of(
     Raises UserError if the model is unknown or doesn't fit the mesh.
     """
     config = config_of(source)
-    if hasattr(config, "context"):  # chosen for the mesh of the run that saved it
-        compute = {"context": "auto", "pipeline": "1f1b", "pipe_microbatches": 0} | compute
-    config = dataclasses.replace(config, **compute)
+    # How the run that saved it computed, on its mesh and devices.
+    default = {"context": "auto", "pipeline": "1f1b", "pipe_microbatches": 0}
+    default |= {"matmul": "", "matmul_backward": ""}
+    default = {name: value for name, value in default.items() if hasattr(config, name)}
+    config = dataclasses.replace(config, **default | compute)
     return make_layout(
         entries.model(source.metadata["entry"]), config, mesh, rules, seq_len=seq_len
     )

@@ -8,6 +8,7 @@ from data.batches import Dataset
 from data.tokenizer import Tokenizer
 from recipes.common.runtime import flag
 from recipes.common.train import adapters
+from recipes.common.train.matmul import matmul_backward_flag, matmul_emulate_flag, matmul_flag
 from recipes.common.train.offload import offload_flag
 from recipes.common.train.optimizer import OPTIMIZERS
 from zoo.attention import SCHEDULES, WAYS
@@ -72,6 +73,9 @@ class Flags:
         "", "Dtype of activations and matmuls; empty: bfloat16 on accelerators, else float32.",
         "model", choices=["", "float32", "bfloat16"], may_change=True,
     )  # fmt: skip
+    matmul: str = matmul_flag()
+    matmul_backward: str = matmul_backward_flag()
+    matmul_emulate: bool = matmul_emulate_flag()
     remat: str = remat_flag()
     context: str = flag(
         "auto", "How positions on different devices of --mesh=data=2,seq=4 attend to each other; auto: "

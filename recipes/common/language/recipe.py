@@ -18,6 +18,7 @@ from recipes.common.sharding.rules import shards
 from recipes.common.train.adapters import lora_fields
 from recipes.common.train.evaluation import in_words
 from recipes.common.train.loop import finish, fit
+from recipes.common.train.matmul import describe_matmul, matmul_fields
 from recipes.common.train.offload import check_offload
 from recipes.common.train.optimizer import LearningRate, hidden_matrices, make_optimizer
 from recipes.common.train.step import TrainStep
@@ -53,6 +54,7 @@ def main(
     folder = open_run(entry, run, text, flags, sample)  # what to resume or start from
     tokenizer = checkpoint.tokenizer_for(text.tokenizer, folder.start)
     config = model_config(entry, flags, folder.start, tokenizer, mesh.devices.flat[0].platform)
+    config = dataclasses.replace(config, **matmul_fields(flags, mesh.devices.flat[0], config))
     config = change(config, flags) if change else config
     prompt = sample.begin(tokenizer)
     model = entries.model(entry)  # a class, such as zoo.transformer.Transformer
@@ -69,9 +71,8 @@ def main(
 
     # ---- Data: batch k is a pure function of (seed, k), on any mesh and number of processes ------
     corpus = text.load(tokenizer)
-    segments = "segment_ids" in corpus.filler
-    print0(*corpus.notes, *attention(layout, text.seq_len, segments))
-    print0(*stages(layout, flags.accumulate))
+    print0(*corpus.notes, *attention(layout, text.seq_len, "segment_ids" in corpus.filler))
+    print0(*describe_matmul(layout), *stages(layout, flags.accumulate))
 
     # ---- Step: (state, batch) → (state, metrics), a pure function --------------------------------
     lr = LearningRate(run.learning_rate, flags.warmup_steps, run.steps, run.schedule)
