@@ -25,7 +25,7 @@ from data.digits import DIGITS, check_row
 SUFFIXES = (".png", ".jpg", ".jpeg")
 TEST = ("test", "validation", "val")  # subfolders with pictures to evaluate on
 FILTERS = {name.lower(): PIL.Image.Resampling[name] for name in PIL.Image.Resampling.__members__}
-IN_MEMORY = 2**30  # bytes of decoded pictures to keep; more of them are decoded for each batch
+IN_MEMORY = 2**30  # most bytes of decoded pictures to keep; else each batch decodes its own
 SAMPLE = 1_000  # pictures from which mean and standard deviation are computed
 
 
@@ -104,13 +104,13 @@ def load(
 
     Args:
       dataset: "digits", a path, or "hf:NAME"; see the module's docstring.
-      channels: 1 (grey) or 3 (RGB); 0: those of the pictures.
+      channels: 1 (grey) or 3 (RGB); 0: as the pictures have.
       labels: names of a model's classes, in its order; kept if they include all of the dataset's.
-      mean, std: of each channel, for values from 0 to 1; empty: those of the training pictures.
+      mean, std: for each channel, of values from 0 to 1; empty: those of the training pictures.
       resample: filter to resize with, one of FILTERS.
-      crop: cuts training pictures at random, after repeating their edges by an eighth on each side.
+      crop: crops training pictures at random, after repeating their edges by an eighth on each side.
       flip: mirrors half of the training pictures, left to right.
-      seed: of crops and flips.
+      seed: seed of the crops and flips.
 
     Raises DataError if there is no such dataset, or its pictures can't be used.
     """

@@ -199,7 +199,7 @@ def test_restore_from_evaluates_and_leaves_no_files(first, train, tmp_path):
     held_out = records(first.workdir, "held_out_loss")[-1][0]
     flags = (f"--restore_from={first.workdir}", f"--workdir={tmp_path / 'w'}")
     out = train("--mesh=1x8", "--rules=tp", "--steps=0", *flags)
-    assert f"Evaluates {first.workdir}/checkpoints/12, of step 12." in out
+    assert f"Evaluates {first.workdir}/checkpoints/12, step 12." in out
     assert f"Held-out loss {held_out:.4f} nats/byte" in out
     assert not (tmp_path / "w").exists()
 

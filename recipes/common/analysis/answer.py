@@ -1,4 +1,4 @@
-"""A plan in words: the table, why the first is first, why others lose, the command to run."""
+"""Describes a plan: the table, why the first is first, why others lose, the command to run."""
 
 from typing import Any
 
@@ -76,7 +76,7 @@ def duration(seconds: float) -> str:
 
 
 def notes(plan: Plan) -> list[str]:
-    """How candidates were found, left out and ranked."""
+    """Lines on how candidates were found, left out and ranked."""
     there, devices = size(usable(plan.devices)), plan.devices
     lines = [
         f"{len(plan.ranked)} meshes and strategies, {plan.tried} with remat and accumulation. A device "
@@ -192,7 +192,7 @@ def _devices_of(layout: Layout) -> Devices:
 
 
 def as_json(plan: Plan, entry: str, size_name: str, most: int) -> dict[str, Any]:
-    """The plan for programs."""
+    """The plan as JSON, for other programs."""
     ranked = [to_json(x) for x in plan.ranked[:most]]
     best = plan.best
     return {

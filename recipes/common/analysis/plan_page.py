@@ -93,7 +93,7 @@ def _key(names: list[str], limit: str = "") -> str:
 
 
 def _bars(shown: list[Estimate], parts: list[dict[str, float]], limit: float) -> list[str]:
-    """A stacked bar for each candidate; limit: bytes where a line is drawn."""
+    """A stacked bar for each candidate, with a line at `limit` bytes unless that is 0."""
     most = max(limit, *(sum(x.values()) for x in parts)) or 1.0
     line = f'<span class="limit" style="left:{limit / most:.2%}"></span>' if limit else ""
     lines = []

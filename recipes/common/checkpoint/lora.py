@@ -166,7 +166,7 @@ def describe_base(source: Any, given: str) -> dict[str, str]:
     """metadata["base"] of an adapter trained on `source`; another adapter's base is kept.
 
     Args:
-      given: the path that `source` was found by.
+      given: the path under which `source` was found.
     """
     if isinstance(source, Adapted):
         source, given = source.base, source.where

@@ -73,7 +73,7 @@ class Saver:
             ocp.CompositeCheckpointHandler(
                 state=ocp.PyTreeCheckpointHandler(
                     type_handler_registry=store.ANY_MESH,
-                    use_compression=False,  # would save 8% of space, and restore 1.5 times as slowly
+                    use_compression=False,  # would save 8% of space, but restore 1.5 times as slowly
                 ),
                 data=ocp.JsonCheckpointHandler(),
                 metadata=ocp.JsonCheckpointHandler(),
@@ -110,7 +110,7 @@ class Saver:
         steps = [step for step in store.steps_in(path / "checkpoints") if step not in damaged]
         if steps and steps[-1] != self._folder.step:
             raise UserError(
-                f"--workdir={path} has got step {steps[-1]} from another run since this one began; "
+                f"--workdir={path} got step {steps[-1]} from another run since this one started; "
                 "start this one again to resume from there, or use a different --workdir"
             )
 
@@ -203,7 +203,7 @@ class Saver:
 
     @staticmethod
     def _remove(old: pathlib.Path) -> None:
-        """Makes a checkpoint vanish at once, then deletes its files."""
+        """Uncommits a checkpoint in one operation, then deletes its files."""
         if not folders.in_bucket(old):
             old = old.rename(old.with_suffix(REMOVED))
         folders.remove(old, integrity.COMMITTED)

@@ -45,7 +45,7 @@ TENSORS = {  # in the format of tensors.py; X and Y are the rows and columns of 
 TIED: dict[str, str] = {}
 COMPUTED = ("vit.pooler.dense.weight", "vit.pooler.dense.bias")  # which the classifier does not use
 CONTEXT = llama.CONTEXT  # an image has no context
-# A layer's modules as files name them → as newer versions of transformers do, and so PEFT.
+# A layer's modules: names in files → names in newer versions of transformers, and thus in PEFT.
 MODULES = {
     "attention.attention.query": "attention.q_proj",
     "attention.attention.key": "attention.k_proj",
@@ -134,7 +134,7 @@ def config_from(keys: dict[str, Any], file: pathlib.Path) -> Config:
 
 
 def _unlike(names: list[str]) -> tuple[str, ...]:
-    """Names of classes; a name that stands for two classes (ImageNet's crane) gets a number."""
+    """Class names; one that stands for two classes (ImageNet's crane) gets their numbers."""
     return tuple(
         name if names.count(name) == 1 else f"{name} ({i})" for i, name in enumerate(names)
     )

@@ -32,7 +32,7 @@ _held: set["BucketLock"] = set()  # by this process
 
 
 def take(workdir: pathlib.Path, config: str) -> "FileLock | BucketLock":
-    """Takes the lock of a workdir. Raises UserError if another run holds it, or an I/O error.
+    """Takes the lock of a workdir. Raises UserError if another run holds it, else any I/O error.
 
     Args:
       config: name of the workdir's file that the lock's `write` replaces.

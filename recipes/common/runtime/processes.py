@@ -89,7 +89,7 @@ def initialize(num_processes: int, process_id: int, coordinator: str) -> None:
                 )
             connected.result()
     finally:
-        _count = several  # until here a signal ends this process alone
+        _count = several  # before this line, a signal ends only this process
     # Asking JAX would create its devices before a mesh says how many to simulate.
     _id = given["process_id"] if "process_id" in given else jax.process_index()
 

@@ -21,7 +21,7 @@ class Profile:
     def __init__(self, run: Run, folder: RunFolder):
         self._folder, self._shown = folder.path / "profile", folder.shown / "profile"
         self._first, self._last, self._running = 0, 0, False
-        self._trace = self._folder  # where JAX writes, which cannot write to a bucket
+        self._trace = self._folder  # where JAX writes; it can't write to a bucket
         if run.profile and folders.in_bucket(self._folder):
             self._trace = pathlib.Path(tempfile.mkdtemp())
         if not run.profile:

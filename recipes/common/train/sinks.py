@@ -182,13 +182,13 @@ class TensorBoard:
         self._event, self._scalar = protos.Event, summary.scalar
         folder = workdir / "tensorboard"
         folder.mkdir(parents=True, exist_ok=True)
-        # All lines are written again. A TensorBoard that is running may be reading the newest file.
+        # All lines are written again. The newest file stays: a running TensorBoard may be reading it.
         for stale in sorted(folder.glob("events*"))[:-1]:
             stale.unlink()
         # The suffix orders files that start in the same second.
         self._file = event_file_writer.EventsWriter(str(folder / "events"), f".{time.time_ns()}")
         self.close = weakref.finalize(self, self._file.close)  # however the run ends
-        # TensorBoard forgets what it has read of the file before.
+        # Makes TensorBoard forget what it has read from the file before.
         start = protos.SessionLog(status=protos.SessionLog.START)
         self._file.write_event(self._event(step=0, session_log=start))
         for line in lines:
@@ -235,7 +235,7 @@ class WeightsAndBiases:
             self.write(line)
 
     def write(self, line: Line) -> None:
-        # A resumed run repeats the steps since its checkpoint. wandb has them, and takes none twice.
+        # A resumed run repeats the steps since its checkpoint; wandb has them, and rejects repeats.
         if line["step"] >= self._run.starting_step:
             self._run.log(dict(scalars(line)), step=line["step"])
 
