@@ -11,16 +11,6 @@ from recipes.common.sharding.layout import Layout
 
 HEAD = ("mesh", "rules", "remat", "accumulate", "memory", "host", "inside", "between", "bound by",
         "step", "per second", "MFU")  # fmt: skip
-BOUND = {  # key of Estimate.seconds → one word, for the table
-    "compute": "compute",
-    "memory": "memory",
-    "links": "links",
-    "network": "network",
-    "waiting": "activations",
-    "bubble": "bubble",
-    "update": "update",
-    "host": "host",
-}
 WORDS = {  # key of Estimate.seconds → a phrase
     "compute": "compute",
     "memory": "memory traffic",
@@ -48,11 +38,12 @@ def cells(candidate: Estimate) -> list[str]:
     there = usable(candidate.devices)
     over = "" if candidate.fits else f" (+{size(candidate.peak - there)})"
     remat = getattr(candidate.layout.config, "remat", "-")
+    bound = "activations" if candidate.bound == "waiting" else candidate.bound
     return [
         mesh_of(candidate), candidate.layout.strategy, remat, str(candidate.accumulate),
         size(candidate.peak) + over, size(sum(candidate.host.values())), size(candidate.links),
         size(candidate.network),
-        BOUND[candidate.bound], duration(candidate.step), f"{candidate.tokens / candidate.step:,.0f}",
+        bound, duration(candidate.step), f"{candidate.tokens / candidate.step:,.0f}",
         f"{candidate.mfu:.0%}",
     ]  # fmt: skip
 

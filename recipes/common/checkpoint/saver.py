@@ -14,7 +14,6 @@ import math
 import os
 import pathlib
 import shutil
-import sys
 import threading
 import time
 import warnings
@@ -27,7 +26,7 @@ import orbax.checkpoint as ocp
 from data.tokenizer import BYTES, Tokenizer
 from recipes.common.checkpoint import integrity, parallel_hashing, run_folder, store
 from recipes.common.checkpoint.run_folder import RunFolder
-from recipes.common.runtime import Stopped, UserError, folders, lock, processes
+from recipes.common.runtime import Stopped, UserError, folders, lock, processes, warn
 from recipes.common.sharding import Tree
 
 TEMPORARY = ".orbax-checkpoint-tmp"  # Orbax's suffix of an uncommitted checkpoint's folder
@@ -198,8 +197,10 @@ class Saver:
             for step in store.steps_in(self._folder.path / "checkpoints")[: -self._keep]:
                 self._remove(self._folder.checkpoint(step))
         except folders.errors() as error:
-            _warn(f"old checkpoints could not be removed ({folders.reason(error)}); training "
-                  "continues, and the next save tries again")  # fmt: skip
+            warn(
+                f"old checkpoints could not be removed ({folders.reason(error)}); training "
+                "continues, and the next save tries again"
+            )
 
     @staticmethod
     def _remove(old: pathlib.Path) -> None:
@@ -286,8 +287,10 @@ class Saver:
         except folders.errors() as error:
             if not folders.in_bucket(best):
                 shutil.rmtree(beside, ignore_errors=True)
-            _warn(f"the checkpoint of step {step} could not be kept as the best one "
-                  f"({folders.reason(error)}); training continues")  # fmt: skip
+            warn(
+                f"the checkpoint of step {step} could not be kept as the best one "
+                f"({folders.reason(error)}); training continues"
+            )
 
     def _best(self) -> list[tuple[float, int]]:
         """(held-out loss, step) of checkpoints in best/, lowest first; a kill may leave two."""
@@ -317,7 +320,7 @@ class Saver:
             return
         then = "training continues, and the next save is tried as usual"
         then = "training stops at the next save" if self._lock_lost() else then
-        _warn(f"the checkpoint of step {self._step} could not be saved ({self._failed}); {then}")
+        warn(f"the checkpoint of step {self._step} could not be saved ({self._failed}); {then}")
         if self._lock_lost():
             return
         if processes.count() == 1:
@@ -365,7 +368,3 @@ def link_or_copy(source: str, target: str) -> None:
         os.link(source, target)
     except OSError:
         shutil.copy2(source, target)
-
-
-def _warn(message: str) -> None:
-    print(f"warning: {message}", file=sys.stderr, flush=True)

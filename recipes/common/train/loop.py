@@ -3,7 +3,6 @@
 import contextlib
 import importlib.util
 import pathlib
-import sys
 import time
 from collections.abc import Callable, Iterator
 from typing import Any, Protocol
@@ -25,6 +24,7 @@ from recipes.common.runtime import (
     preemption,
     print0,
     processes,
+    warn,
 )
 from recipes.common.sharding import Layout, Tree, elsewhere
 from recipes.common.train.evaluation import Evaluation, Extra
@@ -238,8 +238,10 @@ def best_effort(folder: RunFolder) -> Iterator[None]:
         yield
     except folders.errors() as error:
         if processes.is_first():
-            print(f"warning: {folder.shown} can't be read or written any more ({folders.reason(error)}); "
-                  "the last checkpoint was saved before", file=sys.stderr, flush=True)  # fmt: skip
+            warn(
+                f"{folder.shown} can't be read or written any more ({folders.reason(error)}); the last "
+                "checkpoint was saved before"
+            )
 
 
 def another_mesh(layout: Layout) -> str | None:

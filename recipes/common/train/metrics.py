@@ -3,7 +3,6 @@
 import contextlib
 import math
 import pathlib
-import sys
 import time
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -11,7 +10,7 @@ from typing import Any
 import jax
 
 from recipes import STARTED
-from recipes.common.runtime import Run, folders, jsonl, processes
+from recipes.common.runtime import Run, folders, jsonl, processes, warn
 from recipes.common.train import sinks
 
 
@@ -116,7 +115,7 @@ class Log:
             raise NonFiniteError(what + row)
         self._skipped += 1
         if processes.is_first():
-            print(f"warning: {what}; this update is skipped", file=sys.stderr, flush=True)
+            warn(f"{what}; this update is skipped")
 
     def held_out(self, step: int, figures: dict[str, float], seconds: float = 0.0) -> None:
         """Writes the line of an evaluation after a step: "held_out_loss" for "loss".
@@ -175,5 +174,4 @@ def _warns(sink: sinks.Sink | type[sinks.Sink]) -> Iterator[None]:
     try:
         yield
     except Exception as error:  # libraries raise exceptions of their own
-        print(f"warning: {sink.name} failed ({folders.reason(error)}); training continues without it",
-              file=sys.stderr, flush=True)  # fmt: skip
+        warn(f"{sink.name} failed ({folders.reason(error)}); training continues without it")

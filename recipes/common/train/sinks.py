@@ -21,10 +21,11 @@ from typing import Any, Protocol
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
-from recipes.common.runtime import Run, folders, jsonl
+from recipes.common.runtime import Run, folders, jsonl, warn
 
 Line = dict[str, Any]  # "step", and numbers by name; None for one that was not finite
 HELD_OUT = "held_out_"  # prefix of an evaluation's numbers
+GOES_ON = "training continues, and writing is tried again with each line"
 UPLOAD_SECONDS = 2  # between uploads; a bucket accepts about one write a second to one object
 
 
@@ -58,8 +59,7 @@ class JsonLines:
             why = error.strerror
         self._file.truncate(size)  # no torn line
         if not self._warned:
-            print(f"warning: {self._file.name} could not be written ({why}); training continues, and "
-                  "writing is tried again with each line", file=sys.stderr, flush=True)  # fmt: skip
+            warn(f"{self._file.name} could not be written ({why}); {GOES_ON}")
         self._warned = True
 
     def flush(self) -> None:
@@ -109,9 +109,7 @@ class BucketLines:
                 self._sent = len(texts)
             except folders.errors() as error:
                 if not self._warned:
-                    print(f"warning: {self._path} could not be written ({folders.reason(error)}); "
-                          "training continues, and writing is tried again with each line",
-                          file=sys.stderr, flush=True)  # fmt: skip
+                    warn(f"{self._path} could not be written ({folders.reason(error)}); {GOES_ON}")
                 self._warned = True
 
     def close(self) -> None:
