@@ -22,7 +22,7 @@ from typing import Any
 from data import DataError, cache_dir
 
 MAGIC = re.compile(r"[*?\[]")
-SECONDS = 5  # to wait for a bucket's first response, retries included
+SECONDS = 5  # limit for a bucket's first response, retries included
 _ERRNOS = (errno.ENOSPC, errno.EFBIG, errno.EDQUOT, errno.EIO, errno.EACCES, errno.EROFS)
 LOGIN = "run gcloud auth application-default login, or set GOOGLE_APPLICATION_CREDENTIALS"
 

@@ -131,7 +131,7 @@ def documents(row: bytes, tokenizer: Tokenizer, where: str) -> list[Document]:
     """Tokenizes a row into one or more documents, each up to its last target.
 
     Args:
-      row: from `checked`.
+      row: the result of `checked`.
 
     Raises DataError if the template can't render it, or does not render what the assistant says.
     """

@@ -29,8 +29,8 @@ CODE = 3  # increase it when the same text would give different files
 CHUNK = 2**21  # bytes of text
 TRAIN, HELD_OUT = SPLITS = ("train", "held_out")
 ABOUT = "about.json"
-FILES = ("tokens", "starts", "texts")  # of each split
-TARGETS = "targets"  # of each split of conversations, too
+FILES = ("tokens", "starts", "texts")  # each split has these
+TARGETS = "targets"  # each split of conversations has this too
 PROGRESS = 30.0  # seconds between progress lines
 
 
@@ -42,7 +42,7 @@ class Split(NamedTuple):
     texts: np.ndarray  # int64 [documents], memory-mapped: where each begins in the text, in bytes
     bytes: int  # UTF-8 bytes of text; for conversations, of the text that their targets stand for
     targets: np.ndarray | None = None  # bool [tokens], memory-mapped; None: all tokens are targets
-    rows: int = 0  # of conversations; a row can become several documents
+    rows: int = 0  # rows of conversations; each can become several documents
     source: str = ""  # the dataset's name
     path: pathlib.Path = pathlib.Path()  # prefix of files that are derived from this split
 

@@ -13,7 +13,7 @@ from data.buckets import reason
 
 Rows = Iterable[dict[str, Any]]
 MODEL_NAME = r"[\w.-]+/[\w.-]+"  # ORG/NAME
-SECONDS = 5  # to wait for the Hub's response
+SECONDS = 5  # limit for the Hub's response
 
 
 def library():
@@ -139,7 +139,7 @@ def _ask(name: str, kind: str, what: str) -> str | DataError:
     import huggingface_hub
     from huggingface_hub import constants, errors
 
-    huggingface_hub.logging.set_verbosity(logging.CRITICAL)  # of retries
+    huggingface_hub.logging.set_verbosity(logging.CRITICAL)  # no warnings about retries
     if constants.HF_HUB_OFFLINE:  # the libraries use only their caches then
         return ""
     try:

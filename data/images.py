@@ -147,10 +147,7 @@ def load(
         filler={"image": np.zeros(shape, np.float32), "label": np.array(-1, np.int32)},
         unit="images",
         units=1,
-        config={
-            **{"channels": found, "classes": len(labels), "labels": labels},
-            **{"mean": mean, "std": std},
-        },
+        config=dict(channels=found, classes=len(labels), labels=labels, mean=mean, std=std),
         facts={"dataset": dataset, "fingerprint": digest.hexdigest()},
         by_epoch=crop or flip,
     )
@@ -163,10 +160,8 @@ def _folder(root: pathlib.Path, dataset: str, size: int, channels: int, resample
     """Returns (names of classes, channels, (training pictures, labels), (held-out ones, labels))."""
     inner = root / "train" if (root / "train").is_dir() else root
     classes = _classes(inner, dataset)
-    names, held = (
-        list(classes),
-        next((root / name for name in TEST if (root / name).is_dir()), None),
-    )
+    names = list(classes)
+    held = next((root / name for name in TEST if (root / name).is_dir()), None)
     if inner != root and held:
         test = _classes(held, dataset)
         for name in test.keys() - classes.keys():

@@ -30,9 +30,9 @@ BLOCK = 2**20  # pieces that are packed together; bounds memory
 class Lost(NamedTuple):
     """How much of the conversations does not fit into rows."""
 
-    documents: int = 0  # that are cut or dropped
-    targets: int = 0  # that are not trained on
-    of: int = 0  # all targets
+    documents: int = 0  # number cut or dropped
+    targets: int = 0  # number not trained on
+    of: int = 0  # number of all targets
     longest: int = 0  # positions of the longest document
 
 

@@ -27,15 +27,12 @@ import numpy as np
 from data import DataError, buckets, chat, hub
 
 MAIN = "tokenizer.json"
-CONFIG, GENERATION, TEMPLATE = (
-    "tokenizer_config.json",
-    "generation_config.json",
-    "chat_template.jinja",
-)
+CONFIG, GENERATION = "tokenizer_config.json", "generation_config.json"
+TEMPLATE = "chat_template.jinja"
 SPECIAL = "special_tokens_map.json"
-FILES = (MAIN, CONFIG, TEMPLATE, GENERATION, SPECIAL)  # that a model folder may have
+FILES = (MAIN, CONFIG, TEMPLATE, GENERATION, SPECIAL)  # files that a model folder may have
 MODEL = "config.json"  # the model's own; kept only where no other file names the end-of-text token
-PAIRS = ("vocab.json", "merges.txt")  # of a byte-level BPE, in old repositories without MAIN
+PAIRS = ("vocab.json", "merges.txt")  # byte-level BPE in old repositories, which lack MAIN
 PIECES = ("tokenizer.model", "spiece.model", "sentencepiece.bpe.model")  # unsupported formats
 CONTROL = ("bos", "eos", "unk", "sep", "pad", "cls", "mask")  # NAME_token, for templates
 GPT2_END = "<|endoftext|>"  # ends a document in byte-level vocabularies; old files don't mark it
@@ -54,7 +51,7 @@ class Tokenizer:
     """A tokenizer, made by `find` or `from_files`. Threads may share one."""
 
     name: str = dataclasses.field(compare=False)  # --tokenizer's value, for messages
-    sha256: str  # of tokenizer.json
+    sha256: str  # tokenizer.json's
     size: int  # ids are 0 … size - 1
     files: dict[str, bytes] = dataclasses.field(repr=False, compare=False)  # {} for bytes
     start: tuple[int, ...]  # ids before each document

@@ -97,7 +97,7 @@ class Generator:
         self._variables = {kind: variables[kind] for kind in layout.model.shapes}
         self._vocabulary, self._rows = vocabulary, rows
         self._compiled: dict[tuple[int, ...], jax.stages.Compiled] = {}
-        self.cache_bytes = 0  # of the last call, per device
+        self.cache_bytes = 0  # the last call's cache, per device
         self.read, self.written, self.steps, self.seconds = 0, 0, 0, [0.0, 0.0]
 
     def __call__(

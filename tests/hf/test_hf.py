@@ -872,7 +872,7 @@ def test_a_recipe_trains_from_a_folder_and_its_run_is_exported(run, tiny, tmp_pa
     assert f"Evaluates {tiny}, of step 0." in done.out
     done = run("recipes.transformer", *flags, "--steps=2")
     assert (done.code, done.err) == (0, "")
-    assert f"Starts at step 0, on the parameters of {tiny}." in done.out
+    assert f"Starts at step 0 from the parameters of {tiny}." in done.out
 
     done = run("recipes.hf", "export", f"--source={work}", f"--target={back}")
     assert (done.code, done.err) == (0, "")

@@ -21,7 +21,7 @@ class Hardware(NamedTuple):
     name: str  # JAX's device_kind
     float8: float  # peak FLOP/s; 0: no faster than bfloat16, whose peak is in flops.PEAK
     memory: float  # bytes
-    bandwidth: float  # of the memory
+    bandwidth: float  # the memory's
     links: float  # to the devices of the slice or node: ICI, NVLink
     network: float  # to other slices or nodes
     torus: int  # dims of the torus that the links form; 0: a switch

@@ -97,10 +97,7 @@ MOST = 20  # classes whose counts and names a confusion matrix has room for
 
 
 def learning(
-    path: pathlib.Path,
-    metrics: pathlib.Path,
-    confusion_CC: np.ndarray,
-    names: Sequence[str] = (),
+    path: pathlib.Path, metrics: pathlib.Path, confusion_CC: np.ndarray, names: Sequence[str] = ()
 ) -> None:
     """Draws the losses of metrics.jsonl and a confusion matrix: rows true, columns predicted.
 

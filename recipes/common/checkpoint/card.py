@@ -16,7 +16,7 @@ from recipes.common.runtime import describe, jsonl
 
 FILE = "README.md"
 
-LICENCES = {  # of datasets that come with the zoo or with Python
+LICENCES = {  # for datasets that come with the zoo or with Python
     "teacher": "CC0-1.0",
     "digits": "CC-BY-4.0 (E. Alpaydin and C. Kaynak, doi:10.24432/C50P49; see data/README.md)",
     "stdlib": "PSF-2.0",
@@ -196,7 +196,7 @@ def for_hub(
     """The README.md of an exported model or adapter; the Hub reads its front matter.
 
     Args:
-      facts: from `facts`; an empty licence is left out.
+      facts: the result of `facts`; an empty licence is left out.
     """
     began, licence = base(metadata), facts["licence"].lower()
     library = "peft" if adapter else "transformers"

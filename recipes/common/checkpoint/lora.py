@@ -26,7 +26,7 @@ from recipes.common.runtime import UserError, folders
 from recipes.common.sharding import Tree, paths
 from recipes.common.sharding.abstract import nested
 
-FIELDS = ("lora_rank", "lora_alpha", "lora_targets")  # of the model's config
+FIELDS = ("lora_rank", "lora_alpha", "lora_targets")  # in the model's config
 
 
 @dataclasses.dataclass(frozen=True)

@@ -22,7 +22,7 @@ class NewHead:
     """
 
     source: Any  # Source
-    layout: Layout  # of the new model
+    layout: Layout  # the new model's
     names: tuple[str, ...]  # paths of the head's parameters
 
     @property

@@ -43,7 +43,7 @@ class Saver:
 
     Args:
       keep: number of newest checkpoints to keep.
-      metadata: from store.metadata.
+      metadata: the result of store.metadata.
       data: facts of the dataset, JSON.
       tokenizer: the model's; every checkpoint contains it.
 
@@ -61,8 +61,8 @@ class Saver:
         self._folder, self._keep, self._tokenizer = folder, keep, tokenizer
         digest = {store.TOKENIZER: tokenizer.sha256} if tokenizer.files else {}
         self._metadata, self._data = metadata | digest | {"data": data}, data
-        self._thread: threading.Thread | None = None  # of the save in flight
-        self._step, self._failed = folder.step, ""  # of the last save, and why it failed
+        self._thread: threading.Thread | None = None  # the save in flight
+        self._step, self._failed = folder.step, ""  # the last save's step, and why it failed
         self.before_commit: Callable[[], None] = lambda: None  # called on process 0
         best = processes.broadcast_from_first(self._prepare)
         self._lowest = best[0][0] if best else math.inf  # held-out loss of the best checkpoint
@@ -279,7 +279,7 @@ class Saver:
                 shutil.copytree(saved, beside, copy_function=link_or_copy)
                 (beside / HELD_OUT).write_text(json.dumps(figures))
                 folders.to_disk(beside)
-                if target.exists():  # from before the run was resumed at an earlier step
+                if target.exists():  # left from before the run resumed at an earlier step
                     self._remove(target)
                 beside.rename(target)
                 folders.sync(best)

@@ -211,7 +211,7 @@ def with_base(found: Source, what: str, hash_files: bool, base: str = "") -> Sou
 
     Args:
       what: how the user named it, for messages: "--workdir=runs/x".
-      hash_files, base: as in `find`.
+      hash_files, base: see `find`.
 
     Raises UserError if the base is missing or has changed, or is a different model.
     """
@@ -305,7 +305,7 @@ def layout_of(
     """The layout of a checkpoint's model on `mesh`; reads and allocates no arrays.
 
     Args:
-      seq_len: as make_layout takes it.
+      seq_len: see make_layout.
       compute: fields to replace in its Config, such as dtype.
 
     Raises UserError if the model is unknown or doesn't fit the mesh.

@@ -12,7 +12,7 @@ from zoo.gpt2 import Config
 ENTRY = "gpt2"
 
 ARCHITECTURES = {"GPT2LMHeadModel": "gpt2"}  # theirs → model_type
-PREFIX = "transformer."  # of names in files that transformers writes; older files lack it
+PREFIX = "transformer."  # starts all names in files that transformers writes, not in older ones
 
 TENSORS = {
     "embed": ("wte.weight", "VD", "V D"),

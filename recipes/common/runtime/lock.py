@@ -28,7 +28,7 @@ BEAT_SECONDS = 5  # between two writes of lock.json
 STALE_SECONDS = 30  # silence after which an owner is considered dead or unreachable
 SURE_SECONDS = 1  # between writes of lock.json: a bucket accepts one a second for each object
 
-_held: set["BucketLock"] = set()  # by this process
+_held: set["BucketLock"] = set()  # this process's
 
 
 def take(workdir: pathlib.Path, config: str) -> "FileLock | BucketLock":

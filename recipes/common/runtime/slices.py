@@ -79,7 +79,7 @@ def weave(axes: dict[str, int], parts: dict[str, int], blocks: Sequence[np.ndarr
     """Joins the groups' devices into one mesh, keeping the order of groups.
 
     Args:
-      parts: from `across`.
+      parts: the result of `across`.
       blocks: the devices of each group, shaped axes[name] / parts[name] in each dim.
     """
     devices = np.stack(blocks).reshape(*parts.values(), *blocks[0].shape)

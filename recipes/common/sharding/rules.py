@@ -107,11 +107,7 @@ def _read(path: pathlib.Path) -> Rules:
 
 
 def fit(
-    zoo: types.ModuleType,
-    name: str,
-    rules: Rules,
-    model: AbstractModel,
-    mesh: Mesh | AbstractMesh,
+    zoo: types.ModuleType, name: str, rules: Rules, model: AbstractModel, mesh: Mesh | AbstractMesh
 ) -> tuple[Rules, Rules]:
     """Fits rules to model and mesh: (rules to compute with, rules that weights at rest skip).
 
@@ -119,12 +115,12 @@ def fit(
     divisible, each device holds all of it: everywhere if UNEVEN says "replicated"; only in weights
     at rest if it says "padded", since the model pads it in the step. Allocates nothing.
 
-    Raises UserError if the rules do not fit the model or the mesh.
-
     Args:
       zoo: declares LOGICAL_AXES and IN_USE, and UNEVEN and WITHIN if it has any.
       name: the name of the rules, for messages.
       rules: maps every logical axis.
+
+    Raises UserError if the rules do not fit the model or the mesh.
     """
     known, sizes = zoo.LOGICAL_AXES, dict(mesh.shape)
     for axis in rules.keys() - known.keys():

@@ -239,7 +239,7 @@ def best_effort(folder: RunFolder) -> Iterator[None]:
     except folders.errors() as error:
         if processes.is_first():
             warn(
-                f"{folder.shown} can't be read or written any more ({folders.reason(error)}); the last "
+                f"{folder.shown} can no longer be read or written ({folders.reason(error)}); the last "
                 "checkpoint was saved before"
             )
 

@@ -32,9 +32,9 @@ def messages(folder: RunFolder, run: Run, step: TrainStep) -> list[str]:
     if folder.newest:
         lines.append(f"Resumes at step {folder.step}, from {folder.newest.path}.")
     elif folder.source is None:
-        lines.append("Starts at step 0, on new parameters.")
+        lines.append("Starts at step 0 with new parameters.")
     elif folder.in_use:
-        lines.append(f"Starts at step 0, on the parameters of {folder.source.path}.")
+        lines.append(f"Starts at step 0 from the parameters of {folder.source.path}.")
     else:
         lines.append(f"Evaluates {folder.source.path}, step {folder.source.step}.")
     if "steps" in folder.changed and run.schedule != "constant":

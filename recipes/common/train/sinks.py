@@ -125,12 +125,7 @@ class Terminal:
         self._first, self._last, self._every, self._unit = first, run.steps, run.log_every, unit
         self._bar = None
         if sys.stdout.isatty() and self._last > first:
-            columns = (
-                "{task.description}",
-                "loss {task.fields[loss]}",
-                "{task.fields[speed]}",
-                "left",
-            )
+            columns = ("loss {task.fields[loss]}", "{task.fields[speed]}", "left")
             self._bar = Progress(
                 TextColumn("step {task.completed}/{task.total}"), BarColumn(20),
                 *map(TextColumn, columns), TimeRemainingColumn(), console=Console(),
