@@ -309,7 +309,7 @@ def _check_once(name: str, rules: Rules, what: str, axes: tuple[str, ...]) -> No
 
 
 def _meshes_that_fit(rules: Rules, weights: Tree, sizes: dict[str, int], uneven) -> str:
-    """Advice: the largest meshes that divide every dim, with these axes or smaller ones."""
+    """Advice: the largest meshes with these axes, none larger than now, that divide every dim."""
     dims = {pair for shape, axes in weights.values() for pair in zip(shape, axes, strict=True)}
     dims = {(dim, axis) for dim, axis in dims if axis not in uneven}
 
