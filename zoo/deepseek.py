@@ -149,12 +149,8 @@ class Config:
         )  # fmt: skip
 
 
-SIZES = {
-    "tiny": Config.tiny,
-    "small": Config.small,
-    "16b": Config.moonlight_16b,
-    "671b": Config.deepseek_v3,
-}
+SIZES = {"tiny": Config.tiny, "small": Config.small}
+SIZES |= {"16b": Config.moonlight_16b, "671b": Config.deepseek_v3}
 
 REMAT = EXPERT_REMAT
 ROUTED_AXES, ROUTED_IN_USE, UNEVEN, POSITIONS, WITHIN = EXPERT_DECODER  # see experts.py
@@ -242,9 +238,7 @@ class DeepSeek(nnx.Module):
         """Runs the dense layers in training. In a pipeline they are part of the first stage."""
         return self._dense(x_BTD, positions(self.config, tokens_BT, segment_ids_BT))[0]
 
-    @property
-    def costs(self) -> dict[str, float]:
-        return {"balance": self.config.balance_weight}
+    costs = property(lambda self: {"balance": self.config.balance_weight})
 
     def run(self, x_BTD, tokens_BT, targets_BT, segment_ids_BT):
         at = positions(self.config, tokens_BT, segment_ids_BT)
@@ -308,9 +302,8 @@ class LatentAttention(nnx.Module):
             # With out_sharding, the transpose sums each device's heads, and gathers none of them.
             where = explicit(*by_head)
             key_BTNP = jnp.broadcast_to(key_BT1P, turned_BTNP.shape, out_sharding=where)
-            q_BTNH, k_BTNH = (
-                jnp.concatenate(x, axis=-1) for x in ((q_BTNH, turned_BTNP), (k_BTNH, key_BTNP))
-            )
+            q_BTNH = jnp.concatenate((q_BTNH, turned_BTNP), axis=-1)
+            k_BTNH = jnp.concatenate((k_BTNH, key_BTNP), axis=-1)
             how = kind.window, config.attention, config.context, at.striped
             out_BTNV = attend(q_BTNH, k_BTNH, v_BTNV, at.segments, *how)
         else:
