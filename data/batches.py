@@ -51,8 +51,8 @@ def train_batches(
     Args:
       rows: the rows of a batch that this process reads, ascending; by default its contiguous share.
     """
-    # Grain handles only the numbers of examples, and each batch is read at once: passing a single
-    # example through Grain costs ten times as much as reading it.
+    # Grain shuffles only the examples' numbers; a batch is then read in one call. Passing an example
+    # through Grain costs ten times as much as reading it.
     first_of_part, orders = 0, []
     for number, (count, _) in enumerate(data.parts or ((len(data.train), 1.0),)):
         part = grain.MapDataset.range(first_of_part, first_of_part + count)
@@ -84,7 +84,7 @@ def _share(batch_size: int) -> np.ndarray:
 
 
 def _chunks(batch_size: int, rows: np.ndarray) -> tuple[int, list[int]]:
-    """Cuts a batch into the largest equal chunks that make up these rows: (size, which chunks).
+    """Cuts a batch into the largest equal chunks that these rows consist of: (size, which chunks).
 
     >>> _chunks(16, np.array([2, 3, 4, 5])), _chunks(16, np.array([8, 9, 10, 11]))
     ((2, [1, 2]), (4, [2]))

@@ -22,18 +22,18 @@ from typing import Any
 from data import DataError, cache_dir
 
 MAGIC = re.compile(r"[*?\[]")
-SECONDS = 5  # to wait for a bucket's first response, retries included
+SECONDS = 5  # limit for a bucket's first response, retries included
 _ERRNOS = (errno.ENOSPC, errno.EFBIG, errno.EDQUOT, errno.EIO, errno.EACCES, errno.EROFS)
 LOGIN = "run gcloud auth application-default login, or set GOOGLE_APPLICATION_CREDENTIALS"
 
 
 def remote(name: Any) -> bool:
-    """Whether a name or path, SCHEME://…, is not on this machine's disks."""
+    """Whether a name or path is SCHEME://…, so not on this machine's disks."""
     return bool(re.match(r"[A-Za-z][\w+.-]*://", str(name)))
 
 
 def path(name: str, what: str) -> Any:
-    """The path of a name in a bucket that exists and responds.
+    """The path of a name in a bucket; checks that the bucket exists and responds.
 
     Args:
       what: the user's name for it, for messages: "--workdir=gs://bucket/run".
@@ -51,7 +51,7 @@ def path(name: str, what: str) -> Any:
 
 
 def _check(name: str, what: str) -> None:
-    """Raises DataError if this is not a valid name in a bucket that responds."""
+    """Raises DataError if the name is invalid, or its bucket does not respond."""
     scheme, _, rest = name.partition("://")
     bucket, _, inside = rest.partition("/")
     if scheme != "gs":
@@ -100,7 +100,7 @@ def _problem(bucket: str) -> str:
         except Exception as error:
             found["answer"] = error
 
-    _import()  # not counted in SECONDS: it takes seconds on a busy machine
+    _import()  # SECONDS don't include it: it takes seconds on a busy machine
     thread = threading.Thread(target=ask, daemon=True)
     thread.start()
     thread.join(SECONDS)
@@ -141,7 +141,7 @@ def request(method: str, path: pathlib.Path, **query: str) -> tuple[Any, bytes]:
 
 
 def errors() -> tuple[type[Exception], ...]:
-    """Exceptions of reading and writing files, in buckets too; for `except`."""
+    """The exceptions that reading and writing files can raise, in buckets too; for `except`."""
     if "gcsfs" not in sys.modules:
         return (OSError,)
     from gcsfs import retry
@@ -150,7 +150,7 @@ def errors() -> tuple[type[Exception], ...]:
 
 
 def reason(error: BaseException) -> str:
-    """The reason for an error in one line; the operating system's words if it has any."""
+    """The reason for an error in one line, in the operating system's words if it has any."""
     if isinstance(error, OSError) and error.strerror:
         return error.strerror
     if known := next(filter(str(error).__contains__, map(os.strerror, _ERRNOS)), None):
@@ -165,7 +165,7 @@ def reason(error: BaseException) -> str:
 
 
 def local(name: str, what: str) -> pathlib.Path:
-    """The local path of a name; for one in a bucket, of a copy of its objects, which is reused.
+    """The local path of a name. Objects in a bucket are first copied into the cache, once.
 
     Args:
       what: the user's name for it, for messages.
@@ -188,7 +188,7 @@ def files(name: str, what: str) -> list[pathlib.Path]:
 
 
 def _listing(name: str, what: str) -> tuple[str, dict[str, dict[str, Any]]]:
-    """(folder in a bucket, relative name → gcsfs's facts) of the matching objects, sorted."""
+    """Lists matching objects: (folder in the bucket, relative name → gcsfs's facts), sorted."""
     _check(name, what)
     full = name.removeprefix("gs://").rstrip("/")
     magic = MAGIC.search(full)
@@ -213,7 +213,7 @@ def _listing(name: str, what: str) -> tuple[str, dict[str, dict[str, Any]]]:
 
 
 def _copied(root: str, found: dict[str, dict[str, Any]], what: str) -> pathlib.Path:
-    """Copies a listing's objects to a folder of the cache, unless they are there."""
+    """Copies a listing's objects to a folder of the cache, unless it has them already."""
     versions = [[inner, facts["generation"], facts["size"]] for inner, facts in found.items()]
     digest = hashlib.sha256(json.dumps([root, versions]).encode()).hexdigest()[:16]
     folder = cache_dir() / "buckets" / digest / root.rpartition("/")[2]

@@ -11,14 +11,14 @@ from typing import Any
 
 from data import DataError, buckets
 
-CODE = 1  # raise it when the same conversations would give other tokens or targets
-# Today's date for templates in training data: a file gives the same tokens on every day and
-# machine. Llama 3's templates fall back on this date.
+CODE = 1  # increase it when the same conversations would give different tokens or targets
+# The date that templates see in training data, so that a file always gives the same tokens. Llama
+# 3's templates fall back on this date.
 TRAINING_DAY = datetime.datetime(2024, 7, 26)
 
 
 def template(config: dict[str, Any]) -> str:
-    """The template in a tokenizer_config.json, "" if none; of several, the one called default."""
+    """The template in a tokenizer_config.json, or the one of several named default; "" if none."""
     found = config.get("chat_template") or ""
     if isinstance(found, list):
         named = {one.get("name"): one.get("template") for one in found if isinstance(one, dict)}
@@ -39,7 +39,7 @@ def render(
     Args:
       add_generation_prompt: whether to append the beginning of an answer.
       control: the texts of bos_token, eos_token, ….
-      name: the tokenizer's, for messages.
+      name: the tokenizer's name, for messages.
       today: for templates that write the date; None: now.
 
     Raises DataError if there is no template, or it refuses these messages.

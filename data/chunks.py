@@ -20,19 +20,19 @@ from data import conversations
 from data.sources import Part
 from data.tokenizer import Tokenizer
 
-# Bytes of text in one call of the library, unless a single part has more, and in all calls that run
-# at once. While it encodes, the library holds 117 times as much memory for English and 418 times as
+# Most bytes of text in one call of the library (a single part may have more), and in all concurrent
+# calls. While it encodes, the library holds 117 times as much memory for English and 418 times as
 # much for digits, each of which is a token.
 AT_ONCE, IN_ALL = 2**16, 2**19
 # More threads would take more memory. A core tokenizes about 1 MB/s.
 THREADS = 8
-# glibc keeps what a thread has freed: 50 MB each after long parts of digits. This costs time, so it
-# is done only after long parts. Other systems have no such call.
+# glibc keeps memory that a thread has freed: 50 MB a thread after long parts of digits. Returning it
+# takes time, so only long parts do it. Other systems lack this call.
 _give_back = getattr(ctypes.CDLL(None), "malloc_trim", lambda _: None)
 
 
 def dtype(tokenizer: Tokenizer) -> np.dtype:
-    """Smallest type that holds every token."""
+    """The smallest type that holds every token."""
     return np.dtype(np.uint16 if tokenizer.size <= 2**16 else np.uint32)
 
 
@@ -50,7 +50,7 @@ class Tokenized(NamedTuple):
 def write_all(
     chunks: Iterable[tuple[pathlib.Path, list[Part]]], tokenizer: Tokenizer, cores: int
 ) -> None:
-    """Tokenizes each chunk to its file; holds few chunks in memory.
+    """Tokenizes each chunk to its file, with few chunks in memory at a time.
 
     Raises OSError if a file can't be written, DataError for a row that can't be tokenized.
     """
@@ -65,7 +65,7 @@ def write_all(
             while pending:
                 pending.popleft().result()
         finally:
-            stop.set()  # on an error or Ctrl-C, chunks in work are dropped
+            stop.set()  # after an error or Ctrl-C, unfinished chunks are dropped
 
 
 def write(
@@ -78,7 +78,7 @@ def write(
     targets and, for each document, whether it is the first of its row.
 
     Args:
-      stop: gives up, and writes nothing, once this is set.
+      stop: once this is set, the call gives up and writes nothing.
 
     Raises DataError for a row that can't be tokenized.
     """
@@ -111,7 +111,7 @@ _used, _room_changed = 0, threading.Condition()
 
 @contextlib.contextmanager
 def _room(size: int) -> Iterator[None]:
-    """Waits until the library may encode so many more bytes, of all threads at most IN_ALL."""
+    """Waits until `size` more bytes may be encoded: all threads together encode at most IN_ALL."""
     global _used
     size = min(size, IN_ALL)
     with _room_changed:
@@ -130,7 +130,7 @@ def _room(size: int) -> Iterator[None]:
 def _texts(parts: list[Part], tokenizer: Tokenizer) -> Iterator[Tokenized]:
     start, end = (np.array(ids, np.int32) for ids in (tokenizer.start, tokenizer.end[:1]))
     # Some tokenizers put a space in front of a text. A later part of a document must not get one,
-    # so it is encoded behind a newline, whose tokens are then removed.
+    # so it is encoded after a newline, whose tokens are then removed.
     newline = tokenizer.encode(["\n"])[0]
     texts = [part.text if part.begins else b"\n" + part.text for part in parts]
     for part, ids in zip(parts, tokenizer.encode(texts), strict=True):
@@ -150,7 +150,7 @@ def _rows(parts: list[Part], tokenizer: Tokenizer) -> Iterator[Tokenized]:
 
 
 def groups(parts: Iterable[Part], most: int) -> Iterator[list[Part]]:
-    """Consecutive parts, at most `most` bytes of memory unless a single part takes more."""
+    """Groups consecutive parts, in at most `most` bytes of memory unless a single part has more."""
     group, size = [], 0
     for part in parts:
         held = len(part.text) + 100  # an empty document takes space too

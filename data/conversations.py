@@ -6,12 +6,13 @@
 
 Rendering shows which tokens are the assistant's. The chat template renders the messages before a
 turn with the beginning of an answer, then the messages including the turn; the whole conversation
-must begin with both, token by token. A turn's targets are all tokens behind the first rendering, up
+must begin with both, token by token. A turn's targets are all tokens after the first rendering, up
 to the last token that ends a text (Tokenizer.end), else to the turn's last control token, else to
-its end. So a newline behind <|im_end|> is not a target.
+its end. A newline after <|im_end|> is therefore not a target.
 
-Some templates render a turn differently once others follow, such as those that drop the thinking of
-earlier answers. Then each of the assistant's turns becomes a document, as the model sees it.
+Some templates render a turn differently once others follow: they drop the thinking of earlier
+answers, for example. Then each assistant turn becomes a document of its own, with the context that
+the model would see.
 """
 
 import json
@@ -33,10 +34,10 @@ class Document(NamedTuple):
 
 
 def form(columns, column: str) -> str:
-    """Form of rows with these columns: TEXT, MESSAGES or PAIRS.
+    """The form of rows with these columns: TEXT, MESSAGES or PAIRS.
 
     Args:
-      column: --text_column. If it is there, rows are TEXT, unless it is `messages`.
+      column: --text_column. Rows that have it are TEXT, unless it is `messages`.
     """
     if column in columns and column != "messages":
         return TEXT
@@ -130,7 +131,7 @@ def documents(row: bytes, tokenizer: Tokenizer, where: str) -> list[Document]:
     """Tokenizes a row into one or more documents, each up to its last target.
 
     Args:
-      row: from `checked`.
+      row: the result of `checked`.
 
     Raises DataError if the template can't render it, or does not render what the assistant says.
     """
@@ -152,7 +153,7 @@ def documents(row: bytes, tokenizer: Tokenizer, where: str) -> list[Document]:
 
 
 def _completion(prompt: str, completion: str, tokenizer: Tokenizer, where: str) -> Document:
-    """Plain text between the tokens that start and end a document; it has no control tokens."""
+    """Wraps plain text, without control tokens, in the tokens that start and end a document."""
     first, both = tokenizer.encode([prompt, prompt + completion])
     first = first if prompt else first[:0]  # some tokenizers put a space in front of empty text
     if not _begins(both, first):
@@ -206,7 +207,7 @@ def _begins(whole: np.ndarray, part: np.ndarray) -> bool:
 
 
 def _last(tokens: np.ndarray, begin: int, tokenizer: Tokenizer) -> int:
-    """End of the targets of a turn that begins at `begin`."""
+    """The end of the targets of a turn that begins at `begin`."""
     for ending in (tokenizer.end, tokenizer.special):
         found = np.flatnonzero(np.isin(tokens[begin:], list(ending)))
         if len(found):

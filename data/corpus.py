@@ -1,7 +1,7 @@
-"""Documents → tokens in flat files, made once and kept in the cache folder.
+"""Tokenizes documents into flat files, once, and keeps these in the cache folder.
 
-A corpus is tokenized in chunks (chunks.py). Each finished chunk is a file, so a kill costs only the
-chunks in work. When all chunks are done, one rename publishes the flat files: a partial corpus is
+A corpus is tokenized in chunks (chunks.py). Each finished chunk is a file, so a kill loses only the
+unfinished ones. When all chunks are done, one rename publishes the flat files: a partial corpus is
 never readable.
 """
 
@@ -25,12 +25,12 @@ from data import DataError, buckets, cache_dir, chunks, conversations, hub, sour
 from data.sources import Part, Source
 from data.tokenizer import BYTES, Tokenizer
 
-CODE = 3  # raise it when the same text would give other files
+CODE = 3  # increase it when the same text would give different files
 CHUNK = 2**21  # bytes of text
 TRAIN, HELD_OUT = SPLITS = ("train", "held_out")
 ABOUT = "about.json"
-FILES = ("tokens", "starts", "texts")  # of each split
-TARGETS = "targets"  # of each split of conversations, too
+FILES = ("tokens", "starts", "texts")  # each split has these
+TARGETS = "targets"  # each split of conversations has this too
 PROGRESS = 30.0  # seconds between progress lines
 
 
@@ -42,7 +42,7 @@ class Split(NamedTuple):
     texts: np.ndarray  # int64 [documents], memory-mapped: where each begins in the text, in bytes
     bytes: int  # UTF-8 bytes of text; for conversations, of the text that their targets stand for
     targets: np.ndarray | None = None  # bool [tokens], memory-mapped; None: all tokens are targets
-    rows: int = 0  # of conversations; a row can become several documents
+    rows: int = 0  # rows of conversations; each can become several documents
     source: str = ""  # the dataset's name
     path: pathlib.Path = pathlib.Path()  # prefix of files that are derived from this split
 
@@ -63,7 +63,7 @@ class Split(NamedTuple):
 class Corpus(NamedTuple):
     train: Split
     held_out: Split
-    fingerprint: str  # sha256 of the tokens and, unless they show in bytes, of document bounds
+    fingerprint: str  # sha256 of tokens, of starts unless in bytes, and of any targets
     folder: pathlib.Path  # in the cache
     weight: float = 1.0  # share of training rows, relative to other corpora
 
@@ -84,7 +84,7 @@ def load(
 
 
 def prepare(source: Source, tokenizer: Tokenizer = BYTES) -> Corpus:
-    """The tokens of a source, from the cache or made now.
+    """The tokens of a source, from the cache if it has them.
 
     The cache identifies a local source by its content, and a Hub dataset by its newest commit, or
     by the last one used if the Hub can't be reached. Conversations also depend on the chat template.
@@ -97,7 +97,7 @@ def prepare(source: Source, tokenizer: Tokenizer = BYTES) -> Corpus:
 
 
 def _prepared(source: Source, tokenizer: Tokenizer) -> pathlib.Path:
-    """The folder of a source's flat files, which are made if they are not there."""
+    """The folder of a source's flat files; makes them if they are missing."""
     remembered, content = _content(source)
     key = [CODE, content, source.column, tokenizer.sha256, *(["whole"] if source.whole else [])]
     folder = _folder(key)
@@ -124,7 +124,7 @@ def _prepared(source: Source, tokenizer: Tokenizer) -> pathlib.Path:
                     remembered.unlink(missing_ok=True)
                 raise
     if remembered and not source.files:
-        replace(remembered, content)  # of several commits in the cache, the last one used
+        replace(remembered, content)  # the cache may hold several commits: this was used last
     return folder
 
 
@@ -133,7 +133,7 @@ def _prepared(source: Source, tokenizer: Tokenizer) -> pathlib.Path:
 
 @contextlib.contextmanager
 def cached() -> Iterator[None]:
-    """Turns an OSError, which must be the cache's, into a DataError; sources raise DataErrors."""
+    """Turns an OSError into a DataError about the cache: sources raise only DataErrors."""
     try:
         yield
     except OSError as error:
@@ -148,10 +148,10 @@ def _folder(key: list) -> pathlib.Path:
 
 
 def _content(source: Source) -> tuple[pathlib.Path | None, str]:
-    """(file that remembers it, sha256 of the files' names and content).
+    """Returns (file that remembers the digest, sha256 of the files' names and content).
 
-    Every byte is read, once; the digest is then remembered under the files' sizes and times. For a
-    Hub dataset it is the name and commit.
+    Reads every byte once, then remembers the digest by the files' sizes and times. A Hub dataset
+    has its name and commit in place of a digest.
     """
     if not source.files:
         where = hashlib.sha256(source.name.encode()).hexdigest()[:16]
@@ -186,7 +186,7 @@ def _hash(path: pathlib.Path, digest) -> None:
 
 
 def _has_changed(source: Source, remembered: pathlib.Path | None, content: str) -> bool:
-    """Whether the source is different from when `_content` returned this."""
+    """Whether the source has changed since `_content` returned this."""
     if source.files:
         try:
             return _content(source)[0] != remembered
@@ -227,19 +227,19 @@ def _mapped(path: pathlib.Path, kind) -> np.ndarray:
 
 @contextlib.contextmanager
 def _locked(folder: pathlib.Path) -> Iterator[pathlib.Path]:
-    """Makes `folder` and holds its lock until this process leaves it or dies.
+    """Makes `folder` and holds its lock until the block ends or this process dies.
 
-    On leaving, removes empty folders, up to the cache folder itself.
+    At the end, removes empty folders, up to the cache folder itself.
     """
     try:
         while True:
             folder.mkdir(parents=True, exist_ok=True)
             with (folder / "lock").open("a") as lock:
-                with contextlib.suppress(OSError):  # a disk without locks: all do the same work
+                with contextlib.suppress(OSError):  # without locks, all do the same work
                     fcntl.flock(lock, fcntl.LOCK_EX)
                 try:
                     mine = os.path.samestat(os.stat(folder / "lock"), os.fstat(lock.fileno()))
-                except FileNotFoundError:  # the process before has finished, or given up
+                except FileNotFoundError:  # its previous owner has finished or given up
                     mine = False
                 if mine:
                     yield folder
@@ -384,7 +384,7 @@ def _flatten(
 def _hold_out_the_end(folder: pathlib.Path, kept: dict[str, list[int]], tokenizer: Tokenizer):
     """Holds out the last twentieth of the tokens, for a source with too few documents to split.
 
-    The part of a document behind the cut becomes a document of its own.
+    The part of a document after the cut becomes a document of its own.
     """
     whole = max(SPLITS, key=lambda split: kept[split][0])
     if whole == HELD_OUT:

@@ -13,11 +13,11 @@ from data.buckets import reason
 
 Rows = Iterable[dict[str, Any]]
 MODEL_NAME = r"[\w.-]+/[\w.-]+"  # ORG/NAME
-SECONDS = 5  # to wait for the Hub's response
+SECONDS = 5  # limit for the Hub's response
 
 
 def library():
-    """Imports `datasets` only when needed: it takes 0.7 s, and a prepared corpus does without."""
+    """Imports `datasets` only when needed: it takes 0.7 s, and a prepared corpus needs none of it."""
     import datasets
 
     datasets.logging.set_verbosity(datasets.logging.CRITICAL)  # errors come back as exceptions
@@ -66,7 +66,7 @@ def commit(name: str, dataset: str) -> str:
 
 
 def parquet_rows(path: pathlib.Path, columns: list[str]) -> Rows:
-    """Yields the rows of a local file; with these columns only, if it has all of them."""
+    """Yields these columns of a local file's rows; without one of them, only all column names."""
     library()
     # With pyarrow directly: streaming with `datasets` holds a whole row group in memory.
     from datasets.packaged_modules.parquet import parquet
@@ -139,7 +139,7 @@ def _ask(name: str, kind: str, what: str) -> str | DataError:
     import huggingface_hub
     from huggingface_hub import constants, errors
 
-    huggingface_hub.logging.set_verbosity(logging.CRITICAL)  # of retries
+    huggingface_hub.logging.set_verbosity(logging.CRITICAL)  # no warnings about retries
     if constants.HF_HUB_OFFLINE:  # the libraries use only their caches then
         return ""
     try:

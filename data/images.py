@@ -25,7 +25,7 @@ from data.digits import DIGITS, check_row
 SUFFIXES = (".png", ".jpg", ".jpeg")
 TEST = ("test", "validation", "val")  # subfolders with pictures to evaluate on
 FILTERS = {name.lower(): PIL.Image.Resampling[name] for name in PIL.Image.Resampling.__members__}
-IN_MEMORY = 2**30  # bytes of decoded pictures to keep; more of them are decoded for each batch
+IN_MEMORY = 2**30  # most bytes of decoded pictures to keep; else each batch decodes its own
 SAMPLE = 1_000  # pictures from which mean and standard deviation are computed
 
 
@@ -104,13 +104,13 @@ def load(
 
     Args:
       dataset: "digits", a path, or "hf:NAME"; see the module's docstring.
-      channels: 1 (grey) or 3 (RGB); 0: those of the pictures.
+      channels: 1 (grey) or 3 (RGB); 0: as the pictures have.
       labels: names of a model's classes, in its order; kept if they include all of the dataset's.
-      mean, std: of each channel, for values from 0 to 1; empty: those of the training pictures.
+      mean, std: for each channel, of values from 0 to 1; empty: those of the training pictures.
       resample: filter to resize with, one of FILTERS.
-      crop: cuts training pictures at random, after repeating their edges by an eighth on each side.
+      crop: crops training pictures at random, after repeating their edges by an eighth on each side.
       flip: mirrors half of the training pictures, left to right.
-      seed: of crops and flips.
+      seed: seed of the crops and flips.
 
     Raises DataError if there is no such dataset, or its pictures can't be used.
     """
@@ -147,10 +147,7 @@ def load(
         filler={"image": np.zeros(shape, np.float32), "label": np.array(-1, np.int32)},
         unit="images",
         units=1,
-        config={
-            **{"channels": found, "classes": len(labels), "labels": labels},
-            **{"mean": mean, "std": std},
-        },
+        config=dict(channels=found, classes=len(labels), labels=labels, mean=mean, std=std),
         facts={"dataset": dataset, "fingerprint": digest.hexdigest()},
         by_epoch=crop or flip,
     )
@@ -163,10 +160,8 @@ def _folder(root: pathlib.Path, dataset: str, size: int, channels: int, resample
     """Returns (names of classes, channels, (training pictures, labels), (held-out ones, labels))."""
     inner = root / "train" if (root / "train").is_dir() else root
     classes = _classes(inner, dataset)
-    names, held = (
-        list(classes),
-        next((root / name for name in TEST if (root / name).is_dir()), None),
-    )
+    names = list(classes)
+    held = next((root / name for name in TEST if (root / name).is_dir()), None)
     if inner != root and held:
         test = _classes(held, dataset)
         for name in test.keys() - classes.keys():

@@ -1,12 +1,13 @@
-"""Packs documents into rows of a fixed length, by an index that is made once: best fit, decreasing.
+"""Packs documents into rows of a fixed length by best-fit decreasing, with an index made once.
 
 Rows are read by random access, so a batch stays a pure function of (seed, k) on any number of
-processes. A document that fits a row is never cut. A longer one fills rows of its own, and its rest
-is packed like a short document. Each piece begins with the last token before it, so every token of
-a document except its first is a target exactly once.
+processes. A document that fits a row is never cut. A longer one fills rows of its own, and its
+remainder is packed like a short document. Each piece begins with the last token before it, so every
+token of a document except its first is a target exactly once.
 
 In conversations only some tokens are targets, and a piece without its beginning would teach answers
-to nothing. A conversation longer than a row is cut there, and dropped if no target is left.
+without their questions. A conversation longer than a row is cut to one row, or dropped if that row
+has no target.
 """
 
 import bisect
@@ -29,9 +30,9 @@ BLOCK = 2**20  # pieces that are packed together; bounds memory
 class Lost(NamedTuple):
     """How much of the conversations does not fit into rows."""
 
-    documents: int = 0  # cut or dropped
-    targets: int = 0  # not trained on
-    of: int = 0  # all targets
+    documents: int = 0  # number cut or dropped
+    targets: int = 0  # number not trained on
+    of: int = 0  # number of all targets
     longest: int = 0  # positions of the longest document
 
 
@@ -83,8 +84,8 @@ class Packed(Rows):
     def text_bytes(self, tokenizer: Tokenizer) -> int:
         """Bytes of text that the rows' targets stand for.
 
-        This is all text except that of each document's first token (which has no text where the
-        tokenizer starts a document) or, for conversations, the answers without what is cut off.
+        This is all text except each document's first token, which has no text if the tokenizer
+        starts documents. For conversations it is the answers without what is cut off.
         """
         split = self._split
         if split.targets is not None:
@@ -115,7 +116,7 @@ def padding(packed: Packed) -> float:
 def best_fit(sizes: np.ndarray, room: int) -> np.ndarray:
     """Row of each piece by best fit, decreasing: the fullest row that has room for it.
 
-    Handles equal sizes, and rows with equal room, together: a million pieces take a second.
+    Handles pieces of equal size, and rows with equal room, together: a million pieces take a second.
 
     Args:
       sizes: [P], from 1 to `room`.
@@ -131,7 +132,7 @@ def best_fit(sizes: np.ndarray, room: int) -> np.ndarray:
         while len(pieces):
             place = bisect.bisect_left(rooms, size)
             left = rooms[place] if place < len(rooms) else room
-            each = left // size  # fill it: a row with less room left is the better fit
+            each = left // size  # fill the row: less room left makes it the better fit
             wanted = -(-len(pieces) // each)
             if place == len(rooms):
                 rows, made = np.arange(made, made + wanted), made + wanted
@@ -178,11 +179,11 @@ def _pieces(split: Split, length: int) -> Iterator[np.ndarray]:
 def _beginnings(
     split: Split, of_tokens: np.ndarray, length: int, lost: list[int]
 ) -> Iterator[np.ndarray]:
-    """Yields pieces like `_pieces`: the beginning of each conversation that has a target in it.
+    """Yields pieces like `_pieces`: the beginning of each conversation, if a target is in it.
 
     Args:
       of_tokens: the split's targets, bool [tokens].
-      lost: the fields of Lost; adds up what does not fit a row.
+      lost: the fields of Lost, increased by what does not fit a row.
     """
     for document in range(0, len(split.starts), BLOCK):
         begin = split.starts[document : document + BLOCK]

@@ -59,10 +59,10 @@ def find(dataset: str, column: str = "text", whole: bool = False) -> list[Source
     """Finds the sources that --dataset names.
 
     Args:
-      column: has the text in JSON Lines, Parquet and Hub datasets.
+      column: the column with the text, in JSON Lines, Parquet and Hub datasets.
       whole: holds out nothing, and drops a held-out split that the dataset has.
 
-    Raises DataError if something named does not exist, or a weight is not a share.
+    Raises DataError if something named does not exist, or a weight is invalid.
     """
     if not dataset:
         raise DataError("--dataset= is empty; use stdlib, a path, or hf:NAME")
@@ -93,7 +93,7 @@ def _weighted(one: str, dataset: str) -> tuple[str, float]:
 
 
 def exists(name: str) -> bool:
-    """Whether a file or folder exists; False if permission to ask is denied."""
+    """Whether a file or folder exists; False without permission to look."""
     return os.path.exists(os.path.expanduser(name))
 
 
@@ -316,11 +316,11 @@ def _numbered(name: str, what: str, rows: hub.Rows) -> Rows:
 def _conversations(name: str, rows: Callable[[], Rows], form: str, known: bool) -> Iterator[Part]:
     """Yields a part for each row. Rows are held out like documents, but never in pieces.
 
-    If this would hold out none or all of the rows, as it may with few, the last twentieth is held
-    out, at least one row.
+    If this would hold out none or all of the rows, as it may if there are few, the last twentieth is
+    held out instead, at least one row.
 
     Args:
-      known: the dataset has a held-out split, or needs none: no row is held out.
+      known: whether the dataset has a held-out split or needs none; then no row is held out.
     """
     first, found, count = None, set(), 0
     if not known:
@@ -369,7 +369,7 @@ def _cut(text: bytes, held_out: bool) -> Iterator[Part]:
 
 
 def _end(text: bytes, first: int = 0) -> int:
-    """End of the part that begins at `first`."""
+    """The end of the part that begins at `first`."""
     if len(text) - first <= LONGEST:
         return len(text)
     end = text.rfind(b"\n", first, first + LONGEST) + 1

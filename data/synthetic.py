@@ -45,7 +45,7 @@ def load(embed: int, hidden: int, seed: int) -> Dataset:
     return Dataset(
         train=train,
         held_out=Teacher(embed, hidden, seed, 1, HELD_OUT),
-        filler={name: np.zeros_like(value) for name, value in train[0].items()},  # of weight 0
+        filler={name: np.zeros_like(value) for name, value in train[0].items()},  # weight 0
         unit="examples",
         units=1,
         config={},

@@ -34,12 +34,12 @@ def load(
     Args:
       dataset, text_column: see `sources.find`. Several sources are packed separately and mixed by
         their weights; the held-out rows are those of all sources, in order.
-      tokenizer: None: bytes.
+      tokenizer: None means bytes.
       pack: "true": rows of whole documents; "false": windows; "": rows if there is a tokenizer or a
         conversation.
-      eval_dataset: what to hold out; then all of `dataset` is trained on.
+      eval_dataset: the held-out data; without it, part of `dataset` is held out.
 
-    Raises DataError if there is no such text, or less of it than one example.
+    Raises DataError if there is no such text, or too little for one example.
     """
     tokenizer = tokenizer or BYTES
     corpora = corpus.load(dataset, text_column, tokenizer, whole=bool(eval_dataset))
@@ -110,7 +110,7 @@ def _check(splits: list[Split], rows: list, seq_len: int, training: bool) -> Non
 def _notes(
     what: str, splits: list[Split], rows: list, seq_len: int, tokenizer: Tokenizer
 ) -> Iterator[str]:
-    """Lines about conversations: what the targets are, and what is not trained on."""
+    """Lines to print about conversations: what their targets are, and which are lost."""
     asks_for_date = "strftime_now" in tokenizer.template
     date = f"; templates see the date {chat.TRAINING_DAY:%d %b %Y}" if asks_for_date else ""
     for split, examples in zip(splits, rows, strict=True):
@@ -130,7 +130,7 @@ def _notes(
 
 
 class _Concatenated(Rows):
-    """Several sources, one after another."""
+    """Several sources, joined end to end."""
 
     def __init__(self, sources: list):
         self._sources = sources

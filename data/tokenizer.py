@@ -27,15 +27,12 @@ import numpy as np
 from data import DataError, buckets, chat, hub
 
 MAIN = "tokenizer.json"
-CONFIG, GENERATION, TEMPLATE = (
-    "tokenizer_config.json",
-    "generation_config.json",
-    "chat_template.jinja",
-)
+CONFIG, GENERATION = "tokenizer_config.json", "generation_config.json"
+TEMPLATE = "chat_template.jinja"
 SPECIAL = "special_tokens_map.json"
-FILES = (MAIN, CONFIG, TEMPLATE, GENERATION, SPECIAL)  # that a model folder may have
+FILES = (MAIN, CONFIG, TEMPLATE, GENERATION, SPECIAL)  # files that a model folder may have
 MODEL = "config.json"  # the model's own; kept only where no other file names the end-of-text token
-PAIRS = ("vocab.json", "merges.txt")  # of a byte-level BPE, in old repositories without MAIN
+PAIRS = ("vocab.json", "merges.txt")  # byte-level BPE in old repositories, which lack MAIN
 PIECES = ("tokenizer.model", "spiece.model", "sentencepiece.bpe.model")  # unsupported formats
 CONTROL = ("bos", "eos", "unk", "sep", "pad", "cls", "mask")  # NAME_token, for templates
 GPT2_END = "<|endoftext|>"  # ends a document in byte-level vocabularies; old files don't mark it
@@ -54,10 +51,10 @@ class Tokenizer:
     """A tokenizer, made by `find` or `from_files`. Threads may share one."""
 
     name: str = dataclasses.field(compare=False)  # --tokenizer's value, for messages
-    sha256: str  # of tokenizer.json
+    sha256: str  # tokenizer.json's
     size: int  # ids are 0 … size - 1
     files: dict[str, bytes] = dataclasses.field(repr=False, compare=False)  # {} for bytes
-    start: tuple[int, ...]  # ids in front of each document
+    start: tuple[int, ...]  # ids before each document
     end: tuple[int, ...]  # ids that end a text
 
     def __reduce__(self):  # pickled as its files
@@ -72,7 +69,7 @@ class Tokenizer:
         return {}
 
     def _encoder(self, control: bool):
-        """The library's tokenizer, which recognizes control tokens in a text or spells them out.
+        """The library's tokenizer, which recognizes control tokens in a text or treats them as text.
 
         The library has a switch for this, but flipping it would change what other threads encode. A
         second copy is made only if both kinds are used: 40 MB for a vocabulary of 151,669.
@@ -120,7 +117,7 @@ class Tokenizer:
         """Text without control tokens; ids outside the vocabulary, such as padding, are dropped.
 
         Args:
-          after: the tokens in front of these. Without them a decoder may drop the first space.
+          after: the tokens before these. Without them a decoder may drop the first space.
         """
         if len(after):
             return self.decode([*after, *tokens])[len(self.decode(after)) :]
@@ -154,7 +151,7 @@ class Tokenizer:
     def prompt(self, text: str) -> np.ndarray:
         """The int32 ids, at least one, of a document that begins with this text."""
         ids = [*self.start, *self.encode([text])[0]]
-        # An empty document begins behind the end of another one.
+        # An empty document begins after the end of another one.
         return np.array(ids or self.end[:1] or [0], np.int32)
 
     def text_bytes(self, tokens: np.ndarray) -> int:
@@ -207,13 +204,13 @@ class Tokenizer:
         return self._encode([_text(text)], control=True)[0]
 
     def _encode(self, texts: list[str], control: bool) -> list[np.ndarray]:
-        with _encoding(self.name):  # in a batch, even of one: `encode` keeps Python's lock
+        with _encoding(self.name):  # a batch, even of one text: `encode` holds Python's lock
             found = self._encoder(control).encode_batch_fast(texts, add_special_tokens=False)
         return [np.array(one.ids, np.int32) for one in found]
 
     @functools.cached_property
     def chat_key(self) -> str:
-        """sha256 of all that decides a conversation's tokens and targets besides tokenizer.json."""
+        """sha256 of what decides a conversation's tokens and targets, except for tokenizer.json."""
         about = [chat.CODE, self.template, self.control_tokens, self.start, self.end]
         about.append(chat.TRAINING_DAY.isoformat())
         return hashlib.sha256(json.dumps(about, sort_keys=True).encode()).hexdigest()
@@ -306,7 +303,7 @@ def _from_pairs(folder: pathlib.Path) -> bytes:
     vocabulary, merges = (str(folder / name) for name in PAIRS)
     try:
         library = Tokenizer(models.BPE.from_file(vocabulary, merges))
-    except Exception as error:  # the library's have no common base
+    except Exception as error:  # the library's exceptions have no common base
         raise DataError(
             f"{folder} has a {PAIRS[0]} and {PAIRS[1]} that can't be read ({buckets.reason(error)}); "
             "fetch them again"
@@ -344,7 +341,7 @@ def from_files(files: dict[str, bytes], name: str = "") -> Tokenizer:
 
 
 def _end(files: dict[str, bytes], name) -> str | list | None:
-    """Ids that end a text, or a token's text, from the first file that names any."""
+    """The ids that end a text, or a token's text, from the first file that names any."""
     by_name = _control_tokens(files, name).get("eos_token")
     for found in (
         _json(files, GENERATION, name).get("eos_token_id"),
@@ -377,11 +374,11 @@ def _json(files: dict[str, bytes], file: str, name) -> dict[str, Any]:
 def _library(files: dict[str, bytes], name: str):
     import tokenizers
 
-    # chunks.py has threads of its own. The library's, one for each core, would take 10 MB each.
+    # chunks.py has its own threads. The library's, one for each core, would take 10 MB each.
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     try:
         made = tokenizers.Tokenizer.from_str(files[MAIN].decode())
-    except Exception as error:  # the library's have no common base
+    except Exception as error:  # the library's exceptions have no common base
         raise DataError(
             f"{MAIN} of the tokenizer {name} can't be read ({buckets.reason(error)}); fetch it again"
         ) from None
@@ -395,7 +392,7 @@ def _encoding(name: str) -> Iterator[None]:
     """Turns errors that the library raises for a text into a DataError."""
     try:
         yield
-    except Exception as error:  # the library's have no common base
+    except Exception as error:  # the library's exceptions have no common base
         raise DataError(
             f"the tokenizer {name} can't encode every text ({buckets.reason(error)}); use one that has a "
             "token for unknown words or characters"

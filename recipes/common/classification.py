@@ -12,7 +12,7 @@ from recipes.common.train.loop import best_effort
 
 
 def confusion(classes: int) -> Callable[..., Tree]:
-    """A sum for `fit` to add to the loss's figures: images by true class (rows) and by guess."""
+    """An extra sum for `fit`: counts images by true class (rows) and predicted class (columns)."""
 
     def count(model, batch: Tree) -> Tree:
         true_BC = jax.nn.one_hot(batch["label"], classes)  # label -1: a row of zeros
@@ -26,8 +26,8 @@ def show(folder: RunFolder, figures: Tree, names: Sequence[str] = ()) -> None:
     """Prints what the model has learned, and draws it.
 
     Args:
-      figures: `fit`'s, with the confusion.
-      names: of the classes; empty: their numbers.
+      figures: totals from `fit`, with the confusion.
+      names: names of the classes; empty: their numbers.
     """
     (nats, count), (right, _) = figures["loss"], figures["accuracy"]
     print0(f"Held-out accuracy {right / count:.4f}: {right:.0f} of {count:.0f} images; "

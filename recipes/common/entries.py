@@ -39,7 +39,7 @@ def dataset(name: str, known: dict[str, Any]):
     """The entry's data.Dataset.
 
     Args:
-      known: a run's flags and its config's fields, from which `load` gets its arguments by name.
+      known: a run's flags and its config's fields; `load` gets those that it has parameters for.
 
     Raises DataError if the data can't be loaded.
     """

@@ -1,4 +1,4 @@
-"""Generates tokens with a KV cache: reads prompts at once, then writes a token per row and step.
+"""Generates tokens with a KV cache: reads prompts in one pass, then writes a token per row and step.
 
 Models need the methods `prefill` and `decode`, as in zoo/transformer.py and zoo/moe.py.
 """
@@ -35,7 +35,7 @@ class Sampling:
         return jax.vmap(lambda row: jax.random.fold_in(jax.random.key(self.seed), row))(rows_B)
 
     def __call__(self, logits_BV: jax.Array, keys_B: jax.Array, number) -> jax.Array:
-        """Chooses tokens [B], each a function of its row's key, its own number and its logits."""
+        """Chooses tokens [B], each a function of its row's key, its number in the row and its logits."""
         if not self.temperature:
             return jnp.argmax(logits_BV, axis=-1).astype(jnp.int32)
         logits_BV = self._kept(logits_BV / self.temperature)
@@ -70,8 +70,8 @@ def cap_windows(config: Any, most: int) -> Any:
 class Generator:
     """Continues prompts. Compiles its two programs once for each shape.
 
-    Counts tokens `read` and `written` in real rows, decoding `steps`, and the `seconds` of reading
-    and writing.
+    Counts the tokens `read` and `written`, without padding, the decoding `steps`, and the `seconds`
+    of reading and of writing.
     """
 
     def __init__(
@@ -90,14 +90,14 @@ class Generator:
           variables: the model's variables, {"params": …}, or a training state.
           end: the tokens that end a row.
           vocabulary: only tokens below this number are written.
-          rows: fewest rows of a batch; batches are also padded to what the mesh divides.
+          rows: fewest rows of a batch; batches are also padded until the mesh divides them.
         """
         layout.check_whole("generation")
         self.layout, self.sampling, self.end = layout, sampling, np.array(end, np.int32)
         self._variables = {kind: variables[kind] for kind in layout.model.shapes}
         self._vocabulary, self._rows = vocabulary, rows
         self._compiled: dict[tuple[int, ...], jax.stages.Compiled] = {}
-        self.cache_bytes = 0  # of the last call, per device
+        self.cache_bytes = 0  # the last call's cache, per device
         self.read, self.written, self.steps, self.seconds = 0, 0, 0, [0.0, 0.0]
 
     def __call__(
@@ -115,13 +115,13 @@ class Generator:
         layout = self.layout
         T = _multiple(max(SHORTEST, 2 ** math.ceil(math.log2(max(lengths)))), layout.seq_shards)
         B = _multiple(max(len(prompts), self._rows), layout.batch_shards)
-        S = _multiple(T + max_new_tokens, layout.seq_shards)  # some may stay empty
+        S = _multiple(T + max_new_tokens, layout.seq_shards)  # slots; some may stay empty
         tokens_BT, lengths_B = np.zeros((B, T), np.int32), np.ones(B, np.int32)
         for row, prompt in enumerate(prompts):
             tokens_BT[row, T - len(prompt) :] = prompt
             lengths_B[row] = len(prompt)
         rows_B = np.where(np.arange(B) < len(prompts), first + np.arange(B), -1).astype(np.int32)
-        # Rows are replicated, since each device chooses the next tokens of all; positions are not.
+        # Rows are replicated: each device chooses the next tokens of all rows. Positions are split.
         whole = layout.replicated
         parts = whole.update(spec=jax.P(None, *layout.batch_shardings(tokens_BT).spec[1:]))
         given = jax.device_put((tokens_BT, lengths_B, rows_B), (parts, whole, whole))

@@ -296,7 +296,7 @@ def test_a_bucket_that_is_lost_after_the_last_save_is_a_warning(bucket, capfd):
     out, err = capfd.readouterr()
     assert out.startswith("Took ")
     assert err == (
-        f"warning: {WORKDIR} can't be read or written any more (403 Forbidden); the last checkpoint "
+        f"warning: {WORKDIR} can no longer be read or written (403 Forbidden); the last checkpoint "
         "was saved before\n"
     )
     assert checkpoint.verify(at("checkpoints/1")) == ""

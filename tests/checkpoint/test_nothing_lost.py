@@ -563,7 +563,7 @@ def test_a_run_that_came_and_went_while_another_compiled_is_not_overwritten(tmp_
     late = open_run("transformer", Run(workdir=str(tmp_path)), NoFlags())  # there is no lock yet
     with saving(tmp_path) as saver:
         saver.save(2, {"x": jnp.ones(3)})
-    with pytest.raises(UserError, match=f"^--workdir={tmp_path} has got step 2 from another run"):
+    with pytest.raises(UserError, match=f"^--workdir={tmp_path} got step 2 from another run"):
         Saver(late, 1, saver._metadata, {})
     late.close()
 

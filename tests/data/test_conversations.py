@@ -574,7 +574,7 @@ def test_learning_rates(recipe, flags, wanted, tmp_path):
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        (["--tokenizer={here}/loud"], "--tokenizer has another chat template than the original run was trained with; leave it out, or use a different --workdir (this one is {here}/tuned)"),
+        (["--tokenizer={here}/loud"], "--tokenizer must have the chat template that the original run was trained with; leave it out, or use a different --workdir (this one is {here}/tuned)"),
         (["--learning_rate=0.004"], "--learning_rate=0.004 must match the original run, 5e-05"),
         (["--eval_dataset={here}/a.jsonl"], "--eval_dataset={here}/a.jsonl must match the original run, none"),
         (["--pack=false"], "--pack=false must match the original run, none"),

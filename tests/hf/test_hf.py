@@ -869,10 +869,10 @@ def test_a_recipe_trains_from_a_folder_and_its_run_is_exported(run, tiny, tmp_pa
              "--mesh=4x2", "--sample_bytes=40", f"--workdir={work}")  # fmt: skip
     done = run("recipes.transformer", *flags, "--steps=0")
     assert (done.code, done.err) == (0, "")
-    assert f"Evaluates {tiny}, of step 0." in done.out
+    assert f"Evaluates {tiny}, step 0." in done.out
     done = run("recipes.transformer", *flags, "--steps=2")
     assert (done.code, done.err) == (0, "")
-    assert f"Starts at step 0, on the parameters of {tiny}." in done.out
+    assert f"Starts at step 0 from the parameters of {tiny}." in done.out
 
     done = run("recipes.hf", "export", f"--source={work}", f"--target={back}")
     assert (done.code, done.err) == (0, "")

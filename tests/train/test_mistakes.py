@@ -301,7 +301,7 @@ SMALL_ROWS = [  # of the other recipes, which have the same code behind most fla
     ("moe", ["--experts_per_token=9"], "--experts_per_token=9 is more than the number of experts, 8; use at most 8, or a larger --num_experts"),
     ("moe", ["--num_experts=1"], "--experts_per_token=2 is more than the number of experts, 1; use at most 1"),
     ("deepseek", ["--matmul=int8"], "--matmul=int8 is not for this model, whose matmuls are in --dtype alone; leave it out"),
-    ("moe", ["--capacity=0"], "--capacity=0 is not a number > 0; try 1.25, or none to leave no token out"),
+    ("moe", ["--capacity=0"], "--capacity=0 is not a number > 0; try 1.25, or none to drop no token"),
     ("moe", ["--capacity=nan"], "--capacity=nan is not a number > 0; try"),
     ("moe", ["--capacity=all"], "--capacity=all is not a number > 0; try"),
     ("gpt2", ["--seq_len=2048"], "--seq_len=2048 is more than the 1024 positions that the model learns; use at most --seq_len=1024"),

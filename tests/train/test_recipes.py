@@ -78,7 +78,7 @@ def check_output(out: str, workdir: pathlib.Path) -> None:
         "123,200 parameters. Per device: parameters 62.7 kB, gradients 62.7 kB, optimizer state 125.4 kB.",
         "Compiled step, per device: ",
         "Collectives a step, per device: 29 all-gather of 442.4 kB; ",
-        "Starts at step 0, on new parameters.",
+        "Starts at step 0 with new parameters.",
         "step 6/12  loss ",
         "step 12/12  loss ",
         "Held-out loss ",
@@ -199,7 +199,7 @@ def test_restore_from_evaluates_and_leaves_no_files(first, train, tmp_path):
     held_out = records(first.workdir, "held_out_loss")[-1][0]
     flags = (f"--restore_from={first.workdir}", f"--workdir={tmp_path / 'w'}")
     out = train("--mesh=1x8", "--rules=tp", "--steps=0", *flags)
-    assert f"Evaluates {first.workdir}/checkpoints/12, of step 12." in out
+    assert f"Evaluates {first.workdir}/checkpoints/12, step 12." in out
     assert f"Held-out loss {held_out:.4f} nats/byte" in out
     assert not (tmp_path / "w").exists()
 
@@ -208,7 +208,7 @@ def test_restore_from_starts_a_new_run_on_given_parameters(first, train, tmp_pat
     flags = (f"--restore_from={first.workdir}", f"--workdir={tmp_path / 'w'}")
     flags += ("--learning_rate=0.004", "--warmup_steps=40")  # as another test: the same program
     out = train("--mesh=1x8", *FLAGS, *flags)
-    assert f"Starts at step 0, on the parameters of {first.workdir}/checkpoints/12." in out
+    assert f"Starts at step 0 from the parameters of {first.workdir}/checkpoints/12." in out
     before, after = state_of(first.workdir, STEPS), state_of(tmp_path / "w", STEPS)
     assert set(before) == set(after)
     assert int(after["step"]) == STEPS

@@ -167,7 +167,7 @@ def test_vit_fine_tunes_a_hugging_face_model_with_a_new_head(train, quick, pets,
     out = train("vit", f"--restore_from=hf:{theirs}", *flags, *more)
     assert "The head is new and starts at zero, for 3 other classes." in out
     assert "attention: xla, because the kernels attend to earlier positions alone" in out
-    assert f"Starts at step 0, on the parameters of {theirs}." in out
+    assert f"Starts at step 0 from the parameters of {theirs}." in out
     found = records(tmp_path / "v", "held_out_accuracy", "held_out_loss")
     assert found[0][1] == pytest.approx(np.log(3), rel=1e-5), "a head of zeros"
     assert found[-1][0] == 1

@@ -1,4 +1,4 @@
-"""A plan in words: the table, why the first is first, why others lose, the command to run."""
+"""Describes a plan: the table, why the first is first, why others lose, the command to run."""
 
 from typing import Any
 
@@ -11,16 +11,6 @@ from recipes.common.sharding.layout import Layout
 
 HEAD = ("mesh", "rules", "remat", "matmul", "accumulate", "memory", "host", "inside", "between",
         "bound by", "step", "per second", "MFU")  # fmt: skip
-BOUND = {  # key of Estimate.seconds → one word, for the table
-    "compute": "compute",
-    "memory": "memory",
-    "links": "links",
-    "network": "network",
-    "waiting": "activations",
-    "bubble": "bubble",
-    "update": "update",
-    "host": "host",
-}
 WORDS = {  # key of Estimate.seconds → a phrase
     "compute": "compute",
     "memory": "memory traffic",
@@ -49,11 +39,12 @@ def cells(candidate: Estimate) -> list[str]:
     over = "" if candidate.fits else f" (+{size(candidate.peak - there)})"
     config = candidate.layout.config
     remat, matmul = getattr(config, "remat", "-"), getattr(config, "matmul", "") or "-"
+    bound = "activations" if candidate.bound == "waiting" else candidate.bound
     return [
         mesh_of(candidate), candidate.layout.strategy, remat, matmul, str(candidate.accumulate),
         size(candidate.peak) + over, size(sum(candidate.host.values())), size(candidate.links),
         size(candidate.network),
-        BOUND[candidate.bound], duration(candidate.step), f"{candidate.tokens / candidate.step:,.0f}",
+        bound, duration(candidate.step), f"{candidate.tokens / candidate.step:,.0f}",
         f"{candidate.mfu:.0%}",
     ]  # fmt: skip
 
@@ -77,7 +68,7 @@ def duration(seconds: float) -> str:
 
 
 def notes(plan: Plan) -> list[str]:
-    """How candidates were found, left out and ranked."""
+    """Lines on how candidates were found, left out and ranked."""
     there, devices = size(usable(plan.devices)), plan.devices
     lines = [
         f"{len(plan.ranked)} meshes and strategies, {plan.tried} with remat and accumulation. A device "
@@ -194,7 +185,7 @@ def _devices_of(layout: Layout) -> Devices:
 
 
 def as_json(plan: Plan, entry: str, size_name: str, most: int) -> dict[str, Any]:
-    """The plan for programs."""
+    """The plan as JSON, for other programs."""
     ranked = [to_json(x) for x in plan.ranked[:most]]
     best = plan.best
     return {

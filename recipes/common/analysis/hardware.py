@@ -21,7 +21,7 @@ class Hardware(NamedTuple):
     name: str  # JAX's device_kind
     float8: float  # peak FLOP/s; 0: no faster than bfloat16, whose peak is in flops.PEAK
     memory: float  # bytes
-    bandwidth: float  # of the memory
+    bandwidth: float  # the memory's
     links: float  # to the devices of the slice or node: ICI, NVLink
     network: float  # to other slices or nodes
     torus: int  # dims of the torus that the links form; 0: a switch
@@ -159,21 +159,12 @@ def topology_shape(kind: str, each: int) -> tuple[int, ...]:
         if each > hardware.most:
             raise UserError(f"--devices={kind}:{each} is more than {hardware.most} devices")
         return (each,)
-    shapes: dict[int, tuple[int, ...]] = {
-        1: (1, 1),
-        4: (2, 2),
-        8: (2, 4),
-        16: (4, 4),
-        32: (4, 8),
-        64: (8, 8),
-    }
-    shapes |= {128: (8, 16), 256: (16, 16)}
-    if hardware.torus == 3:
-        shapes = {1: (1, 1, 1), 4: (2, 2, 1), 8: (2, 2, 2), 16: (2, 2, 4), 32: (2, 4, 4)}
-        cubes, over = divmod(each // cores, 64)
-        if cubes and not over and each % cores == 0:
-            shapes[each // cores] = _cuboid(cubes)
     chips = each // cores
+    every = [(1, 1), (2, 2), (2, 4), (4, 4), (4, 8), (8, 8), (8, 16), (16, 16)]
+    if hardware.torus == 3:
+        every = [(1, 1, 1), (2, 2, 1), (2, 2, 2), (2, 2, 4), (2, 4, 4)]
+        every += [_cuboid(chips // 64)] if chips and chips % 64 == 0 else []
+    shapes = {math.prod(dims): dims for dims in every}
     if each % cores or each > hardware.most or chips not in shapes:
         known = [n * cores for n in shapes if n * cores <= hardware.most]
         known += [64 * cores * n for n in (1, 2, 4, 8, 16, 32, 64, 96)] * (hardware.torus == 3)

@@ -108,7 +108,7 @@ def _between_slices(match: re.Match, lines: list[str]) -> Collective | None:
         return None
     facts = dict(re.findall(r'_xla_megascale_(transfer_type|target)="([^"]*)"', line))
     kind = facts.get("transfer_type", "send").lower().replace("_", "-")
-    array = match[2].partition("]")[0] + "]"  # of (array, context, token)
+    array = match[2].partition("]")[0] + "]"  # the array in (array, context, token)
     return _collective(kind, False, array, line)._replace(groups=facts.get("target", ""))
 
 
@@ -261,9 +261,9 @@ def sent_by_kind(hlo: str | None, devices: int) -> dict[str, float]:
     for found in collectives(hlo):
         n = group_size(found.groups, devices)
         factor = {
-            "all-gather": (n - 1) / n,  # of the result, which is the whole
+            "all-gather": (n - 1) / n,  # the result is the whole
             "all-reduce": 2 * (n - 1) / n,
-            "reduce-scatter": n - 1,  # of the result, which is a part
+            "reduce-scatter": n - 1,  # the result is a part
             "all-to-all": (n - 1) / n,
             "ragged-all-to-all": (n - 1) / n,  # at most
             "collective-broadcast": 1,
@@ -280,7 +280,7 @@ def group_size(groups: str, devices: int) -> int:
     (3, 8)
     >>> group_size("mesh['axis_0'=2,'axis_1'=8] {'axis_1'}", 16), group_size("", 16)
     (8, 16)
-    >>> group_size("mesh['a'=4,'b'=2] {'a':(1)2,'b'}", 8)  # of `a`, the outer half
+    >>> group_size("mesh['a'=4,'b'=2] {'a':(1)2,'b'}", 8)  # the outer half of `a`
     4
     """
     if named := re.match(r"mesh\[(.*?)\] \{(.*?)\}", groups):

@@ -25,7 +25,7 @@ def _figure(columns: int, width: float = 4):
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    layout = "constrained" if columns > 1 else None  # as slow as all the rest
+    layout = "constrained" if columns > 1 else None  # takes as long as everything else
     figure = Figure(figsize=(width * columns, 4), layout=layout, dpi=120)
     FigureCanvasAgg(figure)  # no window, no global state
     return figure, figure.subplots(1, columns, squeeze=False)[0]
@@ -97,15 +97,12 @@ MOST = 20  # classes whose counts and names a confusion matrix has room for
 
 
 def learning(
-    path: pathlib.Path,
-    metrics: pathlib.Path,
-    confusion_CC: np.ndarray,
-    names: Sequence[str] = (),
+    path: pathlib.Path, metrics: pathlib.Path, confusion_CC: np.ndarray, names: Sequence[str] = ()
 ) -> None:
     """Draws the losses of metrics.jsonl and a confusion matrix: rows true, columns predicted.
 
     Args:
-      names: of the classes; empty: their numbers.
+      names: names of the classes; empty: their numbers.
     """
     if not is_first():
         return

@@ -48,22 +48,19 @@ def page(plan: Plan, shown: list[Estimate], entry: str, size_name: str) -> str:
     """The whole page."""
     best, where = plan.best or shown[0], group(plan.devices)
     title = html.escape(f"{entry} {size_name} on {plan.devices}")
-    text = [why_first(plan)] if plan.best else ["Nothing fits."]
+    text = why_first(plan) if plan.best else "Nothing fits."
     run = f"<pre>{html.escape(command(entry, size_name, best))}</pre>" if plan.best else ""
     purposes = list(best.memory)
-    sent = ("inside", "between")
-    sides: list[dict[str, float]] = [
-        dict(zip(sent, (x.links, x.network), strict=True)) for x in shown
-    ]
+    sent: list[dict[str, float]] = [{"inside": x.links, "between": x.network} for x in shown]
     body = [
         f"<h1>{title}</h1>",
-        f"<p>{html.escape(text[0])}</p>{run}",
+        f"<p>{html.escape(text)}</p>{run}",
         _table(shown),
         *(f"<p><small>{html.escape(note)}</small></p>" for note in notes(plan)),
         f"<h2>Memory of a device</h2>{_key(purposes, f'usable: {size(usable(plan.devices))}')}",
         *_bars(shown, [x.memory for x in shown], usable(plan.devices)),
-        f"<h2>Bytes that a device sends in a step</h2>{_key([f'{x} {where}s' for x in sent])}",
-        *_bars(shown, sides, 0.0),
+        f"<h2>Bytes that a device sends in a step</h2>{_key([f'{x} {where}s' for x in sent[0]])}",
+        *_bars(shown, sent, 0.0),
         f"<h2>Which device holds what</h2>{_grid(best)}",
         "<h2>Why others lose</h2><ul>",
         *(f"<li>{html.escape(x.removeprefix('- '))}</li>" for x in why_others_lose(plan)),
@@ -93,7 +90,7 @@ def _key(names: list[str], limit: str = "") -> str:
 
 
 def _bars(shown: list[Estimate], parts: list[dict[str, float]], limit: float) -> list[str]:
-    """A stacked bar for each candidate; limit: bytes where a line is drawn."""
+    """A stacked bar for each candidate, with a line at `limit` bytes unless that is 0."""
     most = max(limit, *(sum(x.values()) for x in parts)) or 1.0
     line = f'<span class="limit" style="left:{limit / most:.2%}"></span>' if limit else ""
     lines = []

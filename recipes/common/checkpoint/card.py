@@ -16,7 +16,7 @@ from recipes.common.runtime import describe, jsonl
 
 FILE = "README.md"
 
-LICENCES = {  # of datasets that come with the zoo or with Python
+LICENCES = {  # for datasets that come with the zoo or with Python
     "teacher": "CC0-1.0",
     "digits": "CC-BY-4.0 (E. Alpaydin and C. Kaynak, doi:10.24432/C50P49; see data/README.md)",
     "stdlib": "PSF-2.0",
@@ -92,7 +92,7 @@ def base(metadata: dict[str, Any]) -> dict[str, str]:
 
 
 def command(metadata: dict[str, Any]) -> str:
-    """The command that trains this again."""
+    """The command that repeats this training run."""
     flags = {k: value for k, value in metadata["flags"].items() if k not in OMITTED_FLAGS}
     flags |= {"mesh": describe(metadata["mesh"]), "rules": metadata["rules"]["name"]}
     given = [f"--{name}={shlex.quote(str(value))}" for name, value in flags.items() if value != ""]
@@ -184,7 +184,7 @@ def table(rows: dict[str, str]) -> list[str]:
 
 # ---- Hugging Face Hub ----------------------------------------------------------------------------
 
-# Licences that the Hub knows by name; it wants "other" and a name for the rest.
+# Licences that the Hub knows by name; the others need "other" and a name.
 HUB_LICENCES = {"apache-2.0", "mit", "cc0-1.0", "cc-by-4.0", "cc-by-sa-4.0", "bsd-3-clause"}
 HUB_LICENCES |= {"llama2", "llama3", "llama3.1", "llama3.2", "llama3.3", "gemma", "openrail"}
 HUB_LICENCES |= {"gpl-3.0"}
@@ -196,7 +196,7 @@ def for_hub(
     """The README.md of an exported model or adapter; the Hub reads its front matter.
 
     Args:
-      facts: from `facts`; an empty licence is left out.
+      facts: the result of `facts`; an empty licence is left out.
     """
     began, licence = base(metadata), facts["licence"].lower()
     library = "peft" if adapter else "transformers"

@@ -11,7 +11,7 @@ from recipes.common.runtime import folders
 
 COMMITTED = "commit_success.txt"  # Orbax's mark of a finished folder
 HASHES = "hashes.json"
-PROBE = "probe.json"  # of a published checkpoint: probe.py
+PROBE = "probe.json"  # in published checkpoints: probe.py
 _NEEDED = [f"{item}{COMMITTED}" for item in ("", "state/", "metadata/")]
 _NEEDED += ["state/_METADATA", "metadata/metadata"]
 

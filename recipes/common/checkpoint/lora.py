@@ -26,7 +26,7 @@ from recipes.common.runtime import UserError, folders
 from recipes.common.sharding import Tree, paths
 from recipes.common.sharding.abstract import nested
 
-FIELDS = ("lora_rank", "lora_alpha", "lora_targets")  # of the model's config
+FIELDS = ("lora_rank", "lora_alpha", "lora_targets")  # in the model's config
 
 
 @dataclasses.dataclass(frozen=True)
@@ -166,7 +166,7 @@ def describe_base(source: Any, given: str) -> dict[str, str]:
     """metadata["base"] of an adapter trained on `source`; another adapter's base is kept.
 
     Args:
-      given: the path that `source` was found by.
+      given: the path under which `source` was found.
     """
     if isinstance(source, Adapted):
         source, given = source.base, source.where

@@ -1,4 +1,4 @@
-"""A trained model with a new head: a source whose other parameters come from a checkpoint."""
+"""A trained model with a new head: a Source that takes all other parameters from a checkpoint."""
 
 import dataclasses
 import functools
@@ -15,14 +15,14 @@ from recipes.common.sharding.abstract import nested
 
 @dataclasses.dataclass(frozen=True)
 class NewHead:
-    """A Source without some of a checkpoint's parameters; these start at zero, in a new shape.
+    """A Source in which some of a checkpoint's parameters are replaced by zeros of a new shape.
 
-    A head of zeros gives all classes the same probability, and its first gradients leave the other
-    parameters alone.
+    A head of zeros gives all classes the same probability, and makes the first gradients of all
+    other parameters zero.
     """
 
     source: Any  # Source
-    layout: Layout  # of the new model
+    layout: Layout  # the new model's
     names: tuple[str, ...]  # paths of the head's parameters
 
     @property

@@ -19,7 +19,7 @@ _open = threading.local()  # on process 0, while others serve: .topic, .number o
 
 
 def call_on_first(topic: str, work: Callable[[], Any]) -> Any:
-    """Runs `work` on process 0, where `sha256` is shared, and returns its value on all processes.
+    """Runs `work` on process 0, whose `sha256` all share, and returns its value on all processes.
 
     Every process must call this. Raises the UserError of `work` on all of them.
     """
@@ -29,7 +29,7 @@ def call_on_first(topic: str, work: Callable[[], Any]) -> Any:
 
 
 def share(topic: str, work: Callable[[], Any]) -> Any:
-    """Returns `work()`, in which `sha256` is shared with the processes that `serve` the topic.
+    """Returns `work()`; inside it, processes that `serve` the topic share the work of `sha256`.
 
     Args:
       topic: a name used once in a run.

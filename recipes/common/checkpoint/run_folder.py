@@ -20,7 +20,7 @@ class RunFolder:
 
     entry: str
     path: pathlib.Path
-    flags: dict[str, Any]  # of this command; a resumed run keeps its restore_from
+    flags: dict[str, Any]  # this command's; a resumed run keeps its restore_from
     in_use: bool  # whether the run writes here; --steps=0 --restore_from=… doesn't
     newest: Source | None  # the run's own newest checkpoint
     source: Source | None  # --restore_from, if the run has no checkpoint yet

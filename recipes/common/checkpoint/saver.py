@@ -14,7 +14,6 @@ import math
 import os
 import pathlib
 import shutil
-import sys
 import threading
 import time
 import warnings
@@ -27,7 +26,7 @@ import orbax.checkpoint as ocp
 from data.tokenizer import BYTES, Tokenizer
 from recipes.common.checkpoint import integrity, parallel_hashing, run_folder, store
 from recipes.common.checkpoint.run_folder import RunFolder
-from recipes.common.runtime import Stopped, UserError, folders, lock, processes
+from recipes.common.runtime import Stopped, UserError, folders, lock, processes, warn
 from recipes.common.sharding import Tree
 
 TEMPORARY = ".orbax-checkpoint-tmp"  # Orbax's suffix of an uncommitted checkpoint's folder
@@ -44,7 +43,7 @@ class Saver:
 
     Args:
       keep: number of newest checkpoints to keep.
-      metadata: from store.metadata.
+      metadata: the result of store.metadata.
       data: facts of the dataset, JSON.
       tokenizer: the model's; every checkpoint contains it.
 
@@ -62,8 +61,8 @@ class Saver:
         self._folder, self._keep, self._tokenizer = folder, keep, tokenizer
         digest = {store.TOKENIZER: tokenizer.sha256} if tokenizer.files else {}
         self._metadata, self._data = metadata | digest | {"data": data}, data
-        self._thread: threading.Thread | None = None  # of the save in flight
-        self._step, self._failed = folder.step, ""  # of the last save, and why it failed
+        self._thread: threading.Thread | None = None  # the save in flight
+        self._step, self._failed = folder.step, ""  # the last save's step, and why it failed
         self.before_commit: Callable[[], None] = lambda: None  # called on process 0
         best = processes.broadcast_from_first(self._prepare)
         self._lowest = best[0][0] if best else math.inf  # held-out loss of the best checkpoint
@@ -73,7 +72,7 @@ class Saver:
             ocp.CompositeCheckpointHandler(
                 state=ocp.PyTreeCheckpointHandler(
                     type_handler_registry=store.ANY_MESH,
-                    use_compression=False,  # would save 8% of space, and restore 1.5 times as slowly
+                    use_compression=False,  # would save 8% of space, but restore 1.5 times as slowly
                 ),
                 data=ocp.JsonCheckpointHandler(),
                 metadata=ocp.JsonCheckpointHandler(),
@@ -110,7 +109,7 @@ class Saver:
         steps = [step for step in store.steps_in(path / "checkpoints") if step not in damaged]
         if steps and steps[-1] != self._folder.step:
             raise UserError(
-                f"--workdir={path} has got step {steps[-1]} from another run since this one began; "
+                f"--workdir={path} got step {steps[-1]} from another run since this one started; "
                 "start this one again to resume from there, or use a different --workdir"
             )
 
@@ -198,12 +197,14 @@ class Saver:
             for step in store.steps_in(self._folder.path / "checkpoints")[: -self._keep]:
                 self._remove(self._folder.checkpoint(step))
         except folders.errors() as error:
-            _warn(f"old checkpoints could not be removed ({folders.reason(error)}); training "
-                  "continues, and the next save tries again")  # fmt: skip
+            warn(
+                f"old checkpoints could not be removed ({folders.reason(error)}); training "
+                "continues, and the next save tries again"
+            )
 
     @staticmethod
     def _remove(old: pathlib.Path) -> None:
-        """Makes a checkpoint vanish at once, then deletes its files."""
+        """Uncommits a checkpoint in one operation, then deletes its files."""
         if not folders.in_bucket(old):
             old = old.rename(old.with_suffix(REMOVED))
         folders.remove(old, integrity.COMMITTED)
@@ -278,7 +279,7 @@ class Saver:
                 shutil.copytree(saved, beside, copy_function=link_or_copy)
                 (beside / HELD_OUT).write_text(json.dumps(figures))
                 folders.to_disk(beside)
-                if target.exists():  # from before the run was resumed at an earlier step
+                if target.exists():  # left from before the run resumed at an earlier step
                     self._remove(target)
                 beside.rename(target)
                 folders.sync(best)
@@ -286,8 +287,10 @@ class Saver:
         except folders.errors() as error:
             if not folders.in_bucket(best):
                 shutil.rmtree(beside, ignore_errors=True)
-            _warn(f"the checkpoint of step {step} could not be kept as the best one "
-                  f"({folders.reason(error)}); training continues")  # fmt: skip
+            warn(
+                f"the checkpoint of step {step} could not be kept as the best one "
+                f"({folders.reason(error)}); training continues"
+            )
 
     def _best(self) -> list[tuple[float, int]]:
         """(held-out loss, step) of checkpoints in best/, lowest first; a kill may leave two."""
@@ -317,7 +320,7 @@ class Saver:
             return
         then = "training continues, and the next save is tried as usual"
         then = "training stops at the next save" if self._lock_lost() else then
-        _warn(f"the checkpoint of step {self._step} could not be saved ({self._failed}); {then}")
+        warn(f"the checkpoint of step {self._step} could not be saved ({self._failed}); {then}")
         if self._lock_lost():
             return
         if processes.count() == 1:
@@ -365,7 +368,3 @@ def link_or_copy(source: str, target: str) -> None:
         os.link(source, target)
     except OSError:
         shutil.copy2(source, target)
-
-
-def _warn(message: str) -> None:
-    print(f"warning: {message}", file=sys.stderr, flush=True)

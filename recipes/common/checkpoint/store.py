@@ -38,8 +38,8 @@ from recipes.common.sharding.abstract import unadapted
 
 # Saves no sharding file: it would tie a checkpoint to its mesh, and keep plain
 # `ocp.StandardCheckpointer().restore(path)` from reading it anywhere.
-# Small replicated arrays are saved by one device: saved by all, each would save a slice, and every slice
-# is a program to compile, 30 ms each, while the step waits.
+# One device saves each small replicated array. If all saved a slice, each slice would be a program to
+# compile, 30 ms each, while the step waits.
 ANY_MESH = ocp.type_handlers.create_type_handler_registry(
     (
         jax.Array,
@@ -122,11 +122,11 @@ class Checkpoint:
 
     @contextlib.contextmanager
     def _reading(self) -> Iterator[epath.Path]:
-        """The folder of its arrays. A failed read raises UserError if a file is damaged."""
+        """Yields the folder of its arrays. A failed read raises UserError if a file is damaged."""
         try:
             yield epath.Path(self.path / "state")
         except Exception:
-            if bad := integrity.verify(self.path):  # not hashed before, or intact then
+            if bad := integrity.verify(self.path):  # it was not hashed, or was damaged since
                 raise UserError(f"checkpoint {self.path}: {bad}; use an intact one") from None
             raise
 
@@ -140,8 +140,8 @@ def find(
     """The checkpoint at a path: a run's workdir (its newest one) or a checkpoint's own folder.
 
     A bare name that is no folder is a published checkpoint: "mlp.digits". "hf:DIR" is a Hugging
-    Face model folder, and "hf:ORG/NAME" one on the Hub. An adapter, also PEFT's with or without
-    "hf:", is found with its base, as the merged model.
+    Face model folder, and "hf:ORG/NAME" one on the Hub. An adapter, PEFT's included (with or without
+    "hf:"), is joined with its base: the result is the merged model.
 
     Args:
       flag: the flag to name in messages.
@@ -176,7 +176,7 @@ def find_on_all_processes(path: str, hash_files: bool = True, base: str = "") ->
 
 
 def _locate(path: str | pathlib.Path, what: str, hash_files: bool) -> Source:
-    """Finds the source at a path, for an adapter without its base. Raises UserError."""
+    """Finds the source at a path; an adapter is not joined with its base. Raises UserError."""
     if str(path).startswith("hf:"):
         return hf.open_folder(hf.locate(str(path).removeprefix("hf:")))
     with folders.user_errors(f"{what} can't be read", "use another"):
@@ -211,7 +211,7 @@ def with_base(found: Source, what: str, hash_files: bool, base: str = "") -> Sou
 
     Args:
       what: how the user named it, for messages: "--workdir=runs/x".
-      hash_files, base: as in `find`.
+      hash_files, base: see `find`.
 
     Raises UserError if the base is missing or has changed, or is a different model.
     """
@@ -305,7 +305,7 @@ def layout_of(
     """The layout of a checkpoint's model on `mesh`; reads and allocates no arrays.
 
     Args:
-      seq_len: as make_layout takes it.
+      seq_len: see make_layout.
       compute: fields to replace in its Config, such as dtype.
 
     Raises UserError if the model is unknown or doesn't fit the mesh.
@@ -324,7 +324,7 @@ def layout_of(
 def context(source: Source) -> int:
     """Context length of a model in tokens: the one in its folder, or the one it was trained with.
 
-    At most the number of positions that it has learned, if it learns them.
+    Never more than the positions that the model has learned, if it learns them.
     """
     facts = source.metadata
     found = facts.get("context") or facts.get("flags", {}).get("seq_len") or 2_048
@@ -380,7 +380,7 @@ def restore_variables(source: Source, layout: Layout, dtype: str | None = None) 
     Args:
       dtype: dtype of matmul weights, for a model that is not trained; None: float32.
 
-    Raises UserError if the checkpoint is of a different model.
+    Raises UserError if the checkpoint belongs to a different model.
     """
     check_variables(source, layout)
     wanted, in_use = layout.variables(), layout.zoo.IN_USE.keys()
@@ -393,7 +393,7 @@ def restore_variables(source: Source, layout: Layout, dtype: str | None = None) 
 
 
 def check_variables(source: Source, layout: Layout) -> None:
-    """Raises UserError if the checkpoint has other variables, or other shapes."""
+    """Raises UserError if the checkpoint's variables or their shapes differ from the model's."""
     found = source.shapes()
     adapted = source.source if isinstance(source, NewHead) else source
     if "base" in layout.model.shapes and isinstance(adapted, lora.Adapted):

@@ -167,7 +167,7 @@ class Model(TemplateLM):
         until: tuple[str, ...],
         first: int,
     ) -> list[str]:
-        """Generates after each prompt, without the stop string; `first` is the first's number."""
+        """Generates after each prompt, without the stop string; `first` is the first prompt's number."""
         stops = [stop for stop in (*until, self._end_text) if stop]
         if sampling not in self._generators:
             vocabulary = self._tokens.size if self._tokens.files else START

@@ -43,7 +43,7 @@ def load(names: str, include_path: str = "") -> Tasks:
 
     hub.library()  # quiet
     wanted = [name for name in names.split(",") if name]
-    # The harness has 14,000 task files, which take a while to read: try include_path alone first.
+    # The harness's own 14,000 task files take a while to read: try include_path alone first.
     for defaults in (False, True) if include_path else (True,):
         manager = TaskManager(include_path=include_path or None, include_defaults=defaults)
         unknown = [name for name in wanted if not _matches(manager, name)]
@@ -57,7 +57,7 @@ def load(names: str, include_path: str = "") -> Tasks:
     found = sorted({match for name in wanted for match in _matches(manager, name)})
     try:
         loaded = manager.load(found)
-    except Exception as error:  # from YAML, from datasets, from the task's own code
+    except Exception as error:  # from YAML, datasets or the task's own code
         raise UserError(
             f"--tasks={names} can't be loaded ({buckets.reason(error)}); check the name, and that its "
             "data is here or the Hub can be reached"

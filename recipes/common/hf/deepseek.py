@@ -215,7 +215,7 @@ def config_json(config: Config, context: int) -> dict[str, Any]:
 
 
 def mscales(config: Config) -> dict[str, float]:
-    """Their two names for what scales scores, so that YaRN's magnitude is the ratio of both."""
+    """Their two keys that scale scores: YaRN's magnitude is the ratio of what they stand for."""
     scaling: Any = config.rope_scaling
     factor, magnitude = scaling[1], kinds(config)[0].magnitude
     step = 0.1 * math.log(factor)

@@ -69,10 +69,7 @@ GEMMA2_DEFAULTS = DEFAULTS | {
     "attn_logit_softcapping": 50.0,
     "final_logit_softcapping": 30.0,
 }
-GEMMA3_DEFAULTS = DEFAULTS | {
-    "vocab_size": 262_208,
-    "max_position_embeddings": 131_072,
-}
+GEMMA3_DEFAULTS = DEFAULTS | {"vocab_size": 262_208, "max_position_embeddings": 131_072}
 
 
 def tensors(config: Config) -> dict[str, tuple[str, str, str]]:

@@ -1,4 +1,4 @@
-"""GPT-2 (zoo/gpt2.py). A family is explained in llama.py.
+"""GPT-2 (zoo/gpt2.py). llama.py explains what a family is.
 
 Their projections are stored [in, out], and one tensor holds q, k and v.
 """
@@ -12,7 +12,7 @@ from zoo.gpt2 import Config
 ENTRY = "gpt2"
 
 ARCHITECTURES = {"GPT2LMHeadModel": "gpt2"}  # theirs → model_type
-PREFIX = "transformer."  # of names in files that transformers writes; older files lack it
+PREFIX = "transformer."  # starts all names in files that transformers writes, not in older ones
 
 TENSORS = {
     "embed": ("wte.weight", "VD", "V D"),
@@ -54,7 +54,7 @@ UNUSED = {  # key → values that change nothing
     "add_cross_attention": (False,),
     "scale_attn_weights": (True,),
     "scale_attn_by_inverse_layer_idx": (False,),
-    "reorder_and_upcast_attn": (False,),  # changes rounding alone, but in bfloat16 a lot
+    "reorder_and_upcast_attn": (False,),  # changes only rounding, though by much in bfloat16
     "tie_word_embeddings": (True,),
     "auto_map": (),
 }
@@ -66,7 +66,7 @@ def canonical(name: str) -> str:
 
 
 def tensors(config: Config) -> dict[str, tuple[str, str, str]]:
-    """TENSORS."""
+    """The parameters' tensors, in the format of tensors.py."""
     return TENSORS
 
 
@@ -85,7 +85,7 @@ def config_from(keys: dict[str, Any], file: pathlib.Path) -> Config:
 
 
 def config_json(config: Config, context: int) -> dict[str, Any]:
-    """Their config.json; `context` is at most the number of learned positions, which counts."""
+    """Their config.json, with the number of learned positions in place of `context`."""
     return {
         "architectures": ["GPT2LMHeadModel"],
         "model_type": "gpt2",

@@ -44,7 +44,7 @@ UNUSED = {
     "partial_rotary_factor": (1,),
     "auto_map": (),  # the folder's own code
 }
-YARN = {  # of files without any rotary settings
+YARN = {  # for files without any rotary settings
     "rope_type": "yarn",
     "factor": 32.0,
     "beta_fast": 32.0,

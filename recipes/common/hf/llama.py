@@ -1,9 +1,9 @@
 """The Llama family (zoo/transformer.py): Llama 2 and 3, Mistral, Ministral, Qwen 2 and 3, SmolLM.
 
 A family is a module listed in folder.py. It has ENTRY, ARCHITECTURES, TIED, COMPUTED, CONTEXT,
-canonical, tensors, config_from and config_json; some have more, for folders that hold more than a
-text model and for adapters. A family rejects any config.json that its model can't compute exactly,
-and names the key; families share ConfigFile for that.
+canonical, tensors, config_from and config_json; some have more, for adapters and for folders that
+hold more than a text model. A family rejects any config.json that its model can't compute exactly,
+and names the key; ConfigFile helps all of them with that.
 """
 
 import dataclasses
@@ -48,7 +48,7 @@ TENSORS = {
     "unembed": ("lm_head.weight", "VD", "V D"),
 }
 TIED = {"lm_head.weight": "model.embed_tokens.weight"}  # must be equal if embeddings are tied
-COMPUTED = ("rotary_emb.inv_freq",)  # name endings of computed buffers, which are not read
+COMPUTED = ("rotary_emb.inv_freq",)  # name endings of buffers that are computed, not read
 CONTEXT = "max_position_embeddings"  # their name for the number of positions trained on
 
 SIZES = {  # field of Config → theirs

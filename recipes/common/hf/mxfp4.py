@@ -15,7 +15,7 @@ from recipes.common.runtime.errors import UserError
 
 BLOCK = 32
 VALUES = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6], np.float32)
-VALUES = np.concatenate([VALUES, -VALUES])  # by their four bits
+VALUES = np.concatenate([VALUES, -VALUES])  # indexed by four bits
 
 
 class Quantized(NamedTuple):
@@ -59,7 +59,7 @@ def dequantize(blocks: np.ndarray, scales: np.ndarray) -> np.ndarray:
     """uint8 [..., G, 16] and [..., G] → float32 [..., G · 32]. A scale of 255 means NaN."""
     pairs = np.stack([VALUES[blocks & 15], VALUES[blocks >> 4]], axis=-1)
     exponents = scales.astype(np.int32)[..., None, None] - 127
-    with np.errstate(over="ignore"):  # of the largest scales
+    with np.errstate(over="ignore"):  # the largest scales overflow
         values = np.where(exponents == 128, np.float32("nan"), np.ldexp(pairs, exponents))
     return values.reshape(*scales.shape[:-1], -1)
 

@@ -43,9 +43,9 @@ TENSORS = {  # in the format of tensors.py; X and Y are the rows and columns of 
     "head_bias": ("classifier.bias", "K", "K"),
 }
 TIED: dict[str, str] = {}
-COMPUTED = ("vit.pooler.dense.weight", "vit.pooler.dense.bias")  # which the classifier does not use
+COMPUTED = ("vit.pooler.dense.weight", "vit.pooler.dense.bias")  # the classifier does not use them
 CONTEXT = llama.CONTEXT  # an image has no context
-# A layer's modules as files name them → as newer versions of transformers do, and so PEFT.
+# A layer's modules: names in files → names in newer versions of transformers, and thus in PEFT.
 MODULES = {
     "attention.attention.query": "attention.q_proj",
     "attention.attention.key": "attention.k_proj",
@@ -134,7 +134,7 @@ def config_from(keys: dict[str, Any], file: pathlib.Path) -> Config:
 
 
 def _unlike(names: list[str]) -> tuple[str, ...]:
-    """Names of classes; a name that stands for two classes (ImageNet's crane) gets a number."""
+    """Class names; one that stands for two classes (ImageNet's crane) gets their numbers."""
     return tuple(
         name if names.count(name) == 1 else f"{name} ({i})" for i, name in enumerate(names)
     )
@@ -165,11 +165,7 @@ def _inputs(file: pathlib.Path, sizes: dict[str, int]) -> dict[str, Any]:
             raise theirs.refused(key, given)
         # Theirs are for pixel · factor, ours for pixel / 255.
         found[key] = tuple(float(x) if factor == BYTE else x / (factor / BYTE) for x in values)
-    return {
-        "mean": found["image_mean"],
-        "std": found["image_std"],
-        "resample": FILTERS[number],
-    }
+    return {"mean": found["image_mean"], "std": found["image_std"], "resample": FILTERS[number]}
 
 
 def config_json(config: Config, context: int) -> dict[str, Any]:

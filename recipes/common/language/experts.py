@@ -21,8 +21,8 @@ class ExpertFlags(Flags):
         at_least=0,
     )  # fmt: skip
     capacity: str = flag(
-        "", "Slots of an expert for the tokens of a sequence, in even shares; none: for all that choose "
-        "it; empty: as in the size or the checkpoint.", "model",
+        "", "Slots of an expert for the tokens of a sequence, in multiples of an even share; none: no "
+        "limit; empty: as in the size or the checkpoint.", "model",
     )  # fmt: skip
     balance_weight: float = flag(
         -1.0, "Weight of the load-balancing loss; -1: as in the size or the checkpoint.", "model",
@@ -86,7 +86,7 @@ def capacity(given: str) -> float | None:
         value = math.nan
     if not 0 < value < math.inf:
         raise UserError(
-            f"--capacity={given} is not a number > 0; try 1.25, or none to leave no token out"
+            f"--capacity={given} is not a number > 0; try 1.25, or none to drop no token"
         )
     return value
 

@@ -52,11 +52,11 @@ class Sample:
         """
         config = cap_windows(layout.config, text.seq_len)
         layout = make_layout(model, config, layout.mesh, layout.rules)
-        vocabulary = tokenizer.size if tokenizer.files else START  # bytes sample no start of a text
+        vocabulary = tokenizer.size if tokenizer.files else START  # in bytes, no START
         chosen = Sampling(self.temperature, seed=seed)
         generator = Generator(layout, state, chosen, tokenizer.end, vocabulary)
         written = [int(token) for (token,) in generator([prompt], self.sample_bytes)]
-        begin = [] if self.chat else prompt  # of a chat, only the answer
+        begin = [] if self.chat else prompt  # a chat shows only the answer
         shown = quote(tokenizer.decode([*begin, *written]))
         return [
             "Sample, ended by the model:" if written[-1] in tokenizer.end else "Sample:",

@@ -18,7 +18,7 @@ from absl import flags as absl_flags
 
 from recipes.common.runtime.errors import UserError
 
-SCHEDULES = ("cosine", "linear", "wsd", "constant")  # of the learning rate after warmup
+SCHEDULES = ("cosine", "linear", "wsd", "constant")  # learning rate after warmup
 GROUPS = ("run", "data", "model", "optimizer", "checkpoints", "processes")  # in the order of --help
 
 
@@ -146,7 +146,7 @@ def parse(argv: list[str], *groups) -> list[Any] | None:
         near = difflib.get_close_matches(name, fields, n=1)
         hint = f"did you mean --{near[0]}?" if near else "--help lists the flags"
         raise UserError(f"--{name} is not a flag; {hint}") from None
-    except absl_flags.IllegalFlagValueError as error:  # of a bool; absl sees others as strings
+    except absl_flags.IllegalFlagValueError as error:  # a bool; absl sees others as strings
         given = str(error).partition(": ")[0].removeprefix("flag ")
         raise UserError(f"{given} is not a boolean; use true or false") from None
     except absl_flags.Error as error:

@@ -149,7 +149,7 @@ def upload(source: pathlib.Path, target: pathlib.Path, mark: str = "") -> None:
 def copy(
     source: pathlib.Path, target: pathlib.Path, mark: str, extra: dict[str, bytes] | None = None
 ) -> None:
-    """Copies a folder within a bucket, server-side, its mark last.
+    """Copies a folder within a bucket, on the server, with its mark last.
 
     Args:
       extra: name → content of files to add.
@@ -172,7 +172,7 @@ def move(source: pathlib.Path, target: pathlib.Path, mark: str = "") -> None:
 
 
 def remove(folder: pathlib.Path, mark: str) -> None:
-    """Removes a folder and its content; in a bucket the mark first, so it vanishes at once."""
+    """Removes a folder and its content; in a bucket the mark goes first, which uncommits it."""
     if not in_bucket(folder):
         shutil.rmtree(folder)
         return

@@ -40,7 +40,7 @@ def rewind(path: pathlib.Path, step: int, evaluates_again: bool) -> list[dict[st
         again = evaluates_again and line["step"] == step and "step_seconds" not in line
         if line["step"] <= step and not again:
             kept.append(line)
-    if not folders.in_bucket(path):  # there the whole object is replaced with the next line
+    if not folders.in_bucket(path):  # in a bucket, the next line replaces the whole object
         beside = path.with_suffix(".tmp")
         beside.write_text("".join(map(encode, kept)))
         folders.sync(beside)

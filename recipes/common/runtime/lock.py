@@ -28,11 +28,11 @@ BEAT_SECONDS = 5  # between two writes of lock.json
 STALE_SECONDS = 30  # silence after which an owner is considered dead or unreachable
 SURE_SECONDS = 1  # between writes of lock.json: a bucket accepts one a second for each object
 
-_held: set["BucketLock"] = set()  # by this process
+_held: set["BucketLock"] = set()  # this process's
 
 
 def take(workdir: pathlib.Path, config: str) -> "FileLock | BucketLock":
-    """Takes the lock of a workdir. Raises UserError if another run holds it, or an I/O error.
+    """Takes the lock of a workdir. Raises UserError if another run holds it, else any I/O error.
 
     Args:
       config: name of the workdir's file that the lock's `write` replaces.

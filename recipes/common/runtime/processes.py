@@ -33,7 +33,7 @@ PUBLISH_SECONDS = 6 * 3600  # wait for work of another process; its death is not
 ALONE_SECONDS = 5  # wait for the others to hit the same error
 
 _id, _count = 0, 1
-_calls = 0  # of `decide` and `broadcast_from_first`, which all processes call in the same order
+_calls = 0  # to `decide` and `broadcast_from_first`, in the same order on all processes
 
 
 def count() -> int:
@@ -89,7 +89,7 @@ def initialize(num_processes: int, process_id: int, coordinator: str) -> None:
                 )
             connected.result()
     finally:
-        _count = several  # until here a signal ends this process alone
+        _count = several  # before this line, a signal ends only this process
     # Asking JAX would create its devices before a mesh says how many to simulate.
     _id = given["process_id"] if "process_id" in given else jax.process_index()
 

@@ -76,10 +76,10 @@ def uncut(axes: dict[str, int], count: int, each: int) -> dict[str, int]:
 
 
 def weave(axes: dict[str, int], parts: dict[str, int], blocks: Sequence[np.ndarray]) -> np.ndarray:
-    """Joins the groups' devices to one mesh, keeping the order of groups.
+    """Joins the groups' devices into one mesh, keeping the order of groups.
 
     Args:
-      parts: from `across`.
+      parts: the result of `across`.
       blocks: the devices of each group, shaped axes[name] / parts[name] in each dim.
     """
     devices = np.stack(blocks).reshape(*parts.values(), *blocks[0].shape)

@@ -1,4 +1,6 @@
-"""Printing on process 0, and escaping untrusted text."""
+"""Printing on process 0, warnings, and escaping untrusted text."""
+
+import sys
 
 from recipes.common.runtime import processes
 
@@ -7,6 +9,11 @@ def print0(*lines: str) -> None:
     """Prints lines on process 0; prints nothing without any."""
     if lines and processes.is_first():
         print(*lines, sep="\n", flush=True)
+
+
+def warn(message: str) -> None:
+    """Prints a warning to stderr, on any process."""
+    print(f"warning: {message}", file=sys.stderr, flush=True)
 
 
 def show(text: str) -> None:

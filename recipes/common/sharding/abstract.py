@@ -20,9 +20,9 @@ class AbstractModel(NamedTuple):
     """
 
     graph: nnx.GraphDef
-    states: dict[str, nnx.State]  # of ShapeDtypeStruct
-    shapes: Tree  # of ShapeDtypeStruct
-    axes: Tree  # of tuples of logical axis names, one per dim
+    states: dict[str, nnx.State]  # kind → state of ShapeDtypeStructs
+    shapes: Tree  # leaves: ShapeDtypeStructs
+    axes: Tree  # leaves: tuples of logical axis names, one per dim
 
     def merge(self, variables: Tree) -> Any:
         """Builds the model from its variables, arrays or tracers.

@@ -76,7 +76,7 @@ def select(
 
 
 def default_strategy(rules: dict[str, Rules], mesh: Mesh | AbstractMesh) -> str:
-    """The strategy that uses most axes of the mesh, the last of several; the first if none fits."""
+    """The last of the strategies that use the most axes of the mesh; the first if none fits."""
     fits = [name for name, of_name in rules.items() if used_axes(of_name) <= set(mesh.axis_names)]
     return max(
         reversed(fits), key=lambda name: len(used_axes(rules[name])), default=next(iter(rules))
@@ -107,11 +107,7 @@ def _read(path: pathlib.Path) -> Rules:
 
 
 def fit(
-    zoo: types.ModuleType,
-    name: str,
-    rules: Rules,
-    model: AbstractModel,
-    mesh: Mesh | AbstractMesh,
+    zoo: types.ModuleType, name: str, rules: Rules, model: AbstractModel, mesh: Mesh | AbstractMesh
 ) -> tuple[Rules, Rules]:
     """Fits rules to model and mesh: (rules to compute with, rules that weights at rest skip).
 
@@ -119,12 +115,12 @@ def fit(
     divisible, each device holds all of it: everywhere if UNEVEN says "replicated"; only in weights
     at rest if it says "padded", since the model pads it in the step. Allocates nothing.
 
-    Raises UserError if the rules do not fit the model or the mesh.
-
     Args:
       zoo: declares LOGICAL_AXES and IN_USE, and UNEVEN and WITHIN if it has any.
       name: the name of the rules, for messages.
       rules: maps every logical axis.
+
+    Raises UserError if the rules do not fit the model or the mesh.
     """
     known, sizes = zoo.LOGICAL_AXES, dict(mesh.shape)
     for axis in rules.keys() - known.keys():
@@ -170,8 +166,8 @@ def fit(
                     f"divisible by {count}; "
                     f"{_meshes_that_fit(rules, weights, sizes, may_be_uneven)}"
                 )
-    # An activation has all axes that only activations have, or what they have instead, and one that
-    # weights have too.
+    # An activation has every axis that only activations have (or its substitute, "instead of") and
+    # one axis that weights have too.
     inner = dict.fromkeys(zoo.IN_USE.values())
     outer = [a for a, on in known.items() if on == "activations" and a not in inner]
     for axis, on in known.items():
@@ -181,7 +177,7 @@ def fit(
             others = [a for a in outer if a != on.removeprefix("instead of ")]
             for other in inner:
                 _check_once(name, rules, "an activation", (*others, axis, other))
-        elif on == "stack":  # its stages take the batch by turns
+        elif on == "stack":  # its stages take turns with the batch
             _check_once(name, rules, "a pipeline", (axis, *outer))
             both = [other for other in positions(zoo) if rules[axis] and rules[other]]
             if both:
@@ -281,7 +277,7 @@ def _every_weight(model: AbstractModel) -> dict[str, tuple[tuple[int, ...], tupl
 
 
 def _without(axis: str, sizes: Mapping[str, int]) -> str:
-    """Advice: a mesh of as many devices without an axis."""
+    """Advice: a mesh with the same number of devices, without an axis."""
     (first, size), *inner = [pair for pair in sizes.items() if pair[0] != axis] or [("data", 1)]
     return f"--mesh={describe({first: size * sizes[axis], **dict(inner)})}"
 
@@ -313,7 +309,7 @@ def _check_once(name: str, rules: Rules, what: str, axes: tuple[str, ...]) -> No
 
 
 def _meshes_that_fit(rules: Rules, weights: Tree, sizes: dict[str, int], uneven) -> str:
-    """Advice: the largest meshes with these axes, none longer than now, that divide every dim."""
+    """Advice: the largest meshes with these axes, none larger than now, that divide every dim."""
     dims = {pair for shape, axes in weights.values() for pair in zip(shape, axes, strict=True)}
     dims = {(dim, axis) for dim, axis in dims if axis not in uneven}
 

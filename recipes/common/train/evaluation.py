@@ -56,7 +56,7 @@ class Evaluation:
         return layout.compile(sums, variables, batch, out_shardings=layout.replicated)
 
     def figures(self, totals: Tree) -> dict[str, float]:
-        """The figures to log: means over the examples; for text also how well it is compressed.
+        """The figures to log: means over the examples and, for text, how well it is compressed.
 
         loss: nats per target. perplexity: exp(loss). bits_per_byte: bits per byte of the targets' text,
         comparable between tokenizers. targets: their number.

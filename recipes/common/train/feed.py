@@ -1,4 +1,4 @@
-"""Batches on their way to the devices: a process's rows → global arrays."""
+"""Moves batches to the devices: a process's rows → global arrays."""
 
 import time
 from collections.abc import Iterable, Iterator
@@ -10,7 +10,7 @@ from recipes.common.sharding import Layout, Tree
 
 
 def device_batches(batches: Iterable[Tree], layout: Layout) -> Iterator[tuple[Tree, float]]:
-    """(global batch, seconds that its rows were waited for) of each batch.
+    """Yields each global batch and the seconds spent waiting for its rows.
 
     Args:
       batches: rows of this process, as `to_devices` takes them.
@@ -27,8 +27,8 @@ def to_devices(rows: Tree, layout: Layout) -> Tree:
     """Global arrays of a batch.
 
     Args:
-      rows: tree of numpy arrays with this process's rows, in the order of layout.process_rows. They
-        are whole; each device gets only its part of their positions.
+      rows: tree of numpy arrays with this process's rows, whole, in the order of
+        layout.process_rows. Each device gets only its part of their positions.
     """
     if layout.replicated.is_fully_addressable:
         return jax.device_put(rows, layout.batch_shardings(rows))

@@ -3,7 +3,6 @@
 import contextlib
 import importlib.util
 import pathlib
-import sys
 import time
 from collections.abc import Callable, Iterator
 from typing import Any, Protocol
@@ -25,6 +24,7 @@ from recipes.common.runtime import (
     preemption,
     print0,
     processes,
+    warn,
 )
 from recipes.common.sharding import Layout, Tree, elsewhere
 from recipes.common.train.evaluation import Evaluation, Extra
@@ -55,7 +55,7 @@ def fit(
     Returns (state, log, its Evaluation's totals). Raises UserError before anything is written, and
     Stopped as `take_steps` does.
     """
-    # ---- Checked, and compiled: where everything lies and what a step sends -----------------------
+    # ---- Check and compile; report where everything lies and what a step sends --------------------
     layout, facts = step.layout, {"seed": run.seed, "batch_size": run.batch_size, **data.facts}
     metadata = checkpoint_metadata(folder, layout)
     profile = check(folder, layout, facts, run)
@@ -65,7 +65,7 @@ def fit(
         compiled = step.lower(abstract, data.filler).compile()
         print0(report.step(compiled))
 
-    # ---- The state: resumed, on given parameters, or new; never two of them in memory -------------
+    # ---- The state: resumed, from given parameters, or new; never two of them in memory -----------
     state, messages = begin(folder, run, step, abstract)
     print0(*messages)
 
@@ -91,7 +91,7 @@ def fit(
 
     if compiled and saver:
         due = run.eval_every and folder.step % run.eval_every == 0
-        if folder.source or (folder.step and due):  # a given model; or perhaps killed before it
+        if folder.source or (folder.step and due):  # a given model, or perhaps killed before this
             evaluate(folder.step, state)
         batches = train_batches(data, run.batch_size, run.seed, folder.step, layout.process_rows)
         with profile:
@@ -113,20 +113,20 @@ def check(folder: RunFolder, layout: Layout, facts: Tree, run: Run) -> Profile:
     before = folder.newest.metadata["data"] if folder.newest else facts
     if before.get("template") != facts.get("template"):
         raise UserError(
-            "--tokenizer has another chat template than the original run was trained with; leave it "
+            "--tokenizer must have the chat template that the original run was trained with; leave it "
             f"out, or use a different --workdir (this one is {folder.path})"
         )
     if before != facts:
         raise UserError(
             f"--dataset={facts['dataset']} must match the original run, and its content has changed "
-            f"(other fingerprint); use a different --workdir (this one is {folder.path})"
+            f"(different fingerprint); use a different --workdir (this one is {folder.path})"
         )
     if run.keep_best and not run.eval_every:
         raise UserError("--keep_best needs --eval_every; add it, for example --eval_every=100")
     if run.tensorboard and folders.in_bucket(folder.path):
         raise UserError(
-            f"--tensorboard appends to files, and --workdir={folder.path} is in a bucket, which appends "
-            "to none; leave it out: metrics.jsonl has the same figures"
+            f"--tensorboard appends to files, and --workdir={folder.path} is in a bucket, where "
+            "nothing can be appended; leave it out: metrics.jsonl has the same figures"
         )
     for flag, library in {"tensorboard": "tensorboardX", "wandb": "wandb"}.items():
         if getattr(run, flag) and importlib.util.find_spec(library) is None:
@@ -238,12 +238,14 @@ def best_effort(folder: RunFolder) -> Iterator[None]:
         yield
     except folders.errors() as error:
         if processes.is_first():
-            print(f"warning: {folder.shown} can't be read or written any more ({folders.reason(error)}); "
-                  "the last checkpoint was saved before", file=sys.stderr, flush=True)  # fmt: skip
+            warn(
+                f"{folder.shown} can no longer be read or written ({folders.reason(error)}); the last "
+                "checkpoint was saved before"
+            )
 
 
 def another_mesh(layout: Layout) -> str | None:
-    """Another mesh of as many devices that the model fits, as --mesh takes it."""
+    """Another mesh that the model fits, with as many devices, as --mesh takes it."""
     size = 8 if layout.mesh.size == 1 else layout.mesh.size
     for axes in ({"data": 1, "model": size}, {"data": size}, {"data": size // 2, "model": 2}):
         mesh = jax.sharding.AbstractMesh(tuple(axes.values()), tuple(axes))

@@ -3,7 +3,6 @@
 import contextlib
 import math
 import pathlib
-import sys
 import time
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -11,7 +10,7 @@ from typing import Any
 import jax
 
 from recipes import STARTED
-from recipes.common.runtime import Run, folders, jsonl, processes
+from recipes.common.runtime import Run, folders, jsonl, processes, warn
 from recipes.common.train import sinks
 
 
@@ -54,8 +53,8 @@ class Log:
         if not processes.is_first():
             return
         if path:
-            # A run evaluates the state it begins with if it was killed before that evaluation, or
-            # begins on a given model, or has no step to take.
+            # A run evaluates its first state if it was killed before that evaluation, starts from a
+            # given model, or has no step to take.
             due = run.eval_every and first % run.eval_every == 0
             lines = jsonl.rewind(
                 path, first, evaluates_again=first >= run.steps or due or not first
@@ -104,7 +103,7 @@ class Log:
         )  # fmt: skip
 
     def _check(self, step: int, values: dict[str, float]) -> None:
-        """Raises NonFiniteError, unless so many skipped updates in a row are tolerated."""
+        """Raises NonFiniteError, unless --skip_nonfinite tolerates this many in a row."""
         bad = {name: value for name, value in values.items() if not math.isfinite(value)}
         self._in_a_row = self._in_a_row + 1 if bad else 0
         if not bad:
@@ -116,13 +115,13 @@ class Log:
             raise NonFiniteError(what + row)
         self._skipped += 1
         if processes.is_first():
-            print(f"warning: {what}; this update is skipped", file=sys.stderr, flush=True)
+            warn(f"{what}; this update is skipped")
 
     def held_out(self, step: int, figures: dict[str, float], seconds: float = 0.0) -> None:
         """Writes the line of an evaluation after a step: "held_out_loss" for "loss".
 
         Args:
-          seconds: the evaluation took, which are not counted as training.
+          seconds: the evaluation's, which do not count as training.
         """
         self._since += seconds
         named = {sinks.HELD_OUT + name: value for name, value in figures.items()}
@@ -142,7 +141,7 @@ class Log:
         """How long the run took, from the start of the command, and how fast its steps were."""
         began = self._first_step_seconds
         begin = f", {began:.1f} s of it before the first step was done" if began else ""
-        # The first line's steps find caches empty.
+        # Caches are cold in the first line's steps.
         timed = self._timed[1:] or self._timed
         steps, seconds = (sum(column) for column in zip(*timed, strict=True)) if timed else (0, 1)
         per_second = steps * self._per_step / seconds
@@ -174,6 +173,5 @@ def _warns(sink: sinks.Sink | type[sinks.Sink]) -> Iterator[None]:
     """Turns an error of a sink into a warning."""
     try:
         yield
-    except Exception as error:  # a library's own, whatever it is
-        print(f"warning: {sink.name} failed ({folders.reason(error)}); training continues without it",
-              file=sys.stderr, flush=True)  # fmt: skip
+    except Exception as error:  # libraries raise exceptions of their own
+        warn(f"{sink.name} failed ({folders.reason(error)}); training continues without it")

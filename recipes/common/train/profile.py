@@ -4,14 +4,13 @@ import itertools
 import pathlib
 import re
 import shutil
-import sys
 import tempfile
 from collections.abc import Callable
 
 import jax
 
 from recipes.common.checkpoint import RunFolder
-from recipes.common.runtime import Run, UserError, folders, print0
+from recipes.common.runtime import Run, UserError, folders, print0, warn
 from recipes.common.sharding import Tree
 
 
@@ -21,7 +20,7 @@ class Profile:
     def __init__(self, run: Run, folder: RunFolder):
         self._folder, self._shown = folder.path / "profile", folder.shown / "profile"
         self._first, self._last, self._running = 0, 0, False
-        self._trace = self._folder  # where JAX writes, which cannot write to a bucket
+        self._trace = self._folder  # where JAX writes; it can't write to a bucket
         if run.profile and folders.in_bucket(self._folder):
             self._trace = pathlib.Path(tempfile.mkdtemp())
         if not run.profile:
@@ -75,8 +74,10 @@ class Profile:
                 try:
                     folders.upload(self._trace, self._folder)
                 except folders.errors() as error:
-                    print(f"warning: {self._shown} could not be written ({folders.reason(error)}); training "
-                          f"continues, and the profile is in {self._trace}", file=sys.stderr, flush=True)  # fmt: skip
+                    warn(
+                        f"{self._shown} could not be written ({folders.reason(error)}); training "
+                        f"continues, and the profile is in {self._trace}"
+                    )
                     return
                 shutil.rmtree(self._trace)
             print0(f"Profile of steps {self._first} to {self._last}: {self._shown}; to open it: "

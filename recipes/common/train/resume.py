@@ -1,4 +1,4 @@
-"""How a run begins: on its newest checkpoint, on given parameters, or on new ones."""
+"""How a run begins: from its newest checkpoint, from given parameters, or with new ones."""
 
 import dataclasses
 
@@ -13,7 +13,7 @@ from recipes.common.train.step import TrainStep
 
 
 def begin(folder: RunFolder, run: Run, step: TrainStep, abstract: Tree) -> tuple[Tree, list[str]]:
-    """Returns the first state, and lines to print on where it comes from.
+    """Returns the first state, and lines to print about where it comes from.
 
     Args:
       folder: its checkpoint, if any, fits the layout.
@@ -32,11 +32,11 @@ def messages(folder: RunFolder, run: Run, step: TrainStep) -> list[str]:
     if folder.newest:
         lines.append(f"Resumes at step {folder.step}, from {folder.newest.path}.")
     elif folder.source is None:
-        lines.append("Starts at step 0, on new parameters.")
+        lines.append("Starts at step 0 with new parameters.")
     elif folder.in_use:
-        lines.append(f"Starts at step 0, on the parameters of {folder.source.path}.")
+        lines.append(f"Starts at step 0 from the parameters of {folder.source.path}.")
     else:
-        lines.append(f"Evaluates {folder.source.path}, of step {folder.source.step}.")
+        lines.append(f"Evaluates {folder.source.path}, step {folder.source.step}.")
     if "steps" in folder.changed and run.schedule != "constant":
         before, at = folder.changed["steps"], folder.step
         was = dataclasses.replace(step.lr, steps=before)(at)

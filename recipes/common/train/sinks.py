@@ -21,10 +21,11 @@ from typing import Any, Protocol
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
-from recipes.common.runtime import Run, folders, jsonl
+from recipes.common.runtime import Run, folders, jsonl, warn
 
 Line = dict[str, Any]  # "step", and numbers by name; None for one that was not finite
 HELD_OUT = "held_out_"  # prefix of an evaluation's numbers
+GOES_ON = "training continues, and writing is tried again with each line"
 UPLOAD_SECONDS = 2  # between uploads; a bucket accepts about one write a second to one object
 
 
@@ -58,8 +59,7 @@ class JsonLines:
             why = error.strerror
         self._file.truncate(size)  # no torn line
         if not self._warned:
-            print(f"warning: {self._file.name} could not be written ({why}); training continues, and "
-                  "writing is tried again with each line", file=sys.stderr, flush=True)  # fmt: skip
+            warn(f"{self._file.name} could not be written ({why}); {GOES_ON}")
         self._warned = True
 
     def flush(self) -> None:
@@ -109,9 +109,7 @@ class BucketLines:
                 self._sent = len(texts)
             except folders.errors() as error:
                 if not self._warned:
-                    print(f"warning: {self._path} could not be written ({folders.reason(error)}); "
-                          "training continues, and writing is tried again with each line",
-                          file=sys.stderr, flush=True)  # fmt: skip
+                    warn(f"{self._path} could not be written ({folders.reason(error)}); {GOES_ON}")
                 self._warned = True
 
     def close(self) -> None:
@@ -127,12 +125,7 @@ class Terminal:
         self._first, self._last, self._every, self._unit = first, run.steps, run.log_every, unit
         self._bar = None
         if sys.stdout.isatty() and self._last > first:
-            columns = (
-                "{task.description}",
-                "loss {task.fields[loss]}",
-                "{task.fields[speed]}",
-                "left",
-            )
+            columns = ("loss {task.fields[loss]}", "{task.fields[speed]}", "left")
             self._bar = Progress(
                 TextColumn("step {task.completed}/{task.total}"), BarColumn(20),
                 *map(TextColumn, columns), TimeRemainingColumn(), console=Console(),
@@ -182,13 +175,13 @@ class TensorBoard:
         self._event, self._scalar = protos.Event, summary.scalar
         folder = workdir / "tensorboard"
         folder.mkdir(parents=True, exist_ok=True)
-        # All lines are written again. A TensorBoard that is running may be reading the newest file.
+        # All lines are written again. The newest file stays: a running TensorBoard may be reading it.
         for stale in sorted(folder.glob("events*"))[:-1]:
             stale.unlink()
         # The suffix orders files that start in the same second.
         self._file = event_file_writer.EventsWriter(str(folder / "events"), f".{time.time_ns()}")
         self.close = weakref.finalize(self, self._file.close)  # however the run ends
-        # TensorBoard forgets what it has read of the file before.
+        # Makes TensorBoard forget what it has read from the file before.
         start = protos.SessionLog(status=protos.SessionLog.START)
         self._file.write_event(self._event(step=0, session_log=start))
         for line in lines:
@@ -235,7 +228,7 @@ class WeightsAndBiases:
             self.write(line)
 
     def write(self, line: Line) -> None:
-        # A resumed run repeats the steps since its checkpoint. wandb has them, and takes none twice.
+        # A resumed run repeats the steps since its checkpoint; wandb has them, and rejects repeats.
         if line["step"] >= self._run.starting_step:
             self._run.log(dict(scalars(line)), step=line["step"])
 
