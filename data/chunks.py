@@ -31,11 +31,6 @@ THREADS = 8
 _give_back = getattr(ctypes.CDLL(None), "malloc_trim", lambda _: None)
 
 
-def dtype(tokenizer: Tokenizer) -> np.dtype:
-    """The smallest type that holds every token."""
-    return np.dtype(np.uint16 if tokenizer.size <= 2**16 else np.uint32)
-
-
 class Tokenized(NamedTuple):
     """A part of the corpus; a row of conversations can become several."""
 
@@ -88,7 +83,7 @@ def write(
             return
         with _room(sum(len(part.text) for part in group)):
             found = (_rows if group[0].row else _texts)(group, tokenizer)
-            made += (one._replace(tokens=one.tokens.astype(dtype(tokenizer))) for one in found)
+            made += (one._replace(tokens=one.tokens.astype(tokenizer.dtype)) for one in found)
     arrays = {
         "tokens": np.concatenate([one.tokens for one in made]),
         "lengths": np.array([len(one.tokens) for one in made], np.int64),

@@ -374,7 +374,7 @@ def _flatten(
             _hash(folder / f"{split}.{what}", digest)
     about = {
         "fingerprint": digest.hexdigest(),
-        "dtype": chunks.dtype(tokenizer).name,
+        "dtype": tokenizer.dtype.name,
         "bytes": {split: kept[split][1] for split in SPLITS},
         **({"rows": rows} if has_rows else {}),
     }
@@ -391,13 +391,12 @@ def _hold_out_the_end(folder: pathlib.Path, kept: dict[str, list[int]], tokenize
         for what in FILES:
             os.replace(folder / f"{HELD_OUT}.{what}", folder / f"{TRAIN}.{what}")
     total, size = kept[whole]
-    dtype = chunks.dtype(tokenizer)
-    tokens = np.memmap(folder / f"{TRAIN}.tokens", dtype, "r")
+    tokens = np.memmap(folder / f"{TRAIN}.tokens", tokenizer.dtype, "r")
     starts, texts = (np.fromfile(folder / f"{TRAIN}.{what}", np.int64) for what in FILES[1:])
     cut = total - max(1, total // 20)
     before = Split(tokens, starts, texts, size).bytes_before(cut, tokenizer)
     tokens[cut:].tofile(folder / f"{HELD_OUT}.tokens")
-    os.truncate(folder / f"{TRAIN}.tokens", cut * dtype.itemsize)
+    os.truncate(folder / f"{TRAIN}.tokens", cut * tokenizer.dtype.itemsize)
     within = [] if cut in starts else [0]
     for what, column, at in (("starts", starts, cut), ("texts", texts, before)):
         later = np.concatenate([np.array(within, np.int64), column[starts >= cut] - at])

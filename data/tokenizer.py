@@ -60,6 +60,11 @@ class Tokenizer:
     def __reduce__(self):  # pickled as its files
         return from_files, (self.files, self.name)
 
+    @property
+    def dtype(self) -> np.dtype:
+        """The smallest type that holds every id."""
+        return np.dtype(np.uint16 if self.size <= 2**16 else np.uint32)
+
     @functools.cached_property
     def _library(self):
         return _library(self.files, self.name)

@@ -228,7 +228,7 @@ def _confirm(candidate: Estimate, layers: int) -> dict[str, Any]:
     if isinstance(compiled, TooLarge):
         return figures | {"compiled_memory": compiled.bytes, "compiled_sent": None}
     sent = sent_by_kind(compiled.as_text(), candidate.devices.count)
-    peak = report.peak(compiled)
+    peak = report.peak_memory(compiled)
     return figures | {"compiled_memory": peak, "compiled_sent": sum(sent.values())}
 
 

@@ -112,7 +112,7 @@ def main(run: Run, flags: Flags) -> None:
         ViT, config, mesh, run.rules,
         seed=run.seed, batch_size=run.batch_size, microbatches=flags.accumulate,
     )  # fmt: skip
-    check_offload(layout, run, flags.offload)
+    check_offload(layout, flags.offload)
     if run.plan:
         return print0(*of_layout(layout, flags.accumulate, flags.offload))
     if folder.source and given["labels"] != config.labels:

@@ -63,7 +63,7 @@ def _row(
         table.row(size, name, remat, "-", "-", "-", "-", compiled.text, computed)
         return
     sent, least = sent_by_kind(compiled.as_text(), chips), _textbook(step)
-    exchanged, peak = sent["all-to-all"], report.peak(compiled)
+    exchanged, peak = sent["all-to-all"], report.peak_memory(compiled)
     sizes = map(report.size, (exchanged, least))
     ratio, total = f"{exchanged / least:.2f}", report.size(sum(sent.values()))
     table.row(size, name, remat, *sizes, ratio, total, report.size(peak), computed)

@@ -122,5 +122,5 @@ def _peak(step: Step, kind: str, what: str) -> tuple[str, float]:
     compiled = compile_step(step, kind, f"{what} on {step.layout.mesh.size} {kind}")
     if isinstance(compiled, TooLarge):
         return compiled
-    peak = report.peak(compiled)
+    peak = report.peak_memory(compiled)
     return report.size(peak), peak

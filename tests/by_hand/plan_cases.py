@@ -108,7 +108,7 @@ def measure(case: Case) -> dict:
         return {"compiled_memory": compiled.bytes, "compiled_sent": None}
     sent = sent_by_kind(compiled.as_text(), found.devices.count)
     return {
-        "compiled_memory": report.peak(compiled),
+        "compiled_memory": report.peak_memory(compiled),
         "compiled_sent": sum(sent.values()),
         "compiled_by": sent,
     }

@@ -1,5 +1,6 @@
 """data/corpus.py, data/chunks.py: a corpus is tokenized once and completely, whatever happens meanwhile."""
 
+import dataclasses
 import errno
 import functools
 import gzip
@@ -76,7 +77,7 @@ def test_documents_keep_their_bounds_and_their_size(path, start):
 def test_every_token_of_a_large_vocabulary_has_room():
     sizes = {257: np.uint16, 65_536: np.uint16, 65_537: np.uint32, 151_669: np.uint32}
     for size, kind in sizes.items():
-        assert chunks.dtype(types.SimpleNamespace(size=size)) == kind
+        assert dataclasses.replace(BYTES, size=size).dtype == kind
 
 
 @pytest.mark.parametrize(("cores", "count"), [(2, 2), (3, 3), (64, 8)])

@@ -11,13 +11,13 @@ import numpy as np
 import pytest
 
 from recipes.bench.common import make_step
+from recipes.common.analysis import kernel
 from recipes.common.analysis.hlo import collectives
 from recipes.common.analysis.textbook import textbook
 from recipes.common.checkpoint.store import layout_of
 from recipes.common.entries import model as model_of
 from recipes.common.entries import zoo_file
 from recipes.common.generation import Generator, Sampling
-from recipes.common.language import attention
 from recipes.common.runtime.mesh import make_mesh
 from recipes.common.sharding.abstract import paths
 from recipes.common.sharding.layout import make_layout
@@ -351,4 +351,4 @@ def test_no_device_has_a_whole_row(context):
 def test_the_report_names_the_way(context, mesh, line):
     config = tiny("transformer", context=context)
     layout = make_layout(model_of("transformer"), config, make_mesh(mesh), batch_size=8, seq_len=T)
-    assert attention(layout, T, True) == [line]
+    assert kernel.report(layout, T, True) == [line]

@@ -21,8 +21,8 @@ from data.text import example
 from data.tokenizer import BYTES
 from recipes.bench import kernels as bench_kernels
 from recipes.bench.common import make_step
-from recipes.common.analysis.kernel import attention_kernel
-from recipes.common.language import Sample, Text, attention, model_config
+from recipes.common.analysis.kernel import attention_kernel, report
+from recipes.common.language import Sample, Text, model_config
 from recipes.common.runtime.flags import Run
 from recipes.common.runtime.mesh import make_mesh
 from recipes.common.sharding.abstract import paths
@@ -496,8 +496,8 @@ def test_the_report_names_the_kernel(tmp_path, monkeypatch, capsys, quick):
 
 
 def test_the_report_has_blocks_and_limits():
-    assert attention(on(*TPU), 256, True) == ["attention: splash, blocks of 256"]
-    assert attention(on(*TPU), 100, True) == [
+    assert report(on(*TPU), 256, True) == ["attention: splash, blocks of 256"]
+    assert report(on(*TPU), 100, True) == [
         "attention: flash, no other kernel for 100 positions, not a multiple of 128"
     ]
-    assert attention(on("cpu", "cpu"), 256, True) == []
+    assert report(on("cpu", "cpu"), 256, True) == []

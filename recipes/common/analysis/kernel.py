@@ -2,10 +2,18 @@
 
 from typing import Any
 
+from recipes.common.sharding import Layout
 from zoo.attention import best_kernel
 from zoo.context import way_to_attend
 from zoo.sharding import mesh_axes, shards
 from zoo.strategies import DECODER_POSITIONS
+
+
+def report(layout: Layout, seq_len: int, segments: bool) -> list[str]:
+    """A line that names the attention kernel; none if it is "xla"."""
+    with layout.trace():
+        _, described = attention_kernel(layout.config, seq_len, segments)
+    return [] if described == "xla" else [f"attention: {described}"]
 
 
 def attention_kernel(config: Any, seq_len: int, segments: bool) -> tuple[str, str]:

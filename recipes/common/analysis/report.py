@@ -139,7 +139,7 @@ def step(compiled: jax.stages.Compiled) -> str:
     return "\n".join(lines)
 
 
-def peak(compiled: jax.stages.Compiled) -> int:
+def peak_memory(compiled: jax.stages.Compiled) -> int:
     """Bytes of the device's memory at the step's peak.
 
     The compilers' figure has all arguments, also those in the host's memory, and of both memories'

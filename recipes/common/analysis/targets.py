@@ -146,7 +146,7 @@ def compile_step(step: Step, kind: str, what: str) -> jax.stages.Compiled | TooL
     if gpu.platform == "gpu" and not isinstance(
         compiled, TooLarge
     ):  # their compiler accepts any size
-        peak = report.peak(compiled)
+        peak = report.peak_memory(compiled)
         if peak > USABLE * gpu.memory:
             compiled = TooLarge(_misfit(peak, USABLE * gpu.memory), peak)
     took = f"{what}: compiled in {time.perf_counter() - start:.0f} s"

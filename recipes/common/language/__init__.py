@@ -11,7 +11,6 @@ from recipes.common.language.experts import (
 from recipes.common.language.flags import Flags, Text, remat_flag, size_flag
 from recipes.common.language.recipe import (
     MATRICES,
-    attention,
     check_stages,
     fine_tuning,
     main,

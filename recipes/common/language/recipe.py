@@ -6,9 +6,8 @@ from typing import Any
 
 from data.tokenizer import Tokenizer
 from recipes.common import checkpoint, entries
-from recipes.common.analysis import flops
+from recipes.common.analysis import flops, kernel
 from recipes.common.analysis.answer import of_layout
-from recipes.common.analysis.kernel import attention_kernel
 from recipes.common.checkpoint import Source, flags_of, open_run
 from recipes.common.language.flags import Flags, Text
 from recipes.common.language.sample import Sample
@@ -65,13 +64,13 @@ def main(
     )  # fmt: skip
     check_heads(layout)
     check_stages(layout, flags)
-    check_offload(layout, run, flags.offload)
+    check_offload(layout, flags.offload)
     if run.plan:
         return print0(*of_layout(layout, flags.accumulate, flags.offload))
 
     # ---- Data: batch k is a pure function of (seed, k), on any mesh and number of processes ------
     corpus = text.load(tokenizer)
-    print0(*corpus.notes, *attention(layout, text.seq_len, "segment_ids" in corpus.filler))
+    print0(*corpus.notes, *kernel.report(layout, text.seq_len, "segment_ids" in corpus.filler))
     print0(*describe_matmul(layout), *stages(layout, flags.accumulate))
 
     # ---- Step: (state, batch) → (state, metrics), a pure function --------------------------------
@@ -177,13 +176,6 @@ def stages(layout: Layout, accumulate: int) -> list[str]:
     return [
         f"pipeline: {layout.config.pipeline}, {S} stages, {M} microbatches, bubble {bubble:.1%}"
     ]
-
-
-def attention(layout: Layout, seq_len: int, segments: bool) -> list[str]:
-    """A line of the report that names the attention kernel; none if it is "xla"."""
-    with layout.trace():
-        _, described = attention_kernel(layout.config, seq_len, segments)
-    return [] if described == "xla" else [f"attention: {described}"]
 
 
 def fine_tuning(

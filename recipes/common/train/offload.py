@@ -1,6 +1,6 @@
 """The flag --offload, and the check that a device can copy to its host's memory."""
 
-from recipes.common.runtime import Run, UserError, describe, flag
+from recipes.common.runtime import UserError, describe, flag
 from recipes.common.sharding import Layout
 from recipes.common.sharding.host_memory import KIND, has_host_memory
 
@@ -13,16 +13,12 @@ def offload_flag() -> str:
     )  # fmt: skip
 
 
-def check_offload(layout: Layout, run: Run, offload: str) -> None:
+def check_offload(layout: Layout, offload: str) -> None:
     """Raises UserError if something is to be in the host's memory that can't be.
 
     Args:
       offload: the flag.
     """
-    if offload and not run.steps:
-        raise UserError(
-            f"--offload={offload} is for training, and --steps=0 takes no steps; leave it out"
-        )
     device, remat = layout.mesh.devices.flat[0], layout.config.remat
     check_remat(layout)
     asked = {"offload": offload} if offload else {}
