@@ -14,8 +14,8 @@ import jax
 import pytest
 from flax import nnx
 
-from recipes.common import entries, language
-from recipes.common.analysis import report
+from recipes.common import entries
+from recipes.common.analysis import kernel, report
 from recipes.common.mesh import make_mesh
 from recipes.common.runtime import flags, start
 from recipes.common.sharding import rules
@@ -207,7 +207,7 @@ def test_a_long_row_is_reported_as_is_printed():
     command = "python -m recipes.transformer --mesh=data=2,seq=4 --seq_len=1024 --batch_size=2"
     way, headline, *_ = block(f"output: {command} --steps=100").splitlines()
     layout, _ = default_run("", "data=2,seq=4")
-    assert [way] == language.attention(layout, 1024, segments=False)
+    assert [way] == kernel.report(layout, 1024, segments=False)
     assert headline == report.headline(layout)
 
 
