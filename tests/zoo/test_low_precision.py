@@ -224,3 +224,39 @@ def test_devices_with_float8_are_those_with_a_rate():
         assert has_float8(hardware.name) == (hardware.float8 > 0), hardware.name
     assert not any(map(has_float8, ("NVIDIA A10", "NVIDIA A30", "TPU v4", "AMD Instinct MI300X")))
     assert all(map(has_float8, ("NVIDIA L4", "NVIDIA GH200 480GB", "NVIDIA GeForce RTX 4090")))
+
+
+# ---- a library that rounds likewise ---------------------------------------------------------------
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("matmul", ["int8", "fp8"])
+def test_products_and_gradients_are_those_of_qwix(matmul, monkeypatch):
+    """Bit for bit, if int8's largest number is qwix's 127.5 instead of 127."""
+    from qwix._src.core.dot_general_qt import DotGeneralQtConfig, dot_general_qt
+
+    monkeypatch.setitem(quantization.FORMATS, "int8", ((jnp.int8, 127.5),) * 3)
+    weights, rows, gradients = quantization.FORMATS[matmul]
+    kinds = {"lhs_qtype": rows[0], "rhs_qtype": weights[0]}
+    kinds |= {"dlhs_grad_qtype": gradients[0], "drhs_grad_qtype": gradients[0]}
+
+    def theirs(x, w):
+        return dot_general_qt(x, w, (((2,), (0,)), ((), ())), DotGeneralQtConfig(**kinds))
+
+    def ours(x, w):
+        q, scale = quantization.quantize(jax.lax.stop_gradient(w)[None], (1,), weights)
+        rounded = quantization.quantize(jax.lax.stop_gradient(x), (-1,), rows)
+        how = Product(matmul, "", (), (), ((),) * 2, (), shapes=(w.shape, w.shape[:1], w.shape[1:]))
+        return multiply_rounded(how, x, w, *rounded, q, scale)
+
+    random, (B, T, K, N) = np.random.default_rng(0), (2, 16, 128, 96)
+    x_BTK, w_KN, grad_BTN = (
+        jnp.asarray(random.standard_normal(shape, np.float32))
+        for shape in ((B, T, K), (K, N), (B, T, N))
+    )
+    x_BTK *= np.exp(random.standard_normal((B, T, 1), np.float32))  # rows of unlike size
+    results = []
+    for function in (theirs, ours):
+        y, pull = jax.vjp(function, x_BTK, w_KN)
+        results.append((y, *pull(grad_BTN)))
+    jax.tree.map(np.testing.assert_array_equal, *results)
