@@ -117,8 +117,8 @@ def gpu(flags: GpuFlags) -> None:
         f"--{'' if flags.toy else 'no'}toy",
     ]
     until, unmeasured = time.monotonic() + 60 * flags.minutes, None
-    table = Table("case", "attention", "batch", "matmul", "settings", "ms per step", "tokens/s", "MFU (causal)",
-                  "MFU (full)", "GB", "compile s")  # fmt: skip
+    table = Table("case", "attention", "batch", "matmul", "offload", "settings", "ms per step", "tokens/s",
+                  "MFU (causal)", "MFU (full)", "GB", "compile s")  # fmt: skip
     for row, result in sweep.done.items():
         table.row(*cells(row, result))
     for row in sweep.rows():
@@ -282,14 +282,14 @@ def cells(row: Row, result: Result) -> list[str]:
         settings = f"within {result['error']:.1e}" if "error" in result else "check"
     elif row.xla != "default":
         settings += f", {row.xla}"
-    settings += ", offload" if row.offload else ""
     attention = f"{result.get('kernel', row.attention)}{', segments' * row.segments}"
     ms = result.get("failed") or figure("ms", ".2f" if row.what == "check" else ".1f")
     if "ms, segments" in result:
         ms = f"{ms}; with segments {result['ms, segments']:.2f}"
-    return [row.case or "kernel", attention, str(row.batch or "-"), row.matmul or "-", settings, ms,
-            figure("tokens_per_s", ",.0f"), figure("mfu_causal", ".1%"), figure("mfu_full", ".1%"),
-            figure("gb", ".1f"), figure("compile_s", ".0f")]  # fmt: skip
+    return [row.case or "kernel", attention, str(row.batch or "-"), row.matmul or "-",
+            row.offload or "-", settings, ms, figure("tokens_per_s", ",.0f"),
+            figure("mfu_causal", ".1%"), figure("mfu_full", ".1%"), figure("gb", ".1f"),
+            figure("compile_s", ".0f")]  # fmt: skip
 
 
 def driver() -> str:
