@@ -145,8 +145,8 @@ def _end(flags: GpuFlags, sweep: "Sweep", unmeasured: Row | None) -> None:
         more = (
             "the same command continues" if flags.out else "with --out=FILE it could be continued"
         )
-        print0(f"Time is up after {flags.minutes:g} minutes, before "
-               f"{' '.join(cells(unmeasured, {})[:5])}; {more}.")  # fmt: skip
+        row = " ".join(cell for cell in cells(unmeasured, {})[:6] if cell != "-")
+        print0(f"Time is up after {flags.minutes:g} minutes, before {row}; {more}.")
     print0(f"{machine(', '.join(sorted(found)) or 'cpu', *packages)} {driver()}")
     wrong = [
         row.attention for row, r in sweep.done.items() if row.what == "check" and "failed" in r

@@ -596,7 +596,7 @@ def test_gpu_prints_what_it_has_when_time_is_up(sweep, monkeypatch, tmp_path):
     asked, out, error = sweep(slow, out=str(file))
     assert (len(asked), out.count("\n| "), error) == (6, 5, "")  # the sixth was cut off
     assert out.splitlines()[-2] == (
-        "Time is up after 9 minutes, before 124m:1024 auto 64 - remat none, unroll 12, chunks of 256; "
+        "Time is up after 9 minutes, before 124m:1024 auto 64 remat none, unroll 12, chunks of 256; "
         "the same command continues."
     )
     assert len(file.read_text().splitlines()) == 5
@@ -615,7 +615,7 @@ def test_a_gpu_row_that_fails_is_a_row(sweep):
     asked, out, error = sweep(find, cases="1b:2048")
     assert not error
     assert re.search(
-        r"^\| 1b:2048 \| auto \| 8 \| - \| PyTorch \| ended by SIGSEGV \| - ", out, re.M
+        r"^\| 1b:2048 \| auto \| 8 \| - \| - \| PyTorch \| ended by SIGSEGV \| - ", out, re.M
     )
     assert re.search(r"^\| 1b:2048 \| auto, segments \| 32 \| .* \| out of memory \| - ", out, re.M)
     tried = [row for row in asked if row.what == "step" and row.remat == "none" and row.batch > 16]
