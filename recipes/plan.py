@@ -108,16 +108,16 @@ def make_job(flags: Flags, devices: Devices) -> Job:
     if "dtype" in fields:
         dtype = "float32" if devices.kind == "cpu" else "bfloat16"
         config = dataclasses.replace(config, dtype=dtype)
+    for name in ("matmul", "offload"):
+        if (value := getattr(flags, name)) and "remat" not in fields:
+            raise UserError(
+                f"--{name}={value} is for models with layers, and {flags.entry} has none; leave it out"
+            )
     if flags.matmul:
         device = AbstractDevice(devices.hardware.name, None, devices.hardware.platform)
-        config = dataclasses.replace(config, **matmul_fields(flags, device, config))
+        config = dataclasses.replace(config, **matmul_fields(flags, device))
     length = flags.seq_len if "vocab_size" in fields else 0
     check_length(config, length)
-    if flags.offload and "remat" not in fields:
-        raise UserError(
-            f"--offload={flags.offload} is for models with layers, and {flags.entry} has none; leave it "
-            "out"
-        )
     tokens = 16 * devices.count * max(length, 1)
     if flags.batch_tokens:
         number = re.fullmatch(r"(\d{1,15})([KM]?)", flags.batch_tokens)

@@ -141,7 +141,7 @@ def model_config(flags: Flags, start: checkpoint.Source | None, device: jax.Devi
     """
     size = SIZES[flags.size or "small"]()
     dtype = flags.dtype or ("float32" if device.platform == "cpu" else "bfloat16")
-    how = {"dtype": dtype, **matmul_fields(flags, device, Config)}
+    how = {"dtype": dtype, **matmul_fields(flags, device)}
     try:
         given = dataclasses.replace(flags, lora_targets="")  # lora_fields reads it
         config = checkpoint.configure(size, None if flags.size else start, given)

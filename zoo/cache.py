@@ -101,6 +101,8 @@ def attend_absorbed(
     keys as `v`, [L, B, S, 1, P].
     """
     up_CNH, nope = attention.kv_up[...], q_BTNH.shape[-1]
+    if (scale := getattr(getattr(attention.kv_up, "low", None), "scale", None)) is not None:
+        up_CNH = up_CNH.astype(jnp.float32) * scale[None]  # stored in int8: low_precision.store
     if "kv_up" in attention.lora:
         adapter = attention.lora["kv_up"]
         up_CNH = up_CNH + jnp.tensordot(adapter.a[...], adapter.b[...], 1) * adapter.scale

@@ -78,6 +78,8 @@ class Config:
     lora_alpha: float = 16.0
     lora_targets: tuple[str, ...] = ("q", "q_down", "q_up", "kv_down", "kv_up", "o")
     dtype: str = "float32"
+    matmul: str = ""
+    matmul_backward: str = ""
     remat: str = "full"
     loss_chunk: int = 256
     unroll: int = 1

@@ -154,10 +154,11 @@ def store(model, names: dict[str, str]):
 
     It then needs config.matmul="int8_weights". The scales of a weight `q` are a parameter `q_scale`.
     """
-    for _, module in nnx.iter_graph(model.layers):
+    stacks = model.layers, getattr(model, "dense", None)
+    for _, module in [pair for stack in stacks if stack for pair in nnx.iter_graph(stack)]:
         for name, weight in matrices(module, {*names}):
             axes = weight.out_sharding
-            first = sum(axis in ("layers", "expert") for axis in axes)
+            first = sum(axis in ("layers", "dense_stack", "expert") for axis in axes)
             # D comes first, and is contracted, or last.
             dims = (first,) if axes[first] in names else tuple(range(first, len(axes) - 1))
             q, scale = quantize(weight[...], dims, FORMATS["int8_weights"][0])

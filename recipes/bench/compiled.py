@@ -14,7 +14,6 @@ from recipes.common.analysis import report
 from recipes.common.analysis.hlo import host_copies, sent_by_kind
 from recipes.common.analysis.targets import TooLarge, compile_step, topology
 from recipes.common.analysis.textbook import textbook
-from recipes.common.runtime.errors import UserError
 from recipes.common.runtime.flags import flag
 from recipes.common.runtime.mesh import make_mesh
 from recipes.common.runtime.terminal import print0
@@ -66,10 +65,7 @@ def _collectives_row(
     remat = "sublayers" if model > 1 else "dispatched" if "expert" in axes else "full"
     dtype = "float32" if flags.kind == "cpu" else "bfloat16"  # XLA's CPU backend sends float32
     sizes, model_class = entries.zoo_file(flags.entry).SIZES, entries.model(flags.entry)
-    config = dataclasses.replace(sizes[size](), dtype=dtype, remat=remat)
-    if flags.matmul and not hasattr(config, "matmul"):
-        raise UserError(f"--matmul={flags.matmul} is not for --entry={flags.entry}; leave it out")
-    config = dataclasses.replace(config, matmul=flags.matmul) if flags.matmul else config
+    config = dataclasses.replace(sizes[size](), dtype=dtype, remat=remat, matmul=flags.matmul)
     is_text = hasattr(config, "vocab_size")
     positions = flags.seq_len if is_text else config.num_positions  # of a row
     rows = max(flags.tokens * chips // positions, chips // model)

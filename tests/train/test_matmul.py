@@ -33,17 +33,17 @@ def flags(matmul: str, backward: str = "", emulate: bool = False) -> SimpleNames
 @pytest.mark.parametrize("kind", ["TPU v5 lite", "TPU v6 lite", "NVIDIA A100-SXM4-80GB"])
 def test_a_device_without_float8_needs_leave_to_emulate(kind):
     with pytest.raises(UserError, match=f"lacks|{kind}") as error:
-        matmul_fields(flags("fp8"), accelerator(kind), Config)
+        matmul_fields(flags("fp8"), accelerator(kind))
     assert kind in str(error.value)
     assert "H100" in str(error.value)
     assert "add --matmul_emulate" in str(error.value)
-    assert matmul_fields(flags("fp8", emulate=True), accelerator(kind), Config)["matmul"] == "fp8"
-    assert matmul_fields(flags("int8"), accelerator(kind), Config)["matmul"] == "int8"
+    assert matmul_fields(flags("fp8", emulate=True), accelerator(kind))["matmul"] == "fp8"
+    assert matmul_fields(flags("int8"), accelerator(kind))["matmul"] == "int8"
 
 
 def test_devices_with_float8_and_the_cpu_need_none():
     for device in (CPU, accelerator("NVIDIA H100 80GB HBM3"), accelerator("TPU7x")):
-        assert matmul_fields(flags("fp8"), device, Config) == {
+        assert matmul_fields(flags("fp8"), device) == {
             "matmul": "fp8",
             "matmul_backward": "",
         }

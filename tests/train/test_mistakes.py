@@ -300,7 +300,6 @@ SMALL_ROWS = [  # of the other recipes, which have the same code behind most fla
     ("moe", ["--mesh=data=2,stage=4"], "rules 'fsdp' use no mesh axis 'stage', so the 4 devices along it (--mesh=data=2,stage=4) would all do the same work; use --mesh=8"),
     ("moe", ["--experts_per_token=9"], "--experts_per_token=9 is more than the number of experts, 8; use at most 8, or a larger --num_experts"),
     ("moe", ["--num_experts=1"], "--experts_per_token=2 is more than the number of experts, 1; use at most 1"),
-    ("deepseek", ["--matmul=int8"], "--matmul=int8 is not for this model, whose matmuls are in --dtype alone; leave it out"),
     ("moe", ["--capacity=0"], "--capacity=0 is not a number > 0; try 1.25, or none to drop no token"),
     ("moe", ["--capacity=nan"], "--capacity=nan is not a number > 0; try"),
     ("moe", ["--capacity=all"], "--capacity=all is not a number > 0; try"),

@@ -259,13 +259,14 @@ def test_devices_without_host_memory_are_refused(flag, inside, monkeypatch, tmp_
     )
 
 
-def test_a_model_without_layers_has_nothing_to_offload(inside, tmp_path, monkeypatch):
+@pytest.mark.parametrize("flag", ["--offload=optimizer", "--matmul=int8"])
+def test_a_model_without_layers_has_nothing_to_offload_or_round(
+    flag, inside, tmp_path, monkeypatch
+):
     monkeypatch.chdir(tmp_path)
-    done = inside("recipes.plan", "--entry=mlp", "--devices=cpu:8", "--offload=optimizer")
+    done = inside("recipes.plan", "--entry=mlp", "--devices=cpu:8", flag)
     assert done.code == 2
-    assert done.err == (
-        "error: --offload=optimizer is for models with layers, and mlp has none; leave it out\n"
-    )
+    assert done.err == f"error: {flag} is for models with layers, and mlp has none; leave it out\n"
     assert not [*tmp_path.iterdir()]
 
 

@@ -17,7 +17,7 @@ from recipes.common.train.step import gradients
 from tests.conftest import full_except
 from tests.support.further_token import further_logits
 from tests.support.quick import QUICK
-from zoo import deepseek
+from zoo import deepseek, low_precision
 from zoo.attention import kinds, positions
 from zoo.deepseek import RULES, Config, DeepSeek, in_best_groups
 
@@ -335,6 +335,18 @@ def test_absorbed_decoding_gives_the_logits_without_a_cache(changes, mesh, rules
     whole_BTV = jax.jit(lambda m, t: m(t), compiler_options=QUICK)(model, tokens_BT)
     with jax.set_mesh(make_mesh(mesh)), nnx.logical_axis_rules(tuple(RULES[rules].items())):
         found_BTV = decoded(model, tokens_BT, prompt=8)
+    np.testing.assert_allclose(found_BTV, whole_BTV[:, 7:], rtol=1e-4, atol=5e-4)
+
+
+@pytest.mark.full
+def test_int8_weights_are_absorbed_as_they_are_multiplied():
+    model = random_model(capacity=None, matmul="int8_weights", num_layers=2)
+    model = low_precision.store(model, deepseek.IN_USE)
+    stored = [x[...].dtype for _, x in nnx.to_flat_state(nnx.state(model, nnx.Param))]
+    assert stored.count(jnp.int8) == 2 * (5 + 3) + 3, "attention and an MLP twice, experts once"
+    tokens_BT = np.random.default_rng(0).integers(0, 257, (4, T))
+    whole_BTV = jax.jit(lambda m, t: m(t), compiler_options=QUICK)(model, tokens_BT)
+    found_BTV = decoded(model, tokens_BT, prompt=8)
     np.testing.assert_allclose(found_BTV, whole_BTV[:, 7:], rtol=1e-4, atol=5e-4)
 
 

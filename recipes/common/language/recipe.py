@@ -53,7 +53,7 @@ def main(
     folder = open_run(entry, run, text, flags, sample)  # what to resume or start from
     tokenizer = checkpoint.tokenizer_for(text.tokenizer, folder.start)
     config = model_config(entry, flags, folder.start, tokenizer, mesh.devices.flat[0].platform)
-    config = dataclasses.replace(config, **matmul_fields(flags, mesh.devices.flat[0], config))
+    config = dataclasses.replace(config, **matmul_fields(flags, mesh.devices.flat[0]))
     config = change(config, flags) if change else config
     prompt = sample.begin(tokenizer)
     model = entries.model(entry)  # a class, such as zoo.transformer.Transformer

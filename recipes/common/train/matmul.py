@@ -31,13 +31,12 @@ def matmul_emulate_flag() -> bool:
     )  # fmt: skip
 
 
-def matmul_fields(flags: Any, device: Any, config: Any) -> dict[str, str]:
+def matmul_fields(flags: Any, device: Any) -> dict[str, str]:
     """Config's fields for --matmul. Raises UserError if the flags don't fit together or the device.
 
     Args:
       flags: has the three flags above, or only the first.
       device: one of the mesh's, with its platform and device_kind.
-      config: the model's Config.
     """
     for name in ("matmul_backward", "matmul_emulate"):
         if (value := getattr(flags, name, "")) and not flags.matmul:
@@ -45,13 +44,6 @@ def matmul_fields(flags: Any, device: Any, config: Any) -> dict[str, str]:
                 f"--{name}={value} is for low-precision matmuls, and --matmul is empty; add "
                 "--matmul=int8 or --matmul=fp8"
             )
-    if not hasattr(config, "matmul"):
-        if flags.matmul:
-            raise UserError(
-                f"--matmul={flags.matmul} is not for this model, whose matmuls are in --dtype alone; leave it "
-                "out"
-            )
-        return {}
     lacks = device.platform != "cpu" and not has_float8(device.device_kind)
     if flags.matmul == "fp8" and lacks and not getattr(flags, "matmul_emulate", False):
         raise UserError(
