@@ -630,7 +630,8 @@ def test_a_wrong_kernel_is_reported_at_the_end(sweep):
     asked, out, error = sweep(find, cases="1b:2048")
     assert len(asked) > 9, "the rest is measured"
     assert (
-        "| kernel | cudnn | - | - | - | check | 2×512, 4/4 heads of 64: dk off by 3.0e-01 | - |" in out
+        "| kernel | cudnn | - | - | - | check | 2×512, 4/4 heads of 64: dk off by 3.0e-01 | - |"
+        in out
     )
     assert error == "1: cudnn: the kernel check failed; see its row"
 
