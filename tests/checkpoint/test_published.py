@@ -139,7 +139,8 @@ def test_a_card_leaves_out_flags_that_change_no_result():
     fields = [field for group in groups for field in dataclasses.fields(group)]
     may_change = {field.name for field in fields if field.metadata["may_change"]}
     shown = {"mesh", "rules", "steps", "skip_nonfinite", "restore_from", "base", "tokenizer"}
-    shown |= {"dtype", "remat", "context", "pipeline", "pipe_microbatches"}
+    shown |= {"dtype", "remat", "context", "pipeline", "pipe_microbatches", "offload"}
+    shown |= {"matmul", "matmul_backward", "matmul_emulate"}
     assert may_change - card.OMITTED_FLAGS == shown
     flags = dict.fromkeys(may_change, "x") | {"learning_rate": 0.1}
     facts = {"entry": "mlp", "mesh": {"data": 8}, "rules": {"name": "fsdp"}, "flags": flags}
@@ -227,7 +228,7 @@ def test_it_evaluates_and_writes_text(inside, quick, book, tmp_path):
         "--steps=0", "--prompt=import ", "--sample_bytes=40", book, f"--workdir={tmp_path / 'no'}",
     )  # fmt: skip
     assert (done.code, done.err) == (0, "")
-    assert "zoo/checkpoints/transformer.stdlib_3m, of step" in done.out
+    assert "zoo/checkpoints/transformer.stdlib_3m, step" in done.out
     assert "  | import " in done.out
     assert not list(tmp_path.iterdir())
 
