@@ -52,7 +52,7 @@ class Low(NamedTuple):
             x, x_q = (a.reshape(*x_q.shape[:2], K) for a in (x, x_q))
             x_scale, scale = x_scale.reshape(*x_q.shape[:2], 1), scale.reshape(1, 1, -1)
             arrays = x, w, x_q, x_scale, q.reshape(1, K, -1), scale
-            y = multiply_rounded(how._replace(shapes=shapes), *arrays)
+            y = jnp.asarray(multiply_rounded(how._replace(shapes=shapes), *arrays))
             return y.reshape(*y.shape[:2], *shapes[2])
 
         rows, none = ("batch", "seq"), [None] * contract

@@ -182,8 +182,9 @@ def test_a_run_is_bit_equal_to_one_without(train, tmp_path):
 
 
 @pytest.mark.full
-def test_experts_and_their_biases(train, tmp_path):
-    flags = ("moe", "--mesh=data=2,expert=4", "--balance_rate=0.1", "--optimizer=lion", "--steps=2")
+def test_experts_their_biases_two_stacks_and_rounded_products(train, tmp_path):
+    flags = ("deepseek", "--mesh=data=2,expert=4", "--balance_rate=0.1", "--optimizer=lion")
+    flags += ("--matmul=int8", "--steps=2")
     train("plain", *flags, "--remat=full")
     train("host", *flags, *OFFLOAD)
     assert_bit_equal(state_of(tmp_path / "host", 2), state_of(tmp_path / "plain", 2))
