@@ -286,7 +286,8 @@ class LatentAttention(nnx.Module):
 
         past: the layer's number in the cache.
         """
-        config, x_BTD, turn = self.config, gather(x_BTD), (at.angles[kind], kind.magnitude)
+        config, turn = self.config, (at.angles[kind], kind.magnitude)
+        x_BTD = gather(x_BTD, self.q_down if config.q_latent else self.q)
         if config.q_latent:
             q_BTNH = project(self, "q_up", self.q_norm(project(self, "q_down", x_BTD)))
         else:

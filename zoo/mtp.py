@@ -13,9 +13,10 @@ from flax import nnx
 
 from .attention import kinds, positions
 from .layers import (
-    REMAT_POLICIES, RMSNorm, add_costs, begin, cross_entropy, gather, look_up, multiply, stripe, vocabulary_tables,
+    REMAT_POLICIES, RMSNorm, add_costs, begin, cross_entropy, gather, layer_in_use, look_up, multiply,
+    stripe, vocabulary_tables,
 )  # fmt: skip
-from .sharding import auto, constrain, in_use, param
+from .sharding import auto, constrain, param
 
 
 class Further(nnx.Module):
@@ -61,7 +62,7 @@ def objective_with_mtp(model, batch: tuple, names: dict[str, str]):
     total, count = cross_entropy(x_BTD, tables[-1], batch[1], config)
 
     def layer(weights, x_BTD, next_BTD):
-        weights = in_use(weights, names, config.dtype)  # inside remat, which gathers again
+        weights = layer_in_use(weights, names, config)  # inside remat, which gathers again
         at, (kind,) = positions(config, batch[0], batch[2]), kinds(config)
         counted_BT = constrain(further_BT, "batch", "seq") >= 0
         return weights(x_BTD, next_BTD, at, kind, counted_BT, config.capacity)

@@ -82,7 +82,7 @@ CASES = [
     ("moe", "data=2,expert=4", "fsdp_ep", FP8 | ONE | {"capacity": None}),
     ("moe", "data=2,seq=2,expert=2", "fsdp_ep_cp", INT8 | ONE),
     ("gpt_oss", "2x2x2", "hsdp_tp_sp", FP8),
-    ("deepseek", "data=2,expert=4", "fsdp_ep", INT8 | {"num_layers": 2}),
+    ("deepseek", "data=2,expert=4", "fsdp_ep", INT8 | {"num_layers": 2, "mtp_depth": 1}),
     ("gpt2", "2x2x2", "fsdp_tp_sp", INT8 | ONE),
     ("gemma3", "4x2", "fsdp_tp", INT8 | {"num_layers": 2}),
     ("vit", "4x2", "fsdp_tp", INT8 | ONE),

@@ -385,6 +385,15 @@ def test_the_further_loss_is_its_definition():
     assert float(total) == pytest.approx(float(loss + 0.5 * further + balance), rel=1e-6)
 
 
+def test_low_precision_rounds_the_further_layer_too():
+    def rounded(depth: int) -> int:
+        model = random_model(matmul="int8", mtp_depth=depth, num_layers=1, dense_layers=0)
+        return str(jax.make_jaxpr(lambda m: m.loss(**batch())[0])(model)).count(" round[")
+
+    # Traces print equal layers once; only the product that joins the two inputs is new.
+    assert rounded(1) > rounded(0)
+
+
 FURTHER = dataclasses.replace(TINY, num_layers=1, dense_layers=0, mtp_depth=1)
 
 
