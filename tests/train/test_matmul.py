@@ -37,6 +37,9 @@ def test_a_device_without_float8_needs_leave_to_emulate(kind):
     assert kind in str(error.value)
     assert "H100" in str(error.value)
     assert "add --matmul_emulate" in str(error.value)
+    with pytest.raises(UserError) as error:  # recipes.plan, which emulates nothing
+        matmul_fields(SimpleNamespace(matmul="fp8"), accelerator(kind))
+    assert str(error.value).endswith("use --matmul=int8")
     assert matmul_fields(flags("fp8", emulate=True), accelerator(kind))["matmul"] == "fp8"
     assert matmul_fields(flags("int8"), accelerator(kind))["matmul"] == "int8"
 

@@ -46,10 +46,11 @@ def matmul_fields(flags: Any, device: Any) -> dict[str, str]:
             )
     lacks = device.platform != "cpu" and not has_float8(device.device_kind)
     if flags.matmul == "fp8" and lacks and not getattr(flags, "matmul_emulate", False):
+        how = ", or add --matmul_emulate, which rounds alike but is not faster"
+        emulate = how if hasattr(flags, "matmul_emulate") else ""
         raise UserError(
             f"--matmul=fp8 needs float8 matmuls, which {device.device_kind} lacks and "
-            f"{', '.join(FLOAT8_DEVICES)} have; use --matmul=int8, or add --matmul_emulate, which rounds "
-            "alike but is not faster"
+            f"{', '.join(FLOAT8_DEVICES)} have; use --matmul=int8{emulate}"
         )
     return {"matmul": flags.matmul, "matmul_backward": getattr(flags, "matmul_backward", "")}
 
