@@ -86,7 +86,7 @@ def mix(x_BTD, config, capacity: float | None, route, expert, weights) -> tuple:
     names = [w.out_sharding[-w[...].ndim :] for w in weights]  # in a scan, without that of layers
     names = [tuple(n if n in ("expert", "mlp") else None for n in axes) for axes in names]
     operands = [w[...].astype(x_BTD.dtype) for w in weights]
-    if getattr(config, "matmul", ""):
+    if config.matmul:
         from .low_precision import of_experts
 
         expert, operands, names = of_experts(expert, split, capacity, weights, names)
@@ -236,9 +236,8 @@ def by_capacity(expert, split, E, slots, x_BTD, expert_BTJ, weight_BTJ, place_BT
     if split["expert"]:
         out_EBUD = jax.lax.all_to_all(out_EBUD, split["expert"], 1, 0, tiled=True)
     out_BMD = out_EBUD.swapaxes(0, 1).reshape(B, E * U, -1)
-    return sum_shards(
-        unite(out_BMD, slot_BTJ, token_BM), split
-    )  # sums J times fewer bytes than before
+    # Summed after `unite`, J times fewer bytes than before.
+    return sum_shards(unite(out_BMD, slot_BTJ, token_BM), split)
 
 
 def sum_shards(out_BTD, split):

@@ -40,7 +40,7 @@ def multiply(x: jax.Array, weight: nnx.Param, contract: int = 1, seq: str = "seq
 def layer_in_use(weights, names: dict[str, str], config):
     """`in_use` for a layer, whose products are in config.matmul."""
     used = in_use(weights, names, config.dtype)
-    if not getattr(config, "matmul", ""):
+    if not config.matmul:
         return used
     from .low_precision import lowered
 
@@ -378,7 +378,6 @@ def scan_layers(function, x: jax.Array, layers, kinds: tuple, remat, unroll: int
     """
     if shards("layers") > 1:
         raise ValueError("the rules split the layers into stages, which only `loss` runs")
-
     offloads = remat is REMAT_POLICIES["offload"]
 
     def named(x, layer, kind):

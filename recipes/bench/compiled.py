@@ -74,8 +74,8 @@ def _collectives_row(
     step = make_step(config, strategy, mesh, rows, length, True, model_class, flags.offload)
     name = mesh_name(axes)
     compiled = compile_step(step, flags.kind, f"{size} {strategy} on {flags.kind} {name}")
+    row = size, chips, strategy, name, remat, flags.matmul or "-"
     if isinstance(compiled, TooLarge):
-        row = size, chips, strategy, name, remat, flags.matmul or "-"
         table.row(*row, "-", "-", "-", compiled.text, "-", "-", "-")
         return
     sent = sent_by_kind(compiled.as_text(), chips)
@@ -89,7 +89,7 @@ def _collectives_row(
     ratio = f"{bound}{total / least:.2f}" if least else "-"
     host = report.size(sum(host_copies(compiled.as_text()).values()))
     cells = (gathered, bound + other, reduced, bound + all_, book, ratio, host)
-    table.row(size, chips, strategy, name, remat, flags.matmul or "-", *cells)
+    table.row(*row, *cells)
 
 
 # ---- depth ---------------------------------------------------------------------------------------
