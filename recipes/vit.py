@@ -32,7 +32,7 @@ from recipes.common.train.matmul import (
 from recipes.common.train.offload import check_offload, offload_flag
 from recipes.common.train.optimizer import OPTIMIZERS, LearningRate, hidden_matrices, make_optimizer
 from recipes.common.train.step import TrainStep
-from zoo.layers import REMAT_POLICIES
+from zoo.stack import REMAT_POLICIES
 from zoo.vit import SIZES, Config, ViT
 
 # For --optimizer=muon: logical axes of weights that are not hidden matrices, and of stacks of them.

@@ -13,9 +13,11 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
-from .attention import NOT_SEEN
-from .layers import dot, fit_positions, gather, soft_cap, unembed
+from .kernels import NOT_SEEN
+from .layers import dense_weight, dot, gather, soft_cap
 from .sharding import auto, constrain, explicit, mesh_axes, reshape, shards
+from .stack import fit_rules
+from .vocabulary import unembed
 
 
 class Cache(NamedTuple):
@@ -44,26 +46,29 @@ class Cache(NamedTuple):
     def append(self, kv) -> "Cache":
         """Returns the cache with one more token per row; a donated cache is updated in place."""
         put = functools.partial(jax.lax.dynamic_update_slice_in_dim, axis=2)
-        pairs = zip(self[:2], kv, strict=True)
-        k, v = (in_slots(put, old)(old, new, self.length) for old, new in pairs)
+        new_k, new_v = kv
+        k = in_slots(put, self.k)(self.k, new_k, self.length)
+        v = in_slots(put, self.v)(self.v, new_v, self.length)
         return Cache(k, v, self.first, self.length + 1)
 
 
-@fit_positions
+@fit_rules
 def prefill(model, tokens_BT, lengths_B, slots: int) -> tuple[jax.Array, Cache]:
     """A decoder's logits after left-padded prompts, [B, V], and a Cache of `slots` slots."""
-    T, none = tokens_BT.shape[1], (0, 0)
+    T = tokens_BT.shape[1]
     first_B = constrain(T - lengths_B, "batch")
     positions_BT = constrain(jnp.arange(T)[None] - first_B[:, None], "batch", "seq")
     segments_BT = (positions_BT >= 0).astype(jnp.int32)  # padding: segment 0
     x_BTD, table_RVD, kv = model.trunk(tokens_BT, segments_BT, positions_BT)
-    pad = functools.partial(jnp.pad, pad_width=(none, none, (0, slots - T), none, none))
+    unchanged = (0, 0)
+    padding = (unchanged, unchanged, (0, slots - T), unchanged, unchanged)
+    pad = functools.partial(jnp.pad, pad_width=padding)
     k, v = (in_slots(pad, x)(x) for x in kv)
     logits_BV = next_logits(x_BTD, table_RVD, model.config)
     return logits_BV, Cache(k, v, first_B, jnp.int32(T))
 
 
-@fit_positions
+@fit_rules
 def decode(model, tokens_B, cache: Cache) -> tuple[jax.Array, Cache]:
     """A decoder's logits after one more token per row, [B, V], and the extended cache."""
     x_B1D, table_RVD, kv = model.trunk(tokens_B[:, None], None, cache.next_B1, cache)
@@ -81,7 +86,8 @@ def in_slots(function, x) -> Any:
 
 def next_logits(x_BTD: jax.Array, table_RVD: jax.Array, config) -> jax.Array:
     """Logits [B, V] in float32 of the token after each row's last position."""
-    (B, T, D), parts = x_BTD.shape, shards("seq")
+    B, T, D = x_BTD.shape
+    parts = shards("seq")
     if parts == 1:
         return unembed(gather(x_BTD)[:, -1:], table_RVD, config)[:, 0]
     is_last_T = jnp.arange(T) == T - 1
@@ -100,27 +106,32 @@ def attend_absorbed(
     outputs come back from it. A cache of L layers has latents as `k`, [L, B, S, 1, C], and rotary
     keys as `v`, [L, B, S, 1, P].
     """
-    up_CNH, nope = attention.kv_up[...], q_BTNH.shape[-1]
-    if (scale := getattr(getattr(attention.kv_up, "low", None), "scale", None)) is not None:
-        up_CNH = up_CNH.astype(jnp.float32) * scale[None]  # stored in int8: low_precision.store
-    if "kv_up" in attention.lora:
-        adapter = attention.lora["kv_up"]
-        up_CNH = up_CNH + jnp.tensordot(adapter.a[...], adapter.b[...], 1) * adapter.scale
-    up_CNH = constrain(up_CNH.astype(q_BTNH.dtype), None, "heads", None)
-    # One layer of the whole cache: slicing it for a scan would copy it.
-    of_layer = functools.partial(jax.lax.dynamic_index_in_dim, index=layer, keepdims=False)
-    latents, keys = map(of_layer, cache[:2])
+    nope = q_BTNH.shape[-1]
+    up_CNH = constrain(dense_weight(attention, "kv_up").astype(q_BTNH.dtype), None, "heads", None)
+    # One layer of the full cache: slicing it for a scan would copy it.
+    take = functools.partial(jax.lax.dynamic_index_in_dim, index=layer, keepdims=False)
+    latents = take(cache.k)
+    rotary_keys = take(cache.v)
     q_BTNC = jnp.einsum("BTNH,CNH->BTNC", q_BTNH, up_CNH[..., :nope])
-    pairs = (q_BTNC, latent_BT1C, latents), (turned_BTNP, key_BT1P, keys)
-    root, values = attention.config.head_dim**0.5, (latent_BT1C, latents)
-    out_BTNC = attend_to_cache(pairs, values, seen_BS, root, axes=(None, "heads", None))
+    out_BTNC = attend_to_cache(
+        keys=((q_BTNC, latent_BT1C, latents), (turned_BTNP, key_BT1P, rotary_keys)),
+        values=(latent_BT1C, latents),
+        seen_BS=seen_BS,
+        root=attention.config.head_dim**0.5,
+        axes=(None, "heads", None),
+    )
     return jnp.einsum("BTNC,CNV->BTNV", out_BTNC, up_CNH[..., nope:])
 
 
 def attend_to_cache(
-    keys, values, seen_BS, root, cap: float | None = None, sinks_N=None,
+    keys,
+    values,
+    seen_BS: jax.Array,
+    root: float,
+    cap: float | None = None,
+    sinks_N: jax.Array | None = None,
     axes: tuple = ("kv_heads", None, "head_dim"),
-) -> jax.Array:  # fmt: skip
+) -> jax.Array:
     """Attention of one new position (T = 1) to a layer's cache and itself. Returns [B, 1, N, H].
 
     Devices that share out the slots exchange sums, not keys.
@@ -131,13 +142,16 @@ def attend_to_cache(
       values: (its own [B, 1, K, H], the cache's [B, S, K, H]).
       axes: the logical axes of K, G and H, which are the cache's however heads are split.
     """
-    (B, T, N, _), (v_BTKH, v_BSKH) = keys[0][0].shape, values
-    K, split = v_BTKH.shape[2], ("batch", "seq", axes[0] or axes[1], axes[2])
+    B, T, N, _ = keys[0][0].shape
+    v_BTKH, v_BSKH = values
+    K = v_BTKH.shape[2]
+    split = ("batch", "seq", axes[0] or axes[1], axes[2])
 
     def grouped(q_BTNH):
         shape = (B, K, N // K, q_BTNH.shape[-1])
         return reshape(constrain(q_BTNH, *split), shape, "batch", *axes)
 
+    dtype = keys[0][0].dtype
     keys = [(grouped(q), own, past) for q, own, past in keys]
     # The cache is the left operand: XLA's CPU backend would transpose a right one first.
     scores_BKSG: Any = sum(dot("BSKH,BKGH->BKSG", past, q) for q, _, past in keys)
@@ -147,13 +161,15 @@ def attend_to_cache(
     most_BKG1 = jnp.maximum(scores_BKGS.max(-1, keepdims=True), own_BKG1)
     if sinks_N is not None:
         sinks_KG = reshape(sinks_N.astype(jnp.float32), (K, N // K), *axes[:2])
-        most_BKG1 = jnp.maximum(most_BKG1, sinks_1KG1 := sinks_KG[None, :, :, None])
-    weights_BKGS, own_BKG1 = jnp.exp(scores_BKGS - most_BKG1), jnp.exp(own_BKG1 - most_BKG1)
+        sinks_1KG1 = sinks_KG[None, :, :, None]
+        most_BKG1 = jnp.maximum(most_BKG1, sinks_1KG1)
+    weights_BKGS = jnp.exp(scores_BKGS - most_BKG1)
+    own_BKG1 = jnp.exp(own_BKG1 - most_BKG1)
     total_BKG1 = weights_BKGS.sum(-1, keepdims=True) + own_BKG1
     if sinks_N is not None:
         total_BKG1 += jnp.exp(sinks_1KG1 - most_BKG1)
     total = auto(functools.partial(dot, "BKGS,BSKH->BKGH"), "batch", *axes)
     out_BKGH = total(weights_BKGS.astype(v_BSKH.dtype), v_BSKH)
     out_BKGH += own_BKG1 * v_BTKH.swapaxes(1, 2).astype(jnp.float32)
-    out_BTNH = reshape((out_BKGH / total_BKG1).astype(keys[0][0].dtype), (B, T, N, -1), *split)
+    out_BTNH = reshape((out_BKGH / total_BKG1).astype(dtype), (B, T, N, -1), *split)
     return constrain(out_BTNH, "batch", "seq", "heads", "head_dim")

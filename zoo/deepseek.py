@@ -17,31 +17,25 @@ dim of values, C latent of keys and values, P = rope, E experts, G groups of exp
 import dataclasses
 import functools
 import math
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
-from .attention import (
-    Kind, attend, check_config, logits_in_order, positions, read_prompts, read_token,
-)  # fmt: skip
-from .experts import (
-    EP, EXPERT_DECODER, EXPERT_FSDP, EXPERT_FSDP_CP, EXPERT_HSDP, EXPERT_REMAT, FSDP_EP, FSDP_EP_CP,
-    GatedExperts, objective_and_loads, scan_experts,
-)  # fmt: skip
-from .layers import (
-    GatedMLP, RMSNorm, adapters, fit_positions, gather, look_up, project, rotate, stack, vocabulary,
-    vocabulary_tables,
-)  # fmt: skip
+from .attention import attend
+from .decoder import Compute, Decoder
+from .experts import EXPERT_REMAT, GatedExperts, check_experts
+from .layers import GatedMLP, Kind, RMSNorm, RopeScaling, Yarn, adapters, gather, project, rotate
 from .sharding import Rules, complete_tables, constrain, explicit, param, reshape
-from .strategies import CP, DP, FSDP, FSDP_CP, HSDP, PP, SP, TP
+from .stack import stack
+from .strategies import EXPERT_DECODER, expert_rules
+from .vocabulary import vocabulary
 
 
 @dataclasses.dataclass(frozen=True)
-class Config:
-    """The architecture and how to compute it. moe.Config explains the other fields."""
+class Config(Compute):
+    """The architecture. moe.Config explains the fields without a comment."""
 
     vocab_size: int
     embed: int  # D
@@ -70,46 +64,41 @@ class Config:
     mtp_weight: float = 0.3  # of its loss
     norm_eps: float = 1e-6
     rope_theta: float = 10_000.0
-    rope_scaling: tuple | None = None
+    rope_scaling: RopeScaling | None = None
     sliding_window: int | None = None
     mscale: float = 0.0  # with YaRN, scores are multiplied by (0.1 · mscale · ln(factor) + 1)²
     tie_embeddings: bool = False
-    lora_rank: int = 0
-    lora_alpha: float = 16.0
+    _: dataclasses.KW_ONLY
     lora_targets: tuple[str, ...] = ("q", "q_down", "q_up", "kv_down", "kv_up", "o")
-    dtype: str = "float32"
-    matmul: str = ""
-    matmul_backward: str = ""
-    remat: str = "full"
-    loss_chunk: int = 256
-    unroll: int = 1
-    attention: str = "auto"
-    context: str = "auto"
-    pipeline: str = "1f1b"
-    pipe_microbatches: int = 0
 
-    layer_kinds = ()  # all layers are alike
+    REMAT = EXPERT_REMAT
+    MAY_BE_ZERO = (*Compute.MAY_BE_ZERO, "q_latent", "dense_layers", "dense_mlp", "mtp_depth")
+
     num_kv_heads = property(lambda self: self.num_heads)
     head_dim = property(lambda self: self.nope_dim + self.rope_dim)
+    rotary_dim = property(lambda self: self.rope_dim)
 
     def __post_init__(self):
-        """Raises ValueError if the configuration is invalid."""
-        check_config(self, remat=REMAT, mtp_depth=(0, 1))
-        E, J, G, best = self.num_experts, self.experts_per_token, self.groups, self.top_groups
-        L, first, capacity = self.num_layers, self.dense_layers, self.capacity or 1.0
-        for invalid, message in (
-            (self.rope_dim % 2, f"rope_dim={self.rope_dim} must be even"),
-            (not 0 <= first < L, f"dense_layers={first} must be less than num_layers={L}"),
-            (first and not self.dense_mlp, f"dense_layers={first} need dense_mlp ≥ 1"),
-            (self.mscale and not self.rope_scaling, "mscale needs a rope_scaling"),
-            (E % G or E < 2 * G > 2, f"groups={G} must divide num_experts={E} into groups of ≥ 2"),
-            (best > G, f"top_groups={best} is more than groups={G}"),
-            (E // G * best < J, f"experts_per_token={J} is more than the {E // G * best} of"
-             f" num_experts={E} in top_groups={best} of groups={G}"),
-            (capacity <= 0, f"capacity={capacity} must be > 0, or None for dropless"),
-        ):  # fmt: skip
-            if invalid:
-                raise ValueError(message)
+        super().__post_init__()
+        check_experts(self)
+        E, G, dense = self.num_experts, self.groups, self.dense_layers
+        if self.mtp_depth not in (0, 1):
+            raise ValueError(f"mtp_depth={self.mtp_depth} is not one of 0, 1")
+        if not 0 <= dense < self.num_layers:
+            raise ValueError(f"dense_layers={dense} must be less than num_layers={self.num_layers}")
+        if dense and not self.dense_mlp:
+            raise ValueError(f"dense_layers={dense} need dense_mlp ≥ 1")
+        if self.mscale and not self.rope_scaling:
+            raise ValueError("mscale needs a rope_scaling")
+        if E % G or E < 2 * G > 2:
+            raise ValueError(f"groups={G} must divide num_experts={E} into groups of ≥ 2")
+        if self.top_groups > G:
+            raise ValueError(f"top_groups={self.top_groups} is more than groups={G}")
+        if (choices := E // G * self.top_groups) < self.experts_per_token:
+            raise ValueError(
+                f"experts_per_token={self.experts_per_token} is more than the {choices} of "
+                f"num_experts={E} in top_groups={self.top_groups} of groups={G}"
+            )
 
     @classmethod
     def tiny(cls) -> "Config":
@@ -146,22 +135,36 @@ class Config:
             129_280, 7_168, 61, num_heads=128, nope_dim=128, rope_dim=64, value_dim=128,
             kv_latent=512, mlp=2_048, num_experts=256, experts_per_token=8, q_latent=1_536,
             dense_layers=3, dense_mlp=18_432, groups=8, top_groups=4, route_scale=2.5,
-            rope_scaling=("yarn", 40.0, 32.0, 1.0, 4_096, True, 1.0), mscale=1.0,
+            rope_scaling=Yarn(40.0, 32.0, 1.0, 4_096, True, 1.0), mscale=1.0,
             remat="dispatched",
         )  # fmt: skip
 
 
-SIZES = {"tiny": Config.tiny, "small": Config.small}
-SIZES |= {"16b": Config.moonlight_16b, "671b": Config.deepseek_v3}
-
-REMAT = EXPERT_REMAT
-ROUTED_AXES, ROUTED_IN_USE, UNEVEN, POSITIONS, WITHIN = EXPERT_DECODER  # see experts.py
-LOGICAL_AXES = ROUTED_AXES | {
-    "latent": "both",  # a latent, in activations and in weights in use
-    "up_latent": "weights",  # of the projections from it, at rest
-    "dense_stack": "stack",  # the first layers
+SIZES = {
+    "tiny": Config.tiny,
+    "small": Config.small,
+    "16b": Config.moonlight_16b,
+    "671b": Config.deepseek_v3,
 }
-IN_USE = ROUTED_IN_USE | {"up_latent": "latent"}
+
+REMAT = Config.REMAT
+
+AXES = dataclasses.replace(
+    EXPERT_DECODER,
+    logical_axes=EXPERT_DECODER.logical_axes
+    | {
+        "latent": "both",  # a latent, in activations and in weights in use
+        "up_latent": "weights",  # of the projections from it, at rest
+        "dense_stack": "stack",  # the first layers
+    },
+    in_use=EXPERT_DECODER.in_use | {"up_latent": "latent"},
+)
+LOGICAL_AXES = AXES.logical_axes
+IN_USE = AXES.in_use
+UNEVEN = AXES.uneven
+SUBSTITUTES = AXES.substitutes
+POSITIONS = AXES.positions
+WITHIN = AXES.within
 
 
 class Layer(nnx.Module):
@@ -173,88 +176,83 @@ class Layer(nnx.Module):
         self.mlp_norm = RMSNorm(config.embed, config.norm_eps)
         width = config.dense_mlp if dense else config.shared_experts * config.mlp
         self.mlp = GatedMLP(config, width=width, rngs=rngs)
-        limited, v3 = config.top_groups < config.groups, config.sigmoid
-        limit = functools.partial(in_best_groups, config) if limited else None
-        how = v3, config.normalize, v3, limit, config.route_scale
-        self.experts: Any = None if dense else GatedExperts(config, *how, rngs=rngs)
+        limited = config.top_groups < config.groups
+        routed = functools.partial(
+            GatedExperts,
+            config,
+            biased=config.sigmoid,
+            normalize=config.normalize,
+            sigmoid=config.sigmoid,
+            limit=functools.partial(in_best_groups, config) if limited else None,
+            scale=config.route_scale,
+        )
+        self.experts = None if dense else routed(rngs=rngs)
 
-    def __call__(self, x_BTD, at, kind, past, *how):
-        out_BTD, kv = self.attention(self.attention_norm(x_BTD), at, kind, past)
+    def __call__(self, x_BTD, positions, kind, past=None):
+        out_BTD, kv = self.attention(self.attention_norm(x_BTD), positions, kind, past)
         x_BTD += checkpoint_name(out_BTD, "sublayer")
-        normed_BTD, figures = self.mlp_norm(x_BTD), {}
+        normed_BTD = self.mlp_norm(x_BTD)
         out_BTD = self.mlp(normed_BTD)
+        metrics = {}
         if self.experts is not None:
-            routed_BTD, figures = self.experts(normed_BTD, *how)
+            routed_BTD, metrics = self.experts(normed_BTD, positions)
             out_BTD += routed_BTD
-        return x_BTD + checkpoint_name(out_BTD, "sublayer"), kv, figures
+        return x_BTD + checkpoint_name(out_BTD, "sublayer"), kv, metrics
 
 
-class DeepSeek(nnx.Module):
-    """Tokens in, next-token logits out. Its methods are MoE's."""
+class DeepSeek(Decoder):
+    """Tokens in, next-token logits out. With V3's router, a call of `loss` also moves its biases;
+    with mtp_depth, the objective adds mtp_weight · mtp, the loss at the token after the next.
+    """
+
+    axes = AXES
 
     def __init__(self, config: Config, *, rngs: nnx.Rngs):
-        self.config, first = config, config.dense_layers
+        first = config.dense_layers
+        self.config = config
         self.embed = vocabulary(config, rngs=rngs)
         if first:
-            dense = functools.partial(Layer, config, True)
-            self.dense = stack(dense, first, rngs, "dense_stack")
+            dense_layer = functools.partial(Layer, config, True)
+            self.dense = stack(dense_layer, first, rngs, axis="dense_stack")
         self.layers = stack(functools.partial(Layer, config), config.num_layers - first, rngs)
-        if not config.tie_embeddings:
-            self.unembed = vocabulary(config, rngs=rngs)
+        self.unembed = None if config.tie_embeddings else vocabulary(config, rngs=rngs)
         self.final_norm = RMSNorm(config.embed, config.norm_eps)
         if config.mtp_depth:
-            from .mtp import Further
+            from .mtp import MTPHead
 
             layer = Layer(dataclasses.replace(config, lora_rank=0), rngs=rngs)
-            self.mtp = Further(config, layer, rngs=rngs)
+            self.mtp = MTPHead(config, layer, rngs=rngs)
 
-    __call__ = fit_positions(logits_in_order)
-    prefill, decode = read_prompts, read_token
+    @property
+    def stacks(self) -> list:
+        return [self.dense, self.layers] if self.config.dense_layers else [self.layers]
 
-    @fit_positions
-    def loss(self, tokens, targets, segment_ids=None):
-        """MoE.loss; with mtp_depth, plus mtp_weight · mtp, the loss at the token after the next."""
-        total, count, aux, load_LE = objective_and_loads(self, IN_USE, tokens, targets, segment_ids)
+    @property
+    def costs(self) -> dict[str, float]:
+        return {"balance": self.config.balance_weight}
+
+    def begin(self, tables, tokens_BT, positions):
+        """Also runs the dense layers. In a pipeline they are part of the first stage."""
+        x_BTD = self.embed_tokens(tables, tokens_BT, positions)
+        first = self.config.dense_layers
+        if not first:
+            return x_BTD, None
+        past = positions.cache and jnp.arange(first)
+        x_BTD, kv, _ = self.run_stack(self.dense, x_BTD, positions, past)
+        return x_BTD, kv
+
+    def run_layers(self, x_BTD, positions):
+        # A layer reads its part of the cache by its number.
+        past = positions.cache and jnp.arange(self.config.dense_layers, self.config.num_layers)
+        return self.run_stack(self.layers, x_BTD, positions, past)
+
+    def update_buffers(self, objective):
         if self.config.sigmoid:
-            step_LE = self.config.balance_rate * jnp.sign(count - load_LE)
+            load_LE = objective.metrics["load"]
+            step_LE = self.config.balance_rate * jnp.sign(objective.count - load_LE)
             self.layers.experts.bias[...] += step_LE[: len(self.layers.experts.bias[...])]
             if self.config.mtp_depth:
                 self.mtp.layer.experts.bias[...] += step_LE[-1]
-        return total, count, aux
-
-    def trunk(self, tokens_BT, segment_ids_BT, positions_BT=None, cache=None):
-        """MoE.trunk; returns all layers' latents and rotary keys in place of keys and values."""
-        config, tables, keep = self.config, vocabulary_tables(self), positions_BT is not None
-        at = positions(config, tokens_BT, segment_ids_BT, positions_BT, cache)
-        x_BTD, first = self._dense(self.embed_tokens(tables, tokens_BT), at, keep)
-        past = cache and jnp.arange(config.dense_layers, config.num_layers)
-        given = self.layers, IN_USE, config
-        x_BTD, (kv, _) = scan_experts(*given, x_BTD, at, jnp.ones_like(tokens_BT), past, keep)
-        kv = jax.tree.map(lambda *x: jnp.concatenate(x), first, kv) if first else kv
-        return self.final_norm(x_BTD), tables[-1], kv
-
-    def embed_tokens(self, tables, tokens_BT, positions_BT=None):
-        return look_up(tables[0], tokens_BT)
-
-    def first_layers(self, x_BTD, tokens_BT, targets_BT, segment_ids_BT):
-        """Runs the dense layers in training. In a pipeline they are part of the first stage."""
-        return self._dense(x_BTD, positions(self.config, tokens_BT, segment_ids_BT))[0]
-
-    costs = property(lambda self: {"balance": self.config.balance_weight})
-
-    def run(self, x_BTD, tokens_BT, targets_BT, segment_ids_BT):
-        at = positions(self.config, tokens_BT, segment_ids_BT)
-        given, counted_BT = (self.layers, IN_USE), constrain(targets_BT, "batch", "seq") >= 0
-        x_BTD, (_, figures) = scan_experts(*given, self.config, x_BTD, at, counted_BT)
-        return x_BTD, figures
-
-    def _dense(self, x_BTD, at, keep=False):
-        """Runs the dense layers, if any: (x_BTD, their latents and rotary keys if they are kept)."""
-        if not (first := self.config.dense_layers):
-            return x_BTD, None
-        given, past = (self.dense, IN_USE, self.config), at.cache and jnp.arange(first)
-        x_BTD, (kv, _) = scan_experts(*given, x_BTD, at, None, past, keep)
-        return x_BTD, kv
 
 
 class LatentAttention(nnx.Module):
@@ -264,9 +262,11 @@ class LatentAttention(nnx.Module):
 
     def __init__(self, config: Config, *, rngs: nnx.Rngs):
         D, N, H, V = config.embed, config.num_heads, config.head_dim, config.value_dim
-        R, C, up = config.q_latent, config.kv_latent, ("up_latent", "heads", "head_dim")
-        factor = config.rope_scaling[1] if config.rope_scaling else 1.0
-        self.config, self.scale = config, (0.1 * config.mscale * math.log(factor) + 1) ** 2
+        R, C = config.q_latent, config.kv_latent
+        up = ("up_latent", "heads", "head_dim")
+        factor = config.rope_scaling.factor if config.rope_scaling else 1.0
+        self.config = config
+        self.scale = (0.1 * config.mscale * math.log(factor) + 1) ** 2
         if R:
             self.q_down = param(rngs, (D, R), ("embed", "latent"), D**-0.5)
             self.q_norm = RMSNorm(R, 1e-6)  # as in all published models
@@ -281,39 +281,56 @@ class LatentAttention(nnx.Module):
         inner = {"q_down": 1, "q_up": 1} if R else {"q": 1}
         self.lora = adapters(self, config, rngs, **inner, kv_down=1, kv_up=1, o=2)
 
-    def __call__(self, x_BTD, at, kind: Kind, past=None):
+    def __call__(self, x_BTD, positions, kind: Kind, past=None):
         """Returns (output to add to the residual, (latents [B, T, 1, C], rotary keys [B, T, 1, P])).
 
-        past: the layer's number in the cache.
+        past: the layer's number in the cache; None: attends to x itself.
         """
-        config, turn = self.config, (at.angles[kind], kind.magnitude)
+        config = self.config
+        angles = positions.angles[kind]
+        by_head = "batch", "seq", "heads", None
         x_BTD = gather(x_BTD, self.q_down if config.q_latent else self.q)
         if config.q_latent:
             q_BTNH = project(self, "q_up", self.q_norm(project(self, "q_down", x_BTD)))
         else:
             q_BTNH = project(self, "q", x_BTD)
-        by_head = "batch", "seq", "heads", None
         q_BTNH = constrain(q_BTNH, *by_head) * self.scale
         q_BTNH, turned_BTNP = jnp.split(q_BTNH, [config.nope_dim], axis=-1)
-        turned_BTNP = rotate(turned_BTNP, *turn)
+        turned_BTNP = rotate(turned_BTNP, angles, kind.magnitude)
         down_BT1C = constrain(project(self, "kv_down", x_BTD), "batch", "seq", None)[:, :, None]
         latent_BT1C, key_BT1P = jnp.split(down_BT1C, [config.kv_latent], axis=-1)
-        latent_BT1C, key_BT1P = self.kv_norm(latent_BT1C), rotate(key_BT1P, *turn)
+        latent_BT1C = self.kv_norm(latent_BT1C)
+        key_BT1P = rotate(key_BT1P, angles, kind.magnitude)
         if past is None:
             kv_BTNH = project(self, "kv_up", latent_BT1C[:, :, 0])
             k_BTNH, v_BTNV = jnp.split(constrain(kv_BTNH, *by_head), [config.nope_dim], axis=-1)
             # With out_sharding, the transpose sums each device's heads, and gathers none of them.
-            where = explicit(*by_head)
-            key_BTNP = jnp.broadcast_to(key_BT1P, turned_BTNP.shape, out_sharding=where)
-            q_BTNH = jnp.concatenate((q_BTNH, turned_BTNP), axis=-1)
-            k_BTNH = jnp.concatenate((k_BTNH, key_BTNP), axis=-1)
-            how = kind.window, config.attention, config.context, at.striped
-            out_BTNV = attend(q_BTNH, k_BTNH, v_BTNV, at.segments, *how)
+            key_BTNP = jnp.broadcast_to(
+                key_BT1P, turned_BTNP.shape, out_sharding=explicit(*by_head)
+            )
+            out_BTNV = attend(
+                jnp.concatenate((q_BTNH, turned_BTNP), axis=-1),
+                jnp.concatenate((k_BTNH, key_BTNP), axis=-1),
+                v_BTNV,
+                positions.segment_ids_BT,
+                window=kind.window,
+                kernel=config.attention,
+                context=config.context,
+                striped=positions.striped,
+            )
         else:
             from .cache import attend_absorbed
 
-            now = q_BTNH, turned_BTNP, latent_BT1C, key_BT1P
-            out_BTNV = attend_absorbed(self, *now, at.cache, past, at.seen[kind])
+            out_BTNV = attend_absorbed(
+                self,
+                q_BTNH,
+                turned_BTNP,
+                latent_BT1C,
+                key_BT1P,
+                cache=positions.cache,
+                layer=past,
+                seen_BS=positions.seen[kind],
+            )
         out_BTD = project(self, "o", out_BTNV, contract=2, seq="residual_seq")
         return out_BTD, (latent_BT1C, key_BT1P)
 
@@ -322,7 +339,8 @@ def in_best_groups(config, scores_BTE) -> jax.Array:
     """The scores, -inf outside of each position's best groups: by the sum of their two best scores
     (V3) or by their best one (V2).
     """
-    (B, T, E), G = scores_BTE.shape, config.groups
+    B, T, E = scores_BTE.shape
+    G = config.groups
     scores_BTGE = reshape(scores_BTE, (B, T, G, E // G), "batch", "seq", None, None)
     best_BTG = scores_BTGE.max(axis=-1)
     if config.sigmoid:
@@ -332,42 +350,14 @@ def in_best_groups(config, scores_BTE) -> jax.Array:
     kept_BTG = jnp.zeros(best_BTG.shape, bool)
     for _ in range(config.top_groups):
         taken_BTG = jnp.arange(G)[None, None] == jnp.argmax(best_BTG, axis=-1, keepdims=True)
-        best_BTG, kept_BTG = jnp.where(taken_BTG, -jnp.inf, best_BTG), kept_BTG | taken_BTG
+        kept_BTG |= taken_BTG
+        best_BTG = jnp.where(taken_BTG, -jnp.inf, best_BTG)
     scores_BTGE = jnp.where(kept_BTG[..., None], scores_BTGE, -jnp.inf)
     return reshape(scores_BTGE, (B, T, E), "batch", "seq", "router")
 
 
 complete = functools.partial(complete_tables, LOGICAL_AXES)
 
-# ZeRO-3 for experts and for the projections from latents, whose first dim is not D.
-ZERO3 = FSDP | EXPERT_FSDP | {"up_latent": "data"}
-ZERO3_HSDP = HSDP | EXPERT_HSDP | {"up_latent": "fsdp"}
-ZERO3_CP = FSDP_CP | EXPERT_FSDP_CP | {"up_latent": ("data", "seq")}
-ZERO3_EP = FSDP_EP | {"up_latent": ("data", "expert")}
-ZERO3_EP_CP = FSDP_EP_CP | {"up_latent": ("data", "seq", "expert")}
-
-# Strategy → logical axis → mesh axis, as MoE's. What they cost: strategies.py and experts.py.
-RULES: dict[str, Rules] = complete(
-    {
-        "dp": DP,
-        "fsdp": DP | ZERO3,
-        "tp_sp": DP | TP | SP,
-        "fsdp_tp_sp": DP | ZERO3 | TP | SP,
-        "hsdp_tp_sp": ZERO3_HSDP | TP | SP,
-        "tp": DP | TP,
-        "fsdp_tp": DP | ZERO3 | TP,
-        "hsdp_tp": ZERO3_HSDP | TP,
-        "cp": DP | CP,
-        "fsdp_cp": DP | CP | ZERO3_CP,
-        "fsdp_cp_tp": DP | CP | ZERO3_CP | TP,
-        "pp": DP | PP,
-        "fsdp_pp": DP | ZERO3 | PP,
-        "fsdp_pp_tp": DP | ZERO3 | PP | TP,
-        "ep": EP,
-        "fsdp_ep": EP | ZERO3_EP,
-        "fsdp_ep_tp": EP | ZERO3_EP | TP,
-        "fsdp_ep_pp": EP | ZERO3_EP | PP,
-        "fsdp_ep_cp": EP | CP | ZERO3_EP_CP,
-        "fsdp_ep_cp_tp": EP | CP | ZERO3_EP_CP | TP,
-    }
-)
+# Strategy → logical axis → mesh axis; see strategies.py. ZeRO-3 also splits the projections from
+# latents, whose first dim is not D.
+RULES: dict[str, Rules] = complete(expert_rules("up_latent"))

@@ -18,25 +18,22 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
-from .attention import (
-    Attention, Kind, check_config, logits_in_order, positions, read_prompts, read_token,
-)  # fmt: skip
-from .experts import (
-    EP, EXPERT_DECODER, EXPERT_FSDP, EXPERT_FSDP_CP, EXPERT_HSDP, EXPERT_REMAT, FSDP_EP, FSDP_EP_CP,
-    choose, mix, objective_and_loads, scan_experts,
-)  # fmt: skip
-from .layers import (
-    RMSNorm, add_bias, fit_positions, look_up, multiply, stack, vocabulary, vocabulary_tables,
-)  # fmt: skip
+from .attention import Attention
+from .decoder import Compute, Decoder
+from .experts import EXPERT_REMAT, check_experts, choose, mix
+from .layers import Kind, RMSNorm, Yarn, add_bias, multiply
 from .sharding import Rules, complete_tables, constrain, param
-from .strategies import CP, DP, FSDP, FSDP_CP, HSDP, PP, SP, TP
+from .strategies import EXPERT_DECODER, expert_rules
 
-YARN = ("yarn", 32.0, 32.0, 1.0, 4_096, False, 1.3465735902799727)  # from 4,096 to 131,072
+YARN = Yarn(32.0, 32.0, 1.0, 4_096, False, 1.3465735902799727)  # from 4,096 to 131,072
 
 
 @dataclasses.dataclass(frozen=True)
-class Config:
-    """The architecture and how to compute it. moe.Config explains the other fields."""
+class Config(Compute):
+    """The architecture. moe.Config explains the fields without a comment.
+
+    Kernels with sinks are flash and splash.
+    """
 
     vocab_size: int  # V
     embed: int  # D
@@ -56,30 +53,15 @@ class Config:
     # One period of layers; each kind has its own window and rotary embeddings.
     layer_kinds: tuple[Kind, ...] = (Kind(128, 1.5e5, YARN), Kind(None, 1.5e5, YARN))
     tie_embeddings: bool = False
-    lora_rank: int = 0
-    lora_alpha: float = 16.0
+    _: dataclasses.KW_ONLY
     lora_targets: tuple[str, ...] = ("q", "k", "v", "o")
-    dtype: str = "float32"
-    matmul: str = ""
-    matmul_backward: str = ""
-    remat: str = "full"
-    attention: str = "auto"  # kernels with sinks: flash and splash
-    context: str = "auto"
-    pipeline: str = "1f1b"
-    pipe_microbatches: int = 0
-    loss_chunk: int = 256
-    unroll: int = 1
 
+    REMAT = EXPERT_REMAT
     sinks = True  # for reports: not every kernel has them
 
     def __post_init__(self):
-        """Raises ValueError if the configuration is invalid."""
-        check_config(self, remat=REMAT)
-        E, J = self.num_experts, self.experts_per_token
-        if J > E:
-            raise ValueError(f"experts_per_token={J} is more than num_experts={E}")
-        if self.capacity is not None and self.capacity <= 0:
-            raise ValueError(f"capacity={self.capacity} must be > 0, or None for dropless")
+        super().__post_init__()
+        check_experts(self)
 
     @classmethod
     def tiny(cls) -> "Config":
@@ -118,8 +100,15 @@ SIZES = {
     "120b": Config.gpt_oss_120b,
 }
 
-LOGICAL_AXES, IN_USE, UNEVEN, POSITIONS, WITHIN = EXPERT_DECODER  # see experts.py
-REMAT = EXPERT_REMAT
+REMAT = Config.REMAT
+
+# See strategies.py.
+LOGICAL_AXES = EXPERT_DECODER.logical_axes
+IN_USE = EXPERT_DECODER.in_use
+UNEVEN = EXPERT_DECODER.uneven
+SUBSTITUTES = EXPERT_DECODER.substitutes
+POSITIONS = EXPERT_DECODER.positions
+WITHIN = EXPERT_DECODER.within
 
 
 class Layer(nnx.Module):
@@ -127,62 +116,29 @@ class Layer(nnx.Module):
 
     def __init__(self, config: Config, *, rngs: nnx.Rngs):
         self.attention_norm = RMSNorm(config.embed, config.norm_eps)
-        self.attention = Attention(config, "qkvo", sinks=True, rngs=rngs)
+        self.attention = Attention(config, biases=("q", "k", "v", "o"), sinks=True, rngs=rngs)
         self.mlp_norm = RMSNorm(config.embed, config.norm_eps)
         self.experts = Experts(config, rngs=rngs)
 
-    def __call__(self, x_BTD, at, kind, past, *how):
-        out_BTD, kv = self.attention(self.attention_norm(x_BTD), at, kind, past)
+    def __call__(self, x_BTD, positions, kind, past=None):
+        out_BTD, kv = self.attention(self.attention_norm(x_BTD), positions, kind, past)
         x_BTD += checkpoint_name(out_BTD, "sublayer")
-        out_BTD, figures = self.experts(self.mlp_norm(x_BTD), *how)
+        out_BTD, metrics = self.experts(self.mlp_norm(x_BTD), positions)
         x_BTD += checkpoint_name(out_BTD, "sublayer")
-        return constrain(x_BTD, "batch", "residual_seq", "act_embed"), kv, figures
+        return constrain(x_BTD, "batch", "residual_seq", "act_embed"), kv, metrics
 
 
-class GptOss(nnx.Module):
-    """Tokens in, next-token logits out. Its methods are MoE's."""
+class GptOss(Decoder):
+    """Tokens in, next-token logits out. See the module's docstring."""
+
+    axes = EXPERT_DECODER
 
     def __init__(self, config: Config, *, rngs: nnx.Rngs):
-        self.config = config
-        self.final_norm = RMSNorm(config.embed, config.norm_eps)
-        self.embed = vocabulary(config, rngs=rngs)
-        self.layers = stack(functools.partial(Layer, config), config.num_layers, rngs)
-        if not config.tie_embeddings:
-            self.unembed = vocabulary(config, rngs=rngs)
-
-    @fit_positions
-    def loss(self, tokens, targets, segment_ids=None):
-        """MoE.loss: the cross entropy plus balance_weight · balance + router_z_weight · router_z."""
-        return objective_and_loads(self, IN_USE, tokens, targets, segment_ids)[:3]
-
-    @fit_positions
-    def __call__(self, tokens_BT, segment_ids_BT=None) -> jax.Array:
-        """Returns logits [B, T, V] in float32; position t predicts token t + 1."""
-        return logits_in_order(self, tokens_BT, segment_ids_BT)
-
-    prefill, decode = read_prompts, read_token
+        super().__init__(config, Layer, rngs=rngs)
 
     @property
     def costs(self) -> dict[str, float]:
         return {"balance": self.config.balance_weight, "router_z": self.config.router_z_weight}
-
-    def embed_tokens(self, tables, tokens_BT, positions_BT=None):
-        return look_up(tables[0], tokens_BT)
-
-    def trunk(self, tokens_BT, segment_ids_BT, positions_BT=None, cache=None):
-        tables, keep = vocabulary_tables(self), positions_BT is not None
-        x_BTD, all_BT = self.embed_tokens(tables, tokens_BT), jnp.ones_like(tokens_BT)
-        at = positions(self.config, tokens_BT, segment_ids_BT, positions_BT, cache)
-        given = self.layers, IN_USE, self.config
-        x_BTD, (kv, _) = scan_experts(*given, x_BTD, at, all_BT, cache and cache[:2], keep)
-        return self.final_norm(x_BTD), tables[-1], kv
-
-    def run(self, x_BTD, tokens_BT, targets_BT, segment_ids_BT):
-        at = positions(self.config, tokens_BT, segment_ids_BT)
-        counted_BT = constrain(targets_BT, "batch", "seq") >= 0
-        given = self.layers, IN_USE, self.config
-        x_BTD, (_, figures) = scan_experts(*given, x_BTD, at, counted_BT)
-        return x_BTD, figures
 
 
 class Experts(nnx.Module):
@@ -200,16 +156,15 @@ class Experts(nnx.Module):
         self.down = param(rngs, (E, F, D), ("expert", "mlp", "expert_embed"), (2 * L * F) ** -0.5)
         self.down_bias = param(rngs, (E, D), ("router", "norm"), 0.0)
 
-    def __call__(self, x_BTD, counted_BT, capacity: float | None):
-        """Returns the output to add to the residual, and the figures of `choose`; see `mix`."""
-        route = functools.partial(self.route, counted_BT=counted_BT)
+    def __call__(self, x_BTD, positions):
+        """Returns the output to add to the residual, and the metrics of `choose`; see `mix`."""
         weights = (self.gate, self.gate_bias, self.up, self.up_bias, self.down)
-        out_BTD, figures, share_BTE = mix(
-            x_BTD, self.config, capacity, route, self.compute, weights
+        out_BTD, metrics, share_BTE = mix(
+            x_BTD, self.config, positions, route=self.route, expert=self.compute, weights=weights
         )
         # Devices that share out F would each add these biases, so they are outside of `compute`.
         bias_BTD = multiply(share_BTE.astype(out_BTD.dtype), self.down_bias, seq="residual_seq")
-        return out_BTD + bias_BTD, figures
+        return out_BTD + bias_BTD, metrics
 
     def route(self, x_BTD, counted_BT, slots: int):
         """Chooses experts by logits in float32; weights are a softmax over those of the chosen.
@@ -219,15 +174,16 @@ class Experts(nnx.Module):
         with jax.default_matmul_precision("highest"):
             logits_BTE = multiply(x_BTD.astype(jnp.float32), self.router)
         logits_BTE = add_bias(logits_BTE, self.router_bias)
-        choice, figures = choose(self.config, logits_BTE, counted_BT, slots)
+        choice, metrics = choose(self.config, logits_BTE, counted_BT, slots)
         expert_BTJ, weight_BTJ, place_BTJ = choice
         kept_BTJ1 = jnp.where(place_BTJ < slots, weight_BTJ, 0)[..., None]
         share_BTE = (jax.nn.one_hot(expert_BTJ, self.config.num_experts) * kept_BTJ1).sum(axis=2)
-        return choice, figures, share_BTE
+        return choice, metrics, share_BTE
 
     def compute(self, product, x, gate, gate_bias, up, up_bias, down):
         """(u + 1) · g · sigmoid(alpha · g) times down, without down's bias; g and u are clamped."""
-        alpha, limit = self.config.swiglu_alpha, self.config.swiglu_limit
+        alpha = self.config.swiglu_alpha
+        limit = self.config.swiglu_limit
         ones = jnp.ones_like(x[..., :1])
         # `product` gives each row the bias of its own expert.
         gate = jnp.minimum(product(x, gate) + product(ones, gate_bias[:, None]), limit)
@@ -237,28 +193,5 @@ class Experts(nnx.Module):
 
 complete = functools.partial(complete_tables, LOGICAL_AXES)
 
-# Strategy → logical axis → mesh axis, as for MoE in another order; costs: strategies.py.
-RULES: dict[str, Rules] = complete(
-    {
-        "dp": DP,
-        "tp_sp": DP | TP | SP,
-        "fsdp_tp_sp": DP | FSDP | EXPERT_FSDP | TP | SP,
-        "hsdp_tp_sp": HSDP | EXPERT_HSDP | TP | SP,
-        "fsdp": DP | FSDP | EXPERT_FSDP,
-        "tp": DP | TP,
-        "fsdp_tp": DP | FSDP | EXPERT_FSDP | TP,
-        "hsdp_tp": HSDP | EXPERT_HSDP | TP,
-        "pp": DP | PP,
-        "fsdp_pp": DP | FSDP | EXPERT_FSDP | PP,
-        "fsdp_pp_tp": DP | FSDP | EXPERT_FSDP | PP | TP,
-        "cp": DP | CP,
-        "fsdp_cp": DP | CP | FSDP_CP | EXPERT_FSDP_CP,
-        "fsdp_cp_tp": DP | CP | FSDP_CP | EXPERT_FSDP_CP | TP,
-        "ep": EP,
-        "fsdp_ep": EP | FSDP_EP,
-        "fsdp_ep_cp": EP | CP | FSDP_EP_CP,
-        "fsdp_ep_cp_tp": EP | CP | FSDP_EP_CP | TP,
-        "fsdp_ep_tp": EP | FSDP_EP | TP,
-        "fsdp_ep_pp": EP | FSDP_EP | PP,
-    }
-)
+# Strategy → logical axis → mesh axis. What each parallelism splits and costs: strategies.py.
+RULES: dict[str, Rules] = complete(expert_rules())

@@ -1,4 +1,5 @@
-"""Matmuls of layers in int8 or float8. layers.py imports this file if Config.matmul is set.
+"""Matmuls of layers in int8 or float8: stack.py and experts.py import this file if Config.matmul is
+set.
 
 Weights are rounded at rest, so FSDP gathers bytes. quantization.py has the arithmetic.
 """
@@ -11,6 +12,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
+from .layers import LowPrecisionWeight
 from .quantization import FORMATS, Product, bits, multiply_rounded, numbers, quantize
 from .sharding import constrain, mesh_axes, per_device
 
@@ -27,51 +29,74 @@ class Rounded(NamedTuple):
     scale: jax.Array  # [B, T, 1...]
 
 
-class Low(NamedTuple):
-    """How to multiply by a layer's weight."""
+class RoundedWeight(LowPrecisionWeight):
+    """A weight in use whose products are rounded."""
 
-    weight: jax.Array  # at rest
+    at_rest: jax.Array
     scale: jax.Array | None  # if the weight is stored rounded
-    rest: tuple[str, ...]  # its logical axes
-    use: tuple[str, ...]  # those in use
+    rest_axes: tuple[str, ...]  # its logical axes at rest
+    use_axes: tuple[str, ...]  # those in use
     config: Any
 
-    def multiply(self, x, contract: int, seq: str):
+    def multiply(self, x, contract: int, seq: str) -> jax.Array:
         """layers.multiply in low precision; x: an array or Rounded."""
-        inner, outer = self.use[:contract], self.use[contract:]
-        x = x if isinstance(x, Rounded) else self.round(x, contract)
-        over, split = mesh_axes(inner), mesh_axes(x.copies)
-        how, w, rest = self.product(self.use, outer)
+        inner = self.use_axes[:contract]
+        outer = self.use_axes[contract:]
+        x = x if isinstance(x, Rounded) else self.round_input(x, contract)
+        over = mesh_axes(inner)
         parted = bool(over) and mesh_axes(seq) == over
-        equal = tuple(name for name in split if name not in mesh_axes(outer))
-        how = how._replace(joined=over, parted=parted, equal=equal)
+        product, w, rest_axes = self.product(self.use_axes, outer)
+        product = product._replace(
+            joined=over,
+            parted=parted,
+            equal=tuple(name for name in mesh_axes(x.copies) if name not in mesh_axes(outer)),
+        )
 
         def local(x, w, x_q, x_scale, q, scale):
-            shapes = q.shape, q.shape[:contract], q.shape[contract:]
-            K = math.prod(shapes[1])
-            x, x_q = (a.reshape(*x_q.shape[:2], K) for a in (x, x_q))
-            x_scale, scale = x_scale.reshape(*x_q.shape[:2], 1), scale.reshape(1, 1, -1)
-            arrays = x, w, x_q, x_scale, q.reshape(1, K, -1), scale
-            y = jnp.asarray(multiply_rounded(how._replace(shapes=shapes), *arrays))
-            return y.reshape(*y.shape[:2], *shapes[2])
+            K = math.prod(q.shape[:contract])
+            y = multiply_rounded(
+                product._replace(shapes=(q.shape, q.shape[:contract], q.shape[contract:])),
+                x.reshape(*x_q.shape[:2], K),
+                w,
+                x_q.reshape(*x_q.shape[:2], K),
+                x_scale.reshape(*x_q.shape[:2], 1),
+                q.reshape(1, K, -1),
+                scale.reshape(1, 1, -1),
+            )
+            y = jnp.asarray(y)
+            return y.reshape(*y.shape[:2], *q.shape[contract:])
 
-        rows, none = ("batch", "seq"), [None] * contract
-        axes = [(x.copies, *rows, *inner), rest, (*rows, *inner), (*rows, *none), self.use]
-        axes.append((*none, *outer))
-        arrays = x.x, w, x.q, x.scale, *self.rounded(*range(contract))
-        y = per_device(local, arrays, axes, ("batch", seq if parted else "seq", *outer))
+        q, scale = self.rounded(*range(contract))
+        rows = ("batch", "seq")
+        replicated = [None] * contract
+        y = per_device(
+            local,
+            (x.x, w, x.q, x.scale, q, scale),
+            [
+                (x.copies, *rows, *inner),
+                rest_axes,
+                (*rows, *inner),
+                (*rows, *replicated),
+                self.use_axes,
+                (*replicated, *outer),
+            ],
+            ("batch", seq if parted else "seq", *outer),
+        )
         return checkpoint_name(constrain(y, "batch", seq, *outer), "product")
 
-    def round(self, x, contract: int = 1) -> Rounded:
+    def round_input(self, x: jax.Array, contract: int = 1) -> Rounded:
         """Rounds the input of this weight's product. Positions of x that are split are gathered so.
 
         Devices that split the weight's columns have parts of x's gradient. Those of several
         products are added on each device, and then over devices, in the transpose of `copy`.
         """
-        inner, outer = self.use[:contract], self.use[contract:]
-        within, parts = "residual_seq", mesh_axes(outer)
+        inner = self.use_axes[:contract]
+        outer = self.use_axes[contract:]
+        parts = mesh_axes(outer)
+        within = "residual_seq"
         if not {*mesh_axes(within)} <= {*parts}:
-            within, x = "seq", constrain(x, "batch", "seq", *inner)
+            within = "seq"
+            x = constrain(x, "batch", "seq", *inner)
         between = tuple(name for name in mesh_axes(within) if name not in mesh_axes("seq"))
         dims = tuple(range(-contract, 0))
         form = FORMATS[self.config.matmul][1]
@@ -89,53 +114,81 @@ class Low(NamedTuple):
                 x = jax.lax.pcast(x, over, to="varying")
             return x[None]
 
-        axes = [("batch", within, *inner)], (outer, "batch", "seq", *inner)
-        return Rounded(x, per_device(copy, [x], *axes), outer, q, scale)
+        copies = per_device(copy, [x], [("batch", within, *inner)], (outer, "batch", "seq", *inner))
+        return Rounded(exact=x, x=copies, copies=outer, q=q, scale=scale)
 
-    def product(self, use, outer) -> tuple[Product, jax.Array, tuple]:
-        """(Product, the weight that gets the gradient, its logical axes); use: axes inside of it.
+    def dequantized(self) -> jax.Array:
+        """The weight in use, in float32 if it is stored in int8."""
+        if self.scale is None:
+            return self[...]
+        return self[...].astype(jnp.float32) * self.scale[None]
+
+    def product(self, use_axes, outer) -> tuple[Product, jax.Array, tuple]:
+        """(Product, the weight that gets the gradient, its logical axes); outer: axes of columns.
 
         Where devices have different rows, the gradient is scattered as the weight rests.
         """
-        pairs = [(mesh_axes(a), mesh_axes(b)) for a, b in zip(self.rest, use, strict=True)]
-        w, axes, rows = self.weight.astype(self.config.dtype), self.rest, mesh_axes(ROWS)
-        alone = tuple(rest[len(used) :] for rest, used in pairs)
-        apart = {name for names in alone for name in names}
-        if any(rest[: len(used)] != used for rest, used in pairs) or not apart <= {*rows}:
-            w, axes, alone, apart = constrain(w, *use), use, ((),) * len(use), set()
-        summed = tuple(name for name in rows if name not in apart)
-        columns, positions = (mesh_axes(dims, manual=True) for dims in (outer, ROWS))
-        formats = self.config.matmul, self.config.matmul_backward
-        return Product(*formats, columns, positions, alone, summed), w, axes
+        pairs = [
+            (mesh_axes(a), mesh_axes(b)) for a, b in zip(self.rest_axes, use_axes, strict=True)
+        ]
+        w = self.at_rest.astype(self.config.dtype)
+        axes = self.rest_axes
+        rows = mesh_axes(ROWS)
+        scattered = tuple(rest[len(used) :] for rest, used in pairs)
+        scattered_axes = {name for names in scattered for name in names}
+        nested = all(rest[: len(used)] == used for rest, used in pairs)
+        if not nested or not scattered_axes <= {*rows}:
+            w = constrain(w, *use_axes)
+            axes = use_axes
+            scattered = ((),) * len(use_axes)
+            scattered_axes = set()
+        product = Product(
+            matmul=self.config.matmul,
+            backward=self.config.matmul_backward,
+            outer=mesh_axes(outer, manual=True),
+            rows=mesh_axes(ROWS, manual=True),
+            scattered=scattered,
+            summed=tuple(name for name in rows if name not in scattered_axes),
+        )
+        return product, w, axes
 
     def rounded(self, *dims: int) -> tuple[jax.Array, jax.Array]:
         """The rounded weight in use and its scales; `dims`: those that products contract."""
         form = FORMATS[self.config.matmul][0]
         if self.scale is None:
-            q, scale = quantize(jax.lax.stop_gradient(self.weight), dims, form)
+            q, scale = quantize(jax.lax.stop_gradient(self.at_rest), dims, form)
         else:
-            q, scale = self.weight, jnp.expand_dims(self.scale, dims)
-        q = numbers(constrain(bits(constrain(q, *self.rest)), *self.use), form)
-        names = [None if dim in dims else axis for dim, axis in enumerate(self.use)]
+            q, scale = self.at_rest, jnp.expand_dims(self.scale, dims)
+        q = numbers(constrain(bits(constrain(q, *self.rest_axes)), *self.use_axes), form)
+        names = [None if dim in dims else axis for dim, axis in enumerate(self.use_axes)]
         return q, constrain(scale, *names)
 
 
-def lowered(weights, used, names: dict[str, str], config):
+def lowered(layer, used, names: dict[str, str], config):
     """Makes a layer in use multiply in config.matmul. Returns it.
 
     Args:
-      weights: the layer with its weights at rest; used: the same in use.
+      layer: the layer with its weights at rest; used: the same in use.
       names: logical axis of a weight at rest → its name in use. Weights without such an axis, and
         adapters, are multiplied as before.
     """
-    pairs = zip(nnx.iter_graph(weights), nnx.iter_graph(used), strict=True)
+    pairs = zip(nnx.iter_graph(layer), nnx.iter_graph(used), strict=True)
     for (_, at_rest), (_, module) in [*pairs]:
         for name, weight in matrices(at_rest, {*names, *names.values()}):
-            variable, w = getattr(module, name), weight[...]
-            rest, use = (x.out_sharding[-w.ndim :] for x in (weight, variable))
+            in_use = getattr(module, name)
+            w = weight[...]
             scale = getattr(at_rest, f"{name}_scale", None)
-            low = Low(w, None if scale is None else scale[...], rest, use, config)
-            setattr(module, name, variable.replace(low=low))
+            rounded = RoundedWeight(
+                in_use[...],
+                at_rest=w,
+                scale=None if scale is None else scale[...],
+                rest_axes=weight.out_sharding[-w.ndim :],
+                use_axes=in_use.out_sharding[-w.ndim :],
+                config=config,
+                out_sharding=in_use.out_sharding,
+                eager_sharding=False,
+            )
+            setattr(module, name, rounded)
     return used
 
 
@@ -154,8 +207,7 @@ def store(model, names: dict[str, str]):
 
     It then needs config.matmul="int8_weights". The scales of a weight `q` are a parameter `q_scale`.
     """
-    stacks = model.layers, getattr(model, "dense", None)
-    for _, module in [pair for stack in stacks if stack for pair in nnx.iter_graph(stack)]:
+    for _, module in [pair for stack in model.stacks for pair in nnx.iter_graph(stack)]:
         for name, weight in matrices(module, {*names}):
             axes = weight.out_sharding
             first = sum(axis in ("layers", "dense_stack", "expert") for axis in axes)
@@ -175,35 +227,42 @@ def of_experts(expert, split, capacity, weights, axes):
     Args:
       expert, capacity: see experts.mix; split: logical axis → mesh axes; axes: of each weight.
     """
-    hows, arrays, found = [], [], []
-    for weight, use in zip(weights, axes, strict=True):
-        low, how, given, names = getattr(weight, "low", None), None, [weight[...]], [use]
-        if low:
-            how, w, rest = low.product(use, use[2])
-            rows, summed = (
-                tuple(name for name in names if name not in split["expert"])
-                for names in (how.rows, how.summed)
-            )
-            # With a capacity, devices along `expert` have rows of other experts.
-            how = how._replace(rows=how.rows if capacity is None else rows, summed=summed)
-            how = how, mesh_axes(use[1], manual=True)
-            given, names = [w, *low.rounded(1)], [rest, use, (use[0], None, use[2])]
-        hows, arrays, found = [*hows, how], arrays + given, found + names
+    products: list[tuple[Product, tuple[str, ...]] | None] = []  # and the mesh axes of K
+    arrays, array_axes = [], []
+    for weight, use_axes in zip(weights, axes, strict=True):
+        if not isinstance(weight, RoundedWeight):
+            products.append(None)
+            arrays.append(weight[...])
+            array_axes.append(use_axes)
+            continue
+        product, w, rest_axes = weight.product(use_axes, use_axes[2])
+        rows, summed = (
+            tuple(name for name in names if name not in split["expert"])
+            for names in (product.rows, product.summed)
+        )
+        # With a capacity, devices along `expert` have rows of other experts.
+        rows = product.rows if capacity is None else rows
+        product = product._replace(rows=rows, summed=summed)
+        products.append((product, mesh_axes(use_axes[1], manual=True)))
+        arrays += [w, *weight.rounded(1)]
+        array_axes += [rest_axes, use_axes, (use_axes[0], None, use_axes[2])]
 
     def run(dot, x, *arrays):
-        left = iter(arrays)
+        remaining = iter(arrays)
 
         def multiply(x, operand):
             if not isinstance(operand, tuple):
                 return dot(x, operand)
-            (how, inner), w, q, scale = operand
-            how = how._replace(shapes=(q.shape, q.shape[1:2], q.shape[2:]))
-            form = FORMATS[how.matmul][1]
-            rounded = quantize(jax.lax.stop_gradient(x), (-1,), form, inner)
-            sizes = getattr(dot, "keywords", {}).get("group_sizes")
-            return multiply_rounded(how, x, w, *rounded, q, scale, sizes)
+            (product, inner), w, q, scale = operand
+            product = product._replace(shapes=(q.shape, q.shape[1:2], q.shape[2:]))
+            form = FORMATS[product.matmul][1]
+            x_q, x_scale = quantize(jax.lax.stop_gradient(x), (-1,), form, inner)
+            return multiply_rounded(product, x, w, x_q, x_scale, q, scale, dot.sizes_E)
 
-        operands = ((how, *(next(left) for _ in range(3))) if how else next(left) for how in hows)
+        operands = (
+            (product, *(next(remaining) for _ in range(3))) if product else next(remaining)
+            for product in products
+        )
         return expert(multiply, x, *operands)
 
-    return run, arrays, found
+    return run, arrays, array_axes

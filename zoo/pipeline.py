@@ -1,20 +1,20 @@
 """Pipelines: a model's layers in stages, on the devices along a mesh axis.
 
-layers.objective uses this file if the rules split the layers, so a model can be copied without it.
+decoder.py uses this file if the rules split the layers, so a model can be copied without it.
 
-Shapes: B batch, T positions, S stages, M microbatches.
+Shapes: B batch, T positions, D embed, S stages, M microbatches.
 """
 
 import functools
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import PartitionSpec
 
-from .layers import add_costs, begin, finish, vocabulary_tables
-from .sharding import in_use, mesh_axes, per_device, shards
+from .sharding import in_use, mesh_axes, per_device
+from .vocabulary import Batch, Objective
 
 BUBBLE = 0.0  # the input of a waiting stage; no result depends on it
 
@@ -25,21 +25,24 @@ def microbatches(config, rows: int, stages: int) -> int:
     return next(m for m in range(most, 0, -1) if rows % m == 0)
 
 
-def in_stages(model, batch, names):
-    """`layers.objective` in stages; its forward pass also computes the gradients."""
+def objective_in_stages(model, batch: Batch) -> Objective:
+    """`Decoder.objective` in stages; its forward pass also computes the gradients.
+
+    Raises ValueError if the model has a head for the second-next token.
+    """
     weights, tree = jax.tree.flatten(model)
-    if hasattr(model, "mtp"):
+    if model.mtp is not None:
         raise ValueError("a pipeline has no stage for the layer of mtp_depth=1; use mtp_depth=0")
 
     @jax.custom_vjp
     def objective(weights, batch):
-        return _sharded(jax.tree.unflatten(tree, weights), batch, names, [])[0]
+        return _sharded(jax.tree.unflatten(tree, weights), batch, [])[0]
 
     def forward(weights, batch):
         trained = [i for i, weight in enumerate(weights) if weight.perturbed]
         is_input = lambda x: hasattr(x, "perturbed")  # noqa: E731
         weights, batch = jax.tree.map(lambda x: x.value, (weights, batch), is_leaf=is_input)
-        return _sharded(jax.tree.unflatten(tree, weights), batch, names, trained)
+        return _sharded(jax.tree.unflatten(tree, weights), batch, trained)
 
     def backward(gradients, cotangents):
         scaled = {i: gradient * cotangents[0] for i, gradient in gradients.items()}
@@ -49,191 +52,306 @@ def in_stages(model, batch, names):
     return objective(weights, batch)
 
 
-def _sharded(model, batch, names, trained: list[int]):
-    """Runs `_stage` on each device. Returns (the result of `in_stages`, leaf → its gradient).
+def _sharded(model, batch: Batch, trained: list[int]):
+    """Runs a Stage on each device. Returns (the Objective, leaf of the model → its gradient).
 
     Weights are gathered once before it, and gradients are summed once after it. The rules still
     govern mesh axes that split neither layers nor rows.
     """
-    pipe, rows, S = mesh_axes("layers"), mesh_axes("batch"), shards("layers")
-    used = in_use(model, names, model.config.dtype)
+    pipe = mesh_axes("layers")
+    rows = mesh_axes("batch")
+    used = in_use(model, model.axes.in_use, model.config.dtype)
     weights, tree = jax.tree.flatten(used)
 
     def split(axes):  # mesh axes that split each dim of a weight
         axes = (mesh_axes(axis, manual=True) for axis in axes)
         return [tuple(name for name in names if name in (*pipe, *rows)) for names in axes]
 
-    at_rest, inside = ([split(axes) for axes in _axes(m)] for m in (model, used))
+    at_rest, inside = ([split(axes) for axes in leaf_axes(m)] for m in (model, used))
 
     def reduce(i, gradient):
         """The sum over devices; if the weight is split at rest, this device's part of it."""
         left = {*pipe, *rows}.difference(*inside[i])
-        for dim, (rest, held) in enumerate(zip(at_rest[i], inside[i], strict=True)):
-            if over := tuple(name for name in rest if name not in held):
+        for dim, (rest_axes, used_axes) in enumerate(zip(at_rest[i], inside[i], strict=True)):
+            if over := tuple(name for name in rest_axes if name not in used_axes):
                 # With more than one dim after it, the TPU compiler would all-reduce it instead.
                 outer, inner = gradient.shape[: dim + 1], gradient.shape[dim + 1 :]
                 flat = gradient.reshape(*outer, *([-1] if inner else []))
                 part = jax.lax.psum_scatter(flat, over, scatter_dimension=dim, tiled=True)
-                gradient, left = part.reshape(*part.shape[: dim + 1], *inner), left - {*over}
+                gradient = part.reshape(*part.shape[: dim + 1], *inner)
+                left = left - {*over}
         # Not tuple(left): each process must sum in the same order of axes, or programs differ.
         over = tuple(name for name in (*pipe, *rows) if name in left)
         return jax.lax.psum(gradient, over) if over else gradient
 
     def on_device(weights, batch):
-        model = jax.tree.unflatten(tree, weights)
-        sums, figures, gradients = _stage(model, batch, trained, pipe, S)
-        sums, figures = jax.lax.psum(sums, (*pipe, *rows)), jax.lax.psum(figures, rows)
+        stage = Stage(jax.tree.unflatten(tree, weights), batch, trained, pipe)
+        sums, metrics, gradients = stage.run()
+        sums = jax.lax.psum(sums, (*pipe, *rows))
+        metrics = jax.lax.psum(metrics, rows)
         # Per device along other axes too, or XLA would gather gradients over them first.
         for i, gradient in gradients.items():
-            of_leaf, axes = functools.partial(reduce, i), _axes(used)[i]
-            gradients[i] = per_device(of_leaf, [gradient], [axes], check_vma=False)
-        return sums, figures, gradients
+            of_leaf = functools.partial(reduce, i)
+            gradients[i] = per_device(of_leaf, [gradient], [leaf_axes(used)[i]], check_vma=False)
+        return sums, metrics, gradients
 
-    def specs(every):
-        return [PartitionSpec(*(names or None for names in dims)) for dims in every]
+    def specs(leaves):
+        return [PartitionSpec(*(names or None for names in dims)) for dims in leaves]
 
-    outer, gradients = (PartitionSpec(), PartitionSpec(pipe)), specs(at_rest)
-    run = jax.shard_map(
+    outer_specs = (PartitionSpec(), PartitionSpec(pipe))
+    gradient_specs = specs(at_rest)
+    run: Any = jax.shard_map(
         on_device,
         in_specs=(specs(inside), PartitionSpec(rows)),
-        out_specs=(*outer, {i: gradients[i] for i in trained}),
+        out_specs=(*outer_specs, {i: gradient_specs[i] for i in trained}),
         axis_names={*pipe, *rows},
         check_vma=False,  # kernels don't support it
     )
-    whole = [jax.typeof(w).sharding.spec for w in jax.tree.leaves(model)]
-    run: Any = jax.sharding.auto_axes(run, out_sharding=(*outer, {i: whole[i] for i in trained}))
-    (total, count), figures, gradients = run(weights, batch)
-    aux = {"loss": (total, count)}
-    return (add_costs(model, total, figures), count, aux, figures), gradients
+    weight_specs = [jax.typeof(w).sharding.spec for w in jax.tree.leaves(model)]
+    run = jax.sharding.auto_axes(
+        run, out_sharding=(*outer_specs, {i: weight_specs[i] for i in trained})
+    )
+    (total, count), metrics, gradients = run(weights, batch)
+    total_and_costs = model.add_costs(total, metrics)
+    return Objective(total_and_costs, count, {"loss": (total, count)}, metrics), gradients
 
 
-def _axes(model) -> list[tuple]:
+def leaf_axes(model) -> list[tuple]:
     """The logical axes of each leaf."""
     variables = jax.tree.leaves(model, is_leaf=lambda x: isinstance(x, nnx.Variable))
     return [variable.out_sharding for variable in variables]
 
 
-def _stage(model, batch, trained: list[int], pipe: tuple[str, ...], S: int):
+class Carry(NamedTuple):
+    """What a stage keeps from tick to tick. None: nothing is trained."""
+
+    shared_gradients: dict | None  # leaf → its sum so far, of weights outside of the stacked layers
+    metrics: dict  # of this stage's layers, sums so far
+    gradient: jax.Array | None  # [B/M, T, D]: of this stage's output, from the next stage
+    residuals: dict | None  # number → [slots, ...]: what layers save for their backward pass
+    outputs: jax.Array  # [slots, B/M, T/S, D]: this device's part of the last stage's outputs
+    own_gradients: dict | None  # leaf → its sum so far, of this stage's layers
+    sums: tuple  # (cross entropy, number of targets) so far
+    x: jax.Array  # [B/M, T, D]: this stage's input, from the stage before
+
+
+class Stage:
     """One device's work: runs its layers on one microbatch after another, and back.
 
     In tick t, stage s runs microbatch t - s forward and hands it to the next stage. The output of
     the last stage is split along T, so that all stages share the loss; its gradient is gathered.
-    `kept` holds what layers save for their backward pass: of 2S - 1 microbatches with 1F1B
-    (Narayanan et al. 2021), of all M with GPipe (Huang et al. 2019).
+    Residuals are those of 2S - 1 microbatches with 1F1B (Narayanan et al. 2021), of all M with
+    GPipe (Huang et al. 2019).
 
-    Returns: ((total, count), figures, leaf → gradient), summed over this device's work.
+    Args:
+      model: with this stage's part of the stacked layers, in use.
+      batch: this device's rows.
+      trained: the leaves of the model that get gradients.
+      pipe: the mesh axes of the stages.
     """
-    config, s, (B, T) = model.config, jax.lax.axis_index(pipe), batch[0].shape
-    weights, tree = jax.tree.flatten(model)
-    stacked = [axes[0] == "layers" for axes in _axes(model)]
-    own, common = ({i: weights[i] for i in trained if stacked[i] is kind} for kind in (True, False))
-    M, is_1f1b = microbatches(config, B, S), config.pipeline == "1f1b"
-    slots = 2 * S - 1 if is_1f1b else M + 1  # the last slot is for the bubble
 
-    def filled(values):
-        return jax.tree.unflatten(tree, [values.get(i, w) for i, w in enumerate(weights)])
+    def __init__(self, model, batch: Batch, trained: list[int], pipe: tuple[str, ...]):
+        self.weights, self.tree = jax.tree.flatten(model)
+        stacked = [axes[0] == "layers" for axes in leaf_axes(model)]
+        self.own = {i: self.weights[i] for i in trained if stacked[i]}
+        self.shared = {i: self.weights[i] for i in trained if not stacked[i]}
+        self.trains = bool(trained)
+        self.costs = model.costs
+        self.batch = batch
+        self.pipe = pipe
+        self.index = jax.lax.axis_index(pipe)
+        self.stages = jax.lax.axis_size(pipe)
+        rows, self.seq_len = batch.tokens.shape
+        self.microbatches = microbatches(model.config, rows, self.stages)
+        self.is_1f1b = model.config.pipeline == "1f1b"
+        # The last slot is for the bubble.
+        self.slots = 2 * self.stages - 1 if self.is_1f1b else self.microbatches + 1
 
-    def rows(m):
-        return jax.tree.map(lambda x: x.reshape(M, B // M, T)[jnp.clip(m, 0, M - 1)], batch)
-
-    def start(common, m):
-        model = filled(common)
-        return begin(model, vocabulary_tables(model), rows(m))
-
-    def run(own, x, m):
-        return filled(own).run(x, *rows(m))
-
-    def loss(common, x, m):  # x: this device's part of T
-        model, cut, size = filled(common), jax.lax.dynamic_slice_in_dim, x.shape[1]
-        targets = cut(padded(rows(m)[1], -1), s * size, size, axis=1)
-        return finish(model, vocabulary_tables(model), x, targets)
-
-    def padded(x, value):
-        return jnp.pad(x, ((0, 0), (0, -T % S), *[(0, 0)] * (x.ndim - 2)), constant_values=value)
-
-    def add(sums, new, valid=True):
-        return jax.tree.map(lambda a, b: a + jnp.where(valid, b, 0), sums, new)
-
-    def send(x, hop):  # to the next stage, or with -1 to the one before
-        pairs = [(i, i + hop) for i in range(S) if 0 <= i + hop < S]
-        return jax.lax.ppermute(x, pipe, pairs)
-
-    def forward(t, now, exits=True):
-        m = t - s
-        valid = (m >= 0) & (m < M)
-        x = jnp.where(valid, jnp.where(s == 0, start({}, m), now["x"]), BUBBLE)
-        if trained:
-            (x, figures), pull = jax.vjp(functools.partial(run, m=m), own, x)
-            new, slot = jax.tree.leaves(pull), jnp.minimum(m, M) % slots
-            now["kept"] = {i: old.at[slot].set(new[i]) for i, old in now["kept"].items()}
+    def run(self):
+        """Returns ((total, count), metrics, leaf → gradient), summed over this device's work."""
+        carry = self.start_carry()
+        M, late = self.microbatches, self.stages - 1
+        fill = functools.partial(self.forward, exits=False)
+        carry = self.ticks(carry, 0, late, fill)
+        if not self.trains:
+            carry = self.ticks(
+                carry, late, M, self.forward, lambda t, carry: self.evaluate(t - late, carry)
+            )
+            return carry.sums, carry.metrics, {}
+        if self.is_1f1b:
+            carry = self.ticks(
+                carry, late, M, self.forward, lambda t, carry: self.backward(t - late, carry)
+            )
         else:
-            x, figures = run({}, x, m)
-        now["figures"] = add(now["figures"], figures, valid)
-        if exits:
-            out = padded(jnp.where(s == S - 1, x, 0), 0)
-            out = jax.lax.psum_scatter(out, pipe, scatter_dimension=1, tiled=True)
-            now["out"] = now["out"].at[(t - S + 1) % len(now["out"])].set(out)
-        return now | {"x": send(x, 1)}
+            carry = self.ticks(carry, late, M, self.forward)
+            carry = self.ticks(carry, 0, M, self.backward)
+        drain = functools.partial(self.backward, enters=False)
+        carry = self.ticks(carry, M, late, drain)
+        return carry.sums, carry.metrics, carry.own_gradients | carry.shared_gradients
 
-    def backward(t, now, enters=True):
-        m, grad = t - (S - 1 - s), now["grad"]
-        valid = (m >= 0) & (m < M)
-        if enters:
-            out = now["out"][t % len(now["out"])]
-            total, pull, count = jax.vjp(functools.partial(loss, m=t), common, out, has_aux=True)
-            new, part = pull(jnp.ones_like(total))
-            now["sums"], now["common"] = add(now["sums"], (total, count)), add(now["common"], new)
-            whole = jax.lax.all_gather(part, pipe, axis=1, tiled=True)[:, :T]
-            grad = jnp.where(s == S - 1, whole, grad)
-        grad = jnp.where(valid, grad, BUBBLE)
-        (_, figures), pull = jax.vjp(functools.partial(run, m=m), own, jnp.full_like(grad, BUBBLE))
-        leaves, how = jax.tree.flatten(pull)  # `kept` has those that depend on inputs
-        for i, waiting in now["kept"].items():
-            leaves[i] = waiting[m % slots]
-        cost = {k: jnp.full_like(v, model.costs.get(k, 0) / len(v) / S) for k, v in figures.items()}
-        new, grad = jax.tree.unflatten(how, leaves)((grad, cost))
-        now["own"] = add(now["own"], new, valid)
-        (new,) = jax.vjp(functools.partial(start, m=m), common)[1](
-            jnp.where(valid & (s == 0), grad, 0)
+    # ---- the parts of the model that a stage runs, as functions of the weights that are trained
+
+    def model_with(self, values: dict):
+        """The model with other values of some leaves."""
+        weights = [values.get(i, w) for i, w in enumerate(self.weights)]
+        return jax.tree.unflatten(self.tree, weights)
+
+    def rows(self, m) -> Batch:
+        """Microbatch m."""
+        M = self.microbatches
+        shape = (M, self.batch.tokens.shape[0] // M, self.seq_len)
+        return jax.tree.map(lambda x: x.reshape(shape)[jnp.clip(m, 0, M - 1)], self.batch)
+
+    def begin(self, shared, m):
+        """The first stage's input."""
+        model = self.model_with(shared)
+        batch = self.rows(m)
+        return model.begin(model.tables(), batch.tokens, model.positions_of(batch))[0]
+
+    def layers(self, own, x, m):
+        """Runs the stage's own layers: (x, metrics)."""
+        model = self.model_with(own)
+        x, _, metrics = model.run_layers(x, model.positions_of(self.rows(m)))
+        return x, metrics
+
+    def loss(self, shared, x, m):
+        """The cross entropy of this device's part of T."""
+        model = self.model_with(shared)
+        size = x.shape[1]
+        targets = jax.lax.dynamic_slice_in_dim(
+            self.padded(self.rows(m).targets, -1), self.index * size, size, axis=1
         )
-        return now | {"common": add(now["common"], new, valid), "grad": send(grad, -1)}
+        return model.finish(model.tables(), x, targets)
 
-    def evaluate(t, now):
-        return now | {"sums": add(now["sums"], loss({}, now["out"][0], t))}
+    def padded(self, x, value):
+        """[B/M, T, ...] with T padded to a multiple of the stages."""
+        padding = ((0, 0), (0, -self.seq_len % self.stages), *[(0, 0)] * (x.ndim - 2))
+        return jnp.pad(x, padding, constant_values=value)
 
-    def ticks(now, first, count, *steps):
-        def tick(now, t):
+    def send(self, x, hop: int):
+        """To the next stage, or with -1 to the one before."""
+        stages = range(self.stages)
+        return jax.lax.ppermute(x, self.pipe, [(i, i + hop) for i in stages if i + hop in stages])
+
+    # ---- what it does in a tick
+
+    def forward(self, t, carry: Carry, exits: bool = True) -> Carry:
+        """Runs the layers forward; exits: whether a microbatch leaves the last stage."""
+        m = t - self.index
+        valid = (m >= 0) & (m < self.microbatches)
+        x = jnp.where(valid, jnp.where(self.index == 0, self.begin({}, m), carry.x), BUBBLE)
+        if self.trains:
+            (x, metrics), pull = jax.vjp(functools.partial(self.layers, m=m), self.own, x)
+            new = jax.tree.leaves(pull)
+            slot = jnp.minimum(m, self.microbatches) % self.slots
+            residuals = {i: old.at[slot].set(new[i]) for i, old in carry.residuals.items()}
+            carry = carry._replace(residuals=residuals)
+        else:
+            x, metrics = self.layers({}, x, m)
+        carry = carry._replace(metrics=add(carry.metrics, metrics, valid))
+        if exits:
+            out = self.padded(jnp.where(self.index == self.stages - 1, x, 0), 0)
+            out = jax.lax.psum_scatter(out, self.pipe, scatter_dimension=1, tiled=True)
+            slot = (t - self.stages + 1) % len(carry.outputs)
+            carry = carry._replace(outputs=carry.outputs.at[slot].set(out))
+        return carry._replace(x=self.send(x, 1))
+
+    def backward(self, t, carry: Carry, enters: bool = True) -> Carry:
+        """Runs the layers backward; enters: whether a microbatch enters the last stage."""
+        m = t - (self.stages - 1 - self.index)
+        valid = (m >= 0) & (m < self.microbatches)
+        gradient = carry.gradient
+        if enters:
+            out = carry.outputs[t % len(carry.outputs)]
+            total, pull, count = jax.vjp(
+                functools.partial(self.loss, m=t), self.shared, out, has_aux=True
+            )
+            new, part = pull(jnp.ones_like(total))
+            carry = carry._replace(
+                sums=add(carry.sums, (total, count)),
+                shared_gradients=add(carry.shared_gradients, new),
+            )
+            gathered = jax.lax.all_gather(part, self.pipe, axis=1, tiled=True)
+            gradient = jnp.where(
+                self.index == self.stages - 1, gathered[:, : self.seq_len], gradient
+            )
+        gradient = jnp.where(valid, gradient, BUBBLE)
+        # The residuals that don't depend on inputs are computed again, the others are kept.
+        (_, metrics), pull = jax.vjp(
+            functools.partial(self.layers, m=m), self.own, jnp.full_like(gradient, BUBBLE)
+        )
+        leaves, pull_tree = jax.tree.flatten(pull)
+        for i, saved in carry.residuals.items():
+            leaves[i] = saved[m % self.slots]
+        cost = {
+            name: jnp.full_like(value, self.costs.get(name, 0) / len(value) / self.stages)
+            for name, value in metrics.items()
+        }
+        new, gradient = jax.tree.unflatten(pull_tree, leaves)((gradient, cost))
+        carry = carry._replace(own_gradients=add(carry.own_gradients, new, valid))
+        (new,) = jax.vjp(functools.partial(self.begin, m=m), self.shared)[1](
+            jnp.where(valid & (self.index == 0), gradient, 0)
+        )
+        return carry._replace(
+            shared_gradients=add(carry.shared_gradients, new, valid),
+            gradient=self.send(gradient, -1),
+        )
+
+    def evaluate(self, t, carry: Carry) -> Carry:
+        return carry._replace(sums=add(carry.sums, self.loss({}, carry.outputs[0], t)))
+
+    # ---- ticks
+
+    def ticks(self, carry: Carry, first: int, count: int, *steps) -> Carry:
+        """Runs steps (t, carry) → carry in `count` ticks from `first` on."""
+
+        def tick(carry, t):
             for step in steps:
-                now = step(t, now)
-            return now, None
+                carry = step(t, carry)
+            return carry, None
 
-        return jax.lax.scan(tick, now, jnp.arange(first, first + count))[0]
+        return jax.lax.scan(tick, carry, jnp.arange(first, first + count))[0]
 
-    def zeros(tree, *first, dtype=None):
-        return jax.tree.map(lambda x: jnp.zeros((*first, *x.shape), dtype or x.dtype), tree)
+    def start_carry(self) -> Carry:
+        """Zeros of the shapes that the ticks need."""
+        x = zeros(jax.eval_shape(functools.partial(self.begin, m=0), {}))
+        part = self.padded(x, 0)[:, : -(-self.seq_len // self.stages)]
+        metrics, sums = zeros(
+            jax.eval_shape(lambda: (self.layers({}, x, 0)[1], self.loss({}, part, 0)))
+        )
+        waiting = self.microbatches if self.trains and not self.is_1f1b else 1
+        carry = Carry(
+            shared_gradients=None,
+            metrics=metrics,
+            gradient=None,
+            residuals=None,
+            outputs=zeros(part, waiting),
+            own_gradients=None,
+            sums=sums,
+            x=x,
+        )
+        if not self.trains:
+            return carry
+        layers = functools.partial(self.layers, m=0)
+        made = jax.make_jaxpr(lambda x: jax.tree.leaves(jax.vjp(layers, self.own, x)[1]))(x)
+        return carry._replace(
+            shared_gradients=zeros(self.shared, dtype="float32"),
+            gradient=x,
+            residuals={
+                i: zeros(made.out_avals[i], self.slots) for i in _made_of_inputs(made.jaxpr)
+            },
+            own_gradients=zeros(self.own, dtype="float32"),
+        )
 
-    x, late = zeros(jax.eval_shape(functools.partial(start, m=0), {})), S - 1
-    part = padded(x, 0)[:, : -(-T // S)]
-    shapes = jax.eval_shape(lambda: (run({}, x, 0)[1], loss({}, part, 0)))
-    now = dict(zip(("figures", "sums"), zeros(shapes), strict=True)) | {"x": x}
-    now["out"] = zeros(part, M if trained and not is_1f1b else 1)
-    if trained:
-        made = jax.make_jaxpr(
-            lambda x: jax.tree.leaves(jax.vjp(functools.partial(run, m=0), own, x)[1])
-        )(x)
-        now["kept"] = {i: zeros(made.out_avals[i], slots) for i in _made_of_inputs(made.jaxpr)}
-        now |= {"grad": x, "own": zeros(own, dtype="float32")}
-        now |= {"common": zeros(common, dtype="float32")}
-    now = ticks(now, 0, late, functools.partial(forward, exits=False))
-    if not trained:
-        now = ticks(now, late, M, forward, lambda t, now: evaluate(t - late, now))
-        return now["sums"], now["figures"], {}
-    if is_1f1b:
-        now = ticks(now, late, M, forward, lambda t, now: backward(t - late, now))
-    else:
-        now = ticks(ticks(now, late, M, forward), 0, M, backward)
-    now = ticks(now, M, late, functools.partial(backward, enters=False))
-    return now["sums"], now["figures"], now["own"] | now["common"]
+
+def add(sums, new, valid=True):
+    """Adds trees, if `valid`."""
+    return jax.tree.map(lambda a, b: a + jnp.where(valid, b, 0), sums, new)
+
+
+def zeros(tree, *first: int, dtype=None):
+    """Zeros like the arrays of a tree, with more dims in front."""
+    return jax.tree.map(lambda x: jnp.zeros((*first, *x.shape), dtype or x.dtype), tree)
 
 
 def _made_of_inputs(jaxpr) -> list[int]:

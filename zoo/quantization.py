@@ -43,7 +43,7 @@ class Product(NamedTuple):
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def multiply_rounded(how: Product, x, w, x_q, x_scale, q, scale, sizes=None):
+def multiply_rounded(product: Product, x, w, x_q, x_scale, q, scale, sizes=None):
     """x_q[B, T, K] or [E, M, K] times q[E, K, N] and the scales: [B, T, N] or [E, M, N].
 
     Args:
@@ -51,38 +51,40 @@ def multiply_rounded(how: Product, x, w, x_q, x_scale, q, scale, sizes=None):
       x_q, x_scale, q, scale [E, 1, N]: x and the weight in use, rounded.
       sizes: rows of each expert, if x is [M, K]; see jax.lax.ragged_dot.
     """
-    return _forward(how, x, w, x_q, x_scale, q, scale, sizes)[0]
+    return _forward(product, x, w, x_q, x_scale, q, scale, sizes)[0]
 
 
-def _forward(how: Product, x, w, x_q, x_scale, q, scale, sizes):
+def _forward(product: Product, x, w, x_q, x_scale, q, scale, sizes):
     y, row = _dot("EMK,EKN->EMN", x_q, q, sizes), x_scale
     y = y.reshape(*x_q.shape[:-1], y.shape[-1])
-    if how.parted:
-        y, row = _scatter(y.astype(x.dtype), row, how.joined, 1)
+    if product.parted:
+        y, row = _scatter(y.astype(x.dtype), row, product.joined, 1)
     y = (y * row * _by_row(scale, x_q, sizes)).astype(x.dtype)
-    y = jax.lax.psum(y, how.joined) if how.joined and not how.parted else y
+    y = jax.lax.psum(y, product.joined) if product.joined and not product.parted else y
     return y, (bits(x_q), x_scale, bits(q), scale, sizes)
 
 
-def _backward(how: Product, saved, y):
-    (x_q, x_scale, q, scale, sizes), dtype, (whole, K, N) = saved, y.dtype, how.shapes
-    of_weights, of_rows, gradients = FORMATS[how.matmul]
-    gradients = (how.backward, None) if how.backward else gradients
+def _backward(product: Product, saved, y):
+    x_q, x_scale, q, scale, sizes = saved
+    dtype = y.dtype
+    shape, K, N = product.shapes
+    of_weights, of_rows, gradients = FORMATS[product.matmul]
+    gradients = (product.backward, None) if product.backward else gradients
     x_q, q = numbers(x_q, of_rows), numbers(q, of_weights)
-    if how.parted:
-        y = jax.lax.all_gather(y, how.joined, axis=1, tiled=True)
-    g, row = quantize(y * _by_row(scale, x_q, sizes), (-1,), gradients, how.outer)
+    if product.parted:
+        y = jax.lax.all_gather(y, product.joined, axis=1, tiled=True)
+    g, row = quantize(y * _by_row(scale, x_q, sizes), (-1,), gradients, product.outer)
     dx = (_dot("EMN,EKN->EMK", g, q, sizes).reshape(x_q.shape) * row).astype(dtype)
-    if how.equal:
-        dx = jnp.where(jax.lax.axis_index(how.equal) == 0, dx, 0)
+    if product.equal:
+        dx = jnp.where(jax.lax.axis_index(product.equal) == 0, dx, 0)
     y = y * x_scale
     y = y.reshape(len(q), -1, y.shape[-1]) if sizes is None else y
-    g, column = quantize(y, (-2,), gradients, how.rows)
-    dw = _dot("EMK,EMN->EKN", x_q, g, sizes, K, N).astype(dtype).reshape(whole)
-    column = column.reshape(*[-1] * (len(whole) - len(K + N)), *[1] * len(K), *N)
-    for dim, over in enumerate(how.scattered):
+    g, column = quantize(y, (-2,), gradients, product.rows)
+    dw = _dot("EMK,EMN->EKN", x_q, g, sizes, K, N).astype(dtype).reshape(shape)
+    column = column.reshape(*[-1] * (len(shape) - len(K + N)), *[1] * len(K), *N)
+    for dim, over in enumerate(product.scattered):
         dw, column = _scatter(dw, column, over, dim) if over else (dw, column)
-    dw = jax.lax.psum(dw, how.summed) if how.summed else dw
+    dw = jax.lax.psum(dw, product.summed) if product.summed else dw
     return dx, (dw * column).astype(dtype), *[None] * 5
 
 

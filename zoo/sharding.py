@@ -10,6 +10,7 @@ They work on Explicit mesh axes, JAX's default, and on Auto ones. Without a mesh
 a model that calls them also runs on one device.
 """
 
+import difflib
 import math
 from typing import Any
 
@@ -27,16 +28,44 @@ Axis = str | tuple[str, ...] | None
 
 
 def complete_tables(axes: dict[str, str], tables: dict[str, dict]) -> dict[str, Rules]:
-    """Completes sharding rules: axes that a strategy leaves out map to None (replicated)."""
+    """Completes sharding rules: axes that a strategy leaves out map to None (replicated).
+
+    Raises ValueError if a strategy names an axis that is not among `axes`.
+    """
+    for table in tables.values():
+        check_names(table, axes)
     return {name: dict.fromkeys(axes) | table for name, table in tables.items()}
+
+
+def check_rules(axes: dict[str, str]) -> None:
+    """Raises ValueError if the active rules name other logical axes than these, or lack one.
+
+    A model calls this first: JAX would ignore a misspelled axis and replicate the weight.
+    """
+    if rules := active_rules():
+        check_names(rules, axes)
+        if missing := [axis for axis in axes if axis not in rules]:
+            raise ValueError(
+                f"the sharding rules lack logical axis {missing[0]!r}; complete(...), at the end of "
+                "the model's file, adds it as replicated"
+            )
+
+
+def check_names(rules: Rules, axes: dict[str, str]) -> None:
+    """Raises ValueError if rules name a logical axis that is not among `axes`."""
+    for axis in rules:
+        if axis not in axes:
+            near = difflib.get_close_matches(axis, axes, n=1)
+            hint = f"did you mean {near[0]!r}?" if near else f"it has {', '.join(axes)}"
+            raise ValueError(f"the model has no logical axis {axis!r}; {hint}")
 
 
 def constrain(x: jax.Array, *axes: Axis) -> jax.Array:
     """Shards an array by its logical axes; does nothing without a mesh."""
-    if (where := explicit(*axes)) is not None:
-        return jax.sharding.reshard(x, where)
-    if (where := spec(axes)) is not None:
-        return jax.lax.with_sharding_constraint(x, where)
+    if (explicit_spec := explicit(*axes)) is not None:
+        return jax.sharding.reshard(x, explicit_spec)
+    if (auto_spec := spec(axes)) is not None:
+        return jax.lax.with_sharding_constraint(x, auto_spec)
     sharding = jax.typeof(x).sharding  # without rules, every device does all of the work
     if AxisType.Explicit in sharding.mesh.axis_types:
         return jax.sharding.reshard(x, sharding.update(spec=PartitionSpec()))
@@ -69,13 +98,26 @@ def in_use(weights, names: dict[str, str], dtype=None):
 
 def auto(function, *axes: Axis) -> Any:
     """A function for whose result JAX can't infer the sharding: these are its logical axes."""
-    where = explicit(*axes)
-    return function if where is None else jax.sharding.auto_axes(function, out_sharding=where)
+    out_spec = explicit(*axes)
+    return function if out_spec is None else jax.sharding.auto_axes(function, out_sharding=out_spec)
 
 
 def param(rngs: nnx.Rngs, shape: tuple, axes: tuple[str, ...], stddev: float, kind=nnx.Param):
     """A float32 variable of class `kind` with normally distributed values and logical axis names."""
-    value = stddev * jax.random.normal(rngs.params(), shape)
+    return _variable(stddev * jax.random.normal(rngs.params(), shape), axes, kind)
+
+
+def zeros(shape: tuple[int, ...], axes: tuple[str, ...], kind=nnx.Param):
+    """A float32 variable of class `kind` of zeros, such as a bias, with logical axis names."""
+    return _variable(jnp.zeros(shape), axes, kind)
+
+
+def ones(shape: tuple[int, ...], axes: tuple[str, ...], kind=nnx.Param):
+    """A float32 variable of class `kind` of ones, such as a norm's scale, with logical axis names."""
+    return _variable(jnp.ones(shape), axes, kind)
+
+
+def _variable(value: jax.Array, axes: tuple[str, ...], kind):
     # Names stay inert, so that building a model needs no mesh.
     return kind(value, out_sharding=axes, eager_sharding=False)
 
@@ -92,21 +134,26 @@ def per_device(function, arrays, axes, out_axes=None, check_vma: bool = True):
     first array's. check_vma: passed to jax.shard_map; Pallas kernels don't support it.
     """
     pairs = list(zip(arrays, axes, strict=True))
-    given = [x if x is None else constrain(x, *names) for x, names in pairs]
+    operands = [x if x is None else constrain(x, *names) for x, names in pairs]
     specs = tuple(x if x is None else spec(names) or PartitionSpec() for x, names in pairs)
     mesh = jax.sharding.get_abstract_mesh()
     if mesh.empty:  # an array on Explicit axes carries its mesh
-        mesh = jax.typeof(given[0]).sharding.mesh
+        mesh = jax.typeof(operands[0]).sharding.mesh
     if mesh.empty:
-        return function(*given)
-    out = specs[0] if out_axes is None else spec(out_axes) or PartitionSpec()
-    left = {*mesh.axis_names} - {*mesh.manual_axes}  # a pipeline is per device along some axes
-    if not left:
-        return function(*given)
+        return function(*operands)
+    out_spec = specs[0] if out_axes is None else spec(out_axes) or PartitionSpec()
+    auto_axes = {*mesh.axis_names} - {*mesh.manual_axes}  # a pipeline is per device along some axes
+    if not auto_axes:
+        return function(*operands)
     local = jax.shard_map(
-        function, mesh=mesh, in_specs=specs, out_specs=out, axis_names=left, check_vma=check_vma
+        function,
+        mesh=mesh,
+        in_specs=specs,
+        out_specs=out_spec,
+        axis_names=auto_axes,
+        check_vma=check_vma,
     )
-    return local(*given)
+    return local(*operands)
 
 
 # ---- the active rules and mesh -------------------------------------------------------------------
@@ -125,8 +172,8 @@ def spec(axes: tuple[Axis, ...]) -> PartitionSpec | None:
 
 def explicit(*axes: Axis) -> PartitionSpec | None:
     """`out_sharding` for an operation whose sharding JAX can't infer; None on Auto axes."""
-    kinds = jax.sharding.get_abstract_mesh().axis_types
-    return spec(axes) if AxisType.Explicit in kinds else None
+    axis_types = jax.sharding.get_abstract_mesh().axis_types
+    return spec(axes) if AxisType.Explicit in axis_types else None
 
 
 def mesh_axes(axis: Axis, manual: bool = False) -> tuple[str, ...]:
@@ -135,10 +182,13 @@ def mesh_axes(axis: Axis, manual: bool = False) -> tuple[str, ...]:
     Args:
       manual: whether to name those along which this code already runs per device, in a pipeline.
     """
-    rules, names = active_rules(), axis if isinstance(axis, tuple) else (axis,)
+    rules = active_rules()
+    if not rules:
+        return ()
     hidden = () if manual else jax.sharding.get_abstract_mesh().manual_axes
-    found = [rules[name] or () for name in names if name and rules]
-    every = (n for given in found for n in ((given,) if isinstance(given, str) else given))
+    names = axis if isinstance(axis, tuple) else (axis,)
+    targets = [rules[name] or () for name in names if name]
+    every = (n for target in targets for n in ((target,) if isinstance(target, str) else target))
     return tuple(name for name in every if name not in hidden)
 
 

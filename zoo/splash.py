@@ -10,49 +10,55 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from .attention import NOT_SEEN, How, block_of
+from .kernels import NOT_SEEN, Settings, block_of
 from .sharding import device
 
 
-def splash(how: How, q_BNTH, kv, ids_BT, offset):
-    """Keeps scores on chip and skips masked blocks. Returns what `attention.flash` does.
+def splash(settings: Settings, q_BNTH, kv, ids_BT, offset):
+    """Keeps scores on chip and skips masked blocks. Returns what `kernels.flash` does.
 
     Peak memory of 8b with 4 layers, fsdp, a row of 32,768 on each of 16 v5p: 9.8 GB (XLA: 95.4).
     """
-    tpu, masks, settings = _splash(how, q_BNTH.shape[2], offset)
-    kernel, ids = tpu.SplashAttentionKernel(*masks, **settings), tpu.SegmentIds(ids_BT, kv[2])
+    tpu, masks, options = _splash(settings, q_BNTH.shape[2], offset)
+    kernel = tpu.SplashAttentionKernel(*masks, **options)
+    ids = tpu.SegmentIds(ids_BT, kv[2])
     out, (log_sum,) = jax.vmap(kernel)(q_BNTH * q_BNTH.shape[-1] ** -0.5, *kv[:2], ids)
     nothing = log_sum < NOT_SEEN  # the kernel divides by zero
     return jnp.where(nothing[..., None], 0, out), jnp.maximum(log_sum, NOT_SEEN)
 
 
-def splash_gradients(how: How, q_BNTH, kv, ids_BT, offset, out_BNTH, log_sum_BNT, grad_BNTH):
-    """`attention.flash_gradients`, by one kernel for dQ and one for dK and dV.
+def splash_gradients(
+    settings: Settings, q_BNTH, kv, ids_BT, offset, out_BNTH, log_sum_BNT, grad_BNTH
+):
+    """`kernels.flash_gradients`, by one kernel for dQ and one for dK and dV.
 
     A fused kernel keeps a partial dQ for each block of keys, 15 GB more for the row of 32,768.
     """
-    tpu, (_, *masks), settings = _splash(how, q_BNTH.shape[2], offset)
+    tpu, (_, *masks), options = _splash(settings, q_BNTH.shape[2], offset)
 
     def gradients(grad, *saved):
-        return tpu._splash_attention_bwd(*settings.values(), (*saved, *masks), grad)[3:6]
+        return tpu._splash_attention_bwd(*options.values(), (*saved, *masks), grad)[3:6]
 
-    scale, ids = q_BNTH.shape[-1] ** -0.5, tpu.SegmentIds(ids_BT, kv[2])
+    scale = q_BNTH.shape[-1] ** -0.5
+    ids = tpu.SegmentIds(ids_BT, kv[2])
     saved = (q_BNTH * scale, *kv[:2], ids, None, out_BNTH, log_sum_BNT)
     dq, dk, dv = jax.vmap(gradients)(grad_BNTH, *saved)
     return dq * scale, dk, dv
 
 
-def _splash(how: How, T: int, offset):
-    """(the library, its masks for outputs, dQ, and dK with dV, its settings).
+def _splash(settings: Settings, T: int, offset):
+    """(the library, its masks for outputs, dQ, and dK with dV, its options).
 
     The program itself makes the masks; on the host that takes 79 s for a row of 131,072.
     """
     from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as tpu
 
-    window, size = how.window, block_of(T)
+    window = settings.window
+    size = block_of(T)
     tiles = T // size
     visited = tiles if window is None else min(tiles, -(-(window - 1) // size) + 1)
-    own, other = jnp.arange(tiles), jnp.arange(visited)
+    own = jnp.arange(tiles)
+    other = jnp.arange(visited)
 
     def mask(query, key, visit):
         """Blocks to visit, in the order of the kernel's grid; it skips those that see nothing."""
@@ -66,17 +72,18 @@ def _splash(how: How, T: int, offset):
     first = 0 * own if window is None else (own * size + offset - window + 1) // size
     key = jnp.clip(first, 0, tiles - visited)[:, None] + other[None]
     query = jnp.clip((own * size - offset) // size, 0, tiles - visited)[None] + other[:, None]
-    by_query, by_key = mask(own[:, None], key, key), mask(query, own[None], query)
+    by_query = mask(own[:, None], key, key)
+    by_key = mask(query, own[None], query)
     names = ("q", "kv", "q_dkv", "kv_dkv", "q_dq", "kv_dq")
     blocks: dict[str, Any] = {f"block_{name}": size for name in names}
-    settings = {  # in the order of the backward function's arguments
+    options = {  # in the order of the backward function's arguments
         "save_residuals": True,
         "mask_value": tpu.DEFAULT_MASK_VALUE,
         "is_mqa": False,
         "block_sizes": tpu.BlockSizes(**blocks),
         "residual_checkpoint_name": None,
         "mask_function": lambda q, k: (q >= k) if window is None else (q >= k) & (q - k < window),
-        "attn_logits_soft_cap": how.soft_cap,
+        "attn_logits_soft_cap": settings.soft_cap,
         "interpret": device().platform == "cpu",
     }
-    return tpu, (by_query, by_query, by_key), settings
+    return tpu, (by_query, by_query, by_key), options

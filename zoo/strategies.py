@@ -1,6 +1,6 @@
 """Sharding rules for decoders: what each kind of parallelism splits, and what it costs.
 
-A strategy is a union of parallelisms. RULES at the end of an entry's file are built from these:
+A strategy is a union of parallelisms; `decoder_rules` and `expert_rules` list all of them:
 
     "fsdp_tp": DP | FSDP | TP
 
@@ -8,8 +8,21 @@ A weight [D, F] is stored with the logical axes (embed, mlp) and multiplied with
 If the rules shard these differently, the weight is gathered just before its matmul, and its
 gradient is scattered just after.
 
-Notation: In[B_X, D] is a tensor whose dim B is split over mesh axis X. B batch, D embed, F mlp.
+Notation: In[B_X, D] is a tensor whose dim B is split over mesh axis X. B batch, D embed, F mlp, E
+experts, J experts per position.
 """
+
+import dataclasses
+
+# Logical axes that files besides the models ask for by name.
+SEQ = "seq"  # T, S
+RESIDUAL_SEQ = "residual_seq"  # T of the residual stream, between sublayers
+HEADS = "heads"  # N
+KV_HEADS = "kv_heads"  # K
+MLP = "mlp"  # F
+VOCAB = "vocab"  # V
+LAYERS = "layers"  # L, in front of every weight of the stacked layers
+EXPERT = "expert"  # E
 
 # Data parallel: every device has all weights; one all-reduce of all gradients per step.
 DP = {
@@ -27,7 +40,7 @@ FSDP = {
 # layer forward and two backward. With FSDP, it divides the bytes to gather by `model`.
 TP = {
     "heads": "model",  # each device attends with its own heads,
-    "kv_heads": "model",  # and their kv heads; see DECODER_UNEVEN if `model` does not divide them
+    "kv_heads": "model",  # and their kv heads; see DECODER.uneven if `model` does not divide them
     "mlp": "model",  # In[B, F_model] · W[F_model, D] → partial sums: the all-reduce
     "vocab": "model",  # logits stay split; the loss reduces two numbers per position
 }
@@ -47,7 +60,7 @@ SP = {
 }
 
 # Context parallelism: devices share out the positions of each row. These meet in attention alone
-# (attention.way_to_attend). Gradients are summed over `seq` as over `data`.
+# (context.choose_exchange). Gradients are summed over `seq` as over `data`.
 CP = {
     "seq": "seq",
     "residual_seq": "seq",
@@ -61,35 +74,124 @@ FSDP_CP = {"embed": ("data", "seq")}
 # and only their activations travel.
 PP = {"layers": "pipe"}
 
-# The logical axes of a decoder, and whether activations, weights or both have them. Some activations
-# have an axis of their own instead of "seq". A "stack" is scanned layer by layer, so rules must not
-# split it.
-DECODER_AXES = {
-    "batch": "activations",  # B
-    "seq": "activations",  # T, S
-    "residual_seq": "instead of seq",  # T of the residual stream, between sublayers
-    "slots": "instead of seq",  # S of a cache
-    "act_embed": "activations",  # D; also of weights in use
-    "embed": "weights",  # D, of weights at rest
-    "heads": "both",  # N
-    "kv_heads": "both",  # K
-    "head_dim": "both",  # H
-    "mlp": "both",  # F
-    "vocab": "both",  # V
-    "lora": "both",  # the rank of adapters
-    "norm": "weights",  # D or H, of a norm's scale: too small to be worth a gather
-    "layers": "stack",  # L, in front of every weight of the stacked layers
-}
+# Expert parallel: each device along `expert` has E / expert of the experts, and positions travel to
+# them and back: Slots[E, B_data_expert, D] → Slots[E_expert, B_data, D]. These are four all-to-alls
+# per layer and step, each of capacity · J · D per position.
+EP = {"batch": ("data", "expert"), "expert": "expert"}
 
-# A weight's logical axis at rest → its name in use, so that rules can shard the two differently.
-DECODER_IN_USE = {"embed": "act_embed"}
+# ZeRO-3 with expert parallelism: experts are split over `expert` and `data`, other weights over all
+# devices. A device gathers only its own experts. FSDP_EP_CP: over `seq` too.
+FSDP_EP = {"embed": ("data", "expert"), "expert_embed": "data"}
+FSDP_EP_CP = {"embed": ("data", "seq", "expert"), "expert_embed": ("data", "seq")}
 
-# Dims that need not be divisible by their mesh axes, and what happens then; others are an error.
-DECODER_UNEVEN = {
-    "vocab": "padded",  # in the step, with rows that nothing reads; at rest the table is replicated
-    "heads": "replicated",  # every device along the axis computes all heads
-    "kv_heads": "replicated",
-}
 
-DECODER_POSITIONS = ("seq", "residual_seq")  # the axes of T: of a batch, of the residual stream
-DECODER = DECODER_AXES, DECODER_IN_USE, DECODER_UNEVEN, DECODER_POSITIONS
+def decoder_rules(*like_embed: str) -> dict[str, dict]:
+    """Strategy → the rules that it states, for every decoder.
+
+    Args:
+      like_embed: more logical axes of weights at rest, which ZeRO-3 splits as it splits `embed`.
+    """
+    fsdp = split_alike(FSDP, like_embed)
+    hsdp = split_alike(HSDP, like_embed)
+    fsdp_cp = split_alike(FSDP_CP, like_embed)
+    return {
+        "dp": DP,
+        "fsdp": DP | fsdp,
+        "tp_sp": DP | TP | SP,
+        "fsdp_tp_sp": DP | fsdp | TP | SP,
+        "hsdp_tp_sp": hsdp | TP | SP,
+        "tp": DP | TP,
+        "fsdp_tp": DP | fsdp | TP,
+        "hsdp_tp": hsdp | TP,
+        "cp": DP | CP,
+        "fsdp_cp": DP | CP | fsdp_cp,
+        "fsdp_cp_tp": DP | CP | fsdp_cp | TP,
+        "pp": DP | PP,
+        "fsdp_pp": DP | fsdp | PP,
+        "fsdp_pp_tp": DP | fsdp | PP | TP,
+    }
+
+
+def expert_rules(*like_embed: str) -> dict[str, dict]:
+    """`decoder_rules` of a decoder with experts, and the strategies that split the experts.
+
+    The experts' D has an axis of its own, since a mesh axis that splits E can't split D as well.
+    Without expert parallelism, every layer gathers all experts, even those that a device hardly
+    uses. TP splits each expert's hidden dim; its all-reduces don't grow with J.
+    """
+    fsdp_ep = split_alike(FSDP_EP, like_embed)
+    fsdp_ep_cp = split_alike(FSDP_EP_CP, like_embed)
+    return decoder_rules("expert_embed", *like_embed) | {
+        "ep": EP,
+        "fsdp_ep": EP | fsdp_ep,
+        "fsdp_ep_tp": EP | fsdp_ep | TP,
+        "fsdp_ep_pp": EP | fsdp_ep | PP,
+        "fsdp_ep_cp": EP | CP | fsdp_ep_cp,
+        "fsdp_ep_cp_tp": EP | CP | fsdp_ep_cp | TP,
+    }
+
+
+def split_alike(parallelism: dict, axes: tuple[str, ...]) -> dict:
+    """Adds logical axes that a parallelism splits as it splits `embed`."""
+    return parallelism | dict.fromkeys(axes, parallelism["embed"])
+
+
+# All strategies. If several fit a mesh equally well, the last one is its default.
+STRATEGIES = tuple(expert_rules())
+
+
+@dataclasses.dataclass(frozen=True)
+class AxisNames:
+    """The logical axes of a model, and what rules may do with them."""
+
+    # Logical axis → whether activations, weights or both have it. A "stack" is scanned layer by
+    # layer; only a pipeline splits it.
+    logical_axes: dict[str, str]
+    in_use: dict[str, str]  # a weight's axis at rest → its name in use, so that the two can differ
+    # Dims that need not be divisible by their mesh axes, and what happens then; others are an error.
+    uneven: dict[str, str]
+    # An axis that some activations have in place of another → that other one.
+    substitutes: dict[str, str]
+    positions: tuple[str, ...] = ()  # the axes of T: of a batch, of the residual stream
+    # An axis → the one whose mesh axes have to include its own.
+    within: dict[str, str] = dataclasses.field(default_factory=dict)
+
+
+DECODER = AxisNames(
+    logical_axes={
+        "batch": "activations",  # B
+        "seq": "activations",
+        "residual_seq": "activations",
+        "slots": "activations",  # S of a cache
+        "act_embed": "activations",  # D; also of weights in use
+        "embed": "weights",  # D, of weights at rest
+        "heads": "both",
+        "kv_heads": "both",
+        "head_dim": "both",  # H
+        "mlp": "both",
+        "vocab": "both",
+        "lora": "both",  # the rank of adapters
+        "norm": "weights",  # D or H, of a norm's scale: too small to be worth a gather
+        "layers": "stack",
+    },
+    in_use={"embed": "act_embed"},
+    uneven={
+        "vocab": "padded",  # in the step, with rows that nothing reads; at rest it is replicated
+        "heads": "replicated",  # every device along the axis computes all heads
+        "kv_heads": "replicated",
+    },
+    positions=(SEQ, RESIDUAL_SEQ),
+    substitutes={"residual_seq": "seq", "slots": "seq"},
+)
+
+EXPERT_DECODER = dataclasses.replace(
+    DECODER,
+    logical_axes=DECODER.logical_axes
+    | {
+        "expert": "weights",  # activations travel to the devices of their experts
+        "expert_embed": "weights",  # D, of experts at rest
+        "router": "weights",  # E, of the router: each device scores all experts
+    },
+    in_use=DECODER.in_use | {"expert_embed": "act_embed"},
+    within={"expert": "batch"},  # positions travel along the mesh axes that split experts
+)

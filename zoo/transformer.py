@@ -27,24 +27,21 @@ jax.jit does not notice when the rules change: use a separate jitted function fo
 import dataclasses
 import functools
 
-import jax
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
-from .attention import (
-    Attention, Kind, check_config, kinds, logits_in_order, positions, read_prompts, read_token,
-)  # fmt: skip
-from .layers import (
-    REMAT_POLICIES, GatedMLP, RMSNorm, fit_positions, layer_in_use, look_up, objective, scan_layers,
-    stack, vocabulary, vocabulary_tables,
-)  # fmt: skip
+from .attention import Attention
+from .decoder import Compute, Decoder
+from .layers import GatedMLP, Kind, Llama3, RMSNorm, RopeScaling
 from .sharding import Rules, complete_tables
-from .strategies import CP, DECODER, DP, FSDP, FSDP_CP, HSDP, PP, SP, TP
+from .strategies import DECODER, decoder_rules
 
 
 @dataclasses.dataclass(frozen=True)
-class Config:
-    """The architecture and how to compute it. Named sizes are classmethods."""
+class Config(Compute):
+    """The architecture; decoder.Compute has the fields for how to compute it. Named sizes are
+    classmethods.
+    """
 
     vocab_size: int  # V, tokens
     embed: int  # D
@@ -55,7 +52,7 @@ class Config:
     mlp: int  # F, hidden width of the SwiGLU
     norm_eps: float = 1e-5
     rope_theta: float = 10_000.0  # base of the rotary wavelengths
-    rope_scaling: tuple | None = None  # for longer contexts; see attention.Kind
+    rope_scaling: RopeScaling | None = None  # for longer contexts
     sliding_window: int | None = None  # a position sees itself and the window - 1 before it
     # For layers that differ: one period of kinds, repeated over the depth. Each kind has its own
     # window and rotary embeddings, which replace the three fields above.
@@ -63,26 +60,6 @@ class Config:
     qkv_bias: bool = False
     qk_norm: bool = False
     tie_embeddings: bool = True
-    # LoRA: x·W becomes x·W + (x·A)·B · lora_alpha / lora_rank. W is frozen; only A and B
-    # (nnx.LoRAParam) get gradients.
-    lora_rank: int = 0  # columns of A and rows of B; 0: no adapters
-    lora_alpha: float = 16.0
-    lora_targets: tuple[str, ...] = ("q", "k", "v", "o", "gate", "up", "down")  # get adapters
-    # How to compute it: nothing below changes the parameters.
-    dtype: str = "float32"  # of activations and matmuls; parameters, norms and loss stay float32
-    matmul: str = ""  # of layers: "int8" or "fp8", see low_precision.py; "": in dtype
-    matmul_backward: str = ""  # of gradients: "bfloat16"; "": as `matmul`
-    remat: str = "full"  # what a layer keeps for its backward pass: a key of REMAT
-    attention: str = "auto"  # "xla", a key of KERNELS, or "auto": the best for the device
-    context: str = "auto"  # how to attend if rules split T: see way_to_attend
-    pipeline: str = "1f1b"  # the schedule if rules split L, or "gpipe"; see pipeline.py
-    pipe_microbatches: int = 0  # M, parts of a batch in the pipeline; 0: see pipeline.microbatches
-    loss_chunk: int = 256  # C, positions of a sequence with logits at once; see positions_at_once
-    unroll: int = 1  # layers per scan iteration; unrolling all: 1 to 6% faster, slower to compile
-
-    def __post_init__(self):
-        """Raises ValueError if the configuration is invalid."""
-        check_config(self, remat=REMAT)
 
     @classmethod
     def tiny(cls) -> "Config":
@@ -110,7 +87,7 @@ class Config:
     def llama_1b(cls) -> "Config":
         """1,235,814,400 parameters. Llama 3.2 1B."""
         llama = cls(128_256, 2_048, 16, num_heads=32, num_kv_heads=8, head_dim=64, mlp=8_192)
-        scaling = (32.0, 1.0, 4.0, 8_192)
+        scaling = Llama3(32.0, 1.0, 4.0, 8_192)
         return dataclasses.replace(llama, rope_theta=5e5, rope_scaling=scaling)
 
     @classmethod
@@ -136,10 +113,14 @@ SIZES = {
     "70b": Config.llama_70b,
 }
 
-REMAT = REMAT_POLICIES  # what a layer keeps for its backward pass
+REMAT = Config.REMAT
 
 # Axes that rules map; a weight's axis at rest → in use; dims that need not divide evenly.
-LOGICAL_AXES, IN_USE, UNEVEN, POSITIONS = DECODER
+LOGICAL_AXES = DECODER.logical_axes
+IN_USE = DECODER.in_use
+UNEVEN = DECODER.uneven
+SUBSTITUTES = DECODER.substitutes
+POSITIONS = DECODER.positions
 
 
 class Layer(nnx.Module):
@@ -147,125 +128,31 @@ class Layer(nnx.Module):
 
     def __init__(self, config: Config, *, rngs: nnx.Rngs):
         norm = functools.partial(RMSNorm, eps=config.norm_eps)
-        biases, qk_norm = "qkv" if config.qkv_bias else "", norm if config.qk_norm else None
         self.attention_norm = norm(config.embed)
-        self.attention = Attention(config, biases, qk_norm, rngs=rngs)
+        self.attention = Attention(
+            config,
+            biases=("q", "k", "v") if config.qkv_bias else (),
+            norm=norm if config.qk_norm else None,
+            rngs=rngs,
+        )
         self.mlp_norm = norm(config.embed)
         self.mlp = GatedMLP(config, rngs=rngs)
 
-    def __call__(self, x_BTD, at, kind, past=None):
-        out_BTD, kv = self.attention(self.attention_norm(x_BTD), at, kind, past)
+    def __call__(self, x_BTD, positions, kind, past=None):
+        out_BTD, kv = self.attention(self.attention_norm(x_BTD), positions, kind, past)
         x_BTD = x_BTD + checkpoint_name(out_BTD, "sublayer")
-        return x_BTD + checkpoint_name(self.mlp(self.mlp_norm(x_BTD)), "sublayer"), kv
+        out_BTD = self.mlp(self.mlp_norm(x_BTD))
+        return x_BTD + checkpoint_name(out_BTD, "sublayer"), kv, {}
 
 
-class Transformer(nnx.Module):
+class Transformer(Decoder):
     """Tokens in, next-token logits out. See the module's docstring."""
 
     def __init__(self, config: Config, *, rngs: nnx.Rngs):
-        self.config = config
-        self.embed = vocabulary(config, rngs=rngs)
-        # Every parameter of the layers starts with dim L, logical axis `layers`.
-        self.layers = stack(functools.partial(Layer, config), config.num_layers, rngs)
-        self.final_norm = RMSNorm(config.embed, config.norm_eps)
-        if not config.tie_embeddings:
-            self.unembed = vocabulary(config, rngs=rngs)
-
-    @fit_positions
-    def __call__(self, tokens_BT, segment_ids_BT=None) -> jax.Array:
-        """Returns logits [B, T, V] in float32; position t predicts token t + 1.
-
-        Args:
-          tokens_BT: int, below vocab_size. On a mesh, B must be divisible by the axes of `batch`.
-          segment_ids_BT: int; positions attend only within their own segment. None: one per row.
-        """
-        return logits_in_order(self, tokens_BT, segment_ids_BT)
-
-    @fit_positions
-    def loss(self, tokens, targets, segment_ids=None):
-        """Cross entropy of a batch, in nats.
-
-        Args:
-          tokens, segment_ids: as in `__call__`.
-          targets: [B, T], int; targets below 0 are padding and don't count.
-
-        Returns: (sum over targets, number of targets, aux), float32 scalars; aux maps a name to
-          (sum, count): loss: the cross entropy.
-        """
-        return objective(self, (tokens, targets, segment_ids), IN_USE)[:3]
-
-    def prefill(self, tokens_BT, lengths_B, slots: int):
-        """Reads prompts. Returns next-token logits [B, V] and a Cache with room for more tokens.
-
-        Args:
-          tokens_BT: int, left-padded: row b's prompt is its last lengths_B[b] ≥ 1 tokens.
-          slots: S ≥ T, the capacity of the cache in tokens, including prompts and padding.
-        """
-        return read_prompts(self, tokens_BT, lengths_B, slots)
-
-    def decode(self, tokens_B, cache):
-        """Reads one more token per row. Returns next-token logits [B, V] and the extended cache.
-
-        A jitted caller should donate the cache, so that one slot is written in place. The cache
-        must not be full: length < S.
-        """
-        return read_token(self, tokens_B, cache)
-
-    def trunk(self, tokens_BT, segment_ids_BT, positions_BT=None, cache=None):
-        """Returns the layers' output, normed, [B, T, D] and the table to unembed it, [R, V, D].
-
-        With positions, as in generation, also all layers' keys and values, each [L, B, T, K, H].
-        """
-        tables = vocabulary_tables(self)
-        at = positions(self.config, tokens_BT, segment_ids_BT, positions_BT, cache)
-        keep = positions_BT is not None
-        x_BTD, kv = self._layers(self.embed_tokens(tables, tokens_BT), at, cache, keep)
-        return self.final_norm(x_BTD), tables[-1], kv
-
-    def embed_tokens(self, tables, tokens_BT, positions_BT=None):
-        """The layers' input, [B, T, D]; tables: of `vocabulary_tables`."""
-        return look_up(tables[0], tokens_BT)
-
-    @property
-    def costs(self) -> dict[str, float]:
-        return {}  # the objective is the cross entropy alone
-
-    def run(self, x_BTD, tokens_BT, targets_BT, segment_ids_BT):
-        """Runs the layers in training; see `objective`."""
-        at = positions(self.config, tokens_BT, segment_ids_BT)
-        return self._layers(x_BTD, at)[0], {}
-
-    def _layers(self, x_BTD, at, cache=None, keep=False):
-        config = self.config
-
-        def layer(x_BTD, weights_and_past, kind):
-            weights, past = weights_and_past
-            weights = layer_in_use(weights, IN_USE, config)  # inside remat, which gathers again
-            x_BTD, kv = weights(x_BTD, at, kind, past)
-            return x_BTD, kv if keep else None
-
-        layers, remat = (self.layers, cache and (cache.k, cache.v)), REMAT[config.remat]
-        return scan_layers(layer, x_BTD, layers, kinds(config), remat, config.unroll)
+        super().__init__(config, Layer, rngs=rngs)
 
 
 complete = functools.partial(complete_tables, LOGICAL_AXES)
 
 # Strategy → logical axis → mesh axis. What each parallelism splits and costs: strategies.py.
-RULES: dict[str, Rules] = complete(
-    {
-        "dp": DP,
-        "fsdp": DP | FSDP,
-        "tp_sp": DP | TP | SP,
-        "fsdp_tp_sp": DP | FSDP | TP | SP,
-        "hsdp_tp_sp": HSDP | TP | SP,
-        "tp": DP | TP,
-        "fsdp_tp": DP | FSDP | TP,
-        "hsdp_tp": HSDP | TP,
-        "cp": DP | CP,
-        "fsdp_cp": DP | CP | FSDP_CP,
-        "fsdp_cp_tp": DP | CP | FSDP_CP | TP,
-        "pp": DP | PP,
-        "fsdp_pp": DP | FSDP | PP,
-        "fsdp_pp_tp": DP | FSDP | PP | TP,
-    }
-)
+RULES: dict[str, Rules] = complete(decoder_rules())

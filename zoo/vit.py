@@ -32,11 +32,10 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
-from .feedforward import GeluMLP, layer_norm
-from .layers import REMAT_POLICIES, adapters, add_bias, dot, fit_positions, gather
-from .layers import layer_in_use, multiply, project, scan_layers, stack
+from .layers import GeluMLP, adapters, add_bias, dot, gather, layer_norm, multiply, project
 from .sharding import Rules, complete_tables, constrain, explicit, in_use, param, reshape
-from .strategies import DECODER_AXES, DECODER_IN_USE, DECODER_UNEVEN, DP, FSDP, HSDP, TP
+from .stack import REMAT_POLICIES, fit_rules, layer_in_use, scan_layers, stack
+from .strategies import DECODER, DP, FSDP, HSDP, TP, AxisNames
 
 
 @dataclasses.dataclass(frozen=True)
@@ -134,19 +133,23 @@ SIZES = {
 
 # The axes of a decoder, and those of what surrounds the layers. An image has few positions, so no
 # strategy splits them.
-LOGICAL_AXES = DECODER_AXES | {
-    "patch_rows": "both",  # P
-    "patch_columns": "both",  # P
-    "channels": "both",  # C
-    "positions": "both",  # T, of the table of positions
-    "classes": "both",  # K
-}
-
-# A weight's logical axis at rest → its name in use, so that rules can shard the two differently.
-IN_USE = DECODER_IN_USE
-
-# Dims that need not be divisible by their mesh axes, and what happens then; others are an error.
-UNEVEN = DECODER_UNEVEN | dict.fromkeys(("channels", "positions", "classes"), "replicated")
+AXES = AxisNames(
+    logical_axes=DECODER.logical_axes
+    | {
+        "patch_rows": "both",  # P
+        "patch_columns": "both",  # P
+        "channels": "both",  # C
+        "positions": "both",  # T, of the table of positions
+        "classes": "both",  # K
+    },
+    in_use=DECODER.in_use,
+    uneven=DECODER.uneven | dict.fromkeys(("channels", "positions", "classes"), "replicated"),
+    substitutes=DECODER.substitutes,
+)
+LOGICAL_AXES = AXES.logical_axes
+IN_USE = AXES.in_use
+UNEVEN = AXES.uneven
+SUBSTITUTES = AXES.substitutes
 
 
 class Layer(nnx.Module):
@@ -169,6 +172,8 @@ class Layer(nnx.Module):
 
 class ViT(nnx.Module):
     """image_BWWC → logits_BK. See the module's docstring."""
+
+    axes = AXES
 
     def __init__(self, config: Config, *, rngs: nnx.Rngs):
         self.config = config
@@ -225,7 +230,7 @@ class ViT(nnx.Module):
         positions_TD = constrain(in_use(self.positions, IN_USE, dtype)[...], None, "act_embed")
         return x_BTD + positions_TD[None]
 
-    @fit_positions
+    @fit_rules
     def classify(self, x_BTD) -> jax.Array:
         """Runs the layers and classifies the class token: logits [B, K] in float32."""
         config = self.config

@@ -21,7 +21,7 @@ from recipes.bench.row import OUT_OF_MEMORY, TIMED, XLA_FLAGS, Result, Row, meas
 from recipes.common.runtime.errors import Stopped, UserError
 from recipes.common.runtime.flags import flag
 from recipes.common.runtime.terminal import print0
-from zoo.attention import KERNELS
+from zoo.kernels import KERNELS
 from zoo.transformer import REMAT, SIZES
 
 Guesses = tuple[list[dict[str, Any]], list[int]]  # settings of our step, batches of PyTorch's
@@ -164,7 +164,9 @@ class Sweep:
             size, _, length = case.partition(":")
             if size not in SIZES or not length.isdecimal() or not int(length):
                 raise UserError(f"--cases has {case!r}; write size:tokens, for example 124m:1024")
-        self.kernels = one_of("kernels", flags.kernels, ["xla", *KERNELS])
+        self.kernels = one_of(
+            "kernels", flags.kernels, [name for name in KERNELS if name != "auto"]
+        )
         # Changes to the best settings so far, the most promising first.
         self.tried: dict[str, list] = {
             "attention": [] if flags.toy else self.kernels,

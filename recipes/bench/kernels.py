@@ -108,7 +108,9 @@ def forward_and_backward(kernel: str, shape: Shape, dtype: str):
 
     @jax.jit
     def call(q, k, v, grad, ids):
-        out, back = jax.vjp(lambda q, k, v: attend(q, k, v, ids, shape.window, kernel), q, k, v)
+        out, back = jax.vjp(
+            lambda q, k, v: attend(q, k, v, ids, window=shape.window, kernel=kernel), q, k, v
+        )
         return out, *back(grad)
 
     return call

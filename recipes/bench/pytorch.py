@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from recipes.bench.common import random_rows, version
-from zoo.attention import kinds, rope_angles
+from zoo.layers import rope_angles
 from zoo.transformer import Config
 
 ATTENTION = ("flash", "cudnn")  # kernels of scaled_dot_product_attention
@@ -115,7 +115,7 @@ def model(config: Config, seq_len: int, bfloat16: bool = False):
             torch.nn.init.normal_(self.embed.weight, std=D**-0.5)
             if grouped:
                 angles_TH = np.asarray(
-                    rope_angles(kinds(config)[0], H, jnp.arange(seq_len)[None])[0]
+                    rope_angles(config.kinds[0], H, jnp.arange(seq_len)[None])[0]
                 )
                 self.register_buffer("cos", torch.from_numpy(np.cos(angles_TH)))
                 self.register_buffer("sin", torch.from_numpy(np.sin(angles_TH)))

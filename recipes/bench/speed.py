@@ -26,7 +26,7 @@ from recipes.common.runtime.errors import UserError
 from recipes.common.runtime.flags import flag
 from recipes.common.runtime.mesh import make_mesh, parse
 from recipes.common.runtime.terminal import print0
-from zoo.attention import attend, kinds, positions
+from zoo.attention import attend, make_positions
 from zoo.transformer import REMAT, RULES, SIZES, Config, Layer
 
 
@@ -97,7 +97,8 @@ def cpu(flags: CpuFlags) -> None:
 def _parts(config: Config, batch_size: int, seq_len: int) -> dict[str, tuple[Callable, float]]:
     """A layer and its parts, run alone: name → (forward and backward pass, causal FLOPs)."""
     layer = Layer(config, rngs=nnx.Rngs(0))
-    at, (kind,) = positions(config, jnp.zeros((1, seq_len)), None), kinds(config)
+    positions = make_positions(config, jnp.zeros((1, seq_len), jnp.int32))
+    (kind,) = config.kinds
     key, tokens = jax.random.key(0), batch_size * seq_len
     x_BTD = jax.random.normal(key, (batch_size, seq_len, config.embed))
     q_BTNH = jax.random.normal(key, (batch_size, seq_len, config.num_heads, config.head_dim))
@@ -122,7 +123,7 @@ def _parts(config: Config, batch_size: int, seq_len: int) -> dict[str, tuple[Cal
         layer.mlp_norm,
         (q_BTNH, k_BSKH, k_BSKH),
     )
-    whole = lambda m, x: m(x, at, kind)[0]  # noqa: E731
+    whole = lambda m, x: m(x, positions, kind)[0]  # noqa: E731
     return {
         "layer": (alone(whole, layer, x_BTD), mlp + attention),
         "its MLP": (alone(lambda m, x: m(x), layer.mlp, x_BTD), mlp),

@@ -1,9 +1,12 @@
 """The zoo's entries by name. A new entry adds one line here; zoo/README.md lists the five steps."""
 
+import dataclasses
 import importlib
 import inspect
 import types
 from typing import Any, NamedTuple
+
+from zoo.layers import RopeScaling
 
 
 class Entry(NamedTuple):
@@ -33,6 +36,17 @@ def zoo_file(name: str) -> types.ModuleType:
 def model(name: str) -> type:
     """The entry's nnx.Module, which takes a config and rngs."""
     return getattr(zoo_file(name), ENTRIES[name].model)
+
+
+def config_json(config) -> dict[str, Any]:
+    """A Config's fields as JSON. Rotary scalings are lists, from which Config makes them again."""
+
+    def plain(value):
+        if isinstance(value, RopeScaling):
+            return value.as_tuple()
+        return tuple(map(plain, value)) if isinstance(value, tuple) else value
+
+    return {field.name: plain(getattr(config, field.name)) for field in dataclasses.fields(config)}
 
 
 def dataset(name: str, known: dict[str, Any]):

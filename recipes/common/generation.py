@@ -16,7 +16,6 @@ import numpy as np
 
 from recipes.common.sharding import Layout, Tree, paths
 from recipes.common.sharding.rules import shards
-from zoo.attention import kinds
 
 SHORTEST = 16  # prompts are padded to 16, 32, 64, … tokens, rounded up to what the mesh divides
 
@@ -61,7 +60,7 @@ class Sampling:
 
 def cap_windows(config: Any, most: int) -> Any:
     """A decoder's config whose windows are limited to `most` positions."""
-    capped = [kind._replace(window=min(most, kind.window or most)) for kind in kinds(config)]
+    capped = [kind._replace(window=min(most, kind.window or most)) for kind in config.kinds]
     if config.layer_kinds:
         return dataclasses.replace(config, layer_kinds=tuple(capped))
     return dataclasses.replace(config, sliding_window=capped[0].window)

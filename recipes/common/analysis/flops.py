@@ -15,7 +15,7 @@ from typing import Any
 import jax
 
 from recipes.common.sharding import Layout
-from zoo.attention import Kind, kinds
+from zoo.layers import Kind
 
 # Words in JAX's device_kind → FLOP/s of one device in dense bfloat16 with float32 sums; the first
 # match counts. Sources: NVIDIA's data sheets (whose "with sparsity" figures are twice these), its
@@ -124,7 +124,7 @@ def layers_of(config: Any) -> int:
 
 def kinds_of_layers(config: Any) -> list[tuple[Kind, int]]:
     """Each kind in a period of a decoder's layers, with the number of its layers."""
-    period = kinds(config)
+    period = config.kinds
     return [
         (kind, len(range(place, layers_of(config), len(period))))
         for place, kind in enumerate(period)

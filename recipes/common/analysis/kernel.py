@@ -3,32 +3,38 @@
 from typing import Any
 
 from recipes.common.sharding import Layout
-from zoo.attention import best_kernel
-from zoo.context import way_to_attend
+from zoo.context import choose_exchange
+from zoo.kernels import Choice, Request, choose_kernel
 from zoo.sharding import mesh_axes, shards
-from zoo.strategies import DECODER_POSITIONS
+from zoo.strategies import SEQ
 
 
 def report(layout: Layout, seq_len: int, segments: bool) -> list[str]:
     """A line that names the attention kernel; none if it is "xla"."""
     with layout.trace():
-        _, described = attention_kernel(layout.config, seq_len, segments)
-    return [] if described == "xla" else [f"attention: {described}"]
+        choice = attention_kernel(layout.config, seq_len, segments)
+        exchange = choose_exchange(layout.config.context, layout.config.num_heads)
+        parts = [choice.kernel]
+        if exchange:
+            parts.insert(0, f"{exchange} over {' and '.join(mesh_axes(SEQ))} ({shards(SEQ)})")
+    if choice.blocks:
+        parts.append(f"blocks of {choice.blocks}")
+    if choice.obstacle:
+        parts.append(f"no other kernel for {choice.obstacle}")
+    return [] if parts == ["xla"] else [f"attention: {', '.join(parts)}"]
 
 
-def attention_kernel(config: Any, seq_len: int, segments: bool) -> tuple[str, str]:
-    """Returns (a name as in zoo.attention.best_kernel, a description for a report).
+def attention_kernel(config: Any, seq_len: int, segments: bool) -> Choice:
+    """The kernel for all layers of a decoder, as in a step that is traced now.
 
-    The active mesh and rules decide, as in a step that is traced now. All kinds of layers have the
-    same kernel.
-
-    Args:
-      config: zoo/transformer.py's or zoo/moe.py's.
+    The active mesh and rules decide.
     """
-    way = way_to_attend(config.context, config.num_heads)
-    facts = (config.attention, seq_len, segments, config.head_dim, config.dtype)
-    plain = not (getattr(config, "soft_cap", None) or getattr(config, "sinks", False))
-    name, note = best_kernel(*facts, way, plain)
-    positions, _ = DECODER_POSITIONS
-    across = f"{way} over {' and '.join(mesh_axes(positions))} ({shards(positions)})" if way else ""
-    return name, ", ".join(text for text in (across, name, note) if text)
+    request = Request(
+        seq_len=seq_len,
+        head_dim=config.head_dim,
+        dtype=config.dtype,
+        segments=segments,
+        exchange=choose_exchange(config.context, config.num_heads),
+        plain=not (getattr(config, "soft_cap", None) or getattr(config, "sinks", False)),
+    )
+    return choose_kernel(config.attention, request)

@@ -10,14 +10,9 @@ from recipes.common.analysis.kernel import attention_kernel
 from recipes.common.sharding.abstract import paths
 from recipes.common.sharding.layout import Layout
 from recipes.common.sharding.rules import shards
-from zoo.layers import positions_at_once
 from zoo.pipeline import microbatches
-from zoo.strategies import DECODER_POSITIONS, PP, TP
-
-# Logical axes. Only zoo files know them by name.
-HEADS, KV_HEADS, MLP, VOCAB = TP
-(LAYERS,), (_, BETWEEN) = PP, DECODER_POSITIONS
-
+from zoo.strategies import HEADS, KV_HEADS, LAYERS, MLP, RESIDUAL_SEQ, VOCAB
+from zoo.vocabulary import positions_at_once
 
 IN_FLIGHT = 5  # layers' inputs on the device, on their way to the host's memory or back
 
@@ -97,7 +92,7 @@ def memory_parts(
     parts = microbatches(config, rows, stages) if stages > 1 else 1
     rows //= parts
     length = layout.seq_len // layout.seq_shards
-    between = layout.seq_len // over(BETWEEN)  # positions, between sublayers
+    between = layout.seq_len // over(RESIDUAL_SEQ)  # positions, between sublayers
     D, F = config.embed, config.mlp // over(MLP)
     q = config.num_heads * config.head_dim // over(HEADS)
     both = config.head_dim + getattr(config, "value_dim", config.head_dim)
@@ -163,7 +158,7 @@ def on_host(layout: Layout, accumulate: int = 1, offload: str = "") -> dict[str,
         found["optimizer"] = 2 * weights(layout).params
     if hasattr(config, "vocab_size") and config.remat == "offload":
         rows = layout.batch_size // layout.batch_shards // accumulate
-        between = layout.seq_len // shards(layout.rules, BETWEEN, layout.mesh.shape)
+        between = layout.seq_len // shards(layout.rules, RESIDUAL_SEQ, layout.mesh.shape)
         inputs = rows * between * config.embed * _width(layout)
         found["saved activations"] = config.num_layers / layout.stages * inputs
     return found
@@ -188,7 +183,7 @@ def _plain_parts(layout: Layout, accumulate: int, held: Weights) -> dict[str, fl
 def kernel(layout: Layout, segments: bool = True) -> str:
     """The attention kernel of a step."""
     with layout.trace():
-        return attention_kernel(layout.config, layout.seq_len, segments)[0]
+        return attention_kernel(layout.config, layout.seq_len, segments).kernel
 
 
 def _of_attention(

@@ -17,7 +17,7 @@ from recipes.common.sharding import rules as sharding_rules
 from recipes.common.sharding.abstract import AbstractModel, abstract_model
 from recipes.common.sharding.layout import Layout
 from recipes.common.sharding.rules import Rules, used_axes
-from zoo.strategies import DECODER_POSITIONS
+from zoo.strategies import RESIDUAL_SEQ, SEQ
 
 TIE = 1.03  # a step that takes up to 3% longer is as good
 # Why candidates are left out, as printed; the first that applies counts.
@@ -172,7 +172,7 @@ def worthwhile(layout: Layout, remat: str) -> bool:
     "offload" in stages, which can't.
     """
     inside, between = (
-        sharding_rules.shards(layout.rules, axis, layout.mesh.shape) for axis in DECODER_POSITIONS
+        sharding_rules.shards(layout.rules, axis, layout.mesh.shape) for axis in (SEQ, RESIDUAL_SEQ)
     )
     if remat == "offload":
         return layout.stages == 1

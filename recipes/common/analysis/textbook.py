@@ -18,14 +18,10 @@ from recipes.common.sharding.abstract import paths
 from recipes.common.sharding.layout import Layout
 from recipes.common.sharding.rules import mesh_axes
 from recipes.common.sharding.rules import shards as shards_of
-from zoo.context import way_to_attend
-from zoo.experts import EXPERT_WITHIN
+from zoo.context import choose_exchange
 from zoo.pipeline import microbatches
 from zoo.sharding import device, shards
-from zoo.strategies import DECODER_POSITIONS, PP, TP
-
-# Logical axes. Only zoo files know them by name.
-(EXPERT,), (LAYERS,), (HEADS, *_) = EXPERT_WITHIN, PP, TP
+from zoo.strategies import EXPERT, HEADS, LAYERS, RESIDUAL_SEQ, SEQ
 
 # Remat policy → bytes that a layer's tensor parallelism sends over the textbook's, for activations
 # that are whole and sequence-sharded between sublayers. The textbook has 8 half all-reduces. Remat
@@ -208,7 +204,7 @@ def _again(layout: Layout) -> float:
     if not hasattr(layout.config, "remat"):
         return 1.0
     inside, between = (
-        shards_of(layout.rules, axis, layout.mesh.shape) for axis in DECODER_POSITIONS
+        shards_of(layout.rules, axis, layout.mesh.shape) for axis in (SEQ, RESIDUAL_SEQ)
     )
     whole, split = REPEATED.get(layout.config.remat, REPEATED["full"])
     return split if between > inside else whole
@@ -248,12 +244,12 @@ def _of_attention(layout: Layout) -> Iterator[Transfer]:
     axes = frozenset(_split_by(layout, layout.batch_axes[1:]))
     with layout.trace():
         split = shards(HEADS)
-        way = way_to_attend(config.context, config.num_heads)
+        exchange = choose_exchange(config.context, config.num_heads)
     forward = 1 if config.remat == "none" else 2
     both = config.head_dim + getattr(config, "value_dim", config.head_dim)  # a key's and a value's
     tokens = layers_of(config) * device_tokens(layout) * both / 2 * _width(layout)
     queries, kv = config.num_heads // split, math.lcm(config.num_kv_heads, split) // split
-    if way == "all-to-all":
+    if exchange == "all-to-all":
         kv = math.lcm(config.num_kv_heads, split * n) // split
         sent = (forward + 1) * 2 * (queries + kv) * tokens * ring(n)
         yield Transfer("attention", "all-to-all", axes, sent)

@@ -495,7 +495,7 @@ def metadata(entry: str, layout: Layout, flags: dict[str, Any]) -> dict[str, Any
     """A checkpoint's metadata, except for its step and data."""
     return {
         "entry": entry,
-        "config": dataclasses.asdict(layout.config),
+        "config": entries.config_json(layout.config),
         "rules": {"name": layout.strategy, "table": layout.rules},
         "mesh": dict(layout.mesh.shape),
         "logical_axes": {k: list(axes) for k, axes in paths(layout.model.axes["params"]).items()},

@@ -13,8 +13,8 @@ from recipes.common.hf import llama
 from recipes.common.hf.llama import ConfigFile
 from recipes.common.hf.tensors import Stored
 from recipes.common.runtime.errors import UserError
-from zoo.attention import kinds
 from zoo.deepseek import Config
+from zoo.layers import Linear, Yarn
 
 ENTRY = "deepseek"
 
@@ -156,7 +156,7 @@ def config_from(keys: dict[str, Any], file) -> Config:
         if theirs.number(key, sizes[ours]) != sizes[ours]:
             raise theirs.refused(key, keys[key])
     theta, scaling = theirs.rope()
-    if scaling and scaling[0] not in ("yarn", "linear"):
+    if scaling and not isinstance(scaling, Linear | Yarn):
         raise theirs.refused("rope_scaling", keys.get("rope_scaling") or keys["rope_parameters"])
     rope = keys.get("rope_scaling") or keys.get("rope_parameters") or {}
     dense = theirs.number(DENSE, kind=int) if keys.get(DENSE) else 0
@@ -174,7 +174,9 @@ def config_from(keys: dict[str, Any], file) -> Config:
             norm_eps=theirs.number("rms_norm_eps", 1e-6, float),
             rope_theta=theta,
             rope_scaling=scaling,
-            mscale=float(rope.get("mscale_all_dim") or 0) if scaling and scaling[1] > 1 else 0.0,
+            mscale=float(rope.get("mscale_all_dim") or 0)
+            if scaling and scaling.factor > 1
+            else 0.0,
             tie_embeddings=keys.get("tie_word_embeddings") is True,
         )
     except ValueError as error:
@@ -217,7 +219,7 @@ def config_json(config: Config, context: int) -> dict[str, Any]:
 def mscales(config: Config) -> dict[str, float]:
     """Their two keys that scale scores: YaRN's magnitude is the ratio of what they stand for."""
     scaling: Any = config.rope_scaling
-    factor, magnitude = scaling[1], kinds(config)[0].magnitude
-    step = 0.1 * math.log(factor)
+    magnitude = scaling.magnitude
+    step = 0.1 * math.log(scaling.factor)
     mscale = (magnitude * (step * config.mscale + 1) - 1) / step
     return {"mscale": round(mscale, 12), "mscale_all_dim": config.mscale}

@@ -1,7 +1,6 @@
 """Locates, checks, reads and writes model folders."""
 
 import contextlib
-import dataclasses
 import functools
 import json
 import os
@@ -88,7 +87,7 @@ class Folder:
             found, self.config, left_out = self.family.without_further_layers(found, self.config)
         self.metadata = {
             "entry": self.family.ENTRY,
-            "config": dataclasses.asdict(self.config),
+            "config": entries.config_json(self.config),
             "step": self.step,
             "context": theirs.get(self.family.CONTEXT),  # for exporting it again
         }

@@ -11,8 +11,8 @@ from recipes.common.hf import llama
 from recipes.common.hf.llama import ConfigFile
 from recipes.common.hf.tensors import Stored
 from recipes.common.runtime.errors import UserError
-from zoo.attention import Kind, kinds
 from zoo.gemma3 import Config
+from zoo.layers import Kind, RopeScaling
 
 ENTRY = "gemma3"
 
@@ -132,7 +132,7 @@ def config_from(keys: dict[str, Any], file: pathlib.Path) -> Config:
     )
 
 
-def ropes_of_gemma3(theirs: ConfigFile) -> dict[str, tuple[float, tuple | None]]:
+def ropes_of_gemma3(theirs: ConfigFile) -> dict[str, tuple[float, RopeScaling | None]]:
     """Kind of layer → (theta, scaling), from older keys or rope_parameters for each kind.
 
     An older rope_scaling is for global layers, and replaces keys of their newer one.
@@ -159,7 +159,8 @@ def config_json(config: Config, context: int) -> dict[str, Any]:
 
     `context` is the number of positions trained on. Raises UserError if no architecture fits.
     """
-    period, gemma3 = kinds(config), config.qk_norm
+    period = config.kinds
+    gemma3 = config.qk_norm
     ropes = {LOCAL: {kind[1:] for kind in period if kind.window}}
     ropes[GLOBAL] = {kind[1:] for kind in period if not kind.window}
     windows = [period[layer % len(period)].window for layer in range(config.num_layers)]

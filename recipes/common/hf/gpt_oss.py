@@ -9,8 +9,8 @@ from typing import Any
 
 from recipes.common.hf import llama
 from recipes.common.hf.llama import ConfigFile
-from zoo.attention import Kind
 from zoo.gpt_oss import Config
+from zoo.layers import Kind
 
 ENTRY = "gpt_oss"
 

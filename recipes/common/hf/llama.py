@@ -13,7 +13,7 @@ import pathlib
 from typing import Any
 
 from recipes.common.runtime.errors import UserError
-from zoo.attention import Kind, kinds
+from zoo.layers import Kind, Linear, Llama3, RopeScaling, Yarn
 from zoo.transformer import Config
 
 ENTRY = "transformer"
@@ -119,10 +119,10 @@ class ConfigFile:
             raise self.refused("num_key_value_heads", found["num_kv_heads"])
         return found
 
-    def rope(self, usual: float = 10_000.0) -> tuple[float, tuple | None]:
+    def rope(self, usual: float = 10_000.0) -> tuple[float, RopeScaling | None]:
         """(theta, scaling) from rope_theta and rope_scaling or, in newer files, rope_parameters.
 
-        The scaling has the form of attention.Kind, with transformers' defaults.
+        The scaling has transformers' defaults.
 
         Args:
           usual: the theta of files without one.
@@ -141,16 +141,16 @@ class ConfigFile:
         theta = inner.number("rope_theta", usual, float)
         match rope["rope_type"]:
             case "linear":
-                return theta, ("linear", inner.number("factor", None, float))
+                return theta, Linear(inner.number("factor", None, float))
             case "llama3":
                 floats = [inner.number(name, None, float) for name in LLAMA3[:3]]
                 original = inner.number(ORIGINAL, self.keys.get("max_position_embeddings"))
-                return theta, (*floats, original)
+                return theta, Llama3(*floats, original)
             case "yarn":
                 return theta, inner.yarn(self.keys.get("max_position_embeddings"))
         return theta, None
 
-    def yarn(self, context: int | None) -> tuple:
+    def yarn(self, context: int | None) -> Yarn:
         """A YaRN scaling from the keys of rope_scaling; `context` is max_position_embeddings."""
         original = self.number(ORIGINAL, context)
         stated = self.keys.get("factor", 0) is not None  # null means the ratio of the two lengths
@@ -168,7 +168,7 @@ class ConfigFile:
             mscale, all_dim = (self.number(name, None, float) for name in names)
             magnitude = longer(mscale) / longer(all_dim)
         magnitude = self.number("attention_factor", magnitude, float)
-        return ("yarn", factor, fast, slow, original, bool(truncate), magnitude)
+        return Yarn(factor, fast, slow, original, bool(truncate), magnitude)
 
     def windows(
         self, default: int | None, mixed: bool = False, switched: bool = False
@@ -201,7 +201,9 @@ class ConfigFile:
         return [None] * full + [window] * (layers - full)
 
 
-def kinds_of(windows: list[int | None], theta: float, scaling: tuple | None) -> dict[str, Any]:
+def kinds_of(
+    windows: list[int | None], theta: float, scaling: RopeScaling | None
+) -> dict[str, Any]:
     """Fields of Config: one kind for all layers, or the shortest period of kinds."""
     period = period_of([Kind(window, theta, scaling) for window in windows])
     if len(period) == 1:
@@ -279,7 +281,7 @@ def config_json(config: Config, context: int) -> dict[str, Any]:
 
 def windows_of(config: Any) -> list[int | None]:
     """Each layer's window. Raises UserError for kinds of layers that no architecture has."""
-    period = kinds(config)
+    period = config.kinds
     for what, values in {
         "rotary embeddings": {kind[1:] for kind in period},
         "sliding windows": {kind.window for kind in period} - {None},
@@ -300,7 +302,7 @@ def common_json(
     Args:
       sizes: a table like SIZES.
     """
-    kind = kinds(config)[0]
+    kind = config.kinds[0]
     return {
         "architectures": [architecture],
         "model_type": model_type,
@@ -315,14 +317,16 @@ def common_json(
     }
 
 
-def scaling_json(scaling: tuple | None) -> dict[str, Any] | None:
-    """Their rope_scaling for that of an attention.Kind."""
+def scaling_json(scaling: RopeScaling | None) -> dict[str, Any] | None:
+    """Their rope_scaling for ours."""
     match scaling:
         case None:
             return None
-        case ("linear", factor):
-            return {"rope_type": "linear", "factor": factor}
-        case ("yarn", *numbers):
+        case Linear():
+            return {"rope_type": "linear", "factor": scaling.factor}
+        case Yarn():
+            numbers = dataclasses.astuple(scaling)
             return {"rope_type": "yarn"} | dict(zip(YARN, numbers, strict=True))
-        case numbers:
+        case Llama3():
+            numbers = dataclasses.astuple(scaling)
             return {"rope_type": "llama3"} | dict(zip(LLAMA3, numbers, strict=True))

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from data import tokenizer
+from recipes.common import entries
 from recipes.common.hf import tensors, vit
 from recipes.common.hf.folder import ENTRIES, FAMILIES, new_folder, read_onto, shapes_of
 from recipes.common.runtime.errors import UserError
@@ -84,7 +85,7 @@ class Adapter:
             )
         lora = self.metadata["config"] | {"lora_targets": tuple(targets)}
         config = dataclasses.replace(config, **lora)
-        facts = {"entry": entry, "config": dataclasses.asdict(config)}
+        facts = {"entry": entry, "config": entries.config_json(config)}
         facts |= {"context": base.get("context")}
         found = dataclasses.replace(
             self, metadata=self.metadata | facts, config=config, stored=stored

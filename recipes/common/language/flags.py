@@ -11,7 +11,7 @@ from recipes.common.train import adapters
 from recipes.common.train.matmul import matmul_backward_flag, matmul_emulate_flag, matmul_flag
 from recipes.common.train.offload import offload_flag
 from recipes.common.train.optimizer import OPTIMIZERS
-from zoo.attention import SCHEDULES, WAYS
+from zoo.decoder import CHOICES
 
 
 @dataclasses.dataclass(frozen=True)
@@ -79,11 +79,11 @@ class Flags:
     remat: str = remat_flag()
     context: str = flag(
         "auto", "How positions on different devices of --mesh=data=2,seq=4 attend to each other; auto: "
-        "all-to-all if every device gets a head, else ring.", "model", choices=WAYS, may_change=True,
+        "all-to-all if every device gets a head, else ring.", "model", choices=CHOICES["context"], may_change=True,
     )  # fmt: skip
     pipeline: str = flag(
         "1f1b", "Schedule of the stages on --mesh=data=2,pipe=4; 1f1b keeps fewer activations than "
-        "gpipe, and takes as long.", "model", choices=SCHEDULES, may_change=True,
+        "gpipe, and takes as long.", "model", choices=CHOICES["pipeline"], may_change=True,
     )  # fmt: skip
     pipe_microbatches: int = flag(
         0, "Parts of a batch that follow one another through the stages; 0: up to 4 per stage.",

@@ -19,6 +19,7 @@ from recipes.common.runtime import UserError, describe
 from recipes.common.runtime.mesh import AXES
 from recipes.common.sharding.abstract import AbstractModel, Tree, paths
 from zoo.sharding import Rules
+from zoo.strategies import STRATEGIES
 
 
 def mesh_axes(target: str | tuple[str, ...] | None) -> tuple[str, ...]:
@@ -76,11 +77,21 @@ def select(
 
 
 def default_strategy(rules: dict[str, Rules], mesh: Mesh | AbstractMesh) -> str:
-    """The last of the strategies that use the most axes of the mesh; the first if none fits."""
-    fits = [name for name, of_name in rules.items() if used_axes(of_name) <= set(mesh.axis_names)]
-    return max(
-        reversed(fits), key=lambda name: len(used_axes(rules[name])), default=next(iter(rules))
-    )
+    """The strategy that uses the most axes of the mesh, those of more than one device first.
+
+    Of several, it is the last in STRATEGIES, the zoo's order; other names come after these, by
+    name. If no strategy fits, it is the first in that order.
+    """
+
+    def order(name: str) -> tuple[int, str]:
+        return (STRATEGIES.index(name) if name in STRATEGIES else len(STRATEGIES)), name
+
+    def rank(name: str) -> tuple:
+        used = used_axes(rules[name])
+        return sum(mesh.shape[axis] > 1 for axis in used), len(used), order(name)
+
+    fitting = [name for name in rules if used_axes(rules[name]) <= set(mesh.axis_names)]
+    return max(fitting, key=rank) if fitting else min(rules, key=order)
 
 
 def _read(path: pathlib.Path) -> Rules:
@@ -166,17 +177,22 @@ def fit(
                     f"divisible by {count}; "
                     f"{_meshes_that_fit(rules, weights, sizes, may_be_uneven)}"
                 )
-    # An activation has every axis that only activations have (or its substitute, "instead of") and
-    # one axis that weights have too.
+    # An activation has every axis that only activations have (or its substitute) and one axis that
+    # weights have too.
     inner = dict.fromkeys(zoo.IN_USE.values())
-    outer = [a for a, on in known.items() if on == "activations" and a not in inner]
+    substitutes = getattr(zoo, "SUBSTITUTES", {})
+    outer = [
+        axis
+        for axis, on in known.items()
+        if on == "activations" and axis not in inner and axis not in substitutes
+    ]
     for axis, on in known.items():
-        if on in ("activations", "both") and axis not in outer:
-            _check_once(name, rules, "an activation", (*outer, axis))
-        elif on.startswith("instead of "):
-            others = [a for a in outer if a != on.removeprefix("instead of ")]
+        if axis in substitutes:
+            others = [a for a in outer if a != substitutes[axis]]
             for other in inner:
                 _check_once(name, rules, "an activation", (*others, axis, other))
+        elif on in ("activations", "both") and axis not in outer:
+            _check_once(name, rules, "an activation", (*outer, axis))
         elif on == "stack":  # its stages take turns with the batch
             _check_once(name, rules, "a pipeline", (axis, *outer))
             both = [other for other in positions(zoo) if rules[axis] and rules[other]]

@@ -17,9 +17,8 @@ from jax.sharding import PartitionSpec
 from recipes.common.sharding import Layout, Tree, paths
 from recipes.common.sharding.abstract import nested
 from recipes.common.sharding.compiler_options import platform
-from zoo.strategies import TP
+from zoo.strategies import VOCAB
 
-(*_, VOCAB) = TP  # the logical axis of a table's rows
 Space = jax.memory.Space
 
 Update = Callable[[Tree, Tree, Tree], tuple[Tree, Tree]]  # (params, their state, grads) → (…, …)

@@ -1,0 +1,310 @@
+"""Decoder: what all decoder-only language models share, from tokens to logits and the loss.
+
+A model's file has its Config, its Layer and what differs; this one is read once. Files that only
+some calls need: cache.py to generate, pipeline.py if rules split the layers, mtp.py for a model with
+a head for the second-next token.
+
+Shapes: B batch, T positions, S slots of a cache, D embed, V vocab, L layers, R shards of B and T.
+"""
+
+import dataclasses
+import functools
+from typing import Any, ClassVar
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from .attention import Positions, make_positions, stripe
+from .kernels import KERNELS
+from .layers import Kind, RMSNorm, read_scaling
+from .sharding import shards
+from .stack import REMAT_POLICIES, fit_rules, layer_in_use, scan_layers, stack
+from .strategies import DECODER, AxisNames
+from .vocabulary import (
+    Batch, Objective, cross_entropy, look_up, table_copies, unembed, vocabulary,
+)  # fmt: skip
+
+CHOICES = {  # field of Compute → its valid values
+    "matmul": ("", "int8", "fp8", "int8_weights"),
+    "matmul_backward": ("", "bfloat16"),
+    "attention": KERNELS,
+    "context": ("auto", "all-to-all", "ring"),
+    "pipeline": ("1f1b", "gpipe"),
+}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Compute:
+    """How to compute a decoder, and its adapters: fields of every decoder's Config."""
+
+    # LoRA: x·W becomes x·W + (x·A)·B · lora_alpha / lora_rank. W is frozen; only A and B
+    # (nnx.LoRAParam) get gradients.
+    lora_rank: int = 0  # columns of A and rows of B; 0: no adapters
+    lora_alpha: float = 16.0
+    lora_targets: tuple[str, ...] = ("q", "k", "v", "o", "gate", "up", "down")  # get adapters
+    # Nothing below changes the parameters.
+    dtype: str = "float32"  # of activations and matmuls; parameters, norms and loss stay float32
+    matmul: str = ""  # of layers: "int8" or "fp8", see low_precision.py; "": in dtype
+    matmul_backward: str = ""  # of gradients: "bfloat16"; "": as `matmul`
+    remat: str = "full"  # what a layer keeps for its backward pass: a key of stack.REMAT_POLICIES
+    attention: str = "auto"  # one of kernels.KERNELS; "auto": the best for the device
+    context: str = "auto"  # how to attend if rules split T: see context.choose_exchange
+    pipeline: str = "1f1b"  # the schedule if rules split L, or "gpipe"; see pipeline.py
+    pipe_microbatches: int = 0  # M, parts of a batch in the pipeline; 0: see pipeline.microbatches
+    loss_chunk: int = 256  # C, positions of a sequence with logits at once; see positions_at_once
+    unroll: int = 1  # layers per scan iteration; unrolling all: 1 to 6% faster, slower to compile
+
+    # What a Config may declare as fields of its own:
+    layer_kinds = ()  # one period of Kinds, repeated over the depth, for layers that differ
+    sliding_window = None
+    rope_scaling = None
+    logits_soft_cap = None
+
+    REMAT: ClassVar[dict] = REMAT_POLICIES
+    MAY_BE_ZERO: ClassVar[tuple[str, ...]] = ("lora_rank", "pipe_microbatches")  # others are ≥ 1
+
+    @property
+    def kinds(self) -> tuple[Kind, ...]:
+        """The kinds of one period of layers; layer l has kind l mod len(kinds)."""
+        if self.layer_kinds:
+            return self.layer_kinds
+        return (Kind(self.sliding_window, self.rope_theta, self.rope_scaling),)
+
+    @property
+    def rotary_dim(self) -> int:
+        """The dims of a head that rotary embeddings rotate."""
+        return self.head_dim
+
+    def __post_init__(self):
+        """Raises ValueError if the configuration is invalid."""
+        # Saved configs have kinds and rotary scalings as tuples.
+        if self.rope_scaling is not None:
+            object.__setattr__(self, "rope_scaling", read_scaling(self.rope_scaling))
+        if self.layer_kinds:
+            kinds = (Kind(*kind) for kind in self.layer_kinds)
+            kinds = tuple(k._replace(rope_scaling=read_scaling(k.rope_scaling)) for k in kinds)
+            object.__setattr__(self, "layer_kinds", kinds)
+        for name, valid in (CHOICES | {"remat": tuple(self.REMAT)}).items():
+            value = getattr(self, name)
+            if value not in valid:
+                raise ValueError(f"{name}={value!r} is not one of {', '.join(filter(None, valid))}")
+        for name, value in vars(self).items():
+            least = 0 if name in self.MAY_BE_ZERO else 1
+            if type(value) is int and value < least:
+                raise ValueError(f"{name}={value} must be ≥ {least}")
+        targets = type(self).lora_targets
+        for name in self.lora_targets:
+            if name not in targets:
+                raise ValueError(
+                    f"lora_targets has {name!r}, which is not one of {', '.join(targets)}"
+                )
+        self._check_heads()
+
+    def _check_heads(self):
+        heads, kv_heads = self.num_heads, self.num_kv_heads
+        if heads % kv_heads:
+            raise ValueError(f"num_heads={heads} is not divisible by num_kv_heads={kv_heads}")
+        if self.rotary_dim % 2 and any(kind.rope_theta is not None for kind in self.kinds):
+            name = "head_dim" if self.rotary_dim == self.head_dim else "rope_dim"
+            raise ValueError(
+                f"{name}={self.rotary_dim} must be even: rotary embeddings rotate pairs of dims"
+            )
+        if self.layer_kinds and self.sliding_window:
+            raise ValueError(
+                f"sliding_window={self.sliding_window} and layer_kinds exclude each other; state "
+                "each kind's window in layer_kinds"
+            )
+        if len(self.layer_kinds) > self.num_layers:
+            raise ValueError(
+                f"layer_kinds has {len(self.layer_kinds)} kinds, more than "
+                f"num_layers={self.num_layers}"
+            )
+        for kind in self.layer_kinds:
+            if kind.window is not None and kind.window < 1:
+                raise ValueError(
+                    f"layer_kinds has window={kind.window}, which must be ≥ 1, or None"
+                )
+
+
+class Decoder(nnx.Module):
+    """Tokens in, next-token logits out.
+
+    A model has `config`, `embed`, `layers`, `final_norm` and `unembed`, which is None if `embed`
+    unembeds too. Its Layer is a module built from (config, *, rngs), whose call is
+
+        layer(x_BTD, positions, kind, past) → (x_BTD, (keys, values), metrics)
+
+    with the layer's part of a cache, or None, in `past`. metrics: name → sum over the positions in
+    positions.counted_BT.
+    """
+
+    axes: AxisNames = DECODER
+    mtp: Any = None  # a head for the second-next token, see mtp.py
+
+    def __init__(self, config, layer, final_norm=None, *, rngs: nnx.Rngs):
+        self.config = config
+        self.embed = vocabulary(config, rngs=rngs)
+        # Every parameter of the layers starts with dim L, logical axis `layers`.
+        self.layers = stack(functools.partial(layer, config), config.num_layers, rngs)
+        self.final_norm = final_norm or RMSNorm(config.embed, config.norm_eps)
+        self.unembed = None if config.tie_embeddings else vocabulary(config, rngs=rngs)
+
+    # ---- what a user calls
+
+    @fit_rules
+    def __call__(self, tokens_BT, segment_ids_BT=None) -> jax.Array:
+        """Returns logits [B, T, V] in float32; position t predicts token t + 1.
+
+        Args:
+          tokens_BT: int, below vocab_size. On a mesh, B must be divisible by the axes of `batch`.
+          segment_ids_BT: int; positions attend only within their own segment. None: one per row.
+        """
+        tokens_BT = stripe(self.config, tokens_BT)
+        segment_ids_BT = stripe(self.config, segment_ids_BT)
+        x_BTD, table_RVD, _ = self.trunk(tokens_BT, segment_ids_BT)
+        logits_BTV = unembed(x_BTD, table_RVD, self.config)
+        return stripe(self.config, logits_BTV, "vocab", back=True)
+
+    @fit_rules
+    def loss(self, tokens, targets, segment_ids=None):
+        """The training objective of a batch: the cross entropy in nats, plus `costs`.
+
+        A model with buffers also updates them.
+
+        Args:
+          tokens, segment_ids: as in `__call__`.
+          targets: [B, T], int; targets below 0 are padding and don't count.
+
+        Returns: (sum over targets, number of targets, aux), float32 scalars; aux maps a name to
+          (sum, count): loss: the cross entropy alone; and means over the layers of their metrics.
+        """
+        objective = self.objective(Batch(tokens, targets, segment_ids))
+        self.update_buffers(objective)
+        means = {name: metric.mean(axis=0) for name, metric in objective.metrics.items()}
+        load_E = means.pop("load", ())
+        means |= {f"load_{e}": load for e, load in enumerate(load_E)}
+        aux = objective.aux | {name: (mean, objective.count) for name, mean in means.items()}
+        return objective.total, objective.count, aux
+
+    def prefill(self, tokens_BT, lengths_B, slots: int):
+        """Reads prompts. Returns next-token logits [B, V] and a Cache with room for more tokens.
+
+        Args:
+          tokens_BT: int, left-padded: row b's prompt is its last lengths_B[b] ≥ 1 tokens.
+          slots: S ≥ T, the capacity of the cache in tokens, including prompts and padding.
+        """
+        from .cache import prefill
+
+        return prefill(self, tokens_BT, lengths_B, slots)
+
+    def decode(self, tokens_B, cache):
+        """Reads one more token per row. Returns next-token logits [B, V] and the extended cache.
+
+        A jitted caller should donate the cache, so that one slot is written in place. The cache
+        must not be full: length < S.
+        """
+        from .cache import decode
+
+        return decode(self, tokens_B, cache)
+
+    # ---- from tokens to the output of the layers
+
+    def trunk(self, tokens_BT, segment_ids_BT=None, positions_BT=None, cache=None):
+        """Returns the layers' output, normed, [B, T, D], the table to unembed it, [R, V, D], and in
+        generation, which has positions, all layers' keys and values, each [L, B, T, K, H].
+        """
+        positions = make_positions(
+            self.config, tokens_BT, segment_ids_BT, positions_BT=positions_BT, cache=cache
+        )
+        tables = self.tables()
+        x_BTD, first_kv = self.begin(tables, tokens_BT, positions)
+        x_BTD, kv, _ = self.run_layers(x_BTD, positions)
+        if first_kv is not None:
+            kv = jax.tree.map(lambda *x: jnp.concatenate(x), first_kv, kv)
+        return self.final_norm(x_BTD), tables[-1], kv
+
+    def tables(self) -> list[jax.Array]:
+        """Copies of the tables that embed tokens (the first) and unembed the output (the last)."""
+        tables = (self.embed,) if self.unembed is None else (self.embed, self.unembed)
+        return [table_copies(table, self.config.dtype) for table in tables]
+
+    def begin(self, tables, tokens_BT, positions: Positions):
+        """The input of the stacked layers, and the keys and values of layers before them or None."""
+        return self.embed_tokens(tables, tokens_BT, positions), None
+
+    def embed_tokens(self, tables, tokens_BT, positions: Positions):
+        return look_up(tables[0], tokens_BT)
+
+    def run_layers(self, x_BTD, positions: Positions):
+        """Runs the stacked layers: (x_BTD, their keys and values in generation, their metrics)."""
+        cache = positions.cache
+        return self.run_stack(self.layers, x_BTD, positions, past=cache and (cache.k, cache.v))
+
+    def run_stack(self, layers, x_BTD, positions: Positions, past=None):
+        """Runs layers of a stack; `past`: their part of a cache, arrays [L, ...]."""
+        config = self.config
+
+        def run_layer(x_BTD, layer_and_past, kind):
+            layer, past = layer_and_past
+            layer = layer_in_use(
+                layer, self.axes.in_use, config
+            )  # inside remat, which gathers again
+            x_BTD, kv, metrics = layer(x_BTD, positions, kind, past)
+            return x_BTD, (kv if positions.generates else None, metrics)
+
+        remat = config.REMAT[config.remat]
+        x_BTD, (kv, metrics) = scan_layers(
+            run_layer, x_BTD, (layers, past), config.kinds, remat, config.unroll
+        )
+        return x_BTD, kv, metrics
+
+    @property
+    def stacks(self) -> list:
+        """All stacks of layers."""
+        return [self.layers]
+
+    # ---- from there to the objective
+
+    def objective(self, batch: Batch) -> Objective:
+        """The training objective. Layers that the rules split run in stages."""
+        if shards("layers") > 1:
+            from .pipeline import objective_in_stages
+
+            return objective_in_stages(self, batch)
+        if self.mtp is not None:
+            from .mtp import objective_with_mtp
+
+            return objective_with_mtp(self, batch)
+        batch = Batch(*(stripe(self.config, x) for x in batch))
+        tables = self.tables()
+        x_BTD, metrics = self.run_training(tables, batch)
+        total, count = self.finish(tables, x_BTD, batch.targets)
+        total_and_costs = self.add_costs(total, metrics)
+        return Objective(total_and_costs, count, {"loss": (total, count)}, metrics)
+
+    def run_training(self, tables, batch: Batch):
+        """Runs all layers on a batch: (x_BTD, metrics of the stacked layers)."""
+        positions = self.positions_of(batch)
+        x_BTD, _ = self.begin(tables, batch.tokens, positions)
+        x_BTD, _, metrics = self.run_layers(x_BTD, positions)
+        return x_BTD, metrics
+
+    def positions_of(self, batch: Batch) -> Positions:
+        return make_positions(self.config, batch.tokens, batch.segment_ids, batch.targets)
+
+    def finish(self, tables, x_BTD, targets_BT):
+        """The cross entropy after the layers: (sum in nats, number of targets)."""
+        return cross_entropy(self.final_norm(x_BTD), tables[-1], targets_BT, self.config)
+
+    def add_costs(self, total, metrics):
+        """Adds the weighted means over the layers of the metrics in `costs`."""
+        return total + sum(w * metrics[name].mean(axis=0) for name, w in self.costs.items())
+
+    @property
+    def costs(self) -> dict[str, float]:
+        """Metric of the layers → its weight in the objective."""
+        return {}
+
+    def update_buffers(self, objective: Objective) -> None:
+        """Updates the model's buffers, if it has any, after a batch."""

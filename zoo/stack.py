@@ -1,0 +1,136 @@
+"""A stack of layers: how they are built, brought into use and run one after another.
+
+Shapes: B batch, T positions, D embed, L layers.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from flax.core.spmd import get_logical_axis_rules
+from jax.ad_checkpoint import checkpoint_name
+
+from .sharding import check_rules, in_use, shards
+
+# What a layer's forward pass keeps for its backward pass; the rest is recomputed.
+REMAT_POLICIES = {
+    "none": jax.checkpoint_policies.everything_saveable,  # under FSDP, gathered weights too
+    "dots": jax.checkpoint_policies.save_from_both_policies(  # products with a weight
+        jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
+        jax.checkpoint_policies.save_only_these_names("product"),  # in low precision
+    ),
+    # The two sublayers' outputs: tensor parallelism repeats no all-reduce.
+    "sublayers": jax.checkpoint_policies.save_only_these_names("sublayer"),
+    # What sublayers gather before they start: sequence-sharded tensor parallelism repeats no gather.
+    "gathered": jax.checkpoint_policies.save_only_these_names("gathered"),
+    "full": jax.checkpoint_policies.nothing_saveable,  # only the layer's input
+    "offload": jax.checkpoint_policies.save_and_offload_only_these_names(  # the same, on the host
+        names_which_can_be_saved=[], names_which_can_be_offloaded=["input"],
+        offload_src="device", offload_dst="pinned_host",
+    ),
+}  # fmt: skip
+
+
+def stack(make_layer, num_layers: int, rngs: nnx.Rngs, axis: str = "layers"):
+    """Builds `num_layers` layers as one module; its variables start with L, logical axis `axis`.
+
+    Args:
+      make_layer: a function of `rngs` that returns a layer.
+    """
+    layers = nnx.vmap(lambda rngs: make_layer(rngs=rngs))(rngs.split(num_layers))
+    # nnx.vmap's transform_metadata names the axis only in NNX's graph mode, not in tree mode.
+    for _, variable in nnx.iter_graph(layers):
+        if isinstance(variable, nnx.Variable) and hasattr(variable, "out_sharding"):
+            variable.set_metadata(out_sharding=(axis, *variable.out_sharding))
+    return layers
+
+
+def scan_layers(function, x: jax.Array, layers, kinds: tuple, remat, unroll: int = 1):
+    """Runs x through stacked layers, so that compile time doesn't grow with their number.
+
+    Each iteration of the scan runs one *period* of layers: one for each kind, compiled for that
+    kind. Layers that are left over at the end run after the scan.
+
+    Args:
+      function: (x, one layer of `layers`, its kind) → (x, outputs).
+      layers: tree of arrays whose first dim is L.
+      kinds: static settings of layers with equal shapes; layer l has kind l mod len(kinds).
+      remat: one of REMAT_POLICIES' values.
+      unroll: layers per iteration of the compiled loop, if there is only one kind.
+
+    Returns: (x, outputs of all layers, stacked in a first dim L).
+    """
+    if shards("layers") > 1:
+        raise ValueError("the rules split the layers into stages, which only `loss` runs")
+    offloads = remat is REMAT_POLICIES["offload"]
+
+    def run_layer(x, layer, kind):
+        return function(checkpoint_name(x, "input") if offloads else x, layer, kind=kind)
+
+    if len(kinds) == 1:
+        layer = functools.partial(run_layer, kind=kinds[0])
+        layer = jax.checkpoint(layer, policy=remat, prevent_cse=False)
+        return jax.lax.scan(layer, x, layers, unroll=unroll)
+    num_layers = jax.tree.leaves(layers)[0].shape[0]
+    period = len(kinds)
+    # XLA would unroll a loop with one iteration.
+    in_loop = num_layers - num_layers % period if num_layers >= 2 * period else 0
+    outputs = []
+
+    def run_layers(x, first, count, prevent_cse):
+        """Layers `first` to `first` + count - 1."""
+        outputs = []
+        for i in range(count):
+            # Layers are indexed in the full stack: slicing it by kind would copy all parameters,
+            # their gradients and the cache.
+            def layer(x, layers, l=first + i, kind=kinds[i % period]):
+                take = functools.partial(jax.lax.dynamic_index_in_dim, index=l, keepdims=False)
+                return run_layer(x, jax.tree.map(take, layers), kind)
+
+            layer = jax.checkpoint(layer, policy=remat, prevent_cse=prevent_cse)
+            x, output = layer(x, layers)
+            outputs.append(output)
+        return x, jax.tree.map(lambda *o: jnp.stack(o), *outputs)
+
+    if in_loop:
+        run_period = functools.partial(run_layers, count=period, prevent_cse=False)
+        x, output = jax.lax.scan(run_period, x, jnp.arange(0, in_loop, period))
+        outputs.append(jax.tree.map(lambda o: o.reshape(in_loop, *o.shape[2:]), output))
+    if in_loop < num_layers:  # outside a loop, XLA may merge forward and recomputed operations
+        x, output = run_layers(x, in_loop, num_layers - in_loop, prevent_cse=True)
+        outputs.append(output)
+    return x, jax.tree.map(lambda *o: jnp.concatenate(o), *outputs)
+
+
+def layer_in_use(layer, names: dict[str, str], config):
+    """`in_use` for a layer, whose products are in config.matmul.
+
+    Args:
+      names: a weight's logical axis at rest → its name in use.
+    """
+    used = in_use(layer, names, config.dtype)
+    if not config.matmul:
+        return used
+    from .low_precision import lowered
+
+    return lowered(layer, used, names, config)
+
+
+def fit_rules(method):
+    """A method of a model that takes tokens [B, T] or [B]: fits the active rules to this call.
+
+    T is not split where the rules can't divide it. Raises ValueError if the rules don't name the
+    logical axes of the model, its `axes`.
+    """
+
+    @functools.wraps(method)
+    def fitting(self, tokens, *args, **kwargs):
+        check_rules(self.axes.logical_axes)
+        T = tokens.shape[1] if tokens.ndim > 1 else 1
+        replicated = {axis: None for axis in ("seq", "residual_seq") if T % shards(axis)}
+        rules = dict(get_logical_axis_rules() or ()) | replicated
+        with nnx.logical_axis_rules(tuple(rules.items())):
+            return method(self, tokens, *args, **kwargs)
+
+    return fitting

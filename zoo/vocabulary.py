@@ -1,0 +1,170 @@
+"""The vocabulary at both ends of a decoder: token embeddings, logits, the loss.
+
+Shapes: B batch, T positions, D embed, V vocab, R shards of B and T, M positions of one shard, C
+positions in one chunk of the loss.
+"""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from .layers import dot, gather, soft_cap
+from .sharding import auto, constrain, device, explicit, param, reshape, shards
+
+
+class Batch(NamedTuple):
+    """Arrays [B, T] of a training batch; see decoder.Decoder.loss."""
+
+    tokens: jax.Array
+    targets: jax.Array
+    segment_ids: jax.Array | None
+
+
+class Objective(NamedTuple):
+    """The training objective of a batch, float32."""
+
+    total: jax.Array  # sum over targets of the cross entropy, plus costs
+    count: jax.Array  # number of targets
+    aux: dict  # name → (sum, count)
+    metrics: dict  # of the layers: name → [L, ...], sums over positions
+
+
+SHARDS = ("batch", "seq")  # the logical axes of R
+
+
+def by_shard(x_BT: jax.Array, *axes: str) -> jax.Array:
+    """[B, T, ...] → [R, M, ...], without communication. `axes`: of the dims after T."""
+    B, T, *rest = x_BT.shape
+    batch = shards("batch")
+    seq = shards("seq")
+    if seq > 1:
+        parts = (batch, B // batch, seq, T // seq, *rest)
+        x_BT = reshape(x_BT, parts, "batch", None, "seq", None, *axes).swapaxes(1, 2)
+    return reshape(x_BT, (batch * seq, B * T // (batch * seq), *rest), SHARDS, None, *axes)
+
+
+def from_shards(x_RM: jax.Array, shape: tuple[int, ...], *axes: str) -> jax.Array:
+    """The inverse of `by_shard`; shape: (B, T)."""
+    B, T = shape
+    rest = x_RM.shape[2:]
+    batch = shards("batch")
+    seq = shards("seq")
+    if seq > 1:
+        parts = (batch, seq, B // batch, T // seq, *rest)
+        x_RM = reshape(x_RM, parts, "batch", "seq", None, None, *axes).swapaxes(1, 2)
+    return reshape(x_RM, (B, T, *rest), "batch", "seq", *axes)
+
+
+def vocabulary(config, *, rngs: nnx.Rngs) -> nnx.Param:
+    """An embedding table [V, D], for lookup or for unembedding."""
+    shape = (config.vocab_size, config.embed)
+    return param(rngs, shape, ("vocab", "embed"), config.embed**-0.5)
+
+
+def table_copies(table: nnx.Param, dtype: str) -> jax.Array:
+    """Gives each shard of B and T its own copy of a table, [R, V, D]; every device holds one anyway.
+
+    Lookups and chunks of the loss then add to their own copy's gradient, and the copies' gradients
+    are summed once, in the transpose of this broadcast; otherwise they would be summed in every
+    chunk. V is padded with zeros to a multiple of its own shards.
+    """
+    table_VD = table[...].astype(dtype)
+    vocab = table.out_sharding[0]
+    if padding := -len(table_VD) % shards(vocab):
+        padded_VD = jnp.pad(table_VD, ((0, padding), (0, 0)))
+        table_VD = constrain(padded_VD, None, "act_embed")  # gather before splitting
+    table_VD = constrain(table_VD, vocab, "act_embed")
+    axes = (SHARDS, vocab, "act_embed")
+    shape = (shards(SHARDS), *table_VD.shape)
+    return constrain(jnp.broadcast_to(table_VD, shape, out_sharding=explicit(*axes)), *axes)
+
+
+def look_up(table_RVD: jax.Array, tokens_BT: jax.Array) -> jax.Array:
+    """Embeddings of tokens, [B, T, D]; each shard of B and T reads its own copy of the table."""
+    lookup = jax.vmap(lambda table_VD, tokens_M: table_VD[tokens_M])
+    lookup = auto(lookup, SHARDS, None, "act_embed")
+    tokens_RM = by_shard(constrain(tokens_BT, "batch", "seq"))
+    x_BTD = from_shards(lookup(table_RVD, tokens_RM), tokens_BT.shape, "act_embed")
+    return constrain(x_BTD, "batch", "residual_seq", "act_embed")
+
+
+def unembed(x_BTD: jax.Array, table_RVD: jax.Array, config) -> jax.Array:
+    """Logits [B, T, V] in float32."""
+    logits_RMV = _logits(by_shard(gather(x_BTD), "act_embed"), table_RVD, config)
+    logits_BTV = from_shards(logits_RMV, x_BTD.shape[:2], "vocab")
+    if logits_BTV.shape[-1] == config.vocab_size:
+        return logits_BTV
+    return constrain(logits_BTV, "batch", "seq", None)[..., : config.vocab_size]
+
+
+def cross_entropy(x_BTD, table_RVD, targets_BT, config):
+    """Returns (sum of cross entropies in nats, number of targets), float32 scalars.
+
+    Targets below 0 are padding and don't count. Only `positions_at_once` positions of each sequence
+    have logits at the same time.
+    """
+    targets_BT = constrain(targets_BT, "batch", "seq")
+    B, T = targets_BT.shape
+    R = len(table_RVD)
+    rows = B // shards("batch")  # of a shard
+    length = T // shards("seq")
+    C = positions_at_once(config.loss_chunk, rows, length)
+
+    def chunks(x, *axes):  # [B, T, ...] → [T/C of a shard, R, B/R·C, ...]
+        x = by_shard(x, *axes)
+        x = reshape(x, (R, rows, length // C, C, *x.shape[2:]), SHARDS, None, None, None, *axes)
+        x = jnp.moveaxis(x, 2, 0)
+        return reshape(x, (length // C, R, -1, *x.shape[4:]), None, SHARDS, None, *axes)
+
+    @jax.checkpoint  # the backward pass recomputes a chunk's logits
+    def chunk(total_R, x_and_targets):
+        x_RMD, targets_RM = x_and_targets
+        logits_RMV = _logits(x_RMD, table_RVD, config)
+        picked_RMV = jnp.arange(logits_RMV.shape[-1])[None, None] == targets_RM[..., None]
+        picked_RM = jnp.where(picked_RMV, logits_RMV, 0).sum(axis=-1)
+        nats_RM = jax.nn.logsumexp(logits_RMV, axis=-1) - picked_RM
+        return total_R + jnp.where(targets_RM < 0, 0, nats_RM).sum(axis=1), None
+
+    zeros_R = constrain(jnp.zeros(R), SHARDS)
+    x_BTD = gather(x_BTD)
+    total_R, _ = jax.lax.scan(chunk, zeros_R, (chunks(x_BTD, "act_embed"), chunks(targets_BT)))
+    return _before_backward(total_R.sum()), (targets_BT >= 0).sum().astype(jnp.float32)
+
+
+def positions_at_once(loss_chunk: int, rows: int, seq_len: int) -> int:
+    """C: how many positions of each of a device's `rows` have logits at once; divides seq_len.
+
+    At most loss_chunk, but on accelerators up to 1,024 per device: with fewer, the matrix units
+    wait for the table. By the TPU compiler's estimate, the loss of a row of 32,768 takes 1.8 times
+    as long with 256.
+    """
+    most = loss_chunk if device().platform == "cpu" else max(loss_chunk, 1_024 // rows)
+    return next(c for c in range(min(seq_len, most), 0, -1) if seq_len % c == 0)
+
+
+def _logits(x_RMD, table_RVD, config):
+    """Logits [R, M, V] in float32; padded tokens get -inf."""
+    axes = (SHARDS, None, "vocab")
+    logits_RMV = dot("RMD,RVD->RMV", x_RMD, table_RVD, out_sharding=explicit(*axes))
+    logits_RMV = soft_cap(logits_RMV, config.logits_soft_cap)
+    if logits_RMV.shape[-1] > config.vocab_size:
+        padding = jnp.arange(logits_RMV.shape[-1])[None, None] >= config.vocab_size
+        logits_RMV = jnp.where(padding, -jnp.inf, logits_RMV)
+    return constrain(logits_RMV, *axes)
+
+
+@jax.custom_vjp
+def _before_backward(total):
+    """Makes XLA compute the loss before the backward pass, which doesn't need its value.
+
+    Otherwise XLA may compute it later and keep the gathered table until then: 1 GB per chip for 8b.
+    """
+    return total
+
+
+_before_backward.defvjp(
+    lambda total: (total, total),
+    lambda total, grad: (jax.lax.optimization_barrier((grad, total))[0],),
+)
