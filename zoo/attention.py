@@ -61,8 +61,8 @@ class Attention(nnx.Module):
         self.v_bias = bias((K, H), ("kv_heads", "head_dim")) if "v" in biases else None
         self.o_bias = bias((D,), ("norm",)) if "o" in biases else None
         self.sinks = param(rngs, (N,), ("heads",), 1.0) if sinks else None
-        self.q_norm = norm(H) if norm else None
-        self.k_norm = norm(H) if norm else None
+        self.q_norm: Any = norm(H) if norm else None
+        self.k_norm: Any = norm(H) if norm else None
         self.lora = adapters(self, config, rngs, q=1, k=1, v=1, o=2)
 
     def __call__(self, x_BTD, positions: "Positions", kind: Kind, past=None):

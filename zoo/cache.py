@@ -157,7 +157,8 @@ def attend_to_cache(
     scores_BKSG: Any = sum(dot("BSKH,BKGH->BKSG", past, q) for q, _, past in keys)
     scores_BKGS = scores_BKSG.swapaxes(2, 3) / root
     scores_BKGS = jnp.where(seen_BS[:, None, None], soft_cap(scores_BKGS, cap), NOT_SEEN)
-    own_BKG1 = soft_cap(sum(dot("BKGH,BTKH->BKGT", q, own) for q, own, _ in keys) / root, cap)
+    own_BKG1: Any = sum(dot("BKGH,BTKH->BKGT", q, own) for q, own, _ in keys)
+    own_BKG1 = soft_cap(own_BKG1 / root, cap)
     most_BKG1 = jnp.maximum(scores_BKGS.max(-1, keepdims=True), own_BKG1)
     if sinks_N is not None:
         sinks_KG = reshape(sinks_N.astype(jnp.float32), (K, N // K), *axes[:2])

@@ -65,18 +65,18 @@ class Compute:
     MAY_BE_ZERO: ClassVar[tuple[str, ...]] = ("lora_rank", "pipe_microbatches")  # others are ≥ 1
 
     @property
-    def kinds(self) -> tuple[Kind, ...]:
+    def kinds(self: Any) -> tuple[Kind, ...]:
         """The kinds of one period of layers; layer l has kind l mod len(kinds)."""
         if self.layer_kinds:
             return self.layer_kinds
         return (Kind(self.sliding_window, self.rope_theta, self.rope_scaling),)
 
     @property
-    def rotary_dim(self) -> int:
+    def rotary_dim(self: Any) -> int:
         """The dims of a head that rotary embeddings rotate."""
         return self.head_dim
 
-    def __post_init__(self):
+    def __post_init__(self: Any):
         """Raises ValueError if the configuration is invalid."""
         # Saved configs have kinds and rotary scalings as tuples.
         if self.rope_scaling is not None:
@@ -101,7 +101,7 @@ class Compute:
                 )
         self._check_heads()
 
-    def _check_heads(self):
+    def _check_heads(self: Any):
         heads, kv_heads = self.num_heads, self.num_kv_heads
         if heads % kv_heads:
             raise ValueError(f"num_heads={heads} is not divisible by num_kv_heads={kv_heads}")
@@ -139,6 +139,8 @@ class Decoder(nnx.Module):
     positions.counted_BT.
     """
 
+    config: Any
+    layers: Any
     axes: AxisNames = DECODER
     mtp: Any = None  # a head for the second-next token, see mtp.py
 

@@ -6,7 +6,7 @@ Shapes: B batch, T positions, D embed, F mlp, N heads, H head dim.
 import dataclasses
 import functools
 import math
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -307,7 +307,7 @@ def rotate(x_BTNH: jax.Array, angles_BTH: jax.Array, magnitude: float = 1.0) -> 
 
 def rope_angles(kind: Kind, head_dim: int, positions_BT: jax.Array) -> jax.Array:
     """Angles of each pair of dims: [B, T, H/2], float32 radians."""
-    theta = kind.rope_theta
+    theta: Any = kind.rope_theta
     frequency = theta ** -(jnp.arange(0, head_dim, 2, dtype=jnp.float32) / head_dim)
     if kind.rope_scaling:
         frequency = kind.rope_scaling.scale(frequency, theta, head_dim)

@@ -28,7 +28,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from .sharding import Rules, complete_tables, constrain, explicit, in_use, param
+from .sharding import Rules, complete_tables, constrain, explicit, in_use, ones, param, zeros
 
 
 @dataclasses.dataclass(frozen=True)
@@ -126,7 +126,7 @@ class Linear(nnx.Module):
 
     def __init__(self, dims: tuple[int, int], axes: tuple[str, str], *, rngs: nnx.Rngs):
         self.kernel = param(rngs, dims, axes, dims[0] ** -0.5)
-        self.bias = nnx.Param(jnp.zeros(dims[1:]), out_sharding=axes[1:], eager_sharding=False)
+        self.bias = zeros(dims[1:], axes[1:])
 
     def __call__(self, x, *out_axes: str):
         weights = in_use(self, IN_USE)
@@ -138,8 +138,8 @@ class LayerNorm(nnx.Module):
     """(x - mean) / standard deviation · scale + bias."""
 
     def __init__(self, dim: int, eps: float):
-        self.scale = nnx.Param(jnp.ones(dim), out_sharding=("norm",), eager_sharding=False)
-        self.bias = nnx.Param(jnp.zeros(dim), out_sharding=("norm",), eager_sharding=False)
+        self.scale = ones((dim,), ("norm",))
+        self.bias = zeros((dim,), ("norm",))
         self.eps = eps
 
     def __call__(self, x_BD):

@@ -123,14 +123,14 @@ def leaf_axes(model) -> list[tuple]:
 
 
 class Carry(NamedTuple):
-    """What a stage keeps from tick to tick. None: nothing is trained."""
+    """What a stage keeps from tick to tick; without training, no gradients and residuals."""
 
-    shared_gradients: dict | None  # leaf → its sum so far, of weights outside of the stacked layers
+    shared_gradients: dict  # leaf → its sum so far, of weights outside of the stacked layers
     metrics: dict  # of this stage's layers, sums so far
-    gradient: jax.Array | None  # [B/M, T, D]: of this stage's output, from the next stage
-    residuals: dict | None  # number → [slots, ...]: what layers save for their backward pass
+    gradient: Any  # [B/M, T, D]: of this stage's output, from the next stage
+    residuals: dict  # number → [slots, ...]: what layers save for their backward pass
     outputs: jax.Array  # [slots, B/M, T/S, D]: this device's part of the last stage's outputs
-    own_gradients: dict | None  # leaf → its sum so far, of this stage's layers
+    own_gradients: dict  # leaf → its sum so far, of this stage's layers
     sums: tuple  # (cross entropy, number of targets) so far
     x: jax.Array  # [B/M, T, D]: this stage's input, from the stage before
 
@@ -321,12 +321,12 @@ class Stage:
         )
         waiting = self.microbatches if self.trains and not self.is_1f1b else 1
         carry = Carry(
-            shared_gradients=None,
+            shared_gradients={},
             metrics=metrics,
-            gradient=None,
-            residuals=None,
+            gradient=(),
+            residuals={},
             outputs=zeros(part, waiting),
-            own_gradients=None,
+            own_gradients={},
             sums=sums,
             x=x,
         )

@@ -107,12 +107,12 @@ def param(rngs: nnx.Rngs, shape: tuple, axes: tuple[str, ...], stddev: float, ki
     return _variable(stddev * jax.random.normal(rngs.params(), shape), axes, kind)
 
 
-def zeros(shape: tuple[int, ...], axes: tuple[str, ...], kind=nnx.Param):
+def zeros(shape: tuple[int, ...], axes: tuple[str, ...], kind: Any = nnx.Param):
     """A float32 variable of class `kind` of zeros, such as a bias, with logical axis names."""
     return _variable(jnp.zeros(shape), axes, kind)
 
 
-def ones(shape: tuple[int, ...], axes: tuple[str, ...], kind=nnx.Param):
+def ones(shape: tuple[int, ...], axes: tuple[str, ...], kind: Any = nnx.Param):
     """A float32 variable of class `kind` of ones, such as a norm's scale, with logical axis names."""
     return _variable(jnp.ones(shape), axes, kind)
 

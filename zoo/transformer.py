@@ -37,6 +37,9 @@ from .sharding import Rules, complete_tables
 from .strategies import DECODER, decoder_rules
 
 
+LLAMA31 = Llama3(8.0, 1.0, 4.0, 8_192)  # from 8,192 to 131,072 positions
+
+
 @dataclasses.dataclass(frozen=True)
 class Config(Compute):
     """The architecture; decoder.Compute has the fields for how to compute it. Named sizes are
@@ -102,6 +105,23 @@ class Config(Compute):
         llama = cls(128_256, 8_192, 80, num_heads=64, num_kv_heads=8, head_dim=128, mlp=28_672)
         return dataclasses.replace(llama, rope_theta=5e5, tie_embeddings=False)
 
+    @classmethod
+    def llama31_8b(cls) -> "Config":
+        """8,030,261,248 parameters. Llama 3.1 8B, for rows of 131,072 tokens."""
+        return dataclasses.replace(cls.llama_8b(), rope_scaling=LLAMA31)
+
+    @classmethod
+    def llama31_70b(cls) -> "Config":
+        """70,553,706,496 parameters. Llama 3.1 70B, for rows of 131,072 tokens."""
+        return dataclasses.replace(cls.llama_70b(), rope_scaling=LLAMA31)
+
+    @classmethod
+    def llama31_405b(cls) -> "Config":
+        """405,853,388,800 parameters. Llama 3.1 405B, for rows of 131,072 tokens."""
+        llama = cls(128_256, 16_384, 126, num_heads=128, num_kv_heads=8, head_dim=128, mlp=53_248)
+        scaled = dataclasses.replace(llama, rope_theta=5e5, rope_scaling=LLAMA31)
+        return dataclasses.replace(scaled, tie_embeddings=False)
+
 
 SIZES = {
     "tiny": Config.tiny,
@@ -111,6 +131,9 @@ SIZES = {
     "1b": Config.llama_1b,
     "8b": Config.llama_8b,
     "70b": Config.llama_70b,
+    "llama31_8b": Config.llama31_8b,
+    "llama31_70b": Config.llama31_70b,
+    "llama31_405b": Config.llama31_405b,
 }
 
 REMAT = Config.REMAT

@@ -143,9 +143,9 @@ class ConfigFile:
             case "linear":
                 return theta, Linear(inner.number("factor", None, float))
             case "llama3":
-                floats = [inner.number(name, None, float) for name in LLAMA3[:3]]
+                factor, low, high = (inner.number(name, None, float) for name in LLAMA3[:3])
                 original = inner.number(ORIGINAL, self.keys.get("max_position_embeddings"))
-                return theta, Llama3(*floats, original)
+                return theta, Llama3(factor, low, high, original)
             case "yarn":
                 return theta, inner.yarn(self.keys.get("max_position_embeddings"))
         return theta, None
