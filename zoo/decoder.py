@@ -249,9 +249,8 @@ class Decoder(nnx.Module):
 
         def run_layer(x_BTD, layer_and_past, kind):
             layer, past = layer_and_past
-            layer = layer_in_use(
-                layer, self.axes.in_use, config
-            )  # inside remat, which gathers again
+            # Inside remat, so that the backward pass gathers again.
+            layer = layer_in_use(layer, self.axes.in_use, config)
             x_BTD, kv, metrics = layer(x_BTD, positions, kind, past)
             return x_BTD, (kv if positions.generates else None, metrics)
 
