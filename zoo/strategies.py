@@ -17,6 +17,7 @@ import dataclasses
 # Logical axes that files besides the models ask for by name.
 SEQ = "seq"  # T, S
 RESIDUAL_SEQ = "residual_seq"  # T of the residual stream, between sublayers
+ACT_EMBED = "act_embed"  # D of the residual stream, and of weights in use
 HEADS = "heads"  # N
 KV_HEADS = "kv_heads"  # K
 MLP = "mlp"  # F

@@ -21,7 +21,7 @@ from recipes.common.sharding.rules import shards as shards_of
 from zoo.context import choose_exchange
 from zoo.pipeline import microbatches
 from zoo.sharding import device, shards
-from zoo.strategies import EXPERT, HEADS, LAYERS, RESIDUAL_SEQ, SEQ
+from zoo.strategies import ACT_EMBED, EXPERT, HEADS, LAYERS, RESIDUAL_SEQ, SEQ
 
 # Remat policy → bytes that a layer's tensor parallelism sends over the textbook's, for activations
 # that are whole and sequence-sharded between sublayers. The textbook has 8 half all-reduces. Remat
@@ -161,7 +161,8 @@ def _of_activations(layout: Layout, accumulate: int, repeats: bool) -> Iterator[
     latent backward; latent attention has one more, of the rotary key that its heads share.
     """
     zoo, shapes = layout.zoo, paths(layout.model.shapes["params"])
-    stream, *latents = dict.fromkeys(zoo.IN_USE.values())
+    stream = ACT_EMBED
+    latents = {*zoo.IN_USE.values()} - {stream}
     widths: dict[str, float] = {}  # module → elements per token
     split: dict[str, set[str]] = {}  # module → mesh axes
     of_latents: dict[str, float] = {}  # module → elements per token
