@@ -1,136 +1,33 @@
 """Decoder: what all decoder-only language models share, from tokens to logits and the loss.
 
-A model's file has its Config, its Layer and what differs; this one is read once. Files that only
+A model's file has its Config, its Layer and what differs; this one is read once. Other files that only
 some calls need: cache.py to generate, pipeline.py if rules split the layers, mtp.py for a model with
 a head for the second-next token.
 
 Shapes: B batch, T positions, S slots of a cache, D embed, V vocab, L layers, R shards of B and T.
 """
 
-import dataclasses
 import functools
-from typing import Any, ClassVar
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 
 from .attention import Positions, make_positions, stripe
-from .kernels import KERNELS
-from .layers import Kind, RMSNorm, read_scaling
+from .layers import RMSNorm
 from .sharding import shards
-from .stack import REMAT_POLICIES, fit_rules, layer_in_use, scan_layers, stack
+from .stack import fit_rules, layer_in_use, scan_layers, stack
 from .strategies import DECODER, AxisNames
 from .vocabulary import (
     Batch, Objective, cross_entropy, look_up, table_copies, unembed, vocabulary,
 )  # fmt: skip
 
-CHOICES = {  # field of Compute → its valid values
-    "matmul": ("", "int8", "fp8", "int8_weights"),
-    "matmul_backward": ("", "bfloat16"),
-    "attention": KERNELS,
-    "context": ("auto", "all-to-all", "ring"),
-    "pipeline": ("1f1b", "gpipe"),
-}
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Compute:
-    """How to compute a decoder, and its adapters: fields of every decoder's Config."""
-
-    # LoRA: x·W becomes x·W + (x·A)·B · lora_alpha / lora_rank. W is frozen; only A and B
-    # (nnx.LoRAParam) get gradients.
-    lora_rank: int = 0  # columns of A and rows of B; 0: no adapters
-    lora_alpha: float = 16.0
-    lora_targets: tuple[str, ...] = ("q", "k", "v", "o", "gate", "up", "down")  # get adapters
-    # Nothing below changes the parameters.
-    dtype: str = "float32"  # of activations and matmuls; parameters, norms and loss stay float32
-    matmul: str = ""  # of layers: "int8" or "fp8", see low_precision.py; "": in dtype
-    matmul_backward: str = ""  # of gradients: "bfloat16"; "": as `matmul`
-    remat: str = "full"  # what a layer keeps for its backward pass: a key of stack.REMAT_POLICIES
-    attention: str = "auto"  # one of kernels.KERNELS; "auto": the best for the device
-    context: str = "auto"  # how to attend if rules split T: see context.choose_exchange
-    pipeline: str = "1f1b"  # the schedule if rules split L, or "gpipe"; see pipeline.py
-    pipe_microbatches: int = 0  # M, parts of a batch in the pipeline; 0: see pipeline.microbatches
-    loss_chunk: int = 256  # C, positions of a sequence with logits at once; see positions_at_once
-    unroll: int = 1  # layers per scan iteration; unrolling all: 1 to 6% faster, slower to compile
-
-    # What a Config may declare as fields of its own:
-    layer_kinds = ()  # one period of Kinds, repeated over the depth, for layers that differ
-    sliding_window = None
-    rope_scaling = None
-    logits_soft_cap = None
-
-    REMAT: ClassVar[dict] = REMAT_POLICIES
-    MAY_BE_ZERO: ClassVar[tuple[str, ...]] = ("lora_rank", "pipe_microbatches")  # others are ≥ 1
-
-    @property
-    def kinds(self: Any) -> tuple[Kind, ...]:
-        """The kinds of one period of layers; layer l has kind l mod len(kinds)."""
-        if self.layer_kinds:
-            return self.layer_kinds
-        return (Kind(self.sliding_window, self.rope_theta, self.rope_scaling),)
-
-    @property
-    def rotary_dim(self: Any) -> int:
-        """The dims of a head that rotary embeddings rotate."""
-        return self.head_dim
-
-    def __post_init__(self: Any):
-        """Raises ValueError if the configuration is invalid."""
-        # Saved configs have kinds and rotary scalings as tuples.
-        if self.rope_scaling is not None:
-            object.__setattr__(self, "rope_scaling", read_scaling(self.rope_scaling))
-        if self.layer_kinds:
-            kinds = (Kind(*kind) for kind in self.layer_kinds)
-            kinds = tuple(k._replace(rope_scaling=read_scaling(k.rope_scaling)) for k in kinds)
-            object.__setattr__(self, "layer_kinds", kinds)
-        for name, valid in (CHOICES | {"remat": tuple(self.REMAT)}).items():
-            value = getattr(self, name)
-            if value not in valid:
-                raise ValueError(f"{name}={value!r} is not one of {', '.join(filter(None, valid))}")
-        for name, value in vars(self).items():
-            least = 0 if name in self.MAY_BE_ZERO else 1
-            if type(value) is int and value < least:
-                raise ValueError(f"{name}={value} must be ≥ {least}")
-        targets = type(self).lora_targets
-        for name in self.lora_targets:
-            if name not in targets:
-                raise ValueError(
-                    f"lora_targets has {name!r}, which is not one of {', '.join(targets)}"
-                )
-        self._check_heads()
-
-    def _check_heads(self: Any):
-        heads, kv_heads = self.num_heads, self.num_kv_heads
-        if heads % kv_heads:
-            raise ValueError(f"num_heads={heads} is not divisible by num_kv_heads={kv_heads}")
-        if self.rotary_dim % 2 and any(kind.rope_theta is not None for kind in self.kinds):
-            name = "head_dim" if self.rotary_dim == self.head_dim else "rope_dim"
-            raise ValueError(
-                f"{name}={self.rotary_dim} must be even: rotary embeddings rotate pairs of dims"
-            )
-        if self.layer_kinds and self.sliding_window:
-            raise ValueError(
-                f"sliding_window={self.sliding_window} and layer_kinds exclude each other; state "
-                "each kind's window in layer_kinds"
-            )
-        if len(self.layer_kinds) > self.num_layers:
-            raise ValueError(
-                f"layer_kinds has {len(self.layer_kinds)} kinds, more than "
-                f"num_layers={self.num_layers}"
-            )
-        for kind in self.layer_kinds:
-            if kind.window is not None and kind.window < 1:
-                raise ValueError(
-                    f"layer_kinds has window={kind.window}, which must be ≥ 1, or None"
-                )
-
 
 class Decoder(nnx.Module):
     """Tokens in, next-token logits out.
 
-    A model has `config`, `embed`, `layers`, `final_norm` and `unembed`, which is None if `embed`
+    A model has `config`, whose class inherits config.Compute, `embed`, `layers`, `final_norm` and `unembed`, which is None if `embed`
     unembeds too. Its Layer is a module built from (config, *, rngs), whose call is
 
         layer(x_BTD, positions, kind, past) → (x_BTD, (keys, values), metrics)
@@ -144,7 +41,7 @@ class Decoder(nnx.Module):
     axes: AxisNames = DECODER
     mtp: Any = None  # a head for the second-next token, see mtp.py
 
-    def __init__(self, config, layer, final_norm=None, *, rngs: nnx.Rngs):
+    def __init__(self, config: Any, layer, final_norm=None, *, rngs: nnx.Rngs):
         self.config = config
         self.embed = vocabulary(config, rngs=rngs)
         # Every parameter of the layers starts with dim L, logical axis `layers`.

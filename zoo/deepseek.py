@@ -24,7 +24,8 @@ from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
 from .attention import attend
-from .decoder import Compute, Decoder
+from .config import Compute
+from .decoder import Decoder
 from .experts import EXPERT_REMAT, GatedExperts, check_experts
 from .layers import GatedMLP, Kind, RMSNorm, RopeScaling, Yarn, adapters, gather, project, rotate
 from .sharding import Rules, complete_tables, constrain, explicit, param, reshape

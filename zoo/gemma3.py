@@ -24,7 +24,8 @@ from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
 from .attention import Attention
-from .decoder import Compute, Decoder
+from .config import Compute
+from .decoder import Decoder
 from .layers import GatedMLP, Kind, Linear, RMSNorm, RopeScaling
 from .sharding import Rules, complete_tables, constrain
 from .strategies import DECODER, decoder_rules

@@ -20,7 +20,8 @@ from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
 from .attention import Attention
-from .decoder import Compute, Decoder
+from .config import Compute
+from .decoder import Decoder
 from .layers import GeluMLP, Kind, layer_norm
 from .sharding import Rules, complete_tables, constrain, param
 from .stack import stack

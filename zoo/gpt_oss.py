@@ -19,7 +19,8 @@ from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
 from .attention import Attention
-from .decoder import Compute, Decoder
+from .config import Compute
+from .decoder import Decoder
 from .experts import EXPERT_REMAT, check_experts, choose, mix
 from .layers import Kind, RMSNorm, Yarn, add_bias, multiply
 from .sharding import Rules, complete_tables, constrain, param

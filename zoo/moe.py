@@ -21,7 +21,8 @@ from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
 from .attention import Attention
-from .decoder import Compute, Decoder
+from .config import Compute
+from .decoder import Decoder
 from .experts import EXPERT_REMAT, GatedExperts, check_experts
 from .layers import Kind, RMSNorm, RopeScaling
 from .sharding import Rules, complete_tables

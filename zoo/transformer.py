@@ -31,7 +31,8 @@ from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
 from .attention import Attention
-from .decoder import Compute, Decoder
+from .config import Compute
+from .decoder import Decoder
 from .layers import GatedMLP, Kind, Llama3, RMSNorm, RopeScaling
 from .sharding import Rules, complete_tables
 from .strategies import DECODER, decoder_rules
@@ -42,7 +43,7 @@ LLAMA31 = Llama3(8.0, 1.0, 4.0, 8_192)  # from 8,192 to 131,072 positions
 
 @dataclasses.dataclass(frozen=True)
 class Config(Compute):
-    """The architecture; decoder.Compute has the fields for how to compute it. Named sizes are
+    """The architecture; config.Compute has the fields for how to compute it. Named sizes are
     classmethods.
     """
 

@@ -11,7 +11,7 @@ from recipes.common.train import adapters
 from recipes.common.train.matmul import matmul_backward_flag, matmul_emulate_flag, matmul_flag
 from recipes.common.train.offload import offload_flag
 from recipes.common.train.optimizer import OPTIMIZERS
-from zoo.decoder import CHOICES
+from zoo.config import CHOICES
 
 
 @dataclasses.dataclass(frozen=True)
