@@ -27,8 +27,9 @@ from .vocabulary import (
 class Decoder(nnx.Module):
     """Tokens in, next-token logits out.
 
-    A model has `config`, whose class inherits config.Compute, `embed`, `layers`, `final_norm` and `unembed`, which is None if `embed`
-    unembeds too. Its Layer is a module built from (config, *, rngs), whose call is
+    A model has `config`, whose class inherits config.Compute, `embed`, `layers`, `final_norm` and
+    `unembed`, which is None if `embed` unembeds too. Its Layer is a module built from (config, *,
+    rngs), whose call is
 
         layer(x_BTD, positions, kind, past) → (x_BTD, (keys, values), metrics)
 
