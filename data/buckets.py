@@ -181,10 +181,21 @@ def local(name: str, what: str) -> pathlib.Path:
 
 
 def files(name: str, what: str) -> list[pathlib.Path]:
-    """Local copies of the objects that a name, folder or pattern matches. Raises DataError."""
+    """Local copies of the objects that a name, folder or pattern matches, without hidden ones.
+
+    Raises DataError.
+    """
     root, found = _listing(name, what)
-    folder = _copied(root, found, what)
-    return [folder / inner for inner in found]
+    shown = {inner: facts for inner, facts in found.items() if not is_hidden(inner)}
+    if not shown:
+        raise DataError(f"{what} has only hidden files, such as {next(iter(found))}; use others")
+    folder = _copied(root, shown, what)
+    return [folder / inner for inner in shown]
+
+
+def is_hidden(path: str | pathlib.PurePath) -> bool:
+    """Whether a file, or one of the folders on this relative path, has a name that begins with a dot."""
+    return any(part.startswith(".") for part in pathlib.PurePosixPath(path).parts)
 
 
 def _listing(name: str, what: str) -> tuple[str, dict[str, dict[str, Any]]]:

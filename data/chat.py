@@ -33,6 +33,7 @@ def render(
     control: dict[str, str],
     name: str,
     today: datetime.datetime | None = None,
+    context: dict[str, Any] | None = None,
 ) -> str:
     """Renders messages by a chat template.
 
@@ -41,6 +42,7 @@ def render(
       control: the texts of bos_token, eos_token, ….
       name: the tokenizer's name, for messages.
       today: for templates that write the date; None: now.
+      context: more variables of the template, such as tools.
 
     Raises DataError if there is no template, or it refuses these messages.
     """
@@ -48,10 +50,11 @@ def render(
         raise DataError(
             f"the tokenizer {name} has no chat template; use a chat model's, or leave out --chat"
         )
-    given = {"messages": messages, "add_generation_prompt": add_generation_prompt}
+    given = {"tools": None, "documents": None, **control, **(context or {})}
+    given |= {"messages": messages, "add_generation_prompt": add_generation_prompt}
     given["strftime_now"] = (today or datetime.datetime.now()).strftime
     try:
-        return _compile(source).render(**given, tools=None, documents=None, **control)
+        return _compile(source).render(given)
     except Exception as error:  # whatever the template does
         raise DataError(
             f"the chat template of {name} can't be rendered ({buckets.reason(error)}); use other "
