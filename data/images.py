@@ -117,7 +117,8 @@ def load(
     """
     path = buckets.local(dataset, f"--dataset={dataset}")
     form = image_size, channels, resample
-    if path.is_dir() and any(e.is_dir() and not buckets.is_hidden(e.name) for e in path.iterdir()):
+    shown = path.is_dir() and [e for e in path.iterdir() if not buckets.is_hidden(e.name)]
+    if path.is_dir() and (not shown or any(entry.is_dir() for entry in shown)):
         names, found, train, test = _folder(path, dataset, *form)
     else:
         names, found, train, test = _rows(path, dataset, image_column, label_column, *form)

@@ -173,6 +173,35 @@ def test_the_loss_of_packed_rows_is_that_of_the_documents_one_by_one(packed):
     assert abs(nats / count - together[0] / count) < 1e-5
 
 
+# ---- what does not fit ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("length", "lost", "bytes_"),
+    [  # START a b c … j are ten positions with the targets c … j; START x y are two, with x y
+        (10, packing.Lost(0, 0, 10, 10), 10),
+        (9, packing.Lost(1, 1, 10, 10), 9),
+        (4, packing.Lost(1, 6, 10, 10), 4),
+        (3, packing.Lost(1, 7, 10, 10), 3),
+        (2, packing.Lost(1, 8, 10, 10), 2),
+    ],
+)
+def test_what_a_run_says_it_lost(length, lost, bytes_, tmp_path):
+    """Counts by hand, at and around the length of the longest row."""
+    rows = [("ab", "cdefghij"), ("", "xy")]
+    lines = [json.dumps({"prompt": one, "completion": other}) for one, other in rows]
+    (tmp_path / "a.jsonl").write_text("\n".join(lines))
+    data = text.load(
+        str(tmp_path / "a.jsonl"), seq_len=length, eval_dataset=str(tmp_path / "a.jsonl")
+    )
+    assert data.train.lost == lost
+    assert (
+        data.held_out_bytes
+        == bytes_
+        == sum(int((data.held_out[i]["targets"] >= 0).sum()) for i in range(len(data.held_out)))
+    )
+
+
 # ---- batches -------------------------------------------------------------------------------------
 
 
