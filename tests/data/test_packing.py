@@ -202,6 +202,30 @@ def test_what_a_run_says_it_lost(length, lost, bytes_, tmp_path):
     )
 
 
+@pytest.mark.parametrize("start", [True, False])
+def test_bytes_of_answers_that_are_cut_or_dropped(start, tmp_path):
+    """A cut may fall before an answer, within it or behind it; the space that begins it counts."""
+    tokens, size = small(start), 0
+    rows = [("the License " * i + "shall", " mean any Work" * 3) for i in range(20)]
+    lines = [json.dumps({"prompt": one, "completion": other}) for one, other in rows]
+    (tmp_path / "a.jsonl").write_text("\n".join(lines))
+    name = str(tmp_path / "a.jsonl")
+    length = 5 + len(tokens.encode([rows[0][0] + rows[0][1]])[0])
+    kinds = set()
+    for prompt, answer in rows:
+        (ids,) = tokens.encode([prompt + answer])
+        shown = tokens.decode(ids[: length + 1 - len(tokens.start)])
+        kept = max(len(shown) - len(prompt), 0)
+        kinds.add("none" if not kept else "some" if kept < len(answer) else "all")
+        size += kept
+    assert kinds == {"none", "some", "all"}
+    data = text.load(name, seq_len=length, tokenizer=tokens, eval_dataset=name)
+    assert data.held_out_bytes == size
+    whole = text.load(name, seq_len=data.train.lost.longest, tokenizer=tokens, eval_dataset=name)
+    assert whole.held_out_bytes == sum(len(answer) for _, answer in rows)
+    assert whole.train.lost[:2] == (0, 0)
+
+
 # ---- batches -------------------------------------------------------------------------------------
 
 
