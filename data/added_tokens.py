@@ -43,7 +43,7 @@ def add(
     Args:
       said: `settings`.
       added: added_tokens.json.
-      template: the chat template.
+      template: the chat templates' text.
       name: the tokenizer's name, for messages.
 
     Returns the added tokens, each in one string with its id and options. Raises DataError if one

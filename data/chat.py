@@ -17,12 +17,15 @@ CODE = 1  # increase it when the same conversations would give different tokens 
 TRAINING_DAY = datetime.datetime(2024, 7, 26)
 
 
-def template(config: dict[str, Any]) -> str:
-    """The template in a tokenizer_config.json, or the one of several named default; "" if none."""
+REASONING = ("reasoning_content", "thinking", "reasoning")  # names of one field of messages
+
+
+def template(config: dict[str, Any], name: str = "default") -> str:
+    """The template in a tokenizer_config.json, or the one of several with this name; "" if none."""
     found = config.get("chat_template") or ""
     if isinstance(found, list):
         named = {one.get("name"): one.get("template") for one in found if isinstance(one, dict)}
-        found = named.get("default")
+        found = named.get(name)
     return found if isinstance(found, str) else ""
 
 
@@ -51,7 +54,8 @@ def render(
             f"the tokenizer {name} has no chat template; use a chat model's, or leave out --chat"
         )
     given = {"tools": None, "documents": None, **control, **(context or {})}
-    given |= {"messages": messages, "add_generation_prompt": add_generation_prompt}
+    given |= {"messages": list(map(_with_reasoning, messages))}
+    given |= {"add_generation_prompt": add_generation_prompt}
     given["strftime_now"] = (today or datetime.datetime.now()).strftime
     try:
         return _compile(source).render(given)
@@ -60,6 +64,14 @@ def render(
             f"the chat template of {name} can't be rendered ({buckets.reason(error)}); use other "
             "messages or another template"
         ) from None
+
+
+def _with_reasoning(message: dict[str, Any]) -> dict[str, Any]:
+    """A message whose reasoning has the names that templates read, as in `transformers`."""
+    found = next((message[key] for key in REASONING if message.get(key) is not None), None)
+    if found is None:
+        return message
+    return {"thinking": found, **message, "reasoning_content": found}
 
 
 @functools.lru_cache

@@ -189,6 +189,11 @@ class Tokenizer:
         return _template(self.files, self.name)
 
     @functools.cached_property
+    def tool_template(self) -> str:
+        """The template of conversations with tools: the one named tool_use, where there are several."""
+        return _template(self.files, self.name, "tool_use") or self.template
+
+    @functools.cached_property
     def control_tokens(self) -> dict[str, str]:
         """The texts of bos_token, eos_token, …, where the files name them."""
         return _control_tokens(self.files, self.name)
@@ -213,10 +218,16 @@ class Tokenizer:
 
         Raises DataError if there is no template, or it refuses these messages.
         """
+        template = self.tool_template if context and context.get("tools") else self.template
         return chat.render(
-            self.template, messages, add_generation_prompt, self.control_tokens, self.name, today,
+            template,
+            messages,
+            add_generation_prompt,
+            self.control_tokens,
+            self.name,
+            today,
             context,
-        )  # fmt: skip
+        )
 
     def ask(
         self, messages: list[dict[str, Any]], context: dict[str, Any] | None = None
@@ -241,6 +252,7 @@ class Tokenizer:
         about = [chat.CODE, self.template, self.control_tokens, self.start, self.end]
         about.append(chat.TRAINING_DAY.isoformat())
         about += [self.added] if self.added else []
+        about += [self.tool_template] if self.tool_template != self.template else []
         return hashlib.sha256(json.dumps(about, sort_keys=True).encode()).hexdigest()
 
 
@@ -395,9 +407,9 @@ def _settings(files: dict[str, bytes], name: str) -> dict[str, Any]:
     return added_tokens.settings(_json(files, CONFIG, name), _json(files, SPECIAL, name))
 
 
-def _template(files: dict[str, bytes], name: str) -> str:
+def _template(files: dict[str, bytes], name: str, which: str = "default") -> str:
     found = files[TEMPLATE].decode(errors="replace") if TEMPLATE in files else ""
-    return found or chat.template(_json(files, CONFIG, name))
+    return found or chat.template(_json(files, CONFIG, name), which)
 
 
 def _json(files: dict[str, bytes], file: str, name) -> dict[str, Any]:
@@ -425,7 +437,8 @@ def _library(files: dict[str, bytes], name: str) -> tuple[Any, tuple[str, ...]]:
     made.no_truncation()
     made.no_padding()
     said, more = _settings(files, name), _json(files, ADDED, name)
-    return made, added_tokens.add(made, said, more, _template(files, name), name)
+    templates = _template(files, name) + _template(files, name, "tool_use")
+    return made, added_tokens.add(made, said, more, templates, name)
 
 
 @contextlib.contextmanager

@@ -484,6 +484,38 @@ def test_tools_that_the_template_ignores_are_reported(folder):
     )
     assert len(notes) == 3, "the held-out rows have no tools"
     assert len(load(name, tokens=tooled(), eval_dataset=other).notes) == 2
+    rows = [THINKS["thoughts"] | {"tools": TOOLS}] * 4
+    notes = load(write(folder / "c.jsonl", rows), tokens=made("qwen3"), eval_dataset=other).notes
+    assert "4 rows" in notes[0]
+    assert "8 turns one by one" in notes[0]
+    assert notes[1].startswith("warning: the chat template ignores the tools of 4 of them")
+
+
+def test_a_template_named_tool_use_renders_tools():
+    """As in transformers, where a model has several templates."""
+    named = {"default": WITH_TOOLS.replace("tools", "none"), "tool_use": WITH_TOOLS}
+    files = small_tokenizers.byte_level()
+    both = [{"name": name, "template": template} for name, template in named.items()]
+    found = tokenizer.from_files(small_tokenizers.with_template(files, both), "both")
+    one = {"messages": said("Hi", "Yes")}
+    for row in (one, one | {"tools": TOOLS}):
+        (want,) = documents(row, tooled())
+        (got,) = documents(row, found)
+        assert got.tokens.tolist() == want.tokens.tolist()
+    alone = tokenizer.from_files(small_tokenizers.with_template(files, both[:1]), "one")
+    assert found.chat_key != alone.chat_key
+
+
+@pytest.mark.parametrize("name", ["reasoning_content", "thinking", "reasoning"])
+def test_reasoning_has_the_name_that_a_template_reads(name):
+    """As transformers 5.24 does."""
+    template = (
+        "{{ messages[0].reasoning_content }}/{{ messages[0].thinking }}/{{ messages[0].content }}"
+    )
+    files = small_tokenizers.with_template(small_tokenizers.byte_level(), template)
+    message = {"role": "assistant", "content": "a", name: "Hm"}
+    assert tokenizer.from_files(files).render([message]) == "Hm/Hm/a"
+    assert tokenizer.from_files(files).render([said("a")[0]]) == "//a"
 
 
 def test_rows_of_weight_0_are_held_out_and_read_from_parquet(folder):

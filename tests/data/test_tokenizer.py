@@ -207,6 +207,8 @@ def test_a_token_that_only_other_files_have_is_one_id(files, is_special, tmp_pat
     plain = tokenizer.from_files(small_tokenizers.byte_level())
     assert found != plain
     assert found.sha256 == plain.sha256, "that of tokenizer.json"
+    without = with_added({"additional_special_tokens": ["<|turn|>"]})
+    assert found.chat_key != tokenizer.from_files(without).chat_key, "chats have other tokens"
     for name, content in files.items():
         (tmp_path / name).write_bytes(content)
     assert tokenizer.find(str(tmp_path)) == found
