@@ -106,7 +106,7 @@ def checked(row: Any, kind: str, where: str) -> bytes:
 
 
 def context(row: dict[str, Any], where: str) -> dict[str, Any]:
-    """What a row gives the chat template besides messages: its tools, and its own variables.
+    """The variables of a row for the chat template: its tools, and any of its own.
 
     Both may be JSON texts, as in Parquet files of rows whose tools have different keys.
 

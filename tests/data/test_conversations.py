@@ -492,7 +492,7 @@ def test_tools_that_the_template_ignores_are_reported(folder):
 
 
 def test_a_template_named_tool_use_renders_tools():
-    """As in transformers, where a model has several templates."""
+    """A model may have several templates; transformers chooses the same."""
     named = {"default": WITH_TOOLS.replace("tools", "none"), "tool_use": WITH_TOOLS}
     files = small_tokenizers.byte_level()
     both = [{"name": name, "template": template} for name, template in named.items()]
@@ -508,7 +508,7 @@ def test_a_template_named_tool_use_renders_tools():
 
 @pytest.mark.parametrize("name", ["reasoning_content", "thinking", "reasoning"])
 def test_reasoning_has_the_name_that_a_template_reads(name):
-    """As transformers 5.24 does."""
+    """Adds the names that transformers 5.24 adds."""
     template = (
         "{{ messages[0].reasoning_content }}/{{ messages[0].thinking }}/{{ messages[0].content }}"
     )

@@ -1,5 +1,6 @@
 """data/text.py: exact order, exact content, on any number of processes."""
 
+import io
 import itertools
 import json
 import os
@@ -16,6 +17,8 @@ from data import corpus as corpora
 from data.batches import held_out_batches, train_batches
 from recipes.common.analysis.hlo import collectives
 from recipes.common.mesh import make_mesh
+from recipes.common.runtime import print0
+from recipes.common.runtime.start import start
 from recipes.common.sharding import make_layout
 from recipes.common.train.feed import to_devices
 from recipes.common.train.step import _interleaved
@@ -299,6 +302,15 @@ def test_a_file_name_may_be_latin_1(kind, tmp_path):
     size = sum(len(split.tokens) for split in found[:2])
     assert size == 2 * (1 + len("document 0 " * 30))
     assert prepare(name).fingerprint != prepare(str(other)).fingerprint
+
+
+def test_names_that_are_not_utf_8_can_be_printed(monkeypatch):
+    """Strict, as Python's standard output is in most locales."""
+    written = io.BytesIO()
+    monkeypatch.setattr(sys, "argv", ["it"])
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(written, encoding="utf-8", errors="strict"))
+    start(lambda: print0("caf\udce9 é"))
+    assert written.getvalue() == "caf\\udce9 é\n".encode()
 
 
 def test_one_document_is_split_at_its_end(tmp_path):
