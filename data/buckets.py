@@ -181,12 +181,13 @@ def local(name: str, what: str) -> pathlib.Path:
 
 
 def files(name: str, what: str) -> list[pathlib.Path]:
-    """Local copies of the objects that a name, folder or pattern matches, without hidden ones.
+    """Local copies of the object of this name, or of those in a folder or matching a pattern.
 
-    Raises DataError.
+    Hidden objects in a folder are left out, like hidden files. Raises DataError.
     """
     root, found = _listing(name, what)
-    shown = {inner: facts for inner, facts in found.items() if not is_hidden(inner)}
+    is_object = [f"{root}/{inner}" for inner in found] == [name.removeprefix("gs://")]
+    shown = {k: facts for k, facts in found.items() if is_object or not is_hidden(k)}
     if not shown:
         raise DataError(f"{what} has only hidden files, such as {next(iter(found))}; use others")
     folder = _copied(root, shown, what)

@@ -12,7 +12,7 @@ import jax
 import numpy as np
 import pytest
 
-from data import DataError, batches, hub, sources, text
+from data import DataError, batches, buckets, hub, sources, text
 from data import corpus as corpora
 from data.batches import held_out_batches, train_batches
 from recipes.common.analysis.hlo import collectives
@@ -288,6 +288,26 @@ def test_hidden_files_and_folders_are_skipped(tmp_path):
     (tmp_path / "empty" / ".git" / "c.txt").write_text("hidden")
     with pytest.raises(DataError, match="is an empty folder"):
         prepare(str(tmp_path / "empty"))
+
+
+def test_hidden_objects_of_a_bucket_are_skipped(monkeypatch):
+    names = ["a.txt", ".a.txt", ".git/b.txt", "inner/c.txt", "inner/.ipynb_checkpoints/c.txt"]
+    listed = ["bucket/d", {name: {} for name in names}]
+    copied = []
+    monkeypatch.setattr(buckets, "_listing", lambda *_: listed)
+    monkeypatch.setattr(
+        buckets, "_copied", lambda root, found, what: copied.append([*found]) or path
+    )
+    path = pathlib.Path("copy")
+    assert buckets.files("gs://bucket/d", "it") == [path / "a.txt", path / "inner" / "c.txt"]
+    assert copied == [["a.txt", "inner/c.txt"]], "the others are not even fetched"
+    listed[1] = {".git/b.txt": {}}
+    with pytest.raises(
+        DataError, match=r"it has only hidden files, such as \.git/b\.txt; use others"
+    ):
+        buckets.files("gs://bucket/d", "it")
+    listed[1] = {".b.txt": {}}
+    assert buckets.files("gs://bucket/d/.b.txt", "it") == [path / ".b.txt"], "named by itself"
 
 
 @pytest.mark.skipif(sys.platform == "darwin", reason="its file systems take only UTF-8")

@@ -305,6 +305,14 @@ def test_windows_of_tokens_know_the_documents_and_one_document_needs_no_segments
         np.testing.assert_array_equal(row["targets"], split.tokens[at + 1])
         of = np.searchsorted(split.starts, at, side="right")
         assert (np.diff(row["segment_ids"]) == np.diff(of)).all()
+    lines = [json.dumps({"text": letter * 700}) for letter in "ab"]
+    (tmp_path / "two.jsonl").write_text("\n".join(lines))
+    two = text.load(
+        str(tmp_path / "two.jsonl"), seq_len=64, eval_dataset=str(tmp_path / "two.jsonl")
+    )
+    border = two.train[700 // 64]  # START, 700 times a, START, 700 times b
+    assert border["segment_ids"].tolist() == [0] * 61 + [1] * 3
+    assert border["tokens"].tolist() == [ord("a")] * 61 + [256] + [ord("b")] * 2
     (tmp_path / "one.txt").write_text("a book " * 2000)
     book = text.load(str(tmp_path / "one.txt"), seq_len=64)
     assert set(book.filler) == set(book.train[0]) == {"tokens", "targets"}
