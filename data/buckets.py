@@ -181,10 +181,22 @@ def local(name: str, what: str) -> pathlib.Path:
 
 
 def files(name: str, what: str) -> list[pathlib.Path]:
-    """Local copies of the objects that a name, folder or pattern matches. Raises DataError."""
+    """Local copies of the object of this name, or of those in a folder or matching a pattern.
+
+    Hidden objects in a folder are left out, like hidden files. Raises DataError.
+    """
     root, found = _listing(name, what)
-    folder = _copied(root, found, what)
-    return [folder / inner for inner in found]
+    is_object = [f"{root}/{inner}" for inner in found] == [name.removeprefix("gs://")]
+    shown = {k: facts for k, facts in found.items() if is_object or not is_hidden(k)}
+    if not shown:
+        raise DataError(f"{what} has only hidden files, such as {next(iter(found))}; use others")
+    folder = _copied(root, shown, what)
+    return [folder / inner for inner in shown]
+
+
+def is_hidden(path: str | pathlib.PurePath) -> bool:
+    """Whether a file, or one of the folders on this relative path, has a name that begins with a dot."""
+    return any(part.startswith(".") for part in pathlib.PurePosixPath(path).parts)
 
 
 def _listing(name: str, what: str) -> tuple[str, dict[str, dict[str, Any]]]:

@@ -17,12 +17,15 @@ CODE = 1  # increase it when the same conversations would give different tokens 
 TRAINING_DAY = datetime.datetime(2024, 7, 26)
 
 
-def template(config: dict[str, Any]) -> str:
-    """The template in a tokenizer_config.json, or the one of several named default; "" if none."""
+REASONING = ("reasoning_content", "thinking", "reasoning")  # names of one field of messages
+
+
+def template(config: dict[str, Any], name: str = "default") -> str:
+    """The template in a tokenizer_config.json, or the one of several with this name; "" if none."""
     found = config.get("chat_template") or ""
     if isinstance(found, list):
         named = {one.get("name"): one.get("template") for one in found if isinstance(one, dict)}
-        found = named.get("default")
+        found = named.get(name)
     return found if isinstance(found, str) else ""
 
 
@@ -33,6 +36,7 @@ def render(
     control: dict[str, str],
     name: str,
     today: datetime.datetime | None = None,
+    context: dict[str, Any] | None = None,
 ) -> str:
     """Renders messages by a chat template.
 
@@ -41,6 +45,7 @@ def render(
       control: the texts of bos_token, eos_token, ….
       name: the tokenizer's name, for messages.
       today: for templates that write the date; None: now.
+      context: more variables of the template, such as tools.
 
     Raises DataError if there is no template, or it refuses these messages.
     """
@@ -48,15 +53,25 @@ def render(
         raise DataError(
             f"the tokenizer {name} has no chat template; use a chat model's, or leave out --chat"
         )
-    given = {"messages": messages, "add_generation_prompt": add_generation_prompt}
+    given = {"tools": None, "documents": None, **control, **(context or {})}
+    given |= {"messages": list(map(_with_reasoning, messages))}
+    given |= {"add_generation_prompt": add_generation_prompt}
     given["strftime_now"] = (today or datetime.datetime.now()).strftime
     try:
-        return _compile(source).render(**given, tools=None, documents=None, **control)
+        return _compile(source).render(given)
     except Exception as error:  # whatever the template does
         raise DataError(
             f"the chat template of {name} can't be rendered ({buckets.reason(error)}); use other "
             "messages or another template"
         ) from None
+
+
+def _with_reasoning(message: dict[str, Any]) -> dict[str, Any]:
+    """A message whose reasoning has the names that templates read, as in `transformers`."""
+    found = next((message[key] for key in REASONING if message.get(key) is not None), None)
+    if found is None:
+        return message
+    return {"thinking": found, **message, "reasoning_content": found}
 
 
 @functools.lru_cache

@@ -40,6 +40,7 @@ class Tokenized(NamedTuple):
     begins: bool  # whether a document begins here
     targets: np.ndarray | None = None  # bool per token, where only some are targets
     first: bool = True  # whether it is the first of its row
+    ignored: bool = False  # whether it is, and the template ignores the row's tools
 
 
 def write_all(
@@ -70,7 +71,8 @@ def write(
 
     The file has the tokens of all parts and, for each part, its number of tokens, its bytes of
     text, and whether it is held out and begins a document. For conversations it also has the
-    targets and, for each document, whether it is the first of its row.
+    targets and, for each document, whether it is the first of its row, and whether the template
+    ignores the row's tools.
 
     Args:
       stop: once this is set, the call gives up and writes nothing.
@@ -95,6 +97,7 @@ def write(
     if targets:
         arrays["targets"] = np.concatenate(targets)
         arrays["firsts"] = np.array([one.first for one in made])
+        arrays["ignored"] = np.array([one.ignored for one in made])
     partial = path.with_suffix(f".{os.getpid()}.tmp")
     with partial.open("wb") as file:
         np.savez(file, **arrays)
@@ -139,9 +142,12 @@ def _texts(parts: list[Part], tokenizer: Tokenizer) -> Iterator[Tokenized]:
 def _rows(parts: list[Part], tokenizer: Tokenizer) -> Iterator[Tokenized]:
     for part in parts:
         found = conversations.documents(part.text, tokenizer, part.row)
+        ignored = conversations.ignores_tools(part.text, tokenizer)
         for number, one in enumerate(found):
-            size = conversations.target_bytes(one, tokenizer)
-            yield Tokenized(one.tokens, size, part.held_out, True, one.targets, number == 0)
+            size, first = conversations.target_bytes(one, tokenizer), number == 0
+            yield Tokenized(
+                one.tokens, size, part.held_out, True, one.targets, first, first and ignored
+            )
 
 
 def groups(parts: Iterable[Part], most: int) -> Iterator[list[Part]]:

@@ -4,6 +4,9 @@
     {"prompt": "The capital of France is", "completion": " Paris."}
     {"prompt": [{"role": "user", …}], "completion": [{"role": "assistant", …}]}
 
+A row's `tools` and `chat_template_kwargs` go to the template too. An assistant's message of weight
+0 is context only.
+
 Rendering shows which tokens are the assistant's. The chat template renders the messages before a
 turn with the beginning of an answer, then the messages including the turn; the whole conversation
 must begin with both, token by token. A turn's targets are all tokens after the first rendering, up
@@ -15,7 +18,9 @@ answers, for example. Then each assistant turn becomes a document of its own, wi
 the model would see.
 """
 
+import functools
 import json
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -25,12 +30,16 @@ from data.tokenizer import Tokenizer
 
 TEXT, MESSAGES, PAIRS = "text", "messages", "pairs"  # forms of a dataset's rows
 COLUMNS = {MESSAGES: ["messages"], PAIRS: ["prompt", "completion"]}
+CONTEXT = ["tools", "chat_template_kwargs"]  # columns that rows of messages may have too
 ROLES = ("system", "developer", "user", "assistant", "tool")
 
 
 class Document(NamedTuple):
     tokens: np.ndarray  # int32
     targets: np.ndarray  # bool per token; never the first, which nothing predicts
+    # Bytes per token that belong to its text, but that decoding the targets alone drops: the space
+    # with which an answer begins, if the tokenizer puts one in front of every text.
+    dropped: np.ndarray | None = None
 
 
 def form(columns, column: str) -> str:
@@ -50,7 +59,8 @@ def form(columns, column: str) -> str:
 
 
 def checked(row: Any, kind: str, where: str) -> bytes:
-    """Checks a row, and returns JSON for `documents`: [messages before, messages or text to learn].
+    """Checks a row, and returns JSON for `documents`: [messages before, messages or text to learn],
+    and the template's `context` if the row has any.
 
     Args:
       kind: MESSAGES or PAIRS.
@@ -60,10 +70,13 @@ def checked(row: Any, kind: str, where: str) -> bytes:
     """
     names = COLUMNS[kind]
     for name in names:
-        if not isinstance(row, dict) or row.get(name) is None:
+        if not isinstance(row, dict) or name not in row:
             raise DataError(
                 f"{where} has no {name!r}, which the first row has; give all rows the same columns"
             )
+        if row[name] is None:
+            raise DataError(f"{where} has null in the column {name!r}; fill it, or remove the row")
+    more = {}
     before, learned = ([], row["messages"]) if kind == MESSAGES else (row[n] for n in names)
     if kind == PAIRS and isinstance(before, str) and isinstance(learned, str):
         if not learned:
@@ -76,12 +89,64 @@ def checked(row: Any, kind: str, where: str) -> bytes:
             )
         before = [] if kind == MESSAGES else checked_messages(before, "prompt", where)
         learned = checked_messages(learned, names[-1], where)
+        more = context(row, where)
+        _check_weights(learned, where)
         if not any(map(_says_something, learned)):
             raise DataError(
                 f"{where} has no message in which the assistant says something, so nothing to learn; "
                 "remove it"
             )
-    return json.dumps([before, learned], ensure_ascii=False, default=str).encode(errors="replace")
+        if not any(map(_is_learned, learned)):
+            raise DataError(
+                f"{where} has nothing to learn: all of the assistant's messages have weight 0; remove "
+                "it, or give one weight 1"
+            )
+    found = [before, learned, more] if more else [before, learned]
+    return json.dumps(found, ensure_ascii=False, default=str).encode(errors="replace")
+
+
+def context(row: dict[str, Any], where: str) -> dict[str, Any]:
+    """The variables of a row for the chat template: its tools, and any of its own.
+
+    Both may be JSON texts, as in Parquet files of rows whose tools have different keys.
+
+    Raises DataError, naming the row, if they have another form.
+    """
+    tools, variables = (_parsed(row.get(name)) for name in CONTEXT)
+    tools, variables = tools or [], variables or {}
+    if not isinstance(tools, (list, tuple)):
+        raise DataError(
+            f"{where}: 'tools' is {_kind(tools)}, not a list of objects; write "
+            '[{"type": "function", "function": {"name": "…", …}}, …]'
+        )
+    tools = [_parsed(tool) for tool in tools]
+    for number, tool in enumerate(tools, start=1):
+        if not isinstance(tool, dict):
+            raise DataError(
+                f"{where}: tool {number} is {_kind(tool)}, not an object; write "
+                '{"type": "function", "function": {"name": "…", …}}'
+            )
+    if not isinstance(variables, dict):
+        raise DataError(
+            f"{where}: 'chat_template_kwargs' is {_kind(variables)}, not an object; write, for "
+            'example, {"enable_thinking": false}'
+        )
+    return variables | ({"tools": tools} if tools else {})
+
+
+def _parsed(found: Any) -> Any:
+    """The value of a JSON text; other values, and other texts, as they are."""
+    try:
+        return json.loads(found) if isinstance(found, str) else found
+    except ValueError:
+        return found
+
+
+def without_nulls(found: Any) -> Any:
+    """A value of an Arrow table without the keys that it has only because other rows have them."""
+    if isinstance(found, dict):
+        return {key: without_nulls(value) for key, value in found.items() if value is not None}
+    return [without_nulls(one) for one in found] if isinstance(found, list) else found
 
 
 def checked_messages(found: Any, name: str, where: str) -> list[dict[str, Any]]:
@@ -104,19 +169,36 @@ def checked_messages(found: Any, name: str, where: str) -> list[dict[str, Any]]:
                 f"{where}: message {number} has the role {json.dumps(role, default=str)[:50]}; use one of "
                 f"{', '.join(ROLES)}"
             )
-        if not isinstance(one.get("content"), str):
+        content = one.get("content")
+        only_calls = content is None and role == "assistant" and one.get("tool_calls")
+        if not isinstance(content, str) and not only_calls:
             raise DataError(
-                f"{where}: the content of message {number} is {_kind(one.get('content'))}, not a "
+                f"{where}: the content of message {number} is {_kind(content)}, not a "
                 "string; write it as text"
             )
         # Parquet has a null for each key that only other messages have.
-        made.append({name: value for name, value in one.items() if value is not None})
+        kept = {name: value for name, value in one.items() if value is not None}
+        made.append(kept | {"content": content})
     return made
 
 
+def _check_weights(messages: list[dict[str, Any]], where: str) -> None:
+    for number, message in enumerate(messages, start=1):
+        weight = message.get("weight", 1)
+        if message["role"] == "assistant" and weight not in (0, 1):
+            raise DataError(
+                f"{where}: message {number} has the weight {json.dumps(weight, default=str)[:50]}; use "
+                "0 for context only, or 1"
+            )
+
+
 def _says_something(message: dict[str, Any]) -> bool:
-    said = message["content"].strip() or message.get("tool_calls")
+    said = (message["content"] or "").strip() or message.get("tool_calls")
     return message["role"] == "assistant" and bool(said)
+
+
+def _is_learned(message: dict[str, Any]) -> bool:
+    return _says_something(message) and message.get("weight", 1) != 0
 
 
 def _kind(found: Any) -> str:
@@ -135,7 +217,7 @@ def documents(row: bytes, tokenizer: Tokenizer, where: str) -> list[Document]:
 
     Raises DataError if the template can't render it, or does not render what the assistant says.
     """
-    before, learned = json.loads(row)
+    before, learned, *more = json.loads(row)
     if isinstance(learned, str):
         return [_completion(before, learned, tokenizer, where)]
     if not tokenizer.template:
@@ -143,13 +225,26 @@ def documents(row: bytes, tokenizer: Tokenizer, where: str) -> list[Document]:
             f"{where} has messages, but the tokenizer {tokenizer.name} has no chat template; use a "
             "chat model's, or rows of text"
         )
+    turns = [len(before) + n for n, message in enumerate(learned) if _is_learned(message)]
     messages = [*before, *learned]
-    turns = [n for n in range(len(before), len(messages)) if _says_something(messages[n])]
+    for message in messages:
+        message.pop("weight", None)  # what to learn is not a part of the conversation
+    render = functools.partial(_rendered, tokenizer=tokenizer, context=more[0] if more else {})
     try:
-        whole = _whole(messages[: turns[-1] + 1], turns, tokenizer)
-        return [whole] if whole else [_turn(messages[: n + 1], tokenizer) for n in turns]
+        whole = _whole(messages[: turns[-1] + 1], turns, tokenizer, render)
+        return [whole] if whole else [_turn(messages[: n + 1], tokenizer, render) for n in turns]
     except DataError as error:
         raise DataError(f"{where}: {error}") from None
+
+
+def ignores_tools(row: bytes, tokenizer: Tokenizer) -> bool:
+    """Whether a row has tools that the chat template does not render."""
+    before, learned, *more = json.loads(row)
+    if not more or "tools" not in more[0]:
+        return False
+    without = {name: value for name, value in more[0].items() if name != "tools"}
+    both = (_rendered([*before, *learned], False, tokenizer, one) for one in (more[0], without))
+    return next(both) == next(both)
 
 
 def _completion(prompt: str, completion: str, tokenizer: Tokenizer, where: str) -> Document:
@@ -162,32 +257,59 @@ def _completion(prompt: str, completion: str, tokenizer: Tokenizer, where: str) 
             "completion with the white space, or the word, that the prompt ends in"
         )
     tokens = np.concatenate([tokenizer.start, both, tokenizer.end[:1]]).astype(np.int32)
-    targets = np.arange(len(tokens)) >= max(len(tokenizer.start) + len(first), 1)
+    begin = max(len(tokenizer.start) + len(first), 1)
+    targets = np.arange(len(tokens)) >= begin
     if not targets.any():
         raise DataError(f"{where} is a single token, which nothing predicts; remove it")
-    return Document(tokens, targets)
+    dropped = np.zeros(len(tokens), np.uint8)
+    dropped[begin] = _dropped(tokens[begin:], completion, tokenizer)
+    return Document(tokens, targets, dropped)
 
 
-def _whole(messages: list, turns: list[int], tokenizer: Tokenizer) -> Document | None:
+def _whole(
+    messages: list, turns: list[int], tokenizer: Tokenizer, render: Callable
+) -> Document | None:
     """One document; None if the template renders a turn differently once others follow."""
-    ends = [_ids(messages[: n + 1], False, tokenizer) for n in turns]
+    ends = [tokenizer.encode_rendered(render(messages[: n + 1], False)) for n in turns]
     tokens = ends[-1]
     targets = np.zeros(len(tokens), bool)
+    dropped = np.zeros(len(tokens), np.uint8)
     for number, end in zip(turns, ends, strict=True):
-        begin = _ids(messages[:number], True, tokenizer)
+        begin = tokenizer.encode_rendered(render(messages[:number], True))
         if not (_begins(tokens, end) and _begins(end, begin)):
             return None
-        targets[len(begin) : _last(end, len(begin), tokenizer)] = True
+        _check_tool_calls(messages[: number + 1], tokenizer, render)
+        last = _last(end, len(begin), tokenizer)
+        targets[len(begin) : last] = True
+        said = messages[number]["content"] or ""
+        dropped[len(begin) : len(begin) + 1] = _dropped(tokens[len(begin) : last], said, tokenizer)
     targets[:1] = False
     if not targets.any():
         raise DataError("the chat template does not render what the assistant says; use another")
     end = int(np.flatnonzero(targets)[-1]) + 1
-    return Document(tokens[:end], targets[:end])
+    return Document(tokens[:end], targets[:end], dropped[:end])
 
 
-def _turn(messages: list, tokenizer: Tokenizer) -> Document:
+def _check_tool_calls(messages: list, tokenizer: Tokenizer, render: Callable) -> None:
+    """Raises DataError if the last message has nothing but tool calls, and they are not rendered."""
+    *before, last = messages
+    if (last["content"] or "").strip() or "tool_calls" not in last:
+        return
+    silent = {name: value for name, value in last.items() if name != "tool_calls"}
+    try:
+        without = render([*before, silent], False)
+    except DataError:  # a template may refuse a message that says nothing
+        return
+    if without == render(messages, False):
+        raise DataError(
+            f"the chat template of {tokenizer.name} does not render the tool calls of message "
+            f"{len(messages)}, which has no text; use a template that does, or remove the row"
+        )
+
+
+def _turn(messages: list, tokenizer: Tokenizer, render: Callable) -> Document:
     """A document whose targets are only in the last message."""
-    document = _whole(messages, [len(messages) - 1], tokenizer)
+    document = _whole(messages, [len(messages) - 1], tokenizer, render)
     if document is None:
         raise DataError(
             f"the chat template of {tokenizer.name} renders message {len(messages)} differently from the "
@@ -197,9 +319,10 @@ def _turn(messages: list, tokenizer: Tokenizer) -> Document:
     return document
 
 
-def _ids(messages: list, answer_follows: bool, tokenizer: Tokenizer) -> np.ndarray:
-    rendered = tokenizer.render(messages, answer_follows, today=chat.TRAINING_DAY)
-    return tokenizer.encode_rendered(rendered)
+def _rendered(
+    messages: list, answer_follows: bool, tokenizer: Tokenizer, context: dict[str, Any]
+) -> str:
+    return tokenizer.render(messages, answer_follows, today=chat.TRAINING_DAY, context=context)
 
 
 def _begins(whole: np.ndarray, part: np.ndarray) -> bool:
@@ -215,8 +338,28 @@ def _last(tokens: np.ndarray, begin: int, tokenizer: Tokenizer) -> int:
     return len(tokens)
 
 
+def _dropped(answer: np.ndarray, said: str, tokenizer: Tokenizer) -> int:
+    """Bytes of white space that begin an answer, but that decoding its tokens alone drops.
+
+    Args:
+      said: its text. A space that only the template puts in front of it does not count.
+    """
+    if not said.startswith(" "):
+        return 0
+    alone = tokenizer.decode(answer)
+    after = tokenizer.decode(answer, after=tokenizer.a_text)
+    if not after.endswith(alone) or _spaces(said) <= _spaces(alone):
+        return 0
+    return len(after) - len(alone)
+
+
+def _spaces(text: str) -> int:
+    return len(text) - len(text.lstrip(" "))
+
+
 def target_bytes(document: Document, tokenizer: Tokenizer) -> int:
     """Bytes of text that a document's targets stand for."""
     edges = np.flatnonzero(np.diff(document.targets)) + 1
     runs = np.split(document.tokens, edges)[1::2]  # the first token is never a target
-    return sum(map(tokenizer.text_bytes, runs))
+    dropped = 0 if document.dropped is None else int(document.dropped[document.targets].sum())
+    return sum(map(tokenizer.text_bytes, runs)) + dropped

@@ -25,7 +25,7 @@ from data import DataError, buckets, cache_dir, chunks, conversations, hub, sour
 from data.sources import Part, Source
 from data.tokenizer import BYTES, Tokenizer
 
-CODE = 3  # increase it when the same text would give different files
+CODE = 4  # increase it when the same text would give different files
 CHUNK = 2**21  # bytes of text
 TRAIN, HELD_OUT = SPLITS = ("train", "held_out")
 ABOUT = "about.json"
@@ -43,6 +43,7 @@ class Split(NamedTuple):
     bytes: int  # UTF-8 bytes of text; for conversations, of the text that their targets stand for
     targets: np.ndarray | None = None  # bool [tokens], memory-mapped; None: all tokens are targets
     rows: int = 0  # rows of conversations; each can become several documents
+    ignored: int = 0  # rows whose tools the chat template ignores
     source: str = ""  # the dataset's name
     path: pathlib.Path = pathlib.Path()  # prefix of files that are derived from this split
 
@@ -99,7 +100,8 @@ def prepare(source: Source, tokenizer: Tokenizer = BYTES) -> Corpus:
 def _prepared(source: Source, tokenizer: Tokenizer) -> pathlib.Path:
     """The folder of a source's flat files; makes them if they are missing."""
     remembered, content = _content(source)
-    key = [CODE, content, source.column, tokenizer.sha256, *(["whole"] if source.whole else [])]
+    key = [CODE, content, source.column, tokenizer.sha256, *tokenizer.added]
+    key += ["whole"] if source.whole else []
     folder = _folder(key)
     if not is_whole(folder):
         of_conversations = _folder([*key, tokenizer.chat_key])
@@ -167,7 +169,8 @@ def _content(source: Source) -> tuple[pathlib.Path | None, str]:
     with sources.reading(source.name):
         for path in source.files:
             size = path.stat().st_size
-            digest.update(f"{path.relative_to(root).as_posix()}\n{size}\n".encode())
+            digest.update(os.fsencode(path.relative_to(root).as_posix()))  # may not be UTF-8
+            digest.update(f"\n{size}\n".encode())
             _hash(path, digest)
     return remembered, digest.hexdigest()
 
@@ -212,10 +215,11 @@ def _read(folder: pathlib.Path, source: Source) -> Corpus:
 
     def split(name: str) -> Split:
         files = {what: _mapped(folder / f"{name}.{what}", kind) for what, kind in kinds.items()}
-        rows = about.get("rows", {}).get(name, 0)
+        rows, ignored = (about.get(what, {}).get(name, 0) for what in ("rows", "ignored"))
         return Split(
-            **files, bytes=about["bytes"][name], rows=rows, source=source.name, path=folder / name
-        )
+            **files, bytes=about["bytes"][name], rows=rows, ignored=ignored, source=source.name,
+            path=folder / name,
+        )  # fmt: skip
 
     return Corpus(split(TRAIN), split(HELD_OUT), about["fingerprint"], folder, source.weight)
 
@@ -339,6 +343,7 @@ def _flatten(
     kept: dict[str, list[int]] = {split: [0, 0] for split in SPLITS}  # tokens and bytes so far
     has_rows = source.form() != conversations.TEXT
     rows: dict[str, int] = dict.fromkeys(SPLITS, 0)
+    ignored: dict[str, int] = dict.fromkeys(SPLITS, 0)
     with contextlib.ExitStack() as stack:
         files = {
             (split, what): stack.enter_context((folder / f"{split}.{what}").open("wb"))
@@ -349,7 +354,7 @@ def _flatten(
             with np.load(path) as chunk:
                 tokens, held_out, begins = (chunk[k] for k in ("tokens", "held_out", "begins"))
                 sizes = np.stack([chunk["lengths"], chunk["sizes"]], axis=1)
-                of_rows = [chunk[k] for k in (TARGETS, "firsts")] if has_rows else []
+                of_rows = [chunk[k] for k in (TARGETS, "firsts", "ignored")] if has_rows else []
             for split, mine in ((TRAIN, ~held_out), (HELD_OUT, held_out)):
                 before = np.cumsum(sizes[mine], axis=0) - sizes[mine] + kept[split]
                 for what, column in zip(("starts", "texts"), before[begins[mine]].T, strict=True):
@@ -357,9 +362,10 @@ def _flatten(
                 of_tokens = np.repeat(mine, sizes[:, 0])
                 tokens[of_tokens].tofile(files[split, "tokens"])
                 if of_rows:
-                    targets, firsts = of_rows
+                    targets, firsts, have_ignored = of_rows
                     targets[of_tokens].tofile(files[split, TARGETS])
                     rows[split] += int(firsts[mine].sum())
+                    ignored[split] += int(have_ignored[mine].sum())
                 kept[split] = [
                     a + int(b) for a, b in zip(kept[split], sizes[mine].sum(0), strict=True)
                 ]
@@ -376,7 +382,7 @@ def _flatten(
         "fingerprint": digest.hexdigest(),
         "dtype": tokenizer.dtype.name,
         "bytes": {split: kept[split][1] for split in SPLITS},
-        **({"rows": rows} if has_rows else {}),
+        **({"rows": rows, "ignored": ignored} if has_rows else {}),
     }
     write_about(folder, about)
 

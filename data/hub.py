@@ -5,7 +5,7 @@ import io
 import logging
 import os
 import pathlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any, TextIO
 
 from data import DataError
@@ -65,8 +65,12 @@ def commit(name: str, dataset: str) -> str:
     return answer if isinstance(answer, str) else ""
 
 
-def parquet_rows(path: pathlib.Path, columns: list[str]) -> Rows:
-    """Yields these columns of a local file's rows; without one of them, only all column names."""
+def parquet_rows(path: pathlib.Path, columns: list[str], optional: Sequence[str] = ()) -> Rows:
+    """Yields columns of a local file's rows; without one of `columns`, only all column names.
+
+    Args:
+      optional: columns that a file may have, too.
+    """
     library()
     # With pyarrow directly: streaming with `datasets` holds a whole row group in memory.
     from datasets.packaged_modules.parquet import parquet
@@ -76,6 +80,7 @@ def parquet_rows(path: pathlib.Path, columns: list[str]) -> Rows:
         if not {*columns} <= {*names}:
             yield dict.fromkeys(names)
             return
+        columns = [*columns, *(name for name in optional if name in names)]
         for batch in file.iter_batches(64, columns=columns, use_threads=False):
             yield from batch.to_pylist()
 
@@ -88,18 +93,18 @@ def parquet_columns(path: pathlib.Path) -> list[str]:
         return file.schema_arrow.names
 
 
-def text_file(path: pathlib.Path) -> TextIO:
+def text_file(path: pathlib.Path, encoding: str = "utf-8") -> TextIO:
     """Opens a text file for reading; it is compressed if its name ends in .gz or .zst."""
     suffix = path.suffix.lower()
     if suffix == ".gz":
-        return gzip.open(path, "rt", encoding="utf-8")
+        return gzip.open(path, "rt", encoding=encoding)
     if suffix == ".zst":
         library()
         from datasets.utils.file_utils import xopen
 
         file: Any = xopen(f"zstd://{path.stem}::{path}", "rb")
-        return io.TextIOWrapper(file, encoding="utf-8")
-    return path.open(encoding="utf-8")
+        return io.TextIOWrapper(file, encoding=encoding)
+    return path.open(encoding=encoding)
 
 
 def snapshot(name: str, wanted: list[str], what: str) -> pathlib.Path:

@@ -11,6 +11,7 @@ pictures to evaluate on, a tenth of each class is held out.
 
 import concurrent.futures
 import hashlib
+import os
 import pathlib
 from collections.abc import Sequence
 from typing import Any
@@ -116,7 +117,8 @@ def load(
     """
     path = buckets.local(dataset, f"--dataset={dataset}")
     form = image_size, channels, resample
-    if path.is_dir() and any(entry.is_dir() for entry in path.iterdir()):
+    shown = path.is_dir() and [e for e in path.iterdir() if not buckets.is_hidden(e.name)]
+    if path.is_dir() and (not shown or any(entry.is_dir() for entry in shown)):
         names, found, train, test = _folder(path, dataset, *form)
     else:
         names, found, train, test = _rows(path, dataset, image_column, label_column, *form)
@@ -178,7 +180,7 @@ def _folder(root: pathlib.Path, dataset: str, size: int, channels: int, resample
                     f"--dataset={dataset} has a single picture of class {name!r}, and one is held "
                     "out; add pictures"
                 )
-            at_random = sorted(files, key=lambda f: hashlib.sha256(f.name.encode()).digest())
+            at_random = sorted(files, key=lambda f: hashlib.sha256(os.fsencode(f.name)).digest())
             out = {*at_random[: max(1, len(files) // 10)]}
             test[name] = [file for file in files if file in out]
             train[name] = [file for file in files if file not in out]
@@ -205,8 +207,12 @@ def _classes(folder: pathlib.Path, dataset: str) -> dict[str, list[pathlib.Path]
     found = {}
     for inner in sorted(path for path in folder.iterdir() if path.is_dir()):
         if not inner.name.startswith("."):
-            files = (file for file in inner.rglob("*") if file.suffix.lower() in SUFFIXES)
-            found[inner.name] = sorted(files)
+            found[inner.name] = sorted(
+                file
+                for file in inner.rglob("*")
+                if file.suffix.lower() in SUFFIXES
+                and not buckets.is_hidden(file.relative_to(inner))
+            )
             if not found[inner.name]:
                 raise DataError(
                     f"--dataset={dataset} has no pictures ({', '.join(SUFFIXES)}) in {inner}; add "

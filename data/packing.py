@@ -100,11 +100,15 @@ class Packed(Rows):
         split, targets, kept = self._split, self._targets, self._length + 1
         ends, lost = np.append(split.starts[1:], len(split.tokens)), 0
         assert targets is not None
+        sizes = np.diff(np.append(split.texts, split.bytes))
         for number in np.flatnonzero(ends - split.starts > kept):
             begin, end = split.starts[number], ends[number]
             whole = Document(split.tokens[begin:end], targets[begin:end])
             cut = Document(whole.tokens[:kept], whole.targets[:kept])
-            lost += target_bytes(whole, tokenizer) - target_bytes(cut, tokenizer)
+            if cut.targets.any():
+                lost += target_bytes(whole, tokenizer) - target_bytes(cut, tokenizer)
+            else:
+                lost += int(sizes[number])
         return lost
 
 

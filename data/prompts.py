@@ -1,4 +1,7 @@
-"""Prompts in JSON Lines: {"prompt": "…"} or {"messages": [{"role": …, "content": …}, …]}."""
+"""Prompts in JSON Lines: {"prompt": "…"} or {"messages": [{"role": …, "content": …}, …]}.
+
+Rows may have the columns that go to the chat template too: conversations.CONTEXT.
+"""
 
 import json
 from typing import Any
@@ -7,14 +10,20 @@ from data import DataError, buckets
 from data.conversations import checked_messages
 
 
-def read(name: str) -> list[dict[str, Any]]:
-    """Reads the rows of a file; they may have other keys. Raises DataError, naming the line."""
+def read(name: str) -> list[tuple[str, dict[str, Any]]]:
+    """Reads the rows of a file: (place, row). Rows may have other keys.
+
+    Raises DataError, naming the line.
+    """
     try:
-        lines = buckets.local(name, f"--prompts={name}").read_text().splitlines()
+        content = buckets.local(name, f"--prompts={name}").read_text(encoding="utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
         reason = getattr(error, "strerror", None) or "not UTF-8"
         raise DataError(f"--prompts={name} can't be read ({reason}); use a .jsonl file") from None
-    rows = [_row(line, f"line {i} of {name}") for i, line in enumerate(lines, 1) if line.strip()]
+    # str.splitlines would also split at U+2028 and U+0085, which JSON texts may contain.
+    numbered = enumerate(content.split("\n"), start=1)
+    places = ((f"line {number} of {name}", line) for number, line in numbered if line.strip())
+    rows = [(where, _row(line, where)) for where, line in places]
     if not rows:
         raise DataError(f'--prompts={name} is empty; add a line like {{"prompt": "Hello"}}')
     return rows
@@ -28,6 +37,9 @@ def _row(line: str, where: str) -> dict[str, Any]:
     if isinstance(row, dict) and row.get("messages"):
         return row | {"messages": checked_messages(row["messages"], "messages", where)}
     if isinstance(row, dict) and isinstance(row.get("prompt"), str):
+        if "messages" in row:
+            found = "null" if row["messages"] is None else "empty"
+            raise DataError(f"{where} has a prompt, and messages that are {found}; leave these out")
         return row
     raise DataError(
         f'{where} is not a prompt; write {{"prompt": "…"}} or {{"messages": [{{"role": "user", '

@@ -1,8 +1,8 @@
 """Finds the files that --dataset names, and reads their documents.
 
     stdlib                        # *.py of this Python, split into train and held-out by file
-    notes.txt, folder, 'a/*.txt'  # text files: a document each
-    docs.jsonl, docs.parquet      # JSON Lines or Parquet: the column `text` of each row, or
+    notes.txt, folder, 'a/*.txt'  # text files: a document each; hidden ones are skipped
+    docs.jsonl, docs.parquet      # JSON Lines (also .ndjson) or Parquet: the column `text`, or
                                   # conversations (conversations.py), by the first row's columns
     hf:org/name                   # a Hub dataset, or hf:org/name:config
     gs://bucket/docs.jsonl        # any of these files in a bucket; they are copied into the cache
@@ -27,7 +27,8 @@ from data.conversations import TEXT
 
 HELD_OUT = 0.01  # share of the documents, if the dataset has no split for it
 LONGEST = 2**17  # bytes of a document that are tokenized at once; see AT_ONCE in chunks.py
-KINDS = {".jsonl": "json", ".json": "json", ".parquet": "parquet", ".txt": "text"}
+JSON = (".jsonl", ".ndjson", ".json")
+KINDS = dict.fromkeys(JSON, "json") | {".parquet": "parquet", ".txt": "text"}
 COMPRESSED = (".gz", ".zst")
 
 Rows = Iterator[tuple[str, dict[str, Any]]]  # (place, row); the place is for messages
@@ -117,7 +118,7 @@ def _source(name: str, weight: float, column: str, whole: bool) -> Source:
     elif name.startswith("hf:"):
         folder = pathlib.Path(os.path.expanduser(name.removeprefix("hf:")))
         with reading(name):
-            files = sorted(p for p in folder.rglob("*") if p.is_file()) if folder.is_dir() else []
+            files = _inside(folder) if folder.is_dir() else []
         form = functools.cache(lambda: conversations.form(_hub_columns(name), column))
         read = functools.partial(_from_hub, name, column, whole, form)
     else:
@@ -145,7 +146,7 @@ def _files(name: str) -> list[pathlib.Path]:
         return [path]
     if path.is_dir():
         os.listdir(path)  # raises without permission; rglob would just find nothing
-        found, empty = path.rglob("*"), "is an empty folder; add text files to it"
+        found, empty = _inside(path), "is an empty folder; add text files to it"
     elif glob.has_magic(name):
         found = map(pathlib.Path, glob.iglob(str(path), recursive=True))
         empty = "matches no file; check the pattern, and quote it in a shell"
@@ -155,6 +156,15 @@ def _files(name: str) -> list[pathlib.Path]:
     if not files:
         raise DataError(f"--dataset={name} {empty}")
     return files
+
+
+def _inside(folder: pathlib.Path) -> list[pathlib.Path]:
+    """The files in a folder and its subfolders, without hidden ones, such as those in .git."""
+    return sorted(
+        path
+        for path in folder.rglob("*")
+        if not buckets.is_hidden(path.relative_to(folder)) and path.is_file()
+    )
 
 
 def _checked(name: str, files: list[pathlib.Path]) -> list[pathlib.Path]:
@@ -209,14 +219,7 @@ def _from_files(
                         f"--dataset={name}: {path.name} has conversations, but not as JSON Lines, a row a "
                         f"line, or not like {files[0].name}; convert it, or name files of one kind"
                     )
-                if number > 1 and not isinstance(row.get(column), str):
-                    if kind(path) == "parquet":
-                        raise ValueError(f"row {number} has no text in column {column!r}")
-                    raise DataError(
-                        f"{where} has no text in column {column!r}, which the rows before it have; "
-                        "give all rows the same columns"
-                    )
-                yield from _document(_text(row, column, name))
+                yield from _document(_text(row, column, name, where, number))
 
 
 def _from_hub(name: str, column: str, whole: bool, form: Callable[[], str]) -> Iterator[Part]:
@@ -229,25 +232,35 @@ def _from_hub(name: str, column: str, whole: bool, form: Callable[[], str]) -> I
         for where, row in numbered("held-out row", held or ()):
             yield Part(conversations.checked(row, form(), where), True, True, True, where)
         return
-    for row in hub.read_errors(train, name):
-        text = _text(row, column, name)
+    for number, (where, row) in enumerate(_numbered(name, "row", train), start=1):
+        text = _text(row, column, name, where, number)
         yield from _document(text) if held is None else _cut(text, False)
-    for row in hub.read_errors(held or (), name):
-        yield from _cut(_text(row, column, name), True)
+    for number, (where, row) in enumerate(_numbered(name, "held-out row", held or ()), start=1):
+        yield from _cut(_text(row, column, name, where, number), True)
 
 
-def _text(row: dict, column: str, name: str) -> bytes:
+def _text(row: dict, column: str, name: str, where: str, number: int) -> bytes:
+    """The text of row `number`. Raises DataError, naming the row or the wrong column."""
+    text = row.get(column)
+    if isinstance(text, str):
+        return text.encode(errors="replace")
+    if column in row and text is None:
+        raise DataError(
+            f"{where} has null in the column {column!r}, not text; fill it, or remove the row"
+        )
+    if number > 1:
+        raise DataError(
+            f"{where} has no text in column {column!r}, which the rows before it have; give all rows "
+            "the same columns"
+        )
     if column not in row:
         columns = ", ".join(map(repr, row))
         raise DataError(
             f"--dataset={name} has no column {column!r}; set --text_column to one of {columns}"
         )
-    if not isinstance(row[column], str):
-        found = type(row[column]).__name__
-        raise DataError(
-            f"--dataset={name} column {column!r} holds {found}, not text; set --text_column"
-        )
-    return row[column].encode(errors="replace")
+    raise DataError(
+        f"--dataset={name} column {column!r} holds {type(text).__name__}, not text; set --text_column"
+    )
 
 
 def _rows(name: str, path: pathlib.Path, columns: list[str]) -> Rows:
@@ -256,21 +269,32 @@ def _rows(name: str, path: pathlib.Path, columns: list[str]) -> Rows:
     if kind(path) == "json":
         yield from _json_rows(path, where)
         return
-    for number, row in enumerate(hub.parquet_rows(path, columns), start=1):
-        yield f"{where} row {number}", row
+    for number, row in enumerate(hub.parquet_rows(path, columns, conversations.CONTEXT), start=1):
+        yield f"{where} row {number}", _from_arrow(row)
+
+
+def _from_arrow(row: dict[str, Any]) -> dict[str, Any]:
+    """A row without the keys, inside its columns, that Arrow has added for other rows."""
+    return {column: conversations.without_nulls(value) for column, value in row.items()}
 
 
 def _json_rows(path: pathlib.Path, where: str) -> Rows:
     """Yields the rows of JSON Lines, or of a file with one JSON array."""
-    with hub.text_file(path) as file:
+    begun = False
+    with hub.text_file(path, "utf-8-sig") as file:
         for number, line in enumerate(file, start=1):
+            if not line.strip():
+                continue
+            is_array = not begun and line.lstrip().startswith("[")
+            begun = True
             try:
-                if number == 1 and line.startswith("["):
+                if is_array:
                     for row in json.loads(line + file.read()):
                         yield where, row
-                elif line.strip():
+                else:
                     yield f"{where} line {number}", json.loads(line)
             except json.JSONDecodeError as broken:
+                number += broken.lineno - 1 if is_array else 0
                 raise DataError(
                     f"{where} line {number} is not JSON ({broken.msg}); fix it"
                 ) from None
@@ -283,7 +307,7 @@ def _columns(path: pathlib.Path) -> list[str]:
     """Columns of a local file's first row; [] if broken: its reader will report the error."""
     try:
         if kind(path) == "json":
-            with hub.text_file(path) as file:
+            with hub.text_file(path, "utf-8-sig") as file:
                 row = json.loads(next(line for line in file if line.strip()))
                 return list(row) if isinstance(row, dict) else []
         return hub.parquet_columns(path) if kind(path) == "parquet" else []
@@ -310,7 +334,7 @@ def _rows_of_conversations(name: str, files: list[pathlib.Path], form: str) -> R
 
 def _numbered(name: str, what: str, rows: hub.Rows) -> Rows:
     for number, row in enumerate(hub.read_errors(rows, name), start=1):
-        yield f"--dataset={name}: {what} {number}", row
+        yield f"--dataset={name}: {what} {number}", _from_arrow(row)
 
 
 def _conversations(name: str, rows: Callable[[], Rows], form: str, known: bool) -> Iterator[Part]:

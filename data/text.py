@@ -122,6 +122,11 @@ def _notes(
             f"{what}: the answers in {count} of {split.source}{turns}, "
             f"{lost.of:,} of {len(split.tokens):,} tokens{date}."
         )
+        if split.ignored:
+            yield (
+                f"warning: the chat template ignores the tools of {split.ignored:,} of them, so the "
+                "model learns calls of tools that it is never shown; use a template that renders tools."
+            )
         if lost.documents:
             yield (
                 f"warning: {lost.documents:,} of them are cut at --seq_len={seq_len}, which loses "

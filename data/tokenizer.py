@@ -24,17 +24,16 @@ from typing import Any
 
 import numpy as np
 
-from data import DataError, buckets, chat, hub
+from data import DataError, added_tokens, buckets, chat, hub
 
 MAIN = "tokenizer.json"
 CONFIG, GENERATION = "tokenizer_config.json", "generation_config.json"
 TEMPLATE = "chat_template.jinja"
-SPECIAL = "special_tokens_map.json"
-FILES = (MAIN, CONFIG, TEMPLATE, GENERATION, SPECIAL)  # files that a model folder may have
+SPECIAL, ADDED = "special_tokens_map.json", "added_tokens.json"
+FILES = (MAIN, CONFIG, TEMPLATE, GENERATION, SPECIAL, ADDED)  # files that a model folder may have
 MODEL = "config.json"  # the model's own; kept only where no other file names the end-of-text token
 PAIRS = ("vocab.json", "merges.txt")  # byte-level BPE in old repositories, which lack MAIN
 PIECES = ("tokenizer.model", "spiece.model", "sentencepiece.bpe.model")  # unsupported formats
-CONTROL = ("bos", "eos", "unk", "sep", "pad", "cls", "mask")  # NAME_token, for templates
 GPT2_END = "<|endoftext|>"  # ends a document in byte-level vocabularies; old files don't mark it
 # Control tokens that divide an answer of GPT-OSS into parts (harmony) → how a terminal shows them:
 # [analysis] The user asks …
@@ -42,6 +41,9 @@ GPT2_END = "<|endoftext|>"  # ends a document in byte-level vocabularies; old fi
 HARMONY = {"<|start|>": "\n", "<|channel|>": "[", "<|message|>": "] ", "<|end|>": ""}
 START = 256  # starts each document of bytes
 PADDED = 384  # vocabulary of our byte models: 257, padded to a multiple of 128
+BLOCK = 2**20  # tokens that `text_bytes` decodes at once
+GUIDE = "recipes/docs/tokenizers.md"
+TRAIN = ("train", "new", "auto")  # what people write who look for a run that trains its tokenizer
 
 _claiming = threading.Lock()
 
@@ -56,6 +58,7 @@ class Tokenizer:
     files: dict[str, bytes] = dataclasses.field(repr=False, compare=False)  # {} for bytes
     start: tuple[int, ...]  # ids before each document
     end: tuple[int, ...]  # ids that end a text
+    added: tuple[str, ...] = ()  # tokens that files beside tokenizer.json add (added_tokens.py)
 
     def __reduce__(self):  # pickled as its files
         return from_files, (self.files, self.name)
@@ -67,7 +70,7 @@ class Tokenizer:
 
     @functools.cached_property
     def _library(self):
-        return _library(self.files, self.name)
+        return _library(self.files, self.name)[0]
 
     @functools.cached_property
     def _encoders(self) -> dict[bool, Any]:
@@ -81,7 +84,7 @@ class Tokenizer:
         """
         with _claiming:
             if control not in self._encoders:
-                made = _library(self.files, self.name) if self._encoders else self._library
+                made = _library(self.files, self.name)[0] if self._encoders else self._library
                 made.encode_special_tokens = not control
                 self._encoders[control] = made
             return self._encoders[control]
@@ -144,6 +147,11 @@ class Tokenizer:
         begins = [i for i, token in enumerate(tokens) if self.marks.get(int(token)) == "] "]
         return tokens[begins[-1] + 1 :] if begins else tokens
 
+    @functools.cached_property
+    def a_text(self) -> np.ndarray:
+        """The ids of some text, as the `after` of tokens that do not begin a text."""
+        return self.encode(["a"])[0]
+
     def stream(self, after=()) -> "Stream":
         """Decodes token by token."""
         return Stream(self, after)
@@ -163,15 +171,27 @@ class Tokenizer:
         """Bytes of the text that these tokens stand for; control tokens stand for none."""
         if not self.files:
             return int((tokens < START).sum())
-        blocks = range(0, len(tokens), 2**20)  # decoded one by one, to save memory
-        texts = (self.decode(tokens[first : first + 2**20]) for first in blocks)
-        return sum(len(text.rstrip("\ufffd").encode()) for text in texts)
+        size, first = 0, 0
+        while first < len(tokens):  # decoded in blocks, to save memory
+            end = first + BLOCK
+            while end < len(tokens) and self.decode(tokens[max(end - 4, 0) : end]).endswith(
+                "\ufffd"
+            ):
+                end += 1  # perhaps in the middle of a character
+            text = self.decode(tokens[first:end], after=self.a_text if first else ())
+            size += len(text.rstrip("\ufffd").encode())
+            first = end
+        return size
 
     @functools.cached_property
     def template(self) -> str:
         """The model's chat template; "" if it has none."""
-        found = self.files[TEMPLATE].decode(errors="replace") if TEMPLATE in self.files else ""
-        return found or chat.template(_json(self.files, CONFIG, self.name))
+        return _template(self.files, self.name)
+
+    @functools.cached_property
+    def tool_template(self) -> str:
+        """The template of conversations with tools: the one named tool_use, where there are several."""
+        return _template(self.files, self.name, "tool_use") or self.template
 
     @functools.cached_property
     def control_tokens(self) -> dict[str, str]:
@@ -189,18 +209,31 @@ class Tokenizer:
         messages: list[dict[str, Any]],
         add_generation_prompt: bool = True,
         today: datetime.datetime | None = None,
+        context: dict[str, Any] | None = None,
     ) -> str:
         """A conversation, [{"role": …, "content": …}, …], rendered by the model's chat template.
 
+        Args:
+          context: what else the template gets, such as {"tools": […]}.
+
         Raises DataError if there is no template, or it refuses these messages.
         """
+        template = self.tool_template if context and context.get("tools") else self.template
         return chat.render(
-            self.template, messages, add_generation_prompt, self.control_tokens, self.name, today
+            template,
+            messages,
+            add_generation_prompt,
+            self.control_tokens,
+            self.name,
+            today,
+            context,
         )
 
-    def ask(self, messages: list[dict[str, Any]]) -> np.ndarray:
+    def ask(
+        self, messages: list[dict[str, Any]], context: dict[str, Any] | None = None
+    ) -> np.ndarray:
         """The int32 ids of a conversation for the model to answer. Raises DataError."""
-        return self.encode_rendered(self.render(messages))
+        return self.encode_rendered(self.render(messages, context=context))
 
     def encode_rendered(self, text: str) -> np.ndarray:
         """The int32 ids of a rendered template, which spells its control tokens."""
@@ -218,6 +251,8 @@ class Tokenizer:
         """sha256 of what decides a conversation's tokens and targets, except for tokenizer.json."""
         about = [chat.CODE, self.template, self.control_tokens, self.start, self.end]
         about.append(chat.TRAINING_DAY.isoformat())
+        about += [self.added] if self.added else []
+        about += [self.tool_template] if self.tool_template != self.template else []
         return hashlib.sha256(json.dumps(about, sort_keys=True).encode()).hexdigest()
 
 
@@ -266,10 +301,15 @@ def find(name: str) -> Tokenizer:
             files = read(path)
         elif re.fullmatch(hub.MODEL_NAME, name):
             files = read(hub.snapshot(name, [*FILES, *PIECES, MODEL], what))
+        elif name in TRAIN:
+            raise DataError(
+                f"{what}: runs train no tokenizer; five lines with the library tokenizers do ({GUIDE}), "
+                "then use --tokenizer=FOLDER"
+            )
         else:
             raise DataError(
                 f"{what} does not exist; use bytes, a tokenizer.json, a folder that has one, or "
-                "ORG/NAME on the Hub"
+                f"ORG/NAME on the Hub, or train one in five lines ({GUIDE})"
             )
     except OSError as error:
         raise DataError(f"{what[:200]} can't be read ({error.strerror}); use another") from None
@@ -326,7 +366,7 @@ def from_files(files: dict[str, bytes], name: str = "") -> Tokenizer:
     digest = hashlib.sha256(files[MAIN]).hexdigest() if files else BYTES.sha256
     if digest == BYTES.sha256:
         return BYTES
-    library = _library(files, name)
+    library, added = _library(files, name)
     vocabulary = library.get_vocab(with_added_tokens=True)
     size = 1 + max(vocabulary.values(), default=-1)
     with _encoding(name):
@@ -340,7 +380,7 @@ def from_files(files: dict[str, bytes], name: str = "") -> Tokenizer:
             f"the tokenizer {name} has {size} tokens, but {end} should end a text; use files that "
             "belong together"
         )
-    made = Tokenizer(name, digest, size, files, tuple(start), tuple(end))
+    made = Tokenizer(name, digest, size, files, tuple(start), tuple(end), added)
     made.__dict__["_library"] = library  # a large one takes a second to read
     return made
 
@@ -360,10 +400,16 @@ def _end(files: dict[str, bytes], name) -> str | list | None:
 
 def _control_tokens(files: dict[str, bytes], name="") -> dict[str, str]:
     """The texts of bos_token, eos_token, …, where the files name them."""
-    said = _json(files, SPECIAL, name) | _json(files, CONFIG, name)
-    found = {f"{kind}_token": said.get(f"{kind}_token") for kind in CONTROL}
-    texts = {k: v.get("content") if isinstance(v, dict) else v for k, v in found.items()}
-    return {kind: text for kind, text in texts.items() if isinstance(text, str)}
+    return added_tokens.control_tokens(_settings(files, name))
+
+
+def _settings(files: dict[str, bytes], name: str) -> dict[str, Any]:
+    return added_tokens.settings(_json(files, CONFIG, name), _json(files, SPECIAL, name))
+
+
+def _template(files: dict[str, bytes], name: str, which: str = "default") -> str:
+    found = files[TEMPLATE].decode(errors="replace") if TEMPLATE in files else ""
+    return found or chat.template(_json(files, CONFIG, name), which)
 
 
 def _json(files: dict[str, bytes], file: str, name) -> dict[str, Any]:
@@ -376,7 +422,8 @@ def _json(files: dict[str, bytes], file: str, name) -> dict[str, Any]:
     return found
 
 
-def _library(files: dict[str, bytes], name: str):
+def _library(files: dict[str, bytes], name: str) -> tuple[Any, tuple[str, ...]]:
+    """(the library's tokenizer, the tokens that files beside tokenizer.json add to it)."""
     import tokenizers
 
     # chunks.py has its own threads. The library's, one for each core, would take 10 MB each.
@@ -389,7 +436,9 @@ def _library(files: dict[str, bytes], name: str):
         ) from None
     made.no_truncation()
     made.no_padding()
-    return made
+    said, more = _settings(files, name), _json(files, ADDED, name)
+    templates = _template(files, name) + _template(files, name, "tool_use")
+    return made, added_tokens.add(made, said, more, templates, name)
 
 
 @contextlib.contextmanager

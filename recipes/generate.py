@@ -14,12 +14,13 @@ import dataclasses
 import json
 import pathlib
 import signal
+import sys
 from typing import Any
 
 import numpy as np
 from jax.sharding import Mesh
 
-from data import prompts
+from data import DataError, conversations, prompts
 from data.tokenizer import START, Tokenizer
 from recipes.common import checkpoint, entries
 from recipes.common.analysis import report
@@ -140,6 +141,7 @@ class Question:
     row: dict[str, Any]  # of --prompts
     tokens: np.ndarray
     begins: str = ""  # the text to continue
+    where: str = ""  # the row's place in --prompts, for messages
 
     @property
     def after(self) -> np.ndarray:
@@ -159,17 +161,22 @@ def questions(flags: Generate, tokenizer: Tokenizer) -> list[Question]:
         tokenizer.ask([{"role": "user", "content": ""}])  # raises if there is no chat template
         return []
     else:
-        rows = [{"prompt": flags.prompt}]
-    return [question(row, flags.chat, tokenizer) for row in rows]
+        rows = [("", {"prompt": flags.prompt})]
+    return [question(row, flags.chat, tokenizer, where) for where, row in rows]
 
 
-def question(row: dict[str, Any], chat: bool, tokenizer: Tokenizer) -> Question:
+def question(row: dict[str, Any], chat: bool, tokenizer: Tokenizer, where: str = "") -> Question:
+    """The question of a row at `where` in --prompts. Raises DataError if it can't be rendered."""
+    messages = row.get("messages")
     if chat and "prompt" in row:
         messages = [{"role": "user", "content": row["prompt"]}]
-        return Question(row, tokenizer.ask(messages))
-    if "messages" in row:
-        return Question(row, tokenizer.ask(row["messages"]))
-    return Question(row, tokenizer.prompt(row["prompt"]), row["prompt"])
+    if not messages:
+        return Question(row, tokenizer.prompt(row["prompt"]), row["prompt"], where)
+    try:
+        tokens = tokenizer.ask(messages, conversations.context(row, where))
+    except DataError as error:
+        raise error if str(error).startswith(where) else DataError(f"{where}: {error}") from None
+    return Question(row, tokens, where=where)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -183,14 +190,15 @@ class Limit:
     def new_tokens(self, question: Question) -> int:
         """Most tokens to generate after a prompt. Raises UserError if the context has no room."""
         length, wanted = len(question.tokens), self.flags.max_new_tokens
+        place = f"{question.where}: " if question.where else ""
         if length >= self.context:
             raise UserError(
-                f"a prompt has {length} tokens, but the model's context is {self.context}, answer "
+                f"{place}a prompt has {length} tokens, but the model's context is {self.context}, answer "
                 "included; use a shorter prompt"
             )
         if length + wanted > self.context:
             raise UserError(
-                f"a prompt has {length} tokens, and with --max_new_tokens={wanted} exceeds the "
+                f"{place}a prompt has {length} tokens, and with --max_new_tokens={wanted} exceeds the "
                 f"model's context of {self.context}; try --max_new_tokens={self.context - length}"
             )
         wanted = wanted or self.tokenizer.generation.get("max_new_tokens") or 256
@@ -246,12 +254,21 @@ def answer_all(
                 "ended": bool(np.isin(written[-1:], generator.end).any()),
                 "tokens": len(written),
             }
-            line = json.dumps(row, ensure_ascii=False)
             if out is None:
-                print0(line)
+                print0(as_line(row, sys.stdout.encoding or "ascii"))
             elif processes.is_first():
-                with out.open("a") as file:
-                    print(line, file=file)
+                with out.open("a", encoding="utf-8") as file:
+                    print(as_line(row, "utf-8"), file=file)
+
+
+def as_line(row: dict[str, Any], encoding: str) -> str:
+    """A row of JSON Lines; in ASCII if the encoding lacks a character, such as a lone surrogate."""
+    line = json.dumps(row, ensure_ascii=False)
+    try:
+        line.encode(encoding)
+    except UnicodeEncodeError:
+        return json.dumps(row)
+    return line
 
 
 def dialogue(generator: Generator, limit: Limit) -> None:

@@ -3,6 +3,7 @@
 import functools
 import itertools
 import json
+import re
 
 import numpy as np
 import pytest
@@ -16,6 +17,7 @@ from recipes.common.runtime.flags import parse
 from tests.support import small_tokenizers
 from tests.support.quick import quick as quick
 from tests.support.runs import TINY, records
+from tests.support.small_tokenizers import MISTRAL
 
 pytestmark = pytest.mark.promise("chats")
 
@@ -159,6 +161,143 @@ def test_a_conversation_that_has_no_mask_is_refused(name, row, message):
     assert "\n" not in str(caught.value)
 
 
+# ---- tools, weights, spaces ----------------------------------------------------------------------
+
+WITH_TOOLS = (  # the manner of Hermes and Qwen 2.5
+    "{% if tools %}{{ '<|im_start|>tools\n' }}{% for tool in tools %}{{ tool | tojson }}{% endfor %}"
+    "{{ '<|im_end|>\n' }}{% endif %}{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' }}"
+    "{{ 'null' if m.content is none else m.content }}{% for call in m.tool_calls or [] %}"
+    "{{ '<call>' + (call.function.arguments | tojson) + '</call>' }}{% endfor %}{{ '<|im_end|>\n' }}"
+    "{% endfor %}{% if add_generation_prompt %}"
+    "{{ '<|im_start|>assistant\n' + ('<think>' if enable_thinking else '') }}{% endif %}"
+)
+TOOLS = [{"type": "function", "function": {"name": "weather", "parameters": {"default": None}}}]
+
+
+@functools.cache
+def tooled() -> Tokenizer:
+    files = small_tokenizers.with_template(small_tokenizers.byte_level(), WITH_TOOLS)
+    return tokenizer.from_files(files, "tooled")
+
+
+def call(**arguments) -> dict:
+    function = {"name": "weather", "arguments": arguments}
+    return {"role": "assistant", "content": None, "tool_calls": [{"function": function}]}
+
+
+@pytest.mark.parametrize("given", [TOOLS, json.dumps(TOOLS), [json.dumps(TOOLS[0])]])
+def test_tools_are_shown_and_not_learned(given):
+    (one,) = documents({"messages": said("Hi", "Yes"), "tools": given}, tooled())
+    assert marked(one, tooled()) == (
+        f"<|im_start|>tools\n{json.dumps(TOOLS[0])}<|im_end|>\n"
+        "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n⟦Yes<|im_end|>⟧"
+    )
+    pair = {"prompt": said("Hi"), "completion": said("Hi", "Yes")[1:], "tools": given}
+    (again,) = documents(pair, tooled())
+    assert again.tokens.tolist() == one.tokens.tolist()
+    without = {"messages": said("Hi", "Yes")}
+    (plain,) = documents(without, tooled())
+    assert "tools" not in marked(plain, tooled())
+    for empty in ([], None, "", "[]"):
+        checked = conversations.checked(
+            without | {"tools": empty}, conversations.MESSAGES, "line 1"
+        )
+        assert checked == conversations.checked(without, conversations.MESSAGES, "line 1")
+
+
+def test_a_row_s_own_variables_go_to_the_template():
+    row = {"messages": said("Hi", "<think>Yes"), "chat_template_kwargs": {"enable_thinking": True}}
+    (one,) = documents(row, tooled())
+    assert marked(one, tooled()).endswith("assistant\n<think>⟦Yes<|im_end|>⟧")
+
+
+def test_a_message_of_tool_calls_alone_is_learned():
+    """Its content is null, as OpenAI writes it, or absent; the template gets null."""
+    absent = {name: value for name, value in call(city="Paris").items() if name != "content"}
+    for message in (call(city="Paris"), absent):
+        (one,) = documents({"messages": [*said("Hi"), message]}, tooled())
+        assert marked(one, tooled()).endswith(
+            'assistant\n⟦null<call>{"city": "Paris"}</call><|im_end|>⟧'
+        )
+
+
+def test_a_message_of_weight_0_is_context():
+    messages = said("Hi", "No.", "So?", "Yes", "And?", "Hm")
+    for number, weight in ((1, 0), (3, 1), (5, False)):
+        messages[number]["weight"] = weight
+    messages[0]["weight"] = 0  # a user's is never learned
+    (one,) = documents({"messages": messages}, tooled())
+    assert marked(one, tooled()) == (
+        "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\nNo.<|im_end|>\n"
+        "<|im_start|>user\nSo?<|im_end|>\n<|im_start|>assistant\n⟦Yes<|im_end|>⟧"
+    )
+    assert conversations.target_bytes(one, tooled()) == 3
+    curious = WITH_TOOLS.replace("m.role +", "m.role + ('!' if m.weight is defined else '') +")
+    files = small_tokenizers.with_template(small_tokenizers.byte_level(), curious)
+    (again,) = documents({"messages": messages}, tokenizer.from_files(files, "curious"))
+    assert again.tokens.tolist() == one.tokens.tolist(), "the template does not see it"
+
+
+@pytest.mark.parametrize(
+    ("row", "message"),
+    [
+        ({"messages": said("a", "b"), "tools": {"name": "c"}}, "line 1: 'tools' is an object, not a list of objects; write"),
+        ({"messages": said("a", "b"), "tools": "weather"}, "line 1: 'tools' is a string, not a list"),
+        ({"messages": said("a", "b"), "tools": [TOOLS[0], "weather"]}, "line 1: tool 2 is a string, not an object; write"),
+        ({"messages": said("a", "b"), "chat_template_kwargs": [1]}, "line 1: 'chat_template_kwargs' is a list, not an object"),
+        ({"messages": [*said("a"), {"role": "assistant", "content": "b", "weight": 0}]}, "line 1 has nothing to learn: all of the assistant's messages have weight 0; remove it"),
+        ({"messages": [*said("a"), {"role": "assistant", "content": "b", "weight": 0.5}]}, "line 1: message 2 has the weight 0.5; use 0 for context only, or 1"),
+        ({"messages": [*said("a"), {"role": "assistant", "content": "b", "weight": "0"}]}, 'line 1: message 2 has the weight "0"; use 0'),
+        ({"messages": [*said("a"), {"role": "assistant", "content": None}]}, "line 1: the content of message 2 is missing, not a string; write it as text"),
+        ({"messages": [{"role": "user", "content": None, "tool_calls": [1]}, *said("", "b")[1:]]}, "line 1: the content of message 1 is missing"),
+        ({"messages": None}, "line 1 has null in the column 'messages'; fill it, or remove the row"),
+    ],
+)  # fmt: skip
+def test_rows_with_other_tools_or_weights_are_refused(row, message):
+    with pytest.raises(DataError) as caught:
+        documents(row, tooled())
+    assert message in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_calls_that_the_template_does_not_render_are_refused():
+    """Such a message would teach the model to say nothing."""
+    template = WITHOUT_CONTROL.replace("m.content", "(m.content or '')")
+    files = small_tokenizers.with_template(small_tokenizers.byte_level(), template)
+    tokens = tokenizer.from_files(files, "plain")
+    with pytest.raises(
+        DataError,
+        match="line 1: the chat template of plain does not render the tool calls of message 2",
+    ):
+        documents({"messages": [*said("a"), call(city="Paris")]}, tokens)
+    (one,) = documents({"messages": [*said("a"), call(city="Paris") | {"content": "b"}]}, tokens)
+    assert marked(one, tokens).endswith("assistant: ⟦b\n⟧")
+
+
+SPACED = "{% for m in messages %}{{ (bos_token + m.content) if m.role == 'user' else m.content + eos_token }}{% endfor %}"
+
+
+@pytest.mark.parametrize("lead", ["", " ", "  "])
+@pytest.mark.parametrize("name", ["bytes", "byte_level", "metaspace"])
+def test_bytes_of_an_answer_include_the_space_that_begins_it(name, lead):
+    """Decoders of sentencepiece's kind drop a first space when they decode an answer alone."""
+    files = {} if name == "bytes" else getattr(small_tokenizers, name)()
+    tokens = tokenizer.from_files(files, name)
+    for prompt in ("The capital is", "ü", ""):
+        if (not lead and prompt) or (not prompt and not tokens.start):
+            continue  # the tokenizer may join them; nothing predicts the first token
+        (one,) = documents({"prompt": prompt, "completion": f"{lead}Paris 🦊"}, tokens)
+        assert conversations.target_bytes(one, tokens) == len(f"{lead}Paris 🦊".encode())
+    if name == "metaspace":
+        for template in (SPACED, MISTRAL):
+            files = small_tokenizers.with_template(small_tokenizers.metaspace(), template)
+            tokens = tokenizer.from_files(files, "it")
+            turns = ("Hi", f"{lead or '.'}Paris", "So?", f"{lead or '.'}Rome")
+            found = documents({"messages": said(*turns)}, tokens)
+            size = sum(conversations.target_bytes(one, tokens) for one in found)
+            assert size == len(turns[1] + turns[3])
+
+
 # ---- files ---------------------------------------------------------------------------------------
 
 CHAT = made("chatml")
@@ -292,6 +431,108 @@ def test_formats_are_alike(kind, folder):
     found = [load(name) for name in names]
     assert len({one.facts["fingerprint"] for one in found}) == 1
     assert answers(found[0].train) == wanted(rows[:-1])
+
+
+@pytest.mark.parametrize("kind", ["messages", "lists"])
+def test_tools_and_calls_of_all_formats_are_alike(kind, folder):
+    """Arrow gives each call the arguments of all others, as null; they are not learned."""
+    import pyarrow
+    import pyarrow.parquet
+
+    rows = []
+    for i in range(30):
+        messages = [*said("Hi"), call(**{("city", "query", "date")[i % 3]: f"the {i}"})]
+        some = {"tools": [TOOLS[0] | {"name": f"{i}"}]} if i % 2 else {}
+        some["tools"] = json.loads(json.dumps(some.get("tools", [])).replace("null", "0"))
+        pair = {"prompt": messages[:1], "completion": messages[1:]}
+        rows.append((pair if kind == "lists" else {"messages": messages}) | some)
+    (folder / "hub").mkdir()
+    (folder / "lines").mkdir()
+    write(folder / "lines" / "train.jsonl", rows)
+    names = [write(folder / "a.jsonl", rows), str(folder / "a.parquet")]
+    names += [f"hf:{folder / 'hub'}", f"hf:{folder / 'lines'}"]
+    for parquet in (names[1], folder / "hub" / "train.parquet"):
+        pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), parquet)
+    found = [load(name, tokens=tooled()) for name in names]
+    assert len({one.facts["fingerprint"] for one in found}) == 1
+    assert answers(found[1].train) == wanted(rows[:-1], tooled())
+    shown = "".join(
+        tooled().decode(found[1].train[i]["tokens"]) for i in range(len(found[1].train))
+    )
+    assert '"name": "1"}' in shown
+    calls = [json.loads(one) for one in re.findall("<call>(.*?)</call>", shown)]
+    assert {len(one) for one in calls} == {1}
+    assert {*itertools.chain(*calls)} == {"city", "query", "date"}
+
+
+def test_a_null_that_json_lines_say_is_kept(folder):
+    rows = [{"messages": [*said("Hi"), call(city=None)]}] * 30
+    data = load(write(folder / "a.jsonl", rows), tokens=tooled())
+    assert '<call>{"city": null}</call>' in tooled().decode(data.train[0]["tokens"])
+
+
+def test_tools_that_the_template_ignores_are_reported(folder):
+    rows = chats(30)
+    for row in rows[:20]:
+        row["tools"] = TOOLS
+    name = write(folder / "a.jsonl", rows)
+    other = write(folder / "b.jsonl", chats(3))
+    notes = load(name, eval_dataset=other).notes
+    assert notes[1] == (
+        "warning: the chat template ignores the tools of 20 of them, so the model learns calls of "
+        "tools that it is never shown; use a template that renders tools."
+    )
+    assert len(notes) == 3, "the held-out rows have no tools"
+    assert len(load(name, tokens=tooled(), eval_dataset=other).notes) == 2
+    rows = [THINKS["thoughts"] | {"tools": TOOLS}] * 4
+    notes = load(write(folder / "c.jsonl", rows), tokens=made("qwen3"), eval_dataset=other).notes
+    assert "4 rows" in notes[0]
+    assert "8 turns one by one" in notes[0]
+    assert notes[1].startswith("warning: the chat template ignores the tools of 4 of them")
+
+
+def test_a_template_named_tool_use_renders_tools():
+    """A model may have several templates; transformers chooses the same."""
+    named = {"default": WITH_TOOLS.replace("tools", "none"), "tool_use": WITH_TOOLS}
+    files = small_tokenizers.byte_level()
+    both = [{"name": name, "template": template} for name, template in named.items()]
+    found = tokenizer.from_files(small_tokenizers.with_template(files, both), "both")
+    one = {"messages": said("Hi", "Yes")}
+    for row in (one, one | {"tools": TOOLS}):
+        (want,) = documents(row, tooled())
+        (got,) = documents(row, found)
+        assert got.tokens.tolist() == want.tokens.tolist()
+    alone = tokenizer.from_files(small_tokenizers.with_template(files, both[:1]), "one")
+    assert found.chat_key != alone.chat_key
+
+
+@pytest.mark.parametrize("name", ["reasoning_content", "thinking", "reasoning"])
+def test_reasoning_has_the_name_that_a_template_reads(name):
+    """Adds the names that transformers 5.24 adds."""
+    template = (
+        "{{ messages[0].reasoning_content }}/{{ messages[0].thinking }}/{{ messages[0].content }}"
+    )
+    files = small_tokenizers.with_template(small_tokenizers.byte_level(), template)
+    message = {"role": "assistant", "content": "a", name: "Hm"}
+    assert tokenizer.from_files(files).render([message]) == "Hm/Hm/a"
+    assert tokenizer.from_files(files).render([said("a")[0]]) == "//a"
+
+
+def test_rows_of_weight_0_are_held_out_and_read_from_parquet(folder):
+    """Where only some messages have a weight, Parquet has null for the others, which means 1."""
+    import pyarrow
+    import pyarrow.parquet
+
+    rows = [{"messages": said("Hi", f"No {i}", "So?", f"Yes {i}")} for i in range(30)]
+    for row in rows:
+        row["messages"][1]["weight"] = 0
+    table = pyarrow.Table.from_pylist(rows)
+    pyarrow.parquet.write_table(table, folder / "a.parquet")
+    names = str(folder / "a.parquet"), write(folder / "a.jsonl", rows)
+    found = [load(name, eval_dataset=name) for name in names]
+    assert len({one.facts["fingerprint"] for one in found}) == 1
+    learned = [CHAT.decode(one) for one in answers(found[0].train)]
+    assert sorted(learned) == sorted(f"Yes {i}" for i in range(30))
 
 
 def test_the_column_of_text_comes_first(folder):

@@ -1,20 +1,24 @@
 """data/text.py: exact order, exact content, on any number of processes."""
 
+import io
 import itertools
 import json
 import os
 import pathlib
+import sys
 
 import grain
 import jax
 import numpy as np
 import pytest
 
-from data import DataError, batches, hub, sources, text
+from data import DataError, batches, buckets, hub, sources, text
 from data import corpus as corpora
 from data.batches import held_out_batches, train_batches
 from recipes.common.analysis.hlo import collectives
 from recipes.common.mesh import make_mesh
+from recipes.common.runtime import print0
+from recipes.common.runtime.start import start
 from recipes.common.sharding import make_layout
 from recipes.common.train.feed import to_devices
 from recipes.common.train.step import _interleaved
@@ -197,7 +201,7 @@ def write(folder: pathlib.Path, kind: str) -> str:
         for i, document in enumerate(DOCUMENTS):
             (folder / f"{i:03}.txt").write_text(document)
         return str(folder)
-    if kind in ("jsonl", "JSONL"):
+    if kind in ("jsonl", "JSONL", "ndjson"):
         lines = (json.dumps({"text": document, "n": 1}) + "\n" for document in DOCUMENTS)
         (folder / f"d.{kind}").write_text("".join(lines))
         return str(folder / f"d.{kind}")
@@ -208,7 +212,7 @@ def write(folder: pathlib.Path, kind: str) -> str:
     return str(folder / "train.parquet") if kind == "parquet" else f"hf:~/{folder.name}"
 
 
-@pytest.mark.parametrize("kind", ["folder", "jsonl", "JSONL", "parquet", "hub"])
+@pytest.mark.parametrize("kind", ["folder", "jsonl", "JSONL", "ndjson", "parquet", "hub"])
 def test_every_format_gives_the_same_tokens(kind, tmp_path, monkeypatch):
     monkeypatch.setenv("HOME", str(tmp_path.parent))
     monkeypatch.setenv("ZOO_CACHE", f"{tmp_path}-cache")  # else the same Parquet is not read twice
@@ -235,6 +239,100 @@ def test_the_held_out_split_of_a_dataset_is_used(tmp_path):
     assert set(corpus.held_out.tokens) == {256, ord("b")}
 
 
+@pytest.mark.parametrize("kind", ["text", "conversations"])
+def test_a_dataset_with_a_held_out_split_trains_on_all_other_rows(kind, tmp_path, monkeypatch):
+    """No row is held out by its hash as well; nor with --eval_dataset, which drops the split."""
+    import pyarrow
+    import pyarrow.parquet
+
+    monkeypatch.setattr(sources, "HELD_OUT", 0.5)
+    rows = {split: [f"{split} {i}" for i in range(40)] for split in ("train", "test")}
+    for split, texts in rows.items():
+        columns: dict = {"text": texts}
+        if kind == "conversations":
+            columns = {"prompt": [">"] * 40, "completion": texts}
+        pyarrow.parquet.write_table(pyarrow.table(columns), tmp_path / f"{split}.parquet")
+
+    def texts_of(split: corpora.Split) -> list[str]:
+        parts = np.split(np.asarray(split.tokens), split.starts[1:])
+        return [
+            bytes(part[1:].astype(np.uint8)).decode().removeprefix(">")
+            for part in parts
+            if len(part)
+        ]
+
+    found = prepare(f"hf:{tmp_path}")
+    assert texts_of(found.train) == rows["train"]
+    assert texts_of(found.held_out) == rows["test"]
+    whole = corpora.prepare(*sources.find(f"hf:{tmp_path}", whole=True))
+    assert texts_of(whole.train)[:40] == rows["train"]
+    alone = corpora.prepare(*sources.find(str(tmp_path / "train.parquet")))
+    assert len(texts_of(alone.train)) + len(texts_of(alone.held_out)) == 40
+    assert 10 < len(texts_of(alone.held_out)) < 30, "a file without a split is split by hash"
+
+
+def test_hidden_files_and_folders_are_skipped(tmp_path):
+    (tmp_path / "inner").mkdir()
+    for name in ("a.txt", "inner/b.txt"):
+        (tmp_path / name).write_text("some text " * 20)
+    want = prepare(str(tmp_path)).fingerprint
+    for name in (".hidden.txt", ".git/objects/c.txt", "inner/.ipynb_checkpoints/b-checkpoint.txt"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text("hidden")
+    assert prepare(str(tmp_path)).fingerprint == want
+    assert prepare(str(tmp_path / "**" / "*.txt")).fingerprint == want
+    (tmp_path / ".cache").mkdir()
+    (tmp_path / ".cache" / "d.txt").write_text("some text " * 20)
+    assert bytes(prepare(str(tmp_path / ".cache")).train.tokens[1:5].astype(np.uint8)) == b"some"
+    (tmp_path / "empty" / ".git").mkdir(parents=True)
+    (tmp_path / "empty" / ".git" / "c.txt").write_text("hidden")
+    with pytest.raises(DataError, match="is an empty folder"):
+        prepare(str(tmp_path / "empty"))
+
+
+def test_hidden_objects_of_a_bucket_are_skipped(monkeypatch):
+    names = ["a.txt", ".a.txt", ".git/b.txt", "inner/c.txt", "inner/.ipynb_checkpoints/c.txt"]
+    listed = ["bucket/d", {name: {} for name in names}]
+    copied = []
+    monkeypatch.setattr(buckets, "_listing", lambda *_: listed)
+    monkeypatch.setattr(
+        buckets, "_copied", lambda root, found, what: copied.append([*found]) or path
+    )
+    path = pathlib.Path("copy")
+    assert buckets.files("gs://bucket/d", "it") == [path / "a.txt", path / "inner" / "c.txt"]
+    assert copied == [["a.txt", "inner/c.txt"]], "the others are not even fetched"
+    listed[1] = {".git/b.txt": {}}
+    with pytest.raises(
+        DataError, match=r"it has only hidden files, such as \.git/b\.txt; use others"
+    ):
+        buckets.files("gs://bucket/d", "it")
+    listed[1] = {".b.txt": {}}
+    assert buckets.files("gs://bucket/d/.b.txt", "it") == [path / ".b.txt"], "named by itself"
+
+
+@pytest.mark.skipif(sys.platform == "darwin", reason="its file systems take only UTF-8")
+@pytest.mark.parametrize("kind", ["txt", "jsonl"])
+def test_a_file_name_may_be_latin_1(kind, tmp_path):
+    name = os.fsdecode(os.fsencode(tmp_path) + b"/caf\xe9." + kind.encode())
+    other = tmp_path / f"cafe.{kind}"
+    for i, file in enumerate((name, other)):
+        content = f"document {i} " * 30
+        pathlib.Path(file).write_text(content if kind == "txt" else json.dumps({"text": content}))
+    found = prepare(str(tmp_path))
+    size = sum(len(split.tokens) for split in found[:2])
+    assert size == 2 * (1 + len("document 0 " * 30))
+    assert prepare(name).fingerprint != prepare(str(other)).fingerprint
+
+
+def test_names_that_are_not_utf_8_can_be_printed(monkeypatch):
+    """Strict, as Python's standard output is in most locales."""
+    written = io.BytesIO()
+    monkeypatch.setattr(sys, "argv", ["it"])
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(written, encoding="utf-8", errors="strict"))
+    start(lambda: print0("caf\udce9 é"))
+    assert written.getvalue() == "caf\\udce9 é\n".encode()
+
+
 def test_one_document_is_split_at_its_end(tmp_path):
     (tmp_path / "a.txt").write_text("x" * 1999)
     corpus = prepare(str(tmp_path / "a.txt"))
@@ -252,8 +350,13 @@ def test_one_document_is_split_at_its_end(tmp_path):
         ("number.jsonl", b'{"text": 3}\n', "column 'text' holds int, not text"),
         ("list.jsonl", b'["text"]\n', "list.jsonl is not a JSON object"),
         ("not.parquet", b"PAR?", "could not be read as parquet"),
+        ("null.jsonl", b'{"text": "a"}\n\n{"text": null}\n', "null.jsonl line 3 has null in the column 'text', not text; fill it, or remove the row"),
+        ("first.jsonl", b'{"text": null}\n', "first.jsonl line 1 has null in the column 'text', not text"),
+        ("later.jsonl", b'{"text": "a"}\n{"n": 1}\n', "later.jsonl line 2 has no text in column 'text', which the rows before it have"),
+        ("array.json", b'\n[{"text": "a"},\n {"text" "b"}]\n', "array.json line 3 is not JSON (Expecting ':' delimiter)"),
+        ("later.jsonl", b'{"text": "a"}\n["b"]\n', "later.jsonl line 2 is not a JSON object"),
     ],
-)
+)  # fmt: skip
 def test_bad_data_is_one_line_and_leaves_nothing(name, content, message, tmp_path, monkeypatch):
     monkeypatch.setenv("ZOO_CACHE", str(tmp_path / "cache"))
     if content is not None:
@@ -264,6 +367,41 @@ def test_bad_data_is_one_line_and_leaves_nothing(name, content, message, tmp_pat
     assert name in str(caught.value)
     assert "\n" not in str(caught.value)
     assert not list((tmp_path / "cache").rglob("*")), "something was left behind"
+
+
+@pytest.mark.parametrize("where", ["parquet", "hub", "held out"])
+def test_a_null_in_parquet_is_named_by_row_and_column(where, tmp_path):
+    import pyarrow
+    import pyarrow.parquet
+
+    for split, hole in (("train", where != "held out"), ("test", where == "held out")):
+        texts = ["a", None, "b"] if hole else ["a", "b"]
+        pyarrow.parquet.write_table(pyarrow.table({"text": texts}), tmp_path / f"{split}.parquet")
+    name = f"{tmp_path / 'train.parquet'}" if where == "parquet" else f"hf:{tmp_path}"
+    place = {"parquet": "train.parquet row 2", "hub": "row 2", "held out": "held-out row 2"}[where]
+    with pytest.raises(DataError) as caught:
+        prepare(name)
+    assert str(caught.value) == (
+        f"--dataset={name}: {place} has null in the column 'text', not text; fill it, or remove the row"
+    )
+
+
+@pytest.mark.parametrize("before", ["\ufeff", "\n \n", "\ufeff\r\n", ""])
+@pytest.mark.parametrize("array", [True, False])
+def test_a_byte_order_mark_and_empty_lines_are_no_part_of_the_rows(before, array, tmp_path):
+    rows = [{"text": f"Document {i}\u2028\x85 " * 9} for i in range(30)]
+    lines = [json.dumps(row, ensure_ascii=False) for row in rows]
+    (tmp_path / "a.jsonl").write_text("\n".join(lines), encoding="utf-8")
+    content = f" [{','.join(lines)}]" if array else "\n\n".join(lines)
+    (tmp_path / "b.jsonl").write_text(before + content, encoding="utf-8", newline="")
+    plain, other = (prepare(str(tmp_path / name)) for name in ("a.jsonl", "b.jsonl"))
+    assert plain.fingerprint == other.fingerprint
+    text_ = bytes(plain.train.tokens[plain.train.tokens < 256].astype(np.uint8)).decode()
+    assert text_.startswith("Document 0\u2028\x85 Document 0")
+    if not array:
+        chat = [{"prompt": "a", "completion": f"{i}"} for i in range(30)]
+        (tmp_path / "c.jsonl").write_text(before + "\n".join(map(json.dumps, chat)), newline="")
+        assert prepare(str(tmp_path / "c.jsonl")).train.targets is not None, "its columns are seen"
 
 
 @pytest.mark.parametrize("indent", [None, 1])

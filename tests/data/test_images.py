@@ -1,6 +1,8 @@
 """data/images.py: exact pixels, crops and flips that depend on (seed, epoch, picture), errors."""
 
 import json
+import os
+import pathlib
 
 import grain
 import numpy as np
@@ -122,6 +124,30 @@ def test_a_folder_with_a_subfolder_for_each_class(pets, in_memory, monkeypatch):
     assert [data.held_out[i]["label"] for i in range(3)] == [0, 1, 2]
     assert images.load(str(pets), image_size=4).facts == data.facts
     assert images.load(str(pets), image_size=2).facts != data.facts
+
+
+def test_hidden_files_and_folders_hold_no_pictures(pets, tmp_path):
+    want = images.load(str(pets), 4)
+    for name in ("cat/._1.png", "dog/.ipynb_checkpoints/1-checkpoint.png", ".git/a.png"):
+        (pets / name).parent.mkdir(exist_ok=True)
+        (pets / name).write_bytes(b"not a picture")
+    data = images.load(str(pets), 4)
+    assert data.facts == want.facts
+    assert len(data.train) + len(data.held_out) == 36
+    rows = [{"image": [[0, 1], [1, 0]], "label": i % 2} for i in range(20)]
+    for split in ("train", "test"):
+        (tmp_path / "rows" / ".git").mkdir(parents=True, exist_ok=True)
+        lines = "".join(json.dumps(row) + "\n" for row in rows)
+        (tmp_path / "rows" / f"{split}.jsonl").write_text(lines)
+    assert len(images.load(str(tmp_path / "rows"), 2).train) == 20
+
+
+def test_names_of_pictures_may_be_latin_1(pets):
+    for i in range(12):
+        picture(
+            pathlib.Path(os.fsdecode(os.fsencode(pets) + f"/owl/caf\xe9 {i}.png".encode("latin1")))
+        )
+    assert len(images.load(str(pets), 4, channels=1).train) == 3 * 11 + 11
 
 
 def test_a_folder_with_train_and_test(pets, tmp_path):

@@ -173,6 +173,59 @@ def test_the_loss_of_packed_rows_is_that_of_the_documents_one_by_one(packed):
     assert abs(nats / count - together[0] / count) < 1e-5
 
 
+# ---- what does not fit ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("length", "lost", "bytes_"),
+    [  # START a b c … j are ten positions with the targets c … j; START x y are two, with x y
+        (10, packing.Lost(0, 0, 10, 10), 10),
+        (9, packing.Lost(1, 1, 10, 10), 9),
+        (4, packing.Lost(1, 6, 10, 10), 4),
+        (3, packing.Lost(1, 7, 10, 10), 3),
+        (2, packing.Lost(1, 8, 10, 10), 2),
+    ],
+)
+def test_what_a_run_says_it_lost(length, lost, bytes_, tmp_path):
+    """Counts by hand, at and around the length of the longest row."""
+    rows = [("ab", "cdefghij"), ("", "xy")]
+    lines = [json.dumps({"prompt": one, "completion": other}) for one, other in rows]
+    (tmp_path / "a.jsonl").write_text("\n".join(lines))
+    data = text.load(
+        str(tmp_path / "a.jsonl"), seq_len=length, eval_dataset=str(tmp_path / "a.jsonl")
+    )
+    assert data.train.lost == lost
+    assert (
+        data.held_out_bytes
+        == bytes_
+        == sum(int((data.held_out[i]["targets"] >= 0).sum()) for i in range(len(data.held_out)))
+    )
+
+
+@pytest.mark.parametrize("start", [True, False])
+def test_bytes_of_answers_that_are_cut_or_dropped(start, tmp_path):
+    """A cut may fall before an answer, within it or behind it; the space that begins it counts."""
+    tokens, size = small(start), 0
+    rows = [("the License " * i + "shall", " mean any Work" * 3) for i in range(20)]
+    lines = [json.dumps({"prompt": one, "completion": other}) for one, other in rows]
+    (tmp_path / "a.jsonl").write_text("\n".join(lines))
+    name = str(tmp_path / "a.jsonl")
+    length = 5 + len(tokens.encode([rows[0][0] + rows[0][1]])[0])
+    kinds = set()
+    for prompt, answer in rows:
+        (ids,) = tokens.encode([prompt + answer])
+        shown = tokens.decode(ids[: length + 1 - len(tokens.start)])
+        kept = max(len(shown) - len(prompt), 0)
+        kinds.add("none" if not kept else "some" if kept < len(answer) else "all")
+        size += kept
+    assert kinds == {"none", "some", "all"}
+    data = text.load(name, seq_len=length, tokenizer=tokens, eval_dataset=name)
+    assert data.held_out_bytes == size
+    whole = text.load(name, seq_len=data.train.lost.longest, tokenizer=tokens, eval_dataset=name)
+    assert whole.held_out_bytes == sum(len(answer) for _, answer in rows)
+    assert whole.train.lost[:2] == (0, 0)
+
+
 # ---- batches -------------------------------------------------------------------------------------
 
 
@@ -252,6 +305,14 @@ def test_windows_of_tokens_know_the_documents_and_one_document_needs_no_segments
         np.testing.assert_array_equal(row["targets"], split.tokens[at + 1])
         of = np.searchsorted(split.starts, at, side="right")
         assert (np.diff(row["segment_ids"]) == np.diff(of)).all()
+    lines = [json.dumps({"text": letter * 700}) for letter in "ab"]
+    (tmp_path / "two.jsonl").write_text("\n".join(lines))
+    two = text.load(
+        str(tmp_path / "two.jsonl"), seq_len=64, eval_dataset=str(tmp_path / "two.jsonl")
+    )
+    border = two.train[700 // 64]  # START, 700 times a, START, 700 times b
+    assert border["segment_ids"].tolist() == [0] * 61 + [1] * 3
+    assert border["tokens"].tolist() == [ord("a")] * 61 + [256] + [ord("b")] * 2
     (tmp_path / "one.txt").write_text("a book " * 2000)
     book = text.load(str(tmp_path / "one.txt"), seq_len=64)
     assert set(book.filler) == set(book.train[0]) == {"tokens", "targets"}

@@ -28,6 +28,7 @@ def every_file() -> dict[str, bytes]:
     more = {
         "chat_template.jinja": template,
         "special_tokens_map.json": b'{"pad_token": "<|im_end|>"}',
+        "added_tokens.json": b'{"<|im_end|>": 2}',
     }
     return small_tokenizers.byte_level() | more
 

@@ -3,6 +3,7 @@
 import concurrent.futures
 import http.server
 import json
+import pathlib
 import pickle
 import re
 import threading
@@ -13,7 +14,7 @@ import tokenizers
 from huggingface_hub import constants
 from tokenizers import models
 
-from data import DataError, hub, tokenizer
+from data import DataError, corpus, hub, sources, tokenizer
 from tests.conftest import ROOT
 from tests.support import small_tokenizers
 
@@ -99,6 +100,14 @@ def test_one_without_an_unknown_token_is_one_line(model, known):
         tokenizer.from_files({k: v.encode() for k, v in files.items()}, "x").encode(["b"])
 
 
+@pytest.mark.parametrize("block", [1, 2, 3, 7, 2**20])
+def test_bytes_of_text_are_the_same_in_blocks(tokens, block, monkeypatch):
+    """A block that begins with a space, or in the middle of a character, loses nothing."""
+    monkeypatch.setattr(tokenizer, "BLOCK", block)
+    for text in TEXTS:
+        assert tokens.text_bytes(tokens.encode([text])[0]) == len(text.encode()), text
+
+
 # ---- which token ends a text ---------------------------------------------------------------------
 
 NO_EOS = {"eos_token": ...}
@@ -135,6 +144,126 @@ def test_special_tokens_map_is_read_where_the_config_says_nothing():
     files = changed(files, "tokenizer_config.json", eos_token=...)
     files = changed(files, "special_tokens_map.json", eos_token="<|endoftext|>")
     assert tokenizer.from_files(files).end == (0,)
+
+
+@pytest.mark.parametrize(
+    ("config", "special", "bos", "eos"),
+    [
+        ({"bos_token": None}, {"bos_token": "<|endoftext|>"}, "<|endoftext|>", "<|im_end|>"),
+        ({}, {"eos_token": {"content": "<|endoftext|>"}}, "<|im_start|>", "<|endoftext|>"),
+        ({}, {"eos_token": None}, "<|im_start|>", "<|im_end|>"),
+        ({"added_tokens_decoder": {}}, {"eos_token": "<|endoftext|>"}, "<|im_start|>", "<|im_end|>"),
+        ({"added_tokens_decoder": {}, "bos_token": None}, {"bos_token": "<|endoftext|>"}, None, "<|im_end|>"),
+    ],
+)  # fmt: skip
+def test_special_tokens_map_wins_in_old_folders(config, special, bos, eos):
+    """All of these are what transformers 5.24 does."""
+    files = changed(small_tokenizers.byte_level(), "generation_config.json", eos_token_id=...)
+    template = "{{ bos_token }}{{ messages[0].content }}{{ eos_token }}"
+    files = changed(files, "tokenizer_config.json", chat_template=template, **config)
+    files = changed(files, "special_tokens_map.json", **special)
+    found = tokenizer.from_files(files)
+    assert found.render([{"role": "user", "content": "a"}]) == f"{bos or ''}a{eos}"
+    assert found.end == (found._library.token_to_id(eos),)
+
+
+# ---- tokens that tokenizer.json does not have, or does not mark ----------------------------------
+
+TURN = "{% for m in messages %}{{ '<|turn|>' + m.content }}{% endfor %}"
+SPECIAL = {"content": "<|turn|>", "special": True, "normalized": False}
+WORD = {"content": "<tool>", "special": False, "normalized": True}
+
+
+def with_added(config: dict, **files) -> dict[str, bytes]:
+    """A tokenizer of 512 tokens whose template writes <|turn|>."""
+    found = changed(
+        small_tokenizers.byte_level(), "tokenizer_config.json", chat_template=TURN, **config
+    )
+    return found | {f"{name}.json": json.dumps(content).encode() for name, content in files.items()}
+
+
+@pytest.mark.parametrize(
+    ("files", "is_special"),
+    [
+        (with_added({"added_tokens_decoder": {"512": SPECIAL, "513": WORD}}), True),
+        (with_added({"added_tokens_decoder": {"513": WORD, "512": SPECIAL}}), True),
+        (with_added({"additional_special_tokens": ["<|turn|>"]}, added_tokens={"<tool>": 513, "<|turn|>": 512}), True),
+        (with_added({}, added_tokens={"<|turn|>": 512, "<tool>": 513}), False),
+        (with_added({}, added_tokens={"<|turn|>": 512, "<tool>": 513}, special_tokens_map={"additional_special_tokens": [{"content": "<|turn|>"}]}), True),
+    ],
+    ids=["decoder", "any order", "config", "file", "map"],
+)  # fmt: skip
+def test_a_token_that_only_other_files_have_is_one_id(files, is_special, tmp_path):
+    """The ids are those of transformers 5.24."""
+    found = tokenizer.from_files(files, "it")
+    assert found.size == 514
+    first, *rest = found.encode_rendered(found.render([{"role": "user", "content": "a <tool>"}]))
+    assert first == 512
+    assert rest == [*found.encode(["a "])[0], 513]
+    (tokens,) = found.encode(["<tool> <|turn|>"])
+    assert tokens[0] == 513, "a word of the vocabulary is one id in any text"
+    assert (512 not in tokens) == is_special, "and a control token stays text"
+    assert found.decode([512, 513]) == ("<tool>" if is_special else "<|turn|><tool>")
+    plain = tokenizer.from_files(small_tokenizers.byte_level())
+    assert found != plain
+    assert found.sha256 == plain.sha256, "that of tokenizer.json"
+    without = with_added({"additional_special_tokens": ["<|turn|>"]})
+    assert found.chat_key != tokenizer.from_files(without).chat_key, "chats have other tokens"
+    for name, content in files.items():
+        (tmp_path / name).write_bytes(content)
+    assert tokenizer.find(str(tmp_path)) == found
+    assert pickle.loads(pickle.dumps(found)) == found
+    (tmp_path / "a.txt").write_text("some <tool> or other\n" * 9)
+    source = sources.find(str(tmp_path / "a.txt"))
+    folders = {corpus.prepare(*source, one).folder for one in (found, plain)}
+    assert len(folders) == 2, "each has its own cache entry"
+
+
+def test_a_token_of_the_vocabulary_that_is_not_marked_is_one_id():
+    """Old files name their end of text only in tokenizer_config.json."""
+    files = small_tokenizers.byte_level()
+    content = json.loads(files["tokenizer.json"])
+    content["added_tokens"] = []
+    files = files | {"tokenizer.json": json.dumps(content).encode()}
+    found = tokenizer.from_files(files, "it")
+    assert found.size == 512
+    assert found.encode_rendered("<|im_start|>a<|im_end|>").tolist() == [
+        1,
+        *found.encode(["a"])[0],
+        2,
+    ]
+    assert found.decode([1, 2]) == ""
+    assert not {1, 2} & {*found.encode(["<|im_start|><|im_end|>"])[0].tolist()}
+    padded = changed(files, "tokenizer_config.json", pad_token="the")
+    assert tokenizer.from_files(padded).decode(found.encode(["the"])[0]) == "the", "still a word"
+
+
+def test_added_tokens_that_nothing_needs_take_no_id():
+    """A model may have no rows for control tokens at the end, nor for ids that nobody can have."""
+    decoder = {"512": SPECIAL, "513": {"content": "<pad>", "special": True}}
+    files = with_added({"added_tokens_decoder": decoder, "pad_token": "<pad>"})
+    assert tokenizer.from_files(files).size == 513
+    files = with_added({"added_tokens_decoder": {"512": SPECIAL, "7": WORD, "900": WORD}})
+    assert tokenizer.from_files(files).size == 513
+    assert tokenizer.from_files(with_added({"additional_special_tokens": ["<|turn|>"]})).size == 512
+
+
+@pytest.mark.promise("user-errors")
+@pytest.mark.parametrize(
+    ("files", "said"),
+    [
+        (with_added({"added_tokens_decoder": {"600": SPECIAL}}), "the files of the tokenizer it give '<|turn|>' the id 600, but after the tokens of tokenizer.json it has 512; fetch files that belong together"),
+        (with_added({}, added_tokens={"<|turn|>": 7}), "give '<|turn|>' the id 7, but after the tokens of tokenizer.json it has 512"),
+        (with_added({"added_tokens_decoder": {"x": SPECIAL}}), "the added tokens of the tokenizer it are not in the form of `transformers`; fetch"),
+        (with_added({"added_tokens_decoder": {"512": "<|turn|>"}}), "the added tokens of the tokenizer it are not in the form"),
+        (with_added({}, added_tokens=["<|turn|>"]), "added_tokens.json of the tokenizer it is not a JSON object"),
+    ],
+)  # fmt: skip
+def test_added_tokens_that_do_not_fit_are_one_line(files, said):
+    with pytest.raises(DataError) as caught:
+        tokenizer.from_files(files, "it")
+    assert said in str(caught.value)
+    assert "\n" not in str(caught.value)
 
 
 # ---- streamed ------------------------------------------------------------------------------------
@@ -260,6 +389,7 @@ def here(tmp_path):
     [
         ("{here}/no", "--tokenizer={here}/no does not exist; use bytes, a tokenizer.json, a folder that has one, or ORG/NAME on the Hub"),
         ("", "--tokenizer= does not exist"),
+        ("train", "--tokenizer=train: runs train no tokenizer; five lines with the library tokenizers do (recipes/docs/tokenizers.md), then use --tokenizer=FOLDER"),
         ("x" * 5000, "can't be read (File name too long); use another"),
         ("{here}/empty", "--tokenizer={here}/empty has no tokenizer.json; use a folder that has one, or bytes"),
         ("{here}/pieces", "{here}/pieces has its tokenizer only in tokenizer.model, which the zoo does not read; add its tokenizer.json"),
@@ -274,6 +404,23 @@ def test_a_name_that_leads_nowhere_is_one_line(name, said, here):
         tokenizer.find(name.replace("{here}", str(here)))
     assert said.replace("{here}", str(here)) in str(caught.value)
     assert "\n" not in str(caught.value)
+
+
+def test_a_tokenizer_is_trained_in_five_lines_as_shown(tmp_path, monkeypatch):
+    page = (ROOT / tokenizer.GUIDE).read_text()
+    code = page.split("<!-- python: train a tokenizer -->\n```python\n", 1)[1].split("```", 1)[0]
+    assert len([line for line in code.splitlines() if line and "import" not in line]) == 5
+    monkeypatch.chdir(tmp_path)
+    text = " ".join(small_tokenizers.words()) + "\n"
+    pathlib.Path("notes.txt").write_text(text)
+    exec(code, {})
+    found = tokenizer.find("mine")
+    (ids,) = found.encode([text])
+    assert found.decode(ids) == text
+    assert len(ids) < len(text) / 3, "it has learned words"
+    assert (found.start, found.end) == ((), (0,))
+    assert found.encode_rendered("<|endoftext|>").tolist() == [0]
+    assert 0 not in found.encode(["<|endoftext|>"])[0]
 
 
 def test_bytes_have_no_chat_template():

@@ -314,6 +314,46 @@ def test_prompts_of_a_file_are_answered_whatever_the_batch(inside, quick, talker
     assert shown == found[0], "to the terminal, too"
 
 
+def test_no_row_of_answers_is_lost(inside, quick, talker, tmp_path, monkeypatch):
+    """A lone surrogate can't be written as UTF-8; U+2028 and U+0085 end no row; a BOM is no text."""
+    prompts = ["one", "two \ud83d", "a\u2028b\x85c", "vier: ü"]
+    quoted = [json.dumps({"prompt": one}, ensure_ascii="\ud83d" in one) for one in prompts]
+    asked, out = tmp_path / "asked.jsonl", tmp_path / "out.jsonl"
+    asked.write_text("\ufeff" + "\r\n".join(quoted), encoding="utf-8", newline="")
+    flags = (talker, f"--prompts={asked}", "--max_new_tokens=3", "--mesh=1x1", "--batch_size=1")
+    done = inside("recipes.generate", *flags, f"--out={out}")
+    assert (done.code, done.err) == (0, "")
+    rows = [json.loads(line) for line in out.read_text(encoding="utf-8").split("\n") if line]
+    assert [row["prompt"] for row in rows] == prompts
+    done = inside("recipes.generate", *flags)
+    assert (done.code, done.err) == (0, "")
+    shown = [json.loads(line) for line in done.out.split("\n") if line.startswith("{")]
+    assert shown == rows
+
+
+def test_a_line_of_answers_is_ascii_where_the_encoding_lacks_a_character():
+    from recipes.generate import as_line
+
+    row = {"prompt": "ü 漢", "answer": "a\u2028"}
+    assert as_line(row, "utf-8") == '{"prompt": "ü 漢", "answer": "a\u2028"}'
+    for encoding in ("latin-1", "ascii"):
+        assert json.loads(as_line(row, encoding)) == row
+        assert as_line(row, encoding).isascii()
+    assert as_line({"prompt": "\ud83d ü"}, "utf-8") == '{"prompt": "\\ud83d \\u00fc"}'
+
+
+def test_tools_of_a_row_are_shown_to_the_model():
+    from recipes.generate import question
+
+    template = "{% for tool in tools or [] %}{{ tool.name }}{% endfor %}{{ messages[0].content }}"
+    files = small_tokenizers.with_template(small_tokenizers.byte_level(), template)
+    tokens = tokenizer.from_files(files, "it")
+    messages = [{"role": "user", "content": "Hi"}]
+    for row in ({"messages": messages}, {"prompt": "Hi"}):
+        asked = question(row | {"tools": [{"name": "weather "}]}, True, tokens)
+        assert tokens.decode(asked.tokens) == "weather Hi"
+
+
 PAIRS = [("The capital is", " Paris 🦊"), ("def f():\n", "    return x"), ("🦊", " a"), ("", "a b")]
 
 
@@ -429,6 +469,12 @@ MISTAKES = [
     ([PUBLISHED, "--prompts={file}", '{"messages": [{"role": "user"}]}'], "line 1 of {file}: the content of message 1 is missing, not a string; write it as text"),
     ([PUBLISHED, "--prompts={file}", '{"messages": [{"role": "me", "content": "a"}]}'], 'line 1 of {file}: message 1 has the role "me"; use one of system'),
     ([PUBLISHED, "--prompts={file}", '{"messages": []}'], "line 1 of {file} is not a prompt; write"),
+    ([PUBLISHED, "--prompts={file}", '{"prompt": "a"}\n{"prompt": "b", "messages": null}'], "line 2 of {file} has a prompt, and messages that are null; leave these out"),
+    ([PUBLISHED, "--prompts={file}", '\n{"messages": null}'], "line 2 of {file} is not a prompt; write"),
+    ([PUBLISHED, "--prompts={file}", '{"messages": 3}'], "line 1 of {file}: 'messages' is a number, not a list of messages; write"),
+    ([PUBLISHED, "--prompts={file}", '{"prompt": "a"}\n{"messages": [{"role": "user", "content": "a"}]}'], "line 2 of {file}: the tokenizer bytes has no chat template"),
+    ([PUBLISHED, "--prompts={file}", '{"messages": [{"role": "user", "content": "a"}], "tools": 3}'], "line 1 of {file}: 'tools' is a number, not a list of objects; write"),
+    ([PUBLISHED, "--prompts={file}", f'{{"prompt": "a"}}\n{{"prompt": "{LONG_PROMPT}"}}'], "line 2 of {file}: a prompt has 301 tokens, but the model's context is 256"),
     ([PUBLISHED, "--prompts={file}", "--out={file}", '{"prompt": "a"}'], "--out={file} already exists; use a new name"),
     ([PUBLISHED, "--top_p=2"], "--top_p=2 must be ≤ 1.0"),
 ]  # fmt: skip

@@ -6,6 +6,7 @@ if __name__ == "__main__":
     start(main, Run(steps=600, ...), Flags())
 """
 
+import io
 import logging
 import os
 import sys
@@ -33,6 +34,8 @@ def start(main, *groups, defaults: Callable | None = None) -> None:
     second SIGINT.
     """
     preemption.watch()
+    if isinstance(sys.stdout, io.TextIOWrapper):  # file names, for example, may not be UTF-8
+        sys.stdout.reconfigure(errors="backslashreplace")
     try:
         parsed = flags.parse(sys.argv[1:], *groups)
         if parsed and defaults:
