@@ -2,6 +2,7 @@
 
 from typing import Any
 
+from recipes.common.analysis import tpu_slice
 from recipes.common.analysis.estimate import Estimate, estimate
 from recipes.common.analysis.hardware import HARDWARE, Devices
 from recipes.common.analysis.report import size
@@ -83,6 +84,8 @@ def notes(plan: Plan) -> list[str]:
             f"{plan.tied} take at most {TIE - 1:.0%} longer than the fastest. Of these the simplest is "
             "first: fewest mesh axes, then the order of RULES."
         )
+    if slice_note := tpu_slice.note(devices):
+        lines.append(slice_note)
     return lines
 
 
@@ -195,6 +198,7 @@ def as_json(plan: Plan, entry: str, size_name: str, most: int) -> dict[str, Any]
         "batch_size": plan.job.rows,
         "seq_len": plan.job.seq_len,
         "usable_bytes": usable(plan.devices),
+        "slice": found._asdict() if (found := tpu_slice.find(plan.devices)) else None,
         "left_out": {RULES_OUT[k]: n for k, n in plan.left_out.items() if n},
         "candidates": ranked,
         "why": why_first(plan) if best else None,
