@@ -1,4 +1,4 @@
-"""What `pip install -e .` exposes: recipes run, and own programs import the zoo, in any folder."""
+"""`pip install -e .`: recipes run and programs of one's own import the zoo, in any folder."""
 
 import pathlib
 import subprocess
@@ -22,7 +22,7 @@ BUILD = (
 
 @pytest.fixture(scope="module")
 def clone(tmp_path_factory):
-    """What pip builds from, without what an earlier build may have left here."""
+    """The files that pip builds from, without those that an earlier build may have left."""
     if int(setuptools.__version__.split(".")[0]) < 77:
         pytest.skip("pyproject.toml requires setuptools 77")
     folder = tmp_path_factory.mktemp("clone")

@@ -534,7 +534,7 @@ echo "scontrol $*" >> said
 """
 
 
-@pytest.mark.parametrize("name", ["slurm_gpu.sbatch", "slurm_cpu.sbatch"])
+@pytest.mark.parametrize("script", ["slurm_gpu.sbatch", "slurm_cpu.sbatch"])
 @pytest.mark.parametrize(
     ("code", "after", "exit_code", "said"),
     [
@@ -546,18 +546,16 @@ echo "scontrol $*" >> said
     ids=["time is up", "fails while it saves", "is done", "fails"],
 )
 def test_a_slurm_job_goes_back_to_the_queue_when_its_time_is_up(
-    code, after, exit_code, said, name, clone
+    code, after, exit_code, said, script, clone
 ):
     for name, text in (("srun", WAITING_SRUN), ("scontrol", SCONTROL)):
         (clone / ".venv" / "bin" / name).write_text(text)
         (clone / ".venv" / "bin" / name).chmod(0o755)
     env = os.environ | {"SLURM_JOB_ID": "7", "CODE": code, "AFTER": after}
     env["PATH"] = f"{clone}/.venv/bin:{os.environ['PATH']}"
-    script = LAUNCH / name
-    assert "#SBATCH --signal=B:USR1@" in script.read_text(), (
-        "B: to the script, not to its processes"
-    )
-    process = subprocess.Popen(["bash", script], cwd=clone, env=env)
+    text = (LAUNCH / script).read_text()
+    assert "#SBATCH --signal=B:USR1@" in text, "B: to the script, not to its processes"
+    process = subprocess.Popen(["bash", LAUNCH / script], cwd=clone, env=env)
     path = clone / "said"
     deadline = time.monotonic() + 30
     while not code and not path.exists() and time.monotonic() < deadline:

@@ -1,4 +1,4 @@
-"""What a launcher asks Google Cloud for: the topology, hosts and names of a slice of TPUs."""
+"""Describes a slice of TPUs for launchers: its topology, hosts and names on Google Cloud."""
 
 import math
 from typing import NamedTuple
