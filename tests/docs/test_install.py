@@ -82,6 +82,14 @@ def test_a_recipe_runs_beside_folders_and_packages_of_the_same_names(python, fil
     assert "python -m recipes.transformer --size=tiny" in done.stdout
 
 
+@pytest.mark.full
+def test_a_run_writes_its_folder_where_it_is_started(python, tmp_path):
+    command = ["-m", "recipes.dot_relu_dot", "--mesh=2x4", "--steps=2"]
+    done = call(python, tmp_path, {}, *command)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert (tmp_path / "runs" / "dot_relu_dot" / "checkpoints" / "2").is_dir()
+
+
 def test_a_program_of_ones_own_imports_the_zoo_and_keeps_its_modules(python, tmp_path):
     program = """
         import data.loader, recipes.soup  # folders without an __init__.py
