@@ -1,4 +1,4 @@
-"""recipes.common.report.describe: the recipes' report for modules that are not from the zoo."""
+"""describe: the recipes' report for modules that are not from the zoo."""
 
 import math
 
@@ -10,8 +10,8 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from recipes.common.analysis import report
+from recipes.common.analysis.describe import describe
 from recipes.common.mesh import make_mesh
-from recipes.common.report import describe
 from recipes.common.runtime import UserError
 from recipes.common.sharding import make_layout
 from recipes.common.train.optimizer import LearningRate, adamw
