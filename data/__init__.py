@@ -2,6 +2,10 @@
 
 import os
 import pathlib
+import pkgutil
+
+# A folder `data` of one's own that is no package keeps its modules, though this one is installed.
+__path__ = pkgutil.extend_path(__path__, __name__)
 
 
 class UserError(ValueError):

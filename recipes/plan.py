@@ -81,7 +81,7 @@ def main(flags: Flags) -> None:
         raise UserError(no_mesh(plan, flags))
     change = None if plan.best else cheapest_change(plan)
     say = (lambda *_: None) if flags.json else print0
-    say(*answer.table(plan.ranked[: flags.top]), "", *answer.notes(plan), "")
+    say(*answer.table(answer.distinct(plan.ranked)[: flags.top]), "", *answer.notes(plan), "")
     if plan.best:
         say(answer.why_first(plan), "", *answer.why_others_lose(plan), "")
         say(answer.command(flags.entry, flags.size, plan.best))

@@ -1,6 +1,7 @@
 """recipes.plan and --plan: every mesh that works, figures near the compiler's, answers in sentences."""
 
 import dataclasses
+import html
 import html.parser
 import itertools
 import json
@@ -22,7 +23,7 @@ from recipes.common.analysis.hardware import HARDWARE, parse_devices
 from recipes.common.analysis.search import Job, Plan, meshes, search
 from recipes.common.analysis.textbook import Transfer
 from recipes.common.runtime import UserError, describe, make_mesh
-from recipes.common.sharding import make_layout
+from recipes.common.sharding import make_layout, paths
 from recipes.common.sharding.compiler_options import COMPILER_OPTIONS
 from tests.by_hand import plan_cases
 from tests.conftest import ROOT
@@ -304,6 +305,142 @@ def test_the_page_has_bars_a_grid_and_both_color_schemes(inside, tmp_path):
     for _, attrs in tags.seen:
         if "width:" in attrs.get("style", ""):
             assert 0 <= float(attrs["style"].removeprefix("width:").rstrip("%")) <= 100
+
+
+def page_of(found: Plan, top: int = 8) -> str:
+    return plan_page.page(found, found.ranked[:top], "transformer", "tiny")
+
+
+def rows_of(page: str) -> list[dict[str, str]]:
+    """The page's table: a dict of column → cell for each row."""
+    table = re.search("<table>(.*?)</table>", page, re.DOTALL)[1]
+    rows = [re.findall(r"<t[hd]>(.*?)</t[hd]>", line) for line in table.splitlines()]
+    return [dict(zip(rows[0], row, strict=True)) for row in rows[1:]]
+
+
+def test_a_unit_never_breaks_from_its_number():
+    body = page_of(small_plan("v5e:4x2")).split("</style>")[1]
+    assert re.findall("\\d\u00a0(?:[kMG]?B|m?s|µs)", body)
+    assert not re.findall(r"\d (?:[kMGT]?B|m?s|µs|ns)\b", body)
+
+
+def test_columns_that_are_empty_in_all_rows_are_left_out():
+    always = ["mesh", "rules", "remat", "accumulate", "memory", "inside", "bound by"]
+    always += ["step\u00a0≥", "per second\u00a0≤", "MFU\u00a0≤"]  # times are lower bounds
+    one, two = (page_of(small_plan(kind)) for kind in ("v5e:8", "v5e:4x2"))
+    assert [*rows_of(one)[0]] == always
+    assert [*rows_of(two)[0]] == [*always[:6], "between", *always[6:]]
+    assert "between slices</p>" not in one
+    assert "between slices</p>" in two
+
+
+def test_a_replica_axis_of_one_makes_no_row_of_its_own(inside):
+    """With hsdp_tp, 1x4x2 is fsdp_tp on 4x2: one is shown, and the rows are filled up."""
+    found = small_plan()
+    every = len(found.ranked)
+    strategies = [(row["rules"], row["mesh"]) for row in rows_of(page_of(found, every))]
+    assert ("fsdp_tp", "4x2") in strategies
+    assert ("hsdp_tp", "1x4x2") not in strategies
+    assert ("hsdp_tp", "2x2x2") in strategies
+    assert len(rows_of(page_of(found, 8))) == 8
+    hidden = {(x.layout.strategy, x.layout.mesh.shape["data"]) for x in found.ranked}
+    hidden -= {
+        (x.layout.strategy, x.layout.mesh.shape["data"]) for x in answer.distinct(found.ranked)
+    }
+    assert {("hsdp_tp", 1), ("hsdp_tp_sp", 1)} <= hidden
+    assert all(size == 1 for _, size in hidden)
+    done = inside("recipes.plan", "--size=tiny", "--batch_tokens=2K", "--top=40")
+    assert "| 1x4x2 | hsdp_tp |" not in done.out
+
+
+def test_the_page_is_in_the_order_of_times_and_explains_ties():
+    found = small_plan()
+    rows = rows_of(page_of(found, len(found.ranked)))
+    steps = [row["step\u00a0≥"] for row in rows]
+    seconds = [x.step for x in answer.distinct(found.ranked) if x.fits]
+    ties = [x for x in seconds if x <= searching.TIE * min(seconds)]
+    assert [step.startswith("≈") for step in steps] == [True] * len(ties) + [False] * (
+        len(steps) - len(ties)
+    )
+    assert steps[len(ties) :] == [
+        answer.duration(x).replace(" ", "\u00a0") for x in sorted(seconds)[len(ties) :]
+    ]
+    fastest = answer.duration(min(seconds)).replace(" ", "\u00a0")
+    assert f"within 3% of the fastest, {fastest}, less than the estimate's error" in html.unescape(
+        page_of(found, len(found.ranked))
+    )
+
+
+def test_times_say_how_far_published_runs_are_from_them():
+    """The least and most of the column in docs/plan.md."""
+    text = (ROOT / "recipes" / "docs" / "plan.md").read_text().split("| times the published |")[1]
+    ratios = {"tpu": [], "gpu": []}
+    for row in re.findall(r"^\|(.*\[(?:maxtext|torchtitan)\].*)\|$", text, re.MULTILINE):
+        ratios["gpu" if "H100" in row else "tpu"].append(float(row.split("|")[-1]))
+    assert {kind: (min(x), max(x)) for kind, x in ratios.items()} == answer.PUBLISHED
+    line = "Times are lower bounds: published runs on TPUs take 1.5 to 2.3 times as long"
+    assert line in page_of(small_plan("v5e:8"))
+    assert "The devices are simulated, so times are made up." in page_of(small_plan())
+
+
+def split_dims(array: jax.ShapeDtypeStruct) -> list[int]:
+    """The dims of which a device holds a part; two unsplit ones where there are fewer than two."""
+    part = array.sharding.shard_shape(array.shape)
+    split = [dim for dim in range(len(part)) if part[dim] < array.shape[dim]]
+    whole = [dim for dim in range(len(part)) if dim not in split]
+    return [*split, *whole[-1:]] if len(split) == 1 else split or whole[-2:]
+
+
+@pytest.mark.parametrize(
+    ("strategy", "axes", "colors"),
+    [
+        ("fsdp_tp", {"data": 4, "model": 2}, (8, 4)),
+        ("dp", {"data": 8}, (1, 8)),
+        ("fsdp_pp_tp", {"data": 2, "pipe": 2, "model": 2}, (8, 2)),
+    ],
+    ids=["fsdp_tp", "dp", "fsdp_pp_tp"],
+)
+def test_the_picture_colors_what_a_device_holds(strategy, axes, colors):
+    """The colored part of each box is that of JAX's own index map; equal parts have equal colors."""
+    devices = parse_devices("cpu:8")
+    config = dataclasses.replace(Config.tiny(), vocab_size=32)  # layers/mlp has the largest weight
+    layout = make_layout(
+        Transformer,
+        config,
+        abstract_mesh(axes, devices),
+        strategy,
+        batch_size=16,
+        seq_len=64,
+    )
+    cells = re.findall(r"<svg.*?</svg>", plan_page._grid(estimate(layout, devices)))
+    assert len(cells) == 8
+    real = make_layout(
+        Transformer, config, make_mesh(describe(axes)), strategy, batch_size=16, seq_len=64
+    )
+    weights = paths(real.variables()["params"])
+    weight = max(weights.values(), key=lambda x: x.size)
+    batch = jax.ShapeDtypeStruct((16, 64), np.int32, sharding=real.sharding(*real.batch_axes))
+    drawn = []
+    for cell, device in zip(cells, real.mesh.devices.flat, strict=True):
+        boxes = [
+            dict(re.findall(r'([\w-]+)="([^"]*)"', box)) for box in re.findall("<rect.*?/>", cell)
+        ]
+        pairs = [*zip(boxes[::2], boxes[1::2], strict=True)]
+        third = len(split_dims(weight)) > 2
+        assert len(pairs) == 2 + third, "a bar for the layers of a stage"
+        for array, (whole, part) in ((weight, pairs[-2]), (batch, pairs[-1])):
+            index = array.sharding.devices_indices_map(array.shape)[device]
+            *_, down, across = split_dims(array)  # no case splits the last dim alone
+            for dim, place, extent in ((down, "y", "height"), (across, "x", "width")):
+                start, stop, _ = index[dim].indices(array.shape[dim])
+                begin = (float(part[place]) - float(whole[place])) / float(whole[extent])
+                share = float(part[extent]) / float(whole[extent])
+                size = array.shape[dim]
+                assert (begin, share) == pytest.approx(
+                    (start / size, (stop - start) / size), abs=0.01
+                )
+        drawn.append((pairs[0][1]["fill"], pairs[-1][1]["fill"]))
+    assert tuple(len({*fills}) for fills in zip(*drawn, strict=True)) == colors
 
 
 @pytest.mark.full

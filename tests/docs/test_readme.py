@@ -9,6 +9,7 @@ import runpy
 import shlex
 import subprocess
 import sys
+import textwrap
 
 import jax
 import pytest
@@ -317,6 +318,32 @@ assert not {"zoo", "recipes", "data"} & set(sys.modules)
     assert specs == "[\"P(None, 'data', 'model')\", \"P(None, 'model', 'data')\"]"
 
 
+@pytest.mark.full
+@pytest.mark.promise("copy")
+def test_a_copy_is_described_as_shown(tmp_path):
+    code = block("python: copy").replace("range(20)", "range(1)")
+    code += textwrap.indent(block("python: describe"), "    ")
+    (command,) = re.findall(r"^mkdir mine .+$", READMES[FRONT], re.M)
+    (tmp_path / "zoo").symlink_to(ROOT / "zoo")
+    subprocess.run(["bash", "-c", command], cwd=tmp_path, check=True)
+    (tmp_path / "zoo").unlink()
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True,
+        env=os.environ | {"PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu", "XLA_FLAGS": XLA_FLAGS},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    _, headline, *lines = done.stdout.splitlines()
+    layout = make_layout(
+        transformer.Transformer, transformer.Config.tiny(), make_mesh("4x2"), "fsdp_tp"
+    )
+    assert headline == report.headline(layout).replace("rules fsdp_tp", "rules (yours)")
+    shown = report.table(layout, abstract_state(layout, adamw(LearningRate(1e-3, 1, 10), 0.1, 1.0)))
+    assert lines[: len(shown.splitlines()) - 1] == shown.splitlines()[:-1]
+    assert lines[-2].startswith("Compiled step, per device: ")
+    assert "all-gather of" in lines[-1]
+    assert "all-reduce of" in lines[-1]
+
+
 def test_rules_of_your_own_work_as_shown(shown, tmp_path):
     assert shown("rules") == "P(None, 'data', 'model') None\n"
     _, given, *_ = shlex.split(block("rules: mine.json"))
@@ -363,19 +390,6 @@ def test_a_published_model_prints_what_is_shown(module, inside, monkeypatch):
     assert len(printed) == len(expected)
     for line, shown in zip(printed, expected, strict=True):
         assert line == shown or "tokens/s" in line or "GB/s" in line
-
-
-@pytest.mark.full
-def test_a_recipe_runs_in_another_folder(tmp_path):
-    (assignment,) = re.findall(r"^(PYTHONPATH=\S+) python -m", READMES[RECIPES], re.M)
-    path = assignment.removeprefix("PYTHONPATH=").replace("/path/to/clone", str(ROOT))
-    command = ["-m", "recipes.dot_relu_dot", "--mesh=2x4", "--steps=2"]
-    done = subprocess.run(
-        [sys.executable, *command], cwd=tmp_path, capture_output=True, text=True,
-        env=os.environ | {"PYTHONPATH": path, "JAX_PLATFORMS": "cpu"},
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    assert (tmp_path / "runs" / "dot_relu_dot" / "checkpoints" / "2").is_dir()
 
 
 # ---- references ----------------------------------------------------------------------------------

@@ -2,19 +2,24 @@
 
 import http.server
 import json
+import math
 import os
 import pathlib
 import random
 import re
 import shutil
+import signal
 import socket
 import subprocess
 import sys
 import threading
+import time
 
 import pytest
 import yaml
 
+from recipes.common.analysis import tpu_slice
+from recipes.common.analysis.hardware import parse_devices
 from recipes.common.runtime import cluster
 from recipes.common.runtime.errors import UserError
 from recipes.common.runtime.mesh import parse
@@ -26,7 +31,7 @@ pytestmark = pytest.mark.promise("launchers")
 
 LAUNCH = ROOT / "recipes" / "launch"
 SCRIPTS = sorted(path.name for path in LAUNCH.iterdir() if path.suffix in (".sh", ".sbatch"))
-JOBSETS = sorted(path.name for path in LAUNCH.glob("*.yaml"))
+JOBSETS = sorted(path.name for path in LAUNCH.glob("jobset_*.yaml"))
 
 
 def free_port() -> int:
@@ -102,16 +107,64 @@ def test_a_jobset_has_fields_that_there_are(name):
     assert spec["backoffLimit"] == 0, "JobSet restarts all, not Kubernetes one"
     assert spec["template"]["spec"]["restartPolicy"] == "Never"
     # The mesh has all the chips that are asked for, and `data` one part for each slice or node.
-    (each,) = container["resources"]["limits"].values()
+    limits = container["resources"]["limits"]
+    each = limits["google.com/tpu" if "tpu" in name else "nvidia.com/gpu"]
     (mesh,) = (parse(flag[7:]) for flag in container["args"] if flag.startswith("--mesh="))
-    sizes = list(mesh.values())
-    assert sizes[0] * sizes[1] * sizes[2] == job["replicas"] * spec["parallelism"] * each
-    assert sizes[0] == (job["replicas"] if "tpu" in name else spec["parallelism"])
+    assert math.prod(mesh.values()) == job["replicas"] * spec["parallelism"] * each
+    groups = job["replicas"] if "tpu" in name else spec["parallelism"]
+    assert groups == 1 or mesh["data"] == groups
+
+
+def test_a_tpu_slice_is_the_one_that_the_planner_prints():
+    """`recipes.plan --devices=v5p:64` prints what the JobSet and xpk.sh ask for."""
+    planned = tpu_slice.find(parse_devices("v5p:64"))
+    job, container = pod("jobset_tpu.yaml")
+    spec = job["template"]["spec"]
+    selector = spec["template"]["spec"]["nodeSelector"]
+    assert planned
+    assert selector == {
+        "cloud.google.com/gke-tpu-accelerator": planned.accelerator,
+        "cloud.google.com/gke-tpu-topology": planned.topology,
+    }
+    assert spec["parallelism"] == planned.hosts
+    assert container["resources"]["limits"] == {"google.com/tpu": planned.chips}
+    assert f"TYPE=${{TYPE:-{planned.type}}}" in (LAUNCH / "xpk.sh").read_text()
+
+
+# What XPK 1.16 knows of the same slices (its UserFacingNameToSystemCharacteristics).
+XPK = {
+    "v4:8": ("tpu-v4-podslice", "2x2x2", 2, 4, "ct4p-hightpu-4t", "v4-16"),
+    "v5e:256x2": ("tpu-v5-lite-podslice", "16x16", 64, 4, "ct5lp-hightpu-4t", "v5litepod-256"),
+    "v5p:64": ("tpu-v5p-slice", "4x4x4", 16, 4, "ct5p-hightpu-4t", "v5p-128"),
+    "v5p:1024": ("tpu-v5p-slice", "8x8x16", 256, 4, "ct5p-hightpu-4t", "v5p-2048"),
+    "v6e:1": ("tpu-v6e-slice", "1x1", 1, 1, "ct6e-standard-1t", "v6e-1"),
+    "tpu7x:128": ("tpu7x", "4x4x4", 16, 4, "tpu7x-standard-4t", "tpu7x-128"),
+}
+
+
+@pytest.mark.parametrize(("devices", "slice"), XPK.items(), ids=XPK)
+def test_a_slice_has_the_topology_hosts_and_names_of_google_cloud(devices, slice):
+    assert tpu_slice.find(parse_devices(devices)) == slice
+
+
+@pytest.mark.parametrize("devices", ["h100:16", "cpu:8", "v5p:1"])
+def test_other_devices_are_no_slice(devices):
+    assert tpu_slice.find(parse_devices(devices)) is None
+    assert tpu_slice.note(parse_devices(devices)) == ""
+
+
+def test_the_planner_s_note_names_all_that_a_jobset_asks_for():
+    assert tpu_slice.note(parse_devices("v5p:64x2")) == (
+        "Each of the 2 slices is v5p-128 (4x4x4), 16 hosts of 4 chips (ct5p-hightpu-4t). On GKE: "
+        "gke-tpu-accelerator: tpu-v5p-slice, gke-tpu-topology: 4x4x4, parallelism: 16, "
+        "google.com/tpu: 4."
+    )
 
 
 @pytest.mark.parametrize(
     ("line", "other", "message"),
     [
+        ("add: [IPC_LOCK]", "add: IPC_LOCK", ".securityContext.capabilities.add is no array"),
         ("parallelism: 2", 'parallelism: "2"', ".parallelism is no integer"),
         ('value: "2"', "value: 2", ".env[1].value is no string"),
         ("nvidia.com/gpu: 8", "nvidia.com/gpu: eight", ".limits.nvidia.com/gpu is no quantity"),
@@ -135,6 +188,135 @@ def test_the_first_pod_of_the_jobset_is_the_coordinator():
     assert host == f"{name}-{job['name']}-0-0.{name}", "JobSet's name of its first pod"
     assert {"containerPort": int(port)} in container["ports"]
     assert env["JAX_NUM_PROCESSES"] == str(job["template"]["spec"]["parallelism"])
+
+
+# The directives that we use, in the grammar of `man sbatch`; sbatch ignores those after a command.
+DIRECTIVES = {
+    "job-name": r"\w+",
+    "nodes": r"[1-9]\d*(-[1-9]\d*)?",
+    "ntasks-per-node": r"[1-9]\d*",
+    "gpus-per-node": r"(\w+:)?[1-9]\d*",
+    "cpus-per-task": r"[1-9]\d*",
+    "exclusive": None,  # takes no value
+    "requeue": None,
+    "time": r"(\d+-)?\d+(:[0-5]\d){0,2}",
+    "signal": r"(R?B?:)?(TERM|USR1|USR2|INT|\d+)(@\d{1,5})?",
+    "output": r"[\w%.-]+",
+    "open-mode": r"append|truncate",
+}
+
+
+def directive_mistakes(text: str) -> list[str]:
+    mistaken = []
+    has_begun = False  # the script's first command
+    for line in text.splitlines()[1:]:
+        if not line.startswith("#SBATCH "):
+            has_begun |= not line.startswith("#") and bool(line)
+            continue
+        name, _, value = line.removeprefix("#SBATCH --").partition("=")
+        grammar = DIRECTIVES.get(name, "")
+        fits = re.fullmatch(grammar, value) if grammar else grammar is None and not value
+        mistaken += [line] * (has_begun or not fits)
+    return mistaken
+
+
+@pytest.mark.parametrize("name", [name for name in SCRIPTS if name.endswith(".sbatch")])
+def test_directives_are_in_sbatch_s_grammar(name):
+    text = (LAUNCH / name).read_text()
+    assert text.startswith("#!/bin/bash\n")
+    assert directive_mistakes(text) == []
+
+
+@pytest.mark.parametrize(
+    ("line", "other"),
+    [
+        ("#SBATCH --signal=B:USR1@300", "#SBATCH --signal=B:USR9@300"),
+        ("#SBATCH --time=24:00:00", "#SBATCH --time=24h"),
+        ("#SBATCH --nodes=4", "#SBATCH --node=4"),
+        ("#SBATCH --requeue", "#SBATCH --requeue=yes"),
+        ("#SBATCH --requeue", "true\n#SBATCH --requeue"),
+    ],
+)
+def test_a_directive_that_sbatch_would_refuse_or_ignore_is_seen(line, other):
+    text = (LAUNCH / "slurm_gpu.sbatch").read_text()
+    assert other.splitlines()[-1] in directive_mistakes(text.replace(line, other, 1))
+
+
+def test_the_gpus_of_slurm_s_nodes_are_those_of_the_mesh():
+    text = (LAUNCH / "slurm_gpu.sbatch").read_text()
+    nodes, tasks, gpus = (
+        int(re.search(rf"^#SBATCH --{name}=(\d+)$", text, re.MULTILINE)[1])
+        for name in ("nodes", "ntasks-per-node", "gpus-per-node")
+    )
+    mesh = parse(re.search(r"--mesh=(\S+)", text)[1])
+    assert tasks == gpus, "a process for each GPU"
+    assert (mesh["data"], math.prod(mesh.values())) == (nodes, nodes * gpus)
+
+
+def instructions(text: str) -> list[tuple[str, str]]:
+    """A Dockerfile's instructions and their arguments, continued lines joined."""
+    lines = [line for line in text.splitlines() if line and not line.startswith("#")]
+    joined = re.sub(r"\\\n\s*", "", "\n".join(lines))
+    return [tuple(line.split(" ", 1)) for line in joined.splitlines()]
+
+
+def test_the_image_has_what_the_jobsets_start():
+    steps = instructions((LAUNCH / "Dockerfile").read_text())
+    names = [name for name, _ in steps]
+    assert names[0] == "FROM"
+    assert set(names) == {"FROM", "RUN", "WORKDIR", "COPY", "ARG"}
+    (image,) = (argument for name, argument in steps if name == "FROM")
+    (version,) = re.findall(r"^python:3\.(\d+)-slim$", image)
+    assert 11 <= int(version) <= 13, "the Pythons that the tests run on"
+    (folder,) = (argument for name, argument in steps if name == "WORKDIR")
+    assert {pod(name)[1]["workingDir"] for name in JOBSETS} == {folder}
+    sources = [argument.split()[:-1] for name, argument in steps if name == "COPY"]
+    assert {"zoo", "data", "recipes", "pyproject.toml"} <= {x for group in sources for x in group}
+    assert all((ROOT / source).exists() for group in sources for source in group)
+    # An ARG before its use, and after FROM, which ends the scope of earlier ones.
+    install = next(i for i, (_, argument) in enumerate(steps) if "jax[${JAX}]" in argument)
+    assert ("ARG", "JAX=cuda13") in steps[1:install]
+    for name, argument in steps:
+        if name == "RUN":
+            subprocess.run(["bash", "-n", "-c", argument], check=True)
+
+
+# The fields of SkyPilot 0.14's schemas (sky/utils/schemas.py) that we use, and their types.
+SKYPILOT = {"name": str, "num_nodes": int, "resources": dict, "workdir": str, "envs": dict}
+SKYPILOT |= {"setup": str, "run": str}
+RESOURCES = {"infra": str, "accelerators": str, "use_spot": bool, "network_tier": str}
+RESOURCES |= {"job_recovery": dict}
+
+
+def test_skypilot_s_file_has_fields_that_there_are():
+    task = yaml.safe_load((LAUNCH / "skypilot.yaml").read_text())
+    assert {name: type(value) for name, value in task.items()} == SKYPILOT
+    resources = task["resources"]
+    assert {name: type(value) for name, value in resources.items()} == RESOURCES
+    assert re.fullmatch(r"[\w*]+(/[\w*-]+){0,2}", resources["infra"])
+    assert resources["network_tier"] in ("standard", "best")
+    assert resources["job_recovery"] == {"max_restarts_on_errors": 3}
+    assert all(type(value) is str for value in task["envs"].values())
+    gpus = int(resources["accelerators"].removeprefix("H100:"))
+    mesh = parse(re.search(r"--mesh=(\S+)", task["run"])[1])
+    assert (mesh["data"], math.prod(mesh.values())) == (task["num_nodes"], task["num_nodes"] * gpus)
+    for script in ("setup", "run"):
+        subprocess.run(["bash", "-n", "-c", task[script]], check=True)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_skypilot_s_nodes_find_each_other(rank, clone):
+    """SkyPilot sets these variables on each node; see its page on distributed jobs."""
+    (clone / ".venv" / "bin" / "python").write_text(SAYS.format(python=sys.executable))
+    task = yaml.safe_load((LAUNCH / "skypilot.yaml").read_text())
+    env = {"SKYPILOT_NODE_IPS": "10.0.0.1\n10.0.0.2", "SKYPILOT_NUM_NODES": "2"}
+    env |= task["envs"] | {"SKYPILOT_NODE_RANK": str(rank), "PATH": os.environ["PATH"]}
+    subprocess.run(["bash", "-c", task["run"]], cwd=clone, env=env, check=True)
+    ((given, its),) = map(json.loads, (clone / "said").read_text().splitlines())
+    assert given[:3] == ["-m", "recipes.transformer", "--mesh=2x8x1"]
+    assert given[3:] == ["--workdir=gs://my-bucket/runs/mine"]
+    address = {"coordinator_address": "10.0.0.1:9876", "process_id": rank}
+    assert cluster.find(its) == (2, ALL | address | {"num_processes": 2})
 
 
 # ---- what launchers set --------------------------------------------------------------------------
@@ -269,6 +451,17 @@ assert sys.argv[1:5] == ["compute", "tpus", "tpu-vm", "ssh"] and "--worker=all" 
 (command,) = (word[10:] for word in sys.argv if word.startswith("--command="))
 sys.exit(subprocess.run(["bash", "-c", command]).returncode)
 """
+# `xpk workload create --flag=value…`, with the flags of its 1.16.
+XPK_SCRIPT = """#!{python}
+import argparse, subprocess, sys
+parser = argparse.ArgumentParser(allow_abbrev=False)
+for name in ("cluster", "project", "zone", "workload", "tpu-type", "docker-image", "command"):
+    parser.add_argument(f"--{{name}}", required=True)
+for name in ("num-slices", "max-restarts", "termination-grace-period-seconds"):
+    parser.add_argument(f"--{{name}}", type=int)
+assert sys.argv[1:3] == ["workload", "create"], sys.argv
+sys.exit(subprocess.run(["bash", "-c", parser.parse_args(sys.argv[3:]).command]).returncode)
+"""
 # In place of Python: what each process is given.
 SAYS = """#!{python}
 import json, os, sys
@@ -289,6 +482,7 @@ def clone(tmp_path):
         ("srun", SRUN),
         ("ssh", SSH),
         ("gcloud", GCLOUD),
+        ("xpk", XPK_SCRIPT),
         ("python", '#!/bin/sh\nexec {python} "$@"\n'),
     ):
         (tools / name).write_text(text.format(python=sys.executable, job=job_id()))
@@ -321,11 +515,55 @@ def test_a_script_gives_each_process_its_flags(script, more, clone):
         assert given[2].startswith("--mesh=")
         assert given[3] in ("--workdir=runs/mine", "--workdir=gs://my-bucket/runs/mine")
         assert given[4:] == list(more)
-    numbers = [] if script == "tpu.sh" else [0, 1]  # TPU hosts ask the metadata server
+    numbers = [] if script in ("tpu.sh", "xpk.sh") else [0, 1]  # TPU hosts are told by Google
     found = [cluster.find(env) for _, env in said]
     assert sorted(given["process_id"] for _, given in found if given) == numbers
     if script == "slurm_gpu.sbatch":
         assert all(env["SRUN_CPUS_PER_TASK"] == "8" for _, env in said), "srun asks for as many"
+
+
+# An srun that runs until a signal, or ends with $CODE at once; and what Slurm's controller is told.
+WAITING_SRUN = """#!/bin/sh
+[ -z "$CODE" ] || exit "$CODE"
+trap 'echo saved >> said; exit "${AFTER:-0}"' TERM
+echo started >> said
+while :; do sleep 0.05; done
+"""
+SCONTROL = """#!/bin/sh
+echo "scontrol $*" >> said
+"""
+
+
+@pytest.mark.parametrize("script", ["slurm_gpu.sbatch", "slurm_cpu.sbatch"])
+@pytest.mark.parametrize(
+    ("code", "after", "exit_code", "said"),
+    [
+        ("", "0", 0, ["started", "saved", "scontrol requeue 7"]),
+        ("", "1", 1, ["started", "saved"]),  # it could not save: no endless repetition
+        ("0", "", 0, []),
+        ("3", "", 3, []),
+    ],
+    ids=["time is up", "fails while it saves", "is done", "fails"],
+)
+def test_a_slurm_job_goes_back_to_the_queue_when_its_time_is_up(
+    code, after, exit_code, said, script, clone
+):
+    for name, text in (("srun", WAITING_SRUN), ("scontrol", SCONTROL)):
+        (clone / ".venv" / "bin" / name).write_text(text)
+        (clone / ".venv" / "bin" / name).chmod(0o755)
+    env = os.environ | {"SLURM_JOB_ID": "7", "CODE": code, "AFTER": after}
+    env["PATH"] = f"{clone}/.venv/bin:{os.environ['PATH']}"
+    text = (LAUNCH / script).read_text()
+    assert "#SBATCH --signal=B:USR1@" in text, "B: to the script, not to its processes"
+    process = subprocess.Popen(["bash", LAUNCH / script], cwd=clone, env=env)
+    path = clone / "said"
+    deadline = time.monotonic() + 30
+    while not code and not path.exists() and time.monotonic() < deadline:
+        time.sleep(0.02)
+    if not code:
+        process.send_signal(signal.SIGUSR1)
+    assert process.wait(timeout=30) == exit_code
+    assert (path.read_text().splitlines() if path.exists() else []) == said
 
 
 def test_a_word_that_tpu_sh_does_not_know_is_one_line(clone):

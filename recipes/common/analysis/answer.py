@@ -2,6 +2,7 @@
 
 from typing import Any
 
+from recipes.common.analysis import tpu_slice
 from recipes.common.analysis.estimate import Estimate, estimate
 from recipes.common.analysis.hardware import HARDWARE, Devices
 from recipes.common.analysis.report import size
@@ -22,6 +23,9 @@ WORDS = {  # key of Estimate.seconds → a phrase
     "ends": "the first weights and the last gradients",
     "host": "layers' inputs to the host's memory and back",
 }
+# Platform → how many times as long as estimated published runs take, least and most: the last column
+# of the table in recipes/docs/plan.md.
+PUBLISHED = {"tpu": (1.50, 2.31), "gpu": (2.31, 5.32)}
 
 
 def group(devices: Devices) -> str:
@@ -31,6 +35,29 @@ def group(devices: Devices) -> str:
 
 def mesh_of(candidate: Estimate) -> str:
     return describe(dict(candidate.layout.mesh.shape))
+
+
+def distinct(candidates: list[Estimate]) -> list[Estimate]:
+    """Drops a candidate whose mesh has an axis of size 1 and whose step is that of an earlier one.
+
+    With one replica group, for example, `hsdp_tp` on 1x32x2 is `fsdp_tp` on 32x2.
+    """
+    kept: list[Estimate] = []
+    for candidate in candidates:
+        if 1 not in candidate.layout.mesh.shape.values() or not twin(candidate, kept):
+            kept.append(candidate)
+    return kept
+
+
+def twin(candidate: Estimate, others: list[Estimate]) -> Estimate | None:
+    """The first of `others` whose step computes, holds and sends the same as the candidate's."""
+    return next((other for other in others if _step(other) == _step(candidate)), None)
+
+
+def _step(x: Estimate) -> tuple:
+    """All figures of a step, and the sizes of the mesh that are in use."""
+    used = tuple(size for size in x.layout.mesh.shape.values() if size > 1)
+    return used, x.layout.config, x.accumulate, x.memory, x.host, x.links, x.network, x.seconds
 
 
 def cells(candidate: Estimate) -> list[str]:
@@ -78,12 +105,32 @@ def notes(plan: Plan) -> list[str]:
     for rule, count in plan.left_out.items():
         if count:
             lines.append(f"Left out: {count}, because {RULES_OUT[rule]}.")
-    if plan.tied > 1:
-        lines.append(
-            f"{plan.tied} take at most {TIE - 1:.0%} longer than the fastest. Of these the simplest is "
-            "first: fewest mesh axes, then the order of RULES."
-        )
+    lines += [note for note in (tie_note(plan), bounds_note(plan)) if note]
+    if slice_note := tpu_slice.note(devices):
+        lines.append(slice_note)
     return lines
+
+
+def tie_note(plan: Plan) -> str:
+    """Says why the first need not be the fastest; "" if it is."""
+    if plan.tied < 2:
+        return ""
+    return (
+        f"{plan.tied} take at most {TIE - 1:.0%} longer than the fastest. Of these the simplest is "
+        "first: fewest mesh axes, then the order of RULES."
+    )
+
+
+def bounds_note(plan: Plan) -> str:
+    """Says how far the estimated times are from real ones."""
+    platform = plan.devices.hardware.platform
+    if platform not in PUBLISHED:
+        return "The devices are simulated, so times are made up."
+    least, most = PUBLISHED[platform]
+    return (
+        f"Times are lower bounds: published runs on {platform.upper()}s take {least:.1f} to {most:.1f} "
+        "times as long (recipes/docs/plan.md)."
+    )
 
 
 def why_first(plan: Plan) -> str:
@@ -120,13 +167,21 @@ def why_first(plan: Plan) -> str:
 
 
 def why_others_lose(plan: Plan) -> list[str]:
-    """One line for each other strategy: its best mesh and why it loses."""
+    """One line for each other strategy, the fastest first: its best mesh and why it loses."""
     best, lines, there = plan.best, [], usable(plan.devices)
-    for strategy, other in plan.per_strategy().items():
+    of_strategies = sorted(
+        plan.per_strategy().items(),
+        key=lambda item: (not item[1].fits, item[1].step if item[1].fits else item[1].peak),
+    )
+    for strategy, other in of_strategies:
         if best and strategy == best.layout.strategy:
             continue
         where = f"- {strategy}, best on {mesh_of(other)}"
-        if not other.fits:
+        equal = twin(other, plan.ranked[: plan.ranked.index(other)])
+        if equal and 1 in other.layout.mesh.shape.values():
+            name = f"{equal.layout.strategy} on {mesh_of(equal)}"
+            lines.append(f"{where}: the same step as {name}, since an axis of its mesh has size 1.")
+        elif not other.fits:
             largest = max(other.memory, key=lambda part: other.memory[part])
             lines.append(
                 f"{where}: does not fit, {size(other.peak)} of {size(there)}, of which {largest} "
@@ -186,7 +241,7 @@ def _devices_of(layout: Layout) -> Devices:
 
 def as_json(plan: Plan, entry: str, size_name: str, most: int) -> dict[str, Any]:
     """The plan as JSON, for other programs."""
-    ranked = [to_json(x) for x in plan.ranked[:most]]
+    ranked = [to_json(x) for x in distinct(plan.ranked)[:most]]
     best = plan.best
     return {
         "entry": entry,
@@ -195,6 +250,7 @@ def as_json(plan: Plan, entry: str, size_name: str, most: int) -> dict[str, Any]
         "batch_size": plan.job.rows,
         "seq_len": plan.job.seq_len,
         "usable_bytes": usable(plan.devices),
+        "slice": found._asdict() if (found := tpu_slice.find(plan.devices)) else None,
         "left_out": {RULES_OUT[k]: n for k, n in plan.left_out.items() if n},
         "candidates": ranked,
         "why": why_first(plan) if best else None,

@@ -4,6 +4,7 @@ import math
 from typing import Any
 
 import jax
+from jax.sharding import Mesh
 
 from recipes.common.analysis.hlo import collectives, host_copies
 from recipes.common.runtime import describe
@@ -14,7 +15,10 @@ from recipes.common.sharding.rules import mesh_axes, shards
 
 def headline(layout: Layout) -> str:
     """One line about mesh, rules and devices."""
-    mesh = layout.mesh
+    return headline_of(layout.mesh, layout.strategy, layout.idle_axes)
+
+
+def headline_of(mesh: Mesh, name: str, idle_axes: list[str]) -> str:
     device = mesh.devices.flat[0]
     axes = " × ".join(f"{axis} {size}" for axis, size in mesh.shape.items())
     kind = "simulated CPU" if device.platform == "cpu" else device.device_kind
@@ -22,9 +26,19 @@ def headline(layout: Layout) -> str:
     processes = f" in {jax.process_count()} processes" if jax.process_count() > 1 else ""
     idle = "".join(
         f" · axis {axis!r} unused: its {mesh.shape[axis]} devices duplicate each other's work"
-        for axis in layout.idle_axes
+        for axis in idle_axes
     )
-    return f"mesh {describe(dict(mesh.shape))} ({axes}) · rules {layout.strategy} · {count}{processes}{idle}"
+    return f"mesh {describe(dict(mesh.shape))} ({axes}) · rules {name} · {count}{processes}{idle}"
+
+
+HEAD: tuple[str, ...] = (
+    "parameter",
+    "shape",
+    "dtype",
+    "logical axes",
+    "PartitionSpec",
+    "bytes/device",
+)
 
 
 def table(layout: Layout, state: Tree) -> str:
@@ -33,17 +47,12 @@ def table(layout: Layout, state: Tree) -> str:
     Args:
       state: ShapeDtypeStructs or arrays with shardings, as abstract_state returns.
     """
-    rows = [("parameter", "shape", "dtype", "logical axes", "PartitionSpec", "bytes/device")]
+    rows = [HEAD]
     for kind, tree in layout.model.axes.items():
         arrays = paths(state[kind])
-        for path, axes in paths(tree).items():
-            array = arrays[path]
-            spec = ", ".join(_axis(part) for part in array.sharding.spec)
-            shape = "×".join(map(str, array.shape))
-            held = size(bytes_per_device(array))
-            rows.append((path, shape, str(array.dtype), " ".join(axes), f"({spec})", held))
+        rows += [row(path, arrays[path], axes) for path, axes in paths(tree).items()]
     return "\n".join(
-        [*_columns(rows), total(state), *offloaded(layout, state), *uneven(layout, state)]
+        [*columns(rows), total(state), *offloaded(layout, state), *uneven(layout, state)]
     )
 
 
@@ -111,7 +120,15 @@ def uneven(layout: Layout, state: Tree) -> list[str]:
     )
 
 
-def _axis(part) -> str:
+def row(path: str, array: Any, axes: tuple[str | None, ...]) -> tuple[str, ...]:
+    """The columns of HEAD for an array or a ShapeDtypeStruct with a NamedSharding."""
+    spec = ", ".join(show_axis(part) for part in array.sharding.spec)
+    shape = "×".join(map(str, array.shape))
+    held = size(bytes_per_device(array))
+    return path, shape, str(array.dtype), " ".join(str(a or "-") for a in axes), f"({spec})", held
+
+
+def show_axis(part) -> str:
     return "-" if part is None else part if isinstance(part, str) else "+".join(part)
 
 
@@ -194,7 +211,7 @@ def size(count: float) -> str:
     return f"{count:.1f} TB"
 
 
-def _columns(rows: list[tuple[str, ...]]) -> list[str]:
+def columns(rows: list[tuple[str, ...]]) -> list[str]:
     """Aligns columns to the left, and the last one to the right."""
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
     return [
