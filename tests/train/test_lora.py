@@ -774,9 +774,10 @@ def test_a_peft_adapter_takes_buffers_from_its_base(saved, tmp_path):
 
 REFUSED = {
     "use_rslora": True, "use_dora": True, "bias": "all", "modules_to_save": ["lm_head"],
-    "rank_pattern": {"q_proj": 2}, "alpha_pattern": {"q_proj": 2}, "layers_to_transform": [0],
+    "rank_pattern": {"q_proj": 2}, "alpha_pattern": {"q_proj": 2}, "layers_to_transform": ["0"],
     "lora_bias": True, "init_lora_weights": "pissa", "peft_type": "IA3",
     "trainable_token_indices": [1], "some_future_option": 1, "r": 0, "lora_alpha": "8",
+    "target_modules": "q_proj(", "exclude_modules": [1],
 }  # fmt: skip
 
 
@@ -812,6 +813,50 @@ def test_an_adapter_of_peft_that_does_not_fit_is_refused(peft):
     refused(peft, "adapter_model.safetensors can't be read", base=base)
     file.rename(peft / "adapter_model.bin")
     refused(peft, "a pickle, which can execute code", base=base)
+
+
+LAYER_0 = "base_model.model.model.layers.0."
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"layers_to_transform": [1]},
+        {"layers_to_transform": 1, "layers_pattern": "layers"},
+        {"target_modules": r".*\.layers\.1\.(self_attn|mlp)\..*_proj"},
+        {"exclude_modules": r"model\.layers\.0\..*", "target_modules": "all-linear"},
+        {"target_modules": [f"model.layers.1.self_attn.{x}_proj" for x in "qkvo"]
+         + [f"layers.1.mlp.{x}_proj" for x in ("gate", "up", "down")]},
+    ],
+    ids=["layers", "layer", "pattern", "exclude", "names"],
+)  # fmt: skip
+def test_an_adapter_of_some_layers_leaves_the_others_alone(changes, peft):
+    base = f"hf:{GOLDEN / 'llama3'}"
+    whole, plain = params_of_merged(peft, base), params_of(base)
+    of_layer_1 = {name: x for name, x in tensors_of(peft).items() if not name.startswith(LAYER_0)}
+    safetensors.numpy.save_file(of_layer_1, peft / "adapter_model.safetensors")
+    refused(peft, f"is missing tensor {LAYER_0}mlp.down_proj.lora_A.weight; copy the", base=base)
+    file = peft / "adapter_config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | changes))
+    found = params_of_merged(peft, base)
+    for path in ("layers/attention/q", "layers/attention/o", "layers/mlp/down"):
+        np.testing.assert_array_equal(found[path][0], plain[path][0], err_msg=path)
+        np.testing.assert_array_equal(found[path][1], whole[path][1], err_msg=path)
+        assert all(np.abs(whole[path][l] - plain[path][l]).max() > 0.1 for l in (0, 1))
+
+
+def test_a_layer_that_adapter_config_json_leaves_out_has_no_tensors(peft):
+    file = peft / "adapter_config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"layers_to_transform": [1]}))
+    said = r"has a tensor base_model.*layers\.0.*, which layers_to_transform \[1\] leaves out; use"
+    with pytest.raises(UserError, match=said):
+        checkpoint.find(peft, base=f"hf:{GOLDEN / 'llama3'}")
+
+
+def test_an_adapter_of_a_model_without_its_head_s_prefix_is_read(peft):
+    """Trained on AutoModel, whose modules are `layers.…`, not `model.layers.…`."""
+    want = read_adapter(peft, "llama3")
+    assert_bit_equal(read_adapter(renamed(peft, ("model.model.", "model.")), "llama3"), want)
 
 
 def test_an_adapter_of_experts_is_refused(tmp_path):

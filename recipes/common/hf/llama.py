@@ -143,9 +143,10 @@ class ConfigFile:
             case "linear":
                 return theta, ("linear", inner.number("factor", None, float))
             case "llama3":
-                floats = [inner.number(name, None, float) for name in LLAMA3[:3]]
+                factor, low, high = (inner.number(name, None, float) for name in LLAMA3[:3])
                 original = inner.number(ORIGINAL, self.keys.get("max_position_embeddings"))
-                return theta, (*floats, original)
+                # If low is above high, transformers computes a step at low instead of a ramp.
+                return theta, (factor, low, max(low, high), original)
             case "yarn":
                 return theta, inner.yarn(self.keys.get("max_position_embeddings"))
         return theta, None
