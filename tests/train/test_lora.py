@@ -48,7 +48,7 @@ from tests.support.entries import BATCH, ENTRIES, OPTIMIZER, compile_step
 from tests.support.proof import GRADIENT_TOLERANCE, LOSS_TOLERANCE, difference
 from tests.support.quick import QUICK
 from tests.support.quick import quick as quick
-from tests.support.runs import TINY, assert_bit_equal, saving, state_of
+from tests.support.runs import TINY, assert_bit_equal, forget_hashes, saving, state_of
 from tests.support.small_tokenizers import byte_level, metaspace
 from zoo import moe
 from zoo.layers import project
@@ -482,7 +482,7 @@ def test_an_unsuitable_base_of_an_adapter_is_refused(disk, tmp_path):
     refused(disk.run, "without its base (--base=nowhere does not exist)", base="nowhere")
     refused(disk.run, "and its base --base=", base=str(disk.run))
     refused(disk.base, "--base=x is for adapters, and --restore_from=", base="x")
-    (disk.base / "hashes.json").unlink()  # of a base whose content nothing names but its files
+    forget_hashes(disk.base)  # of a base whose content nothing names but its files
     refused(disk.run, "so it has changed or is a different model", base=str(disk.base))
     # An adapter that says that another model is its base.
     file = disk.run / "checkpoints" / "5" / "metadata" / "metadata"
@@ -494,7 +494,7 @@ def test_an_unsuitable_base_of_an_adapter_is_refused(disk, tmp_path):
     said = json.loads(file.read_text())
     said["base"] = lora.describe_base(checkpoint.find(tmp_path / "small"), str(tmp_path / "small"))
     file.write_text(json.dumps(said))
-    (disk.run / "checkpoints" / "5" / "hashes.json").unlink()
+    forget_hashes(disk.run / "checkpoints" / "5")
     refused(disk.run, "adapts layers/mlp/down by [2, 128, 4] · [2, 4, 64], and its base")
 
 

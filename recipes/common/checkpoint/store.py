@@ -453,7 +453,9 @@ def write(
         state=ocp.args.PyTreeSave(variables, ocdbt_target_data_file_size=2**27),
         # Adapters are written merged, so without their base.
         metadata=ocp.args.JsonSave(
-            {"data": {}, "flags": {}} | {k: v for k, v in metadata.items() if k != "base"}
+            {"data": {}, "flags": {}}
+            | {k: v for k, v in metadata.items() if k != "base"}
+            | {integrity.HASHED: True}
         ),
     )
     beside = folders.absolute(folder).with_name(f".{folder.name}.{os.getpid()}")
