@@ -21,7 +21,7 @@ import recipes.hf
 from data.tokenizer import BYTES, from_files
 from recipes.common import checkpoint, entries, hf
 from recipes.common.analysis import flops, report
-from recipes.common.checkpoint import lora
+from recipes.common.checkpoint import card, lora
 from recipes.common.language import MATRICES
 from recipes.common.runtime.errors import UserError
 from recipes.common.runtime.mesh import make_mesh
@@ -496,6 +496,29 @@ def test_an_unsuitable_base_of_an_adapter_is_refused(disk, tmp_path):
     file.write_text(json.dumps(said))
     forget_hashes(disk.run / "checkpoints" / "5")
     refused(disk.run, "adapts layers/mlp/down by [2, 128, 4] · [2, 4, 64], and its base")
+
+
+@pytest.mark.parametrize(
+    ("named", "imported", "shown"),
+    [
+        ("base", None, "{base}"),  # as a relative path it means nothing elsewhere
+        ("{base}", None, "{base}"),
+        ("/runs/adapter", None, "{base}"),  # trained further
+        ("transformer.tiny", "hf:org/name", "hf:org/name"),
+        ("runs/x", "hf:/models/llama", "hf:/models/llama"),
+        ("{base}", "llama", "{base}"),  # imported by an early version
+    ],
+)
+def test_the_card_of_an_adapter_names_its_base_and_the_alpha_that_was_used(
+    named, imported, shown, made
+):
+    """The flag --lora_alpha=0 stands for a value that depends on the rank."""
+    facts = checkpoint.find(made.run).metadata
+    named = named.format(base=made.base)
+    facts["flags"] = {"restore_from": named, "lora_rank": 4, "lora_alpha": 0.0, "seq_len": 8}
+    facts |= {"imported": imported} if imported else {}
+    assert card.base(facts)["path"] == shown.format(base=made.base)
+    assert " --lora_rank=4 --lora_alpha=12.0 --seq_len=8 " in card.command(facts)
 
 
 def test_a_damaged_adapter_is_refused_by_the_name_of_the_file(disk):
