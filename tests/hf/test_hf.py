@@ -905,6 +905,12 @@ def test_names_that_lead_nowhere(tmp_path, monkeypatch):
     ):
         with pytest.raises(UserError, match=re.escape(said)):
             checkpoint.find(name)
+    folder = GOLDEN / "llama2"
+    with pytest.raises(UserError) as caught:
+        checkpoint.find(folder)
+    assert str(caught.value) == (
+        f"--restore_from={folder} is a Hugging Face model folder, not a checkpoint; use hf:{folder}"
+    )
     monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path))
     with pytest.raises(UserError) as caught:  # conftest.py keeps the client offline
         checkpoint.find("hf:no-org/no-model")
