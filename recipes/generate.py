@@ -22,7 +22,7 @@ from jax.sharding import Mesh
 
 from data import DataError, conversations, prompts
 from data.tokenizer import START, Tokenizer
-from recipes.common import checkpoint, entries
+from recipes.common import checkpoint, entries, generation_config
 from recipes.common.analysis import report
 from recipes.common.generation import Generator, Sampling
 from recipes.common.int8_weights import to_int8, weights_flag
@@ -53,7 +53,8 @@ class Generate:
         at_least=-1.0,
     )  # fmt: skip
     top_k: int = flag(
-        -1, "Number of likeliest tokens to sample from; 0: all; -1: from generation_config.json.",
+        -1, "Number of likeliest tokens to sample from; 0: all; -1: from generation_config.json, "
+        "or 50 if it has none.",
         at_least=-1,
     )  # fmt: skip
     top_p: float = flag(
@@ -89,6 +90,7 @@ def main(devices: Devices, flags: Generate) -> None:
     limit = Limit(checkpoint.context(source), flags, tokenizer)
     for question in asked:
         limit.new_tokens(question)
+    chosen = sampling(flags, tokenizer)
     out = folders.new_path(flags.out, "out", appended=True) if flags.out else None
 
     # ---- Read the model --------------------------------------------------------------------------
@@ -102,9 +104,8 @@ def main(devices: Devices, flags: Generate) -> None:
     # The bytes tokenizer's special token, START, is never generated.
     vocabulary = tokenizer.size if tokenizer.files else START
     rows = min(flags.batch_size, max(len(asked), 1))
-    generator = Generator(
-        layout, variables, sampling(flags, tokenizer), tokenizer.end, vocabulary, rows=rows
-    )
+    generator = Generator(layout, variables, chosen, tokenizer.end, vocabulary, rows=rows)
+    print0(*generation_config.not_applied(tokenizer, sampled=chosen.temperature > 0))
 
     # ---- Answer ----------------------------------------------------------------------------------
     signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -201,19 +202,18 @@ class Limit:
                 f"{place}a prompt has {length} tokens, and with --max_new_tokens={wanted} exceeds the "
                 f"model's context of {self.context}; try --max_new_tokens={self.context - length}"
             )
-        wanted = wanted or self.tokenizer.generation.get("max_new_tokens") or 256
+        wanted = wanted or int(generation_config.number(self.tokenizer, "max_new_tokens", 256))
         return min(wanted, self.context - length)
 
 
 def sampling(flags: Generate, tokenizer: Tokenizer) -> Sampling:
     """Sampling by the flags, and by default as transformers reads generation_config.json."""
-    config = tokenizer.generation
-    temperature = (config.get("temperature") or 1.0) if config.get("do_sample") else 0.0
+    config = generation_config
     return Sampling(
-        (temperature if config else 0.8) if flags.temperature < 0 else flags.temperature,
-        (config.get("top_k") or 0) if flags.top_k < 0 else flags.top_k,
-        (config.get("top_p") or 1.0) if flags.top_p < 0 else flags.top_p,
-        flags.seed,
+        temperature=config.temperature(tokenizer) if flags.temperature < 0 else flags.temperature,
+        top_k=config.top_k(tokenizer) if flags.top_k < 0 else flags.top_k,
+        top_p=config.number(tokenizer, "top_p", 1.0) if flags.top_p < 0 else flags.top_p,
+        seed=flags.seed,
     )
 
 

@@ -71,9 +71,8 @@ def import_(flags: Import) -> None:
     variables, entry = checkpoint.restore_variables(folder, layout), folder.metadata["entry"]
     facts = checkpoint.metadata(entry, layout, dataclasses.asdict(flags)) | folder.metadata
     facts["tokenizer"] = tokens and tokens.sha256  # None: unknown
-    # A local folder's path means nothing to others.
-    on_hub = not (folders.in_bucket(name) or pathlib.Path(name).exists())
-    facts["imported"] = f"hf:{name}" if on_hub else folder.path.name
+    local = not folders.in_bucket(name) and pathlib.Path(name).exists()
+    facts["imported"] = f"hf:{folder.path if local else name}"
     with folders.write_errors(flags.target):
         checkpoint.write(target, variables, facts, tokenizer=tokens)
     without, also = "", ""

@@ -232,6 +232,15 @@ FAMILIES |= {
         | {"routed_scaling_factor": 3.0, "rope_parameters": LATENT_YARN | {"mscale": 0.7}},
         meshes=FOR_EXPERTS,
     ),
+    # Its rotary dims tell their order from its inverse, which 4 don't; a group's score, the sum of
+    # its two best experts, is not that of all its experts; the head dim is odd.
+    "deepseek_odd_head": Family(
+        "DeepseekV3Config",
+        LATENT | {"qk_nope_head_dim": 7, "qk_rope_head_dim": 6, "head_dim": 6, "q_lora_rank": None}
+        | {"n_routed_experts": 12, "n_group": 3, "topk_group": 2, "num_hidden_layers": 2}
+        | {"rope_parameters": {"rope_theta": 30.0, "rope_type": "default"}},
+        "bfloat16", meshes=FOR_EXPERTS,
+    ),
     "odd_deepseek_v3": Family(  # one matrix for queries, no groups, as Moonlight
         "DeepseekV3Config",
         ODD | LATENT | {"head_dim": 4}
@@ -322,8 +331,8 @@ def inputs(config) -> np.ndarray:
     return np.random.default_rng(0).normal(0, 1, shape).astype(np.float32)
 
 
-def make_adapter(base: pathlib.Path, modules: list[str], folder: pathlib.Path) -> None:
-    """Writes a random PEFT adapter for a `transformers` model."""
+def make_adapter(base: pathlib.Path, modules: list[str], folder: pathlib.Path, **options) -> None:
+    """Writes a random PEFT adapter for a `transformers` model. `options`: of PEFT's LoraConfig."""
     import peft
     import torch
     import transformers
@@ -334,7 +343,7 @@ def make_adapter(base: pathlib.Path, modules: list[str], folder: pathlib.Path) -
         classes = {"num_labels": 3, "ignore_mismatched_sizes": True}
     model = loader(theirs).from_pretrained(base, dtype=torch.float32, **classes)
     kind = {"modules_to_save": ["classifier"]} if images else {"task_type": "CAUSAL_LM"}
-    config = peft.LoraConfig(r=3, lora_alpha=4, target_modules=modules, **kind)
+    config = peft.LoraConfig(r=3, lora_alpha=4, target_modules=modules, **kind | options)
     model = peft.get_peft_model(model, config)
     with torch.no_grad():
         for weight in model.parameters():
@@ -433,6 +442,19 @@ def compare_adapter(name: str, work: pathlib.Path) -> None:
     assert ours.keys() == own.keys()
     for tensor in own:
         np.testing.assert_array_equal(ours[tensor], own[tensor], err_msg=tensor)
+
+
+def compare_some_layers(work: pathlib.Path) -> None:
+    """Compares PEFT's adapter of one layer of two with ours, merged."""
+    base, theirs = GOLDEN / "llama3", work / "some_layers"
+    for only in ({"layers_to_transform": [1]}, {"exclude_modules": r"model\.layers\.0\..*"}):
+        make_adapter(base, ["q_proj", "down_proj"], theirs, **only)
+        wanted = their_logits(base, theirs)
+        error = np.abs(our_logits(theirs, "1x1", "dp", f"hf:{base}") - wanted).max()
+        change = np.abs(wanted - their_logits(base)).max()
+        print(f"llama3_lora of a layer changes logits by {change:.1f}; ours differ by {error:.1e}")
+        assert error < TOLERANCE
+        shutil.rmtree(theirs)
 
 
 def compare_side_by_side(work: pathlib.Path) -> None:
@@ -539,6 +561,8 @@ def main() -> None:
                 shutil.copytree(pathlib.Path(work) / f"{name}_lora", target)
                 logits = their_logits(GOLDEN / name, pathlib.Path(work) / f"{name}_lora")
                 np.save(GOLDEN / f"{name}_lora" / "logits.npy", logits)
+        if "some_layers" in (asked or ["some_layers"]):
+            compare_some_layers(pathlib.Path(work))
         if "gpt2" in (asked or FAMILIES):
             compare_side_by_side(pathlib.Path(work))
     print(f"transformers {transformers.__version__}: all within {TOLERANCE}, all bit-equal back.")

@@ -39,6 +39,7 @@ from tests.support.runs import (
     TINY,
     NoFlags,
     assert_bit_equal,
+    forget_hashes,
     records,
     saving,
     state_of,
@@ -245,6 +246,13 @@ DAMAGE = {
     "metadata that is no JSON": lambda f: (f / "metadata" / "metadata").write_text("{"),
     "a bit of the metadata flipped": lambda f: flip(f / "metadata" / "metadata", 20),
     "hashes that are no JSON": lambda f: truncate(f / "hashes.json"),
+    "no hashes": lambda f: (f / "hashes.json").unlink(),
+    "no hashes, a bit of an array flipped": lambda f: [
+        (f / "hashes.json").unlink(), flip(big_file(f), 1000)],
+    "hashes of no file": lambda f: (f / "hashes.json").write_text("{}"),
+    "hashes that are a list": lambda f: (f / "hashes.json").write_text("[]"),
+    "hashes without a digest": lambda f: (f / "hashes.json").write_text('{"state/_METADATA": [1]}'),
+    "a file without a hash": lambda f: (f / "state" / "d" / "more").write_text("x"),
     "the item state gone": lambda f: shutil.rmtree(f / "state"),
     "the item data gone": lambda f: shutil.rmtree(f / "data"),
     "no commit marker": lambda f: (f / "commit_success.txt").unlink(),
@@ -310,6 +318,37 @@ def test_every_byte_counts(trained, tmp_path):
             assert checkpoint.verify(folder)
             path.write_bytes(content)
     assert checkpoint.verify(folder) == ""
+
+
+@pytest.mark.promise("damaged")
+def test_a_checkpoint_without_hashes_is_refused_unless_an_early_version_wrote_it(
+    go, trained, tmp_path, capfd
+):
+    """It is then restored and resumed, with a line that nothing was checked."""
+    shutil.copytree(trained, tmp_path / "w")
+    for step in (4, 6):
+        (tmp_path / "w" / "checkpoints" / str(step) / "hashes.json").unlink()
+    folder = tmp_path / "w" / "checkpoints" / "6"
+    with pytest.raises(UserError, match=rf"w: hashes.json is missing in {folder}; use an intact"):
+        checkpoint.restore(tmp_path / "w", make_mesh("4x2"))
+    done = go(*SIX)
+    assert done.code == 2
+    assert "has no intact checkpoint (step 6: hashes.json is missing); use a" in done.err
+
+    shutil.copytree(trained, tmp_path / "old")
+    folder = tmp_path / "old" / "checkpoints" / "6"
+    forget_hashes(folder)
+    said = (
+        f"{folder} has no hashes.json, like checkpoints of early versions: its files were not checked "
+        "for damage.\n"
+    )
+    capfd.readouterr()
+    checkpoint.restore(tmp_path / "old", make_mesh("4x2"))
+    assert capfd.readouterr().out == said
+    done = go("--steps=7", "--checkpoint_every=4", f"--workdir={tmp_path / 'old'}")
+    assert done.code == 0, done.err
+    assert done.out.count(said) == 1
+    assert "Resumes at step 6" in done.out
 
 
 @pytest.mark.promise("damaged")

@@ -205,7 +205,7 @@ def more(here):
     said = json.loads(path.read_text()) | {"data": {}}
     path.write_text(json.dumps({k: v for k, v in said.items() if k != "tokenizer"}))
     shutil.rmtree(here / "imported" / "tokenizer")
-    (here / "imported" / "hashes.json").unlink()
+    integrity.hash_before_commit(here / "imported")
     return here
 
 

@@ -455,7 +455,7 @@ def test_a_model_is_made_ones_own_as_shown(inside, quick, monkeypatch, tmp_path)
     before, after = (float(re.search(r"loss ([\d.]+)", printed[i])[1]) for i in (1, 3))
     assert after < before
     card = (tmp_path / "runs" / "published" / "README.md").read_text()
-    assert "| Base model | `small`, SHA-256 `" in card
+    assert f"| Base model | `hf:{tmp_path / 'small'}`, SHA-256 `" in card
     assert "| Held out before | " in card
     assert "| Licence | apache-2.0 |" in card
     assert 'license: "apache-2.0"' in (tmp_path / "runs" / "hf" / "README.md").read_text()

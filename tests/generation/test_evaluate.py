@@ -404,6 +404,7 @@ def test_an_adapter_trained_on_conversations_is_evaluated_and_given_on(
     where, digest = checkpoint.find(tuned).metadata["base"].values()
     assert where.startswith(str(base))
     assert f"| Base model | `{base}`, SHA-256 `{digest}` |" in text, "as the command named it"
+    assert "--lora_rank=2 --lora_alpha=4.0" in text, "the flag's 0 stands for twice the rank"
     assert f"| Held out before | loss {before[0]:.7g}," in text
     assert {*found.metadata["logical_axes"]} == {*paths(found.shapes()["params"])}
     golden, batch = probe.loads((pub / "probe.json").read_text())

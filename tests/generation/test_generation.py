@@ -18,8 +18,10 @@ import pytest
 
 from data import tokenizer
 from recipes.common import checkpoint, hf
+from recipes.common.checkpoint import integrity
 from recipes.common.generation import Generator, Sampling
 from recipes.common.mesh import make_mesh
+from recipes.common.runtime.errors import UserError
 from recipes.common.sharding.abstract import paths
 from recipes.common.sharding.layout import make_layout
 from tests.by_hand.hf_parity import GOLDEN
@@ -444,11 +446,51 @@ def test_generation_config_gives_the_defaults():
         return tokenizer.from_files(files | {"generation_config.json": json.dumps(said).encode()})
 
     llama = tokens(do_sample=True, temperature=0.6, top_p=0.9, eos_token_id=2)
-    assert sampling(Generate(), llama) == Sampling(0.6, 0, 0.9, 0)
+    assert sampling(Generate(), llama) == Sampling(0.6, 50, 0.9, 0), "as in transformers"
+    assert sampling(Generate(top_k=0), llama) == Sampling(0.6, 0, 0.9, 0)
+    whole = tokens(do_sample=True, top_k=0, top_p=None, temperature=None)
+    assert sampling(Generate(), whole) == Sampling(1.0, 0, 1.0, 0)
+    assert sampling(Generate(), tokens(do_sample=True, top_p=0)).top_p == 0, "the likeliest token"
     assert sampling(Generate(temperature=0.0, top_k=5, seed=3), llama) == Sampling(0.0, 5, 0.9, 3)
     assert sampling(Generate(), tokens(eos_token_id=2)).temperature == 0, "as in transformers"
     assert sampling(Generate(), tokens(do_sample=True, top_k=20)) == Sampling(1.0, 20, 1.0, 0)
     assert sampling(Generate(), tokenizer.BYTES) == Sampling(0.8, 0, 1.0, 0)
+
+
+@pytest.mark.parametrize("key", ["temperature", "top_k", "top_p", "max_new_tokens"])
+@pytest.mark.parametrize("value", ["0.5", -1, True, [1]])
+def test_a_setting_that_is_no_number_is_refused(key, value):
+    from recipes.generate import Generate, Limit, Question, sampling
+
+    said = {"do_sample": True, key: value}
+    files = small_tokenizers.byte_level()
+    tokens = tokenizer.from_files(files | {"generation_config.json": json.dumps(said).encode()})
+    question = Question({}, np.zeros(3, np.int32))
+    with pytest.raises(UserError) as caught:
+        print(sampling(Generate(), tokens), Limit(64, Generate(), tokens).new_tokens(question))
+    assert str(caught.value).endswith(
+        f" has {key} {json.dumps(value)}, which must be a number ≥ 0; use --{key}=…"
+    )
+
+
+def test_settings_that_are_not_applied_are_named(inside, quick, tmp_path):
+    said = {"repetition_penalty": 1.05, "num_beams": 1, "min_p": 0.1, "suppress_tokens": []}
+    said |= {"no_repeat_ngram_size": 3, "max_new_tokens": 4, "transformers_version": "4.0"}
+    folder = runs.talker(tmp_path / "model", 64)
+    file = folder / "tokenizer" / "generation_config.json"
+    file.write_text(json.dumps(said))
+    integrity.hash_before_commit(folder)
+    flags = (f"--restore_from={folder}", "--prompt=a", "--mesh=1x1")
+    greedy = inside("recipes.generate", *flags).out
+    line = (
+        "generation_config.json has repetition_penalty 1.05, {}no_repeat_ngram_size 3, which the "
+    )
+    assert line.format("") + "zoo does not apply.\n" in greedy
+    sampled = inside("recipes.generate", *flags, "--temperature=1").out
+    assert line.format("min_p 0.1, ") + "zoo does not apply.\n" in sampled
+    file.write_text('{"repetition_penalty": 1.0}')
+    integrity.hash_before_commit(folder)
+    assert "does not apply" not in inside("recipes.generate", *flags).out
 
 
 LONG_PROMPT = "x" * 300

@@ -194,6 +194,31 @@ def test_float8_without_scales_is_refused(tmp_path):
             float8.unpack(tensors.find(tmp_path))
 
 
+@pytest.mark.parametrize("shape", [(130,), (2, 130, 140)])
+def test_float8_that_is_no_matrix_is_refused_before_it_is_read(shape, tmp_path):
+    scales = np.ones([-(-size // 128) for size in shape], np.float32)
+    named = {"w": np.zeros(shape, np.uint8).view(ml_dtypes.float8_e4m3fn), "w_scale_inv": scales}
+    safetensors.numpy.save_file(named, tmp_path / "model.safetensors")
+    with pytest.raises(
+        UserError, match=r"w in .* is float8 of shape \[.*130.*\], and the zoo reads"
+    ):
+        float8.unpack(tensors.find(tmp_path))
+
+
+def test_a_float8_table_is_compared_with_its_copy_dequantized(tmp_path):
+    """Tied tensors must be equal; equal bits of unlike scales are not."""
+    bits = np.random.default_rng(1).integers(1, 120, (300, 140), np.uint8)
+    scales = np.full((3, 2), 0.5, np.float32)
+    named = {}
+    for name, factor in (("a", 1), ("b", 1), ("c", 2)):
+        named[name] = bits.view(ml_dtypes.float8_e4m3fn)
+        named[f"{name}_scale_inv"] = scales * factor
+    safetensors.numpy.save_file(named, tmp_path / "model.safetensors")
+    found = float8.unpack(tensors.find(tmp_path))
+    assert tensors.equal(found["a"], found["b"])
+    assert not tensors.equal(found["a"], found["c"])
+
+
 # ---- the family's folders --------------------------------------------------------------------------
 
 

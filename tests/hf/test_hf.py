@@ -43,6 +43,7 @@ from tests.support.quick import quick as quick
 from zoo import gpt_oss, moe
 from zoo.attention import Kind
 from zoo.gemma3 import SIZES
+from zoo.layers import rope_angles
 from zoo.transformer import Config, Transformer
 
 pytestmark = pytest.mark.promise("hugging-face")
@@ -85,7 +86,7 @@ def tensors_of(file):
 
 
 SLOW = ("qwen3_moe", "odd_llama", "llama_linear", "qwen3_yarn", "gemma3", "gemma2", "gpt_oss")
-SLOW += ("deepseek_v3",)
+SLOW += ("deepseek_v3", "deepseek_odd_head")
 # On one device and on a mesh; in the fast tier each family on a mesh, as some are in either tier.
 ON_A_MESH = ("gemma2", "gemma3_vision", "gpt_oss", "deepseek_v3")
 PARITY = {
@@ -97,7 +98,10 @@ FAST = [cases[-1] for family, cases in PARITY.items() if family not in SLOW]
 
 @pytest.mark.parametrize(
     ("family", "mesh", "rules"),
-    full_except(itertools.chain(*PARITY.values()), [PARITY["llama3"][0], *FAST]),
+    full_except(
+        itertools.chain(*PARITY.values()),
+        [PARITY["llama3"][0], PARITY["deepseek_odd_head"][0], *FAST],
+    ),
 )
 def test_logits_match_transformers(family, mesh, rules, strict, quick):
     wanted = np.load(GOLDEN / family / "logits.npy")
@@ -121,6 +125,17 @@ def test_a_restored_model_can_be_called_without_a_mesh_context(family):
     total, _ = compiled(lambda m, t: m.loss(t, t)[2]["loss"])(model, tokens_BT)
     picked = np.take_along_axis(wanted, TOKENS_BT[..., None], axis=-1)[..., 0]
     np.testing.assert_allclose(total, (jax.nn.logsumexp(wanted, axis=-1) - picked).sum(), rtol=1e-5)
+
+
+@pytest.mark.parametrize("family", full_except(["gpt_oss", "gemma3", "deepseek_v3"], ["gpt_oss"]))
+def test_a_restored_model_can_be_called_eagerly_without_a_mesh_context(family):
+    """Neither jit nor a mesh: layers that are left over after the scan run one operation at a time."""
+    mesh = jax.make_mesh((4, 2), ("data", "model"))
+    model, _ = checkpoint.restore(f"hf:{GOLDEN / family}", mesh)
+    config = hf.Folder(GOLDEN / family).config
+    assert family == "deepseek_v3" or config.num_layers % len(config.layer_kinds)
+    wanted = np.load(GOLDEN / family / "logits.npy")
+    np.testing.assert_allclose(model(TOKENS_BT), wanted, rtol=0, atol=TOLERANCE)
 
 
 def test_a_restored_model_shares_its_work_where_its_heads_do_not_divide(strict):
@@ -222,6 +237,28 @@ def test_a_shard_is_read_once_and_alone(monkeypatch):
     assert sum(size for *_, size in reads) == sum(
         v.size for v in jax.tree.leaves(nnx.state(model, nnx.Param))
     )
+
+
+@pytest.mark.parametrize("first", [0, 7])
+def test_rotary_pairs_are_neighbors_in_the_folder_and_half_the_dims_apart_here(first):
+    """6 rotary dims: an order and its inverse are the same for 2 and 4."""
+    shape = {"layers/q": jax.ShapeDtypeStruct((1, 2, first + 6), np.float32)}
+    (tensor,) = hf.tensors.expand({"layers/q": ("q.{}", "DH", "H D H~6")}, shape)
+    assert tensor.shape == (first + 6, 2)
+    pairs = ["a0", "a1", "b0", "b1", "c0", "c1"]
+    number = {name: 10.0 + i for i, name in enumerate(sorted(pairs))}
+    rest = [float(i) for i in range(first)]
+    theirs = np.array([rest + [number[name] for name in pairs]] * 2).T * [1, 100]
+    ours = np.array([rest + [number[x] for x in ("a0", "b0", "c0", "a1", "b1", "c1")]] * 2)
+    ours *= [[1], [100]]
+    whole = {"D": slice(0, 2), "H": slice(0, first + 6)}
+    np.testing.assert_array_equal(tensor.to_ours(lambda where: theirs[where], whole), ours)
+    part = {"D": slice(1, 2), "H": slice(first + 1, first + 4)}
+    found = tensor.to_ours(lambda where: theirs[where], part)
+    np.testing.assert_array_equal(found, ours[1:, first + 1 : first + 4])
+    written = np.zeros(tensor.shape)
+    tensor.put(ours, written)
+    np.testing.assert_array_equal(written, theirs)
 
 
 # ---- what folders look like ----------------------------------------------------------------------
@@ -354,6 +391,84 @@ def test_files_without_an_index_and_tensors_that_are_computed(folder):
     buffer = {"model.layers.0.self_attn.rotary_emb.inv_freq": np.ones(2, np.float32)}
     safetensors.numpy.save_file(buffer, theirs / "model-00003-of-00003.safetensors")
     assert_bit_equal(params_of(f"hf:{theirs}"), whole)
+
+
+def test_the_single_file_counts_beside_shards_as_in_transformers(folder, capfd):
+    """The index and its shards are those of an older save, and of other values."""
+    theirs = folder("llama3")
+    whole = params_of(f"hf:{theirs}")
+    tensors = {}
+    for file in sorted(theirs.glob("*.safetensors")):
+        tensors |= tensors_of(file)
+    tensors["model.norm.weight"] = tensors["model.norm.weight"] + ml_dtypes.bfloat16(1)
+    safetensors.numpy.save_file(tensors, theirs / "model.safetensors")
+    capfd.readouterr()
+    found = params_of(f"hf:{theirs}")
+    wanted = tensors["model.norm.weight"].astype(np.float32)
+    np.testing.assert_array_equal(found.pop("final_norm/scale"), wanted)
+    assert np.abs(wanted - whole.pop("final_norm/scale")).min() > 0.5
+    assert_bit_equal(found, whole)
+    assert capfd.readouterr().out == (
+        f"Reads {theirs}/model.safetensors alone, as transformers does; "
+        "model-00001-of-00002.safetensors and other files beside it are left out.\n"
+    )
+    for shard in theirs.glob("model-*.safetensors"):
+        shard.unlink()
+    assert hf.Folder(theirs).files == [theirs / "config.json", theirs / "model.safetensors"]
+    assert capfd.readouterr().out == ""
+
+
+@pytest.mark.parametrize("family", ["llama3", "smollm", "vit", "deepseek_v3"])
+def test_weights_of_a_model_that_was_saved_without_its_head_s_prefix(folder, family):
+    """AutoModel's names begin with `layers.`, not `model.layers.`."""
+    theirs = folder(family)
+    whole = params_of(f"hf:{theirs}")
+    for file in theirs.glob("*.safetensors"):
+        tensors = {re.sub("^(model|vit)[.]", "", n): x for n, x in tensors_of(file).items()}
+        safetensors.numpy.save_file(tensors, file)
+    assert_bit_equal(params_of(f"hf:{theirs}"), whole)
+
+
+def test_a_tensor_under_two_names_is_refused(folder):
+    theirs = folder("gpt2")
+    tensors = tensors_of(theirs / MODEL)
+    tensors["ln_f.bias"] = tensors["transformer.ln_f.bias"] + ml_dtypes.bfloat16(1)
+    safetensors.numpy.save_file(tensors, theirs / MODEL)
+    with pytest.raises(UserError, match=r"has both ln_f.bias and transformer.ln_f.bias, which are"):
+        hf.Folder(theirs)
+    theirs = folder("smollm")
+    tensors = tensors_of(theirs / MODEL)
+    tensors["norm.weight"] = tensors["model.norm.weight"]
+    safetensors.numpy.save_file(tensors, theirs / MODEL)
+    with pytest.raises(UserError, match=r"has both model.norm.weight and norm.weight, which are"):
+        hf.Folder(theirs)
+
+
+def test_names_of_another_program_are_named(folder):
+    """Missing files would not help: torch.compile put a prefix before all names."""
+    theirs = folder("smollm")
+    tensors = {f"_orig_mod.{name}": x for name, x in tensors_of(theirs / MODEL).items()}
+    safetensors.numpy.save_file(tensors, theirs / MODEL)
+    with pytest.raises(UserError) as caught:
+        hf.Folder(theirs)
+    assert str(caught.value) == (
+        f"{theirs} is missing tensor model.embed_tokens.weight and 19 more, and has "
+        "_orig_mod.model.embed_tokens.weight and 19 more that the model lacks; rename them, or use "
+        "this model's config.json"
+    )
+
+
+def test_a_llama3_scaling_whose_low_factor_is_above_its_high_one_is_a_step():
+    """The frequencies are those that transformers computes: those below the low factor by 8."""
+    keys = json.loads((GOLDEN / "llama3" / "config.json").read_text())
+    keys["rope_parameters"] |= {"low_freq_factor": 4.0, "high_freq_factor": 1.0}
+    keys["rope_parameters"] |= {"rope_theta": 30.0, "original_max_position_embeddings": 64}
+    config = llama.config_from(keys | {"head_dim": 16}, ROOT)
+    kind = Kind(None, config.rope_theta, config.rope_scaling)
+    found = rope_angles(kind, 16, np.ones((1, 1), np.int32))[0, 0]
+    plain = 30.0 ** -(np.arange(8) / 8)
+    assert 1 < 64 * plain[4] / (2 * np.pi) < 4, "between the factors, where a ramp would differ"
+    np.testing.assert_allclose(found, plain / [1, 1, 1, 8, 8, 8, 8, 8], rtol=1e-6)
 
 
 def test_a_head_beside_tied_embeddings_must_be_the_same(folder):
@@ -790,6 +905,12 @@ def test_names_that_lead_nowhere(tmp_path, monkeypatch):
     ):
         with pytest.raises(UserError, match=re.escape(said)):
             checkpoint.find(name)
+    folder = GOLDEN / "llama2"
+    with pytest.raises(UserError) as caught:
+        checkpoint.find(folder)
+    assert str(caught.value) == (
+        f"--restore_from={folder} is a Hugging Face model folder, not a checkpoint; use hf:{folder}"
+    )
     monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path))
     with pytest.raises(UserError) as caught:  # conftest.py keeps the client offline
         checkpoint.find("hf:no-org/no-model")

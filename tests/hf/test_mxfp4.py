@@ -116,6 +116,16 @@ def test_other_formats_are_refused_by_name(quantized, method):
         hf.Folder(folder)
 
 
+def test_a_tensor_in_two_formats_is_refused(quantized):
+    folder, _ = quantized
+    name = "model.layers.0.mlp.experts.down_proj"
+    extra = {name: np.zeros((2, 3, 4), np.float32)}
+    safetensors.numpy.save_file(extra, folder / "model-plain.safetensors")
+    said = rf"{name} is in .*model-plain.safetensors, and in MXFP4 \({name}_blocks\) in model-"
+    with pytest.raises(UserError, match=said):
+        hf.Folder(folder)
+
+
 def test_blocks_without_scales_are_refused(quantized):
     folder, _ = quantized
     (folder / "model-1.safetensors").unlink()

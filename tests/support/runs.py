@@ -14,6 +14,7 @@ import orbax.checkpoint as ocp
 from data import tokenizer
 from data.tokenizer import BYTES, Tokenizer
 from recipes.common import checkpoint
+from recipes.common.checkpoint import integrity
 from recipes.common.checkpoint.run_folder import open_run
 from recipes.common.checkpoint.saver import Saver
 from recipes.common.mesh import make_mesh
@@ -59,6 +60,15 @@ def talker(folder: pathlib.Path, context: int, **sizes) -> pathlib.Path:
     tokens = tokenizer.from_files(small_tokenizers.byte_level())
     checkpoint.write(folder, params, facts, tokenizer=tokens)
     return folder
+
+
+def forget_hashes(folder: pathlib.Path) -> None:
+    """Makes a checkpoint one of an early version, which had no hashes.json."""
+    (folder / integrity.HASHES).unlink()
+    file = folder / "metadata" / "metadata"
+    facts = json.loads(file.read_text())
+    del facts[integrity.HASHED]
+    file.write_text(json.dumps(facts))
 
 
 @dataclasses.dataclass(frozen=True)

@@ -21,7 +21,7 @@ import recipes.hf
 from data.tokenizer import BYTES, from_files
 from recipes.common import checkpoint, entries, hf
 from recipes.common.analysis import flops, report
-from recipes.common.checkpoint import lora
+from recipes.common.checkpoint import card, lora
 from recipes.common.language import MATRICES
 from recipes.common.runtime.errors import UserError
 from recipes.common.runtime.mesh import make_mesh
@@ -48,7 +48,7 @@ from tests.support.entries import BATCH, ENTRIES, OPTIMIZER, compile_step
 from tests.support.proof import GRADIENT_TOLERANCE, LOSS_TOLERANCE, difference
 from tests.support.quick import QUICK
 from tests.support.quick import quick as quick
-from tests.support.runs import TINY, assert_bit_equal, saving, state_of
+from tests.support.runs import TINY, assert_bit_equal, forget_hashes, saving, state_of
 from tests.support.small_tokenizers import byte_level, metaspace
 from zoo import moe
 from zoo.layers import project
@@ -482,7 +482,7 @@ def test_an_unsuitable_base_of_an_adapter_is_refused(disk, tmp_path):
     refused(disk.run, "without its base (--base=nowhere does not exist)", base="nowhere")
     refused(disk.run, "and its base --base=", base=str(disk.run))
     refused(disk.base, "--base=x is for adapters, and --restore_from=", base="x")
-    (disk.base / "hashes.json").unlink()  # of a base whose content nothing names but its files
+    forget_hashes(disk.base)  # of a base whose content nothing names but its files
     refused(disk.run, "so it has changed or is a different model", base=str(disk.base))
     # An adapter that says that another model is its base.
     file = disk.run / "checkpoints" / "5" / "metadata" / "metadata"
@@ -494,8 +494,31 @@ def test_an_unsuitable_base_of_an_adapter_is_refused(disk, tmp_path):
     said = json.loads(file.read_text())
     said["base"] = lora.describe_base(checkpoint.find(tmp_path / "small"), str(tmp_path / "small"))
     file.write_text(json.dumps(said))
-    (disk.run / "checkpoints" / "5" / "hashes.json").unlink()
+    forget_hashes(disk.run / "checkpoints" / "5")
     refused(disk.run, "adapts layers/mlp/down by [2, 128, 4] · [2, 4, 64], and its base")
+
+
+@pytest.mark.parametrize(
+    ("named", "imported", "shown"),
+    [
+        ("base", None, "{base}"),  # as a relative path it means nothing elsewhere
+        ("{base}", None, "{base}"),
+        ("/runs/adapter", None, "{base}"),  # trained further
+        ("transformer.tiny", "hf:org/name", "hf:org/name"),
+        ("runs/x", "hf:/models/llama", "hf:/models/llama"),
+        ("{base}", "llama", "{base}"),  # imported by an early version
+    ],
+)
+def test_the_card_of_an_adapter_names_its_base_and_the_alpha_that_was_used(
+    named, imported, shown, made
+):
+    """The flag --lora_alpha=0 stands for a value that depends on the rank."""
+    facts = checkpoint.find(made.run).metadata
+    named = named.format(base=made.base)
+    facts["flags"] = {"restore_from": named, "lora_rank": 4, "lora_alpha": 0.0, "seq_len": 8}
+    facts |= {"imported": imported} if imported else {}
+    assert card.base(facts)["path"] == shown.format(base=made.base)
+    assert " --lora_rank=4 --lora_alpha=12.0 --seq_len=8 " in card.command(facts)
 
 
 def test_a_damaged_adapter_is_refused_by_the_name_of_the_file(disk):
@@ -774,9 +797,10 @@ def test_a_peft_adapter_takes_buffers_from_its_base(saved, tmp_path):
 
 REFUSED = {
     "use_rslora": True, "use_dora": True, "bias": "all", "modules_to_save": ["lm_head"],
-    "rank_pattern": {"q_proj": 2}, "alpha_pattern": {"q_proj": 2}, "layers_to_transform": [0],
+    "rank_pattern": {"q_proj": 2}, "alpha_pattern": {"q_proj": 2}, "layers_to_transform": ["0"],
     "lora_bias": True, "init_lora_weights": "pissa", "peft_type": "IA3",
     "trainable_token_indices": [1], "some_future_option": 1, "r": 0, "lora_alpha": "8",
+    "target_modules": "q_proj(", "exclude_modules": [1],
 }  # fmt: skip
 
 
@@ -812,6 +836,50 @@ def test_an_adapter_of_peft_that_does_not_fit_is_refused(peft):
     refused(peft, "adapter_model.safetensors can't be read", base=base)
     file.rename(peft / "adapter_model.bin")
     refused(peft, "a pickle, which can execute code", base=base)
+
+
+LAYER_0 = "base_model.model.model.layers.0."
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"layers_to_transform": [1]},
+        {"layers_to_transform": 1, "layers_pattern": "layers"},
+        {"target_modules": r".*\.layers\.1\.(self_attn|mlp)\..*_proj"},
+        {"exclude_modules": r"model\.layers\.0\..*", "target_modules": "all-linear"},
+        {"target_modules": [f"model.layers.1.self_attn.{x}_proj" for x in "qkvo"]
+         + [f"layers.1.mlp.{x}_proj" for x in ("gate", "up", "down")]},
+    ],
+    ids=["layers", "layer", "pattern", "exclude", "names"],
+)  # fmt: skip
+def test_an_adapter_of_some_layers_leaves_the_others_alone(changes, peft):
+    base = f"hf:{GOLDEN / 'llama3'}"
+    whole, plain = params_of_merged(peft, base), params_of(base)
+    of_layer_1 = {name: x for name, x in tensors_of(peft).items() if not name.startswith(LAYER_0)}
+    safetensors.numpy.save_file(of_layer_1, peft / "adapter_model.safetensors")
+    refused(peft, f"is missing tensor {LAYER_0}mlp.down_proj.lora_A.weight; copy the", base=base)
+    file = peft / "adapter_config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | changes))
+    found = params_of_merged(peft, base)
+    for path in ("layers/attention/q", "layers/attention/o", "layers/mlp/down"):
+        np.testing.assert_array_equal(found[path][0], plain[path][0], err_msg=path)
+        np.testing.assert_array_equal(found[path][1], whole[path][1], err_msg=path)
+        assert all(np.abs(whole[path][l] - plain[path][l]).max() > 0.1 for l in (0, 1))
+
+
+def test_a_layer_that_adapter_config_json_leaves_out_has_no_tensors(peft):
+    file = peft / "adapter_config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"layers_to_transform": [1]}))
+    said = r"has a tensor base_model.*layers\.0.*, which layers_to_transform \[1\] leaves out; use"
+    with pytest.raises(UserError, match=said):
+        checkpoint.find(peft, base=f"hf:{GOLDEN / 'llama3'}")
+
+
+def test_an_adapter_of_a_model_without_its_head_s_prefix_is_read(peft):
+    """Trained on AutoModel, whose modules are `layers.…`, not `model.layers.…`."""
+    want = read_adapter(peft, "llama3")
+    assert_bit_equal(read_adapter(renamed(peft, ("model.model.", "model.")), "llama3"), want)
 
 
 def test_an_adapter_of_experts_is_refused(tmp_path):

@@ -12,6 +12,7 @@ import shutil
 
 import pytest
 
+from recipes.common.checkpoint import integrity
 from recipes.common.runtime import processes
 from tests.conftest import ROOT, full_except
 from tests.support.quick import quick as quick
@@ -164,9 +165,9 @@ WORKDIR_ROWS = [
 ]  # fmt: skip
 
 RESTORE_ROWS = [
-    (["--restore_from={here}/no"], "--restore_from={here}/no does not exist; use a run's workdir or a checkpoint"),
+    (["--restore_from={here}/no"], "--restore_from={here}/no does not exist; use a run's workdir, a checkpoint, hf:DIR or hf:ORG/NAME for a Hugging Face model, or one of dot_relu_dot.teacher, mlp.digits, moe.stdlib_2m, transformer.stdlib_3m"),
     (["--restore_from=s3:b/run"], "--restore_from=s3:b/run has no ://; use gs://b/run, or a local path"),
-    (["--restore_from={here}/empty"], "--restore_from={here}/empty holds no checkpoint; use a run's workdir or a checkpoint"),
+    (["--restore_from={here}/empty"], "--restore_from={here}/empty holds no checkpoint; use a run's workdir, a checkpoint, hf:DIR or hf:ORG/NAME for a Hugging Face model, or one of dot_relu_dot.teacher, mlp.digits, moe.stdlib_2m, transformer.stdlib_3m"),
     (["--restore_from={here}/file"], "--restore_from={here}/file holds no checkpoint"),
     (["--restore_from={here}/texts"], "--restore_from={here}/texts holds no checkpoint"),
     (["--restore_from={here}/another"], "has entry 'mlp', not 'transformer'; use a different one"),
@@ -178,7 +179,7 @@ RESTORE_ROWS = [
     (["--restore_from={here}/run", "--size=small"], "embed has shape [384, 64] in checkpoint {here}/run/checkpoints/1 and [384, 128] in this model; use the flags that the checkpoint was made with"),
     (["--restore_from={here}/run", "--size=124m"], "embed has shape [384, 64] in checkpoint"),
     (["--restore_from={here}/run/checkpoints/7"], "does not exist"),
-    (["--restore_from=transformer.stdlib_4m"], "--restore_from=transformer.stdlib_4m does not exist; use a run's workdir, a checkpoint, or one of dot_relu_dot.teacher, mlp.digits, moe.stdlib_2m, transformer.stdlib_3m"),
+    (["--restore_from=transformer.stdlib_4m"], "--restore_from=transformer.stdlib_4m does not exist; use a run's workdir, a checkpoint, hf:DIR or hf:ORG/NAME for a Hugging Face model, or one of dot_relu_dot.teacher, mlp.digits, moe.stdlib_2m, transformer.stdlib_3m"),
     (["--restore_from=mlp.digits"], "zoo/checkpoints/mlp.digits has entry 'mlp', not 'transformer'; use a different one"),
     (["--restore_from=transformer.stdlib_3m", "--size=small"], "has shape [384, 256] in checkpoint"),
     (["--restore_from={here}/damaged", "--verify=false"], "metadata/metadata is not the JSON that was saved"),
@@ -375,7 +376,7 @@ def fill(folder: pathlib.Path) -> None:
         path = checkpoint / "metadata" / "metadata"
         metadata = json.loads(path.read_text())
         path.write_text(change if isinstance(change, str) else json.dumps(change(metadata)))
-        (checkpoint / "hashes.json").unlink()  # else every change is found by its hash
+        integrity.hash_before_commit(checkpoint)  # else every change is found by its hash
 
     copy("another", lambda m: m | {"entry": "mlp"})
     copy("damaged", "{")

@@ -87,14 +87,22 @@ def base(metadata: dict[str, Any]) -> dict[str, str]:
     if published:
         return published
     began = metadata.get("base", {})
-    given = metadata.get("flags", {}).get("restore_from") or began.get("path")
-    return began | {"path": metadata.get("imported", given)} if given else {}
+    given = metadata.get("flags", {}).get("restore_from") or ""
+    whole = began.get("path", given)
+    # --restore_from may be a relative path, or an adapter that was trained further.
+    if not given or not whole.startswith(given):
+        given = whole
+    origin = metadata.get("imported", "")
+    # Early versions named a local folder without its path.
+    return began | {"path": origin if origin.startswith("hf:") else given} if given else {}
 
 
 def command(metadata: dict[str, Any]) -> str:
     """The command that repeats this training run."""
     flags = {k: value for k, value in metadata["flags"].items() if k not in OMITTED_FLAGS}
     flags |= {"mesh": describe(metadata["mesh"]), "rules": metadata["rules"]["name"]}
+    if "lora_alpha" in metadata:  # the flag's 0 stands for a value that depends on the rank
+        flags["lora_alpha"] = metadata["lora_alpha"]
     given = [f"--{name}={shlex.quote(str(value))}" for name, value in flags.items() if value != ""]
     return " ".join([f"python -m recipes.{metadata['entry']}", *given])
 

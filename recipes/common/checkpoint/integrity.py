@@ -7,17 +7,23 @@ import json
 import pathlib
 
 from recipes.common.checkpoint import card, parallel_hashing
-from recipes.common.runtime import folders
+from recipes.common.runtime import folders, print0
 
 COMMITTED = "commit_success.txt"  # Orbax's mark of a finished folder
 HASHES = "hashes.json"
+HASHED = (
+    "hashed"  # in the metadata of a checkpoint that has hashes.json; those of early versions don't
+)
 PROBE = "probe.json"  # in published checkpoints: probe.py
+_ITEMS = ("state", "data", "metadata", "tokenizer")
 _NEEDED = [f"{item}{COMMITTED}" for item in ("", "state/", "metadata/")]
 _NEEDED += ["state/_METADATA", "metadata/metadata"]
 
 
 def verify(folder: str | pathlib.Path, hash_files: bool = True) -> str:
     """Describes the first damaged or missing file of a checkpoint; "" if it is intact.
+
+    Prints a line if it has no hashes.json because an early version wrote it.
 
     Args:
       hash_files: whether to hash every file, which is slow for a huge checkpoint; otherwise only sizes
@@ -32,11 +38,19 @@ def verify(folder: str | pathlib.Path, hash_files: bool = True) -> str:
                 return f"{name} is missing"
         for name in (HASHES, "data/metadata", "metadata/metadata"):
             if name in found:
-                content = json.loads((folder / name).read_bytes())
-                hashes = content if name == HASHES else hashes
+                content = dict(json.loads((folder / name).read_bytes()))
+                if name == HASHES:
+                    hashes = {file: (size, digest) for file, (size, digest) in content.items()}
                 metadata = content if name == "metadata/metadata" else metadata
         if missing := {"entry", "config", "step", "flags", "data"} - metadata.keys():
             return f"metadata/metadata has no {min(missing)!r}"
+        if HASHED in metadata and HASHES not in found:
+            return f"{HASHES} is missing"
+        if HASHES in found:
+            for name in sorted(found.keys() - hashes.keys()):
+                item, _, file = name.partition("/")
+                if item in _ITEMS and not file.startswith("."):
+                    return f"{name} is missing in {HASHES}"
         for name in (HASHES, card.FILE, PROBE) if "published" in metadata else ():
             if name not in found or (name != HASHES and name not in hashes):
                 return f"{name} is missing" + (f" in {HASHES}" if name in found else "")
@@ -60,6 +74,11 @@ def verify(folder: str | pathlib.Path, hash_files: bool = True) -> str:
     except folders.errors() as error:
         where = getattr(error, "filename", None) or name
         return f"{where} can't be read ({folders.reason(error)})"
+    if hash_files and HASHES not in found:
+        print0(
+            f"{folder} has no {HASHES}, like checkpoints of early versions: its files were not checked "
+            "for damage."
+        )
     return ""
 
 

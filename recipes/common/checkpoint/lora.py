@@ -47,11 +47,16 @@ class Adapted:
 
     @property
     def metadata(self) -> dict[str, Any]:
-        """The adapter's metadata, with the merged model's config and the base's current path."""
+        """The adapter's metadata, with the merged model's config and the base's current path.
+
+        The merged model's config has no lora_alpha; a card names it.
+        """
         config = {k: v for k, v in self.adapter.metadata["config"].items() if k not in FIELDS}
+        alpha = {"lora_alpha": self.adapter.metadata["config"]["lora_alpha"]}
         base, located = self.base.metadata, self.adapter.metadata["base"] | {"path": self.where}
         context = base.get("context") or base.get("flags", {}).get("seq_len")  # not the adapter's
-        return self.adapter.metadata | {"config": config, "base": located, "context": context}
+        facts = {"config": config, "base": located, "context": context}
+        return self.adapter.metadata | alpha | facts
 
     def shapes(self) -> Tree:
         found, own = self.base.shapes(), paths(self.adapter.shapes()["params"])

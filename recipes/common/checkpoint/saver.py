@@ -60,7 +60,8 @@ class Saver:
     ):
         self._folder, self._keep, self._tokenizer = folder, keep, tokenizer
         digest = {store.TOKENIZER: tokenizer.sha256} if tokenizer.files else {}
-        self._metadata, self._data = metadata | digest | {"data": data}, data
+        self._metadata = metadata | digest | {"data": data, integrity.HASHED: True}
+        self._data = data
         self._thread: threading.Thread | None = None  # the save in flight
         self._step, self._failed = folder.step, ""  # the last save's step, and why it failed
         self.before_commit: Callable[[], None] = lambda: None  # called on process 0

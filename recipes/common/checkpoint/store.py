@@ -182,9 +182,13 @@ def _locate(path: str | pathlib.Path, what: str, hash_files: bool) -> Source:
     with folders.user_errors(f"{what} can't be read", "use another"):
         folder = folders.to_path(path, what.partition("=")[0])
         fix = "use a run's workdir or a checkpoint"
+        if not what.startswith("--source"):  # of recipes.publish, which takes nothing else
+            fix = (
+                "use a run's workdir, a checkpoint, hf:DIR or hf:ORG/NAME for a Hugging Face model, "
+                f"or one of {', '.join(published())}"
+            )
         if not folder.exists() and str(path) == folder.name:
             folder = PUBLISHED / folder.name
-            fix = f"use a run's workdir, a checkpoint, or one of {', '.join(published())}"
         if not folder.exists():
             raise UserError(f"{what} does not exist; {fix}")
         if hf.is_adapter(folder):
@@ -194,6 +198,10 @@ def _locate(path: str | pathlib.Path, what: str, hash_files: bool) -> Source:
                 folder = inner / str(steps[-1])
                 break
         if not (folder / "metadata").exists() and not (folder / "state").exists():
+            if (folder / "config.json").is_file() and any(folder.glob("*.safetensors")):
+                raise UserError(
+                    f"{what} is a Hugging Face model folder, not a checkpoint; use hf:{path}"
+                )
             raise UserError(f"{what} holds no checkpoint; {fix}")
         if bad := integrity.verify(folder, hash_files):
             raise UserError(f"{what}: {bad} in {folder}; use an intact checkpoint")
@@ -453,7 +461,9 @@ def write(
         state=ocp.args.PyTreeSave(variables, ocdbt_target_data_file_size=2**27),
         # Adapters are written merged, so without their base.
         metadata=ocp.args.JsonSave(
-            {"data": {}, "flags": {}} | {k: v for k, v in metadata.items() if k != "base"}
+            {"data": {}, "flags": {}}
+            | {k: v for k, v in metadata.items() if k != "base"}
+            | {integrity.HASHED: True}
         ),
     )
     beside = folders.absolute(folder).with_name(f".{folder.name}.{os.getpid()}")

@@ -93,11 +93,19 @@ def check(quantized: dict[str, Any], file: pathlib.Path) -> None:
 
 
 def unpack(stored: dict[str, Stored]) -> dict[str, Any]:
-    """Replaces float8 tensors by Quantized ones. Raises UserError if scales are missing or wrong."""
+    """Replaces float8 tensors by Quantized ones.
+
+    Raises UserError if scales are missing or wrong, or a tensor is not a matrix.
+    """
     found: dict[str, Any] = dict(stored)
     for name, values in stored.items():
         scales = stored.get(f"{name}{SCALES}")
         if values.dtype == "F8_E4M3":
+            if len(values.shape) != 2:
+                raise UserError(
+                    f"{name} in {values.file} is float8 of shape {list(values.shape)}, and the zoo "
+                    "reads float8 matrices; use a folder that stores it in bfloat16"
+                )
             wanted = tuple(math.ceil(size / BLOCK) for size in values.shape)
             if scales is None or scales.shape != wanted or scales.dtype not in FLOATS:
                 raise UserError(

@@ -8,7 +8,7 @@ import pathlib
 import re
 import shutil
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Collection, Iterator
 from typing import Any
 
 import jax
@@ -94,7 +94,7 @@ class Folder:
         self._files = {tensor.file for tensor in found.values()}
         if method := _format_of(theirs):  # families that do not read it refused it
             found = UNPACK[method](found)
-        self._stored = {self.family.canonical(name): tensor for name, tensor in found.items()}
+        self._stored = tensors.rename(found, self.family.canonical, path)
         self._check()
         if left_out:
             print0(left_out)
@@ -121,6 +121,8 @@ class Folder:
         table = self.family.tensors(self.config)
         expanded = tensors.expand(table, stored_paths(self.shapes()))
         wanted = {tensor.name: tensor.shape for tensor in expanded}
+        # A model that was saved without its head lacks the prefix of the other names.
+        self._stored = tensors.rename(self._stored, add_prefix(wanted), self.path)
         computed = self.family.COMPUTED
         found = {name: t for name, t in self._stored.items() if not name.endswith(computed)}
         tied = self.family.TIED | getattr(self.family, "copies", lambda config: {})(self.config)
@@ -223,6 +225,17 @@ def read_onto(stored: dict[str, tensors.Stored], table, abstract: Tree) -> Tree:
         shard = functools.partial(tensors.read_shard, stored, stack, leaf.dtype)
         arrays.append(tensors.place(leaf, shard))
     return jax.tree.unflatten(jax.tree.structure(abstract), arrays)
+
+
+def add_prefix(wanted: Collection[str]) -> Callable[[str], str]:
+    """A function of a name that adds a prefix, such as "model.", if only that makes it wanted."""
+    prefixes = sorted({name.partition(".")[0] for name in wanted})
+
+    def full_name(name: str) -> str:
+        with_prefix = [f"{prefix}.{name}" for prefix in prefixes if name not in wanted]
+        return next((full for full in with_prefix if full in wanted), name)
+
+    return full_name
 
 
 def _family(theirs: dict[str, Any], file: pathlib.Path) -> tuple[Any, str]:

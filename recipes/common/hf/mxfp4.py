@@ -65,7 +65,10 @@ def dequantize(blocks: np.ndarray, scales: np.ndarray) -> np.ndarray:
 
 
 def unpack(stored: dict[str, Stored]) -> dict[str, Any]:
-    """Replaces NAME_blocks and NAME_scales by a Quantized NAME. Raises UserError if one is missing."""
+    """Replaces NAME_blocks and NAME_scales by a Quantized NAME.
+
+    Raises UserError if one of them is missing or wrong, or the folder also has an unquantized NAME.
+    """
     found: dict[str, Any] = dict(stored)
     for name, blocks in stored.items():
         if not name.endswith("_blocks"):
@@ -84,5 +87,10 @@ def unpack(stored: dict[str, Stored]) -> dict[str, Any]:
                     "download the folder again"
                 )
             del found[tensor.name]
+        if stem in stored:
+            raise UserError(
+                f"{stem} is in {stored[stem].file}, and in MXFP4 ({name}) in {blocks.file.name}; "
+                "remove the file that does not belong to this model"
+            )
         found[stem] = Quantized(blocks, scales)
     return found

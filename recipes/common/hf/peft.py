@@ -6,6 +6,8 @@ Only plain LoRA is supported, W + A·B · lora_alpha / r; errors name the key of
 import dataclasses
 import json
 import pathlib
+import re
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -13,7 +15,14 @@ import numpy as np
 from data import tokenizer
 from recipes.common import entries
 from recipes.common.hf import tensors, vit
-from recipes.common.hf.folder import ENTRIES, FAMILIES, new_folder, read_onto, shapes_of
+from recipes.common.hf.folder import (
+    ENTRIES,
+    FAMILIES,
+    add_prefix,
+    new_folder,
+    read_onto,
+    shapes_of,
+)
 from recipes.common.runtime.errors import UserError
 from recipes.common.sharding.abstract import Tree, nested, paths
 
@@ -26,6 +35,7 @@ READ = ("r", "lora_alpha", "base_model_name_or_path")
 IGNORED_KEYS = {
     *("auto_mapping", "inference_mode", "peft_version", "task_type", "lora_dropout"),
     *("target_modules", "exclude_modules", "megatron_core", "qalora_group_size", "layers_pattern"),
+    "layers_to_transform",
     *("loftq_config", "eva_config", "corda_config", "lora_ga_config", "runtime_config"),
     "fan_in_fan_out",  # PEFT itself corrects it by the kind of module
 }
@@ -53,6 +63,7 @@ class Adapter:
     path: pathlib.Path
     metadata: dict[str, Any]
     stored: dict[str, tensors.Stored]
+    keys: dict[str, Any]  # of adapter_config.json
     config: Any = None  # of the base with this adapter; None: the base is still unknown
     step = 0
 
@@ -68,34 +79,81 @@ class Adapter:
             raise UserError(
                 f"{self.path} is not an adapter for {entry!r} models, like its base; use {fix}"
             )
-        family, stored = ENTRIES[entry], {}
-        for name, tensor in self.stored.items():
-            stored[PREFIX + family.canonical(name.removeprefix(PREFIX))] = tensor
+        family, known = ENTRIES[entry], type(config).lora_targets
+        names = {name.removeprefix(PREFIX): tensor for name, tensor in self.stored.items()}
+        names = tensors.rename(names, family.canonical, self.path)
         if hasattr(family, "with_head"):
-            shapes = {name.removeprefix(PREFIX): tensor.shape for name, tensor in stored.items()}
+            shapes = {name: tensor.shape for name, tensor in names.items()}
             config = family.with_head(config, shapes)
-        factors, has = table(entry, config), {name.split(".lora_")[0] for name in stored}
-        targets = [
-            path.split("/")[-2] for path, (name, *_) in factors.items()
-            if path.endswith("/a") and name.format(tensors.Index(0)).split(".lora_")[0] in has
-        ]  # fmt: skip
-        if not targets:
+        every = dataclasses.replace(config, **self.metadata["config"], lora_targets=known)
+        factors = list(_factors(entry, every))
+        full_name = add_prefix({tensor.name.removeprefix(PREFIX) for tensor in factors})
+        names = tensors.rename(names, full_name, self.path)
+        stored: dict[str, Any] = {PREFIX + name: tensor for name, tensor in names.items()}
+        adapted = {_target(tensor.path) for tensor in factors if tensor.name in stored}
+        if not adapted - {None}:
             raise UserError(
                 f"{self.path} has no factors of projections that the zoo adapts; use {fix}"
             )
-        lora = self.metadata["config"] | {"lora_targets": tuple(targets)}
-        config = dataclasses.replace(config, **lora)
-        facts = {"entry": entry, "config": entries.config_json(config)}
-        facts |= {"context": base.get("context")}
-        found = dataclasses.replace(
-            self, metadata=self.metadata | facts, config=config, stored=stored
-        )
-        wanted = tensors.expand(factors, paths(found.shapes()["params"]))
+        targets = tuple(name for name in known if name in adapted)
+        config = dataclasses.replace(every, lora_targets=targets)
+        wanted = {
+            tensor.name: tensor
+            for tensor in _factors(entry, config)
+            if _target(tensor.path) or tensor.name in stored  # an adapter may lack a head
+        }
+        for name, factor in wanted.items():
+            if name in stored and not self._in_layers(name):
+                raise UserError(
+                    f"{self.path} has a tensor {name}, which layers_to_transform "
+                    f"{self.keys['layers_to_transform']} leaves out; use this adapter's own {CONFIG}"
+                )
+            # A layer without an adapter is one whose factors are 0.
+            if name not in stored and not self._adapts(entry, config, factor):
+                stored[name] = tensors.Zeros(self.path, name, factor.shape)
+        if (missing := wanted.keys() - stored.keys()) and not stored.keys() - wanted.keys():
+            raise UserError(
+                f"{self.path} is missing tensor {min(missing)}; copy the missing file, list the "
+                f"layers that it adapts as layers_to_transform in {CONFIG}, or use {fix}"
+            )
         tensors.check(
-            self.path, stored, {tensor.name: tensor.shape for tensor in wanted},
+            self.path, stored, {name: tensor.shape for name, tensor in wanted.items()},
             f"{CONFIG} and its base imply", fix,
         )  # fmt: skip
-        return found
+        facts = {"entry": entry, "config": entries.config_json(config)}
+        facts |= {"context": base.get("context")}
+        return dataclasses.replace(
+            self, metadata=self.metadata | facts, config=config, stored=stored
+        )
+
+    def _adapts(self, entry: str, config: Any, factor: tensors.Tensor) -> bool:
+        """Whether adapter_config.json says that this factor exists, as PEFT reads it."""
+        if factor.path.startswith("mtp/"):  # not part of the model that transformers adapts
+            return False
+        family = ENTRIES[entry]
+        weight = factor.path.replace("/lora/", "/").removesuffix("/a").removesuffix("/b")
+        template, *_ = family.tensors(config)[weight]
+        if not self._in_layers(factor.name):
+            return False
+        targets, others = (self.keys.get(f"{how}_modules") for how in ("target", "exclude"))
+        # Versions of transformers differ in the names of ViT's modules.
+        names = {template, getattr(family, "peft_name", str)(template)}
+        modules = [
+            name.removesuffix(".weight").format(*map(tensors.Index, factor.index)) for name in names
+        ]
+        if any(_matches(others or [], module) for module in modules):
+            return False
+        return (
+            not targets
+            or targets == "all-linear"
+            or any(_matches(targets, module) for module in modules)
+        )
+
+    def _in_layers(self, name: str) -> bool:
+        """Whether layers_to_transform has the layer of a tensor; without it, every layer."""
+        layers = self.keys.get("layers_to_transform")
+        number = re.search(r"\.(\d+)\.", name)
+        return not layers or not number or int(number[1]) in layers
 
     def shapes(self) -> Tree:
         """Shapes of what is stored: {"params": nested dict of ShapeDtypeStructs}.
@@ -132,6 +190,7 @@ def read_adapter(path: pathlib.Path) -> Adapter:
                 f"{path / CONFIG} has {key} {json.dumps(keys.get(key))}, which must be a number "
                 "> 0; use this adapter's own"
             )
+    _check_names(keys, path / CONFIG)
     config = {"lora_rank": keys["r"], "lora_alpha": float(keys["lora_alpha"])}
     base = keys.get("base_model_name_or_path") or ""
     metadata = {
@@ -141,7 +200,48 @@ def read_adapter(path: pathlib.Path) -> Adapter:
         "data": {},
         "base": {"path": f"hf:{base}", "sha256": None},
     }
-    return Adapter(path, metadata, tensors.find(path, STEM))
+    return Adapter(path, metadata, tensors.find(path, STEM), keys)
+
+
+def _check_names(keys: dict[str, Any], file: pathlib.Path) -> None:
+    """Raises UserError if modules or layers are not named in a form that PEFT has."""
+    layers = keys.get("layers_to_transform")
+    if type(layers) is int:
+        keys["layers_to_transform"] = layers = [layers]
+    wrong = [] if not layers or _is_list(layers, int) else ["layers_to_transform"]
+    for key in ("target_modules", "exclude_modules"):
+        value = keys.get(key)
+        try:
+            known = not value or _is_list(value, str) or bool(re.compile(value))
+        except (TypeError, re.error):
+            known = False
+        wrong += [] if known else [key]
+    if wrong:
+        raise UserError(
+            f"{file} has {wrong[0]} {json.dumps(keys[wrong[0]])}, which PEFT does not write; use this "
+            "adapter's own"
+        )
+
+
+def _is_list(value: Any, kind: type) -> bool:
+    return isinstance(value, list) and all(type(one) is kind for one in value)
+
+
+def _factors(entry: str, config: Any) -> Iterator[tensors.Tensor]:
+    """The tensors of an adapter with this config, and of a head that is trained with it."""
+    return tensors.expand(table(entry, config), paths(shapes_of(entry, config)["params"]))
+
+
+def _target(path: str) -> str | None:
+    """The weight that a factor adapts, as in lora_targets, by the factor's path; None: a head."""
+    return path.split("/")[-2] if "/lora/" in path else None
+
+
+def _matches(patterns: str | list[str], module: str) -> bool:
+    """Whether PEFT's target_modules, or exclude_modules, name a module."""
+    if isinstance(patterns, str):
+        return re.fullmatch(patterns, module) is not None
+    return any(module == name or module.endswith(f".{name}") for name in patterns)
 
 
 def write_adapter(

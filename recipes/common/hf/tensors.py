@@ -17,7 +17,7 @@ import functools
 import json
 import math
 import pathlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from typing import Any, NamedTuple
 
 import jax
@@ -26,6 +26,7 @@ import safetensors
 import safetensors.numpy
 
 from recipes.common.runtime.errors import UserError
+from recipes.common.runtime.terminal import print0
 
 FLOATS = ("F32", "BF16", "F16")  # safetensors' names; float32 holds all of their values exactly
 FILE_BYTES = 2**30  # most bytes of tensors in a file that we write; a file is held in memory
@@ -135,6 +136,19 @@ class Stored(NamedTuple):
             return opened.get_slice(self.name)[where]
 
 
+class Zeros(NamedTuple):
+    """Like Stored, for a tensor that is absent from a folder because all of it is 0."""
+
+    file: pathlib.Path
+    name: str
+    shape: tuple[int, ...]
+    dtype: str = "F32"
+
+    def read(self, where: tuple[slice, ...]) -> np.ndarray:
+        bounds = [part.indices(size) for part, size in zip(where, self.shape, strict=True)]
+        return np.zeros([stop - start for start, stop, _ in bounds], np.float32)
+
+
 def find(folder: pathlib.Path, stem: str = "model") -> dict[str, Stored]:
     """The tensors in a folder by name. Raises UserError if a file is missing or damaged.
 
@@ -143,14 +157,21 @@ def find(folder: pathlib.Path, stem: str = "model") -> dict[str, Stored]:
     """
     index = folder / f"{stem}.safetensors.index.json"
     single = folder / f"{stem}.safetensors"
-    if index.exists():
+    if single.exists():  # transformers and PEFT read it too, whatever else is there
+        files = [single]
+        if shards := sorted(path.name for path in folder.glob(f"{stem}-*.safetensors")):
+            print0(
+                f"Reads {single} alone, as transformers does; {shards[0]} and other files beside it "
+                "are left out."
+            )
+    elif index.exists():
         names = read_json(index).get("weight_map")
         names = list(names.values()) if isinstance(names, dict) else []
         if not names or any(pathlib.PurePath(str(name)).name != name for name in names):
             raise UserError(f"{index} does not list files in its folder; download it again")
         files = [folder / name for name in sorted(set(names))]
     else:
-        files = [single] if single.exists() else sorted(folder.glob("*.safetensors"))
+        files = sorted(folder.glob("*.safetensors"))
     if not files:
         pickles = sorted(p.name for ext in ("bin", "pt", "pth") for p in folder.glob(f"*.{ext}"))
         if pickles:
@@ -186,13 +207,18 @@ def check(
       implied: source of the wanted shapes, for messages: "config.json implies".
       fix: what to use instead.
     """
-    for names, what, or_ in (
-        (wanted.keys() - stored.keys(), "is missing", "copy the missing file, or "),
-        (stored.keys() - wanted.keys(), "has an unexpected", ""),
-    ):
-        if names:
-            more = f" and {len(names) - 1} more" if len(names) > 1 else ""
-            raise UserError(f"{folder} {what} tensor {min(names)}{more}; {or_}use {fix}")
+    missing, others = wanted.keys() - stored.keys(), stored.keys() - wanted.keys()
+    if missing and others:  # no missing file would help
+        raise UserError(
+            f"{folder} is missing tensor {_first_of(missing)}, and has {_first_of(others)} that the "
+            f"model lacks; rename them, or use {fix}"
+        )
+    if missing:
+        raise UserError(
+            f"{folder} is missing tensor {_first_of(missing)}; copy the missing file, or use {fix}"
+        )
+    if others:
+        raise UserError(f"{folder} has an unexpected tensor {_first_of(others)}; use {fix}")
     for name, shape in wanted.items():
         if stored[name].shape != shape:
             raise UserError(
@@ -204,6 +230,10 @@ def check(
                 f"{name} in {stored[name].file} has dtype {stored[name].dtype}; use a model in "
                 f"{', '.join(FLOATS)}"
             )
+
+
+def _first_of(names: Collection[str]) -> str:
+    return min(names) + (f" and {len(names) - 1} more" if len(names) > 1 else "")
 
 
 @contextlib.contextmanager
@@ -234,8 +264,27 @@ def read_json(file: pathlib.Path) -> dict[str, Any]:
 def equal(a: Stored, b: Stored) -> bool:
     """Whether two tensors of one shape have the same values."""
     rows = max(1, 2**24 // math.prod(a.shape[1:]))  # rows at a time
-    parts = [(slice(i, min(i + rows, a.shape[0])),) for i in range(0, a.shape[0], rows)]
+    rest = tuple(slice(0, size) for size in a.shape[1:])
+    parts = [(slice(i, min(i + rows, a.shape[0])), *rest) for i in range(0, a.shape[0], rows)]
     return all((a.read(part) == b.read(part)).all() for part in parts)
+
+
+def rename(
+    stored: dict[str, Any], new_name: Callable[[str], str], folder: pathlib.Path
+) -> dict[str, Any]:
+    """Returns the tensors under their new names. Raises UserError if two get the same one."""
+    renamed: dict[str, Any] = {}
+    origin: dict[str, str] = {}
+    for old, tensor in stored.items():
+        new = new_name(old)
+        if new in renamed:
+            raise UserError(
+                f"{folder} has both {origin[new]} and {old}, which are the same tensor of the model; "
+                "remove the file with the one that does not belong to it"
+            )
+        renamed[new] = tensor
+        origin[new] = old
+    return renamed
 
 
 def read_shard(stored: dict[str, Stored], stack: list[Tensor], dtype, bounds) -> np.ndarray:
