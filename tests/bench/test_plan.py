@@ -238,9 +238,7 @@ def test_each_kind_of_collective_is_near_the_compiler_s(line):
         ("dot_relu_dot", "fsdp", "8", ""),
     ],
 )
-def test_gathers_are_those_of_the_program_under_each_remat_policy(
-    entry, rules, mesh, remat, quick
-):
+def test_gathers_are_those_of_the_program_under_each_remat_policy(entry, rules, mesh, remat, quick):
     """Compiled here for CPUs: without remat, weights are gathered once."""
     config = dataclasses.replace(ENTRIES[entry].config, **({"remat": remat} if remat else {}))
     length = 32 if hasattr(config, "vocab_size") else 0
@@ -502,6 +500,7 @@ def test_without_a_compiler_it_says_what_is_missing(inside):
         (["--devices=h100:12"], "--devices=h100:12 can't be formed of nodes of 8 GPUs; use h100:16"),
         (["--devices=v5e:256", "--batch_tokens=2", "--seq_len=2"], "--batch_tokens=2 has 1 row, too few"),
         (["--size=9b"], "--size=9b is not one of tiny, small"),
+        (["--rules=fsdp"], "--rules is not a flag; did you mean"),
         (["--batch_tokens=4G"], "--batch_tokens=4G is not a number of tokens; write 4M or 524288"),
         (["--batch_tokens=1000"], "--batch_tokens=1000 is not a whole number of rows of --seq_len=128"),
         (["--html=/nowhere/plan.html"], "--html=/nowhere/plan.html: there is no folder /nowhere"),
@@ -514,6 +513,15 @@ def test_mistakes_are_one_line(flags, sentence, inside):
     assert (done.code, done.out) == (2, "")
     assert done.err.startswith(f"error: {sentence}")
     assert done.err.count("\n") == 1
+
+
+def test_sizes_kinds_and_numbers_may_be_in_any_case(inside):
+    lower, upper = (
+        inside("recipes.plan", f"--size={size}", f"--devices={kind}:8", f"--batch_tokens=8{k}")
+        for size, kind, k in (("tiny", "v5e", "K"), ("Tiny", "V5E", "k"))
+    )
+    assert lower.code == upper.code == 0, upper.err
+    assert lower.out == upper.out
 
 
 def test_every_kind_of_hardware_forms_eight_devices():

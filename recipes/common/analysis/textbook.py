@@ -28,7 +28,6 @@ from zoo.strategies import DECODER_POSITIONS, PP, TP
 (EXPERT,), (LAYERS,), (HEADS, *_) = EXPERT_WITHIN, PP, TP
 
 
-
 class Halves(NamedTuple):
     """Half all-reduces of activations that a layer's tensor parallelism sends; the textbook has 8."""
 
