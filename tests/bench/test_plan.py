@@ -500,7 +500,6 @@ def test_without_a_compiler_it_says_what_is_missing(inside):
         (["--devices=h100:12"], "--devices=h100:12 can't be formed of nodes of 8 GPUs; use h100:16"),
         (["--devices=v5e:256", "--batch_tokens=2", "--seq_len=2"], "--batch_tokens=2 has 1 row, too few"),
         (["--size=9b"], "--size=9b is not one of tiny, small"),
-        (["--rules=fsdp"], "--rules is not a flag; did you mean"),
         (["--batch_tokens=4G"], "--batch_tokens=4G is not a number of tokens; write 4M or 524288"),
         (["--batch_tokens=1000"], "--batch_tokens=1000 is not a whole number of rows of --seq_len=128"),
         (["--html=/nowhere/plan.html"], "--html=/nowhere/plan.html: there is no folder /nowhere"),
