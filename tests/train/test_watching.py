@@ -2,12 +2,15 @@
 
 import contextlib
 import functools
+import io
+import itertools
 import json
 import os
 import pathlib
 import re
 import shutil
 import struct
+import subprocess
 import sys
 
 import jax
@@ -20,12 +23,14 @@ from data import synthetic
 from recipes.common import checkpoint
 from recipes.common.analysis import flops
 from recipes.common.checkpoint.saver import HELD_OUT
+from recipes.common.runtime import terminal
 from recipes.common.runtime.flags import Run
 from recipes.common.runtime.mesh import make_mesh
 from recipes.common.sharding.layout import Layout
 from recipes.common.train import sinks
 from recipes.common.train.evaluation import Evaluation, in_words
 from recipes.common.train.metrics import Log
+from tests.conftest import ROOT
 from tests.support.quick import quick as quick
 from tests.support.runs import TINY, assert_bit_equal, records, saving, state_of, steps_saved
 from zoo.transformer import Config
@@ -431,3 +436,138 @@ def test_the_loss_picture_shows_the_whole_run(watched):
     folder, out = watched
     assert f"Loss curve: {folder}/pictures/loss.png\n" in out
     assert (folder / "pictures" / "loss.png").read_bytes().startswith(b"\x89PNG")
+
+
+# ---- the terminal --------------------------------------------------------------------------------
+
+
+class Tty(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def shown(terminal: sinks.Terminal, screen: Tty) -> str:
+    """The last state of the live line, as text."""
+    assert terminal._bar
+    terminal._bar.refresh()
+    return re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", screen.getvalue()).split("\r")[-1].strip()
+
+
+def test_a_terminal_is_live_from_the_first_step_on(monkeypatch):
+    screen, clock = Tty(), [100.0]
+    monkeypatch.setattr(sys, "stdout", screen)
+    monkeypatch.setenv("COLUMNS", "120")
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setattr(sinks.time, "perf_counter", lambda: clock[0])
+    terminal = sinks.Terminal(Run(steps=100, log_every=10), 0, "tokens", 64, peak=128)
+    assert shown(terminal, screen).startswith("step 0/100 ")
+    assert "starting" in shown(terminal, screen)
+    clock[0] += 2
+    terminal.progress(1, 2.5)
+    assert shown(terminal, screen).startswith("step 1/100 ")
+    assert shown(terminal, screen).endswith("loss 2.5000  32 tokens/s  MFU 25.0%  3:18 left")
+    clock[0] += 7  # an evaluation, which is not training
+    terminal.pause(7)
+    clock[0] += 2
+    terminal.progress(2, 2.25)
+    assert shown(terminal, screen).endswith("loss 2.2500  32 tokens/s  MFU 25.0%  3:16 left")
+    for step in range(3, 14):  # averaged over the last ten steps
+        clock[0] += 1
+        terminal.progress(step, 2.0)
+    assert shown(terminal, screen).endswith("loss 2.0000  64 tokens/s  MFU 50.0%  1:27 left")
+    terminal.close()
+
+
+@pytest.mark.parametrize(("seconds", "most"), [(0.1, 20), (25, 3), (90, 1)])
+def test_elsewhere_the_first_step_a_tenth_of_the_run_and_each_minute_have_a_line(
+    seconds, most, monkeypatch, capsys
+):
+    """A run of 200 steps that resumes after step 5."""
+    clock = [0.0]
+    monkeypatch.setattr(sinks.time, "perf_counter", lambda: clock[0])
+    terminal = sinks.Terminal(Run(steps=205, log_every=10), 5, "tokens", 64)
+    for step in range(6, 206):
+        clock[0] += seconds
+        terminal.progress(step, 1.0)
+    lines = capsys.readouterr().out.splitlines()
+    found = [int(re.match(r"step (\d+)/205  loss 1\.0000  ", line)[1]) for line in lines]
+    assert {6, *range(20, 201, 20), 205} <= {*found}
+    assert most == max(b - a for a, b in itertools.pairwise(found))
+    assert len(found) <= 200 / most + 12
+    assert lines[-1].endswith("0:00 left")
+
+
+def test_what_is_done_is_said_before_it_is_done(watched):
+    """The line about compiling comes after the table, and the first step has a line."""
+    _, out = watched
+    marks = [
+        "parameters. Per device",
+        "\nCompiling the train step.\n",
+        "\nCompiled step, per device",
+    ]
+    marks += ["\nstep 1/12  loss ", "\nstep 12/12  loss "]
+    places = [out.index(mark) for mark in marks]
+    assert places == sorted(places)
+
+
+SAFE = {
+    "joined emoji": "\N{MAN}\u200d\N{WOMAN}\u200d\N{GIRL} \N{HEAVY BLACK HEART}\ufe0f",
+    "flag of England": "\U0001f3f4\U000e0067\U000e0062\U000e0065\U000e006e\U000e0067\U000e007f",
+    "Persian": "می\u200cخواهم\u200f.",
+    "French": "«\u00a0Vraiment\u202f?\u00a0»",
+    "Japanese": "東京\u3000大阪",
+    "Thai": "ภาษา\u200bไทย",
+    "spaces": "a\u2003b\u2009c\u205fd",
+    "hyphens": "co\u00adop\u2060\ufeff",
+    "newer than this Python": "\U0001fae9",
+    "two lines": "a\nb",
+}
+UNSAFE = ["\x1b", "\x00", "\x07", "\b", "\r", "\x7f", "\x85", "\x9b", "\u2028", "\u2029", "\ud800"]
+UNSAFE += ["\u202a", "\u202b", "\u202c", "\u202d", "\u202e", "\u2066", "\u2067", "\u2068", "\u2069"]
+
+
+@pytest.mark.parametrize("text", SAFE.values(), ids=SAFE)
+def test_a_terminal_shows_text_of_any_script(text, capsys):
+    terminal.show(text)
+    assert capsys.readouterr().out == text
+    assert terminal.quote(text) == [f"  | {line}" for line in text.split("\n")]
+
+
+@pytest.mark.parametrize("c", UNSAFE, ids=ascii)
+def test_a_terminal_is_never_sent_what_could_manipulate_it(c, capsys):
+    terminal.show(f"a{c}b")
+    assert capsys.readouterr().out == "a\N{REPLACEMENT CHARACTER}b"
+
+
+TALKS = """
+import pathlib, sys
+from recipes.common.runtime import Run, print0, warn
+from recipes.common.runtime.start import start
+
+def main(run):
+    for i in range(20_000):
+        print0(f"line {i}")
+    warn("nobody reads this either")
+    pathlib.Path(run.workdir).write_text("trained")
+
+start(main, Run())
+"""
+
+
+@pytest.mark.parametrize(
+    ("pipe", "shown"),
+    [("2>&1 | head -1", "line 0\n"), ("2>&1 | true", ""), ("> /dev/full", "nobody reads")],
+)
+def test_a_run_outlives_the_reader_of_its_output(pipe, shown, tmp_path):
+    script, workdir = tmp_path / "talks.py", tmp_path / "workdir"
+    script.write_text(TALKS)
+    command = f"{sys.executable} {script} --workdir={workdir} {pipe}; echo ${{PIPESTATUS[0]}} >&2"
+    done = subprocess.run(
+        ["bash", "-c", command], capture_output=True, text=True,
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
+    )  # fmt: skip
+    assert workdir.read_text() == "trained"
+    assert done.stderr.endswith("0\n")
+    assert "Traceback" not in done.stderr
+    assert "BrokenPipe" not in done.stderr
+    assert shown in done.stdout + done.stderr
