@@ -39,7 +39,6 @@ from recipes.common.train.offload import offload_flag
 from recipes.common.train.optimizer import LearningRate, adamw
 from recipes.common.train.step import TrainStep
 
-
 SAY_SECONDS = 30  # between lines while the compiler works
 
 
@@ -212,7 +211,9 @@ def confirm(plan: Plan, flags: Flags, say) -> list[dict[str, Any]]:
         for number, candidate in enumerate(candidates, 1):
             what = f"{candidate.layout.strategy} on {answer.mesh_of(candidate)}"
             _progress(f"{what}: compiling, {number} of {len(candidates)}; Ctrl-C stops")
-            found.append(_in_background(lambda x=candidate: _confirm(x, flags.confirm_layers), what))
+            found.append(
+                _in_background(lambda x=candidate: _confirm(x, flags.confirm_layers), what)
+            )
             say(_line(found[-1]))
     except KeyboardInterrupt:
         say("", f"Stopped: {len(found)} of {len(candidates)} are confirmed.")
