@@ -58,7 +58,7 @@ class Generate:
         at_least=-1,
     )  # fmt: skip
     top_p: float = flag(
-        -1.0, "Total probability of the likeliest tokens to sample from; -1: from "
+        -1.0, "Total probability of the likeliest tokens to sample from; 0: one token; -1: from "
         "generation_config.json.", at_least=-1.0, at_most=1.0,
     )  # fmt: skip
     seed: int = flag(0, "Seed for sampling.", at_least=0, at_most=2**31 - 1)
@@ -79,6 +79,9 @@ def main(devices: Devices, flags: Generate) -> None:
     mesh = make_mesh(devices.mesh)
     if not flags.restore_from:
         raise UserError("--restore_from is missing; use --restore_from=RUN, or hf:DIR")
+    for name in ("temperature", "top_p"):
+        if -1 < (value := getattr(flags, name)) < 0:
+            raise UserError(f"--{name}={value} must be ≥ 0, or -1 for the model's own; try 0.9")
     source = checkpoint.find_on_all_processes(flags.restore_from, flags.verify, flags.base)
     if not hasattr(entries.model(source.metadata["entry"]), "decode"):
         raise UserError(

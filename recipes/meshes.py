@@ -13,7 +13,7 @@ import math
 from recipes.common import entries
 from recipes.common.analysis import report
 from recipes.common.runtime.errors import UserError
-from recipes.common.runtime.flags import flag
+from recipes.common.runtime.flags import choose, flag
 from recipes.common.runtime.mesh import make_mesh, parse
 from recipes.common.runtime.start import start
 from recipes.common.runtime.terminal import print0
@@ -39,8 +39,7 @@ class Flags:
 def main(flags: Flags) -> None:
     zoo = entries.zoo_file(flags.entry)
     names = flags.meshes.split(";" if "=" in flags.meshes else ",")
-    if flags.size not in zoo.SIZES:
-        raise UserError(f"--size={flags.size} is not one of {', '.join(zoo.SIZES)}")
+    flags = dataclasses.replace(flags, size=choose("size", flags.size, zoo.SIZES))
     config = zoo.SIZES[flags.size]()
     check_length(config, flags.seq_len)
     # The first mesh determines how many devices are simulated.

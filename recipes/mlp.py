@@ -18,7 +18,13 @@ from recipes.common.runtime import Run, UserError, flag, make_mesh, print0
 from recipes.common.runtime.start import start
 from recipes.common.sharding import make_layout
 from recipes.common.train.loop import finish, fit
-from recipes.common.train.optimizer import OPTIMIZERS, LearningRate, hidden_matrices, make_optimizer
+from recipes.common.train.optimizer import (
+    OPTIMIZERS,
+    LearningRate,
+    decaying,
+    hidden_matrices,
+    make_optimizer,
+)
 from recipes.common.train.step import TrainStep
 from zoo.mlp import MLP, Config
 
@@ -69,7 +75,9 @@ def main(run: Run, flags: Flags) -> None:
     # ---- Step, state and training ----------------------------------------------------------------
     lr = LearningRate(run.learning_rate, flags.warmup_steps, run.steps, run.schedule)
     matrices = hidden_matrices(layout, **MATRICES)
-    optimizer = make_optimizer(flags.optimizer, lr, flags.weight_decay, flags.clip_norm, matrices)
+    optimizer = make_optimizer(
+        flags.optimizer, lr, flags.weight_decay, flags.clip_norm, matrices, decaying(layout)
+    )
     step = TrainStep(layout, optimizer, lr, skip_nonfinite=run.skip_nonfinite > 0)
 
     _, log, figures = fit(run, folder, step, images, extra=confusion(config.classes))

@@ -15,6 +15,7 @@ import re
 import signal
 import sys
 import threading
+import time
 from typing import Any
 
 import jax
@@ -29,6 +30,7 @@ from recipes.common.analysis.hlo import sent_by_kind
 from recipes.common.analysis.search import Change, Job, Plan, cheapest_change, search
 from recipes.common.analysis.targets import TooLarge, compile_step, missing_compiler, topology
 from recipes.common.runtime import UserError, flag, print0
+from recipes.common.runtime.flags import choose
 from recipes.common.runtime.start import start
 from recipes.common.sharding import make_layout
 from recipes.common.sharding.rules import check_length
@@ -36,6 +38,8 @@ from recipes.common.train.matmul import matmul_fields, matmul_flag
 from recipes.common.train.offload import offload_flag
 from recipes.common.train.optimizer import LearningRate, adamw
 from recipes.common.train.step import TrainStep
+
+SAY_SECONDS = 30  # between lines while the compiler works
 
 
 @dataclasses.dataclass(frozen=True)
@@ -63,8 +67,7 @@ class Flags:
 def main(flags: Flags) -> None:
     # ---- Input: checked before anything is computed ----------------------------------------------
     devices, zoo = parse_devices(flags.devices), entries.zoo_file(flags.entry)
-    if flags.size not in zoo.SIZES:
-        raise UserError(f"--size={flags.size} is not one of {', '.join(zoo.SIZES)}")
+    flags = dataclasses.replace(flags, size=choose("size", flags.size, zoo.SIZES))
     page = pathlib.Path(flags.html).expanduser()
     if flags.html and not page.parent.is_dir():
         raise UserError(f"--html={flags.html}: there is no folder {page.parent}; make it first")
@@ -120,7 +123,7 @@ def make_job(flags: Flags, devices: Devices) -> Job:
     check_length(config, length)
     tokens = 16 * devices.count * max(length, 1)
     if flags.batch_tokens:
-        number = re.fullmatch(r"(\d{1,15})([KM]?)", flags.batch_tokens)
+        number = re.fullmatch(r"(\d{1,15})([KM]?)", flags.batch_tokens.upper())
         if not number:
             raise UserError(
                 f"--batch_tokens={flags.batch_tokens[:20]} is not a number of tokens; write 4M or 524288"
@@ -205,8 +208,12 @@ def confirm(plan: Plan, flags: Flags, say) -> list[dict[str, Any]]:
     signal.signal(signal.SIGINT, signal.default_int_handler)
     candidates = [x for x in plan.ranked[: flags.confirm] if x.fits] or plan.ranked[:1]
     try:
-        for candidate in candidates:
-            found.append(_in_background(lambda x=candidate: _confirm(x, flags.confirm_layers)))
+        for number, candidate in enumerate(candidates, 1):
+            what = f"{candidate.layout.strategy} on {answer.mesh_of(candidate)}"
+            _progress(f"{what}: compiling, {number} of {len(candidates)}; Ctrl-C stops")
+            found.append(
+                _in_background(lambda x=candidate: _confirm(x, flags.confirm_layers), what)
+            )
             say(_line(found[-1]))
     except KeyboardInterrupt:
         say("", f"Stopped: {len(found)} of {len(candidates)} are confirmed.")
@@ -242,8 +249,12 @@ def _line(figures: dict[str, Any]) -> str:
     return f"| {' | '.join(cells)} |"
 
 
-def _in_background(function) -> Any:
-    """Calls a function in a thread, so that Ctrl-C does not wait for the compiler."""
+def _progress(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
+
+
+def _in_background(function, what: str) -> Any:
+    """Compiles in a thread, so that Ctrl-C does not wait, and says every so often that it still does."""
     results: list[Any] = []
 
     def call() -> None:
@@ -254,8 +265,13 @@ def _in_background(function) -> Any:
 
     thread = threading.Thread(target=call, daemon=True)
     thread.start()
+    start, said = time.perf_counter(), 0.0
     while thread.is_alive():
         thread.join(0.2)
+        passed = time.perf_counter() - start
+        if passed - said >= SAY_SECONDS:
+            said = passed
+            _progress(f"{what}: still compiling after {passed:.0f} s")
     if isinstance(results[0], BaseException):
         raise results[0]
     return results[0]

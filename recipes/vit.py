@@ -30,7 +30,13 @@ from recipes.common.train.matmul import (
     matmul_flag,
 )
 from recipes.common.train.offload import check_offload, offload_flag
-from recipes.common.train.optimizer import OPTIMIZERS, LearningRate, hidden_matrices, make_optimizer
+from recipes.common.train.optimizer import (
+    OPTIMIZERS,
+    LearningRate,
+    decaying,
+    hidden_matrices,
+    make_optimizer,
+)
 from recipes.common.train.step import TrainStep
 from zoo.stack import REMAT_POLICIES
 from zoo.vit import SIZES, Config, ViT
@@ -123,7 +129,9 @@ def main(run: Run, flags: Flags) -> None:
     # ---- Step, state and training ----------------------------------------------------------------
     lr = LearningRate(run.learning_rate, flags.warmup_steps, run.steps, run.schedule)
     matrices = hidden_matrices(layout, **MATRICES)
-    optimizer = make_optimizer(flags.optimizer, lr, flags.weight_decay, flags.clip_norm, matrices)
+    optimizer = make_optimizer(
+        flags.optimizer, lr, flags.weight_decay, flags.clip_norm, matrices, decaying(layout)
+    )
     step = TrainStep(layout, optimizer, lr, flags.accumulate, run.skip_nonfinite > 0, flags.offload)
     extra, cost = confusion(config.classes), flops.encoder(layout, config.num_positions)
     _, log, figures = fit(run, folder, step, images, extra=extra, example_flops=cost)

@@ -14,6 +14,7 @@ from flax import nnx
 from jax.sharding import AbstractMesh, Mesh
 
 from recipes.common.runtime.errors import UserError
+from recipes.common.runtime.flags import choose
 from recipes.common.runtime.terminal import print0
 from recipes.common.sharding.abstract import Tree
 from recipes.common.sharding.layout import Layout, make_layout
@@ -218,10 +219,7 @@ def numbers(flag: str, text: str, least: int = 1) -> list[int]:
 
 def one_of(flag: str, text: str, choices: Iterable[str]) -> list[str]:
     """Parses a flag of comma-separated choices. Raises UserError."""
-    for word in text.split(","):
-        if word not in choices:
-            raise UserError(f"--{flag} has {word!r}, which is not one of {', '.join(choices)}")
-    return text.split(",")
+    return [choose(flag, word, [*choices]) for word in text.split(",")]
 
 
 def progress(text: str) -> None:

@@ -17,6 +17,7 @@ import numpy as np
 from recipes.common.sharding import Layout, Tree, paths
 from recipes.common.sharding.rules import shards
 
+COLDEST = 1e-6  # a lower temperature takes the likeliest token: logits over it would overflow
 SHORTEST = 16  # prompts are padded to 16, 32, 64, … tokens, rounded up to what the mesh divides
 
 
@@ -26,7 +27,7 @@ class Sampling:
 
     temperature: float = 0.0  # 0: the likeliest token
     top_k: int = 0  # choose among the k likeliest tokens; 0: all
-    top_p: float = 1.0  # choose among the fewest tokens that have this share of the probability
+    top_p: float = 1.0  # choose among the fewest tokens that have this share; at least one
     seed: int = 0
 
     def keys(self, rows_B: jax.Array) -> jax.Array:
@@ -35,7 +36,7 @@ class Sampling:
 
     def __call__(self, logits_BV: jax.Array, keys_B: jax.Array, number) -> jax.Array:
         """Chooses tokens [B], each a function of its row's key, its number in the row and its logits."""
-        if not self.temperature:
+        if self.temperature < COLDEST:
             return jnp.argmax(logits_BV, axis=-1).astype(jnp.int32)
         logits_BV = self._kept(logits_BV / self.temperature)
 
@@ -52,7 +53,8 @@ class Sampling:
         if self.top_p < 1:
             sorted_BV = jnp.sort(logits_BV, axis=-1, descending=True)
             share_BV = jax.nn.softmax(sorted_BV, axis=-1)
-            wanted_BV = jnp.cumsum(share_BV, axis=-1) - share_BV < self.top_p  # keeps the first
+            wanted_BV = jnp.cumsum(share_BV, axis=-1) - share_BV < self.top_p
+            wanted_BV = wanted_BV.at[:, 0].set(True)
             least_B1 = jnp.where(wanted_BV, sorted_BV, jnp.inf).min(axis=-1, keepdims=True)
             logits_BV = jnp.where(logits_BV < least_B1, -jnp.inf, logits_BV)
         return logits_BV

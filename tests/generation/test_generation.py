@@ -212,7 +212,19 @@ def test_top_k_and_top_p_leave_the_tokens_they_should():
     assert kept(logits, top_p=0.66).tolist() == [[0, 1, 0, 1, 1], [1, 0, 0, 0, 0]]
     # The first of the two tokens that top_k leaves has 0.4 / 0.65 of their probability.
     assert kept(logits[:1], top_k=2, top_p=0.6).tolist() == [[0, 1, 0, 0, 0]]
-    assert kept(logits, top_p=1e-9).sum(axis=1).tolist() == [1, 1]
+    for least in (1e-9, 0.0):
+        assert kept(logits, top_p=least).tolist() == [[0, 1, 0, 0, 0], [1, 0, 0, 0, 0]]
+
+
+def test_top_p_0_and_a_temperature_near_0_take_the_likeliest_token():
+    """Not token 0, which is what logits that are all -inf or inf would give."""
+    logits = np.array([[1.0, 30.0, 90.0, 89.0, 2.0], [-9.0, -8.0, -9.0, -7.5, -9.0]], np.float32)
+    keys = Sampling(seed=5).keys(jnp.arange(2))
+    for sampling in (
+        Sampling(1.0, top_p=0.0),
+        *(Sampling(t) for t in (0.0, 1e-45, 1e-38, 1e-7, 1e-5)),
+    ):
+        assert sampling(jnp.array(logits), keys, 0).tolist() == [2, 3], sampling
     assert kept(logits).all()
 
 
@@ -519,6 +531,7 @@ MISTAKES = [
     ([PUBLISHED, "--prompts={file}", f'{{"prompt": "a"}}\n{{"prompt": "{LONG_PROMPT}"}}'], "line 2 of {file}: a prompt has 301 tokens, but the model's context is 256"),
     ([PUBLISHED, "--prompts={file}", "--out={file}", '{"prompt": "a"}'], "--out={file} already exists; use a new name"),
     ([PUBLISHED, "--top_p=2"], "--top_p=2 must be ≤ 1.0"),
+    ([PUBLISHED, "--top_p=-0.5"], "--top_p=-0.5 must be ≥ 0, or -1 for the model's own; try 0.9"),
 ]  # fmt: skip
 
 

@@ -184,7 +184,7 @@ def test_accumulation_that_leaves_too_few_rows_is_one_line(inside, tmp_path):
         (dict(rules="fdsp"), "--rules=fdsp is not a strategy of this entry; did you mean 'fsdp'?"),
         (dict(rules="x"), "--rules=x is not a strategy of this entry; it has dp, fsdp, tp_sp, fsdp_tp_sp, hsdp_tp_sp, tp, fsdp_tp, hsdp_tp, cp, fsdp_cp, fsdp_cp_tp, pp, fsdp_pp, fsdp_pp_tp"),
         (dict(embd="data"), "rules '(yours)' name logical axis 'embd', unknown to the model; did you mean 'embed'?"),
-        (dict(mlp="expert"), "rules '(yours)' need mesh axis 'expert' (for 'mlp'), and --mesh=4x2 has 'data' and 'model'; try --mesh=data=4,model=2,expert=1"),
+        (dict(mlp="expert"), "rules '(yours)' need mesh axis 'expert' (for 'mlp'), and --mesh=4x2 has 'data' and 'model'; try --mesh=data=2,expert=2,model=2"),
         (dict(rules="tp", mesh="8"), "rules 'tp' need mesh axis 'model' (for 'heads'), and --mesh=8 has 'data'; try --mesh=4x2"),
         (dict(rules="hsdp_tp"), "rules 'hsdp_tp' need mesh axis 'fsdp' (for 'batch'), and --mesh=4x2 has 'data' and 'model'; try --mesh=2x2x2"),
         (dict(mlp="data"), "rules '(yours)' use mesh axis 'data' twice on layers/mlp/down, for 'mlp' and 'embed'; replicate one of the two (None, or null in JSON)"),

@@ -5,9 +5,11 @@ import dataclasses
 import jax
 import pytest
 
+from recipes import generate, transformer
+from recipes.common import language
 from recipes.common.runtime import mesh
 from recipes.common.runtime.errors import UserError
-from recipes.common.runtime.flags import GROUPS, Run, flag, parse, usage
+from recipes.common.runtime.flags import GROUPS, SYNONYMS, Run, flag, parse, usage
 from recipes.common.runtime.mesh import describe, make_mesh
 
 pytestmark = pytest.mark.promise("user-errors")
@@ -17,6 +19,7 @@ pytestmark = pytest.mark.promise("user-errors")
 class Flags:
     fast: bool = flag(False, "Go fast.", group="model")
     kind: str = flag("a", "Which kind.", group="data", choices=["a", "b"])
+    long: str = flag("", "Which, or none.", group="data", choices=["", "WarmUps", "other"])
 
 
 def test_flags_become_fields_of_their_types():
@@ -26,6 +29,20 @@ def test_flags_become_fields_of_their_types():
     assert (run.steps, run.learning_rate, flags.fast, flags.kind) == (7, 0.01, True, "b")
     assert run == dataclasses.replace(Run(), steps=7, learning_rate=0.01)
     assert parse([], Run(steps=3), Flags()) == [Run(steps=3), Flags()]
+
+
+def test_choices_may_be_in_any_case():
+    flags = parse(["--kind=B", "--long=WARMUPS"], Flags())[0]
+    assert (flags.kind, flags.long) == ("b", "WarmUps")
+    assert parse(["--long="], Flags())[0].long == ""
+
+
+def test_synonyms_name_flags_that_exist():
+    """Flags of the training recipes and of recipes.generate."""
+    groups = (Run, transformer.Flags, language.Text, language.Sample, generate.Generate)
+    fields = {field.name for group in groups for field in dataclasses.fields(group)}
+    assert {*SYNONYMS.values()} <= fields
+    assert not SYNONYMS.keys() & fields
 
 
 def test_help_shows_every_flag_with_its_default_and_unit():
@@ -54,6 +71,13 @@ def test_help_is_in_groups_each_line_a_phrase():
     ("argv", "message"),
     [
         (["--step=7"], "--step is not a flag; did you mean --steps?"),
+        (["--lr=3"], "--lr is not a flag; did you mean --learning_rate?"),
+        (["--LR=3"], "--LR is not a flag; did you mean --learning_rate?"),
+        (["--batch-size=3"], "--batch-size is not a flag; did you mean --batch_size?"),
+        (["--bs=3"], "--bs is not a flag; did you mean --batch_size?"),
+        (["--output_dir=x"], "--output_dir is not a flag; did you mean --workdir?"),
+        (["--rate=3"], "--rate is not a flag; did you mean --learning_rate?"),
+        (["--ce=3"], "--ce is not a flag; did you mean --checkpoint_every?"),
         (["--zzz=7"], "--zzz is not a flag; --help lists the flags"),
         (["seven"], "'seven' is not a flag; write flags as --name=value"),
         (["--steps=x"], "--steps=x is not a whole number; try 100"),
@@ -64,6 +88,7 @@ def test_help_is_in_groups_each_line_a_phrase():
         (["--learning_rate=nan"], "--learning_rate=nan is not a finite number; try 0.001"),
         (["--seed=9999999999"], "--seed=9999999999 must be ≤ 2147483647; try 0"),
         (["--kind=c"], "--kind=c is not one of a, b"),
+        (["--long=warmup"], "--long=warmup is not one of WarmUps, other; did you mean WarmUps?"),
         (["--steps"], "Missing value for flag --steps; --help lists the flags"),
     ],
 )

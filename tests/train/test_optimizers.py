@@ -1,5 +1,7 @@
 """Optimizers and learning-rate schedules by name."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -9,11 +11,13 @@ import pytest
 from recipes import mlp, vit
 from recipes.common import language
 from recipes.common.runtime.flags import SCHEDULES
+from recipes.common.runtime.mesh import make_mesh
 from recipes.common.sharding.abstract import paths
-from recipes.common.sharding.layout import shardings
+from recipes.common.sharding.layout import make_layout, shardings
 from recipes.common.train.optimizer import (
     OPTIMIZERS,
     LearningRate,
+    decaying,
     hidden_matrices,
     make_optimizer,
 )
@@ -23,6 +27,7 @@ from tests.support.entries import ENTRIES, FAMILY_CASES, FAST
 from tests.support.quick import QUICK
 from tests.support.quick import quick as quick
 from tests.support.runs import assert_bit_equal, records, state_of
+from zoo.transformer import Transformer
 
 pytestmark = pytest.mark.promise("optimizers")
 
@@ -129,6 +134,70 @@ def test_muon_updates_each_layer_like_optax_updates_a_plain_matrix():
             matrix = optax.apply_updates(matrix, updates)
         got = np.asarray(moved[name])[1].reshape(matrix.shape)
         np.testing.assert_allclose(got, matrix, atol=1e-6, err_msg=name)
+
+
+# Each name is of matrices, or of vectors, in all entries.
+MATRICES = {
+    "q",
+    "k",
+    "v",
+    "o",
+    "q_down",
+    "q_up",
+    "kv_down",
+    "kv_up",
+    "gate",
+    "up",
+    "down",
+    "kernel",
+}
+MATRICES |= {"w1", "w2", "router", "embed", "unembed", "positions", "patch", "head", "a", "b"}
+VECTORS = {"scale", "bias", "q_bias", "k_bias", "v_bias", "o_bias", "up_bias", "gate_bias"}
+VECTORS |= {"down_bias", "router_bias", "patch_bias", "head_bias", "sinks", "class_token"}
+
+
+@pytest.mark.parametrize(
+    ("entry", "name"),
+    [*((e, "adamw") for e in ENTRIES), ("gpt_oss", "lion"), ("gpt_oss", "sgd"), ("vit", "sgd")],
+)
+def test_matrices_decay_and_vectors_do_not(entry, name):
+    """An update without a gradient moves only what decays, stacked or not."""
+    layout = ENTRIES[entry].layout("1x1")
+    decays = decaying(layout)
+    optimizer = make_optimizer(name, lambda _: 1.0, 0.5, 1.0, decays=decays)
+    params = jax.tree.map(lambda x: jnp.ones(x.shape), layout.model.shapes["params"])
+    zeros = jax.tree.map(jnp.zeros_like, params)
+    updates, _ = optimizer.update(zeros, optimizer.init(params), params)
+    for path, update in paths(updates).items():
+        leaf = path.rpartition("/")[2]
+        assert leaf in MATRICES | VECTORS, f"{path} is new: is it of matrices or of vectors?"
+        np.testing.assert_array_equal(update, -0.5 if leaf in MATRICES else 0.0, err_msg=path)
+
+
+def test_adapters_decay():
+    config = dataclasses.replace(
+        ENTRIES["transformer"].config, lora_rank=2, lora_targets=("q", "o")
+    )
+    layout = make_layout(Transformer, config, make_mesh("1x1"))
+    assert {*paths(decaying(layout)).values()} == {True}
+
+
+@pytest.mark.parametrize(
+    ("recipe", "vector"), [("gpt_oss", "layers/attention/sinks"), ("vit", "class_token")]
+)
+def test_a_recipe_decays_no_vector(recipe, vector, inside, quick, book, tmp_path):
+    """With a learning rate of 1e-4 and a huge decay, only decay moves weights visibly."""
+    flags = ["--size=tiny", "--mesh=1x1", "--steps=2", "--warmup_steps=0", "--batch_size=8"]
+    flags += ["--learning_rate=1e-4", "--weight_decay=1000", f"--workdir={tmp_path}"]
+    flags += [] if recipe == "vit" else ["--seq_len=32", "--sample_bytes=0", book]
+    assert inside(f"recipes.{recipe}", *flags, "--checkpoint_every=1").code == 0
+    before, after = (state_of(tmp_path, step) for step in (1, 2))
+    moved = {
+        path: abs(after[path] / before[path] - 1).max()
+        for path in (f"params/{vector}", "params/layers/attention/q")
+    }
+    assert moved[f"params/{vector}"] < 0.01
+    assert moved["params/layers/attention/q"] > 0.04
 
 
 @pytest.mark.parametrize("name", full_except(OPTIMIZERS[1:], []))

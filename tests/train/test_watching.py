@@ -2,12 +2,15 @@
 
 import contextlib
 import functools
+import io
+import itertools
 import json
 import os
 import pathlib
 import re
 import shutil
 import struct
+import subprocess
 import sys
 
 import jax
@@ -18,14 +21,16 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from data import synthetic
 from recipes.common import checkpoint
-from recipes.common.analysis import flops
+from recipes.common.analysis import flops, picture
 from recipes.common.checkpoint.saver import HELD_OUT
+from recipes.common.runtime import terminal
 from recipes.common.runtime.flags import Run
 from recipes.common.runtime.mesh import make_mesh
 from recipes.common.sharding.layout import Layout
 from recipes.common.train import sinks
 from recipes.common.train.evaluation import Evaluation, in_words
 from recipes.common.train.metrics import Log
+from tests.conftest import ROOT
 from tests.support.quick import quick as quick
 from tests.support.runs import TINY, assert_bit_equal, records, saving, state_of, steps_saved
 from zoo.transformer import Config
@@ -427,7 +432,302 @@ def test_peaks_are_of_one_device_in_bfloat16():
     assert flops.chip(jax.devices()[0].device_kind) is None
 
 
+# ---- pictures and comparisons --------------------------------------------------------------------
+
+
+@pytest.fixture
+def drawn(monkeypatch):
+    """A list of the figures that are saved, as matplotlib has them."""
+    figures, save = [], picture._save
+    monkeypatch.setattr(picture, "_save", lambda f, path: figures.append(f) or save(f, path))
+    return figures
+
+
+def numbers_on(axis) -> list[float]:
+    """The labels of an axis as numbers; each must be a plain one."""
+    axis.axes.figure.canvas.draw()
+    texts = [label.get_text() for label in axis.get_ticklabels(which="both") if label.get_text()]
+    assert all(re.fullmatch(r"[\d,]*\.?\d+", text) for text in texts), texts
+    return [float(text.replace(",", "")) for text in texts]
+
+
+def write_run(folder, lines, **flags) -> str:
+    folder.mkdir(parents=True)
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    (folder / "config.json").write_text(json.dumps({"flags": flags}))
+    return str(folder)
+
+
+def step_line(step, loss, seconds, tokens=2_048, unit="tokens"):
+    return {
+        "step": step,
+        "loss": loss,
+        "step_seconds": seconds,
+        f"{unit}_per_second": tokens / seconds,
+    }
+
+
+@pytest.mark.parametrize(
+    ("losses", "evaluated"),
+    [([6.0, 2.0, 1.3], None), ([2.71, 2.69, 2.68], 2.7), ([900.0, 1.0, 0.004], None), ([0.5], 0.4)],
+)
+def test_a_loss_picture_has_a_title_units_and_plain_numbers(losses, evaluated, drawn, tmp_path):
+    lines = [
+        step_line(step, loss, 1) for step, loss in zip((10, 1_000, 2_345), losses, strict=False)
+    ]
+    lines += [{"step": 0, "held_out_loss": evaluated, "held_out_perplexity": 1.0}] * bool(evaluated)
+    write_run(tmp_path / "mine", lines)
+    picture.loss(tmp_path / "loss.png", tmp_path / "mine" / "metrics.jsonl")
+    (axes,) = drawn[0].axes
+    assert axes.get_title() == "Loss of mine"
+    assert axes.get_ylabel() == "loss, nats per token"
+    assert axes.get_xlabel() == "step"
+    assert axes.get_xlim() == (0 if evaluated else 1, lines[len(losses) - 1]["step"])
+    steps, shown = numbers_on(axes.xaxis), numbers_on(axes.yaxis)
+    assert all(step == int(step) for step in steps)
+    low, high = axes.get_ylim()
+    assert len([x for x in shown if low <= x <= high]) >= 2
+    assert [text.get_text() for text in axes.get_legend().get_texts()][:1] == ["training"]
+
+
+def test_units_of_losses():
+    assert picture.loss_unit([step_line(1, 1.0, 1)]) == "nats per token"
+    assert picture.loss_unit([{"step": 1, "loss": 1.0, "accuracy": 0.5}]) == "nats per example"
+    assert picture.loss_unit([{"step": 1, "loss": 1.0}]) == "loss"
+
+
+def test_runs_are_compared_by_value(inside, drawn, tmp_path):
+    """Two runs of 3 logged steps; the second sees half of the tokens in twice the time."""
+    one = [{"step": 0, "held_out_loss": 6.5, "held_out_bits_per_byte": 9.0}]
+    one += [step_line(10, 6.0, 10), step_line(20, 3.0, 20)]
+    one += [{"step": 20, "held_out_loss": 3.5, "held_out_bits_per_byte": 5.0}]
+    one += [step_line(25, 2.0, 20)]
+    one += [{"step": 25, "held_out_loss": 4.25, "held_out_bits_per_byte": 6.0}]
+    two = [step_line(10, 5.0, 40, 1_024), step_line(20, 4.0, 40, 1_024)]
+    same = {"seed": 0, "dataset": "stdlib", "log_every": 10}
+    names = [
+        write_run(tmp_path / "r" / "one", one, optimizer="adamw", mesh="", **same, workdir="a"),
+        write_run(tmp_path / "r" / "two", two, optimizer="muon", mesh="4x2", **same, workdir="b"),
+    ]
+    out = tmp_path / "c.png"
+    done = inside("recipes.compare", *names, f"--out={out}")
+    assert (done.code, done.err) == (0, "")
+    assert done.out == (
+        "| run | steps | tokens | training | tokens/s | loss | held-out loss | bits/byte | at step | best held-out loss |\n"
+        "|---|---:|---:|---:|---:|---:|---:|---:|---:|---:|\n"
+        "| one | 25 | 51,200 | 6:40 | 128 | 3.6667 | 4.2500 | 6.0000 | 25 | 3.5000 at step 20 |\n"
+        "| two | 20 | 20,480 | 13:20 | 26 | 4.5000 | - | - | - | - |\n"
+        "\n"
+        "| flag | one | two |\n"
+        "|---|---|---|\n"
+        "| --optimizer | adamw | muon |\n"
+        "| --mesh | empty | 4x2 |\n"
+        "\n"
+        f"Losses over steps, tokens and time: {out}\n"
+    )
+    assert out.read_bytes().startswith(b"\x89PNG")
+    steps, tokens, minutes = drawn[0].axes
+    assert [x.get_xlabel() for x in drawn[0].axes] == ["step", "tokens", "minutes of training"]
+    assert steps.get_title() == "Loss of 2 runs; points: held out"
+    for axes, first, points in (
+        (steps, [10, 20, 25], [0, 20, 25]),
+        (tokens, [20_480, 40_960, 51_200], [0, 40_960, 51_200]),
+        (minutes, [100 / 60, 5, 400 / 60], [0, 5, 400 / 60]),
+    ):
+        line, held_out, other = axes.lines
+        np.testing.assert_allclose(line.get_xdata(), first)
+        np.testing.assert_allclose(line.get_ydata(), [6.0, 3.0, 2.0])
+        np.testing.assert_allclose(held_out.get_xdata(), points)
+        np.testing.assert_allclose(held_out.get_ydata(), [6.5, 3.5, 4.25])
+        np.testing.assert_allclose(other.get_ydata(), [5.0, 4.0])
+        assert axes.get_xlim()[0] == 0
+        assert axes.get_ylabel() == "loss, nats per token"
+        assert numbers_on(axes.xaxis)
+        assert numbers_on(axes.yaxis)
+
+
+def test_a_run_is_compared_while_it_trains_and_with_other_data(inside, tmp_path):
+    """The last line is torn; a flag of the data differs; folders share their last name."""
+    names = [
+        write_run(tmp_path / place / "run", [step_line(10, 2.0, 1)], dataset=data, seq_len=128)
+        for place, data in (("x", "a|b.txt"), ("y", ""))
+    ]
+    with (tmp_path / "x" / "run" / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 20, "lo')
+    done = inside("recipes.compare", *names, "--out", str(tmp_path / "c.svg"))
+    assert (done.code, done.err) == (0, "")
+    assert "| x/run | 10 | 20,480 | 0:10 | 2,048 | 2.0000 |\n| y/run |" in done.out
+    assert "| --dataset | a\\|b.txt | empty |\n" in done.out
+    assert "differ in --dataset: their held-out losses are not of the same tokens." in done.out
+    assert "<svg" in (tmp_path / "c.svg").read_text()
+
+
+def test_a_real_run_is_compared(watched, inside, tmp_path):
+    done = inside("recipes.compare", str(watched[0]), f"--out={tmp_path / 'c.png'}")
+    assert (done.code, done.err) == (0, "")
+    (held_out,) = records(watched[0], "held_out_loss")[-1]
+    row = done.out.splitlines()[2]
+    assert row.startswith(f"| w | 12 | {12 * 16 * 32:,} | ")
+    assert f" | {held_out:.4f} | " in row
+
+
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        ([], "no run is named; write python -m recipes.compare RUN RUN"),
+        (["{here}/nothing"], "{here}/nothing does not exist; use a run's workdir"),
+        (["{here}"], "{here} has no metrics.jsonl; use a run's workdir"),
+        (["{here}/young"], "{here}/young has no training loss in metrics.jsonl yet; wait for"),
+        (["{here}/young", "{here}/young"], "{here}/young is named twice; name each run once"),
+        (["{here}/young", "--out=x.txt"], "--out=x.txt is no picture; use a name ending in .png, .svg, .pdf"),
+        (["{here}/young", "--out=/nowhere/x.png"], "--out=/nowhere/x.png: there is no folder /nowhere"),
+    ],
+)  # fmt: skip
+def test_a_mistake_in_a_comparison_is_one_line(words, sentence, inside, tmp_path):
+    write_run(tmp_path / "young", [])
+    done = inside("recipes.compare", *(word.replace("{here}", str(tmp_path)) for word in words))
+    assert (done.code, done.out) == (2, "")
+    assert done.err.startswith(f"error: {sentence.replace('{here}', str(tmp_path))}")
+    assert done.err.count("\n") == 1
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["young"]
+
+
 def test_the_loss_picture_shows_the_whole_run(watched):
     folder, out = watched
     assert f"Loss curve: {folder}/pictures/loss.png\n" in out
     assert (folder / "pictures" / "loss.png").read_bytes().startswith(b"\x89PNG")
+
+
+# ---- the terminal --------------------------------------------------------------------------------
+
+
+class Tty(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def shown(terminal: sinks.Terminal, screen: Tty) -> str:
+    """The last state of the live line, as text."""
+    assert terminal._bar
+    terminal._bar.refresh()
+    return re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", screen.getvalue()).split("\r")[-1].strip()
+
+
+def test_a_terminal_is_live_from_the_first_step_on(monkeypatch):
+    screen, clock = Tty(), [100.0]
+    monkeypatch.setattr(sys, "stdout", screen)
+    monkeypatch.setenv("COLUMNS", "120")
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setattr(sinks.time, "perf_counter", lambda: clock[0])
+    terminal = sinks.Terminal(Run(steps=100, log_every=10), 0, "tokens", 64, peak=128)
+    assert shown(terminal, screen).startswith("step 0/100 ")
+    assert "starting" in shown(terminal, screen)
+    clock[0] += 2
+    terminal.progress(1, 2.5)
+    assert shown(terminal, screen).startswith("step 1/100 ")
+    assert shown(terminal, screen).endswith("loss 2.5000  32 tokens/s  MFU 25.0%  3:18 left")
+    clock[0] += 7  # an evaluation, which is not training
+    terminal.pause(7)
+    clock[0] += 2
+    terminal.progress(2, 2.25)
+    assert shown(terminal, screen).endswith("loss 2.2500  32 tokens/s  MFU 25.0%  3:16 left")
+    for step in range(3, 14):  # averaged over the last ten steps
+        clock[0] += 1
+        terminal.progress(step, 2.0)
+    assert shown(terminal, screen).endswith("loss 2.0000  64 tokens/s  MFU 50.0%  1:27 left")
+    terminal.close()
+
+
+@pytest.mark.parametrize(("seconds", "most"), [(0.1, 20), (25, 3), (90, 1)])
+def test_elsewhere_the_first_step_a_tenth_of_the_run_and_each_minute_have_a_line(
+    seconds, most, monkeypatch, capsys
+):
+    """A run of 200 steps that resumes after step 5."""
+    clock = [0.0]
+    monkeypatch.setattr(sinks.time, "perf_counter", lambda: clock[0])
+    terminal = sinks.Terminal(Run(steps=205, log_every=10), 5, "tokens", 64)
+    for step in range(6, 206):
+        clock[0] += seconds
+        terminal.progress(step, 1.0)
+    lines = capsys.readouterr().out.splitlines()
+    found = [int(re.match(r"step (\d+)/205  loss 1\.0000  ", line)[1]) for line in lines]
+    assert {6, *range(20, 201, 20), 205} <= {*found}
+    assert most == max(b - a for a, b in itertools.pairwise(found))
+    assert len(found) <= 200 / most + 12
+    assert lines[-1].endswith("0:00 left")
+
+
+def test_what_is_done_is_said_before_it_is_done(watched):
+    """The line about compiling comes after the table, and the first step has a line."""
+    _, out = watched
+    marks = [
+        "parameters. Per device",
+        "\nCompiling the train step.\n",
+        "\nCompiled step, per device",
+    ]
+    marks += ["\nstep 1/12  loss ", "\nstep 12/12  loss "]
+    places = [out.index(mark) for mark in marks]
+    assert places == sorted(places)
+
+
+SAFE = {
+    "joined emoji": "\N{MAN}\u200d\N{WOMAN}\u200d\N{GIRL} \N{HEAVY BLACK HEART}\ufe0f",
+    "flag of England": "\U0001f3f4\U000e0067\U000e0062\U000e0065\U000e006e\U000e0067\U000e007f",
+    "Persian": "می\u200cخواهم\u200f.",
+    "French": "«\u00a0Vraiment\u202f?\u00a0»",
+    "Japanese": "東京\u3000大阪",
+    "Thai": "ภาษา\u200bไทย",
+    "spaces": "a\u2003b\u2009c\u205fd",
+    "hyphens": "co\u00adop\u2060\ufeff",
+    "newer than this Python": "\U0001fae9",
+    "two lines": "a\nb",
+}
+UNSAFE = ["\x1b", "\x00", "\x07", "\b", "\r", "\x7f", "\x85", "\x9b", "\u2028", "\u2029", "\ud800"]
+UNSAFE += ["\u202a", "\u202b", "\u202c", "\u202d", "\u202e", "\u2066", "\u2067", "\u2068", "\u2069"]
+
+
+@pytest.mark.parametrize("text", SAFE.values(), ids=SAFE)
+def test_a_terminal_shows_text_of_any_script(text, capsys):
+    terminal.show(text)
+    assert capsys.readouterr().out == text
+    assert terminal.quote(text) == [f"  | {line}" for line in text.split("\n")]
+
+
+@pytest.mark.parametrize("c", UNSAFE, ids=ascii)
+def test_a_terminal_is_never_sent_what_could_manipulate_it(c, capsys):
+    terminal.show(f"a{c}b")
+    assert capsys.readouterr().out == "a\N{REPLACEMENT CHARACTER}b"
+
+
+TALKS = """
+import pathlib, sys
+from recipes.common.runtime import Run, print0, warn
+from recipes.common.runtime.start import start
+
+def main(run):
+    for i in range(20_000):
+        print0(f"line {i}")
+    warn("nobody reads this either")
+    pathlib.Path(run.workdir).write_text("trained")
+
+start(main, Run())
+"""
+
+
+@pytest.mark.parametrize(
+    ("pipe", "shown"),
+    [("2>&1 | head -1", "line 0\n"), ("2>&1 | true", ""), ("> /dev/full", "nobody reads")],
+)
+def test_a_run_outlives_the_reader_of_its_output(pipe, shown, tmp_path):
+    script, workdir = tmp_path / "talks.py", tmp_path / "workdir"
+    script.write_text(TALKS)
+    command = f"{sys.executable} {script} --workdir={workdir} {pipe}; echo ${{PIPESTATUS[0]}} >&2"
+    done = subprocess.run(
+        ["bash", "-c", command], capture_output=True, text=True,
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
+    )  # fmt: skip
+    assert workdir.read_text() == "trained"
+    assert done.stderr.endswith("0\n")
+    assert "Traceback" not in done.stderr
+    assert "BrokenPipe" not in done.stderr
+    assert shown in done.stdout + done.stderr

@@ -130,6 +130,7 @@ def parse_devices(text: str) -> Devices:
     >>> parse_devices("v5e:256x2"), parse_devices("h100:16")
     (Devices(kind='v5e', each=256, groups=2), Devices(kind='h100', each=8, groups=2))
     """
+    text = text.lower()
     found = re.fullmatch(r"(\w+):([1-9]\d{0,6})(?:x([1-9]\d{0,3}))?", text)
     kind = found[1] if found else text.partition(":")[0]
     if kind not in HARDWARE:

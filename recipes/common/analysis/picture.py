@@ -3,7 +3,7 @@
 import io
 import pathlib
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -67,7 +67,53 @@ def loss(path: pathlib.Path, metrics: pathlib.Path) -> None:
     if not is_first():
         return
     figure, (axes,) = _figure(1, width=6)
-    _curve(axes, jsonl.read(metrics))
+    _losses(axes, jsonl.read(metrics), f"Loss of {metrics.parent.name}")
+    _save(figure, path)
+
+
+class Curve(NamedTuple):
+    """A run's losses, for `compare`."""
+
+    name: str
+    unit: str  # what `examples` counts: "tokens"
+    loss_unit: str
+    steps: list[int]
+    examples: list[float]  # seen so far, for each of the steps
+    seconds: list[float]  # of training so far
+    losses: list[float]
+    held_out: list[tuple[int, float, float, float]]  # (step, examples, seconds, held-out loss)
+
+
+def compare(path: pathlib.Path, curves: Sequence[Curve]) -> None:
+    """Draws the losses of several runs over steps, tokens and time, beside each other."""
+    figure, all_axes = _figure(3, width=5)
+    units = " or ".join(sorted({curve.unit for curve in curves}))
+    loss_units = " or ".join(sorted({curve.loss_unit for curve in curves}))
+    seen = max(curve.examples[-1] for curve in curves)
+    many, million = ("million ", 1e6) if seen >= 1e6 else ("", 1)
+    seconds = max(curve.seconds[-1] for curve in curves)
+    clock, second = ("hours", 3600) if seconds >= 7200 else ("minutes", 60)
+    if seconds < 120:
+        clock, second = "seconds", 1
+    scales = (
+        ("step", 1, lambda curve: curve.steps),
+        (many + units, million, lambda curve: curve.examples),
+        (f"{clock} of training", second, lambda curve: curve.seconds),
+    )
+    for place, (axes, (label, scale, of)) in enumerate(zip(all_axes, scales, strict=True)):
+        xs = []
+        for number, curve in enumerate(curves):
+            color = f"C{number}"
+            places = [x / scale for x in of(curve)]
+            points = [(point[place] / scale, point[-1]) for point in curve.held_out]
+            axes.plot(places, curve.losses, color=color, label=curve.name)
+            if points:
+                axes.plot(*zip(*points, strict=True), "o", color=color, clip_on=False)
+            xs += [*places, *(x for x, _ in points)]
+        _label(axes, label, loss_units, xs)
+    names = f"{len(curves)} runs" if curves[1:] else curves[0].name
+    all_axes[0].set_title(f"Loss of {names}; points: held out")
+    all_axes[0].legend()
     _save(figure, path)
 
 
@@ -78,19 +124,48 @@ def _save(figure, path: pathlib.Path) -> None:
     folders.write(path, picture.getvalue())
 
 
-def _curve(axes, lines: list[dict[str, Any]]) -> None:
+def _losses(axes, lines: list[dict[str, Any]], title: str) -> None:
     """Training loss as a line, held-out loss as points, over steps."""
-    from matplotlib.ticker import LogFormatter
-
+    steps = [line["step"] for line in lines if line.get("loss") is not None]
     for key, style, label in (("loss", "-", "training"), ("held_out_loss", "o", "held-out")):
         points = [(line["step"], line[key]) for line in lines if line.get(key) is not None]
         if points:
-            axes.semilogy(*zip(*points, strict=True), style, label=label)
-    axes.set(xlabel="step", ylabel="loss", title="Loss")
-    for formatter in (axes.yaxis.set_major_formatter, axes.yaxis.set_minor_formatter):
-        formatter(LogFormatter())  # 3 and 0.03, not powers of ten
+            axes.plot(*zip(*points, strict=True), style, label=label, clip_on=False)
+            steps += [step for step, _ in points]
+    axes.set(title=title)
+    _label(axes, "step", loss_unit(lines), steps)
     if axes.lines:
         axes.legend()
+
+
+def loss_unit(lines: list[dict[str, Any]]) -> str:
+    """The unit of a run's loss, from its lines of metrics.jsonl."""
+    names = {name for line in lines for name in line}
+    if "tokens_per_second" in names or "held_out_perplexity" in names:
+        return "nats per token"
+    return "nats per example" if names & {"accuracy", "held_out_accuracy"} else "loss"
+
+
+def _label(axes, xlabel: str, unit: str, xs: Sequence[float]) -> None:
+    """Labels a plot of losses: a logarithmic scale, plain numbers, from the first step on."""
+    from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullLocator
+
+    values = [float(y) for line in axes.lines for y in line.get_ydata() if y > 0]
+    axes.set(xlabel=xlabel, ylabel=unit if unit == "loss" else f"loss, {unit}")
+    plain = FuncFormatter(lambda x, _: f"{x:,.6g}")
+    axes.xaxis.set_major_formatter(plain)
+    whole = xlabel == "step"
+    axes.xaxis.set_major_locator(MaxNLocator(6, steps=[1, 2, 2.5, 5, 10], integer=whole))
+    first = min([*xs, 1]) if whole else 0
+    if xs and first < max(xs):
+        axes.set_xlim(first, max(xs))
+    if values:
+        axes.set_yscale("log")
+        # In a range below 10, a scale of powers would have one number, or none.
+        wide = max(values) / min(values) > 10
+        axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)) if wide else MaxNLocator(6))
+        axes.yaxis.set_minor_locator(NullLocator())
+        axes.yaxis.set_major_formatter(plain)
 
 
 MOST = 20  # classes whose counts and names a confusion matrix has room for
@@ -107,7 +182,7 @@ def learning(
     if not is_first():
         return
     figure, (left, right) = _figure(2)
-    _curve(left, jsonl.read(metrics))
+    _losses(left, jsonl.read(metrics), f"Loss of {metrics.parent.name}")
     share_CC = confusion_CC / np.maximum(confusion_CC.sum(axis=1, keepdims=True), 1)
     right.imshow(share_CC, cmap="Blues", vmin=0, vmax=1)
     C = len(confusion_CC)

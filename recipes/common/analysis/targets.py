@@ -98,6 +98,9 @@ def _slice(kind: str, chips: int) -> dict:
     """Arguments of get_topology_desc for a TPU slice."""
     os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")  # there is no TPU to query
     os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")  # or to share
+    # The library would look for these two, and complain. The compiler reads neither.
+    os.environ.setdefault("TPU_WORKER_HOSTNAMES", "localhost")
+    os.environ.setdefault("TPU_ACCELERATOR_TYPE", "v5p-8")
     dims = topology_shape(kind, chips)
     name = f"{kind}:{'x'.join(map(str, dims))}"
     config: dict[str, Any] = {"platform": "tpu", "topology_name": name}

@@ -23,15 +23,23 @@ from zoo.pipeline import microbatches
 from zoo.sharding import device, shards
 from zoo.strategies import ACT_EMBED, EXPERT, HEADS, LAYERS, RESIDUAL_SEQ, SEQ
 
-# Remat policy → bytes that a layer's tensor parallelism sends over the textbook's, for activations
-# that are whole and sequence-sharded between sublayers. The textbook has 8 half all-reduces. Remat
-# repeats attention's, and sequence-sharded inputs are gathered again. Counted in compiled steps.
-REPEATED = {
-    "none": (1.0, 1.0),
-    "dots": (1.0, 10 / 8),
-    "sublayers": (1.0, 10 / 8),
-    "gathered": (10 / 8, 10 / 8),
-    "full": (10 / 8, 13 / 8),
+
+class Halves(NamedTuple):
+    """Half all-reduces of activations that a layer's tensor parallelism sends; the textbook has 8."""
+
+    whole: int  # of activations that are whole between sublayers
+    gathers: int  # all-gathers, and reduce-scatters, of sequence-sharded ones
+    scatters: int
+
+
+# Remat policy → what it sends, counted in compiled steps. Remat repeats attention's all-reduce, and
+# sequence-sharded inputs are gathered again.
+HALVES = {
+    "none": Halves(8, 4, 4),
+    "dots": Halves(8, 6, 4),
+    "sublayers": Halves(8, 6, 4),
+    "gathered": Halves(10, 6, 4),
+    "full": Halves(10, 8, 5),
 }
 
 
@@ -83,7 +91,7 @@ def transfers(layout: Layout, accumulate: int = 1, repeats: bool = False) -> lis
       layout: with batches, and rows of seq_len positions if it has any.
       accumulate: gradient-accumulation steps. Each one gathers weights and sums gradients.
       repeats: whether to count what compilers send beyond the textbook: activations that remat
-        sends again (REPEATED), and on TPUs one more chunk of a ring in each reduce-scatter.
+        sends again (HALVES), and on TPUs one more chunk of a ring in each reduce-scatter.
     """
     found = [
         *of_weights(layout, accumulate, repeats),
@@ -108,22 +116,25 @@ def device_tokens(layout: Layout) -> float:
 def of_weights(layout: Layout, accumulate: int = 1, repeats: bool = False) -> Iterator[Transfer]:
     """Transfers of weights and their gradients.
 
-    A weight whose parts at rest are smaller than in use needs two all-gathers, for the forward and
-    the backward pass, and a reduce-scatter of the gradient. Gradients are also all-reduced over the
-    mesh axes that split the batch, its rows or positions, but not the weight at rest. In stages,
-    weights are gathered once, and those that all stages share have a gradient on each.
+    A weight whose parts at rest are smaller than in use needs a reduce-scatter of the gradient and
+    two all-gathers, for the forward and the backward pass; one if remat is "none" or the model has no
+    remat, since the weight in use is then kept. Gradients are also all-reduced over the mesh axes
+    that split the batch, its rows or positions, but not the weight at rest. In stages, weights are
+    gathered once, and those that all stages share have a gradient on each.
 
-    The compilers of TPUs and GPUs (`repeats`) gather tables outside of the layers once. The TPU's
+    Compilers (`repeats`) gather tables outside of the layers once. The TPU's
     writes a layer's reduce-scatter over n devices as a ring that sends (n + 1) / n, over two devices
     the whole. It all-reduces the tables' gradients if nothing splits the tables in use, and
     gradients that would be reduce-scattered over some axes and all-reduced over others.
     """
     stacked, dtype = _split_by(layout, [LAYERS]), _width(layout)
     matmul = getattr(layout.config, "matmul", "")
-    gathers, width = (1, 4) if stacked else (2, dtype)
+    kept = getattr(layout.config, "remat", "none") == "none"
+    gathers = 1 if stacked or kept else 2
+    width = 4 if stacked else dtype
+    once = repeats and not stacked
     with layout.trace():
-        compiler = device().platform if repeats and not stacked else ""
-    tpu, once = compiler == "tpu", compiler in ("tpu", "gpu")
+        tpu = once and device().platform == "tpu"
     sums: dict[tuple[str, str, frozenset[str]], float] = {}
     shapes = paths(layout.model.shapes["params"])
     batch = _split_by(layout, layout.batch_axes) | stacked
@@ -183,13 +194,15 @@ def _of_activations(layout: Layout, accumulate: int, repeats: bool) -> Iterator[
             split.setdefault(module, set()).update(found)
             if found and axes[-1] != stream:
                 reads.add(module)
-    again = busy(layout, accumulate) * (_again(layout) if repeats else 1.0)
+    often = busy(layout, accumulate)
     for module, axes in split.items():
         halves = 1 if module in of_latents and module not in reads else 2
         each = halves * widths[module] + of_latents.get(module, 0)
-        each *= again if module.startswith(LAYERS) else 1
         elements = 2 * ring(_devices(layout, axes)) * each * device_tokens(layout)
-        yield Transfer("activations", "all-reduce", frozenset(axes), elements * _width(layout))
+        layers = module.startswith(LAYERS)
+        for kind, share in (_kinds(layout) if repeats and layers else {"all-reduce": 1.0}).items():
+            sent = elements * _width(layout) * share * (often if layers else 1)
+            yield Transfer("activations", kind, frozenset(axes), sent)
 
 
 def busy(layout: Layout, accumulate: int) -> float:
@@ -200,15 +213,17 @@ def busy(layout: Layout, accumulate: int) -> float:
     return (parts + layout.stages - 1) / parts / layout.stages
 
 
-def _again(layout: Layout) -> float:
-    """How many times its textbook a layer sends of activations, under its remat policy."""
+def _kinds(layout: Layout) -> dict[str, float]:
+    """Kind of collective → how many times a layer's textbook it sends of activations, under remat."""
     if not hasattr(layout.config, "remat"):
-        return 1.0
+        return {"all-reduce": 1.0}
     inside, between = (
         shards_of(layout.rules, axis, layout.mesh.shape) for axis in (SEQ, RESIDUAL_SEQ)
     )
-    whole, split = REPEATED.get(layout.config.remat, REPEATED["full"])
-    return split if between > inside else whole
+    halves = HALVES.get(layout.config.remat, HALVES["full"])
+    if between > inside:
+        return {"all-gather": halves.gathers / 8, "reduce-scatter": halves.scatters / 8}
+    return {"all-reduce": halves.whole / 8}
 
 
 def of_stages(layout: Layout, accumulate: int = 1) -> Iterator[Transfer]:
@@ -223,7 +238,8 @@ def of_stages(layout: Layout, accumulate: int = 1) -> Iterator[Transfer]:
     parts, axes = _microbatches(layout, accumulate), frozenset(_split_by(layout, [LAYERS]))
     each = device_tokens(layout) / parts * layout.config.embed * _width(layout)
     yield Transfer("stages", "collective-permute", axes, 2 * (parts + stages - 1) * each)
-    yield Transfer("stages", "all-gather", axes, 2 * parts * ring(stages) * each)
+    for kind in ("reduce-scatter", "all-gather"):
+        yield Transfer("stages", kind, axes, parts * ring(stages) * each)
 
 
 def _microbatches(layout: Layout, accumulate: int) -> int:

@@ -19,7 +19,7 @@ from recipes.common.train.evaluation import in_words
 from recipes.common.train.loop import finish, fit
 from recipes.common.train.matmul import describe_matmul, matmul_fields
 from recipes.common.train.offload import check_offload
-from recipes.common.train.optimizer import LearningRate, hidden_matrices, make_optimizer
+from recipes.common.train.optimizer import LearningRate, decaying, hidden_matrices, make_optimizer
 from recipes.common.train.step import TrainStep
 from zoo.pipeline import microbatches
 
@@ -76,7 +76,9 @@ def main(
     # ---- Step: (state, batch) → (state, metrics), a pure function --------------------------------
     lr = LearningRate(run.learning_rate, flags.warmup_steps, run.steps, run.schedule)
     matrices = hidden_matrices(layout, **MATRICES)
-    optimizer = make_optimizer(flags.optimizer, lr, flags.weight_decay, flags.clip_norm, matrices)
+    optimizer = make_optimizer(
+        flags.optimizer, lr, flags.weight_decay, flags.clip_norm, matrices, decaying(layout)
+    )
     step = TrainStep(layout, optimizer, lr, flags.accumulate, run.skip_nonfinite > 0, flags.offload)
 
     # ---- State and training: compiled once for the layout, each shard made on its own device -----

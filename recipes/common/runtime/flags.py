@@ -12,6 +12,7 @@ and have no "did you mean". The flags live in their own FlagValues, because two 
 import dataclasses
 import difflib
 import math
+from collections.abc import Collection
 from typing import Any
 
 from absl import flags as absl_flags
@@ -19,6 +20,26 @@ from absl import flags as absl_flags
 from recipes.common.runtime.errors import UserError
 
 SCHEDULES = ("cosine", "linear", "wsd", "constant")  # learning rate after warmup
+# What other programs call a flag → what it is called here.
+SYNONYMS = {
+    "lr": "learning_rate", "max_lr": "learning_rate", "lr_scheduler": "schedule",
+    "lr_scheduler_type": "schedule", "warmup": "warmup_steps", "wd": "weight_decay",
+    "epochs": "steps", "num_train_epochs": "steps", "iters": "steps", "max_iters": "steps",
+    "output_dir": "workdir", "out_dir": "workdir", "log_dir": "workdir", "checkpoint_dir": "workdir",
+    "bs": "batch_size", "bsz": "batch_size", "block_size": "seq_len", "context_length": "seq_len",
+    "max_length": "seq_len", "max_seq_length": "seq_len", "data": "dataset", "data_path": "dataset",
+    "grad_accum": "accumulate", "gradient_accumulation_steps": "accumulate",
+    "grad_clip": "clip_norm", "max_grad_norm": "clip_norm", "precision": "dtype", "bf16": "dtype",
+    "fp8": "matmul", "quantization": "matmul", "gradient_checkpointing": "remat",
+    "save_every": "checkpoint_every", "save_steps": "checkpoint_every",
+    "save_total_limit": "keep_checkpoints", "eval_steps": "eval_every",
+    "eval_interval": "eval_every", "logging_steps": "log_every", "log_interval": "log_every",
+    "model": "restore_from", "model_name_or_path": "restore_from", "checkpoint": "restore_from",
+    "resume_from_checkpoint": "restore_from", "tp": "mesh", "fsdp": "mesh", "gpus": "mesh",
+    "num_devices": "mesh", "strategy": "rules", "sharding": "rules", "rank": "process_id",
+    "world_size": "num_processes", "max_tokens": "max_new_tokens", "lora_r": "lora_rank",
+    "target_modules": "lora_targets", "temp": "temperature",
+}  # fmt: skip
 GROUPS = ("run", "data", "model", "optimizer", "checkpoints", "processes")  # in the order of --help
 
 
@@ -142,10 +163,9 @@ def parse(argv: list[str], *groups) -> list[Any] | None:
     try:
         extra = values(["recipe", *argv])[1:]
     except absl_flags.UnrecognizedFlagError as error:
-        name = error.flagname
-        near = difflib.get_close_matches(name, fields, n=1)
-        hint = f"did you mean --{near[0]}?" if near else "--help lists the flags"
-        raise UserError(f"--{name} is not a flag; {hint}") from None
+        near = similar_flag(error.flagname, [*fields])
+        hint = f"did you mean --{near}?" if near else "--help lists the flags"
+        raise UserError(f"--{error.flagname} is not a flag; {hint}") from None
     except absl_flags.IllegalFlagValueError as error:  # a bool; absl sees others as strings
         given = str(error).partition(": ")[0].removeprefix("flag ")
         raise UserError(f"{given} is not a boolean; use true or false") from None
@@ -163,6 +183,36 @@ def parse(argv: list[str], *groups) -> list[Any] | None:
         )
         for group in groups
     ]
+
+
+def similar_flag(name: str, flags: list[str]) -> str:
+    """The flag that an unknown name most likely means; "" if none is similar.
+
+    A synonym from another program, a misspelling, initials ("lr"), or a word of it ("decay").
+    """
+    name = name.lower().replace("-", "_")
+    if (known := SYNONYMS.get(name)) in flags:
+        return str(known)
+    if near := difflib.get_close_matches(name, flags, n=1):
+        return near[0]
+    words = set(name.split("_"))
+    for flag_ in flags:
+        initials = "".join(word[0] for word in flag_.split("_"))
+        if name == initials and len(name) > 1:
+            return flag_
+    return next((flag_ for flag_ in flags if words & {*flag_.split("_")}), "")
+
+
+def choose(name: str, text: str, choices: Collection[str]) -> str:
+    """The choice that the text of flag `name` means, in whatever case. Raises UserError."""
+    if text in choices:
+        return text
+    by_case = {choice.lower(): choice for choice in choices if choice}
+    if text.lower() in by_case:
+        return by_case[text.lower()]
+    near = difflib.get_close_matches(text.lower(), by_case, n=1)
+    hint = f"; did you mean {by_case[near[0]]}?" if near else ""
+    raise UserError(f"--{name}={text[:50]} is not one of {', '.join(by_case.values())}{hint}")
 
 
 def _convert(field, default, text):
@@ -184,9 +234,8 @@ def _convert(field, default, text):
             raise UserError(f"--{field.name}={text} must be ≥ {least}; try {default}")
         if most is not None and value > most:
             raise UserError(f"--{field.name}={text} must be ≤ {most}; try {default}")
-    if limits["choices"] and value not in limits["choices"]:
-        options = ", ".join(choice or '""' for choice in limits["choices"])
-        raise UserError(f"--{field.name}={text} is not one of {options}")
+    if limits["choices"]:
+        return choose(field.name, value, limits["choices"])
     return value
 
 

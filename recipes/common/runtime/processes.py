@@ -22,7 +22,7 @@ from typing import Any
 import jax
 from jax._src import distributed  # the coordination service's client has no public name
 
-from recipes.common.runtime import cluster
+from recipes.common.runtime import cluster, output
 from recipes.common.runtime.errors import UserError
 
 HEARTBEAT_SECONDS = 30  # a process silent for this long is considered dead, and the others exit
@@ -143,7 +143,7 @@ def _free_stdout() -> None:
     nowhere = os.open(os.devnull, os.O_WRONLY)
     os.dup2(nowhere, 1)
     os.close(nowhere)
-    sys.stdout = os.fdopen(mine, "w", buffering=1, encoding=sys.stdout.encoding)
+    sys.stdout = output.unfailing(mine, sys.stdout.encoding, line_buffering=True)
 
 
 def decide(mine: Any, work: Callable[[list[Any]], Any]) -> Any:

@@ -6,7 +6,6 @@ if __name__ == "__main__":
     start(main, Run(steps=600, ...), Flags())
 """
 
-import io
 import logging
 import os
 import sys
@@ -19,7 +18,7 @@ from absl import logging as absl_logging
 
 import data
 from data import buckets
-from recipes.common.runtime import agreement, flags, folders, lock, preemption, processes
+from recipes.common.runtime import agreement, flags, folders, lock, output, preemption, processes
 from recipes.common.runtime.errors import Stopped, UserError
 
 
@@ -30,12 +29,11 @@ def start(main, *groups, defaults: Callable | None = None) -> None:
       defaults: function of the parsed groups → groups with the defaults that suit them, for a
         second parse.
 
-    Exit codes: 0 done, or stopped by a signal and saved; 1 failure; 2 user error; 130 stopped by a
-    second SIGINT.
+    Exit codes: 0 done, or a training run was stopped by a signal and saved; 1 failure; 2 user error;
+    130 stopped by a second SIGINT; 128 + the signal's number for other commands.
     """
-    preemption.watch()
-    if isinstance(sys.stdout, io.TextIOWrapper):  # file names, for example, may not be UTF-8
-        sys.stdout.reconfigure(errors="backslashreplace")
+    preemption.watch(resumes=any(isinstance(group, flags.Run) for group in groups))
+    output.outlive_readers()
     try:
         parsed = flags.parse(sys.argv[1:], *groups)
         if parsed and defaults:

@@ -1,8 +1,15 @@
 """Printing on process 0, warnings, and escaping untrusted text."""
 
 import sys
+import unicodedata
 
 from recipes.common.runtime import processes
+
+# Categories of Unicode that can manipulate a terminal or a line: control characters, lone surrogates,
+# line and paragraph separators.
+UNSAFE = ("Cc", "Cs", "Zl", "Zp")
+# These reorder the text around them, so that it reads differently from what it is.
+REORDERING = ("LRE", "RLE", "LRO", "RLO", "PDF", "LRI", "RLI", "FSI", "PDI")
 
 
 def print0(*lines: str) -> None:
@@ -42,8 +49,14 @@ def quote(text: str, most: int = 24) -> list[str]:
 
 
 def _clean(text: str) -> str:
-    """Replaces control characters, which could manipulate the terminal."""
-    return "".join(
-        c if c.isprintable() or c == "\n" else "\N{REPLACEMENT CHARACTER}"
-        for c in text.expandtabs()
-    )
+    """Replaces characters that could manipulate the terminal.
+
+    Spaces and joiners of other scripts stay, as in emoji, Persian, French and Japanese.
+    """
+    return "".join(c if _harmless(c) else "\N{REPLACEMENT CHARACTER}" for c in text.expandtabs())
+
+
+def _harmless(c: str) -> bool:
+    if c.isprintable() or c == "\n":
+        return True
+    return unicodedata.category(c) not in UNSAFE and unicodedata.bidirectional(c) not in REORDERING

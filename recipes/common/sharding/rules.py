@@ -11,12 +11,12 @@ import json
 import math
 import pathlib
 import types
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 
 from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 
 from recipes.common.runtime import UserError, describe
-from recipes.common.runtime.mesh import AXES
+from recipes.common.runtime.mesh import AXES, ORDER
 from recipes.common.sharding.abstract import AbstractModel, Tree, paths
 from zoo.sharding import Rules
 from zoo.strategies import STRATEGIES
@@ -70,7 +70,7 @@ def select(
         return rules, dict.fromkeys(zoo.LOGICAL_AXES) | _read(pathlib.Path(rules).expanduser())
     name = rules or default_strategy(zoo.RULES, mesh)
     if name not in zoo.RULES:
-        near = difflib.get_close_matches(name, zoo.RULES, n=1)
+        near = difflib.get_close_matches(name.lower(), zoo.RULES, n=1)
         hint = f"did you mean {near[0]!r}?" if near else f"it has {', '.join(zoo.RULES)}"
         raise UserError(f"--rules={name} is not a strategy of this entry; {hint}")
     return name, zoo.RULES[name]
@@ -145,6 +145,7 @@ def fit(
                 f"rules {name!r} are missing logical axis {axis!r} of {path}; add it to "
                 "LOGICAL_AXES in the zoo file"
             )
+    fits = _divides(rules, weights, getattr(zoo, "UNEVEN", {}))
     for axis, target in rules.items():
         for mesh_axis in mesh_axes(target):
             if mesh_axis not in sizes:
@@ -152,7 +153,7 @@ def fit(
                 raise UserError(
                     f"rules {name!r} need mesh axis {mesh_axis!r} (for {axis!r}), and "
                     f"--mesh={describe(sizes)} has {present}; "
-                    f"try --mesh={_with_axes(sizes, used_axes(rules))}"
+                    f"try --mesh={_with_axes(sizes, used_axes(rules), fits)}"
                 )
     for axis, other in getattr(zoo, "WITHIN", {}).items():
         for mesh_axis in mesh_axes(rules[axis]):
@@ -298,16 +299,32 @@ def _without(axis: str, sizes: Mapping[str, int]) -> str:
     return f"--mesh={describe({first: size * sizes[axis], **dict(inner)})}"
 
 
-def _with_axes(sizes: dict[str, int], wanted: set[str]) -> str:
-    """A mesh of equal size that also has the wanted axes, with size 2 where that fits."""
-    named = next((axes for axes in AXES.values() if wanted | sizes.keys() <= set(axes)), None)
-    if named is None:
-        return describe(sizes | dict.fromkeys(sorted(wanted - sizes.keys()), 1))
-    left, inner = math.prod(sizes.values()), {}
-    for axis in named[1:]:
-        inner[axis] = 2 if left % 2 == 0 else 1
-        left //= inner[axis]
-    return describe({named[0]: left} | inner)
+def _with_axes(sizes: Mapping[str, int], wanted: set[str], fits: Callable) -> str:
+    """Advice: the most similar mesh with as many devices that also has the wanted axes.
+
+    Each axis gets at least two devices if there are enough. Axes that the rules don't use go, except
+    `data`, which a mesh like 4x2 always has.
+
+    Args:
+      fits: whether a mesh divides the model.
+    """
+    kept = [axis for axis in sizes if axis in wanted or axis == "data"]
+    names = [axis for axis in ORDER if axis in wanted or axis in kept]
+    names += sorted({*wanted, *kept} - {*names})
+
+    def meshes(left: int, names: list[str]) -> Iterator[dict[str, int]]:
+        if len(names) == 1:
+            yield {names[0]: left}
+            return
+        for size in (n for n in range(1, left + 1) if left % n == 0):
+            yield from ({names[0]: size} | inner for inner in meshes(left // size, names[1:]))
+
+    def unlikeness(mesh: dict[str, int]) -> tuple[bool, int, float, int]:
+        moved = sum(abs(math.log2(mesh[axis] / sizes[axis])) for axis in kept)
+        idle = sum(mesh[axis] == 1 for axis in names)
+        return not fits(mesh), idle, round(moved, 6), -mesh[names[0]]
+
+    return describe(min(meshes(math.prod(sizes.values()), names), key=unlikeness))
 
 
 def _check_once(name: str, rules: Rules, what: str, axes: tuple[str, ...]) -> None:
@@ -324,14 +341,16 @@ def _check_once(name: str, rules: Rules, what: str, axes: tuple[str, ...]) -> No
             first[mesh_axis] = axis
 
 
-def _meshes_that_fit(rules: Rules, weights: Tree, sizes: dict[str, int], uneven) -> str:
-    """Advice: the largest meshes with these axes, none larger than now, that divide every dim."""
+def _divides(rules: Rules, weights: Tree, uneven) -> Callable[[Mapping[str, int]], bool]:
+    """A function of a mesh: whether it divides every dim that has to be."""
     dims = {pair for shape, axes in weights.values() for pair in zip(shape, axes, strict=True)}
     dims = {(dim, axis) for dim, axis in dims if axis not in uneven}
+    return lambda mesh: all(dim % shards(rules, axis, mesh) == 0 for dim, axis in dims)
 
-    def fits(candidate):
-        return all(dim % shards(rules, axis, candidate) == 0 for dim, axis in dims)
 
+def _meshes_that_fit(rules: Rules, weights: Tree, sizes: dict[str, int], uneven) -> str:
+    """Advice: the largest meshes with these axes, none larger than now, that divide every dim."""
+    fits = _divides(rules, weights, uneven)
     every = [
         dict(zip(sizes, c, strict=True))
         for c in itertools.product(*(range(1, size + 1) for size in sizes.values()))

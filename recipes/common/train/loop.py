@@ -62,6 +62,7 @@ def fit(
     abstract, compiled = step.abstract_state(), None
     print0(report.headline(layout), report.table(layout, abstract))
     if run.steps > folder.step:
+        print0("Compiling the train step.")  # a minute or more for a large model
         compiled = step.lower(abstract, data.filler).compile()
         print0(report.step(compiled))
 

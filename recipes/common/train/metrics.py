@@ -69,7 +69,7 @@ class Log:
             if run.wandb:
                 with _warns(sinks.WeightsAndBiases):
                     self._sinks.append(sinks.WeightsAndBiases(run.wandb, path.parent, lines))
-        self._terminal = sinks.Terminal(run, first, unit)
+        self._terminal = sinks.Terminal(run, first, unit, per_step, peak)
         self._sinks.append(self._terminal)
 
     def step(self, step: int, metrics: dict[str, jax.Array], input_wait: float) -> None:
@@ -87,6 +87,7 @@ class Log:
         values = {name: float(value) for name, value in jax.device_get(metrics).items()}
         self._first_step_seconds = self._first_step_seconds or time.perf_counter() - STARTED
         self._check(step, values)
+        self._show(step, values["loss"])
         if step % self._every and step != self._last:
             return
         now, steps = time.perf_counter(), step - self._since_step
@@ -101,6 +102,14 @@ class Log:
              f"{self._unit}_per_second": speed}
             | ({"mfu": speed / self._peak} if self._peak else {})
         )  # fmt: skip
+
+    def _show(self, step: int, loss: float) -> None:
+        """Shows a step's loss in the terminal, which is dropped if it fails."""
+        if terminal := self._terminal:
+            self._terminal = None
+            with _warns(terminal):
+                terminal.progress(step, loss)
+                self._terminal = terminal
 
     def _check(self, step: int, values: dict[str, float]) -> None:
         """Raises NonFiniteError, unless --skip_nonfinite tolerates this many in a row."""
@@ -124,6 +133,8 @@ class Log:
           seconds: the evaluation's, which do not count as training.
         """
         self._since += seconds
+        if self._terminal:
+            self._terminal.pause(seconds)
         named = {sinks.HELD_OUT + name: value for name, value in figures.items()}
         self.write({"step": step, **named})
 

@@ -44,10 +44,10 @@ class LearningRate:
 
 
 def adamw(
-    lr: optax.Schedule, weight_decay: float, clip_norm: float
+    lr: optax.Schedule, weight_decay: float, clip_norm: float, decays: Tree = None
 ) -> optax.GradientTransformationExtraArgs:
     """AdamW (Loshchilov & Hutter 2019) after clipping by the global norm."""
-    return make_optimizer("adamw", lr, weight_decay, clip_norm)
+    return make_optimizer("adamw", lr, weight_decay, clip_norm, decays=decays)
 
 
 def make_optimizer(
@@ -56,29 +56,32 @@ def make_optimizer(
     weight_decay: float,
     clip_norm: float,
     matrices: Tree = None,
+    decays: Tree = None,
 ) -> optax.GradientTransformationExtraArgs:
-    """Clips by the global norm, then applies one of OPTIMIZERS. Weight decay skips vectors.
+    """Clips by the global norm, then applies one of OPTIMIZERS.
 
     Args:
       name: adamw; lion (Chen et al. 2023), which wants a 3 to 10 times smaller learning rate; sgd with
         momentum 0.9; muon (Jordan 2024) for hidden matrices, scaled to suit AdamW's learning rate,
         with Adam for all other weights.
       matrices: `hidden_matrices`, for muon.
+      decays: `decaying`, for the others; None: all but those named as biases or scales, for a program
+        that only has to be like a run's.
     """
 
-    def decays(params: Tree) -> Tree:
-        # By name, not rank: stacked layers give a vector a second dim.
-        vectors = ("scale", "bias")
+    def mask(params: Tree) -> Tree:
+        if decays is not None:
+            return _part(decays, params)
         return jax.tree_util.tree_map_with_path(
-            lambda path, _: not path[-1].key.endswith(vectors), params
+            lambda path, _: not path[-1].key.endswith(("scale", "bias")), params
         )
 
     if name == "adamw":
-        rule = optax.adamw(lr, b1=0.9, b2=0.95, weight_decay=weight_decay, mask=decays)
+        rule = optax.adamw(lr, b1=0.9, b2=0.95, weight_decay=weight_decay, mask=mask)
     elif name == "lion":
-        rule = optax.lion(lr, weight_decay=weight_decay, mask=decays)
+        rule = optax.lion(lr, weight_decay=weight_decay, mask=mask)
     elif name == "sgd":
-        decay = optax.add_decayed_weights(weight_decay, decays)
+        decay = optax.add_decayed_weights(weight_decay, mask)
         rule = optax.chain(optax.trace(0.9), decay, optax.scale_by_learning_rate(lr))
     else:
         rule = _across_shards(
@@ -108,6 +111,34 @@ def clip(most: float) -> optax.GradientTransformationExtraArgs:
         return clipped, state
 
     return optax.GradientTransformationExtraArgs(optax.init_empty_state, update)
+
+
+def decaying(
+    layout: Layout,
+    copies: Sequence[str] = ("expert", "router"),
+    parts: Sequence[str] = ("head_dim",),
+) -> Tree:
+    """Which parameters have weight decay: matrices, and no vectors.
+
+    A vector has one dim besides those of stacked layers: a norm's scale [L, D], a bias for each
+    expert [L, E, F], attention's sinks [L, N]. A bias of heads [L, N, H] is one vector too.
+
+    Args:
+      copies: logical axes that count as stacked where they come first, as in a bias of each expert
+        [E, D]. In a router's matrix [D, E] the axis comes last, and counts.
+      parts: logical axes that belong to the one before them, which they divide.
+
+    Returns: a tree like the parameters, of bools.
+    """
+    stacks = {axis for axis, on in layout.zoo.LOGICAL_AXES.items() if on == "stack"}
+
+    def one(axes: tuple[str, ...]) -> bool:
+        dims = [axis for axis in axes if axis not in stacks]
+        while dims and dims[0] in copies:
+            dims = dims[1:]
+        return sum(place == 0 or axis not in parts for place, axis in enumerate(dims)) > 1
+
+    return jax.tree.map(one, layout.model.axes["params"], is_leaf=lambda x: isinstance(x, tuple))
 
 
 def hidden_matrices(

@@ -4,6 +4,7 @@ metrics.jsonl is the record. TensorBoard and Weights & Biases show it: they firs
 earlier starts, so --tensorboard and --wandb can be added when a run resumes.
 """
 
+import collections
 import contextlib
 import json
 import math
@@ -19,13 +20,15 @@ from collections.abc import Iterator, Sequence
 from typing import Any, Protocol
 
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.progress import BarColumn, Progress, TextColumn
 
 from recipes.common.runtime import Run, folders, jsonl, warn
 
 Line = dict[str, Any]  # "step", and numbers by name; None for one that was not finite
 HELD_OUT = "held_out_"  # prefix of an evaluation's numbers
 GOES_ON = "training continues, and writing is tried again with each line"
+SILENT_SECONDS = 60  # between lines, where stdout is no terminal
+AVERAGED_STEPS = 10  # over which the shown speed is averaged
 UPLOAD_SECONDS = 2  # between uploads; a bucket accepts about one write a second to one object
 
 
@@ -117,41 +120,67 @@ class BucketLines:
 
 
 class Terminal:
-    """A progress bar, or about ten lines a run where stdout is no terminal; and evaluations."""
+    """A live line from the first step on; where stdout is no terminal, lines. And evaluations.
+
+    There, the first step has a line, then each tenth of the run, and at least one step a minute.
+
+    Args:
+      first: steps done so far.
+      unit, per_step: what throughput counts ("tokens"), and how many a step has.
+      peak: units per second at the devices' peak, for MFU; None if unknown.
+    """
 
     name = "the terminal"
 
-    def __init__(self, run: Run, first: int, unit: str):
-        self._first, self._last, self._every, self._unit = first, run.steps, run.log_every, unit
+    def __init__(self, run: Run, first: int, unit: str, per_step: int, peak: float | None = None):
+        self._first, self._last, self._every = first, run.steps, run.log_every
+        self._unit, self._per_step, self._peak = unit, per_step, peak
+        now = time.perf_counter()
+        self._printed = now
+        # (step, when it was done) of the last steps, over which speed is averaged.
+        self._done = collections.deque([(first, now)], maxlen=1 + AVERAGED_STEPS)
         self._bar = None
         if sys.stdout.isatty() and self._last > first:
-            columns = ("loss {task.fields[loss]}", "{task.fields[speed]}", "left")
             self._bar = Progress(
                 TextColumn("step {task.completed}/{task.total}"), BarColumn(20),
-                *map(TextColumn, columns), TimeRemainingColumn(), console=Console(),
+                TextColumn("{task.fields[text]}"), console=Console(),
             )  # fmt: skip
-            self._task = self._bar.add_task("", total=run.steps, completed=first, loss="", speed="")
+            self._task = self._bar.add_task("", total=run.steps, completed=first, text="starting")
             self._bar.start()
 
-    def write(self, line: Line) -> None:
-        step, where = line["step"], f"step {line['step']}/{self._last}"
-        if "step_seconds" not in line:
-            # One number per expert would be too many.
-            shown = [k for k in line if k.startswith(HELD_OUT) and not k[-1].isdigit()]
-            shown = {k.removeprefix(HELD_OUT): line[k] for k in shown if k != f"{HELD_OUT}targets"}
-            values = (f"{name.replace('_', ' ')} {value:.4f}" for name, value in shown.items())
-            if shown and step < self._last:
-                print(f"{where}  held-out {', '.join(values)}", flush=True)
-            return
-        loss = f"{line['loss']:.4f}"
-        speed = throughput(line[f"{self._unit}_per_second"], self._unit, line.get("mfu"))
+    def progress(self, step: int, loss: float) -> None:
+        """Shows a step that is done."""
+        now = time.perf_counter()
+        self._done.append((step, now))
+        since_step, since = self._done[0]
+        seconds = max((now - since) / (step - since_step), 1e-9)
+        speed = self._per_step / seconds
+        mfu = speed / self._peak if self._peak else None
+        left = clock((self._last - step) * seconds)
+        text = f"loss {loss:.4f}  {throughput(speed, self._unit, mfu)}  {left} left"
         if self._bar:
-            self._bar.update(self._task, completed=step, loss=loss, speed=speed)
+            self._bar.update(self._task, completed=step, text=text)
             return
         stride = max(1, (self._last - self._first) // self._every // 10) * self._every
-        if step % stride < self._every or step == self._last:
-            left = clock((self._last - step) * line["step_seconds"])
-            print(f"{where}  loss {loss}  {speed}  {left} left", flush=True)
+        due = step % stride == 0 or step in (self._first + 1, self._last)
+        if due or now - self._printed >= SILENT_SECONDS:
+            self._printed = now
+            print(f"step {step}/{self._last}  {text}", flush=True)
+
+    def pause(self, seconds: float) -> None:
+        """Leaves out an evaluation that just took this long."""
+        self._done = collections.deque(
+            ((step, when + seconds) for step, when in self._done), maxlen=self._done.maxlen
+        )
+
+    def write(self, line: Line) -> None:
+        step = line["step"]
+        # One number per expert would be too many.
+        shown = [k for k in line if k.startswith(HELD_OUT) and not k[-1].isdigit()]
+        shown = {k.removeprefix(HELD_OUT): line[k] for k in shown if k != f"{HELD_OUT}targets"}
+        values = (f"{name.replace('_', ' ')} {value:.4f}" for name, value in shown.items())
+        if shown and step < self._last:
+            print(f"step {step}/{self._last}  held-out {', '.join(values)}", flush=True)
 
     def close(self) -> None:
         if self._bar:
