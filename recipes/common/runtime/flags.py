@@ -235,7 +235,7 @@ def _convert(field, default, text):
         if most is not None and value > most:
             raise UserError(f"--{field.name}={text} must be ≤ {most}; try {default}")
     if limits["choices"]:
-        return choose(field.name, value, limits["choices"])
+        return choose(field.name, str(value), limits["choices"])
     return value
 
 
