@@ -216,7 +216,7 @@ DATA_ROWS = [
     (["--dataset={here}/body.jsonl", "--text_column=n"], "column 'n' holds int, not text; set --text_column"),
     (["--dataset={here}/body.parquet"], "has no column 'text'; set --text_column to one of 'body', 'n'"),
     (["--dataset={here}/not.parquet"], "not.parquet could not be read as parquet ("),
-    (["--dataset={here}/null.parquet"], "null.parquet could not be read as parquet (row 2 has no text in column 'text'); fix it"),
+    (["--dataset={here}/null.parquet"], "null.parquet row 2 has null in the column 'text', not text; fill it, or remove the row"),
     (["--dataset={here}/short.txt"], "has 10 held-out tokens, fewer than one window of --seq_len=32 and its target; use more text or a shorter --seq_len"),
     (["--seq_len=2000000000"], "fewer than one window of --seq_len=2000000000"),
     (["--dataset=hf:no/such"], "--dataset=hf:no/such could not be loaded ("),
