@@ -1,5 +1,6 @@
 """data/text.py: exact order, exact content, on any number of processes."""
 
+import gzip
 import io
 import itertools
 import json
@@ -394,8 +395,10 @@ def test_a_byte_order_mark_and_empty_lines_are_no_part_of_the_rows(before, array
     (tmp_path / "a.jsonl").write_text("\n".join(lines), encoding="utf-8")
     content = f" [{','.join(lines)}]" if array else "\n\n".join(lines)
     (tmp_path / "b.jsonl").write_text(before + content, encoding="utf-8", newline="")
-    plain, other = (prepare(str(tmp_path / name)) for name in ("a.jsonl", "b.jsonl"))
-    assert plain.fingerprint == other.fingerprint
+    (tmp_path / "b.jsonl.gz").write_bytes(gzip.compress((tmp_path / "b.jsonl").read_bytes()))
+    names = ("a.jsonl", "b.jsonl", "b.jsonl.gz")
+    plain, *others = (prepare(str(tmp_path / name)) for name in names)
+    assert {other.fingerprint for other in others} == {plain.fingerprint}
     text_ = bytes(plain.train.tokens[plain.train.tokens < 256].astype(np.uint8)).decode()
     assert text_.startswith("Document 0\u2028\x85 Document 0")
     if not array:
