@@ -295,7 +295,7 @@ def for_hub(
 def in_words(began: dict[str, str]) -> str:
     """Formats a base model for a card."""
     digest = f", SHA-256 `{began['sha256']}`" if began.get("sha256") else ""
-    return f"`{shown(began['path'])}`{digest}" if began else ""
+    return f"`{began['path']}`{digest}" if began else ""
 
 
 def on_the_hub(path: str) -> bool:
