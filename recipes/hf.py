@@ -110,7 +110,8 @@ def export(flags: Export) -> None:
         return np.asarray(jax.tree.leaves(weights.read({kind: nested({path: shard})}))[0])
 
     facts = card.facts(source, jax.tree.leaves(variables["params"]), flags.licence, flags.note)
-    readme = card.for_hub(target.name, source.metadata, facts, flags.adapter)
+    picture = card.picture(source)
+    readme = card.for_hub(target.name, source.metadata, facts, flags.adapter, bool(picture))
     name = flags.target
     with folders.write_errors(name):
         if adapted:  # PEFT gets the base's name if it is a Hugging Face one
@@ -123,6 +124,8 @@ def export(flags: Export) -> None:
             hf.write(target, entry, layout.config, context, read, tokens, readme)
             kind = "ImageClassification" if of_images(entry) else "CausalLM"
             loads = f'transformers loads it:\n  AutoModelFor{kind}.from_pretrained("{name}")'
+        if picture:
+            (target / card.PICTURE).write_bytes(picture)
     print0(f"Exported {parameters(layout)} to {name}; {loads}")
 
 

@@ -75,7 +75,8 @@ def main(flags: Publish) -> None:
             target,
             variables,
             metadata,
-            files={integrity.PROBE: probe.dumps(loss, batch)},
+            files={integrity.PROBE: probe.dumps(loss, batch)}
+            | ({card.PICTURE: picture} if (picture := card.picture(source)) else {}),
             readme=lambda hashes: card.text(target.name, ours, metadata, hashes),
             tokenizer=tokenizer,
         )

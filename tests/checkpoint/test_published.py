@@ -12,6 +12,7 @@ import shlex
 import shutil
 import subprocess
 import sys
+import types
 
 import jax
 import numpy as np
@@ -23,7 +24,7 @@ from recipes.common import checkpoint, language
 from recipes.common.checkpoint import card, integrity, parallel_hashing, probe
 from recipes.common.entries import ENTRIES, zoo_file
 from recipes.common.mesh import make_mesh
-from recipes.common.runtime import Run, start
+from recipes.common.runtime import Run, quote, start
 from recipes.common.runtime.errors import UserError
 from recipes.common.runtime.mesh import parse
 from recipes.common.sharding.abstract import paths
@@ -146,6 +147,72 @@ def test_a_card_leaves_out_flags_that_change_no_result():
     facts = {"entry": "mlp", "mesh": {"data": 8}, "rules": {"name": "fsdp"}, "flags": flags}
     written = {word.partition("=")[0] for word in shlex.split(card.command(facts))[3:]}
     assert written == {f"--{name}" for name in (*shown, "learning_rate")}
+
+
+@pytest.mark.parametrize(
+    ("value", "shown"),
+    [
+        ("/tmp/pytest-7/book.txt", "path/to/book.txt"),
+        ("~/corpus", "path/to/corpus"),
+        ("hf:/data/models/mine", "hf:path/to/mine"),
+        ("hf:org/name", "hf:org/name"),
+        ("my/corpus", "my/corpus"),
+        ("gs://bucket/corpus", "gs://bucket/corpus"),
+        (0.1, "0.1"),
+        ("/", "/"),
+    ],
+)
+def test_a_card_shows_no_folders_of_this_machine(value, shown):
+    assert card.shown(value) == shown
+    flags = {"dataset": value, "seed": 0}
+    metadata = {"entry": "mlp", "mesh": {"data": 8}, "rules": {"name": "fsdp"}, "flags": flags}
+    metadata["not_default"] = ["dataset"]
+    assert card.command(metadata) == f"python -m recipes.mlp --mesh=8 --dataset={shown}"
+
+
+def test_a_card_has_the_text_of_its_own_step_in_a_block_that_no_text_ends(tmp_path):
+    sample = {"step": 2, "prompt": "im", "temperature": 0.8, "text": "im\n```\n| x\x1b"}
+    (tmp_path / "sample.json").write_text(json.dumps(sample))
+    metadata = {"entry": "transformer", "data": {"dataset": "stdlib"}, "flags": {}}
+    found = {
+        step: card.facts(
+            types.SimpleNamespace(
+                metadata=metadata, step=step, path=tmp_path / "checkpoints" / str(step)
+            ), [], "", "",
+        )
+        for step in (1, 2)
+    }  # fmt: skip
+    assert card.in_its_words(found[1]) == []
+    assert card.in_its_words(found[2]) == [
+        'A sample after the prompt "im", at temperature 0.8:', "", "    im", "    ```", "    | x\ufffd", "",
+    ]  # fmt: skip
+    (tmp_path / "sample.json").write_text("torn")
+    source = types.SimpleNamespace(metadata=metadata, step=2, path=tmp_path / "checkpoints" / "2")
+    assert "sample" not in card.facts(source, [], "", "")
+
+
+@pytest.mark.full
+def test_a_language_model_is_published_with_its_text_and_a_short_command(inside, book, tmp_path):
+    work, target = tmp_path / "work", tmp_path / "pub"
+    run = ("--size=tiny", "--steps=2", book, "--seq_len=32", f"--workdir={work}",
+           "--sample_bytes=8", "--prompt=im", "--mesh=4x2")  # fmt: skip
+    done = inside("recipes.transformer", *run)
+    assert (done.code, done.err) == (0, "")
+    sample = json.loads((work / "sample.json").read_text())
+    assert (sample["step"], sample["prompt"], sample["temperature"]) == (2, "im", 0.8)
+    assert sample["text"].startswith("im")
+    assert "\n".join(quote(sample["text"])) in done.out
+    done = inside("recipes.publish", f"--source={work}", f"--target={target}", "--licence=mit")
+    assert (done.code, done.err) == (0, "")
+    text = (target / card.FILE).read_text()
+    assert 'A sample after the prompt "im", at temperature 0.8:\n\n    im' in text
+    assert str(tmp_path) not in text
+    assert checkpoint.verify(target) == ""
+    command = re.search(r"Made by \| `(.*?)`", text)[1]
+    name = pathlib.Path(book.partition("=")[2]).name
+    assert set(command.split()[3:]) == {
+        "--mesh=4x2", "--steps=2", "--size=tiny", "--seq_len=32", f"--dataset=path/to/{name}"
+    }  # fmt: skip
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -304,9 +371,11 @@ def test_a_run_is_published_and_evaluated_elsewhere(inside, runs):
     assert ours["flags"]["learning_rate"] == theirs["flags"]["learning_rate"]
     text = (target / card.FILE).read_text()
     command = re.search(r"\| Made by \| `python -m recipes\.dot_relu_dot (.*)` \|", text)
-    wanted = "--mesh=4x2 --rules=fsdp_tp --steps=12 --batch_size=1024 --learning_rate=0.1"
-    assert set(wanted.split()) <= set(command[1].split())
+    assert command[1] == "--mesh=4x2 --steps=12 --embed=16 --hidden=64", "no flag of a default"
     assert "| Note | by hand |" in text
+    assert (target / "loss.png").read_bytes() == (work / "pictures" / "loss.png").read_bytes()
+    assert "\n![Losses of the run](loss.png)\n" in text
+    assert "A sample" not in text, "it writes no text"
     assert str(runs) not in text
 
     done = inside("recipes.dot_relu_dot", "--mesh=8x1", f"--restore_from={target}", "--steps=0")

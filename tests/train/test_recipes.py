@@ -115,6 +115,7 @@ def test_files_that_a_run_leaves(first):
         "config.json",
         "metrics.jsonl",
         "pictures",
+        "sample.json",
     }
     assert sorted(p.name for p in (folder / "checkpoints").iterdir()) == ["12", "8"]
     config = json.loads((folder / "config.json").read_text())

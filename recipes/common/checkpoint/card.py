@@ -12,9 +12,10 @@ from typing import Any
 
 from data import hub
 from recipes.common.entries import ENTRIES
-from recipes.common.runtime import describe, jsonl
+from recipes.common.runtime import describe, folders, jsonl, quote
 
 FILE = "README.md"
+PICTURE = "loss.png"
 
 LICENCES = {  # for datasets that come with the zoo or with Python
     "teacher": "CC0-1.0",
@@ -75,7 +76,29 @@ def facts(source, arrays: list, licence: str, note: str) -> dict[str, Any]:
         "unit": ENTRIES[source.metadata["entry"]].unit,
         **(measured(source.path, source.step) if trained(source.metadata) else {}),
         **({"base": began} if began else {}),
+        **({"sample": sample} if (sample := _sample(source)) else {}),
     }
+
+
+def _sample(source) -> dict[str, Any]:
+    """The text that the run printed at its end, if it is this checkpoint's: sample.json."""
+    if not trained(source.metadata):
+        return {}
+    try:
+        found = json.loads((source.path.parent.parent / "sample.json").read_text())
+        return found if found["step"] == source.step else {}
+    except (*folders.errors(), ValueError, LookupError, TypeError):
+        return {}  # an older run, or one that printed none
+
+
+def picture(source) -> bytes:
+    """The picture of the losses of a checkpoint's run; empty if there is none."""
+    if "published" in source.metadata or not trained(source.metadata):
+        return b""
+    try:
+        return (source.path.parent.parent / "pictures" / PICTURE).read_bytes()
+    except folders.errors():
+        return b""
 
 
 def base(metadata: dict[str, Any]) -> dict[str, str]:
@@ -98,13 +121,31 @@ def base(metadata: dict[str, Any]) -> dict[str, str]:
 
 
 def command(metadata: dict[str, Any]) -> str:
-    """The command that repeats this training run."""
-    flags = {k: value for k, value in metadata["flags"].items() if k not in OMITTED_FLAGS}
-    flags |= {"mesh": describe(metadata["mesh"]), "rules": metadata["rules"]["name"]}
-    if "lora_alpha" in metadata:  # the flag's 0 stands for a value that depends on the rank
-        flags["lora_alpha"] = metadata["lora_alpha"]
-    given = [f"--{name}={shlex.quote(str(value))}" for name, value in flags.items() if value != ""]
+    """The command that repeats this training run, without flags that have their defaults.
+
+    Older runs did not record which those are: then all flags are in it.
+    """
+    kept = metadata.get("not_default", metadata["flags"])
+    flags = {"mesh": describe(metadata["mesh"])}
+    if "rules" in kept:
+        flags["rules"] = metadata["flags"].get("rules") or metadata["rules"]["name"]
+    for name, value in metadata["flags"].items():
+        if name in kept and name not in OMITTED_FLAGS and name not in ("mesh", "rules"):
+            flags[name] = value
+    if "lora_alpha" in flags:  # the flag's 0 stands for a value that depends on the rank
+        flags["lora_alpha"] = metadata.get("lora_alpha", flags["lora_alpha"])
+    given = [
+        f"--{name}={shlex.quote(shown(value))}" for name, value in flags.items() if value != ""
+    ]
     return " ".join([f"python -m recipes.{metadata['entry']}", *given])
+
+
+def shown(value: Any) -> str:
+    """A flag's value for a card: of an absolute path, which means nothing elsewhere, only its name."""
+    prefix = "hf:" if str(value).startswith("hf:/") else ""
+    text = str(value).removeprefix(prefix)
+    is_local = text.startswith(("/", "~")) and len(text) > 1
+    return f"{prefix}path/to/{pathlib.PurePath(text).name}" if is_local else f"{prefix}{text}"
 
 
 def text(name: str, ours: bool, metadata: dict[str, Any], hashes: dict[str, list]) -> str:
@@ -116,7 +157,7 @@ def text(name: str, ours: bool, metadata: dict[str, Any], hashes: dict[str, list
     """
     facts = metadata["published"]
     # The flags that determine its held-out figure.
-    given = [f"--{k}={shlex.quote(str(v))}" for k, v in metadata["flags"].items()
+    given = [f"--{k}={shlex.quote(shown(v))}" for k, v in metadata["flags"].items()
              if k in ("dataset", "eval_dataset", "seq_len") and v]  # fmt: skip
     restore_from = f"--restore_from={'' if ours else 'path/to/'}{name}"
     evaluate = " ".join([f"python -m recipes.{metadata['entry']} {restore_from} --steps=0", *given])
@@ -138,6 +179,8 @@ def text(name: str, ours: bool, metadata: dict[str, Any], hashes: dict[str, list
             f"    {evaluate}",
             "",
             *table(rows),
+            *(["![Losses of the run](loss.png)", ""] if PICTURE in hashes else []),
+            *in_its_words(facts),
             "| File | Bytes | SHA-256 |",
             "| --- | ---: | --- |",
             *(f"| `{name}` | {size:,} | `{sha}` |" for name, (size, sha) in hashes.items()),
@@ -169,7 +212,7 @@ def origin(metadata: dict[str, Any], facts: dict[str, Any]) -> dict[str, str]:
         "Base model": in_words(began),
         "Made by": f"`{command(metadata)}`",
         "Mesh": f"{describe(metadata['mesh'])}, rules {metadata['rules']['name']}",
-        "Data": f"{data['dataset']}, fingerprint `{data['fingerprint']}`",
+        "Data": f"{shown(data['dataset'])}, fingerprint `{data['fingerprint']}`",
         "Steps": f"{metadata['step']:,}" + (f" of {asked:,}" if asked != metadata["step"] else ""),
         "Time": f"{minutes} min {seconds} s for the steps" if facts["train_seconds"] else "unknown",
         "Held out before": figures(facts, "held_out_before") if began else "",
@@ -182,6 +225,20 @@ def figures(facts: dict[str, Any], which: str) -> str:
     found = {key: value for key, value in facts.get(which, {}).items() if not key[-1].isdigit()}
     listed = ", ".join(f"{key} {value:,.7g}" for key, value in found.items())
     return f"{listed} ({facts['unit']})" if listed else "not measured"
+
+
+def in_its_words(facts: dict[str, Any]) -> list[str]:
+    """Lines with the sample of the model's text, and an empty line; none if there is no sample.
+
+    An indented block, which no text of a model can end.
+    """
+    sample = facts.get("sample")
+    if not sample:
+        return []
+    prompt = f" after the prompt {json.dumps(sample['prompt'])}" if sample["prompt"] else ""
+    lines = [line.removeprefix("  | ") for line in quote(sample["text"])]
+    title = f"A sample{prompt}, at temperature {sample['temperature']}:"
+    return [title, "", *(f"    {line}" for line in lines), ""]
 
 
 def table(rows: dict[str, str]) -> list[str]:
@@ -199,7 +256,11 @@ HUB_LICENCES |= {"gpl-3.0"}
 
 
 def for_hub(
-    name: str, metadata: dict[str, Any], facts: dict[str, Any], adapter: bool = False
+    name: str,
+    metadata: dict[str, Any],
+    facts: dict[str, Any],
+    adapter: bool = False,
+    has_picture: bool = False,
 ) -> str:
     """The README.md of an exported model or adapter; the Hub reads its front matter.
 
@@ -233,6 +294,8 @@ def for_hub(
         f"{what}, exported from a checkpoint of the sharded model zoo's `zoo/{metadata['entry']}.py`.",
         "",
         *table(rows),
+        *(["![Losses of the run](loss.png)", ""] * has_picture),
+        *in_its_words(facts),
     ]
     return "\n".join(lines)
 

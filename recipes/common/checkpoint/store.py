@@ -435,7 +435,7 @@ def write(
     folder: pathlib.Path,
     variables: Tree,
     metadata: dict[str, Any],
-    files: dict[str, str] | None = None,
+    files: dict[str, str | bytes] | None = None,
     readme: Callable[[dict[str, list]], str] | None = None,
     tokenizer: Tokenizer | None = None,
 ) -> None:
@@ -443,7 +443,7 @@ def write(
 
     Args:
       variables: {"params": …}, and "buffers" if there are any.
-      files: name → text of additional files.
+      files: name → text or bytes of additional files.
       readme: function of the hashes of all other files → text of the card.
       tokenizer: the model's, if known.
 
@@ -477,8 +477,8 @@ def write(
         for name in folders.sizes(beside):
             if name.endswith(integrity.COMMITTED):  # Orbax writes this machine's path into it
                 (beside / name).write_text("Checkpoint commit was successful\n")
-        for name, text in (files or {}).items():
-            (beside / name).write_text(text)
+        for name, content in (files or {}).items():
+            (beside / name).write_bytes(content.encode() if isinstance(content, str) else content)
         write_tokenizer(beside, tokenizer.files if tokenizer else {})
         hashes = integrity.hashes_of(beside, folders.sizes(beside))
         if readme:

@@ -92,7 +92,8 @@ def main(
     if sample.sample_bytes and layout.stages > 1:
         print0(f"No sample: {layout.stages} stages of layers can't generate; see recipes.generate.")
     elif sample.sample_bytes:
-        print0(*sample.write(model, layout, state, tokenizer, prompt, text, run.seed))
+        path = folder.path / "sample.json" if folder.in_use and folder.last_good() else None
+        print0(*sample.write(model, layout, state, tokenizer, prompt, text, run.seed, path))
     finish(folder, layout, log)
 
 

@@ -1,6 +1,8 @@
 """A sample of a language model's writing at the end of a run."""
 
 import dataclasses
+import json
+import pathlib
 
 import numpy as np
 from flax import nnx
@@ -8,7 +10,8 @@ from flax import nnx
 from data.tokenizer import START, Tokenizer
 from recipes.common.generation import Generator, Sampling, cap_windows
 from recipes.common.language.flags import Text
-from recipes.common.runtime import flag, quote
+from recipes.common.runtime import flag, folders, quote, warn
+from recipes.common.runtime.processes import is_first
 from recipes.common.sharding import Layout, Tree, make_layout
 
 
@@ -45,10 +48,14 @@ class Sample:
         prompt: np.ndarray,
         text: Text,
         seed: int,
+        path: pathlib.Path | None = None,
     ) -> list[str]:
         """Returns lines to print: the text after the prompt, and whether the model ended it.
 
         A position attends to the last `text.seq_len` tokens, the context of training.
+
+        Args:
+          path: file for the sample, for the model's card; None: none.
         """
         config = cap_windows(layout.config, text.seq_len)
         layout = make_layout(model, config, layout.mesh, layout.rules)
@@ -57,7 +64,15 @@ class Sample:
         generator = Generator(layout, state, chosen, tokenizer.end, vocabulary)
         written = [int(token) for (token,) in generator([prompt], self.sample_bytes)]
         begin = [] if self.chat else prompt  # a chat shows only the answer
-        shown = quote(tokenizer.decode([*begin, *written]))
+        sample = tokenizer.decode([*begin, *written])
+        if path and is_first():
+            facts = {"step": int(state["step"]), "prompt": self.prompt}
+            facts |= {"temperature": self.temperature, "text": sample}
+            try:
+                folders.write(path, (json.dumps(facts, indent=1) + "\n").encode())
+            except folders.errors() as error:
+                warn(f"{path} could not be written ({folders.reason(error)})")
+        shown = quote(sample)
         return [
             "Sample, ended by the model:" if written[-1] in tokenizer.end else "Sample:",
             *shown,

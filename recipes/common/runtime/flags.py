@@ -144,6 +144,9 @@ class Run(Devices):
     )  # fmt: skip
 
 
+DEFAULTS: dict[str, Any] = {}  # of the command that was parsed last; a process has one command
+
+
 def parse(argv: list[str], *groups) -> list[Any] | None:
     """Returns copies of `groups` with fields set from argv; None if argv asks for help.
 
@@ -151,6 +154,8 @@ def parse(argv: list[str], *groups) -> list[Any] | None:
     """
     if {"--help", "-help", "-h"} & set(argv):
         return None
+    DEFAULTS.clear()
+    DEFAULTS.update({name: value for group in groups for name, value in vars(group).items()})
     values = absl_flags.FlagValues()
     fields = {field.name: field for group in groups for field in dataclasses.fields(group)}
     for group in groups:

@@ -26,6 +26,7 @@ from recipes.common.runtime import (
     processes,
     warn,
 )
+from recipes.common.runtime.flags import DEFAULTS
 from recipes.common.sharding import Layout, Tree, elsewhere
 from recipes.common.train.evaluation import Evaluation, Extra
 from recipes.common.train.feed import device_batches
@@ -141,6 +142,9 @@ def checkpoint_metadata(folder: RunFolder, layout: Layout) -> dict[str, Any]:
     """The metadata of each checkpoint of the run, except for its step and data."""
     metadata = checkpoint.metadata(folder.entry, layout, folder.flags)
     metadata |= {"base": folder.base} if folder.base else {}
+    metadata["not_default"] = sorted(
+        name for name, value in folder.flags.items() if value != DEFAULTS.get(name)
+    )
     if folder.start and "imported" in folder.start.metadata:
         metadata["imported"] = folder.start.metadata["imported"]
     if folder.source and "seq_len" in folder.flags:  # fine-tuning on short texts cuts no context
