@@ -22,9 +22,16 @@ from jax.sharding import Mesh
 
 from data import DataError, conversations, prompts
 from data.tokenizer import START, Tokenizer
-from recipes.common import checkpoint, entries, generation_config
+from recipes.common import checkpoint, entries
 from recipes.common.analysis import report
-from recipes.common.generation import Generator, Sampling
+from recipes.common.generation import (
+    Generator,
+    Sampling,
+    default_temperature,
+    default_top_k,
+    setting,
+    settings_not_applied,
+)
 from recipes.common.int8_weights import to_int8, weights_flag
 from recipes.common.runtime import Devices, UserError, flag, folders, make_mesh, print0, processes
 from recipes.common.runtime.start import start
@@ -108,7 +115,7 @@ def main(devices: Devices, flags: Generate) -> None:
     vocabulary = tokenizer.size if tokenizer.files else START
     rows = min(flags.batch_size, max(len(asked), 1))
     generator = Generator(layout, variables, chosen, tokenizer.end, vocabulary, rows=rows)
-    print0(*generation_config.not_applied(tokenizer, sampled=chosen.temperature > 0))
+    print0(*settings_not_applied(tokenizer, sampled=chosen.temperature > 0))
 
     # ---- Answer ----------------------------------------------------------------------------------
     signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -205,17 +212,17 @@ class Limit:
                 f"{place}a prompt has {length} tokens, and with --max_new_tokens={wanted} exceeds the "
                 f"model's context of {self.context}; try --max_new_tokens={self.context - length}"
             )
-        wanted = wanted or int(generation_config.number(self.tokenizer, "max_new_tokens", 256))
+        wanted = wanted or int(setting(self.tokenizer, "max_new_tokens", 256))
         return min(wanted, self.context - length)
 
 
 def sampling(flags: Generate, tokenizer: Tokenizer) -> Sampling:
     """Sampling by the flags, and by default as transformers reads generation_config.json."""
-    config = generation_config
+    temperature, top_k, top_p = flags.temperature, flags.top_k, flags.top_p
     return Sampling(
-        temperature=config.temperature(tokenizer) if flags.temperature < 0 else flags.temperature,
-        top_k=config.top_k(tokenizer) if flags.top_k < 0 else flags.top_k,
-        top_p=config.number(tokenizer, "top_p", 1.0) if flags.top_p < 0 else flags.top_p,
+        temperature=default_temperature(tokenizer) if temperature < 0 else temperature,
+        top_k=default_top_k(tokenizer) if top_k < 0 else top_k,
+        top_p=setting(tokenizer, "top_p", 1.0) if top_p < 0 else top_p,
         seed=flags.seed,
     )
 

@@ -1,5 +1,11 @@
 """recipes.common.checkpoint.restore: the Python way back to a model, on any mesh."""
 
+import ast
+import re
+import shutil
+import subprocess
+import sys
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -8,7 +14,7 @@ from flax import nnx
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from recipes.common import checkpoint
+from recipes.common import checkpoint, entries
 from recipes.common.mesh import make_mesh
 from recipes.common.runtime.errors import UserError
 from recipes.common.sharding.abstract import paths
@@ -16,6 +22,8 @@ from recipes.common.sharding.layout import make_layout
 from recipes.common.sharding.rules import partition_spec
 from recipes.common.train.optimizer import LearningRate, adamw
 from recipes.common.train.state import abstract_state, initialize
+from recipes.common.zoo_source import closure
+from tests.conftest import ROOT, full_except
 from tests.support.entries import QUICK
 from tests.support.runs import assert_bit_equal, saving, state_of
 from zoo.transformer import RULES, Config, Transformer
@@ -109,6 +117,59 @@ def test_rules_are_checked_before_anything_is_read(workdir, mesh, rules, message
     with pytest.raises(ValueError, match=r".") as caught:
         checkpoint.restore(workdir, make_mesh(mesh), rules)
     assert str(caught.value).startswith(message)
+
+
+ALONE = """
+import sys, numpy
+specs, arrays = {}, {}
+for kind, state in (("params", params), ("buffers", buffers)):
+    for keys, variable in nnx.to_flat_state(state):
+        path = "/".join((kind, *keys))
+        specs[path] = str(variable[...].sharding.spec)
+        arrays[path] = variable[...]
+assert all(x.sharding.mesh.axis_sizes == (2, 4) for x in jax.tree.leaves(nnx.state(model)))
+assert not {"zoo", "recipes", "data"} & set(sys.modules)
+numpy.savez("found.npz", **arrays)
+print(specs)
+"""
+
+
+@pytest.mark.parametrize("entry", full_except(["transformer", "deepseek"], ["transformer"]))
+def test_orbax_alone_restores_a_run_s_checkpoint_beside_a_copy_as_shown(entry, saved, tmp_path):
+    """On another mesh, sharded by the rules, in a process that imports nothing of this project."""
+    workdir, params = saved
+    want, model = {"params": params}, entries.model(entry)
+    layout = make_layout(model, entries.zoo_file(entry).Config.tiny(), make_mesh("4x2"), "fsdp_tp")
+    if entry != "transformer":
+        workdir = tmp_path / "run"
+        optimizer = adamw(LearningRate(1e-3, 1, 10), weight_decay=0.1, clip_norm=1.0)
+        state = initialize(layout, optimizer, 7, abstract_state(layout, optimizer))
+        want = {kind: jax.device_get(state[kind]) for kind in ("params", "buffers")}
+        with saving(workdir, entry, checkpoint.metadata(entry, layout, {})) as saver:
+            saver.save(3, state)
+    (tmp_path / "mine").mkdir()
+    for path in closure(ROOT / "zoo" / f"{entry}.py"):
+        shutil.copy(path, tmp_path / "mine")
+    page = (ROOT / "recipes" / "docs" / "checkpoints.md").read_text()
+    block = re.search(r"<!-- python: orbax alone -->\n```python\n(.*?)```", page, re.DOTALL)[1]
+    for shown, here in (
+        ("mine.transformer", f"mine.{entry}"),
+        ("Transformer", model.__name__),
+        ("Config.small()", "Config.tiny()"),
+        ("runs/a/checkpoints/500", str(workdir / "checkpoints" / "3")),
+    ):
+        assert shown in block
+        block = block.replace(shown, here)
+    (tmp_path / "use.py").write_text(block + ALONE)
+    done = subprocess.run(
+        [sys.executable, "-W", "error", "use.py"], cwd=tmp_path, capture_output=True, text=True, timeout=300
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    found, table = np.load(tmp_path / "found.npz"), entries.zoo_file(entry).RULES["fsdp_tp"]
+    assert_bit_equal(dict(found), paths(want))
+    assert ast.literal_eval(done.stdout) == {
+        path: str(partition_spec(axes, table)) for path, axes in paths(layout.model.axes).items()
+    }
 
 
 def test_a_save_holds_the_state_at_its_call(tmp_path):
