@@ -17,7 +17,7 @@ import pytest
 
 from recipes import plan as planner
 from recipes.common import entries
-from recipes.common.analysis import answer, plan_page
+from recipes.common.analysis import answer, contexts, plan_page
 from recipes.common.analysis import search as searching
 from recipes.common.analysis.estimate import Estimate, abstract_mesh, estimate
 from recipes.common.analysis.hardware import HARDWARE, parse_devices
@@ -423,6 +423,30 @@ def test_a_browser_draws_the_bars_in_both_color_schemes(dark, background, inside
     expected[:4] = np.array(memory) / plan["usable_bytes"] * track
     expected[4:, :2] = np.array(sent) / max(map(sum, sent)) * track
     np.testing.assert_allclose(bars, expected, atol=2)
+
+
+def test_rows_beyond_the_trained_context_are_named(inside):
+    flags = ("--size=8b", "--devices=v5p:64", "--batch_tokens=8M", "--top=1")
+    line = (
+        "--seq_len=131072 is beyond the 8,192 tokens that the published 8b was trained with: its "
+        "wavelengths would have to be scaled (rope_scaling), and the model trained on long rows."
+    )
+    assert f"\n{line}\n" in inside("recipes.plan", *flags, "--seq_len=131072").out
+    long = json.loads(inside("recipes.plan", *flags, "--seq_len=131072", "--json").out)
+    assert long["notes"] == [line]
+    assert "beyond" not in inside("recipes.plan", *flags, "--seq_len=8192").out
+    assert contexts.beyond("transformer", "1b", 131_072) == []
+    assert len(contexts.beyond("transformer", "1b", 131_073)) == 1
+
+
+def test_every_published_size_has_its_context():
+    """A new size of a language model is added to contexts.py, or to those that nobody published."""
+    unpublished = {"tiny", "small", "medium", "124m"}
+    for name in entries.ENTRIES:
+        zoo = entries.zoo_file(name)
+        config = zoo.SIZES["tiny"]()
+        if hasattr(config, "vocab_size") and not hasattr(config, "max_positions"):
+            assert contexts.TRAINED[name].keys() == zoo.SIZES.keys() - unpublished, name
 
 
 def test_if_nothing_fits_it_names_a_change_that_would(inside):
