@@ -5,10 +5,12 @@ import dataclasses
 import html.parser
 import itertools
 import json
+import os
 import re
 import shlex
 import shutil
 import subprocess
+import time
 
 import jax
 import numpy as np
@@ -17,7 +19,7 @@ import pytest
 
 from recipes import plan as planner
 from recipes.common import entries
-from recipes.common.analysis import answer, contexts, plan_page
+from recipes.common.analysis import answer, contexts, plan_page, targets
 from recipes.common.analysis import search as searching
 from recipes.common.analysis.estimate import Estimate, abstract_mesh, estimate
 from recipes.common.analysis.hardware import HARDWARE, parse_devices
@@ -481,7 +483,24 @@ def test_confirmed_figures_stand_beside_the_estimates(inside, monkeypatch):
     (found,) = json.loads(done.out)["confirmed"]
     assert found["compiled_memory"] > 0
     assert found["compiled_sent"] is not None
-    assert "compiled in" in done.err
+    assert re.search(r"compiling, 1 of 1; Ctrl-C stops\n.*: compiled in \d+ s\n$", done.err)
+
+
+def test_a_slow_compiler_is_said_to_be_at_work(monkeypatch, capsys):
+    monkeypatch.setattr(planner, "SAY_SECONDS", 0.1)
+    assert planner._in_background(lambda: time.sleep(1) or 7, "fsdp on 64") == 7
+    assert capsys.readouterr().err.startswith("fsdp on 64: still compiling after 0 s\n")
+
+
+def test_the_tpu_s_library_has_no_host_to_look_for(monkeypatch):
+    """It would print five lines about the variables that it misses."""
+    for name in ("TPU_WORKER_HOSTNAMES", "TPU_ACCELERATOR_TYPE", "TPU_SKIP_MDS_QUERY"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(os, "environ", os.environ.copy())
+    targets._slice("v5p", 64)
+    assert os.environ["TPU_WORKER_HOSTNAMES"] == "localhost"
+    assert os.environ["TPU_ACCELERATOR_TYPE"] == "v5p-8"
+    assert os.environ["TPU_SKIP_MDS_QUERY"] == "1"
 
 
 def test_ctrl_c_prints_what_is_known(monkeypatch, capsys):

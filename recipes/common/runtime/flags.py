@@ -239,7 +239,7 @@ def _convert(field, default, text):
         if most is not None and value > most:
             raise UserError(f"--{field.name}={text} must be ≤ {most}; try {default}")
     if limits["choices"]:
-        return choose(field.name, value, limits["choices"])
+        return choose(field.name, text, limits["choices"])
     return value
 
 
