@@ -23,7 +23,7 @@ import numpy as np
 from jax.sharding import AbstractDevice
 
 from recipes.common import entries
-from recipes.common.analysis import answer, plan_page, report
+from recipes.common.analysis import answer, contexts, plan_page, report
 from recipes.common.analysis.estimate import Estimate, estimate
 from recipes.common.analysis.hardware import Devices, parse_devices
 from recipes.common.analysis.hlo import sent_by_kind
@@ -84,7 +84,9 @@ def main(flags: Flags) -> None:
         raise UserError(no_mesh(plan, flags))
     change = None if plan.best else cheapest_change(plan)
     say = (lambda *_: None) if flags.json else print0
-    say(*answer.table(answer.distinct(plan.ranked)[: flags.top]), "", *answer.notes(plan), "")
+    long = contexts.beyond(flags.entry, flags.size, job.seq_len)
+    ranked = answer.distinct(plan.ranked)[: flags.top]
+    say(*answer.table(ranked), "", *long, *answer.notes(plan), "")
     if plan.best:
         say(answer.why_first(plan), "", *answer.why_others_lose(plan), "")
         say(answer.command(flags.entry, flags.size, plan.best))
@@ -93,6 +95,7 @@ def main(flags: Flags) -> None:
         say(_what_would_fit(change))
     found: dict[str, Any] = answer.as_json(plan, flags.entry, flags.size, flags.top)
     found["change"] = change and change.text
+    found["notes"] = long
     if flags.html:
         page.write_text(plan_page.page(plan, plan.ranked[: flags.top], flags.entry, flags.size))
         say("", f"The plan with pictures: {page}")

@@ -6,10 +6,12 @@ import html
 import html.parser
 import itertools
 import json
+import os
 import re
 import shlex
 import shutil
 import subprocess
+import time
 
 import jax
 import numpy as np
@@ -18,7 +20,7 @@ import pytest
 
 from recipes import plan as planner
 from recipes.common import entries
-from recipes.common.analysis import answer, plan_page
+from recipes.common.analysis import answer, contexts, plan_page, targets
 from recipes.common.analysis import search as searching
 from recipes.common.analysis.estimate import Estimate, abstract_mesh, estimate
 from recipes.common.analysis.hardware import HARDWARE, parse_devices
@@ -562,6 +564,30 @@ def test_a_browser_draws_the_bars_in_both_color_schemes(dark, background, inside
     np.testing.assert_allclose(bars, expected, atol=2)
 
 
+def test_rows_beyond_the_trained_context_are_named(inside):
+    flags = ("--size=8b", "--devices=v5p:64", "--batch_tokens=8M", "--top=1")
+    line = (
+        "--seq_len=131072 is beyond the 8,192 tokens that the published 8b was trained with: its "
+        "wavelengths would have to be scaled (rope_scaling), and the model trained on long rows."
+    )
+    assert f"\n{line}\n" in inside("recipes.plan", *flags, "--seq_len=131072").out
+    long = json.loads(inside("recipes.plan", *flags, "--seq_len=131072", "--json").out)
+    assert long["notes"] == [line]
+    assert "beyond" not in inside("recipes.plan", *flags, "--seq_len=8192").out
+    assert contexts.beyond("transformer", "1b", 131_072) == []
+    assert len(contexts.beyond("transformer", "1b", 131_073)) == 1
+
+
+def test_every_published_size_has_its_context():
+    """A new size of a language model is added to contexts.py, or to those that nobody published."""
+    unpublished = {"tiny", "small", "medium", "124m"}
+    for name in entries.ENTRIES:
+        zoo = entries.zoo_file(name)
+        config = zoo.SIZES["tiny"]()
+        if hasattr(config, "vocab_size") and not hasattr(config, "max_positions"):
+            assert contexts.TRAINED[name].keys() == zoo.SIZES.keys() - unpublished, name
+
+
 def test_if_nothing_fits_it_names_a_change_that_would(inside):
     done = inside("recipes.plan", "--size=8b", "--devices=v5e:4", "--batch_tokens=64K",
                   "--seq_len=2048", "--top=2")  # fmt: skip
@@ -594,7 +620,24 @@ def test_confirmed_figures_stand_beside_the_estimates(inside, monkeypatch):
     (found,) = json.loads(done.out)["confirmed"]
     assert found["compiled_memory"] > 0
     assert found["compiled_sent"] is not None
-    assert "compiled in" in done.err
+    assert re.search(r"compiling, 1 of 1; Ctrl-C stops\n.*: compiled in \d+ s\n$", done.err)
+
+
+def test_a_slow_compiler_is_said_to_be_at_work(monkeypatch, capsys):
+    monkeypatch.setattr(planner, "SAY_SECONDS", 0.1)
+    assert planner._in_background(lambda: time.sleep(1) or 7, "fsdp on 64") == 7
+    assert capsys.readouterr().err.startswith("fsdp on 64: still compiling after 0 s\n")
+
+
+def test_the_tpu_s_library_has_no_host_to_look_for(monkeypatch):
+    """It would print five lines about the variables that it misses."""
+    for name in ("TPU_WORKER_HOSTNAMES", "TPU_ACCELERATOR_TYPE", "TPU_SKIP_MDS_QUERY"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(os, "environ", os.environ.copy())
+    targets._slice("v5p", 64)
+    assert os.environ["TPU_WORKER_HOSTNAMES"] == "localhost"
+    assert os.environ["TPU_ACCELERATOR_TYPE"] == "v5p-8"
+    assert os.environ["TPU_SKIP_MDS_QUERY"] == "1"
 
 
 def test_ctrl_c_prints_what_is_known(monkeypatch, capsys):

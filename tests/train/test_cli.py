@@ -1,13 +1,14 @@
 """Flags and meshes: a user error is one line, raised before anything is created."""
 
 import dataclasses
+import os
 
 import jax
 import pytest
 
 from recipes import generate, transformer
 from recipes.common import language
-from recipes.common.runtime import mesh
+from recipes.common.runtime import accelerators, mesh
 from recipes.common.runtime.errors import UserError
 from recipes.common.runtime.flags import GROUPS, SYNONYMS, Run, flag, parse, usage
 from recipes.common.runtime.mesh import describe, make_mesh
@@ -96,6 +97,88 @@ def test_bad_flags(argv, message):
     with pytest.raises(UserError) as caught:
         parse(argv, Run(), Flags())
     assert str(caught.value) == message
+
+
+# ---- accelerators --------------------------------------------------------------------------------
+
+GPU = 'this machine has an NVIDIA GPU ({}) that JAX can\'t use; run pip install -U "jax[cuda13]" (with a driver older than 580: "jax[cuda12]"); or add --platform=cpu to use simulated CPU devices'
+TPU = 'this machine has a TPU ({}) that JAX can\'t use; run pip install -U "jax[tpu]"; or add --platform=cpu to use simulated CPU devices'
+PCI = {"sys/bus/pci/devices/0000:00:04.0/vendor": "0x1ae0\n"}  # of Google
+
+
+@pytest.mark.parametrize(
+    ("files", "environment", "message"),
+    [
+        ({}, {}, ""),
+        ({"dev/nvidiactl": ""}, {}, GPU.format("/dev/nvidiactl")),
+        ({"dev/nvidia0": ""}, {"CUDA_VISIBLE_DEVICES": "0,1"}, GPU.format("/dev/nvidia0")),
+        ({"proc/driver/nvidia/version": "NVRM"}, {}, GPU.format("/proc/driver/nvidia/version")),
+        ({"usr/lib/wsl/lib/libcuda.so.1": ""}, {}, GPU.format("/usr/lib/wsl/lib/libcuda.so.1")),
+        ({"dev/nvidiactl": ""}, {"CUDA_VISIBLE_DEVICES": ""}, ""),
+        ({"dev/nvidiactl": ""}, {"CUDA_VISIBLE_DEVICES": "-1"}, ""),
+        ({"dev/nvidiactl": ""}, {"NVIDIA_VISIBLE_DEVICES": "void"}, ""),
+        ({"dev/accel0": "", "dev/accel1": ""}, {}, TPU.format("/dev/accel0")),
+        ({"dev/vfio/0": "", "dev/vfio/vfio": ""} | PCI, {}, TPU.format("/dev/vfio/0")),
+        ({"dev/vfio/0": ""}, {}, ""),  # another device that is passed through
+        ({"dev/vfio/vfio": ""} | PCI, {}, ""),
+        ({"dev/accel/accel0": ""}, {}, ""),  # the neural processor of a laptop
+        ({"dev/dri/card0": ""}, {}, ""),
+    ],
+)  # fmt: skip
+def test_an_accelerator_that_jax_cannot_use_is_found(files, environment, message, tmp_path):
+    for name, content in files.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(content)
+    assert accelerators.unused(tmp_path, environment, lambda _: False) == message
+
+
+@pytest.mark.parametrize(
+    ("sign", "package", "what"),
+    [
+        ("nvidiactl", "jax-cuda13-plugin", "check the driver with nvidia-smi: CUDA 13 needs 580 or"),
+        ("nvidiactl", "jax-cuda12-plugin", "check the driver with nvidia-smi"),
+        ("accel0", "libtpu", "check that no other process holds it"),
+    ],
+)  # fmt: skip
+def test_what_is_installed_already_is_not_advised_again(sign, package, what, tmp_path):
+    (tmp_path / "dev").mkdir()
+    (tmp_path / "dev" / sign).touch()
+    message = accelerators.unused(tmp_path, {}, lambda name: name == package)
+    assert f"; {package} is installed, so {what}" in message
+    assert "pip install" not in message
+
+
+@pytest.fixture
+def with_gpu(monkeypatch):
+    """A machine with a GPU, whose JAX has only CPUs and was not asked for them."""
+    monkeypatch.setattr(accelerators, "unused", lambda: "this machine has a GPU")
+    monkeypatch.setattr(accelerators, "_must_use", False)
+    monkeypatch.setattr(os, "environ", os.environ.copy())
+    jax.config.update("jax_platforms", None)
+    yield
+    jax.config.update("jax_platforms", "cpu")
+
+
+RECIPES = ["transformer", "mlp", "vit", "dot_relu_dot", "generate", "evaluate"]
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_no_recipe_ignores_an_accelerator(recipe, with_gpu, inside, tmp_path):
+    workdir = [] if recipe in ("generate", "evaluate") else [f"--workdir={tmp_path / 'w'}"]
+    done = inside(f"recipes.{recipe}", "--mesh=4x2", *workdir)
+    assert (done.code, done.out, done.err) == (2, "", "error: this machine has a GPU\n")
+    assert not (tmp_path / "w").exists()
+
+
+def test_cpus_are_used_if_they_are_asked_for(with_gpu, inside, tmp_path):
+    flags = ("--mesh=4x2", f"--workdir={tmp_path / 'w'}", "--plan")
+    assert inside("recipes.dot_relu_dot", *flags, "--platform=cpu").code == 0
+    jax.config.update("jax_platforms", "cpu,cuda")  # as by JAX_PLATFORMS
+    assert inside("recipes.dot_relu_dot", *flags).code == 0
+
+
+def test_python_code_and_other_commands_may_use_cpus(with_gpu):
+    assert make_mesh("4x2").size == 8
 
 
 # ---- meshes --------------------------------------------------------------------------------------

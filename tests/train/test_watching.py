@@ -699,6 +699,36 @@ def test_a_terminal_is_never_sent_what_could_manipulate_it(c, capsys):
     assert capsys.readouterr().out == "a\N{REPLACEMENT CHARACTER}b"
 
 
+WAITS = """
+import os, signal
+from recipes.common.runtime import Devices, Run
+from recipes.common.runtime.start import start
+
+def main(*_):
+    os.kill(os.getpid(), signal.SIGTERM)
+    print("never")
+
+start(main, {group}())
+"""
+
+
+@pytest.mark.parametrize(
+    ("group", "code", "out", "err"),
+    [
+        ("Devices", 143, "", "Stopped by SIGTERM.\n"),
+        ("Run", 0, "Stopped by SIGTERM outside of training; the same command resumes.\n", ""),
+    ],
+)
+def test_only_a_training_run_says_that_it_resumes(group, code, out, err, tmp_path):
+    script = tmp_path / "waits.py"
+    script.write_text(WAITS.format(group=group))
+    done = subprocess.run(
+        [sys.executable, script], capture_output=True, text=True,
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
+    )  # fmt: skip
+    assert (done.returncode, done.stdout, done.stderr) == (code, out, err)
+
+
 TALKS = """
 import pathlib, sys
 from recipes.common.runtime import Run, print0, warn

@@ -6,7 +6,7 @@ from typing import Any
 
 from data.tokenizer import Tokenizer
 from recipes.common import checkpoint, entries
-from recipes.common.analysis import flops, kernel
+from recipes.common.analysis import contexts, flops, kernel
 from recipes.common.analysis.answer import of_layout
 from recipes.common.checkpoint import Source, flags_of, open_run
 from recipes.common.language.flags import Flags, Text
@@ -66,7 +66,8 @@ def main(
     check_stages(layout, flags)
     check_offload(layout, flags.offload)
     if run.plan:
-        return print0(*of_layout(layout, flags.accumulate, flags.offload))
+        long = contexts.beyond(entry, flags.size, text.seq_len)
+        return print0(*long, *of_layout(layout, flags.accumulate, flags.offload))
 
     # ---- Data: batch k is a pure function of (seed, k), on any mesh and number of processes ------
     corpus = text.load(tokenizer)

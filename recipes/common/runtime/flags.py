@@ -72,6 +72,10 @@ class Devices:
         "", "Sharding rules: a key of the zoo file's RULES, or a .json file with your own table; "
         "empty: chosen by the mesh.", may_change=True,
     )  # fmt: skip
+    platform: str = flag(
+        "", "Devices to use: cpu, simulated even where there is an accelerator; empty: accelerators, if "
+        "there are any.", choices=["", "cpu"], may_change=True,
+    )  # fmt: skip
     num_processes: int = flag(
         0, "Processes that share this run; 0: one, or found from Slurm, Open MPI or a TPU pod.",
         "processes", at_least=0, may_change=True,
@@ -240,7 +244,7 @@ def _convert(field, default, text):
         if most is not None and value > most:
             raise UserError(f"--{field.name}={text} must be ≤ {most}; try {default}")
     if limits["choices"]:
-        return choose(field.name, str(value), limits["choices"])
+        return choose(field.name, text, limits["choices"])
     return value
 
 

@@ -17,7 +17,7 @@ import numpy as np
 from jax.experimental import mesh_utils
 from jax.sharding import AxisType, Mesh
 
-from recipes.common.runtime import processes, slices
+from recipes.common.runtime import accelerators, processes, slices
 from recipes.common.runtime.errors import UserError
 
 AXES = {1: ("data",), 2: ("data", "model"), 3: ("data", "fsdp", "model")}
@@ -66,7 +66,7 @@ def make_mesh(text: str = "") -> Mesh:
 
     Without an accelerator, CPU devices are simulated, split evenly between processes, unless JAX
     has created its devices already. With accelerators the mesh must use all devices. Raises
-    UserError if it can't.
+    UserError if it can't, and in a recipe if there is an accelerator that JAX can't use.
     """
     axes = parse(text) if text else {}
     wanted = math.prod(axes.values())
@@ -92,6 +92,7 @@ def make_mesh(text: str = "") -> Mesh:
             configured = jax.config.jax_num_cpu_devices  # pyright: ignore[reportAttributeAccessIssue]
             jax.config.update("jax_num_cpu_devices", max(mine, configured))
     devices = jax.devices()
+    accelerators.check(devices[0].platform)
     axes = axes or {"data": len(devices)}
     wanted = math.prod(axes.values())
     must_use_all = devices[0].platform != "cpu" or processes.count() > 1

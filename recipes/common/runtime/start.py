@@ -18,7 +18,16 @@ from absl import logging as absl_logging
 
 import data
 from data import buckets
-from recipes.common.runtime import agreement, flags, folders, lock, output, preemption, processes
+from recipes.common.runtime import (
+    accelerators,
+    agreement,
+    flags,
+    folders,
+    lock,
+    output,
+    preemption,
+    processes,
+)
 from recipes.common.runtime.errors import Stopped, UserError
 
 
@@ -44,6 +53,7 @@ def start(main, *groups, defaults: Callable | None = None) -> None:
             _settle_libraries()
             for run in parsed:
                 if isinstance(run, flags.Devices):
+                    accelerators.choose(run.platform)
                     processes.initialize(run.num_processes, run.process_id, run.coordinator)
                     agreement.check(run, *parsed)
             main(*parsed)

@@ -1,0 +1,25 @@
+"""The context that published models of the zoo's sizes were trained with."""
+
+# Entry → size → tokens. Sizes without a published model (tiny, small, medium, the 124m Transformer) have
+# none, and GPT2's tables of positions set its limit.
+TRAINED = {
+    "transformer": {"1b": 131_072, "8b": 8_192, "70b": 8_192},  # Llama 3.2, and 3
+    "moe": {"mixtral_8x7b": 32_768, "qwen3_30b_a3b": 32_768},
+    "gemma3": {
+        "1b": 32_768, "4b": 131_072, "12b": 131_072, "27b": 131_072,
+        "gemma2_2b": 8_192, "gemma2_9b": 8_192, "gemma2_27b": 8_192,
+    },
+    "gpt_oss": {"20b": 131_072, "120b": 131_072},
+    "deepseek": {"16b": 8_192, "671b": 131_072},
+}  # fmt: skip
+
+
+def beyond(entry: str, size: str, seq_len: int) -> list[str]:
+    """A line if rows are longer than a size's published model was trained with; else none."""
+    most = TRAINED.get(entry, {}).get(size, seq_len)
+    if seq_len <= most:
+        return []
+    return [
+        f"--seq_len={seq_len} is beyond the {most:,} tokens that the published {size} was trained with: "
+        "its wavelengths would have to be scaled (rope_scaling), and the model trained on long rows."
+    ]
