@@ -3,7 +3,10 @@
 # Entry → size → tokens. Sizes without a published model (tiny, small, medium, the 124m Transformer) have
 # none, and GPT2's tables of positions set its limit.
 TRAINED = {
-    "transformer": {"1b": 131_072, "8b": 8_192, "70b": 8_192},  # Llama 3.2, and 3
+    "transformer": {  # Llama 3.2, 3 and 3.1
+        "1b": 131_072, "8b": 8_192, "70b": 8_192,
+        "llama31_8b": 131_072, "llama31_70b": 131_072, "llama31_405b": 131_072,
+    },
     "moe": {"mixtral_8x7b": 32_768, "qwen3_30b_a3b": 32_768},
     "gemma3": {
         "1b": 32_768, "4b": 131_072, "12b": 131_072, "27b": 131_072,
