@@ -9,8 +9,11 @@ import runpy
 import shlex
 import subprocess
 import sys
+import tomllib
 
 import jax
+import numpy as np
+import optax
 import pytest
 from flax import nnx
 
@@ -20,14 +23,15 @@ from recipes.common.mesh import make_mesh
 from recipes.common.runtime import flags, start
 from recipes.common.sharding import rules
 from recipes.common.sharding.layout import make_layout
+from recipes.common.train.feed import to_devices
 from recipes.common.train.optimizer import LearningRate, adamw
-from recipes.common.train.state import abstract_state
-from recipes.common.zoo_source import closure
+from recipes.common.train.state import abstract_state, initialize
+from recipes.common.train.step import TrainStep
 from tests.conftest import ROOT
 from tests.support import runs
 from tests.support.quick import XLA_FLAGS
 from tests.support.quick import quick as quick
-from zoo import transformer
+from zoo import deepseek, transformer
 
 pytestmark = pytest.mark.promise("readmes")
 
@@ -67,36 +71,17 @@ def tables(text: str) -> list[list[list[str]]]:
     return [[head, *rows] for head, _, *rows in split]
 
 
-def test_the_front_page_is_short():
-    assert len(READMES[FRONT].splitlines()) <= 200
-    assert len(READMES[FRONT].split()) <= 900
-    first_screen = READMES[FRONT].split("\n## ", 1)[0]
-    assert 0 < first_screen.index("<picture>") < first_screen.index("```sh")
-    assert len(block("python: copy").splitlines()) <= 40
-
-
-def paragraphs(text: str) -> list[list[str]]:
-    """The lines of each paragraph and list item, without code, tables, pictures and comments."""
-    text = re.sub(r"^ *```.*?^ *```$", "", text, flags=re.M | re.S)
-    text = re.sub(r"<picture>.*?</picture>|<!--.*?-->", "", text, flags=re.S)
-    text = re.sub(r"^(\|| {4}|#|\[?!\[|\[[^]]+\]:).*$", "", text, flags=re.M)
-    split = re.split(r"\n\s*\n|\n(?= *(?:[-*]|\d+\.) )", text)
-    return [part.strip("\n").splitlines() for part in split if part.strip()]
-
-
-@pytest.mark.parametrize("readme", READMES)
-def test_lines_and_paragraphs_are_short(readme):
-    found = paragraphs(READMES[readme])
-    assert not [line for lines in found for line in lines if len(line) > 110]
-    assert not ["\n".join(lines) for lines in found if len(lines) > 5]
-
-
-def test_the_index_of_recipes_is_short_and_links_every_page():
-    assert len(READMES[RECIPES].splitlines()) <= 120
+def test_the_index_of_recipes_links_every_page():
     assert PAGES
     for page in PAGES:
         assert f"]({page.removeprefix('recipes/')})" in READMES[RECIPES], page
         assert "](../README.md)" in READMES[page], page
+
+
+def test_the_oldest_python_is_named():
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    oldest = project["requires-python"].removeprefix(">=")
+    assert f"Python {oldest} or newer" in READMES[FRONT]
 
 
 # ---- commands ------------------------------------------------------------------------------------
@@ -277,36 +262,32 @@ def shown(monkeypatch, tmp_path, capfd):
     return execute
 
 
-@pytest.mark.promise("copy")
-def test_the_copied_files_are_those_that_the_model_needs():
-    (names,) = re.findall(r"^mkdir mine && cp zoo/\{(.+)\}\.py mine/$", READMES[FRONT], re.M)
-    needed = [path.stem for path in closure(ROOT / "zoo" / "transformer.py")]
-    assert sorted(names.split(",")) == sorted([*needed, "splash"])  # to train on any hardware
-
-
-def test_a_copied_model_trains_as_shown(tmp_path):
-    """In a process of its own, where nothing of ours can be imported."""
-    code = block("python: copy") + block("python: generate")
+def run_beside_a_copy(folder: pathlib.Path, code: str) -> list[str]:
+    """The lines that README.md's commands and then `code` print, where nothing of ours can be imported."""
     (command,) = re.findall(r"^mkdir mine .+$", READMES[FRONT], re.M)
-    (more,) = re.findall(r"`(cp zoo/.+ mine/)`", (ROOT / "zoo" / "language_models.md").read_text())
-    (tmp_path / "zoo").symlink_to(ROOT / "zoo")
-    subprocess.run(["bash", "-c", f"{command} && {more}"], cwd=tmp_path, check=True)
-    (tmp_path / "zoo").unlink()
-    check = """
-print(sorted({str(w.sharding.spec) for w in jax.tree.leaves(state[0].layers.mlp)}))
-assert jax.tree.map(lambda x: x.sharding, state) == pinned[0]
-assert jax.tree.leaves(pinned[0][1][0].mu) == jax.tree.leaves(pinned[0][0])
-assert train_step._cache_size() == 1, "it is compiled once"
-import sys
-assert not {"zoo", "recipes", "data"} & set(sys.modules)
-"""
+    (folder / "zoo").symlink_to(ROOT / "zoo")
+    subprocess.run(command, shell=True, cwd=folder, check=True)
+    (folder / "zoo").unlink()
+    code += 'import sys\nassert not {"zoo", "recipes", "data"} & set(sys.modules)\n'
     done = subprocess.run(
-        [sys.executable, "-W", "error", "-c", code + check],
-        cwd=tmp_path, env=os.environ | {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": XLA_FLAGS},
+        [sys.executable, "-W", "error", "-c", code],
+        cwd=folder, env=os.environ | {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": XLA_FLAGS},
         capture_output=True, text=True,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
-    *lines, a, b, c, d, specs = done.stdout.splitlines()
+    return done.stdout.splitlines()
+
+
+@pytest.mark.promise("copy")
+def test_a_copied_model_trains_as_shown(tmp_path):
+    check = """
+print(sorted({str(w.sharding.spec) for w in jax.tree.leaves(state[0].layers.mlp)}))
+assert jax.tree.map(lambda x: x.sharding, state) == pinned[0]
+assert jax.tree.leaves(pinned[0][2][0].mu) == jax.tree.leaves(pinned[0][0])
+assert train_step._cache_size() == 1, "it is compiled once"
+"""
+    printed = run_beside_a_copy(tmp_path, block("python: copy") + block("python: generate") + check)
+    *lines, a, b, c, d, specs = printed
     losses = [float(line.split("loss ")[1]) for line in lines]
     assert len(losses) == 20
     begins = [b"def ", b"import", b"x_BTD", b"return "]
@@ -315,6 +296,32 @@ assert not {"zoo", "recipes", "data"} & set(sys.modules)
         assert len(text) == len(begin) + 24
     assert losses[-1] < losses[0] - 1
     assert specs == "[\"P(None, 'data', 'model')\", \"P(None, 'model', 'data')\"]"
+
+
+@pytest.mark.promise("copy")
+def test_the_loop_that_is_shown_moves_buffers_as_the_recipe_does(tmp_path, quick):
+    """With DeepSeek, whose biases even the load of its experts by 1e-3 a step."""
+    shown = block("python: copy").replace("mine.transformer", "mine.deepseek")
+    shown = shown.replace("Transformer", "DeepSeek").replace("range(20)", "range(10)")
+    save = 'np.savez("buffers.npz", *jax.tree.leaves(jax.device_get(state[1])))\n'
+    run_beside_a_copy(tmp_path, shown + save)
+    (bias_LE,) = np.load(tmp_path / "buffers.npz").values()
+    assert np.abs(bias_LE).max() == pytest.approx(0.01)
+
+    config = deepseek.Config.tiny()
+    layout = make_layout(deepseek.DeepSeek, config, make_mesh("4x2"), "fsdp_tp", batch_size=16)
+    optimizer = optax.adamw(3e-3)
+    step = TrainStep(layout, optimizer, LearningRate(3e-3, 0, 10))
+    text = np.fromfile(ROOT / "zoo" / "attention.py", np.uint8).astype(np.int32)
+    state = initialize(layout, optimizer, 0, step.abstract_state())
+    row = np.zeros(64, np.int32)
+    compiled = step.lower(step.abstract_state(), {"tokens": row, "targets": row}).compile()
+    for seed in range(10):
+        starts = np.random.default_rng(seed).integers(len(text) - 64, size=(16, 1))
+        window_BT = text[starts + np.arange(65)]
+        batch = {"tokens": window_BT[:, :-1], "targets": window_BT[:, 1:]}
+        state, _ = compiled(state, to_devices(batch, layout))
+    np.testing.assert_allclose(bias_LE, *jax.tree.leaves(state["buffers"]), atol=1e-7)
 
 
 def test_rules_of_your_own_work_as_shown(shown, tmp_path):
