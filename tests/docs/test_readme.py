@@ -235,12 +235,14 @@ def test_strategies_and_parts_of_a_zoo_file_are_explained():
     code = (ROOT / "zoo" / "transformer.py").read_text()
     for strategy in transformer.RULES:
         assert any(cell.startswith(f"`{strategy}`") for cell in explained), strategy
-    for helper in re.findall(r"^def (\w+)\(", (ROOT / "zoo" / "sharding.py").read_text(), re.M):
+    for helper in re.findall(
+        r"^def ([a-z]\w+)\(", (ROOT / "zoo" / "sharding.py").read_text(), re.M
+    ):
         assert any(f"`{helper}(" in cell for cell in explained), helper
-    parts = ["Config", "SIZES", "LOGICAL_AXES", "IN_USE", "UNEVEN", "POSITIONS", "Layer", "RULES"]
-    for part in parts:
-        assert f"`{part}`" in explained, part
-        assert re.search(rf"^(class )?([A-Z_]+, )*{part}\b", code, re.M), part
+    parts = ["Config", "SIZES", "REMAT", "LOGICAL_AXES", "IN_USE", "UNEVEN", "SUBSTITUTES"]
+    for part in [*parts, "POSITIONS", "Layer", "complete", "RULES"]:
+        assert any(f"`{part}`" in cell for cell in explained), part
+        assert re.search(rf"^(class )?{part}\b", code, re.M), part
     files = {path.name for path in (ROOT / "zoo").glob("*.py")} - {"__init__.py"}
     for shared in files - {f"{name}.py" for name in entries.ENTRIES}:
         assert f"[{shared}]({shared})" in explained, shared
@@ -296,6 +298,12 @@ assert train_step._cache_size() == 1, "it is compiled once"
         assert len(text) == len(begin) + 24
     assert losses[-1] < losses[0] - 1
     assert specs == "[\"P(None, 'data', 'model')\", \"P(None, 'model', 'data')\"]"
+
+
+@pytest.mark.promise("copy")
+def test_a_loop_with_buffers_prints_what_is_shown(tmp_path):
+    printed = run_beside_a_copy(tmp_path, block("python: buffers"))
+    assert "".join(f"{line}\n" for line in printed) == block("output: buffers")
 
 
 @pytest.mark.promise("copy")
