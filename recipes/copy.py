@@ -13,7 +13,7 @@ import re
 import sys
 
 from recipes.common.entries import ENTRIES
-from recipes.common.runtime import UserError, flag, folders, preemption, print0
+from recipes.common.runtime import UserError, flag, folders, print0
 from recipes.common.runtime.start import start
 
 ZOO = pathlib.Path(__file__).parents[1] / "zoo"
@@ -60,8 +60,8 @@ def main(flags: Flags) -> None:
     for path in [folder / name for name in files] if folder.is_dir() else [folder]:
         if path.exists() or path.is_symlink():  # a link to nothing too
             raise UserError(f"--target={target}: {path} already exists; use a new name")
-    # All files or none: signals wait, and what was written is removed if something fails.
-    with preemption.training(), folders.write_errors(target), contextlib.ExitStack() as undo:
+    # All files or none: what was written is removed if something fails.
+    with folders.write_errors(target), contextlib.ExitStack() as undo:
         if not folder.exists():
             folder.mkdir()
             undo.callback(folder.rmdir)

@@ -1,12 +1,10 @@
 """A copied entry trains without the zoo; the command that copies it overwrites nothing."""
 
-import contextlib
 import dataclasses
 import importlib
 import os
 import pathlib
 import shutil
-import signal
 import subprocess
 import sys
 
@@ -19,7 +17,6 @@ from flax import nnx
 from recipes import copy
 from recipes.common import entries
 from recipes.common.mesh import make_mesh
-from recipes.common.runtime import folders
 from tests.conftest import ROOT, full_except
 from tests.support.entries import ENTRIES
 from tests.support.quick import XLA_FLAGS
@@ -281,15 +278,3 @@ def test_a_file_that_comes_meanwhile_is_kept(here, monkeypatch):
     with pytest.raises(copy.UserError, match="File exists"):
         copy.main(copy.Flags(target="full"))
     assert content(here / "full") == {"own.py": "mine", "layers.py": "another's"}
-
-
-def test_a_signal_waits_until_all_is_written(here, inside, monkeypatch):
-    @contextlib.contextmanager
-    def interrupted(target):
-        signal.raise_signal(signal.SIGTERM)
-        yield
-
-    monkeypatch.setattr(folders, "write_errors", interrupted)
-    assert inside("recipes.copy", "--target=mine").code == 0
-    names = {path.stem for path in (here / "mine").iterdir()}
-    assert names == {*copy.imported("transformer")}
