@@ -338,6 +338,26 @@ def test_the_loop_that_is_shown_moves_buffers_as_the_recipe_does(tmp_path, quick
     np.testing.assert_allclose(bias_LE, *jax.tree.leaves(state["buffers"]), atol=1e-7)
 
 
+@pytest.mark.full
+@pytest.mark.promise("copy")
+def test_the_loop_that_is_shown_trains_adapters_alone(tmp_path):
+    """zoo/README.md: split by nnx.LoRAParam instead of nnx.Param."""
+    shown = block("python: copy").replace("nnx.Param", "nnx.LoRAParam")
+    shown = shown.replace("Config.tiny()", "Config(**Config.tiny().__dict__ | {'lora_rank': 2})")
+    check = """
+first = nnx.merge(*build()).layers.attention.q[...]
+after = nnx.merge(graph, *state[:2]).layers.attention
+assert (jax.device_get(first) == jax.device_get(after.q[...])).all(), "frozen"
+print(abs(jax.device_get(after.lora["q"].b[...])).max())
+print(len(jax.tree.leaves(state[0])), len(jax.tree.leaves(state[2][0].mu)))
+"""
+    *lines, moved, counts = run_beside_a_copy(tmp_path, shown + check)
+    losses = [float(line.split("loss ")[1]) for line in lines]
+    assert losses[-1] < losses[0]
+    assert float(moved) > 0
+    assert counts == "14 14"  # A and B of seven weights
+
+
 def test_rules_of_your_own_work_as_shown(shown, tmp_path):
     assert shown("rules") == "P(None, 'data', 'model') None\n"
     _, given, *_ = shlex.split(block("rules: mine.json"))
