@@ -1,144 +1,89 @@
-"""Copies an entry of the zoo, with the shared files that it needs, into your own project.
+"""Copies the files of the zoo that an entry imports; they need only jax and flax.
 
-    python -m recipes.copy --entry=transformer --target=mine          # its files, into the folder mine
-    python -m recipes.copy --entry=moe --one_file=src/my_moe.py       # all of them as a single file
+    python -m recipes.copy --entry=moe --target=mine --without=pipeline,context
 
-The copy needs only jax and flax. Existing files are never overwritten.
+`cp zoo/*.py mine/` copies all files.
 """
 
+import contextlib
 import dataclasses
-import difflib
 import keyword
-import os
 import pathlib
 import re
 import sys
-import tempfile
 
-import zoo
-from recipes.common import entries
-from recipes.common.runtime import UserError, flag, folders, preemption, print0
+from recipes.common.entries import ENTRIES
+from recipes.common.runtime import UserError, flag, folders, print0
 from recipes.common.runtime.start import start
-from recipes.common.zoo_source import closure, one_file
 
-ZOO = pathlib.Path(zoo.__file__).parent
+ZOO = pathlib.Path(__file__).parents[1] / "zoo"
+OPTIONAL = {  # file that is imported inside functions → what needs it
+    "cache": "generation",
+    "context": "rings and all-to-alls (rules with cp)",
+    "lora": "adapters (lora_rank)",
+    "low_precision": "low precision (matmul)",
+    "mtp": "the head for the second-next token (mtp_depth)",
+    "pipeline": "pipelines (rules with pp)",
+    "quantization": "low precision (matmul)",
+    "splash": "the attention kernel of TPUs",
+}
 
 
 @dataclasses.dataclass(frozen=True)
 class Flags:
     entry: str = flag("transformer", "Zoo entry to copy.", group="model")
     target: str = flag("", "Folder to copy its files into; new, or without files of these names.")
-    one_file: str = flag("", "New .py file to write instead, with all of the code.")
+    without: str = flag("", "Optional files to leave out, such as pipeline,cache.")
 
 
 def main(flags: Flags) -> None:
-    # ---- Check flags before anything is written --------------------------------------------------
-    if flags.entry not in entries.ENTRIES:
-        near = difflib.get_close_matches(flags.entry, entries.ENTRIES, n=1)
-        hint = f"did you mean {near[0]}?" if near else f"it has {', '.join(entries.ENTRIES)}"
-        raise UserError(f"--entry={flags.entry} is not in the zoo; {hint}")
-    if not flags.target and not flags.one_file:
-        raise UserError("--target is missing; use --target=FOLDER, or --one_file=FILE.py")
-    if flags.target and flags.one_file:
-        raise UserError(
-            f"--target={flags.target} and --one_file={flags.one_file} exclude each other; use one of "
-            "them"
-        )
-    files = closure(ZOO / f"{flags.entry}.py", optional=True)
-    names = ", ".join(path.name for path in files)
+    entry, target = flags.entry, flags.target
+    if entry not in ENTRIES:
+        raise UserError(f"--entry={entry} is not in the zoo; it has {', '.join(ENTRIES)}")
+    optional = sorted({*imported(entry)} - {*imported(entry, nested=False)})
+    without = flags.without.split(",") if flags.without else []
+    for name in set(without).difference(optional):
+        hint = f"use {', '.join(optional)}" if optional else "it needs all its files"
+        raise UserError(f"--without={flags.without}: {entry} has no optional {name!r}; {hint}")
+    if not target or folders.in_bucket(target):
+        raise UserError(f"--target={target} is no local folder; use --target=FOLDER")
+    folder = folders.to_path(target, "--target").absolute()
+    taken = {*keyword.kwlist, *sys.stdlib_module_names, "jax", "flax"}
+    if not folder.name.isidentifier() or folder.name in taken:
+        raise UserError(f"--target={target} can't be imported; use a name like my_models")
 
-    # ---- The files as they are, or merged --------------------------------------------------------
-    if flags.target:
-        folder = place(flags.target, "target")
-        write(folder, {path.name: path.read_bytes() for path in files}, flags.target, "target")
-        print0(f"Wrote {names} to {folder}.")
-        module = f"{folder.name}.{flags.entry}"
-    else:
-        path = place(flags.one_file, "one_file", suffix=".py")
-        content = {path.name: one_file(files).encode()}
-        write(path.parent, content, flags.one_file, "one_file")
-        print0(f"Wrote {path}, made of {names}.")
-        module = path.stem
-    model = entries.ENTRIES[flags.entry].model
-    print0("To use it:", f"  from {module} import RULES, Config, {model}")
-
-
-def place(name: str, option: str, suffix: str = "") -> pathlib.Path:
-    """The path in a flag's value.
-
-    Args:
-      suffix: suffix of the file; "": the path is a folder.
-
-    Raises UserError if nothing can be created there, or if Python couldn't import it.
-    """
-    given = f"--{option}={name}"
-    if folders.in_bucket(name):
-        raise UserError(f"{given} is in a bucket; use a local path")
-    path = folders.to_path(name, f"--{option}").resolve()
-    if suffix and path.is_dir():
-        raise UserError(f"{given} is a folder; use a name that ends with {suffix}")
-    if not suffix and path.is_file():
-        raise UserError(f"{given} is a file; use a folder")
-    stem = path.name.removesuffix(suffix) if suffix else path.name
-    if not importable(stem) or not path.name.endswith(suffix):
-        better = re.sub(r"\W+", "_", stem.removesuffix(".py")).strip("_")
-        better = better if importable(better) else f"my_{better or 'model'}"
-        raise UserError(f"{given} can't be imported; use a name like {better}{suffix}")
-    if not path.parent.is_dir():
-        raise UserError(f"{given}: the folder {path.parent} doesn't exist; make it first")
-    return path
+    copied = imported(entry, without=without)
+    files = {f"{name}.py": (ZOO / f"{name}.py").read_text() for name in copied}
+    for name in {*optional}.difference(copied):
+        error = f"{name}.py was left out; for {OPTIONAL[name]}, copy zoo/{name}.py over this file"
+        files[f"{name}.py"] = f'raise ImportError("{error}")\n'
+    for path in [folder / name for name in files] if folder.is_dir() else [folder]:
+        if path.exists() or path.is_symlink():  # a link to nothing too
+            raise UserError(f"--target={target}: {path} already exists; use a new name")
+    # All files or none: what was written is removed if something fails.
+    with folders.write_errors(target), contextlib.ExitStack() as undo:
+        if not folder.exists():
+            folder.mkdir()
+            undo.callback(folder.rmdir)
+        for name, text in files.items():
+            with open(folder / name, "x") as file:  # "x": not over one that has come since
+                undo.callback((folder / name).unlink)
+                file.write(text)
+        undo.pop_all()
+    print0(f"Copied to {folder}: {', '.join(f'{name}.py' for name in copied)}")
+    for name in optional:
+        print0(f"  {'added' if name in copied else 'left out':8}  {name}.py: {OPTIONAL[name]}")
+    print0(f"To use it:\n  from {folder.name}.{entry} import RULES, Config, {ENTRIES[entry].model}")
 
 
-def importable(name: str) -> bool:
-    """Whether Python can import a module of this name, and the name hides no other module."""
-    reserved = keyword.iskeyword(name) or name in sys.stdlib_module_names or name in ("jax", "flax")
-    return name.isidentifier() and not reserved
-
-
-def write(folder: pathlib.Path, files: dict[str, bytes], given: str, option: str) -> None:
-    """Writes files into a folder, atomically: all of them or none.
-
-    Args:
-      given: the value of the flag `option`, which names the folder or its only file.
-
-    Raises UserError if a file exists already or can't be written.
-    """
-    for name in files:
-        if os.path.lexists(folder / name):
-            problem = "already exists" if option == "one_file" else f"already has {name}"
-            raise UserError(f"--{option}={given} {problem}; use a new name")
-    new, done = not folder.exists(), []
-    around = folder.parent if new else folder
-    # Delays signals until all is written: outside of training they end the process at once.
-    with preemption.training(), folders.write_errors(given, option):
-        with tempfile.TemporaryDirectory(prefix=".copy.", dir=around) as hidden:
-            beside = pathlib.Path(hidden) / "new"
-            beside.mkdir()
-            for name, content in files.items():
-                (beside / name).write_bytes(content)
-            folders.to_disk(beside)
-            if new:
-                folders.move(beside, folder)
-                return
-            try:
-                for name in files:
-                    move(beside / name, folder / name)
-                    done.append(folder / name)
-            except OSError:
-                for path in done:
-                    path.unlink()
-                raise
-            folders.sync(folder)
-
-
-def move(source: pathlib.Path, target: pathlib.Path) -> None:
-    """Moves a file without overwriting. Raises FileExistsError if the target exists by now."""
-    try:
-        os.link(source, target)
-    except FileExistsError:
-        raise
-    except OSError:  # a file system without hard links
-        source.rename(target)
+def imported(entry: str, nested: bool = True, without=(), found=()) -> list[str]:
+    """Files that an entry imports, by name, itself last; `nested`: inside functions too."""
+    found = [*found]
+    text = (ZOO / f"{entry}.py").read_text()
+    for indent, other in re.findall(r"^( *)from \.(\w+) import", text, re.MULTILINE):
+        if other not in (*found, *without) and (nested or not indent):
+            found = imported(other, nested, without, found)
+    return [*found, entry]
 
 
 if __name__ == "__main__":

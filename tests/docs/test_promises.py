@@ -10,12 +10,6 @@ from tests.support.promises import documented, listing, marked_tests
 pytestmark = pytest.mark.promise("readmes")
 
 
-def test_promises_are_at_most_45_short_lines():
-    assert 40 <= len(documented()) <= 45
-    for promise in documented():
-        assert len(promise.line) <= 200, promise.name
-
-
 def test_every_promise_has_tests_in_the_files_it_links():
     assert {promise.name for promise in documented()} == {test.promise for test in marked_tests()}
     for promise in documented():

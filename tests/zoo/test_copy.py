@@ -1,79 +1,71 @@
-"""A copied entry trains without the zoo, as files in a folder and merged into one file."""
+"""A copied entry trains without the zoo; the command that copies it overwrites nothing."""
 
-import ast
-import functools
-import importlib.util
-import io
+import dataclasses
+import importlib
 import os
 import pathlib
-import signal
+import shutil
 import subprocess
 import sys
-import tokenize
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
 
+from recipes import copy
 from recipes.common import entries
-from recipes.common.runtime import folders
-from recipes.common.zoo_source import closure
+from recipes.common.mesh import make_mesh
 from tests.conftest import ROOT, full_except
-from tests.support.entries import ENTRIES, FAMILY_CASES
-from tests.support.quick import QUICK, XLA_FLAGS
+from tests.support.entries import ENTRIES
+from tests.support.quick import XLA_FLAGS
 
 pytestmark = pytest.mark.promise("copy")
 
 ZOO = ROOT / "zoo"
+SMALLEST = list(ENTRIES)[:1]
 
-# A user's code around a copy, with nothing but jax, flax and numpy.
+# A user's code around a copy, with nothing but jax, flax and numpy: on one device, on JAX's default
+# mesh, whose axes are Explicit, and on Auto axes.
 TRAIN = """
+import sys
 import jax
 import numpy as np
 from flax import nnx
-from {module} import RULES, Config, {model}
+from mine.{entry} import RULES, Config, {model}
 
-def train(graph, params, rest, batch, steps=5):
-    def mean(params, rest, batch):
-        model = nnx.merge(graph, params, rest, copy=True)  # a loss may assign to its buffers
+jax.config.update("jax_num_cpu_devices", 8)
+
+def train(params, buffers, batch, steps=4):
+    def mean(params, buffers, batch):
+        model = nnx.merge(graph, params, buffers, copy=True)
         total, count, _ = model.loss(**batch)
-        return total / count
-    step = jax.jit(jax.value_and_grad(mean))  # a new one for each table
+        return total / count, nnx.state(model, nnx.Not(nnx.Param))
+    step = jax.jit(jax.value_and_grad(mean, has_aux=True))  # a new one for each table
     losses = []
     for _ in range(steps):
-        value, grads = step(params, rest, batch)
+        (loss, buffers), grads = step(params, buffers, batch)
         params = jax.tree.map(lambda w, g: w - 0.1 * g, params, grads)
-        losses.append(float(value))
+        losses.append(float(loss))
     return losses
 
-split = nnx.split({model}(Config.tiny(), rngs=nnx.Rngs(0)), nnx.Param, ...)
-"""
-ALONE = """
-alone = train(*split, dict(np.load("batch.npz")))
-"""
-
-ON_MESHES = """
-assert alone[-1] < alone[0] and np.isfinite(alone).all(), alone
-graph, params, rest = split
+graph, *state = nnx.split({model}(Config.tiny(), rngs=nnx.Rngs(0)), nnx.Param, ...)
 batch = dict(np.load("batch.npz"))
+alone = train(*state, batch)
+assert alone[-1] < alone[0] and np.isfinite(alone).all(), alone
+for strategy, axes in {cases}.items():
+    default = jax.make_mesh((4, 2), axes)
+    auto = jax.make_mesh((4, 2), axes, (jax.sharding.AxisType.Auto,) * 2)
+    assert auto != default
+    for mesh in (default, auto):
+        with jax.set_mesh(mesh), nnx.logical_axis_rules(tuple(RULES[strategy].items())):
+            there = [jax.device_put(s, nnx.get_named_sharding(s, mesh)) for s in state]
+            where = jax.NamedSharding(mesh, jax.P(RULES[strategy]["batch"]))
+            assert any(not w.sharding.is_fully_replicated for w in jax.tree.leaves(there[0]))
+            losses = train(*there, jax.device_put(batch, where))
+            np.testing.assert_allclose(losses, alone, rtol=1e-5)
 
-default = jax.make_mesh((4, 2), ("data", "model"))
-auto = jax.make_mesh((4, 2), ("data", "model"), (jax.sharding.AxisType.Auto,) * 2)
-experts = jax.make_mesh((2, 4), ("data", "expert"))
-for mesh, strategy in {cases}:
-    table = RULES[strategy]
-    with jax.set_mesh(mesh), nnx.logical_axis_rules(tuple(table.items())):
-        there = [jax.device_put(s, nnx.get_named_sharding(s, mesh)) for s in (params, rest)]
-        where = jax.sharding.NamedSharding(mesh, jax.P(table["batch"]))
-        losses = train(graph, *there, jax.device_put(batch, where))
-        np.testing.assert_allclose(losses, alone, rtol=1e-5)
-        split = [w for w in jax.tree.leaves(there[0]) if not w.sharding.is_fully_replicated]
-        assert bool(split) == any(table[axis] for axis in table if axis != "batch"), strategy
-assert auto != default
-"""
-APART = """
-import sys
 assert not {{"zoo", "recipes", "data"}} & set(sys.modules)
 for package in ("zoo", "recipes", "data"):
     try:
@@ -81,249 +73,148 @@ for package in ("zoo", "recipes", "data"):
     except ImportError:
         continue
     raise AssertionError(f"{{package}} can be imported here")
-print("trained", *alone)
+print("trained")
 """
-
-EVERY = """[(default, "dp"), (default, "fsdp"), (default, "tp"), (default, "fsdp_tp"),
-            (auto, "fsdp"), (auto, "fsdp_tp")]"""
-SOME = '[(default, "fsdp_tp"), (auto, "fsdp_tp")]'  # of what takes seconds to compile
-CASES = {"moe": '[(auto, "fsdp_tp"), (experts, "fsdp_ep")]'}
-SMALLEST = list(ENTRIES)[:1]
-FIRST = [entry for entry in ENTRIES if entry not in FAMILY_CASES]
+CASES = {"fsdp_tp": ("data", "model")}
+EXPERT_CASES = {"fsdp_ep": ("data", "expert")}
 
 
-def check_training(entry: str, module: str, folder: pathlib.Path, monkeypatch, cases: str) -> None:
-    """Trains the copy in this folder in its own process; losses must equal the zoo model's."""
-    np.savez(folder / "batch.npz", **ENTRIES[entry].batches[0])
-    names = {"model": entries.ENTRIES[entry].model, "cases": cases}
-    code = "import jax\njax.config.update('jax_num_cpu_devices', 8)\n"
-    code += (TRAIN + ALONE + ON_MESHES + APART).format(module=module, **names)
-    (folder / "use.py").write_text(code)
-    done = subprocess.run(
-        [sys.executable, "use.py"], cwd=folder, capture_output=True, text=True, timeout=300,
-        env=os.environ | {"XLA_FLAGS": XLA_FLAGS},
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    trained, *losses = done.stdout.split()
-    assert trained == "trained"
-    monkeypatch.chdir(folder)
-    monkeypatch.setattr(jax, "jit", functools.partial(jax.jit, compiler_options=QUICK))
-    ours = {}
-    exec((TRAIN + ALONE).format(module=f"zoo.{entry}", **names), ours)
-    np.testing.assert_allclose([float(loss) for loss in losses], ours["alone"], rtol=1e-6)
-
-
-# ---- the files -----------------------------------------------------------------------------------
-
-
-def copied(entry: str, folder: pathlib.Path) -> str:
-    """Copies with `cp` like README.md; the folder is a package without an __init__.py."""
-    (folder / "mine").mkdir()
-    subprocess.run(["cp", *closure(ZOO / f"{entry}.py"), folder / "mine"], check=True)
-    return f"mine.{entry}"
-
-
-@pytest.mark.parametrize("entry", full_except(FIRST, SMALLEST))
-def test_a_copied_entry_trains_alone(entry, tmp_path, monkeypatch):
-    cases = EVERY if entry in SMALLEST else CASES.get(entry, SOME)
-    check_training(entry, copied(entry, tmp_path), tmp_path, monkeypatch, cases)
-
-
-# A family shares the other entries' files; the proof has it on Explicit axes and without a mesh.
-ON_AUTO_AXES = """
-graph, params, rest = split
-mesh = jax.make_mesh((4, 2), ("data", "model"), (jax.sharding.AxisType.Auto,) * 2)
-with jax.set_mesh(mesh), nnx.logical_axis_rules(tuple(RULES["fsdp_tp"].items())):
-    there = [jax.device_put(s, nnx.get_named_sharding(s, mesh)) for s in (params, rest)]
-    batch = jax.device_put(dict(np.load("batch.npz")), jax.NamedSharding(mesh, jax.P("data")))
-    alone = train(graph, *there, batch)
-assert alone[-1] < alone[0] and np.isfinite(alone).all(), alone
-"""
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("entry", FAMILY_CASES)
-def test_a_copied_family_trains_alone(entry, tmp_path):
+@pytest.mark.parametrize("entry", full_except(ENTRIES, SMALLEST))
+def test_a_copied_entry_trains_alone(entry, inside, tmp_path):
+    """In a folder with nothing but its files, each as it is in the zoo."""
+    assert inside("recipes.copy", f"--entry={entry}", f"--target={tmp_path / 'mine'}").code == 0
+    for path in (tmp_path / "mine").iterdir():
+        assert path.read_bytes() == (ZOO / path.name).read_bytes()
     np.savez(tmp_path / "batch.npz", **ENTRIES[entry].batches[0])
-    names = {"module": copied(entry, tmp_path), "model": entries.ENTRIES[entry].model}
-    code = "import jax\njax.config.update('jax_num_cpu_devices', 8)\n"
-    code += (TRAIN + ON_AUTO_AXES + APART).format(**names)
+    cases = EXPERT_CASES if "fsdp_ep" in ENTRIES[entry].rules else CASES
+    code = TRAIN.format(entry=entry, model=entries.ENTRIES[entry].model, cases=cases)
     done = subprocess.run(
         [sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, timeout=300,
         env=os.environ | {"XLA_FLAGS": XLA_FLAGS},
     )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.startswith("trained ")
+    assert (done.returncode, done.stdout) == (0, "trained\n"), done.stderr
 
 
-def test_a_closure_is_what_an_entry_imports():
-    """Compares the closure with the modules that Python loads."""
-    code = f"""
-import importlib, sys
-for entry in {[*ENTRIES]}:
-    for name in [name for name in sys.modules if name.startswith("zoo.")]:
-        del sys.modules[name]
-    importlib.import_module(f"zoo.{{entry}}")
-    print(*(name.removeprefix("zoo.") for name in sys.modules if name.startswith("zoo.")))
-"""
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    for entry, loaded in zip(ENTRIES, done.stdout.splitlines(), strict=True):
-        files = closure(ZOO / f"{entry}.py")
-        assert {path.stem for path in files} == {*loaded.split()}
-        assert files[-1] == ZOO / f"{entry}.py"
+def test_a_folder_with_other_files_takes_a_copy(inside, tmp_path):
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "notes.txt").write_text("mine")
+    done = inside("recipes.copy", "--entry=mlp", f"--target={tmp_path / 'mine'}")
+    assert (done.code, done.err) == (0, "")
+    assert done.out.splitlines() == [
+        f"Copied to {tmp_path / 'mine'}: sharding.py, mlp.py",
+        "To use it:",
+        "  from mine.mlp import RULES, Config, MLP",
+    ]
+    names = {path.name for path in (tmp_path / "mine").iterdir()}
+    assert names == {"notes.txt", "sharding.py", "mlp.py"}
+    assert (tmp_path / "mine" / "notes.txt").read_text() == "mine"
 
 
-@pytest.mark.parametrize("entry", ENTRIES)
-def test_the_command_copies_what_cp_copies(entry, inside, tmp_path):
-    target = tmp_path / "mine"
-    for around in ("new", "with other files"):
-        done = inside("recipes.copy", f"--entry={entry}", f"--target={target}")
-        assert (done.code, done.err) == (0, ""), around
-        files = closure(ZOO / f"{entry}.py", optional=True)
-        assert all((target / path.name).read_bytes() == path.read_bytes() for path in files)
-        assert f"{entry}.py to {target}." in done.out
-        assert (
-            f"  from mine.{entry} import RULES, Config, {entries.ENTRIES[entry].model}" in done.out
-        )
-        (target / "notes.txt").write_text("mine")
-        for path in files:
-            (target / path.name).unlink()
-    assert [path.name for path in target.iterdir()] == ["notes.txt"]
-    assert [path.name for path in tmp_path.iterdir()] == ["mine"]
-    assert target.stat().st_mode & 0o777 == 0o777 & ~_umask()
+# ---- optional files ------------------------------------------------------------------------------
 
 
-def _umask() -> int:
-    os.umask(mask := os.umask(0))
-    return mask
+def test_every_optional_file_has_its_purpose():
+    optional = {
+        name
+        for entry in ENTRIES
+        for name in {*copy.imported(entry)} - {*copy.imported(entry, nested=False)}
+    }
+    assert optional == {*copy.OPTIONAL}
 
 
-# ---- one file ------------------------------------------------------------------------------------
+def use(name: str, entry) -> None:
+    """Traces a call that needs an optional file.
+
+    Args:
+      entry: the module of a copied entry, DeepSeek's for a head for the second-next token.
+    """
+    changes = {
+        "low_precision": {"matmul": "int8"},
+        "lora": {"lora_rank": 2},
+        "mtp": {"mtp_depth": 1},
+        "splash": {"attention": "splash"},
+    }
+    config = dataclasses.replace(entry.Config.tiny(), **changes.get(name, {}))
+    model = getattr(entry, "DeepSeek" if hasattr(entry, "DeepSeek") else "Transformer")
+    rules, axes = {"context": ("cp", "data=1,seq=8"), "pipeline": ("pp", "data=4,pipe=2")}.get(
+        name, ("fsdp", "8")
+    )
+    tokens_BT = jnp.zeros((8, 128), jnp.int32)
+
+    def call():
+        built = model(config, rngs=nnx.Rngs(0))
+        if name == "cache":
+            return built.prefill(tokens_BT, jnp.full(8, 128), slots=256)
+        return built.loss(tokens_BT, tokens_BT)
+
+    with jax.set_mesh(make_mesh(axes)), nnx.logical_axis_rules(tuple(entry.RULES[rules].items())):
+        jax.eval_shape(call)
 
 
 @pytest.fixture
-def merged(tmp_path, inside):
-    """Returns a function of an entry: the file that the command writes for it."""
-
-    def write(entry: str) -> pathlib.Path:
-        path = tmp_path / f"my_{entry}.py"
-        done = inside("recipes.copy", f"--entry={entry}", f"--one_file={path}")
+def bare(inside, tmp_path, monkeypatch):
+    """The folder of copies of Transformer and DeepSeek without any optional file."""
+    without = f"--without={','.join(copy.OPTIONAL)}"
+    for entry in ("transformer", "deepseek"):
+        target = tmp_path / f"bare_{entry}"
+        done = inside("recipes.copy", f"--entry={entry}", f"--target={target}", without)
         assert (done.code, done.err) == (0, "")
-        imported = f"from my_{entry} import RULES, Config, {entries.ENTRIES[entry].model}"
-        assert done.out.endswith(f"  {imported}\n")
-        return path
-
-    return write
-
-
-@pytest.mark.parametrize("entry", full_except(FIRST, SMALLEST))
-def test_one_file_trains_alone(entry, merged, monkeypatch):
-    case = '[(experts, "fsdp_ep")]' if entry == "moe" else '[(default, "fsdp_tp")]'
-    check_training(entry, f"my_{entry}", merged(entry).parent, monkeypatch, case)
+        assert "  left out  cache.py: generation\n" in done.out
+    monkeypatch.syspath_prepend(tmp_path)
+    yield tmp_path
+    for name in [name for name in sys.modules if name.startswith("bare_")]:
+        del sys.modules[name]
 
 
-@pytest.mark.parametrize("entry", full_except(ENTRIES, FIRST))
-def test_one_file_computes_what_the_zoo_computes(entry, merged):
-    """Its gradients on a mesh lower to the same program text."""
-    spec = importlib.util.spec_from_file_location(f"my_{entry}", merged(entry))
-    copied = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(copied)
-    zoo, name = entries.zoo_file(entry), entries.ENTRIES[entry].model
-    assert copied.RULES == zoo.RULES
-    for given in ("LOGICAL_AXES", "IN_USE", "UNEVEN", "WITHIN"):
-        assert getattr(copied, given, None) == getattr(zoo, given, None)
-    for size in zoo.SIZES:
-        assert vars(copied.SIZES[size]()) == vars(zoo.SIZES[size]())
-    mesh, rules = jax.make_mesh((4, 2), ("data", "model")), zoo.RULES["fsdp_tp"]
-    texts = []
-    for module in (zoo, copied):
-
-        def build(module=module):
-            return getattr(module, name)(module.Config.tiny(), rngs=nnx.Rngs(0))
-
-        with jax.set_mesh(mesh), nnx.logical_axis_rules(tuple(rules.items())):
-            graph, state = nnx.get_abstract_model(build, mesh)
-            params, rest = nnx.split_state(state, nnx.Param, ...)
-
-            def mean(params, rest, batch, graph=graph):
-                total, count, _ = nnx.merge(graph, params, rest, copy=True).loss(**batch)
-                return total / count
-
-            step = jax.jit(jax.value_and_grad(mean))
-            texts.append(step.lower(params, rest, ENTRIES[entry].batches[0]).as_text())
-    assert texts[0] == texts[1]
-    assert "sdy.sharding" in texts[0] or "mhlo.sharding" in texts[0]
+@pytest.mark.parametrize("name", sorted({*copy.OPTIONAL} - {"quantization"}))
+def test_using_what_was_left_out_says_which_file_to_copy(name, bare):
+    package = "bare_deepseek" if name == "mtp" else "bare_transformer"
+    entry = importlib.import_module(f"{package}.{package.removeprefix('bare_')}")
+    use("", entry)  # all else works
+    with pytest.raises(ImportError) as error:
+        use(name, entry)
+    needed = f"for {copy.OPTIONAL[name]}, copy zoo/{name}.py over this file"
+    assert str(error.value) == f"{name}.py was left out; {needed}"
+    shutil.copy(ZOO / f"{name}.py", bare / package)
+    if name == "low_precision":
+        with pytest.raises(ImportError, match=r"copy zoo/quantization\.py over this file"):
+            use(name, entry)
+        shutil.copy(ZOO / "quantization.py", bare / package)
+    use(name, entry)
 
 
-@pytest.mark.parametrize("entry", full_except(ENTRIES, FIRST))
-def test_one_file_has_all_code_comments_and_docstrings(entry, merged):
-    path = merged(entry)
-    text = path.read_text()
-    for command in (["check"], ["format", "--check", "--quiet"]):
-        settings = ("--no-cache", f"--config={ROOT / 'pyproject.toml'}")
-        done = subprocess.run(
-            [sys.executable, "-m", "ruff", *command, *settings, path],
-            capture_output=True,
-            text=True,
-        )
-        assert done.returncode == 0, done.stdout
-
-    tree = ast.parse(text)
-    nodes = list(ast.walk(tree))
-    assert not any(node.level for node in nodes if isinstance(node, ast.ImportFrom))
-    files = closure(ZOO / f"{entry}.py", optional=True)
-    top = [ast.parse(file.read_text()) for file in files]
-    # Docstring first and RULES last, as in the entry.
-    assert ast.get_docstring(tree) == ast.get_docstring(top[-1])
-    assert ast.unparse(tree.body[-1]) == ast.unparse(top[-1].body[-1])
-    ours = [node.name for node in tree.body if isinstance(node, (ast.ClassDef, ast.FunctionDef))]
-    # Nothing is lost, and nothing is there twice.
-    defined = [
-        n for part in top for n in part.body if isinstance(n, (ast.ClassDef, ast.FunctionDef))
-    ]
-    assert ours == [node.name for node in defined]
-    words = " ".join(_words(text))
-    for file in files:
-        for comment in _comments(file.read_text()):
-            assert comment in text, (file.name, comment)
-        for node in ast.walk(ast.parse(file.read_text())):
-            if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef)):
-                assert " ".join(_words(ast.get_docstring(node) or "")) in words
-
-
-def _comments(text: str) -> list[str]:
-    tokens = tokenize.generate_tokens(io.StringIO(text).readline)
-    return [token.string for token in tokens if token.type == tokenize.COMMENT]
-
-
-def _words(text: str) -> list[str]:
-    return text.replace("\n# ", "\n").replace("\n#\n", "\n").split()
+def test_some_files_are_left_out(inside, tmp_path):
+    """What only they import goes with them."""
+    target = tmp_path / "mine"
+    command = ("recipes.copy", f"--target={target}", "--without=pipeline,low_precision")
+    done = inside(*command)
+    assert done.code == 0
+    for name in copy.OPTIONAL:
+        left_out = name in ("pipeline", "low_precision", "quantization")
+        word = "left out" if left_out else "added   "
+        assert f"  {word}  {name}.py: {copy.OPTIONAL[name]}\n" in done.out
+        assert ("was left out" in (target / f"{name}.py").read_text()) == left_out
 
 
 # ---- mistakes, and disks that fail ---------------------------------------------------------------
 
 MISTAKES = [
-    ([], "--target is missing; use --target=FOLDER, or --one_file=FILE.py"),
-    (["--target=mine", "--one_file=my.py"], "--target=mine and --one_file=my.py exclude each other; use one of them"),
-    (["--entry=transfomer", "--target=mine"], "--entry=transfomer is not in the zoo; did you mean transformer?"),
+    ([], "--target= is no local folder; use --target=FOLDER"),
     (["--entry=bert", "--target=mine"], "--entry=bert is not in the zoo; it has dot_relu_dot, mlp, transformer, moe"),
-    (["--entry=", "--target=mine"], "--entry= is not in the zoo; it has dot_relu_dot, "),
-    (["--target=full"], "--target=full already has layers.py; use a new name"),
-    (["--target=linked"], "--target=linked already has sharding.py; use a new name"),
-    (["--target=file.py"], "--target=file.py is a file; use a folder"),
-    (["--target=no/mine"], "--target=no/mine: the folder {here}/no doesn't exist; make it first"),
+    (["--entry=mlp", "--target=mine", "--without=cache"], "--without=cache: mlp has no optional 'cache'; it needs all its files"),
+    (["--target=mine", "--without=cache,layers"], "--without=cache,layers: transformer has no optional 'layers'; use cache, context, "),
+    (["--target=full"], "--target=full: {here}/full/layers.py already exists; use a new name"),
+    (["--target=linked"], "--target=linked: {here}/linked/sharding.py already exists; use a new name"),
+    (["--target=linked", "--without=lora"], "--target=linked: {here}/linked/sharding.py already exists; use a new name"),
+    (["--target=nowhere"], "--target=nowhere: {here}/nowhere already exists; use a new name"),
+    (["--target=file"], "--target=file: {here}/file already exists; use a new name"),
+    (["--target=no/mine"], "--target=no/mine can't be written (No such file or directory); use a different folder"),
+    (["--target=file/mine"], "--target=file/mine can't be written (Not a directory); use a different folder"),
     (["--target=my-models"], "--target=my-models can't be imported; use a name like my_models"),
-    (["--target=copy"], "--target=copy can't be imported; use a name like my_copy"),
-    (["--target=gs://b/mine"], "--target=gs://b/mine is in a bucket; use a local path"),
-    (["--one_file=file.py"], "--one_file=file.py already exists; use a new name"),
-    (["--one_file=full"], "--one_file=full is a folder; use a name that ends with .py"),
-    (["--one_file=no/my.py"], "--one_file=no/my.py: the folder {here}/no doesn't exist; make it first"),
-    (["--one_file=file.py/my.py"], "--one_file=file.py/my.py: the folder {here}/file.py doesn't exist; make it first"),
-    (["--one_file=my"], "--one_file=my can't be imported; use a name like my.py"),
-    (["--one_file=7 b.py"], "--one_file=7 b.py can't be imported; use a name like my_7_b.py"),
-    (["--one_file=class.py"], "--one_file=class.py can't be imported; use a name like my_class.py"),
-    (["--one_file=jax.py"], "--one_file=jax.py can't be imported; use a name like my_jax.py"),
+    (["--target=class"], "--target=class can't be imported; use a name like my_models"),
+    (["--target=copy"], "--target=copy can't be imported; use a name like my_models"),
+    (["--target=jax"], "--target=jax can't be imported; use a name like my_models"),
+    (["--target=gs://b/mine"], "--target=gs://b/mine is no local folder; use --target=FOLDER"),
 ]  # fmt: skip
 
 
@@ -333,8 +224,9 @@ def here(tmp_path, monkeypatch):
     for folder in ("full", "linked"):
         (tmp_path / folder).mkdir()
     (tmp_path / "full" / "layers.py").write_text("mine")
-    (tmp_path / "file.py").write_text("mine")
-    (tmp_path / "linked" / "sharding.py").symlink_to("nowhere")
+    (tmp_path / "file").write_text("mine")
+    (tmp_path / "linked" / "sharding.py").symlink_to(tmp_path / "new.py")
+    (tmp_path / "nowhere").symlink_to(tmp_path / "new")
     return tmp_path
 
 
@@ -355,69 +247,34 @@ def test_a_user_error_is_one_line_and_nothing_is_written(flags, message, here, i
     assert content(here) == before
 
 
-def test_a_real_command_refuses_to_overwrite(run, tmp_path):
-    path = tmp_path / "my.py"
-    path.write_text("mine")
-    done = run("recipes.copy", "--entry=mlp", f"--one_file={path}")
-    assert (done.code, done.out, done.err.count("\n")) == (2, "", 1)
-    assert path.read_text() == "mine"
-
-
-@pytest.mark.parametrize("given", ["--target=mine", "--target=full", "--one_file=my.py"])
-@pytest.mark.parametrize("step", ["write_bytes", "to_disk", "move"])
-def test_a_disk_that_fails_leaves_nothing(given, step, here, inside, monkeypatch):
+@pytest.mark.parametrize("target", ["mine", "full"])
+def test_a_disk_that_fails_leaves_nothing(target, here, monkeypatch):
     (here / "full" / "layers.py").rename(here / "full" / "own.py")
-    before, calls = content(here), []
+    before = content(here)
+    opened = []
 
-    def fail(*args):
-        calls.append(args)
-        if len(calls) >= 3 or step == "to_disk" or "my.py" in given or "mine" in given:
+    def fail(path, mode):
+        opened.append(path)
+        if len(opened) > 3:
             raise OSError(28, "No space left on device")
-        return works(*args)
+        return open(path, mode)
 
-    if step == "move":
-        owner, name = (folders, "move") if given == "--target=mine" else (os, "link")
-        monkeypatch.setattr(pathlib.Path, "rename", fail)  # where a disk has no hard links
-        works = getattr(owner, name)
-    else:
-        owner, name = {"write_bytes": pathlib.Path, "to_disk": folders}[step], step
-        works = getattr(owner, name)
-    monkeypatch.setattr(owner, name, fail)
-    done = inside("recipes.copy", given)
-    problem = f"{given} can't be written (No space left on device); use a different folder"
-    assert (done.code, done.out, done.err) == (2, "", f"error: {problem}\n")
+    monkeypatch.setattr(copy, "open", fail, raising=False)
+    with pytest.raises(copy.UserError, match=f"--target={target} can't be written .No space left"):
+        copy.main(copy.Flags(target=target))
+    assert len(opened) == 4
     assert content(here) == before
 
 
-def test_a_disk_without_hard_links_takes_a_copy(here, inside, monkeypatch):
-    def link(*_):
-        raise PermissionError(1, "Operation not permitted")
+def test_a_file_that_comes_meanwhile_is_kept(here, monkeypatch):
+    (here / "full" / "layers.py").rename(here / "full" / "own.py")
 
-    monkeypatch.setattr(os, "link", link)
-    assert inside("recipes.copy", "--one_file=my.py").code == 0
-    assert (here / "my.py").read_text().startswith('"""Transformer')
+    def race(path, mode):
+        if path.name == "layers.py":
+            path.write_text("another's")
+        return open(path, mode)
 
-
-def test_a_file_that_comes_meanwhile_is_kept(here, inside, monkeypatch):
-    def sync(folder):
-        (here / "my.py").write_text("another's")
-
-    monkeypatch.setattr(folders, "to_disk", sync)
-    done = inside("recipes.copy", "--one_file=my.py")
-    assert (done.code, done.err.count("\n")) == (2, 1)
-    assert "(File exists)" in done.err
-    assert (here / "my.py").read_text() == "another's"
-
-
-def test_a_signal_waits_until_all_is_written(here, inside, monkeypatch):
-    works = folders.to_disk
-
-    def interrupted(folder):
-        signal.raise_signal(signal.SIGTERM)
-        works(folder)
-
-    monkeypatch.setattr(folders, "to_disk", interrupted)
-    assert inside("recipes.copy", "--target=mine").code == 0
-    assert {path.name for path in (here / "mine").iterdir()} == {
-        path.name for path in closure(ZOO / "transformer.py", optional=True)
-    }
+    monkeypatch.setattr(copy, "open", race, raising=False)
+    with pytest.raises(copy.UserError, match="File exists"):
+        copy.main(copy.Flags(target="full"))
+    assert content(here / "full") == {"own.py": "mine", "layers.py": "another's"}
