@@ -32,7 +32,10 @@ from tests.support.entries import (
     with_case,
 )
 from tests.support.proof import BYTES
-from zoo import attention, cache, context, dot_relu_dot, layers, mlp, sharding, transformer
+from zoo import (
+    attention, cache, context, decoder, dot_relu_dot, kernels, layers, mlp, sharding, stack,
+    vocabulary,
+)  # fmt: skip
 
 pytestmark = pytest.mark.promise("strategies-send")
 
@@ -383,12 +386,15 @@ def replace(monkeypatch):
             for module in (
                 sharding,
                 layers,
+                stack,
+                vocabulary,
+                kernels,
                 attention,
                 context,
                 cache,
+                decoder,
                 dot_relu_dot,
                 mlp,
-                transformer,
             )
             if hasattr(module, name)
         ]

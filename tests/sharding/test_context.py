@@ -26,7 +26,7 @@ from tests.conftest import full_except
 from tests.support.models import random_variables
 from tests.support.proof import ZERO
 from tests.support.quick import QUICK
-from zoo import context, layers
+from zoo import context, decoder
 
 pytestmark = pytest.mark.promise("meshes-agree")
 
@@ -140,8 +140,8 @@ def forget_ids(monkeypatch):
     """Keys that visit another device bring no segment ids."""
     send = context.send
 
-    def without(how, arrays, hops):
-        sent = send(how, arrays, hops)
+    def without(settings, arrays, hops):
+        sent = send(settings, arrays, hops)
         return (*sent[:2], arrays[2]) if len(sent) == 3 else sent
 
     monkeypatch.setattr(context, "send", without)
@@ -149,35 +149,35 @@ def forget_ids(monkeypatch):
 
 def hop_less(monkeypatch):
     """The window ends one position early at the edge of a part."""
-    monkeypatch.setattr(context, "hops_of", lambda how: (how.window - 2) // how.T)
+    monkeypatch.setattr(context, "hops_of", lambda at: (at.window - 2) // at.positions)
 
 
 def shift(monkeypatch):
     """Stripes see one key too many."""
     offset = context.offset_of
-    monkeypatch.setattr(context, "offset_of", lambda how, hop: offset(how, hop) + (hop > 0))
+    monkeypatch.setattr(context, "offset_of", lambda at, hop: offset(at, hop) + (hop > 0))
 
 
 def keep_order(monkeypatch):
     """Tokens, targets and segments stay in natural order, while rotations and masks are in stripes."""
-    monkeypatch.setattr(layers, "stripe", lambda config, x, *axes, **how: x)
+    monkeypatch.setattr(decoder, "stripe", lambda config, x, *axes, **options: x)
 
 
 def forget_targets(monkeypatch):
     """The last target of each device's part doesn't count."""
-    whole = layers.cross_entropy
+    whole = decoder.cross_entropy
 
     def fewer(x, table, targets, config):
         last = jnp.arange(T) % (T // 4) == T // 4 - 1
         return whole(x, table, jnp.where(last[None], -1, targets), config)
 
-    monkeypatch.setattr(layers, "cross_entropy", fewer)
+    monkeypatch.setattr(decoder, "cross_entropy", fewer)
 
 
 def wrong_way(monkeypatch):
     """Gradients of keys return to the wrong device."""
     send = context.send
-    monkeypatch.setattr(context, "send", lambda how, x, hops: send(how, x, 2 if hops < 0 else hops))
+    monkeypatch.setattr(context, "send", lambda at, x, hops: send(at, x, 2 if hops < 0 else hops))
 
 
 @pytest.mark.full

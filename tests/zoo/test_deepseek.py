@@ -18,12 +18,13 @@ from tests.conftest import full_except
 from tests.support.further_token import further_logits
 from tests.support.quick import QUICK
 from zoo import deepseek, low_precision
-from zoo.attention import kinds, positions
+from zoo.attention import make_positions
 from zoo.deepseek import RULES, Config, DeepSeek, in_best_groups
+from zoo.layers import Yarn
 
 pytestmark = [pytest.mark.promise("definitions"), pytest.mark.usefixtures("strict")]
 TINY = Config.tiny()
-YARN = {"rope_scaling": ("yarn", 4.0, 2.0, 1.0, 16, True, 1.2), "mscale": 0.7, "rope_theta": 30.0}
+YARN = {"rope_scaling": Yarn(4.0, 2.0, 1.0, 16, True, 1.2), "mscale": 0.7, "rope_theta": 30.0}
 B, T = 2, 16
 
 
@@ -50,7 +51,7 @@ def turned(x, position: int, config: Config) -> np.ndarray:
     P, theta = config.rope_dim, config.rope_theta
     frequency, magnitude = theta ** -(np.arange(0, P, 2) / P), 1.0
     if config.rope_scaling:
-        _, factor, fast, slow, original, _, magnitude = config.rope_scaling
+        factor, fast, slow, original, _, magnitude = dataclasses.astuple(config.rope_scaling)
         ends = (
             P * math.log(original / (n * 2 * math.pi)) / 2 / math.log(theta) for n in (fast, slow)
         )
@@ -74,7 +75,7 @@ def attention_plainly(x_TD, w: dict[str, np.ndarray], config: Config) -> np.ndar
     nope, out_TD, seen = config.nope_dim, np.zeros(x_TD.shape), []
     scale = (config.nope_dim + config.rope_dim) ** -0.5
     if config.rope_scaling:
-        scale *= (0.1 * config.mscale * math.log(config.rope_scaling[1]) + 1) ** 2
+        scale *= (0.1 * config.mscale * math.log(config.rope_scaling.factor) + 1) ** 2
     for t, x_D in enumerate(x_TD):
         down = x_D @ w["kv_down"]
         latent = normed(down[: config.kv_latent], w["kv_norm/scale"])
@@ -116,13 +117,14 @@ def test_latent_attention_is_its_definition(changes, mesh, rules, kernel):
     x_BTD = np.random.default_rng(1).normal(size=(4, length, 64)).astype(np.float32)
     ids_BT = np.repeat([[0] * 5 + [1] * (length - 5)], 4, axis=0)
     graph, state = nnx.split(jax.tree.map(lambda x: x[0], model.layers).attention)
-    (kind,) = kinds(model.config)
+    (kind,) = model.config.kinds
     with jax.set_mesh(make_mesh(mesh)), nnx.logical_axis_rules(tuple(RULES[rules].items())):
 
         def compute(state, x_BTD):
             # Places in the row: rotary embeddings depend on differences alone.
-            at = positions(model.config, jnp.zeros((4, length), jnp.int32), jnp.asarray(ids_BT))
-            return nnx.merge(graph, state)(x_BTD, at, kind)[0]
+            tokens_BT = jnp.zeros((4, length), jnp.int32)
+            positions = make_positions(model.config, tokens_BT, jnp.asarray(ids_BT))
+            return nnx.merge(graph, state)(x_BTD, positions, kind)[0]
 
         found_BTD = np.asarray(jax.jit(compute, compiler_options=QUICK)(state, x_BTD))
     w = in_float64(model.layers.attention)
@@ -234,7 +236,8 @@ def test_experts_and_their_figures_are_their_definition(changes):
     config, E, J = model.config, TINY.num_experts, TINY.experts_per_token
     layer = jax.tree.map(lambda x: x[0], model.layers)
     x_BTD = np.random.default_rng(1).normal(size=(B, T, 64)).astype(np.float32)
-    run = jax.jit(lambda x: layer.experts(x, jnp.ones((B, T), bool), None), compiler_options=QUICK)
+    positions = make_positions(config, jnp.zeros((B, T), jnp.int32))
+    run = jax.jit(lambda x: layer.experts(x, positions), compiler_options=QUICK)
     found_BTD, figures = run(x_BTD)
 
     w, wanted_BTD, load, balance = in_float64(model.layers.experts), np.zeros((B, T, 64)), 0, 0.0
@@ -272,13 +275,15 @@ def test_experts_and_their_figures_are_their_definition(changes):
 def test_a_loss_moves_the_biases_toward_even_loads(monkeypatch):
     """All layers with experts have biases, the further one included."""
     model, loads = random_model(balance_rate=0.25, mtp_depth=1), {}
-    computed = deepseek.objective_and_loads
+    computed = DeepSeek.objective
 
-    def spy(*args):
-        loads["count"], loads["load_LE"] = (found := computed(*args))[1], found[3]
-        return found
+    def spy(self, batch):
+        objective = computed(self, batch)
+        loads["count"] = objective.count
+        loads["load_LE"] = objective.metrics["load"]
+        return objective
 
-    monkeypatch.setattr(deepseek, "objective_and_loads", spy)
+    monkeypatch.setattr(DeepSeek, "objective", spy)
 
     def biases(model):
         return model.layers.experts.bias[...], model.mtp.layer.experts.bias[...]

@@ -14,11 +14,12 @@ from recipes.common.analysis.hardware import HARDWARE
 from recipes.common.sharding.abstract import paths
 from tests.conftest import full_except
 from zoo import quantization, transformer
-from zoo.layers import layer_in_use, multiply, project
+from zoo.layers import multiply, project
 from zoo.lora import Adapter
 from zoo.low_precision import store
 from zoo.quantization import Product, has_float8, multiply_rounded
 from zoo.sharding import param
+from zoo.stack import layer_in_use
 
 pytestmark = pytest.mark.promise("low-precision")
 

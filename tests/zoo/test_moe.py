@@ -20,6 +20,7 @@ from recipes.common.sharding.layout import make_layout
 from recipes.common.train.step import gradients
 from tests.conftest import full_except
 from tests.support.quick import QUICK
+from zoo.attention import make_positions
 from zoo.experts import GatedExperts
 from zoo.moe import RULES, SIZES, Config, MoE
 
@@ -146,8 +147,8 @@ def test_each_position_goes_through_its_experts(capacity, normalize):
     config = model.config
     x_BTD = np.random.default_rng(1).standard_normal((2, T, 64), np.float32)
     experts = jax.tree.map(lambda x: x[0], model.layers).experts
-    counted_BT = np.ones((2, T), bool)
-    compute = jax.jit(lambda x: experts(x, counted_BT, capacity), compiler_options=QUICK)
+    positions = make_positions(config, jnp.zeros((2, T), jnp.int32))
+    compute = jax.jit(lambda x: experts(x, positions), compiler_options=QUICK)
     out_BTD, figures = compute(x_BTD)
     want_BTD, dropped = plainly(x_BTD, model.layers.experts, config)
     np.testing.assert_allclose(out_BTD, want_BTD, atol=2e-6)
@@ -294,7 +295,9 @@ def test_a_router_s_figures_are_their_definitions(B, T, D, E, J, slots, normaliz
         balance_rate=0.1 * biases,
     )  # fmt: skip
     graph, state = nnx.split(
-        nnx.eval_shape(lambda: GatedExperts(config, biases, normalize, rngs=nnx.Rngs(0)))
+        nnx.eval_shape(
+            lambda: GatedExperts(config, biased=biases, normalize=normalize, rngs=nnx.Rngs(0))
+        )
     )
     random = np.random.default_rng(B * T)
     draw = lambda leaf: jnp.asarray(random.normal(size=leaf.shape).astype(np.float32))  # noqa: E731
