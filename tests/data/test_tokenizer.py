@@ -298,7 +298,7 @@ def answers(monkeypatch, tmp_path):
             self.send_header("Content-Length", "0")
             self.end_headers()
 
-        do_HEAD = do_GET  # noqa: N815
+        do_HEAD = do_GET
 
         def log_message(self, *_):
             pass

@@ -33,7 +33,16 @@ from tests.support.entries import (
 )
 from tests.support.proof import BYTES
 from zoo import (
-    attention, cache, context, decoder, dot_relu_dot, kernels, layers, mlp, sharding, stack,
+    attention,
+    cache,
+    context,
+    decoder,
+    dot_relu_dot,
+    kernels,
+    layers,
+    mlp,
+    sharding,
+    stack,
     vocabulary,
 )  # fmt: skip
 

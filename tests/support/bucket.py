@@ -176,7 +176,7 @@ def _handler(bucket: Bucket) -> type:
             if said == LOST:
                 self._hang_up()
 
-        do_GET = do_POST = do_PUT = do_DELETE = do_PATCH = answer  # noqa: N815
+        do_GET = do_POST = do_PUT = do_DELETE = do_PATCH = answer
 
         def end_headers(self):
             if self._sent and self._sent.query.get("alt") == ["media"]:

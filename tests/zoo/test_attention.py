@@ -109,9 +109,7 @@ def test_a_kernel_matches_the_definition(kernel, T, K, segments, window, extras)
     given = (*qkv, sinks) if "sinks" in extras else qkv
 
     def ours(q, k, v, sinks=None):
-        return attend(
-            q, k, v, ids, window=window, kernel=kernel, soft_cap=soft_cap, sinks_N=sinks
-        )
+        return attend(q, k, v, ids, window=window, kernel=kernel, soft_cap=soft_cap, sinks_N=sinks)
 
     def theirs(q, k, v, sinks=None):
         return plain(q, k, v, ids, window, soft_cap, sinks)

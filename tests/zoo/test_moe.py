@@ -13,6 +13,7 @@ import pytest
 from flax import nnx
 from jax.sharding import AxisType
 
+from recipes.common import entries
 from recipes.common.runtime.errors import UserError
 from recipes.common.runtime.mesh import make_mesh
 from recipes.common.sharding.abstract import abstract_model, paths, variables_of
@@ -104,6 +105,17 @@ def test_sizes_say_how_many_parameters_are_active(size):
 def test_a_config_that_makes_no_sense(changes, message):
     with pytest.raises(ValueError, match=re.escape(message)):
         dataclasses.replace(TINY, **changes)
+
+
+@pytest.mark.parametrize("capacity", [0.0, -1.0, math.nan, math.inf])
+@pytest.mark.parametrize("entry", ["moe", "gpt_oss", "deepseek"])
+def test_a_capacity_is_a_number_of_slots_in_every_entry(entry, capacity):
+    tiny = entries.zoo_file(entry).Config.tiny()
+    said = f"^capacity={capacity} must be > 0, or None for dropless$"
+    with pytest.raises(ValueError, match=said):
+        dataclasses.replace(tiny, capacity=capacity)
+    for good in (None, 0.5, 1, 100.0):
+        assert dataclasses.replace(tiny, capacity=good).capacity == good
 
 
 # ---- the definition ------------------------------------------------------------------------------

@@ -483,3 +483,26 @@ def test_frequencies_are_those_of_transformers(scaling, theta, dim):
     kind = Kind(None, theta, scaling)
     (ours,) = rope_angles(kind, dim, jnp.array([[1]]))[0]
     np.testing.assert_allclose(ours, frequencies(kind, dim), rtol=2e-6)
+
+
+@pytest.mark.parametrize(("low", "high"), [(4.0, 1.0), (3.0, 3.0), (1.0, 4.0)])
+def test_llama_3_s_factors_in_any_order_are_those_of_transformers(low, high):
+    """Its formula, step by step: where low is above high, no wavelength is smoothed."""
+    factor, original, theta, dim = 8.0, 64, 500.0, 64
+    wanted = []
+    for i in range(dim // 2):
+        frequency = theta ** (-2 * i / dim)
+        wavelength = 2 * math.pi / frequency
+        scaled = frequency / factor if wavelength > original / low else frequency
+        if original / high <= wavelength <= original / low:  # neither short nor long
+            smooth = (original / wavelength - low) / (high - low) if high != low else 1.0
+            scaled = (1 - smooth) * frequency / factor + smooth * frequency
+        wanted.append(scaled)
+    kind = Kind(None, theta, Llama3(factor, low, high, original))
+    (ours,) = rope_angles(kind, dim, jnp.array([[1]]))[0]
+    np.testing.assert_allclose(ours, wanted, rtol=2e-6)
+    ratios = np.array(wanted) * theta ** (2 * np.arange(dim // 2) / dim)
+    smoothed = ((ratios > 0.126) & (ratios < 0.999)).any()
+    assert smoothed == (low < high), "the case has wavelengths on both sides and between"
+    assert ratios.min() < 0.126
+    assert ratios.max() > 0.999
