@@ -211,7 +211,10 @@ def test_nothing_depends_on_the_bubble(schedule, monkeypatch):
 
 MUTATIONS = {
     "a tick late": ("m = t - self.index\n", "m = t - self.index + 1\n"),
-    "segments of the first microbatch": ("positions_of(self.rows(m))", "positions_of(self.rows(0))"),
+    "segments of the first microbatch": (
+        "positions_of(self.rows(m))",
+        "positions_of(self.rows(0))",
+    ),
     "a stage's gradient counted on all": ("difference(*inside[i])", "union()"),
     "the last stage's loss on all": ("self.index * size, size", "0 * size, size"),
     "what another microbatch kept": ("saved[m % self.slots]", "saved[(m + 1) % self.slots]"),

@@ -106,8 +106,10 @@ def attention_plainly(x_TD, w: dict[str, np.ndarray], config: Config) -> np.ndar
             (YARN, "4x2", "tp_sp", "xla"),
             (YARN, "1x8", "tp", "flash"),
             ({}, "1x1", "dp", "splash"),
+            ({"nope_dim": 7, "rope_dim": 6}, "1x1", "dp", "xla"),  # only the rotary part is even
+            ({"nope_dim": 7, "rope_dim": 6}, "4x2", "tp_sp", "flash"),
         ],
-        fast=[(YARN, "1x1", "dp", "xla")],
+        fast=[(YARN, "1x1", "dp", "xla"), ({"nope_dim": 7, "rope_dim": 6}, "1x1", "dp", "xla")],
     ),
 )
 def test_latent_attention_is_its_definition(changes, mesh, rules, kernel):
@@ -323,11 +325,12 @@ def decoded(model: DeepSeek, tokens_BT, prompt: int) -> np.ndarray:
     ("changes", "mesh", "rules"),
     full_except(
         [
-            (YARN | {"dense_layers": 0, "num_layers": 1}, "1x1", "dp"),
+            (YARN | {"dense_layers": 0, "num_layers": 1, "lora_rank": 2}, "1x1", "dp"),
             ({"q_latent": 0, "lora_rank": 2, "mtp_depth": 1}, "1x1", "dp"),
+            ({"nope_dim": 7, "rope_dim": 6}, "1x1", "dp"),
             (YARN, "data=2,seq=4", "fsdp_cp"),
         ],
-        fast=[(YARN | {"dense_layers": 0, "num_layers": 1}, "1x1", "dp")],
+        fast=[(YARN | {"dense_layers": 0, "num_layers": 1, "lora_rank": 2}, "1x1", "dp")],
     ),
 )
 def test_absorbed_decoding_gives_the_logits_without_a_cache(changes, mesh, rules):
@@ -367,10 +370,20 @@ def test_a_cache_holds_latents_and_rotary_keys_alone():
 # ---- the further token ----------------------------------------------------------------------------
 
 
-@pytest.mark.full
-def test_the_further_loss_is_its_definition():
-    """Position t reads the model's output there and token t + 1, and predicts token t + 2."""
-    model, rows = random_model(mtp_depth=1, capacity=None, mtp_weight=0.5), batch()
+SMALL = {"num_layers": 1, "dense_layers": 0}
+
+
+@pytest.mark.parametrize(
+    ("changes", "segments"),
+    full_except([({}, True), (SMALL, True), (SMALL, False)], [(SMALL, True), (SMALL, False)]),
+)
+def test_the_further_loss_is_its_definition(changes, segments):
+    """Position t reads the model's output there and token t + 1, and predicts token t + 2.
+
+    The last position of a row or of a document predicts nothing.
+    """
+    model = random_model(**changes, mtp_depth=1, capacity=None, mtp_weight=0.5)
+    rows = batch() if segments else batch() | {"segment_ids": None}
     total, count, aux = jax.jit(lambda m: m.loss(**rows), compiler_options=QUICK)(model)
     (loss, _), (further, further_count) = aux["loss"], aux["mtp"]
     tokens_BT, targets_BT, ids_BT = rows.values()
@@ -379,7 +392,9 @@ def test_the_further_loss_is_its_definition():
         functools.partial(further_logits, tokens_BT=tokens_BT, ids_BT=ids_BT),
     )
     logits_BTV = np.asarray(jax.jit(logits, compiler_options=QUICK)(model), np.float64)
-    counted_BT = (targets_BT[:, 1:] >= 0) & (ids_BT[:, 1:] == ids_BT[:, :-1])
+    counted_BT = targets_BT[:, 1:] >= 0
+    if segments:
+        counted_BT &= ids_BT[:, 1:] == ids_BT[:, :-1]
     of_target = np.take_along_axis(logits_BTV[:, :last], targets_BT[:, 1:, None], axis=-1)[..., 0]
     largest = logits_BTV[:, :last].max(axis=-1)
     sums = np.exp(logits_BTV[:, :last] - largest[..., None]).sum(axis=-1)
@@ -434,7 +449,7 @@ def test_stages_have_no_place_for_a_further_layer():
     [
         ({"dense_layers": 3}, "dense_layers=3 must be less than num_layers=3"),
         ({"dense_mlp": 0}, "dense_layers=1 need dense_mlp ≥ 1"),
-        ({"rope_dim": 3}, "head_dim=11 must be even|rope_dim=3 must be even"),
+        ({"rope_dim": 3}, "^rope_dim=3 must be even: rotary embeddings rotate pairs of dims$"),
         ({"mscale": 1.0}, "mscale needs a rope_scaling"),
         ({"groups": 3}, "groups=3 must divide num_experts=8 into groups of ≥ 2"),
         ({"groups": 8, "top_groups": 1}, "groups=8 must divide num_experts=8 into groups of ≥ 2"),

@@ -98,6 +98,24 @@ def test_a_sink_takes_its_share_of_the_softmax(window):
     np.testing.assert_allclose(found_BTD, wanted_BTD, rtol=1e-4, atol=2e-5)
 
 
+def test_sinks_take_their_share_of_a_cache_too():
+    """Logits by prefill and decode are those of whole rows, with sinks large enough to matter."""
+    model = random_model(capacity=None)
+    tokens_BT = np.random.default_rng(0).integers(0, 257, (B, T))
+    logits = jax.jit(lambda m, t: m(t), compiler_options=QUICK)
+    read = jax.jit(lambda m, t: m.prefill(t, jnp.full(B, T - 3), T), compiler_options=QUICK)
+    decode = jax.jit(lambda m, t, c: m.decode(t, c), compiler_options=QUICK)
+    logits_BV, cache = read(model, tokens_BT[:, : T - 3])
+    found = [logits_BV]
+    for t in range(T - 3, T):
+        logits_BV, cache = decode(model, tokens_BT[:, t], cache)
+        found.append(logits_BV)
+    whole_BTV = logits(model, tokens_BT)
+    np.testing.assert_allclose(np.stack(found, 1), whole_BTV[:, -4:], rtol=1e-4, atol=2e-4)
+    model.layers.attention.sinks[...] -= 5
+    assert np.abs(logits(model, tokens_BT) - whole_BTV)[:, -4:].max() > 0.05
+
+
 def test_a_config_that_makes_no_sense():
     with pytest.raises(ValueError, match="experts_per_token=9 is more than num_experts=8"):
         dataclasses.replace(TINY, experts_per_token=9)
