@@ -27,7 +27,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from .sharding import Rules, complete_tables, constrain, explicit, in_use, param
+from .sharding import Rules, check_rules, complete_tables, constrain, explicit, in_use, param
 
 
 @dataclasses.dataclass(frozen=True)
@@ -72,6 +72,7 @@ class DotReluDot(nnx.Module):
 
     def __call__(self, x_BD: jax.Array) -> jax.Array:
         """On a mesh, B must be divisible by the mesh axes of `batch`."""
+        check_rules(LOGICAL_AXES)
         x_BD = constrain(x_BD, "batch", "act_embed")
         hidden_BF = dot(x_BD, in_use(self.w1, IN_USE), "batch", "hidden")
         return dot(jax.nn.relu(hidden_BF), in_use(self.w2, IN_USE), "batch", "act_embed")

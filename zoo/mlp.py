@@ -28,7 +28,9 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from .sharding import Rules, complete_tables, constrain, explicit, in_use, ones, param, zeros
+from .sharding import (
+    Rules, check_rules, complete_tables, constrain, explicit, in_use, ones, param, zeros,
+)  # fmt: skip
 
 
 @dataclasses.dataclass(frozen=True)
@@ -96,6 +98,7 @@ class MLP(nnx.Module):
 
     def __call__(self, x_BI: jax.Array) -> jax.Array:
         """On a mesh, B must be divisible by the mesh axes of `batch`."""
+        check_rules(LOGICAL_AXES)
         x_BD = self.stem(constrain(x_BI, "batch", "inputs"), "batch", "act_embed")
         for block in self.blocks:
             x_BD = block(x_BD)

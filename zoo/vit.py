@@ -33,7 +33,9 @@ from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
 from .layers import GeluMLP, adapters, add_bias, dot, gather, layer_norm, multiply, project
-from .sharding import Rules, complete_tables, constrain, explicit, in_use, param, reshape
+from .sharding import (
+    Rules, check_rules, complete_tables, constrain, explicit, in_use, param, reshape,
+)  # fmt: skip
 from .stack import REMAT_POLICIES, fit_rules, layer_in_use, scan_layers, stack
 from .strategies import DECODER, DP, FSDP, HSDP, TP, AxisNames
 
@@ -194,6 +196,7 @@ class ViT(nnx.Module):
 
     def __call__(self, image_BWWC: jax.Array) -> jax.Array:
         """Returns logits [B, K] in float32. On a mesh, B must be divisible by the axes of `batch`."""
+        check_rules(LOGICAL_AXES)
         return self.classify(self.embed_patches(image_BWWC))
 
     def loss(self, image, label):

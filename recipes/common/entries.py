@@ -6,6 +6,7 @@ import inspect
 import types
 from typing import Any, NamedTuple
 
+from zoo.decoder import Compute
 from zoo.layers import RopeScaling
 
 
@@ -39,14 +40,19 @@ def model(name: str) -> type:
 
 
 def config_json(config) -> dict[str, Any]:
-    """A Config's fields as JSON. Rotary scalings are lists, from which Config makes them again."""
+    """A Config's fields as JSON, the architecture before zoo.decoder.Compute's.
+
+    Rotary scalings are lists, from which Config makes them again.
+    """
 
     def plain(value):
         if isinstance(value, RopeScaling):
             return value.as_tuple()
         return tuple(map(plain, value)) if isinstance(value, tuple) else value
 
-    return {field.name: plain(getattr(config, field.name)) for field in dataclasses.fields(config)}
+    names = [field.name for field in dataclasses.fields(config)]
+    names.sort(key=lambda name: name in Compute.__dataclass_fields__)
+    return {name: plain(getattr(config, name)) for name in names}
 
 
 def dataset(name: str, known: dict[str, Any]):

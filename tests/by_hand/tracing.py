@@ -39,7 +39,7 @@ def arguments(T: int):
 
 @functools.partial(jax.jit, static_argnums=5)
 def gradients(q, k, v, grad, ids, window):
-    out, back = jax.vjp(lambda *qkv: attend(*qkv, ids, window), q, k, v)
+    out, back = jax.vjp(lambda *qkv: attend(*qkv, ids, window=window), q, k, v)
     return out, back(grad)
 
 

@@ -1,16 +1,20 @@
 """Checkpoints of earlier versions and of both library sets stay readable."""
 
+import dataclasses
 import json
+import types
 
 import jax
 import numpy as np
 import pytest
 
-from recipes.common import checkpoint
+from recipes.common import checkpoint, entries
 from recipes.common.mesh import make_mesh
+from recipes.common.runtime.errors import UserError
 from recipes.common.train.state import abstract_state
 from tests.by_hand.old_checkpoints import layout_on, optimizer, sums
 from tests.conftest import ROOT
+from zoo.layers import Kind, Linear, Llama3, Yarn
 from zoo.transformer import Config
 
 pytestmark = pytest.mark.promise("old-checkpoints")
@@ -45,6 +49,60 @@ def test_an_old_checkpoint_becomes_a_model(path):
     assert metadata["entry"] == "transformer"
     logits = model(jax.numpy.zeros((2, 3), "int32"))
     assert np.isfinite(logits).all()
+
+
+# ---- configs, as commit d691596 stored them: rotary scalings and kinds of layers are lists ----------
+
+CONFIGS = [json.loads(line) for line in (FOLDER / "configs.jsonl").read_text().splitlines()]
+
+
+def loaded(entry: str, stored: dict):
+    found = types.SimpleNamespace(path="old", metadata={"config": stored})
+    return checkpoint.config_from(entries.zoo_file(entry).Config, found)
+
+
+@pytest.mark.parametrize("case", CONFIGS, ids=lambda case: case["entry"])
+def test_an_old_config_loads_and_is_stored_as_before(case):
+    config = loaded(case["entry"], case["config"])
+    again = json.loads(json.dumps(entries.config_json(config)))
+    assert again == case["config"]
+    assert json.dumps(again, sort_keys=True) == json.dumps(case["config"], sort_keys=True)
+    assert loaded(case["entry"], again) == config
+    assert hash(config) == hash(dataclasses.replace(config)), "jitted functions are cached by it"
+
+
+def test_lists_in_old_configs_become_the_right_classes():
+    """Every form, alone and in kinds of layers; one is told from another by its first item."""
+    tiny, llama, linear, yarn, mixed, other = (
+        loaded("transformer", case["config"]) for case in CONFIGS if case["entry"] == "transformer"
+    )
+    scaled = Yarn(
+        factor=4.0, beta_fast=3.0, beta_slow=1.0, original_length=16, truncate=True, magnitude=1.2
+    )  # fmt: skip
+    assert (tiny.rope_scaling, tiny.kinds) == (None, (Kind(None, 1e4, None),))
+    assert llama.rope_scaling == Llama3(
+        factor=32.0, low_freq_factor=1.0, high_freq_factor=4.0, original_length=8_192
+    )
+    assert linear.rope_scaling == Linear(factor=3.0)
+    assert linear.lora_targets == ("q", "down")
+    assert yarn.rope_scaling == scaled
+    assert yarn.kinds == (Kind(7, 1e4, scaled),)
+    assert mixed.layer_kinds == (
+        Kind(window=5, rope_theta=1e4),
+        Kind(window=None, rope_theta=1e6, rope_scaling=Linear(2.0)),
+        Kind(window=9, rope_theta=1e5, rope_scaling=scaled),
+    )
+    assert other.kinds == (Kind(None, None), Kind(4, 5e5, Llama3(8.0, 1.0, 4.0, 8_192)))
+    assert all(type(kind) is Kind for kind in (*mixed.kinds, *other.kinds))
+
+
+@pytest.mark.parametrize("stored", [["linear"], ["yarn", 4.0], [8.0, 1.0], ["ntk", 2.0], "yarn", 3])
+def test_a_rotary_scaling_that_no_version_has_stored_is_refused(stored):
+    """In a checkpoint, one line; never a guess."""
+    first = CONFIGS[0]["config"]
+    for wrong in ({"rope_scaling": stored}, {"layer_kinds": [[None, 1e4, stored]]}):
+        with pytest.raises(UserError, match=r"has an invalid model config.*is not a Linear, Llama3"):
+            loaded("transformer", first | wrong)
 
 
 def test_the_script_writes_what_it_says(tmp_path):

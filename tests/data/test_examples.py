@@ -147,6 +147,36 @@ def test_a_loss_is_a_sum_a_count_and_aux_that_begins_with_both(name, strict):
     assert 0 < total / count < 10
 
 
+@pytest.mark.parametrize("name", ["mlp", "vit", "transformer"])
+def test_class_0_counts_like_any_other(name):
+    """The loss by its definition, of the classes 0, 0, 3 and -1, of which the last is padding."""
+    config = entries.zoo_file(name).Config.tiny()
+    model = nnx.eval_shape(lambda: entries.model(name)(config, rngs=nnx.Rngs(0)))
+    graph, shapes = nnx.split(model)
+    random = np.random.default_rng(0)
+    state = jax.tree.map(lambda x: random.normal(0, 0.2, x.shape).astype(x.dtype), shapes)
+    classes = np.array([0, 0, 3, -1], np.int32)
+    if PADDING[name] == "targets":
+        batch = {"tokens": np.array([[5, 0, 0, 3]], np.int32), "targets": classes[None]}
+    else:
+        size = (config.inputs,) if name == "mlp" else (config.image_size,) * 2 + (config.channels,)
+        image = random.standard_normal((4, *size), np.float32)
+        batch = {"image": image, "label": classes}
+
+    @functools.partial(jax.jit, compiler_options={"xla_backend_optimization_level": 0})
+    def both(state):
+        model = nnx.merge(graph, state)
+        return model.loss(**batch), model(next(iter(batch.values())))
+
+    (total, count, aux), logits = jax.device_get(both(state))
+    logits = np.float64(logits).reshape(4, -1)[:3]
+    log_sums = np.log(np.exp(logits).sum(axis=1))
+    assert count == aux["loss"][1] == 3
+    np.testing.assert_allclose(total, (log_sums - logits[range(3), classes[:3]]).sum(), rtol=1e-5)
+    if "accuracy" in aux:
+        assert aux["accuracy"] == ((logits.argmax(axis=1) == classes[:3]).sum(), 3)
+
+
 @pytest.mark.parametrize("name", full_except(LOSSES, FAST))
 def test_every_figure_adds_up_over_batches_and_filler_adds_nothing(name, strict):
     data, _, figures = of_entry(name)

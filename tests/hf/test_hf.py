@@ -41,9 +41,8 @@ from tests.conftest import ROOT, full_except
 from tests.support.quick import QUICK
 from tests.support.quick import quick as quick
 from zoo import gpt_oss, moe
-from zoo.attention import Kind
 from zoo.gemma3 import SIZES
-from zoo.layers import rope_angles
+from zoo.layers import Kind, Linear, Llama3, Yarn, rope_angles
 from zoo.transformer import Config, Transformer
 
 pytestmark = pytest.mark.promise("hugging-face")
@@ -167,11 +166,11 @@ def test_every_option_of_config_is_read():
     """Options of the Llama family and of MoE occur in their golden models and in no other."""
     every = {name: hf.Folder(GOLDEN / name).config for name in FAMILIES}
     found = {name: c for name, c in every.items() if type(c) in (Config, moe.Config)}
-    assert found["llama3"].rope_scaling == (8.0, 1.0, 4.0, 16)
-    assert found["llama_linear"].rope_scaling == ("linear", 3.0)
+    assert found["llama3"].rope_scaling == Llama3(8.0, 1.0, 4.0, 16)
+    assert found["llama_linear"].rope_scaling == Linear(3.0)
     assert found["ministral"].layer_kinds == (Kind(5, 1e4), Kind(None, 1e4))
     assert found["ministral"].num_layers == 5, "two periods and a layer"
-    scaling = ("yarn", 4.0, 32.0, 1.0, 16, True, (0.15 * np.log(4) + 1) / (0.05 * np.log(4) + 1))
+    scaling = Yarn(4.0, 32.0, 1.0, 16, True, (0.15 * np.log(4) + 1) / (0.05 * np.log(4) + 1))
     assert found["qwen3_yarn"].layer_kinds == (Kind(None, 30.0, scaling), Kind(5, 30.0, scaling))
     assert found["llama3"].rope_theta == 5e5
     assert found["mistral"].sliding_window == 5
@@ -191,7 +190,7 @@ def test_every_option_of_config_is_read():
     assert [c.qk_norm for c in gemma] == [True, False, True]
     assert [(c.soft_cap, c.logits_soft_cap) for c in gemma[:2]] == [(None, None), (2.0, 3.0)]
     assert [c.query_scalar for c in gemma] == [12, 9, 12]
-    local, wide = Kind(5, 1e3), Kind(None, 1e5, ("linear", 8.0))
+    local, wide = Kind(5, 1e3), Kind(None, 1e5, Linear(8.0))
     assert [c.layer_kinds for c in gemma[::2]] == [(local,) * 5 + (wide,), (local, wide)]
     assert (gemma[0].num_layers, gemma[1].layer_kinds) == (7, (Kind(5, 1e4), Kind(None, 1e4)))
     dtypes = {n: {str(v.dtype) for f in (GOLDEN / n).glob("*.safetensors")
@@ -343,21 +342,21 @@ MAGNITUDE = 0.1 * np.log(4.0) + 1
 @pytest.mark.parametrize(
     ("rope", "others", "scaling"),
     [
-        ({"type": "linear", "factor": 2}, {}, ("linear", 2.0)),
-        ({"rope_type": "linear", "factor": 2, "attention_factor": 3.0}, {}, ("linear", 2.0)),
-        (YARN, {}, ("yarn", 4.0, 32.0, 1.0, 16, True, MAGNITUDE)),
+        ({"type": "linear", "factor": 2}, {}, Linear(2.0)),
+        ({"rope_type": "linear", "factor": 2, "attention_factor": 3.0}, {}, Linear(2.0)),
+        (YARN, {}, Yarn(4.0, 32.0, 1.0, 16, True, MAGNITUDE)),
         (YARN | {"attention_factor": 0.7, "mscale": 2.0, "mscale_all_dim": 1.0}, {},
-         ("yarn", 4.0, 32.0, 1.0, 16, True, 0.7)),
+         Yarn(4.0, 32.0, 1.0, 16, True, 0.7)),
         (YARN | {"mscale": 2.0, "mscale_all_dim": 1.0}, {},
-         ("yarn", 4.0, 32.0, 1.0, 16, True, (0.2 * np.log(4.0) + 1) / MAGNITUDE)),
+         Yarn(4.0, 32.0, 1.0, 16, True, (0.2 * np.log(4.0) + 1) / MAGNITUDE)),
         (YARN | {"mscale": 2.0, "mscale_all_dim": 0}, {},
-         ("yarn", 4.0, 32.0, 1.0, 16, True, MAGNITUDE)),
+         Yarn(4.0, 32.0, 1.0, 16, True, MAGNITUDE)),
         (YARN | {"beta_fast": 8, "beta_slow": 2, "truncate": False}, {},
-         ("yarn", 4.0, 8.0, 2.0, 16, False, MAGNITUDE)),
-        (YARN | {"factor": 1.0}, {}, ("yarn", 1.0, 32.0, 1.0, 16, True, 1.0)),
-        (YARN | {"factor": None}, {}, ("yarn", 4.0, 32.0, 1.0, 16, True, MAGNITUDE)),
-        ({"type": "yarn", "factor": 4.0}, {}, ("yarn", 4.0, 32.0, 1.0, 64, True, MAGNITUDE)),
-        (YARN, {"original_max_position_embeddings": 8}, ("yarn", 4.0, 32.0, 1.0, 8, True, MAGNITUDE)),
+         Yarn(4.0, 8.0, 2.0, 16, False, MAGNITUDE)),
+        (YARN | {"factor": 1.0}, {}, Yarn(1.0, 32.0, 1.0, 16, True, 1.0)),
+        (YARN | {"factor": None}, {}, Yarn(4.0, 32.0, 1.0, 16, True, MAGNITUDE)),
+        ({"type": "yarn", "factor": 4.0}, {}, Yarn(4.0, 32.0, 1.0, 64, True, MAGNITUDE)),
+        (YARN, {"original_max_position_embeddings": 8}, Yarn(4.0, 32.0, 1.0, 8, True, MAGNITUDE)),
     ],
 )  # fmt: skip
 def test_rotary_scalings_mean_what_they_mean_to_transformers(rope, others, scaling):
@@ -369,7 +368,9 @@ def test_rotary_scalings_mean_what_they_mean_to_transformers(rope, others, scali
         {"rope_parameters": rope | {"rope_theta": 2e4}},
     ):
         ours = llama.config_from(theirs | keys | others, ROOT)
-        assert (ours.rope_theta, ours.rope_scaling) == (2e4, pytest.approx(scaling))
+        assert (ours.rope_theta, type(ours.rope_scaling)) == (2e4, type(scaling))
+        numbers = dataclasses.astuple(ours.rope_scaling)
+        assert numbers == pytest.approx(dataclasses.astuple(scaling))
     assert llama.config_from(llama.config_json(ours, 64), ROOT) == ours
 
 
@@ -594,7 +595,7 @@ def test_older_keys_of_gemma_mean_what_newer_ones_mean():
     # Local layers may have a scaling too; only the newer keys can say so.
     both = {S: {"rope_theta": 1e3} | scaling, F: {"rope_theta": 1e5}}
     ours = gemma_config(keys, rope_parameters=both)
-    assert ours.layer_kinds[0] == Kind(5, 1e3, ("linear", 8.0))
+    assert ours.layer_kinds[0] == Kind(5, 1e3, Linear(8.0))
     assert gemma_config(gemma.config_json(ours, 64)) == ours
     for one_kind in ([S] * 7, [F] * 7):
         ours = gemma_config(keys, layer_types=one_kind)

@@ -15,15 +15,21 @@ from collections import Counter
 from typing import NamedTuple
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 import pytest
+from flax import nnx
 
 from recipes.common.analysis.hlo import Collective, collectives, group_size
+from recipes.common.entries import model as model_of
+from recipes.common.runtime.mesh import make_mesh
 from recipes.common.sharding import compiler_options
 from recipes.common.sharding.abstract import paths
-from recipes.common.sharding.layout import Layout
+from recipes.common.sharding.layout import Layout, make_layout
 from recipes.common.sharding.rules import partition_spec, shards, used_axes
 from tests.conftest import full_except
 from tests.support.entries import (
+    BATCH,
     CASES,
     ENTRIES,
     FAST_CASES,
@@ -32,7 +38,19 @@ from tests.support.entries import (
     with_case,
 )
 from tests.support.proof import BYTES
-from zoo import attention, cache, context, dot_relu_dot, layers, mlp, sharding, transformer
+from zoo import (
+    attention,
+    cache,
+    context,
+    decoder,
+    dot_relu_dot,
+    kernels,
+    layers,
+    mlp,
+    sharding,
+    stack,
+    vocabulary,
+)  # fmt: skip
 
 pytestmark = pytest.mark.promise("strategies-send")
 
@@ -340,6 +358,83 @@ def test_a_gradient_is_sharded_like_its_weight_at_rest(entry_name):
         assert tuple(gradient[path].sharding.spec)[-len(rest) :] == rest, path  # after layers
 
 
+def test_weights_in_use_are_cast_before_they_are_gathered():
+    """Rounded once, at rest; the gradient comes back in float32; norms stay as they are."""
+    w = np.random.default_rng(0).standard_normal((16, 8), np.float32)
+    weights = nnx.Dict(
+        matrix=nnx.Param(jnp.asarray(w), out_sharding=("embed", "mlp"), eager_sharding=False),
+        norm=nnx.Param(jnp.asarray(w[0]), out_sharding=("norm",), eager_sharding=False),
+    )
+    used = sharding.in_use(weights, {"embed": "act_embed"}, "bfloat16")
+    assert used.matrix[...].dtype == jnp.bfloat16
+    np.testing.assert_array_equal(used.matrix[...], w.astype(jnp.bfloat16))
+    assert used.matrix.out_sharding == ("act_embed", "mlp")
+    assert used.norm[...].dtype == jnp.float32
+    np.testing.assert_array_equal(used.norm[...], w[0])
+    as_they_are = sharding.in_use(weights, {"embed": "act_embed"})
+    assert as_they_are.matrix[...].dtype == jnp.float32
+
+
+@pytest.mark.parametrize(
+    ("entry_name", "mesh", "strategy"),
+    [
+        ("transformer", "8", "fsdp"),
+        ("moe", "data=2,expert=4", "fsdp_ep"),
+        ("gpt2", "8", "fsdp"),
+        ("gemma3", "8", "fsdp"),
+        ("gpt_oss", "8", "fsdp"),
+        ("deepseek", "8", "fsdp"),
+        ("vit", "8", "fsdp"),
+        ("transformer", "data=2,pipe=2,model=2", "fsdp_pp_tp"),
+    ],
+)
+def test_weights_are_gathered_in_the_compute_dtype(entry_name, mesh, strategy):
+    """Half of float32's bytes. The CPU's compiler would hide it, so this looks at the trace."""
+    entry = ENTRIES[entry_name]
+    changes = {"mtp_depth": 1} if entry_name == "deepseek" else {}
+    config = dataclasses.replace(entry.config, dtype="bfloat16", **changes)
+    layout = make_layout(model_of(entry_name), config, make_mesh(mesh), strategy, batch_size=BATCH)
+    row = {name: x[0] for name, x in entry.batches[0].items()}
+
+    def total(variables, batch):
+        return layout.model.merge(variables).loss(**batch)[0]
+
+    with layout.trace():
+        traced = jax.make_jaxpr(total)(layout.variables(), layout.abstract_batch(row))
+    resting = {leaf.shape[-2:] for leaf in jax.tree.leaves(layout.variables())}
+    gathered = Counter(
+        (x.shape, str(x.dtype))
+        for x in whole_along("data", traced.jaxpr)
+        if x.shape[-2:] in resting
+    )
+    if entry_name == "vit":
+        assert gathered.pop(((config.embed, config.classes), "float32")) == 1, "logits are float32"
+    assert len(gathered) >= 3
+    assert {dtype for _, dtype in gathered} == {"bfloat16"}, gathered
+
+
+def whole_along(axis: str, jaxpr) -> list:
+    """Floating-point results of reshards that take a mesh axis away, in all parts of a program."""
+    found = []
+    for equation in jaxpr.eqns:
+        if equation.primitive.name == "reshard":
+            (before,), (after,) = equation.invars, equation.outvars
+            split, left = (axis in used_by(x.aval.sharding.spec) for x in (before, after))
+            if split and not left and jnp.issubdtype(after.aval.dtype, jnp.floating):
+                found.append(after.aval)
+        parts = jax.tree.leaves(
+            list(equation.params.values()), is_leaf=lambda x: hasattr(x, "eqns")
+        )
+        for part in parts:
+            part = getattr(part, "jaxpr", part)
+            found += whole_along(axis, part) if hasattr(part, "eqns") else []
+    return found
+
+
+def used_by(spec) -> set[str]:
+    return {name for part in spec for name in ((part,) if isinstance(part, str) else part or ())}
+
+
 def test_a_platform_s_options_reach_its_compiler(monkeypatch):
     """The TPU's make reduce-scatters; no TPU is here to refuse what it does not know, so the CPU is."""
     monkeypatch.setitem(compiler_options.COMPILER_OPTIONS, "cpu", {"xla_no_such_option": "true"})
@@ -383,12 +478,15 @@ def replace(monkeypatch):
             for module in (
                 sharding,
                 layers,
+                stack,
+                vocabulary,
+                kernels,
                 attention,
                 context,
                 cache,
+                decoder,
                 dot_relu_dot,
                 mlp,
-                transformer,
             )
             if hasattr(module, name)
         ]

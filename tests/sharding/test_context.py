@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 
 from recipes.bench.common import make_step
 from recipes.common.analysis import kernel
@@ -26,7 +27,9 @@ from tests.conftest import full_except
 from tests.support.models import random_variables
 from tests.support.proof import ZERO
 from tests.support.quick import QUICK
-from zoo import context, layers
+from zoo import context, decoder
+from zoo.attention import attend
+from zoo.kernels import Settings
 
 pytestmark = pytest.mark.promise("meshes-agree")
 
@@ -140,8 +143,8 @@ def forget_ids(monkeypatch):
     """Keys that visit another device bring no segment ids."""
     send = context.send
 
-    def without(how, arrays, hops):
-        sent = send(how, arrays, hops)
+    def without(settings, arrays, hops):
+        sent = send(settings, arrays, hops)
         return (*sent[:2], arrays[2]) if len(sent) == 3 else sent
 
     monkeypatch.setattr(context, "send", without)
@@ -149,35 +152,35 @@ def forget_ids(monkeypatch):
 
 def hop_less(monkeypatch):
     """The window ends one position early at the edge of a part."""
-    monkeypatch.setattr(context, "hops_of", lambda how: (how.window - 2) // how.T)
+    monkeypatch.setattr(context, "hops_of", lambda at: (at.window - 2) // at.positions)
 
 
 def shift(monkeypatch):
     """Stripes see one key too many."""
     offset = context.offset_of
-    monkeypatch.setattr(context, "offset_of", lambda how, hop: offset(how, hop) + (hop > 0))
+    monkeypatch.setattr(context, "offset_of", lambda at, hop: offset(at, hop) + (hop > 0))
 
 
 def keep_order(monkeypatch):
     """Tokens, targets and segments stay in natural order, while rotations and masks are in stripes."""
-    monkeypatch.setattr(layers, "stripe", lambda config, x, *axes, **how: x)
+    monkeypatch.setattr(decoder, "stripe", lambda config, x, *axes, **options: x)
 
 
 def forget_targets(monkeypatch):
     """The last target of each device's part doesn't count."""
-    whole = layers.cross_entropy
+    whole = decoder.cross_entropy
 
     def fewer(x, table, targets, config):
         last = jnp.arange(T) % (T // 4) == T // 4 - 1
         return whole(x, table, jnp.where(last[None], -1, targets), config)
 
-    monkeypatch.setattr(layers, "cross_entropy", fewer)
+    monkeypatch.setattr(decoder, "cross_entropy", fewer)
 
 
 def wrong_way(monkeypatch):
     """Gradients of keys return to the wrong device."""
     send = context.send
-    monkeypatch.setattr(context, "send", lambda how, x, hops: send(how, x, 2 if hops < 0 else hops))
+    monkeypatch.setattr(context, "send", lambda at, x, hops: send(at, x, 2 if hops < 0 else hops))
 
 
 @pytest.mark.full
@@ -202,6 +205,37 @@ def test_a_mistake_shows(mutate, changes, monkeypatch):
     _, found = loss_and_gradients.__wrapped__("transformer", config, "data=2,seq=4", "cp")
     compiled_step.cache_clear()
     assert worst(found, want) > 1e-4
+
+
+def test_a_ring_has_as_many_hops_as_its_window_needs():
+    """By definition: the first position of a part of 16 sees window - 1 positions before it."""
+    for window in (1, 2, 16, 17, 18, 33, 34, 49, 50, 1_000, None):
+        earliest = 0 if window is None else max(0, 16 * 5 - (window - 1))
+        settings = Settings(positions=16, window=window, ring=("seq",), devices=6)
+        assert context.hops_of(settings) == 5 - earliest // 16, window
+
+
+def test_on_a_ring_a_window_sees_all_its_keys():
+    """A window of 18 reaches two parts of 16 back, for one position: outputs, and gradients of keys."""
+    shapes = [(2, T, 2, 8), (2, T, 1, 8), (2, T, 1, 8), (2, T, 2, 8)]
+    random = np.random.default_rng(0)
+    *qkv, weight = (random.standard_normal(shape, np.float32) for shape in shapes)
+    ids = np.repeat(np.arange(T)[None] >= 40, 2, axis=0).astype(np.int32)
+
+    @functools.partial(jax.jit, static_argnames="exchange", compiler_options=QUICK)
+    def both(q, k, v, weight, ids, exchange):
+        def ours(*qkv):
+            return attend(*qkv, ids, window=18, kernel="flash", context=exchange)
+
+        out, back = jax.vjp(ours, q, k, v)
+        return out, *back(weight)
+
+    wanted = jax.device_get(both(*qkv, weight, ids, exchange="auto"))
+    rules = tuple(zoo_file("transformer").RULES["cp"].items())
+    with jax.set_mesh(make_mesh("data=1,seq=4")), nnx.logical_axis_rules(rules):
+        found = jax.device_get(both(*qkv, weight, ids, exchange="ring"))
+    for x, y in zip(found, wanted, strict=True):
+        np.testing.assert_allclose(x, y, atol=3e-6)
 
 
 @pytest.mark.parametrize(

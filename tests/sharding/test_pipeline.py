@@ -210,11 +210,14 @@ def test_nothing_depends_on_the_bubble(schedule, monkeypatch):
 # ---- mutations: what the tests above must notice -------------------------------------------------
 
 MUTATIONS = {
-    "a tick late": ("m = t - s\n", "m = t - s + 1\n"),
-    "segments of the first microbatch": ("run(x, *rows(m))", "run(x, *rows(0))"),
+    "a tick late": ("m = t - self.index\n", "m = t - self.index + 1\n"),
+    "segments of the first microbatch": (
+        "positions_of(self.rows(m))",
+        "positions_of(self.rows(0))",
+    ),
     "a stage's gradient counted on all": ("difference(*inside[i])", "union()"),
-    "the last stage's loss on all": ("s * size, size", "0 * size, size"),
-    "what another microbatch kept": ("waiting[m % slots]", "waiting[(m + 1) % slots]"),
+    "the last stage's loss on all": ("self.index * size, size", "0 * size, size"),
+    "what another microbatch kept": ("saved[m % self.slots]", "saved[(m + 1) % self.slots]"),
 }
 
 
@@ -227,7 +230,7 @@ def test_a_mistake_shows(name, monkeypatch):
     mutant = types.ModuleType(pipeline.__name__)
     mutant.__package__ = pipeline.__package__
     exec(source.replace(right, wrong), vars(mutant))
-    monkeypatch.setattr(pipeline, "in_stages", mutant.in_stages)
+    monkeypatch.setattr(pipeline, "objective_in_stages", mutant.objective_in_stages)
     means, want, _ = trained("transformer", config, "1x1", "dp")
     figures, found, _ = trained_anew("transformer", config, "data=2,pipe=4", "fsdp_pp")
     assert worst(found, want) > 1e-4 or abs(figures["loss"] - means["loss"]) > 1e-4

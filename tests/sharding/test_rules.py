@@ -1,17 +1,21 @@
 """Sharding rules: which ones a run uses, your own rules, and errors in them."""
 
 import dataclasses
+import itertools
 import json
+import random
 import types
 
 import jax
 import numpy as np
 import pytest
+from flax import nnx
 
 from recipes.common import checkpoint
 from recipes.common.entries import ENTRIES, model, zoo_file
 from recipes.common.runtime.errors import UserError
-from recipes.common.runtime.mesh import make_mesh
+from recipes.common.runtime.mesh import ORDER, make_mesh
+from recipes.common.sharding.abstract import abstract_model
 from recipes.common.sharding.layout import Layout, elsewhere, make_layout
 from recipes.common.sharding.rules import default_strategy, select, used_axes
 from recipes.common.train.step import gradients
@@ -65,6 +69,106 @@ def test_default_strategy_of_a_mesh(entry, mesh, strategy):
 )
 def test_the_default_strategy_is_not_chosen_by_name(rules, mesh, wanted):
     assert default_strategy(rules, make_mesh(mesh)) == wanted
+
+
+DENSE, EXPERTS = ("transformer", "gpt2", "gemma3"), ("moe", "gpt_oss", "deepseek")
+ALL_AXES = [axes for n in range(1, len(ORDER) + 1) for axes in itertools.combinations(ORDER, n)]
+
+
+def default_on(rules, axes: tuple[str, ...], sizes: tuple[int, ...] = ()) -> str:
+    sizes = sizes or (2,) * len(axes)
+    return default_strategy(rules, jax.sharding.AbstractMesh(sizes, axes))
+
+
+def test_every_set_of_axes_has_one_default_for_decoders_of_a_kind(golden):
+    """A reviewed table of all 63: the set, the default without experts, the default with experts."""
+    assert len(ALL_AXES) == 63
+    lines = []
+    for axes in ALL_AXES:
+        found = [
+            {default_on(zoo_file(entry).RULES, axes) for entry in entries}
+            for entries in (DENSE, EXPERTS)
+        ]
+        assert [len(names) for names in found] == [1, 1], (axes, found)
+        lines.append(" ".join([",".join(axes), *(name for names in found for name in names)]))
+    golden("default_strategies.txt", "\n".join(lines) + "\n")
+
+
+@pytest.mark.parametrize("entry", [name for name in ENTRIES if len(zoo_file(name).RULES) > 1])
+def test_the_order_in_which_a_file_lists_its_strategies_decides_nothing(entry):
+    rules = zoo_file(entry).RULES
+    orders = [list(rules), list(reversed(rules)), sorted(rules)]
+    orders += [random.Random(seed).sample(list(rules), len(rules)) for seed in range(8)]
+    for axes in ALL_AXES:
+        found = {default_on({name: rules[name] for name in order}, axes) for order in orders}
+        assert len(found) == 1, (axes, found)
+
+
+@pytest.mark.parametrize("entry", [*DENSE, *EXPERTS])
+def test_axes_of_one_device_do_not_decide_the_default(entry):
+    """fsdp_cp would leave the two devices along `pipe` the same work."""
+    rules = zoo_file(entry).RULES
+    assert default_on(rules, ("data", "pipe", "seq"), (4, 2, 1)) == "fsdp_pp"
+    assert default_on(rules, ("data", "pipe", "seq"), (4, 1, 2)) == "fsdp_cp"
+
+
+# ---- rules of your own around a copied model -----------------------------------------------------
+
+
+def call_under(entry: str, rules, method: str = "loss") -> None:
+    """Traces a call of a tiny model with these rules in force on 4x2, as a loop of one's own does."""
+    facts = proof.ENTRIES[entry]
+    abstract = abstract_model(facts.build)
+    batch = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), facts.batches[0])
+    rows = jax.ShapeDtypeStruct((proof.BATCH,), np.int32)
+
+    def call(variables, batch, rows):
+        model = abstract.merge(variables)
+        if method == "loss":
+            return model.loss(**batch)[0]
+        if method == "prefill":
+            return model.prefill(batch["tokens"], rows, 32)[0]
+        return model(next(iter(batch.values())))
+
+    mesh = jax.make_mesh((4, 2), ("data", "model"))
+    with jax.set_mesh(mesh), nnx.logical_axis_rules(tuple(rules.items())):
+        jax.eval_shape(call, abstract.shapes, batch, rows)
+
+
+@pytest.mark.parametrize("entry", ENTRIES)
+def test_a_misspelt_axis_is_refused_by_complete_and_by_a_model_s_call(entry):
+    """JAX would ignore the axis and replicate the weight."""
+    zoo = zoo_file(entry)
+    said = "^the model has no logical axis 'embd'; did you mean 'embed'\\?"
+    with pytest.raises(ValueError, match=said):
+        zoo.complete({"mine": {"batch": "data", "embd": "data"}})
+    rules = zoo.complete({"mine": {"batch": "data", "embed": "data"}})["mine"]
+    call_under(entry, rules)
+    misspelt = {axis: target for axis, target in rules.items() if axis != "embed"}
+    for wrong in (misspelt | {"embd": "data"}, rules | {"embd": "data"}):
+        with pytest.raises(ValueError, match=said):
+            call_under(entry, wrong)
+    with pytest.raises(ValueError, match=r"no logical axis 'xyz'; it has .*batch, .*embed"):
+        call_under(entry, rules | {"xyz": "data"})
+
+
+@pytest.mark.parametrize("entry", ENTRIES)
+def test_rules_that_lack_an_axis_are_refused_by_a_model_s_call(entry):
+    """Those of another model lack axes too."""
+    for axis in ("batch", "embed"):
+        rules = {name: to for name, to in zoo_file(entry).RULES["fsdp_tp"].items() if name != axis}
+        said = rf"^the sharding rules lack logical axis '{axis}'; complete\(...\), at the end of"
+        with pytest.raises(ValueError, match=said):
+            call_under(entry, rules)
+
+
+def test_each_way_to_call_a_decoder_refuses_such_rules():
+    for method in ("loss", "prefill", "__call__"):
+        call_under("transformer", RULES["fsdp_tp"], method)
+        with pytest.raises(ValueError, match="no logical axis 'embd'; did you mean 'embed'"):
+            call_under("transformer", RULES["fsdp_tp"] | {"embd": "data"}, method)
+    with pytest.raises(ValueError, match="lack logical axis 'expert'"):
+        call_under("moe", RULES["fsdp_tp"])
 
 
 @pytest.mark.parametrize("mesh", ["data=2,seq=4", "data=1,seq=8"])

@@ -1,10 +1,12 @@
 """The logits of a layer that predicts the token after the next one, by its definition."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from zoo.attention import kinds, positions
+from zoo.attention import make_positions
 
 
 def further_logits(model, tokens_BT, ids_BT=None) -> jax.Array:
@@ -17,8 +19,9 @@ def further_logits(model, tokens_BT, ids_BT=None) -> jax.Array:
     next_BTD = model.embed[...][np.concatenate([tokens_BT[:, 1:], after_B1], axis=1)]
     pair = model.mtp.token_norm(next_BTD), model.mtp.hidden_norm(x_BTD)
     joined_BTD = jnp.concatenate(pair, axis=-1) @ model.mtp.join[...]
-    at, (kind,) = positions(model.config, tokens_BT, ids_BT), kinds(model.config)
-    all_BT = jnp.ones(np.shape(tokens_BT), bool)
-    y_BTD, _, _ = model.mtp.layer(joined_BTD, at, kind, None, all_BT, None)
+    positions = make_positions(model.config, jnp.asarray(tokens_BT), ids_BT)
+    positions = dataclasses.replace(positions, generates=True)  # so that experts drop nothing
+    (kind,) = model.config.kinds
+    y_BTD, _, _ = model.mtp.layer(joined_BTD, positions, kind)
     table = model.embed if model.config.tie_embeddings else model.unembed
     return model.mtp.final_norm(y_BTD) @ table[...].T

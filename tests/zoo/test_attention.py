@@ -35,9 +35,10 @@ from tests.support.models import random_variables
 from tests.support.quick import QUICK
 from tests.support.quick import quick as quick
 from tests.support.runs import records
-from zoo.attention import FLASH_FROM, TILE, attend
-from zoo.layers import positions_at_once
+from zoo.attention import attend
+from zoo.kernels import FLASH_FROM, TILE, Choice
 from zoo.transformer import LOGICAL_AXES, RULES, SIZES, Config, Transformer
+from zoo.vocabulary import positions_at_once
 
 pytestmark = pytest.mark.promise("attention")
 
@@ -108,7 +109,7 @@ def test_a_kernel_matches_the_definition(kernel, T, K, segments, window, extras)
     given = (*qkv, sinks) if "sinks" in extras else qkv
 
     def ours(q, k, v, sinks=None):
-        return attend(q, k, v, ids, window, kernel, cap=soft_cap, sinks_N=sinks)
+        return attend(q, k, v, ids, window=window, kernel=kernel, soft_cap=soft_cap, sinks_N=sinks)
 
     def theirs(q, k, v, sinks=None):
         return plain(q, k, v, ids, window, soft_cap, sinks)
@@ -130,7 +131,7 @@ def test_a_kernel_in_bfloat16_is_as_exact_as_bfloat16(kernel):
     found = bench_kernels.errors(kernel, shape, "bfloat16")
     assert max(found.values()) < 5e-3, found
     q, k, v, _, ids = bench_kernels.inputs(shape, "bfloat16")
-    out = jax.eval_shape(lambda: attend(q, k, v, ids, shape.window, kernel))
+    out = jax.eval_shape(lambda: attend(q, k, v, ids, window=shape.window, kernel=kernel))
     assert out.dtype == jnp.bfloat16
 
 
@@ -143,7 +144,7 @@ def temporaries(kernel: str, T: int) -> int:
     ids = jax.ShapeDtypeStruct((1, T), jnp.int32)
 
     def loss(q, k, v, ids):
-        return attend(q, k, v, ids, None, kernel).sum()
+        return attend(q, k, v, ids, kernel=kernel).sum()
 
     compiled = jax.jit(jax.grad(loss, (0, 1, 2))).lower(q, k, k, ids).compile(QUICK)
     return compiled.memory_analysis().temp_size_in_bytes
@@ -206,7 +207,7 @@ def test_tiles_that_nobody_sees_are_skipped(kernel, case):
 
     @jax.jit
     def outputs_and_gradients(*qkv):
-        out, back = jax.vjp(lambda *qkv: attend(*qkv, ids, window, kernel), *qkv)
+        out, back = jax.vjp(lambda *qkv: attend(*qkv, ids, window=window, kernel=kernel), *qkv)
         return out, *back(weight)
 
     found, wanted = outputs_and_gradients(q, bad_k, bad_v), outputs_and_gradients(q, k, v)
@@ -226,7 +227,7 @@ def test_programs_for_long_rows_hold_no_masks(window):
 
     @jax.jit
     def gradients(q, k, v, ids):
-        return jax.grad(lambda *qkv: attend(*qkv, ids, window).sum(), (0, 1, 2))(q, k, v)
+        return jax.grad(lambda *qkv: attend(*qkv, ids, window=window).sum(), (0, 1, 2))(q, k, v)
 
     start = time.process_time()
     with (
@@ -331,7 +332,7 @@ def test_a_copied_file_has_its_kernel_on_any_kind_of_mesh(kind, rules):
     given = jax.device_put((q, k, v, ids), jax.NamedSharding(mesh, PartitionSpec()))
     rules = dict.fromkeys(LOGICAL_AXES) | rules if rules else {}
     with jax.set_mesh(mesh), nnx.logical_axis_rules(tuple(rules.items())):
-        ours = jax.jit(lambda *qkvs: attend(*qkvs, window=None, kernel="splash"))(*given)
+        ours = jax.jit(lambda *qkvs: attend(*qkvs, kernel="splash"))(*given)
     np.testing.assert_allclose(ours, plain(q, k, v, ids, None), atol=1e-5)
     lies = PartitionSpec(*map(rules.get, ("batch", "seq", "heads")), None)
     assert ours.sharding.is_equivalent_to(jax.NamedSharding(mesh, lies), 4)
@@ -357,35 +358,35 @@ TPU, H100, MI300 = (
 
 
 @pytest.mark.parametrize(
-    ("device", "T", "segments", "changes", "described"),
+    ("device", "T", "segments", "changes", "choice"),
     [
-        (TPU, 8192, True, {}, "splash, blocks of 512"),
-        (TPU, 8192, True, {"sliding_window": 4096, "dtype": "float32"}, "splash, blocks of 512"),
-        (TPU, 1920, True, {}, "splash, blocks of 384"),
-        (TPU, 128, False, {}, "splash, blocks of 128"),
-        (TPU, 1000, True, {}, "flash, no other kernel for 1,000 positions, not a multiple of 128"),
-        (H100, 1000, True, {}, "flash, no other kernel for segments"),
-        (H100, 1001, False, {"sliding_window": 100}, "cudnn"),
-        (H100, 1024, True, {"sliding_window": 100}, "flash, no other kernel for segments"),
-        (H100, 1024, False, {"head_dim": 20}, "flash, no other kernel for a head dim of 20"),
-        (H100, 1024, False, {"head_dim": 264}, "flash, no other kernel for a head dim of 264"),
-        (H100, 1024, False, {"head_dim": 256}, "cudnn"),
-        (H100, 1024, False, {"dtype": "float32"}, "flash, no other kernel for float32"),
-        (MI300, 1024, False, {}, "flash, no other kernel for AMD Instinct MI300X"),
-        (("cpu", "cpu"), 1024, True, {}, "xla"),
-        (("cpu", "cpu"), FLASH_FROM - 1, True, {}, "xla"),
-        (("cpu", "cpu"), FLASH_FROM, True, {}, "flash"),
-        (TPU, 8192, True, {"attention": "xla"}, "xla"),
-        (("cpu", "cpu"), FLASH_FROM, True, {"attention": "xla"}, "xla"),
-        (TPU, 8192, True, {"attention": "flash"}, "flash"),
+        (TPU, 8192, True, {}, Choice("splash", blocks=512)),
+        (TPU, 8192, True, {"sliding_window": 4096, "dtype": "float32"}, Choice("splash", blocks=512)),
+        (TPU, 1920, True, {}, Choice("splash", blocks=384)),
+        (TPU, 128, False, {}, Choice("splash", blocks=128)),
+        (TPU, 1000, True, {}, Choice("flash", obstacle="1,000 positions, not a multiple of 128")),
+        (H100, 1000, True, {}, Choice("flash", obstacle="segments")),
+        (H100, 1001, False, {"sliding_window": 100}, Choice("cudnn")),
+        (H100, 1024, True, {"sliding_window": 100}, Choice("flash", obstacle="segments")),
+        (H100, 1024, False, {"head_dim": 20}, Choice("flash", obstacle="a head dim of 20")),
+        (H100, 1024, False, {"head_dim": 264}, Choice("flash", obstacle="a head dim of 264")),
+        (H100, 1024, False, {"head_dim": 256}, Choice("cudnn")),
+        (H100, 1024, False, {"dtype": "float32"}, Choice("flash", obstacle="float32")),
+        (MI300, 1024, False, {}, Choice("flash", obstacle="AMD Instinct MI300X")),
+        (("cpu", "cpu"), 1024, True, {}, Choice("xla")),
+        (("cpu", "cpu"), FLASH_FROM - 1, True, {}, Choice("xla")),
+        (("cpu", "cpu"), FLASH_FROM, True, {}, Choice("flash")),
+        (TPU, 8192, True, {"attention": "xla"}, Choice("xla")),
+        (("cpu", "cpu"), FLASH_FROM, True, {"attention": "xla"}, Choice("xla")),
+        (TPU, 8192, True, {"attention": "flash"}, Choice("flash")),
     ],
 )  # fmt: skip
-def test_the_mesh_in_force_decides_the_kernel(device, T, segments, changes, described):
+def test_the_mesh_in_force_decides_the_kernel(device, T, segments, changes, choice):
     config = dataclasses.replace(TINY, **{"dtype": "bfloat16"} | changes)
     with on(*device).trace():
-        assert attention_kernel(config, T, segments) == (described.partition(",")[0], described)
+        assert attention_kernel(config, T, segments) == choice
     here = changes.get("attention") or ("xla" if T < FLASH_FROM else "flash")
-    assert attention_kernel(config, T, segments) == (here, here), "without a mesh, of this machine"
+    assert attention_kernel(config, T, segments) == Choice(here), "without a mesh, of this machine"
 
 
 def test_rules_that_split_heads_have_no_kernel():
@@ -393,26 +394,28 @@ def test_rules_that_split_heads_have_no_kernel():
         Transformer, TINY, on(*TPU).mesh, {"batch": "data", "head_dim": "model"}, batch_size=8
     )
     with layout.trace():
-        name, described = attention_kernel(TINY, 1024, True)
-    assert (name, described) == ("xla", "xla, no kernel for rules that split head_dim")
+        choice = attention_kernel(TINY, 1024, True)
+    assert choice == Choice("xla", obstacle="rules that split head_dim")
+    line = "attention: xla, no other kernel for rules that split head_dim"
+    assert report(layout, 1024, True) == [line]
 
 
 def test_an_older_gpu_is_known_by_its_compute_capability(monkeypatch):
     class Card:
         device_kind, compute_capability = "Tesla V100-SXM2-16GB", "7.0"
 
-    none = "flash, no other kernel for Tesla V100-SXM2-16GB"
-    wide = "flash, no other kernel for a head dim of 256"
+    none = Choice("flash", obstacle="Tesla V100-SXM2-16GB")
+    wide = Choice("flash", obstacle="a head dim of 256")
     for capability, head_dim, wanted in (
-        ("7.0", 64, none), ("8.0", 64, "cudnn"), ("gfx942", 64, none),
-        ("8.0", 128, "cudnn"), ("8.0", 256, wide), ("9.0", 256, "cudnn"),
+        ("7.0", 64, none), ("8.0", 64, Choice("cudnn")), ("gfx942", 64, none),
+        ("8.0", 128, Choice("cudnn")), ("8.0", 256, wide), ("9.0", 256, Choice("cudnn")),
     ):  # fmt: skip
         monkeypatch.setattr(Card, "compute_capability", capability)
         monkeypatch.setattr(jax, "devices", lambda: [Card()])
         with on("gpu", Card.device_kind).trace():
             config = dataclasses.replace(TINY, dtype="bfloat16", head_dim=head_dim)
-            _, described = attention_kernel(config, 1024, False)
-        assert described == wanted, capability
+            choice = attention_kernel(config, 1024, False)
+        assert choice == wanted, capability
 
 
 def test_the_loss_takes_more_positions_at_once_on_accelerators():
@@ -448,7 +451,7 @@ def test_bench_and_recipe_have_the_same_kernel(device):
     recipe = kernels(TrainStep(layout, adamw(lr, weight_decay=0.1, clip_norm=1.0), lr), row)
     bench = make_step(config, "fsdp_tp", mesh, 8, 128)
     with layout.trace():
-        name, _ = attention_kernel(config, 128, True)
+        name = attention_kernel(config, 128, True).kernel
     assert recipe == {name} - {"xla"}
     assert kernels(bench.function, row) == recipe
 

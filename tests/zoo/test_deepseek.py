@@ -18,12 +18,13 @@ from tests.conftest import full_except
 from tests.support.further_token import further_logits
 from tests.support.quick import QUICK
 from zoo import deepseek, low_precision
-from zoo.attention import kinds, positions
+from zoo.attention import make_positions
 from zoo.deepseek import RULES, Config, DeepSeek, in_best_groups
+from zoo.layers import Yarn
 
 pytestmark = [pytest.mark.promise("definitions"), pytest.mark.usefixtures("strict")]
 TINY = Config.tiny()
-YARN = {"rope_scaling": ("yarn", 4.0, 2.0, 1.0, 16, True, 1.2), "mscale": 0.7, "rope_theta": 30.0}
+YARN = {"rope_scaling": Yarn(4.0, 2.0, 1.0, 16, True, 1.2), "mscale": 0.7, "rope_theta": 30.0}
 B, T = 2, 16
 
 
@@ -50,7 +51,7 @@ def turned(x, position: int, config: Config) -> np.ndarray:
     P, theta = config.rope_dim, config.rope_theta
     frequency, magnitude = theta ** -(np.arange(0, P, 2) / P), 1.0
     if config.rope_scaling:
-        _, factor, fast, slow, original, _, magnitude = config.rope_scaling
+        factor, fast, slow, original, _, magnitude = dataclasses.astuple(config.rope_scaling)
         ends = (
             P * math.log(original / (n * 2 * math.pi)) / 2 / math.log(theta) for n in (fast, slow)
         )
@@ -74,7 +75,7 @@ def attention_plainly(x_TD, w: dict[str, np.ndarray], config: Config) -> np.ndar
     nope, out_TD, seen = config.nope_dim, np.zeros(x_TD.shape), []
     scale = (config.nope_dim + config.rope_dim) ** -0.5
     if config.rope_scaling:
-        scale *= (0.1 * config.mscale * math.log(config.rope_scaling[1]) + 1) ** 2
+        scale *= (0.1 * config.mscale * math.log(config.rope_scaling.factor) + 1) ** 2
     for t, x_D in enumerate(x_TD):
         down = x_D @ w["kv_down"]
         latent = normed(down[: config.kv_latent], w["kv_norm/scale"])
@@ -105,8 +106,10 @@ def attention_plainly(x_TD, w: dict[str, np.ndarray], config: Config) -> np.ndar
             (YARN, "4x2", "tp_sp", "xla"),
             (YARN, "1x8", "tp", "flash"),
             ({}, "1x1", "dp", "splash"),
+            ({"nope_dim": 7, "rope_dim": 6}, "1x1", "dp", "xla"),  # only the rotary part is even
+            ({"nope_dim": 7, "rope_dim": 6}, "4x2", "tp_sp", "flash"),
         ],
-        fast=[(YARN, "1x1", "dp", "xla")],
+        fast=[(YARN, "1x1", "dp", "xla"), ({"nope_dim": 7, "rope_dim": 6}, "1x1", "dp", "xla")],
     ),
 )
 def test_latent_attention_is_its_definition(changes, mesh, rules, kernel):
@@ -116,13 +119,14 @@ def test_latent_attention_is_its_definition(changes, mesh, rules, kernel):
     x_BTD = np.random.default_rng(1).normal(size=(4, length, 64)).astype(np.float32)
     ids_BT = np.repeat([[0] * 5 + [1] * (length - 5)], 4, axis=0)
     graph, state = nnx.split(jax.tree.map(lambda x: x[0], model.layers).attention)
-    (kind,) = kinds(model.config)
+    (kind,) = model.config.kinds
     with jax.set_mesh(make_mesh(mesh)), nnx.logical_axis_rules(tuple(RULES[rules].items())):
 
         def compute(state, x_BTD):
             # Places in the row: rotary embeddings depend on differences alone.
-            at = positions(model.config, jnp.zeros((4, length), jnp.int32), jnp.asarray(ids_BT))
-            return nnx.merge(graph, state)(x_BTD, at, kind)[0]
+            tokens_BT = jnp.zeros((4, length), jnp.int32)
+            positions = make_positions(model.config, tokens_BT, jnp.asarray(ids_BT))
+            return nnx.merge(graph, state)(x_BTD, positions, kind)[0]
 
         found_BTD = np.asarray(jax.jit(compute, compiler_options=QUICK)(state, x_BTD))
     w = in_float64(model.layers.attention)
@@ -234,7 +238,8 @@ def test_experts_and_their_figures_are_their_definition(changes):
     config, E, J = model.config, TINY.num_experts, TINY.experts_per_token
     layer = jax.tree.map(lambda x: x[0], model.layers)
     x_BTD = np.random.default_rng(1).normal(size=(B, T, 64)).astype(np.float32)
-    run = jax.jit(lambda x: layer.experts(x, jnp.ones((B, T), bool), None), compiler_options=QUICK)
+    positions = make_positions(config, jnp.zeros((B, T), jnp.int32))
+    run = jax.jit(lambda x: layer.experts(x, positions), compiler_options=QUICK)
     found_BTD, figures = run(x_BTD)
 
     w, wanted_BTD, load, balance = in_float64(model.layers.experts), np.zeros((B, T, 64)), 0, 0.0
@@ -272,13 +277,15 @@ def test_experts_and_their_figures_are_their_definition(changes):
 def test_a_loss_moves_the_biases_toward_even_loads(monkeypatch):
     """All layers with experts have biases, the further one included."""
     model, loads = random_model(balance_rate=0.25, mtp_depth=1), {}
-    computed = deepseek.objective_and_loads
+    computed = DeepSeek.objective
 
-    def spy(*args):
-        loads["count"], loads["load_LE"] = (found := computed(*args))[1], found[3]
-        return found
+    def spy(self, batch):
+        objective = computed(self, batch)
+        loads["count"] = objective.count
+        loads["load_LE"] = objective.metrics["load"]
+        return objective
 
-    monkeypatch.setattr(deepseek, "objective_and_loads", spy)
+    monkeypatch.setattr(DeepSeek, "objective", spy)
 
     def biases(model):
         return model.layers.experts.bias[...], model.mtp.layer.experts.bias[...]
@@ -318,11 +325,12 @@ def decoded(model: DeepSeek, tokens_BT, prompt: int) -> np.ndarray:
     ("changes", "mesh", "rules"),
     full_except(
         [
-            (YARN | {"dense_layers": 0, "num_layers": 1}, "1x1", "dp"),
+            (YARN | {"dense_layers": 0, "num_layers": 1, "lora_rank": 2}, "1x1", "dp"),
             ({"q_latent": 0, "lora_rank": 2, "mtp_depth": 1}, "1x1", "dp"),
+            ({"nope_dim": 7, "rope_dim": 6}, "1x1", "dp"),
             (YARN, "data=2,seq=4", "fsdp_cp"),
         ],
-        fast=[(YARN | {"dense_layers": 0, "num_layers": 1}, "1x1", "dp")],
+        fast=[(YARN | {"dense_layers": 0, "num_layers": 1, "lora_rank": 2}, "1x1", "dp")],
     ),
 )
 def test_absorbed_decoding_gives_the_logits_without_a_cache(changes, mesh, rules):
@@ -362,10 +370,20 @@ def test_a_cache_holds_latents_and_rotary_keys_alone():
 # ---- the further token ----------------------------------------------------------------------------
 
 
-@pytest.mark.full
-def test_the_further_loss_is_its_definition():
-    """Position t reads the model's output there and token t + 1, and predicts token t + 2."""
-    model, rows = random_model(mtp_depth=1, capacity=None, mtp_weight=0.5), batch()
+SMALL = {"num_layers": 1, "dense_layers": 0}
+
+
+@pytest.mark.parametrize(
+    ("changes", "segments"),
+    full_except([({}, True), (SMALL, True), (SMALL, False)], [(SMALL, True), (SMALL, False)]),
+)
+def test_the_further_loss_is_its_definition(changes, segments):
+    """Position t reads the model's output there and token t + 1, and predicts token t + 2.
+
+    The last position of a row or of a document predicts nothing.
+    """
+    model = random_model(**changes, mtp_depth=1, capacity=None, mtp_weight=0.5)
+    rows = batch() if segments else batch() | {"segment_ids": None}
     total, count, aux = jax.jit(lambda m: m.loss(**rows), compiler_options=QUICK)(model)
     (loss, _), (further, further_count) = aux["loss"], aux["mtp"]
     tokens_BT, targets_BT, ids_BT = rows.values()
@@ -374,7 +392,9 @@ def test_the_further_loss_is_its_definition():
         functools.partial(further_logits, tokens_BT=tokens_BT, ids_BT=ids_BT),
     )
     logits_BTV = np.asarray(jax.jit(logits, compiler_options=QUICK)(model), np.float64)
-    counted_BT = (targets_BT[:, 1:] >= 0) & (ids_BT[:, 1:] == ids_BT[:, :-1])
+    counted_BT = targets_BT[:, 1:] >= 0
+    if segments:
+        counted_BT &= ids_BT[:, 1:] == ids_BT[:, :-1]
     of_target = np.take_along_axis(logits_BTV[:, :last], targets_BT[:, 1:, None], axis=-1)[..., 0]
     largest = logits_BTV[:, :last].max(axis=-1)
     sums = np.exp(logits_BTV[:, :last] - largest[..., None]).sum(axis=-1)
@@ -429,7 +449,7 @@ def test_stages_have_no_place_for_a_further_layer():
     [
         ({"dense_layers": 3}, "dense_layers=3 must be less than num_layers=3"),
         ({"dense_mlp": 0}, "dense_layers=1 need dense_mlp ≥ 1"),
-        ({"rope_dim": 3}, "head_dim=11 must be even|rope_dim=3 must be even"),
+        ({"rope_dim": 3}, "^rope_dim=3 must be even: rotary embeddings rotate pairs of dims$"),
         ({"mscale": 1.0}, "mscale needs a rope_scaling"),
         ({"groups": 3}, "groups=3 must divide num_experts=8 into groups of ≥ 2"),
         ({"groups": 8, "top_groups": 1}, "groups=8 must divide num_experts=8 into groups of ≥ 2"),

@@ -20,8 +20,9 @@ from recipes.common.train.step import gradients
 from tests.conftest import full_except
 from tests.support.quick import QUICK
 from tests.zoo.test_unlike_layers import BATCH, ROWS, T, projected, seen, turned, turns
-from zoo.attention import Kind
+from zoo.attention import make_positions
 from zoo.gemma3 import GEMMA2, SIZES, Config, Gemma3
+from zoo.layers import Kind
 
 pytestmark = [pytest.mark.promise("definitions"), pytest.mark.usefixtures("strict")]
 
@@ -134,7 +135,8 @@ def test_embeddings_are_scaled_in_the_compute_dtype():
     config = dataclasses.replace(GEMMA3, embed=72, dtype="bfloat16")  # whose root is rounded
     table_RVD = jnp.ones((1, 384, 72), jnp.bfloat16)
     model = shapes_of(config).merge(variables_of(config))
-    x_BTD = model.embed_tokens([table_RVD], BATCH["tokens"])
+    positions = make_positions(config, jnp.asarray(BATCH["tokens"]))
+    x_BTD = model.embed_tokens([table_RVD], BATCH["tokens"], positions)
     assert x_BTD.dtype == jnp.bfloat16
     np.testing.assert_array_equal(x_BTD.astype(np.float32), np.float32(8.5))  # not 8.485
 
@@ -196,4 +198,4 @@ def test_the_report_names_a_kernel_that_computes_soft_caps():
     for name, kernel in (("gemma3", "xla"), ("gemma2", "flash")):
         layout = make_layout(Gemma3, CONFIGS[name], make_mesh("1x1"), "dp", batch_size=ROWS)
         with layout.trace():
-            assert attention_kernel(layout.config, T, True)[0] == kernel
+            assert attention_kernel(layout.config, T, True).kernel == kernel

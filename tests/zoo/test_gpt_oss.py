@@ -10,8 +10,9 @@ from flax import nnx
 
 from recipes.common.mesh import make_mesh
 from tests.support.quick import QUICK
-from zoo.attention import Kind, positions
+from zoo.attention import make_positions
 from zoo.gpt_oss import RULES, Config, GptOss
+from zoo.layers import Kind
 
 pytestmark = [pytest.mark.promise("definitions"), pytest.mark.usefixtures("strict")]
 TINY = dataclasses.replace(Config.tiny(), num_layers=1)
@@ -56,14 +57,15 @@ def experts_plainly(x_BTD, experts, config: Config) -> np.ndarray:
 )
 def test_experts_are_their_definition(capacity, mesh, rules):
     """On 4x2 too, where devices share out F, and down's bias is added once."""
-    model = random_model(swiglu_limit=1.0)
+    model = random_model(swiglu_limit=1.0, capacity=capacity)
     x_BTD = np.random.default_rng(1).normal(size=(8, T, 64)).astype(np.float32)
     graph, state = nnx.split(jax.tree.map(lambda x: x[0], model.layers).experts)
     table = tuple(RULES[rules].items())
     with jax.set_mesh(make_mesh(mesh)), nnx.logical_axis_rules(table):
 
         def compute(state, x_BTD):
-            return nnx.merge(graph, state)(x_BTD, jnp.ones((8, T), bool), capacity)[0]
+            positions = make_positions(model.config, jnp.zeros((8, T), jnp.int32))
+            return nnx.merge(graph, state)(x_BTD, positions)[0]
 
         found_BTD = jax.jit(compute, compiler_options=QUICK)(state, x_BTD)
     wanted_BTD = experts_plainly(x_BTD, model.layers.experts, model.config)
@@ -77,8 +79,8 @@ def test_a_sink_takes_its_share_of_the_softmax(window):
     config = dataclasses.replace(model.config, layer_kinds=(kind,))
     x_BTD = np.random.default_rng(1).normal(size=(B, T, 64)).astype(np.float32)
     attention = jax.tree.map(lambda x: x[0], model.layers).attention
-    at = positions(config, jnp.zeros((B, T), jnp.int32), None)
-    found_BTD, _ = jax.jit(lambda x: attention(x, at, kind), compiler_options=QUICK)(x_BTD)
+    positions = make_positions(config, jnp.zeros((B, T), jnp.int32))
+    found_BTD, _ = jax.jit(lambda x: attention(x, positions, kind), compiler_options=QUICK)(x_BTD)
 
     w = in_float64(model.layers.attention)
     q, k, v = (
@@ -94,6 +96,24 @@ def test_a_sink_takes_its_share_of_the_softmax(window):
     out = np.einsum("bnts,bsnh->btnh", weights, v)
     wanted_BTD = np.einsum("btnh,nhd->btd", out, w["o"]) + w["o_bias"]
     np.testing.assert_allclose(found_BTD, wanted_BTD, rtol=1e-4, atol=2e-5)
+
+
+def test_sinks_take_their_share_of_a_cache_too():
+    """Logits by prefill and decode are those of whole rows, with sinks large enough to matter."""
+    model = random_model(capacity=None)
+    tokens_BT = np.random.default_rng(0).integers(0, 257, (B, T))
+    logits = jax.jit(lambda m, t: m(t), compiler_options=QUICK)
+    read = jax.jit(lambda m, t: m.prefill(t, jnp.full(B, T - 3), T), compiler_options=QUICK)
+    decode = jax.jit(lambda m, t, c: m.decode(t, c), compiler_options=QUICK)
+    logits_BV, cache = read(model, tokens_BT[:, : T - 3])
+    found = [logits_BV]
+    for t in range(T - 3, T):
+        logits_BV, cache = decode(model, tokens_BT[:, t], cache)
+        found.append(logits_BV)
+    whole_BTV = logits(model, tokens_BT)
+    np.testing.assert_allclose(np.stack(found, 1), whole_BTV[:, -4:], rtol=1e-4, atol=2e-4)
+    model.layers.attention.sinks[...] -= 5
+    assert np.abs(logits(model, tokens_BT) - whole_BTV)[:, -4:].max() > 0.05
 
 
 def test_a_config_that_makes_no_sense():

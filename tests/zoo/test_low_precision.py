@@ -2,6 +2,8 @@
 
 import dataclasses
 import functools
+import itertools
+import math
 
 import jax
 import jax.numpy as jnp
@@ -11,14 +13,19 @@ import pytest
 from flax import nnx
 
 from recipes.common.analysis.hardware import HARDWARE
+from recipes.common.mesh import make_mesh
 from recipes.common.sharding.abstract import paths
 from tests.conftest import full_except
-from zoo import quantization, transformer
-from zoo.layers import layer_in_use, multiply, project
+from tests.support.quick import QUICK
+from zoo import moe, quantization, transformer
+from zoo.attention import make_positions
+from zoo.experts import GatedExperts
+from zoo.layers import multiply, project
 from zoo.lora import Adapter
 from zoo.low_precision import store
 from zoo.quantization import Product, has_float8, multiply_rounded
 from zoo.sharding import param
+from zoo.stack import layer_in_use
 
 pytestmark = pytest.mark.promise("low-precision")
 
@@ -102,14 +109,26 @@ def product_and_gradients(module, x, grad, contract, **how):
 CASES = [("int8", ""), ("int8", "bfloat16"), ("fp8", ""), ("fp8", "bfloat16")]
 
 
+ALONE, SPLIT = ("1x1", "dp"), ("2x4", "fsdp_tp")
+
+
 @pytest.mark.parametrize(
-    ("matmul", "backward", "contract"),
+    ("matmul", "backward", "contract", "mesh", "strategy"),
     full_except(
-        [(*case, contract) for case in CASES for contract in (1, 2)],
-        [("int8", "", 1), ("fp8", "bfloat16", 2)],
+        [(*case, contract, *on) for case in CASES for contract in (1, 2) for on in (ALONE, SPLIT)],
+        [
+            ("int8", "", 1, *ALONE),
+            ("fp8", "", 1, *ALONE),
+            ("fp8", "bfloat16", 2, *ALONE),
+            ("int8", "", 1, *SPLIT),
+            ("fp8", "", 2, *SPLIT),
+        ],
     ),
 )
-def test_values_and_gradients_are_those_of_a_plain_definition(matmul, backward, contract):
+def test_values_and_gradients_are_those_of_a_plain_definition(
+    matmul, backward, contract, mesh, strategy
+):
+    """Scales are the same on any mesh: each device's largest numbers are all devices'."""
     shape, axes = {
         1: ((24, 4, 6), ("embed", "heads", "head_dim")),
         2: ((4, 6, 24), ("heads", "head_dim", "embed")),
@@ -120,7 +139,9 @@ def test_values_and_gradients_are_those_of_a_plain_definition(matmul, backward, 
     x *= np.exp(2 * random.standard_normal((2, 5, *[1] * contract)))  # rows of unlike size
     x[1, 3] = 0  # divides by no zero
     grad = (1e-4 * random.standard_normal((2, 5, *outer))).astype(np.float32)
-    found = product_and_gradients(module, x, grad, contract, matmul=matmul, backward=backward)
+    rules = tuple(transformer.RULES[strategy].items())
+    with jax.set_mesh(make_mesh(mesh)), nnx.logical_axis_rules(rules):
+        found = product_and_gradients(module, x, grad, contract, matmul=matmul, backward=backward)
     K, N = np.prod(inner), np.prod(outer)
     w = np.asarray(module.w[...]).reshape(K, N)
     wanted = reference(matmul, backward, x.reshape(10, K), w, grad.reshape(10, N))
@@ -133,9 +154,10 @@ def test_values_and_gradients_are_those_of_a_plain_definition(matmul, backward, 
     assert {"int8": 0.005, "fp8": 0.02}[matmul] < error < {"int8": 0.02, "fp8": 0.06}[matmul]
 
 
-@pytest.mark.full
-@pytest.mark.parametrize("matmul", ["int8", "fp8"])
-@pytest.mark.parametrize("dropless", [False, True])
+@pytest.mark.parametrize(
+    ("matmul", "dropless"),
+    full_except(itertools.product(["int8", "fp8"], [False, True]), [("int8", False)]),
+)
 def test_experts_are_multiplied_alike(matmul, dropless):
     """Dropless, all experts share the scales of a column of the gradient."""
     E, M, K, N = 3, 5, 16, 8
@@ -163,6 +185,100 @@ def test_experts_are_multiplied_alike(matmul, dropless):
         for got, want in zip(found, wanted, strict=True):
             got = np.reshape(got, (E, *want.shape))[e]
             np.testing.assert_allclose(got, want, rtol=0, atol=2e-6 * abs(want).max())
+
+
+def unlike(*shape: int) -> np.ndarray:
+    """Random numbers whose size differs from place to place along each dim but the last."""
+    random = np.random.default_rng(0)
+    sizes = [
+        np.exp(2 * random.standard_normal([n if i == dim else 1 for i in range(len(shape))]))
+        for dim, n in enumerate(shape)
+    ]
+    return (random.standard_normal(shape) * math.prod(sizes)).astype(np.float32)
+
+
+@pytest.mark.parametrize(("mesh", "strategy"), [("1x1", "dp"), ("2x4", "fsdp_tp_sp")])
+@pytest.mark.parametrize("contract", [1, 2])
+def test_a_row_and_a_column_have_scales_of_their_own(contract, mesh, strategy):
+    """Each the largest number along what a product contracts, and no more, on all devices."""
+    shape, axes = {
+        1: ((24, 4, 6), ("embed", "heads", "head_dim")),
+        2: ((4, 6, 24), ("heads", "head_dim", "embed")),
+    }[contract]
+    x, w = unlike(4, 8, *shape[:contract]), unlike(*shape)
+    module = OneWeight(shape, axes)
+    module.w[...] = jnp.asarray(w)
+
+    @jax.jit
+    def scales(module, x):
+        weight = layer_in_use(module, transformer.IN_USE, config("int8")).w
+        rounded = weight.round_input(x, contract)
+        q, scale = weight.rounded(*range(contract))
+        return (rounded.q, rounded.scale), (q, scale)
+
+    rules = tuple(transformer.RULES[strategy].items())
+    with jax.set_mesh(make_mesh(mesh)), nnx.logical_axis_rules(rules):
+        found = jax.device_get(scales(module, x))
+    contracted = (tuple(range(2, 2 + contract)), tuple(range(contract)))
+    for (q, scale), exact, dims in zip(found, (x, w), contracted, strict=True):
+        wanted = np.abs(exact).max(axis=dims, keepdims=True) / np.float32(127)
+        assert scale.shape == wanted.shape
+        np.testing.assert_allclose(scale, wanted, rtol=1e-6)
+        assert (np.abs(q.astype(int)).max(axis=dims) == 127).all()
+
+
+@pytest.mark.parametrize(
+    ("mesh", "strategy"),
+    full_except(
+        [("1x1", "dp"), ("data=1,expert=2", "ep"), ("data=2,expert=2", "fsdp_ep")],
+        [("data=1,expert=2", "ep")],
+    ),
+)
+def test_an_expert_s_gradients_are_rounded_by_its_own_rows(mesh, strategy):
+    """With a capacity: experts whose gradients are 1e-4 of another's, on the next device, keep theirs.
+
+    With a scale of all devices' rows, these would all be rounded to zero.
+    """
+    E, D, F = 2, 16, 8
+    tiny = moe.Config.tiny()
+    exact, rounded = (
+        dataclasses.replace(
+            tiny, embed=D, mlp=F, num_experts=E, experts_per_token=2, capacity=4.0,
+            normalize=False, matmul=matmul,
+        )
+        for matmul in ("", "int8")
+    )  # fmt: skip
+    experts = GatedExperts(exact, biased=False, normalize=False, rngs=nnx.Rngs(0))
+    random = np.random.default_rng(0)
+    x_BTD, grad_BTD = (random.standard_normal((4, 8, D)).astype(np.float32) for _ in range(2))
+    # The first input makes a softmax of (1, 1e-4) of all logits.
+    x_BTD[..., 0] = 1
+    experts.router[...] = jnp.zeros((D, E)).at[0].set(jnp.log(jnp.array([1.0, 1e-4])))
+    graph, state = nnx.split(experts)
+
+    def gradients(config):
+        @functools.partial(jax.jit, compiler_options=QUICK)
+        def run(state, x_BTD):
+            def output(state):
+                module = nnx.merge(graph, state)
+                module.config = config
+                module = layer_in_use(module, moe.IN_USE, config)
+                positions = make_positions(config, jnp.zeros((4, 8), jnp.int32))
+                return module(x_BTD, positions)[0]
+
+            (found,) = jax.vjp(output, state)[1](grad_BTD)
+            return {name: found[name][...] for name in ("gate", "up", "down")}
+
+        return jax.device_get(run(state, x_BTD))
+
+    wanted = gradients(exact)
+    rules = tuple(moe.RULES[strategy].items())
+    with jax.set_mesh(make_mesh(mesh)), nnx.logical_axis_rules(rules):
+        found = gradients(rounded)
+    for name, gradient in wanted.items():
+        for e in range(E):
+            error = np.linalg.norm(found[name][e] - gradient[e]) / np.linalg.norm(gradient[e])
+            assert 1e-3 < error < 0.05, (name, e, error)
 
 
 def test_what_is_not_a_number_stays_none():

@@ -13,6 +13,7 @@ import pytest
 from flax import nnx
 from jax.sharding import AxisType
 
+from recipes.common import entries
 from recipes.common.runtime.errors import UserError
 from recipes.common.runtime.mesh import make_mesh
 from recipes.common.sharding.abstract import abstract_model, paths, variables_of
@@ -20,6 +21,7 @@ from recipes.common.sharding.layout import make_layout
 from recipes.common.train.step import gradients
 from tests.conftest import full_except
 from tests.support.quick import QUICK
+from zoo.attention import make_positions
 from zoo.experts import GatedExperts
 from zoo.moe import RULES, SIZES, Config, MoE
 
@@ -105,6 +107,17 @@ def test_a_config_that_makes_no_sense(changes, message):
         dataclasses.replace(TINY, **changes)
 
 
+@pytest.mark.parametrize("capacity", [0.0, -1.0, math.nan, math.inf])
+@pytest.mark.parametrize("entry", ["moe", "gpt_oss", "deepseek"])
+def test_a_capacity_is_a_number_of_slots_in_every_entry(entry, capacity):
+    tiny = entries.zoo_file(entry).Config.tiny()
+    said = f"^capacity={capacity} must be > 0, or None for dropless$"
+    with pytest.raises(ValueError, match=said):
+        dataclasses.replace(tiny, capacity=capacity)
+    for good in (None, 0.5, 1, 100.0):
+        assert dataclasses.replace(tiny, capacity=good).capacity == good
+
+
 # ---- the definition ------------------------------------------------------------------------------
 
 
@@ -146,8 +159,8 @@ def test_each_position_goes_through_its_experts(capacity, normalize):
     config = model.config
     x_BTD = np.random.default_rng(1).standard_normal((2, T, 64), np.float32)
     experts = jax.tree.map(lambda x: x[0], model.layers).experts
-    counted_BT = np.ones((2, T), bool)
-    compute = jax.jit(lambda x: experts(x, counted_BT, capacity), compiler_options=QUICK)
+    positions = make_positions(config, jnp.zeros((2, T), jnp.int32))
+    compute = jax.jit(lambda x: experts(x, positions), compiler_options=QUICK)
     out_BTD, figures = compute(x_BTD)
     want_BTD, dropped = plainly(x_BTD, model.layers.experts, config)
     np.testing.assert_allclose(out_BTD, want_BTD, atol=2e-6)
@@ -294,7 +307,9 @@ def test_a_router_s_figures_are_their_definitions(B, T, D, E, J, slots, normaliz
         balance_rate=0.1 * biases,
     )  # fmt: skip
     graph, state = nnx.split(
-        nnx.eval_shape(lambda: GatedExperts(config, biases, normalize, rngs=nnx.Rngs(0)))
+        nnx.eval_shape(
+            lambda: GatedExperts(config, biased=biases, normalize=normalize, rngs=nnx.Rngs(0))
+        )
     )
     random = np.random.default_rng(B * T)
     draw = lambda leaf: jnp.asarray(random.normal(size=leaf.shape).astype(np.float32))  # noqa: E731

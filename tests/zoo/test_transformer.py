@@ -13,7 +13,8 @@ from flax import nnx
 
 from tests.conftest import full_except
 from tests.support.quick import QUICK
-from zoo.attention import attend, kinds, positions
+from zoo.attention import attend, make_positions
+from zoo.layers import Llama3
 from zoo.transformer import REMAT, SIZES, Config, Transformer
 
 pytestmark = [pytest.mark.promise("definitions"), pytest.mark.usefixtures("strict")]
@@ -124,14 +125,15 @@ def plain_attention(q_BTNH, k_BSKH, v_BSKH, segment_ids_BT, window):
 def test_attention_matches_its_definition(T, N, K, segments, window):
     q, k, v = normal((2, T, N, 16), (2, T, K, 16), (2, T, K, 16))
     ids = np.sort(np.random.default_rng(0).integers(0, 4, (2, T))) if segments else None
-    ours = jax.jit(attend, static_argnums=4, compiler_options=QUICK)(q, k, v, ids, window)
+    attend_jit = jax.jit(attend, static_argnames="window", compiler_options=QUICK)
+    ours = attend_jit(q, k, v, ids, window=window)
     np.testing.assert_allclose(ours, plain_attention(q, k, v, ids, window), atol=2e-6)
 
 
 def test_attention_agrees_with_jax():
     def both(q, k, v):
         theirs = jax.nn.dot_product_attention(q, k, v, is_causal=True)
-        return attend(q, k, v, None, window=None), theirs
+        return attend(q, k, v), theirs
 
     arrays = normal((2, 200, 8, 16), (2, 200, 4, 16), (2, 200, 4, 16))
     np.testing.assert_allclose(*jax.jit(both, compiler_options=QUICK)(*arrays), atol=1e-6)
@@ -142,10 +144,11 @@ def test_a_position_depends_on_nothing_after_it():
     embedded = model.embed[...][tokens]
 
     def logits_at(x_BTD, t):  # the trunk again, from embeddings
-        at, (kind,) = positions(TINY, tokens, None), kinds(TINY)
+        positions = make_positions(TINY, tokens)
+        (kind,) = TINY.kinds
         for i in range(TINY.num_layers):
             layer = jax.tree.map(lambda w, i=i: w[i], model.layers)
-            x_BTD, _ = layer(x_BTD, at, kind)
+            x_BTD, *_ = layer(x_BTD, positions, kind)
         return model.final_norm(x_BTD)[0, t].sum()
 
     gradient_of = jax.jit(jax.grad(logits_at), compiler_options=QUICK)
@@ -309,7 +312,7 @@ def test_bfloat16_is_near_float32_and_keeps_parameters():
             dict(qk_norm=True),
             dict(tie_embeddings=False),
             dict(sliding_window=4),
-            dict(rope_scaling=(8.0, 1.0, 4.0, 16)),
+            dict(rope_scaling=Llama3(8.0, 1.0, 4.0, 16)),
             dict(rope_theta=1e6),
         ],
         fast=[dict(qk_norm=True)],

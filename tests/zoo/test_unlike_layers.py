@@ -25,12 +25,14 @@ from tests.conftest import full_except
 from tests.support.models import random_values
 from tests.support.quick import QUICK
 from zoo import moe, transformer
-from zoo.attention import Kind, kinds, rope_angles
+from zoo.attention import make_positions
+from zoo.kernels import Choice
+from zoo.layers import Kind, Linear, Llama3, Yarn, rope_angles
 
 pytestmark = [pytest.mark.promise("unlike-layers"), pytest.mark.usefixtures("strict")]
 
-YARN = ("yarn", 4.0, 3.0, 1.0, 16, True, 1.2)
-A, B, C = Kind(5, 1e4), Kind(None, 1e6, ("linear", 2.0)), Kind(9, 1e5, YARN)
+YARN = Yarn(4.0, 3.0, 1.0, 16, True, 1.2)
+A, B, C = Kind(5, 1e4), Kind(None, 1e6, Linear(2.0)), Kind(9, 1e5, YARN)
 TINY = transformer.Config.tiny()
 BASE = {
     "transformer": dataclasses.replace(TINY, qk_norm=True, loss_chunk=8),
@@ -68,10 +70,10 @@ def frequencies(kind: Kind, dim: int) -> np.ndarray:
     plain = np.array([1 / base ** (2 * i / dim) for i in range(dim // 2)])
     if scaling is None:
         return plain
-    if scaling[0] == "linear":
-        return plain / scaling[1]
-    if scaling[0] == "yarn":
-        _, factor, fast, slow, original, truncate, _ = scaling
+    if isinstance(scaling, Linear):
+        return plain / scaling.factor
+    if isinstance(scaling, Yarn):
+        factor, fast, slow, original, truncate, _ = dataclasses.astuple(scaling)
         low, high = (
             dim * math.log(original / (turns * 2 * math.pi)) / (2 * math.log(base))
             for turns in (fast, slow)
@@ -82,7 +84,7 @@ def frequencies(kind: Kind, dim: int) -> np.ndarray:
         high += 0.001 if low == high else 0
         ramp = np.clip((np.arange(dim // 2) - low) / (high - low), 0, 1)
         return plain / factor * ramp + plain * (1 - ramp)
-    factor, low, high, original = scaling
+    factor, low, high, original = dataclasses.astuple(scaling)
     found = []
     for f in plain:  # Llama 3's three cases
         length = 2 * math.pi / f
@@ -126,7 +128,8 @@ def one_layer(x_BTD, layer, turns_TH, seen_BTS):
     x_BTD += projected(jnp.einsum("BNTS,BSNH->BTNH", weights, v), module, "o")
     y = normed(x_BTD, layer.mlp_norm)
     if hasattr(layer, "experts"):
-        y, figures = layer.experts(y, jnp.ones(y.shape[:2]), None)
+        positions = make_positions(layer.experts.config, jnp.zeros(y.shape[:2], jnp.int32))
+        y, figures = layer.experts(y, positions)
         return x_BTD + y, figures
     hidden = jax.nn.silu(projected(y, layer.mlp, "gate")) * projected(y, layer.mlp, "up")
     return x_BTD + projected(hidden, layer.mlp, "down"), {}
@@ -172,7 +175,7 @@ def defined(entry: str, config, variables, turns_LTH, seen_LBTS):
 @functools.cache
 def wanted(entry: str, config):
     """(logits of all tokens, mean of each figure of the loss, gradients) by the definition."""
-    L, period = config.num_layers, kinds(config)
+    L, period = config.num_layers, config.kinds
     one_kind = dataclasses.replace(config, layer_kinds=())  # so that its program is shared
     given = (np.stack([of(period[l % len(period)]) for l in range(L)]) for of in (turns, seen))
     variables = initial(entry, num_layers=L, lora_rank=config.lora_rank)
@@ -365,7 +368,7 @@ def test_a_sample_s_windows_are_capped():
     """Caps each kind's window at the number of tokens that the run has trained on."""
     kind = lambda window: A._replace(window=window)  # noqa: E731
     config = config_of("transformer", 3, (kind(5), kind(None), kind(64)))
-    assert kinds(cap_windows(config, 32)) == (kind(5), kind(32), kind(32))
+    assert cap_windows(config, 32).kinds == (kind(5), kind(32), kind(32))
     for window, capped in ((None, 32), (64, 32), (5, 5)):
         alike = dataclasses.replace(TINY, sliding_window=window)
         assert cap_windows(alike, 32) == dataclasses.replace(TINY, sliding_window=capped)
@@ -406,7 +409,7 @@ def test_kernels_and_memory_are_each_kind_s():
     config = dataclasses.replace(config, dtype="bfloat16")
     with make_layout(transformer.Transformer, config, mesh, "dp", batch_size=1).trace():
         found = attention_kernel(config, 2_048, True)
-    assert found == ("flash", "flash, no other kernel for segments")
+    assert found == Choice("flash", obstacle="segments")
 
 
 # ---- checkpoints ---------------------------------------------------------------------------------
@@ -433,7 +436,7 @@ def test_a_checkpoint_restores_with_its_kinds(tmp_path):
     restored, metadata = checkpoint.restore(tmp_path / "mixed", make_mesh("1x8"))
     assert restored.config == config
     assert hash(restored.config) == hash(config)
-    assert kinds(restored.config) == (A, B, C)
+    assert restored.config.kinds == (A, B, C)
     assert json.loads(json.dumps(metadata)) == metadata
     for path, value in paths(nnx.to_pure_dict(nnx.state(restored, nnx.Param))).items():
         np.testing.assert_array_equal(value, paths(values["params"])[path], err_msg=path)
@@ -444,7 +447,7 @@ def test_a_checkpoint_restores_with_its_kinds(tmp_path):
     del older["layer_kinds"]
     older = dataclasses.replace(source, metadata=source.metadata | {"config": older})
     found = checkpoint.config_of(older)
-    assert (found.layer_kinds, found.rope_scaling) == ((), (8.0, 1.0, 4.0, 16))
+    assert (found.layer_kinds, found.rope_scaling) == ((), Llama3(8.0, 1.0, 4.0, 16))
     assert checkpoint.restore_variables(older, layout).keys() == {"params"}
 
 
@@ -468,11 +471,11 @@ def test_kinds_that_no_model_can_have(fields, said):
     "scaling",
     [
         None,
-        ("linear", 4.0),
-        (8.0, 1.0, 4.0, 64),
-        ("yarn", 4.0, 32.0, 1.0, 4_096, True, 1.1386),
-        ("yarn", 40.0, 32.0, 1.0, 4_096, False, 1.0),
-        ("yarn", 8.0, 4.0, 4.0, 64, True, 1.0),  # no ramp between the two
+        Linear(4.0),
+        Llama3(8.0, 1.0, 4.0, 64),
+        Yarn(4.0, 32.0, 1.0, 4_096, True, 1.1386),
+        Yarn(40.0, 32.0, 1.0, 4_096, False, 1.0),
+        Yarn(8.0, 4.0, 4.0, 64, True, 1.0),  # no ramp between the two
     ],
 )
 @pytest.mark.parametrize(("theta", "dim"), [(1e4, 64), (1e6, 6)])
@@ -480,3 +483,26 @@ def test_frequencies_are_those_of_transformers(scaling, theta, dim):
     kind = Kind(None, theta, scaling)
     (ours,) = rope_angles(kind, dim, jnp.array([[1]]))[0]
     np.testing.assert_allclose(ours, frequencies(kind, dim), rtol=2e-6)
+
+
+@pytest.mark.parametrize(("low", "high"), [(4.0, 1.0), (3.0, 3.0), (1.0, 4.0)])
+def test_llama_3_s_factors_in_any_order_are_those_of_transformers(low, high):
+    """Its formula, step by step: where low is above high, no wavelength is smoothed."""
+    factor, original, theta, dim = 8.0, 64, 500.0, 64
+    wanted = []
+    for i in range(dim // 2):
+        frequency = theta ** (-2 * i / dim)
+        wavelength = 2 * math.pi / frequency
+        scaled = frequency / factor if wavelength > original / low else frequency
+        if original / high <= wavelength <= original / low:  # neither short nor long
+            smooth = (original / wavelength - low) / (high - low) if high != low else 1.0
+            scaled = (1 - smooth) * frequency / factor + smooth * frequency
+        wanted.append(scaled)
+    kind = Kind(None, theta, Llama3(factor, low, high, original))
+    (ours,) = rope_angles(kind, dim, jnp.array([[1]]))[0]
+    np.testing.assert_allclose(ours, wanted, rtol=2e-6)
+    ratios = np.array(wanted) * theta ** (2 * np.arange(dim // 2) / dim)
+    smoothed = ((ratios > 0.126) & (ratios < 0.999)).any()
+    assert smoothed == (low < high), "the case has wavelengths on both sides and between"
+    assert ratios.min() < 0.126
+    assert ratios.max() > 0.999
