@@ -41,7 +41,7 @@ class Flags:
 
 @dataclasses.dataclass(frozen=True)
 class RunRecord:
-    """What a run's folder says about it."""
+    """A run's flags, losses and evaluations, from its folder."""
 
     name: str
     flags: dict[str, Any]

@@ -16,7 +16,7 @@ from recipes.common.runtime.mesh import make_mesh
 from recipes.common.sharding.abstract import paths
 from recipes.common.sharding.layout import make_layout, shardings
 from recipes.common.train import offload, update
-from recipes.common.train.optimizer import LearningRate, adamw, make_optimizer
+from recipes.common.train.optimizer import LearningRate, adamw, decaying, make_optimizer
 from recipes.common.train.state import abstract_state
 from recipes.common.train.step import TrainStep
 from tests.conftest import full_except
@@ -54,7 +54,8 @@ def updated(entry: str, mesh: str, strategy: str, name: str, offloaded: str, fin
     """The state, by path, after three updates with random gradients."""
     layout = ENTRIES[entry].layout(mesh, strategy)
     given = {"lr": lambda count: 0.01 / (1 + count), "weight_decay": 0.1, "clip_norm": 1.0}
-    optimizer = make_optimizer(name, matrices=matrices_of(entry, layout), **given)
+    given |= {"matrices": matrices_of(entry, layout), "decays": decaying(layout)}
+    optimizer = make_optimizer(name, **given)
     abstract = abstract_state(layout, optimizer, offloaded)
     state = first(optimizer, abstract)
 
