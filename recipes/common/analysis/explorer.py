@@ -1,0 +1,350 @@
+"""The sharding explorer: one HTML file that shows what every strategy does to every array.
+
+The page holds the zoo's tables as JSON (`tables`) and the formulas of this package as syntax trees
+(portable.py), so that whatever it shows is computed by the same code as a report or a plan.
+"""
+
+import ast
+import contextlib
+import importlib
+import io
+import json
+import math
+import pathlib
+import sys
+import tokenize
+import types
+from collections.abc import Iterator, Mapping
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+from flax import nnx
+from jax.sharding import AbstractDevice, AbstractMesh, AxisType
+
+from recipes.common.analysis import memory, search, textbook
+from recipes.common.analysis.hardware import HARDWARE, USABLE, parse_devices
+from recipes.common.analysis.portable import NATIVE, Library
+from recipes.common.analysis.report import size
+from recipes.common.runtime import UserError, describe
+from recipes.common.sharding import layout as layouts
+from recipes.common.sharding import rules as sharding_rules
+from recipes.common.sharding.abstract import AbstractModel, abstract_model, paths
+from recipes.common.sharding.rules import Rules
+
+ASSETS = pathlib.Path(__file__).parent / "explorer"
+ROOT = pathlib.Path(__file__).parents[3]
+FORMULAS = (
+    layouts.make_layout, textbook.transfers, memory.memory_parts, search.meshes,
+    sharding_rules.default_strategy, sharding_rules.partition_spec, size, describe,
+)  # fmt: skip
+RUN = "run"  # the size of a run that is shown
+MOST_ROWS, MOST_TOKENS = 2**16, 2**17  # beyond, products exceed what JavaScript counts exactly
+ROWS, LENGTH = 3, 16  # of the batch that `activations` traces
+PODS = (128, 256, 512)  # devices, beside the 8 to 64 of every kind
+Array = tuple[tuple[str | None, ...], tuple[int, ...]]  # (logical axes, shape)
+
+
+class Shown(NamedTuple):
+    """What the page begins with."""
+
+    entry: str
+    size: str  # a key of SIZES, or RUN
+    config: Any  # of RUN; None: the size's
+    strategy: str  # a key of RULES, or the name of rules to add
+    rules: Rules
+    mesh: dict[str, int]
+    device: str  # a key of HARDWARE
+    batch_size: int
+    seq_len: int
+    accumulate: int = 1
+    offload: str = ""
+
+
+def page(models: Mapping[str, type], shown: Shown | None, source: str) -> str:
+    """The whole page.
+
+    Args:
+      models: name of an entry → its class.
+      source: what links to lines of the zoo begin with.
+    """
+    library = Library()
+    found = {name: tables(model) for name, model in models.items()}
+    if shown:
+        found[shown.entry]["tables"]["RULES"] |= {shown.strategy: shown.rules}
+    if shown and shown.config:
+        of_run = arrays(models[shown.entry], shown.config)
+        of_run |= {"accumulate": shown.accumulate, "offload": shown.offload}
+        found[shown.entry]["sizes"][RUN] = of_run
+    data = {
+        "formulas": {formula.__name__: library.add(formula)[1] for formula in FORMULAS},
+        "definitions": library.definitions,
+        "native": sorted(NATIVE),
+        "names": {"heads": textbook.HEADS, "experts": textbook.EXPERT, "layers": textbook.LAYERS},
+        "entries": found,
+        "chips": {kind: _chip(kind) for kind in HARDWARE},
+        "usable": USABLE,
+        "most": {"batch": MOST_ROWS, "seq": MOST_TOKENS},
+        "source": source,
+        "start": _start(shown) if shown else {},
+    }
+    text = json.dumps(data, separators=(",", ":")).replace("<", "\\u003c")
+    names = ("style.css", "python.js", "compute.js", "page.js")
+    parts = {name: (ASSETS / name).read_text() for name in names} | {"data": text}
+    html = (ASSETS / "page.html").read_text()
+    for name, part in parts.items():
+        html = html.replace(f"{{{{{name}}}}}", part)
+    return html
+
+
+def _start(shown: Shown) -> dict[str, str]:
+    """The page's state, as in its address."""
+    return {
+        "entry": shown.entry,
+        "size": shown.size,
+        "chip": shown.device,
+        "devices": str(math.prod(shown.mesh.values())),
+        "batch": str(shown.batch_size),
+        "seq": str(shown.seq_len),
+        "a": shown.strategy,
+        "mesh_a": describe(shown.mesh),
+    }
+
+
+def _chip(kind: str) -> dict[str, Any]:
+    """What the page shows of a kind of device: its memory, and the slices or clusters to choose."""
+
+    def exists(count: int) -> bool:
+        try:
+            return parse_devices(f"{kind}:{count}").count == count
+        except UserError:
+            return False
+
+    hardware = HARDWARE[kind]
+    return {
+        "name": hardware.name,
+        "platform": hardware.platform,
+        "memory": hardware.memory,
+        "pods": [count for count in PODS if exists(count)],
+    }
+
+
+# ---- an entry's tables ---------------------------------------------------------------------------
+
+
+def tables(model: type) -> dict[str, Any]:
+    """An entry's rules and where they stand, and the arrays of all its sizes."""
+    zoo = sys.modules[model.__module__]
+    names = ("LOGICAL_AXES", "IN_USE", "UNEVEN", "WITHIN", "RULES")
+    return {
+        "tables": {name: dict(getattr(zoo, name)) for name in names if hasattr(zoo, name)}
+        | ({"POSITIONS": zoo.POSITIONS} if hasattr(zoo, "POSITIONS") else {}),
+        "causes": causes(zoo),
+        "sizes": {name: arrays(model, config()) for name, config in zoo.SIZES.items()},
+    }
+
+
+def arrays(model: type, config: Any) -> dict[str, Any]:
+    """A size's config and the logical axes and shapes of its arrays."""
+
+    def build() -> nnx.Module:
+        return model(config, rngs=nnx.Rngs(0))
+
+    zoo, abstract = sys.modules[model.__module__], abstract_model(build)
+    weights = {
+        kind: [
+            [path, leaf.shape, paths(abstract.axes[kind])[path], leaf.dtype.itemsize]
+            for path, leaf in paths(tree).items()
+        ]
+        for kind, tree in abstract.shapes.items()
+    }
+    found = {"weights": weights, "activations": activations(zoo, config, abstract)}
+    public = (name for name in dir(config) if not name.startswith("_"))
+    values = {name: getattr(config, name) for name in public}
+    found["config"] = {name: value for name, value in values.items() if not callable(value)}
+    if hasattr(model, "prefill"):
+        found["cache"] = cache(zoo, config, abstract)
+    return found
+
+
+def activations(zoo: Any, config: Any, abstract: AbstractModel) -> list[Array]:
+    """The activations that the loss shards, as traced: those with a name for each dim.
+
+    A dim of 0 stands for the batch's rows, and one of -1 for a row's positions.
+    """
+    inside, *between = sharding_rules.positions(zoo) or ("",)
+    tied = {axis: (axis, inside) for axis in between}  # a shard_map needs all axes of T
+
+    def loss(variables, batch):
+        return abstract.merge(variables).loss(**batch)[0]
+
+    with _axes_as_mesh(zoo, AxisType.Auto, {}, tied):
+        traced = jax.make_jaxpr(loss)(abstract.shapes, _batch(config))
+    found: dict[Array, None] = {}
+    for spec, shape in _constraints(traced.jaxpr):
+        axes = tuple(axis[0] if isinstance(axis, tuple) else axis for axis in spec)
+        whole = len(axes) == len(shape) and None not in axes
+        if whole and axes[0] == "batch" and shape[0] == ROWS:
+            of_rows = axes[1:2] if hasattr(config, "vocab_size") else ()
+            dims = (-1 if axis in of_rows else dim for axis, dim in zip(axes, shape, strict=True))
+            found[axes, (0, *[*dims][1:])] = None
+    return list(found)
+
+
+def cache(zoo: Any, config: Any, abstract: AbstractModel) -> list[Array]:
+    """The keys and values that generation keeps; a dim of 0 or -1 as in `activations`."""
+    known, positions = zoo.LOGICAL_AXES, sharding_rules.positions(zoo)
+    (slots,) = (a for a, on in known.items() if on.startswith("instead") and a not in positions)
+    rules = {axis: None for axis, on in known.items() if on in ("weights", "stack")}
+    # Explicit axes must agree: an array's heads are queries' or keys', its T positions or slots.
+    rules |= dict.fromkeys(positions) | {textbook.HEADS: memory.KV_HEADS}
+
+    def prefill(variables, tokens, lengths):
+        return abstract.merge(variables).prefill(tokens, lengths, LENGTH)[1]
+
+    tokens = jax.ShapeDtypeStruct((ROWS, LENGTH), np.int32)
+    lengths = jax.ShapeDtypeStruct((ROWS,), np.int32)
+    with _axes_as_mesh(zoo, AxisType.Explicit, {slots: 2}, rules):
+        kept = jax.eval_shape(prefill, abstract.shapes, tokens, lengths)
+    found = []
+    for array in (kept.k, kept.v):
+        axes = tuple(axis[0] if isinstance(axis, tuple) else axis for axis in array.sharding.spec)
+        stands_for = {"batch": 0, slots: -1}
+        dims = (stands_for.get(axis, n) for axis, n in zip(axes, array.shape, strict=True))
+        found.append((axes, tuple(dims)))
+    return found
+
+
+def _batch(config: Any) -> dict[str, jax.ShapeDtypeStruct]:
+    """The arguments of a model's loss."""
+
+    def array(dtype, *dims: int) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct((ROWS, *dims), dtype)
+
+    if hasattr(config, "vocab_size"):
+        return dict.fromkeys(("tokens", "targets"), array(np.int32, LENGTH))
+    label, width = array(np.int32), getattr(config, "image_size", 0)
+    if width:
+        return {"image": array(np.float32, width, width, config.channels), "label": label}
+    if hasattr(config, "inputs"):
+        return {"image": array(np.float32, config.inputs), "label": label}
+    return dict.fromkeys(("x", "y"), array(np.float32, config.embed))
+
+
+def _constraints(jaxpr: Any) -> Iterator[tuple[tuple, tuple[int, ...]]]:
+    """(spec, shape) of every array that a program constrains."""
+    for equation in jaxpr.eqns:
+        if equation.primitive.name == "sharding_constraint":
+            yield tuple(equation.params["sharding"].spec), equation.outvars[0].aval.shape
+        for value in jax.tree.leaves([*equation.params.values()], is_leaf=_is_jaxpr):
+            if _is_jaxpr(value):
+                yield from _constraints(getattr(value, "jaxpr", value))
+
+
+def _is_jaxpr(value: Any) -> bool:
+    return hasattr(value, "eqns") or hasattr(value, "jaxpr")
+
+
+@contextlib.contextmanager
+def _axes_as_mesh(zoo: Any, kind: AxisType, sizes: Mapping[str, int], rules: dict[str, Any]):
+    """A context to trace in, whose mesh axes are the logical axes: specs name these.
+
+    Args:
+      sizes: of the axes that have more than one device.
+      rules: of the axes that are not mapped to themselves alone.
+    """
+    names = tuple(zoo.LOGICAL_AXES)
+    mesh = AbstractMesh(
+        tuple(sizes.get(name, 1) for name in names), names, axis_types=(kind,) * len(names),
+        abstract_device=AbstractDevice("cpu", None, "cpu"),
+    )  # fmt: skip
+    rules = {name: name for name in names} | rules
+    for axis, other in getattr(zoo, "WITHIN", {}).items():
+        rules[other] = (other, axis)
+    with jax.sharding.use_abstract_mesh(mesh), nnx.logical_axis_rules(tuple(rules.items())):
+        yield
+
+
+# ---- which line of the zoo causes a sharding -----------------------------------------------------
+
+
+class Source:
+    """A zoo file's syntax tree and comments."""
+
+    def __init__(self, module: types.ModuleType):
+        self.path = pathlib.Path(str(module.__file__))
+        text = self.path.read_text()
+        self.module, self.tree = module, ast.parse(text)
+        tokens = tokenize.generate_tokens(io.StringIO(text).readline)
+        self.comments: dict[int, str] = {}
+        self.alone: set[int] = set()  # lines that are nothing but a comment
+        for token in tokens:
+            if token.type == tokenize.COMMENT:
+                line = token.start[0]
+                self.comments[line] = token.string.lstrip("# ")
+                self.alone |= {line} if token.line.lstrip().startswith("#") else set()
+
+    def beside(self, line: int) -> str:
+        """The comment at the end of a line, and its continuation on the next ones."""
+        lines = [line] if line in self.comments else []
+        while lines and lines[-1] + 1 in self.alone:
+            lines.append(lines[-1] + 1)
+        return " ".join(self.comments[each] for each in lines)
+
+    def above(self, line: int) -> str:
+        lines: list[int] = []
+        while line - 1 - len(lines) in self.alone:
+            lines.insert(0, line - 1 - len(lines))
+        return " ".join(self.comments[each] for each in lines)
+
+    def find(self, name: str) -> tuple["Source", ast.Assign | ast.AnnAssign]:
+        """Where a global name is assigned, in this file or the one that it is imported from."""
+        for node in self.tree.body:
+            targets = getattr(node, "targets", [getattr(node, "target", None)])
+            if any(isinstance(target, ast.Name) and target.id == name for target in targets):
+                return self, node  # pyright: ignore
+            if isinstance(node, ast.ImportFrom) and name in {
+                x.asname or x.name for x in node.names
+            }:
+                other = importlib.import_module("." * node.level + str(node.module), "zoo")
+                return Source(other).find(name)
+        raise LookupError(f"{self.path.name} has no {name}")
+
+
+def causes(zoo: types.ModuleType) -> dict[str, Any]:
+    """Where each rule of each strategy stands: {"rows": …, "strategies": name → axis → its row}."""
+    source = Source(zoo)
+    where, assigned = source.find("RULES")
+    rows: dict[tuple, int] = {}
+    found: dict[str, dict[str, int]] = {}
+    for name, (of, expression) in _strategies(where, assigned.value).items():
+        of_axes = _rules(of, expression, "")
+        found[name] = {axis: rows.setdefault(row, len(rows)) for axis, row in of_axes.items()}
+    return {"rows": list(rows), "strategies": found}
+
+
+def _strategies(source: Source, node: Any) -> dict[str, tuple[Source, ast.expr]]:
+    """Strategy → the expression of its rules, and the file that it is in."""
+    if isinstance(node, ast.Call):
+        return _strategies(source, node.args[-1])
+    if isinstance(node, ast.Name):
+        where, assigned = source.find(node.id)
+        return _strategies(where, assigned.value)
+    if isinstance(node, ast.BinOp):
+        return _strategies(source, node.left) | _strategies(source, node.right)
+    names = [ast.literal_eval(key) for key in node.keys]
+    return {name: (source, value) for name, value in zip(names, node.values, strict=True)}
+
+
+def _rules(source: Source, node: Any, table: str, about: str = "") -> dict[str, tuple]:
+    """Logical axis → (table, its comment, file, line, the rule's comment)."""
+    if isinstance(node, ast.BinOp):
+        return _rules(source, node.left, table, about) | _rules(source, node.right, table, about)
+    if isinstance(node, ast.Name):
+        where, assigned = source.find(node.id)
+        return _rules(where, assigned.value, node.id, where.above(assigned.lineno))
+    file = source.path.relative_to(ROOT).as_posix()
+    return {
+        ast.literal_eval(key): (table, about, file, key.lineno, source.beside(key.lineno))
+        for key in node.keys
+    }

@@ -1,0 +1,171 @@
+"""Python functions as JSON: their syntax trees, with the functions and constants that they use.
+
+The explorer's page interprets them (explorer/python.js), so that it computes with the formulas of
+this project instead of a copy of them. What Python's standard library, JAX and Flax do in these
+functions, python.js does itself: NATIVE lists it.
+"""
+
+import ast
+import builtins
+import dataclasses
+import inspect
+import textwrap
+import types
+from typing import Any
+
+PROJECT = ("recipes", "zoo")
+NATIVE = {  # names of functions, classes and values; of our own, those that need JAX
+    *(
+        "abs",
+        "all",
+        "any",
+        "dict",
+        "enumerate",
+        "filter",
+        "float",
+        "frozenset",
+        "getattr",
+        "hasattr",
+    ),
+    *(
+        "isinstance",
+        "iter",
+        "len",
+        "list",
+        "map",
+        "max",
+        "min",
+        "next",
+        "range",
+        "repr",
+        "reversed",
+    ),
+    *("round", "set", "sorted", "str", "sum", "tuple", "zip"),
+    *("prod", "lcm", "gcd", "ceil", "product", "get_close_matches", "modules"),
+    *("get_abstract_mesh", "get_logical_axis_rules", "devices", "dtype", "AxisType", "Rngs"),
+    *("PartitionSpec", "UserError", "paths", "abstract_model", "trace"),
+}
+NEVER = {"Path", "_read"}  # not reached: the page's rules are in no file
+DROPPED = {"ctx", "kind", "type_comment", "annotation", "returns", "decorator_list", "type_params"}
+Node = Any  # nested lists: [type of a syntax node, *its fields]
+
+
+class Library:
+    """Functions as JSON, by the names under which they refer to each other."""
+
+    def __init__(self):
+        self.definitions: dict[str, Any] = {}
+        self._attributes: set[str] = set()  # read anywhere: decides which methods are needed
+        self._classes: dict[str, type] = {}
+
+    def add(self, thing: Any) -> Node:
+        """Returns the node that refers to a function or value; defines all that it uses."""
+        node = self._value(thing, getattr(thing, "__name__", ""))
+        while missing := self._missing_methods():
+            for name, method, member in missing:
+                of_class = self.definitions[name]
+                of_class["properties"] += [method] * isinstance(member, property)
+                function = member.fget if isinstance(member, property) else member
+                of_class["methods"][method] = self._function(function)
+        return node
+
+    def _missing_methods(self) -> list[tuple[str, str, Any]]:
+        return [
+            (name, method, member)
+            for name, of_class in self._classes.items()
+            for method, member in vars(of_class).items()
+            if method in self._attributes - NATIVE
+            and method not in self.definitions[name]["methods"]
+            and isinstance(member, (property, types.FunctionType))
+        ]
+
+    def _value(self, value: Any, name: str) -> Node:
+        """A node that evaluates to a global value; `name`: what its user calls it."""
+        if name in NATIVE | NEVER:
+            return ["Native", name]
+        if value is None or isinstance(value, (bool, int, float, str)):
+            return ["Constant", value]
+        module = str(getattr(value, "__module__", "")).partition(".")[0]
+        if module in PROJECT and isinstance(value, (type, types.FunctionType)):
+            return self._definition(value)
+        if isinstance(value, tuple) and hasattr(value, "_fields"):
+            return ["Call", self._definition(type(value)), [self._value(x, "") for x in value], []]
+        if isinstance(value, dict):
+            pairs = [(self._value(k, ""), self._value(v, "")) for k, v in value.items()]
+            return ["Dict", *map(list, zip(*pairs, strict=True))] if pairs else ["Dict", [], []]
+        if isinstance(value, (tuple, list, set, frozenset)):
+            return ["Tuple", [self._value(x, "") for x in value]]
+        if not name:  # a value in a table, such as a kernel: formulas only ask for its name
+            return ["Constant", None]
+        raise TypeError(f"python.js has no {name!r}, and it is not one of this project's functions")
+
+    def _definition(self, thing: Any) -> Node:
+        name = f"{thing.__module__}.{thing.__qualname__}"
+        if name not in self.definitions:
+            self.definitions[name] = {}  # may refer to itself
+            if isinstance(thing, type):
+                self._classes[name] = thing
+            of = self._fields(thing) if isinstance(thing, type) else self._function(thing)
+            self.definitions[name].update(of)
+        return ["Global", name]
+
+    def _fields(self, of_class: type) -> dict[str, Any]:
+        if dataclasses.is_dataclass(of_class):
+            fields, defaults = [field.name for field in dataclasses.fields(of_class)], {}
+        else:
+            fields, defaults = list(of_class._fields), of_class._field_defaults  # pyright: ignore
+        values = {name: self._value(value, "") for name, value in defaults.items()}
+        return {"fields": fields, "defaults": values, "methods": {}, "properties": []}
+
+    def _function(self, function: types.FunctionType) -> dict[str, Any]:
+        inner = inspect.unwrap(function)
+        tree: Any = ast.parse(textwrap.dedent(inspect.getsource(inner))).body[0]
+        return {"def": self._encode(tree, _bound(tree), inner.__globals__)}
+
+    def _encode(self, node: Any, bound: set[str], scope: dict[str, Any]) -> Node:
+        if isinstance(node, list):
+            return [self._encode(item, bound, scope) for item in node]
+        if not isinstance(node, ast.AST):
+            return node
+        if isinstance(node, (ast.Name, ast.Attribute)) and (found := _global(node, bound, scope)):
+            return self._value(*found)
+        if isinstance(node, ast.Attribute):
+            self._attributes.add(node.attr)
+        if isinstance(node, ast.AnnAssign):
+            node = ast.Assign([node.target], node.value or ast.Constant(None))
+        if isinstance(node, ast.FunctionDef):
+            yields = any(isinstance(inner, (ast.Yield, ast.YieldFrom)) for inner in ast.walk(node))
+            body = node.body[1:] if ast.get_docstring(node) else node.body
+            return [
+                "FunctionDef",
+                node.name,
+                *self._encode([node.args, body], bound, scope),
+                yields,
+            ]
+        fields = [getattr(node, name, None) for name in node._fields if name not in DROPPED]
+        return [type(node).__name__, *(self._encode(field, bound, scope) for field in fields)]
+
+
+def _bound(tree: ast.AST) -> set[str]:
+    """The names that a function or one inside it binds."""
+    names = {node.arg for node in ast.walk(tree) if isinstance(node, ast.arg)}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            names.add(node.id)
+        if isinstance(node, ast.FunctionDef) and node is not tree:
+            names.add(node.name)
+    return names
+
+
+def _global(node: ast.AST, bound: set[str], scope: dict[str, Any]) -> tuple[Any, str] | None:
+    """(value, name) of NAME or MODULE.NAME, if that is global; None for other expressions."""
+    if isinstance(node, ast.Name):
+        if node.id in bound:
+            return None
+        value = scope[node.id] if node.id in scope else getattr(builtins, node.id)
+        return value, node.id
+    if isinstance(node, ast.Attribute):
+        outer = _global(node.value, bound, scope)
+        if outer and isinstance(outer[0], types.ModuleType):
+            return getattr(outer[0], node.attr), node.attr
+    return None
