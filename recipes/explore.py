@@ -120,7 +120,8 @@ def of_run(flags: Flags) -> explorer.Shown:
     source = checkpoint.open_checkpoint(found.path)  # an adapter as it was trained, not merged
     facts, config = source.metadata, checkpoint.config_of(source)
     saved: dict[str, Any] = facts["flags"]
-    rules = {a: tuple(t) if isinstance(t, list) else t for a, t in facts["rules"]["table"].items()}
+    table = facts["rules"]["table"]  # an older version's may lack axes
+    rules = dict.fromkeys(entries.zoo_file(facts["entry"]).LOGICAL_AXES) | table
     device = "cpu" if getattr(config, "dtype", "float32") == "float32" else flags.device
     return explorer.Shown(
         facts["entry"], explorer.RUN, config, facts["rules"]["name"], rules, facts["mesh"], device,

@@ -6,6 +6,7 @@ The page holds the zoo's tables as JSON (`tables`) and the formulas of this pack
 
 import ast
 import contextlib
+import copy
 import importlib
 import io
 import json
@@ -23,10 +24,10 @@ from flax import nnx
 from jax.sharding import AbstractDevice, AbstractMesh, AxisType
 
 from recipes.common.analysis import memory, search, textbook
-from recipes.common.analysis.hardware import HARDWARE, USABLE, parse_devices
-from recipes.common.analysis.portable import NATIVE, Library
+from recipes.common.analysis.hardware import HARDWARE, USABLE
+from recipes.common.analysis.portable import Library
 from recipes.common.analysis.report import size
-from recipes.common.runtime import UserError, describe
+from recipes.common.runtime import describe
 from recipes.common.sharding import layout as layouts
 from recipes.common.sharding import rules as sharding_rules
 from recipes.common.sharding.abstract import AbstractModel, abstract_model, paths
@@ -69,20 +70,27 @@ def page(models: Mapping[str, type], shown: Shown | None, source: str) -> str:
       source: what links to lines of the zoo begin with.
     """
     library = Library()
-    found = {name: tables(model) for name, model in models.items()}
+    found = {name: tables(model, library) for name, model in models.items()}
     if shown:
         found[shown.entry]["tables"]["RULES"] |= {shown.strategy: shown.rules}
     if shown and shown.config:
-        of_run = arrays(models[shown.entry], shown.config)
+        of_run = arrays(models[shown.entry], shown.config, library)
         of_run |= {"accumulate": shown.accumulate, "offload": shown.offload}
         found[shown.entry]["sizes"][RUN] = of_run
     data = {
         "formulas": {formula.__name__: library.add(formula)[1] for formula in FORMULAS},
         "definitions": library.definitions,
-        "native": sorted(NATIVE),
         "names": {"heads": textbook.HEADS, "experts": textbook.EXPERT, "layers": textbook.LAYERS},
         "entries": found,
-        "chips": {kind: _chip(kind) for kind in HARDWARE},
+        "chips": {
+            kind: {
+                "name": x.name,
+                "platform": x.platform,
+                "memory": x.memory,
+                "pods": [n for n in PODS if n <= x.most or not x.torus],
+            }
+            for kind, x in HARDWARE.items()
+        },
         "usable": USABLE,
         "most": {"batch": MOST_ROWS, "seq": MOST_TOKENS},
         "source": source,
@@ -111,60 +119,37 @@ def _start(shown: Shown) -> dict[str, str]:
     }
 
 
-def _chip(kind: str) -> dict[str, Any]:
-    """What the page shows of a kind of device: its memory, and the slices or clusters to choose."""
-
-    def exists(count: int) -> bool:
-        try:
-            return parse_devices(f"{kind}:{count}").count == count
-        except UserError:
-            return False
-
-    hardware = HARDWARE[kind]
-    return {
-        "name": hardware.name,
-        "platform": hardware.platform,
-        "memory": hardware.memory,
-        "pods": [count for count in PODS if exists(count)],
-    }
-
-
 # ---- an entry's tables ---------------------------------------------------------------------------
 
 
-def tables(model: type) -> dict[str, Any]:
+def tables(model: type, library: Library) -> dict[str, Any]:
     """An entry's rules and where they stand, and the arrays of all its sizes."""
     zoo = sys.modules[model.__module__]
-    names = ("LOGICAL_AXES", "IN_USE", "UNEVEN", "WITHIN", "RULES")
+    names = ("LOGICAL_AXES", "IN_USE", "UNEVEN", "POSITIONS", "WITHIN", "RULES")
     return {
-        "tables": {name: dict(getattr(zoo, name)) for name in names if hasattr(zoo, name)}
-        | ({"POSITIONS": zoo.POSITIONS} if hasattr(zoo, "POSITIONS") else {}),
+        "tables": {name: copy.copy(getattr(zoo, name)) for name in names if hasattr(zoo, name)},
         "causes": causes(zoo),
-        "sizes": {name: arrays(model, config()) for name, config in zoo.SIZES.items()},
+        "sizes": {name: arrays(model, config(), library) for name, config in zoo.SIZES.items()},
     }
 
 
-def arrays(model: type, config: Any) -> dict[str, Any]:
-    """A size's config and the logical axes and shapes of its arrays."""
-
-    def build() -> nnx.Module:
-        return model(config, rngs=nnx.Rngs(0))
-
-    zoo, abstract = sys.modules[model.__module__], abstract_model(build)
-    weights = {
-        kind: [
-            [path, leaf.shape, paths(abstract.axes[kind])[path], leaf.dtype.itemsize]
-            for path, leaf in paths(tree).items()
-        ]
-        for kind, tree in abstract.shapes.items()
+def arrays(model: type, config: Any, library: Library) -> dict[str, Any]:
+    """A size's config, as nodes for python.js, and the logical axes and shapes of its arrays."""
+    zoo = sys.modules[model.__module__]
+    abstract = abstract_model(lambda: model(config, rngs=nnx.Rngs(0)))
+    public = {name: getattr(config, name) for name in dir(config) if not name.startswith("_")}
+    found = {
+        "config": {name: library.add(x) for name, x in public.items() if not callable(x)},
+        "weights": {
+            kind: [
+                [path, leaf.shape, paths(abstract.axes[kind])[path], leaf.dtype.itemsize]
+                for path, leaf in paths(tree).items()
+            ]
+            for kind, tree in abstract.shapes.items()
+        },
+        "activations": activations(zoo, config, abstract),
     }
-    found = {"weights": weights, "activations": activations(zoo, config, abstract)}
-    public = (name for name in dir(config) if not name.startswith("_"))
-    values = {name: getattr(config, name) for name in public}
-    found["config"] = {name: value for name, value in values.items() if not callable(value)}
-    if hasattr(model, "prefill"):
-        found["cache"] = cache(zoo, config, abstract)
-    return found
+    return found | ({"cache": cache(zoo, abstract)} if hasattr(model, "prefill") else {})
 
 
 def activations(zoo: Any, config: Any, abstract: AbstractModel) -> list[Array]:
@@ -180,18 +165,16 @@ def activations(zoo: Any, config: Any, abstract: AbstractModel) -> list[Array]:
 
     with _axes_as_mesh(zoo, AxisType.Auto, {}, tied):
         traced = jax.make_jaxpr(loss)(abstract.shapes, _batch(config))
-    found: dict[Array, None] = {}
-    for spec, shape in _constraints(traced.jaxpr):
-        axes = tuple(axis[0] if isinstance(axis, tuple) else axis for axis in spec)
-        whole = len(axes) == len(shape) and None not in axes
-        if whole and axes[0] == "batch" and shape[0] == ROWS:
-            of_rows = axes[1:2] if hasattr(config, "vocab_size") else ()
-            dims = (-1 if axis in of_rows else dim for axis, dim in zip(axes, shape, strict=True))
-            found[axes, (0, *[*dims][1:])] = None
-    return list(found)
+    rows = dict.fromkeys(sharding_rules.positions(zoo), -1) | {"batch": 0}
+    found = [
+        _named(spec, shape, rows)
+        for spec, shape in _constraints(traced.jaxpr)
+        if len(spec) == len(shape) and shape[0] == ROWS and None not in spec
+    ]
+    return [*dict.fromkeys(array for array in found if array[0][0] == "batch")]
 
 
-def cache(zoo: Any, config: Any, abstract: AbstractModel) -> list[Array]:
+def cache(zoo: Any, abstract: AbstractModel) -> list[Array]:
     """The keys and values that generation keeps; a dim of 0 or -1 as in `activations`."""
     known, positions = zoo.LOGICAL_AXES, sharding_rules.positions(zoo)
     (slots,) = (a for a, on in known.items() if on.startswith("instead") and a not in positions)
@@ -202,17 +185,15 @@ def cache(zoo: Any, config: Any, abstract: AbstractModel) -> list[Array]:
     def prefill(variables, tokens, lengths):
         return abstract.merge(variables).prefill(tokens, lengths, LENGTH)[1]
 
-    tokens = jax.ShapeDtypeStruct((ROWS, LENGTH), np.int32)
-    lengths = jax.ShapeDtypeStruct((ROWS,), np.int32)
+    tokens, lengths = (jax.ShapeDtypeStruct(dims, np.int32) for dims in ((ROWS, LENGTH), (ROWS,)))
     with _axes_as_mesh(zoo, AxisType.Explicit, {slots: 2}, rules):
         kept = jax.eval_shape(prefill, abstract.shapes, tokens, lengths)
-    found = []
-    for array in (kept.k, kept.v):
-        axes = tuple(axis[0] if isinstance(axis, tuple) else axis for axis in array.sharding.spec)
-        stands_for = {"batch": 0, slots: -1}
-        dims = (stands_for.get(axis, n) for axis, n in zip(axes, array.shape, strict=True))
-        found.append((axes, tuple(dims)))
-    return found
+    return [_named(x.sharding.spec, x.shape, {"batch": 0, slots: -1}) for x in (kept.k, kept.v)]
+
+
+def _named(spec: Any, shape: tuple[int, ...], stand_ins: dict[str, int]) -> Array:
+    axes = tuple(axis[0] if isinstance(axis, tuple) else axis for axis in spec)
+    return axes, tuple(stand_ins.get(axis, n) for axis, n in zip(axes, shape, strict=True))
 
 
 def _batch(config: Any) -> dict[str, jax.ShapeDtypeStruct]:
@@ -223,12 +204,13 @@ def _batch(config: Any) -> dict[str, jax.ShapeDtypeStruct]:
 
     if hasattr(config, "vocab_size"):
         return dict.fromkeys(("tokens", "targets"), array(np.int32, LENGTH))
-    label, width = array(np.int32), getattr(config, "image_size", 0)
-    if width:
-        return {"image": array(np.float32, width, width, config.channels), "label": label}
-    if hasattr(config, "inputs"):
-        return {"image": array(np.float32, config.inputs), "label": label}
-    return dict.fromkeys(("x", "y"), array(np.float32, config.embed))
+    if hasattr(config, "image_size"):
+        dims = config.image_size, config.image_size, config.channels
+    elif hasattr(config, "inputs"):
+        dims = (config.inputs,)
+    else:
+        return dict.fromkeys(("x", "y"), array(np.float32, config.embed))
+    return {"image": array(np.float32, *dims), "label": array(np.int32)}
 
 
 def _constraints(jaxpr: Any) -> Iterator[tuple[tuple, tuple[int, ...]]]:

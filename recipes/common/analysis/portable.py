@@ -1,51 +1,26 @@
 """Python functions as JSON: their syntax trees, with the functions and constants that they use.
 
 The explorer's page interprets them (explorer/python.js), so that it computes with the formulas of
-this project instead of a copy of them. What Python's standard library, JAX and Flax do in these
-functions, python.js does itself: NATIVE lists it.
+this project instead of a copy of them. What builtins, the standard library and JAX do in these
+functions, python.js does itself, by name: NATIVE.
 """
 
 import ast
 import builtins
 import dataclasses
 import inspect
+import pathlib
+import re
 import textwrap
 import types
 from typing import Any
 
+NONE = dataclasses.MISSING
 PROJECT = ("recipes", "zoo")
-NATIVE = {  # names of functions, classes and values; of our own, those that need JAX
-    *(
-        "abs",
-        "all",
-        "any",
-        "dict",
-        "enumerate",
-        "filter",
-        "float",
-        "frozenset",
-        "getattr",
-        "hasattr",
-    ),
-    *(
-        "isinstance",
-        "iter",
-        "len",
-        "list",
-        "map",
-        "max",
-        "min",
-        "next",
-        "range",
-        "repr",
-        "reversed",
-    ),
-    *("round", "set", "sorted", "str", "sum", "tuple", "zip"),
-    *("prod", "lcm", "gcd", "ceil", "product", "get_close_matches", "modules"),
-    *("get_abstract_mesh", "get_logical_axis_rules", "devices", "dtype", "AxisType", "Rngs"),
-    *("PartitionSpec", "UserError", "paths", "abstract_model", "trace"),
+SCRIPT = pathlib.Path(__file__).parent / "explorer" / "python.js"
+NATIVE = {
+    *re.findall(r"^  (\w+): ", SCRIPT.read_text().split("natives = {")[1].split("\n};")[0], re.M)
 }
-NEVER = {"Path", "_read"}  # not reached: the page's rules are in no file
 DROPPED = {"ctx", "kind", "type_comment", "annotation", "returns", "decorator_list", "type_params"}
 Node = Any  # nested lists: [type of a syntax node, *its fields]
 
@@ -61,35 +36,32 @@ class Library:
     def add(self, thing: Any) -> Node:
         """Returns the node that refers to a function or value; defines all that it uses."""
         node = self._value(thing, getattr(thing, "__name__", ""))
-        while missing := self._missing_methods():
-            for name, method, member in missing:
-                of_class = self.definitions[name]
-                of_class["properties"] += [method] * isinstance(member, property)
-                function = member.fget if isinstance(member, property) else member
-                of_class["methods"][method] = self._function(function)
-        return node
-
-    def _missing_methods(self) -> list[tuple[str, str, Any]]:
-        return [
+        while missing := [
             (name, method, member)
             for name, of_class in self._classes.items()
             for method, member in vars(of_class).items()
-            if method in self._attributes - NATIVE
-            and method not in self.definitions[name]["methods"]
+            if method in self._attributes - NATIVE - self.definitions[name]["methods"].keys()
             and isinstance(member, (property, types.FunctionType))
-        ]
+        ]:
+            for name, method, member in missing:
+                is_property = isinstance(member, property)
+                self.definitions[name]["properties"] += [method] * is_property
+                function: Any = member.fget if is_property else member
+                self.definitions[name]["methods"][method] = self._function(function)
+        return node
 
     def _value(self, value: Any, name: str) -> Node:
         """A node that evaluates to a global value; `name`: what its user calls it."""
-        if name in NATIVE | NEVER:
+        if name in NATIVE:
             return ["Native", name]
         if value is None or isinstance(value, (bool, int, float, str)):
             return ["Constant", value]
         module = str(getattr(value, "__module__", "")).partition(".")[0]
         if module in PROJECT and isinstance(value, (type, types.FunctionType)):
             return self._definition(value)
-        if isinstance(value, tuple) and hasattr(value, "_fields"):
-            return ["Call", self._definition(type(value)), [self._value(x, "") for x in value], []]
+        if module in PROJECT and (fields := _fields(type(value))):
+            values = [self._value(getattr(value, name), "") for name in fields]
+            return ["Call", self._definition(type(value)), values, []]
         if isinstance(value, dict):
             pairs = [(self._value(k, ""), self._value(v, "")) for k, v in value.items()]
             return ["Dict", *map(list, zip(*pairs, strict=True))] if pairs else ["Dict", [], []]
@@ -105,17 +77,14 @@ class Library:
             self.definitions[name] = {}  # may refer to itself
             if isinstance(thing, type):
                 self._classes[name] = thing
-            of = self._fields(thing) if isinstance(thing, type) else self._function(thing)
-            self.definitions[name].update(of)
+                defaults = {
+                    n: self._value(x, "") for n, x in _fields(thing).items() if x is not NONE
+                }
+                parts = {"fields": [*_fields(thing)], "defaults": defaults}
+                self.definitions[name].update(parts, methods={}, properties=[])
+            else:
+                self.definitions[name].update(self._function(thing))
         return ["Global", name]
-
-    def _fields(self, of_class: type) -> dict[str, Any]:
-        if dataclasses.is_dataclass(of_class):
-            fields, defaults = [field.name for field in dataclasses.fields(of_class)], {}
-        else:
-            fields, defaults = list(of_class._fields), of_class._field_defaults  # pyright: ignore
-        values = {name: self._value(value, "") for name, value in defaults.items()}
-        return {"fields": fields, "defaults": values, "methods": {}, "properties": []}
 
     def _function(self, function: types.FunctionType) -> dict[str, Any]:
         inner = inspect.unwrap(function)
@@ -136,14 +105,18 @@ class Library:
         if isinstance(node, ast.FunctionDef):
             yields = any(isinstance(inner, (ast.Yield, ast.YieldFrom)) for inner in ast.walk(node))
             body = node.body[1:] if ast.get_docstring(node) else node.body
-            return [
-                "FunctionDef",
-                node.name,
-                *self._encode([node.args, body], bound, scope),
-                yields,
-            ]
+            parts = self._encode([node.args, body], bound, scope)
+            return ["FunctionDef", node.name, *parts, yields]
         fields = [getattr(node, name, None) for name in node._fields if name not in DROPPED]
         return [type(node).__name__, *(self._encode(field, bound, scope) for field in fields)]
+
+
+def _fields(of_class: Any) -> dict[str, Any]:
+    """Field → its default or NONE, of a NamedTuple or a dataclass; {} of other classes."""
+    if dataclasses.is_dataclass(of_class):
+        return {field.name: field.default for field in dataclasses.fields(of_class)}
+    defaults = getattr(of_class, "_field_defaults", {})
+    return {name: defaults.get(name, NONE) for name in getattr(of_class, "_fields", ())}
 
 
 def _bound(tree: ast.AST) -> set[str]:

@@ -2,7 +2,7 @@
 
 const DATA = JSON.parse(document.getElementById("data").textContent);
 const python = interpreter(DATA.definitions);
-const call = (name, args, words) => python(DATA.formulas[name], args, words);
+const call = (name, args, words) => python.call(DATA.formulas[name], args, words);
 const toPython = (x) =>
   Array.isArray(x) ? x.map(toPython) : x && typeof x === "object" ? new Dict(Object.entries(x).map(([k, v]) => [k, toPython(v)])) : x;
 
@@ -44,7 +44,7 @@ function meshesFor(entry, strategy, count) {
 /** The layout of a model, checked as in Python. Throws PythonError with the sentence that a recipe would print. */
 function layoutOf({ entry, size, strategy, mesh, chip, batch, seq }) {
   const { config: given, accumulate = 1, offload = "" } = DATA.entries[entry].sizes[size];
-  const config = Object.fromEntries(Object.entries(given).map(([name, value]) => [name, toPython(value)]));
+  const config = Object.fromEntries(Object.entries(given).map(([name, value]) => [name, python.evaluate(value)]));
   if ("dtype" in config && size !== "run") config.dtype = DATA.chips[chip].platform === "cpu" ? "float32" : "bfloat16";
   const layout = call("make_layout", [modelOf(entry, size), config, meshOf(parseMesh(mesh), chip), strategy], {
     batch_size: batch, microbatches: accumulate, seq_len: "vocab_size" in config ? seq : 0,

@@ -77,7 +77,9 @@ const COMPARISONS = {
   NotIn: (a, b) => !contains(a, b),
 };
 
-// ---- builtins ------------------------------------------------------------------------------------
+// ---- builtins, the standard library, JAX, and ours that need JAX -----------------------------------
+
+let active = null; // the layout whose `trace` is entered
 
 const plain = (f) => (args) => f(...args); // a function without keywords
 const key = ({ key: of }) => (x) => (of ? of([x], {}) : x);
@@ -123,11 +125,35 @@ export const natives = {
     fromkeys: plain((keys, value = null) => new Dict([...keys].map((each) => [each, value]))),
   }),
   str: plain((x) => text(x)),
+  int: plain(Math.trunc),
   float: plain(Number),
   isinstance: plain(isinstance),
   hasattr: plain((x, name) => attribute(x, name, missing) !== missing),
   getattr: plain((x, name, otherwise) => attribute(x, name, otherwise)),
   repr: plain((x) => text(x, true)),
+  // math, itertools, difflib, sys
+  prod: plain((x) => list(x).reduce((a, b) => a * b, 1)),
+  gcd: plain(gcd),
+  lcm: plain((...all) => all.reduce((a, b) => (a * b) / gcd(a, b), 1)),
+  ceil: plain(Math.ceil),
+  product: plain(product),
+  get_close_matches: plain(() => []),
+  modules: new Dict(), // the name of an entry → its tables
+  // JAX
+  get_abstract_mesh: plain(() => active.mesh),
+  get_logical_axis_rules: plain(() => active.rules.pairs()),
+  devices: plain(() => [active.mesh.abstract_device]),
+  dtype: plain((name) => ({ itemsize: { float32: 4, bfloat16: 2, float16: 2 }[name] })),
+  AxisType: { Explicit: "Explicit" },
+  PartitionSpec: plain((...axes) => axes),
+  Rngs: plain(() => null),
+  // ours
+  UserError: plain((message) => new PythonError(message)),
+  abstract_model: plain((build) => build([], {})),
+  paths: plain((tree) => tree),
+  trace: null, // a `with` statement enters it
+  Path: null, // never reached: the page's rules are in no file
+  _read: null,
 };
 
 const METHODS = {
@@ -170,30 +196,6 @@ function attribute(x, name, otherwise) {
   if (otherwise === undefined) throw new Error(`${text(x)} has no attribute ${name}`);
   return otherwise;
 }
-
-// ---- JAX and the standard library: portable.NATIVE -----------------------------------------------
-
-let active = null; // the layout whose `trace` is entered
-
-Object.assign(natives, {
-  prod: plain((x) => list(x).reduce((a, b) => a * b, 1)),
-  gcd: plain(gcd),
-  lcm: plain((...all) => all.reduce((a, b) => (a * b) / gcd(a, b), 1)),
-  ceil: plain(Math.ceil),
-  product: plain(product),
-  get_close_matches: plain(() => []),
-  get_abstract_mesh: plain(() => active.mesh),
-  get_logical_axis_rules: plain(() => active.rules.pairs()),
-  devices: plain(() => [active.mesh.abstract_device]),
-  dtype: plain((name) => ({ itemsize: { float32: 4, bfloat16: 2, float16: 2 }[name] })),
-  PartitionSpec: plain((...axes) => axes),
-  UserError: plain((message) => new PythonError(message)),
-  abstract_model: plain((build) => build([], {})),
-  paths: plain((tree) => tree),
-  Rngs: plain(() => null),
-  modules: new Dict(), // the name of an entry → its tables
-  AxisType: { Explicit: "Explicit" },
-});
 
 // ---- the interpreter -----------------------------------------------------------------------------
 
@@ -377,5 +379,5 @@ export function interpreter(definitions) {
     throw new Error(`python.js has no ${type}`);
   }
 
-  return (name, args, words = {}) => global(name)(args, words);
+  return { call: (name, args, words = {}) => global(name)(args, words), evaluate: (node) => run(node, {}) };
 }
