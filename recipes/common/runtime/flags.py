@@ -165,11 +165,6 @@ def parse(argv: list[str], *groups) -> list[Any] | None:
     ]
 
 
-def _name(field) -> str:
-    """The name of a field's flag: --from is the field `from_`, since `from` is a word of Python."""
-    return field.name.removesuffix("_")
-
-
 def _convert(field, default, text):
     """Converts a flag to its default's type. Raises UserError if it is out of its limits."""
     if isinstance(default, bool):
@@ -211,3 +206,8 @@ def usage(doc: str, *groups) -> str:
             options = f" ({', '.join(choices)})" if choices else ""
             lines.append(f"  {shown:<28} {about['help']}{options}")
     return "\n".join(lines)
+
+
+def _name(field) -> str:
+    """The name of a field's flag: --from is the field `from_`, since `from` is a word of Python."""
+    return field.name.removesuffix("_")
