@@ -32,23 +32,37 @@ class Library:
         self.definitions: dict[str, Any] = {}
         self._attributes: set[str] = set()  # read anywhere: decides which methods are needed
         self._classes: dict[str, type] = {}
+        self._searched: set[tuple[str, str]] = set()  # (class, attribute)
 
     def add(self, thing: Any) -> Node:
-        """Returns the node that refers to a function or value; defines all that it uses."""
+        """Returns the node that refers to a function or value; defines all that it uses.
+
+        Raises TypeError if that is more than python.js has.
+        """
         node = self._value(thing, getattr(thing, "__name__", ""))
-        while missing := [
-            (name, method, member)
-            for name, of_class in self._classes.items()
-            for method, member in vars(of_class).items()
-            if method in self._attributes - NATIVE - self.definitions[name]["methods"].keys()
-            and isinstance(member, (property, types.FunctionType))
-        ]:
-            for name, method, member in missing:
-                is_property = isinstance(member, property)
-                self.definitions[name]["properties"] += [method] * is_property
-                function: Any = member.fget if is_property else member
-                self.definitions[name]["methods"][method] = self._function(function)
+        while (
+            missing := {
+                (name, method)
+                for name, of_class in self._classes.items()
+                for method in self._attributes & vars(of_class).keys() - NATIVE
+            }
+            - self._searched
+        ):
+            self._searched |= missing
+            for name, method in sorted(missing):
+                self._add_method(self.definitions[name], method, vars(self._classes[name])[method])
         return node
+
+    def _add_method(self, of_class: dict[str, Any], name: str, member: Any) -> None:
+        is_property = isinstance(member, property)
+        function: Any = member.fget if is_property else member
+        before = dict(self.definitions)
+        try:
+            of_class["methods"][name] = self._function(function)
+        except TypeError:  # perhaps a method of another class is meant, such as str.lower
+            self.definitions = before
+        else:
+            of_class["properties"] += [name] * is_property
 
     def _value(self, value: Any, name: str) -> Node:
         """A node that evaluates to a global value; `name`: what its user calls it."""

@@ -136,6 +136,8 @@ export const natives = {
   gcd: plain(gcd),
   lcm: plain((...all) => all.reduce((a, b) => (a * b) / gcd(a, b), 1)),
   ceil: plain(Math.ceil),
+  floor: plain(Math.floor),
+  log2: plain(Math.log2),
   product: plain(product),
   get_close_matches: plain(() => []),
   modules: new Dict(), // the name of an entry → its tables
