@@ -8,6 +8,7 @@ import ast
 import contextlib
 import copy
 import importlib
+import inspect
 import io
 import json
 import math
@@ -15,7 +16,7 @@ import pathlib
 import sys
 import tokenize
 import types
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -80,7 +81,7 @@ def page(models: Mapping[str, type], shown: Shown | None, source: str) -> str:
     data = {
         "formulas": {formula.__name__: library.add(formula)[1] for formula in FORMULAS},
         "definitions": library.definitions,
-        "names": {"heads": textbook.HEADS, "experts": textbook.EXPERT, "layers": textbook.LAYERS},
+        "names": {"query": textbook.HEADS, "choice": textbook.EXPERT, "stack": textbook.LAYERS},
         "entries": found,
         "chips": {
             kind: {
@@ -137,6 +138,7 @@ def arrays(model: type, config: Any, library: Library) -> dict[str, Any]:
     """A size's config, as nodes for python.js, and the logical axes and shapes of its arrays."""
     zoo = sys.modules[model.__module__]
     abstract = abstract_model(lambda: model(config, rngs=nnx.Rngs(0)))
+    names = inspect.signature(model.loss).parameters
     public = {name: getattr(config, name) for name in dir(config) if not name.startswith("_")}
     found = {
         "config": {name: library.add(x) for name, x in public.items() if not callable(x)},
@@ -147,12 +149,12 @@ def arrays(model: type, config: Any, library: Library) -> dict[str, Any]:
             ]
             for kind, tree in abstract.shapes.items()
         },
-        "activations": activations(zoo, config, abstract),
+        "activations": activations(zoo, abstract, _batch(config, names)),
     }
     return found | ({"cache": cache(zoo, abstract)} if hasattr(model, "prefill") else {})
 
 
-def activations(zoo: Any, config: Any, abstract: AbstractModel) -> list[Array]:
+def activations(zoo: Any, abstract: AbstractModel, batch: dict[str, Any]) -> list[Array]:
     """The activations that the loss shards, as traced: those with a name for each dim.
 
     A dim of 0 stands for the batch's rows, and one of -1 for a row's positions.
@@ -164,7 +166,7 @@ def activations(zoo: Any, config: Any, abstract: AbstractModel) -> list[Array]:
         return abstract.merge(variables).loss(**batch)[0]
 
     with _axes_as_mesh(zoo, AxisType.Auto, {}, tied):
-        traced = jax.make_jaxpr(loss)(abstract.shapes, _batch(config))
+        traced = jax.make_jaxpr(loss)(abstract.shapes, batch)
     rows = dict.fromkeys(sharding_rules.positions(zoo), -1) | {"batch": 0}
     found = [
         _named(spec, shape, rows)
@@ -196,20 +198,18 @@ def _named(spec: Any, shape: tuple[int, ...], stand_ins: dict[str, int]) -> Arra
     return axes, tuple(stand_ins.get(axis, n) for axis, n in zip(axes, shape, strict=True))
 
 
-def _batch(config: Any) -> dict[str, jax.ShapeDtypeStruct]:
-    """The arguments of a model's loss."""
+def _batch(config: Any, names: Iterable[str]) -> dict[str, jax.ShapeDtypeStruct]:
+    """The arguments of a model's loss, given their names."""
 
     def array(dtype, *dims: int) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct((ROWS, *dims), dtype)
 
-    if hasattr(config, "vocab_size"):
+    if "tokens" in names:
         return dict.fromkeys(("tokens", "targets"), array(np.int32, LENGTH))
-    if hasattr(config, "image_size"):
-        dims = config.image_size, config.image_size, config.channels
-    elif hasattr(config, "inputs"):
-        dims = (config.inputs,)
-    else:
+    if "label" not in names:
         return dict.fromkeys(("x", "y"), array(np.float32, config.embed))
+    picture = hasattr(config, "image_size")
+    dims = (config.image_size,) * 2 + (config.channels,) if picture else (config.inputs,)
     return {"image": array(np.float32, *dims), "label": array(np.int32)}
 
 

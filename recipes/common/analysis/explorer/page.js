@@ -188,8 +188,8 @@ function union({ chosen }) {
 
 /** Sublayers of a layer with their steps: {name, steps: [{label, detail, transfer}]}. */
 function layer({ layout, chosen, sent }) {
-  const { heads, experts, layers } = DATA.names, weights = Object.values(DATA.entries[chosen.entry].sizes[chosen.size].weights).flat();
-  const stacked = weights.filter(([, , axes]) => axes[0] === layers), groups = new Map();
+  const { query, choice: expert, stack } = DATA.names, weights = Object.values(DATA.entries[chosen.entry].sizes[chosen.size].weights).flat();
+  const stacked = weights.filter(([, , axes]) => axes[0] === stack), groups = new Map();
   for (const [path, , axes] of stacked.length ? stacked : weights) {
     const [first, second] = path.split("/"), name = stacked.length ? `${first}/${second}` : /^\d+$/.test(second) ? `${first}/${second}` : first;
     if (/\/[1-9]\d*$/.test(name) || !axes.some((axis) => layout.zoo.IN_USE.has(axis))) continue; // blocks after the first; norms
@@ -205,9 +205,9 @@ function layer({ layout, chosen, sent }) {
     const matmul = (from) => (from.length ? [{ label: "matmul", detail: last(from) }] : []);
     const steps = [
       ...of("weights", "gather weights"),
-      ...(has(experts) ? [{ label: "route" }, ...of("exchanges", "exchange rows")] : []),
+      ...(has(expert) ? [{ label: "route" }, ...of("exchanges", "exchange rows")] : []),
       ...matmul(matrices.filter((each) => !out(each))),
-      ...(has(heads) ? [...of("attention", "exchange heads or keys"), { label: "attention" }] : []),
+      ...(has(query) ? [...of("attention", "exchange heads or keys"), { label: "attention" }] : []),
       ...matmul(matrices.filter(out)),
       ...of("activations", "sum activations"),
       ...of("gradients", "sum gradients"),
