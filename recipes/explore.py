@@ -14,7 +14,6 @@ import pathlib
 import sys
 import webbrowser
 from collections.abc import Iterable
-from typing import Any
 
 import jax
 from jax.sharding import AbstractMesh
@@ -22,7 +21,7 @@ from jax.sharding import AbstractMesh
 from recipes.common import checkpoint, entries
 from recipes.common.analysis import explorer
 from recipes.common.analysis.hardware import HARDWARE
-from recipes.common.runtime import UserError, flag, folders, print0
+from recipes.common.runtime import UserError, describe, flag, folders, print0
 from recipes.common.runtime.mesh import parse
 from recipes.common.runtime.start import start
 from recipes.common.sharding import rules as sharding_rules
@@ -32,21 +31,13 @@ MOST_DEVICES = 512
 
 @dataclasses.dataclass(frozen=True)
 class Flags:
-    entry: str = flag("transformer", "Zoo entry to begin with.", "model", choices=entries.ENTRIES)
-    size: str = flag(
-        "", "Size of the model, a key of its zoo file's SIZES; empty: 8b if there is one.", "model"
-    )
+    entry: str = flag("transformer", "Zoo entry.", "model", choices=entries.ENTRIES)
+    size: str = flag("", "Size of the model; empty: 8b if there is one, else the largest.", "model")
     mesh: str = flag("16", "Mesh, as sizes (8, 4x2, 2x2x2) or names (data=2,model=4).")
-    rules: str = flag(
-        "", "Sharding rules: a key of RULES or a .json file; empty: the mesh's default."
-    )
+    rules: str = flag("", "A key of RULES or a .json file; empty: the mesh's default.")
     device: str = flag("v5p", "Kind of device whose memory to compare with.", choices=HARDWARE)
-    batch_size: int = flag(
-        32, "Rows of a batch.", "data", at_least=1, at_most=explorer.MOST_ROWS
-    )  # fmt: skip
-    seq_len: int = flag(
-        4096, "Tokens of a row.", "data", at_least=1, at_most=explorer.MOST_TOKENS
-    )  # fmt: skip
+    batch_size: int = flag(32, "Rows.", "data", at_least=1, at_most=explorer.MOST_ROWS)
+    seq_len: int = flag(4096, "Tokens of a row.", "data", at_least=1, at_most=explorer.MOST_TOKENS)
     from_: str = flag("", "Begin with the layout of this run or checkpoint.", "checkpoints")
     html: str = flag("", "File to write; empty: runs/explore.html.")
     open: bool = flag(True, "Open the page in a browser, if there is one.")
@@ -98,18 +89,10 @@ def of_flags(flags: Flags) -> explorer.Shown:
             f"try --mesh={MOST_DEVICES}"
         )
     mesh = AbstractMesh(tuple(axes.values()), tuple(axes))
-    strategy, rules = sharding_rules.select(zoo, flags.rules, mesh)
-    return explorer.Shown(
-        flags.entry,
-        size,
-        None,
-        strategy,
-        rules,
-        axes,
-        flags.device,
-        flags.batch_size,
-        flags.seq_len,
-    )
+    rules, table = sharding_rules.select(zoo, flags.rules, mesh)
+    batch = flags.batch_size, flags.seq_len
+    mesh_text = describe(axes)
+    return explorer.Shown(flags.entry, size, flags.device, count, mesh_text, rules, *batch, table)
 
 
 def of_run(flags: Flags) -> explorer.Shown:
@@ -118,16 +101,24 @@ def of_run(flags: Flags) -> explorer.Shown:
     if not (found.path / "metadata").exists():  # a Hugging Face folder
         raise UserError(f"--from={flags.from_} is not a run of this project; use a run's workdir")
     source = checkpoint.open_checkpoint(found.path)  # an adapter as it was trained, not merged
-    facts, config = source.metadata, checkpoint.config_of(source)
-    saved: dict[str, Any] = facts["flags"]
-    table = facts["rules"]["table"]  # an older version's may lack axes
-    rules = dict.fromkeys(entries.zoo_file(facts["entry"]).LOGICAL_AXES) | table
-    device = "cpu" if getattr(config, "dtype", "float32") == "float32" else flags.device
+    saved, config = source.metadata, checkpoint.config_of(source)
+    table = dict.fromkeys(entries.zoo_file(saved["entry"]).LOGICAL_AXES)  # an older one lacks some
+    table |= saved["rules"]["table"]
+    on_cpu = getattr(config, "dtype", "float32") == "float32"
     return explorer.Shown(
-        facts["entry"], explorer.RUN, config, facts["rules"]["name"], rules, facts["mesh"], device,
-        saved.get("batch_size", flags.batch_size), saved.get("seq_len", flags.seq_len),
-        saved.get("accumulate", 1), saved.get("offload", ""),
-    )  # fmt: skip
+        entry=saved["entry"],
+        size=explorer.RUN,
+        device="cpu" if on_cpu else flags.device,
+        devices=math.prod(saved["mesh"].values()),
+        mesh=describe(saved["mesh"]),
+        rules=saved["rules"]["name"],
+        batch_size=saved["flags"].get("batch_size", flags.batch_size),
+        seq_len=saved["flags"].get("seq_len", flags.seq_len),
+        table=table,
+        config=config,
+        accumulate=saved["flags"].get("accumulate", 1),
+        offload=saved["flags"].get("offload", ""),
+    )
 
 
 def _has_display() -> bool:

@@ -38,6 +38,23 @@ MOST_BYTES = 600_000
 
 
 FEW = ("dot_relu_dot", "transformer")
+FIGURES = """
+  function figures(choice) {
+    try {
+      const layout = layoutOf(choice), arrays = {};
+      for (const { id, group, axes, shape } of arraysOf(choice)) {
+        for (const how of group === "weight" ? ["rest", "use"] : []) {
+          const spec = specOf(layout, axes, how);
+          (arrays[id] ??= {})[how] = { spec, slices: slicesOf(layout.mesh, spec, shape) };
+        }
+      }
+      return { transfers: sentBy(layout), memory: memoryOf(layout), arrays };
+    } catch (error) {
+      if (error instanceof PythonError) return { error: error.message };
+      throw error;
+    }
+  }
+"""
 
 
 @functools.cache
@@ -58,9 +75,7 @@ def browse(tmp_path):
     """Evaluates a JavaScript expression in a page, with a state in its address."""
 
     def evaluate(text: str, expression: str, state: str = ""):
-        script = (
-            f"document.body.textContent = JSON.stringify(await (async () => ({expression}))());"
-        )
+        script = f"{FIGURES} document.body.textContent = JSON.stringify(({expression}));"
         assert text.count("</script>\n</body>") == 1
         path = tmp_path / "explore.html"
         path.write_text(text.replace("</script>\n</body>", f"\n{script}</script>\n</body>"))
@@ -251,7 +266,9 @@ def test_activations_are_those_that_the_model_shards():
 def test_the_cache_has_the_sharding_that_generation_gives_it(name, strategy, mesh):
     model, config = entries.model(name), entries.zoo_file(name).SIZES["tiny"]()
     layout = make_layout(model, config, make_mesh(mesh), strategy)
-    for index, (axes, shape) in enumerate(explorer.arrays(model, config, portable.Library())["cache"]):
+    for index, (axes, shape) in enumerate(
+        explorer.arrays(model, config, portable.Library())["cache"]
+    ):
 
         def prefill(variables, tokens, lengths):
             return layout.model.merge(variables).prefill(tokens, lengths, 32)[1][index]  # noqa: B023
@@ -279,7 +296,7 @@ def test_it_is_one_small_file(inside, tmp_path):
     assert len(text.encode()) <= MOST_BYTES
     assert data(text)["entries"].keys() == entries.ENTRIES.keys()
     start = data(text)["start"]
-    assert [start[key] for key in ("entry", "size", "a", "mesh_a")] == [
+    assert [start[key] for key in ("entry", "size", "rules", "mesh")] == [
         "transformer",
         "8b",
         "fsdp",
@@ -302,32 +319,32 @@ def test_it_shows_the_layout_of_a_run(browse, tmp_path):
     explore.write_page(path, FEW, explore.of_run(explore.Flags(from_=str(run))))
     saved, found = json.loads((run / "metadata" / "metadata").read_text()), data(path.read_text())
     assert found["start"] == {
-        "entry": "transformer", "size": "run", "chip": "cpu", "a": saved["rules"]["name"],
-        "devices": str(math.prod(saved["mesh"].values())), "mesh_a": describe(saved["mesh"]),
-        "batch": "32", "seq": "4096",
+        "entry": "transformer", "size": "run", "device": "cpu", "rules": saved["rules"]["name"],
+        "devices": str(math.prod(saved["mesh"].values())), "mesh": describe(saved["mesh"]),
+        "batch_size": "32", "seq_len": "4096",
     }  # fmt: skip
     weights = found["entries"]["transformer"]["sizes"]["run"]["weights"]["params"]
     assert {path: axes for path, _, axes, _ in weights} == saved["logical_axes"]
-    shown = browse(path.read_text(), "[figures(choice(state, 'a')), state]")
+    shown = browse(path.read_text(), "[figures(choice(state, '')), state]")
     figures, state = shown
     assert state.items() >= found["start"].items()
-    (count,) = {len(ways["rest"]["slices"]) for name, ways in figures["arrays"].items() if "rest" in ways}
+    (count,) = {len(ways["rest"]["slices"]) for ways in figures["arrays"].values()}
     assert count == 4
     assert figures["memory"]["parameters"] > 0
 
 
 @needs_browser
 def test_every_state_has_an_address(browse):
-    state = "entry=transformer&size=124m&chip=h100&devices=32&batch=64&seq=512&a=tp&b=fsdp_tp&mesh_b=4x8&way=use"
+    state = "entry=transformer&size=124m&device=h100&devices=32&batch_size=64&seq_len=512&rules=tp&rules_2=fsdp_tp&mesh_2=4x8&way=use"
     there = browse(page(*FEW), "[location.hash.slice(1), state, settled(state)]", state)
     address, now, again = there
     assert now == again
     wanted = dict(pair.split("=", 1) for pair in state.split("&"))
     assert wanted.items() <= now.items()
     assert dict(urllib.parse.parse_qsl(address, keep_blank_values=True)) == now
-    wrong = "entry=nothing&size=1&chip=x&devices=7000&batch=-3&seq=x&a=?&b=no&mesh_a=9&array=z&way=q&device=99"
+    wrong = "entry=nothing&size=1&device=x&devices=7000&batch_size=-3&seq_len=x&rules=?&rules_2=no&mesh=9&array=z&way=q&at=99"
     now, errors = browse(page(*FEW), "[state, document.querySelectorAll('.error').length]", wrong)
-    assert (now["entry"], now["batch"], errors) == ("dot_relu_dot", "1", 0)
+    assert (now["entry"], now["batch_size"], errors) == ("dot_relu_dot", "1", 0)
 
 
 @needs_browser
@@ -338,7 +355,7 @@ def test_pointing_at_a_device_lights_its_parts_on_both_sides(browse):
     first, second = browse(
         page(*FEW),
         expression,
-        "size=tiny&devices=8&a=tp&mesh_a=4x2&b=hsdp_tp&mesh_b=2x2x2&array=layers/mlp/up",
+        "size=tiny&devices=8&rules=tp&mesh=4x2&rules_2=hsdp_tp&mesh_2=2x2x2&array=layers/mlp/up",
     )
     assert first == [["5"], ["1", "3", "5", "7"], ["1 3 5 7"]]
     assert second == [["5"], ["1", "5"], ["1 5"]]
@@ -353,8 +370,8 @@ def test_nothing_is_wider_than_the_window(width, browse):
       const outside = [...document.querySelectorAll("body *")].filter((each) => !each.closest(".scroll, pre, svg, .hidden"));
       return outside.filter((each) => each.getBoundingClientRect().right > {width} + 0.5).map((each) => each.outerHTML.slice(0, 200)); }})()"""
     for state in (
-        "size=70b&devices=256&chip=v5e&a=fsdp_tp&b=dp",
-        "size=8b&devices=64&a=fsdp_cp_tp&b=none",
+        "size=70b&devices=256&device=v5e&rules=fsdp_tp&rules_2=dp",
+        "size=8b&devices=64&rules=fsdp_cp_tp&rules_2=none",
     ):
         assert browse(page(*FEW), expression, state) == []
 

@@ -10,8 +10,8 @@ import copy
 import importlib
 import inspect
 import io
+import itertools
 import json
-import math
 import pathlib
 import sys
 import tokenize
@@ -48,17 +48,18 @@ Array = tuple[tuple[str | None, ...], tuple[int, ...]]  # (logical axes, shape)
 
 
 class Shown(NamedTuple):
-    """What the page begins with."""
+    """What the page begins with; the first fields are those of its state."""
 
     entry: str
     size: str  # a key of SIZES, or RUN
-    config: Any  # of RUN; None: the size's
-    strategy: str  # a key of RULES, or the name of rules to add
-    rules: Rules
-    mesh: dict[str, int]
     device: str  # a key of HARDWARE
+    devices: int
+    mesh: str
+    rules: str  # a key of RULES, or the name of a table to add
     batch_size: int
     seq_len: int
+    table: Rules
+    config: Any = None  # of RUN
     accumulate: int = 1
     offload: str = ""
 
@@ -73,7 +74,7 @@ def page(models: Mapping[str, type], shown: Shown | None, source: str) -> str:
     library = Library()
     found = {name: tables(model, library) for name, model in models.items()}
     if shown:
-        found[shown.entry]["tables"]["RULES"] |= {shown.strategy: shown.rules}
+        found[shown.entry]["tables"]["RULES"] |= {shown.rules: shown.table}
     if shown and shown.config:
         of_run = arrays(models[shown.entry], shown.config, library)
         of_run |= {"accumulate": shown.accumulate, "offload": shown.offload}
@@ -93,9 +94,9 @@ def page(models: Mapping[str, type], shown: Shown | None, source: str) -> str:
             for kind, x in HARDWARE.items()
         },
         "usable": USABLE,
-        "most": {"batch": MOST_ROWS, "seq": MOST_TOKENS},
+        "most": {"batch_size": MOST_ROWS, "seq_len": MOST_TOKENS},
         "source": source,
-        "start": _start(shown) if shown else {},
+        "start": {name: str(getattr(shown, name)) for name in Shown._fields[:8]} if shown else {},
     }
     text = json.dumps(data, separators=(",", ":")).replace("<", "\\u003c")
     names = ("style.css", "python.js", "compute.js", "page.js")
@@ -104,20 +105,6 @@ def page(models: Mapping[str, type], shown: Shown | None, source: str) -> str:
     for name, part in parts.items():
         html = html.replace(f"{{{{{name}}}}}", part)
     return html
-
-
-def _start(shown: Shown) -> dict[str, str]:
-    """The page's state, as in its address."""
-    return {
-        "entry": shown.entry,
-        "size": shown.size,
-        "chip": shown.device,
-        "devices": str(math.prod(shown.mesh.values())),
-        "batch": str(shown.batch_size),
-        "seq": str(shown.seq_len),
-        "a": shown.strategy,
-        "mesh_a": describe(shown.mesh),
-    }
 
 
 # ---- an entry's tables ---------------------------------------------------------------------------
@@ -256,28 +243,25 @@ class Source:
     def __init__(self, module: types.ModuleType):
         self.path = pathlib.Path(str(module.__file__))
         text = self.path.read_text()
-        self.module, self.tree = module, ast.parse(text)
-        tokens = tokenize.generate_tokens(io.StringIO(text).readline)
-        self.comments: dict[int, str] = {}
-        self.alone: set[int] = set()  # lines that are nothing but a comment
-        for token in tokens:
-            if token.type == tokenize.COMMENT:
-                line = token.start[0]
-                self.comments[line] = token.string.lstrip("# ")
-                self.alone |= {line} if token.line.lstrip().startswith("#") else set()
+        self.tree, lines = ast.parse(text), text.splitlines()
+        self.comments = {
+            token.start[0]: token.string.lstrip("# ")
+            for token in tokenize.generate_tokens(io.StringIO(text).readline)
+            if token.type == tokenize.COMMENT
+        }
+        self.alone = {n for n in self.comments if lines[n - 1].lstrip().startswith("#")}
 
     def beside(self, line: int) -> str:
         """The comment at the end of a line, and its continuation on the next ones."""
-        lines = [line] if line in self.comments else []
-        while lines and lines[-1] + 1 in self.alone:
-            lines.append(lines[-1] + 1)
-        return " ".join(self.comments[each] for each in lines)
+        own = self.comments.get(line, "")
+        return " ".join([own, *self._run(line, 1)]) if own else ""
 
     def above(self, line: int) -> str:
-        lines: list[int] = []
-        while line - 1 - len(lines) in self.alone:
-            lines.insert(0, line - 1 - len(lines))
-        return " ".join(self.comments[each] for each in lines)
+        return " ".join(reversed(self._run(line, -1)))
+
+    def _run(self, line: int, step: int) -> list[str]:
+        found = itertools.takewhile(self.alone.__contains__, itertools.count(line + step, step))
+        return [self.comments[each] for each in found]
 
     def find(self, name: str) -> tuple["Source", ast.Assign | ast.AnnAssign]:
         """Where a global name is assigned, in this file or the one that it is imported from."""
@@ -295,13 +279,12 @@ class Source:
 
 def causes(zoo: types.ModuleType) -> dict[str, Any]:
     """Where each rule of each strategy stands: {"rows": …, "strategies": name → axis → its row}."""
-    source = Source(zoo)
-    where, assigned = source.find("RULES")
+    where, assigned = Source(zoo).find("RULES")
     rows: dict[tuple, int] = {}
-    found: dict[str, dict[str, int]] = {}
-    for name, (of, expression) in _strategies(where, assigned.value).items():
-        of_axes = _rules(of, expression, "")
-        found[name] = {axis: rows.setdefault(row, len(rows)) for axis, row in of_axes.items()}
+    found = {
+        name: {a: rows.setdefault(row, len(rows)) for a, row in _rules(of, expression).items()}
+        for name, (of, expression) in _strategies(where, assigned.value).items()
+    }
     return {"rows": list(rows), "strategies": found}
 
 
@@ -318,7 +301,7 @@ def _strategies(source: Source, node: Any) -> dict[str, tuple[Source, ast.expr]]
     return {name: (source, value) for name, value in zip(names, node.values, strict=True)}
 
 
-def _rules(source: Source, node: Any, table: str, about: str = "") -> dict[str, tuple]:
+def _rules(source: Source, node: Any, table: str = "", about: str = "") -> dict[str, tuple]:
     """Logical axis → (table, its comment, file, line, the rule's comment)."""
     if isinstance(node, ast.BinOp):
         return _rules(source, node.left, table, about) | _rules(source, node.right, table, about)

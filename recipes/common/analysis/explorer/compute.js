@@ -3,8 +3,10 @@
 const DATA = JSON.parse(document.getElementById("data").textContent);
 const python = interpreter(DATA.definitions);
 const call = (name, args, words) => python.call(DATA.formulas[name], args, words);
-const toPython = (x) =>
-  Array.isArray(x) ? x.map(toPython) : x && typeof x === "object" ? new Dict(Object.entries(x).map(([k, v]) => [k, toPython(v)])) : x;
+function toPython(x) {
+  if (Array.isArray(x)) return x.map(toPython);
+  return x && typeof x === "object" ? new Dict(Object.entries(x).map(([key, value]) => [key, toPython(value)])) : x;
+}
 
 for (const [name, entry] of Object.entries(DATA.entries)) {
   entry.zoo = Object.fromEntries(Object.entries(entry.tables).map(([table, value]) => [table, toPython(value)]));
@@ -13,8 +15,10 @@ for (const [name, entry] of Object.entries(DATA.entries)) {
 
 /** A model as make_layout takes it: calling it builds a model without arrays. */
 function modelOf(entry, size) {
-  const ofKinds = (value) => new Dict(Object.entries(DATA.entries[entry].sizes[size].weights).map(([kind, all]) => [kind, new Dict(all.map(value))]));
-  const shapes = ofKinds(([path, shape, , itemsize]) => [path, { shape, size: shape.reduce((a, b) => a * b, 1), dtype: { itemsize } }]);
+  const { weights } = DATA.entries[entry].sizes[size];
+  const ofKinds = (value) => new Dict(Object.entries(weights).map(([kind, all]) => [kind, new Dict(all.map(value))]));
+  const leaf = (shape, itemsize) => ({ shape, size: shape.reduce((a, b) => a * b, 1), dtype: { itemsize } });
+  const shapes = ofKinds(([path, shape, , itemsize]) => [path, leaf(shape, itemsize)]);
   const abstract = { shapes, axes: ofKinds(([path, , axes]) => [path, axes]) };
   return Object.assign(() => abstract, { __module__: entry });
 }
@@ -30,7 +34,7 @@ function meshOf(axes, chip) {
 
 /** Reads a mesh as `describe` writes it. */
 function parseMesh(text) {
-  const sizes = text.split("x").map(Number), short = { 1: ["data"], 2: ["data", "model"], 3: ["data", "fsdp", "model"] }[sizes.length];
+  const sizes = text.split("x"), short = [, ["data"], ["data", "model"], ["data", "fsdp", "model"]][sizes.length];
   const pairs = text.includes("=") ? text.split(",").map((part) => part.split("=")) : sizes.map((size, i) => [short?.[i], size]);
   return Object.fromEntries(pairs.map(([axis, size]) => [axis, Number(size)]));
 }
@@ -54,15 +58,22 @@ function layoutOf({ entry, size, strategy, mesh, chip, batch, seq }) {
 
 /** A layout of some of its model's weights. */
 function restricted(layout, wanted) {
-  const some = (tree) => new Dict(tree.pairs().map(([kind, all]) => [kind, new Dict(all.pairs().filter(([path]) => wanted(path)))]));
+  const filtered = (all) => new Dict(all.pairs().filter(([path]) => wanted(path)));
+  const some = (tree) => new Dict(tree.pairs().map(([kind, all]) => [kind, filtered(all)]));
   const { shapes, axes } = layout.model;
   return Object.assign([], layout, { model: { shapes: some(shapes), axes: some(axes) } });
 }
 
 /** Everything that a device sends in a step. */
-const sentBy = (layout) => call("transfers", [layout, layout.accumulate]).map(({ purpose, kind, axes, bytes }) => ({ purpose, kind, axes: layout.mesh.axis_names.filter((axis) => axes.has(axis)), bytes }));
+function sentBy(layout) {
+  const ordered = (axes) => layout.mesh.axis_names.filter((axis) => axes.has(axis));
+  const found = call("transfers", [layout, layout.accumulate]);
+  return found.map(({ purpose, kind, axes, bytes }) => ({ purpose, kind, axes: ordered(axes), bytes }));
+}
 
-const memoryOf = (layout) => Object.fromEntries(call("memory_parts", [layout, layout.accumulate], { offload: layout.offload }).pairs());
+function memoryOf(layout) {
+  return Object.fromEntries(call("memory_parts", [layout, layout.accumulate], { offload: layout.offload }).pairs());
+}
 
 /** An array's mesh axes by dim; `how`: a weight's "use" or "rest", else that of an activation. */
 function specOf(layout, axes, how) {
@@ -93,29 +104,15 @@ function slicesOf(mesh, spec, shape) {
   }));
 }
 
-/** The arrays to choose from: {id, group, label, axes, shape, bytes of a number}. */
+/** The arrays to choose from. */
 function arraysOf({ entry, size, batch, seq }) {
   const { weights, activations, cache = [] } = DATA.entries[entry].sizes[size];
   const filled = (shape) => shape.map((dim) => (dim === 0 ? batch : dim === -1 ? seq : dim));
-  const named = (group, kept, label) => kept.map(([axes, shape], i) => ({ id: `${group} ${i}`, group, label: label(axes, i), axes, shape: filled(shape) }));
+  const named = (group, kept, label) =>
+    kept.map(([axes, shape], i) => ({ id: `${group} ${i}`, group, label: label(axes, i), axes, shape: filled(shape) }));
   return [
-    ...Object.values(weights).flat().map(([path, shape, axes, itemsize]) => ({ id: path, group: "weight", label: path, axes, shape, itemsize })),
+    ...Object.values(weights).flat().map(([path, shape, axes]) => ({ id: path, group: "weight", label: path, axes, shape })),
     ...named("activation", activations, (axes) => axes.join(" × ")),
     ...named("cache", cache, (_, i) => ["keys", "values"][i]),
   ];
-}
-
-/** All figures of one choice, or the error: what tests compare with Python. */
-function figures(choice) {
-  try {
-    const layout = layoutOf(choice);
-    const specs = arraysOf(choice).map(({ id, group, axes, shape }) => {
-      const of = (how) => ({ spec: specOf(layout, axes, how), slices: slicesOf(layout.mesh, specOf(layout, axes, how), shape) });
-      return [id, group === "weight" ? { rest: of("rest"), use: of("use") } : { "": of("") }];
-    });
-    return { transfers: sentBy(layout), memory: memoryOf(layout), arrays: Object.fromEntries(specs) };
-  } catch (error) {
-    if (error instanceof PythonError) return { error: error.message };
-    throw error;
-  }
 }

@@ -4,7 +4,7 @@
 // Values: numbers, strings, booleans and null are JavaScript's. Tuples, lists and the results of
 // generators are arrays, dicts are Dict, sets are PySet. Instances have their fields as properties.
 
-export class PythonError extends Error {}
+class PythonError extends Error {}
 
 const hash = (x) => {
   if (x instanceof PySet) return `{${[...x].map(hash).sort()}}`;
@@ -13,7 +13,7 @@ const hash = (x) => {
 };
 const equal = (a, b) => a === b || hash(a) === hash(b);
 
-export class Dict {
+class Dict {
   constructor(pairs = []) {
     this.items = new Map();
     for (const [key, value] of pairs) this.set(key, value);
@@ -28,7 +28,7 @@ export class Dict {
   [Symbol.iterator]() { return this.keys()[Symbol.iterator](); }
 }
 
-export class PySet extends Dict {
+class PySet extends Dict {
   constructor(elements = []) { super([...elements].map((x) => [x, x])); }
   add(x) { this.set(x, x); }
 }
@@ -96,7 +96,7 @@ const isinstance = (x, type) => {
   return type === natives.dict ? x instanceof Dict && !(x instanceof PySet) : Array.isArray(x);
 };
 const missing = Symbol("missing");
-export const natives = {
+const natives = {
   len: plain((x) => x.length ?? x.size),
   abs: plain(Math.abs),
   sum: plain((x) => list(x).reduce((a, b) => a + b, 0)),
@@ -106,7 +106,10 @@ export const natives = {
   min: extreme(-1),
   sorted: ([x], words) => [...x].sort((a, b) => order(key(words)(a), key(words)(b))),
   reversed: plain((x) => list(x).reverse()),
-  zip: plain((...lists) => list(lists[0]).map((_, i) => lists.map((each) => list(each)[i]))),
+  zip: plain((...lists) => {
+    const all = lists.map(list);
+    return Array.from({ length: Math.min(...all.map((each) => each.length)) }, (_, i) => all.map((each) => each[i]));
+  }),
   enumerate: plain((x) => list(x).map((each, i) => [i, each])),
   map: plain((f, ...lists) => list(lists[0]).map((_, i) => f(lists.map((each) => list(each)[i]), {}))),
   filter: plain((f, x) => list(x).filter((each) => truth(f([each], {})))),
@@ -160,31 +163,25 @@ export const natives = {
 
 const METHODS = {
   dict: {
-    get: (x) => plain((at, otherwise) => x.get(at, otherwise)),
-    items: (x) => plain(() => x.pairs()),
-    keys: (x) => plain(() => new PySet(x.keys())),
-    values: (x) => plain(() => x.values()),
-    setdefault: (x) => plain((at, otherwise) => (x.has(at) || x.set(at, otherwise), x.get(at))),
+    get: (x, at, otherwise) => x.get(at, otherwise),
+    items: (x) => x.pairs(),
+    keys: (x) => new PySet(x.keys()),
+    values: (x) => x.values(),
+    setdefault: (x, at, otherwise) => (x.has(at) || x.set(at, otherwise), x.get(at)),
   },
-  set: {
-    add: (x) => plain((each) => x.add(each)),
-    update: (x) => plain((more) => [...more].forEach((each) => x.add(each))),
-  },
-  array: {
-    index: (x) => plain((each) => x.findIndex((other) => equal(each, other))),
-    append: (x) => plain((each) => void x.push(each)),
-  },
+  set: { add: (x, each) => x.add(each), update: (x, more) => [...more].forEach((each) => x.add(each)) },
+  array: { index: (x, each) => x.findIndex((other) => equal(each, other)), append: (x, each) => void x.push(each) },
   string: {
-    join: (x) => plain((parts) => list(parts).join(x)),
-    startswith: (x) => plain((start) => x.startsWith(start)),
-    endswith: (x) => plain((end) => x.endsWith(end)),
-    isdigit: (x) => plain(() => /^\d+$/.test(x)),
-    removeprefix: (x) => plain((start) => (x.startsWith(start) ? x.slice(start.length) : x)),
-    replace: (x) => plain((old, by) => x.replaceAll(old, by)),
-    rpartition: (x) => plain((by) => {
+    join: (x, parts) => list(parts).join(x),
+    startswith: (x, start) => x.startsWith(start),
+    endswith: (x, end) => x.endsWith(end),
+    isdigit: (x) => /^\d+$/.test(x),
+    removeprefix: (x, start) => (x.startsWith(start) ? x.slice(start.length) : x),
+    replace: (x, old, by) => x.replaceAll(old, by),
+    rpartition: (x, by) => {
       const at = x.lastIndexOf(by);
       return at < 0 ? ["", "", x] : [x.slice(0, at), by, x.slice(at + by.length)];
-    }),
+    },
   },
 };
 
@@ -194,7 +191,7 @@ function attribute(x, name, otherwise) {
   const method = x?.ofClass?.methods[name];
   if (method) return x.ofClass.properties.includes(name) ? method([x], {}) : (args, words) => method([x, ...args], words);
   const builtin = METHODS[kind]?.[name];
-  if (builtin) return builtin(x);
+  if (builtin) return (args) => builtin(x, ...args);
   if (otherwise === undefined) throw new Error(`${text(x)} has no attribute ${name}`);
   return otherwise;
 }
@@ -205,7 +202,7 @@ const CONTINUE = Symbol("continue");
 const BREAK = Symbol("break");
 
 /** A function that calls those of portable.Library's definitions by their whole name. */
-export function interpreter(definitions) {
+function interpreter(definitions) {
   const known = {};
 
   function global(name) {
@@ -229,11 +226,14 @@ export function interpreter(definitions) {
       const scope = Object.assign(Object.create(outer), { "(function)": true });
       const late = names.length - defaults.length;
       names.forEach((name, i) => {
-        scope[name] = i < args.length ? args[i] : name in given ? given[name] : i >= late ? run(defaults[i - late], outer) : undefined;
+        if (i < args.length) scope[name] = args[i];
+        else if (name in given) scope[name] = given[name];
+        else if (i >= late) scope[name] = run(defaults[i - late], outer);
       });
       others.forEach((name, i) => (scope[name] = name in given ? given[name] : run(keywordDefaults[i], outer)));
       if (rest) scope[rest[1]] = args.slice(names.length);
-      if (words) scope[words[1]] = new Dict(Object.entries(given).filter(([name]) => !names.includes(name) && !others.includes(name)));
+      const known = [...names, ...others];
+      if (words) scope[words[1]] = new Dict(Object.entries(given).filter(([name]) => !known.includes(name)));
       if (!Array.isArray(body[0])) return run(body, scope); // a lambda
       if (yields) scope["(yielded)"] = [];
       const result = block(body, scope);
@@ -310,7 +310,8 @@ export function interpreter(definitions) {
     }
   }
 
-  const elements = (nodes, scope) => nodes.flatMap((node) => (node[0] === "Starred" ? list(run(node[1], scope)) : [run(node, scope)]));
+  const elements = (nodes, scope) =>
+    nodes.flatMap((node) => (node[0] === "Starred" ? list(run(node[1], scope)) : [run(node, scope)]));
   const collect = (a, generators, scope) => {
     const found = [];
     comprehend(generators, scope, (own) => found.push(run(a, own)));
@@ -363,14 +364,17 @@ export function interpreter(definitions) {
       }
       case "Tuple": case "List": return elements(a, scope);
       case "Set": return new PySet(elements(a, scope));
-      case "Dict": return new Dict(a.flatMap((node, i) => (node ? [[run(node, scope), run(b[i], scope)]] : run(b[i], scope).pairs())));
+      case "Dict": {
+        const pairs = (at, value) => (at ? [[run(at, scope), value]] : value.pairs());
+        return new Dict(a.flatMap((at, i) => pairs(at, run(b[i], scope))));
+      }
       case "ListComp": case "GeneratorExp": return collect(a, b, scope);
       case "SetComp": return new PySet(collect(a, b, scope));
       case "DictComp": return new Dict(collect(["Tuple", [a, b]], c, scope));
       case "Lambda": return define([type, "", a, b, false], scope);
       case "NamedExpr": {
-        let own = scope;
-        while (!Object.hasOwn(own, "(function)")) own = Object.getPrototypeOf(own); // out of comprehensions
+        let own = scope; // out of comprehensions
+        while (!Object.hasOwn(own, "(function)")) own = Object.getPrototypeOf(own);
         return (own[a[1]] = run(b, scope));
       }
       case "JoinedStr": return a.map((node) => run(node, scope)).join("");
