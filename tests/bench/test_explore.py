@@ -97,13 +97,18 @@ def browse(tmp_path):
 # ---- the same figures ----------------------------------------------------------------------------
 
 
+# A vocabulary and heads that the mesh does not divide, and numbers that the formulas round.
+UNEVEN = {"entry": "transformer", "size": "124m", "strategy": "tp", "mesh": "1x256", "chip": "v5e"}
+ROUNDED = {"entry": "transformer", "size": "tiny", "strategy": "dp", "mesh": "8", "chip": "cpu"}
+
+
 def choices(names: Iterable[str], count: int) -> list[dict]:
     """Choices of a page, of its entries in turn."""
     rng, sizes = random.Random(0), {}
     for name in names:
         all_sizes = [*entries.zoo_file(name).SIZES]
         sizes[name] = {all_sizes[0], all_sizes[-1]}
-    found = []
+    found = [each | {"batch": 64, "seq": 1_000} for each in (UNEVEN, ROUNDED)]
     for name in itertools.islice(itertools.cycle(names), count):
         devices, strategy = rng.choice((8, 8, 12, 32, 64)), rng.choice([*zoo_rules(name)])
         mesh = rng.choice([*meshes(devices, zoo_rules(name)[strategy])])
@@ -330,6 +335,7 @@ def test_it_shows_the_layout_of_a_run(browse, tmp_path):
     assert state.items() >= found["start"].items()
     (count,) = {len(ways["rest"]["slices"]) for ways in figures["arrays"].values()}
     assert count == 4
+    assert figures["arrays"]["layers/mlp/up"]["rest"]["spec"] == [[], ["data"], ["model"]]
     assert figures["memory"]["parameters"] > 0
 
 
