@@ -77,7 +77,7 @@ def write_page(
 
 
 def of_flags(flags: Flags) -> explorer.Shown:
-    """What the flags ask for. Raises UserError if there is no such size, mesh or strategy."""
+    """Returns the state of the flags. Raises UserError if no such size, mesh or strategy exists."""
     zoo = entries.zoo_file(flags.entry)
     size = flags.size or ("8b" if "8b" in zoo.SIZES else next(reversed(zoo.SIZES)))
     if size not in zoo.SIZES:

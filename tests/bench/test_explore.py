@@ -131,7 +131,7 @@ def zoo_rules(name: str) -> dict:
 
 
 def expected(choice: dict) -> dict:
-    """What Python computes for a choice."""
+    """Python's figures for a choice."""
     zoo, axes = entries.zoo_file(choice["entry"]), parse(choice["mesh"])
     config, chip = zoo.SIZES[choice["size"]](), choice["chip"]
     if hasattr(config, "dtype"):
@@ -213,7 +213,7 @@ def test_only_functions_that_the_page_can_run_are_exported():
 
 @needs_browser
 def test_steps_of_sublayers_add_up_to_the_step(browse):
-    """What is sent for the layers' weights, and for those outside of them, is what is sent."""
+    """Bytes of the layers' weights and of those outside of them add up to all bytes."""
     expression = """(() => { const layout = layoutOf({ entry: "transformer", size: "8b", strategy: "fsdp_tp",
       mesh: "8x2", chip: "v5p", batch: 32, seq: 4096 });
       const sums = (sent, of) => sent.filter(({ purpose }) => purpose === of).reduce((n, { bytes }) => n + bytes, 0);

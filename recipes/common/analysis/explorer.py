@@ -48,7 +48,7 @@ Array = tuple[tuple[str | None, ...], tuple[int, ...]]  # (logical axes, shape)
 
 
 class Shown(NamedTuple):
-    """What the page begins with; the first fields are those of its state."""
+    """The state that the page begins with (the first eight fields), and a run to add."""
 
     entry: str
     size: str  # a key of SIZES, or RUN
