@@ -32,8 +32,8 @@ def test_outputs_are_stored():
     assert PATH.stat().st_size < MOST_BYTES
     setup, *steps = code_cells(json.loads(PATH.read_text()))
     assert not setup["outputs"]
-    assert len(steps) == 10
-    assert [cell["execution_count"] for cell in steps] == list(range(2, 12))
+    assert len(steps) == 11
+    assert [cell["execution_count"] for cell in steps] == list(range(2, 13))
     for cell in steps:
         assert text(cell) or images(cell), "".join(cell["source"])
         assert all(output.get("name") != "stderr" for output in cell["outputs"])

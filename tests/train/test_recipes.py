@@ -86,6 +86,7 @@ def check_output(out: str, workdir: pathlib.Path) -> None:
         f"Loss curve: {workdir}/pictures/loss.png",
         f"Checkpoint: {workdir}/checkpoints/12",
         "On another mesh: python -m recipes.transformer --mesh=1x8 --restore_from=",
+        f"Its layout in pictures: python -m recipes.explore --from={workdir}",
         "Took ",
     ]  # fmt: skip
     at = [re.sub(" +", " ", out).find(re.sub(" +", " ", mark)) for mark in marks]

@@ -58,6 +58,7 @@ def check_dot_relu_dot(out, workdir, steps):
             f"Loss curve: {workdir}/pictures/loss.png",
             f"Checkpoint: {workdir}/checkpoints/{steps}",
             f"On another mesh: python -m recipes.dot_relu_dot --mesh=1x8 --restore_from={workdir}",
+            f"Its layout in pictures: python -m recipes.explore --from={workdir}",
         ],
     )
     assert len(out.splitlines()) < 100

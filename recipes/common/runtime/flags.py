@@ -161,14 +161,14 @@ def parse(argv: list[str], *groups) -> list[Any] | None:
     DEFAULTS.clear()
     DEFAULTS.update({name: value for group in groups for name, value in vars(group).items()})
     values = absl_flags.FlagValues()
-    fields = {field.name: field for group in groups for field in dataclasses.fields(group)}
+    fields = {_name(field): field for group in groups for field in dataclasses.fields(group)}
     for group in groups:
         for field in dataclasses.fields(group):
             default, help = getattr(group, field.name), field.metadata["help"]
             if isinstance(default, bool):
-                absl_flags.DEFINE_bool(field.name, default, help, flag_values=values)
+                absl_flags.DEFINE_bool(_name(field), default, help, flag_values=values)
             else:  # converted below, with better messages than absl's
-                absl_flags.DEFINE_string(field.name, str(default), help, flag_values=values)
+                absl_flags.DEFINE_string(_name(field), str(default), help, flag_values=values)
     try:
         extra = values(["recipe", *argv])[1:]
     except absl_flags.UnrecognizedFlagError as error:
@@ -186,7 +186,7 @@ def parse(argv: list[str], *groups) -> list[Any] | None:
         dataclasses.replace(
             group,
             **{
-                field.name: _convert(field, getattr(group, field.name), values[field.name].value)
+                field.name: _convert(field, getattr(group, field.name), values[_name(field)].value)
                 for field in dataclasses.fields(group)
             },
         )
@@ -258,7 +258,7 @@ def usage(doc: str, *groups) -> str:
     lines = [doc.strip()]
     for heading in GROUPS:
         found = [
-            (f"--{field.name}={getattr(group, field.name)}", field.metadata)
+            (f"--{_name(field)}={getattr(group, field.name)}", field.metadata)
             for group in groups
             for field in dataclasses.fields(group)
             if field.metadata["group"] == heading
@@ -269,3 +269,8 @@ def usage(doc: str, *groups) -> str:
             options = f" ({', '.join(choices)})" if choices else ""
             lines.append(f"  {shown:<28} {about['help']}{options}")
     return "\n".join(lines)
+
+
+def _name(field) -> str:
+    """The name of a field's flag: --from is the field `from_`, since `from` is a word of Python."""
+    return field.name.removesuffix("_")

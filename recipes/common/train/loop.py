@@ -233,6 +233,7 @@ def finish(folder: RunFolder, layout: Layout, log: Log) -> None:
             if other := another_mesh(layout):
                 command = f"python -m recipes.{folder.entry} --mesh={other}"
                 print0(f"On another mesh: {command} --restore_from={folder.shown} --steps=0")
+            print0(f"Its layout in pictures: python -m recipes.explore --from={folder.shown}")
     print0(log.times())
 
 

@@ -1,0 +1,315 @@
+"""The sharding explorer: one HTML file that shows what every strategy does to every array.
+
+The page holds the zoo's tables as JSON (`tables`) and the formulas of this package as syntax trees
+(portable.py), so that whatever it shows is computed by the same code as a report or a plan.
+"""
+
+import ast
+import contextlib
+import copy
+import importlib
+import inspect
+import io
+import itertools
+import json
+import pathlib
+import sys
+import tokenize
+import types
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+from flax import nnx
+from jax.sharding import AbstractDevice, AbstractMesh, AxisType
+
+from recipes.common.analysis import memory, search, textbook
+from recipes.common.analysis.hardware import HARDWARE, USABLE
+from recipes.common.analysis.portable import Library
+from recipes.common.analysis.report import size
+from recipes.common.runtime import describe
+from recipes.common.sharding import layout as layouts
+from recipes.common.sharding import rules as sharding_rules
+from recipes.common.sharding.abstract import AbstractModel, abstract_model, paths
+from recipes.common.sharding.rules import Rules
+
+ASSETS = pathlib.Path(__file__).parent / "explorer"
+ROOT = pathlib.Path(__file__).parents[3]
+FORMULAS = (
+    layouts.make_layout, textbook.transfers, memory.memory_parts, search.meshes,
+    sharding_rules.default_strategy, sharding_rules.partition_spec, size, describe,
+)  # fmt: skip
+RUN = "run"  # the size of a run that is shown
+MOST_ROWS, MOST_TOKENS = 2**16, 2**17  # beyond, products exceed what JavaScript counts exactly
+ROWS, LENGTH = 3, 16  # of the batch that `activations` traces
+PODS = (128, 256, 512)  # devices, beside the 8 to 64 of every kind
+Array = tuple[tuple[str | None, ...], tuple[int, ...]]  # (logical axes, shape)
+
+
+class Shown(NamedTuple):
+    """The state that the page begins with (the first eight fields), and a run to add."""
+
+    entry: str
+    size: str  # a key of SIZES, or RUN
+    device: str  # a key of HARDWARE
+    devices: int
+    mesh: str
+    rules: str  # a key of RULES, or the name of a table to add
+    batch_size: int
+    seq_len: int
+    table: Rules
+    config: Any = None  # of RUN
+    accumulate: int = 1
+    offload: str = ""
+
+
+def page(models: Mapping[str, type], shown: Shown | None, source: str) -> str:
+    """The whole page.
+
+    Args:
+      models: name of an entry → its class.
+      source: what links to lines of the zoo begin with.
+    """
+    library = Library()
+    found = {name: tables(model, library) for name, model in models.items()}
+    if shown:
+        found[shown.entry]["tables"]["RULES"] |= {shown.rules: shown.table}
+    if shown and shown.config:
+        of_run = arrays(models[shown.entry], shown.config, library)
+        of_run |= {"accumulate": shown.accumulate, "offload": shown.offload}
+        found[shown.entry]["sizes"][RUN] = of_run
+    data = {
+        "formulas": {formula.__name__: library.add(formula)[1] for formula in FORMULAS},
+        "definitions": library.definitions,
+        "names": {"query": textbook.HEADS, "choice": textbook.EXPERT, "stack": textbook.LAYERS},
+        "entries": found,
+        "chips": {
+            kind: {
+                "name": x.name,
+                "platform": x.platform,
+                "memory": x.memory,
+                "pods": [n for n in PODS if n <= x.most or not x.torus],
+            }
+            for kind, x in HARDWARE.items()
+        },
+        "usable": USABLE,
+        "most": {"batch_size": MOST_ROWS, "seq_len": MOST_TOKENS},
+        "source": source,
+        "start": {name: str(getattr(shown, name)) for name in Shown._fields[:8]} if shown else {},
+    }
+    text = json.dumps(data, separators=(",", ":")).replace("<", "\\u003c")
+    names = ("style.css", "python.js", "compute.js", "page.js")
+    parts = {name: (ASSETS / name).read_text() for name in names} | {"data": text}
+    html = (ASSETS / "page.html").read_text()
+    for name, part in parts.items():
+        html = html.replace(f"{{{{{name}}}}}", part)
+    return html
+
+
+# ---- an entry's tables ---------------------------------------------------------------------------
+
+
+def tables(model: type, library: Library) -> dict[str, Any]:
+    """An entry's rules and where they stand, and the arrays of all its sizes."""
+    zoo = sys.modules[model.__module__]
+    names = ("LOGICAL_AXES", "IN_USE", "UNEVEN", "POSITIONS", "WITHIN", "RULES")
+    return {
+        "tables": {name: copy.copy(getattr(zoo, name)) for name in names if hasattr(zoo, name)},
+        "causes": causes(zoo),
+        "sizes": {name: arrays(model, config(), library) for name, config in zoo.SIZES.items()},
+    }
+
+
+def arrays(model: type, config: Any, library: Library) -> dict[str, Any]:
+    """A size's config, as nodes for python.js, and the logical axes and shapes of its arrays."""
+    zoo = sys.modules[model.__module__]
+    abstract = abstract_model(lambda: model(config, rngs=nnx.Rngs(0)))
+    names = inspect.signature(model.loss).parameters
+    public = {name: getattr(config, name) for name in dir(config) if not name.startswith("_")}
+    found = {
+        "config": {name: library.add(x) for name, x in public.items() if not callable(x)},
+        "weights": {
+            kind: [
+                [path, leaf.shape, paths(abstract.axes[kind])[path], leaf.dtype.itemsize]
+                for path, leaf in paths(tree).items()
+            ]
+            for kind, tree in abstract.shapes.items()
+        },
+        "activations": activations(zoo, abstract, _batch(config, names)),
+    }
+    return found | ({"cache": cache(zoo, abstract)} if hasattr(model, "prefill") else {})
+
+
+def activations(zoo: Any, abstract: AbstractModel, batch: dict[str, Any]) -> list[Array]:
+    """The activations that the loss shards, as traced: those with a name for each dim.
+
+    A dim of 0 stands for the batch's rows, and one of -1 for a row's positions.
+    """
+    inside, *between = sharding_rules.positions(zoo) or ("",)
+    tied = {axis: (axis, inside) for axis in between}  # a shard_map needs all axes of T
+
+    def loss(variables, batch):
+        return abstract.merge(variables).loss(**batch)[0]
+
+    with _axes_as_mesh(zoo, AxisType.Auto, {}, tied):
+        traced = jax.make_jaxpr(loss)(abstract.shapes, batch)
+    rows = dict.fromkeys(sharding_rules.positions(zoo), -1) | {"batch": 0}
+    found = [
+        _named(spec, shape, rows)
+        for spec, shape in _constraints(traced.jaxpr)
+        if len(spec) == len(shape) and shape[0] == ROWS and None not in spec
+    ]
+    return [*dict.fromkeys(array for array in found if array[0][0] == "batch")]
+
+
+def cache(zoo: Any, abstract: AbstractModel) -> list[Array]:
+    """The keys and values that generation keeps; a dim of 0 or -1 as in `activations`."""
+    known, positions = zoo.LOGICAL_AXES, sharding_rules.positions(zoo)
+    (slots,) = (a for a, on in known.items() if on.startswith("instead") and a not in positions)
+    rules = {axis: None for axis, on in known.items() if on in ("weights", "stack")}
+    # Explicit axes must agree: an array's heads are queries' or keys', its T positions or slots.
+    rules |= dict.fromkeys(positions) | {textbook.HEADS: memory.KV_HEADS}
+
+    def prefill(variables, tokens, lengths):
+        return abstract.merge(variables).prefill(tokens, lengths, LENGTH)[1]
+
+    tokens, lengths = (jax.ShapeDtypeStruct(dims, np.int32) for dims in ((ROWS, LENGTH), (ROWS,)))
+    with _axes_as_mesh(zoo, AxisType.Explicit, {slots: 2}, rules):
+        kept = jax.eval_shape(prefill, abstract.shapes, tokens, lengths)
+    return [_named(x.sharding.spec, x.shape, {"batch": 0, slots: -1}) for x in (kept.k, kept.v)]
+
+
+def _named(spec: Any, shape: tuple[int, ...], stand_ins: dict[str, int]) -> Array:
+    axes = tuple(axis[0] if isinstance(axis, tuple) else axis for axis in spec)
+    return axes, tuple(stand_ins.get(axis, n) for axis, n in zip(axes, shape, strict=True))
+
+
+def _batch(config: Any, names: Iterable[str]) -> dict[str, jax.ShapeDtypeStruct]:
+    """The arguments of a model's loss, given their names."""
+
+    def array(dtype, *dims: int) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct((ROWS, *dims), dtype)
+
+    if "tokens" in names:
+        return dict.fromkeys(("tokens", "targets"), array(np.int32, LENGTH))
+    if "label" not in names:
+        return dict.fromkeys(("x", "y"), array(np.float32, config.embed))
+    picture = hasattr(config, "image_size")
+    dims = (config.image_size,) * 2 + (config.channels,) if picture else (config.inputs,)
+    return {"image": array(np.float32, *dims), "label": array(np.int32)}
+
+
+def _constraints(jaxpr: Any) -> Iterator[tuple[tuple, tuple[int, ...]]]:
+    """(spec, shape) of every array that a program constrains."""
+    for equation in jaxpr.eqns:
+        if equation.primitive.name == "sharding_constraint":
+            yield tuple(equation.params["sharding"].spec), equation.outvars[0].aval.shape
+        for value in jax.tree.leaves([*equation.params.values()], is_leaf=_is_jaxpr):
+            if _is_jaxpr(value):
+                yield from _constraints(getattr(value, "jaxpr", value))
+
+
+def _is_jaxpr(value: Any) -> bool:
+    return hasattr(value, "eqns") or hasattr(value, "jaxpr")
+
+
+@contextlib.contextmanager
+def _axes_as_mesh(zoo: Any, kind: AxisType, sizes: Mapping[str, int], rules: dict[str, Any]):
+    """A context to trace in, whose mesh axes are the logical axes: specs name these.
+
+    Args:
+      sizes: of the axes that have more than one device.
+      rules: of the axes that are not mapped to themselves alone.
+    """
+    names = tuple(zoo.LOGICAL_AXES)
+    mesh = AbstractMesh(
+        tuple(sizes.get(name, 1) for name in names), names, axis_types=(kind,) * len(names),
+        abstract_device=AbstractDevice("cpu", None, "cpu"),
+    )  # fmt: skip
+    rules = {name: name for name in names} | rules
+    for axis, other in getattr(zoo, "WITHIN", {}).items():
+        rules[other] = (other, axis)
+    with jax.sharding.use_abstract_mesh(mesh), nnx.logical_axis_rules(tuple(rules.items())):
+        yield
+
+
+# ---- which line of the zoo causes a sharding -----------------------------------------------------
+
+
+class Source:
+    """A zoo file's syntax tree and comments."""
+
+    def __init__(self, module: types.ModuleType):
+        self.path = pathlib.Path(str(module.__file__))
+        text = self.path.read_text()
+        self.tree, lines = ast.parse(text), text.splitlines()
+        self.comments = {
+            token.start[0]: token.string.lstrip("# ")
+            for token in tokenize.generate_tokens(io.StringIO(text).readline)
+            if token.type == tokenize.COMMENT
+        }
+        self.alone = {n for n in self.comments if lines[n - 1].lstrip().startswith("#")}
+
+    def beside(self, line: int) -> str:
+        """The comment at the end of a line, and its continuation on the next ones."""
+        own = self.comments.get(line, "")
+        return " ".join([own, *self._run(line, 1)]) if own else ""
+
+    def above(self, line: int) -> str:
+        return " ".join(reversed(self._run(line, -1)))
+
+    def _run(self, line: int, step: int) -> list[str]:
+        found = itertools.takewhile(self.alone.__contains__, itertools.count(line + step, step))
+        return [self.comments[each] for each in found]
+
+    def find(self, name: str) -> tuple["Source", ast.Assign | ast.AnnAssign]:
+        """Where a global name is assigned, in this file or the one that it is imported from."""
+        for node in self.tree.body:
+            targets = getattr(node, "targets", [getattr(node, "target", None)])
+            if any(isinstance(target, ast.Name) and target.id == name for target in targets):
+                return self, node  # pyright: ignore
+            if isinstance(node, ast.ImportFrom) and name in {
+                x.asname or x.name for x in node.names
+            }:
+                other = importlib.import_module("." * node.level + str(node.module), "zoo")
+                return Source(other).find(name)
+        raise LookupError(f"{self.path.name} has no {name}")
+
+
+def causes(zoo: types.ModuleType) -> dict[str, Any]:
+    """Where each rule of each strategy stands: {"rows": …, "strategies": name → axis → its row}."""
+    where, assigned = Source(zoo).find("RULES")
+    rows: dict[tuple, int] = {}
+    found = {
+        name: {a: rows.setdefault(row, len(rows)) for a, row in _rules(of, expression).items()}
+        for name, (of, expression) in _strategies(where, assigned.value).items()
+    }
+    return {"rows": list(rows), "strategies": found}
+
+
+def _strategies(source: Source, node: Any) -> dict[str, tuple[Source, ast.expr]]:
+    """Strategy → the expression of its rules, and the file that it is in."""
+    if isinstance(node, ast.Call):
+        return _strategies(source, node.args[-1])
+    if isinstance(node, ast.Name):
+        where, assigned = source.find(node.id)
+        return _strategies(where, assigned.value)
+    if isinstance(node, ast.BinOp):
+        return _strategies(source, node.left) | _strategies(source, node.right)
+    names = [ast.literal_eval(key) for key in node.keys]
+    return {name: (source, value) for name, value in zip(names, node.values, strict=True)}
+
+
+def _rules(source: Source, node: Any, table: str = "", about: str = "") -> dict[str, tuple]:
+    """Logical axis → (table, its comment, file, line, the rule's comment)."""
+    if isinstance(node, ast.BinOp):
+        return _rules(source, node.left, table, about) | _rules(source, node.right, table, about)
+    if isinstance(node, ast.Name):
+        where, assigned = source.find(node.id)
+        return _rules(where, assigned.value, node.id, where.above(assigned.lineno))
+    file = source.path.relative_to(ROOT).as_posix()
+    return {
+        ast.literal_eval(key): (table, about, file, key.lineno, source.beside(key.lineno))
+        for key in node.keys
+    }
