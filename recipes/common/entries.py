@@ -6,7 +6,7 @@ import inspect
 import types
 from typing import Any, NamedTuple
 
-from zoo.decoder import Compute
+from zoo.config import Compute
 from zoo.layers import RopeScaling
 
 
