@@ -40,7 +40,7 @@ def model(name: str) -> type:
 
 
 def config_json(config) -> dict[str, Any]:
-    """A Config's fields as JSON, the architecture before zoo.decoder.Compute's.
+    """A Config's fields as JSON, the architecture before zoo.config.Compute's.
 
     Rotary scalings are lists, from which Config makes them again.
     """
