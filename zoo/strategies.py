@@ -23,7 +23,9 @@ KV_HEADS = "kv_heads"  # K
 MLP = "mlp"  # F
 VOCAB = "vocab"  # V
 LAYERS = "layers"  # L, in front of every weight of the stacked layers
-EXPERT = "expert"  # E
+EXPERT = "expert"  # E, of weights of experts
+ROUTER = "router"  # E, of the router
+HEAD_DIM = "head_dim"  # H
 
 # Data parallel: every device has all weights; one all-reduce of all gradients per step.
 DP = {

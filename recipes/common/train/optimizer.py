@@ -10,6 +10,7 @@ import optax
 import optax.contrib
 
 from recipes.common.sharding import Layout, Tree
+from zoo.strategies import EXPERT, HEAD_DIM, ROUTER
 
 OPTIMIZERS = ("adamw", "lion", "sgd", "muon")
 
@@ -115,8 +116,8 @@ def clip(most: float) -> optax.GradientTransformationExtraArgs:
 
 def decaying(
     layout: Layout,
-    copies: Sequence[str] = ("expert", "router"),
-    parts: Sequence[str] = ("head_dim",),
+    copies: Sequence[str] = (EXPERT, ROUTER),
+    parts: Sequence[str] = (HEAD_DIM,),
 ) -> Tree:
     """Which parameters have weight decay: matrices, and no vectors.
 
