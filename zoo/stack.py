@@ -89,6 +89,8 @@ def scan_layers(function, x: jax.Array, layers, kinds: tuple, remat, unroll: int
                 return run_layer(x, jax.tree.map(take, layers), kind)
 
             layer = jax.checkpoint(layer, policy=remat, prevent_cse=prevent_cse)
+            if not isinstance(x, jax.core.Tracer):  # called eagerly: an operation may need the mesh
+                layer = jax.jit(layer)
             x, output = layer(x, layers)
             outputs.append(output)
         return x, jax.tree.map(lambda *o: jnp.stack(o), *outputs)
