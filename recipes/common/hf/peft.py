@@ -128,8 +128,6 @@ class Adapter:
 
     def _adapts(self, entry: str, config: Any, factor: tensors.Tensor) -> bool:
         """Whether adapter_config.json says that this factor exists, as PEFT reads it."""
-        if factor.path.startswith("mtp/"):  # not part of the model that transformers adapts
-            return False
         family = ENTRIES[entry]
         weight = factor.path.replace("/lora/", "/").removesuffix("/a").removesuffix("/b")
         template, *_ = family.tensors(config)[weight]
