@@ -109,7 +109,6 @@ def adapters(module: nnx.Module, config, rngs: nnx.Rngs, **contract: int) -> nnx
     if not config.lora_rank:
         return nnx.Dict()
     from .lora import Adapter
-    from .decoder import Decoder
 
     names = [name for name in contract if name in config.lora_targets]
     return nnx.Dict({n: Adapter(getattr(module, n), contract[n], config, rngs=rngs) for n in names})
