@@ -267,7 +267,7 @@ def shown(monkeypatch, tmp_path, capfd):
 
 
 def run_beside_a_copy(folder: pathlib.Path, code: str) -> list[str]:
-    """The lines that README.md's commands and then `code` print, where nothing of ours can be imported."""
+    """The lines that README.md's commands and then `code` print, and nothing of ours is imported."""
     (command,) = re.findall(r"^mkdir mine .+$", READMES[FRONT], re.M)
     (folder / "zoo").symlink_to(ROOT / "zoo")
     subprocess.run(command, shell=True, cwd=folder, check=True)

@@ -66,13 +66,8 @@ for strategy, axes in {cases}.items():
             losses = train(*there, jax.device_put(batch, where))
             np.testing.assert_allclose(losses, alone, rtol=1e-5)
 
+# They may be on the path, after pip install -e, but nothing imports them.
 assert not {{"zoo", "recipes", "data"}} & set(sys.modules)
-for package in ("zoo", "recipes", "data"):
-    try:
-        __import__(package)
-    except ImportError:
-        continue
-    raise AssertionError(f"{{package}} can be imported here")
 print("trained")
 """
 CASES = {"fsdp_tp": ("data", "model")}
