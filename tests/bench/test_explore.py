@@ -238,14 +238,28 @@ def test_each_rule_links_to_its_line(name):
         assert causes.keys() == {axis for axis, target in rules.items() if target}, strategy
         for axis, row in causes.items():
             table, _, file, line, _ = found["rows"][row]
-            text = (ROOT / file).read_text().splitlines()[line - 1]
-            assert re.search(rf'"{axis}": (.*)', text), (strategy, axis)
-            above = (ROOT / file).read_text().splitlines()[:line]
-            opened = [re.match(r"(\w+) = ", each) for each in above]
-            names = [match[1] for match in opened if match]
-            assert table == names[-1], (strategy, axis)
-            target = text.partition(f'"{axis}": ')[2]
-            assert all(f'"{each}"' in target for each in mesh_axes(rules[axis])), (strategy, axis)
+            lines = (ROOT / file).read_text().splitlines()
+            key = re.search(rf'"({axis})": ', lines[line - 1]) or re.search(
+                r'"(\w+)": ', lines[line - 1]
+            )
+            assert key
+            assert rules[key[1]] == rules[axis], "an axis that is split alike"
+            opened = [re.match(r"(\w+) = ", each) for each in lines[:line]]
+            assert table == [match[1] for match in opened if match][-1], (strategy, axis)
+
+
+def test_strategies_are_unions_of_the_tables_that_are_linked():
+    found = explorer.causes(entries.zoo_file("transformer"))
+    tables = {
+        s: {found["rows"][row][0] for row in rows.values()}
+        for s, rows in found["strategies"].items()
+    }
+    assert tables["fsdp_tp"] == {"DP", "FSDP", "TP"}
+    assert tables["hsdp_tp"] == {"HSDP", "TP"}
+    assert tables["fsdp_cp"] == {"DP", "CP", "FSDP_CP"}
+    experts = explorer.causes(entries.zoo_file("moe"))
+    linked = {experts["rows"][row][0] for row in experts["strategies"]["fsdp_ep"].values()}
+    assert {"EP", "FSDP_EP"} <= linked <= {"EP", "FSDP_EP", "EXPERT_FSDP"}
 
 
 def test_rules_bring_their_comments():
@@ -392,7 +406,7 @@ def test_nothing_is_wider_than_the_window(width, browse):
         (["--mesh=1024"], "--mesh=1024 has 1024 devices, and the page draws at most 512; try --mesh=512"),
         (["--rules=fsdq"], "--rules=fsdq is not a strategy of this entry; did you mean 'fsdp'?"),
         (["--html=/nowhere/page.html"], "--html=/nowhere/page.html: there is no folder /nowhere"),
-        (["--from=/nowhere"], "--from=/nowhere does not exist; use a run's workdir or a checkpoint"),
+        (["--from=/nowhere"], "--from=/nowhere does not exist; use a run's workdir"),
         (["--device=v5q"], "--device=v5q is not one of v4, v5e"),
         (["--seq_len=200000"], "--seq_len=200000 must be ≤ 131072"),
     ],

@@ -113,7 +113,7 @@ def page(models: Mapping[str, type], shown: Shown | None, source: str) -> str:
 def tables(model: type, library: Library) -> dict[str, Any]:
     """An entry's rules and where they stand, and the arrays of all its sizes."""
     zoo = sys.modules[model.__module__]
-    names = ("LOGICAL_AXES", "IN_USE", "UNEVEN", "POSITIONS", "WITHIN", "RULES")
+    names = ("LOGICAL_AXES", "IN_USE", "UNEVEN", "SUBSTITUTES", "POSITIONS", "WITHIN", "RULES")
     return {
         "tables": {name: copy.copy(getattr(zoo, name)) for name in names if hasattr(zoo, name)},
         "causes": causes(zoo),
@@ -166,7 +166,8 @@ def activations(zoo: Any, abstract: AbstractModel, batch: dict[str, Any]) -> lis
 def cache(zoo: Any, abstract: AbstractModel) -> list[Array]:
     """The keys and values that generation keeps; a dim of 0 or -1 as in `activations`."""
     known, positions = zoo.LOGICAL_AXES, sharding_rules.positions(zoo)
-    (slots,) = (a for a, on in known.items() if on.startswith("instead") and a not in positions)
+    elsewhere = {a for a, on in known.items() if on in ("weights", "both", "stack")}
+    (slots,) = known.keys() - elsewhere - {"batch", *positions, *zoo.IN_USE.values()}
     rules = {axis: None for axis, on in known.items() if on in ("weights", "stack")}
     # Explicit axes must agree: an array's heads are queries' or keys', its T positions or slots.
     rules |= dict.fromkeys(positions) | {textbook.HEADS: memory.KV_HEADS}
@@ -241,7 +242,7 @@ class Source:
     """A zoo file's syntax tree and comments."""
 
     def __init__(self, module: types.ModuleType):
-        self.path = pathlib.Path(str(module.__file__))
+        self.module, self.path = module, pathlib.Path(str(module.__file__))
         text = self.path.read_text()
         self.tree, lines = ast.parse(text), text.splitlines()
         self.comments = {
@@ -263,53 +264,54 @@ class Source:
         found = itertools.takewhile(self.alone.__contains__, itertools.count(line + step, step))
         return [self.comments[each] for each in found]
 
-    def find(self, name: str) -> tuple["Source", ast.Assign | ast.AnnAssign]:
-        """Where a global name is assigned, in this file or the one that it is imported from."""
+    def imported(self) -> Iterator["Source"]:
+        """The zoo files that this one needs, and those that they need."""
         for node in self.tree.body:
-            targets = getattr(node, "targets", [getattr(node, "target", None)])
-            if any(isinstance(target, ast.Name) and target.id == name for target in targets):
-                return self, node  # pyright: ignore
-            if isinstance(node, ast.ImportFrom) and name in {
-                x.asname or x.name for x in node.names
-            }:
-                other = importlib.import_module("." * node.level + str(node.module), "zoo")
-                return Source(other).find(name)
-        raise LookupError(f"{self.path.name} has no {name}")
+            if isinstance(node, ast.ImportFrom) and node.level:
+                other = Source(importlib.import_module(f".{node.module}", "zoo"))
+                yield from (other, *other.imported())
+
+    def tables(self) -> Iterator[tuple[dict[str, Any], str, str, list[ast.Constant]]]:
+        """Dicts that the file defines: (value, name, the comment above, the keys that stand here)."""
+        for node in self.tree.body:
+            target = node.targets[0] if isinstance(node, ast.Assign) else None
+            value = getattr(self.module, target.id, None) if isinstance(target, ast.Name) else None
+            if isinstance(target, ast.Name) and isinstance(value, dict):
+                dicts = [each for each in ast.walk(node) if isinstance(each, ast.Dict)]
+                keys = [key for each in dicts for key in each.keys if isinstance(key, ast.Constant)]
+                yield value, target.id, self.above(node.lineno), keys
 
 
 def causes(zoo: types.ModuleType) -> dict[str, Any]:
-    """Where each rule of each strategy stands: {"rows": …, "strategies": name → axis → its row}."""
-    where, assigned = Source(zoo).find("RULES")
-    rows: dict[tuple, int] = {}
-    found = {
-        name: {a: rows.setdefault(row, len(rows)) for a, row in _rules(of, expression).items()}
-        for name, (of, expression) in _strategies(where, assigned.value).items()
-    }
-    return {"rows": list(rows), "strategies": found}
+    """Where each rule of each strategy stands: {"rows": …, "strategies": name → axis → its row}.
 
-
-def _strategies(source: Source, node: Any) -> dict[str, tuple[Source, ast.expr]]:
-    """Strategy → the expression of its rules, and the file that it is in."""
-    if isinstance(node, ast.Call):
-        return _strategies(source, node.args[-1])
-    if isinstance(node, ast.Name):
-        where, assigned = source.find(node.id)
-        return _strategies(where, assigned.value)
-    if isinstance(node, ast.BinOp):
-        return _strategies(source, node.left) | _strategies(source, node.right)
-    names = [ast.literal_eval(key) for key in node.keys]
-    return {name: (source, value) for name, value in zip(names, node.values, strict=True)}
-
-
-def _rules(source: Source, node: Any, table: str = "", about: str = "") -> dict[str, tuple]:
-    """Logical axis → (table, its comment, file, line, the rule's comment)."""
-    if isinstance(node, ast.BinOp):
-        return _rules(source, node.left, table, about) | _rules(source, node.right, table, about)
-    if isinstance(node, ast.Name):
-        where, assigned = source.find(node.id)
-        return _rules(where, assigned.value, node.id, where.above(assigned.lineno))
-    file = source.path.relative_to(ROOT).as_posix()
-    return {
-        ast.literal_eval(key): (table, about, file, key.lineno, source.beside(key.lineno))
-        for key in node.keys
-    }
+    A strategy is a union of the tables whose rules it all has. An axis that is in none of them, such
+    as the experts' D, is split as another one is: its row is that of the other.
+    """
+    found: dict[tuple, dict[str, Any]] = {}  # row → the table that it is in
+    own = Source(zoo)
+    for source in (own, *own.imported()):
+        file = source.path.relative_to(ROOT).as_posix()
+        for table, name, about, keys in source.tables():
+            for key in keys:
+                row = (key.value, name, about, file, key.lineno, source.beside(key.lineno))
+                if key.value in zoo.LOGICAL_AXES and key.value in table:
+                    found.setdefault(row, table)
+    strategies: dict[str, dict[str, int]] = {}
+    for strategy, rules in zoo.RULES.items():
+        rows = [
+            (row, i)
+            for i, (row, table) in enumerate(found.items())
+            if table.items() <= rules.items()
+        ]
+        split = strategies[strategy] = {}
+        for axis in (axis for axis, target in rules.items() if target):
+            alike = [
+                (row[0] != axis, i)
+                for row, i in rows
+                if zoo.LOGICAL_AXES[row[0]] == zoo.LOGICAL_AXES[axis]
+                and rules[row[0]] == rules[axis]
+            ]
+            if alike:
+                split[axis] = min(alike)[1]
+    return {"rows": [row[1:] for row in found], "strategies": strategies}
