@@ -207,6 +207,7 @@ def put(owner: dict) -> None:
 def test_a_signal_outside_of_training_releases_the_lock(bucket, capfd, monkeypatch):
     monkeypatch.setattr(os, "_exit", sys.exit)
     monkeypatch.setattr(preemption, "_asked", "")
+    monkeypatch.setattr(preemption, "_resumes", True)
     for release_seconds, at_work in ((60, False), (0.1, True)):
         monkeypatch.setattr(preemption, "RELEASE_SECONDS", release_seconds)
         held = lock.take(folders.to_path(WORKDIR), "config.json")

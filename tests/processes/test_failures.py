@@ -162,7 +162,7 @@ def test_an_error_without_a_message_ends_the_process_too(monkeypatch):
     said = []
     monkeypatch.setattr(processes, "_count", 2)
     monkeypatch.setattr(processes, "exit_now", said.append)
-    monkeypatch.setattr(start.preemption, "watch", lambda: None)
+    monkeypatch.setattr(start.preemption, "watch", lambda resumes: None)
     monkeypatch.setattr(start, "_settle_libraries", lambda: None)
     monkeypatch.setattr(sys, "argv", ["recipe"])
 

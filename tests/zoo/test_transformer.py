@@ -80,7 +80,9 @@ def normal(*shapes):
 
 def test_every_named_size_can_be_chosen():
     methods = [name for name, value in vars(Config).items() if isinstance(value, classmethod)]
-    assert methods == ["tiny", "small", "medium", "gpt2_124m", "llama_1b", "llama_8b", "llama_70b"]
+    llama3 = ["llama_1b", "llama_8b", "llama_70b"]
+    llama31 = ["llama31_8b", "llama31_70b", "llama31_405b"]
+    assert methods == ["tiny", "small", "medium", "gpt2_124m", *llama3, *llama31]
     assert [size.__name__ for size in SIZES.values()] == methods
 
 

@@ -27,7 +27,16 @@ LICENCES = {  # for datasets that come with the zoo or with Python
 OMITTED_FLAGS = {
     *("workdir", "log_every", "checkpoint_every", "keep_checkpoints", "verify"),
     *("num_processes", "process_id", "coordinator", "prompt", "sample_bytes", "chat"),
-    *("temperature", "eval_every", "keep_best", "tensorboard", "wandb", "profile", "plan"),
+    *(
+        "temperature",
+        "eval_every",
+        "keep_best",
+        "tensorboard",
+        "wandb",
+        "profile",
+        "plan",
+        "platform",
+    ),
 }
 ROW = re.compile(r"^\| `(.+)` \| [\d,]+ \| `([0-9a-f]{64})` \|$", re.MULTILINE)
 

@@ -30,6 +30,8 @@ def outlive_readers() -> None:
     for name in ("stdout", "stderr"):
         stream = getattr(sys, name)
         if stream is None or stream is not getattr(sys, f"__{name}__"):
+            if isinstance(stream, io.TextIOWrapper):
+                stream.reconfigure(errors="backslashreplace")
             continue  # another one's, such as a test's or a notebook's
         stream.flush()
         setattr(sys, name, unfailing(stream.fileno(), stream.encoding, stream.line_buffering))
