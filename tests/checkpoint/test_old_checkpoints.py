@@ -101,7 +101,9 @@ def test_a_rotary_scaling_that_no_version_has_stored_is_refused(stored):
     """In a checkpoint, one line; never a guess."""
     first = CONFIGS[0]["config"]
     for wrong in ({"rope_scaling": stored}, {"layer_kinds": [[None, 1e4, stored]]}):
-        with pytest.raises(UserError, match=r"has an invalid model config.*is not a Linear, Llama3"):
+        with pytest.raises(
+            UserError, match=r"has an invalid model config.*is not a Linear, Llama3"
+        ):
             loaded("transformer", first | wrong)
 
 
