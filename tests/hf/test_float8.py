@@ -300,6 +300,14 @@ def test_published_folders_are_the_named_sizes(changes, size):
         )
 
 
+def test_only_the_rotary_part_of_a_head_must_be_even():
+    """An odd head dim, which transformers computes too; tests/zoo/test_deepseek.py computes it."""
+    config = deepseek.config_from(published(qk_nope_head_dim=7, qk_rope_head_dim=6), ROOT)
+    assert (config.nope_dim, config.rope_dim, config.head_dim) == (7, 6, 13)
+    with pytest.raises(UserError, match="makes no sense: rope_dim=7 must be even"):
+        deepseek.config_from(published(qk_rope_head_dim=7), ROOT)
+
+
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
