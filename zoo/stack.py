@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from flax import nnx
 from flax.core.spmd import get_logical_axis_rules
 from jax.ad_checkpoint import checkpoint_name
+from jax.core import Tracer
 
 from .sharding import check_rules, in_use, shards
 
@@ -89,7 +90,7 @@ def scan_layers(function, x: jax.Array, layers, kinds: tuple, remat, unroll: int
                 return run_layer(x, jax.tree.map(take, layers), kind)
 
             layer = jax.checkpoint(layer, policy=remat, prevent_cse=prevent_cse)
-            if not isinstance(x, jax.core.Tracer):  # called eagerly: an operation may need the mesh
+            if not isinstance(x, Tracer):  # called eagerly: an operation may need the mesh
                 layer = jax.jit(layer)
             x, output = layer(x, layers)
             outputs.append(output)
