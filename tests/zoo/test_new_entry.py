@@ -30,7 +30,9 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from .sharding import Rules, complete_tables, constrain, explicit, in_use, param, zeros
+from .sharding import (
+    Rules, check_rules, complete_tables, constrain, explicit, in_use, param, zeros,
+)  # fmt: skip
 
 
 @dataclasses.dataclass(frozen=True)
@@ -72,6 +74,7 @@ class MadeUp(nnx.Module):
         return self._hidden(x_BD)[0]
 
     def _hidden(self, x_BD):
+        check_rules(LOGICAL_AXES)
         x_BD = constrain(x_BD, "batch", "act_embed")
         hidden_BF = product(x_BD, in_use(self.w1, IN_USE), "batch", "hidden")
         hidden_BF = jax.nn.relu(hidden_BF + self.bias[...][None])
