@@ -519,7 +519,7 @@ def test_a_run_in_a_bucket_is_the_run_on_a_disk(bucket, book, quick, inside, tmp
         got = jax.device_get(jax.tree.leaves(model_params(model)))
         want = want or got
         jax.tree.map(np.testing.assert_array_equal, got, want)
-    assert metadata["imported"] == "mine"
+    assert metadata["imported"] == f"hf:{exported}"
     left = {name.split("/")[1] for name in bucket.names() if not name.startswith("runs/w/")}
     assert left == {"mine", "hf"}, "nothing beside them"
 
