@@ -233,7 +233,7 @@ def test_each_kind_of_collective_is_near_the_compiler_s(line):
         ("transformer", "fsdp", "8", "none"),
         ("transformer", "fsdp", "8", "sublayers"),
         ("transformer", "fsdp_cp", "data=2,seq=4", "none"),
-        ("moe", "fsdp_ep", "data=2,expert=4", "none"),
+        pytest.param("moe", "fsdp_ep", "data=2,expert=4", "none", marks=pytest.mark.full),
         ("moe", "fsdp_ep", "data=2,expert=4", "dispatched"),
         ("vit", "fsdp", "8", "none"),
         ("vit", "fsdp", "8", "full"),
