@@ -18,14 +18,24 @@ from .sharding import constrain, explicit, mesh_axes, ones, param, reshape, shar
 # ---- products ------------------------------------------------------------------------------------
 
 
+class RoundedInput(NamedTuple):
+    """The input of products in low precision, rounded: see low_precision.py."""
+
+    exact: jax.Array  # [B, T, K...]
+    x: jax.Array  # copies [R, B, T, K...], one for each part of the gradient; nothing reads them
+    copies: tuple[str, ...]  # the logical axes of R
+    q: jax.Array  # [B, T, K...]
+    scale: jax.Array  # [B, T, 1...]
+
+
 class LowPrecisionWeight(nnx.Param):
     """A weight in use with a product of its own, in place of `multiply`: see low_precision.py."""
 
     def multiply(self, x, contract: int, seq: str) -> jax.Array:
         raise NotImplementedError
 
-    def round_input(self, x: jax.Array):
-        """Rounds x for all weights that multiply it; the result has the input itself as `exact`."""
+    def round_input(self, x: jax.Array) -> RoundedInput:
+        """Rounds x for all weights that multiply it."""
         raise NotImplementedError
 
     def dequantized(self) -> jax.Array:
@@ -64,12 +74,12 @@ def project(module, name: str, x, contract: int = 1, seq: str = "seq") -> jax.Ar
     """`multiply` by the module's weight of this name, plus its adapter's output if it has one.
 
     Args:
-      x: an array, or what `gather` returns in low precision.
+      x: an array or a RoundedInput, as `gather` returns it.
     """
     y = multiply(x, getattr(module, name), contract, seq)
     if name in module.lora:
         adapter = module.lora[name]
-        if not isinstance(x, jax.Array):
+        if isinstance(x, RoundedInput):
             x = gather(x.exact)
         y += multiply(multiply(x, adapter.a, contract), adapter.b, seq=seq) * adapter.scale
     return y
@@ -90,7 +100,7 @@ def add_bias(y_BT: jax.Array, bias: nnx.Param | None) -> jax.Array:
     return y_BT if bias is None else y_BT + bias[...].astype(y_BT.dtype)[None, None]
 
 
-def gather(x_BTD: jax.Array, weight: nnx.Param | None = None):
+def gather(x_BTD: jax.Array, weight: nnx.Param | None = None) -> Any:
     """The input of a sublayer: with sequence-sharded tensor parallelism, all of its positions. In
     low precision, it is rounded for the weights that multiply it, of which `weight` is one.
     """

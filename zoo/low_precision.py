@@ -5,28 +5,18 @@ Weights are rounded at rest, so FSDP gathers bytes. quantization.py has the arit
 """
 
 import math
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
-from .layers import LowPrecisionWeight
+from .layers import LowPrecisionWeight, RoundedInput
 from .quantization import FORMATS, Product, bits, multiply_rounded, numbers, quantize
 from .sharding import constrain, mesh_axes, per_device
 
 ROWS = ("batch", "seq")  # the logical axes of activations' rows
-
-
-class Rounded(NamedTuple):
-    """The rounded input of products."""
-
-    exact: jax.Array  # [B, T, K...]
-    x: jax.Array  # copies [R, B, T, K...], one for each part of the gradient; nothing reads them
-    copies: tuple[str, ...]  # the logical axes of R
-    q: jax.Array  # [B, T, K...]
-    scale: jax.Array  # [B, T, 1...]
 
 
 class RoundedWeight(LowPrecisionWeight):
@@ -39,10 +29,10 @@ class RoundedWeight(LowPrecisionWeight):
     config: Any
 
     def multiply(self, x, contract: int, seq: str) -> jax.Array:
-        """layers.multiply in low precision; x: an array or Rounded."""
+        """layers.multiply in low precision; x: an array or RoundedInput."""
         inner = self.use_axes[:contract]
         outer = self.use_axes[contract:]
-        x = x if isinstance(x, Rounded) else self.round_input(x, contract)
+        x = x if isinstance(x, RoundedInput) else self.round_input(x, contract)
         over = mesh_axes(inner)
         parted = bool(over) and mesh_axes(seq) == over
         product, w, rest_axes = self.product(self.use_axes, outer)
@@ -84,7 +74,7 @@ class RoundedWeight(LowPrecisionWeight):
         )
         return checkpoint_name(constrain(y, "batch", seq, *outer), "product")
 
-    def round_input(self, x: jax.Array, contract: int = 1) -> Rounded:
+    def round_input(self, x: jax.Array, contract: int = 1) -> RoundedInput:
         """Rounds the input of this weight's product. Positions of x that are split are gathered so.
 
         Devices that split the weight's columns have parts of x's gradient. Those of several
@@ -115,7 +105,7 @@ class RoundedWeight(LowPrecisionWeight):
             return x[None]
 
         copies = per_device(copy, [x], [("batch", within, *inner)], (outer, "batch", "seq", *inner))
-        return Rounded(exact=x, x=copies, copies=outer, q=q, scale=scale)
+        return RoundedInput(exact=x, x=copies, copies=outer, q=q, scale=scale)
 
     def dequantized(self) -> jax.Array:
         """The weight in use, in float32 if it is stored in int8."""

@@ -138,11 +138,12 @@ def command(metadata: dict[str, Any]) -> str:
     flags = {"mesh": describe(metadata["mesh"])}
     if "rules" in kept:
         flags["rules"] = metadata["flags"].get("rules") or metadata["rules"]["name"]
-    for name, value in metadata["flags"].items():
-        if name in kept and name not in OMITTED_FLAGS and name not in ("mesh", "rules"):
+    # The default of --lora_alpha, 0, stands for a value that depends on the rank.
+    derived = {"lora_alpha": metadata["lora_alpha"]} if "lora_alpha" in metadata else {}
+    for name, value in (metadata["flags"] | derived).items():
+        shows = name in kept or name in derived
+        if shows and name not in OMITTED_FLAGS and name not in ("mesh", "rules"):
             flags[name] = value
-    if "lora_alpha" in flags:  # the flag's 0 stands for a value that depends on the rank
-        flags["lora_alpha"] = metadata.get("lora_alpha", flags["lora_alpha"])
     given = [
         f"--{name}={shlex.quote(shown(value))}" for name, value in flags.items() if value != ""
     ]
