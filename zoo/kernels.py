@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 
 from .layers import dot, soft_cap
-from .sharding import device, reshape, shards
+from .sharding import constrain, device, mesh_axes, reshape, shards
 
 JOINABLE = ("flash", "splash")  # kernels whose outputs for several parts of the keys can be joined
 KERNELS = ("auto", "xla", *JOINABLE, "cudnn")  # valid values of Config.attention
@@ -259,6 +259,8 @@ def blockwise(q_BTNH, k_BSKH, v_BSKH, segment_ids_BT, window: int | None, kv_hea
     q = reshape(q_BTNH, (B, T, K, G, H), "batch", "seq", kv_heads, None, "head_dim")
     q_BKGTH = q.transpose(0, 2, 3, 1, 4)
     k_BKSH, v_BKSH = k_BSKH.swapaxes(1, 2), v_BSKH.swapaxes(1, 2)
+    if segment_ids_BT is not None and mesh_axes("seq"):  # one device; the mask has T twice
+        segment_ids_BT = constrain(segment_ids_BT, "batch", None)
     block = max(128, -(-T // 8))
     outputs = []
     for start in range(0, T, block):

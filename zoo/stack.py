@@ -11,6 +11,7 @@ from flax import nnx
 from flax.core.spmd import get_logical_axis_rules
 from jax.ad_checkpoint import checkpoint_name
 from jax.core import Tracer
+from jax.sharding import AxisType, PartitionSpec
 
 from .sharding import check_rules, in_use, shards
 
@@ -99,11 +100,20 @@ def scan_layers(function, x: jax.Array, layers, kinds: tuple, remat, unroll: int
     if in_loop:
         run_period = functools.partial(run_layers, count=period, prevent_cse=False)
         x, output = jax.lax.scan(run_period, x, jnp.arange(0, in_loop, period))
-        outputs.append(jax.tree.map(lambda o: o.reshape(in_loop, *o.shape[2:]), output))
+        outputs.append(jax.tree.map(merge_first_dims, output))
     if in_loop < num_layers:  # outside a loop, XLA may merge forward and recomputed operations
         x, output = run_layers(x, in_loop, num_layers - in_loop, prevent_cse=True)
         outputs.append(output)
     return x, jax.tree.map(lambda *o: jnp.concatenate(o), *outputs)
+
+
+def merge_first_dims(x: jax.Array) -> jax.Array:
+    """[A, B, ...] → [A · B, ...]; neither of the two is split."""
+    sharding = jax.typeof(x).sharding
+    is_explicit = AxisType.Explicit in sharding.mesh.axis_types
+    # JAX would forget the mesh axes of dims of size 1.
+    out_sharding = PartitionSpec(*sharding.spec[1:]) if is_explicit else None
+    return jnp.reshape(x, (-1, *x.shape[2:]), out_sharding=out_sharding)
 
 
 def layer_in_use(layer, names: dict[str, str], config):

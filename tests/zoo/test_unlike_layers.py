@@ -364,6 +364,30 @@ def test_a_cache_gives_the_whole_model_s_logits(entry, layers, period, mesh, rul
         np.testing.assert_allclose(cached[b], whole[b, n - 1 : n + more], atol=1e-5)
 
 
+@pytest.mark.parametrize(
+    ("shape", "names", "strategy"),
+    [((8, 1), ("data", "model"), "fsdp_tp"), ((8, 1), ("data", "seq"), "fsdp_cp")],
+)
+def test_mesh_axes_of_one_device_and_a_single_kv_head(shape, names, strategy):
+    """As in Gemma 3 1B: JAX's types keep mesh axes of size 1, and forget those of dims of size 1."""
+    changes = {"num_layers": 5, "num_kv_heads": 1, "layer_kinds": (A, B)}  # a layer is left over
+    config = dataclasses.replace(transformer.Config.tiny(), **changes)
+    model = nnx.eval_shape(lambda: transformer.Transformer(config, rngs=nnx.Rngs(0)))
+    graph, state = nnx.split(model)
+    mesh, rules = jax.make_mesh(shape, names), transformer.RULES[strategy]
+    tokens = jax.ShapeDtypeStruct((8, 16), "int32")
+    lengths = jax.ShapeDtypeStruct((8,), "int32")
+
+    def call(state, tokens, lengths):
+        _, cache = nnx.merge(graph, state).prefill(tokens, lengths, 32)
+        return cache, nnx.merge(graph, state).loss(tokens, tokens, tokens)[0]
+
+    with jax.set_mesh(mesh), nnx.logical_axis_rules(tuple(rules.items())):
+        cache, loss = jax.eval_shape(call, state, tokens, lengths)
+    assert cache.k.sharding.spec[:2] == (None, "data")
+    assert (cache.k.shape, loss.shape) == ((5, 8, 32, 1, 8), ())
+
+
 def test_a_sample_s_windows_are_capped():
     """Caps each kind's window at the number of tokens that the run has trained on."""
     kind = lambda window: A._replace(window=window)  # noqa: E731
