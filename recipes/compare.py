@@ -14,7 +14,7 @@ import pathlib
 import sys
 from typing import Any
 
-from recipes.common.analysis import picture
+from recipes.common.report import picture
 from recipes.common.runtime import UserError, flag, folders, jsonl, print0
 from recipes.common.runtime.start import start
 from recipes.common.train.sinks import clock

@@ -12,9 +12,9 @@ import jax
 
 from data import synthetic
 from recipes.common import checkpoint
-from recipes.common.analysis import picture, report
-from recipes.common.analysis.answer import of_layout
 from recipes.common.checkpoint import RunFolder, open_run
+from recipes.common.plan.answer import of_layout
+from recipes.common.report import picture, report
 from recipes.common.runtime import Run, flag, make_mesh, print0
 from recipes.common.runtime.processes import is_first
 from recipes.common.runtime.start import start

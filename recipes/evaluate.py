@@ -17,10 +17,10 @@ from data import sources, text
 from data.batches import Dataset
 from data.tokenizer import Tokenizer
 from recipes.common import checkpoint, entries
-from recipes.common.analysis import report
 from recipes.common.entries import ENTRIES
 from recipes.common.harness import tasks
 from recipes.common.int8_weights import to_int8, weights_flag
+from recipes.common.report import report
 from recipes.common.runtime import Devices, UserError, describe, flag, folders, make_mesh, print0
 from recipes.common.runtime.processes import is_first
 from recipes.common.runtime.start import start

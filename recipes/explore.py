@@ -19,8 +19,8 @@ import jax
 from jax.sharding import AbstractMesh
 
 from recipes.common import checkpoint, entries
-from recipes.common.analysis import explorer
-from recipes.common.analysis.hardware import HARDWARE
+from recipes.common.explorer import export as explorer
+from recipes.common.plan.hardware import HARDWARE
 from recipes.common.runtime import UserError, describe, flag, folders, print0
 from recipes.common.runtime.mesh import parse
 from recipes.common.runtime.start import start

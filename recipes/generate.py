@@ -23,7 +23,6 @@ from jax.sharding import Mesh
 from data import DataError, conversations, prompts
 from data.tokenizer import START, Tokenizer
 from recipes.common import checkpoint, entries
-from recipes.common.analysis import report
 from recipes.common.generation import (
     Generator,
     Sampling,
@@ -33,6 +32,7 @@ from recipes.common.generation import (
     settings_not_applied,
 )
 from recipes.common.int8_weights import to_int8, weights_flag
+from recipes.common.report import report
 from recipes.common.runtime import Devices, UserError, flag, folders, make_mesh, print0, processes
 from recipes.common.runtime.start import start
 from recipes.common.runtime.terminal import ask, show

@@ -19,8 +19,8 @@ import numpy as np
 
 from data.tokenizer import FILES
 from recipes.common import checkpoint, entries, hf
-from recipes.common.analysis import report
 from recipes.common.checkpoint import card
+from recipes.common.report import report
 from recipes.common.runtime import folders
 from recipes.common.runtime.errors import UserError
 from recipes.common.runtime.flags import flag

@@ -11,7 +11,7 @@ import dataclasses
 import math
 
 from recipes.common import entries
-from recipes.common.analysis import report
+from recipes.common.report import report
 from recipes.common.runtime.errors import UserError
 from recipes.common.runtime.flags import choose, flag
 from recipes.common.runtime.mesh import make_mesh, parse

@@ -11,9 +11,9 @@ import dataclasses
 
 from data import digits
 from recipes.common import checkpoint
-from recipes.common.analysis.answer import of_layout
 from recipes.common.checkpoint import open_run
 from recipes.common.classification import confusion, show
+from recipes.common.plan.answer import of_layout
 from recipes.common.runtime import Run, UserError, flag, make_mesh, print0
 from recipes.common.runtime.start import start
 from recipes.common.sharding import make_layout

@@ -23,12 +23,14 @@ import numpy as np
 from jax.sharding import AbstractDevice
 
 from recipes.common import entries
-from recipes.common.analysis import answer, contexts, plan_page, report
-from recipes.common.analysis.estimate import Estimate, estimate
-from recipes.common.analysis.hardware import Devices, parse_devices
-from recipes.common.analysis.hlo import sent_by_kind
-from recipes.common.analysis.search import Change, Job, Plan, cheapest_change, search
-from recipes.common.analysis.targets import TooLarge, compile_step, missing_compiler, topology
+from recipes.common.plan import answer, contexts
+from recipes.common.plan import page as plan_page
+from recipes.common.plan.estimate import Estimate, estimate
+from recipes.common.plan.hardware import Devices, parse_devices
+from recipes.common.plan.search import Change, Job, Plan, cheapest_change, search
+from recipes.common.plan.targets import TooLarge, compile_step, missing_compiler, topology
+from recipes.common.report import report
+from recipes.common.report.hlo import sent_by_kind
 from recipes.common.runtime import UserError, flag, print0
 from recipes.common.runtime.flags import choose
 from recipes.common.runtime.start import start

@@ -12,8 +12,8 @@ import dataclasses
 import jax
 
 from recipes.common import checkpoint
-from recipes.common.analysis import report
 from recipes.common.checkpoint import card, integrity, probe
+from recipes.common.report import report
 from recipes.common.runtime import UserError, flag, folders, make_mesh, print0
 from recipes.common.runtime.start import start
 

@@ -13,10 +13,10 @@ import jax
 
 from data import images as pictures
 from recipes.common import checkpoint
-from recipes.common.analysis import flops
-from recipes.common.analysis.answer import of_layout
 from recipes.common.checkpoint import NewHead, open_run
 from recipes.common.classification import confusion, show
+from recipes.common.plan.answer import of_layout
+from recipes.common.report import flops
 from recipes.common.runtime import Run, UserError, flag, make_mesh, print0
 from recipes.common.runtime.start import start
 from recipes.common.sharding import make_layout

@@ -10,10 +10,10 @@ import jax
 from recipes.bench.common import Table, machine, make_step, numbers, one_of
 from recipes.bench.targets import KINDS, KINDS_HELP, MeshFlags, caveats, check_targets, mesh_name
 from recipes.common import entries
-from recipes.common.analysis import report
-from recipes.common.analysis.hlo import host_copies, sent_by_kind
-from recipes.common.analysis.targets import TooLarge, compile_step, topology
-from recipes.common.analysis.textbook import textbook
+from recipes.common.plan.targets import TooLarge, compile_step, topology
+from recipes.common.plan.textbook import textbook
+from recipes.common.report import report
+from recipes.common.report.hlo import host_copies, sent_by_kind
 from recipes.common.runtime.flags import flag
 from recipes.common.runtime.mesh import make_mesh
 from recipes.common.runtime.terminal import print0

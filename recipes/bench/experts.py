@@ -6,10 +6,10 @@ from typing import Any
 
 from recipes.bench.common import Step, Table, machine, make_step, numbers, one_of
 from recipes.bench.targets import TPUS, check_targets
-from recipes.common.analysis import flops, report
-from recipes.common.analysis.hlo import sent_by_kind
-from recipes.common.analysis.targets import TooLarge, compile_step, topology
-from recipes.common.analysis.textbook import device_tokens, transfers
+from recipes.common.plan.targets import TooLarge, compile_step, topology
+from recipes.common.plan.textbook import device_tokens, transfers
+from recipes.common.report import flops, report
+from recipes.common.report.hlo import sent_by_kind
 from recipes.common.runtime import describe
 from recipes.common.runtime.errors import UserError
 from recipes.common.runtime.flags import flag

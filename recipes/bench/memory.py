@@ -19,10 +19,10 @@ from recipes.bench.targets import (
     check_targets,
     mesh_name,
 )
-from recipes.common.analysis import report
-from recipes.common.analysis.hardware import HARDWARE
-from recipes.common.analysis.memory import kernel, memory_parts, on_host
-from recipes.common.analysis.targets import DOES_NOT_FIT, TooLarge, compile_step, topology
+from recipes.common.plan.hardware import HARDWARE
+from recipes.common.plan.memory import kernel, memory_parts, on_host
+from recipes.common.plan.targets import DOES_NOT_FIT, TooLarge, compile_step, topology
+from recipes.common.report import report
 from recipes.common.runtime.flags import flag
 from recipes.common.runtime.terminal import print0
 from recipes.common.sharding.rules import shards, used_axes

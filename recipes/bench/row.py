@@ -19,8 +19,8 @@ import jax
 
 from recipes.bench import kernels, pytorch
 from recipes.bench.common import ONE_DEVICE, Training, make_step
-from recipes.common.analysis import flops
-from recipes.common.analysis.kernel import attention_kernel
+from recipes.common.report import flops
+from recipes.common.report.kernel import attention_kernel
 from recipes.common.runtime.errors import UserError
 from recipes.common.runtime.mesh import arrange
 from zoo.transformer import SIZES

@@ -31,10 +31,10 @@ from recipes.bench.common import (
     one_of,
 )  # fmt: skip
 from recipes.common import checkpoint
-from recipes.common.analysis import report
 from recipes.common.checkpoint.run_folder import open_run
 from recipes.common.checkpoint.saver import Saver
 from recipes.common.entries import ENTRIES
+from recipes.common.report import report
 from recipes.common.runtime.errors import UserError
 from recipes.common.runtime.flags import Run, flag
 from recipes.common.runtime.mesh import make_mesh

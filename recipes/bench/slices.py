@@ -9,10 +9,10 @@ import jax.numpy as jnp
 
 from recipes.bench.common import Step, Table, machine, make_step, numbers, one_of
 from recipes.bench.targets import TPUS, MeshFlags, check_targets, mesh_name
-from recipes.common.analysis import report
-from recipes.common.analysis.hlo import crossing
-from recipes.common.analysis.targets import TooLarge, compile_step, topology
-from recipes.common.analysis.textbook import of_stages
+from recipes.common.plan.targets import TooLarge, compile_step, topology
+from recipes.common.plan.textbook import of_stages
+from recipes.common.report import report
+from recipes.common.report.hlo import crossing
 from recipes.common.runtime.errors import UserError
 from recipes.common.runtime.flags import flag
 from recipes.common.runtime.terminal import print0

@@ -21,7 +21,7 @@ from recipes.bench.common import (
     numbers,
     one_of,
 )  # fmt: skip
-from recipes.common.analysis import flops
+from recipes.common.report import flops
 from recipes.common.runtime.errors import UserError
 from recipes.common.runtime.flags import flag
 from recipes.common.runtime.mesh import make_mesh, parse

@@ -6,8 +6,8 @@ import math
 from typing import Any
 
 from recipes.bench.common import version
-from recipes.common.analysis.hardware import NODE, USABLE
-from recipes.common.analysis.targets import missing_compiler
+from recipes.common.plan.hardware import NODE, USABLE
+from recipes.common.plan.targets import missing_compiler
 from recipes.common.runtime.errors import UserError
 from recipes.common.runtime.flags import flag
 from recipes.common.runtime.mesh import describe

@@ -4,8 +4,8 @@ from collections.abc import Callable, Sequence
 
 import jax
 
-from recipes.common.analysis import picture
 from recipes.common.checkpoint import RunFolder
+from recipes.common.report import picture
 from recipes.common.runtime import print0
 from recipes.common.sharding import Tree
 from recipes.common.train.loop import best_effort

@@ -19,12 +19,12 @@ import pytest
 from recipes.bench import common, compiled, gpu, memory, slices, targets
 from recipes.bench import row as rows
 from recipes.bench.row import Row
-from recipes.common.analysis import flops, hlo
-from recipes.common.analysis import memory as analysis_memory
-from recipes.common.analysis import targets as aot
-from recipes.common.analysis.memory import IN_FLIGHT, memory_parts, on_host
-from recipes.common.analysis.textbook import device_tokens, of_weights, textbook, transfers
 from recipes.common.entries import model as model_of
+from recipes.common.plan import memory as analysis_memory
+from recipes.common.plan import targets as aot
+from recipes.common.plan.memory import IN_FLIGHT, memory_parts, on_host
+from recipes.common.plan.textbook import device_tokens, of_weights, textbook, transfers
+from recipes.common.report import flops, hlo
 from recipes.common.runtime.errors import Stopped, UserError
 from recipes.common.runtime.mesh import make_mesh, parse
 from recipes.common.sharding.compiler_options import COMPILER_OPTIONS

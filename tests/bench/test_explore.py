@@ -20,10 +20,12 @@ from jax.sharding import NamedSharding
 
 from recipes import explore
 from recipes.common import entries
-from recipes.common.analysis import explorer, memory, portable, textbook
-from recipes.common.analysis.estimate import abstract_mesh
-from recipes.common.analysis.hardware import HARDWARE, Devices
-from recipes.common.analysis.search import meshes
+from recipes.common.explorer import export as explorer
+from recipes.common.explorer import portable
+from recipes.common.plan import memory, textbook
+from recipes.common.plan.estimate import abstract_mesh
+from recipes.common.plan.hardware import HARDWARE, Devices
+from recipes.common.plan.search import meshes
 from recipes.common.runtime import UserError, describe, make_mesh
 from recipes.common.runtime.mesh import parse
 from recipes.common.sharding import make_layout, paths

@@ -20,13 +20,14 @@ import pytest
 
 from recipes import plan as planner
 from recipes.common import entries
-from recipes.common.analysis import answer, contexts, plan_page, targets
-from recipes.common.analysis import search as searching
-from recipes.common.analysis.estimate import Estimate, abstract_mesh, estimate
-from recipes.common.analysis.hardware import HARDWARE, parse_devices
-from recipes.common.analysis.hlo import sent_by_kind
-from recipes.common.analysis.search import Job, Plan, meshes, search
-from recipes.common.analysis.textbook import Transfer
+from recipes.common.plan import answer, contexts, targets
+from recipes.common.plan import page as plan_page
+from recipes.common.plan import search as searching
+from recipes.common.plan.estimate import Estimate, abstract_mesh, estimate
+from recipes.common.plan.hardware import HARDWARE, parse_devices
+from recipes.common.plan.search import Job, Plan, meshes, search
+from recipes.common.plan.textbook import Transfer
+from recipes.common.report.hlo import sent_by_kind
 from recipes.common.runtime import UserError, describe, make_mesh
 from recipes.common.runtime.slices import across
 from recipes.common.sharding import make_layout, paths

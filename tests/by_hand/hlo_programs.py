@@ -20,9 +20,9 @@ from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from recipes.bench.targets import GPUS, TPUS, check_targets
-from recipes.common.analysis.hardware import NODE
-from recipes.common.analysis.hlo import collectives, crossing, sent_by_kind
-from recipes.common.analysis.targets import topology
+from recipes.common.plan.hardware import NODE
+from recipes.common.plan.targets import topology
+from recipes.common.report.hlo import collectives, crossing, sent_by_kind
 from recipes.common.sharding.compiler_options import platform
 
 AXIS = "ring"

@@ -14,11 +14,11 @@ from typing import NamedTuple
 import jax
 
 from recipes.common import entries
-from recipes.common.analysis import report
-from recipes.common.analysis.estimate import Estimate, abstract_mesh, estimate
-from recipes.common.analysis.hardware import parse_devices
-from recipes.common.analysis.hlo import sent_by_kind
-from recipes.common.analysis.targets import TooLarge, compile_step, missing_compiler
+from recipes.common.plan.estimate import Estimate, abstract_mesh, estimate
+from recipes.common.plan.hardware import parse_devices
+from recipes.common.plan.targets import TooLarge, compile_step, missing_compiler
+from recipes.common.report import report
+from recipes.common.report.hlo import sent_by_kind
 from recipes.common.runtime.mesh import parse
 from recipes.common.sharding import make_layout
 from recipes.plan import make_program

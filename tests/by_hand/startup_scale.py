@@ -28,7 +28,7 @@ def measure(devices: int) -> dict[str, float]:
     import numpy as np
 
     from recipes.bench.common import make_step
-    from recipes.common.analysis import report
+    from recipes.common.report import report
     from recipes.common.runtime import mesh, processes
     from recipes.common.train import feed
     from zoo.transformer import SIZES

@@ -16,8 +16,8 @@ import pytest
 from data import DataError, batches, buckets, hub, sources, text
 from data import corpus as corpora
 from data.batches import held_out_batches, train_batches
-from recipes.common.analysis.hlo import collectives
 from recipes.common.mesh import make_mesh
+from recipes.common.report.hlo import collectives
 from recipes.common.runtime import print0
 from recipes.common.runtime.start import start
 from recipes.common.sharding import make_layout

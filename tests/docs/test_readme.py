@@ -20,8 +20,8 @@ import pytest
 from flax import nnx
 
 from recipes.common import entries
-from recipes.common.analysis import kernel, report
 from recipes.common.mesh import make_mesh
+from recipes.common.report import kernel, report
 from recipes.common.runtime import flags, start
 from recipes.common.sharding import rules
 from recipes.common.sharding.layout import make_layout

@@ -18,8 +18,8 @@ import time
 import pytest
 import yaml
 
-from recipes.common.analysis import tpu_slice
-from recipes.common.analysis.hardware import parse_devices
+from recipes.common.plan import tpu_slice
+from recipes.common.plan.hardware import parse_devices
 from recipes.common.runtime import cluster
 from recipes.common.runtime.errors import UserError
 from recipes.common.runtime.mesh import parse

@@ -20,8 +20,8 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from recipes.common.analysis.hlo import Collective, collectives, group_size
 from recipes.common.entries import model as model_of
+from recipes.common.report.hlo import Collective, collectives, group_size
 from recipes.common.runtime.mesh import make_mesh
 from recipes.common.sharding import compiler_options
 from recipes.common.sharding.abstract import paths

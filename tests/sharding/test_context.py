@@ -12,13 +12,13 @@ import pytest
 from flax import nnx
 
 from recipes.bench.common import make_step
-from recipes.common.analysis import kernel
-from recipes.common.analysis.hlo import collectives
-from recipes.common.analysis.textbook import textbook
 from recipes.common.checkpoint.store import layout_of
 from recipes.common.entries import model as model_of
 from recipes.common.entries import zoo_file
 from recipes.common.generation import Generator, Sampling
+from recipes.common.plan.textbook import textbook
+from recipes.common.report import kernel
+from recipes.common.report.hlo import collectives
 from recipes.common.runtime.mesh import make_mesh
 from recipes.common.sharding.abstract import paths
 from recipes.common.sharding.layout import make_layout

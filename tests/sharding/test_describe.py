@@ -9,9 +9,9 @@ from flax import nnx
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from recipes.common.analysis import report
-from recipes.common.analysis.describe import describe
 from recipes.common.mesh import make_mesh
+from recipes.common.report import report
+from recipes.common.report.describe import describe
 from recipes.common.runtime import UserError
 from recipes.common.sharding import make_layout
 from recipes.common.train.optimizer import LearningRate, adamw

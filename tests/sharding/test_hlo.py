@@ -5,7 +5,7 @@
 
 import pytest
 
-from recipes.common.analysis import hlo, report
+from recipes.common.report import hlo, report
 from recipes.common.runtime.mesh import make_mesh
 from tests.by_hand.hlo_programs import ACROSS_SLICES, AXIS, cases, counted, crosses, hlo_of
 from tests.conftest import ROOT

@@ -7,9 +7,9 @@ import jax
 import numpy as np
 import pytest
 
-from recipes.common.analysis.hlo import collectives
 from recipes.common.entries import model as model_of
 from recipes.common.entries import zoo_file
+from recipes.common.report.hlo import collectives
 from recipes.common.runtime.mesh import make_mesh
 from recipes.common.sharding.abstract import paths
 from recipes.common.sharding.layout import make_layout

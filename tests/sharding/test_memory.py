@@ -6,7 +6,7 @@ import re
 import jax
 import pytest
 
-from recipes.common.analysis.report import bytes_per_device
+from recipes.common.report.report import bytes_per_device
 from recipes.common.runtime.mesh import make_mesh
 from recipes.common.sharding.layout import make_layout
 from recipes.common.train.optimizer import LearningRate, adamw

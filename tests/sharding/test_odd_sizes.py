@@ -7,7 +7,7 @@ import jax
 import numpy as np
 import pytest
 
-from recipes.common.analysis import report
+from recipes.common.report import report
 from recipes.common.runtime.errors import UserError
 from recipes.common.runtime.mesh import make_mesh
 from recipes.common.sharding.abstract import paths

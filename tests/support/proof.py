@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 import numpy as np
 
-from recipes.common.analysis.report import size
+from recipes.common.report.report import size
 from tests.conftest import ROOT
 
 # Float32 sums over a mesh are taken in another order, so their last bits differ. These bounds are at

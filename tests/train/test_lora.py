@@ -20,9 +20,9 @@ from flax import nnx
 import recipes.hf
 from data.tokenizer import BYTES, from_files
 from recipes.common import checkpoint, entries, hf
-from recipes.common.analysis import flops, report
 from recipes.common.checkpoint import card, lora
 from recipes.common.language import MATRICES
+from recipes.common.report import flops, report
 from recipes.common.runtime.errors import UserError
 from recipes.common.runtime.mesh import make_mesh
 from recipes.common.sharding.abstract import nested, paths, variables_of

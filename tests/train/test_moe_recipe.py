@@ -15,9 +15,9 @@ from flax import nnx
 import zoo.moe
 from data.tokenizer import BYTES
 from recipes.common import checkpoint
-from recipes.common.analysis import flops
 from recipes.common.language import model_config
 from recipes.common.mesh import make_mesh
+from recipes.common.report import flops
 from recipes.common.sharding.abstract import abstract_model, paths
 from recipes.common.sharding.layout import make_layout
 from recipes.moe import Flags, usage, with_experts

@@ -11,7 +11,7 @@ import pytest
 
 from data.tokenizer import BYTES
 from recipes.common import checkpoint
-from recipes.common.analysis.search import worthwhile
+from recipes.common.plan.search import worthwhile
 from recipes.common.runtime.mesh import make_mesh
 from recipes.common.sharding.abstract import paths
 from recipes.common.sharding.layout import make_layout, shardings

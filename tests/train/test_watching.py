@@ -21,8 +21,8 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from data import synthetic
 from recipes.common import checkpoint
-from recipes.common.analysis import flops, picture
 from recipes.common.checkpoint.saver import HELD_OUT
+from recipes.common.report import flops, picture
 from recipes.common.runtime import terminal
 from recipes.common.runtime.flags import Run
 from recipes.common.runtime.mesh import make_mesh

@@ -21,8 +21,8 @@ from data.text import example
 from data.tokenizer import BYTES
 from recipes.bench import kernels as bench_kernels
 from recipes.bench.common import make_step
-from recipes.common.analysis.kernel import attention_kernel, report
 from recipes.common.language import Sample, Text, model_config
+from recipes.common.report.kernel import attention_kernel, report
 from recipes.common.runtime.flags import Run
 from recipes.common.runtime.mesh import make_mesh
 from recipes.common.sharding.abstract import paths

@@ -10,8 +10,8 @@ import pytest
 from flax import nnx
 
 from recipes.common import checkpoint
-from recipes.common.analysis import report
 from recipes.common.mesh import make_mesh
+from recipes.common.report import report
 from recipes.common.runtime.errors import UserError
 from recipes.common.sharding.abstract import paths
 from recipes.common.sharding.layout import Layout, make_layout

@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from recipes.common.analysis import flops
-from recipes.common.analysis.kernel import attention_kernel
 from recipes.common.generation import cap_windows
 from recipes.common.mesh import make_mesh
+from recipes.common.report import flops
+from recipes.common.report.kernel import attention_kernel
 from recipes.common.sharding.abstract import abstract_model, paths
 from recipes.common.sharding.layout import make_layout, shardings
 from recipes.common.train.step import gradients

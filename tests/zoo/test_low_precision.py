@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from recipes.common.analysis.hardware import HARDWARE
 from recipes.common.mesh import make_mesh
+from recipes.common.plan.hardware import HARDWARE
 from recipes.common.sharding.abstract import paths
 from tests.conftest import full_except
 from tests.support.quick import QUICK

@@ -125,7 +125,7 @@ import dataclasses
 
 from data import synthetic
 from recipes.common import checkpoint
-from recipes.common.analysis.answer import of_layout
+from recipes.common.plan.answer import of_layout
 from recipes.common.checkpoint.run_folder import open_run
 from recipes.common.runtime import Run, flag, make_mesh, print0
 from recipes.common.runtime.start import start

@@ -25,18 +25,20 @@ pytestmark = pytest.mark.promise("structure")
 LAYERS = {
     "runtime": set(),
     "sharding": {"runtime"},
-    "analysis": {"runtime", "sharding"},
+    "report": {"runtime", "sharding"},
+    "plan": {"runtime", "sharding", "report"},
+    "explorer": {"runtime", "sharding", "report", "plan", "entries"},
     "hf": {"runtime", "sharding", "entries"},
-    "checkpoint": {"runtime", "sharding", "hf", "analysis", "entries"},
+    "checkpoint": {"runtime", "sharding", "hf", "report", "entries"},
     "generation": {"runtime", "sharding"},
     "generation_config": {"runtime"},
-    "classification": {"runtime", "sharding", "analysis", "checkpoint", "train"},
+    "classification": {"runtime", "sharding", "report", "checkpoint", "train"},
     "harness": {"runtime", "sharding", "generation"},
     "int8_weights": {"runtime", "sharding"},
     "language": {
-        *{"runtime", "sharding", "analysis", "generation", "checkpoint", "train", "entries"},
+        *{"runtime", "sharding", "report", "plan", "generation", "checkpoint", "train", "entries"},
     },
-    "train": {"runtime", "sharding", "hf", "analysis", "checkpoint", "entries"},
+    "train": {"runtime", "sharding", "hf", "report", "checkpoint", "entries"},
     "entries": set(),
     "mesh": {"runtime"},
 }
@@ -51,7 +53,9 @@ LIBRARIES = {
     "recipes/common": {"jax", "flax", "numpy"},
     "recipes/common/runtime": {"jax", "numpy", "absl"},
     "recipes/common/sharding": {"jax", "flax", "numpy"},
-    "recipes/common/analysis": {"jax", "flax", "numpy", "matplotlib"},
+    "recipes/common/report": {"jax", "flax", "numpy", "matplotlib"},
+    "recipes/common/plan": {"jax", "flax", "numpy"},
+    "recipes/common/explorer": {"jax", "flax", "numpy"},
     "recipes/common/harness": {"jax", "numpy", "rich", "lm_eval"},
     "recipes/common/language": {"numpy", "flax"},
     "recipes/common/hf": {"jax", "flax", "numpy", "safetensors", "huggingface_hub"},
@@ -113,7 +117,7 @@ def test_imports_flow_one_way(path):
             assert of_zoo.isdisjoint(entries.ENTRIES), "entries.py looks them up"
 
 
-@pytest.mark.parametrize("layer", ["sharding", "analysis", "checkpoint", "train"])
+@pytest.mark.parametrize("layer", ["sharding", "report", "plan", "checkpoint", "train"])
 def test_only_zoo_files_know_strategies_and_logical_axes_by_name(layer):
     files = [entries.zoo_file(name) for name in entries.ENTRIES]
     names = {name for zoo in files for name in (*zoo.RULES, *zoo.LOGICAL_AXES)}
@@ -130,7 +134,7 @@ def test_one_file_reads_hlo():
         text = (ROOT / path).read_text()
         readers = re.findall(r"(\w+)\(\w+\.as_text\(\)", text)
         assert text.count("as_text") == len(readers), path
-        assert {f"recipes.common.analysis.hlo.{name}" for name in readers} <= imports(path), path
+        assert {f"recipes.common.report.hlo.{name}" for name in readers} <= imports(path), path
 
 
 @pytest.mark.parametrize(

@@ -14,10 +14,11 @@ from jax.sharding import AbstractDevice, AxisType
 
 from recipes.bench import common
 from recipes.common import checkpoint, entries
-from recipes.common.analysis import flops, memory
-from recipes.common.analysis.kernel import attention_kernel
 from recipes.common.generation import cap_windows
 from recipes.common.mesh import make_mesh
+from recipes.common.plan import memory
+from recipes.common.report import flops
+from recipes.common.report.kernel import attention_kernel
 from recipes.common.sharding.abstract import abstract_model, paths
 from recipes.common.sharding.layout import make_layout, shardings
 from recipes.common.train.step import gradients

@@ -6,11 +6,12 @@ from typing import Any
 
 from data.tokenizer import Tokenizer
 from recipes.common import checkpoint, entries
-from recipes.common.analysis import contexts, flops, kernel
-from recipes.common.analysis.answer import of_layout
 from recipes.common.checkpoint import Source, flags_of, open_run
 from recipes.common.language.flags import Flags, Text
 from recipes.common.language.sample import Sample
+from recipes.common.plan import contexts
+from recipes.common.plan.answer import of_layout
+from recipes.common.report import flops, kernel
 from recipes.common.runtime import Run, UserError, describe, make_mesh, print0
 from recipes.common.sharding import Layout, Tree, make_layout
 from recipes.common.sharding.rules import shards

@@ -12,8 +12,8 @@ import jax
 from data.batches import Dataset, train_batches
 from data.tokenizer import BYTES, Tokenizer
 from recipes.common import checkpoint
-from recipes.common.analysis import flops, picture, report
 from recipes.common.checkpoint import RunFolder, Saver
+from recipes.common.report import flops, picture, report
 from recipes.common.runtime import (
     Run,
     Stopped,

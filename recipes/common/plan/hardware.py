@@ -8,7 +8,7 @@ import math
 import re
 from typing import NamedTuple
 
-from recipes.common.analysis import flops
+from recipes.common.report import flops
 from recipes.common.runtime.errors import UserError
 
 # Share of the memory that a program may use; on GPUs, CUDA, cuDNN and NCCL need the rest. JAX uses

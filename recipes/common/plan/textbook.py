@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import jax.numpy as jnp
 
-from recipes.common.analysis.flops import layers_of
+from recipes.common.report.flops import layers_of
 from recipes.common.sharding.abstract import paths
 from recipes.common.sharding.layout import Layout
 from recipes.common.sharding.rules import mesh_axes

@@ -24,17 +24,17 @@ import numpy as np
 from flax import nnx
 from jax.sharding import AbstractDevice, AbstractMesh, AxisType
 
-from recipes.common.analysis import memory, search, textbook
-from recipes.common.analysis.hardware import HARDWARE, USABLE
-from recipes.common.analysis.portable import Library
-from recipes.common.analysis.report import size
+from recipes.common.explorer.portable import Library
+from recipes.common.plan import memory, search, textbook
+from recipes.common.plan.hardware import HARDWARE, USABLE
+from recipes.common.report.report import size
 from recipes.common.runtime import describe
 from recipes.common.sharding import layout as layouts
 from recipes.common.sharding import rules as sharding_rules
 from recipes.common.sharding.abstract import AbstractModel, abstract_model, paths
 from recipes.common.sharding.rules import Rules
 
-ASSETS = pathlib.Path(__file__).parent / "explorer"
+ASSETS = pathlib.Path(__file__).parent
 ROOT = pathlib.Path(__file__).parents[3]
 FORMULAS = (
     layouts.make_layout, textbook.transfers, memory.memory_parts, search.meshes,

@@ -15,8 +15,8 @@ from typing import Any, NamedTuple, Protocol
 import jax
 from jax.sharding import Mesh
 
-from recipes.common.analysis import report
-from recipes.common.analysis.hardware import HARDWARE, NODE, USABLE, topology_shape
+from recipes.common.plan.hardware import HARDWARE, NODE, USABLE, topology_shape
+from recipes.common.report import report
 from recipes.common.runtime.mesh import arrange, make_mesh
 
 HOPPER = """

@@ -17,10 +17,10 @@ from typing import Any, NamedTuple
 
 from jax.sharding import AbstractDevice, AbstractMesh, AxisType
 
-from recipes.common.analysis import flops
-from recipes.common.analysis.hardware import USABLE, Devices
-from recipes.common.analysis.memory import memory_parts, on_host, weights
-from recipes.common.analysis.textbook import Transfer, device_tokens, transfers
+from recipes.common.plan.hardware import USABLE, Devices
+from recipes.common.plan.memory import memory_parts, on_host, weights
+from recipes.common.plan.textbook import Transfer, device_tokens, transfers
+from recipes.common.report import flops
 from recipes.common.runtime import slices
 from recipes.common.sharding.layout import Layout
 from zoo.pipeline import microbatches

@@ -2,11 +2,11 @@
 
 from typing import Any
 
-from recipes.common.analysis import tpu_slice
-from recipes.common.analysis.estimate import Estimate, estimate
-from recipes.common.analysis.hardware import HARDWARE, Devices
-from recipes.common.analysis.report import size
-from recipes.common.analysis.search import RULES_OUT, TIE, Plan, usable
+from recipes.common.plan import tpu_slice
+from recipes.common.plan.estimate import Estimate, estimate
+from recipes.common.plan.hardware import HARDWARE, Devices
+from recipes.common.plan.search import RULES_OUT, TIE, Plan, usable
+from recipes.common.report.report import size
 from recipes.common.runtime import describe, slices
 from recipes.common.sharding.layout import Layout
 

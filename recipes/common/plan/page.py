@@ -5,7 +5,7 @@ import math
 import re
 from typing import NamedTuple
 
-from recipes.common.analysis.answer import (
+from recipes.common.plan.answer import (
     HEAD,
     cells,
     command,
@@ -18,9 +18,9 @@ from recipes.common.analysis.answer import (
     why_first,
     why_others_lose,
 )  # fmt: skip
-from recipes.common.analysis.estimate import Estimate
-from recipes.common.analysis.report import size
-from recipes.common.analysis.search import TIE, Plan, usable
+from recipes.common.plan.estimate import Estimate
+from recipes.common.plan.search import TIE, Plan, usable
+from recipes.common.report.report import size
 from recipes.common.sharding.abstract import paths
 from recipes.common.sharding.rules import mesh_axes
 

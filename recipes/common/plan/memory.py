@@ -5,8 +5,8 @@ from typing import NamedTuple
 
 import jax.numpy as jnp
 
-from recipes.common.analysis.flops import kinds_of_layers
-from recipes.common.analysis.kernel import attention_kernel
+from recipes.common.report.flops import kinds_of_layers
+from recipes.common.report.kernel import attention_kernel
 from recipes.common.sharding.abstract import paths
 from recipes.common.sharding.layout import Layout
 from recipes.common.sharding.rules import shards

@@ -17,7 +17,7 @@ from typing import Any
 
 NONE = dataclasses.MISSING
 PROJECT = ("recipes", "zoo")
-SCRIPT = pathlib.Path(__file__).parent / "explorer" / "python.js"
+SCRIPT = pathlib.Path(__file__).parent / "python.js"
 NATIVE = {
     *re.findall(r"^  (\w+): ", SCRIPT.read_text().split("natives = {")[1].split("\n};")[0], re.M)
 }

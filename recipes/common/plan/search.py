@@ -9,8 +9,8 @@ from typing import Any, NamedTuple
 
 from flax import nnx
 
-from recipes.common.analysis.estimate import Estimate, abstract_mesh, estimate
-from recipes.common.analysis.hardware import USABLE, Devices
+from recipes.common.plan.estimate import Estimate, abstract_mesh, estimate
+from recipes.common.plan.hardware import USABLE, Devices
 from recipes.common.runtime import UserError, slices
 from recipes.common.runtime.mesh import ORDER
 from recipes.common.sharding import rules as sharding_rules

@@ -13,7 +13,7 @@ import jax
 from flax import nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from recipes.common.analysis import report
+from recipes.common.report import report
 from recipes.common.runtime import UserError
 from recipes.common.sharding.rules import Rules, mesh_axes, used_axes
 

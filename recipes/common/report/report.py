@@ -6,7 +6,7 @@ from typing import Any
 import jax
 from jax.sharding import Mesh
 
-from recipes.common.analysis.hlo import collectives, host_copies
+from recipes.common.report.hlo import collectives, host_copies
 from recipes.common.runtime import describe
 from recipes.common.sharding import Layout, Tree, paths
 from recipes.common.sharding.host_memory import is_on_host

@@ -3,7 +3,7 @@
 import math
 from typing import NamedTuple
 
-from recipes.common.analysis.hardware import Devices
+from recipes.common.plan.hardware import Devices
 
 HOST = 4  # chips of a host, in a slice of several hosts
 
@@ -33,7 +33,7 @@ class Slice(NamedTuple):
 def find(devices: Devices) -> Slice | None:
     """The slice that `devices` has one or several of; None if there is none on Google Cloud.
 
-    >>> from recipes.common.analysis.hardware import parse_devices
+    >>> from recipes.common.plan.hardware import parse_devices
     >>> find(parse_devices("v5p:64"))[:4]
     ('tpu-v5p-slice', '4x4x4', 16, 4)
     """

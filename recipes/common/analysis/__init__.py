@@ -1,1 +1,0 @@
-"""Analysis of layouts and compiled steps: reports, FLOPs, collectives, pictures."""

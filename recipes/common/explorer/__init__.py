@@ -1,0 +1,1 @@
+"""The page that shows what a strategy does to every array."""

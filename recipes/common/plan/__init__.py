@@ -1,0 +1,1 @@
+"""The planner: textbook bytes, memory and step times of meshes and strategies."""

@@ -1,0 +1,1 @@
+"""What every run reports: sharding tables, FLOPs, collectives, pictures."""
