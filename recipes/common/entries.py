@@ -1,4 +1,4 @@
-"""The zoo's entries by name. A new entry adds one line here; zoo/README.md lists the five steps."""
+"""The zoo's entries by name. A new entry adds one line here; recipes/docs/new_entry.md lists the five steps."""
 
 import dataclasses
 import importlib

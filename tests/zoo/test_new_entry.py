@@ -1,4 +1,4 @@
-"""A new entry, added by the five steps of zoo/README.md to a copy of this repository: all tests apply.
+"""A new entry, added by the five steps of recipes/docs/new_entry.md to a copy of this repository: all tests apply.
 
 It has a buffer, which no other entry has by default.
 """
