@@ -12,6 +12,7 @@ import subprocess
 import sys
 import tempfile
 
+from mkdocs.plugins import event_priority
 from mkdocs.structure.files import File, Files
 from pygments import highlight
 from pygments.formatters import HtmlFormatter
@@ -27,7 +28,7 @@ EXPLORER_FRAME = (
     '<iframe src="explorer.html" title="The explorer" loading="lazy" '
     'style="width: 100%; height: 50rem; border: 1px solid #8888"></iframe>'
 )
-COPIED = {".md", ".ipynb", ".svg", ".webp", ".png"}
+COPIED = {".md", ".ipynb", ".svg", ".webp", ".png", ".css", ".js"}
 REFERENCE = {  # page → what it documents, from docstrings
     "reference/models.md": [f"zoo.{name}" for name in ENTRIES],
     "reference/zoo.md": [
@@ -52,6 +53,7 @@ TITLES = {"models": "Models", "zoo": "Parts of models", "recipes": "Functions of
 LINK = re.compile(r"(?<=\]\()([^)#\s:]+)(?=[)#])")
 
 
+@event_priority(100)  # before the plugin that turns notebooks into pages
 def on_files(files: Files, config) -> Files:
     """Returns all files of the site: pages and pictures, source pages, the explorer."""
     tracked = subprocess.run(
@@ -62,7 +64,7 @@ def on_files(files: Files, config) -> Files:
         if "golden/" in path:
             continue
         if pathlib.Path(path).suffix in COPIED:
-            site.append(File.generated(config, path, abs_src_path=str(ROOT / path)))
+            site.append(File(path, str(ROOT), config.site_dir, config.use_directory_urls))
         elif source := source_page(path):
             page = File.generated(config, f"{path}.md", content=source)
             page.dest_uri = f"{path}/index.html"  # the explorer links to zoo/FILE.py#L12

@@ -255,6 +255,7 @@ def test_the_site_builds_without_a_broken_link(tmp_path):
     assert "explorer.html" in (site / "index.html").read_text()
     assert (site / "explorer.html").stat().st_size > 100_000
     assert 'id="L100"' in (site / "zoo" / "transformer.py" / "index.html").read_text()
+    assert "make_mesh" in (site / "recipes" / "tour.html").read_text()
     models = (site / "reference" / "models.html").read_text()
     assert all(f'id="zoo.{name}' in models for name in entries.ENTRIES)
 
