@@ -17,6 +17,7 @@ from data import sources, text
 from data.batches import Dataset
 from data.tokenizer import Tokenizer
 from recipes.common import checkpoint, entries
+from recipes.common.config_flags import Settings, default_dtype, describe_set, read_set
 from recipes.common.entries import ENTRIES
 from recipes.common.harness import tasks
 from recipes.common.int8_weights import to_int8, weights_flag
@@ -28,7 +29,7 @@ from recipes.common.train.evaluation import Evaluation, in_words
 
 
 @dataclasses.dataclass(frozen=True)
-class Evaluate:
+class Evaluate(Settings):
     restore_from: str = flag("", "The model: a run, checkpoint or published name, or hf:DIR.")
     base: str = flag("", "Path of an adapter's base model, if it has moved.")
     tasks: str = flag("", "Tasks of lm-evaluation-harness, comma-separated; patterns are allowed.")
@@ -79,15 +80,16 @@ def main(devices: Devices, flags: Evaluate) -> None:
     source = given(flags)
     asked = tasks.load(flags.tasks, flags.include_path) if flags.tasks else None
     tokenizer = checkpoint.tokenizer_for(flags.tokenizer, source)
-    dtype = flags.dtype or ("float32" if mesh.devices.flat[0].platform == "cpu" else "bfloat16")
+    dtype = flags.dtype or default_dtype(mesh.devices.flat[0])
+    compute = {"dtype": dtype} | read_set(type(checkpoint.config_of(source)), flags.set, ("dtype",))
     context = flags.seq_len or checkpoint.context(source)
     length = flags.seq_len or min(context, 1_024)
     rows = length if flags.dataset else 0  # tasks pad their rows to what the mesh divides
-    layout = checkpoint.layout_of(source, mesh, devices.rules, seq_len=rows, dtype=dtype)
+    layout = checkpoint.layout_of(source, mesh, devices.rules, seq_len=rows, **compute)
     texts = {name: load(name, flags, length, tokenizer) for name in names(flags.dataset)}
 
     # ---- Read the model, each shard onto its own device ------------------------------------------
-    print0(report.headline(layout))
+    print0(report.headline(layout), *describe_set(flags))
     variables = checkpoint.restore_variables(source, layout, dtype)
     if flags.weights:
         layout, variables = to_int8(entries.model(source.metadata["entry"]), layout, variables)

@@ -23,6 +23,7 @@ import numpy as np
 from jax.sharding import AbstractDevice
 
 from recipes.common import entries
+from recipes.common.config_flags import check_matmul, field_flag
 from recipes.common.plan import answer, contexts
 from recipes.common.plan import page as plan_page
 from recipes.common.plan.estimate import Estimate, estimate
@@ -36,16 +37,16 @@ from recipes.common.runtime.flags import choose
 from recipes.common.runtime.start import start
 from recipes.common.sharding import make_layout
 from recipes.common.sharding.rules import check_length
-from recipes.common.train.matmul import matmul_fields, matmul_flag
-from recipes.common.train.offload import offload_flag
+from recipes.common.train.offload import Offload
 from recipes.common.train.optimizer import LearningRate, adamw
 from recipes.common.train.step import TrainStep
+from zoo.config import Compute
 
 SAY_SECONDS = 30  # between lines while the compiler works
 
 
 @dataclasses.dataclass(frozen=True)
-class Flags:
+class Flags(Offload):
     entry: str = flag("transformer", "Zoo entry.", group="model", choices=entries.ENTRIES)
     size: str = flag("small", "Size of the model, a key of its zoo file's SIZES.", group="model")
     devices: str = flag(
@@ -57,8 +58,7 @@ class Flags:
         "2^20. Empty: 16 rows for each device.", group="data",
     )  # fmt: skip
     seq_len: int = flag(128, "Tokens of context, for text.", group="data", at_least=1)
-    matmul: str = matmul_flag()
-    offload: str = offload_flag()
+    matmul: str = field_flag(Compute, "matmul")
     top: int = flag(8, "Rows of the table.", at_least=1)
     confirm: int = flag(0, "Candidates to compile with the real compiler.", at_least=0)
     confirm_layers: int = flag(0, "Layers of the compiled models; 0: all.", at_least=0)
@@ -123,7 +123,8 @@ def make_job(flags: Flags, devices: Devices) -> Job:
             )
     if flags.matmul:
         device = AbstractDevice(devices.hardware.name, None, devices.hardware.platform)
-        config = dataclasses.replace(config, **matmul_fields(flags, device))
+        check_matmul(flags.matmul, device)
+        config = dataclasses.replace(config, matmul=flags.matmul)
     length = flags.seq_len if "vocab_size" in fields else 0
     check_length(config, length)
     tokens = 16 * devices.count * max(length, 1)

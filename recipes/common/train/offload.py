@@ -1,12 +1,17 @@
 """The flag --offload, and the check that a device can copy to its host's memory."""
 
+import dataclasses
+
 from recipes.common.runtime import UserError, describe, flag
 from recipes.common.sharding import Layout
 from recipes.common.sharding.host_memory import KIND, has_host_memory
 
 
-def offload_flag() -> str:
-    return flag(
+@dataclasses.dataclass(frozen=True)
+class Offload:
+    """The flag of commands that compile or plan a train step."""
+
+    offload: str = flag(
         "", "What to keep in the host's memory: the optimizer's state, which a step brings to the "
         "device layer by layer; empty: nothing.", "optimizer", choices=["", "optimizer"],
         may_change=True,
