@@ -22,11 +22,15 @@ REASONING = ("reasoning_content", "thinking", "reasoning")  # names of one field
 
 def template(config: dict[str, Any], name: str = "default") -> str:
     """The template in a tokenizer_config.json, or the one of several with this name; "" if none."""
-    found = config.get("chat_template") or ""
-    if isinstance(found, list):
-        named = {one.get("name"): one.get("template") for one in found if isinstance(one, dict)}
-        found = named.get(name)
-    return found if isinstance(found, str) else ""
+    template_or_list = config.get("chat_template") or ""
+    if isinstance(template_or_list, list):
+        named = {
+            one.get("name"): one.get("template")
+            for one in template_or_list
+            if isinstance(one, dict)
+        }
+        template_or_list = named.get(name)
+    return template_or_list if isinstance(template_or_list, str) else ""
 
 
 def render(
@@ -53,12 +57,12 @@ def render(
         raise DataError(
             f"the tokenizer {name} has no chat template; use a chat model's, or leave out --chat"
         )
-    given = {"tools": None, "documents": None, **control, **(context or {})}
-    given |= {"messages": list(map(_with_reasoning, messages))}
-    given |= {"add_generation_prompt": add_generation_prompt}
-    given["strftime_now"] = (today or datetime.datetime.now()).strftime
+    variables = {"tools": None, "documents": None, **control, **(context or {})}
+    variables |= {"messages": list(map(_with_reasoning, messages))}
+    variables |= {"add_generation_prompt": add_generation_prompt}
+    variables["strftime_now"] = (today or datetime.datetime.now()).strftime
     try:
-        return _compile(source).render(given)
+        return _compile(source).render(variables)
     except Exception as error:  # whatever the template does
         raise DataError(
             f"the chat template of {name} can't be rendered ({buckets.reason(error)}); use other "
@@ -68,10 +72,10 @@ def render(
 
 def _with_reasoning(message: dict[str, Any]) -> dict[str, Any]:
     """A message whose reasoning has the names that templates read, as in `transformers`."""
-    found = next((message[key] for key in REASONING if message.get(key) is not None), None)
-    if found is None:
+    reasoning = next((message[key] for key in REASONING if message.get(key) is not None), None)
+    if reasoning is None:
         return message
-    return {"thinking": found, **message, "reasoning_content": found}
+    return {"thinking": reasoning, **message, "reasoning_content": reasoning}
 
 
 @functools.lru_cache

@@ -163,12 +163,12 @@ def _folder(root: pathlib.Path, dataset: str, size: int, channels: int, resample
     inner = root / "train" if (root / "train").is_dir() else root
     classes = _classes(inner, dataset)
     names = list(classes)
-    held = next((root / name for name in TEST if (root / name).is_dir()), None)
-    if inner != root and held:
-        test = _classes(held, dataset)
+    test_folder = next((root / name for name in TEST if (root / name).is_dir()), None)
+    if inner != root and test_folder:
+        test = _classes(test_folder, dataset)
         for name in test.keys() - classes.keys():
             raise DataError(
-                f"--dataset={dataset} has class {name!r} in {held.name} but not in train; add "
+                f"--dataset={dataset} has class {name!r} in {test_folder.name} but not in train; add "
                 "pictures of it to train, or remove it"
             )
         train = classes
@@ -204,23 +204,23 @@ def _folder(root: pathlib.Path, dataset: str, size: int, channels: int, resample
 
 def _classes(folder: pathlib.Path, dataset: str) -> dict[str, list[pathlib.Path]]:
     """Class → its pictures, both sorted. Raises DataError if a class has none."""
-    found = {}
+    classes = {}
     for inner in sorted(path for path in folder.iterdir() if path.is_dir()):
         if not inner.name.startswith("."):
-            found[inner.name] = sorted(
+            classes[inner.name] = sorted(
                 file
                 for file in inner.rglob("*")
                 if file.suffix.lower() in SUFFIXES
                 and not buckets.is_hidden(file.relative_to(inner))
             )
-            if not found[inner.name]:
+            if not classes[inner.name]:
                 raise DataError(
                     f"--dataset={dataset} has no pictures ({', '.join(SUFFIXES)}) in {inner}; add "
                     "some, or remove the folder"
                 )
-    if not found:
+    if not classes:
         raise DataError(f"--dataset={dataset} has no folders in {folder}; use one for each class")
-    return found
+    return classes
 
 
 def _channels(files: list[pathlib.Path], dataset: str) -> int:

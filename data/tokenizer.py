@@ -139,8 +139,8 @@ class Tokenizer:
         """HARMONY by the tokens' ids; {} for other chat formats."""
         if not self.files:
             return {}
-        found = {self._library.token_to_id(token): text for token, text in HARMONY.items()}
-        return {} if None in found else found
+        marks = {self._library.token_to_id(token): text for token, text in HARMONY.items()}
+        return {} if None in marks else marks
 
     def last_part(self, tokens) -> Any:
         """The tokens of an answer's last part, after its channel; all tokens in other formats."""
@@ -201,8 +201,8 @@ class Tokenizer:
     @functools.cached_property
     def special(self) -> frozenset[int]:
         """Ids of control tokens."""
-        found = self._library.get_added_tokens_decoder().items() if self.files else ()
-        return frozenset({*self.start, *self.end, *(i for i, token in found if token.special)})
+        added = self._library.get_added_tokens_decoder().items() if self.files else ()
+        return frozenset({*self.start, *self.end, *(i for i, token in added if token.special)})
 
     def render(
         self,
@@ -243,8 +243,8 @@ class Tokenizer:
 
     def _encode(self, texts: list[str], control: bool) -> list[np.ndarray]:
         with _encoding(self.name):  # a batch, even of one text: `encode` holds Python's lock
-            found = self._encoder(control).encode_batch_fast(texts, add_special_tokens=False)
-        return [np.array(one.ids, np.int32) for one in found]
+            encodings = self._encoder(control).encode_batch_fast(texts, add_special_tokens=False)
+        return [np.array(one.ids, np.int32) for one in encodings]
 
     @functools.cached_property
     def chat_key(self) -> str:
@@ -388,13 +388,13 @@ def from_files(files: dict[str, bytes], name: str = "") -> Tokenizer:
 def _end(files: dict[str, bytes], name) -> str | list | None:
     """The ids that end a text, or a token's text, from the first file that names any."""
     by_name = _control_tokens(files, name).get("eos_token")
-    for found in (
+    for named in (
         _json(files, GENERATION, name).get("eos_token_id"),
         by_name,
         _json(files, MODEL, name).get("eos_token_id"),
     ):
-        if found is not None and found != []:
-            return found if isinstance(found, (str, list)) else [found]
+        if named is not None and named != []:
+            return named if isinstance(named, (str, list)) else [named]
     return None
 
 
@@ -408,18 +408,18 @@ def _settings(files: dict[str, bytes], name: str) -> dict[str, Any]:
 
 
 def _template(files: dict[str, bytes], name: str, which: str = "default") -> str:
-    found = files[TEMPLATE].decode(errors="replace") if TEMPLATE in files else ""
-    return found or chat.template(_json(files, CONFIG, name), which)
+    template = files[TEMPLATE].decode(errors="replace") if TEMPLATE in files else ""
+    return template or chat.template(_json(files, CONFIG, name), which)
 
 
 def _json(files: dict[str, bytes], file: str, name) -> dict[str, Any]:
     try:
-        found = json.loads(files.get(file, b"{}"))
+        value = json.loads(files.get(file, b"{}"))
     except ValueError:
-        found = None
-    if not isinstance(found, dict):
+        value = None
+    if not isinstance(value, dict):
         raise DataError(f"{file} of the tokenizer {name} is not a JSON object; fetch it again")
-    return found
+    return value
 
 
 def _library(files: dict[str, bytes], name: str) -> tuple[Any, tuple[str, ...]]:
@@ -436,9 +436,9 @@ def _library(files: dict[str, bytes], name: str) -> tuple[Any, tuple[str, ...]]:
         ) from None
     made.no_truncation()
     made.no_padding()
-    said, more = _settings(files, name), _json(files, ADDED, name)
+    settings, added = _settings(files, name), _json(files, ADDED, name)
     templates = _template(files, name) + _template(files, name, "tool_use")
-    return made, added_tokens.add(made, said, more, templates, name)
+    return made, added_tokens.add(made, settings, added, templates, name)
 
 
 @contextlib.contextmanager

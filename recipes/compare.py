@@ -142,7 +142,7 @@ def cells(run: RunRecord) -> dict[str, str]:
     """Column → cell of a run."""
     curve, held_out = run.curve, run.held_out
     losses = curve.losses[-LAST:]
-    found = {
+    cells_by_name = {
         "run": run.name,
         "steps": f"{curve.steps[-1]:,}",
         curve.unit: f"{curve.examples[-1]:,.0f}",
@@ -155,7 +155,7 @@ def cells(run: RunRecord) -> dict[str, str]:
         "at step": f"{held_out['step']:,}" if held_out else "",
     }
     best = run.best and f"{run.best[0]:.4f} at step {run.best[1]:,}"
-    return found | {"best held-out loss": best or ""}
+    return cells_by_name | {"best held-out loss": best or ""}
 
 
 def differ(runs: list[RunRecord], name: str) -> bool:

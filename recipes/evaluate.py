@@ -97,7 +97,7 @@ def main(devices: Devices, flags: Evaluate) -> None:
     about = {"model": flags.restore_from, "step": source.step, "dtype": dtype}
     about |= {"weights": flags.weights} if flags.weights else {}
     about |= {"mesh": describe(mesh.shape), "rules": layout.strategy}
-    found: dict[str, Any] = dict(about)
+    results: dict[str, Any] = dict(about)
 
     # ---- Evaluate --------------------------------------------------------------------------------
     for name, data in texts.items():
@@ -108,17 +108,17 @@ def main(devices: Devices, flags: Evaluate) -> None:
         summary = in_words(totals, data.held_out_bytes)
         print0(f"{name}: {summary}; {flags.part}, {length:,} tokens of context.")
         facts = {"bytes": data.held_out_bytes, "part": flags.part, "seq_len": length}
-        found.setdefault("datasets", {})[name] = evaluation.figures(totals) | facts
+        results.setdefault("datasets", {})[name] = evaluation.figures(totals) | facts
     if asked:
         from recipes.common.harness.model import Model
 
         model = Model(layout, variables, tokenizer, flags.batch_size, context, about)
-        found["tasks"] = tasks.run(
+        results["tasks"] = tasks.run(
             model, asked, flags.num_fewshot, flags.limit, flags.apply_chat_template
         )
-        print0(*tasks.tables(found["tasks"]))
+        print0(*tasks.tables(results["tasks"]))
     if out and is_first():
-        out.write_text(json.dumps(found, indent=2, default=tasks.plain) + "\n")
+        out.write_text(json.dumps(results, indent=2, default=tasks.plain) + "\n")
         print0(f"Figures: {flags.out}")
 
 
@@ -132,8 +132,8 @@ def names(dataset: str) -> list[str]:
 def load(name: str, flags: Evaluate, length: int, tokenizer: Tokenizer) -> Dataset:
     """A dataset whose held-out part is the text to evaluate. Raises DataError."""
     pack = "true" if flags.pack else "false"
-    whole = name if flags.part == "all" else ""  # as --eval_dataset: all of it is held out
-    data = text.load(name, flags.text_column, length, tokenizer, pack, whole)
+    held_out = name if flags.part == "all" else ""  # as --eval_dataset: all of it is held out
+    data = text.load(name, flags.text_column, length, tokenizer, pack, held_out)
     for note in itertools.dropwhile(lambda note: not note.startswith("Held out: "), data.notes):
         print0(note.replace("Held out: ", "Evaluates ", 1))
     return data

@@ -95,17 +95,17 @@ def main(flags: Flags) -> None:
     else:
         say(*answer.why_others_lose(plan), "")
         say(_what_would_fit(change))
-    found: dict[str, Any] = answer.as_json(plan, flags.entry, flags.size, flags.top)
-    found["change"] = change and change.text
-    found["notes"] = long
+    results: dict[str, Any] = answer.as_json(plan, flags.entry, flags.size, flags.top)
+    results["change"] = change and change.text
+    results["notes"] = long
     if flags.html:
         page.write_text(plan_page.page(plan, plan.ranked[: flags.top], flags.entry, flags.size))
         say("", f"The plan with pictures: {page}")
 
     # ---- The best few, by the real compiler ------------------------------------------------------
-    found["confirmed"] = confirm(plan, flags, say) if flags.confirm else []
+    results["confirmed"] = confirm(plan, flags, say) if flags.confirm else []
     if flags.json:
-        print0(json.dumps(found, indent=1))
+        print0(json.dumps(results, indent=1))
 
 
 def make_job(flags: Flags, devices: Devices) -> Job:
@@ -137,10 +137,10 @@ def make_job(flags: Flags, devices: Devices) -> Job:
         tokens = int(number[1]) * {"": 1, "K": 2**10, "M": 2**20}[number[2]]
     rows, over = divmod(tokens, max(length, 1))
     if over or not rows:
-        whole = max(round(tokens / length), 1) * length
+        suggestion = max(round(tokens / length), 1) * length
         raise UserError(
             f"--batch_tokens={flags.batch_tokens} is not a whole number of rows of "
-            f"--seq_len={length}; try --batch_tokens={whole}"
+            f"--seq_len={length}; try --batch_tokens={suggestion}"
         )
     return Job(entries.model(flags.entry), config, rows, length, flags.offload)
 
@@ -185,19 +185,19 @@ class Program:
 
 def make_program(candidate: Estimate) -> Program:
     """The train step of a candidate."""
-    known, devices = candidate.layout, candidate.devices
-    mesh = topology(devices.kind, dict(known.mesh.shape), devices.groups)
-    model = entries.model(known.zoo.__name__.rpartition(".")[2])
+    layout_to_compile, devices = candidate.layout, candidate.devices
+    mesh = topology(devices.kind, dict(layout_to_compile.mesh.shape), devices.groups)
+    model = entries.model(layout_to_compile.zoo.__name__.rpartition(".")[2])
     layout = make_layout(
-        model, known.config, mesh, known.strategy, batch_size=known.batch_size,
-        microbatches=candidate.accumulate, seq_len=known.seq_len,
+        model, layout_to_compile.config, mesh, layout_to_compile.strategy, batch_size=layout_to_compile.batch_size,
+        microbatches=candidate.accumulate, seq_len=layout_to_compile.seq_len,
     )  # fmt: skip
     lr = LearningRate(1e-3, 10, 100)
     step = TrainStep(
         layout, adamw(lr, weight_decay=0.1, clip_norm=1.0), lr, candidate.accumulate,
         offload=candidate.offload,
     )  # fmt: skip
-    row = jax.ShapeDtypeStruct((known.seq_len,), np.int32)
+    row = jax.ShapeDtypeStruct((layout_to_compile.seq_len,), np.int32)
     return Program(
         step, step.abstract_state(), dict.fromkeys(("tokens", "targets", "segment_ids"), row)
     )
@@ -210,20 +210,18 @@ def confirm(plan: Plan, flags: Flags, say) -> list[dict[str, Any]]:
         return []
     say("", "| mesh | rules | memory, estimated | compiled | ratio | sent, estimated | compiled | ratio |",
         "|---|---|---:|---:|---:|---:|---:|---:|")  # fmt: skip
-    found: list[dict[str, Any]] = []
+    rows: list[dict[str, Any]] = []
     signal.signal(signal.SIGINT, signal.default_int_handler)
     candidates = [x for x in plan.ranked[: flags.confirm] if x.fits] or plan.ranked[:1]
     try:
         for number, candidate in enumerate(candidates, 1):
             what = f"{candidate.layout.strategy} on {answer.mesh_of(candidate)}"
             _progress(f"{what}: compiling, {number} of {len(candidates)}; Ctrl-C stops")
-            found.append(
-                _in_background(lambda x=candidate: _confirm(x, flags.confirm_layers), what)
-            )
-            say(_line(found[-1]))
+            rows.append(_in_background(lambda x=candidate: _confirm(x, flags.confirm_layers), what))
+            say(_line(rows[-1]))
     except KeyboardInterrupt:
-        say("", f"Stopped: {len(found)} of {len(candidates)} are confirmed.")
-    return found
+        say("", f"Stopped: {len(rows)} of {len(candidates)} are confirmed.")
+    return rows
 
 
 def _confirm(candidate: Estimate, layers: int) -> dict[str, Any]:
@@ -271,12 +269,12 @@ def _in_background(function, what: str) -> Any:
 
     thread = threading.Thread(target=call, daemon=True)
     thread.start()
-    start, said = time.perf_counter(), 0.0
+    start, printed = time.perf_counter(), 0.0
     while thread.is_alive():
         thread.join(0.2)
         passed = time.perf_counter() - start
-        if passed - said >= SAY_SECONDS:
-            said = passed
+        if passed - printed >= SAY_SECONDS:
+            printed = passed
             _progress(f"{what}: still compiling after {passed:.0f} s")
     if isinstance(results[0], BaseException):
         raise results[0]

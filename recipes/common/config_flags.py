@@ -316,12 +316,12 @@ def describe_set(flags: Any) -> list[str]:
     return [f"set: {', '.join(flags.set)}"] if flags.set else []
 
 
-def changed_setting(before: Iterable[str], now: Iterable[str]) -> tuple[str, str] | None:
+def changed_setting(before: Iterable[str], after: Iterable[str]) -> tuple[str, str] | None:
     """The first field that a run may not change when it resumes: (its flag now, its value before).
 
     Fields that only say how to compute the model may change.
     """
-    saved, wanted = dict(map(_split, before)), dict(map(_split, now))
+    saved, wanted = dict(map(_split, before)), dict(map(_split, after))
     for name in saved | wanted:
         if saved.get(name) != wanted.get(name) and name not in COMPUTE:
             return f"set={name}={wanted.get(name, '')}", saved.get(name, "")

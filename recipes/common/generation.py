@@ -126,13 +126,13 @@ class Generator:
             lengths_B[row] = len(prompt)
         rows_B = np.where(np.arange(B) < len(prompts), first + np.arange(B), -1).astype(np.int32)
         # Rows are replicated: each device chooses the next tokens of all rows. Positions are split.
-        whole = layout.replicated
-        parts = whole.update(spec=jax.P(None, *layout.batch_shardings(tokens_BT).spec[1:]))
-        given = jax.device_put((tokens_BT, lengths_B, rows_B), (parts, whole, whole))
+        replicated = layout.replicated
+        parts = replicated.update(spec=jax.P(None, *layout.batch_shardings(tokens_BT).spec[1:]))
+        arguments = jax.device_put((tokens_BT, lengths_B, rows_B), (parts, replicated, replicated))
 
-        prefill = self._program(self._prefill, (B, T, S), self._variables, *given)
+        prefill = self._program(self._prefill, (B, T, S), self._variables, *arguments)
         start = time.perf_counter()
-        keys_B, *state = jax.block_until_ready(prefill(self._variables, *given))
+        keys_B, *state = jax.block_until_ready(prefill(self._variables, *arguments))
         cache = state[-1]
         self.seconds[0] += time.perf_counter() - start
         self.read += sum(lengths)

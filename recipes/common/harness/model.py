@@ -111,8 +111,8 @@ class Model(TemplateLM):
                     f"{self._context}; use a larger --seq_len, if it was trained on as many, or "
                     "other --tasks"
                 )
-            whole = [*context, *continuation][-(self._context + 1) :]
-            rows.append(Row(whole, len(continuation)))
+            tokens = [*context, *continuation][-(self._context + 1) :]
+            rows.append(Row(tokens, len(continuation)))
         return self._score(rows)
 
     def loglikelihood_rolling(self, requests, disable_tqdm: bool = True) -> list[float]:

@@ -2,5 +2,12 @@
 
 from recipes.common.config_flags import DECODER, EXPERTS, model_flags
 from recipes.common.language.flags import Text, Training
-from recipes.common.language.recipe import check_stages, fine_tuning, main, model_config, stages
+from recipes.common.language.recipe import (
+    MATRICES,
+    check_stages,
+    fine_tuning,
+    main,
+    model_config,
+    stages,
+)
 from recipes.common.language.sample import Sample

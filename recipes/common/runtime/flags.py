@@ -214,11 +214,11 @@ def similar_flag(name: str, flags: list[str]) -> str:
     return next((flag_ for flag_ in flags if words & {*flag_.split("_")}), "")
 
 
-def choose(name: str, text: str, choices: Collection[str], said: str = "") -> str:
+def choose(name: str, text: str, choices: Collection[str], subject: str = "") -> str:
     """The choice that the text of flag `name` means, in whatever case. Raises UserError.
 
     Args:
-      said: subject of the message; "": the flag with its text.
+      subject: subject of the message; "": the flag with its text.
     """
     if text in choices:
         return text
@@ -227,8 +227,8 @@ def choose(name: str, text: str, choices: Collection[str], said: str = "") -> st
         return by_case[text.lower()]
     near = difflib.get_close_matches(text.lower(), by_case, n=1)
     hint = f"; did you mean {by_case[near[0]]}?" if near else ""
-    said = said or f"--{name}={text[:50]}"
-    raise UserError(f"{said} is not one of {', '.join(by_case.values())}{hint}")
+    subject = subject or f"--{name}={text[:50]}"
+    raise UserError(f"{subject} is not one of {', '.join(by_case.values())}{hint}")
 
 
 def _convert(field, default, text):

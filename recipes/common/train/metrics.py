@@ -90,9 +90,9 @@ class Log:
         self._show(step, values["loss"])
         if step % self._every and step != self._last:
             return
-        now, steps = time.perf_counter(), step - self._since_step
-        seconds, waited = (now - self._since) / steps, self._wait / steps
-        self._since, self._since_step, self._wait = now, step, 0.0
+        end, steps = time.perf_counter(), step - self._since_step
+        seconds, waited = (end - self._since) / steps, self._wait / steps
+        self._since, self._since_step, self._wait = end, step, 0.0
         speed = self._per_step / seconds
         self._timed.append((steps, seconds * steps))
         if "skipped" in values:  # since the line before
