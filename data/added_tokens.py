@@ -1,4 +1,4 @@
-"""Tokens that the files beside tokenizer.json name, read as `transformers` does.
+"""Tokens that the files next to tokenizer.json name, read as `transformers` does.
 
     tokenizer_config.json    "eos_token": "<|im_end|>", and "added_tokens_decoder":
                              {"32001": {"content": "<|im_end|>", "special": true, …}}

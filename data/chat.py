@@ -15,41 +15,31 @@ CODE = 1  # increase it when the same conversations would give different tokens 
 # The date that templates see in training data, so that a file always gives the same tokens. Llama
 # 3's templates fall back on this date.
 TRAINING_DAY = datetime.datetime(2024, 7, 26)
-
-
 REASONING = ("reasoning_content", "thinking", "reasoning")  # names of one field of messages
 
 
 def template(config: dict[str, Any], name: str = "default") -> str:
     """The template in a tokenizer_config.json, or the one of several with this name; "" if none."""
-    template_or_list = config.get("chat_template") or ""
-    if isinstance(template_or_list, list):
-        named = {
-            one.get("name"): one.get("template")
-            for one in template_or_list
-            if isinstance(one, dict)
-        }
-        template_or_list = named.get(name)
-    return template_or_list if isinstance(template_or_list, str) else ""
+    templates = config.get("chat_template") or ""
+    if isinstance(templates, list):
+        named = {one.get("name"): one.get("template") for one in templates if isinstance(one, dict)}
+        templates = named.get(name)
+    return templates if isinstance(templates, str) else ""
 
 
 def render(
     source: str,
     messages: list[dict[str, Any]],
-    add_generation_prompt: bool,
-    control: dict[str, str],
+    variables: dict[str, Any],
     name: str,
     today: datetime.datetime | None = None,
-    context: dict[str, Any] | None = None,
 ) -> str:
     """Renders messages by a chat template.
 
     Args:
-      add_generation_prompt: whether to append the beginning of an answer.
-      control: the texts of bos_token, eos_token, ….
+      variables: other variables of the template: add_generation_prompt, bos_token, tools, ….
       name: the tokenizer's name, for messages.
       today: for templates that write the date; None: now.
-      context: more variables of the template, such as tools.
 
     Raises DataError if there is no template, or it refuses these messages.
     """
@@ -57,12 +47,13 @@ def render(
         raise DataError(
             f"the tokenizer {name} has no chat template; use a chat model's, or leave out --chat"
         )
-    variables = {"tools": None, "documents": None, **control, **(context or {})}
-    variables |= {"messages": list(map(_with_reasoning, messages))}
-    variables |= {"add_generation_prompt": add_generation_prompt}
-    variables["strftime_now"] = (today or datetime.datetime.now()).strftime
     try:
-        return _compile(source).render(variables)
+        return _compile(source).render(
+            {"tools": None, "documents": None}
+            | variables
+            | {"messages": list(map(_with_reasoning, messages))}
+            | {"strftime_now": (today or datetime.datetime.now()).strftime}
+        )
     except Exception as error:  # whatever the template does
         raise DataError(
             f"the chat template of {name} can't be rendered ({buckets.reason(error)}); use other "

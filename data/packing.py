@@ -44,7 +44,7 @@ class Packed(Rows):
     """
 
     def __init__(self, split: Split, length: int, folder: pathlib.Path | None = None):
-        """Opens the index in `folder`, or makes it there; by default beside the split's files."""
+        """Opens the index in `folder`, or makes it there; by default next to the split's files."""
         folder = folder or split.path.with_name(f"{split.path.name}.packed{CODE}-{length}")
         if not is_whole(folder):
             with cached(), new_folder(folder) as made:
@@ -64,7 +64,7 @@ class Packed(Rows):
     def take(self, indices: np.ndarray) -> dict[str, np.ndarray]:
         T, N = self._length, len(indices)
         first, count = self._rows[indices], self._rows[indices + 1] - self._rows[indices]
-        row_of_P = np.repeat(np.arange(N), count)  # P: the pieces of these rows
+        row_of_P = np.repeat(np.arange(N), count)  # P: all pieces of the rows
         number_P = _within(count)
         first_P, size_P = self._pieces[np.repeat(first, count) + number_P].T
         # A piece begins in its row where the pieces before it end.
@@ -148,7 +148,7 @@ def best_fit(sizes: np.ndarray, room: int) -> np.ndarray:
                     del with_room[left], rooms[place]
             into, pieces = np.split(pieces, [each * len(rows)])
             row_of[into] = np.repeat(rows, each)[: len(into)]
-            last = len(into) - each * (len(rows) - 1)  # pieces in the last of these rows
+            last = len(into) - each * (len(rows) - 1)  # pieces in the last row
             for part, filled in ((rows[:-1], each), (rows[-1:], last)):
                 if len(part) and left > filled * size:
                     space_left = left - filled * size

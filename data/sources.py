@@ -5,7 +5,7 @@
     docs.jsonl, docs.parquet      # JSON Lines (also .ndjson) or Parquet: the column `text`, or
                                   # conversations (conversations.py), by the first row's columns
     hf:org/name                   # a Hub dataset, or hf:org/name:config
-    gs://bucket/docs.jsonl        # any of these files in a bucket; they are copied into the cache
+    gs://bucket/docs.jsonl        # any such file in a bucket; it is copied into the cache
     a.parquet@0.7,b.jsonl@0.3     # several, with their shares of the training rows
 
 Files may be compressed: .gz or, with the package zstandard, .zst.
@@ -35,7 +35,7 @@ Rows = Iterator[tuple[str, dict[str, Any]]]  # (place, row); the place is for me
 
 
 class Part(NamedTuple):
-    """A document, or a part of one that is too long to be held and tokenized at once."""
+    """A document, or a part of one that is too long to be kept in memory and tokenized at once."""
 
     text: bytes  # UTF-8; a row of conversations has JSON from `conversations.checked`
     held_out: bool
@@ -169,7 +169,7 @@ def _inside(folder: pathlib.Path) -> list[pathlib.Path]:
 
 def _checked(name: str, files: list[pathlib.Path]) -> list[pathlib.Path]:
     """Returns `files`. Raises DataError if they can't be read as one dataset."""
-    # A README beside .jsonl files is not a document; a folder of source code is all text.
+    # A README next to .jsonl files is not a document; a folder of source code is all text.
     other = [file for file in files if _suffix(file) not in KINDS]
     if other and any(kind(file) != "text" for file in files):
         raise DataError(

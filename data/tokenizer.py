@@ -3,7 +3,7 @@
     find("bytes")              # a token is a byte, 0 to 255; 256 starts each document
     find("tokenizer.json")     # a file, or a folder that has one, such as a Hugging Face model
     find("org/name")           # a model on the Hub
-    from_files(files)          # files stored beside a checkpoint's weights
+    from_files(files)          # files stored next to a checkpoint's weights
 
 The files besides tokenizer.json describe the model's chat format: its chat template (chat.py) and
 the tokens that end an answer.
@@ -58,7 +58,7 @@ class Tokenizer:
     files: dict[str, bytes] = dataclasses.field(repr=False, compare=False)  # {} for bytes
     start: tuple[int, ...]  # ids before each document
     end: tuple[int, ...]  # ids that end a text
-    added: tuple[str, ...] = ()  # tokens that files beside tokenizer.json add (added_tokens.py)
+    added: tuple[str, ...] = ()  # tokens that files next to tokenizer.json add (added_tokens.py)
 
     def __reduce__(self):  # pickled as its files
         return from_files, (self.files, self.name)
@@ -67,6 +67,11 @@ class Tokenizer:
     def dtype(self) -> np.dtype:
         """The smallest type that holds every id."""
         return np.dtype(np.uint16 if self.size <= 2**16 else np.uint32)
+
+    @property
+    def vocabulary(self) -> int:
+        """Ids that a model may write are below this: all, or the 256 bytes."""
+        return self.size if self.files else START
 
     @functools.cached_property
     def _library(self):
@@ -218,16 +223,10 @@ class Tokenizer:
 
         Raises DataError if there is no template, or it refuses these messages.
         """
-        template = self.tool_template if context and context.get("tools") else self.template
-        return chat.render(
-            template,
-            messages,
-            add_generation_prompt,
-            self.control_tokens,
-            self.name,
-            today,
-            context,
-        )
+        context = context or {}
+        template = self.tool_template if context.get("tools") else self.template
+        variables = self.control_tokens | context | {"add_generation_prompt": add_generation_prompt}
+        return chat.render(template, messages, variables, self.name, today)
 
     def ask(
         self, messages: list[dict[str, Any]], context: dict[str, Any] | None = None
@@ -423,7 +422,7 @@ def _json(files: dict[str, bytes], file: str, name) -> dict[str, Any]:
 
 
 def _library(files: dict[str, bytes], name: str) -> tuple[Any, tuple[str, ...]]:
-    """(the library's tokenizer, the tokens that files beside tokenizer.json add to it)."""
+    """(the library's tokenizer, the tokens that files next to tokenizer.json add to it)."""
     import tokenizers
 
     # chunks.py has its own threads. The library's, one for each core, would take 10 MB each.

@@ -46,7 +46,7 @@ class RunRecord:
     name: str
     flags: dict[str, Any]
     curve: picture.Curve
-    held_out: dict[str, float]  # figures of the last evaluation, and the "step" of it
+    held_out: dict[str, float]  # metrics of the last evaluation, and the "step" of it
     best: tuple[float, int] | None  # lowest held-out loss, and its step
 
 
@@ -190,6 +190,6 @@ def runs_and_flags(words: list[str]) -> tuple[list[str], list[str]]:
 
 
 if __name__ == "__main__":
-    named, given = runs_and_flags(sys.argv[1:])
-    sys.argv[1:] = given
+    named, flags = runs_and_flags(sys.argv[1:])
+    sys.argv[1:] = flags
     start(functools.partial(main, named), Flags())

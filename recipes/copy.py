@@ -32,7 +32,9 @@ OPTIONAL = {  # file that is imported inside functions → what needs it
 @dataclasses.dataclass(frozen=True)
 class Flags:
     entry: str = flag("transformer", "Zoo entry to copy.", group="model")
-    target: str = flag("", "Folder to copy its files into; new, or without files of these names.")
+    target: str = flag(
+        "", "Folder to copy its files into; new, or without files with the same names."
+    )
     without: str = flag("", "Optional files to leave out, such as pipeline,cache.")
 
 

@@ -41,7 +41,7 @@ class Evaluate(Settings):
     apply_chat_template: bool = flag(
         False, "Ask a task's questions as user messages, in the model's chat template."
     )
-    out: str = flag("", "New JSON file for the figures; empty: terminal only.")
+    out: str = flag("", "New JSON file for the metrics; empty: terminal only.")
     dataset: str = flag("", "Texts, comma-separated; each as in recipes.transformer.", "data")
     part: str = flag(
         "all", "Part of a text to evaluate: all, or what a training run on it holds out.",
@@ -108,7 +108,7 @@ def main(devices: Devices, flags: Evaluate) -> None:
         summary = in_words(totals, data.held_out_bytes)
         print0(f"{name}: {summary}; {flags.part}, {length:,} tokens of context.")
         facts = {"bytes": data.held_out_bytes, "part": flags.part, "seq_len": length}
-        results.setdefault("datasets", {})[name] = evaluation.figures(totals) | facts
+        results.setdefault("datasets", {})[name] = evaluation.metrics(totals) | facts
     if asked:
         from recipes.common.harness.model import Model
 

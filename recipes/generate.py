@@ -21,7 +21,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from data import DataError, conversations, prompts
-from data.tokenizer import START, Tokenizer
+from data.tokenizer import Tokenizer
 from recipes.common import checkpoint, entries
 from recipes.common.config_flags import Settings, default_dtype, describe_set, read_set
 from recipes.common.generation import (
@@ -113,10 +113,8 @@ def main(devices: Devices, flags: Generate) -> None:
     if flags.weights:
         layout, variables = to_int8(entries.model(source.metadata["entry"]), layout, variables)
     print0(*report.uneven(layout, variables))
-    # The bytes tokenizer's special token, START, is never generated.
-    vocabulary = tokenizer.size if tokenizer.files else START
     rows = min(flags.batch_size, max(len(asked), 1))
-    generator = Generator(layout, variables, chosen, tokenizer.end, vocabulary, rows=rows)
+    generator = Generator(layout, variables, chosen, tokenizer.end, tokenizer.vocabulary, rows=rows)
     print0(*settings_not_applied(tokenizer, sampled=chosen.temperature > 0))
 
     # ---- Answer ----------------------------------------------------------------------------------

@@ -185,19 +185,20 @@ class Program:
 
 def make_program(candidate: Estimate) -> Program:
     """The train step of a candidate."""
-    layout_to_compile, devices = candidate.layout, candidate.devices
-    mesh = topology(devices.kind, dict(layout_to_compile.mesh.shape), devices.groups)
-    model = entries.model(layout_to_compile.zoo.__name__.rpartition(".")[2])
+    estimated, devices = candidate.layout, candidate.devices
+    mesh = topology(devices.kind, dict(estimated.mesh.shape), devices.groups)
+    model = entries.model(estimated.zoo.__name__.rpartition(".")[2])
     layout = make_layout(
-        model, layout_to_compile.config, mesh, layout_to_compile.strategy, batch_size=layout_to_compile.batch_size,
-        microbatches=candidate.accumulate, seq_len=layout_to_compile.seq_len,
+        model, estimated.config, mesh, estimated.strategy,
+        batch_size=estimated.batch_size, microbatches=candidate.accumulate,
+        seq_len=estimated.seq_len,
     )  # fmt: skip
     lr = LearningRate(1e-3, 10, 100)
     step = TrainStep(
         layout, adamw(lr, weight_decay=0.1, clip_norm=1.0), lr, candidate.accumulate,
         offload=candidate.offload,
     )  # fmt: skip
-    row = jax.ShapeDtypeStruct((layout_to_compile.seq_len,), np.int32)
+    row = jax.ShapeDtypeStruct((estimated.seq_len,), np.int32)
     return Program(
         step, step.abstract_state(), dict.fromkeys(("tokens", "targets", "segment_ids"), row)
     )
@@ -225,30 +226,29 @@ def confirm(plan: Plan, flags: Flags, say) -> list[dict[str, Any]]:
 
 
 def _confirm(candidate: Estimate, layers: int) -> dict[str, Any]:
-    """A candidate's estimated and compiled figures."""
+    """A candidate's estimated and compiled costs."""
     if layers:
         config = dataclasses.replace(candidate.layout.config, num_layers=layers)
         model = entries.model(candidate.layout.zoo.__name__.rpartition(".")[2])
         shallow = make_layout(model, config, candidate.layout.mesh, candidate.layout.strategy)
         layout = dataclasses.replace(candidate.layout, config=config, model=shallow.model)
-        given = candidate.devices, candidate.accumulate, candidate.offload
-        candidate = estimate(layout, *given)
+        candidate = estimate(layout, candidate.devices, candidate.accumulate, candidate.offload)
     name = f"{candidate.layout.strategy} on {answer.mesh_of(candidate)}"
-    figures = answer.to_json(candidate)
+    costs = answer.to_json(candidate)
     compiled = compile_step(make_program(candidate), candidate.devices.kind, name)
     if isinstance(compiled, TooLarge):
-        return figures | {"compiled_memory": compiled.bytes, "compiled_sent": None}
+        return costs | {"compiled_memory": compiled.bytes, "compiled_sent": None}
     sent = sent_by_kind(compiled.as_text(), candidate.devices.count)
     peak = report.peak_memory(compiled)
-    return figures | {"compiled_memory": peak, "compiled_sent": sum(sent.values())}
+    return costs | {"compiled_memory": peak, "compiled_sent": sum(sent.values())}
 
 
-def _line(figures: dict[str, Any]) -> str:
+def _line(costs: dict[str, Any]) -> str:
     """A row of the table that compares estimate and compiler."""
-    memory, sent = sum(figures["memory"].values()), figures["sent_inside"] + figures["sent_between"]
-    peak, real = figures["compiled_memory"], figures["compiled_sent"]
-    mesh = answer.describe(figures["mesh"])
-    cells = [mesh, figures["rules"], report.size(memory), report.size(peak), f"{memory / peak:.2f}"]
+    memory, sent = sum(costs["memory"].values()), costs["sent_inside"] + costs["sent_between"]
+    peak, real = costs["compiled_memory"], costs["compiled_sent"]
+    mesh = answer.describe(costs["mesh"])
+    cells = [mesh, costs["rules"], report.size(memory), report.size(peak), f"{memory / peak:.2f}"]
     cells += [report.size(sent), report.size(real), f"{sent / real:.2f}"] if real else ["-"] * 3
     return f"| {' | '.join(cells)} |"
 

@@ -7,7 +7,7 @@ import pathlib
 import numpy as np
 from flax import nnx
 
-from data.tokenizer import START, Tokenizer
+from data.tokenizer import Tokenizer
 from recipes.common.generation import Generator, Sampling, cap_windows
 from recipes.common.runtime import flag, folders, quote, warn
 from recipes.common.runtime.processes import is_first
@@ -55,9 +55,8 @@ class Sample:
         """
         config = cap_windows(layout.config, context)
         layout = make_layout(model, config, layout.mesh, layout.rules)
-        vocabulary = tokenizer.size if tokenizer.files else START  # in bytes, no START
         sampling = Sampling(self.temperature, seed=seed)
-        generator = Generator(layout, state, sampling, tokenizer.end, vocabulary)
+        generator = Generator(layout, state, sampling, tokenizer.end, tokenizer.vocabulary)
         prompt = self.begin(tokenizer)
         tokens = [int(token) for (token,) in generator([prompt], self.sample_bytes)]
         begin = [] if self.chat else prompt  # a chat shows only the answer

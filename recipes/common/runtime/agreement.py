@@ -45,17 +45,14 @@ def check_data(data: dict[str, Any]) -> None:
 
 
 def _check_data(gathered: list[tuple[str, dict[str, Any]]]) -> None:
-    first, facts_of_first = gathered[0]
+    first, expected = gathered[0]
     for number, (host, other) in enumerate(gathered):
-        if other != facts_of_first:
-            flag = (
-                "dataset"
-                if other.get("tokenizer") == facts_of_first.get("tokenizer")
-                else "tokenizer"
-            )
+        if other != expected:
+            same_tokenizer = other.get("tokenizer") == expected.get("tokenizer")
+            flag = "dataset" if same_tokenizer else "tokenizer"
             raise UserError(
                 f"process {number} ({host}) reads different content from --{flag} than process 0 ({first}): "
-                f"fingerprint {other['fingerprint'][:12]}, not {facts_of_first['fingerprint'][:12]}; give all "
+                f"fingerprint {other['fingerprint'][:12]}, not {expected['fingerprint'][:12]}; give all "
                 "of them the same files"
             )
 
@@ -92,9 +89,9 @@ def difference(first: dict[str, Any], other: dict[str, Any]) -> str:
             other_version = other["versions"].get(name)
             return f"has {name} {other_version}, and process 0 has {value}; install the same on all"
     for name in first["flags"] | other["flags"]:
-        ours, other_version = first["flags"].get(name), other["flags"].get(name)
-        if ours != other_version:
-            return f"has {name}={other_version}, and process 0 has {ours}; start all with the same flags"
+        wanted, value = first["flags"].get(name), other["flags"].get(name)
+        if value != wanted:
+            return f"has {name}={value}, and process 0 has {wanted}; start all with the same flags"
     if first["code"] != other["code"]:
         return "runs different code than process 0; give all of them the same clone"
     return ""

@@ -126,7 +126,7 @@ class Log:
         if processes.is_first():
             warn(f"{what}; this update is skipped")
 
-    def held_out(self, step: int, figures: dict[str, float], seconds: float = 0.0) -> None:
+    def held_out(self, step: int, metrics: dict[str, float], seconds: float = 0.0) -> None:
         """Writes the line of an evaluation after a step: "held_out_loss" for "loss".
 
         Args:
@@ -135,7 +135,7 @@ class Log:
         self._since += seconds
         if self._terminal:
             self._terminal.pause(seconds)
-        named = {sinks.HELD_OUT + name: value for name, value in figures.items()}
+        named = {sinks.HELD_OUT + name: value for name, value in metrics.items()}
         self.write({"step": step, **named})
 
     def write(self, line: sinks.Line) -> None:
