@@ -24,9 +24,8 @@ from data import DataError, conversations, prompts
 from data.tokenizer import Tokenizer
 from recipes.common import checkpoint, entries
 from recipes.common.config_flags import Settings, default_dtype, describe_set, read_set
-from recipes.common.generation import (
-    Generator,
-    Sampling,
+from recipes.common.generation import Generator, Sampling
+from recipes.common.generation_config import (
     default_temperature,
     default_top_k,
     setting,
