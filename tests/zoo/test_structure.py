@@ -24,12 +24,13 @@ pytestmark = pytest.mark.promise("structure")
 # Package of recipes/common → those of it that it may import; and libraries that it may.
 LAYERS = {
     "runtime": set(),
+    "config_flags": {"runtime", "entries"},
     "sharding": {"runtime"},
     "report": {"runtime", "sharding"},
     "plan": {"runtime", "sharding", "report"},
     "explorer": {"runtime", "sharding", "report", "plan", "entries"},
     "hf": {"runtime", "sharding", "entries"},
-    "checkpoint": {"runtime", "sharding", "hf", "report", "entries"},
+    "checkpoint": {"runtime", "sharding", "hf", "report", "entries", "config_flags"},
     "generation": {"runtime", "sharding"},
     "generation_config": {"runtime"},
     "classification": {"runtime", "sharding", "report", "checkpoint", "train"},
@@ -37,6 +38,7 @@ LAYERS = {
     "int8_weights": {"runtime", "sharding"},
     "language": {
         *{"runtime", "sharding", "report", "plan", "generation", "checkpoint", "train", "entries"},
+        "config_flags",
     },
     "train": {"runtime", "sharding", "hf", "report", "checkpoint", "entries"},
     "entries": set(),
