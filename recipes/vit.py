@@ -114,8 +114,10 @@ def model_config(flags: Any, start: checkpoint.Source | None, device: jax.Device
     Args:
       device: one of the mesh's; decides the default of --dtype.
     """
-    resumes = start and not flags.size
-    config = checkpoint.config_of(start) if resumes else SIZES[flags.size or "small"]()
+    if start and not flags.size:
+        config = checkpoint.config_of(start)
+    else:
+        config = SIZES[flags.size or "small"]()
     return configure(config, flags, device)
 
 
