@@ -54,7 +54,7 @@ MESH_ROWS = [
     (["--mesh=data=2,seq=4", "--rules=cp", "--seq_len=30"], "rows of 30 tokens are not divisible by the 4 shards of 'seq' (rules 'cp' on --mesh=data=2,seq=4); try --seq_len=32"),
     (["--mesh=data=1,seq=3", "--rules=cp", "--context=all-to-all", "--seq_len=33"], "--context=all-to-all shares out 16 heads over 3 devices (rules 'cp' on --mesh=data=1,seq=3); use --context=ring"),
     (["--mesh=data=2,pipe=4"], "rules 'fsdp_pp' split dim 'layers' of layers/attention/k [2, 64, 8, 8] over 4 devices (mesh axis 'pipe' of --mesh=data=2,pipe=4), and 2 is not divisible by 4; meshes that fit: --mesh=data=2,pipe=2"),
-    (["--mesh=data=2,pipe=2", "--pipe_microbatches=3"], "--pipe_microbatches=3 does not divide the 8 rows of a device; use --pipe_microbatches=2"),
+    (["--mesh=data=2,pipe=2", "--pipe_microbatches=3"], "--pipe_microbatches=3 does not divide the 8 rows of a device; use a divisor"),
     (["--pipe_microbatches=4"], "--pipe_microbatches=4 is for a pipeline, and rules 'fsdp_tp' on --mesh=2x2 have none; use --pipe_microbatches=0, or a mesh with `pipe`"),
     (["--mesh=data=2,seq=4", "--rules=fsdp"], "rules 'fsdp' use no mesh axis 'seq', so the 4 devices along it (--mesh=data=2,seq=4) would all do the same work; use --rules="),
     (["--mesh=4x4"], "--mesh=4x4 needs 16 devices, found 8; try --mesh=4x2"),
