@@ -312,6 +312,13 @@ READERS: dict[Any, tuple[Any, str]] = {  # type → (function of a text, its nou
 }
 
 
+def check_set(flags: Any, decided: Iterable[str]) -> None:
+    """Raises UserError if --set names a field that the data decides."""
+    for text in flags.set:
+        if (name := _split(text)[0]) in decided:
+            raise UserError(f"--set={text}: the data decides {name}; leave it out")
+
+
 def describe_set(flags: Any) -> list[str]:
     """A line of the report about --set, if it is given."""
     return [f"set: {', '.join(flags.set)}"] if flags.set else []

@@ -188,6 +188,8 @@ NO_TEXT = ('{"text": 1}',)  # behind TEXT
 
 SMALL_ROWS = [  # of the other recipes, which have the same code behind most flags
     ("mlp", ["--hidden=12", "--mesh=1x8"], "rules 'fsdp_tp' split dim 'hidden' of blocks/0/down/kernel [12, 64] over 8 devices (mesh axis 'model' of --mesh=1x8), and 12 is not divisible by 8; meshes that fit: --mesh=1x6, --mesh=1x4, --mesh=1x3"),
+    ("mlp", ["--set=classes=3"], "--set=classes=3: the data decides classes; leave it out"),
+    ("vit", ["--set=labels=[]"], "--set=labels=[]: the data decides labels; leave it out"),
     ("mlp", ["--dataset=no/such"], "--dataset=no/such is not a folder; "),
     ("mlp", ["--image_column=x"], "--dataset=digits has no column 'x'; set --image_column to one of 'image', 'label'"),
     ("mlp", ["--restore_from=mlp.digits", "--embed=32"], "blocks/0/down/bias has shape [64] in checkpoint {zoo}/checkpoints/mlp.digits and [32] in this model; use the flags that the checkpoint was made with"),
