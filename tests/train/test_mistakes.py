@@ -147,8 +147,8 @@ RULES_ROWS = [
 ]  # fmt: skip
 
 WORKDIR_ROWS = [
-    (["--workdir={here}/file"], "--workdir={here}/file is a file; use a folder"),
-    (["--workdir={here}/file/run"], "--workdir={here}/file/run: {here}/file is a file; use a folder"),
+    (["--workdir={here}/file"], "--workdir={here}/file can't be written (Not a directory); use a different --workdir"),
+    (["--workdir={here}/file/run"], "--workdir={here}/file/run can't be written (Not a directory); use a different --workdir"),
     (["--workdir=/proc/run"], "--workdir=/proc/run can't be written ("),
     (["--workdir=gs:/b/run"], "--workdir=gs:/b/run has no ://; use gs://b/run, or a local path"),
     (["--workdir={here}/another"], "has entry 'mlp', not 'transformer'; use a different one"),

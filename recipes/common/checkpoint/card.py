@@ -12,7 +12,8 @@ from typing import Any
 
 from data import hub
 from recipes.common.entries import ENTRIES
-from recipes.common.runtime import describe, folders, jsonl, quote
+from recipes.common.runtime import describe, quote
+from recipes.common.storage import folders, jsonl
 
 FILE = "README.md"
 PICTURE = "loss.png"

@@ -20,7 +20,6 @@ from recipes.common.runtime import (
     UserError,
     agreement,
     describe,
-    folders,
     preemption,
     print0,
     processes,
@@ -28,6 +27,7 @@ from recipes.common.runtime import (
 )
 from recipes.common.runtime.flags import DEFAULTS
 from recipes.common.sharding import Layout, Tree, elsewhere
+from recipes.common.storage import folders
 from recipes.common.train.evaluation import Evaluation, Extra
 from recipes.common.train.feed import device_batches
 from recipes.common.train.metrics import Log, NonFiniteError
@@ -125,7 +125,7 @@ def check(folder: RunFolder, layout: Layout, facts: Tree, run: Run) -> Profile:
         )
     if run.keep_best and not run.eval_every:
         raise UserError("--keep_best needs --eval_every; add it, for example --eval_every=100")
-    if run.tensorboard and folders.in_bucket(folder.path):
+    if run.tensorboard and not folders.at(folder.path).appends:
         raise UserError(
             f"--tensorboard appends to files, and --workdir={folder.path} is in a bucket, where "
             "nothing can be appended; leave it out: metrics.jsonl has the same figures"
