@@ -85,12 +85,11 @@ def played(count: int) -> Callable[[], None]:
         # Its keys come after those of this run.
         one = copy(processes, _id=number, _count=count, _calls=1000)
         alike = copy(agreement, processes=one, facts=lambda: facts)
-        intact = {"_check_files": lambda folder: "", "_check_hashes": lambda *share: ""}
-        hashing = copy(integrity, processes=one, **intact)
+        hashing = copy(integrity, processes=one, _check_hashes=lambda *share: "")
 
         def start() -> None:
             alike.check()
-            assert hashing.verify_on_all("w", True) == ""
+            assert hashing.check_hashes_on_all("w") == ""
 
         return start
 

@@ -225,11 +225,10 @@ def test_damage_that_any_process_finds_is_found_by_all(monkeypatch):
 
     monkeypatch.setattr(processes, "_count", 2)
     monkeypatch.setattr(processes, "_id", 1)
-    monkeypatch.setattr(processes, "broadcast_from_first", lambda work: work())
     monkeypatch.setattr(processes, "decide", decide)
     monkeypatch.setattr(integrity, "sha256", hash_mine)
     for other in ("", "state/d/1 can't be read (Permission denied)"):
-        assert integrity.verify_on_all(folder, hash_files=True) == other
+        assert integrity.check_hashes_on_all(folder) == other
     assert shares == [names[1::2]] * 2
 
     def denied(folder, share):
@@ -237,22 +236,27 @@ def test_damage_that_any_process_finds_is_found_by_all(monkeypatch):
 
     other = ""
     monkeypatch.setattr(integrity, "sha256", denied)
-    bad = integrity.verify_on_all(folder, hash_files=True)
+    bad = integrity.check_hashes_on_all(folder)
     assert bad == "state/d/2 can't be read (Permission denied)"
 
 
 @pytest.mark.parametrize(("recipe", "flags"), [("generate", []), ("evaluate", ["--dataset=a"])])
 def test_a_model_to_be_used_is_verified_together(recipe, flags, inside, monkeypatch, tmp_path):
-    """The second process opens the checkpoint that the first found."""
+    """The second process hashes its share, and opens the checkpoint that the first found."""
+    found = {"named": "--restore_from=b", "folder": str(tmp_path), "hf_name": "", "base": None}
+    (tmp_path / "hashes.json").write_text(json.dumps({"a": [1, "0"], "b": [1, "0"]}))
+    hashed = []
+    monkeypatch.setattr(integrity, "sha256", lambda _, names: hashed.extend(names) or {})
     monkeypatch.setattr(processes, "_id", 1)
-    place = str(tmp_path / "none")
-    monkeypatch.setattr(processes, "broadcast_from_first", lambda _: place)
+    monkeypatch.setattr(processes, "broadcast_from_first", lambda _: found)
+    monkeypatch.setattr(processes, "decide", lambda mine, work, *_: work(["", mine]))
     # Two from there on: this one has all the devices.
     make_mesh = lambda _: monkeypatch.setattr(processes, "_count", 2)  # noqa: E731
     monkeypatch.setattr("recipes.common.runtime.make_mesh", make_mesh)
     monkeypatch.setattr(processes, "exit_unless_all_do", lambda code: None)
     done = inside(f"recipes.{recipe}", "--restore_from=b", *flags)
-    assert done.err == f"error: --restore_from=b: {place} in {place}; use an intact checkpoint\n"
+    assert hashed == ["b"]
+    assert done.err.startswith("error: --restore_from=b can't be read (No such file or directory)")
 
 
 class Service:

@@ -22,6 +22,6 @@ from recipes.common.checkpoint.store import (
     config_of,
     metadata,
     open_checkpoint,
-    steps_in,
     write,
 )
+from recipes.common.storage.folders import steps_in

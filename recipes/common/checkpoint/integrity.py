@@ -4,12 +4,14 @@ Orbax and TensorStore read flipped bits of an array without noticing.
 """
 
 import concurrent.futures
+import contextlib
 import hashlib
 import json
 import pathlib
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
+from data import cache_dir, corpus
 from recipes.common.checkpoint import card
 from recipes.common.runtime import print0, processes
 from recipes.common.storage import folders
@@ -33,19 +35,16 @@ def verify(folder: str | pathlib.Path, hash_files: bool = True) -> str:
         are compared.
     """
     path = folders.to_path(folder)
-    return _check_files(path) or (_check_hashes(path) if hash_files else "")
+    return check_files(path) or (_check_hashes(path) if hash_files else "")
 
 
-def verify_on_all(folder: pathlib.Path, hash_files: bool) -> str:
-    """`verify` by all processes, each of which hashes a share of the files; each must call it."""
-    bad = processes.broadcast_from_first(lambda: _check_files(folder))
-    if bad or not hash_files:
-        return bad
+def check_hashes_on_all(folder: pathlib.Path) -> str:
+    """`verify` for the content of files, of which each process hashes a share; each must call it."""
     bad = _check_hashes(folder, processes.index(), processes.count())
     return processes.decide(bad, lambda answers: max(answers), processes.PUBLISH_SECONDS)
 
 
-def _check_files(folder: pathlib.Path) -> str:
+def check_files(folder: pathlib.Path) -> str:
     """Describes the first file that is missing, has a wrong size or is not the JSON that it was."""
     name = str(folder)
     metadata, hashes = {}, {}
@@ -144,8 +143,23 @@ def hashes_of(
     return {name: [sizes[name], digests[name]] for name in sorted(sizes)}
 
 
-def content_sha256(folder: pathlib.Path, sizes: Mapping[str, int]) -> str:
-    """A digest of files, hashed by all processes; each must call it."""
+def content_sha256(folder: pathlib.Path, files: Sequence[pathlib.Path] = ()) -> str:
+    """A digest of a checkpoint's hashes.json, or of the files of another model.
+
+    Every process of a run must call this; they share the hashing, which reads every byte. The digest
+    of files is cached under their sizes and times.
+
+    Args:
+      files: in `folder`, on a disk; empty: it is a checkpoint.
+    """
+    if not files and (folder / HASHES).exists():
+        return hashlib.sha256((folder / HASHES).read_bytes()).hexdigest()
+    cached = cache_dir() / "models" / f"{corpus.stamp([*files])}.sha256"
+    if files and (
+        digest := processes.broadcast_from_first(lambda: cached.exists() and cached.read_text())
+    ):
+        return digest
+    sizes = {file.name: file.stat().st_size for file in files} or folders.at(folder).sizes()
     part = sha256(folder, share(sorted(sizes), processes.index(), processes.count()))
 
     def join(parts: list[dict[str, str]]) -> str:
@@ -153,7 +167,12 @@ def content_sha256(folder: pathlib.Path, sizes: Mapping[str, int]) -> str:
         hashes = hashes_of(folder, sizes, digests)
         return hashlib.sha256(json.dumps(hashes).encode()).hexdigest()
 
-    return processes.decide(part, join, processes.PUBLISH_SECONDS)
+    digest = processes.decide(part, join, processes.PUBLISH_SECONDS)
+    with contextlib.suppress(OSError):  # without a cache the next run hashes again
+        if files:
+            cached.parent.mkdir(parents=True, exist_ok=True)
+            corpus.replace(cached, digest)
+    return digest
 
 
 def sha256(folder: pathlib.Path, names: list[str]) -> dict[str, str]:

@@ -1,16 +1,51 @@
-"""Finds what is at a path: a checkpoint, a Hugging Face model, or an adapter together with its base."""
+"""Finds what is at a path: a checkpoint, a Hugging Face model, or an adapter and its base."""
 
+import dataclasses
 import pathlib
+from collections.abc import Callable
+from typing import Any
 
 import zoo
 from recipes.common import hf
 from recipes.common.checkpoint import integrity, lora
-from recipes.common.checkpoint.store import Source, config_of, open_checkpoint, steps_in
+from recipes.common.checkpoint.store import Source, config_of, open_checkpoint
 from recipes.common.runtime import UserError, processes
 from recipes.common.storage import folders
 
 # The zoo's own checkpoints, a folder for each name.
 PUBLISHED = pathlib.Path(zoo.__file__).parent / "checkpoints"
+FIX = "use --base=PATH of the model that it was trained on"
+
+
+@dataclasses.dataclass(frozen=True)
+class Location:
+    """What is at a path, and which model must be loaded before it."""
+
+    named: str  # how the user named it: "--restore_from=runs/x"
+    folder: pathlib.Path  # where process 0 finds it
+    hf_name: str = ""  # of a Hugging Face model or adapter; empty: a checkpoint
+    base: "Location | None" = None  # of an adapter
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "named": self.named,
+            "folder": str(self.folder),
+            "hf_name": self.hf_name,
+            "base": self.base and self.base.to_json(),
+        }
+
+    @classmethod
+    def from_json(cls, fields: dict[str, Any]) -> "Location":
+        base = fields["base"] and cls.from_json(fields["base"])
+        return cls(**fields | {"folder": folders.to_path(fields["folder"]), "base": base})
+
+    def open(self) -> Source:
+        """The model, or the adapter alone. Raises UserError."""
+        if not self.hf_name:
+            with folders.user_errors(f"{self.named} can't be read", "use another"):
+                return open_checkpoint(self.folder)
+        # Each host has its own copy of a model on the Hub.
+        return hf.open_folder(self.folder if processes.is_first() else hf.locate(self.hf_name))
 
 
 def published() -> list[str]:
@@ -36,89 +71,134 @@ def find(
 
     Raises UserError if there is none, or it is damaged.
     """
-    named = f"{flag}={path}"
-    return with_base(_open(str(path), named, hash_files), named, hash_files, base)
+    location = on_all(lambda: with_base(_locate(str(path), f"{flag}={path}"), base))
+    _require_intact(location, hash_files)
+    return load(location, hash_files)
 
 
-def with_base(source: Source, named: str, hash_files: bool, base: str) -> Source:
-    """Joins an adapter with its base; returns any other source unchanged.
+def on_all(locate: Callable[[], Location]) -> Location:
+    """Calls `locate` on process 0; returns its location on all. Each process must call this."""
+    first = processes.broadcast_from_first(lambda: locate().to_json())
+    return Location.from_json(first)
+
+
+def with_base(location: Location, base: str) -> Location:
+    """Adds the base's location if an adapter is there.
 
     Args:
-      named: how the user named it, for messages: "--workdir=runs/x".
-      hash_files, base: see `find`.
+      base: see `find`.
 
-    Raises UserError if the base is missing or has changed, or is a different model.
+    Raises UserError if there is no model at the base.
     """
-    if "base" not in source.metadata:
+    named, recorded = location.named, _recorded_base(location)
+    if not recorded:
         if base:
             raise UserError(f"--base={base} is for adapters, and {named} is not one; leave it out")
-        return source
-    recorded = source.metadata["base"]
-    where = base or recorded["path"]
-    fix = "use --base=PATH of the model that it was trained on"
+        return location
+    path = base or recorded
     try:
-        model = _open(where, f"--base={where}", hash_files)
+        base_location = _locate(path, f"--base={path}")
     except UserError as error:
-        reason = str(error).partition(";")[0]
-        raise UserError(f"{named} is an adapter without its base ({reason}); {fix}") from None
-    if "base" in model.metadata:
-        raise UserError(f"{named} is an adapter, and its base --base={where} is one too; {fix}")
-    if not isinstance(source, hf.Adapter):
-        # The digest of a Hugging Face folder takes reading all of it.
-        unchecked = isinstance(model, hf.Folder) and not hash_files
-        digest = recorded["sha256"] if unchecked else lora.content_sha256(model)
-        if digest != recorded["sha256"]:
-            raise UserError(
-                f"{named} is an adapter of a model with SHA-256 {recorded['sha256'][:8]}…, and "
-                f"{where} has {digest[:8]}…; {fix}"
-            )
-
-    def join() -> lora.Adapted:
-        adapter = source
-        if isinstance(adapter, hf.Adapter):
-            adapter = adapter.on(model.metadata, config_of(model))
-        adapted = lora.Adapted(adapter, model, lora.portable_path(model, where))
-        adapted.check()
-        return adapted
-
-    return processes.run_on_all(join)
+        raise _without_base(named, error) from None
+    if _recorded_base(base_location):
+        raise UserError(f"{named} is an adapter, and its base --base={path} is one too; {FIX}")
+    return dataclasses.replace(location, base=base_location)
 
 
-def _open(path: str, named: str, hash_files: bool) -> Source:
-    """Opens what is at a path; an adapter is not joined with its base. Raises UserError."""
-    place = processes.broadcast_from_first(lambda: _place(path, named))
-    if place.startswith("hf:"):  # each host has its own copy
-        return processes.run_on_all(lambda: hf.open_folder(hf.locate(place.removeprefix("hf:"))))
-    folder = folders.to_path(place)
-    if bad := integrity.verify_on_all(folder, hash_files):
-        raise UserError(f"{named}: {bad} in {folder}; use an intact checkpoint")
-    return processes.run_on_all(lambda: open_checkpoint(folder))
+def _recorded_base(location: Location) -> str:
+    """The path of the base of an adapter; "" if it is none."""
+    if not location.hf_name:
+        return open_checkpoint(location.folder).metadata.get("base", {}).get("path", "")
+    if not hf.is_adapter(location.folder):
+        return ""
+    return hf.read_adapter(location.folder).metadata["base"]["path"]
 
 
-def _place(path: str, named: str) -> str:
-    """Returns the folder of the checkpoint at a path, or hf:NAME."""
+def _without_base(named: str, error: UserError) -> UserError:
+    reason = str(error).partition(";")[0]
+    return UserError(f"{named} is an adapter without its base ({reason}); {FIX}")
+
+
+def _locate(path: str, named: str) -> Location:
+    """What is at a path, without an adapter's base. Raises UserError if a file is missing."""
     if path.startswith("hf:"):
-        return path
+        name = path.removeprefix("hf:")
+        return Location(named, hf.locate(name), name)
     with folders.user_errors(f"{named} can't be read", "use another"):
         folder = folders.to_path(path, named.partition("=")[0])
         if not folder.exists() and path == folder.name:
             folder = PUBLISHED / folder.name
-        for steps_folder in (folder / "checkpoints", folder):
-            if steps := steps_in(steps_folder):
-                return str(folders.absolute(steps_folder / str(steps[-1])))
-        if (folder / "metadata").exists() or (folder / "state").exists():
-            return str(folders.absolute(folder))
-        if hf.is_adapter(folder):
-            return f"hf:{folder}"
-        if (folder / "config.json").is_file() and any(folder.glob("*.safetensors")):
+        checkpoint = _newest(folder)
+        if not checkpoint and hf.is_adapter(folder):
+            return Location(named, folder, str(folder))
+        if not checkpoint:
+            raise _nothing_there(folder, named)
+        if bad := integrity.check_files(checkpoint):
+            raise UserError(f"{named}: {bad} in {checkpoint}; use an intact checkpoint")
+        return Location(named, folders.absolute(checkpoint))
+
+
+def _newest(folder: pathlib.Path) -> pathlib.Path | None:
+    """The newest checkpoint of a run's workdir, or a checkpoint's own folder."""
+    for parent in (folder / "checkpoints", folder):
+        if steps := folders.steps_in(parent):
+            return parent / str(steps[-1])
+    items = (folder / "metadata", folder / "state")
+    return folder if any(item.exists() for item in items) else None
+
+
+def _nothing_there(folder: pathlib.Path, named: str) -> UserError:
+    flag, _, path = named.partition("=")
+    if (folder / "config.json").is_file() and any(folder.glob("*.safetensors")):
+        return UserError(f"{named} is a Hugging Face model folder, not a checkpoint; use hf:{path}")
+    fix = "use a run's workdir or a checkpoint"
+    if flag != "--source":  # of recipes.publish, which takes nothing else
+        fix = (
+            "use a run's workdir, a checkpoint, hf:DIR or hf:ORG/NAME for a Hugging Face model, "
+            f"or one of {', '.join(published())}"
+        )
+    what = "holds no checkpoint" if folder.exists() else "does not exist"
+    return UserError(f"{named} {what}; {fix}")
+
+
+# ---- opening -------------------------------------------------------------------------------------
+
+
+def load(location: Location, hash_files: bool) -> Source:
+    """Opens what is at a location, an adapter joined with its base. Each process must call this.
+
+    Args:
+      hash_files: whether to hash the base; what is at the location itself has been.
+
+    Raises UserError if the base is damaged or has changed, or is a different model.
+    """
+    source = processes.run_on_all(location.open)
+    if not location.base:
+        return source
+    try:
+        _require_intact(location.base, hash_files)
+        base = processes.run_on_all(location.base.open)
+    except UserError as error:
+        raise _without_base(location.named, error) from None
+    path = location.base.named.partition("=")[2]
+    recorded = source.metadata["base"]["sha256"]  # PEFT records none
+    # The digest of a Hugging Face folder takes reading all of it.
+    if recorded and (hash_files or not location.base.hf_name):
+        digest = lora.content_sha256(base)
+        if digest != recorded:
             raise UserError(
-                f"{named} is a Hugging Face model folder, not a checkpoint; use hf:{path}"
+                f"{location.named} is an adapter of a model with SHA-256 {recorded[:8]}…, and {path} "
+                f"has {digest[:8]}…, so it has changed or is a different model; {FIX}"
             )
-        fix = "use a run's workdir or a checkpoint"
-        if not named.startswith("--source"):  # of recipes.publish, which takes nothing else
-            fix = (
-                "use a run's workdir, a checkpoint, hf:DIR or hf:ORG/NAME for a Hugging Face model, "
-                f"or one of {', '.join(published())}"
-            )
-        what = "holds no checkpoint" if folder.exists() else "does not exist"
-        raise UserError(f"{named} {what}; {fix}")
+    if isinstance(source, hf.Adapter):
+        source = source.on(base.metadata, config_of(base))
+    adapted = lora.Adapted(source, base, lora.portable_path(base, path))
+    adapted.check()
+    return adapted
+
+
+def _require_intact(location: Location, hash_files: bool) -> None:
+    if not hash_files or location.hf_name:
+        return
+    if bad := integrity.check_hashes_on_all(location.folder):
+        raise UserError(f"{location.named}: {bad} in {location.folder}; use an intact checkpoint")

@@ -9,7 +9,6 @@ layers/attention/lora/q/a and …/b; the model's config has lora_rank, lora_alph
 import contextlib
 import dataclasses
 import functools
-import hashlib
 import pathlib
 from typing import Any
 
@@ -17,14 +16,13 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
-from data import DataError, cache_dir, corpus
+from data import DataError
 from data.tokenizer import Tokenizer, from_files
 from recipes.common.checkpoint import integrity
 from recipes.common.hf import Folder
-from recipes.common.runtime import UserError, processes
+from recipes.common.runtime import UserError
 from recipes.common.sharding import Tree, paths
 from recipes.common.sharding.abstract import nested
-from recipes.common.storage import folders
 
 FIELDS = ("lora_rank", "lora_alpha", "lora_targets")  # in the model's config
 
@@ -185,22 +183,6 @@ def portable_path(source: Any, given: str) -> str:
 
 
 def content_sha256(source: Any) -> str:
-    """A digest of a checkpoint's hashes.json, or of the files of a Hugging Face model folder.
-
-    Every process of a run must call this; they share the hashing.
-    """
-    if not isinstance(source, Folder):
-        hashes = source.path / integrity.HASHES
-        if hashes.exists():
-            return hashlib.sha256(hashes.read_bytes()).hexdigest()
-        return integrity.content_sha256(source.path, folders.at(source.path).sizes())
-    # Hashing reads every byte, so the digest is cached by the files' sizes and times.
-    cached = cache_dir() / "models" / f"{corpus.stamp(source.files)}.sha256"
-    if digest := processes.broadcast_from_first(lambda: cached.exists() and cached.read_text()):
-        return digest
-    sizes = {file.name: file.stat().st_size for file in source.files}
-    digest = integrity.content_sha256(source.path, sizes)
-    with contextlib.suppress(OSError):  # without a cache the next run hashes again
-        cached.parent.mkdir(parents=True, exist_ok=True)
-        corpus.replace(cached, digest)
-    return digest
+    """See integrity.content_sha256."""
+    files = source.files if isinstance(source, Folder) else ()
+    return integrity.content_sha256(source.path, files)

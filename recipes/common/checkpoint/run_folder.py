@@ -57,12 +57,12 @@ class RunFolder:
 
     def last_good(self) -> pathlib.Path | None:
         """The newest finished checkpoint."""
-        steps = store.steps_in(self.path / "checkpoints")
+        steps = folders.steps_in(self.path / "checkpoints")
         return self.checkpoint(steps[-1]) if steps else None
 
     def best(self) -> pathlib.Path | None:
         """The checkpoint kept by --keep_best."""
-        steps = store.steps_in(self.path / "best")
+        steps = folders.steps_in(self.path / "best")
         return self.path / "best" / str(steps[-1]) if steps else None
 
     def close(self) -> None:
@@ -90,10 +90,12 @@ def open_run(entry: str, run: Run, *groups) -> RunFolder:
     path = workdir(entry, run.workdir)
     in_use = not run.plan and (run.steps > 0 or not run.restore_from)
     locks: list[lock.Lock] = []
-    own, damaged = _open_workdir(path, run.verify, locks) if in_use else (None, {})
+    step, damaged = _open_workdir(path, run.verify, locks) if in_use else (0, {})
     newest = source = base = None
-    if own:
-        newest = locate.with_base(own, f"--workdir={path}", run.verify, base_flag)
+    if step:
+        own = locate.Location(f"--workdir={path}", path / "checkpoints" / str(step))
+        location = locate.on_all(lambda: locate.with_base(own, base_flag))
+        newest = locate.load(location, run.verify)
         base = newest.metadata.get("base")
         _check_entry(entry, newest, "--workdir")
     elif run.restore_from:
@@ -131,7 +133,7 @@ def flags_of(entry: str, name: str) -> dict[str, Any]:
     """Flags of the run in the workdir `name`; {} if there is none or it can't be read."""
     try:
         path = workdir(entry, name) / "checkpoints"
-        newest = path / str(store.steps_in(path)[-1])
+        newest = path / str(folders.steps_in(path)[-1])
         return dict(store.open_checkpoint(newest).metadata["flags"])
     except (*folders.errors(), ValueError, LookupError, TypeError):
         return {}
@@ -139,7 +141,7 @@ def flags_of(entry: str, name: str) -> dict[str, Any]:
 
 def _open_workdir(
     path: pathlib.Path, hash_files: bool, locks: list[lock.Lock]
-) -> tuple[Source | None, dict[int, str]]:
+) -> tuple[int, dict[int, str]]:
     """Locks the workdir, and finds its newest intact checkpoint.
 
     Args:
@@ -147,37 +149,36 @@ def _open_workdir(
       locks: on process 0, the workdir's lock is appended if the workdir exists.
 
     Returns:
-      The checkpoint, or None if there are none, and step → damage of newer ones.
+      Its step, 0 if there are no checkpoints, and step → damage of newer ones.
 
     Raises UserError if the folder can't be used, or all its checkpoints are damaged.
     """
 
-    def lock_and_list() -> list[int]:
+    def lock_and_check() -> list[tuple[int, str]]:
         fix = "use a different --workdir"
         with folders.user_errors(f"--workdir={path} can't be written", fix):
             folders.at(path).check_writable()
             if (path / CONFIG).exists():
                 locks.append(lock.take(path, CONFIG))
         with folders.user_errors(f"--workdir={path} can't be read", fix):
-            return store.steps_in(path / "checkpoints")
+            steps = folders.steps_in(path / "checkpoints")
+        return [(n, integrity.check_files(path / "checkpoints" / str(n))) for n in steps]
 
     _check_shared(path)
     damaged: dict[int, str] = {}
-    for step in reversed(processes.broadcast_from_first(lock_and_list)):
-        folder = path / "checkpoints" / str(step)
-        bad = integrity.verify_on_all(folder, hash_files)
+    for step, bad in reversed(processes.broadcast_from_first(lock_and_check)):
+        if not bad and hash_files:
+            bad = integrity.check_hashes_on_all(path / "checkpoints" / str(step))
         if not bad:
-            return processes.run_on_all(
-                lambda folder=folder: store.open_checkpoint(folder)
-            ), damaged
+            return step, damaged
         damaged[step] = bad
     if damaged:
-        step, bad = next(iter(damaged.items()))
+        step, bad = max(damaged.items())
         raise UserError(
             f"--workdir={path} has no intact checkpoint (step {step}: {bad}); use a different "
             "--workdir"
         )
-    return None, {}
+    return 0, {}
 
 
 def _check_shared(path: pathlib.Path) -> None:

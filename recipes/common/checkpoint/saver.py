@@ -104,7 +104,7 @@ class Saver:
     def _check_unchanged(self) -> None:
         """Raises UserError if another run came and went between `open_run` and the lock."""
         path, damaged = self._folder.path, self._folder.damaged
-        steps = [step for step in store.steps_in(path / "checkpoints") if step not in damaged]
+        steps = [step for step in folders.steps_in(path / "checkpoints") if step not in damaged]
         if steps and steps[-1] != self._folder.step:
             raise UserError(
                 f"--workdir={path} got step {steps[-1]} from another run since this one started; "
@@ -173,7 +173,7 @@ class Saver:
     def _remove_old(self) -> None:
         try:
             self._lock.check()
-            for step in store.steps_in(self._checkpoints.path)[: -self._keep]:
+            for step in folders.steps_in(self._checkpoints.path)[: -self._keep]:
                 folders.at(self._folder.checkpoint(step)).remove()
         except folders.errors() as error:
             warn(
@@ -252,7 +252,7 @@ class Saver:
     def _kept_as_best(self) -> list[tuple[float, int]]:
         """(held-out loss, step) of checkpoints in best/, lowest first; a kill may leave two."""
         kept = []
-        for step in store.steps_in(self._best.path):
+        for step in folders.steps_in(self._best.path):
             # A folder without readable metrics is not ours.
             with contextlib.suppress(*folders.errors(), ValueError, KeyError, TypeError):
                 metrics = json.loads((self._best.path / str(step) / HELD_OUT).read_text())

@@ -128,12 +128,6 @@ def open_checkpoint(folder: pathlib.Path) -> Checkpoint:
     return Checkpoint(folders.absolute(folder), json.loads(text))
 
 
-def steps_in(folder: pathlib.Path) -> list[int]:
-    """Steps of the finished checkpoints in a folder, oldest first. Raises `folders.errors`."""
-    finished = [path for path in folders.numbered(folder) if folders.at(path).is_finished()]
-    return sorted(int(path.name) for path in finished)
-
-
 def config_of(source: Source) -> Any:
     """The Config of a checkpoint's model. Raises UserError if this zoo lacks the entry."""
     entry = source.metadata["entry"]

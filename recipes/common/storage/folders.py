@@ -313,6 +313,11 @@ class BucketFolder:
                 buckets.filesystem().rm([f"{self.path}/{name}" for name in group])
 
 
+def steps_in(folder: pathlib.Path) -> list[int]:
+    """Steps of the finished checkpoints in a folder, oldest first. Raises `errors`."""
+    return sorted(int(path.name) for path in numbered(folder) if at(path).is_finished())
+
+
 def numbered(folder: pathlib.Path) -> list[pathlib.Path]:
     """Entries of a folder that are named by a step; [] if there is no such folder.
 
