@@ -8,7 +8,6 @@ import contextlib
 import hashlib
 import json
 import pathlib
-import re
 from collections.abc import Mapping, Sequence
 
 from data import cache_dir, corpus
@@ -99,7 +98,7 @@ def _check_hashes(folder: pathlib.Path, process: int = 0, count: int = 1) -> str
             )
             return ""
         hashes = json.loads((folder / HASHES).read_bytes())
-        for name, digest in sha256(folder, share(list(hashes), process, count)).items():
+        for name, digest in sha256(folder, list(hashes)[process::count]).items():
             if digest != hashes[name][1]:
                 return f"{name} differs from what was saved (its SHA-256 does not match)"
     except folders.errors() as error:
@@ -160,7 +159,7 @@ def content_sha256(folder: pathlib.Path, files: Sequence[pathlib.Path] = ()) -> 
     ):
         return digest
     sizes = {file.name: file.stat().st_size for file in files} or folders.at(folder).sizes()
-    part = sha256(folder, share(sorted(sizes), processes.index(), processes.count()))
+    part = sha256(folder, sorted(sizes)[processes.index() :: processes.count()])
 
     def join(parts: list[dict[str, str]]) -> str:
         digests = {name: digest for part in parts for name, digest in part.items()}
@@ -184,15 +183,3 @@ def sha256(folder: pathlib.Path, names: list[str]) -> dict[str, str]:
 
     with concurrent.futures.ThreadPoolExecutor(8) as pool:  # hashing releases Python's lock
         return dict(zip(names, pool.map(digest, names), strict=True))
-
-
-def share(names: list[str], process: int, count: int) -> list[str]:
-    """The files that one of `count` processes hashes.
-
-    They are those that it wrote if the checkpoint has `count` writers, else every count-th file.
-    """
-    matches = [re.search(r"ocdbt\.process_(\d+)/", name) for name in names]
-    writers = [int(match[1]) if match else 0 for match in matches]
-    if {int(match[1]) for match in matches if match} != set(range(count)):
-        return names[process::count]
-    return [name for name, writer in zip(names, writers, strict=True) if writer == process]

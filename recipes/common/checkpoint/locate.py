@@ -3,7 +3,6 @@
 import dataclasses
 import pathlib
 from collections.abc import Callable
-from typing import Any
 
 import zoo
 from recipes.common import hf
@@ -22,30 +21,19 @@ class Location:
     """What is at a path, and which model must be loaded before it."""
 
     named: str  # how the user named it: "--restore_from=runs/x"
-    folder: pathlib.Path  # where process 0 finds it
+    folder: str  # where process 0 finds it
     hf_name: str = ""  # of a Hugging Face model or adapter; empty: a checkpoint
     base: "Location | None" = None  # of an adapter
-
-    def to_json(self) -> dict[str, Any]:
-        return {
-            "named": self.named,
-            "folder": str(self.folder),
-            "hf_name": self.hf_name,
-            "base": self.base and self.base.to_json(),
-        }
-
-    @classmethod
-    def from_json(cls, fields: dict[str, Any]) -> "Location":
-        base = fields["base"] and cls.from_json(fields["base"])
-        return cls(**fields | {"folder": folders.to_path(fields["folder"]), "base": base})
 
     def open(self) -> Source:
         """The model, or the adapter alone. Raises UserError."""
         if not self.hf_name:
             with folders.user_errors(f"{self.named} can't be read", "use another"):
-                return open_checkpoint(self.folder)
+                return open_checkpoint(folders.to_path(self.folder))
         # Each host has its own copy of a model on the Hub.
-        return hf.open_folder(self.folder if processes.is_first() else hf.locate(self.hf_name))
+        return hf.open_folder(
+            pathlib.Path(self.folder) if processes.is_first() else hf.locate(self.hf_name)
+        )
 
 
 def published() -> list[str]:
@@ -78,8 +66,9 @@ def find(
 
 def on_all(locate: Callable[[], Location]) -> Location:
     """Calls `locate` on process 0; returns its location on all. Each process must call this."""
-    first = processes.broadcast_from_first(lambda: locate().to_json())
-    return Location.from_json(first)
+    fields = processes.broadcast_from_first(lambda: dataclasses.asdict(locate()))
+    base = Location(**fields["base"]) if fields["base"] else None
+    return Location(**fields | {"base": base})
 
 
 def with_base(location: Location, base: str) -> Location:
@@ -108,10 +97,9 @@ def with_base(location: Location, base: str) -> Location:
 def _recorded_base(location: Location) -> str:
     """The path of the base of an adapter; "" if it is none."""
     if not location.hf_name:
-        return open_checkpoint(location.folder).metadata.get("base", {}).get("path", "")
-    if not hf.is_adapter(location.folder):
-        return ""
-    return hf.read_adapter(location.folder).metadata["base"]["path"]
+        return location.open().metadata.get("base", {}).get("path", "")
+    folder = pathlib.Path(location.folder)
+    return hf.read_adapter(folder).metadata["base"]["path"] if hf.is_adapter(folder) else ""
 
 
 def _without_base(named: str, error: UserError) -> UserError:
@@ -123,19 +111,19 @@ def _locate(path: str, named: str) -> Location:
     """What is at a path, without an adapter's base. Raises UserError if a file is missing."""
     if path.startswith("hf:"):
         name = path.removeprefix("hf:")
-        return Location(named, hf.locate(name), name)
+        return Location(named, str(hf.locate(name)), name)
     with folders.user_errors(f"{named} can't be read", "use another"):
         folder = folders.to_path(path, named.partition("=")[0])
         if not folder.exists() and path == folder.name:
             folder = PUBLISHED / folder.name
         checkpoint = _newest(folder)
         if not checkpoint and hf.is_adapter(folder):
-            return Location(named, folder, str(folder))
+            return Location(named, str(folder), str(folder))
         if not checkpoint:
             raise _nothing_there(folder, named)
         if bad := integrity.check_files(checkpoint):
             raise UserError(f"{named}: {bad} in {checkpoint}; use an intact checkpoint")
-        return Location(named, folders.absolute(checkpoint))
+        return Location(named, str(folders.absolute(checkpoint)))
 
 
 def _newest(folder: pathlib.Path) -> pathlib.Path | None:
@@ -200,5 +188,5 @@ def load(location: Location, hash_files: bool) -> Source:
 def _require_intact(location: Location, hash_files: bool) -> None:
     if not hash_files or location.hf_name:
         return
-    if bad := integrity.check_hashes_on_all(location.folder):
+    if bad := integrity.check_hashes_on_all(folders.to_path(location.folder)):
         raise UserError(f"{location.named}: {bad} in {location.folder}; use an intact checkpoint")

@@ -93,7 +93,7 @@ def open_run(entry: str, run: Run, *groups) -> RunFolder:
     step, damaged = _open_workdir(path, run.verify, locks) if in_use else (0, {})
     newest = source = base = None
     if step:
-        own = locate.Location(f"--workdir={path}", path / "checkpoints" / str(step))
+        own = locate.Location(f"--workdir={path}", str(path / "checkpoints" / str(step)))
         location = locate.on_all(lambda: locate.with_base(own, base_flag))
         newest = locate.load(location, run.verify)
         base = newest.metadata.get("base")

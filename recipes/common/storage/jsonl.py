@@ -17,7 +17,7 @@ from recipes.common.storage import folders
 from recipes.common.storage.lock import Lock
 
 Line = dict[str, Any]  # "step", and numbers by name; None for one that was not finite
-CONTINUES = "training continues, and writing is tried again with each line"
+THEN = "; training continues, and writing is tried again with each line"
 UPLOAD_SECONDS = 2  # between uploads; a bucket accepts about one write a second to one object
 
 
@@ -62,8 +62,7 @@ def rewrite(
 
     Args:
       warn: called with a message when a write fails for the first time.
-      locks: the workdir's. Their `check` raises OSError if another run has taken over, so that this
-        one stops writing.
+      locks: the workdir's, for a log in a bucket: a run that lost its lock stops writing.
     """
     if folders.at(path).appends:
         return DiskLog(path, lines, warn)
@@ -71,7 +70,7 @@ def rewrite(
 
 
 class DiskLog:
-    """A log on a disk. When the disk is full, lines wait for room, and none is torn."""
+    """A file on a disk. When the disk is full, lines wait for room, and none is torn."""
 
     def __init__(self, path: pathlib.Path, lines: list[Line], warn: Callable[[str], None]):
         temporary = path.with_suffix(".tmp")
@@ -80,7 +79,7 @@ class DiskLog:
         os.replace(temporary, path)
         folders.sync(path.parent)  # the new name
         self._file, self._unwritten = path.open("ab", buffering=0), b""
-        self._warn, self._warned = warn, False
+        self._warn: Callable[[str], None] | None = warn  # until it has warned
         self.close = weakref.finalize(self, self._file.close)  # however the run ends
 
     def write(self, line: Line) -> None:
@@ -94,9 +93,9 @@ class DiskLog:
         except OSError as error:
             reason = error.strerror
         self._file.truncate(size)  # no torn line
-        if not self._warned:
-            self._warn(f"{self._file.name} could not be written ({reason}); {CONTINUES}")
-        self._warned = True
+        if self._warn:
+            self._warn(f"{self._file.name} could not be written ({reason}){THEN}")
+        self._warn = None
 
     def flush(self) -> None:
         """Makes the lines survive a crash of this process and its machine."""
@@ -105,22 +104,13 @@ class DiskLog:
 
 
 class BucketLog:
-    """A log in a bucket, where nothing can be appended: each upload replaces the whole object.
+    """An object, which each upload replaces. Uploads run in the background, and delay no step."""
 
-    Uploads run in the background, so that a slow bucket does not hold up training.
-    """
-
-    def __init__(
-        self,
-        path: pathlib.Path,
-        lines: list[Line],
-        warn: Callable[[str], None],
-        locks: Sequence[Lock],
-    ):
+    def __init__(self, path: pathlib.Path, lines: list[Line], warn, locks: Sequence[Lock]):
         self._path, self._locks = path, locks
         self._texts = ["".join(map(encode, lines))]
         self._sent = 1
-        self._warn, self._warned = warn, False
+        self._warn: Callable[[str], None] | None = warn  # until it has warned
         self._lock, self._timer = threading.Lock(), None
 
     def write(self, line: Line) -> None:
@@ -143,11 +133,9 @@ class BucketLog:
                 folders.write(self._path, "".join(texts).encode())
                 self._sent = len(texts)
             except folders.errors() as error:
-                if not self._warned:
-                    self._warn(
-                        f"{self._path} could not be written ({folders.reason(error)}); {CONTINUES}"
-                    )
-                self._warned = True
+                if self._warn:
+                    self._warn(f"{self._path} could not be written ({folders.reason(error)}){THEN}")
+                self._warn = None
 
     def close(self) -> None:
         self.flush()

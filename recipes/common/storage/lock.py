@@ -18,7 +18,7 @@ import threading
 import time
 import uuid
 import weakref
-from typing import Any, Protocol
+from typing import Any
 
 from data import UserError, buckets
 from recipes.common.storage import folders
@@ -30,22 +30,7 @@ SURE_SECONDS = 1  # between writes of lock.json: a bucket accepts one a second f
 _taken: set["BucketLock"] = set()  # by this process
 
 
-class Lock(Protocol):
-    """The lock of a workdir, taken by this process."""
-
-    lost: bool  # whether another run has taken over
-
-    def write(self, text: str) -> None:
-        """Replaces the content of the workdir's config."""
-
-    def check(self) -> None:
-        """Raises OSError if this run was silent for long, and another has taken over."""
-
-    def close(self) -> Any:
-        """Releases the lock."""
-
-
-def take(workdir: pathlib.Path, config: str) -> Lock:
+def take(workdir: pathlib.Path, config: str) -> "Lock":
     """Takes the lock of a workdir. Raises UserError if another run has it, else any I/O error.
 
     Args:
@@ -68,9 +53,9 @@ def _in_use(workdir: pathlib.Path, owner: str = "a running process") -> UserErro
 
 
 class FileLock:
-    """A locked file, released when this object or its process goes away."""
+    """A locked file on a disk, released when this object or its process goes away."""
 
-    lost = False  # another run can't take it over
+    lost = False  # whether another run has taken over; on a disk none can
 
     def __init__(self, path: pathlib.Path):
         self._file = path.open("a")
@@ -81,11 +66,12 @@ class FileLock:
             raise _in_use(path.parent) from None
 
     def write(self, text: str) -> None:
+        """Replaces the file's content."""
         self._file.truncate(0)
         print(text, file=self._file, flush=True)
 
     def check(self) -> None:
-        pass
+        """Does nothing: another run can't take it over."""
 
 
 class BucketLock:
@@ -105,7 +91,7 @@ class BucketLock:
         folders.write(self._path, text.encode() + b"\n")
 
     def check(self) -> None:
-        """Also rewrites lock.json."""
+        """Rewrites lock.json. Raises OSError if this run was silent for long, and another took over."""
         with self._one:
             now = time.monotonic()
             if not self._end.is_set() and not self.lost and now > self._sure_until:
@@ -213,3 +199,6 @@ def _is_dead(owner: dict[str, Any]) -> bool:
         and process[:2] == here
         and _process(owner.get("pid", 0)) != owner["process"]
     )
+
+
+Lock = FileLock | BucketLock
