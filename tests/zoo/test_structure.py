@@ -25,29 +25,23 @@ pytestmark = pytest.mark.promise("structure")
 LAYERS = {
     "storage": set(),
     "runtime": {"storage"},
+    "config_flags": {"runtime", "entries"},
     "sharding": {"runtime"},
     "report": {"storage", "runtime", "sharding"},
     "plan": {"runtime", "sharding", "report"},
     "explorer": {"runtime", "sharding", "report", "plan", "entries"},
     "hf": {"storage", "runtime", "sharding", "entries"},
-    "checkpoint": {"storage", "runtime", "sharding", "hf", "report", "entries"},
+    "checkpoint": {
+        *{"storage", "runtime", "sharding", "hf", "report", "entries", "config_flags"},
+    },
     "generation": {"runtime", "sharding"},
     "generation_config": {"runtime"},
     "classification": {"runtime", "sharding", "report", "checkpoint", "train"},
     "harness": {"runtime", "sharding", "generation"},
     "int8_weights": {"runtime", "sharding"},
     "language": {
-        *{
-            "storage",
-            "runtime",
-            "sharding",
-            "report",
-            "plan",
-            "generation",
-            "checkpoint",
-            "train",
-            "entries",
-        },
+        *{"storage", "runtime", "sharding", "report", "plan", "generation", "checkpoint"},
+        *{"train", "entries", "config_flags"},
     },
     "train": {"storage", "runtime", "sharding", "hf", "report", "checkpoint", "entries"},
     "entries": set(),
@@ -61,6 +55,7 @@ LIBRARIES = {
     },
     "recipes": {"jax", "flax", "numpy"},
     "recipes/bench": {"jax", "flax", "numpy", "optax", "torch", "tensorstore"},
+    "recipes/docs": {"mkdocs", "pygments"},  # the site's hooks
     "recipes/common": {"jax", "flax", "numpy"},
     "recipes/common/runtime": {"jax", "numpy", "absl"},
     "recipes/common/storage": set(),
@@ -118,6 +113,8 @@ def test_imports_flow_one_way(path):
     among = {name.removeprefix("recipes.") for name in ours if name.startswith("recipes.")}
     if folder == "recipes":
         assert all(name.startswith("common.") for name in among), "recipes never import one another"
+    elif folder == "recipes/docs":
+        assert among == {"common.entries.ENTRIES"}
     elif folder == "recipes/bench":
         assert all(name.startswith(("common.", "bench")) for name in among)
     elif path.stem != "__init__" or folder != "recipes/common":
@@ -324,7 +321,8 @@ DISTRIBUTIONS = {  # where the name to import is another
     "yaml": "pyyaml",
     "xdist": "pytest-xdist",
 }
-TOOLS = {"basedpyright", "ipykernel", "ruff"}  # run, not imported
+TOOLS = {"basedpyright", "ipykernel", "ruff", "sharded-model-zoo"}  # run, not imported; its extras
+PLUGINS = {"mkdocs-material", "mkdocstrings", "mkdocs-jupyter"}  # named by mkdocs.yml
 
 
 def declared(requirements: list[str]) -> set[str]:
@@ -341,12 +339,13 @@ def test_declared_dependencies_are_exactly_the_imported_ones():
     base = declared(PROJECT["project"]["dependencies"])
     ours, tests = imported(SHIPPED), imported(set(FILES) - set(SHIPPED))
     small = extras["tensorboard"] | extras["wandb"] | extras["gcs"]
-    assert base == ours - extras["hf"] - extras["eval"] - small
+    assert base == ours - extras["hf"] - extras["eval"] - extras["docs"] - small
     by_hand = extras["hf"] | extras["eval"]
     assert extras["test"] == tests - base - by_hand | TOOLS | small
     assert extras["eval"] == {"lm-eval"} <= ours
     assert extras["tensorboard"] == {"tensorboardX"} <= ours
     assert extras["wandb"] == {"wandb"} <= ours
     assert extras["gcs"] == {"gcsfs", "fsspec"} <= ours
+    assert extras["docs"] == {"mkdocs", "pygments"} | PLUGINS
     assert extras["hf"] <= ours | tests
     assert extras["tpu-aot"] == extras["gpu-aot"] == {"jax"}, "its compilers alone"

@@ -6,7 +6,6 @@ from recipes.common.checkpoint.lora import Adapted
 from recipes.common.checkpoint.model import (
     NewHead,
     check_variables,
-    configure,
     context,
     layout_of,
     restore,

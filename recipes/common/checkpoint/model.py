@@ -13,7 +13,8 @@ from data.tokenizer import Tokenizer
 from recipes.common import entries
 from recipes.common.checkpoint import lora
 from recipes.common.checkpoint.locate import find
-from recipes.common.checkpoint.store import Source, config_from, config_of
+from recipes.common.checkpoint.store import Source, config_of
+from recipes.common.config_flags import replace
 from recipes.common.runtime import UserError
 from recipes.common.sharding import Layout, Rules, Tree, make_layout, paths, shardings
 from recipes.common.sharding.abstract import nested, unadapted
@@ -62,7 +63,7 @@ def layout_of(
     default = {"context": "auto", "pipeline": "1f1b", "pipe_microbatches": 0}
     default |= {"matmul": "", "matmul_backward": ""}
     default = {name: value for name, value in default.items() if hasattr(config, name)}
-    config = dataclasses.replace(config, **default | compute)
+    config = replace(config, default | compute)
     return make_layout(
         entries.model(source.metadata["entry"]), config, mesh, rules, seq_len=seq_len
     )
@@ -76,13 +77,6 @@ def context(source: Source) -> int:
     facts = source.metadata
     found = facts.get("context") or facts.get("flags", {}).get("seq_len") or 2_048
     return min(found, facts["config"].get("max_positions", found))
-
-
-def configure(default, source: Source | None, flags):
-    """The model's Config: the checkpoint's or the default, overridden by flags that are not 0."""
-    base = config_from(type(default), source) if source else default
-    given = {name: getattr(flags, name, 0) for name in dataclasses.asdict(base)}
-    return dataclasses.replace(base, **{name: value for name, value in given.items() if value})
 
 
 def restore_variables(source: Source, layout: Layout, dtype: str | None = None) -> Tree:

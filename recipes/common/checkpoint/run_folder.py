@@ -14,6 +14,7 @@ from typing import Any
 
 from recipes.common.checkpoint import integrity, locate, lora, store
 from recipes.common.checkpoint.store import Source
+from recipes.common.config_flags import changed_setting
 from recipes.common.runtime import Run, UserError, processes
 from recipes.common.storage import folders, lock
 
@@ -239,6 +240,12 @@ def _compare(path: pathlib.Path, original: dict[str, Any], *groups) -> dict[str,
         for field in dataclasses.fields(group):
             may_change = field.metadata["may_change"]
             before, now = original.get(field.name, field.default), getattr(group, field.name)
+            if field.name == "set" and (changed_set := changed_setting(before, now)):
+                flag, set_before = changed_set
+                raise UserError(
+                    f"--{flag} must match the original run, {set_before or 'none'}; use that, or a "
+                    f"different --workdir (this one is {path})"
+                )
             if before == now or (may_change and field.name not in original):
                 continue
             another_start = field.name == "restore_from" and now
