@@ -136,17 +136,14 @@ def _newest(folder: pathlib.Path) -> pathlib.Path | None:
 
 
 def _nothing_there(folder: pathlib.Path, named: str) -> UserError:
-    flag, _, path = named.partition("=")
     if (folder / "config.json").is_file() and any(folder.glob("*.safetensors")):
-        return UserError(f"{named} is a Hugging Face model folder, not a checkpoint; use hf:{path}")
-    fix = "use a run's workdir or a checkpoint"
-    if flag != "--source":  # of recipes.publish, which takes nothing else
-        fix = (
-            "use a run's workdir, a checkpoint, hf:DIR or hf:ORG/NAME for a Hugging Face model, "
-            f"or one of {', '.join(published())}"
+        return UserError(
+            f"{named} is a Hugging Face model folder, not a checkpoint; use hf:{folder}"
         )
     what = "holds no checkpoint" if folder.exists() else "does not exist"
-    return UserError(f"{named} {what}; {fix}")
+    return UserError(
+        f"{named} {what}; use a run's workdir or a checkpoint; the zoo has {', '.join(published())}"
+    )
 
 
 # ---- opening -------------------------------------------------------------------------------------

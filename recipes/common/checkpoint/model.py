@@ -75,8 +75,8 @@ def context(source: Source) -> int:
     Never more than the positions that the model has learned, if it learns them.
     """
     facts = source.metadata
-    found = facts.get("context") or facts.get("flags", {}).get("seq_len") or 2_048
-    return min(found, facts["config"].get("max_positions", found))
+    tokens = facts.get("context") or facts.get("flags", {}).get("seq_len") or 2_048
+    return min(tokens, facts["config"].get("max_positions", tokens))
 
 
 def restore_variables(source: Source, layout: Layout, dtype: str | None = None) -> Tree:
@@ -99,13 +99,13 @@ def restore_variables(source: Source, layout: Layout, dtype: str | None = None) 
 
 def check_variables(source: Source, layout: Layout) -> None:
     """Raises UserError if the checkpoint's variables or their shapes differ from the model's."""
-    found = source.shapes()
+    shapes = source.shapes()
     adapted = source.source if isinstance(source, NewHead) else source
     if "base" in layout.model.shapes and isinstance(adapted, lora.Adapted):
         adapted.check_config(layout.config)
     model = unadapted(layout.model.shapes)
-    for kind in {**found, **model}:
-        saved, wanted = paths(found.get(kind, {})), paths(model.get(kind, {}))
+    for kind in {**shapes, **model}:
+        saved, wanted = paths(shapes.get(kind, {})), paths(model.get(kind, {}))
         for path in sorted(saved.keys() ^ wanted.keys()):
             what = f"{kind[:-1].replace('param', 'parameter')} {path}"
             if path in wanted:
@@ -117,10 +117,10 @@ def check_variables(source: Source, layout: Layout) -> None:
                 "of the model, or use those that the checkpoint was made with"
             )
         for path in wanted:
-            theirs, ours = list(saved[path].shape), list(wanted[path].shape)
-            if theirs != ours:
+            saved_shape, shape = list(saved[path].shape), list(wanted[path].shape)
+            if saved_shape != shape:
                 raise UserError(
-                    f"{path} has shape {theirs} in checkpoint {source.path} and {ours} in this "
+                    f"{path} has shape {saved_shape} in checkpoint {source.path} and {shape} in this "
                     "model; use the flags that the checkpoint was made with"
                 )
 
@@ -150,21 +150,21 @@ class NewHead:
         return self.source.metadata
 
     def shapes(self) -> Tree:
-        found, ours = self.source.shapes(), paths(self.layout.model.shapes["params"])
-        kept = paths(found["params"]) | {name: ours[name] for name in self.names}
-        return found | {"params": nested(kept)}
+        shapes, model = self.source.shapes(), paths(self.layout.model.shapes["params"])
+        params = paths(shapes["params"]) | {name: model[name] for name in self.names}
+        return shapes | {"params": nested(params)}
 
     def read(self, abstract: Tree) -> Tree:
         """Reads what `abstract` names, except for the head."""
         wanted = paths(abstract["params"])
         head = {name: leaf for name, leaf in wanted.items() if name in self.names}
         rest = {name: leaf for name, leaf in wanted.items() if name not in self.names}
-        found = self.source.read(abstract | {"params": nested(rest)})
+        variables = self.source.read(abstract | {"params": nested(rest)})
         zeros = functools.partial(
             jax.tree.map, lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), head
         )
         made = jax.jit(zeros, out_shardings=shardings(head))()
-        return found | {"params": nested(paths(found["params"]) | made)}
+        return variables | {"params": nested(paths(variables["params"]) | made)}
 
     def tokenizer(self) -> Tokenizer | None:
         return self.source.tokenizer()

@@ -145,8 +145,7 @@ def config_from(config_class, source: Source):
     Raises UserError for fields that this version lacks, or invalid values.
     """
     saved = source.metadata["config"]
-    known = {field.name for field in dataclasses.fields(config_class)}
-    for name in saved.keys() - known:
+    for name in saved.keys() - {field.name for field in dataclasses.fields(config_class)}:
         raise UserError(
             f"checkpoint {source.path} has {name!r} in its config, which this version lacks; "
             f"use the version that saved it ({source.metadata.get('versions', {})})"

@@ -32,7 +32,7 @@ from recipes.common.train.evaluation import Evaluation, Extra
 from recipes.common.train.feed import device_batches
 from recipes.common.train.metrics import Log, NonFiniteError
 from recipes.common.train.profile import Profile
-from recipes.common.train.resume import begin
+from recipes.common.train.resume import first_state, messages
 from recipes.common.train.step import TrainStep
 
 
@@ -68,8 +68,9 @@ def fit(
         print0(report.step(compiled))
 
     # ---- The state: resumed, from given parameters, or new; never two of them in memory -----------
-    state, messages = begin(folder, run, step, abstract)
-    print0(*messages)
+    lines = messages(folder, run, step)
+    state = first_state(folder, step, run.seed, abstract)
+    print0(*lines)
 
     # ---- The loop, and an evaluation at its end ---------------------------------------------------
     saver = None
