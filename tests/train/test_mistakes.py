@@ -100,8 +100,8 @@ RULES_ROWS = [
 ]  # fmt: skip
 
 WORKDIR_ROWS = [
-    (["--workdir={here}/file"], "--workdir={here}/file is a file; use a folder"),
-    (["--workdir={here}/file/run"], "--workdir={here}/file/run: {here}/file is a file; use a folder"),
+    (["--workdir={here}/file"], "--workdir={here}/file can't be written (Not a directory); use a different --workdir"),
+    (["--workdir={here}/file/run"], "--workdir={here}/file/run can't be written (Not a directory); use a different --workdir"),
     (["--workdir=/proc/run"], "--workdir=/proc/run can't be written ("),
     (["--workdir=gs:/b/run"], "--workdir=gs:/b/run has no ://; use gs://b/run, or a local path"),
     (["--workdir={here}/another"], "has entry 'mlp', not 'transformer'; use a different one"),
@@ -115,9 +115,9 @@ WORKDIR_ROWS = [
 ]  # fmt: skip
 
 RESTORE_ROWS = [
-    (["--restore_from={here}/no"], "--restore_from={here}/no does not exist; use a run's workdir, a checkpoint, hf:DIR or hf:ORG/NAME for a Hugging Face model, or one of dot_relu_dot.teacher, mlp.digits, moe.stdlib_2m, transformer.stdlib_3m"),
+    (["--restore_from={here}/no"], "--restore_from={here}/no does not exist; use a run's workdir or a checkpoint; the zoo has dot_relu_dot.teacher, mlp.digits, moe.stdlib_2m, transformer.stdlib_3m"),
     (["--restore_from=s3:b/run"], "--restore_from=s3:b/run has no ://; use gs://b/run, or a local path"),
-    (["--restore_from={here}/empty"], "--restore_from={here}/empty holds no checkpoint; use a run's workdir, a checkpoint, hf:DIR or hf:ORG/NAME for a Hugging Face model, or one of dot_relu_dot.teacher, mlp.digits, moe.stdlib_2m, transformer.stdlib_3m"),
+    (["--restore_from={here}/empty"], "--restore_from={here}/empty holds no checkpoint; use a run's workdir or a checkpoint; the zoo has dot_relu_dot.teacher, mlp.digits, moe.stdlib_2m, transformer.stdlib_3m"),
     (["--restore_from={here}/another"], "has entry 'mlp', not 'transformer'; use a different one"),
     (["--restore_from={here}/damaged"], "--restore_from={here}/damaged: metadata/metadata is not the JSON that was saved in {here}/damaged/checkpoints/1"),
     (["--restore_from={here}/strange"], "--restore_from={here}/strange: metadata/metadata has no 'config' in "),
