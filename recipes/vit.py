@@ -133,7 +133,7 @@ def main(run: Run, flags: Flags) -> None:
         flags.optimizer, lr, flags.weight_decay, flags.clip_norm, matrices, decaying(layout)
     )
     step = TrainStep(layout, optimizer, lr, flags.accumulate, run.skip_nonfinite > 0, flags.offload)
-    extra, cost = confusion(config.classes), flops.encoder(layout, config.num_positions)
+    extra, cost = confusion(config.classes), flops.encoder(layout)
     _, log, figures = fit(run, folder, step, images, extra=extra, example_flops=cost)
 
     # ---- What it has learned ---------------------------------------------------------------------

@@ -71,7 +71,7 @@ def test_every_mesh_that_works_is_planned_and_no_other(model):
                 )  # fmt: skip
             except UserError:
                 continue
-            if not any(zoo.UNEVEN[axis] == "replicated" for axis in layout.uneven):
+            if not any(zoo.AXES.uneven[axis] == "replicated" for axis in layout.uneven):
                 works.add((strategy, describe(axes)))
     assert planned == works
     assert len(planned) + sum(found.left_out.values()) == sum(

@@ -155,6 +155,7 @@ ORDER = [
         "vocabulary",
         "stack",
         "kernels",
+        "shape",
         "config",
         "splash",
         "context",
@@ -251,11 +252,12 @@ def test_an_entry_has_its_parts(name):
     assert {*zoo.LOGICAL_AXES.values()} <= kinds
     for strategy, rules in zoo.RULES.items():
         assert list(rules) == list(zoo.LOGICAL_AXES), strategy
-    for names in ("IN_USE", "UNEVEN", "SUBSTITUTES", "WITHIN"):
-        assert {*getattr(zoo, names, {})} <= {*zoo.LOGICAL_AXES}, names
-    for names in ("IN_USE", "SUBSTITUTES", "WITHIN"):
-        assert {*getattr(zoo, names, {}).values()} <= {*zoo.LOGICAL_AXES}, names
-    assert {*getattr(zoo, "POSITIONS", ())} <= {*zoo.LOGICAL_AXES}
+    axes = zoo.AXES
+    assert axes.logical_axes is zoo.LOGICAL_AXES
+    assert axes.in_use is zoo.IN_USE
+    for named in (axes.in_use, axes.substitutes, axes.within):
+        assert {*named, *named.values()} <= {*zoo.LOGICAL_AXES}
+    assert {*axes.uneven, *axes.positions} <= {*zoo.LOGICAL_AXES}
 
 
 @pytest.mark.parametrize("name", entries.ENTRIES)

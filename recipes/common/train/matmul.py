@@ -57,14 +57,14 @@ def matmul_fields(flags: Any, device: Any) -> dict[str, str]:
 
 def describe_matmul(layout: Layout) -> list[str]:
     """A line of the report about low-precision matmuls, if there are any."""
-    config, device = layout.config, layout.mesh.devices.flat[0]
-    if not getattr(config, "matmul", ""):
+    shape, device = layout.shape, layout.mesh.devices.flat[0]
+    if not shape.matmul:
         return []
-    backward = config.matmul_backward or config.matmul
+    backward = shape.matmul_backward or shape.matmul
     if device.platform == "cpu":
         how = ", emulated: numbers are rounded, and multiplied in float32"
-    elif config.matmul == "fp8" and not has_float8(device.device_kind):
+    elif shape.matmul == "fp8" and not has_float8(device.device_kind):
         how = ", emulated: numbers are rounded, and multiplied in bfloat16"
     else:
         how = ""
-    return [f"matmul: layers in {config.matmul}, their gradients in {backward}{how}"]
+    return [f"matmul: layers in {shape.matmul}, their gradients in {backward}{how}"]
