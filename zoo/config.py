@@ -59,37 +59,38 @@ class Compute:
         """The dims of a head that rotary embeddings rotate."""
         return self.head_dim
 
+    # What reports and plans compute with. A Config overrides what differs.
+
     @property
-    def layer_shape(self: Any) -> LayerShape:
-        """One layer that sees the whole row, for `shape`."""
-        return LayerShape(
-            count=1,
-            attention=AttentionShape(
-                weights=2 * self.embed * self.head_dim * (self.num_heads + self.num_kv_heads),
-                heads=self.num_heads,
-                kv_heads=self.num_kv_heads,
-                key_dim=self.head_dim,
-                value_dim=self.head_dim,
-                cached=2 * self.num_kv_heads * self.head_dim,
-            ),
-            mlp=self.mlp,
+    def attention_shape(self: Any) -> AttentionShape:
+        return AttentionShape(
+            weights=2 * self.embed * self.head_dim * (self.num_heads + self.num_kv_heads),
+            heads=self.num_heads,
+            kv_heads=self.num_kv_heads,
+            key_dim=self.head_dim,
+            value_dim=self.head_dim,
+            cached=2 * self.num_kv_heads * self.head_dim,
         )
 
     @property
+    def layer_shape(self: Any) -> LayerShape:
+        """One layer. `shape` has one for each window, with the number of its layers."""
+        return LayerShape(count=1, attention=self.attention_shape, mlp=self.mlp)
+
+    @property
     def shape(self: Any) -> Shape:
-        """What reports and plans compute with."""
-        layer = self.layer_shape
         windows = [self.kinds[n % len(self.kinds)].window for n in range(self.num_layers)]
+        layers = [
+            dataclasses.replace(
+                self.layer_shape,
+                count=windows.count(window),
+                attention=dataclasses.replace(self.attention_shape, window=window),
+            )
+            for window in dict.fromkeys(windows)
+        ]
         return Shape(
             embed=self.embed,
-            layers=tuple(
-                dataclasses.replace(
-                    layer,
-                    count=windows.count(window),
-                    attention=dataclasses.replace(layer.attention, window=window),
-                )
-                for window in dict.fromkeys(windows)
-            ),
+            layers=tuple(layers),
             vocab_size=self.vocab_size,
             period=len(self.kinds),
             dtype=self.dtype,

@@ -103,12 +103,12 @@ class Config(Compute):
             )
 
     @property
-    def layer_shape(self) -> LayerShape:
+    def attention_shape(self) -> AttentionShape:
         D, N, H, V = self.embed, self.num_heads, self.head_dim, self.value_dim
         C, P, R = self.kv_latent, self.rope_dim, self.q_latent
         queries = R * (D + N * H) if R else D * N * H
         keys_and_values = D * (C + P) + C * N * (self.nope_dim + V)
-        attention = AttentionShape(
+        return AttentionShape(
             weights=queries + keys_and_values + N * V * D,
             heads=N,
             kv_heads=N,
@@ -118,8 +118,11 @@ class Config(Compute):
             latents=R + C + P,
             shared_key=P,
         )
+
+    @property
+    def layer_shape(self) -> LayerShape:
         shared = self.shared_experts * self.mlp
-        return LayerShape(count=1, attention=attention, mlp=shared, experts=experts_shape(self))
+        return dataclasses.replace(super().layer_shape, mlp=shared, experts=experts_shape(self))
 
     @property
     def shape(self) -> Shape:

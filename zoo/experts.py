@@ -39,6 +39,7 @@ def experts_shape(config) -> ExpertsShape:
         number=config.num_experts,
         per_token=config.experts_per_token,
         width=config.mlp,
+        weights=3 * config.embed * config.mlp,  # gate, up and down
         capacity=config.capacity,
     )
 

@@ -27,7 +27,7 @@ from .attention import Attention
 from .config import Compute
 from .decoder import Decoder
 from .layers import GatedMLP, Kind, Linear, RMSNorm, RopeScaling
-from .shape import LayerShape
+from .shape import AttentionShape
 from .sharding import Rules, complete_tables, constrain
 from .strategies import DECODER, decoder_rules
 from .vocabulary import look_up
@@ -63,10 +63,8 @@ class Config(Compute):
                 raise ValueError(f"{name}={cap} must be a number > 0, or None for no cap")
 
     @property
-    def layer_shape(self) -> LayerShape:
-        layer = super().layer_shape
-        capped = dataclasses.replace(layer.attention, plain=self.soft_cap is None)
-        return dataclasses.replace(layer, attention=capped)
+    def attention_shape(self) -> AttentionShape:
+        return dataclasses.replace(super().attention_shape, plain=self.soft_cap is None)
 
     @classmethod
     def tiny(cls) -> "Config":

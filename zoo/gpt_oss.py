@@ -23,7 +23,7 @@ from .config import Compute
 from .decoder import Decoder
 from .experts import EXPERT_REMAT, check_experts, choose, experts_shape, mix
 from .layers import Kind, RMSNorm, Yarn, add_bias, multiply
-from .shape import LayerShape
+from .shape import AttentionShape, LayerShape
 from .sharding import Rules, complete_tables, constrain, param
 from .strategies import EXPERT_DECODER, expert_rules
 
@@ -65,10 +65,12 @@ class Config(Compute):
         check_experts(self)
 
     @property
+    def attention_shape(self) -> AttentionShape:
+        return dataclasses.replace(super().attention_shape, plain=False)  # it has sinks
+
+    @property
     def layer_shape(self) -> LayerShape:
-        layer = super().layer_shape
-        sinks = dataclasses.replace(layer.attention, plain=False)
-        return dataclasses.replace(layer, attention=sinks, mlp=0, experts=experts_shape(self))
+        return dataclasses.replace(super().layer_shape, mlp=0, experts=experts_shape(self))
 
     @classmethod
     def tiny(cls) -> "Config":

@@ -48,6 +48,7 @@ class ExpertsShape:
     number: int  # E
     per_token: int  # J, experts that compute a position
     width: int  # F, hidden width of one expert
+    weights: int  # of one expert
     capacity: float | None  # slots, as a multiple of an even load; None: dropless
 
     @property
@@ -64,7 +65,7 @@ class LayerShape:
     attention: AttentionShape | None = None
     recurrence: RecurrenceShape | None = None
     mlp: int = 0  # F, hidden width of the MLP that computes every position; shared experts are one
-    matrices: int = 3  # [D, F] of an MLP or expert: gate, up and down; 2 without a gate
+    matrices: int = 3  # [D, F] of the MLP or an expert: gate, up and down; 2 without a gate
     experts: ExpertsShape | None = None
 
 
@@ -108,11 +109,11 @@ class Shape:
         return [*((layer, layer.count) for layer in first), (last, last.count + self.mtp_layers)]
 
     @property
-    def expert_layers(self) -> list[tuple[LayerShape, int]]:
-        """Each kind of layer that has experts, with its number; see `trained_layers`."""
+    def trained_experts(self) -> list[tuple[ExpertsShape, int]]:
+        """The experts of each kind of layer, with the number of layers that have them."""
         return [
-            (layer, count - (self.dense_layers if number == 0 else 0))
-            for number, (layer, count) in enumerate(self.trained_layers)
+            (layer.experts, count - (self.dense_layers if kind == 0 else 0))
+            for kind, (layer, count) in enumerate(self.trained_layers)
             if layer.experts
         ]
 
@@ -132,13 +133,11 @@ class Shape:
 
     def of_layer(self, layer: LayerShape) -> int:
         """The part of `multiplied` in a layer."""
-        matrix = layer.matrices * self.embed
-        count = matrix * layer.mlp
+        count = layer.matrices * self.embed * layer.mlp
         if layer.attention:
             count += layer.attention.weights
         if layer.recurrence:
             count += layer.recurrence.weights
-        if layer.experts:
-            experts = layer.experts
-            count += self.embed * experts.number + experts.per_token * matrix * experts.width
+        if experts := layer.experts:
+            count += self.embed * experts.number + experts.per_token * experts.weights
         return count

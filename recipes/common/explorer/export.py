@@ -194,7 +194,7 @@ def _named(spec: Any, shape: tuple[int, ...], stand_ins: dict[str, int]) -> Arra
 def _batch(shape: Shape) -> dict[str, jax.ShapeDtypeStruct]:
     """The arguments of a model's loss."""
     row = jax.ShapeDtypeStruct((LENGTH,), np.int32)
-    example = dict.fromkeys(("tokens", "targets"), row) if shape.vocab_size else shape.example
+    example = {"tokens": row, "targets": row} if shape.vocab_size else shape.example
     return {name: x.update(shape=(ROWS, *x.shape)) for name, x in example.items()}
 
 

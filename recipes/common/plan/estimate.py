@@ -157,10 +157,9 @@ def _flops(layout: Layout) -> tuple[float, float, float]:
     attention = useful - 6 * shape.multiplied * tokens
     matmuls = useful - table - attention
     empty_slots = 0.0  # are computed too
-    for layer, count in shape.expert_layers:
-        matrices = layer.matrices * shape.embed * layer.experts.width
-        experts = 6 * count * layer.experts.per_token * matrices * tokens
-        empty_slots += experts * ((layer.experts.capacity or 1.0) * layout.seq_shards - 1)
+    for experts, count in shape.trained_experts:
+        of_tokens = 6 * count * experts.per_token * experts.weights * tokens
+        empty_slots += of_tokens * ((experts.capacity or 1.0) * layout.seq_shards - 1)
     repeats_matmuls, repeats_attention = REPEATS.get(shape.remat, (True, True))
     again = repeats_matmuls * (matmuls + empty_slots) / 3
     computed = useful + empty_slots + table / 3  # logits are computed twice

@@ -135,7 +135,7 @@ def _of_tokens(layout: Layout, accumulate: int, segments: bool, sizes: Weights) 
     # A loss of one chunk needs no sum of the table's gradients besides the logits.
     in_loss = table * (chunk < length), table + logits
     # While a layer computes, the next one is gathered; of experts, one matrix at a time.
-    gathered = 1 if shape.expert_layers else 2
+    gathered = 1 if shape.trained_experts else 2
     in_layers = sizes.stacked + table, cast + gathered * sizes.layer + recomputed + scores
     if stages > 1:
         stage = shape.num_layers / stages * sizes.layer

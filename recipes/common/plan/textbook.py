@@ -168,7 +168,8 @@ def _of_activations(layout: Layout, accumulate: int, repeats: bool) -> Iterator[
     of its stacked layers. Weights that read a latent instead, IN_USE's other axis, cost one of the
     latent backward; latent attention has one more, of the rotary key that its heads share.
     """
-    zoo, shape = layout.zoo, layout.shape
+    zoo, attention = layout.zoo, layout.shape.attention
+    shared_key = attention.shared_key if attention else 0
     shapes = paths(layout.model.shapes["params"])
     stream = ACT_EMBED
     latents = {*zoo.IN_USE.values()} - {stream}
@@ -185,7 +186,7 @@ def _of_activations(layout: Layout, accumulate: int, repeats: bool) -> Iterator[
         width = math.prod(n for axis, n in dims if axis in residual | stacked - {EXPERT})
         if residual and stream not in axes:
             layers = width / shapes[path].shape[axes.index(next(iter(residual)))]
-            key = 0 if module in of_latents else layers * shape.attention.shared_key
+            key = 0 if module in of_latents else layers * shared_key
             of_latents[module] = of_latents.get(module, 0) + width + key
         elif residual:
             widths[module] = width
@@ -284,7 +285,7 @@ def _of_experts(layout: Layout, accumulate: int) -> Iterator[Transfer]:
         return
     # A device that has a part of each row has as many slots as if it had the whole row.
     tokens = device_tokens(layout) * layout.seq_shards
-    slots = sum(layer.experts.slots * count for layer, count in layout.shape.expert_layers) * tokens
+    slots = sum(x.slots * count for x, count in layout.shape.trained_experts) * tokens
     times = 4 if layout.shape.remat in ("none", "dispatched") else 5
     sent = times * ring(_devices(layout, axes)) * slots * layout.shape.embed
     yield Transfer(
