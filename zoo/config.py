@@ -79,7 +79,8 @@ class Compute:
 
     @property
     def shape(self: Any) -> Shape:
-        windows = [self.kinds[n % len(self.kinds)].window for n in range(self.num_layers)]
+        kinds = self.kinds
+        windows = [kinds[n % len(kinds)].window for n in range(self.num_layers)]
         layers = [
             dataclasses.replace(
                 self.layer_shape,
@@ -92,7 +93,7 @@ class Compute:
             embed=self.embed,
             layers=tuple(layers),
             vocab_size=self.vocab_size,
-            period=len(self.kinds),
+            period=len(kinds),
             dtype=self.dtype,
             remat=self.remat,
             matmul=self.matmul,

@@ -128,9 +128,9 @@ def arrays(model: type, config: Any, library: Library) -> dict[str, Any]:
     """A size's config, as nodes for python.js, and the logical axes and shapes of its arrays."""
     zoo = sys.modules[model.__module__]
     abstract = abstract_model(lambda: model(config, rngs=nnx.Rngs(0)))
-    public = {name: getattr(config, name) for name in dir(config) if not name.startswith("_")}
+    read = vars(config) | {"shape": config.shape}
     entry = {
-        "config": {name: library.add(x) for name, x in public.items() if not callable(x)},
+        "config": {name: library.add(value) for name, value in read.items()},
         "weights": {
             kind: [
                 [path, leaf.shape, paths(abstract.axes[kind])[path], leaf.dtype.itemsize]

@@ -128,9 +128,8 @@ def _of_tokens(layout: Layout, accumulate: int, segments: bool, sizes: Weights) 
         saved = IN_FLIGHT * rows * between * D * width
     with layout.trace():
         chunk = positions_at_once(config.loss_chunk, rows, length)
-    vocab = shape.vocab_size // layout.count_shards(VOCAB)
-    logits = rows * chunk * vocab * (4 + width)
-    table = vocab * D * width
+    logits = rows * chunk * shape.vocab_size // layout.count_shards(VOCAB) * (4 + width)
+    table = shape.vocab_size // layout.count_shards(VOCAB) * D * width
     cast = sizes.stacked * width // 4 if width < 4 and remat != "none" else 0  # or saved
     # A loss of one chunk needs no sum of the table's gradients besides the logits.
     in_loss = table * (chunk < length), table + logits

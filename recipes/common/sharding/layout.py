@@ -5,6 +5,7 @@ Layouts are checked before anything is allocated. Init, restore, optimizer and r
 
 import contextlib
 import dataclasses
+import functools
 import math
 import sys
 import types
@@ -40,7 +41,7 @@ class Layout:
     batch_size: int  # 0: no batches
     seq_len: int  # positions of a row; 0: none, or lengths that are padded to suit `seq_shards`
 
-    @property
+    @functools.cached_property
     def shape(self) -> Shape:
         return self.config.shape
 
@@ -198,7 +199,8 @@ def make_layout(
     if batch_size:
         sharding_rules.check_used(zoo, name, fitting, mesh)
     sharding_rules.check_batch(name, fitting, mesh, batch_size, microbatches)
-    sharding_rules.check_length(config, seq_len)
+    if seq_len:
+        sharding_rules.check_length(config, seq_len)
     sharding_rules.check_positions(zoo, name, fitting, mesh, seq_len, trains=batch_size > 0)
     return Layout(mesh, zoo, config, name, fitting, uneven, build, abstract, batch_size, seq_len)
 
