@@ -1,4 +1,4 @@
-"""Tokens that the files beside tokenizer.json name, read as `transformers` does.
+"""Tokens that the files next to tokenizer.json name, read as `transformers` does.
 
     tokenizer_config.json    "eos_token": "<|im_end|>", and "added_tokens_decoder":
                              {"32001": {"content": "<|im_end|>", "special": true, …}}
@@ -26,14 +26,14 @@ def settings(config: dict[str, Any], special: dict[str, Any]) -> dict[str, Any]:
     return special | config if DECODER in config else config | special
 
 
-def control_tokens(said: dict[str, Any]) -> dict[str, str]:
+def control_tokens(named_settings: dict[str, Any]) -> dict[str, str]:
     """The texts of bos_token, eos_token, …, where `settings` name them."""
-    texts = {f"{kind}_token": _text(said.get(f"{kind}_token")) for kind in CONTROL}
+    texts = {f"{kind}_token": _text(named_settings.get(f"{kind}_token")) for kind in CONTROL}
     return {kind: text for kind, text in texts.items() if isinstance(text, str)}
 
 
 def add(
-    library, said: dict[str, Any], added: dict[str, Any], template: str, name: str
+    library, named_settings: dict[str, Any], added: dict[str, Any], template: str, name: str
 ) -> tuple[str, ...]:
     """Adds the tokens that `library`, a tokenizer.json, does not mark.
 
@@ -41,7 +41,7 @@ def add(
     a text do not need it. So are control tokens at the end: a model may have no rows for them.
 
     Args:
-      said: `settings`.
+      named_settings: `settings`.
       added: added_tokens.json.
       template: the chat templates' text.
       name: the tokenizer's name, for messages.
@@ -53,7 +53,7 @@ def add(
 
     marked = {token.content for token in library.get_added_tokens_decoder().values()}
     try:
-        named = [one for one in _named(said, added) if one[1]["content"] not in marked]
+        named = [one for one in _named(named_settings, added) if one[1]["content"] not in marked]
     except (AttributeError, KeyError, TypeError, ValueError):
         raise DataError(
             f"the added tokens of the tokenizer {name} are not in the form of `transformers`; fetch "
@@ -61,16 +61,16 @@ def add(
         ) from None
     if not named:
         return ()
-    control = control_tokens(said)
+    control = control_tokens(named_settings)
     ends = {control.get(kind) for kind in ("bos_token", "eos_token")}
     size = library.get_vocab_size(with_added_tokens=True)
     new: list[tuple[int, dict[str, Any], bool]] = []  # (id, token, whether it can be left out)
     for number, token in named:
         text = token["content"]
         is_needed = text in ends or text in template
-        known = library.token_to_id(text)
-        free = known if known is not None else size
-        if number is None and known is None:
+        token_id = library.token_to_id(text)
+        free = token_id if token_id is not None else size
+        if number is None and token_id is None:
             continue
         if number not in (None, free):
             if is_needed:
@@ -79,34 +79,36 @@ def add(
                     f"tokens of tokenizer.json it has {free}; fetch files that belong together"
                 )
             continue
-        size += known is None
-        new.append((free, token, known is None and token["special"] and not is_needed))
+        size += token_id is None
+        new.append((free, token, token_id is None and token["special"] and not is_needed))
     while new and new[-1][2]:
         new.pop()
     library.add_tokens([AddedToken(**token) for _, token, _ in new])
     return tuple(f"{number} {token}" for number, token, _ in new)
 
 
-def _named(said: dict[str, Any], added: dict[str, Any]) -> Iterator[tuple[int | None, dict]]:
+def _named(
+    named_settings: dict[str, Any], added: dict[str, Any]
+) -> Iterator[tuple[int | None, dict]]:
     """Yields (id, token) in the order of ids, and then control tokens without an id."""
-    control = control_tokens(said)
+    control = control_tokens(named_settings)
     unused = control.pop("pad_token", None)  # may be an ordinary word, such as "!"
     texts = {*control.values()}
-    for names in (said.get(key) or () for key in MORE):
+    for names in (named_settings.get(key) or () for key in MORE):
         texts |= {_text(one) for one in (names.values() if isinstance(names, dict) else names)}
-    found: dict[str, tuple[int, dict[str, Any]]] = {}
+    tokens: dict[str, tuple[int, dict[str, Any]]] = {}
     for text, number in added.items():
         special = text in texts or text == unused
-        found[text] = int(number), {"content": text, "special": special, "normalized": not special}
-    for number, token in (said.get(DECODER) or {}).items():
+        tokens[text] = int(number), {"content": text, "special": special, "normalized": not special}
+    for number, token in (named_settings.get(DECODER) or {}).items():
         options = {key: bool(token[key]) for key in OPTIONS if key in token}
         special = options.get("special", False) or token["content"] in texts
-        found[token["content"]] = (
+        tokens[token["content"]] = (
             int(number),
             {"content": token["content"], "normalized": not special, **options, "special": special},
         )
-    yield from sorted(found.values(), key=lambda one: one[0])
-    for text in sorted(text for text in texts if isinstance(text, str) and text not in found):
+    yield from sorted(tokens.values(), key=lambda one: one[0])
+    for text in sorted(text for text in texts if isinstance(text, str) and text not in tokens):
         yield None, {"content": text, "special": True, "normalized": False}
 
 

@@ -62,14 +62,14 @@ def train_batches(
     if len(orders) > 1:
         order = grain.MapDataset.mix(orders, [weight for _, weight in data.parts])
     if data.by_epoch:
-        whole = len(data.train)
-        order = order.map_with_index(lambda i, number: number + i // whole * whole)
-    size, mine = _chunks(batch_size, _share(batch_size) if rows is None else rows)
+        epoch = len(data.train)
+        order = order.map_with_index(lambda i, number: number + i // epoch * epoch)
+    size, numbers_of_chunks = _chunks(batch_size, _share(batch_size) if rows is None else rows)
     chunks = order.batch(size)  # chunk i of batch k is number k · (batch_size // size) + i
     # One thread keeps ahead of every recipe's step; more would only compete for Python's lock.
     options = grain.ReadOptions(num_threads=1, prefetch_buffer_size=16)
     per_batch = batch_size // size
-    parts = [chunks.slice(slice(first * per_batch + i, None, per_batch)) for i in mine]
+    parts = [chunks.slice(slice(first * per_batch + i, None, per_batch)) for i in numbers_of_chunks]
     numbers = parts[0]
     if len(parts) > 1:
         joined = grain.MapDataset.range(len(parts[-1]))
@@ -114,8 +114,8 @@ def held_out_batches(
     rows, source = _share(batch_size) if rows is None else rows, data.held_out
     for first in range(0, len(source), batch_size):
         batch = {name: np.stack([value] * len(rows)) for name, value in data.filler.items()}
-        mine = first + rows[first + rows < len(source)]
-        if len(mine):
-            for name, values in _read(source, mine).items():
-                batch[name][: len(mine)] = values
+        indices = first + rows[first + rows < len(source)]
+        if len(indices):
+            for name, values in _read(source, indices).items():
+                batch[name][: len(indices)] = values
         yield batch

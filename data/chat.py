@@ -15,37 +15,31 @@ CODE = 1  # increase it when the same conversations would give different tokens 
 # The date that templates see in training data, so that a file always gives the same tokens. Llama
 # 3's templates fall back on this date.
 TRAINING_DAY = datetime.datetime(2024, 7, 26)
-
-
 REASONING = ("reasoning_content", "thinking", "reasoning")  # names of one field of messages
 
 
 def template(config: dict[str, Any], name: str = "default") -> str:
     """The template in a tokenizer_config.json, or the one of several with this name; "" if none."""
-    found = config.get("chat_template") or ""
-    if isinstance(found, list):
-        named = {one.get("name"): one.get("template") for one in found if isinstance(one, dict)}
-        found = named.get(name)
-    return found if isinstance(found, str) else ""
+    templates = config.get("chat_template") or ""
+    if isinstance(templates, list):
+        named = {one.get("name"): one.get("template") for one in templates if isinstance(one, dict)}
+        templates = named.get(name)
+    return templates if isinstance(templates, str) else ""
 
 
 def render(
     source: str,
     messages: list[dict[str, Any]],
-    add_generation_prompt: bool,
-    control: dict[str, str],
+    variables: dict[str, Any],
     name: str,
     today: datetime.datetime | None = None,
-    context: dict[str, Any] | None = None,
 ) -> str:
     """Renders messages by a chat template.
 
     Args:
-      add_generation_prompt: whether to append the beginning of an answer.
-      control: the texts of bos_token, eos_token, ….
+      variables: other variables of the template: add_generation_prompt, bos_token, tools, ….
       name: the tokenizer's name, for messages.
       today: for templates that write the date; None: now.
-      context: more variables of the template, such as tools.
 
     Raises DataError if there is no template, or it refuses these messages.
     """
@@ -53,12 +47,13 @@ def render(
         raise DataError(
             f"the tokenizer {name} has no chat template; use a chat model's, or leave out --chat"
         )
-    given = {"tools": None, "documents": None, **control, **(context or {})}
-    given |= {"messages": list(map(_with_reasoning, messages))}
-    given |= {"add_generation_prompt": add_generation_prompt}
-    given["strftime_now"] = (today or datetime.datetime.now()).strftime
     try:
-        return _compile(source).render(given)
+        return _compile(source).render(
+            {"tools": None, "documents": None}
+            | variables
+            | {"messages": list(map(_with_reasoning, messages))}
+            | {"strftime_now": (today or datetime.datetime.now()).strftime}
+        )
     except Exception as error:  # whatever the template does
         raise DataError(
             f"the chat template of {name} can't be rendered ({buckets.reason(error)}); use other "
@@ -68,10 +63,10 @@ def render(
 
 def _with_reasoning(message: dict[str, Any]) -> dict[str, Any]:
     """A message whose reasoning has the names that templates read, as in `transformers`."""
-    found = next((message[key] for key in REASONING if message.get(key) is not None), None)
-    if found is None:
+    reasoning = next((message[key] for key in REASONING if message.get(key) is not None), None)
+    if reasoning is None:
         return message
-    return {"thinking": found, **message, "reasoning_content": found}
+    return {"thinking": reasoning, **message, "reasoning_content": reasoning}
 
 
 @functools.lru_cache

@@ -84,8 +84,8 @@ def write(
         if stop and stop.is_set():
             return
         with _room(sum(len(part.text) for part in group)):
-            found = (_rows if group[0].row else _texts)(group, tokenizer)
-            made += (one._replace(tokens=one.tokens.astype(tokenizer.dtype)) for one in found)
+            tokenized = (_rows if group[0].row else _texts)(group, tokenizer)
+            made += (one._replace(tokens=one.tokens.astype(tokenizer.dtype)) for one in tokenized)
     arrays = {
         "tokens": np.concatenate([one.tokens for one in made]),
         "lengths": np.array([len(one.tokens) for one in made], np.int64),
@@ -141,9 +141,9 @@ def _texts(parts: list[Part], tokenizer: Tokenizer) -> Iterator[Tokenized]:
 
 def _rows(parts: list[Part], tokenizer: Tokenizer) -> Iterator[Tokenized]:
     for part in parts:
-        found = conversations.documents(part.text, tokenizer, part.row)
+        documents = conversations.documents(part.text, tokenizer, part.row)
         ignored = conversations.ignores_tools(part.text, tokenizer)
-        for number, one in enumerate(found):
+        for number, one in enumerate(documents):
             size, first = conversations.target_bytes(one, tokenizer), number == 0
             yield Tokenized(
                 one.tokens, size, part.held_out, True, one.targets, first, first and ignored
@@ -154,11 +154,11 @@ def groups(parts: Iterable[Part], most: int) -> Iterator[list[Part]]:
     """Groups consecutive parts, in at most `most` bytes of memory unless a single part has more."""
     group, size = [], 0
     for part in parts:
-        held = len(part.text) + 100  # an empty document takes space too
-        if group and size + held > most:
+        bytes_in_memory = len(part.text) + 100  # an empty document takes space too
+        if group and size + bytes_in_memory > most:
             yield group
             group, size = [], 0
         group.append(part)
-        size += held
+        size += bytes_in_memory
     if group:
         yield group

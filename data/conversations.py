@@ -76,7 +76,7 @@ def checked(row: Any, kind: str, where: str) -> bytes:
             )
         if row[name] is None:
             raise DataError(f"{where} has null in the column {name!r}; fill it, or remove the row")
-    more = {}
+    variables = {}
     before, learned = ([], row["messages"]) if kind == MESSAGES else (row[n] for n in names)
     if kind == PAIRS and isinstance(before, str) and isinstance(learned, str):
         if not learned:
@@ -89,7 +89,7 @@ def checked(row: Any, kind: str, where: str) -> bytes:
             )
         before = [] if kind == MESSAGES else checked_messages(before, "prompt", where)
         learned = checked_messages(learned, names[-1], where)
-        more = context(row, where)
+        variables = context(row, where)
         _check_weights(learned, where)
         if not any(map(_says_something, learned)):
             raise DataError(
@@ -101,8 +101,8 @@ def checked(row: Any, kind: str, where: str) -> bytes:
                 f"{where} has nothing to learn: all of the assistant's messages have weight 0; remove "
                 "it, or give one weight 1"
             )
-    found = [before, learned, more] if more else [before, learned]
-    return json.dumps(found, ensure_ascii=False, default=str).encode(errors="replace")
+    checked_row = [before, learned, variables] if variables else [before, learned]
+    return json.dumps(checked_row, ensure_ascii=False, default=str).encode(errors="replace")
 
 
 def context(row: dict[str, Any], where: str) -> dict[str, Any]:
@@ -134,30 +134,30 @@ def context(row: dict[str, Any], where: str) -> dict[str, Any]:
     return variables | ({"tools": tools} if tools else {})
 
 
-def _parsed(found: Any) -> Any:
+def _parsed(value: Any) -> Any:
     """The value of a JSON text; other values, and other texts, as they are."""
     try:
-        return json.loads(found) if isinstance(found, str) else found
+        return json.loads(value) if isinstance(value, str) else value
     except ValueError:
-        return found
+        return value
 
 
-def without_nulls(found: Any) -> Any:
+def without_nulls(cell: Any) -> Any:
     """A value of an Arrow table without the keys that it has only because other rows have them."""
-    if isinstance(found, dict):
-        return {key: without_nulls(value) for key, value in found.items() if value is not None}
-    return [without_nulls(one) for one in found] if isinstance(found, list) else found
+    if isinstance(cell, dict):
+        return {key: without_nulls(value) for key, value in cell.items() if value is not None}
+    return [without_nulls(one) for one in cell] if isinstance(cell, list) else cell
 
 
-def checked_messages(found: Any, name: str, where: str) -> list[dict[str, Any]]:
+def checked_messages(messages: Any, name: str, where: str) -> list[dict[str, Any]]:
     """Checks and returns a row's messages. Raises DataError, naming the row."""
-    if not isinstance(found, (list, tuple)):
+    if not isinstance(messages, (list, tuple)):
         raise DataError(
-            f"{where}: {name!r} is {_kind(found)}, not a list of messages; write "
+            f"{where}: {name!r} is {_kind(messages)}, not a list of messages; write "
             '[{"role": "user", "content": "…"}, …]'
         )
     made = []
-    for number, one in enumerate(found, start=1):
+    for number, one in enumerate(messages, start=1):
         if not isinstance(one, dict):
             raise DataError(
                 f"{where}: message {number} is {_kind(one)}; write "
@@ -193,17 +193,17 @@ def _check_weights(messages: list[dict[str, Any]], where: str) -> None:
 
 
 def _says_something(message: dict[str, Any]) -> bool:
-    said = (message["content"] or "").strip() or message.get("tool_calls")
-    return message["role"] == "assistant" and bool(said)
+    says = (message["content"] or "").strip() or message.get("tool_calls")
+    return message["role"] == "assistant" and bool(says)
 
 
 def _is_learned(message: dict[str, Any]) -> bool:
     return _says_something(message) and message.get("weight", 1) != 0
 
 
-def _kind(found: Any) -> str:
+def _kind(value: Any) -> str:
     names = {dict: "an object", list: "a list", str: "a string", bool: "a boolean"}
-    return "missing" if found is None else names.get(type(found), "a number")
+    return "missing" if value is None else names.get(type(value), "a number")
 
 
 # ---- tokens and targets --------------------------------------------------------------------------
@@ -217,7 +217,7 @@ def documents(row: bytes, tokenizer: Tokenizer, where: str) -> list[Document]:
 
     Raises DataError if the template can't render it, or does not render what the assistant says.
     """
-    before, learned, *more = json.loads(row)
+    before, learned, *variables = json.loads(row)
     if isinstance(learned, str):
         return [_completion(before, learned, tokenizer, where)]
     if not tokenizer.template:
@@ -229,21 +229,27 @@ def documents(row: bytes, tokenizer: Tokenizer, where: str) -> list[Document]:
     messages = [*before, *learned]
     for message in messages:
         message.pop("weight", None)  # what to learn is not a part of the conversation
-    render = functools.partial(_rendered, tokenizer=tokenizer, context=more[0] if more else {})
+    render = functools.partial(
+        _rendered, tokenizer=tokenizer, context=variables[0] if variables else {}
+    )
     try:
-        whole = _whole(messages[: turns[-1] + 1], turns, tokenizer, render)
-        return [whole] if whole else [_turn(messages[: n + 1], tokenizer, render) for n in turns]
+        document = _whole(messages[: turns[-1] + 1], turns, tokenizer, render)
+        return (
+            [document] if document else [_turn(messages[: n + 1], tokenizer, render) for n in turns]
+        )
     except DataError as error:
         raise DataError(f"{where}: {error}") from None
 
 
 def ignores_tools(row: bytes, tokenizer: Tokenizer) -> bool:
     """Whether a row has tools that the chat template does not render."""
-    before, learned, *more = json.loads(row)
-    if not more or "tools" not in more[0]:
+    before, learned, *variables = json.loads(row)
+    if not variables or "tools" not in variables[0]:
         return False
-    without = {name: value for name, value in more[0].items() if name != "tools"}
-    both = (_rendered([*before, *learned], False, tokenizer, one) for one in (more[0], without))
+    without = {name: value for name, value in variables[0].items() if name != "tools"}
+    both = (
+        _rendered([*before, *learned], False, tokenizer, one) for one in (variables[0], without)
+    )
     return next(both) == next(both)
 
 
@@ -281,8 +287,10 @@ def _whole(
         _check_tool_calls(messages[: number + 1], tokenizer, render)
         last = _last(end, len(begin), tokenizer)
         targets[len(begin) : last] = True
-        said = messages[number]["content"] or ""
-        dropped[len(begin) : len(begin) + 1] = _dropped(tokens[len(begin) : last], said, tokenizer)
+        answer = messages[number]["content"] or ""
+        dropped[len(begin) : len(begin) + 1] = _dropped(
+            tokens[len(begin) : last], answer, tokenizer
+        )
     targets[:1] = False
     if not targets.any():
         raise DataError("the chat template does not render what the assistant says; use another")
@@ -325,30 +333,30 @@ def _rendered(
     return tokenizer.render(messages, answer_follows, today=chat.TRAINING_DAY, context=context)
 
 
-def _begins(whole: np.ndarray, part: np.ndarray) -> bool:
-    return len(part) <= len(whole) and bool((whole[: len(part)] == part).all())
+def _begins(tokens: np.ndarray, part: np.ndarray) -> bool:
+    return len(part) <= len(tokens) and bool((tokens[: len(part)] == part).all())
 
 
 def _last(tokens: np.ndarray, begin: int, tokenizer: Tokenizer) -> int:
     """The end of the targets of a turn that begins at `begin`."""
     for ending in (tokenizer.end, tokenizer.special):
-        found = np.flatnonzero(np.isin(tokens[begin:], list(ending)))
-        if len(found):
-            return begin + int(found[-1]) + 1
+        positions = np.flatnonzero(np.isin(tokens[begin:], list(ending)))
+        if len(positions):
+            return begin + int(positions[-1]) + 1
     return len(tokens)
 
 
-def _dropped(answer: np.ndarray, said: str, tokenizer: Tokenizer) -> int:
+def _dropped(answer: np.ndarray, text: str, tokenizer: Tokenizer) -> int:
     """Bytes of white space that begin an answer, but that decoding its tokens alone drops.
 
     Args:
-      said: its text. A space that only the template puts in front of it does not count.
+      text: its text. A space that only the template puts in front of it does not count.
     """
-    if not said.startswith(" "):
+    if not text.startswith(" "):
         return 0
     alone = tokenizer.decode(answer)
     after = tokenizer.decode(answer, after=tokenizer.a_text)
-    if not after.endswith(alone) or _spaces(said) <= _spaces(alone):
+    if not after.endswith(alone) or _spaces(text) <= _spaces(alone):
         return 0
     return len(after) - len(alone)
 

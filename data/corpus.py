@@ -70,7 +70,7 @@ class Corpus(NamedTuple):
 
 
 def load(
-    dataset: str, column: str, tokenizer: Tokenizer, whole: bool = False, flag: str = "dataset"
+    dataset: str, column: str, tokenizer: Tokenizer, train_only: bool = False, flag: str = "dataset"
 ) -> list[Corpus]:
     """The tokens of all sources that --dataset names. Raises DataError as `prepare` does.
 
@@ -79,7 +79,7 @@ def load(
       flag: names `dataset` in errors.
     """
     try:
-        return [prepare(source, tokenizer) for source in sources.find(dataset, column, whole)]
+        return [prepare(source, tokenizer) for source in sources.find(dataset, column, train_only)]
     except DataError as error:
         raise DataError(str(error).replace("--dataset=", f"--{flag}=")) from error
 
@@ -101,7 +101,7 @@ def _prepared(source: Source, tokenizer: Tokenizer) -> pathlib.Path:
     """The folder of a source's flat files; makes them if they are missing."""
     remembered, content = _content(source)
     key = [CODE, content, source.column, tokenizer.sha256, *tokenizer.added]
-    key += ["whole"] if source.whole else []
+    key += ["whole"] if source.train_only else []
     folder = _folder(key)
     if not is_whole(folder):
         of_conversations = _folder([*key, tokenizer.chat_key])
@@ -242,10 +242,10 @@ def _locked(folder: pathlib.Path) -> Iterator[pathlib.Path]:
                 with contextlib.suppress(OSError):  # without locks, all do the same work
                     fcntl.flock(lock, fcntl.LOCK_EX)
                 try:
-                    mine = os.path.samestat(os.stat(folder / "lock"), os.fstat(lock.fileno()))
+                    is_current = os.path.samestat(os.stat(folder / "lock"), os.fstat(lock.fileno()))
                 except FileNotFoundError:  # its previous owner has finished or given up
-                    mine = False
-                if mine:
+                    is_current = False
+                if is_current:
                     yield folder
                     return
     finally:
@@ -355,23 +355,23 @@ def _flatten(
                 tokens, held_out, begins = (chunk[k] for k in ("tokens", "held_out", "begins"))
                 sizes = np.stack([chunk["lengths"], chunk["sizes"]], axis=1)
                 of_rows = [chunk[k] for k in (TARGETS, "firsts", "ignored")] if has_rows else []
-            for split, mine in ((TRAIN, ~held_out), (HELD_OUT, held_out)):
-                before = np.cumsum(sizes[mine], axis=0) - sizes[mine] + kept[split]
-                for what, column in zip(("starts", "texts"), before[begins[mine]].T, strict=True):
+            for split, chosen in ((TRAIN, ~held_out), (HELD_OUT, held_out)):
+                before = np.cumsum(sizes[chosen], axis=0) - sizes[chosen] + kept[split]
+                for what, column in zip(("starts", "texts"), before[begins[chosen]].T, strict=True):
                     column.tofile(files[split, what])
-                of_tokens = np.repeat(mine, sizes[:, 0])
+                of_tokens = np.repeat(chosen, sizes[:, 0])
                 tokens[of_tokens].tofile(files[split, "tokens"])
                 if of_rows:
                     targets, firsts, have_ignored = of_rows
                     targets[of_tokens].tofile(files[split, TARGETS])
-                    rows[split] += int(firsts[mine].sum())
-                    ignored[split] += int(have_ignored[mine].sum())
+                    rows[split] += int(firsts[chosen].sum())
+                    ignored[split] += int(have_ignored[chosen].sum())
                 kept[split] = [
-                    a + int(b) for a, b in zip(kept[split], sizes[mine].sum(0), strict=True)
+                    a + int(b) for a, b in zip(kept[split], sizes[chosen].sum(0), strict=True)
                 ]
     if kept[TRAIN][1] + kept[HELD_OUT][1] == 0:
         raise DataError(f"--dataset={source.name} is empty; use a file with text in it")
-    if not source.whole and not (kept[TRAIN][0] and kept[HELD_OUT][0]):
+    if not source.train_only and not (kept[TRAIN][0] and kept[HELD_OUT][0]):
         _hold_out_the_end(folder, kept, tokenizer)
     digest = hashlib.sha256()
     hashed = ["tokens", *(["starts"] if tokenizer.files else []), *([TARGETS] if has_rows else [])]
@@ -392,11 +392,11 @@ def _hold_out_the_end(folder: pathlib.Path, kept: dict[str, list[int]], tokenize
 
     The part of a document after the cut becomes a document of its own.
     """
-    whole = max(SPLITS, key=lambda split: kept[split][0])
-    if whole == HELD_OUT:
+    source_split = max(SPLITS, key=lambda split: kept[split][0])
+    if source_split == HELD_OUT:
         for what in FILES:
             os.replace(folder / f"{HELD_OUT}.{what}", folder / f"{TRAIN}.{what}")
-    total, size = kept[whole]
+    total, size = kept[source_split]
     tokens = np.memmap(folder / f"{TRAIN}.tokens", tokenizer.dtype, "r")
     starts, texts = (np.fromfile(folder / f"{TRAIN}.{what}", np.int64) for what in FILES[1:])
     cut = total - max(1, total // 20)

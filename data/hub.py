@@ -122,10 +122,10 @@ def snapshot(name: str, wanted: list[str], what: str) -> pathlib.Path:
     answer = _ask(name, "model", what)
     unreachable = answer if isinstance(answer, DataError) else None
     try:
-        found = huggingface_hub.snapshot_download(
+        folder = huggingface_hub.snapshot_download(
             name, allow_patterns=wanted, local_files_only=bool(unreachable)
         )
-        return pathlib.Path(found)
+        return pathlib.Path(folder)
     except Exception as error:  # the client's exceptions have no common base
         raise unreachable or DataError(
             f"{what} can't be downloaded from the Hub ({reason(error)}); use a local folder, or "

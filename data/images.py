@@ -14,7 +14,7 @@ import hashlib
 import os
 import pathlib
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import PIL.Image
@@ -30,6 +30,22 @@ IN_MEMORY = 2**30  # most bytes of decoded pictures to keep; else each batch dec
 SAMPLE = 1_000  # pictures from which mean and standard deviation are computed
 
 
+class Form(NamedTuple):
+    """The form into which pictures are brought: uint8 [size, size, channels]."""
+
+    size: int
+    channels: int  # 1 (grey) or 3 (RGB); 0: as the pictures have
+    resample: str = "bilinear"  # filter to resize with, one of FILTERS
+
+
+class Augment(NamedTuple):
+    """Random changes of pictures."""
+
+    crop: bool = False  # cut at random, after repeating the edges by an eighth on each side
+    flip: bool = False  # mirror half of the pictures, left to right
+    seed: int = 0
+
+
 class Images(Rows):
     """Examples {"image": float32 [W, W, C], "label": int32}.
 
@@ -37,13 +53,9 @@ class Images(Rows):
     alone, so any number of processes gets the same batches.
     """
 
-    def __init__(
-        self, pixels, label_N: np.ndarray, mean, std, crop: bool = False, flip: bool = False,
-        seed: int = 0,
-    ):  # fmt: skip
+    def __init__(self, pixels, label_N: np.ndarray, mean, std, augment: "Augment"):
         """`pixels` is a sequence of uint8 [W, W, C]; mean and std are for values from 0 to 1."""
-        self.pixels, self.label_N = pixels, label_N
-        self.crop, self.flip, self.seed = crop, flip, seed
+        self.pixels, self.label_N, self.augment = pixels, label_N, augment
         self.mean, self.std = (np.asarray(x, np.float32) for x in (mean, std))
 
     def __len__(self):
@@ -52,28 +64,28 @@ class Images(Rows):
     def take(self, numbers: np.ndarray) -> dict[str, np.ndarray]:
         epochs, rows = np.divmod(numbers, len(self))
         image_BWWC = np.stack([self.pixels[row] for row in rows])
-        if self.crop or self.flip:
+        if self.augment.crop or self.augment.flip:
             image_BWWC = self._at_random(image_BWWC, epochs, rows)
         normalized = (image_BWWC.astype(np.float32) / 255 - self.mean) / self.std
         return {"image": normalized, "label": self.label_N[rows]}
 
     def _at_random(self, image_BWWC, epochs, rows) -> np.ndarray:
-        W = image_BWWC.shape[1]
-        edge = max(1, W // 8) if self.crop else 0
+        W, augment = image_BWWC.shape[1], self.augment
+        edge = max(1, W // 8) if augment.crop else 0
         around = (edge, edge)
         wide = np.pad(image_BWWC, ((0, 0), around, around, (0, 0)), mode="edge")
         for i, at in enumerate(zip(epochs.tolist(), rows.tolist(), strict=True)):
-            rng = np.random.default_rng((self.seed, *at))
+            rng = np.random.default_rng((augment.seed, *at))
             top, left = rng.integers(0, 2 * edge + 1, 2)
             picture = wide[i, top : top + W, left : left + W]
-            image_BWWC[i] = picture[:, ::-1] if self.flip and rng.random() < 0.5 else picture
+            image_BWWC[i] = picture[:, ::-1] if augment.flip and rng.random() < 0.5 else picture
         return image_BWWC
 
 
 class Files(Sequence):
     """Pictures on disk, decoded when they are read."""
 
-    def __init__(self, paths: list[pathlib.Path], dataset: str, *form):
+    def __init__(self, paths: list[pathlib.Path], dataset: str, form: Form):
         self.paths, self.dataset, self.form = paths, dataset, form
 
     def __len__(self):
@@ -82,7 +94,7 @@ class Files(Sequence):
     def __getitem__(self, i):
         try:
             with PIL.Image.open(self.paths[i]) as picture:
-                return resized(picture, *self.form)
+                return resized(picture, self.form)
         except (OSError, SyntaxError, ValueError):  # Pillow raises these for broken files
             raise broken(self.dataset, self.paths[i]) from None
 
@@ -116,12 +128,12 @@ def load(
     Raises DataError if there is no such dataset, or its pictures can't be used.
     """
     path = buckets.local(dataset, f"--dataset={dataset}")
-    form = image_size, channels, resample
+    form = Form(image_size, channels, resample)
     shown = path.is_dir() and [e for e in path.iterdir() if not buckets.is_hidden(e.name)]
     if path.is_dir() and (not shown or any(entry.is_dir() for entry in shown)):
-        names, found, train, test = _folder(path, dataset, *form)
+        names, form, train, test = _folder(path, dataset, form)
     else:
-        names, found, train, test = _rows(path, dataset, image_column, label_column, *form)
+        names, form, train, test = _rows(path, dataset, image_column, label_column, form)
     if len(names) < 2:
         raise DataError(
             f"--dataset={dataset} has a single class, {names[0]!r}; add a folder for another one"
@@ -132,24 +144,24 @@ def load(
         (pixels, order[np.asarray(label_N)]) for pixels, label_N in (train, test)
     )
     some = range(0, len(train_pixels), -(-len(train_pixels) // SAMPLE))
-    sample = np.stack([train_pixels[i] for i in some]).reshape(-1, found) / 255.0
+    sample = np.stack([train_pixels[i] for i in some]).reshape(-1, form.channels) / 255.0
     mean = tuple(mean) or tuple(round(float(x), 6) for x in sample.mean(axis=0))
     std = tuple(std) or tuple(max(round(float(x), 6), 1e-3) for x in sample.std(axis=0))
-    digest = hashlib.sha256(repr((names, image_size, found, resample)).encode())
+    digest = hashlib.sha256(repr((names, *form)).encode())
     for part in (train_pixels, train_label, test_pixels, test_label):
         if isinstance(part, Files):
             sizes = [(str(file), file.stat().st_size) for file in part.paths]
             digest.update(repr(sizes).encode())
         else:
             digest.update(np.ascontiguousarray(part).tobytes())
-    shape = (image_size, image_size, found)
+    shape = (image_size, image_size, form.channels)
     return Dataset(
-        train=Images(train_pixels, train_label, mean, std, crop, flip, seed),
-        held_out=Images(test_pixels, test_label, mean, std),
+        train=Images(train_pixels, train_label, mean, std, Augment(crop, flip, seed)),
+        held_out=Images(test_pixels, test_label, mean, std, Augment()),
         filler={"image": np.zeros(shape, np.float32), "label": np.array(-1, np.int32)},
         unit="images",
         units=1,
-        config=dict(channels=found, classes=len(labels), labels=labels, mean=mean, std=std),
+        config=dict(channels=form.channels, classes=len(labels), labels=labels, mean=mean, std=std),
         facts={"dataset": dataset, "fingerprint": digest.hexdigest()},
         by_epoch=crop or flip,
     )
@@ -158,17 +170,17 @@ def load(
 # ---- folders of pictures -------------------------------------------------------------------------
 
 
-def _folder(root: pathlib.Path, dataset: str, size: int, channels: int, resample: str):
-    """Returns (names of classes, channels, (training pictures, labels), (held-out ones, labels))."""
+def _folder(root: pathlib.Path, dataset: str, form: Form):
+    """Returns (names of classes, form, (training pictures, labels), (held-out ones, labels))."""
     inner = root / "train" if (root / "train").is_dir() else root
     classes = _classes(inner, dataset)
     names = list(classes)
-    held = next((root / name for name in TEST if (root / name).is_dir()), None)
-    if inner != root and held:
-        test = _classes(held, dataset)
+    test_folder = next((root / name for name in TEST if (root / name).is_dir()), None)
+    if inner != root and test_folder:
+        test = _classes(test_folder, dataset)
         for name in test.keys() - classes.keys():
             raise DataError(
-                f"--dataset={dataset} has class {name!r} in {held.name} but not in train; add "
+                f"--dataset={dataset} has class {name!r} in {test_folder.name} but not in train; add "
                 "pictures of it to train, or remove it"
             )
         train = classes
@@ -189,38 +201,39 @@ def _folder(root: pathlib.Path, dataset: str, size: int, channels: int, resample
          [i for i, name in enumerate(names) for _ in part.get(name, [])])
         for part in (train, test)
     ]  # fmt: skip
-    found = _channels([file for files, _ in parts for file in files], dataset)
-    form = size, channels or found, resample
-    keep = sum(len(files) for files, _ in parts) * size * size * form[1] <= IN_MEMORY
+    channels = _channels([file for files, _ in parts for file in files], dataset)
+    form = form._replace(channels=form.channels or channels)
+    count = sum(len(files) for files, _ in parts)
+    keep = count * form.size**2 * form.channels <= IN_MEMORY
     loaded = []
     for files, label in parts:
-        pixels: Any = Files(files, dataset, *form)
+        pixels: Any = Files(files, dataset, form)
         if keep:
             with concurrent.futures.ThreadPoolExecutor() as pool:
                 pixels = np.stack(list(pool.map(pixels.__getitem__, range(len(files)))))
         loaded.append((pixels, label))
-    return names, form[1], *loaded
+    return names, form, *loaded
 
 
 def _classes(folder: pathlib.Path, dataset: str) -> dict[str, list[pathlib.Path]]:
     """Class → its pictures, both sorted. Raises DataError if a class has none."""
-    found = {}
+    classes = {}
     for inner in sorted(path for path in folder.iterdir() if path.is_dir()):
         if not inner.name.startswith("."):
-            found[inner.name] = sorted(
+            classes[inner.name] = sorted(
                 file
                 for file in inner.rglob("*")
                 if file.suffix.lower() in SUFFIXES
                 and not buckets.is_hidden(file.relative_to(inner))
             )
-            if not found[inner.name]:
+            if not classes[inner.name]:
                 raise DataError(
                     f"--dataset={dataset} has no pictures ({', '.join(SUFFIXES)}) in {inner}; add "
                     "some, or remove the folder"
                 )
-    if not found:
+    if not classes:
         raise DataError(f"--dataset={dataset} has no folders in {folder}; use one for each class")
-    return found
+    return classes
 
 
 def _channels(files: list[pathlib.Path], dataset: str) -> int:
@@ -243,15 +256,7 @@ def _channels(files: list[pathlib.Path], dataset: str) -> int:
 # ---- rows with columns for image and label -------------------------------------------------------
 
 
-def _rows(
-    path: pathlib.Path,
-    dataset: str,
-    image: str,
-    label: str,
-    size: int,
-    channels: int,
-    resample: str,
-):
+def _rows(path: pathlib.Path, dataset: str, image: str, label: str, form: Form):
     """Reads a dataset of the Hub, or files of the same structure. Returns what `_folder` does."""
     name = str(path) if path.is_dir() else dataset.removeprefix("hf:")
     if dataset == "digits":
@@ -297,9 +302,9 @@ def _rows(
             raise DataError(
                 f"--dataset={dataset} has grey images and colored ones; use images of one kind"
             )
-        form = size, channels or next(iter(kinds)), resample
-        loaded.append((np.stack([resized(picture, *form) for picture in pictures]), labels))
-    return names, channels or next(iter(kinds)), *loaded
+        form = form._replace(channels=form.channels or next(iter(kinds)))
+        loaded.append((np.stack([resized(picture, form) for picture in pictures]), labels))
+    return names, form, *loaded
 
 
 def _picture(numbers: Any, white: float) -> PIL.Image.Image:
@@ -316,19 +321,18 @@ def channels_of(picture: PIL.Image.Image) -> int:
     return 1 if picture.mode[0] in "1LFI" else 3
 
 
-def resized(
-    picture: PIL.Image.Image, size: int, channels: int, resample: str = "bilinear"
-) -> np.ndarray:
+def resized(picture: PIL.Image.Image, form: Form) -> np.ndarray:
     """The pixels of a picture, resized: uint8 [size, size, channels]."""
+    size = form.size
     if picture.mode.startswith("I"):  # 16 bits
         picture = PIL.Image.fromarray((np.asarray(picture) // 257).clip(0, 255).astype(np.uint8))
     if "transparency" in picture.info:
         picture = picture.convert("RGBA")
-    mode = "L" if channels == 1 else "RGB"
+    mode = "L" if form.channels == 1 else "RGB"
     picture = picture if picture.mode == mode else picture.convert(mode)
     if picture.size != (size, size):
-        picture = picture.resize((size, size), FILTERS[resample])
-    return np.asarray(picture).reshape(size, size, channels)
+        picture = picture.resize((size, size), FILTERS[form.resample])
+    return np.asarray(picture).reshape(size, size, form.channels)
 
 
 def broken(dataset: str, file: pathlib.Path) -> DataError:

@@ -44,7 +44,7 @@ class Packed(Rows):
     """
 
     def __init__(self, split: Split, length: int, folder: pathlib.Path | None = None):
-        """Opens the index in `folder`, or makes it there; by default beside the split's files."""
+        """Opens the index in `folder`, or makes it there; by default next to the split's files."""
         folder = folder or split.path.with_name(f"{split.path.name}.packed{CODE}-{length}")
         if not is_whole(folder):
             with cached(), new_folder(folder) as made:
@@ -64,7 +64,7 @@ class Packed(Rows):
     def take(self, indices: np.ndarray) -> dict[str, np.ndarray]:
         T, N = self._length, len(indices)
         first, count = self._rows[indices], self._rows[indices + 1] - self._rows[indices]
-        row_of_P = np.repeat(np.arange(N), count)  # P: the pieces of these rows
+        row_of_P = np.repeat(np.arange(N), count)  # P: all pieces of the rows
         number_P = _within(count)
         first_P, size_P = self._pieces[np.repeat(first, count) + number_P].T
         # A piece begins in its row where the pieces before it end.
@@ -103,10 +103,10 @@ class Packed(Rows):
         sizes = np.diff(np.append(split.texts, split.bytes))
         for number in np.flatnonzero(ends - split.starts > kept):
             begin, end = split.starts[number], ends[number]
-            whole = Document(split.tokens[begin:end], targets[begin:end])
-            cut = Document(whole.tokens[:kept], whole.targets[:kept])
+            document = Document(split.tokens[begin:end], targets[begin:end])
+            cut = Document(document.tokens[:kept], document.targets[:kept])
             if cut.targets.any():
-                lost += target_bytes(whole, tokenizer) - target_bytes(cut, tokenizer)
+                lost += target_bytes(document, tokenizer) - target_bytes(cut, tokenizer)
             else:
                 lost += int(sizes[number])
         return lost
@@ -148,13 +148,13 @@ def best_fit(sizes: np.ndarray, room: int) -> np.ndarray:
                     del with_room[left], rooms[place]
             into, pieces = np.split(pieces, [each * len(rows)])
             row_of[into] = np.repeat(rows, each)[: len(into)]
-            last = len(into) - each * (len(rows) - 1)  # pieces in the last of these rows
+            last = len(into) - each * (len(rows) - 1)  # pieces in the last row
             for part, filled in ((rows[:-1], each), (rows[-1:], last)):
                 if len(part) and left > filled * size:
-                    now = left - filled * size
-                    if now not in with_room:
-                        bisect.insort(rooms, now)
-                    with_room.setdefault(now, []).append(part)
+                    space_left = left - filled * size
+                    if space_left not in with_room:
+                        bisect.insort(rooms, space_left)
+                    with_room.setdefault(space_left, []).append(part)
     return row_of
 
 
@@ -209,11 +209,11 @@ def _write(split: Split, length: int, folder: pathlib.Path) -> None:
     """Writes the index: `pieces`, row by row, and `rows`, the number of each row's first piece."""
     total, lost = 0, [*Lost()]
     if split.targets is None:
-        found = _pieces(split, length)
+        blocks = _pieces(split, length)
     else:
-        found = _beginnings(split, split.targets, length, lost)
+        blocks = _beginnings(split, split.targets, length, lost)
     with (folder / "pieces").open("wb") as pieces_file, (folder / "rows").open("wb") as rows_file:
-        for pieces in found:
+        for pieces in blocks:
             row_of = best_fit(pieces[:, 1], length)
             pieces[np.argsort(row_of, kind="stable")].tofile(pieces_file)
             counts = np.bincount(row_of)

@@ -5,7 +5,7 @@
     docs.jsonl, docs.parquet      # JSON Lines (also .ndjson) or Parquet: the column `text`, or
                                   # conversations (conversations.py), by the first row's columns
     hf:org/name                   # a Hub dataset, or hf:org/name:config
-    gs://bucket/docs.jsonl        # any of these files in a bucket; they are copied into the cache
+    gs://bucket/docs.jsonl        # any such file in a bucket; it is copied into the cache
     a.parquet@0.7,b.jsonl@0.3     # several, with their shares of the training rows
 
 Files may be compressed: .gz or, with the package zstandard, .zst.
@@ -35,7 +35,7 @@ Rows = Iterator[tuple[str, dict[str, Any]]]  # (place, row); the place is for me
 
 
 class Part(NamedTuple):
-    """A document, or a part of one that is too long to be held and tokenized at once."""
+    """A document, or a part of one that is too long to be kept in memory and tokenized at once."""
 
     text: bytes  # UTF-8; a row of conversations has JSON from `conversations.checked`
     held_out: bool
@@ -51,25 +51,25 @@ class Source(NamedTuple):
     weight: float
     files: list[pathlib.Path]  # to read; empty for a Hub dataset
     column: str
-    whole: bool  # whether nothing is held out
+    train_only: bool  # whether nothing is held out
     form: Callable[[], str]  # form of its rows: TEXT, MESSAGES or PAIRS
     parts: Callable[[], Iterator[Part]]  # yields all documents, in order
 
 
-def find(dataset: str, column: str = "text", whole: bool = False) -> list[Source]:
+def find(dataset: str, column: str = "text", train_only: bool = False) -> list[Source]:
     """Finds the sources that --dataset names.
 
     Args:
       column: the column with the text, in JSON Lines, Parquet and Hub datasets.
-      whole: holds out nothing, and drops a held-out split that the dataset has.
+      train_only: holds out nothing, and drops a held-out split that the dataset has.
 
     Raises DataError if something named does not exist, or a weight is invalid.
     """
     if not dataset:
         raise DataError("--dataset= is empty; use stdlib, a path, or hf:NAME")
     if exists(dataset):  # even if its name has a comma or an @
-        return [_source(dataset, 1.0, column, whole)]
-    return [_source(*_weighted(one, dataset), column, whole) for one in dataset.split(",")]
+        return [_source(dataset, 1.0, column, train_only)]
+    return [_source(*_weighted(one, dataset), column, train_only) for one in dataset.split(",")]
 
 
 def _weighted(one: str, dataset: str) -> tuple[str, float]:
@@ -109,7 +109,7 @@ def reading(name: str) -> Iterator[None]:
         ) from error
 
 
-def _source(name: str, weight: float, column: str, whole: bool) -> Source:
+def _source(name: str, weight: float, column: str, train_only: bool) -> Source:
     form = lambda: TEXT  # noqa: E731
     if name == "stdlib":
         root = pathlib.Path(sysconfig.get_paths()["stdlib"])
@@ -120,21 +120,21 @@ def _source(name: str, weight: float, column: str, whole: bool) -> Source:
         with reading(name):
             files = _inside(folder) if folder.is_dir() else []
         form = functools.cache(lambda: conversations.form(_hub_columns(name), column))
-        read = functools.partial(_from_hub, name, column, whole, form)
+        read = functools.partial(_from_hub, name, column, train_only, form)
     else:
         remote = buckets.remote(name)
         with reading(name):
-            found = buckets.files(name, f"--dataset={name}") if remote else _files(name)
-        files = _checked(name, found)
+            paths = buckets.files(name, f"--dataset={name}") if remote else _files(name)
+        files = _checked(name, paths)
         form = functools.cache(lambda: conversations.form(_columns(files[0]), column))
-        read = functools.partial(_from_files, name, files, column, whole, form)
+        read = functools.partial(_from_files, name, files, column, train_only, form)
 
     def parts() -> Iterator[Part]:
         with reading(name):
             for part in read():
-                yield part._replace(held_out=False) if whole else part
+                yield part._replace(held_out=False) if train_only else part
 
-    return Source(name, weight, files, column, whole, form, parts)
+    return Source(name, weight, files, column, train_only, form, parts)
 
 
 # ---- files ---------------------------------------------------------------------------------------
@@ -146,13 +146,13 @@ def _files(name: str) -> list[pathlib.Path]:
         return [path]
     if path.is_dir():
         os.listdir(path)  # raises without permission; rglob would just find nothing
-        found, empty = _inside(path), "is an empty folder; add text files to it"
+        paths, empty = _inside(path), "is an empty folder; add text files to it"
     elif glob.has_magic(name):
-        found = map(pathlib.Path, glob.iglob(str(path), recursive=True))
+        paths = map(pathlib.Path, glob.iglob(str(path), recursive=True))
         empty = "matches no file; check the pattern, and quote it in a shell"
     else:
         raise DataError(f"--dataset={name} does not exist; use a file, a folder, or hf:NAME")
-    files = sorted(p for p in found if p.is_file() and not p.name.startswith("."))
+    files = sorted(p for p in paths if p.is_file() and not p.name.startswith("."))
     if not files:
         raise DataError(f"--dataset={name} {empty}")
     return files
@@ -169,7 +169,7 @@ def _inside(folder: pathlib.Path) -> list[pathlib.Path]:
 
 def _checked(name: str, files: list[pathlib.Path]) -> list[pathlib.Path]:
     """Returns `files`. Raises DataError if they can't be read as one dataset."""
-    # A README beside .jsonl files is not a document; a folder of source code is all text.
+    # A README next to .jsonl files is not a document; a folder of source code is all text.
     other = [file for file in files if _suffix(file) not in KINDS]
     if other and any(kind(file) != "text" for file in files):
         raise DataError(
@@ -181,8 +181,8 @@ def _checked(name: str, files: list[pathlib.Path]) -> list[pathlib.Path]:
 
 def _suffix(path: pathlib.Path) -> str:
     """The file's suffix in lower case, ignoring the compression's suffix."""
-    whole = pathlib.Path(path.name.lower())
-    return pathlib.Path(whole.stem).suffix if whole.suffix in COMPRESSED else whole.suffix
+    name = pathlib.Path(path.name.lower())
+    return pathlib.Path(name.stem).suffix if name.suffix in COMPRESSED else name.suffix
 
 
 def kind(path: pathlib.Path) -> str:
@@ -200,11 +200,11 @@ def _by_file(files: list[pathlib.Path], root: pathlib.Path) -> Iterator[Part]:
 
 
 def _from_files(
-    name: str, files: list[pathlib.Path], column: str, whole: bool, form: Callable[[], str]
+    name: str, files: list[pathlib.Path], column: str, train_only: bool, form: Callable[[], str]
 ) -> Iterator[Part]:
     if form() != TEXT:
         rows = functools.partial(_rows_of_conversations, name, files, form())
-        yield from _conversations(name, rows, form(), whole)
+        yield from _conversations(name, rows, form(), train_only)
         return
     for path in files:
         with _explained(name, path):
@@ -222,20 +222,20 @@ def _from_files(
                 yield from _document(_text(row, column, name, where, number))
 
 
-def _from_hub(name: str, column: str, whole: bool, form: Callable[[], str]) -> Iterator[Part]:
+def _from_hub(name: str, column: str, train_only: bool, form: Callable[[], str]) -> Iterator[Part]:
     """Reads a Hub dataset, or a local folder laid out like one."""
-    train, held = hub.load(name.removeprefix("hf:"), name)
+    train, held_out = hub.load(name.removeprefix("hf:"), name)
     if form() != TEXT:
         numbered = functools.partial(_numbered, name)
-        known = whole or held is not None
-        yield from _conversations(name, lambda: numbered("row", train), form(), known)
-        for where, row in numbered("held-out row", held or ()):
+        has_split = train_only or held_out is not None
+        yield from _conversations(name, lambda: numbered("row", train), form(), has_split)
+        for where, row in numbered("held-out row", held_out or ()):
             yield Part(conversations.checked(row, form(), where), True, True, True, where)
         return
     for number, (where, row) in enumerate(_numbered(name, "row", train), start=1):
         text = _text(row, column, name, where, number)
-        yield from _document(text) if held is None else _cut(text, False)
-    for number, (where, row) in enumerate(_numbered(name, "held-out row", held or ()), start=1):
+        yield from _document(text) if held_out is None else _cut(text, False)
+    for number, (where, row) in enumerate(_numbered(name, "held-out row", held_out or ()), start=1):
         yield from _cut(_text(row, column, name, where, number), True)
 
 
@@ -337,21 +337,23 @@ def _numbered(name: str, what: str, rows: hub.Rows) -> Rows:
         yield f"--dataset={name}: {what} {number}", _from_arrow(row)
 
 
-def _conversations(name: str, rows: Callable[[], Rows], form: str, known: bool) -> Iterator[Part]:
+def _conversations(
+    name: str, rows: Callable[[], Rows], form: str, has_split: bool
+) -> Iterator[Part]:
     """Yields a part for each row. Rows are held out like documents, but never in pieces.
 
     If this would hold out none or all of the rows, as it may if there are few, the last twentieth is
     held out instead, at least one row.
 
     Args:
-      known: whether the dataset has a held-out split or needs none; then no row is held out.
+      has_split: whether the dataset has a held-out split or needs none; then no row is held out.
     """
-    first, found, count = None, set(), 0
-    if not known:
+    first, kinds, count = None, set(), 0
+    if not has_split:
         for where, row in rows():  # until one of each kind is found
             count += 1
-            found.add(_is_held_out(conversations.checked(row, form, where)))
-            if len(found) == 2:
+            kinds.add(_is_held_out(conversations.checked(row, form, where)))
+            if len(kinds) == 2:
                 break
         else:
             first = count - max(1, count // 20)
@@ -362,7 +364,7 @@ def _conversations(name: str, rows: Callable[[], Rows], form: str, known: bool) 
             )
     for number, (where, row) in enumerate(rows()):
         text = conversations.checked(row, form, where)
-        held_out = not known and (_is_held_out(text) if first is None else number >= first)
+        held_out = not has_split and (_is_held_out(text) if first is None else number >= first)
         yield Part(text, held_out, True, True, where)
 
 
@@ -418,14 +420,14 @@ def _text_file(path: pathlib.Path) -> Iterator[Part]:
 def _blocks(path: pathlib.Path) -> Iterator[bytes]:
     """Yields a text file as UTF-8 with Unix line ends, cut like `_cut`; b"" if it is empty."""
     with hub.text_file(path) as file:
-        held = b""
+        buffered = b""
         while block := file.read(LONGEST):
-            held += block.encode()
-            while len(held) > LONGEST:
-                end = _end(held)
-                yield held[:end]
-                held = held[end:]
-        yield held
+            buffered += block.encode()
+            while len(buffered) > LONGEST:
+                end = _end(buffered)
+                yield buffered[:end]
+                buffered = buffered[end:]
+        yield buffered
 
 
 @contextlib.contextmanager

@@ -42,7 +42,7 @@ def load(
     Raises DataError if there is no such text, or too little for one example.
     """
     tokenizer = tokenizer or BYTES
-    corpora = corpus.load(dataset, text_column, tokenizer, whole=bool(eval_dataset))
+    corpora = corpus.load(dataset, text_column, tokenizer, train_only=bool(eval_dataset))
     train, held_out = [one.train for one in corpora], [one.held_out for one in corpora]
     fingerprints, weights = corpora, [one.weight for one in corpora]
     if eval_dataset:
@@ -148,11 +148,11 @@ class _Concatenated(Rows):
         source_N = np.searchsorted(self._ends, indices, side="right")
         taken = {}
         for number in np.unique(source_N):
-            source, mine = self._sources[number], source_N == number
-            part = source.take(indices[mine] - (self._ends[number] - len(source)))
+            source, chosen = self._sources[number], source_N == number
+            part = source.take(indices[chosen] - (self._ends[number] - len(source)))
             for name, rows in part.items():
                 shape = (len(indices), *rows.shape[1:])
-                taken.setdefault(name, np.empty(shape, rows.dtype))[mine] = rows
+                taken.setdefault(name, np.empty(shape, rows.dtype))[chosen] = rows
         return taken
 
 

@@ -3,7 +3,7 @@
     find("bytes")              # a token is a byte, 0 to 255; 256 starts each document
     find("tokenizer.json")     # a file, or a folder that has one, such as a Hugging Face model
     find("org/name")           # a model on the Hub
-    from_files(files)          # files stored beside a checkpoint's weights
+    from_files(files)          # files stored next to a checkpoint's weights
 
 The files besides tokenizer.json describe the model's chat format: its chat template (chat.py) and
 the tokens that end an answer.
@@ -58,7 +58,7 @@ class Tokenizer:
     files: dict[str, bytes] = dataclasses.field(repr=False, compare=False)  # {} for bytes
     start: tuple[int, ...]  # ids before each document
     end: tuple[int, ...]  # ids that end a text
-    added: tuple[str, ...] = ()  # tokens that files beside tokenizer.json add (added_tokens.py)
+    added: tuple[str, ...] = ()  # tokens that files next to tokenizer.json add (added_tokens.py)
 
     def __reduce__(self):  # pickled as its files
         return from_files, (self.files, self.name)
@@ -67,6 +67,11 @@ class Tokenizer:
     def dtype(self) -> np.dtype:
         """The smallest type that holds every id."""
         return np.dtype(np.uint16 if self.size <= 2**16 else np.uint32)
+
+    @property
+    def vocabulary(self) -> int:
+        """Ids that a model may write are below this: all, or the 256 bytes."""
+        return self.size if self.files else START
 
     @functools.cached_property
     def _library(self):
@@ -139,8 +144,8 @@ class Tokenizer:
         """HARMONY by the tokens' ids; {} for other chat formats."""
         if not self.files:
             return {}
-        found = {self._library.token_to_id(token): text for token, text in HARMONY.items()}
-        return {} if None in found else found
+        marks = {self._library.token_to_id(token): text for token, text in HARMONY.items()}
+        return {} if None in marks else marks
 
     def last_part(self, tokens) -> Any:
         """The tokens of an answer's last part, after its channel; all tokens in other formats."""
@@ -201,8 +206,8 @@ class Tokenizer:
     @functools.cached_property
     def special(self) -> frozenset[int]:
         """Ids of control tokens."""
-        found = self._library.get_added_tokens_decoder().items() if self.files else ()
-        return frozenset({*self.start, *self.end, *(i for i, token in found if token.special)})
+        added = self._library.get_added_tokens_decoder().items() if self.files else ()
+        return frozenset({*self.start, *self.end, *(i for i, token in added if token.special)})
 
     def render(
         self,
@@ -218,16 +223,10 @@ class Tokenizer:
 
         Raises DataError if there is no template, or it refuses these messages.
         """
-        template = self.tool_template if context and context.get("tools") else self.template
-        return chat.render(
-            template,
-            messages,
-            add_generation_prompt,
-            self.control_tokens,
-            self.name,
-            today,
-            context,
-        )
+        context = context or {}
+        template = self.tool_template if context.get("tools") else self.template
+        variables = self.control_tokens | context | {"add_generation_prompt": add_generation_prompt}
+        return chat.render(template, messages, variables, self.name, today)
 
     def ask(
         self, messages: list[dict[str, Any]], context: dict[str, Any] | None = None
@@ -243,8 +242,8 @@ class Tokenizer:
 
     def _encode(self, texts: list[str], control: bool) -> list[np.ndarray]:
         with _encoding(self.name):  # a batch, even of one text: `encode` holds Python's lock
-            found = self._encoder(control).encode_batch_fast(texts, add_special_tokens=False)
-        return [np.array(one.ids, np.int32) for one in found]
+            encodings = self._encoder(control).encode_batch_fast(texts, add_special_tokens=False)
+        return [np.array(one.ids, np.int32) for one in encodings]
 
     @functools.cached_property
     def chat_key(self) -> str:
@@ -388,13 +387,13 @@ def from_files(files: dict[str, bytes], name: str = "") -> Tokenizer:
 def _end(files: dict[str, bytes], name) -> str | list | None:
     """The ids that end a text, or a token's text, from the first file that names any."""
     by_name = _control_tokens(files, name).get("eos_token")
-    for found in (
+    for named in (
         _json(files, GENERATION, name).get("eos_token_id"),
         by_name,
         _json(files, MODEL, name).get("eos_token_id"),
     ):
-        if found is not None and found != []:
-            return found if isinstance(found, (str, list)) else [found]
+        if named is not None and named != []:
+            return named if isinstance(named, (str, list)) else [named]
     return None
 
 
@@ -408,22 +407,22 @@ def _settings(files: dict[str, bytes], name: str) -> dict[str, Any]:
 
 
 def _template(files: dict[str, bytes], name: str, which: str = "default") -> str:
-    found = files[TEMPLATE].decode(errors="replace") if TEMPLATE in files else ""
-    return found or chat.template(_json(files, CONFIG, name), which)
+    template = files[TEMPLATE].decode(errors="replace") if TEMPLATE in files else ""
+    return template or chat.template(_json(files, CONFIG, name), which)
 
 
 def _json(files: dict[str, bytes], file: str, name) -> dict[str, Any]:
     try:
-        found = json.loads(files.get(file, b"{}"))
+        value = json.loads(files.get(file, b"{}"))
     except ValueError:
-        found = None
-    if not isinstance(found, dict):
+        value = None
+    if not isinstance(value, dict):
         raise DataError(f"{file} of the tokenizer {name} is not a JSON object; fetch it again")
-    return found
+    return value
 
 
 def _library(files: dict[str, bytes], name: str) -> tuple[Any, tuple[str, ...]]:
-    """(the library's tokenizer, the tokens that files beside tokenizer.json add to it)."""
+    """(the library's tokenizer, the tokens that files next to tokenizer.json add to it)."""
     import tokenizers
 
     # chunks.py has its own threads. The library's, one for each core, would take 10 MB each.
@@ -436,9 +435,9 @@ def _library(files: dict[str, bytes], name: str) -> tuple[Any, tuple[str, ...]]:
         ) from None
     made.no_truncation()
     made.no_padding()
-    said, more = _settings(files, name), _json(files, ADDED, name)
+    settings, added = _settings(files, name), _json(files, ADDED, name)
     templates = _template(files, name) + _template(files, name, "tool_use")
-    return made, added_tokens.add(made, said, more, templates, name)
+    return made, added_tokens.add(made, settings, added, templates, name)
 
 
 @contextlib.contextmanager

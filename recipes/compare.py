@@ -46,7 +46,7 @@ class RunRecord:
     name: str
     flags: dict[str, Any]
     curve: picture.Curve
-    held_out: dict[str, float]  # figures of the last evaluation, and the "step" of it
+    held_out: dict[str, float]  # metrics of the last evaluation, and the "step" of it
     best: tuple[float, int] | None  # lowest held-out loss, and its step
 
 
@@ -142,7 +142,7 @@ def cells(run: RunRecord) -> dict[str, str]:
     """Column → cell of a run."""
     curve, held_out = run.curve, run.held_out
     losses = curve.losses[-LAST:]
-    found = {
+    cells_by_name = {
         "run": run.name,
         "steps": f"{curve.steps[-1]:,}",
         curve.unit: f"{curve.examples[-1]:,.0f}",
@@ -155,7 +155,7 @@ def cells(run: RunRecord) -> dict[str, str]:
         "at step": f"{held_out['step']:,}" if held_out else "",
     }
     best = run.best and f"{run.best[0]:.4f} at step {run.best[1]:,}"
-    return found | {"best held-out loss": best or ""}
+    return cells_by_name | {"best held-out loss": best or ""}
 
 
 def differ(runs: list[RunRecord], name: str) -> bool:
@@ -190,6 +190,6 @@ def runs_and_flags(words: list[str]) -> tuple[list[str], list[str]]:
 
 
 if __name__ == "__main__":
-    named, given = runs_and_flags(sys.argv[1:])
-    sys.argv[1:] = given
+    named, flags = runs_and_flags(sys.argv[1:])
+    sys.argv[1:] = flags
     start(functools.partial(main, named), Flags())

@@ -32,7 +32,9 @@ OPTIONAL = {  # file that is imported inside functions → what needs it
 @dataclasses.dataclass(frozen=True)
 class Flags:
     entry: str = flag("transformer", "Zoo entry to copy.", group="model")
-    target: str = flag("", "Folder to copy its files into; new, or without files of these names.")
+    target: str = flag(
+        "", "Folder to copy its files into; new, or without files with the same names."
+    )
     without: str = flag("", "Optional files to leave out, such as pipeline,cache.")
 
 
@@ -76,14 +78,14 @@ def main(flags: Flags) -> None:
     print0(f"To use it:\n  from {folder.name}.{entry} import RULES, Config, {ENTRIES[entry].model}")
 
 
-def imported(entry: str, nested: bool = True, without=(), found=()) -> list[str]:
+def imported(entry: str, nested: bool = True, without=(), files=()) -> list[str]:
     """Files that an entry imports, by name, itself last; `nested`: inside functions too."""
-    found = [*found]
+    files = [*files]
     text = (ZOO / f"{entry}.py").read_text()
     for indent, other in re.findall(r"^( *)from \.(\w+) import", text, re.MULTILINE):
-        if other not in (*found, *without) and (nested or not indent):
-            found = imported(other, nested, without, found)
-    return [*found, entry]
+        if other not in (*files, *without) and (nested or not indent):
+            files = imported(other, nested, without, files)
+    return [*files, entry]
 
 
 if __name__ == "__main__":

@@ -8,32 +8,22 @@
 Running the same command again resumes. --restore_from reads the published float8 weights of V3.
 """
 
-import dataclasses
 import functools
 
 from recipes.common import language
-from recipes.common.language import ExpertFlags, Sample, Text, usage, with_experts
+from recipes.common.language import DECODER, EXPERTS, Sample, Text, Training
 from recipes.common.runtime import Run
 from recipes.common.runtime.start import start
 from zoo.deepseek import REMAT, SIZES, Config
 
-
-@dataclasses.dataclass(frozen=True)
-class Flags(ExpertFlags):
-    """The flags of every language model with experts, DeepSeek's choices, and more."""
-
-    size: str = language.size_flag(SIZES)
-    remat: str = language.remat_flag(REMAT)
-    lora_targets: str = language.lora_targets_flag(Config.lora_targets)
-    balance_rate: float = language.balance_rate_flag()
-    mtp_depth: int = language.mtp_depth_flag()
-    mtp_weight: float = language.mtp_weight_flag()
-
+# The flags of the model: a Config's fields that are set most often. --set reaches the others.
+MODEL = language.model_flags(
+    Config, (*DECODER, *EXPERTS, "balance_rate", "mtp_depth", "mtp_weight"), SIZES, REMAT
+)
+NEW = (Run(steps=200, batch_size=16, learning_rate=4e-3), Text(), MODEL, Training(), Sample())
 
 # The run, from the mesh to the sample: recipes/common/language/recipe.py.
-main = functools.partial(language.main, "deepseek", change=with_experts, summary=usage)
-
-NEW = (Run(steps=200, batch_size=16, learning_rate=4e-3), Text(), Flags(), Sample())
+main = functools.partial(language.main, "deepseek")
 defaults = functools.partial(language.fine_tuning, "deepseek", NEW)
 
 if __name__ == "__main__":

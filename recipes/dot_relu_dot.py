@@ -7,12 +7,14 @@ Running the same command again resumes; --help lists the flags.
 """
 
 import dataclasses
+from typing import Any
 
 import jax
 
 from data import synthetic
 from recipes.common import checkpoint
 from recipes.common.checkpoint import RunFolder, open_run
+from recipes.common.config_flags import configure, describe_set, model_flags
 from recipes.common.plan.answer import of_layout
 from recipes.common.report import picture, report
 from recipes.common.runtime import Run, flag, make_mesh, print0
@@ -29,23 +31,25 @@ from zoo.dot_relu_dot import RULES, Config, DotReluDot
 class Flags:
     """Recipe-specific flags."""
 
-    embed: int = flag(0, "Width of x and y; 0: 32, or the checkpoint's.", "model", at_least=0)
-    hidden: int = flag(0, "Width in between; 0: 128, or the checkpoint's.", "model", at_least=0)
     warmup_steps: int = flag(
         20, "Steps in which the learning rate rises to its peak.", "optimizer", at_least=0
     )
 
 
-def main(run: Run, flags: Flags) -> None:
+MODEL = model_flags(Config, ("embed", "hidden"))
+
+
+def main(run: Run, model: Any, flags: Flags) -> None:
     # ---- Model and mesh: checked together before anything is allocated or written ----------------
-    mesh, folder = make_mesh(run.mesh), open_run("dot_relu_dot", run, flags)
-    config = checkpoint.configure(Config.small(), folder.start, flags)
+    mesh, folder = make_mesh(run.mesh), open_run("dot_relu_dot", run, model, flags)
+    config = checkpoint.config_of(folder.start) if folder.start else Config.small()
+    config = configure(config, model, mesh.devices.flat[0])
     layout = make_layout(
         DotReluDot, config, mesh, run.rules, seed=run.seed, batch_size=run.batch_size
     )
-
     if run.plan:
         return print0(*of_layout(layout))
+    print0(*describe_set(model))
 
     # ---- Data: examples are computed on demand, each from (seed, its number) ---------------------
     teacher = synthetic.load(config.embed, config.hidden, run.seed)
@@ -54,10 +58,10 @@ def main(run: Run, flags: Flags) -> None:
     lr = LearningRate(run.learning_rate, flags.warmup_steps, run.steps, run.schedule)
     adam = adamw(lr, weight_decay=0.0, clip_norm=1.0)
     step = TrainStep(layout, adam, lr, skip_nonfinite=run.skip_nonfinite > 0)
-    state, log, figures = fit(run, folder, step, teacher)
+    state, log, metrics = fit(run, folder, step, teacher)
 
     # ---- What it has learned, and which device holds what ----------------------------------------
-    (total, count), (_, square) = figures["loss"], figures["unexplained"]
+    (total, count), (_, square) = metrics["loss"], metrics["unexplained"]
     print0(
         f"Held-out loss {total / count:.6f}: {total / square:.2%} of the teacher's mean square is "
         "unexplained."
@@ -100,4 +104,4 @@ def reshard(layout: Layout, w1_DF: jax.Array) -> None:
 
 
 if __name__ == "__main__":
-    start(main, Run(steps=200, batch_size=1024, learning_rate=0.1), Flags())
+    start(main, Run(steps=200, batch_size=1024, learning_rate=0.1), MODEL, Flags())

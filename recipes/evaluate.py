@@ -17,6 +17,7 @@ from data import sources, text
 from data.batches import Dataset
 from data.tokenizer import Tokenizer
 from recipes.common import checkpoint, entries
+from recipes.common.config_flags import Settings, default_dtype, describe_set, read_set
 from recipes.common.entries import ENTRIES
 from recipes.common.harness import tasks
 from recipes.common.int8_weights import to_int8, weights_flag
@@ -28,7 +29,7 @@ from recipes.common.train.evaluation import Evaluation, in_words
 
 
 @dataclasses.dataclass(frozen=True)
-class Evaluate:
+class Evaluate(Settings):
     restore_from: str = flag("", "The model: a run, checkpoint or published name, or hf:DIR.")
     base: str = flag("", "Path of an adapter's base model, if it has moved.")
     tasks: str = flag("", "Tasks of lm-evaluation-harness, comma-separated; patterns are allowed.")
@@ -40,7 +41,7 @@ class Evaluate:
     apply_chat_template: bool = flag(
         False, "Ask a task's questions as user messages, in the model's chat template."
     )
-    out: str = flag("", "New JSON file for the figures; empty: terminal only.")
+    out: str = flag("", "New JSON file for the metrics; empty: terminal only.")
     dataset: str = flag("", "Texts, comma-separated; each as in recipes.transformer.", "data")
     part: str = flag(
         "all", "Part of a text to evaluate: all, or what a training run on it holds out.",
@@ -79,15 +80,16 @@ def main(devices: Devices, flags: Evaluate) -> None:
     source = given(flags)
     asked = tasks.load(flags.tasks, flags.include_path) if flags.tasks else None
     tokenizer = checkpoint.tokenizer_for(flags.tokenizer, source)
-    dtype = flags.dtype or ("float32" if mesh.devices.flat[0].platform == "cpu" else "bfloat16")
+    dtype = flags.dtype or default_dtype(mesh.devices.flat[0])
+    compute = {"dtype": dtype} | read_set(type(checkpoint.config_of(source)), flags.set, ("dtype",))
     context = flags.seq_len or checkpoint.context(source)
     length = flags.seq_len or min(context, 1_024)
     rows = length if flags.dataset else 0  # tasks pad their rows to what the mesh divides
-    layout = checkpoint.layout_of(source, mesh, devices.rules, seq_len=rows, dtype=dtype)
+    layout = checkpoint.layout_of(source, mesh, devices.rules, seq_len=rows, **compute)
     texts = {name: load(name, flags, length, tokenizer) for name in names(flags.dataset)}
 
     # ---- Read the model, each shard onto its own device ------------------------------------------
-    print0(report.headline(layout))
+    print0(report.headline(layout), *describe_set(flags))
     variables = checkpoint.restore_variables(source, layout, dtype)
     if flags.weights:
         layout, variables = to_int8(entries.model(source.metadata["entry"]), layout, variables)
@@ -95,7 +97,7 @@ def main(devices: Devices, flags: Evaluate) -> None:
     about = {"model": flags.restore_from, "step": source.step, "dtype": dtype}
     about |= {"weights": flags.weights} if flags.weights else {}
     about |= {"mesh": describe(mesh.shape), "rules": layout.strategy}
-    found: dict[str, Any] = dict(about)
+    results: dict[str, Any] = dict(about)
 
     # ---- Evaluate --------------------------------------------------------------------------------
     for name, data in texts.items():
@@ -106,17 +108,17 @@ def main(devices: Devices, flags: Evaluate) -> None:
         summary = in_words(totals, data.held_out_bytes)
         print0(f"{name}: {summary}; {flags.part}, {length:,} tokens of context.")
         facts = {"bytes": data.held_out_bytes, "part": flags.part, "seq_len": length}
-        found.setdefault("datasets", {})[name] = evaluation.figures(totals) | facts
+        results.setdefault("datasets", {})[name] = evaluation.metrics(totals) | facts
     if asked:
         from recipes.common.harness.model import Model
 
         model = Model(layout, variables, tokenizer, flags.batch_size, context, about)
-        found["tasks"] = tasks.run(
+        results["tasks"] = tasks.run(
             model, asked, flags.num_fewshot, flags.limit, flags.apply_chat_template
         )
-        print0(*tasks.tables(found["tasks"]))
+        print0(*tasks.tables(results["tasks"]))
     if out and is_first():
-        out.write_text(json.dumps(found, indent=2, default=tasks.plain) + "\n")
+        out.write_text(json.dumps(results, indent=2, default=tasks.plain) + "\n")
         print0(f"Figures: {flags.out}")
 
 
@@ -130,8 +132,8 @@ def names(dataset: str) -> list[str]:
 def load(name: str, flags: Evaluate, length: int, tokenizer: Tokenizer) -> Dataset:
     """A dataset whose held-out part is the text to evaluate. Raises DataError."""
     pack = "true" if flags.pack else "false"
-    whole = name if flags.part == "all" else ""  # as --eval_dataset: all of it is held out
-    data = text.load(name, flags.text_column, length, tokenizer, pack, whole)
+    held_out = name if flags.part == "all" else ""  # as --eval_dataset: all of it is held out
+    data = text.load(name, flags.text_column, length, tokenizer, pack, held_out)
     for note in itertools.dropwhile(lambda note: not note.startswith("Held out: "), data.notes):
         print0(note.replace("Held out: ", "Evaluates ", 1))
     return data

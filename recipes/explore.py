@@ -97,10 +97,10 @@ def of_flags(flags: Flags) -> explorer.Shown:
 
 def of_run(flags: Flags) -> explorer.Shown:
     """The layout of the run in --from. Raises UserError if it can't be shown."""
-    found = checkpoint.find(flags.from_, "--from", hash_files=False)
-    if not (found.path / "metadata").exists():  # a Hugging Face folder
+    path = checkpoint.find(flags.from_, "--from", hash_files=False).path
+    if not (path / "metadata").exists():  # a Hugging Face folder
         raise UserError(f"--from={flags.from_} is not a run of this project; use a run's workdir")
-    source = checkpoint.open_checkpoint(found.path)  # an adapter as it was trained, not merged
+    source = checkpoint.open_checkpoint(path)  # an adapter as it was trained, not merged
     saved, config = source.metadata, checkpoint.config_of(source)
     table = dict.fromkeys(entries.zoo_file(saved["entry"]).LOGICAL_AXES)  # an older one lacks some
     table |= saved["rules"]["table"]

@@ -7,29 +7,20 @@
 Running the same command again resumes. --dataset takes your own text; --size a larger model.
 """
 
-import dataclasses
 import functools
 
 from recipes.common import language
-from recipes.common.language import Sample, Text
+from recipes.common.language import DECODER, Sample, Text, Training
 from recipes.common.runtime import Run
 from recipes.common.runtime.start import start
 from zoo.gemma3 import REMAT, SIZES, Config
 
-
-@dataclasses.dataclass(frozen=True)
-class Flags(language.Flags):
-    """The flags of every language model, with Gemma's choices."""
-
-    size: str = language.size_flag(SIZES)
-    remat: str = language.remat_flag(REMAT)
-    lora_targets: str = language.lora_targets_flag(Config.lora_targets)
-
+# The flags of the model: a Config's fields that are set most often. --set reaches the others.
+MODEL = language.model_flags(Config, DECODER, SIZES, REMAT)
+NEW = (Run(steps=400, batch_size=16, learning_rate=4e-3), Text(), MODEL, Training(), Sample())
 
 # The run, from the mesh to the sample: recipes/common/language/recipe.py.
 main = functools.partial(language.main, "gemma3")
-
-NEW = (Run(steps=400, batch_size=16, learning_rate=4e-3), Text(), Flags(), Sample())
 defaults = functools.partial(language.fine_tuning, "gemma3", NEW)
 
 if __name__ == "__main__":

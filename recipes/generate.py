@@ -21,11 +21,11 @@ import numpy as np
 from jax.sharding import Mesh
 
 from data import DataError, conversations, prompts
-from data.tokenizer import START, Tokenizer
+from data.tokenizer import Tokenizer
 from recipes.common import checkpoint, entries
-from recipes.common.generation import (
-    Generator,
-    Sampling,
+from recipes.common.config_flags import Settings, default_dtype, describe_set, read_set
+from recipes.common.generation import Generator, Sampling
+from recipes.common.generation_config import (
     default_temperature,
     default_top_k,
     setting,
@@ -41,7 +41,7 @@ from recipes.common.sharding.rules import select
 
 
 @dataclasses.dataclass(frozen=True)
-class Generate:
+class Generate(Settings):
     restore_from: str = flag("", "The model: a run, checkpoint or published name, or hf:DIR.")
     base: str = flag("", "Path of an adapter's base model, if it has moved.")
     prompt: str = flag("", "Text to continue.")
@@ -104,17 +104,16 @@ def main(devices: Devices, flags: Generate) -> None:
     out = folders.new_path(flags.out, "out", appended=True) if flags.out else None
 
     # ---- Read the model --------------------------------------------------------------------------
-    dtype = flags.dtype or ("float32" if mesh.devices.flat[0].platform == "cpu" else "bfloat16")
-    layout = model_layout(source, mesh, devices.rules, dtype)
-    print0(report.headline(layout))
+    dtype = flags.dtype or default_dtype(mesh.devices.flat[0])
+    compute = {"dtype": dtype} | read_set(type(checkpoint.config_of(source)), flags.set, ("dtype",))
+    layout = model_layout(source, mesh, devices.rules, compute)
+    print0(report.headline(layout), *describe_set(flags))
     variables = checkpoint.restore_variables(source, layout, dtype)
     if flags.weights:
         layout, variables = to_int8(entries.model(source.metadata["entry"]), layout, variables)
     print0(*report.uneven(layout, variables))
-    # The bytes tokenizer's special token, START, is never generated.
-    vocabulary = tokenizer.size if tokenizer.files else START
     rows = min(flags.batch_size, max(len(asked), 1))
-    generator = Generator(layout, variables, chosen, tokenizer.end, vocabulary, rows=rows)
+    generator = Generator(layout, variables, chosen, tokenizer.end, tokenizer.vocabulary, rows=rows)
     print0(*settings_not_applied(tokenizer, sampled=chosen.temperature > 0))
 
     # ---- Answer ----------------------------------------------------------------------------------
@@ -131,18 +130,23 @@ def main(devices: Devices, flags: Generate) -> None:
     print0(*speed(generator))
 
 
-def model_layout(source: checkpoint.Source, mesh: Mesh, rules: str, dtype: str) -> Layout:
+def model_layout(
+    source: checkpoint.Source, mesh: Mesh, rules: str, compute: dict[str, Any]
+) -> Layout:
     """The model's layout. Without --rules, weights are stored as they are used.
 
     In training the mesh's default rules may gather weights for each use; here that would be for
     each token.
+
+    Args:
+      compute: fields to replace in its Config.
     """
     if rules:
-        return checkpoint.layout_of(source, mesh, rules, dtype=dtype)
+        return checkpoint.layout_of(source, mesh, rules, **compute)
     zoo = entries.zoo_file(source.metadata["entry"])
     name, table = select(zoo, None, mesh)
     gathered = table | {rest: table[used] for rest, used in zoo.IN_USE.items()}
-    layout = checkpoint.layout_of(source, mesh, gathered, dtype=dtype)
+    layout = checkpoint.layout_of(source, mesh, gathered, **compute)
     name += ", gathered once" if gathered != table else ""
     return dataclasses.replace(layout, strategy=name)
 

@@ -7,29 +7,20 @@
 Running the same command again resumes. --restore_from reads the published MXFP4 weights.
 """
 
-import dataclasses
 import functools
 
 from recipes.common import language
-from recipes.common.language import ExpertFlags, Sample, Text, usage, with_experts
+from recipes.common.language import DECODER, EXPERTS, Sample, Text, Training
 from recipes.common.runtime import Run
 from recipes.common.runtime.start import start
 from zoo.gpt_oss import REMAT, SIZES, Config
 
-
-@dataclasses.dataclass(frozen=True)
-class Flags(ExpertFlags):
-    """The flags of every language model with experts, with GPT-OSS' choices."""
-
-    size: str = language.size_flag(SIZES)
-    remat: str = language.remat_flag(REMAT)
-    lora_targets: str = language.lora_targets_flag(Config.lora_targets)
-
+# The flags of the model: a Config's fields that are set most often. --set reaches the others.
+MODEL = language.model_flags(Config, (*DECODER, *EXPERTS), SIZES, REMAT)
+NEW = (Run(steps=200, batch_size=16, learning_rate=4e-3), Text(), MODEL, Training(), Sample())
 
 # The run, from the mesh to the sample: recipes/common/language/recipe.py.
-main = functools.partial(language.main, "gpt_oss", change=with_experts, summary=usage)
-
-NEW = (Run(steps=200, batch_size=16, learning_rate=4e-3), Text(), Flags(), Sample())
+main = functools.partial(language.main, "gpt_oss")
 defaults = functools.partial(language.fine_tuning, "gpt_oss", NEW)
 
 if __name__ == "__main__":

@@ -82,9 +82,16 @@ def row(layout: Layout, mesh: str, example: Tree) -> str:
         for kind, (count, bytes_) in sent.items()
         if kind not in ("all-gather", "all-reduce")
     )
-    held = [report.bytes_per_device(abstract[part]) for part in ("params", "opt_state")]
-    held.append(report.memory(compiled).temp_size_in_bytes)
-    cells = [layout.strategy, mesh, *map(report.size, held), gathered, reduced, other or "-"]
+    bytes_by_part = [report.bytes_per_device(abstract[part]) for part in ("params", "opt_state")]
+    bytes_by_part.append(report.memory(compiled).temp_size_in_bytes)
+    cells = [
+        layout.strategy,
+        mesh,
+        *map(report.size, bytes_by_part),
+        gathered,
+        reduced,
+        other or "-",
+    ]
     return f"| {' | '.join(cells)} |"
 
 

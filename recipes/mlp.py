@@ -8,11 +8,13 @@ Running the same command again resumes; --help lists the flags.
 """
 
 import dataclasses
+from typing import Any
 
 from data import digits
 from recipes.common import checkpoint
 from recipes.common.checkpoint import open_run
 from recipes.common.classification import confusion, show
+from recipes.common.config_flags import configure, describe_set, model_flags
 from recipes.common.plan.answer import of_layout
 from recipes.common.runtime import Run, UserError, flag, make_mesh, print0
 from recipes.common.runtime.start import start
@@ -36,9 +38,6 @@ MATRICES = {"ends": ("inputs", "classes")}
 class Flags:
     """Recipe-specific flags."""
 
-    embed: int = flag(0, "Width between blocks; 0: 64, or the checkpoint's.", "model", at_least=0)
-    hidden: int = flag(0, "Width inside a block; 0: 256, or the checkpoint's.", "model", at_least=0)
-    depth: int = flag(0, "Number of blocks; 0: 3, or the checkpoint's.", "model", at_least=0)
     dataset: str = flag(
         "digits", "Images: digits, a folder with train and test files, or hf:NAME.", "data"
     )
@@ -54,13 +53,18 @@ class Flags:
     clip_norm: float = flag(1.0, "Largest global norm of a gradient.", "optimizer", at_least=1e-9)
 
 
-def main(run: Run, flags: Flags) -> None:
+MODEL = model_flags(Config, ("embed", "hidden", "depth"))
+
+
+def main(run: Run, model: Any, flags: Flags) -> None:
     # ---- Data: batch k is a pure function of (seed, k); images decide the input and output sizes -
     images = digits.load(flags.dataset, flags.image_column, flags.label_column)
 
     # ---- Model and mesh: checked together before anything is allocated or written ----------------
-    mesh, folder = make_mesh(run.mesh), open_run("mlp", run, flags)
-    config = checkpoint.configure(Config(**images.config), folder.start, flags)
+    mesh, folder = make_mesh(run.mesh), open_run("mlp", run, model, flags)
+    new = Config(**images.config)
+    config = checkpoint.config_of(folder.start) if folder.start else new
+    config = configure(config, model, mesh.devices.flat[0])
     for name, wanted in images.config.items():
         if getattr(config, name) != wanted:
             raise UserError(
@@ -71,21 +75,21 @@ def main(run: Run, flags: Flags) -> None:
     layout = make_layout(MLP, config, mesh, run.rules, seed=run.seed, batch_size=run.batch_size)
     if run.plan:
         return print0(*of_layout(layout))
+    print0(*describe_set(model))
 
     # ---- Step, state and training ----------------------------------------------------------------
     lr = LearningRate(run.learning_rate, flags.warmup_steps, run.steps, run.schedule)
-    matrices = hidden_matrices(layout, **MATRICES)
     optimizer = make_optimizer(
-        flags.optimizer, lr, flags.weight_decay, flags.clip_norm, matrices, decaying(layout)
-    )
+        flags.optimizer, lr, flags.weight_decay, flags.clip_norm,
+        matrices=hidden_matrices(layout, **MATRICES), decays=decaying(layout),
+    )  # fmt: skip
     step = TrainStep(layout, optimizer, lr, skip_nonfinite=run.skip_nonfinite > 0)
-
-    _, log, figures = fit(run, folder, step, images, extra=confusion(config.classes))
+    _, log, metrics = fit(run, folder, step, images, extra=confusion(config.classes))
 
     # ---- What it has learned ---------------------------------------------------------------------
-    show(folder, figures)
+    show(folder, metrics)
     finish(folder, layout, log)
 
 
 if __name__ == "__main__":
-    start(main, Run(steps=400, batch_size=128, learning_rate=3e-3), Flags())
+    start(main, Run(steps=400, batch_size=128, learning_rate=3e-3), MODEL, Flags())

@@ -8,30 +8,20 @@ Running the same command again resumes. DIR may hold Mixtral or Qwen3-MoE. metri
 of the run show how much each expert is used: load_3=1.2 is 1.2 times its even share.
 """
 
-import dataclasses
 import functools
 
 from recipes.common import language
-from recipes.common.language import ExpertFlags, Sample, Text, usage, with_experts
+from recipes.common.language import DECODER, EXPERTS, Sample, Text, Training
 from recipes.common.runtime import Run
 from recipes.common.runtime.start import start
 from zoo.moe import REMAT, SIZES, Config
 
-
-@dataclasses.dataclass(frozen=True)
-class Flags(ExpertFlags):
-    """The flags of every language model with experts, the MoE's choices, and a flag of its own."""
-
-    size: str = language.size_flag(SIZES)
-    remat: str = language.remat_flag(REMAT)
-    lora_targets: str = language.lora_targets_flag(Config.lora_targets)
-    balance_rate: float = language.balance_rate_flag()
-
+# The flags of the model: a Config's fields that are set most often. --set reaches the others.
+MODEL = language.model_flags(Config, (*DECODER, *EXPERTS, "balance_rate"), SIZES, REMAT)
+NEW = (Run(steps=300, batch_size=16, learning_rate=4e-3), Text(), MODEL, Training(), Sample())
 
 # The run, from the mesh to the sample: recipes/common/language/recipe.py.
-main = functools.partial(language.main, "moe", change=with_experts, summary=usage)
-
-NEW = (Run(steps=300, batch_size=16, learning_rate=4e-3), Text(), Flags(), Sample())
+main = functools.partial(language.main, "moe")
 defaults = functools.partial(language.fine_tuning, "moe", NEW)
 
 if __name__ == "__main__":

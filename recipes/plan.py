@@ -23,6 +23,7 @@ import numpy as np
 from jax.sharding import AbstractDevice
 
 from recipes.common import entries
+from recipes.common.config_flags import check_matmul, field_flag
 from recipes.common.plan import answer, contexts
 from recipes.common.plan import page as plan_page
 from recipes.common.plan.estimate import Estimate, estimate
@@ -36,16 +37,16 @@ from recipes.common.runtime.flags import choose
 from recipes.common.runtime.start import start
 from recipes.common.sharding import make_layout
 from recipes.common.sharding.rules import check_length
-from recipes.common.train.matmul import matmul_fields, matmul_flag
-from recipes.common.train.offload import offload_flag
+from recipes.common.train.offload import Offload
 from recipes.common.train.optimizer import LearningRate, adamw
 from recipes.common.train.step import TrainStep
+from zoo.config import Compute
 
 SAY_SECONDS = 30  # between lines while the compiler works
 
 
 @dataclasses.dataclass(frozen=True)
-class Flags:
+class Flags(Offload):
     entry: str = flag("transformer", "Zoo entry.", group="model", choices=entries.ENTRIES)
     size: str = flag("small", "Size of the model, a key of its zoo file's SIZES.", group="model")
     devices: str = flag(
@@ -57,8 +58,7 @@ class Flags:
         "2^20. Empty: 16 rows for each device.", group="data",
     )  # fmt: skip
     seq_len: int = flag(128, "Tokens of context, for text.", group="data", at_least=1)
-    matmul: str = matmul_flag()
-    offload: str = offload_flag()
+    matmul: str = field_flag(Compute, "matmul")
     top: int = flag(8, "Rows of the table.", at_least=1)
     confirm: int = flag(0, "Candidates to compile with the real compiler.", at_least=0)
     confirm_layers: int = flag(0, "Layers of the compiled models; 0: all.", at_least=0)
@@ -95,17 +95,17 @@ def main(flags: Flags) -> None:
     else:
         say(*answer.why_others_lose(plan), "")
         say(_what_would_fit(change))
-    found: dict[str, Any] = answer.as_json(plan, flags.entry, flags.size, flags.top)
-    found["change"] = change and change.text
-    found["notes"] = long
+    results: dict[str, Any] = answer.as_json(plan, flags.entry, flags.size, flags.top)
+    results["change"] = change and change.text
+    results["notes"] = long
     if flags.html:
         page.write_text(plan_page.page(plan, plan.ranked[: flags.top], flags.entry, flags.size))
         say("", f"The plan with pictures: {page}")
 
     # ---- The best few, by the real compiler ------------------------------------------------------
-    found["confirmed"] = confirm(plan, flags, say) if flags.confirm else []
+    results["confirmed"] = confirm(plan, flags, say) if flags.confirm else []
     if flags.json:
-        print0(json.dumps(found, indent=1))
+        print0(json.dumps(results, indent=1))
 
 
 def make_job(flags: Flags, devices: Devices) -> Job:
@@ -123,7 +123,8 @@ def make_job(flags: Flags, devices: Devices) -> Job:
             )
     if flags.matmul:
         device = AbstractDevice(devices.hardware.name, None, devices.hardware.platform)
-        config = dataclasses.replace(config, **matmul_fields(flags, device))
+        check_matmul(flags.matmul, device)
+        config = dataclasses.replace(config, matmul=flags.matmul)
     length = flags.seq_len if shape.vocab_size else 0
     check_length(config, length)
     tokens = 16 * devices.count * max(length, 1)
@@ -136,10 +137,10 @@ def make_job(flags: Flags, devices: Devices) -> Job:
         tokens = int(number[1]) * {"": 1, "K": 2**10, "M": 2**20}[number[2]]
     rows, over = divmod(tokens, max(length, 1))
     if over or not rows:
-        whole = max(round(tokens / length), 1) * length
+        suggestion = max(round(tokens / length), 1) * length
         raise UserError(
             f"--batch_tokens={flags.batch_tokens} is not a whole number of rows of "
-            f"--seq_len={length}; try --batch_tokens={whole}"
+            f"--seq_len={length}; try --batch_tokens={suggestion}"
         )
     return Job(entries.model(flags.entry), config, rows, length, flags.offload)
 
@@ -184,19 +185,20 @@ class Program:
 
 def make_program(candidate: Estimate) -> Program:
     """The train step of a candidate."""
-    known, devices = candidate.layout, candidate.devices
-    mesh = topology(devices.kind, dict(known.mesh.shape), devices.groups)
-    model = entries.model(known.zoo.__name__.rpartition(".")[2])
+    estimated, devices = candidate.layout, candidate.devices
+    mesh = topology(devices.kind, dict(estimated.mesh.shape), devices.groups)
+    model = entries.model(estimated.zoo.__name__.rpartition(".")[2])
     layout = make_layout(
-        model, known.config, mesh, known.strategy, batch_size=known.batch_size,
-        microbatches=candidate.accumulate, seq_len=known.seq_len,
+        model, estimated.config, mesh, estimated.strategy,
+        batch_size=estimated.batch_size, microbatches=candidate.accumulate,
+        seq_len=estimated.seq_len,
     )  # fmt: skip
     lr = LearningRate(1e-3, 10, 100)
     step = TrainStep(
         layout, adamw(lr, weight_decay=0.1, clip_norm=1.0), lr, candidate.accumulate,
         offload=candidate.offload,
     )  # fmt: skip
-    row = jax.ShapeDtypeStruct((known.seq_len,), np.int32)
+    row = jax.ShapeDtypeStruct((estimated.seq_len,), np.int32)
     return Program(
         step, step.abstract_state(), dict.fromkeys(("tokens", "targets", "segment_ids"), row)
     )
@@ -209,47 +211,44 @@ def confirm(plan: Plan, flags: Flags, say) -> list[dict[str, Any]]:
         return []
     say("", "| mesh | rules | memory, estimated | compiled | ratio | sent, estimated | compiled | ratio |",
         "|---|---|---:|---:|---:|---:|---:|---:|")  # fmt: skip
-    found: list[dict[str, Any]] = []
+    rows: list[dict[str, Any]] = []
     signal.signal(signal.SIGINT, signal.default_int_handler)
     candidates = [x for x in plan.ranked[: flags.confirm] if x.fits] or plan.ranked[:1]
     try:
         for number, candidate in enumerate(candidates, 1):
             what = f"{candidate.layout.strategy} on {answer.mesh_of(candidate)}"
             _progress(f"{what}: compiling, {number} of {len(candidates)}; Ctrl-C stops")
-            found.append(
-                _in_background(lambda x=candidate: _confirm(x, flags.confirm_layers), what)
-            )
-            say(_line(found[-1]))
+            rows.append(_in_background(lambda x=candidate: _confirm(x, flags.confirm_layers), what))
+            say(_line(rows[-1]))
     except KeyboardInterrupt:
-        say("", f"Stopped: {len(found)} of {len(candidates)} are confirmed.")
-    return found
+        say("", f"Stopped: {len(rows)} of {len(candidates)} are confirmed.")
+    return rows
 
 
 def _confirm(candidate: Estimate, layers: int) -> dict[str, Any]:
-    """A candidate's estimated and compiled figures."""
+    """A candidate's estimated and compiled costs."""
     if layers:
         config = dataclasses.replace(candidate.layout.config, num_layers=layers)
         model = entries.model(candidate.layout.zoo.__name__.rpartition(".")[2])
         shallow = make_layout(model, config, candidate.layout.mesh, candidate.layout.strategy)
         layout = dataclasses.replace(candidate.layout, config=config, model=shallow.model)
-        given = candidate.devices, candidate.accumulate, candidate.offload
-        candidate = estimate(layout, *given)
+        candidate = estimate(layout, candidate.devices, candidate.accumulate, candidate.offload)
     name = f"{candidate.layout.strategy} on {answer.mesh_of(candidate)}"
-    figures = answer.to_json(candidate)
+    costs = answer.to_json(candidate)
     compiled = compile_step(make_program(candidate), candidate.devices.kind, name)
     if isinstance(compiled, TooLarge):
-        return figures | {"compiled_memory": compiled.bytes, "compiled_sent": None}
+        return costs | {"compiled_memory": compiled.bytes, "compiled_sent": None}
     sent = sent_by_kind(compiled.as_text(), candidate.devices.count)
     peak = report.peak_memory(compiled)
-    return figures | {"compiled_memory": peak, "compiled_sent": sum(sent.values())}
+    return costs | {"compiled_memory": peak, "compiled_sent": sum(sent.values())}
 
 
-def _line(figures: dict[str, Any]) -> str:
+def _line(costs: dict[str, Any]) -> str:
     """A row of the table that compares estimate and compiler."""
-    memory, sent = sum(figures["memory"].values()), figures["sent_inside"] + figures["sent_between"]
-    peak, real = figures["compiled_memory"], figures["compiled_sent"]
-    mesh = answer.describe(figures["mesh"])
-    cells = [mesh, figures["rules"], report.size(memory), report.size(peak), f"{memory / peak:.2f}"]
+    memory, sent = sum(costs["memory"].values()), costs["sent_inside"] + costs["sent_between"]
+    peak, real = costs["compiled_memory"], costs["compiled_sent"]
+    mesh = answer.describe(costs["mesh"])
+    cells = [mesh, costs["rules"], report.size(memory), report.size(peak), f"{memory / peak:.2f}"]
     cells += [report.size(sent), report.size(real), f"{sent / real:.2f}"] if real else ["-"] * 3
     return f"| {' | '.join(cells)} |"
 
@@ -270,12 +269,12 @@ def _in_background(function, what: str) -> Any:
 
     thread = threading.Thread(target=call, daemon=True)
     thread.start()
-    start, said = time.perf_counter(), 0.0
+    start, printed = time.perf_counter(), 0.0
     while thread.is_alive():
         thread.join(0.2)
         passed = time.perf_counter() - start
-        if passed - said >= SAY_SECONDS:
-            said = passed
+        if passed - printed >= SAY_SECONDS:
+            printed = passed
             _progress(f"{what}: still compiling after {passed:.0f} s")
     if isinstance(results[0], BaseException):
         raise results[0]

@@ -69,7 +69,7 @@ def main(flags: Publish) -> None:
     }
 
     # ---- Write a temporary folder, and move it in place ------------------------------------------
-    ours = target.parent == checkpoint.PUBLISHED
+    in_this_clone = target.parent == checkpoint.PUBLISHED
     with folders.write_errors(flags.target):
         checkpoint.write(
             target,
@@ -77,14 +77,14 @@ def main(flags: Publish) -> None:
             metadata,
             files={integrity.PROBE: probe.dumps(loss, batch)}
             | ({card.PICTURE: picture} if (picture := card.picture(source)) else {}),
-            readme=lambda hashes: card.text(target.name, ours, metadata, hashes),
+            readme=lambda hashes: card.text(target.name, in_this_clone, metadata, hashes),
             tokenizer=tokenizer,
         )
     size = sum(folders.sizes(target).values())
     print0(
         report.headline(layout),
         f"Published {len(leaves)} arrays, {size:,} bytes, in {flags.target}. To use it:",
-        f"  python -m recipes.{metadata['entry']} --restore_from={target.name if ours else flags.target} --steps=0",
+        f"  python -m recipes.{metadata['entry']} --restore_from={target.name if in_this_clone else flags.target} --steps=0",
     )
 
 

@@ -23,18 +23,19 @@ class Compute:
 
     # LoRA: x·W becomes x·W + (x·A)·B · lora_alpha / lora_rank. W is frozen; only A and B
     # (nnx.LoRAParam) get gradients.
-    lora_rank: int = 0  # columns of A and rows of B; 0: no adapters
-    lora_alpha: float = 16.0
-    lora_targets: tuple[str, ...] = ("q", "k", "v", "o", "gate", "up", "down")  # get adapters
+    lora_rank: int = 0  # rank of adapters (LoRA) on frozen weights; 0: none, train all weights
+    lora_alpha: float = 16.0  # adapters are scaled by lora_alpha / lora_rank
+    # Weights with an adapter.
+    lora_targets: tuple[str, ...] = ("q", "k", "v", "o", "gate", "up", "down")
     # Nothing below changes the parameters.
-    dtype: str = "float32"  # of activations and matmuls; parameters, norms and loss stay float32
-    matmul: str = ""  # of layers: "int8" or "fp8", see low_precision.py; "": in dtype
-    matmul_backward: str = ""  # of gradients: "bfloat16"; "": as `matmul`
-    remat: str = "full"  # what a layer keeps for its backward pass: a key of stack.REMAT_POLICIES
+    dtype: str = "float32"  # dtype of activations and matmuls; parameters, norms and loss: float32
+    matmul: str = ""  # format of the layers' matmuls: "int8" or "fp8", with scales; "": dtype
+    matmul_backward: str = ""  # format of these matmuls' gradients: "bfloat16"; "": as matmul
+    remat: str = "full"  # what a layer keeps for its backward pass, see stack.REMAT_POLICIES
     attention: str = "auto"  # one of kernels.KERNELS; "auto": the best for the device
-    context: str = "auto"  # how to attend if rules split T: see context.choose_exchange
-    pipeline: str = "1f1b"  # the schedule if rules split L, or "gpipe"; see pipeline.py
-    pipe_microbatches: int = 0  # M, parts of a batch in the pipeline; 0: see pipeline.microbatches
+    context: str = "auto"  # how parts of T attend; "auto": all-to-all if there is a head for each
+    pipeline: str = "1f1b"  # schedule of stages; "gpipe" keeps more activations and takes as long
+    pipe_microbatches: int = 0  # M, parts of a batch in the pipeline; 0: up to 4 per stage
     loss_chunk: int = 256  # C, positions of a sequence with logits at once; see positions_at_once
     unroll: int = 1  # layers per scan iteration; unrolling all: 1 to 6% faster, slower to compile
 

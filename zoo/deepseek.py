@@ -59,11 +59,11 @@ class Config(Compute):
     top_groups: int = 1
     normalize: bool = True
     route_scale: float = 1.0  # of the sum of a position's experts
-    capacity: float | None = 1.25  # None: dropless, as the published models
+    capacity: float | None = 1.25  # slots of an expert, as in moe.Config; published: None
     balance_weight: float = 1e-4
     balance_rate: float = 1e-3
-    mtp_depth: int = 0  # 1: a layer that predicts the token after the next one
-    mtp_weight: float = 0.3  # of its loss
+    mtp_depth: int = 0  # layers that predict the second-next token, 0 or 1
+    mtp_weight: float = 0.3  # weight of the second-next token's loss
     norm_eps: float = 1e-6
     rope_theta: float = 10_000.0
     rope_scaling: RopeScaling | None = None

@@ -46,7 +46,7 @@ class Config(Compute):
     mlp: int  # F
     num_experts: int  # E
     experts_per_token: int  # J
-    capacity: float | None = 1.25  # None: dropless, as the published model
+    capacity: float | None = 1.25  # slots of an expert, as in moe.Config; published: None
     balance_weight: float = 0.01
     router_z_weight: float = 0.0
     swiglu_alpha: float = 1.702  # (up + 1) · gate · sigmoid(alpha · gate)

@@ -41,7 +41,7 @@ class Config(Compute):
     num_kv_heads: int
     head_dim: int
     mlp: int  # F, hidden width of one expert's SwiGLU
-    num_experts: int  # E
+    num_experts: int  # E, experts of a layer
     experts_per_token: int  # J, experts that compute each position
     # Slots per row in an expert, as a multiple of an even load. A position that finds no free slot
     # skips the expert. None: dropless, at the cost of a sort.
@@ -59,7 +59,7 @@ class Config(Compute):
     qk_norm: bool = False
     tie_embeddings: bool = True
     _: dataclasses.KW_ONLY
-    lora_targets: tuple[str, ...] = ("q", "k", "v", "o")  # experts have no adapters
+    lora_targets: tuple[str, ...] = ("q", "k", "v", "o")  # weights with an adapter; no experts
 
     REMAT = EXPERT_REMAT
 

@@ -45,8 +45,8 @@ from .strategies import DECODER, DP, FSDP, HSDP, TP
 class Config:
     """The architecture and how to compute it. Named sizes are classmethods."""
 
-    image_size: int  # W, pixels
-    patch: int  # P, pixels; divides image_size
+    image_size: int  # W, height and width of pictures in pixels
+    patch: int  # P, height and width of a patch in pixels; divides image_size
     embed: int  # D; num_heads divides it
     num_layers: int  # L
     num_heads: int  # N
@@ -56,14 +56,14 @@ class Config:
     norm_eps: float = 1e-12
     # LoRA: x·W becomes x·W + (x·A)·B · lora_alpha / lora_rank. W is frozen; only A, B and the head
     # (nnx.LoRAParam) get gradients.
-    lora_rank: int = 0  # columns of A and rows of B; 0: no adapters
+    lora_rank: int = 0  # rank of adapters (LoRA) on frozen weights; 0: none, train all weights
     lora_alpha: float = 16.0
-    lora_targets: tuple[str, ...] = ("q", "k", "v", "o", "up", "down")  # get adapters
+    lora_targets: tuple[str, ...] = ("q", "k", "v", "o", "up", "down")
     # How to compute it: nothing below changes the parameters.
-    dtype: str = "float32"  # of activations and matmuls; parameters, norms and loss stay float32
-    matmul: str = ""  # of layers: "int8" or "fp8", see low_precision.py; "": in dtype
-    matmul_backward: str = ""  # of gradients: "bfloat16"; "": as `matmul`
-    remat: str = "full"  # what a layer keeps for its backward pass: a key of REMAT_POLICIES
+    dtype: str = "float32"  # dtype of activations and matmuls; parameters, norms and loss: float32
+    matmul: str = ""  # format of the layers' matmuls: "int8" or "fp8", with scales; "": dtype
+    matmul_backward: str = ""  # format of these matmuls' gradients: "bfloat16"; "": as matmul
+    remat: str = "full"  # what a layer keeps for its backward pass, see stack.REMAT_POLICIES
     unroll: int = 1  # layers per scan iteration; unrolling all: faster, slower to compile
     # How pictures become inputs: saved with the model and read by data pipelines.
     mean: tuple[float, ...] = ()  # of pixel values from 0 to 1, for each channel

@@ -10,6 +10,7 @@ import jax
 from recipes.bench.common import Table, machine, make_step, numbers, one_of
 from recipes.bench.targets import KINDS, KINDS_HELP, MeshFlags, caveats, check_targets, mesh_name
 from recipes.common import entries
+from recipes.common.config_flags import field_flag
 from recipes.common.plan.targets import TooLarge, compile_step, topology
 from recipes.common.plan.textbook import textbook
 from recipes.common.report import report
@@ -17,8 +18,8 @@ from recipes.common.report.hlo import host_copies, sent_by_kind
 from recipes.common.runtime.flags import flag
 from recipes.common.runtime.mesh import make_mesh
 from recipes.common.runtime.terminal import print0
-from recipes.common.train.matmul import matmul_flag
-from recipes.common.train.offload import offload_flag
+from recipes.common.train.offload import Offload
+from zoo.config import Compute
 from zoo.transformer import SIZES
 
 ATTENTIVE = [
@@ -27,7 +28,7 @@ ATTENTIVE = [
 
 
 @dataclasses.dataclass(frozen=True)
-class CollectivesFlags(MeshFlags):
+class CollectivesFlags(MeshFlags, Offload):
     entry: str = flag("transformer", "Zoo entry with attention.", "model", choices=ATTENTIVE)
     sizes: str = flag("124m", "Sizes of the model, comma-separated.", group="model")
     seq_len: int = flag(256, "Tokens of context.", group="data", at_least=1)
@@ -35,8 +36,7 @@ class CollectivesFlags(MeshFlags):
     chips: str = flag("16,256", "Numbers of chips, comma-separated.")
     kind: str = flag("v5e", f"Kind of chip: {KINDS_HELP}.", choices=KINDS)
     rules: str = flag("", "Strategies, comma-separated; empty: all.")
-    matmul: str = matmul_flag()
-    offload: str = offload_flag()
+    matmul: str = field_flag(Compute, "matmul")
 
 
 def collectives(flags: CollectivesFlags) -> None:

@@ -19,6 +19,7 @@ from recipes.bench.targets import (
     check_targets,
     mesh_name,
 )
+from recipes.common.config_flags import field_flag
 from recipes.common.plan.hardware import HARDWARE
 from recipes.common.plan.memory import kernel, memory_parts, on_host
 from recipes.common.plan.targets import DOES_NOT_FIT, TooLarge, compile_step, topology
@@ -26,8 +27,8 @@ from recipes.common.report import report
 from recipes.common.runtime.flags import flag
 from recipes.common.runtime.terminal import print0
 from recipes.common.sharding.rules import count_shards, used_axes
-from recipes.common.train.matmul import matmul_flag
-from recipes.common.train.offload import offload_flag
+from recipes.common.train.offload import Offload
+from zoo.config import Compute
 from zoo.transformer import REMAT, RULES, SIZES
 
 Case = tuple[str, str, int]  # size, kind of chip, number of chips
@@ -36,7 +37,7 @@ POLICIES = [name for name in REMAT if name != "gathered"]
 
 
 @dataclasses.dataclass(frozen=True)
-class MemoryFlags(MeshFlags):
+class MemoryFlags(MeshFlags, Offload):
     sizes: str = flag("8b", "Sizes of the Transformer, comma-separated.", group="model")
     remats: str = flag(
         ",".join(reversed(POLICIES)), "Remat policies, comma-separated.", group="model"
@@ -49,8 +50,7 @@ class MemoryFlags(MeshFlags):
     chips: str = flag("16,256", "Numbers of chips, comma-separated.")
     kinds: str = flag(",".join(TPUS), f"Kinds of chips, comma-separated: {KINDS_HELP}.")
     rules: str = flag("fsdp", "Strategy.", choices=RULES)
-    matmul: str = matmul_flag()
-    offload: str = offload_flag()
+    matmul: str = field_flag(Compute, "matmul")
     which: bool = flag(False, "Print only the remat policy that recomputes least and still fits.")
 
 

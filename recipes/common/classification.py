@@ -22,18 +22,18 @@ def confusion(classes: int) -> Callable[..., Tree]:
     return count
 
 
-def show(folder: RunFolder, figures: Tree, names: Sequence[str] = ()) -> None:
+def show(folder: RunFolder, metrics: Tree, names: Sequence[str] = ()) -> None:
     """Prints what the model has learned, and draws it.
 
     Args:
-      figures: totals from `fit`, with the confusion.
+      metrics: totals from `fit`, with the confusion.
       names: names of the classes; empty: their numbers.
     """
-    (nats, count), (right, _) = figures["loss"], figures["accuracy"]
+    (nats, count), (right, _) = metrics["loss"], metrics["accuracy"]
     print0(f"Held-out accuracy {right / count:.4f}: {right:.0f} of {count:.0f} images; "
            f"loss {nats / count:.4f} nats.")  # fmt: skip
     if folder.in_use:
         with best_effort(folder):
-            metrics = folder.path / "metrics.jsonl"
-            picture.learning(folder.path / "learning.png", metrics, figures["confusion"], names)
+            log = folder.path / "metrics.jsonl"
+            picture.learning(folder.path / "learning.png", log, metrics["confusion"], names)
             print0(f"Loss curve and confusion matrix: {folder.shown / 'learning.png'}")

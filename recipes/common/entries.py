@@ -1,4 +1,4 @@
-"""The zoo's entries by name. A new entry adds one line here; zoo/README.md lists the five steps."""
+"""The zoo's entries by name. A new entry adds one line here; recipes/docs/new_entry.md lists the five steps."""
 
 import dataclasses
 import importlib
@@ -55,14 +55,14 @@ def config_json(config) -> dict[str, Any]:
     return {name: plain(getattr(config, name)) for name in names}
 
 
-def dataset(name: str, known: dict[str, Any]):
+def dataset(name: str, options: dict[str, Any]):
     """The entry's data.Dataset.
 
     Args:
-      known: a run's flags and its config's fields; `load` gets those that it has parameters for.
+      options: a run's flags and its config's fields; `load` gets those that it has parameters for.
 
     Raises DataError if the data can't be loaded.
     """
     load = importlib.import_module(ENTRIES[name].data).load
     wanted = inspect.signature(load).parameters
-    return load(**{key: value for key, value in known.items() if key in wanted})
+    return load(**{key: value for key, value in options.items() if key in wanted})

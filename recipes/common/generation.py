@@ -5,7 +5,6 @@ Models need the methods `prefill` and `decode`, as in zoo/transformer.py and zoo
 
 import dataclasses
 import functools
-import json
 import math
 import time
 from collections.abc import Iterator
@@ -15,8 +14,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from data.tokenizer import GENERATION, Tokenizer
-from recipes.common.runtime.errors import UserError
 from recipes.common.sharding import Layout, Tree, paths
 from recipes.common.sharding.rules import count_shards
 
@@ -126,13 +123,13 @@ class Generator:
             lengths_B[row] = len(prompt)
         rows_B = np.where(np.arange(B) < len(prompts), first + np.arange(B), -1).astype(np.int32)
         # Rows are replicated: each device chooses the next tokens of all rows. Positions are split.
-        whole = layout.replicated
-        parts = whole.update(spec=jax.P(None, *layout.batch_shardings(tokens_BT).spec[1:]))
-        given = jax.device_put((tokens_BT, lengths_B, rows_B), (parts, whole, whole))
+        replicated = layout.replicated
+        parts = replicated.update(spec=jax.P(None, *layout.batch_shardings(tokens_BT).spec[1:]))
+        arguments = jax.device_put((tokens_BT, lengths_B, rows_B), (parts, replicated, replicated))
 
-        prefill = self._program(self._prefill, (B, T, S), self._variables, *given)
+        prefill = self._program(self._prefill, (B, T, S), self._variables, *arguments)
         start = time.perf_counter()
-        keys_B, *state = jax.block_until_ready(prefill(self._variables, *given))
+        keys_B, *state = jax.block_until_ready(prefill(self._variables, *arguments))
         cache = state[-1]
         self.seconds[0] += time.perf_counter() - start
         self.read += sum(lengths)
@@ -199,67 +196,3 @@ class Generator:
 def _multiple(number: int, divisor: int) -> int:
     """The least multiple of `divisor` that is at least `number`."""
     return -(-number // divisor) * divisor
-
-
-# ---- generation_config.json: a model's sampling settings, as `transformers` reads them -----------
-
-# Settings that change an answer, and that the zoo does not apply → values that leave them off.
-NOT_APPLIED: dict[str, tuple[Any, ...]] = {
-    **dict.fromkeys(("repetition_penalty", "encoder_repetition_penalty"), (1,)),
-    **dict.fromkeys(("num_beams", "num_beam_groups", "guidance_scale"), (1,)),
-    **dict.fromkeys(("no_repeat_ngram_size", "encoder_no_repeat_ngram_size"), (0,)),
-    **dict.fromkeys(("min_length", "min_new_tokens", "penalty_alpha"), (0,)),
-    **dict.fromkeys(
-        ("stop_strings", "bad_words_ids", "sequence_bias", "force_words_ids"), ([], {})
-    ),
-    **dict.fromkeys(("suppress_tokens", "begin_suppress_tokens", "constraints"), ([],)),
-    **dict.fromkeys(("forced_bos_token_id", "forced_eos_token_id", "max_time"), ()),
-    **dict.fromkeys(("exponential_decay_length_penalty", "watermarking_config"), ()),
-    **dict.fromkeys(("dola_layers", "token_healing"), (False,)),
-}
-NOT_APPLIED_IN_SAMPLING = {
-    **dict.fromkeys(("min_p", "epsilon_cutoff", "eta_cutoff"), (0,)),
-    **dict.fromkeys(("typical_p", "top_h"), (1,)),
-}
-
-
-def setting(tokenizer: Tokenizer, key: str, default: float) -> Any:
-    """A setting, a number ≥ 0; null counts as absent. Raises UserError for anything else."""
-    value: Any = tokenizer.generation.get(key)
-    if value is None:
-        return default
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not value >= 0:
-        raise UserError(
-            f"{GENERATION} of {tokenizer.name} has {key} {json.dumps(value)}, which must be a number "
-            f"≥ 0; use --{key}=…"
-        )
-    return value
-
-
-def default_temperature(tokenizer: Tokenizer) -> float:
-    """The temperature in the file: 0 (the likeliest token) unless it has do_sample; 0.8 without one."""
-    if not tokenizer.generation:
-        return 0.8
-    return setting(tokenizer, "temperature", 1.0) if tokenizer.generation.get("do_sample") else 0.0
-
-
-def default_top_k(tokenizer: Tokenizer) -> int:
-    """The top_k in the file, by default 50, as in transformers; 0 (all tokens) without a file."""
-    return int(setting(tokenizer, "top_k", 50 if tokenizer.generation else 0))
-
-
-def settings_not_applied(tokenizer: Tokenizer, sampled: bool) -> list[str]:
-    """A line that names the settings that the zoo ignores; [] if there are none.
-
-    Args:
-      sampled: whether tokens are sampled; else settings of sampling change nothing.
-    """
-    effects = NOT_APPLIED | (NOT_APPLIED_IN_SAMPLING if sampled else {})
-    ignored = [
-        f"{key} {json.dumps(value)}"
-        for key, value in tokenizer.generation.items()
-        if key in effects and value is not None and value not in effects[key]
-    ]
-    if not ignored:
-        return []
-    return [f"{GENERATION} has {', '.join(ignored)}, which the zoo does not apply."]

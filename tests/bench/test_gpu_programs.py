@@ -20,7 +20,7 @@ from recipes.common.sharding.compiler_options import COMPILER_OPTIONS
 from recipes.common.sharding.layout import make_layout
 from recipes.common.train.optimizer import LearningRate, adamw
 from recipes.common.train.step import TrainStep
-from recipes.transformer import Flags
+from recipes.transformer import MODEL
 from zoo.transformer import Config, Transformer
 
 pytestmark = [
@@ -64,7 +64,8 @@ def test_no_buffer_grows_with_the_square_of_a_row():
 def test_bench_and_recipe_call_the_same_kernels():
     """Compares kernels and branches in the programs given to NVIDIA's compiler."""
     mesh, lr = topology("h100", {"data": 8}), LearningRate(1e-3, 10, 100)
-    config = model_config("transformer", Flags(size="tiny"), None, BYTES, "gpu")
+    flags = dataclasses.replace(MODEL, size="tiny")
+    config = model_config("transformer", flags, None, BYTES, mesh.devices.flat[0])
     layout = make_layout(Transformer, config, mesh, "fsdp", batch_size=8)
     recipe = TrainStep(layout, adamw(lr, weight_decay=0.1, clip_norm=1.0), lr)
     row = example(np.zeros(257, np.int32))

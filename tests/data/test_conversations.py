@@ -807,8 +807,8 @@ def test_fine_tuning_has_its_own_learning_rate(here, inside):
 def test_learning_rates(recipe, flags, wanted, tmp_path):
     argv = [f"--workdir={tmp_path}", "--steps=600", *flags]
     given = parse(argv, *recipe.NEW)
-    run, _, own, _ = parse(argv, *recipe.defaults(*given))
-    assert (run.learning_rate, own.warmup_steps) == wanted
+    run, _, _, training, _ = parse(argv, *recipe.defaults(*given))
+    assert (run.learning_rate, training.warmup_steps) == wanted
 
 
 @pytest.mark.full

@@ -265,7 +265,7 @@ def test_a_dataset_with_a_held_out_split_trains_on_all_other_rows(kind, tmp_path
     found = prepare(f"hf:{tmp_path}")
     assert texts_of(found.train) == rows["train"]
     assert texts_of(found.held_out) == rows["test"]
-    whole = corpora.prepare(*sources.find(f"hf:{tmp_path}", whole=True))
+    whole = corpora.prepare(*sources.find(f"hf:{tmp_path}", train_only=True))
     assert texts_of(whole.train)[:40] == rows["train"]
     alone = corpora.prepare(*sources.find(str(tmp_path / "train.parquet")))
     assert len(texts_of(alone.train)) + len(texts_of(alone.held_out)) == 40

@@ -190,10 +190,10 @@ def test_resizing_is_pillow_s(tmp_path):
     picture = PIL.Image.fromarray(pixels)
     for name, number in {"bilinear": 2, "bicubic": 3}.items():
         want = np.asarray(picture.resize((4, 4), PIL.Image.Resampling(number)))
-        np.testing.assert_array_equal(images.resized(picture, 4, 3, name), want)
+        np.testing.assert_array_equal(images.resized(picture, images.Form(4, 3, name)), want)
     deep = PIL.Image.fromarray(np.asarray([[0, 257 * 128, 65535]], np.uint16))
     np.testing.assert_array_equal(
-        images.resized(deep.resize((3, 3), 0), 3, 1)[0, :, 0], [0, 128, 255]
+        images.resized(deep.resize((3, 3), 0), images.Form(3, 1))[0, :, 0], [0, 128, 255]
     )
 
 

@@ -49,6 +49,27 @@ def test_the_picture_of_the_strategies_is_up_to_date(background, request):
     xml.etree.ElementTree.fromstring(drawn)
 
 
+@pytest.mark.parametrize("background", picture.INK)
+def test_the_picture_of_a_weight_in_a_step_is_up_to_date(background, request):
+    path = ROOT / "recipes" / "docs" / "pictures" / f"weight_in_a_step_{background}.svg"
+    meshes = {"dp": "8", "fsdp": "8", "tp": "4x2", "fsdp_tp": "4x2"}
+    shown = {
+        (rules, mesh): make_layout(Transformer, Config.tiny(), make_mesh(mesh), rules)
+        for rules, mesh in meshes.items()
+    }
+    drawn = picture.weight_in_a_step(shown, background)
+    if request.config.getoption("--update-golden"):
+        path.write_text(drawn)
+    assert path.read_text() == drawn, "run with --update-golden, and look at it"
+    labels = [x.text for x in xml.etree.ElementTree.fromstring(drawn) if "over" in str(x.text)]
+    assert labels == [
+        "all-reduce over data",
+        *("all-gather over data", "reduce-scatter over data"),
+        "all-reduce over data",
+        *("all-gather over data", "reduce-scatter over data"),
+    ]
+
+
 def drawn_boxes(panel) -> list[xml.etree.ElementTree.Element]:
     root = xml.etree.ElementTree.fromstring(picture.strategies(panel, "light"))
     return [x for x in root if x.tag.endswith("rect")]

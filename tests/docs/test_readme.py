@@ -162,7 +162,7 @@ def test_flags_are_listed_with_their_group_and_default(entry, monkeypatch):
         about = group.__dataclass_fields__[name].metadata
         assert (heading, may_change) == (about["group"], about["may_change"]), name
         value = getattr(group, name)
-        if value not in ("", 0, -1):  # else the cell says what they stand for
+        if value not in ("", 0, -1, ()):  # else the cell says what they stand for
             assert str(value).lower() in default, name
 
 
@@ -217,6 +217,49 @@ def test_meshes_that_are_compared_hold_what_the_table_says():
         assert [params, optimizer] == held, (strategy, mesh)
 
 
+def test_the_guide_to_meshes_shows_rows_of_the_whole_comparison():
+    (_, (_, *shown)) = tables(READMES["recipes/docs/meshes.md"])
+    every = [row for _, *rows in tables(READMES["recipes/bench/meshes.md"]) for row in rows]
+    assert len(shown) == 6
+    assert all(row in every for row in shown)
+    assert f"the other {len(every) - len(shown)} rows" in READMES["recipes/docs/meshes.md"]
+
+
+def test_the_front_page_has_the_proof_s_numbers():
+    proven = section("What is proven")
+    pairs, loss, gradient = re.search(
+        r"\*\*(\d+) pairs .*: ([\d.e-]+) of a\nloss, ([\d.e-]+) of a gradient",
+        READMES["tests/PROOF.md"],
+    ).groups()
+    for number in (f"[{pairs} pairs", f"at most {loss}", f"gradients by {gradient}"):
+        assert number in proven.replace("\n  ", " "), number
+
+
+def test_the_site_lists_every_page():
+    text = re.sub(r"!ENV \[.*\]", "''", (ROOT / "mkdocs.yml").read_text())
+    listed = re.findall(r"([\w/]+\.(?:md|ipynb))$", text.split("\nnav:\n")[1], re.M)
+    generated = {page for page in listed if page.startswith("reference/")}
+    assert len(listed) == len(set(listed))
+    assert {*listed} - generated == {*READMES, "CHANGELOG.md", "recipes/tour.ipynb"} - {FRONT}
+
+
+@pytest.mark.full
+def test_the_site_builds_without_a_broken_link(tmp_path):
+    """mkdocs.yml is strict: a link or an anchor that leads nowhere is an error."""
+    site = tmp_path / "site"
+    done = subprocess.run(
+        [sys.executable, "-m", "mkdocs", "build", "--quiet", f"--site-dir={site}"],
+        cwd=ROOT, env=os.environ | {"NO_MKDOCS_2_WARNING": "1"}, capture_output=True, text=True,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert "explorer.html" in (site / "index.html").read_text()
+    assert (site / "explorer.html").stat().st_size > 100_000
+    assert 'id="L100"' in (site / "zoo" / "transformer.py" / "index.html").read_text()
+    assert "make_mesh" in (site / "recipes" / "tour.html").read_text()
+    models = (site / "reference" / "models.html").read_text()
+    assert all(f'id="zoo.{name}' in models for name in entries.ENTRIES)
+
+
 def test_the_zoo_lists_sizes_and_strategies():
     lines = section("The zoo").splitlines()
     for name in LISTED:
@@ -229,11 +272,12 @@ def test_the_zoo_lists_sizes_and_strategies():
                 count = sum(leaf.size for leaf in jax.tree.leaves(nnx.state(shapes, nnx.Param)))
                 assert f"{size} {count:,}" in line
             assert re.search(rf"\b{size}\b", line)
-        assert all(f"`{strategy}`" in section("The zoo") for strategy in zoo.RULES)
+        assert all(f"`{strategy}`" in section("Strategies", ZOO) for strategy in zoo.RULES)
 
 
 def test_strategies_and_parts_of_a_zoo_file_are_explained():
-    explained = {row[0] for table in tables(READMES[ZOO]) for row in table}
+    pages = READMES[ZOO], READMES["recipes/docs/rules.md"]
+    explained = {row[0] for page in pages for table in tables(page) for row in table}
     code = (ROOT / "zoo" / "transformer.py").read_text()
     for strategy in transformer.RULES:
         assert any(cell.startswith(f"`{strategy}`") for cell in explained), strategy
@@ -280,6 +324,10 @@ def run_beside_a_copy(folder: pathlib.Path, code: str) -> list[str]:
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     return done.stdout.splitlines()
+
+
+def test_the_front_page_imports_what_the_loop_does():
+    assert block("python: import") in block("python: copy")
 
 
 @pytest.mark.promise("copy")
@@ -368,7 +416,7 @@ def test_the_loop_that_is_shown_moves_buffers_as_the_recipe_does(tmp_path, quick
 @pytest.mark.full
 @pytest.mark.promise("copy")
 def test_the_loop_that_is_shown_trains_adapters_alone(tmp_path):
-    """zoo/README.md: split by nnx.LoRAParam instead of nnx.Param."""
+    """copying.md: split by nnx.LoRAParam instead of nnx.Param."""
     shown = block("python: copy").replace("nnx.Param", "nnx.LoRAParam")
     shown = shown.replace("Config.tiny()", "Config(**Config.tiny().__dict__ | {'lora_rank': 2})")
     check = """
@@ -435,7 +483,7 @@ def test_a_published_model_prints_what_is_shown(module, inside, monkeypatch):
 
 # ---- references ----------------------------------------------------------------------------------
 
-IDEAS = [row for table in tables(READMES["zoo/guides.md"]) for row in table[1:]]
+IDEAS = [row for table in tables(READMES["recipes/docs/guides.md"]) for row in table[1:]]
 
 
 @pytest.mark.parametrize("row", IDEAS, ids=lambda row: row[0][:40])

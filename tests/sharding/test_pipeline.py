@@ -305,9 +305,8 @@ def test_the_report_says_the_bubble():
 def test_a_stage_boundary_that_cuts_a_period():
     config = deep("transformer", layer_kinds=((5, 1e4, None),) * 3 + ((None, 1e4, None),))
     layout = layout_of("transformer", config, "data=2,pipe=4", "pp")
-    flags = types.SimpleNamespace(pipe_microbatches=0, accumulate=1)
     with pytest.raises(UserError) as caught:
-        check_stages(layout, flags)
+        check_stages(layout, accumulate=1)
     assert str(caught.value) == (
         "--mesh=data=2,pipe=4 gives each of 4 stages 2 layers, and a stage boundary would cut their "
         "period of 4; use pipe=2"

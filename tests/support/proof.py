@@ -55,7 +55,7 @@ The last bits depend on the CPU, so the tests assert the tolerances, not the dif
 the bytes exactly.
 
 `4x2` is a mesh of `data` × `model`, and `2x2x2` one of `data` × `fsdp` × `model`.
-[zoo/README.md](../zoo/README.md#sharding-rules) explains the strategies. A dash marks a pair that does not
+[zoo/README.md](../zoo/README.md#strategies) explains the strategies. A dash marks a pair that does not
 fit: the mesh lacks an axis that the strategy uses, or has an `expert` axis that the strategy does not use.
 
 ## Loss
@@ -75,7 +75,7 @@ bytes are in parentheses. A zero means that nothing is sent, as the textbook say
 positions of a row are left out; [test_context.py](sharding/test_context.py) counts what they send.
 
 The textbook is computed from shapes alone. It has the costs that
-[zoo/README.md](../zoo/README.md#sharding-rules) lists for each strategy:
+[zoo/README.md](../zoo/README.md#strategies) lists for each strategy:
 
 - each weight that is split at rest is gathered once, and once more where its layer is rematerialised;
 - each gradient is reduced once over the devices that have other rows of the batch;

@@ -1,4 +1,4 @@
-"""Draws the README's picture of which device holds what under each strategy."""
+"""Draws which device holds what under each strategy, and a weight at rest, in use and after a step."""
 
 import math
 from fractions import Fraction
@@ -70,6 +70,62 @@ def strategies(layouts: dict[tuple[str, str], Layout], background: str) -> str:
     width = 2 * gap + ACROSS * (wide + between) - between
     head = f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width:g} {height + 24:g}" '
     return "\n".join([head + 'font-family="system-ui, sans-serif">', *parts, "</svg>\n"])
+
+
+def weight_in_a_step(layouts: dict[tuple[str, str], Layout], background: str) -> str:
+    """An SVG of a weight at rest, in use and of its gradient on each device, with a row per layout.
+
+    Args:
+      layouts: (rules, mesh) → layout of a Transformer on eight devices.
+      background: "light" or "dark".
+    """
+    ink, faint, fill, sums = INK[background]
+    side, gap, arrow, label, high = 34, 14, 170, 110, 112
+    group = 4 * (side + gap)
+    columns = [label + place * (group + arrow) for place in range(3)]
+    parts = [
+        TEXT.format(x + group / 2, 18, "middle", 15, ink, title)
+        for x, title in zip(columns, ("at rest", "in use", "gradient"), strict=True)
+    ]
+    for row, ((rules, mesh), layout) in enumerate(layouts.items()):
+        top = 36 + row * high
+        parts.append(TEXT.format(gap, top + 32, "start", 16, ink, rules))
+        parts.append(TEXT.format(gap, top + 50, "start", 12, ink, f"--mesh={mesh}"))
+        at_rest = paths(layout.variables()["params"])["layers/mlp/up"]
+        in_use = layout.sharding("layers", *(layout.zoo.IN_USE.get(a, a) for a in ("embed", "mlp")))
+        used = jax.ShapeDtypeStruct(at_rest.shape, at_rest.dtype, sharding=in_use)
+        for x, array, color in zip(
+            columns, (at_rest, used, at_rest), (fill, fill, sums), strict=True
+        ):
+            for number, device in enumerate(layout.mesh.devices.reshape(-1)):
+                left = x + number % 4 * (side + gap)
+                above = top + number // 4 * (side + gap)
+                (first, last), (start, stop) = _part(array, device)
+                rows, width = (side / size for size in array.shape[-2:])
+                held = (stop - start) * width, (last - first) * rows
+                parts.append(
+                    BOX.format(left + start * width, above + first * rows, *held, color, color)
+                )
+                parts.append(BOX.format(left, above, side, side, "none", faint))
+        for x, text in zip(columns, _sent(layout, at_rest, used), strict=False):
+            middle = x + group + (arrow - gap) / 2
+            parts.append(TEXT.format(middle, top + side, "middle", 13, ink, text))
+            parts.append(TEXT.format(middle, top + side + 22, "middle", 20, ink, "→"))
+    width, height = columns[-1] + group + gap, 36 + len(layouts) * high
+    head = f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width:g} {height:g}" '
+    return "\n".join([head + 'font-family="system-ui, sans-serif">', *parts, "</svg>\n"])
+
+
+def _sent(layout: Layout, at_rest: jax.ShapeDtypeStruct, used: jax.ShapeDtypeStruct) -> list[str]:
+    """The collectives that bring a weight into use, and its gradient home."""
+    rest, use, batch = (
+        {axis for axis in layout.mesh.axis_names if axis in str(sharding.spec)}
+        for sharding in (at_rest.sharding, used.sharding, layout.sharding("batch"))
+    )
+    gathers = ", ".join(sorted(rest - use))
+    gradient = {"reduce-scatter": batch & (rest - use), "all-reduce": batch - rest}
+    sums = [f"{kind} over {', '.join(sorted(axes))}" for kind, axes in gradient.items() if axes]
+    return [f"all-gather over {gathers}" if gathers else "", "; ".join(sums)]
 
 
 def _arrays(layout: Layout) -> dict[str, jax.ShapeDtypeStruct]:

@@ -6,12 +6,13 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
+from recipes.common.config_flags import check_matmul
 from recipes.common.int8_weights import to_int8
 from recipes.common.mesh import make_mesh
+from recipes.common.report import kernel
 from recipes.common.runtime.errors import UserError
 from recipes.common.sharding.abstract import paths
 from recipes.common.sharding.layout import make_layout
-from recipes.common.train.matmul import describe_matmul, matmul_fields
 from tests.support.models import random_variables
 from tests.support.quick import quick as quick
 from tests.support.runs import TINY, records, state_of
@@ -26,37 +27,30 @@ def accelerator(kind: str) -> SimpleNamespace:
     return SimpleNamespace(platform="tpu" if "TPU" in kind else "gpu", device_kind=kind)
 
 
-def flags(matmul: str, backward: str = "", emulate: bool = False) -> SimpleNamespace:
-    return SimpleNamespace(matmul=matmul, matmul_backward=backward, matmul_emulate=emulate)
-
-
 @pytest.mark.parametrize("kind", ["TPU v5 lite", "TPU v6 lite", "NVIDIA A100-SXM4-80GB"])
 def test_a_device_without_float8_needs_leave_to_emulate(kind):
     with pytest.raises(UserError, match=f"lacks|{kind}") as error:
-        matmul_fields(flags("fp8"), accelerator(kind))
+        check_matmul("fp8", accelerator(kind), emulate=False)
     assert kind in str(error.value)
     assert "H100" in str(error.value)
     assert "add --matmul_emulate" in str(error.value)
     with pytest.raises(UserError) as error:  # recipes.plan, which emulates nothing
-        matmul_fields(SimpleNamespace(matmul="fp8"), accelerator(kind))
+        check_matmul("fp8", accelerator(kind))
     assert str(error.value).endswith("use --matmul=int8")
-    assert matmul_fields(flags("fp8", emulate=True), accelerator(kind))["matmul"] == "fp8"
-    assert matmul_fields(flags("int8"), accelerator(kind))["matmul"] == "int8"
+    check_matmul("fp8", accelerator(kind), emulate=True)
+    check_matmul("int8", accelerator(kind), emulate=False)
 
 
 def test_devices_with_float8_and_the_cpu_need_none():
     for device in (CPU, accelerator("NVIDIA H100 80GB HBM3"), accelerator("TPU7x")):
-        assert matmul_fields(flags("fp8"), device) == {
-            "matmul": "fp8",
-            "matmul_backward": "",
-        }
+        check_matmul("fp8", device)
 
 
 def test_the_report_says_where_numbers_are_multiplied():
     def line(matmul, device, backward=""):
         config = SimpleNamespace(matmul=matmul, matmul_backward=backward)
         mesh = SimpleNamespace(devices=np.array([device]))
-        return describe_matmul(SimpleNamespace(config=config, mesh=mesh))
+        return kernel.matmul(SimpleNamespace(config=config, mesh=mesh))
 
     assert line("", CPU) == []
     assert line("int8", accelerator("TPU v5 lite"), "bfloat16") == [

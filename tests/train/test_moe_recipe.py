@@ -16,11 +16,12 @@ import zoo.moe
 from data.tokenizer import BYTES
 from recipes.common import checkpoint
 from recipes.common.language import model_config
+from recipes.common.language.recipe import use_of_experts
 from recipes.common.mesh import make_mesh
 from recipes.common.report import flops
 from recipes.common.sharding.abstract import abstract_model, paths
 from recipes.common.sharding.layout import make_layout
-from recipes.moe import Flags, usage, with_experts
+from recipes.moe import MODEL
 from tests.support.quick import quick as quick
 from tests.support.runs import TINY, assert_bit_equal, records, state_of
 from zoo.moe import SIZES, Config, MoE
@@ -42,16 +43,10 @@ EXPERTS = "--mesh=data=2,expert=4"
         ({"num_experts": 16, "experts_per_token": 4}, {"num_experts": 16, "experts_per_token": 4}),
         ({"balance_weight": 0.0}, {"balance_weight": 0.0}),
         ({"balance_rate": 0.001}, {"balance_rate": 0.001}),
-    ],
-)
-def test_flags_change_the_size_that_they_are_of(flags, changes):
-    found = with_experts(Config.tiny(), Flags(**flags))
-    assert found == dataclasses.replace(Config.tiny(), **changes)
-
-
-@pytest.mark.parametrize(
-    ("flags", "changes"),
-    [
+        (
+            {"set": ("normalize=false", "router_z_weight=0")},
+            {"normalize": False, "router_z_weight": 0.0},
+        ),
         ({"remat": "dispatched"}, {"remat": "dispatched"}),
         ({"dtype": "bfloat16"}, {"dtype": "bfloat16"}),
         (
@@ -64,9 +59,10 @@ def test_flags_change_the_size_that_they_are_of(flags, changes):
         ),
     ],
 )
-def test_flags_of_every_language_model_hold_for_it(flags, changes):
-    found = model_config("moe", Flags(size="tiny", **flags), None, BYTES, "cpu")
-    assert found == dataclasses.replace(Config.tiny(), **changes)
+def test_flags_change_the_size_that_they_are_of(flags, changes):
+    flags = dataclasses.replace(MODEL, size="tiny", **flags)
+    config = model_config("moe", flags, None, BYTES, jax.devices()[0])
+    assert config == dataclasses.replace(Config.tiny(), **changes)
 
 
 @pytest.mark.parametrize("size", SIZES)
@@ -89,13 +85,15 @@ def test_flops_are_those_of_active_parameters(size):
 
 
 def test_the_report_of_their_use():
-    figures = {f"load_{i}": (float(i + 1), 2.0) for i in range(3)} | {"dropped": (1.0, 8.0)}
-    assert usage(figures) == (
+    metrics = {f"load_{i}": (float(i + 1), 2.0) for i in range(3)} | {"dropped": (1.0, 8.0)}
+    assert use_of_experts(metrics) == (
         "Use of the 3 experts, in even shares: 0.50 to 1.50 (0.50, 1.00, 1.50); no room for 12.50% of "
         "what was chosen."
     )
     many = {f"load_{i}": (1.0, 1.0) for i in range(128)} | {"dropped": (0.0, 8.0)}
-    assert usage(many).startswith("Use of the 128 experts, in even shares: 1.00 to 1.00; no room")
+    assert use_of_experts(many).startswith(
+        "Use of the 128 experts, in even shares: 1.00 to 1.00; no room"
+    )
 
 
 def test_restoring_never_drops_biases_silently(inside, book, tmp_path):

@@ -36,7 +36,7 @@ OPTIMIZER = adamw(LearningRate(1e-2, warmup=1, steps=10), weight_decay=0.1, clip
 @pytest.fixture
 def streaming(monkeypatch):
     """Makes simulated devices update layer by layer, as those with a memory of their own do."""
-    monkeypatch.setattr(update, "platform", lambda _: "tpu")
+    monkeypatch.setattr(offload, "platform", lambda _: "tpu")
 
 
 # ---- the update ----------------------------------------------------------------------------------
@@ -64,7 +64,8 @@ def updated(entry: str, mesh: str, strategy: str, name: str, offloaded: str, fin
         if not offloaded:
             return update.apply_gradients(optimizer, state, grads)
         norm = optax.tree.norm(grads)
-        return update.stream_gradients(optimizer, layout, state, sums, np.float32(3), norm, finite)
+        scaled = offload.Gradients(sums, np.float32(3), norm)
+        return offload.stream_gradients(optimizer, layout, state, scaled, finite)
 
     where = jax.tree.map(lambda x: x.sharding, abstract)
     random, compiled = np.random.default_rng(0), None

@@ -21,7 +21,7 @@ from data.text import example
 from data.tokenizer import BYTES
 from recipes.bench import kernels as bench_kernels
 from recipes.bench.common import make_step
-from recipes.common.language import Sample, Text, model_config
+from recipes.common.language import Sample, Text, Training, model_config
 from recipes.common.report.kernel import attention_kernel, report
 from recipes.common.runtime.flags import Run
 from recipes.common.runtime.mesh import make_mesh
@@ -29,7 +29,7 @@ from recipes.common.sharding.abstract import paths
 from recipes.common.sharding.layout import Layout, make_layout
 from recipes.common.train.optimizer import LearningRate, adamw
 from recipes.common.train.step import TrainStep, gradients
-from recipes.transformer import Flags, main
+from recipes.transformer import MODEL, main
 from tests.conftest import ROOT, full_except
 from tests.support.models import random_variables
 from tests.support.quick import QUICK
@@ -444,8 +444,8 @@ def kernels(step: TrainStep, example) -> set[str]:
 def test_bench_and_recipe_have_the_same_kernel(device):
     """Traces the step of each for a mesh of that device."""
     mesh, lr = on(*device).mesh, LearningRate(1e-3, 10, 100)
-    flags = Flags(size="tiny")
-    config = model_config("transformer", flags, None, BYTES, device[0])
+    flags = dataclasses.replace(MODEL, size="tiny")
+    config = model_config("transformer", flags, None, BYTES, mesh.devices.flat[0])
     layout = make_layout(Transformer, config, mesh, batch_size=8)
     row = example(np.zeros(129, np.int32))
     recipe = kernels(TrainStep(layout, adamw(lr, weight_decay=0.1, clip_norm=1.0), lr), row)
@@ -493,7 +493,13 @@ def test_the_report_names_the_kernel(tmp_path, monkeypatch, capsys, quick):
     config = dataclasses.replace(TINY, num_layers=1, attention="splash")
     monkeypatch.setitem(SIZES, "tiny", lambda: config)
     run = Run(mesh="1x1", workdir=str(tmp_path / "run"), steps=1, batch_size=2)
-    main(run, Text(dataset=str(text)), Flags(size="tiny"), Sample(sample_bytes=0))
+    main(
+        run,
+        Text(dataset=str(text)),
+        dataclasses.replace(MODEL, size="tiny"),
+        Training(),
+        Sample(sample_bytes=0),
+    )
     assert "\nattention: splash\n" in f"\n{capsys.readouterr().out}"
     assert records(tmp_path / "run", "loss")
 

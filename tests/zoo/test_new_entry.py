@@ -1,4 +1,4 @@
-"""A new entry, added by the five steps of zoo/README.md to a copy of this repository: all tests apply.
+"""A new entry, added by the five steps of recipes/docs/new_entry.md to a copy of this repository: all tests apply.
 
 It has a buffer, which no other entry has by default.
 """
@@ -155,7 +155,7 @@ class Flags:
 
 def main(run: Run, flags: Flags) -> None:
     mesh, folder = make_mesh(run.mesh), open_run("made_up", run, flags)
-    config = checkpoint.configure(Config.tiny(), folder.start, flags)
+    config = checkpoint.config_of(folder.start) if folder.start else Config.tiny()
     layout = make_layout(
         MadeUp, config, mesh, run.rules,
         seed=run.seed, batch_size=run.batch_size, microbatches=flags.accumulate,

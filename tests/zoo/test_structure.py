@@ -25,12 +25,13 @@ pytestmark = pytest.mark.promise("structure")
 # Package of recipes/common → those of it that it may import; and libraries that it may.
 LAYERS = {
     "runtime": set(),
+    "config_flags": {"runtime", "entries"},
     "sharding": {"runtime"},
     "report": {"runtime", "sharding"},
     "plan": {"runtime", "sharding", "report"},
     "explorer": {"runtime", "sharding", "report", "plan", "entries"},
     "hf": {"runtime", "sharding", "entries"},
-    "checkpoint": {"runtime", "sharding", "hf", "report", "entries"},
+    "checkpoint": {"runtime", "sharding", "hf", "report", "entries", "config_flags"},
     "generation": {"runtime", "sharding"},
     "generation_config": {"runtime"},
     "classification": {"runtime", "sharding", "report", "checkpoint", "train"},
@@ -38,6 +39,7 @@ LAYERS = {
     "int8_weights": {"runtime", "sharding"},
     "language": {
         *{"runtime", "sharding", "report", "plan", "generation", "checkpoint", "train", "entries"},
+        "config_flags",
     },
     "train": {"runtime", "sharding", "hf", "report", "checkpoint", "entries"},
     "entries": set(),
@@ -51,6 +53,7 @@ LIBRARIES = {
     },
     "recipes": {"jax", "flax", "numpy"},
     "recipes/bench": {"jax", "flax", "numpy", "optax", "torch", "tensorstore"},
+    "recipes/docs": {"mkdocs", "pygments"},  # the site's hooks
     "recipes/common": {"jax", "flax", "numpy"},
     "recipes/common/runtime": {"jax", "numpy", "absl"},
     "recipes/common/sharding": {"jax", "flax", "numpy"},
@@ -107,6 +110,8 @@ def test_imports_flow_one_way(path):
     among = {name.removeprefix("recipes.") for name in ours if name.startswith("recipes.")}
     if folder == "recipes":
         assert all(name.startswith("common.") for name in among), "recipes never import one another"
+    elif folder == "recipes/docs":
+        assert among == {"common.entries.ENTRIES"}
     elif folder == "recipes/bench":
         assert all(name.startswith(("common.", "bench")) for name in among)
     elif path.stem != "__init__" or folder != "recipes/common":
@@ -367,7 +372,8 @@ DISTRIBUTIONS = {  # where the name to import is another
     "yaml": "pyyaml",
     "xdist": "pytest-xdist",
 }
-TOOLS = {"basedpyright", "ipykernel", "ruff"}  # run, not imported
+TOOLS = {"basedpyright", "ipykernel", "ruff", "sharded-model-zoo"}  # run, not imported; its extras
+PLUGINS = {"mkdocs-material", "mkdocstrings", "mkdocs-jupyter"}  # named by mkdocs.yml
 
 
 def declared(requirements: list[str]) -> set[str]:
@@ -384,12 +390,13 @@ def test_declared_dependencies_are_exactly_the_imported_ones():
     base = declared(PROJECT["project"]["dependencies"])
     ours, tests = imported(SHIPPED), imported(set(FILES) - set(SHIPPED))
     small = extras["tensorboard"] | extras["wandb"] | extras["gcs"]
-    assert base == ours - extras["hf"] - extras["eval"] - small
+    assert base == ours - extras["hf"] - extras["eval"] - extras["docs"] - small
     by_hand = extras["hf"] | extras["eval"]
     assert extras["test"] == tests - base - by_hand | TOOLS | small
     assert extras["eval"] == {"lm-eval"} <= ours
     assert extras["tensorboard"] == {"tensorboardX"} <= ours
     assert extras["wandb"] == {"wandb"} <= ours
     assert extras["gcs"] == {"gcsfs", "fsspec"} <= ours
+    assert extras["docs"] == {"mkdocs", "pygments"} | PLUGINS
     assert extras["hf"] <= ours | tests
     assert extras["tpu-aot"] == extras["gpu-aot"] == {"jax"}, "its compilers alone"

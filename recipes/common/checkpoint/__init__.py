@@ -13,7 +13,6 @@ from recipes.common.checkpoint.store import (
     check_variables,
     config_from,
     config_of,
-    configure,
     context,
     find,
     find_on_all_processes,

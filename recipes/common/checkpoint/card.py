@@ -145,7 +145,10 @@ def command(metadata: dict[str, Any]) -> str:
         if shows and name not in OMITTED_FLAGS and name not in ("mesh", "rules"):
             flags[name] = value
     given = [
-        f"--{name}={shlex.quote(shown(value))}" for name, value in flags.items() if value != ""
+        f"--{name}={shlex.quote(shown(one))}"
+        for name, value in flags.items()
+        for one in (value if isinstance(value, (list, tuple)) else [value])  # --set may be repeated
+        if one != ""
     ]
     return " ".join([f"python -m recipes.{metadata['entry']}", *given])
 

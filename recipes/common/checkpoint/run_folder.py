@@ -9,6 +9,7 @@ from typing import Any
 
 from recipes.common.checkpoint import integrity, lora, parallel_hashing, shared_folder_check, store
 from recipes.common.checkpoint.store import Source
+from recipes.common.config_flags import changed_setting
 from recipes.common.runtime import Run, UserError, folders, lock, processes
 
 CONFIG = "config.json"
@@ -199,6 +200,12 @@ def _compare(path: pathlib.Path, before: dict[str, Any], *groups) -> dict[str, A
         for field in dataclasses.fields(group):
             may_change = field.metadata["may_change"]
             was, now = before.get(field.name, field.default), getattr(group, field.name)
+            if field.name == "set" and (changed_set := changed_setting(was, now)):
+                flag, set_before = changed_set
+                raise UserError(
+                    f"--{flag} must match the original run, {set_before or 'none'}; use that, or a "
+                    f"different --workdir (this one is {path})"
+                )
             if was == now or (may_change and field.name not in before):
                 continue
             another_start = field.name == "restore_from" and now

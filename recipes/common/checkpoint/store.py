@@ -32,6 +32,7 @@ from data.tokenizer import BYTES, Tokenizer, from_files
 from recipes.common import entries, hf
 from recipes.common.checkpoint import card, integrity, lora, parallel_hashing
 from recipes.common.checkpoint.new_head import NewHead
+from recipes.common.config_flags import replace
 from recipes.common.runtime import UserError, agreement, folders, processes
 from recipes.common.sharding import Layout, Rules, Tree, make_layout, paths
 from recipes.common.sharding.abstract import unadapted
@@ -323,7 +324,7 @@ def layout_of(
     default = {"context": "auto", "pipeline": "1f1b", "pipe_microbatches": 0}
     default |= {"matmul": "", "matmul_backward": ""}
     default = {name: value for name, value in default.items() if hasattr(config, name)}
-    config = dataclasses.replace(config, **default | compute)
+    config = replace(config, default | compute)
     return make_layout(
         entries.model(source.metadata["entry"]), config, mesh, rules, seq_len=seq_len
     )
@@ -373,13 +374,6 @@ def config_from(config_class, source: Source):
 def _tuples(value: Any) -> Any:
     """Converts JSON's lists to tuples, recursively."""
     return tuple(map(_tuples, value)) if isinstance(value, list) else value
-
-
-def configure(default, source: Source | None, flags):
-    """The model's Config: the checkpoint's or the default, overridden by flags that are not 0."""
-    base = config_from(type(default), source) if source else default
-    given = {name: getattr(flags, name, 0) for name in dataclasses.asdict(base)}
-    return dataclasses.replace(base, **{name: value for name, value in given.items() if value})
 
 
 def restore_variables(source: Source, layout: Layout, dtype: str | None = None) -> Tree:

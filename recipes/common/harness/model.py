@@ -11,7 +11,7 @@ from lm_eval import utils
 from lm_eval.api.model import TemplateLM
 from lm_eval.models.utils import normalize_gen_kwargs
 
-from data.tokenizer import START, Tokenizer
+from data.tokenizer import Tokenizer
 from recipes.common.generation import Generator, Sampling
 from recipes.common.harness.scoring import Row, Scorer
 from recipes.common.runtime import UserError
@@ -111,8 +111,8 @@ class Model(TemplateLM):
                     f"{self._context}; use a larger --seq_len, if it was trained on as many, or "
                     "other --tasks"
                 )
-            whole = [*context, *continuation][-(self._context + 1) :]
-            rows.append(Row(whole, len(continuation)))
+            tokens = [*context, *continuation][-(self._context + 1) :]
+            rows.append(Row(tokens, len(continuation)))
         return self._score(rows)
 
     def loglikelihood_rolling(self, requests, disable_tqdm: bool = True) -> list[float]:
@@ -170,9 +170,8 @@ class Model(TemplateLM):
         """Generates after each prompt, without the stop string; `first` is the first prompt's number."""
         stops = [stop for stop in (*until, self._end_text) if stop]
         if sampling not in self._generators:
-            vocabulary = self._tokens.size if self._tokens.files else START
             self._generators[sampling] = Generator(
-                self._layout, self._variables, sampling, self._tokens.end, vocabulary,
+                self._layout, self._variables, sampling, self._tokens.end, self._tokens.vocabulary,
                 rows=self._batch_size,
             )  # fmt: skip
         written: list[list[int]] = [[] for _ in prompts]
@@ -197,14 +196,14 @@ class Model(TemplateLM):
 
 def _generation_settings(arguments: dict[str, Any]) -> tuple[Sampling, int, tuple[str, ...]]:
     """(sampling, most tokens, stop strings) from a task's generation_kwargs."""
-    given = dict(normalize_gen_kwargs(arguments, ANSWER))
-    most, until = given.pop("max_gen_toks"), tuple(given.pop("until"))
-    sampled = given.pop("do_sample", False)
+    settings = dict(normalize_gen_kwargs(arguments, ANSWER))
+    most, until = settings.pop("max_gen_toks"), tuple(settings.pop("until"))
+    sampled = settings.pop("do_sample", False)
     names = {"temperature": 0.0, "top_k": 0, "top_p": 1.0}
-    chosen = {name: given.pop(name, default) for name, default in names.items()}
-    if others := {name for name, value in given.items() if (name, value) != ("num_beams", 1)}:
+    chosen = {name: settings.pop(name, default) for name, default in names.items()}
+    if others := {name for name, value in settings.items() if (name, value) != ("num_beams", 1)}:
         raise UserError(
-            f"a task sets {min(others)}={given[min(others)]} in its generation_kwargs, which is "
+            f"a task sets {min(others)}={settings[min(others)]} in its generation_kwargs, which is "
             f"not supported; use tasks with only {', '.join(('until', 'max_gen_toks', *names))}"
         )
     return Sampling(**chosen) if sampled else Sampling(), most, until

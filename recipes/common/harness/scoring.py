@@ -48,7 +48,7 @@ class Scorer:
         Args:
           rows: at most `context` + 1 tokens each.
         """
-        found: list[tuple[float, bool]] = [(0.0, True)] * len(rows)
+        scores: list[tuple[float, bool]] = [(0.0, True)] * len(rows)
         with_some = [i for i, row in enumerate(rows) if row.scored]
         order = sorted(with_some, key=lambda i: -len(rows[i].tokens))  # fails early
         batches = []
@@ -59,8 +59,8 @@ class Scorer:
         for length, members in track(batches, "Scoring", disable=silent, transient=True):
             nats_B, likeliest_B = self._score(length, [rows[i] for i in members])
             for i, nats, likeliest in zip(members, nats_B, likeliest_B, strict=False):
-                found[i] = (-float(nats), bool(likeliest))
-        return found
+                scores[i] = (-float(nats), bool(likeliest))
+        return scores
 
     def length(self, row: Row) -> int:
         """Positions of the program for a row: a power of two, or the whole context.

@@ -54,9 +54,9 @@ def load(names: str, include_path: str = "") -> Tasks:
         near = difflib.get_close_matches(name, manager.all_tasks, n=1)
         hint = f"did you mean {near[0]}?" if near else "python -m lm_eval ls tasks lists them"
         raise UserError(f"--tasks={names}: there is no task {name!r}; {hint}")
-    found = sorted({match for name in wanted for match in _matches(manager, name)})
+    matches = sorted({match for name in wanted for match in _matches(manager, name)})
     try:
-        loaded = manager.load(found)
+        loaded = manager.load(matches)
     except Exception as error:  # from YAML, datasets or the task's own code
         raise UserError(
             f"--tasks={names} can't be loaded ({buckets.reason(error)}); check the name, and that its "

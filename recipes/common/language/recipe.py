@@ -1,13 +1,13 @@
 """The recipe of every language model. Read `main` from top to bottom: it is the whole run."""
 
 import dataclasses
-from collections.abc import Callable
 from typing import Any
 
 from data.tokenizer import Tokenizer
 from recipes.common import checkpoint, entries
 from recipes.common.checkpoint import Source, flags_of, open_run
-from recipes.common.language.flags import Flags, Text
+from recipes.common.config_flags import configure, describe_set
+from recipes.common.language.flags import Text, Training
 from recipes.common.language.sample import Sample
 from recipes.common.plan import contexts
 from recipes.common.plan.answer import of_layout
@@ -15,10 +15,8 @@ from recipes.common.report import flops, kernel
 from recipes.common.runtime import Run, UserError, describe, make_mesh, print0
 from recipes.common.sharding import Layout, Tree, make_layout
 from recipes.common.sharding.rules import count_shards
-from recipes.common.train.adapters import lora_fields
 from recipes.common.train.evaluation import in_words
 from recipes.common.train.loop import finish, fit
-from recipes.common.train.matmul import describe_matmul, matmul_fields
 from recipes.common.train.offload import check_offload
 from recipes.common.train.optimizer import LearningRate, decaying, hidden_matrices, make_optimizer
 from recipes.common.train.step import TrainStep
@@ -33,81 +31,76 @@ MATRICES = {
 }
 
 
-def main(
-    entry: str,
-    run: Run,
-    text: Text,
-    flags: Flags,
-    sample: Sample,
-    change: Callable[[Any, Any], Any] | None = None,
-    summary: Callable[[Tree], str] | None = None,
-) -> None:
+def main(entry: str, run: Run, text: Text, flags: Any, training: Training, sample: Sample) -> None:
     """Trains a language model, evaluates it and prints a sample of its writing.
 
     Args:
       entry: the model's name in entries.py.
-      change: (Config, flags) → Config; applies the entry's own flags.
-      summary: held-out figures, name → (sum, count), → a line to print.
+      flags: of the model, from model_flags.
     """
     # ---- Model and mesh: checked together before anything is allocated or written ----------------
     mesh = make_mesh(run.mesh)
-    folder = open_run(entry, run, text, flags, sample)  # what to resume or start from
+    folder = open_run(entry, run, text, flags, training, sample)  # what to resume or start from
     tokenizer = checkpoint.tokenizer_for(text.tokenizer, folder.start)
-    config = model_config(entry, flags, folder.start, tokenizer, mesh.devices.flat[0].platform)
-    config = dataclasses.replace(config, **matmul_fields(flags, mesh.devices.flat[0]))
-    config = change(config, flags) if change else config
-    prompt = sample.begin(tokenizer)
+    config = model_config(entry, flags, folder.start, tokenizer, mesh.devices.flat[0])
+    sample.begin(tokenizer)  # raises if the tokenizer has no chat template
     model = entries.model(entry)  # a class, such as zoo.transformer.Transformer
     layout = make_layout(  # a NamedSharding for every array: logical axes → rules → mesh axes
         model, config, mesh, run.rules,
-        seed=run.seed, batch_size=run.batch_size, microbatches=flags.accumulate,
+        seed=run.seed, batch_size=run.batch_size, microbatches=training.accumulate,
         seq_len=text.seq_len,
     )  # fmt: skip
     check_heads(layout)
-    check_stages(layout, flags)
-    check_offload(layout, flags.offload)
+    check_stages(layout, training.accumulate)
+    check_offload(layout, training.offload)
     if run.plan:
         long = contexts.beyond(entry, flags.size, text.seq_len)
-        return print0(*long, *of_layout(layout, flags.accumulate, flags.offload))
+        return print0(*long, *of_layout(layout, training.accumulate, training.offload))
 
     # ---- Data: batch k is a pure function of (seed, k), on any mesh and number of processes ------
     corpus = text.load(tokenizer)
     print0(*corpus.notes, *kernel.report(layout, text.seq_len, "segment_ids" in corpus.filler))
-    print0(*describe_matmul(layout), *stages(layout, flags.accumulate))
+    print0(*kernel.matmul(layout), *stages(layout, training.accumulate), *describe_set(flags))
 
     # ---- Step: (state, batch) → (state, metrics), a pure function --------------------------------
-    lr = LearningRate(run.learning_rate, flags.warmup_steps, run.steps, run.schedule)
-    matrices = hidden_matrices(layout, **MATRICES)
+    lr = LearningRate(run.learning_rate, training.warmup_steps, run.steps, run.schedule)
     optimizer = make_optimizer(
-        flags.optimizer, lr, flags.weight_decay, flags.clip_norm, matrices, decaying(layout)
-    )
-    step = TrainStep(layout, optimizer, lr, flags.accumulate, run.skip_nonfinite > 0, flags.offload)
+        training.optimizer, lr, training.weight_decay, training.clip_norm,
+        matrices=hidden_matrices(layout, **MATRICES), decays=decaying(layout),
+    )  # fmt: skip
+    step = TrainStep(
+        layout, optimizer, lr,
+        microbatches=training.accumulate, skip_nonfinite=run.skip_nonfinite > 0,
+        offload=training.offload,
+    )  # fmt: skip
 
     # ---- State and training: compiled once for the layout, each shard made on its own device -----
     sequence = flops.decoder(config, text.seq_len)["causal"]
-    state, log, figures = fit(run, folder, step, corpus, tokenizer, example_flops=sequence)
+    state, log, metrics = fit(run, folder, step, corpus, tokenizer, example_flops=sequence)
 
     # ---- What it has learned ---------------------------------------------------------------------
-    print0(f"Held-out {in_words(figures, corpus.held_out_bytes)}.")
-    if summary:
-        print0(summary(figures))
+    print0(f"Held-out {in_words(metrics, corpus.held_out_bytes)}.")
+    if "dropped" in metrics:
+        print0(use_of_experts(metrics))
     if sample.sample_bytes and layout.stages > 1:
         print0(f"No sample: {layout.stages} stages of layers can't generate; see recipes.generate.")
     elif sample.sample_bytes:
-        path = folder.path / "sample.json" if folder.in_use and folder.last_good() else None
-        print0(*sample.write(model, layout, state, tokenizer, prompt, text, run.seed, path))
+        written = sample.write(model, layout, state, tokenizer, context=text.seq_len, seed=run.seed)
+        print0(*written.lines)
+        if folder.in_use and folder.last_good():
+            sample.save(folder.path / "sample.json", state, written)
     finish(folder, layout, log)
 
 
 def model_config(
-    entry: str, flags: Flags, start: Source | None, tokenizer: Tokenizer, platform: str
+    entry: str, flags: Any, start: Source | None, tokenizer: Tokenizer, device: Any
 ) -> Any:
     """The entry's Config: the architecture, and how to compute it.
 
     Args:
       start: the checkpoint that the run begins from, if any. It decides the architecture unless --size
         is given.
-      platform: the mesh's; decides the default of --dtype.
+      device: one of the mesh's.
 
     Raises UserError if the flags don't fit together.
     """
@@ -118,11 +111,13 @@ def model_config(
         config = zoo.SIZES[flags.size or "small"]()
         if tokenizer.files:  # bytes use the size's own vocabulary
             config = dataclasses.replace(config, vocab_size=tokenizer.size)
-    dtype = flags.dtype or ("float32" if platform == "cpu" else "bfloat16")
-    adapters = lora_fields(flags, zoo.Config.lora_targets)
-    how = {"dtype": dtype, "remat": flags.remat or config.remat, "context": flags.context}
-    how |= {"pipeline": flags.pipeline, "pipe_microbatches": flags.pipe_microbatches}
-    return dataclasses.replace(config, **how, **adapters)
+    config = configure(config, flags, device)
+    if tokenizer.files and config.vocab_size < tokenizer.size:
+        raise UserError(
+            f"vocab_size={config.vocab_size} is less than the {tokenizer.size} tokens of the "
+            f"tokenizer; use --set=vocab_size={tokenizer.size}, or leave it out"
+        )
+    return config
 
 
 def check_heads(layout: Layout) -> None:
@@ -136,10 +131,10 @@ def check_heads(layout: Layout) -> None:
         )
 
 
-def check_stages(layout: Layout, flags: Flags) -> None:
+def check_stages(layout: Layout, accumulate: int) -> None:
     """Raises UserError if a pipeline's stages don't fit the layers or its microbatches the batch."""
     config, parts, mesh = layout.config, layout.stages, describe(layout.mesh.shape)
-    wanted, period = flags.pipe_microbatches, len(config.layer_kinds) or 1
+    wanted, period = config.pipe_microbatches, len(config.layer_kinds) or 1
     if parts == 1:
         if wanted:
             raise UserError(
@@ -159,7 +154,7 @@ def check_stages(layout: Layout, flags: Flags) -> None:
             f"--mesh={mesh} gives each of {parts} stages {each} layers, and a stage boundary would "
             f"cut their period of {period}; use pipe={fits[-1]}"
         )
-    rows = rows_of_a_device(layout, flags.accumulate)
+    rows = rows_of_a_device(layout, accumulate)
     if wanted and rows % wanted:
         fits = [n for n in range(1, rows + 1) if rows % n == 0]
         raise UserError(
@@ -183,9 +178,25 @@ def stages(layout: Layout, accumulate: int) -> list[str]:
     ]
 
 
-def fine_tuning(
-    entry: str, new: tuple[Run, Text, Flags, Sample], run: Run, _: Text, flags: Flags, __: Sample
-) -> tuple[Run, Text, Flags, Sample]:
+def use_of_experts(metrics: Tree) -> str:
+    """A line on how evenly the experts are used, and on choices that were dropped.
+
+    Args:
+      metrics: held-out, name → (sum, count).
+    """
+    means = {name: float(total / count) for name, (total, count) in metrics.items()}
+    loads = [value for name, value in means.items() if name.startswith("load_")]
+    each = f" ({', '.join(f'{load:.2f}' for load in loads)})" if len(loads) <= 16 else ""
+    return (
+        f"Use of the {len(loads)} experts, in even shares: {min(loads):.2f} to {max(loads):.2f}{each}; "
+        f"no room for {means['dropped']:.2%} of what was chosen."
+    )
+
+
+Groups = tuple[Run, Text, Any, Training, Sample]  # a recipe's flags
+
+
+def fine_tuning(entry: str, new: Groups, run: Run, _, flags: Any, *__) -> Groups:
     """Flag defaults for this command line; fine-tuning lowers the learning rate and warmup.
 
     Args:
@@ -195,12 +206,12 @@ def fine_tuning(
     before = flags_of(entry, run.workdir)
     if not run.steps or not (run.restore_from or before.get("restore_from")):
         return new
-    new_run, text, new_flags, sample = new
+    new_run, text, model, training, sample = new
     # A new model's learning rate would undo what the parameters have learned.
     lr = 5e-4 if flags.lora_rank else 5e-5
     # A warmup of one step would be a step with a learning rate of 0.
-    warmup = min(new_flags.warmup_steps, run.steps // 10) if run.steps >= 20 else 0
+    warmup = min(training.warmup_steps, run.steps // 10) if run.steps >= 20 else 0
     # A resumed run keeps the values that it began with, whatever --steps is now.
     lower_run = dataclasses.replace(new_run, learning_rate=before.get("learning_rate", lr))
-    lower_flags = dataclasses.replace(new_flags, warmup_steps=before.get("warmup_steps", warmup))
-    return lower_run, text, lower_flags, sample
+    lower_training = dataclasses.replace(training, warmup_steps=before.get("warmup_steps", warmup))
+    return lower_run, text, model, lower_training, sample

@@ -7,9 +7,8 @@ import pathlib
 import numpy as np
 from flax import nnx
 
-from data.tokenizer import START, Tokenizer
+from data.tokenizer import Tokenizer
 from recipes.common.generation import Generator, Sampling, cap_windows
-from recipes.common.language.flags import Text
 from recipes.common.runtime import flag, folders, quote, warn
 from recipes.common.runtime.processes import is_first
 from recipes.common.sharding import Layout, Tree, make_layout
@@ -45,35 +44,44 @@ class Sample:
         layout: Layout,
         state: Tree,
         tokenizer: Tokenizer,
-        prompt: np.ndarray,
-        text: Text,
+        *,
+        context: int,
         seed: int,
-        path: pathlib.Path | None = None,
-    ) -> list[str]:
-        """Returns lines to print: the text after the prompt, and whether the model ended it.
-
-        A position attends to the last `text.seq_len` tokens, the context of training.
+    ) -> "Written":
+        """Continues the prompt.
 
         Args:
-          path: file for the sample, for the model's card; None: none.
+          context: tokens that a position attends to, as in training.
         """
-        config = cap_windows(layout.config, text.seq_len)
+        config = cap_windows(layout.config, context)
         layout = make_layout(model, config, layout.mesh, layout.rules)
-        vocabulary = tokenizer.size if tokenizer.files else START  # in bytes, no START
-        chosen = Sampling(self.temperature, seed=seed)
-        generator = Generator(layout, state, chosen, tokenizer.end, vocabulary)
-        written = [int(token) for (token,) in generator([prompt], self.sample_bytes)]
+        sampling = Sampling(self.temperature, seed=seed)
+        generator = Generator(layout, state, sampling, tokenizer.end, tokenizer.vocabulary)
+        prompt = self.begin(tokenizer)
+        tokens = [int(token) for (token,) in generator([prompt], self.sample_bytes)]
         begin = [] if self.chat else prompt  # a chat shows only the answer
-        sample = tokenizer.decode([*begin, *written])
-        if path and is_first():
-            facts = {"step": int(state["step"]), "prompt": self.prompt}
-            facts |= {"temperature": self.temperature, "text": sample}
-            try:
-                folders.write(path, (json.dumps(facts, indent=1) + "\n").encode())
-            except folders.errors() as error:
-                warn(f"{path} could not be written ({folders.reason(error)})")
-        shown = quote(sample)
-        return [
-            "Sample, ended by the model:" if written[-1] in tokenizer.end else "Sample:",
-            *shown,
-        ]
+        return Written(tokenizer.decode([*begin, *tokens]), tokens[-1] in tokenizer.end)
+
+    def save(self, path: pathlib.Path, state: Tree, written: "Written") -> None:
+        """Writes a sample to a file, for the model's card; I/O errors become warnings."""
+        if not is_first():
+            return
+        facts = {"step": int(state["step"]), "prompt": self.prompt}
+        facts |= {"temperature": self.temperature, "text": written.text}
+        try:
+            folders.write(path, (json.dumps(facts, indent=1) + "\n").encode())
+        except folders.errors() as error:
+            warn(f"{path} could not be written ({folders.reason(error)})")
+
+
+@dataclasses.dataclass(frozen=True)
+class Written:
+    """A sample of a model's writing."""
+
+    text: str
+    ended: bool  # by the model
+
+    @property
+    def lines(self) -> list[str]:
+        """Lines to print."""
+        return ["Sample, ended by the model:" if self.ended else "Sample:", *quote(self.text)]

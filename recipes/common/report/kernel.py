@@ -1,10 +1,11 @@
-"""The attention kernel that a model's layers run, for reports and benchmarks."""
+"""The kernels that a model's layers run, for reports and benchmarks."""
 
 from typing import Any
 
 from recipes.common.sharding import Layout
 from zoo.context import choose_exchange
 from zoo.kernels import Choice, Request, choose_kernel
+from zoo.quantization import has_float8
 from zoo.sharding import mesh_axes, shards
 from zoo.strategies import SEQ
 
@@ -41,3 +42,17 @@ def attention_kernel(config: Any, seq_len: int, segments: bool) -> Choice:
         plain=attention.plain,
     )
     return choose_kernel(config.attention, request)
+
+
+def matmul(layout: Layout) -> list[str]:
+    """A line about low-precision matmuls, if there are any."""
+    shape, device = layout.shape, layout.mesh.devices.flat[0]
+    if not shape.matmul:
+        return []
+    backward = shape.matmul_backward or shape.matmul
+    emulated = ""
+    if device.platform == "cpu":
+        emulated = ", emulated: numbers are rounded, and multiplied in float32"
+    elif shape.matmul == "fp8" and not has_float8(device.device_kind):
+        emulated = ", emulated: numbers are rounded, and multiplied in bfloat16"
+    return [f"matmul: layers in {shape.matmul}, their gradients in {backward}{emulated}"]

@@ -45,13 +45,14 @@ def check_data(data: dict[str, Any]) -> None:
 
 
 def _check_data(gathered: list[tuple[str, dict[str, Any]]]) -> None:
-    first, ours = gathered[0]
-    for number, (host, theirs) in enumerate(gathered):
-        if theirs != ours:
-            flag = "dataset" if theirs.get("tokenizer") == ours.get("tokenizer") else "tokenizer"
+    first, expected = gathered[0]
+    for number, (host, other) in enumerate(gathered):
+        if other != expected:
+            same_tokenizer = other.get("tokenizer") == expected.get("tokenizer")
+            flag = "dataset" if same_tokenizer else "tokenizer"
             raise UserError(
                 f"process {number} ({host}) reads different content from --{flag} than process 0 ({first}): "
-                f"fingerprint {theirs['fingerprint'][:12]}, not {ours['fingerprint'][:12]}; give all "
+                f"fingerprint {other['fingerprint'][:12]}, not {expected['fingerprint'][:12]}; give all "
                 "of them the same files"
             )
 
@@ -85,12 +86,12 @@ def difference(first: dict[str, Any], other: dict[str, Any]) -> str:
     """Describes how another process differs from process 0, as a predicate; "" if it doesn't."""
     for name, value in first["versions"].items():
         if other["versions"].get(name) != value:
-            theirs = other["versions"].get(name)
-            return f"has {name} {theirs}, and process 0 has {value}; install the same on all"
+            other_version = other["versions"].get(name)
+            return f"has {name} {other_version}, and process 0 has {value}; install the same on all"
     for name in first["flags"] | other["flags"]:
-        ours, theirs = first["flags"].get(name), other["flags"].get(name)
-        if ours != theirs:
-            return f"has {name}={theirs}, and process 0 has {ours}; start all with the same flags"
+        wanted, value = first["flags"].get(name), other["flags"].get(name)
+        if value != wanted:
+            return f"has {name}={value}, and process 0 has {wanted}; start all with the same flags"
     if first["code"] != other["code"]:
         return "runs different code than process 0; give all of them the same clone"
     return ""

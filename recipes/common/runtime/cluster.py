@@ -25,12 +25,12 @@ def find(environment: Mapping[str, str]) -> tuple[int, dict[str, Any]]:
         return _ours(environment)
     # Before Slurm, as in JAX: under mpirun in Slurm, Slurm's variables describe mpirun's own step.
     if {"OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK"} <= environment.keys():
-        given = {"process_id": int(environment["OMPI_COMM_WORLD_RANK"])}
-        return int(environment["OMPI_COMM_WORLD_SIZE"]), given | _open_mpi(environment)
+        process = {"process_id": int(environment["OMPI_COMM_WORLD_RANK"])}
+        return int(environment["OMPI_COMM_WORLD_SIZE"]), process | _open_mpi(environment)
     # SLURM_STEP_* is set for a job step, but not for a mere allocation or an interactive shell.
     if {"SLURM_NTASKS", "SLURM_PROCID", "SLURM_STEP_NODELIST"} <= environment.keys():
-        given = {"process_id": int(environment["SLURM_PROCID"])}
-        return int(environment["SLURM_NTASKS"]), given | _slurm_gpus(environment)
+        process = {"process_id": int(environment["SLURM_PROCID"])}
+        return int(environment["SLURM_NTASKS"]), process | _slurm_gpus(environment)
     hosts = _tpu_hosts(environment)
     return _ours(environment) if hosts == 1 and environment.get(OURS[0]) else (hosts, {})
 
@@ -38,14 +38,14 @@ def find(environment: Mapping[str, str]) -> tuple[int, dict[str, Any]]:
 def _ours(environment: Mapping[str, str]) -> tuple[int, dict[str, Any]]:
     address, *numbers = (environment.get(name, "") for name in OURS)
     if not address or not all(n.isdecimal() for n in numbers) or not int(numbers[0]):
-        given = " ".join(f"{name}={environment.get(name, '')}" for name in OURS)
+        settings = " ".join(f"{name}={environment.get(name, '')}" for name in OURS)
         raise UserError(
-            f"{given} do not describe a process; set HOST:PORT, the number of processes and this "
+            f"{settings} do not describe a process; set HOST:PORT, the number of processes and this "
             "one's number, or none of the three"
         )
     count, number = map(int, numbers)
-    given = {"coordinator_address": address, "num_processes": count, "process_id": number}
-    return count, given | {"cluster_detection_method": "deactivate"}
+    settings = {"coordinator_address": address, "num_processes": count, "process_id": number}
+    return count, settings | {"cluster_detection_method": "deactivate"}
 
 
 def _slurm_gpus(environment: Mapping[str, str]) -> dict[str, Any]:
@@ -84,8 +84,8 @@ def _tpu_hosts(environment: Mapping[str, str]) -> int:
     slices = environment.get("MEGASCALE_NUM_SLICES")
     if not names and has_tpu() and "TPU_SKIP_MDS_QUERY" not in environment:
         names = _metadata("worker-network-endpoints", environment)
-        found = re.search(r"MEGASCALE_NUM_SLICES: *'?(\d+)", _metadata("tpu-env", environment))
-        slices = slices or (found[1] if found else None)
+        match = re.search(r"MEGASCALE_NUM_SLICES: *'?(\d+)", _metadata("tpu-env", environment))
+        slices = slices or (match[1] if match else None)
     return len((names or "").split(",")) * int(slices or 1)
 
 

@@ -167,6 +167,8 @@ def parse(argv: list[str], *groups) -> list[Any] | None:
             default, help = getattr(group, field.name), field.metadata["help"]
             if isinstance(default, bool):
                 absl_flags.DEFINE_bool(_name(field), default, help, flag_values=values)
+            elif isinstance(default, tuple):  # may be repeated
+                absl_flags.DEFINE_multi_string(_name(field), default, help, flag_values=values)
             else:  # converted below, with better messages than absl's
                 absl_flags.DEFINE_string(_name(field), str(default), help, flag_values=values)
     try:
@@ -176,8 +178,8 @@ def parse(argv: list[str], *groups) -> list[Any] | None:
         hint = f"did you mean --{near}?" if near else "--help lists the flags"
         raise UserError(f"--{error.flagname} is not a flag; {hint}") from None
     except absl_flags.IllegalFlagValueError as error:  # a bool; absl sees others as strings
-        given = str(error).partition(": ")[0].removeprefix("flag ")
-        raise UserError(f"{given} is not a boolean; use true or false") from None
+        assignment = str(error).partition(": ")[0].removeprefix("flag ")
+        raise UserError(f"{assignment} is not a boolean; use true or false") from None
     except absl_flags.Error as error:
         raise UserError(f"{str(error).rstrip('.')}; --help lists the flags") from None
     if extra:
@@ -200,8 +202,8 @@ def similar_flag(name: str, flags: list[str]) -> str:
     A synonym from another program, a misspelling, initials ("lr"), or a word of it ("decay").
     """
     name = name.lower().replace("-", "_")
-    if (known := SYNONYMS.get(name)) in flags:
-        return str(known)
+    if (synonym := SYNONYMS.get(name)) in flags:
+        return str(synonym)
     if near := difflib.get_close_matches(name, flags, n=1):
         return near[0]
     words = set(name.split("_"))
@@ -212,11 +214,11 @@ def similar_flag(name: str, flags: list[str]) -> str:
     return next((flag_ for flag_ in flags if words & {*flag_.split("_")}), "")
 
 
-def choose(name: str, text: str, choices: Collection[str], said: str = "") -> str:
+def choose(name: str, text: str, choices: Collection[str], subject: str = "") -> str:
     """The choice that the text of flag `name` means, in whatever case. Raises UserError.
 
     Args:
-      said: subject of the message; "": the flag with its text.
+      subject: subject of the message; "": the flag with its text.
     """
     if text in choices:
         return text
@@ -225,14 +227,16 @@ def choose(name: str, text: str, choices: Collection[str], said: str = "") -> st
         return by_case[text.lower()]
     near = difflib.get_close_matches(text.lower(), by_case, n=1)
     hint = f"; did you mean {by_case[near[0]]}?" if near else ""
-    said = said or f"--{name}={text[:50]}"
-    raise UserError(f"{said} is not one of {', '.join(by_case.values())}{hint}")
+    subject = subject or f"--{name}={text[:50]}"
+    raise UserError(f"{subject} is not one of {', '.join(by_case.values())}{hint}")
 
 
 def _convert(field, default, text):
     """Converts a flag to its default's type. Raises UserError if it is out of its limits."""
     if isinstance(default, bool):
         return text
+    if isinstance(default, tuple):
+        return tuple(text)
     limits, value = field.metadata, text
     if not isinstance(default, str):
         kind, name = (int, "a whole number") if isinstance(default, int) else (float, "a number")
@@ -257,17 +261,18 @@ def usage(doc: str, *groups) -> str:
     """The text of --help: the recipe's docstring, then flags, defaults and meanings by heading."""
     lines = [doc.strip()]
     for heading in GROUPS:
-        found = [
-            (f"--{_name(field)}={getattr(group, field.name)}", field.metadata)
+        fields = [
+            (field, getattr(group, field.name))
             for group in groups
             for field in dataclasses.fields(group)
             if field.metadata["group"] == heading
         ]
-        lines += ["", f"{heading}:"] if found else []
-        for shown, about in found:
-            choices = [choice for choice in about["choices"] if choice]
+        lines += ["", f"{heading}:"] if fields else []
+        for field, default in fields:
+            assignment = f"--{_name(field)}={'' if default == () else default}"
+            choices = [choice for choice in field.metadata["choices"] if choice]
             options = f" ({', '.join(choices)})" if choices else ""
-            lines.append(f"  {shown:<28} {about['help']}{options}")
+            lines.append(f"  {assignment:<28} {field.metadata['help']}{options}")
     return "\n".join(lines)
 
 

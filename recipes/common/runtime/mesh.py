@@ -37,12 +37,12 @@ def parse(text: str) -> dict[str, int]:
     if "=" in text:
         axes: dict[str, int] = {}
         for part in text.split(","):
-            found = re.fullmatch(r"([a-z_][a-z0-9_]*)=([0-9]+)", part)
-            if not found:
+            match = re.fullmatch(r"([a-z_][a-z0-9_]*)=([0-9]+)", part)
+            if not match:
                 raise UserError(f"--mesh={text}: {part!r} is not name=size; {hint}")
-            if found[1] in axes:
-                raise UserError(f"--mesh={text} names axis {found[1]!r} twice; name each once")
-            axes[found[1]] = int(found[2])
+            if match[1] in axes:
+                raise UserError(f"--mesh={text} names axis {match[1]!r} twice; name each once")
+            axes[match[1]] = int(match[2])
         order = [axis for axis in ORDER if axis in axes]
         if next(iter(axes)) == "pipe":
             order = ["pipe", *(axis for axis in order if axis != "pipe")]
@@ -83,14 +83,14 @@ def make_mesh(text: str = "") -> Mesh:
             f"--mesh={text} has {wanted} devices, not divisible by {several} processes; try --mesh="
             f"{suggest(existing[0], len(axes), existing[1])}"
         )
-    mine = wanted // processes.count()
+    per_process = wanted // processes.count()
     if axes and "xla_force_host_platform_device_count" not in os.environ.get("XLA_FLAGS", ""):
         # A collective blocks one thread of XLA's pool per device. By default the pool has one per
         # device or core, so that two programs in flight deadlock.
-        os.environ.setdefault("NPROC", str(2 * mine + (os.cpu_count() or 1)))
+        os.environ.setdefault("NPROC", str(2 * per_process + (os.cpu_count() or 1)))
         with contextlib.suppress(RuntimeError):  # JAX has already created its devices: use those
             configured = jax.config.jax_num_cpu_devices  # pyright: ignore[reportAttributeAccessIssue]
-            jax.config.update("jax_num_cpu_devices", max(mine, configured))
+            jax.config.update("jax_num_cpu_devices", max(per_process, configured))
     devices = jax.devices()
     accelerators.check(devices[0].platform)
     axes = axes or {"data": len(devices)}

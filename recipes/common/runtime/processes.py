@@ -60,28 +60,35 @@ def initialize(num_processes: int, process_id: int, coordinator: str) -> None:
     Raises UserError if the flags or the environment are inconsistent, or nobody answers.
     """
     global _id, _count
-    given = {"num_processes": num_processes, "process_id": process_id, "coordinator": coordinator}
+    settings = {
+        "num_processes": num_processes,
+        "process_id": process_id,
+        "coordinator": coordinator,
+    }
     if not num_processes:
         if process_id >= 0 or coordinator:
             name = "process_id" if process_id >= 0 else "coordinator"
-            raise UserError(f"--{name}={given[name]} needs --num_processes; add it")
-        several, given = cluster.find(os.environ)
+            raise UserError(f"--{name}={settings[name]} needs --num_processes; add it")
+        several, settings = cluster.find(os.environ)
     else:
         several = num_processes
-        given["coordinator_address"] = given.pop("coordinator")
-    if "coordinator_address" in given:  # else JAX finds it
+        settings["coordinator_address"] = settings.pop("coordinator")
+    if "coordinator_address" in settings:  # else JAX finds it
         _check(
-            several, given["process_id"], given["coordinator_address"], by_flags=num_processes > 0
+            several,
+            settings["process_id"],
+            settings["coordinator_address"],
+            by_flags=num_processes > 0,
         )
     if several == 1:
         return
     _free_stdout()
-    given["initialization_timeout"] = 2 * START_SECONDS  # at which JAX aborts with a stack trace
-    given["heartbeat_timeout_seconds"] = HEARTBEAT_SECONDS
+    settings["initialization_timeout"] = 2 * START_SECONDS  # at which JAX aborts with a stack trace
+    settings["heartbeat_timeout_seconds"] = HEARTBEAT_SECONDS
     try:
         # In a thread, so that this one can handle signals while JAX waits for the others.
         with concurrent.futures.ThreadPoolExecutor(1) as pool:
-            connected = pool.submit(jax.distributed.initialize, **given)
+            connected = pool.submit(jax.distributed.initialize, **settings)
             if not concurrent.futures.wait([connected], START_SECONDS).done:
                 exit_now(
                     f"error: fewer than {several} processes started within {START_SECONDS} s; check "
@@ -91,7 +98,7 @@ def initialize(num_processes: int, process_id: int, coordinator: str) -> None:
     finally:
         _count = several  # before this line, a signal ends only this process
     # Asking JAX would create its devices before a mesh says how many to simulate.
-    _id = given["process_id"] if "process_id" in given else jax.process_index()
+    _id = settings["process_id"] if "process_id" in settings else jax.process_index()
 
 
 def _check(num_processes: int, process_id: int, coordinator: str, by_flags: bool) -> None:
@@ -105,8 +112,8 @@ def _check(num_processes: int, process_id: int, coordinator: str, by_flags: bool
             f"{what} with {count}={num_processes}; give each process a number from 0 to "
             f"{num_processes - 1}"
         )
-    found = re.fullmatch(r"(.+):([0-9]{1,5})", coordinator)
-    if not found or not 0 < int(found[2]) < 2**16:
+    match = re.fullmatch(r"(.+):([0-9]{1,5})", coordinator)
+    if not match or not 0 < int(match[2]) < 2**16:
         raise UserError(
             f"{where}={coordinator} is not HOST:PORT; use process 0's host and a free port"
         )
@@ -115,7 +122,7 @@ def _check(num_processes: int, process_id: int, coordinator: str, by_flags: bool
         with socket.socket() as server:
             server.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             try:
-                server.bind(("", int(found[2])))
+                server.bind(("", int(match[2])))
             except OSError as error:
                 raise UserError(
                     f"{where}={coordinator} can't be used ({error.strerror}); use a different port"
@@ -124,7 +131,7 @@ def _check(num_processes: int, process_id: int, coordinator: str, by_flags: bool
     until = time.monotonic() + PATIENCE_SECONDS
     while True:
         try:
-            socket.create_connection((found[1], int(found[2])), timeout=5).close()
+            socket.create_connection((match[1], int(match[2])), timeout=5).close()
             return
         except OSError as error:
             # A cluster's DNS may know a host only once it has started.
@@ -139,15 +146,15 @@ def _check(num_processes: int, process_id: int, coordinator: str, by_flags: bool
 def _free_stdout() -> None:
     """Moves Python's standard output off file descriptor 1, where Gloo writes notices."""
     sys.stdout.flush()
-    mine = os.dup(1)
+    descriptor = os.dup(1)
     nowhere = os.open(os.devnull, os.O_WRONLY)
     os.dup2(nowhere, 1)
     os.close(nowhere)
-    sys.stdout = output.unfailing(mine, sys.stdout.encoding, line_buffering=True)
+    sys.stdout = output.unfailing(descriptor, sys.stdout.encoding, line_buffering=True)
 
 
-def decide(mine: Any, work: Callable[[list[Any]], Any]) -> Any:
-    """Calls `work` on process 0 with every process's `mine`, and returns its value on all of them.
+def decide(facts: Any, work: Callable[[list[Any]], Any]) -> Any:
+    """Calls `work` on process 0 with every process's `facts`, and returns its value on all of them.
 
     Every process must call this; values are JSON, and a UserError of `work` is raised on all.
     Goes through JAX's coordination service, which needs no devices and no compiling, so that even
@@ -155,9 +162,9 @@ def decide(mine: Any, work: Callable[[list[Any]], Any]) -> Any:
     is linear in the number of processes.
     """
     if count() == 1:
-        return work([mine])
+        return work([facts])
     key = _next_key()
-    publish(f"{key}/{_id}", mine)
+    publish(f"{key}/{_id}", facts)
 
     def gather_and_work() -> Any:
         keys = [f"{key}/{number}" for number in range(count())]
@@ -178,11 +185,11 @@ def run_on_all(work: Callable[[], Any]) -> Any:
     """Runs `work` on each process and returns its own value; one's UserError is raised on all."""
 
     def raise_first(mistakes: list[str]) -> None:
-        found = {number: text for number, text in enumerate(mistakes) if text}
-        if found:
-            number, text = min(found.items())
-            which = f" (process {number}, as {len(found)} of {count()})"
-            raise UserError(text + which * (len(found) < count()))
+        named_mistakes = {number: text for number, text in enumerate(mistakes) if text}
+        if named_mistakes:
+            number, text = min(named_mistakes.items())
+            which = f" (process {number}, as {len(named_mistakes)} of {count()})"
+            raise UserError(text + which * (len(named_mistakes) < count()))
 
     outcome = _outcome(work)
     decide(outcome.get("mistake", ""), raise_first)

@@ -20,13 +20,13 @@ def groups(devices: Sequence[Any]) -> list[list[Any]]:
     Simulated devices are grouped by process, because JAX puts a whole machine's into one slice. TPUs
     of a single slice may lack its number.
     """
-    found: dict[int, list[Any]] = {}
+    by_group: dict[int, list[Any]] = {}
     for device in devices:
         number = 0 if device.platform == "tpu" else device.process_index
         if device.platform != "cpu":
             number = getattr(device, "slice_index", number)
-        found.setdefault(number, []).append(device)
-    return [found[number] for number in sorted(found)]
+        by_group.setdefault(number, []).append(device)
+    return [by_group[number] for number in sorted(by_group)]
 
 
 def across(axes: dict[str, int], count: int) -> dict[str, int]:
@@ -53,12 +53,12 @@ def cut(axes: dict[str, int], parts: dict[str, int]) -> str:
     >>> cut({"data": 1, "seq": 32}, {"data": 1, "seq": 2})
     ''
     """
-    whole = True  # whether all axes further out lie entirely across groups
+    outer_is_split = True  # whether all axes further out lie entirely across groups
     for place, (name, size) in enumerate(axes.items()):
         in_part = not place or name == "seq"
-        if parts[name] > 1 and (not whole or (parts[name] < size and not in_part)):
+        if parts[name] > 1 and (not outer_is_split or (parts[name] < size and not in_part)):
             return name
-        whole = whole and parts[name] == size
+        outer_is_split = outer_is_split and parts[name] == size
     return ""
 
 

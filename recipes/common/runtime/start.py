@@ -111,8 +111,8 @@ def _settle_libraries() -> None:
     absl_logging.set_verbosity(absl_logging.FATAL)  # errors come back as exceptions
     logging.getLogger("asyncio").setLevel(logging.CRITICAL)  # the saver reports failed saves
     sys.unraisablehook = _unraisable
-    if given := jax.config.jax_compilation_cache_dir:  # pyright: ignore[reportAttributeAccessIssue]
-        folders.to_path(given, "JAX_COMPILATION_CACHE_DIR")  # raises if a bucket is unreachable
+    if cache_dir := jax.config.jax_compilation_cache_dir:  # pyright: ignore[reportAttributeAccessIssue]
+        folders.to_path(cache_dir, "JAX_COMPILATION_CACHE_DIR")  # raises if a bucket is unreachable
         return
     cache = os.environ.get("ZOO_CACHE", "")
     cache = folders.to_path(cache, "ZOO_CACHE") if buckets.remote(cache) else data.cache_dir()

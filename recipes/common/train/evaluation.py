@@ -28,7 +28,7 @@ class Evaluation:
     _compiled: dict[str, jax.stages.Compiled] = dataclasses.field(default_factory=dict)
 
     def __call__(self, state: Tree) -> Tree:
-        """Returns the loss's figures over all held-out examples, name → (sum, count) in float64.
+        """Returns the loss's metrics over all held-out examples, name → (sum, count) in float64.
 
         The sums of `extra` are among them.
 
@@ -55,8 +55,8 @@ class Evaluation:
 
         return layout.compile(sums, variables, batch, out_shardings=layout.replicated)
 
-    def figures(self, totals: Tree) -> dict[str, float]:
-        """The figures to log: means over the examples and, for text, how well it is compressed.
+    def metrics(self, totals: Tree) -> dict[str, float]:
+        """The metrics to log: means over the examples and, for text, how well it is compressed.
 
         loss: nats per target. perplexity: exp(loss). bits_per_byte: bits per byte of the targets' text,
         comparable between tokenizers. targets: their number.

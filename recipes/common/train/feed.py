@@ -18,9 +18,9 @@ def device_batches(batches: Iterable[Tree], layout: Layout) -> Iterator[tuple[Tr
     rows = iter(batches)
     while True:
         start = time.perf_counter()
-        mine = next(rows)
+        process_rows = next(rows)
         waited = time.perf_counter() - start
-        yield to_devices(mine, layout), waited
+        yield to_devices(process_rows, layout), waited
 
 
 def to_devices(rows: Tree, layout: Layout) -> Tree:
@@ -39,7 +39,7 @@ def to_devices(rows: Tree, layout: Layout) -> Tree:
             first, last, _ = index[0].indices(layout.batch_size)
             return x[place[first] : place[first] + last - first, *index[1:]]
 
-        whole = (layout.batch_size, *x.shape[1:])
-        return jax.make_array_from_callback(whole, layout.batch_shardings(x), part)
+        shape = (layout.batch_size, *x.shape[1:])
+        return jax.make_array_from_callback(shape, layout.batch_shardings(x), part)
 
     return jax.tree.map(put, rows)

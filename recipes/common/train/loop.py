@@ -50,7 +50,7 @@ def fit(
 
     Args:
       tokenizer: saved with the model.
-      extra: sums that evaluation adds to the loss's own figures.
+      extra: sums that evaluation adds to the loss's own metrics.
       example_flops: FLOPs of training on one example; None: as if each weight were multiplied once.
 
     Returns (state, log, its Evaluation's totals). Raises UserError before anything is written, and
@@ -85,10 +85,10 @@ def fit(
 
     def evaluate(done: int, state: Tree) -> Tree:
         start, totals = time.perf_counter(), evaluation(state)
-        figures = evaluation.figures(totals)
-        log.held_out(done, figures, time.perf_counter() - start)
+        metrics = evaluation.metrics(totals)
+        log.held_out(done, metrics, time.perf_counter() - start)
         if saver and run.keep_best and done:
-            saver.keep_best(done, state, figures)
+            saver.keep_best(done, state, metrics)
         return totals
 
     if compiled and saver:
@@ -128,7 +128,7 @@ def check(folder: RunFolder, layout: Layout, facts: Tree, run: Run) -> Profile:
     if run.tensorboard and folders.in_bucket(folder.path):
         raise UserError(
             f"--tensorboard appends to files, and --workdir={folder.path} is in a bucket, where "
-            "nothing can be appended; leave it out: metrics.jsonl has the same figures"
+            "nothing can be appended; leave it out: metrics.jsonl has the same metrics"
         )
     for flag, library in {"tensorboard": "tensorboardX", "wandb": "wandb"}.items():
         if getattr(run, flag) and importlib.util.find_spec(library) is None:

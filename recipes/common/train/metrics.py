@@ -90,9 +90,9 @@ class Log:
         self._show(step, values["loss"])
         if step % self._every and step != self._last:
             return
-        now, steps = time.perf_counter(), step - self._since_step
-        seconds, waited = (now - self._since) / steps, self._wait / steps
-        self._since, self._since_step, self._wait = now, step, 0.0
+        end, steps = time.perf_counter(), step - self._since_step
+        seconds, waited = (end - self._since) / steps, self._wait / steps
+        self._since, self._since_step, self._wait = end, step, 0.0
         speed = self._per_step / seconds
         self._timed.append((steps, seconds * steps))
         if "skipped" in values:  # since the line before
@@ -126,7 +126,7 @@ class Log:
         if processes.is_first():
             warn(f"{what}; this update is skipped")
 
-    def held_out(self, step: int, figures: dict[str, float], seconds: float = 0.0) -> None:
+    def held_out(self, step: int, metrics: dict[str, float], seconds: float = 0.0) -> None:
         """Writes the line of an evaluation after a step: "held_out_loss" for "loss".
 
         Args:
@@ -135,7 +135,7 @@ class Log:
         self._since += seconds
         if self._terminal:
             self._terminal.pause(seconds)
-        named = {sinks.HELD_OUT + name: value for name, value in figures.items()}
+        named = {sinks.HELD_OUT + name: value for name, value in metrics.items()}
         self.write({"step": step, **named})
 
     def write(self, line: sinks.Line) -> None:

@@ -25,10 +25,10 @@ class Profile:
             self._trace = pathlib.Path(tempfile.mkdtemp())
         if not run.profile:
             return
-        found = re.fullmatch(r"(\d{1,9}):(\d{1,9})", run.profile, re.ASCII)
-        if not found or int(found[1]) > int(found[2]):
+        match = re.fullmatch(r"(\d{1,9}):(\d{1,9})", run.profile, re.ASCII)
+        if not match or int(match[1]) > int(match[2]):
             raise UserError(f"--profile={run.profile[:50]} is not FIRST:LAST; try --profile=10:15")
-        self._first, self._last = int(found[1]), int(found[2])
+        self._first, self._last = int(match[1]), int(match[2])
         if self._first <= folder.step or self._last > run.steps:
             steps = f"takes steps {folder.step + 1} to {run.steps}" if run.steps > folder.step else (
                 "takes no steps"

@@ -8,17 +8,10 @@ import optax
 from jax.sharding import PartitionSpec
 
 from recipes.common.sharding import AbstractModel, Layout, Tree, shardings
+from recipes.common.train.offload import Gradients, apply_offloaded
 from recipes.common.train.optimizer import LearningRate
 from recipes.common.train.state import abstract_state
-from recipes.common.train.update import (
-    all_finite,
-    apply_gradients,
-    choose,
-    stream_gradients,
-    streams,
-    to_device,
-    to_memory_of,
-)
+from recipes.common.train.update import all_finite, apply_gradients, choose
 
 
 @dataclasses.dataclass(frozen=True, eq=False)  # jit wants it hashable
@@ -38,16 +31,13 @@ class TrainStep:
         grads = jax.tree.map(lambda g: g / count, sums)
         metrics |= {"grad_norm": optax.tree.norm(grads), "learning_rate": self.lr(state["step"])}
         finite = all_finite(metrics) if self.skip_nonfinite else None
-        if self.offload and streams(self.layout):
-            given = (state, sums, count, metrics["grad_norm"], finite)
-            after = stream_gradients(self.optimizer, self.layout, *given)
+        if self.offload:
+            scaled = Gradients(sums, count, metrics["grad_norm"])
+            after = apply_offloaded(self.optimizer, self.layout, state, scaled, finite)
             after |= choose(finite, {kind: state[kind] for kind in buffers}, buffers)
         else:
-            before = state | {"opt_state": jax.tree.map(to_device, state["opt_state"])}
-            after = apply_gradients(self.optimizer, before, grads) | buffers
-            after = choose(finite, before, after) | {"step": after["step"]}
-            moments = jax.tree.map(to_memory_of, state["opt_state"], after["opt_state"])
-            after |= {"opt_state": moments}
+            after = apply_gradients(self.optimizer, state, grads) | buffers
+            after = choose(finite, state, after) | {"step": after["step"]}
         return after, metrics if finite is None else metrics | {"skipped": ~finite}
 
     def abstract_state(self) -> Tree:
@@ -70,7 +60,7 @@ class TrainStep:
 def gradients(
     model: AbstractModel, state: Tree, batch: Tree, microbatches: int = 1
 ) -> tuple[Tree, Tree, Tree]:
-    """Returns (gradients of the mean objective, new buffers, means of the loss's figures).
+    """Returns (gradients of the mean objective, new buffers, means of the loss's metrics).
 
     With microbatches > 1, gradients are summed over parts of the batch, one after another: the result
     of the whole batch with the memory of one part. Each part sees the buffers that the last one left.

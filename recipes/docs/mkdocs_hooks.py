@@ -1,0 +1,123 @@
+"""Builds the site from the pages where they are: mkdocs.yml names this file.
+
+Every page keeps its path in the repository, so that links between pages work here as on a code
+host. Files that pages link to become pages of their own, with an anchor for each line (#L12), and
+the explorer is written anew.
+"""
+
+import functools
+import pathlib
+import re
+import subprocess
+import sys
+import tempfile
+
+from mkdocs.plugins import event_priority
+from mkdocs.structure.files import File, Files
+from pygments import highlight
+from pygments.formatters import HtmlFormatter
+from pygments.lexers import get_lexer_for_filename
+from pygments.util import ClassNotFound
+
+from recipes.common.entries import ENTRIES
+
+ROOT = pathlib.Path(__file__).parents[2]
+HOME = "recipes/docs/start.md"
+EXPLORER_MARK = "<!-- the explorer -->"
+EXPLORER_FRAME = (
+    '<iframe src="explorer.html" title="The explorer" loading="lazy" '
+    'style="width: 100%; height: 50rem; border: 1px solid #8888"></iframe>'
+)
+COPIED = {".md", ".ipynb", ".svg", ".webp", ".png", ".css", ".js"}
+REFERENCE = {  # page → what it documents, from docstrings
+    "reference/models.md": [f"zoo.{name}" for name in ENTRIES],
+    "reference/zoo.md": [
+        "zoo.sharding",
+        "zoo.strategies",
+        "zoo.decoder",
+        "zoo.config",
+        "zoo.layers",
+    ],
+    "reference/recipes.md": [
+        "recipes.common.mesh.make_mesh",
+        "recipes.common.checkpoint.restore",
+        "recipes.common.report.describe.describe",
+        "recipes.common.report.hlo.collectives",
+        "recipes.common.sharding.layout.make_layout",
+        "recipes.common.sharding.layout.Layout",
+        "recipes.common.train.step.TrainStep",
+        "data.batches.Dataset",
+    ],
+}
+TITLES = {"models": "Models", "zoo": "Parts of models", "recipes": "Functions of recipes"}
+LINK = re.compile(r"(?<=\]\()([^)#\s:]+)(?=[)#])")
+
+
+@event_priority(100)  # before the plugin that turns notebooks into pages
+def on_files(files: Files, config) -> Files:
+    """Returns all files of the site: pages and pictures, source pages, the explorer."""
+    tracked = subprocess.run(
+        ["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True
+    ).stdout.split()
+    site = [file for file in files if file.src_uri.startswith("assets/")]  # the theme's
+    for path in tracked:
+        if "golden/" in path:
+            continue
+        if pathlib.Path(path).suffix in COPIED:
+            site.append(File(path, str(ROOT), config.site_dir, config.use_directory_urls))
+        elif source := source_page(path):
+            page = File.generated(config, f"{path}.md", content=source)
+            page.dest_uri = f"{path}/index.html"  # the explorer links to zoo/FILE.py#L12
+            site.append(page)
+    for page, names in REFERENCE.items():
+        text = "".join(f"\n::: {name}\n" for name in names)
+        title = TITLES[pathlib.Path(page).stem]
+        site.append(File.generated(config, page, content=f"# {title}\n{text}"))
+    site.append(File.generated(config, "explorer.html", content=explorer()))
+    for file in site:
+        if file.src_uri == HOME:
+            file.dest_uri = "index.html"
+    return Files(site)
+
+
+def on_page_markdown(markdown: str, page, **_) -> str:
+    """Points links to source files to their pages, and shows the explorer on the first page."""
+    if page.file.src_uri == HOME:
+        page.meta["hide"] = ["navigation", "toc"]
+        markdown = markdown.replace(EXPLORER_MARK, EXPLORER_FRAME)
+    folder = ROOT / pathlib.Path(page.file.src_uri).parent
+
+    def to_page(match: re.Match) -> str:
+        target = folder / match[1]
+        if target.is_dir():
+            readme = target / "README.md"
+            return f"{match[1].rstrip('/')}/README.md" if readme.exists() else "."
+        if target.suffix not in COPIED and target.exists():
+            return f"{match[1]}.md"
+        return match[1]
+
+    return LINK.sub(to_page, markdown)
+
+
+def source_page(path: str) -> str:
+    """A page with a file's text, highlighted; empty for files that are not text."""
+    try:
+        lexer = get_lexer_for_filename(path)
+        text = (ROOT / path).read_text()
+    except (ClassNotFound, UnicodeDecodeError):
+        return ""
+    html = highlight(
+        text, lexer, HtmlFormatter(linenos="inline", linespans="L", cssclass="highlight")
+    )
+    html = re.sub(r'id="L-(\d+)"', r'id="L\1"', html).replace("\n\n", "\n<!-- -->\n")
+    return f"---\nsearch:\n  exclude: true\n---\n\n# {path}\n\n{html}"
+
+
+@functools.cache
+def explorer() -> str:
+    """The explorer's page, whose links lead to the site's source pages."""
+    with tempfile.TemporaryDirectory() as folder:
+        page = pathlib.Path(folder, "explorer.html")
+        command = [sys.executable, "-m", "recipes.explore", f"--html={page}", "--source=./"]
+        subprocess.run([*command, "--open=false"], cwd=ROOT, check=True)
+        return page.read_text()
