@@ -96,7 +96,7 @@ def main(run: Run, flags: Any, data: Data, training: Training) -> None:
         microbatches=training.accumulate, skip_nonfinite=run.skip_nonfinite > 0,
         offload=training.offload,
     )  # fmt: skip
-    extra, cost = confusion(config.classes), flops.encoder(layout, config.num_positions)
+    extra, cost = confusion(config.classes), flops.encoder(layout)
     _, log, metrics = fit(run, folder, step, images, extra=extra, example_flops=cost)
 
     # ---- What it has learned ---------------------------------------------------------------------
