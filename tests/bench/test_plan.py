@@ -522,7 +522,9 @@ def test_the_page_is_in_the_order_of_times_and_explains_ties():
 
 def test_times_say_how_far_published_runs_are_from_them():
     """The least and most of the column in bench/planner.md."""
-    text = (ROOT / "recipes" / "bench" / "planner.md").read_text().split("| times the published |")[1]
+    text = (
+        (ROOT / "recipes" / "bench" / "planner.md").read_text().split("| times the published |")[1]
+    )
     ratios = {"tpu": [], "gpu": []}
     for row in re.findall(r"^\|(.*\[(?:maxtext|torchtitan)\].*)\|$", text, re.MULTILINE):
         ratios["gpu" if "H100" in row else "tpu"].append(float(row.split("|")[-1]))
