@@ -105,7 +105,7 @@ def of_run(flags: Flags) -> explorer.Shown:
     saved, config = source.metadata, checkpoint.config_of(source)
     table = dict.fromkeys(entries.zoo_file(saved["entry"]).LOGICAL_AXES)  # an older one lacks some
     table |= saved["rules"]["table"]
-    on_cpu = getattr(config, "dtype", "float32") == "float32"
+    on_cpu = config.shape.dtype in (None, "float32")
     return explorer.Shown(
         entry=saved["entry"],
         size=explorer.RUN,

@@ -73,7 +73,7 @@ def main(flags: Flags) -> None:
     page = pathlib.Path(flags.html).expanduser()
     if flags.html and not page.parent.is_dir():
         raise UserError(f"--html={flags.html}: there is no folder {page.parent}; make it first")
-    if flags.confirm and not hasattr(zoo, "POSITIONS"):
+    if flags.confirm and not zoo.SIZES[flags.size]().shape.vocab_size:
         raise UserError(
             f"--confirm compiles language models, and {flags.entry} is none; leave it out"
         )
@@ -112,12 +112,12 @@ def make_job(flags: Flags, devices: Devices) -> Job:
     """The model and the batch that the flags ask for. Raises UserError if they can't be planned."""
     zoo = entries.zoo_file(flags.entry)
     config = zoo.SIZES[flags.size]()
-    fields = {field.name for field in dataclasses.fields(config)}
-    if "dtype" in fields:
+    shape = config.shape
+    if shape.dtype:
         dtype = "float32" if devices.kind == "cpu" else "bfloat16"
         config = dataclasses.replace(config, dtype=dtype)
     for name in ("matmul", "offload"):
-        if (value := getattr(flags, name)) and "remat" not in fields:
+        if (value := getattr(flags, name)) and shape.remat is None:
             raise UserError(
                 f"--{name}={value} is for models with layers, and {flags.entry} has none; leave it out"
             )
@@ -125,7 +125,7 @@ def make_job(flags: Flags, devices: Devices) -> Job:
         device = AbstractDevice(devices.hardware.name, None, devices.hardware.platform)
         check_matmul(flags.matmul, device)
         config = dataclasses.replace(config, matmul=flags.matmul)
-    length = flags.seq_len if "vocab_size" in fields else 0
+    length = flags.seq_len if shape.vocab_size else 0
     check_length(config, length)
     tokens = 16 * devices.count * max(length, 1)
     if flags.batch_tokens:

@@ -5,6 +5,7 @@ from typing import Any, ClassVar
 
 from .kernels import KERNELS
 from .layers import Kind, read_scaling
+from .shape import AttentionShape, LayerShape, Shape
 from .stack import REMAT_POLICIES
 
 CHOICES = {  # field of Compute → its valid values
@@ -58,6 +59,49 @@ class Compute:
     def rotary_dim(self: Any) -> int:
         """The dims of a head that rotary embeddings rotate."""
         return self.head_dim
+
+    # What reports and plans compute with. A Config overrides what differs.
+
+    @property
+    def attention_shape(self: Any) -> AttentionShape:
+        return AttentionShape(
+            weights=2 * self.embed * self.head_dim * (self.num_heads + self.num_kv_heads),
+            heads=self.num_heads,
+            kv_heads=self.num_kv_heads,
+            key_dim=self.head_dim,
+            value_dim=self.head_dim,
+            cached=2 * self.num_kv_heads * self.head_dim,
+        )
+
+    @property
+    def layer_shape(self: Any) -> LayerShape:
+        """One layer. `shape` has one for each window, with the number of its layers."""
+        return LayerShape(count=1, attention=self.attention_shape, mlp=self.mlp)
+
+    @property
+    def shape(self: Any) -> Shape:
+        kinds = self.kinds
+        windows = [kinds[n % len(kinds)].window for n in range(self.num_layers)]
+        layers = [
+            dataclasses.replace(
+                self.layer_shape,
+                count=windows.count(window),
+                attention=dataclasses.replace(self.attention_shape, window=window),
+            )
+            for window in dict.fromkeys(windows)
+        ]
+        return Shape(
+            embed=self.embed,
+            layers=tuple(layers),
+            vocab_size=self.vocab_size,
+            period=len(kinds),
+            dtype=self.dtype,
+            remat=self.remat,
+            matmul=self.matmul,
+            matmul_backward=self.matmul_backward,
+            remats=tuple(self.REMAT),
+            adapters=self.lora_rank > 0,
+        )
 
     def __post_init__(self: Any):
         """Raises ValueError if the configuration is invalid."""

@@ -16,9 +16,9 @@ from flax import nnx
 
 from .attention import Positions, make_positions, stripe
 from .layers import RMSNorm
-from .sharding import shards
+from .sharding import AxisNames, shards
 from .stack import fit_rules, layer_in_use, scan_layers, stack
-from .strategies import DECODER, AxisNames
+from .strategies import DECODER
 from .vocabulary import (
     Batch, Objective, cross_entropy, look_up, table_copies, unembed, vocabulary,
 )  # fmt: skip

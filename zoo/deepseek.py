@@ -26,8 +26,9 @@ from jax.ad_checkpoint import checkpoint_name
 from .attention import attend
 from .config import Compute
 from .decoder import Decoder
-from .experts import EXPERT_REMAT, GatedExperts, check_experts
+from .experts import EXPERT_REMAT, GatedExperts, check_experts, experts_shape
 from .layers import GatedMLP, Kind, RMSNorm, RopeScaling, Yarn, adapters, gather, project, rotate
+from .shape import AttentionShape, LayerShape, Shape
 from .sharding import Rules, complete_tables, constrain, explicit, param, reshape
 from .stack import stack
 from .strategies import EXPERT_DECODER, expert_rules
@@ -100,6 +101,37 @@ class Config(Compute):
                 f"experts_per_token={self.experts_per_token} is more than the {choices} of "
                 f"num_experts={E} in top_groups={self.top_groups} of groups={G}"
             )
+
+    @property
+    def attention_shape(self) -> AttentionShape:
+        D, N, H, V = self.embed, self.num_heads, self.head_dim, self.value_dim
+        C, P, R = self.kv_latent, self.rope_dim, self.q_latent
+        queries = R * (D + N * H) if R else D * N * H
+        keys_and_values = D * (C + P) + C * N * (self.nope_dim + V)
+        return AttentionShape(
+            weights=queries + keys_and_values + N * V * D,
+            heads=N,
+            kv_heads=N,
+            key_dim=H,
+            value_dim=V,
+            cached=C + P,
+            latents=R + C + P,
+            shared_key=P,
+        )
+
+    @property
+    def layer_shape(self) -> LayerShape:
+        shared = self.shared_experts * self.mlp
+        return dataclasses.replace(super().layer_shape, mlp=shared, experts=experts_shape(self))
+
+    @property
+    def shape(self) -> Shape:
+        return dataclasses.replace(
+            super().shape,
+            dense_layers=self.dense_layers,
+            dense_mlp=self.dense_mlp,
+            mtp_layers=self.mtp_depth,
+        )
 
     @classmethod
     def tiny(cls) -> "Config":

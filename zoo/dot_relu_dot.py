@@ -27,7 +27,10 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from .sharding import Rules, check_rules, complete_tables, constrain, explicit, in_use, param
+from .shape import LayerShape, Shape
+from .sharding import (
+    AxisNames, Rules, check_rules, complete_tables, constrain, explicit, in_use, param,
+)  # fmt: skip
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,6 +39,13 @@ class Config:
 
     embed: int  # D, width of x and y
     hidden: int  # F, width between the matmuls
+
+    @property
+    def shape(self) -> Shape:
+        """What reports and plans compute with."""
+        row = jax.ShapeDtypeStruct((self.embed,), jnp.float32)
+        layer = LayerShape(count=1, mlp=self.hidden, matrices=2)
+        return Shape(embed=self.embed, layers=(layer,), example={"x": row, "y": row})
 
     @classmethod
     def tiny(cls) -> "Config":
@@ -60,6 +70,8 @@ LOGICAL_AXES = {
 
 # A weight's logical axis at rest → its name in use, so that rules can shard the two differently.
 IN_USE = {"embed": "act_embed"}
+
+AXES = AxisNames(logical_axes=LOGICAL_AXES, in_use=IN_USE)
 
 
 class DotReluDot(nnx.Module):

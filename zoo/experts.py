@@ -13,6 +13,7 @@ from flax import nnx
 from .attention import Positions, stripe
 from .dispatch import by_capacity, dropless
 from .layers import gather, multiply
+from .shape import ExpertsShape
 from .sharding import auto, constrain, mesh_axes, param, per_device, zeros
 from .stack import REMAT_POLICIES
 
@@ -30,6 +31,17 @@ def check_experts(config) -> None:
         )
     if config.capacity is not None and not 0 < config.capacity < math.inf:
         raise ValueError(f"capacity={config.capacity} must be > 0, or None for dropless")
+
+
+def experts_shape(config) -> ExpertsShape:
+    """A Config's experts, for its `layer_shape`."""
+    return ExpertsShape(
+        number=config.num_experts,
+        per_token=config.experts_per_token,
+        width=config.mlp,
+        weights=3 * config.embed * config.mlp,  # gate, up and down
+        capacity=config.capacity,
+    )
 
 
 class Balance(nnx.Variable):

@@ -27,6 +27,7 @@ from .attention import Attention
 from .config import Compute
 from .decoder import Decoder
 from .layers import GatedMLP, Kind, Linear, RMSNorm, RopeScaling
+from .shape import AttentionShape
 from .sharding import Rules, complete_tables, constrain
 from .strategies import DECODER, decoder_rules
 from .vocabulary import look_up
@@ -60,6 +61,10 @@ class Config(Compute):
         for name, cap in (("soft_cap", self.soft_cap), ("logits_soft_cap", self.logits_soft_cap)):
             if cap is not None and not 0 < cap < math.inf:
                 raise ValueError(f"{name}={cap} must be a number > 0, or None for no cap")
+
+    @property
+    def attention_shape(self) -> AttentionShape:
+        return dataclasses.replace(super().attention_shape, plain=self.soft_cap is None)
 
     @classmethod
     def tiny(cls) -> "Config":
@@ -158,11 +163,12 @@ SIZES = {
 REMAT = Config.REMAT
 
 # What sharding rules may name; see strategies.py.
-LOGICAL_AXES = DECODER.logical_axes
-IN_USE = DECODER.in_use
-UNEVEN = DECODER.uneven
-SUBSTITUTES = DECODER.substitutes
-POSITIONS = DECODER.positions
+AXES = DECODER
+LOGICAL_AXES = AXES.logical_axes
+IN_USE = AXES.in_use
+UNEVEN = AXES.uneven
+SUBSTITUTES = AXES.substitutes
+POSITIONS = AXES.positions
 
 
 class Layer(nnx.Module):

@@ -23,6 +23,7 @@ from .attention import Attention
 from .config import Compute
 from .decoder import Decoder
 from .layers import GeluMLP, Kind, layer_norm
+from .shape import LayerShape, Shape
 from .sharding import Rules, complete_tables, constrain, param
 from .stack import stack
 from .strategies import DECODER, decoder_rules
@@ -45,7 +46,6 @@ class Config(Compute):
     lora_targets: tuple[str, ...] = ("q", "k", "v", "o", "up", "down")
 
     tie_embeddings = True
-    mlp_matrices = 2  # up and down, without a gate
 
     def __post_init__(self):
         if self.embed % self.num_heads:
@@ -59,6 +59,14 @@ class Config(Compute):
     @property
     def num_kv_heads(self) -> int:
         return self.num_heads
+
+    @property
+    def layer_shape(self) -> LayerShape:
+        return dataclasses.replace(super().layer_shape, matrices=2)
+
+    @property
+    def shape(self) -> Shape:
+        return dataclasses.replace(super().shape, max_positions=self.max_positions)
 
     @classmethod
     def tiny(cls) -> "Config":

@@ -21,8 +21,9 @@ from jax.ad_checkpoint import checkpoint_name
 from .attention import Attention
 from .config import Compute
 from .decoder import Decoder
-from .experts import EXPERT_REMAT, check_experts, choose, mix
+from .experts import EXPERT_REMAT, check_experts, choose, experts_shape, mix
 from .layers import Kind, RMSNorm, Yarn, add_bias, multiply
+from .shape import AttentionShape, LayerShape
 from .sharding import Rules, complete_tables, constrain, param
 from .strategies import EXPERT_DECODER, expert_rules
 
@@ -58,11 +59,18 @@ class Config(Compute):
     lora_targets: tuple[str, ...] = ("q", "k", "v", "o")
 
     REMAT = EXPERT_REMAT
-    sinks = True  # for reports: not every kernel has them
 
     def __post_init__(self):
         super().__post_init__()
         check_experts(self)
+
+    @property
+    def attention_shape(self) -> AttentionShape:
+        return dataclasses.replace(super().attention_shape, plain=False)  # it has sinks
+
+    @property
+    def layer_shape(self) -> LayerShape:
+        return dataclasses.replace(super().layer_shape, mlp=0, experts=experts_shape(self))
 
     @classmethod
     def tiny(cls) -> "Config":
@@ -104,12 +112,13 @@ SIZES = {
 REMAT = Config.REMAT
 
 # See strategies.py.
-LOGICAL_AXES = EXPERT_DECODER.logical_axes
-IN_USE = EXPERT_DECODER.in_use
-UNEVEN = EXPERT_DECODER.uneven
-SUBSTITUTES = EXPERT_DECODER.substitutes
-POSITIONS = EXPERT_DECODER.positions
-WITHIN = EXPERT_DECODER.within
+AXES = EXPERT_DECODER
+LOGICAL_AXES = AXES.logical_axes
+IN_USE = AXES.in_use
+UNEVEN = AXES.uneven
+SUBSTITUTES = AXES.substitutes
+POSITIONS = AXES.positions
+WITHIN = AXES.within
 
 
 class Layer(nnx.Module):
@@ -132,7 +141,7 @@ class Layer(nnx.Module):
 class GptOss(Decoder):
     """Tokens in, next-token logits out. See the module's docstring."""
 
-    axes = EXPERT_DECODER
+    axes = AXES
 
     def __init__(self, config: Config, *, rngs: nnx.Rngs):
         super().__init__(config, Layer, rngs=rngs)

@@ -28,8 +28,9 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from .shape import LayerShape, Shape
 from .sharding import (
-    Rules, check_rules, complete_tables, constrain, explicit, in_use, ones, param, zeros,
+    AxisNames, Rules, check_rules, complete_tables, constrain, explicit, in_use, ones, param, zeros,
 )  # fmt: skip
 
 
@@ -43,6 +44,18 @@ class Config:
     hidden: int = 256  # F, width inside a block
     depth: int = 3  # blocks
     norm_eps: float = 1e-6
+
+    @property
+    def shape(self) -> Shape:
+        """What reports and plans compute with."""
+        return Shape(
+            embed=self.embed,
+            layers=(LayerShape(count=self.depth, mlp=self.hidden, matrices=2),),
+            example={
+                "image": jax.ShapeDtypeStruct((self.inputs,), jnp.float32),
+                "label": jax.ShapeDtypeStruct((), jnp.int32),
+            },
+        )
 
     @classmethod
     def tiny(cls) -> "Config":
@@ -70,6 +83,8 @@ LOGICAL_AXES = {
 
 # A weight's logical axis at rest → its name in use, so that rules can shard the two differently.
 IN_USE = {"embed": "act_embed"}
+
+AXES = AxisNames(logical_axes=LOGICAL_AXES, in_use=IN_USE)
 
 
 class Block(nnx.Module):

@@ -23,8 +23,9 @@ from jax.ad_checkpoint import checkpoint_name
 from .attention import Attention
 from .config import Compute
 from .decoder import Decoder
-from .experts import EXPERT_REMAT, GatedExperts, check_experts
+from .experts import EXPERT_REMAT, GatedExperts, check_experts, experts_shape
 from .layers import Kind, RMSNorm, RopeScaling
+from .shape import LayerShape
 from .sharding import Rules, complete_tables
 from .strategies import EXPERT_DECODER, expert_rules
 
@@ -65,6 +66,10 @@ class Config(Compute):
     def __post_init__(self):
         super().__post_init__()
         check_experts(self)
+
+    @property
+    def layer_shape(self) -> LayerShape:
+        return dataclasses.replace(super().layer_shape, mlp=0, experts=experts_shape(self))
 
     @classmethod
     def tiny(cls) -> "Config":
@@ -113,12 +118,13 @@ SIZES = {
 REMAT = Config.REMAT
 
 # See strategies.py.
-LOGICAL_AXES = EXPERT_DECODER.logical_axes
-IN_USE = EXPERT_DECODER.in_use
-UNEVEN = EXPERT_DECODER.uneven
-SUBSTITUTES = EXPERT_DECODER.substitutes
-POSITIONS = EXPERT_DECODER.positions
-WITHIN = EXPERT_DECODER.within
+AXES = EXPERT_DECODER
+LOGICAL_AXES = AXES.logical_axes
+IN_USE = AXES.in_use
+UNEVEN = AXES.uneven
+SUBSTITUTES = AXES.substitutes
+POSITIONS = AXES.positions
+WITHIN = AXES.within
 
 
 class Layer(nnx.Module):
@@ -148,7 +154,7 @@ class Layer(nnx.Module):
 class MoE(Decoder):
     """Tokens in, next-token logits out. With balance_rate, a call of `loss` also moves the biases."""
 
-    axes = EXPERT_DECODER
+    axes = AXES
 
     def __init__(self, config: Config, *, rngs: nnx.Rngs):
         super().__init__(config, Layer, rngs=rngs)

@@ -10,6 +10,7 @@ They work on Explicit mesh axes, JAX's default, and on Auto ones. Without a mesh
 a model that calls them also runs on one device.
 """
 
+import dataclasses
 import difflib
 import math
 from typing import Any
@@ -25,6 +26,25 @@ Rules = dict[str, str | tuple[str, ...] | None]
 
 # The logical axis of a dim; a tuple: the dim is split over the mesh axes of each; None: replicated.
 Axis = str | tuple[str, ...] | None
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class AxisNames:
+    """The logical axes of a model, and what rules may do with them."""
+
+    # Logical axis → whether activations, weights or both have it. A "stack" is scanned layer by
+    # layer; only a pipeline splits it.
+    logical_axes: dict[str, str]
+    in_use: dict[str, str]  # a weight's axis at rest → its name in use, so that the two can differ
+    # Dims that need not be divisible by their mesh axes, and what happens then: "padded" or
+    # "replicated". Others are an error.
+    uneven: dict[str, str] = dataclasses.field(default_factory=dict)
+    # An axis that some activations have in place of another → that other one.
+    substitutes: dict[str, str] = dataclasses.field(default_factory=dict)
+    # The axes of a row's positions T: of the second dim of a batch's arrays, of the residual stream.
+    positions: tuple[str, ...] = ()
+    # An axis → the one whose mesh axes have to include its own.
+    within: dict[str, str] = dataclasses.field(default_factory=dict)
 
 
 def complete_tables(axes: dict[str, str], tables: dict[str, dict]) -> dict[str, Rules]:

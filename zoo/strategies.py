@@ -14,6 +14,8 @@ experts, J experts per position.
 
 import dataclasses
 
+from .sharding import AxisNames
+
 # Logical axes that files besides the models ask for by name.
 SEQ = "seq"  # T, S
 RESIDUAL_SEQ = "residual_seq"  # T of the residual stream, between sublayers
@@ -141,23 +143,6 @@ def split_alike(parallelism: dict, axes: tuple[str, ...]) -> dict:
 
 # All strategies. If several fit a mesh equally well, the last one is its default.
 STRATEGIES = tuple(expert_rules())
-
-
-@dataclasses.dataclass(frozen=True)
-class AxisNames:
-    """The logical axes of a model, and what rules may do with them."""
-
-    # Logical axis → whether activations, weights or both have it. A "stack" is scanned layer by
-    # layer; only a pipeline splits it.
-    logical_axes: dict[str, str]
-    in_use: dict[str, str]  # a weight's axis at rest → its name in use, so that the two can differ
-    # Dims that need not be divisible by their mesh axes, and what happens then; others are an error.
-    uneven: dict[str, str]
-    # An axis that some activations have in place of another → that other one.
-    substitutes: dict[str, str]
-    positions: tuple[str, ...] = ()  # the axes of T: of a batch, of the residual stream
-    # An axis → the one whose mesh axes have to include its own.
-    within: dict[str, str] = dataclasses.field(default_factory=dict)
 
 
 DECODER = AxisNames(

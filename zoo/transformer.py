@@ -140,11 +140,12 @@ SIZES = {
 REMAT = Config.REMAT
 
 # Axes that rules map; a weight's axis at rest → in use; dims that need not divide evenly.
-LOGICAL_AXES = DECODER.logical_axes
-IN_USE = DECODER.in_use
-UNEVEN = DECODER.uneven
-SUBSTITUTES = DECODER.substitutes
-POSITIONS = DECODER.positions
+AXES = DECODER
+LOGICAL_AXES = AXES.logical_axes
+IN_USE = AXES.in_use
+UNEVEN = AXES.uneven
+SUBSTITUTES = AXES.substitutes
+POSITIONS = AXES.positions
 
 
 class Layer(nnx.Module):

@@ -33,11 +33,12 @@ from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
 from .layers import GeluMLP, adapters, add_bias, dot, gather, layer_norm, multiply, project
+from .shape import AttentionShape, LayerShape, Shape
 from .sharding import (
-    Rules, check_rules, complete_tables, constrain, explicit, in_use, param, reshape,
+    AxisNames, Rules, check_rules, complete_tables, constrain, explicit, in_use, param, reshape,
 )  # fmt: skip
 from .stack import REMAT_POLICIES, fit_rules, layer_in_use, scan_layers, stack
-from .strategies import DECODER, DP, FSDP, HSDP, TP, AxisNames
+from .strategies import DECODER, DP, FSDP, HSDP, TP
 
 
 @dataclasses.dataclass(frozen=True)
@@ -74,6 +75,35 @@ class Config:
     def num_positions(self) -> int:
         """T: the class token and the patches."""
         return (self.image_size // self.patch) ** 2 + 1
+
+    @property
+    def shape(self) -> Shape:
+        """What reports and plans compute with."""
+        D, N, W = self.embed, self.num_heads, self.image_size
+        attention = AttentionShape(
+            weights=4 * D * D,
+            heads=N,
+            kv_heads=N,
+            key_dim=D // N,
+            value_dim=D // N,
+            cached=0,
+            causal=False,
+        )
+        layer = LayerShape(count=self.num_layers, attention=attention, mlp=self.mlp, matrices=2)
+        return Shape(
+            embed=D,
+            layers=(layer,),
+            positions=self.num_positions,
+            example={
+                "image": jax.ShapeDtypeStruct((W, W, self.channels), jnp.float32),
+                "label": jax.ShapeDtypeStruct((), jnp.int32),
+            },
+            dtype=self.dtype,
+            remat=self.remat,
+            matmul=self.matmul,
+            matmul_backward=self.matmul_backward,
+            adapters=self.lora_rank > 0,
+        )
 
     def __post_init__(self):
         """Raises ValueError if the configuration is invalid."""

@@ -104,11 +104,9 @@ def make_step(
 
 
 def one_row(config: Any, seq_len: int, segments: bool = False) -> dict[str, jax.ShapeDtypeStruct]:
-    """A row of a batch: tokens, or for a model without a vocabulary an image."""
-    if not hasattr(config, "vocab_size"):
-        shape = (config.image_size, config.image_size, config.channels)
-        image = jax.ShapeDtypeStruct(shape, np.float32)
-        return {"image": image, "label": jax.ShapeDtypeStruct((), np.int32)}
+    """A row of a batch: of tokens, or an example of a model without them."""
+    if not config.shape.vocab_size:
+        return config.shape.example
     row = jax.ShapeDtypeStruct((seq_len,), np.int32)
     return {"tokens": row, "targets": row} | ({"segment_ids": row} if segments else {})
 
@@ -220,7 +218,7 @@ def numbers(flag: str, text: str, least: int = 1) -> list[int]:
 def one_of(flag: str, text: str, choices: Iterable[str]) -> list[str]:
     """Parses a flag of comma-separated choices. Raises UserError."""
     words, choices = text.split(","), [*choices]
-    return [choose(flag, x, choices, said=f"--{flag} has {x!r}, which") for x in words]
+    return [choose(flag, x, choices, subject=f"--{flag} has {x!r}, which") for x in words]
 
 
 def progress(text: str) -> None:

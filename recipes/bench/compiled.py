@@ -22,7 +22,9 @@ from recipes.common.train.offload import Offload
 from zoo.config import Compute
 from zoo.transformer import SIZES
 
-ATTENTIVE = [name for name in entries.ENTRIES if name not in ("dot_relu_dot", "mlp")]
+ATTENTIVE = [
+    name for name in entries.ENTRIES if entries.zoo_file(name).Config.tiny().shape.attention
+]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -66,8 +68,8 @@ def _collectives_row(
     dtype = "float32" if flags.kind == "cpu" else "bfloat16"  # XLA's CPU backend sends float32
     sizes, model_class = entries.zoo_file(flags.entry).SIZES, entries.model(flags.entry)
     config = dataclasses.replace(sizes[size](), dtype=dtype, remat=remat, matmul=flags.matmul)
-    is_text = hasattr(config, "vocab_size")
-    positions = flags.seq_len if is_text else config.num_positions  # of a row
+    is_text = config.shape.vocab_size > 0
+    positions = flags.seq_len if is_text else config.shape.positions  # of a row
     rows = max(flags.tokens * chips // positions, chips // model)
     rows = rows if is_text else rows // chips * chips
     length = positions if is_text else 0

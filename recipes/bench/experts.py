@@ -8,7 +8,7 @@ from recipes.bench.common import Step, Table, machine, make_step, numbers, one_o
 from recipes.bench.targets import TPUS, check_targets
 from recipes.common.plan.targets import TooLarge, compile_step, topology
 from recipes.common.plan.textbook import device_tokens, transfers
-from recipes.common.report import flops, report
+from recipes.common.report import report
 from recipes.common.report.hlo import sent_by_kind
 from recipes.common.runtime import describe
 from recipes.common.runtime.errors import UserError
@@ -92,7 +92,7 @@ def _flops(flags: ExpertsFlags, config: Config, chips: int) -> str:
         return "-"
     tokens = device_tokens(step.layout)
     table = step.config.vocab_size * config.embed
-    layer = flops.matmul_params(step.config) - table
+    layer = step.config.shape.multiplied - table
     costs: Any = compiled.cost_analysis()
     counted = costs["flops"] - 8 * table * tokens
     return f"{counted / (6 * layer * tokens):.2f}"

@@ -26,7 +26,7 @@ from recipes.common.plan.targets import DOES_NOT_FIT, TooLarge, compile_step, to
 from recipes.common.report import report
 from recipes.common.runtime.flags import flag
 from recipes.common.runtime.terminal import print0
-from recipes.common.sharding.rules import shards, used_axes
+from recipes.common.sharding.rules import count_shards, used_axes
 from recipes.common.train.offload import Offload
 from zoo.config import Compute
 from zoo.transformer import REMAT, RULES, SIZES
@@ -110,7 +110,7 @@ def _which(flags: MemoryFlags, cases: Iterable[Case], remats: list[str]) -> None
 def _step(flags: MemoryFlags, size: str, kind: str, chips: int, remat: str) -> Step:
     config = dataclasses.replace(SIZES[size](), dtype="bfloat16", remat=remat, matmul=flags.matmul)
     axes = flags.axes(size, chips, flags.rules)
-    rows = flags.rows * shards(RULES[flags.rules], "batch", axes)
+    rows = flags.rows * count_shards(RULES[flags.rules], "batch", axes)
     return make_step(
         config, flags.rules, topology(kind, axes), rows, flags.seq_len, segments=True,
         offload=flags.offload,

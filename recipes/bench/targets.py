@@ -59,8 +59,7 @@ class MeshFlags:
         used, inner, stated = used_axes(zoo.RULES[strategy]), {}, []
         groups = "fsdp" in used
         along = {axis: getattr(self, axis) for axis in ("pipe", "seq", "expert") if axis in used}
-        config = zoo.SIZES[size]()
-        heads = getattr(config, "num_kv_heads", config.num_heads)
+        heads = zoo.SIZES[size]().shape.attention.kv_heads
         model = self.model or (
             1 if groups else math.gcd(8, heads, max(chips // math.prod(along.values()), 1))
         )

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from recipes.common.sharding import Layout, Tree, paths
-from recipes.common.sharding.rules import shards
+from recipes.common.sharding.rules import count_shards
 
 COLDEST = 1e-6  # a lower temperature takes the likeliest token: logits over it would overflow
 SHORTEST = 16  # prompts are padded to 16, 32, 64, … tokens, rounded up to what the mesh divides
@@ -162,7 +162,7 @@ class Generator:
         arrays, names = paths(self._variables), paths(layout.model.axes)
         for path, array in arrays.items():
             used = [layout.zoo.IN_USE.get(axis, axis) for axis in names[path]]
-            parts = math.prod(shards(layout.rules, axis, layout.mesh.shape) for axis in used)
+            parts = math.prod(count_shards(layout.rules, axis, layout.mesh.shape) for axis in used)
             chosen = config.experts_per_token / config.num_experts if "expert" in used else 1
             weights += array.nbytes / parts * chosen
         return round(weights), self.cache_bytes

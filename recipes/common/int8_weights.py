@@ -27,7 +27,7 @@ def to_int8(model: type, layout: Layout, variables: Tree) -> tuple[Layout, Tree]
     Args:
       model: the entry's class; layout and variables: of a model that is not trained.
     """
-    if not hasattr(layout.config, "matmul"):
+    if layout.shape.matmul is None:
         raise UserError(
             "--weights=int8 is not for this model, whose weights are in --dtype alone; leave it out"
         )

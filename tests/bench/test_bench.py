@@ -44,7 +44,7 @@ PLAIN = Config(512, 32, 3, num_heads=8, num_kv_heads=8, head_dim=4, mlp=64, tie_
 def test_flops_by_hand():
     # A layer: q, k, v, o 32·32 each, three of 32·64; and the unembedding table, 512·32.
     n = 3 * (4 * 32 * 32 + 3 * 32 * 64) + 512 * 32
-    assert flops.matmul_params(PLAIN) == n
+    assert PLAIN.shape.multiplied == n
     tokens, square = 2 * 16, 12 * 3 * 16 * 8 * 4 * 2 * 16
     assert flops.decoder(PLAIN, 16, batch_size=2) == {
         "causal": 6 * n * tokens + square / 2,
@@ -63,7 +63,7 @@ def test_matmul_params_are_all_but_norms_and_the_input_embedding():
         whole = sum(a.size for a in jax.tree.leaves(step.abstract["params"]))
         norms = (2 * config.num_layers + 1) * config.embed
         lookup = 0 if config.tie_embeddings else config.vocab_size * config.embed
-        assert flops.matmul_params(config) == whole - norms - lookup
+        assert config.shape.multiplied == whole - norms - lookup
 
 
 WIDE = {"embed": 256, "num_heads": 4, "num_kv_heads": 4, "head_dim": 64, "mlp": 1_024}
@@ -85,7 +85,7 @@ def test_flops_are_those_that_xla_counts(entry):
         given, want = np.zeros((rows, 64), np.int32), flops.decoder(config, 64, rows)["full"]
     else:
         given = np.zeros((rows, 64, 64, config.channels), np.float32)
-        want = rows * flops.encoder(layout, config.num_positions)
+        want = rows * flops.encoder(layout)
     forward = layout.lower(lambda v, x: layout.model.merge(v)(x), layout.variables(), given)
     assert 1 < forward.cost_analysis()["flops"] / (want / 3) < 1.02
 

@@ -29,7 +29,7 @@ from recipes.common.plan.search import meshes
 from recipes.common.runtime import UserError, describe, make_mesh
 from recipes.common.runtime.mesh import parse
 from recipes.common.sharding import make_layout, paths
-from recipes.common.sharding.rules import mesh_axes, partition_spec
+from recipes.common.sharding.rules import partition_spec, target_axes
 from tests.conftest import ROOT
 
 pytestmark = pytest.mark.promise("bench")
@@ -160,7 +160,7 @@ def expected(choice: dict) -> dict:
             in_use = tuple(zoo.IN_USE.get(name, name) for name in names)
             specs = {"rest": rest[path].sharding.spec, "use": partition_spec(in_use, layout.rules)}
             arrays[path] = {
-                how: {"spec": [[*mesh_axes(target)] for target in spec],
+                how: {"spec": [[*target_axes(target)] for target in spec],
                       "slices": slices(choice["mesh"], spec, leaves[path].shape)}
                 for how, spec in specs.items()
             }  # fmt: skip
@@ -301,8 +301,8 @@ def test_the_cache_has_the_sharding_that_generation_gives_it(name, strategy, mes
         with layout.trace():
             kept = jax.eval_shape(prefill, layout.variables(), *batch)
         assert kept.shape == tuple({0: 8, -1: 32}.get(dim, dim) for dim in shape)
-        wanted = [mesh_axes(axis and layout.rules[axis]) for axis in axes]
-        assert [mesh_axes(target) for target in kept.sharding.spec] == wanted
+        wanted = [target_axes(axis and layout.rules[axis]) for axis in axes]
+        assert [target_axes(target) for target in kept.sharding.spec] == wanted
 
 
 # ---- the page ------------------------------------------------------------------------------------

@@ -12,6 +12,8 @@ import shlex
 import shutil
 import subprocess
 import time
+import types
+from typing import Any
 
 import jax
 import numpy as np
@@ -20,13 +22,14 @@ import pytest
 
 from recipes import plan as planner
 from recipes.common import entries
-from recipes.common.plan import answer, contexts, targets
+from recipes.common.plan import answer, contexts, memory, targets
 from recipes.common.plan import page as plan_page
 from recipes.common.plan import search as searching
 from recipes.common.plan.estimate import Estimate, abstract_mesh, estimate
 from recipes.common.plan.hardware import HARDWARE, parse_devices
 from recipes.common.plan.search import Job, Plan, meshes, search
 from recipes.common.plan.textbook import Transfer
+from recipes.common.report import flops
 from recipes.common.report.hlo import sent_by_kind
 from recipes.common.runtime import UserError, describe, make_mesh
 from recipes.common.runtime.slices import across
@@ -39,6 +42,7 @@ from tests.conftest import ROOT
 from tests.support.entries import BATCH, ENTRIES, LR
 from tests.support.quick import quick as quick
 from zoo.moe import MoE
+from zoo.shape import RecurrenceShape, Shape
 from zoo.transformer import Config, Transformer
 
 pytestmark = pytest.mark.promise("bench")
@@ -71,12 +75,71 @@ def test_every_mesh_that_works_is_planned_and_no_other(model):
                 )  # fmt: skip
             except UserError:
                 continue
-            if not any(zoo.UNEVEN[axis] == "replicated" for axis in layout.uneven):
+            if not any(zoo.AXES.uneven[axis] == "replicated" for axis in layout.uneven):
                 works.add((strategy, describe(axes)))
     assert planned == works
     assert len(planned) + sum(found.left_out.values()) == sum(
         len([*meshes(8, rules)]) for rules in zoo.RULES.values()
     )
+
+
+@dataclasses.dataclass(frozen=True)
+class Renamed:
+    """A decoder's Config with other names for its sizes, which only its shape states."""
+
+    original: Any
+    dtype: str = "float32"
+    remat: str = "full"
+    attention: str = "auto"
+    context: str = "auto"
+    loss_chunk: int = 256
+    pipeline: str = "1f1b"
+    pipe_microbatches: int = 0
+
+    @property
+    def shape(self) -> Shape:
+        return dataclasses.replace(self.original.shape, dtype=self.dtype, remat=self.remat)
+
+
+@pytest.mark.parametrize("entry", ["moe", "deepseek"])
+def test_a_plan_depends_on_the_shape_and_not_on_names_of_fields(entry):
+    model = entries.model(entry)
+
+    def renamed(config: Renamed, *, rngs):
+        return model(config.original, rngs=rngs)
+
+    renamed.__module__ = model.__module__
+    config = entries.zoo_file(entry).Config.tiny()
+    devices = parse_devices("cpu:8")
+    plans = [
+        search(Job(of, each, 16, 64), devices)
+        for of, each in ((model, config), (renamed, Renamed(config)))
+    ]
+    ranked, again = ([answer.to_json(x) for x in plan.ranked] for plan in plans)
+    assert len(ranked) > 10
+    assert again == ranked
+
+
+def test_recurrent_layers_by_hand():
+    """Half of a Transformer's layers keep a state in place of keys and values."""
+    config = dataclasses.replace(Config.tiny(), num_layers=4)
+    full = dataclasses.replace(config.layer_shape, count=2)
+    recurrence = RecurrenceShape(weights=7_000, work=500, width=96, state=1_000)
+    linear = dataclasses.replace(full, attention=None, recurrence=recurrence)
+    shape = dataclasses.replace(config.shape, layers=(linear, full), period=2)
+    attended = full.attention.weights
+    assert shape.multiplied == config.shape.multiplied + 2 * (7_000 - attended)
+    hybrid = dataclasses.replace(Renamed(config), original=types.SimpleNamespace(shape=shape))
+    tokens, square = 2 * 16, 6 * 16 * full.attention.heads * full.attention.kv_dim
+    assert flops.decoder(hybrid, 16, 2)["full"] == tokens * (
+        6 * shape.multiplied + 2 * 6 * 500 + 2 * square
+    )
+    layout = make_layout(Transformer, config, make_mesh("4x2"), "tp", batch_size=8, seq_len=16)
+    parts = memory.memory_parts(dataclasses.replace(layout, config=hybrid))
+    assert parts["saved activations"] == 4 * 2 * 16 * 64 * 4  # four layers' inputs of two rows
+    kept = dataclasses.replace(layout, config=dataclasses.replace(hybrid, remat="dots"))
+    dots = 4 * (2 * 64 + 2 * 128 // 2) + 2 * (16 * 8 + 2 * 8 * 8) // 2 + 2 * 96 // 2
+    assert memory.memory_parts(kept)["saved activations"] == dots * 2 * 16 * 4
 
 
 def test_only_outer_axes_cross_slices():
@@ -167,7 +230,7 @@ def recorded() -> list[dict]:
     return [json.loads(line) for line in text.splitlines()]
 
 
-# Where the compiler does something else than the rules ask for: recipes/docs/plan.md says what.
+# Where the compiler does something else than the rules ask for: recipes/bench/planner.md says what.
 BYTES_OUTSIDE = {
     ("8b", "v5p:256", "fsdp_pp"): 0.83,
     ("8b", "v5p:256", "tp_sp"): 1.06,
@@ -458,8 +521,10 @@ def test_the_page_is_in_the_order_of_times_and_explains_ties():
 
 
 def test_times_say_how_far_published_runs_are_from_them():
-    """The least and most of the column in docs/plan.md."""
-    text = (ROOT / "recipes" / "docs" / "plan.md").read_text().split("| times the published |")[1]
+    """The least and most of the column in bench/planner.md."""
+    text = (
+        (ROOT / "recipes" / "bench" / "planner.md").read_text().split("| times the published |")[1]
+    )
     ratios = {"tpu": [], "gpu": []}
     for row in re.findall(r"^\|(.*\[(?:maxtext|torchtitan)\].*)\|$", text, re.MULTILINE):
         ratios["gpu" if "H100" in row else "tpu"].append(float(row.split("|")[-1]))

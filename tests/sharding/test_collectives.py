@@ -26,7 +26,7 @@ from recipes.common.runtime.mesh import make_mesh
 from recipes.common.sharding import compiler_options
 from recipes.common.sharding.abstract import paths
 from recipes.common.sharding.layout import Layout, make_layout
-from recipes.common.sharding.rules import partition_spec, shards, used_axes
+from recipes.common.sharding.rules import count_shards, partition_spec, used_axes
 from tests.conftest import full_except
 from tests.support.entries import (
     BATCH,
@@ -166,7 +166,7 @@ def variables(layout: Layout) -> dict[str, Variable]:
         kept = [i for i in range(len(axes)) if i not in stacked]
         names = tuple(axes[i] for i in kept)
         rest, use = (
-            tuple(shape[i] // shards(layout.rules, axis, layout.mesh.shape)
+            tuple(shape[i] // count_shards(layout.rules, axis, layout.mesh.shape)
                   for i, axis in zip(kept, as_named, strict=True))
             for as_named in (names, tuple(zoo.IN_USE.get(axis, axis) for axis in names))
         )  # fmt: skip
@@ -190,7 +190,7 @@ def split(layout: Layout) -> list[str]:
     return [
         axis
         for axis, on in layout.zoo.LOGICAL_AXES.items()
-        if on == "both" and shards(layout.rules, axis, layout.mesh.shape) > 1
+        if on == "both" and count_shards(layout.rules, axis, layout.mesh.shape) > 1
     ]
 
 

@@ -14,7 +14,7 @@ from data.batches import Example, train_batches
 from recipes.common import entries
 from recipes.common.runtime.mesh import make_mesh
 from recipes.common.sharding.layout import Layout, elsewhere, make_layout, shardings
-from recipes.common.sharding.rules import Rules, shards, used_axes
+from recipes.common.sharding.rules import Rules, count_shards, used_axes
 from recipes.common.train.optimizer import LearningRate, adamw
 from recipes.common.train.state import abstract_state
 from recipes.common.train.step import apply_gradients, gradients
@@ -93,8 +93,8 @@ class Entry:
     def is_long(self, strategy: str, mesh: str) -> bool:
         """Whether a strategy splits the positions of a row on this mesh."""
         layout = self.layouts[strategy, mesh]
-        axes = getattr(layout.zoo, "POSITIONS", ())
-        return any(shards(layout.rules, axis, layout.mesh.shape) > 1 for axis in axes)
+        axes = layout.zoo.AXES.positions
+        return any(count_shards(layout.rules, axis, layout.mesh.shape) > 1 for axis in axes)
 
     def _batches(self, seq_len: int) -> list[Example]:
         known = vars(self.config) | {"seed": 0, "seq_len": seq_len}

@@ -77,11 +77,11 @@ def test_flops_are_those_of_active_parameters(size):
     assert SIZES[size].__doc__.split(". ")[1].startswith(f"{active:,.0f} of them active")
     norms = sum(n for path, n in sizes.items() if path.endswith("scale"))
     lookup = 0 if config.tie_embeddings else sizes["embed"]
-    assert flops.matmul_params(config) == active - norms - lookup
+    assert config.shape.multiplied == active - norms - lookup
     per_token = flops.decoder(config, 1)["full"] - 12 * config.num_layers * (
         config.num_heads * config.head_dim
     )
-    assert per_token == 6 * flops.matmul_params(config)
+    assert per_token == 6 * config.shape.multiplied
 
 
 def test_the_report_of_their_use():

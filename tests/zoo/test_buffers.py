@@ -20,6 +20,8 @@ from recipes.common.train.optimizer import LearningRate, adamw
 from recipes.common.train.state import abstract_state, initialize
 from recipes.common.train.step import TrainStep, gradients
 from tests.support.runs import saving
+from zoo.shape import LayerShape, Shape
+from zoo.sharding import AxisNames
 
 pytestmark = pytest.mark.promise("buffers")
 
@@ -27,6 +29,7 @@ pytestmark = pytest.mark.promise("buffers")
 
 LOGICAL_AXES = {"batch": "activations", "embed": "weights", "hidden": "both"}
 IN_USE = {}
+AXES = AxisNames(logical_axes=LOGICAL_AXES, in_use=IN_USE)
 RULES = {"tp": {"batch": "data", "embed": None, "hidden": "model"}}
 
 
@@ -37,6 +40,7 @@ class Seen(nnx.Variable):
 @dataclasses.dataclass(frozen=True)
 class Config:
     gain: float = 0.0  # how strongly the buffer scales the loss
+    shape = Shape(embed=8, layers=(LayerShape(count=1),))
 
 
 class Model(nnx.Module):

@@ -30,8 +30,9 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from .shape import LayerShape, Shape
 from .sharding import (
-    Rules, check_rules, complete_tables, constrain, explicit, in_use, param, zeros,
+    AxisNames, Rules, check_rules, complete_tables, constrain, explicit, in_use, param, zeros,
 )  # fmt: skip
 
 
@@ -39,13 +40,20 @@ from .sharding import (
 class Config:
     """The architecture. Named sizes are classmethods."""
 
-    embed: int  # D
-    hidden: int  # F
+    width: int  # D
+    inner: int  # F
+
+    @property
+    def shape(self) -> Shape:
+        """What reports and plans compute with."""
+        row = jax.ShapeDtypeStruct((self.width,), jnp.float32)
+        layer = LayerShape(count=1, mlp=self.inner, matrices=2)
+        return Shape(embed=self.width, layers=(layer,), example={"x": row, "y": row})
 
     @classmethod
     def tiny(cls) -> "Config":
         """2,112 parameters. For tests: every sharded dim is divisible by 8."""
-        return cls(embed=16, hidden=64)
+        return cls(width=16, inner=64)
 
 
 SIZES = {"tiny": Config.tiny}
@@ -59,12 +67,14 @@ LOGICAL_AXES = {
 
 IN_USE = {"embed": "act_embed"}
 
+AXES = AxisNames(logical_axes=LOGICAL_AXES, in_use=IN_USE)
+
 
 class MadeUp(nnx.Module):
     """x_BD → y_BD."""
 
     def __init__(self, config: Config, *, rngs: nnx.Rngs):
-        D, F = config.embed, config.hidden
+        D, F = config.width, config.inner
         self.w1 = param(rngs, (D, F), ("embed", "hidden"), D**-0.5)
         self.bias = zeros((F,), ("hidden",))
         self.w2 = param(rngs, (F, D), ("hidden", "embed"), F**-0.5)
@@ -81,7 +91,7 @@ class MadeUp(nnx.Module):
         return product(hidden_BF, in_use(self.w2, IN_USE), "batch", "act_embed"), hidden_BF
 
     def loss(self, x, y, weight=None):
-        """(sum of squared errors, number of outputs, further figures) of a batch."""
+        """(sum of squared errors, number of outputs, metrics) of a batch."""
         out_BD, hidden_BF = self._hidden(x)
         seen_F = jax.lax.stop_gradient(hidden_BF).mean(axis=0)
         self.mean[...] = constrain(0.9 * self.mean[...] + 0.1 * seen_F, "hidden")
@@ -152,11 +162,11 @@ def main(run: Run, flags: Flags) -> None:
     )  # fmt: skip
     if run.plan:
         return print0(*of_layout(layout, flags.accumulate))
-    data = synthetic.load(config.embed, config.hidden, run.seed)
+    data = synthetic.load(config.width, config.inner, run.seed)
     lr = LearningRate(run.learning_rate, 2, run.steps)
     step = TrainStep(layout, adamw(lr, 0.0, 1.0), lr, flags.accumulate)
-    _, log, figures = fit(run, folder, step, data)
-    total, count = figures["loss"]
+    _, log, metrics = fit(run, folder, step, data)
+    total, count = metrics["loss"]
     print0(f"Held-out loss {total / count:.6f}.")
     finish(folder, layout, log)
 
@@ -255,6 +265,13 @@ def test_its_recipe_trains_resumes_accumulates_and_is_published(clone):
     grown = state_of(clone / "runs" / "micro", 8)["buffers/mean"]  # 32 updates, not 8
     assert grown.sum() > 1.2 * state_of(whole, 8)["buffers/mean"].sum()
     assert steps_saved(clone / "runs" / "micro") == [8]
+
+    # Planned and drawn from its shape.
+    plan = json.loads(in_clone(clone, "recipes.plan", f"--entry={NAME}", "--size=tiny", "--json"))
+    (dp,) = (x for x in plan["candidates"] if x["rules"] == "dp")
+    assert dp["memory"]["parameters"] == 4 * (2_112 + 64)
+    assert dp["memory"]["saved activations"] == 4 * 16 * (64 + 16)
+    in_clone(clone, "recipes.explore", f"--entry={NAME}", "--mesh=8", "--open=false")
 
     # Published and evaluated elsewhere.
     def held_out(output: str) -> str:

@@ -15,9 +15,10 @@ from flax import nnx
 
 from recipes import copy
 from recipes.common import entries
-from recipes.common.sharding.abstract import abstract_model
+from recipes.common.sharding.abstract import abstract_model, paths
 from tests.conftest import ROOT
 from zoo import decoder
+from zoo.shape import LayerShape, Shape
 
 pytestmark = pytest.mark.promise("structure")
 
@@ -164,6 +165,7 @@ ORDER = [
         "vocabulary",
         "stack",
         "kernels",
+        "shape",
         "config",
         "splash",
         "context",
@@ -255,16 +257,69 @@ def test_an_entry_has_its_parts(name):
     assert model.__doc__
     assert callable(model.loss)
     assert dataclasses.is_dataclass(zoo.Config)
+    assert isinstance(zoo.Config.tiny().shape, Shape)
     assert zoo.Config.__dataclass_params__.frozen
     kinds = {"activations", "weights", "both", "stack"}
     assert {*zoo.LOGICAL_AXES.values()} <= kinds
     for strategy, rules in zoo.RULES.items():
         assert list(rules) == list(zoo.LOGICAL_AXES), strategy
-    for names in ("IN_USE", "UNEVEN", "SUBSTITUTES", "WITHIN"):
-        assert {*getattr(zoo, names, {})} <= {*zoo.LOGICAL_AXES}, names
-    for names in ("IN_USE", "SUBSTITUTES", "WITHIN"):
-        assert {*getattr(zoo, names, {}).values()} <= {*zoo.LOGICAL_AXES}, names
-    assert {*getattr(zoo, "POSITIONS", ())} <= {*zoo.LOGICAL_AXES}
+    axes = zoo.AXES
+    assert axes.logical_axes is zoo.LOGICAL_AXES
+    assert axes.in_use is zoo.IN_USE
+    for named in (axes.in_use, axes.substitutes, axes.within):
+        assert {*named, *named.values()} <= {*zoo.LOGICAL_AXES}
+    assert {*axes.uneven, *axes.positions} <= {*zoo.LOGICAL_AXES}
+
+
+def test_reports_and_plans_never_guess_the_fields_of_a_config():
+    """They read `config.shape`, which every entry states."""
+    readers = {"report", "plan", "explorer", "sharding", "bench"}
+    for path in (path for path in SHIPPED if readers & {*path.parts}):
+        for node in ast.walk(tree_of(path)):
+            if isinstance(node, ast.Call) and ast.unparse(node.func) in ("getattr", "hasattr"):
+                assert not ast.unparse(node.args[0]).endswith(("config", "zoo")), path
+
+
+# Weights outside of the layers.
+OUTSIDE = ("embed", "unembed", "positions", "patch", "class_token", "stem", "head", "mtp/join")
+
+
+def with_all_experts(layer: LayerShape) -> LayerShape:
+    """A layer whose positions are multiplied with all experts."""
+    if layer.experts is None:
+        return layer
+    experts = dataclasses.replace(layer.experts, per_token=layer.experts.number)
+    return dataclasses.replace(layer, experts=experts)
+
+
+@pytest.mark.parametrize("name", entries.ENTRIES)
+def test_a_shape_has_the_weights_and_the_cache_of_its_model(name):
+    zoo, model = entries.zoo_file(name), entries.model(name)
+    fields = {field.name for field in dataclasses.fields(zoo.Config)}
+    changes = [{}, {"mtp_depth": 1}, {"q_latent": 0}, {"num_layers": 3}]
+    for config in [dataclasses.replace(zoo.Config.tiny(), **c) for c in changes if {*c} <= fields]:
+        shape = config.shape
+        abstract = abstract_model(lambda c=config: model(c, rngs=nnx.Rngs(0)))
+        weights = {
+            path: leaf
+            for path, leaf in paths(abstract.shapes["params"]).items()
+            if not path.startswith(OUTSIDE) and not path.endswith(("bias", "scale", "sinks"))
+        }
+        layers = tuple(map(with_all_experts, shape.layers))
+        in_layers = dataclasses.replace(shape, layers=layers, vocab_size=0).multiplied
+        in_layers -= shape.mtp_layers * 2 * shape.embed**2  # mtp/join
+        assert in_layers == sum(leaf.size for leaf in weights.values())
+    assert shape.num_layers == 3 or "num_layers" not in fields
+    if shape.vocab_size:
+        tokens, lengths = jax.ShapeDtypeStruct((1, 4), int), jax.ShapeDtypeStruct((1,), int)
+        _, cache = jax.eval_shape(
+            lambda v, *prompts: abstract.merge(v).prefill(*prompts, 6),
+            abstract.shapes,
+            tokens,
+            lengths,
+        )
+        cached = sum(layer.count * layer.attention.cached for layer in shape.layers)
+        assert cache.k.size + cache.v.size == 6 * cached
 
 
 @pytest.mark.parametrize("name", entries.ENTRIES)

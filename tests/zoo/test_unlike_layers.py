@@ -408,8 +408,8 @@ def test_flops_are_each_layer_s():
     for window in (5, 9, None):
         alike = dataclasses.replace(TINY, num_layers=1, sliding_window=window)
         parts[window] = flops.decoder(alike, 24)
-    weights = flops.matmul_params(config_of("transformer", 5, (A, C))) * 6 * 24
-    one = flops.matmul_params(dataclasses.replace(TINY, num_layers=1)) * 6 * 24
+    weights = config_of("transformer", 5, (A, C)).shape.multiplied * 6 * 24
+    one = dataclasses.replace(TINY, num_layers=1).shape.multiplied * 6 * 24
     for period, windows in (((A, C), [5, 9, 5, 9, 5]), ((B, A, C), [None, 5, 9, None, 5])):
         mixed = flops.decoder(config_of("transformer", 5, period), 24)
         for kind in ("causal", "full"):

@@ -10,6 +10,7 @@ function toPython(x) {
 
 for (const [name, entry] of Object.entries(DATA.entries)) {
   entry.zoo = Object.fromEntries(Object.entries(entry.tables).map(([table, value]) => [table, toPython(value)]));
+  entry.zoo.AXES = python.evaluate(entry.axes);
   natives.modules.set(name, entry.zoo);
 }
 
@@ -49,9 +50,10 @@ function meshesFor(entry, strategy, count) {
 function layoutOf({ entry, size, strategy, mesh, chip, batch, seq }) {
   const { config: given, accumulate = 1, offload = "" } = DATA.entries[entry].sizes[size];
   const config = Object.fromEntries(Object.entries(given).map(([name, value]) => [name, python.evaluate(value)]));
-  if ("dtype" in config && size !== "run") config.dtype = DATA.chips[chip].platform === "cpu" ? "float32" : "bfloat16";
+  if (config.shape.dtype && size !== "run")
+    config.dtype = config.shape.dtype = DATA.chips[chip].platform === "cpu" ? "float32" : "bfloat16";
   const layout = call("make_layout", [modelOf(entry, size), config, meshOf(parseMesh(mesh), chip), strategy], {
-    batch_size: batch, microbatches: accumulate, seq_len: "vocab_size" in config ? seq : 0,
+    batch_size: batch, microbatches: accumulate, seq_len: config.shape.vocab_size ? seq : 0,
   });
   return Object.assign(layout, { accumulate, offload });
 }

@@ -6,9 +6,7 @@ The page holds the zoo's tables as JSON (`tables`) and the formulas of this pack
 
 import ast
 import contextlib
-import copy
 import importlib
-import inspect
 import io
 import itertools
 import json
@@ -16,7 +14,7 @@ import pathlib
 import sys
 import tokenize
 import types
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -33,6 +31,7 @@ from recipes.common.sharding import layout as layouts
 from recipes.common.sharding import rules as sharding_rules
 from recipes.common.sharding.abstract import AbstractModel, abstract_model, paths
 from recipes.common.sharding.rules import Rules
+from zoo.shape import Shape
 
 ASSETS = pathlib.Path(__file__).parent
 ROOT = pathlib.Path(__file__).parents[3]
@@ -113,9 +112,13 @@ def page(models: Mapping[str, type], shown: Shown | None, source: str) -> str:
 def tables(model: type, library: Library) -> dict[str, Any]:
     """An entry's rules and where they stand, and the arrays of all its sizes."""
     zoo = sys.modules[model.__module__]
-    names = ("LOGICAL_AXES", "IN_USE", "UNEVEN", "SUBSTITUTES", "POSITIONS", "WITHIN", "RULES")
     return {
-        "tables": {name: copy.copy(getattr(zoo, name)) for name in names if hasattr(zoo, name)},
+        "tables": {
+            "LOGICAL_AXES": zoo.LOGICAL_AXES,
+            "IN_USE": zoo.IN_USE,
+            "RULES": dict(zoo.RULES),  # `page` may add one
+        },
+        "axes": library.add(zoo.AXES),
         "causes": causes(zoo),
         "sizes": {name: arrays(model, config(), library) for name, config in zoo.SIZES.items()},
     }
@@ -125,10 +128,9 @@ def arrays(model: type, config: Any, library: Library) -> dict[str, Any]:
     """A size's config, as nodes for python.js, and the logical axes and shapes of its arrays."""
     zoo = sys.modules[model.__module__]
     abstract = abstract_model(lambda: model(config, rngs=nnx.Rngs(0)))
-    names = inspect.signature(model.loss).parameters
-    public = {name: getattr(config, name) for name in dir(config) if not name.startswith("_")}
-    found = {
-        "config": {name: library.add(x) for name, x in public.items() if not callable(x)},
+    read = vars(config) | {"shape": config.shape}
+    entry = {
+        "config": {name: library.add(value) for name, value in read.items()},
         "weights": {
             kind: [
                 [path, leaf.shape, paths(abstract.axes[kind])[path], leaf.dtype.itemsize]
@@ -136,9 +138,12 @@ def arrays(model: type, config: Any, library: Library) -> dict[str, Any]:
             ]
             for kind, tree in abstract.shapes.items()
         },
-        "activations": activations(zoo, abstract, _batch(config, names)),
+        "activations": activations(zoo, abstract, _batch(config.shape)),
+        "has_rows": config.shape.vocab_size > 0,
     }
-    return found | ({"cache": cache(zoo, abstract)} if hasattr(model, "prefill") else {})
+    if config.shape.attention and config.shape.attention.cached:
+        entry["cache"] = cache(zoo, abstract)
+    return entry
 
 
 def activations(zoo: Any, abstract: AbstractModel, batch: dict[str, Any]) -> list[Array]:
@@ -146,7 +151,7 @@ def activations(zoo: Any, abstract: AbstractModel, batch: dict[str, Any]) -> lis
 
     A dim of 0 stands for the batch's rows, and one of -1 for a row's positions.
     """
-    inside, *between = sharding_rules.positions(zoo) or ("",)
+    inside, *between = zoo.AXES.positions or ("",)
     tied = {axis: (axis, inside) for axis in between}  # a shard_map needs all axes of T
 
     def loss(variables, batch):
@@ -154,7 +159,7 @@ def activations(zoo: Any, abstract: AbstractModel, batch: dict[str, Any]) -> lis
 
     with _axes_as_mesh(zoo, AxisType.Auto, {}, tied):
         traced = jax.make_jaxpr(loss)(abstract.shapes, batch)
-    rows = dict.fromkeys(sharding_rules.positions(zoo), -1) | {"batch": 0}
+    rows = dict.fromkeys(zoo.AXES.positions, -1) | {"batch": 0}
     found = [
         _named(spec, shape, rows)
         for spec, shape in _constraints(traced.jaxpr)
@@ -165,7 +170,7 @@ def activations(zoo: Any, abstract: AbstractModel, batch: dict[str, Any]) -> lis
 
 def cache(zoo: Any, abstract: AbstractModel) -> list[Array]:
     """The keys and values that generation keeps; a dim of 0 or -1 as in `activations`."""
-    known, positions = zoo.LOGICAL_AXES, sharding_rules.positions(zoo)
+    known, positions = zoo.LOGICAL_AXES, zoo.AXES.positions
     elsewhere = {a for a, on in known.items() if on in ("weights", "both", "stack")}
     (slots,) = known.keys() - elsewhere - {"batch", *positions, *zoo.IN_USE.values()}
     rules = {axis: None for axis, on in known.items() if on in ("weights", "stack")}
@@ -186,19 +191,11 @@ def _named(spec: Any, shape: tuple[int, ...], stand_ins: dict[str, int]) -> Arra
     return axes, tuple(stand_ins.get(axis, n) for axis, n in zip(axes, shape, strict=True))
 
 
-def _batch(config: Any, names: Iterable[str]) -> dict[str, jax.ShapeDtypeStruct]:
-    """The arguments of a model's loss, given their names."""
-
-    def array(dtype, *dims: int) -> jax.ShapeDtypeStruct:
-        return jax.ShapeDtypeStruct((ROWS, *dims), dtype)
-
-    if "tokens" in names:
-        return dict.fromkeys(("tokens", "targets"), array(np.int32, LENGTH))
-    if "label" not in names:
-        return dict.fromkeys(("x", "y"), array(np.float32, config.embed))
-    picture = hasattr(config, "image_size")
-    dims = (config.image_size,) * 2 + (config.channels,) if picture else (config.inputs,)
-    return {"image": array(np.float32, *dims), "label": array(np.int32)}
+def _batch(shape: Shape) -> dict[str, jax.ShapeDtypeStruct]:
+    """The arguments of a model's loss."""
+    row = jax.ShapeDtypeStruct((LENGTH,), np.int32)
+    example = {"tokens": row, "targets": row} if shape.vocab_size else shape.example
+    return {name: x.update(shape=(ROWS, *x.shape)) for name, x in example.items()}
 
 
 def _constraints(jaxpr: Any) -> Iterator[tuple[tuple, tuple[int, ...]]]:
@@ -229,7 +226,7 @@ def _axes_as_mesh(zoo: Any, kind: AxisType, sizes: Mapping[str, int], rules: dic
         abstract_device=AbstractDevice("cpu", None, "cpu"),
     )  # fmt: skip
     rules = {name: name for name in names} | rules
-    for axis, other in getattr(zoo, "WITHIN", {}).items():
+    for axis, other in zoo.AXES.within.items():
         rules[other] = (other, axis)
     with jax.sharding.use_abstract_mesh(mesh), nnx.logical_axis_rules(tuple(rules.items())):
         yield

@@ -91,7 +91,7 @@ function choices() {
     select("Device", "device", [["", Object.entries(DATA.chips).map(([kind, { name }]) => [kind, `${kind} (${name})`])]]),
     select("Devices", "devices", [["", listed(counts(state.device).slice(0, 64))], ["Pods", listed(pods)]]),
     number("Rows of a batch", "batch_size"),
-    "vocab_size" in sizes[state.size].config && number("Tokens of a row", "seq_len"),
+    sizes[state.size].has_rows && number("Tokens of a row", "seq_len"),
     select("Array", "array", groups.filter(([, all]) => all.length)),
     arrays.find(({ id }) => id === state.array).group === "weight" && fields("Shown", ...ways),
     fields("Compare", h("label", {}, two, "two strategies")),
@@ -188,7 +188,7 @@ function rules({ layout, array, how, spec, chosen }) {
     const rule = h("code", {}, `${row?.[0] ? `${row[0]}: ` : ""}"${axis}": ${JSON.stringify(target)}`);
     const why = !axis ? "has no logical axis" : target ? [rule, " ", row && [prose(row[4]), " ", link(row)]]
       : axis === rest ? "no rule of this strategy splits it" : `${rest} at rest, ${axis} in use: gathered`;
-    const uneven = zoo.UNEVEN?.get(axis) === "padded" ? "whole at rest and padded in use" : "replicated";
+    const uneven = zoo.AXES.uneven.get(axis) === "padded" ? "whole at rest and padded in use" : "replicated";
     return h("tr", {}, h("th", { scope: "row" }, h("code", {}, axis ?? "—"), h("br"), comma(array.shape[i])),
       h("td", {}, parts > 1 ? `${parts} parts over ${over(spec[i])}` : "whole"),
       h("td", {}, why, target && !spec[i].length && ` Not divisible by its mesh axes, so ${uneven}.`));
@@ -346,7 +346,7 @@ function facts({ all, sent, memory }) {
 }
 
 function command({ chosen: { entry, size, mesh, strategy, batch, seq } }) {
-  const length = "vocab_size" in DATA.entries[entry].sizes[size].config ? ` --seq_len=${seq}` : "";
+  const length = DATA.entries[entry].sizes[size].has_rows ? ` --seq_len=${seq}` : "";
   const flags = `--size=${size} --mesh=${mesh} --rules=${strategy} --batch_size=${batch}${length}`;
   return h("pre", { tabindex: 0, role: "group", "aria-label": "Command" }, h("code", {}, `python -m recipes.${entry} ${flags}`));
 }

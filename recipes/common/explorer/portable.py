@@ -8,6 +8,7 @@ functions, python.js does itself, by name: NATIVE.
 import ast
 import builtins
 import dataclasses
+import functools
 import inspect
 import pathlib
 import re
@@ -54,8 +55,10 @@ class Library:
         return node
 
     def _add_method(self, of_class: dict[str, Any], name: str, member: Any) -> None:
-        is_property = isinstance(member, property)
-        function: Any = member.fget if is_property else member
+        is_property = isinstance(member, (property, functools.cached_property))
+        function: Any = member
+        if is_property:
+            function = member.fget if isinstance(member, property) else member.func
         before = dict(self.definitions)
         try:
             of_class["methods"][name] = self._function(function)

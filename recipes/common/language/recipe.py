@@ -14,7 +14,7 @@ from recipes.common.plan.answer import of_layout
 from recipes.common.report import flops, kernel
 from recipes.common.runtime import Run, UserError, describe, make_mesh, print0
 from recipes.common.sharding import Layout, Tree, make_layout
-from recipes.common.sharding.rules import shards
+from recipes.common.sharding.rules import count_shards
 from recipes.common.train.evaluation import in_words
 from recipes.common.train.loop import finish, fit
 from recipes.common.train.offload import check_offload
@@ -123,7 +123,7 @@ def model_config(
 def check_heads(layout: Layout) -> None:
     """Raises UserError if attention was asked for that splits heads further than they go."""
     heads, sizes = layout.config.num_heads, layout.mesh.shape
-    parts = shards(layout.rules, "heads", sizes) * layout.seq_shards
+    parts = count_shards(layout.rules, "heads", sizes) * layout.seq_shards
     if layout.config.context == "all-to-all" and heads % parts:
         raise UserError(
             f"--context=all-to-all shares out {heads} heads over {parts} devices (rules "
@@ -142,7 +142,7 @@ def check_stages(layout: Layout, accumulate: int) -> None:
                 f"--mesh={mesh} have none; use --pipe_microbatches=0, or a mesh with `pipe`"
             )
         return
-    if getattr(config, "mtp_depth", 0):
+    if config.shape.mtp_layers:
         raise UserError(
             f"--mesh={mesh} has {parts} stages of layers, and mtp_depth=1 has a layer after the last "
             "stage; use --mtp_depth=0, or a mesh without `pipe`"
@@ -156,10 +156,8 @@ def check_stages(layout: Layout, accumulate: int) -> None:
         )
     rows = rows_of_a_device(layout, accumulate)
     if wanted and rows % wanted:
-        fits = [n for n in range(1, rows + 1) if rows % n == 0]
         raise UserError(
-            f"--pipe_microbatches={wanted} does not divide the {rows} rows of a device; use "
-            f"--pipe_microbatches={min(fits, key=lambda n: abs(n - wanted))}"
+            f"--pipe_microbatches={wanted} does not divide the {rows} rows of a device; use a divisor"
         )
 
 

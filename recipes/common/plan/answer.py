@@ -64,11 +64,11 @@ def cells(candidate: Estimate) -> list[str]:
     """The columns of HEAD."""
     there = usable(candidate.devices)
     over = "" if candidate.fits else f" (+{size(candidate.peak - there)})"
-    config = candidate.layout.config
-    remat, matmul = getattr(config, "remat", "-"), getattr(config, "matmul", "") or "-"
+    shape = candidate.layout.shape
     bound = "activations" if candidate.bound == "waiting" else candidate.bound
     return [
-        mesh_of(candidate), candidate.layout.strategy, remat, matmul, str(candidate.accumulate),
+        mesh_of(candidate), candidate.layout.strategy, shape.remat or "-", shape.matmul or "-",
+        str(candidate.accumulate),
         size(candidate.peak) + over, size(sum(candidate.host.values())), size(candidate.links),
         size(candidate.network),
         bound, duration(candidate.step), f"{candidate.tokens / candidate.step:,.0f}",
@@ -202,13 +202,13 @@ def why_others_lose(plan: Plan) -> list[str]:
 
 def command(entry: str, size: str, best: Estimate) -> str:
     """The recipe's command that runs a candidate."""
-    layout, config = best.layout, best.layout.config
-    flags: dict[str, Any] = {"size": size} if hasattr(config, "num_layers") else {}
+    layout, shape = best.layout, best.layout.shape
+    flags: dict[str, Any] = {"size": size} if shape.remat else {}
     flags |= {"mesh": mesh_of(best), "rules": layout.strategy}
     flags |= {"batch_size": layout.batch_size}
     flags |= {"seq_len": layout.seq_len} if layout.seq_len else {}
-    flags |= {"remat": config.remat} if hasattr(config, "remat") else {}
-    flags |= {"matmul": config.matmul} if getattr(config, "matmul", "") else {}
+    flags |= {"remat": shape.remat} if shape.remat else {}
+    flags |= {"matmul": shape.matmul} if shape.matmul else {}
     flags |= {"accumulate": best.accumulate} if best.accumulate > 1 else {}
     flags |= {"offload": best.offload} if best.offload else {}
     return f"python -m recipes.{entry} " + " ".join(f"--{k}={v}" for k, v in flags.items())
@@ -262,8 +262,8 @@ def to_json(x: Estimate) -> dict[str, Any]:
     return {
         "mesh": dict(x.layout.mesh.shape),
         "rules": x.layout.strategy,
-        "remat": getattr(x.layout.config, "remat", None),
-        "matmul": getattr(x.layout.config, "matmul", None),
+        "remat": x.layout.shape.remat,
+        "matmul": x.layout.shape.matmul,
         "accumulate": x.accumulate,
         "fits": x.fits,
         "memory": x.memory,

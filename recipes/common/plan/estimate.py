@@ -13,23 +13,22 @@ the links' full rate. These assumptions are the same for every candidate:
 """
 
 import math
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from jax.sharding import AbstractDevice, AbstractMesh, AxisType
 
 from recipes.common.plan.hardware import USABLE, Devices
-from recipes.common.plan.memory import memory_parts, on_host, weights
+from recipes.common.plan.memory import compute_bytes, memory_parts, on_host, weights
 from recipes.common.plan.textbook import Transfer, device_tokens, transfers
 from recipes.common.report import flops
 from recipes.common.runtime import slices
 from recipes.common.sharding.layout import Layout
 from zoo.pipeline import microbatches
+from zoo.shape import Shape
 
 # Remat policy → whether a layer's matmuls run again in the backward pass. "none" repeats nothing,
 # and "dots" only attention.
-REPEATS = {"none": (False, False), "dots": (False, True)}
-
-
+REPEATS = {None: (False, False), "none": (False, False), "dots": (False, True)}
 OVERLAPPED = ("compute", "memory", "links", "network", "host")  # keys of Estimate.seconds
 
 
@@ -117,27 +116,27 @@ def estimate(layout: Layout, devices: Devices, accumulate: int = 1, offload: str
         else:
             seconds["waiting"] += inside + outside
     useful, done, low = _flops(layout)
-    held, config = weights(layout), layout.config
-    layers = getattr(config, "num_layers", getattr(config, "depth", 1))
+    sizes_of_weights, shape = weights(layout), layout.shape
     waves = accumulate
     seconds["bubble"] = 0.0
-    rate = hardware.rate(getattr(config, "matmul", ""))
+    rate = hardware.rate(shape.matmul or "")
     seconds["compute"] = ((done - low) / hardware.peak + low / rate) / devices.count
     if layout.stages > 1:
         rows = layout.batch_size // accumulate // layout.batch_shards
-        waves *= (count := microbatches(config, rows, layout.stages))
+        count = microbatches(layout.config, rows, layout.stages)
+        waves *= count
         idle = (layout.stages - 1) / count
         seconds["bubble"] = seconds["compute"] * idle
-    repeated, _ = REPEATS.get(getattr(config, "remat", "none"), (True, True))
-    passes = 4 if repeated else 3
-    read = held.layer * layers / layout.stages * passes * waves
+    repeats_matmuls, _ = REPEATS.get(shape.remat, (True, True))
+    passes = 4 if repeats_matmuls else 3
+    read = sizes_of_weights.layer * shape.num_layers / layout.stages * passes * waves
     seconds["memory"] = (read + _activations(layout, passes)) / hardware.bandwidth
     # Gradients, parameters and moments are read; all but the gradients are written.
-    seconds["update"] = 7 * held.params / hardware.bandwidth
+    seconds["update"] = 7 * sizes_of_weights.params / hardware.bandwidth
     host = on_host(layout, accumulate, offload)
     seconds["update"] = max(seconds["update"], host.get("optimizer", 0) / hardware.host)
     seconds["host"] = 2 * accumulate * host.get("saved activations", 0) / hardware.host
-    seconds["ends"] = max(seconds["links"], seconds["network"]) / layers
+    seconds["ends"] = max(seconds["links"], seconds["network"]) / shape.num_layers
     memory = memory_parts(layout, accumulate, offload=offload)
     return Estimate(
         layout, devices, accumulate, memory, host, sent, links, network, seconds, useful
@@ -145,54 +144,52 @@ def estimate(layout: Layout, devices: Devices, accumulate: int = 1, offload: str
 
 
 def _flops(layout: Layout) -> tuple[float, float, float]:
-    """(FLOPs of a batch without recomputation, those that devices do, of these those of layers'
-    matmuls in Config.matmul's format); causal attention.
+    """(FLOPs of a batch without recomputation, those that devices compute, the part of these in
+    low precision); causal attention.
     """
-    config: Any = layout.config
-    if not hasattr(config, "vocab_size"):
-        positions = getattr(config, "num_positions", 1)
-        useful = flops.encoder(layout, positions) if positions > 1 else flops.dense(layout)
-        whole = useful * layout.batch_size
-        return whole, whole, whole * _low(config)
+    shape = layout.shape
+    if not shape.vocab_size:
+        useful = flops.encoder(layout) * layout.batch_size
+        return useful, useful, _in_low_precision(shape, useful, 0)
     tokens = layout.batch_size * layout.seq_len
-    useful = flops.decoder(config, layout.seq_len, layout.batch_size)["causal"]
-    table = 6 * config.vocab_size * config.embed * tokens
-    attention = useful - 6 * flops.matmul_params(config) * tokens
-    matmuls, extra = useful - table - attention, 0.0
-    if slots := getattr(config, "experts_per_token", 0):  # slots that stay empty are computed too
-        matrices = getattr(config, "mlp_matrices", 3)
-        layers = flops.layers_of(config) - getattr(config, "dense_layers", 0)
-        experts = 6 * layers * slots * matrices * config.embed * config.mlp * tokens
-        extra = experts * ((config.capacity or 1.0) * layout.seq_shards - 1)
-    repeats_matmuls, repeats_attention = REPEATS.get(config.remat, (True, True))
-    done = useful + extra + table / 3  # logits are computed twice
-    again = repeats_matmuls * (matmuls + extra) / 3
-    return (
-        useful,
-        done + again + repeats_attention * attention / 3,
-        _low(config, (matmuls + extra, again)),
-    )
+    useful = flops.decoder(layout.config, layout.seq_len, layout.batch_size)["causal"]
+    table = 6 * shape.vocab_size * shape.embed * tokens
+    attention = useful - 6 * shape.multiplied * tokens
+    matmuls = useful - table - attention
+    empty_slots = 0.0  # are computed too
+    for experts, count in shape.trained_experts:
+        of_tokens = 6 * count * experts.per_token * experts.weights * tokens
+        empty_slots += of_tokens * ((experts.capacity or 1.0) * layout.seq_shards - 1)
+    repeats_matmuls, repeats_attention = REPEATS.get(shape.remat, (True, True))
+    again = repeats_matmuls * (matmuls + empty_slots) / 3
+    computed = useful + empty_slots + table / 3  # logits are computed twice
+    computed += again + repeats_attention * attention / 3
+    return useful, computed, _in_low_precision(shape, matmuls + empty_slots, again)
 
 
-def _low(config: Any, matmuls: tuple[float, float] = (1, 0)) -> float:
-    """How many of these FLOPs of layers' matmuls, and of their repetition, are in low precision."""
-    if not getattr(config, "matmul", ""):
+def _in_low_precision(shape: Shape, matmuls: float, again: float) -> float:
+    """The part of these FLOPs of layers' matmuls, and of their repetition, in low precision."""
+    if not shape.matmul:
         return 0.0
-    return matmuls[0] * (1 / 3 if config.matmul_backward else 1) + matmuls[1]
+    return matmuls * (1 / 3 if shape.matmul_backward else 1) + again
 
 
 def _activations(layout: Layout, passes: int) -> float:
     """Bytes of activations that a device's layers write and read in a step."""
-    config: Any = layout.config
-    if not hasattr(config, "vocab_size"):
+    shape = layout.shape
+    if not shape.vocab_size:
         return 0.0
-    slots = getattr(config, "experts_per_token", 1) * (getattr(config, "capacity", 1.0) or 1.0)
-    matrices, sizes = getattr(config, "mlp_matrices", 3), layout.mesh.shape
-    both = config.head_dim + getattr(config, "value_dim", config.head_dim)
-    inner = both * (config.num_heads + config.num_kv_heads)
-    inner += (slots + getattr(config, "shared_experts", 0)) * matrices * config.mlp
+    numbers = 0.0  # per position, of all layers
+    for layer in shape.layers:
+        hidden = layer.mlp
+        inner = 0
+        if layer.attention:
+            inner += layer.attention.kv_dim * (layer.attention.heads + layer.attention.kv_heads)
+        if layer.recurrence:
+            inner += layer.recurrence.width
+        if layer.experts:
+            hidden += layer.experts.slots * layer.experts.width
+        numbers += layer.count * (6 * shape.embed + inner + layer.matrices * hidden)
     # Devices that do not split rows or positions split heads and hidden widths, and layers.
-    split = math.prod(sizes.values()) / layout.batch_shards / layout.seq_shards
-    width = 4 if config.dtype == "float32" else 2
-    elements = device_tokens(layout) * config.num_layers * (6 * config.embed + inner) / split
-    return 2 * passes * elements * width
+    split = layout.mesh.size / layout.batch_shards / layout.seq_shards
+    return 2 * passes * device_tokens(layout) * numbers / split * compute_bytes(layout)

@@ -5,12 +5,12 @@ from typing import NamedTuple
 
 import jax.numpy as jnp
 
-from recipes.common.report.flops import kinds_of_layers
 from recipes.common.report.kernel import attention_kernel
 from recipes.common.sharding.abstract import paths
 from recipes.common.sharding.layout import Layout
-from recipes.common.sharding.rules import shards
+from recipes.common.sharding.rules import count_shards
 from zoo.pipeline import microbatches
+from zoo.shape import AttentionShape, LayerShape
 from zoo.strategies import HEADS, KV_HEADS, LAYERS, MLP, RESIDUAL_SEQ, VOCAB
 from zoo.vocabulary import positions_at_once
 
@@ -27,25 +27,39 @@ class Weights(NamedTuple):
     frozen: float  # at rest, without gradients or moments: LoRA's base, and buffers
 
 
+class Activations(NamedTuple):
+    """Numbers per position of a microbatch that a device computes in a layer."""
+
+    queries: int
+    kv: int  # keys and values
+    latents: int
+    recurrence: int
+    mlp: int  # one matrix's output, in the MLP
+    hidden: float  # one matrix's output, in the MLP and the experts
+    dispatched: float  # what experts receive
+    attention: int  # inputs of attention's derivative
+    scores: int  # bytes of a microbatch's attention scores in float32, not per position
+
+
 def weights(layout: Layout) -> Weights:
     """Sums over the abstract parameters; nothing is traced."""
     rest = layout.rules | dict.fromkeys(layout.uneven)
-    width, sizes = _width(layout), layout.mesh.shape
+    width, sizes = compute_bytes(layout), layout.mesh.shape
     params = stacked = layer = ends = frozen = 0.0
     for kind in layout.model.shapes:
         shapes = paths(layout.model.shapes[kind])
         for path, axes in paths(layout.model.axes[kind]).items():
             leaf = shapes[path]
-            held = leaf.size * leaf.dtype.itemsize
-            held /= math.prod(shards(rest, axis, sizes) for axis in axes)
+            at_rest = leaf.size * leaf.dtype.itemsize
+            at_rest /= math.prod(count_shards(rest, axis, sizes) for axis in axes)
             if kind == "params":
-                params += held
-                stacked += held * (LAYERS in axes)
+                params += at_rest
+                stacked += at_rest * (LAYERS in axes)
             else:
-                frozen += held
+                frozen += at_rest
             use = [layout.zoo.IN_USE.get(axis, axis) for axis in axes]
             if set(use) & {*layout.zoo.IN_USE.values()}:
-                over = math.prod(shards(layout.rules, a, sizes) for a in use if a != LAYERS)
+                over = layout.count_shards(*(axis for axis in use if axis != LAYERS))
                 used = leaf.size / over * width
                 layer += used / leaf.shape[axes.index(LAYERS)] if LAYERS in axes else 0
                 ends += 0 if LAYERS in axes else used
@@ -57,94 +71,151 @@ def memory_parts(
 ) -> dict[str, float]:
     """Bytes on a device at the step's peak by purpose, under AdamW.
 
-    Saved activations are each layer's input and whatever its remat policy saves. The peak is in one
-    of two places. In the loss: the unembedding table in use, its gradient, one chunk's logits and
-    their gradient. Or in the layers' backward pass: gradients are those of all layers at rest and
-    that of the table, whole; the live working set is the weights in use of two layers (one is being
-    gathered), the recomputed activations of one layer, including float32 attention scores unless a
-    kernel keeps them on chip, and all layers' weights in the compute dtype, because the compiler
-    casts them before the loop. Experts compute `capacity` times the positions that choose them.
-
-    In stages, a device has its layers' weights whole in the compute dtype and their gradients whole
-    in float32 for the whole step, beside those of one microbatch, and keeps what 2S - 1 microbatches
-    save (all M with GPipe).
-
-    What is in the host's memory (`on_host`) is not counted. The update then has fewer moments on the
-    device than the layers have activations, so the peak is where it was.
+    Arrays in the host's memory (`on_host`) are not counted. The update then has fewer moments on
+    the device than the layers have activations, so the peak stays where it was.
 
     Args:
       accumulate: gradient-accumulation steps, which need one more array for each gradient.
       segments: whether batches have segment ids.
       offload: "optimizer": its state is in the host's memory.
     """
-    config, held = layout.config, weights(layout)
-    moments = 0.0 if offload else 2 * held.params
-    found = {"parameters": held.params + held.frozen, "optimizer": moments}
-    if not hasattr(config, "vocab_size"):
-        return found | _plain_parts(layout, accumulate, held)
-    width = _width(layout)
+    sizes = weights(layout)
+    moments = 0.0 if offload else 2 * sizes.params
+    state = {"parameters": sizes.params + sizes.frozen, "optimizer": moments}
+    if layout.shape.vocab_size:
+        return state | _of_tokens(layout, accumulate, segments, sizes)
+    return state | _of_examples(layout, accumulate, sizes)
 
-    def over(axis):
-        return shards(layout.rules, axis, layout.mesh.shape)
 
+def _of_tokens(layout: Layout, accumulate: int, segments: bool, sizes: Weights) -> dict[str, float]:
+    """Memory besides the state, of a model whose inputs are rows of tokens.
+
+    Saved activations are each layer's input and whatever its remat policy saves. The peak is in one
+    of two places. In the loss: the unembedding table in use, its gradient, one chunk's logits and
+    their gradient. Or in the layers' backward pass: gradients are those of all layers at rest and
+    that of the table, whole; the live working set is the weights in use of two layers (one is being
+    gathered), the recomputed activations of one layer, including float32 attention scores unless a
+    kernel keeps them on chip, and all layers' weights in the compute dtype, because the compiler
+    casts them before the loop. Experts compute `capacity` times the positions that choose them. The
+    first layers count like the others, even if they have an MLP in place of experts.
+
+    In stages, a device has its layers' weights whole in the compute dtype and their gradients whole
+    in float32 for the whole step, besides those of one microbatch, and keeps what 2S - 1
+    microbatches save (all M with GPipe).
+    """
+    shape, config, stages = layout.shape, layout.config, layout.stages
+    D, remat = shape.embed, shape.remat
+    width = compute_bytes(layout)
     rows = layout.batch_size // layout.batch_shards // accumulate
-    stages = layout.stages
-    parts = microbatches(config, rows, stages) if stages > 1 else 1
-    rows //= parts
+    count = microbatches(config, rows, stages) if stages > 1 else 1
+    rows //= count
     length = layout.seq_len // layout.seq_shards
-    between = layout.seq_len // over(RESIDUAL_SEQ)  # positions, between sublayers
-    D, F = config.embed, config.mlp // over(MLP)
-    q = config.num_heads * config.head_dim // over(HEADS)
-    both = config.head_dim + getattr(config, "value_dim", config.head_dim)
-    kv = config.num_kv_heads * both // over(KV_HEADS)
-    latents = sum(getattr(config, name, 0) for name in ("q_latent", "kv_latent", "rope_dim"))
-    matrices = getattr(config, "mlp_matrices", 3)
-    # Per position: D of what an MLP reads and writes, F of its matrices.
-    slots = getattr(config, "experts_per_token", 0)
-    often = slots * (getattr(config, "capacity", None) or 1.0) if slots else 1.0
-    hidden, moved = often * F, often * D if slots else 0
-    hidden += getattr(config, "shared_experts", 0) * F
-    # Per position, between sublayers and inside them.
-    kept = {"full": (D, 0), "gathered": (D, 2 * D), "sublayers": (2 * D, 0)}
-    shared = getattr(config, "shared_experts", 0) if slots else 1
-    kept["dots"] = 2 * D, q + kv + latents + shared * (matrices - 1) * F
-    kept["dispatched"] = D, moved
-    kept["offload"] = 0, 0
-    saved, largest = 0.0, 0
-    for kind, layers in kinds_of_layers(config):
-        heads = config.num_heads // over(HEADS)
-        attention, scores = _of_attention(layout, segments, kind.window, rows, heads, q, kv)
-        # All inputs of derivatives; q, k and v share theirs, and so do gate and up.
-        inside = 2 * D + 2 * matrices * hidden + moved + attention + 2 * latents
-        kept["none"] = 6 * D * 4 // width, inside
-        outside, inside = kept[config.remat]
+    between = layout.seq_len // layout.count_shards(RESIDUAL_SEQ)  # positions, between sublayers
+    saved = recomputed = 0.0
+    scores = 0
+    for layer, layers in shape.trained_layers:
+        numbers = _activations(layout, layer, rows, segments)
         layers /= stages
+        outside, inside = _saved_numbers(layout, layer, numbers)
         saved += layers * rows * (between * outside + length * inside) * width
-        if config.remat == "none":  # also weights in use, and scores before and after the softmax
-            saved += layers * (held.layer + scores * (4 + width) // 4)
-        largest = max(largest, scores)
-    if config.remat == "offload":
+        if remat == "none":  # also weights in use, and scores before and after the softmax
+            saved += layers * (sizes.layer + numbers.scores * (4 + width) // 4)
+        products = layer.matrices * numbers.hidden + 2 * numbers.dispatched + numbers.recurrence
+        inner = 2 * numbers.queries + numbers.kv + products + 2 * D
+        recomputed = max(recomputed, rows * length * inner * width)
+        scores = max(scores, numbers.scores)
+    if remat == "offload":
         saved = IN_FLIGHT * rows * between * D * width
     with layout.trace():
         chunk = positions_at_once(config.loss_chunk, rows, length)
-    logits = rows * chunk * config.vocab_size // over(VOCAB) * (4 + width)
-    in_use = config.vocab_size // over(VOCAB) * D * width
-    recomputed = rows * length * (2 * q + kv + matrices * hidden + 2 * D + 2 * moved) * width
-    cast = held.stacked * width // 4 if width < 4 and config.remat != "none" else 0  # or saved
-    # A loss of one chunk needs no sum of the table's gradients beside the logits.
-    loss = in_use * (chunk < length), in_use + logits
+    logits = rows * chunk * shape.vocab_size // layout.count_shards(VOCAB) * (4 + width)
+    table = shape.vocab_size // layout.count_shards(VOCAB) * D * width
+    cast = sizes.stacked * width // 4 if width < 4 and remat != "none" else 0  # or saved
+    # A loss of one chunk needs no sum of the table's gradients besides the logits.
+    in_loss = table * (chunk < length), table + logits
     # While a layer computes, the next one is gathered; of experts, one matrix at a time.
-    gathered = 1 if slots else 2
-    backward = held.stacked + in_use, cast + gathered * held.layer + recomputed + largest
+    gathered = 1 if shape.trained_experts else 2
+    in_layers = sizes.stacked + table, cast + gathered * sizes.layer + recomputed + scores
     if stages > 1:
-        each = config.num_layers / stages * held.layer
-        saved *= min(2 * stages - 1, parts + 1) if config.pipeline == "1f1b" else parts + 1
-        loss = (each + held.ends) * 4 / width, 2 * each + held.ends + in_use + logits
-        backward = loss[0], 2 * each + held.ends + recomputed + largest
-    grads, live = max(loss, backward, key=sum)
+        stage = shape.num_layers / stages * sizes.layer
+        saved *= min(2 * stages - 1, count + 1) if config.pipeline == "1f1b" else count + 1
+        in_loss = (stage + sizes.ends) * 4 / width, 2 * stage + sizes.ends + table + logits
+        in_layers = in_loss[0], 2 * stage + sizes.ends + recomputed + scores
+    gradients, live = max(in_loss, in_layers, key=sum)
     if accumulate > 1:
-        grads += held.params
-    return found | {"gradients": grads, "saved activations": saved, "live working set": live}
+        gradients += sizes.params
+    return {"gradients": gradients, "saved activations": saved, "live working set": live}
+
+
+def _activations(layout: Layout, layer: LayerShape, rows: int, segments: bool) -> Activations:
+    """What a layer computes of `rows` rows on a device."""
+    queries = kv = latents = recurrence = attention = scores = 0
+    if layer.attention:
+        heads = layer.attention.heads // layout.count_shards(HEADS)
+        queries = layer.attention.heads * layer.attention.key_dim // layout.count_shards(HEADS)
+        kv = layer.attention.kv_heads * layer.attention.kv_dim // layout.count_shards(KV_HEADS)
+        latents = layer.attention.latents
+        if kernel(layout, segments) == "xla":
+            # Keys and values count once per block of queries, as in the model.
+            seen, pairs = _in_blocks(layer.attention, layout.seq_len)
+            attention = 2 * queries + kv * seen // layout.seq_len
+            scores = rows * heads * pairs * 4 // layout.seq_shards
+        else:  # the output counts twice: the kernel and the projection lay it out differently
+            attention = 3 * queries + kv + heads * 4 // compute_bytes(layout)
+    if layer.recurrence:
+        recurrence = layer.recurrence.width // layout.count_shards(HEADS)
+    mlp = layer.mlp // layout.count_shards(MLP)
+    hidden, dispatched = float(mlp), 0.0
+    if layer.experts:
+        hidden += layer.experts.slots * (layer.experts.width // layout.count_shards(MLP))
+        dispatched = layer.experts.slots * layout.shape.embed
+    return Activations(
+        queries=queries,
+        kv=kv,
+        latents=latents,
+        recurrence=recurrence,
+        mlp=mlp,
+        hidden=hidden,
+        dispatched=dispatched,
+        attention=attention,
+        scores=scores,
+    )
+
+
+def _in_blocks(attention: AttentionShape, length: int) -> tuple[int, int]:
+    """(keys that all blocks of queries see, pairs of a query and a key) in a row, with "xla"."""
+    block = max(128, -(-length // 8))
+    back = length if attention.window is None else attention.window - 1
+    keys = pairs = 0
+    for start in range(0, length, block):
+        stop = min(start + block, length)
+        seen = stop - max(0, start - back) if attention.causal else length
+        keys += seen
+        pairs += (stop - start) * seen
+    return keys, pairs
+
+
+def _saved_numbers(layout: Layout, layer: LayerShape, numbers: Activations) -> tuple[float, float]:
+    """What remat saves of a layer: numbers per position (between sublayers, inside them)."""
+    D = layout.shape.embed
+    match layout.shape.remat:
+        case "full":
+            return D, 0
+        case "gathered":
+            return D, 2 * D
+        case "sublayers":
+            return 2 * D, 0
+        case "dots":
+            products = numbers.queries + numbers.kv + numbers.latents + numbers.recurrence
+            return 2 * D, products + (layer.matrices - 1) * numbers.mlp
+        case "dispatched":
+            return D, numbers.dispatched
+        case "offload":
+            return 0, 0
+        case _:  # none: all inputs of derivatives; q, k and v share theirs, and so do gate and up
+            products = 2 * layer.matrices * numbers.hidden + numbers.dispatched
+            inner = numbers.attention + 2 * numbers.latents + numbers.recurrence
+            return 6 * D * 4 // compute_bytes(layout), 2 * D + products + inner
 
 
 def on_host(layout: Layout, accumulate: int = 1, offload: str = "") -> dict[str, float]:
@@ -153,62 +224,40 @@ def on_host(layout: Layout, accumulate: int = 1, offload: str = "") -> dict[str,
     Args:
       accumulate, offload: as in `memory_parts`.
     """
-    found, config = {}, layout.config
+    sizes, shape = {}, layout.shape
     if offload:
-        found["optimizer"] = 2 * weights(layout).params
-    if hasattr(config, "vocab_size") and config.remat == "offload":
+        sizes["optimizer"] = 2 * weights(layout).params
+    if shape.vocab_size and shape.remat == "offload":
         rows = layout.batch_size // layout.batch_shards // accumulate
-        between = layout.seq_len // shards(layout.rules, RESIDUAL_SEQ, layout.mesh.shape)
-        inputs = rows * between * config.embed * _width(layout)
-        found["saved activations"] = config.num_layers / layout.stages * inputs
-    return found
+        between = layout.seq_len // layout.count_shards(RESIDUAL_SEQ)
+        inputs = rows * between * shape.embed * compute_bytes(layout)
+        sizes["saved activations"] = shape.num_layers / layout.stages * inputs
+    return sizes
 
 
-def _plain_parts(layout: Layout, accumulate: int, held: Weights) -> dict[str, float]:
-    """Memory of a model that is not a decoder; activations are each weight's output, twice."""
+def _of_examples(layout: Layout, accumulate: int, sizes: Weights) -> dict[str, float]:
+    """Memory besides the state, of a model without tokens; saves each weight's output, twice."""
     rows = layout.batch_size // layout.batch_shards // accumulate
-    width, outputs = _width(layout), 0.0
+    outputs = 0.0
     for path, axes in paths(layout.model.axes["params"]).items():
-        use = [layout.zoo.IN_USE.get(axis, axis) for axis in axes]
-        leaf, over = paths(layout.model.shapes["params"])[path], 1
+        dims = paths(layout.model.shapes["params"])[path].shape
         if len(axes) > 1:
-            over = shards(layout.rules, use[-1], layout.mesh.shape)
-            outputs += math.prod(leaf.shape[:1] if LAYERS in axes else ()) * leaf.shape[-1] / over
-    positions = getattr(layout.config, "num_positions", 1)
-    grads = held.params * (1 + (accumulate > 1))
-    saved = rows * positions * outputs * width
-    return {"gradients": grads, "saved activations": saved, "live working set": 2 * held.layer}
+            use = layout.zoo.IN_USE.get(axes[-1], axes[-1])
+            layers = dims[0] if LAYERS in axes else 1
+            outputs += layers * dims[-1] / layout.count_shards(use)
+    return {
+        "gradients": sizes.params * (1 + (accumulate > 1)),
+        "saved activations": rows * layout.shape.positions * outputs * compute_bytes(layout),
+        "live working set": 2 * sizes.layer,
+    }
 
 
 def kernel(layout: Layout, segments: bool = True) -> str:
-    """The attention kernel of a step."""
+    """The kernel of a step's attention."""
     with layout.trace():
         return attention_kernel(layout.config, layout.seq_len, segments).kernel
 
 
-def _of_attention(
-    layout: Layout, segments: bool, window: int | None, rows: int, heads: int, q: int, kv: int
-) -> tuple[int, int]:
-    """(elements per token that attention's derivative needs, bytes of its float32 scores).
-
-    Args:
-      window: of the kind of layer.
-      rows, heads, q, kv: numbers on a device of sequences, query heads, elements of all queries,
-        and elements of all keys and values.
-    """
-    length, norms = layout.seq_len, heads * 4 // _width(layout)
-    match kernel(layout, segments):
-        case "xla":  # keys and values count once per block of queries, as in the model
-            block, back = max(128, -(-length // 8)), length if window is None else window - 1
-            blocks = [(a, min(a + block, length)) for a in range(0, length, block)]
-            keys = [b - max(0, a - back) for a, b in blocks]
-            seen = sum((b - a) * k for (a, b), k in zip(blocks, keys, strict=True))
-            scores = rows * heads * seen * 4 // layout.seq_shards
-            return 2 * q + kv * sum(keys) // length, scores
-        case _:  # the output counts twice: the kernel and the projection lay it out differently
-            return 3 * q + kv + norms, 0
-
-
-def _width(layout: Layout) -> int:
+def compute_bytes(layout: Layout) -> int:
     """Bytes of a number in the compute dtype."""
-    return jnp.dtype(getattr(layout.config, "dtype", "float32")).itemsize
+    return jnp.dtype(layout.shape.dtype or "float32").itemsize

@@ -22,7 +22,7 @@ from recipes.common.plan.estimate import Estimate
 from recipes.common.plan.search import TIE, Plan, usable
 from recipes.common.report.report import size
 from recipes.common.sharding.abstract import paths
-from recipes.common.sharding.rules import mesh_axes
+from recipes.common.sharding.rules import target_axes
 
 SHOWN = 64  # devices in the grid
 STYLE = """
@@ -145,7 +145,7 @@ def _order(shown: list[Estimate], ties: int) -> str:
         )
     if not all(x.fits for x in shown):
         order += " Those that do not fit come last, by memory."
-    if any(getattr(x.layout.config, "matmul", "") for x in shown):
+    if any(x.layout.shape.matmul for x in shown):
         order += " MFU is in multiples of the bfloat16 peak."
     return order
 
@@ -215,7 +215,7 @@ def _grid(best: Estimate) -> str:
 
         def part(axis, rules, place=place) -> Part:
             index, parts = 0, 1
-            for name in mesh_axes(rules[axis]):
+            for name in target_axes(rules[axis]):
                 index, parts = index * mesh[name] + place[name], parts * mesh[name]
             return Part(axis, index, parts)
 

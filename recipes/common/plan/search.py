@@ -125,26 +125,26 @@ def _layout(
     """The layout of a candidate, or the key of RULES_OUT that it breaks."""
     if slices.cut(axes, slices.across(axes, devices.groups)):
         return "slices"
-    if job.rows % sharding_rules.shards(rules, "batch", axes):
+    if job.rows % sharding_rules.count_shards(rules, "batch", axes):
         return "rows"
-    for axis in sharding_rules.positions(job.zoo):
-        if job.seq_len % sharding_rules.shards(rules, axis, axes):
+    for axis in job.zoo.AXES.positions:
+        if job.seq_len % sharding_rules.count_shards(rules, axis, axes):
             return "length"
     mesh = abstract_mesh(axes, devices)
     try:
         fitting, uneven = sharding_rules.fit(job.zoo, strategy, rules, abstract, mesh)
     except UserError:
         return "dims"
-    if any(job.zoo.UNEVEN[axis] == "replicated" for axis in uneven):
+    if any(job.zoo.AXES.uneven[axis] == "replicated" for axis in uneven):
         return "dims"
     build = partial(job.model, job.config, rngs=nnx.Rngs(0))
     layout = Layout(
         mesh, job.zoo, job.config, strategy, fitting, uneven, build, abstract, job.rows,
         job.seq_len,
     )  # fmt: skip
-    period = len(getattr(job.config, "layer_kinds", ())) or 1
-    further = getattr(job.config, "mtp_depth", 0)  # a layer after the last stage
-    if layout.stages > 1 and (further or job.config.num_layers // layout.stages % period):
+    shape = layout.shape
+    cut = shape.num_layers // layout.stages % shape.period
+    if layout.stages > 1 and (cut or shape.mtp_layers):  # the MTP head comes after the last stage
         return "stages"
     return layout
 
@@ -153,13 +153,8 @@ def _options(layout: Layout, devices: Devices, offload: str) -> Iterator[Estimat
     """Each remat policy with the least accumulation that fits, or else with the most possible."""
     rows = layout.batch_size // layout.batch_shards
     counts = [n for n in range(1, rows + 1) if rows % n == 0 and (n & (n - 1) == 0 or n == rows)]
-    remats = getattr(layout.zoo, "REMAT", None)
-    policies = [None] if remats is None else [r for r in remats if worthwhile(layout, r)]
-    for remat in policies:
-        changed = layout
-        if remat:
-            config = dataclasses.replace(layout.config, remat=remat)
-            changed = dataclasses.replace(layout, config=config)
+    remats = [remat for remat in layout.shape.remats if worthwhile(layout, remat)]
+    for changed in [_with_remat(layout, remat) for remat in remats] or [layout]:
         for count in counts:
             option = estimate(changed, devices, count, offload)
             if option.fits or count == counts[-1]:
@@ -167,16 +162,17 @@ def _options(layout: Layout, devices: Devices, offload: str) -> Iterator[Estimat
                 break
 
 
+def _with_remat(layout: Layout, remat: str) -> Layout:
+    return dataclasses.replace(layout, config=dataclasses.replace(layout.config, remat=remat))
+
+
 def worthwhile(layout: Layout, remat: str) -> bool:
     """False where "gathered" equals "full", without sequence-sharded tensor parallelism, and for
     "offload" in stages, which can't.
     """
-    inside, between = (
-        sharding_rules.shards(layout.rules, axis, layout.mesh.shape) for axis in (SEQ, RESIDUAL_SEQ)
-    )
     if remat == "offload":
         return layout.stages == 1
-    return remat != "gathered" or between > inside
+    return remat != "gathered" or layout.count_shards(RESIDUAL_SEQ) > layout.count_shards(SEQ)
 
 
 def _rank(found: list[Estimate], order: list[str]) -> tuple[list[Estimate], int]:
@@ -212,7 +208,7 @@ def cheapest_change(plan: Plan) -> Change | None:
     job, devices = plan.job, plan.devices
     abstract = trace(job)
     tries: list[tuple[str, Job, Devices]] = []
-    if hasattr(job.config, "remat") and not job.offload:
+    if job.config.shape.remat is not None and not job.offload:
         tries.append(("--offload=optimizer", job._replace(offload="optimizer"), devices))
     if job.seq_len:
         tries += [

@@ -2,22 +2,20 @@
 
 Weights and activations are in the compute dtype, and gradients too, except those of pipeline
 stages, which are in float32. In low precision, a layer's weights have a byte for each number; their
-scales, a thousandth of that, are not counted, nor is what `_sp` rules save. Over a ring of n devices, an all-gather or a reduce-scatter sends
-(n - 1) / n of the whole array, and an all-reduce twice that. Transfers that remat repeats are not
-counted, except gathers of weights, attention's exchanges, and those of experts.
+scales, a thousandth of that, are not counted, nor is what `_sp` rules save. Over a ring of n
+devices, an all-gather or a reduce-scatter sends (n - 1) / n of the whole array, and an all-reduce
+twice that. Transfers that remat repeats are not counted, except gathers of weights, attention's
+exchanges, and those of experts.
 """
 
 import math
 from collections.abc import Iterable, Iterator, Mapping
 from typing import NamedTuple
 
-import jax.numpy as jnp
-
-from recipes.common.report.flops import layers_of
+from recipes.common.plan.memory import compute_bytes
 from recipes.common.sharding.abstract import paths
 from recipes.common.sharding.layout import Layout
-from recipes.common.sharding.rules import mesh_axes
-from recipes.common.sharding.rules import shards as shards_of
+from recipes.common.sharding.rules import target_axes
 from zoo.context import choose_exchange
 from zoo.pipeline import microbatches
 from zoo.sharding import device, shards
@@ -93,24 +91,23 @@ def transfers(layout: Layout, accumulate: int = 1, repeats: bool = False) -> lis
       repeats: whether to count what compilers send beyond the textbook: activations that remat
         sends again (HALVES), and on TPUs one more chunk of a ring in each reduce-scatter.
     """
-    found = [
+    every = [
         *of_weights(layout, accumulate, repeats),
         *_of_activations(layout, accumulate, repeats),
     ]
-    if hasattr(layout.config, "num_layers") and layout.seq_len:
-        found += [
+    if layout.seq_len:
+        every += [
             *_of_attention(layout),
             *_of_experts(layout, accumulate),
             *of_stages(layout, accumulate),
         ]
-    return [x for x in found if x.bytes]
+    return [transfer for transfer in every if transfer.bytes]
 
 
 def device_tokens(layout: Layout) -> float:
     """Positions of a batch on one device, or rows without positions."""
-    positions = layout.seq_len or getattr(layout.config, "num_positions", 1)
-    whole = layout.batch_size * positions
-    return whole / (layout.batch_shards * layout.seq_shards)
+    positions = layout.batch_size * (layout.seq_len or layout.shape.positions)
+    return positions / (layout.batch_shards * layout.seq_shards)
 
 
 def of_weights(layout: Layout, accumulate: int = 1, repeats: bool = False) -> Iterator[Transfer]:
@@ -127,10 +124,10 @@ def of_weights(layout: Layout, accumulate: int = 1, repeats: bool = False) -> It
     the whole. It all-reduces the tables' gradients if nothing splits the tables in use, and
     gradients that would be reduce-scattered over some axes and all-reduced over others.
     """
-    stacked, dtype = _split_by(layout, [LAYERS]), _width(layout)
-    matmul = getattr(layout.config, "matmul", "")
-    kept = getattr(layout.config, "remat", "none") == "none"
-    gathers = 1 if stacked or kept else 2
+    stacked = _split_by(layout, [LAYERS])
+    dtype = compute_bytes(layout)
+    keeps_weights = layout.shape.remat in (None, "none")
+    gathers = 1 if stacked or keeps_weights else 2
     width = 4 if stacked else dtype
     once = repeats and not stacked
     with layout.trace():
@@ -149,7 +146,7 @@ def of_weights(layout: Layout, accumulate: int = 1, repeats: bool = False) -> It
         gathered, summed = (1 if table and once else gathers) * scattered, scattered
         if tpu and n > 1:
             summed = (1 if use else 2) * scattered if table else (1 + (n > 2) / n) * whole
-        rounded = matmul and not table and layout.zoo.IN_USE.keys() & {*axes}
+        rounded = layout.shape.matmul and not table and layout.zoo.IN_USE.keys() & {*axes}
         counts = {("weights", "all-gather", over): (1 if rounded else dtype) * gathered}
         if tpu and n > 1 and _devices(layout, reduced) > 1:
             summed = 2 * ring(_devices(layout, over | reduced)) * whole
@@ -171,7 +168,9 @@ def _of_activations(layout: Layout, accumulate: int, repeats: bool) -> Iterator[
     of its stacked layers. Weights that read a latent instead, IN_USE's other axis, cost one of the
     latent backward; latent attention has one more, of the rotary key that its heads share.
     """
-    zoo, shapes = layout.zoo, paths(layout.model.shapes["params"])
+    zoo, attention = layout.zoo, layout.shape.attention
+    shared_key = attention.shared_key if attention else 0
+    shapes = paths(layout.model.shapes["params"])
     stream = ACT_EMBED
     latents = {*zoo.IN_USE.values()} - {stream}
     widths: dict[str, float] = {}  # module → elements per token
@@ -187,7 +186,7 @@ def _of_activations(layout: Layout, accumulate: int, repeats: bool) -> Iterator[
         width = math.prod(n for axis, n in dims if axis in residual | stacked - {EXPERT})
         if residual and stream not in axes:
             layers = width / shapes[path].shape[axes.index(next(iter(residual)))]
-            key = 0 if module in of_latents else layers * layout.config.rope_dim
+            key = 0 if module in of_latents else layers * shared_key
             of_latents[module] = of_latents.get(module, 0) + width + key
         elif residual:
             widths[module] = width
@@ -201,7 +200,7 @@ def _of_activations(layout: Layout, accumulate: int, repeats: bool) -> Iterator[
         elements = 2 * ring(_devices(layout, axes)) * each * device_tokens(layout)
         layers = module.startswith(LAYERS)
         for kind, share in (_kinds(layout) if repeats and layers else {"all-reduce": 1.0}).items():
-            sent = elements * _width(layout) * share * (often if layers else 1)
+            sent = elements * compute_bytes(layout) * share * (often if layers else 1)
             yield Transfer("activations", kind, frozenset(axes), sent)
 
 
@@ -215,13 +214,10 @@ def busy(layout: Layout, accumulate: int) -> float:
 
 def _kinds(layout: Layout) -> dict[str, float]:
     """Kind of collective → how many times a layer's textbook it sends of activations, under remat."""
-    if not hasattr(layout.config, "remat"):
+    if layout.shape.remat is None:
         return {"all-reduce": 1.0}
-    inside, between = (
-        shards_of(layout.rules, axis, layout.mesh.shape) for axis in (SEQ, RESIDUAL_SEQ)
-    )
-    halves = HALVES.get(layout.config.remat, HALVES["full"])
-    if between > inside:
+    halves = HALVES.get(layout.shape.remat, HALVES["full"])
+    if layout.count_shards(RESIDUAL_SEQ) > layout.count_shards(SEQ):
         return {"all-gather": halves.gathers / 8, "reduce-scatter": halves.scatters / 8}
     return {"all-reduce": halves.whole / 8}
 
@@ -236,7 +232,7 @@ def of_stages(layout: Layout, accumulate: int = 1) -> Iterator[Transfer]:
     if stages == 1:
         return
     parts, axes = _microbatches(layout, accumulate), frozenset(_split_by(layout, [LAYERS]))
-    each = device_tokens(layout) / parts * layout.config.embed * _width(layout)
+    each = device_tokens(layout) / parts * layout.shape.embed * compute_bytes(layout)
     yield Transfer("stages", "collective-permute", axes, 2 * (parts + stages - 1) * each)
     for kind in ("reduce-scatter", "all-gather"):
         yield Transfer("stages", kind, axes, parts * ring(stages) * each)
@@ -255,24 +251,27 @@ def _of_attention(layout: Layout) -> Iterator[Transfer]:
     exchanges queries, keys, values and outputs; a ring passes on keys and values, and backward
     their gradients too.
     """
-    config, n = layout.config, layout.seq_shards
-    if n == 1:
+    n, attention = layout.seq_shards, layout.shape.attention
+    if n == 1 or attention is None:
         return
     axes = frozenset(_split_by(layout, layout.batch_axes[1:]))
     with layout.trace():
         split = shards(HEADS)
-        exchange = choose_exchange(config.context, config.num_heads)
-    forward = 1 if config.remat == "none" else 2
-    both = config.head_dim + getattr(config, "value_dim", config.head_dim)  # a key's and a value's
-    tokens = layers_of(config) * device_tokens(layout) * both / 2 * _width(layout)
-    queries, kv = config.num_heads // split, math.lcm(config.num_kv_heads, split) // split
-    if exchange == "all-to-all":
-        kv = math.lcm(config.num_kv_heads, split * n) // split
-        sent = (forward + 1) * 2 * (queries + kv) * tokens * ring(n)
-        yield Transfer("attention", "all-to-all", axes, sent)
+        exchange = choose_exchange(layout.config.context, attention.heads)
+    all_to_all = exchange == "all-to-all"
+    kv_split = split * n if all_to_all else split
+    elements = 0.0  # per token
+    for layer, count in layout.shape.trained_layers:
+        if layer.attention:
+            queries = layer.attention.heads // split if all_to_all else 0
+            kv = math.lcm(layer.attention.kv_heads, kv_split) // split
+            elements += count * (queries + kv) * layer.attention.kv_dim
+    sent = elements * device_tokens(layout) * compute_bytes(layout)
+    forward = 1 if layout.shape.remat == "none" else 2
+    if all_to_all:
+        yield Transfer("attention", "all-to-all", axes, (forward + 1) * sent * ring(n))
     else:
-        sent = (forward + 2) * 2 * kv * tokens * (n - 1)
-        yield Transfer("attention", "collective-permute", axes, sent)
+        yield Transfer("attention", "collective-permute", axes, (forward + 2) * sent * (n - 1))
 
 
 def _of_experts(layout: Layout, accumulate: int) -> Iterator[Transfer]:
@@ -281,23 +280,17 @@ def _of_experts(layout: Layout, accumulate: int) -> Iterator[Transfer]:
     Slots of D numbers each go there and come back, and so do their gradients: four times (n - 1) /
     n of them, where n devices share the experts; five times if remat sends them again.
     """
-    config, axes = layout.config, frozenset(_split_by(layout, [EXPERT]))
+    axes = frozenset(_split_by(layout, [EXPERT]))
     if not axes:
         return
     # A device that has a part of each row has as many slots as if it had the whole row.
     tokens = device_tokens(layout) * layout.seq_shards
-    slots = (config.capacity or 1.0) * config.experts_per_token * tokens
-    times = 4 if config.remat in ("none", "dispatched") else 5
-    layers = layers_of(config) - getattr(config, "dense_layers", 0)
-    sent = layers * times * ring(_devices(layout, axes)) * slots * config.embed
+    slots = sum(x.slots * count for x, count in layout.shape.trained_experts) * tokens
+    times = 4 if layout.shape.remat in ("none", "dispatched") else 5
+    sent = times * ring(_devices(layout, axes)) * slots * layout.shape.embed
     yield Transfer(
-        "exchanges", "all-to-all", axes, sent * _width(layout) * busy(layout, accumulate)
+        "exchanges", "all-to-all", axes, sent * compute_bytes(layout) * busy(layout, accumulate)
     )
-
-
-def _width(layout: Layout) -> int:
-    """Bytes of a number in the compute dtype."""
-    return jnp.dtype(getattr(layout.config, "dtype", "float32")).itemsize
 
 
 def _in_use(layout: Layout, axes: Iterable[str]) -> list[str]:
@@ -307,7 +300,7 @@ def _in_use(layout: Layout, axes: Iterable[str]) -> list[str]:
 
 def _split_by(layout: Layout, axes: Iterable[str]) -> set[str]:
     """The mesh axes that split these logical axes."""
-    return {name for axis in axes for name in mesh_axes(layout.rules.get(axis))}
+    return {name for axis in axes for name in target_axes(layout.rules.get(axis))}
 
 
 def _devices(layout: Layout, axes: Iterable[str]) -> int:

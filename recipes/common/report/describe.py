@@ -15,7 +15,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from recipes.common.report import report
 from recipes.common.runtime import UserError
-from recipes.common.sharding.rules import Rules, mesh_axes, used_axes
+from recipes.common.sharding.rules import Rules, target_axes, used_axes
 
 Names = tuple[str | None, ...]  # a variable's logical axes; a mesh axis may stand there itself
 
@@ -81,7 +81,7 @@ def _used_by(compiled: jax.stages.Compiled) -> set[str]:
     """The mesh axes that split a compiled function's arguments, such as a batch."""
     shardings: list[Any] = jax.tree.leaves(compiled.input_shardings)
     specs = [sharding.spec for sharding in shardings if isinstance(sharding, NamedSharding)]
-    return {name for spec in specs for target in spec for name in mesh_axes(target)}
+    return {name for spec in specs for target in spec for name in target_axes(target)}
 
 
 def _spec(
@@ -96,18 +96,18 @@ def _spec(
     targets = []
     for dim, axis in zip(shape, axes, strict=True):
         target = rules.get(axis, axis if axis in mesh.shape else None) if axis else None
-        for name in mesh_axes(target):
+        for name in target_axes(target):
             if name not in mesh.shape:
                 raise UserError(
                     f"the rules split {axis!r} of {path} over mesh axis {name!r}, and the mesh has "
                     f"{', '.join(map(repr, mesh.shape))}; use one of these, or None"
                 )
-            if any(name in mesh_axes(other) for other in targets):
+            if any(name in target_axes(other) for other in targets):
                 raise UserError(
                     f"the rules split two dims of {path} ({', '.join(map(str, axes))}) over mesh axis "
                     f"{name!r}; give one of them another mesh axis, or None"
                 )
-        count = math.prod(mesh.shape[name] for name in mesh_axes(target))
+        count = math.prod(mesh.shape[name] for name in target_axes(target))
         if dim % count:
             raise UserError(
                 f"the rules split dim {axis!r} of {path} {list(shape)} over {count} devices, and "

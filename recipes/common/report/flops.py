@@ -3,7 +3,8 @@
 Training takes 6·N per position, where N counts the weights that the position is multiplied with:
 two FLOPs each, once forward and twice backward. Recomputation does not count. Causal attention adds
 6·T·heads·head dim per layer (the mean of the keys' and the values'), which is half of the T × T
-square; a sliding window reduces it further. (Some published figures count the full square and are larger.)
+square; a sliding window reduces it further. (Some published numbers count the full square and are
+larger.)
 
 The compiler's cost analysis is of no use here, because it counts a scanned layer once.
 """
@@ -15,10 +16,9 @@ from typing import Any
 import jax
 
 from recipes.common.sharding import Layout
-from zoo.layers import Kind
 
 # Words in JAX's device_kind → FLOP/s of one device in dense bfloat16 with float32 sums; the first
-# match counts. Sources: NVIDIA's data sheets (whose "with sparsity" figures are twice these), its
+# match counts. Sources: NVIDIA's data sheets (whose "with sparsity" numbers are twice these), its
 # Ada and Ampere GA102 whitepapers for RTX cards, and Google's pages of TPU versions. A TPU7x device
 # is half a chip.
 PEAK = {
@@ -53,8 +53,8 @@ PEAK = {
 
 def chip(kind: str) -> float | None:
     """Peak FLOP/s of a kind of device; None if unknown, as for CPUs."""
-    whole = lambda name: re.search(rf"\b{name}\b", kind)  # noqa: E731 must not match L40S
-    return next((rate for name, rate in PEAK.items() if whole(name)), None)
+    # As a word: L40 must not match L40S.
+    return next((rate for name, rate in PEAK.items() if re.search(rf"\b{name}\b", kind)), None)
 
 
 def peak(layout: Layout, flops: float) -> float | None:
@@ -76,59 +76,19 @@ def dense(layout: Layout) -> float:
     )
 
 
-def encoder(layout: Layout, positions: int) -> float:
-    """FLOPs of training on one example of `positions` positions that all attend to each other.
+def encoder(layout: Layout) -> float:
+    """FLOPs of training on one example of a model without tokens.
 
-    Counts every weight once a position, as if its few other weights were part of a layer.
+    Counts every weight once per position, although a few are used once per example. All positions
+    attend to each other.
     """
-    config = layout.config
-    return positions * (dense(layout) + 12 * positions * config.num_layers * config.embed)
-
-
-def matmul_params(config: Any) -> int:
-    """N of a decoder: all weights but biases, norms and the lookup in the embedding table.
-
-    With experts: the router and the experts that a token uses, shared ones included. The layer that
-    predicts a further token counts too, with its own logits.
-
-    Args:
-      config: zoo/transformer.py's or zoo/moe.py's, for instance.
-    """
-    D, attention = config.embed, attention_params(config)
-    router, experts = getattr(config, "num_experts", 0), getattr(config, "experts_per_token", 1)
-    experts += getattr(config, "shared_experts", 0)
-    matrices = getattr(config, "mlp_matrices", 3)  # gate, up and down
-    layer = attention + D * router + experts * matrices * D * config.mlp
-    dense, further = getattr(config, "dense_layers", 0), getattr(config, "mtp_depth", 0)
-    first = dense * (attention + matrices * D * getattr(config, "dense_mlp", 0))
-    table = config.vocab_size * D
-    return (
-        (config.num_layers - dense) * layer + first + table + further * (layer + 2 * D * D + table)
+    shape = layout.shape
+    square = sum(
+        6 * layer.count * layer.attention.heads * layer.attention.kv_dim
+        for layer in shape.layers
+        if layer.attention
     )
-
-
-def attention_params(config: Any) -> int:
-    """Weights of a layer's attention: of q, k, v and o, or of latent attention's projections."""
-    D, N, H = config.embed, config.num_heads, config.head_dim
-    if not hasattr(config, "kv_latent"):
-        return 2 * D * H * (N + config.num_kv_heads)
-    C, V, low = config.kv_latent, config.value_dim, config.q_latent
-    queries = low * (D + N * H) if low else D * N * H
-    return queries + D * (C + config.rope_dim) + C * N * (config.nope_dim + V) + N * V * D
-
-
-def layers_of(config: Any) -> int:
-    """A decoder's layers, with the one that predicts a further token."""
-    return config.num_layers + getattr(config, "mtp_depth", 0)
-
-
-def kinds_of_layers(config: Any) -> list[tuple[Kind, int]]:
-    """Each kind in a period of a decoder's layers, with the number of its layers."""
-    period = config.kinds
-    return [
-        (kind, len(range(place, layers_of(config), len(period))))
-        for place, kind in enumerate(period)
-    ]
+    return shape.positions * (dense(layout) + shape.positions * square)
 
 
 def decoder(config: Any, seq_len: int, batch_size: int = 1) -> dict[str, float]:
@@ -137,12 +97,18 @@ def decoder(config: Any, seq_len: int, batch_size: int = 1) -> dict[str, float]:
     With adapters, the frozen weights have no gradients: 4·N. The adapters themselves, a few percent
     of that, are not counted.
     """
+    shape = config.shape
     tokens = batch_size * seq_len
-    weights = (4 if getattr(config, "lora_rank", 0) else 6) * matmul_params(config) * tokens
-    both = config.head_dim + getattr(config, "value_dim", config.head_dim)
-    square = 6 * seq_len * config.num_heads * both * tokens  # per layer
-    causal = float(weights)
-    for kind, layers in kinds_of_layers(config):
-        seen = min(kind.window or seq_len, seq_len) / seq_len  # by the last position of a row
-        causal += layers * square * (seen - seen**2 / 2)
-    return {"causal": causal, "full": weights + layers_of(config) * square}
+    weights = (4 if shape.adapters else 6) * shape.multiplied * tokens
+    causal = full = float(weights)
+    for layer, count in shape.trained_layers:
+        if layer.recurrence:
+            recurrence = count * 6 * layer.recurrence.work * tokens
+            causal += recurrence
+            full += recurrence
+        if attention := layer.attention:
+            square = count * 6 * seq_len * attention.heads * attention.kv_dim * tokens
+            seen = min(attention.window or seq_len, seq_len) / seq_len  # by the last position
+            causal += square * (seen - seen**2 / 2 if attention.causal else 1.0)
+            full += square
+    return {"causal": causal, "full": full}

@@ -10,7 +10,7 @@ from recipes.common.report.hlo import collectives, host_copies
 from recipes.common.runtime import describe
 from recipes.common.sharding import Layout, Tree, paths
 from recipes.common.sharding.host_memory import is_on_host
-from recipes.common.sharding.rules import mesh_axes, shards
+from recipes.common.sharding.rules import count_shards, target_axes
 
 
 def headline(layout: Layout) -> str:
@@ -78,7 +78,7 @@ def on_host(state: Tree) -> bool:
 def offloaded(layout: Layout, state: Tree) -> list[str]:
     """A line about simulated devices if something is to be in the host's memory."""
     what = ["moments"] if on_host(state) else []
-    what += ["layers' inputs"] if getattr(layout.config, "remat", "") == "offload" else []
+    what += ["layers' inputs"] if layout.shape.remat == "offload" else []
     if not what or layout.mesh.devices.flat[0].platform != "cpu":
         return []
     return [
@@ -93,7 +93,7 @@ def uneven(layout: Layout, state: Tree) -> list[str]:
       state: as in `table`, or only the model's variables.
     """
     notes, extra, axes = {}, dict.fromkeys(state, 0.0), paths(layout.model.axes)
-    counts = {axis: shards(layout.uneven, axis, layout.mesh.shape) for axis in layout.uneven}
+    counts = {axis: count_shards(layout.uneven, axis, layout.mesh.shape) for axis in layout.uneven}
     for path, leaf in paths(state).items():
         kind, *keys = path.split("/")
         # The optimizer's arrays for a parameter have paths that end with the parameter's path.
@@ -106,7 +106,7 @@ def uneven(layout: Layout, state: Tree) -> list[str]:
                 parts *= n
                 even = f"padded to {-(-dim // n) * n} in the step, replicated at rest"
                 done = even if layout.rules[axis] else f"replicated, computed {n} times"
-                over = "·".join(mesh_axes(layout.uneven[axis]))
+                over = "·".join(target_axes(layout.uneven[axis]))
                 notes[axis] = f"{axis} {dim} by {over} {n} ({done})"
         extra[kind] += bytes_per_device(leaf) * (1 - 1 / parts)
     cost = f"{size(extra['params'] + extra.get('base', 0))} for parameters"

@@ -5,6 +5,7 @@ Layouts are checked before anything is allocated. Init, restore, optimizer and r
 
 import contextlib
 import dataclasses
+import functools
 import math
 import sys
 import types
@@ -22,6 +23,7 @@ from recipes.common.sharding.abstract import AbstractModel, Tree, abstract_model
 from recipes.common.sharding.compiler_options import compiler_options, platform
 from recipes.common.sharding.host_memory import result
 from recipes.common.sharding.rules import Rules, partition_spec
+from zoo.shape import Shape
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,6 +40,10 @@ class Layout:
     model: AbstractModel
     batch_size: int  # 0: no batches
     seq_len: int  # positions of a row; 0: none, or lengths that are padded to suit `seq_shards`
+
+    @functools.cached_property
+    def shape(self) -> Shape:
+        return self.config.shape
 
     def variables(self) -> Tree:
         """The model's variables as ShapeDtypeStructs, each with its NamedSharding."""
@@ -64,31 +70,33 @@ class Layout:
     @property
     def batch_axes(self) -> tuple[str, ...]:
         """Logical axes of the first dims of a batch's arrays: rows, and positions if it has any."""
-        return ("batch", *sharding_rules.positions(self.zoo)[:1])
+        return ("batch", *self.zoo.AXES.positions[:1])
 
     def batch_shardings(self, batch: Tree) -> Tree:
         """The sharding of each array of a batch, given the arrays, ShapeDtypeStructs or one."""
         return jax.tree.map(lambda x: self.sharding(*self.batch_axes[: len(x.shape)]), batch)
 
+    def count_shards(self, *axes: str) -> int:
+        """Number of parts into which these logical axes are divided."""
+        return math.prod(
+            sharding_rules.count_shards(self.rules, axis, self.mesh.shape) for axis in axes
+        )
+
     @property
     def batch_shards(self) -> int:
         """Number of parts into which the rows of a batch are divided."""
-        return sharding_rules.shards(self.rules, "batch", self.mesh.shape)
+        return self.count_shards("batch")
 
     @property
     def seq_shards(self) -> int:
         """Number of parts into which the positions of a row are divided; 1 without positions."""
-        parts = (
-            sharding_rules.shards(self.rules, axis, self.mesh.shape) for axis in self.batch_axes[1:]
-        )
-        return math.prod(parts)
+        return self.count_shards(*self.batch_axes[1:])
 
     @property
     def stages(self) -> int:
         """Number of parts into which the stacked layers are divided; 1 without a pipeline."""
         stacks = [axis for axis, on in self.zoo.LOGICAL_AXES.items() if on == "stack"]
-        parts = (sharding_rules.shards(self.rules, axis, self.mesh.shape) for axis in stacks)
-        return math.prod(parts)
+        return self.count_shards(*stacks)
 
     def check_whole(self, what: str) -> None:
         """Raises UserError if layers are in stages, and `what` needs all of them on a device."""
@@ -165,8 +173,7 @@ def make_layout(
     """Checks that model, rules and mesh fit each other; allocates nothing. Raises UserError.
 
     Args:
-      model: an entry's class; its file also has RULES, LOGICAL_AXES and IN_USE, and may have
-        POSITIONS, UNEVEN and WITHIN.
+      model: an entry's class; its file also has RULES, LOGICAL_AXES, IN_USE and AXES.
       rules: a key of RULES, a .json file, or a dict of your own; empty: the default for the mesh.
       seed: seed of the parameters.
       batch_size: examples per step, over all devices; 0: no batches.
@@ -192,7 +199,8 @@ def make_layout(
     if batch_size:
         sharding_rules.check_used(zoo, name, fitting, mesh)
     sharding_rules.check_batch(name, fitting, mesh, batch_size, microbatches)
-    sharding_rules.check_length(config, seq_len)
+    if seq_len:
+        sharding_rules.check_length(config, seq_len)
     sharding_rules.check_positions(zoo, name, fitting, mesh, seq_len, trains=batch_size > 0)
     return Layout(mesh, zoo, config, name, fitting, uneven, build, abstract, batch_size, seq_len)
 

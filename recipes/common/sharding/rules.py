@@ -1,8 +1,8 @@
 """Sharding rules: chooses them, and checks that they fit the model and the mesh.
 
 Rules map logical axes to mesh axes. The only name of an axis or a strategy in this file is `batch`,
-the dim that data parallelism splits. Each zoo file declares its logical axes and their names in use
-(LOGICAL_AXES, IN_USE), and those of the positions of a row (POSITIONS) if it has any.
+the dim that data parallelism splits. Each zoo file states its logical axes, and what rules may do
+with them, in AXES.
 """
 
 import difflib
@@ -12,6 +12,7 @@ import math
 import pathlib
 import types
 from collections.abc import Callable, Iterator, Mapping
+from typing import Any
 
 from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 
@@ -22,32 +23,24 @@ from zoo.sharding import Rules
 from zoo.strategies import STRATEGIES
 
 
-def mesh_axes(target: str | tuple[str, ...] | None) -> tuple[str, ...]:
+def target_axes(target: str | tuple[str, ...] | None) -> tuple[str, ...]:
     """The value of a rule as a tuple of mesh axes."""
     return () if target is None else (target,) if isinstance(target, str) else tuple(target)
 
 
 def used_axes(rules: Rules) -> set[str]:
     """The mesh axes that rules use."""
-    return {axis for target in rules.values() for axis in mesh_axes(target)}
+    return {axis for target in rules.values() for axis in target_axes(target)}
 
 
-def shards(rules: Rules, axis: str, mesh: Mapping[str, int]) -> int:
+def count_shards(rules: Rules, axis: str, mesh: Mapping[str, int]) -> int:
     """Number of parts into which rules split a dim with this logical axis."""
-    return math.prod(mesh[name] for name in mesh_axes(rules[axis]))
+    return math.prod(mesh[name] for name in target_axes(rules[axis]))
 
 
 def partition_spec(axes: tuple[str, ...], rules: Rules) -> PartitionSpec:
     """PartitionSpec of an array with these logical axes."""
     return PartitionSpec(*(rules[axis] for axis in axes))
-
-
-def positions(zoo: types.ModuleType) -> tuple[str, ...]:
-    """The logical axes of a row's positions T, if a zoo file declares any in POSITIONS.
-
-    The first is the second dim of a batch's arrays [B, T]; the residual stream may have another.
-    """
-    return getattr(zoo, "POSITIONS", ())
 
 
 # ---- which rules ---------------------------------------------------------------------------------
@@ -122,12 +115,12 @@ def fit(
 ) -> tuple[Rules, Rules]:
     """Fits rules to model and mesh: (rules to compute with, rules that weights at rest skip).
 
-    The zoo file's UNEVEN names dims that need not be divisible by their mesh axes. If one is not
-    divisible, each device holds all of it: everywhere if UNEVEN says "replicated"; only in weights
-    at rest if it says "padded", since the model pads it in the step. Allocates nothing.
+    The zoo file's AXES.uneven names dims that need not be divisible by their mesh axes. If one is
+    not divisible, each device holds all of it: everywhere if it is "replicated"; only in weights at
+    rest if it is "padded", since the model pads it in the step. Allocates nothing.
 
     Args:
-      zoo: declares LOGICAL_AXES and IN_USE, and UNEVEN and WITHIN if it has any.
+      zoo: the entry's zoo file.
       name: the name of the rules, for messages.
       rules: maps every logical axis.
 
@@ -145,9 +138,10 @@ def fit(
                 f"rules {name!r} are missing logical axis {axis!r} of {path}; add it to "
                 "LOGICAL_AXES in the zoo file"
             )
-    fits = _divides(rules, weights, getattr(zoo, "UNEVEN", {}))
+    may_be_uneven = zoo.AXES.uneven
+    fits = _divides(rules, weights, may_be_uneven)
     for axis, target in rules.items():
-        for mesh_axis in mesh_axes(target):
+        for mesh_axis in target_axes(target):
             if mesh_axis not in sizes:
                 present = " and ".join(repr(name) for name in sizes)
                 raise UserError(
@@ -155,23 +149,23 @@ def fit(
                     f"--mesh={describe(sizes)} has {present}; "
                     f"try --mesh={_with_axes(sizes, used_axes(rules), fits)}"
                 )
-    for axis, other in getattr(zoo, "WITHIN", {}).items():
-        for mesh_axis in mesh_axes(rules[axis]):
-            if mesh_axis not in mesh_axes(rules[other]):
+    for axis, other in zoo.AXES.within.items():
+        for mesh_axis in target_axes(rules[axis]):
+            if mesh_axis not in target_axes(rules[other]):
                 raise UserError(
                     f"rules {name!r} split {axis!r} over mesh axis {mesh_axis!r}, but not "
                     f"{other!r}; split both over it, or neither"
                 )
-    may_be_uneven, uneven = getattr(zoo, "UNEVEN", {}), {}
+    uneven = {}
     for path, (shape, axes) in weights.items():
         _check_once(name, rules, path, axes)
         _check_once(name, rules, f"{path} in use", tuple(zoo.IN_USE.get(a, a) for a in axes))
         for dim, axis in zip(shape, axes, strict=True):
-            count = shards(rules, axis, sizes)
+            count = count_shards(rules, axis, sizes)
             if dim % count and axis in may_be_uneven:
                 uneven[axis] = rules[axis]
             elif dim % count:
-                over = " and ".join(repr(name) for name in mesh_axes(rules[axis]))
+                over = " and ".join(repr(name) for name in target_axes(rules[axis]))
                 raise UserError(
                     f"rules {name!r} split dim {axis!r} of {path} {list(shape)} over {count} "
                     f"devices (mesh axis {over} of --mesh={describe(sizes)}), and {dim} is not "
@@ -181,7 +175,7 @@ def fit(
     # An activation has every axis that only activations have (or its substitute) and one axis that
     # weights have too.
     inner = dict.fromkeys(zoo.IN_USE.values())
-    substitutes = getattr(zoo, "SUBSTITUTES", {})
+    substitutes = zoo.AXES.substitutes
     outer = [
         axis
         for axis, on in known.items()
@@ -196,10 +190,10 @@ def fit(
             _check_once(name, rules, "an activation", (*outer, axis))
         elif on == "stack":  # its stages take turns with the batch
             _check_once(name, rules, "a pipeline", (axis, *outer))
-            both = [other for other in positions(zoo) if rules[axis] and rules[other]]
-            if both:
+            split = [other for other in zoo.AXES.positions if rules[axis] and rules[other]]
+            if split:
                 raise UserError(
-                    f"rules {name!r} split {axis!r} and {both[0]!r}, and the stages of a pipeline "
+                    f"rules {name!r} split {axis!r} and {split[0]!r}, and the stages of a pipeline "
                     "need whole rows; replicate one of the two (None, or null in JSON)"
                 )
     dropped = {axis: None for axis in uneven if may_be_uneven[axis] == "replicated"}
@@ -232,7 +226,7 @@ def check_batch(
             f"--batch_size={batch_size} is not divisible by --accumulate={microbatches}; try "
             f"--batch_size={max(round(batch_size / microbatches), 1) * microbatches}"
         )
-    count, rows = shards(rules, "batch", mesh.shape), batch_size // microbatches
+    count, rows = count_shards(rules, "batch", mesh.shape), batch_size // microbatches
     if rows % count:
         where = f"the {count} shards of 'batch' (rules {name!r} on --mesh={describe(mesh.shape)})"
         whole = max(round(rows / count), 1) * count * microbatches
@@ -262,8 +256,8 @@ def check_positions(
       trains: whether the mesh must divide the positions of the residual stream too. Otherwise a
         model may replicate them, as in decoding.
     """
-    axes = positions(zoo)[: None if trains else 1]
-    counts = {axis: shards(rules, axis, mesh.shape) for axis in axes}
+    axes = zoo.AXES.positions[: None if trains else 1]
+    counts = {axis: count_shards(rules, axis, mesh.shape) for axis in axes}
     for axis, count in counts.items():
         if seq_len % count:
             whole = math.lcm(*counts.values())
@@ -274,10 +268,10 @@ def check_positions(
             )
 
 
-def check_length(config: object, seq_len: int) -> None:
+def check_length(config: Any, seq_len: int) -> None:
     """Raises UserError if rows have more tokens than the model has learned positions."""
-    most = getattr(config, "max_positions", seq_len)
-    if seq_len > most:
+    most = config.shape.max_positions
+    if most is not None and seq_len > most:
         raise UserError(
             f"--seq_len={seq_len} is more than the {most} positions that the model learns; use at "
             f"most --seq_len={most}"
@@ -331,7 +325,7 @@ def _check_once(name: str, rules: Rules, what: str, axes: tuple[str, ...]) -> No
     """Raises UserError if an array would be split twice over the same mesh axis."""
     first: dict[str, str] = {}
     for axis in axes:
-        for mesh_axis in mesh_axes(rules[axis]):
+        for mesh_axis in target_axes(rules[axis]):
             if mesh_axis in first:
                 raise UserError(
                     f"rules {name!r} use mesh axis {mesh_axis!r} twice on {what}, for "
@@ -345,7 +339,7 @@ def _divides(rules: Rules, weights: Tree, uneven) -> Callable[[Mapping[str, int]
     """A function of a mesh: whether it divides every dim that has to be."""
     dims = {pair for shape, axes in weights.values() for pair in zip(shape, axes, strict=True)}
     dims = {(dim, axis) for dim, axis in dims if axis not in uneven}
-    return lambda mesh: all(dim % shards(rules, axis, mesh) == 0 for dim, axis in dims)
+    return lambda mesh: all(dim % count_shards(rules, axis, mesh) == 0 for dim, axis in dims)
 
 
 def _meshes_that_fit(rules: Rules, weights: Tree, sizes: dict[str, int], uneven) -> str:

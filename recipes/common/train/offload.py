@@ -46,7 +46,7 @@ def check_offload(layout: Layout, offload: str) -> None:
     Args:
       offload: the flag.
     """
-    device, remat = layout.mesh.devices.flat[0], layout.config.remat
+    device, remat = layout.mesh.devices.flat[0], layout.shape.remat
     check_remat(layout)
     asked = {"offload": offload} if offload else {}
     asked |= {"remat": remat} if remat == "offload" else {}
@@ -65,7 +65,7 @@ def check_remat(layout: Layout) -> None:
 
     A stage keeps what JAX's derivative of its layers returns in buffers of its own, on the device.
     """
-    if getattr(layout.config, "remat", "") == "offload" and layout.stages > 1:
+    if layout.shape.remat == "offload" and layout.stages > 1:
         raise UserError(
             f"--remat=offload is not for a pipeline, and rules {layout.strategy!r} on "
             f"--mesh={describe(layout.mesh.shape)} have {layout.stages} stages; use --remat=full"
