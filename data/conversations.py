@@ -217,7 +217,7 @@ def documents(row: bytes, tokenizer: Tokenizer, where: str) -> list[Document]:
 
     Raises DataError if the template can't render it, or does not render what the assistant says.
     """
-    before, learned, *variables = json.loads(row)
+    before, learned, *contexts = json.loads(row)
     if isinstance(learned, str):
         return [_completion(before, learned, tokenizer, where)]
     if not tokenizer.template:
@@ -229,28 +229,26 @@ def documents(row: bytes, tokenizer: Tokenizer, where: str) -> list[Document]:
     messages = [*before, *learned]
     for message in messages:
         message.pop("weight", None)  # what to learn is not a part of the conversation
-    render = functools.partial(
-        _rendered, tokenizer=tokenizer, context=variables[0] if variables else {}
-    )
+    context = contexts[0] if contexts else {}
+    render = functools.partial(_rendered, tokenizer=tokenizer, context=context)
     try:
-        document = _whole(messages[: turns[-1] + 1], turns, tokenizer, render)
-        return (
-            [document] if document else [_turn(messages[: n + 1], tokenizer, render) for n in turns]
-        )
+        if document := _whole(messages[: turns[-1] + 1], turns, tokenizer, render):
+            return [document]
+        return [_turn(messages[: n + 1], tokenizer, render) for n in turns]
     except DataError as error:
         raise DataError(f"{where}: {error}") from None
 
 
 def ignores_tools(row: bytes, tokenizer: Tokenizer) -> bool:
     """Whether a row has tools that the chat template does not render."""
-    before, learned, *variables = json.loads(row)
-    if not variables or "tools" not in variables[0]:
+    before, learned, *contexts = json.loads(row)
+    if not contexts or "tools" not in contexts[0]:
         return False
-    without = {name: value for name, value in variables[0].items() if name != "tools"}
-    both = (
-        _rendered([*before, *learned], False, tokenizer, one) for one in (variables[0], without)
+    messages, context = [*before, *learned], contexts[0]
+    without = {name: value for name, value in context.items() if name != "tools"}
+    return _rendered(messages, False, tokenizer, context) == _rendered(
+        messages, False, tokenizer, without
     )
-    return next(both) == next(both)
 
 
 def _completion(prompt: str, completion: str, tokenizer: Tokenizer, where: str) -> Document:
@@ -287,10 +285,8 @@ def _whole(
         _check_tool_calls(messages[: number + 1], tokenizer, render)
         last = _last(end, len(begin), tokenizer)
         targets[len(begin) : last] = True
-        answer = messages[number]["content"] or ""
-        dropped[len(begin) : len(begin) + 1] = _dropped(
-            tokens[len(begin) : last], answer, tokenizer
-        )
+        text = messages[number]["content"] or ""
+        dropped[len(begin) : len(begin) + 1] = _dropped(tokens[len(begin) : last], text, tokenizer)
     targets[:1] = False
     if not targets.any():
         raise DataError("the chat template does not render what the assistant says; use another")

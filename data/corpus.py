@@ -75,7 +75,7 @@ def load(
     """The tokens of all sources that --dataset names. Raises DataError as `prepare` does.
 
     Args:
-      dataset, column, whole: see `sources.find`.
+      dataset, column, train_only: see `sources.find`.
       flag: names `dataset` in errors.
     """
     try:

@@ -53,7 +53,7 @@ class Images(Rows):
     alone, so any number of processes gets the same batches.
     """
 
-    def __init__(self, pixels, label_N: np.ndarray, mean, std, augment: "Augment"):
+    def __init__(self, pixels, label_N: np.ndarray, mean, std, augment: Augment):
         """`pixels` is a sequence of uint8 [W, W, C]; mean and std are for values from 0 to 1."""
         self.pixels, self.label_N, self.augment = pixels, label_N, augment
         self.mean, self.std = (np.asarray(x, np.float32) for x in (mean, std))

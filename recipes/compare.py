@@ -15,8 +15,9 @@ import sys
 from typing import Any
 
 from recipes.common.report import picture
-from recipes.common.runtime import UserError, flag, folders, jsonl, print0
+from recipes.common.runtime import UserError, flag, print0
 from recipes.common.runtime.start import start
+from recipes.common.storage import folders, jsonl
 from recipes.common.train.sinks import clock
 
 LAST = 10  # lines of metrics.jsonl over which the training loss at the end is averaged

@@ -12,9 +12,11 @@ import pathlib
 import re
 import sys
 
+from data import buckets
 from recipes.common.entries import ENTRIES
-from recipes.common.runtime import UserError, flag, folders, print0
+from recipes.common.runtime import UserError, flag, print0
 from recipes.common.runtime.start import start
+from recipes.common.storage import folders
 
 ZOO = pathlib.Path(__file__).parents[1] / "zoo"
 OPTIONAL = {  # file that is imported inside functions → what needs it
@@ -47,7 +49,7 @@ def main(flags: Flags) -> None:
     for name in set(without).difference(optional):
         hint = f"use {', '.join(optional)}" if optional else "it needs all its files"
         raise UserError(f"--without={flags.without}: {entry} has no optional {name!r}; {hint}")
-    if not target or folders.in_bucket(target):
+    if not target or buckets.remote(target):
         raise UserError(f"--target={target} is no local folder; use --target=FOLDER")
     folder = folders.to_path(target, "--target").absolute()
     taken = {*keyword.kwlist, *sys.stdlib_module_names, "jax", "flax"}

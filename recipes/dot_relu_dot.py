@@ -36,6 +36,7 @@ class Flags:
     )
 
 
+# The flags of the model: fields of its Config.
 MODEL = model_flags(Config, ("embed", "hidden"))
 
 

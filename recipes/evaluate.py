@@ -22,9 +22,10 @@ from recipes.common.entries import ENTRIES
 from recipes.common.harness import tasks
 from recipes.common.int8_weights import to_int8, weights_flag
 from recipes.common.report import report
-from recipes.common.runtime import Devices, UserError, describe, flag, folders, make_mesh, print0
+from recipes.common.runtime import Devices, UserError, describe, flag, make_mesh, print0
 from recipes.common.runtime.processes import is_first
 from recipes.common.runtime.start import start
+from recipes.common.storage import folders
 from recipes.common.train.evaluation import Evaluation, in_words
 
 
@@ -145,7 +146,7 @@ def given(flags: Evaluate) -> checkpoint.Source:
         raise UserError("--restore_from is missing; use --restore_from=RUN, or hf:DIR")
     if not (flags.dataset or flags.tasks):
         raise UserError("there is nothing to evaluate on; use --dataset=FILE or --tasks=NAME")
-    source = checkpoint.find_on_all_processes(flags.restore_from, flags.verify, flags.base)
+    source = checkpoint.find(flags.restore_from, hash_files=flags.verify, base=flags.base)
     entry = source.metadata["entry"]
     if entry in ENTRIES and ENTRIES[entry].data != text.__name__:
         raise UserError(

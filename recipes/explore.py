@@ -21,10 +21,11 @@ from jax.sharding import AbstractMesh
 from recipes.common import checkpoint, entries
 from recipes.common.explorer import export as explorer
 from recipes.common.plan.hardware import HARDWARE
-from recipes.common.runtime import UserError, describe, flag, folders, print0
+from recipes.common.runtime import UserError, describe, flag, print0
 from recipes.common.runtime.mesh import parse
 from recipes.common.runtime.start import start
 from recipes.common.sharding import rules as sharding_rules
+from recipes.common.storage import folders
 
 MOST_DEVICES = 512
 

@@ -33,11 +33,12 @@ from recipes.common.generation_config import (
 )
 from recipes.common.int8_weights import to_int8, weights_flag
 from recipes.common.report import report
-from recipes.common.runtime import Devices, UserError, flag, folders, make_mesh, print0, processes
+from recipes.common.runtime import Devices, UserError, flag, make_mesh, print0, processes
 from recipes.common.runtime.start import start
 from recipes.common.runtime.terminal import ask, show
 from recipes.common.sharding import Layout
 from recipes.common.sharding.rules import select
+from recipes.common.storage import folders
 
 
 @dataclasses.dataclass(frozen=True)
@@ -89,7 +90,7 @@ def main(devices: Devices, flags: Generate) -> None:
     for name in ("temperature", "top_p"):
         if -1 < (value := getattr(flags, name)) < 0:
             raise UserError(f"--{name}={value} must be ≥ 0, or -1 for the model's own; try 0.9")
-    source = checkpoint.find_on_all_processes(flags.restore_from, flags.verify, flags.base)
+    source = checkpoint.find(flags.restore_from, hash_files=flags.verify, base=flags.base)
     if not hasattr(entries.model(source.metadata["entry"]), "decode"):
         raise UserError(
             f"--restore_from={flags.restore_from} is a {source.metadata['entry']!r} model, which "

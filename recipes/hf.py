@@ -21,7 +21,6 @@ from data.tokenizer import FILES
 from recipes.common import checkpoint, entries, hf
 from recipes.common.checkpoint import card
 from recipes.common.report import report
-from recipes.common.runtime import folders
 from recipes.common.runtime.errors import UserError
 from recipes.common.runtime.flags import flag
 from recipes.common.runtime.mesh import arrange, make_mesh
@@ -29,6 +28,7 @@ from recipes.common.runtime.start import choose
 from recipes.common.runtime.terminal import print0
 from recipes.common.sharding.abstract import nested, paths
 from recipes.common.sharding.layout import Layout
+from recipes.common.storage import folders
 
 
 @dataclasses.dataclass(frozen=True)
@@ -71,7 +71,7 @@ def import_(flags: Import) -> None:
     variables, entry = checkpoint.restore_variables(folder, layout), folder.metadata["entry"]
     facts = checkpoint.metadata(entry, layout, dataclasses.asdict(flags)) | folder.metadata
     facts["tokenizer"] = tokens and tokens.sha256  # None: unknown
-    local = not folders.in_bucket(name) and pathlib.Path(name).exists()
+    local = pathlib.Path(name).exists()
     facts["imported"] = f"hf:{folder.path if local else name}"
     with folders.write_errors(flags.target):
         checkpoint.write(target, variables, facts, tokenizer=tokens)

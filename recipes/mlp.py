@@ -14,7 +14,7 @@ from data import digits
 from recipes.common import checkpoint
 from recipes.common.checkpoint import open_run
 from recipes.common.classification import confusion, show
-from recipes.common.config_flags import configure, describe_set, model_flags
+from recipes.common.config_flags import check_set, configure, describe_set, model_flags
 from recipes.common.plan.answer import of_layout
 from recipes.common.runtime import Run, UserError, flag, make_mesh, print0
 from recipes.common.runtime.start import start
@@ -53,6 +53,7 @@ class Flags:
     clip_norm: float = flag(1.0, "Largest global norm of a gradient.", "optimizer", at_least=1e-9)
 
 
+# The flags of the model: a Config's fields that are set most often. --set reaches the others.
 MODEL = model_flags(Config, ("embed", "hidden", "depth"))
 
 
@@ -62,6 +63,7 @@ def main(run: Run, model: Any, flags: Flags) -> None:
 
     # ---- Model and mesh: checked together before anything is allocated or written ----------------
     mesh, folder = make_mesh(run.mesh), open_run("mlp", run, model, flags)
+    check_set(model, images.config)
     new = Config(**images.config)
     config = checkpoint.config_of(folder.start) if folder.start else new
     config = configure(config, model, mesh.devices.flat[0])

@@ -14,8 +14,9 @@ import jax
 from recipes.common import checkpoint
 from recipes.common.checkpoint import card, integrity, probe
 from recipes.common.report import report
-from recipes.common.runtime import UserError, flag, folders, make_mesh, print0
+from recipes.common.runtime import UserError, flag, make_mesh, print0
 from recipes.common.runtime.start import start
+from recipes.common.storage import folders
 
 
 @dataclasses.dataclass(frozen=True)
@@ -80,7 +81,7 @@ def main(flags: Publish) -> None:
             readme=lambda hashes: card.text(target.name, in_this_clone, metadata, hashes),
             tokenizer=tokenizer,
         )
-    size = sum(folders.sizes(target).values())
+    size = sum(folders.at(target).sizes().values())
     print0(
         report.headline(layout),
         f"Published {len(leaves)} arrays, {size:,} bytes, in {flags.target}. To use it:",

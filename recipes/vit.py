@@ -16,7 +16,7 @@ from data import images as pictures
 from recipes.common import checkpoint
 from recipes.common.checkpoint import NewHead, open_run
 from recipes.common.classification import confusion, show
-from recipes.common.config_flags import ENCODER, configure, describe_set, model_flags
+from recipes.common.config_flags import ENCODER, check_set, configure, describe_set, model_flags
 from recipes.common.plan.answer import of_layout
 from recipes.common.report import flops, kernel
 from recipes.common.runtime import Run, flag, make_mesh, print0
@@ -36,13 +36,8 @@ MATRICES = {
     "stacks": ("layers",),
     "ranks": ("lora",),
 }
-INPUTS = (
-    "channels",
-    "labels",
-    "mean",
-    "std",
-    "resample",
-)  # fields of Config: how pictures are read
+# Fields of Config that say how pictures are read: a checkpoint's stay as they were.
+INPUTS = ("channels", "labels", "mean", "std", "resample")
 HEAD = ("head", "head_bias")  # parameters that other classes need anew
 KERNEL = "attention: xla, because the kernels attend to earlier positions alone"
 
@@ -62,6 +57,7 @@ class Data:
     flip: bool = flag(False, "Mirror half of the training pictures, left to right.", "data")
 
 
+# The flags of the model: a Config's fields that are set most often. --set reaches the others.
 MODEL = model_flags(Config, ("image_size", "patch", *ENCODER), SIZES, REMAT_POLICIES)
 
 
@@ -69,13 +65,13 @@ def main(run: Run, flags: Any, data: Data, training: Training) -> None:
     # ---- Data: batch k is a pure function of (seed, k); pictures decide the classes --------------
     mesh, folder = make_mesh(run.mesh), open_run("vit", run, flags, data, training)
     config = model_config(flags, folder.start, mesh.devices.flat[0])
-    # A checkpoint's inputs stay as they were.
     inputs = {name: getattr(config, name) for name in INPUTS} if folder.start else {}
     images = pictures.load(
         **dataclasses.asdict(data), **inputs, image_size=config.image_size, seed=run.seed
     )
 
     # ---- Model and mesh: checked together before anything is allocated or written ----------------
+    check_set(flags, images.config)
     config = dataclasses.replace(config, **images.config)
     layout = make_layout(
         ViT, config, mesh, run.rules,
@@ -114,8 +110,10 @@ def model_config(flags: Any, start: checkpoint.Source | None, device: jax.Device
     Args:
       device: one of the mesh's; decides the default of --dtype.
     """
-    resumes = start and not flags.size
-    config = checkpoint.config_of(start) if resumes else SIZES[flags.size or "small"]()
+    if start and not flags.size:
+        config = checkpoint.config_of(start)
+    else:
+        config = SIZES[flags.size or "small"]()
     return configure(config, flags, device)
 
 

@@ -218,7 +218,7 @@ def numbers(flag: str, text: str, least: int = 1) -> list[int]:
 def one_of(flag: str, text: str, choices: Iterable[str]) -> list[str]:
     """Parses a flag of comma-separated choices. Raises UserError."""
     words, choices = text.split(","), [*choices]
-    return [choose(flag, x, choices, said=f"--{flag} has {x!r}, which") for x in words]
+    return [choose(flag, x, choices, subject=f"--{flag} has {x!r}, which") for x in words]
 
 
 def progress(text: str) -> None:

@@ -47,7 +47,7 @@ class Settings:
 
     set: tuple[str, ...] = flag(
         (), "FIELD=VALUE of the model's Config, for fields without a flag; may be repeated.", "model",
-        may_change=True,  # but see check_settings
+        may_change=True,  # but see changed_setting
     )  # fmt: skip
 
 
@@ -83,7 +83,7 @@ def model_flags(
 def field_flag(config: type, name: str, remat: Iterable[str] = ()) -> Any:
     """The flag of a Config's field."""
     default, least = config.__dataclass_fields__[name].default, 0
-    help = comments(config)[name]
+    help = comment(config, name)
     if name in DEFAULTS:
         default, meaning = DEFAULTS[name]
         targets = ",".join(config.lora_targets) if name == "lora_targets" else ""
@@ -111,20 +111,21 @@ def _least(config: type, name: str) -> int:
     return 0 if issubclass(config, Compute) and name in config.MAY_BE_ZERO else 1
 
 
-@functools.cache
-def comments(config: type) -> dict[str, str]:
-    """Field → its comment in the zoo file, without the letter of a dim, as a phrase.
+def comment(config: type, name: str) -> str:
+    """The comment of a Config's field, as a phrase.
 
     A field without one is explained in moe.Config or transformer.Config, as the docstrings say.
     """
-    texts: dict[str, str] = {}
-    explained = (entries.zoo_file(name).Config for name in ("transformer", "moe"))
-    for source in (Compute, *explained, *config.__mro__[-2::-1]):
-        texts |= {name: text for name, text in _comments(source).items() if text}
-    return texts
+    for source in (*config.__mro__[:-1], Compute):
+        if text := _comments(source).get(name):
+            return text
+    explained = (_comments(entries.zoo_file(entry).Config) for entry in ("moe", "transformer"))
+    return next(texts[name] for texts in explained if texts.get(name))
 
 
+@functools.cache
 def _comments(config: type) -> dict[str, str]:
+    """Field → its comment in the source, without the letter of a dim; "" if it has none."""
     source = textwrap.dedent(inspect.getsource(config))
     above: dict[int, str] = {}  # lines that are only a comment
     trailing: dict[int, str] = {}
@@ -309,6 +310,13 @@ READERS: dict[Any, tuple[Any, str]] = {  # type → (function of a text, its nou
     float: (_read_number, "a finite number"),
     str: (str, "a text"),
 }
+
+
+def check_set(flags: Any, decided: Iterable[str]) -> None:
+    """Raises UserError if --set names a field that the data decides."""
+    for text in flags.set:
+        if (name := _split(text)[0]) in decided:
+            raise UserError(f"--set={text}: the data decides {name}; leave it out")
 
 
 def describe_set(flags: Any) -> list[str]:

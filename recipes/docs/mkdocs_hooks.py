@@ -49,6 +49,7 @@ REFERENCE = {  # page → what it documents, from docstrings
         "data.batches.Dataset",
     ],
 }
+COMMANDS = {"hf": [["import"], ["export"]]}  # commands that need a word
 TITLES = {"models": "Models", "zoo": "Parts of models", "recipes": "Functions of recipes"}
 LINK = re.compile(r"(?<=\]\()([^)#\s:]+)(?=[)#])")
 
@@ -73,6 +74,7 @@ def on_files(files: Files, config) -> Files:
         text = "".join(f"\n::: {name}\n" for name in names)
         title = TITLES[pathlib.Path(page).stem]
         site.append(File.generated(config, page, content=f"# {title}\n{text}"))
+    site.append(File.generated(config, "reference/flags.md", content=flags()))
     site.append(File.generated(config, "explorer.html", content=explorer()))
     for file in site:
         if file.src_uri == HOME:
@@ -111,6 +113,19 @@ def source_page(path: str) -> str:
     )
     html = re.sub(r'id="L-(\d+)"', r'id="L\1"', html).replace("\n\n", "\n<!-- -->\n")
     return f"---\nsearch:\n  exclude: true\n---\n\n# {path}\n\n{html}"
+
+
+@functools.cache
+def flags() -> str:
+    """A page with the flags of every command, as `--help` prints them."""
+    text = "# Flags by command\n"
+    for path in sorted((ROOT / "recipes").glob("[!_]*.py")):
+        for argv in COMMANDS.get(path.stem, [[]]):
+            command = [sys.executable, "-m", f"recipes.{path.stem}", *argv, "--help"]
+            done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
+            title = " ".join((f"recipes.{path.stem}", *argv))
+            text += f"\n## {title}\n\n```text\n{done.stdout.rstrip()}\n```\n"
+    return text
 
 
 @functools.cache

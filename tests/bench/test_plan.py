@@ -230,7 +230,7 @@ def recorded() -> list[dict]:
     return [json.loads(line) for line in text.splitlines()]
 
 
-# Where the compiler does something else than the rules ask for: recipes/docs/plan.md says what.
+# Where the compiler does something else than the rules ask for: recipes/bench/planner.md says what.
 BYTES_OUTSIDE = {
     ("8b", "v5p:256", "fsdp_pp"): 0.83,
     ("8b", "v5p:256", "tp_sp"): 1.06,
@@ -521,8 +521,10 @@ def test_the_page_is_in_the_order_of_times_and_explains_ties():
 
 
 def test_times_say_how_far_published_runs_are_from_them():
-    """The least and most of the column in docs/plan.md."""
-    text = (ROOT / "recipes" / "docs" / "plan.md").read_text().split("| times the published |")[1]
+    """The least and most of the column in bench/planner.md."""
+    text = (
+        (ROOT / "recipes" / "bench" / "planner.md").read_text().split("| times the published |")[1]
+    )
     ratios = {"tpu": [], "gpu": []}
     for row in re.findall(r"^\|(.*\[(?:maxtext|torchtitan)\].*)\|$", text, re.MULTILINE):
         ratios["gpu" if "H100" in row else "tpu"].append(float(row.split("|")[-1]))

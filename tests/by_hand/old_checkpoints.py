@@ -19,6 +19,7 @@ from recipes.common.checkpoint import integrity
 from recipes.common.mesh import make_mesh
 from recipes.common.sharding.abstract import paths
 from recipes.common.sharding.layout import Layout, make_layout
+from recipes.common.storage import folders
 from recipes.common.train.optimizer import LearningRate, adamw
 from recipes.common.train.state import abstract_state, initialize
 from tests.support.runs import saving
@@ -61,7 +62,7 @@ def write(folder: pathlib.Path) -> pathlib.Path:
             saver.save(STEP, state)
         here = folder / f"transformer-{VERSION}-jax{jax.__version__}"
         shutil.copytree(workdir / "checkpoints" / str(STEP), here)
-    for marker in here.rglob(integrity.COMMITTED):
+    for marker in here.rglob(folders.COMMITTED):
         marker.write_text("Checkpoint commit was successful\n")  # without this machine's path
     integrity.hash_before_commit(here)
     (here.parent / f"{here.name}.json").write_text(json.dumps(sums(state), indent=1) + "\n")

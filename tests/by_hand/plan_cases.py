@@ -2,7 +2,7 @@
 
     python -m tests.by_hand.plan_cases cases.jsonl      # the same command again does what is left
 
-Needs the extra tpu-aot or gpu-aot, and compiles the cases of those that are there. Prints the table of recipes/docs/plan.md from all lines of the file.
+Needs the extra tpu-aot or gpu-aot, and compiles the cases of those that are there. Prints the table of recipes/bench/planner.md from all lines of the file.
 """
 
 import dataclasses

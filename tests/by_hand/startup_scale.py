@@ -5,7 +5,7 @@
 
 Each number of devices is a new process, or so many: its own seconds of processor time, the least of
 three, on process 0. Compiling is XLA's, and left out. "agree" is what a process for each device would
-say at the start, all played here: that they are alike, and who hashes which files.
+say at the start, all played here: that they are alike, and that their shares of the files are intact.
 """
 
 import argparse
@@ -69,11 +69,10 @@ def measure(devices: int) -> dict[str, float]:
 
 def played(count: int) -> Callable[[], None]:
     """Plays the start of `count` processes, each in a thread with its own modules."""
-    from recipes.common.checkpoint import parallel_hashing
+    from recipes.common.checkpoint import integrity
     from recipes.common.runtime import agreement, processes
 
     facts = agreement.facts()
-    names = [f"state/ocdbt.process_{i}/d/{j:032x}" for i in range(count) for j in range(8)]
 
     def copy(module, **its):
         spec = importlib.util.find_spec(module.__name__)
@@ -82,21 +81,15 @@ def played(count: int) -> Callable[[], None]:
         vars(made).update(its)
         return made
 
-    def hash_none(folder, names):
-        return dict.fromkeys(names, "0" * 64)
-
     def process(number: int) -> Callable[[], None]:
         # Its keys come after those of this run.
         one = copy(processes, _id=number, _count=count, _calls=1000)
         alike = copy(agreement, processes=one, facts=lambda: facts)
-        hashing = copy(parallel_hashing, processes=one, sha256_here=hash_none)
+        hashing = copy(integrity, processes=one, _check_hashes=lambda *share: "")
 
         def start() -> None:
             alike.check()
-            if number > 0:
-                hashing.serve("play")
-            else:
-                assert list(hashing.share("play", lambda: hashing.sha256("w", names))) == names
+            assert hashing.check_hashes_on_all("w") == ""
 
         return start
 

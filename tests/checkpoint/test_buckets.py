@@ -20,12 +20,12 @@ import pytest
 
 from data import DataError, buckets, corpus, sources, text, tokenizer
 from recipes.common import checkpoint
-from recipes.common.checkpoint import integrity
 from recipes.common.checkpoint.run_folder import open_run
 from recipes.common.checkpoint.saver import Saver
 from recipes.common.mesh import make_mesh
-from recipes.common.runtime import Run, Stopped, UserError, folders, lock, preemption, start
+from recipes.common.runtime import Run, Stopped, UserError, preemption, start
 from recipes.common.sharding.abstract import paths
+from recipes.common.storage import folders, lock
 from recipes.common.train.loop import finish
 from recipes.common.train.metrics import Log
 from recipes.common.train.profile import Profile
@@ -93,8 +93,8 @@ def test_a_checkpoint_is_finished_hashed_kept_and_dropped_as_on_a_disk(bucket, t
         assert checkpoint.verify(there) == ""
         assert_bit_equal(state_of(folders.to_path(WORKDIR), step), state_of(tmp_path, step))
         # Orbax gives its array files random names.
-        plain = {name for name in folders.sizes(here) if "/d/" not in name}
-        assert plain == {name for name in folders.sizes(there) if "/d/" not in name}
+        plain = {name for name in folders.at(here).sizes() if "/d/" not in name}
+        assert plain == {name for name in folders.at(there).sizes() if "/d/" not in name}
     assert in_folder(bucket, "checkpoints") == ["6", "9"], "nothing of 3 is left"
     assert not bucket.names("runs/w/lock.json"), "released"
     assert json.loads((at("config.json")).read_text()) == {"flags": {}, "versions": {}}
@@ -125,7 +125,7 @@ def test_a_kill_at_any_instant_loses_nothing_that_is_finished(bucket):
     for objects, contents in history:
         objects.pop("runs/w/lock.json", None)  # of this process, which lives: see below
         for kind in newest:
-            form = rf"runs/w/{kind}/(\d+)/{integrity.COMMITTED}"
+            form = rf"runs/w/{kind}/(\d+)/{folders.COMMITTED}"
             steps = [int(found[1]) for name in objects if (found := re.fullmatch(form, name))]
             assert max(steps, default=0) >= newest[kind], (
                 "what is finished stays until there is a newer"
@@ -591,7 +591,7 @@ def test_a_model_in_a_bucket_answers_with_its_tokenizer(bucket, quick, inside, t
     answers, figures = [], []
     for place in (folders.to_path("gs://zoo/x"), tmp_path / "x"):
         model, rows, out = talker(place / "talker", 32), place / "a.jsonl", place / "figures.json"
-        folders.make(place)
+        folders.at(place).make()
         folders.write(rows, json.dumps({"prompt": "def one", "text": "All work. " * 9}).encode())
         answers.append(
             inside(

@@ -437,7 +437,7 @@ def test_a_failed_save_is_reported_and_the_next_one_works(tmp_path, capfd):
         assert capfd.readouterr().err == NOT_SAVED.format(step=4)
         assert str(caught.value) == (
             "the checkpoint of step 4 could not be saved (File too large); the newest is "
-            f"{tmp_path}/checkpoints/2, and the same command resumes from there once there is room"
+            f"{tmp_path}/checkpoints/2, and the same command resumes from there"
         )
         assert steps_saved(tmp_path) == [2]
         saver.save(6, state(6))
@@ -469,7 +469,7 @@ def test_a_last_save_that_fails_ends_the_run_cleanly(limited, trained, tmp_path)
     assert warning + "\n" == NOT_SAVED.format(step=6)
     assert error == (
         "error: the checkpoint of step 6 could not be saved (File too large); the newest is "
-        f"{tmp_path}/w/checkpoints/4, and the same command resumes from there once there is room"
+        f"{tmp_path}/w/checkpoints/4, and the same command resumes from there"
     )
     assert steps_saved(tmp_path / "w") == [4]
     done = limited({}, *flags)

@@ -22,7 +22,7 @@ from flax import nnx
 
 from recipes import copy, transformer
 from recipes.common import checkpoint
-from recipes.common.checkpoint import card, integrity, parallel_hashing, probe
+from recipes.common.checkpoint import card, integrity, probe
 from recipes.common.entries import ENTRIES, zoo_file
 from recipes.common.mesh import make_mesh
 from recipes.common.runtime import quote, start
@@ -516,7 +516,7 @@ def test_a_changed_byte_as_a_command_and_the_flag_that_does_not_look(inside, cop
     )
     read = []
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(parallel_hashing, "sha256", lambda _, names: read.extend(names) or {})
+        patch.setattr(integrity, "sha256", lambda _, names: read.extend(names) or {})
         for _ in range(2):
             inside("recipes.dot_relu_dot", *flags, "--verify=false")
         checkpoint.find(copied, hash_files=False)

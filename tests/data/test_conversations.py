@@ -771,9 +771,9 @@ def test_a_run_says_what_it_trains_on_and_evaluates_on_whole_chats(here):
         every = sum(len(one.tokens) for one in found)
         count = f"{len(rows)} rows" if len(rows) > 1 else "1 row"
         assert line == f"{what}: the answers in {count} of {name}, {targets:,} of {every:,} tokens."
-    figures = records(here / "tuned", "step", "held_out_loss", "held_out_targets")
-    assert [step for step, *_ in figures] == [*range(11)]
-    assert {count for *_, count in figures} == {float(targets)}
+    metrics = records(here / "tuned", "step", "held_out_loss", "held_out_targets")
+    assert [step for step, *_ in metrics] == [*range(11)]
+    assert {count for *_, count in metrics} == {float(targets)}
     losses = [loss for _, loss in records(here / "tuned", "step", "loss")]
     assert losses[-1] < losses[0]
 

@@ -123,19 +123,19 @@ def of_entry(name: str):
     options = {"xla_backend_optimization_level": 0}  # compiles in half the time
     gradient = jax.jit(jax.grad(objective, has_aux=True), compiler_options=options)
 
-    def figures(examples):
+    def metrics(examples):
         examples = examples + [data.filler] * (2 * ROWS - len(examples))
         batch = {name: np.stack([example[name] for example in examples]) for name in data.filler}
         grads, loss = gradient(state, batch)
         return loss, grads
 
-    return data, names, figures
+    return data, names, metrics
 
 
 @pytest.mark.parametrize("name", full_except(LOSSES, FAST))
 def test_a_loss_is_a_sum_a_count_and_aux_that_begins_with_both(name, strict):
-    data, names, figures = of_entry(name)
-    (total, count, aux), _ = figures([data.held_out[i] for i in range(2 * ROWS)])
+    data, names, metrics = of_entry(name)
+    (total, count, aux), _ = metrics([data.held_out[i] for i in range(2 * ROWS)])
     assert names[0] == "loss"
     plain, number = aux["loss"]
     assert number == count
@@ -179,18 +179,18 @@ def test_class_0_counts_like_any_other(name):
 
 @pytest.mark.parametrize("name", full_except(LOSSES, FAST))
 def test_every_figure_adds_up_over_batches_and_filler_adds_nothing(name, strict):
-    data, _, figures = of_entry(name)
+    data, _, metrics = of_entry(name)
     examples = [data.held_out[i] for i in range(2 * ROWS)]
-    first, second, whole = map(figures, (examples[:ROWS], examples[ROWS:], examples))
+    first, second, whole = map(metrics, (examples[:ROWS], examples[ROWS:], examples))
 
     def same(a, b, both):
         np.testing.assert_allclose(a + b, both, rtol=2e-6, atol=2e-6 * np.abs(both).max())
 
     jax.tree.map(same, first, second, whole)  # sums, counts and gradients
-    assert not any(np.any(part) for part in jax.tree.leaves(figures([])))
+    assert not any(np.any(part) for part in jax.tree.leaves(metrics([])))
     if marker := PADDING.get(name):  # whatever else stands in the row
         padding = [example | {marker: data.filler[marker]} for example in examples]
-        assert not any(np.any(part) for part in jax.tree.leaves(figures(padding)))
+        assert not any(np.any(part) for part in jax.tree.leaves(metrics(padding)))
 
 
 # ---- images --------------------------------------------------------------------------------------

@@ -65,7 +65,7 @@ def of_targets(model, tokens: list[int]) -> np.ndarray:
     return logprobs(model, tokens)[np.arange(len(tokens) - 1), tokens[1:]]
 
 
-def figures(out: str) -> list[float]:
+def metrics(out: str) -> list[float]:
     """Loss and bits per byte of each line about a text."""
     found = re.findall(r": loss ([\d.]+) nats/\w+.*?, ([\d.]+) bits/byte", out)
     return [float(number) for line in found for number in line]
@@ -96,7 +96,7 @@ def test_all_of_a_text_counts_each_document_alone(mesh, here, inside):
     assert (found["bytes"], found["targets"], found["part"]) == (size, size, "all")
     assert found["loss"] == pytest.approx(nats / size, rel=1e-5)
     assert found["bits_per_byte"] == pytest.approx(nats / size / math.log(2), rel=1e-5)
-    assert figures(done.out) == pytest.approx([found["loss"], found["bits_per_byte"]], abs=1e-4)
+    assert metrics(done.out) == pytest.approx([found["loss"], found["bits_per_byte"]], abs=1e-4)
 
 
 def test_the_held_out_part_is_what_a_run_evaluates(here, inside, book):
@@ -104,10 +104,10 @@ def test_the_held_out_part_is_what_a_run_evaluates(here, inside, book):
     done = inside("recipes.evaluate", *flags, "--part=held_out", "--pack=false")
     assert (done.code, done.err) == (0, "")
     ((loss, bits),) = records(here / "base", "held_out_loss", "held_out_bits_per_byte")
-    assert figures(done.out) == pytest.approx([loss, bits], abs=6e-5)
+    assert metrics(done.out) == pytest.approx([loss, bits], abs=6e-5)
     rounded = inside("recipes.evaluate", *flags[:-2], "--batch_size=3", book, "--part=held_out",
                      "--pack=false")  # fmt: skip
-    assert figures(rounded.out) == figures(done.out), "the batch is rounded up"
+    assert metrics(rounded.out) == metrics(done.out), "the batch is rounded up"
 
 
 def test_several_texts_with_their_own_context(here, inside):
@@ -290,7 +290,7 @@ def test_a_mistake_about_tasks_is_one_line(row, here, folder, inside, offline):
 
 
 def test_a_fine_tuning_run_evaluates_what_it_begins_with(here, inside, book):
-    """Its figures at step 0 equal the base's on the same data."""
+    """Its metrics at step 0 equal the base's on the same data."""
     before, after = records(here / "tuned", "step", "held_out_loss", "held_out_bits_per_byte")
     assert (before[0], after[0]) == (0, 3)
     flags = (*TINY, book, "--mesh=1x1", f"--restore_from={here / 'base'}", "--seq_len=16")
@@ -365,7 +365,7 @@ def test_an_exported_folder_has_a_card_in_the_hubs_form(here, inside):
 def test_an_adapter_trained_on_conversations_is_evaluated_and_given_on(
     inside, quick, book, tmp_path
 ):
-    """Published merged or alone; its card has the base's name and figures on the same answers."""
+    """Published merged or alone; its card has the base's name and metrics on the same answers."""
     (tmp_path / "tokens").mkdir()
     for name, content in small_tokenizers.byte_level().items():
         (tmp_path / "tokens" / name).write_bytes(content)
@@ -396,7 +396,7 @@ def test_an_adapter_trained_on_conversations_is_evaluated_and_given_on(
     given = (f"--dataset={name}", "--part=held_out", "--seq_len=256", "--mesh=4x2")
     for path, wanted in ((base, before), (tuned, after)):
         out = run("evaluate", f"--restore_from={path}", *given)
-        assert figures(out) == pytest.approx(wanted, abs=6e-5)
+        assert metrics(out) == pytest.approx(wanted, abs=6e-5)
         assert "Evaluates the answers in 1 row of" in out
 
     run("publish", f"--source={tuned}", f"--target={pub}", "--licence=MIT")

@@ -1,5 +1,7 @@
 """When one of several processes fails, the others report it in time and nothing is lost."""
 
+import hashlib
+import json
 import pathlib
 import re
 import signal
@@ -13,7 +15,7 @@ import pytest
 from jax._src import distributed
 
 from recipes.common import checkpoint
-from recipes.common.checkpoint import parallel_hashing, shared_folder_check
+from recipes.common.checkpoint import integrity, run_folder, saver
 from recipes.common.runtime import agreement, processes, start
 from recipes.common.runtime.errors import UserError
 from tests.by_hand import startup_scale
@@ -27,10 +29,10 @@ pytestmark = pytest.mark.promise("processes-differ")
 # A process whose disk is not shared finds other files under the same names.
 OWN_DISK = """
 import sys
-from recipes.common.checkpoint import shared_folder_check as shared
+from recipes.common.checkpoint import run_folder
 if "--process_id=1" in sys.argv:
-    appears = shared._appears
-    shared._appears = lambda name: appears("/another_host" + name)
+    appears = run_folder._appears
+    run_folder._appears = lambda name: appears("/another_host" + name)
 """
 OTHER_VERSION = """
 import importlib.metadata, sys
@@ -150,11 +152,11 @@ def test_together_raises_the_first_mistake_on_all(monkeypatch):
 def test_a_shared_folder_is_left_as_it_was(monkeypatch, tmp_path):
     monkeypatch.setattr(processes, "_count", 2)
     monkeypatch.setattr(processes, "decide", lambda mine, work: work([mine, mine]))
-    shared_folder_check.check(tmp_path / "not" / "there", "workdir")
+    run_folder._check_shared(tmp_path / "not" / "there")
     assert list(tmp_path.iterdir()) == []
-    monkeypatch.setattr(shared_folder_check, "_appears", lambda name: False)
+    monkeypatch.setattr(run_folder, "_appears", lambda name: False)
     with pytest.raises(UserError, match=r"--workdir=.* is not one folder: process 0 \("):
-        shared_folder_check.check(tmp_path, "workdir")
+        run_folder._check_shared(tmp_path)
     assert list(tmp_path.iterdir()) == []
 
 
@@ -174,58 +176,87 @@ def test_an_error_without_a_message_ends_the_process_too(monkeypatch):
     assert "can't continue without the others (AssertionError); start all of them" in message
 
 
-def test_messages_about_a_save_are_deleted(monkeypatch):
-    published = {"save/3/0/1": {"digests": {"b": "2"}}}  # the answer of process 1
+def test_each_process_hashes_the_files_that_it_wrote(monkeypatch, tmp_path):
+    """Process 0 hashes what nobody has, and deletes the messages."""
+    folder = tmp_path / "3.orbax-checkpoint-tmp"
+    for process in (0, 1):
+        (folder / f"state/ocdbt.process_{process}").mkdir(parents=True)
+        (folder / f"state/ocdbt.process_{process}/file").write_text(str(process))
+    (folder / "state/manifest").write_text("")
+    published = {}
 
-    def forget(key):
-        for name in [name for name in published if name == key or name.startswith(f"{key}/")]:
+    def unpublish(key):
+        for name in [name for name in published if name.startswith(f"{key}/")]:
             del published[name]
 
     monkeypatch.setattr(processes, "_count", 2)
     monkeypatch.setattr(processes, "publish", published.__setitem__)
     monkeypatch.setattr(processes, "await_published", published.__getitem__)
-    monkeypatch.setattr(processes, "unpublish", forget)
+    monkeypatch.setattr(processes, "unpublish", unpublish)
+    hashed, sha256 = [], integrity.sha256
+    monkeypatch.setattr(
+        integrity, "sha256", lambda folder, names: hashed.append(names) or sha256(folder, names)
+    )
+    for process in (1, 0):
+        monkeypatch.setattr(processes, "_id", process)
+        saver._publish_digests(folder / "state")
+    integrity.hash_before_commit(folder, saver._published_digests(folder))
+    every = ["state/ocdbt.process_1/file", "state/ocdbt.process_0/file", "state/manifest"]
+    assert hashed == [[name] for name in every]
+    assert json.loads((folder / "hashes.json").read_text()) == {
+        name: [len(content), hashlib.sha256(content).hexdigest()]
+        for name, content in zip(every, (b"1", b"0", b""), strict=True)
+    }
+    assert not published
 
-    def hash_mine(folder, names):
-        return dict.fromkeys(names, "1")
 
-    monkeypatch.setattr(parallel_hashing, "sha256_here", hash_mine)
-    found = parallel_hashing.share("save/3", lambda: parallel_hashing.sha256("w", ["a", "b"]))
-    assert found == {"a": "1", "b": "2"}
-    assert published == {"save/3/1": None}, "that there is nothing more to do"
+def test_damage_that_any_process_finds_is_found_by_all(monkeypatch):
+    """A file that only one can't read is named, too; nobody waits for an answer."""
+    name = "transformer.stdlib_3m"
+    folder, sha256 = checkpoint.PUBLISHED / name, integrity.sha256
+    names, shares = list(json.loads((folder / "hashes.json").read_text())), []
 
+    def decide(mine, work, seconds):
+        return work([mine, other])
 
-def test_a_process_that_fails_to_hash_answers_whatever_has_failed(monkeypatch):
-    """Otherwise process 0 would wait for hours."""
-    published = {"save/3/0": "w", "save/3/0/names/1": ["b"]}
-    monkeypatch.setattr(processes, "index", lambda: 1)
-    monkeypatch.setattr(processes, "publish", published.__setitem__)
-    monkeypatch.setattr(processes, "await_published", published.__getitem__)
+    def hash_mine(folder, share):
+        shares.append(share)
+        return sha256(folder, share)
 
-    def no_threads(folder, names):
-        raise RuntimeError("can't start new thread")
+    monkeypatch.setattr(processes, "_count", 2)
+    monkeypatch.setattr(processes, "_id", 1)
+    monkeypatch.setattr(processes, "decide", decide)
+    monkeypatch.setattr(integrity, "sha256", hash_mine)
+    for other in ("", "state/d/1 can't be read (Permission denied)"):
+        assert integrity.check_hashes_on_all(folder) == other
+    assert shares == [names[1::2]] * 2
 
-    monkeypatch.setattr(parallel_hashing, "sha256_here", no_threads)
-    with pytest.raises(RuntimeError, match="new thread"):
-        parallel_hashing.serve("save/3")
-    assert published["save/3/0/1"] == {"error": [None, "can't start new thread", None]}
+    def denied(folder, share):
+        raise PermissionError(13, "Permission denied", "state/d/2")
+
+    other = ""
+    monkeypatch.setattr(integrity, "sha256", denied)
+    bad = integrity.check_hashes_on_all(folder)
+    assert bad == "state/d/2 can't be read (Permission denied)"
 
 
 @pytest.mark.parametrize(("recipe", "flags"), [("generate", []), ("evaluate", ["--dataset=a"])])
 def test_a_model_to_be_used_is_verified_together(recipe, flags, inside, monkeypatch, tmp_path):
-    """The second process hashes only its share and opens the checkpoint that the first found."""
-    asked, found = [], tmp_path / "none"
+    """The second process hashes its share, and opens the checkpoint that the first found."""
+    found = {"named": "--restore_from=b", "folder": str(tmp_path), "hf_name": "", "base": None}
+    (tmp_path / "hashes.json").write_text(json.dumps({"a": [1, "0"], "b": [1, "0"]}))
+    hashed = []
+    monkeypatch.setattr(integrity, "sha256", lambda _, names: hashed.extend(names) or {})
     monkeypatch.setattr(processes, "_id", 1)
-    monkeypatch.setattr(parallel_hashing, "serve", asked.append)
-    monkeypatch.setattr(processes, "broadcast_from_first", lambda _: str(found))
-    monkeypatch.setattr(processes, "decide", lambda mine, work: work(["", mine]))
+    monkeypatch.setattr(processes, "broadcast_from_first", lambda _: found)
+    monkeypatch.setattr(processes, "decide", lambda mine, work, *_: work(["", mine]))
     # Two from there on: this one has all the devices.
     make_mesh = lambda _: monkeypatch.setattr(processes, "_count", 2)  # noqa: E731
     monkeypatch.setattr("recipes.common.runtime.make_mesh", make_mesh)
     monkeypatch.setattr(processes, "exit_unless_all_do", lambda code: None)
     done = inside(f"recipes.{recipe}", "--restore_from=b", *flags)
-    assert asked == ["start"]
-    assert done.err.startswith(f"error: --restore_from={found} does not exist; ")
+    assert hashed == ["b"]
+    assert done.err.startswith("error: --restore_from=b can't be read (No such file or directory)")
 
 
 class Service:

@@ -12,7 +12,7 @@ import pytest
 from flax import nnx
 
 from recipes.bench.common import make_step
-from recipes.common.checkpoint.store import layout_of
+from recipes.common.checkpoint import layout_of
 from recipes.common.entries import model as model_of
 from recipes.common.entries import zoo_file
 from recipes.common.generation import Generator, Sampling

@@ -28,13 +28,13 @@ WATCHED = """
 import pathlib, runpy, sys
 import numpy as np
 from data import packing, text
-from recipes.common.checkpoint import parallel_hashing
+from recipes.common.checkpoint import integrity
 from recipes.common.runtime import mesh, processes
 from recipes.common.train import evaluation, feed
 
 folder, fed, read, hashed = pathlib.Path(sys.argv.pop(1)), [], [], []
-sha256_here = parallel_hashing.sha256_here
-parallel_hashing.sha256_here = lambda folder, names: hashed.extend(names) or sha256_here(folder, names)
+sha256 = integrity.sha256
+integrity.sha256 = lambda folder, names: hashed.extend(names) or sha256(folder, names)
 to_devices = feed.to_devices
 evaluation.to_devices = feed.to_devices = lambda rows, *rest: fed.append(rows) or to_devices(rows, *rest)
 def watch(rows, take):

@@ -7,7 +7,6 @@ import jax
 import pytest
 
 from recipes import generate, transformer
-from recipes.common import language
 from recipes.common.runtime import accelerators, mesh
 from recipes.common.runtime.errors import UserError
 from recipes.common.runtime.flags import GROUPS, SYNONYMS, Run, flag, parse, usage
@@ -21,12 +20,15 @@ class Flags:
     fast: bool = flag(False, "Go fast.", group="model")
     kind: str = flag("a", "Which kind.", group="data", choices=["a", "b"])
     long: str = flag("", "Which, or none.", group="data", choices=["", "WarmUps", "other"])
+    set: tuple[str, ...] = flag((), "Some; may be repeated.", group="data")
 
 
 def test_flags_become_fields_of_their_types():
     run, flags = parse(
-        ["--steps=7", "--learning_rate=1e-2", "--fast", "--kind", "b"], Run(), Flags()
-    )
+        ["--steps=7", "--learning_rate=1e-2", "--fast", "--set=a=1", "--kind", "b", "--set=c"],
+        Run(), Flags(),
+    )  # fmt: skip
+    assert flags.set == ("a=1", "c")
     assert (run.steps, run.learning_rate, flags.fast, flags.kind) == (7, 0.01, True, "b")
     assert run == dataclasses.replace(Run(), steps=7, learning_rate=0.01)
     assert parse([], Run(steps=3), Flags()) == [Run(steps=3), Flags()]
@@ -40,7 +42,7 @@ def test_choices_may_be_in_any_case():
 
 def test_synonyms_name_flags_that_exist():
     """Flags of the training recipes and of recipes.generate."""
-    groups = (Run, transformer.Flags, language.Text, language.Sample, generate.Generate)
+    groups = (*transformer.NEW, generate.Generate())
     fields = {field.name for group in groups for field in dataclasses.fields(group)}
     assert {*SYNONYMS.values()} <= fields
     assert not SYNONYMS.keys() & fields
@@ -91,6 +93,9 @@ def test_help_is_in_groups_each_line_a_phrase():
         (["--kind=c"], "--kind=c is not one of a, b"),
         (["--long=warmup"], "--long=warmup is not one of WarmUps, other; did you mean WarmUps?"),
         (["--steps"], "Missing value for flag --steps; --help lists the flags"),
+        (["--steps=" + "9" * 5000], f"--steps={'9' * 50} is not a whole number; try 100"),
+        (["--fast=perhaps"], "--fast=perhaps is not a boolean; use true or false"),
+        (["--", "--steps=3"], "'--steps=3' is not a flag; write flags as --name=value"),
     ],
 )
 def test_bad_flags(argv, message):

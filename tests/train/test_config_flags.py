@@ -8,7 +8,7 @@ import pytest
 
 from recipes import deepseek, dot_relu_dot, mlp, transformer, vit
 from recipes.common import checkpoint
-from recipes.common.config_flags import comments, configure, read
+from recipes.common.config_flags import comment, configure, read
 from tests.support.quick import quick as quick
 from tests.support.runs import TINY, records
 from zoo.gpt_oss import Config as GptOss
@@ -57,16 +57,14 @@ class Commented:
         "a long value",
         "that is wrapped",
     )  # after; "": none
-    fourth: int = 0
 
 
 def test_comments_become_help_texts():
-    texts = comments(Commented)
-    assert texts["first"] == "Width of x"
-    assert texts["second"] == "Two lines above"
-    assert texts["third"] == "After; empty: none"
-    assert "fourth" not in texts
-    assert comments(GptOss)["num_experts"] == "Experts of a layer", "as moe.Config says"
+    assert comment(Commented, "first") == "Width of x"
+    assert comment(Commented, "second") == "Two lines above"
+    assert comment(Commented, "third") == "After; empty: none"
+    assert comment(GptOss, "num_experts") == "Experts of a layer", "as moe.Config says"
+    assert comment(GptOss, "unroll").startswith("Layers per scan iteration"), "as Compute says"
 
 
 @pytest.mark.parametrize(

@@ -127,8 +127,8 @@ def test_files_that_a_run_leaves(first):
     assert [line["step"] for line in lines] == [*range(1, STEPS + 1), STEPS]
     step = {"step", "loss", "grad_norm", "learning_rate", "step_seconds", "input_wait_seconds"}
     assert set(lines[0]) == step | {"tokens_per_second"}
-    figures = {f"held_out_{name}" for name in ("loss", "targets", "perplexity", "bits_per_byte")}
-    assert set(lines[-1]) == {"step"} | figures
+    metrics = {f"held_out_{name}" for name in ("loss", "targets", "perplexity", "bits_per_byte")}
+    assert set(lines[-1]) == {"step"} | metrics
     items = folder / "checkpoints" / "12"
     data = json.loads((items / "data" / "metadata").read_text())
     assert data["next_batch"] == STEPS

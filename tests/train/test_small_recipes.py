@@ -200,7 +200,7 @@ def test_vit_fine_tunes_a_hugging_face_model_with_a_new_head(train, quick, pets,
 
 @pytest.mark.full
 def test_vit_trains_an_adapter_and_a_new_head(train, inside, quick, pets, tmp_path):
-    """Only these are saved; merged with the base on another mesh, they give the run's figures."""
+    """Only these are saved; merged with the base on another mesh, they give the run's metrics."""
     theirs, work = ROOT / "tests" / "golden" / "hf" / "vit", tmp_path / "v"
     data = (f"--dataset={pets}", "--batch_size=16")
     flags = (

@@ -96,9 +96,9 @@ def test_evaluation_changes_no_step_and_is_compiled_once(watched, train, tmp_pat
 def test_bits_per_byte_count_the_bytes_behind_the_tokens():
     data = synthetic.load(4, 4, 0)._replace(held_out_bytes=300)
     nats, tokens = np.float64(200), np.float64(100)
-    figures = Evaluation(None, data).metrics({"loss": (nats, tokens), "confusion": np.ones(3)})
+    metrics = Evaluation(None, data).metrics({"loss": (nats, tokens), "confusion": np.ones(3)})
     want = {"loss": 2, "targets": 100, "perplexity": np.exp(2), "bits_per_byte": 200 / np.log(2) / 300}  # fmt: skip
-    assert figures == pytest.approx(want)
+    assert metrics == pytest.approx(want)
     assert in_words({"loss": (nats, tokens)}, 300) == (
         "loss 2.0000 nats/token, perplexity 7.39, 0.9618 bits/byte, over 100 tokens, 300 bytes"
     )

@@ -1,4 +1,4 @@
-"""DeepSeek's latent attention, choice of experts, cache and further token match their definitions."""
+"""DeepSeek's latent attention, choice of experts, cache and MTP head match their definitions."""
 
 import dataclasses
 import functools
@@ -367,7 +367,7 @@ def test_a_cache_holds_latents_and_rotary_keys_alone():
     assert (cache.k.shape, cache.v.shape) == ((3, B, 32, 1, 16), (3, B, 32, 1, 4))
 
 
-# ---- the further token ----------------------------------------------------------------------------
+# ---- the second-next token -------------------------------------------------------------------------
 
 
 SMALL = {"num_layers": 1, "dense_layers": 0}

@@ -24,24 +24,27 @@ pytestmark = pytest.mark.promise("structure")
 
 # Package of recipes/common → those of it that it may import; and libraries that it may.
 LAYERS = {
-    "runtime": set(),
+    "storage": set(),
+    "runtime": {"storage"},
     "config_flags": {"runtime", "entries"},
     "sharding": {"runtime"},
-    "report": {"runtime", "sharding"},
+    "report": {"storage", "runtime", "sharding"},
     "plan": {"runtime", "sharding", "report"},
     "explorer": {"runtime", "sharding", "report", "plan", "entries"},
-    "hf": {"runtime", "sharding", "entries"},
-    "checkpoint": {"runtime", "sharding", "hf", "report", "entries", "config_flags"},
+    "hf": {"storage", "runtime", "sharding", "entries"},
+    "checkpoint": {
+        *{"storage", "runtime", "sharding", "hf", "report", "entries", "config_flags"},
+    },
     "generation": {"runtime", "sharding"},
     "generation_config": {"runtime"},
     "classification": {"runtime", "sharding", "report", "checkpoint", "train"},
     "harness": {"runtime", "sharding", "generation"},
     "int8_weights": {"runtime", "sharding"},
     "language": {
-        *{"runtime", "sharding", "report", "plan", "generation", "checkpoint", "train", "entries"},
-        "config_flags",
+        *{"storage", "runtime", "sharding", "report", "plan", "generation", "checkpoint"},
+        *{"train", "entries", "config_flags"},
     },
-    "train": {"runtime", "sharding", "hf", "report", "checkpoint", "entries"},
+    "train": {"storage", "runtime", "sharding", "hf", "report", "checkpoint", "entries"},
     "entries": set(),
     "mesh": {"runtime"},
 }
@@ -56,6 +59,7 @@ LIBRARIES = {
     "recipes/docs": {"mkdocs", "pygments"},  # the site's hooks
     "recipes/common": {"jax", "flax", "numpy"},
     "recipes/common/runtime": {"jax", "numpy", "absl"},
+    "recipes/common/storage": set(),
     "recipes/common/sharding": {"jax", "flax", "numpy"},
     "recipes/common/report": {"jax", "flax", "numpy", "matplotlib"},
     "recipes/common/plan": {"jax", "flax", "numpy"},

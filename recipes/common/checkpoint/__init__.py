@@ -1,27 +1,26 @@
 """Checkpoints: finding, restoring, writing and verifying them; a run's folder and its saves."""
 
 from recipes.common.checkpoint.integrity import verify
+from recipes.common.checkpoint.locate import PUBLISHED, find, published
 from recipes.common.checkpoint.lora import Adapted
-from recipes.common.checkpoint.new_head import NewHead
+from recipes.common.checkpoint.model import (
+    NewHead,
+    check_variables,
+    context,
+    layout_of,
+    restore,
+    restore_variables,
+)
 from recipes.common.checkpoint.resolve_tokenizer import check_vocabulary, tokenizer_for
 from recipes.common.checkpoint.run_folder import RunFolder, flags_of, open_run
 from recipes.common.checkpoint.saver import Saver
 from recipes.common.checkpoint.store import (
-    PUBLISHED,
     Checkpoint,
     Source,
-    check_variables,
     config_from,
     config_of,
-    context,
-    find,
-    find_on_all_processes,
-    layout_of,
     metadata,
     open_checkpoint,
-    published,
-    restore,
-    restore_variables,
-    steps_in,
     write,
 )
+from recipes.common.storage.folders import steps_in

@@ -1,7 +1,7 @@
 """Cards (README.md) of published checkpoints and, in the Hub's form, of exported model folders.
 
 A card lists how the model was made and, for a checkpoint, the SHA-256 of every file. All of its facts
-come from the checkpoint: the base of a fine-tuned model, its data, held-out figures before and after.
+come from the checkpoint: the base of a fine-tuned model, its data, held-out metrics before and after.
 """
 
 import json
@@ -12,7 +12,8 @@ from typing import Any
 
 from data import hub
 from recipes.common.entries import ENTRIES
-from recipes.common.runtime import describe, folders, jsonl, quote
+from recipes.common.runtime import describe, quote
+from recipes.common.storage import folders, jsonl
 
 FILE = "README.md"
 PICTURE = "loss.png"
@@ -27,16 +28,8 @@ LICENCES = {  # for datasets that come with the zoo or with Python
 OMITTED_FLAGS = {
     *("workdir", "log_every", "checkpoint_every", "keep_checkpoints", "verify"),
     *("num_processes", "process_id", "coordinator", "prompt", "sample_bytes", "chat"),
-    *(
-        "temperature",
-        "eval_every",
-        "keep_best",
-        "tensorboard",
-        "wandb",
-        "profile",
-        "plan",
-        "platform",
-    ),
+    *("temperature", "eval_every", "keep_best", "tensorboard", "wandb", "profile", "plan"),
+    "platform",
 }
 ROW = re.compile(r"^\| `(.+)` \| [\d,]+ \| `([0-9a-f]{64})` \|$", re.MULTILINE)
 
@@ -47,9 +40,9 @@ def digests(text: str) -> dict[str, str]:
 
 
 def measured(checkpoint: pathlib.Path, step: int) -> dict[str, Any]:
-    """Held-out figures and seconds of training, from metrics.jsonl of the checkpoint's run.
+    """Held-out metrics and seconds of training, from metrics.jsonl of the checkpoint's run.
 
-    "held_out_before" has the figures at step 0, if the run started from a trained model.
+    "held_out_before" has the metrics at step 0, if the run started from a trained model.
     """
     held_out, seconds, before = {}, 0.0, 0
     for line in jsonl.read(checkpoint.parent.parent / "metrics.jsonl"):
@@ -59,9 +52,9 @@ def measured(checkpoint: pathlib.Path, step: int) -> dict[str, Any]:
             seconds += line["step_seconds"] * (line["step"] - before)
             before = line["step"]
         elif line["step"] in (0, step):
-            figures = {k.removeprefix("held_out_"): v for k, v in line.items() if k != "step"}
+            metrics = {k.removeprefix("held_out_"): v for k, v in line.items() if k != "step"}
             # null stands for a non-finite number
-            held_out[line["step"]] = {k: v for k, v in figures.items() if v is not None}
+            held_out[line["step"]] = {k: v for k, v in metrics.items() if v is not None}
     began = {"held_out_before": held_out[0]} if step and 0 in held_out else {}
     return {"held_out": held_out.get(step, {}), **began, "train_seconds": seconds}
 
@@ -73,10 +66,10 @@ def facts(source, arrays: list, licence: str, note: str) -> dict[str, Any]:
       source: a checkpoint's path, step and metadata.
       arrays: the parameters, or ShapeDtypeStructs of them.
     """
-    began, known = base(source.metadata), source.metadata.get("published")
-    if known:
-        given = {"licence": licence, "note": " ".join(note.split())}
-        return known | {name: value for name, value in given.items() if value}
+    began, published = base(source.metadata), source.metadata.get("published")
+    if published:
+        flags = {"licence": licence, "note": " ".join(note.split())}
+        return published | {name: value for name, value in flags.items() if value}
     return {
         "parameters": sum(array.size for array in arrays),
         "dtype": " and ".join(sorted({str(array.dtype) for array in arrays})),
@@ -94,8 +87,8 @@ def _sample(source) -> dict[str, Any]:
     if not trained(source.metadata):
         return {}
     try:
-        found = json.loads((source.path.parent.parent / "sample.json").read_text())
-        return found if found["step"] == source.step else {}
+        sample = json.loads((source.path.parent.parent / "sample.json").read_text())
+        return sample if sample["step"] == source.step else {}
     except (*folders.errors(), ValueError, LookupError, TypeError):
         return {}  # an older run, or one that printed none
 
@@ -119,14 +112,14 @@ def base(metadata: dict[str, Any]) -> dict[str, str]:
     if published:
         return published
     began = metadata.get("base", {})
-    given = metadata.get("flags", {}).get("restore_from") or ""
-    whole = began.get("path", given)
+    restore_from = metadata.get("flags", {}).get("restore_from") or ""
+    path = began.get("path", restore_from)
     # --restore_from may be a relative path, or an adapter that was trained further.
-    if not given or not whole.startswith(given):
-        given = whole
+    if restore_from and path.startswith(restore_from):
+        path = restore_from
     origin = metadata.get("imported", "")
     # Early versions named a local folder without its path.
-    return began | {"path": origin if origin.startswith("hf:") else given} if given else {}
+    return began | {"path": origin if origin.startswith("hf:") else path} if path else {}
 
 
 def command(metadata: dict[str, Any]) -> str:
@@ -169,7 +162,7 @@ def text(name: str, ours: bool, metadata: dict[str, Any], hashes: dict[str, list
       hashes: file → [bytes, SHA-256], of all files but the card.
     """
     facts = metadata["published"]
-    # The flags that determine its held-out figure.
+    # The flags that determine its held-out metrics.
     given = [f"--{k}={shlex.quote(shown(v))}" for k, v in metadata["flags"].items()
              if k in ("dataset", "eval_dataset", "seq_len") and v]  # fmt: skip
     restore_from = f"--restore_from={'' if ours else 'path/to/'}{name}"
@@ -228,15 +221,15 @@ def origin(metadata: dict[str, Any], facts: dict[str, Any]) -> dict[str, str]:
         "Data": f"{shown(data['dataset'])}, fingerprint `{data['fingerprint']}`",
         "Steps": f"{metadata['step']:,}" + (f" of {asked:,}" if asked != metadata["step"] else ""),
         "Time": f"{minutes} min {seconds} s for the steps" if facts["train_seconds"] else "unknown",
-        "Held out before": figures(facts, "held_out_before") if began else "",
-        "Held out": figures(facts, "held_out"),
+        "Held out before": in_numbers(facts, "held_out_before") if began else "",
+        "Held out": in_numbers(facts, "held_out"),
     }
 
 
-def figures(facts: dict[str, Any], which: str) -> str:
-    """Formats held-out figures, without numbered ones such as load_7."""
-    found = {key: value for key, value in facts.get(which, {}).items() if not key[-1].isdigit()}
-    listed = ", ".join(f"{key} {value:,.7g}" for key, value in found.items())
+def in_numbers(facts: dict[str, Any], which: str) -> str:
+    """Formats held-out metrics, without numbered ones such as load_7."""
+    metrics = {key: value for key, value in facts.get(which, {}).items() if not key[-1].isdigit()}
+    listed = ", ".join(f"{key} {value:,.7g}" for key, value in metrics.items())
     return f"{listed} ({facts['unit']})" if listed else "not measured"
 
 
@@ -286,8 +279,8 @@ def for_hub(
     task = "image-classification" if images else "text-generation"
     front = {"library_name": library, "pipeline_tag": task}
     if licence:
-        known = licence in HUB_LICENCES
-        front |= {"license": licence} if known else {"license": "other", "license_name": licence}
+        other = {"license": "other", "license_name": licence}
+        front |= {"license": licence} if licence in HUB_LICENCES else other
     if began and on_the_hub(began["path"]):
         relation = "adapter" if adapter else "finetune"
         front |= {"base_model": began["path"].removeprefix("hf:"), "base_model_relation": relation}

@@ -9,8 +9,6 @@ layers/attention/lora/q/a and …/b; the model's config has lora_rank, lora_alph
 import contextlib
 import dataclasses
 import functools
-import hashlib
-import json
 import pathlib
 from typing import Any
 
@@ -18,11 +16,11 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
-from data import DataError, cache_dir, corpus
+from data import DataError
 from data.tokenizer import Tokenizer, from_files
 from recipes.common.checkpoint import integrity
 from recipes.common.hf import Folder
-from recipes.common.runtime import UserError, folders
+from recipes.common.runtime import UserError
 from recipes.common.sharding import Tree, paths
 from recipes.common.sharding.abstract import nested
 
@@ -59,9 +57,9 @@ class Adapted:
         return self.adapter.metadata | alpha | facts
 
     def shapes(self) -> Tree:
-        found, own = self.base.shapes(), paths(self.adapter.shapes()["params"])
-        head = {path: leaf for path, leaf in own.items() if "/lora/" not in path}
-        return found | {"params": nested(paths(found["params"]) | head)}
+        shapes, adapter = self.base.shapes(), paths(self.adapter.shapes()["params"])
+        head = {path: leaf for path, leaf in adapter.items() if "/lora/" not in path}
+        return shapes | {"params": nested(paths(shapes["params"]) | head)}
 
     def tokenizer(self) -> Tokenizer | None:
         """The adapter's tokenizer, completed by the base's files (end-of-text tokens, for example)."""
@@ -69,9 +67,9 @@ class Adapted:
         if own is None:
             return self.base.tokenizer()
         with contextlib.suppress(DataError):
-            theirs = self.base.tokenizer()
-            if own.files and theirs and own.sha256 == theirs.sha256:
-                return from_files(theirs.files | own.files, own.name)
+            base = self.base.tokenizer()
+            if own.files and base and own.sha256 == base.sha256:
+                return from_files(base.files | own.files, own.name)
         return own
 
     def read(self, abstract: Tree) -> Tree:
@@ -80,24 +78,24 @@ class Adapted:
         If `abstract` has "base", nothing is merged: "base" gets the base's parameters, and "params"
         the adapter's.
         """
-        abstract, found = dict(abstract), {}
+        abstract, variables = dict(abstract), {}
         if "buffers" in abstract and "buffers" not in self.adapter.shapes():  # PEFT has none
-            found = self.base.read({"buffers": abstract.pop("buffers")})
+            variables = self.base.read({"buffers": abstract.pop("buffers")})
         wanted, shapes = paths(abstract.pop("params", {})), paths(self.adapter.shapes()["params"])
         kept = abstract.pop("base", None)
         pairs = factors(shapes) if kept is None else {}
         pairs = {path: names for path, names in pairs.items() if path in wanted}
         own = {path: leaf for path, leaf in wanted.items() if path in shapes}
         rest = {path: leaf for path, leaf in wanted.items() if path not in {*own, *pairs}}
-        given = abstract | ({"params": nested(own)} if own else {})
-        found |= self.adapter.read(given) if given else {}
-        params = paths(found.pop("params", {}))
+        abstract |= {"params": nested(own)} if own else {}
+        variables |= self.adapter.read(abstract) if abstract else {}
+        params = paths(variables.pop("params", {}))
         params |= paths(self.base.read({"params": nested(rest)})["params"]) if rest else {}
         if kept is not None:
-            found["base"] = self.base.read({"params": kept})["params"]
+            variables["base"] = self.base.read({"params": kept})["params"]
         for path, names in pairs.items():
             params[path] = self._merged(path, wanted[path], {name: shapes[name] for name in names})
-        return {"params": nested(params)} | found
+        return {"params": nested(params)} | variables
 
     def _merged(self, path: str, leaf: jax.ShapeDtypeStruct, pair: dict[str, Any]) -> jax.Array:
         everywhere = NamedSharding(leaf.sharding.mesh, PartitionSpec())
@@ -114,15 +112,16 @@ class Adapted:
 
     def check(self) -> None:
         """Raises UserError if the adapter and its base have different shapes."""
-        ours, theirs = paths(self.adapter.shapes()["params"]), paths(self.base.shapes()["params"])
-        for path, names in factors(ours).items():
-            a, b = (tuple(ours[name].shape) for name in names)
-            found = tuple(theirs[path].shape) if path in theirs else ()
-            stacked = len(a) + len(b) - 2 - len(found)
-            if stacked < 0 or a[:-1] + b[stacked + 1 :] != found:
+        adapter = paths(self.adapter.shapes()["params"])
+        base = paths(self.base.shapes()["params"])
+        for path, names in factors(adapter).items():
+            a, b = (tuple(adapter[name].shape) for name in names)
+            weight = tuple(base[path].shape) if path in base else ()
+            stacked = len(a) + len(b) - 2 - len(weight)
+            if stacked < 0 or a[:-1] + b[stacked + 1 :] != weight:
                 raise UserError(
                     f"{self.path} adapts {path} by {list(a)} · {list(b)}, and its base {self.where} "
-                    f"has {list(found) or 'none'} there; use --base=PATH of the model that it was "
+                    f"has {list(weight) or 'none'} there; use --base=PATH of the model that it was "
                     "trained on"
                 )
 
@@ -141,12 +140,12 @@ class Adapted:
 
 def factors(names) -> dict[str, tuple[str, str]]:
     """Path of each adapted weight → paths of its factors A and B, from the paths of all factors."""
-    found = {}
+    pairs = {}
     for a in names:
         module, _, rest = a.rpartition("/lora/")
         if rest.endswith("/a"):
-            found[f"{module}/{rest.removesuffix('/a')}"] = (a, f"{a.removesuffix('a')}b")
-    return found
+            pairs[f"{module}/{rest.removesuffix('/a')}"] = (a, f"{a.removesuffix('a')}b")
+    return pairs
 
 
 def merge(weight: jax.Array, a: jax.Array, b: jax.Array, scale: float) -> jax.Array:
@@ -167,39 +166,24 @@ def merge(weight: jax.Array, a: jax.Array, b: jax.Array, scale: float) -> jax.Ar
 # ---- base ----------------------------------------------------------------------------------------
 
 
-def describe_base(source: Any, given: str) -> dict[str, str]:
+def describe_base(source: Any, name: str) -> dict[str, str]:
     """metadata["base"] of an adapter trained on `source`; another adapter's base is kept.
 
     Args:
-      given: the path under which `source` was found.
+      name: the path under which `source` was found.
     """
     if isinstance(source, Adapted):
-        source, given = source.base, source.where
-    return {"path": portable_path(source, given), "sha256": content_sha256(source)}
+        source, name = source.base, source.where
+    return {"path": portable_path(source, name), "sha256": content_sha256(source)}
 
 
-def portable_path(source: Any, given: str) -> str:
-    """`given` in a form that works from any folder: paths become absolute, names stay."""
-    prefix, path = ("hf:", given[3:]) if given.startswith("hf:") else ("", given)
-    return f"{prefix}{source.path}" if pathlib.Path(path).expanduser().exists() else given
+def portable_path(source: Any, name: str) -> str:
+    """`name` in a form that works from any folder: paths become absolute, names stay."""
+    prefix, path = ("hf:", name[3:]) if name.startswith("hf:") else ("", name)
+    return f"{prefix}{source.path}" if pathlib.Path(path).expanduser().exists() else name
 
 
 def content_sha256(source: Any) -> str:
-    """A digest of a checkpoint's hashes.json, or of the files of a Hugging Face model folder."""
-    if not isinstance(source, Folder):
-        hashes = source.path / integrity.HASHES
-        if hashes.exists():
-            return hashlib.sha256(hashes.read_bytes()).hexdigest()
-        every = integrity.hashes_of(source.path, folders.sizes(source.path))  # old checkpoint
-        return hashlib.sha256(json.dumps(every).encode()).hexdigest()
-    # Hashing reads every byte, so the digest is cached by the files' sizes and times.
-    cached = cache_dir() / "models" / f"{corpus.stamp(source.files)}.sha256"
-    if cached.exists():
-        return cached.read_text()
-    sizes = {file.name: file.stat().st_size for file in source.files}
-    every = integrity.hashes_of(source.path, sizes)
-    digest = hashlib.sha256(json.dumps(every).encode()).hexdigest()
-    with contextlib.suppress(OSError):  # without a cache the next run hashes again
-        cached.parent.mkdir(parents=True, exist_ok=True)
-        corpus.replace(cached, digest)
-    return digest
+    """See integrity.content_sha256."""
+    files = source.files if isinstance(source, Folder) else ()
+    return integrity.content_sha256(source.path, files)

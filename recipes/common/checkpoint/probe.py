@@ -29,11 +29,11 @@ def batch(metadata: dict[str, Any], tokenizer: Tokenizer | None = None) -> dict[
     Raises DataError if the data is missing.
     """
     # The config overrides flags: 0 means the config's default.
-    known = metadata["flags"] | metadata["config"] | {"tokenizer": tokenizer}
+    flags = metadata["flags"] | metadata["config"] | {"tokenizer": tokenizer}
     # Conversations are not cut: only answers are targets, and they may start late.
-    if "seq_len" in known and "template" not in metadata["data"]:
-        known = known | {"seq_len": min(TOKENS, known["seq_len"])}
-    return next(batches.held_out_batches(entries.dataset(metadata["entry"], known), ROWS))
+    if "seq_len" in flags and "template" not in metadata["data"]:
+        flags["seq_len"] = min(TOKENS, flags["seq_len"])
+    return next(batches.held_out_batches(entries.dataset(metadata["entry"], flags), ROWS))
 
 
 def loss(layout: Layout, variables: Tree, batch: dict[str, np.ndarray]) -> float:
@@ -67,10 +67,10 @@ def loads(content: str) -> tuple[float, dict[str, np.ndarray]]:
     """Parses probe.json into (loss, batch)."""
     probe = json.loads(content)
     arrays = {name: np.asarray(values) for name, values in probe["batch"].items()}
-    found = {
+    batch = {
         name: array.astype(np.float32 if array.dtype.kind == "f" else np.int32)
         for name, array in arrays.items()
     }
-    if "window" in found:  # text in the format of old checkpoints
-        found = text.example(found["window"])
-    return probe["loss"], found
+    if "window" in batch:  # text in the format of old checkpoints
+        batch = text.example(batch["window"])
+    return probe["loss"], batch

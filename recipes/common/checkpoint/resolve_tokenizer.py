@@ -18,32 +18,32 @@ def tokenizer_for(name: str, source: Source | None) -> Tokenizer:
     """
     if source is None:
         return tokenizer.find(name or "bytes")
-    given = tokenizer.find(name) if name else None
+    named = tokenizer.find(name) if name else None
     try:
         own = source.tokenizer()
     except DataError:
-        if not given:
+        if not named:
             raise
         own = None
-    if given and own and given.sha256 != own.sha256:
+    if named and own and named.sha256 != own.sha256:
         raise UserError(
-            f"--tokenizer={name} (SHA-256 {given.sha256[:8]}…) must be the tokenizer of "
+            f"--tokenizer={name} (SHA-256 {named.sha256[:8]}…) must be the tokenizer of "
             f"{source.path} ({own.sha256[:8]}…), which its model was trained with; leave it out"
         )
-    if given is BYTES and own is None and source.metadata["config"]["vocab_size"] > PADDED:
+    if named is BYTES and own is None and source.metadata["config"]["vocab_size"] > PADDED:
         raise UserError(
             f"--tokenizer=bytes has {BYTES.size} tokens, but the model of {source.path} has "
             f"{source.metadata['config']['vocab_size']}, so it was not trained on bytes; use its own "
             "tokenizer.json"
         )
-    tokens = given or own
+    tokens = named or own
     if not tokens:
         raise UserError(
             f"{source.path} has no tokenizer.json, so its model's tokens are unknown; use "
             "--tokenizer=FILE, ORG/NAME on the Hub, or bytes if it was trained on bytes"
         )
-    if given and own:  # the model's files complete the given ones
-        tokens = tokenizer.from_files(own.files | given.files, given.name)
+    if named and own:  # the model's files complete the named one's
+        tokens = tokenizer.from_files(own.files | named.files, named.name)
     return check_vocabulary(tokens, source)
 
 

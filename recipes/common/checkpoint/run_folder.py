@@ -3,16 +3,23 @@
 Opening a folder writes nothing; saver.py does.
 """
 
+import contextlib
 import dataclasses
+import os
 import pathlib
+import socket
+import tempfile
+import time
 from typing import Any
 
-from recipes.common.checkpoint import integrity, lora, parallel_hashing, shared_folder_check, store
+from recipes.common.checkpoint import integrity, locate, lora, store
 from recipes.common.checkpoint.store import Source
 from recipes.common.config_flags import changed_setting
-from recipes.common.runtime import Run, UserError, folders, lock, processes
+from recipes.common.runtime import Run, UserError, processes
+from recipes.common.storage import folders, lock
 
 CONFIG = "config.json"
+PATIENCE_SECONDS = 5  # for a network file system to show what another host has written
 
 
 @dataclasses.dataclass(frozen=True)
@@ -28,7 +35,7 @@ class RunFolder:
     base: dict[str, str] | None  # lora.describe_base, if the run trains an adapter
     damaged: dict[int, str]  # step → damage of checkpoints newer than `newest`
     changed: dict[str, Any]  # flags that differ from the original run → their values then
-    locks: list[Any]  # held lock, on process 0 only; empty until the folder exists
+    locks: list[lock.Lock]  # on process 0 only; empty until the folder exists
 
     @property
     def start(self) -> Source | None:
@@ -43,8 +50,6 @@ class RunFolder:
     @property
     def shown(self) -> pathlib.Path:
         """The path to print: relative to the current folder if it is inside."""
-        if folders.in_bucket(self.path):
-            return self.path
         here = pathlib.Path.cwd()
         return self.path.relative_to(here) if self.path.is_relative_to(here) else self.path
 
@@ -53,22 +58,24 @@ class RunFolder:
 
     def last_good(self) -> pathlib.Path | None:
         """The newest finished checkpoint."""
-        steps = store.steps_in(self.path / "checkpoints")
+        steps = folders.steps_in(self.path / "checkpoints")
         return self.checkpoint(steps[-1]) if steps else None
 
     def best(self) -> pathlib.Path | None:
         """The checkpoint kept by --keep_best."""
-        steps = store.steps_in(self.path / "best")
+        steps = folders.steps_in(self.path / "best")
         return self.path / "best" / str(steps[-1]) if steps else None
 
     def close(self) -> None:
         """Releases the folder's lock."""
-        for held in self.locks:
-            held.close()
+        for taken in self.locks:
+            taken.close()
 
 
 def open_run(entry: str, run: Run, *groups) -> RunFolder:
     """Finds the checkpoint that the run resumes or starts from; process 0 takes the folder's lock.
+
+    Every process must call this.
 
     Args:
       groups: the recipe's other flag dataclasses; `base` and `lora_rank` are among their fields if
@@ -77,118 +84,151 @@ def open_run(entry: str, run: Run, *groups) -> RunFolder:
     Raises UserError if --workdir can't be used for this run, or --restore_from is not a checkpoint
     of the entry.
     """
-    given: dict[str, Any] = {}
+    flags: dict[str, Any] = {}
     for group in (run, *groups):
-        given |= dataclasses.asdict(group)
-    rank, base = given.get("lora_rank", 0), given.get("base", "")
+        flags |= dataclasses.asdict(group)
+    rank, base_flag = flags.get("lora_rank", 0), flags.get("base", "")
     path = workdir(entry, run.workdir)
-    in_use, locks = not run.plan and (run.steps > 0 or not run.restore_from), []
-    start = run.restore_from
-    from_hf = start.startswith("hf:")
-
-    def resumed(own: str, hash_files: bool) -> Source:
-        own_checkpoint = store.open_checkpoint(folders.to_path(own))
-        return store.with_base(own_checkpoint, f"--workdir={path}", hash_files, base)
-
-    def look() -> dict[str, Any]:  # on process 0; all processes share the hashing
-        own, damaged = _newest(path, run.verify, locks) if in_use else (None, [])
-        found = {"own": own and str(own), "given": start, "base": None, "damaged": damaged}
-        if own:
-            found["base"] = resumed(found["own"], run.verify).metadata.get("base")
-        elif start and (rank or not from_hf):
-            source = store.find(start, hash_files=run.verify, base=base)
-            found["base"] = lora.describe_base(source, start) if rank else None
-            found["given"] = start if from_hf else str(source.path)
-        return found
-
-    if in_use:
-        shared_folder_check.check(path, "workdir")
-    found = parallel_hashing.call_on_first("start", look)
-
-    def sources() -> list[Source | None]:
-        newest = resumed(found["own"], hash_files=False) if found["own"] else None
-        restore = start and not newest
-        return [
-            newest,
-            store.find(found["given"], hash_files=False, base=base) if restore else None,
-        ]
-
-    newest, source = processes.run_on_all(sources)  # a file may be missing on one host
-    if rank and not (newest or source):
+    in_use = not run.plan and (run.steps > 0 or not run.restore_from)
+    locks: list[lock.Lock] = []
+    step, damaged = _open_workdir(path, run.verify, locks) if in_use else (0, {})
+    newest = source = base = None
+    if step:
+        own = locate.Location(f"--workdir={path}", str(path / "checkpoints" / str(step)))
+        location = locate.on_all(lambda: locate.with_base(own, base_flag))
+        newest = locate.load(location, run.verify)
+        base = newest.metadata.get("base")
+        _check_entry(entry, newest, "--workdir")
+    elif run.restore_from:
+        source = locate.find(run.restore_from, "--restore_from", run.verify, base_flag)
+        base = lora.describe_base(source, run.restore_from) if rank else None
+        _check_entry(entry, source, "--restore_from")
+    elif rank:
         raise UserError(
             f"--lora_rank={rank} trains an adapter on a trained model, and there is none; use "
             "--restore_from=… as well, or leave it out"
         )
-    for what, begun in (("--workdir", newest), ("--restore_from", source)):
-        if begun and begun.metadata["entry"] != entry:
-            raise UserError(
-                f"{what}={begun.path} has entry {begun.metadata['entry']!r}, not {entry!r}; use a "
-                "different one"
-            )
     changed = _compare(path, newest.metadata["flags"], run, *groups) if newest else {}
     if newest and not run.restore_from:  # a resumed run keeps the original one
-        given["restore_from"] = newest.metadata["flags"].get("restore_from", "")
-    damaged = dict(found["damaged"])
+        flags["restore_from"] = newest.metadata["flags"].get("restore_from", "")
     return RunFolder(
-        entry, path, given, in_use, newest, source, found["base"], damaged, changed, locks
+        entry=entry,
+        path=path,
+        flags=flags,
+        in_use=in_use,
+        newest=newest,
+        source=source,
+        base=base,
+        damaged=damaged,
+        changed=changed,
+        locks=locks,
     )
 
 
-def workdir(entry: str, given: str) -> pathlib.Path:
+def workdir(entry: str, name: str) -> pathlib.Path:
     """The folder that --workdir names. Raises UserError if it is in an unusable bucket."""
-    return folders.absolute(folders.to_path(given or f"runs/{entry}", "--workdir"))
+    return folders.absolute(folders.to_path(name or f"runs/{entry}", "--workdir"))
 
 
-def flags_of(entry: str, given: str) -> dict[str, Any]:
-    """Flags of the run in --workdir; {} if there is none or it can't be read."""
+def flags_of(entry: str, name: str) -> dict[str, Any]:
+    """Flags of the run in the workdir `name`; {} if there is none or it can't be read."""
     try:
-        path = workdir(entry, given) / "checkpoints"
-        newest = path / str(store.steps_in(path)[-1])
+        path = workdir(entry, name) / "checkpoints"
+        newest = path / str(folders.steps_in(path)[-1])
         return dict(store.open_checkpoint(newest).metadata["flags"])
     except (*folders.errors(), ValueError, LookupError, TypeError):
         return {}
 
 
-def _newest(
-    path: pathlib.Path, hash_files: bool, locks: list[Any]
-) -> tuple[pathlib.Path | None, list[tuple[int, str]]]:
-    """Finds the newest intact checkpoint; runs on process 0 only.
+def _open_workdir(
+    path: pathlib.Path, hash_files: bool, locks: list[lock.Lock]
+) -> tuple[int, dict[int, str]]:
+    """Locks the workdir, and finds its newest intact checkpoint.
 
     Args:
       hash_files: see integrity.verify.
-      locks: the folder's lock is appended.
+      locks: on process 0, the workdir's lock is appended if the workdir exists.
 
     Returns:
-      Its folder, or None if there are no checkpoints, and (step, damage) of newer ones.
+      Its step, 0 if there are no checkpoints, and step → damage of newer ones.
 
     Raises UserError if the folder can't be used, or all its checkpoints are damaged.
     """
-    if not folders.in_bucket(path) and not (existing := folders.nearest(path)).is_dir():
-        which = "" if existing == path else f": {existing}"
-        raise UserError(f"--workdir={path}{which} is a file; use a folder")
-    with folders.user_errors(f"--workdir={path} can't be written", "use a different --workdir"):
-        folders.try_to_write(path)
-        if (path / CONFIG).exists():
-            locks.append(lock.take(path, CONFIG))
-    with folders.user_errors(f"--workdir={path} can't be read", "use a different --workdir"):
-        steps = store.steps_in(path / "checkpoints")
-    damaged = []
-    for step in reversed(steps):
-        folder = path / "checkpoints" / str(step)
-        bad = integrity.verify(folder, hash_files)
+
+    def lock_and_check() -> list[tuple[int, str]]:
+        fix = "use a different --workdir"
+        with folders.user_errors(f"--workdir={path} can't be written", fix):
+            folders.at(path).check_writable()
+            if (path / CONFIG).exists():
+                locks.append(lock.take(path, CONFIG))
+        with folders.user_errors(f"--workdir={path} can't be read", fix):
+            steps = folders.steps_in(path / "checkpoints")
+        return [(n, integrity.check_files(path / "checkpoints" / str(n))) for n in steps]
+
+    _check_shared(path)
+    damaged: dict[int, str] = {}
+    for step, bad in reversed(processes.broadcast_from_first(lock_and_check)):
+        if not bad and hash_files:
+            bad = integrity.check_hashes_on_all(path / "checkpoints" / str(step))
         if not bad:
-            return folder, damaged
-        damaged.append((step, bad))
+            return step, damaged
+        damaged[step] = bad
     if damaged:
-        step, bad = damaged[0]
+        step, bad = max(damaged.items())
         raise UserError(
             f"--workdir={path} has no intact checkpoint (step {step}: {bad}); use a different "
             "--workdir"
         )
-    return None, []
+    return 0, {}
 
 
-def _compare(path: pathlib.Path, before: dict[str, Any], *groups) -> dict[str, Any]:
+def _check_shared(path: pathlib.Path) -> None:
+    """Raises UserError, on all processes, if one can't see a file that process 0 writes at `path`.
+
+    The empty file is briefly in the folder, or in its nearest existing parent.
+    """
+    if processes.count() == 1 or folders.at(path).is_shared:
+        return
+
+    def require_all(answers: list[tuple[str, bool]]) -> None:
+        for number, (host, sees) in enumerate(answers):
+            if not sees:
+                raise UserError(
+                    f"--workdir={path} is not one folder: process {number} ({host}) does not see what "
+                    f"process 0 ({answers[0][0]}) writes there; use a file system that all hosts share"
+                )
+
+    made = ""
+    try:
+        if processes.is_first():
+            with contextlib.suppress(OSError):  # reported when the run first writes there
+                handle, made = tempfile.mkstemp(prefix=".shared-", dir=folders.nearest(path))
+                os.close(handle)
+        name = processes.decide(made, lambda names: names[0])
+        processes.decide([socket.gethostname(), not name or _appears(name)], require_all)
+    finally:
+        if made:
+            os.unlink(made)
+
+
+def _appears(name: str) -> bool:
+    until = time.monotonic() + PATIENCE_SECONDS
+    while not os.path.exists(name):
+        if time.monotonic() > until:
+            return False
+        time.sleep(0.1)
+    return True
+
+
+def _check_entry(entry: str, source: Source, flag: str) -> None:
+    if source.metadata["entry"] != entry:
+        raise UserError(
+            f"{flag}={source.path} has entry {source.metadata['entry']!r}, not {entry!r}; use a "
+            "different one"
+        )
+
+
+def _compare(path: pathlib.Path, original: dict[str, Any], *groups) -> dict[str, Any]:
     """Flags that differ from the original run's: name → value then.
 
     If the run is older than a flag that must match, it had the flag's default.
@@ -199,21 +239,21 @@ def _compare(path: pathlib.Path, before: dict[str, Any], *groups) -> dict[str, A
     for group in groups:
         for field in dataclasses.fields(group):
             may_change = field.metadata["may_change"]
-            was, now = before.get(field.name, field.default), getattr(group, field.name)
-            if field.name == "set" and (changed_set := changed_setting(was, now)):
+            before, now = original.get(field.name, field.default), getattr(group, field.name)
+            if field.name == "set" and (changed_set := changed_setting(before, now)):
                 flag, set_before = changed_set
                 raise UserError(
                     f"--{flag} must match the original run, {set_before or 'none'}; use that, or a "
                     f"different --workdir (this one is {path})"
                 )
-            if was == now or (may_change and field.name not in before):
+            if before == now or (may_change and field.name not in original):
                 continue
             another_start = field.name == "restore_from" and now
             if another_start or not may_change:
                 raise UserError(
                     f"--{field.name}={now} must match the original run, "
-                    f"{'none' if was == '' else was}; use that, or a different --workdir (this one "
-                    f"is {path})"
+                    f"{'none' if before == '' else before}; use that, or a different --workdir "
+                    f"(this one is {path})"
                 )
-            changed[field.name] = was
+            changed[field.name] = before
     return changed

@@ -1,19 +1,14 @@
 """Saves a run's state in the background, and keeps the newest checkpoints and the best one.
 
-WORKDIR/best/STEP is a copy of checkpoints/STEP by hard links: it takes no space of its own, appears
-complete in one rename, and stays when checkpoints/STEP is removed. Without hard links files are copied.
-The previous best is removed after the new one is in place.
-
-In a bucket nothing is renamed: a checkpoint is finished when it has Orbax's mark, commit_success.txt,
-which is written last and removed first.
+WORKDIR/best/STEP is a copy of checkpoints/STEP, on a disk by hard links: it takes no space of its own,
+and stays when checkpoints/STEP is removed. The previous best is removed after the new one is complete.
 """
 
 import contextlib
+import functools
 import json
 import math
-import os
 import pathlib
-import shutil
 import threading
 import time
 import warnings
@@ -24,15 +19,13 @@ import jax
 import orbax.checkpoint as ocp
 
 from data.tokenizer import BYTES, Tokenizer
-from recipes.common.checkpoint import integrity, parallel_hashing, run_folder, store
+from recipes.common.checkpoint import integrity, run_folder, store
 from recipes.common.checkpoint.run_folder import RunFolder
-from recipes.common.runtime import Stopped, UserError, folders, lock, processes, warn
+from recipes.common.runtime import Stopped, UserError, processes, warn
 from recipes.common.sharding import Tree
+from recipes.common.storage import folders, lock
 
-TEMPORARY = ".orbax-checkpoint-tmp"  # Orbax's suffix of an uncommitted checkpoint's folder
-REMOVED = ".removed"  # suffix of a checkpoint whose files are being deleted
-LINKING = ".linking"  # suffix of a best checkpoint until it is complete
-HELD_OUT = "held_out.json"  # held-out figures, in the folder of a best checkpoint
+HELD_OUT = "held_out.json"  # held-out metrics, in the folder of a best checkpoint
 
 
 class Saver:
@@ -59,6 +52,8 @@ class Saver:
         tokenizer: Tokenizer = BYTES,
     ):
         self._folder, self._keep, self._tokenizer = folder, keep, tokenizer
+        self._checkpoints = folders.at(folder.path / "checkpoints")
+        self._best = folders.at(folder.path / "best")
         digest = {store.TOKENIZER: tokenizer.sha256} if tokenizer.files else {}
         self._metadata = metadata | digest | {"data": data, integrity.HASHED: True}
         self._data = data
@@ -72,8 +67,10 @@ class Saver:
         self._checkpointer = ocp.AsyncCheckpointer(
             ocp.CompositeCheckpointHandler(
                 state=ocp.PyTreeCheckpointHandler(
-                    type_handler_registry=store.ANY_MESH,
-                    use_compression=False,  # would save 8% of space, but restore 1.5 times as slowly
+                    handler_impl=_HashingHandler(
+                        type_handler_registry=store.ANY_MESH,
+                        use_compression=False,  # would save 8% of space, but restore 1.5 times as slowly
+                    )
                 ),
                 data=ocp.JsonCheckpointHandler(),
                 metadata=ocp.JsonCheckpointHandler(),
@@ -83,45 +80,45 @@ class Saver:
         )
 
     def _prepare(self) -> list[tuple[float, int]]:
-        """Prepares the folder, and returns `_best()`. Raises UserError."""
+        """Prepares the folder, and returns `_kept_as_best()`. Raises UserError."""
         path = self._folder.path
         with folders.user_errors(f"--workdir={path} can't be written", "use a different --workdir"):
-            folders.make(path / "checkpoints")
+            self._checkpoints.make()
             if not self._folder.locks:
                 self._folder.locks.append(lock.take(path, run_folder.CONFIG))
                 self._check_unchanged()
-            self._folder.locks[0].check()
+            self._lock.check()
             facts = {key: self._metadata[key] for key in ("flags", "versions")}
-            self._folder.locks[0].write(json.dumps(facts, indent=2))
+            self._lock.write(json.dumps(facts, indent=2))
             for step in self._folder.damaged:
                 aside = path / "damaged" / str(step)
                 while aside.exists():
                     aside = aside.with_name(aside.name + "+")
-                aside.parent.mkdir(parents=True, exist_ok=True)
-                folders.move(self._folder.checkpoint(step), aside, integrity.COMMITTED)
-            for left in self._unfinished():
-                folders.remove(left, integrity.COMMITTED)
+                folders.at(self._folder.checkpoint(step)).move_to(aside)
+            self._remove_unfinished()
+            for left in self._best.unfinished():
+                left.remove()
             self._remove_former_best()
-            return self._best()
+            return self._kept_as_best()
 
     def _check_unchanged(self) -> None:
         """Raises UserError if another run came and went between `open_run` and the lock."""
         path, damaged = self._folder.path, self._folder.damaged
-        steps = [step for step in store.steps_in(path / "checkpoints") if step not in damaged]
+        steps = [step for step in folders.steps_in(path / "checkpoints") if step not in damaged]
         if steps and steps[-1] != self._folder.step:
             raise UserError(
                 f"--workdir={path} got step {steps[-1]} from another run since this one started; "
                 "start this one again to resume from there, or use a different --workdir"
             )
 
-    def _unfinished(self) -> list[pathlib.Path]:
-        """Leftovers of killed or failed saves and removals; never a user's own files."""
-        checkpoints, best = self._folder.path / "checkpoints", self._folder.path / "best"
-        if folders.in_bucket(checkpoints):
-            every = [*store.numbered(checkpoints), *store.numbered(best)]
-            return [path for path in every if not store.finished(path)]
-        left = [*checkpoints.glob(f"*{TEMPORARY}*"), *checkpoints.glob(f"*{REMOVED}")]
-        return [*left, *best.glob(f"*{LINKING}"), *best.glob(f"*{REMOVED}")]
+    def _remove_unfinished(self) -> None:
+        for left in self._checkpoints.unfinished():
+            left.remove()
+
+    @property
+    def _lock(self) -> lock.Lock:
+        """The workdir's lock, on process 0."""
+        return self._folder.locks[0]
 
     # ---- saving ----------------------------------------------------------------------------------
 
@@ -142,7 +139,8 @@ class Saver:
         self._step, self._failed = step, ""
         try:
             if processes.is_first():
-                self._clear(self._folder.checkpoint(step))
+                self._lock.check()
+                self._remove_unfinished()  # also what a run that lost its lock wrote in the meantime
             self._checkpointer.save(self._folder.checkpoint(step), args=items)
         except Exception as error:
             self._fail(error)
@@ -151,64 +149,37 @@ class Saver:
         else:
             self._thread = threading.Thread(target=self._finish)
             self._thread.start()
-            if not processes.is_first():
-                threading.Thread(target=self._help_to_hash, args=[step], daemon=True).start()
 
-    def _clear(self, checkpoint: pathlib.Path) -> None:
-        """Makes room for a checkpoint. Raises OSError if another run has taken over the folder."""
-        self._folder.locks[0].check()
-        # Objects that a previous run wrote until it noticed that this one took over.
-        if folders.in_bucket(checkpoint) and not store.finished(checkpoint):
-            folders.remove(checkpoint, integrity.COMMITTED)
-
-    def _help_to_hash(self, step: int) -> None:
-        with contextlib.suppress(Exception):  # after a failed save nothing is requested
-            parallel_hashing.serve(f"save/{step}")
+    def _finalize(self) -> None:
+        self._lock.check()  # never write into another run's checkpoint
+        self.before_commit()
+        for uncommitted in self._checkpoints.unfinished():
+            store.write_tokenizer(uncommitted.path, self._tokenizer.files)
+            integrity.hash_before_commit(uncommitted.path, _published_digests(uncommitted.path))
+            uncommitted.sync()
+        self._lock.check()
 
     def _finish(self) -> None:
         try:
             self._checkpointer.wait_until_finished()
             if processes.is_first():  # Orbax's last files, and the rename
-                folders.to_disk(self._folder.checkpoint(self._step))
-                folders.sync(self._folder.path / "checkpoints")
+                folders.at(self._folder.checkpoint(self._step)).sync()
         except Exception as error:
             self._fail(error)
             return
         if processes.is_first():
             self._remove_old()
 
-    def _finalize(self) -> None:
-        self._folder.locks[0].check()  # never write into another run's checkpoint
-        self.before_commit()
-        checkpoints = self._folder.path / "checkpoints"
-        uncommitted = checkpoints.glob(f"{self._step}{TEMPORARY}*")
-        if folders.in_bucket(checkpoints):
-            uncommitted = [checkpoints / str(self._step)]
-        for folder in uncommitted:
-            store.write_tokenizer(folder, self._tokenizer.files)
-            parallel_hashing.share(
-                f"save/{self._step}", lambda folder=folder: integrity.hash_before_commit(folder)
-            )
-            folders.to_disk(folder)
-        self._folder.locks[0].check()
-
     def _remove_old(self) -> None:
         try:
-            self._folder.locks[0].check()
-            for step in store.steps_in(self._folder.path / "checkpoints")[: -self._keep]:
-                self._remove(self._folder.checkpoint(step))
+            self._lock.check()
+            for step in folders.steps_in(self._checkpoints.path)[: -self._keep]:
+                folders.at(self._folder.checkpoint(step)).remove()
         except folders.errors() as error:
             warn(
                 f"old checkpoints could not be removed ({folders.reason(error)}); training "
                 "continues, and the next save tries again"
             )
-
-    @staticmethod
-    def _remove(old: pathlib.Path) -> None:
-        """Uncommits a checkpoint in one operation, then deletes its files."""
-        if not folders.in_bucket(old):
-            old = old.rename(old.with_suffix(REMOVED))
-        folders.remove(old, integrity.COMMITTED)
 
     def in_flight(self) -> bool:
         """Whether a save is being written now."""
@@ -238,20 +209,20 @@ class Saver:
 
     # ---- the best checkpoint ---------------------------------------------------------------------
 
-    def keep_best(self, step: int, state: Tree, figures: dict[str, float]) -> None:
+    def keep_best(self, step: int, state: Tree, metrics: dict[str, float]) -> None:
         """Keeps this state's checkpoint as WORKDIR/best/STEP if its held-out loss is the lowest.
 
         The state is saved first unless it was the last one saved.
 
         Args:
-          figures: held-out figures; "loss" decides.
+          metrics: held-out metrics; "loss" decides.
         """
-        if not figures["loss"] < self._lowest:
+        if not metrics["loss"] < self._lowest:
             return
         if self._step != step or self._failed:
             self.save(step, state)
         saving, former = self._thread, self._lowest
-        self._lowest = figures["loss"]
+        self._lowest = metrics["loss"]
 
         def link() -> None:
             if saving:
@@ -259,54 +230,38 @@ class Saver:
             if self._failed:  # a run of one process goes on
                 self._lowest = former
             elif processes.is_first():
-                self._link(step, figures)
+                self._link(step, metrics)
 
         self._thread = threading.Thread(target=link)
         self._thread.start()
 
-    def _link(self, step: int, figures: dict[str, float]) -> None:
+    def _link(self, step: int, metrics: dict[str, float]) -> None:
         """Links a finished checkpoint into best/, then removes the previous best."""
-        best, saved = self._folder.path / "best", self._folder.checkpoint(step)
-        target, beside = best / str(step), best / f"{step}{LINKING}"
         try:
-            self._folder.locks[0].check()
-            if folders.in_bucket(best):
-                if store.finished(target):
-                    self._remove(target)
-                figures_file = {HELD_OUT: json.dumps(figures).encode()}
-                folders.copy(saved, target, integrity.COMMITTED, figures_file)
-            else:
-                folders.make(best)
-                shutil.copytree(saved, beside, copy_function=link_or_copy)
-                (beside / HELD_OUT).write_text(json.dumps(figures))
-                folders.to_disk(beside)
-                if target.exists():  # left from before the run resumed at an earlier step
-                    self._remove(target)
-                beside.rename(target)
-                folders.sync(best)
+            self._lock.check()
+            self._best.make()
+            files = {HELD_OUT: json.dumps(metrics).encode()}
+            folders.at(self._folder.checkpoint(step)).copy_to(self._best.path / str(step), files)
             self._remove_former_best()
         except folders.errors() as error:
-            if not folders.in_bucket(best):
-                shutil.rmtree(beside, ignore_errors=True)
             warn(
                 f"the checkpoint of step {step} could not be kept as the best one "
                 f"({folders.reason(error)}); training continues"
             )
 
-    def _best(self) -> list[tuple[float, int]]:
+    def _kept_as_best(self) -> list[tuple[float, int]]:
         """(held-out loss, step) of checkpoints in best/, lowest first; a kill may leave two."""
-        best = self._folder.path / "best"
-        found = []
-        for step in store.steps_in(best):
-            # A folder without readable figures is not ours.
+        kept = []
+        for step in folders.steps_in(self._best.path):
+            # A folder without readable metrics is not ours.
             with contextlib.suppress(*folders.errors(), ValueError, KeyError, TypeError):
-                figures = json.loads((best / str(step) / HELD_OUT).read_text())
-                found.append((float(figures["loss"]), step))
-        return sorted(found)
+                metrics = json.loads((self._best.path / str(step) / HELD_OUT).read_text())
+                kept.append((float(metrics["loss"]), step))
+        return sorted(kept)
 
     def _remove_former_best(self) -> None:
-        for _, step in self._best()[1:]:
-            self._remove(self._folder.path / "best" / str(step))
+        for _, step in self._kept_as_best()[1:]:
+            folders.at(self._best.path / str(step)).remove()
 
     # ---- failures --------------------------------------------------------------------------------
 
@@ -326,16 +281,12 @@ class Saver:
             return
         if processes.count() == 1:
             self._drain_errors()
-        # Orbax's other writes are still running, and recreate the folder.
-        with contextlib.suppress(*folders.errors()):  # the next start removes the rest
-            for _ in range(10):
-                for path in self._unfinished():
-                    if folders.in_bucket(path):
-                        folders.remove(path, integrity.COMMITTED)
-                    else:
-                        shutil.rmtree(path, ignore_errors=True)
-                time.sleep(0.5)
-                if not self._unfinished():
+        for _ in range(10):  # Orbax's other writes are still running, and recreate the folder
+            with contextlib.suppress(*folders.errors()):  # the next save removes the rest
+                self._remove_unfinished()
+            time.sleep(0.5)
+            with contextlib.suppress(*folders.errors()):
+                if not self._checkpoints.unfinished():
                     break
 
     def _drain_errors(self) -> None:
@@ -348,24 +299,55 @@ class Saver:
 
     def _lock_lost(self) -> bool:
         """Whether another run has taken over the folder."""
-        return any(held.lost for held in self._folder.locks)
+        return any(taken.lost for taken in self._folder.locks)
 
     def _not_saved(self) -> Stopped:
         what = f"the checkpoint of step {self._step} could not be saved ({self._failed})"
-        again = "and the same command resumes from there"
-        again += "" if folders.in_bucket(self._folder.path) else " once there is room"
         try:
             newest = self.last_good()
         except folders.errors():  # the bucket can't be reached
             return Stopped(f"{what}; the same command resumes from the newest saved one")
         return Stopped(
-            f"{what}; {f'the newest is {newest}' if newest else 'there is none'}, {again}"
+            f"{what}; {f'the newest is {newest}' if newest else 'there is none'}, and the same "
+            "command resumes from there"
         )
 
 
-def link_or_copy(source: str, target: str) -> None:
-    """Makes a hard link, or a copy if the file system has no hard links."""
-    try:
-        os.link(source, target)
-    except OSError:
-        shutil.copy2(source, target)
+class _HashingHandler(ocp.BasePyTreeCheckpointHandler):
+    """Writes arrays; of several processes, each then hashes the files that it wrote.
+
+    Process 0 gets the digests through JAX's coordination service, because a save runs in the
+    background, where collectives are not allowed.
+    """
+
+    async def async_save(self, directory, *args, **kwargs):
+        writes = await super().async_save(directory, *args, **kwargs)
+        if processes.count() == 1:
+            return writes
+        return [
+            ocp.future.ChainedFuture(writes or [], functools.partial(_publish_digests, directory))
+        ]
+
+
+def _publish_digests(arrays: pathlib.Path) -> None:
+    """Publishes the digests of the files that this process wrote, when all of them are written."""
+    written = folders.to_path(arrays) / f"ocdbt.process_{processes.index()}"
+    names = [f"{arrays.name}/{written.name}/{name}" for name in folders.at(written).sizes()]
+    digests = integrity.sha256(folders.to_path(arrays.parent), names)
+    processes.publish(f"{_key(arrays.parent)}/{processes.index()}", digests)
+
+
+def _published_digests(uncommitted: pathlib.Path) -> dict[str, str]:
+    """The digests that all processes have published: file name → SHA-256."""
+    if processes.count() == 1:
+        return {}
+    digests: dict[str, str] = {}
+    for process in range(processes.count()):
+        digests |= processes.await_published(f"{_key(uncommitted)}/{process}")
+    processes.unpublish(_key(uncommitted))  # a long run saves often
+    return digests
+
+
+def _key(uncommitted: pathlib.Path) -> str:
+    """A name for a save, equal on all processes."""
+    return f"save/{uncommitted.name.partition('.')[0]}"

@@ -3,11 +3,8 @@
 import contextlib
 import functools
 import json
-import os
 import pathlib
 import re
-import shutil
-import tempfile
 from collections.abc import Callable, Collection, Iterator
 from typing import Any
 
@@ -28,10 +25,10 @@ from recipes.common.hf import (
     tensors,
     vit,
 )
-from recipes.common.runtime import folders
 from recipes.common.runtime.errors import UserError
 from recipes.common.runtime.terminal import print0
 from recipes.common.sharding.abstract import Tree, abstract_model, paths
+from recipes.common.storage import folders
 
 # Parts of keys of a config.json that don't change what a model computes.
 UNIMPORTANT = ("architectures", "model_type", "_name_or_path", "version", "dtype", "use_cache")
@@ -184,31 +181,12 @@ def new_folder(
     Args:
       config: name of its config file. In a bucket this is uploaded last, to mark a complete folder.
     """
-    bucket = folders.in_bucket(folder)
-    if bucket:  # safetensors writes only to disks, so one must have room for the model
-        beside = pathlib.Path(tempfile.mkdtemp())
-    else:
-        folders.make(folder.parent)
-        beside = folder.with_name(f".{folder.name}.{os.getpid()}.tmp")
-        beside.mkdir()
-    try:
+    with folders.at(folder, mark=config).filled() as beside:
         yield beside
         for name, content in (tokens.shared() if tokens else {}).items():
             (beside / name).write_bytes(content)
         if card:
             (beside / "README.md").write_text(card)
-        if bucket:
-            try:
-                folders.upload(beside, folder, mark=config)
-            except folders.errors():
-                with contextlib.suppress(*folders.errors()):  # or the same command would find it
-                    folders.remove(folder, config)
-                raise
-        else:
-            folders.to_disk(beside)
-            folders.move(beside, folder)
-    finally:
-        shutil.rmtree(beside, ignore_errors=True)
 
 
 def read_onto(stored: dict[str, tensors.Stored], table, abstract: Tree) -> Tree:

@@ -156,10 +156,8 @@ def check_stages(layout: Layout, accumulate: int) -> None:
         )
     rows = rows_of_a_device(layout, accumulate)
     if wanted and rows % wanted:
-        fits = [n for n in range(1, rows + 1) if rows % n == 0]
         raise UserError(
-            f"--pipe_microbatches={wanted} does not divide the {rows} rows of a device; use "
-            f"--pipe_microbatches={min(fits, key=lambda n: abs(n - wanted))}"
+            f"--pipe_microbatches={wanted} does not divide the {rows} rows of a device; use a divisor"
         )
 
 

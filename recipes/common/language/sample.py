@@ -9,9 +9,10 @@ from flax import nnx
 
 from data.tokenizer import Tokenizer
 from recipes.common.generation import Generator, Sampling, cap_windows
-from recipes.common.runtime import flag, folders, quote, warn
+from recipes.common.runtime import flag, quote, warn
 from recipes.common.runtime.processes import is_first
 from recipes.common.sharding import Layout, Tree, make_layout
+from recipes.common.storage import folders
 
 
 @dataclasses.dataclass(frozen=True)

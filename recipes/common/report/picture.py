@@ -8,8 +8,8 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from recipes.common.runtime import folders, jsonl
 from recipes.common.runtime.processes import is_first
+from recipes.common.storage import folders, jsonl
 
 Array = tuple[tuple[str, ...], tuple[int, ...], jax.sharding.NamedSharding]
 

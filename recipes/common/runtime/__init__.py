@@ -1,4 +1,4 @@
-"""The environment of a run: flags, devices, processes, signals, folders, the terminal."""
+"""The environment of a run: flags, devices, processes, signals, the terminal."""
 
 from recipes.common.runtime.errors import Stopped, UserError
 from recipes.common.runtime.flags import Devices, Run, flag

@@ -13,7 +13,8 @@ from typing import TextIO
 
 from jax.experimental import multihost_utils
 
-from recipes.common.runtime import lock, processes
+from recipes.common.runtime import processes
+from recipes.common.storage import lock
 
 RELEASE_SECONDS = 5  # limit for releasing the workdir's lock, which spares the next run a wait
 

@@ -153,13 +153,16 @@ def _free_stdout() -> None:
     sys.stdout = output.unfailing(descriptor, sys.stdout.encoding, line_buffering=True)
 
 
-def decide(facts: Any, work: Callable[[list[Any]], Any]) -> Any:
+def decide(facts: Any, work: Callable[[list[Any]], Any], seconds: float = DECIDE_SECONDS) -> Any:
     """Calls `work` on process 0 with every process's `facts`, and returns its value on all of them.
 
     Every process must call this; values are JSON, and a UserError of `work` is raised on all.
     Goes through JAX's coordination service, which needs no devices and no compiling, so that even
     processes that can't compute together can report it. Only process 0 reads every value: traffic
     is linear in the number of processes.
+
+    Args:
+      seconds: limit for each process's wait.
     """
     if count() == 1:
         return work([facts])
@@ -168,9 +171,9 @@ def decide(facts: Any, work: Callable[[list[Any]], Any]) -> Any:
 
     def gather_and_work() -> Any:
         keys = [f"{key}/{number}" for number in range(count())]
-        return work([await_published(one, DECIDE_SECONDS) for one in keys])
+        return work([await_published(one, seconds) for one in keys])
 
-    return _broadcast(f"{key}/all", gather_and_work, DECIDE_SECONDS)
+    return _broadcast(f"{key}/all", gather_and_work, seconds)
 
 
 def broadcast_from_first(work: Callable[[], Any]) -> Any:

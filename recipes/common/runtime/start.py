@@ -18,17 +18,9 @@ from absl import logging as absl_logging
 
 import data
 from data import buckets
-from recipes.common.runtime import (
-    accelerators,
-    agreement,
-    flags,
-    folders,
-    lock,
-    output,
-    preemption,
-    processes,
-)
+from recipes.common.runtime import accelerators, agreement, flags, output, preemption, processes
 from recipes.common.runtime.errors import Stopped, UserError
+from recipes.common.storage import folders, lock
 
 
 def start(main, *groups, defaults: Callable | None = None) -> None:

@@ -20,7 +20,6 @@ from recipes.common.runtime import (
     UserError,
     agreement,
     describe,
-    folders,
     preemption,
     print0,
     processes,
@@ -28,11 +27,12 @@ from recipes.common.runtime import (
 )
 from recipes.common.runtime.flags import DEFAULTS
 from recipes.common.sharding import Layout, Tree, elsewhere
+from recipes.common.storage import folders
 from recipes.common.train.evaluation import Evaluation, Extra
 from recipes.common.train.feed import device_batches
 from recipes.common.train.metrics import Log, NonFiniteError
 from recipes.common.train.profile import Profile
-from recipes.common.train.resume import begin
+from recipes.common.train.resume import first_state, messages
 from recipes.common.train.step import TrainStep
 
 
@@ -68,8 +68,9 @@ def fit(
         print0(report.step(compiled))
 
     # ---- The state: resumed, from given parameters, or new; never two of them in memory -----------
-    state, messages = begin(folder, run, step, abstract)
-    print0(*messages)
+    lines = messages(folder, run, step)
+    state = first_state(folder, step, run.seed, abstract)
+    print0(*lines)
 
     # ---- The loop, and an evaluation at its end ---------------------------------------------------
     saver = None
@@ -125,7 +126,7 @@ def check(folder: RunFolder, layout: Layout, facts: Tree, run: Run) -> Profile:
         )
     if run.keep_best and not run.eval_every:
         raise UserError("--keep_best needs --eval_every; add it, for example --eval_every=100")
-    if run.tensorboard and folders.in_bucket(folder.path):
+    if run.tensorboard and not folders.at(folder.path).appends:
         raise UserError(
             f"--tensorboard appends to files, and --workdir={folder.path} is in a bucket, where "
             "nothing can be appended; leave it out: metrics.jsonl has the same metrics"

@@ -5,12 +5,13 @@ import math
 import pathlib
 import time
 from collections.abc import Iterator, Sequence
-from typing import Any
 
 import jax
 
 from recipes import STARTED
-from recipes.common.runtime import Run, folders, jsonl, processes, warn
+from recipes.common.runtime import Run, processes, warn
+from recipes.common.storage import folders, jsonl
+from recipes.common.storage.lock import Lock
 from recipes.common.train import sinks
 
 
@@ -38,7 +39,7 @@ class Log:
         unit: str,
         per_step: int,
         peak: float | None = None,
-        locks: Sequence[Any] = (),
+        locks: Sequence[Lock] = (),
     ):
         self._last, self._every = run.steps, run.log_every
         self._unit, self._per_step, self._peak = unit, per_step, peak
@@ -47,7 +48,7 @@ class Log:
         self._wait, self._first_step_seconds = 0.0, 0.0
         self._tolerated, self._in_a_row, self._skipped = run.skip_nonfinite, 0, 0
         self._since, self._since_step = time.perf_counter(), first
-        self._record: sinks.BucketLines | sinks.JsonLines | None = None
+        self._record: jsonl.DiskLog | jsonl.BucketLog | None = None
         self._sinks: list[sinks.Sink] = []
         self._terminal: sinks.Terminal | None = None
         if not processes.is_first():
@@ -56,13 +57,8 @@ class Log:
             # A run evaluates its first state if it was killed before that evaluation, starts from a
             # given model, or has no step to take.
             due = run.eval_every and first % run.eval_every == 0
-            lines = jsonl.rewind(
-                path, first, evaluates_again=first >= run.steps or due or not first
-            )
-            if folders.in_bucket(path):
-                self._record = sinks.BucketLines(path, lines, locks)
-            else:
-                self._record = sinks.JsonLines(path)
+            lines = jsonl.kept(path, first, evaluates_again=first >= run.steps or due or not first)
+            self._record = jsonl.rewrite(path, lines, warn, locks)
             if run.tensorboard:
                 with _warns(sinks.TensorBoard):
                     self._sinks.append(sinks.TensorBoard(path.parent, lines))
@@ -138,7 +134,7 @@ class Log:
         named = {sinks.HELD_OUT + name: value for name, value in metrics.items()}
         self.write({"step": step, **named})
 
-    def write(self, line: sinks.Line) -> None:
+    def write(self, line: jsonl.Line) -> None:
         """Hands a line to metrics.jsonl and all other sinks."""
         if self._record:
             self._record.write(line)

@@ -10,8 +10,9 @@ from collections.abc import Callable
 import jax
 
 from recipes.common.checkpoint import RunFolder
-from recipes.common.runtime import Run, UserError, folders, print0, warn
+from recipes.common.runtime import Run, UserError, print0, warn
 from recipes.common.sharding import Tree
+from recipes.common.storage import folders
 
 
 class Profile:
@@ -20,11 +21,9 @@ class Profile:
     def __init__(self, run: Run, folder: RunFolder):
         self._folder, self._shown = folder.path / "profile", folder.shown / "profile"
         self._first, self._last, self._running = 0, 0, False
-        self._trace = self._folder  # where JAX writes; it can't write to a bucket
-        if run.profile and folders.in_bucket(self._folder):
-            self._trace = pathlib.Path(tempfile.mkdtemp())
         if not run.profile:
             return
+        self._trace = pathlib.Path(tempfile.mkdtemp())  # JAX can't write to a bucket
         match = re.fullmatch(r"(\d{1,9}):(\d{1,9})", run.profile, re.ASCII)
         if not match or int(match[1]) > int(match[2]):
             raise UserError(f"--profile={run.profile[:50]} is not FIRST:LAST; try --profile=10:15")
@@ -70,15 +69,14 @@ class Profile:
         if self._running:
             self._running = False
             jax.profiler.stop_trace()
-            if self._trace != self._folder:
-                try:
-                    folders.upload(self._trace, self._folder)
-                except folders.errors() as error:
-                    warn(
-                        f"{self._shown} could not be written ({folders.reason(error)}); training "
-                        f"continues, and the profile is in {self._trace}"
-                    )
-                    return
-                shutil.rmtree(self._trace)
+            try:
+                folders.at(self._folder).add(self._trace)
+            except folders.errors() as error:
+                warn(
+                    f"{self._shown} could not be written ({folders.reason(error)}); training "
+                    f"continues, and the profile is in {self._trace}"
+                )
+                return
+            shutil.rmtree(self._trace)
             print0(f"Profile of steps {self._first} to {self._last}: {self._shown}; to open it: "
                    f"pip install xprof && xprof --port=8791 {self._shown}")  # fmt: skip

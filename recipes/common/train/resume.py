@@ -1,4 +1,4 @@
-"""How a run begins: from its newest checkpoint, from given parameters, or with new ones."""
+"""How a run begins: from its newest checkpoint, from trained parameters, or with new ones."""
 
 import dataclasses
 
@@ -10,17 +10,6 @@ from recipes.common.sharding import Layout, Tree, paths, shardings
 from recipes.common.sharding.abstract import nested, unadapted
 from recipes.common.train import state as training_state
 from recipes.common.train.step import TrainStep
-
-
-def begin(folder: RunFolder, run: Run, step: TrainStep, abstract: Tree) -> tuple[Tree, list[str]]:
-    """Returns the first state, and lines to print about where it comes from.
-
-    Args:
-      folder: its checkpoint, if any, fits the layout.
-      abstract: `step.abstract_state()`.
-    """
-    lines = messages(folder, run, step)
-    return first_state(folder, step, run.seed, abstract), lines
 
 
 def messages(folder: RunFolder, run: Run, step: TrainStep) -> list[str]:
@@ -48,7 +37,12 @@ def messages(folder: RunFolder, run: Run, step: TrainStep) -> list[str]:
 
 
 def first_state(folder: RunFolder, step: TrainStep, seed: int, abstract: Tree) -> Tree:
-    """The state to begin with. Memory never holds two."""
+    """The state to begin with. Memory never holds two.
+
+    Args:
+      folder: its checkpoint, if any, fits the layout.
+      abstract: `step.abstract_state()`.
+    """
     layout, optimizer = step.layout, step.optimizer
     if folder.newest:
         return folder.newest.read(abstract)

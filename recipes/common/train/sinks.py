@@ -5,31 +5,27 @@ earlier starts, so --tensorboard and --wandb can be added when a run resumes.
 """
 
 import collections
-import contextlib
 import json
 import math
-import os
 import pathlib
 import secrets
 import sys
 import tempfile
-import threading
 import time
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any, Protocol
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn
 
-from recipes.common.runtime import Run, folders, jsonl, warn
+from recipes.common.runtime import Run
+from recipes.common.storage import folders
+from recipes.common.storage.jsonl import Line
 
-Line = dict[str, Any]  # "step", and numbers by name; None for one that was not finite
 HELD_OUT = "held_out_"  # prefix of an evaluation's numbers
-GOES_ON = "training continues, and writing is tried again with each line"
 SILENT_SECONDS = 60  # between lines, where stdout is no terminal
 AVERAGED_STEPS = 10  # over which the shown speed is averaged
-UPLOAD_SECONDS = 2  # between uploads; a bucket accepts about one write a second to one object
 
 
 class Sink(Protocol):
@@ -38,85 +34,7 @@ class Sink(Protocol):
     name: str  # for messages
 
     def write(self, line: Line) -> None: ...
-    def close(self) -> None: ...
-
-
-class JsonLines:
-    """metrics.jsonl on a disk. A full disk is a warning; the lines are written once there is room."""
-
-    name = "metrics.jsonl"
-
-    def __init__(self, path: pathlib.Path):
-        self._file, self._unwritten, self._warned = path.open("ab", buffering=0), b"", False
-        self.close = weakref.finalize(self, self._file.close)  # however the run ends
-
-    def write(self, line: Line) -> None:
-        self._unwritten += jsonl.encode(line).encode()
-        size = self._file.seek(0, os.SEEK_END)
-        try:
-            if self._file.write(self._unwritten) == len(self._unwritten):
-                self._unwritten = b""
-                return
-            why = "not all of it"
-        except OSError as error:
-            why = error.strerror
-        self._file.truncate(size)  # no torn line
-        if not self._warned:
-            warn(f"{self._file.name} could not be written ({why}); {GOES_ON}")
-        self._warned = True
-
-    def flush(self) -> None:
-        """Makes the lines survive a crash of this process and its machine."""
-        with contextlib.suppress(OSError):  # `write` warns of a disk that fails
-            os.fsync(self._file.fileno())
-
-
-class BucketLines:
-    """metrics.jsonl in a bucket, where nothing can be appended: each upload replaces the whole object.
-
-    Uploads run in the background, so that a slow bucket does not hold up training.
-
-    Args:
-      path: the object. The first new line replaces it.
-      lines: the lines it starts with.
-      locks: the workdir's. `check` raises OSError if another run has taken over, so that this one
-        stops writing.
-    """
-
-    name = "metrics.jsonl"
-
-    def __init__(self, path: pathlib.Path, lines: list[Line], locks: Sequence[Any]):
-        self._path, self._locks = path, locks
-        self._texts = ["".join(map(jsonl.encode, lines))]
-        self._sent, self._warned = 1, False
-        self._lock, self._timer = threading.Lock(), None
-
-    def write(self, line: Line) -> None:
-        self._texts.append(jsonl.encode(line))
-        if not self._timer:
-            self._timer = threading.Timer(UPLOAD_SECONDS, self.flush)
-            self._timer.daemon = True
-            self._timer.start()
-
-    def flush(self) -> None:
-        """Uploads new lines. Warns of the first failure; the next upload includes what was missed."""
-        with self._lock:
-            self._timer = None  # the next line starts another
-            texts = self._texts[:]
-            if len(texts) == self._sent:
-                return
-            try:
-                for lock in self._locks:
-                    lock.check()
-                folders.write(self._path, "".join(texts).encode())
-                self._sent = len(texts)
-            except folders.errors() as error:
-                if not self._warned:
-                    warn(f"{self._path} could not be written ({folders.reason(error)}); {GOES_ON}")
-                self._warned = True
-
-    def close(self) -> None:
-        self.flush()
+    def close(self) -> Any: ...
 
 
 class Terminal:
@@ -235,19 +153,18 @@ class WeightsAndBiases:
     def __init__(self, project: str, workdir: pathlib.Path, lines: list[Line]):
         import wandb
 
-        in_bucket, known = folders.in_bucket(workdir), workdir / "wandb" / "id"
-        if not known.exists():
-            if not in_bucket:
-                known.parent.mkdir(exist_ok=True)
-            folders.write(known, secrets.token_hex(4).encode())
+        id_file = workdir / "wandb" / "id"
+        if not id_file.exists():
+            folders.at(id_file.parent).make()
+            folders.write(id_file, secrets.token_hex(4).encode())
         config = workdir / "config.json"
         self._run = wandb.init(
             project=project,
-            id=known.read_text(),
+            id=id_file.read_text(),
             resume="allow",
             name=workdir.name,
             config=json.loads(config.read_text())["flags"] if config.exists() else None,
-            dir=tempfile.mkdtemp() if in_bucket else workdir,
+            dir=workdir if folders.at(workdir).appends else tempfile.mkdtemp(),
             settings=wandb.Settings(silent=True, console="off"),
         )
         local = pathlib.Path(self._run.dir).parent

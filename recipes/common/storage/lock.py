@@ -20,30 +20,29 @@ import uuid
 import weakref
 from typing import Any
 
-from data import buckets
-from recipes.common.runtime import folders
-from recipes.common.runtime.errors import UserError
+from data import UserError, buckets
+from recipes.common.storage import folders
 
 BEAT_SECONDS = 5  # between two writes of lock.json
 STALE_SECONDS = 30  # silence after which an owner is considered dead or unreachable
 SURE_SECONDS = 1  # between writes of lock.json: a bucket accepts one a second for each object
 
-_held: set["BucketLock"] = set()  # this process's
+_taken: set["BucketLock"] = set()  # by this process
 
 
-def take(workdir: pathlib.Path, config: str) -> "FileLock | BucketLock":
-    """Takes the lock of a workdir. Raises UserError if another run holds it, else any I/O error.
+def take(workdir: pathlib.Path, config: str) -> "Lock":
+    """Takes the lock of a workdir. Raises UserError if another run has it, else any I/O error.
 
     Args:
       config: name of the workdir's file that the lock's `write` replaces.
     """
-    kind = BucketLock if folders.in_bucket(workdir) else FileLock
-    return kind(workdir / config)
+    path = workdir / config
+    return FileLock(path) if folders.at(workdir).appends else BucketLock(path)
 
 
 def release_all() -> None:
     """Releases all locks before this process exits, so that the next run needn't wait."""
-    for lock in list(_held):
+    for lock in list(_taken):
         lock.close()
 
 
@@ -54,7 +53,9 @@ def _in_use(workdir: pathlib.Path, owner: str = "a running process") -> UserErro
 
 
 class FileLock:
-    """A locked file, released when this object or its process goes away."""
+    """A locked file on a disk, released when this object or its process goes away."""
+
+    lost = False  # whether another run has taken over; on a disk none can
 
     def __init__(self, path: pathlib.Path):
         self._file = path.open("a")
@@ -69,10 +70,8 @@ class FileLock:
         self._file.truncate(0)
         print(text, file=self._file, flush=True)
 
-    lost = False  # another run can't take it over
-
     def check(self) -> None:
-        """Does nothing: a file lock is always still held."""
+        """Does nothing: another run can't take it over."""
 
 
 class BucketLock:
@@ -85,15 +84,14 @@ class BucketLock:
         self.lost, self._one, self._end = False, threading.Lock(), threading.Event()
         self._sure_until = 0.0
         self._generation = self._take()
-        _held.add(self)
+        _taken.add(self)
         threading.Thread(target=self._beat, daemon=True).start()
 
     def write(self, text: str) -> None:
-        """Replaces the file's content."""
         folders.write(self._path, text.encode() + b"\n")
 
     def check(self) -> None:
-        """Rewrites lock.json. Raises OSError if this run was silent for long and another took over."""
+        """Rewrites lock.json. Raises OSError if this run was silent for long, and another took over."""
         with self._one:
             now = time.monotonic()
             if not self._end.is_set() and not self.lost and now > self._sure_until:
@@ -113,7 +111,7 @@ class BucketLock:
         if self._end.is_set():
             return
         self._end.set()
-        _held.discard(self)
+        _taken.discard(self)
         with self._one, contextlib.suppress(*folders.errors()):
             if not self.lost:
                 buckets.request("DELETE", self._object, ifGenerationMatch=str(self._generation))
@@ -194,7 +192,13 @@ def _process(pid: int) -> str:
 
 def _is_dead(owner: dict[str, Any]) -> bool:
     """Whether the owner was a process of this machine and has ended, so there is no need to wait."""
-    mine, theirs = _process(os.getpid()).split()[:2], str(owner.get("process", "")).split()
+    here = _process(os.getpid()).split()[:2]  # the boot and the container
+    process = str(owner.get("process", "")).split()
     return (
-        len(theirs) == 4 and theirs[:2] == mine and _process(owner.get("pid", 0)).split() != theirs
+        len(process) == 4
+        and process[:2] == here
+        and _process(owner.get("pid", 0)) != owner["process"]
     )
+
+
+Lock = FileLock | BucketLock

@@ -1,0 +1,189 @@
+"""Finds what is at a path: a checkpoint, a Hugging Face model, or an adapter and its base."""
+
+import dataclasses
+import pathlib
+from collections.abc import Callable
+
+import zoo
+from recipes.common import hf
+from recipes.common.checkpoint import integrity, lora
+from recipes.common.checkpoint.store import Source, config_of, open_checkpoint
+from recipes.common.runtime import UserError, processes
+from recipes.common.storage import folders
+
+# The zoo's own checkpoints, a folder for each name.
+PUBLISHED = pathlib.Path(zoo.__file__).parent / "checkpoints"
+FIX = "use --base=PATH of the model that it was trained on"
+
+
+@dataclasses.dataclass(frozen=True)
+class Location:
+    """What is at a path, and which model must be loaded before it."""
+
+    named: str  # how the user named it: "--restore_from=runs/x"
+    folder: str  # where process 0 finds it
+    hf_name: str = ""  # of a Hugging Face model or adapter; empty: a checkpoint
+    base: "Location | None" = None  # of an adapter
+
+    def open(self) -> Source:
+        """The model, or the adapter alone. Raises UserError."""
+        if not self.hf_name:
+            with folders.user_errors(f"{self.named} can't be read", "use another"):
+                return open_checkpoint(folders.to_path(self.folder))
+        # Each host has its own copy of a model on the Hub.
+        return hf.open_folder(
+            pathlib.Path(self.folder) if processes.is_first() else hf.locate(self.hf_name)
+        )
+
+
+def published() -> list[str]:
+    """Names of the checkpoints that come with the zoo."""
+    return sorted(path.name for path in PUBLISHED.iterdir()) if PUBLISHED.is_dir() else []
+
+
+def find(
+    path: str | pathlib.Path, flag: str = "--restore_from", hash_files: bool = True, base: str = ""
+) -> Source:
+    """The checkpoint at a path: a run's workdir (its newest one) or a checkpoint's own folder.
+
+    A bare name that is no folder is a published checkpoint: "mlp.digits". "hf:DIR" is a Hugging
+    Face model folder, and "hf:ORG/NAME" one on the Hub. An adapter, PEFT's included (with or without
+    "hf:"), is joined with its base: the result is the merged model.
+
+    Every process of a run must call this. Process 0 finds the checkpoint, and all share the hashing.
+
+    Args:
+      flag: the flag to name in messages.
+      hash_files: whether to hash every file, see integrity.verify.
+      base: path of an adapter's base if it has moved.
+
+    Raises UserError if there is none, or it is damaged.
+    """
+    location = on_all(lambda: with_base(_locate(str(path), f"{flag}={path}"), base))
+    _require_intact(location, hash_files)
+    return load(location, hash_files)
+
+
+def on_all(locate: Callable[[], Location]) -> Location:
+    """Calls `locate` on process 0; returns its location on all. Each process must call this."""
+    fields = processes.broadcast_from_first(lambda: dataclasses.asdict(locate()))
+    base = Location(**fields["base"]) if fields["base"] else None
+    return Location(**fields | {"base": base})
+
+
+def with_base(location: Location, base: str) -> Location:
+    """Adds the base's location if an adapter is there.
+
+    Args:
+      base: see `find`.
+
+    Raises UserError if there is no model at the base.
+    """
+    named, recorded = location.named, _recorded_base(location)
+    if not recorded:
+        if base:
+            raise UserError(f"--base={base} is for adapters, and {named} is not one; leave it out")
+        return location
+    path = base or recorded
+    try:
+        base_location = _locate(path, f"--base={path}")
+    except UserError as error:
+        raise _without_base(named, error) from None
+    if _recorded_base(base_location):
+        raise UserError(f"{named} is an adapter, and its base --base={path} is one too; {FIX}")
+    return dataclasses.replace(location, base=base_location)
+
+
+def _recorded_base(location: Location) -> str:
+    """The path of the base of an adapter; "" if it is none."""
+    if not location.hf_name:
+        return location.open().metadata.get("base", {}).get("path", "")
+    folder = pathlib.Path(location.folder)
+    return hf.read_adapter(folder).metadata["base"]["path"] if hf.is_adapter(folder) else ""
+
+
+def _without_base(named: str, error: UserError) -> UserError:
+    reason = str(error).partition(";")[0]
+    return UserError(f"{named} is an adapter without its base ({reason}); {FIX}")
+
+
+def _locate(path: str, named: str) -> Location:
+    """What is at a path, without an adapter's base. Raises UserError if a file is missing."""
+    if path.startswith("hf:"):
+        name = path.removeprefix("hf:")
+        return Location(named, str(hf.locate(name)), name)
+    with folders.user_errors(f"{named} can't be read", "use another"):
+        folder = folders.to_path(path, named.partition("=")[0])
+        if not folder.exists() and path == folder.name:
+            folder = PUBLISHED / folder.name
+        checkpoint = _newest(folder)
+        if not checkpoint and hf.is_adapter(folder):
+            return Location(named, str(folder), str(folder))
+        if not checkpoint:
+            raise _nothing_there(folder, named)
+        if bad := integrity.check_files(checkpoint):
+            raise UserError(f"{named}: {bad} in {checkpoint}; use an intact checkpoint")
+        return Location(named, str(folders.absolute(checkpoint)))
+
+
+def _newest(folder: pathlib.Path) -> pathlib.Path | None:
+    """The newest checkpoint of a run's workdir, or a checkpoint's own folder."""
+    for parent in (folder / "checkpoints", folder):
+        if steps := folders.steps_in(parent):
+            return parent / str(steps[-1])
+    items = (folder / "metadata", folder / "state")
+    return folder if any(item.exists() for item in items) else None
+
+
+def _nothing_there(folder: pathlib.Path, named: str) -> UserError:
+    if (folder / "config.json").is_file() and any(folder.glob("*.safetensors")):
+        return UserError(
+            f"{named} is a Hugging Face model folder, not a checkpoint; use hf:{folder}"
+        )
+    what = "holds no checkpoint" if folder.exists() else "does not exist"
+    return UserError(
+        f"{named} {what}; use a run's workdir or a checkpoint; the zoo has {', '.join(published())}"
+    )
+
+
+# ---- opening -------------------------------------------------------------------------------------
+
+
+def load(location: Location, hash_files: bool) -> Source:
+    """Opens what is at a location, an adapter joined with its base. Each process must call this.
+
+    Args:
+      hash_files: whether to hash the base; what is at the location itself has been.
+
+    Raises UserError if the base is damaged or has changed, or is a different model.
+    """
+    source = processes.run_on_all(location.open)
+    if not location.base:
+        return source
+    try:
+        _require_intact(location.base, hash_files)
+        base = processes.run_on_all(location.base.open)
+    except UserError as error:
+        raise _without_base(location.named, error) from None
+    path = location.base.named.partition("=")[2]
+    recorded = source.metadata["base"]["sha256"]  # PEFT records none
+    # The digest of a Hugging Face folder takes reading all of it.
+    if recorded and (hash_files or not location.base.hf_name):
+        digest = lora.content_sha256(base)
+        if digest != recorded:
+            raise UserError(
+                f"{location.named} is an adapter of a model with SHA-256 {recorded[:8]}…, and {path} "
+                f"has {digest[:8]}…, so it has changed or is a different model; {FIX}"
+            )
+    if isinstance(source, hf.Adapter):
+        source = source.on(base.metadata, config_of(base))
+    adapted = lora.Adapted(source, base, lora.portable_path(base, path))
+    adapted.check()
+    return adapted
+
+
+def _require_intact(location: Location, hash_files: bool) -> None:
+    if not hash_files or location.hf_name:
+        return
+    if bad := integrity.check_hashes_on_all(folders.to_path(location.folder)):
+        raise UserError(f"{location.named}: {bad} in {location.folder}; use an intact checkpoint")
