@@ -55,7 +55,7 @@ def twin(candidate: Estimate, others: list[Estimate]) -> Estimate | None:
 
 
 def _step(x: Estimate) -> tuple:
-    """All figures of a step, and the sizes of the mesh that are in use."""
+    """All metrics of a step, and the sizes of the mesh that are in use."""
     used = tuple(size for size in x.layout.mesh.shape.values() if size > 1)
     return used, x.layout.config, x.accumulate, x.memory, x.host, x.links, x.network, x.seconds
 
@@ -217,12 +217,12 @@ def command(entry: str, size: str, best: Estimate) -> str:
 def of_layout(layout: Layout, accumulate: int = 1, offload: str = "") -> list[str]:
     """Lines of a recipe's --plan: the estimate for its own mesh and rules on its own devices."""
     devices = _devices_of(layout)
-    found = estimate(layout, devices, accumulate, offload)
-    parts = ", ".join(f"{part} {size(count)}" for part, count in found.memory.items())
-    what = f"fits in {size(usable(devices))}" if found.fits else "does not fit"
+    own = estimate(layout, devices, accumulate, offload)
+    parts = ", ".join(f"{part} {size(count)}" for part, count in own.memory.items())
+    what = f"fits in {size(usable(devices))}" if own.fits else "does not fit"
     simulated = devices.kind == "cpu"
     return [
-        *table([found]),
+        *table([own]),
         f"Memory of a device, estimated: {parts}; this {what}."
         + (" Its devices are simulated, so times are made up." if simulated else ""),
         "Nothing was allocated or written; leave --plan out to train.",

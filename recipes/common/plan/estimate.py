@@ -162,8 +162,8 @@ def _flops(layout: Layout) -> tuple[float, float, float]:
         empty_slots += of_tokens * ((experts.capacity or 1.0) * layout.seq_shards - 1)
     repeats_matmuls, repeats_attention = REPEATS.get(shape.remat, (True, True))
     again = repeats_matmuls * (matmuls + empty_slots) / 3
-    computed = useful + empty_slots + table / 3  # logits are computed twice
-    computed += again + repeats_attention * attention / 3
+    once = useful + empty_slots + table / 3  # logits are computed twice
+    computed = once + again + repeats_attention * attention / 3
     return useful, computed, _in_low_precision(shape, matmuls + empty_slots, again)
 
 

@@ -60,17 +60,17 @@ class Plan(NamedTuple):
 
     def per_strategy(self) -> dict[str, Estimate]:
         """Strategy → its best candidate, in the order of their ranks."""
-        found: dict[str, Estimate] = {}
+        best: dict[str, Estimate] = {}
         for candidate in self.ranked:
-            found.setdefault(candidate.layout.strategy, candidate)
-        return found
+            best.setdefault(candidate.layout.strategy, candidate)
+        return best
 
 
 def search(job: Job, devices: Devices, abstract: AbstractModel | None = None) -> Plan:
     """Estimates every candidate. Traces the model, unless `abstract` is given."""
     abstract = abstract or trace(job)
     left_out = dict.fromkeys(RULES_OUT, 0)
-    found: list[Estimate] = []
+    candidates: list[Estimate] = []
     tried = 0
     for strategy, rules in job.zoo.RULES.items():
         for axes in meshes(devices.count, rules, devices.groups):
@@ -82,8 +82,8 @@ def search(job: Job, devices: Devices, abstract: AbstractModel | None = None) ->
             tried += len(options)
             fitting = [option for option in options if option.fits]
             key = (lambda x: x.step) if fitting else (lambda x: x.peak)
-            found.append(min(fitting or options, key=key))
-    ranked, tied = _rank(found, [*job.zoo.RULES])
+            candidates.append(min(fitting or options, key=key))
+    ranked, tied = _rank(candidates, [*job.zoo.RULES])
     return Plan(job, devices, ranked, tied, left_out, tried)
 
 
@@ -175,16 +175,16 @@ def worthwhile(layout: Layout, remat: str) -> bool:
     return remat != "gathered" or layout.count_shards(RESIDUAL_SEQ) > layout.count_shards(SEQ)
 
 
-def _rank(found: list[Estimate], order: list[str]) -> tuple[list[Estimate], int]:
+def _rank(candidates: list[Estimate], order: list[str]) -> tuple[list[Estimate], int]:
     """(candidates, best first; how many tie with the fastest). Those that don't fit come last."""
-    fitting = sorted((x for x in found if x.fits), key=lambda x: x.step)
+    fitting = sorted((x for x in candidates if x.fits), key=lambda x: x.step)
     tied = sum(x.step <= TIE * fitting[0].step for x in fitting)
     ranked = []
     while fitting:
         ties = [x for x in fitting if x.step <= TIE * fitting[0].step]
         ranked.append(min(ties, key=lambda x: simplicity(x, order)))
         fitting.remove(ranked[-1])
-    return ranked + sorted((x for x in found if not x.fits), key=lambda x: x.peak), tied
+    return ranked + sorted((x for x in candidates if not x.fits), key=lambda x: x.peak), tied
 
 
 def simplicity(candidate: Estimate, order: list[str]) -> tuple[int, int, int]:

@@ -119,13 +119,14 @@ def of_weights(layout: Layout, accumulate: int = 1, repeats: bool = False) -> It
     that split the batch, its rows or positions, but not the weight at rest. In stages, weights are
     gathered once, and those that all stages share have a gradient on each.
 
-    Compilers (`repeats`) gather tables outside of the layers once. The TPU's
-    writes a layer's reduce-scatter over n devices as a ring that sends (n + 1) / n, over two devices
-    the whole. It all-reduces the tables' gradients if nothing splits the tables in use, and
-    gradients that would be reduce-scattered over some axes and all-reduced over others.
+    Compilers (`repeats`) gather tables outside of the layers once. The TPU's writes a layer's
+    reduce-scatter over n devices as a ring that sends (n + 1) / n, over two devices the whole. It
+    all-reduces the tables' gradients if nothing splits the tables in use, and gradients that would
+    be reduce-scattered over some axes and all-reduced over others.
     """
     stacked = _split_by(layout, [LAYERS])
     dtype = compute_bytes(layout)
+    matmul = layout.shape.matmul
     keeps_weights = layout.shape.remat in (None, "none")
     gathers = 1 if stacked or keeps_weights else 2
     width = 4 if stacked else dtype
@@ -146,7 +147,7 @@ def of_weights(layout: Layout, accumulate: int = 1, repeats: bool = False) -> It
         gathered, summed = (1 if table and once else gathers) * scattered, scattered
         if tpu and n > 1:
             summed = (1 if use else 2) * scattered if table else (1 + (n > 2) / n) * whole
-        rounded = layout.shape.matmul and not table and layout.zoo.IN_USE.keys() & {*axes}
+        rounded = matmul and not table and layout.zoo.IN_USE.keys() & {*axes}
         counts = {("weights", "all-gather", over): (1 if rounded else dtype) * gathered}
         if tpu and n > 1 and _devices(layout, reduced) > 1:
             summed = 2 * ring(_devices(layout, over | reduced)) * whole
@@ -181,7 +182,7 @@ def _of_activations(layout: Layout, accumulate: int, repeats: bool) -> Iterator[
         module, axes = path.rpartition("/")[0], _in_use(layout, axes)
         residual = set(axes) & {stream, *latents}
         stacked = {axis for axis in axes if zoo.LOGICAL_AXES[axis] in ("weights", "stack")}
-        found = _split_by(layout, set(axes) - residual - stacked)
+        mesh_axes = _split_by(layout, set(axes) - residual - stacked)
         dims = zip(axes, shapes[path].shape, strict=True)
         width = math.prod(n for axis, n in dims if axis in residual | stacked - {EXPERT})
         if residual and stream not in axes:
@@ -190,17 +191,17 @@ def _of_activations(layout: Layout, accumulate: int, repeats: bool) -> Iterator[
             of_latents[module] = of_latents.get(module, 0) + width + key
         elif residual:
             widths[module] = width
-            split.setdefault(module, set()).update(found)
-            if found and axes[-1] != stream:
+            split.setdefault(module, set()).update(mesh_axes)
+            if mesh_axes and axes[-1] != stream:
                 reads.add(module)
-    often = busy(layout, accumulate)
+    busy_share = busy(layout, accumulate)
     for module, axes in split.items():
         halves = 1 if module in of_latents and module not in reads else 2
         each = halves * widths[module] + of_latents.get(module, 0)
         elements = 2 * ring(_devices(layout, axes)) * each * device_tokens(layout)
         layers = module.startswith(LAYERS)
         for kind, share in (_kinds(layout) if repeats and layers else {"all-reduce": 1.0}).items():
-            sent = elements * compute_bytes(layout) * share * (often if layers else 1)
+            sent = elements * compute_bytes(layout) * share * (busy_share if layers else 1)
             yield Transfer("activations", kind, frozenset(axes), sent)
 
 
