@@ -4,11 +4,12 @@ Norms and embeddings are stored as in our model: its norms add 1 to their scale,
 are multiplied by √D after the lookup. Everything else is as in llama.py.
 """
 
+import dataclasses
 import pathlib
 from typing import Any
 
 from recipes.common.hf import llama
-from recipes.common.hf.llama import ConfigFile
+from recipes.common.hf.family import ORIGINAL, ConfigFile, Family, Selection
 from recipes.common.hf.tensors import Stored
 from recipes.common.runtime.errors import UserError
 from zoo.gemma3 import Config
@@ -19,9 +20,7 @@ ENTRY = "gemma3"
 ARCHITECTURES = {  # theirs → model_type
     "Gemma3ForCausalLM": "gemma3_text",
     "Gemma2ForCausalLM": "gemma2",
-    "Gemma3ForConditionalGeneration": "gemma3",
 }
-WITH_VISION = ("gemma3",)  # model_types with a vision tower; see `text_keys` and `text_tensors`
 
 TENSORS = llama.TENSORS | {
     "layers/post_attention_norm/scale": (
@@ -29,7 +28,6 @@ TENSORS = llama.TENSORS | {
     "layers/mlp_norm/scale": ("model.layers.{}.pre_feedforward_layernorm.weight", "D", "D"),
     "layers/post_mlp_norm/scale": ("model.layers.{}.post_feedforward_layernorm.weight", "D", "D"),
 }  # fmt: skip
-TIED, COMPUTED, CONTEXT = llama.TIED, llama.COMPUTED, llama.CONTEXT
 
 # The text model's tensors in files with a vision tower, older and newer → their names without one.
 TEXT_PREFIXES = {
@@ -72,15 +70,13 @@ GEMMA2_DEFAULTS = DEFAULTS | {
 GEMMA3_DEFAULTS = DEFAULTS | {"vocab_size": 262_208, "max_position_embeddings": 131_072}
 
 
-def tensors(config: Config) -> dict[str, tuple[str, str, str]]:
-    """The parameters' tensors, in the format of tensors.py."""
-    return TENSORS
+def with_defaults(keys: dict[str, Any], file: pathlib.Path) -> dict[str, Any]:
+    """A text model's config.json with transformers' values for absent keys."""
+    return (GEMMA2_DEFAULTS if keys["model_type"] == "gemma2" else GEMMA3_DEFAULTS) | keys
 
 
 def text_keys(keys: dict[str, Any], file: pathlib.Path) -> dict[str, Any]:
-    """The text model's config.json, with transformers' values for absent keys. Raises UserError."""
-    if keys["model_type"] not in WITH_VISION:
-        return (GEMMA2_DEFAULTS if keys["model_type"] == "gemma2" else GEMMA3_DEFAULTS) | keys
+    """The text model's keys in the config.json of a model with a vision tower. Raises UserError."""
     whole, text = ConfigFile(keys, file, ENTRY), keys.get("text_config")
     whole.refuse(UNUSED)
     if not isinstance(text, dict):
@@ -91,13 +87,14 @@ def text_keys(keys: dict[str, Any], file: pathlib.Path) -> dict[str, Any]:
     return GEMMA3_DEFAULTS | text | {"model_type": "gemma3_text", TIE: (tied or [True])[0]}
 
 
-def text_tensors(stored: dict[str, Stored]) -> dict[str, Stored]:
-    """The tensors of the text model in a folder with a vision tower."""
-    return {
+def without_vision(stored: dict[str, Stored], config: Config) -> Selection:
+    """The text model in a folder with a vision tower."""
+    text = {
         name: tensor
         for name, tensor in stored.items()
         if not name.removeprefix("model.").startswith(VISION_PREFIXES)
     }
+    return Selection(text, config, "The vision tower was left out; the zoo has the text model.")
 
 
 def canonical(name: str) -> str:
@@ -107,7 +104,7 @@ def canonical(name: str) -> str:
 
 
 def config_from(keys: dict[str, Any], file: pathlib.Path) -> Config:
-    """Our Config for the keys that `text_keys` returns.
+    """Our Config for keys without gaps.
 
     Raises UserError if our Gemma3 can't compute the model exactly.
     """
@@ -150,7 +147,7 @@ def ropes_of_gemma3(theirs: ConfigFile) -> dict[str, tuple[float, RopeScaling | 
             raise theirs.refused("rope_parameters", newer)
         rope = rope | (scaling if name == GLOBAL else {})
         only = {"rope_theta": theirs.keys.get(key), "rope_scaling": None, "rope_parameters": rope}
-        found[name] = theirs.with_keys(**only, **{llama.ORIGINAL: None}).rope(usual)
+        found[name] = theirs.with_keys(**only, **{ORIGINAL: None}).rope(usual)
     return found
 
 
@@ -202,3 +199,21 @@ def ropes_json(ropes: dict[str, tuple[Any, ...]]) -> dict[str, Any]:
         local = {"rope_theta": local_theta} | (llama.scaling_json(local_scaling) or {})
         theirs["rope_parameters"] = {LOCAL: local, GLOBAL: {"rope_theta": theta}}
     return theirs
+
+
+FAMILY = Family(
+    entry=ENTRY,
+    architectures=ARCHITECTURES,
+    tensors=lambda config: TENSORS,
+    config_from=config_from,
+    config_json=config_json,
+    checked=UNUSED,
+    text_keys=with_defaults,
+    canonical=canonical,
+)
+WITH_VISION = dataclasses.replace(
+    FAMILY,
+    architectures={"Gemma3ForConditionalGeneration": "gemma3"},
+    text_keys=text_keys,
+    select=without_vision,
+)

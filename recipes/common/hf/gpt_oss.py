@@ -8,7 +8,7 @@ import pathlib
 from typing import Any
 
 from recipes.common.hf import llama
-from recipes.common.hf.llama import ConfigFile
+from recipes.common.hf.family import ORIGINAL, ConfigFile, Family
 from zoo.gpt_oss import Config
 from zoo.layers import Kind
 
@@ -30,9 +30,6 @@ TENSORS |= {
     "layers/experts/down": (f"{EXPERTS}.down_proj", "EFD", "E F D"),
     "layers/experts/down_bias": (f"{EXPERTS}.down_proj_bias", "ED", "E D"),
 }
-TIED, COMPUTED, CONTEXT = llama.TIED, llama.COMPUTED, llama.CONTEXT
-canonical = llama.canonical
-FORMATS = ("mxfp4",)  # quantization methods that are read
 
 SIZES = llama.SIZES | {
     "num_experts": "num_local_experts",
@@ -50,14 +47,9 @@ YARN = {  # for files without any rotary settings
     "beta_fast": 32.0,
     "beta_slow": 1.0,
     "truncate": False,
-    llama.ORIGINAL: 4_096,
+    ORIGINAL: 4_096,
 }
 SLIDING, FULL = "sliding_attention", "full_attention"
-
-
-def tensors(config: Config) -> dict[str, tuple[str, str, str]]:
-    """The parameters' tensors, in the format of tensors.py."""
-    return TENSORS
 
 
 def config_from(keys: dict[str, Any], file: pathlib.Path) -> Config:
@@ -105,3 +97,14 @@ def config_json(config: Config, context: int) -> dict[str, Any]:
         "swiglu_alpha": config.swiglu_alpha,
         "swiglu_limit": config.swiglu_limit,
     }
+
+
+FAMILY = Family(
+    entry=ENTRY,
+    architectures=ARCHITECTURES,
+    tensors=lambda config: TENSORS,
+    config_from=config_from,
+    config_json=config_json,
+    checked=UNUSED,
+    formats=("mxfp4",),
+)

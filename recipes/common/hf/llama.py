@@ -1,17 +1,10 @@
-"""The Llama family (zoo/transformer.py): Llama 2 and 3, Mistral, Ministral, Qwen 2 and 3, SmolLM.
-
-A family is a module listed in folder.py. It has ENTRY, ARCHITECTURES, TIED, COMPUTED, CONTEXT,
-canonical, tensors, config_from and config_json; some have more, for adapters and for folders that
-hold more than a text model. A family rejects any config.json that its model can't compute exactly,
-and names the key; ConfigFile helps all of them with that.
-"""
+"""The Llama family (zoo/transformer.py): Llama 2 and 3, Mistral, Ministral, Qwen 2 and 3, SmolLM."""
 
 import dataclasses
-import json
-import math
 import pathlib
 from typing import Any
 
+from recipes.common.hf.family import LLAMA3, YARN, ConfigFile, Family
 from recipes.common.runtime.errors import UserError
 from zoo.layers import Kind, Linear, Llama3, RopeScaling, Yarn
 from zoo.transformer import Config
@@ -47,9 +40,6 @@ TENSORS = {
     "final_norm/scale": ("model.norm.weight", "D", "D"),
     "unembed": ("lm_head.weight", "VD", "V D"),
 }
-TIED = {"lm_head.weight": "model.embed_tokens.weight"}  # must be equal if embeddings are tied
-COMPUTED = ("rotary_emb.inv_freq",)  # name endings of buffers that are computed, not read
-CONTEXT = "max_position_embeddings"  # their name for the number of positions trained on
 
 SIZES = {  # field of Config → theirs
     "vocab_size": "vocab_size",
@@ -60,10 +50,6 @@ SIZES = {  # field of Config → theirs
     "head_dim": "head_dim",
     "mlp": "intermediate_size",
 }
-ORIGINAL = "original_max_position_embeddings"
-# Their names for the numbers of a rope scaling, in the order of attention.Kind.
-LLAMA3 = ("factor", "low_freq_factor", "high_freq_factor", ORIGINAL)
-YARN = ("factor", "beta_fast", "beta_slow", ORIGINAL, "truncate", "attention_factor")
 UNUSED = {  # features that our Transformer lacks → values that leave them off
     "hidden_act": ("silu",),
     "attention_bias": (False,),  # theirs includes a bias on o
@@ -73,132 +59,6 @@ UNUSED = {  # features that our Transformer lacks → values that leave them off
     "num_local_experts": (),
     "auto_map": (),  # the folder's own code
 }
-
-
-@dataclasses.dataclass(frozen=True)
-class ConfigFile:
-    """The keys of a config.json, with transformers' defaults. Methods raise UserError."""
-
-    keys: dict[str, Any]
-    path: pathlib.Path
-    entry: str  # its zoo file is named in errors
-
-    def with_keys(self, **keys: Any) -> "ConfigFile":
-        """Returns the same file with some keys changed."""
-        return dataclasses.replace(self, keys=self.keys | keys)
-
-    def refused(self, key: str, value) -> UserError:
-        return UserError(
-            f"{self.path} has {key} {json.dumps(value)}, which zoo/{self.entry}.py does not "
-            "implement; use a different model"
-        )
-
-    def refuse(self, unused: dict[str, tuple]) -> None:
-        """Raises if a key has another value than the given ones; null counts as absent."""
-        for key, values in unused.items():
-            if self.keys.get(key) is not None and self.keys[key] not in values:
-                raise self.refused(key, self.keys[key])
-
-    def number(self, key: str, default=None, kind: type = int) -> Any:
-        """A number > 0; null counts as absent."""
-        value: Any = self.keys.get(key)
-        value = default if value is None else value
-        if type(value) not in (int, kind) or not 0 < value < math.inf:
-            raise UserError(
-                f"{self.path} has {key} {json.dumps(value)}, which must be a number > 0; use this "
-                "model's config.json"
-            )
-        return kind(value)
-
-    def sizes(self, table: dict[str, str], **defaults: int | None) -> dict[str, int]:
-        """Fields of Config, by a table like SIZES; raises if a key without a default is absent."""
-        found = {ours: self.number(key, defaults.get(ours)) for ours, key in table.items()}
-        if found["head_dim"] % 2:
-            raise self.refused("head_dim", found["head_dim"])
-        if found["num_heads"] % found["num_kv_heads"]:
-            raise self.refused("num_key_value_heads", found["num_kv_heads"])
-        return found
-
-    def rope(self, usual: float = 10_000.0) -> tuple[float, RopeScaling | None]:
-        """(theta, scaling) from rope_theta and rope_scaling or, in newer files, rope_parameters.
-
-        The scaling has transformers' defaults.
-
-        Args:
-          usual: the theta of files without one.
-        """
-        # If both exist, transformers uses the older one.
-        key = "rope_scaling" if self.keys.get("rope_scaling") else "rope_parameters"
-        rope = self.keys.get(key) or {}
-        if not isinstance(rope, dict) or any(isinstance(v, dict) for v in rope.values()):
-            raise self.refused(key, rope)  # for instance, one for each kind of layer
-        rope = {"rope_theta": self.keys.get("rope_theta"), "rope_type": rope.get("type")} | rope
-        if self.keys.get(ORIGINAL) is not None:
-            rope[ORIGINAL] = self.keys[ORIGINAL]
-        inner = dataclasses.replace(self, keys=rope)
-        types = ("default", "llama3", "linear", "yarn")
-        inner.refuse({"partial_rotary_factor": (1,), "rope_type": types})
-        theta = inner.number("rope_theta", usual, float)
-        match rope["rope_type"]:
-            case "linear":
-                return theta, Linear(inner.number("factor", None, float))
-            case "llama3":
-                factor, low, high = (inner.number(name, None, float) for name in LLAMA3[:3])
-                original = inner.number(ORIGINAL, self.keys.get("max_position_embeddings"))
-                return theta, Llama3(factor, low, high, original)
-            case "yarn":
-                return theta, inner.yarn(self.keys.get("max_position_embeddings"))
-        return theta, None
-
-    def yarn(self, context: int | None) -> Yarn:
-        """A YaRN scaling from the keys of rope_scaling; `context` is max_position_embeddings."""
-        original = self.number(ORIGINAL, context)
-        stated = self.keys.get("factor", 0) is not None  # null means the ratio of the two lengths
-        factor = self.number("factor", None if stated or not context else context / original, float)
-        fast, slow = self.number("beta_fast", 32, float), self.number("beta_slow", 1, float)
-        truncate = self.keys.get("truncate", True)
-        if truncate not in (True, False, None):
-            raise self.refused("truncate", truncate)
-
-        def longer(weight: float) -> float:
-            return 1.0 if factor <= 1 else 0.1 * weight * math.log(factor) + 1.0
-
-        magnitude, names = longer(1.0), ("mscale", "mscale_all_dim")
-        if all(self.keys.get(name) for name in names):
-            mscale, all_dim = (self.number(name, None, float) for name in names)
-            magnitude = longer(mscale) / longer(all_dim)
-        magnitude = self.number("attention_factor", magnitude, float)
-        return Yarn(factor, fast, slow, original, bool(truncate), magnitude)
-
-    def windows(
-        self, default: int | None, mixed: bool = False, switched: bool = False
-    ) -> list[int | None]:
-        """Each layer's sliding window, which includes the position itself; None: no window.
-
-        Args:
-          default: what an absent sliding_window means; None: this architecture has no windows.
-          mixed: whether layer_types may limit windows to some layers.
-          switched: whether windows need use_sliding_window and start at layer max_window_layers.
-        """
-        layers, types = self.number("num_hidden_layers"), self.keys.get("layer_types")
-        window = None if default is None else self.keys.get("sliding_window", default)
-        if switched and not self.keys.get("use_sliding_window"):
-            window = None
-        window = None if window is None else self.number("sliding_window", window)
-        if types:
-            if not isinstance(types, list) or len(types) != layers:
-                raise self.refused("layer_types", types)
-            known = {"full_attention": None} | ({"sliding_attention": window} if window else {})
-            for name in types:
-                if not isinstance(name, str) or name not in known:
-                    raise self.refused("layer_types", name)
-            found = [known[name] for name in types]
-            if found != [window] * layers and not mixed:
-                raise self.refused("layer_types", types)
-            return found
-        full = self.keys.get("max_window_layers", 28) if switched and window else 0
-        full = min(self.number("max_window_layers", 28), layers) if full else 0  # the first layers
-        return [None] * full + [window] * (layers - full)
 
 
 def kinds_of(
@@ -214,16 +74,6 @@ def kinds_of(
 def period_of(every: list[Kind]) -> tuple[Kind, ...]:
     """The shortest period of the layers' kinds."""
     return tuple(next(every[:p] for p in range(1, len(every) + 1) if every[p:] == every[:-p]))
-
-
-def canonical(name: str) -> str:
-    """A stored tensor's name, as `tensors` has it."""
-    return name
-
-
-def tensors(config: Config) -> dict[str, tuple[str, str, str]]:
-    """TENSORS; all of these architectures have the same."""
-    return TENSORS
 
 
 def config_from(keys: dict[str, Any], file: pathlib.Path) -> Config:
@@ -330,3 +180,13 @@ def scaling_json(scaling: RopeScaling | None) -> dict[str, Any] | None:
         case Llama3():
             numbers = dataclasses.astuple(scaling)
             return {"rope_type": "llama3"} | dict(zip(LLAMA3, numbers, strict=True))
+
+
+FAMILY = Family(
+    entry=ENTRY,
+    architectures=ARCHITECTURES,
+    tensors=lambda config: TENSORS,
+    config_from=config_from,
+    config_json=config_json,
+    checked=UNUSED,
+)

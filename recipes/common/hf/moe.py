@@ -7,7 +7,7 @@ import pathlib
 from typing import Any
 
 from recipes.common.hf import llama
-from recipes.common.hf.llama import ConfigFile
+from recipes.common.hf.family import ConfigFile, Family, Table
 from recipes.common.runtime.errors import UserError
 from zoo.moe import Config
 
@@ -33,8 +33,6 @@ EXPERTS = {  # model_type → a table like llama.TENSORS
         "layers/experts/down": ("model.layers.{}.mlp.experts.{}.down_proj.weight", "FD", "D F"),
     },
 }  # fmt: skip
-TIED, COMPUTED, CONTEXT = llama.TIED, llama.COMPUTED, llama.CONTEXT
-canonical = llama.canonical
 
 SIZES = {  # model_type → field of Config → theirs
     "mixtral": llama.SIZES
@@ -49,7 +47,7 @@ UNUSED = {
 UNUSED |= {"decoder_sparse_step": (1,), "mlp_only_layers": ([],)}  # every layer has experts
 
 
-def tensors(config: Config) -> dict[str, tuple[str, str, str]]:
+def tensors(config: Config) -> Table:
     """The parameters' tensors, in the format of tensors.py."""
     return OTHERS | EXPERTS[kind_of(config)]
 
@@ -115,3 +113,13 @@ def config_json(config: Config, context: int) -> dict[str, Any]:
             "mlp_only_layers": [],
         }
     return theirs
+
+
+FAMILY = Family(
+    entry=ENTRY,
+    architectures=ARCHITECTURES,
+    tensors=tensors,
+    config_from=config_from,
+    config_json=config_json,
+    checked=UNUSED,
+)

@@ -75,16 +75,14 @@ class Adapter:
           config: the base's Config.
         """
         entry, fix = base["entry"], "the base that it was trained on (--base=PATH)"
-        if entry not in ENTRIES or not hasattr(config, "lora_rank"):
+        if entry not in ENTRIES:
             raise UserError(
                 f"{self.path} is not an adapter for {entry!r} models, like its base; use {fix}"
             )
         family, known = ENTRIES[entry], type(config).lora_targets
         names = {name.removeprefix(PREFIX): tensor for name, tensor in self.stored.items()}
         names = tensors.rename(names, family.canonical, self.path)
-        if hasattr(family, "with_head"):
-            shapes = {name: tensor.shape for name, tensor in names.items()}
-            config = family.with_head(config, shapes)
+        config = family.with_head(config, {name: tensor.shape for name, tensor in names.items()})
         every = dataclasses.replace(config, **self.metadata["config"], lora_targets=known)
         factors = list(_factors(entry, every))
         full_name = add_prefix({tensor.name.removeprefix(PREFIX) for tensor in factors})
@@ -135,7 +133,7 @@ class Adapter:
             return False
         targets, others = (self.keys.get(f"{how}_modules") for how in ("target", "exclude"))
         # Versions of transformers differ in the names of ViT's modules.
-        names = {template, getattr(family, "peft_name", str)(template)}
+        names = {template, family.peft_name(template)}
         modules = [
             name.removesuffix(".weight").format(*map(tensors.Index, factor.index)) for name in names
         ]
@@ -192,7 +190,7 @@ def read_adapter(path: pathlib.Path) -> Adapter:
     config = {"lora_rank": keys["r"], "lora_alpha": float(keys["lora_alpha"])}
     base = keys.get("base_model_name_or_path") or ""
     metadata = {
-        "entry": FAMILIES[0].ENTRY,
+        "entry": FAMILIES[0].entry,
         "config": config,
         "step": Adapter.step,
         "data": {},
@@ -264,29 +262,30 @@ def write_adapter(
     family = ENTRIES[entry]
     family.config_json(config, context=1)  # raises
     config, read = side_by_side(entry, config, read)
-    rename, names = getattr(family, "peft_name", str), {}
-    for path, (name, *dims) in table(entry, config).items():
-        names[path] = (PREFIX + rename(name.removeprefix(PREFIX)), *dims)
+    names = {
+        path: (PREFIX + family.peft_name(name.removeprefix(PREFIX)), *dims)
+        for path, (name, *dims) in table(entry, config).items()
+    }
     expanded = list(tensors.expand(names, paths(shapes_of(entry, config)["params"])))
     modules = sorted({t.name.split(".lora_")[0] for t in expanded if ".lora_" in t.name})
     plain = paths(shapes_of(entry, dataclasses.replace(config, lora_rank=0))["params"])
     every = {tensor.name.rpartition(".")[0] for tensor in tensors.expand(names, plain)}
     theirs = {
         "peft_type": "LORA",
-        "task_type": "CAUSAL_LM" if hasattr(config, "vocab_size") else None,
+        "task_type": None if family.head else "CAUSAL_LM",
         "base_model_name_or_path": base,
         "r": config.lora_rank,
         "lora_alpha": config.lora_alpha,
         "target_modules": target_modules(modules, every),
         "lora_dropout": 0.0,
         "bias": "none",
-        "fan_in_fan_out": is_in_out(entry),
+        "fan_in_fan_out": family.in_out,
         "use_rslora": False,
         "use_dora": False,
         "inference_mode": True,
     }
     if any(".lora_" not in tensor.name for tensor in expanded):
-        theirs["modules_to_save"] = [family.HEAD]
+        theirs["modules_to_save"] = [family.head]
     with new_folder(folder, tokens, card, CONFIG) as beside:
         tensors.write(beside, expanded, read, STEM)
         (beside / CONFIG).write_text(json.dumps(theirs, indent=2) + "\n")
@@ -305,11 +304,6 @@ def target_modules(modules: list[str], every: set[str]) -> list[str]:
         alike = {other for other in every if other.endswith(f".{last}")}
         found.add(last if alike <= {*modules} else module.removeprefix(PREFIX))
     return sorted(found)
-
-
-def is_in_out(entry: str) -> bool:
-    """Whether the entry's weights are stored [in, out]."""
-    return getattr(ENTRIES[entry], "IN_OUT", False)
 
 
 def side_by_side(entry: str, config: Any, read) -> tuple[Any, Any]:
@@ -355,7 +349,7 @@ def table(entry: str, config: Any) -> dict[str, tuple[str, str, str]]:
         found[path] = (PREFIX + name, ours, theirs)
         if leaf in targets:
             first, second, *order = theirs.split()
-            inner, out = (first, second) if is_in_out(entry) else (second, first)
+            inner, out = (first, second) if ENTRIES[entry].in_out else (second, first)
             name = f"{PREFIX}{name.removesuffix('weight')}lora_"
             outer = out.replace("#", "")
             found[f"{module}/lora/{leaf}/a"] = (f"{name}A.weight", f"{inner}r", f"r {inner}")
