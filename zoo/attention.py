@@ -30,6 +30,7 @@ class Attention(nnx.Module):
     Args:
       biases: the projections that have one, some of "q", "k", "v" and "o".
       norm: makes the norms of queries and keys from H (QK-norm); None: none.
+      joint: whether these norm all heads together.
       soft_cap: of scores, see `attend`.
       scale: of scores, in addition to 1 / sqrt(H).
       sinks: whether each head has a sink, see `attend`.
@@ -41,6 +42,7 @@ class Attention(nnx.Module):
         *,
         biases: tuple[str, ...] = (),
         norm=None,
+        joint: bool = False,
         soft_cap: float | None = None,
         scale: float = 1.0,
         sinks: bool = False,
@@ -61,8 +63,12 @@ class Attention(nnx.Module):
         self.v_bias = bias((K, H), ("kv_heads", "head_dim")) if "v" in biases else None
         self.o_bias = bias((D,), ("norm",)) if "o" in biases else None
         self.sinks = param(rngs, (N,), ("heads",), 1.0) if sinks else None
-        self.q_norm: Any = norm(H) if norm else None
-        self.k_norm: Any = norm(H) if norm else None
+        if norm and joint:
+            self.q_norm: Any = norm((N, H), axes=("heads", "head_dim"))
+            self.k_norm: Any = norm((K, H), axes=("kv_heads", "head_dim"))
+        else:
+            self.q_norm = norm(H) if norm else None
+            self.k_norm = norm(H) if norm else None
         self.lora = adapters(self, config, rngs, q=1, k=1, v=1, o=2)
 
     def __call__(self, x_BTD, positions: "Positions", kind: Kind, past=None):
@@ -130,7 +136,13 @@ class Positions:
 
 
 def make_positions(
-    config, tokens_BT, segment_ids_BT=None, targets_BT=None, positions_BT=None, cache=None
+    config,
+    tokens_BT,
+    segment_ids_BT=None,
+    targets_BT=None,
+    positions_BT=None,
+    cache=None,
+    slots: int = 0,
 ) -> Positions:
     """The Positions of a call.
 
@@ -138,6 +150,8 @@ def make_positions(
       targets_BT: in training; metrics count positions whose target is ≥ 0. None: all.
       positions_BT: in generation; None: 0 to T - 1.
       cache: a Cache to attend to; None: none.
+      slots: of the cache, in generation: the length of rows for rotary scalings that depend on it, so
+        that all tokens of a row have the same.
     """
     seq_len = tokens_BT.shape[1]
     counted_BT = constrain(tokens_BT if targets_BT is None else targets_BT, "batch", "seq") >= 0
@@ -156,7 +170,10 @@ def make_positions(
     return Positions(
         segment_ids_BT=segment_ids_BT,
         numbers_BT=positions_BT,
-        angles={kind: rope_angles(kind, config.rotary_dim, positions_BT) for kind in rotary},
+        angles={
+            kind: rope_angles(kind, config.rotary_dim, positions_BT, slots or seq_len)
+            for kind in rotary
+        },
         counted_BT=counted_BT,
         striped=striped,
         generates=generates,

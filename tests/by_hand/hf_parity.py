@@ -398,7 +398,10 @@ def export(source: str, target: pathlib.Path) -> None:
     folder, params = checkpoint.find(source), params_of(source)
     context = folder.metadata["context"]
     entry = folder.metadata["entry"]
-    hf.write(target, entry, folder.config, context, lambda path: np.asarray(params[path]))
+    hf.write(
+        target, entry, folder.config, context, lambda path: np.asarray(params[path]),
+        architecture=folder.metadata["architecture"],
+    )  # fmt: skip
 
 
 def compare(name: str, work: pathlib.Path) -> None:
@@ -428,7 +431,10 @@ def compare_adapter(name: str, work: pathlib.Path) -> None:
     found = [np.abs(our_logits(theirs, *on, f"hf:{base}") - wanted).max() for on in meshes]
     adapter = checkpoint.find(theirs, base=f"hf:{base}").adapter
     entry, factors = adapter.metadata["entry"], params_of_adapter(adapter)
-    hf.write_adapter(back, entry, adapter.config, str(base), lambda path: factors[path])
+    hf.write_adapter(
+        back, entry, adapter.config, str(base), lambda path: factors[path],
+        architecture=checkpoint.find(f"hf:{base}").metadata["architecture"],
+    )  # fmt: skip
     again = np.abs(their_logits(base, back) - wanted).max()
     change = np.abs(wanted).max() if name == "vit" else np.abs(wanted - without).max()
     print(

@@ -23,7 +23,7 @@ from flax import nnx
 import recipes.hf
 from data import DataError, tokenizer
 from recipes.common import checkpoint, hf
-from recipes.common.hf import gemma, llama
+from recipes.common.hf import gemma
 from recipes.common.hf import gpt_oss as oss
 from recipes.common.mesh import make_mesh
 from recipes.common.runtime.errors import UserError
@@ -75,6 +75,19 @@ def edit(folder, **changes):
     file = folder / "config.json"
     theirs = json.loads(file.read_text()) | changes
     file.write_text(json.dumps({k: v for k, v in theirs.items() if v is not ...}))
+
+
+def config_of(keys):
+    """Our Config for the keys of a config.json."""
+    (name,) = keys["architectures"]
+    (family,) = (family for family in hf.folder.FAMILIES if name in family.architectures)
+    return family.config_from(keys, ROOT)
+
+
+def json_of(config, context):
+    """The config.json of an export."""
+    entry = "moe" if isinstance(config, moe.Config) else "transformer"
+    return hf.folder.family_of(entry, config).config_json(config, context)
 
 
 def tensors_of(file):
@@ -153,7 +166,8 @@ def test_a_restored_model_shares_its_work_where_its_heads_do_not_divide(strict):
 def test_export_is_read_back_bit_equal_with_the_same_config(family, tmp_path):
     export(f"hf:{GOLDEN / family}", tmp_path / "back")
     a, b = hf.Folder(GOLDEN / family), hf.Folder(tmp_path / "back")
-    assert a.metadata == b.metadata
+    assert a.metadata["config"] == b.metadata["config"]
+    assert a.metadata["context"] == b.metadata["context"]
     assert_bit_equal(params_of(f"hf:{a.path}"), params_of(f"hf:{b.path}"))
     theirs, ours = (json.loads((f.path / "config.json").read_text()) for f in (a, b))
     if "vision_config" in theirs:
@@ -322,17 +336,17 @@ def test_a_list_of_layers_is_its_shortest_period(types, windows):
     """Export gives back the list, and max_window_layers where that can say it to older versions."""
     theirs = json.loads((GOLDEN / "qwen2" / "config.json").read_text())
     theirs |= {"use_sliding_window": True, "sliding_window": 5, "num_hidden_layers": len(types)}
-    ours = llama.config_from(theirs | {"layer_types": types}, ROOT)
+    ours = config_of(theirs | {"layer_types": types})
     assert [kind.window for kind in ours.layer_kinds] == windows
     assert ours.sliding_window == (5 if types == [S, S, S] else None)
-    back = llama.config_json(ours, 64)
-    assert llama.config_from(back, ROOT) == ours
+    back = json_of(ours, 64)
+    assert config_of(back) == ours
     assert ("layer_types" in back) == bool(windows), "config.json of a uniform model is as it was"
     if windows:
         assert (back["layer_types"], back["max_window_layers"]) == (types, types.index(S))
-        mistral = llama.config_json(dataclasses.replace(ours, qkv_bias=False), 64)
+        mistral = json_of(dataclasses.replace(ours, qkv_bias=False), 64)
         assert mistral["architectures"] == ["MinistralForCausalLM"], "theirs ignores layer_types"
-        assert llama.config_from(mistral, ROOT).layer_kinds == ours.layer_kinds
+        assert config_of(mistral).layer_kinds == ours.layer_kinds
 
 
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}
@@ -367,11 +381,11 @@ def test_rotary_scalings_mean_what_they_mean_to_transformers(rope, others, scali
         {"rope_scaling": rope, "rope_theta": 2e4},
         {"rope_parameters": rope | {"rope_theta": 2e4}},
     ):
-        ours = llama.config_from(theirs | keys | others, ROOT)
+        ours = config_of(theirs | keys | others)
         assert (ours.rope_theta, type(ours.rope_scaling)) == (2e4, type(scaling))
         numbers = dataclasses.astuple(ours.rope_scaling)
         assert numbers == pytest.approx(dataclasses.astuple(scaling))
-    assert llama.config_from(llama.config_json(ours, 64), ROOT) == ours
+    assert config_of(json_of(ours, 64)) == ours
 
 
 def test_a_mistral_with_unlike_layers_is_theirs(folder):
@@ -464,7 +478,7 @@ def test_a_llama3_scaling_whose_low_factor_is_above_its_high_one_is_a_step():
     keys = json.loads((GOLDEN / "llama3" / "config.json").read_text())
     keys["rope_parameters"] |= {"low_freq_factor": 4.0, "high_freq_factor": 1.0}
     keys["rope_parameters"] |= {"rope_theta": 30.0, "original_max_position_embeddings": 64}
-    config = llama.config_from(keys | {"head_dim": 16}, ROOT)
+    config = config_of(keys | {"head_dim": 16})
     kind = Kind(None, config.rope_theta, config.rope_scaling)
     found = rope_angles(kind, 16, np.ones((1, 1), np.int32))[0, 0]
     plain = 30.0 ** -(np.arange(8) / 8)
@@ -510,35 +524,34 @@ def test_a_large_model_is_written_in_files_with_an_index(tmp_path, monkeypatch):
 
 def test_options_without_an_architecture_in_transformers_are_not_exported(tmp_path):
     config = Config(64, 32, 2, 8, 4, 4, 32, qkv_bias=True, qk_norm=True)
-    with pytest.raises(UserError, match="no Hugging Face architecture has both qkv_bias and qk_"):
+    with pytest.raises(UserError, match="Qwen2ForCausalLM, can't have qk_norm=True; use"):
         hf.write(tmp_path / "out", "transformer", config, 64, lambda path: pytest.fail("read"))
     assert list(tmp_path.iterdir()) == []
     for kinds, said in (
-        ((Kind(4, 1e4), Kind(5, 1e4)), "different sliding windows"),
-        ((Kind(4, 1e4), Kind(None, 1e6)), "different rotary embeddings"),
+        ((Kind(4, 1e4), Kind(5, 1e4)), "Kind.window=4.*Kind.window=5"),
+        ((Kind(4, 1e4), Kind(4, 1e6)), "rope_theta=1000000"),
     ):
         unlike = Config(64, 32, 2, 8, 4, 4, 32, layer_kinds=kinds)
-        with pytest.raises(UserError, match=f"layers with {said}; use a model whose layer_kinds"):
+        with pytest.raises(UserError, match=f"can't have layer_kinds=.*{said}.*; use"):
             hf.write(tmp_path / "out", "transformer", unlike, 64, lambda path: pytest.fail("read"))
     alike = Config(64, 32, 2, 8, 4, 4, 32, layer_kinds=(Kind(5, 1e4), Kind(5, 1e4)))
-    assert llama.config_from(llama.config_json(alike, 64), ROOT).sliding_window == 5
+    assert config_of(json_of(alike, 64)).sliding_window == 5
     # Their Llama needs its embed to be divisible by its heads; their Mistral doesn't.
-    theirs = llama.config_json(Config(64, 32, 2, 6, 2, 4, 32), 64)
+    theirs = json_of(Config(64, 32, 2, 6, 2, 4, 32), 64)
     assert (theirs["model_type"], theirs["sliding_window"]) == ("mistral", None)
 
 
 @pytest.mark.parametrize(
     ("fields", "said"),
     [
-        ({"normalize": False}, "normalize=False without qk_norm"),
-        ({"balance_rate": 1e-3}, "balance_rate, a bias for each expert"),
-        ({"qkv_bias": True}, "qkv_bias"),
-        ({"layer_kinds": (Kind(5, 1e4), Kind(None, 1e4))}, "windows in only some layers"),
+        ({"balance_rate": 1e-3}, "layers/experts/bias"),
+        ({"qkv_bias": True}, "qkv_bias=True"),
+        ({"layer_kinds": (Kind(5, 1e4), Kind(None, 1e4))}, "layer_kinds="),
     ],
 )
 def test_experts_without_an_architecture_in_transformers_are_not_exported(fields, said, tmp_path):
     config = dataclasses.replace(moe.Config.tiny(), **fields)
-    with pytest.raises(UserError, match=f"with experts has {said}; use a model without it"):
+    with pytest.raises(UserError, match=f"can't have {said}.*; use a model without"):
         hf.write(tmp_path / "out", "moe", config, 64, lambda path: pytest.fail("read"))
     assert list(tmp_path.iterdir()) == []
 
@@ -710,23 +723,25 @@ def test_published_gpt_oss_are_their_named_sizes(changes):
     ("family", "changes", "said"),
     [
         ("llama3", {"architectures": ["GemmaForCausalLM"]}, "is for GemmaForCausalLM, which the zoo"),
-        ("llama3", {"architectures": ["MixtralForCausalLM"]}, "has num_local_experts null, which must be a number"),
+        ("llama3", {"architectures": ["MixtralForCausalLM"]}, "has num_experts_per_tok null, which must be a number"),
         ("mixtral", {"num_experts_per_tok": 9}, "has num_experts_per_tok 9, which zoo/moe.py does not"),
         ("mixtral", {"num_local_experts": 9}, "is missing tensor model.layers.0.block_sparse_moe.experts.8.w1.weight"),
         ("mixtral", {"num_local_experts": 7}, "has an unexpected tensor model.layers.0.block_sparse_moe.experts.7"),
         ("qwen3_moe", {"decoder_sparse_step": 2}, "has decoder_sparse_step 2, which zoo/moe.py does not"),
         ("qwen3_moe", {"mlp_only_layers": [1]}, "has mlp_only_layers [1], which"),
-        ("qwen3_moe", {"attention_bias": True}, "has attention_bias true, which"),
+        ("qwen3_moe", {"attention_bias": 1}, "has attention_bias 1, which"),
+        ("mixtral", {"attention_bias": True}, "has attention_bias true, which"),
         ("llama3", {"architectures": ["LlamaForCausalLM", "X"]}, "is for LlamaForCausalLM, X, which"),
         ("llama3", {"architectures": ..., "model_type": "opt"}, "is for opt, which the zoo does not"),
         ("llama3", {"architectures": 7}, "is for 7, which the zoo does not"),
         ("llama3", {"architectures": [["LlamaForCausalLM"]]}, "which the zoo does not"),
-        ("llama3", {"architectures": ["OlmoForCausalLM"], "hidden_act": "relu"}, "the nearest is LlamaForCausalLM, which differs in hidden_act; use one of"),
+        ("llama3", {"architectures": ["OlmoForCausalLM"], "hidden_act": "relu"}, "the nearest is LlamaForCausalLM, which differs in hidden_act; use one of those that recipes/docs/architectures.md lists"),
         ("gpt2", {"architectures": ["GPTX"], "alibi": True}, "the nearest is GPT2LMHeadModel, which differs in"),
         ("vit", {"architectures": ["DeiTForImageClassification"], "qkv_bias": False}, "the nearest is ViTForImageClassification, which differs in qkv_bias; use"),
         ("llama3", {"hidden_act": "gelu"}, 'has hidden_act "gelu", which zoo/transformer.py does not'),
-        ("llama3", {"attention_bias": True}, "has attention_bias true, which"),
-        ("llama3", {"mlp_bias": True}, "has mlp_bias true, which"),
+        ("llama3", {"attention_bias": True}, "is missing tensor model.layers.0.self_attn.k_proj.bias"),
+        ("qwen2", {"attention_bias": True}, "has attention_bias true, which"),
+        ("mistral", {"mlp_bias": True}, "has mlp_bias true, which"),
         ("llama3", {"partial_rotary_factor": 0.5}, "has partial_rotary_factor 0.5, which"),
         ("llama3", {"quantization_config": {"bits": 4}}, 'has weights in {"bits": 4}, which the zoo does not read; use a folder that is not quantized'),
         ("llama3", {"quantization_config": {"quant_method": "gptq"}}, "has weights in gptq, which"),
@@ -739,8 +754,11 @@ def test_published_gpt_oss_are_their_named_sizes(changes):
         ("qwen2", {"rope_scaling": {"rope_type": "yarn"}}, "has factor null, which must be a number > 0"),
         ("qwen2", {"rope_scaling": YARN | {"truncate": "no"}}, 'has truncate "no", which'),
         ("qwen2", {"rope_scaling": YARN | {"beta_fast": -1}}, "has beta_fast -1, which must be a number > 0"),
-        ("qwen2", {"rope_scaling": {"rope_type": "longrope"}}, 'has rope_type "longrope", which'),
-        ("qwen2", {"rope_scaling": {"type": "dynamic"}, "rope_parameters": ...}, 'has rope_type "dynamic"'),
+        ("qwen2", {"rope_scaling": {"rope_type": "longrope"}}, "has short_factor null, which"),
+        ("qwen2", {"rope_scaling": {"rope_type": "longrope", "short_factor": [1.0], "long_factor": [2.0]}},
+         "1 factors, and a head has 2 rotary pairs; use its own config.json"),
+        ("qwen2", {"rope_scaling": {"type": "dynamic"}, "rope_parameters": ...}, "has factor null, which"),
+        ("qwen2", {"rope_scaling": {"type": "ntk"}, "rope_parameters": ...}, 'has rope_type "ntk", which'),
         ("qwen2", {"rope_parameters": {"full_attention": {}}}, "has rope_parameters {"),
         ("qwen2", {"rope_parameters": {"partial_rotary_factor": 0.5}}, "partial_rotary_factor 0.5, which"),
         ("llama3", {"rope_parameters": {"rope_type": "llama3"}}, "has factor null, which must be a number > 0"),

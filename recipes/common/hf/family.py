@@ -12,11 +12,14 @@ from typing import Any
 
 from recipes.common.hf.tensors import Stored
 from recipes.common.runtime.errors import UserError
-from zoo.layers import Linear, Llama3, RopeScaling, Yarn
+from zoo.layers import Dynamic, Linear, Llama3, LongRope, RopeScaling, Yarn
 
 Table = dict[str, tuple[str, str, str]]  # see tensors.py
 
+LOCAL, GLOBAL = "sliding_attention", "full_attention"  # kinds of layers
+
 ORIGINAL = "original_max_position_embeddings"
+PARTIAL = "partial_rotary_factor"
 # Their names for the numbers of a rope scaling, in the order of attention.Kind.
 LLAMA3 = ("factor", "low_freq_factor", "high_freq_factor", ORIGINAL)
 YARN = ("factor", "beta_fast", "beta_slow", ORIGINAL, "truncate", "attention_factor")
@@ -35,8 +38,9 @@ class Selection:
 class Family:
     """Architectures of `transformers` that an entry computes, and how they are stored.
 
-    `config_from` refuses any config.json that the entry can't compute exactly, and names the key;
-    `config_json` refuses any Config that no architecture computes. Both raise UserError.
+    `config_from` refuses any config.json that the entry can't compute exactly, and names the key.
+    `config_json` may refuse a Config too, if `lost` does not name what can't be said. Both raise
+    UserError.
     """
 
     entry: str
@@ -44,7 +48,9 @@ class Family:
     tensors: Callable[[Any], Table]  # of a Config
     config_from: Callable[[dict[str, Any], pathlib.Path], Any]  # keys, file for errors → Config
     config_json: Callable[[Any, int], dict[str, Any]]  # Config, positions trained on → keys
-    checked: Collection[str] = ()  # keys that config_from compares and that no Config holds
+    lost: Callable[[Any], list[str]] = lambda config: []  # what of a Config these keys can't say
+    fixed: dict[str, Any] = dataclasses.field(default_factory=dict)  # fields of all its Configs
+    checked: Collection[str] = ()  # keys that config_from reads although no export has them
     context: str = "max_position_embeddings"  # the key for the number of positions trained on
     formats: tuple[str, ...] = ()  # quantization methods that are read
     # Tensors that may be stored although the model lacks them: endings of names of buffers that are
@@ -111,36 +117,99 @@ class ConfigFile:
             raise self.refused("num_key_value_heads", found["num_kv_heads"])
         return found
 
-    def rope(self, usual: float = 10_000.0) -> tuple[float, RopeScaling | None]:
-        """(theta, scaling) from rope_theta and rope_scaling or, in newer files, rope_parameters.
-
-        The scaling has transformers' defaults.
-
-        Args:
-          usual: the theta of files without one.
-        """
+    def rope_keys(self) -> dict[str, Any]:
+        """Rotary settings: rope_scaling or, in newer files, rope_parameters, completed."""
         # If both exist, transformers uses the older one.
         key = "rope_scaling" if self.keys.get("rope_scaling") else "rope_parameters"
         rope = self.keys.get(key) or {}
         if not isinstance(rope, dict) or any(isinstance(v, dict) for v in rope.values()):
             raise self.refused(key, rope)  # for instance, one for each kind of layer
-        rope = {"rope_theta": self.keys.get("rope_theta"), "rope_type": rope.get("type")} | rope
+        outer = {name: self.keys.get(name) for name in ("rope_theta", PARTIAL)}
+        rope = outer | {"rope_type": rope.get("type")} | rope
         if self.keys.get(ORIGINAL) is not None:
             rope[ORIGINAL] = self.keys[ORIGINAL]
+        return rope
+
+    def rotary_dims(self, head_dim: int) -> int:
+        """How many dims of a head rotate; 0: all."""
+        rope = dataclasses.replace(self, keys=self.rope_keys())
+        dims = int(head_dim * rope.number(PARTIAL, 1.0, float))
+        return 0 if dims == head_dim else dims
+
+    def rope(
+        self, usual: float = 10_000.0, partial: bool = False, by_length: bool = False
+    ) -> tuple[float, RopeScaling | None]:
+        """Returns (theta, scaling). The scaling has transformers' defaults.
+
+        Args:
+          usual: the theta of files without one.
+          partial: whether a part of a head's dims may rotate.
+          by_length: whether a scaling may depend on the length of rows.
+        """
+        rope = self.rope_keys()
+        context = self.keys.get("max_position_embeddings")
         inner = dataclasses.replace(self, keys=rope)
         types = ("default", "llama3", "linear", "yarn")
-        inner.refuse({"partial_rotary_factor": (1,), "rope_type": types})
+        inner.refuse({"rope_type": types + ("dynamic", "longrope", "su") * by_length})
+        if not partial:
+            inner.refuse({PARTIAL: (1,)})
         theta = inner.number("rope_theta", usual, float)
         match rope["rope_type"]:
             case "linear":
                 return theta, Linear(inner.number("factor", None, float))
+            case "dynamic":
+                original = self.number("max_position_embeddings")
+                return theta, Dynamic(inner.number("factor", None, float), original)
             case "llama3":
                 factor, low, high = (inner.number(name, None, float) for name in LLAMA3[:3])
-                original = inner.number(ORIGINAL, self.keys.get("max_position_embeddings"))
-                return theta, Llama3(factor, low, high, original)
+                return theta, Llama3(factor, low, high, inner.number(ORIGINAL, context))
             case "yarn":
-                return theta, inner.yarn(self.keys.get("max_position_embeddings"))
+                return theta, inner.yarn(context)
+            case "longrope" | "su":
+                return theta, inner.longrope(context)
         return theta, None
+
+    def ropes(
+        self, thetas: dict[str, tuple[str, float]]
+    ) -> dict[str, tuple[float, RopeScaling | None]]:
+        """Returns kind of layer → (theta, scaling), from older keys or rope_parameters for each kind.
+
+        An older rope_scaling is for global layers, and replaces keys of their newer one.
+
+        Args:
+          thetas: kind of layer → (the older key of its theta, the theta of files without one).
+        """
+        newer, scaling = (self.keys.get(key) or {} for key in ("rope_parameters", "rope_scaling"))
+        if not isinstance(newer, dict) or not {*newer} <= {*thetas}:
+            raise self.refused("rope_parameters", newer)
+        # Versions of transformers disagree on the key `type`.
+        if not isinstance(scaling, dict) or ("type" in scaling and "rope_type" not in scaling):
+            raise self.refused("rope_scaling", scaling)
+        found = {}
+        for name, (key, usual) in thetas.items():
+            rope = newer.get(name) or {}
+            if not isinstance(rope, dict):
+                raise self.refused("rope_parameters", newer)
+            rope = rope | (scaling if name == GLOBAL else {})
+            only = {"rope_theta": self.keys.get(key), "rope_scaling": None, "rope_parameters": rope}
+            found[name] = self.with_keys(**only, **{ORIGINAL: None}).rope(usual)
+        return found
+
+    def longrope(self, context: int | None) -> LongRope:
+        """A LongRope from the keys of rope_scaling; `context` is max_position_embeddings."""
+        original = self.number(ORIGINAL, context)
+        factor = self.number("factor", context / original if context else None, float)
+        factors = {}
+        for key in ("short_factor", "long_factor"):
+            values = self.keys.get(key)
+            if not isinstance(values, list) or not all(
+                type(x) in (int, float) and 0 < x < math.inf for x in values
+            ):
+                raise self.refused(key, values)
+            factors[key] = tuple(map(float, values))
+        usual = math.sqrt(1 + math.log(factor) / math.log(original)) if factor > 1 else 1.0
+        magnitude = self.number("attention_factor", usual, float)
+        return LongRope(factors["short_factor"], factors["long_factor"], original, magnitude)
 
     def yarn(self, context: int | None) -> Yarn:
         """A YaRN scaling from the keys of rope_scaling; `context` is max_position_embeddings."""
@@ -191,3 +260,24 @@ class ConfigFile:
         full = self.keys.get("max_window_layers", 28) if switched and window else 0
         full = min(self.number("max_window_layers", 28), layers) if full else 0  # the first layers
         return [None] * full + [window] * (layers - full)
+
+
+def scaling_json(scaling: RopeScaling | None) -> dict[str, Any] | None:
+    """Their rope_scaling for ours."""
+    match scaling:
+        case None:
+            return None
+        case Linear():
+            return {"rope_type": "linear", "factor": scaling.factor}
+        case Dynamic():
+            return {"rope_type": "dynamic", "factor": scaling.factor}
+        case LongRope():
+            factors = {"short_factor": [*scaling.short], "long_factor": [*scaling.long]}
+            others = {ORIGINAL: scaling.original_length, "attention_factor": scaling.magnitude}
+            return {"rope_type": "longrope"} | factors | others
+        case Yarn():
+            numbers = dataclasses.astuple(scaling)
+            return {"rope_type": "yarn"} | dict(zip(YARN, numbers, strict=True))
+        case Llama3():
+            numbers = dataclasses.astuple(scaling)
+            return {"rope_type": "llama3"} | dict(zip(LLAMA3, numbers, strict=True))

@@ -1,6 +1,7 @@
 """Locates, checks, reads and writes model folders."""
 
 import contextlib
+import dataclasses
 import functools
 import json
 import pathlib
@@ -35,11 +36,11 @@ from recipes.common.storage import folders
 UNIMPORTANT = ("architectures", "model_type", "_name_or_path", "version", "dtype", "use_cache")
 UNIMPORTANT += ("token_id", "initializer_range", "drop", "summary")
 FAMILIES = (
-    *(llama.FAMILY, moe.FAMILY, gpt2.FAMILY, gemma.FAMILY, gemma.WITH_VISION, gpt_oss.FAMILY),
-    *(deepseek.FAMILY, vit.FAMILY),
+    *(*llama.FAMILIES, *moe.FAMILIES, gpt2.FAMILY, gemma.FAMILY, gemma.WITH_VISION),
+    *(gpt_oss.FAMILY, deepseek.FAMILY, vit.FAMILY),
 )
 UNPACK = {"mxfp4": mxfp4.unpack, "fp8": float8.unpack}  # format → what reads it
-ENTRIES = {family.entry: family for family in reversed(FAMILIES)}  # entry → family that exports it
+ENTRIES = {*(family.entry for family in FAMILIES)}  # those that can be exported
 
 
 def locate(name: str) -> pathlib.Path:
@@ -83,7 +84,9 @@ class Folder:
             "entry": self.family.entry,
             "config": entries.config_json(self.config),
             "step": self.step,
-            "context": theirs.get(self.family.context),  # for exporting it again
+            # For exporting it again:
+            "context": theirs.get(self.family.context),
+            "architecture": next(iter(self.family.architectures)),
         }
         stored = selection.stored
         self._files = {tensor.file for tensor in stored.values()}
@@ -141,19 +144,21 @@ def write(
     read,
     tokens: tokenizer.Tokenizer | None = None,
     card: str = "",
+    architecture: str = "",
 ) -> None:
     """Writes a model folder next to its destination, then moves it into place.
 
-    The host holds one parameter and FILE_BYTES of tensors at a time. Raises UserError if the
-    entry's family has no architecture for this config.
+    The host holds one parameter and FILE_BYTES of tensors at a time. Raises UserError if no
+    architecture computes this model.
 
     Args:
       context: positions that the model was trained on.
+      architecture: see `family_of`.
       read: a function from a variable's path to its value, a float32 NumPy array.
       tokens: the model's tokenizer, whose files are copied unchanged; None if unknown.
       card: text of README.md; empty: none.
     """
-    family = ENTRIES[entry]
+    family = family_of(entry, config, architecture)
     theirs = family.config_json(config, context)
     if family is not vit.FAMILY:
         # Absent ids mean 1 and 2 to transformers, but every vocabulary has its own.
@@ -164,6 +169,32 @@ def write(
         tensors.write(beside, expanded, read)
         for name, content in {"config.json": theirs, **family.other_files(config)}.items():
             (beside / name).write_text(json.dumps(content, indent=2) + "\n")
+
+
+def family_of(entry: str, config, architecture: str = "") -> Family:
+    """The family that exports a model: the first that says all of its Config and variables.
+
+    Args:
+      architecture: of the folder that the model was imported from: its family is the first to try.
+
+    Raises UserError if there is none.
+    """
+    families = [family for family in FAMILIES if family.entry == entry]
+    families.sort(key=lambda family: architecture not in family.architectures)
+    plain = dataclasses.replace(config, lora_rank=0)
+    variables = stored_paths(shapes_of(entry, plain))
+    lost = [
+        [*family.lost(plain), *(variables.keys() - family.tensors(plain).keys())]
+        for family in families
+    ]
+    best = min(range(len(families)), key=lambda i: len(lost[i]))
+    if lost[best]:
+        nearest = next(iter(families[best].architectures))
+        raise UserError(
+            f"no Hugging Face architecture computes this model; the nearest, {nearest}, can't have "
+            f"{' and '.join(lost[best])}; use a model without"
+        )
+    return families[best]
 
 
 @contextlib.contextmanager
@@ -224,22 +255,23 @@ def _family(theirs: dict[str, Any], file: pathlib.Path) -> tuple[Family, str]:
         shown = ", ".join(map(str, names)) if isinstance(names, list) else names
         raise UserError(
             f"{file} is for {shown}, which the zoo does not implement; the nearest is "
-            f"{_nearest(theirs, file)}; use one of "
-            f"{', '.join(name for family in FAMILIES for name in family.architectures)}"
+            f"{_nearest(theirs, file)}; use one of those that recipes/docs/architectures.md lists"
         )
     return known[names[0]]
 
 
 def _nearest(theirs: dict[str, Any], file: pathlib.Path) -> str:
     """The architecture whose config.json has most keys in common, and the first that differs."""
-    written = {
-        entry: family.config_json(entries.zoo_file(entry).SIZES["small"](), 1)
-        for entry, family in ENTRIES.items()
-    }
-    nearest = max(
-        written, key=lambda entry: len(written[entry].keys() & theirs) / len(written[entry])
-    )
-    family = ENTRIES[nearest]
+    written = [
+        family.config_json(
+            dataclasses.replace(entries.zoo_file(family.entry).SIZES["small"](), **family.fixed), 1
+        )
+        for family in FAMILIES
+    ]
+    read = {key for key in theirs if not any(part in key for part in UNIMPORTANT)}
+    shares = [len(keys.keys() & read) / len(keys.keys() | read) for keys in written]
+    nearest = shares.index(max(shares))
+    family = FAMILIES[nearest]
     name, kind = next(iter(family.architectures.items()))
     known = {*written[nearest], *family.checked}
     others = [key for key in theirs if key not in known]

@@ -9,11 +9,18 @@ import pathlib
 from typing import Any
 
 from recipes.common.hf import llama
-from recipes.common.hf.family import ORIGINAL, ConfigFile, Family, Selection
+from recipes.common.hf.family import (
+    GLOBAL,
+    LOCAL,
+    ConfigFile,
+    Family,
+    Selection,
+    scaling_json,
+)
 from recipes.common.hf.tensors import Stored
 from recipes.common.runtime.errors import UserError
 from zoo.gemma3 import Config
-from zoo.layers import Kind, RopeScaling
+from zoo.layers import Kind
 
 ENTRY = "gemma3"
 
@@ -40,7 +47,6 @@ VISION_PREFIXES = ("vision_tower.", "multi_modal_projector.")  # newer files: af
 SIZES = llama.SIZES | {"query_scalar": "query_pre_attn_scalar"}
 CAPS = {"soft_cap": "attn_logit_softcapping", "logits_soft_cap": "final_logit_softcapping"}
 TIE = "tie_word_embeddings"
-LOCAL, GLOBAL = "sliding_attention", "full_attention"
 THETAS = {LOCAL: ("rope_local_base_freq", 1e4), GLOBAL: ("rope_theta", 1e6)}  # Gemma 3's older keys
 
 UNUSED = {key: values for key, values in llama.UNUSED.items() if key != "hidden_act"}
@@ -115,7 +121,7 @@ def config_from(keys: dict[str, Any], file: pathlib.Path) -> Config:
         every = theirs.number("sliding_window_pattern", 6) if gemma3 else 2
         types = [LOCAL if layer % every else GLOBAL for layer in range(1, layers + 1)]
         theirs = theirs.with_keys(layer_types=types)
-    ropes = ropes_of_gemma3(theirs) if gemma3 else dict.fromkeys((LOCAL, GLOBAL), theirs.rope())
+    ropes = theirs.ropes(THETAS) if gemma3 else dict.fromkeys((LOCAL, GLOBAL), theirs.rope())
     windows = theirs.windows(theirs.keys["sliding_window"], mixed=True)
     every = [Kind(window, *ropes[LOCAL if window else GLOBAL]) for window in windows]
     caps = {name: key for name, key in CAPS.items() if keys.get(key) is not None}
@@ -127,28 +133,6 @@ def config_from(keys: dict[str, Any], file: pathlib.Path) -> Config:
         norm_eps=theirs.number("rms_norm_eps", None, float),
         tie_embeddings=keys[TIE] is True,
     )
-
-
-def ropes_of_gemma3(theirs: ConfigFile) -> dict[str, tuple[float, RopeScaling | None]]:
-    """Kind of layer → (theta, scaling), from older keys or rope_parameters for each kind.
-
-    An older rope_scaling is for global layers, and replaces keys of their newer one.
-    """
-    newer, scaling = (theirs.keys.get(key) or {} for key in ("rope_parameters", "rope_scaling"))
-    if not isinstance(newer, dict) or not {*newer} <= {*THETAS}:
-        raise theirs.refused("rope_parameters", newer)
-    # Versions of transformers disagree on the key `type`.
-    if not isinstance(scaling, dict) or ("type" in scaling and "rope_type" not in scaling):
-        raise theirs.refused("rope_scaling", scaling)
-    found = {}
-    for name, (key, usual) in THETAS.items():
-        rope = newer.get(name) or {}
-        if not isinstance(rope, dict):
-            raise theirs.refused("rope_parameters", newer)
-        rope = rope | (scaling if name == GLOBAL else {})
-        only = {"rope_theta": theirs.keys.get(key), "rope_scaling": None, "rope_parameters": rope}
-        found[name] = theirs.with_keys(**only, **{ORIGINAL: None}).rope(usual)
-    return found
 
 
 def config_json(config: Config, context: int) -> dict[str, Any]:
@@ -194,9 +178,9 @@ def ropes_json(ropes: dict[str, tuple[Any, ...]]) -> dict[str, Any]:
     theta, scaling = ropes.get(GLOBAL, (THETAS[GLOBAL][1], None))
     local_theta, local_scaling = ropes.get(LOCAL, (THETAS[LOCAL][1], None))
     theirs: dict[str, Any] = {"rope_theta": theta, "rope_local_base_freq": local_theta}
-    theirs["rope_scaling"] = llama.scaling_json(scaling)
+    theirs["rope_scaling"] = scaling_json(scaling)
     if local_scaling:
-        local = {"rope_theta": local_theta} | (llama.scaling_json(local_scaling) or {})
+        local = {"rope_theta": local_theta} | (scaling_json(local_scaling) or {})
         theirs["rope_parameters"] = {LOCAL: local, GLOBAL: {"rope_theta": theta}}
     return theirs
 

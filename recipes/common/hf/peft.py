@@ -15,10 +15,12 @@ import numpy as np
 from data import tokenizer
 from recipes.common import entries
 from recipes.common.hf import tensors, vit
+from recipes.common.hf.family import Family, Table
 from recipes.common.hf.folder import (
     ENTRIES,
     FAMILIES,
     add_prefix,
+    family_of,
     new_folder,
     read_onto,
     shapes_of,
@@ -64,6 +66,7 @@ class Adapter:
     metadata: dict[str, Any]
     stored: dict[str, tensors.Stored]
     keys: dict[str, Any]  # of adapter_config.json
+    family: Family | None = None  # of the base; None: the base is still unknown
     config: Any = None  # of the base with this adapter; None: the base is still unknown
     step = 0
 
@@ -79,12 +82,13 @@ class Adapter:
             raise UserError(
                 f"{self.path} is not an adapter for {entry!r} models, like its base; use {fix}"
             )
-        family, known = ENTRIES[entry], type(config).lora_targets
+        family = family_of(entry, config, base.get("architecture") or "")
+        known = type(config).lora_targets
         names = {name.removeprefix(PREFIX): tensor for name, tensor in self.stored.items()}
         names = tensors.rename(names, family.canonical, self.path)
         config = family.with_head(config, {name: tensor.shape for name, tensor in names.items()})
         every = dataclasses.replace(config, **self.metadata["config"], lora_targets=known)
-        factors = list(_factors(entry, every))
+        factors = list(_factors(family, every))
         full_name = add_prefix({tensor.name.removeprefix(PREFIX) for tensor in factors})
         names = tensors.rename(names, full_name, self.path)
         stored: dict[str, Any] = {PREFIX + name: tensor for name, tensor in names.items()}
@@ -97,7 +101,7 @@ class Adapter:
         config = dataclasses.replace(every, lora_targets=targets)
         wanted = {
             tensor.name: tensor
-            for tensor in _factors(entry, config)
+            for tensor in _factors(family, config)
             if _target(tensor.path) or tensor.name in stored  # an adapter may lack a head
         }
         for name, factor in wanted.items():
@@ -107,7 +111,7 @@ class Adapter:
                     f"{self.keys['layers_to_transform']} leaves out; use this adapter's own {CONFIG}"
                 )
             # A layer without an adapter is one whose factors are 0.
-            if name not in stored and not self._adapts(entry, config, factor):
+            if name not in stored and not self._adapts(family, config, factor):
                 stored[name] = tensors.Zeros(self.path, name, factor.shape)
         if (missing := wanted.keys() - stored.keys()) and not stored.keys() - wanted.keys():
             raise UserError(
@@ -121,12 +125,11 @@ class Adapter:
         facts = {"entry": entry, "config": entries.config_json(config)}
         facts |= {"context": base.get("context")}
         return dataclasses.replace(
-            self, metadata=self.metadata | facts, config=config, stored=stored
+            self, metadata=self.metadata | facts, config=config, stored=stored, family=family
         )
 
-    def _adapts(self, entry: str, config: Any, factor: tensors.Tensor) -> bool:
+    def _adapts(self, family: Family, config: Any, factor: tensors.Tensor) -> bool:
         """Whether adapter_config.json says that this factor exists, as PEFT reads it."""
-        family = ENTRIES[entry]
         weight = factor.path.replace("/lora/", "/").removesuffix("/a").removesuffix("/b")
         template, *_ = family.tensors(config)[weight]
         if not self._in_layers(factor.name):
@@ -156,14 +159,18 @@ class Adapter:
 
         These are all factors, and a head if PEFT has saved one.
         """
-        entry, known = self.metadata["entry"], table(self.metadata["entry"], self.config)
-        trained = paths(shapes_of(entry, self.config)["params"])
+        known = self._table()
+        trained = paths(shapes_of(self.metadata["entry"], self.config)["params"])
         stored = {p: x for p, x in trained.items() if "/lora/" in p or known[p][0] in self.stored}
         return {"params": nested(stored)}
 
     def read(self, abstract: Tree) -> Tree:
         """Reads the factors in {"params": nested dict of ShapeDtypeStructs with shardings}."""
-        return read_onto(self.stored, table(self.metadata["entry"], self.config), abstract)
+        return read_onto(self.stored, self._table(), abstract)
+
+    def _table(self) -> Table:
+        assert self.family is not None, "`on` has not been called"
+        return table(self.family, self.config)
 
     def tokenizer(self) -> tokenizer.Tokenizer | None:
         """The folder's tokenizer; None if it has none. Raises DataError if it can't be read."""
@@ -223,9 +230,10 @@ def _is_list(value: Any, kind: type) -> bool:
     return isinstance(value, list) and all(type(one) is kind for one in value)
 
 
-def _factors(entry: str, config: Any) -> Iterator[tensors.Tensor]:
+def _factors(family: Family, config: Any) -> Iterator[tensors.Tensor]:
     """The tensors of an adapter with this config, and of a head that is trained with it."""
-    return tensors.expand(table(entry, config), paths(shapes_of(entry, config)["params"]))
+    trained = paths(shapes_of(family.entry, config)["params"])
+    return tensors.expand(table(family, config), trained)
 
 
 def _target(path: str) -> str | None:
@@ -248,6 +256,7 @@ def write_adapter(
     read,
     tokens: tokenizer.Tokenizer | None = None,
     card: str = "",
+    architecture: str = "",
 ) -> None:
     """Writes an adapter's folder next to its destination, then moves it into place.
 
@@ -258,13 +267,14 @@ def write_adapter(
       base: the name by which PEFT finds the base; None if there is none.
       read: a function from a factor's path to its value, a float32 NumPy array.
       tokens, card: tokenizer and README.md to write along.
+      architecture: of the base; see `family_of`.
     """
-    family = ENTRIES[entry]
-    family.config_json(config, context=1)  # raises
-    config, read = side_by_side(entry, config, read)
+    family = family_of(entry, config, architecture)
+    family.config_json(config, 1)  # raises
+    config, read = side_by_side(family, config, read)
     names = {
-        path: (PREFIX + family.peft_name(name.removeprefix(PREFIX)), *dims)
-        for path, (name, *dims) in table(entry, config).items()
+        path: (PREFIX + family.peft_name(name.removeprefix(PREFIX)), ours, theirs)
+        for path, (name, ours, theirs) in table(family, config).items()
     }
     expanded = list(tensors.expand(names, paths(shapes_of(entry, config)["params"])))
     modules = sorted({t.name.split(".lora_")[0] for t in expanded if ".lora_" in t.name})
@@ -306,14 +316,14 @@ def target_modules(modules: list[str], every: set[str]) -> list[str]:
     return sorted(found)
 
 
-def side_by_side(entry: str, config: Any, read) -> tuple[Any, Any]:
+def side_by_side(family: Family, config: Any, read) -> tuple[Any, Any]:
     """(Config, function like `read`) of an adapter whose weights in one tensor of theirs share an A.
 
     GPT-2's q, k and v are one tensor, so that PEFT's adapter of them has one A. If ours differ, all
     factors get as many times the rank: the A's side by side, and around each B zeros.
     """
-    has, groups = paths(shapes_of(entry, config)["params"]), {}
-    for path, (name, *_) in table(entry, config).items():
+    has, groups = paths(shapes_of(family.entry, config)["params"]), {}
+    for path, (name, *_) in table(family, config).items():
         if path.endswith("/a") and path in has:
             groups.setdefault(name, []).append(path)
     shared = [group for group in groups.values() if len(group) > 1]
@@ -338,18 +348,18 @@ def side_by_side(entry: str, config: Any, read) -> tuple[Any, Any]:
     return dataclasses.replace(config, **wide), wider
 
 
-def table(entry: str, config: Any) -> dict[str, tuple[str, str, str]]:
+def table(family: Family, config: Any) -> Table:
     """All weights and the factors of each that can have an adapter, in the format of tensors.py.
 
     Their A is [r, in].
     """
     targets, found = type(config).lora_targets, {}  # the default lists all that the entry has
-    for path, (name, ours, theirs) in ENTRIES[entry].tensors(config).items():
+    for path, (name, ours, theirs) in family.tensors(config).items():
         module, _, leaf = path.rpartition("/")
         found[path] = (PREFIX + name, ours, theirs)
         if leaf in targets:
             first, second, *order = theirs.split()
-            inner, out = (first, second) if ENTRIES[entry].in_out else (second, first)
+            inner, out = (first, second) if family.in_out else (second, first)
             name = f"{PREFIX}{name.removesuffix('weight')}lora_"
             outer = out.replace("#", "")
             found[f"{module}/lora/{leaf}/a"] = (f"{name}A.weight", f"{inner}r", f"r {inner}")
