@@ -177,6 +177,7 @@ ORDER = [
 ]
 # A class of the zoo inherits one of these alone, so a model is read in its own file and decoder.py.
 BASES = {"", "nnx.Module", "nnx.Variable", "nnx.Param", "NamedTuple", "Compute", "Decoder"}
+BASES |= {"Variant"}  # Compute with the switches that Transformer and MoE share
 BASES |= {"LowPrecisionWeight"}  # the type by which layers.py knows low_precision.py's weights
 
 

@@ -133,7 +133,8 @@ class ConfigFile:
     def rotary_dims(self, head_dim: int) -> int:
         """How many dims of a head rotate; 0: all."""
         rope = dataclasses.replace(self, keys=self.rope_keys())
-        dims = int(head_dim * rope.number(PARTIAL, 1.0, float))
+        usual = self.number("rotary_dim", head_dim) / head_dim  # MiniMax's older key
+        dims = int(head_dim * rope.number(PARTIAL, usual, float))
         return 0 if dims == head_dim else dims
 
     def rope(

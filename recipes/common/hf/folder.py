@@ -161,9 +161,9 @@ def write(
     family = family_of(entry, config, architecture)
     theirs = family.config_json(config, context)
     if family is not vit.FAMILY:
-        # Absent ids mean 1 and 2 to transformers, but every vocabulary has its own.
-        unknown = {"bos_token_id": None, "eos_token_id": None}
-        theirs |= tokens.config_ids() if tokens else unknown
+        # Absent ids mean 1 and 2 to transformers, or more, but every vocabulary has its own.
+        theirs |= {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
+        theirs |= tokens.config_ids() if tokens else {}
     expanded = tensors.expand(family.tensors(config), stored_paths(shapes_of(entry, config)))
     with new_folder(folder, tokens, card) as beside:
         tensors.write(beside, expanded, read)

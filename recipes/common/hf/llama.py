@@ -63,6 +63,45 @@ FUSED_MLP = {
     "layers/mlp/up": ("model.layers.{}.mlp.gate_up_proj.weight", "DF", "#F D 1/2"),
 }
 
+
+def phi3_tensors(config: Any) -> Table:
+    """One tensor has q, k and v, and one has gate and up."""
+    q_rows = config.num_heads * config.head_dim
+    kv_rows = config.num_kv_heads * config.head_dim
+    rows = q_rows + 2 * kv_rows
+    name = f"{ATTENTION}.qkv_proj.weight"
+    return (
+        TENSORS
+        | FUSED_MLP
+        | {
+            "layers/attention/q": (name, "DNH", f"NH D +0/{rows}"),
+            "layers/attention/k": (name, "DKH", f"KH D +{q_rows}/{rows}"),
+            "layers/attention/v": (name, "DKH", f"KH D +{q_rows + kv_rows}/{rows}"),
+        }
+    )
+
+
+def glm_tensors(config: Any) -> Table:
+    """Rotary pairs are neighbors, and one tensor has gate and up."""
+    pairs = f"{config.rotary_dim}~H"
+    return (
+        TENSORS
+        | FUSED_MLP
+        | {
+            "layers/attention/q": (f"{ATTENTION}.q_proj.weight", "DNH", f"NH D {pairs}"),
+            "layers/attention/k": (f"{ATTENTION}.k_proj.weight", "DKH", f"KH D {pairs}"),
+            "layers/attention/q_bias": (f"{ATTENTION}.q_proj.bias", "NH", f"NH {pairs}"),
+            "layers/attention/k_bias": (f"{ATTENTION}.k_proj.bias", "KH", f"KH {pairs}"),
+        }
+    )
+
+
+GLM4_NORMS = {
+    "layers/post_attention_norm/scale": (
+        "model.layers.{}.post_self_attn_layernorm.weight", "D", "D"),
+    "layers/post_mlp_norm/scale": ("model.layers.{}.post_mlp_layernorm.weight", "D", "D"),
+}  # fmt: skip
+
 SIZES = {  # field of Config → theirs
     "vocab_size": "vocab_size",
     "embed": "hidden_size",
@@ -203,6 +242,12 @@ def kinds_of(config: Any) -> list[Kind]:
 
 ATTENTION_BIAS = {"qkv_bias": "attention_bias", "o_bias": "attention_bias"}
 LLAMA_BIASES = ATTENTION_BIAS | {"mlp_bias": "mlp_bias"}
+MULTIPLIERS = {
+    "embed_scale": "embedding_multiplier",
+    "residual_scale": "residual_multiplier",
+    "attention_scale": "attention_multiplier",
+    "logits_divisor": "logits_scaling",
+}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -225,6 +270,7 @@ class Relative:
     defaults: dict[str, Any] = dataclasses.field(default_factory=dict)
     aliases: dict[str, str] = dataclasses.field(default_factory=dict)  # key → another name of it
     refused: dict[str, tuple] = dataclasses.field(default_factory=dict)  # as UNUSED
+    formats: tuple[str, ...] = ()  # quantization methods that are read
     # Fields of Config for training, which no config.json holds → the value of an imported model.
     training: dict[str, Any] = dataclasses.field(default_factory=dict)
 
@@ -318,6 +364,7 @@ class Relative:
             config_from=self.config_from,
             config_json=self.config_json,
             lost=self.lost,
+            formats=self.formats,
             fixed=self.fixed,
             checked=(*self.unused, *self.defaults),
         )
@@ -352,6 +399,14 @@ def common_json(
         "torch_dtype": "float32",
     }
 
+
+GLM_DEFAULTS = {
+    "num_key_value_heads": 2,
+    "head_dim": 128,
+    "rms_norm_eps": 1.5625e-7,
+    "attention_bias": True,
+    "partial_rotary_factor": 0.5,
+}
 
 ROWS = (  # the first that computes a Config is the one that exports it
     Relative(architecture="LlamaForCausalLM", model_type="llama", even=True, options=LLAMA_BIASES),
@@ -399,6 +454,55 @@ ROWS = (  # the first that computes a Config is the one that exports it
         fixed={"norms": "after", "qk_norm": True, "joint_qk_norm": True},
         options=ATTENTION_BIAS,
         defaults={"rms_norm_eps": 1e-5},
+    ),
+    Relative(
+        architecture="Phi3ForCausalLM",
+        model_type="phi3",
+        tensors=phi3_tensors,
+        layers=windowed(4_096),
+        partial=True,
+        defaults={"rms_norm_eps": 1e-5, "sliding_window": None, ORIGINAL: 4_096},
+    ),
+    Relative(  # without rotary embeddings in every fourth layer
+        architecture="SmolLM3ForCausalLM",
+        model_type="smollm3",
+        layers=Layers(read_smollm3, write_smollm3),
+        theta=2e6,
+        options=LLAMA_BIASES,
+        defaults={"num_key_value_heads": 4, "tie_word_embeddings": True},
+    ),
+    Relative(
+        architecture="GraniteForCausalLM",
+        model_type="granite",
+        options=LLAMA_BIASES | MULTIPLIERS,
+        defaults={"attention_multiplier": 1.0},
+    ),
+    Relative(
+        architecture="GlmForCausalLM",
+        model_type="glm",
+        tensors=glm_tensors,
+        partial=True,
+        options={"qkv_bias": "attention_bias"},
+        defaults=GLM_DEFAULTS,
+    ),
+    Relative(
+        architecture="Glm4ForCausalLM",
+        model_type="glm4",
+        tensors=lambda config: glm_tensors(config) | GLM4_NORMS,
+        partial=True,
+        fixed={"norms": "both"},
+        options={"qkv_bias": "attention_bias"},
+        defaults=GLM_DEFAULTS,
+    ),
+    Relative(
+        architecture="SeedOssForCausalLM",
+        model_type="seed_oss",
+        options={
+            "qkv_bias": "attention_bias",
+            "o_bias": "attention_out_bias",
+            "mlp_bias": "mlp_bias",
+        },
+        defaults={"attention_bias": True, "num_key_value_heads": 8, "head_dim": 128},
     ),
 )
 FAMILIES = tuple(row.family for row in ROWS)

@@ -6,14 +6,16 @@ Each expert is a separate tensor in most folders, and a slice of one of our para
 import functools
 from typing import Any
 
-from recipes.common.hf.family import ConfigFile, Table
+from recipes.common.hf.family import GLOBAL, LOCAL, ConfigFile, Table
 from recipes.common.hf.llama import (
     ATTENTION_BIAS,
     JOINT_NORMS,
+    MULTIPLIERS,
     SIZES,
     TENSORS,
     Layers,
     Relative,
+    types_of,
     windowed,
 )
 from zoo.layers import Kind
@@ -44,6 +46,11 @@ QWEN2 = QWEN | {
     "layers/mlp_gate": ("model.layers.{}.mlp.shared_expert_gate.weight", "D", "1 D"),
 }
 OLMOE = QWEN | JOINT_NORMS
+MINIMAX = MIXTRAL | JOINT_NORMS
+MINIMAX |= {
+    "layers/experts/bias": (
+        "model.layers.{}.block_sparse_moe.e_score_correction_bias", "E", "E"),
+}  # fmt: skip
 GRANITE = OTHERS | {  # all experts of a layer are one tensor, and so are gate and up
     "layers/experts/router": ("model.layers.{}.block_sparse_moe.router.layer.weight", "DE", "E D"),
     "layers/experts/gate": (
@@ -68,6 +75,26 @@ def read_switched(file: ConfigFile, theta: float, partial: bool) -> list[Kind]:
 
 def write_switched(kinds: list[Kind]) -> dict[str, Any]:
     return {"use_sliding_window": kinds[0].window is not None, "sliding_window": kinds[0].window}
+
+
+def read_qwen2(file: ConfigFile, theta: float, partial: bool) -> list[Kind]:
+    """Reads layers of which every other one up to max_window_layers has a window."""
+    if not file.keys.get("use_sliding_window"):
+        return read_switched(file, theta, partial)
+    if file.keys.get("layer_types") is None:
+        most = file.number("max_window_layers", 28)
+        types = [
+            GLOBAL if layer % 2 or layer >= most else LOCAL
+            for layer in range(file.number("num_hidden_layers"))
+        ]
+        file = file.with_keys(layer_types=types)
+    return windowed(4_096, mixed=True).read(file, theta, partial)
+
+
+def write_mixed(kinds: list[Kind]) -> dict[str, Any]:
+    window = next((kind.window for kind in kinds if kind.window), None)
+    switch = {"use_sliding_window": window is not None, "sliding_window": window}
+    return switch | {"layer_types": types_of(kinds)}
 
 
 row = functools.partial(
@@ -104,6 +131,54 @@ ROWS = (
         options=ATTENTION_BIAS | {"normalize": "norm_topk_prob"},
         aliases={"num_experts": "num_local_experts"},  # in newer files
         refused=EVERY_LAYER,
+    ),
+    row(
+        architecture="Qwen2MoeForCausalLM",
+        model_type="qwen2_moe",
+        tensors=lambda config: QWEN2,
+        sizes=QWEN_EXPERTS | {"shared_mlp": "shared_expert_intermediate_size"},
+        layers=Layers(read_qwen2, write_mixed),
+        fixed={"shared_gate": True},
+        options={"qkv_bias": "qkv_bias", "normalize": "norm_topk_prob"},
+        defaults={"num_key_value_heads": 16, "qkv_bias": True, "norm_topk_prob": False},
+        refused=EVERY_LAYER,
+    ),
+    row(
+        architecture="OlmoeForCausalLM",
+        model_type="olmoe",
+        tensors=lambda config: OLMOE,
+        sizes=SIZES | PER_TOKEN | {"num_experts": "num_experts"},
+        fixed={"qk_norm": True, "joint_qk_norm": True},
+        options=ATTENTION_BIAS | {"normalize": "norm_topk_prob"},
+        defaults={"rms_norm_eps": 1e-5, "norm_topk_prob": False},
+        refused={"clip_qkv": ()},
+    ),
+    row(
+        architecture="GraniteMoeForCausalLM",
+        model_type="granitemoe",
+        tensors=lambda config: GRANITE,
+        sizes=LOCAL_EXPERTS,
+        fixed={"normalize": True},
+        options=ATTENTION_BIAS | MULTIPLIERS,
+        defaults={"attention_multiplier": 1.0},
+    ),
+    row(
+        architecture="MiniMaxM2ForCausalLM",
+        model_type="minimax_m2",
+        tensors=lambda config: MINIMAX,
+        sizes=LOCAL_EXPERTS,
+        theta=5e6,
+        partial=True,
+        fixed={"sigmoid": True, "normalize": True, "qk_norm": True, "joint_qk_norm": True},
+        defaults={"head_dim": 128, "num_key_value_heads": 8},
+        formats=("fp8",),
+        refused={
+            "scoring_func": ("sigmoid",),
+            "use_routing_bias": (True,),
+            "shared_intermediate_size": (0,),
+            "use_qk_norm": (True,),
+            "qk_norm_type": ("per_layer",),
+        },
     ),
 )
 FAMILIES = tuple(one.family for one in ROWS)
