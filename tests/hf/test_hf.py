@@ -41,6 +41,7 @@ from tests.conftest import ROOT, full_except
 from tests.support.quick import QUICK
 from tests.support.quick import quick as quick
 from zoo import gpt_oss, moe
+from zoo.config import Compute, Variant
 from zoo.gemma3 import SIZES
 from zoo.layers import Kind, Linear, Llama3, Yarn, rope_angles
 from zoo.transformer import Config, Transformer
@@ -98,7 +99,7 @@ def tensors_of(file):
 
 
 SLOW = ("qwen3_moe", "odd_llama", "llama_linear", "qwen3_yarn", "gemma3", "gemma2", "gpt_oss")
-SLOW += ("deepseek_v3", "deepseek_odd_head")
+SLOW += ("deepseek_v3", "deepseek_odd_head", "olmoe", "granitemoe", "seed_oss", "llama_biases")
 # On one device and on a mesh; in the fast tier each family on a mesh, as some are in either tier.
 ON_A_MESH = ("gemma2", "gemma3_vision", "gpt_oss", "deepseek_v3")
 PARITY = {
@@ -179,7 +180,8 @@ def test_export_is_read_back_bit_equal_with_the_same_config(family, tmp_path):
 def test_every_option_of_config_is_read():
     """Options of the Llama family and of MoE occur in their golden models and in no other."""
     every = {name: hf.Folder(GOLDEN / name).config for name in FAMILIES}
-    found = {name: c for name, c in every.items() if type(c) in (Config, moe.Config)}
+    kinds = (Config, moe.Config)
+    found = {n: c for n, c in every.items() if type(c) in kinds and n not in RELATIVES}
     assert found["llama3"].rope_scaling == Llama3(8.0, 1.0, 4.0, 16)
     assert found["llama_linear"].rope_scaling == Linear(3.0)
     assert found["ministral"].layer_kinds == (Kind(5, 1e4), Kind(None, 1e4))
@@ -212,6 +214,42 @@ def test_every_option_of_config_is_read():
     assert dtypes["llama2"] == {"float16"}
     assert dtypes["llama3"] == dtypes["smollm"] == {"bfloat16"}
     assert dtypes["qwen3"] == {"float32"}
+
+
+OLMO = {"norms": "after", "qk_norm": True, "joint_qk_norm": True}
+ALL_BIASES = {"qkv_bias": True, "o_bias": True, "mlp_bias": True}
+GRANITE = {"embed_scale": 3.0, "residual_scale": 0.4, "attention_scale": 0.2, "logits_divisor": 0.5}
+RELATIVES = {  # golden model → the switches that it sets
+    "llama_biases": ALL_BIASES,
+    "olmo2": OLMO,
+    "olmo3": OLMO,
+    "phi3": {"rotary_dims": 6},
+    "smollm3": {},
+    "granite": GRANITE | ALL_BIASES,
+    "glm4": {"norms": "both", "qkv_bias": True, "rotary_dims": 6},
+    "seed_oss": ALL_BIASES,
+    "llama_dynamic": {},
+    "qwen2_moe": {"qkv_bias": True, "normalize": False, "shared_mlp": 24, "shared_gate": True},
+    "olmoe": {"qk_norm": True, "joint_qk_norm": True, "normalize": False},
+    "granitemoe": GRANITE,
+    "minimax_m2": {"qk_norm": True, "joint_qk_norm": True, "sigmoid": True, "rotary_dims": 6},
+}
+
+
+@pytest.mark.parametrize("name", RELATIVES)
+def test_a_relative_of_llama_sets_its_switches_and_no_other(name):
+    config = hf.Folder(GOLDEN / name).config
+    switches = {*Variant.__dataclass_fields__} - {*Compute.__dataclass_fields__}
+    switches |= {"normalize", "shared_mlp", "shared_gate", "sigmoid"} & {*vars(config)}
+    fields = type(config).__dataclass_fields__
+    found = {n: getattr(config, n) for n in switches if getattr(config, n) != fields[n].default}
+    assert found == RELATIVES[name]
+    kinds = {
+        "olmo3": (*[Kind(5, 5e5)] * 3, Kind(None, 5e5, Yarn(4.0, 2.0, 1.0, 16, True, MAGNITUDE))),
+        "smollm3": (Kind(None, 2e6), Kind(7, None)),
+        "qwen2_moe": (Kind(5, 1e4), Kind(None, 1e4), Kind(None, 1e4)),
+    }
+    assert config.layer_kinds == kinds.get(name, ())
 
 
 @pytest.mark.parametrize("rules", [None, "tp", {"head_dim": "model", "heads": None}])
