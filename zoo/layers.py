@@ -159,10 +159,9 @@ class GatedMLP(nnx.Module):
 
     def __call__(self, x_BTD):
         x_BTD = gather(x_BTD, self.up)
-        gate_BTF = add_bias(project(self, "gate", x_BTD), self.gate_bias)
-        up_BTF = add_bias(project(self, "up", x_BTD), self.up_bias)
-        out_BTD = project(self, "down", self.activation(gate_BTF) * up_BTF, seq="residual_seq")
-        return add_bias(out_BTD, self.down_bias)
+        gate_BTF = self.activation(add_bias(project(self, "gate", x_BTD), self.gate_bias))
+        hidden_BTF = gate_BTF * add_bias(project(self, "up", x_BTD), self.up_bias)
+        return add_bias(project(self, "down", hidden_BTF, seq="residual_seq"), self.down_bias)
 
 
 class GeluMLP(nnx.Module):
