@@ -162,6 +162,16 @@ class Config(Compute):
         )  # fmt: skip
 
     @classmethod
+    def kimi_k2(cls) -> "Config":
+        """1,026,408,209,408 parameters. 32,861,477,888 of them active. Kimi K2."""
+        return cls(
+            163_840, 7_168, 61, num_heads=64, nope_dim=128, rope_dim=64, value_dim=128,
+            kv_latent=512, mlp=2_048, num_experts=384, experts_per_token=8, q_latent=1_536,
+            dense_layers=1, dense_mlp=18_432, route_scale=2.827, rope_theta=5e4,
+            rope_scaling=Yarn(32.0, 1.0, 1.0, 4_096, True, 1.0), mscale=1.0, remat="dispatched",
+        )  # fmt: skip
+
+    @classmethod
     def deepseek_v3(cls) -> "Config":
         """671,026,404,352 parameters. 37,552,282,624 of them active. DeepSeek V3, R1."""
         return cls(
@@ -178,6 +188,7 @@ SIZES = {
     "small": Config.small,
     "16b": Config.moonlight_16b,
     "671b": Config.deepseek_v3,
+    "kimi_k2": Config.kimi_k2,
 }
 
 REMAT = Config.REMAT

@@ -26,6 +26,7 @@ from .experts import EXPERT_REMAT, GatedExperts, check_experts, experts_shape, g
 from .layers import GatedMLP, Kind, RMSNorm, RopeScaling, add_output, apply_norm
 from .shape import LayerShape
 from .sharding import Rules, complete_tables, param
+from .sizes import MOE, published
 from .strategies import EXPERT_DECODER, expert_rules
 
 
@@ -123,6 +124,7 @@ SIZES = {
     "small": Config.small,
     "mixtral_8x7b": Config.mixtral_8x7b,
     "qwen3_30b_a3b": Config.qwen3_30b_a3b,
+    **published(Config, MOE),
 }
 
 REMAT = Config.REMAT

@@ -167,6 +167,7 @@ ORDER = [
         "kernels",
         "shape",
         "config",
+        "sizes",
         "splash",
         "context",
         "cache",

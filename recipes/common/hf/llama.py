@@ -269,6 +269,7 @@ class Relative:
     # Keys that files may leave out, with transformers' values where these are not None or False.
     defaults: dict[str, Any] = dataclasses.field(default_factory=dict)
     aliases: dict[str, str] = dataclasses.field(default_factory=dict)  # key → another name of it
+    own_code: bool = False  # whether published folders have code too, which computes the same
     refused: dict[str, tuple] = dataclasses.field(default_factory=dict)  # as UNUSED
     formats: tuple[str, ...] = ()  # quantization methods that are read
     # Fields of Config for training, which no config.json holds → the value of an imported model.
@@ -279,6 +280,7 @@ class Relative:
         """Keys whose features the architecture lacks → values that leave them off."""
         read = {*self.options.values(), *self.sizes.values(), *self.aliases.values()}
         read |= {"partial_rotary_factor"} if self.partial else set()
+        read |= {"auto_map"} if self.own_code else set()
         return {key: values for key, values in UNUSED.items() if key not in read} | self.refused
 
     def config_from(self, keys: dict[str, Any], path: pathlib.Path) -> Any:
@@ -461,6 +463,7 @@ ROWS = (  # the first that computes a Config is the one that exports it
         tensors=phi3_tensors,
         layers=windowed(4_096),
         partial=True,
+        own_code=True,
         defaults={"rms_norm_eps": 1e-5, "sliding_window": None, ORIGINAL: 4_096},
     ),
     Relative(  # without rotary embeddings in every fourth layer

@@ -172,6 +172,7 @@ ROWS = (
         fixed={"sigmoid": True, "normalize": True, "qk_norm": True, "joint_qk_norm": True},
         defaults={"head_dim": 128, "num_key_value_heads": 8},
         formats=("fp8",),
+        own_code=True,
         refused={
             "scoring_func": ("sigmoid",),
             "use_routing_bias": (True,),
