@@ -80,7 +80,8 @@ class Config(Variant):
 
     @property
     def layer_shape(self) -> LayerShape:
-        return dataclasses.replace(super().layer_shape, mlp=0, experts=experts_shape(self))
+        experts = experts_shape(self)
+        return dataclasses.replace(super().layer_shape, mlp=self.shared_mlp, experts=experts)
 
     @classmethod
     def tiny(cls) -> "Config":
