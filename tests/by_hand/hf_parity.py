@@ -291,6 +291,19 @@ FAMILIES |= {  # Llama's relatives, at sizes that no mesh axis divides
         | {"use_sliding_window": True, "sliding_window": 7},
         "bfloat16",
     ),
+    "mistral3": Family(  # Mistral Small, with a vision tower
+        "Mistral3Config",
+        {
+            "text_config": {"model_type": "mistral", "num_hidden_layers": 2, "head_dim": 6}
+            | {"sliding_window": None, "num_key_value_heads": 2, "rope_theta": 1e6},
+            "vision_config": {
+                "model_type": "pixtral", "hidden_size": 16, "intermediate_size": 16, "head_dim": 8,
+                "num_hidden_layers": 1, "num_attention_heads": 2, "image_size": 28, "patch_size": 14,
+            },
+            "tie_word_embeddings": False,
+        },
+        "bfloat16",
+    ),
     "granite": Family("GraniteConfig", SMALL | MULTIPLIERS | BIASED | {"num_key_value_heads": 2}, "bfloat16"),
     "glm": Family("GlmConfig", SMALL | {"num_key_value_heads": 2}),
     "glm4": Family(

@@ -8,16 +8,14 @@ import dataclasses
 import pathlib
 from typing import Any
 
-from recipes.common.hf import llama
+from recipes.common.hf import llama, vision
 from recipes.common.hf.family import (
     GLOBAL,
     LOCAL,
     ConfigFile,
     Family,
-    Selection,
     scaling_json,
 )
-from recipes.common.hf.tensors import Stored
 from recipes.common.runtime.errors import UserError
 from zoo.gemma3 import Config
 from zoo.layers import Kind
@@ -35,14 +33,6 @@ TENSORS = llama.TENSORS | {
     "layers/mlp_norm/scale": ("model.layers.{}.pre_feedforward_layernorm.weight", "D", "D"),
     "layers/post_mlp_norm/scale": ("model.layers.{}.post_feedforward_layernorm.weight", "D", "D"),
 }  # fmt: skip
-
-# The text model's tensors in files with a vision tower, older and newer → their names without one.
-TEXT_PREFIXES = {
-    "language_model.model.": "model.",
-    "language_model.lm_head.": "lm_head.",
-    "model.language_model.": "model.",
-}
-VISION_PREFIXES = ("vision_tower.", "multi_modal_projector.")  # newer files: after "model."
 
 SIZES = llama.SIZES | {"query_scalar": "query_pre_attn_scalar"}
 CAPS = {"soft_cap": "attn_logit_softcapping", "logits_soft_cap": "final_logit_softcapping"}
@@ -83,30 +73,13 @@ def with_defaults(keys: dict[str, Any], file: pathlib.Path) -> dict[str, Any]:
 
 def text_keys(keys: dict[str, Any], file: pathlib.Path) -> dict[str, Any]:
     """The text model's keys in the config.json of a model with a vision tower. Raises UserError."""
-    whole, text = ConfigFile(keys, file, ENTRY), keys.get("text_config")
+    whole = ConfigFile(keys, file, ENTRY)
     whole.refuse(UNUSED)
-    if not isinstance(text, dict):
-        raise whole.refused("text_config", text)
+    text = vision.text_config(whole)
     tied = [found[TIE] for found in (keys, text) if found.get(TIE) is not None]
     if tied and tied[0] != tied[-1]:  # versions of transformers disagree on which one counts
         raise whole.refused(TIE, tied[0])
     return GEMMA3_DEFAULTS | text | {"model_type": "gemma3_text", TIE: (tied or [True])[0]}
-
-
-def without_vision(stored: dict[str, Stored], config: Config) -> Selection:
-    """The text model in a folder with a vision tower."""
-    text = {
-        name: tensor
-        for name, tensor in stored.items()
-        if not name.removeprefix("model.").startswith(VISION_PREFIXES)
-    }
-    return Selection(text, config, "The vision tower was left out; the zoo has the text model.")
-
-
-def canonical(name: str) -> str:
-    """A stored tensor's name, as a model without a vision tower has it."""
-    prefix = next((prefix for prefix in TEXT_PREFIXES if name.startswith(prefix)), "")
-    return TEXT_PREFIXES.get(prefix, "") + name.removeprefix(prefix)
 
 
 def config_from(keys: dict[str, Any], file: pathlib.Path) -> Config:
@@ -193,11 +166,11 @@ FAMILY = Family(
     config_json=config_json,
     checked=UNUSED,
     text_keys=with_defaults,
-    canonical=canonical,
+    canonical=vision.canonical,
 )
 WITH_VISION = dataclasses.replace(
     FAMILY,
     architectures={"Gemma3ForConditionalGeneration": "gemma3"},
     text_keys=text_keys,
-    select=without_vision,
+    select=vision.without_vision,
 )

@@ -8,15 +8,18 @@ import pathlib
 from collections.abc import Callable
 from typing import Any
 
+from recipes.common.hf import vision
 from recipes.common.hf.family import (
     GLOBAL,
     LOCAL,
     ORIGINAL,
     ConfigFile,
     Family,
+    Selection,
     Table,
     scaling_json,
 )
+from recipes.common.hf.tensors import Stored
 from recipes.common.runtime.errors import UserError
 from zoo.config import Compute
 from zoo.layers import Dynamic, Kind, LongRope
@@ -508,4 +511,30 @@ ROWS = (  # the first that computes a Config is the one that exports it
         defaults={"attention_bias": True, "num_key_value_heads": 8, "head_dim": 128},
     ),
 )
-FAMILIES = tuple(row.family for row in ROWS)
+MISTRAL = next(row for row in ROWS if row.architecture == "MistralForCausalLM")
+
+
+def mistral3_keys(keys: dict[str, Any], path: pathlib.Path) -> dict[str, Any]:
+    """The text model's keys in the config.json of a Mistral that also sees. Raises UserError."""
+    text = vision.text_config(ConfigFile(keys, path, MISTRAL.entry))
+    ConfigFile(text, path, MISTRAL.entry).refuse({"model_type": ("mistral",)})
+    return text | {"model_type": "mistral"}
+
+
+def mistral3_text(stored: dict[str, Stored], config: Any) -> Selection:
+    """The text model, whose embeddings are tied if no head is stored: files don't say it."""
+    selection = vision.without_vision(stored, config)
+    tied = not any(name.endswith("lm_head.weight") for name in selection.stored)
+    return dataclasses.replace(selection, config=dataclasses.replace(config, tie_embeddings=tied))
+
+
+FAMILIES = (
+    *(row.family for row in ROWS),
+    dataclasses.replace(
+        MISTRAL.family,
+        architectures={"Mistral3ForConditionalGeneration": "mistral3"},
+        text_keys=mistral3_keys,
+        select=mistral3_text,
+        canonical=vision.canonical,
+    ),
+)
