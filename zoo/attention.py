@@ -33,6 +33,7 @@ class Attention(nnx.Module):
       joint: whether these norm all heads together.
       soft_cap: of scores, see `attend`.
       scale: of scores, in addition to 1 / sqrt(H).
+      growth: see `grown`.
       sinks: whether each head has a sink, see `attend`.
     """
 
@@ -45,6 +46,7 @@ class Attention(nnx.Module):
         joint: bool = False,
         soft_cap: float | None = None,
         scale: float = 1.0,
+        growth: float = 0.0,
         sinks: bool = False,
         rngs: nnx.Rngs,
     ):
@@ -53,6 +55,7 @@ class Attention(nnx.Module):
         self.config = config
         self.soft_cap = soft_cap
         self.scale = scale
+        self.growth = growth
         self.q = param(rngs, (D, N, H), ("embed", "heads", "head_dim"), D**-0.5)
         self.k = param(rngs, (D, K, H), ("embed", "kv_heads", "head_dim"), D**-0.5)
         self.v = param(rngs, (D, K, H), ("embed", "kv_heads", "head_dim"), D**-0.5)
@@ -89,6 +92,8 @@ class Attention(nnx.Module):
             k_BTKH = rotate(k_BTKH, positions.angles[kind], kind.magnitude)
         if self.scale != 1:
             q_BTNH = q_BTNH * self.scale
+        if self.growth:
+            q_BTNH = grown(q_BTNH, positions.numbers_BT, self.growth, kind)
         sinks_N = None if self.sinks is None else self.sinks[...]
         if past is None:
             out_BTNH = attend(
@@ -116,6 +121,14 @@ class Attention(nnx.Module):
             )
         out_BTD = project(self, "o", out_BTNH, contract=2, seq="residual_seq")
         return add_bias(out_BTD, self.o_bias), (k_BTKH, v_BTKH)
+
+
+def grown(q_BTNH: jax.Array, numbers_BT: jax.Array, growth: float, kind: Kind) -> jax.Array:
+    """Queries, larger at positions beyond multiples of the original length (config.Variant)."""
+    scaling: Any = kind.rope_scaling
+    times_BT = jnp.maximum(numbers_BT, 0) // scaling.original_length  # padding is before 0
+    factor_BT11 = (1 + growth * jnp.log1p(times_BT.astype(jnp.float32)))[..., None, None]
+    return q_BTNH * factor_BT11.astype(q_BTNH.dtype)
 
 
 # ---- positions -----------------------------------------------------------------------------------

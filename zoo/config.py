@@ -5,7 +5,7 @@ import math
 from typing import Any, ClassVar
 
 from .kernels import KERNELS
-from .layers import Kind, LongRope, read_scaling
+from .layers import Kind, LongRope, Yarn, read_scaling
 from .shape import AttentionShape, LayerShape, Shape
 from .stack import REMAT_POLICIES
 
@@ -183,6 +183,9 @@ class Variant(Compute):
     residual_scale: float = 1.0  # factor of what a sublayer adds to the residual
     attention_scale: float | None = None  # factor of scores; None: 1 / sqrt(head_dim)
     logits_divisor: float = 1.0
+    # Queries at position t are multiplied by 1 + query_growth · ln(1 + ⌊t / original length⌋), with
+    # the original length of their rotary scaling (Ministral 3).
+    query_growth: float = 0.0
 
     MAY_BE_ZERO: ClassVar[tuple[str, ...]] = (*Compute.MAY_BE_ZERO, "rotary_dims")
     ROTARY: ClassVar[str] = "rotary_dims"
@@ -209,6 +212,8 @@ class Variant(Compute):
             raise ValueError(f"norms={self.norms!r} is not one of {', '.join(NORMS)}")
         if self.joint_qk_norm and not self.qk_norm:
             raise ValueError("joint_qk_norm needs qk_norm")
+        if self.query_growth and not all(isinstance(k.rope_scaling, Yarn) for k in self.kinds):
+            raise ValueError("query_growth needs rotary embeddings scaled by Yarn in all layers")
         if self.rotary_dims > self.head_dim:
             raise ValueError(
                 f"rotary_dims={self.rotary_dims} is more than head_dim={self.head_dim}"

@@ -155,6 +155,7 @@ class Layer(nnx.Module):
             norm=norm if config.qk_norm else None,
             joint=config.joint_qk_norm,
             scale=config.query_scale,
+            growth=config.query_growth,
             rngs=rngs,
         )
         self.post_attention_norm = norm(D) if after else None

@@ -161,6 +161,7 @@ class Layer(nnx.Module):
             norm=norm if config.qk_norm else None,
             joint=config.joint_qk_norm,
             scale=config.query_scale,
+            growth=config.query_growth,
             rngs=rngs,
         )
         self.post_attention_norm = norm(config.embed) if after else None

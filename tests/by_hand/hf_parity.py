@@ -304,6 +304,14 @@ FAMILIES |= {  # Llama's relatives, at sizes that no mesh axis divides
         },
         "bfloat16",
     ),
+    "ministral3": Family(  # queries that grow with the position
+        "Ministral3Config",
+        SMALL | {"num_key_value_heads": 2, "head_dim": 12}
+        | {"rope_parameters": YARN | {"rope_theta": 30.0, "beta_fast": 2.0, "mscale": 1.0}
+           | {"mscale_all_dim": 1.0, "original_max_position_embeddings": 7}
+           | {"llama_4_scaling_beta": 0.4}},
+        "bfloat16",
+    ),
     "granite": Family("GraniteConfig", SMALL | MULTIPLIERS | BIASED | {"num_key_value_heads": 2}, "bfloat16"),
     "glm": Family("GlmConfig", SMALL | {"num_key_value_heads": 2}),
     "glm4": Family(

@@ -172,7 +172,10 @@ def test_export_is_read_back_bit_equal_with_the_same_config(family, tmp_path):
     assert_bit_equal(params_of(f"hf:{a.path}"), params_of(f"hf:{b.path}"))
     theirs, ours = (json.loads((f.path / "config.json").read_text()) for f in (a, b))
     if "vision_config" in theirs:
-        theirs = {"architectures": ["Gemma3ForCausalLM"], "model_type": "gemma3_text"}
+        text = {"gemma3": ("Gemma3ForCausalLM", "gemma3_text")}
+        text |= {"mistral3": ("MistralForCausalLM", "mistral")}
+        name, kind = text[theirs["model_type"]]
+        theirs = {"architectures": [name], "model_type": kind}
     for key in ("architectures", "model_type"):
         assert theirs[key] == ours[key]
 
@@ -228,6 +231,8 @@ RELATIVES = {  # golden model → the switches that it sets
     "granite": GRANITE | ALL_BIASES,
     "glm4": {"norms": "both", "qkv_bias": True, "rotary_dims": 6},
     "seed_oss": ALL_BIASES,
+    "mistral3": {},
+    "ministral3": {"query_growth": 0.4},
     "llama_dynamic": {},
     "qwen2_moe": {"qkv_bias": True, "normalize": False, "shared_mlp": 24, "shared_gate": True},
     "olmoe": {"qk_norm": True, "joint_qk_norm": True, "normalize": False},

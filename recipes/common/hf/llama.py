@@ -511,14 +511,46 @@ ROWS = (  # the first that computes a Config is the one that exports it
         defaults={"attention_bias": True, "num_key_value_heads": 8, "head_dim": 128},
     ),
 )
+BETA = "llama_4_scaling_beta"
+MINISTRAL3 = Relative(
+    architecture="Ministral3ForCausalLM",
+    model_type="ministral3",
+    layers=windowed(4_096),
+    options={"query_growth": BETA},
+    defaults={
+        "num_key_value_heads": 8, "head_dim": 128, "rms_norm_eps": 1e-5, "sliding_window": None,
+    },
+)  # fmt: skip
+
+
+def ministral3_keys(keys: dict[str, Any], path: pathlib.Path) -> dict[str, Any]:
+    """Ministral 3's keys, with the one of the queries' growth outside of the rotary ones."""
+    rope = ConfigFile(keys, path, MINISTRAL3.entry).rope_keys()
+    return keys | {BETA: rope.get(BETA)}
+
+
+def ministral3_json(config: Any, context: int) -> dict[str, Any]:
+    written = MINISTRAL3.config_json(config, context)
+    names = ("rope_theta", BETA)
+    rope = (written.pop("rope_scaling") or {}) | {name: written.pop(name) for name in names}
+    return written | {"rope_parameters": rope}
+
+
 MISTRAL = next(row for row in ROWS if row.architecture == "MistralForCausalLM")
 
 
 def mistral3_keys(keys: dict[str, Any], path: pathlib.Path) -> dict[str, Any]:
     """The text model's keys in the config.json of a Mistral that also sees. Raises UserError."""
     text = vision.text_config(ConfigFile(keys, path, MISTRAL.entry))
-    ConfigFile(text, path, MISTRAL.entry).refuse({"model_type": ("mistral",)})
+    ConfigFile(text, path, MISTRAL.entry).refuse({"model_type": ("mistral", "ministral3")})
+    if text.get("model_type") == "ministral3":
+        return ministral3_keys(text, path)
     return text | {"model_type": "mistral"}
+
+
+def mistral3_config(keys: dict[str, Any], path: pathlib.Path) -> Config:
+    row = MINISTRAL3 if keys["model_type"] == "ministral3" else MISTRAL
+    return row.config_from(keys, path)
 
 
 def mistral3_text(stored: dict[str, Stored], config: Any) -> Selection:
@@ -530,8 +562,10 @@ def mistral3_text(stored: dict[str, Stored], config: Any) -> Selection:
 
 FAMILIES = (
     *(row.family for row in ROWS),
+    dataclasses.replace(MINISTRAL3.family, text_keys=ministral3_keys, config_json=ministral3_json),
     dataclasses.replace(
         MISTRAL.family,
+        config_from=mistral3_config,
         architectures={"Mistral3ForConditionalGeneration": "mistral3"},
         text_keys=mistral3_keys,
         select=mistral3_text,
