@@ -70,8 +70,6 @@ class Config(Variant):
     def __post_init__(self):
         super().__post_init__()
         check_experts(self)
-        if self.shared_gate and not self.shared_mlp:
-            raise ValueError("shared_gate needs a shared_mlp")
 
     @property
     def biased(self) -> bool:
@@ -170,7 +168,8 @@ class Layer(nnx.Module):
         width = config.shared_mlp
         shared = functools.partial(GatedMLP, config, width=width, biased=config.mlp_bias)
         self.mlp = shared(rngs=rngs) if width else None
-        self.mlp_gate = param(rngs, (D,), ("norm",), D**-0.5) if config.shared_gate else None
+        gated = width and config.shared_gate
+        self.mlp_gate = param(rngs, (D,), ("norm",), D**-0.5) if gated else None
         self.post_mlp_norm = norm(D) if after else None
         self.scale = config.residual_scale
 
