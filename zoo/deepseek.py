@@ -17,6 +17,7 @@ dim of values, C latent of keys and values, P = rope, E experts, G groups of exp
 import dataclasses
 import functools
 import math
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -308,7 +309,8 @@ class LatentAttention(nnx.Module):
         D, N, H, V = config.embed, config.num_heads, config.head_dim, config.value_dim
         R, C = config.q_latent, config.kv_latent
         up = ("up_latent", "heads", "head_dim")
-        factor = config.rope_scaling.factor if config.rope_scaling else 1.0
+        scaling: Any = config.rope_scaling  # with mscale, a Yarn
+        factor = scaling.factor if config.mscale else 1.0
         self.config = config
         self.scale = (0.1 * config.mscale * math.log(factor) + 1) ** 2
         if R:

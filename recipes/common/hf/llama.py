@@ -225,7 +225,8 @@ def write_smollm3(kinds: list[Kind]) -> dict[str, Any]:
 
 def period_of(kinds: list[Kind]) -> tuple[Kind, ...]:
     """The shortest period of the layers' kinds."""
-    return tuple(next(kinds[:p] for p in range(1, len(kinds) + 1) if kinds[p:] == kinds[:-p]))
+    sizes = range(1, len(kinds) + 1)
+    return (*next(kinds[:size] for size in sizes if kinds[size:] == kinds[:-size]),)
 
 
 def layer_fields(kinds: list[Kind]) -> dict[str, Any]:
