@@ -231,10 +231,9 @@ def period_of(kinds: list[Kind]) -> tuple[Kind, ...]:
 
 def layer_fields(kinds: list[Kind]) -> dict[str, Any]:
     """Fields of Config: one kind for all layers, or the shortest period of kinds."""
-    period = period_of(kinds)
-    if len(period) > 1 or period[0].rope_theta is None:
-        return {"layer_kinds": period}
-    return dict(zip(("sliding_window", "rope_theta", "rope_scaling"), period[0], strict=True))
+    if len({*kinds}) > 1 or kinds[0].rope_theta is None:
+        return {"layer_kinds": period_of(kinds)}
+    return dict(zip(("sliding_window", "rope_theta", "rope_scaling"), kinds[0], strict=True))
 
 
 def kinds_of(config: Any) -> list[Kind]:
