@@ -111,17 +111,18 @@ def export(flags: Export) -> None:
 
     facts = card.facts(source, jax.tree.leaves(variables["params"]), flags.licence, flags.note)
     picture = card.picture(source)
+    architecture = source.metadata.get("architecture") or ""
     readme = card.for_hub(target.name, source.metadata, facts, flags.adapter, bool(picture))
     name = flags.target
     with folders.write_errors(name):
         if adapted:  # PEFT gets the base's name if it is a Hugging Face one
             where = adapted.where
             base = where.removeprefix("hf:") if where.startswith("hf:") else None
-            hf.write_adapter(target, entry, layout.config, base, read, tokens, readme)
+            hf.write_adapter(target, entry, layout.config, base, read, tokens, readme, architecture)
             loads = f'PEFT loads it:\n  PeftModel.from_pretrained(model, "{name}")'
         else:
             context = checkpoint.context(source)
-            hf.write(target, entry, layout.config, context, read, tokens, readme)
+            hf.write(target, entry, layout.config, context, read, tokens, readme, architecture)
             kind = "ImageClassification" if of_images(entry) else "CausalLM"
             loads = f'transformers loads it:\n  AutoModelFor{kind}.from_pretrained("{name}")'
         if picture:

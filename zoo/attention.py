@@ -30,8 +30,10 @@ class Attention(nnx.Module):
     Args:
       biases: the projections that have one, some of "q", "k", "v" and "o".
       norm: makes the norms of queries and keys from H (QK-norm); None: none.
+      joint: whether these norm all heads together.
       soft_cap: of scores, see `attend`.
       scale: of scores, in addition to 1 / sqrt(H).
+      growth: see `grown`.
       sinks: whether each head has a sink, see `attend`.
     """
 
@@ -41,8 +43,10 @@ class Attention(nnx.Module):
         *,
         biases: tuple[str, ...] = (),
         norm=None,
+        joint: bool = False,
         soft_cap: float | None = None,
         scale: float = 1.0,
+        growth: float = 0.0,
         sinks: bool = False,
         rngs: nnx.Rngs,
     ):
@@ -51,6 +55,7 @@ class Attention(nnx.Module):
         self.config = config
         self.soft_cap = soft_cap
         self.scale = scale
+        self.growth = growth
         self.q = param(rngs, (D, N, H), ("embed", "heads", "head_dim"), D**-0.5)
         self.k = param(rngs, (D, K, H), ("embed", "kv_heads", "head_dim"), D**-0.5)
         self.v = param(rngs, (D, K, H), ("embed", "kv_heads", "head_dim"), D**-0.5)
@@ -61,8 +66,12 @@ class Attention(nnx.Module):
         self.v_bias = bias((K, H), ("kv_heads", "head_dim")) if "v" in biases else None
         self.o_bias = bias((D,), ("norm",)) if "o" in biases else None
         self.sinks = param(rngs, (N,), ("heads",), 1.0) if sinks else None
-        self.q_norm: Any = norm(H) if norm else None
-        self.k_norm: Any = norm(H) if norm else None
+        if norm and joint:
+            self.q_norm: Any = norm((N, H), axes=("heads", "head_dim"))
+            self.k_norm: Any = norm((K, H), axes=("kv_heads", "head_dim"))
+        else:
+            self.q_norm = norm(H) if norm else None
+            self.k_norm = norm(H) if norm else None
         self.lora = adapters(self, config, rngs, q=1, k=1, v=1, o=2)
 
     def __call__(self, x_BTD, positions: "Positions", kind: Kind, past=None):
@@ -83,6 +92,8 @@ class Attention(nnx.Module):
             k_BTKH = rotate(k_BTKH, positions.angles[kind], kind.magnitude)
         if self.scale != 1:
             q_BTNH = q_BTNH * self.scale
+        if self.growth:
+            q_BTNH = grown(q_BTNH, positions.numbers_BT, self.growth, kind)
         sinks_N = None if self.sinks is None else self.sinks[...]
         if past is None:
             out_BTNH = attend(
@@ -112,6 +123,14 @@ class Attention(nnx.Module):
         return add_bias(out_BTD, self.o_bias), (k_BTKH, v_BTKH)
 
 
+def grown(q_BTNH: jax.Array, numbers_BT: jax.Array, growth: float, kind: Kind) -> jax.Array:
+    """Queries, larger at positions beyond multiples of the original length (config.Variant)."""
+    scaling: Any = kind.rope_scaling
+    times_BT = jnp.maximum(numbers_BT, 0) // scaling.original_length  # padding is before 0
+    factor_BT11 = (1 + growth * jnp.log1p(times_BT.astype(jnp.float32)))[..., None, None]
+    return q_BTNH * factor_BT11.astype(q_BTNH.dtype)
+
+
 # ---- positions -----------------------------------------------------------------------------------
 
 
@@ -130,7 +149,13 @@ class Positions:
 
 
 def make_positions(
-    config, tokens_BT, segment_ids_BT=None, targets_BT=None, positions_BT=None, cache=None
+    config,
+    tokens_BT,
+    segment_ids_BT=None,
+    targets_BT=None,
+    positions_BT=None,
+    cache=None,
+    slots: int = 0,
 ) -> Positions:
     """The Positions of a call.
 
@@ -138,6 +163,8 @@ def make_positions(
       targets_BT: in training; metrics count positions whose target is ≥ 0. None: all.
       positions_BT: in generation; None: 0 to T - 1.
       cache: a Cache to attend to; None: none.
+      slots: of the cache, in generation: the length of rows for rotary scalings that depend on it, so
+        that all tokens of a row have the same.
     """
     seq_len = tokens_BT.shape[1]
     counted_BT = constrain(tokens_BT if targets_BT is None else targets_BT, "batch", "seq") >= 0
@@ -156,7 +183,10 @@ def make_positions(
     return Positions(
         segment_ids_BT=segment_ids_BT,
         numbers_BT=positions_BT,
-        angles={kind: rope_angles(kind, config.rotary_dim, positions_BT) for kind in rotary},
+        angles={
+            kind: rope_angles(kind, config.rotary_dim, positions_BT, slots or seq_len)
+            for kind in rotary
+        },
         counted_BT=counted_BT,
         striped=striped,
         generates=generates,

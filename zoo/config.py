@@ -1,20 +1,22 @@
 """Compute: how to compute a decoder, the fields and checks that the Config of each one inherits."""
 
 import dataclasses
+import math
 from typing import Any, ClassVar
 
 from .kernels import KERNELS
-from .layers import Kind, read_scaling
+from .layers import Kind, LongRope, Yarn, read_scaling
 from .shape import AttentionShape, LayerShape, Shape
 from .stack import REMAT_POLICIES
 
-CHOICES = {  # field of Compute → its valid values
+CHOICES = {  # field → its valid values
     "matmul": ("", "int8", "fp8", "int8_weights"),
     "matmul_backward": ("", "bfloat16"),
     "attention": KERNELS,
     "context": ("auto", "all-to-all", "ring"),
     "pipeline": ("1f1b", "gpipe"),
 }
+NORMS = ("before", "after", "both")  # valid values of Variant.norms
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -44,7 +46,10 @@ class Compute:
     sliding_window = None
     rope_scaling = None
     logits_soft_cap = None
+    embed_scale = 1.0
+    logits_divisor = 1.0
 
+    ROTARY: ClassVar[str] = "rope_dim"  # the field that rotary_dim comes from, if not head_dim
     REMAT: ClassVar[dict] = REMAT_POLICIES
     MAY_BE_ZERO: ClassVar[tuple[str, ...]] = ("lora_rank", "pipe_microbatches")  # others are ≥ 1
 
@@ -133,10 +138,19 @@ class Compute:
         if heads % kv_heads:
             raise ValueError(f"num_heads={heads} is not divisible by num_kv_heads={kv_heads}")
         if self.rotary_dim % 2 and any(kind.rope_theta is not None for kind in self.kinds):
-            name = "head_dim" if self.rotary_dim == self.head_dim else "rope_dim"
+            name = "head_dim" if self.rotary_dim == self.head_dim else self.ROTARY
             raise ValueError(
                 f"{name}={self.rotary_dim} must be even: rotary embeddings rotate pairs of dims"
             )
+        for scaling in {kind.rope_scaling for kind in self.kinds}:
+            counts = (
+                {len(scaling.short), len(scaling.long)} if isinstance(scaling, LongRope) else {}
+            )
+            pairs = self.rotary_dim // 2
+            if wrong := {*counts} - {pairs}:
+                raise ValueError(
+                    f"a LongRope has {min(wrong)} factors, and a head has {pairs} rotary pairs"
+                )
         if self.layer_kinds and self.sliding_window:
             raise ValueError(
                 f"sliding_window={self.sliding_window} and layer_kinds exclude each other; state "
@@ -152,3 +166,59 @@ class Compute:
                 raise ValueError(
                     f"layer_kinds has window={kind.window}, which must be ≥ 1, or None"
                 )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Variant(Compute):
+    """What relatives of Llama do differently, off by default: fields of Transformer and MoE."""
+
+    norms: str = "before"  # of a sublayer: "before" it, "after" it (OLMo 2) or "both" (GLM-4)
+    qkv_bias: bool = False
+    o_bias: bool = False  # of attention's output
+    mlp_bias: bool = False
+    qk_norm: bool = False
+    joint_qk_norm: bool = False  # QK-norm over all heads together (OLMo 2); needs qk_norm
+    rotary_dims: int = 0  # the first dims of a head, which rotate; 0: all
+    embed_scale: float = 1.0  # factor of embeddings (Granite, as the next three)
+    residual_scale: float = 1.0  # factor of what a sublayer adds to the residual
+    attention_scale: float | None = None  # factor of scores; None: 1 / sqrt(head_dim)
+    logits_divisor: float = 1.0
+    # Queries at position t are multiplied by 1 + query_growth · ln(1 + ⌊t / original length⌋), with
+    # the original length of their rotary scaling (Ministral 3).
+    query_growth: float = 0.0
+
+    MAY_BE_ZERO: ClassVar[tuple[str, ...]] = (*Compute.MAY_BE_ZERO, "rotary_dims")
+    ROTARY: ClassVar[str] = "rotary_dims"
+
+    @property
+    def rotary_dim(self: Any) -> int:
+        return self.rotary_dims or self.head_dim
+
+    @property
+    def biases(self) -> tuple[str, ...]:
+        """The projections of attention that have a bias."""
+        return ("q", "k", "v") * self.qkv_bias + ("o",) * self.o_bias
+
+    @property
+    def query_scale(self: Any) -> float:
+        """The factor of queries whose scores are divided by sqrt(head_dim)."""
+        if self.attention_scale is None:
+            return 1.0
+        return self.attention_scale * math.sqrt(self.head_dim)
+
+    def __post_init__(self: Any):
+        super().__post_init__()
+        if self.norms not in NORMS:
+            raise ValueError(f"norms={self.norms!r} is not one of {', '.join(NORMS)}")
+        if self.joint_qk_norm and not self.qk_norm:
+            raise ValueError("joint_qk_norm needs qk_norm")
+        if self.query_growth and not all(isinstance(k.rope_scaling, Yarn) for k in self.kinds):
+            raise ValueError("query_growth needs rotary embeddings scaled by Yarn in all layers")
+        if self.rotary_dims > self.head_dim:
+            raise ValueError(
+                f"rotary_dims={self.rotary_dims} is more than head_dim={self.head_dim}"
+            )
+        for name in ("embed_scale", "residual_scale", "attention_scale", "logits_divisor"):
+            value = getattr(self, name)
+            if value is not None and not 0 < value < math.inf:
+                raise ValueError(f"{name}={value} must be a number > 0")

@@ -110,12 +110,17 @@ class Decoder(nnx.Module):
 
     # ---- from tokens to the output of the layers
 
-    def trunk(self, tokens_BT, segment_ids_BT=None, positions_BT=None, cache=None):
+    def trunk(self, tokens_BT, segment_ids_BT=None, positions_BT=None, cache=None, slots=0):
         """Returns the layers' output, normed, [B, T, D], the table to unembed it, [R, V, D], and in
         generation, which has positions, all layers' keys and values, each [L, B, T, K, H].
         """
         positions = make_positions(
-            self.config, tokens_BT, segment_ids_BT, positions_BT=positions_BT, cache=cache
+            self.config,
+            tokens_BT,
+            segment_ids_BT,
+            positions_BT=positions_BT,
+            cache=cache,
+            slots=slots,
         )
         tables = self.tables()
         x_BTD, first_kv = self.begin(tables, tokens_BT, positions)
@@ -134,7 +139,8 @@ class Decoder(nnx.Module):
         return self.embed_tokens(tables, tokens_BT, positions), None
 
     def embed_tokens(self, tables, tokens_BT, positions: Positions):
-        return look_up(tables[0], tokens_BT)
+        x_BTD = look_up(tables[0], tokens_BT)
+        return x_BTD if self.config.embed_scale == 1 else x_BTD * self.config.embed_scale
 
     def run_layers(self, x_BTD, positions: Positions):
         """Runs the stacked layers: (x_BTD, their keys and values in generation, their metrics)."""

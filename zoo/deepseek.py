@@ -17,6 +17,7 @@ dim of values, C latent of keys and values, P = rope, E experts, G groups of exp
 import dataclasses
 import functools
 import math
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -162,6 +163,16 @@ class Config(Compute):
         )  # fmt: skip
 
     @classmethod
+    def kimi_k2(cls) -> "Config":
+        """1,026,408,209,408 parameters. 32,861,477,888 of them active. Kimi K2."""
+        return cls(
+            163_840, 7_168, 61, num_heads=64, nope_dim=128, rope_dim=64, value_dim=128,
+            kv_latent=512, mlp=2_048, num_experts=384, experts_per_token=8, q_latent=1_536,
+            dense_layers=1, dense_mlp=18_432, route_scale=2.827, rope_theta=5e4,
+            rope_scaling=Yarn(32.0, 1.0, 1.0, 4_096, True, 1.0), mscale=1.0, remat="dispatched",
+        )  # fmt: skip
+
+    @classmethod
     def deepseek_v3(cls) -> "Config":
         """671,026,404,352 parameters. 37,552,282,624 of them active. DeepSeek V3, R1."""
         return cls(
@@ -178,6 +189,7 @@ SIZES = {
     "small": Config.small,
     "16b": Config.moonlight_16b,
     "671b": Config.deepseek_v3,
+    "kimi_k2": Config.kimi_k2,
 }
 
 REMAT = Config.REMAT
@@ -297,7 +309,8 @@ class LatentAttention(nnx.Module):
         D, N, H, V = config.embed, config.num_heads, config.head_dim, config.value_dim
         R, C = config.q_latent, config.kv_latent
         up = ("up_latent", "heads", "head_dim")
-        factor = config.rope_scaling.factor if config.rope_scaling else 1.0
+        scaling: Any = config.rope_scaling  # with mscale, a Yarn
+        factor = scaling.factor if config.mscale else 1.0
         self.config = config
         self.scale = (0.1 * config.mscale * math.log(factor) + 1) ** 2
         if R:

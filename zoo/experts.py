@@ -110,6 +110,14 @@ class GatedExperts(nnx.Module):
         return (expert_BTJ, weight_BTJ, place_BTJ), metrics
 
 
+def gate_by_position(out_BTD, x_BTD, gate: nnx.Param | None) -> jax.Array:
+    """Multiplies each position by sigmoid(x · gate); without a gate [D], returns out_BTD."""
+    if gate is None:
+        return out_BTD
+    score_BT1 = (x_BTD.astype(jnp.float32) * gate[...][None, None]).sum(axis=-1, keepdims=True)
+    return out_BTD * jax.nn.sigmoid(score_BT1).astype(out_BTD.dtype)
+
+
 def swiglu(product, x, gate, up, down):
     return product(jax.nn.silu(product(x, gate)) * product(x, up), down)
 

@@ -21,16 +21,14 @@ import math
 
 import jax
 from flax import nnx
-from jax.ad_checkpoint import checkpoint_name
 
 from .attention import Attention
 from .config import Compute
 from .decoder import Decoder
-from .layers import GatedMLP, Kind, Linear, RMSNorm, RopeScaling
+from .layers import GatedMLP, Kind, Linear, RMSNorm, RopeScaling, add_output
 from .shape import AttentionShape
-from .sharding import Rules, complete_tables, constrain
+from .sharding import Rules, complete_tables
 from .strategies import DECODER, decoder_rules
-from .vocabulary import look_up
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,6 +51,8 @@ class Config(Compute):
     logits_soft_cap: float | None = None  # in Gemma 2
     norm_eps: float = 1e-6
     tie_embeddings: bool = True
+
+    embed_scale = property(lambda self: math.sqrt(self.embed))
 
     def __post_init__(self):
         if not self.layer_kinds:
@@ -191,15 +191,9 @@ class Layer(nnx.Module):
 
     def __call__(self, x_BTD, positions, kind, past=None):
         out_BTD, kv = self.attention(self.attention_norm(x_BTD), positions, kind, past)
-        x_BTD = x_BTD + normed_output(out_BTD, self.post_attention_norm)
+        x_BTD = add_output(x_BTD, out_BTD, self.post_attention_norm)
         out_BTD = self.mlp(self.mlp_norm(x_BTD))
-        return x_BTD + normed_output(out_BTD, self.post_mlp_norm), kv, {}
-
-
-def normed_output(out_BTD, norm: RMSNorm) -> jax.Array:
-    """A sublayer's output to add to the residual; remat keeps the norm's input, not its output."""
-    out_BTD = norm(checkpoint_name(out_BTD, "sublayer"))
-    return constrain(out_BTD, "batch", "residual_seq", "act_embed")
+        return add_output(x_BTD, out_BTD, self.post_mlp_norm), kv, {}
 
 
 class Gemma3(Decoder):
@@ -208,10 +202,6 @@ class Gemma3(Decoder):
     def __init__(self, config: Config, *, rngs: nnx.Rngs):
         final_norm = RMSNorm(config.embed, config.norm_eps, zero_centered=True)
         super().__init__(config, Layer, final_norm, rngs=rngs)
-
-    def embed_tokens(self, tables, tokens_BT, positions):
-        """The layers' input, [B, T, D]. Like `transformers`, rounds √D to the compute dtype."""
-        return look_up(tables[0], tokens_BT) * math.sqrt(self.config.embed)
 
 
 def gemma3_period(window: int, scaling: RopeScaling | None = None) -> tuple[Kind, ...]:

@@ -130,22 +130,38 @@ def adapters(module: nnx.Module, config, rngs: nnx.Rngs, **contract: int) -> nnx
 class GatedMLP(nnx.Module):
     """(activation(x · gate) * (x · up)) · down (Shazeer 2020); SwiGLU with silu, GeGLU with gelu.
     Tensor parallelism splits F, and then the output costs one all-reduce, or with a split residual
-    stream one reduce-scatter. width: F; 0: config.mlp.
+    stream one reduce-scatter.
+
+    Args:
+      width: F; 0: config.mlp.
+      biased: whether each product has a bias.
     """
 
-    def __init__(self, config, activation=jax.nn.silu, width: int = 0, *, rngs: nnx.Rngs):
+    def __init__(
+        self,
+        config,
+        activation=jax.nn.silu,
+        width: int = 0,
+        biased: bool = False,
+        *,
+        rngs: nnx.Rngs,
+    ):
         D = config.embed
         F = width or config.mlp
         self.activation = activation
         self.gate = param(rngs, (D, F), ("embed", "mlp"), D**-0.5)
         self.up = param(rngs, (D, F), ("embed", "mlp"), D**-0.5)
         self.down = param(rngs, (F, D), ("mlp", "embed"), (F * 2 * config.num_layers) ** -0.5)
+        self.gate_bias = param(rngs, (F,), ("mlp",), 0.0) if biased else None
+        self.up_bias = param(rngs, (F,), ("mlp",), 0.0) if biased else None
+        self.down_bias = param(rngs, (D,), ("norm",), 0.0) if biased else None
         self.lora = adapters(self, config, rngs, gate=1, up=1, down=1)
 
     def __call__(self, x_BTD):
         x_BTD = gather(x_BTD, self.up)
-        hidden_BTF = self.activation(project(self, "gate", x_BTD)) * project(self, "up", x_BTD)
-        return project(self, "down", hidden_BTF, seq="residual_seq")
+        gate_BTF = self.activation(add_bias(project(self, "gate", x_BTD), self.gate_bias))
+        hidden_BTF = gate_BTF * add_bias(project(self, "up", x_BTD), self.up_bias)
+        return add_bias(project(self, "down", hidden_BTF, seq="residual_seq"), self.down_bias)
 
 
 class GeluMLP(nnx.Module):
@@ -175,18 +191,28 @@ class RMSNorm(nnx.Module):
     """x / rms(x) · scale, in float32 (Zhang & Sennrich 2019); at first x / rms(x).
 
     Args:
+      dims: the last dim of x, or several, which are normed together.
       zero_centered: the factor is 1 + scale, so that weight decay pulls it towards 1.
+      axes: the logical axes of `dims`.
     """
 
-    def __init__(self, dim: int, eps: float, zero_centered: bool = False):
-        self.scale = (zeros if zero_centered else ones)((dim,), ("norm",))
+    def __init__(
+        self,
+        dims: int | tuple[int, ...],
+        eps: float,
+        zero_centered: bool = False,
+        axes: tuple[str, ...] = ("norm",),
+    ):
+        dims = (dims,) if isinstance(dims, int) else dims
+        self.scale = (zeros if zero_centered else ones)(dims, axes)
         self.eps = eps
         self.zero_centered = zero_centered
+        self.rank = len(dims)
 
     def __call__(self, x):
         x32 = x.astype(jnp.float32)
-        variance = jnp.mean(jnp.square(x32), axis=-1, keepdims=True)
-        scale = jnp.expand_dims(self.scale[...], tuple(range(x.ndim - 1)))
+        variance = jnp.mean(jnp.square(x32), axis=tuple(range(-self.rank, 0)), keepdims=True)
+        scale = jnp.expand_dims(self.scale[...], tuple(range(x.ndim - self.rank)))
         scale = scale + 1.0 if self.zero_centered else scale
         return (x32 * jax.lax.rsqrt(variance + self.eps) * scale).astype(x.dtype)
 
@@ -197,6 +223,22 @@ def layer_norm(dim: int, eps: float, dtype: str) -> nnx.LayerNorm:
     metadata = {"scale_metadata": names, "bias_metadata": names}
     options = {"dtype": dtype, "use_fast_variance": False, "rngs": nnx.Rngs(0)}
     return nnx.LayerNorm(dim, epsilon=eps, **metadata, **options)
+
+
+def apply_norm(norm: RMSNorm | None, x: jax.Array) -> jax.Array:
+    """norm(x); without a norm, x."""
+    return x if norm is None else norm(x)
+
+
+def add_output(x_BTD, out_BTD, norm: RMSNorm | None = None, scale: float = 1.0) -> jax.Array:
+    """Adds a sublayer's output to the residual stream: x + norm(out) · scale.
+
+    Remat keeps the norm's input, not its output.
+    """
+    out_BTD = checkpoint_name(out_BTD, "sublayer")
+    if norm is not None:
+        out_BTD = constrain(norm(out_BTD), "batch", "residual_seq", "act_embed")
+    return x_BTD + (out_BTD if scale == 1 else out_BTD * scale)
 
 
 def soft_cap(x: jax.Array, cap: float | None) -> jax.Array:
@@ -215,11 +257,49 @@ class Linear:
 
     magnitude = 1.0  # see Kind.magnitude
 
-    def scale(self, frequency, theta: float, head_dim: int):
+    def scale(self, frequency, theta: float, head_dim: int, length: int):
         return frequency * (1 / self.factor)
 
     def as_tuple(self) -> tuple:
         return ("linear", self.factor)
+
+
+@dataclasses.dataclass(frozen=True)
+class Dynamic:
+    """Raises theta with the length of the row beyond the original one (`dynamic` in `transformers`)."""
+
+    factor: float
+    original_length: int
+
+    magnitude = 1.0
+
+    def scale(self, frequency, theta: float, head_dim: int, length: int):
+        excess = max(length / self.original_length - 1, 0)
+        # theta times this to the power of head_dim / (head_dim - 2)
+        growth = 1 + self.factor * excess
+        return frequency * growth ** -(jnp.arange(0, head_dim, 2) / (head_dim - 2))
+
+    def as_tuple(self) -> tuple:
+        return ("dynamic", self.factor, self.original_length)
+
+
+@dataclasses.dataclass(frozen=True)
+class LongRope:
+    """Stretches each wavelength by a factor of its own (Ding et al. 2024): those of `short` for rows
+    up to the original length, those of `long` for longer ones.
+    """
+
+    short: tuple[float, ...]  # H/2 factors
+    long: tuple[float, ...]
+    original_length: int
+    magnitude: float  # by which queries and keys are multiplied
+
+    def scale(self, frequency, theta: float, head_dim: int, length: int):
+        factors = self.long if length > self.original_length else self.short
+        return frequency / jnp.asarray(factors, jnp.float32)
+
+    def as_tuple(self) -> tuple:
+        return ("longrope", *dataclasses.astuple(self))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -233,7 +313,7 @@ class Llama3:
 
     magnitude = 1.0
 
-    def scale(self, frequency, theta: float, head_dim: int):
+    def scale(self, frequency, theta: float, head_dim: int, length: int):
         turns = self.original_length * frequency / (2 * math.pi)
         low, high = self.low_freq_factor, self.high_freq_factor
         if low < high:
@@ -257,7 +337,7 @@ class Yarn:
     truncate: bool  # whether the border pairs are rounded to whole numbers
     magnitude: float  # by which queries and keys are multiplied
 
-    def scale(self, frequency, theta: float, head_dim: int):
+    def scale(self, frequency, theta: float, head_dim: int, length: int):
         # Indices of the pairs of dims that make this many turns within the original length.
         lengths = (turns * 2 * math.pi for turns in (self.beta_fast, self.beta_slow))
         first, last = (
@@ -276,21 +356,25 @@ class Yarn:
         return ("yarn", *dataclasses.astuple(self))
 
 
-RopeScaling = Linear | Llama3 | Yarn
+RopeScaling = Linear | Llama3 | Yarn | Dynamic | LongRope
 
 
 def read_scaling(stored) -> RopeScaling | None:
     """A rotary scaling from `as_tuple` of one, as saved configs have it. Raises ValueError."""
     match stored:
-        case None | Linear() | Llama3() | Yarn():
+        case None | Linear() | Llama3() | Yarn() | Dynamic() | LongRope():
             return stored
         case "linear", factor:
             return Linear(factor)
         case "yarn", *fields if len(fields) == 6:
             return Yarn(*fields)
+        case "dynamic", factor, original:
+            return Dynamic(factor, original)
+        case "longrope", short, long, original, magnitude:
+            return LongRope(tuple(short), tuple(long), original, magnitude)
         case factor, low, high, original if not isinstance(factor, str):
             return Llama3(factor, low, high, original)
-    raise ValueError(f"rope_scaling={stored!r} is not a Linear, Llama3 or Yarn")
+    raise ValueError(f"rope_scaling={stored!r} is not a Linear, Llama3, Yarn, Dynamic or LongRope")
 
 
 class Kind(NamedTuple):
@@ -302,12 +386,19 @@ class Kind(NamedTuple):
 
     @property
     def magnitude(self) -> float:
-        """The factor by which YaRN scales queries and keys; 1 otherwise."""
+        """The factor by which YaRN and LongRope scale queries and keys; 1 otherwise."""
         return self.rope_scaling.magnitude if self.rope_scaling else 1.0
 
 
 def rotate(x_BTNH: jax.Array, angles_BTH: jax.Array, magnitude: float = 1.0) -> jax.Array:
-    """Rotary embedding (Su et al. 2021); like Hugging Face, dims i and i + H/2 rotate as a pair."""
+    """Rotary embedding (Su et al. 2021); like Hugging Face, dims i and i + H/2 rotate as a pair.
+
+    With fewer angles, only the first dims rotate.
+    """
+    rotary = 2 * angles_BTH.shape[-1]
+    if rotary < x_BTNH.shape[-1]:
+        first, rest = jnp.split(x_BTNH, [rotary], axis=-1)
+        return jnp.concatenate((rotate(first, angles_BTH, magnitude), rest), axis=-1)
     cos, sin = (f(angles_BTH)[:, :, None, :] for f in (jnp.cos, jnp.sin))
     if magnitude != 1:
         cos, sin = cos * magnitude, sin * magnitude
@@ -315,10 +406,14 @@ def rotate(x_BTNH: jax.Array, angles_BTH: jax.Array, magnitude: float = 1.0) -> 
     return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1).astype(x_BTNH.dtype)
 
 
-def rope_angles(kind: Kind, head_dim: int, positions_BT: jax.Array) -> jax.Array:
-    """Angles of each pair of dims: [B, T, H/2], float32 radians."""
+def rope_angles(kind: Kind, head_dim: int, positions_BT: jax.Array, length: int = 0) -> jax.Array:
+    """Angles of each pair of dims: [B, T, H/2], float32 radians.
+
+    Args:
+      length: of rows, on which some scalings depend; 0: no more than they were made for.
+    """
     theta: Any = kind.rope_theta
     frequency = theta ** -(jnp.arange(0, head_dim, 2, dtype=jnp.float32) / head_dim)
     if kind.rope_scaling:
-        frequency = kind.rope_scaling.scale(frequency, theta, head_dim)
+        frequency = kind.rope_scaling.scale(frequency, theta, head_dim, length)
     return positions_BT.astype(jnp.float32)[:, :, None] * frequency[None, None]

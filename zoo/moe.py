@@ -18,21 +18,23 @@ import functools
 
 import jax.numpy as jnp
 from flax import nnx
-from jax.ad_checkpoint import checkpoint_name
 
 from .attention import Attention
-from .config import Compute
+from .config import Variant
 from .decoder import Decoder
-from .experts import EXPERT_REMAT, GatedExperts, check_experts, experts_shape
-from .layers import Kind, RMSNorm, RopeScaling
+from .experts import EXPERT_REMAT, GatedExperts, check_experts, experts_shape, gate_by_position
+from .layers import GatedMLP, Kind, RMSNorm, RopeScaling, add_output, apply_norm
 from .shape import LayerShape
-from .sharding import Rules, complete_tables
+from .sharding import Rules, complete_tables, param
+from .sizes import MOE, published
 from .strategies import EXPERT_DECODER, expert_rules
 
 
 @dataclasses.dataclass(frozen=True)
-class Config(Compute):
-    """The architecture. transformer.Config explains the fields without a comment."""
+class Config(Variant):
+    """The architecture, with config.Variant's switches. transformer.Config explains the fields
+    without a comment.
+    """
 
     vocab_size: int
     embed: int
@@ -49,27 +51,35 @@ class Config(Compute):
     normalize: bool = True  # the weights of a position's experts sum to 1
     balance_weight: float = 0.01  # weight of the balance loss in the objective
     router_z_weight: float = 1e-3  # weight of the squared log-normalizer of the router's logits
-    balance_rate: float = 0.0  # how far a step moves the biases that even the load; 0: no biases
+    balance_rate: float = 0.0  # how far a step moves the biases that even the load
+    sigmoid: bool = False  # the router's scores are sigmoids, with such biases; else a softmax
+    shared_mlp: int = 0  # hidden width of an MLP beside the experts, for all positions; 0: none
+    shared_gate: bool = False  # multiplies that MLP's output by a sigmoid of each position
     norm_eps: float = 1e-5
     rope_theta: float = 10_000.0
     rope_scaling: RopeScaling | None = None
     sliding_window: int | None = None
     layer_kinds: tuple[Kind, ...] = ()
-    qkv_bias: bool = False
-    qk_norm: bool = False
     tie_embeddings: bool = True
     _: dataclasses.KW_ONLY
     lora_targets: tuple[str, ...] = ("q", "k", "v", "o")  # weights with an adapter; no experts
 
     REMAT = EXPERT_REMAT
+    MAY_BE_ZERO = (*Variant.MAY_BE_ZERO, "shared_mlp")
 
     def __post_init__(self):
         super().__post_init__()
         check_experts(self)
 
     @property
+    def biased(self) -> bool:
+        """Whether the choice of experts has biases."""
+        return self.sigmoid or self.balance_rate > 0
+
+    @property
     def layer_shape(self) -> LayerShape:
-        return dataclasses.replace(super().layer_shape, mlp=0, experts=experts_shape(self))
+        experts = experts_shape(self)
+        return dataclasses.replace(super().layer_shape, mlp=self.shared_mlp, experts=experts)
 
     @classmethod
     def tiny(cls) -> "Config":
@@ -113,6 +123,7 @@ SIZES = {
     "small": Config.small,
     "mixtral_8x7b": Config.mixtral_8x7b,
     "qwen3_30b_a3b": Config.qwen3_30b_a3b,
+    **published(Config, MOE),
 }
 
 REMAT = Config.REMAT
@@ -128,27 +139,49 @@ WITHIN = AXES.within
 
 
 class Layer(nnx.Module):
-    """x + attention(norm(x)), then x + experts(norm(x))."""
+    """x + attention(norm(x)), then x + experts(norm(x)), or x + experts(norm(x)) + mlp(norm(x))."""
 
     def __init__(self, config: Config, *, rngs: nnx.Rngs):
+        D = config.embed
         norm = functools.partial(RMSNorm, eps=config.norm_eps)
-        self.attention_norm = norm(config.embed)
+        before = config.norms != "after"
+        after = config.norms != "before"
+        self.attention_norm = norm(D) if before else None
         self.attention = Attention(
             config,
-            biases=("q", "k", "v") if config.qkv_bias else (),
+            biases=config.biases,
             norm=norm if config.qk_norm else None,
+            joint=config.joint_qk_norm,
+            scale=config.query_scale,
+            growth=config.query_growth,
             rngs=rngs,
         )
-        self.mlp_norm = norm(config.embed)
+        self.post_attention_norm = norm(D) if after else None
+        self.mlp_norm = norm(D) if before else None
         self.experts = GatedExperts(
-            config, biased=config.balance_rate > 0, normalize=config.normalize, rngs=rngs
+            config,
+            biased=config.biased,
+            normalize=config.normalize,
+            sigmoid=config.sigmoid,
+            rngs=rngs,
         )
+        width = config.shared_mlp
+        shared = functools.partial(GatedMLP, config, width=width, biased=config.mlp_bias)
+        self.mlp = shared(rngs=rngs) if width else None
+        gated = width and config.shared_gate
+        self.mlp_gate = param(rngs, (D,), ("norm",), D**-0.5) if gated else None
+        self.post_mlp_norm = norm(D) if after else None
+        self.scale = config.residual_scale
 
     def __call__(self, x_BTD, positions, kind, past=None):
-        out_BTD, kv = self.attention(self.attention_norm(x_BTD), positions, kind, past)
-        x_BTD = x_BTD + checkpoint_name(out_BTD, "sublayer")
-        out_BTD, metrics = self.experts(self.mlp_norm(x_BTD), positions)
-        return x_BTD + checkpoint_name(out_BTD, "sublayer"), kv, metrics
+        normed_BTD = apply_norm(self.attention_norm, x_BTD)
+        out_BTD, kv = self.attention(normed_BTD, positions, kind, past)
+        x_BTD = add_output(x_BTD, out_BTD, self.post_attention_norm, self.scale)
+        normed_BTD = apply_norm(self.mlp_norm, x_BTD)
+        out_BTD, metrics = self.experts(normed_BTD, positions)
+        if self.mlp is not None:
+            out_BTD += gate_by_position(self.mlp(normed_BTD), normed_BTD, self.mlp_gate)
+        return add_output(x_BTD, out_BTD, self.post_mlp_norm, self.scale), kv, metrics
 
 
 class MoE(Decoder):

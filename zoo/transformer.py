@@ -1,10 +1,10 @@
 """Transformer: a Llama-style decoder-only language model.
 
 RMSNorm before each sublayer (Zhang & Sennrich 2019), rotary position embeddings (Su et al. 2021),
-grouped-query attention (Ainslie et al. 2023), SwiGLU (Shazeer 2020); optional QK-norm, qkv biases,
-sliding windows, tied embeddings, rope scaling and LoRA adapters (Hu et al. 2021). This covers Llama
-2/3, Mistral, Qwen 2/3 and SmolLM. Layers are stacked and scanned, so compile time does not grow
-with depth.
+grouped-query attention (Ainslie et al. 2023), SwiGLU (Shazeer 2020); optional QK-norm, sliding
+windows, tied embeddings, rope scaling and LoRA adapters (Hu et al. 2021). config.Variant has the
+switches of Llama's relatives: recipes/docs/architectures.md lists those that this covers. Layers are
+stacked and scanned, so compile time does not grow with depth.
 
 Shapes: B batch, T positions, S slots of the cache, D embed, N heads, K kv heads, H head dim, F mlp,
 V vocab, L layers, R batch shards.
@@ -28,13 +28,13 @@ import dataclasses
 import functools
 
 from flax import nnx
-from jax.ad_checkpoint import checkpoint_name
 
 from .attention import Attention
-from .config import Compute
+from .config import Variant
 from .decoder import Decoder
-from .layers import GatedMLP, Kind, Llama3, RMSNorm, RopeScaling
+from .layers import GatedMLP, Kind, Llama3, RMSNorm, RopeScaling, add_output, apply_norm
 from .sharding import Rules, complete_tables
+from .sizes import TRANSFORMER, published
 from .strategies import DECODER, decoder_rules
 
 
@@ -42,9 +42,9 @@ LLAMA31 = Llama3(8.0, 1.0, 4.0, 8_192)  # from 8,192 to 131,072 positions
 
 
 @dataclasses.dataclass(frozen=True)
-class Config(Compute):
-    """The architecture; config.Compute has the fields for how to compute it. Named sizes are
-    classmethods.
+class Config(Variant):
+    """The architecture, with config.Variant's switches; config.Compute has the fields for how to
+    compute it. Named sizes are classmethods.
     """
 
     vocab_size: int  # V, tokens
@@ -61,8 +61,6 @@ class Config(Compute):
     # For layers that differ: one period of kinds, repeated over the depth. Each kind has its own
     # window and rotary embeddings, which replace the three fields above.
     layer_kinds: tuple[Kind, ...] = ()
-    qkv_bias: bool = False
-    qk_norm: bool = False
     tie_embeddings: bool = True
 
     @classmethod
@@ -135,6 +133,7 @@ SIZES = {
     "llama31_8b": Config.llama31_8b,
     "llama31_70b": Config.llama31_70b,
     "llama31_405b": Config.llama31_405b,
+    **published(Config, TRANSFORMER),
 }
 
 REMAT = Config.REMAT
@@ -149,25 +148,34 @@ POSITIONS = AXES.positions
 
 
 class Layer(nnx.Module):
-    """x + attention(norm(x)), then x + mlp(norm(x))."""
+    """x + attention(norm(x)), then x + mlp(norm(x)); config.norms may move or double the norms."""
 
     def __init__(self, config: Config, *, rngs: nnx.Rngs):
         norm = functools.partial(RMSNorm, eps=config.norm_eps)
-        self.attention_norm = norm(config.embed)
+        before = config.norms != "after"
+        after = config.norms != "before"
+        self.attention_norm = norm(config.embed) if before else None
         self.attention = Attention(
             config,
-            biases=("q", "k", "v") if config.qkv_bias else (),
+            biases=config.biases,
             norm=norm if config.qk_norm else None,
+            joint=config.joint_qk_norm,
+            scale=config.query_scale,
+            growth=config.query_growth,
             rngs=rngs,
         )
-        self.mlp_norm = norm(config.embed)
-        self.mlp = GatedMLP(config, rngs=rngs)
+        self.post_attention_norm = norm(config.embed) if after else None
+        self.mlp_norm = norm(config.embed) if before else None
+        self.mlp = GatedMLP(config, biased=config.mlp_bias, rngs=rngs)
+        self.post_mlp_norm = norm(config.embed) if after else None
+        self.scale = config.residual_scale
 
     def __call__(self, x_BTD, positions, kind, past=None):
-        out_BTD, kv = self.attention(self.attention_norm(x_BTD), positions, kind, past)
-        x_BTD = x_BTD + checkpoint_name(out_BTD, "sublayer")
-        out_BTD = self.mlp(self.mlp_norm(x_BTD))
-        return x_BTD + checkpoint_name(out_BTD, "sublayer"), kv, {}
+        normed_BTD = apply_norm(self.attention_norm, x_BTD)
+        out_BTD, kv = self.attention(normed_BTD, positions, kind, past)
+        x_BTD = add_output(x_BTD, out_BTD, self.post_attention_norm, self.scale)
+        out_BTD = self.mlp(apply_norm(self.mlp_norm, x_BTD))
+        return add_output(x_BTD, out_BTD, self.post_mlp_norm, self.scale), kv, {}
 
 
 class Transformer(Decoder):

@@ -148,6 +148,8 @@ def _logits(x_RMD, table_RVD, config):
     """Logits [R, M, V] in float32; padded tokens get -inf."""
     axes = (SHARDS, None, "vocab")
     logits_RMV = dot("RMD,RVD->RMV", x_RMD, table_RVD, out_sharding=explicit(*axes))
+    if config.logits_divisor != 1:
+        logits_RMV = logits_RMV / config.logits_divisor
     logits_RMV = soft_cap(logits_RMV, config.logits_soft_cap)
     if logits_RMV.shape[-1] > config.vocab_size:
         padding = jnp.arange(logits_RMV.shape[-1])[None, None] >= config.vocab_size

@@ -257,7 +257,110 @@ FAMILIES |= {
         meshes=FOR_EXPERTS,
     ),
 }  # fmt: skip
-NOT_GOLDEN = {"qwen3_window", "qwen2_window", "odd_mixtral", "odd_qwen3_moe", "qwen2_mixed"}
+BIASED = {"attention_bias": True, "mlp_bias": True}
+MULTIPLIERS = {"embedding_multiplier": 3.0, "residual_multiplier": 0.4}
+MULTIPLIERS |= {"attention_multiplier": 0.2, "logits_scaling": 0.5}
+LONG = {"rope_type": "longrope", "short_factor": [1.0, 1.5, 2.5], "long_factor": [2.0, 3.0, 7.0]}
+SHARED = {"moe_intermediate_size": 16, "shared_expert_intermediate_size": 24, "num_experts": 8}
+SMALL = ODD | {"pad_token_id": 0, "intermediate_size": 40}  # an id within the vocabulary
+FAMILIES |= {  # Llama's relatives, at sizes that no mesh axis divides
+    "llama_biases": Family("LlamaConfig", SMALL | BIASED | {"num_key_value_heads": 3}, "bfloat16"),
+    "olmo2": Family("Olmo2Config", SMALL | {"num_key_value_heads": 3}, "bfloat16"),
+    "olmo3": Family(
+        "Olmo3Config",
+        SMALL
+        | {"num_key_value_heads": 2, "num_hidden_layers": 5, "sliding_window": 5}
+        | {"rope_scaling": YARN | {"beta_fast": 2.0}},
+        "bfloat16",
+    ),
+    "phi3": Family(  # rows beyond the original length; 6 of 8 dims rotate
+        "Phi3Config",
+        SMALL | {"num_key_value_heads": 2, "original_max_position_embeddings": 16}
+        | {"rope_parameters": LONG | {"rope_theta": 30.0, "partial_rotary_factor": 0.75}},
+        "bfloat16",
+    ),
+    "phi3_short": Family(  # and rows within it
+        "Phi3Config",
+        SMALL | {"num_key_value_heads": 2, "original_max_position_embeddings": 32}
+        | {"rope_parameters": LONG | {"rope_theta": 30.0, "partial_rotary_factor": 0.75}}
+        | {"sliding_window": 7},
+    ),
+    "smollm3": Family(
+        "SmolLM3Config",
+        SMALL | {"num_key_value_heads": 2, "num_hidden_layers": 5, "no_rope_layer_interval": 2}
+        | {"use_sliding_window": True, "sliding_window": 7},
+        "bfloat16",
+    ),
+    "mistral3": Family(  # Mistral Small, with a vision tower
+        "Mistral3Config",
+        {
+            "text_config": {"model_type": "mistral", "num_hidden_layers": 2, "head_dim": 6}
+            | {"sliding_window": None, "num_key_value_heads": 2, "rope_theta": 1e6},
+            "vision_config": {
+                "model_type": "pixtral", "hidden_size": 16, "intermediate_size": 16, "head_dim": 8,
+                "num_hidden_layers": 1, "num_attention_heads": 2, "image_size": 28, "patch_size": 14,
+            },
+            "tie_word_embeddings": False,
+        },
+        "bfloat16",
+    ),
+    "ministral3": Family(  # queries that grow with the position
+        "Ministral3Config",
+        SMALL | {"num_key_value_heads": 2, "head_dim": 12}
+        | {"rope_parameters": YARN | {"rope_theta": 30.0, "beta_fast": 2.0, "mscale": 1.0}
+           | {"mscale_all_dim": 1.0, "original_max_position_embeddings": 7}
+           | {"llama_4_scaling_beta": 0.4}},
+        "bfloat16",
+    ),
+    "granite": Family("GraniteConfig", SMALL | MULTIPLIERS | BIASED | {"num_key_value_heads": 2}, "bfloat16"),
+    "glm": Family("GlmConfig", SMALL | {"num_key_value_heads": 2}),
+    "glm4": Family(
+        "Glm4Config", SMALL | {"num_key_value_heads": 2, "head_dim": 12}, "bfloat16"
+    ),
+    "seed_oss": Family(
+        "SeedOssConfig",
+        SMALL | {"num_key_value_heads": 3, "attention_out_bias": True, "mlp_bias": True},
+        "bfloat16",
+    ),
+    "llama_dynamic": Family(  # rows beyond the length
+        "LlamaConfig",
+        WIDE | {"max_position_embeddings": 16, "rope_theta": 30.0}
+        | {"rope_scaling": {"rope_type": "dynamic", "factor": 3.0}},
+        "bfloat16",
+    ),
+    "qwen2_moe": Family(
+        "Qwen2MoeConfig",
+        SHARED | {"num_experts_per_tok": 3, "num_hidden_layers": 3, "use_sliding_window": True}
+        | {"sliding_window": 5, "max_window_layers": 2},
+        "bfloat16", meshes=FOR_EXPERTS,
+    ),
+    "odd_qwen2_moe": Family(
+        "Qwen2MoeConfig",
+        SMALL | SHARED | {"num_key_value_heads": 3, "num_experts": 12, "num_experts_per_tok": 5}
+        | {"norm_topk_prob": True, "qkv_bias": False, "vocab_size": 331},
+        meshes=FOR_EXPERTS,
+    ),
+    "olmoe": Family(
+        "OlmoeConfig",
+        SMALL | {"num_key_value_heads": 3, "num_experts": 8, "num_experts_per_tok": 3}
+        | {"intermediate_size": 20},
+        "bfloat16", meshes=FOR_EXPERTS,
+    ),
+    "granitemoe": Family(
+        "GraniteMoeConfig",
+        SMALL | MULTIPLIERS | {"num_key_value_heads": 2, "num_local_experts": 8}
+        | {"num_experts_per_tok": 3, "intermediate_size": 20},
+        "bfloat16", meshes=FOR_EXPERTS,
+    ),
+    "minimax_m2": Family(
+        "MiniMaxM2Config",
+        SMALL | {"num_key_value_heads": 2, "num_local_experts": 8, "num_experts_per_tok": 3}
+        | {"head_dim": 12, "rotary_dim": 6, "intermediate_size": 20},
+        "bfloat16", meshes=FOR_EXPERTS,
+    ),
+}  # fmt: skip
+NOT_GOLDEN = {"phi3_short", "odd_qwen2_moe", "glm"}
+NOT_GOLDEN |= {"qwen3_window", "qwen2_window", "odd_mixtral", "odd_qwen3_moe", "qwen2_mixed"}
 NOT_GOLDEN |= {"qwen3_mixed", "qwen2_yarn", "mistral_yarn", "mixtral_linear"}
 NOT_GOLDEN |= {"odd_gpt2", "odd_gemma3", "odd_gpt_oss", "odd_vit"}
 NOT_GOLDEN |= {"deepseek_v2", "odd_deepseek_v3", "odd_deepseek_v2"}
@@ -270,6 +373,10 @@ ADAPTERS = {  # golden model → modules with an adapter of PEFT's
     "gemma3": ["q_proj", "k_proj", "o_proj", "gate_proj"],
     "gpt_oss": ["q_proj", "k_proj", "v_proj", "o_proj"],
     "vit": ["q_proj", "v_proj", "o_proj", "fc2"],  # and a new head
+    "phi3": ["qkv_proj", "o_proj", "gate_up_proj"],  # q, k and v share an A; gate and up
+    "glm4": ["q_proj", "k_proj", "gate_up_proj", "down_proj"],  # whose rotary pairs are neighbors
+    "granite": ["q_proj", "v_proj", "up_proj", "down_proj"],
+    "qwen2_moe": ["q_proj", "k_proj", "v_proj", "o_proj"],
     "deepseek_v3": ["q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj"],
 }
 
@@ -398,7 +505,10 @@ def export(source: str, target: pathlib.Path) -> None:
     folder, params = checkpoint.find(source), params_of(source)
     context = folder.metadata["context"]
     entry = folder.metadata["entry"]
-    hf.write(target, entry, folder.config, context, lambda path: np.asarray(params[path]))
+    hf.write(
+        target, entry, folder.config, context, lambda path: np.asarray(params[path]),
+        architecture=folder.metadata["architecture"],
+    )  # fmt: skip
 
 
 def compare(name: str, work: pathlib.Path) -> None:
@@ -428,7 +538,10 @@ def compare_adapter(name: str, work: pathlib.Path) -> None:
     found = [np.abs(our_logits(theirs, *on, f"hf:{base}") - wanted).max() for on in meshes]
     adapter = checkpoint.find(theirs, base=f"hf:{base}").adapter
     entry, factors = adapter.metadata["entry"], params_of_adapter(adapter)
-    hf.write_adapter(back, entry, adapter.config, str(base), lambda path: factors[path])
+    hf.write_adapter(
+        back, entry, adapter.config, str(base), lambda path: factors[path],
+        architecture=checkpoint.find(f"hf:{base}").metadata["architecture"],
+    )  # fmt: skip
     again = np.abs(their_logits(base, back) - wanted).max()
     change = np.abs(wanted).max() if name == "vit" else np.abs(wanted - without).max()
     print(

@@ -23,7 +23,7 @@ from flax import nnx
 import recipes.hf
 from data import DataError, tokenizer
 from recipes.common import checkpoint, hf
-from recipes.common.hf import gemma, llama
+from recipes.common.hf import gemma
 from recipes.common.hf import gpt_oss as oss
 from recipes.common.mesh import make_mesh
 from recipes.common.runtime.errors import UserError
@@ -41,6 +41,7 @@ from tests.conftest import ROOT, full_except
 from tests.support.quick import QUICK
 from tests.support.quick import quick as quick
 from zoo import gpt_oss, moe
+from zoo.config import Compute, Variant
 from zoo.gemma3 import SIZES
 from zoo.layers import Kind, Linear, Llama3, Yarn, rope_angles
 from zoo.transformer import Config, Transformer
@@ -77,6 +78,19 @@ def edit(folder, **changes):
     file.write_text(json.dumps({k: v for k, v in theirs.items() if v is not ...}))
 
 
+def config_of(keys):
+    """Our Config for the keys of a config.json."""
+    (name,) = keys["architectures"]
+    (family,) = (family for family in hf.folder.FAMILIES if name in family.architectures)
+    return family.config_from(keys, ROOT)
+
+
+def json_of(config, context):
+    """The config.json of an export."""
+    entry = "moe" if isinstance(config, moe.Config) else "transformer"
+    return hf.folder.family_of(entry, config).config_json(config, context)
+
+
 def tensors_of(file):
     return dict(safetensors.numpy.load_file(file))
 
@@ -85,7 +99,7 @@ def tensors_of(file):
 
 
 SLOW = ("qwen3_moe", "odd_llama", "llama_linear", "qwen3_yarn", "gemma3", "gemma2", "gpt_oss")
-SLOW += ("deepseek_v3", "deepseek_odd_head")
+SLOW += ("deepseek_v3", "deepseek_odd_head", "olmoe", "granitemoe", "seed_oss", "llama_biases")
 # On one device and on a mesh; in the fast tier each family on a mesh, as some are in either tier.
 ON_A_MESH = ("gemma2", "gemma3_vision", "gpt_oss", "deepseek_v3")
 PARITY = {
@@ -153,11 +167,15 @@ def test_a_restored_model_shares_its_work_where_its_heads_do_not_divide(strict):
 def test_export_is_read_back_bit_equal_with_the_same_config(family, tmp_path):
     export(f"hf:{GOLDEN / family}", tmp_path / "back")
     a, b = hf.Folder(GOLDEN / family), hf.Folder(tmp_path / "back")
-    assert a.metadata == b.metadata
+    assert a.metadata["config"] == b.metadata["config"]
+    assert a.metadata["context"] == b.metadata["context"]
     assert_bit_equal(params_of(f"hf:{a.path}"), params_of(f"hf:{b.path}"))
     theirs, ours = (json.loads((f.path / "config.json").read_text()) for f in (a, b))
     if "vision_config" in theirs:
-        theirs = {"architectures": ["Gemma3ForCausalLM"], "model_type": "gemma3_text"}
+        text = {"gemma3": ("Gemma3ForCausalLM", "gemma3_text")}
+        text |= {"mistral3": ("MistralForCausalLM", "mistral")}
+        name, kind = text[theirs["model_type"]]
+        theirs = {"architectures": [name], "model_type": kind}
     for key in ("architectures", "model_type"):
         assert theirs[key] == ours[key]
 
@@ -165,7 +183,8 @@ def test_export_is_read_back_bit_equal_with_the_same_config(family, tmp_path):
 def test_every_option_of_config_is_read():
     """Options of the Llama family and of MoE occur in their golden models and in no other."""
     every = {name: hf.Folder(GOLDEN / name).config for name in FAMILIES}
-    found = {name: c for name, c in every.items() if type(c) in (Config, moe.Config)}
+    kinds = (Config, moe.Config)
+    found = {n: c for n, c in every.items() if type(c) in kinds and n not in RELATIVES}
     assert found["llama3"].rope_scaling == Llama3(8.0, 1.0, 4.0, 16)
     assert found["llama_linear"].rope_scaling == Linear(3.0)
     assert found["ministral"].layer_kinds == (Kind(5, 1e4), Kind(None, 1e4))
@@ -198,6 +217,44 @@ def test_every_option_of_config_is_read():
     assert dtypes["llama2"] == {"float16"}
     assert dtypes["llama3"] == dtypes["smollm"] == {"bfloat16"}
     assert dtypes["qwen3"] == {"float32"}
+
+
+OLMO = {"norms": "after", "qk_norm": True, "joint_qk_norm": True}
+ALL_BIASES = {"qkv_bias": True, "o_bias": True, "mlp_bias": True}
+GRANITE = {"embed_scale": 3.0, "residual_scale": 0.4, "attention_scale": 0.2, "logits_divisor": 0.5}
+RELATIVES = {  # golden model → the switches that it sets
+    "llama_biases": ALL_BIASES,
+    "olmo2": OLMO,
+    "olmo3": OLMO,
+    "phi3": {"rotary_dims": 6},
+    "smollm3": {},
+    "granite": GRANITE | ALL_BIASES,
+    "glm4": {"norms": "both", "qkv_bias": True, "rotary_dims": 6},
+    "seed_oss": ALL_BIASES,
+    "mistral3": {},
+    "ministral3": {"query_growth": 0.4},
+    "llama_dynamic": {},
+    "qwen2_moe": {"qkv_bias": True, "normalize": False, "shared_mlp": 24, "shared_gate": True},
+    "olmoe": {"qk_norm": True, "joint_qk_norm": True, "normalize": False},
+    "granitemoe": GRANITE,
+    "minimax_m2": {"qk_norm": True, "joint_qk_norm": True, "sigmoid": True, "rotary_dims": 6},
+}
+
+
+@pytest.mark.parametrize("name", RELATIVES)
+def test_a_relative_of_llama_sets_its_switches_and_no_other(name):
+    config = hf.Folder(GOLDEN / name).config
+    switches = {*Variant.__dataclass_fields__} - {*Compute.__dataclass_fields__}
+    switches |= {"normalize", "shared_mlp", "shared_gate", "sigmoid"} & {*vars(config)}
+    fields = type(config).__dataclass_fields__
+    found = {n: getattr(config, n) for n in switches if getattr(config, n) != fields[n].default}
+    assert found == RELATIVES[name]
+    kinds = {
+        "olmo3": (*[Kind(5, 5e5)] * 3, Kind(None, 5e5, Yarn(4.0, 2.0, 1.0, 16, True, MAGNITUDE))),
+        "smollm3": (Kind(None, 2e6), Kind(7, None)),
+        "qwen2_moe": (Kind(5, 1e4), Kind(None, 1e4), Kind(None, 1e4)),
+    }
+    assert config.layer_kinds == kinds.get(name, ())
 
 
 @pytest.mark.parametrize("rules", [None, "tp", {"head_dim": "model", "heads": None}])
@@ -322,17 +379,17 @@ def test_a_list_of_layers_is_its_shortest_period(types, windows):
     """Export gives back the list, and max_window_layers where that can say it to older versions."""
     theirs = json.loads((GOLDEN / "qwen2" / "config.json").read_text())
     theirs |= {"use_sliding_window": True, "sliding_window": 5, "num_hidden_layers": len(types)}
-    ours = llama.config_from(theirs | {"layer_types": types}, ROOT)
+    ours = config_of(theirs | {"layer_types": types})
     assert [kind.window for kind in ours.layer_kinds] == windows
     assert ours.sliding_window == (5 if types == [S, S, S] else None)
-    back = llama.config_json(ours, 64)
-    assert llama.config_from(back, ROOT) == ours
+    back = json_of(ours, 64)
+    assert config_of(back) == ours
     assert ("layer_types" in back) == bool(windows), "config.json of a uniform model is as it was"
     if windows:
         assert (back["layer_types"], back["max_window_layers"]) == (types, types.index(S))
-        mistral = llama.config_json(dataclasses.replace(ours, qkv_bias=False), 64)
+        mistral = json_of(dataclasses.replace(ours, qkv_bias=False), 64)
         assert mistral["architectures"] == ["MinistralForCausalLM"], "theirs ignores layer_types"
-        assert llama.config_from(mistral, ROOT).layer_kinds == ours.layer_kinds
+        assert config_of(mistral).layer_kinds == ours.layer_kinds
 
 
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}
@@ -367,11 +424,11 @@ def test_rotary_scalings_mean_what_they_mean_to_transformers(rope, others, scali
         {"rope_scaling": rope, "rope_theta": 2e4},
         {"rope_parameters": rope | {"rope_theta": 2e4}},
     ):
-        ours = llama.config_from(theirs | keys | others, ROOT)
+        ours = config_of(theirs | keys | others)
         assert (ours.rope_theta, type(ours.rope_scaling)) == (2e4, type(scaling))
         numbers = dataclasses.astuple(ours.rope_scaling)
         assert numbers == pytest.approx(dataclasses.astuple(scaling))
-    assert llama.config_from(llama.config_json(ours, 64), ROOT) == ours
+    assert config_of(json_of(ours, 64)) == ours
 
 
 def test_a_mistral_with_unlike_layers_is_theirs(folder):
@@ -464,7 +521,7 @@ def test_a_llama3_scaling_whose_low_factor_is_above_its_high_one_is_a_step():
     keys = json.loads((GOLDEN / "llama3" / "config.json").read_text())
     keys["rope_parameters"] |= {"low_freq_factor": 4.0, "high_freq_factor": 1.0}
     keys["rope_parameters"] |= {"rope_theta": 30.0, "original_max_position_embeddings": 64}
-    config = llama.config_from(keys | {"head_dim": 16}, ROOT)
+    config = config_of(keys | {"head_dim": 16})
     kind = Kind(None, config.rope_theta, config.rope_scaling)
     found = rope_angles(kind, 16, np.ones((1, 1), np.int32))[0, 0]
     plain = 30.0 ** -(np.arange(8) / 8)
@@ -510,35 +567,34 @@ def test_a_large_model_is_written_in_files_with_an_index(tmp_path, monkeypatch):
 
 def test_options_without_an_architecture_in_transformers_are_not_exported(tmp_path):
     config = Config(64, 32, 2, 8, 4, 4, 32, qkv_bias=True, qk_norm=True)
-    with pytest.raises(UserError, match="no Hugging Face architecture has both qkv_bias and qk_"):
+    with pytest.raises(UserError, match="Qwen2ForCausalLM, can't have qk_norm=True; use"):
         hf.write(tmp_path / "out", "transformer", config, 64, lambda path: pytest.fail("read"))
     assert list(tmp_path.iterdir()) == []
     for kinds, said in (
-        ((Kind(4, 1e4), Kind(5, 1e4)), "different sliding windows"),
-        ((Kind(4, 1e4), Kind(None, 1e6)), "different rotary embeddings"),
+        ((Kind(4, 1e4), Kind(5, 1e4)), "Kind.window=4.*Kind.window=5"),
+        ((Kind(4, 1e4), Kind(4, 1e6)), "rope_theta=1000000"),
     ):
         unlike = Config(64, 32, 2, 8, 4, 4, 32, layer_kinds=kinds)
-        with pytest.raises(UserError, match=f"layers with {said}; use a model whose layer_kinds"):
+        with pytest.raises(UserError, match=f"can't have layer_kinds=.*{said}.*; use"):
             hf.write(tmp_path / "out", "transformer", unlike, 64, lambda path: pytest.fail("read"))
     alike = Config(64, 32, 2, 8, 4, 4, 32, layer_kinds=(Kind(5, 1e4), Kind(5, 1e4)))
-    assert llama.config_from(llama.config_json(alike, 64), ROOT).sliding_window == 5
+    assert config_of(json_of(alike, 64)).sliding_window == 5
     # Their Llama needs its embed to be divisible by its heads; their Mistral doesn't.
-    theirs = llama.config_json(Config(64, 32, 2, 6, 2, 4, 32), 64)
+    theirs = json_of(Config(64, 32, 2, 6, 2, 4, 32), 64)
     assert (theirs["model_type"], theirs["sliding_window"]) == ("mistral", None)
 
 
 @pytest.mark.parametrize(
     ("fields", "said"),
     [
-        ({"normalize": False}, "normalize=False without qk_norm"),
-        ({"balance_rate": 1e-3}, "balance_rate, a bias for each expert"),
-        ({"qkv_bias": True}, "qkv_bias"),
-        ({"layer_kinds": (Kind(5, 1e4), Kind(None, 1e4))}, "windows in only some layers"),
+        ({"balance_rate": 1e-3}, "layers/experts/bias"),
+        ({"qkv_bias": True}, "qkv_bias=True"),
+        ({"layer_kinds": (Kind(5, 1e4), Kind(None, 1e4))}, "layer_kinds="),
     ],
 )
 def test_experts_without_an_architecture_in_transformers_are_not_exported(fields, said, tmp_path):
     config = dataclasses.replace(moe.Config.tiny(), **fields)
-    with pytest.raises(UserError, match=f"with experts has {said}; use a model without it"):
+    with pytest.raises(UserError, match=f"can't have {said}.*; use a model without"):
         hf.write(tmp_path / "out", "moe", config, 64, lambda path: pytest.fail("read"))
     assert list(tmp_path.iterdir()) == []
 
@@ -574,8 +630,10 @@ def test_a_write_that_fails_leaves_nothing(tmp_path):
 def gemma_config(keys, **changes):
     """Our Config for config.json's keys; ... removes a key."""
     keys = {key: value for key, value in (keys | changes).items() if value is not ...}
-    kind = gemma.ARCHITECTURES[keys["architectures"][0]]
-    return gemma.config_from(gemma.text_keys(keys | {"model_type": kind}, ROOT), ROOT)
+    (name,) = keys["architectures"]
+    family = gemma.FAMILY if name in gemma.FAMILY.architectures else gemma.WITH_VISION
+    keys |= {"model_type": family.architectures[name]}
+    return family.config_from(family.text_keys(keys, ROOT), ROOT)
 
 
 def keys_of(name):
@@ -638,7 +696,7 @@ def test_the_text_model_is_read_from_under_its_prefix(folder, prefix, capfd):
     safetensors.numpy.save_file(tensors, file)
     capfd.readouterr()
     assert_bit_equal(params_of(f"hf:{theirs}"), whole)
-    said = "The vision tower of gemma3_vision was left out; the zoo has its text model.\n"
+    said = "The vision tower was left out; the zoo has the text model.\n"
     assert capfd.readouterr().out == said
     assert hf.Folder(theirs).metadata["context"] == 64
     edit(theirs, tie_word_embeddings=False)
@@ -708,23 +766,25 @@ def test_published_gpt_oss_are_their_named_sizes(changes):
     ("family", "changes", "said"),
     [
         ("llama3", {"architectures": ["GemmaForCausalLM"]}, "is for GemmaForCausalLM, which the zoo"),
-        ("llama3", {"architectures": ["MixtralForCausalLM"]}, "has num_local_experts null, which must be a number"),
+        ("llama3", {"architectures": ["MixtralForCausalLM"]}, "has num_experts_per_tok null, which must be a number"),
         ("mixtral", {"num_experts_per_tok": 9}, "has num_experts_per_tok 9, which zoo/moe.py does not"),
         ("mixtral", {"num_local_experts": 9}, "is missing tensor model.layers.0.block_sparse_moe.experts.8.w1.weight"),
         ("mixtral", {"num_local_experts": 7}, "has an unexpected tensor model.layers.0.block_sparse_moe.experts.7"),
         ("qwen3_moe", {"decoder_sparse_step": 2}, "has decoder_sparse_step 2, which zoo/moe.py does not"),
         ("qwen3_moe", {"mlp_only_layers": [1]}, "has mlp_only_layers [1], which"),
-        ("qwen3_moe", {"attention_bias": True}, "has attention_bias true, which"),
+        ("qwen3_moe", {"attention_bias": 1}, "has attention_bias 1, which"),
+        ("mixtral", {"attention_bias": True}, "has attention_bias true, which"),
         ("llama3", {"architectures": ["LlamaForCausalLM", "X"]}, "is for LlamaForCausalLM, X, which"),
         ("llama3", {"architectures": ..., "model_type": "opt"}, "is for opt, which the zoo does not"),
         ("llama3", {"architectures": 7}, "is for 7, which the zoo does not"),
         ("llama3", {"architectures": [["LlamaForCausalLM"]]}, "which the zoo does not"),
-        ("llama3", {"architectures": ["OlmoForCausalLM"], "hidden_act": "relu"}, "the nearest is LlamaForCausalLM, which differs in hidden_act; use one of"),
+        ("llama3", {"architectures": ["OlmoForCausalLM"], "hidden_act": "relu"}, "the nearest is LlamaForCausalLM, which differs in hidden_act; use one of those that recipes/docs/architectures.md lists"),
         ("gpt2", {"architectures": ["GPTX"], "alibi": True}, "the nearest is GPT2LMHeadModel, which differs in"),
         ("vit", {"architectures": ["DeiTForImageClassification"], "qkv_bias": False}, "the nearest is ViTForImageClassification, which differs in qkv_bias; use"),
         ("llama3", {"hidden_act": "gelu"}, 'has hidden_act "gelu", which zoo/transformer.py does not'),
-        ("llama3", {"attention_bias": True}, "has attention_bias true, which"),
-        ("llama3", {"mlp_bias": True}, "has mlp_bias true, which"),
+        ("llama3", {"attention_bias": True}, "is missing tensor model.layers.0.self_attn.k_proj.bias"),
+        ("qwen2", {"attention_bias": True}, "has attention_bias true, which"),
+        ("mistral", {"mlp_bias": True}, "has mlp_bias true, which"),
         ("llama3", {"partial_rotary_factor": 0.5}, "has partial_rotary_factor 0.5, which"),
         ("llama3", {"quantization_config": {"bits": 4}}, 'has weights in {"bits": 4}, which the zoo does not read; use a folder that is not quantized'),
         ("llama3", {"quantization_config": {"quant_method": "gptq"}}, "has weights in gptq, which"),
@@ -737,8 +797,11 @@ def test_published_gpt_oss_are_their_named_sizes(changes):
         ("qwen2", {"rope_scaling": {"rope_type": "yarn"}}, "has factor null, which must be a number > 0"),
         ("qwen2", {"rope_scaling": YARN | {"truncate": "no"}}, 'has truncate "no", which'),
         ("qwen2", {"rope_scaling": YARN | {"beta_fast": -1}}, "has beta_fast -1, which must be a number > 0"),
-        ("qwen2", {"rope_scaling": {"rope_type": "longrope"}}, 'has rope_type "longrope", which'),
-        ("qwen2", {"rope_scaling": {"type": "dynamic"}, "rope_parameters": ...}, 'has rope_type "dynamic"'),
+        ("qwen2", {"rope_scaling": {"rope_type": "longrope"}}, "has short_factor null, which"),
+        ("qwen2", {"rope_scaling": {"rope_type": "longrope", "short_factor": [1.0], "long_factor": [2.0]}},
+         "1 factors, and a head has 2 rotary pairs; use its own config.json"),
+        ("qwen2", {"rope_scaling": {"type": "dynamic"}, "rope_parameters": ...}, "has factor null, which"),
+        ("qwen2", {"rope_scaling": {"type": "ntk"}, "rope_parameters": ...}, 'has rope_type "ntk", which'),
         ("qwen2", {"rope_parameters": {"full_attention": {}}}, "has rope_parameters {"),
         ("qwen2", {"rope_parameters": {"partial_rotary_factor": 0.5}}, "partial_rotary_factor 0.5, which"),
         ("llama3", {"rope_parameters": {"rope_type": "llama3"}}, "has factor null, which must be a number > 0"),

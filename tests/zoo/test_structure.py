@@ -167,6 +167,7 @@ ORDER = [
         "kernels",
         "shape",
         "config",
+        "sizes",
         "splash",
         "context",
         "cache",
@@ -177,6 +178,7 @@ ORDER = [
 ]
 # A class of the zoo inherits one of these alone, so a model is read in its own file and decoder.py.
 BASES = {"", "nnx.Module", "nnx.Variable", "nnx.Param", "NamedTuple", "Compute", "Decoder"}
+BASES |= {"Variant"}  # Compute with the switches that Transformer and MoE share
 BASES |= {"LowPrecisionWeight"}  # the type by which layers.py knows low_precision.py's weights
 
 
@@ -297,13 +299,15 @@ def test_a_shape_has_the_weights_and_the_cache_of_its_model(name):
     zoo, model = entries.zoo_file(name), entries.model(name)
     fields = {field.name for field in dataclasses.fields(zoo.Config)}
     changes = [{}, {"mtp_depth": 1}, {"q_latent": 0}, {"num_layers": 3}]
+    changes.insert(0, {"shared_mlp": 24, "shared_gate": True, "rotary_dims": 4, "norms": "both"})
     for config in [dataclasses.replace(zoo.Config.tiny(), **c) for c in changes if {*c} <= fields]:
         shape = config.shape
         abstract = abstract_model(lambda c=config: model(c, rngs=nnx.Rngs(0)))
         weights = {
             path: leaf
             for path, leaf in paths(abstract.shapes["params"]).items()
-            if not path.startswith(OUTSIDE) and not path.endswith(("bias", "scale", "sinks"))
+            if not path.startswith(OUTSIDE)
+            and not path.endswith(("bias", "scale", "sinks", "mlp_gate"))
         }
         layers = tuple(map(with_all_experts, shape.layers))
         in_layers = dataclasses.replace(shape, layers=layers, vocab_size=0).multiplied

@@ -10,7 +10,7 @@ import re
 from typing import Any
 
 from recipes.common.hf import llama
-from recipes.common.hf.llama import ConfigFile
+from recipes.common.hf.family import ConfigFile, Family, Selection, Table
 from recipes.common.hf.tensors import Stored
 from recipes.common.runtime.errors import UserError
 from zoo.deepseek import Config
@@ -22,9 +22,6 @@ ARCHITECTURES = {  # theirs → model_type
     "DeepseekV3ForCausalLM": "deepseek_v3",
     "DeepseekV2ForCausalLM": "deepseek_v2",
 }
-TIED, COMPUTED, CONTEXT = llama.TIED, llama.COMPUTED, llama.CONTEXT
-canonical = llama.canonical
-FORMATS = ("fp8",)  # quantization methods that are read
 
 SIZES = {  # field of Config → theirs
     "vocab_size": "vocab_size",
@@ -58,11 +55,11 @@ SCORES = "scoring_func"
 METHOD = "topk_method"
 
 
-def tensors(config: Config) -> dict[str, tuple[str, str, str]]:
+def tensors(config: Config) -> Table:
     """The variables' tensors, in the format of tensors.py."""
     pairs, first = config.rope_dim, config.dense_layers
 
-    def layer(path: str, at: str, dense: bool) -> dict[str, tuple[str, str, str]]:
+    def layer(path: str, at: str, dense: bool) -> Table:
         found = {
             "attention_norm/scale": ("input_layernorm.weight", "D", "D"),
             "attention/q": ("self_attn.q_proj.weight", "DNH", f"NH D H~{pairs}"),
@@ -112,13 +109,10 @@ def copies(config: Config) -> dict[str, str]:
     }
 
 
-def without_further_layers(
-    stored: dict[str, Stored], config: Config
-) -> tuple[dict[str, Stored], Config, str]:
-    """(the tensors that a model reads, its Config, a report of what is left out).
+def without_further_layers(stored: dict[str, Stored], config: Config) -> Selection:
+    """Leaves out layers after the last one, which predict further tokens, but for the first of them.
 
-    Layers after the last one predict further tokens. A model has at most one of them, if the folder
-    has its tensors.
+    The Config has that one if the folder has its tensors.
     """
     layer = re.compile(r"model\.layers\.(\d+)\.")
     numbers = {name: int(found[1]) for name in stored if (found := layer.match(name))}
@@ -132,7 +126,7 @@ def without_further_layers(
     report = (
         f"Left out layer {names}, for multi-token prediction; the zoo has at most one such layer."
     )
-    return stored, config, report if left else ""
+    return Selection(stored, config, report if left else "")
 
 
 def config_from(keys: dict[str, Any], file) -> Config:
@@ -223,3 +217,16 @@ def mscales(config: Config) -> dict[str, float]:
     step = 0.1 * math.log(scaling.factor)
     mscale = (magnitude * (step * config.mscale + 1) - 1) / step
     return {"mscale": round(mscale, 12), "mscale_all_dim": config.mscale}
+
+
+FAMILY = Family(
+    entry=ENTRY,
+    architectures=ARCHITECTURES,
+    tensors=tensors,
+    config_from=config_from,
+    config_json=config_json,
+    checked=UNUSED,
+    formats=("fp8",),
+    copies=copies,
+    select=without_further_layers,
+)

@@ -20,7 +20,7 @@ BLOCK = 128
 SCALES = "_scale_inv"
 KNOWN = {  # keys of quantization_config → values that are read
     "quant_method": ("fp8",),
-    "fmt": ("e4m3",),
+    "fmt": ("e4m3", "float8_e4m3fn"),
     "weight_block_size": ([BLOCK, BLOCK],),
     "activation_scheme": ("dynamic",),  # of inference, which this file does not imitate
     "scale_fmt": (None, "ue8m0"),  # powers of two, in float32 too

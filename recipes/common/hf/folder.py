@@ -1,6 +1,7 @@
 """Locates, checks, reads and writes model folders."""
 
 import contextlib
+import dataclasses
 import functools
 import json
 import pathlib
@@ -25,6 +26,7 @@ from recipes.common.hf import (
     tensors,
     vit,
 )
+from recipes.common.hf.family import Family
 from recipes.common.runtime.errors import UserError
 from recipes.common.runtime.terminal import print0
 from recipes.common.sharding.abstract import Tree, abstract_model, paths
@@ -33,9 +35,12 @@ from recipes.common.storage import folders
 # Parts of keys of a config.json that don't change what a model computes.
 UNIMPORTANT = ("architectures", "model_type", "_name_or_path", "version", "dtype", "use_cache")
 UNIMPORTANT += ("token_id", "initializer_range", "drop", "summary")
-FAMILIES = (llama, moe, gpt2, gemma, gpt_oss, deepseek, vit)
+FAMILIES = (
+    *(*llama.FAMILIES, *moe.FAMILIES, gpt2.FAMILY, gemma.FAMILY, gemma.WITH_VISION),
+    *(gpt_oss.FAMILY, deepseek.FAMILY, vit.FAMILY),
+)
 UNPACK = {"mxfp4": mxfp4.unpack, "fp8": float8.unpack}  # format → what reads it
-ENTRIES = {family.ENTRY: family for family in FAMILIES}  # entry → family that exports it
+ENTRIES = {*(family.entry for family in FAMILIES)}  # those that can be exported
 
 
 def locate(name: str) -> pathlib.Path:
@@ -72,33 +77,29 @@ class Folder:
         self.family, kind = _family(theirs, file)
         _check_format(theirs, self.family, file)
         # model_type may be absent; if it contradicts the architecture, the architecture counts.
-        theirs |= {"model_type": kind}
-        if hasattr(self.family, "text_keys"):
-            theirs = self.family.text_keys(theirs, file)
-        self.config = self.family.config_from(theirs, file)
-        found, left_out = tensors.find(path), ""
-        if kind in getattr(self.family, "WITH_VISION", ()):
-            found = self.family.text_tensors(found)
-            left_out = f"The vision tower of {path.name} was left out; the zoo has its text model."
-        if hasattr(self.family, "without_further_layers"):
-            found, self.config, left_out = self.family.without_further_layers(found, self.config)
+        theirs = self.family.text_keys(theirs | {"model_type": kind}, file)
+        selection = self.family.select(tensors.find(path), self.family.config_from(theirs, file))
+        self.config = selection.config
         self.metadata = {
-            "entry": self.family.ENTRY,
+            "entry": self.family.entry,
             "config": entries.config_json(self.config),
             "step": self.step,
-            "context": theirs.get(self.family.CONTEXT),  # for exporting it again
+            # For exporting it again:
+            "context": theirs.get(self.family.context),
+            "architecture": next(iter(self.family.architectures)),
         }
-        self._files = {tensor.file for tensor in found.values()}
+        stored = selection.stored
+        self._files = {tensor.file for tensor in stored.values()}
         if method := _format_of(theirs):  # families that do not read it refused it
-            found = UNPACK[method](found)
-        self._stored = tensors.rename(found, self.family.canonical, path)
+            stored = UNPACK[method](stored)
+        self._stored = tensors.rename(stored, self.family.canonical, path)
         self._check()
-        if left_out:
-            print0(left_out)
+        if selection.left_out:
+            print0(selection.left_out)
 
     def shapes(self) -> Tree:
         """{"params": …}, and "buffers" if there are any: nested dicts of ShapeDtypeStructs."""
-        return shapes_of(self.family.ENTRY, self.config)
+        return shapes_of(self.family.entry, self.config)
 
     def read(self, abstract: Tree) -> Tree:
         """Reads the variables in kind → nested dict of ShapeDtypeStructs with shardings."""
@@ -120,9 +121,9 @@ class Folder:
         wanted = {tensor.name: tensor.shape for tensor in expanded}
         # A model that was saved without its head lacks the prefix of the other names.
         self._stored = tensors.rename(self._stored, add_prefix(wanted), self.path)
-        computed = self.family.COMPUTED
+        computed = self.family.computed
         found = {name: t for name, t in self._stored.items() if not name.endswith(computed)}
-        tied = self.family.TIED | getattr(self.family, "copies", lambda config: {})(self.config)
+        tied = self.family.tied | self.family.copies(self.config)
         tied = {a: b for a, b in tied.items() if a in found.keys() - wanted.keys()}
         wanted |= {a: wanted[b] for a, b in tied.items()}
         tensors.check(self.path, found, wanted, "config.json implies", "this model's config.json")
@@ -143,30 +144,57 @@ def write(
     read,
     tokens: tokenizer.Tokenizer | None = None,
     card: str = "",
+    architecture: str = "",
 ) -> None:
     """Writes a model folder next to its destination, then moves it into place.
 
-    The host holds one parameter and FILE_BYTES of tensors at a time. Raises UserError if the
-    entry's family has no architecture for this config.
+    The host holds one parameter and FILE_BYTES of tensors at a time. Raises UserError if no
+    architecture computes this model.
 
     Args:
       context: positions that the model was trained on.
+      architecture: see `family_of`.
       read: a function from a variable's path to its value, a float32 NumPy array.
       tokens: the model's tokenizer, whose files are copied unchanged; None if unknown.
       card: text of README.md; empty: none.
     """
-    theirs, others = ENTRIES[entry].config_json(config, context), {}
-    if ENTRIES[entry] is vit:
-        others = vit.other_files(config)
-    else:  # absent ids mean 1 and 2 to transformers, but every vocabulary has its own
-        unknown = {"bos_token_id": None, "eos_token_id": None}
-        theirs |= tokens.config_ids() if tokens else unknown
-    table = ENTRIES[entry].tensors(config)
-    expanded = tensors.expand(table, stored_paths(shapes_of(entry, config)))
+    family = family_of(entry, config, architecture)
+    theirs = family.config_json(config, context)
+    if family is not vit.FAMILY:
+        # Absent ids mean 1 and 2 to transformers, or more, but every vocabulary has its own.
+        theirs |= {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
+        theirs |= tokens.config_ids() if tokens else {}
+    expanded = tensors.expand(family.tensors(config), stored_paths(shapes_of(entry, config)))
     with new_folder(folder, tokens, card) as beside:
         tensors.write(beside, expanded, read)
-        for name, content in {"config.json": theirs, **others}.items():
+        for name, content in {"config.json": theirs, **family.other_files(config)}.items():
             (beside / name).write_text(json.dumps(content, indent=2) + "\n")
+
+
+def family_of(entry: str, config, architecture: str = "") -> Family:
+    """The family that exports a model: the first that says all of its Config and variables.
+
+    Args:
+      architecture: of the folder that the model was imported from: its family is the first to try.
+
+    Raises UserError if there is none.
+    """
+    families = [family for family in FAMILIES if family.entry == entry]
+    families.sort(key=lambda family: architecture not in family.architectures)
+    plain = dataclasses.replace(config, lora_rank=0)
+    variables = stored_paths(shapes_of(entry, plain))
+    lost = [
+        [*family.lost(plain), *(variables.keys() - family.tensors(plain).keys())]
+        for family in families
+    ]
+    best = min(range(len(families)), key=lambda i: len(lost[i]))
+    if lost[best]:
+        nearest = next(iter(families[best].architectures))
+        raise UserError(
+            f"no Hugging Face architecture computes this model; the nearest, {nearest}, can't have "
+            f"{' and '.join(lost[best])}; use a model without"
+        )
+    return families[best]
 
 
 @contextlib.contextmanager
@@ -216,36 +244,40 @@ def add_prefix(wanted: Collection[str]) -> Callable[[str], str]:
     return full_name
 
 
-def _family(theirs: dict[str, Any], file: pathlib.Path) -> tuple[Any, str]:
+def _family(theirs: dict[str, Any], file: pathlib.Path) -> tuple[Family, str]:
     """The (family, model_type) of a config.json, from its architecture. Raises UserError."""
     known = {}
     for family in FAMILIES:
-        for name, kind in family.ARCHITECTURES.items():
+        for name, kind in family.architectures.items():
             known[name] = known[kind] = family, kind
     names = theirs.get("architectures") or [theirs.get("model_type")]
     if names not in [[name] for name in known]:
         shown = ", ".join(map(str, names)) if isinstance(names, list) else names
         raise UserError(
             f"{file} is for {shown}, which the zoo does not implement; the nearest is "
-            f"{_nearest(theirs, file)}; use one of "
-            f"{', '.join(name for family in FAMILIES for name in family.ARCHITECTURES)}"
+            f"{_nearest(theirs, file)}; use one of those that recipes/docs/architectures.md lists"
         )
     return known[names[0]]
 
 
 def _nearest(theirs: dict[str, Any], file: pathlib.Path) -> str:
     """The architecture whose config.json has most keys in common, and the first that differs."""
-    written = {
-        family: family.config_json(entries.zoo_file(family.ENTRY).SIZES["small"](), 1)
+    written = [
+        family.config_json(
+            dataclasses.replace(entries.zoo_file(family.entry).SIZES["small"](), **family.fixed), 1
+        )
         for family in FAMILIES
-    }
-    family = max(written, key=lambda f: len(written[f].keys() & theirs) / len(written[f]))
-    name, kind = next(iter(family.ARCHITECTURES.items()))
-    known = {*written[family], *getattr(family, "UNUSED", ())}
+    ]
+    read = {key for key in theirs if not any(part in key for part in UNIMPORTANT)}
+    shares = [len(keys.keys() & read) / len(keys.keys() | read) for keys in written]
+    nearest = shares.index(max(shares))
+    family = FAMILIES[nearest]
+    name, kind = next(iter(family.architectures.items()))
+    known = {*written[nearest], *family.checked}
     others = [key for key in theirs if key not in known]
     differs = [key for key in others if not any(part in key for part in UNIMPORTANT)]
     try:
-        family.config_from(written[family] | theirs | {"model_type": kind}, file)
+        family.config_from(written[nearest] | theirs | {"model_type": kind}, file)
     except UserError as error:
         differs = re.findall(r" has (?:an )?(\w+) ", str(error)) or differs
     return f"{name}, which differs in {differs[0]}" if differs else name
@@ -260,13 +292,14 @@ def _format_of(theirs: dict[str, Any]) -> str:
     return method or json.dumps(quantized)
 
 
-def _check_format(theirs: dict[str, Any], family, file: pathlib.Path) -> None:
+def _check_format(theirs: dict[str, Any], family: Family, file: pathlib.Path) -> None:
     """Raises UserError if weights are quantized in a format that the family is not published in."""
-    method, known = _format_of(theirs), getattr(family, "FORMATS", ())
-    if method and method not in known:
+    method = _format_of(theirs)
+    formats = family.formats
+    if method and method not in formats:
         raise UserError(
-            f"{file} has weights in {method}, which the zoo does not read; "
-            f"use a folder {'in ' if known else ''}{' or '.join((*known, 'that is not quantized'))}"
+            f"{file} has weights in {method}, which the zoo does not read; use a folder "
+            f"{'in ' if formats else ''}{' or '.join((*formats, 'that is not quantized'))}"
         )
     if method == "fp8":
         float8.check(theirs["quantization_config"], file)

@@ -4,24 +4,28 @@ Norms and embeddings are stored as in our model: its norms add 1 to their scale,
 are multiplied by √D after the lookup. Everything else is as in llama.py.
 """
 
+import dataclasses
 import pathlib
 from typing import Any
 
-from recipes.common.hf import llama
-from recipes.common.hf.llama import ConfigFile
-from recipes.common.hf.tensors import Stored
+from recipes.common.hf import llama, vision
+from recipes.common.hf.family import (
+    GLOBAL,
+    LOCAL,
+    ConfigFile,
+    Family,
+    scaling_json,
+)
 from recipes.common.runtime.errors import UserError
 from zoo.gemma3 import Config
-from zoo.layers import Kind, RopeScaling
+from zoo.layers import Kind
 
 ENTRY = "gemma3"
 
 ARCHITECTURES = {  # theirs → model_type
     "Gemma3ForCausalLM": "gemma3_text",
     "Gemma2ForCausalLM": "gemma2",
-    "Gemma3ForConditionalGeneration": "gemma3",
 }
-WITH_VISION = ("gemma3",)  # model_types with a vision tower; see `text_keys` and `text_tensors`
 
 TENSORS = llama.TENSORS | {
     "layers/post_attention_norm/scale": (
@@ -29,20 +33,10 @@ TENSORS = llama.TENSORS | {
     "layers/mlp_norm/scale": ("model.layers.{}.pre_feedforward_layernorm.weight", "D", "D"),
     "layers/post_mlp_norm/scale": ("model.layers.{}.post_feedforward_layernorm.weight", "D", "D"),
 }  # fmt: skip
-TIED, COMPUTED, CONTEXT = llama.TIED, llama.COMPUTED, llama.CONTEXT
-
-# The text model's tensors in files with a vision tower, older and newer → their names without one.
-TEXT_PREFIXES = {
-    "language_model.model.": "model.",
-    "language_model.lm_head.": "lm_head.",
-    "model.language_model.": "model.",
-}
-VISION_PREFIXES = ("vision_tower.", "multi_modal_projector.")  # newer files: after "model."
 
 SIZES = llama.SIZES | {"query_scalar": "query_pre_attn_scalar"}
 CAPS = {"soft_cap": "attn_logit_softcapping", "logits_soft_cap": "final_logit_softcapping"}
 TIE = "tie_word_embeddings"
-LOCAL, GLOBAL = "sliding_attention", "full_attention"
 THETAS = {LOCAL: ("rope_local_base_freq", 1e4), GLOBAL: ("rope_theta", 1e6)}  # Gemma 3's older keys
 
 UNUSED = {key: values for key, values in llama.UNUSED.items() if key != "hidden_act"}
@@ -72,42 +66,24 @@ GEMMA2_DEFAULTS = DEFAULTS | {
 GEMMA3_DEFAULTS = DEFAULTS | {"vocab_size": 262_208, "max_position_embeddings": 131_072}
 
 
-def tensors(config: Config) -> dict[str, tuple[str, str, str]]:
-    """The parameters' tensors, in the format of tensors.py."""
-    return TENSORS
+def with_defaults(keys: dict[str, Any], file: pathlib.Path) -> dict[str, Any]:
+    """A text model's config.json with transformers' values for absent keys."""
+    return (GEMMA2_DEFAULTS if keys["model_type"] == "gemma2" else GEMMA3_DEFAULTS) | keys
 
 
 def text_keys(keys: dict[str, Any], file: pathlib.Path) -> dict[str, Any]:
-    """The text model's config.json, with transformers' values for absent keys. Raises UserError."""
-    if keys["model_type"] not in WITH_VISION:
-        return (GEMMA2_DEFAULTS if keys["model_type"] == "gemma2" else GEMMA3_DEFAULTS) | keys
-    whole, text = ConfigFile(keys, file, ENTRY), keys.get("text_config")
+    """The text model's keys in the config.json of a model with a vision tower. Raises UserError."""
+    whole = ConfigFile(keys, file, ENTRY)
     whole.refuse(UNUSED)
-    if not isinstance(text, dict):
-        raise whole.refused("text_config", text)
+    text = vision.text_config(whole)
     tied = [found[TIE] for found in (keys, text) if found.get(TIE) is not None]
     if tied and tied[0] != tied[-1]:  # versions of transformers disagree on which one counts
         raise whole.refused(TIE, tied[0])
     return GEMMA3_DEFAULTS | text | {"model_type": "gemma3_text", TIE: (tied or [True])[0]}
 
 
-def text_tensors(stored: dict[str, Stored]) -> dict[str, Stored]:
-    """The tensors of the text model in a folder with a vision tower."""
-    return {
-        name: tensor
-        for name, tensor in stored.items()
-        if not name.removeprefix("model.").startswith(VISION_PREFIXES)
-    }
-
-
-def canonical(name: str) -> str:
-    """A stored tensor's name, as a model without a vision tower has it."""
-    prefix = next((prefix for prefix in TEXT_PREFIXES if name.startswith(prefix)), "")
-    return TEXT_PREFIXES.get(prefix, "") + name.removeprefix(prefix)
-
-
 def config_from(keys: dict[str, Any], file: pathlib.Path) -> Config:
-    """Our Config for the keys that `text_keys` returns.
+    """Our Config for keys without gaps.
 
     Raises UserError if our Gemma3 can't compute the model exactly.
     """
@@ -118,7 +94,7 @@ def config_from(keys: dict[str, Any], file: pathlib.Path) -> Config:
         every = theirs.number("sliding_window_pattern", 6) if gemma3 else 2
         types = [LOCAL if layer % every else GLOBAL for layer in range(1, layers + 1)]
         theirs = theirs.with_keys(layer_types=types)
-    ropes = ropes_of_gemma3(theirs) if gemma3 else dict.fromkeys((LOCAL, GLOBAL), theirs.rope())
+    ropes = theirs.ropes(THETAS) if gemma3 else dict.fromkeys((LOCAL, GLOBAL), theirs.rope())
     windows = theirs.windows(theirs.keys["sliding_window"], mixed=True)
     every = [Kind(window, *ropes[LOCAL if window else GLOBAL]) for window in windows]
     caps = {name: key for name, key in CAPS.items() if keys.get(key) is not None}
@@ -130,28 +106,6 @@ def config_from(keys: dict[str, Any], file: pathlib.Path) -> Config:
         norm_eps=theirs.number("rms_norm_eps", None, float),
         tie_embeddings=keys[TIE] is True,
     )
-
-
-def ropes_of_gemma3(theirs: ConfigFile) -> dict[str, tuple[float, RopeScaling | None]]:
-    """Kind of layer → (theta, scaling), from older keys or rope_parameters for each kind.
-
-    An older rope_scaling is for global layers, and replaces keys of their newer one.
-    """
-    newer, scaling = (theirs.keys.get(key) or {} for key in ("rope_parameters", "rope_scaling"))
-    if not isinstance(newer, dict) or not {*newer} <= {*THETAS}:
-        raise theirs.refused("rope_parameters", newer)
-    # Versions of transformers disagree on the key `type`.
-    if not isinstance(scaling, dict) or ("type" in scaling and "rope_type" not in scaling):
-        raise theirs.refused("rope_scaling", scaling)
-    found = {}
-    for name, (key, usual) in THETAS.items():
-        rope = newer.get(name) or {}
-        if not isinstance(rope, dict):
-            raise theirs.refused("rope_parameters", newer)
-        rope = rope | (scaling if name == GLOBAL else {})
-        only = {"rope_theta": theirs.keys.get(key), "rope_scaling": None, "rope_parameters": rope}
-        found[name] = theirs.with_keys(**only, **{llama.ORIGINAL: None}).rope(usual)
-    return found
 
 
 def config_json(config: Config, context: int) -> dict[str, Any]:
@@ -197,8 +151,26 @@ def ropes_json(ropes: dict[str, tuple[Any, ...]]) -> dict[str, Any]:
     theta, scaling = ropes.get(GLOBAL, (THETAS[GLOBAL][1], None))
     local_theta, local_scaling = ropes.get(LOCAL, (THETAS[LOCAL][1], None))
     theirs: dict[str, Any] = {"rope_theta": theta, "rope_local_base_freq": local_theta}
-    theirs["rope_scaling"] = llama.scaling_json(scaling)
+    theirs["rope_scaling"] = scaling_json(scaling)
     if local_scaling:
-        local = {"rope_theta": local_theta} | (llama.scaling_json(local_scaling) or {})
+        local = {"rope_theta": local_theta} | (scaling_json(local_scaling) or {})
         theirs["rope_parameters"] = {LOCAL: local, GLOBAL: {"rope_theta": theta}}
     return theirs
+
+
+FAMILY = Family(
+    entry=ENTRY,
+    architectures=ARCHITECTURES,
+    tensors=lambda config: TENSORS,
+    config_from=config_from,
+    config_json=config_json,
+    checked=UNUSED,
+    text_keys=with_defaults,
+    canonical=vision.canonical,
+)
+WITH_VISION = dataclasses.replace(
+    FAMILY,
+    architectures={"Gemma3ForConditionalGeneration": "gemma3"},
+    text_keys=text_keys,
+    select=vision.without_vision,
+)

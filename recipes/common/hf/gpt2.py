@@ -1,4 +1,4 @@
-"""GPT-2 (zoo/gpt2.py). llama.py explains what a family is.
+"""GPT-2 (zoo/gpt2.py).
 
 Their projections are stored [in, out], and one tensor holds q, k and v.
 """
@@ -6,7 +6,7 @@ Their projections are stored [in, out], and one tensor holds q, k and v.
 import pathlib
 from typing import Any
 
-from recipes.common.hf.llama import ConfigFile
+from recipes.common.hf.family import ConfigFile, Family
 from zoo.gpt2 import Config
 
 ENTRY = "gpt2"
@@ -37,10 +37,6 @@ TENSORS = {
     "final_norm/bias": ("ln_f.bias", "D", "D"),
 }
 TENSORS = {path: (PREFIX + name, ours, theirs) for path, (name, ours, theirs) in TENSORS.items()}
-TIED = {"lm_head.weight": "transformer.wte.weight"}
-COMPUTED = (".attn.bias", ".attn.masked_bias")  # masks in old files
-CONTEXT = "n_positions"
-IN_OUT = True  # order of the dims of their projections, which are of the class Conv1D
 
 SIZES = {  # field of Config → theirs
     "vocab_size": "vocab_size",
@@ -63,11 +59,6 @@ UNUSED = {  # key → values that change nothing
 def canonical(name: str) -> str:
     """A stored tensor's name, with the prefix that older files lack."""
     return name if name.startswith((PREFIX, "lm_head.")) else PREFIX + name
-
-
-def tensors(config: Config) -> dict[str, tuple[str, str, str]]:
-    """The parameters' tensors, in the format of tensors.py."""
-    return TENSORS
 
 
 def config_from(keys: dict[str, Any], file: pathlib.Path) -> Config:
@@ -97,3 +88,18 @@ def config_json(config: Config, context: int) -> dict[str, Any]:
         "tie_word_embeddings": True,
         "torch_dtype": "float32",
     }
+
+
+FAMILY = Family(
+    entry=ENTRY,
+    architectures=ARCHITECTURES,
+    tensors=lambda config: TENSORS,
+    config_from=config_from,
+    config_json=config_json,
+    checked=UNUSED,
+    context="n_positions",
+    computed=(".attn.bias", ".attn.masked_bias"),  # masks in old files
+    tied={"lm_head.weight": "transformer.wte.weight"},
+    canonical=canonical,
+    in_out=True,  # as in the class Conv1D
+)

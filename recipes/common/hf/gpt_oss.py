@@ -8,7 +8,7 @@ import pathlib
 from typing import Any
 
 from recipes.common.hf import llama
-from recipes.common.hf.llama import ConfigFile
+from recipes.common.hf.family import GLOBAL, LOCAL, ORIGINAL, ConfigFile, Family
 from zoo.gpt_oss import Config
 from zoo.layers import Kind
 
@@ -30,9 +30,6 @@ TENSORS |= {
     "layers/experts/down": (f"{EXPERTS}.down_proj", "EFD", "E F D"),
     "layers/experts/down_bias": (f"{EXPERTS}.down_proj_bias", "ED", "E D"),
 }
-TIED, COMPUTED, CONTEXT = llama.TIED, llama.COMPUTED, llama.CONTEXT
-canonical = llama.canonical
-FORMATS = ("mxfp4",)  # quantization methods that are read
 
 SIZES = llama.SIZES | {
     "num_experts": "num_local_experts",
@@ -50,14 +47,8 @@ YARN = {  # for files without any rotary settings
     "beta_fast": 32.0,
     "beta_slow": 1.0,
     "truncate": False,
-    llama.ORIGINAL: 4_096,
+    ORIGINAL: 4_096,
 }
-SLIDING, FULL = "sliding_attention", "full_attention"
-
-
-def tensors(config: Config) -> dict[str, tuple[str, str, str]]:
-    """The parameters' tensors, in the format of tensors.py."""
-    return TENSORS
 
 
 def config_from(keys: dict[str, Any], file: pathlib.Path) -> Config:
@@ -69,39 +60,55 @@ def config_from(keys: dict[str, Any], file: pathlib.Path) -> Config:
     theirs.refuse(UNUSED)
     layers = theirs.number("num_hidden_layers")
     if not keys.get("layer_types"):
-        keys = keys | {"layer_types": [SLIDING if n % 2 == 0 else FULL for n in range(layers)]}
+        keys = keys | {"layer_types": [LOCAL if n % 2 == 0 else GLOBAL for n in range(layers)]}
     if not keys.get("rope_scaling") and not keys.get("rope_parameters"):
         keys = keys | {"rope_scaling": YARN}
     theirs = ConfigFile(keys, file, ENTRY)
     sizes: dict[str, Any] = theirs.sizes(SIZES, head_dim=64)
     if sizes["experts_per_token"] > sizes["num_experts"]:
         raise theirs.refused("num_experts_per_tok", sizes["experts_per_token"])
-    windows, rope = theirs.windows(128, mixed=True), theirs.rope(150_000.0)
-    one_kind = (Kind(windows[0], *rope),)
+    rope = theirs.rope(150_000.0)
+    kinds = [Kind(window, *rope) for window in theirs.windows(128, mixed=True)]
     return Config(
         **sizes,
         capacity=None,
         swiglu_alpha=theirs.number("swiglu_alpha", 1.702, float),
         swiglu_limit=theirs.number("swiglu_limit", 7.0, float),
         norm_eps=theirs.number("rms_norm_eps", 1e-5, float),
-        layer_kinds=llama.kinds_of(windows, *rope).get("layer_kinds", one_kind),
+        layer_kinds=llama.period_of(kinds),
         tie_embeddings=keys.get("tie_word_embeddings") is True,
     )
 
 
 def config_json(config: Config, context: int) -> dict[str, Any]:
-    """Their config.json; `context` is the number of positions trained on.
-
-    Raises UserError if no architecture fits.
-    """
-    windows = llama.windows_of(config)
+    """Their config.json; `context` is the number of positions trained on."""
+    kinds = llama.kinds_of(config)
     theirs = llama.common_json(config, "GptOssForCausalLM", "gpt_oss", SIZES, context)
     return theirs | {
         # Theirs would be YaRN if this were null.
         "rope_scaling": theirs["rope_scaling"] or {"rope_type": "default"},
-        "sliding_window": next(filter(None, windows), None),
-        "layer_types": [SLIDING if window else FULL for window in windows],
+        "sliding_window": next((kind.window for kind in kinds if kind.window), None),
+        "layer_types": llama.types_of(kinds),
         "attention_bias": True,
         "swiglu_alpha": config.swiglu_alpha,
         "swiglu_limit": config.swiglu_limit,
     }
+
+
+def lost(config: Config) -> list[str]:
+    """Kinds of layers that config.json can't say."""
+    read = config_from(config_json(config, 1), pathlib.Path("config.json"))
+    same = llama.kinds_of(read) == llama.kinds_of(config)
+    return [] if same else [f"layer_kinds={config.layer_kinds}"]
+
+
+FAMILY = Family(
+    entry=ENTRY,
+    architectures=ARCHITECTURES,
+    tensors=lambda config: TENSORS,
+    config_from=config_from,
+    config_json=config_json,
+    lost=lost,
+    checked=UNUSED,
+    formats=("mxfp4",),
+)

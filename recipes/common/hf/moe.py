@@ -1,117 +1,185 @@
-"""The family of Mixtral and Qwen3-MoE (zoo/moe.py). Everything but the experts is as in llama.py.
+"""Llama's relatives with experts (zoo/moe.py). Everything but the experts is as in llama.py.
 
-Each expert is a separate tensor in the folder, and a slice of one of our parameters.
+Each expert is a separate tensor in most folders, and a slice of one of our parameters.
 """
 
-import pathlib
+import functools
 from typing import Any
 
-from recipes.common.hf import llama
-from recipes.common.hf.llama import ConfigFile
-from recipes.common.runtime.errors import UserError
+from recipes.common.hf.family import GLOBAL, LOCAL, ConfigFile, Table
+from recipes.common.hf.llama import (
+    ATTENTION_BIAS,
+    JOINT_NORMS,
+    MULTIPLIERS,
+    SIZES,
+    TENSORS,
+    Layers,
+    Relative,
+    types_of,
+    windowed,
+)
+from zoo.layers import Kind
 from zoo.moe import Config
 
-ENTRY = "moe"
+OTHERS = {path: row for path, row in TENSORS.items() if not path.startswith("layers/mlp/")}
 
-ARCHITECTURES = {  # theirs → model_type
-    "MixtralForCausalLM": "mixtral",
-    "Qwen3MoeForCausalLM": "qwen3_moe",
+
+def experts(
+    name: str, gate: str = "gate_proj", up: str = "up_proj", down: str = "down_proj"
+) -> Table:
+    """The tensors of a layer's experts, which are `name` in the folder."""
+    at = f"model.layers.{{}}.{name}"
+    return OTHERS | {
+        "layers/experts/router": (f"{at}.gate.weight", "DE", "E D"),
+        "layers/experts/gate": (f"{at}.experts.{{}}.{gate}.weight", "DF", "F D"),
+        "layers/experts/up": (f"{at}.experts.{{}}.{up}.weight", "DF", "F D"),
+        "layers/experts/down": (f"{at}.experts.{{}}.{down}.weight", "FD", "D F"),
+    }
+
+
+MIXTRAL = experts("block_sparse_moe", "w1", "w3", "w2")
+QWEN = experts("mlp")
+QWEN2 = QWEN | {
+    "layers/mlp/gate": ("model.layers.{}.mlp.shared_expert.gate_proj.weight", "DF", "F D"),
+    "layers/mlp/up": ("model.layers.{}.mlp.shared_expert.up_proj.weight", "DF", "F D"),
+    "layers/mlp/down": ("model.layers.{}.mlp.shared_expert.down_proj.weight", "FD", "D F"),
+    "layers/mlp_gate": ("model.layers.{}.mlp.shared_expert_gate.weight", "D", "1 D"),
 }
-
-OTHERS = {path: row for path, row in llama.TENSORS.items() if not path.startswith("layers/mlp/")}
-EXPERTS = {  # model_type → a table like llama.TENSORS
-    "mixtral": {
-        "layers/experts/router": ("model.layers.{}.block_sparse_moe.gate.weight", "DE", "E D"),
-        "layers/experts/gate": ("model.layers.{}.block_sparse_moe.experts.{}.w1.weight", "DF", "F D"),
-        "layers/experts/up": ("model.layers.{}.block_sparse_moe.experts.{}.w3.weight", "DF", "F D"),
-        "layers/experts/down": ("model.layers.{}.block_sparse_moe.experts.{}.w2.weight", "FD", "D F"),
-    },
-    "qwen3_moe": {
-        "layers/experts/router": ("model.layers.{}.mlp.gate.weight", "DE", "E D"),
-        "layers/experts/gate": ("model.layers.{}.mlp.experts.{}.gate_proj.weight", "DF", "F D"),
-        "layers/experts/up": ("model.layers.{}.mlp.experts.{}.up_proj.weight", "DF", "F D"),
-        "layers/experts/down": ("model.layers.{}.mlp.experts.{}.down_proj.weight", "FD", "D F"),
-    },
+OLMOE = QWEN | JOINT_NORMS
+MINIMAX = MIXTRAL | JOINT_NORMS
+MINIMAX |= {
+    "layers/experts/bias": (
+        "model.layers.{}.block_sparse_moe.e_score_correction_bias", "E", "E"),
 }  # fmt: skip
-TIED, COMPUTED, CONTEXT = llama.TIED, llama.COMPUTED, llama.CONTEXT
-canonical = llama.canonical
+GRANITE = OTHERS | {  # all experts of a layer are one tensor, and so are gate and up
+    "layers/experts/router": ("model.layers.{}.block_sparse_moe.router.layer.weight", "DE", "E D"),
+    "layers/experts/gate": (
+        "model.layers.{}.block_sparse_moe.input_linear.weight", "EDF", "E #F D 0/2"),
+    "layers/experts/up": (
+        "model.layers.{}.block_sparse_moe.input_linear.weight", "EDF", "E #F D 1/2"),
+    "layers/experts/down": (
+        "model.layers.{}.block_sparse_moe.output_linear.weight", "EFD", "E D F"),
+}  # fmt: skip
 
-SIZES = {  # model_type → field of Config → theirs
-    "mixtral": llama.SIZES
-    | {"num_experts": "num_local_experts", "experts_per_token": "num_experts_per_tok"},
-    "qwen3_moe": llama.SIZES
-    | {"mlp": "moe_intermediate_size"}
-    | {"num_experts": "num_experts", "experts_per_token": "num_experts_per_tok"},
-}
-UNUSED = {
-    key: v for key, v in llama.UNUSED.items() if key not in ("num_experts", "num_local_experts")
-}
-UNUSED |= {"decoder_sparse_step": (1,), "mlp_only_layers": ([],)}  # every layer has experts
-
-
-def tensors(config: Config) -> dict[str, tuple[str, str, str]]:
-    """The parameters' tensors, in the format of tensors.py."""
-    return OTHERS | EXPERTS[kind_of(config)]
+PER_TOKEN = {"experts_per_token": "num_experts_per_tok"}
+LOCAL_EXPERTS = SIZES | PER_TOKEN | {"num_experts": "num_local_experts"}
+QWEN_EXPERTS = SIZES | PER_TOKEN | {"mlp": "moe_intermediate_size", "num_experts": "num_experts"}
+EVERY_LAYER = {"decoder_sparse_step": (1,), "mlp_only_layers": ([],)}
 
 
-def kind_of(config: Config) -> str:
-    """The model_type to export a Config as."""
-    return "qwen3_moe" if config.qk_norm else "mixtral"
+def read_switched(file: ConfigFile, theta: float, partial: bool) -> list[Kind]:
+    """Reads layers with a window if use_sliding_window is set."""
+    window = file.keys.get("sliding_window") if file.keys.get("use_sliding_window") else None
+    return windowed(4_096).read(file.with_keys(sliding_window=window), theta, partial)
 
 
-def config_from(keys: dict[str, Any], file: pathlib.Path) -> Config:
-    """Our dropless Config for a config.json with one of the model_types above.
-
-    Raises UserError if our MoE can't compute the model exactly.
-    """
-    kind, qwen3 = keys["model_type"], keys["model_type"] == "qwen3_moe"
-    if qwen3 and keys.get("num_experts") is None:  # newer files use Mixtral's name for it
-        keys = keys | {"num_experts": keys.get("num_local_experts")}
-    theirs = ConfigFile(keys, file, ENTRY)
-    theirs.refuse(UNUSED)
-    embed, heads = theirs.number("hidden_size"), theirs.number("num_attention_heads")
-    sizes = theirs.sizes(SIZES[kind], head_dim=embed // heads)
-    if sizes["experts_per_token"] > sizes["num_experts"]:
-        raise theirs.refused("num_experts_per_tok", sizes["experts_per_token"])
-    rope = theirs.rope(10_000.0 if qwen3 else 1e6)
-    windows = keys.get("use_sliding_window") if qwen3 else True
-    windows = theirs.windows(keys.get("sliding_window") if windows else None)
-    return Config(
-        **sizes,
-        capacity=None,
-        normalize=not qwen3 or keys.get("norm_topk_prob") is True,
-        norm_eps=theirs.number("rms_norm_eps", 1e-6 if qwen3 else 1e-5, float),
-        **llama.kinds_of(windows, *rope),
-        qk_norm=qwen3,
-        tie_embeddings=keys.get("tie_word_embeddings") is True,
-    )
+def write_switched(kinds: list[Kind]) -> dict[str, Any]:
+    return {"use_sliding_window": kinds[0].window is not None, "sliding_window": kinds[0].window}
 
 
-def config_json(config: Config, context: int) -> dict[str, Any]:
-    """Their config.json, with keys that old and new versions of transformers read.
+def read_qwen2(file: ConfigFile, theta: float, partial: bool) -> list[Kind]:
+    """Reads layers of which every other one up to max_window_layers has a window."""
+    if not file.keys.get("use_sliding_window"):
+        return read_switched(file, theta, partial)
+    if file.keys.get("layer_types") is None:
+        most = file.number("max_window_layers", 28)
+        types = [
+            GLOBAL if layer % 2 or layer >= most else LOCAL
+            for layer in range(file.number("num_hidden_layers"))
+        ]
+        file = file.with_keys(layer_types=types)
+    return windowed(4_096, mixed=True).read(file, theta, partial)
 
-    `context` is the number of positions trained on. Raises UserError if no architecture fits.
-    """
-    kind = kind_of(config)
-    qwen3, windows = kind == "qwen3_moe", llama.windows_of(config)
-    for what, has_it in {
-        "windows in only some layers": len({*windows}) > 1,
-        "qkv_bias": config.qkv_bias,
-        "balance_rate, a bias for each expert": config.balance_rate > 0,
-        "normalize=False without qk_norm": not (config.normalize or qwen3),
-    }.items():
-        if has_it:
-            raise UserError(
-                f"no Hugging Face architecture with experts has {what}; use a model without it"
-            )
-    architecture = next(name for name, k in ARCHITECTURES.items() if k == kind)
-    theirs = llama.common_json(config, architecture, kind, SIZES[kind], context)
-    theirs["sliding_window"] = windows[0]
-    if qwen3:
-        theirs |= {
-            "norm_topk_prob": config.normalize,
-            "use_sliding_window": windows[0] is not None,
-            "decoder_sparse_step": 1,
-            "mlp_only_layers": [],
-        }
-    return theirs
+
+def write_mixed(kinds: list[Kind]) -> dict[str, Any]:
+    window = next((kind.window for kind in kinds if kind.window), None)
+    switch = {"use_sliding_window": window is not None, "sliding_window": window}
+    return switch | {"layer_types": types_of(kinds)}
+
+
+row = functools.partial(
+    Relative,
+    config=Config,
+    entry="moe",
+    # An import is dropless, as transformers computes it.
+    training={
+        "capacity": None,
+        "balance_weight": 0.01,
+        "router_z_weight": 1e-3,
+        "balance_rate": 0.0,
+    },
+)
+
+ROWS = (
+    row(
+        architecture="MixtralForCausalLM",
+        model_type="mixtral",
+        tensors=lambda config: MIXTRAL,
+        sizes=LOCAL_EXPERTS,
+        layers=windowed(4_096),
+        theta=1e6,
+        fixed={"normalize": True},
+        defaults={"rms_norm_eps": 1e-5, "sliding_window": None},
+    ),
+    row(
+        architecture="Qwen3MoeForCausalLM",
+        model_type="qwen3_moe",
+        tensors=lambda config: QWEN,
+        sizes=QWEN_EXPERTS,
+        layers=Layers(read_switched, write_switched),
+        fixed={"qk_norm": True},
+        options=ATTENTION_BIAS | {"normalize": "norm_topk_prob"},
+        aliases={"num_experts": "num_local_experts"},  # in newer files
+        refused=EVERY_LAYER,
+    ),
+    row(
+        architecture="Qwen2MoeForCausalLM",
+        model_type="qwen2_moe",
+        tensors=lambda config: QWEN2,
+        sizes=QWEN_EXPERTS | {"shared_mlp": "shared_expert_intermediate_size"},
+        layers=Layers(read_qwen2, write_mixed),
+        fixed={"shared_gate": True},
+        options={"qkv_bias": "qkv_bias", "normalize": "norm_topk_prob"},
+        defaults={"num_key_value_heads": 16, "qkv_bias": True, "norm_topk_prob": False},
+        refused=EVERY_LAYER,
+    ),
+    row(
+        architecture="OlmoeForCausalLM",
+        model_type="olmoe",
+        tensors=lambda config: OLMOE,
+        sizes=SIZES | PER_TOKEN | {"num_experts": "num_experts"},
+        fixed={"qk_norm": True, "joint_qk_norm": True},
+        options=ATTENTION_BIAS | {"normalize": "norm_topk_prob"},
+        defaults={"rms_norm_eps": 1e-5, "norm_topk_prob": False},
+        refused={"clip_qkv": ()},
+    ),
+    row(
+        architecture="GraniteMoeForCausalLM",
+        model_type="granitemoe",
+        tensors=lambda config: GRANITE,
+        sizes=LOCAL_EXPERTS,
+        fixed={"normalize": True},
+        options=ATTENTION_BIAS | MULTIPLIERS,
+        defaults={"attention_multiplier": 1.0},
+    ),
+    row(
+        architecture="MiniMaxM2ForCausalLM",
+        model_type="minimax_m2",
+        tensors=lambda config: MINIMAX,
+        sizes=LOCAL_EXPERTS,
+        theta=5e6,
+        partial=True,
+        fixed={"sigmoid": True, "normalize": True, "qk_norm": True, "joint_qk_norm": True},
+        defaults={"head_dim": 128, "num_key_value_heads": 8},
+        formats=("fp8",),
+        own_code=True,
+        refused={
+            "scoring_func": ("sigmoid",),
+            "use_routing_bias": (True,),
+            "shared_intermediate_size": (0,),
+            "use_qk_norm": (True,),
+            "qk_norm_type": ("per_layer",),
+        },
+    ),
+)
+FAMILIES = tuple(one.family for one in ROWS)

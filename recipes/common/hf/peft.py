@@ -15,10 +15,12 @@ import numpy as np
 from data import tokenizer
 from recipes.common import entries
 from recipes.common.hf import tensors, vit
+from recipes.common.hf.family import Family, Table
 from recipes.common.hf.folder import (
     ENTRIES,
     FAMILIES,
     add_prefix,
+    family_of,
     new_folder,
     read_onto,
     shapes_of,
@@ -64,6 +66,7 @@ class Adapter:
     metadata: dict[str, Any]
     stored: dict[str, tensors.Stored]
     keys: dict[str, Any]  # of adapter_config.json
+    family: Family | None = None  # of the base; None: the base is still unknown
     config: Any = None  # of the base with this adapter; None: the base is still unknown
     step = 0
 
@@ -75,18 +78,17 @@ class Adapter:
           config: the base's Config.
         """
         entry, fix = base["entry"], "the base that it was trained on (--base=PATH)"
-        if entry not in ENTRIES or not hasattr(config, "lora_rank"):
+        if entry not in ENTRIES:
             raise UserError(
                 f"{self.path} is not an adapter for {entry!r} models, like its base; use {fix}"
             )
-        family, known = ENTRIES[entry], type(config).lora_targets
+        family = family_of(entry, config, base.get("architecture") or "")
+        known = type(config).lora_targets
         names = {name.removeprefix(PREFIX): tensor for name, tensor in self.stored.items()}
         names = tensors.rename(names, family.canonical, self.path)
-        if hasattr(family, "with_head"):
-            shapes = {name: tensor.shape for name, tensor in names.items()}
-            config = family.with_head(config, shapes)
+        config = family.with_head(config, {name: tensor.shape for name, tensor in names.items()})
         every = dataclasses.replace(config, **self.metadata["config"], lora_targets=known)
-        factors = list(_factors(entry, every))
+        factors = list(_factors(family, every))
         full_name = add_prefix({tensor.name.removeprefix(PREFIX) for tensor in factors})
         names = tensors.rename(names, full_name, self.path)
         stored: dict[str, Any] = {PREFIX + name: tensor for name, tensor in names.items()}
@@ -99,7 +101,7 @@ class Adapter:
         config = dataclasses.replace(every, lora_targets=targets)
         wanted = {
             tensor.name: tensor
-            for tensor in _factors(entry, config)
+            for tensor in _factors(family, config)
             if _target(tensor.path) or tensor.name in stored  # an adapter may lack a head
         }
         for name, factor in wanted.items():
@@ -109,7 +111,7 @@ class Adapter:
                     f"{self.keys['layers_to_transform']} leaves out; use this adapter's own {CONFIG}"
                 )
             # A layer without an adapter is one whose factors are 0.
-            if name not in stored and not self._adapts(entry, config, factor):
+            if name not in stored and not self._adapts(family, config, factor):
                 stored[name] = tensors.Zeros(self.path, name, factor.shape)
         if (missing := wanted.keys() - stored.keys()) and not stored.keys() - wanted.keys():
             raise UserError(
@@ -123,19 +125,18 @@ class Adapter:
         facts = {"entry": entry, "config": entries.config_json(config)}
         facts |= {"context": base.get("context")}
         return dataclasses.replace(
-            self, metadata=self.metadata | facts, config=config, stored=stored
+            self, metadata=self.metadata | facts, config=config, stored=stored, family=family
         )
 
-    def _adapts(self, entry: str, config: Any, factor: tensors.Tensor) -> bool:
+    def _adapts(self, family: Family, config: Any, factor: tensors.Tensor) -> bool:
         """Whether adapter_config.json says that this factor exists, as PEFT reads it."""
-        family = ENTRIES[entry]
         weight = factor.path.replace("/lora/", "/").removesuffix("/a").removesuffix("/b")
         template, *_ = family.tensors(config)[weight]
         if not self._in_layers(factor.name):
             return False
         targets, others = (self.keys.get(f"{how}_modules") for how in ("target", "exclude"))
         # Versions of transformers differ in the names of ViT's modules.
-        names = {template, getattr(family, "peft_name", str)(template)}
+        names = {template, family.peft_name(template)}
         modules = [
             name.removesuffix(".weight").format(*map(tensors.Index, factor.index)) for name in names
         ]
@@ -158,14 +159,18 @@ class Adapter:
 
         These are all factors, and a head if PEFT has saved one.
         """
-        entry, known = self.metadata["entry"], table(self.metadata["entry"], self.config)
-        trained = paths(shapes_of(entry, self.config)["params"])
+        known = self._table()
+        trained = paths(shapes_of(self.metadata["entry"], self.config)["params"])
         stored = {p: x for p, x in trained.items() if "/lora/" in p or known[p][0] in self.stored}
         return {"params": nested(stored)}
 
     def read(self, abstract: Tree) -> Tree:
         """Reads the factors in {"params": nested dict of ShapeDtypeStructs with shardings}."""
-        return read_onto(self.stored, table(self.metadata["entry"], self.config), abstract)
+        return read_onto(self.stored, self._table(), abstract)
+
+    def _table(self) -> Table:
+        assert self.family is not None, "`on` has not been called"
+        return table(self.family, self.config)
 
     def tokenizer(self) -> tokenizer.Tokenizer | None:
         """The folder's tokenizer; None if it has none. Raises DataError if it can't be read."""
@@ -192,7 +197,7 @@ def read_adapter(path: pathlib.Path) -> Adapter:
     config = {"lora_rank": keys["r"], "lora_alpha": float(keys["lora_alpha"])}
     base = keys.get("base_model_name_or_path") or ""
     metadata = {
-        "entry": FAMILIES[0].ENTRY,
+        "entry": FAMILIES[0].entry,
         "config": config,
         "step": Adapter.step,
         "data": {},
@@ -225,9 +230,10 @@ def _is_list(value: Any, kind: type) -> bool:
     return isinstance(value, list) and all(type(one) is kind for one in value)
 
 
-def _factors(entry: str, config: Any) -> Iterator[tensors.Tensor]:
+def _factors(family: Family, config: Any) -> Iterator[tensors.Tensor]:
     """The tensors of an adapter with this config, and of a head that is trained with it."""
-    return tensors.expand(table(entry, config), paths(shapes_of(entry, config)["params"]))
+    trained = paths(shapes_of(family.entry, config)["params"])
+    return tensors.expand(table(family, config), trained)
 
 
 def _target(path: str) -> str | None:
@@ -250,6 +256,7 @@ def write_adapter(
     read,
     tokens: tokenizer.Tokenizer | None = None,
     card: str = "",
+    architecture: str = "",
 ) -> None:
     """Writes an adapter's folder next to its destination, then moves it into place.
 
@@ -260,33 +267,35 @@ def write_adapter(
       base: the name by which PEFT finds the base; None if there is none.
       read: a function from a factor's path to its value, a float32 NumPy array.
       tokens, card: tokenizer and README.md to write along.
+      architecture: of the base; see `family_of`.
     """
-    family = ENTRIES[entry]
-    family.config_json(config, context=1)  # raises
-    config, read = side_by_side(entry, config, read)
-    rename, names = getattr(family, "peft_name", str), {}
-    for path, (name, *dims) in table(entry, config).items():
-        names[path] = (PREFIX + rename(name.removeprefix(PREFIX)), *dims)
+    family = family_of(entry, config, architecture)
+    family.config_json(config, 1)  # raises
+    config, read = side_by_side(family, config, read)
+    names = {
+        path: (PREFIX + family.peft_name(name.removeprefix(PREFIX)), ours, theirs)
+        for path, (name, ours, theirs) in table(family, config).items()
+    }
     expanded = list(tensors.expand(names, paths(shapes_of(entry, config)["params"])))
     modules = sorted({t.name.split(".lora_")[0] for t in expanded if ".lora_" in t.name})
     plain = paths(shapes_of(entry, dataclasses.replace(config, lora_rank=0))["params"])
     every = {tensor.name.rpartition(".")[0] for tensor in tensors.expand(names, plain)}
     theirs = {
         "peft_type": "LORA",
-        "task_type": "CAUSAL_LM" if hasattr(config, "vocab_size") else None,
+        "task_type": None if family.head else "CAUSAL_LM",
         "base_model_name_or_path": base,
         "r": config.lora_rank,
         "lora_alpha": config.lora_alpha,
         "target_modules": target_modules(modules, every),
         "lora_dropout": 0.0,
         "bias": "none",
-        "fan_in_fan_out": is_in_out(entry),
+        "fan_in_fan_out": family.in_out,
         "use_rslora": False,
         "use_dora": False,
         "inference_mode": True,
     }
     if any(".lora_" not in tensor.name for tensor in expanded):
-        theirs["modules_to_save"] = [family.HEAD]
+        theirs["modules_to_save"] = [family.head]
     with new_folder(folder, tokens, card, CONFIG) as beside:
         tensors.write(beside, expanded, read, STEM)
         (beside / CONFIG).write_text(json.dumps(theirs, indent=2) + "\n")
@@ -307,19 +316,14 @@ def target_modules(modules: list[str], every: set[str]) -> list[str]:
     return sorted(found)
 
 
-def is_in_out(entry: str) -> bool:
-    """Whether the entry's weights are stored [in, out]."""
-    return getattr(ENTRIES[entry], "IN_OUT", False)
-
-
-def side_by_side(entry: str, config: Any, read) -> tuple[Any, Any]:
+def side_by_side(family: Family, config: Any, read) -> tuple[Any, Any]:
     """(Config, function like `read`) of an adapter whose weights in one tensor of theirs share an A.
 
     GPT-2's q, k and v are one tensor, so that PEFT's adapter of them has one A. If ours differ, all
     factors get as many times the rank: the A's side by side, and around each B zeros.
     """
-    has, groups = paths(shapes_of(entry, config)["params"]), {}
-    for path, (name, *_) in table(entry, config).items():
+    has, groups = paths(shapes_of(family.entry, config)["params"]), {}
+    for path, (name, *_) in table(family, config).items():
         if path.endswith("/a") and path in has:
             groups.setdefault(name, []).append(path)
     shared = [group for group in groups.values() if len(group) > 1]
@@ -344,18 +348,18 @@ def side_by_side(entry: str, config: Any, read) -> tuple[Any, Any]:
     return dataclasses.replace(config, **wide), wider
 
 
-def table(entry: str, config: Any) -> dict[str, tuple[str, str, str]]:
+def table(family: Family, config: Any) -> Table:
     """All weights and the factors of each that can have an adapter, in the format of tensors.py.
 
     Their A is [r, in].
     """
     targets, found = type(config).lora_targets, {}  # the default lists all that the entry has
-    for path, (name, ours, theirs) in ENTRIES[entry].tensors(config).items():
+    for path, (name, ours, theirs) in family.tensors(config).items():
         module, _, leaf = path.rpartition("/")
         found[path] = (PREFIX + name, ours, theirs)
         if leaf in targets:
             first, second, *order = theirs.split()
-            inner, out = (first, second) if is_in_out(entry) else (second, first)
+            inner, out = (first, second) if family.in_out else (second, first)
             name = f"{PREFIX}{name.removesuffix('weight')}lora_"
             outer = out.replace("#", "")
             found[f"{module}/lora/{leaf}/a"] = (f"{name}A.weight", f"{inner}r", f"r {inner}")

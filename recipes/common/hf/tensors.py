@@ -7,8 +7,9 @@ This file knows no model. A family's table says which tensors of a folder make u
 Each {} in the name is an index into one of the parameter's leading, stacked dims, such as the
 layer; {:3} counts from 3. A dim is a letter. One dim of theirs may hold several of ours: "NH D" is
 [N·H, D]. If a tensor holds several parameters, "D #NH 1/3" is the second third of [D, 3·N·H], where #
-has size 3. 1 is a dim of theirs of size 1, which ours lacks. "NH D H~64": the last 64 of H are rotary
-pairs that are neighbors in theirs; in ours, all first ones come before all second ones.
+has size 3. "KH D +8/16": their first dim, of 16, holds several parameters, of which this one begins
+at 8. 1 is a dim of theirs of size 1, which ours lacks. "NH D H~64": the last 64 of H are rotary pairs
+that are neighbors in theirs; in ours, all first ones come before all second ones. "64~H": the first 64.
 """
 
 import collections
@@ -32,6 +33,22 @@ FLOATS = ("F32", "BF16", "F16")  # safetensors' names; float32 holds all of thei
 FILE_BYTES = 2**30  # most bytes of tensors in a file that we write; a file is held in memory
 
 
+class Rotary(NamedTuple):
+    """A dim of ours whose first or last `count` are rotary pairs, which are neighbors in theirs."""
+
+    dim: str
+    count: int
+    last: bool
+
+    def order(self, size: int) -> np.ndarray:
+        """Their order of the dim, which has this size."""
+        order = np.arange(size)
+        first = size - self.count if self.last else 0
+        pairs = first + np.arange(self.count).reshape(2, -1).T.reshape(-1)
+        order[first : first + self.count] = pairs
+        return order
+
+
 class Tensor(NamedTuple):
     """One tensor of a model folder, and the part of our parameter that it holds."""
 
@@ -41,12 +58,14 @@ class Tensor(NamedTuple):
     ours: dict[str, int]  # dim → size, in our order
     groups: list[str]  # our dims in each of theirs, outermost first; "": a dim of size 1
     piece: tuple[int, int] = (0, 1)  # index and size of dim #
-    rotary: tuple[str, int] = ("", 0)  # dim whose last so many are neighboring pairs in theirs
+    rotary: Rotary | None = None
+    rows: tuple[int, int] | None = None  # first index and size of their first dim, if it holds more
 
     @property
     def shape(self) -> tuple[int, ...]:
         """The shape in the folder."""
-        return tuple(math.prod(self._sizes[dim] for dim in group) for group in self.groups)
+        shape = [math.prod(self._sizes[dim] for dim in group) for group in self.groups]
+        return (self.rows[1], *shape[1:]) if self.rows else tuple(shape)
 
     @property
     def _sizes(self) -> dict[str, int]:
@@ -54,9 +73,15 @@ class Tensor(NamedTuple):
 
     def put(self, array: np.ndarray, target: np.ndarray) -> None:
         """Writes an array with our dims into their tensor, or into its piece of it."""
-        dims, index, (dim, pairs) = "".join(self.groups), self.piece[0], self.rotary
-        if dim:
-            array = array.take(pair_order(self.ours[dim], pairs), axis=list(self.ours).index(dim))
+        dims = "".join(self.groups)
+        index = self.piece[0]
+        if self.rotary:
+            dim = self.rotary.dim
+            order = self.rotary.order(self.ours[dim])
+            array = array.take(order, axis=list(self.ours).index(dim))
+        if self.rows:
+            size = math.prod(self._sizes[dim] for dim in self.groups[0])
+            target = target[self.rows[0] : self.rows[0] + size]
         target = target.reshape([self._sizes[dim] for dim in dims])  # a view
         where = tuple(index if dim == "#" else slice(None) for dim in dims)
         target[where] = array.transpose([list(self.ours).index(d) for d in dims if d != "#"])
@@ -67,9 +92,9 @@ class Tensor(NamedTuple):
         `read` is a function from a tuple of slices to that part of their tensor.
         """
         # If one dim holds several of ours, read slices of only the outermost, which are contiguous.
-        where, shape, cut, (rotary, pairs) = [], [], [], self.rotary
+        where, shape, cut, rotary = [], [], [], self.rotary
         if rotary:  # all of it
-            wanted, part = part[rotary], part | {rotary: slice(0, self.ours[rotary])}
+            wanted, part = part[rotary.dim], part | {rotary.dim: slice(0, self.ours[rotary.dim])}
         part, sizes = part | {"#": slice(self.piece[0], self.piece[0] + 1)}, self._sizes
         for group in self.groups:
             if not group:
@@ -81,20 +106,15 @@ class Tensor(NamedTuple):
             shape += [-1 if inner else part[outer].stop - part[outer].start]
             shape += [sizes[dim] for dim in inner]
             cut += [slice(None), *(part[dim] for dim in inner)]
+        if self.rows:
+            where[0] = slice(where[0].start + self.rows[0], where[0].stop + self.rows[0])
         array, dims = read(tuple(where)).reshape(shape)[tuple(cut)], "".join(self.groups)
         array = array.squeeze(dims.index("#")) if "#" in dims else array
         array = array.transpose([dims.replace("#", "").index(dim) for dim in self.ours])
         if rotary:
-            theirs = np.argsort(pair_order(self.ours[rotary], pairs))[wanted]
-            array = array.take(theirs, axis=list(self.ours).index(rotary))
+            theirs = np.argsort(rotary.order(self.ours[rotary.dim]))[wanted]
+            array = array.take(theirs, axis=list(self.ours).index(rotary.dim))
         return array
-
-
-def pair_order(size: int, pairs: int) -> np.ndarray:
-    """Their order of a dim of ours whose last `pairs` are rotary: neighbors are a pair."""
-    order, first = np.arange(size), size - pairs
-    order[first:] = first + np.arange(pairs).reshape(2, -1).T.reshape(-1)
-    return order
 
 
 class Index(int):
@@ -109,14 +129,27 @@ def expand(table: dict[str, tuple[str, str, str]], parameters: dict[str, Any]) -
     for path, (name, ours, theirs) in table.items():
         if path in parameters:
             shape, stacked = parameters[path].shape, name.count("{")
-            sizes = dict(zip(ours, shape[stacked:], strict=True))
-            groups = theirs.split()
-            place, count = groups.pop().split("/") if "/" in theirs else (0, 1)
-            dim, pairs = groups.pop().split("~") if "~" in theirs else ("", 0)
-            groups, piece = [group.replace("1", "") for group in groups], (int(place), int(count))
-            how = sizes, groups, piece, (dim, int(pairs))
+            tensor = Tensor(
+                name, path, (), dict(zip(ours, shape[stacked:], strict=True)), **_layout(theirs)
+            )
             for index in np.ndindex(shape[:stacked]):
-                yield Tensor(name.format(*map(Index, index)), path, index, *how)
+                yield tensor._replace(name=name.format(*map(Index, index)), index=index)
+
+
+def _layout(theirs: str) -> dict[str, Any]:
+    """Fields of a Tensor, from their dims in a family's table."""
+    found: dict[str, Any] = {"groups": []}
+    for word in theirs.split():
+        if "~" in word:
+            left, right = word.split("~")
+            last = left.isalpha()
+            found["rotary"] = Rotary(*((left, int(right)) if last else (right, int(left))), last)
+        elif "/" in word:
+            start, count = map(int, word.split("/"))
+            found["rows" if word.startswith("+") else "piece"] = (start, count)
+        else:
+            found["groups"].append(word.replace("1", ""))
+    return found
 
 
 # ---- reading -------------------------------------------------------------------------------------

@@ -5,9 +5,8 @@ import pathlib
 import re
 from typing import Any
 
-from recipes.common.hf import llama
 from recipes.common.hf import tensors as folders
-from recipes.common.hf.llama import ConfigFile
+from recipes.common.hf.family import ConfigFile, Family
 from recipes.common.runtime.errors import UserError
 from zoo.vit import Config
 
@@ -42,9 +41,6 @@ TENSORS = {  # in the format of tensors.py; X and Y are the rows and columns of 
     "head": ("classifier.weight", "DK", "K D"),
     "head_bias": ("classifier.bias", "K", "K"),
 }
-TIED: dict[str, str] = {}
-COMPUTED = ("vit.pooler.dense.weight", "vit.pooler.dense.bias")  # the classifier does not use them
-CONTEXT = llama.CONTEXT  # an image has no context
 # A layer's modules: names in files → names in newer versions of transformers, and thus in PEFT.
 MODULES = {
     "attention.attention.query": "attention.q_proj",
@@ -99,11 +95,6 @@ def with_head(config: Config, shapes: dict[str, tuple[int, ...]]) -> Config:
         return config
     labels = tuple(f"LABEL_{i}" for i in range(count))
     return dataclasses.replace(config, classes=count, labels=labels)
-
-
-def tensors(config: Config) -> dict[str, tuple[str, str, str]]:
-    """TENSORS; every ViT has the same."""
-    return TENSORS
 
 
 def config_from(keys: dict[str, Any], file: pathlib.Path) -> Config:
@@ -204,3 +195,21 @@ def other_files(config: Config) -> dict[str, dict[str, Any]]:
             "image_std": list(config.std),
         }
     }
+
+
+FAMILY = Family(
+    entry=ENTRY,
+    architectures=ARCHITECTURES,
+    tensors=lambda config: TENSORS,
+    config_from=config_from,
+    config_json=config_json,
+    checked=UNUSED,
+    # The classifier does not use the pooler.
+    computed=("vit.pooler.dense.weight", "vit.pooler.dense.bias"),
+    tied={},
+    canonical=canonical,
+    other_files=other_files,
+    peft_name=peft_name,
+    head=HEAD,
+    with_head=with_head,
+)

@@ -146,8 +146,9 @@ def checkpoint_metadata(folder: RunFolder, layout: Layout) -> dict[str, Any]:
     metadata["not_default"] = sorted(
         name for name, value in folder.flags.items() if value != DEFAULTS.get(name)
     )
-    if folder.start and "imported" in folder.start.metadata:
-        metadata["imported"] = folder.start.metadata["imported"]
+    if folder.start:
+        facts = folder.start.metadata
+        metadata |= {key: facts[key] for key in ("imported", "architecture") if key in facts}
     if folder.source and "seq_len" in folder.flags:  # fine-tuning on short texts cuts no context
         metadata["context"] = max(checkpoint.context(folder.source), folder.flags["seq_len"])
     elif folder.newest and "context" in folder.newest.metadata:

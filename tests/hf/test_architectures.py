@@ -1,0 +1,118 @@
+"""The page of architectures that load, and published config.json of Llama's relatives."""
+
+import dataclasses
+
+import pytest
+
+from recipes.common import entries
+from recipes.common.hf import architectures
+from recipes.common.hf.folder import FAMILIES
+from tests.conftest import ROOT
+
+pytestmark = pytest.mark.promise("hugging-face")
+
+PAGE = ROOT / "recipes" / "docs" / "architectures.md"
+FULL, SLIDING = "full_attention", "sliding_attention"
+
+
+def test_the_page_lists_the_architectures_that_load(request):
+    if request.config.getoption("--update-golden"):
+        PAGE.write_text(architectures.page())
+    assert PAGE.read_text() == architectures.page(), "run with --update-golden, and look at it"
+
+
+def test_no_architecture_is_in_two_families():
+    names = [name for family in FAMILIES for name in family.architectures]
+    assert len(names) == len({*names})
+
+
+KIMI_ROPE = {"beta_fast": 1.0, "beta_slow": 1.0, "factor": 32.0, "mscale": 1.0}
+KIMI_ROPE |= {"mscale_all_dim": 1.0, "original_max_position_embeddings": 4096, "type": "yarn"}
+KIMI = {
+    "architectures": ["DeepseekV3ForCausalLM"], "model_type": "kimi_k2", "attention_bias": False,
+    "auto_map": {"AutoModelForCausalLM": "modeling_deepseek.DeepseekV3ForCausalLM"},
+    "first_k_dense_replace": 1, "hidden_act": "silu", "hidden_size": 7168, "intermediate_size": 18432,
+    "kv_lora_rank": 512, "max_position_embeddings": 131072, "moe_intermediate_size": 2048,
+    "moe_layer_freq": 1, "n_group": 1, "n_routed_experts": 384, "n_shared_experts": 1,
+    "norm_topk_prob": True, "num_attention_heads": 64, "num_experts_per_tok": 8,
+    "num_hidden_layers": 61, "num_key_value_heads": 64, "num_nextn_predict_layers": 0,
+    "q_lora_rank": 1536, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "rms_norm_eps": 1e-6,
+    "rope_scaling": KIMI_ROPE, "rope_theta": 50000.0, "routed_scaling_factor": 2.827,
+    "scoring_func": "sigmoid", "tie_word_embeddings": False, "topk_group": 1,
+    "topk_method": "noaux_tc", "v_head_dim": 128, "vocab_size": 163840,
+}  # fmt: skip
+MOONLIGHT = KIMI | {
+    "model_type": "deepseek_v3", "hidden_size": 2048, "intermediate_size": 11264,
+    "moe_intermediate_size": 1408, "n_routed_experts": 64, "n_shared_experts": 2,
+    "num_attention_heads": 16, "num_experts_per_tok": 6, "num_hidden_layers": 27,
+    "num_key_value_heads": 16, "q_lora_rank": None, "rms_norm_eps": 1e-5, "rope_scaling": None,
+    "routed_scaling_factor": 2.446,
+}  # fmt: skip
+MINIMAX = {
+    "architectures": ["MiniMaxM2ForCausalLM"], "model_type": "minimax_m2", "hidden_size": 3072,
+    "intermediate_size": 1536, "num_hidden_layers": 62, "num_attention_heads": 48, "head_dim": 128,
+    "num_key_value_heads": 8, "num_experts_per_tok": 8, "num_local_experts": 256, "rotary_dim": 64,
+    "rope_theta": 5000000, "rms_norm_eps": 1e-6, "scoring_func": "sigmoid", "use_qk_norm": True,
+    "qk_norm_type": "per_layer", "use_routing_bias": True, "shared_intermediate_size": 0,
+    "vocab_size": 200064, "hidden_act": "silu", "tie_word_embeddings": False,
+    "auto_map": {"AutoConfig": "configuration_minimax_m2.MiniMaxM2Config"},
+}  # fmt: skip
+QWEN2_MOE = {  # the rest is transformers' defaults
+    "architectures": ["Qwen2MoeForCausalLM"], "model_type": "qwen2_moe", "hidden_size": 2048,
+    "num_hidden_layers": 24, "num_attention_heads": 16, "vocab_size": 151936, "num_experts": 60,
+    "moe_intermediate_size": 1408, "shared_expert_intermediate_size": 5632, "rope_theta": 1e6,
+    "num_experts_per_tok": 4, "use_sliding_window": False, "sliding_window": 32768,
+}  # fmt: skip
+OLMO3 = {
+    "architectures": ["Olmo3ForCausalLM"], "model_type": "olmo3", "hidden_size": 4096,
+    "intermediate_size": 11008, "num_hidden_layers": 32, "num_attention_heads": 32,
+    "num_key_value_heads": 32, "vocab_size": 100278, "rms_norm_eps": 1e-6, "rope_theta": 500000,
+    "layer_types": ([SLIDING] * 3 + [FULL]) * 8, "sliding_window": 4096,
+    "rope_scaling": {"attention_factor": 1.2079441541679836, "beta_fast": 32.0, "beta_slow": 1.0,
+                     "factor": 8.0, "original_max_position_embeddings": 8192, "rope_type": "yarn"},
+}  # fmt: skip
+SMOLLM3 = {
+    "architectures": ["SmolLM3ForCausalLM"], "model_type": "smollm3", "hidden_size": 2048,
+    "intermediate_size": 11008, "num_hidden_layers": 36, "num_attention_heads": 16,
+    "vocab_size": 128256, "rope_theta": 5000000.0, "no_rope_layer_interval": 4,
+    "no_rope_layers": [1, 1, 1, 0] * 9, "use_sliding_window": False, "sliding_window": None,
+}  # fmt: skip
+PHI3 = {
+    "architectures": ["Phi3ForCausalLM"], "model_type": "phi3", "hidden_size": 3072,
+    "intermediate_size": 8192, "num_hidden_layers": 32, "num_attention_heads": 32,
+    "vocab_size": 32064, "rope_scaling": None, "sliding_window": 2047, "rope_theta": 10000.0,
+    "auto_map": {"AutoConfig": "configuration_phi3.Phi3Config"},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("keys", "entry", "size"),
+    [
+        (KIMI, "deepseek", "kimi_k2"),
+        (MOONLIGHT, "deepseek", "16b"),
+        (MINIMAX, "moe", "minimax_m2"),
+        (QWEN2_MOE, "moe", "qwen15_moe_a3b"),
+        (OLMO3, "transformer", "olmo3_7b"),
+        (SMOLLM3, "transformer", "smollm3_3b"),
+        (PHI3, "transformer", "phi3_mini"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_published_relatives_are_their_named_sizes(keys, entry, size):
+    (name,) = keys["architectures"]
+    (family,) = (family for family in FAMILIES if name in family.architectures)
+    keys = keys | {"model_type": family.architectures[name]}
+    training = {"remat": "full"} | ({} if entry == "transformer" else {"capacity": None})
+    training |= {"balance_rate": 0.0} if entry == "deepseek" else {}
+    wanted = dataclasses.replace(entries.zoo_file(entry).SIZES[size](), **training)
+    assert family.config_from(keys, ROOT / "config.json") == wanted
+
+
+@pytest.mark.parametrize("entry", ["transformer", "moe"])
+def test_every_named_size_is_exported_exactly(entry):
+    for size, make in entries.zoo_file(entry).SIZES.items():
+        config = make()
+        exact = [f for f in FAMILIES if f.entry == entry and not f.lost(config)]
+        assert exact, size
+        read = exact[0].config_from(exact[0].config_json(config, 64), ROOT / "config.json")
+        assert (read.embed, read.norms, read.biases) == (config.embed, config.norms, config.biases)
