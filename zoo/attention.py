@@ -31,7 +31,7 @@ class Attention(nnx.Module):
       biases: the projections that have one, some of "q", "k", "v" and "o".
       norm: makes the norms of queries and keys from H (QK-norm); None: none.
       soft_cap: of scores, see `attend`.
-      scale: of scores, beside 1 / sqrt(H).
+      scale: of scores, in addition to 1 / sqrt(H).
       sinks: whether each head has a sink, see `attend`.
     """
 

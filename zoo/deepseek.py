@@ -1,7 +1,7 @@
 """DeepSeek V3: a decoder-only language model with latent attention and a mixture of experts.
 
 Multi-head latent attention (DeepSeek-AI 2024, DeepSeek-V2): keys and values of all heads come from
-one small latent per position, beside one rotary key that all heads share. A cache holds only these
+one small latent per position, next to one rotary key that all heads share. A cache holds only these
 two. The first layers have an MLP, the others experts, of which some are shared by all positions
 (Dai et al. 2024). Experts are chosen by sigmoids and biases that even their load, within the best
 groups (DeepSeek-AI 2024, DeepSeek-V3); or by a softmax, as in V2. An optional layer predicts the

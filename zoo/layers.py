@@ -258,7 +258,7 @@ class Yarn:
     magnitude: float  # by which queries and keys are multiplied
 
     def scale(self, frequency, theta: float, head_dim: int):
-        # Indices of the pairs of dims that make so many turns within the original length.
+        # Indices of the pairs of dims that make this many turns within the original length.
         lengths = (turns * 2 * math.pi for turns in (self.beta_fast, self.beta_slow))
         first, last = (
             math.log(self.original_length / length, theta) * head_dim / 2 for length in lengths

@@ -220,7 +220,7 @@ class ViT(nnx.Module):
         # Every parameter of the layers starts with dim L, logical axis `layers`.
         self.layers = stack(functools.partial(Layer, config), config.num_layers, rngs)
         self.final_norm = layer_norm(D, config.norm_eps, config.dtype)
-        trained = nnx.LoRAParam if config.lora_rank else nnx.Param  # beside adapters too
+        trained = nnx.LoRAParam if config.lora_rank else nnx.Param  # with adapters too
         self.head = param(rngs, (D, K), ("embed", "classes"), D**-0.5, trained)
         self.head_bias = param(rngs, (K,), ("classes",), 0.0, trained)
 

@@ -42,7 +42,7 @@ class MeshFlags:
     """Chips along each mesh axis but data, which has the rest."""
 
     model: int = flag(
-        0, "Chips along model; 0: the largest of 8, 4 and 2 that divides the kv heads and fits beside "
+        0, "Chips along model; 0: the largest of 8, 4 and 2 that divides the kv heads and fits next to "
         "pipe, seq or expert, or 1 if the rules have replica groups.", at_least=0,
     )  # fmt: skip
     group: int = flag(16, "Chips along fsdp, if the rules use it.", at_least=1)

@@ -273,9 +273,7 @@ def test_a_bare_name_is_a_published_one_wherever_one_is(tmp_path, monkeypatch):
     assert metadata["entry"] == "mlp"
     assert model.head.kernel[...].sharding.mesh.shape == {"data": 1, "model": 8}
     for path in ("./mlp.digits", tmp_path / "mlp.digits"):
-        with pytest.raises(
-            UserError, match="does not exist; use a run's workdir, a checkpoint, hf:DIR"
-        ):
+        with pytest.raises(UserError, match="does not exist; use a run's workdir or a checkpoint"):
             checkpoint.find(path)
     (tmp_path / "mlp.digits").mkdir()  # what is here comes first
     with pytest.raises(UserError, match=r"=mlp\.digits holds no checkpoint"):
@@ -286,8 +284,8 @@ def test_an_unknown_name_is_answered_with_the_known_ones():
     with pytest.raises(UserError) as caught:
         checkpoint.restore("mlp.digit", make_mesh("8"))
     assert str(caught.value) == (
-        "--restore_from=mlp.digit does not exist; use a run's workdir, a checkpoint, hf:DIR or "
-        "hf:ORG/NAME for a Hugging Face model, or one of dot_relu_dot.teacher, mlp.digits, moe.stdlib_2m, transformer.stdlib_3m"
+        "--restore_from=mlp.digit does not exist; use a run's workdir or a checkpoint; "
+        "the zoo has dot_relu_dot.teacher, mlp.digits, moe.stdlib_2m, transformer.stdlib_3m"
     )
 
 

@@ -548,7 +548,7 @@ def test_the_content_of_a_model_folder_is_hashed_once(tmp_path, monkeypatch):
     shutil.copytree(GOLDEN / "smollm", tmp_path / "m")
     folder = hf.Folder(tmp_path / "m")
     digest = lora.content_sha256(folder)
-    monkeypatch.setattr(lora.integrity, "hashes_of", lambda *_: pytest.fail("read again"))
+    monkeypatch.setattr(lora.integrity, "sha256", lambda *_: pytest.fail("read again"))
     assert lora.content_sha256(hf.Folder(tmp_path / "m")) == digest
     monkeypatch.undo()
     (tmp_path / "m" / "README.md").write_text("not what its parameters depend on")

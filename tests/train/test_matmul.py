@@ -48,9 +48,9 @@ def test_devices_with_float8_and_the_cpu_need_none():
 
 def test_the_report_says_where_numbers_are_multiplied():
     def line(matmul, device, backward=""):
-        config = SimpleNamespace(matmul=matmul, matmul_backward=backward)
+        shape = SimpleNamespace(matmul=matmul, matmul_backward=backward)
         mesh = SimpleNamespace(devices=np.array([device]))
-        return kernel.matmul(SimpleNamespace(config=config, mesh=mesh))
+        return kernel.matmul(SimpleNamespace(shape=shape, mesh=mesh))
 
     assert line("", CPU) == []
     assert line("int8", accelerator("TPU v5 lite"), "bfloat16") == [

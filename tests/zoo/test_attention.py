@@ -445,7 +445,7 @@ def test_bench_and_recipe_have_the_same_kernel(device):
     """Traces the step of each for a mesh of that device."""
     mesh, lr = on(*device).mesh, LearningRate(1e-3, 10, 100)
     flags = dataclasses.replace(MODEL, size="tiny")
-    config = model_config("transformer", flags, None, BYTES, mesh.devices.flat[0])
+    config = model_config("transformer", flags, None, BYTES, mesh.abstract_device)
     layout = make_layout(Transformer, config, mesh, batch_size=8)
     row = example(np.zeros(129, np.int32))
     recipe = kernels(TrainStep(layout, adamw(lr, weight_decay=0.1, clip_norm=1.0), lr), row)

@@ -123,7 +123,7 @@ def hash_before_commit(folder: pathlib.Path, digests: Mapping[str, str] | None =
     sizes = folders.at(folder).sizes()
     for later in (COMMITTED, "_CHECKPOINT_METADATA", HASHES):
         sizes.pop(later, None)
-    write_hashes(folder, hashes_of(folder, sizes, digests or {}))
+    write_hashes(folder, hashes_of(folder, sizes, digests))
 
 
 def write_hashes(folder: pathlib.Path, hashes: dict[str, list]) -> None:
@@ -131,14 +131,15 @@ def write_hashes(folder: pathlib.Path, hashes: dict[str, list]) -> None:
 
 
 def hashes_of(
-    folder: pathlib.Path, sizes: Mapping[str, int], digests: Mapping[str, str]
+    folder: pathlib.Path, sizes: Mapping[str, int], digests: Mapping[str, str] | None = None
 ) -> dict[str, list]:
     """File name → [bytes, SHA-256], sorted by name, of the files in `sizes`.
 
     Args:
       digests: file name → SHA-256 of files that need not be read.
     """
-    digests = {**digests, **sha256(folder, sorted(sizes.keys() - digests.keys()))}
+    digests = dict(digests or {})
+    digests |= sha256(folder, sorted(sizes.keys() - digests.keys()))
     return {name: [sizes[name], digests[name]] for name in sorted(sizes)}
 
 

@@ -97,7 +97,8 @@ def with_base(location: Location, base: str) -> Location:
 def _recorded_base(location: Location) -> str:
     """The path of the base of an adapter; "" if it is none."""
     if not location.hf_name:
-        return location.open().metadata.get("base", {}).get("path", "")
+        metadata = open_checkpoint(folders.to_path(location.folder)).metadata
+        return metadata["base"]["path"] if "base" in metadata else ""
     folder = pathlib.Path(location.folder)
     return hf.read_adapter(folder).metadata["base"]["path"] if hf.is_adapter(folder) else ""
 

@@ -17,6 +17,7 @@ from typing import Any
 
 import jax
 import orbax.checkpoint as ocp
+from orbax.checkpoint import future
 
 from data.tokenizer import BYTES, Tokenizer
 from recipes.common.checkpoint import integrity, run_folder, store
@@ -324,9 +325,7 @@ class _HashingHandler(ocp.BasePyTreeCheckpointHandler):
         writes = await super().async_save(directory, *args, **kwargs)
         if processes.count() == 1:
             return writes
-        return [
-            ocp.future.ChainedFuture(writes or [], functools.partial(_publish_digests, directory))
-        ]
+        return [future.ChainedFuture(writes or [], functools.partial(_publish_digests, directory))]
 
 
 def _publish_digests(arrays: pathlib.Path) -> None:

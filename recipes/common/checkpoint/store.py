@@ -215,11 +215,11 @@ def write(
         for name, content in (files or {}).items():
             (beside / name).write_bytes(content.encode() if isinstance(content, str) else content)
         write_tokenizer(beside, tokenizer.files if tokenizer else {})
-        hashes = integrity.hashes_of(beside, folders.at(beside).sizes(), {})
+        hashes = integrity.hashes_of(beside, folders.at(beside).sizes())
         if readme:
             text = readme(hashes)
             (beside / card.FILE).write_text(text)
-            hashes |= integrity.hashes_of(beside, {card.FILE: len(text.encode())}, {})
+            hashes |= integrity.hashes_of(beside, {card.FILE: len(text.encode())})
         integrity.write_hashes(beside, hashes)
         folders.at(beside).sync()
         folders.at(beside).move_to(folder)

@@ -204,7 +204,7 @@ def _grid(best: Estimate) -> str:
     lines = [
         f"<p>Left, the weight <code>{path}</code> {list(shapes[path].shape)} at rest "
         f"({' × '.join(axes[path])}); right, a batch ({' × '.join(batch_axes)}). Down and across are the dims "
-        "that are split, with a bar beside them for a third. The colored part is what "
+        "that are split, with a bar next to them for a third. The colored part is what "
         f"the device holds; equal colors are equal parts. {min(SHOWN, count)} of {count} devices.</p>",
         f'<div class="grid" style="grid-template-columns:repeat({columns},1fr)">',
     ]
@@ -235,7 +235,7 @@ def _grid(best: Estimate) -> str:
 def _box(parts: list[Part], left: int) -> str:
     """SVG of an array, 64 × 40, with the part that a device holds in color.
 
-    The last two dims that are split are down and across; each earlier one is a bar beside the box.
+    The last two dims that are split are down and across; each earlier one is a bar next to the box.
     """
     whole = Part("", 0, 1)
     split = [part for part in parts if part.count > 1]

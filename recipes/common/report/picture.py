@@ -85,7 +85,7 @@ class Curve(NamedTuple):
 
 
 def compare(path: pathlib.Path, curves: Sequence[Curve]) -> None:
-    """Draws the losses of several runs over steps, tokens and time, beside each other."""
+    """Draws the losses of several runs over steps, tokens and time, next to each other."""
     figure, all_axes = _figure(3, width=5)
     units = " or ".join(sorted({curve.unit for curve in curves}))
     loss_units = " or ".join(sorted({curve.loss_unit for curve in curves}))
