@@ -315,7 +315,7 @@ def test_a_shape_has_the_weights_and_the_cache_of_its_model(name):
         assert in_layers == sum(leaf.size for leaf in weights.values())
     assert shape.num_layers == 3 or "num_layers" not in fields
     if shape.vocab_size:
-        tokens, lengths = jax.ShapeDtypeStruct((1, 4), int), jax.ShapeDtypeStruct((1,), int)
+        tokens, lengths = jax.ShapeDtypeStruct((1, 4), "int32"), jax.ShapeDtypeStruct((1,), "int32")
         _, cache = jax.eval_shape(
             lambda v, *prompts: abstract.merge(v).prefill(*prompts, 6),
             abstract.shapes,
