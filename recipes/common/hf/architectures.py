@@ -9,8 +9,8 @@ from recipes.common.hf.folder import FAMILIES
 HEAD = """# Architectures of `transformers` that load
 
 `--restore_from=hf:DIR` and `python -m recipes.hf import` read folders of these architectures, by the name in
-`architectures` of config.json; see [Hugging Face models](hugging_face.md). This page is made by
-`python -m recipes.common.hf.architectures`.
+`architectures` of config.json; see [Hugging Face models](hugging_face.md). This page is made from the
+tables of recipes/common/hf, by architectures.py there.
 
 | architecture | model_type | entry |
 |---|---|---|
