@@ -90,24 +90,24 @@ def _import() -> None:
 @functools.cache
 def _problem(bucket: str) -> str:
     """Why a bucket can't be read, and the fix; "" if it can."""
-    found: dict[str, Any] = {}
+    answers: dict[str, Any] = {}
 
     def ask() -> None:
         try:
-            found["files"] = filesystem()  # looks for credentials
-            found["files"].call("GET", "b/{}/o", bucket, maxResults=1)
-            found["answer"] = ""
+            answers["files"] = filesystem()  # looks for credentials
+            answers["files"].call("GET", "b/{}/o", bucket, maxResults=1)
+            answers["answer"] = ""
         except Exception as error:
-            found["answer"] = error
+            answers["answer"] = error
 
     _import()  # SECONDS don't include it: it takes seconds on a busy machine
     thread = threading.Thread(target=ask, daemon=True)
     thread.start()
     thread.join(SECONDS)
-    answer = found.get("answer", TimeoutError(f"no answer in {SECONDS} s"))
+    answer = answers.get("answer", TimeoutError(f"no answer in {SECONDS} s"))
     if not answer:
         return ""
-    files = found.get("files")
+    files = answers.get("files")
     if isinstance(answer, FileNotFoundError):
         return f"there is no bucket {bucket!r}; create it, or check its name"
     if files is None or files.credentials.credentials is None:
@@ -174,10 +174,10 @@ def local(name: str, what: str) -> pathlib.Path:
     """
     if not remote(name):
         return pathlib.Path(os.path.expanduser(name))
-    root, found = _listing(name, what)
-    folder = _copied(root, found, what)
+    root, objects = _listing(name, what)
+    folder = _copied(root, objects, what)
     is_object = root != name.removeprefix("gs://").rstrip("/")
-    return folder / next(iter(found)) if is_object else folder
+    return folder / next(iter(objects)) if is_object else folder
 
 
 def files(name: str, what: str) -> list[pathlib.Path]:
@@ -185,11 +185,11 @@ def files(name: str, what: str) -> list[pathlib.Path]:
 
     Hidden objects in a folder are left out, like hidden files. Raises DataError.
     """
-    root, found = _listing(name, what)
-    is_object = [f"{root}/{inner}" for inner in found] == [name.removeprefix("gs://")]
-    shown = {k: facts for k, facts in found.items() if is_object or not is_hidden(k)}
+    root, objects = _listing(name, what)
+    is_object = [f"{root}/{inner}" for inner in objects] == [name.removeprefix("gs://")]
+    shown = {k: facts for k, facts in objects.items() if is_object or not is_hidden(k)}
     if not shown:
-        raise DataError(f"{what} has only hidden files, such as {next(iter(found))}; use others")
+        raise DataError(f"{what} has only hidden files, such as {next(iter(objects))}; use others")
     folder = _copied(root, shown, what)
     return [folder / inner for inner in shown]
 
@@ -207,26 +207,26 @@ def _listing(name: str, what: str) -> tuple[str, dict[str, dict[str, Any]]]:
     root = full[: magic.start()].rpartition("/")[0] if magic else full
     try:
         look = filesystem().glob if magic else filesystem().find
-        found = look(full, detail=True).items()
-        found = {k: v for k, v in found if v["type"] == "file" and not k.endswith("/")}
+        objects = look(full, detail=True).items()
+        objects = {k: v for k, v in objects if v["type"] == "file" and not k.endswith("/")}
     except errors() as error:
         raise DataError(f"{what} can't be read ({reason(error)}); use another") from None
-    if set(found) == {full}:
+    if set(objects) == {full}:
         root = full.rpartition("/")[0]
-    found = {k.removeprefix(f"{root}/"): found[k] for k in sorted(found)}
-    if not found:
+    objects = {k.removeprefix(f"{root}/"): objects[k] for k in sorted(objects)}
+    if not objects:
         raise DataError(f"{what} does not exist; check the name, and quote a pattern in a shell")
-    for inner in found:
+    for inner in objects:
         if not {"..", "", "."}.isdisjoint(inner.split("/")):
             raise DataError(
                 f"{what} has an object {inner!r}, which can't be a file name; rename it"
             )
-    return root, found
+    return root, objects
 
 
-def _copied(root: str, found: dict[str, dict[str, Any]], what: str) -> pathlib.Path:
+def _copied(root: str, objects: dict[str, dict[str, Any]], what: str) -> pathlib.Path:
     """Copies a listing's objects to a folder of the cache, unless it has them already."""
-    versions = [[inner, facts["generation"], facts["size"]] for inner, facts in found.items()]
+    versions = [[inner, facts["generation"], facts["size"]] for inner, facts in objects.items()]
     digest = hashlib.sha256(json.dumps([root, versions]).encode()).hexdigest()[:16]
     folder = cache_dir() / "buckets" / digest / root.rpartition("/")[2]
     if os.path.exists(folder):  # False without permission, unlike Path.exists, which raises
@@ -235,7 +235,7 @@ def _copied(root: str, found: dict[str, dict[str, Any]], what: str) -> pathlib.P
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
         temporary = pathlib.Path(tempfile.mkdtemp(dir=folder.parent))
-        for inner, facts in found.items():
+        for inner, facts in objects.items():
             copy = temporary / inner
             copy.parent.mkdir(parents=True, exist_ok=True)
             filesystem().get_file(f"{root}/{inner}", str(copy))

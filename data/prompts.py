@@ -38,8 +38,8 @@ def _row(line: str, where: str) -> dict[str, Any]:
         return row | {"messages": checked_messages(row["messages"], "messages", where)}
     if isinstance(row, dict) and isinstance(row.get("prompt"), str):
         if "messages" in row:
-            found = "null" if row["messages"] is None else "empty"
-            raise DataError(f"{where} has a prompt, and messages that are {found}; leave these out")
+            state = "null" if row["messages"] is None else "empty"
+            raise DataError(f"{where} has a prompt, and messages that are {state}; leave these out")
         return row
     raise DataError(
         f'{where} is not a prompt; write {{"prompt": "…"}} or {{"messages": [{{"role": "user", '

@@ -88,10 +88,10 @@ def export(flags: Export) -> None:
     target = new_folder(flags)
     source = checkpoint.find(flags.source, "--source", base=flags.base)
     entry = source.metadata["entry"]
-    if entry not in hf.ENTRIES:
+    if entry not in hf.EXPORTABLE:
         raise UserError(
             f"--source={flags.source} is a {entry!r} model, which Hugging Face has no architecture "
-            f"for; use a checkpoint of {' or '.join(map(repr, hf.ENTRIES))}"
+            f"for; use a checkpoint of {' or '.join(map(repr, hf.EXPORTABLE))}"
         )
     adapted = source if flags.adapter else None
     if adapted is not None and not isinstance(adapted, checkpoint.Adapted):

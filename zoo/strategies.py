@@ -69,7 +69,7 @@ SP = {
 CP = {
     "seq": "seq",
     "residual_seq": "seq",
-    "slots": "seq",  # decoding sums small figures over `seq`, not keys
+    "slots": "seq",  # decoding sums small numbers over `seq`, not keys
 }
 
 # ZeRO-3 over all devices that share the positions.

@@ -188,8 +188,8 @@ def _cpu() -> str:
     name = platform.processor() or platform.machine()
     try:
         with open("/proc/cpuinfo") as lines:
-            found = [x.partition(":")[2].strip() for x in lines if x.startswith("model name")]
-            name = found[0] if found else name
+            names = [x.partition(":")[2].strip() for x in lines if x.startswith("model name")]
+            name = names[0] if names else name
     except OSError:
         pass
     return f"{name}, {os.cpu_count()} cores"

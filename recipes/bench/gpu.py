@@ -133,7 +133,7 @@ def gpu(flags: GpuFlags) -> None:
 
 
 def _end(flags: GpuFlags, sweep: "Sweep", unmeasured: Row | None) -> None:
-    found = {result["device"] for result in sweep.done.values() if "device" in result}
+    devices = {result["device"] for result in sweep.done.values() if "device" in result}
     packages = ("jax-cuda13-plugin", "jax-cuda12-plugin", "torch", "triton", "nvidia-cudnn-cu13",
                 "nvidia-cudnn-cu12")  # fmt: skip
     print0("", "Kernels: the largest error of values and gradients against float32 attention, and the time "
@@ -147,7 +147,7 @@ def _end(flags: GpuFlags, sweep: "Sweep", unmeasured: Row | None) -> None:
         )
         row = " ".join(cell for cell in cells(unmeasured, {})[:6] if cell != "-")
         print0(f"Time is up after {flags.minutes:g} minutes, before {row}; {more}.")
-    print0(f"{machine(', '.join(sorted(found)) or 'cpu', *packages)} {driver()}")
+    print0(f"{machine(', '.join(sorted(devices)) or 'cpu', *packages)} {driver()}")
     wrong = [
         row.attention for row, r in sweep.done.items() if row.what == "check" and "failed" in r
     ]
@@ -223,10 +223,10 @@ class Sweep:
 
     def best(self, what: str, case: str, segments: bool = False) -> Row | None:
         """The fastest row so far; None if there is none."""
-        found = {row: result.get("tokens_per_s", 0) for row, result in self.done.items()
+        speeds = {row: result.get("tokens_per_s", 0) for row, result in self.done.items()
                  if (row.what, row.case, row.segments) == (what, case, segments)}  # fmt: skip
-        fastest = max(found, key=lambda row: found[row], default=None)
-        return fastest if fastest and found[fastest] else None
+        fastest = max(speeds, key=lambda row: speeds[row], default=None)
+        return fastest if fastest and speeds[fastest] else None
 
     def _other_kernel(self, best: Row, kernel: str) -> bool:
         shape = kernels.Shape(best.batch, best.length(), 1, 1, 1, best.segments)

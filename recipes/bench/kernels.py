@@ -65,16 +65,16 @@ def check(kernel: str, shapes: Sequence[Shape], dtype: str, tolerance: float) ->
         raise AssertionError("supports none of the shapes")
     for seed, shape in enumerate(taken):
         try:
-            found = errors(kernel, shape, dtype, seed)
+            measured = errors(kernel, shape, dtype, seed)
         except Exception as error:  # other shapes may fail too
             wrong.append(f"{shape}: {type(error).__name__} {error}")
             continue
         wrong += [
             f"{shape}: {name} off by {error:.1e}"
-            for name, error in found.items()
+            for name, error in measured.items()
             if not error <= tolerance
         ]
-        worst = max(worst, *found.values())
+        worst = max(worst, *measured.values())
     if wrong:
         raise AssertionError("; ".join(wrong))
     return worst
@@ -84,12 +84,12 @@ def errors(kernel: str, shape: Shape, dtype: str, seed: int = 0) -> dict[str, fl
     """‖kernel - reference‖ / ‖reference‖ for the output and the gradients of q, k and v."""
     arguments = inputs(shape, dtype, seed)
     exact = [x.astype(jnp.float32) for x in arguments[:-1]]
-    found = forward_and_backward(kernel, shape, dtype)(*arguments)
+    results = forward_and_backward(kernel, shape, dtype)(*arguments)
     with jax.default_matmul_precision("highest"):
         wanted = forward_and_backward("xla", shape, "float32")(*exact, arguments[-1])
     return {
         name: float(jnp.linalg.norm(a.astype(jnp.float32) - b) / jnp.linalg.norm(b))
-        for name, a, b in zip(("output", "dq", "dk", "dv"), found, wanted, strict=True)
+        for name, a, b in zip(("output", "dq", "dk", "dv"), results, wanted, strict=True)
     }
 
 

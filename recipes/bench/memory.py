@@ -88,7 +88,7 @@ def _which(flags: MemoryFlags, cases: Iterable[Case], remats: list[str]) -> None
         "size", "chips", "attention", "remat", "matmul", "compiled peak", "next policy needs"
     )
     for size, kind, chips in cases:
-        above, found, text = "-", "none of them fits", "-"
+        above, chosen, text = "-", "none of them fits", "-"
         for remat in (remat for remat in REMAT if remat in remats):
             step = _step(flags, size, kind, chips, remat)
             total = sum(memory_parts(step.layout, offload=flags.offload).values())
@@ -99,11 +99,11 @@ def _which(flags: MemoryFlags, cases: Iterable[Case], remats: list[str]) -> None
                 continue
             text, peak = _peak(step, kind, f"{size} {remat}")
             if not text.startswith(DOES_NOT_FIT):
-                found = remat
+                chosen = remat
                 break
             above = f"{remat}: {report.size(peak)}"
         table.row(
-            size, f"{chips} {kind}", kernel(step.layout), found, flags.matmul or "-", text, above
+            size, f"{chips} {kind}", kernel(step.layout), chosen, flags.matmul or "-", text, above
         )
 
 

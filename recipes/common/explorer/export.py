@@ -71,18 +71,18 @@ def page(models: Mapping[str, type], shown: Shown | None, source: str) -> str:
       source: what links to lines of the zoo begin with.
     """
     library = Library()
-    found = {name: tables(model, library) for name, model in models.items()}
+    exported = {name: tables(model, library) for name, model in models.items()}
     if shown:
-        found[shown.entry]["tables"]["RULES"] |= {shown.rules: shown.table}
+        exported[shown.entry]["tables"]["RULES"] |= {shown.rules: shown.table}
     if shown and shown.config:
         of_run = arrays(models[shown.entry], shown.config, library)
         of_run |= {"accumulate": shown.accumulate, "offload": shown.offload}
-        found[shown.entry]["sizes"][RUN] = of_run
+        exported[shown.entry]["sizes"][RUN] = of_run
     data = {
         "formulas": {formula.__name__: library.add(formula)[1] for formula in FORMULAS},
         "definitions": library.definitions,
         "names": {"query": textbook.HEADS, "choice": textbook.EXPERT, "stack": textbook.LAYERS},
-        "entries": found,
+        "entries": exported,
         "chips": {
             kind: {
                 "name": x.name,
@@ -160,12 +160,12 @@ def activations(zoo: Any, abstract: AbstractModel, batch: dict[str, Any]) -> lis
     with _axes_as_mesh(zoo, AxisType.Auto, {}, tied):
         traced = jax.make_jaxpr(loss)(abstract.shapes, batch)
     rows = dict.fromkeys(zoo.AXES.positions, -1) | {"batch": 0}
-    found = [
+    arrays = [
         _named(spec, shape, rows)
         for spec, shape in _constraints(traced.jaxpr)
         if len(spec) == len(shape) and shape[0] == ROWS and None not in spec
     ]
-    return [*dict.fromkeys(array for array in found if array[0][0] == "batch")]
+    return [*dict.fromkeys(array for array in arrays if array[0][0] == "batch")]
 
 
 def cache(zoo: Any, abstract: AbstractModel) -> list[Array]:
@@ -258,8 +258,8 @@ class Source:
         return " ".join(reversed(self._run(line, -1)))
 
     def _run(self, line: int, step: int) -> list[str]:
-        found = itertools.takewhile(self.alone.__contains__, itertools.count(line + step, step))
-        return [self.comments[each] for each in found]
+        lines = itertools.takewhile(self.alone.__contains__, itertools.count(line + step, step))
+        return [self.comments[each] for each in lines]
 
     def imported(self) -> Iterator["Source"]:
         """The zoo files that this one needs, and those that they need."""
@@ -285,7 +285,7 @@ def causes(zoo: types.ModuleType) -> dict[str, Any]:
     A strategy is a union of the tables whose rules it all has. An axis that is in none of them, such
     as the experts' D, is split as another one is: its row is that of the other.
     """
-    found: dict[tuple, dict[str, Any]] = {}  # row → the table that it is in
+    tables_of_rows: dict[tuple, dict[str, Any]] = {}  # row → the table that it is in
     own = Source(zoo)
     for source in (own, *own.imported()):
         file = source.path.relative_to(ROOT).as_posix()
@@ -293,12 +293,12 @@ def causes(zoo: types.ModuleType) -> dict[str, Any]:
             for key in keys:
                 row = (key.value, name, about, file, key.lineno, source.beside(key.lineno))
                 if key.value in zoo.LOGICAL_AXES and key.value in table:
-                    found.setdefault(row, table)
+                    tables_of_rows.setdefault(row, table)
     strategies: dict[str, dict[str, int]] = {}
     for strategy, rules in zoo.RULES.items():
         rows = [
             (row, i)
-            for i, (row, table) in enumerate(found.items())
+            for i, (row, table) in enumerate(tables_of_rows.items())
             if table.items() <= rules.items()
         ]
         split = strategies[strategy] = {}
@@ -311,4 +311,4 @@ def causes(zoo: types.ModuleType) -> dict[str, Any]:
             ]
             if alike:
                 split[axis] = min(alike)[1]
-    return {"rows": [row[1:] for row in found], "strategies": strategies}
+    return {"rows": [row[1:] for row in tables_of_rows], "strategies": strategies}

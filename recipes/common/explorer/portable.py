@@ -113,8 +113,10 @@ class Library:
             return [self._encode(item, bound, scope) for item in node]
         if not isinstance(node, ast.AST):
             return node
-        if isinstance(node, (ast.Name, ast.Attribute)) and (found := _global(node, bound, scope)):
-            return self._value(*found)
+        if isinstance(node, (ast.Name, ast.Attribute)) and (
+            referred := _global(node, bound, scope)
+        ):
+            return self._value(*referred)
         if isinstance(node, ast.Attribute):
             self._attributes.add(node.attr)
         if isinstance(node, ast.AnnAssign):

@@ -5,7 +5,7 @@ A folder is config.json with one or more *.safetensors. Loading never executes c
 
 import pathlib
 
-from recipes.common.hf.folder import ENTRIES, Folder, locate, write
+from recipes.common.hf.folder import EXPORTABLE, Folder, locate, write
 from recipes.common.hf.peft import Adapter, is_adapter, read_adapter, write_adapter
 
 

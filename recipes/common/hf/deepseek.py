@@ -60,7 +60,7 @@ def tensors(config: Config) -> Table:
     pairs, first = config.rope_dim, config.dense_layers
 
     def layer(path: str, at: str, dense: bool) -> Table:
-        found = {
+        tensors = {
             "attention_norm/scale": ("input_layernorm.weight", "D", "D"),
             "attention/q": ("self_attn.q_proj.weight", "DNH", f"NH D H~{pairs}"),
             "attention/q_down": ("self_attn.q_a_proj.weight", "DR", "R D"),
@@ -78,11 +78,11 @@ def tensors(config: Config) -> Table:
             ("up", "up_proj", "DF", "F D"),
             ("down", "down_proj", "FD", "D F"),
         ):
-            found[f"mlp/{ours}"] = (f"{shared}.{theirs}.weight", dims, inner)
-            found[f"experts/{ours}"] = (f"mlp.experts.{{}}.{theirs}.weight", dims, inner)
-        found["experts/router"] = ("mlp.gate.weight", "DE", "E D")
-        found["experts/bias"] = ("mlp.gate.e_score_correction_bias", "E", "E")
-        return {f"{path}/{ours}": (f"{at}.{row[0]}", *row[1:]) for ours, row in found.items()}
+            tensors[f"mlp/{ours}"] = (f"{shared}.{theirs}.weight", dims, inner)
+            tensors[f"experts/{ours}"] = (f"mlp.experts.{{}}.{theirs}.weight", dims, inner)
+        tensors["experts/router"] = ("mlp.gate.weight", "DE", "E D")
+        tensors["experts/bias"] = ("mlp.gate.e_score_correction_bias", "E", "E")
+        return {f"{path}/{ours}": (f"{at}.{row[0]}", *row[1:]) for ours, row in tensors.items()}
 
     after = f"model.layers.{config.num_layers}"
     return {
@@ -115,7 +115,7 @@ def without_further_layers(stored: dict[str, Stored], config: Config) -> Selecti
     The Config has that one if the folder has its tensors.
     """
     layer = re.compile(r"model\.layers\.(\d+)\.")
-    numbers = {name: int(found[1]) for name in stored if (found := layer.match(name))}
+    numbers = {name: int(match[1]) for name in stored if (match := layer.match(name))}
     config = dataclasses.replace(
         config, mtp_depth=min(config.mtp_depth, config.num_layers in numbers.values())
     )

@@ -110,12 +110,12 @@ class ConfigFile:
 
     def sizes(self, table: dict[str, str], **defaults: int | None) -> dict[str, int]:
         """Fields of Config, by a table like SIZES; raises if a key without a default is absent."""
-        found = {ours: self.number(key, defaults.get(ours)) for ours, key in table.items()}
-        if found["head_dim"] % 2:
-            raise self.refused("head_dim", found["head_dim"])
-        if found["num_heads"] % found["num_kv_heads"]:
-            raise self.refused("num_key_value_heads", found["num_kv_heads"])
-        return found
+        fields = {ours: self.number(key, defaults.get(ours)) for ours, key in table.items()}
+        if fields["head_dim"] % 2:
+            raise self.refused("head_dim", fields["head_dim"])
+        if fields["num_heads"] % fields["num_kv_heads"]:
+            raise self.refused("num_key_value_heads", fields["num_kv_heads"])
+        return fields
 
     def rope_keys(self) -> dict[str, Any]:
         """Rotary settings: rope_scaling or, in newer files, rope_parameters, completed."""
@@ -186,15 +186,15 @@ class ConfigFile:
         # Versions of transformers disagree on the key `type`.
         if not isinstance(scaling, dict) or ("type" in scaling and "rope_type" not in scaling):
             raise self.refused("rope_scaling", scaling)
-        found = {}
+        by_kind = {}
         for name, (key, usual) in thetas.items():
             rope = newer.get(name) or {}
             if not isinstance(rope, dict):
                 raise self.refused("rope_parameters", newer)
             rope = rope | (scaling if name == GLOBAL else {})
             only = {"rope_theta": self.keys.get(key), "rope_scaling": None, "rope_parameters": rope}
-            found[name] = self.with_keys(**only, **{ORIGINAL: None}).rope(usual)
-        return found
+            by_kind[name] = self.with_keys(**only, **{ORIGINAL: None}).rope(usual)
+        return by_kind
 
     def longrope(self, context: int | None) -> LongRope:
         """A LongRope from the keys of rope_scaling; `context` is max_position_embeddings."""
@@ -254,10 +254,10 @@ class ConfigFile:
             for name in types:
                 if not isinstance(name, str) or name not in known:
                     raise self.refused("layer_types", name)
-            found = [known[name] for name in types]
-            if found != [window] * layers and not mixed:
+            of_layers = [known[name] for name in types]
+            if of_layers != [window] * layers and not mixed:
                 raise self.refused("layer_types", types)
-            return found
+            return of_layers
         full = self.keys.get("max_window_layers", 28) if switched and window else 0
         full = min(self.number("max_window_layers", 28), layers) if full else 0  # the first layers
         return [None] * full + [window] * (layers - full)

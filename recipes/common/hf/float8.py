@@ -77,8 +77,8 @@ def begins(file: pathlib.Path) -> dict[str, int]:
     with file.open("rb") as opened:
         size = int.from_bytes(opened.read(8), "little")
         header = json.loads(opened.read(size))
-    found = {name: x for name, x in header.items() if name != "__metadata__"}
-    return {name: 8 + size + x["data_offsets"][0] for name, x in found.items()}
+    tensors = {name: x for name, x in header.items() if name != "__metadata__"}
+    return {name: 8 + size + x["data_offsets"][0] for name, x in tensors.items()}
 
 
 def check(quantized: dict[str, Any], file: pathlib.Path) -> None:
@@ -97,7 +97,7 @@ def unpack(stored: dict[str, Stored]) -> dict[str, Any]:
 
     Raises UserError if scales are missing or wrong, or a tensor is not a matrix.
     """
-    found: dict[str, Any] = dict(stored)
+    tensors: dict[str, Any] = dict(stored)
     for name, values in stored.items():
         scales = stored.get(f"{name}{SCALES}")
         if values.dtype == "F8_E4M3":
@@ -112,6 +112,6 @@ def unpack(stored: dict[str, Stored]) -> dict[str, Any]:
                     f"{name} in {values.file} is float8 and has no {name}{SCALES} of shape "
                     f"{list(wanted)}; download the folder again"
                 )
-            found[name] = Quantized(values, scales)
-            del found[scales.name]
-    return found
+            tensors[name] = Quantized(values, scales)
+            del tensors[scales.name]
+    return tensors

@@ -40,7 +40,7 @@ FAMILIES = (
     *(gpt_oss.FAMILY, deepseek.FAMILY, vit.FAMILY),
 )
 UNPACK = {"mxfp4": mxfp4.unpack, "fp8": float8.unpack}  # format → what reads it
-ENTRIES = {*(family.entry for family in FAMILIES)}  # those that can be exported
+EXPORTABLE = {*(family.entry for family in FAMILIES)}  # those that can be exported
 
 
 def locate(name: str) -> pathlib.Path:
@@ -122,11 +122,11 @@ class Folder:
         # A model that was saved without its head lacks the prefix of the other names.
         self._stored = tensors.rename(self._stored, add_prefix(wanted), self.path)
         computed = self.family.computed
-        found = {name: t for name, t in self._stored.items() if not name.endswith(computed)}
+        stored = {name: t for name, t in self._stored.items() if not name.endswith(computed)}
         tied = self.family.tied | self.family.copies(self.config)
-        tied = {a: b for a, b in tied.items() if a in found.keys() - wanted.keys()}
+        tied = {a: b for a, b in tied.items() if a in stored.keys() - wanted.keys()}
         wanted |= {a: wanted[b] for a, b in tied.items()}
-        tensors.check(self.path, found, wanted, "config.json implies", "this model's config.json")
+        tensors.check(self.path, stored, wanted, "config.json implies", "this model's config.json")
         for a, b in tied.items():
             # If the two differ, versions of transformers disagree on which one counts.
             if not tensors.equal(self._stored[a], self._stored[b]):

@@ -76,7 +76,7 @@ def text_keys(keys: dict[str, Any], file: pathlib.Path) -> dict[str, Any]:
     whole = ConfigFile(keys, file, ENTRY)
     whole.refuse(UNUSED)
     text = vision.text_config(whole)
-    tied = [found[TIE] for found in (keys, text) if found.get(TIE) is not None]
+    tied = [config[TIE] for config in (keys, text) if config.get(TIE) is not None]
     if tied and tied[0] != tied[-1]:  # versions of transformers disagree on which one counts
         raise whole.refused(TIE, tied[0])
     return GEMMA3_DEFAULTS | text | {"model_type": "gemma3_text", TIE: (tied or [True])[0]}
@@ -140,7 +140,7 @@ def config_json(config: Config, context: int) -> dict[str, Any]:
         **{key: getattr(config, name) for name, key in CAPS.items()},
     }
     if gemma3:
-        theirs |= ropes_json({name: next(iter(found)) for name, found in ropes.items() if found})
+        theirs |= ropes_json({name: next(iter(rope)) for name, rope in ropes.items() if rope})
         if [bool(kind.window) for kind in period] == [True] * (len(period) - 1) + [False]:
             theirs["sliding_window_pattern"] = len(period)  # for versions without layer_types
     return theirs

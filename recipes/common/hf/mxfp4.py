@@ -69,7 +69,7 @@ def unpack(stored: dict[str, Stored]) -> dict[str, Any]:
 
     Raises UserError if one of them is missing or wrong, or the folder also has an unquantized NAME.
     """
-    found: dict[str, Any] = dict(stored)
+    tensors: dict[str, Any] = dict(stored)
     for name, blocks in stored.items():
         if not name.endswith("_blocks"):
             continue
@@ -86,11 +86,11 @@ def unpack(stored: dict[str, Stored]) -> dict[str, Any]:
                     f"{tensor.name} in {tensor.file} has dtype {tensor.dtype}, and MXFP4 is in U8; "
                     "download the folder again"
                 )
-            del found[tensor.name]
+            del tensors[tensor.name]
         if stem in stored:
             raise UserError(
                 f"{stem} is in {stored[stem].file}, and in MXFP4 ({name}) in {blocks.file.name}; "
                 "remove the file that does not belong to this model"
             )
-        found[stem] = Quantized(blocks, scales)
-    return found
+        tensors[stem] = Quantized(blocks, scales)
+    return tensors

@@ -17,7 +17,7 @@ from recipes.common import entries
 from recipes.common.hf import tensors, vit
 from recipes.common.hf.family import Family, Table
 from recipes.common.hf.folder import (
-    ENTRIES,
+    EXPORTABLE,
     FAMILIES,
     add_prefix,
     family_of,
@@ -78,7 +78,7 @@ class Adapter:
           config: the base's Config.
         """
         entry, fix = base["entry"], "the base that it was trained on (--base=PATH)"
-        if entry not in ENTRIES:
+        if entry not in EXPORTABLE:
             raise UserError(
                 f"{self.path} is not an adapter for {entry!r} models, like its base; use {fix}"
             )
@@ -308,12 +308,12 @@ def target_modules(modules: list[str], every: set[str]) -> list[str]:
       modules: names of those with an adapter, with PREFIX.
       every: names of all modules of the model, with PREFIX.
     """
-    found = set()
+    names = set()
     for module in modules:
         last = module.rpartition(".")[2]
         alike = {other for other in every if other.endswith(f".{last}")}
-        found.add(last if alike <= {*modules} else module.removeprefix(PREFIX))
-    return sorted(found)
+        names.add(last if alike <= {*modules} else module.removeprefix(PREFIX))
+    return sorted(names)
 
 
 def side_by_side(family: Family, config: Any, read) -> tuple[Any, Any]:
@@ -353,16 +353,16 @@ def table(family: Family, config: Any) -> Table:
 
     Their A is [r, in].
     """
-    targets, found = type(config).lora_targets, {}  # the default lists all that the entry has
+    targets, rows = type(config).lora_targets, {}  # the default lists all that the entry has
     for path, (name, ours, theirs) in family.tensors(config).items():
         module, _, leaf = path.rpartition("/")
-        found[path] = (PREFIX + name, ours, theirs)
+        rows[path] = (PREFIX + name, ours, theirs)
         if leaf in targets:
             first, second, *order = theirs.split()
             inner, out = (first, second) if family.in_out else (second, first)
             name = f"{PREFIX}{name.removesuffix('weight')}lora_"
             outer = out.replace("#", "")
-            found[f"{module}/lora/{leaf}/a"] = (f"{name}A.weight", f"{inner}r", f"r {inner}")
+            rows[f"{module}/lora/{leaf}/a"] = (f"{name}A.weight", f"{inner}r", f"r {inner}")
             b = " ".join((out, "r", *order))
-            found[f"{module}/lora/{leaf}/b"] = (f"{name}B.weight", f"r{outer}", b)
-    return found
+            rows[f"{module}/lora/{leaf}/b"] = (f"{name}B.weight", f"r{outer}", b)
+    return rows

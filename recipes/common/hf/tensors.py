@@ -138,18 +138,18 @@ def expand(table: dict[str, tuple[str, str, str]], parameters: dict[str, Any]) -
 
 def _layout(theirs: str) -> dict[str, Any]:
     """Fields of a Tensor, from their dims in a family's table."""
-    found: dict[str, Any] = {"groups": []}
+    parts: dict[str, Any] = {"groups": []}
     for word in theirs.split():
         if "~" in word:
             left, right = word.split("~")
             last = left.isalpha()
-            found["rotary"] = Rotary(*((left, int(right)) if last else (right, int(left))), last)
+            parts["rotary"] = Rotary(*((left, int(right)) if last else (right, int(left))), last)
         elif "/" in word:
             start, count = map(int, word.split("/"))
-            found["rows" if word.startswith("+") else "piece"] = (start, count)
+            parts["rows" if word.startswith("+") else "piece"] = (start, count)
         else:
-            found["groups"].append(word.replace("1", ""))
-    return found
+            parts["groups"].append(word.replace("1", ""))
+    return parts
 
 
 # ---- reading -------------------------------------------------------------------------------------
@@ -213,18 +213,18 @@ def find(folder: pathlib.Path, stem: str = "model") -> dict[str, Stored]:
                 "loaded; use a model with *.safetensors"
             )
         raise UserError(f"{folder} has no *.safetensors; use a model folder that has them")
-    found: dict[str, Stored] = {}
+    tensors: dict[str, Stored] = {}
     for file in files:
         with _open(file) as opened:
             for name in opened.keys():  # noqa: SIM118, not a dict
-                if name in found:
+                if name in tensors:
                     raise UserError(
-                        f"{name} is in both {found[name].file} and {file.name}; remove the file "
+                        f"{name} is in both {tensors[name].file} and {file.name}; remove the file "
                         "that does not belong to this model"
                     )
                 header = opened.get_slice(name)
-                found[name] = Stored(file, name, tuple(header.get_shape()), header.get_dtype())
-    return found
+                tensors[name] = Stored(file, name, tuple(header.get_shape()), header.get_dtype())
+    return tensors
 
 
 def check(
@@ -288,10 +288,10 @@ def _open(file: pathlib.Path):
 def read_json(file: pathlib.Path) -> dict[str, Any]:
     """Reads a JSON object. Raises UserError if the file does not hold one."""
     with _reading(file):
-        found = json.loads(file.read_text())
-    if not isinstance(found, dict):
+        content = json.loads(file.read_text())
+    if not isinstance(content, dict):
         raise UserError(f"{file} is not a JSON object; download it again")
-    return found
+    return content
 
 
 def equal(a: Stored, b: Stored) -> bool:

@@ -148,15 +148,19 @@ def _inputs(file: pathlib.Path, sizes: dict[str, int]) -> dict[str, Any]:
     if number not in range(len(FILTERS)):
         raise theirs.refused("resample", number)
     factor = theirs.number("rescale_factor", BYTE, float) if keys.get("do_rescale", True) else 1.0
-    found = {}
+    statistics = {}
     for key, default in (("image_mean", 0.0), ("image_std", 1.0)):
         given = keys.get(key, 0.5) if keys.get("do_normalize", True) else default
         values = [given] * sizes["channels"] if isinstance(given, (int, float)) else given
         if not isinstance(values, list) or len(values) != sizes["channels"]:
             raise theirs.refused(key, given)
         # Theirs are for pixel · factor, ours for pixel / 255.
-        found[key] = tuple(float(x) if factor == BYTE else x / (factor / BYTE) for x in values)
-    return {"mean": found["image_mean"], "std": found["image_std"], "resample": FILTERS[number]}
+        statistics[key] = tuple(float(x) if factor == BYTE else x / (factor / BYTE) for x in values)
+    return {
+        "mean": statistics["image_mean"],
+        "std": statistics["image_std"],
+        "resample": FILTERS[number],
+    }
 
 
 def config_json(config: Config, context: int) -> dict[str, Any]:

@@ -250,7 +250,7 @@ def as_json(plan: Plan, entry: str, size_name: str, most: int) -> dict[str, Any]
         "batch_size": plan.job.rows,
         "seq_len": plan.job.seq_len,
         "usable_bytes": usable(plan.devices),
-        "slice": found._asdict() if (found := tpu_slice.find(plan.devices)) else None,
+        "slice": tpu._asdict() if (tpu := tpu_slice.find(plan.devices)) else None,
         "left_out": {RULES_OUT[k]: n for k, n in plan.left_out.items() if n},
         "candidates": ranked,
         "why": why_first(plan) if best else None,

@@ -131,17 +131,17 @@ def parse_devices(text: str) -> Devices:
     (Devices(kind='v5e', each=256, groups=2), Devices(kind='h100', each=8, groups=2))
     """
     text = text.lower()
-    found = re.fullmatch(r"(\w+):([1-9]\d{0,6})(?:x([1-9]\d{0,3}))?", text)
-    kind = found[1] if found else text.partition(":")[0]
+    match = re.fullmatch(r"(\w+):([1-9]\d{0,6})(?:x([1-9]\d{0,3}))?", text)
+    kind = match[1] if match else text.partition(":")[0]
     if kind not in HARDWARE:
         near = difflib.get_close_matches(kind, HARDWARE, n=len(HARDWARE), cutoff=0)
         raise UserError(f"--devices={text[:50]} has kind {kind[:20]!r}; use {', '.join(near)}")
-    if not found:
+    if not match:
         raise UserError(
             f"--devices={text[:50]} is not a kind and a number; write {kind}:8, or {kind}:8x2 for two "
             "slices"
         )
-    each, groups = int(found[2]), int(found[3] or 1)
+    each, groups = int(match[2]), int(match[3] or 1)
     if HARDWARE[kind].platform == "gpu" and each > NODE:
         if each % NODE or groups > 1:
             raise UserError(

@@ -167,14 +167,14 @@ def _bars(shown: list[Estimate], parts: list[dict[str, float]], limit: float) ->
     most = max(limit, *(sum(x.values()) for x in parts)) or 1.0
     line = f'<span class="limit" style="left:{limit / most:.2%}"></span>' if limit else ""
     lines = []
-    for candidate, found in zip(shown, parts, strict=True):
+    for candidate, memory in zip(shown, parts, strict=True):
         bars = "".join(
             f'<span class="{color}" style="width:{count / most:.2%}" '
             f'title="{name}: {size(count)}"></span>'
-            for color, (name, count) in zip("abcde", found.items(), strict=False)
+            for color, (name, count) in zip("abcde", memory.items(), strict=False)
         )
         name = html.escape(f"{candidate.layout.strategy} on {mesh_of(candidate)}")
-        total = size(sum(found.values()))
+        total = size(sum(memory.values()))
         lines.append(f'<div class="row"><span>{name}</span><div class="track">{bars}{line}</div>'
                      f"<span>{total}</span></div>")  # fmt: skip
     return lines

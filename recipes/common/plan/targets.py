@@ -166,12 +166,12 @@ def too_large(error: str, arguments: float) -> TooLarge | None:
     """
     number = r"([\d.]+)([KMGT])"
     whole = re.search(rf"Used {number} of {number} hbm", error)
-    found = whole or re.search(
+    match = whole or re.search(
         rf"temporaries \({number}\) exceeds available HBM \({number}\)", error
     )
-    if not found:
+    if not match:
         return None
-    needed, there = (float(found[i]) * 1024 ** " KMGT".index(found[i + 1]) for i in (1, 3))
+    needed, there = (float(match[i]) * 1024 ** " KMGT".index(match[i + 1]) for i in (1, 3))
     needed += 0 if whole else arguments
     return TooLarge(_misfit(needed, there), needed)
 

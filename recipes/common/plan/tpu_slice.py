@@ -56,14 +56,14 @@ def find(devices: Devices) -> Slice | None:
 
 def note(devices: Devices) -> str:
     """A sentence with all that the launchers in recipes/launch ask for; "" if there is no slice."""
-    found = find(devices)
-    if not found:
+    tpu = find(devices)
+    if not tpu:
         return ""
     which = f"Each of the {devices.groups} slices" if devices.groups > 1 else "The slice"
-    hosts = "one host" if found.hosts == 1 else f"{found.hosts} hosts"
-    chips = "one chip" if found.chips == 1 else f"{found.chips} chips"
+    hosts = "one host" if tpu.hosts == 1 else f"{tpu.hosts} hosts"
+    chips = "one chip" if tpu.chips == 1 else f"{tpu.chips} chips"
     return (
-        f"{which} is {found.type} ({found.topology}), {hosts} of {chips} "
-        f"({found.machine}). On GKE: gke-tpu-accelerator: {found.accelerator}, gke-tpu-topology: "
-        f"{found.topology}, parallelism: {found.hosts}, google.com/tpu: {found.chips}."
+        f"{which} is {tpu.type} ({tpu.topology}), {hosts} of {chips} "
+        f"({tpu.machine}). On GKE: gke-tpu-accelerator: {tpu.accelerator}, gke-tpu-topology: "
+        f"{tpu.topology}, parallelism: {tpu.hosts}, google.com/tpu: {tpu.chips}."
     )

@@ -119,9 +119,9 @@ def _spec(
 
 def _sharding(variable: nnx.Variable, mesh: Mesh) -> NamedSharding | None:
     """Where an array lies, if it is one and lies on this mesh."""
-    found: Any = getattr(variable.get_value(), "sharding", None)
-    if isinstance(found, NamedSharding) and found.mesh == mesh:
-        return found
+    sharding: Any = getattr(variable.get_value(), "sharding", None)
+    if isinstance(sharding, NamedSharding) and sharding.mesh == mesh:
+        return sharding
     return None
 
 

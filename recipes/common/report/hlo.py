@@ -52,8 +52,8 @@ def host_copies(hlo: str | None) -> dict[str, int]:
     as asynchronous pairs. The host's memory is memory space 5 of a layout.
     """
     sums = {"to the device": 0, "to the host": 0}
-    for found in _transfers(hlo, _across_memories):
-        sums[found.kind] += found.times * found.bytes
+    for copy in _transfers(hlo, _across_memories):
+        sums[copy.kind] += copy.times * copy.bytes
     return sums
 
 
@@ -65,16 +65,16 @@ def _transfers(
     computations, entry = _computations(hlo)
 
     def inside(name: str) -> list[Collective]:
-        found, lines = [], computations.get(name, [])
+        transfers, lines = [], computations.get(name, [])
         for line in lines:
             match = re.match(r"(?:ROOT )?%?([\w.\-]+) = (.*?) ([a-z][\w\-]*)\(", line)
             if not match or match[3].endswith(("-done", "-update")):
                 continue  # counted where it started
             if found_here := transfer(match, lines):
-                found.append(found_here)
+                transfers.append(found_here)
             elif not re.fullmatch(rf"({_KINDS})(-start)?", match[3]):
-                found += called(line, lines, match[2], match[3])
-        return found
+                transfers += called(line, lines, match[2], match[3])
+        return transfers
 
     def called(line: str, lines: list[str], result: str, operation: str) -> list[Collective]:
         trips = _trips(line, lines, computations) if operation == "while" else 1
@@ -84,11 +84,11 @@ def _transfers(
             parts.append([x._replace(times=x.times * times) for x in inside(name)])
         if operation == "conditional":
             return max(parts, key=lambda part: sum(x.times * x.bytes for x in part))
-        found = [x for part in parts for x in part]
+        transfers = [x for part in parts for x in part]
         if "calls=%all-reduce-scatter" in line:  # TPU: an all-reduce fused with a slice
             size, shapes = _size(result)
-            return [x._replace(kind="reduce-scatter", bytes=size, shapes=shapes) for x in found]
-        return found
+            return [x._replace(kind="reduce-scatter", bytes=size, shapes=shapes) for x in transfers]
+        return transfers
 
     return inside(entry)
 
@@ -229,9 +229,9 @@ def _collective(kind: str, started: bool, result: str, line: str) -> Collective:
     # (operands, results, context…), but an all-reduce usually has only its results.
     if started and (kind != "all-reduce" or result.startswith("((")):
         flat = re.sub(r"\{.*?\}", "", result)  # without layouts
-        found = re.match(r"\((?:\(.*?\)|\S+), (\(.*?\)|\S+\])", flat)
-        assert found, f"unknown notation: {result}"
-        result = found[1]
+        match = re.match(r"\((?:\(.*?\)|\S+), (\(.*?\)|\S+\])", flat)
+        assert match, f"unknown notation: {result}"
+        result = match[1]
     size, shapes = _size(result)
     groups = re.search(r"(?:replica_groups|source_target_pairs)=(.*?)(?:, [a-z_]+=|$)", line)
     source = re.search(r'op_name="([^"]*)"', line)
@@ -258,8 +258,8 @@ def sent_by_kind(hlo: str | None, devices: int) -> dict[str, float]:
       devices: number of devices that the module is compiled for.
     """
     sums: dict[str, float] = {}
-    for found in collectives(hlo):
-        n = group_size(found.groups, devices)
+    for collective in collectives(hlo):
+        n = group_size(collective.groups, devices)
         factor = {
             "all-gather": (n - 1) / n,  # the result is the whole
             "all-reduce": 2 * (n - 1) / n,
@@ -268,8 +268,10 @@ def sent_by_kind(hlo: str | None, devices: int) -> dict[str, float]:
             "ragged-all-to-all": (n - 1) / n,  # at most
             "collective-broadcast": 1,
             "collective-permute": 1,  # an explicit ring: what a device sends to its neighbour
-        }[found.kind]
-        sums[found.kind] = sums.get(found.kind, 0) + factor * found.times * found.bytes
+        }[collective.kind]
+        sums[collective.kind] = (
+            sums.get(collective.kind, 0) + factor * collective.times * collective.bytes
+        )
     return sums
 
 

@@ -142,13 +142,13 @@ def bytes_per_device(tree: Tree) -> int:
 
 def step(compiled: jax.stages.Compiled) -> str:
     """Memory and collectives of a compiled step, per device, from the compiler itself."""
-    figures = memory(compiled)
-    kept = figures.argument_size_in_bytes
+    stats = memory(compiled)
+    kept = stats.argument_size_in_bytes
     lines = [
-        f"Compiled step, per device: {size(kept + figures.temp_size_in_bytes)} = state and batch "
-        f"{size(kept)} + temporary {size(figures.temp_size_in_bytes)}."
+        f"Compiled step, per device: {size(kept + stats.temp_size_in_bytes)} = state and batch "
+        f"{size(kept)} + temporary {size(stats.temp_size_in_bytes)}."
     ]
-    if host := figures.host_argument_size_in_bytes + figures.host_temp_size_in_bytes:
+    if host := stats.host_argument_size_in_bytes + stats.host_temp_size_in_bytes:
         copied = host_copies(compiled.as_text())
         moves = " and ".join(f"{size(count)} {where}" for where, count in copied.items())
         lines.append(f"In the host's memory: {size(host)}. A step copies {moves}.")
@@ -159,27 +159,30 @@ def step(compiled: jax.stages.Compiled) -> str:
 def peak_memory(compiled: jax.stages.Compiled) -> int:
     """Bytes of the device's memory at the step's peak.
 
-    The compilers' figure has all arguments, also those in the host's memory, and of both memories'
+    The compilers' number has all arguments, also those in the host's memory, and of both memories'
     temporary arrays the larger sum.
     """
-    figures = memory(compiled)
-    peak = figures.peak_memory_in_bytes - figures.host_argument_size_in_bytes
-    if figures.host_temp_size_in_bytes:
-        peak = min(peak, figures.argument_size_in_bytes + figures.temp_size_in_bytes)
+    stats = memory(compiled)
+    peak = stats.peak_memory_in_bytes - stats.host_argument_size_in_bytes
+    if stats.host_temp_size_in_bytes:
+        peak = min(peak, stats.argument_size_in_bytes + stats.temp_size_in_bytes)
     return peak
 
 
 def memory(compiled: jax.stages.Compiled) -> Any:
-    """The compiler's figures in bytes; JAX's type allows None, for backends without any."""
+    """The compiler's numbers, in bytes; JAX's type allows None, for backends without any."""
     return compiled.memory_analysis()
 
 
 def totals(compiled: jax.stages.Compiled) -> dict[str, tuple[int, int]]:
     """Kind of collective → (count, bytes of results on a device), in one execution."""
     sums: dict[str, tuple[int, int]] = {}
-    for found in collectives(compiled.as_text()):
-        times, held = sums.get(found.kind, (0, 0))
-        sums[found.kind] = (times + found.times, held + found.times * found.bytes)
+    for collective in collectives(compiled.as_text()):
+        times, held = sums.get(collective.kind, (0, 0))
+        sums[collective.kind] = (
+            times + collective.times,
+            held + collective.times * collective.bytes,
+        )
     return dict(sorted(sums.items()))
 
 

@@ -69,9 +69,9 @@ def unadapted(variables: Tree) -> Tree:
 def _split(model: nnx.Module) -> tuple[nnx.GraphDef, dict[str, nnx.State]]:
     """(graph, kind → state), without kinds that the model lacks."""
     graph, adapters, params, buffers = nnx.split(model, nnx.LoRAParam, nnx.Param, ...)
-    found = {"params": adapters, "base": params} if adapters else {"params": params}
-    found["buffers"] = buffers
-    return graph, {kind: state for kind, state in found.items() if state}
+    states = {"params": adapters, "base": params} if adapters else {"params": params}
+    states["buffers"] = buffers
+    return graph, {kind: state for kind, state in states.items() if state}
 
 
 def _axes(state: nnx.State) -> Tree:

@@ -349,5 +349,5 @@ def _meshes_that_fit(rules: Rules, weights: Tree, sizes: dict[str, int], uneven)
         dict(zip(sizes, c, strict=True))
         for c in itertools.product(*(range(1, size + 1) for size in sizes.values()))
     ]
-    found = sorted(filter(fits, every), key=lambda c: -math.prod(c.values()))[:3]
-    return "meshes that fit: " + ", ".join(f"--mesh={describe(c)}" for c in found)
+    fitting = sorted(filter(fits, every), key=lambda c: -math.prod(c.values()))[:3]
+    return "meshes that fit: " + ", ".join(f"--mesh={describe(c)}" for c in fitting)
