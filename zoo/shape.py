@@ -121,7 +121,7 @@ class Shape:
     def multiplied(self) -> int:
         """N: the weights that a position is multiplied with in training.
 
-        All but biases, norms and the lookup in the embedding table. Of experts, the router and
+        All but vectors (biases, norms, gates) and the lookup in the embedding table. Of experts, the router and
         those that a position uses. The MTP head has its own logits.
         """
         D, table = self.embed, self.vocab_size * self.embed

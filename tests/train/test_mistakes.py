@@ -27,7 +27,7 @@ FLAGS = ("--size=tiny", "--seq_len=32", "--batch_size=16", "--sample_bytes=0", "
 FLAG_ROWS = [
     (["--step=7"], "--step is not a flag; did you mean --steps?"),
     (["--size=huge"], '--size=huge is not one of tiny, small, medium, 124m, 1b, 8b, 70b'),
-    (["--size=8bb"], "llama31_405b; did you mean 8b?"),
+    (["--size=8bb"], "seed_oss_36b; did you mean 8b?"),
     (["--matmul_backward=bfloat16"], "--matmul_backward=bfloat16 is for low-precision matmuls, and --matmul is empty; add --matmul=int8 or --matmul=fp8"),
     (["--matmul_emulate"], "--matmul_emulate=True is for low-precision matmuls, and --matmul is empty; add"),
     (["--keep_best"], "--keep_best needs --eval_every; add it, for example --eval_every=100"),

@@ -67,7 +67,7 @@ def test_flags_change_the_size_that_they_are_of(flags, changes):
 
 @pytest.mark.parametrize("size", SIZES)
 def test_flops_are_those_of_active_parameters(size):
-    """Counts like a size's docstring, but without norms and the table that is only looked up."""
+    """Counts like a size's docstring, but without vectors and the table that is only looked up."""
     config = SIZES[size]()
     shapes = paths(abstract_model(lambda: MoE(config, rngs=nnx.Rngs(0))).shapes["params"])
     share = config.experts_per_token / config.num_experts
@@ -75,9 +75,10 @@ def test_flops_are_those_of_active_parameters(size):
     of_experts = ("experts/gate", "experts/up", "experts/down")
     active = sum(n * (share if path.endswith(of_experts) else 1) for path, n in sizes.items())
     assert SIZES[size].__doc__.split(". ")[1].startswith(f"{active:,.0f} of them active")
-    norms = sum(n for path, n in sizes.items() if path.endswith("scale"))
+    vectors = ("scale", "bias", "mlp_gate")  # norms, biases, and the gate of the shared MLP
+    vectors = sum(n for path, n in sizes.items() if path.endswith(vectors))
     lookup = 0 if config.tie_embeddings else sizes["embed"]
-    assert config.shape.multiplied == active - norms - lookup
+    assert config.shape.multiplied == active - vectors - lookup
     per_token = flops.decoder(config, 1)["full"] - 12 * config.num_layers * (
         config.num_heads * config.head_dim
     )

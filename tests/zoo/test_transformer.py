@@ -15,6 +15,7 @@ from tests.conftest import full_except
 from tests.support.quick import QUICK
 from zoo.attention import attend, make_positions
 from zoo.layers import Llama3
+from zoo.sizes import TRANSFORMER
 from zoo.transformer import REMAT, SIZES, Config, Transformer
 
 pytestmark = [pytest.mark.promise("definitions"), pytest.mark.usefixtures("strict")]
@@ -83,7 +84,8 @@ def test_every_named_size_can_be_chosen():
     llama3 = ["llama_1b", "llama_8b", "llama_70b"]
     llama31 = ["llama31_8b", "llama31_70b", "llama31_405b"]
     assert methods == ["tiny", "small", "medium", "gpt2_124m", *llama3, *llama31]
-    assert [size.__name__ for size in SIZES.values()] == methods
+    assert [size.__name__ for size in SIZES.values()][: len(methods)] == methods
+    assert list(SIZES)[len(methods) :] == list(TRANSFORMER)
 
 
 def test_tiny_is_divisible_by_eight():

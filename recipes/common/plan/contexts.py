@@ -3,17 +3,22 @@
 # Entry → size → tokens. Sizes without a published model (tiny, small, medium, the 124m Transformer) have
 # none, and GPT2's tables of positions set its limit.
 TRAINED = {
-    "transformer": {  # Llama 3.2, 3 and 3.1
+    "transformer": {  # Llama 3.2, 3 and 3.1, and its relatives
         "1b": 131_072, "8b": 8_192, "70b": 8_192,
         "llama31_8b": 131_072, "llama31_70b": 131_072, "llama31_405b": 131_072,
+        "mistral_small_24b": 131_072, "olmo2_7b": 4_096, "olmo3_7b": 65_536, "phi3_mini": 4_096,
+        "phi4": 16_384, "smollm3_3b": 65_536, "glm4_9b": 32_768, "seed_oss_36b": 524_288,
     },
-    "moe": {"mixtral_8x7b": 32_768, "qwen3_30b_a3b": 32_768},
+    "moe": {
+        "mixtral_8x7b": 32_768, "qwen3_30b_a3b": 32_768, "qwen15_moe_a3b": 8_192,
+        "qwen2_57b_a14b": 65_536, "olmoe_7b_a1b": 4_096, "minimax_m2": 196_608,
+    },
     "gemma3": {
         "1b": 32_768, "4b": 131_072, "12b": 131_072, "27b": 131_072,
         "gemma2_2b": 8_192, "gemma2_9b": 8_192, "gemma2_27b": 8_192,
     },
     "gpt_oss": {"20b": 131_072, "120b": 131_072},
-    "deepseek": {"16b": 8_192, "671b": 131_072},
+    "deepseek": {"16b": 8_192, "671b": 131_072, "kimi_k2": 131_072},
 }  # fmt: skip
 
 
