@@ -124,20 +124,21 @@ def auto(function, *axes: Axis) -> Any:
 
 def param(rngs: nnx.Rngs, shape: tuple, axes: tuple[str, ...], stddev: float, kind=nnx.Param):
     """A float32 variable of class `kind` with normally distributed values and logical axis names."""
-    return _variable(stddev * jax.random.normal(rngs.params(), shape), axes, kind)
+    return variable(stddev * jax.random.normal(rngs.params(), shape), axes, kind)
 
 
 def zeros(shape: tuple[int, ...], axes: tuple[str, ...], kind: Any = nnx.Param):
     """A float32 variable of class `kind` of zeros, such as a bias, with logical axis names."""
-    return _variable(jnp.zeros(shape), axes, kind)
+    return variable(jnp.zeros(shape), axes, kind)
 
 
 def ones(shape: tuple[int, ...], axes: tuple[str, ...], kind: Any = nnx.Param):
     """A float32 variable of class `kind` of ones, such as a norm's scale, with logical axis names."""
-    return _variable(jnp.ones(shape), axes, kind)
+    return variable(jnp.ones(shape), axes, kind)
 
 
-def _variable(value: jax.Array, axes: tuple[str, ...], kind):
+def variable(value: jax.Array, axes: tuple[str, ...], kind: Any = nnx.Param):
+    """A variable of class `kind` with logical axis names."""
     # Names stay inert, so that building a model needs no mesh.
     return kind(value, out_sharding=axes, eager_sharding=False)
 
@@ -150,8 +151,9 @@ def reshape(x: jax.Array, shape: tuple[int, ...], *axes: Axis) -> jax.Array:
 def per_device(function, arrays, axes, out_axes=None, check_vma: bool = True):
     """Runs function(*arrays) on each device's own shards, for code that XLA can't partition.
 
-    `axes`: the logical axes of each array, which may be None. out_axes: of the result; None: as the
-    first array's. check_vma: passed to jax.shard_map; Pallas kernels don't support it.
+    `axes`: the logical axes of each array, which may be None. out_axes: of the result, or a list of
+    those of several results; None: as the first array's. check_vma: passed to jax.shard_map; Pallas
+    kernels don't support it.
     """
     pairs = list(zip(arrays, axes, strict=True))
     operands = [x if x is None else constrain(x, *names) for x, names in pairs]
@@ -161,7 +163,10 @@ def per_device(function, arrays, axes, out_axes=None, check_vma: bool = True):
         mesh = jax.typeof(operands[0]).sharding.mesh
     if mesh.empty:
         return function(*operands)
-    out_spec = specs[0] if out_axes is None else spec(out_axes) or PartitionSpec()
+    if isinstance(out_axes, list):
+        out_spec = [spec(names) or PartitionSpec() for names in out_axes]
+    else:
+        out_spec = specs[0] if out_axes is None else spec(out_axes) or PartitionSpec()
     auto_axes = {*mesh.axis_names} - {*mesh.manual_axes}  # a pipeline is per device along some axes
     if not auto_axes:
         return function(*operands)

@@ -173,6 +173,9 @@ ORDER = [
         "cache",
         "attention",
         "experts",
+        "delta_context",
+        "delta_rule",
+        "delta",
     ),
     *("mtp", "pipeline", "decoder"),
 ]

@@ -1,0 +1,346 @@
+"""Gated delta networks match their definition, a loop over positions, however they are computed."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from recipes.common.mesh import make_mesh
+from tests.conftest import full_except
+from tests.support.quick import QUICK
+from zoo import delta, delta_context, delta_rule
+from zoo.attention import make_positions
+from zoo.config import Compute
+from zoo.sharding import constrain, in_use
+
+pytestmark = [pytest.mark.promise("recurrent-layers"), pytest.mark.usefixtures("strict")]
+
+B, N, K, V = 2, 3, 5, 4
+compiled = functools.partial(jax.jit, compiler_options=QUICK)
+SIZES = [(24, 8), (24, 7), (24, 24), (24, 64), (24, 1), (1, 64)]  # T, chunk
+DECAYS = {"slow": (1e-4, 1e-2), "fast": (5.0, 40.0), "both": (1e-4, 40.0)}
+
+
+def arrays(T: int, dtype, decay: str = "both", seed: int = 0):
+    """(q, k, v, log_decay, write, starts); some keys repeat, which ill-conditions a chunk."""
+    random = np.random.default_rng(seed)
+    q, k = (random.standard_normal((B, T, N, K)) for _ in range(2))
+    k[:, 1::3] = k[:, : len(k[0, 1::3]) * 3 : 3]
+    q, k = (x / np.linalg.norm(x, axis=-1, keepdims=True) for x in (q, k))
+    v = random.standard_normal((B, T, N, V))
+    least, most = np.log(DECAYS[decay])
+    log_decay = -np.exp(random.uniform(least, most, (B, T, N)))
+    write = random.uniform(0, 1, (B, T, N))
+    starts = random.random((B, T)) < 4 / T
+    starts[0, [0, T // 2, T - 1]] = True
+    starts[1, 0] = False
+    return *(jnp.asarray(x, dtype) for x in (q, k, v, log_decay, write)), jnp.asarray(starts)
+
+
+def definition(q, k, v, log_decay, write, starts, state):
+    """(outputs, state after the last position), by a loop over positions."""
+
+    def position(state, at):
+        q, k, v, log_decay, write, starts = at
+        state = jnp.where(starts[:, None, None, None], 0, state)
+        state = state * jnp.exp(log_decay)[..., None, None]
+        new = write[..., None] * (v - jnp.einsum("bnkv,bnk->bnv", state, k))
+        state = state + k[..., None] * new[..., None, :]
+        return state, jnp.einsum("bnkv,bnk->bnv", state, q)
+
+    by_position = [x.swapaxes(0, 1) for x in (q, k, v, log_decay, write, starts)]
+    state, outputs = jax.lax.scan(position, state, by_position)
+    return outputs.swapaxes(0, 1), state
+
+
+def by_chunks(size, q, k, v, log_decay, write, starts, state):
+    state, out = delta_rule.run(delta_rule.chunk(q, k, v, log_decay, write, starts, size), state)
+    return out[:, : q.shape[1]], state
+
+
+def worst(got, want) -> float:
+    """The largest difference relative to each array's largest value."""
+    pairs = zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True)
+    return max(float(np.abs(np.subtract(a, b)).max() / np.abs(b).max()) for a, b in pairs)
+
+
+def values_and_gradients(function, values, starts):
+    """((outputs, last state), gradients of a weighted sum of them)."""
+    *operands, state = values
+
+    def total(operands, state):
+        results = function(*operands, starts, state)
+        weighted = [
+            (x * jnp.cos(jnp.arange(x.size, dtype=x.dtype)).reshape(x.shape)).sum() for x in results
+        ]
+        return sum(weighted), results
+
+    grads, results = compiled(jax.grad(total, argnums=(0, 1), has_aux=True))(operands, state)
+    return results, grads
+
+
+@functools.cache
+def defined(T: int, decay: str):
+    """The definition in float64, and its operands."""
+    *operands, starts = arrays(T, jnp.float64, decay)
+    state = jnp.asarray(np.random.default_rng(1).standard_normal((B, N, K, V)))
+    values = (*operands, state)
+    return values, starts, values_and_gradients(definition, values, starts)
+
+
+CASES = [(T, size, decay) for T, size in SIZES for decay in DECAYS]
+
+
+@pytest.mark.parametrize(("T", "size", "decay"), full_except(CASES, [(24, 7, "both")]))
+def test_chunks_match_the_definition(T, size, decay):
+    """Chunk sizes that do and don't divide T; segments that begin anywhere; a state to begin with."""
+    with jax.enable_x64():
+        values, starts, want = defined(T, decay)
+        function = functools.partial(by_chunks, size)
+        assert worst(values_and_gradients(function, values, starts), want) < 1e-10
+        singles = [x.astype(jnp.float32) for x in values]
+        assert worst(values_and_gradients(function, singles, starts), want) < 1e-5
+
+
+# ---- with the convolution, on several devices ----------------------------------------------------
+
+G, W = 1, 4  # heads of keys, width of the convolution
+ROWS = 16  # two positions on each of eight devices, so the convolution reads two devices back
+
+
+def projections(dtype: type = np.float64):
+    """The operands of `delta.on_device`: projections, decays, kernels, segment ids."""
+    random = np.random.default_rng(3)
+    normal = random.standard_normal
+    keys = [normal((B, ROWS, G, K)) for _ in range(2)]
+    log_decay = -np.exp(random.uniform(-9, 3, (B, ROWS, N)))
+    write = random.uniform(0, 1, (B, ROWS, N))
+    kernels = [normal((W, G, K)), normal((W, G, K)), normal((W, N, V))]
+    operands = [*keys, normal((B, ROWS, N, V)), log_decay, write, *kernels]
+    ids = np.cumsum(random.random((B, ROWS)) < 3 / ROWS, axis=1, dtype=np.int32)
+    return [jnp.asarray(x, dtype) for x in operands], jnp.asarray(ids)
+
+
+def plain(operands, ids):
+    """What `delta.on_device` computes, by its definition."""
+    q, k, v, log_decay, write, *kernels = operands
+
+    def convolved(x, kernel):
+        outputs = []
+        for t in range(ROWS):
+            seen = [(s, W - 1 - (t - s)) for s in range(max(0, t - W + 1), t + 1)]
+            same = [jnp.where(ids[:, s] == ids[:, t], 1.0, 0.0)[:, None, None] for s, _ in seen]
+            parts = [x[:, s] * kernel[w][None] for s, w in seen]
+            outputs.append(sum(a * b for a, b in zip(parts, same, strict=True)))
+        return jax.nn.silu(jnp.stack(outputs, axis=1))
+
+    q, k, v = (convolved(*pair) for pair in zip((q, k, v), kernels, strict=True))
+    q, k = (x / jnp.sqrt(jnp.square(x).sum(-1, keepdims=True) + 1e-6) for x in (q, k))
+    q, k = (jnp.repeat(x, N // G, axis=2) for x in (q, k))
+    starts = jnp.concatenate((jnp.zeros((B, 1), bool), ids[:, 1:] != ids[:, :-1]), axis=1)
+    state = jnp.zeros((B, N, K, V), q.dtype)
+    return definition(q * K**-0.5, k, v, log_decay, write, starts, state)[0]
+
+
+def split(devices: int, operands, ids):
+    """`delta.on_device` on several devices that share out the positions."""
+    if devices == 1:
+        return delta.on_device(delta.Arrays(*operands, ids=ids))[0]
+    mesh = jax.make_mesh((devices,), ("seq",), axis_types=(jax.sharding.AxisType.Auto,))
+    rows = jax.P(None, "seq")
+    function = jax.shard_map(
+        lambda *x: delta.on_device(delta.Arrays(*x), ("seq",))[0],
+        mesh=mesh,
+        in_specs=(*[rows] * 5, *[jax.P()] * 3, rows),
+        out_specs=rows,
+        check_vma=False,
+    )
+    return function(*operands, ids)
+
+
+def outputs_and_gradients(function, operands, ids):
+    def total(operands):
+        out = function(operands, ids)
+        weights = jnp.cos(jnp.arange(out.size, dtype=out.dtype)).reshape(out.shape)
+        return (out * weights).sum(), out
+
+    grads, out = compiled(jax.grad(total, has_aux=True))(operands)
+    return out, grads
+
+
+@functools.cache
+def wanted():
+    return outputs_and_gradients(plain, *projections())
+
+
+def error(devices: int, dtype: type = np.float64) -> float:
+    operands, ids = projections(dtype)
+    function = functools.partial(split, devices)
+    return worst(outputs_and_gradients(function, operands, ids), wanted())
+
+
+@pytest.mark.parametrize("devices", full_except((1, 2, 4, 8), [8]))
+def test_devices_that_share_positions_match_the_definition(devices):
+    """Segments begin anywhere: within a device's part, at its first position, never."""
+    with jax.enable_x64():
+        assert error(devices) < 1e-10
+        assert error(devices, np.float32) < 1e-5
+
+
+def keep_state(monkeypatch):
+    """A segment starts from the state of the segment before it."""
+    chunk = delta.chunk
+    monkeypatch.setattr(delta, "chunk", lambda *x: chunk(*x[:-1], starts_BT=jnp.zeros_like(x[-1])))
+
+
+def shift_halo(monkeypatch):
+    """The convolution reads the positions before its own one too early."""
+    halo = delta_context.halo
+    monkeypatch.setattr(
+        delta_context, "halo", lambda x, *rest: [jnp.roll(y, 1, axis=1) for y in halo(x, *rest)]
+    )
+
+
+def swap_maps(monkeypatch):
+    """Maps are composed in the wrong order."""
+
+    def incoming(matrix, offset, seq):
+        for hops in (1, 2, 4):
+            offset += matrix @ delta_context.send(offset, hops, seq)
+            matrix = delta_context.send(matrix, hops, seq) @ matrix
+        return delta_context.send(offset, 1, seq)
+
+    monkeypatch.setattr(delta_context, "incoming_state", incoming)
+
+
+def forget_map(monkeypatch):
+    """A device adds earlier devices' states without its own decay and erasures."""
+    monkeypatch.setattr(
+        delta_context,
+        "affine_map",
+        lambda chunks, affine=delta_context.affine_map: (
+            jnp.broadcast_to(jnp.eye(K), affine(chunks)[0].shape),
+            affine(chunks)[1],
+        ),
+    )
+
+
+def round_decay(monkeypatch):
+    """Decays are in bfloat16."""
+    decays = delta_rule.decays
+    monkeypatch.setattr(
+        delta_rule, "decays", lambda x: decays(x.astype(jnp.bfloat16).astype(x.dtype))
+    )
+
+
+MUTATIONS = [keep_state, shift_halo, swap_maps, forget_map, round_decay]
+
+
+@pytest.mark.parametrize("mutate", full_except(MUTATIONS, [swap_maps]))
+def test_a_mistake_shows(mutate, monkeypatch):
+    mutate(monkeypatch)
+    with jax.enable_x64():
+        assert error(8) > 1e-4
+
+
+# ---- the layer -----------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class Config(Compute):
+    """What a GatedDelta reads of a model's Config."""
+
+    embed: int = 16
+    num_layers: int = 1
+    num_heads: int = 4
+    num_kv_heads: int = 4
+    head_dim: int = 4
+    norm_eps: float = 1e-2
+    rope_theta: float = 1e4
+    delta_heads: int = 4
+    delta_key_heads: int = 2
+    delta_key_dim: int = 6
+    delta_value_dim: int = 4
+    conv_width: int = 4
+
+
+SPLITS = {  # mesh → rules, each split as a decoder's strategy splits it
+    "4x2": {"batch": "data", "embed": "data", "heads": "model", "key_heads": "model"},
+    "2x4": {"batch": "data", "heads": "model"},  # more parts than heads of keys
+    "data=2,seq=4": {
+        "batch": "data",
+        "embed": ("data", "seq"),
+        "seq": "seq",
+        "residual_seq": "seq",
+    },
+    "data=2,seq=2,model=2": {
+        "batch": "data",
+        "seq": "seq",
+        "residual_seq": "seq",
+        "heads": "model",
+    },
+}
+NAMES = ("batch", "embed", "act_embed", "heads", "key_heads", "head_dim", "conv_width", "norm")
+EVERY = dict.fromkeys((*NAMES, "seq", "residual_seq"))
+
+
+def layer_outputs_and_gradients(rules=None, mesh=None):
+    """Of a GatedDelta, with packed rows: (outputs, gradients of the input and of the weights)."""
+    config = Config()
+    graph, params = nnx.split(delta.GatedDelta(config, rngs=nnx.Rngs(0)))
+    random = np.random.default_rng(0)
+    x_BTD = random.standard_normal((8, 16, config.embed)).astype(np.float32)
+    ids_BT = np.cumsum(random.random((8, 16)) < 0.2, axis=1, dtype=np.int32)
+
+    def total(params, x_BTD):
+        x_BTD = constrain(x_BTD, "batch", "residual_seq", "act_embed")
+        tokens_BT = constrain(jnp.zeros(x_BTD.shape[:2], jnp.int32), "batch", "seq")
+        positions = make_positions(config, tokens_BT, constrain(ids_BT, "batch", "seq"))
+        layer = nnx.merge(graph, gathered(params))
+        out_BTD, _ = layer(x_BTD, positions, config.kinds[0])
+        return jnp.square(out_BTD).sum(), out_BTD
+
+    step = jax.jit(jax.grad(total, argnums=(0, 1), has_aux=True), compiler_options=QUICK)
+    if mesh is None:
+        grads, out = step(params, x_BTD)
+    else:
+        with nnx.logical_axis_rules(tuple(rules.items())), jax.set_mesh(mesh):
+            params = jax.device_put(params, nnx.get_named_sharding(params, mesh))
+            grads, out = step(params, x_BTD)
+    return jax.device_get((out, jax.tree.leaves(grads)))
+
+
+def gathered(params):
+    """Weights in use: `embed` is whole."""
+    return jax.tree.map(
+        lambda w: in_use(w, {"embed": "act_embed"}),
+        params,
+        is_leaf=lambda x: isinstance(x, nnx.Variable),
+    )
+
+
+@functools.cache
+def one_device():
+    return layer_outputs_and_gradients()
+
+
+@pytest.mark.parametrize("mesh", full_except(SPLITS, ["data=2,seq=2,model=2"]))
+def test_a_layer_on_a_mesh_equals_one_device(mesh):
+    results = layer_outputs_and_gradients(EVERY | SPLITS[mesh], make_mesh(mesh))
+    assert worst(results, one_device()) < 2e-6
+
+
+def test_a_packed_document_is_computed_as_alone():
+    """Resets state and convolution: a layer's outputs for the second document don't see the first."""
+    config = Config()
+    layer = delta.GatedDelta(config, rngs=nnx.Rngs(0))
+    x_BTD = np.random.default_rng(0).standard_normal((1, 12, config.embed)).astype(np.float32)
+    tokens_BT = jnp.zeros((1, 12), jnp.int32)
+    ids_BT = jnp.asarray([[1] * 5 + [2] * 7])
+    packed, _ = layer(x_BTD, make_positions(config, tokens_BT, ids_BT), config.kinds[0])
+    alone, _ = layer(x_BTD[:, 5:], make_positions(config, tokens_BT[:, 5:]), config.kinds[0])
+    np.testing.assert_allclose(packed[:, 5:], alone, atol=1e-6)

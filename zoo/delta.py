@@ -1,0 +1,233 @@
+"""Gated delta networks (Yang et al. 2024): layers with a state that travels along a sequence.
+
+Each head keeps a matrix S, which maps keys to values. A position forgets a part of it, replaces
+what S holds for its key by its own value, as far as it writes, and reads S with its query:
+
+    S ← decay · S;   S ← S + k · (write · (v - Sᵀk))ᵀ;   out = Sᵀq
+
+The state's size doesn't depend on T. A segment starts from a state of zeros. delta_rule.py computes
+positions in chunks; delta_context.py is for positions on several devices.
+
+Shapes: B batch, T positions, D embed, N heads of values, G heads of queries and keys, K key dim of a
+head, V value dim of a head, W width of the convolution, F channels of it.
+"""
+
+import functools
+import math
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from .delta_rule import CHUNK, chunk, run
+from .layers import RMSNorm, adapters, gather, multiply, project
+from .shape import RecurrenceShape
+from .sharding import constrain, explicit, mesh_axes, param, per_device, shards, variable
+
+
+def delta_shape(config) -> RecurrenceShape:
+    """A Config's gated delta networks, for its `shape`."""
+    N, G, K, V = (
+        config.delta_heads, config.delta_key_heads, config.delta_key_dim, config.delta_value_dim
+    )  # fmt: skip
+    channels = 2 * G * K + N * V
+    within = CHUNK * (3 * K + 2 * V) + 2 * math.ceil(math.log2(CHUNK)) * CHUNK**2
+    return RecurrenceShape(
+        weights=config.embed * (channels + 2 * N * V + 2 * N) + config.conv_width * channels,
+        work=N * (within + 3 * K * V),
+        width=channels + 2 * N * V,
+        state=N * K * V + (config.conv_width - 1) * channels,
+    )
+
+
+class GatedDelta(nnx.Module):
+    """A gated delta network with a short causal convolution before it (`config.conv_width`).
+
+    Tensor parallelism splits the heads and the convolution's channels; the output then costs one
+    all-reduce. Context parallelism sends a state's size per head, and W - 1 positions.
+    """
+
+    def __init__(self, config, *, rngs: nnx.Rngs):
+        D, N, G = config.embed, config.delta_heads, config.delta_key_heads
+        K, V, W = config.delta_key_dim, config.delta_value_dim, config.conv_width
+        keys = ("key_heads", "head_dim")
+        values = ("heads", "head_dim")
+        self.config = config
+        self.q = param(rngs, (D, G, K), ("embed", *keys), D**-0.5)
+        self.k = param(rngs, (D, G, K), ("embed", *keys), D**-0.5)
+        self.v = param(rngs, (D, N, V), ("embed", *values), D**-0.5)
+        self.gate = param(rngs, (D, N, V), ("embed", *values), D**-0.5)
+        self.decay = param(rngs, (D, N), ("embed", "heads"), D**-0.5)
+        self.write = param(rngs, (D, N), ("embed", "heads"), D**-0.5)
+        self.q_kernel = param(rngs, (W, G, K), ("conv_width", *keys), W**-0.5)
+        self.k_kernel = param(rngs, (W, G, K), ("conv_width", *keys), W**-0.5)
+        self.v_kernel = param(rngs, (W, N, V), ("conv_width", *values), W**-0.5)
+        uniform = functools.partial(jax.random.uniform, shape=(N,))
+        # A position decays the state by exp(-rate · softplus(bias + decay(x))), slowly at first.
+        rate_N = uniform(rngs.params(), minval=0.01, maxval=16.0)
+        step_N = jnp.exp(uniform(rngs.params(), minval=math.log(1e-3), maxval=math.log(0.1)))
+        self.log_rate = variable(jnp.log(rate_N), ("heads",))
+        self.decay_bias = variable(jnp.log(jnp.expm1(step_N)), ("heads",))
+        self.norm = RMSNorm(V, config.norm_eps)
+        self.o = param(rngs, (N, V, D), (*values, "embed"), (N * V * 2 * config.num_layers) ** -0.5)
+        self.lora = adapters(self, config, rngs, q=1, k=1, v=1, gate=1, o=2)
+
+    def __call__(self, x_BTD, positions, kind, past=None):
+        """Returns (output to add to the residual, (state, last inputs of the convolution)).
+
+        Args:
+          past: the layer's state [B, N, K, V] and inputs [B, W - 1, F] in the cache; None: none.
+        """
+        x_BTD = gather(x_BTD, self.q)
+        q_BTGK, k_BTGK = (project(self, name, x_BTD) for name in ("q", "k"))
+        kernels = self.q_kernel[...], self.k_kernel[...], self.v_kernel[...]
+        N = self.config.delta_heads
+        key_heads = "key_heads"
+        if shards("heads") > shards("key_heads"):  # give each device the keys of its own values
+            times = N // self.config.delta_key_heads
+            repeat = functools.partial(repeat_heads, times=times)
+            q_BTGK, k_BTGK = (repeat(x, "batch", "seq") for x in (q_BTGK, k_BTGK))
+            kernels = *(repeat(kernel, None) for kernel in kernels[:2]), kernels[2]
+            key_heads = "heads"
+        # In float32 whatever the compute dtype is: a decay multiplies the state over and over.
+        a_BTN = multiply(x_BTD, self.decay).astype(jnp.float32) + self.decay_bias[...][None, None]
+        log_decay_BTN = -jnp.exp(self.log_rate[...])[None, None] * jax.nn.softplus(a_BTN)
+        write_BTN = jax.nn.sigmoid(multiply(x_BTD, self.write).astype(jnp.float32))
+        keys = ("batch", "seq", key_heads, None)
+        values = ("batch", "seq", "heads", None)
+        key_kernel = (None, key_heads, None)
+        state, inputs = past or (None, None)
+        arrays = Arrays(
+            q=q_BTGK,
+            k=k_BTGK,
+            v=project(self, "v", x_BTD),
+            log_decay=log_decay_BTN,
+            write=write_BTN,
+            q_kernel=kernels[0],
+            k_kernel=kernels[1],
+            v_kernel=kernels[2],
+            ids=positions.segment_ids_BT,
+            state=state,
+            inputs=inputs,
+        )
+        axes = Arrays(
+            q=keys,
+            k=keys,
+            v=values,
+            log_decay=values[:3],
+            write=values[:3],
+            q_kernel=key_kernel,
+            k_kernel=key_kernel,
+            v_kernel=(None, "heads", None),
+            ids=("batch", "seq"),
+            state=("batch", "heads", None, None),
+            inputs=("batch", None, "heads"),
+        )
+        seq = mesh_axes("seq", manual=True)
+        results = per_device(
+            lambda *arrays: on_device(Arrays(*arrays), seq, positions.generates),
+            arrays,
+            axes,
+            [values, axes.state, axes.inputs] if positions.generates else [values],
+            check_vma=False,
+        )
+        out_BTNV = self.norm(results[0].astype(x_BTD.dtype))
+        out_BTNV = out_BTNV * jax.nn.silu(project(self, "gate", x_BTD))
+        out_BTNV = constrain(out_BTNV, "batch", "seq", "heads", "head_dim")
+        return project(self, "o", out_BTNV, contract=2, seq="residual_seq"), tuple(results[1:])
+
+
+def repeat_heads(x, *axes, times: int) -> jax.Array:
+    """[..., G, K] → [..., N, K]; axes: of the dims before G."""
+    split = (*axes, "key_heads", None)
+    repeated = jnp.repeat(constrain(x, *split), times, axis=-2, out_sharding=explicit(*split))
+    return constrain(repeated, *axes, "heads", None)
+
+
+class Arrays(NamedTuple):
+    """The inputs of `on_device`."""
+
+    q: jax.Array  # [B, T, G, K]
+    k: jax.Array  # [B, T, G, K]
+    v: jax.Array  # [B, T, N, V]
+    log_decay: jax.Array  # [B, T, N], at least float32
+    write: jax.Array  # likewise
+    q_kernel: jax.Array  # [W, G, K], of the convolution
+    k_kernel: jax.Array  # [W, G, K]
+    v_kernel: jax.Array  # [W, N, V]
+    ids: jax.Array | None  # [B, T], int: segments; None: one per row
+    state: jax.Array | None = None  # [B, N, K, V], from a cache
+    inputs: jax.Array | None = None  # [B, W - 1, F], likewise: of the convolution
+
+
+def on_device(arrays: Arrays, seq: tuple[str, ...] = (), generates: bool = False) -> list:
+    """One device's part of a GatedDelta, from its projections to [outputs], [B, T, N, V], float32;
+    if it `generates`, also the last state and the last inputs of the convolution.
+
+    Args:
+      seq: the mesh axes that split T.
+    """
+    q, k, v, log_decay, write, *kernels, ids_BT, state, inputs = arrays
+    B, T, N, V = v.shape
+    G, K = k.shape[2:]
+    is_split = bool(seq) and jax.lax.axis_size(seq) > 1
+    kernel_WF = jnp.concatenate([kernel.reshape(len(kernel), -1) for kernel in kernels], axis=-1)
+    x_BTF = jnp.concatenate([x.reshape(B, T, -1) for x in (q, k, v)], axis=-1)
+    width = len(kernel_WF) - 1
+    if ids_BT is None:
+        ids_BT = jnp.zeros((B, T), jnp.int32)
+    if inputs is None:
+        inputs = jnp.zeros((B, width, x_BTF.shape[-1]), x_BTF.dtype)
+    ids_before = jnp.broadcast_to(ids_BT[:, :1], (B, width))
+    if is_split:
+        from .delta_context import from_last, halo, initial_state
+
+        inputs, ids_before = halo((x_BTF, ids_BT), width, seq)
+    x = jnp.concatenate((inputs, x_BTF), axis=1)
+    ids = jnp.concatenate((ids_before, ids_BT), axis=1)
+    mixed_BTF = jax.nn.silu(convolve(x, kernel_WF, ids))
+    q, k, v = jnp.split(mixed_BTF, (G * K, 2 * G * K), axis=-1)
+    q, k = (jnp.repeat(unit(x.reshape(B, T, G, K)), N // G, axis=2) for x in (q, k))
+    chunks = chunk(
+        q * K**-0.5,
+        k,
+        v.reshape(B, T, N, V),
+        log_decay,
+        write,
+        ids_BT != ids[:, width - 1 : -1],
+    )
+    if state is None:
+        state = jnp.zeros((B, N, K, V), mixed_BTF.dtype)
+    if is_split:
+        state = initial_state(chunks, seq)
+    state, out = run(chunks, state)
+    outputs = [out[:, :T]]
+    if generates:
+        ids, x = ids[:, -width:], x[:, -width:]
+        last = jnp.where((ids == ids[:, -1:])[..., None], x, 0)
+        if is_split:
+            state, last = (from_last(x, seq) for x in (state, last))
+        outputs += [state, last]
+    return outputs
+
+
+def convolve(x_BSF, kernel_WF, ids_BS) -> jax.Array:
+    """A causal convolution of each channel within its segment: [B, T, F], in the kernel's dtype.
+
+    x and ids have the W - 1 positions before the first one too: S = W - 1 + T.
+    """
+    W = len(kernel_WF)
+    T = x_BSF.shape[1] - W + 1
+    own_BT = ids_BS[:, W - 1 :]
+    x_BSF = x_BSF.astype(kernel_WF.dtype)
+    total = 0.0
+    for w in range(W):
+        same_BT1 = (ids_BS[:, w : w + T] == own_BT)[..., None]
+        total += jnp.where(same_BT1, x_BSF[:, w : w + T], 0) * kernel_WF[w][None, None]
+    return total
+
+
+def unit(x, eps: float = 1e-6):
+    """Returns x / |x| over the last dim."""
+    return x * jax.lax.rsqrt(jnp.square(x).sum(axis=-1, keepdims=True) + eps)

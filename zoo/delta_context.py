@@ -1,0 +1,77 @@
+"""Context parallelism of gated delta networks: a state that travels from device to device.
+
+delta.py uses this file if the rules split the positions of a row (`seq`), so a model can be copied
+without it. Each device computes what its positions do to any state: an affine map, as each step is
+one. Devices compose the maps in log(n) steps, so each learns the state that it starts from. What is
+sent doesn't grow with T.
+
+Shapes: B batch, T positions on a device, N heads, K key dim, V value dim of a head.
+"""
+
+import jax
+import jax.numpy as jnp
+
+
+def initial_state(chunks, seq) -> jax.Array:
+    """The state [B, N, K, V] that this device starts from; chunks: its delta_rule.Chunks."""
+    return incoming_state(*affine_map(chunks), seq)
+
+
+def affine_map(chunks) -> tuple[jax.Array, jax.Array]:
+    """What all chunks do to a state: S → matrix · S + offset, [B, N, K, K] and [B, N, K, V].
+
+    The columns of the matrix are those of a state that begins as the identity and is given no values.
+    """
+    K, V = chunks.keys.shape[-1], chunks.values.shape[-1]
+    start_KX = jnp.eye(K, K + V, dtype=chunks.keys.dtype)
+    start = jnp.broadcast_to(start_KX, (*chunks.keys.shape[1:3], K, K + V))
+
+    def one(state, chunk):
+        values = jnp.pad(chunk.values, ((0, 0), (0, 0), (0, 0), (K, 0)))
+        return chunk.keep * state + chunk.keys.mT @ (values - chunk.erase @ state), None
+
+    state, _ = jax.lax.scan(one, start, chunks)
+    return state[..., :K], state[..., K:]
+
+
+def incoming_state(matrix, offset, seq) -> jax.Array:
+    """The state that a device starts from: the maps of all devices before it, applied to zeros.
+
+    Each step doubles the number of devices whose maps are composed (Hillis & Steele 1986). The last
+    step and the final hop send offsets alone, so n devices receive less than log2(n) + 1 maps each;
+    an all-gather would bring n - 1 of them, which is never less. Where no device sends, zeros arrive:
+    then the map begins at the first device, whose incoming state is zero.
+    """
+    devices = jax.lax.axis_size(seq)
+    hops = 1
+    while hops < devices - 1:
+        offset += matrix @ send(offset, hops, seq)
+        if 2 * hops < devices - 1:
+            matrix = matrix @ send(matrix, hops, seq)
+        hops *= 2
+    return send(offset, 1, seq)
+
+
+def send(x, hops: int, seq):
+    """Sends to the device that is `hops` further along T; the first ones receive zeros."""
+    devices = jax.lax.axis_size(seq)
+    return jax.lax.ppermute(x, seq, [(i, i + hops) for i in range(devices - hops)])
+
+
+def halo(arrays, width: int, seq):
+    """The `width` positions before this device's own, of arrays [B, T, ...]."""
+    last = [x[:, -width:] for x in arrays]
+    before = [x[:, :0] for x in arrays]
+    for hops in range(1, -(-width // last[0].shape[1]) + 1):
+        if hops < jax.lax.axis_size(seq):
+            last_sent = [send(x, hops, seq) for x in last]
+        else:
+            last_sent = [jnp.zeros_like(x) for x in last]
+        before = [jnp.concatenate(pair, axis=1) for pair in zip(last_sent, before, strict=True)]
+    return [x[:, -width:] for x in before]
+
+
+def from_last(x, seq):
+    """The last device's x, on all devices along T."""
+    is_last = jax.lax.axis_index(seq) == jax.lax.axis_size(seq) - 1
+    return jax.lax.psum(jnp.where(is_last, x, 0), seq)
