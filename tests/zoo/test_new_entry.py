@@ -133,7 +133,7 @@ RECIPE = '''"""Trains MadeUp to copy a random teacher."""
 
 import dataclasses
 
-from data import synthetic
+from data import made_up
 from recipes.common import checkpoint
 from recipes.common.plan.answer import of_layout
 from recipes.common.checkpoint.run_folder import open_run
@@ -162,7 +162,7 @@ def main(run: Run, flags: Flags) -> None:
     )  # fmt: skip
     if run.plan:
         return print0(*of_layout(layout, flags.accumulate))
-    data = synthetic.load(config.width, config.inner, run.seed)
+    data = made_up.load(config.width, config.inner, run.seed)
     lr = LearningRate(run.learning_rate, 2, run.steps)
     step = TrainStep(layout, adamw(lr, 0.0, 1.0), lr, flags.accumulate)
     _, log, metrics = fit(run, folder, step, data)
@@ -175,7 +175,18 @@ if __name__ == "__main__":
     start(main, Run(steps=8, batch_size=64, log_every=1), Flags())
 '''
 
-LINE = '    "made_up": Entry("MadeUp", "data.synthetic", "mean squared error"),\n'
+DATA_FILE = '''"""Data for MadeUp: a teacher's answers. Parameters are named like its Config's fields."""
+
+from data import synthetic
+from data.batches import Dataset
+
+
+def load(width: int, inner: int, seed: int) -> Dataset:
+    """Makes the teacher of DotReluDot."""
+    return synthetic.load(width, inner, seed)
+'''
+
+LINE = '    "made_up": Entry("MadeUp", "data.made_up", "mean squared error"),\n'
 
 
 @pytest.fixture(scope="module")
@@ -189,8 +200,9 @@ def clone(tmp_path_factory):
             (target / name).parent.mkdir(parents=True, exist_ok=True)
             shutil.copy(ROOT / name, target / name)
 
-    # Steps 1 to 4: the zoo file; no new data; the recipe; a line in the table of entries.
+    # Steps 1 to 4: the zoo file; its data; the recipe; a line in the table of entries.
     (target / "zoo" / f"{NAME}.py").write_text(ZOO_FILE)
+    (target / "data" / f"{NAME}.py").write_text(DATA_FILE)
     (target / "recipes" / f"{NAME}.py").write_text(RECIPE)
     table = target / "recipes" / "common" / "entries.py"
     head, start, rest = table.read_text().partition("\nENTRIES = {")
@@ -209,7 +221,10 @@ def in_clone(clone: pathlib.Path, *command: str) -> str:
 
 def test_the_five_steps_give_it_the_whole_proof(clone):
     # Step 5: its goldens, written by a run of everything that is parametrized over entries.
-    assert "`pytest --full -k NAME --update-golden`" in (ROOT / "zoo" / "README.md").read_text()
+    assert (
+        "`pytest --full -k NAME --update-golden`"
+        in (ROOT / "recipes" / "docs" / "new_entry.md").read_text()
+    )
     where = f"--basetemp={clone.parent / 'inner'}"
     of_it = ("pytest", "--numprocesses=0", "-vv", where)
     # On four of the seven meshes: these take half a minute.
