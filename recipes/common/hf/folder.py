@@ -175,26 +175,34 @@ def family_of(entry: str, config, architecture: str = "") -> Family:
     """The family that exports a model: the first that says all of its Config and variables.
 
     Args:
-      architecture: of the folder that the model was imported from: its family is the first to try.
+      architecture: see `nearest_family`.
 
     Raises UserError if there is none.
+    """
+    family, lost = nearest_family(entry, config, architecture)
+    if lost:
+        raise UserError(
+            "no Hugging Face architecture computes this model; the nearest, "
+            f"{next(iter(family.architectures))}, can't have {' and '.join(lost)}; use a model without"
+        )
+    return family
+
+
+def nearest_family(entry: str, config, architecture: str = "") -> tuple[Family, list[str]]:
+    """The family that says most of a model, and what of its Config and variables it can't say.
+
+    Args:
+      architecture: of the folder that the model was imported from: its family is the first to try.
     """
     families = [family for family in FAMILIES if family.entry == entry]
     families.sort(key=lambda family: architecture not in family.architectures)
     plain = dataclasses.replace(config, lora_rank=0)
     variables = stored_paths(shapes_of(entry, plain))
-    lost = [
-        [*family.lost(plain), *(variables.keys() - family.tensors(plain).keys())]
+    candidates = [
+        (family, [*family.lost(plain), *(variables.keys() - family.tensors(plain).keys())])
         for family in families
     ]
-    best = min(range(len(families)), key=lambda i: len(lost[i]))
-    if lost[best]:
-        nearest = next(iter(families[best].architectures))
-        raise UserError(
-            f"no Hugging Face architecture computes this model; the nearest, {nearest}, can't have "
-            f"{' and '.join(lost[best])}; use a model without"
-        )
-    return families[best]
+    return min(candidates, key=lambda candidate: len(candidate[1]))
 
 
 @contextlib.contextmanager

@@ -21,6 +21,7 @@ from recipes.common.hf.folder import (
     FAMILIES,
     add_prefix,
     family_of,
+    nearest_family,
     new_folder,
     read_onto,
     shapes_of,
@@ -82,7 +83,8 @@ class Adapter:
             raise UserError(
                 f"{self.path} is not an adapter for {entry!r} models, like its base; use {fix}"
             )
-        family = family_of(entry, config, base.get("architecture") or "")
+        # A base may have what no family says, such as experts' biases: adapters don't touch it.
+        family, _ = nearest_family(entry, config, base.get("architecture") or "")
         known = type(config).lora_targets
         names = {name.removeprefix(PREFIX): tensor for name, tensor in self.stored.items()}
         names = tensors.rename(names, family.canonical, self.path)
