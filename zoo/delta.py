@@ -14,7 +14,7 @@ head, V value dim of a head, W width of the convolution, F channels of it.
 
 import functools
 import math
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -146,19 +146,19 @@ def repeat_heads(x, *axes, times: int) -> jax.Array:
 
 
 class Arrays(NamedTuple):
-    """The inputs of `on_device`."""
+    """The inputs of `on_device`, arrays or their logical axes."""
 
-    q: jax.Array  # [B, T, G, K]
-    k: jax.Array  # [B, T, G, K]
-    v: jax.Array  # [B, T, N, V]
-    log_decay: jax.Array  # [B, T, N], at least float32
-    write: jax.Array  # likewise
-    q_kernel: jax.Array  # [W, G, K], of the convolution
-    k_kernel: jax.Array  # [W, G, K]
-    v_kernel: jax.Array  # [W, N, V]
-    ids: jax.Array | None  # [B, T], int: segments; None: one per row
-    state: jax.Array | None = None  # [B, N, K, V], from a cache
-    inputs: jax.Array | None = None  # [B, W - 1, F], likewise: of the convolution
+    q: Any  # [B, T, G, K]
+    k: Any  # [B, T, G, K]
+    v: Any  # [B, T, N, V]
+    log_decay: Any  # [B, T, N], at least float32
+    write: Any  # likewise
+    q_kernel: Any  # [W, G, K], of the convolution
+    k_kernel: Any  # [W, G, K]
+    v_kernel: Any  # [W, N, V]
+    ids: Any  # [B, T], int: segments; None: one per row
+    state: Any = None  # [B, N, K, V], from a cache
+    inputs: Any = None  # [B, W - 1, F], likewise: of the convolution
 
 
 def on_device(arrays: Arrays, seq: tuple[str, ...] = (), generates: bool = False) -> list:
@@ -221,11 +221,11 @@ def convolve(x_BSF, kernel_WF, ids_BS) -> jax.Array:
     T = x_BSF.shape[1] - W + 1
     own_BT = ids_BS[:, W - 1 :]
     x_BSF = x_BSF.astype(kernel_WF.dtype)
-    total = 0.0
+    total_BTF = jnp.zeros_like(x_BSF[:, W - 1 :])
     for w in range(W):
         same_BT1 = (ids_BS[:, w : w + T] == own_BT)[..., None]
-        total += jnp.where(same_BT1, x_BSF[:, w : w + T], 0) * kernel_WF[w][None, None]
-    return total
+        total_BTF += jnp.where(same_BT1, x_BSF[:, w : w + T], 0) * kernel_WF[w][None, None]
+    return total_BTF
 
 
 def unit(x, eps: float = 1e-6):
