@@ -256,9 +256,10 @@ def read_set(config: type, texts: Iterable[str], flags: Iterable[str]) -> dict[s
       flags: names of the command's other flags.
     """
     values = {}
+    names = [field.name for field in dataclasses.fields(config)]  # without class variables
     for text in texts:
         name, value = _split(text)
-        name = choose("set", name, config.__dataclass_fields__)
+        name = choose("set", name, names)
         if name in flags:
             raise UserError(f"--set={text} is for fields without a flag; use --{text}")
         values[name] = read(config, name, value)

@@ -75,6 +75,7 @@ SET_ROWS = [
     (["--set=norm_eps"], "--set=norm_eps has no value; write --set=FIELD=VALUE"),
     (["--set=unrol=2"], "--set=unrol is not one of lora_rank,"),
     (["--set=unrol=2"], "; did you mean unroll?"),
+    (["--set=MAY_BE_ZERO=1"], "--set=MAY_BE_ZERO is not one of lora_rank,"),  # a class variable
     (["--set=unroll=two"], "unroll=two is not a whole number; use a different value"),
     (["--set=unroll=0"], "unroll=0 must be ≥ 1; use a different value"),
     (["--set=norm_eps=small"], "norm_eps=small is not a finite number; use a different value"),
