@@ -157,18 +157,15 @@ VECTORS |= {"down_bias", "router_bias", "patch_bias", "head_bias", "sinks", "cla
 
 
 DECAY = [*((e, "adamw") for e in ENTRIES), ("gpt_oss", "lion"), ("gpt_oss", "sgd"), ("vit", "sgd")]
-SLOW = [("deepseek", "adamw"), ("vit", "adamw")]
 
 
-@pytest.mark.parametrize(
-    ("entry", "name"), full_except(DECAY, [case for case in DECAY if case not in SLOW])
-)
+@pytest.mark.parametrize(("entry", "name"), DECAY)
 def test_matrices_decay_and_vectors_do_not(entry, name):
     """An update without a gradient moves only what decays, stacked or not."""
     layout = ENTRIES[entry].layout("1x1")
     decays = decaying(layout)
     optimizer = make_optimizer(name, lambda _: 1.0, 0.5, 1.0, decays=decays)
-    params = jax.tree.map(lambda x: jnp.ones(x.shape), layout.model.shapes["params"])
+    params = jax.tree.map(lambda _: jnp.ones(()), decays)  # one number of each parameter is enough
     zeros = jax.tree.map(jnp.zeros_like, params)
     updates, _ = optimizer.update(zeros, optimizer.init(params), params)
     for path, update in paths(updates).items():

@@ -341,6 +341,12 @@ def test_a_packed_document_is_computed_as_alone():
     x_BTD = np.random.default_rng(0).standard_normal((1, 12, config.embed)).astype(np.float32)
     tokens_BT = jnp.zeros((1, 12), jnp.int32)
     ids_BT = jnp.asarray([[1] * 5 + [2] * 7])
-    packed, _ = layer(x_BTD, make_positions(config, tokens_BT, ids_BT), config.kinds[0])
-    alone, _ = layer(x_BTD[:, 5:], make_positions(config, tokens_BT[:, 5:]), config.kinds[0])
+
+    @jax.jit
+    def outputs(x_BTD, tokens_BT, ids_BT=None):
+        positions = make_positions(config, tokens_BT, ids_BT)
+        return layer(x_BTD, positions, config.kinds[0])[0]
+
+    packed = outputs(x_BTD, tokens_BT, ids_BT)
+    alone = outputs(x_BTD[:, 5:], tokens_BT[:, 5:])
     np.testing.assert_allclose(packed[:, 5:], alone, atol=1e-6)
