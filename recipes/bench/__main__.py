@@ -7,6 +7,7 @@
     python -m recipes.bench slices        # bytes sent between TPU slices, against the textbook
     python -m recipes.bench experts       # communication and FLOPs of a mixture of experts, for TPUs
     python -m recipes.bench memory        # compiled peak memory of a step, against an estimate
+    python -m recipes.bench cycles        # cycles of a compiled TPU step, by operation
     python -m recipes.bench depth         # compile time of 80 layers against 8
     python -m recipes.bench gpu           # kernel checks, tokens/s and MFU, with a sweep
     python -m recipes.bench data          # throughput of the input pipeline and of tokenizing
@@ -32,6 +33,7 @@ WORDS = {
     "slices": "slices.slices",
     "experts": "experts.experts",
     "memory": "memory.memory",
+    "cycles": "cycles.cycles",
     "depth": "compiled.depth",
     "gpu": "gpu.gpu",
     "data": "running.data",

@@ -1,15 +1,15 @@
-"""Collectives in a compiled module's HLO text. Nothing else in recipes/ reads HLO."""
+"""Collectives in a compiled module's HLO text."""
 
 import math
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import NamedTuple
 
-_KINDS = "all-reduce|all-gather|reduce-scatter|all-to-all|ragged-all-to-all|collective-permute"
-_KINDS += "|collective-broadcast"
-_BITS = {"pred": 8, "token": 0, "opaque": 0}  # else the first number in the type's name
+from recipes.common.report import program
+
+KINDS = "all-reduce|all-gather|reduce-scatter|all-to-all|ragged-all-to-all|collective-permute"
+KINDS += "|collective-broadcast"
 _HOST = "S(5)"  # in the layout of an array in the host's memory
-_CONSTANT = r" = [su]32\[\]\S* constant\((-?\d+)\)"
 
 
 class Collective(NamedTuple):
@@ -33,7 +33,7 @@ def collectives(hlo: str | None) -> list[Collective]:
     filled at run time. A conditional counts its branch with most bytes. A loop whose end is unknown
     counts its maximum number of iterations, or one.
     """
-    return _transfers(hlo, _within)
+    return _transfers(hlo, performed)
 
 
 def crossing(hlo: str | None) -> list[Collective]:
@@ -62,40 +62,40 @@ def _transfers(
 ) -> list[Collective]:
     """All results of `transfer` on the instructions of one execution, including loop iterations."""
     assert hlo is not None, "this backend has no HLO text"
-    computations, entry = _computations(hlo)
+    computations, entry = program.computations(hlo)
 
     def inside(name: str) -> list[Collective]:
         transfers, lines = [], computations.get(name, [])
         for line in lines:
-            match = re.match(r"(?:ROOT )?%?([\w.\-]+) = (.*?) ([a-z][\w\-]*)\(", line)
+            match = program.INSTRUCTION.match(line)
             if not match or match[3].endswith(("-done", "-update")):
                 continue  # counted where it started
             if found_here := transfer(match, lines):
                 transfers.append(found_here)
-            elif not re.fullmatch(rf"({_KINDS})(-start)?", match[3]):
-                transfers += called(line, lines, match[2], match[3])
+            elif not re.fullmatch(rf"({KINDS})(-start)?", match[3]):
+                transfers += of_called(line, lines, match[2], match[3])
         return transfers
 
-    def called(line: str, lines: list[str], result: str, operation: str) -> list[Collective]:
-        trips = _trips(line, lines, computations) if operation == "while" else 1
+    def of_called(line: str, lines: list[str], result: str, operation: str) -> list[Collective]:
+        trips = program.trips(line, lines, computations) if operation == "while" else 1
         parts = []
-        for role, name in _called(line):
+        for role, name in program.called(line):
             times = trips + (role == "condition")  # a condition is also evaluated when it is false
             parts.append([x._replace(times=x.times * times) for x in inside(name)])
         if operation == "conditional":
             return max(parts, key=lambda part: sum(x.times * x.bytes for x in part))
         transfers = [x for part in parts for x in part]
         if "calls=%all-reduce-scatter" in line:  # TPU: an all-reduce fused with a slice
-            size, shapes = _size(result)
+            size, shapes = program.size(result)
             return [x._replace(kind="reduce-scatter", bytes=size, shapes=shapes) for x in transfers]
         return transfers
 
     return inside(entry)
 
 
-def _within(match: re.Match, lines: list[str]) -> Collective | None:
+def performed(match: re.Match, lines: list[str]) -> Collective | None:
     """The collective that an instruction (name, result, operation) performs or starts, if any."""
-    kind, line = re.fullmatch(rf"({_KINDS})(-start)?", match[3]), match.string
+    kind, line = re.fullmatch(rf"({KINDS})(-start)?", match[3]), match.string
     if not kind or _continues(match[1], line, lines):
         return None
     return _collective(kind[1], bool(kind[2]), match[2], line)
@@ -119,13 +119,17 @@ def _across_memories(match: re.Match, lines: list[str]) -> Collective | None:
     if not kind or (kind[1] == "fusion" and _HOST not in match.string):
         return None
     if kind[0] == "copy-start":  # (result, operand, context)
-        made, given = _parts(result)[:1], _parts(result)[1:2]
+        made, given = program.arrays(result)[:1], program.arrays(result)[1:2]
     elif kind[2]:  # ((operands), result, context)
         operands, _, rest = result.removeprefix("((").partition("), ")
-        made, given = _parts(rest)[:1], _parts(operands)
+        made, given = program.arrays(rest)[:1], program.arrays(operands)
     else:
-        made = _parts(result)
-        given = [x for name in _operands(match.string) for x in _parts(_result(name, lines))]
+        made = program.arrays(result)
+        given = [
+            x
+            for name in program.operands(match.string)
+            for x in program.arrays(program.result_of(name, lines))
+        ]
     inner = [x for x in given if "[]" not in x]  # without indices
     hosts = [_HOST in x for x in made], [_HOST in x for x in inner]
     if all(hosts[0]) and not all(hosts[1]):
@@ -134,19 +138,8 @@ def _across_memories(match: re.Match, lines: list[str]) -> Collective | None:
         moved, where = made, "to the device"
     else:
         return None
-    size = sum(_size(x)[0] for x in moved)
+    size = sum(program.size(x)[0] for x in moved)
     return _collective(where, False, "", match.string)._replace(bytes=size)
-
-
-def _parts(text: str) -> list[str]:
-    """The arrays in a result's notation, each with its layout."""
-    return re.findall(r"\b[a-z]\w*\[[\d,<=]*\](?:\{[^}]*\})?", text)
-
-
-def _result(name: str, lines: list[str]) -> str:
-    """The notation of the result of the instruction with this name."""
-    made = re.match(r"(?:ROOT )?%?[\w.\-]+ = (.*?) [a-z][\w\-]*\(", _made(name, lines))
-    return made[1] if made else ""
 
 
 def _continues(name: str, line: str, lines: list[str]) -> bool:
@@ -160,71 +153,6 @@ def _continues(name: str, line: str, lines: list[str]) -> bool:
     return "async_collective_fusion_config" in line and not any(re.search(starts, x) for x in lines)
 
 
-def _computations(hlo: str) -> tuple[dict[str, list[str]], str]:
-    """(computation → lines of its instructions, name of the entry computation)."""
-    computations: dict[str, list[str]] = {}
-    entry = name = ""
-    for line in hlo.splitlines():
-        head = re.match(r"(ENTRY )?%?([\w.\-]+) .*\{\s*$", line)
-        if head:
-            name = head[2]
-            computations[name] = []
-            entry = name if head[1] else entry
-        elif " = " in line and name:
-            computations[name].append(line.strip())
-    return computations, entry
-
-
-def _called(line: str) -> Iterator[tuple[str, str]]:
-    """(role, name) of each computation that an instruction runs."""
-    roles = "condition|body|calls|to_apply|true_computation|false_computation"
-    yield from re.findall(rf"({roles})=%?([\w.\-]+)", line)
-    for names in re.findall(r"(?:branch|called)_computations=\{([^}]*)\}", line):
-        yield from (("branch", name.strip().lstrip("%")) for name in names.split(","))
-
-
-def _trips(line: str, lines: list[str], computations: dict[str, list[str]]) -> int:
-    """Iterations of a while loop among `lines`: XLA's own note, or from its counter's constants."""
-    noted = re.search(r"known_trip_count\W+n\W+(\d+)", line)
-    if noted:
-        return int(noted[1])
-    names = dict(_called(line))
-    condition, body = (computations.get(names.get(part, ""), []) for part in ("condition", "body"))
-    fused = (y for x in condition for _, name in _called(x) for y in computations.get(name, []))
-    test = "\n".join([*condition, *fused])
-    bounds = [int(n) for n in re.findall(_CONSTANT, test)]
-    counter = re.search(r"= [su]32\[\]\S* get-tuple-element\(.*index=(\d+)", test)
-    initial = _operands(_made(_operands(line)[0], lines))
-    results = _operands(next((x for x in body if x.startswith("ROOT ")), ""))
-    if not bounds or not counter or int(counter[1]) >= min(len(initial), len(results)):
-        return 1
-    start = _value(initial[int(counter[1])], lines) or 0
-    added = (_value(name, body) for name in _operands(_made(results[int(counter[1])], body)))
-    stride = next(filter(None, added), 1)  # 2 in rings of permutes that XLA unrolls
-    distance = (max(bounds) - start) * (1 if stride > 0 else -1)
-    distance += re.search(r"direction=[LG]E", test) is not None  # the bound is included
-    return max(1, math.ceil(distance / abs(stride)))
-
-
-def _made(name: str, lines: list[str]) -> str:
-    """The instruction with this name."""
-    return next((x for x in lines if x.removeprefix("ROOT ").startswith(f"%{name} = ")), "")
-
-
-def _operands(line: str) -> list[str]:
-    """Names of an instruction's operands, followed by other names in its line."""
-    return re.findall(r"%([\w.\-]+)", line.partition(" = ")[2].partition("metadata=")[0])
-
-
-def _value(name: str, lines: list[str]) -> int | None:
-    """The integer constant with this name, or that it copies; None if there is none."""
-    line = _made(name, lines)
-    number = re.search(_CONSTANT, line)
-    if number or " copy(" not in line:
-        return int(number[1]) if number else None
-    return _value(_operands(line)[0], lines)
-
-
 def _collective(kind: str, started: bool, result: str, line: str) -> Collective:
     # (operands, results, context…), but an all-reduce usually has only its results.
     if started and (kind != "all-reduce" or result.startswith("((")):
@@ -232,23 +160,12 @@ def _collective(kind: str, started: bool, result: str, line: str) -> Collective:
         match = re.match(r"\((?:\(.*?\)|\S+), (\(.*?\)|\S+\])", flat)
         assert match, f"unknown notation: {result}"
         result = match[1]
-    size, shapes = _size(result)
+    size, shapes = program.size(result)
     groups = re.search(r"(?:replica_groups|source_target_pairs)=(.*?)(?:, [a-z_]+=|$)", line)
     source = re.search(r'op_name="([^"]*)"', line)
     return Collective(
         kind, size, 1, shapes, groups[1] if groups else "", source[1] if source else ""
     )
-
-
-def _size(result: str) -> tuple[int, tuple[tuple[int, ...], ...]]:
-    """Bytes and shapes of an array or a tuple of arrays."""
-    total, shapes = 0, []
-    for dtype, dims in re.findall(r"\b([a-z]\w*)\[([\d,<=]*)\]", result):
-        bits = _BITS[dtype] if dtype in _BITS else int(re.findall(r"\d+", dtype)[0])
-        if bits:
-            shapes.append(tuple(int(d) for d in re.findall(r"\d+", dims)))  # `<=4`: at most
-            total += bits * math.prod(shapes[-1]) // 8
-    return total, tuple(shapes)
 
 
 def sent_by_kind(hlo: str | None, devices: int) -> dict[str, float]:
@@ -259,20 +176,23 @@ def sent_by_kind(hlo: str | None, devices: int) -> dict[str, float]:
     """
     sums: dict[str, float] = {}
     for collective in collectives(hlo):
-        n = group_size(collective.groups, devices)
-        factor = {
-            "all-gather": (n - 1) / n,  # the result is the whole
-            "all-reduce": 2 * (n - 1) / n,
-            "reduce-scatter": n - 1,  # the result is a part
-            "all-to-all": (n - 1) / n,
-            "ragged-all-to-all": (n - 1) / n,  # at most
-            "collective-broadcast": 1,
-            "collective-permute": 1,  # an explicit ring: what a device sends to its neighbour
-        }[collective.kind]
-        sums[collective.kind] = (
-            sums.get(collective.kind, 0) + factor * collective.times * collective.bytes
-        )
+        sums[collective.kind] = sums.get(collective.kind, 0) + sent(collective, devices)
     return sums
+
+
+def sent(collective: Collective, devices: int) -> float:
+    """Bytes that a device sends per step for one collective, with a ring in its group."""
+    n = group_size(collective.groups, devices)
+    factor = {
+        "all-gather": (n - 1) / n,  # the result is the whole
+        "all-reduce": 2 * (n - 1) / n,
+        "reduce-scatter": n - 1,  # the result is a part
+        "all-to-all": (n - 1) / n,
+        "ragged-all-to-all": (n - 1) / n,  # at most
+        "collective-broadcast": 1,
+        "collective-permute": 1,  # an explicit ring: what a device sends to its neighbour
+    }[collective.kind]
+    return factor * collective.times * collective.bytes
 
 
 def group_size(groups: str, devices: int) -> int:

@@ -1,0 +1,186 @@
+"""Cycles of recorded TPU programs against sums by hand; needs no compiler."""
+
+import pytest
+
+from recipes.common.plan import cycles
+from recipes.common.plan.hardware import Devices
+from recipes.common.report import program
+from tests.conftest import ROOT
+
+pytestmark = pytest.mark.promise("bench")
+
+# A scan of three layers on 4 v5e, a row of 1,024 tokens each: splash attention of 2 heads of 128
+# with blocks of 256; a gather of the layer's [256, 1024] in bfloat16; two matmuls with it.
+GOLDEN = ROOT / "tests" / "golden" / "scan_with_kernel.hlo"
+V5E = Devices("v5e", 4)
+
+
+@pytest.fixture(scope="module")
+def reading():
+    text, bundles = cycles.read_program(GOLDEN)
+    return cycles.read_hlo(text, V5E.count, bundles)
+
+
+def test_cycles_of_a_scan_by_hand(reading):
+    per_layer = {"fusion": 2_663, "copy": 3 * 100, "iota": 48, "matmul": 13_062}
+    sums = cycles.count(reading, V5E)
+    assert sums.operations == {kind: 3 * n for kind, n in per_layer.items()}
+    blocks = 4 * 5 // 2  # of the causal triangle
+    assert sums.kernels == 3 * 2 * blocks * 915
+    gathered = 3 / 4 * 256 * 1_024 * 2
+    assert [(x.kind, x.overlap, x.times, x.sent, x.group) for x in reading.transfers] == [
+        ("all-gather", cycles.EXPOSED, 3, 3 * gathered, 4)
+    ]
+    clock = 197e12 / 2**17
+    assert sums.exposed == pytest.approx(3 * gathered / V5E.send_rate(4) * clock)
+    assert sums.total == sum(sums.operations.values()) + sums.kernels + sums.exposed
+
+
+def test_a_matmul_beside_its_roofline(reading):
+    (matmuls,) = [x for x in reading.operations if x.kind == "matmul"]
+    assert matmuls.flops == 2 * (2 * 1_024 * 256 * 1_024)
+    fewest, bound = cycles.roofline(matmuls, V5E)
+    assert (fewest, bound) == (matmuls.flops / 2**17, "compute")
+    assert 0.5 < fewest / matmuls.cycles < 1
+    assert matmuls.bytes == 0, "all its operands are in the chip's cache"
+    # A slice of the weights, from memory into the cache: [3, 64, 1024] is read in part.
+    (cut,) = [x for x in reading.operations if x.kind == "fusion"]
+    assert cycles.roofline(cut, V5E)[1] == "memory"
+
+
+def test_kernels_without_bundles_count_nothing():
+    text, _ = cycles.read_program(GOLDEN)
+    unknown = cycles.read_hlo(text, V5E.count, {})
+    assert [kernel.bundles for kernel in unknown.kernels] == [0]
+    assert cycles.count(unknown, V5E).kernels == 0
+
+
+def test_two_cores_share_a_grid(reading):
+    (kernel,) = reading.kernels
+    one, two = (cycles.kernel_cycles(kernel, Devices(kind, 4)) for kind in ("v5e", "v5p"))
+    assert one == 2 * two
+
+
+KERNEL = (
+    '%k = bf16[{q}] custom-call(%m, %m, %q), custom_call_target="tpu_custom_call", '
+    "operand_layout_constraints={{s8[{mask}]{{2,1,0}}, s8[{mask}]{{2,1,0}}, bf16[{q}]{{2,1,0}}}}, "
+    'frontend_attributes={{kernel_metadata={{\n"xprof_metadata":"{blocks}"\n}}}}, '
+    'metadata={{op_name="splash_mha_{name}"}}'
+)
+
+
+@pytest.mark.parametrize(
+    ("name", "mask", "blocks", "heads", "steps"),
+    [
+        ("fwd", "1,8,4", {"block_q": 128, "block_kv": 256}, "3,1024,64", 3 * (2 * (1 + 2 + 3 + 4))),
+        ("dq", "1,4,8", {"block_q_dq": 256, "block_kv_dq": 128}, "3,1024,64", 3 * (2 + 4 + 6 + 8)),
+        ("dkv", "1,4,8", {"block_q_dkv": 256, "block_kv_dkv": 128}, "3,1024,64", 3 * 2 * (1 + 2 + 3 + 4)),
+        # A window: at most two blocks are visited. Two rows of two heads.
+        ("fwd", "1,8,2", {"block_q": 128, "block_kv": 128}, "2,2,1024,64", 4 * (1 + 2 * 7)),
+        ("dkv", "1,2,8", {"block_q_dkv": 128, "block_kv_dkv": 128}, "2,2,1024,64", 4 * (1 + 2 * 7)),
+    ],
+)  # fmt: skip
+def test_steps_of_a_kernel_s_grid(name, mask, blocks, heads, steps):
+    noted = ", ".join(rf"\"{key}\": {n}" for key, n in blocks.items())
+    line = KERNEL.format(name=name, mask=mask, q=heads, blocks=noted)
+    hlo = f"ENTRY %main (q: bf16[1]) -> bf16[1] {{\n  {line}\n}}\n"
+    (kernel,) = cycles.read_hlo(hlo, 1, {}).kernels
+    assert kernel.steps == steps
+
+
+@pytest.mark.parametrize(
+    ("line", "flops"),
+    [
+        # [8, 16] · [16, 32]
+        ("%c = f32[8,32]{1,0} convolution(%a, %b), dim_labels=bf_io->bf", 2 * 8 * 16 * 32),
+        # A batch of 4 matmuls [8, 16] · [16, 32], as a window that meets one number of 4.
+        (
+            "%c = f32[4,8,32]{2,1,0} convolution(%d, %e), window={size=4 stride=3 pad=0_0 "
+            "lhs_dilate=4}, dim_labels=0bf_0io->0bf", 4 * 2 * 8 * 16 * 32,
+        ),
+        # A window of 3 over 8 positions: its ends meet padding.
+        (
+            "%c = f32[8,8,32]{2,1,0} convolution(%f, %g), window={size=3 pad=1_1}, "
+            "dim_labels=0bf_0io->0bf", (3 * 8 - 2) * 2 * 8 * 16 * 32,
+        ),
+        ("%c = f32[8,16]{1,0} add(%a, %a)", 0),
+    ],
+)  # fmt: skip
+def test_flops_of_a_convolution(line, flops):
+    shapes = {
+        "a": "8,16",
+        "b": "16,32",
+        "d": "4,8,16",
+        "e": "4,16,32",
+        "f": "8,8,16",
+        "g": "3,16,32",
+    }
+    lines = [f"%{name} = f32[{dims}]{{0}} parameter(0)" for name, dims in shapes.items()]
+    match = program.INSTRUCTION.match(line)
+    assert match
+    assert cycles._flops(match, lines) == flops
+
+
+OVERLAPS = """
+%scattered (x: bf16[32,8]) -> bf16[4,8] {
+  %x.1 = bf16[32,8]{1,0} parameter(0)
+  %all-reduce.1 = bf16[32,8]{1,0} all-reduce(%x.1), channel_id=1, replica_groups=[1,8]<=[8]
+  ROOT %slice = bf16[4,8]{1,0} dynamic-slice(%all-reduce.1, %i, %z), dynamic_slice_sizes={4,8}
+}
+%beside (x: bf16[4,8]) -> (bf16[8,8], bf16[32,8]) {
+  %x.2 = bf16[4,8]{1,0} parameter(0)
+  %m = bf16[8,8]{1,0} convolution(%x.2, %x.2), dim_labels=bf_io->bf
+  %g = bf16[32,8]{1,0} all-gather(%x.2), replica_groups=[1,8]<=[8], dimensions={0}
+  ROOT %t = (bf16[8,8]{1,0}, bf16[32,8]{1,0}) tuple(%m, %g)
+}
+ENTRY %main (x: bf16[4,8]) -> bf16[4,8] {
+  %x = bf16[4,8]{1,0} parameter(0)
+  %gs = (bf16[4,8]{1,0}, bf16[32,8]{1,0}) all-gather-start(%x), replica_groups=[1,8]<=[8], dimensions={0}
+  %gd = bf16[32,8]{1,0} all-gather-done(%gs)
+  %f = (bf16[8,8]{1,0}, bf16[32,8]{1,0}) fusion(%x), kind=kOutput, calls=%beside
+  ROOT %r = bf16[4,8]{1,0} fusion(%gd), kind=kCustom, calls=%all-reduce-scatter.1
+}
+"""
+
+
+def test_what_the_core_does_during_a_collective():
+    text = OVERLAPS.replace("%scattered", "%all-reduce-scatter.1")
+    transfers = cycles.read_hlo(text, 8, {}).transfers
+    gathered, scattered = 7 / 8 * 512, 7 * 64
+    assert [(x.kind, x.overlap, x.sent) for x in transfers] == [
+        ("all-gather", cycles.OVERLAPPED, gathered),
+        ("all-gather", cycles.FUSED, gathered),
+        ("reduce-scatter", cycles.EXPOSED, scattered),
+    ]
+
+
+def test_a_program_is_saved_with_its_kernels_bundles(tmp_path):
+    text, bundles = cycles.read_program(GOLDEN)
+    cycles.write_program(text, tmp_path / "a.hlo", bundles | {"not_in_it": 3})
+    assert cycles.read_program(tmp_path / "a.hlo")[1] == bundles
+
+
+def test_bundles_are_read_from_the_compiler_s_files(tmp_path):
+    name = "1795633442208877607-splash_mha_fwd.1-00-schedule-analysis_final_bundles.txt"
+    (tmp_path / name).write_text("Schedule analysis:\n\ttotal scheduled bundles:    2374\n")
+    assert cycles.read_bundles(tmp_path) == {"splash_mha_fwd.1": 2_374}
+
+
+def test_two_programs_side_by_side(inside, tmp_path):
+    """A kernel with 100 times the bundles."""
+    text = GOLDEN.read_text()
+    (tmp_path / "other.hlo").write_text(text.replace("915 bundles", "91500 bundles"))
+    done = inside(
+        "recipes.bench", "cycles", "--size=tiny", "--devices=v5e:4", "--tokens=1024",
+        "--seq_len=1024", f"--program={GOLDEN}", f"--against={tmp_path / 'other.hlo'}",
+    )  # fmt: skip
+    assert done.code == 0, done.err
+    rows = [
+        [x.strip() for x in line.split("|")[1:-1]] for line in done.out.splitlines() if "|" in line
+    ]
+    table = {row[0]: row[1:] for row in rows}
+    assert table["kernels"] == ["0.1", "5.5"]
+    assert table["all-gather, exposed"][::3] == ["3", "3"]
+    assert table["splash_mha_fwd_no_residuals.1"] == ["3", "20", "915", "0.1"]
+    first, second = (float(x) for x in table["step, s"])
+    assert first < second
