@@ -78,7 +78,7 @@ class Attention(nnx.Module):
         """Returns (output to add to the residual, (keys, values)).
 
         Args:
-          past: the layer's keys and values in the cache, [B, S, K, H]; None: attends to x itself.
+          past: the layer's number in the cache; None: attends to x itself.
         """
         x_BTD = gather(x_BTD, self.q)
         q_BTNH = add_bias(project(self, "q", x_BTD), self.q_bias)
@@ -111,9 +111,10 @@ class Attention(nnx.Module):
         else:
             from .cache import attend_to_cache
 
+            past_k_BSKH, past_v_BSKH = positions.cache.of_layer(past)
             out_BTNH = attend_to_cache(
-                keys=((q_BTNH, k_BTKH, past[0]),),
-                values=(v_BTKH, past[1]),
+                keys=((q_BTNH, k_BTKH, past_k_BSKH),),
+                values=(v_BTKH, past_v_BSKH),
                 seen_BS=positions.seen[kind],
                 root=math.sqrt(q_BTNH.shape[-1]),
                 cap=self.soft_cap,

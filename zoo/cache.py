@@ -38,6 +38,14 @@ class Cache(NamedTuple):
         first_B1 = jnp.maximum(self.first, least)[:, None]
         return (slots_S[None] >= first_B1) & (slots_S[None] < self.length)
 
+    def of_layer(self, number: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """A layer's keys and values, each [B, S, K, H].
+
+        Layers index the full stack: slicing it for a scan of some layers would copy it.
+        """
+        take = functools.partial(jax.lax.dynamic_index_in_dim, index=number, keepdims=False)
+        return take(self.k), take(self.v)
+
     @property
     def next_B1(self) -> jax.Array:
         """The position of each row's next token in its sequence."""
@@ -109,10 +117,7 @@ def attend_absorbed(
     """
     nope = q_BTNH.shape[-1]
     up_CNH = constrain(dense_weight(attention, "kv_up").astype(q_BTNH.dtype), None, "heads", None)
-    # One layer of the full cache: slicing it for a scan would copy it.
-    take = functools.partial(jax.lax.dynamic_index_in_dim, index=layer, keepdims=False)
-    latents = take(cache.k)
-    rotary_keys = take(cache.v)
+    latents, rotary_keys = cache.of_layer(layer)
     q_BTNC = jnp.einsum("BTNH,CNH->BTNC", q_BTNH, up_CNH[..., :nope])
     out_BTNC = attend_to_cache(
         keys=((q_BTNC, latent_BT1C, latents), (turned_BTNP, key_BT1P, rotary_keys)),

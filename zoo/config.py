@@ -43,6 +43,8 @@ class Compute:
 
     # What a Config may declare as fields of its own:
     layer_kinds = ()  # one period of Kinds, repeated over the depth, for layers that differ
+    dense_layers = 0  # the first ones, which have an MLP in place of experts
+    dense_mlp = 0  # hidden width of that MLP
     sliding_window = None
     rope_scaling = None
     logits_soft_cap = None
@@ -80,20 +82,25 @@ class Compute:
 
     @property
     def layer_shape(self: Any) -> LayerShape:
-        """One layer. `shape` has one for each window, with the number of its layers."""
+        """A layer after the dense ones. `shape` has one for each window, with its number of layers."""
         return LayerShape(count=1, attention=self.attention_shape, mlp=self.mlp)
 
     @property
     def shape(self: Any) -> Shape:
         kinds = self.kinds
-        windows = [kinds[n % len(kinds)].window for n in range(self.num_layers)]
+        other = self.layer_shape
+        dense = dataclasses.replace(other, mlp=self.dense_mlp, experts=None)
+        kind_by_layer = [
+            (dense if n < self.dense_layers else other, kinds[n % len(kinds)].window)
+            for n in range(self.num_layers)
+        ]
         layers = [
             dataclasses.replace(
-                self.layer_shape,
-                count=windows.count(window),
+                layer,
+                count=kind_by_layer.count((layer, window)),
                 attention=dataclasses.replace(self.attention_shape, window=window),
             )
-            for window in dict.fromkeys(windows)
+            for layer, window in dict.fromkeys(kind_by_layer)
         ]
         return Shape(
             embed=self.embed,

@@ -33,8 +33,9 @@ class Decoder(nnx.Module):
 
         layer(x_BTD, positions, kind, past) → (x_BTD, (keys, values), metrics)
 
-    with the layer's part of a cache, or None, in `past`. metrics: name → sum over the positions in
-    positions.counted_BT.
+    with the layer's number in the cache, or None, in `past`. metrics: name → sum over the positions
+    in positions.counted_BT. With config.dense_layers, the first layers are a stack of their own,
+    `dense`, of layers built with dense=True, which have an MLP in place of experts.
     """
 
     config: Any
@@ -45,8 +46,12 @@ class Decoder(nnx.Module):
     def __init__(self, config: Any, layer, final_norm=None, *, rngs: nnx.Rngs):
         self.config = config
         self.embed = vocabulary(config, rngs=rngs)
+        first = config.dense_layers
+        if first:
+            dense_layer = functools.partial(layer, config, dense=True)
+            self.dense = stack(dense_layer, first, rngs, axis="dense_stack")
         # Every parameter of the layers starts with dim L, logical axis `layers`.
-        self.layers = stack(functools.partial(layer, config), config.num_layers, rngs)
+        self.layers = stack(functools.partial(layer, config), config.num_layers - first, rngs)
         self.final_norm = final_norm or RMSNorm(config.embed, config.norm_eps)
         self.unembed = None if config.tie_embeddings else vocabulary(config, rngs=rngs)
 
@@ -135,8 +140,16 @@ class Decoder(nnx.Module):
         return [table_copies(table, self.config.dtype) for table in tables]
 
     def begin(self, tables, tokens_BT, positions: Positions):
-        """The input of the stacked layers, and the keys and values of layers before them or None."""
-        return self.embed_tokens(tables, tokens_BT, positions), None
+        """The input of the stacked layers, and the keys and values of the dense layers or None.
+
+        In a pipeline, the dense layers are part of the first stage.
+        """
+        x_BTD = self.embed_tokens(tables, tokens_BT, positions)
+        first = self.config.dense_layers
+        if not first:
+            return x_BTD, None
+        x_BTD, kv, _ = self.run_stack(self.dense, x_BTD, positions, first_number=0)
+        return x_BTD, kv
 
     def embed_tokens(self, tables, tokens_BT, positions: Positions):
         x_BTD = look_up(tables[0], tokens_BT)
@@ -144,12 +157,13 @@ class Decoder(nnx.Module):
 
     def run_layers(self, x_BTD, positions: Positions):
         """Runs the stacked layers: (x_BTD, their keys and values in generation, their metrics)."""
-        cache = positions.cache
-        return self.run_stack(self.layers, x_BTD, positions, past=cache and (cache.k, cache.v))
+        return self.run_stack(self.layers, x_BTD, positions, self.config.dense_layers)
 
-    def run_stack(self, layers, x_BTD, positions: Positions, past=None):
-        """Runs layers of a stack; `past`: their part of a cache, arrays [L, ...]."""
+    def run_stack(self, layers, x_BTD, positions: Positions, first_number: int):
+        """Runs layers of a stack. A layer reads its part of a cache by its number."""
         config = self.config
+        count = jax.tree.leaves(layers)[0].shape[0]
+        past = positions.cache and first_number + jnp.arange(count)
 
         def run_layer(x_BTD, layer_and_past, kind):
             layer, past = layer_and_past
@@ -167,7 +181,7 @@ class Decoder(nnx.Module):
     @property
     def stacks(self) -> list:
         """All stacks of layers."""
-        return [self.layers]
+        return [self.dense, self.layers] if self.config.dense_layers else [self.layers]
 
     # ---- from there to the objective
 

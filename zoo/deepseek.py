@@ -19,7 +19,6 @@ import functools
 import math
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
@@ -27,13 +26,14 @@ from jax.ad_checkpoint import checkpoint_name
 from .attention import attend
 from .config import Compute
 from .decoder import Decoder
-from .experts import EXPERT_REMAT, GatedExperts, check_experts, experts_shape
+from .experts import (
+    EXPERT_REMAT, GatedExperts, check_dense_layers, check_experts, check_groups, experts_shape,
+    group_limit,
+)  # fmt: skip
 from .layers import GatedMLP, Kind, RMSNorm, RopeScaling, Yarn, adapters, gather, project, rotate
 from .shape import AttentionShape, LayerShape, Shape
-from .sharding import Rules, complete_tables, constrain, explicit, param, reshape
-from .stack import stack
+from .sharding import Rules, complete_tables, constrain, explicit, param
 from .strategies import EXPERT_DECODER, expert_rules
-from .vocabulary import vocabulary
 
 
 @dataclasses.dataclass(frozen=True)
@@ -84,24 +84,12 @@ class Config(Compute):
     def __post_init__(self):
         super().__post_init__()
         check_experts(self)
-        E, G, dense = self.num_experts, self.groups, self.dense_layers
+        check_groups(self)
+        check_dense_layers(self)
         if self.mtp_depth not in (0, 1):
             raise ValueError(f"mtp_depth={self.mtp_depth} is not one of 0, 1")
-        if not 0 <= dense < self.num_layers:
-            raise ValueError(f"dense_layers={dense} must be less than num_layers={self.num_layers}")
-        if dense and not self.dense_mlp:
-            raise ValueError(f"dense_layers={dense} need dense_mlp ≥ 1")
         if self.mscale and not self.rope_scaling:
             raise ValueError("mscale needs a rope_scaling")
-        if E % G or E < 2 * G > 2:
-            raise ValueError(f"groups={G} must divide num_experts={E} into groups of ≥ 2")
-        if self.top_groups > G:
-            raise ValueError(f"top_groups={self.top_groups} is more than groups={G}")
-        if (choices := E // G * self.top_groups) < self.experts_per_token:
-            raise ValueError(
-                f"experts_per_token={self.experts_per_token} is more than the {choices} of "
-                f"num_experts={E} in top_groups={self.top_groups} of groups={G}"
-            )
 
     @property
     def attention_shape(self) -> AttentionShape:
@@ -127,12 +115,7 @@ class Config(Compute):
 
     @property
     def shape(self) -> Shape:
-        return dataclasses.replace(
-            super().shape,
-            dense_layers=self.dense_layers,
-            dense_mlp=self.dense_mlp,
-            mtp_layers=self.mtp_depth,
-        )
+        return dataclasses.replace(super().shape, mtp_layers=self.mtp_depth)
 
     @classmethod
     def tiny(cls) -> "Config":
@@ -200,7 +183,6 @@ AXES = dataclasses.replace(
     | {
         "latent": "both",  # a latent, in activations and in weights in use
         "up_latent": "weights",  # of the projections from it, at rest
-        "dense_stack": "stack",  # the first layers
     },
     in_use=EXPERT_DECODER.in_use | {"up_latent": "latent"},
 )
@@ -221,14 +203,13 @@ class Layer(nnx.Module):
         self.mlp_norm = RMSNorm(config.embed, config.norm_eps)
         width = config.dense_mlp if dense else config.shared_experts * config.mlp
         self.mlp = GatedMLP(config, width=width, rngs=rngs)
-        limited = config.top_groups < config.groups
         routed = functools.partial(
             GatedExperts,
             config,
             biased=config.sigmoid,
             normalize=config.normalize,
             sigmoid=config.sigmoid,
-            limit=functools.partial(in_best_groups, config) if limited else None,
+            limit=group_limit(config),
             scale=config.route_scale,
         )
         self.experts = None if dense else routed(rngs=rngs)
@@ -253,15 +234,7 @@ class DeepSeek(Decoder):
     axes = AXES
 
     def __init__(self, config: Config, *, rngs: nnx.Rngs):
-        first = config.dense_layers
-        self.config = config
-        self.embed = vocabulary(config, rngs=rngs)
-        if first:
-            dense_layer = functools.partial(Layer, config, True)
-            self.dense = stack(dense_layer, first, rngs, axis="dense_stack")
-        self.layers = stack(functools.partial(Layer, config), config.num_layers - first, rngs)
-        self.unembed = None if config.tie_embeddings else vocabulary(config, rngs=rngs)
-        self.final_norm = RMSNorm(config.embed, config.norm_eps)
+        super().__init__(config, Layer, rngs=rngs)
         if config.mtp_depth:
             from .mtp import MTPHead
 
@@ -269,27 +242,8 @@ class DeepSeek(Decoder):
             self.mtp = MTPHead(config, layer, rngs=rngs)
 
     @property
-    def stacks(self) -> list:
-        return [self.dense, self.layers] if self.config.dense_layers else [self.layers]
-
-    @property
     def costs(self) -> dict[str, float]:
         return {"balance": self.config.balance_weight}
-
-    def begin(self, tables, tokens_BT, positions):
-        """Also runs the dense layers. In a pipeline they are part of the first stage."""
-        x_BTD = self.embed_tokens(tables, tokens_BT, positions)
-        first = self.config.dense_layers
-        if not first:
-            return x_BTD, None
-        past = positions.cache and jnp.arange(first)
-        x_BTD, kv, _ = self.run_stack(self.dense, x_BTD, positions, past)
-        return x_BTD, kv
-
-    def run_layers(self, x_BTD, positions):
-        # A layer reads its part of the cache by its number.
-        past = positions.cache and jnp.arange(self.config.dense_layers, self.config.num_layers)
-        return self.run_stack(self.layers, x_BTD, positions, past)
 
     def update_buffers(self, objective):
         if self.config.sigmoid:
@@ -379,27 +333,6 @@ class LatentAttention(nnx.Module):
             )
         out_BTD = project(self, "o", out_BTNV, contract=2, seq="residual_seq")
         return out_BTD, (latent_BT1C, key_BT1P)
-
-
-def in_best_groups(config, scores_BTE) -> jax.Array:
-    """The scores, -inf outside of each position's best groups: by the sum of their two best scores
-    (V3) or by their best one (V2).
-    """
-    B, T, E = scores_BTE.shape
-    G = config.groups
-    scores_BTGE = reshape(scores_BTE, (B, T, G, E // G), "batch", "seq", None, None)
-    best_BTG = scores_BTGE.max(axis=-1)
-    if config.sigmoid:
-        first_BTG1 = jnp.argmax(scores_BTGE, axis=-1, keepdims=True)
-        is_first = jnp.arange(E // G)[None, None, None] == first_BTG1
-        best_BTG += jnp.where(is_first, -jnp.inf, scores_BTGE).max(axis=-1)
-    kept_BTG = jnp.zeros(best_BTG.shape, bool)
-    for _ in range(config.top_groups):
-        taken_BTG = jnp.arange(G)[None, None] == jnp.argmax(best_BTG, axis=-1, keepdims=True)
-        kept_BTG |= taken_BTG
-        best_BTG = jnp.where(taken_BTG, -jnp.inf, best_BTG)
-    scores_BTGE = jnp.where(kept_BTG[..., None], scores_BTGE, -jnp.inf)
-    return reshape(scores_BTGE, (B, T, E), "batch", "seq", "router")
 
 
 complete = functools.partial(complete_tables, LOGICAL_AXES)

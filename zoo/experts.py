@@ -1,6 +1,7 @@
 """Mixtures of experts: which experts compute a position, and the weighted sum of their outputs.
 
-Shapes: B batch, T positions, D embed, F hidden width of an expert, E experts, J experts per position.
+Shapes: B batch, T positions, D embed, F hidden width of an expert, E experts, J experts per position,
+G groups of experts.
 """
 
 import functools
@@ -14,7 +15,7 @@ from .attention import Positions, stripe
 from .dispatch import by_capacity, dropless
 from .layers import gather, multiply
 from .shape import ExpertsShape
-from .sharding import auto, constrain, mesh_axes, param, per_device, zeros
+from .sharding import auto, constrain, mesh_axes, param, per_device, reshape, zeros
 from .stack import REMAT_POLICIES
 
 EXPERT_REMAT = REMAT_POLICIES | {  # also: what experts receive, so that nothing is sent twice
@@ -31,6 +32,31 @@ def check_experts(config) -> None:
         )
     if config.capacity is not None and not 0 < config.capacity < math.inf:
         raise ValueError(f"capacity={config.capacity} must be > 0, or None for dropless")
+
+
+def check_groups(config) -> None:
+    """Raises ValueError if a Config's groups of experts are invalid."""
+    E, G = config.num_experts, config.groups
+    if E % G or E < 2 * G > 2:
+        raise ValueError(f"groups={G} must divide num_experts={E} into groups of ≥ 2")
+    if config.top_groups > G:
+        raise ValueError(f"top_groups={config.top_groups} is more than groups={G}")
+    if (choices := E // G * config.top_groups) < config.experts_per_token:
+        raise ValueError(
+            f"experts_per_token={config.experts_per_token} is more than the {choices} of "
+            f"num_experts={E} in top_groups={config.top_groups} of groups={G}"
+        )
+
+
+def check_dense_layers(config) -> None:
+    """Raises ValueError if a Config's first layers, without experts, are invalid."""
+    dense = config.dense_layers
+    if dense >= config.num_layers:
+        raise ValueError(f"dense_layers={dense} must be less than num_layers={config.num_layers}")
+    if dense and not config.dense_mlp:
+        raise ValueError(f"dense_layers={dense} need dense_mlp ≥ 1")
+    if dense and len(config.kinds) > 1:
+        raise ValueError(f"dense_layers={dense} and layer_kinds exclude each other")
 
 
 def experts_shape(config) -> ExpertsShape:
@@ -108,6 +134,34 @@ class GatedExperts(nnx.Module):
         )
         weight_BTJ = weight_BTJ * self.scale if self.scale != 1 else weight_BTJ
         return (expert_BTJ, weight_BTJ, place_BTJ), metrics
+
+
+def in_best_groups(config, scores_BTE) -> jax.Array:
+    """The scores, -inf outside of each position's best groups: by the sum of their two best scores
+    (V3) or by their best one (V2).
+    """
+    B, T, E = scores_BTE.shape
+    G = config.groups
+    scores_BTGE = reshape(scores_BTE, (B, T, G, E // G), "batch", "seq", None, None)
+    best_BTG = scores_BTGE.max(axis=-1)
+    if config.sigmoid:
+        first_BTG1 = jnp.argmax(scores_BTGE, axis=-1, keepdims=True)
+        is_first = jnp.arange(E // G)[None, None, None] == first_BTG1
+        best_BTG += jnp.where(is_first, -jnp.inf, scores_BTGE).max(axis=-1)
+    kept_BTG = jnp.zeros(best_BTG.shape, bool)
+    for _ in range(config.top_groups):
+        taken_BTG = jnp.arange(G)[None, None] == jnp.argmax(best_BTG, axis=-1, keepdims=True)
+        kept_BTG |= taken_BTG
+        best_BTG = jnp.where(taken_BTG, -jnp.inf, best_BTG)
+    scores_BTGE = jnp.where(kept_BTG[..., None], scores_BTGE, -jnp.inf)
+    return reshape(scores_BTGE, (B, T, E), "batch", "seq", "router")
+
+
+def group_limit(config):
+    """`in_best_groups` as the limit of `choose`; None if a position may choose from all groups."""
+    if config.top_groups == config.groups:
+        return None
+    return functools.partial(in_best_groups, config)
 
 
 def gate_by_position(out_BTD, x_BTD, gate: nnx.Param | None) -> jax.Array:

@@ -22,7 +22,10 @@ from flax import nnx
 from .attention import Attention
 from .config import Variant
 from .decoder import Decoder
-from .experts import EXPERT_REMAT, GatedExperts, check_experts, experts_shape, gate_by_position
+from .experts import (
+    EXPERT_REMAT, GatedExperts, check_dense_layers, check_experts, check_groups, experts_shape,
+    gate_by_position, group_limit,
+)  # fmt: skip
 from .layers import GatedMLP, Kind, RMSNorm, RopeScaling, add_output, apply_norm
 from .shape import LayerShape
 from .sharding import Rules, complete_tables, param
@@ -55,6 +58,11 @@ class Config(Variant):
     sigmoid: bool = False  # the router's scores are sigmoids, with such biases; else a softmax
     shared_mlp: int = 0  # hidden width of an MLP beside the experts, for all positions; 0: none
     shared_gate: bool = False  # multiplies that MLP's output by a sigmoid of each position
+    route_scale: float = 1.0  # of the sum of a position's experts
+    groups: int = 1  # G; a position's experts are in its `top_groups` best groups
+    top_groups: int = 1
+    dense_layers: int = 0  # the first ones, which have an MLP in place of experts
+    dense_mlp: int = 0  # hidden width of that MLP
     norm_eps: float = 1e-5
     rope_theta: float = 10_000.0
     rope_scaling: RopeScaling | None = None
@@ -65,11 +73,13 @@ class Config(Variant):
     lora_targets: tuple[str, ...] = ("q", "k", "v", "o")  # weights with an adapter; no experts
 
     REMAT = EXPERT_REMAT
-    MAY_BE_ZERO = (*Variant.MAY_BE_ZERO, "shared_mlp")
+    MAY_BE_ZERO = (*Variant.MAY_BE_ZERO, "shared_mlp", "dense_layers", "dense_mlp")
 
     def __post_init__(self):
         super().__post_init__()
         check_experts(self)
+        check_groups(self)
+        check_dense_layers(self)
 
     @property
     def biased(self) -> bool:
@@ -139,9 +149,12 @@ WITHIN = AXES.within
 
 
 class Layer(nnx.Module):
-    """x + attention(norm(x)), then x + experts(norm(x)), or x + experts(norm(x)) + mlp(norm(x))."""
+    """x + attention(norm(x)), then x + experts(norm(x)), or x + experts(norm(x)) + mlp(norm(x)).
 
-    def __init__(self, config: Config, *, rngs: nnx.Rngs):
+    A dense layer has the MLP alone.
+    """
+
+    def __init__(self, config: Config, dense: bool = False, *, rngs: nnx.Rngs):
         D = config.embed
         norm = functools.partial(RMSNorm, eps=config.norm_eps)
         before = config.norms != "after"
@@ -158,17 +171,20 @@ class Layer(nnx.Module):
         )
         self.post_attention_norm = norm(D) if after else None
         self.mlp_norm = norm(D) if before else None
-        self.experts = GatedExperts(
+        routed = functools.partial(
+            GatedExperts,
             config,
             biased=config.biased,
             normalize=config.normalize,
             sigmoid=config.sigmoid,
-            rngs=rngs,
+            limit=group_limit(config),
+            scale=config.route_scale,
         )
-        width = config.shared_mlp
-        shared = functools.partial(GatedMLP, config, width=width, biased=config.mlp_bias)
-        self.mlp = shared(rngs=rngs) if width else None
-        gated = width and config.shared_gate
+        self.experts = None if dense else routed(rngs=rngs)
+        width = config.dense_mlp if dense else config.shared_mlp
+        mlp = functools.partial(GatedMLP, config, width=width, biased=config.mlp_bias)
+        self.mlp = mlp(rngs=rngs) if width else None
+        gated = config.shared_gate and config.shared_mlp and not dense
         self.mlp_gate = param(rngs, (D,), ("norm",), D**-0.5) if gated else None
         self.post_mlp_norm = norm(D) if after else None
         self.scale = config.residual_scale
@@ -178,9 +194,13 @@ class Layer(nnx.Module):
         out_BTD, kv = self.attention(normed_BTD, positions, kind, past)
         x_BTD = add_output(x_BTD, out_BTD, self.post_attention_norm, self.scale)
         normed_BTD = apply_norm(self.mlp_norm, x_BTD)
-        out_BTD, metrics = self.experts(normed_BTD, positions)
-        if self.mlp is not None:
-            out_BTD += gate_by_position(self.mlp(normed_BTD), normed_BTD, self.mlp_gate)
+        metrics = {}
+        if self.experts is None:
+            out_BTD = self.mlp(normed_BTD)
+        else:
+            out_BTD, metrics = self.experts(normed_BTD, positions)
+            if self.mlp is not None:
+                out_BTD += gate_by_position(self.mlp(normed_BTD), normed_BTD, self.mlp_gate)
         return add_output(x_BTD, out_BTD, self.post_mlp_norm, self.scale), kv, metrics
 
 

@@ -78,8 +78,6 @@ class Shape:
     vocab_size: int = 0  # V, if inputs are rows of tokens; the Config then inherits Compute
     max_positions: int | None = None  # of a row, if the model learns positions
     period: int = 1  # layers that a pipeline's stage has a multiple of
-    dense_layers: int = 0  # the first layers, which have an MLP in place of experts
-    dense_mlp: int = 0  # hidden width of that MLP
     mtp_layers: int = 0  # layers of the last kind after the others, in the MTP head
     # Of a model without tokens:
     positions: int = 1  # of an example
@@ -111,24 +109,17 @@ class Shape:
     @property
     def trained_experts(self) -> list[tuple[ExpertsShape, int]]:
         """The experts of each kind of layer, with the number of layers that have them."""
-        return [
-            (layer.experts, count - (self.dense_layers if kind == 0 else 0))
-            for kind, (layer, count) in enumerate(self.trained_layers)
-            if layer.experts
-        ]
+        return [(layer.experts, count) for layer, count in self.trained_layers if layer.experts]
 
     @property
     def multiplied(self) -> int:
         """N: the weights that a position is multiplied with in training.
 
-        All but vectors (biases, norms, gates) and the lookup in the embedding table. Of experts, the router and
-        those that a position uses. The MTP head has its own logits.
+        All but vectors (biases, norms, gates) and the lookup in the embedding table. Of experts, the
+        router and those that a position uses. The MTP head has its own logits.
         """
         D, table = self.embed, self.vocab_size * self.embed
-        first = self.layers[0]
         stack = sum(count * self.of_layer(layer) for layer, count in self.trained_layers)
-        dense = dataclasses.replace(first, mlp=self.dense_mlp, experts=None)
-        stack += self.dense_layers * (self.of_layer(dense) - self.of_layer(first))
         return stack + table + self.mtp_layers * (2 * D * D + table)
 
     def of_layer(self, layer: LayerShape) -> int:

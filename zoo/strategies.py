@@ -179,6 +179,7 @@ EXPERT_DECODER = dataclasses.replace(
         "expert": "weights",  # activations travel to the devices of their experts
         "expert_embed": "weights",  # D, of experts at rest
         "router": "weights",  # E, of the router: each device scores all experts
+        "dense_stack": "stack",  # the first layers, without experts
     },
     in_use=DECODER.in_use | {"expert_embed": "act_embed"},
     within={"expert": "batch"},  # positions travel along the mesh axes that split experts

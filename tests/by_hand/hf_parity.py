@@ -358,8 +358,40 @@ FAMILIES |= {  # Llama's relatives, at sizes that no mesh axis divides
         | {"head_dim": 12, "rotary_dim": 6, "intermediate_size": 20},
         "bfloat16", meshes=FOR_EXPERTS,
     ),
+    "glm4_moe": Family(  # as GLM-4.5: groups, a scale, a dense layer, biases, a norm of each head
+        "Glm4MoeConfig",
+        SMALL | {"num_key_value_heads": 2, "head_dim": 12, "n_routed_experts": 8}
+        | {"num_experts_per_tok": 3, "moe_intermediate_size": 20, "n_shared_experts": 2}
+        | {"n_group": 4, "topk_group": 2, "routed_scaling_factor": 2.5, "num_hidden_layers": 3}
+        | {"attention_bias": True, "use_qk_norm": True, "num_mtp_layers": 0},
+        "bfloat16", meshes=FOR_EXPERTS,
+    ),
+    "kimi_k2": Family(  # one group, YaRN with both scales, a dense layer
+        "DeepseekV3Config",
+        SMALL | LATENT
+        | {"num_key_value_heads": 6, "head_dim": 4, "v_head_dim": 6, "n_group": 1, "topk_group": 1}
+        | {"n_routed_experts": 12, "num_experts_per_tok": 4, "n_shared_experts": 1}
+        | {"num_hidden_layers": 3, "routed_scaling_factor": 2.827}
+        | {"rope_parameters": LATENT_YARN | {"beta_fast": 1.0, "mscale_all_dim": 1.0}},
+        "bfloat16", meshes=FOR_EXPERTS,
+    ),
+    "moonlight": Family(  # one matrix for queries, no rotary scaling, two shared experts
+        "DeepseekV3Config",
+        SMALL | LATENT
+        | {"num_key_value_heads": 6, "head_dim": 4, "v_head_dim": 6, "n_group": 1, "topk_group": 1}
+        | {"n_routed_experts": 8, "num_experts_per_tok": 3, "n_shared_experts": 2}
+        | {"q_lora_rank": None, "num_hidden_layers": 3, "routed_scaling_factor": 2.446}
+        | {"rope_parameters": {"rope_theta": 30.0, "rope_type": "default"}, "rms_norm_eps": 1e-5},
+        "bfloat16", meshes=FOR_EXPERTS,
+    ),
+    "qwen3_moe_dense": Family(  # first layers without experts
+        "Qwen3MoeConfig",
+        SMALL | {"num_key_value_heads": 2, "moe_intermediate_size": 20, "num_experts": 8}
+        | {"num_experts_per_tok": 3, "num_hidden_layers": 3, "mlp_only_layers": [0, 1]},
+        meshes=FOR_EXPERTS,
+    ),
 }  # fmt: skip
-NOT_GOLDEN = {"phi3_short", "odd_qwen2_moe", "glm"}
+NOT_GOLDEN = {"qwen3_moe_dense", "phi3_short", "odd_qwen2_moe", "glm"}
 NOT_GOLDEN |= {"qwen3_window", "qwen2_window", "odd_mixtral", "odd_qwen3_moe", "qwen2_mixed"}
 NOT_GOLDEN |= {"qwen3_mixed", "qwen2_yarn", "mistral_yarn", "mixtral_linear"}
 NOT_GOLDEN |= {"odd_gpt2", "odd_gemma3", "odd_gpt_oss", "odd_vit"}

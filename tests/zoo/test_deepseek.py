@@ -19,7 +19,8 @@ from tests.support.further_token import further_logits
 from tests.support.quick import QUICK
 from zoo import deepseek, low_precision
 from zoo.attention import make_positions
-from zoo.deepseek import RULES, Config, DeepSeek, in_best_groups
+from zoo.deepseek import RULES, Config, DeepSeek
+from zoo.experts import in_best_groups
 from zoo.layers import Yarn
 
 pytestmark = [pytest.mark.promise("definitions"), pytest.mark.usefixtures("strict")]

@@ -6,11 +6,17 @@ export has float32. The layers after the last one are for multi-token prediction
 
 import dataclasses
 import math
-import re
 from typing import Any
 
 from recipes.common.hf import llama
-from recipes.common.hf.family import ConfigFile, Family, Selection, Table
+from recipes.common.hf.family import (
+    FURTHER,
+    ConfigFile,
+    Family,
+    Selection,
+    Table,
+    leave_out_layers,
+)
 from recipes.common.hf.tensors import Stored
 from recipes.common.runtime.errors import UserError
 from zoo.deepseek import Config
@@ -39,7 +45,7 @@ SIZES = {  # field of Config → theirs
     "dense_mlp": "intermediate_size",
 }
 MAY_BE_ABSENT = {"q_latent": "q_lora_rank", "groups": "n_group", "top_groups": "topk_group"}
-DENSE, FURTHER = "first_k_dense_replace", "num_nextn_predict_layers"
+DENSE = "first_k_dense_replace"
 UNUSED = {  # features that our DeepSeek lacks → values that leave them off
     "hidden_act": ("silu",),
     "attention_bias": (False,),
@@ -114,19 +120,10 @@ def without_further_layers(stored: dict[str, Stored], config: Config) -> Selecti
 
     The Config has that one if the folder has its tensors.
     """
-    layer = re.compile(r"model\.layers\.(\d+)\.")
-    numbers = {name: int(match[1]) for name in stored if (match := layer.match(name))}
-    config = dataclasses.replace(
-        config, mtp_depth=min(config.mtp_depth, config.num_layers in numbers.values())
-    )
-    kept = config.num_layers + config.mtp_depth
-    left = sorted({number for number in numbers.values() if number >= kept})
-    stored = {name: tensor for name, tensor in stored.items() if numbers.get(name, 0) < kept}
-    names = " and ".join(map(str, left))
-    report = (
-        f"Left out layer {names}, for multi-token prediction; the zoo has at most one such layer."
-    )
-    return Selection(stored, config, report if left else "")
+    after = f"model.layers.{config.num_layers}."
+    has_layer = any(name.startswith(after) for name in stored)
+    config = dataclasses.replace(config, mtp_depth=min(config.mtp_depth, has_layer))
+    return leave_out_layers(stored, config, config.num_layers + config.mtp_depth)
 
 
 def config_from(keys: dict[str, Any], file) -> Config:

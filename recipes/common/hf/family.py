@@ -7,6 +7,7 @@ import dataclasses
 import json
 import math
 import pathlib
+import re
 from collections.abc import Callable, Collection
 from typing import Any
 
@@ -20,6 +21,7 @@ LOCAL, GLOBAL = "sliding_attention", "full_attention"  # kinds of layers
 
 ORIGINAL = "original_max_position_embeddings"
 PARTIAL = "partial_rotary_factor"
+FURTHER = "num_nextn_predict_layers"
 # Their names for the numbers of a rope scaling, in the order of attention.Kind.
 LLAMA3 = ("factor", "low_freq_factor", "high_freq_factor", ORIGINAL)
 YARN = ("factor", "beta_fast", "beta_slow", ORIGINAL, "truncate", "attention_factor")
@@ -32,6 +34,19 @@ class Selection:
     stored: dict[str, Stored]
     config: Any  # the model's Config, which may depend on the tensors that exist
     left_out: str = ""  # a sentence about the others; empty: there are none
+
+
+def leave_out_layers(stored: dict[str, Stored], config: Any, kept: int) -> Selection:
+    """Leaves out layers from number `kept` on, which predict further tokens."""
+    layer = re.compile(r"model\.layers\.(\d+)\.")
+    numbers = {name: int(match[1]) for name in stored if (match := layer.match(name))}
+    left = sorted({number for number in numbers.values() if number >= kept})
+    stored = {name: tensor for name, tensor in stored.items() if numbers.get(name, 0) < kept}
+    names = " and ".join(map(str, left))
+    report = (
+        f"Left out layer {names}, for multi-token prediction; the zoo has at most one such layer."
+    )
+    return Selection(stored, config, report if left else "")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

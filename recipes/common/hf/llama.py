@@ -272,11 +272,15 @@ class Relative:
     # Keys that files may leave out, with transformers' values where these are not None or False.
     defaults: dict[str, Any] = dataclasses.field(default_factory=dict)
     aliases: dict[str, str] = dataclasses.field(default_factory=dict)  # key → another name of it
+    # For keys that are not a field's value: keys, file → those that the tables name; and back.
+    keys_from: Callable[[dict[str, Any], pathlib.Path], dict[str, Any]] = lambda keys, path: keys
+    keys_to: Callable[[dict[str, Any]], dict[str, Any]] = lambda keys: keys
     own_code: bool = False  # whether published folders have code too, which computes the same
     refused: dict[str, tuple] = dataclasses.field(default_factory=dict)  # as UNUSED
     formats: tuple[str, ...] = ()  # quantization methods that are read
     # Fields of Config for training, which no config.json holds → the value of an imported model.
     training: dict[str, Any] = dataclasses.field(default_factory=dict)
+    select: Callable[[dict[str, Stored], Any], Selection] = Selection  # as in Family
 
     @property
     def unused(self) -> dict[str, tuple]:
@@ -292,6 +296,7 @@ class Relative:
         for key, alias in self.aliases.items():
             if keys.get(key) is None:
                 keys |= {key: keys.get(alias)}
+        keys = self.keys_from(keys, path)
         file = ConfigFile(keys, path, self.entry)
         file.refuse(self.unused)
         embed = file.number("hidden_size")
@@ -339,7 +344,7 @@ class Relative:
         written |= {key: value for key, value in options.items() if value is not None}
         if self.partial:
             written["partial_rotary_factor"] = config.rotary_dim / config.head_dim
-        return written | self.layers.write(kinds_of(config))
+        return self.keys_to(written | self.layers.write(kinds_of(config)))
 
     def lost(self, config: Any) -> list[str]:
         """The fields of a Config that differ when its config.json is read again."""
@@ -372,6 +377,7 @@ class Relative:
             formats=self.formats,
             fixed=self.fixed,
             checked=(*self.unused, *self.defaults),
+            select=self.select,
         )
 
 
@@ -403,6 +409,20 @@ def common_json(
         "max_position_embeddings": context,
         "torch_dtype": "float32",
     }
+
+
+BETA = "llama_4_scaling_beta"
+
+
+def ministral3_keys(keys: dict[str, Any], path: pathlib.Path) -> dict[str, Any]:
+    """Ministral 3's keys, with the one of the queries' growth outside of the rotary ones."""
+    return keys | {BETA: ConfigFile(keys, path, "transformer").rope_keys().get(BETA)}
+
+
+def ministral3_json(keys: dict[str, Any]) -> dict[str, Any]:
+    names = ("rope_theta", BETA)
+    rope = (keys.pop("rope_scaling") or {}) | {name: keys.pop(name) for name in names}
+    return keys | {"rope_parameters": rope}
 
 
 GLM_DEFAULTS = {
@@ -510,47 +530,31 @@ ROWS = (  # the first that computes a Config is the one that exports it
         },
         defaults={"attention_bias": True, "num_key_value_heads": 8, "head_dim": 128},
     ),
-)
-BETA = "llama_4_scaling_beta"
-MINISTRAL3 = Relative(
-    architecture="Ministral3ForCausalLM",
-    model_type="ministral3",
-    layers=windowed(4_096),
-    options={"query_growth": BETA},
-    defaults={
-        "num_key_value_heads": 8, "head_dim": 128, "rms_norm_eps": 1e-5, "sliding_window": None,
-    },
+    Relative(
+        architecture="Ministral3ForCausalLM",
+        model_type="ministral3",
+        layers=windowed(4_096),
+        keys_from=ministral3_keys,
+        keys_to=ministral3_json,
+        options={"query_growth": BETA},
+        defaults={
+            "num_key_value_heads": 8, "head_dim": 128, "rms_norm_eps": 1e-5, "sliding_window": None,
+        },
+    ),
 )  # fmt: skip
-
-
-def ministral3_keys(keys: dict[str, Any], path: pathlib.Path) -> dict[str, Any]:
-    """Ministral 3's keys, with the one of the queries' growth outside of the rotary ones."""
-    rope = ConfigFile(keys, path, MINISTRAL3.entry).rope_keys()
-    return keys | {BETA: rope.get(BETA)}
-
-
-def ministral3_json(config: Any, context: int) -> dict[str, Any]:
-    written = MINISTRAL3.config_json(config, context)
-    names = ("rope_theta", BETA)
-    rope = (written.pop("rope_scaling") or {}) | {name: written.pop(name) for name in names}
-    return written | {"rope_parameters": rope}
-
-
-MISTRAL = next(row for row in ROWS if row.architecture == "MistralForCausalLM")
+BY_TYPE = {row.model_type: row for row in ROWS}
+MISTRAL = BY_TYPE["mistral"]
 
 
 def mistral3_keys(keys: dict[str, Any], path: pathlib.Path) -> dict[str, Any]:
     """The text model's keys in the config.json of a Mistral that also sees. Raises UserError."""
     text = vision.text_config(ConfigFile(keys, path, MISTRAL.entry))
     ConfigFile(text, path, MISTRAL.entry).refuse({"model_type": ("mistral", "ministral3")})
-    if text.get("model_type") == "ministral3":
-        return ministral3_keys(text, path)
-    return text | {"model_type": "mistral"}
+    return {"model_type": "mistral"} | text
 
 
 def mistral3_config(keys: dict[str, Any], path: pathlib.Path) -> Config:
-    row = MINISTRAL3 if keys["model_type"] == "ministral3" else MISTRAL
-    return row.config_from(keys, path)
+    return BY_TYPE[keys["model_type"]].config_from(keys, path)
 
 
 def mistral3_text(stored: dict[str, Stored], config: Any) -> Selection:
@@ -562,7 +566,6 @@ def mistral3_text(stored: dict[str, Stored], config: Any) -> Selection:
 
 FAMILIES = (
     *(row.family for row in ROWS),
-    dataclasses.replace(MINISTRAL3.family, text_keys=ministral3_keys, config_json=ministral3_json),
     dataclasses.replace(
         MISTRAL.family,
         config_from=mistral3_config,

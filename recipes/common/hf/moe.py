@@ -4,9 +4,19 @@ Each expert is a separate tensor in most folders, and a slice of one of our para
 """
 
 import functools
+import pathlib
+from collections.abc import Callable
 from typing import Any
 
-from recipes.common.hf.family import GLOBAL, LOCAL, ConfigFile, Table
+from recipes.common.hf.family import (
+    FURTHER,
+    GLOBAL,
+    LOCAL,
+    ConfigFile,
+    Selection,
+    Table,
+    leave_out_layers,
+)
 from recipes.common.hf.llama import (
     ATTENTION_BIAS,
     JOINT_NORMS,
@@ -18,6 +28,7 @@ from recipes.common.hf.llama import (
     types_of,
     windowed,
 )
+from recipes.common.hf.tensors import Stored
 from zoo.layers import Kind
 from zoo.moe import Config
 
@@ -61,10 +72,80 @@ GRANITE = OTHERS | {  # all experts of a layer are one tensor, and so are gate a
         "model.layers.{}.block_sparse_moe.output_linear.weight", "EFD", "E D F"),
 }  # fmt: skip
 
+
+def with_dense(routed: Table) -> Callable[[Any], Table]:
+    """The tensors of a model whose first layers have an MLP in place of experts, by its Config.
+
+    Args:
+      routed: the tensors of the other layers.
+    """
+    dense = {path.replace("layers/", "dense/"): row for path, row in TENSORS.items()}
+
+    def tensors(config: Any) -> Table:
+        layer = f".{{:{config.dense_layers}}}"
+        return dense | {
+            path: (name.replace(".{}", layer, 1), *dims) for path, (name, *dims) in routed.items()
+        }
+
+    return tensors
+
+
+SHARED_EXPERTS = "model.layers.{}.mlp.shared_experts"
+GLM = QWEN | {
+    "layers/experts/bias": ("model.layers.{}.mlp.gate.e_score_correction_bias", "E", "E"),
+    "layers/mlp/gate": (f"{SHARED_EXPERTS}.gate_proj.weight", "DF", "F D"),
+    "layers/mlp/up": (f"{SHARED_EXPERTS}.up_proj.weight", "DF", "F D"),
+    "layers/mlp/down": (f"{SHARED_EXPERTS}.down_proj.weight", "FD", "D F"),
+}
+
 PER_TOKEN = {"experts_per_token": "num_experts_per_tok"}
 LOCAL_EXPERTS = SIZES | PER_TOKEN | {"num_experts": "num_local_experts"}
 QWEN_EXPERTS = SIZES | PER_TOKEN | {"mlp": "moe_intermediate_size", "num_experts": "num_experts"}
-EVERY_LAYER = {"decoder_sparse_step": (1,), "mlp_only_layers": ([],)}
+DENSE = "first_k_dense_replace"
+WIDTH = "moe_intermediate_size"
+DENSE_LAYERS = {"dense_layers": DENSE, "dense_mlp": "intermediate_size"}
+SHARED = "shared_expert_intermediate_size"
+
+
+def read_dense(keys: dict[str, Any], count: int) -> dict[str, Any]:
+    """Keys with the number of dense layers; without any, intermediate_size means nothing."""
+    width = keys.get("intermediate_size") if count else None
+    return keys | {DENSE: count or None, "intermediate_size": width}
+
+
+def write_dense(keys: dict[str, Any]) -> dict[str, Any]:
+    return keys | {"intermediate_size": keys["intermediate_size"] or keys[WIDTH]}
+
+
+def read_mlp_only(keys: dict[str, Any], path: pathlib.Path) -> dict[str, Any]:
+    """Qwen lists the layers without experts, which must be the first ones."""
+    file = ConfigFile(keys, path, "moe")
+    listed = keys.get("mlp_only_layers") or []
+    layers = range(file.number("num_hidden_layers"))
+    dense = [layer for layer in layers if layer in listed]
+    if dense != [*range(len(dense))]:
+        raise file.refused("mlp_only_layers", listed)
+    return read_dense(keys, len(dense))
+
+
+def write_mlp_only(keys: dict[str, Any]) -> dict[str, Any]:
+    return write_dense(keys) | {"mlp_only_layers": [*range(keys.pop(DENSE))]}
+
+
+def read_glm(keys: dict[str, Any], path: pathlib.Path) -> dict[str, Any]:
+    """Shared experts have a number, and the width of the others."""
+    file = ConfigFile(keys, path, "moe")
+    shared = file.number("n_shared_experts") * file.number(WIDTH)
+    return read_dense(keys, keys.get(DENSE) or 0) | {SHARED: shared}
+
+
+def write_glm(keys: dict[str, Any]) -> dict[str, Any]:
+    number = keys.pop(SHARED) // keys[WIDTH]
+    return write_dense(keys) | {"n_shared_experts": number, FURTHER: 0}
+
+
+def without_further_layers(stored: dict[str, Stored], config: Config) -> Selection:
+    return leave_out_layers(stored, config, config.num_layers)
 
 
 def read_switched(file: ConfigFile, theta: float, partial: bool) -> list[Kind]:
@@ -124,24 +205,28 @@ ROWS = (
     row(
         architecture="Qwen3MoeForCausalLM",
         model_type="qwen3_moe",
-        tensors=lambda config: QWEN,
+        tensors=with_dense(QWEN),
         sizes=QWEN_EXPERTS,
         layers=Layers(read_switched, write_switched),
+        keys_from=read_mlp_only,
+        keys_to=write_mlp_only,
         fixed={"qk_norm": True},
-        options=ATTENTION_BIAS | {"normalize": "norm_topk_prob"},
+        options=ATTENTION_BIAS | DENSE_LAYERS | {"normalize": "norm_topk_prob"},
         aliases={"num_experts": "num_local_experts"},  # in newer files
-        refused=EVERY_LAYER,
+        refused={"decoder_sparse_step": (1,)},
     ),
     row(
         architecture="Qwen2MoeForCausalLM",
         model_type="qwen2_moe",
-        tensors=lambda config: QWEN2,
-        sizes=QWEN_EXPERTS | {"shared_mlp": "shared_expert_intermediate_size"},
+        tensors=with_dense(QWEN2),
+        sizes=QWEN_EXPERTS | {"shared_mlp": SHARED},
         layers=Layers(read_qwen2, write_mixed),
+        keys_from=read_mlp_only,
+        keys_to=write_mlp_only,
         fixed={"shared_gate": True},
-        options={"qkv_bias": "qkv_bias", "normalize": "norm_topk_prob"},
+        options=DENSE_LAYERS | {"qkv_bias": "qkv_bias", "normalize": "norm_topk_prob"},
         defaults={"num_key_value_heads": 16, "qkv_bias": True, "norm_topk_prob": False},
-        refused=EVERY_LAYER,
+        refused={"decoder_sparse_step": (1,)},
     ),
     row(
         architecture="OlmoeForCausalLM",
@@ -181,5 +266,31 @@ ROWS = (
             "qk_norm_type": ("per_layer",),
         },
     ),
-)
+    row(
+        architecture="Glm4MoeForCausalLM",
+        model_type="glm4_moe",
+        tensors=with_dense(GLM),
+        sizes=SIZES
+        | PER_TOKEN
+        | {"mlp": WIDTH, "num_experts": "n_routed_experts", "shared_mlp": SHARED},
+        partial=True,
+        keys_from=read_glm,
+        keys_to=write_glm,
+        fixed={"sigmoid": True},
+        options=DENSE_LAYERS
+        | {
+            "qkv_bias": "attention_bias",
+            "qk_norm": "use_qk_norm",
+            "normalize": "norm_topk_prob",
+            "route_scale": "routed_scaling_factor",
+            "groups": "n_group",
+            "top_groups": "topk_group",
+        },
+        defaults={
+            "num_key_value_heads": 8, "rms_norm_eps": 1e-5, "partial_rotary_factor": 0.5, DENSE: 1,
+        },
+        formats=("fp8",),
+        select=without_further_layers,
+    ),
+)  # fmt: skip
 FAMILIES = tuple(one.family for one in ROWS)
