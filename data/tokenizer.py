@@ -33,7 +33,8 @@ SPECIAL, ADDED = "special_tokens_map.json", "added_tokens.json"
 FILES = (MAIN, CONFIG, TEMPLATE, GENERATION, SPECIAL, ADDED)  # files that a model folder may have
 MODEL = "config.json"  # the model's own; kept only where no other file names the end-of-text token
 PAIRS = ("vocab.json", "merges.txt")  # byte-level BPE in old repositories, which lack MAIN
-PIECES = ("tokenizer.model", "spiece.model", "sentencepiece.bpe.model")  # unsupported formats
+# Unsupported formats: sentencepiece's and tiktoken's.
+PIECES = ("tokenizer.model", "spiece.model", "sentencepiece.bpe.model", "tiktoken.model")
 GPT2_END = "<|endoftext|>"  # ends a document in byte-level vocabularies; old files don't mark it
 # Control tokens that divide an answer of GPT-OSS into parts (harmony) → how a terminal shows them:
 # [analysis] The user asks …
@@ -320,7 +321,7 @@ def find(name: str) -> Tokenizer:
 def read(folder: pathlib.Path) -> dict[str, bytes]:
     """The tokenizer's files in a model folder, name → content; {} if it has none.
 
-    Raises DataError if the folder has only a sentencepiece model.
+    Raises DataError if the folder has it only in one of PIECES.
     """
     if all((folder / name).is_file() for name in PAIRS) and not (folder / MAIN).is_file():
         files = {MAIN: _from_pairs(folder)}

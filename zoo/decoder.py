@@ -18,7 +18,7 @@ from .attention import Positions, make_positions, stripe
 from .layers import RMSNorm
 from .sharding import AxisNames, shards
 from .stack import fit_rules, layer_in_use, scan_layers, stack
-from .strategies import DECODER
+from .strategies import DECODER, DENSE_STACK
 from .vocabulary import (
     Batch, Objective, cross_entropy, look_up, table_copies, unembed, vocabulary,
 )  # fmt: skip
@@ -49,7 +49,7 @@ class Decoder(nnx.Module):
         first = config.dense_layers
         if first:
             dense_layer = functools.partial(layer, config, dense=True)
-            self.dense = stack(dense_layer, first, rngs, axis="dense_stack")
+            self.dense = stack(dense_layer, first, rngs, axis=DENSE_STACK)
         # Every parameter of the layers starts with dim L, logical axis `layers`.
         self.layers = stack(functools.partial(layer, config), config.num_layers - first, rngs)
         self.final_norm = final_norm or RMSNorm(config.embed, config.norm_eps)

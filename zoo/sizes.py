@@ -15,6 +15,19 @@ OLMO2 = {
     "norm_eps": 1e-6,
     "tie_embeddings": False,
 }
+GLM45 = {
+    "vocab_size": 151_552,
+    "num_heads": 96,
+    "num_kv_heads": 8,
+    "head_dim": 128,
+    "rotary_dims": 64,
+    "qkv_bias": True,
+    "experts_per_token": 8,
+    "sigmoid": True,
+    "rope_theta": 1e6,
+    "tie_embeddings": False,
+    "remat": "dispatched",
+}
 
 TRANSFORMER: dict[str, tuple[str, dict[str, Any]]] = {  # name → (docstring, fields of Config)
     "mistral_small_24b": (
@@ -123,6 +136,22 @@ MOE: dict[str, tuple[str, dict[str, Any]]] = {
             "qk_norm": True, "joint_qk_norm": True, "rotary_dims": 64,
             "rope_theta": 5e6, "tie_embeddings": False, "remat": "dispatched",
         },
+    ),
+    "glm45_air": (
+        "106,852,245,504 parameters. 13,424,123,904 of them active. GLM-4.5-Air.",
+        {
+            "embed": 4_096, "num_layers": 46, "num_experts": 128, "mlp": 1_408, "shared_mlp": 1_408,
+            "dense_layers": 1, "dense_mlp": 10_944,
+        }
+        | GLM45,
+    ),
+    "glm45": (
+        "352,797,814,784 parameters. 33,632,251,904 of them active. GLM-4.5.",
+        {
+            "embed": 5_120, "num_layers": 92, "num_experts": 160, "mlp": 1_536, "shared_mlp": 1_536,
+            "dense_layers": 3, "dense_mlp": 12_288, "route_scale": 2.5, "qk_norm": True,
+        }
+        | GLM45,
     ),
 }  # fmt: skip
 

@@ -25,6 +25,7 @@ KV_HEADS = "kv_heads"  # K
 MLP = "mlp"  # F
 VOCAB = "vocab"  # V
 LAYERS = "layers"  # L, in front of every weight of the stacked layers
+DENSE_STACK = "dense_stack"  # likewise, of the first layers, if these have no experts
 EXPERT = "expert"  # E, of weights of experts
 ROUTER = "router"  # E, of the router
 HEAD_DIM = "head_dim"  # H
@@ -179,7 +180,7 @@ EXPERT_DECODER = dataclasses.replace(
         "expert": "weights",  # activations travel to the devices of their experts
         "expert_embed": "weights",  # D, of experts at rest
         "router": "weights",  # E, of the router: each device scores all experts
-        "dense_stack": "stack",  # the first layers, without experts
+        DENSE_STACK: "stack",
     },
     in_use=DECODER.in_use | {"expert_embed": "act_embed"},
     within={"expert": "batch"},  # positions travel along the mesh axes that split experts

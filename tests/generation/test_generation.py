@@ -77,6 +77,7 @@ CASES = [(family, *mesh) for family in FAMILIES for mesh in MESHES] + [
     ("qwen3_moe", "data=2,expert=2,model=2", "fsdp_ep_tp"),
     ("gpt_oss", "data=2,expert=2,model=2", "fsdp_ep_tp"),
     ("deepseek_v3", "data=2,expert=2,model=2", "fsdp_ep_tp"),
+    ("glm4_moe", "data=2,expert=2,model=2", "fsdp_ep_tp"),  # a dense layer before the others
 ]
 
 

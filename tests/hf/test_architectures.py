@@ -63,6 +63,22 @@ QWEN2_MOE = {  # the rest is transformers' defaults
     "moe_intermediate_size": 1408, "shared_expert_intermediate_size": 5632, "rope_theta": 1e6,
     "num_experts_per_tok": 4, "use_sliding_window": False, "sliding_window": 32768,
 }  # fmt: skip
+GLM45_AIR = {
+    "architectures": ["Glm4MoeForCausalLM"], "model_type": "glm4_moe", "attention_bias": True,
+    "head_dim": 128, "hidden_act": "silu", "hidden_size": 4096, "partial_rotary_factor": 0.5,
+    "intermediate_size": 10944, "moe_intermediate_size": 1408, "norm_topk_prob": True,
+    "num_attention_heads": 96, "n_group": 1, "topk_group": 1, "n_routed_experts": 128,
+    "n_shared_experts": 1, "routed_scaling_factor": 1.0, "num_experts_per_tok": 8,
+    "first_k_dense_replace": 1, "num_hidden_layers": 46, "num_key_value_heads": 8,
+    "rms_norm_eps": 1e-5, "rope_scaling": None, "rope_theta": 1000000,
+    "num_nextn_predict_layers": 1, "tie_word_embeddings": False, "use_qk_norm": False,
+    "vocab_size": 151552,
+}  # fmt: skip
+GLM45 = GLM45_AIR | {
+    "hidden_size": 5120, "intermediate_size": 12288, "moe_intermediate_size": 1536,
+    "n_routed_experts": 160, "first_k_dense_replace": 3, "num_hidden_layers": 92,
+    "routed_scaling_factor": 2.5, "use_qk_norm": True,
+}  # fmt: skip
 OLMO3 = {
     "architectures": ["Olmo3ForCausalLM"], "model_type": "olmo3", "hidden_size": 4096,
     "intermediate_size": 11008, "num_hidden_layers": 32, "num_attention_heads": 32,
@@ -91,6 +107,8 @@ PHI3 = {
         (KIMI, "deepseek", "kimi_k2"),
         (MOONLIGHT, "deepseek", "16b"),
         (MINIMAX, "moe", "minimax_m2"),
+        (GLM45_AIR, "moe", "glm45_air"),
+        (GLM45, "moe", "glm45"),
         (QWEN2_MOE, "moe", "qwen15_moe_a3b"),
         (OLMO3, "transformer", "olmo3_7b"),
         (SMOLLM3, "transformer", "smollm3_3b"),

@@ -238,6 +238,9 @@ RELATIVES = {  # golden model → the switches that it sets
     "olmoe": {"qk_norm": True, "joint_qk_norm": True, "normalize": False},
     "granitemoe": GRANITE,
     "minimax_m2": {"qk_norm": True, "joint_qk_norm": True, "sigmoid": True, "rotary_dims": 6},
+    "glm4_moe": {"qkv_bias": True, "qk_norm": True, "sigmoid": True, "rotary_dims": 6}
+    | {"shared_mlp": 40, "route_scale": 2.5, "groups": 4, "top_groups": 2}
+    | {"dense_layers": 1, "dense_mlp": 40},
 }
 
 
@@ -245,7 +248,8 @@ RELATIVES = {  # golden model → the switches that it sets
 def test_a_relative_of_llama_sets_its_switches_and_no_other(name):
     config = hf.Folder(GOLDEN / name).config
     switches = {*Variant.__dataclass_fields__} - {*Compute.__dataclass_fields__}
-    switches |= {"normalize", "shared_mlp", "shared_gate", "sigmoid"} & {*vars(config)}
+    routing = {"normalize", "shared_mlp", "shared_gate", "sigmoid", "route_scale", "groups"}
+    switches |= (routing | {"top_groups", "dense_layers", "dense_mlp"}) & {*vars(config)}
     fields = type(config).__dataclass_fields__
     found = {n: getattr(config, n) for n in switches if getattr(config, n) != fields[n].default}
     assert found == RELATIVES[name]
