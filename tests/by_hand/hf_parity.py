@@ -10,6 +10,7 @@ write is bit-equal to what we read, and gives their logits in `transformers` aga
 """
 
 import dataclasses
+import json
 import pathlib
 import shutil
 import sys
@@ -22,11 +23,13 @@ from flax import nnx
 
 import tests.conftest  # noqa: F401, simulates the devices
 from recipes.common import checkpoint, hf
+from recipes.common.hf.folder import UNIMPORTANT
 from recipes.common.mesh import make_mesh
 from recipes.common.sharding.abstract import paths
 from tests.conftest import ROOT
 
 GOLDEN = ROOT / "tests" / "golden" / "hf"
+KEYS = ROOT / "tests" / "golden" / "hf_keys.json"  # of config.json, see declared_keys
 TOLERANCE = 2e-5  # of a logit, in float32
 MESHES = [("1x1", "dp"), ("2x4", "fsdp_tp")]
 FURTHER = [("4x2", "fsdp_tp"), ("1x8", "tp")]
@@ -680,12 +683,33 @@ def params_of_adapter(adapter: hf.Adapter) -> dict[str, np.ndarray]:
     return {path: np.asarray(x) for path, x in paths(adapter.read(abstract)["params"]).items()}
 
 
+def declared_keys() -> dict[str, dict]:
+    """Architecture → key that its config class declares → default, without those of all classes."""
+    import transformers
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+    of_all = {field.name for field in dataclasses.fields(transformers.PretrainedConfig)}
+    of_all -= {"tie_word_embeddings"}
+    return {
+        name: {
+            field.name: None if field.default is dataclasses.MISSING else field.default
+            for field in dataclasses.fields(CONFIG_MAPPING[kind])
+            if field.name not in of_all and not any(part in field.name for part in UNIMPORTANT)
+        }
+        for family in hf.folder.FAMILIES
+        for name, kind in family.architectures.items()
+    }
+
+
 def main() -> None:
     import transformers
 
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
     asked = [word for word in sys.argv[1:] if not word.startswith("--")]
+    if "--update-golden" in sys.argv and "keys" in (asked or ["keys"]):
+        rows = (f"{json.dumps(name)}: {json.dumps(keys)}" for name, keys in declared_keys().items())
+        KEYS.write_text("{\n" + ",\n".join(rows) + "\n}\n")
     with tempfile.TemporaryDirectory() as work:
         for name in [name for name in asked if name in FAMILIES] if asked else FAMILIES:
             compare(name, pathlib.Path(work))

@@ -1,16 +1,21 @@
 """The page of architectures that load, and published config.json of Llama's relatives."""
 
 import dataclasses
+import functools
+import json
 
 import pytest
 
 from recipes.common import entries
 from recipes.common.hf import architectures
 from recipes.common.hf.folder import FAMILIES
+from recipes.common.runtime.errors import UserError
+from tests.by_hand.hf_parity import GOLDEN, KEYS
 from tests.conftest import ROOT
 
 pytestmark = pytest.mark.promise("hugging-face")
 
+PATH = ROOT / "config.json"
 PAGE = ROOT / "recipes" / "docs" / "architectures.md"
 FULL, SLIDING = "full_attention", "sliding_attention"
 
@@ -124,6 +129,95 @@ def test_published_relatives_are_their_named_sizes(keys, entry, size):
     training |= {"balance_rate": 0.0} if entry == "deepseek" else {}
     wanted = dataclasses.replace(entries.zoo_file(entry).SIZES[size](), **training)
     assert family.config_from(keys, ROOT / "config.json") == wanted
+
+
+# ---- keys of config.json -------------------------------------------------------------------------
+
+DECLARED = json.loads(KEYS.read_text())  # architecture → key → transformers' default
+# Keys that change no logits: of training and generation, of the parts that are left out, and the one
+# for layers that may be left out.
+WITHOUT_EFFECT = {
+    *("max_position_embeddings", "n_positions", "pretraining_tp", "num_mtp_layers"),
+    *("output_router_logits", "router_aux_loss_coef", "router_jitter_noise"),
+    *("encoder_stride", "pooler_output_size", "pooler_act", "image_token_index", "vision_config"),
+    *("boi_token_index", "eoi_token_index", "mm_tokens_per_image", "multimodal_projector_bias"),
+    *("projector_hidden_act", "spatial_merge_size", "vision_feature_layer"),
+}
+DERIVED = {"head_dim", "num_experts"}  # from other keys, if absent
+
+
+MATTER = {  # architecture → changes of its golden config.json, so that more keys matter
+    "Qwen2ForCausalLM": {"layer_types": None, "use_sliding_window": True, "sliding_window": 5}
+    | {"max_window_layers": 1},
+    "Qwen3MoeForCausalLM": {
+        "use_sliding_window": True,
+        "sliding_window": 5,
+        "mlp_only_layers": [0],
+    },
+    "Qwen2MoeForCausalLM": {"layer_types": None},
+    "SmolLM3ForCausalLM": {"no_rope_layers": None, "layer_types": None},
+    "DeepseekV2ForCausalLM": {"norm_topk_prob": False},
+}
+MATTER["Qwen3ForCausalLM"] = MATTER["Qwen2ForCausalLM"]
+NEAR = {"GlmForCausalLM": "glm4", "DeepseekV2ForCausalLM": "deepseek_v3"}  # golden models
+EXCEPTIONS = {
+    "Mistral3ForConditionalGeneration": {"tie_word_embeddings"},  # the stored tensors say it
+    "Qwen2MoeForCausalLM": {"intermediate_size"},  # of layers without experts, beside windows
+}
+
+
+@functools.cache
+def keys_with_effect(architecture: str) -> dict:
+    """A config.json in which every declared key matters."""
+    files = sorted(GOLDEN.glob(f"{NEAR.get(architecture, '*')}/config.json"))
+    every = [json.loads(file.read_text()) for file in files]
+    keys = next(k for k in every if architecture in NEAR or k["architectures"] == [architecture])
+    return keys | {"architectures": [architecture]} | MATTER.get(architecture, {})
+
+
+def config_of(keys: dict):
+    (name,) = keys["architectures"]
+    (family,) = (family for family in FAMILIES if name in family.architectures)
+    keys = keys | {"model_type": family.architectures[name]}
+    return family.config_from(family.text_keys(keys, PATH), PATH)
+
+
+def another(value):
+    match value:
+        case bool():
+            return not value
+        case int() | float():
+            return value + 1
+    return 7
+
+
+@pytest.mark.parametrize("architecture", DECLARED)
+def test_every_key_that_transformers_declares_is_read_or_refused(architecture):
+    keys = keys_with_effect(architecture)
+    before = config_of(keys)
+    unread = []
+    for key, default in DECLARED[architecture].items():
+        value = keys.get(key, default)
+        try:
+            if config_of(keys | {key: another(value)}) == before:
+                unread.append(key)
+        except UserError:
+            pass
+    assert {*unread} <= WITHOUT_EFFECT | EXCEPTIONS.get(architecture, set())
+
+
+@pytest.mark.parametrize("architecture", DECLARED)
+def test_an_absent_key_means_transformers_default(architecture):
+    keys = keys_with_effect(architecture)
+    for key, default in DECLARED[architecture].items():
+        if default is None or key in DERIVED:
+            continue
+        absent = {name: value for name, value in keys.items() if name != key}
+        try:
+            configs = config_of(absent), config_of(absent | {key: default})
+        except UserError:
+            continue  # the key is required, or the default is too large for this small model
+        assert configs[0] == configs[1], key
 
 
 @pytest.mark.parametrize("entry", ["transformer", "moe"])

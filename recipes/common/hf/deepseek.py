@@ -59,6 +59,17 @@ UNUSED = {  # features that our DeepSeek lacks → values that leave them off
 }
 SCORES = "scoring_func"
 METHOD = "topk_method"
+DEFAULTS = {  # transformers' values of keys that files may leave out, where not None or False
+    "deepseek_v2": {"q_lora_rank": 1_536, METHOD: "greedy"},
+    "deepseek_v3": {
+        "q_lora_rank": 1_536,
+        "n_group": 8,
+        "topk_group": 4,
+        DENSE: 3,
+        "norm_topk_prob": True,
+        "routed_scaling_factor": 2.5,
+    },
+}
 
 
 def tensors(config: Config) -> Table:
@@ -131,7 +142,9 @@ def config_from(keys: dict[str, Any], file) -> Config:
 
     Raises UserError if our DeepSeek can't compute the model exactly.
     """
-    theirs, v3 = ConfigFile(keys, file, ENTRY), keys["model_type"] == "deepseek_v3"
+    v3 = keys["model_type"] == "deepseek_v3"
+    keys = {FURTHER: keys.get("num_mtp_layers")} | DEFAULTS[keys["model_type"]] | keys
+    theirs = ConfigFile(keys, file, ENTRY)
     score = ("sigmoid",) if v3 else ("softmax",)
     methods = ("noaux_tc",) if v3 else ("greedy", "group_limited_greedy")
     theirs.refuse(UNUSED | {SCORES: score, METHOD: methods})

@@ -122,8 +122,8 @@ def read_mlp_only(keys: dict[str, Any], path: pathlib.Path) -> dict[str, Any]:
     file = ConfigFile(keys, path, "moe")
     listed = keys.get("mlp_only_layers") or []
     layers = range(file.number("num_hidden_layers"))
-    dense = [layer for layer in layers if layer in listed]
-    if dense != [*range(len(dense))]:
+    dense = [layer for layer in layers if isinstance(listed, list) and layer in listed]
+    if not isinstance(listed, list) or dense != [*range(len(dense))]:
         raise file.refused("mlp_only_layers", listed)
     return read_dense(keys, len(dense))
 
@@ -150,8 +150,9 @@ def without_further_layers(stored: dict[str, Stored], config: Config) -> Selecti
 
 def read_switched(file: ConfigFile, theta: float, partial: bool) -> list[Kind]:
     """Reads layers with a window if use_sliding_window is set."""
-    window = file.keys.get("sliding_window") if file.keys.get("use_sliding_window") else None
-    return windowed(4_096).read(file.with_keys(sliding_window=window), theta, partial)
+    if not file.keys.get("use_sliding_window"):
+        file = file.with_keys(sliding_window=None)
+    return windowed(4_096).read(file, theta, partial)
 
 
 def write_switched(kinds: list[Kind]) -> dict[str, Any]:
@@ -212,6 +213,7 @@ ROWS = (
         keys_to=write_mlp_only,
         fixed={"qk_norm": True},
         options=ATTENTION_BIAS | DENSE_LAYERS | {"normalize": "norm_topk_prob"},
+        defaults={"num_key_value_heads": 4, "norm_topk_prob": False},
         aliases={"num_experts": "num_local_experts"},  # in newer files
         refused={"decoder_sparse_step": (1,)},
     ),
