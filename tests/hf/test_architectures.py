@@ -156,7 +156,7 @@ MATTER = {  # architecture → changes of its golden config.json, so that more k
     },
     "Qwen2MoeForCausalLM": {"layer_types": None},
     "SmolLM3ForCausalLM": {"no_rope_layers": None, "layer_types": None},
-    "DeepseekV2ForCausalLM": {"norm_topk_prob": False},
+    "DeepseekV2ForCausalLM": {"norm_topk_prob": False, "topk_method": "group_limited_greedy"},
 }
 MATTER["Qwen3ForCausalLM"] = MATTER["Qwen2ForCausalLM"]
 NEAR = {"GlmForCausalLM": "glm4", "DeepseekV2ForCausalLM": "deepseek_v3"}  # golden models
