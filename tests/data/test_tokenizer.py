@@ -364,9 +364,10 @@ def test_the_bytes_are_written_as_a_tokenizer_that_others_read(tmp_path):
 
 @pytest.fixture
 def here(tmp_path):
-    for name in ("empty", "pieces", "broken", "list", "eos", "config"):
+    for name in ("empty", "pieces", "ranks", "broken", "list", "eos", "config"):
         (tmp_path / name).mkdir()
     (tmp_path / "pieces" / "tokenizer.model").write_bytes(b"\x00")
+    (tmp_path / "ranks" / "tiktoken.model").write_bytes(b"IQ== 0\n")  # as Kimi K2
     good = small_tokenizers.byte_level()
     folders = {
         "broken": {"tokenizer.json": b'{"model": '},
@@ -393,6 +394,7 @@ def here(tmp_path):
         ("x" * 5000, "can't be read (File name too long); use another"),
         ("{here}/empty", "--tokenizer={here}/empty has no tokenizer.json; use a folder that has one, or bytes"),
         ("{here}/pieces", "{here}/pieces has its tokenizer only in tokenizer.model, which the zoo does not read; add its tokenizer.json"),
+        ("{here}/ranks", "{here}/ranks has its tokenizer only in tiktoken.model, which the zoo does not read; add its tokenizer.json"),
         ("{here}/broken", "tokenizer.json of the tokenizer {here}/broken can't be read ("),
         ("{here}/list", "generation_config.json of the tokenizer {here}/list is not a JSON object"),
         ("{here}/eos", "the tokenizer {here}/eos has 512 tokens, but [2, 512] should end a text"),

@@ -291,7 +291,6 @@ ROWS = (
         defaults={
             "num_key_value_heads": 8, "rms_norm_eps": 1e-5, "partial_rotary_factor": 0.5, DENSE: 1,
         },
-        formats=("fp8",),
         select=without_further_layers,
     ),
 )  # fmt: skip
