@@ -8,7 +8,7 @@ import dataclasses
 import math
 from typing import Any
 
-from recipes.common.hf import llama
+from recipes.common.hf import relative
 from recipes.common.hf.family import (
     FURTHER,
     ConfigFile,
@@ -200,7 +200,7 @@ def config_json(config: Config, context: int) -> dict[str, Any]:
         )
     kind = "deepseek_v3" if v3 else "deepseek_v2"
     architecture = next(name for name, k in ARCHITECTURES.items() if k == kind)
-    theirs = llama.common_json(config, architecture, kind, SIZES, context)
+    theirs = relative.common_json(config, architecture, kind, SIZES, context)
     if config.mscale:
         theirs["rope_scaling"] |= mscales(config)
     method = "noaux_tc" if v3 else "group_limited_greedy" if limited else "greedy"

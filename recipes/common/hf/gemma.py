@@ -1,14 +1,14 @@
 """The Gemma family (zoo/gemma3.py): Gemma 2 and Gemma 3, and the text model of Gemma 3 with vision.
 
 Norms and embeddings are stored as in our model: its norms add 1 to their scale, and its embeddings
-are multiplied by √D after the lookup. Everything else is as in llama.py.
+are multiplied by √D after the lookup. Everything else is as in relative.py.
 """
 
 import dataclasses
 import pathlib
 from typing import Any
 
-from recipes.common.hf import llama, vision
+from recipes.common.hf import layer_kinds, relative, vision
 from recipes.common.hf.family import (
     GLOBAL,
     LOCAL,
@@ -27,19 +27,19 @@ ARCHITECTURES = {  # theirs → model_type
     "Gemma2ForCausalLM": "gemma2",
 }
 
-TENSORS = llama.TENSORS | {
+TENSORS = relative.TENSORS | {
     "layers/post_attention_norm/scale": (
         "model.layers.{}.post_attention_layernorm.weight", "D", "D"),
     "layers/mlp_norm/scale": ("model.layers.{}.pre_feedforward_layernorm.weight", "D", "D"),
     "layers/post_mlp_norm/scale": ("model.layers.{}.post_feedforward_layernorm.weight", "D", "D"),
 }  # fmt: skip
 
-SIZES = llama.SIZES | {"query_scalar": "query_pre_attn_scalar"}
+SIZES = relative.SIZES | {"query_scalar": "query_pre_attn_scalar"}
 CAPS = {"soft_cap": "attn_logit_softcapping", "logits_soft_cap": "final_logit_softcapping"}
 TIE = "tie_word_embeddings"
 THETAS = {LOCAL: ("rope_local_base_freq", 1e4), GLOBAL: ("rope_theta", 1e6)}  # Gemma 3's older keys
 
-UNUSED = {key: values for key, values in llama.UNUSED.items() if key != "hidden_act"}
+UNUSED = {key: values for key, values in relative.UNUSED.items() if key != "hidden_act"}
 UNUSED |= {"hidden_activation": ("gelu_pytorch_tanh",), "use_bidirectional_attention": (False,)}
 # transformers computes no soft caps of scores in Gemma 3, whatever its config.json says.
 UNUSED_IN_GEMMA3 = UNUSED | {CAPS["soft_cap"]: ()}
@@ -101,7 +101,7 @@ def config_from(keys: dict[str, Any], file: pathlib.Path) -> Config:
     return Config(
         **theirs.sizes(SIZES),
         **{name: theirs.number(key, None, float) for name, key in caps.items()},
-        layer_kinds=llama.period_of(every),
+        layer_kinds=layer_kinds.period_of(every),
         qk_norm=gemma3,
         norm_eps=theirs.number("rms_norm_eps", None, float),
         tie_embeddings=keys[TIE] is True,
@@ -131,7 +131,7 @@ def config_json(config: Config, context: int) -> dict[str, Any]:
             raise UserError(f"no Hugging Face Gemma has {what}; use a model without it")
     kind = "gemma3_text" if gemma3 else "gemma2"
     architecture = next(name for name, k in ARCHITECTURES.items() if k == kind)
-    theirs = llama.common_json(config, architecture, kind, SIZES, context)
+    theirs = relative.common_json(config, architecture, kind, SIZES, context)
     del theirs["hidden_act"]
     theirs |= {
         "hidden_activation": "gelu_pytorch_tanh",

@@ -1,4 +1,4 @@
-"""The family of GPT-OSS (zoo/gpt_oss.py). Attention and norms are as in llama.py.
+"""The family of GPT-OSS (zoo/gpt_oss.py). Attention and norms are as in relative.py.
 
 A layer's experts are one tensor, in which gate and up alternate. The published folders have them in
 MXFP4 (mxfp4.py); an export has float32.
@@ -7,7 +7,7 @@ MXFP4 (mxfp4.py); an export has float32.
 import pathlib
 from typing import Any
 
-from recipes.common.hf import llama
+from recipes.common.hf import layer_kinds, relative
 from recipes.common.hf.family import GLOBAL, LOCAL, ORIGINAL, ConfigFile, Family
 from zoo.gpt_oss import Config
 from zoo.layers import Kind
@@ -17,7 +17,9 @@ ENTRY = "gpt_oss"
 ARCHITECTURES = {"GptOssForCausalLM": "gpt_oss"}  # theirs → model_type
 
 EXPERTS = "model.layers.{}.mlp.experts"
-TENSORS = {path: row for path, row in llama.TENSORS.items() if not path.startswith("layers/mlp/")}
+TENSORS = {
+    path: row for path, row in relative.TENSORS.items() if not path.startswith("layers/mlp/")
+}
 TENSORS |= {
     "layers/attention/o_bias": ("model.layers.{}.self_attn.o_proj.bias", "D", "D"),
     "layers/attention/sinks": ("model.layers.{}.self_attn.sinks", "N", "N"),
@@ -31,7 +33,7 @@ TENSORS |= {
     "layers/experts/down_bias": (f"{EXPERTS}.down_proj_bias", "ED", "E D"),
 }
 
-SIZES = llama.SIZES | {
+SIZES = relative.SIZES | {
     "num_experts": "num_local_experts",
     "experts_per_token": "num_experts_per_tok",
 }
@@ -75,20 +77,20 @@ def config_from(keys: dict[str, Any], file: pathlib.Path) -> Config:
         swiglu_alpha=theirs.number("swiglu_alpha", 1.702, float),
         swiglu_limit=theirs.number("swiglu_limit", 7.0, float),
         norm_eps=theirs.number("rms_norm_eps", 1e-5, float),
-        layer_kinds=llama.period_of(kinds),
+        layer_kinds=layer_kinds.period_of(kinds),
         tie_embeddings=keys.get("tie_word_embeddings") is True,
     )
 
 
 def config_json(config: Config, context: int) -> dict[str, Any]:
     """Their config.json; `context` is the number of positions trained on."""
-    kinds = llama.kinds_of(config)
-    theirs = llama.common_json(config, "GptOssForCausalLM", "gpt_oss", SIZES, context)
+    kinds = layer_kinds.kinds_of(config)
+    theirs = relative.common_json(config, "GptOssForCausalLM", "gpt_oss", SIZES, context)
     return theirs | {
         # Theirs would be YaRN if this were null.
         "rope_scaling": theirs["rope_scaling"] or {"rope_type": "default"},
         "sliding_window": next((kind.window for kind in kinds if kind.window), None),
-        "layer_types": llama.types_of(kinds),
+        "layer_types": layer_kinds.types_of(kinds),
         "attention_bias": True,
         "swiglu_alpha": config.swiglu_alpha,
         "swiglu_limit": config.swiglu_limit,
@@ -98,7 +100,7 @@ def config_json(config: Config, context: int) -> dict[str, Any]:
 def lost(config: Config) -> list[str]:
     """Kinds of layers that config.json can't say."""
     read = config_from(config_json(config, 1), pathlib.Path("config.json"))
-    same = llama.kinds_of(read) == llama.kinds_of(config)
+    same = layer_kinds.kinds_of(read) == layer_kinds.kinds_of(config)
     return [] if same else [f"layer_kinds={config.layer_kinds}"]
 
 

@@ -17,17 +17,9 @@ from recipes.common.hf.family import (
     Table,
     leave_out_layers,
 )
-from recipes.common.hf.llama import (
-    ATTENTION_BIAS,
-    JOINT_NORMS,
-    MULTIPLIERS,
-    SIZES,
-    TENSORS,
-    Layers,
-    Relative,
-    types_of,
-    windowed,
-)
+from recipes.common.hf.layer_kinds import Layers, types_of, windowed
+from recipes.common.hf.llama import ATTENTION_BIAS, JOINT_NORMS, MULTIPLIERS
+from recipes.common.hf.relative import SIZES, TENSORS, Relative
 from recipes.common.hf.tensors import Stored
 from zoo.layers import Kind
 from zoo.moe import Config
