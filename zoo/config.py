@@ -45,6 +45,8 @@ class Compute:
     layer_kinds = ()  # one period of Kinds, repeated over the depth, for layers that differ
     dense_layers = 0  # the first ones, which have an MLP in place of experts
     dense_mlp = 0  # hidden width of that MLP
+    groups = 1  # of experts; a position's experts are in its `top_groups` best groups
+    top_groups = 1
     sliding_window = None
     rope_scaling = None
     logits_soft_cap = None

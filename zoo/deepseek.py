@@ -26,10 +26,7 @@ from jax.ad_checkpoint import checkpoint_name
 from .attention import attend
 from .config import Compute
 from .decoder import Decoder
-from .experts import (
-    EXPERT_REMAT, GatedExperts, check_dense_layers, check_experts, check_groups, experts_shape,
-    group_limit,
-)  # fmt: skip
+from .experts import EXPERT_REMAT, GatedExperts, check_experts, experts_shape
 from .layers import GatedMLP, Kind, RMSNorm, RopeScaling, Yarn, adapters, gather, project, rotate
 from .shape import AttentionShape, LayerShape, Shape
 from .sharding import Rules, complete_tables, constrain, explicit, param
@@ -84,8 +81,6 @@ class Config(Compute):
     def __post_init__(self):
         super().__post_init__()
         check_experts(self)
-        check_groups(self)
-        check_dense_layers(self)
         if self.mtp_depth not in (0, 1):
             raise ValueError(f"mtp_depth={self.mtp_depth} is not one of 0, 1")
         if self.mscale and not self.rope_scaling:
@@ -209,7 +204,6 @@ class Layer(nnx.Module):
             biased=config.sigmoid,
             normalize=config.normalize,
             sigmoid=config.sigmoid,
-            limit=group_limit(config),
             scale=config.route_scale,
         )
         self.experts = None if dense else routed(rngs=rngs)

@@ -24,7 +24,7 @@ EXPERT_REMAT = REMAT_POLICIES | {  # also: what experts receive, so that nothing
 
 
 def check_experts(config) -> None:
-    """Raises ValueError if a Config's experts are invalid."""
+    """Raises ValueError if a Config's experts, their groups or the layers without are invalid."""
     if config.experts_per_token > config.num_experts:
         raise ValueError(
             f"experts_per_token={config.experts_per_token} is more than "
@@ -32,10 +32,6 @@ def check_experts(config) -> None:
         )
     if config.capacity is not None and not 0 < config.capacity < math.inf:
         raise ValueError(f"capacity={config.capacity} must be > 0, or None for dropless")
-
-
-def check_groups(config) -> None:
-    """Raises ValueError if a Config's groups of experts are invalid."""
     E, G = config.num_experts, config.groups
     if E % G or E < 2 * G > 2:
         raise ValueError(f"groups={G} must divide num_experts={E} into groups of ≥ 2")
@@ -46,10 +42,6 @@ def check_groups(config) -> None:
             f"experts_per_token={config.experts_per_token} is more than the {choices} of "
             f"num_experts={E} in top_groups={config.top_groups} of groups={G}"
         )
-
-
-def check_dense_layers(config) -> None:
-    """Raises ValueError if a Config's first layers, without experts, are invalid."""
     dense = config.dense_layers
     if dense >= config.num_layers:
         raise ValueError(f"dense_layers={dense} must be less than num_layers={config.num_layers}")
@@ -79,7 +71,7 @@ class GatedExperts(nnx.Module):
 
     Args:
       biased: whether the choice has a Balance bias.
-      normalize, sigmoid, limit: see `choose`.
+      normalize, sigmoid: see `choose`.
       scale: of the sum.
     """
 
@@ -90,7 +82,6 @@ class GatedExperts(nnx.Module):
         biased: bool,
         normalize: bool,
         sigmoid: bool = False,
-        limit=None,
         scale: float = 1.0,
         rngs: nnx.Rngs,
     ):
@@ -99,7 +90,6 @@ class GatedExperts(nnx.Module):
         self.config = config
         self.normalize = normalize
         self.sigmoid = sigmoid
-        self.limit = limit
         self.scale = scale
         self.router = param(rngs, (D, E), ("norm", "router"), D**-0.5)
         self.gate = param(rngs, (E, D, F), ("expert", "expert_embed", "mlp"), D**-0.5)
@@ -130,7 +120,6 @@ class GatedExperts(nnx.Module):
             bias_E=None if self.bias is None else self.bias[...],
             normalize=self.normalize,
             sigmoid=self.sigmoid,
-            limit=self.limit,
         )
         weight_BTJ = weight_BTJ * self.scale if self.scale != 1 else weight_BTJ
         return (expert_BTJ, weight_BTJ, place_BTJ), metrics
@@ -155,13 +144,6 @@ def in_best_groups(config, scores_BTE) -> jax.Array:
         best_BTG = jnp.where(taken_BTG, -jnp.inf, best_BTG)
     scores_BTGE = jnp.where(kept_BTG[..., None], scores_BTGE, -jnp.inf)
     return reshape(scores_BTGE, (B, T, E), "batch", "seq", "router")
-
-
-def group_limit(config):
-    """`in_best_groups` as the limit of `choose`; None if a position may choose from all groups."""
-    if config.top_groups == config.groups:
-        return None
-    return functools.partial(in_best_groups, config)
 
 
 def gate_by_position(out_BTD, x_BTD, gate: nnx.Param | None) -> jax.Array:
@@ -231,7 +213,6 @@ def choose(
     bias_E=None,
     normalize: bool = True,
     sigmoid: bool = False,
-    limit=None,
 ):
     """Chooses each position's experts by the router's logits, in float32.
 
@@ -241,7 +222,6 @@ def choose(
     Args:
       bias_E: changes the choice alone.
       normalize: whether a position's weights sum to 1.
-      limit: a function of the scores to choose by, [B, T, E], that replaces some by -inf.
 
     Returns: (expert_BTJ, best first; weight_BTJ; place_BTJ, how many earlier positions of the row
       chose the same expert), and name → sum over the positions in counted_BT:
@@ -257,7 +237,8 @@ def choose(
     scores_BTE = jax.lax.stop_gradient(probs_BTE)
     if bias_E is not None:
         scores_BTE += bias_E[None, None]
-    scores_BTE = limit(scores_BTE) if limit else scores_BTE
+    if config.top_groups < config.groups:
+        scores_BTE = in_best_groups(config, scores_BTE)
     expert, weight, taken = [], [], []
     for _ in range(J):  # not top_k, for which XLA may gather all devices' scores
         expert.append(jnp.argmax(scores_BTE, axis=-1).astype(jnp.int32))

@@ -3,8 +3,10 @@
 A router sends each position to `experts_per_token` of `num_experts` SwiGLU experts (Shazeer et al.
 2017). Experts have a limited capacity, as in GShard (Lepikhin et al. 2020), or are dropless (Gale
 et al. 2022). The balance loss is Switch Transformer's (Fedus et al. 2021), the router's z-loss
-ST-MoE's (Zoph et al. 2022), the balancing bias DeepSeek's (Wang et al. 2024). This covers Mixtral
-and Qwen3-MoE. Everything but the experts is the same as in transformer.py.
+ST-MoE's (Zoph et al. 2022), the balancing bias DeepSeek's (Wang et al. 2024). The first layers may
+have an MLP in place of experts, and experts may be chosen within the best groups, as in DeepSeek V3.
+recipes/docs/architectures.md lists the models that this covers. Everything but the experts is the
+same as in transformer.py.
 
 Shapes: B batch, T positions, D embed, F hidden width of an expert, V vocab, L layers, E experts, J
 experts per position.
@@ -22,10 +24,7 @@ from flax import nnx
 from .attention import Attention
 from .config import Variant
 from .decoder import Decoder
-from .experts import (
-    EXPERT_REMAT, GatedExperts, check_dense_layers, check_experts, check_groups, experts_shape,
-    gate_by_position, group_limit,
-)  # fmt: skip
+from .experts import EXPERT_REMAT, GatedExperts, check_experts, experts_shape, gate_by_position
 from .layers import GatedMLP, Kind, RMSNorm, RopeScaling, add_output, apply_norm
 from .shape import LayerShape
 from .sharding import Rules, complete_tables, param
@@ -78,8 +77,6 @@ class Config(Variant):
     def __post_init__(self):
         super().__post_init__()
         check_experts(self)
-        check_groups(self)
-        check_dense_layers(self)
 
     @property
     def biased(self) -> bool:
@@ -177,7 +174,6 @@ class Layer(nnx.Module):
             biased=config.biased,
             normalize=config.normalize,
             sigmoid=config.sigmoid,
-            limit=group_limit(config),
             scale=config.route_scale,
         )
         self.experts = None if dense else routed(rngs=rngs)
@@ -194,13 +190,12 @@ class Layer(nnx.Module):
         out_BTD, kv = self.attention(normed_BTD, positions, kind, past)
         x_BTD = add_output(x_BTD, out_BTD, self.post_attention_norm, self.scale)
         normed_BTD = apply_norm(self.mlp_norm, x_BTD)
+        out_BTD = 0
         metrics = {}
-        if self.experts is None:
-            out_BTD = self.mlp(normed_BTD)
-        else:
+        if self.experts is not None:
             out_BTD, metrics = self.experts(normed_BTD, positions)
-            if self.mlp is not None:
-                out_BTD += gate_by_position(self.mlp(normed_BTD), normed_BTD, self.mlp_gate)
+        if self.mlp is not None:
+            out_BTD += gate_by_position(self.mlp(normed_BTD), normed_BTD, self.mlp_gate)
         return add_output(x_BTD, out_BTD, self.post_mlp_norm, self.scale), kv, metrics
 
 

@@ -413,6 +413,19 @@ ADAPTERS = {  # golden model → modules with an adapter of PEFT's
     "granite": ["q_proj", "v_proj", "up_proj", "down_proj"],
     "qwen2_moe": ["q_proj", "k_proj", "v_proj", "o_proj"],
     "deepseek_v3": ["q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj"],
+    "llama_biases": ["q_proj", "o_proj", "up_proj", "down_proj"],
+    "mistral": ["k_proj", "v_proj", "gate_proj"],
+    "ministral": ["q_proj", "v_proj", "down_proj"],
+    "ministral3": ["q_proj", "k_proj", "o_proj"],
+    "mistral3": ["q_proj", "o_proj", "up_proj"],
+    "olmo2": ["q_proj", "k_proj", "v_proj", "down_proj"],
+    "olmo3": ["q_proj", "o_proj", "gate_proj"],
+    "smollm3": ["q_proj", "k_proj", "up_proj"],
+    "seed_oss": ["v_proj", "o_proj", "gate_proj", "down_proj"],
+    "olmoe": ["q_proj", "k_proj", "v_proj", "o_proj"],
+    "granitemoe": ["q_proj", "v_proj"],
+    "minimax_m2": ["q_proj", "k_proj", "v_proj", "o_proj"],
+    "glm4_moe": ["q_proj", "k_proj", "v_proj", "o_proj"],
 }
 
 SIZES = dict(

@@ -619,6 +619,31 @@ def test_older_names_of_transformers_experts_are_known(folder):
     assert (config.rope_theta, config.norm_eps, config.sliding_window) == (1e6, 1e-5, 6)
 
 
+def test_layers_without_experts_are_the_first_ones():
+    """Layers that the model lacks change nothing; an export lists the dense ones."""
+    before = config_of(keys_of("qwen3_moe"))
+    assert config_of(keys_of("qwen3_moe") | {"mlp_only_layers": [2, 9]}) == before
+    assert config_of(keys_of("olmoe") | {"clip_qkv": None}) == config_of(keys_of("olmoe"))
+    dense = config_of(keys_of("qwen3_moe") | {"mlp_only_layers": [0], "intermediate_size": 24})
+    assert dense == dataclasses.replace(before, dense_layers=1, dense_mlp=24)
+    written = json_of(dense, 64)
+    assert written["architectures"] == ["Qwen3MoeForCausalLM"]
+    assert written["mlp_only_layers"] == [0]
+    assert "first_k_dense_replace" not in written
+    assert config_of(written) == dense
+
+
+def test_glm_s_layers_for_further_tokens_are_left_out(folder, capfd):
+    theirs = folder("glm4_moe")
+    whole = params_of(f"hf:{theirs}")
+    edit(theirs, num_nextn_predict_layers=1)
+    more = {"model.layers.3.enorm.weight": np.ones(48, np.float32)}
+    safetensors.numpy.save_file(tensors_of(theirs / MODEL) | more, theirs / MODEL)
+    capfd.readouterr()
+    assert_bit_equal(params_of(f"hf:{theirs}"), whole)
+    assert capfd.readouterr().out.startswith("Left out layer 3, for multi-token prediction; ")
+
+
 def test_a_write_that_fails_leaves_nothing(tmp_path):
     def read(path):
         raise OSError("disk")
@@ -776,6 +801,12 @@ def test_published_gpt_oss_are_their_named_sizes(changes):
         ("mixtral", {"num_local_experts": 7}, "has an unexpected tensor model.layers.0.block_sparse_moe.experts.7"),
         ("qwen3_moe", {"decoder_sparse_step": 2}, "has decoder_sparse_step 2, which zoo/moe.py does not"),
         ("qwen3_moe", {"mlp_only_layers": [1]}, "has mlp_only_layers [1], which"),
+        ("qwen3_moe", {"mlp_only_layers": 1}, "has mlp_only_layers 1, which zoo/moe.py"),
+        ("qwen3_moe", {"mlp_only_layers": [0]}, "is missing tensor model.layers.0.mlp.down_proj.weight"),
+        ("olmoe", {"clip_qkv": 8.0}, "has clip_qkv 8.0, which zoo/moe.py does not implement; use"),
+        ("glm4_moe", {"first_k_dense_replace": 3}, "makes no sense: dense_layers=3 must be less than num_layers=3"),
+        ("glm4_moe", {"n_group": 3}, "makes no sense: groups=3 must divide num_experts=8"),
+        ("glm4_moe", {"n_shared_experts": 0}, "has n_shared_experts 0, which must be a number > 0"),
         ("qwen3_moe", {"attention_bias": 1}, "has attention_bias 1, which"),
         ("mixtral", {"attention_bias": True}, "has attention_bias true, which"),
         ("llama3", {"architectures": ["LlamaForCausalLM", "X"]}, "is for LlamaForCausalLM, X, which"),

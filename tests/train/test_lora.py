@@ -613,8 +613,9 @@ def test_a_run_trains_an_adapter_resumes_and_is_given_on(inside, book, quick, tm
 
 FAMILY = ("gpt2", "gemma3", "gpt_oss", "deepseek_v3", "vit")
 ON_MESHES = [
-    (name, mesh) for name in ADAPTERS if name not in FAMILY for mesh in FAMILIES[name].meshes[:2]
+    (name, mesh) for name in ("llama3", "qwen3", "mixtral") for mesh in FAMILIES[name].meshes[:2]
 ]
+RELATIVES = [name for name in ADAPTERS if name not in (*FAMILY, "llama3", "qwen3", "mixtral")]
 
 
 @pytest.mark.parametrize(
@@ -695,6 +696,24 @@ def test_a_family_s_peft_adapter_is_exported_bit_equal(name, tmp_path):
         assert theirs[key] == ours[key], key
     assert theirs["modules_to_save"] == ours.get("modules_to_save")
     assert ours["fan_in_fan_out"] is (name == "gpt2"), "PEFT would warn"
+
+
+@pytest.mark.parametrize("name", full_except(RELATIVES, ["glm4_moe"]))
+def test_a_relative_s_peft_adapter_matches_peft_and_is_exported_bit_equal(name, tmp_path):
+    golden, base = GOLDEN / f"{name}_lora", GOLDEN / name
+    wanted = np.load(golden / "logits.npy")
+    assert np.abs(wanted - np.load(base / "logits.npy")).max() > 0.1
+    found = our_logits(golden, *FAMILIES[name].meshes[1], base=f"hf:{base}")
+    np.testing.assert_allclose(found, wanted, rtol=0, atol=TOLERANCE)
+    recipes.hf.export(
+        recipes.hf.Export(str(golden), str(tmp_path / "b"), f"hf:{base}", adapter=True)
+    )
+    assert_bit_equal(tensors_of(tmp_path / "b"), tensors_of(golden))
+    theirs, ours = (
+        json.loads((folder / "adapter_config.json").read_text())
+        for folder in (golden, tmp_path / "b")
+    )
+    assert {*theirs["target_modules"]} == {*ours["target_modules"]}
 
 
 def test_gpt2_s_factors_lie_side_by_side_in_peft_s(tmp_path):

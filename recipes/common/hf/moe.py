@@ -76,7 +76,8 @@ def with_dense(routed: Table) -> Callable[[Any], Table]:
     def tensors(config: Any) -> Table:
         layer = f".{{:{config.dense_layers}}}"
         return dense | {
-            path: (name.replace(".{}", layer, 1), *dims) for path, (name, *dims) in routed.items()
+            path: (name.replace(".{}", layer, 1), ours, theirs)
+            for path, (name, ours, theirs) in routed.items()
         }
 
     return tensors
@@ -121,7 +122,8 @@ def read_mlp_only(keys: dict[str, Any], path: pathlib.Path) -> dict[str, Any]:
 
 
 def write_mlp_only(keys: dict[str, Any]) -> dict[str, Any]:
-    return write_dense(keys) | {"mlp_only_layers": [*range(keys.pop(DENSE))]}
+    dense = [*range(keys.pop(DENSE))]
+    return write_dense(keys) | {"mlp_only_layers": dense}
 
 
 def read_glm(keys: dict[str, Any], path: pathlib.Path) -> dict[str, Any]:

@@ -96,12 +96,12 @@ def _of_tokens(layout: Layout, accumulate: int, segments: bool, sizes: Weights) 
     that of the table, whole; the live working set is the weights in use of two layers (one is being
     gathered), the recomputed activations of one layer, including float32 attention scores unless a
     kernel keeps them on chip, and all layers' weights in the compute dtype, because the compiler
-    casts them before the loop. Experts compute `capacity` times the positions that choose them. The
-    first layers count like the others, even if they have an MLP in place of experts.
+    casts them before the loop. Experts compute `capacity` times the positions that choose them.
 
     In stages, a device has its layers' weights whole in the compute dtype and their gradients whole
     in float32 for the whole step, besides those of one microbatch, and keeps what 2S - 1
-    microbatches save (all M with GPipe).
+    microbatches save (all M with GPipe). First layers without experts, which all belong to the first
+    stage, count as if they were divided too.
     """
     shape, config, stages = layout.shape, layout.config, layout.stages
     D, remat = shape.embed, shape.remat
