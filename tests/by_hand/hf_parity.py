@@ -417,7 +417,6 @@ ADAPTERS = {  # golden model → modules with an adapter of PEFT's
     "mistral": ["k_proj", "v_proj", "gate_proj"],
     "ministral": ["q_proj", "v_proj", "down_proj"],
     "ministral3": ["q_proj", "k_proj", "o_proj"],
-    "mistral3": ["q_proj", "o_proj", "up_proj"],
     "olmo2": ["q_proj", "k_proj", "v_proj", "down_proj"],
     "olmo3": ["q_proj", "o_proj", "gate_proj"],
     "smollm3": ["q_proj", "k_proj", "up_proj"],
