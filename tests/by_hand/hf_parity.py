@@ -27,8 +27,8 @@ from recipes.common.hf.folder import UNIMPORTANT
 from recipes.common.mesh import make_mesh
 from recipes.common.sharding.abstract import paths
 from tests.conftest import ROOT
+from tests.support.golden_folders import GOLDEN
 
-GOLDEN = ROOT / "tests" / "golden" / "hf"
 KEYS = ROOT / "tests" / "golden" / "hf_keys.json"  # of config.json, see declared_keys
 TOLERANCE = 2e-5  # of a logit, in float32
 MESHES = [("1x1", "dp"), ("2x4", "fsdp_tp")]

@@ -10,12 +10,12 @@ from recipes.common import entries
 from recipes.common.hf import architectures
 from recipes.common.hf.folder import FAMILIES
 from recipes.common.runtime.errors import UserError
-from tests.by_hand.hf_parity import GOLDEN, KEYS
+from tests.by_hand.hf_parity import KEYS
 from tests.conftest import ROOT
+from tests.support.golden_folders import GOLDEN, config_of
 
 pytestmark = pytest.mark.promise("hugging-face")
 
-PATH = ROOT / "config.json"
 PAGE = ROOT / "recipes" / "docs" / "architectures.md"
 FULL, SLIDING = "full_attention", "sliding_attention"
 
@@ -173,13 +173,6 @@ def keys_with_effect(architecture: str) -> dict:
     every = [json.loads(file.read_text()) for file in files]
     keys = next(k for k in every if architecture in NEAR or k["architectures"] == [architecture])
     return keys | {"architectures": [architecture]} | MATTER.get(architecture, {})
-
-
-def config_of(keys: dict):
-    (name,) = keys["architectures"]
-    (family,) = (family for family in FAMILIES if name in family.architectures)
-    keys = keys | {"model_type": family.architectures[name]}
-    return family.config_from(family.text_keys(keys, PATH), PATH)
 
 
 def another(value):

@@ -320,6 +320,7 @@ def stored_paths(variables: Tree) -> dict[str, Any]:
     }
 
 
+@functools.lru_cache(maxsize=8)  # tracing a model takes a while, and a folder asks several times
 def shapes_of(entry: str, config) -> Tree:
     """Kind → nested dict of ShapeDtypeStructs of an entry's model."""
     model = entries.model(entry)
