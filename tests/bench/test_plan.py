@@ -41,6 +41,7 @@ from tests.by_hand import plan_cases
 from tests.conftest import ROOT
 from tests.support.entries import BATCH, ENTRIES, LR
 from tests.support.quick import quick as quick
+from zoo import moe
 from zoo.moe import MoE
 from zoo.shape import RecurrenceShape, Shape
 from zoo.transformer import Config, Transformer
@@ -140,6 +141,24 @@ def test_recurrent_layers_by_hand():
     kept = dataclasses.replace(layout, config=dataclasses.replace(hybrid, remat="dots"))
     dots = 4 * (2 * 64 + 2 * 128 // 2) + 2 * (16 * 8 + 2 * 8 * 8) // 2 + 2 * 96 // 2
     assert memory.memory_parts(kept)["saved activations"] == dots * 2 * 16 * 4
+
+
+def test_dense_first_layers_by_hand():
+    """They receive nothing for experts, and multiply by their own MLP."""
+    config = dataclasses.replace(
+        moe.Config.tiny(), num_layers=3, dense_layers=2, dense_mlp=80, capacity=None
+    )
+    first, last = config.shape.layers
+    assert (first.count, first.mlp, first.experts) == (2, 80, None)
+    assert (last.count, last.mlp, last.experts.number) == (1, 0, 8)
+    table, router, expert = 384 * 64, 64 * 8, 3 * 64 * 64
+    mlps = 2 * 3 * 64 * 80 + router + 2 * expert
+    assert config.shape.multiplied == table + 3 * first.attention.weights + mlps
+    config = dataclasses.replace(config, remat="dispatched")
+    layout = make_layout(moe.MoE, config, make_mesh("4x2"), "tp", batch_size=8, seq_len=16)
+    received = 2 * 64  # by a position's experts
+    numbers = 3 * 64 + received
+    assert memory.memory_parts(layout)["saved activations"] == numbers * 2 * 16 * 4
 
 
 def test_only_outer_axes_cross_slices():

@@ -430,6 +430,41 @@ def test_a_copied_file_computes_the_same_on_any_mesh(strategy, axes, kind, capac
         assert np.linalg.norm(x - y) < 2e-5 * np.linalg.norm(y)
 
 
+DENSE = {  # as GLM-4.5: layers without experts before the others
+    "num_layers": 4,
+    "dense_layers": 2,
+    "dense_mlp": 96,
+    "shared_mlp": 32,
+    "sigmoid": True,
+    "groups": 4,
+    "top_groups": 2,
+    "route_scale": 2.5,
+    "balance_rate": 0.01,
+    "capacity": None,
+}
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+    ("mesh", "strategy"),
+    [
+        ("data=2,pipe=2,expert=2", "fsdp_ep_pp"),
+        ("data=2,expert=2,model=2", "fsdp_ep_tp"),
+        ("data=2,seq=2,expert=2", "fsdp_ep_cp"),
+    ],
+)
+def test_dense_first_layers_train_alike_on_any_mesh(mesh, strategy):
+    model = model_of(**DENSE)
+    assert model.layers.experts.bias[...].shape == (2, 8), "of the layers with experts"
+    batch = rows(batch=8)
+    (total, _, aux), gradient = loss_and_gradient(model, batch)
+    (same, _, metrics), grads = loss_and_gradient(model, batch, make_mesh(mesh), RULES[strategy])
+    np.testing.assert_allclose(same, total, rtol=2e-6)
+    assert_close(metrics, aux, 2e-6)
+    for x, y in zip(jax.tree.leaves(grads), jax.tree.leaves(gradient), strict=True):
+        assert np.linalg.norm(x - y) <= 2e-5 * np.linalg.norm(y)
+
+
 @pytest.mark.full
 def test_dropless_reads_nothing_of_rows_without_a_group(monkeypatch):
     """ragged_dot may return anything for rows of other devices' experts."""
