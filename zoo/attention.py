@@ -35,6 +35,8 @@ class Attention(nnx.Module):
       scale: of scores, in addition to 1 / sqrt(H).
       growth: see `grown`.
       sinks: whether each head has a sink, see `attend`.
+      gated: whether each head's output is multiplied by a sigmoid of the input; the gates' weights
+        are the second half of `q`, [D, N, 2H].
     """
 
     def __init__(
@@ -48,6 +50,7 @@ class Attention(nnx.Module):
         scale: float = 1.0,
         growth: float = 0.0,
         sinks: bool = False,
+        gated: bool = False,
         rngs: nnx.Rngs,
     ):
         D, N, K, H = config.embed, config.num_heads, config.num_kv_heads, config.head_dim
@@ -56,7 +59,8 @@ class Attention(nnx.Module):
         self.soft_cap = soft_cap
         self.scale = scale
         self.growth = growth
-        self.q = param(rngs, (D, N, H), ("embed", "heads", "head_dim"), D**-0.5)
+        self.gated = gated
+        self.q = param(rngs, (D, N, 2 * H if gated else H), ("embed", "heads", "head_dim"), D**-0.5)
         self.k = param(rngs, (D, K, H), ("embed", "kv_heads", "head_dim"), D**-0.5)
         self.v = param(rngs, (D, K, H), ("embed", "kv_heads", "head_dim"), D**-0.5)
         self.o = param(rngs, (N, H, D), ("heads", "head_dim", "embed"), out_stddev)
@@ -84,6 +88,8 @@ class Attention(nnx.Module):
         q_BTNH = add_bias(project(self, "q", x_BTD), self.q_bias)
         k_BTKH = add_bias(project(self, "k", x_BTD), self.k_bias)
         v_BTKH = add_bias(project(self, "v", x_BTD), self.v_bias)
+        if self.gated:
+            q_BTNH, gate_BTNH = jnp.split(q_BTNH, 2, axis=-1)
         if self.q_norm is not None:
             q_BTNH = self.q_norm(q_BTNH)
             k_BTKH = self.k_norm(k_BTKH)
@@ -120,6 +126,8 @@ class Attention(nnx.Module):
                 cap=self.soft_cap,
                 sinks_N=sinks_N,
             )
+        if self.gated:
+            out_BTNH = out_BTNH * jax.nn.sigmoid(gate_BTNH)
         out_BTD = project(self, "o", out_BTNH, contract=2, seq="residual_seq")
         return add_bias(out_BTD, self.o_bias), (k_BTKH, v_BTKH)
 

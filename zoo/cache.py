@@ -23,6 +23,8 @@ from .vocabulary import unembed
 class Cache(NamedTuple):
     """Keys and values of the tokens that a model has read so far. L layers, S slots.
 
+    If only some layers have keys and values, L counts these; `states` has what the others keep.
+
     Rows are left-padded: the newest token of every row is in slot `length` - 1.
     """
 
@@ -30,6 +32,7 @@ class Cache(NamedTuple):
     v: jax.Array  # likewise
     first: jax.Array  # [B], int32: the slot of each row's first token
     length: jax.Array  # int32: the number of filled slots
+    states: Any = None  # stack of other layers → their states, each [L, B, ...]
 
     def seen(self, window: int | None) -> jax.Array:
         """[B, S], bool: the slots that each row's next position attends to, besides itself."""
@@ -51,13 +54,13 @@ class Cache(NamedTuple):
         """The position of each row's next token in its sequence."""
         return (self.length - self.first)[:, None]
 
-    def append(self, kv) -> "Cache":
+    def append(self, kv, states) -> "Cache":
         """Returns the cache with one more token per row; a donated cache is updated in place."""
         put = functools.partial(jax.lax.dynamic_update_slice_in_dim, axis=2)
         new_k, new_v = kv
         k = in_slots(put, self.k)(self.k, new_k, self.length)
         v = in_slots(put, self.v)(self.v, new_v, self.length)
-        return Cache(k, v, self.first, self.length + 1)
+        return Cache(k, v, self.first, self.length + 1, states)
 
 
 @fit_rules
@@ -67,21 +70,21 @@ def prefill(model, tokens_BT, lengths_B, slots: int) -> tuple[jax.Array, Cache]:
     first_B = constrain(T - lengths_B, "batch")
     positions_BT = constrain(jnp.arange(T)[None] - first_B[:, None], "batch", "seq")
     segments_BT = (positions_BT >= 0).astype(jnp.int32)  # padding: segment 0
-    x_BTD, table_RVD, kv = model.trunk(tokens_BT, segments_BT, positions_BT, slots=slots)
+    x_BTD, table_RVD, kv, states = model.trunk(tokens_BT, segments_BT, positions_BT, slots=slots)
     unchanged = (0, 0)
     padding = (unchanged, unchanged, (0, slots - T), unchanged, unchanged)
     pad = functools.partial(jnp.pad, pad_width=padding)
     k, v = (in_slots(pad, x)(x) for x in kv)
     logits_BV = next_logits(x_BTD, table_RVD, model.config)
-    return logits_BV, Cache(k, v, first_B, jnp.int32(T))
+    return logits_BV, Cache(k, v, first_B, jnp.int32(T), states)
 
 
 @fit_rules
 def decode(model, tokens_B, cache: Cache) -> tuple[jax.Array, Cache]:
     """A decoder's logits after one more token per row, [B, V], and the extended cache."""
     slots = cache.k.shape[2]
-    x_B1D, table_RVD, kv = model.trunk(tokens_B[:, None], None, cache.next_B1, cache, slots)
-    return next_logits(x_B1D, table_RVD, model.config), cache.append(kv)
+    x_B1D, table_RVD, kv, states = model.trunk(tokens_B[:, None], None, cache.next_B1, cache, slots)
+    return next_logits(x_B1D, table_RVD, model.config), cache.append(kv, states)
 
 
 def in_slots(function, x) -> Any:

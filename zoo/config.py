@@ -43,6 +43,7 @@ class Compute:
 
     # What a Config may declare as fields of its own:
     layer_kinds = ()  # one period of Kinds, repeated over the depth, for layers that differ
+    period = ()  # for layers of unequal shapes: the stack of each layer of a period
     dense_layers = 0  # the first ones, which have an MLP in place of experts
     dense_mlp = 0  # hidden width of that MLP
     groups = 1  # of experts; a position's experts are in its `top_groups` best groups

@@ -48,11 +48,12 @@ def around_devices(settings: Settings, striped: bool) -> Settings:
 
 def has_stripes(config, seq_len: int) -> bool:
     """Whether, on a ring, device d of n has each nth position from d on, so that all devices see
-    equally many keys (Brandon et al. 2023). With windows, keys are near, and parts are consecutive.
+    equally many keys (Brandon et al. 2023). With windows, keys are near, and parts are consecutive;
+    so they are where layers of another kind carry a state along T.
     """
     on_ring = choose_exchange(config.context, config.num_heads) == "ring"
-    windows = any(kind.window for kind in config.kinds)
-    return on_ring and not windows and seq_len % shards("seq") ** 2 == 0
+    consecutive = config.period or any(kind.window for kind in config.kinds)
+    return on_ring and not consecutive and seq_len % shards("seq") ** 2 == 0
 
 
 def positions_in_order(config, seq_len: int) -> jax.Array:

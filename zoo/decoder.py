@@ -17,11 +17,14 @@ from flax import nnx
 from .attention import Positions, make_positions, stripe
 from .layers import RMSNorm
 from .sharding import AxisNames, shards
-from .stack import fit_rules, layer_in_use, scan_layers, stack
+from .stack import fit_rules, layer_in_use, numbers, scan_layers, stack, unlike_stacks
 from .strategies import DECODER, DENSE_STACK
 from .vocabulary import (
     Batch, Objective, cross_entropy, look_up, table_copies, unembed, vocabulary,
 )  # fmt: skip
+
+
+ATTENTION = "attention"  # of unlike stacks, the one whose layers have keys and values
 
 
 class Decoder(nnx.Module):
@@ -36,6 +39,10 @@ class Decoder(nnx.Module):
     with the layer's number in the cache, or None, in `past`. metrics: name → sum over the positions
     in positions.counted_BT. With config.dense_layers, the first layers are a stack of their own,
     `dense`, of layers built with dense=True, which have an MLP in place of experts.
+
+    If config has a `period`, names of stacks such as ("delta", "attention"), the Layer is built from
+    (config, name, *, rngs), and `layers` is a dict of stacks. Layers of other stacks than ATTENTION
+    keep a state in place of keys and values, and get the one in the cache as `past`.
     """
 
     config: Any
@@ -51,7 +58,11 @@ class Decoder(nnx.Module):
             dense_layer = functools.partial(layer, config, dense=True)
             self.dense = stack(dense_layer, first, rngs, axis=DENSE_STACK)
         # Every parameter of the layers starts with dim L, logical axis `layers`.
-        self.layers = stack(functools.partial(layer, config), config.num_layers - first, rngs)
+        # Layers of unequal shapes have a stack for each kind, in the order of a period.
+        if config.period:
+            self.layers = nnx.Dict(unlike_stacks(layer, config, rngs))
+        else:
+            self.layers = stack(functools.partial(layer, config), config.num_layers - first, rngs)
         self.final_norm = final_norm or RMSNorm(config.embed, config.norm_eps)
         self.unembed = None if config.tie_embeddings else vocabulary(config, rngs=rngs)
 
@@ -67,7 +78,7 @@ class Decoder(nnx.Module):
         """
         tokens_BT = stripe(self.config, tokens_BT)
         segment_ids_BT = stripe(self.config, segment_ids_BT)
-        x_BTD, table_RVD, _ = self.trunk(tokens_BT, segment_ids_BT)
+        x_BTD, table_RVD, *_ = self.trunk(tokens_BT, segment_ids_BT)
         logits_BTV = unembed(x_BTD, table_RVD, self.config)
         return stripe(self.config, logits_BTV, "vocab", back=True)
 
@@ -117,7 +128,8 @@ class Decoder(nnx.Module):
 
     def trunk(self, tokens_BT, segment_ids_BT=None, positions_BT=None, cache=None, slots=0):
         """Returns the layers' output, normed, [B, T, D], the table to unembed it, [R, V, D], and in
-        generation, which has positions, all layers' keys and values, each [L, B, T, K, H].
+        generation, which has positions, all layers' keys and values, each [L, B, T, K, H], and the
+        states of layers that have others, as in Cache.states.
         """
         positions = make_positions(
             self.config,
@@ -130,9 +142,13 @@ class Decoder(nnx.Module):
         tables = self.tables()
         x_BTD, first_kv = self.begin(tables, tokens_BT, positions)
         x_BTD, kv, _ = self.run_layers(x_BTD, positions)
+        states = None
+        if self.config.period:
+            states = {name: kv[name] for name in kv if name != ATTENTION}
+            kv = kv[ATTENTION]
         if first_kv is not None:
             kv = jax.tree.map(lambda *x: jnp.concatenate(x), first_kv, kv)
-        return self.final_norm(x_BTD), tables[-1], kv
+        return self.final_norm(x_BTD), tables[-1], kv, states
 
     def tables(self) -> list[jax.Array]:
         """Copies of the tables that embed tokens (the first) and unembed the output (the last)."""
@@ -155,15 +171,30 @@ class Decoder(nnx.Module):
         x_BTD = look_up(tables[0], tokens_BT)
         return x_BTD if self.config.embed_scale == 1 else x_BTD * self.config.embed_scale
 
-    def run_layers(self, x_BTD, positions: Positions):
-        """Runs the stacked layers: (x_BTD, their keys and values in generation, their metrics)."""
-        return self.run_stack(self.layers, x_BTD, positions, self.config.dense_layers)
+    def run_layers(self, x_BTD, positions: Positions) -> tuple[jax.Array, Any, Any]:
+        """Runs the stacked layers: (x_BTD, what they keep in generation, their metrics).
+
+        They keep their keys and values; with a `config.period`, a dict of what each stack keeps.
+        """
+        cache = positions.cache
+        if not self.config.period:
+            return self.run_stack(self.layers, x_BTD, positions, self.config.dense_layers)
+        pasts = cache and {ATTENTION: numbers(self.layers[ATTENTION])} | cache.states
+        layers = {name: (self.layers[name], pasts and pasts[name]) for name in self.layers}
+        x_BTD, outputs = self.scan(layers, x_BTD, positions)
+        metrics = [metrics for _, metrics in outputs.values()]
+        metrics = jax.tree.map(lambda *x: jnp.concatenate(x), *metrics)
+        return x_BTD, {name: kept for name, (kept, _) in outputs.items()}, metrics
 
     def run_stack(self, layers, x_BTD, positions: Positions, first_number: int):
         """Runs layers of a stack. A layer reads its part of a cache by its number."""
+        past = positions.cache and first_number + numbers(layers)
+        x_BTD, (kv, metrics) = self.scan((layers, past), x_BTD, positions)
+        return x_BTD, kv, metrics
+
+    def scan(self, layers, x_BTD, positions: Positions):
+        """Runs pairs of layers and their `past`; see stack.scan_layers."""
         config = self.config
-        count = jax.tree.leaves(layers)[0].shape[0]
-        past = positions.cache and first_number + jnp.arange(count)
 
         def run_layer(x_BTD, layer_and_past, kind):
             layer, past = layer_and_past
@@ -173,14 +204,15 @@ class Decoder(nnx.Module):
             return x_BTD, (kv if positions.generates else None, metrics)
 
         remat = config.REMAT[config.remat]
-        x_BTD, (kv, metrics) = scan_layers(
-            run_layer, x_BTD, (layers, past), config.kinds, remat, config.unroll
+        return scan_layers(
+            run_layer, x_BTD, layers, config.kinds, remat, config.unroll, config.period
         )
-        return x_BTD, kv, metrics
 
     @property
     def stacks(self) -> list:
         """All stacks of layers."""
+        if self.config.period:
+            return [*self.layers.values()]
         return [self.dense, self.layers] if self.config.dense_layers else [self.layers]
 
     # ---- from there to the objective

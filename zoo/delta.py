@@ -37,7 +37,9 @@ def delta_shape(config) -> RecurrenceShape:
         weights=config.embed * (channels + 2 * N * V + 2 * N) + config.conv_width * channels,
         work=N * (within + 3 * K * V),
         width=channels + 2 * N * V,
-        state=N * K * V + (config.conv_width - 1) * channels,
+        state=N * K * V,
+        erase=N * K * K,
+        halo=(config.conv_width - 1) * channels,
     )
 
 

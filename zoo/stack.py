@@ -48,7 +48,30 @@ def stack(make_layer, num_layers: int, rngs: nnx.Rngs, axis: str = "layers"):
     return layers
 
 
-def scan_layers(function, x: jax.Array, layers, kinds: tuple, remat, unroll: int = 1):
+def numbers(layers) -> jax.Array:
+    """The numbers 0, 1, … of a stack's layers."""
+    return jnp.arange(jax.tree.leaves(layers)[0].shape[0])
+
+
+def unlike_stacks(layer, config, rngs: nnx.Rngs) -> dict:
+    """A stack for each name in config.period, of the layers (config, name, *, rngs)."""
+    period = config.period
+    names = [period[l % len(period)] for l in range(config.num_layers)]
+    return {
+        name: stack(functools.partial(layer, config, name), names.count(name), rngs)
+        for name in dict.fromkeys(names)
+    }
+
+
+def scan_layers(
+    function,
+    x: jax.Array,
+    layers,
+    kinds: tuple,
+    remat,
+    unroll: int = 1,
+    period: tuple[str, ...] = (),
+):
     """Runs x through stacked layers, so that compile time doesn't grow with their number.
 
     Each iteration of the scan runs one *period* of layers: one for each kind, compiled for that
@@ -56,12 +79,15 @@ def scan_layers(function, x: jax.Array, layers, kinds: tuple, remat, unroll: int
 
     Args:
       function: (x, one layer of `layers`, its kind) → (x, outputs).
-      layers: tree of arrays whose first dim is L.
-      kinds: static settings of layers with equal shapes; layer l has kind l mod len(kinds).
+      layers: tree of arrays whose first dim is L; with a `period`, a dict of such trees, each for
+        the layers of one stack.
+      kinds: static settings of layers; layer l has kind l mod len(kinds).
       remat: one of REMAT_POLICIES' values.
       unroll: layers per iteration of the compiled loop, if there is only one kind.
+      period: for layers of unequal shapes, the stack of each layer of a period; as long as `kinds`.
 
-    Returns: (x, outputs of all layers, stacked in a first dim L).
+    Returns: (x, outputs of all layers, stacked in a first dim L; with a `period`, a dict of those
+      of each stack).
     """
     if shards("layers") > 1:
         raise ValueError("the rules split the layers into stages, which only `loss` runs")
@@ -74,37 +100,49 @@ def scan_layers(function, x: jax.Array, layers, kinds: tuple, remat, unroll: int
         layer = functools.partial(run_layer, kind=kinds[0])
         layer = jax.checkpoint(layer, policy=remat, prevent_cse=False)
         return jax.lax.scan(layer, x, layers, unroll=unroll)
-    num_layers = jax.tree.leaves(layers)[0].shape[0]
-    period = len(kinds)
+    stacks = layers if period else {"": layers}
+    names = period or ("",) * len(kinds)
+    depth = {name: jax.tree.leaves(stack)[0].shape[0] for name, stack in stacks.items()}
+    num_layers = sum(depth.values())
     # XLA would unroll a loop with one iteration.
-    in_loop = num_layers - num_layers % period if num_layers >= 2 * period else 0
-    outputs = []
+    periods = num_layers // len(kinds) if num_layers >= 2 * len(kinds) else 0
+    outputs = {name: [] for name in stacks}
 
     def run_layers(x, first, count, prevent_cse):
-        """Layers `first` to `first` + count - 1."""
-        outputs = []
+        """The next `count` layers; first: stack → the number of its first one of them."""
+        outputs = {name: [] for name in stacks}
         for i in range(count):
+            kind, name = kinds[i % len(kinds)], names[i % len(kinds)]
+            number = first[name] + len(outputs[name])
+
             # Layers are indexed in the full stack: slicing it by kind would copy all parameters,
             # their gradients and the cache.
-            def layer(x, layers, l=first + i, kind=kinds[i % period]):
+            def layer(x, stack, l=number, kind=kind):
                 take = functools.partial(jax.lax.dynamic_index_in_dim, index=l, keepdims=False)
-                return run_layer(x, jax.tree.map(take, layers), kind)
+                return run_layer(x, jax.tree.map(take, stack), kind)
 
             layer = jax.checkpoint(layer, policy=remat, prevent_cse=prevent_cse)
             if not isinstance(x, Tracer):  # called eagerly: an operation may need the mesh
                 layer = jax.jit(layer)
-            x, output = layer(x, layers)
-            outputs.append(output)
-        return x, jax.tree.map(lambda *o: jnp.stack(o), *outputs)
+            x, output = layer(x, stacks[name])
+            outputs[name].append(output)
+        made = {name: output for name, output in outputs.items() if output}
+        return x, {name: jax.tree.map(lambda *o: jnp.stack(o), *o) for name, o in made.items()}
 
-    if in_loop:
-        run_period = functools.partial(run_layers, count=period, prevent_cse=False)
-        x, output = jax.lax.scan(run_period, x, jnp.arange(0, in_loop, period))
-        outputs.append(jax.tree.map(merge_first_dims, output))
-    if in_loop < num_layers:  # outside a loop, XLA may merge forward and recomputed operations
-        x, output = run_layers(x, in_loop, num_layers - in_loop, prevent_cse=True)
-        outputs.append(output)
-    return x, jax.tree.map(lambda *o: jnp.concatenate(o), *outputs)
+    in_loop = {name: periods * names.count(name) for name in stacks}
+    if periods:
+        run_period = functools.partial(run_layers, count=len(kinds), prevent_cse=False)
+        firsts = {name: jnp.arange(0, in_loop[name], names.count(name)) for name in stacks}
+        x, output = jax.lax.scan(run_period, x, firsts)
+        for name in stacks:
+            outputs[name].append(jax.tree.map(merge_first_dims, output[name]))
+    if left := num_layers - periods * len(kinds):
+        # Outside a loop, XLA may merge forward and recomputed operations.
+        x, output = run_layers(x, in_loop, left, prevent_cse=True)
+        for name in output:
+            outputs[name].append(output[name])
+    joined = {n: jax.tree.map(lambda *o: jnp.concatenate(o), *out) for n, out in outputs.items()}
+    return x, joined if period else joined[""]
 
 
 def merge_first_dims(x: jax.Array) -> jax.Array:

@@ -91,34 +91,36 @@ FSDP_EP = {"embed": ("data", "expert"), "expert_embed": "data"}
 FSDP_EP_CP = {"embed": ("data", "seq", "expert"), "expert_embed": ("data", "seq")}
 
 
-def decoder_rules(*like_embed: str) -> dict[str, dict]:
+def decoder_rules(*like_embed: str, like_heads: tuple[str, ...] = ()) -> dict[str, dict]:
     """Strategy → the rules that it states, for every decoder.
 
     Args:
       like_embed: more logical axes of weights at rest, which ZeRO-3 splits as it splits `embed`.
+      like_heads: more logical axes, which tensor parallelism splits as it splits `heads`.
     """
     fsdp = split_alike(FSDP, like_embed)
     hsdp = split_alike(HSDP, like_embed)
     fsdp_cp = split_alike(FSDP_CP, like_embed)
+    tp = split_alike(TP, like_heads, HEADS)
     return {
         "dp": DP,
         "fsdp": DP | fsdp,
-        "tp_sp": DP | TP | SP,
-        "fsdp_tp_sp": DP | fsdp | TP | SP,
-        "hsdp_tp_sp": hsdp | TP | SP,
-        "tp": DP | TP,
-        "fsdp_tp": DP | fsdp | TP,
-        "hsdp_tp": hsdp | TP,
+        "tp_sp": DP | tp | SP,
+        "fsdp_tp_sp": DP | fsdp | tp | SP,
+        "hsdp_tp_sp": hsdp | tp | SP,
+        "tp": DP | tp,
+        "fsdp_tp": DP | fsdp | tp,
+        "hsdp_tp": hsdp | tp,
         "cp": DP | CP,
         "fsdp_cp": DP | CP | fsdp_cp,
-        "fsdp_cp_tp": DP | CP | fsdp_cp | TP,
+        "fsdp_cp_tp": DP | CP | fsdp_cp | tp,
         "pp": DP | PP,
         "fsdp_pp": DP | fsdp | PP,
-        "fsdp_pp_tp": DP | fsdp | PP | TP,
+        "fsdp_pp_tp": DP | fsdp | PP | tp,
     }
 
 
-def expert_rules(*like_embed: str) -> dict[str, dict]:
+def expert_rules(*like_embed: str, like_heads: tuple[str, ...] = ()) -> dict[str, dict]:
     """`decoder_rules` of a decoder with experts, and the strategies that split the experts.
 
     The experts' D has an axis of its own, since a mesh axis that splits E can't split D as well.
@@ -127,19 +129,20 @@ def expert_rules(*like_embed: str) -> dict[str, dict]:
     """
     fsdp_ep = split_alike(FSDP_EP, like_embed)
     fsdp_ep_cp = split_alike(FSDP_EP_CP, like_embed)
-    return decoder_rules("expert_embed", *like_embed) | {
+    tp = split_alike(TP, like_heads, HEADS)
+    return decoder_rules("expert_embed", *like_embed, like_heads=like_heads) | {
         "ep": EP,
         "fsdp_ep": EP | fsdp_ep,
-        "fsdp_ep_tp": EP | fsdp_ep | TP,
+        "fsdp_ep_tp": EP | fsdp_ep | tp,
         "fsdp_ep_pp": EP | fsdp_ep | PP,
         "fsdp_ep_cp": EP | CP | fsdp_ep_cp,
-        "fsdp_ep_cp_tp": EP | CP | fsdp_ep_cp | TP,
+        "fsdp_ep_cp_tp": EP | CP | fsdp_ep_cp | tp,
     }
 
 
-def split_alike(parallelism: dict, axes: tuple[str, ...]) -> dict:
-    """Adds logical axes that a parallelism splits as it splits `embed`."""
-    return parallelism | dict.fromkeys(axes, parallelism["embed"])
+def split_alike(parallelism: dict, axes: tuple[str, ...], like: str = "embed") -> dict:
+    """Adds logical axes that a parallelism splits as it splits `like`."""
+    return parallelism | dict.fromkeys(axes, parallelism[like])
 
 
 # All strategies. If several fit a mesh equally well, the last one is its default.

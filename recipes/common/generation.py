@@ -61,11 +61,11 @@ class Sampling:
 
 
 def cap_windows(config: Any, most: int) -> Any:
-    """A decoder's config whose windows are limited to `most` positions."""
-    capped = [kind._replace(window=min(most, kind.window or most)) for kind in config.kinds]
+    """A decoder's config whose windows are limited to `most` positions; a state has no window."""
     if config.layer_kinds:
+        capped = [kind._replace(window=min(most, kind.window or most)) for kind in config.kinds]
         return dataclasses.replace(config, layer_kinds=tuple(capped))
-    return dataclasses.replace(config, sliding_window=capped[0].window)
+    return dataclasses.replace(config, sliding_window=min(most, config.sliding_window or most))
 
 
 class Generator:
@@ -133,7 +133,8 @@ class Generator:
         cache = state[-1]
         self.seconds[0] += time.perf_counter() - start
         self.read += sum(lengths)
-        self.cache_bytes = sum(x.addressable_shards[0].data.nbytes for x in (cache.k, cache.v))
+        arrays = jax.tree.leaves((cache.k, cache.v, cache.states))
+        self.cache_bytes = sum(x.addressable_shards[0].data.nbytes for x in arrays)
 
         decode = self._program(self._decode, (B, S), self._variables, keys_B, *state)
         going = np.ones(len(prompts), bool)

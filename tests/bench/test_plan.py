@@ -125,7 +125,7 @@ def test_recurrent_layers_by_hand():
     """Half of a Transformer's layers keep a state in place of keys and values."""
     config = dataclasses.replace(Config.tiny(), num_layers=4)
     full = dataclasses.replace(config.layer_shape, count=2)
-    recurrence = RecurrenceShape(weights=7_000, work=500, width=96, state=1_000)
+    recurrence = RecurrenceShape(weights=7_000, work=500, width=96, state=1_000, erase=500, halo=60)
     linear = dataclasses.replace(full, attention=None, recurrence=recurrence)
     shape = dataclasses.replace(config.shape, layers=(linear, full), period=2)
     attended = full.attention.weights

@@ -90,12 +90,13 @@ def test_evaluation_weighs_each_example_once():
 ROWS = 8
 # Entry → the part of a batch that marks padding.
 PADDING = {"dot_relu_dot": "weight", "mlp": "label", "vit": "label"}
-PADDING |= dict.fromkeys(("transformer", "moe", "gpt2", "gemma3", "gpt_oss", "deepseek"), "targets")
+TOKENS = ("transformer", "moe", "gpt2", "gemma3", "gpt_oss", "deepseek", "qwen3_next")
+PADDING |= dict.fromkeys(TOKENS, "targets")
 
 
 FAST = entries.ENTRIES.keys() - FAMILY_CASES
 # Without families whose losses are the functions of the Transformer and the MoE.
-OF_OTHERS = ("gpt2", "gemma3", "gpt_oss", "deepseek")
+OF_OTHERS = ("gpt2", "gemma3", "gpt_oss", "deepseek", "qwen3_next")
 LOSSES = [name for name in entries.ENTRIES if name not in OF_OTHERS]
 
 

@@ -73,6 +73,10 @@ ACTIVATIONS = {
     # Each of two layers: 2 forward, 1 again, then 2, which the backend makes 4: q, k and v; up.
     "vit": (10, 14),
     "gpt_oss": (12, 16),
+    # 12 forward; 8 again, of the mixers and of the shared experts, whose gates need their output; 4
+    # for the experts, 4 to 8 for the shared ones, 1 to 6 for a gated delta network (q, k, v, gate,
+    # decay, write), 1 to 3 for attention, 2 for the embeddings.
+    "qwen3_next": (34, 52),
 }
 MOST = 4
 
@@ -95,6 +99,7 @@ def of_latent_attention(config) -> tuple[int, int]:
 # in the backward pass. MoE adds gradients of expert weights, two for each position in both layers.
 NUMBERS = {"dot_relu_dot": 0, "mlp": 0, "vit": 0}
 NUMBERS |= dict.fromkeys(("moe", "gpt_oss", "deepseek"), 5 + 2 * 2)
+NUMBERS |= {"qwen3_next": 5 + 2 * 4}  # in four layers
 LOSS = 5  # the Transformer and any other entry
 
 
@@ -111,12 +116,12 @@ def to_experts(entry_name: str, layout: Layout) -> int:
 
 # Entry → the mesh axis over which it exchanges activations, and how many numbers a device then
 # receives from all devices, itself included.
-EXCHANGES = dict.fromkeys(("moe", "gpt_oss", "deepseek"), ("expert", to_experts))
+EXCHANGES = dict.fromkeys(("moe", "gpt_oss", "deepseek", "qwen3_next"), ("expert", to_experts))
 
 
 # Entry → norms of queries and keys. Where the rules split heads, the gradients of these are summed over
 # the heads' devices too, on their own.
-HEAD_NORMS = {"gemma3": ("q_norm", "k_norm")}
+HEAD_NORMS = {"gemma3": ("q_norm", "k_norm"), "qwen3_next": ("q_norm", "k_norm", "mixer/norm/")}
 # Positions of an example whose arrays have no dim for them: the class token and the patches.
 POSITIONS = {"vit": lambda config: config.num_positions}
 
@@ -384,6 +389,7 @@ def test_weights_in_use_are_cast_before_they_are_gathered():
         ("gemma3", "8", "fsdp"),
         ("gpt_oss", "8", "fsdp"),
         ("deepseek", "8", "fsdp"),
+        ("qwen3_next", "8", "fsdp"),
         ("vit", "8", "fsdp"),
         ("transformer", "data=2,pipe=2,model=2", "fsdp_pp_tp"),
     ],

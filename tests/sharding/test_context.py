@@ -83,6 +83,8 @@ RING = {"context": "ring"}
 LORA = {"lora_rank": 4}
 TWICE = {"accumulate": 2}  # microbatches
 ODD = {"vocab_size": 389, "num_heads": 6, "num_kv_heads": 3}  # `model` divides neither
+NO_EXPERTS = {"num_experts": 0, "experts_per_token": 0, "shared_mlp": 0}
+FEW_KEYS = {"num_kv_heads": 2, "delta_key_heads": 2}
 CASES = [
     ("transformer", "data=2,seq=4", "fsdp_cp", TWICE),
     ("transformer", "data=2,seq=4", "fsdp_cp", RING),  # in stripes
@@ -114,6 +116,11 @@ CASES = [
     # In stripes: learned positions; sinks.
     ("gpt2", "data=2,seq=4", "cp", RING),
     ("gpt_oss", "data=2,seq=4", "fsdp_cp", RING | {"layer_kinds": ((None, 1e4, None),)}),
+    # A state travels; beside a ring, positions stay in consecutive order.
+    ("qwen3_next", "data=1,seq=8", "cp", NO_EXPERTS | {"remat": "dots"}),
+    ("qwen3_next", "data=2,seq=4", "fsdp_cp", RING),
+    # `model` divides no keys, and a layer is left over after the periods.
+    ("qwen3_next", "data=1,seq=2,model=4", "fsdp_cp_tp", NO_EXPERTS | FEW_KEYS | {"num_layers": 5}),
 ]
 FAST = [CASES[1], CASES[13]]
 

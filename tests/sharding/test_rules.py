@@ -54,7 +54,7 @@ def layout(rules=None, mesh="4x2", batch=16, seq_len=0, **changes) -> Layout:
 )
 @pytest.mark.parametrize("entry", [name for name in ENTRIES if "hsdp_tp" in zoo_file(name).RULES])
 def test_default_strategy_of_a_mesh(entry, mesh, strategy):
-    if entry in ("moe", "gpt_oss", "deepseek") and "expert" in mesh:
+    if entry in EXPERTS and "expert" in mesh:
         strategy = strategy.replace("fsdp", "fsdp_ep")
     assert default_strategy(zoo_file(entry).RULES, make_mesh(mesh)) == strategy
 
@@ -71,7 +71,8 @@ def test_the_default_strategy_is_not_chosen_by_name(rules, mesh, wanted):
     assert default_strategy(rules, make_mesh(mesh)) == wanted
 
 
-DENSE, EXPERTS = ("transformer", "gpt2", "gemma3"), ("moe", "gpt_oss", "deepseek")
+DENSE = ("transformer", "gpt2", "gemma3")
+EXPERTS = ("moe", "gpt_oss", "deepseek", "qwen3_next")
 ALL_AXES = [axes for n in range(1, len(ORDER) + 1) for axes in itertools.combinations(ORDER, n)]
 
 

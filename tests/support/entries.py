@@ -53,6 +53,15 @@ FAMILY_CASES = {
         "data=2,seq=2,expert=2": ["fsdp_ep_cp"],
         "data=2,pipe=2,expert=2": ["fsdp_ep_pp"],
     },
+    "qwen3_next": {
+        "4x2": ["fsdp_tp", "fsdp_tp_sp"],
+        "1x8": ["fsdp_tp"],
+        "2x2x2": ["hsdp_tp"],
+        "data=2,expert=4": ["fsdp_ep"],
+        "data=2,seq=2,expert=2": ["fsdp_ep_cp"],
+        "data=2,seq=2,model=2": ["fsdp_cp_tp"],
+        "data=2,pipe=2,expert=2": ["fsdp_ep_pp"],
+    },
     "vit": {"8": ["fsdp"], "4x2": ["fsdp_tp"], "1x8": ["fsdp_tp"], "2x2x2": ["hsdp_tp"]},
 }
 FAST = "2x2x2"  # with its default strategy, the other entries' case in the fast tier

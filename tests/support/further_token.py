@@ -14,7 +14,7 @@ def further_logits(model, tokens_BT, ids_BT=None) -> jax.Array:
 
     The norms, the product and the layer are the model's own parts, and its experts are dropless.
     """
-    x_BTD, _, _ = model.trunk(tokens_BT, ids_BT)
+    x_BTD, *_ = model.trunk(tokens_BT, ids_BT)
     after_B1 = np.zeros((len(tokens_BT), 1), np.int32)
     next_BTD = model.embed[...][np.concatenate([tokens_BT[:, 1:], after_B1], axis=1)]
     pair = model.mtp.token_norm(next_BTD), model.mtp.hidden_norm(x_BTD)

@@ -312,7 +312,7 @@ def test_a_shape_has_the_weights_and_the_cache_of_its_model(name):
             path: leaf
             for path, leaf in paths(abstract.shapes["params"]).items()
             if not path.startswith(OUTSIDE)
-            and not path.endswith(("bias", "scale", "sinks", "mlp_gate"))
+            and not path.endswith(("bias", "scale", "sinks", "mlp_gate", "log_rate"))
         }
         layers = tuple(map(with_all_experts, shape.layers))
         in_layers = dataclasses.replace(shape, layers=layers, vocab_size=0).multiplied
@@ -327,8 +327,10 @@ def test_a_shape_has_the_weights_and_the_cache_of_its_model(name):
             tokens,
             lengths,
         )
-        cached = sum(layer.count * layer.attention.cached for layer in shape.layers)
+        cached = sum(x.count * x.attention.cached for x in shape.layers if x.attention)
         assert cache.k.size + cache.v.size == 6 * cached
+        states = sum(x.count * x.recurrence.cached for x in shape.layers if x.recurrence)
+        assert sum(x.size for x in jax.tree.leaves(cache.states)) == states
 
 
 @pytest.mark.parametrize("name", entries.ENTRIES)

@@ -134,7 +134,7 @@ def check_heads(layout: Layout) -> None:
 def check_stages(layout: Layout, accumulate: int) -> None:
     """Raises UserError if a pipeline's stages don't fit the layers or its microbatches the batch."""
     config, parts, mesh = layout.config, layout.stages, describe(layout.mesh.shape)
-    wanted, period = config.pipe_microbatches, len(config.layer_kinds) or 1
+    wanted, period = config.pipe_microbatches, config.shape.period
     if parts == 1:
         if wanted:
             raise UserError(

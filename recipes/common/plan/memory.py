@@ -22,7 +22,7 @@ class Weights(NamedTuple):
 
     params: float  # at rest, float32
     stacked: float  # those of the stacked layers
-    layer: float  # matrices of one layer in use, in the compute dtype
+    layer: float  # matrices of one layer in use, in the compute dtype; the mean of unlike layers
     ends: float  # matrices outside of the layers in use, in the compute dtype
     frozen: float  # at rest, without gradients or moments: LoRA's base, and buffers
 
@@ -45,6 +45,7 @@ def weights(layout: Layout) -> Weights:
     """Sums over the abstract parameters; nothing is traced."""
     rest = layout.rules | dict.fromkeys(layout.uneven)
     width, sizes = compute_bytes(layout), layout.mesh.shape
+    stacked_layers = layout.shape.num_layers - layout.shape.dense_layers
     params = stacked = layer = ends = frozen = 0.0
     for kind in layout.model.shapes:
         shapes = paths(layout.model.shapes[kind])
@@ -61,7 +62,7 @@ def weights(layout: Layout) -> Weights:
             if set(use) & {*layout.zoo.IN_USE.values()}:
                 over = layout.count_shards(*(axis for axis in use if axis != LAYERS))
                 used = leaf.size / over * width
-                layer += used / leaf.shape[axes.index(LAYERS)] if LAYERS in axes else 0
+                layer += used / stacked_layers if LAYERS in axes else 0
                 ends += 0 if LAYERS in axes else used
     return Weights(params, stacked, layer, ends, frozen)
 

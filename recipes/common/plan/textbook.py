@@ -44,7 +44,8 @@ HALVES = {
 class Transfer(NamedTuple):
     """Bytes that a device sends in a step for one purpose, between the devices along some mesh axes."""
 
-    purpose: str  # "weights", "gradients", "activations", "attention", "exchanges", "stages"
+    purpose: str  # "weights", "gradients", "activations", "attention", "states", "exchanges",
+    # "stages"
     kind: str  # of collective
     axes: frozenset[str]  # of the mesh
     bytes: float
@@ -98,6 +99,7 @@ def transfers(layout: Layout, accumulate: int = 1, repeats: bool = False) -> lis
     if layout.seq_len:
         every += [
             *_of_attention(layout),
+            *_of_states(layout),
             *_of_experts(layout, accumulate),
             *of_stages(layout, accumulate),
         ]
@@ -273,6 +275,30 @@ def _of_attention(layout: Layout) -> Iterator[Transfer]:
         yield Transfer("attention", "all-to-all", axes, (forward + 1) * sent * ring(n))
     else:
         yield Transfer("attention", "collective-permute", axes, (forward + 2) * sent * (n - 1))
+
+
+def _of_states(layout: Layout) -> Iterator[Transfer]:
+    """Transfers so that a recurrence's state travels along positions on n devices.
+
+    Devices compose what each does to a state, a matrix and an offset, in log2(n - 1) steps; the last
+    step and the final hop send offsets alone. A layer does it forward, again unless remat keeps
+    everything, and backward. These numbers are in float32 and don't grow with T.
+    """
+    n = layout.seq_shards
+    if n == 1:
+        return
+    steps = math.ceil(math.log2(n - 1)) if n > 2 else 0
+    split = layout.count_shards(HEADS)
+    sent = 0.0  # bytes per row
+    for layer, count in layout.shape.trained_layers:
+        if layer.recurrence:
+            maps = (steps + 1) * layer.recurrence.state
+            maps += max(steps - 1, 0) * layer.recurrence.erase
+            sent += count * (4 * maps + compute_bytes(layout) * layer.recurrence.halo) / split
+    axes = frozenset(_split_by(layout, layout.batch_axes[1:]))
+    times = 2 if layout.shape.remat == "none" else 3
+    sent *= times * layout.batch_size / layout.batch_shards
+    yield Transfer("states", "collective-permute", axes, sent)
 
 
 def _of_experts(layout: Layout, accumulate: int) -> Iterator[Transfer]:

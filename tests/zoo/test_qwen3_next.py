@@ -1,0 +1,102 @@
+"""Qwen3-Next: layers of two kinds in turn, packed rows, and generation with states."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from recipes.common.runtime.mesh import make_mesh
+from recipes.common.sharding.layout import make_layout
+from tests.conftest import full_except
+from tests.support.models import random_variables
+from tests.support.quick import QUICK
+from zoo.attention import make_positions
+from zoo.qwen3_next import Config, Qwen3Next
+
+pytestmark = [pytest.mark.promise("recurrent-layers"), pytest.mark.usefixtures("strict")]
+
+DENSE = dataclasses.replace(Config.tiny(), num_experts=0, shared_mlp=0, experts_per_token=0)
+B, T = 8, 32
+RANDOM = np.random.default_rng(0)
+TOKENS_BT = RANDOM.integers(0, 257, (B, T), np.int32)
+STARTS_BT = RANDOM.random((B, T)) < 5 / T
+IDS_BT = np.cumsum(STARTS_BT, axis=1, dtype=np.int32)
+
+
+@functools.cache
+def build(config) -> Qwen3Next:
+    return Qwen3Next(config, rngs=nnx.Rngs(0))
+
+
+@pytest.mark.parametrize("layers", [2, 5])
+def test_layers_run_in_turn(layers):
+    """Two layers without a loop; two trips of the scan and a layer that is left over."""
+    config = dataclasses.replace(DENSE, num_layers=layers)
+    model = build(config)
+
+    def one_by_one(model):
+        positions = make_positions(config, jnp.asarray(TOKENS_BT), jnp.asarray(IDS_BT))
+        x_BTD = model.embed[...][TOKENS_BT]
+        for l in range(layers):
+            stack = config.period[l % 2]
+            layer = jax.tree.map(lambda x, l=l: x[l // 2], model.layers[stack])
+            x_BTD, _, _ = layer(x_BTD, positions, config.kinds[l % 2])
+        return model.final_norm(x_BTD) @ model.unembed[...].T
+
+    logits = jax.jit(lambda model: model(TOKENS_BT, IDS_BT), compiler_options=QUICK)(model)
+    want = jax.jit(one_by_one, compiler_options=QUICK)(model)
+    np.testing.assert_allclose(logits, want, rtol=1e-5, atol=1e-5)
+
+
+def test_a_packed_document_has_the_logits_it_has_alone():
+    model = build(DENSE)
+    logits = jax.jit(lambda model, *x: model(*x), compiler_options=QUICK)
+    packed = logits(model, TOKENS_BT[:1], IDS_BT[:1])
+    for segment in np.unique(IDS_BT[0]):
+        (places,) = np.nonzero(IDS_BT[0] == segment)
+        tokens = np.zeros((1, T), np.int32)
+        tokens[0, : len(places)] = TOKENS_BT[0, places]
+        alone = logits(model, tokens, np.zeros((1, T), np.int32))
+        np.testing.assert_allclose(packed[0, places], alone[0, : len(places)], atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    "mesh", full_except(("1x1", "4x2", "data=2,seq=4", "data=2,expert=4"), ["1x1"])
+)
+def test_decoding_is_the_forward_pass(mesh):
+    """Left-padded prompts of unequal length; the shortest is shorter than the convolution."""
+    config = dataclasses.replace(Config.tiny(), capacity=None)
+    lengths_B = np.array([1, 2, 5, 8, 8, 3, 7, 4])
+    longest, steps, slots = 8, 3, 12
+    prompts = [np.roll(TOKENS_BT[b, :longest], longest - n) for b, n in enumerate(lengths_B)]
+
+    def forward(variables, tokens_BT):
+        return alone.model.merge(variables)(tokens_BT)
+
+    def generate(variables, prompts_BT, lengths_B, tokens_BT):
+        model = layout.model.merge(variables)
+        logits_BV, cache = model.prefill(prompts_BT, lengths_B, slots)
+        logits = [logits_BV]
+        for step in range(steps):
+            newest_B = jnp.take_along_axis(tokens_BT, lengths_B[:, None] + step, axis=1)[:, 0]
+            logits_BV, cache = model.decode(newest_B, cache)
+            logits.append(logits_BV)
+        return jnp.stack(logits)
+
+    alone, layout = (
+        make_layout(Qwen3Next, config, make_mesh(name), batch_size=B) for name in ("1x1", mesh)
+    )
+    arguments = random_variables(alone), jax.device_put(TOKENS_BT, alone.replicated)
+    wanted_BTV = jax.device_get(
+        alone.compile(forward, *arguments, compiler_options=QUICK)(*arguments)
+    )
+    arrays = jax.device_put((np.stack(prompts), lengths_B, TOKENS_BT), layout.replicated)
+    arguments = random_variables(layout), *arrays
+    logits = layout.compile(generate, *arguments, compiler_options=QUICK)(*arguments)
+    for step, logits_BV in enumerate(jax.device_get(logits)):
+        last_B = lengths_B - 1 + step
+        np.testing.assert_allclose(logits_BV, wanted_BTV[np.arange(B), last_B], atol=2e-5)

@@ -1,0 +1,260 @@
+"""Qwen3-Next and Qwen3.5: decoders in which most layers carry a state instead of attending.
+
+Three of four layers are gated delta networks (Yang et al. 2024; delta.py), whose state doesn't grow
+with T. Each fourth one attends: grouped queries with QK-norm, gated outputs (Qiu et al. 2025), and
+rotary embeddings on a part of each head (Su et al. 2021). Norms have the scale 1 + w. Layers have
+experts and one shared expert with a gate (Qwen3-Next, Qwen3.5 MoE), or an MLP (Qwen3.5).
+
+Shapes: B batch, T positions, D embed, N heads, K kv heads, H head dim, F mlp, E experts, V vocab, L
+layers; delta.py has those of the delta networks.
+
+    model = Qwen3Next(Config.tiny(), rngs=nnx.Rngs(0))
+    logits_BTV = model(tokens_BT)  # on a mesh: see transformer.py
+"""
+
+import dataclasses
+import functools
+from typing import Any
+
+from flax import nnx
+
+from .attention import Attention
+from .config import Compute
+from .decoder import ATTENTION, Decoder
+from .delta import GatedDelta, delta_shape
+from .experts import EXPERT_REMAT, GatedExperts, check_experts, experts_shape, gate_by_position
+from .layers import GatedMLP, Kind, RMSNorm, RopeScaling, add_output
+from .shape import AttentionShape, LayerShape, Shape
+from .sharding import Rules, complete_tables, param
+from .strategies import EXPERT_DECODER, expert_rules
+
+DELTA = "delta"  # the stack of the layers with a state
+
+
+@dataclasses.dataclass(frozen=True)
+class Config(Compute):
+    """The architecture. moe.Config explains the fields without a comment."""
+
+    vocab_size: int
+    embed: int
+    num_layers: int
+    num_heads: int  # of attention
+    num_kv_heads: int
+    head_dim: int
+    rotary_dims: int  # the first dims of a head, which rotate; even
+    delta_heads: int  # of values
+    delta_key_heads: int  # of queries and keys; divides delta_heads
+    delta_key_dim: int
+    delta_value_dim: int
+    mlp: int  # hidden width of the MLP, or of one expert
+    num_experts: int = 0  # 0: an MLP
+    experts_per_token: int = 0
+    shared_mlp: int = 0  # hidden width of the shared expert; 0: none
+    attention_every: int = 4  # each layer of this number attends
+    conv_width: int = 4  # W, positions that the convolution before the delta rule sees
+    capacity: float | None = 1.25  # None: dropless, as the published models
+    normalize: bool = True
+    balance_weight: float = 1e-3
+    norm_eps: float = 1e-6
+    rope_theta: float = 1e7
+    rope_scaling: RopeScaling | None = None
+    sliding_window: int | None = None  # of attention; the published models have none
+    tie_embeddings: bool = False
+    _: dataclasses.KW_ONLY
+    lora_targets: tuple[str, ...] = ("q", "k", "v", "o", "gate", "up", "down")
+
+    ROTARY = "rotary_dims"
+    REMAT = EXPERT_REMAT
+    MAY_BE_ZERO = (*Compute.MAY_BE_ZERO, "num_experts", "experts_per_token", "shared_mlp")
+
+    rotary_dim = property(lambda self: self.rotary_dims)
+
+    @property
+    def period(self) -> tuple[str, ...]:
+        return (DELTA,) * (self.attention_every - 1) + (ATTENTION,)
+
+    @property
+    def kinds(self) -> tuple[Kind, ...]:
+        attends = Kind(self.sliding_window, self.rope_theta, self.rope_scaling)
+        return (Kind(None, None),) * (self.attention_every - 1) + (attends,)
+
+    def __post_init__(self):
+        super().__post_init__()
+        if self.num_experts:
+            check_experts(self)
+        if self.delta_heads % self.delta_key_heads:
+            raise ValueError(
+                f"delta_heads={self.delta_heads} is not divisible by "
+                f"delta_key_heads={self.delta_key_heads}"
+            )
+        if self.rotary_dims > self.head_dim:
+            raise ValueError(
+                f"rotary_dims={self.rotary_dims} is more than head_dim={self.head_dim}"
+            )
+        if self.attention_every < 2:
+            raise ValueError(f"attention_every={self.attention_every} must be ≥ 2")
+        if self.conv_width < 2:
+            raise ValueError(f"conv_width={self.conv_width} must be ≥ 2")
+        if self.num_layers < self.attention_every:
+            raise ValueError(
+                f"num_layers={self.num_layers} is less than attention_every={self.attention_every}, "
+                "so no layer would attend"
+            )
+
+    @property
+    def attention_shape(self) -> AttentionShape:
+        gates = self.embed * self.num_heads * self.head_dim
+        shape = super().attention_shape
+        return dataclasses.replace(shape, weights=shape.weights + gates, window=self.sliding_window)
+
+    @property
+    def layer_shape(self) -> LayerShape:
+        if not self.num_experts:
+            return super().layer_shape
+        experts = experts_shape(self)
+        return dataclasses.replace(super().layer_shape, mlp=self.shared_mlp, experts=experts)
+
+    @property
+    def shape(self) -> Shape:
+        attends = self.num_layers // self.attention_every
+        full = dataclasses.replace(self.layer_shape, count=attends)
+        delta = dataclasses.replace(
+            full,
+            count=self.num_layers - attends,
+            attention=None,
+            recurrence=delta_shape(self),
+        )
+        return dataclasses.replace(super().shape, layers=(delta, full))
+
+    @classmethod
+    def tiny(cls) -> "Config":
+        """476,728 parameters. 329,272 of them active. For tests: 8 divides every sharded dim."""
+        return cls(
+            384, 64, 4, num_heads=16, num_kv_heads=8, head_dim=8, rotary_dims=4, delta_heads=16,
+            delta_key_heads=8, delta_key_dim=16, delta_value_dim=12, mlp=32, num_experts=8,
+            experts_per_token=2, shared_mlp=64, attention_every=2, conv_width=3,
+            # A document's first output is one value times q · k, which may be near 0; norming it then
+            # amplifies rounding. With the published 1e-6, gradients on two meshes differ by 2e-5 in
+            # float32 and by 3e-14 in float64.
+            norm_eps=0.1,
+        )  # fmt: skip
+
+    @classmethod
+    def small(cls) -> "Config":
+        """875,800 parameters. The laptop default, with bytes as tokens."""
+        return cls(
+            384, 128, 4, num_heads=8, num_kv_heads=8, head_dim=16, rotary_dims=8, delta_heads=4,
+            delta_key_heads=4, delta_key_dim=16, delta_value_dim=32, mlp=352, remat="dots",
+            tie_embeddings=True,
+        )  # fmt: skip
+
+    @classmethod
+    def qwen3_next_80b_a3b(cls) -> "Config":
+        """79,674,391,296 parameters. 3,874,929,408 of them active. Qwen3-Next 80B-A3B."""
+        return cls(
+            151_936, 2_048, 48, num_heads=16, num_kv_heads=2, head_dim=256, rotary_dims=64,
+            delta_heads=32, delta_key_heads=16, delta_key_dim=128, delta_value_dim=128, mlp=512,
+            num_experts=512, experts_per_token=10, shared_mlp=512, capacity=None,
+            remat="dispatched",
+        )  # fmt: skip
+
+    @classmethod
+    def qwen35_9b(cls) -> "Config":
+        """8,953,803,264 parameters. The text model of Qwen3.5 9B."""
+        return cls(
+            248_320, 4_096, 32, num_heads=16, num_kv_heads=4, head_dim=256, rotary_dims=64,
+            delta_heads=32, delta_key_heads=16, delta_key_dim=128, delta_value_dim=128, mlp=12_288,
+        )  # fmt: skip
+
+    @classmethod
+    def qwen35_35b_a3b(cls) -> "Config":
+        """34,660,610,688 parameters. 3,454,988,928 of them active. Qwen3.5 35B-A3B, its text model."""
+        return cls(
+            248_320, 2_048, 40, num_heads=16, num_kv_heads=2, head_dim=256, rotary_dims=64,
+            delta_heads=32, delta_key_heads=16, delta_key_dim=128, delta_value_dim=128, mlp=512,
+            num_experts=256, experts_per_token=8, shared_mlp=512, capacity=None,
+            remat="dispatched",
+        )  # fmt: skip
+
+
+SIZES = {
+    "tiny": Config.tiny,
+    "small": Config.small,
+    "80b_a3b": Config.qwen3_next_80b_a3b,
+    "qwen35_9b": Config.qwen35_9b,
+    "qwen35_35b_a3b": Config.qwen35_35b_a3b,
+}
+
+REMAT = Config.REMAT
+
+AXES = dataclasses.replace(
+    EXPERT_DECODER,
+    logical_axes=EXPERT_DECODER.logical_axes
+    | {
+        "key_heads": "both",  # G, of queries and keys of the delta rule
+        "conv_width": "weights",  # W
+    },
+    uneven=EXPERT_DECODER.uneven | {"key_heads": "replicated", "conv_width": "replicated"},
+)
+LOGICAL_AXES = AXES.logical_axes
+IN_USE = AXES.in_use
+UNEVEN = AXES.uneven
+SUBSTITUTES = AXES.substitutes
+POSITIONS = AXES.positions
+WITHIN = AXES.within
+
+
+class Layer(nnx.Module):
+    """x + mixer(norm(x)), then x + mlp(norm(x)), or x + experts(norm(x)) + shared expert(norm(x)).
+    The mixer is attention or a gated delta network.
+    """
+
+    def __init__(self, config: Config, stack: str, *, rngs: nnx.Rngs):
+        D = config.embed
+        norm = functools.partial(RMSNorm, eps=config.norm_eps, zero_centered=True)
+        self.mixer_norm = norm(D)
+        if stack == ATTENTION:
+            self.mixer: Any = Attention(config, norm=norm, gated=True, rngs=rngs)
+        else:
+            self.mixer = GatedDelta(config, rngs=rngs)
+        self.mlp_norm = norm(D)
+        routed = functools.partial(GatedExperts, biased=False, normalize=config.normalize)
+        self.experts = routed(config, rngs=rngs) if config.num_experts else None
+        width = config.shared_mlp if config.num_experts else config.mlp
+        self.mlp = GatedMLP(config, width=width, rngs=rngs) if width else None
+        gated = config.num_experts and config.shared_mlp
+        self.mlp_gate = param(rngs, (D,), ("norm",), D**-0.5) if gated else None
+
+    def __call__(self, x_BTD, positions, kind, past=None):
+        out_BTD, kept = self.mixer(self.mixer_norm(x_BTD), positions, kind, past)
+        x_BTD = add_output(x_BTD, out_BTD)
+        normed_BTD = self.mlp_norm(x_BTD)
+        outputs = []
+        metrics = {}
+        if self.mlp is not None:
+            outputs += [gate_by_position(self.mlp(normed_BTD), normed_BTD, self.mlp_gate)]
+        if self.experts is not None:
+            out_BTD, metrics = self.experts(normed_BTD, positions)
+            outputs += [out_BTD]
+        return add_output(x_BTD, sum(outputs)), kept, metrics
+
+
+class Qwen3Next(Decoder):
+    """Tokens in, next-token logits out. A cache has keys of the layers that attend, and states."""
+
+    axes = AXES
+
+    def __init__(self, config: Config, *, rngs: nnx.Rngs):
+        final_norm = RMSNorm(config.embed, config.norm_eps, zero_centered=True)
+        super().__init__(config, Layer, final_norm, rngs=rngs)
+
+    @property
+    def costs(self) -> dict[str, float]:
+        return {"balance": self.config.balance_weight} if self.config.num_experts else {}
+
+
+complete = functools.partial(complete_tables, LOGICAL_AXES)
+
+# Strategy → logical axis → mesh axis; see strategies.py. A pipeline's stage is a number of whole
+# periods: the twelve of 80b_a3b fit 2, 3, 4, 6 or 12 stages.
+RULES: dict[str, Rules] = complete(expert_rules(like_heads=("key_heads",)))
