@@ -16,7 +16,7 @@ from recipes.common.checkpoint import layout_of
 from recipes.common.entries import model as model_of
 from recipes.common.entries import zoo_file
 from recipes.common.generation import Generator, Sampling
-from recipes.common.plan.textbook import textbook
+from recipes.common.plan.textbook import textbook, transfers
 from recipes.common.report import kernel
 from recipes.common.report.hlo import collectives
 from recipes.common.runtime.mesh import make_mesh
@@ -335,6 +335,18 @@ def test_what_attention_sends(changes, wanted):
         if sent.kind in ("all-to-all", "collective-permute") and sent.bytes > 1024:  # not ids
             found[sent.kind, sent.bytes] += sent.times
     assert found == wanted
+
+
+@pytest.mark.full
+def test_what_a_state_sends_does_not_grow_with_the_row():
+    """The textbook's bytes, and segment ids beside the convolution's inputs."""
+    config = tiny("qwen3_next", num_layers=2, **NO_EXPERTS)
+    for length in (T, 2 * T):
+        layout, step = compiled_step("qwen3_next", config, "data=1,seq=8", "cp", length)
+        permutes = [x for x in collectives(step.as_text()) if x.kind == "collective-permute"]
+        (states,) = (x.bytes for x in transfers(layout) if x.purpose == "states")
+        ids = B * (config.conv_width - 1) * 4
+        assert sum(x.bytes * x.times for x in permutes) == states + ids
 
 
 @pytest.mark.parametrize("context", ["all-to-all", "ring"])

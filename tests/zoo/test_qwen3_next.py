@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
+from recipes.common.generation import Generator, Sampling, cap_windows
 from recipes.common.runtime.mesh import make_mesh
 from recipes.common.sharding.layout import make_layout
 from tests.conftest import full_except
@@ -52,6 +53,18 @@ def test_layers_run_in_turn(layers):
     np.testing.assert_allclose(logits, want, rtol=1e-5, atol=1e-5)
 
 
+def test_a_program_does_not_grow_with_depth():
+    """Each layer of a period is traced once."""
+
+    def operations(layers: int) -> int:
+        config = dataclasses.replace(DENSE, num_layers=layers)
+        model = nnx.eval_shape(lambda: Qwen3Next(config, rngs=nnx.Rngs(0)))
+        program = jax.make_jaxpr(lambda model: model.loss(TOKENS_BT, TOKENS_BT, IDS_BT)[0])(model)
+        return str(program).count(" = ")
+
+    assert operations(48) == operations(8)
+
+
 def test_a_packed_document_has_the_logits_it_has_alone():
     model = build(DENSE)
     logits = jax.jit(lambda model, *x: model(*x), compiler_options=QUICK)
@@ -62,6 +75,25 @@ def test_a_packed_document_has_the_logits_it_has_alone():
         tokens[0, : len(places)] = TOKENS_BT[0, places]
         alone = logits(model, tokens, np.zeros((1, T), np.int32))
         np.testing.assert_allclose(packed[0, places], alone[0, : len(places)], atol=1e-5)
+
+
+@pytest.mark.full
+def test_a_cache_has_states_beside_keys():
+    """Two rows of three bytes after a padded prompt of 16, and the states of two layers."""
+    layout = make_layout(Qwen3Next, DENSE, make_mesh("1x1"), batch_size=2)
+    generator = Generator(layout, random_variables(layout), Sampling(), (), 257)
+    prompts = [TOKENS_BT[0, :5], TOKENS_BT[1, :3]]
+    assert len(list(generator(prompts, 3))) == 3
+    delta, attention = DENSE.shape.layers
+    numbers = delta.count * delta.recurrence.cached
+    numbers += attention.count * attention.attention.cached * (16 + 3)
+    assert generator.cache_bytes == 2 * 4 * numbers
+
+
+def test_a_sample_s_windows_are_capped_where_layers_attend():
+    capped = cap_windows(DENSE, 32)
+    assert [kind.window for kind in capped.kinds] == [None, 32]
+    assert [kind.window for kind in cap_windows(capped, 48).kinds] == [None, 32]
 
 
 @pytest.mark.parametrize(
