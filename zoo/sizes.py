@@ -38,6 +38,15 @@ TRANSFORMER: dict[str, tuple[str, dict[str, Any]]] = {  # name → (docstring, f
             "rope_theta": 1e9, "tie_embeddings": False,
         },
     ),
+    "ministral3_8b": (
+        "8,489,553,920 parameters. Ministral 3 8B, the text model.",
+        {
+            "vocab_size": 131_072, "embed": 4_096, "num_layers": 34, "mlp": 14_336,
+            "num_heads": 32, "num_kv_heads": 8, "head_dim": 128, "query_growth": 0.1,
+            "rope_theta": 1e6, "rope_scaling": Yarn(16.0, 32.0, 1.0, 16_384, True, 1.0),
+            "tie_embeddings": False,
+        },
+    ),
     "olmo2_7b": (
         "7,298,617,344 parameters. OLMo 2 7B.",
         {"vocab_size": 100_352, "embed": 4_096, "num_layers": 32, "mlp": 11_008, "rope_theta": 5e5}

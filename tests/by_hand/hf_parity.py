@@ -702,15 +702,18 @@ def declared_keys() -> dict[str, dict]:
 
     of_all = {field.name for field in dataclasses.fields(transformers.PretrainedConfig)}
     of_all -= {"tie_word_embeddings"}
-    return {
-        name: {
-            field.name: None if field.default is dataclasses.MISSING else field.default
-            for field in dataclasses.fields(CONFIG_MAPPING[kind])
-            if field.name not in of_all and not any(part in field.name for part in UNIMPORTANT)
-        }
-        for family in hf.folder.FAMILIES
-        for name, kind in family.architectures.items()
-    }
+    keys = {}
+    for family in hf.folder.FAMILIES:
+        for name, kind in family.architectures.items():
+            default = CONFIG_MAPPING[kind]()
+            keys[name] = {
+                field.name: None if field.default is dataclasses.MISSING else field.default
+                for field in dataclasses.fields(default)
+                if field.name not in of_all and not any(part in field.name for part in UNIMPORTANT)
+            }
+            if keys[name].get("rope_parameters", ...) is None:  # its default is made by code
+                keys[name]["rope_parameters"] = default.rope_parameters
+    return keys
 
 
 def main() -> None:

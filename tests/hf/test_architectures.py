@@ -98,6 +98,12 @@ SMOLLM3 = {
     "vocab_size": 128256, "rope_theta": 5000000.0, "no_rope_layer_interval": 4,
     "no_rope_layers": [1, 1, 1, 0] * 9, "use_sliding_window": False, "sliding_window": None,
 }  # fmt: skip
+MINISTRAL3 = {  # the rest is transformers' defaults
+    "architectures": ["Ministral3ForCausalLM"], "model_type": "ministral3", "hidden_size": 4096,
+    "intermediate_size": 14336, "num_hidden_layers": 34, "num_attention_heads": 32,
+    "num_key_value_heads": 8, "head_dim": 128, "vocab_size": 131072,
+    "max_position_embeddings": 262144,
+}  # fmt: skip
 PHI3 = {
     "architectures": ["Phi3ForCausalLM"], "model_type": "phi3", "hidden_size": 3072,
     "intermediate_size": 8192, "num_hidden_layers": 32, "num_attention_heads": 32,
@@ -118,6 +124,7 @@ PHI3 = {
         (OLMO3, "transformer", "olmo3_7b"),
         (SMOLLM3, "transformer", "smollm3_3b"),
         (PHI3, "transformer", "phi3_mini"),
+        (MINISTRAL3, "transformer", "ministral3_8b"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )

@@ -85,10 +85,21 @@ MULTIPLIERS = {
 }
 
 BETA = "llama_4_scaling_beta"
+MINISTRAL3_ROPE = {  # of files without any rotary settings
+    "rope_type": "yarn",
+    "rope_theta": 1e6,
+    "factor": 16.0,
+    ORIGINAL: 16_384,
+    "mscale": 1.0,
+    "mscale_all_dim": 1.0,
+    BETA: 0.1,
+}
 
 
 def ministral3_keys(keys: dict[str, Any], path: pathlib.Path) -> dict[str, Any]:
     """Ministral 3's keys, with the one of the queries' growth outside of the rotary ones."""
+    if not keys.get("rope_scaling") and not keys.get("rope_parameters"):
+        keys = keys | {"rope_parameters": MINISTRAL3_ROPE}
     return keys | {BETA: ConfigFile(keys, path, "transformer").rope_keys().get(BETA)}
 
 

@@ -6,8 +6,9 @@ TRAINED = {
     "transformer": {  # Llama 3.2, 3 and 3.1, and its relatives
         "1b": 131_072, "8b": 8_192, "70b": 8_192,
         "llama31_8b": 131_072, "llama31_70b": 131_072, "llama31_405b": 131_072,
-        "mistral_small_24b": 131_072, "olmo2_7b": 4_096, "olmo3_7b": 65_536, "phi3_mini": 4_096,
-        "phi4": 16_384, "smollm3_3b": 65_536, "glm4_9b": 32_768, "seed_oss_36b": 524_288,
+        "mistral_small_24b": 131_072, "ministral3_8b": 262_144, "olmo2_7b": 4_096,
+        "olmo3_7b": 65_536, "phi3_mini": 4_096, "phi4": 16_384, "smollm3_3b": 65_536,
+        "glm4_9b": 32_768, "seed_oss_36b": 524_288,
     },
     "moe": {
         "mixtral_8x7b": 32_768, "qwen3_30b_a3b": 32_768, "qwen15_moe_a3b": 8_192,
