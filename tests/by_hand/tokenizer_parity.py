@@ -131,8 +131,8 @@ def update_golden() -> None:
     folder = pathlib.Path(__file__).parents[1] / "golden" / "family_chats"
     folder.mkdir(exist_ok=True)
     for name in family_tokenizers.FAMILIES:
-        found = json.dumps(family_golden(name), ensure_ascii=False)
-        (folder / f"{name}.json").write_text(found + "\n")
+        golden = json.dumps(family_golden(name), ensure_ascii=False)
+        (folder / f"{name}.json").write_text(golden + "\n")
 
 
 if __name__ == "__main__":

@@ -25,8 +25,8 @@ WORDS = BYTES | {"use_regex": True}  # GPT-2's
 
 
 def split(pattern: str) -> dict[str, Any]:
-    how = {"behavior": "Isolated", "invert": False}
-    return {"type": "Split", "pattern": {"Regex": pattern}, **how}
+    options = {"behavior": "Isolated", "invert": False}
+    return {"type": "Split", "pattern": {"Regex": pattern}} | options
 
 
 def sequence(*steps: dict[str, Any]) -> dict[str, Any]:
