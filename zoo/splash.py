@@ -13,6 +13,9 @@ import jax.numpy as jnp
 from .kernels import NOT_SEEN, Settings, block_of
 from .sharding import device
 
+COMPUTED = 512  # most keys of a block whose scores are computed at a time
+PARTIAL = 8  # most blocks of keys for which a fused backward kernel keeps a partial dQ
+
 
 def splash(settings: Settings, q_BNTH, kv, ids_BT, offset):
     """Keeps scores on chip and skips masked blocks. Returns what `kernels.flash` does.
@@ -30,9 +33,11 @@ def splash(settings: Settings, q_BNTH, kv, ids_BT, offset):
 def splash_gradients(
     settings: Settings, q_BNTH, kv, ids_BT, offset, out_BNTH, log_sum_BNT, grad_BNTH
 ):
-    """`kernels.flash_gradients`, by one kernel for dQ and one for dK and dV.
+    """`kernels.flash_gradients`, by one kernel for dK and dV, and for dQ too or by another.
 
-    A fused kernel keeps a partial dQ for each block of keys, 15 GB more for the row of 32,768.
+    A fused kernel computes scores once, not twice, and keeps a dQ for each block of keys: 0.5 GB for
+    32 heads and a row of 8,192, 17 GB for one of 32,768 in blocks of 512. So only short rows use it,
+    and none with windows: it sums blocks that it doesn't visit, too.
     """
     tpu, (_, *masks), options = _splash(settings, q_BNTH.shape[2], offset)
 
@@ -54,7 +59,7 @@ def _splash(settings: Settings, T: int, offset):
     from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as tpu
 
     window = settings.window
-    size = block_of(T)
+    size = block_of(T, window)
     tiles = T // size
     visited = tiles if window is None else min(tiles, -(-(window - 1) // size) + 1)
     own = jnp.arange(tiles)
@@ -74,13 +79,16 @@ def _splash(settings: Settings, T: int, offset):
     query = jnp.clip((own * size - offset) // size, 0, tiles - visited)[None] + other[:, None]
     by_query = mask(own[:, None], key, key)
     by_key = mask(query, own[None], query)
-    names = ("q", "kv", "q_dkv", "kv_dkv", "q_dq", "kv_dq")
+    is_fused = visited == tiles <= PARTIAL
+    names = ("q", "kv", "q_dkv", "kv_dkv", *(() if is_fused else ("q_dq", "kv_dq")))
     blocks: dict[str, Any] = {f"block_{name}": size for name in names}
+    computed = COMPUTED if size % COMPUTED == 0 else size
+    blocks |= {"block_kv_compute": computed, "block_kv_dkv_compute": computed}
     options = {  # in the order of the backward function's arguments
         "save_residuals": True,
         "mask_value": tpu.DEFAULT_MASK_VALUE,
         "is_mqa": False,
-        "block_sizes": tpu.BlockSizes(**blocks),
+        "block_sizes": tpu.BlockSizes(**blocks, use_fused_bwd_kernel=is_fused),
         "residual_checkpoint_name": None,
         "mask_function": lambda q, k: (q >= k) if window is None else (q >= k) & (q - k < window),
         "attn_logits_soft_cap": settings.soft_cap,

@@ -79,6 +79,8 @@ def documents(B: int, T: int) -> np.ndarray:
             *itertools.product(["splash"], [384], [4, 2], [False, True], [None, 40], [""]),
             *itertools.product(["flash"], [200], [4, 2], [False, True], [None, 40], [""]),
             ("splash", 1024, 1, True, 600, ""),  # several blocks, in the window and beyond it
+            ("splash", 2048, 2, True, None, ""),  # a dQ for each of two blocks of keys
+            ("splash", 2048, 2, True, 1100, "cap"),  # the same; the window leaves out none of four
             ("flash", 1024, 1, False, None, ""),  # whole tiles
             ("flash", 1024, 1, False, 600, ""),
             ("flash", 1200, 2, True, None, ""),  # padded to whole tiles
@@ -94,6 +96,7 @@ def documents(B: int, T: int) -> np.ndarray:
         ],
         fast=[
             ("splash", 384, 2, True, 40, "cap, sinks"),
+            ("splash", 2048, 2, True, None, ""),
             ("flash", 1300, 1, True, 90, "cap, sinks"),
             ("flash", 1200, 2, True, None, ""),
         ],
@@ -360,8 +363,9 @@ TPU, H100, MI300 = (
 @pytest.mark.parametrize(
     ("device", "T", "segments", "changes", "choice"),
     [
-        (TPU, 8192, True, {}, Choice("splash", blocks=512)),
-        (TPU, 8192, True, {"sliding_window": 4096, "dtype": "float32"}, Choice("splash", blocks=512)),
+        (TPU, 8192, True, {}, Choice("splash", blocks=1024)),
+        (TPU, 1536, True, {}, Choice("splash", blocks=512)),
+        (TPU, 8192, True, {"sliding_window": 4096, "dtype": "float32"}, Choice("splash", blocks=1024)),
         (TPU, 1920, True, {}, Choice("splash", blocks=384)),
         (TPU, 128, False, {}, Choice("splash", blocks=128)),
         (TPU, 1000, True, {}, Choice("flash", obstacle="1,000 positions, not a multiple of 128")),
