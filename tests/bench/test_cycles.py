@@ -46,6 +46,7 @@ def test_a_matmul_beside_its_roofline(reading):
     # A slice of the weights, from memory into the cache: [3, 64, 1024] is read in part.
     (cut,) = [x for x in reading.operations if x.kind == "fusion"]
     assert cycles.roofline(cut, V5E)[1] == "memory"
+    assert cut.bytes == 64 * 1_024 * 2 + 4  # and an index
 
 
 def test_kernels_without_bundles_count_nothing():
@@ -119,6 +120,38 @@ def test_flops_of_a_convolution(line, flops):
     match = program.INSTRUCTION.match(line)
     assert match
     assert cycles._flops(match, lines) == flops
+
+
+UPDATE = """
+%rows (s: f32[8,128], i: s32[]) -> f32[1,128] {
+  %s.1 = f32[8,128]{1,0} parameter(0)
+  %i.1 = s32[] parameter(1)
+  ROOT %d = f32[1,128]{1,0} dynamic-slice(%s.1, %i.1, %z), dynamic_slice_sizes={1,128}
+}
+%replace (s: f32[8,128], x: f32[1,128], i: s32[], y: f32[1,128]) -> f32[8,128] {
+  %s.2 = f32[8,128]{1,0} parameter(0)
+  %x.2 = f32[1,128]{1,0} parameter(1)
+  %i.2 = s32[] parameter(2)
+  %y.2 = f32[1,128]{1,0:S(1)} parameter(3)
+  %cut = f32[1,128]{1,0} fusion(%s.2, %i.2), kind=kLoop, calls=%rows
+  %sum = f32[1,128]{1,0} add(%cut, %x.2)
+  ROOT %u = f32[8,128]{1,0} dynamic-update-slice(%s.2, %sum, %i.2, %z)
+}
+ENTRY %main (s: f32[8,128], x: f32[1,128], i: s32[]) -> f32[8,128] {
+  %s = f32[8,128]{1,0} parameter(0)
+  %x = f32[1,128]{1,0} parameter(1)
+  %i = s32[] parameter(2)
+  %y = f32[1,128]{1,0:S(1)} parameter(3)
+  ROOT %r = f32[8,128]{1,0} fusion(%s, %x, %i, %y), kind=kLoop, calls=%replace, backend_config={"estimated_cycles":"7"}
+}
+"""
+
+
+def test_a_fusion_that_updates_a_row_in_place_touches_that_row():
+    (operation,) = cycles.read_hlo(UPDATE, 1, {}).operations
+    row = 128 * 4
+    # The row of s read by %rows and replaced by %u; x; i; the result's row. y is in the cache.
+    assert operation.bytes == 2 * row + row + 4 + row
 
 
 OVERLAPS = """

@@ -203,7 +203,7 @@ def read_hlo(text: str | None, devices: int, bundles: dict[str, int]) -> Reading
                             times=times,
                             cycles=int(cycles[1]),
                             flops=sum(_flops(x, within) for x, within in inside),
-                            bytes=_traffic(match, results),
+                            bytes=_traffic(match, results, computations),
                         )
                     )
 
@@ -277,12 +277,55 @@ def _group(collective: hlo.Collective, devices: int) -> int:
     return hlo.group_size(collective.groups, devices)
 
 
-def _traffic(match: re.Match, results: dict[str, str]) -> float:
-    """Bytes of an instruction's operands and result in the device's memory (not in its caches)."""
-    names = dict.fromkeys(program.operands(match.string))
-    notations = [match[2], *(results[name] for name in names if name in results)]
-    in_memory = (x for text in notations for x in program.arrays(text) if "S(1)" not in x)
-    return sum(program.size(x)[0] for x in in_memory)
+def _traffic(match: re.Match, results: dict[str, str], computations: dict[str, list[str]]) -> float:
+    """Bytes that an instruction reads and writes in the device's memory (not in its caches)."""
+    fused = computations.get(dict(program.called(match.string)).get("calls", ""), [])
+    total = 0
+    for position, name in enumerate(program.operands(match.string)):
+        if name in results:
+            total += min(_in_memory(results[name]), _touched(position, fused, computations))
+    root = next((x for x in fused if x.startswith("ROOT ")), "")
+    return total + min(_in_memory(match[2]), _updated(root, fused))
+
+
+def _in_memory(notation: str) -> float:
+    """Bytes of the arrays of a result that are not in a cache."""
+    return sum(program.size(x)[0] for x in program.arrays(notation) if "S(1)" not in x)
+
+
+def _touched(position: int, fused: list[str], computations: dict[str, list[str]]) -> float:
+    """Bytes of its operand that a fusion touches: slices of it, or all of it (infinity)."""
+    parameter = next((x for x in fused if f" parameter({position})" in x), "")
+    match = program.INSTRUCTION.match(parameter)
+    if not match:
+        return math.inf
+    total = 0.0
+    for line in fused:
+        names = program.operands(line)
+        if match[1] not in names:
+            continue
+        user = program.INSTRUCTION.match(line)
+        assert user
+        if user[3] in ("dynamic-slice", "slice"):
+            total += program.size(user[2])[0]
+        elif user[3] == "dynamic-update-slice" and names[0] == match[1]:
+            total += _updated(line, fused)
+        elif user[3] == "fusion":
+            nested = computations.get(dict(program.called(line)).get("calls", ""), [])
+            total += _touched(names.index(match[1]), nested, computations)
+        else:
+            return math.inf
+    return total
+
+
+def _updated(line: str, lines: list[str]) -> float:
+    """Bytes that an instruction writes of its result: an update in place, or all of it (infinity)."""
+    match = program.INSTRUCTION.match(line)
+    if match and match[3] == "bitcast":
+        return _updated(program.made(program.operands(line)[0], lines), lines)
+    if match and match[3] == "dynamic-update-slice":
+        return program.size(program.result_of(program.operands(line)[1], lines))[0]
+    return math.inf
 
 
 def _flops(match: re.Match, lines: list[str]) -> float:
