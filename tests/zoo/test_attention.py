@@ -79,8 +79,8 @@ def documents(B: int, T: int) -> np.ndarray:
             *itertools.product(["splash"], [384], [4, 2], [False, True], [None, 40], [""]),
             *itertools.product(["flash"], [200], [4, 2], [False, True], [None, 40], [""]),
             ("splash", 1024, 1, True, 600, ""),  # several blocks, in the window and beyond it
+            ("splash", 1536, 2, True, 40, "cap"),  # the window leaves out one of three blocks
             ("splash", 2048, 2, True, None, ""),  # a dQ for each of two blocks of keys
-            ("splash", 2048, 2, True, 1100, "cap"),  # the same; the window leaves out none of four
             ("flash", 1024, 1, False, None, ""),  # whole tiles
             ("flash", 1024, 1, False, 600, ""),
             ("flash", 1200, 2, True, None, ""),  # padded to whole tiles
@@ -96,7 +96,7 @@ def documents(B: int, T: int) -> np.ndarray:
         ],
         fast=[
             ("splash", 384, 2, True, 40, "cap, sinks"),
-            ("splash", 2048, 2, True, None, ""),
+            ("splash", 1024, 1, True, 600, ""),
             ("flash", 1300, 1, True, 90, "cap, sinks"),
             ("flash", 1200, 2, True, None, ""),
         ],
