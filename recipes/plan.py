@@ -12,8 +12,10 @@ import dataclasses
 import json
 import pathlib
 import re
+import shutil
 import signal
 import sys
+import tempfile
 import threading
 import time
 from typing import Any
@@ -26,6 +28,14 @@ from recipes.common import entries
 from recipes.common.config_flags import check_matmul, field_flag
 from recipes.common.plan import answer, contexts
 from recipes.common.plan import page as plan_page
+from recipes.common.plan.cycles import (
+    clock,
+    count,
+    dump_bundles,
+    has_cycles,
+    read_bundles,
+    read_hlo,
+)
 from recipes.common.plan.estimate import Estimate, estimate
 from recipes.common.plan.hardware import Devices, parse_devices
 from recipes.common.plan.search import Change, Job, Plan, cheapest_change, search
@@ -209,24 +219,35 @@ def confirm(plan: Plan, flags: Flags, say) -> list[dict[str, Any]]:
     if missing := missing_compiler(plan.devices.kind):
         print(f"Not confirmed: {missing}", file=sys.stderr, flush=True)
         return []
-    say("", "| mesh | rules | memory, estimated | compiled | ratio | sent, estimated | compiled | ratio |",
-        "|---|---|---:|---:|---:|---:|---:|---:|")  # fmt: skip
+    say("", "| mesh | rules | memory, estimated | compiled | ratio | sent, estimated | compiled | ratio "
+        "| step, estimated | by cycles | ratio |", "|---|---|" + 9 * "---:|")  # fmt: skip
     rows: list[dict[str, Any]] = []
     signal.signal(signal.SIGINT, signal.default_int_handler)
     candidates = [x for x in plan.ranked[: flags.confirm] if x.fits] or plan.ranked[:1]
+    files = pathlib.Path(tempfile.mkdtemp())
+    if has_cycles(plan.devices):
+        dump_bundles(files)
     try:
         for number, candidate in enumerate(candidates, 1):
             what = f"{candidate.layout.strategy} on {answer.mesh_of(candidate)}"
             _progress(f"{what}: compiling, {number} of {len(candidates)}; Ctrl-C stops")
-            rows.append(_in_background(lambda x=candidate: _confirm(x, flags.confirm_layers), what))
+            rows.append(
+                _in_background(lambda x=candidate: _confirm(x, flags.confirm_layers, files), what)
+            )
             say(_line(rows[-1]))
     except KeyboardInterrupt:
         say("", f"Stopped: {len(rows)} of {len(candidates)} are confirmed.")
+    finally:
+        shutil.rmtree(files, ignore_errors=True)  # the compiler may still be writing
     return rows
 
 
-def _confirm(candidate: Estimate, layers: int) -> dict[str, Any]:
-    """A candidate's estimated and compiled costs."""
+def _confirm(candidate: Estimate, layers: int, files: pathlib.Path) -> dict[str, Any]:
+    """A candidate's estimated and compiled costs.
+
+    Args:
+      files: the folder to which the compiler writes its kernels' bundles.
+    """
     if layers:
         config = dataclasses.replace(candidate.layout.config, num_layers=layers)
         model = entries.model(candidate.layout.zoo.__name__.rpartition(".")[2])
@@ -237,10 +258,21 @@ def _confirm(candidate: Estimate, layers: int) -> dict[str, Any]:
     costs = answer.to_json(candidate)
     compiled = compile_step(make_program(candidate), candidate.devices.kind, name)
     if isinstance(compiled, TooLarge):
-        return costs | {"compiled_memory": compiled.bytes, "compiled_sent": None}
-    sent = sent_by_kind(compiled.as_text(), candidate.devices.count)
-    peak = report.peak_memory(compiled)
-    return costs | {"compiled_memory": peak, "compiled_sent": sum(sent.values())}
+        return costs | {
+            "compiled_memory": compiled.bytes, "compiled_sent": None, "compiled_seconds": None,
+        }  # fmt: skip
+    devices = candidate.devices
+    seconds = None
+    if has_cycles(devices):
+        bundles = read_bundles(files)
+        seconds = count(read_hlo(compiled.as_text(), devices.count, bundles), devices).total
+        seconds /= clock(devices)
+    sent = sent_by_kind(compiled.as_text(), devices.count)
+    return costs | {
+        "compiled_memory": report.peak_memory(compiled),
+        "compiled_sent": sum(sent.values()),
+        "compiled_seconds": seconds,
+    }
 
 
 def _line(costs: dict[str, Any]) -> str:
@@ -250,6 +282,8 @@ def _line(costs: dict[str, Any]) -> str:
     mesh = answer.describe(costs["mesh"])
     cells = [mesh, costs["rules"], report.size(memory), report.size(peak), f"{memory / peak:.2f}"]
     cells += [report.size(sent), report.size(real), f"{sent / real:.2f}"] if real else ["-"] * 3
+    step, cycles = costs["seconds"]["step"], costs["compiled_seconds"]
+    cells += [f"{step:.2f} s", f"{cycles:.2f} s", f"{step / cycles:.2f}"] if cycles else ["-"] * 3
     return f"| {' | '.join(cells)} |"
 
 

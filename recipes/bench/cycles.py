@@ -78,7 +78,7 @@ def cycles(flags: CyclesFlags) -> None:
 
 def _axes(flags: CyclesFlags, devices: Devices) -> dict[str, int]:
     """Mesh axis → devices along it. Raises UserError if the flags don't fit each other."""
-    if devices.kind not in plan_cycles.FLOPS_PER_CYCLE or devices.groups > 1:
+    if not plan_cycles.has_cycles(devices):
         raise UserError(
             f"--devices={flags.devices} is not one slice of TPUs, whose compiler estimates cycles; use "
             "--devices=v5p:16"

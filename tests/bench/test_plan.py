@@ -22,7 +22,7 @@ import pytest
 
 from recipes import plan as planner
 from recipes.common import entries
-from recipes.common.plan import answer, contexts, memory, targets
+from recipes.common.plan import answer, contexts, cycles, memory, targets
 from recipes.common.plan import page as plan_page
 from recipes.common.plan import search as searching
 from recipes.common.plan.estimate import Estimate, abstract_mesh, estimate
@@ -705,7 +705,25 @@ def test_confirmed_figures_stand_beside_the_estimates(inside, monkeypatch):
     (found,) = json.loads(done.out)["confirmed"]
     assert found["compiled_memory"] > 0
     assert found["compiled_sent"] is not None
+    assert found["compiled_seconds"] is None, "only TPUs' compiler estimates cycles"
     assert re.search(r"compiling, 1 of 1; Ctrl-C stops\n.*: compiled in \d+ s\n$", done.err)
+
+
+def test_a_tpu_s_step_is_confirmed_by_its_cycles(monkeypatch, tmp_path):
+    """A recorded program for 4 v5e in place of the compiler's."""
+    text, bundles = cycles.read_program(ROOT / "tests" / "golden" / "scan_with_kernel.hlo")
+    program = types.SimpleNamespace(as_text=lambda: text)
+    monkeypatch.setattr(planner, "compile_step", lambda *_: program)
+    monkeypatch.setattr(planner, "make_program", lambda _: None)
+    monkeypatch.setattr(planner, "read_bundles", lambda folder: bundles)
+    monkeypatch.setattr(planner.report, "peak_memory", lambda _: 10**6)
+    devices = parse_devices("v5e:4")
+    job = planner.make_job(planner.Flags(size="tiny", devices="v5e:4"), devices)
+    costs = planner._confirm(search(job, devices).ranked[0], 0, tmp_path)
+    total = cycles.count(cycles.read_hlo(text, 4, bundles), devices).total
+    assert costs["compiled_seconds"] == total / (197e12 / 2**17)
+    ratio = costs["seconds"]["step"] / costs["compiled_seconds"]
+    assert planner._line(costs).endswith(f" | {ratio:.2f} |")
 
 
 def test_a_slow_compiler_is_said_to_be_at_work(monkeypatch, capsys):
@@ -728,11 +746,12 @@ def test_the_tpu_s_library_has_no_host_to_look_for(monkeypatch):
 def test_ctrl_c_prints_what_is_known(monkeypatch, capsys):
     found, calls = small_plan(), []
 
-    def confirm(candidate, layers):
+    def confirm(candidate, layers, files):
         calls.append(candidate)
         if len(calls) == 2:
             raise KeyboardInterrupt
-        return answer.to_json(candidate) | {"compiled_memory": 10**6, "compiled_sent": 10**6}
+        compiled = dict.fromkeys(("compiled_memory", "compiled_sent"), 10**6)
+        return answer.to_json(candidate) | compiled | {"compiled_seconds": None}
 
     monkeypatch.setattr(planner, "_confirm", confirm)
     flags = planner.Flags(confirm=3)

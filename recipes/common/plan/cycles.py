@@ -83,6 +83,11 @@ class Cycles(NamedTuple):
         return sum(self.operations.values()) + self.kernels + self.exposed
 
 
+def has_cycles(devices: Devices) -> bool:
+    """Whether there is a compiler that estimates cycles for these devices."""
+    return devices.kind in FLOPS_PER_CYCLE and devices.groups == 1
+
+
 def clock(devices: Devices) -> float:
     """Cycles per second."""
     return devices.hardware.peak / FLOPS_PER_CYCLE[devices.kind]
