@@ -59,10 +59,12 @@ def cycles(flags: CyclesFlags) -> None:
     zoo, devices = entries.zoo_file(flags.entry), parse_devices(flags.devices)
     size = choose("size", flags.size, zoo.SIZES)
     axes = _axes(flags, devices)
-    for name in ("program", "against"):
-        path = getattr(flags, name)
+    for name, path in (("program", flags.program), ("against", flags.against)):
         if path and not pathlib.Path(path).is_file():
             raise UserError(f"--{name}={path}: there is no such file; write one with --save")
+    folder = pathlib.Path(flags.save).parent
+    if not folder.is_dir():
+        raise UserError(f"--save={flags.save}: there is no folder {folder}; make it first")
     plan = _plan(flags, zoo.SIZES[size](), axes, devices)
     program = _read(flags.program, devices) if flags.program else _compile(flags, plan)
     others = [_read(flags.against, devices)] if flags.against else []

@@ -847,6 +847,7 @@ for command in {commands}:
         ("cycles", "--devices=h100:8", "--devices=h100:8 is not one slice of TPUs, whose compiler estimates cycles; use --devices=v5p:16"),
         ("cycles", "--mesh=4x2", "--mesh=4x2 has 8 devices, but --devices=v5p:16 has 16; try --mesh=16"),
         ("cycles", "--tokens=100", "--tokens=100 on 16 chips is not a whole number of rows of --seq_len=8192; try --tokens=8192"),
+        ("cycles", "--save=no/a.hlo", "--save=no/a.hlo: there is no folder no; make it first"),
         ("cycles", "--program=no.hlo", "--program=no.hlo: there is no such file; write one with --save"),
         ("memory", "--kinds=v9", "--kinds has 'v9', which is not one of v4, v5e, v5p, v6e, h100, h200, cpu"),
     ],
