@@ -13,11 +13,12 @@ import numpy as np
 import pytest
 
 from recipes.common import checkpoint
+from recipes.common.prove import run as prove
+from recipes.common.prove.compare import GRADIENT_TOLERANCE, LOSS_TOLERANCE, difference
 from recipes.common.sharding.abstract import abstract_model, paths, variables_of
 from recipes.common.sharding.layout import Layout, Tree, shardings
 from recipes.common.sharding.rules import used_axes
-from recipes.common.train.feed import to_devices
-from recipes.common.train.state import abstract_state, initialize
+from recipes.common.train.state import abstract_state
 from tests.conftest import full_except
 from tests.support.entries import (
     CASES,
@@ -29,13 +30,7 @@ from tests.support.entries import (
     compiled_step,
     with_case,
 )
-from tests.support.proof import (
-    DIFFERENCES,
-    GRADIENT_TOLERANCE,
-    LOSS_TOLERANCE,
-    difference,
-    gradient_differences,
-)
+from tests.support.proof import DIFFERENCES, gradient_differences
 from tests.support.quick import QUICK
 from tests.support.runs import saving
 
@@ -58,17 +53,12 @@ class Parts:
 @functools.cache
 def initial_state(entry_name: str, on: Parts):
     """The sharded initialization, on the host. Its program depends on the parts alone."""
-    state = initialize(on.layout, OPTIMIZER, 0, on.abstract)
-    for array, promised in zip(
-        jax.tree.leaves(state), jax.tree.leaves(shardings(on.abstract)), strict=True
-    ):
-        assert array.sharding.is_equivalent_to(promised, array.ndim)
-    return jax.device_get(state)
+    return prove.initial_state(on.layout, OPTIMIZER, on.abstract)
 
 
 @functools.lru_cache(maxsize=8)  # a restore begins with the run that was compared before
 def run(entry_name: str, strategy: str, mesh: str, is_long: bool = False):
-    """(initial state, losses [5], gradients of 5 steps, state after them), on the host."""
+    """(initial state, on the host; five steps)."""
     entry = ENTRIES[entry_name]
     layout = entry.layout(mesh, strategy)
     abstract = abstract_state(layout, OPTIMIZER)
@@ -78,12 +68,8 @@ def run(entry_name: str, strategy: str, mesh: str, is_long: bool = False):
     else:
         first = initial_state(entry_name, parts_of(layout, abstract))
     state = jax.device_put(first, shardings(abstract))
-    losses, grads = [], []
-    for batch in entry.long_batches if is_long else entry.batches:
-        state, mean, grad = step(state, to_devices(batch, layout))
-        losses.append(float(mean))
-        grads.append(jax.device_get(grad))
-    return first, losses, grads, state
+    batches = entry.long_batches if is_long else entry.batches
+    return first, prove.train(layout, step, state, batches)
 
 
 def parts_of(layout: Layout, abstract: Tree) -> Parts:
@@ -109,7 +95,7 @@ def test_strategies_fit_the_reviewed_meshes(entry, golden):
 @pytest.mark.parametrize("entry", full_except(ENTRIES, list(ENTRIES)[:1]))
 def test_one_device_is_the_module_itself(entry):
     """The 1x1 run, the reference for all others, equals the plain module without a mesh."""
-    first, losses, grads, _ = reference(entry)
+    first, training = reference(entry)
     # Eagerly, or with LLVM's vectors (see train/state.py), the last bit may differ.
     plain = jax.jit(
         lambda: variables_of(ENTRIES[entry].build()),
@@ -131,26 +117,29 @@ def test_one_device_is_the_module_itself(entry):
     batch = jax.tree.map(jnp.asarray, ENTRIES[entry].batches[0])
     alone = jax.jit(jax.grad(mean, has_aux=True), compiler_options=QUICK)
     grad, loss = alone(variables["params"], batch)
-    np.testing.assert_allclose(losses[0], loss, rtol=LOSS_TOLERANCE)
-    for path, found in gradient_differences(entry, paths(grads[0]), paths(grad)).items():
+    np.testing.assert_allclose(training.metrics[0]["loss"], loss, rtol=LOSS_TOLERANCE)
+    for path, found in gradient_differences(entry, paths(training.grads[0]), paths(grad)).items():
         assert found < GRADIENT_TOLERANCE, path
 
 
 @pytest.mark.parametrize(("entry", "strategy", "mesh"), full_except(CASES, FAST_CASES))
 def test_same_start_losses_and_gradients(entry, strategy, mesh, golden):
     is_long = ENTRIES[entry].is_long(strategy, mesh)
-    first, losses, grads, after = run(entry, strategy, mesh, is_long)
-    want_first, want_losses, want_grads, want_after = reference(entry, is_long)
+    first, training = run(entry, strategy, mesh, is_long)
+    want_first, want = reference(entry, is_long)
     for path, value in paths(first).items():
         np.testing.assert_array_equal(value, paths(want_first)[path], err_msg=path)
-    loss = max(abs(a - b) / b for a, b in zip(losses, want_losses, strict=True))
-    grad = max(
-        max(gradient_differences(entry, paths(got), paths(want)).values())
-        for got, want in zip(grads, want_grads, strict=True)
+    loss = max(
+        abs(a["loss"] - b["loss"]) / b["loss"]
+        for a, b in zip(training.metrics, want.metrics, strict=True)
     )
-    for path, value in paths(after.get("buffers", {})).items():
-        want = paths(want_after["buffers"])[path]
-        assert difference(jax.device_get(value), jax.device_get(want)) < GRADIENT_TOLERANCE, path
+    grad = max(
+        max(gradient_differences(entry, paths(a), paths(b)).values())
+        for a, b in zip(training.grads, want.grads, strict=True)
+    )
+    for path, value in paths(training.state.get("buffers", {})).items():
+        buffer = paths(want.state["buffers"])[path]
+        assert difference(jax.device_get(value), jax.device_get(buffer)) < GRADIENT_TOLERANCE, path
     record = {"loss": loss, "gradient": grad}
     golden.rewrite(DIFFERENCES, lambda text: with_case(text, (entry, strategy, mesh), record))
     assert loss < LOSS_TOLERANCE
@@ -241,11 +230,11 @@ def saved(tmp_path_factory):
     @functools.cache
     def save(entry: str, mesh: str):
         strategy = ENTRIES[entry].layout(mesh).strategy
-        *_, state = run(entry, strategy, mesh, ENTRIES[entry].is_long(strategy, mesh))
+        _, training = run(entry, strategy, mesh, ENTRIES[entry].is_long(strategy, mesh))
         folder = tmp_path_factory.mktemp("saved")
         with saving(folder, entry) as saver:
-            saver.save(5, state)
-        return folder, jax.device_get(state)
+            saver.save(5, training.state)
+        return folder, jax.device_get(training.state)
 
     return save
 

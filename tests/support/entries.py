@@ -12,12 +12,11 @@ from flax import nnx
 import data
 from data.batches import Example, train_batches
 from recipes.common import entries
+from recipes.common.prove import run
 from recipes.common.runtime.mesh import make_mesh
-from recipes.common.sharding.layout import Layout, elsewhere, make_layout, shardings
+from recipes.common.sharding.layout import Layout, elsewhere, make_layout
 from recipes.common.sharding.rules import Rules, count_shards, used_axes
 from recipes.common.train.optimizer import LearningRate, adamw
-from recipes.common.train.state import abstract_state
-from recipes.common.train.step import apply_gradients, gradients
 from tests.conftest import ROOT
 from tests.support.quick import QUICK
 
@@ -167,21 +166,10 @@ FAST_CASES += [("dot_relu_dot", "fsdp_tp", mesh) for mesh in ("8x1", "1x8")]
 
 
 def compile_step(entry_name: str, layout: Layout, is_long: bool = False) -> jax.stages.Compiled:
-    """Compiles a train step, (state, batch) → (state, mean loss, gradients)."""
+    """The train step of the proof with AdamW."""
     entry = ENTRIES[entry_name]
-    abstract = abstract_state(layout, OPTIMIZER)
-
-    def train_step(state, batch):
-        grads, buffers, means = gradients(layout.model, state, batch)
-        return apply_gradients(OPTIMIZER, state, grads) | buffers, means["loss"], grads
-
     batches = entry.long_batches if is_long else entry.batches
-    batch = layout.abstract_batch(jax.tree.map(lambda x: x[0], batches[0]))
-    where = shardings(abstract)
-    outputs = (where, layout.replicated, where["params"])
-    return layout.compile(
-        train_step, abstract, batch, out_shardings=outputs, compiler_options=QUICK
-    )
+    return run.compile_step(layout, OPTIMIZER, jax.tree.map(lambda x: x[0], batches[0]), **QUICK)
 
 
 @functools.lru_cache(maxsize=4)  # one of JAX 0.12 takes up to 900 of a process's 65,530 memory maps

@@ -1,4 +1,4 @@
-"""Tolerances of the proof that every mesh trains the same model, and its page, tests/PROOF.md.
+"""The page of the proof that every mesh trains the same model, tests/PROOF.md.
 
 The page is made from measurements in tests/golden. `pytest --full tests/sharding --update-golden`
 measures again and rewrites both.
@@ -7,15 +7,9 @@ measures again and rewrites both.
 import json
 from collections.abc import Callable
 
-import numpy as np
-
+from recipes.common.prove.compare import GRADIENT_TOLERANCE, LOSS_TOLERANCE, difference
 from recipes.common.report.report import size
 from tests.conftest import ROOT
-
-# Float32 sums over a mesh are taken in another order, so their last bits differ. These bounds are at
-# least 1.25 times as wide as the differences measured, which are in golden/mesh_differences.json.
-LOSS_TOLERANCE = 2e-6  # relative, at each of 5 steps
-GRADIENT_TOLERANCE = 2e-6  # |difference| / |gradient|, of each array at each of 5 steps
 
 DIFFERENCES = "mesh_differences.json"  # under golden/
 BYTES = "mesh_bytes.json"
@@ -97,12 +91,6 @@ strategy without `_sp` is within 1.08 of the textbook; with it, the backward pas
 # Gradients that are zero but for rounding → others of their size. Without rotary embeddings, a bias of
 # all keys adds the same number to all of a query's scores, which softmax ignores.
 ZERO = {("gpt2", "layers/attention/k_bias"): "layers/attention/q_bias"}
-
-
-def difference(a, b, like=None) -> float:
-    """Returns |a - b| / |b|, the relative difference in the Euclidean norm; `like`: in place of b."""
-    norm = np.linalg.norm(np.ravel(b if like is None else like))
-    return float(np.linalg.norm(np.ravel(a - b)) / max(norm, 1e-30))
 
 
 def gradient_differences(entry: str, got: dict, want: dict) -> dict[str, float]:

@@ -22,13 +22,14 @@ from data.tokenizer import BYTES, from_files
 from recipes.common import checkpoint, entries, hf
 from recipes.common.checkpoint import card, lora
 from recipes.common.language import MATRICES
+from recipes.common.prove.compare import GRADIENT_TOLERANCE, LOSS_TOLERANCE, difference
+from recipes.common.prove.run import train
 from recipes.common.report import flops, report
 from recipes.common.runtime.errors import UserError
 from recipes.common.runtime.mesh import make_mesh
 from recipes.common.sharding.abstract import nested, paths, variables_of
 from recipes.common.sharding.layout import make_layout
 from recipes.common.sharding.rules import used_axes
-from recipes.common.train.feed import to_devices
 from recipes.common.train.optimizer import LearningRate, hidden_matrices
 from recipes.common.train.resume import read_variables
 from recipes.common.train.state import abstract_state, new_params, new_state
@@ -45,7 +46,6 @@ from tests.by_hand.hf_parity import (
 )
 from tests.conftest import full_except
 from tests.support.entries import BATCH, ENTRIES, OPTIMIZER, compile_step
-from tests.support.proof import GRADIENT_TOLERANCE, LOSS_TOLERANCE, difference
 from tests.support.quick import QUICK
 from tests.support.quick import quick as quick
 from tests.support.runs import TINY, assert_bit_equal, forget_hashes, saving, state_of
@@ -232,12 +232,9 @@ def trained(name: str, mesh: str):
     begin = new_state(layout, OPTIMIZER, 0, variables(name))
     state = jax.tree.map(lambda x, a: jax.device_put(x, a.sharding), begin, abstract)
     entry = entry_of(CONFIGS[name])
-    step, losses, grads = compile_step(entry, layout), [], []
-    for batch in ENTRIES[entry].batches[:3]:
-        state, mean, grad = step(state, to_devices(batch, layout))
-        losses.append(float(mean))
-        grads.append(jax.device_get(grad))
-    return losses, grads, jax.device_get(state), abstract
+    training = train(layout, compile_step(entry, layout), state, ENTRIES[entry].batches[:3])
+    losses = [means["loss"] for means in training.metrics]
+    return losses, training.grads, jax.device_get(training.state), abstract
 
 
 @pytest.mark.parametrize(("name", "mesh"), full_except(CASES, CASES[:1]))

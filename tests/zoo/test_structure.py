@@ -44,6 +44,7 @@ LAYERS = {
         *{"storage", "runtime", "sharding", "report", "plan", "generation", "checkpoint"},
         *{"train", "entries", "config_flags"},
     },
+    "prove": {"storage", "runtime", "sharding", "report", "checkpoint", "train"},
     "train": {"storage", "runtime", "sharding", "hf", "report", "checkpoint", "entries"},
     "entries": set(),
     "mesh": {"runtime"},
@@ -68,6 +69,7 @@ LIBRARIES = {
     "recipes/common/language": {"numpy", "flax"},
     "recipes/common/hf": {"jax", "flax", "numpy", "safetensors", "huggingface_hub"},
     "recipes/common/checkpoint": {"jax", "numpy", "orbax", "etils"},
+    "recipes/common/prove": {"jax", "flax", "numpy", "optax"},
     "recipes/common/train": {
         *{"jax", "flax", "numpy", "optax", "rich", "tensorboardX", "wandb"},
     },

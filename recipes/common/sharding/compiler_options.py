@@ -43,6 +43,13 @@ COMPILER_OPTIONS: dict[str, dict[str, bool | int | str]] = {  # by platform, as 
     },
 }
 
+# For proofs on simulated devices: programs compile in a third of the time, to slower code. Sharding
+# and collectives are decided before code is generated, which takes most of the time: least where LLVM
+# does not optimize it, and where the older generator of loops makes it.
+QUICK: dict[str, bool | int | str] = {"xla_backend_optimization_level": 0}
+if jax.__version_info__ < (0, 11):  # newer ones have no other generator
+    QUICK["xla_cpu_use_fusion_emitters"] = False
+
 
 def platform(device: jax.Device) -> str:
     """Whose compiler a device needs: "cpu", "tpu", "cuda" for NVIDIA GPUs, "gpu" for others."""
