@@ -242,6 +242,7 @@ def classify(entry_name: str, layout: Layout, text: str) -> Sent:
     gathered = {_dims(variable.use) for variable in held if variable.rest != variable.use}
     reduced = {_dims(variable.use) for variable in held}
     rows, whole = activations(entry_name, layout)
+    experts = getattr(layout.config, "num_experts", 0)
 
     counts, unknown = Counter(), []
     for found in collectives(text):
@@ -262,6 +263,8 @@ def classify(entry_name: str, layout: Layout, text: str) -> Sent:
                 counts["exchanged"] += found.times * size
             elif found.kind == "all-reduce" and dims in reduced:
                 counts["gradients"] += found.times * size
+            elif found.kind == "all-reduce" and size == experts:
+                continue  # the load of each expert, a metric
             else:
                 unknown.append(found)
     return Sent(**counts, unknown=tuple(unknown))

@@ -13,10 +13,11 @@ import data
 from data.batches import Example, train_batches
 from recipes.common import entries
 from recipes.common.prove import run
+from recipes.common.prove.run import LR as LR
+from recipes.common.prove.run import OPTIMIZER
 from recipes.common.runtime.mesh import make_mesh
 from recipes.common.sharding.layout import Layout, elsewhere, make_layout
 from recipes.common.sharding.rules import Rules, count_shards, used_axes
-from recipes.common.train.optimizer import LearningRate, adamw
 from tests.conftest import ROOT
 from tests.support.quick import QUICK
 
@@ -64,8 +65,6 @@ FAMILY_CASES = {
     "vit": {"8": ["fsdp"], "4x2": ["fsdp_tp"], "1x8": ["fsdp_tp"], "2x2x2": ["hsdp_tp"]},
 }
 FAST = "2x2x2"  # with its default strategy, the other entries' case in the fast tier
-LR = LearningRate(1e-3, warmup=2, steps=10)
-OPTIMIZER = adamw(LR, weight_decay=0.1, clip_norm=1.0)
 BATCH = 24  # like no dim of a parameter, so that test_collectives.py can tell them apart
 
 

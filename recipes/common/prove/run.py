@@ -1,16 +1,27 @@
 """Runs a model's train step on a mesh and returns everything that one device must agree with."""
 
 import dataclasses
+import pathlib
+import tempfile
 from collections.abc import Iterable
 
 import jax
+import numpy as np
 import optax
 
-from recipes.common.sharding import Layout, Tree, shardings
+from recipes.common.checkpoint import store
+from recipes.common.report import report
+from recipes.common.sharding import AbstractModel, Layout, Tree, paths, shardings
+from recipes.common.sharding.compiler_options import QUICK
 from recipes.common.train.feed import to_devices
+from recipes.common.train.optimizer import LearningRate, adamw
 from recipes.common.train.state import abstract_state, initialize
 from recipes.common.train.step import gradients
 from recipes.common.train.update import apply_gradients
+
+LR = LearningRate(1e-3, warmup=2, steps=10)
+OPTIMIZER = adamw(LR, weight_decay=0.1, clip_norm=1.0)
+STEPS = 3
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,6 +59,17 @@ def compile_step(
     )
 
 
+def trace_loss(layout: Layout, model: AbstractModel, batch: Tree) -> jax.stages.Traced:
+    """Traces (variables, batch) → the loss's three results, for its shapes and its jaxpr."""
+
+    def loss(variables, rows):
+        return model.loss(model.merge(variables), **rows)
+
+    rows = layout.abstract_batch(jax.tree.map(lambda x: x[0], batch))
+    with layout.trace():
+        return jax.jit(loss).trace(layout.variables(), rows)
+
+
 def initial_state(layout: Layout, optimizer: optax.GradientTransformation, abstract: Tree) -> Tree:
     """The sharded initialization, on the host."""
     state = initialize(layout, optimizer, 0, abstract)
@@ -73,3 +95,46 @@ def train(
         metrics.append({name: float(mean) for name, mean in means.items()})
         all_grads.append(jax.device_get(grads))
     return Training(metrics, all_grads, state)
+
+
+@dataclasses.dataclass(frozen=True)
+class Measured:
+    """What a model does on a mesh, and facts of the compiled step."""
+
+    initial: Tree  # the state before the first step, on the host
+    training: Training
+    state: dict[str, np.ndarray]  # path → array after the last step, on the host
+    sent: dict[str, tuple[int, int]]  # kind of collective → (count, bytes) of a step on a device
+    memory: int  # bytes of a device at the step's peak
+    step: jax.stages.Compiled
+
+
+def measure(layout: Layout, optimizer: optax.GradientTransformation, batch: Tree) -> Measured:
+    """Initializes the model, compiles its step and runs it three times on the batch."""
+    abstract = abstract_state(layout, optimizer)
+    options = QUICK if layout.mesh.devices.flat[0].platform == "cpu" else {}
+    step = compile_step(layout, optimizer, jax.tree.map(lambda x: x[0], batch), **options)
+    first = initial_state(layout, optimizer, abstract)
+    state = jax.device_put(first, shardings(abstract))
+    training = train(layout, step, state, [batch] * STEPS)
+    return Measured(
+        initial=first,
+        training=training,
+        state=paths(jax.device_get(training.state)),
+        sent=report.totals(step),
+        memory=report.peak_memory(step),
+        step=step,
+    )
+
+
+def restored(state: Tree, abstract: Tree) -> dict[str, np.ndarray]:
+    """Saves a state and reads it with other shardings: path → array, on the host.
+
+    Args:
+      abstract: the state as ShapeDtypeStructs with these shardings.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        path = pathlib.Path(folder) / "state"
+        store.write(path, state, {})
+        arrays = store.Checkpoint(path, {}).read(abstract)
+    return paths(jax.device_get(arrays))

@@ -19,6 +19,7 @@ class Collective(NamedTuple):
     shapes: tuple[tuple[int, ...], ...]  # shapes of its results
     groups: str  # which devices take part, as the compiler writes it
     source: str  # the operation it comes from, as JAX names it
+    frame: str = ""  # number of its line of Python, a key of `source_frames`
 
 
 def collectives(hlo: str | None) -> list[Collective]:
@@ -163,9 +164,38 @@ def _collective(kind: str, started: bool, result: str, line: str) -> Collective:
     size, shapes = program.size(result)
     groups = re.search(r"(?:replica_groups|source_target_pairs)=(.*?)(?:, [a-z_]+=|$)", line)
     source = re.search(r'op_name="([^"]*)"', line)
+    frame = re.search(r"stack_frame_id=(\d+)", line)
     return Collective(
-        kind, size, 1, shapes, groups[1] if groups else "", source[1] if source else ""
+        kind=kind,
+        bytes=size,
+        times=1,
+        shapes=shapes,
+        groups=groups[1] if groups else "",
+        source=source[1] if source else "",
+        frame=frame[1] if frame else "",
     )
+
+
+def source_frames(hlo: str | None) -> dict[str, list[tuple[str, int]]]:
+    """`Collective.frame` → (file, line) of the calls that led to it, the innermost first."""
+    assert hlo is not None, "this backend has no HLO text"
+    head = hlo.partition("StackFrames\n")
+    files = dict(re.findall(r'^(\d+) "(.*)"$', head[0].partition("FunctionNames")[0], re.MULTILINE))
+    locations = {
+        number: (files[file], int(line))
+        for number, file, line in re.findall(
+            r"^(\d+) \{file_name_id=(\d+) .*?\bline=(\d+)", head[0], re.MULTILINE
+        )
+    }
+    table = head[2].partition("\n\n")[0]
+    calls = re.findall(
+        r"^(\d+) \{file_location_id=(\d+)(?: parent_frame_id=(\d+))?", table, re.MULTILINE
+    )
+    frames: dict[str, list[tuple[str, int]]] = {}
+    for number, location, parent in calls:  # `parent` is the number of the caller, plus one
+        outer = frames.get(str(int(parent or 1) - 1), [])
+        frames[number] = [locations[location], *outer]
+    return frames
 
 
 def sent_by_kind(hlo: str | None, devices: int) -> dict[str, float]:

@@ -11,6 +11,11 @@ from recipes.common.runtime import UserError
 Tree = Any  # nested dicts with the same kind of leaf
 
 
+def own_loss(model: Any, **batch) -> tuple:
+    """The loss that a model has: (sum, count, {name: (sum, count)})."""
+    return model.loss(**batch)
+
+
 class AbstractModel(NamedTuple):
     """A model without its arrays.
 
@@ -23,6 +28,7 @@ class AbstractModel(NamedTuple):
     states: dict[str, nnx.State]  # kind → state of ShapeDtypeStructs
     shapes: Tree  # leaves: ShapeDtypeStructs
     axes: Tree  # leaves: tuples of logical axis names, one per dim
+    loss: Callable[..., tuple] = own_loss  # (model, **batch) → (sum, count, {name: (sum, count)})
 
     def merge(self, variables: Tree) -> Any:
         """Builds the model from its variables, arrays or tracers.

@@ -79,7 +79,7 @@ def gradient_sums(
 
     def objective(params, buffers, batch):
         module = model.merge({"params": params, **base, **buffers})
-        total, count, aux = module.loss(**batch)
+        total, count, aux = model.loss(module, **batch)
         return total, (count, aux, model.buffers(module))
 
     value_and_grad = jax.value_and_grad(objective, has_aux=True)

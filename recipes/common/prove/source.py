@@ -1,0 +1,55 @@
+"""Lines of the user's files from which operations of a traced function come."""
+
+import pathlib
+import sys
+from collections.abc import Iterable, Iterator
+
+from flax import nnx
+from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn
+
+KIT = "sharding.py"  # its helpers apply a constraint that their caller states
+
+
+def folder_of(model: nnx.Module) -> pathlib.Path:
+    """The folder of the model's own file."""
+    return pathlib.Path(sys.modules[type(model).__module__].__file__ or "").absolute().parent
+
+
+def source_line(eqn: JaxprEqn, folder: pathlib.Path) -> str:
+    """Where in the folder an operation comes from, as "model.py:120"; "" if JAX doesn't know."""
+    trace = eqn.source_info.traceback
+    return line_of([(x.file_name, x.line_num) for x in trace.frames] if trace else [], folder)
+
+
+def line_of(frames: Iterable[tuple[str, int]], folder: pathlib.Path) -> str:
+    """The innermost of some calls, (file, line), that is in the folder; "" if none is."""
+    for file, line in frames:
+        path = pathlib.Path(file)
+        if path.parent == folder and path.name != KIT:
+            return f"{path.name}:{line}"
+    return ""
+
+
+def num_consts(eqn: JaxprEqn) -> int:
+    """Number of a scan's operands that are the same in each iteration."""
+    params = eqn.params
+    return params["num_consts"] if "num_consts" in params else len(params["ft_in"][0])  # JAX 0.12
+
+
+def bodies(eqn: JaxprEqn) -> Iterator[Jaxpr]:
+    """The jaxprs inside an equation, such as a scan's."""
+    for value in eqn.params.values():
+        if isinstance(value, ClosedJaxpr):
+            yield value.jaxpr
+        elif isinstance(value, Jaxpr):
+            yield value
+
+
+def float32_line(jaxpr: Jaxpr, folder: pathlib.Path) -> str:
+    """Where a float32 array is computed first; "" if nowhere."""
+    for eqn in jaxpr.eqns:
+        if inner := next(filter(None, (float32_line(x, folder) for x in bodies(eqn))), ""):
+            return inner
+        if any(var.aval.str_short().startswith("float32[") for var in eqn.outvars):
+            return source_line(eqn, folder) or "an unknown line"
+    return ""

@@ -1,0 +1,347 @@
+"""recipes.prove: models of a user's own agree on every mesh, and what breaks is found where it is."""
+
+import dataclasses
+import functools
+import importlib
+import json
+import os
+import pathlib
+import subprocess
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+
+from recipes.common.prove import cases
+from recipes.common.prove.cases import prove
+from recipes.common.prove.compare import GRADIENT_TOLERANCE
+from tests.conftest import ROOT, full_except
+
+pytestmark = pytest.mark.promise("prove")
+
+# ---- planted faults ------------------------------------------------------------------------------
+
+DOWN = 'add_bias(project(self, "down", hidden_BTF, seq="residual_seq"), self.down_bias)'
+# A product of split dims, on each device: `after` is what becomes of its partial sums.
+PER_DEVICE = """per_device(
+    lambda x, w, b: {},
+    (hidden_BTF, self.down[...], self.down_bias[...]),
+    (("batch", "seq", "mlp"), ("mlp", "act_embed"), ("norm",)),
+    ("batch", "residual_seq", "act_embed"), check_vma=False)"""
+BIAS = "a bias added on every shard of a partial sum"
+# Fault → (file, text, its replacement, module, phase, part of what is next to it).
+FAULTS = {
+    "a missing reduction": (
+        "layers", DOWN, PER_DEVICE.format("x @ w + b[None, None]"),
+        "layers/mlp", "forward", "shard_map",
+    ),
+    BIAS: (
+        "layers", DOWN, PER_DEVICE.format("jax.lax.psum(x @ w + b[None, None], 'model')"),
+        "layers/mlp", "backward", "psum over ('model',)",
+    ),
+    "a mean over a shard instead of the whole": (
+        "layers", DOWN,
+        f"{DOWN} - per_device(lambda x: x.mean(0, keepdims=True), (hidden_BTF,), "
+        "((\"batch\", None, \"mlp\"),), (None, None, \"mlp\"), check_vma=False).mean()",
+        "layers/mlp", "forward", "shard_map",
+    ),
+    "dropout with one key per device": (
+        "layers", DOWN,
+        f"per_device(lambda x: x * jax.random.bernoulli(jax.random.fold_in(jax.random.key(0), "
+        f"jax.lax.axis_index('data')), 0.9, x.shape).astype(x.dtype), ({DOWN},), "
+        "((\"batch\", None, None),))",
+        "layers/mlp", "forward", "axis_index",
+    ),
+    "a norm over a split dim": (
+        "layers", "variance = jnp.mean(jnp.square(x32), axis=tuple(range(-self.rank, 0)), keepdims=True)",
+        "axes = (\"batch\", None, \"heads\", None) if self.rank == 2 else (\"batch\", None, None)\n"
+        "        variance = per_device(lambda x: jnp.mean(jnp.square(x), axis=tuple(range(-self.rank, 0)), "
+        "keepdims=True), (x32,), (axes,), (\"batch\",), check_vma=False)",
+        "layers/attention/q_norm", "forward", "shard_map",
+    ),
+    "a constraint on the wrong axis": (
+        "attention", "q_BTNH = rotate(q_BTNH, positions.angles[kind], kind.magnitude)",
+        "wrong = (\"batch\", \"seq\", None, \"heads\")\n"
+        "            q_BTNH = per_device(lambda q, a: rotate(q, a, kind.magnitude), (q_BTNH, "
+        "positions.angles[kind]), (wrong, (None, \"seq\", \"heads\")), wrong, check_vma=False)",
+        "layers/attention", "forward", "shard_map",
+    ),
+}  # fmt: skip
+
+
+@pytest.fixture
+def copied(inside, tmp_path, monkeypatch):
+    """Returns a function that imports a file of a copy of an entry, with a text replaced."""
+    monkeypatch.syspath_prepend(tmp_path)
+
+    def load(entry: str, file: str = "", text: str = "", replacement: str = ""):
+        package = f"copy_{len([*tmp_path.iterdir()])}"
+        assert (
+            inside("recipes.copy", f"--entry={entry}", f"--target={tmp_path / package}").code == 0
+        )
+        if file:
+            path = tmp_path / package / f"{file}.py"
+            before = path.read_text()
+            assert text in before
+            after = before.replace(text, replacement).replace(
+                "    param, ", "    param, per_device, "
+            )
+            path.write_text(after.replace("mesh_axes, ones", "mesh_axes, per_device, ones"))
+        return importlib.import_module(f"{package}.{entry}")
+
+    yield load
+    for name in [name for name in sys.modules if name.startswith("copy_")]:
+        del sys.modules[name]
+
+
+@pytest.mark.parametrize("fault", full_except(FAULTS, []))
+def test_a_planted_fault_is_located_at_its_module(fault, copied):
+    file, text, replacement, module, phase, near = FAULTS[fault]
+    mine = copied("transformer", file, text, replacement)
+    config = dataclasses.replace(
+        mine.Config.tiny(), mlp_bias=True, qk_norm=True, joint_qk_norm=True
+    )
+    proof = prove(
+        lambda: mine.Transformer(config, rngs=nnx.Rngs(0)), None, {"tp": mine.RULES["tp"]},
+        meshes=["4x2"],
+    )  # fmt: skip
+    assert not proof.holds
+    (case,) = proof.cases
+    assert (case.place.module, case.place.phase) == (module, phase), proof
+    # The backward pass reaches the last layer first.
+    assert case.place.layer == ((0,) if phase == "forward" else (config.num_layers - 1,))
+    (line,) = (x for x in case.place.near if near in x)
+    assert f" at {file}.py:" in line
+
+
+@pytest.mark.full
+def test_a_copied_entry_agrees_and_nothing_is_located(copied):
+    mine = copied("mlp")
+    rules = {name: mine.RULES[name] for name in ("dp", "fsdp_tp")}
+    proof = prove(lambda: mine.MLP(mine.Config.tiny(), rngs=nnx.Rngs(0)), None, rules, digits())
+    assert proof.holds, proof
+    assert [(case.strategy, case.mesh) for case in proof.cases] == [
+        ("dp", "8"), ("fsdp_tp", "4x2"), ("fsdp_tp", "2x4"),
+    ]  # fmt: skip
+    for case in proof.cases:
+        assert all(len(found) > 0 for found in case.differences.values())
+        assert case.place is None
+        assert ("all-gather" in case.sent) == (case.strategy == "fsdp_tp")
+        assert 1e4 < case.memory < 1e6
+
+
+def digits() -> dict:
+    random = np.random.default_rng(0)
+    label = np.where(random.random(24) < 0.2, -1, random.integers(0, 10, 24))
+    return {"image": random.normal(size=(24, 64)).astype(np.float32), "label": label}
+
+
+# ---- the page ------------------------------------------------------------------------------------
+
+PAGE = (ROOT / "recipes" / "docs" / "proving.md").read_text()
+
+
+def block(marker: str) -> str:
+    """The code that follows <!-- marker --> on the page."""
+    return PAGE.split(f"<!-- {marker} -->\n```", 1)[1].split("\n", 1)[1].split("```", 1)[0]
+
+
+@pytest.fixture
+def project(tmp_path):
+    """A folder outside the clone with the page's files; returns a function that runs commands there."""
+    for name in ("model.py", "test_model.py"):
+        (tmp_path / name).write_text(block(f"python: proving {name}"))
+    env = {key: value for key, value in os.environ.items() if key != "XLA_FLAGS"}
+    env |= {"PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"}
+
+    def command(*words: str) -> subprocess.CompletedProcess:
+        return subprocess.run(
+            [sys.executable, *words], cwd=tmp_path, env=env, capture_output=True, text=True
+        )
+
+    return command
+
+
+def test_the_page_s_example_proves_a_model_outside_the_clone(project):
+    _, *words = block("command: proving").split()
+    done = project(*words, "--json")
+    assert done.returncode == 0, done.stderr
+    proof = json.loads(done.stdout)
+    assert proof["holds"]
+    shown = [line.split() for line in block("output: proving").splitlines()]
+    assert [(x["strategy"], x["mesh"]) for x in proof["cases"]] == [
+        (strategy, mesh) for strategy, mesh, *_ in shown[1:-1]
+    ]
+    for case in proof["cases"]:
+        kernel = case["differences"]["gradient"]["blocks/0/tokens/up/kernel"]
+        assert 0 < kernel["relative"] < GRADIENT_TOLERANCE
+        assert 0 < kernel["ulps"] < 100
+        assert case["sent"].keys() == {"all-reduce"}
+
+
+@pytest.mark.full
+def test_the_page_s_test_passes_and_fails_when_the_model_breaks(project, tmp_path):
+    assert project("-m", "pytest", "-q", "test_model.py").returncode == 0
+    file = tmp_path / "model.py"
+    broken = """
+        def drop(x):  # a key for each device
+            key = jax.random.fold_in(jax.random.key(0), jax.lax.axis_index("data"))
+            return jnp.where(jax.random.bernoulli(key, 0.9, x.shape), x, 0)
+
+        rows = jax.P("data")
+        dropped = jax.shard_map(drop, in_specs=rows, out_specs=rows)
+        return dropped(self.down(jax.nn.gelu(self.up(x))))
+"""
+    text = file.read_text()
+    file.write_text(text.replace("        return self.down(jax.nn.gelu(self.up(x)))\n", broken))
+    done = project("-m", "pytest", "-q", "test_model.py")
+    assert done.returncode == 1
+    assert "forward: blocks/0/tokens differs first" in done.stdout, done.stdout + done.stderr
+
+
+# ---- what is wasteful ----------------------------------------------------------------------------
+
+
+class Wasteful(nnx.Module):
+    def __init__(self, *, rngs: nnx.Rngs):
+        normal = nnx.initializers.normal(0.1)
+        self.up = nnx.Param(normal(rngs.params(), (32, 64)), out_sharding=("embed", None))
+        self.mix = nnx.Param(normal(rngs.params(), (64, 64)))  # whole
+        self.down = nnx.Param(normal(rngs.params(), (64, 32)), out_sharding=(None, "embed"))
+
+    def loss(self, x):
+        def layer(x, _):
+            up = jax.sharding.reshard(self.up[...], jax.P())  # constant
+            return x + jnp.tanh(x @ up @ self.mix[...]) @ down, None
+
+        down = jax.sharding.reshard(self.down[...], jax.P())
+        x, _ = jax.lax.scan(layer, x, None, length=2)
+        total = jnp.square(x - jax.sharding.reshard(x, jax.P()).mean(0)[None]).sum()  # gathered
+        return total, jnp.float32(len(x)), {"loss": (total, jnp.float32(len(x)))}
+
+
+def flat_momentum() -> optax.GradientTransformation:
+    """Momentum whose state is one vector for each weight, which no rule splits."""
+
+    def update(grads, state, params=None):
+        new = jax.tree.map(lambda m, g: 0.9 * m - 1e-4 * _flat(g), state, grads)
+        return jax.tree.map(lambda m, g: _like(m.reshape(g.shape), g), new, grads), new
+
+    return optax.GradientTransformation(lambda params: jax.tree.map(_flat, params), update)
+
+
+def _flat(x):
+    is_on_mesh = not jax.typeof(x).sharding.mesh.empty
+    return (jax.sharding.reshard(x, jax.P()) if is_on_mesh else x).reshape(-1)
+
+
+def _like(x, g):
+    return jax.sharding.reshard(x, jax.typeof(g).sharding.spec)
+
+
+def test_waste_is_reported_with_its_line():
+    batch = {"x": np.random.default_rng(0).normal(size=(16, 32)).astype(np.float32)}
+    rules = {"fsdp": {"batch": "data", "embed": "data"}}
+    proof = prove(lambda: Wasteful(rngs=nnx.Rngs(0)), None, rules, batch, optimizer=flat_momentum())
+    (case,) = proof.cases
+    assert case.holds, proof
+    lines = pathlib.Path(__file__).read_text().splitlines()
+    found: dict[str, list[str]] = {"whole": [], "constant": [], "gathered": [], "": []}
+    for warning in case.waste:
+        line = lines[int(warning.line.partition(":")[2]) - 1] if warning.line else ""
+        found[line.partition("  # ")[2]].append(warning.what)
+    (whole,), (constant,), (gathered,), others = found.values()
+    assert "mix [64, 64], 50%" in whole
+    assert "reshard of float32[32@data,64]" in constant
+    assert "activations [16, 32]" in gathered
+    assert {x.split()[2] for x in others} == {"up", "down"}
+
+
+# ---- float64 -------------------------------------------------------------------------------------
+
+
+@pytest.mark.full
+def test_float64_tells_rounding_from_error(copied, monkeypatch):
+    """With a tolerance below rounding, all models differ; float64 tells which of them are wrong."""
+    monkeypatch.setitem(cases.TOLERANCES, "gradient", 1e-9)
+
+    def proven(mine) -> cases.Case:
+        config = dataclasses.replace(mine.Config.tiny(), mlp_bias=True)
+        rules = {"tp": mine.RULES["tp"]}
+        build = functools.partial(mine.Transformer, config)
+        (case,) = prove(
+            lambda: build(rngs=nnx.Rngs(0)), None, rules, meshes=["4x2"], x64=True
+        ).cases
+        assert case.beyond
+        return case
+
+    right, wrong = proven(copied("transformer")), proven(copied("transformer", *FAULTS[BIAS][:3]))
+    assert right.is_rounding
+    assert right.holds
+    assert wrong.float64 > 1e-3
+    assert not wrong.holds
+    fixed = "x32 = x.astype(jnp.float32)"
+    narrow = proven(copied("transformer", "layers", fixed, 'x32 = x.astype("float32")'))
+    assert narrow.float64 is None
+    assert "computes in float32 at layers.py:" in narrow.note
+
+
+# ---- mistakes ------------------------------------------------------------------------------------
+
+FILE = """
+import numpy as np
+from model import *
+
+TYPO = {"batch": "data", "hiden": "model"}
+NUMBERS = {"dp": {"batch": 4}}
+
+def short():
+    return batch() | {"label": np.zeros(3, int)}
+
+def renamed():
+    return {"pictures": batch()["patches"]}
+
+def narrow():
+    return batch() | {"patches": np.zeros((16, 16, 5), np.float32)}
+
+def odd():
+    return {name: x[:15] for name, x in batch().items()}
+"""
+MODEL = "--model=model.py:Mixer --loss=model.py:loss --auto "
+MISTAKES = {
+    "": "no model is named",
+    "--model=model.py": "is not FILE.py:NAME",
+    "--model=none.py:Mixer": "there is no file none.py",
+    "--model=model.py:mixer": "model.py has no 'mixer'; it has Mixer",
+    "--model=model.py:Mixer --auto": "has no method loss",
+    "--model=model.py:Mixer --config=tiny": "has no class Config",
+    MODEL: "only a batch of tokens and targets can be made",
+    MODEL + "--batch=file.py:short": "different numbers of rows (patches [16, 16, 12], label [3])",
+    MODEL + "--batch=file.py:renamed": "name the arrays like its parameters",
+    MODEL + "--batch=file.py:narrow": "one device can't compute the loss of the batch",
+    MODEL + "--batch=file.py:odd": "--batch_size=15 is not divisible by the 8 shards",
+    MODEL
+    + "--batch=model.py:batch --rules=file.py:TYPO": "'hiden', which rules name; did you mean 'hidden'?",
+    MODEL + "--batch=model.py:batch --rules=file.py:NUMBERS": "map 'batch' to 4",
+    MODEL + "--batch=model.py:batch --meshes=2x2x2": "no mesh has just the axes",
+    MODEL + "--batch=model.py:batch --meshes=4by2": "is not a mesh",
+}
+
+
+@pytest.mark.parametrize("command", MISTAKES)
+def test_a_mistake_is_one_line(command, inside, project, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    (tmp_path / "file.py").write_text(FILE)
+    for name in ("file", "model"):
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    done = inside("recipes.prove", *command.split())
+    assert done.code == 2, done.out + done.err
+    assert done.err.startswith("error: ")
+    assert done.err.count("\n") == 1
+    assert MISTAKES[command] in done.err
+    assert done.out == ""
