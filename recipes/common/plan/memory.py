@@ -45,7 +45,8 @@ def weights(layout: Layout) -> Weights:
     """Sums over the abstract parameters; nothing is traced."""
     rest = layout.rules | dict.fromkeys(layout.uneven)
     width, sizes = compute_bytes(layout), layout.mesh.shape
-    stacked_layers = layout.shape.num_layers - layout.shape.dense_layers
+    with_experts = sum(layer.count for layer in layout.shape.layers if layer.experts)
+    stacked_layers = with_experts or layout.shape.num_layers  # dense ones have a stack of their own
     params = stacked = layer = ends = frozen = 0.0
     for kind in layout.model.shapes:
         shapes = paths(layout.model.shapes[kind])
