@@ -33,19 +33,21 @@ def build(config) -> Qwen3Next:
     return Qwen3Next(config, rngs=nnx.Rngs(0))
 
 
-@pytest.mark.parametrize("layers", [2, 5])
+@pytest.mark.parametrize("layers", [3, 8])
 def test_layers_run_in_turn(layers):
-    """Two layers without a loop; two trips of the scan and a layer that is left over."""
-    config = dataclasses.replace(DENSE, num_layers=layers)
+    """Every third layer attends: a period without a loop; two trips of it, and two layers after."""
+    config = dataclasses.replace(DENSE, num_layers=layers, attention_every=3)
     model = build(config)
 
     def one_by_one(model):
         positions = make_positions(config, jnp.asarray(TOKENS_BT), jnp.asarray(IDS_BT))
         x_BTD = model.embed[...][TOKENS_BT]
         for l in range(layers):
-            stack = config.period[l % 2]
-            layer = jax.tree.map(lambda x, l=l: x[l // 2], model.layers[stack])
-            x_BTD, _, _ = layer(x_BTD, positions, config.kinds[l % 2])
+            attends = l % 3 == 2
+            number = l // 3 if attends else l - l // 3
+            stack = model.layers["attention" if attends else "delta"]
+            layer = jax.tree.map(lambda x, number=number: x[number], stack)
+            x_BTD, _, _ = layer(x_BTD, positions, config.kinds[2 if attends else 0])
         return model.final_norm(x_BTD) @ model.unembed[...].T
 
     logits = jax.jit(lambda model: model(TOKENS_BT, IDS_BT), compiler_options=QUICK)(model)
