@@ -30,9 +30,6 @@ from recipes.common.train.optimizer import (
 from recipes.common.train.step import TrainStep
 from zoo.mlp import MLP, Config
 
-# For --optimizer=muon: logical axes of weights that are not hidden matrices.
-MATRICES = {"ends": ("inputs", "classes")}
-
 
 @dataclasses.dataclass(frozen=True)
 class Flags:
@@ -76,14 +73,14 @@ def main(run: Run, model: Any, flags: Flags) -> None:
     # The last dims of a Linear's kernel and bias have the same logical axis, so the same sharding.
     layout = make_layout(MLP, config, mesh, run.rules, seed=run.seed, batch_size=run.batch_size)
     if run.plan:
-        return print0(*of_layout(layout))
+        return print0(*of_layout(layout, optimizer=flags.optimizer))
     print0(*describe_set(model))
 
     # ---- Step, state and training ----------------------------------------------------------------
     lr = LearningRate(run.learning_rate, flags.warmup_steps, run.steps, run.schedule)
     optimizer = make_optimizer(
         flags.optimizer, lr, flags.weight_decay, flags.clip_norm,
-        matrices=hidden_matrices(layout, **MATRICES), decays=decaying(layout),
+        matrices=hidden_matrices(layout), decays=decaying(layout),
     )  # fmt: skip
     step = TrainStep(layout, optimizer, lr, skip_nonfinite=run.skip_nonfinite > 0)
     _, log, metrics = fit(run, folder, step, images, extra=confusion(config.classes))

@@ -48,7 +48,12 @@ from recipes.common.runtime.start import start
 from recipes.common.sharding import make_layout
 from recipes.common.sharding.rules import check_length
 from recipes.common.train.offload import Offload
-from recipes.common.train.optimizer import LearningRate, adamw
+from recipes.common.train.optimizer import (
+    OPTIMIZERS,
+    LearningRate,
+    hidden_matrices,
+    make_optimizer,
+)
 from recipes.common.train.step import TrainStep
 from zoo.config import Compute
 
@@ -69,6 +74,7 @@ class Flags(Offload):
     )  # fmt: skip
     seq_len: int = flag(128, "Tokens of context, for text.", group="data", at_least=1)
     matmul: str = field_flag(Compute, "matmul")
+    optimizer: str = flag("adamw", "Optimizer.", "optimizer", choices=OPTIMIZERS)
     top: int = flag(8, "Rows of the table.", at_least=1)
     confirm: int = flag(0, "Candidates to compile with the real compiler.", at_least=0)
     confirm_layers: int = flag(0, "Layers of the compiled models; 0: all.", at_least=0)
@@ -152,7 +158,7 @@ def make_job(flags: Flags, devices: Devices) -> Job:
             f"--batch_tokens={flags.batch_tokens} is not a whole number of rows of "
             f"--seq_len={length}; try --batch_tokens={suggestion}"
         )
-    return Job(entries.model(flags.entry), config, rows, length, flags.offload)
+    return Job(entries.model(flags.entry), config, rows, length, flags.offload, flags.optimizer)
 
 
 def _what_would_fit(change: Change | None) -> str:
@@ -204,10 +210,10 @@ def make_program(candidate: Estimate) -> Program:
         seq_len=estimated.seq_len,
     )  # fmt: skip
     lr = LearningRate(1e-3, 10, 100)
-    step = TrainStep(
-        layout, adamw(lr, weight_decay=0.1, clip_norm=1.0), lr, candidate.accumulate,
-        offload=candidate.offload,
-    )  # fmt: skip
+    optimizer = make_optimizer(
+        candidate.optimizer, lr, weight_decay=0.1, clip_norm=1.0, matrices=hidden_matrices(layout)
+    )
+    step = TrainStep(layout, optimizer, lr, candidate.accumulate, offload=candidate.offload)
     row = jax.ShapeDtypeStruct((estimated.seq_len,), np.int32)
     return Program(
         step, step.abstract_state(), dict.fromkeys(("tokens", "targets", "segment_ids"), row)
@@ -253,7 +259,13 @@ def _confirm(candidate: Estimate, layers: int, files: pathlib.Path) -> dict[str,
         model = entries.model(candidate.layout.zoo.__name__.rpartition(".")[2])
         shallow = make_layout(model, config, candidate.layout.mesh, candidate.layout.strategy)
         layout = dataclasses.replace(candidate.layout, config=config, model=shallow.model)
-        candidate = estimate(layout, candidate.devices, candidate.accumulate, candidate.offload)
+        candidate = estimate(
+            layout,
+            candidate.devices,
+            candidate.accumulate,
+            candidate.offload,
+            candidate.optimizer,
+        )
     name = f"{candidate.layout.strategy} on {answer.mesh_of(candidate)}"
     costs = answer.to_json(candidate)
     compiled = compile_step(make_program(candidate), candidate.devices.kind, name)

@@ -30,12 +30,6 @@ from recipes.common.train.step import TrainStep
 from zoo.stack import REMAT_POLICIES
 from zoo.vit import SIZES, Config, ViT
 
-# For --optimizer=muon: logical axes of weights that are not hidden matrices, and of stacks of them.
-MATRICES = {
-    "ends": ("channels", "positions", "classes"),
-    "stacks": ("layers",),
-    "ranks": ("lora",),
-}
 # Fields of Config that say how pictures are read: a checkpoint's stay as they were.
 INPUTS = ("channels", "labels", "mean", "std", "resample")
 HEAD = ("head", "head_bias")  # parameters that other classes need anew
@@ -79,7 +73,7 @@ def main(run: Run, flags: Any, data: Data, training: Training) -> None:
     )  # fmt: skip
     check_offload(layout, training.offload)
     if run.plan:
-        return print0(*of_layout(layout, training.accumulate, training.offload))
+        return print0(*of_layout(layout, training.accumulate, training.offload, training.optimizer))
     if folder.source and inputs["labels"] != config.labels:
         folder = dataclasses.replace(folder, source=NewHead(folder.source, layout, HEAD))
         print0(f"The head is new and starts at zero, for {config.classes} other classes.")
@@ -89,7 +83,7 @@ def main(run: Run, flags: Any, data: Data, training: Training) -> None:
     lr = LearningRate(run.learning_rate, training.warmup_steps, run.steps, run.schedule)
     optimizer = make_optimizer(
         training.optimizer, lr, training.weight_decay, training.clip_norm,
-        matrices=hidden_matrices(layout, **MATRICES), decays=decaying(layout),
+        matrices=hidden_matrices(layout), decays=decaying(layout),
     )  # fmt: skip
     step = TrainStep(
         layout, optimizer, lr,

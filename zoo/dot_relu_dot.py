@@ -114,6 +114,7 @@ def dot(x: jax.Array, w: nnx.Param, *axes: str) -> jax.Array:
 # What each parallelism splits. A weight [D, F] is stored with axes (embed, hidden) and multiplied
 # with (act_embed, hidden). Notation: In[B_X, D] is a tensor whose dim B is split over mesh axis X.
 DP = {"batch": "data"}  # In[B_data, D] · W1[D, F] → H[B_data, F]: no communication
+ZERO1 = {"optimizer_embed": "data"}  # moments of W1[D_data, F]; the updated parts are gathered
 FSDP = {"embed": "data"}  # W1[D_data, F] → W1[D, F]: an all-gather, and its transpose
 TP = {"hidden": "model"}  # H[B, F_model] · W2[F_model, D] → partial sums: one all-reduce
 HSDP = {
@@ -126,6 +127,7 @@ complete = functools.partial(complete_tables, LOGICAL_AXES)
 RULES: dict[str, Rules] = complete(
     {
         "dp": DP,  # every device has both weights; one all-reduce of gradients per step
+        "zero1": DP | ZERO1,  # ZeRO-1: each device stores and updates a part of the moments
         "fsdp": DP | FSDP,  # ZeRO-3: each device stores a part; weights are whole only in use
         "tp": DP | TP,  # Megatron: W1 split by columns, W2 by rows; the ReLU sends nothing
         "fsdp_tp": DP | FSDP | TP,  # W1[D_data, F_model] → W1[D, F_model]: 1/model of the bytes

@@ -174,6 +174,10 @@ class LayerNorm(nnx.Module):
 DP = {
     "batch": "data",  # In[B_data, D] · W[D, F] → Out[B_data, F]: no communication
 }
+# ZeRO-1: each device has every weight and a part of the moments, and updates that part.
+ZERO1 = {
+    "optimizer_embed": "data",  # a reduce-scatter of the gradient, and an all-gather of the updates
+}
 # ZeRO-3: each device stores a part of each weight; weights are whole only in use.
 FSDP = {
     "embed": "data",  # W[D_data, F] → W[D, F]: an all-gather before each matmul,
@@ -195,6 +199,7 @@ complete = functools.partial(complete_tables, LOGICAL_AXES)
 RULES: dict[str, Rules] = complete(
     {
         "dp": DP,
+        "zero1": DP | ZERO1,
         "fsdp": DP | FSDP,
         "tp": DP | TP,
         "fsdp_tp": DP | FSDP | TP,  # W[D_data, F_model] → W[D, F_model]: 1/model of the bytes

@@ -13,7 +13,9 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import PartitionSpec
 
-from .sharding import in_use, mesh_axes, per_device
+from .sharding import (
+    WeightAndSlot, active_rules, has_slot, in_use, mesh_axes, optimizer_axes, per_device,
+)  # fmt: skip
 from .vocabulary import Batch, Objective
 
 BUBBLE = 0.0  # the input of a waiting stage; no result depends on it
@@ -30,7 +32,7 @@ def objective_in_stages(model, batch: Batch) -> Objective:
 
     Raises ValueError if the model has a head for the second-next token.
     """
-    weights, tree = jax.tree.flatten(model)
+    weights, tree = jax.tree.flatten(model, is_leaf=has_slot)
     if model.mtp is not None:
         raise ValueError("a pipeline has no stage for the layer of mtp_depth=1; use mtp_depth=0")
 
@@ -39,14 +41,18 @@ def objective_in_stages(model, batch: Batch) -> Objective:
         return _sharded(jax.tree.unflatten(tree, weights), batch, [])[0]
 
     def forward(weights, batch):
-        trained = [i for i, weight in enumerate(weights) if weight.perturbed]
         is_input = lambda x: hasattr(x, "perturbed")  # noqa: E731
+        inputs = [jax.tree.leaves(weight, is_leaf=is_input) for weight in weights]
+        trained = [i for i, leaves in enumerate(inputs) if any(x.perturbed for x in leaves)]
         weights, batch = jax.tree.map(lambda x: x.value, (weights, batch), is_leaf=is_input)
         return _sharded(jax.tree.unflatten(tree, weights), batch, trained)
 
     def backward(gradients, cotangents):
         scaled = {i: gradient * cotangents[0] for i, gradient in gradients.items()}
-        return [scaled.get(i) for i in range(len(weights))], None
+        return [
+            WeightAndSlot(None, scaled.get(i)) if has_slot(weight) else scaled.get(i)
+            for i, weight in enumerate(weights)
+        ], None
 
     objective.defvjp(forward, backward, symbolic_zeros=True)
     return objective(weights, batch)
@@ -62,18 +68,24 @@ def _sharded(model, batch: Batch, trained: list[int]):
     rows = mesh_axes("batch")
     used = in_use(model, model.axes.in_use, model.config.dtype)
     weights, tree = jax.tree.flatten(used)
+    at_rest = jax.tree.leaves(model, is_leaf=has_slot)
+    gradient_axes = [
+        optimizer_axes(axes, active_rules()) if has_slot(weight) else axes
+        for weight, axes in zip(at_rest, leaf_axes(model), strict=True)
+    ]
 
     def split(axes):  # mesh axes that split each dim of a weight
         axes = (mesh_axes(axis, manual=True) for axis in axes)
         return [tuple(name for name in names if name in (*pipe, *rows)) for names in axes]
 
-    at_rest, inside = ([split(axes) for axes in leaf_axes(m)] for m in (model, used))
+    outside = [split(axes) for axes in gradient_axes]
+    inside = [split(axes) for axes in leaf_axes(used)]
 
     def reduce(i, gradient):
-        """The sum over devices; if the weight is split at rest, this device's part of it."""
+        """The sum over devices; if the gradient is split, this device's part of it."""
         left = {*pipe, *rows}.difference(*inside[i])
-        for dim, (rest_axes, used_axes) in enumerate(zip(at_rest[i], inside[i], strict=True)):
-            if over := tuple(name for name in rest_axes if name not in used_axes):
+        for dim, (split_axes, used_axes) in enumerate(zip(outside[i], inside[i], strict=True)):
+            if over := tuple(name for name in split_axes if name not in used_axes):
                 # With more than one dim after it, the TPU compiler would all-reduce it instead.
                 outer, inner = gradient.shape[: dim + 1], gradient.shape[dim + 1 :]
                 flat = gradient.reshape(*outer, *([-1] if inner else []))
@@ -99,7 +111,7 @@ def _sharded(model, batch: Batch, trained: list[int]):
         return [PartitionSpec(*(names or None for names in dims)) for dims in leaves]
 
     outer_specs = (PartitionSpec(), PartitionSpec(pipe))
-    gradient_specs = specs(at_rest)
+    gradient_specs = specs(outside)
     run: Any = jax.shard_map(
         on_device,
         in_specs=(specs(inside), PartitionSpec(rows)),
@@ -107,9 +119,10 @@ def _sharded(model, batch: Batch, trained: list[int]):
         axis_names={*pipe, *rows},
         check_vma=False,  # kernels don't support it
     )
-    weight_specs = [jax.typeof(w).sharding.spec for w in jax.tree.leaves(model)]
+    slots = [weight.slot if has_slot(weight) else weight for weight in at_rest]
+    slot_specs = [jax.typeof(slot).sharding.spec for slot in slots]
     run = jax.sharding.auto_axes(
-        run, out_sharding=(*outer_specs, {i: weight_specs[i] for i in trained})
+        run, out_sharding=(*outer_specs, {i: slot_specs[i] for i in trained})
     )
     (total, count), metrics, gradients = run(weights, batch)
     total_and_costs = model.add_costs(total, metrics)

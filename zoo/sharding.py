@@ -73,11 +73,26 @@ def check_rules(axes: dict[str, str]) -> None:
 
 def check_names(rules: Rules, axes: dict[str, str]) -> None:
     """Raises ValueError if rules name a logical axis that is not among `axes`."""
+    optimizer_axes = {optimizer_axis(axis) for axis, on in axes.items() if on != "activations"}
     for axis in rules:
-        if axis not in axes:
-            near = difflib.get_close_matches(axis, axes, n=1)
+        if axis not in axes and axis not in optimizer_axes:
+            near = difflib.get_close_matches(axis, {*axes, *optimizer_axes}, n=1)
             hint = f"did you mean {near[0]!r}?" if near else f"it has {', '.join(axes)}"
             raise ValueError(f"the model has no logical axis {axis!r}; {hint}")
+
+
+def optimizer_axis(axis: str) -> str:
+    """The name that a weight's logical axis has in the optimizer's state.
+
+    Rules that leave it out split the state as they split the weight.
+    """
+    return f"optimizer_{axis}"
+
+
+def optimizer_axes(axes: tuple[str, ...], rules: Rules) -> tuple[str, ...]:
+    """The logical axes of a weight's optimizer state: those that rules name, else the weight's."""
+    pairs = ((axis, optimizer_axis(axis)) for axis in axes)
+    return tuple(own if own in rules else axis for axis, own in pairs)
 
 
 def constrain(x: jax.Array, *axes: Axis) -> jax.Array:
@@ -90,6 +105,38 @@ def constrain(x: jax.Array, *axes: Axis) -> jax.Array:
     if AxisType.Explicit in sharding.mesh.axis_types:
         return jax.sharding.reshard(x, sharding.update(spec=PartitionSpec()))
     return x
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass
+class WeightAndSlot:
+    """A weight at rest, and zeros in the layout of its optimizer state: a slot for its gradient.
+
+    The weight's gradient is the slot's. JAX gives each gradient the layout of what it belongs to, so
+    that of a weight which is whole would be summed whole, in every iteration of a loop over layers.
+    """
+
+    weight: Any
+    slot: Any
+
+    def in_use(self, dtype) -> jax.Array:
+        """The weight in `dtype`; its gradient is scattered in `dtype` too."""
+        slot_spec = jax.typeof(self.slot).sharding.spec
+
+        @jax.custom_vjp
+        def use(weight, slot):
+            return weight
+
+        def backward(_, gradient):
+            return None, jax.sharding.reshard(gradient, slot_spec).astype(self.slot.dtype)
+
+        use.defvjp(lambda weight, slot: (weight, None), backward)
+        return use(self.weight.astype(dtype), self.slot)
+
+
+def has_slot(weight) -> bool:
+    """Whether this is a WeightAndSlot."""
+    return isinstance(weight, WeightAndSlot)
 
 
 def in_use(weights, names: dict[str, str], dtype=None):
@@ -105,11 +152,12 @@ def in_use(weights, names: dict[str, str], dtype=None):
     """
 
     def gather(weight):
-        w, axes = weight[...], weight.out_sharding
+        w, axes = weight.get_value(), weight.out_sharding
         if names.keys() & set(axes):
+            w = w.in_use(dtype or w.weight.dtype) if has_slot(w) else w.astype(dtype or w.dtype)
             # Inside a scan over layers, weights have no layer dim.
             axes = tuple(names.get(axis, axis) for axis in axes[-w.ndim :])
-            w = constrain(w.astype(dtype or w.dtype), *axes)
+            w = constrain(w, *axes)
             return weight.replace(w, out_sharding=axes)
         return weight if active_rules() else weight.replace(constrain(w))
 

@@ -14,7 +14,7 @@ experts, J experts per position.
 
 import dataclasses
 
-from .sharding import AxisNames
+from .sharding import AxisNames, optimizer_axis
 
 # Logical axes that files besides the models ask for by name.
 SEQ = "seq"  # T, S
@@ -30,6 +30,11 @@ EXPERT = "expert"  # E, of weights of experts
 ROUTER = "router"  # E, of the router
 HEAD_DIM = "head_dim"  # H
 
+# By these, optimizers of matrices such as Muon recognize those inside the model.
+MODEL_ENDS = ("vocab", "positions", "inputs", "channels", "classes")  # its inputs and outputs
+MATRIX_STACKS = (LAYERS, DENSE_STACK, EXPERT)  # dims along which matrices are stacked
+RANKS = ("lora",)  # of adapters: one side of their matrices
+
 # Data parallel: every device has all weights; one all-reduce of all gradients per step.
 DP = {
     "batch": "data",  # In[B_data, D] · W[D, F] → Out[B_data, F]: no communication
@@ -41,6 +46,10 @@ FSDP = {
     "embed": "data",  # 1/data of every matrix on each device;
     # W[D_data, F] → W[D, F] is the all-gather, in compute dtype
 }
+
+# ZeRO-1: weights are whole, and each device has 1/data of the optimizer's state. The gradients'
+# all-reduce becomes a reduce-scatter, and an all-gather of the updated parts of the weights.
+ZERO1 = {"optimizer_embed": "data"}
 
 # Megatron: each sublayer splits its inner dim and ends in an all-reduce of activations: two per
 # layer forward and two backward. With FSDP, it divides the bytes to gather by `model`.
@@ -98,12 +107,14 @@ def decoder_rules(*like_embed: str, like_heads: tuple[str, ...] = ()) -> dict[st
       like_embed: more logical axes of weights at rest, which ZeRO-3 splits as it splits `embed`.
       like_heads: more logical axes, which tensor parallelism splits as it splits `heads`.
     """
+    zero1 = {**ZERO1, **{optimizer_axis(axis): "data" for axis in like_embed}}
     fsdp = split_alike(FSDP, like_embed)
     hsdp = split_alike(HSDP, like_embed)
     fsdp_cp = split_alike(FSDP_CP, like_embed)
     tp = split_alike(TP, like_heads, HEADS)
     return {
         "dp": DP,
+        "zero1": DP | zero1,
         "fsdp": DP | fsdp,
         "tp_sp": DP | tp | SP,
         "fsdp_tp_sp": DP | fsdp | tp | SP,
@@ -115,6 +126,7 @@ def decoder_rules(*like_embed: str, like_heads: tuple[str, ...] = ()) -> dict[st
         "fsdp_cp": DP | CP | fsdp_cp,
         "fsdp_cp_tp": DP | CP | fsdp_cp | tp,
         "pp": DP | PP,
+        "pp_zero1": DP | zero1 | PP,
         "fsdp_pp": DP | fsdp | PP,
         "fsdp_pp_tp": DP | fsdp | PP | tp,
     }

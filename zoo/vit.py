@@ -38,7 +38,7 @@ from .sharding import (
     AxisNames, Rules, check_rules, complete_tables, constrain, explicit, in_use, param, reshape,
 )  # fmt: skip
 from .stack import REMAT_POLICIES, fit_rules, layer_in_use, scan_layers, stack
-from .strategies import DECODER, DP, FSDP, HSDP, TP
+from .strategies import DECODER, DP, FSDP, HSDP, TP, ZERO1
 
 
 @dataclasses.dataclass(frozen=True)
@@ -325,6 +325,7 @@ complete = functools.partial(complete_tables, LOGICAL_AXES)
 RULES: dict[str, Rules] = complete(
     {
         "dp": DP,
+        "zero1": DP | ZERO1,
         "fsdp": DP | FSDP,
         "tp": DP | TP,
         "fsdp_tp": DP | FSDP | TP,

@@ -20,7 +20,7 @@ from recipes.common.sharding.abstract import Tree
 from recipes.common.sharding.layout import Layout, make_layout
 from recipes.common.sharding.rules import Rules
 from recipes.common.train.offload import check_remat
-from recipes.common.train.optimizer import LearningRate, adamw
+from recipes.common.train.optimizer import LearningRate, hidden_matrices, make_optimizer
 from recipes.common.train.state import initialize
 from recipes.common.train.step import TrainStep
 from zoo.transformer import Transformer
@@ -85,6 +85,7 @@ def make_step(
     segments: bool = False,
     model: type[nnx.Module] = Transformer,
     offload: str = "",
+    optimizer: str = "adamw",
 ) -> Step:
     """Makes a train step. Raises UserError if the arguments do not fit each other.
 
@@ -92,13 +93,13 @@ def make_step(
       config: the model's Config.
       seq_len: positions of a row; 0 for a model of images.
       segments: whether batches have segment ids, like the recipe's batches of packed documents.
-      offload: as the recipes' flag.
+      offload, optimizer: as the recipes' flags.
     """
     layout = make_layout(model, config, mesh, rules, batch_size=batch_size, seq_len=seq_len)
     check_remat(layout)
     lr = LearningRate(1e-3, 10, 100)
-    adam = adamw(lr, weight_decay=0.1, clip_norm=1.0)
-    function = TrainStep(layout, adam, lr, offload=offload)
+    rule = make_optimizer(optimizer, lr, 0.1, 1.0, matrices=hidden_matrices(layout))
+    function = TrainStep(layout, rule, lr, offload=offload)
     example = one_row(config, seq_len, segments)
     return Step(config, layout, function, function.abstract_state(), example)
 

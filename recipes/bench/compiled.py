@@ -19,6 +19,7 @@ from recipes.common.runtime.flags import flag
 from recipes.common.runtime.mesh import make_mesh
 from recipes.common.runtime.terminal import print0
 from recipes.common.train.offload import Offload
+from recipes.common.train.optimizer import OPTIMIZERS
 from zoo.config import Compute
 from zoo.transformer import SIZES
 
@@ -37,6 +38,7 @@ class CollectivesFlags(MeshFlags, Offload):
     kind: str = flag("v5e", f"Kind of chip: {KINDS_HELP}.", choices=KINDS)
     rules: str = flag("", "Strategies, comma-separated; empty: all.")
     matmul: str = field_flag(Compute, "matmul")
+    optimizer: str = flag("adamw", "Optimizer.", choices=OPTIMIZERS)
 
 
 def collectives(flags: CollectivesFlags) -> None:
@@ -73,7 +75,8 @@ def _collectives_row(
     rows = max(flags.tokens * chips // positions, chips // model)
     rows = rows if is_text else rows // chips * chips
     length = positions if is_text else 0
-    step = make_step(config, strategy, mesh, rows, length, True, model_class, flags.offload)
+    step = make_step(config, strategy, mesh, rows, length, True, model_class, flags.offload,
+                     flags.optimizer)  # fmt: skip
     name = mesh_name(axes)
     compiled = compile_step(step, flags.kind, f"{size} {strategy} on {flags.kind} {name}")
     row = size, chips, strategy, name, remat, flags.matmul or "-"
@@ -81,7 +84,7 @@ def _collectives_row(
         table.row(*row, "-", "-", "-", compiled.text, "-", "-", "-")
         return
     sent = sent_by_kind(compiled.as_text(), chips)
-    least = textbook(step.layout)
+    least = textbook(step.layout, optimizer=flags.optimizer)
     bound = "≤ " if "ragged-all-to-all" in sent else ""  # its buffer need not be full
     gathered, reduced = sent.pop("all-gather", 0), sent.pop("all-reduce", 0)
     total = gathered + reduced + sum(sent.values())

@@ -28,6 +28,7 @@ from recipes.common.runtime.flags import flag
 from recipes.common.runtime.terminal import print0
 from recipes.common.sharding.rules import count_shards, used_axes
 from recipes.common.train.offload import Offload
+from recipes.common.train.optimizer import OPTIMIZERS
 from zoo.config import Compute
 from zoo.transformer import REMAT, RULES, SIZES
 
@@ -51,6 +52,7 @@ class MemoryFlags(MeshFlags, Offload):
     kinds: str = flag(",".join(TPUS), f"Kinds of chips, comma-separated: {KINDS_HELP}.")
     rules: str = flag("fsdp", "Strategy.", choices=RULES)
     matmul: str = field_flag(Compute, "matmul")
+    optimizer: str = flag("adamw", "Optimizer.", choices=OPTIMIZERS)
     which: bool = flag(False, "Print only the remat policy that recomputes least and still fits.")
 
 
@@ -75,8 +77,9 @@ def _parts(flags: MemoryFlags, cases: Iterable[Case], remats: list[str]) -> None
     for (size, kind, chips), remat in itertools.product(cases, remats):
         step = _step(flags, size, kind, chips, remat)
         text, peak = _peak(step, kind, f"{size} {remat}")
-        parts = memory_parts(step.layout, offload=flags.offload)
-        total, host = sum(parts.values()), sum(on_host(step.layout, offload=flags.offload).values())
+        parts = memory_parts(step.layout, offload=flags.offload, optimizer=flags.optimizer)
+        total = sum(parts.values())
+        host = sum(on_host(step.layout, offload=flags.offload, optimizer=flags.optimizer).values())
         cells = map(report.size, [*parts.values(), total])
         ratio, matmul = f"{total / peak:.2f}", flags.matmul or "-"
         table.row(size, f"{chips} {kind}", remat, matmul, *cells, text, ratio, report.size(host))
@@ -91,7 +94,8 @@ def _which(flags: MemoryFlags, cases: Iterable[Case], remats: list[str]) -> None
         above, chosen, text = "-", "none of them fits", "-"
         for remat in (remat for remat in REMAT if remat in remats):
             step = _step(flags, size, kind, chips, remat)
-            total = sum(memory_parts(step.layout, offload=flags.offload).values())
+            parts = memory_parts(step.layout, offload=flags.offload, optimizer=flags.optimizer)
+            total = sum(parts.values())
             if (
                 kind in GPUS and total > 1.2 * HARDWARE[kind].memory
             ):  # not worth a minute's compilation
@@ -113,7 +117,7 @@ def _step(flags: MemoryFlags, size: str, kind: str, chips: int, remat: str) -> S
     rows = flags.rows * count_shards(RULES[flags.rules], "batch", axes)
     return make_step(
         config, flags.rules, topology(kind, axes), rows, flags.seq_len, segments=True,
-        offload=flags.offload,
+        offload=flags.offload, optimizer=flags.optimizer,
     )  # fmt: skip
 
 

@@ -51,6 +51,7 @@ from zoo import (
     stack,
     vocabulary,
 )  # fmt: skip
+from zoo.sharding import optimizer_axes
 
 pytestmark = pytest.mark.promise("strategies-send")
 
@@ -155,6 +156,7 @@ class Variable(NamedTuple):
     stacked: bool
     rest: tuple[int, ...]
     use: tuple[int, ...]
+    state: tuple[int, ...]  # of the optimizer
 
 
 def variables(layout: Layout) -> dict[str, Variable]:
@@ -170,14 +172,18 @@ def variables(layout: Layout) -> dict[str, Variable]:
         stacked = [i for i, axis in enumerate(axes) if axis in _stacks(layout)]
         kept = [i for i in range(len(axes)) if i not in stacked]
         names = tuple(axes[i] for i in kept)
-        rest, use = (
+        rest, use, state = (
             tuple(shape[i] // count_shards(layout.rules, axis, layout.mesh.shape)
                   for i, axis in zip(kept, as_named, strict=True))
-            for as_named in (names, tuple(zoo.IN_USE.get(axis, axis) for axis in names))
+            for as_named in (
+                names,
+                tuple(zoo.IN_USE.get(axis, axis) for axis in names),
+                optimizer_axes(names, layout.rules),
+            )
         )  # fmt: skip
         layers = math.prod(shape[i] for i in stacked)
         trained = path.startswith("params/") and path not in unused
-        found[path] = Variable(trained, names, layers, bool(stacked), rest, use)
+        found[path] = Variable(trained, names, layers, bool(stacked), rest, use, state)
     return found
 
 
@@ -188,6 +194,11 @@ def _stacks(layout: Layout) -> set[str]:
 def _dims(shape) -> tuple[int, ...]:
     """Sorts dims and drops those of size 1, because the compiler transposes freely."""
     return tuple(sorted(d for d in shape if d > 1))
+
+
+def _whole(variable: Variable) -> tuple[int, ...]:
+    """The dims of a weight at rest, of all its layers."""
+    return _dims((variable.layers, *variable.rest))
 
 
 def split(layout: Layout) -> list[str]:
@@ -240,6 +251,7 @@ def activation_bounds(entry_name: str, layout: Layout, weights: int) -> tuple[in
 def classify(entry_name: str, layout: Layout, text: str) -> Sent:
     held = variables(layout).values()
     gathered = {_dims(variable.use) for variable in held if variable.rest != variable.use}
+    gathered |= {_whole(variable) for variable in held if variable.state != variable.rest}
     reduced = {_dims(variable.use) for variable in held}
     rows, whole = activations(entry_name, layout)
     experts = getattr(layout.config, "num_experts", 0)
@@ -277,6 +289,8 @@ def textbook(entry_name: str, layout: Layout) -> Sent:
     weights = sum(
         math.prod(v.use) * v.layers * (2 if v.stacked else 1) for v in held if v.rest != v.use
     )
+    # Updated parts are gathered once, of all layers.
+    weights += sum(math.prod(v.rest) * v.layers for v in held if v.trained and v.state != v.rest)
     # Each gradient is reduced once over the devices that have other rows of the batch.
     gradients = sum(math.prod(v.use) * v.layers for v in held if v.trained)
     book = Sent(weights=weights, gradients=gradients if layout.batch_shards > 1 else 0)

@@ -62,7 +62,7 @@ def compiled_step(
     )
 
     def both(variables, batch):
-        grads, _, means = gradients(layout.model, variables, batch, accumulate)
+        grads, _, means = gradients(layout, variables, batch, accumulate)
         return means["loss"], grads
 
     rows = layout.abstract_batch(dict.fromkeys(batch(), jax.ShapeDtypeStruct((length,), np.int32)))

@@ -54,7 +54,7 @@ def run(entry: str, mesh: str, strategy: str, changes: tuple, automatic: bool = 
     given = jax.device_put(batch(entry), layout.batch_shardings(batch(entry)))
 
     def both(variables, batch):
-        grads, _, means = gradients(layout.model, variables, batch, accumulate)
+        grads, _, means = gradients(layout, variables, batch, accumulate)
         return means["loss"], grads
 
     compiled = layout.compile(both, variables, given, compiler_options=QUICK)

@@ -54,7 +54,7 @@ def layout_of(entry: str, config, mesh: str, strategy: str, rows: int = B) -> La
 
 def step(layout: Layout, accumulate: int = 1):
     def run(variables, batch):
-        grads, buffers, means = gradients(layout.model, variables, batch, accumulate)
+        grads, buffers, means = gradients(layout, variables, batch, accumulate)
         return means, grads, buffers
 
     return run

@@ -188,7 +188,7 @@ def test_a_table_states_only_what_it_shards():
     found = layout({"batch": "data", "mlp": "model"})
     assert found.sharding("embed", "mlp").spec == jax.P(None, "model")
     for strategy in RULES:
-        assert list(RULES[strategy]) == list(transformer.LOGICAL_AXES), "ours are complete"
+        assert RULES[strategy].keys() >= transformer.LOGICAL_AXES.keys(), "ours are complete"
 
 
 # ---- a table of your own, from a file ------------------------------------------------------------
@@ -287,7 +287,7 @@ def test_accumulation_that_leaves_too_few_rows_is_one_line(inside, tmp_path):
     ("case", "message"),
     [
         (dict(rules="fdsp"), "--rules=fdsp is not a strategy of this entry; did you mean 'fsdp'?"),
-        (dict(rules="x"), "--rules=x is not a strategy of this entry; it has dp, fsdp, tp_sp, fsdp_tp_sp, hsdp_tp_sp, tp, fsdp_tp, hsdp_tp, cp, fsdp_cp, fsdp_cp_tp, pp, fsdp_pp, fsdp_pp_tp"),
+        (dict(rules="x"), "--rules=x is not a strategy of this entry; it has dp, zero1, fsdp, tp_sp, fsdp_tp_sp, hsdp_tp_sp, tp, fsdp_tp, hsdp_tp, cp, fsdp_cp, fsdp_cp_tp, pp, pp_zero1, fsdp_pp, fsdp_pp_tp"),
         (dict(embd="data"), "rules '(yours)' name logical axis 'embd', unknown to the model; did you mean 'embed'?"),
         (dict(mlp="expert"), "rules '(yours)' need mesh axis 'expert' (for 'mlp'), and --mesh=4x2 has 'data' and 'model'; try --mesh=data=2,expert=2,model=2"),
         (dict(rules="tp", mesh="8"), "rules 'tp' need mesh axis 'model' (for 'heads'), and --mesh=8 has 'data'; try --mesh=4x2"),
@@ -339,7 +339,7 @@ def test_an_axis_that_may_be_split_can_be_computed(entry, axis):
     found = make_layout(model(entry), config, make_mesh("4x2"), table, batch_size=rows)
     batch = jax.tree.map(lambda x: x[0], proof.ENTRIES[entry].batches[0])
     lowered = found.lower(
-        lambda state, batch: gradients(found.model, state, batch)[0],
+        lambda state, batch: gradients(found, state, batch)[0],
         found.variables(), found.abstract_batch(batch),
     )  # fmt: skip
     shapes = found.model.shapes["params"]

@@ -21,7 +21,6 @@ import recipes.hf
 from data.tokenizer import BYTES, from_files
 from recipes.common import checkpoint, entries, hf
 from recipes.common.checkpoint import card, lora
-from recipes.common.language import MATRICES
 from recipes.common.prove.compare import GRADIENT_TOLERANCE, LOSS_TOLERANCE, difference
 from recipes.common.prove.run import train
 from recipes.common.report import flops, report
@@ -303,7 +302,7 @@ def test_a_step_holds_no_gradient_of_a_frozen_weight(config, quick):
 
 def test_muon_takes_every_factor_as_a_matrix():
     layout = layout_of(LORA)
-    found = hidden_matrices(layout, **MATRICES)
+    found = hidden_matrices(layout)
     is_leaf = lambda x: isinstance(x, optax.contrib.MuonDimensionNumbers)  # noqa: E731
     leaves = jax.tree.leaves(found, is_leaf=is_leaf)
     assert len(leaves) == 14

@@ -68,7 +68,7 @@ MESH_ROWS = [
     (["--mesh=8", "--rules=fsdp_cp_tp"], "has 'data'; try --mesh=data=2,seq=2,model=2"),
     (["--mesh=4x2", "--rules=FSDP-TP"], "--rules=FSDP-TP is not a strategy of this entry; did you mean 'fsdp_tp'?"),
     (["--mesh=4x2", "--rules=fdsp"], "--rules=fdsp is not a strategy of this entry; did you mean 'fsdp'?"),
-    (["--mesh=4x2", "--rules=x"], "--rules=x is not a strategy of this entry; it has dp, fsdp, tp_sp, fsdp_tp_sp, hsdp_tp_sp, tp, fsdp_tp, hsdp_tp, cp, fsdp_cp, fsdp_cp_tp, pp, fsdp_pp, fsdp_pp_tp"),
+    (["--mesh=4x2", "--rules=x"], "--rules=x is not a strategy of this entry; it has dp, zero1, fsdp, tp_sp, fsdp_tp_sp, hsdp_tp_sp, tp, fsdp_tp, hsdp_tp, cp, fsdp_cp, fsdp_cp_tp, pp, pp_zero1, fsdp_pp, fsdp_pp_tp"),
 ]  # fmt: skip
 
 SET_ROWS = [
@@ -202,9 +202,9 @@ SMALL_ROWS = [  # of the other recipes, which have the same code behind most fla
     ("vit", ["--image_column=x"], "--dataset=digits has no column 'x'; set --image_column to one of 'image', 'label'"),
     ("vit", ["--restore_from=mlp.digits"], "{zoo}/checkpoints/mlp.digits has entry 'mlp', not 'vit'; use a different one"),
     ("vit", ["--mesh=4x2", "--batch_size=6"], "--batch_size=6 is not divisible by the 4 shards"),
-    ("vit", ["--mesh=4x2", "--rules=cp"], "--rules=cp is not a strategy of this entry; it has dp, fsdp, tp, fsdp_tp, hsdp_tp"),
+    ("vit", ["--mesh=4x2", "--rules=cp"], "--rules=cp is not a strategy of this entry; it has dp, zero1, fsdp, tp, fsdp_tp, hsdp_tp"),
     ("dot_relu_dot", ["--restore_from=mlp.digits"], "{zoo}/checkpoints/mlp.digits has entry 'mlp', not 'dot_relu_dot'; use a different one"),
-    ("dot_relu_dot", ["--mesh=4x2", "--rules=pipeline"], "--rules=pipeline is not a strategy of this entry; it has dp, fsdp, tp, fsdp_tp, hsdp_tp"),
+    ("dot_relu_dot", ["--mesh=4x2", "--rules=pipeline"], "--rules=pipeline is not a strategy of this entry; it has dp, zero1, fsdp, tp, fsdp_tp, hsdp_tp"),
     ("moe", ["--mesh=data=2,expert=4", "--num_experts=6"], "rules 'fsdp_ep' split dim 'expert' of layers/experts/down [4, 6, 176, 128] over 4 devices (mesh axis 'expert' of --mesh=data=2,expert=4), and 6 is not divisible by 4; meshes that fit: --mesh=data=2,expert=2"),
     ("moe", ["--mesh=data=2,expert=4", "--rules=fsdp_tp"], "rules 'fsdp_tp' need mesh axis 'model' (for 'heads'), and --mesh=data=2,expert=4 has 'data' and 'expert'; try --mesh=2x4"),
     ("moe", ["--mesh=data=2,expert=4", "--rules=fsdp"], "rules 'fsdp' use no mesh axis 'expert', so the 4 devices along it (--mesh=data=2,expert=4) would all do the same work; use --rules=fsdp_ep"),

@@ -16,7 +16,13 @@ from recipes.common.runtime.mesh import make_mesh
 from recipes.common.sharding.abstract import paths
 from recipes.common.sharding.layout import make_layout, shardings
 from recipes.common.train import offload, update
-from recipes.common.train.optimizer import LearningRate, adamw, decaying, make_optimizer
+from recipes.common.train.optimizer import (
+    LearningRate,
+    adamw,
+    decaying,
+    hidden_matrices,
+    make_optimizer,
+)
 from recipes.common.train.state import abstract_state
 from recipes.common.train.step import TrainStep
 from tests.conftest import full_except
@@ -25,7 +31,6 @@ from tests.support.models import random_values, random_variables
 from tests.support.quick import QUICK
 from tests.support.quick import quick as quick
 from tests.support.runs import TINY, assert_bit_equal, records, saving, state_of
-from tests.train.test_optimizers import matrices_of
 from zoo.transformer import REMAT, Config, Transformer
 
 pytestmark = pytest.mark.promise("optimizers")
@@ -54,7 +59,7 @@ def updated(entry: str, mesh: str, strategy: str, name: str, offloaded: str, fin
     """The state, by path, after three updates with random gradients."""
     layout = ENTRIES[entry].layout(mesh, strategy)
     given = {"lr": lambda count: 0.01 / (1 + count), "weight_decay": 0.1, "clip_norm": 1.0}
-    given |= {"matrices": matrices_of(entry, layout), "decays": decaying(layout)}
+    given |= {"matrices": hidden_matrices(layout), "decays": decaying(layout)}
     optimizer = make_optimizer(name, **given)
     abstract = abstract_state(layout, optimizer, offloaded)
     state = first(optimizer, abstract)
@@ -62,7 +67,7 @@ def updated(entry: str, mesh: str, strategy: str, name: str, offloaded: str, fin
     def step(state, sums):
         grads = jax.tree.map(lambda g: g / 3.0, sums)
         if not offloaded:
-            return update.apply_gradients(optimizer, state, grads)
+            return update.apply_gradients(optimizer, layout, state, grads)
         norm = optax.tree.norm(grads)
         scaled = offload.Gradients(sums, np.float32(3), norm)
         return offload.stream_gradients(optimizer, layout, state, scaled, finite)

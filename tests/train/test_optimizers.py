@@ -1,5 +1,6 @@
 """Optimizers and learning-rate schedules by name."""
 
+import collections
 import dataclasses
 
 import jax
@@ -8,12 +9,14 @@ import numpy as np
 import optax.contrib
 import pytest
 
-from recipes import mlp, vit
-from recipes.common import language
+from recipes.common import entries
+from recipes.common.plan.textbook import of_optimizer
+from recipes.common.report.hlo import sent_by_kind
 from recipes.common.runtime.flags import SCHEDULES
 from recipes.common.runtime.mesh import make_mesh
 from recipes.common.sharding.abstract import paths
 from recipes.common.sharding.layout import make_layout, shardings
+from recipes.common.train import muon
 from recipes.common.train.optimizer import (
     OPTIMIZERS,
     LearningRate,
@@ -34,15 +37,9 @@ pytestmark = pytest.mark.promise("optimizers")
 MESHES = ["8", "4x2", "2x4", "2x2x2"]
 
 
-def matrices_of(entry: str, layout):
-    """The matrices that the entry's recipe gives to Muon; dot_relu_dot has only AdamW."""
-    axes = {"dot_relu_dot": {"ends": ()}, "mlp": mlp.MATRICES, "vit": vit.MATRICES}
-    return hidden_matrices(layout, **axes.get(entry, language.MATRICES))
-
-
 def layout_and_optimizer(entry: str, name: str, mesh: str, **options):
     layout = ENTRIES[entry].layout(mesh)
-    matrices = matrices_of(entry, layout)
+    matrices = hidden_matrices(layout)
     given = {"lr": lambda _: 0.01, "weight_decay": 0.1, "clip_norm": 1.0} | options
     return layout, make_optimizer(name, matrices=matrices, **given)
 
@@ -72,7 +69,7 @@ def test_optimizer_state_is_sharded_like_its_parameter(entry, name):
             else:
                 assert leaf.sharding.is_fully_replicated, path
                 assert leaf.size <= 3, path
-        matrices = paths(matrices_of(entry, layout))
+        matrices = paths(hidden_matrices(layout))
         kept = {"adamw": [2, 2], "lion": [1, 1], "sgd": [1, 1], "muon": [2, 1]}[name]
         assert {p: found.count(p) for p in params} == {p: kept[p in matrices] for p in params}
 
@@ -81,7 +78,7 @@ def test_optimizer_state_is_sharded_like_its_parameter(entry, name):
 def test_muon_updates_the_reviewed_weights(entry, golden):
     """Records which dims are rows and columns of a matrix; "AdamW" updates all other weights."""
     layout = ENTRIES[entry].layout("1x1")
-    matrices = paths(matrices_of(entry, layout))
+    matrices = paths(hidden_matrices(layout))
     lines = []
     for path, axes in paths(layout.model.axes["params"]).items():
         who = "AdamW"
@@ -98,7 +95,7 @@ def test_muon_updates_the_reviewed_weights(entry, golden):
 def test_muon_updates_each_layer_like_optax_updates_a_plain_matrix():
     """On 2x2x2, over two steps: q [L, D, N, H] counts as L matrices D × N·H, o as N·H × D."""
     layout, _ = layout_and_optimizer("transformer", "muon", FAST)
-    matrices = matrices_of("transformer", layout)
+    matrices = hidden_matrices(layout)
     here, weights = lambda tree: tree["layers"]["attention"], {"q": 1, "o": 2}  # dims of rows
     matrices, where = (
         {name: here(tree)[name] for name in weights}
@@ -246,3 +243,70 @@ def test_schedules_of_the_learning_rate():
         found = jax.jit(lambda step, odd=odd: [rate(step) for rate in odd])(at)
         assert np.isfinite(found).all(), schedule
         assert found[-1][0] == 1, "no warmup"
+
+
+# ---- what it sends -------------------------------------------------------------------------------
+
+DEALT = [
+    ("transformer", "dp", "8"),
+    ("transformer", "zero1", "8"),
+    ("transformer", "fsdp", "8"),
+    ("transformer", "fsdp_tp", "4x2"),
+    ("transformer", "hsdp_tp", "2x2x2"),
+    ("transformer", "fsdp_pp", "data=2,pipe=2"),
+    ("moe", "fsdp_ep", "data=2,expert=4"),
+    ("deepseek", "fsdp_ep", "data=2,expert=4"),
+]
+
+
+@pytest.mark.parametrize(("entry", "strategy", "mesh"), DEALT)
+def test_muon_sends_matrices_once_each_way_and_computes_each_once(entry, strategy, mesh):
+    """The bytes are the textbook's, and updates equal those of one device."""
+    layout = make_layout(
+        entries.model(entry), ENTRIES[entry].config, make_mesh(mesh), strategy, batch_size=8
+    )
+    matrices = paths(hidden_matrices(layout))
+    where = {name: paths(layout.optimizer_shardings())[name] for name in matrices}
+    rng = np.random.default_rng(0)
+    shapes = paths(layout.model.shapes["params"])
+    momenta = {name: rng.standard_normal(shapes[name].shape, np.float32) for name in matrices}
+
+    def update(momenta):
+        return muon.orthogonalize(momenta, matrices, jnp.array(muon.COEFFICIENTS))
+
+    sharded = jax.device_put(momenta, where)
+    step = layout.compile(update, sharded, out_shardings=where, compiler_options=QUICK)
+    sent = sent_by_kind(step.as_text(), layout.mesh.size)
+    book = collections.Counter()
+    for transfer in of_optimizer(layout, "muon"):
+        book[transfer.kind] += transfer.bytes
+    assert {kind: round(count) for kind, count in sent.items()} == {
+        kind: round(count) for kind, count in book.items()
+    }
+    alone = jax.jit(update, compiler_options=QUICK)(momenta)
+    for name, got in step(sharded).items():
+        # Five iterations amplify rounding of small singular values by up to 3.4445⁵ = 485.
+        np.testing.assert_allclose(got, alone[name], rtol=0, atol=485 * 2**-24, err_msg=name)
+
+
+def test_muon_equals_that_of_optax():
+    """On one device: the same state and updates, over three steps, up to amplified rounding."""
+    layout = ENTRIES["transformer"].layout("1x1")
+    matrices = hidden_matrices(layout)
+    params = jax.tree.map(
+        lambda leaf: np.random.default_rng(0).standard_normal(leaf.shape, np.float32),
+        layout.model.shapes["params"],
+    )
+    ours = muon.muon(lambda _: 0.01, 0.1, matrices)
+    theirs = optax.contrib.muon(
+        lambda _: 0.01, weight_decay=0.1, adam_b2=0.95, consistent_rms=0.2,
+        muon_weight_dimension_numbers=matrices,
+    )  # fmt: skip
+    states = ours.init(params), theirs.init(params)
+    assert jax.tree.structure(states[0]) == jax.tree.structure(states[1])
+    rules = [jax.jit(rule.update, compiler_options=QUICK) for rule in (ours, theirs)]
+    for _ in range(3):
+        params = jax.tree.map(lambda leaf: np.roll(leaf, 1), params)
+        results = [rule(params, state, params) for rule, state in zip(rules, states, strict=True)]
+        states = [state for _, state in results]
+        jax.tree.map(lambda *x: np.testing.assert_allclose(*x, rtol=1e-6, atol=1e-7), *results)

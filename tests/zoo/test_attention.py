@@ -302,7 +302,7 @@ def loss_and_gradients(config: Config, mesh: str, strategy: str, T: int) -> tupl
     layout = make_layout(Transformer, config, make_mesh(mesh), strategy, batch_size=B, seq_len=T)
 
     def both(variables, batch):
-        grads, _, means = gradients(layout.model, variables, batch)
+        grads, _, means = gradients(layout, variables, batch)
         return means["loss"], grads
 
     given = random_variables(layout), jax.device_put(batch, layout.batch_shardings(batch))

@@ -118,13 +118,13 @@ def test_microbatches_give_the_same_gradient_and_pass_buffers_on():
 
 def test_each_microbatch_sees_the_buffers_that_the_one_before_left():
     """Here the loss depends on the buffer, so the order of microbatches matters."""
-    model = layout_on("4x2", gain=0.5).model
+    layout = layout_on("4x2", gain=0.5)
     params = {"w": jnp.asarray(ROWS.T)}
     state = {"params": params, "buffers": {"mean": jnp.zeros(16), "updates": jnp.int32(0)}}
-    grads, buffers, means = gradients(model, state, {"x": jnp.asarray(ROWS)}, 4)
+    grads, buffers, means = gradients(layout, state, {"x": jnp.asarray(ROWS)}, 4)
     total, by_hand = 0.0, jnp.zeros((8, 16))
     for part in range(4):
-        grad, after, mean = gradients(model, state, {"x": jnp.asarray(ROWS[part::4])})
+        grad, after, mean = gradients(layout, state, {"x": jnp.asarray(ROWS[part::4])})
         state = state | after
         by_hand, total = by_hand + grad["w"] / 4, total + mean["loss"] / 4
     np.testing.assert_allclose(grads["w"], by_hand, rtol=1e-5, atol=1e-6)

@@ -160,7 +160,7 @@ def loss_and_gradients(config: Config, mesh: str, strategy: str):
         return (mean + 0.1 * random.normal(size=leaf.shape)).astype(np.float32)
 
     def both(variables, batch):
-        grads, buffers, means = gradients(layout.model, variables, batch)
+        grads, buffers, means = gradients(layout, variables, batch)
         return means, grads, buffers
 
     variables = jax.tree_util.tree_map_with_path(draw, layout.model.shapes)

@@ -115,7 +115,7 @@ def test_loss_and_gradients_are_the_definition(name, mesh, rules):
     batch = jax.device_put(BATCH, layout.batch_shardings(BATCH))
 
     def both(variables, batch):
-        grads, _, means = gradients(layout.model, variables, batch)
+        grads, _, means = gradients(layout, variables, batch)
         return means["loss"], grads
 
     run = layout.compile(both, there, batch, compiler_options=QUICK)

@@ -193,7 +193,7 @@ def found(entry: str, config, mesh: str, rules: str):
     batch = jax.device_put(BATCH, layout.batch_shardings(BATCH))
 
     def both(variables, batch):
-        grads, _, means = gradients(layout.model, variables, batch)
+        grads, _, means = gradients(layout, variables, batch)
         return means, grads
 
     run = layout.compile(both, variables, batch, compiler_options=QUICK)

@@ -32,6 +32,7 @@ from recipes.common.sharding import rules as sharding_rules
 from recipes.common.sharding.abstract import AbstractModel, abstract_model, paths
 from recipes.common.sharding.rules import Rules
 from zoo.shape import Shape
+from zoo.sharding import optimizer_axis
 
 ASSETS = pathlib.Path(__file__).parent
 ROOT = pathlib.Path(__file__).parents[3]
@@ -285,6 +286,7 @@ def causes(zoo: types.ModuleType) -> dict[str, Any]:
     A strategy is a union of the tables whose rules it all has. An axis that is in none of them, such
     as the experts' D, is split as another one is: its row is that of the other.
     """
+    known = zoo.LOGICAL_AXES | {optimizer_axis(axis): "optimizer" for axis in zoo.LOGICAL_AXES}
     tables_of_rows: dict[tuple, dict[str, Any]] = {}  # row → the table that it is in
     own = Source(zoo)
     for source in (own, *own.imported()):
@@ -292,7 +294,7 @@ def causes(zoo: types.ModuleType) -> dict[str, Any]:
         for table, name, about, keys in source.tables():
             for key in keys:
                 row = (key.value, name, about, file, key.lineno, source.beside(key.lineno))
-                if key.value in zoo.LOGICAL_AXES and key.value in table:
+                if key.value in known and key.value in table:
                     tables_of_rows.setdefault(row, table)
     strategies: dict[str, dict[str, int]] = {}
     for strategy, rules in zoo.RULES.items():
@@ -306,8 +308,7 @@ def causes(zoo: types.ModuleType) -> dict[str, Any]:
             alike = [
                 (row[0] != axis, i)
                 for row, i in rows
-                if zoo.LOGICAL_AXES[row[0]] == zoo.LOGICAL_AXES[axis]
-                and rules[row[0]] == rules[axis]
+                if known[row[0]] == known[axis] and rules[row[0]] == rules[axis]
             ]
             if alike:
                 split[axis] = min(alike)[1]

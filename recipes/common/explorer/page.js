@@ -233,6 +233,7 @@ function layer({ layout, chosen, sent }) {
       ...matmul(matrices.filter(out)),
       ...of("activations", "sum activations"),
       ...of("gradients", "sum gradients"),
+      ...of("updates", "gather updated weights"),
     ];
     return { name, steps };
   });

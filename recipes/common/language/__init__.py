@@ -3,7 +3,6 @@
 from recipes.common.config_flags import DECODER, EXPERTS, model_flags
 from recipes.common.language.flags import Text, Training
 from recipes.common.language.recipe import (
-    MATRICES,
     check_stages,
     fine_tuning,
     main,

@@ -22,14 +22,6 @@ from recipes.common.train.optimizer import LearningRate, decaying, hidden_matric
 from recipes.common.train.step import TrainStep
 from zoo.pipeline import microbatches
 
-# For --optimizer=muon: logical axes by which hidden matrices are recognized. Each layer, expert and
-# adapter has its own matrices.
-MATRICES = {
-    "ends": ("vocab", "positions"),
-    "stacks": ("layers", "dense_stack", "expert"),
-    "ranks": ("lora",),
-}
-
 
 def main(entry: str, run: Run, text: Text, flags: Any, training: Training, sample: Sample) -> None:
     """Trains a language model, evaluates it and prints a sample of its writing.
@@ -55,7 +47,9 @@ def main(entry: str, run: Run, text: Text, flags: Any, training: Training, sampl
     check_offload(layout, training.offload)
     if run.plan:
         long = contexts.beyond(entry, flags.size, text.seq_len)
-        return print0(*long, *of_layout(layout, training.accumulate, training.offload))
+        return print0(
+            *long, *of_layout(layout, training.accumulate, training.offload, training.optimizer)
+        )
 
     # ---- Data: batch k is a pure function of (seed, k), on any mesh and number of processes ------
     corpus = text.load(tokenizer)
@@ -66,7 +60,7 @@ def main(entry: str, run: Run, text: Text, flags: Any, training: Training, sampl
     lr = LearningRate(run.learning_rate, training.warmup_steps, run.steps, run.schedule)
     optimizer = make_optimizer(
         training.optimizer, lr, training.weight_decay, training.clip_norm,
-        matrices=hidden_matrices(layout, **MATRICES), decays=decaying(layout),
+        matrices=hidden_matrices(layout), decays=decaying(layout),
     )  # fmt: skip
     step = TrainStep(
         layout, optimizer, lr,

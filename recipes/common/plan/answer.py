@@ -211,13 +211,16 @@ def command(entry: str, size: str, best: Estimate) -> str:
     flags |= {"matmul": shape.matmul} if shape.matmul else {}
     flags |= {"accumulate": best.accumulate} if best.accumulate > 1 else {}
     flags |= {"offload": best.offload} if best.offload else {}
+    flags |= {"optimizer": best.optimizer} if best.optimizer != "adamw" else {}
     return f"python -m recipes.{entry} " + " ".join(f"--{k}={v}" for k, v in flags.items())
 
 
-def of_layout(layout: Layout, accumulate: int = 1, offload: str = "") -> list[str]:
+def of_layout(
+    layout: Layout, accumulate: int = 1, offload: str = "", optimizer: str = "adamw"
+) -> list[str]:
     """Lines of a recipe's --plan: the estimate for its own mesh and rules on its own devices."""
     devices = _devices_of(layout)
-    own = estimate(layout, devices, accumulate, offload)
+    own = estimate(layout, devices, accumulate, offload, optimizer)
     parts = ", ".join(f"{part} {size(count)}" for part, count in own.memory.items())
     what = f"fits in {size(usable(devices))}" if own.fits else "does not fit"
     simulated = devices.kind == "cpu"

@@ -18,8 +18,14 @@ from typing import NamedTuple
 from jax.sharding import AbstractDevice, AbstractMesh, AxisType
 
 from recipes.common.plan.hardware import USABLE, Devices
-from recipes.common.plan.memory import compute_bytes, memory_parts, on_host, weights
-from recipes.common.plan.textbook import Transfer, device_tokens, transfers
+from recipes.common.plan.memory import compute_bytes, memory_parts, moments, on_host, weights
+from recipes.common.plan.textbook import (
+    Transfer,
+    device_tokens,
+    of_optimizer,
+    optimizer_flops,
+    transfers,
+)
 from recipes.common.report import flops
 from recipes.common.runtime import slices
 from recipes.common.sharding.layout import Layout
@@ -45,6 +51,7 @@ class Estimate(NamedTuple):
     network: float  # bytes sent to devices of other slices or nodes
     seconds: dict[str, float]  # cause → seconds
     useful: float  # FLOPs of all devices, without recomputation
+    optimizer: str
 
     @property
     def peak(self) -> float:
@@ -92,17 +99,24 @@ def abstract_mesh(axes: dict[str, int], devices: Devices) -> AbstractMesh:
     return AbstractMesh(tuple(axes.values()), tuple(axes), axis_types=kinds, abstract_device=device)
 
 
-def estimate(layout: Layout, devices: Devices, accumulate: int = 1, offload: str = "") -> Estimate:
+def estimate(
+    layout: Layout,
+    devices: Devices,
+    accumulate: int = 1,
+    offload: str = "",
+    optimizer: str = "adamw",
+) -> Estimate:
     """Estimates a train step.
 
     Args:
       layout: with batches, and rows of seq_len positions if it has any, on a mesh of `devices`.
       accumulate: gradient-accumulation steps.
       offload: "optimizer": its state is in the host's memory.
+      optimizer: one of OPTIMIZERS.
     """
     hardware, sizes = devices.hardware, dict(layout.mesh.shape)
     parts = slices.across(sizes, devices.groups)
-    sent = transfers(layout, accumulate, repeats=True)
+    sent = transfers(layout, accumulate, repeats=True) + of_optimizer(layout, optimizer)
     links = network = 0.0
     seconds: dict[str, float] = dict.fromkeys(("links", "network", "waiting"), 0.0)
     for transfer in sent:
@@ -132,14 +146,16 @@ def estimate(layout: Layout, devices: Devices, accumulate: int = 1, offload: str
     read = sizes_of_weights.layer * shape.num_layers / layout.stages * passes * waves
     seconds["memory"] = (read + _activations(layout, passes)) / hardware.bandwidth
     # Gradients, parameters and moments are read; all but the gradients are written.
-    seconds["update"] = 7 * sizes_of_weights.params / hardware.bandwidth
-    host = on_host(layout, accumulate, offload)
+    updated = 3 * sizes_of_weights.state + 2 * moments(sizes_of_weights, optimizer)
+    seconds["update"] = updated / hardware.bandwidth
+    host = on_host(layout, accumulate, offload, optimizer)
     seconds["update"] = max(seconds["update"], host.get("optimizer", 0) / hardware.host)
+    seconds["update"] += optimizer_flops(layout, optimizer) / hardware.peak
     seconds["host"] = 2 * accumulate * host.get("saved activations", 0) / hardware.host
     seconds["ends"] = max(seconds["links"], seconds["network"]) / shape.num_layers
-    memory = memory_parts(layout, accumulate, offload=offload)
+    memory = memory_parts(layout, accumulate, offload=offload, optimizer=optimizer)
     return Estimate(
-        layout, devices, accumulate, memory, host, sent, links, network, seconds, useful
+        layout, devices, accumulate, memory, host, sent, links, network, seconds, useful, optimizer
     )
 
 

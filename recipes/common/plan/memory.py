@@ -8,9 +8,11 @@ import jax.numpy as jnp
 from recipes.common.report.kernel import attention_kernel
 from recipes.common.sharding.abstract import paths
 from recipes.common.sharding.layout import Layout
+from recipes.common.sharding.matrices import matrix_sides
 from recipes.common.sharding.rules import count_shards
 from zoo.pipeline import microbatches
 from zoo.shape import AttentionShape, LayerShape
+from zoo.sharding import optimizer_axes
 from zoo.strategies import HEADS, KV_HEADS, LAYERS, MLP, RESIDUAL_SEQ, VOCAB
 from zoo.vocabulary import positions_at_once
 
@@ -21,7 +23,9 @@ class Weights(NamedTuple):
     """Bytes of a model's weights on a device."""
 
     params: float  # at rest, float32
-    stacked: float  # those of the stacked layers
+    state: float  # as the optimizer's state is split, float32
+    hidden: float  # those of `state` that are Muon's hidden matrices
+    stacked: float  # those of the stacked layers, as their gradients are split
     layer: float  # matrices of one layer in use, in the compute dtype; the mean of unlike layers
     ends: float  # matrices outside of the layers in use, in the compute dtype
     frozen: float  # at rest, without gradients or moments: LoRA's base, and buffers
@@ -43,20 +47,24 @@ class Activations(NamedTuple):
 
 def weights(layout: Layout) -> Weights:
     """Sums over the abstract parameters; nothing is traced."""
-    rest = layout.rules | dict.fromkeys(layout.uneven)
+    rest = layout.rules_at_rest
     width, sizes = compute_bytes(layout), layout.mesh.shape
     with_experts = sum(layer.count for layer in layout.shape.layers if layer.experts)
     stacked_layers = with_experts or layout.shape.num_layers  # dense ones have a stack of their own
-    params = stacked = layer = ends = frozen = 0.0
+    params = state = hidden = stacked = layer = ends = frozen = 0.0
     for kind in layout.model.shapes:
         shapes = paths(layout.model.shapes[kind])
         for path, axes in paths(layout.model.axes[kind]).items():
             leaf = shapes[path]
-            at_rest = leaf.size * leaf.dtype.itemsize
-            at_rest /= math.prod(count_shards(rest, axis, sizes) for axis in axes)
+            in_total = leaf.size * leaf.dtype.itemsize
+            at_rest = in_total / math.prod(count_shards(rest, axis, sizes) for axis in axes)
             if kind == "params":
+                split = [count_shards(rest, axis, sizes) for axis in optimizer_axes(axes, rest)]
                 params += at_rest
-                stacked += at_rest * (LAYERS in axes)
+                state += in_total / math.prod(split)
+                if matrix_sides(axes, layout.zoo.IN_USE):
+                    hidden += in_total / math.prod(split)
+                stacked += in_total / math.prod(split) * (LAYERS in axes)
             else:
                 frozen += at_rest
             use = [layout.zoo.IN_USE.get(axis, axis) for axis in axes]
@@ -65,13 +73,24 @@ def weights(layout: Layout) -> Weights:
                 used = leaf.size / over * width
                 layer += used / stacked_layers if LAYERS in axes else 0
                 ends += 0 if LAYERS in axes else used
-    return Weights(params, stacked, layer, ends, frozen)
+    return Weights(params, state, hidden, stacked, layer, ends, frozen)
+
+
+def moments(sizes: Weights, optimizer: str) -> float:
+    """Bytes of an optimizer's state."""
+    if optimizer == "muon":
+        return 2 * sizes.state - sizes.hidden
+    return {"adamw": 2, "lion": 1, "sgd": 1}[optimizer] * sizes.state
 
 
 def memory_parts(
-    layout: Layout, accumulate: int = 1, segments: bool = True, offload: str = ""
+    layout: Layout,
+    accumulate: int = 1,
+    segments: bool = True,
+    offload: str = "",
+    optimizer: str = "adamw",
 ) -> dict[str, float]:
-    """Bytes on a device at the step's peak by purpose, under AdamW.
+    """Bytes on a device at the step's peak by purpose.
 
     Arrays in the host's memory (`on_host`) are not counted. The update then has fewer moments on
     the device than the layers have activations, so the peak stays where it was.
@@ -80,10 +99,11 @@ def memory_parts(
       accumulate: gradient-accumulation steps, which need one more array for each gradient.
       segments: whether batches have segment ids.
       offload: "optimizer": its state is in the host's memory.
+      optimizer: one of OPTIMIZERS.
     """
     sizes = weights(layout)
-    moments = 0.0 if offload else 2 * sizes.params
-    state = {"parameters": sizes.params + sizes.frozen, "optimizer": moments}
+    on_device = 0.0 if offload else moments(sizes, optimizer)
+    state = {"parameters": sizes.params + sizes.frozen, "optimizer": on_device}
     if layout.shape.vocab_size:
         return state | _of_tokens(layout, accumulate, segments, sizes)
     return state | _of_examples(layout, accumulate, sizes)
@@ -145,7 +165,7 @@ def _of_tokens(layout: Layout, accumulate: int, segments: bool, sizes: Weights) 
         in_layers = in_loss[0], 2 * stage + sizes.ends + recomputed + scores
     gradients, live = max(in_loss, in_layers, key=sum)
     if accumulate > 1:
-        gradients += sizes.params
+        gradients += sizes.state
     return {"gradients": gradients, "saved activations": saved, "live working set": live}
 
 
@@ -220,15 +240,17 @@ def _saved_numbers(layout: Layout, layer: LayerShape, numbers: Activations) -> t
             return 6 * D * 4 // compute_bytes(layout), 2 * D + products + inner
 
 
-def on_host(layout: Layout, accumulate: int = 1, offload: str = "") -> dict[str, float]:
+def on_host(
+    layout: Layout, accumulate: int = 1, offload: str = "", optimizer: str = "adamw"
+) -> dict[str, float]:
     """Bytes of a device's arrays in the host's memory. A step copies each to the device and back.
 
     Args:
-      accumulate, offload: as in `memory_parts`.
+      accumulate, offload, optimizer: as in `memory_parts`.
     """
     sizes, shape = {}, layout.shape
     if offload:
-        sizes["optimizer"] = 2 * weights(layout).params
+        sizes["optimizer"] = moments(weights(layout), optimizer)
     if shape.vocab_size and shape.remat == "offload":
         rows = layout.batch_size // layout.batch_shards // accumulate
         between = layout.seq_len // layout.count_shards(RESIDUAL_SEQ)

@@ -38,6 +38,7 @@ class Job(NamedTuple):
     rows: int  # of a batch
     seq_len: int  # 0: examples without positions
     offload: str = ""  # "optimizer": its state is in the host's memory
+    optimizer: str = "adamw"  # one of OPTIMIZERS
 
     @property
     def zoo(self) -> Any:
@@ -78,7 +79,7 @@ def search(job: Job, devices: Devices, abstract: AbstractModel | None = None) ->
             if isinstance(layout, str):
                 left_out[layout] += 1
                 continue
-            options = [*_options(layout, devices, job.offload)]
+            options = [*_options(layout, devices, job)]
             tried += len(options)
             fitting = [option for option in options if option.fits]
             key = (lambda x: x.step) if fitting else (lambda x: x.peak)
@@ -135,7 +136,7 @@ def _layout(
         fitting, uneven = sharding_rules.fit(job.zoo, strategy, rules, abstract, mesh)
     except UserError:
         return "dims"
-    if any(job.zoo.AXES.uneven[axis] == "replicated" for axis in uneven):
+    if any(job.zoo.AXES.uneven.get(axis) == "replicated" for axis in uneven):
         return "dims"
     build = partial(job.model, job.config, rngs=nnx.Rngs(0))
     layout = Layout(
@@ -149,14 +150,14 @@ def _layout(
     return layout
 
 
-def _options(layout: Layout, devices: Devices, offload: str) -> Iterator[Estimate]:
+def _options(layout: Layout, devices: Devices, job: Job) -> Iterator[Estimate]:
     """Each remat policy with the least accumulation that fits, or else with the most possible."""
     rows = layout.batch_size // layout.batch_shards
     counts = [n for n in range(1, rows + 1) if rows % n == 0 and (n & (n - 1) == 0 or n == rows)]
     remats = [remat for remat in layout.shape.remats if worthwhile(layout, remat)]
     for changed in [_with_remat(layout, remat) for remat in remats] or [layout]:
         for count in counts:
-            option = estimate(changed, devices, count, offload)
+            option = estimate(changed, devices, count, job.offload, job.optimizer)
             if option.fits or count == counts[-1]:
                 yield option
                 break

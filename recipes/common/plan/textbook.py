@@ -15,10 +15,11 @@ from typing import NamedTuple
 from recipes.common.plan.memory import compute_bytes
 from recipes.common.sharding.abstract import paths
 from recipes.common.sharding.layout import Layout
+from recipes.common.sharding.matrices import ITERATIONS, Form, form_of, matrix_sides
 from recipes.common.sharding.rules import target_axes
 from zoo.context import choose_exchange
 from zoo.pipeline import microbatches
-from zoo.sharding import device, shards
+from zoo.sharding import device, optimizer_axes, shards
 from zoo.strategies import ACT_EMBED, EXPERT, HEADS, LAYERS, RESIDUAL_SEQ, SEQ
 
 
@@ -44,8 +45,8 @@ HALVES = {
 class Transfer(NamedTuple):
     """Bytes that a device sends in a step for one purpose, between the devices along some mesh axes."""
 
-    purpose: str  # "weights", "gradients", "activations", "attention", "states", "exchanges",
-    # "stages"
+    purpose: str  # "weights", "gradients", "updates", "activations", "attention", "states",
+    # "exchanges", "stages"
     kind: str  # of collective
     axes: frozenset[str]  # of the mesh
     bytes: float
@@ -78,9 +79,10 @@ class Transfer(NamedTuple):
         return whole * ring(m), whole * ring(p) / m
 
 
-def textbook(layout: Layout, accumulate: int = 1) -> float:
-    """Bytes that a device must send per step; see `transfers`."""
-    return sum(x.bytes for x in transfers(layout, accumulate))
+def textbook(layout: Layout, accumulate: int = 1, optimizer: str = "adamw") -> float:
+    """Bytes that a device must send per step; see `transfers` and `of_optimizer`."""
+    sent = [*transfers(layout, accumulate), *of_optimizer(layout, optimizer)]
+    return sum(x.bytes for x in sent)
 
 
 def transfers(layout: Layout, accumulate: int = 1, repeats: bool = False) -> list[Transfer]:
@@ -121,6 +123,9 @@ def of_weights(layout: Layout, accumulate: int = 1, repeats: bool = False) -> It
     that split the batch, its rows or positions, but not the weight at rest. In stages, weights are
     gathered once, and those that all stages share have a gradient on each.
 
+    Mesh axes that split only the optimizer's state (ZeRO-1) also scatter the gradient. Once per step,
+    the updated parts of the weight are gathered over them in float32.
+
     Compilers (`repeats`) gather tables outside of the layers once. The TPU's writes a layer's
     reduce-scatter over n devices as a ring that sends (n + 1) / n, over two devices the whole. It
     all-reduces the tables' gradients if nothing splits the tables in use, and gradients that would
@@ -142,15 +147,18 @@ def of_weights(layout: Layout, accumulate: int = 1, repeats: bool = False) -> It
     for path, axes in paths(layout.model.axes["params"]).items():
         rest, use = _split_by(layout, axes), _split_by(layout, _in_use(layout, axes))
         whole = shapes[path].size / _devices(layout, use)
-        over, reduced = frozenset(rest - use), frozenset(batch - rest)
+        state = _split_by(layout, optimizer_axes(axes, layout.rules))
+        over, reduced = frozenset(state - use), frozenset(batch - state)
         part = 2 * ring(_devices(layout, reduced)) * whole / _devices(layout, over)
         scattered = ring(_devices(layout, over)) * whole
         table, n = not stacks & {*axes}, _devices(layout, over)
-        gathered, summed = (1 if table and once else gathers) * scattered, scattered
+        split, updated = frozenset(rest - use), frozenset(state - rest)
+        gathered = (1 if table and once else gathers) * ring(_devices(layout, split)) * whole
+        summed = scattered
         if tpu and n > 1:
             summed = (1 if use else 2) * scattered if table else (1 + (n > 2) / n) * whole
         rounded = matmul and not table and layout.zoo.IN_USE.keys() & {*axes}
-        counts = {("weights", "all-gather", over): (1 if rounded else dtype) * gathered}
+        counts = {("weights", "all-gather", split): (1 if rounded else dtype) * gathered}
         if tpu and n > 1 and _devices(layout, reduced) > 1:
             summed = 2 * ring(_devices(layout, over | reduced)) * whole
             counts["gradients", "all-reduce", over | reduced] = width * summed
@@ -159,7 +167,56 @@ def of_weights(layout: Layout, accumulate: int = 1, repeats: bool = False) -> It
             counts["gradients", "all-reduce", reduced] = width * part
         for key, count in counts.items():
             sums[key] = sums.get(key, 0.0) + accumulate * count
+        at_rest = shapes[path].size / _devices(layout, rest)
+        key = ("updates", "all-gather", updated)
+        sums[key] = sums.get(key, 0.0) + 4 * ring(_devices(layout, updated)) * at_rest
     yield from (Transfer(*key, count) for key, count in sums.items())
+
+
+def of_optimizer(layout: Layout, optimizer: str) -> list[Transfer]:
+    """Transfers of an optimizer's update: of Muon's matrices, to their devices and back.
+
+    Momenta are float32. The number of matrices is padded to a multiple of the devices.
+    """
+    if optimizer != "muon" or layout.mesh.size == 1:
+        return []
+    mesh = layout.mesh
+    sent = []
+    for form, share in shares(layout).items():
+        owners, replicas = form.axes, form.replicas(mesh)
+        moved = 4 * share * _devices(layout, owners) * math.prod(dim.size for dim in form.dims)
+        both_ways = 2 * moved * ring(_devices(layout, owners))
+        gathered = moved * _devices(layout, replicas) * ring(_devices(layout, replicas))
+        sent.append(Transfer("updates", "all-to-all", frozenset(owners), both_ways))
+        sent.append(Transfer("updates", "all-gather", frozenset(replicas), gathered))
+    return [transfer for transfer in sent if transfer.bytes]
+
+
+def shares(layout: Layout) -> dict[Form, int]:
+    """Form → how many of its matrices a device orthogonalizes, for all of a model's."""
+    shapes = paths(layout.model.shapes["params"])
+    shardings = paths(layout.optimizer_shardings())
+    counts: dict[Form, int] = {}
+    for name, axes in paths(layout.model.axes["params"]).items():
+        sides = matrix_sides(axes, layout.zoo.IN_USE)
+        if not sides:
+            continue
+        form, _ = form_of(shapes[name].shape, shardings[name].spec, sides, layout.mesh)
+        size = math.prod(shardings[name].shard_shape(shapes[name].shape))
+        matrices = size // math.prod(dim.size for dim in form.dims)
+        counts[form] = counts.get(form, 0) + matrices
+    return {form: form.share(count, layout.mesh) for form, count in counts.items()}
+
+
+def optimizer_flops(layout: Layout, optimizer: str) -> float:
+    """FLOPs of a device in Muon's iterations, each of three products."""
+    if optimizer != "muon":
+        return 0.0
+    flops = 0.0
+    for form, share in shares(layout).items():
+        rows, columns = (form.side(side, layout.mesh) for side in (form.rows, form.columns))
+        flops += share * ITERATIONS * (4 * rows**2 * columns + 2 * rows**3)
+    return flops
 
 
 def _of_activations(layout: Layout, accumulate: int, repeats: bool) -> Iterator[Transfer]:

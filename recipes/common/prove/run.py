@@ -45,11 +45,11 @@ def compile_step(
     abstract = abstract_state(layout, optimizer)
 
     def train_step(state, batch):
-        grads, buffers, means = gradients(layout.model, state, batch)
-        return apply_gradients(optimizer, state, grads) | buffers, means, grads
+        grads, buffers, means = gradients(layout, state, batch)
+        return apply_gradients(optimizer, layout, state, grads) | buffers, means, grads
 
     where = shardings(abstract)
-    outputs = (where, layout.replicated, where["params"])
+    outputs = (where, layout.replicated, layout.optimizer_shardings())
     return layout.compile(
         train_step,
         abstract,

@@ -30,7 +30,7 @@ from recipes.common.runtime.mesh import ORDER, make_mesh, parse
 from recipes.common.sharding import Layout, Tree, abstract_model, paths
 from recipes.common.sharding import rules as sharding_rules
 from recipes.common.sharding.rules import Rules, used_axes
-from zoo.sharding import AxisNames, check_names
+from zoo.sharding import AxisNames, check_names, optimizer_axis
 
 UNNAMED = "(unnamed)"  # logical axis of dims without one; no rule splits it
 SEQ_LEN = 32  # positions of a row that is made from the signature
@@ -295,6 +295,7 @@ def rules_file(subject: Subject) -> types.ModuleType:
             axis for axes in paths(abstract_model(subject.build).axes).values() for axis in axes
         }
         others = {axis for table in subject.rules.values() for axis in table} - weights
+        others -= {optimizer_axis(axis) for axis in weights}
         for axis in sorted(others - {"batch"}):
             if not constrains(subject, axis):
                 near = difflib.get_close_matches(axis, weights, n=1)

@@ -11,6 +11,7 @@ from recipes.common.runtime import describe
 from recipes.common.sharding import Layout, Tree, paths
 from recipes.common.sharding.host_memory import is_on_host
 from recipes.common.sharding.rules import count_shards, target_axes
+from zoo.sharding import optimizer_axes
 
 
 def headline(layout: Layout) -> str:
@@ -99,13 +100,15 @@ def uneven(layout: Layout, state: Tree) -> list[str]:
         # The optimizer's arrays for a parameter have paths that end with the parameter's path.
         names = [path, *("/".join(["params", *keys[i:]]) for i in range(len(keys)))]
         dims = next((axes[name] for name in names if name in axes), ())
+        dims = optimizer_axes(dims, layout.uneven) if kind == "opt_state" else dims
         parts = 1  # into which the leaf would be split further
         for dim, axis in zip(leaf.shape, dims, strict=False):
             if axis in counts:
                 n = counts[axis]
                 parts *= n
                 even = f"padded to {-(-dim // n) * n} in the step, replicated at rest"
-                done = even if layout.rules[axis] else f"replicated, computed {n} times"
+                done = even if layout.rules.get(axis) else f"replicated, computed {n} times"
+                done = done if axis in layout.rules else "split as the weights are"
                 over = "·".join(target_axes(layout.uneven[axis]))
                 notes[axis] = f"{axis} {dim} by {over} {n} ({done})"
         extra[kind] += bytes_per_device(leaf) * (1 - 1 / parts)

@@ -7,6 +7,7 @@ import jax
 from flax import nnx
 
 from recipes.common.runtime import UserError
+from zoo.sharding import has_slot
 
 Tree = Any  # nested dicts with the same kind of leaf
 
@@ -38,7 +39,9 @@ class AbstractModel(NamedTuple):
         """
         filled = [
             # A state's keys are sorted, as a dict's are.
-            jax.tree.unflatten(jax.tree.structure(state), jax.tree.leaves(variables[kind]))
+            jax.tree.unflatten(
+                jax.tree.structure(state), jax.tree.leaves(variables[kind], is_leaf=has_slot)
+            )
             for kind, state in self.states.items()
         ]
         return nnx.merge(self.graph, *filled)

@@ -24,6 +24,7 @@ from recipes.common.sharding.compiler_options import compiler_options, platform
 from recipes.common.sharding.host_memory import result
 from recipes.common.sharding.rules import Rules, partition_spec
 from zoo.shape import Shape
+from zoo.sharding import optimizer_axes
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,9 +46,14 @@ class Layout:
     def shape(self) -> Shape:
         return self.config.shape
 
+    @property
+    def rules_at_rest(self) -> Rules:
+        """The rules for weights and optimizer state at rest."""
+        return self.rules | {axis: None for axis in self.uneven if axis in self.rules}
+
     def variables(self) -> Tree:
         """The model's variables as ShapeDtypeStructs, each with its NamedSharding."""
-        rest = self.rules | dict.fromkeys(self.uneven)
+        rest = self.rules_at_rest
         return jax.tree.map(
             lambda axes, leaf: jax.ShapeDtypeStruct(
                 leaf.shape,
@@ -56,6 +62,15 @@ class Layout:
             ),
             self.model.axes,
             self.model.shapes,
+            is_leaf=lambda x: isinstance(x, tuple),
+        )
+
+    def optimizer_shardings(self) -> Tree:
+        """For each trained parameter, the sharding of its arrays in the optimizer's state."""
+        rest = self.rules_at_rest
+        return jax.tree.map(
+            lambda axes: NamedSharding(self.mesh, partition_spec(optimizer_axes(axes, rest), rest)),
+            self.model.axes["params"],
             is_leaf=lambda x: isinstance(x, tuple),
         )
 

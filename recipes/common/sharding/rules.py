@@ -19,7 +19,7 @@ from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 from recipes.common.runtime import UserError, describe
 from recipes.common.runtime.mesh import AXES, ORDER
 from recipes.common.sharding.abstract import AbstractModel, Tree, paths
-from zoo.sharding import Rules
+from zoo.sharding import Rules, optimizer_axes, optimizer_axis
 from zoo.strategies import STRATEGIES
 
 
@@ -117,7 +117,8 @@ def fit(
 
     The zoo file's AXES.uneven names dims that need not be divisible by their mesh axes. If one is
     not divisible, each device holds all of it: everywhere if it is "replicated"; only in weights at
-    rest if it is "padded", since the model pads it in the step. Allocates nothing.
+    rest if it is "padded", since the model pads it in the step. Optimizer state that is not divisible
+    follows its weight. Allocates nothing.
 
     Args:
       zoo: the entry's zoo file.
@@ -127,7 +128,8 @@ def fit(
     Raises UserError if the rules do not fit the model or the mesh.
     """
     known, sizes = zoo.LOGICAL_AXES, dict(mesh.shape)
-    for axis in rules.keys() - known.keys():
+    of_optimizer = {optimizer_axis(axis) for axis, on in known.items() if on != "activations"}
+    for axis in rules.keys() - known.keys() - of_optimizer:
         near = difflib.get_close_matches(axis, known, n=1)
         hint = f"did you mean {near[0]!r}?" if near else f"it has {', '.join(known)}"
         raise UserError(f"rules {name!r} name logical axis {axis!r}, unknown to the model; {hint}")
@@ -160,6 +162,11 @@ def fit(
     for path, (shape, axes) in weights.items():
         _check_once(name, rules, path, axes)
         _check_once(name, rules, f"{path} in use", tuple(zoo.IN_USE.get(a, a) for a in axes))
+        state_axes = optimizer_axes(axes, rules)
+        _check_once(name, rules, f"the optimizer's state of {path}", state_axes)
+        for dim, axis in zip(shape, state_axes, strict=True):
+            if axis in of_optimizer and dim % count_shards(rules, axis, sizes):
+                uneven[axis] = rules[axis]
         for dim, axis in zip(shape, axes, strict=True):
             count = count_shards(rules, axis, sizes)
             if dim % count and axis in may_be_uneven:
@@ -196,7 +203,8 @@ def fit(
                     f"rules {name!r} split {axis!r} and {split[0]!r}, and the stages of a pipeline "
                     "need whole rows; replicate one of the two (None, or null in JSON)"
                 )
-    dropped = {axis: None for axis in uneven if may_be_uneven[axis] == "replicated"}
+    rules = {axis: target for axis, target in rules.items() if axis not in of_optimizer & {*uneven}}
+    dropped = {axis: None for axis in uneven if may_be_uneven.get(axis) == "replicated"}
     return rules | dropped, uneven
 
 

@@ -109,7 +109,7 @@ def apply_offloaded(
         return stream_gradients(optimizer, layout, state, gradients, finite)
     grads = jax.tree.map(lambda g: g / gradients.count, gradients.sums)
     before = state | {"opt_state": jax.tree.map(to_device, state["opt_state"])}
-    after = apply_gradients(optimizer, before, grads)
+    after = apply_gradients(optimizer, layout, before, grads)
     after = choose(finite, before, after) | {"step": after["step"]}
     moments = jax.tree.map(to_memory_of, state["opt_state"], after["opt_state"])
     return after | {"opt_state": moments}

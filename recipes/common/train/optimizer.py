@@ -2,7 +2,6 @@
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -10,6 +9,8 @@ import optax
 import optax.contrib
 
 from recipes.common.sharding import Layout, Tree
+from recipes.common.sharding.matrices import matrix_sides
+from recipes.common.train.muon import muon
 from zoo.strategies import EXPERT, HEAD_DIM, ROUTER
 
 OPTIMIZERS = ("adamw", "lion", "sgd", "muon")
@@ -85,12 +86,7 @@ def make_optimizer(
         decay = optax.add_decayed_weights(weight_decay, mask)
         rule = optax.chain(optax.trace(0.9), decay, optax.scale_by_learning_rate(lr))
     else:
-        rule = _across_shards(
-            optax.contrib.muon(
-                lr, weight_decay=weight_decay, adam_b2=0.95, consistent_rms=0.2,
-                muon_weight_dimension_numbers=lambda params: _part(matrices, params),
-            )
-        )  # fmt: skip
+        rule = muon(lr, weight_decay, matrices)
     return optax.chain(clip(clip_norm), rule)
 
 
@@ -142,42 +138,14 @@ def decaying(
     return jax.tree.map(one, layout.model.axes["params"], is_leaf=lambda x: isinstance(x, tuple))
 
 
-def hidden_matrices(
-    layout: Layout, ends: Sequence[str], stacks: Sequence[str] = (), ranks: Sequence[str] = ()
-) -> Tree:
+def hidden_matrices(layout: Layout) -> Tree:
     """Tells muon which dims of each parameter are rows and columns; None if it is no hidden matrix.
-
-    One side of a hidden matrix is the dim of the residual stream (an axis in IN_USE) or an adapter's
-    rank; the other dims are the other side: q [D, N, H] is a D × N·H matrix, o [N, H, D] N·H × D.
-
-    Args:
-      ends: logical axes of the model's inputs and outputs, such as a vocabulary.
-      stacks: logical axes along which matrices are stacked.
-      ranks: logical axes of adapters' ranks.
 
     Returns: a tree like the parameters, of optax.contrib.MuonDimensionNumbers and None.
     """
 
     def one(axes: tuple[str, ...]) -> optax.contrib.MuonDimensionNumbers | None:
-        dims = [dim for dim, axis in enumerate(axes) if axis not in stacks]
-        sides = {*ranks} & {*axes} or layout.zoo.IN_USE.keys()
-        stream = [dim for dim in dims if axes[dim] in sides]
-        others = [dim for dim in dims if dim not in stream]
-        if len(stream) != 1 or not others or {*ends} & {*axes}:
-            return None
-        return optax.contrib.MuonDimensionNumbers(*sorted((stream, others)))
+        sides = matrix_sides(axes, layout.zoo.IN_USE)
+        return optax.contrib.MuonDimensionNumbers(*sides) if sides else None
 
     return jax.tree.map(one, layout.model.axes["params"], is_leaf=lambda x: isinstance(x, tuple))
-
-
-def _across_shards(rule: optax.GradientTransformation) -> optax.GradientTransformation:
-    """Lets XLA shard a rule that multiplies whole matrices, also on Explicit mesh axes."""
-
-    def update(updates, state, params=None):
-        if not jax.sharding.get_abstract_mesh().explicit_axes:
-            return rule.update(updates, state, params)
-        where = jax.tree.map(lambda x: jax.typeof(x).sharding.spec, (updates, state))
-        sharded: Any = jax.sharding.auto_axes(rule.update, out_sharding=where)
-        return sharded(updates, state, params)
-
-    return optax.GradientTransformation(rule.init, update)

@@ -38,8 +38,8 @@ def abstract_state(
 ) -> Tree:
     """The training state as ShapeDtypeStructs, each with its NamedSharding.
 
-    A parameter's moments are sharded like it: arrays of its shape in the optimizer's state whose path
-    ends with the parameter's.
+    A parameter's moments are arrays of its shape in the optimizer's state whose path ends with the
+    parameter's; `Layout.optimizer_shardings` has their shardings.
 
     Args:
       offload: "optimizer": moments are in the host's memory.
@@ -47,17 +47,18 @@ def abstract_state(
     shapes = jax.eval_shape(lambda: new_state(layout, optimizer, seed=0))
     variables = shardings(layout.variables())
     where = jax.tree.map(lambda _: layout.replicated, shapes) | variables
-    params = paths(layout.variables()["params"])
+    params = paths(layout.model.shapes["params"])
+    of_params = paths(layout.optimizer_shardings())
 
-    def like_its_parameter(path, leaf) -> jax.sharding.NamedSharding:
+    def sharding(path, leaf) -> jax.sharding.NamedSharding:
         keys = [str(key.key) for key in path]
         for first in range(len(keys)):
-            param = params.get("/".join(keys[first:]))
-            if param is not None and param.shape == leaf.shape:
-                return on_host(param.sharding) if offload else param.sharding
+            param = "/".join(keys[first:])
+            if param in params and params[param].shape == leaf.shape:
+                return on_host(of_params[param]) if offload else of_params[param]
         return layout.replicated
 
-    where["opt_state"] = jax.tree_util.tree_map_with_path(like_its_parameter, shapes["opt_state"])
+    where["opt_state"] = jax.tree_util.tree_map_with_path(sharding, shapes["opt_state"])
     return jax.tree.map(
         lambda s, sharding: jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=sharding), shapes, where
     )

@@ -5,13 +5,14 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 import optax
-from jax.sharding import PartitionSpec
+from jax.sharding import NamedSharding, PartitionSpec
 
-from recipes.common.sharding import AbstractModel, Layout, Tree, shardings
+from recipes.common.sharding import Layout, Tree, shardings
 from recipes.common.train.offload import Gradients, apply_offloaded
 from recipes.common.train.optimizer import LearningRate
 from recipes.common.train.state import abstract_state
 from recipes.common.train.update import all_finite, apply_gradients, choose
+from zoo.sharding import WeightAndSlot
 
 
 @dataclasses.dataclass(frozen=True, eq=False)  # jit wants it hashable
@@ -26,8 +27,7 @@ class TrainStep:
     offload: str = ""  # "optimizer": its moments are in the host's memory
 
     def __call__(self, state: Tree, batch: Tree) -> tuple[Tree, Tree]:
-        model = self.layout.model
-        sums, count, buffers, metrics = gradient_sums(model, state, batch, self.microbatches)
+        sums, count, buffers, metrics = gradient_sums(self.layout, state, batch, self.microbatches)
         grads = jax.tree.map(lambda g: g / count, sums)
         metrics |= {"grad_norm": optax.tree.norm(grads), "learning_rate": self.lr(state["step"])}
         finite = all_finite(metrics) if self.skip_nonfinite else None
@@ -36,7 +36,7 @@ class TrainStep:
             after = apply_offloaded(self.optimizer, self.layout, state, scaled, finite)
             after |= choose(finite, {kind: state[kind] for kind in buffers}, buffers)
         else:
-            after = apply_gradients(self.optimizer, state, grads) | buffers
+            after = apply_gradients(self.optimizer, self.layout, state, grads) | buffers
             after = choose(finite, state, after) | {"step": after["step"]}
         return after, metrics if finite is None else metrics | {"skipped": ~finite}
 
@@ -58,7 +58,7 @@ class TrainStep:
 
 
 def gradients(
-    model: AbstractModel, state: Tree, batch: Tree, microbatches: int = 1
+    layout: Layout, state: Tree, batch: Tree, microbatches: int = 1
 ) -> tuple[Tree, Tree, Tree]:
     """Returns (gradients of the mean objective, new buffers, means of the loss's metrics).
 
@@ -68,41 +68,74 @@ def gradients(
     Returns: gradients like state["params"]; {"buffers": …}, or {} if the model has none; name → mean,
       with "loss" among them.
     """
-    sums, count, buffers, means = gradient_sums(model, state, batch, microbatches)
+    sums, count, buffers, means = gradient_sums(layout, state, batch, microbatches)
     return jax.tree.map(lambda g: g / count, sums), buffers, means
 
 
 def gradient_sums(
-    model: AbstractModel, state: Tree, batch: Tree, microbatches: int = 1
+    layout: Layout, state: Tree, batch: Tree, microbatches: int = 1
 ) -> tuple[Tree, jax.Array, Tree, Tree]:
     """`gradients` before their division: (gradients of the objective's sum, its count, …)."""
+    params, model = state["params"], layout.model
+    at_rest = shardings(layout.variables()["params"])
+    summed = gradient_shardings(layout)
 
-    def objective(params, buffers, batch):
-        module = model.merge({"params": params, **base, **buffers})
+    def objective(trained, buffers, batch):
+        weights = jax.tree.map(
+            lambda w, leaf, rest, own: leaf if rest == own else WeightAndSlot(w, leaf),
+            params, trained, at_rest, summed,
+        )  # fmt: skip
+        module = model.merge({"params": weights, **base, **buffers})
         total, count, aux = model.loss(module, **batch)
         return total, (count, aux, model.buffers(module))
 
     value_and_grad = jax.value_and_grad(objective, has_aux=True)
-    params, base = state["params"], {k: state[k] for k in state.keys() & {"base"}}
+    trained = jax.tree.map(
+        lambda w, rest, own: w if rest == own else jnp.zeros(w.shape, w.dtype, out_sharding=own),
+        params, at_rest, summed,
+    )  # fmt: skip
+    base = {k: state[k] for k in state.keys() & {"base"}}
     buffers = {k: state[k] for k in state.keys() & {"buffers"}}
     if microbatches == 1:
-        (_, (count, aux, buffers)), grads = value_and_grad(params, buffers, batch)
+        (_, (count, aux, buffers)), grads = value_and_grad(trained, buffers, batch)
     else:
         # Every microbatch takes rows from every device: row b goes to microbatch b % microbatches.
         parts = jax.tree.map(lambda x: _interleaved(x, microbatches), batch)
 
         def add(carry, part):
             buffers, sums = carry
-            (_, (count, aux, buffers)), grads = value_and_grad(params, buffers, part)
+            (_, (count, aux, buffers)), grads = value_and_grad(trained, buffers, part)
             return (buffers, jax.tree.map(jnp.add, sums, (count, aux, grads))), None
 
         first = jax.tree.map(lambda x: x[0], parts)
-        (_, (count, aux, _)), grads = jax.eval_shape(value_and_grad, params, buffers, first)
+        (_, (count, aux, _)), grads = jax.eval_shape(value_and_grad, trained, buffers, first)
         zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), (count, aux))
-        sums = (*zeros, jax.tree.map(jnp.zeros_like, params))
+        sums = (*zeros, jax.tree.map(jnp.zeros_like, trained))
         (buffers, (count, aux, grads)), _ = jax.lax.scan(add, (buffers, sums), parts)
     means = {name: total / number for name, (total, number) in aux.items()}
     return grads, count, buffers, means
+
+
+def gradient_shardings(layout: Layout) -> Tree:
+    """The shardings in which gradients are summed: those of the weights, or of the optimizer's state.
+
+    The latter are those of stacked layers, and of everything in stages, through
+    zoo.sharding.WeightAndSlot. Other gradients are resharded once, by `apply_gradients`; those of
+    matmuls in low precision too, which sum them by themselves.
+    """
+    at_rest = shardings(layout.variables()["params"])
+    if layout.config is None or layout.shape.matmul or not layout.mesh.explicit_axes:
+        return at_rest  # without a Config, the model needn't be the zoo's, whose kit knows slots
+    stacks = {axis for axis, on in layout.zoo.LOGICAL_AXES.items() if on == "stack"}
+
+    def one(axes: tuple[str, ...], weight: NamedSharding, state: NamedSharding) -> NamedSharding:
+        in_use = layout.zoo.IN_USE.keys() & {*axes}
+        return state if in_use and (layout.stages > 1 or axes[0] in stacks) else weight
+
+    return jax.tree.map(
+        one, layout.model.axes["params"], at_rest, layout.optimizer_shardings(),
+        is_leaf=lambda x: isinstance(x, tuple),
+    )  # fmt: skip
 
 
 def _interleaved(x: jax.Array, microbatches: int) -> jax.Array:

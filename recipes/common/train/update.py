@@ -4,22 +4,46 @@ import flax.serialization
 import jax
 import jax.numpy as jnp
 import optax
+from jax.sharding import NamedSharding
 
-from recipes.common.sharding import Tree
+from recipes.common.sharding import Layout, Tree, shardings
 
 
-def apply_gradients(optimizer: optax.GradientTransformation, state: Tree, grads: Tree) -> Tree:
-    """Returns the training state after one optimizer update."""
-    params = state["params"]
+def apply_gradients(
+    optimizer: optax.GradientTransformation, layout: Layout, state: Tree, grads: Tree
+) -> Tree:
+    """Returns the training state after one optimizer update.
+
+    Each device updates the parts of parameters for which it has the optimizer's state (ZeRO-1):
+    gradients are scattered to them, and updated parts are gathered.
+    """
+    at_rest = shardings(layout.variables()["params"])
+    of_optimizer = layout.optimizer_shardings()
+    params = reshard(state["params"], at_rest, of_optimizer)
+    grads = reshard(grads, at_rest, of_optimizer)
     opt_state = flax.serialization.from_state_dict(
         jax.eval_shape(optimizer.init, params), state["opt_state"]
     )
     updates, opt_state = optimizer.update(grads, opt_state, params)
+    params = optax.apply_updates(params, updates)
     return state | {
-        "params": optax.apply_updates(params, updates),
+        "params": reshard(params, of_optimizer, at_rest),
         "opt_state": flax.serialization.to_state_dict(opt_state),
         "step": state["step"] + 1,
     }
+
+
+def reshard(tree: Tree, before: Tree, after: Tree) -> Tree:
+    """Reshards arrays; leaves those alone whose layout stays. `before`, `after`: NamedShardings."""
+
+    def one(x: jax.Array, old: NamedSharding, new: NamedSharding) -> jax.Array:
+        if old == new:
+            return x
+        if not jax.sharding.get_abstract_mesh().explicit_axes:
+            return jax.lax.with_sharding_constraint(x, new)
+        return jax.sharding.reshard(x, new)
+
+    return jax.tree.map(one, tree, before, after)
 
 
 def all_finite(metrics: Tree) -> jax.Array:
