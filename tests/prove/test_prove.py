@@ -203,6 +203,26 @@ def test_the_page_s_test_passes_and_fails_when_the_model_breaks(project, tmp_pat
     assert "forward: blocks/0/tokens differs first" in done.stdout, done.stdout + done.stderr
 
 
+@pytest.mark.full
+def test_random_keys_of_a_model_are_part_of_its_state(project, tmp_path):
+    file = tmp_path / "model.py"
+    text = file.read_text().replace(
+        "        self.head =",
+        "        self.dropout = nnx.Dropout(0.1, rngs=rngs)\n        self.head =",
+    )
+    file.write_text(text.replace("self.head(self.norm(x_BPD)", "self.head(self.dropout(x_BPD)"))
+    _, *words = block("command: proving").split()
+    done = project(*words, "--meshes=4x2", "--json")
+    assert done.returncode == 0, done.stderr
+    (case,) = json.loads(done.stdout)["cases"]
+    (counts,) = (
+        x
+        for path, x in case["differences"]["state"].items()
+        if path.startswith("buffers/") and path.endswith("count")
+    )
+    assert counts["relative"] == 0
+
+
 # ---- what is wasteful ----------------------------------------------------------------------------
 
 

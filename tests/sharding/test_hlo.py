@@ -3,6 +3,10 @@
 `python -m tests.by_hand.hlo_programs` checks the same programs compiled for TPUs.
 """
 
+import pathlib
+
+import jax
+import jax.numpy as jnp
 import pytest
 
 from recipes.common.report import hlo, report
@@ -224,3 +228,21 @@ def test_a_buffer_is_reported_as_a_bound():
             return TEXTS["a buffer with room to spare"]
 
     assert report.sent(Compiled()) == "1 ragged-all-to-all of at most 256 B"
+
+
+def test_a_collective_names_its_line_and_those_that_called_it():
+    def gather(x):
+        return jax.sharding.reshard(x, jax.P())  # innermost
+
+    def twice(x):
+        return 2 * gather(x)  # its caller
+
+    with jax.set_mesh(make_mesh("8")):
+        x = jax.device_put(jnp.ones((16, 4)), jax.P("data"))
+        text = jax.jit(twice).lower(x).compile(QUICK).as_text()
+    (gathered,) = hlo.collectives(text)
+    lines = pathlib.Path(__file__).read_text().splitlines()
+    frames = [
+        lines[n - 1] for file, n in hlo.source_frames(text)[gathered.frame] if file == __file__
+    ]
+    assert [line.partition("# ")[2] for line in frames[:2]] == ["innermost", "its caller"]

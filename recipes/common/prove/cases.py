@@ -21,7 +21,7 @@ from jax.sharding import Mesh
 from recipes.common.prove import compare, table
 from recipes.common.prove.compare import Difference
 from recipes.common.prove.locate import Place, locate
-from recipes.common.prove.run import OPTIMIZER, Measured, measure, restored, trace_loss
+from recipes.common.prove.run import OPTIMIZER, Measured, measure, numbers, restored, trace_loss
 from recipes.common.prove.source import float32_line, folder_of
 from recipes.common.prove.subject import (
     Subject,
@@ -212,7 +212,7 @@ def compare_runs(measured: Measured, reference: Reference) -> dict[str, dict[str
     state = compare.compare_all(measured.state, one.state)
     zeros = tuple(reference.zeros)
     return {
-        "initial": compare.compare_all(paths(measured.initial), paths(one.initial)),
+        "initial": compare.compare_all(numbers(measured.initial), numbers(one.initial)),
         "loss": {"loss": metrics.pop("loss")},
         "metrics": metrics,
         # Adam divides a gradient by its size: it makes much of one that is zero but for rounding.

@@ -4,10 +4,13 @@ import dataclasses
 import pathlib
 import tempfile
 from collections.abc import Iterable
+from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
+from jax.sharding import NamedSharding, PartitionSpec
 
 from recipes.common.checkpoint import store
 from recipes.common.report import report
@@ -120,7 +123,7 @@ def measure(layout: Layout, optimizer: optax.GradientTransformation, batch: Tree
     return Measured(
         initial=first,
         training=training,
-        state=paths(jax.device_get(training.state)),
+        state=numbers(training.state),
         sent=report.totals(step),
         memory=report.peak_memory(step),
         step=step,
@@ -128,13 +131,29 @@ def measure(layout: Layout, optimizer: optax.GradientTransformation, batch: Tree
 
 
 def restored(state: Tree, abstract: Tree) -> dict[str, np.ndarray]:
-    """Saves a state and reads it with other shardings: path → array, on the host.
+    """Saves a state and reads it with other shardings: path → numbers, on the host.
 
     Args:
       abstract: the state as ShapeDtypeStructs with these shardings.
     """
+    state, abstract = jax.tree.map(_key_data, (state, abstract))
     with tempfile.TemporaryDirectory() as folder:
         path = pathlib.Path(folder) / "state"
         store.write(path, state, {})
         arrays = store.Checkpoint(path, {}).read(abstract)
-    return paths(jax.device_get(arrays))
+    return numbers(arrays)
+
+
+def numbers(tree: Tree) -> dict[str, np.ndarray]:
+    """Path → array on the host; a random key as the numbers that it consists of."""
+    return paths(jax.device_get(jax.tree.map(_key_data, tree)))
+
+
+def _key_data(x: Any) -> Any:
+    """The numbers of a random key, such as nnx.Dropout holds; other arrays as they are."""
+    if not jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
+        return x
+    if isinstance(x, jax.ShapeDtypeStruct):
+        data = jax.eval_shape(jax.random.key_data, x)
+        return data.update(sharding=NamedSharding(x.sharding.mesh, PartitionSpec()))
+    return jax.random.key_data(x)

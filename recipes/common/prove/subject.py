@@ -10,6 +10,7 @@ import difflib
 import importlib
 import inspect
 import math
+import operator
 import pathlib
 import re
 import sys
@@ -102,7 +103,7 @@ def builder(model: Callable, config_name: str) -> Callable[[], nnx.Module]:
     sizes = [name for name, x in vars(file.Config).items() if isinstance(x, classmethod)]
     if config_name not in sizes:
         raise UserError(f"--config={config_name} is not one of {', '.join(sizes)}")
-    config = vars(file)["Config"].__dict__[config_name].__get__(None, file.Config)()
+    config = operator.methodcaller(config_name)(file.Config)
     return lambda: model(config, rngs=nnx.Rngs(0))
 
 
