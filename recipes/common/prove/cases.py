@@ -2,7 +2,7 @@
 
 def test_my_model_trains_alike_on_every_mesh():
 proof = prove(lambda: MyModel(rngs=nnx.Rngs(0)), None, RULES, batch, meshes=["8", "4x2"])
-assert proof.holds, proof
+assert proof.holds, str(proof)
 """
 
 import dataclasses
