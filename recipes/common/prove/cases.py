@@ -1,8 +1,10 @@
 """Proves a model on every mesh that fits: `prove` is what recipes.prove runs, and your own tests.
 
-def test_my_model_trains_alike_on_every_mesh():
-proof = prove(lambda: MyModel(rngs=nnx.Rngs(0)), None, RULES, batch, meshes=["8", "4x2"])
-assert proof.holds, str(proof)
+    def test_my_model_trains_alike_on_every_mesh():
+        proof = prove(lambda: MyModel(rngs=nnx.Rngs(0)), None, RULES, batch, meshes=["8", "4x2"])
+        assert proof.holds, str(proof)
+
+recipes/docs/proving.md explains what it compares.
 """
 
 import dataclasses
