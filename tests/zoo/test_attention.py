@@ -36,7 +36,7 @@ from tests.support.quick import QUICK
 from tests.support.quick import quick as quick
 from tests.support.runs import records
 from zoo.attention import attend
-from zoo.kernels import FLASH_FROM, TILE, Choice
+from zoo.kernels import FLASH_FROM, TILE, Choice, block_of
 from zoo.transformer import LOGICAL_AXES, RULES, SIZES, Config, Transformer
 from zoo.vocabulary import positions_at_once
 
@@ -170,7 +170,7 @@ def test_memory_is_linear_in_a_model():
     for T in (8_192, 32_768):
         layout = make_step(config, "dp", make_mesh("1"), 1, T, segments=True).layout
         rows = dict.fromkeys(example(np.zeros(2, np.int32)), jax.ShapeDtypeStruct((T,), np.int32))
-        step = functools.partial(gradients, layout.model)
+        step = functools.partial(gradients, layout)
         given = layout.variables(), layout.abstract_batch(rows)
         compiled = layout.compile(step, *given, compiler_options=QUICK)
         held.append(compiled.memory_analysis().temp_size_in_bytes)
@@ -200,13 +200,14 @@ UNSEEN = {
 def test_tiles_that_nobody_sees_are_skipped(kernel, case):
     """NaN in keys and values reaches every tile that is computed, even where it is masked."""
     segments, window, poisoned, queries, keys = UNSEEN[case]
-    T = 4 * TILE
+    tile = block_of(4 * TILE, window) if kernel == "splash" else TILE
+    T = 4 * tile
     rng = np.random.default_rng(0)
     q, k, v, weight = (rng.standard_normal((1, T, heads, 8), np.float32) for heads in (2, 1, 1, 2))
-    ids = np.repeat(np.array([segments], np.int32), TILE, axis=1)
+    ids = np.repeat(np.array([segments], np.int32), tile, axis=1)
     bad_k, bad_v = k.copy(), v.copy()
-    bad_k[:, poisoned * TILE : (poisoned + 1) * TILE] = np.nan
-    bad_v[:, poisoned * TILE : (poisoned + 1) * TILE] = np.nan
+    bad_k[:, poisoned * tile : (poisoned + 1) * tile] = np.nan
+    bad_v[:, poisoned * tile : (poisoned + 1) * tile] = np.nan
 
     @jax.jit
     def outputs_and_gradients(*qkv):
@@ -216,7 +217,7 @@ def test_tiles_that_nobody_sees_are_skipped(kernel, case):
     found, wanted = outputs_and_gradients(q, bad_k, bad_v), outputs_and_gradients(q, k, v)
     assert np.isnan(found[0]).any(), "the poison has no effect"
     for ours, theirs, clean in zip(found, wanted, (queries, queries, keys, keys), strict=True):
-        tiles = [np.asarray(x).reshape(4, TILE, -1)[clean] for x in (ours, theirs)]
+        tiles = [np.asarray(x).reshape(4, tile, -1)[clean] for x in (ours, theirs)]
         assert np.isfinite(tiles[0]).all()
         np.testing.assert_array_equal(*tiles)
 

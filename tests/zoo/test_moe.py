@@ -510,9 +510,9 @@ def test_such_rules_are_a_mistake_of_one_sentence():
 
 @pytest.mark.full
 def test_four_microbatches_give_the_gradient_of_one():
-    model = abstract_model(lambda: MoE(TINY, rngs=nnx.Rngs(0)))
-    params = jax.jit(lambda: variables_of(model_of()), compiler_options=QUICK)()
-    compute = functools.partial(gradients, model, params, rows(8))
+    layout = make_layout(MoE, TINY, make_mesh("1x1"), batch_size=8)
+    params = variables_of(model_of())
+    compute = functools.partial(gradients, layout, params, rows(8))
     (whole, _, figures), (parts, _, means) = (
         jax.jit(functools.partial(compute, n), compiler_options=QUICK)() for n in (1, 4)
     )
