@@ -41,7 +41,7 @@ class Config(Compute):
     num_heads: int  # of attention
     num_kv_heads: int
     head_dim: int
-    rotary_dims: int  # the first dims of a head, which rotate; even
+    rotary_dims: int  # the first dims of a head, which rotate; 0: all
     delta_heads: int  # of values
     delta_key_heads: int  # of queries and keys; divides delta_heads
     delta_key_dim: int
@@ -65,9 +65,11 @@ class Config(Compute):
 
     ROTARY = "rotary_dims"
     REMAT = EXPERT_REMAT
-    MAY_BE_ZERO = (*Compute.MAY_BE_ZERO, "num_experts", "experts_per_token", "shared_mlp")
+    MAY_BE_ZERO = (
+        *Compute.MAY_BE_ZERO, "rotary_dims", "num_experts", "experts_per_token", "shared_mlp",
+    )  # fmt: skip
 
-    rotary_dim = property(lambda self: self.rotary_dims)
+    rotary_dim = property(lambda self: self.rotary_dims or self.head_dim)
 
     @property
     def period(self) -> tuple[str, ...]:

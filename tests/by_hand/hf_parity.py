@@ -394,6 +394,51 @@ FAMILIES |= {  # Llama's relatives, at sizes that no mesh axis divides
         meshes=FOR_EXPERTS,
     ),
 }  # fmt: skip
+FOR_DELTA = (("4x2", "fsdp_tp"), ("data=2,expert=4", "ep"), ("1x1", "dp"))
+DELTA = {"num_key_value_heads": 2, "head_dim": 12, "num_hidden_layers": 5}
+DELTA |= {"linear_num_key_heads": 3, "linear_num_value_heads": 6, "linear_conv_kernel_dim": 3}
+DELTA |= {"linear_key_head_dim": 7, "linear_value_head_dim": 5, "vocab_size": 67}
+DELTA |= {"rope_parameters": {"rope_theta": 30.0, "partial_rotary_factor": 0.5}}
+# A document's first output is one value times q · k, which may be near 0; with 1e-6, the norm then
+# amplifies rounding: transformers' own float32 logits differ by 2e-5 from its float64.
+DELTA |= {"rms_norm_eps": 0.1}
+DELTA_EXPERTS = {"moe_intermediate_size": 20, "shared_expert_intermediate_size": 24}
+DELTA_EXPERTS |= {"num_experts": 8, "num_experts_per_tok": 3}
+TOWER = {"depth": 1, "hidden_size": 16, "intermediate_size": 16, "num_heads": 2}
+TOWER |= {"out_hidden_size": 48, "num_position_embeddings": 16, "patch_size": 4}
+LINEAR_LAYER = "linear_attention"
+FAMILIES |= {  # gated delta networks, at sizes that no mesh axis divides; layers left over
+    "qwen3_next": Family(
+        "Qwen3NextConfig",
+        SMALL | DELTA | DELTA_EXPERTS
+        | {"layer_types": [LINEAR_LAYER, LINEAR_LAYER, FULL, LINEAR_LAYER, LINEAR_LAYER]},
+        "bfloat16", meshes=FOR_DELTA, norms=0.0,
+    ),
+    "qwen3_5": Family(
+        "Qwen3_5TextConfig", SMALL | DELTA | {"tie_word_embeddings": True},
+        "bfloat16", meshes=FOR_DELTA[::2], norms=0.0,
+    ),
+    "qwen3_5_moe": Family(
+        "Qwen3_5MoeTextConfig",
+        SMALL | DELTA | DELTA_EXPERTS
+        | {"num_hidden_layers": 2, "layer_types": [LINEAR_LAYER, FULL]},
+        "bfloat16", meshes=FOR_DELTA, norms=0.0,
+    ),
+    "qwen3_5_vision": Family(
+        "Qwen3_5Config",
+        {"text_config": SMALL | DELTA | {"num_hidden_layers": 2}
+         | {"layer_types": [LINEAR_LAYER, FULL]},
+         "vision_config": TOWER},
+        "bfloat16", meshes=FOR_DELTA[::2], norms=0.0,
+    ),
+    "qwen3_5_moe_vision": Family(
+        "Qwen3_5MoeConfig",
+        {"text_config": SMALL | DELTA | DELTA_EXPERTS | {"num_hidden_layers": 2}
+         | {"layer_types": [LINEAR_LAYER, FULL]},
+         "vision_config": TOWER},
+        "bfloat16", meshes=FOR_DELTA, norms=0.0,
+    ),
+}  # fmt: skip
 NOT_GOLDEN = {"qwen3_moe_dense", "phi3_short", "odd_qwen2_moe", "glm"}
 NOT_GOLDEN |= {"qwen3_window", "qwen2_window", "odd_mixtral", "odd_qwen3_moe", "qwen2_mixed"}
 NOT_GOLDEN |= {"qwen3_mixed", "qwen2_yarn", "mistral_yarn", "mixtral_linear"}
@@ -425,7 +470,10 @@ ADAPTERS = {  # golden model → modules with an adapter of PEFT's
     "granitemoe": ["q_proj", "v_proj"],
     "minimax_m2": ["q_proj", "k_proj", "v_proj", "o_proj"],
     "glm4_moe": ["q_proj", "k_proj", "v_proj", "o_proj"],
-}
+    "qwen3_5": [  # of a delta layer, q, k and v share an A
+        *("q_proj", "k_proj", "v_proj", "in_proj_qkv", "in_proj_z", "gate_proj"),
+    ],
+}  # fmt: skip
 
 SIZES = dict(
     vocab_size=64, hidden_size=32, intermediate_size=32, num_hidden_layers=2,
@@ -451,7 +499,8 @@ def make(family: Family, folder: pathlib.Path) -> None:
     with torch.no_grad():
         for name, weight in model.named_parameters():
             norm = "norm" in name or (".ln_" in name and name.endswith("weight"))
-            weight.copy_(0.15 * torch.randn(weight.shape) + family.norms * norm)
+            mean = 1.0 if name.endswith("linear_attn.norm.weight") else family.norms * norm
+            weight.copy_(0.15 * torch.randn(weight.shape) + mean)
         for name, buffer in model.named_buffers():
             if name.endswith("e_score_correction_bias"):  # large enough to change choices
                 buffer.copy_(0.1 * torch.randn(buffer.shape))

@@ -99,14 +99,27 @@ PARITY = {
     for family in FAMILIES
 }
 FAST = ("qwen3", "gpt2", "gemma3_vision", "vit", "phi3", "glm4_moe")
-FAST_EXPORTS = (*FAST, "llama3", "mixtral", "granitemoe", "glm4", "deepseek_v3", "gpt_oss")
+FAST_EXPORTS = (
+    *FAST,
+    "qwen3_next",
+    "qwen3_5_vision",
+    "llama3",
+    "mixtral",
+    "granitemoe",
+    "glm4",
+    "deepseek_v3",
+    "gpt_oss",
+)
 
 
 @pytest.mark.parametrize(
     ("family", "mesh", "rules"),
     full_except(
         itertools.chain(*PARITY.values()),
-        [PARITY["llama3"][0], PARITY["deepseek_odd_head"][0], *(PARITY[name][-1] for name in FAST)],
+        [
+            *(PARITY[name][0] for name in ("llama3", "deepseek_odd_head", "qwen3_next")),
+            *(PARITY[name][-1] for name in FAST),
+        ],
     ),
 )
 def test_logits_match_transformers(family, mesh, rules, strict, quick):
@@ -170,6 +183,8 @@ def test_export_is_read_back_bit_equal_with_the_same_config(family, tmp_path):
     if "vision_config" in theirs:
         text = {"gemma3": ("Gemma3ForCausalLM", "gemma3_text")}
         text |= {"mistral3": ("MistralForCausalLM", "mistral")}
+        text |= {"qwen3_5": ("Qwen3_5ForCausalLM", "qwen3_5_text")}
+        text |= {"qwen3_5_moe": ("Qwen3_5MoeForCausalLM", "qwen3_5_moe_text")}
         name, kind = text[theirs["model_type"]]
         theirs = {"architectures": [name], "model_type": kind}
     for key in ("architectures", "model_type"):
@@ -315,6 +330,41 @@ def test_rotary_pairs_are_neighbors_in_the_folder_and_half_the_dims_apart_here(f
     written = np.zeros(tensor.shape)
     tensor.put(ours, written)
     np.testing.assert_array_equal(written, theirs)
+
+
+def test_a_parameter_s_rows_may_be_in_several_blocks_of_a_tensor():
+    """Qwen3-Next's v: 2 heads for each of 3 key heads, after 4 rows of q and k, before 2 of z."""
+    shape = {"v": jax.ShapeDtypeStruct((5, 6, 2), np.float32)}
+    (tensor,) = hf.tensors.expand({"v": ("v", "DNV", "NV D +4/10x3")}, shape)
+    assert tensor.shape == (30, 5)
+    theirs = np.random.default_rng(0).normal(size=tensor.shape)
+    blocks = [theirs[start : start + 4].reshape(2, 2, 5) for start in (4, 14, 24)]
+    ours = np.concatenate(blocks).transpose(2, 0, 1)
+    for heads in (slice(0, 6), slice(1, 2), slice(1, 5), slice(4, 6)):
+        part = {"D": slice(1, 4), "N": heads, "V": slice(0, 1)}
+        found = tensor.to_ours(lambda where: theirs[where], part)
+        np.testing.assert_array_equal(found, ours[1:4, heads, :1])
+    written = np.zeros(tensor.shape)
+    tensor.put(ours, written)
+    of_others = [row for row in range(30) if row % 10 not in (4, 5, 6, 7)]
+    assert not written[of_others].any()
+    written[of_others] = theirs[of_others]
+    np.testing.assert_array_equal(written, theirs)
+
+
+@pytest.mark.parametrize(
+    ("layers", "numbers"),
+    [
+        ("{}", [0, 1, 2, 3, 4]),
+        ("{:2}", [2, 3, 4, 5, 6]),
+        ("{:0,1,2/4}", [0, 1, 2, 4, 5]),
+        ("{:3/4}", [3, 7, 11, 15, 19]),
+    ],
+)
+def test_a_stack_s_layers_may_be_some_of_each_period(layers, numbers):
+    shape = {"w": jax.ShapeDtypeStruct((5, 2), np.float32)}
+    expanded = hf.tensors.expand({"w": (f"layers.{layers}.w", "D", "D")}, shape)
+    assert [tensor.name for tensor in expanded] == [f"layers.{n}.w" for n in numbers]
 
 
 # ---- what folders look like ----------------------------------------------------------------------
@@ -640,6 +690,42 @@ def test_glm_s_layers_for_further_tokens_are_left_out(folder, capfd):
     assert capfd.readouterr().out.startswith("Left out layer 3, for multi-token prediction; ")
 
 
+def test_qwen_s_layer_for_further_tokens_is_left_out(folder, capfd):
+    theirs = folder("qwen3_5_vision")
+    whole = params_of(f"hf:{theirs}")
+    more = {"mtp.fc.weight": np.ones((48, 96), np.float32)}
+    safetensors.numpy.save_file(tensors_of(theirs / MODEL) | more, theirs / MODEL)
+    capfd.readouterr()
+    assert_bit_equal(params_of(f"hf:{theirs}"), whole)
+    said = capfd.readouterr().out
+    assert "The vision tower was left out" in said
+    assert "Left out mtp, the layer for multi-token prediction; " in said
+
+
+def test_fused_experts_are_read_as_separate_ones(folder):
+    theirs = folder("qwen3_5_moe_vision")
+    wanted = params_of(f"hf:{theirs}")
+    stored = tensors_of(theirs / MODEL)
+    for layer in range(2):
+        at = f"model.language_model.layers.{layer}.mlp.experts"
+        gate, up, down = (
+            np.stack([stored.pop(f"{at}.{expert}.{name}_proj.weight") for expert in range(8)])
+            for name in ("gate", "up", "down")
+        )
+        stored[f"{at}.gate_up_proj"] = np.concatenate([gate, up], axis=1)
+        stored[f"{at}.down_proj"] = down
+    safetensors.numpy.save_file(stored, theirs / MODEL)
+    assert_bit_equal(params_of(f"hf:{theirs}"), wanted)
+
+
+def test_qwen_s_layers_are_of_a_period():
+    keys = keys_of("qwen3_next")
+    assert config_of(keys).attention_every == 3
+    older = {key: value for key, value in keys.items() if key != "layer_types"}
+    assert config_of(older | {"full_attention_interval": 3}) == config_of(keys)
+    assert config_of(older).attention_every == 4
+
+
 def test_a_write_that_fails_leaves_nothing(tmp_path):
     def read(path):
         raise OSError("disk")
@@ -791,6 +877,11 @@ def test_published_gpt_oss_are_their_named_sizes(changes):
         ("qwen3_moe", {"mlp_only_layers": [1]}, "has mlp_only_layers [1], which"),
         ("qwen3_moe", {"mlp_only_layers": 1}, "has mlp_only_layers 1, which zoo/moe.py"),
         ("qwen3_moe", {"mlp_only_layers": [0]}, "is missing tensor model.layers.0.mlp.down_proj.weight"),
+        ("qwen3_next", {"mlp_only_layers": [1]}, "has mlp_only_layers [1], which zoo/qwen3_next.py does not"),
+        ("qwen3_next", {"layer_types": ["linear_attention", "full_attention"] + ["linear_attention"] * 3}, "has layer_types ["),
+        ("qwen3_next", {"linear_num_key_heads": 4}, "makes no sense: delta_heads=6 is not divisible by delta_key_heads=4"),
+        ("qwen3_next", {"linear_key_head_dim": 8}, "linear_attn.in_proj_qkvz.weight"),
+        ("qwen3_5", {"num_experts": 8}, "has num_experts 8, which zoo/qwen3_next.py does not"),
         ("olmoe", {"clip_qkv": 8.0}, "has clip_qkv 8.0, which zoo/moe.py does not implement; use"),
         ("glm4_moe", {"first_k_dense_replace": 3}, "makes no sense: dense_layers=3 must be less than num_layers=3"),
         ("glm4_moe", {"n_group": 3}, "makes no sense: groups=3 must divide num_experts=8"),

@@ -23,6 +23,7 @@ from recipes.common.hf import (
     llama,
     moe,
     mxfp4,
+    qwen3_next,
     tensors,
     vit,
 )
@@ -37,7 +38,7 @@ UNIMPORTANT = ("architectures", "model_type", "_name_or_path", "version", "dtype
 UNIMPORTANT += ("token_id", "initializer_range", "drop", "summary")
 FAMILIES = (
     *(*llama.FAMILIES, *moe.FAMILIES, gpt2.FAMILY, gemma.FAMILY, gemma.WITH_VISION),
-    *(gpt_oss.FAMILY, deepseek.FAMILY, vit.FAMILY),
+    *(gpt_oss.FAMILY, deepseek.FAMILY, *qwen3_next.FAMILIES, vit.FAMILY),
 )
 UNPACK = {"mxfp4": mxfp4.unpack, "fp8": float8.unpack}  # format → what reads it
 EXPORTABLE = {*(family.entry for family in FAMILIES)}  # those that can be exported

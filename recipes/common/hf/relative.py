@@ -120,7 +120,7 @@ class Relative:
             return self.config(
                 **sizes,
                 **layer_fields(kinds),
-                **({"rotary_dims": rotary} if rotary else {}),
+                **({"rotary_dims": rotary} if self.partial else {}),
                 **options,
                 **self.fixed,
                 **self.training,

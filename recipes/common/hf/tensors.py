@@ -5,10 +5,11 @@ This file knows no model. A family's table says which tensors of a folder make u
     parameter's path → (the tensor's name, our dims, their dims)
 
 Each {} in the name is an index into one of the parameter's leading, stacked dims, such as the
-layer; {:3} counts from 3. A dim is a letter. One dim of theirs may hold several of ours: "NH D" is
+layer; {:3} counts from 3, and {:0,1,2/4} has the first three of every four: 0, 1, 2, 4, 5, 6, 8. A
+dim is a letter. One dim of theirs may hold several of ours: "NH D" is
 [N·H, D]. If a tensor holds several parameters, "D #NH 1/3" is the second third of [D, 3·N·H], where #
 has size 3. "KH D +8/16": their first dim, of 16, holds several parameters, of which this one begins
-at 8. 1 is a dim of theirs of size 1, which ours lacks. "NH D H~64": the last 64 of H are rotary pairs
+at 8. "KH D +8/16x2": their first dim is 2 blocks of 16, which each hold half of KH from 8 on. 1 is a dim of theirs of size 1, which ours lacks. "NH D H~64": the last 64 of H are rotary pairs
 that are neighbors in theirs; in ours, all first ones come before all second ones. "64~H": the first 64.
 """
 
@@ -49,6 +50,21 @@ class Rotary(NamedTuple):
         return order
 
 
+class Rows(NamedTuple):
+    """Their first dim, if it holds several parameters: `blocks` blocks of `size` rows, each of which
+    has an equal part of ours from row `first` on.
+    """
+
+    first: int
+    size: int
+    blocks: int = 1
+
+    def of(self, count: int) -> np.ndarray:
+        """The row in theirs of each of our `count` rows."""
+        blocks = np.arange(self.blocks)[:, None] * self.size
+        return (self.first + blocks + np.arange(count // self.blocks)).reshape(-1)
+
+
 class Tensor(NamedTuple):
     """One tensor of a model folder, and the part of our parameter that it holds."""
 
@@ -59,17 +75,22 @@ class Tensor(NamedTuple):
     groups: list[str]  # our dims in each of theirs, outermost first; "": a dim of size 1
     piece: tuple[int, int] = (0, 1)  # index and size of dim #
     rotary: Rotary | None = None
-    rows: tuple[int, int] | None = None  # first index and size of their first dim, if it holds more
+    rows: Rows | None = None
 
     @property
     def shape(self) -> tuple[int, ...]:
         """The shape in the folder."""
         shape = [math.prod(self._sizes[dim] for dim in group) for group in self.groups]
-        return (self.rows[1], *shape[1:]) if self.rows else tuple(shape)
+        return (self.rows.blocks * self.rows.size, *shape[1:]) if self.rows else tuple(shape)
 
     @property
     def _sizes(self) -> dict[str, int]:
         return self.ours | {"#": self.piece[1]}
+
+    @property
+    def _count(self) -> int:
+        """How many rows of their first dim are ours."""
+        return math.prod(self._sizes[dim] for dim in self.groups[0])
 
     def put(self, array: np.ndarray, target: np.ndarray) -> None:
         """Writes an array with our dims into their tensor, or into its piece of it."""
@@ -79,12 +100,14 @@ class Tensor(NamedTuple):
             dim = self.rotary.dim
             order = self.rotary.order(self.ours[dim])
             array = array.take(order, axis=list(self.ours).index(dim))
+        array = array.transpose([list(self.ours).index(d) for d in dims if d != "#"])
         if self.rows:
-            size = math.prod(self._sizes[dim] for dim in self.groups[0])
-            target = target[self.rows[0] : self.rows[0] + size]
+            rows = self.rows.of(self._count)
+            target[rows] = array.reshape(len(rows), *target.shape[1:])
+            return
         target = target.reshape([self._sizes[dim] for dim in dims])  # a view
         where = tuple(index if dim == "#" else slice(None) for dim in dims)
-        target[where] = array.transpose([list(self.ours).index(d) for d in dims if d != "#"])
+        target[where] = array
 
     def to_ours(self, read, part: dict[str, slice]) -> np.ndarray:
         """Reads `part` (dim → slice) of their tensor, converted to our dims.
@@ -107,8 +130,12 @@ class Tensor(NamedTuple):
             shape += [sizes[dim] for dim in inner]
             cut += [slice(None), *(part[dim] for dim in inner)]
         if self.rows:
-            where[0] = slice(where[0].start + self.rows[0], where[0].stop + self.rows[0])
-        array, dims = read(tuple(where)).reshape(shape)[tuple(cut)], "".join(self.groups)
+            rows = self.rows.of(self._count)[where[0]]
+            array = read((slice(rows[0], rows[-1] + 1), *where[1:]))[rows - rows[0]]
+        else:
+            array = read(tuple(where))
+        array = array.reshape(shape)[tuple(cut)]
+        dims = "".join(self.groups)
         array = array.squeeze(dims.index("#")) if "#" in dims else array
         array = array.transpose([dims.replace("#", "").index(dim) for dim in self.ours])
         if rotary:
@@ -118,10 +145,15 @@ class Tensor(NamedTuple):
 
 
 class Index(int):
-    """An index in a tensor's name: the format spec is the number that it counts from."""
+    """An index in a tensor's name. The format spec is the first numbers, and after / the period in
+    which they repeat: 1 if absent.
+    """
 
     def __format__(self, spec: str) -> str:
-        return str(int(self) + int(spec or 0))
+        first, _, period = spec.partition("/")
+        numbers = [int(number) for number in (first or "0").split(",")]
+        repeats, place = divmod(int(self), len(numbers))
+        return str(repeats * int(period or 1) + numbers[place])
 
 
 def expand(table: dict[str, tuple[str, str, str]], parameters: dict[str, Any]) -> Iterator[Tensor]:
@@ -144,9 +176,12 @@ def _layout(theirs: str) -> dict[str, Any]:
             left, right = word.split("~")
             last = left.isalpha()
             parts["rotary"] = Rotary(*((left, int(right)) if last else (right, int(left))), last)
+        elif word.startswith("+"):
+            first, size = word.split("/")
+            parts["rows"] = Rows(int(first), *map(int, size.split("x")))
         elif "/" in word:
             start, count = map(int, word.split("/"))
-            parts["rows" if word.startswith("+") else "piece"] = (start, count)
+            parts["piece"] = (start, count)
         else:
             parts["groups"].append(word.replace("1", ""))
     return parts
@@ -180,6 +215,32 @@ class Zeros(NamedTuple):
     def read(self, where: tuple[slice, ...]) -> np.ndarray:
         bounds = [part.indices(size) for part, size in zip(where, self.shape, strict=True)]
         return np.zeros([stop - start for start, stop, _ in bounds], np.float32)
+
+
+class Part(NamedTuple):
+    """Like Stored, for some rows of one index of a stored tensor [index, rows, …]."""
+
+    whole: Stored
+    index: int
+    rows: slice
+
+    @property
+    def file(self) -> pathlib.Path:
+        return self.whole.file
+
+    @property
+    def dtype(self) -> str:
+        return self.whole.dtype
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return (self.rows.stop - self.rows.start, *self.whole.shape[2:])
+
+    def read(self, where: tuple[slice, ...]) -> np.ndarray:
+        rows, *others = where
+        start, stop, _ = rows.indices(self.shape[0])
+        rows = slice(self.rows.start + start, self.rows.start + stop)
+        return self.whole.read((slice(self.index, self.index + 1), rows, *others))[0]
 
 
 def find(folder: pathlib.Path, stem: str = "model") -> dict[str, Stored]:

@@ -11,7 +11,8 @@ TEXT_PREFIXES = {
     "language_model.lm_head.": "lm_head.",
     "model.language_model.": "model.",
 }
-VISION_PREFIXES = ("vision_tower.", "multi_modal_projector.")  # newer files: after "model."
+# In newer files, after "model.".
+VISION_PREFIXES = ("vision_tower.", "multi_modal_projector.", "visual.")
 
 
 def text_config(file: ConfigFile) -> dict[str, Any]:
