@@ -15,7 +15,8 @@ from recipes.common.hf.family import GLOBAL, ConfigFile, Selection, Table
 from recipes.common.hf.moe import QWEN2, QWEN_EXPERTS, SHARED
 from recipes.common.hf.relative import SIZES, TENSORS, Relative
 from recipes.common.hf.tensors import Part, Stored
-from zoo.qwen3_next import Config
+from zoo.decoder import ATTENTION
+from zoo.qwen3_next import DELTA, Config
 
 ENTRY = "qwen3_next"
 
@@ -61,49 +62,59 @@ def qwen35_projections(config: Config) -> Table:
     }
 
 
+def delta_tensors(config: Config, projections: Table) -> Table:
+    """The tensors of a gated delta network."""
+    keys = config.delta_key_heads * config.delta_key_dim
+    channels = 2 * keys + config.delta_heads * config.delta_value_dim
+    return projections | {
+        "q_kernel": ("conv1d.weight", "WGK", f"GK 1 W +0/{channels}"),
+        "k_kernel": ("conv1d.weight", "WGK", f"GK 1 W +{keys}/{channels}"),
+        "v_kernel": ("conv1d.weight", "WNV", f"NV 1 W +{2 * keys}/{channels}"),
+        "log_rate": ("A_log", "N", "N"),
+        "decay_bias": ("dt_bias", "N", "N"),
+        "norm/scale": ("norm.weight", "V", "V"),
+        "o": ("out_proj.weight", "NVD", "D NV"),
+    }
+
+
 def tensors(projections: Callable[[Config], Table], attention: Table) -> Callable[[Any], Table]:
     """The variables' tensors, by Config.
 
     Args:
       projections: those of a gated delta network.
-      attention: those of a model whose layers all attend.
+      attention: the tensors of a model whose layers all attend.
     """
+    outside = {path: row for path, row in attention.items() if not path.startswith("layers/")}
+    attends = {
+        path.removeprefix("layers/").replace("attention", "mixer", 1): row
+        for path, row in attention.items()
+        if path.startswith("layers/")
+    }
+    shared = {path: row for path, row in attends.items() if not path.startswith("mixer/")}
 
     def table(config: Config) -> Table:
-        keys = config.delta_key_heads * config.delta_key_dim
-        rows = 2 * keys + config.delta_heads * config.delta_value_dim
-        mixer = projections(config) | {
-            "q_kernel": ("conv1d.weight", "WGK", f"GK 1 W +0/{rows}"),
-            "k_kernel": ("conv1d.weight", "WGK", f"GK 1 W +{keys}/{rows}"),
-            "v_kernel": ("conv1d.weight", "WNV", f"NV 1 W +{2 * keys}/{rows}"),
-            "log_rate": ("A_log", "N", "N"),
-            "decay_bias": ("dt_bias", "N", "N"),
-            "norm/scale": ("norm.weight", "V", "V"),
-            "o": ("out_proj.weight", "NVD", "D NV"),
+        mixer = delta_tensors(config, projections(config))
+        delta = shared | {
+            f"mixer/{path}": (f"model.layers.{{}}.linear_attn.{name}", ours, theirs)
+            for path, (name, ours, theirs) in mixer.items()
         }
-        attends = {
-            path.removeprefix("layers/").replace("attention", "mixer", 1): row
-            for path, row in attention.items()
-            if path.startswith("layers/")
-        }
-        delta = {path: row for path, row in attends.items() if not path.startswith("mixer/")} | {
-            f"mixer/{path}": (f"model.layers.{{}}.linear_attn.{name}", *dims)
-            for path, (name, *dims) in mixer.items()
-        }
-        period = config.attention_every
-        delta_layers = f"{{:{','.join(map(str, range(period - 1)))}/{period}}}"
-        result = {path: row for path, row in attention.items() if not path.startswith("layers/")}
-        for stack, layer, rows_of_stack in (
-            ("delta", delta_layers, delta),
-            ("attention", f"{{:{period - 1}/{period}}}", attends),
-        ):
-            result |= {
-                f"layers/{stack}/{path}": (name.replace("{}", layer, 1), ours, theirs)
-                for path, (name, ours, theirs) in rows_of_stack.items()
-            }
-        return result
+        *deltas, attending = range(config.attention_every)
+        return (
+            outside
+            | in_layers(delta, DELTA, deltas, config.attention_every)
+            | in_layers(attends, ATTENTION, [attending], config.attention_every)
+        )
 
     return table
+
+
+def in_layers(tensors: Table, stack: str, numbers: list[int], period: int) -> Table:
+    """The tensors of a stack, whose layers have these numbers in each period."""
+    layers = f"{{:{','.join(map(str, numbers))}/{period}}}"
+    return {
+        f"layers/{stack}/{path}": (name.replace("{}", layers, 1), ours, theirs)
+        for path, (name, ours, theirs) in tensors.items()
+    }
 
 
 def layer_types(layers: int, interval: int) -> list[str]:
@@ -130,7 +141,10 @@ FUSED_EXPERTS = ".mlp.experts."
 
 
 def separate_experts(stored: dict[str, Stored]) -> dict[str, Any]:
-    """Tensors of each expert, in place of those that have all experts of a layer."""
+    """Tensors of each expert, in place of those that have all experts of a layer.
+
+    `transformers` reads both and writes the former.
+    """
     separate: dict[str, Any] = {}
     for name, tensor in stored.items():
         layer, _, projection = name.partition(FUSED_EXPERTS)
@@ -149,7 +163,7 @@ def separate_experts(stored: dict[str, Stored]) -> dict[str, Any]:
 
 
 def without_further_tokens(stored: dict[str, Stored], config: Any) -> Selection:
-    """Leaves out the layer that predicts further tokens. Older folders have fused experts."""
+    """Leaves out the layer that predicts further tokens. Fused experts become separate ones."""
     text = {name: tensor for name, tensor in stored.items() if not name.startswith("mtp.")}
     left_out = len(text) < len(stored)
     text = separate_experts(text)

@@ -6,11 +6,12 @@ This file knows no model. A family's table says which tensors of a folder make u
 
 Each {} in the name is an index into one of the parameter's leading, stacked dims, such as the
 layer; {:3} counts from 3, and {:0,1,2/4} has the first three of every four: 0, 1, 2, 4, 5, 6, 8. A
-dim is a letter. One dim of theirs may hold several of ours: "NH D" is
-[N·H, D]. If a tensor holds several parameters, "D #NH 1/3" is the second third of [D, 3·N·H], where #
-has size 3. "KH D +8/16": their first dim, of 16, holds several parameters, of which this one begins
-at 8. "KH D +8/16x2": their first dim is 2 blocks of 16, which each hold half of KH from 8 on. 1 is a dim of theirs of size 1, which ours lacks. "NH D H~64": the last 64 of H are rotary pairs
-that are neighbors in theirs; in ours, all first ones come before all second ones. "64~H": the first 64.
+dim is a letter. One dim of theirs may hold several of ours: "NH D" is [N·H, D]. If a tensor holds
+several parameters, "D #NH 1/3" is the second third of [D, 3·N·H], where # has size 3. "KH D +8/16":
+their first dim, of 16, holds several parameters, of which this one begins at 8. "KH D +8/16x2": their
+first dim is 2 blocks of 16 rows, and each has half of KH from its row 8 on. 1 is a dim of theirs of
+size 1, which ours lacks. "NH D H~64": the last 64 of H are rotary pairs that are neighbors in theirs;
+in ours, all first ones come before all second ones. "64~H": the first 64.
 """
 
 import collections
@@ -51,16 +52,17 @@ class Rotary(NamedTuple):
 
 
 class Rows(NamedTuple):
-    """Their first dim, if it holds several parameters: `blocks` blocks of `size` rows, each of which
-    has an equal part of ours from row `first` on.
+    """Rows of a tensor that a parameter has, if the first dim holds several parameters.
+
+    The dim is `blocks` blocks of `size` rows, which each have an equal part from row `first` on.
     """
 
     first: int
     size: int
     blocks: int = 1
 
-    def of(self, count: int) -> np.ndarray:
-        """The row in theirs of each of our `count` rows."""
+    def numbers(self, count: int) -> np.ndarray:
+        """The rows of a parameter that has `count` of them."""
         blocks = np.arange(self.blocks)[:, None] * self.size
         return (self.first + blocks + np.arange(count // self.blocks)).reshape(-1)
 
@@ -89,7 +91,7 @@ class Tensor(NamedTuple):
 
     @property
     def _count(self) -> int:
-        """How many rows of their first dim are ours."""
+        """The number of rows of their first dim that are ours."""
         return math.prod(self._sizes[dim] for dim in self.groups[0])
 
     def put(self, array: np.ndarray, target: np.ndarray) -> None:
@@ -102,7 +104,7 @@ class Tensor(NamedTuple):
             array = array.take(order, axis=list(self.ours).index(dim))
         array = array.transpose([list(self.ours).index(d) for d in dims if d != "#"])
         if self.rows:
-            rows = self.rows.of(self._count)
+            rows = self.rows.numbers(self._count)
             target[rows] = array.reshape(len(rows), *target.shape[1:])
             return
         target = target.reshape([self._sizes[dim] for dim in dims])  # a view
@@ -130,7 +132,7 @@ class Tensor(NamedTuple):
             shape += [sizes[dim] for dim in inner]
             cut += [slice(None), *(part[dim] for dim in inner)]
         if self.rows:
-            rows = self.rows.of(self._count)[where[0]]
+            rows = self.rows.numbers(self._count)[where[0]]
             array = read((slice(rows[0], rows[-1] + 1), *where[1:]))[rows - rows[0]]
         else:
             array = read(tuple(where))
@@ -145,9 +147,7 @@ class Tensor(NamedTuple):
 
 
 class Index(int):
-    """An index in a tensor's name. The format spec is the first numbers, and after / the period in
-    which they repeat: 1 if absent.
-    """
+    """An index in a tensor's name; see the top of this file for the format spec."""
 
     def __format__(self, spec: str) -> str:
         first, _, period = spec.partition("/")
@@ -218,29 +218,29 @@ class Zeros(NamedTuple):
 
 
 class Part(NamedTuple):
-    """Like Stored, for some rows of one index of a stored tensor [index, rows, …]."""
+    """Like Stored, for some rows at one index of a stored tensor [index, rows, …]."""
 
-    whole: Stored
+    tensor: Stored
     index: int
     rows: slice
 
     @property
     def file(self) -> pathlib.Path:
-        return self.whole.file
+        return self.tensor.file
 
     @property
     def dtype(self) -> str:
-        return self.whole.dtype
+        return self.tensor.dtype
 
     @property
     def shape(self) -> tuple[int, ...]:
-        return (self.rows.stop - self.rows.start, *self.whole.shape[2:])
+        return (self.rows.stop - self.rows.start, *self.tensor.shape[2:])
 
     def read(self, where: tuple[slice, ...]) -> np.ndarray:
         rows, *others = where
         start, stop, _ = rows.indices(self.shape[0])
         rows = slice(self.rows.start + start, self.rows.start + stop)
-        return self.whole.read((slice(self.index, self.index + 1), rows, *others))[0]
+        return self.tensor.read((slice(self.index, self.index + 1), rows, *others))[0]
 
 
 def find(folder: pathlib.Path, stem: str = "model") -> dict[str, Stored]:
