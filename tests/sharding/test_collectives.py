@@ -254,7 +254,8 @@ def classify(entry_name: str, layout: Layout, text: str) -> Sent:
     gathered |= {_whole(variable) for variable in held if variable.state != variable.rest}
     reduced = {_dims(variable.use) for variable in held}
     rows, whole = activations(entry_name, layout)
-    experts = getattr(layout.config, "num_experts", 0)
+    experts = layout.shape.trained_experts
+    loads = [(shape.number,) for shape, _ in experts]  # of each expert, metrics
 
     counts, unknown = Counter(), []
     for found in collectives(text):
@@ -275,10 +276,16 @@ def classify(entry_name: str, layout: Layout, text: str) -> Sent:
                 counts["exchanged"] += found.times * size
             elif found.kind == "all-reduce" and dims in reduced:
                 counts["gradients"] += found.times * size
-            elif found.kind == "all-reduce" and size == experts:
-                continue  # the load of each expert, a metric
+            elif found.kind == "all-reduce" and dims in loads:
+                continue
             else:
                 unknown.append(found)
+    if layout.batch_shards > 1 and not any(
+        path.startswith("buffers/") for path in variables(layout)
+    ):
+        # Their shape may be that of a gradient. Biases that balance experts are updated by them.
+        same = [shape.number * count for shape, count in experts if (shape.number,) in reduced]
+        counts["gradients"] -= sum(same)
     return Sent(**counts, unknown=tuple(unknown))
 
 
