@@ -126,6 +126,7 @@ def logits_of(layout, variables, written) -> np.ndarray:
 class Slots(NamedTuple):
     k: jax.Array
     v: jax.Array
+    states: None = None
 
 
 class Successor:
