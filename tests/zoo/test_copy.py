@@ -108,20 +108,23 @@ def test_a_folder_with_other_files_takes_a_copy(inside, tmp_path):
 # ---- optional files ------------------------------------------------------------------------------
 
 
+def optional(entry: str) -> set[str]:
+    """The files that only some calls of an entry need."""
+    return {*copy.imported(entry)} - {*copy.imported(entry, nested=False)}
+
+
 def test_every_optional_file_has_its_purpose():
-    optional = {
-        name
-        for entry in ENTRIES
-        for name in {*copy.imported(entry)} - {*copy.imported(entry, nested=False)}
-    }
-    assert optional == {*copy.OPTIONAL}
+    assert set().union(*map(optional, ENTRIES)) == {*copy.OPTIONAL}
+
+
+MODELS = {"transformer": "Transformer", "deepseek": "DeepSeek", "qwen3_next": "Qwen3Next"}
 
 
 def use(name: str, entry) -> None:
     """Traces a call that needs an optional file.
 
     Args:
-      entry: the module of a copied entry, DeepSeek's for a head for the second-next token.
+      entry: the module of a copied entry that has the optional file.
     """
     changes = {
         "low_precision": {"matmul": "int8"},
@@ -130,10 +133,11 @@ def use(name: str, entry) -> None:
         "splash": {"attention": "splash"},
     }
     config = dataclasses.replace(entry.Config.tiny(), **changes.get(name, {}))
-    model = getattr(entry, "DeepSeek" if hasattr(entry, "DeepSeek") else "Transformer")
-    rules, axes = {"context": ("cp", "data=1,seq=8"), "pipeline": ("pp", "data=4,pipe=2")}.get(
-        name, ("fsdp", "8")
-    )
+    model = getattr(entry, MODELS[entry.__name__.rpartition(".")[2]])
+    along_seq = ("cp", "data=1,seq=8")
+    rules, axes = {
+        "context": along_seq, "delta_context": along_seq, "pipeline": ("pp", "data=4,pipe=2")
+    }.get(name, ("fsdp", "8"))  # fmt: skip
     tokens_BT = jnp.zeros((8, 128), jnp.int32)
 
     def call():
@@ -148,10 +152,10 @@ def use(name: str, entry) -> None:
 
 @pytest.fixture
 def bare(inside, tmp_path, monkeypatch):
-    """The folder of copies of Transformer and DeepSeek without any optional file."""
-    without = f"--without={','.join(copy.OPTIONAL)}"
-    for entry in ("transformer", "deepseek"):
+    """The folder of copies of MODELS without any optional file."""
+    for entry in MODELS:
         target = tmp_path / f"bare_{entry}"
+        without = f"--without={','.join(optional(entry))}"
         done = inside("recipes.copy", f"--entry={entry}", f"--target={target}", without)
         assert (done.code, done.err) == (0, "")
         assert "  left out  cache.py: generation\n" in done.out
@@ -163,9 +167,12 @@ def bare(inside, tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("name", sorted({*copy.OPTIONAL} - {"quantization"}))
 def test_using_what_was_left_out_says_which_file_to_copy(name, bare):
-    package = "bare_deepseek" if name == "mtp" else "bare_transformer"
-    entry = importlib.import_module(f"{package}.{package.removeprefix('bare_')}")
+    copied = {"mtp": "deepseek", "delta_context": "qwen3_next"}.get(name, "transformer")
+    package = f"bare_{copied}"
+    entry = importlib.import_module(f"{package}.{copied}")
     use("", entry)  # all else works
+    if name == "delta_context":
+        shutil.copy(ZOO / "context.py", bare / package)  # for the layers that attend
     with pytest.raises(ImportError) as error:
         use(name, entry)
     needed = f"for {copy.OPTIONAL[name]}, copy zoo/{name}.py over this file"
@@ -184,7 +191,7 @@ def test_some_files_are_left_out(inside, tmp_path):
     command = ("recipes.copy", f"--target={target}", "--without=pipeline,low_precision")
     done = inside(*command)
     assert done.code == 0
-    for name in copy.OPTIONAL:
+    for name in optional("transformer"):
         left_out = name in ("pipeline", "low_precision", "quantization")
         word = "left out" if left_out else "added   "
         assert f"  {word}  {name}.py: {copy.OPTIONAL[name]}\n" in done.out
