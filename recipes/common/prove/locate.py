@@ -19,7 +19,12 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
-from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal
+from jax.extend.core import (
+    ClosedJaxpr,  # pyright: ignore[reportPrivateImportUsage]  # JAX 0.12 calls it Jaxpr too
+    Jaxpr,
+    JaxprEqn,
+    Literal,
+)
 from jax.sharding import NamedSharding, PartitionSpec
 
 from recipes.common.prove.compare import ZERO_SHARE, difference, zeros

@@ -5,7 +5,11 @@ import sys
 from collections.abc import Iterable, Iterator
 
 from flax import nnx
-from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn
+from jax.extend.core import (
+    ClosedJaxpr,  # pyright: ignore[reportPrivateImportUsage]  # JAX 0.12 calls it Jaxpr too
+    Jaxpr,
+    JaxprEqn,
+)
 
 KIT = "sharding.py"  # its helpers apply a constraint that their caller states
 
