@@ -29,7 +29,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from recipes.common.prove.compare import ZERO_SHARE, difference, zeros
 from recipes.common.prove.run import trace_loss
-from recipes.common.prove.source import bodies, folder_of, num_consts, source_line
+from recipes.common.prove.source import bodies, folder_of, num_carry, num_consts, source_line
 from recipes.common.report.report import show_axis
 from recipes.common.sharding import Layout, Tree, abstract_model, paths, shardings
 from recipes.common.sharding.compiler_options import QUICK
@@ -235,8 +235,7 @@ def _call(eqn: JaxprEqn, body: ClosedJaxpr, values: list, probes: Iterator | Non
 
 
 def _scan(eqn: JaxprEqn, body: ClosedJaxpr, values: list, probes: Iterator | None):
-    params, consts = eqn.params, num_consts(eqn)
-    carries = params["num_carry"] if "num_carry" in params else len(params["ft_in"][1])  # JAX 0.12
+    params, consts, carries = eqn.params, num_consts(eqn), num_carry(eqn)
 
     def step(carry, x):
         x, probe = x

@@ -36,8 +36,17 @@ def line_of(frames: Iterable[tuple[str, int]], folder: pathlib.Path) -> str:
 
 def num_consts(eqn: JaxprEqn) -> int:
     """Number of a scan's operands that are the same in each iteration."""
-    params = eqn.params
-    return params["num_consts"] if "num_consts" in params else len(params["ft_in"][0])  # JAX 0.12
+    return eqn.params["num_consts"] if "num_consts" in eqn.params else _operands(eqn)[0]
+
+
+def num_carry(eqn: JaxprEqn) -> int:
+    """Number of arrays that a scan carries from iteration to iteration."""
+    return eqn.params["num_carry"] if "num_carry" in eqn.params else _operands(eqn)[1]
+
+
+def _operands(eqn: JaxprEqn) -> list[int]:
+    """Numbers of a scan's constants, carried arrays and arrays to scan over, on JAX 0.12."""
+    return [len(part) for part in eqn.params["ft_in"].unpack()]
 
 
 def bodies(eqn: JaxprEqn) -> Iterator[Jaxpr]:
