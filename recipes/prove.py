@@ -13,7 +13,7 @@ import sys
 
 from recipes.common.prove import table
 from recipes.common.prove.cases import Case, prove
-from recipes.common.prove.subject import builder, load, make_meshes
+from recipes.common.prove.subject import builder, load, load_batch, load_function, make_meshes
 from recipes.common.runtime import UserError, flag, print0
 from recipes.common.runtime.start import start
 
@@ -54,7 +54,7 @@ def main(flags: Flags) -> None:
         raise UserError("no model is named; use --model=FILE.py:NAME")
     names = flags.meshes.split(";" if "=" in flags.meshes else ",") if flags.meshes else []
     meshes = make_meshes(names)
-    model = load(flags.model, "--model")
+    model = load_function(flags.model, "--model")
     file, _, _ = flags.model.rpartition(":")
     rules = load(flags.rules or f"{file}:RULES", "--rules")
 
@@ -70,9 +70,9 @@ def main(flags: Flags) -> None:
 
     proof = prove(
         builder(model, flags.config),
-        load(flags.loss, "--loss") if flags.loss else None,
+        load_function(flags.loss, "--loss") if flags.loss else None,
         rules,
-        load(flags.batch, "--batch")() if flags.batch else None,
+        load_batch(flags.batch) if flags.batch else None,
         meshes,
         auto=flags.auto,
         x64=flags.x64,

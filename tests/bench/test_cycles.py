@@ -197,6 +197,7 @@ def test_bundles_are_read_from_the_compiler_s_files(tmp_path):
     name = "1795633442208877607-splash_mha_fwd.1-00-schedule-analysis_final_bundles.txt"
     (tmp_path / name).write_text("Schedule analysis:\n\ttotal scheduled bundles:    2374\n")
     assert cycles.read_bundles(tmp_path) == {"splash_mha_fwd.1": 2_374}
+    assert cycles.read_bundles(tmp_path) == {}, "the next program doesn't have this one's"
 
 
 def test_two_programs_side_by_side(inside, tmp_path):

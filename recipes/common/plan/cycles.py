@@ -137,13 +137,17 @@ def dump_bundles(folder: pathlib.Path) -> None:
 
 
 def read_bundles(folder: pathlib.Path) -> dict[str, int]:
-    """Name of an instruction → its bundles, from files that `dump_bundles` asked for."""
+    """Name of an instruction → its bundles, from files that `dump_bundles` asked for.
+
+    Removes them: programs call their kernels alike, so the next one's must not mix with these.
+    """
     bundles = {}
     for path in folder.glob("*-schedule-analysis_final_bundles.txt"):
         name = re.fullmatch(r"\d+-(.*)-\d+-schedule-analysis_final_bundles.txt", path.name)
         number = re.search(r"total scheduled bundles:\s*(\d+)", path.read_text())
         if name and number:
             bundles[name[1]] = int(number[1])
+        path.unlink()
     return bundles
 
 

@@ -31,6 +31,7 @@ from recipes.common.prove.subject import (
     layouts,
     make_meshes,
     make_subject,
+    reason,
     reference_layout,
 )
 from recipes.common.prove.waste import Waste, wasteful
@@ -171,10 +172,10 @@ def prove_case(
     try:
         measured = measure(layout, subject.optimizer, subject.batch)
     except Exception as error:  # whatever the user's code raises
-        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+        failure = reason(error)
         if type(error).__name__ == "ShardingTypeError":  # JAX doesn't export it
-            reason += " If your model leaves this to the compiler, use auto axes (--auto)."
-        return Case(strategy, mesh, error=reason)
+            failure += " If your model leaves this to the compiler, use auto axes (--auto)."
+        return Case(strategy, mesh, error=failure)
     differences = compare_runs(measured, reference)
     after = restored(measured.training.state, abstract_state(target, subject.optimizer))
     warnings = wasteful(layout, subject.optimizer, subject.batch, measured.step)

@@ -68,6 +68,29 @@ def load(named: str, flag: str) -> Any:
     return vars(module)[name]
 
 
+def load_function(named: str, flag: str) -> Callable:
+    """The function or class that "file.py:name" names. Raises UserError."""
+    function = load(named, flag)
+    if not callable(function):
+        kind = type(function).__name__
+        raise UserError(f"{flag}={named} is of type {kind}; name a function or a class")
+    return function
+
+
+def load_batch(named: str) -> Any:
+    """What the function that --batch names returns. Raises UserError."""
+    function = load_function(named, "--batch")
+    try:
+        return function()
+    except Exception as error:  # whatever the user's code raises
+        raise UserError(f"--batch={named} failed ({reason(error)}); fix the function") from error
+
+
+def reason(error: Exception) -> str:
+    """The first line of what an error says."""
+    return (str(error).strip() or type(error).__name__).splitlines()[0]
+
+
 def import_file(path: pathlib.Path, named: str) -> types.ModuleType:
     """Imports a file: by its path from the current folder if it is below, else by its own folder."""
     root = pathlib.Path.cwd() if path.is_relative_to(pathlib.Path.cwd()) else path.parent
@@ -80,8 +103,7 @@ def import_file(path: pathlib.Path, named: str) -> types.ModuleType:
     try:
         module = importlib.import_module(name)
     except Exception as error:
-        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
-        raise UserError(f"{named} can't be imported ({reason}); fix the file") from error
+        raise UserError(f"{named} can't be imported ({reason(error)}); fix the file") from error
     if pathlib.Path(module.__file__ or "").resolve() != path.resolve():
         raise UserError(f"{named}: another module is called {name!r}; rename the file")
     return module
@@ -103,8 +125,8 @@ def builder(model: Callable, config_name: str) -> Callable[[], nnx.Module]:
     sizes = [name for name, x in vars(file.Config).items() if isinstance(x, classmethod)]
     if config_name not in sizes:
         raise UserError(f"--config={config_name} is not one of {', '.join(sizes)}")
-    config = operator.methodcaller(config_name)(file.Config)
-    return lambda: model(config, rngs=nnx.Rngs(0))
+    make_config = operator.methodcaller(config_name)
+    return lambda: model(make_config(file.Config), rngs=nnx.Rngs(0))
 
 
 def text_batch(model: nnx.Module, loss: Callable) -> dict[str, Any]:
@@ -168,6 +190,8 @@ def make_subject(
     def build_named() -> nnx.Module:
         with nnx.use_eager_sharding(False):
             model = build()
+        if not isinstance(model, nnx.Module):
+            raise UserError(f"the model is of type {type(model).__name__}; use an nnx.Module")
         for _, variable in nnx.iter_graph(model):
             if isinstance(variable, nnx.Variable):
                 unnamed = (None,) * len(jnp.shape(variable.get_value()))
@@ -175,7 +199,14 @@ def make_subject(
                 variable.set_metadata(out_sharding=tuple(axis or UNNAMED for axis in axes))
         return model
 
-    model: Any = nnx.eval_shape(build_named)
+    try:
+        model: Any = nnx.eval_shape(build_named)
+    except UserError:
+        raise
+    except Exception as error:  # whatever the user's code raises
+        raise UserError(
+            f"the model can't be built ({reason(error)}); fix it or its config"
+        ) from error
     if loss is None and "loss" not in dir(model):
         raise UserError(f"{type(model).__name__} has no method loss; use --loss=FILE.py:FUNCTION")
     compute_loss = loss or (lambda model, **batch: model.loss(**batch))
@@ -218,9 +249,9 @@ def check_loss(one: Layout, batch: Tree) -> None:
     try:
         total, count, aux = trace_loss(one, one.model, batch).out_info
     except Exception as error:  # whatever the user's code raises
-        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise UserError(
-            f"one device can't compute the loss of the batch ({reason}); fix the batch or the loss"
+            f"one device can't compute the loss of the batch ({reason(error)}); fix the batch or the "
+            "loss"
         ) from error
     for name, x in (("sum", total), ("count", count)):
         if x.shape:
