@@ -94,6 +94,7 @@ CASES = [
     ("transformer", "data=2,pipe=2", "fsdp_pp", "sgd"),
     ("moe", "data=2,expert=4", "fsdp_ep", "adamw"),
     ("transformer", "4x2", "fsdp_tp", "muon"),
+    ("transformer", "8", "zero1", "adamw"),
 ]
 
 

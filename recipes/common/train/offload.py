@@ -17,11 +17,11 @@ import optax
 from jax.sharding import PartitionSpec
 
 from recipes.common.runtime import UserError, describe, flag
-from recipes.common.sharding import Layout, Tree, paths
+from recipes.common.sharding import Layout, Tree, paths, shardings
 from recipes.common.sharding.abstract import nested
 from recipes.common.sharding.compiler_options import platform
 from recipes.common.sharding.host_memory import KIND, has_host_memory
-from recipes.common.train.update import apply_gradients, choose
+from recipes.common.train.update import apply_gradients, choose, reshard
 from zoo.strategies import VOCAB
 
 Space = jax.memory.Space
@@ -137,7 +137,10 @@ def stream_gradients(
         after = optax.apply_updates(params, updates), flax.serialization.to_state_dict(opt_state)
         return choose(finite, (params, kept), after)
 
-    params, kept, sums = map(paths, (state["params"], state["opt_state"], gradients.sums))
+    at_rest, of_optimizer = shardings(layout.variables()["params"]), layout.optimizer_shardings()
+    params = paths(reshard(state["params"], at_rest, of_optimizer))
+    sums = paths(reshard(gradients.sums, at_rest, of_optimizer))
+    kept = paths(state["opt_state"])
     new_params, new_kept = dict(params), dict(kept)
     for names, parts in groups(layout):
         some, some_sums = (nested({name: tree[name] for name in names}) for tree in (params, sums))
@@ -146,7 +149,7 @@ def stream_gradients(
         new_params |= paths(some)
         new_kept |= paths(some_kept)
     return state | {
-        "params": _filled(state["params"], new_params),
+        "params": reshard(_filled(state["params"], new_params), of_optimizer, at_rest),
         "opt_state": _filled(state["opt_state"], new_kept),
         "step": state["step"] + 1,
     }
@@ -154,11 +157,11 @@ def stream_gradients(
 
 def groups(layout: Layout) -> list[tuple[list[str], int]]:
     """(paths of parameters to update together, parts of their first dim to update one after another)."""
-    params = paths(layout.variables()["params"])
+    shapes, where = paths(layout.model.shapes["params"]), paths(layout.optimizer_shardings())
     stacks: dict[int, list[str]] = {}
     others: list[tuple[list[str], int]] = []
     for path, axes in paths(layout.model.axes["params"]).items():
-        length, *_ = params[path].sharding.shard_shape(params[path].shape)
+        length, *_ = where[path].shard_shape(shapes[path].shape)
         if layout.zoo.LOGICAL_AXES[axes[0]] == "stack":
             stacks.setdefault(length, []).append(path)
         elif axes[0] == VOCAB:  # blocks of whole tiles of eight rows, as a TPU keeps them
