@@ -231,8 +231,10 @@ def test_a_buffer_is_reported_as_a_bound():
 
 
 def test_a_collective_names_its_line_and_those_that_called_it():
+    # The partitioner's own gathers have their operand's line on JAX 0.12; ours have the call's.
+    @jax.shard_map(in_specs=jax.P("data"), out_specs=jax.P(), check_vma=False)
     def gather(x):
-        return jax.sharding.reshard(x, jax.P())  # innermost
+        return jax.lax.all_gather(x, "data", tiled=True)  # innermost
 
     def twice(x):
         return 2 * gather(x)  # its caller
