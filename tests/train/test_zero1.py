@@ -15,7 +15,6 @@ from recipes.common.train.feed import to_devices
 from recipes.common.train.optimizer import LearningRate, make_optimizer
 from recipes.common.train.state import abstract_state, initialize
 from recipes.common.train.step import TrainStep, gradients
-from tests.conftest import full_except
 from tests.support.entries import ENTRIES
 from tests.support.models import random_values
 from tests.support.quick import QUICK
@@ -59,10 +58,8 @@ def train(layout: Layout, microbatches: int) -> dict[str, np.ndarray]:
     return numbers(state)
 
 
-@pytest.mark.parametrize(
-    ("changes", "microbatches"),
-    full_except([({}, 3), ({"lora_rank": 2}, 1)], [({"lora_rank": 2}, 1)]),
-)
+@pytest.mark.full
+@pytest.mark.parametrize(("changes", "microbatches"), [({}, 3), ({"lora_rank": 2}, 1)])
 def test_a_step_is_that_of_one_device(changes, microbatches):
     config = dataclasses.replace(ENTRIES["transformer"].config, **changes)
     rows, seq_len = BATCH["tokens"].shape
