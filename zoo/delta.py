@@ -81,6 +81,7 @@ class GatedDelta(nnx.Module):
         Args:
           past: the layer's state [B, N, K, V] and inputs [B, W - 1, F] in the cache; None: none.
         """
+        dtype = x_BTD.dtype
         x_BTD = gather(x_BTD, self.q)
         q_BTGK, k_BTGK = (project(self, name, x_BTD) for name in ("q", "k"))
         kernels = self.q_kernel[...], self.k_kernel[...], self.v_kernel[...]
@@ -134,7 +135,7 @@ class GatedDelta(nnx.Module):
             [values, axes.state, axes.inputs] if positions.generates else [values],
             check_vma=False,
         )
-        out_BTNV = self.norm(results[0].astype(x_BTD.dtype))
+        out_BTNV = self.norm(results[0].astype(dtype))
         out_BTNV = out_BTNV * jax.nn.silu(project(self, "gate", x_BTD))
         out_BTNV = constrain(out_BTNV, "batch", "seq", "heads", "head_dim")
         return project(self, "o", out_BTNV, contract=2, seq="residual_seq"), tuple(results[1:])

@@ -115,6 +115,13 @@ QWEN3_NEXT = {
     "rms_norm_eps": 1e-6, "rope_scaling": None, "rope_theta": 10000000,
     "shared_expert_intermediate_size": 512, "tie_word_embeddings": False, "vocab_size": 151936,
 }  # fmt: skip
+QWEN35 = {  # the rest is transformers' defaults
+    "architectures": ["Qwen3_5ForCausalLM"], "model_type": "qwen3_5_text", "hidden_size": 4096,
+    "intermediate_size": 12288, "num_hidden_layers": 32, "num_attention_heads": 16,
+    "vocab_size": 248320, "linear_conv_kernel_dim": 4, "linear_key_head_dim": 128,
+    "linear_num_key_heads": 16, "linear_num_value_heads": 32, "linear_value_head_dim": 128,
+    "rope_parameters": {"rope_theta": 10000000, "rope_type": "default"},
+}  # fmt: skip
 QWEN35_TEXT = {
     "model_type": "qwen3_5_moe_text", "hidden_size": 2048, "layer_types": ([LINEAR] * 3 + [FULL]) * 10,
     "full_attention_interval": 4, "head_dim": 256, "linear_conv_kernel_dim": 4,
@@ -151,6 +158,7 @@ PHI3 = {
         (SMOLLM3, "transformer", "smollm3_3b"),
         (PHI3, "transformer", "phi3_mini"),
         (QWEN3_NEXT, "qwen3_next", "80b_a3b"),
+        (QWEN35, "qwen3_next", "qwen35_9b"),
         (QWEN35_MOE, "qwen3_next", "qwen35_35b_a3b"),
         (MINISTRAL3, "transformer", "ministral3_8b"),
     ],

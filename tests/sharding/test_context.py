@@ -121,6 +121,12 @@ CASES = [
     ("qwen3_next", "data=2,seq=4", "fsdp_cp", RING),
     # `model` divides no keys, and a layer is left over after the periods.
     ("qwen3_next", "data=1,seq=2,model=4", "fsdp_cp_tp", NO_EXPERTS | FEW_KEYS | {"num_layers": 5}),
+    (
+        "qwen3_next",
+        "data=2,expert=2,model=2",
+        "fsdp_ep_tp",
+        LORA | {"num_layers": 2, "accumulate": 2, "remat": "offload"},
+    ),
 ]
 FAST = [CASES[1], CASES[13]]
 

@@ -85,6 +85,7 @@ CASES = [
     ("deepseek", "data=2,expert=4", "fsdp_ep", INT8 | {"num_layers": 2, "mtp_depth": 1}),
     ("gpt2", "2x2x2", "fsdp_tp_sp", INT8 | ONE),
     ("gemma3", "4x2", "fsdp_tp", INT8 | {"num_layers": 2}),
+    ("qwen3_next", SEQ_MODEL, "fsdp_cp_tp", INT8 | {"num_layers": 2}),
     ("vit", "4x2", "fsdp_tp", INT8 | ONE),
 ]
 FAST = [CASES[0]]

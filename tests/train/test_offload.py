@@ -93,6 +93,7 @@ CASES = [
     ("transformer", "4x2", "fsdp_tp", "lion"),
     ("transformer", "data=2,pipe=2", "fsdp_pp", "sgd"),
     ("moe", "data=2,expert=4", "fsdp_ep", "adamw"),
+    ("qwen3_next", "4x2", "fsdp_tp", "adamw"),
     ("transformer", "4x2", "fsdp_tp", "muon"),
     ("transformer", "8", "zero1", "adamw"),
 ]
