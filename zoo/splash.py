@@ -51,6 +51,19 @@ def splash_gradients(
     return dq * scale, dk, dv
 
 
+def count_partial_gradients(T: int, window: int | None) -> int:
+    """Number of dQ that the backward pass keeps, one for each block of keys; 0 if it isn't fused."""
+    tiles = T // block_of(T, window)
+    return tiles if _visited(T, window) == tiles <= PARTIAL else 0
+
+
+def _visited(T: int, window: int | None) -> int:
+    """Most blocks of keys that a block of queries sees."""
+    size = block_of(T, window)
+    tiles = T // size
+    return tiles if window is None else min(tiles, -(-(window - 1) // size) + 1)
+
+
 def _splash(settings: Settings, T: int, offset):
     """(the library, its masks for outputs, dQ, and dK with dV, its options).
 
@@ -61,7 +74,7 @@ def _splash(settings: Settings, T: int, offset):
     window = settings.window
     size = block_of(T, window)
     tiles = T // size
-    visited = tiles if window is None else min(tiles, -(-(window - 1) // size) + 1)
+    visited = _visited(T, window)
     own = jnp.arange(tiles)
     other = jnp.arange(visited)
 
@@ -79,7 +92,7 @@ def _splash(settings: Settings, T: int, offset):
     query = jnp.clip((own * size - offset) // size, 0, tiles - visited)[None] + other[:, None]
     by_query = mask(own[:, None], key, key)
     by_key = mask(query, own[None], query)
-    is_fused = visited == tiles <= PARTIAL
+    is_fused = count_partial_gradients(T, window) > 0
     names = ("q", "kv", "q_dkv", "kv_dkv", *(() if is_fused else ("q_dq", "kv_dq")))
     blocks: dict[str, Any] = {f"block_{name}": size for name in names}
     computed = COMPUTED if size % COMPUTED == 0 else size

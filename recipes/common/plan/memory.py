@@ -10,9 +10,11 @@ from recipes.common.sharding.abstract import paths
 from recipes.common.sharding.layout import Layout
 from recipes.common.sharding.matrices import matrix_sides
 from recipes.common.sharding.rules import count_shards
+from zoo.context import choose_exchange
 from zoo.pipeline import microbatches
 from zoo.shape import AttentionShape, LayerShape
 from zoo.sharding import optimizer_axes
+from zoo.splash import count_partial_gradients
 from zoo.strategies import HEADS, KV_HEADS, LAYERS, MLP, RESIDUAL_SEQ, VOCAB
 from zoo.vocabulary import positions_at_once
 
@@ -42,6 +44,7 @@ class Activations(NamedTuple):
     hidden: float  # one matrix's output, in the MLP and the experts
     dispatched: float  # what experts receive
     attention: int  # inputs of attention's derivative
+    partial_gradients: int  # dQ of each block of keys, in a fused backward kernel
     scores: int  # bytes of a microbatch's attention scores in float32, not per position
 
 
@@ -143,7 +146,8 @@ def _of_tokens(layout: Layout, accumulate: int, segments: bool, sizes: Weights) 
         if remat == "none":  # also weights in use, and scores before and after the softmax
             saved += layers * (sizes.layer + numbers.scores * (4 + width) // 4)
         products = layer.matrices * numbers.hidden + 2 * numbers.dispatched + numbers.recurrence
-        inner = 2 * numbers.queries + numbers.kv + products + 2 * D
+        # The MLP's products are gone when attention's backward pass begins.
+        inner = 2 * numbers.queries + numbers.kv + max(products, numbers.partial_gradients) + 2 * D
         recomputed = max(recomputed, rows * length * inner * width)
         scores = max(scores, numbers.scores)
     if remat == "offload":
@@ -171,7 +175,7 @@ def _of_tokens(layout: Layout, accumulate: int, segments: bool, sizes: Weights) 
 
 def _activations(layout: Layout, layer: LayerShape, rows: int, segments: bool) -> Activations:
     """What a layer computes of `rows` rows on a device."""
-    queries = kv = latents = recurrence = attention = scores = 0
+    queries = kv = latents = recurrence = attention = partial_gradients = scores = 0
     if layer.attention:
         heads = layer.attention.heads // layout.count_shards(HEADS)
         queries = layer.attention.heads * layer.attention.key_dim // layout.count_shards(HEADS)
@@ -184,6 +188,11 @@ def _activations(layout: Layout, layer: LayerShape, rows: int, segments: bool) -
             scores = rows * heads * pairs * 4 // layout.seq_shards
         else:  # the output counts twice: the kernel and the projection lay it out differently
             attention = 3 * queries + kv + heads * 4 // compute_bytes(layout)
+        if kernel(layout, segments) == "splash":
+            with layout.trace():
+                exchange = choose_exchange(layout.config.context, layout.shape.attention.heads)
+            keys = layout.seq_len // (layout.seq_shards if exchange == "ring" else 1)
+            partial_gradients = queries * count_partial_gradients(keys, layer.attention.window)
     if layer.recurrence:
         recurrence = layer.recurrence.width // layout.count_shards(HEADS)
     mlp = layer.mlp // layout.count_shards(MLP)
@@ -200,6 +209,7 @@ def _activations(layout: Layout, layer: LayerShape, rows: int, segments: bool) -
         hidden=hidden,
         dispatched=dispatched,
         attention=attention,
+        partial_gradients=partial_gradients,
         scores=scores,
     )
 
