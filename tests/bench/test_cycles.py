@@ -56,6 +56,23 @@ def test_kernels_without_bundles_count_nothing():
     assert cycles.count(unknown, V5E).kernels == 0
 
 
+def test_equal_kernels_have_equal_bundles():
+    """The compiler writes them once."""
+    blocks = r"\"block_q\": 128, \"block_kv\": 128"
+    short, long = (
+        KERNEL.format(name="fwd", mask=mask, q=q, blocks=blocks)
+        for mask, q in (("1,4,4", "2,512,64"), ("1,8,8", "2,1024,64"))
+    )
+    lines = (
+        short.replace("%k", "%fwd.1"),
+        short.replace("%k", "%fwd.2"),
+        long.replace("%k", "%fwd.3"),
+    )
+    hlo = "ENTRY %main (q: bf16[1]) -> bf16[1] {{\n  {}\n}}\n".format("\n  ".join(lines))
+    kernels = cycles.read_hlo(hlo, 1, {"fwd.2": 7}).kernels
+    assert [kernel.bundles for kernel in kernels] == [7, 7, 0]
+
+
 def test_two_cores_share_a_grid(reading):
     (kernel,) = reading.kernels
     one, two = (cycles.kernel_cycles(kernel, Devices(kind, 4)) for kind in ("v5e", "v5p"))

@@ -217,7 +217,19 @@ def read_hlo(text: str | None, devices: int, bundles: dict[str, int]) -> Reading
                     )
 
     visit(entry, 1)
-    return reading
+    kernels = [_with_bundles(kernel, reading.kernels) for kernel in reading.kernels]
+    return reading._replace(kernels=kernels)
+
+
+def _with_bundles(kernel: Kernel, kernels: list[Kernel]) -> Kernel:
+    """A kernel with its bundles, or those of an equal one: the compiler writes these only once."""
+    stem, _, _ = kernel.name.rpartition(".")
+    of_equal = (
+        other.bundles
+        for other in kernels
+        if other.steps == kernel.steps and other.name.rpartition(".")[0] == stem
+    )
+    return dataclasses.replace(kernel, bundles=kernel.bundles or max(of_equal))
 
 
 def _inside(line: str, computations: dict[str, list[str]]) -> list[tuple[re.Match, list[str]]]:
