@@ -54,10 +54,10 @@ def splash_gradients(
 def count_partial_gradients(T: int, window: int | None) -> int:
     """Number of dQ that the backward pass keeps, one for each block of keys; 0 if it isn't fused."""
     tiles = T // block_of(T, window)
-    return tiles if _visited(T, window) == tiles <= PARTIAL else 0
+    return tiles if visited_blocks(T, window) == tiles <= PARTIAL else 0
 
 
-def _visited(T: int, window: int | None) -> int:
+def visited_blocks(T: int, window: int | None) -> int:
     """Most blocks of keys that a block of queries sees."""
     size = block_of(T, window)
     tiles = T // size
@@ -74,7 +74,7 @@ def _splash(settings: Settings, T: int, offset):
     window = settings.window
     size = block_of(T, window)
     tiles = T // size
-    visited = _visited(T, window)
+    visited = visited_blocks(T, window)
     own = jnp.arange(tiles)
     other = jnp.arange(visited)
 

@@ -41,7 +41,7 @@ from tests.by_hand import plan_cases
 from tests.conftest import ROOT
 from tests.support.entries import BATCH, ENTRIES, LR
 from tests.support.quick import quick as quick
-from zoo import moe
+from zoo import moe, splash
 from zoo.moe import MoE
 from zoo.shape import RecurrenceShape, Shape
 from zoo.transformer import Config, Transformer
@@ -159,6 +159,22 @@ def test_dense_first_layers_by_hand():
     received = 2 * 64  # by a position's experts
     numbers = 3 * 64 + received
     assert memory.memory_parts(layout)["saved activations"] == numbers * 2 * 16 * 4
+
+
+@pytest.mark.parametrize(
+    ("seq_len", "blocks"),
+    [(8_192, 8), (4_096, 4), (8_448, 0)],  # the last: 33 blocks of 256, so two kernels
+)
+def test_a_fused_backward_pass_keeps_a_dq_for_each_block_of_keys(seq_len, blocks, monkeypatch):
+    """A layer's products of the MLP are gone by then."""
+    config = dataclasses.replace(Config.tiny(), dtype="bfloat16", remat="full")
+    mesh = abstract_mesh({"data": 8}, parse_devices("v5p:8"))
+    layout = make_layout(Transformer, config, mesh, "dp", batch_size=8, seq_len=seq_len)
+    fused = memory.memory_parts(layout)["live working set"]
+    monkeypatch.setattr(splash, "PARTIAL", 0)
+    in_two_kernels = memory.memory_parts(layout)["live working set"]
+    partials, products = blocks * 16 * 8, 3 * 128
+    assert fused - in_two_kernels == max(partials - products, 0) * seq_len * 2
 
 
 def test_only_outer_axes_cross_slices():

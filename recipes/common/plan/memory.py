@@ -44,7 +44,7 @@ class Activations(NamedTuple):
     hidden: float  # one matrix's output, in the MLP and the experts
     dispatched: float  # what experts receive
     attention: int  # inputs of attention's derivative
-    partial_gradients: int  # dQ of each block of keys, in a fused backward kernel
+    partials: int  # dQ of each block of keys, in a fused backward kernel
     scores: int  # bytes of a microbatch's attention scores in float32, not per position
 
 
@@ -147,7 +147,7 @@ def _of_tokens(layout: Layout, accumulate: int, segments: bool, sizes: Weights) 
             saved += layers * (sizes.layer + numbers.scores * (4 + width) // 4)
         products = layer.matrices * numbers.hidden + 2 * numbers.dispatched + numbers.recurrence
         # The MLP's products are gone when attention's backward pass begins.
-        inner = 2 * numbers.queries + numbers.kv + max(products, numbers.partial_gradients) + 2 * D
+        inner = 2 * numbers.queries + numbers.kv + max(products, numbers.partials) + 2 * D
         recomputed = max(recomputed, rows * length * inner * width)
         scores = max(scores, numbers.scores)
     if remat == "offload":
@@ -175,7 +175,7 @@ def _of_tokens(layout: Layout, accumulate: int, segments: bool, sizes: Weights) 
 
 def _activations(layout: Layout, layer: LayerShape, rows: int, segments: bool) -> Activations:
     """What a layer computes of `rows` rows on a device."""
-    queries = kv = latents = recurrence = attention = partial_gradients = scores = 0
+    queries = kv = latents = recurrence = attention = partials = scores = 0
     if layer.attention:
         heads = layer.attention.heads // layout.count_shards(HEADS)
         queries = layer.attention.heads * layer.attention.key_dim // layout.count_shards(HEADS)
@@ -189,10 +189,7 @@ def _activations(layout: Layout, layer: LayerShape, rows: int, segments: bool) -
         else:  # the output counts twice: the kernel and the projection lay it out differently
             attention = 3 * queries + kv + heads * 4 // compute_bytes(layout)
         if kernel(layout, segments) == "splash":
-            with layout.trace():
-                exchange = choose_exchange(layout.config.context, layout.shape.attention.heads)
-            keys = layout.seq_len // (layout.seq_shards if exchange == "ring" else 1)
-            partial_gradients = queries * count_partial_gradients(keys, layer.attention.window)
+            partials = queries * partial_gradients(layout, layer.attention)
     if layer.recurrence:
         recurrence = layer.recurrence.width // layout.count_shards(HEADS)
     mlp = layer.mlp // layout.count_shards(MLP)
@@ -209,9 +206,17 @@ def _activations(layout: Layout, layer: LayerShape, rows: int, segments: bool) -
         hidden=hidden,
         dispatched=dispatched,
         attention=attention,
-        partial_gradients=partial_gradients,
+        partials=partials,
         scores=scores,
     )
+
+
+def partial_gradients(layout: Layout, attention: AttentionShape) -> int:
+    """Number of dQ that "splash" keeps of a layer; 0 if its backward pass is not one kernel."""
+    with layout.trace():
+        exchange = choose_exchange(layout.config.context, attention.heads)
+    keys = layout.seq_len // (layout.seq_shards if exchange == "ring" else 1)
+    return count_partial_gradients(keys, attention.window)
 
 
 def _in_blocks(attention: AttentionShape, length: int) -> tuple[int, int]:
