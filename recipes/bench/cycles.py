@@ -27,6 +27,7 @@ from recipes.common.runtime.flags import choose, flag
 from recipes.common.runtime.terminal import print0
 from recipes.common.sharding.layout import make_layout
 from recipes.common.train.offload import Offload
+from recipes.common.train.optimizer import OPTIMIZERS
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,6 +40,7 @@ class CyclesFlags(Settings, Offload):
     devices: str = flag("v5p:16", "Kind and number of TPUs.")
     mesh: str = flag("", "Mesh of these devices, as in the recipes; empty: all on data.")
     rules: str = flag("", "Strategy; empty: the mesh's default.")
+    optimizer: str = flag("adamw", "Optimizer.", choices=OPTIMIZERS)
     top: int = flag(10, "Operations in the table of the slowest.", at_least=1)
     save: str = flag("", "Write the compiled program to this file.")
     program: str = flag("", "Read this saved program instead of compiling.")
@@ -111,7 +113,7 @@ def _plan(flags: CyclesFlags, config: Any, axes: dict[str, int], devices: Device
         entries.model(flags.entry), config, abstract_mesh(axes, devices), flags.rules,
         batch_size=rows if is_text else rows // devices.count * devices.count, seq_len=length,
     )  # fmt: skip
-    return estimate(layout, devices, offload=flags.offload)
+    return estimate(layout, devices, offload=flags.offload, optimizer=flags.optimizer)
 
 
 def _compile(flags: CyclesFlags, plan: Estimate) -> Program:
@@ -124,6 +126,7 @@ def _compile(flags: CyclesFlags, plan: Estimate) -> Program:
         step = make_step(
             layout.config, layout.strategy, topology(kind, dict(layout.mesh.shape)),
             layout.batch_size, layout.seq_len, True, entries.model(flags.entry), flags.offload,
+            flags.optimizer,
         )  # fmt: skip
         name = f"{flags.size} {layout.strategy}"
         compiled = compile_step(step, kind, name)
