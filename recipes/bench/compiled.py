@@ -84,7 +84,7 @@ def _collectives_row(
         table.row(*row, "-", "-", "-", compiled.text, "-", "-", "-")
         return
     sent = sent_by_kind(compiled.as_text(), chips)
-    least = textbook(step.layout, optimizer=flags.optimizer)
+    least = textbook(step.layout, optimizer=flags.optimizer, offload=flags.offload)
     bound = "≤ " if "ragged-all-to-all" in sent else ""  # its buffer need not be full
     gathered, reduced = sent.pop("all-gather", 0), sent.pop("all-reduce", 0)
     total = gathered + reduced + sum(sent.values())

@@ -10,7 +10,9 @@ import optax.contrib
 import pytest
 
 from recipes.common import entries
-from recipes.common.plan.textbook import of_optimizer
+from recipes.common.plan.estimate import abstract_mesh
+from recipes.common.plan.hardware import parse_devices
+from recipes.common.plan.textbook import of_optimizer, shares
 from recipes.common.report.hlo import sent_by_kind
 from recipes.common.runtime.flags import SCHEDULES
 from recipes.common.runtime.mesh import make_mesh
@@ -30,7 +32,7 @@ from tests.support.entries import ENTRIES, FAMILY_CASES, FAST
 from tests.support.quick import QUICK
 from tests.support.quick import quick as quick
 from tests.support.runs import assert_bit_equal, records, state_of
-from zoo.transformer import Transformer
+from zoo.transformer import SIZES, Transformer
 
 pytestmark = pytest.mark.promise("optimizers")
 
@@ -289,6 +291,16 @@ def test_muon_sends_matrices_once_each_way_and_computes_each_once(entry, strateg
     for name, got in step(sharded).items():
         # Five iterations amplify rounding of small singular values by up to 3.4445⁵ = 485.
         np.testing.assert_allclose(got, alone[name], rtol=0, atol=485 * 2**-24, err_msg=name)
+
+
+def test_matrices_of_layers_in_turn_are_dealt_out_layer_by_layer():
+    """124m has 12 layers. In turn, the three of a layer keep three of 16 devices busy."""
+    devices = parse_devices("v5p:16")
+    mesh = abstract_mesh({"data": 16}, devices)
+    layout = make_layout(Transformer, SIZES["124m"](), mesh, "fsdp", batch_size=16)
+    q_k_v, o, gate_up_down = 3 * 12, 12, 3 * 12
+    assert [*shares(layout).values()] == [-(-n // 16) for n in (q_k_v, o, gate_up_down)]
+    assert [*shares(layout, "optimizer").values()] == [12, 12, 12]
 
 
 def test_muon_equals_that_of_optax():

@@ -116,7 +116,7 @@ def estimate(
     """
     hardware, sizes = devices.hardware, dict(layout.mesh.shape)
     parts = slices.across(sizes, devices.groups)
-    sent = transfers(layout, accumulate, repeats=True) + of_optimizer(layout, optimizer)
+    sent = transfers(layout, accumulate, repeats=True) + of_optimizer(layout, optimizer, offload)
     links = network = 0.0
     seconds: dict[str, float] = dict.fromkeys(("links", "network", "waiting"), 0.0)
     for transfer in sent:
@@ -150,7 +150,7 @@ def estimate(
     seconds["update"] = updated / hardware.bandwidth
     host = on_host(layout, accumulate, offload, optimizer)
     seconds["update"] = max(seconds["update"], host.get("optimizer", 0) / hardware.host)
-    seconds["update"] += optimizer_flops(layout, optimizer) / hardware.peak
+    seconds["update"] += optimizer_flops(layout, optimizer, offload) / hardware.peak
     seconds["host"] = 2 * accumulate * host.get("saved activations", 0) / hardware.host
     seconds["ends"] = max(seconds["links"], seconds["network"]) / shape.num_layers
     memory = memory_parts(layout, accumulate, offload=offload, optimizer=optimizer)

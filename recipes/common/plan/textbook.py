@@ -79,9 +79,11 @@ class Transfer(NamedTuple):
         return whole * ring(m), whole * ring(p) / m
 
 
-def textbook(layout: Layout, accumulate: int = 1, optimizer: str = "adamw") -> float:
+def textbook(
+    layout: Layout, accumulate: int = 1, optimizer: str = "adamw", offload: str = ""
+) -> float:
     """Bytes that a device must send per step; see `transfers` and `of_optimizer`."""
-    sent = [*transfers(layout, accumulate), *of_optimizer(layout, optimizer)]
+    sent = [*transfers(layout, accumulate), *of_optimizer(layout, optimizer, offload)]
     return sum(x.bytes for x in sent)
 
 
@@ -173,16 +175,19 @@ def of_weights(layout: Layout, accumulate: int = 1, repeats: bool = False) -> It
     yield from (Transfer(*key, count) for key, count in sums.items())
 
 
-def of_optimizer(layout: Layout, optimizer: str) -> list[Transfer]:
+def of_optimizer(layout: Layout, optimizer: str, offload: str = "") -> list[Transfer]:
     """Transfers of an optimizer's update: of Muon's matrices, to their devices and back.
 
     Momenta are float32. The number of matrices is padded to a multiple of the devices.
+
+    Args:
+      offload: "optimizer": its state is in the host's memory.
     """
     if optimizer != "muon" or layout.mesh.size == 1:
         return []
     mesh = layout.mesh
     sent = []
-    for form, share in shares(layout).items():
+    for form, share in shares(layout, offload).items():
         owners, replicas = form.axes, form.replicas(mesh)
         moved = 4 * share * _devices(layout, owners) * math.prod(dim.size for dim in form.dims)
         both_ways = 2 * moved * ring(_devices(layout, owners))
@@ -192,28 +197,39 @@ def of_optimizer(layout: Layout, optimizer: str) -> list[Transfer]:
     return [transfer for transfer in sent if transfer.bytes]
 
 
-def shares(layout: Layout) -> dict[Form, int]:
-    """Form → how many of its matrices a device orthogonalizes, for all of a model's."""
+def shares(layout: Layout, offload: str = "") -> dict[Form, int]:
+    """Form → how many of its matrices a device orthogonalizes, for all of a model's.
+
+    An accelerator with an offloaded optimizer state deals out the matrices of each layer by itself.
+    """
+    with layout.trace():
+        in_turn = bool(offload) and device().platform != "cpu"
+    stacks = {axis for axis, on in layout.zoo.LOGICAL_AXES.items() if on == "stack"}
     shapes = paths(layout.model.shapes["params"])
     shardings = paths(layout.optimizer_shardings())
-    counts: dict[Form, int] = {}
+    counts: dict[tuple[Form, int], int] = {}  # form and number of layers in turn → matrices
     for name, axes in paths(layout.model.axes["params"]).items():
         sides = matrix_sides(axes, layout.zoo.IN_USE)
         if not sides:
             continue
         form, _ = form_of(shapes[name].shape, shardings[name].spec, sides, layout.mesh)
-        size = math.prod(shardings[name].shard_shape(shapes[name].shape))
-        matrices = size // math.prod(dim.size for dim in form.dims)
-        counts[form] = counts.get(form, 0) + matrices
-    return {form: form.share(count, layout.mesh) for form, count in counts.items()}
+        shard = shardings[name].shard_shape(shapes[name].shape)
+        layers = shard[0] if in_turn and axes[0] in stacks else 1
+        matrices = math.prod(shard) // math.prod(dim.size for dim in form.dims)
+        counts[form, layers] = counts.get((form, layers), 0) + matrices
+    totals: dict[Form, int] = {}
+    for (form, layers), count in counts.items():
+        share = layers * form.share(count // layers, layout.mesh)
+        totals[form] = totals.get(form, 0) + share
+    return totals
 
 
-def optimizer_flops(layout: Layout, optimizer: str) -> float:
+def optimizer_flops(layout: Layout, optimizer: str, offload: str = "") -> float:
     """FLOPs of a device in Muon's iterations, each of three products."""
     if optimizer != "muon":
         return 0.0
     flops = 0.0
-    for form, share in shares(layout).items():
+    for form, share in shares(layout, offload).items():
         rows, columns = (form.side(side, layout.mesh) for side in (form.rows, form.columns))
         flops += share * ITERATIONS * (4 * rows**2 * columns + 2 * rows**3)
     return flops
