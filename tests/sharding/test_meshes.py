@@ -7,6 +7,7 @@ import json
 import subprocess
 import sys
 
+import flax.serialization
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -15,11 +16,26 @@ from jax.sharding import PartitionSpec
 
 from recipes.common import checkpoint
 from recipes.common.prove import run as prove
-from recipes.common.prove.compare import GRADIENT_TOLERANCE, LOSS_TOLERANCE, difference
+from recipes.common.prove.cases import TOLERANCES, compare_runs
+from recipes.common.prove.compare import (
+    GRADIENT_TOLERANCE,
+    LOSS_TOLERANCE,
+    compare_all,
+    compare_gradients,
+)
 from recipes.common.sharding.abstract import abstract_model, paths, variables_of
 from recipes.common.sharding.layout import Layout, Tree, shardings
 from recipes.common.sharding.rules import used_axes
+from recipes.common.train.feed import to_devices
+from recipes.common.train.optimizer import (
+    OPTIMIZERS,
+    LearningRate,
+    decaying,
+    hidden_matrices,
+    make_optimizer,
+)
 from recipes.common.train.state import abstract_state
+from recipes.common.train.update import apply_gradients
 from tests.conftest import full_except
 from tests.support.entries import (
     CASES,
@@ -31,7 +47,7 @@ from tests.support.entries import (
     compiled_step,
     with_case,
 )
-from tests.support.proof import DIFFERENCES, gradient_differences
+from tests.support.proof import DIFFERENCES, STATES, TOLERANCES_OF_STATES
 from tests.support.quick import QUICK
 from tests.support.runs import saving
 
@@ -61,18 +77,17 @@ def initial_state(entry_name: str, on: Parts):
 
 @functools.lru_cache(maxsize=8)  # a restore begins with the run that was compared before
 def run(entry_name: str, strategy: str, mesh: str, is_long: bool = False):
-    """(initial state, on the host; five steps)."""
+    """Five steps with AdamW."""
     entry = ENTRIES[entry_name]
     layout = entry.layout(mesh, strategy)
     abstract = abstract_state(layout, OPTIMIZER)
     step = compiled_step(entry_name, strategy, mesh, is_long)
     if entry_name in FAMILY_CASES and mesh not in ("1x1", *FEW_MESHES):
-        first = reference(entry_name)[0]
+        first = reference(entry_name).initial
     else:
         first = initial_state(entry_name, parts_of(layout, abstract))
-    state = jax.device_put(first, shardings(abstract))
     batches = entry.long_batches if is_long else entry.batches
-    return first, prove.train(layout, step, state, batches)
+    return prove.train(layout, step, first, abstract, batches)
 
 
 def parts_of(layout: Layout, abstract: Tree) -> Parts:
@@ -98,7 +113,8 @@ def test_strategies_fit_the_reviewed_meshes(entry, golden):
 @pytest.mark.parametrize("entry", full_except(ENTRIES, list(ENTRIES)[:1]))
 def test_one_device_is_the_module_itself(entry):
     """The 1x1 run, the reference for all others, equals the plain module without a mesh."""
-    first, training = reference(entry)
+    training = reference(entry)
+    first = training.initial
     # Eagerly, or with LLVM's vectors (see train/state.py), the last bit may differ.
     plain = jax.jit(
         lambda: variables_of(ENTRIES[entry].build()),
@@ -121,32 +137,23 @@ def test_one_device_is_the_module_itself(entry):
     alone = jax.jit(jax.grad(mean, has_aux=True), compiler_options=QUICK)
     grad, loss = alone(variables["params"], batch)
     np.testing.assert_allclose(training.metrics[0]["loss"], loss, rtol=LOSS_TOLERANCE)
-    for path, found in gradient_differences(entry, paths(training.grads[0]), paths(grad)).items():
-        assert found < GRADIENT_TOLERANCE, path
+    for path, found in compare_gradients(paths(training.grads[0]), paths(grad)).items():
+        assert found.relative < GRADIENT_TOLERANCE, path
 
 
 @pytest.mark.parametrize(("entry", "strategy", "mesh"), full_except(CASES, FAST_CASES))
-def test_same_start_losses_and_gradients(entry, strategy, mesh, golden):
+def test_same_start_losses_gradients_and_state(entry, strategy, mesh, golden):
     is_long = ENTRIES[entry].is_long(strategy, mesh)
-    first, training = run(entry, strategy, mesh, is_long)
-    want_first, want = reference(entry, is_long)
-    for path, value in paths(first).items():
-        np.testing.assert_array_equal(value, paths(want_first)[path], err_msg=path)
-    loss = max(
-        abs(a["loss"] - b["loss"]) / b["loss"]
-        for a, b in zip(training.metrics, want.metrics, strict=True)
-    )
-    grad = max(
-        max(gradient_differences(entry, paths(a), paths(b)).values())
-        for a, b in zip(training.grads, want.grads, strict=True)
-    )
-    for path, value in paths(training.state.get("buffers", {})).items():
-        buffer = paths(want.state["buffers"])[path]
-        assert difference(jax.device_get(value), jax.device_get(buffer)) < GRADIENT_TOLERANCE, path
-    record = {"loss": loss, "gradient": grad}
+    found = compare_runs(run(entry, strategy, mesh, is_long), reference(entry, is_long))
+    largest = {
+        what: max(x.relative for x in differences.values())
+        for what, differences in found.items()
+        if differences
+    }
+    record = {what: largest[what] for what in ("loss", "gradient")}
     golden.rewrite(DIFFERENCES, lambda text: with_case(text, (entry, strategy, mesh), record))
-    assert loss < LOSS_TOLERANCE
-    assert grad < GRADIENT_TOLERANCE
+    for what, relative in largest.items():
+        assert relative <= TOLERANCES[what], what
 
 
 @pytest.mark.parametrize("entry", ENTRIES)
@@ -160,6 +167,86 @@ def test_differences_are_recorded(entry, golden):
     assert list(record) == cases, "run with --full --update-golden"
     assert max((case["loss"] for case in record.values()), default=0) < LOSS_TOLERANCE
     assert max((case["gradient"] for case in record.values()), default=0) < GRADIENT_TOLERANCE
+
+
+# ---- every optimizer ------------------------------------------------------------------------------
+
+# Each kind of mesh axis.
+AXES = [("dp", "8"), ("zero1", "8"), ("fsdp", "8"), ("tp", "1x8"), ("hsdp_tp", "2x2x2")]
+AXES += [("fsdp_cp", "data=2,seq=4"), ("fsdp_pp", "data=4,pipe=2")]
+STATE_CASES = [(entry, *case) for entry in ("transformer", "moe") for case in AXES]
+STATE_CASES += [("moe", "fsdp_ep", "data=2,expert=4")]
+# Without warmup: updates are 20 times as large as in `run`.
+LR = LearningRate(1e-2, warmup=0, steps=10)
+
+
+def three_steps(entry_name: str, strategy: str, mesh: str, is_long: bool) -> dict[str, dict]:
+    """Optimizer → path → array of the state after three steps.
+
+    Gradients come from the step that `run` runs, with parameters that the optimizer has updated.
+    """
+    entry = ENTRIES[entry_name]
+    layout = entry.layout(mesh, strategy)
+    step = compiled_step(entry_name, strategy, mesh, is_long)
+    first = reference(entry_name).initial
+    adamw_state = jax.device_put(first, shardings(abstract_state(layout, OPTIMIZER)))["opt_state"]
+    shapes, of_optimizer = layout.model.shapes["params"], layout.optimizer_shardings()
+    grads = jax.tree.map(lambda x, s: x.update(sharding=s), shapes, of_optimizer)
+    states = {}
+    for name in OPTIMIZERS:
+        optimizer = make_optimizer(
+            name, LR, weight_decay=0.1, clip_norm=1.0,
+            matrices=hidden_matrices(layout), decays=decaying(layout),
+        )  # fmt: skip
+        abstract = abstract_state(layout, optimizer)
+        update = layout.compile(
+            functools.partial(apply_gradients, optimizer, layout), abstract, grads,
+            out_shardings=shardings(abstract), compiler_options=QUICK,
+        )  # fmt: skip
+        opt_state = flax.serialization.to_state_dict(optimizer.init(first["params"]))
+        state = jax.device_put(first | {"opt_state": opt_state}, shardings(abstract))
+        for batch in (entry.long_batches if is_long else entry.batches)[:3]:
+            inputs = state | {"opt_state": adamw_state}
+            after, _, batch_grads = step(inputs, to_devices(batch, layout))
+            buffers = {kind: after[kind] for kind in after.keys() & {"buffers"}}
+            state = update(state | buffers, batch_grads)
+        states[name] = prove.numbers(state)
+    return states
+
+
+@functools.cache
+def states_on_one_device(entry: str, is_long: bool) -> dict[str, dict]:
+    return three_steps(entry, next(iter(ENTRIES[entry].rules)), "1x1", is_long)
+
+
+@pytest.mark.promise("optimizers")
+@pytest.mark.parametrize(
+    ("entry", "strategy", "mesh"), full_except(STATE_CASES, [("transformer", "zero1", "8")])
+)
+def test_every_optimizer_has_one_device_s_state(entry, strategy, mesh, golden):
+    is_long = ENTRIES[entry].is_long(strategy, mesh)
+    states = three_steps(entry, strategy, mesh, is_long)
+    want = states_on_one_device(entry, is_long)
+    record = {
+        name: max(x.relative for x in compare_all(state, want[name]).values())
+        for name, state in states.items()
+    }
+    golden.rewrite(STATES, lambda text: with_case(text, (entry, strategy, mesh), record))
+    for name, relative in record.items():
+        assert relative <= TOLERANCES_OF_STATES[name], name
+
+
+def test_differences_of_states_are_recorded(golden):
+    """The golden has a measurement within tolerance for every case and optimizer."""
+    record = json.loads(golden.rewrite(STATES, lambda text: text) or "{}")
+    cases = [" ".join(case) for case in STATE_CASES]
+    if golden.update:  # other workers are still measuring some
+        cases = [case for case in cases if case in record]
+    assert {*record} == {*cases}, "run with --full --update-golden"
+    for case, optimizers in record.items():
+        assert optimizers.keys() == {*OPTIMIZERS}, case
+        for name, relative in optimizers.items():
+            assert 0 < relative <= TOLERANCES_OF_STATES[name], (case, name)
 
 
 @pytest.mark.promise("layouts")
@@ -238,7 +325,7 @@ def saved(tmp_path_factory):
     @functools.cache
     def save(entry: str, mesh: str):
         strategy = ENTRIES[entry].layout(mesh).strategy
-        _, training = run(entry, strategy, mesh, ENTRIES[entry].is_long(strategy, mesh))
+        training = run(entry, strategy, mesh, ENTRIES[entry].is_long(strategy, mesh))
         folder = tmp_path_factory.mktemp("saved")
         with saving(folder, entry) as saver:
             saver.save(5, training.state)

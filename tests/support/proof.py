@@ -7,12 +7,13 @@ measures again and rewrites both.
 import json
 from collections.abc import Callable
 
-from recipes.common.prove.compare import GRADIENT_TOLERANCE, LOSS_TOLERANCE, difference
+from recipes.common.prove.compare import GRADIENT_TOLERANCE, LOSS_TOLERANCE, STATE_TOLERANCE
 from recipes.common.report.report import size
 from tests.conftest import ROOT
 
 DIFFERENCES = "mesh_differences.json"  # under golden/
 BYTES = "mesh_bytes.json"
+STATES = "optimizer_differences.json"
 PAGE = ROOT / "tests" / "PROOF.md"
 
 PROSE = """\
@@ -31,7 +32,9 @@ simulates the eight devices. The [tests](sharding) assert that
   gpt2 on are initialized on 4x2, 1x8, 2x2x2 and data=2,expert=4 alone);
 - at each of the five steps, the loss is within {loss_tolerance} of one device's (relative);
 - at each of the five steps, the gradient g of every parameter has |g − g₁| / |g₁| < {gradient_tolerance},
-  where g₁ is one device's gradient and |·| the Euclidean norm;
+  where g₁ is one device's gradient and |·| the Euclidean norm (where g₁ is zero but for rounding, the
+  difference is relative to all gradients together);
+- the state after the five steps, buffers included, is within {state_tolerance} of one device's;
 - the compiled step sends what its strategy promises, array by array, and nothing else.
 
 "One device" is the entry's first strategy on 1x1. That run is itself compared with the plain module, without
@@ -62,6 +65,22 @@ The largest relative difference from one device in five steps. The tolerance is 
 The largest |g − g₁| / |g₁| of any parameter in five steps. The tolerance is {gradient_tolerance}.
 
 {gradient_table}
+## Optimizers
+
+The largest |x − x₁| / |x₁| of any array x of the training state, parameters and moments, after three steps
+with each optimizer. Updates are 20 times as large as those above: the learning rate is 1e-2 from the first
+step on. The tolerance is {state_tolerance} for AdamW and {gradient_tolerance} for the others.
+
+- **sgd**, **lion**: moments are linear in gradients, so their tolerance is the gradients'. Lion moves by
+  signs of momenta, and none differed.
+- **adamw** divides a gradient by its size, so an element that is nearly zero moves by its rounding error.
+- **muon** orthogonalizes momenta by Newton-Schulz iterations, which amplify small singular values. With a
+  256 × 1,024 matrix in float32, a relative difference of 5e-7 becomes 4e-6 if the matrix has full rank and
+  8e-5 if its rank is 8; in bfloat16 it becomes 2e-2 and 3e-2. The iterations are therefore in float32 (a TPU's
+  default matmul precision still rounds their operands to bfloat16), and a matrix is never split: in bfloat16,
+  sums over eight shards of X·Xᵀ would differ from the whole's by 3e-2 and 2e-1 after five iterations.
+
+{states_table}
 ## Bytes sent over the textbook's
 
 The bytes that the collectives of one compiled step deliver to one device, divided by the textbook's; the
@@ -88,21 +107,23 @@ strategy without `_sp` is within 1.08 of the textbook; with it, the backward pas
 {bytes_table}"""
 
 
-# Gradients that are zero but for rounding → others of their size. Without rotary embeddings, a bias of
-# all keys adds the same number to all of a query's scores, which softmax ignores.
-ZERO = {("gpt2", "layers/attention/k_bias"): "layers/attention/q_bias"}
-
-
-def gradient_differences(entry: str, got: dict, want: dict) -> dict[str, float]:
-    """The differences of gradients, path → array."""
-    return {
-        path: difference(got[path], want[path], want.get(ZERO.get((entry, path)))) for path in want
-    }
+# Optimizer → tolerance of the state after three steps. PROSE has the reasons.
+TOLERANCES_OF_STATES = {
+    "adamw": STATE_TOLERANCE,
+    "lion": GRADIENT_TOLERANCE,
+    "sgd": GRADIENT_TOLERANCE,
+    "muon": GRADIENT_TOLERANCE,
+}
 
 
 def page() -> str:
     """The text of tests/PROOF.md."""
     differences, sent = _golden(DIFFERENCES), _golden(BYTES)
+    states = {
+        (entry, f"{strategy} on {mesh}", optimizer): relative
+        for (entry, strategy, mesh), record in _golden(STATES).items()
+        for optimizer, relative in record.items()
+    }
     losses = {case: record["loss"] for case, record in differences.items()}
     gradients = {case: record["gradient"] for case, record in differences.items()}
     ratios = [record["sent"] / record["textbook"] for record in sent.values() if record["textbook"]]
@@ -117,6 +138,8 @@ def page() -> str:
         ratio=f"{max(ratios):.2f}",
         loss_tolerance=_scientific(LOSS_TOLERANCE),
         gradient_tolerance=_scientific(GRADIENT_TOLERANCE),
+        state_tolerance=_scientific(STATE_TOLERANCE),
+        states_table=_table(states, _scientific),
         loss_table=_table(losses, _scientific),
         gradient_table=_table(gradients, _scientific),
         bytes_table=_table(sent, _over_textbook),
@@ -130,13 +153,13 @@ def _golden(name: str) -> dict[tuple[str, ...], dict[str, float]]:
 
 
 def _table(cells: dict[tuple[str, ...], float | dict], show: Callable) -> str:
-    """A row for each entry and strategy, a column for each mesh."""
+    """A row for each entry and strategy, a column for each mesh or optimizer."""
     rows = list(dict.fromkeys((entry, strategy) for entry, strategy, _ in cells))
-    meshes = list(dict.fromkeys(mesh for _, _, mesh in cells))
-    head = [mesh.replace(",", ",<br>") for mesh in meshes]
-    lines = ["entry", "strategy", *head], ["---", "---", *["---:"] * len(meshes)]
+    columns = list(dict.fromkeys(column for _, _, column in cells))
+    head = [column.replace(",", ",<br>") for column in columns]
+    lines = ["entry", "strategy", *head], ["---", "---", *["---:"] * len(columns)]
     for row in rows:
-        shown = [show(cells[*row, mesh]) if (*row, mesh) in cells else "–" for mesh in meshes]
+        shown = [show(cells[*row, x]) if (*row, x) in cells else "–" for x in columns]
         lines += ([*row, *shown],)
     return "".join(f"| {' | '.join(line)} |\n" for line in lines)
 

@@ -229,9 +229,9 @@ def trained(name: str, mesh: str):
     layout = layout_of(CONFIGS[name], mesh)
     abstract = abstract_state(layout, OPTIMIZER)
     begin = new_state(layout, OPTIMIZER, 0, variables(name))
-    state = jax.tree.map(lambda x, a: jax.device_put(x, a.sharding), begin, abstract)
     entry = entry_of(CONFIGS[name])
-    training = train(layout, compile_step(entry, layout), state, ENTRIES[entry].batches[:3])
+    step = compile_step(entry, layout)
+    training = train(layout, step, begin, abstract, ENTRIES[entry].batches[:3])
     losses = [means["loss"] for means in training.metrics]
     return losses, training.grads, jax.device_get(training.state), abstract
 

@@ -23,7 +23,7 @@ from jax.sharding import Mesh
 from recipes.common.prove import compare, table
 from recipes.common.prove.compare import Difference
 from recipes.common.prove.locate import Place, locate
-from recipes.common.prove.run import OPTIMIZER, Measured, measure, numbers, restored, trace_loss
+from recipes.common.prove.run import OPTIMIZER, Training, measure, numbers, restored, trace_loss
 from recipes.common.prove.source import float32_line, folder_of
 from recipes.common.prove.subject import (
     Subject,
@@ -155,13 +155,8 @@ class Reference:
     subject: Subject
 
     @functools.cached_property
-    def measured(self) -> Measured:
-        return measure(self.layout, self.subject.optimizer, self.subject.batch)
-
-    @functools.cached_property
-    def zeros(self) -> set[str]:
-        """Paths of parameters whose gradient is zero but for rounding."""
-        return compare.zeros(paths(self.measured.training.grads[0]))
+    def training(self) -> Training:
+        return measure(self.layout, self.subject.optimizer, self.subject.batch).training
 
 
 def prove_case(
@@ -176,10 +171,11 @@ def prove_case(
         if type(error).__name__ == "ShardingTypeError":  # JAX doesn't export it
             failure += " If your model leaves this to the compiler, use auto axes (--auto)."
         return Case(strategy, mesh, error=failure)
-    differences = compare_runs(measured, reference)
-    after = restored(measured.training.state, abstract_state(target, subject.optimizer))
+    training = measured.training
+    differences = compare_runs(training, reference.training)
+    after = restored(training.state, abstract_state(target, subject.optimizer))
     warnings = wasteful(layout, subject.optimizer, subject.batch, measured.step)
-    differences["restore"] = compare.compare_all(after, measured.state)
+    differences["restore"] = compare.compare_all(after, training.final)
     case = Case(
         strategy,
         mesh,
@@ -189,15 +185,14 @@ def prove_case(
         waste=tuple(dict.fromkeys(warnings)),
     )
     if case.beyond.keys() & {"loss", "metrics", "gradient"}:
-        variables = {kind: reference.measured.initial[kind] for kind in layout.model.shapes}
+        variables = {kind: reference.training.initial[kind] for kind in layout.model.shapes}
         place = locate(layout, reference.layout, variables, subject.batch)
         case = dataclasses.replace(case, place=place)
     return case
 
 
-def compare_runs(measured: Measured, reference: Reference) -> dict[str, dict[str, Difference]]:
+def compare_runs(on_mesh: Training, on_one: Training) -> dict[str, dict[str, Difference]]:
     """What is compared → path or name → the largest difference in all steps."""
-    one = reference.measured
     dtype = jax.dtypes.canonicalize_dtype("float64")  # float32 without x64
 
     def worst(found: Iterable[dict[str, Difference]]) -> dict[str, Difference]:
@@ -206,20 +201,20 @@ def compare_runs(measured: Measured, reference: Reference) -> dict[str, dict[str
 
     metrics = worst(
         {name: compare.compare(np.array(a[name], dtype), np.array(b[name], dtype)) for name in b}
-        for a, b in zip(measured.training.metrics, one.training.metrics, strict=True)
+        for a, b in zip(on_mesh.metrics, on_one.metrics, strict=True)
     )
     gradients = worst(
-        compare.compare_all(paths(a), paths(b))
-        for a, b in zip(measured.training.grads, one.training.grads, strict=True)
+        compare.compare_gradients(paths(a), paths(b))
+        for a, b in zip(on_mesh.grads, on_one.grads, strict=True)
     )
-    state = compare.compare_all(measured.state, one.state)
-    zeros = tuple(reference.zeros)
+    state = compare.compare_all(on_mesh.final, on_one.final)
+    zeros = tuple(compare.zeros(paths(on_one.grads[0])))
     return {
-        "initial": compare.compare_all(numbers(measured.initial), numbers(one.initial)),
+        "initial": compare.compare_all(numbers(on_mesh.initial), numbers(on_one.initial)),
         "loss": {"loss": metrics.pop("loss")},
         "metrics": metrics,
+        "gradient": gradients,
         # Adam divides a gradient by its size: it makes much of one that is zero but for rounding.
-        "gradient": {path: x for path, x in gradients.items() if path not in zeros},
         "state": {path: x for path, x in state.items() if not zeros or not path.endswith(zeros)},
     }
 
@@ -259,6 +254,7 @@ def in_float64(case: Case, layout: Layout, subject: Subject) -> Case:
             note = f"the model computes in float32 at {narrow}, so float64 tells nothing"
             return dataclasses.replace(case, note=note)
         reference = Reference(reference_layout([wide_layout]), wide)
-        differences = compare_runs(measure(wide_layout, wide.optimizer, batch), reference)
+        training = measure(wide_layout, wide.optimizer, batch).training
+        differences = compare_runs(training, reference.training)
     every = [x.relative for found in differences.values() for x in found.values()]
     return dataclasses.replace(case, float64=max(every))

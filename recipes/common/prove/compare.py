@@ -28,10 +28,13 @@ class Difference(NamedTuple):
 EQUAL = Difference(0.0, 0.0, 0.0)
 
 
-def difference(a, b, like=None) -> float:
-    """Returns |a - b| / |b|, the relative difference in the Euclidean norm; `like`: in place of b."""
-    norm = np.linalg.norm(np.ravel(b if like is None else like))
-    return float(np.linalg.norm(np.ravel(a - b)) / max(norm, 1e-30))
+def difference(a, b) -> float:
+    """Returns |a - b| / |b|, the relative difference in the Euclidean norm."""
+    return norm(a - b) / max(norm(b), 1e-30)
+
+
+def norm(x) -> float:
+    return float(np.linalg.norm(np.ravel(x)))
 
 
 def compare(a: jax.Array | np.ndarray, b: jax.Array | np.ndarray) -> Difference:
@@ -54,12 +57,22 @@ def compare_all(a: dict[str, np.ndarray], b: dict[str, np.ndarray]) -> dict[str,
     return {path: compare(a[path], x) for path, x in b.items()}
 
 
+def compare_gradients(a: dict[str, np.ndarray], b: dict[str, np.ndarray]) -> dict[str, Difference]:
+    """Path → difference of each gradient; relative to all of them for one that is but rounding."""
+    whole = norm([norm(x) for x in b.values()])
+    small = {path: norm(a[path] - b[path]) / whole for path in zeros(b)}
+    return {
+        path: x._replace(relative=small.get(path, x.relative))
+        for path, x in compare_all(a, b).items()
+    }
+
+
 def zeros(grads: dict[str, np.ndarray]) -> set[str]:
     """Paths of gradients that are zero but for rounding.
 
     A bias of all keys of an attention without rotary embeddings is an example: it adds the same
     number to all scores of a query, which softmax ignores.
     """
-    norms = {path: float(np.linalg.norm(np.ravel(x))) for path, x in grads.items()}
-    whole = float(np.linalg.norm([*norms.values()]))
-    return {path for path, norm in norms.items() if norm < ZERO_SHARE * whole}
+    norms = {path: norm(x) for path, x in grads.items()}
+    whole = norm([*norms.values()])
+    return {path for path, size in norms.items() if size < ZERO_SHARE * whole}

@@ -29,7 +29,15 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from recipes.common.prove.compare import ZERO_SHARE, difference, zeros
 from recipes.common.prove.run import trace_loss
-from recipes.common.prove.source import bodies, folder_of, num_carry, num_consts, source_line
+from recipes.common.prove.source import (
+    COLLECTIVES,
+    bodies,
+    constraint,
+    folder_of,
+    num_carry,
+    num_consts,
+    source_line,
+)
 from recipes.common.report.report import show_axis
 from recipes.common.sharding import Layout, Tree, abstract_model, paths, shardings
 from recipes.common.sharding.compiler_options import QUICK
@@ -40,8 +48,6 @@ SEPARATOR = "|"
 PATH = "path_in_proof"  # attribute of submodules
 TOLERANCE = 1e-5  # relative, of the arrays between submodules
 INLINED = ("jit", "pjit", "closed_call", "checkpoint", "remat2")  # calls that may hold marks
-COLLECTIVES = ("psum", "psum_invariant", "psum2", "pmax", "pmin", "all_gather", "all_gather_invariant",
-               "reduce_scatter", "all_to_all", "ppermute", "axis_index")  # fmt: skip
 
 
 @dataclasses.dataclass(frozen=True)
@@ -185,10 +191,9 @@ def _near(eqn: JaxprEqn, folder: pathlib.Path) -> Iterator[str]:
     if name == "shard_map":
         specs = (", ".join(map(str, params[side])) for side in ("in_specs", "out_specs"))
         yield f"shard_map {' → '.join(specs)}{where}"
-    elif name in ("reshard", "sharding_constraint"):
-        sharding = params["dst_sharding" if name == "reshard" else "sharding"]
+    elif (sharding := constraint(eqn)) is not None:
         yield f"constraint to {sharding.spec}{where}"
-    elif name in COLLECTIVES:
+    elif name in (*COLLECTIVES, "axis_index"):
         axes = params.get("axes", params.get("axis_name"))
         yield f"{name} over {axes}{where}"
     elif name == "dot_general" and params["out_sharding"] is not None:
@@ -223,15 +228,12 @@ def evaluate(
                 results = eqn.primitive.bind(*values, **parameters)
             results = results if eqn.primitive.multiple_results else [results]
         else:
-            run = _scan if eqn.primitive.name == "scan" else _call
-            results, inner = run(eqn, body, values, probes)
+            is_scan = eqn.primitive.name == "scan"
+            inputs = body, values, probes
+            results, inner = _scan(eqn, *inputs) if is_scan else evaluate(*inputs)
             arrays += inner
         env |= dict(zip(eqn.outvars, results, strict=True))
     return [read(atom) for atom in closed.jaxpr.outvars], arrays
-
-
-def _call(eqn: JaxprEqn, body: ClosedJaxpr, values: list, probes: Iterator | None):
-    return evaluate(body, values, probes)
 
 
 def _scan(eqn: JaxprEqn, body: ClosedJaxpr, values: list, probes: Iterator | None):

@@ -1,6 +1,7 @@
 """Runs a model's train step on a mesh and returns everything that one device must agree with."""
 
 import dataclasses
+import functools
 import pathlib
 import tempfile
 from collections.abc import Iterable
@@ -31,9 +32,15 @@ STEPS = 3
 class Training:
     """Some steps of a model, on the host except `state`."""
 
+    initial: Tree  # the state before the first step
     metrics: list[dict[str, float]]  # of each step, means, with "loss" among them
     grads: list[Tree]  # of each step
     state: Tree  # after the last step, on the devices
+
+    @functools.cached_property
+    def final(self) -> dict[str, np.ndarray]:
+        """Path → array of the state after the last step."""
+        return numbers(self.state)
 
 
 def compile_step(
@@ -84,29 +91,33 @@ def initial_state(layout: Layout, optimizer: optax.GradientTransformation, abstr
 
 
 def train(
-    layout: Layout, step: jax.stages.Compiled, state: Tree, batches: Iterable[Tree]
+    layout: Layout,
+    step: jax.stages.Compiled,
+    initial: Tree,
+    abstract: Tree,
+    batches: Iterable[Tree],
 ) -> Training:
     """Runs a compiled step on each batch.
 
     Args:
-      state: on the devices.
+      initial: the state before the first step, on the host.
+      abstract: the state as ShapeDtypeStructs, each with its sharding.
       batches: trees of numpy arrays.
     """
+    state = jax.device_put(initial, shardings(abstract))
     metrics, all_grads = [], []
     for batch in batches:
         state, means, grads = step(state, to_devices(batch, layout))
         metrics.append({name: float(mean) for name, mean in means.items()})
         all_grads.append(jax.device_get(grads))
-    return Training(metrics, all_grads, state)
+    return Training(initial, metrics, all_grads, state)
 
 
 @dataclasses.dataclass(frozen=True)
 class Measured:
     """What a model does on a mesh, and facts of the compiled step."""
 
-    initial: Tree  # the state before the first step, on the host
     training: Training
-    state: dict[str, np.ndarray]  # path → array after the last step, on the host
     sent: dict[str, tuple[int, int]]  # kind of collective → (count, bytes) of a step on a device
     memory: int  # bytes of a device at the step's peak
     step: jax.stages.Compiled
@@ -117,13 +128,9 @@ def measure(layout: Layout, optimizer: optax.GradientTransformation, batch: Tree
     abstract = abstract_state(layout, optimizer)
     options = QUICK if layout.mesh.devices.flat[0].platform == "cpu" else {}
     step = compile_step(layout, optimizer, jax.tree.map(lambda x: x[0], batch), **options)
-    first = initial_state(layout, optimizer, abstract)
-    state = jax.device_put(first, shardings(abstract))
-    training = train(layout, step, state, [batch] * STEPS)
+    initial = initial_state(layout, optimizer, abstract)
     return Measured(
-        initial=first,
-        training=training,
-        state=numbers(training.state),
+        training=train(layout, step, initial, abstract, [batch] * STEPS),
         sent=report.totals(step),
         memory=report.peak_memory(step),
         step=step,

@@ -3,6 +3,7 @@
 import pathlib
 import sys
 from collections.abc import Iterable, Iterator
+from typing import Any
 
 from flax import nnx
 from jax.extend.core import (
@@ -12,6 +13,9 @@ from jax.extend.core import (
 )
 
 KIT = "sharding.py"  # its helpers apply a constraint that their caller states
+# Primitives that move data between devices.
+COLLECTIVES = ("psum", "psum_invariant", "psum2", "pmax", "pmin", "all_gather", "all_gather_invariant",
+               "reduce_scatter", "all_to_all", "ppermute")  # fmt: skip
 
 
 def folder_of(model: nnx.Module) -> pathlib.Path:
@@ -32,6 +36,12 @@ def line_of(frames: Iterable[tuple[str, int]], folder: pathlib.Path) -> str:
         if path.parent == folder and path.name != KIT:
             return f"{path.name}:{line}"
     return ""
+
+
+def constraint(eqn: JaxprEqn) -> Any:
+    """The sharding that an equation constrains its operand to; None for other equations."""
+    parameter = {"reshard": "dst_sharding", "sharding_constraint": "sharding"}
+    return eqn.params.get(parameter.get(eqn.primitive.name, ""))
 
 
 def num_consts(eqn: JaxprEqn) -> int:

@@ -15,7 +15,7 @@ import pathlib
 import re
 import sys
 import types
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import jax
@@ -25,9 +25,10 @@ import optax
 from flax import nnx
 from jax.sharding import AxisType, Mesh
 
+from recipes.common.plan.search import meshes as meshes_of
 from recipes.common.prove.run import OPTIMIZER, trace_loss
 from recipes.common.runtime import UserError, describe
-from recipes.common.runtime.mesh import ORDER, make_mesh, parse
+from recipes.common.runtime.mesh import make_mesh, parse
 from recipes.common.sharding import Layout, Tree, abstract_model, paths
 from recipes.common.sharding import rules as sharding_rules
 from recipes.common.sharding.rules import Rules, used_axes
@@ -387,22 +388,11 @@ def make_meshes(names: Iterable[str | Mesh]) -> list[Mesh]:
 
 def default_meshes(rules: Rules) -> list[Mesh]:
     """All meshes of the devices that have the rules' axes, each with two devices at least."""
-    axes = [axis for axis in ORDER if axis in used_axes(rules)]
-    axes += sorted(used_axes(rules) - {*axes})
-    count = jax.device_count()
-    shapes = (dict(zip(axes, sizes, strict=True)) for sizes in _factors(count, len(axes)))
-    return [make_mesh(describe(shape)) for shape in shapes]
-
-
-def _factors(count: int, parts: int) -> Iterator[tuple[int, ...]]:
-    """All ways to write `count` as a product of so many factors above 1.
-
-    >>> [*_factors(8, 2)]
-    [(4, 2), (2, 4)]
-    """
-    if parts < 2:
-        yield from [(count,)] * parts
-        return
-    for first in range(count // 2 ** (parts - 1), 1, -1):
-        if count % first == 0:
-            yield from ((first, *rest) for rest in _factors(count // first, parts - 1))
+    used = used_axes(rules)
+    all_sizes = meshes_of(jax.device_count(), rules)
+    used_sizes = [{axis: n for axis, n in sizes.items() if axis in used} for sizes in all_sizes]
+    return [
+        make_mesh(describe(sizes))
+        for sizes in used_sizes
+        if math.prod(sizes.values()) == jax.device_count() > 1 and min(sizes.values()) > 1
+    ]

@@ -11,7 +11,15 @@ from flax import nnx
 from jax.extend.core import Jaxpr, JaxprEqn, Literal, Var
 
 from recipes.common.prove.run import trace_loss
-from recipes.common.prove.source import bodies, folder_of, line_of, num_consts, source_line
+from recipes.common.prove.source import (
+    COLLECTIVES,
+    bodies,
+    constraint,
+    folder_of,
+    line_of,
+    num_consts,
+    source_line,
+)
 from recipes.common.report.hlo import collectives, source_frames
 from recipes.common.report.report import bytes_per_device, size
 from recipes.common.sharding import Layout, Tree, paths
@@ -19,8 +27,6 @@ from recipes.common.sharding.abstract import variables_of
 from recipes.common.train.state import abstract_state
 
 LARGE = 0.05  # share of all weights from which one is large
-COLLECTIVES = ("psum", "psum_invariant", "all_gather", "all_gather_invariant", "reduce_scatter",
-               "all_to_all", "ppermute")  # fmt: skip
 
 
 class Waste(NamedTuple):
@@ -172,9 +178,8 @@ def _communicates(eqn: JaxprEqn) -> bool:
     name = eqn.primitive.name
     if name in COLLECTIVES:
         return True
-    if name in ("reshard", "sharding_constraint"):
+    if (after := constraint(eqn)) is not None:
         operand: Any = eqn.invars[0].aval
-        after = eqn.params["dst_sharding" if name == "reshard" else "sharding"]
         return _parts(operand.sharding) > _parts(after)
     return name == "shard_map" and any(map(_communicates, eqn.params["jaxpr"].eqns))
 
