@@ -45,7 +45,7 @@ LAYERS = {
         *{"storage", "runtime", "sharding", "report", "plan", "generation", "checkpoint"},
         *{"train", "entries", "config_flags"},
     },
-    "prove": {"storage", "runtime", "sharding", "report", "checkpoint", "train"},
+    "prove": {"storage", "runtime", "sharding", "report", "plan", "checkpoint", "train"},
     "train": {"storage", "runtime", "sharding", "hf", "report", "checkpoint", "entries"},
     "entries": set(),
     "mesh": {"runtime"},
