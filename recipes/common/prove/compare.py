@@ -58,7 +58,10 @@ def compare_all(a: dict[str, np.ndarray], b: dict[str, np.ndarray]) -> dict[str,
 
 
 def compare_gradients(a: dict[str, np.ndarray], b: dict[str, np.ndarray]) -> dict[str, Difference]:
-    """Path → difference of each gradient; relative to all of them for one that is but rounding."""
+    """Path → difference of each gradient.
+
+    Where the gradient is zero but for rounding, the difference is relative to all gradients together.
+    """
     whole = norm([norm(x) for x in b.values()])
     small = {path: norm(a[path] - b[path]) / whole for path in zeros(b)}
     return {

@@ -227,10 +227,11 @@ def evaluate(
                 parameters = eqn.primitive.get_bind_params(eqn.params)
                 results = eqn.primitive.bind(*values, **parameters)
             results = results if eqn.primitive.multiple_results else [results]
+        elif eqn.primitive.name == "scan":
+            results, inner = _scan(eqn, body, values, probes)
+            arrays += inner
         else:
-            is_scan = eqn.primitive.name == "scan"
-            inputs = body, values, probes
-            results, inner = _scan(eqn, *inputs) if is_scan else evaluate(*inputs)
+            results, inner = evaluate(body, values, probes)
             arrays += inner
         env |= dict(zip(eqn.outvars, results, strict=True))
     return [read(atom) for atom in closed.jaxpr.outvars], arrays

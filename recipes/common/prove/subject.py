@@ -394,5 +394,5 @@ def default_meshes(rules: Rules) -> list[Mesh]:
     return [
         make_mesh(describe(sizes))
         for sizes in used_sizes
-        if math.prod(sizes.values()) == jax.device_count() > 1 and min(sizes.values()) > 1
+        if math.prod(sizes.values()) == jax.device_count() and min(sizes.values(), default=1) > 1
     ]
