@@ -96,6 +96,7 @@ CASES = [
     ("qwen3_next", "4x2", "fsdp_tp", "adamw"),
     ("transformer", "4x2", "fsdp_tp", "muon"),
     ("transformer", "8", "zero1", "adamw"),
+    ("transformer", "8", "zero1", "muon"),
 ]
 
 
