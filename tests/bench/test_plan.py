@@ -40,6 +40,7 @@ from recipes.common.train.step import TrainStep
 from tests.by_hand import plan_cases
 from tests.conftest import ROOT
 from tests.support.entries import BATCH, ENTRIES, LR
+from tests.support.quick import XLA_FLAGS
 from tests.support.quick import quick as quick
 from zoo import moe, splash
 from zoo.moe import MoE
@@ -723,6 +724,16 @@ def test_confirmed_figures_stand_beside_the_estimates(inside, monkeypatch):
     assert found["compiled_sent"] is not None
     assert found["compiled_seconds"] is None, "only TPUs' compiler estimates cycles"
     assert re.search(r"compiling, 1 of 1; Ctrl-C stops\n.*: compiled in \d+ s\n$", done.err)
+
+
+@pytest.mark.full
+def test_devices_are_simulated_after_planning(run):
+    """In a process of its own: once planning had made arrays, there would be one device."""
+    flags = ("--size=tiny", "--batch_tokens=2K", "--confirm=1", "--json", "--optimizer=muon")
+    done = run("recipes.plan", *flags, XLA_FLAGS=XLA_FLAGS)
+    assert done.code == 0, done.err
+    (found,) = json.loads(done.out)["confirmed"]
+    assert found["compiled_sent"] > 0
 
 
 def test_a_tpu_s_step_is_confirmed_by_its_cycles(monkeypatch, tmp_path):

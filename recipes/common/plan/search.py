@@ -4,7 +4,6 @@ import dataclasses
 import math
 import sys
 from collections.abc import Iterator
-from functools import partial
 from typing import Any, NamedTuple
 
 from flax import nnx
@@ -138,7 +137,10 @@ def _layout(
         return "dims"
     if any(job.zoo.AXES.uneven.get(axis) == "replicated" for axis in uneven):
         return "dims"
-    build = partial(job.model, job.config, rngs=nnx.Rngs(0))
+
+    def build() -> nnx.Module:  # random keys need devices, and --confirm may simulate more of them
+        return job.model(job.config, rngs=nnx.Rngs(0))
+
     layout = Layout(
         mesh, job.zoo, job.config, strategy, fitting, uneven, build, abstract, job.rows,
         job.seq_len,

@@ -23,6 +23,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from flax import nnx
+from jax.dtypes import canonicalize_dtype
 from jax.sharding import AxisType, Mesh
 
 from recipes.common.plan.search import meshes as meshes_of
@@ -216,7 +217,8 @@ def make_subject(
         raise UserError(
             "the batch is not a dict; return {name: array}, with the loss's parameters as names"
         )
-    batch = {name: np.asarray(x) for name, x in batch.items()}
+    arrays = {name: np.asarray(x) for name, x in batch.items()}
+    batch = {name: x.astype(canonicalize_dtype(x.dtype)) for name, x in arrays.items()}
     rows = {name: x.shape[:1] for name, x in batch.items()}
     if len({*rows.values()}) != 1 or () in rows.values():
         listed = ", ".join(f"{name} {list(x.shape)}" for name, x in batch.items())
