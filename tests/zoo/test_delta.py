@@ -334,6 +334,33 @@ def test_a_layer_on_a_mesh_equals_one_device(mesh):
     assert worst(results, one_device()) < 2e-6
 
 
+def test_a_layer_is_its_definition():
+    """From its input to its output: projections, decays and the gated norm too."""
+    heads = {"delta_heads": N, "delta_key_heads": G, "delta_key_dim": K, "delta_value_dim": V}
+    config = Config(conv_width=W, **heads)
+    layer = delta.GatedDelta(config, rngs=nnx.Rngs(0))
+    x_BTD = np.random.default_rng(0).standard_normal((B, ROWS, config.embed)).astype(np.float32)
+    _, ids_BT = projections(np.float32)
+
+    def definition_of_layer(x_BTD):
+        q, k, v, gate, decay, write = (
+            jnp.tensordot(x_BTD, getattr(layer, name)[...], 1)
+            for name in ("q", "k", "v", "gate", "decay", "write")
+        )
+        rate_N = jnp.exp(layer.log_rate[...])
+        log_decay = -rate_N[None, None] * jax.nn.softplus(decay + layer.decay_bias[...][None, None])
+        kernels = layer.q_kernel[...], layer.k_kernel[...], layer.v_kernel[...]
+        out = plain((q, k, v, log_decay, jax.nn.sigmoid(write), *kernels), ids_BT)
+        return jnp.tensordot(layer.norm(out) * jax.nn.silu(gate), layer.o[...], 2)
+
+    def outputs(x_BTD, ids_BT):
+        positions = make_positions(config, jnp.zeros((B, ROWS), jnp.int32), ids_BT)
+        return layer(x_BTD, positions, config.kinds[0])[0]
+
+    out_BTD = compiled(outputs)(x_BTD, ids_BT)
+    assert worst(out_BTD, compiled(definition_of_layer)(x_BTD)) < 1e-5
+
+
 def test_a_packed_document_is_computed_as_alone():
     """Resets state and convolution: a layer's outputs for the second document don't see the first."""
     config = Config()
