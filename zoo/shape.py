@@ -38,6 +38,7 @@ class RecurrenceShape:
     weights: int  # that a position is multiplied with: the projections
     work: int  # multiplications per position of the recurrence itself
     width: int  # numbers per position that its derivative needs; rules split them as heads
+    chunks: int  # float32 numbers per position at work in its derivative; likewise
     state: int  # numbers per row that it carries along T; rules split them as heads
     erase: int  # numbers per row of the matrix that a part of T multiplies the state with; likewise
     halo: int  # numbers per row of the positions before a part of T that it also needs

@@ -40,6 +40,7 @@ class Activations(NamedTuple):
     kv: int  # keys and values
     latents: int
     recurrence: int
+    chunks: int  # float32
     mlp: int  # one matrix's output, in the MLP
     hidden: float  # one matrix's output, in the MLP and the experts
     dispatched: float  # what experts receive
@@ -120,8 +121,9 @@ def _of_tokens(layout: Layout, accumulate: int, segments: bool, sizes: Weights) 
     their gradient. Or in the layers' backward pass: gradients are those of all layers at rest and
     that of the table, whole; the live working set is the weights in use of two layers (one is being
     gathered), the recomputed activations of one layer, including float32 attention scores unless a
-    kernel keeps them on chip, and all layers' weights in the compute dtype, because the compiler
-    casts them before the loop. Experts compute `capacity` times the positions that choose them.
+    kernel keeps them on chip and a recurrence's chunks, and all layers' weights in the compute dtype,
+    because the compiler casts them before the loop. Experts compute `capacity` times the positions
+    that choose them.
 
     In stages, a device has its layers' weights whole in the compute dtype and their gradients whole
     in float32 for the whole step, besides those of one microbatch, and keeps what 2S - 1
@@ -145,9 +147,10 @@ def _of_tokens(layout: Layout, accumulate: int, segments: bool, sizes: Weights) 
         saved += layers * rows * (between * outside + length * inside) * width
         if remat == "none":  # also weights in use, and scores before and after the softmax
             saved += layers * (sizes.layer + numbers.scores * (4 + width) // 4)
-        products = layer.matrices * numbers.hidden + 2 * numbers.dispatched + numbers.recurrence
-        # The MLP's products are gone when attention's backward pass begins.
-        inner = 2 * numbers.queries + numbers.kv + max(products, numbers.partials) + 2 * D
+        products = layer.matrices * numbers.hidden + 2 * numbers.dispatched
+        # The MLP's products are gone when the backward pass of attention or a recurrence begins.
+        working = max(products, numbers.partials, numbers.chunks * 4 // width)
+        inner = 2 * numbers.queries + numbers.kv + numbers.recurrence + working + 2 * D
         recomputed = max(recomputed, rows * length * inner * width)
         scores = max(scores, numbers.scores)
     if remat == "offload":
@@ -175,7 +178,7 @@ def _of_tokens(layout: Layout, accumulate: int, segments: bool, sizes: Weights) 
 
 def _activations(layout: Layout, layer: LayerShape, rows: int, segments: bool) -> Activations:
     """What a layer computes of `rows` rows on a device."""
-    queries = kv = latents = recurrence = attention = partials = scores = 0
+    queries = kv = latents = recurrence = chunks = attention = partials = scores = 0
     if layer.attention:
         heads = layer.attention.heads // layout.count_shards(HEADS)
         queries = layer.attention.heads * layer.attention.key_dim // layout.count_shards(HEADS)
@@ -192,6 +195,7 @@ def _activations(layout: Layout, layer: LayerShape, rows: int, segments: bool) -
             partials = queries * partial_gradients(layout, layer.attention)
     if layer.recurrence:
         recurrence = layer.recurrence.width // layout.count_shards(HEADS)
+        chunks = layer.recurrence.chunks // layout.count_shards(HEADS)
     mlp = layer.mlp // layout.count_shards(MLP)
     hidden, dispatched = float(mlp), 0.0
     if layer.experts:
@@ -202,6 +206,7 @@ def _activations(layout: Layout, layer: LayerShape, rows: int, segments: bool) -
         kv=kv,
         latents=latents,
         recurrence=recurrence,
+        chunks=chunks,
         mlp=mlp,
         hidden=hidden,
         dispatched=dispatched,
@@ -252,6 +257,7 @@ def _saved_numbers(layout: Layout, layer: LayerShape, numbers: Activations) -> t
         case _:  # none: all inputs of derivatives; q, k and v share theirs, and so do gate and up
             products = 2 * layer.matrices * numbers.hidden + numbers.dispatched
             inner = numbers.attention + 2 * numbers.latents + numbers.recurrence
+            inner += numbers.chunks // 2 * 4 // compute_bytes(layout)  # without gradients
             return 6 * D * 4 // compute_bytes(layout), 2 * D + products + inner
 
 
