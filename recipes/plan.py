@@ -5,7 +5,7 @@
     python -m recipes.plan --devices=cpu:8                     # the laptop's simulated devices
     python -m recipes.plan --size=8b --devices=v5p:64 --confirm=3   # asks the real compiler too
 
-Estimated times are lower bounds; docs/plan.md lists the assumptions and the errors.
+docs/plan.md lists the estimates' assumptions and errors.
 """
 
 import dataclasses

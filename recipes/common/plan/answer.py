@@ -25,7 +25,7 @@ WORDS = {  # key of Estimate.seconds → a phrase
 }
 # Platform → how many times as long as estimated published runs take, least and most: the last column
 # of the table in recipes/docs/plan.md.
-PUBLISHED = {"tpu": (1.50, 2.31), "gpu": (2.31, 5.32)}
+PUBLISHED = {"tpu": (0.96, 1.10), "gpu": (2.31, 5.32)}
 
 
 def group(devices: Devices) -> str:
@@ -127,9 +127,10 @@ def bounds_note(plan: Plan) -> str:
     if platform not in PUBLISHED:
         return "The devices are simulated, so times are made up."
     least, most = PUBLISHED[platform]
+    basis = {"tpu": "follow the compiler's cycles", "gpu": "are lower bounds"}[platform]
     return (
-        f"Times are lower bounds: published runs on {platform.upper()}s take {least:.1f} to {most:.1f} "
-        "times as long (recipes/docs/plan.md)."
+        f"Times {basis}: published runs on {platform.upper()}s take {least:.1f} to {most:.1f} times as "
+        "long (recipes/docs/plan.md)."
     )
 
 

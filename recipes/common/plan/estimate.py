@@ -1,7 +1,8 @@
 """Memory, bytes sent and time of a train step, estimated by arithmetic alone.
 
-Times come from a roofline model, so they are lower bounds: matmuls run at the peak, collectives at
-the links' full rate. These assumptions are the same for every candidate:
+Operations take the least time that the hardware allows (FLOPs at the peak, bytes at the memory's
+bandwidth), multiplied by the factors of calibration.py; those of GPUs are lower bounds. Collectives
+take the links' full rate. These assumptions are the same for every candidate:
 
 - Transfers of weights and gradients overlap with compute, except the first layer's gather and the
   last layer's gradients. Those of activations, of attention and of experts do not overlap.
@@ -17,8 +18,17 @@ from typing import NamedTuple
 
 from jax.sharding import AbstractDevice, AbstractMesh, AxisType
 
+from recipes.common.plan.calibration import FACTORS, FILL, LOWER_BOUND
 from recipes.common.plan.hardware import USABLE, Devices
-from recipes.common.plan.memory import compute_bytes, memory_parts, moments, on_host, weights
+from recipes.common.plan.memory import (
+    compute_bytes,
+    kernel,
+    memory_parts,
+    moments,
+    on_host,
+    partial_gradients,
+    weights,
+)
 from recipes.common.plan.textbook import (
     Transfer,
     device_tokens,
@@ -29,12 +39,18 @@ from recipes.common.plan.textbook import (
 from recipes.common.report import flops
 from recipes.common.runtime import slices
 from recipes.common.sharding.layout import Layout
+from zoo.kernels import block_of
 from zoo.pipeline import microbatches
-from zoo.shape import Shape
+from zoo.shape import AttentionShape, Shape
+from zoo.sharding import device
+from zoo.splash import visited_blocks
+from zoo.strategies import RESIDUAL_SEQ
 
 # Remat policy → whether a layer's matmuls run again in the backward pass. "none" repeats nothing,
 # and "dots" only attention.
 REPEATS = {None: (False, False), "none": (False, False), "dots": (False, True)}
+LANES = 128  # of a TPU's vectors: heads of 64 take as long as those of 128
+LOGITS = 4  # times that float32 logits are written or read, forward and backward
 OVERLAPPED = ("compute", "memory", "links", "network", "host")  # keys of Estimate.seconds
 
 
@@ -49,6 +65,7 @@ class Estimate(NamedTuple):
     transfers: list[Transfer]
     links: float  # bytes sent to devices of the same slice or node
     network: float  # bytes sent to devices of other slices or nodes
+    operations: dict[str, float]  # kind of operation, a field of Factors → seconds of computing
     seconds: dict[str, float]  # cause → seconds
     useful: float  # FLOPs of all devices, without recomputation
     optimizer: str
@@ -129,22 +146,31 @@ def estimate(
             seconds["network"] += outside
         else:
             seconds["waiting"] += inside + outside
-    useful, done, low = _flops(layout)
+    work = _work(layout)
+    factors = FACTORS.get(devices.kind, LOWER_BOUND)
+    filled = 1 + FILL / layout.shape.embed if devices.kind in FACTORS else 1.0
     sizes_of_weights, shape = weights(layout), layout.shape
     waves = accumulate
     seconds["bubble"] = 0.0
-    rate = hardware.rate(shape.matmul or "")
-    seconds["compute"] = ((done - low) / hardware.peak + low / rate) / devices.count
+    matmuls = work.matmuls / hardware.peak + work.low / hardware.rate(shape.matmul or "")
+    repeats_matmuls, _ = REPEATS.get(shape.remat, (True, True))
+    passes = 4 if repeats_matmuls else 3
+    activations = _activations(layout, passes) / hardware.bandwidth
+    operations = {
+        "matmul": factors.matmul * filled * matmuls / devices.count,
+        "attention": factors.attention * work.attention / hardware.peak / devices.count,
+        "elementwise": factors.elementwise * activations,
+        "copy": factors.copy * activations,
+    }
+    seconds["compute"] = sum(operations.values())
     if layout.stages > 1:
         rows = layout.batch_size // accumulate // layout.batch_shards
         count = microbatches(layout.config, rows, layout.stages)
         waves *= count
         idle = (layout.stages - 1) / count
         seconds["bubble"] = seconds["compute"] * idle
-    repeats_matmuls, _ = REPEATS.get(shape.remat, (True, True))
-    passes = 4 if repeats_matmuls else 3
     read = sizes_of_weights.layer * shape.num_layers / layout.stages * passes * waves
-    seconds["memory"] = (read + _activations(layout, passes)) / hardware.bandwidth
+    seconds["memory"] = read / hardware.bandwidth + activations
     # Gradients, parameters and moments are read; all but the gradients are written.
     updated = 3 * sizes_of_weights.state + 2 * moments(sizes_of_weights, optimizer)
     seconds["update"] = updated / hardware.bandwidth
@@ -155,32 +181,80 @@ def estimate(
     seconds["ends"] = max(seconds["links"], seconds["network"]) / shape.num_layers
     memory = memory_parts(layout, accumulate, offload=offload, optimizer=optimizer)
     return Estimate(
-        layout, devices, accumulate, memory, host, sent, links, network, seconds, useful, optimizer
+        layout,
+        devices,
+        accumulate,
+        memory,
+        host,
+        sent,
+        links,
+        network,
+        operations,
+        seconds,
+        work.useful,
+        optimizer,
     )
 
 
-def _flops(layout: Layout) -> tuple[float, float, float]:
-    """(FLOPs of a batch without recomputation, those that devices compute, the part of these in
-    low precision); causal attention.
-    """
+class Work(NamedTuple):
+    """FLOPs of a batch on all devices."""
+
+    useful: float  # without recomputation
+    matmuls: float  # besides attention's and those in low precision
+    low: float  # in low precision
+    attention: float
+
+
+def _work(layout: Layout) -> Work:
+    """What devices compute, with what remat repeats; causal attention."""
     shape = layout.shape
     if not shape.vocab_size:
         useful = flops.encoder(layout) * layout.batch_size
-        return useful, useful, _in_low_precision(shape, useful, 0)
+        low = _in_low_precision(shape, useful, 0)
+        return Work(useful=useful, matmuls=useful - low, low=low, attention=0.0)
     tokens = layout.batch_size * layout.seq_len
     useful = flops.decoder(layout.config, layout.seq_len, layout.batch_size)["causal"]
     table = 6 * shape.vocab_size * shape.embed * tokens
-    attention = useful - 6 * shape.multiplied * tokens
-    matmuls = useful - table - attention
-    empty_slots = 0.0  # are computed too
-    for experts, count in shape.trained_experts:
+    recurrence = sum(
+        6 * count * layer.recurrence.work * tokens
+        for layer, count in shape.trained_layers
+        if layer.recurrence
+    )
+    attention = useful - 6 * shape.multiplied * tokens - recurrence
+    matmuls = useful - table - attention - recurrence
+    for experts, count in shape.trained_experts:  # empty slots are computed too
         of_tokens = 6 * count * experts.per_token * experts.weights * tokens
-        empty_slots += of_tokens * ((experts.capacity or 1.0) * layout.seq_shards - 1)
+        matmuls += of_tokens * ((experts.capacity or 1.0) * layout.seq_shards - 1)
     repeats_matmuls, repeats_attention = REPEATS.get(shape.remat, (True, True))
-    again = repeats_matmuls * (matmuls + empty_slots) / 3
-    once = useful + empty_slots + table / 3  # logits are computed twice
-    computed = once + again + repeats_attention * attention / 3
-    return useful, computed, _in_low_precision(shape, matmuls + empty_slots, again)
+    again = repeats_matmuls * matmuls / 3
+    low = _in_low_precision(shape, matmuls, again)
+    # Logits are computed twice.
+    done = matmuls + again + table * 4 / 3 + recurrence * (1 + repeats_attention / 3)
+    attention *= 1 + repeats_attention / 3
+    if kernel(layout) == "splash":
+        attention = _kernels(layout, forward=1 + repeats_attention)
+    return Work(useful=useful, matmuls=done - low, low=low, attention=attention)
+
+
+def _kernels(layout: Layout, forward: int) -> float:
+    """FLOPs of TPU kernels for attention: of whole blocks, and of heads padded to LANES.
+
+    Args:
+      forward: how often the forward kernel runs. It has two matmuls; the backward kernel five, or
+        two kernels seven.
+    """
+    total = 0.0
+    for layer, count in layout.shape.trained_layers:
+        if layer.attention:
+            block = block_of(layout.seq_len, layer.attention.window)
+            tiles = layout.seq_len // block
+            visited = visited_blocks(layout.seq_len, layer.attention.window)
+            computed = visited * tiles - visited * (visited - 1) / 2  # fewer keys before the first
+            width = layer.attention.heads * _head_dim(layout, layer.attention)
+            matmul = 2 * computed * block**2 * width
+            backward = 5 if partial_gradients(layout, layer.attention) else 7
+            total += count * (2 * forward + backward) * matmul
+    return total * layout.batch_size
 
 
 def _in_low_precision(shape: Shape, matmuls: float, again: float) -> float:
@@ -190,22 +264,39 @@ def _in_low_precision(shape: Shape, matmuls: float, again: float) -> float:
     return matmuls * (1 / 3 if shape.matmul_backward else 1) + again
 
 
+def _head_dim(layout: Layout, attention: AttentionShape) -> float:
+    """The mean dim of keys and values; TPUs pad both."""
+    with layout.trace():
+        lanes = LANES if device().platform == "tpu" else 1
+    dims = (attention.key_dim, attention.value_dim)
+    return sum(math.ceil(dim / lanes) * lanes for dim in dims) / 2
+
+
 def _activations(layout: Layout, passes: int) -> float:
-    """Bytes of activations that a device's layers write and read in a step."""
+    """Bytes of activations that a device writes and reads in a step: its layers', and logits.
+
+    Args:
+      passes: forward passes of a layer, with what remat repeats; a backward pass counts as two.
+    """
     shape = layout.shape
     if not shape.vocab_size:
         return 0.0
-    numbers = 0.0  # per position, of all layers
+    residual = inner = 0.0  # numbers per position, of all layers
     for layer in shape.layers:
         hidden = layer.mlp
-        inner = 0
         if layer.attention:
-            inner += layer.attention.kv_dim * (layer.attention.heads + layer.attention.kv_heads)
+            heads = layer.attention.heads + layer.attention.kv_heads
+            inner += layer.count * heads * 2 * _head_dim(layout, layer.attention)
         if layer.recurrence:
-            inner += layer.recurrence.width
+            inner += layer.count * layer.recurrence.width
         if layer.experts:
             hidden += layer.experts.slots * layer.experts.width
-        numbers += layer.count * (6 * shape.embed + inner + layer.matrices * hidden)
+        residual += layer.count * 6 * shape.embed
+        inner += layer.count * layer.matrices * hidden
     # Devices that do not split rows or positions split heads and hidden widths, and layers.
     split = layout.mesh.size / layout.batch_shards / layout.seq_shards
-    return 2 * passes * device_tokens(layout) * numbers / split * compute_bytes(layout)
+    between = layout.count_shards(RESIDUAL_SEQ) / layout.seq_shards  # between sublayers
+    tokens = device_tokens(layout)
+    of_layers = tokens * (residual / between / layout.stages + inner / split)
+    logits = tokens * shape.vocab_size / split
+    return 2 * passes * of_layers * compute_bytes(layout) + LOGITS * logits * 4
