@@ -28,6 +28,7 @@ CASES = [
     Case("transformer", "124m", "v5p:16", "fsdp", "16", 1_024, rows=128),
     Case("transformer", "124m", "v5e:16", "fsdp", "16", 2_048),
     Case("moe", "mixtral_8x7b", "v5p:16", "fsdp_ep", "data=2,expert=8", 8_192, layers=4),
+    Case("moe", "mixtral_8x7b", "v5p:16", "fsdp", "16", 8_192, layers=4),
 ]
 
 
