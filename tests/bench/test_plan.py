@@ -339,6 +339,23 @@ def test_flops_of_attention_s_kernels_by_hand(seq_len, window, pairs, backward):
     assert seconds == pytest.approx(FACTORS["v5p"].attention * least)
 
 
+def test_frozen_weights_have_no_gradients():
+    """Forward, again, and the gradients of activations: three of four matmuls."""
+    devices, seconds = parse_devices("v5p:8"), {}
+    for rank in (0, 8):
+        config = dataclasses.replace(Config.tiny(), dtype="bfloat16", remat="full", lora_rank=rank)
+        layout = make_layout(
+            Transformer,
+            config,
+            abstract_mesh({"data": 8}, devices),
+            "dp",
+            batch_size=8,
+            seq_len=128,
+        )
+        seconds[rank] = estimate(layout, devices).operations["matmul"]
+    assert seconds[8] == pytest.approx(seconds[0] * 3 / 4)
+
+
 def test_residual_streams_are_whole_beside_tensor_parallelism():
     """Elementwise operations on them take all of its devices as long as one."""
     devices = parse_devices("v5p:8")

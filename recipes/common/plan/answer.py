@@ -24,7 +24,7 @@ WORDS = {  # key of Estimate.seconds → a phrase
     "host": "layers' inputs to the host's memory and back",
 }
 # Platform → how many times as long as estimated published runs take, least and most: the last column
-# of the table in recipes/docs/plan.md.
+# of the table in recipes/bench/planner.md.
 PUBLISHED = {"tpu": (0.96, 1.10), "gpu": (2.31, 5.32)}
 
 

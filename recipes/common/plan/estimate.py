@@ -148,7 +148,7 @@ def estimate(
             seconds["waiting"] += inside + outside
     work = _work(layout)
     factors = FACTORS.get(devices.kind, LOWER_BOUND)
-    filled = 1 + FILL / layout.shape.embed if devices.kind in FACTORS else 1.0
+    lengthened = 1 + FILL / layout.shape.embed if devices.kind in FACTORS else 1.0
     sizes_of_weights, shape = weights(layout), layout.shape
     waves = accumulate
     seconds["bubble"] = 0.0
@@ -157,7 +157,7 @@ def estimate(
     passes = 4 if repeats_matmuls else 3
     activations = _activations(layout, passes) / hardware.bandwidth
     operations = {
-        "matmul": factors.matmul * filled * matmuls / devices.count,
+        "matmul": factors.matmul * lengthened * matmuls / devices.count,
         "attention": factors.attention * work.attention / hardware.peak / devices.count,
         "elementwise": factors.elementwise * activations,
         "copy": factors.copy * activations,
@@ -214,22 +214,25 @@ def _work(layout: Layout) -> Work:
         return Work(useful=useful, matmuls=useful - low, low=low, attention=0.0)
     tokens = layout.batch_size * layout.seq_len
     useful = flops.decoder(layout.config, layout.seq_len, layout.batch_size)["causal"]
-    table = 6 * shape.vocab_size * shape.embed * tokens
+    each = (
+        4 if shape.adapters else 6
+    )  # FLOPs of a weight per position; frozen ones have no gradients
+    table = each * shape.vocab_size * shape.embed * tokens
     recurrence = sum(
         6 * count * layer.recurrence.work * tokens
         for layer, count in shape.trained_layers
         if layer.recurrence
     )
-    attention = useful - 6 * shape.multiplied * tokens - recurrence
+    attention = useful - each * shape.multiplied * tokens - recurrence
     matmuls = useful - table - attention - recurrence
     for experts, count in shape.trained_experts:  # empty slots are computed too
-        of_tokens = 6 * count * experts.per_token * experts.weights * tokens
+        of_tokens = each * count * experts.per_token * experts.weights * tokens
         matmuls += of_tokens * ((experts.capacity or 1.0) * layout.seq_shards - 1)
     repeats_matmuls, repeats_attention = REPEATS.get(shape.remat, (True, True))
-    again = repeats_matmuls * matmuls / 3
+    again = repeats_matmuls * matmuls * 2 / each
     low = _in_low_precision(shape, matmuls, again)
     # Logits are computed twice.
-    done = matmuls + again + table * 4 / 3 + recurrence * (1 + repeats_attention / 3)
+    done = matmuls + again + table * (1 + 2 / each) + recurrence * (1 + repeats_attention / 3)
     attention *= 1 + repeats_attention / 3
     if kernel(layout) == "splash":
         attention = _kernels(layout, forward=1 + repeats_attention)
