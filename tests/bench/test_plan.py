@@ -339,6 +339,14 @@ def test_flops_of_attention_s_kernels_by_hand(seq_len, window, pairs, backward):
     assert seconds == pytest.approx(FACTORS["v5p"].attention * least)
 
 
+def test_the_page_has_the_factors():
+    text = (ROOT / "recipes" / "bench" / "planner.md").read_text()
+    rows = re.findall(r"^\| factors of (\w+) \| \|(.*)\| \|$", text, re.MULTILINE)
+    assert {kind: tuple(map(float, row.split("|"))) for kind, row in rows} == {
+        kind: FACTORS[kind] for kind in ("v5p", "v5e")
+    }
+
+
 def test_frozen_weights_have_no_gradients():
     """Forward, again, and the gradients of activations: three of four matmuls."""
     devices, seconds = parse_devices("v5p:8"), {}
