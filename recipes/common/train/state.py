@@ -44,7 +44,7 @@ def abstract_state(
     Args:
       offload: "optimizer": moments are in the host's memory.
     """
-    shapes = jax.eval_shape(lambda: new_state(layout, optimizer, seed=0))
+    shapes = jax.eval_shape(lambda v: new_state(layout, optimizer, 0, v), layout.model.shapes)
     variables = shardings(layout.variables())
     where = jax.tree.map(lambda _: layout.replicated, shapes) | variables
     params = paths(layout.model.shapes["params"])
