@@ -41,7 +41,8 @@ from zoo.transformer import Config, Transformer
 pytestmark = pytest.mark.promise("published")
 
 NAMES = checkpoint.published()
-ROUNDED = ["moe.stdlib_2m", "qwen3_next.stdlib_1m"]  # to bfloat16
+ONE_PERIOD = "qwen3_next.stdlib_1m"  # its layers fit no two stages
+ROUNDED = ["moe.stdlib_2m", ONE_PERIOD]  # to bfloat16
 
 
 def every_mesh_and_table(name: str) -> list[tuple[str, str, str]]:
@@ -53,7 +54,7 @@ def every_mesh_and_table(name: str) -> list[tuple[str, str, str]]:
     found = {mesh: default_strategy(entry.rules, make_mesh(mesh)) for mesh in entry.meshes}
     others = {case[1]: case[2] for case in entry.cases if case[1] not in found.values()}
     pairs = [*((table, mesh) for mesh, table in found.items()), *others.items()]
-    return [(name, *pair) for pair in pairs]
+    return [(name, *pair) for pair in pairs if name != ONE_PERIOD or "pipe" not in pair[1]]
 
 
 FITTING = [case for name in NAMES for case in every_mesh_and_table(name)]
