@@ -40,7 +40,7 @@ def delta_shape(config) -> RecurrenceShape:
         weights=config.embed * (channels + 2 * N * V + 2 * N) + config.conv_width * channels,
         work=N * (within + 3 * K * V),
         width=channels + 2 * N * V,
-        chunks=2 * N * values,  # and their gradients,
+        chunks=2 * N * values,  # with their gradients
         state=N * K * V,
         erase=N * K * K,
         halo=(config.conv_width - 1) * channels,

@@ -164,7 +164,7 @@ class Config(Compute):
     def qwen35_9b(cls) -> "Config":
         """8,953,803,264 parameters. The text model of Qwen3.5 9B."""
         # Both sizes of Qwen3.5 are the defaults of transformers' classes, Qwen3_5TextConfig and
-        # Qwen3_5MoeTextConfig. Only rope_theta is not: files state it, as Qwen3-Next's do.
+        # Qwen3_5MoeTextConfig, except rope_theta, which is Qwen3-Next's here; a folder states its own.
         return cls(
             248_320, 4_096, 32, num_heads=16, num_kv_heads=4, head_dim=256, rotary_dims=64,
             delta_heads=32, delta_key_heads=16, delta_key_dim=128, delta_value_dim=128, mlp=12_288,

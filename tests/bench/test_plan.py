@@ -310,6 +310,15 @@ def test_times_are_near_the_compiler_s_cycles(line):
     assert plan_cycles.ratio(plan, line["cycles"]) == pytest.approx(1, abs=0.15)
 
 
+def on_v5p(axes: dict[str, int], rules: str, seq_len: int, **changes) -> Estimate:
+    """The estimate of a tiny Transformer with these changes, on eight v5p, a batch of eight rows."""
+    config = dataclasses.replace(Config.tiny(), dtype="bfloat16", **changes)
+    devices = parse_devices("v5p:8")
+    mesh = abstract_mesh(axes, devices)
+    layout = make_layout(Transformer, config, mesh, rules, batch_size=8, seq_len=seq_len)
+    return estimate(layout, devices)
+
+
 @pytest.mark.parametrize(
     ("seq_len", "window", "pairs", "backward"),
     [
@@ -320,23 +329,11 @@ def test_times_are_near_the_compiler_s_cycles(line):
 )
 def test_flops_of_attention_s_kernels_by_hand(seq_len, window, pairs, backward):
     """Heads of 8 are padded to 128. The forward kernel has two matmuls, and runs twice."""
-    config = dataclasses.replace(
-        Config.tiny(), dtype="bfloat16", remat="full", sliding_window=window
-    )
-    devices = parse_devices("v5p:8")
-    layout = make_layout(
-        Transformer,
-        config,
-        abstract_mesh({"data": 8}, devices),
-        "dp",
-        batch_size=8,
-        seq_len=seq_len,
-    )
+    plan = on_v5p({"data": 8}, "dp", seq_len, remat="full", sliding_window=window)
     matmul = 2 * pairs * 16 * 128
     flops = 2 * (2 * 2 + backward) * matmul  # of two layers, for a row
-    least = flops / devices.hardware.peak
-    seconds = estimate(layout, devices).operations["attention"]
-    assert seconds == pytest.approx(FACTORS["v5p"].attention * least)
+    least = flops / plan.devices.hardware.peak
+    assert plan.operations["attention"] == pytest.approx(FACTORS["v5p"].attention * least)
 
 
 def test_the_page_has_the_factors():
@@ -349,35 +346,24 @@ def test_the_page_has_the_factors():
 
 def test_frozen_weights_have_no_gradients():
     """Forward, again, and the gradients of activations: three of four matmuls."""
-    devices, seconds = parse_devices("v5p:8"), {}
-    for rank in (0, 8):
-        config = dataclasses.replace(Config.tiny(), dtype="bfloat16", remat="full", lora_rank=rank)
-        layout = make_layout(
-            Transformer,
-            config,
-            abstract_mesh({"data": 8}, devices),
-            "dp",
-            batch_size=8,
-            seq_len=128,
-        )
-        seconds[rank] = estimate(layout, devices).operations["matmul"]
+    seconds = {
+        rank: on_v5p({"data": 8}, "dp", 128, remat="full", lora_rank=rank).operations["matmul"]
+        for rank in (0, 8)
+    }
     assert seconds[8] == pytest.approx(seconds[0] * 3 / 4)
 
 
 def test_residual_streams_are_whole_beside_tensor_parallelism():
     """Elementwise operations on them take all of its devices as long as one."""
-    devices = parse_devices("v5p:8")
-    config = dataclasses.replace(Config.tiny(), dtype="bfloat16", remat="none")
-    seconds = {}
-    for rules, axes in (("dp", {"data": 8}), ("tp", {"data": 2, "model": 4}),
-                        ("tp_sp", {"data": 2, "model": 4})):  # fmt: skip
-        layout = make_layout(
-            Transformer, config, abstract_mesh(axes, devices), rules, batch_size=8, seq_len=1_024
-        )
-        seconds[rules] = estimate(layout, devices).operations["elementwise"]
+    in_parts = {"data": 2, "model": 4}
+    plans = {
+        rules: on_v5p(axes, rules, 1_024, remat="none")
+        for rules, axes in (("dp", {"data": 8}), ("tp", in_parts), ("tp_sp", in_parts))
+    }
+    seconds = {rules: plan.operations["elementwise"] for rules, plan in plans.items()}
     tokens = 1_024  # of a device, of 8 rows over 8 devices
     stream = 2 * 3 * 2 * tokens * 2 * 6 * 64  # bytes of two layers, written and read in 3 passes
-    least = 3 * stream / devices.hardware.bandwidth
+    least = 3 * stream / plans["tp"].devices.hardware.bandwidth
     assert seconds["tp_sp"] == pytest.approx(seconds["dp"])
     assert seconds["tp"] - seconds["dp"] == pytest.approx(FACTORS["v5p"].elementwise * least)
 

@@ -216,7 +216,7 @@ def _work(layout: Layout) -> Work:
     useful = flops.decoder(layout.config, layout.seq_len, layout.batch_size)["causal"]
     each = (
         4 if shape.adapters else 6
-    )  # FLOPs of a weight per position; frozen ones have no gradients
+    )  # FLOPs per weight and position; frozen ones have no gradients
     table = each * shape.vocab_size * shape.embed * tokens
     recurrence = sum(
         6 * count * layer.recurrence.work * tokens

@@ -62,8 +62,8 @@ def compare_gradients(a: dict[str, np.ndarray], b: dict[str, np.ndarray]) -> dic
 
     Where the gradient is zero but for rounding, the difference is relative to all gradients together.
     """
-    whole = norm([norm(x) for x in b.values()])
-    small = {path: norm(a[path] - b[path]) / whole for path in zeros(b)}
+    of_all = norm([norm(x) for x in b.values()])
+    small = {path: norm(a[path] - b[path]) / of_all for path in zeros(b)}
     return {
         path: x._replace(relative=small.get(path, x.relative))
         for path, x in compare_all(a, b).items()
@@ -77,5 +77,5 @@ def zeros(grads: dict[str, np.ndarray]) -> set[str]:
     number to all scores of a query, which softmax ignores.
     """
     norms = {path: norm(x) for path, x in grads.items()}
-    whole = norm([*norms.values()])
-    return {path for path, size in norms.items() if size < ZERO_SHARE * whole}
+    of_all = norm([*norms.values()])
+    return {path for path, size in norms.items() if size < ZERO_SHARE * of_all}
