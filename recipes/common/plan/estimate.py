@@ -214,9 +214,8 @@ def _work(layout: Layout) -> Work:
         return Work(useful=useful, matmuls=useful - low, low=low, attention=0.0)
     tokens = layout.batch_size * layout.seq_len
     useful = flops.decoder(layout.config, layout.seq_len, layout.batch_size)["causal"]
-    each = (
-        4 if shape.adapters else 6
-    )  # FLOPs per weight and position; frozen ones have no gradients
+    # FLOPs per weight and position. Frozen weights have no gradients.
+    each = 4 if shape.adapters else 6
     table = each * shape.vocab_size * shape.embed * tokens
     recurrence = sum(
         6 * count * layer.recurrence.work * tokens
