@@ -18,7 +18,7 @@ from flax import nnx
 
 from recipes.common.prove import cases
 from recipes.common.prove.cases import prove
-from recipes.common.prove.compare import GRADIENT_TOLERANCE
+from recipes.common.prove.compare import GRADIENT_TOLERANCE, compare_gradients
 from tests.conftest import ROOT, full_except
 
 pytestmark = pytest.mark.promise("prove")
@@ -284,6 +284,15 @@ def test_waste_is_reported_with_its_line():
 
 
 # ---- float64 -------------------------------------------------------------------------------------
+
+
+def test_a_gradient_that_is_zero_but_for_rounding_is_compared_with_all_of_them():
+    one = {"q": np.array([3.0, 4.0]), "k_bias": np.array([1e-9, 0.0])}
+    for k_bias, relative in ((-1e-9, 2e-9 / 5), (0.5, 0.1)):
+        on_mesh = one | {"k_bias": np.array([k_bias, 0.0])}
+        compared = compare_gradients(on_mesh, one)
+        assert compared["q"].relative == 0
+        assert compared["k_bias"].relative == pytest.approx(relative)
 
 
 @pytest.mark.full
