@@ -17,7 +17,12 @@ from recipes.common.entries import model as model_of
 from recipes.common.entries import zoo_file
 from recipes.common.generation import Generator, Sampling
 from recipes.common.plan.textbook import textbook, transfers
-from recipes.common.prove.compare import zeros
+from recipes.common.prove.compare import (
+    GRADIENT_TOLERANCE,
+    LOSS_TOLERANCE,
+    compare_gradients,
+    largest_relative,
+)
 from recipes.common.report import kernel
 from recipes.common.report.hlo import collectives
 from recipes.common.runtime.mesh import make_mesh
@@ -139,15 +144,8 @@ def test_losses_and_gradients_are_those_of_one_device(entry, mesh, strategy, cha
     alone = dataclasses.replace(config, context="auto", remat="full")
     want_loss, want = loss_and_gradients(entry, alone, "1x1", "dp")
     loss, found = loss_and_gradients(entry, config, mesh, strategy, accumulate)
-    assert loss == pytest.approx(want_loss, rel=2e-6)
-    ignored = zeros(want)
-    want = {path: x for path, x in want.items() if path not in ignored}
-    assert worst(found, want) < 2e-6
-
-
-def worst(found: dict, want: dict) -> float:
-    """The largest difference between gradients, relative to the largest of each weight."""
-    return max(np.abs(found[path] - x).max() / np.abs(x).max() for path, x in want.items())
+    assert loss == pytest.approx(want_loss, rel=LOSS_TOLERANCE)
+    assert largest_relative(compare_gradients(found, want)) < GRADIENT_TOLERANCE
 
 
 # ---- mutations: what the test above must notice --------------------------------------------------
@@ -218,7 +216,7 @@ def test_a_mistake_shows(mutate, changes, monkeypatch):
     compiled_step.cache_clear()
     _, found = loss_and_gradients.__wrapped__("transformer", config, "data=2,seq=4", "cp")
     compiled_step.cache_clear()
-    assert worst(found, want) > 1e-4
+    assert largest_relative(compare_gradients(found, want)) > 1e-4
 
 
 def test_a_ring_has_as_many_hops_as_its_window_needs():

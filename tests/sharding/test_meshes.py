@@ -22,6 +22,7 @@ from recipes.common.prove.compare import (
     LOSS_TOLERANCE,
     compare_all,
     compare_gradients,
+    largest_relative,
 )
 from recipes.common.sharding.abstract import abstract_model, paths, variables_of
 from recipes.common.sharding.layout import Layout, Tree, shardings
@@ -146,9 +147,7 @@ def test_same_start_losses_and_gradients(entry, strategy, mesh, golden):
     is_long = ENTRIES[entry].is_long(strategy, mesh)
     found = compare_runs(run(entry, strategy, mesh, is_long), reference(entry, is_long))
     largest = {
-        what: max(x.relative for x in differences.values())
-        for what, differences in found.items()
-        if differences
+        what: largest_relative(differences) for what, differences in found.items() if differences
     }
     record = {what: largest[what] for what in ("loss", "gradient")}
     golden.rewrite(DIFFERENCES, lambda text: with_case(text, (entry, strategy, mesh), record))
@@ -228,8 +227,7 @@ def test_every_optimizer_has_one_device_s_state(entry, strategy, mesh, golden):
     states = three_steps(entry, strategy, mesh, is_long)
     want = states_on_one_device(entry, is_long)
     record = {
-        name: max(x.relative for x in compare_all(state, want[name]).values())
-        for name, state in states.items()
+        name: largest_relative(compare_all(state, want[name])) for name, state in states.items()
     }
     golden.rewrite(STATES, lambda text: with_case(text, (entry, strategy, mesh), record))
     for name, relative in record.items():

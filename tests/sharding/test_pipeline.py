@@ -15,6 +15,12 @@ from recipes.common.checkpoint import find
 from recipes.common.entries import model as model_of
 from recipes.common.entries import zoo_file
 from recipes.common.language import check_stages, stages
+from recipes.common.prove.compare import (
+    GRADIENT_TOLERANCE,
+    LOSS_TOLERANCE,
+    compare_gradients,
+    largest_relative,
+)
 from recipes.common.report.hlo import collectives
 from recipes.common.runtime import UserError
 from recipes.common.runtime.mesh import make_mesh
@@ -88,9 +94,9 @@ def trained_anew(*given):
 
 
 def worst(found: dict, want: dict) -> float:
-    """The largest difference between gradients, relative to the largest of each weight."""
+    """The largest difference between gradients."""
     assert found.keys() == want.keys()
-    return max(np.abs(found[path] - x).max() / np.abs(x).max() for path, x in want.items())
+    return largest_relative(compare_gradients(found, want))
 
 
 GPIPE = {"pipeline": "gpipe"}
@@ -122,8 +128,8 @@ def test_it_trains_like_one_device(entry, mesh, strategy, changes):
     means, want, buffers = trained(entry, alone, "1x1", "dp")
     figures, found, moved = trained(entry, config, mesh, strategy)
     for name, figure in figures.items():
-        assert figure == pytest.approx(means[name], rel=2e-6, abs=1e-6), name
-    assert worst(found, want) < 2e-6
+        assert figure == pytest.approx(means[name], rel=LOSS_TOLERANCE, abs=1e-6), name
+    assert worst(found, want) < GRADIENT_TOLERANCE
     for path, x in buffers.items():
         np.testing.assert_array_equal(moved[path], x, err_msg=path)
 
@@ -132,7 +138,7 @@ def test_it_trains_like_one_device(entry, mesh, strategy, changes):
 def test_microbatches_of_the_pipeline_are_inside_an_accumulation_step():
     _, want, _ = trained("transformer", deep("transformer"), "1x1", "dp")
     given = ("transformer", deep("transformer"), "data=2,pipe=4", "fsdp_pp", 2)
-    assert worst(trained(*given)[1], want) < 2e-6
+    assert worst(trained(*given)[1], want) < GRADIENT_TOLERANCE
 
 
 @pytest.mark.full

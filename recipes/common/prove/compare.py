@@ -70,6 +70,11 @@ def compare_gradients(a: dict[str, np.ndarray], b: dict[str, np.ndarray]) -> dic
     }
 
 
+def largest_relative(differences: dict[str, Difference]) -> float:
+    """The largest relative difference of all arrays."""
+    return max(x.relative for x in differences.values())
+
+
 def zeros(grads: dict[str, np.ndarray]) -> set[str]:
     """Paths of gradients that are zero but for rounding.
 
