@@ -488,6 +488,20 @@ def test_nvidia_s_options_are_for_nvidia(device, name):
     )
 
 
+@pytest.mark.parametrize(
+    ("kind", "mebibytes"),  # of a core's vector memory
+    [("TPU v4", 16), ("TPU v5 lite", 128), ("TPU v5", 64), ("TPU v6 lite", 128), ("TPU7x", 64)],
+)
+def test_a_kind_of_tpu_has_its_own_options_and_those_of_all_tpus(kind, mebibytes):
+    device = types.SimpleNamespace(platform="tpu", device_kind=kind)
+    mesh = types.SimpleNamespace(devices=np.array([device, device]), size=2)
+    options = compiler_options.compiler_options(mesh)
+    assert options.items() >= compiler_options.COMPILER_OPTIONS["tpu"].items()
+    limit = int(options.get("xla_tpu_scoped_vmem_limit_kib", 0))
+    assert (limit > 0) == (kind == "TPU v5")
+    assert limit < mebibytes * 1_024, "a core has no more"
+
+
 # ---- the check can fail ----------------------------------------------------------------------------
 
 
