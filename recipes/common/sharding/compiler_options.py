@@ -25,9 +25,8 @@ COMPILER_OPTIONS: dict[str, dict[str, bool | int | str]] = {
     },
     "TPU v5": {  # v5p
         # Matmuls take larger blocks, because an operation may use 24 of a core's 64 MiB of vector
-        # memory instead of 16: 8b with 4 layers, fsdp on 16 chips, takes 571 million cycles a step,
-        # without it 624, but compiles in 129 CPU seconds, without it in 98. Twice as much takes 6%
-        # fewer cycles than this, and twice as long to compile.
+        # memory instead of 16. 8b with 4 layers, fsdp on 16 chips: 571 million cycles a step and 129
+        # CPU seconds to compile, without it 624 and 98; with 32 MiB, 557 and 168.
         "xla_tpu_scoped_vmem_limit_kib": "24576",
     },
     # NVIDIA. Measured with 8b with 4 layers, fsdp on 8 H200, JAX 0.11.2. Without these options, 5.6
