@@ -25,6 +25,9 @@ from .layers import RMSNorm, adapters, gather, multiply, project
 from .shape import RecurrenceShape
 from .sharding import constrain, explicit, mesh_axes, param, per_device, shards, variable
 
+# Positions whose intermediates are in memory at once in the backward pass, which recomputes them.
+GROUP = 512
+
 
 def delta_shape(config) -> RecurrenceShape:
     """A Config's gated delta networks, for its `shape`."""
@@ -187,30 +190,45 @@ def on_device(arrays: Arrays, seq: tuple[str, ...] = (), generates: bool = False
     if inputs is None:
         inputs = jnp.zeros((B, width, x_BTF.shape[-1]), x_BTF.dtype)
     ids_before = jnp.broadcast_to(ids_BT[:, :1], (B, width))
+    if state is None:
+        state = jnp.zeros((B, N, K, V), log_decay.dtype)
     if is_split:
-        from .delta_context import from_last, halo, initial_state
+        from .delta_context import any_state, from_last, from_previous, halo
 
         inputs, ids_before = halo((x_BTF, ids_BT), width, seq)
-    x = jnp.concatenate((inputs, x_BTF), axis=1)
-    ids = jnp.concatenate((ids_before, ids_BT), axis=1)
-    mixed_BTF = jax.nn.silu(convolve(x, kernel_WF, ids))
-    q, k, v = jnp.split(mixed_BTF, (G * K, 2 * G * K), axis=-1)
-    q, k = (jnp.repeat(unit(x.reshape(B, T, G, K)), N // G, axis=2) for x in (q, k))
-    chunks = chunk(
-        q * K**-0.5,
-        k,
-        v.reshape(B, T, N, V),
-        log_decay,
-        write,
-        ids_BT != ids[:, width - 1 : -1],
-    )
-    if state is None:
-        state = jnp.zeros((B, N, K, V), mixed_BTF.dtype)
+        state = any_state(state)
+    groups = math.ceil(T / GROUP)
+
+    def split(x, mode="constant"):  # [B, T, ...] → [groups, B, positions of a group, ...]
+        x = jnp.pad(x, ((0, 0), (0, -T % groups), *[(0, 0)] * (x.ndim - 2)), mode=mode)
+        return x.reshape(B, groups, -1, *x.shape[2:]).swapaxes(0, 1)
+
+    def group(past, arrays):
+        state, inputs, ids_before = past
+        x_BTF, log_decay, write, ids_BT = arrays
+        x = jnp.concatenate((inputs, x_BTF), axis=1)
+        ids = jnp.concatenate((ids_before, ids_BT), axis=1)
+        mixed_BTF = jax.nn.silu(convolve(x, kernel_WF, ids))
+        q, k, v = jnp.split(mixed_BTF, (G * K, 2 * G * K), axis=-1)
+        q, k = (unit(x.reshape(*x.shape[:2], G, K)) for x in (q, k))
+        q, k = (jnp.repeat(x, N // G, axis=2) for x in (q, k))
+        v = v.reshape(*v.shape[:2], N, V)
+        starts_BT = ids_BT != ids[:, width - 1 : -1]
+        chunks = chunk(q * K**-0.5, k, v, log_decay, write, starts_BT)
+        state, out = run(chunks, state)
+        return (state, x[:, -width:], ids[:, -width:]), out[:, : starts_BT.shape[1]]
+
+    if groups > 1:
+        group = jax.checkpoint(group, prevent_cse=False)
+    arrays = (*map(split, (x_BTF, log_decay, write)), split(ids_BT, "edge"))
+    (state, *_), out = jax.lax.scan(group, (state, inputs, ids_before), arrays)
+    out = out.swapaxes(0, 1).reshape(B, -1, *out.shape[3:])[:, :T]
     if is_split:
-        state = initial_state(chunks, seq)
-    state, out = run(chunks, state)
-    outputs = [out[:, :T]]
+        state, out = from_previous(state, out, seq)
+    outputs = [out]
     if generates:
+        x = jnp.concatenate((inputs, x_BTF), axis=1)
+        ids = jnp.concatenate((ids_before, ids_BT), axis=1)
         ids, x = ids[:, -width:], x[:, -width:]
         last = jnp.where((ids == ids[:, -1:])[..., None], x, 0)
         if is_split:

@@ -12,26 +12,27 @@ import jax
 import jax.numpy as jnp
 
 
-def initial_state(chunks, seq) -> jax.Array:
-    """The state [B, N, K, V] that this device starts from; chunks: its delta_rule.Chunks."""
-    return incoming_state(*affine_map(chunks), seq)
+def any_state(state_BNKV) -> jax.Array:
+    """The state [B, N, K, K + V] to start from, if the one that comes in isn't known yet.
 
-
-def affine_map(chunks) -> tuple[jax.Array, jax.Array]:
-    """What all chunks do to a state: S → matrix · S + offset, [B, N, K, K] and [B, N, K, V].
-
-    The columns of the matrix are those of a state that begins as the identity and is given no values.
+    Its first K columns, the identity, become the matrix of the device's map; the others its offset.
     """
-    K, V = chunks.keys.shape[-1], chunks.values.shape[-1]
-    start_KX = jnp.eye(K, K + V, dtype=chunks.keys.dtype)
-    start = jnp.broadcast_to(start_KX, (*chunks.keys.shape[1:3], K, K + V))
+    B, N, K, V = state_BNKV.shape
+    identity_KX = jnp.eye(K, K + V, dtype=state_BNKV.dtype)
+    return jnp.broadcast_to(identity_KX, (B, N, K, K + V))
 
-    def one(state, chunk):
-        values = jnp.pad(chunk.values, ((0, 0), (0, 0), (0, 0), (K, 0)))
-        return chunk.keep * state + chunk.keys.mT @ (values - chunk.erase @ state), None
 
-    state, _ = jax.lax.scan(one, start, chunks)
-    return state[..., :K], state[..., K:]
+def from_previous(state_BNKX, out_BTNX, seq) -> tuple[jax.Array, jax.Array]:
+    """The state [B, N, K, V] after this device's positions and their outputs [B, T, N, V].
+
+    Args:
+      state_BNKX, out_BTNX: the same of a device that starts from `any_state`.
+    """
+    K = state_BNKX.shape[-2]
+    matrix, offset = state_BNKX[..., :K], state_BNKX[..., K:]
+    incoming = incoming_state(matrix, offset, seq)
+    out = out_BTNX[..., K:] + jnp.einsum("btnk,bnkv->btnv", out_BTNX[..., :K], incoming)
+    return matrix @ incoming + offset, out
 
 
 def incoming_state(matrix, offset, seq) -> jax.Array:

@@ -107,14 +107,19 @@ def decays(log_decay_C) -> tuple[jax.Array, jax.Array]:
     return jnp.exp(jnp.cumsum(log_decay_C, axis=-1)), jnp.exp(sums_CC)
 
 
-def run(chunks: Chunks, state_BNKV) -> tuple[jax.Array, jax.Array]:
-    """Returns the state after all chunks, and the outputs of all positions, [B, n · C, N, V]."""
+def run(chunks: Chunks, state_BNKX) -> tuple[jax.Array, jax.Array]:
+    """Returns the state after all chunks, and the outputs of all positions, [B, n · C, N, X].
+
+    A state of X > V columns is given no values in the first X - V of them.
+    """
+    before = state_BNKX.shape[-1] - chunks.values.shape[-1]
 
     def one(state, chunk: Chunks):
-        new = chunk.values - chunk.erase @ state
+        values = jnp.pad(chunk.values, ((0, 0), (0, 0), (0, 0), (before, 0)))
+        new = values - chunk.erase @ state
         out = chunk.read @ state + chunk.within @ new
         return chunk.keep * state + chunk.keys.mT @ new, out
 
-    state, out = jax.lax.scan(one, state_BNKV, chunks)
-    out = jnp.moveaxis(out, (0, 2), (1, 3))  # [n, B, N, C, V] → [B, n, C, N, V]
+    state, out = jax.lax.scan(one, state_BNKX, chunks)
+    out = jnp.moveaxis(out, (0, 2), (1, 3))  # [n, B, N, C, X] → [B, n, C, N, X]
     return state, out.reshape(out.shape[0], -1, *out.shape[3:])
