@@ -25,8 +25,7 @@ from .layers import RMSNorm, adapters, gather, multiply, project
 from .shape import RecurrenceShape
 from .sharding import constrain, explicit, mesh_axes, param, per_device, shards, variable
 
-# Positions whose intermediates are in memory at once in the backward pass, which recomputes them.
-GROUP = 512
+GROUP = 512  # positions computed at once: the backward pass keeps one group's intermediates
 
 
 def delta_shape(config) -> RecurrenceShape:
@@ -44,6 +43,7 @@ def delta_shape(config) -> RecurrenceShape:
         work=N * (within + 3 * K * V),
         width=channels + 2 * N * V,
         chunks=2 * N * values,  # with their gradients
+        group=GROUP,
         state=N * K * V,
         erase=N * K * K,
         halo=(config.conv_width - 1) * channels,
@@ -193,10 +193,10 @@ def on_device(arrays: Arrays, seq: tuple[str, ...] = (), generates: bool = False
     if state is None:
         state = jnp.zeros((B, N, K, V), log_decay.dtype)
     if is_split:
-        from .delta_context import any_state, from_last, from_previous, halo
+        from .delta_context import apply_incoming, from_last, halo, identity
 
         inputs, ids_before = halo((x_BTF, ids_BT), width, seq)
-        state = any_state(state)
+        state = identity(state)
     groups = math.ceil(T / GROUP)
 
     def split(x, mode="constant"):  # [B, T, ...] → [groups, B, positions of a group, ...]
@@ -224,7 +224,7 @@ def on_device(arrays: Arrays, seq: tuple[str, ...] = (), generates: bool = False
     (state, *_), out = jax.lax.scan(group, (state, inputs, ids_before), arrays)
     out = out.swapaxes(0, 1).reshape(B, -1, *out.shape[3:])[:, :T]
     if is_split:
-        state, out = from_previous(state, out, seq)
+        state, out = apply_incoming(state, out, seq)
     outputs = [out]
     if generates:
         x = jnp.concatenate((inputs, x_BTF), axis=1)

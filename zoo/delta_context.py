@@ -1,38 +1,34 @@
 """Context parallelism of gated delta networks: a state that travels from device to device.
 
 delta.py uses this file if the rules split the positions of a row (`seq`), so a model can be copied
-without it. Each device computes what its positions do to any state: an affine map, as each step is
-one. Devices compose the maps in log(n) steps, so each learns the state that it starts from. What is
-sent doesn't grow with T.
+without it. What a device's positions do to a state, and what they read of it, is affine: a device
+computes both before it knows its state, as columns of a wider one. Devices compose their maps in
+log(n) steps, so each learns the state that it starts from. What is sent doesn't grow with T.
 
-Shapes: B batch, T positions on a device, N heads, K key dim, V value dim of a head.
+Shapes: B batch, T positions on a device, N heads, K key dim, V value dim of a head, X = K + V.
 """
 
 import jax
 import jax.numpy as jnp
 
 
-def any_state(state_BNKV) -> jax.Array:
-    """The state [B, N, K, K + V] to start from, if the one that comes in isn't known yet.
-
-    Its first K columns, the identity, become the matrix of the device's map; the others its offset.
-    """
+def identity(state_BNKV) -> jax.Array:
+    """The map of no positions, S → 1 · S + 0: a matrix and an offset as a state of K + V columns."""
     B, N, K, V = state_BNKV.shape
-    identity_KX = jnp.eye(K, K + V, dtype=state_BNKV.dtype)
-    return jnp.broadcast_to(identity_KX, (B, N, K, K + V))
+    return jnp.broadcast_to(jnp.eye(K, K + V, dtype=state_BNKV.dtype), (B, N, K, K + V))
 
 
-def from_previous(state_BNKX, out_BTNX, seq) -> tuple[jax.Array, jax.Array]:
-    """The state [B, N, K, V] after this device's positions and their outputs [B, T, N, V].
+def apply_incoming(map_BNKX, out_BTNX, seq) -> tuple[jax.Array, jax.Array]:
+    """Returns the state [B, N, K, V] after this device's positions, and their outputs [B, T, N, V].
 
     Args:
-      state_BNKX, out_BTNX: the same of a device that starts from `any_state`.
+      map_BNKX, out_BTNX: the state and the outputs if the device starts from `identity`.
     """
-    K = state_BNKX.shape[-2]
-    matrix, offset = state_BNKX[..., :K], state_BNKX[..., K:]
+    K = map_BNKX.shape[-2]
+    matrix, offset = map_BNKX[..., :K], map_BNKX[..., K:]
     incoming = incoming_state(matrix, offset, seq)
-    out = out_BTNX[..., K:] + jnp.einsum("btnk,bnkv->btnv", out_BTNX[..., :K], incoming)
-    return matrix @ incoming + offset, out
+    read = jnp.einsum("btnk,bnkv->btnv", out_BTNX[..., :K], incoming)
+    return matrix @ incoming + offset, out_BTNX[..., K:] + read
 
 
 def incoming_state(matrix, offset, seq) -> jax.Array:

@@ -3,7 +3,8 @@
 Products within all chunks are computed at once; a scan over chunks then carries the state. A chunk of
 one position is the rule itself, which decodes.
 
-Shapes: B batch, T positions, N heads, K key dim, V value dim of a head, C positions of a chunk.
+Shapes: B batch, T positions, N heads, K key dim, V value dim of a head, C positions of a chunk, X
+columns of a state.
 """
 
 from typing import NamedTuple
@@ -110,12 +111,12 @@ def decays(log_decay_C) -> tuple[jax.Array, jax.Array]:
 def run(chunks: Chunks, state_BNKX) -> tuple[jax.Array, jax.Array]:
     """Returns the state after all chunks, and the outputs of all positions, [B, n · C, N, X].
 
-    A state of X > V columns is given no values in the first X - V of them.
+    A state may have X > V columns; values are written to the last V.
     """
-    before = state_BNKX.shape[-1] - chunks.values.shape[-1]
+    columns = state_BNKX.shape[-1] - chunks.values.shape[-1]  # without values
 
     def one(state, chunk: Chunks):
-        values = jnp.pad(chunk.values, ((0, 0), (0, 0), (0, 0), (before, 0)))
+        values = jnp.pad(chunk.values, ((0, 0), (0, 0), (0, 0), (columns, 0)))
         new = values - chunk.erase @ state
         out = chunk.read @ state + chunk.within @ new
         return chunk.keep * state + chunk.keys.mT @ new, out

@@ -39,6 +39,7 @@ class RecurrenceShape:
     work: int  # multiplications per position of the recurrence itself
     width: int  # numbers per position that its derivative needs; rules split them as heads
     chunks: int  # float32 numbers per position at work in its derivative; likewise
+    group: int  # positions of a row at work at once
     state: int  # numbers per row that it carries along T; rules split them as heads
     erase: int  # numbers per row of the matrix that a part of T multiplies the state with; likewise
     halo: int  # numbers per row of the positions before a part of T that it also needs

@@ -128,7 +128,14 @@ def test_recurrent_layers_by_hand():
     config = dataclasses.replace(Config.tiny(), num_layers=4)
     full = dataclasses.replace(config.layer_shape, count=2)
     recurrence = RecurrenceShape(
-        weights=7_000, work=500, width=96, chunks=70_000, state=1_000, erase=500, halo=60
+        weights=7_000,
+        work=500,
+        width=96,
+        chunks=70_000,
+        group=16,
+        state=1_000,
+        erase=500,
+        halo=60,
     )
     linear = dataclasses.replace(full, attention=None, recurrence=recurrence)
     shape = dataclasses.replace(config.shape, layers=(linear, full), period=2)
@@ -142,12 +149,15 @@ def test_recurrent_layers_by_hand():
     layout = make_layout(Transformer, config, make_mesh("4x2"), "tp", batch_size=8, seq_len=16)
     parts = memory.memory_parts(dataclasses.replace(layout, config=hybrid))
     assert parts["saved activations"] == 4 * 2 * 16 * 64 * 4  # four layers' inputs of two rows
-    more = dataclasses.replace(recurrence, chunks=71_000)
-    layers = dataclasses.replace(linear, recurrence=more), full
-    shape = types.SimpleNamespace(shape=dataclasses.replace(shape, layers=layers))
-    larger = dataclasses.replace(layout, config=dataclasses.replace(hybrid, original=shape))
-    grown = memory.memory_parts(larger)["live working set"] - parts["live working set"]
-    assert grown == 2 * 16 * 1_000 // 2 * 4  # two rows, half of the heads
+
+    def grown(**changes) -> float:
+        changed = dataclasses.replace(linear, recurrence=dataclasses.replace(recurrence, **changes))
+        original = types.SimpleNamespace(shape=dataclasses.replace(shape, layers=(changed, full)))
+        larger = dataclasses.replace(layout, config=dataclasses.replace(hybrid, original=original))
+        return memory.memory_parts(larger)["live working set"] - parts["live working set"]
+
+    assert grown(chunks=71_000) == 2 * 16 * 1_000 // 2 * 4  # two rows, half of the heads
+    assert grown(chunks=144_000, group=8) == 2 * 16 * 2_000 // 2 // 2 * 4  # two groups of positions
     kept = dataclasses.replace(layout, config=dataclasses.replace(hybrid, remat="dots"))
     dots = 4 * (2 * 64 + 2 * 128 // 2) + 2 * (16 * 8 + 2 * 8 * 8) // 2 + 2 * 96 // 2
     assert memory.memory_parts(kept)["saved activations"] == dots * 2 * 16 * 4

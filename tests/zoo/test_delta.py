@@ -191,6 +191,17 @@ def test_devices_that_share_positions_match_the_definition(devices):
         assert error(devices, np.float32) < 1e-5
 
 
+GROUPS = [(1, 7), (2, 3)]  # devices, and a group's most positions: three groups on each, one padded
+
+
+@pytest.mark.parametrize(("devices", "group"), full_except(GROUPS, [(2, 3)]))
+def test_groups_of_positions_match_the_definition(devices, group, monkeypatch):
+    monkeypatch.setattr(delta, "GROUP", group)
+    with jax.enable_x64():
+        assert error(devices) < 1e-10
+        assert error(devices, np.float32) < 1e-5
+
+
 def keep_state(monkeypatch):
     """A segment starts from the state of the segment before it."""
     chunk = delta.chunk
@@ -219,13 +230,11 @@ def swap_maps(monkeypatch):
 
 def forget_map(monkeypatch):
     """A device adds earlier devices' states without its own decay and erasures."""
+    incoming = delta_context.incoming_state
     monkeypatch.setattr(
         delta_context,
-        "affine_map",
-        lambda chunks, affine=delta_context.affine_map: (
-            jnp.broadcast_to(jnp.eye(K), affine(chunks)[0].shape),
-            affine(chunks)[1],
-        ),
+        "incoming_state",
+        lambda matrix, *rest: incoming(jnp.broadcast_to(jnp.eye(K), matrix.shape), *rest),
     )
 
 

@@ -12,7 +12,7 @@ from recipes.common.sharding.matrices import matrix_sides
 from recipes.common.sharding.rules import count_shards
 from zoo.context import choose_exchange
 from zoo.pipeline import microbatches
-from zoo.shape import AttentionShape, LayerShape
+from zoo.shape import AttentionShape, LayerShape, RecurrenceShape
 from zoo.sharding import optimizer_axes
 from zoo.splash import count_partial_gradients
 from zoo.strategies import HEADS, KV_HEADS, LAYERS, MLP, RESIDUAL_SEQ, VOCAB
@@ -40,7 +40,7 @@ class Activations(NamedTuple):
     kv: int  # keys and values
     latents: int
     recurrence: int
-    chunks: int  # float32
+    chunks: int  # float32, of the positions at work at once, spread over all
     mlp: int  # one matrix's output, in the MLP
     hidden: float  # one matrix's output, in the MLP and the experts
     dispatched: float  # what experts receive
@@ -150,7 +150,8 @@ def _of_tokens(layout: Layout, accumulate: int, segments: bool, sizes: Weights) 
         products = layer.matrices * numbers.hidden + 2 * numbers.dispatched
         # The MLP's products are gone when the backward pass of attention or a recurrence begins.
         working = max(products, numbers.partials, numbers.chunks * 4 // width)
-        inner = 2 * numbers.queries + numbers.kv + numbers.recurrence + working + 2 * D
+        # Of a recurrence, gradients too.
+        inner = 2 * numbers.queries + numbers.kv + 2 * numbers.recurrence + working + 2 * D
         recomputed = max(recomputed, rows * length * inner * width)
         scores = max(scores, numbers.scores)
     if remat == "offload":
@@ -196,6 +197,7 @@ def _activations(layout: Layout, layer: LayerShape, rows: int, segments: bool) -
     if layer.recurrence:
         recurrence = layer.recurrence.width // layout.count_shards(HEADS)
         chunks = layer.recurrence.chunks // layout.count_shards(HEADS)
+        chunks //= _groups(layout, layer.recurrence)
     mlp = layer.mlp // layout.count_shards(MLP)
     hidden, dispatched = float(mlp), 0.0
     if layer.experts:
@@ -214,6 +216,11 @@ def _activations(layout: Layout, layer: LayerShape, rows: int, segments: bool) -
         partials=partials,
         scores=scores,
     )
+
+
+def _groups(layout: Layout, recurrence: RecurrenceShape) -> int:
+    """Groups of a device's positions, of which a recurrence computes one at a time."""
+    return math.ceil(layout.seq_len // layout.seq_shards / recurrence.group)
 
 
 def partial_gradients(layout: Layout, attention: AttentionShape) -> int:
@@ -257,7 +264,10 @@ def _saved_numbers(layout: Layout, layer: LayerShape, numbers: Activations) -> t
         case _:  # none: all inputs of derivatives; q, k and v share theirs, and so do gate and up
             products = 2 * layer.matrices * numbers.hidden + numbers.dispatched
             inner = numbers.attention + 2 * numbers.latents + numbers.recurrence
-            inner += numbers.chunks // 2 * 4 // compute_bytes(layout)  # without gradients
+            if (
+                layer.recurrence and _groups(layout, layer.recurrence) == 1
+            ):  # of several: recomputed
+                inner += numbers.chunks // 2 * 4 // compute_bytes(layout)  # without gradients
             return 6 * D * 4 // compute_bytes(layout), 2 * D + products + inner
 
 
