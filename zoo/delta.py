@@ -203,9 +203,9 @@ def on_device(arrays: Arrays, seq: tuple[str, ...] = (), generates: bool = False
         x = jnp.pad(x, ((0, 0), (0, -T % groups), *[(0, 0)] * (x.ndim - 2)), mode=mode)
         return x.reshape(B, groups, -1, *x.shape[2:]).swapaxes(0, 1)
 
-    def group(past, arrays):
+    def group(past, positions):
         state, inputs, ids_before = past
-        x_BTF, log_decay, write, ids_BT = arrays
+        x_BTF, log_decay, write, ids_BT = positions
         x = jnp.concatenate((inputs, x_BTF), axis=1)
         ids = jnp.concatenate((ids_before, ids_BT), axis=1)
         mixed_BTF = jax.nn.silu(convolve(x, kernel_WF, ids))
@@ -220,8 +220,8 @@ def on_device(arrays: Arrays, seq: tuple[str, ...] = (), generates: bool = False
 
     if groups > 1:
         group = jax.checkpoint(group, prevent_cse=False)
-    arrays = (*map(split, (x_BTF, log_decay, write)), split(ids_BT, "edge"))
-    (state, *_), out = jax.lax.scan(group, (state, inputs, ids_before), arrays)
+    by_group = (*map(split, (x_BTF, log_decay, write)), split(ids_BT, "edge"))
+    (state, *_), out = jax.lax.scan(group, (state, inputs, ids_before), by_group)
     out = out.swapaxes(0, 1).reshape(B, -1, *out.shape[3:])[:, :T]
     if is_split:
         state, out = apply_incoming(state, out, seq)
