@@ -77,6 +77,7 @@ CASES = [
     Case("transformer", "70b", "v5p:256", "fsdp", "256", 4_096),
     Case("transformer", "70b", "v5p:256", "fsdp_tp", "64x4", 4_096),
     Case("gemma3", "1b", "v5e:16", "fsdp", "16", 4_096),
+    Case("qwen3_next", "80b_a3b", "v5p:16", "fsdp_cp", "data=1,seq=16", 131_072, rows=1, layers=4),
     *(Case("transformer", "1b", "h100:8", rules, mesh, 4_096)
       for rules, mesh in (("dp", "8"), ("fsdp", "8"), ("tp", "2x4"), ("fsdp_tp", "4x2"),
                           ("fsdp_cp", "data=2,seq=4"))),

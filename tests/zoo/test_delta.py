@@ -121,7 +121,7 @@ def projections(dtype: type = np.float64):
     write = random.uniform(0, 1, (B, ROWS, N))
     kernels = [normal((W, G, K)), normal((W, G, K)), normal((W, N, V))]
     operands = [*keys, normal((B, ROWS, N, V)), log_decay, write, *kernels]
-    ids = np.cumsum(random.random((B, ROWS)) < 3 / ROWS, axis=1, dtype=np.int32)
+    ids = 1 + np.cumsum(random.random((B, ROWS)) < 3 / ROWS, axis=1, dtype=np.int32)
     return [jnp.asarray(x, dtype) for x in operands], jnp.asarray(ids)
 
 

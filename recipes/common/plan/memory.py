@@ -163,8 +163,9 @@ def _of_tokens(layout: Layout, accumulate: int, segments: bool, sizes: Weights) 
     cast = sizes.stacked * width // 4 if width < 4 and remat != "none" else 0  # or saved
     # A loss of one chunk needs no sum of the table's gradients besides the logits.
     in_loss = table * (chunk < length), table + logits
-    # While a layer computes, the next one is gathered; of experts, one matrix at a time.
-    gathered = 1 if shape.trained_experts else 2
+    # While a layer computes, the next one is gathered; of experts with a capacity, one matrix at a
+    # time. Of dropless experts, grouped products leave whole gradients instead.
+    gathered = 1 if any(experts.capacity for experts, _ in shape.trained_experts) else 2
     in_layers = sizes.stacked + table, cast + gathered * sizes.layer + recomputed + scores
     if stages > 1:
         stage = shape.num_layers / stages * sizes.layer
