@@ -25,6 +25,8 @@ from recipes.common.runtime import preemption  # noqa: E402
 
 jax.config.update("jax_num_cpu_devices", 8)
 jax.config.update("jax_platforms", "cpu")
+# Compiling takes longer than running what is compiled. Real processes optimize.
+jax.config.update("jax_disable_most_optimizations", True)
 
 
 # ---- two tiers -----------------------------------------------------------------------------------
