@@ -22,11 +22,15 @@ from xdist.scheduler import LoadScopeScheduling  # noqa: E402
 
 from recipes.common.entries import ENTRIES  # noqa: E402
 from recipes.common.runtime import preemption  # noqa: E402
+from tests.support.quick import XLA_FLAGS  # noqa: E402
 
 jax.config.update("jax_num_cpu_devices", 8)
 jax.config.update("jax_platforms", "cpu")
-# Compiling takes longer than running what is compiled. Real processes optimize.
-jax.config.update("jax_disable_most_optimizations", True)
+# XLA reads its flags once. Compiling takes longer than running what is compiled: this process does not
+# optimize. Real processes do.
+with pytest.MonkeyPatch().context() as patch:
+    patch.setenv("XLA_FLAGS", XLA_FLAGS)
+    jax.devices()
 
 
 # ---- two tiers -----------------------------------------------------------------------------------

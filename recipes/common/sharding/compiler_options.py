@@ -54,6 +54,7 @@ COMPILER_OPTIONS: dict[str, dict[str, bool | int | str]] = {
 # and collectives are decided before code is generated, which takes most of the time: least where LLVM
 # does not optimize it, and where the older generator of loops makes it.
 QUICK: dict[str, bool | int | str] = {"xla_backend_optimization_level": 0}
+QUICK["xla_cpu_parallel_codegen_split_count"] = 1  # else LLVM gets a program in 32 parts
 if jax.__version_info__ < (0, 11):  # newer ones have no other generator
     QUICK["xla_cpu_use_fusion_emitters"] = False
 
