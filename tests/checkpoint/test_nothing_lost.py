@@ -320,6 +320,7 @@ def test_every_byte_counts(trained, tmp_path):
     assert checkpoint.verify(folder) == ""
 
 
+@pytest.mark.full
 @pytest.mark.promise("damaged")
 def test_a_checkpoint_without_hashes_is_refused_unless_an_early_version_wrote_it(
     go, trained, tmp_path, capfd

@@ -307,6 +307,7 @@ def test_it_evaluates_and_writes_text(inside, quick, book, tmp_path):
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.full
 def test_the_readmes_lines_for_plain_orbax_work_beside_a_copy(tmp_path):
     readme = (ROOT / "zoo" / "README.md").read_text()
     block = re.search(r"<!-- plain orbax -->\n+```python\n(.*?)```", readme, re.DOTALL)[1]

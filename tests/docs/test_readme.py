@@ -330,6 +330,7 @@ def test_the_front_page_imports_what_the_loop_does():
     assert block("python: import") in block("python: copy")
 
 
+@pytest.mark.full
 @pytest.mark.promise("copy")
 def test_a_copied_model_trains_as_shown(tmp_path):
     check = """
@@ -386,6 +387,7 @@ def test_a_loop_with_buffers_prints_what_is_shown(tmp_path):
 FEWER = {"num_layers": 1, "dense_layers": 0}  # compiles faster
 
 
+@pytest.mark.full
 @pytest.mark.promise("copy")
 def test_the_loop_that_is_shown_moves_buffers_as_the_recipe_does(tmp_path, quick):
     """With DeepSeek, whose biases even the load of its experts by 1e-3 a step."""

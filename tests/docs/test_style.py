@@ -15,7 +15,10 @@ pytestmark = pytest.mark.promise("structure")
     [
         ["ruff", "check"],
         ["ruff", "format", "--check"],
-        ["basedpyright", "--pythonpath", sys.executable],  # about 20 s of CPU time
+        pytest.param(
+            ["basedpyright", "--pythonpath", sys.executable],  # about 20 s of CPU time
+            marks=pytest.mark.full,
+        ),
     ],
     ids=["check", "format", "pyright"],
 )

@@ -119,9 +119,7 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize(
-    ("entry", "mesh", "strategy", "changes"), full_except(CASES, [CASES[0], CASES[10]])
-)
+@pytest.mark.parametrize(("entry", "mesh", "strategy", "changes"), full_except(CASES, CASES[:1]))
 def test_it_trains_like_one_device(entry, mesh, strategy, changes):
     config = deep(entry, **changes)
     alone = dataclasses.replace(config, pipe_microbatches=0, pipeline="1f1b", remat="full")

@@ -15,7 +15,6 @@ import numpy as np
 import pytest
 
 from recipes.common.train.optimizer import LearningRate, adamw
-from tests.conftest import full_except
 from tests.support.quick import quick as quick
 from tests.support.runs import TINY, assert_bit_equal, records, state_of, steps_saved
 
@@ -171,7 +170,8 @@ def test_a_resumed_run_is_bit_equal_to_an_uninterrupted_one(first, train, tmp_pa
     check_resumed(first.workdir, parts, train(*FIRST, f"--workdir={parts}"))
 
 
-@pytest.mark.parametrize("mesh", full_except(["1x8", "2x2x2"], ["1x8"]))
+@pytest.mark.full  # in the fast tier: test_lora.py, an adapter
+@pytest.mark.parametrize("mesh", ["1x8", "2x2x2"])
 def test_another_mesh_continues_the_same_run(mesh, first, train, tmp_path):
     """A workdir resumes on another mesh with the same batches; losses differ in their last bits."""
     workdir = first.copy(tmp_path / "w", HALF)
@@ -181,6 +181,7 @@ def test_another_mesh_continues_the_same_run(mesh, first, train, tmp_path):
     np.testing.assert_allclose(ours[HALF:], whole[HALF:], rtol=1e-5)
 
 
+@pytest.mark.full
 def test_more_steps_resume_and_say_what_that_does_to_the_learning_rate(first, train, tmp_path):
     workdir = first.copy(tmp_path / "w", STEPS)
     flags = ("--mesh=4x2", f"--workdir={workdir}", "--steps=20")  # and log_every may change

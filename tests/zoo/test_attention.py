@@ -153,7 +153,7 @@ def temporaries(kernel: str, T: int) -> int:
     return compiled.memory_analysis().temp_size_in_bytes
 
 
-@pytest.mark.full  # in the fast tier: of a whole model
+@pytest.mark.full
 def test_memory_is_linear_in_the_length_of_a_row():
     """Four times as many positions take four times the memory; XLA's attention, up to sixteen."""
     growth = {
@@ -163,6 +163,7 @@ def test_memory_is_linear_in_the_length_of_a_row():
     assert growth["xla"] > 10, "the check would not see scores in memory"
 
 
+@pytest.mark.full
 def test_memory_is_linear_in_a_model():
     """JAX must not compute the masks, which no layer changes, ahead of the loop over layers."""
     config = Config(384, 64, 2, num_heads=2, num_kv_heads=1, head_dim=16, mlp=64, attention="flash")
@@ -461,6 +462,7 @@ def test_bench_and_recipe_have_the_same_kernel(device):
     assert kernels(bench.function, row) == recipe
 
 
+@pytest.mark.full
 def test_no_deprecated_kernel_is_imported():
     """Traces steps for GPUs and then for a TPU, in a new process where deprecations are errors."""
     code = """

@@ -169,6 +169,7 @@ def test_each_position_goes_through_its_experts(capacity, normalize):
     assert float(figures["load"].sum()) == pytest.approx(2 * T * config.num_experts)
 
 
+@pytest.mark.full
 def test_room_for_all_is_dropless():
     """A capacity of E / J gives each expert a slot for every position of a row."""
     batch = rows()
@@ -191,6 +192,7 @@ def test_nothing_depends_on_what_comes_later():
     )
 
 
+@pytest.mark.full
 def test_the_loss_of_a_batch_is_the_sum_of_its_rows():
     """Therefore meshes, microbatches and processes agree, however rows are grouped."""
     model, batch = model_of(capacity=0.75), rows()

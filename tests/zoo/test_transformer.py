@@ -270,6 +270,7 @@ def test_rematerialization_changes_no_gradient(remat, plain_gradient):
     assert_close(gradient, plain_gradient, 1e-5)
 
 
+@pytest.mark.full
 def test_unrolled_layers_change_no_gradient(plain_gradient):
     model, tokens = model_of(remat="none", unroll=TINY.num_layers), tokens_of()
     graph, state = nnx.split(model)
@@ -336,6 +337,7 @@ def test_an_option_has_an_effect_and_trains(changes):
         assert np.abs(leaf[...]).max() > 0 or path[-1] == "k_bias", path
 
 
+@pytest.mark.full
 def test_qkv_biases_are_matrices_of_their_heads_and_start_at_zero():
     attention = model_of(qkv_bias=True).layers.attention
     assert attention.q_bias.shape == (TINY.num_layers, TINY.num_heads, TINY.head_dim)
