@@ -201,7 +201,9 @@ def pytest_runtest_teardown(item, nextitem):
     ends = nextitem is None or nextitem.path != item.path
     if ends and maps.exists() and maps.read_text().count("\n") > 20_000:
         jax.clear_caches()
+        gc.unfreeze()
         gc.collect()
+        gc.freeze()
 
 
 @pytest.fixture
@@ -216,7 +218,8 @@ def inside(monkeypatch, capfd):
         monkeypatch.setattr(os, "_exit", sys.exit)  # a mistake ends the command, not pytest
         monkeypatch.setattr(sys, "unraisablehook", sys.unraisablehook)
         capfd.readouterr()
-        gc.freeze()  # what is there before the command is not looked through after it
+        gc.collect()
+        gc.freeze()  # what is there before the command is not looked through again
         code = 0
         try:
             runpy.run_module(module, run_name="__main__")
@@ -226,7 +229,6 @@ def inside(monkeypatch, capfd):
             for number, handler in handlers.items():
                 signal.signal(number, handler)
             gc.collect()  # a failed run's files are closed, and its lock is gone
-            gc.unfreeze()
         out, err = capfd.readouterr()
         return Finished(subprocess.CompletedProcess([], code, out, err))
 
