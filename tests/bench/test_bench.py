@@ -719,6 +719,7 @@ WORDS = {
 
 
 LONG = ("cpu", "host", "checkpoint", "start", "meshes", "data", "experts", "depth", "memory")
+LONG += ("collectives",)
 
 
 @pytest.mark.parametrize("word", full_except(sorted(WORDS.keys() - {"gpu"}), WORDS.keys() - LONG))

@@ -305,6 +305,7 @@ def test_text_after_a_prompt(inside, quick):
     assert len(shown) == 1, "the same text on every mesh"
 
 
+@pytest.mark.full
 def test_prompts_of_a_file_are_answered_whatever_the_batch(inside, quick, talker, tmp_path):
     rows = [{"prompt": "one"}, {"messages": [{"role": "user", "content": "two"}], "id": 7}]
     rows += [{"prompt": "three and more"}]

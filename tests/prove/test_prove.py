@@ -166,6 +166,7 @@ def project(tmp_path):
     return command
 
 
+@pytest.mark.full
 def test_the_page_s_example_proves_a_model_outside_the_clone(project):
     _, *words = block("command: proving").split()
     done = project(*words, "--json")

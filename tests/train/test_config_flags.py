@@ -94,6 +94,7 @@ def test_structured_fields_become_what_the_model_computes_with():
     assert config.unroll == 2
 
 
+@pytest.mark.full
 def test_a_run_with_fields_that_are_set(inside, quick, book, tmp_path):
     """They are reported, saved and resumed; only those of Compute may change."""
     run = [*TINY, book, "--mesh=2", f"--workdir={tmp_path / 'run'}", "--set=norm_eps=0.01"]

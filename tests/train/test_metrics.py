@@ -121,6 +121,7 @@ def test_metrics_of_a_language_model_s_run(accumulate, inside, quick, book, tmp_
         assert 0 <= waited <= seconds
 
 
+@pytest.mark.full
 def test_metrics_of_the_mlp_s_run(inside, quick, tmp_path):
     flags = ("--embed=16", "--hidden=32", "--depth=1", f"--learning_rate={PEAK}")
     done = inside(

@@ -183,11 +183,10 @@ def test_adapters_decay():
     assert {*paths(decaying(layout)).values()} == {True}
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("recipe", "vector"),
-    full_except(
-        [("gpt_oss", "layers/attention/sinks"), ("vit", "class_token")], [("vit", "class_token")]
-    ),
+    [("gpt_oss", "layers/attention/sinks"), ("vit", "class_token")],
 )
 def test_a_recipe_decays_no_vector(recipe, vector, inside, quick, book, tmp_path):
     """With a learning rate of 1e-4 and a huge decay, only decay moves weights visibly."""

@@ -119,6 +119,7 @@ def test_dot_relu_dot_prints_what_each_device_holds(train, quick, tmp_path):
     check_dot_relu_dot(out, tmp_path, 2)
 
 
+@pytest.mark.full
 def test_mlp_evaluates_the_same_on_another_mesh(train, quick, tmp_path):
     flags = ("--embed=16", "--hidden=64", "--depth=1", "--batch_size=64", "--learning_rate=0.01")
     out = train("mlp", "--mesh=4x2", "--steps=20", *flags, f"--workdir={tmp_path / 'm'}")
