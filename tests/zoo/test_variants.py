@@ -61,7 +61,8 @@ def test_generation_is_the_whole_row_with_all_switches(entry):
         logits_BV, cache = step(model, next_B, cache)
 
 
-@pytest.mark.parametrize("entry", [pytest.param("transformer", marks=pytest.mark.full), "moe"])
+@pytest.mark.full
+@pytest.mark.parametrize("entry", ["transformer", "moe"])
 def test_losses_and_gradients_are_equal_on_meshes_with_all_switches(entry):
     config = ALL[entry][1]
     wanted_loss, wanted = loss_and_gradients(entry, config, "1x1", "dp")
