@@ -26,11 +26,6 @@ from tests.support.quick import XLA_FLAGS  # noqa: E402
 
 jax.config.update("jax_num_cpu_devices", 8)
 jax.config.update("jax_platforms", "cpu")
-# XLA reads its flags once. Compiling takes longer than running what is compiled: this process does not
-# optimize. Real processes do.
-with pytest.MonkeyPatch().context() as patch:
-    patch.setenv("XLA_FLAGS", XLA_FLAGS)
-    jax.devices()
 
 
 # ---- two tiers -----------------------------------------------------------------------------------
@@ -61,6 +56,10 @@ def pytest_configure(config):
     )
     config.addinivalue_line("markers", "full: only in the complete proof, pytest --full")
     config.option.loadscopereorder = False  # the order below, not by number of tests
+    # XLA reads its flags once. Compiling takes longer here than running what is compiled.
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XLA_FLAGS", XLA_FLAGS)
+        jax.devices()
 
 
 def full_except(cases: Iterable, fast: Iterable) -> list:
