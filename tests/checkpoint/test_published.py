@@ -348,12 +348,16 @@ def runs(tmp_path_factory):
     return tmp_path_factory.mktemp("runs")
 
 
+def held_out_loss(out: str) -> float:
+    return float(re.search(r"Held-out loss (\d\.\d{6})", out)[1])
+
+
 def test_a_run_is_published_and_evaluated_elsewhere(inside, runs):
     work, target = runs / "m", runs / "pub"
     tiny = ("--embed=16", "--hidden=64", "--steps=12", f"--workdir={work}")
     done = inside("recipes.dot_relu_dot", "--mesh=4x2", *tiny)
     assert (done.code, done.err) == (0, "")
-    said = re.search(r"Held-out loss [\d.]+", done.out)[0]
+    loss = held_out_loss(done.out)
     before = (work / "metrics.jsonl").read_bytes()
 
     done = inside("recipes.publish", f"--source={work}", f"--target={target}", "--note=by\nhand")
@@ -381,7 +385,7 @@ def test_a_run_is_published_and_evaluated_elsewhere(inside, runs):
 
     done = inside("recipes.dot_relu_dot", "--mesh=8x1", f"--restore_from={target}", "--steps=0")
     assert (done.code, done.err) == (0, "")
-    assert said in done.out
+    assert held_out_loss(done.out) == pytest.approx(loss, abs=1.5e-6)  # the last digit shown
 
     # And rounded, in half the bytes; who restores it has float32 again, and the probe's loss.
     rounded = runs / "rounded"
