@@ -265,10 +265,9 @@ def _saved_numbers(layout: Layout, layer: LayerShape, numbers: Activations) -> t
         case _:  # none: all inputs of derivatives; q, k and v share theirs, and so do gate and up
             products = 2 * layer.matrices * numbers.hidden + numbers.dispatched
             inner = numbers.attention + 2 * numbers.latents + numbers.recurrence
-            if (
-                layer.recurrence and _groups(layout, layer.recurrence) == 1
-            ):  # of several: recomputed
-                inner += numbers.chunks // 2 * 4 // compute_bytes(layout)  # without gradients
+            # Without gradients. Those of several groups are recomputed.
+            if layer.recurrence and _groups(layout, layer.recurrence) == 1:
+                inner += numbers.chunks // 2 * 4 // compute_bytes(layout)
             return 6 * D * 4 // compute_bytes(layout), 2 * D + products + inner
 
 
