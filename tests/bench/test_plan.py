@@ -181,6 +181,23 @@ def test_dense_first_layers_by_hand():
     assert memory.memory_parts(layout)["saved activations"] == numbers * 2 * 16 * 4
 
 
+def test_only_experts_with_a_capacity_compute_empty_slots():
+    """As many for each part of a row, where context parallelism splits it."""
+    devices = parse_devices("v5p:8")
+
+    def matmuls(capacity: float | None, rules: str, axes: dict[str, int]) -> float:
+        config = dataclasses.replace(moe.Config.tiny(), capacity=capacity)
+        mesh = abstract_mesh(axes, devices)
+        layout = make_layout(moe.MoE, config, mesh, rules, batch_size=8, seq_len=64)
+        return estimate(layout, devices).operations["matmul"]
+
+    rows, parts = ("fsdp", {"data": 8}), ("fsdp_cp", {"data": 2, "seq": 4})
+    assert matmuls(None, *parts) == pytest.approx(matmuls(None, *rows))
+    assert matmuls(1.0, *rows) == pytest.approx(matmuls(None, *rows))
+    slots = matmuls(2.0, *rows) - matmuls(1.0, *rows)  # one for each choice
+    assert matmuls(1.0, *parts) == pytest.approx(matmuls(1.0, *rows) + 3 * slots)
+
+
 @pytest.mark.parametrize(
     ("seq_len", "blocks"),
     [(8_192, 8), (4_096, 4), (8_448, 0)],  # the last: 33 blocks of 256, so two kernels

@@ -224,9 +224,10 @@ def _work(layout: Layout) -> Work:
     )
     attention = useful - each * shape.multiplied * tokens - recurrence
     matmuls = useful - table - attention - recurrence
-    for experts, count in shape.trained_experts:  # empty slots are computed too
-        of_tokens = each * count * experts.per_token * experts.weights * tokens
-        matmuls += of_tokens * ((experts.capacity or 1.0) * layout.seq_shards - 1)
+    for experts, count in shape.trained_experts:
+        if experts.capacity:  # empty slots are computed too, as many for each part of a row
+            of_tokens = each * count * experts.per_token * experts.weights * tokens
+            matmuls += of_tokens * (experts.capacity * layout.seq_shards - 1)
     repeats_matmuls, repeats_attention = REPEATS.get(shape.remat, (True, True))
     again = repeats_matmuls * matmuls * 2 / each
     low = _in_low_precision(shape, matmuls, again)
