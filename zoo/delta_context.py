@@ -26,9 +26,11 @@ def apply_incoming(map_BNKX, out_BTNX, seq) -> tuple[jax.Array, jax.Array]:
     """
     K = map_BNKX.shape[-2]
     matrix, offset = map_BNKX[..., :K], map_BNKX[..., K:]
-    incoming = incoming_state(matrix, offset, seq)
+    with jax.default_matmul_precision("highest"):  # by default, TPUs round the state to bfloat16
+        incoming = incoming_state(matrix, offset, seq)
+        state = matrix @ incoming + offset
     read = jnp.einsum("btnk,bnkv->btnv", out_BTNX[..., :K], incoming)
-    return matrix @ incoming + offset, out_BTNX[..., K:] + read
+    return state, out_BTNX[..., K:] + read
 
 
 def incoming_state(matrix, offset, seq) -> jax.Array:

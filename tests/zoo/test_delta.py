@@ -202,6 +202,25 @@ def test_groups_of_positions_match_the_definition(devices, group, monkeypatch):
         assert error(devices, np.float32) < 1e-5
 
 
+def test_no_product_rounds_a_state_that_travels():
+    """On TPUs, products of float32 arrays round these to bfloat16 by default."""
+    devices = 4
+    mesh = jax.make_mesh((devices,), ("seq",), axis_types=(jax.sharding.AxisType.Auto,))
+    rows = jax.P(None, "seq")
+    function = jax.shard_map(
+        lambda state, out: delta_context.apply_incoming(state, out, ("seq",)),
+        mesh=mesh, in_specs=(jax.P("seq"), rows), out_specs=(jax.P("seq"), rows), check_vma=False,
+    )  # fmt: skip
+    states = jnp.zeros((devices * B, N, K, K + V))
+    out = jnp.zeros((B, devices * ROWS, N, K + V))
+    (on_device,) = jax.make_jaxpr(function)(states, out).eqns
+    products = [x for x in on_device.params["jaxpr"].eqns if x.primitive is jax.lax.dot_general_p]
+    highest = (jax.lax.Precision.HIGHEST, jax.lax.Precision.HIGHEST)
+    (read,) = [x for x in products if x.params["precision"] != highest]
+    assert len(products) == 5  # three compose maps, one applies them, one reads the state
+    assert out[:, :ROWS, :, :K].shape in [x.aval.shape for x in read.invars]
+
+
 def keep_state(monkeypatch):
     """A segment starts from the state of the segment before it."""
     chunk = delta.chunk
