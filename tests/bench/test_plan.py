@@ -43,7 +43,7 @@ from tests.conftest import ROOT, full_except
 from tests.support.entries import BATCH, ENTRIES, LR
 from tests.support.quick import XLA_FLAGS
 from tests.support.quick import quick as quick
-from zoo import moe, splash
+from zoo import delta, moe, qwen3_next, splash
 from zoo.moe import MoE
 from zoo.shape import RecurrenceShape, Shape
 from zoo.transformer import Config, Transformer
@@ -158,9 +158,27 @@ def test_recurrent_layers_by_hand():
 
     assert grown(chunks=71_000) == 2 * 16 * 1_000 // 2 * 4  # two rows, half of the heads
     assert grown(chunks=142_000, group=8) == grown(chunks=71_000)  # half of the positions at once
+    assert grown(width=196) == 2 * 16 * 2 * 100 // 2 * 4  # and their gradients
     kept = dataclasses.replace(layout, config=dataclasses.replace(hybrid, remat="dots"))
     dots = 4 * (2 * 64 + 2 * 128 // 2) + 2 * (16 * 8 + 2 * 8 * 8) // 2 + 2 * 96 // 2
     assert memory.memory_parts(kept)["saved activations"] == dots * 2 * 16 * 4
+
+
+def test_groups_of_a_recurrence_are_computed_once_more(monkeypatch):
+    devices, T, B = parse_devices("h100:8"), 128, 8
+    mesh = abstract_mesh({"data": 8}, devices)
+
+    def plan(group: int) -> Estimate:
+        monkeypatch.setattr(delta, "GROUP", group)
+        config = qwen3_next.Config.tiny()
+        layout = make_layout(qwen3_next.Qwen3Next, config, mesh, "dp", batch_size=B, seq_len=T)
+        return estimate(layout, devices)
+
+    one, two = plan(T), plan(T // 2)
+    work = sum(x.recurrence.work * n for x, n in one.layout.shape.trained_layers if x.recurrence)
+    seconds = 2 * work * B * T / 8 / devices.hardware.peak
+    grown = two.operations["matmul"] - one.operations["matmul"]
+    assert grown == pytest.approx(seconds)
 
 
 def test_dense_first_layers_by_hand():

@@ -27,6 +27,7 @@ from recipes.common.plan.memory import (
     moments,
     on_host,
     partial_gradients,
+    position_groups,
     weights,
 )
 from recipes.common.plan.textbook import (
@@ -231,8 +232,13 @@ def _work(layout: Layout) -> Work:
     repeats_matmuls, repeats_attention = REPEATS.get(shape.remat, (True, True))
     again = repeats_matmuls * matmuls * 2 / each
     low = _in_low_precision(shape, matmuls, again)
+    in_groups = any(  # whose backward pass computes each group once more
+        layer.recurrence and position_groups(layout, layer.recurrence) > 1
+        for layer, _ in shape.trained_layers
+    )
+    recurrence *= 1 + (repeats_attention + in_groups) / 3
     # Logits are computed twice.
-    done = matmuls + again + table * (1 + 2 / each) + recurrence * (1 + repeats_attention / 3)
+    done = matmuls + again + table * (1 + 2 / each) + recurrence
     attention *= 1 + repeats_attention / 3
     if kernel(layout) == "splash":
         attention = _kernels(layout, forward=1 + repeats_attention)

@@ -198,7 +198,7 @@ def _activations(layout: Layout, layer: LayerShape, rows: int, segments: bool) -
     if layer.recurrence:
         recurrence = layer.recurrence.width // layout.count_shards(HEADS)
         chunks = layer.recurrence.chunks // layout.count_shards(HEADS)
-        chunks //= _groups(layout, layer.recurrence)
+        chunks //= position_groups(layout, layer.recurrence)
     mlp = layer.mlp // layout.count_shards(MLP)
     hidden, dispatched = float(mlp), 0.0
     if layer.experts:
@@ -219,7 +219,7 @@ def _activations(layout: Layout, layer: LayerShape, rows: int, segments: bool) -
     )
 
 
-def _groups(layout: Layout, recurrence: RecurrenceShape) -> int:
+def position_groups(layout: Layout, recurrence: RecurrenceShape) -> int:
     """Groups of a device's positions, of which a recurrence computes one at a time."""
     return math.ceil(layout.seq_len // layout.seq_shards / recurrence.group)
 
@@ -266,7 +266,7 @@ def _saved_numbers(layout: Layout, layer: LayerShape, numbers: Activations) -> t
             products = 2 * layer.matrices * numbers.hidden + numbers.dispatched
             inner = numbers.attention + 2 * numbers.latents + numbers.recurrence
             # Without gradients. Those of several groups are recomputed.
-            if layer.recurrence and _groups(layout, layer.recurrence) == 1:
+            if layer.recurrence and position_groups(layout, layer.recurrence) == 1:
                 inner += numbers.chunks // 2 * 4 // compute_bytes(layout)
             return 6 * D * 4 // compute_bytes(layout), 2 * D + products + inner
 
