@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
-from .sharding import constrain, explicit, mesh_axes, ones, param, reshape, shards, zeros
+from .sharding import constrain, device, explicit, mesh_axes, ones, param, reshape, shards, zeros
 
 # ---- products ------------------------------------------------------------------------------------
 
@@ -61,8 +61,37 @@ def multiply(x, weight: nnx.Param, contract: int = 1, seq: str = "seq") -> jax.A
         y = jnp.tensordot(x, w, contract, out_sharding=explicit(*out_axes))
         return constrain(y, *out_axes)
     x = reshape(x, (B * T, *inner), "batch", *axes[:contract])
-    y = jnp.tensordot(x, w, contract, out_sharding=explicit("batch", *axes[contract:]))
+    if device().platform == "tpu" and axes[0] == "act_embed":
+        y = multiply_rows(x, w, explicit("batch", *axes[1:]))
+    else:
+        y = jnp.tensordot(x, w, contract, out_sharding=explicit("batch", *axes[contract:]))
     return reshape(y, (B, T, *y.shape[1:]), "batch", "seq", *axes[contract:])
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
+def multiply_rows(x, w, out_sharding) -> jax.Array:
+    """x[M, D] · w[D, ...] for TPUs, with the gradient of w as x · dy, where JAX has dy · x, transposed.
+
+    With FSDP, a loop multiplies a part of D after another and sends the sums on. It needs its second
+    factor as activations lie in memory, and the first one transposed: x does lie so, but dy doesn't.
+    """
+    return jnp.tensordot(x, w, 1, out_sharding=out_sharding)
+
+
+def multiply_rows_forward(x, w, out_sharding):
+    return multiply_rows(x, w, out_sharding), (x, w)
+
+
+def multiply_rows_backward(out_sharding, factors, dy):
+    x, w = factors
+    times_w = functools.partial(jnp.tensordot, b=w, axes=1, out_sharding=out_sharding)
+    (dx,) = jax.linear_transpose(times_w, x)(dy)
+    w_sharding = None if out_sharding is None else jax.typeof(w).sharding
+    dw = jax.lax.dot_general(x, dy, (((0,), (0,)), ((), ())), out_sharding=w_sharding)
+    return dx, dw
+
+
+multiply_rows.defvjp(multiply_rows_forward, multiply_rows_backward)
 
 
 def dot(dims: str, x: jax.Array, y: jax.Array, out_sharding=None) -> jax.Array:

@@ -24,10 +24,9 @@ COMPILER_OPTIONS: dict[str, dict[str, bool | int | str]] = {
         "xla_tpu_prefer_async_allgather_to_allreduce": "true",
     },
     "TPU v5": {  # v5p
-        # Matmuls take larger blocks, because an operation may use 24 of a core's 64 MiB of vector
-        # memory instead of 16. 8b with 4 layers, fsdp on 16 chips: 571 million cycles a step and 129
-        # CPU seconds to compile, without it 624 and 98; with 32 MiB, 557 and 168.
-        "xla_tpu_scoped_vmem_limit_kib": "24576",
+        # Matmuls take larger blocks, because an operation may use 32 of a core's 64 MiB of vector
+        # memory instead of 16: see bench/cycles.md.
+        "xla_tpu_scoped_vmem_limit_kib": "32768",
     },
     # NVIDIA. Measured with 8b with 4 layers, fsdp on 8 H200, JAX 0.11.2. Without these options, 5.6
     # GB are gathered, of which 2.8 GB overlap with matmuls, as do 101 of 481 MB of scatters; the
