@@ -23,10 +23,13 @@ COMPILER_OPTIONS: dict[str, dict[str, bool | int | str]] = {
         # a step, with it 0.7.
         "xla_tpu_prefer_async_allgather_to_allreduce": "true",
     },
+    # Matmuls take larger blocks, because an operation may use more than 16 MiB of a core's vector
+    # memory: see bench/cycles.md.
     "TPU v5": {  # v5p
-        # Matmuls take larger blocks, because an operation may use 32 of a core's 64 MiB of vector
-        # memory instead of 16: see bench/cycles.md.
         "xla_tpu_scoped_vmem_limit_kib": "32768",
+    },
+    "TPU v5 lite": {  # v5e
+        "xla_tpu_scoped_vmem_limit_kib": "24576",
     },
     # NVIDIA. Measured with 8b with 4 layers, fsdp on 8 H200, JAX 0.11.2. Without these options, 5.6
     # GB are gathered, of which 2.8 GB overlap with matmuls, as do 101 of 481 MB of scatters; the
