@@ -3,6 +3,7 @@
     python -m recipes.qwen3_next --mesh=4x2                  # a laptop: 8 simulated devices
     python -m recipes.qwen3_next --mesh=data=2,seq=4         # resumes, with long rows split
     python -m recipes.qwen3_next --num_experts=8 --experts_per_token=2 --mlp=88 --workdir=runs/experts
+    python -m recipes.qwen3_next --mtp_depth=1 --workdir=runs/mtp  # predicts the token after the next one too
 
 Running the same command again resumes. --dataset takes your own text; --size a larger model.
 """
@@ -16,7 +17,7 @@ from recipes.common.runtime.start import start
 from zoo.qwen3_next import REMAT, SIZES, Config
 
 # The flags of the model: a Config's fields that are set most often. --set reaches the others.
-MODEL = language.model_flags(Config, (*DECODER, *EXPERTS), SIZES, REMAT)
+MODEL = language.model_flags(Config, (*DECODER, *EXPERTS, "mtp_depth", "mtp_weight"), SIZES, REMAT)
 NEW = (Run(steps=400, batch_size=16, learning_rate=4e-3), Text(), MODEL, Training(), Sample())
 
 # The run, from the mesh to the sample: recipes/common/language/recipe.py.

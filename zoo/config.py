@@ -46,6 +46,7 @@ class Compute:
     period = ()  # for layers of unequal shapes: the stack of each layer of a period
     dense_layers = 0  # the first ones, which have an MLP in place of experts
     dense_mlp = 0  # hidden width of that MLP
+    mtp_depth = 0  # layers that predict the second-next token, 0 or 1
     groups = 1  # of experts; a position's experts are in its `top_groups` best groups
     top_groups = 1
     sliding_window = None
@@ -56,7 +57,8 @@ class Compute:
 
     ROTARY: ClassVar[str] = "rope_dim"  # the field that rotary_dim comes from, if not head_dim
     REMAT: ClassVar[dict] = REMAT_POLICIES
-    MAY_BE_ZERO: ClassVar[tuple[str, ...]] = ("lora_rank", "pipe_microbatches")  # others are ≥ 1
+    # Others are ≥ 1.
+    MAY_BE_ZERO: ClassVar[tuple[str, ...]] = ("lora_rank", "pipe_microbatches", "mtp_depth")
 
     @property
     def kinds(self: Any) -> tuple[Kind, ...]:
@@ -110,6 +112,7 @@ class Compute:
             layers=tuple(layers),
             vocab_size=self.vocab_size,
             period=len(kinds),
+            mtp_layers=self.mtp_depth,
             dtype=self.dtype,
             remat=self.remat,
             matmul=self.matmul,
@@ -135,6 +138,8 @@ class Compute:
             least = 0 if name in self.MAY_BE_ZERO else 1
             if type(value) is int and value < least:
                 raise ValueError(f"{name}={value} must be ≥ {least}")
+        if self.mtp_depth > 1:
+            raise ValueError(f"mtp_depth={self.mtp_depth} is not one of 0, 1")
         targets = type(self).lora_targets
         for name in self.lora_targets:
             if name not in targets:

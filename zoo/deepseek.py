@@ -28,7 +28,7 @@ from .config import Compute
 from .decoder import Decoder
 from .experts import EXPERT_REMAT, GatedExperts, check_experts, experts_shape
 from .layers import GatedMLP, Kind, RMSNorm, RopeScaling, Yarn, adapters, gather, project, rotate
-from .shape import AttentionShape, LayerShape, Shape
+from .shape import AttentionShape, LayerShape
 from .sharding import Rules, complete_tables, constrain, explicit, param
 from .strategies import EXPERT_DECODER, expert_rules
 
@@ -72,7 +72,7 @@ class Config(Compute):
     lora_targets: tuple[str, ...] = ("q", "q_down", "q_up", "kv_down", "kv_up", "o")
 
     REMAT = EXPERT_REMAT
-    MAY_BE_ZERO = (*Compute.MAY_BE_ZERO, "q_latent", "dense_layers", "dense_mlp", "mtp_depth")
+    MAY_BE_ZERO = (*Compute.MAY_BE_ZERO, "q_latent", "dense_layers", "dense_mlp")
 
     num_kv_heads = property(lambda self: self.num_heads)
     head_dim = property(lambda self: self.nope_dim + self.rope_dim)
@@ -81,8 +81,6 @@ class Config(Compute):
     def __post_init__(self):
         super().__post_init__()
         check_experts(self)
-        if self.mtp_depth not in (0, 1):
-            raise ValueError(f"mtp_depth={self.mtp_depth} is not one of 0, 1")
         if self.mscale and not self.rope_scaling:
             raise ValueError("mscale needs a rope_scaling")
 
@@ -107,10 +105,6 @@ class Config(Compute):
     def layer_shape(self) -> LayerShape:
         shared = self.shared_experts * self.mlp
         return dataclasses.replace(super().layer_shape, mlp=shared, experts=experts_shape(self))
-
-    @property
-    def shape(self) -> Shape:
-        return dataclasses.replace(super().shape, mtp_layers=self.mtp_depth)
 
     @classmethod
     def tiny(cls) -> "Config":
@@ -232,8 +226,8 @@ class DeepSeek(Decoder):
         if config.mtp_depth:
             from .mtp import MTPHead
 
-            layer = Layer(dataclasses.replace(config, lora_rank=0), rngs=rngs)
-            self.mtp = MTPHead(config, layer, rngs=rngs)
+            norm = functools.partial(RMSNorm, eps=config.norm_eps)
+            self.mtp = MTPHead(config, Layer, norm, rngs=rngs)
 
     @property
     def costs(self) -> dict[str, float]:

@@ -5,7 +5,8 @@ decoder.py uses this file if a model has the head, so a model without it can be 
 Shapes: B batch, T positions, D embed.
 """
 
-from typing import Any
+import dataclasses
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -25,16 +26,25 @@ class MTPHead(nnx.Module):
     tables embed that token and unembed the prediction.
 
     Args:
-      layer: a decoder layer, as in the model.
+      layer: makes a decoder layer, as the model's last one, from (config, *, rngs). It has no
+        adapters.
+      norm: makes a norm as the model's final one, from D.
     """
 
-    def __init__(self, config, layer: Any, *, rngs: nnx.Rngs):
+    def __init__(
+        self,
+        config,
+        layer: Callable[..., nnx.Module],
+        norm: Callable[[int], RMSNorm],
+        *,
+        rngs: nnx.Rngs,
+    ):
         D = config.embed
-        self.token_norm = RMSNorm(D, config.norm_eps)
-        self.hidden_norm = RMSNorm(D, config.norm_eps)
-        self.join = param(rngs, (2 * D, D), ("embed", "latent"), (2 * D) ** -0.5)
-        self.layer = layer
-        self.final_norm = RMSNorm(D, config.norm_eps)
+        self.layer = layer(dataclasses.replace(config, lora_rank=0), rngs=rngs)
+        self.token_norm = norm(D)
+        self.hidden_norm = norm(D)
+        self.join = param(rngs, (2 * D, D), ("embed", "norm"), (2 * D) ** -0.5)
+        self.final_norm = norm(D)
 
     def __call__(self, x_BTD, next_BTD, positions, kind):
         """Returns its output, normed, [B, T, D], and the metrics of its layer."""
@@ -68,7 +78,7 @@ def objective_with_mtp(model, batch: Batch) -> Objective:
     def run_head(head, x_BTD, next_BTD):
         head = layer_in_use(head, model.axes.in_use, config)  # inside remat, which gathers again
         positions = make_positions(config, batch.tokens, batch.segment_ids, second_BT)
-        (kind,) = config.kinds
+        kind = config.kinds[-1]  # of a period, whose last layer attends
         return head(x_BTD, next_BTD, positions, kind)
 
     run_head = jax.checkpoint(run_head, policy=REMAT_POLICIES.get(config.remat))

@@ -55,6 +55,8 @@ class Config(Compute):
     capacity: float | None = 1.25  # None: dropless, as the published models
     normalize: bool = True
     balance_weight: float = 1e-3
+    mtp_depth: int = 0  # layers that predict the second-next token, 0 or 1
+    mtp_weight: float = 0.3  # weight of the second-next token's loss
     norm_eps: float = 1e-6
     rope_theta: float = 1e7
     rope_scaling: RopeScaling | None = None
@@ -244,13 +246,20 @@ class Layer(nnx.Module):
 
 
 class Qwen3Next(Decoder):
-    """Tokens in, next-token logits out. A cache has keys of the layers that attend, and states."""
+    """Tokens in, next-token logits out. A cache has keys of the layers that attend, and states. With
+    mtp_depth, the objective adds mtp_weight · mtp, the loss at the token after the next.
+    """
 
     axes = AXES
 
     def __init__(self, config: Config, *, rngs: nnx.Rngs):
-        final_norm = RMSNorm(config.embed, config.norm_eps, zero_centered=True)
-        super().__init__(config, Layer, final_norm, rngs=rngs)
+        norm = functools.partial(RMSNorm, eps=config.norm_eps, zero_centered=True)
+        super().__init__(config, Layer, norm(config.embed), rngs=rngs)
+        if config.mtp_depth:
+            from .mtp import MTPHead
+
+            layer = functools.partial(Layer, stack=ATTENTION)
+            self.mtp = MTPHead(config, layer, norm, rngs=rngs)
 
     @property
     def costs(self) -> dict[str, float]:

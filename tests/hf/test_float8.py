@@ -231,7 +231,7 @@ def test_layers_for_further_tokens_are_read_where_there_is_one(quantized, capfd)
     safetensors.numpy.save_file(more, folder / "model-3.safetensors")
     capfd.readouterr()
     assert hf.Folder(folder).config.mtp_depth == 1
-    assert "Left out layer 3, for multi-token prediction" in capfd.readouterr().out
+    assert "Left out model.layers.3, for multi-token prediction" in capfd.readouterr().out
 
 
 def test_tables_of_the_further_layer_must_be_the_model_s(quantized):

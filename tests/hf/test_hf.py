@@ -688,7 +688,9 @@ def test_glm_s_layers_for_further_tokens_are_left_out(folder, capfd):
     safetensors.numpy.save_file(tensors_of(theirs / MODEL) | more, theirs / MODEL)
     capfd.readouterr()
     assert_bit_equal(params_of(f"hf:{theirs}"), whole)
-    assert capfd.readouterr().out.startswith("Left out layer 3, for multi-token prediction; ")
+    assert capfd.readouterr().out.startswith(
+        "Left out model.layers.3, for multi-token prediction; "
+    )
 
 
 @pytest.mark.parametrize("name", full_except(["qwen3_5_vision", "qwen3_next"], ["qwen3_5_vision"]))

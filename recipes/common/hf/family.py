@@ -36,16 +36,20 @@ class Selection:
     left_out: str = ""  # a sentence about the others; empty: there are none
 
 
-def leave_out_layers(stored: dict[str, Stored], config: Any, kept: int) -> Selection:
-    """Leaves out layers from number `kept` on, which predict further tokens."""
-    layer = re.compile(r"model\.layers\.(\d+)\.")
+def leave_out_layers(
+    stored: dict[str, Stored], config: Any, kept: int, stack: str = "model.layers"
+) -> Selection:
+    """Leaves out layers from number `kept` on, which predict further tokens.
+
+    Args:
+      stack: the start of their names.
+    """
+    layer = re.compile(rf"{re.escape(stack)}\.(\d+)\.")
     numbers = {name: int(match[1]) for name in stored if (match := layer.match(name))}
     left = sorted({number for number in numbers.values() if number >= kept})
     stored = {name: tensor for name, tensor in stored.items() if numbers.get(name, 0) < kept}
-    names = " and ".join(map(str, left))
-    report = (
-        f"Left out layer {names}, for multi-token prediction; the zoo has at most one such layer."
-    )
+    names = " and ".join(f"{stack}.{number}" for number in left)
+    report = f"Left out {names}, for multi-token prediction; the zoo has at most one such layer."
     return Selection(stored, config, report if left else "")
 
 

@@ -1,7 +1,8 @@
 """Qwen3-Next and the text models of Qwen3.5 (zoo/qwen3_next.py), as rows of relative.py.
 
 Every fourth layer attends; the others are gated delta networks, a stack of their own here. Published
-folders also have a layer for multi-token prediction, and Qwen3.5's a vision tower: both are left out.
+folders also have a head for multi-token prediction (`mtp`). Qwen3.5's have a vision tower, which is
+left out.
 """
 
 import dataclasses
@@ -11,7 +12,14 @@ from collections.abc import Callable
 from typing import Any
 
 from recipes.common.hf import vision
-from recipes.common.hf.family import GLOBAL, ConfigFile, Selection, Table
+from recipes.common.hf.family import (
+    FURTHER,
+    GLOBAL,
+    ConfigFile,
+    Selection,
+    Table,
+    leave_out_layers,
+)
 from recipes.common.hf.moe import QWEN2, QWEN_EXPERTS, SHARED
 from recipes.common.hf.relative import SIZES, TENSORS, Relative
 from recipes.common.hf.tensors import Part, Stored
@@ -28,6 +36,8 @@ DELTA_SIZES = {  # field of Config → theirs
     "conv_width": "linear_conv_kernel_dim",
 }
 INTERVAL = "full_attention_interval"
+FURTHER_35 = "mtp_num_hidden_layers"  # Qwen3.5's name for FURTHER
+MTP_LAYERS = "mtp.layers"
 
 
 def next_projections(config: Config) -> Table:
@@ -77,6 +87,24 @@ def delta_tensors(config: Config, projections: Table) -> Table:
     }
 
 
+def head_tensors(attends: Table) -> Table:
+    """The tensors of the MTP head.
+
+    Args:
+      attends: those of a layer that attends, as the head's does, by path inside the layer.
+    """
+    layer = {
+        f"mtp/layer/{path}": (name.replace("model.layers.{}", f"{MTP_LAYERS}.0", 1), ours, theirs)
+        for path, (name, ours, theirs) in attends.items()
+    }
+    return layer | {
+        "mtp/token_norm/scale": ("mtp.pre_fc_norm_embedding.weight", "D", "D"),
+        "mtp/hidden_norm/scale": ("mtp.pre_fc_norm_hidden.weight", "D", "D"),
+        "mtp/join": ("mtp.fc.weight", "ED", "D E"),
+        "mtp/final_norm/scale": ("mtp.norm.weight", "D", "D"),
+    }
+
+
 def tensors(projections: Callable[[Config], Table], attention: Table) -> Callable[[Any], Table]:
     """The variables' tensors, by Config.
 
@@ -101,6 +129,7 @@ def tensors(projections: Callable[[Config], Table], attention: Table) -> Callabl
         *deltas, attending = range(config.attention_every)
         return (
             outside
+            | head_tensors(attends)
             | in_layers(delta, DELTA, deltas, config.attention_every)
             | in_layers(attends, ATTENTION, [attending], config.attention_every)
         )
@@ -121,8 +150,11 @@ def layer_types(layers: int, interval: int) -> list[str]:
     return [GLOBAL if (n + 1) % interval == 0 else "linear_attention" for n in range(layers)]
 
 
-def read_types(keys: dict[str, Any], path: pathlib.Path) -> dict[str, Any]:
-    """Keys with the interval of layers that attend. layer_types says it too, and counts if present."""
+def read_layers(keys: dict[str, Any], path: pathlib.Path) -> dict[str, Any]:
+    """Keys with the interval of layers that attend, and at most one layer for further tokens.
+
+    layer_types says the interval too, and counts if present.
+    """
     file = ConfigFile(keys, path, ENTRY)
     interval = file.number(INTERVAL, 4)
     types = keys.get("layer_types")
@@ -130,7 +162,10 @@ def read_types(keys: dict[str, Any], path: pathlib.Path) -> dict[str, Any]:
         interval = 1 + [*types, GLOBAL].index(GLOBAL) if isinstance(types, list) else interval
         if types != layer_types(file.number("num_hidden_layers"), interval):
             raise file.refused("layer_types", types)
-    return keys | {INTERVAL: interval, "layer_types": None}
+    further = {
+        key: min(file.number(key), 1) if keys.get(key) else None for key in (FURTHER, FURTHER_35)
+    }
+    return keys | further | {INTERVAL: interval, "layer_types": None}
 
 
 def write_types(keys: dict[str, Any]) -> dict[str, Any]:
@@ -162,18 +197,19 @@ def separate_experts(stored: dict[str, Stored]) -> dict[str, Any]:
     return separate
 
 
-def without_further_tokens(stored: dict[str, Stored], config: Any) -> Selection:
-    """Leaves out the layer that predicts further tokens. Fused experts become separate ones."""
-    text = {name: tensor for name, tensor in stored.items() if not name.startswith("mtp.")}
-    left_out = len(text) < len(stored)
-    text = separate_experts(text)
-    report = "Left out mtp, the layer for multi-token prediction; the zoo's model has none."
-    return Selection(text, config, report if left_out else "")
+def without_further_layers(stored: dict[str, Stored], config: Config) -> Selection:
+    """Leaves out layers of the MTP head after its first one. Fused experts become separate ones.
+
+    The Config has the head if the folder has its tensors; many a config.json has no key for it.
+    """
+    has_head = any(name.startswith("mtp.") for name in stored)
+    config = dataclasses.replace(config, mtp_depth=int(has_head))
+    return leave_out_layers(separate_experts(stored), config, 1, MTP_LAYERS)
 
 
-def without_vision(stored: dict[str, Stored], config: Any) -> Selection:
-    text = without_further_tokens(stored, config)
-    selection = vision.without_vision(text.stored, config)
+def without_vision(stored: dict[str, Stored], config: Config) -> Selection:
+    text = without_further_layers(stored, config)
+    selection = vision.without_vision(text.stored, text.config)
     left_out = " ".join(filter(None, (selection.left_out, text.left_out)))
     return dataclasses.replace(selection, left_out=left_out)
 
@@ -183,13 +219,15 @@ row = functools.partial(
     config=Config,
     entry=ENTRY,
     partial=True,
-    keys_from=read_types,
+    keys_from=read_layers,
     keys_to=write_types,
-    select=without_further_tokens,
+    select=without_further_layers,
     # An import is dropless, as transformers computes it.
-    training={"capacity": None, "balance_weight": 1e-3},
+    training={"capacity": None, "balance_weight": 1e-3, "mtp_weight": 0.3},
 )
-PERIOD = {"attention_every": INTERVAL}
+LAYERS = {"attention_every": INTERVAL, "mtp_depth": FURTHER}
+LAYERS_35 = {"attention_every": INTERVAL, "mtp_depth": FURTHER_35}
+OWN_TABLES = {"mtp_use_dedicated_embeddings": (False,)}
 EXPERT_SIZES = QWEN_EXPERTS | {"shared_mlp": SHARED} | DELTA_SIZES
 DEFAULTS = {"head_dim": 256, "num_key_value_heads": 2, "partial_rotary_factor": 0.25}
 
@@ -198,26 +236,28 @@ QWEN35 = row(
     model_type="qwen3_5_text",
     tensors=tensors(qwen35_projections, TENSORS),
     sizes=SIZES | DELTA_SIZES,
-    options=PERIOD,
+    options=LAYERS_35,
     defaults=DEFAULTS | {"num_key_value_heads": 4},
+    refused=OWN_TABLES,
 )
 NEXT = row(
     architecture="Qwen3NextForCausalLM",
     model_type="qwen3_next",
     tensors=tensors(next_projections, QWEN2),
     sizes=EXPERT_SIZES,
-    options=PERIOD | {"normalize": "norm_topk_prob"},
+    options=LAYERS | {"normalize": "norm_topk_prob"},
     defaults=DEFAULTS,
-    refused={"decoder_sparse_step": (1,), "mlp_only_layers": ([],)},
+    refused=OWN_TABLES | {"decoder_sparse_step": (1,), "mlp_only_layers": ([],)},
 )
 QWEN35_MOE = row(
     architecture="Qwen3_5MoeForCausalLM",
     model_type="qwen3_5_moe_text",
     tensors=tensors(qwen35_projections, QWEN2),
     sizes=EXPERT_SIZES,
-    options=PERIOD,
+    options=LAYERS_35,
     fixed={"normalize": True},
     defaults=DEFAULTS,
+    refused=OWN_TABLES,
 )
 
 
