@@ -737,6 +737,75 @@ def compare_further(work: pathlib.Path) -> None:
         np.testing.assert_array_equal(again[path], array, err_msg=path)
 
 
+HEADS = ("qwen3_next", "qwen3_5", "qwen3_5_moe")  # models with a head for the token after the next
+
+
+def compare_head(name: str, work: pathlib.Path) -> None:
+    """Compares the logits of a head that `transformers` leaves out, built here from its own parts."""
+    import torch
+    import transformers
+    from transformers.masking_utils import create_causal_mask
+
+    from tests.support.further_token import further_logits
+    from zoo.qwen3_next import Qwen3Next
+
+    folder, back = work / f"{name}_head", work / f"{name}_head_back"
+    make(FAMILIES[name], folder)
+    model = transformers.AutoModelForCausalLM.from_pretrained(
+        folder, dtype=torch.float32, attn_implementation="eager"
+    )
+    config = model.config
+    module = sys.modules[type(model).__module__]
+    prefix = type(model).__name__.removesuffix("ForCausalLM")
+    norm = getattr(module, f"{prefix}RMSNorm")
+    layer = getattr(module, f"{prefix}DecoderLayer")
+    D = config.hidden_size
+    head = torch.nn.ModuleDict({
+        "pre_fc_norm_embedding": norm(D, eps=config.rms_norm_eps),
+        "pre_fc_norm_hidden": norm(D, eps=config.rms_norm_eps),
+        "fc": torch.nn.Linear(2 * D, D, bias=False),
+        "layers": torch.nn.ModuleList([layer(config, config.layer_types.index(FULL))]),
+        "norm": norm(D, eps=config.rms_norm_eps),
+    })  # fmt: skip
+    with torch.no_grad():
+        for weight in head.parameters():
+            weight.copy_(0.15 * torch.randn(weight.shape))
+        tokens = torch.tensor(TOKENS_BT)
+        hidden = model.model(tokens).last_hidden_state[:, :-1]
+        places = torch.arange(hidden.shape[1])[None]
+        read = head["pre_fc_norm_embedding"](model.get_input_embeddings()(tokens[:, 1:]))
+        joined = head["fc"](torch.cat([read, head["pre_fc_norm_hidden"](hidden)], dim=-1))
+        mask = create_causal_mask(
+            config=config, inputs_embeds=joined, attention_mask=None, cache=None,
+            position_ids=places,
+        )  # fmt: skip
+        out = head["layers"][0](
+            joined, position_embeddings=model.model.rotary_emb(joined, places), attention_mask=mask
+        )
+        theirs = model.lm_head(head["norm"](out)).numpy()
+    (file,) = folder.glob("*.safetensors")
+    stored = safetensors.numpy.load_file(file)
+    stored |= {f"mtp.{key}": weight.numpy() for key, weight in head.state_dict().items()}
+    safetensors.numpy.save_file(stored, file)
+
+    params = params_of(f"hf:{folder}")
+    graph, state = nnx.split(Qwen3Next(hf.Folder(folder).config, rngs=nnx.Rngs(0)))
+    state = jax.tree.map_with_path(
+        lambda path, _: params["/".join(str(part.key) for part in path[:-1])], state
+    )
+    of_tokens = jax.jit(lambda state: further_logits(nnx.merge(graph, state), TOKENS_BT))
+    error = np.abs(np.asarray(of_tokens(state))[:, :-1] - theirs).max()
+    print(
+        f"{name:<14} the further token's logits to {np.abs(theirs).max():.1f}; ours differ by {error:.1e}"
+    )
+    assert error < TOLERANCE
+    export(f"hf:{folder}", back)
+    again = params_of(f"hf:{back}")
+    assert again.keys() == params.keys()
+    for path, array in params.items():
+        np.testing.assert_array_equal(again[path], array, err_msg=path)
+
+
 def params_of_adapter(adapter: hf.Adapter) -> dict[str, np.ndarray]:
     """Factor's path → array."""
     one = jax.sharding.SingleDeviceSharding(jax.devices()[0])
@@ -784,6 +853,8 @@ def main() -> None:
                 np.save(target / "logits.npy", their_logits(pathlib.Path(work) / name))
         if not asked or "further" in asked:
             compare_further(pathlib.Path(work))
+            for name in HEADS:
+                compare_head(name, pathlib.Path(work))
         for name in asked or ADAPTERS:
             if name not in ADAPTERS:
                 continue

@@ -693,25 +693,90 @@ def test_glm_s_layers_for_further_tokens_are_left_out(folder, capfd):
     )
 
 
-@pytest.mark.parametrize("name", full_except(["qwen3_5_vision", "qwen3_next"], ["qwen3_5_vision"]))
-def test_qwen_s_layer_for_further_tokens_is_left_out(name, folder, capfd):
+def add_head(theirs, attends: int) -> dict[str, np.ndarray]:
+    """Adds an MTP head to a golden Qwen. Its layer has twice the weights of layer `attends`.
+
+    Returns the head's tensors.
+    """
+    stored = tensors_of(theirs / MODEL)
+    random = np.random.default_rng(0)
+    pattern = re.compile(rf"model\.(?:language_model\.)?layers\.{attends}\.(.*)")
+    matches = [(pattern.match(name), tensor) for name, tensor in stored.items()]
+    head = {f"mtp.layers.0.{m[1]}": np.asarray(2 * x, np.float32) for m, x in matches if m}
+    for name in ("pre_fc_norm_embedding", "pre_fc_norm_hidden", "norm"):
+        head[f"mtp.{name}.weight"] = random.normal(size=48).astype(np.float32)
+    head["mtp.fc.weight"] = random.normal(size=(48, 96)).astype(np.float32)
+    safetensors.numpy.save_file(stored | head, theirs / MODEL)
+    return head
+
+
+@pytest.mark.parametrize(
+    ("name", "attends", "key"),
+    full_except(
+        [
+            ("qwen3_next", 2, "num_nextn_predict_layers"),
+            ("qwen3_5", 3, "mtp_num_hidden_layers"),
+            ("qwen3_5_moe", 1, "mtp_num_hidden_layers"),
+            ("qwen3_5_vision", 1, "mtp_num_hidden_layers"),
+            ("qwen3_5_moe_vision", 1, "mtp_num_hidden_layers"),
+        ],
+        fast=[("qwen3_next", 2, "num_nextn_predict_layers")],
+    ),
+)
+def test_qwen_s_head_for_the_second_next_token(name, attends, key, folder, tmp_path):
+    """The first half of fc is for the token."""
     theirs = folder(name)
-    whole = params_of(f"hf:{theirs}")
-    more = {"mtp.fc.weight": np.ones((48, 96), np.float32)}
-    safetensors.numpy.save_file(tensors_of(theirs / MODEL) | more, theirs / MODEL)
+    without = params_of(f"hf:{theirs}")
+    head = add_head(theirs, attends)
+    params = params_of(f"hf:{theirs}")
+    stack = "layers/attention/"
+    ours = {
+        path.replace(stack, "mtp/layer/"): 2 * weight[0]
+        for path, weight in without.items()
+        if path.startswith(stack)
+    }
+    ours |= {
+        "mtp/token_norm/scale": head["mtp.pre_fc_norm_embedding.weight"],
+        "mtp/hidden_norm/scale": head["mtp.pre_fc_norm_hidden.weight"],
+        "mtp/final_norm/scale": head["mtp.norm.weight"],
+        "mtp/join": head["mtp.fc.weight"].T,
+    }
+    assert_bit_equal(params, without | ours)
+    export(f"hf:{theirs}", tmp_path / "out")
+    written = tensors_of(tmp_path / "out" / MODEL)
+    assert_bit_equal({n: x for n, x in written.items() if n.startswith("mtp.")}, head)
+    assert json.loads((tmp_path / "out" / "config.json").read_text())[key] == 1
+    assert hf.Folder(tmp_path / "out").config == hf.Folder(theirs).config
+
+
+def test_the_tensors_say_whether_qwen_has_a_head(folder, capfd):
+    """Further layers of it are left out with a line; a tensor that it lacks is refused by name."""
+    theirs = folder("qwen3_5_vision")
+    text = keys_of("qwen3_5_vision")["text_config"]
+    edit(theirs, text_config=text | {"mtp_num_hidden_layers": 2})
+    assert hf.Folder(theirs).config.mtp_depth == 0
+    head = add_head(theirs, 1)
+    layer = {n.replace("layers.0", "layers.1"): x for n, x in head.items() if "layers" in n}
+    stored = tensors_of(theirs / MODEL)
+    safetensors.numpy.save_file(stored | layer, theirs / MODEL)
     capfd.readouterr()
-    assert_bit_equal(params_of(f"hf:{theirs}"), whole)
+    assert hf.Folder(theirs).config.mtp_depth == 1
     said = capfd.readouterr().out
-    assert ("The vision tower was left out" in said) == (name == "qwen3_5_vision")
-    assert "Left out mtp, the layer for multi-token prediction; " in said
+    assert "The vision tower was left out" in said
+    assert "Left out mtp.layers.1, for multi-token prediction; " in said
+    table = {"mtp.embed_tokens.weight": np.ones((67, 48), np.float32)}
+    safetensors.numpy.save_file(stored | table, theirs / MODEL)
+    with pytest.raises(UserError, match=r"has an unexpected tensor mtp\.embed_tokens\.weight; use"):
+        hf.Folder(theirs)
 
 
 def test_fused_experts_are_read_as_separate_ones(folder):
     theirs = folder("qwen3_5_moe_vision")
+    add_head(theirs, 1)
     wanted = params_of(f"hf:{theirs}")
     stored = tensors_of(theirs / MODEL)
-    for layer in range(2):
-        at = f"model.language_model.layers.{layer}.mlp.experts"
+    for layer in ("model.language_model.layers.0", "model.language_model.layers.1", "mtp.layers.0"):
+        at = f"{layer}.mlp.experts"
         gate, up, down = (
             np.stack([stored.pop(f"{at}.{expert}.{name}_proj.weight") for expert in range(8)])
             for name in ("gate", "up", "down")
@@ -886,6 +951,8 @@ def test_published_gpt_oss_are_their_named_sizes(changes):
         ("qwen3_next", {"linear_num_key_heads": 4}, "makes no sense: delta_heads=6 is not divisible by delta_key_heads=4"),
         ("qwen3_next", {"linear_key_head_dim": 8}, "linear_attn.in_proj_qkvz.weight"),
         ("qwen3_5", {"num_experts": 8}, "has num_experts 8, which zoo/qwen3_next.py does not"),
+        ("qwen3_5", {"mtp_use_dedicated_embeddings": True}, "has mtp_use_dedicated_embeddings true, which zoo/qwen3_next.py does not"),
+        ("qwen3_next", {"num_nextn_predict_layers": -1}, "has num_nextn_predict_layers -1, which must be a number > 0"),
         ("olmoe", {"clip_qkv": 8.0}, "has clip_qkv 8.0, which zoo/moe.py does not implement; use"),
         ("glm4_moe", {"first_k_dense_replace": 3}, "makes no sense: dense_layers=3 must be less than num_layers=3"),
         ("glm4_moe", {"n_group": 3}, "makes no sense: groups=3 must divide num_experts=8"),

@@ -7,21 +7,30 @@ import jax.numpy as jnp
 import numpy as np
 
 from zoo.attention import make_positions
+from zoo.layers import Kind
+from zoo.qwen3_next import Qwen3Next
 
 
 def further_logits(model, tokens_BT, ids_BT=None) -> jax.Array:
     """[B, T, V]: position t predicts token t + 2; the last position is not to be used.
 
-    The norms, the product and the layer are the model's own parts, and its experts are dropless.
+    The layer is the model's own part, and its experts are dropless.
     """
+    config = model.config
+    center = 1.0 if isinstance(model, Qwen3Next) else 0.0
+
+    def normed(x_BTD, norm):
+        mean_BT1 = jnp.mean(x_BTD**2, axis=-1, keepdims=True)
+        return x_BTD / jnp.sqrt(mean_BT1 + config.norm_eps) * (center + norm.scale[...])[None, None]
+
     x_BTD, *_ = model.trunk(tokens_BT, ids_BT)
     after_B1 = np.zeros((len(tokens_BT), 1), np.int32)
     next_BTD = model.embed[...][np.concatenate([tokens_BT[:, 1:], after_B1], axis=1)]
-    pair = model.mtp.token_norm(next_BTD), model.mtp.hidden_norm(x_BTD)
+    pair = normed(next_BTD, model.mtp.token_norm), normed(x_BTD, model.mtp.hidden_norm)
     joined_BTD = jnp.concatenate(pair, axis=-1) @ model.mtp.join[...]
-    positions = make_positions(model.config, jnp.asarray(tokens_BT), ids_BT)
+    positions = make_positions(config, jnp.asarray(tokens_BT), ids_BT)
     positions = dataclasses.replace(positions, generates=True)  # so that experts drop nothing
-    (kind,) = model.config.kinds
+    kind = Kind(config.sliding_window, config.rope_theta, config.rope_scaling)
     y_BTD, _, _ = model.mtp.layer(joined_BTD, positions, kind)
-    table = model.embed if model.config.tie_embeddings else model.unembed
-    return model.mtp.final_norm(y_BTD) @ table[...].T
+    table = model.embed if config.tie_embeddings else model.unembed
+    return normed(y_BTD, model.mtp.final_norm) @ table[...].T

@@ -882,17 +882,25 @@ def test_an_adapter_of_some_layers_leaves_the_others_alone(changes, peft):
         assert all(np.abs(whole[path][l] - plain[path][l]).max() > 0.1 for l in (0, 1))
 
 
-def test_peft_s_adapter_leaves_the_further_layer_alone(tmp_path):
-    """DeepSeek's layer for multi-token prediction is no part of the model that PEFT adapts."""
-    config = dataclasses.replace(hf.Folder(GOLDEN / "deepseek_v3").config, mtp_depth=1)
-    shapes, random = hf.folder.stored_paths(hf.folder.shapes_of("deepseek", config)), np.random
+@pytest.mark.parametrize(
+    ("entry", "name", "layers", "weight"),
+    [
+        ("deepseek", "deepseek_v3", "layers", "attention/o"),
+        ("qwen3_next", "qwen3_5", "layers/attention", "mixer/q"),
+    ],
+)
+def test_peft_s_adapter_leaves_the_further_layer_alone(entry, name, layers, weight, tmp_path):
+    """The layer for multi-token prediction is no part of the model that PEFT adapts."""
+    config = dataclasses.replace(hf.Folder(GOLDEN / name).config, mtp_depth=1)
+    shapes, random = hf.folder.stored_paths(hf.folder.shapes_of(entry, config)), np.random
     values = {p: random.default_rng(0).normal(size=x.shape) for p, x in shapes.items()}
-    hf.write(tmp_path / "base", "deepseek", config, 64, lambda path: np.float32(values[path]))
+    hf.write(tmp_path / "base", entry, config, 64, lambda path: np.float32(values[path]))
     base = f"hf:{tmp_path / 'base'}"
-    found, plain = params_of_merged(GOLDEN / "deepseek_v3_lora", base), params_of(base)
-    path = "mtp/layer/attention/o"
-    np.testing.assert_array_equal(found[path], plain[path])
-    assert np.abs(found["layers/attention/o"] - plain["layers/attention/o"]).max() > 0.1
+    merged, plain = params_of_merged(GOLDEN / f"{name}_lora", base), params_of(base)
+    of_head = f"mtp/layer/{weight}"
+    np.testing.assert_array_equal(merged[of_head], plain[of_head])
+    adapted = f"{layers}/{weight}"
+    assert np.abs(merged[adapted] - plain[adapted]).max() > 0.1
 
 
 def test_a_layer_that_adapter_config_json_leaves_out_has_no_tensors(peft):

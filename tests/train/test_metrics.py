@@ -271,7 +271,7 @@ def test_every_metric_of_every_entry_is_tested_by_value():
         "loss": "test_metrics.py", "grad_norm": "test_metrics.py", "learning_rate": "test_metrics.py",
         "accuracy": "test_metrics.py", "unexplained": "test_metrics.py",
         "balance": "test_moe.py", "router_z": "test_moe.py", "dropped": "test_moe.py",
-        "load": "test_moe.py", "mtp": "test_deepseek.py",
+        "load": "test_moe.py", "mtp": "test_mtp.py",
     }  # fmt: skip
     found = set()
     for entry in ENTRIES.values():

@@ -217,6 +217,7 @@ SMALL_ROWS = [  # of the other recipes, which have the same code behind most fla
     ("moe", ["--restore_from=moe.stdlib_2m", "--lora_rank=8", "--lora_targets=q,gate"], "--lora_targets=q,gate has 'gate'; use all, or some of q,k,v,o"),
     ("deepseek", ["--mesh=data=4,pipe=2"], "rules 'fsdp_pp' split dim 'layers' of layers/attention/kv_down [3, 128, 80] over 2 devices (mesh axis 'pipe' of --mesh=data=4,pipe=2), and 3 is not divisible by 2; meshes that fit: --mesh=data=4,pipe=1"),
     ("deepseek", ["--mesh=data=4,pipe=2", "--size=tiny", "--mtp_depth=1"], "--mesh=data=4,pipe=2 has 2 stages of layers, and mtp_depth=1 has a layer after the last stage; use --mtp_depth=0, or a mesh without `pipe`"),
+    ("qwen3_next", ["--mesh=data=4,pipe=2", "--size=tiny", "--mtp_depth=1"], "--mesh=data=4,pipe=2 has 2 stages of layers, and mtp_depth=1 has a layer after the last stage; use --mtp_depth=0, or a mesh without `pipe`"),
     ("deepseek", ["--num_experts=6"], "groups=4 must divide num_experts=6 into groups of ≥ 2; use other flags of the model"),
     ("deepseek", ["--mtp_depth=2"], "mtp_depth=2 is not one of 0, 1; use other flags of the model"),
     ("transformer", ["--mesh=data=2,expert=4", "--size=tiny"], "rules 'fsdp' use no mesh axis 'expert', so the 4 devices along it (--mesh=data=2,expert=4) would all do the same work; use --mesh=8"),

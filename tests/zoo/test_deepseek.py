@@ -1,4 +1,4 @@
-"""DeepSeek's latent attention, choice of experts, cache and MTP head match their definitions."""
+"""DeepSeek's latent attention, choice of experts and cache match their definitions."""
 
 import dataclasses
 import functools
@@ -12,13 +12,12 @@ from flax import nnx
 
 from recipes.common.mesh import make_mesh
 from recipes.common.sharding.abstract import paths
-from recipes.common.sharding.layout import make_layout, shardings
-from recipes.common.train.step import gradients
 from tests.conftest import full_except
-from tests.support.further_token import further_logits
+from tests.support.models import loss_and_gradients, packed_batch, random_decoder, worst
 from tests.support.quick import QUICK
 from zoo import deepseek, low_precision
 from zoo.attention import make_positions
+from zoo.decoder import Decoder
 from zoo.deepseek import RULES, Config, DeepSeek
 from zoo.experts import in_best_groups
 from zoo.layers import Yarn
@@ -29,13 +28,8 @@ YARN = {"rope_scaling": Yarn(4.0, 2.0, 1.0, 16, True, 1.2), "mscale": 0.7, "rope
 B, T = 2, 16
 
 
-def random_model(**changes) -> DeepSeek:
-    """A tiny model with wide random parameters, norms and biases of the choice included."""
-    config = dataclasses.replace(TINY, **changes)
-    graph, state = nnx.split(nnx.eval_shape(lambda: DeepSeek(config, rngs=nnx.Rngs(0))))
-    random = np.random.default_rng(0)
-    draw = lambda leaf: jnp.asarray(0.3 * random.normal(size=leaf.shape), jnp.float32)  # noqa: E731
-    return nnx.merge(graph, jax.tree.map(draw, state))
+def random_model(**changes) -> Decoder:
+    return random_decoder(DeepSeek, dataclasses.replace(TINY, **changes))
 
 
 def in_float64(module) -> dict[str, np.ndarray]:
@@ -140,44 +134,6 @@ def test_latent_attention_is_its_definition(changes, mesh, rules, kernel):
 # ---- gradients of what heads share ----------------------------------------------------------------
 
 
-def batch(rows: int = 8, length: int = 24) -> dict[str, np.ndarray]:
-    """Rows of two documents each, with some padding."""
-    random = np.random.default_rng(0)
-    tokens = random.integers(0, 257, (rows, length + 1), np.int32)
-    targets = np.where(random.random((rows, length)) < 0.1, -1, tokens[:, 1:])
-    ids = np.tile(np.arange(length) >= 11, (rows, 1)).astype(np.int32)
-    return {"tokens": tokens[:, :-1], "targets": targets, "segment_ids": ids}
-
-
-@functools.cache
-def loss_and_gradients(config: Config, mesh: str, strategy: str):
-    """(mean figures, gradients by path)."""
-    rows, random = batch(), np.random.default_rng(1)
-    layout = make_layout(DeepSeek, config, make_mesh(mesh), strategy, batch_size=8, seq_len=24)
-
-    def draw(path, leaf):
-        mean = 1.0 if path[-1].key == "scale" else 0.0
-        return (mean + 0.1 * random.normal(size=leaf.shape)).astype(np.float32)
-
-    def both(variables, batch):
-        grads, buffers, means = gradients(layout, variables, batch)
-        return means, grads, buffers
-
-    variables = jax.tree_util.tree_map_with_path(draw, layout.model.shapes)
-    given = (
-        jax.device_put(variables, shardings(layout.variables())),
-        jax.device_put(rows, layout.batch_shardings(rows)),
-    )
-    means, grads, buffers = layout.compile(both, *given, compiler_options=QUICK)(*given)
-    means = {name: float(x) for name, x in means.items()}
-    return means, {path: np.asarray(x) for path, x in paths(grads | buffers).items()}
-
-
-def worst(found, wanted) -> float:
-    """Largest difference, relative to each array's largest number."""
-    return max(np.abs(found[p] - w).max() / np.abs(w).max() for p, w in wanted.items())
-
-
 SHARED = (
     "attention/kv_down",
     "attention/kv_norm/scale",
@@ -193,10 +149,10 @@ def test_gradients_of_latents_and_of_the_rotary_key_are_summed_over_the_heads(mo
     A sum that is missing (torchtitan#1373) shows: here the rotary key's is divided by the devices.
     """
     one = dataclasses.replace(TINY, num_layers=1, dense_layers=0)
-    _, wanted = loss_and_gradients(one, "1x1", "dp")
+    _, wanted = loss_and_gradients(DeepSeek, one, "1x1", "dp")
     shared = [path for path in wanted if path.endswith(SHARED)]
     assert len(shared) == 4
-    _, found = loss_and_gradients(one, "1x8", "tp")
+    _, found = loss_and_gradients(DeepSeek, one, "1x8", "tp")
     assert worst(found, wanted) < 3e-6
     rotate = deepseek.rotate
 
@@ -206,7 +162,7 @@ def test_gradients_of_latents_and_of_the_rotary_key_are_summed_over_the_heads(mo
         return x_BTNP / 8 + jax.lax.stop_gradient(x_BTNP * 7 / 8) if own else x_BTNP
 
     monkeypatch.setattr(deepseek, "rotate", without_sum)
-    _, wrong = loss_and_gradients.__wrapped__(one, "1x8", "tp")
+    _, wrong = loss_and_gradients.__wrapped__(DeepSeek, one, "1x8", "tp")
     assert worst(wrong, {path: wanted[path] for path in shared}) > 1e-2
 
 
@@ -293,7 +249,7 @@ def test_a_loss_moves_the_biases_toward_even_loads(monkeypatch):
 
     def run(model):
         before = biases(model)
-        model.loss(**batch())
+        model.loss(**packed_batch())
         return loads, [new - old for new, old in zip(biases(model), before, strict=True)]
 
     found, (bias_LE, last_E) = jax.jit(run, compiler_options=QUICK)(model)
@@ -307,7 +263,7 @@ def test_a_loss_moves_the_biases_toward_even_loads(monkeypatch):
 # ---- the cache -------------------------------------------------------------------------------------
 
 
-def decoded(model: DeepSeek, tokens_BT, prompt: int) -> np.ndarray:
+def decoded(model: Decoder, tokens_BT, prompt: int) -> np.ndarray:
     """Logits of each position from prompt - 1 on, by prefill and decode."""
     decode = jax.jit(lambda m, t, c: m.decode(t, c), compiler_options=QUICK)
     whole = tokens_BT.shape[1]
@@ -368,83 +324,6 @@ def test_a_cache_holds_latents_and_rotary_keys_alone():
     assert (cache.k.shape, cache.v.shape) == ((3, B, 32, 1, 16), (3, B, 32, 1, 4))
 
 
-# ---- the second-next token -------------------------------------------------------------------------
-
-
-SMALL = {"num_layers": 1, "dense_layers": 0}
-
-
-@pytest.mark.parametrize(
-    ("changes", "segments"),
-    full_except([({}, True), (SMALL, True), (SMALL, False)], [(SMALL, True), (SMALL, False)]),
-)
-def test_the_further_loss_is_its_definition(changes, segments):
-    """Position t reads the model's output there and token t + 1, and predicts token t + 2.
-
-    The last position of a row or of a document predicts nothing.
-    """
-    model = random_model(**changes, mtp_depth=1, capacity=None, mtp_weight=0.5)
-    rows = batch() if segments else batch() | {"segment_ids": None}
-    total, count, aux = jax.jit(lambda m: m.loss(**rows), compiler_options=QUICK)(model)
-    (loss, _), (further, further_count) = aux["loss"], aux["mtp"]
-    tokens_BT, targets_BT, ids_BT = rows.values()
-    last, logits = (
-        tokens_BT.shape[1] - 1,
-        functools.partial(further_logits, tokens_BT=tokens_BT, ids_BT=ids_BT),
-    )
-    logits_BTV = np.asarray(jax.jit(logits, compiler_options=QUICK)(model), np.float64)
-    counted_BT = targets_BT[:, 1:] >= 0
-    if segments:
-        counted_BT &= ids_BT[:, 1:] == ids_BT[:, :-1]
-    of_target = np.take_along_axis(logits_BTV[:, :last], targets_BT[:, 1:, None], axis=-1)[..., 0]
-    largest = logits_BTV[:, :last].max(axis=-1)
-    sums = np.exp(logits_BTV[:, :last] - largest[..., None]).sum(axis=-1)
-    wanted = np.where(counted_BT, np.log(sums) + largest - of_target, 0).sum()
-    assert float(further_count) == counted_BT.sum() < float(count)
-    assert float(further) == pytest.approx(wanted, rel=1e-5)
-    balance = aux["balance"][0] * model.config.balance_weight
-    assert float(total) == pytest.approx(float(loss + 0.5 * further + balance), rel=1e-6)
-
-
-def test_low_precision_rounds_the_further_layer_too():
-    def rounded(depth: int) -> int:
-        model = random_model(matmul="int8", mtp_depth=depth, num_layers=1, dense_layers=0)
-        return str(jax.make_jaxpr(lambda m: m.loss(**batch())[0])(model)).count(" round[")
-
-    # Traces print equal layers once; only the product that joins the two inputs is new.
-    assert rounded(1) > rounded(0)
-
-
-FURTHER = dataclasses.replace(TINY, num_layers=1, dense_layers=0, mtp_depth=1)
-
-
-@pytest.mark.parametrize(
-    ("mesh", "strategy", "context"),
-    full_except(
-        [
-            ("4x2", "fsdp_tp_sp", "auto"),
-            ("data=2,seq=2,model=2", "fsdp_cp_tp", "ring"),
-        ],
-        fast=[],
-    ),
-)
-def test_further_losses_and_gradients_agree_on_meshes(mesh, strategy, context):
-    """Also where the next token is on another device, in stripes, and with split norms."""
-    figures, wanted = loss_and_gradients(FURTHER, "1x1", "dp")
-    config = dataclasses.replace(FURTHER, context=context)
-    found_figures, found = loss_and_gradients(config, mesh, strategy)
-    assert found_figures == pytest.approx(figures, rel=3e-6)
-    assert worst(found, wanted) < 4e-6
-
-
-def test_stages_have_no_place_for_a_further_layer():
-    config = dataclasses.replace(FURTHER, num_layers=2)
-    layout = make_layout(DeepSeek, config, make_mesh("data=4,pipe=2"), "pp", batch_size=8)
-    rows = layout.abstract_batch(dict.fromkeys(batch(), jax.ShapeDtypeStruct((24,), np.int32)))
-    with pytest.raises(ValueError, match="no stage for the layer of mtp_depth=1"):
-        layout.compile(lambda v, b: layout.model.merge(v).loss(**b)[0], layout.variables(), rows)
-
-
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
@@ -457,7 +336,6 @@ def test_stages_have_no_place_for_a_further_layer():
         ({"top_groups": 5}, "top_groups=5 is more than groups=4"),
         ({"experts_per_token": 5}, "experts_per_token=5 is more than the 4 of num_experts=8"),
         ({"capacity": -1.0}, "capacity=-1.0 must be > 0, or None for dropless"),
-        ({"mtp_depth": 2}, "mtp_depth=2 is not one of 0, 1"),
         ({"shared_experts": 0}, "shared_experts=0 must be ≥ 1"),
         ({"lora_targets": ("gate",)}, "lora_targets has 'gate', which is not one of q, q_down"),
     ],
