@@ -26,7 +26,7 @@ from recipes.common.plan import answer, contexts, cycles, memory, targets
 from recipes.common.plan import page as plan_page
 from recipes.common.plan import search as searching
 from recipes.common.plan.calibration import FACTORS, FILL
-from recipes.common.plan.estimate import Estimate, abstract_mesh, estimate
+from recipes.common.plan.estimate import LOGITS, Estimate, abstract_mesh, estimate
 from recipes.common.plan.hardware import HARDWARE, parse_devices
 from recipes.common.plan.search import Job, Plan, meshes, search
 from recipes.common.plan.textbook import Transfer
@@ -179,6 +179,29 @@ def test_groups_of_a_recurrence_are_computed_once_more(monkeypatch):
     seconds = 2 * work * B * T / 8 / devices.hardware.peak
     grown = two.operations["matmul"] - one.operations["matmul"]
     assert grown == pytest.approx(seconds)
+
+
+def test_a_head_for_the_second_next_token_by_hand():
+    """One more layer that attends, the product that joins its two inputs, and logits of its own."""
+    devices, T, B = parse_devices("h100:8"), 128, 8
+    mesh = abstract_mesh({"data": 8}, devices)
+    D, F, V = 64, 32, 384
+
+    def plan(depth: int) -> Estimate:
+        config = qwen3_next.Config.tiny()
+        config = dataclasses.replace(config, num_experts=0, experts_per_token=0, mtp_depth=depth)
+        layout = make_layout(qwen3_next.Qwen3Next, config, mesh, "dp", batch_size=B, seq_len=T)
+        return estimate(layout, devices)
+
+    with_head, plain = plan(1), plan(0)
+    attention = D * (3 * 16 + 2 * 8) * 8  # queries, their gates and outputs; keys and values
+    weights = attention + 3 * D * F + 2 * D * D + D * V
+    grown = with_head.operations["matmul"] - plain.operations["matmul"]
+    assert grown == pytest.approx(8 * weights * T / devices.hardware.peak)
+    numbers = 6 * D + 3 * F + (16 + 8) * 2 * 8
+    read = 4 * 2 * 4 * numbers * T + LOGITS * 4 * V * T  # four passes; float32
+    grown = with_head.seconds["memory"] - plain.seconds["memory"]
+    assert grown == pytest.approx(read / devices.hardware.bandwidth)
 
 
 def test_dense_first_layers_by_hand():

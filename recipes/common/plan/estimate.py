@@ -217,7 +217,8 @@ def _work(layout: Layout) -> Work:
     useful = flops.decoder(layout.config, layout.seq_len, layout.batch_size)["causal"]
     # FLOPs per weight and position. Frozen weights have no gradients.
     each = 4 if shape.adapters else 6
-    table = each * shape.vocab_size * shape.embed * tokens
+    logits = 1 + shape.mtp_layers  # times that a position has them
+    table = each * logits * shape.vocab_size * shape.embed * tokens
     recurrence = sum(
         6 * count * layer.recurrence.work * tokens
         for layer, count in shape.trained_layers
@@ -291,21 +292,21 @@ def _activations(layout: Layout, passes: int) -> float:
     if not shape.vocab_size:
         return 0.0
     residual = inner = 0.0  # numbers per position, of all layers
-    for layer in shape.layers:
+    for layer, count in shape.trained_layers:
         hidden = layer.mlp
         if layer.attention:
             heads = layer.attention.heads + layer.attention.kv_heads
-            inner += layer.count * heads * 2 * _head_dim(layout, layer.attention)
+            inner += count * heads * 2 * _head_dim(layout, layer.attention)
         if layer.recurrence:
-            inner += layer.count * layer.recurrence.width
+            inner += count * layer.recurrence.width
         if layer.experts:
             hidden += layer.experts.slots * layer.experts.width
-        residual += layer.count * 6 * shape.embed
-        inner += layer.count * layer.matrices * hidden
+        residual += count * 6 * shape.embed
+        inner += count * layer.matrices * hidden
     # Devices that do not split rows or positions split heads and hidden widths, and layers.
     split = layout.mesh.size / layout.batch_shards / layout.seq_shards
     between = layout.count_shards(RESIDUAL_SEQ) / layout.seq_shards  # between sublayers
     tokens = device_tokens(layout)
     of_layers = tokens * (residual / between / layout.stages + inner / split)
-    logits = tokens * shape.vocab_size / split
+    logits = (1 + shape.mtp_layers) * tokens * shape.vocab_size / split
     return 2 * passes * of_layers * compute_bytes(layout) + LOGITS * logits * 4
