@@ -483,29 +483,32 @@ def test_each_kind_of_collective_is_near_the_compiler_s(line):
 
 
 @pytest.mark.parametrize(
-    ("entry", "rules", "mesh", "remat"),
+    ("entry", "rules", "mesh", "changes"),
     full_except(
         [
-            ("transformer", "fsdp", "8", "none"),
-            ("transformer", "fsdp", "8", "sublayers"),
-            ("transformer", "fsdp_cp", "data=2,seq=4", "none"),
-            ("moe", "fsdp_ep", "data=2,expert=4", "none"),
-            ("moe", "fsdp_ep", "data=2,expert=4", "dispatched"),
-            ("vit", "fsdp", "8", "none"),
-            ("vit", "fsdp", "8", "full"),
-            ("mlp", "fsdp", "8", ""),
-            ("dot_relu_dot", "fsdp", "8", ""),
+            ("transformer", "fsdp", "8", {"remat": "none"}),
+            ("transformer", "fsdp", "8", {"remat": "sublayers"}),
+            ("transformer", "fsdp_cp", "data=2,seq=4", {"remat": "none"}),
+            ("moe", "fsdp_ep", "data=2,expert=4", {"remat": "none"}),
+            ("moe", "fsdp_ep", "data=2,expert=4", {"remat": "dispatched"}),
+            ("qwen3_next", "fsdp", "8", {"mtp_depth": 1}),
+            ("vit", "fsdp", "8", {"remat": "none"}),
+            ("vit", "fsdp", "8", {"remat": "full"}),
+            ("mlp", "fsdp", "8", {}),
+            ("dot_relu_dot", "fsdp", "8", {}),
         ],
         fast=[
-            ("transformer", "fsdp", "8", "sublayers"),
-            ("mlp", "fsdp", "8", ""),
-            ("dot_relu_dot", "fsdp", "8", ""),
+            ("transformer", "fsdp", "8", {"remat": "sublayers"}),
+            ("mlp", "fsdp", "8", {}),
+            ("dot_relu_dot", "fsdp", "8", {}),
         ],
     ),
 )
-def test_gathers_are_those_of_the_program_under_each_remat_policy(entry, rules, mesh, remat, quick):
+def test_gathers_are_those_of_the_program_under_each_remat_policy(
+    entry, rules, mesh, changes, quick
+):
     """Compiled here for CPUs: without remat, weights are gathered once."""
-    config = dataclasses.replace(ENTRIES[entry].config, **({"remat": remat} if remat else {}))
+    config = dataclasses.replace(ENTRIES[entry].config, **changes)
     length = 32 if hasattr(config, "vocab_size") else 0
     layout = make_layout(
         entries.model(entry), config, make_mesh(mesh), rules, batch_size=BATCH, seq_len=length

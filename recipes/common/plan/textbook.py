@@ -128,10 +128,10 @@ def of_weights(layout: Layout, accumulate: int = 1, repeats: bool = False) -> It
     Mesh axes that split only the optimizer's state (ZeRO-1) also scatter the gradient. Once per step,
     the updated parts of the weight are gathered over them in float32.
 
-    Compilers (`repeats`) gather tables outside of the layers once. The TPU's writes a layer's
-    reduce-scatter over n devices as a ring that sends (n + 1) / n, over two devices the whole. It
-    all-reduces the tables' gradients if nothing splits the tables in use, and gradients that would
-    be reduce-scattered over some axes and all-reduced over others.
+    Compilers (`repeats`) gather weights outside of the layers and of the MTP head once. The TPU's
+    writes a layer's reduce-scatter over n devices as a ring that sends (n + 1) / n, over two devices
+    the whole. It all-reduces the tables' gradients if nothing splits the tables in use, and gradients
+    that would be reduce-scattered over some axes and all-reduced over others.
     """
     stacked = _split_by(layout, [LAYERS])
     dtype = compute_bytes(layout)
@@ -155,7 +155,8 @@ def of_weights(layout: Layout, accumulate: int = 1, repeats: bool = False) -> It
         scattered = ring(_devices(layout, over)) * whole
         table, n = not stacks & {*axes}, _devices(layout, over)
         split, updated = frozenset(rest - use), frozenset(state - rest)
-        gathered = (1 if table and once else gathers) * ring(_devices(layout, split)) * whole
+        outside = table and not path.startswith("mtp/")
+        gathered = (1 if outside and once else gathers) * ring(_devices(layout, split)) * whole
         summed = scattered
         if tpu and n > 1:
             summed = (1 if use else 2) * scattered if table else (1 + (n > 2) / n) * whole
