@@ -15,7 +15,7 @@ from flax import nnx
 from .attention import make_positions, stripe
 from .layers import RMSNorm, gather, multiply
 from .sharding import auto, constrain, param
-from .stack import REMAT_POLICIES, layer_in_use
+from .stack import layer_in_use
 from .vocabulary import Batch, Objective, cross_entropy, look_up
 
 
@@ -47,13 +47,13 @@ class MTPHead(nnx.Module):
         self.final_norm = norm(D)
 
     def __call__(self, x_BTD, next_BTD, positions, kind):
-        """Returns its output, normed, [B, T, D], and the metrics of its layer."""
+        """Returns its output before `final_norm`, [B, T, D], and the metrics of its layer."""
         pair = (self.token_norm(next_BTD), self.hidden_norm(x_BTD))
         joined = gather(jnp.concatenate(pair, axis=-1))
         x_BTD = multiply(joined, self.join, seq="residual_seq")
         x_BTD = constrain(x_BTD, "batch", "residual_seq", "act_embed")
         x_BTD, _, metrics = self.layer(x_BTD, positions, kind)
-        return self.final_norm(x_BTD), metrics
+        return x_BTD, metrics
 
 
 def objective_with_mtp(model, batch: Batch) -> Objective:
@@ -81,8 +81,9 @@ def objective_with_mtp(model, batch: Batch) -> Objective:
         kind = config.kinds[-1]  # of a period, whose last layer attends
         return head(x_BTD, next_BTD, positions, kind)
 
-    run_head = jax.checkpoint(run_head, policy=REMAT_POLICIES.get(config.remat))
+    run_head = jax.checkpoint(run_head, policy=config.REMAT[config.remat])
     x_BTD, head_metrics = run_head(model.mtp, x_BTD, look_up(tables[0], next_BT))
+    x_BTD = model.mtp.final_norm(x_BTD)  # outside of remat, which would repeat the layer for it
     mtp_total, mtp_count = cross_entropy(x_BTD, tables[-1], second_BT, config)
     metrics = {
         name: jnp.concatenate([metric, head_metrics[name][None]])
