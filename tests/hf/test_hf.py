@@ -724,7 +724,7 @@ def add_head(theirs, attends: int) -> dict[str, np.ndarray]:
     ),
 )
 def test_qwen_s_head_for_the_second_next_token(name, attends, key, folder, tmp_path):
-    """The first half of fc is for the token."""
+    """Its layer is read as one that attends, and an export has the folder's tensors."""
     theirs = folder(name)
     without = params_of(f"hf:{theirs}")
     head = add_head(theirs, attends)
