@@ -25,6 +25,7 @@ from .vocabulary import (
 
 
 ATTENTION = "attention"  # of unlike stacks, the one whose layers have keys and values
+HEAD_PATH = "mtp/"  # how paths of the weights of `Decoder.mtp` begin
 
 
 class Decoder(nnx.Module):

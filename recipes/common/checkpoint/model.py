@@ -18,6 +18,7 @@ from recipes.common.config_flags import replace
 from recipes.common.runtime import UserError
 from recipes.common.sharding import Layout, Rules, Tree, make_layout, paths, shardings
 from recipes.common.sharding.abstract import nested, unadapted
+from zoo.decoder import HEAD_PATH
 
 
 def restore(
@@ -98,7 +99,10 @@ def restore_variables(source: Source, layout: Layout, dtype: str | None = None) 
 
 
 def check_variables(source: Source, layout: Layout) -> None:
-    """Raises UserError if the checkpoint's variables or their shapes differ from the model's."""
+    """Raises UserError if the checkpoint's variables or their shapes differ from the model's.
+
+    The model may lack the checkpoint's head for the second-next token, with mtp_depth=0.
+    """
     shapes = source.shapes()
     adapted = source.source if isinstance(source, NewHead) else source
     if "base" in layout.model.shapes and isinstance(adapted, lora.Adapted):
@@ -106,7 +110,8 @@ def check_variables(source: Source, layout: Layout) -> None:
     model = unadapted(layout.model.shapes)
     for kind in {**shapes, **model}:
         saved, wanted = paths(shapes.get(kind, {})), paths(model.get(kind, {}))
-        for path in sorted(saved.keys() ^ wanted.keys()):
+        left_out = {path for path in saved if path.startswith(HEAD_PATH)} - wanted.keys()
+        for path in sorted((saved.keys() ^ wanted.keys()) - left_out):
             what = f"{kind[:-1].replace('param', 'parameter')} {path}"
             if path in wanted:
                 raise UserError(

@@ -18,6 +18,7 @@ from recipes.common.sharding.layout import Layout
 from recipes.common.sharding.matrices import ITERATIONS, Form, form_of, matrix_sides
 from recipes.common.sharding.rules import target_axes
 from zoo.context import choose_exchange
+from zoo.decoder import HEAD_PATH
 from zoo.pipeline import microbatches
 from zoo.sharding import device, optimizer_axes, shards
 from zoo.strategies import ACT_EMBED, EXPERT, HEADS, LAYERS, RESIDUAL_SEQ, SEQ
@@ -155,7 +156,7 @@ def of_weights(layout: Layout, accumulate: int = 1, repeats: bool = False) -> It
         scattered = ring(_devices(layout, over)) * whole
         table, n = not stacks & {*axes}, _devices(layout, over)
         split, updated = frozenset(rest - use), frozenset(state - rest)
-        outside = table and not path.startswith("mtp/")
+        outside = table and not path.startswith(HEAD_PATH)
         gathered = (1 if outside and once else gathers) * ring(_devices(layout, split)) * whole
         summed = scattered
         if tpu and n > 1:
