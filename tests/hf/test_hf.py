@@ -745,6 +745,10 @@ def test_qwen_s_head_for_the_second_next_token(name, attends, key, folder, tmp_p
     source = checkpoint.find(f"hf:{theirs}")
     layout = checkpoint.layout_of(source, make_mesh("1"), "dp", mtp_depth=0)
     assert_bit_equal(paths(checkpoint.restore_variables(source, layout)["params"]), without)
+    assert checkpoint.leaves_out_head(source, layout)
+    assert not checkpoint.leaves_out_head(
+        source, checkpoint.layout_of(source, make_mesh("1"), "dp")
+    )
     export(f"hf:{theirs}", tmp_path / "out")
     written = tensors_of(tmp_path / "out" / MODEL)
     assert_bit_equal({n: x for n, x in written.items() if n.startswith("mtp.")}, head)

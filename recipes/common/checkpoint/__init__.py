@@ -8,6 +8,7 @@ from recipes.common.checkpoint.model import (
     check_variables,
     context,
     layout_of,
+    leaves_out_head,
     restore,
     restore_variables,
 )

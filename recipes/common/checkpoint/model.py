@@ -101,7 +101,7 @@ def restore_variables(source: Source, layout: Layout, dtype: str | None = None) 
 def check_variables(source: Source, layout: Layout) -> None:
     """Raises UserError if the checkpoint's variables or their shapes differ from the model's.
 
-    The model may lack the checkpoint's head for the second-next token, with mtp_depth=0.
+    The model may lack the checkpoint's head for the second-next token: see `leaves_out_head`.
     """
     shapes = source.shapes()
     adapted = source.source if isinstance(source, NewHead) else source
@@ -110,7 +110,7 @@ def check_variables(source: Source, layout: Layout) -> None:
     model = unadapted(layout.model.shapes)
     for kind in {**shapes, **model}:
         saved, wanted = paths(shapes.get(kind, {})), paths(model.get(kind, {}))
-        left_out = {path for path in saved if path.startswith(HEAD_PATH)} - wanted.keys()
+        left_out = of_head(saved) - wanted.keys()
         for path in sorted((saved.keys() ^ wanted.keys()) - left_out):
             what = f"{kind[:-1].replace('param', 'parameter')} {path}"
             if path in wanted:
@@ -128,6 +128,17 @@ def check_variables(source: Source, layout: Layout) -> None:
                     f"{path} has shape {saved_shape} in checkpoint {source.path} and {shape} in this "
                     "model; use the flags that the checkpoint was made with"
                 )
+
+
+def leaves_out_head(source: Source, layout: Layout) -> bool:
+    """Whether a checkpoint has a head for the second-next token, and the model, by mtp_depth=0, none."""
+    saved = of_head(paths(source.shapes()["params"]))
+    return bool(saved) and not layout.config.shape.mtp_layers
+
+
+def of_head(variables: dict) -> set[str]:
+    """The paths of a head for the second-next token."""
+    return {path for path in variables if path.startswith(HEAD_PATH)}
 
 
 @dataclasses.dataclass(frozen=True)

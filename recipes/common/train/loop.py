@@ -136,6 +136,10 @@ def check(folder: RunFolder, layout: Layout, facts: Tree, run: Run) -> Profile:
             raise UserError(f"--{flag} needs {library}; run pip install -e '.[{flag}]'")
     if folder.start:
         checkpoint.check_variables(folder.start, layout)
+        if checkpoint.leaves_out_head(folder.start, layout):
+            print0(
+                "Left out mtp, the checkpoint's head for the second-next token; --mtp_depth=1 keeps it."
+            )
     return Profile(run, folder)
 
 
