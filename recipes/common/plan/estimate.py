@@ -50,7 +50,8 @@ from zoo.strategies import RESIDUAL_SEQ
 # Remat policy → whether a layer's matmuls run again in the backward pass. "none" repeats nothing,
 # and "dots" only attention.
 REPEATS = {None: (False, False), "none": (False, False), "dots": (False, True)}
-LANES = 128  # of a TPU's vectors: heads of 64 take as long as those of 128
+LANES = 128  # of a TPU's vectors: heads of 64 take as much memory as those of 128
+MATRIX_UNITS = {"TPU v6 lite": 256, "TPU7x": 256}  # width of heads that fill one; others: LANES
 LOGITS = 4  # times that float32 logits are written or read, forward and backward
 OVERLAPPED = ("compute", "memory", "links", "network", "host")  # keys of Estimate.seconds
 
@@ -247,12 +248,14 @@ def _work(layout: Layout) -> Work:
 
 
 def _kernels(layout: Layout, forward: int) -> float:
-    """FLOPs of TPU kernels for attention: of whole blocks, and of heads padded to LANES.
+    """FLOPs of TPU kernels for attention: of whole blocks, and of heads that fill matrix units.
 
     Args:
       forward: how often the forward kernel runs. It has two matmuls; the backward kernel five, or
         two kernels seven.
     """
+    with layout.trace():
+        lanes = MATRIX_UNITS.get(device().device_kind, LANES)
     total = 0.0
     for layer, count in layout.shape.trained_layers:
         if layer.attention:
@@ -260,7 +263,7 @@ def _kernels(layout: Layout, forward: int) -> float:
             tiles = layout.seq_len // block
             visited = visited_blocks(layout.seq_len, layer.attention.window)
             computed = visited * tiles - visited * (visited - 1) / 2  # fewer keys before the first
-            width = layer.attention.heads * _head_dim(layout, layer.attention)
+            width = layer.attention.heads * _head_dim(layer.attention, lanes)
             matmul = 2 * computed * block**2 * width
             backward = 5 if partial_gradients(layout, layer.attention) else 7
             total += count * (2 * forward + backward) * matmul
@@ -274,10 +277,8 @@ def _in_low_precision(shape: Shape, matmuls: float, again: float) -> float:
     return matmuls * (1 / 3 if shape.matmul_backward else 1) + again
 
 
-def _head_dim(layout: Layout, attention: AttentionShape) -> float:
-    """The mean dim of keys and values; TPUs pad both."""
-    with layout.trace():
-        lanes = LANES if device().platform == "tpu" else 1
+def _head_dim(attention: AttentionShape, lanes: int) -> float:
+    """The mean dim of keys and values, both padded to multiples of `lanes`."""
     dims = (attention.key_dim, attention.value_dim)
     return sum(math.ceil(dim / lanes) * lanes for dim in dims) / 2
 
@@ -291,12 +292,14 @@ def _activations(layout: Layout, passes: int) -> float:
     shape = layout.shape
     if not shape.vocab_size:
         return 0.0
+    with layout.trace():
+        lanes = LANES if device().platform == "tpu" else 1
     residual = inner = 0.0  # numbers per position, of all layers
     for layer, count in shape.trained_layers:
         hidden = layer.mlp
         if layer.attention:
             heads = layer.attention.heads + layer.attention.kv_heads
-            inner += count * heads * 2 * _head_dim(layout, layer.attention)
+            inner += count * heads * 2 * _head_dim(layer.attention, lanes)
         if layer.recurrence:
             inner += count * layer.recurrence.width
         if layer.experts:

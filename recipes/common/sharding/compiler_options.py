@@ -23,13 +23,19 @@ COMPILER_OPTIONS: dict[str, dict[str, bool | int | str]] = {
         # a step, with it 0.7.
         "xla_tpu_prefer_async_allgather_to_allreduce": "true",
     },
-    # Matmuls take larger blocks, because an operation may use more than 16 MiB of a core's vector
-    # memory: see bench/cycles.md.
+    # Matmuls take larger blocks, because an operation may use more of a core's vector memory than by
+    # default: see bench/cycles.md. v4 has no more.
     "TPU v5": {  # v5p
         "xla_tpu_scoped_vmem_limit_kib": "32768",
     },
     "TPU v5 lite": {  # v5e
         "xla_tpu_scoped_vmem_limit_kib": "24576",
+    },
+    "TPU v6 lite": {  # v6e
+        "xla_tpu_scoped_vmem_limit_kib": "49152",
+    },
+    "TPU7x": {
+        "xla_tpu_scoped_vmem_limit_kib": "49152",
     },
     # NVIDIA. Measured with 8b with 4 layers, fsdp on 8 H200, JAX 0.11.2. Without these options, 5.6
     # GB are gathered, of which 2.8 GB overlap with matmuls, as do 101 of 481 MB of scatters; the
