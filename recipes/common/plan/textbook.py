@@ -14,6 +14,7 @@ from typing import NamedTuple
 
 from recipes.common.plan.memory import compute_bytes
 from recipes.common.sharding.abstract import paths
+from recipes.common.sharding.compiler_options import FEWEST_ROWS
 from recipes.common.sharding.layout import Layout
 from recipes.common.sharding.matrices import ITERATIONS, Form, form_of, matrix_sides
 from recipes.common.sharding.rules import target_axes
@@ -131,8 +132,9 @@ def of_weights(layout: Layout, accumulate: int = 1, repeats: bool = False) -> It
 
     Compilers (`repeats`) gather weights outside of the layers and of the MTP head once. The TPU's
     writes a layer's reduce-scatter over n devices as a ring that sends (n + 1) / n, over two devices
-    the whole. It all-reduces the tables' gradients if nothing splits the tables in use, and gradients
-    that would be reduce-scattered over some axes and all-reduced over others.
+    the whole, or as an all-reduce if parts have fewer than FEWEST_ROWS. It all-reduces the tables'
+    gradients if nothing splits the tables in use, and gradients that would be reduce-scattered over
+    some axes and all-reduced over others.
     """
     stacked = _split_by(layout, [LAYERS])
     dtype = compute_bytes(layout)
@@ -143,6 +145,7 @@ def of_weights(layout: Layout, accumulate: int = 1, repeats: bool = False) -> It
     once = repeats and not stacked
     with layout.trace():
         tpu = once and device().platform == "tpu"
+    few_rows = layout.weight_rows < FEWEST_ROWS
     sums: dict[tuple[str, str, frozenset[str]], float] = {}
     shapes = paths(layout.model.shapes["params"])
     batch = _split_by(layout, layout.batch_axes) | stacked
@@ -160,7 +163,9 @@ def of_weights(layout: Layout, accumulate: int = 1, repeats: bool = False) -> It
         gathered = (1 if outside and once else gathers) * ring(_devices(layout, split)) * whole
         summed = scattered
         if tpu and n > 1:
-            summed = (1 if use else 2) * scattered if table else (1 + (n > 2) / n) * whole
+            summed = (1 + (n > 2) / n) * whole
+            if table or few_rows:
+                summed = (1 if use and table else 2) * scattered
         rounded = matmul and not table and layout.zoo.IN_USE.keys() & {*axes}
         counts = {("weights", "all-gather", split): (1 if rounded else dtype) * gathered}
         if tpu and n > 1 and _devices(layout, reduced) > 1:

@@ -1,5 +1,7 @@
 """Options of XLA's compilers for the programs that a Layout compiles, and what each option buys."""
 
+import math
+
 import jax
 
 # NVIDIA's compiler has other options from JAX 0.11.1 on, and refuses unknown ones.
@@ -13,12 +15,18 @@ def _pipelined(kind: str) -> dict[str, bool | str]:
     return {f"xla_gpu_enable_pipelined_{kind}": True}
 
 
+SCATTERED_PRODUCTS = "xla_tpu_reduce_scatter_collective_matmul_mode"
+# Parts of a weight with fewer rows don't fill a TPU's matrix unit, so SCATTERED_PRODUCTS would make
+# products slower than what it spares: see bench/cycles.md.
+FEWEST_ROWS = 48
+
 # By platform, as `platform` names it, and by kind of device, as JAX does; a device has those of both.
 COMPILER_OPTIONS: dict[str, dict[str, bool | int | str]] = {
     "tpu": {
-        # FSDP: gradients are scattered as they are summed. Without it, on more than 32 chips, each
-        # chip sums whole gradients and slices them: 8b on 256 v5e sends 63 GB a step, with it 48.
-        "xla_tpu_reduce_scatter_collective_matmul_mode": "post_spmd",
+        # FSDP: a weight's gradient is multiplied part by part, and sums of a part are sent while the
+        # next one is multiplied. Without it, chips sum whole gradients and slice them: 8b with 4
+        # layers on 16 v5p then waits for 12.5 GB instead of 9.2. See FEWEST_ROWS.
+        SCATTERED_PRODUCTS: "post_spmd",
         # Small weights are gathered too, instead of summed with zeros: 124m on 256 v5e sends 1.1 GB
         # a step, with it 0.7.
         "xla_tpu_prefer_async_allgather_to_allreduce": "true",
@@ -77,10 +85,19 @@ def platform(device: jax.Device) -> str:
     return "cuda" if nvidia else device.platform
 
 
-def compiler_options(mesh: jax.sharding.Mesh) -> dict[str, bool | int | str]:
-    """The options for programs on this mesh."""
+def compiler_options(
+    mesh: jax.sharding.Mesh, rows: float = math.inf
+) -> dict[str, bool | int | str]:
+    """The options for programs on this mesh.
+
+    Args:
+      rows: the fewest rows of a weight that FSDP leaves to a device.
+    """
     device = mesh.devices.flat[0]
     target = platform(device)
     if target == "cuda" and mesh.size == 1:
         return {}  # nothing is sent, and unrolled loops would only compile longer
-    return COMPILER_OPTIONS.get(target, {}) | COMPILER_OPTIONS.get(device.device_kind, {})
+    options = COMPILER_OPTIONS.get(target, {}) | COMPILER_OPTIONS.get(device.device_kind, {})
+    if rows < FEWEST_ROWS:
+        options.pop(SCATTERED_PRODUCTS, None)
+    return options

@@ -19,7 +19,7 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from recipes.common.runtime import UserError
 from recipes.common.sharding import rules as sharding_rules
-from recipes.common.sharding.abstract import AbstractModel, Tree, abstract_model
+from recipes.common.sharding.abstract import AbstractModel, Tree, abstract_model, paths
 from recipes.common.sharding.compiler_options import compiler_options, platform
 from recipes.common.sharding.host_memory import result
 from recipes.common.sharding.rules import Rules, partition_spec
@@ -113,6 +113,20 @@ class Layout:
         stacks = [axis for axis, on in self.zoo.LOGICAL_AXES.items() if on == "stack"]
         return self.count_shards(*stacks)
 
+    @functools.cached_property
+    def weight_rows(self) -> float:
+        """The fewest rows of a weight that FSDP leaves to a device; infinite if it splits none."""
+        axes, shapes = paths(self.model.axes["params"]), paths(self.model.shapes["params"])
+        return min(
+            (
+                size / self.count_shards(axis)
+                for path, shape in shapes.items()
+                for axis, size in zip(axes[path], shape.shape, strict=True)
+                if axis in self.zoo.IN_USE and self.count_shards(axis) > 1
+            ),
+            default=math.inf,
+        )
+
     def check_whole(self, what: str) -> None:
         """Raises UserError if layers are in stages, and `what` needs all of them on a device."""
         if self.stages > 1:
@@ -163,7 +177,7 @@ class Layout:
     def lower(self, function: Callable, *arguments: Tree, **jit_options) -> jax.stages.Lowered:
         """Lowers `function` for this layout and these arguments' shapes and shardings."""
         target = platform(self.mesh.devices.flat[0])
-        options = compiler_options(self.mesh) | jit_options.pop("compiler_options", {})
+        options = compiler_options(self.mesh, self.weight_rows) | jit_options.pop("compiler_options", {})
         with self.trace():
             traced = jax.jit(function, compiler_options=options, **jit_options).trace(*arguments)
             # JAX would ask the local GPUs for their platform, but there may be none.
