@@ -18,7 +18,7 @@ def _pipelined(kind: str) -> dict[str, bool | str]:
 SCATTERED_PRODUCTS = "xla_tpu_reduce_scatter_collective_matmul_mode"
 # Parts of a weight with fewer rows don't fill a TPU's matrix unit, so SCATTERED_PRODUCTS would make
 # products slower than what it spares: see bench/cycles.md.
-FEWEST_ROWS = 48
+FEWEST_ROWS = 128
 
 # By platform, as `platform` names it, and by kind of device, as JAX does; a device has those of both.
 COMPILER_OPTIONS: dict[str, dict[str, bool | int | str]] = {
