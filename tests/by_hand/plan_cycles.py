@@ -23,12 +23,19 @@ from tests.by_hand.plan_cases import Case, estimated
 CASES = [
     Case("transformer", "8b", "v5p:16", "fsdp", "16", 8_192),
     Case("transformer", "8b", "v5p:16", "fsdp", "16", 8_192, layers=4),
-    Case("transformer", "8b", "v5p:16", "fsdp_tp", "4x4", 8_192, rows=16, layers=4),
+    Case("transformer", "8b", "v5p:16", "fsdp_tp", "4x4", 8_192, rows=16),
+    Case("transformer", "8b", "v5p:16", "fsdp_tp_sp", "4x4", 8_192, rows=16),
+    Case("transformer", "8b", "v6e:16", "fsdp", "16", 8_192, layers=4),
+    Case("transformer", "8b", "tpu7x:16", "fsdp", "16", 8_192, layers=4),
     Case("transformer", "1b", "v5e:16", "fsdp", "16", 8_192),
     Case("transformer", "124m", "v5p:16", "fsdp", "16", 1_024, rows=128),
-    Case("transformer", "124m", "v5e:16", "fsdp", "16", 2_048),
+    Case("transformer", "124m", "v5e:16", "fsdp", "16", 2_048, rows=64),
+    Case("transformer", "8b", "v5p:64", "fsdp", "64", 8_192, layers=4),
+    Case("transformer", "8b", "v5p:256", "fsdp", "256", 8_192, layers=4),
     Case("moe", "mixtral_8x7b", "v5p:16", "fsdp_ep", "data=2,expert=8", 8_192, layers=4),
     Case("moe", "mixtral_8x7b", "v5p:16", "fsdp", "16", 8_192, layers=4),
+    Case("transformer", "70b", "v5p:256", "fsdp", "256", 8_192, layers=2),
+    Case("transformer", "8b", "v5p:16", "fsdp_cp", "data=1,seq=16", 131_072, rows=1, layers=4),
 ]
 
 

@@ -1,5 +1,6 @@
 """TPUs' form of products with weights has the gradients that JAX derives."""
 
+import dataclasses
 import functools
 import types
 
@@ -7,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 
 from recipes.common.prove.compare import (
     GRADIENT_TOLERANCE,
@@ -103,3 +105,21 @@ def test_its_gradients_in_float64(x_shape, w_shape, contract, dims):
         np.testing.assert_allclose(y, np.einsum(dims, x, w), rtol=1e-12)
         np.testing.assert_allclose(dx, np.einsum(f"{y_dims},{w_dims}->{x_dims}", dy, w), rtol=1e-12)
         np.testing.assert_allclose(dw, np.einsum(f"{x_dims},{y_dims}->{w_dims}", x, dy), rtol=1e-12)
+
+
+@pytest.mark.parametrize("remat", ["full", "dots", "none"])
+def test_remat_repeats_as_many_products(remat, monkeypatch):
+    """Policies don't see products inside of a custom gradient."""
+    config = dataclasses.replace(Config.tiny(), remat=remat)
+    graph, params = nnx.split(Transformer(config, rngs=nnx.Rngs(0)))
+    tokens_BT = np.zeros((2, T), np.int32)
+
+    def products(platform: str) -> int:
+        monkeypatch.setattr(layers, "device", lambda: types.SimpleNamespace(platform=platform))
+
+        def loss(params):
+            return nnx.merge(graph, params).loss(tokens_BT, tokens_BT)[0]
+
+        return str(jax.make_jaxpr(jax.grad(loss))(params)).count("dot_general[")
+
+    assert products("tpu") == products("cpu")

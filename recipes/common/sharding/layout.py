@@ -177,7 +177,9 @@ class Layout:
     def lower(self, function: Callable, *arguments: Tree, **jit_options) -> jax.stages.Lowered:
         """Lowers `function` for this layout and these arguments' shapes and shardings."""
         target = platform(self.mesh.devices.flat[0])
-        options = compiler_options(self.mesh, self.weight_rows) | jit_options.pop("compiler_options", {})
+        options = compiler_options(self.mesh, self.weight_rows) | jit_options.pop(
+            "compiler_options", {}
+        )
         with self.trace():
             traced = jax.jit(function, compiler_options=options, **jit_options).trace(*arguments)
             # JAX would ask the local GPUs for their platform, but there may be none.
