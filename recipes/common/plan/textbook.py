@@ -132,9 +132,9 @@ def of_weights(layout: Layout, accumulate: int = 1, repeats: bool = False) -> It
 
     Compilers (`repeats`) gather weights outside of the layers and of the MTP head once. The TPU's
     writes a layer's reduce-scatter over n devices as a ring that sends (n + 1) / n, over two devices
-    the whole, or as an all-reduce if parts have fewer than FEWEST_ROWS. It all-reduces the tables'
-    gradients if nothing splits the tables in use, and gradients that would be reduce-scattered over
-    some axes and all-reduced over others.
+    the whole. If nothing splits the weights in use, it all-reduces the gradients of tables, and of
+    layers whose parts have fewer than FEWEST_ROWS; and all gradients that would be reduce-scattered
+    over some axes and all-reduced over others.
     """
     stacked = _split_by(layout, [LAYERS])
     dtype = compute_bytes(layout)
@@ -165,7 +165,7 @@ def of_weights(layout: Layout, accumulate: int = 1, repeats: bool = False) -> It
         if tpu and n > 1:
             summed = (1 + (n > 2) / n) * whole
             if table or few_rows:
-                summed = (1 if use and table else 2) * scattered
+                summed = (1 if use else 2) * scattered
         rounded = matmul and not table and layout.zoo.IN_USE.keys() & {*axes}
         counts = {("weights", "all-gather", split): (1 if rounded else dtype) * gathered}
         if tpu and n > 1 and _devices(layout, reduced) > 1:
