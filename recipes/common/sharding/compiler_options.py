@@ -91,7 +91,7 @@ def compiler_options(
     """The options for programs on this mesh.
 
     Args:
-      rows: the fewest rows of a weight that FSDP leaves to a device.
+      rows: the fewest rows of D, of any weight, that FSDP leaves to a device.
     """
     device = mesh.devices.flat[0]
     target = platform(device)

@@ -25,6 +25,7 @@ from recipes.common.sharding.host_memory import result
 from recipes.common.sharding.rules import Rules, partition_spec
 from zoo.shape import Shape
 from zoo.sharding import optimizer_axes
+from zoo.strategies import ACT_EMBED
 
 
 @dataclasses.dataclass(frozen=True)
@@ -115,14 +116,14 @@ class Layout:
 
     @functools.cached_property
     def weight_rows(self) -> float:
-        """The fewest rows of a weight that FSDP leaves to a device; infinite if it splits none."""
+        """The fewest rows of D, of any weight, that FSDP leaves to a device; infinite if it splits none."""
         axes, shapes = paths(self.model.axes["params"]), paths(self.model.shapes["params"])
         return min(
             (
                 size / self.count_shards(axis)
                 for path, shape in shapes.items()
                 for axis, size in zip(axes[path], shape.shape, strict=True)
-                if axis in self.zoo.IN_USE and self.count_shards(axis) > 1
+                if self.zoo.IN_USE.get(axis) == ACT_EMBED and self.count_shards(axis) > 1
             ),
             default=math.inf,
         )
