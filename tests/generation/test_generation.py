@@ -132,7 +132,8 @@ class Slots(NamedTuple):
 class Successor:
     """A model that always continues n by n + 1, and notes what it is given."""
 
-    shapes: ClassVar = {}  # no variables
+    shapes: ClassVar = {"params": {}}
+    axes: ClassVar = {"params": {}}
 
     def merge(self, variables):
         return self
@@ -153,7 +154,9 @@ class Successor:
 def test_prompts_and_cache_are_padded_to_what_the_mesh_divides(mesh, T, S, quick):
     rules = {"batch": "data", "seq": "seq" if "seq" in mesh else None}
     layout, model = make_layout(Transformer, Config.tiny(), make_mesh(mesh), rules), Successor()
-    generator = Generator(dataclasses.replace(layout, model=model), {}, Sampling(), (), 64)
+    generator = Generator(
+        dataclasses.replace(layout, model=model), {"params": {}}, Sampling(), (), 64
+    )
     written = np.stack(list(generator([np.array(p) for p in PROMPTS], 9)), axis=1)
     assert written.tolist() == [[prompt[-1] + 1 + i for i in range(9)] for prompt in PROMPTS]
     assert (model.tokens.shape[1], model.slots) == (T, S)

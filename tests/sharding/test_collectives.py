@@ -509,7 +509,7 @@ def test_a_kind_of_tpu_has_its_own_options_and_those_of_all_tpus(kind, mebibytes
     [
         ("transformer", "8", "fsdp", 8),  # of 64
         ("transformer", "4x2", "fsdp_tp", 16),
-        ("transformer", "8", "dp", math.inf),
+        ("transformer", "8", "dp", 0),
         ("moe", "data=2,expert=4", "fsdp_ep", 8),  # of weights besides the experts'
         ("deepseek", "8", "fsdp", 8),  # latents are small, and don't count
     ],

@@ -145,7 +145,7 @@ def of_weights(layout: Layout, accumulate: int = 1, repeats: bool = False) -> It
     once = repeats and not stacked
     with layout.trace():
         tpu = once and device().platform == "tpu"
-    few_rows = layout.weight_rows < FEWEST_ROWS
+    few_rows = 0 < layout.weight_rows < FEWEST_ROWS
     sums: dict[tuple[str, str, frozenset[str]], float] = {}
     shapes = paths(layout.model.shapes["params"])
     batch = _split_by(layout, layout.batch_axes) | stacked

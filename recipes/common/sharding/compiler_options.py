@@ -1,7 +1,5 @@
 """Options of XLA's compilers for the programs that a Layout compiles, and what each option buys."""
 
-import math
-
 import jax
 
 # NVIDIA's compiler has other options from JAX 0.11.1 on, and refuses unknown ones.
@@ -85,19 +83,17 @@ def platform(device: jax.Device) -> str:
     return "cuda" if nvidia else device.platform
 
 
-def compiler_options(
-    mesh: jax.sharding.Mesh, rows: float = math.inf
-) -> dict[str, bool | int | str]:
+def compiler_options(mesh: jax.sharding.Mesh, rows: float = 0) -> dict[str, bool | int | str]:
     """The options for programs on this mesh.
 
     Args:
-      rows: the fewest rows of D, of any weight, that FSDP leaves to a device.
+      rows: the fewest rows of D, of any weight, that FSDP leaves to a device; 0: it splits none.
     """
     device = mesh.devices.flat[0]
     target = platform(device)
     if target == "cuda" and mesh.size == 1:
         return {}  # nothing is sent, and unrolled loops would only compile longer
     options = COMPILER_OPTIONS.get(target, {}) | COMPILER_OPTIONS.get(device.device_kind, {})
-    if rows < FEWEST_ROWS:
+    if 0 < rows < FEWEST_ROWS:
         options.pop(SCATTERED_PRODUCTS, None)
     return options

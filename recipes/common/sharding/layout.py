@@ -116,17 +116,15 @@ class Layout:
 
     @functools.cached_property
     def weight_rows(self) -> float:
-        """The fewest rows of D, of any weight, that FSDP leaves to a device; infinite if it splits none."""
-        axes, shapes = paths(self.model.axes["params"]), paths(self.model.shapes["params"])
-        return min(
-            (
-                size / self.count_shards(axis)
-                for path, shape in shapes.items()
-                for axis, size in zip(axes[path], shape.shape, strict=True)
-                if self.zoo.IN_USE.get(axis) == ACT_EMBED and self.count_shards(axis) > 1
-            ),
-            default=math.inf,
-        )
+        """The fewest rows of D, of any weight, that FSDP leaves to a device; 0 if it splits none."""
+        axes = paths(self.model.axes["params"])
+        rows = [
+            size / self.count_shards(axis)
+            for path, weight in paths(self.model.shapes["params"]).items()
+            for axis, size in zip(axes[path], weight.shape, strict=True)
+            if self.zoo.IN_USE.get(axis) == ACT_EMBED and self.count_shards(axis) > 1
+        ]
+        return min(rows) if rows else 0
 
     def check_whole(self, what: str) -> None:
         """Raises UserError if layers are in stages, and `what` needs all of them on a device."""
