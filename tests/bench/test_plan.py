@@ -410,6 +410,21 @@ def test_flops_of_attention_s_kernels_by_hand(seq_len, window, pairs, backward):
     assert plan.operations["attention"] == pytest.approx(FACTORS["v5p"].attention * least)
 
 
+def test_heads_fill_a_matrix_unit():
+    """Heads of 8 take as long as those of 128 on v5p, and of 256 on v6e."""
+
+    def least(kind: str) -> float:
+        devices = parse_devices(f"{kind}:8")
+        layout = make_layout(
+            Transformer, Config.tiny(), abstract_mesh({"data": 8}, devices), "dp",
+            batch_size=8, seq_len=8_192,
+        )  # fmt: skip
+        seconds = estimate(layout, devices).operations["attention"]
+        return seconds / FACTORS[kind].attention * devices.hardware.peak
+
+    assert least("v6e") == pytest.approx(2 * least("v5p"))
+
+
 def test_the_page_has_the_factors():
     text = (ROOT / "recipes" / "bench" / "planner.md").read_text()
     rows = re.findall(r"^\| factors of (\w+) \| \|(.*)\| \|$", text, re.MULTILINE)
