@@ -71,7 +71,8 @@ def multiply(x, weight: nnx.Param, contract: int = 1, seq: str = "seq") -> jax.A
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3))
 def x_first_tensordot(x, w, contract: int, out_sharding) -> jax.Array:
-    """jnp.tensordot, but the gradient of w is x · dy, where JAX has dy · x, transposed.
+    """jnp.tensordot, but the gradient of w is x · dy, where JAX has dy · x, transposed. It has no
+    forward-mode derivative (jax.jvp).
 
     With FSDP, a TPU multiplies a part of D after another and sends the sums on. For that, the first
     factor must lie transposed in memory. In a residual stream whose T isn't split, x and dy do, and
