@@ -277,7 +277,7 @@ def _confirm(candidate: Estimate, layers: int, files: pathlib.Path) -> dict[str,
     seconds = None
     if has_cycles(devices):
         bundles = read_bundles(files)
-        seconds = count(read_hlo(compiled.as_text(), devices.count, bundles), devices).total
+        seconds = count(read_hlo(compiled.as_text(), devices, bundles), devices).total
         seconds /= clock(devices)
     sent = sent_by_kind(compiled.as_text(), devices.count)
     return costs | {

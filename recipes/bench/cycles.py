@@ -135,7 +135,7 @@ def _compile(flags: CyclesFlags, plan: Estimate) -> Program:
         raise UserError(f"{name} {compiled.text}; use more chips or fewer --tokens")
     if flags.save:
         write_program(compiled.as_text(), pathlib.Path(flags.save), bundles)
-    reading = read_hlo(compiled.as_text(), plan.devices.count, bundles)
+    reading = read_hlo(compiled.as_text(), plan.devices, bundles)
     peak = report.size(report.peak_memory(compiled))
     return Program(name, reading, plan_cycles.count(reading, plan.devices), peak)
 
@@ -143,7 +143,7 @@ def _compile(flags: CyclesFlags, plan: Estimate) -> Program:
 def _read(path: str, devices: Devices) -> Program:
     """Reads a saved program."""
     text, bundles = plan_cycles.read_program(pathlib.Path(path))
-    reading = read_hlo(text, devices.count, bundles)
+    reading = read_hlo(text, devices, bundles)
     return Program(pathlib.Path(path).stem, reading, plan_cycles.count(reading, devices), "-")
 
 
@@ -187,16 +187,17 @@ def _print_kernels(program: Program, devices: Devices) -> None:
 def _print_collectives(programs: list[Program], devices: Devices) -> None:
     """Collectives by kind and by what the core does meanwhile."""
     print0("")
-    columns = [f"{x.name}: {what}" for x in programs for what in ("times", "sent", "M cycles")]
+    what = ("times", "sent", "M cycles", "of them waiting")
+    columns = [f"{program.name}: {column}" for program in programs for column in what]
     table = Table("collectives", *columns)
     groups = [Counter((x.kind, x.overlap) for x in p.reading.transfers) for p in programs]
     for kind, overlap in sorted({key for group in groups for key in group}):
         cells = []
         for program in programs:
             same = [x for x in program.reading.transfers if (x.kind, x.overlap) == (kind, overlap)]
-            taken = sum(plan_cycles.seconds(x, devices) for x in same) * plan_cycles.clock(devices)
             cells += [sum(x.times for x in same), report.size(sum(x.sent for x in same))]
-            cells.append(_million(taken))
+            cells.append(_million(sum(plan_cycles.transfer_cycles(x, devices) for x in same)))
+            cells.append(_million(sum(plan_cycles.waiting(x, devices) for x in same)))
         table.row(f"{kind}, {overlap}", *cells)
 
 

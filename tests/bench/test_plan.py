@@ -940,7 +940,7 @@ def test_a_tpu_s_step_is_confirmed_by_its_cycles(monkeypatch, tmp_path):
     devices = parse_devices("v5e:4")
     job = planner.make_job(planner.Flags(size="tiny", devices="v5e:4"), devices)
     costs = planner._confirm(search(job, devices).ranked[0], 0, tmp_path)
-    total = cycles.count(cycles.read_hlo(text, 4, bundles), devices).total
+    total = cycles.count(cycles.read_hlo(text, devices, bundles), devices).total
     assert costs["compiled_seconds"] == total / (197e12 / 2**17)
     ratio = costs["seconds"]["step"] / costs["compiled_seconds"]
     assert planner._line(costs).endswith(f" | {ratio:.2f} |")

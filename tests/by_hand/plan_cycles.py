@@ -54,7 +54,7 @@ def measure(case: Case, folder: pathlib.Path) -> dict[str, float]:
     compiled = compile_step(make_program(plan), plan.devices.kind, f"{case}")
     assert not isinstance(compiled, TooLarge), compiled
     bundles = cycles.read_bundles(folder)
-    return by_kind(cycles.read_hlo(compiled.as_text(), plan.devices.count, bundles), plan.devices)
+    return by_kind(cycles.read_hlo(compiled.as_text(), plan.devices, bundles), plan.devices)
 
 
 def ratio(plan: Estimate, counted: dict[str, float]) -> float:

@@ -2,8 +2,8 @@
 
 The TPU compiler notes the cycles that it expects of each operation, except of kernels and
 collectives. A kernel takes a cycle per bundle (an instruction of all units of a core) and grid step;
-the compiler writes the bundles to files, see `dump_bundles`. A collective that the core waits for
-takes its bytes at the links' rate.
+the compiler writes the bundles to files, see `dump_bundles`. A collective takes its bytes at the
+links' rate, and the core waits for what it doesn't compute meanwhile.
 """
 
 import dataclasses
@@ -38,6 +38,9 @@ class Transfer:
     group: int  # devices that take part
     times: int  # executions per step
     source: str  # the operation it comes from, as JAX names it
+    # Cycles that the core computes from the start to the end of one execution; infinite if it is
+    # fused with what is computed.
+    meanwhile: float
 
 
 @dataclasses.dataclass(frozen=True)
@@ -100,8 +103,8 @@ def count(reading: Reading, devices: Devices) -> Cycles:
         executed = operation.times * operation.cycles
         by_kind[operation.kind] = by_kind.get(operation.kind, 0) + executed
     kernels = sum(kernel_cycles(kernel, devices) for kernel in reading.kernels)
-    waiting = sum(seconds(x, devices) for x in reading.transfers if x.overlap == EXPOSED)
-    return Cycles(by_kind, kernels, waiting * clock(devices))
+    waited = sum(waiting(transfer, devices) for transfer in reading.transfers)
+    return Cycles(by_kind, kernels, waited)
 
 
 def kernel_cycles(kernel: Kernel, devices: Devices) -> float:
@@ -109,9 +112,14 @@ def kernel_cycles(kernel: Kernel, devices: Devices) -> float:
     return kernel.times * kernel.steps * kernel.bundles / CORES.get(devices.kind, 1)
 
 
-def seconds(transfer: Transfer, devices: Devices) -> float:
-    """How long a transfer takes at the links' rate."""
-    return transfer.sent / devices.send_rate(transfer.group)
+def transfer_cycles(transfer: Transfer, devices: Devices) -> float:
+    """Cycles of all executions of a transfer at the links' rate."""
+    return transfer.sent / devices.send_rate(transfer.group) * clock(devices)
+
+
+def waiting(transfer: Transfer, devices: Devices) -> float:
+    """Cycles in which the core waits for all executions of a transfer."""
+    return max(0.0, transfer_cycles(transfer, devices) - transfer.times * transfer.meanwhile)
 
 
 def roofline(operation: Operation, devices: Devices) -> tuple[float, str]:
@@ -168,19 +176,23 @@ def read_program(path: pathlib.Path) -> tuple[str, dict[str, int]]:
 # ---- the program's text --------------------------------------------------------------------------
 
 
-def read_hlo(text: str | None, devices: int, bundles: dict[str, int]) -> Reading:
+def read_hlo(text: str | None, devices: Devices, bundles: dict[str, int]) -> Reading:
     """Reads all that one execution of a compiled TPU program executes.
 
     Args:
-      text: the program's HLO.
-      devices: number of devices that it is compiled for.
+      text: the program's HLO, in the order of its schedule.
+      devices: that it is compiled for.
       bundles: name of a kernel's instruction → its bundles.
     """
     assert text is not None, "this backend has no HLO text"
     computations, entry = program.computations(text)
+    kernels = _kernels(computations, bundles)
     reading = Reading([], [], [])
 
-    def visit(name: str, times: int) -> None:
+    def visit(name: str, times: int) -> float:
+        """Reads a computation that a step executes so often; the cycles of one execution."""
+        now = 0.0
+        begun: dict[str, tuple[range, float]] = {}  # a start → its transfers, and when they start
         lines = computations.get(name, [])
         results = {m[1]: m[2] for m in map(program.INSTRUCTION.match, lines) if m}
         for line in lines:
@@ -190,20 +202,35 @@ def read_hlo(text: str | None, devices: int, bundles: dict[str, int]) -> Reading
             operation = match[3]
             if operation == "while":
                 body = dict(program.called(line))["body"]
-                visit(body, times * program.trips(line, lines, computations))
+                trips = program.trips(line, lines, computations)
+                now += trips * visit(body, times * trips)
             elif operation in ("conditional", "call"):
                 for _, branch in program.called(line):
-                    visit(branch, times)
-            elif "tpu_custom_call" in line:
-                steps = _grid_steps(line)
-                reading.kernels.append(Kernel(match[1], times, steps, bundles.get(match[1], 0)))
+                    now += visit(branch, times)
+            elif match[1] in kernels:
+                kernel = dataclasses.replace(kernels[match[1]], times=times)
+                reading.kernels.append(kernel)
+                now += kernel_cycles(kernel, devices) / times
+            elif operation.endswith(("-update", "-done")):
+                started = begun.pop(program.operands(line)[0], None)
+                if started and operation.endswith("-update"):  # now all operands are there
+                    begun[match[1]] = (started[0], now)
+                elif started:
+                    indices, since = started
+                    for i in indices:
+                        reading.transfers[i] = dataclasses.replace(
+                            reading.transfers[i], meanwhile=(now - since) / len(indices)
+                        )
             else:
                 inside = _inside(line, computations)
                 is_matmul = any(x[3] in ("convolution", "dot") for x, _ in inside)
-                reading.transfers.extend(
-                    _transfers(match, lines, inside, is_matmul, times, devices)
-                )
+                performed = _transfers(match, lines, inside, is_matmul, times, devices.count)
+                reading.transfers.extend(performed)
+                if operation.endswith("-start"):
+                    total = len(reading.transfers)
+                    begun[match[1]] = (range(total - len(performed), total), now)
                 if cycles := re.search(r'"estimated_cycles":"(\d+)"', line):
+                    now += int(cycles[1])
                     reading.operations.append(
                         Operation(
                             name=match[1],
@@ -216,20 +243,31 @@ def read_hlo(text: str | None, devices: int, bundles: dict[str, int]) -> Reading
                         )
                     )
 
+        return now
+
     visit(entry, 1)
-    kernels = [_with_bundles(kernel, reading.kernels) for kernel in reading.kernels]
-    return reading._replace(kernels=kernels)
+    return reading
 
 
-def _with_bundles(kernel: Kernel, kernels: list[Kernel]) -> Kernel:
-    """A kernel with its bundles, or those of an equal one: the compiler writes these only once."""
-    stem, _, _ = kernel.name.rpartition(".")
-    of_equal = (
-        other.bundles
-        for other in kernels
-        if other.steps == kernel.steps and other.name.rpartition(".")[0] == stem
+def _kernels(computations: dict[str, list[str]], bundles: dict[str, int]) -> dict[str, Kernel]:
+    """Name of an instruction → its kernel, with the bundles of an equal one if it has none: the
+    compiler writes these only once.
+    """
+    instructions = (
+        program.INSTRUCTION.match(line)
+        for lines in computations.values()
+        for line in lines
+        if "tpu_custom_call" in line
     )
-    return dataclasses.replace(kernel, bundles=kernel.bundles or max(of_equal))
+    steps = {match[1]: _grid_steps(match.string) for match in instructions if match}
+    of_equal: dict[tuple[str, int], int] = {}
+    for name, n in steps.items():
+        equal = (name.rpartition(".")[0], n)
+        of_equal[equal] = max(of_equal.get(equal, 0), bundles.get(name, 0))
+    return {
+        name: Kernel(name, 1, n, bundles.get(name) or of_equal[name.rpartition(".")[0], n])
+        for name, n in steps.items()
+    }
 
 
 def _inside(line: str, computations: dict[str, list[str]]) -> list[tuple[re.Match, list[str]]]:
@@ -286,6 +324,7 @@ def _transfers(
                 group=_group(collective, devices),
                 times=times,
                 source=collective.source or _source(match.string),
+                meanwhile=0.0 if overlap == EXPOSED else math.inf,
             )
         )
     return transfers
