@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
-from .sharding import constrain, device, explicit, mesh_axes, ones, param, reshape, shards, zeros
+from .sharding import constrain, explicit, mesh_axes, ones, param, reshape, shards, zeros
 
 # ---- products ------------------------------------------------------------------------------------
 
@@ -55,52 +55,14 @@ def multiply(x, weight: nnx.Param, contract: int = 1, seq: str = "seq") -> jax.A
     w = weight[...].astype(x.dtype)
     B, T, *inner = x.shape
     axes = weight.out_sharding[-w.ndim :]
-    is_split = shards("seq") > 1 or shards(seq) > 1
-    product = jnp.tensordot
-    if device().platform == "tpu" and (is_split or axes[0] == "act_embed"):
-        product = x_first_product
-    if is_split:
+    if shards("seq") > 1 or shards(seq) > 1:
         x = constrain(x, "batch", "seq", *axes[:contract])
         out_axes = ("batch", seq, *axes[contract:])
-        y = product(x, w, contract, out_sharding=explicit(*out_axes))
+        y = jnp.tensordot(x, w, contract, out_sharding=explicit(*out_axes))
         return constrain(y, *out_axes)
     x = reshape(x, (B * T, *inner), "batch", *axes[:contract])
-    y = product(x, w, contract, out_sharding=explicit("batch", *axes[contract:]))
+    y = jnp.tensordot(x, w, contract, out_sharding=explicit("batch", *axes[contract:]))
     return reshape(y, (B, T, *y.shape[1:]), "batch", "seq", *axes[contract:])
-
-
-@functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3))
-def x_first_tensordot(x, w, contract: int, out_sharding) -> jax.Array:
-    """jnp.tensordot, but the gradient of w is x · dy, where JAX has dy · x, transposed. It has no
-    forward-mode derivative (jax.jvp).
-
-    With FSDP, a TPU multiplies a part of D after another and sends the sums on. For that, the first
-    factor must lie transposed in memory. In a residual stream whose T isn't split, x and dy do, and
-    activations inside a sublayer don't; else none does, and a copy of x is the smaller one.
-    """
-    return jnp.tensordot(x, w, contract, out_sharding=out_sharding)
-
-
-def x_first_product(x, w, contract: int, out_sharding) -> jax.Array:
-    """`x_first_tensordot`, by a name that remat policies know: they don't look inside of it."""
-    return checkpoint_name(x_first_tensordot(x, w, contract, out_sharding), "product")
-
-
-def _x_first_forward(x, w, contract, out_sharding):
-    return x_first_tensordot(x, w, contract, out_sharding), (x, w)
-
-
-def _x_first_backward(contract, out_sharding, factors, dy):
-    x, w = factors
-    times_w = functools.partial(jnp.tensordot, b=w, axes=contract, out_sharding=out_sharding)
-    (dx,) = jax.linear_transpose(times_w, x)(dy)
-    rows = tuple(range(x.ndim - contract))
-    w_sharding = None if out_sharding is None else jax.typeof(w).sharding
-    dw = jax.lax.dot_general(x, dy, ((rows, rows), ((), ())), out_sharding=w_sharding)
-    return dx, dw
-
-
-x_first_tensordot.defvjp(_x_first_forward, _x_first_backward)
 
 
 def dot(dims: str, x: jax.Array, y: jax.Array, out_sharding=None) -> jax.Array:

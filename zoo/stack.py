@@ -20,7 +20,7 @@ REMAT_POLICIES = {
     "none": jax.checkpoint_policies.everything_saveable,  # under FSDP, gathered weights too
     "dots": jax.checkpoint_policies.save_from_both_policies(  # products with a weight
         jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
-        jax.checkpoint_policies.save_only_these_names("product"),  # that JAX doesn't see
+        jax.checkpoint_policies.save_only_these_names("product"),  # in low precision
     ),
     # The two sublayers' outputs: tensor parallelism repeats no all-reduce.
     "sublayers": jax.checkpoint_policies.save_only_these_names("sublayer"),

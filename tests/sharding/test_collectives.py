@@ -7,7 +7,6 @@ writes an all-reduce and a slice; TPUs have one (recipes/bench/README.md).
 """
 
 import dataclasses
-import functools
 import itertools
 import json
 import math
@@ -22,7 +21,6 @@ import pytest
 from flax import nnx
 
 from recipes.common.entries import model as model_of
-from recipes.common.entries import zoo_file
 from recipes.common.report.hlo import Collective, collectives, group_size
 from recipes.common.runtime.mesh import make_mesh
 from recipes.common.sharding import compiler_options
@@ -502,28 +500,6 @@ def test_a_kind_of_tpu_has_its_own_options_and_those_of_all_tpus(kind, mebibytes
     limit = int(options.get("xla_tpu_scoped_vmem_limit_kib", 0))
     assert (limit > 0) == (kind != "TPU v4")
     assert limit < mebibytes * 1_024, "a core has no more"
-
-
-@pytest.mark.parametrize(
-    ("entry_name", "mesh", "strategy", "rows"),
-    [
-        ("transformer", "8", "fsdp", 8),  # of 64
-        ("transformer", "4x2", "fsdp_tp", 16),
-        ("transformer", "8", "dp", 0),
-        ("moe", "data=2,expert=4", "fsdp_ep", 8),  # of weights besides the experts'
-        ("deepseek", "8", "fsdp", 8),  # latents are small, and don't count
-    ],
-)
-def test_thin_parts_are_not_scattered_product_by_product(entry_name, mesh, strategy, rows):
-    config = zoo_file(entry_name).Config.tiny()
-    layout = make_layout(model_of(entry_name), config, make_mesh(mesh), strategy)
-    assert layout.weight_rows == rows
-    device = types.SimpleNamespace(platform="tpu", device_kind="TPU v4")
-    tpus = types.SimpleNamespace(devices=np.array([device, device]), size=2)
-    options = functools.partial(compiler_options.compiler_options, tpus)
-    assert compiler_options.SCATTERED_PRODUCTS in options(compiler_options.FEWEST_ROWS)
-    assert compiler_options.SCATTERED_PRODUCTS not in options(compiler_options.FEWEST_ROWS - 1)
-    assert compiler_options.SCATTERED_PRODUCTS in compiler_options.COMPILER_OPTIONS["tpu"]
 
 
 # ---- the check can fail ----------------------------------------------------------------------------

@@ -13,18 +13,28 @@ def _pipelined(kind: str) -> dict[str, bool | str]:
     return {f"xla_gpu_enable_pipelined_{kind}": True}
 
 
-SCATTERED_PRODUCTS = "xla_tpu_reduce_scatter_collective_matmul_mode"
-# Parts of a weight with fewer rows don't fill a TPU's matrix unit, so SCATTERED_PRODUCTS would make
-# products slower than what it spares: see bench/cycles.md.
-FEWEST_ROWS = 128
+# A chip with SparseCores, processors beside its matrix units, can let them send: weights are gathered
+# and gradients scattered and summed while the matrix units go on. 8b on 16 v5p then waits for 15
+# million cycles of a step instead of 187. tpu7x does so by default. See bench/cycles.md.
+SPARSE_CORES = {
+    f"xla_tpu_enable_sparse_core_{option}": "true"
+    for option in (
+        # Over one dim of a torus, over two, over three.
+        "collective_offload_all_gather",
+        "collective_offload_2d_all_gather",
+        "collective_offload_3d_all_gather",
+        "collective_offload_reduce_scatter",
+        "collective_offload_nd_reduce_scatter",
+        "reduce_scatter_v2",
+        "collective_offload_all_reduce",
+    )
+}
+
+WITH_SPARSE_CORES = ("TPU v5", "TPU v6 lite", "TPU7x")  # kinds whose programs let them send
 
 # By platform, as `platform` names it, and by kind of device, as JAX does; a device has those of both.
 COMPILER_OPTIONS: dict[str, dict[str, bool | int | str]] = {
     "tpu": {
-        # FSDP: a weight's gradient is multiplied part by part, and sums of a part are sent while the
-        # next one is multiplied. Without it, chips sum whole gradients and slice them: 8b with 4
-        # layers on 16 v5p then waits for 12.5 GB instead of 9.2. See FEWEST_ROWS.
-        SCATTERED_PRODUCTS: "post_spmd",
         # Small weights are gathered too, instead of summed with zeros: 124m on 256 v5e sends 1.1 GB
         # a step, with it 0.7.
         "xla_tpu_prefer_async_allgather_to_allreduce": "true",
@@ -32,12 +42,14 @@ COMPILER_OPTIONS: dict[str, dict[str, bool | int | str]] = {
     # Matmuls take larger blocks, because an operation may use more of a core's vector memory than by
     # default: see bench/cycles.md. v4 has no more.
     "TPU v5": {  # v5p
+        **SPARSE_CORES,
         "xla_tpu_scoped_vmem_limit_kib": "32768",
     },
     "TPU v5 lite": {  # v5e
         "xla_tpu_scoped_vmem_limit_kib": "24576",
     },
     "TPU v6 lite": {  # v6e
+        **SPARSE_CORES,
         "xla_tpu_scoped_vmem_limit_kib": "49152",
     },
     "TPU7x": {
@@ -83,17 +95,10 @@ def platform(device: jax.Device) -> str:
     return "cuda" if nvidia else device.platform
 
 
-def compiler_options(mesh: jax.sharding.Mesh, rows: float = 0) -> dict[str, bool | int | str]:
-    """The options for programs on this mesh.
-
-    Args:
-      rows: the fewest rows of D, of any weight, that FSDP leaves to a device; 0: it splits none.
-    """
+def compiler_options(mesh: jax.sharding.Mesh) -> dict[str, bool | int | str]:
+    """The options for programs on this mesh."""
     device = mesh.devices.flat[0]
     target = platform(device)
     if target == "cuda" and mesh.size == 1:
         return {}  # nothing is sent, and unrolled loops would only compile longer
-    options = COMPILER_OPTIONS.get(target, {}) | COMPILER_OPTIONS.get(device.device_kind, {})
-    if 0 < rows < FEWEST_ROWS:
-        options.pop(SCATTERED_PRODUCTS, None)
-    return options
+    return COMPILER_OPTIONS.get(target, {}) | COMPILER_OPTIONS.get(device.device_kind, {})

@@ -19,13 +19,12 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from recipes.common.runtime import UserError
 from recipes.common.sharding import rules as sharding_rules
-from recipes.common.sharding.abstract import AbstractModel, Tree, abstract_model, paths
+from recipes.common.sharding.abstract import AbstractModel, Tree, abstract_model
 from recipes.common.sharding.compiler_options import compiler_options, platform
 from recipes.common.sharding.host_memory import result
 from recipes.common.sharding.rules import Rules, partition_spec
 from zoo.shape import Shape
 from zoo.sharding import optimizer_axes
-from zoo.strategies import ACT_EMBED
 
 
 @dataclasses.dataclass(frozen=True)
@@ -114,18 +113,6 @@ class Layout:
         stacks = [axis for axis, on in self.zoo.LOGICAL_AXES.items() if on == "stack"]
         return self.count_shards(*stacks)
 
-    @functools.cached_property
-    def weight_rows(self) -> float:
-        """The fewest rows of D, of any weight, that FSDP leaves to a device; 0 if it splits none."""
-        axes = paths(self.model.axes["params"])
-        rows = [
-            size / self.count_shards(axis)
-            for path, weight in paths(self.model.shapes["params"]).items()
-            for axis, size in zip(axes[path], weight.shape, strict=True)
-            if self.zoo.IN_USE.get(axis) == ACT_EMBED and self.count_shards(axis) > 1
-        ]
-        return min(rows) if rows else 0
-
     def check_whole(self, what: str) -> None:
         """Raises UserError if layers are in stages, and `what` needs all of them on a device."""
         if self.stages > 1:
@@ -176,9 +163,7 @@ class Layout:
     def lower(self, function: Callable, *arguments: Tree, **jit_options) -> jax.stages.Lowered:
         """Lowers `function` for this layout and these arguments' shapes and shardings."""
         target = platform(self.mesh.devices.flat[0])
-        options = compiler_options(self.mesh, self.weight_rows) | jit_options.pop(
-            "compiler_options", {}
-        )
+        options = compiler_options(self.mesh) | jit_options.pop("compiler_options", {})
         with self.trace():
             traced = jax.jit(function, compiler_options=options, **jit_options).trace(*arguments)
             # JAX would ask the local GPUs for their platform, but there may be none.
