@@ -23,7 +23,11 @@ from recipes.bench.targets import GPUS, TPUS, check_targets
 from recipes.common.plan.hardware import NODE
 from recipes.common.plan.targets import topology
 from recipes.common.report.hlo import collectives, crossing, sent_by_kind
-from recipes.common.sharding.compiler_options import platform
+from recipes.common.sharding.compiler_options import (
+    WITH_SPARSE_CORES,
+    compiler_options,
+    platform,
+)
 
 AXIS = "ring"
 WIDTH = 256
@@ -226,21 +230,38 @@ def scatters(kind: str) -> None:
         print(f"  {name} scattered: {sum(sent.values()) / textbook:.2f} of the textbook")
 
 
+def scattered_product(mesh: Mesh, options: dict[str, bool | int | str]) -> tuple[str, int]:
+    """(a compiled matmul whose result is summed over all chips and scattered, bytes of a part)."""
+    size = 2048
+    split = NamedSharding(mesh, SPLIT)
+    rows = jax.ShapeDtypeStruct((mesh.size * 512, size), jnp.bfloat16, sharding=split)
+    product = jax.jit(lambda x, y: jnp.matmul(x.T, y, out_sharding=split), compiler_options=options)
+    return product.lower(rows, rows).compile().as_text(), size * size * 2 // mesh.size
+
+
 def ring_of_a_gradient(mesh: Mesh) -> None:
-    """A matmul whose result is scattered: XLA makes a ring of permutes in a loop, and unrolls it."""
-    n, size = mesh.size, 2048
-    rows = jax.ShapeDtypeStruct((n * 512, size), jnp.bfloat16, sharding=NamedSharding(mesh, SPLIT))
+    """With this option, XLA makes a ring of permutes in a loop, and unrolls it."""
     options = {"xla_tpu_reduce_scatter_collective_matmul_mode": "post_spmd"}
-    product = jax.jit(
-        lambda x, y: jnp.matmul(x.T, y, out_sharding=NamedSharding(mesh, SPLIT)),
-        compiler_options=options,
-    )
-    sent = counted(product.lower(rows, rows).compile().as_text())
-    chunk = size * size * 2 // n
-    chunks = sent["collective-permute"] / chunk
+    text, part = scattered_product(mesh, options)
+    sent, n = counted(text), mesh.size
+    chunks = sent["collective-permute"] / part
     assert list(sent) == ["collective-permute"], sent
     assert n - 1 <= chunks <= n + 1, sent
     print(f"  ring of {n} chips: {chunks:.0f} chunks of 1/{n}")
+
+
+def gradient_by_sparse_cores(mesh: Mesh) -> None:
+    """With our options, a gradient is scattered by a reduce-scatter that is started and awaited,
+    where there are SparseCores; other TPUs all-reduce and slice it.
+    """
+    text, part = scattered_product(mesh, compiler_options(mesh))
+    sent, least = sent_by_kind(text, mesh.size), (mesh.size - 1) * part
+    if mesh.devices.flat[0].device_kind in WITH_SPARSE_CORES:
+        assert sent == {"reduce-scatter": least}, sent
+        assert 'async_execution_thread="sparsecore"' in text
+    else:
+        assert sent == {"all-reduce": 2 * least}, sent
+    print(f"  gradient: {sent}")
 
 
 def across_slices(mesh: Mesh) -> str:
@@ -312,6 +333,7 @@ def main(kinds: list[str]) -> None:
         gathers_beside_matmuls(mesh)
         scatters(kind)
         ring_of_a_gradient(mesh)
+        gradient_by_sparse_cores(mesh)
         for count in (2, 4):
             sent = crosses(across_slices(topology(kind, {"data": count, AXIS: 16}, count)))
             assert sent == ACROSS_SLICES, (sent, ACROSS_SLICES)
