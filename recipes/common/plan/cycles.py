@@ -192,7 +192,7 @@ def read_hlo(text: str | None, devices: Devices, bundles: dict[str, int]) -> Rea
     def visit(name: str, times: int) -> float:
         """Reads a computation that a step executes so often; the cycles of one execution."""
         now = 0.0
-        begun: dict[str, tuple[range, float]] = {}  # a start → its transfers, and when they start
+        started: dict[str, _Started] = {}  # by the name of the start or update
         lines = computations.get(name, [])
         results = {m[1]: m[2] for m in map(program.INSTRUCTION.match, lines) if m}
         for line in lines:
@@ -212,23 +212,18 @@ def read_hlo(text: str | None, devices: Devices, bundles: dict[str, int]) -> Rea
                 reading.kernels.append(kernel)
                 now += kernel_cycles(kernel, devices) / times
             elif operation.endswith(("-update", "-done")):
-                started = begun.pop(program.operands(line)[0], None)
-                if started and operation.endswith("-update"):  # now all operands are there
-                    begun[match[1]] = (started[0], now)
-                elif started:
-                    indices, since = started
-                    for i in indices:
-                        reading.transfers[i] = dataclasses.replace(
-                            reading.transfers[i], meanwhile=(now - since) / len(indices)
-                        )
+                transfer = started.pop(program.operands(line)[0], None)
+                if transfer and operation.endswith("-update"):  # the operands are there only now
+                    started[match[1]] = transfer._replace(since=now)
+                elif transfer:
+                    transfer.end(reading, now)
             else:
                 inside = _inside(line, computations)
                 is_matmul = any(x[3] in ("convolution", "dot") for x, _ in inside)
                 performed = _transfers(match, lines, inside, is_matmul, times, devices.count)
-                reading.transfers.extend(performed)
                 if operation.endswith("-start"):
-                    total = len(reading.transfers)
-                    begun[match[1]] = (range(total - len(performed), total), now)
+                    started[match[1]] = _Started(len(reading.transfers), len(performed), now)
+                reading.transfers.extend(performed)
                 if cycles := re.search(r'"estimated_cycles":"(\d+)"', line):
                     now += int(cycles[1])
                     reading.operations.append(
@@ -242,11 +237,24 @@ def read_hlo(text: str | None, devices: Devices, bundles: dict[str, int]) -> Rea
                             bytes=_traffic(match, results, computations),
                         )
                     )
-
         return now
 
     visit(entry, 1)
     return reading
+
+
+class _Started(NamedTuple):
+    """Transfers of a reading that go on."""
+
+    first: int  # their index among all
+    count: int
+    since: float  # cycles of the computation until they start
+
+    def end(self, reading: Reading, now: float) -> None:
+        """Notes the cycles that the core has computed since they started."""
+        for i in range(self.first, self.first + self.count):
+            meanwhile = (now - self.since) / self.count
+            reading.transfers[i] = dataclasses.replace(reading.transfers[i], meanwhile=meanwhile)
 
 
 def _kernels(computations: dict[str, list[str]], bundles: dict[str, int]) -> dict[str, Kernel]:

@@ -14,7 +14,6 @@ from typing import NamedTuple
 
 from recipes.common.plan.memory import compute_bytes
 from recipes.common.sharding.abstract import paths
-from recipes.common.sharding.compiler_options import WITH_SPARSE_CORES
 from recipes.common.sharding.layout import Layout
 from recipes.common.sharding.matrices import ITERATIONS, Form, form_of, matrix_sides
 from recipes.common.sharding.rules import target_axes
@@ -96,7 +95,7 @@ def transfers(layout: Layout, accumulate: int = 1, repeats: bool = False) -> lis
       layout: with batches, and rows of seq_len positions if it has any.
       accumulate: gradient-accumulation steps. Each one gathers weights and sums gradients.
       repeats: whether to count what compilers send beyond the textbook: activations that remat
-        sends again (HALVES), and gradients that TPUs sum whole instead of scattering them.
+        sends again (HALVES), and gradients that TPUs sum over groups of replicas too.
     """
     every = [
         *of_weights(layout, accumulate, repeats),
@@ -130,10 +129,9 @@ def of_weights(layout: Layout, accumulate: int = 1, repeats: bool = False) -> It
     Mesh axes that split only the optimizer's state (ZeRO-1) also scatter the gradient. Once per step,
     the updated parts of the weight are gathered over them in float32.
 
-    Compilers (`repeats`) gather weights outside of the layers and of the MTP head once. For TPUs
-    without SparseCores, they all-reduce and slice gradients that would be reduce-scattered, if
-    nothing splits the weights in use; for all TPUs, gradients that would be reduce-scattered over
-    some axes and all-reduced over others.
+    Compilers (`repeats`) gather weights outside of the layers and of the MTP head once, and the
+    TPU's all-reduces gradients that would be reduce-scattered over some axes and all-reduced over
+    others.
     """
     stacked = _split_by(layout, [LAYERS])
     dtype = compute_bytes(layout)
@@ -144,7 +142,6 @@ def of_weights(layout: Layout, accumulate: int = 1, repeats: bool = False) -> It
     once = repeats and not stacked
     with layout.trace():
         tpu = once and device().platform == "tpu"
-        scatters = not tpu or device().device_kind in WITH_SPARSE_CORES
     sums: dict[tuple[str, str, frozenset[str]], float] = {}
     shapes = paths(layout.model.shapes["params"])
     batch = _split_by(layout, layout.batch_axes) | stacked
@@ -160,14 +157,13 @@ def of_weights(layout: Layout, accumulate: int = 1, repeats: bool = False) -> It
         split, updated = frozenset(rest - use), frozenset(state - rest)
         outside = table and not path.startswith(HEAD_PATH)
         gathered = (1 if outside and once else gathers) * ring(_devices(layout, split)) * whole
-        summed = scattered if scatters or use else 2 * scattered
         rounded = matmul and not table and layout.zoo.IN_USE.keys() & {*axes}
         counts = {("weights", "all-gather", split): (1 if rounded else dtype) * gathered}
         if tpu and _devices(layout, over) > 1 and _devices(layout, reduced) > 1:
             summed = 2 * ring(_devices(layout, over | reduced)) * whole
             counts["gradients", "all-reduce", over | reduced] = width * summed
         else:
-            counts["gradients", "reduce-scatter", over] = width * summed
+            counts["gradients", "reduce-scatter", over] = width * scattered
             counts["gradients", "all-reduce", reduced] = width * part
         for key, count in counts.items():
             sums[key] = sums.get(key, 0.0) + accumulate * count

@@ -13,9 +13,10 @@ def _pipelined(kind: str) -> dict[str, bool | str]:
     return {f"xla_gpu_enable_pipelined_{kind}": True}
 
 
-# A chip with SparseCores, processors beside its matrix units, can let them send: weights are gathered
-# and gradients scattered and summed while the matrix units go on. 8b on 16 v5p then waits for 15
-# million cycles of a step instead of 187. tpu7x does so by default. See bench/cycles.md.
+# Gradients are reduce-scattered: by default, TPUs but tpu7x sum them whole and slice. Where a chip has
+# SparseCores, processors beside its matrix units, they gather, scatter and sum while the core goes
+# on: on v5p and v6e, on tpu7x by default. 8b with 4 layers on 16 v5p then sends 8.9 GB instead of
+# 12.5, and waits for 21 million cycles of a step instead of 73. See bench/cycles.md.
 SPARSE_CORES = {
     f"xla_tpu_enable_sparse_core_{option}": "true"
     for option in (
@@ -30,11 +31,10 @@ SPARSE_CORES = {
     )
 }
 
-WITH_SPARSE_CORES = ("TPU v5", "TPU v6 lite", "TPU7x")  # kinds whose programs let them send
-
 # By platform, as `platform` names it, and by kind of device, as JAX does; a device has those of both.
 COMPILER_OPTIONS: dict[str, dict[str, bool | int | str]] = {
     "tpu": {
+        **SPARSE_CORES,
         # Small weights are gathered too, instead of summed with zeros: 124m on 256 v5e sends 1.1 GB
         # a step, with it 0.7.
         "xla_tpu_prefer_async_allgather_to_allreduce": "true",
@@ -42,14 +42,12 @@ COMPILER_OPTIONS: dict[str, dict[str, bool | int | str]] = {
     # Matmuls take larger blocks, because an operation may use more of a core's vector memory than by
     # default: see bench/cycles.md. v4 has no more.
     "TPU v5": {  # v5p
-        **SPARSE_CORES,
         "xla_tpu_scoped_vmem_limit_kib": "32768",
     },
     "TPU v5 lite": {  # v5e
         "xla_tpu_scoped_vmem_limit_kib": "24576",
     },
     "TPU v6 lite": {  # v6e
-        **SPARSE_CORES,
         "xla_tpu_scoped_vmem_limit_kib": "49152",
     },
     "TPU7x": {
