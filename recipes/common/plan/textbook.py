@@ -39,7 +39,7 @@ HALVES = {
     "dots": Halves(8, 6, 4),
     "sublayers": Halves(8, 6, 4),
     "gathered": Halves(10, 6, 4),
-    "full": Halves(10, 8, 5),
+    "full": Halves(10, 6, 5),
 }
 
 
