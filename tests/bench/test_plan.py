@@ -350,19 +350,25 @@ def recorded() -> list[dict]:
 
 # Where the compiler does something else than the rules ask for: recipes/bench/planner.md says what.
 BYTES_OUTSIDE = {
-    ("8b", "v5p:256", "fsdp_pp"): 0.83,
-    ("8b", "v5p:256", "tp_sp"): 1.06,
-    ("8b", "v5p:256", "fsdp_cp_tp"): 0.93,
-    ("1b", "v5e:8", "tp_sp"): 0.92,
-    ("80b_a3b", "v5p:16", "fsdp_cp"): 0.81,
+    ("mixtral_8x7b", "v5p:16", "fsdp_ep_cp", "dispatched"): 0.92,
+    ("8b", "v5p:256", "fsdp_tp_sp", "full"): 0.95,
+    ("8b", "v5p:256", "fsdp_pp", "full"): 0.83,
+    ("124m", "v5e:16", "fsdp_tp", "none"): 0.94,
+    ("80b_a3b", "v5p:16", "fsdp_cp", "full"): 0.75,
 }
-MEMORY_OUTSIDE = {("1b", "h100:8", "fsdp"): 0.84}
+MEMORY_OUTSIDE = {
+    ("mixtral_8x7b", "v5p:16", "fsdp_ep_cp", "dispatched"): 0.90,
+    ("8b", "v5p:256", "fsdp", "full"): 0.82,
+    ("8b", "v5p:256", "fsdp_cp", "full"): 0.73,
+    ("8b", "v6e:64", "fsdp", "full"): 0.89,
+    ("1b", "h100:8", "fsdp", "full"): 0.84,
+}
 
 
 @pytest.mark.parametrize("line", recorded(), ids=lambda line: "-".join(map(str, line["case"][1:5])))
 def test_estimates_are_near_the_compiler_s_figures(line):
     case = plan_cases.Case(*line["case"])
-    found, key = plan_cases.estimated(case), (case.size, case.devices, case.rules)
+    found, key = plan_cases.estimated(case), (case.size, case.devices, case.rules, case.remat)
     known = MEMORY_OUTSIDE.get(key)
     ratio = found.peak / line["compiled_memory"]
     assert ratio == pytest.approx(known or 1, abs=0.01 if known else 0.1)
@@ -466,13 +472,15 @@ def sent_of(found: Estimate) -> dict[str, float]:
     return sent
 
 
-# The TPU's compiler sums tables otherwise, and scatters no gradients of dropless experts.
+# Where the TPU's compiler sums some gradients whole: of tables, of q and o on 64 chips, of experts.
 REDUCED_OUTSIDE = {
+    ("mixtral_8x7b", "v5p:16", "fsdp_ep_cp"): 0.78,
     ("8b", "v5p:256", "fsdp_pp"): 0.78,
-    ("8b", "v5p:256", "tp_sp"): 1.06,
-    ("8b", "v5p:256", "fsdp_cp_tp"): 0.87,
-    ("1b", "v5e:8", "tp_sp"): 0.92,
-    ("80b_a3b", "v5p:16", "fsdp_cp"): 0.61,
+    ("70b", "v5p:256", "fsdp"): 1.08,
+    ("8b", "v5e:64", "fsdp"): 0.88,
+    ("8b", "v6e:64", "fsdp"): 0.88,
+    ("8b", "v5p:64", "fsdp"): 0.88,
+    ("80b_a3b", "v5p:16", "fsdp_cp"): 0.51,
 }
 
 

@@ -43,6 +43,9 @@ HALVES = {
 }
 
 
+FEWEST_ROWS = 64  # see of_weights
+
+
 class Transfer(NamedTuple):
     """Bytes that a device sends in a step for one purpose, between the devices along some mesh axes."""
 
@@ -131,7 +134,7 @@ def of_weights(layout: Layout, accumulate: int = 1, repeats: bool = False) -> It
 
     Compilers (`repeats`) gather weights outside of the layers and of the MTP head once, and the
     TPU's all-reduces gradients that would be reduce-scattered over some axes and all-reduced over
-    others.
+    others, or of which a device would get fewer than FEWEST_ROWS rows of D.
     """
     stacked = _split_by(layout, [LAYERS])
     dtype = compute_bytes(layout)
@@ -153,13 +156,14 @@ def of_weights(layout: Layout, accumulate: int = 1, repeats: bool = False) -> It
         over, reduced = frozenset(state - use), frozenset(batch - state)
         part = 2 * ring(_devices(layout, reduced)) * whole / _devices(layout, over)
         scattered = ring(_devices(layout, over)) * whole
-        table = not stacks & {*axes}
+        table, n = not stacks & {*axes}, _devices(layout, over)
+        few_rows = tpu and not table and layout.shape.embed / n < FEWEST_ROWS
         split, updated = frozenset(rest - use), frozenset(state - rest)
         outside = table and not path.startswith(HEAD_PATH)
         gathered = (1 if outside and once else gathers) * ring(_devices(layout, split)) * whole
         rounded = matmul and not table and layout.zoo.IN_USE.keys() & {*axes}
         counts = {("weights", "all-gather", split): (1 if rounded else dtype) * gathered}
-        if tpu and _devices(layout, over) > 1 and _devices(layout, reduced) > 1:
+        if n > 1 and (few_rows or (tpu and _devices(layout, reduced) > 1)):
             summed = 2 * ring(_devices(layout, over | reduced)) * whole
             counts["gradients", "all-reduce", over | reduced] = width * summed
         else:
