@@ -21,9 +21,9 @@ class Factors(NamedTuple):
 FILL = 240  # a matmul of inner dim D takes as long as D + FILL at the peak
 LOWER_BOUND = Factors(matmul=1.0, attention=1.0, elementwise=0.0, copy=0.0)  # GPUs, CPUs
 FACTORS = {
-    "v4": Factors(matmul=1.13, attention=1.81, elementwise=2.2, copy=0.5),
+    "v4": Factors(matmul=1.13, attention=1.81, elementwise=1.9, copy=0.4),
     "v5e": Factors(matmul=1.03, attention=1.24, elementwise=1.8, copy=0.2),
-    "v5p": Factors(matmul=0.97, attention=1.29, elementwise=2.2, copy=0.5),
+    "v5p": Factors(matmul=0.97, attention=1.29, elementwise=1.9, copy=0.4),
     "v6e": Factors(matmul=1.36, attention=1.75, elementwise=2.0, copy=0.1),
     "tpu7x": Factors(matmul=1.36, attention=1.75, elementwise=2.0, copy=0.2),
 }
