@@ -29,6 +29,7 @@ AXIS = "ring"
 WIDTH = 256
 LAYERS = 5
 SPLIT = PartitionSpec(AXIS)
+SENDING_KINDS = ("TPU v5", "TPU v6 lite", "TPU7x")  # whose SparseCores send
 Program = tuple[Callable, dict[str, int]]
 
 
@@ -226,35 +227,34 @@ def scatters(kind: str) -> None:
         print(f"  {name} scattered: {sum(sent.values()) / textbook:.2f} of the textbook")
 
 
-def scattered_product(mesh: Mesh, options: dict[str, bool | int | str]) -> tuple[str, int]:
-    """(a compiled matmul whose result is summed over all chips and scattered, bytes of a part)."""
-    size = 2048
-    split = NamedSharding(mesh, SPLIT)
-    rows = jax.ShapeDtypeStruct((mesh.size * 512, size), jnp.bfloat16, sharding=split)
-    product = jax.jit(lambda x, y: jnp.matmul(x.T, y, out_sharding=split), compiler_options=options)
-    return product.lower(rows, rows).compile().as_text(), size * size * 2 // mesh.size
-
-
 def ring_of_a_gradient(mesh: Mesh) -> None:
-    """With this option, XLA makes a ring of permutes in a loop, and unrolls it."""
+    """A matmul whose result is scattered: XLA makes a ring of permutes in a loop, and unrolls it."""
+    n, size = mesh.size, 2048
+    rows = jax.ShapeDtypeStruct((n * 512, size), jnp.bfloat16, sharding=NamedSharding(mesh, SPLIT))
     options = {"xla_tpu_reduce_scatter_collective_matmul_mode": "post_spmd"}
-    text, part = scattered_product(mesh, options)
-    sent, n = counted(text), mesh.size
-    chunks = sent["collective-permute"] / part
+    product = jax.jit(
+        lambda x, y: jnp.matmul(x.T, y, out_sharding=NamedSharding(mesh, SPLIT)),
+        compiler_options=options,
+    )
+    sent = counted(product.lower(rows, rows).compile().as_text())
+    chunk = size * size * 2 // n
+    chunks = sent["collective-permute"] / chunk
     assert list(sent) == ["collective-permute"], sent
     assert n - 1 <= chunks <= n + 1, sent
     print(f"  ring of {n} chips: {chunks:.0f} chunks of 1/{n}")
 
 
-def gradient_by_sparse_cores(mesh: Mesh) -> None:
-    """With our options, a gradient is scattered, by SparseCores where there are any."""
-    text, part = scattered_product(mesh, compiler_options(mesh))
-    sent = sent_by_kind(text, mesh.size)
-    assert sent == {"reduce-scatter": (mesh.size - 1) * part}, sent
-    kind = mesh.devices.flat[0].device_kind
-    has_sparse_cores = 'async_execution_thread="sparsecore"' in text
-    assert has_sparse_cores == (kind in ("TPU v5", "TPU v6 lite", "TPU7x"))
-    print(f"  a gradient: {sent}")
+def scatters_with_our_options(mesh: Mesh) -> None:
+    """Over all chips of a torus: a reduce-scatter, by SparseCores where they send."""
+    n, size = mesh.size, 4096
+    scatter = functools.partial(lax.psum_scatter, axis_name=AXIS, scatter_dimension=0, tiled=True)
+    text = hlo_of(lambda v: scatter(v * 2), mesh, n * size, size, **compiler_options(mesh))
+    sent, textbook = sent_by_kind(text, n), (n - 1) / n * size * size * 4
+    assert sent.keys() <= {"reduce-scatter", "collective-permute"}, sent  # permutes on v4
+    assert 1 <= sum(sent.values()) / textbook <= 1.2, (sent, textbook)
+    by_sparse_cores = 'async_execution_thread="sparsecore"' in text
+    assert by_sparse_cores == (mesh.devices.flat[0].device_kind in SENDING_KINDS)
+    print(f"  scattered over {n} chips, by SparseCores: {by_sparse_cores}")
 
 
 def across_slices(mesh: Mesh) -> str:
@@ -326,7 +326,7 @@ def main(kinds: list[str]) -> None:
         gathers_beside_matmuls(mesh)
         scatters(kind)
         ring_of_a_gradient(mesh)
-        gradient_by_sparse_cores(mesh)
+        scatters_with_our_options(mesh)
         for count in (2, 4):
             sent = crosses(across_slices(topology(kind, {"data": count, AXIS: 16}, count)))
             assert sent == ACROSS_SLICES, (sent, ACROSS_SLICES)
