@@ -1,8 +1,10 @@
 """Facts about each zoo entry for the proof, derived from the table of entries."""
 
+import contextlib
 import dataclasses
 import functools
 import json
+import os
 import types
 from typing import Any
 
@@ -148,7 +150,17 @@ def paragraphs():
     path = data.cache_dir() / "licence.jsonl"
     path.parent.mkdir(parents=True, exist_ok=True)
     texts = (ROOT / "LICENSE").read_text().split("\n\n")
-    path.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    rows = "".join(json.dumps({"text": text}) + "\n" for text in texts)
+    if path.exists() and path.read_text() != rows:
+        path.unlink()
+    if not path.exists():
+        mine = path.with_suffix(f".{os.getpid()}")
+        mine.write_text(rows)
+        with contextlib.suppress(
+            FileExistsError
+        ):  # another worker of pytest, which may read it already
+            os.link(mine, path)
+        mine.unlink()
     return path
 
 

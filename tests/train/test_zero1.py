@@ -22,8 +22,13 @@ from zoo.transformer import Transformer
 
 pytestmark = pytest.mark.promise("optimizers")
 
-BATCH = ENTRIES["transformer"].batches[0]
-ROW = {name: x[0] for name, x in BATCH.items()}
+
+def batch() -> dict[str, np.ndarray]:
+    return ENTRIES["transformer"].batches[0]
+
+
+def row() -> dict[str, np.ndarray]:
+    return {name: x[0] for name, x in batch().items()}
 
 
 @pytest.mark.parametrize(("strategy", "mesh"), [("zero1", "8"), ("pp_zero1", "data=4,pipe=2")])
@@ -33,7 +38,9 @@ def test_gradients_of_layers_are_summed_in_the_layout_of_their_optimizer_state(s
     state = abstract_state(layout, OPTIMIZER)
     with layout.trace():
         made, *_ = jax.eval_shape(
-            lambda state, batch: gradients(layout, state, batch), state, layout.abstract_batch(ROW)
+            lambda state, batch: gradients(layout, state, batch),
+            state,
+            layout.abstract_batch(row()),
         )
     of_optimizer, at_rest = (
         paths(x) for x in (layout.optimizer_shardings(), shardings(layout.variables()["params"]))
@@ -51,10 +58,10 @@ def train(layout: Layout, microbatches: int) -> dict[str, np.ndarray]:
     optimizer = make_optimizer("sgd", lr, weight_decay=0.1, clip_norm=1.0)
     step = TrainStep(layout, optimizer, lr, microbatches)
     abstract = step.abstract_state()
-    compiled = step.lower(abstract, ROW).compile(compiler_options=QUICK)
+    compiled = step.lower(abstract, row()).compile(compiler_options=QUICK)
     state = initialize(layout, optimizer, 0, abstract)
     for _ in range(2):
-        state, _ = compiled(state, to_devices(BATCH, layout))
+        state, _ = compiled(state, to_devices(batch(), layout))
     return numbers(state)
 
 
@@ -62,7 +69,7 @@ def train(layout: Layout, microbatches: int) -> dict[str, np.ndarray]:
 @pytest.mark.parametrize(("changes", "microbatches"), [({}, 3), ({"lora_rank": 2}, 1)])
 def test_a_step_is_that_of_one_device(changes, microbatches):
     config = dataclasses.replace(ENTRIES["transformer"].config, **changes)
-    rows, seq_len = BATCH["tokens"].shape
+    rows, seq_len = batch()["tokens"].shape
     on_mesh, alone = (
         make_layout(
             Transformer, config, make_mesh(mesh), strategy, batch_size=rows, seq_len=seq_len
