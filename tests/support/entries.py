@@ -156,10 +156,8 @@ def paragraphs():
     if not path.exists():
         mine = path.with_suffix(f".{os.getpid()}")
         mine.write_text(rows)
-        with contextlib.suppress(
-            FileExistsError
-        ):  # another worker of pytest, which may read it already
-            os.link(mine, path)
+        with contextlib.suppress(FileExistsError):
+            os.link(mine, path)  # unlike a write, this leaves a file that another worker reads
         mine.unlink()
     return path
 

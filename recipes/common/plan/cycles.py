@@ -208,9 +208,9 @@ def read_hlo(text: str | None, devices: Devices, bundles: dict[str, int]) -> Rea
                 for _, branch in program.called(line):
                     now += visit(branch, times)
             elif match[1] in kernels:
-                kernel = dataclasses.replace(kernels[match[1]], times=times)
-                reading.kernels.append(kernel)
-                now += kernel_cycles(kernel, devices) / times
+                once = kernels[match[1]]
+                reading.kernels.append(dataclasses.replace(once, times=times))
+                now += kernel_cycles(once, devices)
             elif operation.endswith(("-update", "-done")):
                 transfer = started.pop(program.operands(line)[0], None)
                 if transfer and operation.endswith("-update"):  # the operands are there only now
@@ -258,8 +258,8 @@ class _Started(NamedTuple):
 
 
 def _kernels(computations: dict[str, list[str]], bundles: dict[str, int]) -> dict[str, Kernel]:
-    """Name of an instruction → its kernel, with the bundles of an equal one if it has none: the
-    compiler writes these only once.
+    """Name of an instruction → its kernel, executed once, with the bundles of an equal one if it has
+    none: the compiler writes these only once.
     """
     instructions = (
         program.INSTRUCTION.match(line)

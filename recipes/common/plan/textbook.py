@@ -43,7 +43,7 @@ HALVES = {
 }
 
 
-FEWEST_ROWS = 64  # see of_weights
+FEWEST_ROWS = 64  # of D on a device; see of_weights
 
 
 class Transfer(NamedTuple):
