@@ -352,7 +352,6 @@ def recorded() -> list[dict]:
 BYTES_OUTSIDE = {
     ("mixtral_8x7b", "v5p:16", "fsdp_ep_cp", "dispatched"): 0.92,
     ("8b", "v5p:256", "fsdp_tp_sp", "full"): 0.95,
-    ("8b", "v5p:256", "fsdp_pp", "full"): 0.83,
     ("124m", "v5e:16", "fsdp_tp", "none"): 0.94,
     ("80b_a3b", "v5p:16", "fsdp_cp", "full"): 0.75,
 }
@@ -475,11 +474,6 @@ def sent_of(found: Estimate) -> dict[str, float]:
 # Where the TPU's compiler sums some gradients whole: of tables, of q and o on 64 chips, of experts.
 REDUCED_OUTSIDE = {
     ("mixtral_8x7b", "v5p:16", "fsdp_ep_cp"): 0.78,
-    ("8b", "v5p:256", "fsdp_pp"): 0.78,
-    ("70b", "v5p:256", "fsdp"): 1.08,
-    ("8b", "v5e:64", "fsdp"): 0.88,
-    ("8b", "v6e:64", "fsdp"): 0.88,
-    ("8b", "v5p:64", "fsdp"): 0.88,
     ("80b_a3b", "v5p:16", "fsdp_cp"): 0.51,
 }
 

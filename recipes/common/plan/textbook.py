@@ -43,7 +43,7 @@ HALVES = {
 }
 
 
-FEWEST_ROWS = 64  # of D on a device; see of_weights
+TILE = (8, 128)  # rows and columns of a matrix that a TPU keeps together
 
 
 class Transfer(NamedTuple):
@@ -134,7 +134,7 @@ def of_weights(layout: Layout, accumulate: int = 1, repeats: bool = False) -> It
 
     Compilers (`repeats`) gather weights outside of the layers and of the MTP head once, and the
     TPU's all-reduces gradients that would be reduce-scattered over some axes and all-reduced over
-    others, or of which a device would get fewer than FEWEST_ROWS rows of D.
+    others, and those of a table of which a device would get neither whole tiles of V nor of D.
     """
     stacked = _split_by(layout, [LAYERS])
     dtype = compute_bytes(layout)
@@ -144,7 +144,7 @@ def of_weights(layout: Layout, accumulate: int = 1, repeats: bool = False) -> It
     width = 4 if stacked else dtype
     once = repeats and not stacked
     with layout.trace():
-        tpu = once and device().platform == "tpu"
+        tpu = repeats and device().platform == "tpu"
     sums: dict[tuple[str, str, frozenset[str]], float] = {}
     shapes = paths(layout.model.shapes["params"])
     batch = _split_by(layout, layout.batch_axes) | stacked
@@ -157,13 +157,15 @@ def of_weights(layout: Layout, accumulate: int = 1, repeats: bool = False) -> It
         part = 2 * ring(_devices(layout, reduced)) * whole / _devices(layout, over)
         scattered = ring(_devices(layout, over)) * whole
         table, n = not stacks & {*axes}, _devices(layout, over)
-        few_rows = tpu and not table and layout.shape.embed / n < FEWEST_ROWS
+        rows, columns = whole / layout.shape.embed / n, layout.shape.embed / n
+        cuts_tiles = rows % TILE[0] and columns % TILE[1]
         split, updated = frozenset(rest - use), frozenset(state - rest)
         outside = table and not path.startswith(HEAD_PATH)
         gathered = (1 if outside and once else gathers) * ring(_devices(layout, split)) * whole
         rounded = matmul and not table and layout.zoo.IN_USE.keys() & {*axes}
         counts = {("weights", "all-gather", split): (1 if rounded else dtype) * gathered}
-        if n > 1 and (few_rows or (tpu and _devices(layout, reduced) > 1)):
+        also_reduced = once and _devices(layout, reduced) > 1
+        if tpu and n > 1 and (also_reduced or (table and cuts_tiles)):
             summed = 2 * ring(_devices(layout, over | reduced)) * whole
             counts["gradients", "all-reduce", over | reduced] = width * summed
         else:
