@@ -43,7 +43,7 @@ HALVES = {
 }
 
 
-TILE = (8, 128)  # rows and columns of a matrix that a TPU keeps together
+TILE_ROWS, TILE_COLUMNS = 8, 128  # of a matrix, which a TPU keeps together
 
 
 class Transfer(NamedTuple):
@@ -157,8 +157,9 @@ def of_weights(layout: Layout, accumulate: int = 1, repeats: bool = False) -> It
         part = 2 * ring(_devices(layout, reduced)) * whole / _devices(layout, over)
         scattered = ring(_devices(layout, over)) * whole
         table, n = not stacks & {*axes}, _devices(layout, over)
-        rows, columns = whole / layout.shape.embed / n, layout.shape.embed / n
-        cuts_tiles = rows % TILE[0] and columns % TILE[1]
+        columns = layout.shape.embed / n
+        rows = whole / layout.shape.embed / n
+        cuts_tiles = rows % TILE_ROWS != 0 and columns % TILE_COLUMNS != 0
         split, updated = frozenset(rest - use), frozenset(state - rest)
         outside = table and not path.startswith(HEAD_PATH)
         gathered = (1 if outside and once else gathers) * ring(_devices(layout, split)) * whole
