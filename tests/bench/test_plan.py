@@ -471,7 +471,7 @@ def sent_of(found: Estimate) -> dict[str, float]:
     return sent
 
 
-# Where the TPU's compiler sums some gradients whole: of tables, of q and o on 64 chips, of experts.
+# Where the TPU's compiler sums some gradients of experts whole.
 REDUCED_OUTSIDE = {
     ("mixtral_8x7b", "v5p:16", "fsdp_ep_cp"): 0.78,
     ("80b_a3b", "v5p:16", "fsdp_cp"): 0.51,
