@@ -4,6 +4,7 @@ Shapes: B batch, T positions, D embed, V vocab, R shards of B and T, M positions
 positions in one chunk of the loss.
 """
 
+import functools
 from typing import NamedTuple
 
 import jax
@@ -92,7 +93,8 @@ def look_up(table_RVD: jax.Array, tokens_BT: jax.Array) -> jax.Array:
 
 def unembed(x_BTD: jax.Array, table_RVD: jax.Array, config) -> jax.Array:
     """Logits [B, T, V] in float32."""
-    logits_RMV = _logits(by_shard(gather(x_BTD), "act_embed"), table_RVD, config)
+    product_RMV = _product(by_shard(gather(x_BTD), "act_embed"), table_RVD)
+    logits_RMV = _logits(product_RMV, config)
     logits_BTV = from_shards(logits_RMV, x_BTD.shape[:2], "vocab")
     if logits_BTV.shape[-1] == config.vocab_size:
         return logits_BTV
@@ -118,19 +120,73 @@ def cross_entropy(x_BTD, table_RVD, targets_BT, config):
         x = jnp.moveaxis(x, 2, 0)
         return reshape(x, (length // C, R, -1, *x.shape[4:]), None, SHARDS, None, *axes)
 
-    @jax.checkpoint  # the backward pass recomputes a chunk's logits
-    def chunk(total_R, x_and_targets):
-        x_RMD, targets_RM = x_and_targets
-        logits_RMV = _logits(x_RMD, table_RVD, config)
-        picked_RMV = jnp.arange(logits_RMV.shape[-1])[None, None] == targets_RM[..., None]
-        picked_RM = jnp.where(picked_RMV, logits_RMV, 0).sum(axis=-1)
-        nats_RM = jax.nn.logsumexp(logits_RMV, axis=-1) - picked_RM
-        return total_R + jnp.where(targets_RM < 0, 0, nats_RM).sum(axis=1), None
-
-    zeros_R = constrain(jnp.zeros(R), SHARDS)
     x_BTD = gather(x_BTD)
-    total_R, _ = jax.lax.scan(chunk, zeros_R, (chunks(x_BTD, "act_embed"), chunks(targets_BT)))
-    return _before_backward(total_R.sum()), (targets_BT >= 0).sum().astype(jnp.float32)
+    sums_R = _sums(config, chunks(x_BTD, "act_embed"), table_RVD, chunks(targets_BT))
+    return sums_R.sum(), (targets_BT >= 0).sum().astype(jnp.float32)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _sums(config, x_CRMD, table_RVD, targets_CRM):
+    """The sum of each shard's cross entropies, float32 [R].
+
+    Where it is differentiated, a chunk's logits give its gradients at once, and the backward pass
+    only multiplies them by the sums' gradients: logits are neither kept nor computed twice.
+
+    Args:
+      x_CRMD, targets_CRM: chunks, [T/C, R, M, ...].
+    """
+
+    def chunk(sums_R, x_and_targets):
+        x_RMD, targets_RM = x_and_targets
+        return sums_R + _nats(config, _product(x_RMD, table_RVD), targets_RM), None
+
+    return jax.lax.scan(chunk, _zeros(table_RVD), (x_CRMD, targets_CRM))[0]
+
+
+def _sums_and_gradients(config, x_CRMD, table_RVD, targets_CRM):
+    def chunk(carry, x_and_targets):
+        sums_R, table_grad_RVD = carry
+        x_RMD, targets_RM = x_and_targets
+        nats = functools.partial(_nats, config, targets_RM=targets_RM)
+        nats_R, pull = jax.vjp(nats, _product(x_RMD, table_RVD))
+        (grad_RMV,) = pull(jnp.ones_like(nats_R))
+        grad_RMV = grad_RMV.astype(x_RMD.dtype)  # GPUs multiply float32 at half the speed
+        x_axes = explicit(SHARDS, None, "act_embed")
+        x_grad_RMD = dot("RMV,RVD->RMD", grad_RMV, table_RVD, out_sharding=x_axes)
+        table_axes = explicit(SHARDS, "vocab", "act_embed")
+        grad_RVD = dot("RMV,RMD->RVD", grad_RMV, x_RMD, out_sharding=table_axes)
+        table_grad_RVD += grad_RVD.astype(table_RVD.dtype)
+        return (sums_R + nats_R, table_grad_RVD), x_grad_RMD.astype(x_RMD.dtype)
+
+    carry = _zeros(table_RVD), jnp.zeros_like(table_RVD)
+    (sums_R, table_grad_RVD), x_grad_CRMD = jax.lax.scan(chunk, carry, (x_CRMD, targets_CRM))
+    return sums_R, (x_grad_CRMD, table_grad_RVD)
+
+
+def _scaled_gradients(config, gradients, grad_R):
+    def scaled(x, factor):  # in float32: a rounded factor would change all gradients alike
+        return (factor * x.astype(jnp.float32)).astype(x.dtype)
+
+    x_grad_CRMD, table_grad_RVD = gradients
+    x_grad_CRMD = scaled(x_grad_CRMD, grad_R[None, :, None, None])
+    return x_grad_CRMD, scaled(table_grad_RVD, grad_R[:, None, None]), None
+
+
+_sums.defvjp(_sums_and_gradients, _scaled_gradients)
+
+
+def _zeros(table_RVD):
+    """Zeros for the sum of each shard, [R]."""
+    return constrain(jnp.zeros(len(table_RVD)), SHARDS)
+
+
+def _nats(config, product_RMV, targets_RM):
+    """The sums of one chunk, [R], from the product of x and the table."""
+    logits_RMV = _logits(product_RMV, config)
+    picked_RMV = jnp.arange(logits_RMV.shape[-1])[None, None] == targets_RM[..., None]
+    picked_RM = jnp.where(picked_RMV, logits_RMV, 0).sum(axis=-1)
+    nats_RM = jax.nn.logsumexp(logits_RMV, axis=-1) - picked_RM
+    return jnp.where(targets_RM < 0, 0, nats_RM).sum(axis=1)
 
 
 def positions_at_once(loss_chunk: int, rows: int, seq_len: int) -> int:
@@ -144,29 +200,20 @@ def positions_at_once(loss_chunk: int, rows: int, seq_len: int) -> int:
     return next(c for c in range(min(seq_len, most), 0, -1) if seq_len % c == 0)
 
 
-def _logits(x_RMD, table_RVD, config):
-    """Logits [R, M, V] in float32; padded tokens get -inf."""
+def _product(x_RMD, table_RVD):
+    """Products of x and the rows of a table, [R, M, V] in float32."""
     axes = (SHARDS, None, "vocab")
-    logits_RMV = dot("RMD,RVD->RMV", x_RMD, table_RVD, out_sharding=explicit(*axes))
+    product_RMV = dot("RMD,RVD->RMV", x_RMD, table_RVD, out_sharding=explicit(*axes))
+    return constrain(product_RMV, *axes)
+
+
+def _logits(product_RMV, config):
+    """Logits [R, M, V] in float32; padded tokens get -inf."""
+    logits_RMV = product_RMV
     if config.logits_divisor != 1:
         logits_RMV = logits_RMV / config.logits_divisor
     logits_RMV = soft_cap(logits_RMV, config.logits_soft_cap)
     if logits_RMV.shape[-1] > config.vocab_size:
         padding = jnp.arange(logits_RMV.shape[-1])[None, None] >= config.vocab_size
         logits_RMV = jnp.where(padding, -jnp.inf, logits_RMV)
-    return constrain(logits_RMV, *axes)
-
-
-@jax.custom_vjp
-def _before_backward(total):
-    """Makes XLA compute the loss before the backward pass, which doesn't need its value.
-
-    Otherwise XLA may compute it later and keep the gathered table until then: 1 GB per chip for 8b.
-    """
-    return total
-
-
-_before_backward.defvjp(
-    lambda total: (total, total),
-    lambda total, grad: (jax.lax.optimization_barrier((grad, total))[0],),
-)
+    return constrain(logits_RMV, SHARDS, None, "vocab")

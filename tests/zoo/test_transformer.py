@@ -228,25 +228,35 @@ def test_no_array_holds_all_logits():
     assert 4 * 16 * 4096 in sizes, "the chunks are there"
 
 
-def test_the_gradient_waits_for_the_value():
-    """Otherwise the table that the value needs would be kept through the backward pass."""
+def test_logits_are_computed_once():
+    """One loop over chunks computes the loss with its gradients: three products with the table."""
     graph, state = nnx.split(model_of())
     tokens = tokens_of()
     loss = lambda s: nnx.merge(graph, s).loss(tokens, tokens)[0]  # noqa: E731
     steps = jax.make_jaxpr(jax.grad(loss))(state).jaxpr.eqns
-    loops = [e for e in steps if e.primitive.name == "scan"]
-    (wait,) = [e for e in steps if e.primitive.name == "optimization_barrier"]
+    loops = [e.params["jaxpr"].eqns for e in steps if e.primitive.name == "scan"]
+    products = [
+        [e for e in loop if e.primitive.name == "dot_general" and _has_vocab(e)] for loop in loops
+    ]
+    assert [len(p) for p in products] == [0, 3, 0], "layers, chunks, layers backward"
 
-    def needs(later, first) -> bool:
-        results = {id(v) for v in first.outvars}
-        for e in steps:
-            if any(id(v) in results for v in e.invars):
-                results |= {id(v) for v in e.outvars}
-        return any(id(v) in results for v in later.invars)
 
-    # Layers and chunks of the loss, forward; chunks and layers, backward.
-    assert [needs(wait, loop) for loop in loops] == [True, True, False, False]
-    assert [needs(loop, wait) for loop in loops] == [False, False, True, True]
+def _has_vocab(product) -> bool:
+    return any(TINY.vocab_size in v.aval.shape for v in (*product.invars, *product.outvars))
+
+
+def test_a_mean_of_the_loss_has_the_gradient_of_its_sum_in_bfloat16():
+    """The sum's gradients are multiplied by 1 / count without a rounded factor."""
+    tokens = tokens_of()
+    norms = {}
+    for divisor in (1.0, 3.0):
+        graph, state = nnx.split(model_of(dtype="bfloat16"))
+        loss = lambda s, d=divisor: nnx.merge(graph, s).loss(tokens, tokens)[0] / d  # noqa: B023, E731
+        gradient = jax.jit(jax.grad(loss), compiler_options=QUICK)(state)
+        norms[divisor] = (
+            divisor * sum(float(jnp.sum(g**2)) for g in jax.tree.leaves(gradient)) ** 0.5
+        )
+    np.testing.assert_allclose(norms[3.0], norms[1.0], rtol=5e-4)
 
 
 def test_loss_of_a_new_model_is_near_uniform():
