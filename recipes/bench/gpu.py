@@ -15,7 +15,7 @@ import time
 from collections.abc import Iterator
 from typing import Any
 
-from recipes.bench import kernels, pytorch
+from recipes.bench import kernels, pytorch, trace
 from recipes.bench.common import CONVENTION, Table, machine, numbers, one_of, version
 from recipes.bench.row import OUT_OF_MEMORY, TIMED, XLA_FLAGS, Result, Row, measure, run
 from recipes.common.runtime.errors import Stopped, UserError
@@ -42,8 +42,9 @@ GUESSES: dict[str, Guesses] = {
     "1b:2048": (
         [
             dict(batch=16, remat="none", unroll=16),
-            dict(batch=32, remat="none", unroll=16),
+            dict(batch=16, remat="dots"),
             dict(batch=32, remat="dots"),
+            dict(batch=32, remat="none", unroll=16),  # not on an H100, which has 80 GB
         ],
         [8, 16, 4],
     ),
@@ -134,6 +135,7 @@ def gpu(flags: GpuFlags) -> None:
 
 def _end(flags: GpuFlags, sweep: "Sweep", unmeasured: Row | None) -> None:
     devices = {result["device"] for result in sweep.done.values() if "device" in result}
+    _print_times(sweep)
     packages = ("jax-cuda13-plugin", "jax-cuda12-plugin", "torch", "triton", "nvidia-cudnn-cu13",
                 "nvidia-cudnn-cu12")  # fmt: skip
     print0("", "Kernels: the largest error of values and gradients against float32 attention, and the time "
@@ -153,6 +155,21 @@ def _end(flags: GpuFlags, sweep: "Sweep", unmeasured: Row | None) -> None:
     ]
     if wrong:
         raise Stopped(f"{', '.join(wrong)}: the kernel check failed; see its row", 1)
+
+
+def _print_times(sweep: "Sweep") -> None:
+    """Where the time of the fastest row of each case goes."""
+    fastest = [
+        sweep.best("step", case, segments) for case in sweep.cases for segments in (True, False)
+    ]
+    traced = [row for row in fastest if row and sweep.done[row].get("kinds")]
+    if not traced:
+        return
+    print0("")
+    table = Table("ms of a step", *(" ".join(cells(row, sweep.done[row])[:3]) for row in traced))
+    for kind in trace.KINDS:
+        times = [sweep.done[row]["kinds"].get(kind, 0) for row in traced]
+        table.row(kind, *(f"{ms:.1f}" for ms in times))
 
 
 class Sweep:

@@ -6,10 +6,12 @@ The row then has the whole GPU memory and its own XLA flags, and a crash ends on
 import dataclasses
 import json
 import os
+import pathlib
 import signal
 import statistics
 import subprocess
 import sys
+import tempfile
 import time
 import traceback
 from collections.abc import Callable, Iterable
@@ -17,7 +19,7 @@ from typing import Any
 
 import jax
 
-from recipes.bench import kernels, pytorch
+from recipes.bench import kernels, pytorch, trace
 from recipes.bench.common import ONE_DEVICE, Training, make_step
 from recipes.common.report import flops
 from recipes.common.report.kernel import attention_kernel
@@ -36,6 +38,7 @@ MEMORY = "0.92"  # share of the GPU's memory for JAX; cuBLAS, cuDNN and the driv
 OUT_OF_MEMORY = "out of memory"
 TOLERANCE = 1e-2  # for a bfloat16 kernel; correct ones have errors of 2e-3 to 4e-3
 TIMED = kernels.Shape(8, 2_048, 32, 8, 64)  # 1b's heads
+TRACED = 2  # steps in a trace
 WARM_UP = 3  # untimed steps, for compilers, autotuning and allocators
 
 
@@ -123,8 +126,20 @@ def _step(row: Row, steps: int, rounds: int, toy: bool) -> Result:
         return {"failed": f"the loss is {loss}"}
     peak = (device.memory_stats() or {}).get("peak_bytes_in_use")
     return rates(row, seconds, device.device_kind, peak) | {
-        "kernel": kernel, "compile_s": compiling, "loss": loss
+        "kernel": kernel, "compile_s": compiling, "loss": loss, "kinds": _kinds(training)
     }  # fmt: skip
+
+
+def _kinds(training: Training) -> dict[str, float]:
+    """Milliseconds of a step by kind of kernel, from a trace; empty if there is no GPU."""
+    options = jax.profiler.ProfileOptions()
+    options.python_tracer_level = 0  # it slows the steps down
+    with tempfile.TemporaryDirectory() as folder:
+        with jax.profiler.trace(folder, profiler_options=options):
+            for _ in range(TRACED):
+                training.dispatch()
+            jax.block_until_ready(training.state)
+        return trace.kinds(trace.events(pathlib.Path(folder)), TRACED)
 
 
 def _torch(row: Row, steps: int, rounds: int, toy: bool) -> Result:

@@ -229,8 +229,8 @@ def test_no_array_holds_all_logits():
 
 
 def test_logits_are_computed_once():
-    """One loop over chunks computes the loss with its gradients: three products with the table."""
-    graph, state = nnx.split(model_of())
+    """One loop over chunks computes the loss with its gradients: three products, of bfloat16."""
+    graph, state = nnx.split(model_of(dtype="bfloat16"))
     tokens = tokens_of()
     loss = lambda s: nnx.merge(graph, s).loss(tokens, tokens)[0]  # noqa: E731
     steps = jax.make_jaxpr(jax.grad(loss))(state).jaxpr.eqns
@@ -239,6 +239,7 @@ def test_logits_are_computed_once():
         [e for e in loop if e.primitive.name == "dot_general" and _has_vocab(e)] for loop in loops
     ]
     assert [len(p) for p in products] == [0, 3, 0], "layers, chunks, layers backward"
+    assert {str(v.aval.dtype) for p in products[1] for v in p.invars} == {"bfloat16"}
 
 
 def _has_vocab(product) -> bool:
