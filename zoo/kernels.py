@@ -77,7 +77,7 @@ def _cudnn(request: Request) -> Choice:
         return Choice("flash", obstacle=request.dtype)
     if request.head_dim % 8 or widest < request.head_dim:
         return Choice("flash", obstacle=f"a head dim of {request.head_dim}")
-    if request.segments:  # cuDNN masks segments by T × T
+    if request.segments:  # cuDNN has a mask of T × T for them, which no GPU has run yet
         return Choice("flash", obstacle="segments")
     if request.exchange == "ring":
         return Choice("flash", obstacle="a ring")
@@ -241,16 +241,27 @@ def _scores(settings: Settings, q_XTGH, k_XSH):
 
 
 def cudnn(settings: Settings, q_BTNH, k_BSKH, v_BSKH, segment_ids_BT) -> jax.Array:
-    """NVIDIA's kernel, for rows without segments, soft caps and sinks. Returns [B, T, N, H]."""
+    """NVIDIA's kernel, for scores without soft caps and sinks. Returns [B, T, N, H].
+
+    Segments become a mask of T × T, whatever the number of heads.
+    """
+    mask_BNTS = None
     if segment_ids_BT is not None:
-        raise ValueError("attention='cudnn' does not support segment ids; use 'flash'")
+        mask_BNTS = segment_ids_BT[:, None, :, None] == segment_ids_BT[:, None, None, :]
     window = None if settings.window is None else (settings.window - 1, 0)
     value_dim = v_BSKH.shape[-1]
     padding = (*[(0, 0)] * 3, (0, q_BTNH.shape[-1] - value_dim))
     v_BSKH = jnp.pad(v_BSKH, padding)  # jax.nn wants one H
-    return jax.nn.dot_product_attention(
-        q_BTNH, k_BSKH, v_BSKH, is_causal=True, local_window_size=window, implementation="cudnn"
-    )[..., :value_dim]
+    out_BTNH = jax.nn.dot_product_attention(
+        q_BTNH,
+        k_BSKH,
+        v_BSKH,
+        mask=mask_BNTS,
+        is_causal=True,
+        local_window_size=window,
+        implementation="cudnn",
+    )
+    return out_BTNH[..., :value_dim]
 
 
 def blockwise(q_BTNH, k_BSKH, v_BSKH, segment_ids_BT, window: int | None, kv_heads):

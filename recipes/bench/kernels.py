@@ -49,8 +49,6 @@ SMALL = (
 
 def takes(kernel: str, shape: Shape) -> bool:
     """Whether a kernel supports a shape; otherwise `attend` raises."""
-    if kernel == "cudnn":
-        return not shape.segments
     return kernel != "splash" or shape.T % 128 == 0
 
 

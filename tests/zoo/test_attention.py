@@ -319,6 +319,19 @@ def by_xla(config: Config, T: int) -> tuple[float, dict]:
     return loss_and_gradients(alone, "1x1", "dp", T)
 
 
+@pytest.mark.parametrize("shape", bench_kernels.SMALL, ids=str)
+def test_what_cudnn_is_asked_for_is_attention(shape, monkeypatch):
+    """Segments as a mask, windows and grouped heads, with XLA in place of NVIDIA's library."""
+    original = jax.nn.dot_product_attention
+
+    def on_cpu(*arrays, implementation, **options):
+        assert implementation == "cudnn"
+        return original(*arrays, implementation="xla", **options)
+
+    monkeypatch.setattr(jax.nn, "dot_product_attention", on_cpu)
+    assert max(bench_kernels.errors("cudnn", shape, "float32").values()) < 2e-6
+
+
 def test_a_config_names_a_kernel_that_there_is():
     with pytest.raises(
         ValueError, match="attention='triton' is not one of auto, xla, flash, splash, cudnn"
