@@ -226,6 +226,9 @@ def run(row: Row, limit: float, options: Iterable[str]) -> Result:
 def environment(row: Row) -> dict[str, str]:
     """The environment of a row's process."""
     variables = os.environ | {"XLA_CLIENT_MEM_FRACTION": MEMORY}
+    platforms = os.environ.get("JAX_PLATFORMS", "")
+    if platforms and "cpu" not in platforms.split(","):
+        variables["JAX_PLATFORMS"] = f"{platforms},cpu"  # a kernel's check needs the host's CPU
     if row.what == "torch":
         variables["JAX_PLATFORMS"] = "cpu"  # leaves the GPU to PyTorch
     if more := XLA_FLAGS[row.xla]:

@@ -717,6 +717,9 @@ def test_the_environment_of_a_row(monkeypatch):
     assert step["XLA_FLAGS"] == "--mine=1 --xla_gpu_enable_triton_gemm=false"
     assert step["XLA_CLIENT_MEM_FRACTION"] == "0.92"
     assert rows.environment(Row("torch"))["JAX_PLATFORMS"] == "cpu"
+    for platforms, wanted in (("cuda", "cuda,cpu"), ("cpu", "cpu"), ("", "")):
+        monkeypatch.setenv("JAX_PLATFORMS", platforms)
+        assert rows.environment(Row("check"))["JAX_PLATFORMS"] == wanted
 
 
 def test_figures_of_a_row():
