@@ -144,6 +144,8 @@ def _sums(config, x_CRMD, table_RVD, targets_CRM):
 
 
 def _sums_and_gradients(config, x_CRMD, table_RVD, targets_CRM):
+    """`_sums`, and the gradients of x and of the table as if the sums' were 1."""
+
     def chunk(carry, x_and_targets):
         sums_R, table_grad_RVD = carry
         x_RMD, targets_RM = x_and_targets
@@ -164,6 +166,8 @@ def _sums_and_gradients(config, x_CRMD, table_RVD, targets_CRM):
 
 
 def _scaled_gradients(config, gradients, grad_R):
+    """The backward pass of `_sums`: the gradients of its arguments, the sums' being grad_R."""
+
     def scaled(x, factor):  # in float32: a rounded factor would change all gradients alike
         return (factor * x.astype(jnp.float32)).astype(x.dtype)
 
