@@ -1,7 +1,7 @@
 """The vocabulary at both ends of a decoder: token embeddings, logits, the loss.
 
 Shapes: B batch, T positions, D embed, V vocab, R shards of B and T, M positions of one shard, C
-positions in one chunk of the loss.
+chunks of the loss.
 """
 
 import functools
@@ -112,13 +112,14 @@ def cross_entropy(x_BTD, table_RVD, targets_BT, config):
     R = len(table_RVD)
     rows = B // shards("batch")  # of a shard
     length = T // shards("seq")
-    C = positions_at_once(config.loss_chunk, rows, length)
+    size = positions_at_once(config.loss_chunk, rows, length)
+    C = length // size
 
-    def chunks(x, *axes):  # [B, T, ...] → [T/C of a shard, R, B/R·C, ...]
+    def chunks(x, *axes):  # [B, T, ...] → [C, R, M, ...], M: positions of a shard in a chunk
         x = by_shard(x, *axes)
-        x = reshape(x, (R, rows, length // C, C, *x.shape[2:]), SHARDS, None, None, None, *axes)
+        x = reshape(x, (R, rows, C, size, *x.shape[2:]), SHARDS, None, None, None, *axes)
         x = jnp.moveaxis(x, 2, 0)
-        return reshape(x, (length // C, R, -1, *x.shape[4:]), None, SHARDS, None, *axes)
+        return reshape(x, (C, R, -1, *x.shape[4:]), None, SHARDS, None, *axes)
 
     x_BTD = gather(x_BTD)
     sums_R = _sums(config, chunks(x_BTD, "act_embed"), table_RVD, chunks(targets_BT))
@@ -131,9 +132,6 @@ def _sums(config, x_CRMD, table_RVD, targets_CRM):
 
     Where it is differentiated, a chunk's logits give its gradients at once, and the backward pass
     only multiplies them by the sums' gradients: logits are neither kept nor computed twice.
-
-    Args:
-      x_CRMD, targets_CRM: chunks, [T/C, R, M, ...].
     """
 
     def chunk(sums_R, x_and_targets):
@@ -194,14 +192,14 @@ def _nats(config, product_RMV, targets_RM):
 
 
 def positions_at_once(loss_chunk: int, rows: int, seq_len: int) -> int:
-    """C: how many positions of each of a device's `rows` have logits at once; divides seq_len.
+    """How many positions of each of a device's `rows` have logits at once; divides seq_len.
 
     At most loss_chunk, but on accelerators up to 1,024 per device: with fewer, the matrix units
     wait for the table. By the TPU compiler's estimate, the loss of a row of 32,768 takes 1.8 times
     as long with 256.
     """
     most = loss_chunk if device().platform == "cpu" else max(loss_chunk, 1_024 // rows)
-    return next(c for c in range(min(seq_len, most), 0, -1) if seq_len % c == 0)
+    return next(n for n in range(min(seq_len, most), 0, -1) if seq_len % n == 0)
 
 
 def _product(x_RMD, table_RVD):
