@@ -127,7 +127,7 @@ def cross_entropy(x_BTD, table_RVD, targets_BT, config):
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _sums(config, x_CRMD, table_RVD, targets_CRM):
+def _sums(config, x_CRMD, table_RVD, targets_CRM) -> jax.Array:
     """The sum of each shard's cross entropies, float32 [R].
 
     Where it is differentiated, a chunk's logits give its gradients at once, and the backward pass
