@@ -5,7 +5,7 @@ chunks of the loss.
 """
 
 import functools
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -122,12 +122,12 @@ def cross_entropy(x_BTD, table_RVD, targets_BT, config):
         return reshape(x, (C, R, -1, *x.shape[4:]), None, SHARDS, None, *axes)
 
     x_BTD = gather(x_BTD)
-    sums_R = _sums(config, chunks(x_BTD, "act_embed"), table_RVD, chunks(targets_BT))
+    sums_R: Any = _sums(config, chunks(x_BTD, "act_embed"), table_RVD, chunks(targets_BT))
     return sums_R.sum(), (targets_BT >= 0).sum().astype(jnp.float32)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _sums(config, x_CRMD, table_RVD, targets_CRM) -> jax.Array:
+def _sums(config, x_CRMD, table_RVD, targets_CRM):
     """The sum of each shard's cross entropies, float32 [R].
 
     Where it is differentiated, a chunk's logits give its gradients at once, and the backward pass
