@@ -630,6 +630,28 @@ def test_times_by_kind_add_up_to_the_time_of_a_step():
     assert trace.kinds([], 2) == {}
 
 
+TRACE = """
+planes { name: "/host:CPU" lines { events { metadata_id: 1 duration_ps: 9000 } }
+         event_metadata { key: 1 value { id: 1 name: "dispatch" } } }
+planes { name: "/device:GPU:0"
+         lines { name: "Stream #14(Compute)" timestamp_ns: 100
+                 events { metadata_id: 1 offset_ps: 5000 duration_ps: 2000 } }
+         lines { name: "Stream #15(MemcpyD2D)" timestamp_ns: 100
+                 events { metadata_id: 2 offset_ps: 6000 duration_ps: 3000 } }
+         event_metadata { key: 1 value { id: 1 name: "loop_add_fusion" } }
+         event_metadata { key: 2 value { id: 2 name: "MemcpyD2D" } } }
+planes { name: "/device:GPU:1" lines { events { metadata_id: 1 duration_ps: 9000 } }
+         event_metadata { key: 1 value { id: 1 name: "loop_add_fusion" } } }
+"""
+
+
+def test_a_trace_has_the_kernels_of_all_streams_of_the_first_gpu(tmp_path):
+    (tmp_path / "plugins").mkdir()
+    file = tmp_path / "plugins" / "host.xplane.pb"
+    file.write_bytes(jax.profiler.ProfileData.text_proto_to_serialized_xspace(TRACE))
+    assert trace.events(tmp_path) == [("loop_add_fusion", 105, 107), ("MemcpyD2D", 106, 109)]
+
+
 def test_gpu_without_pytorch(sweep):
     asked, out, error = sweep(found, torch="", cases="1b:2048")
     assert (error, {row.what for row in asked}) == ("", {"check", "step"})
