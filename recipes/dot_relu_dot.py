@@ -15,8 +15,8 @@ from data import synthetic
 from recipes.common import checkpoint
 from recipes.common.checkpoint import RunFolder, open_run
 from recipes.common.config_flags import configure, describe_set, model_flags
-from recipes.common.plan.answer import of_layout
 from recipes.common.report import picture, report
+from recipes.common.report.plan import plan
 from recipes.common.runtime import Run, flag, make_mesh, print0
 from recipes.common.runtime.processes import is_first
 from recipes.common.runtime.start import start
@@ -49,7 +49,7 @@ def main(run: Run, model: Any, flags: Flags) -> None:
         DotReluDot, config, mesh, run.rules, seed=run.seed, batch_size=run.batch_size
     )
     if run.plan:
-        return print0(*of_layout(layout))
+        return print0(*plan(layout))
     print0(*describe_set(model))
 
     # ---- Data: examples are computed on demand, each from (seed, its number) ---------------------

@@ -19,10 +19,10 @@ from data.tokenizer import Tokenizer
 from recipes.common import checkpoint, entries
 from recipes.common.config_flags import Settings, default_dtype, describe_set, read_set
 from recipes.common.entries import ENTRIES
-from recipes.common.harness import tasks
 from recipes.common.int8_weights import to_int8, weights_flag
 from recipes.common.report import report
 from recipes.common.runtime import Devices, UserError, describe, flag, make_mesh, print0
+from recipes.common.runtime.errors import needs_instruments
 from recipes.common.runtime.processes import is_first
 from recipes.common.runtime.start import start
 from recipes.common.storage import folders
@@ -79,7 +79,7 @@ def main(devices: Devices, flags: Evaluate) -> None:
     # ---- Check the flags before anything is computed ---------------------------------------------
     mesh, out = make_mesh(devices.mesh), folders.new_path(flags.out, "out") if flags.out else None
     source = given(flags)
-    asked = tasks.load(flags.tasks, flags.include_path) if flags.tasks else None
+    asked = load_tasks(flags) if flags.tasks else None
     tokenizer = checkpoint.tokenizer_for(flags.tokenizer, source)
     dtype = flags.dtype or default_dtype(mesh.devices.flat[0])
     compute = {"dtype": dtype} | read_set(type(checkpoint.config_of(source)), flags.set, ("dtype",))
@@ -110,17 +110,27 @@ def main(devices: Devices, flags: Evaluate) -> None:
         print0(f"{name}: {summary}; {flags.part}, {length:,} tokens of context.")
         facts = {"bytes": data.held_out_bytes, "part": flags.part, "seq_len": length}
         results.setdefault("datasets", {})[name] = evaluation.metrics(totals) | facts
+    to_json = None
     if asked:
-        from recipes.common.harness.model import Model
+        from recipes.instruments.harness import tasks
+        from recipes.instruments.harness.model import Model
 
+        to_json = tasks.plain
         model = Model(layout, variables, tokenizer, flags.batch_size, context, about)
         results["tasks"] = tasks.run(
             model, asked, flags.num_fewshot, flags.limit, flags.apply_chat_template
         )
         print0(*tasks.tables(results["tasks"]))
     if out and is_first():
-        out.write_text(json.dumps(results, indent=2, default=tasks.plain) + "\n")
+        out.write_text(json.dumps(results, indent=2, default=to_json) + "\n")
         print0(f"Figures: {flags.out}")
+
+
+def load_tasks(flags: Evaluate) -> Any:
+    """The harness's tasks. Raises UserError if the harness or a task is missing."""
+    with needs_instruments("--tasks"):
+        from recipes.instruments.harness import tasks
+    return tasks.load(flags.tasks, flags.include_path)
 
 
 def names(dataset: str) -> list[str]:

@@ -15,7 +15,7 @@ from recipes.common import checkpoint
 from recipes.common.checkpoint import open_run
 from recipes.common.classification import confusion, show
 from recipes.common.config_flags import check_set, configure, describe_set, model_flags
-from recipes.common.plan.answer import of_layout
+from recipes.common.report.plan import plan
 from recipes.common.runtime import Run, UserError, flag, make_mesh, print0
 from recipes.common.runtime.start import start
 from recipes.common.sharding import make_layout
@@ -73,7 +73,7 @@ def main(run: Run, model: Any, flags: Flags) -> None:
     # The last dims of a Linear's kernel and bias have the same logical axis, so the same sharding.
     layout = make_layout(MLP, config, mesh, run.rules, seed=run.seed, batch_size=run.batch_size)
     if run.plan:
-        return print0(*of_layout(layout, optimizer=flags.optimizer))
+        return print0(*plan(layout, optimizer=flags.optimizer))
     print0(*describe_set(model))
 
     # ---- Step, state and training ----------------------------------------------------------------

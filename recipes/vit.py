@@ -17,8 +17,8 @@ from recipes.common import checkpoint
 from recipes.common.checkpoint import NewHead, open_run
 from recipes.common.classification import confusion, show
 from recipes.common.config_flags import ENCODER, check_set, configure, describe_set, model_flags
-from recipes.common.plan.answer import of_layout
 from recipes.common.report import flops, kernel
+from recipes.common.report.plan import plan
 from recipes.common.runtime import Run, flag, make_mesh, print0
 from recipes.common.runtime.start import start
 from recipes.common.sharding import make_layout
@@ -73,7 +73,7 @@ def main(run: Run, flags: Any, data: Data, training: Training) -> None:
     )  # fmt: skip
     check_offload(layout, training.offload)
     if run.plan:
-        return print0(*of_layout(layout, training.accumulate, training.offload, training.optimizer))
+        return print0(*plan(layout, training.accumulate, training.offload, training.optimizer))
     if folder.source and inputs["labels"] != config.labels:
         folder = dataclasses.replace(folder, source=NewHead(folder.source, layout, HEAD))
         print0(f"The head is new and starts at zero, for {config.classes} other classes.")

@@ -16,19 +16,19 @@ import jax
 import numpy as np
 import pytest
 
-from recipes.bench import common, compiled, gpu, memory, slices, targets, trace
-from recipes.bench import row as rows
-from recipes.bench.row import Row
 from recipes.common.entries import model as model_of
-from recipes.common.plan import memory as analysis_memory
-from recipes.common.plan import targets as aot
-from recipes.common.plan.memory import IN_FLIGHT, memory_parts, on_host
-from recipes.common.plan.textbook import device_tokens, of_weights, textbook, transfers
 from recipes.common.report import flops, hlo
 from recipes.common.runtime.errors import Stopped, UserError
 from recipes.common.runtime.mesh import make_mesh, parse
 from recipes.common.sharding.compiler_options import COMPILER_OPTIONS
 from recipes.common.sharding.layout import make_layout
+from recipes.instruments.bench import common, compiled, gpu, memory, slices, targets, trace
+from recipes.instruments.bench import row as rows
+from recipes.instruments.bench.row import Row
+from recipes.instruments.plan import memory as analysis_memory
+from recipes.instruments.plan import targets as aot
+from recipes.instruments.plan.memory import IN_FLIGHT, memory_parts, on_host
+from recipes.instruments.plan.textbook import device_tokens, of_weights, textbook, transfers
 from tests.by_hand.hlo_programs import ACROSS_SLICES
 from tests.conftest import ROOT, full_except
 from tests.support.entries import CASES, ENTRIES
@@ -306,7 +306,7 @@ def test_other_compiler_errors_are_not_about_memory():
 
 
 # Peaks of the compiled step (jax 0.10.2, libtpu 0.0.42.1) by XLA's attention, 4,096 tokens per chip: the smallest and the
-# largest of all kinds. Three, on 256 chips, are more than 5% off: see recipes/bench/compiled.md.
+# largest of all kinds. Three, on 256 chips, are more than 5% off: see recipes/instruments/results/compiled.md.
 COMPILED = [  # policy, chips, GB, within
     ("none", 16, 129.7, 0.04),  # v5p; fits no kind
     ("none", 256, 117.1, 0.04),  # v4

@@ -4,9 +4,9 @@ import dataclasses
 
 import pytest
 
-from recipes.common.plan import cycles
-from recipes.common.plan.hardware import Devices
 from recipes.common.report import program
+from recipes.instruments.plan import cycles
+from recipes.instruments.plan.hardware import Devices
 from tests.conftest import ROOT
 
 pytestmark = pytest.mark.promise("bench")

@@ -18,18 +18,18 @@ import numpy as np
 import pytest
 from jax.sharding import NamedSharding
 
-from recipes import explore
 from recipes.common import entries
-from recipes.common.explorer import export as explorer
-from recipes.common.explorer import portable
-from recipes.common.plan import memory, textbook
-from recipes.common.plan.estimate import abstract_mesh
-from recipes.common.plan.hardware import HARDWARE, Devices
-from recipes.common.plan.search import meshes
 from recipes.common.runtime import UserError, describe, make_mesh
 from recipes.common.runtime.mesh import parse
 from recipes.common.sharding import make_layout, paths
 from recipes.common.sharding.rules import partition_spec, target_axes
+from recipes.instruments.explore import command as explore
+from recipes.instruments.explore import export as explorer
+from recipes.instruments.explore import portable
+from recipes.instruments.plan import memory, textbook
+from recipes.instruments.plan.estimate import abstract_mesh
+from recipes.instruments.plan.hardware import HARDWARE, Devices
+from recipes.instruments.plan.search import meshes
 from tests.conftest import ROOT
 
 pytestmark = pytest.mark.promise("bench")

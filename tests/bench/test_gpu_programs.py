@@ -12,14 +12,14 @@ import pytest
 
 from data.text import example
 from data.tokenizer import BYTES
-from recipes.bench.common import Step, make_step, version
 from recipes.common.language import model_config
-from recipes.common.plan.targets import topology
 from recipes.common.report import hlo
 from recipes.common.sharding.compiler_options import COMPILER_OPTIONS
 from recipes.common.sharding.layout import make_layout
 from recipes.common.train.optimizer import LearningRate, adamw
 from recipes.common.train.step import TrainStep
+from recipes.instruments.bench.common import Step, make_step, version
+from recipes.instruments.plan.targets import topology
 from recipes.transformer import MODEL
 from zoo.transformer import Config, Transformer
 

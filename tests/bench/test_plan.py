@@ -20,16 +20,7 @@ import numpy as np
 import PIL.Image
 import pytest
 
-from recipes import plan as planner
-from recipes.common import entries
-from recipes.common.plan import answer, contexts, cycles, memory, targets
-from recipes.common.plan import page as plan_page
-from recipes.common.plan import search as searching
-from recipes.common.plan.calibration import FACTORS, FILL
-from recipes.common.plan.estimate import LOGITS, Estimate, abstract_mesh, estimate
-from recipes.common.plan.hardware import HARDWARE, parse_devices
-from recipes.common.plan.search import Job, Plan, meshes, search
-from recipes.common.plan.textbook import Transfer
+from recipes.common import contexts, entries
 from recipes.common.report import flops
 from recipes.common.report.hlo import sent_by_kind
 from recipes.common.runtime import UserError, describe, make_mesh
@@ -38,6 +29,15 @@ from recipes.common.sharding import make_layout, paths
 from recipes.common.sharding.compiler_options import COMPILER_OPTIONS
 from recipes.common.train.optimizer import adamw
 from recipes.common.train.step import TrainStep
+from recipes.instruments.plan import answer, cycles, memory, targets
+from recipes.instruments.plan import command as planner
+from recipes.instruments.plan import page as plan_page
+from recipes.instruments.plan import search as searching
+from recipes.instruments.plan.calibration import FACTORS, FILL
+from recipes.instruments.plan.estimate import LOGITS, Estimate, abstract_mesh, estimate
+from recipes.instruments.plan.hardware import HARDWARE, parse_devices
+from recipes.instruments.plan.search import Job, Plan, meshes, search
+from recipes.instruments.plan.textbook import Transfer
 from tests.by_hand import plan_cases, plan_cycles
 from tests.conftest import ROOT, full_except
 from tests.support.entries import BATCH, ENTRIES, LR
@@ -348,7 +348,7 @@ def recorded() -> list[dict]:
     return [json.loads(line) for line in text.splitlines()]
 
 
-# Where the compiler does something else than the rules ask for: recipes/bench/planner.md says what.
+# Where the compiler does something else than the rules ask for: recipes/instruments/results/planner.md says what.
 BYTES_OUTSIDE = {
     ("mixtral_8x7b", "v5p:16", "fsdp_ep_cp", "dispatched"): 0.92,
     ("8b", "v5p:256", "fsdp_tp_sp", "full"): 0.95,
@@ -431,7 +431,7 @@ def test_heads_fill_a_matrix_unit():
 
 
 def test_the_page_has_the_factors():
-    text = (ROOT / "recipes" / "bench" / "planner.md").read_text()
+    text = (ROOT / "recipes" / "instruments" / "results" / "planner.md").read_text()
     rows = re.findall(r"^\| factors of (\w+) \| \|(.*)\| \|$", text, re.MULTILINE)
     assert {kind: tuple(map(float, row.split("|"))) for kind, row in rows} == {
         kind: tuple(factors) for kind, factors in FACTORS.items()
@@ -748,9 +748,11 @@ def test_the_page_is_in_the_order_of_times_and_explains_ties():
 
 
 def test_times_say_how_far_published_runs_are_from_them():
-    """The least and most of the column in bench/planner.md."""
+    """The least and most of the column in results/planner.md."""
     text = (
-        (ROOT / "recipes" / "bench" / "planner.md").read_text().split("| times the published |")[1]
+        (ROOT / "recipes" / "instruments" / "results" / "planner.md")
+        .read_text()
+        .split("| times the published |")[1]
     )
     ratios = {"tpu": [], "gpu": []}
     for row in re.findall(r"^\|(.*\[(?:maxtext|torchtitan)\].*)\|$", text, re.MULTILINE):

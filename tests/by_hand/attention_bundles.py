@@ -1,4 +1,4 @@
-"""Bundles of splash attention's kernels by blocks, for the table of recipes/bench/cycles.md.
+"""Bundles of splash attention's kernels by blocks, for the table of recipes/instruments/results/cycles.md.
 
     python -m tests.by_hand.attention_bundles v5p 128 512x512x512 1024x1024x512 1024x1024x512+fused
 
@@ -16,8 +16,8 @@ from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_ke
 from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask as masks
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
-from recipes.common.plan.cycles import dump_bundles, read_bundles
-from recipes.common.plan.targets import topology
+from recipes.instruments.plan.cycles import dump_bundles, read_bundles
+from recipes.instruments.plan.targets import topology
 
 T, HEADS = 8_192, 4
 

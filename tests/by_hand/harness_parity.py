@@ -21,8 +21,8 @@ import numpy as np
 import tests.conftest  # noqa: F401, simulates the devices
 from data import tokenizer
 from recipes.common import checkpoint, hf
-from recipes.common.harness import tasks
 from recipes.common.mesh import make_mesh
+from recipes.instruments.harness import tasks
 from tests.support import small_tasks, small_tokenizers
 
 TOLERANCE = 1e-4  # of a nat, for each token
@@ -71,7 +71,7 @@ def small(folder: pathlib.Path) -> pathlib.Path:
 
 
 def ours(folder: pathlib.Path, mesh: str, rules: str):
-    from recipes.common.harness.model import Model
+    from recipes.instruments.harness.model import Model
 
     source = hf.Folder(folder)
     layout = checkpoint.layout_of(source, make_mesh(mesh), rules)

@@ -19,11 +19,11 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from recipes.bench.targets import GPUS, TPUS, check_targets
-from recipes.common.plan.hardware import NODE
-from recipes.common.plan.targets import topology
 from recipes.common.report.hlo import collectives, crossing, sent_by_kind
 from recipes.common.sharding.compiler_options import compiler_options, platform
+from recipes.instruments.bench.targets import GPUS, TPUS, check_targets
+from recipes.instruments.plan.hardware import NODE
+from recipes.instruments.plan.targets import topology
 
 AXIS = "ring"
 WIDTH = 256

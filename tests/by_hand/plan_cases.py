@@ -2,7 +2,7 @@
 
     python -m tests.by_hand.plan_cases cases.jsonl      # the same command again does what is left
 
-Needs the extra tpu-aot or gpu-aot, and compiles the cases of those that are there. Prints the table of recipes/bench/planner.md from all lines of the file.
+Needs the extra tpu-aot or gpu-aot, and compiles the cases of those that are there. Prints the table of recipes/instruments/results/planner.md from all lines of the file.
 """
 
 import dataclasses
@@ -14,14 +14,14 @@ from typing import NamedTuple
 import jax
 
 from recipes.common import entries
-from recipes.common.plan.estimate import Estimate, abstract_mesh, estimate
-from recipes.common.plan.hardware import parse_devices
-from recipes.common.plan.targets import TooLarge, compile_step, missing_compiler
 from recipes.common.report import report
 from recipes.common.report.hlo import sent_by_kind
 from recipes.common.runtime.mesh import parse
 from recipes.common.sharding import make_layout
-from recipes.plan import make_program
+from recipes.instruments.plan.command import make_program
+from recipes.instruments.plan.estimate import Estimate, abstract_mesh, estimate
+from recipes.instruments.plan.hardware import parse_devices
+from recipes.instruments.plan.targets import TooLarge, compile_step, missing_compiler
 
 
 class Case(NamedTuple):

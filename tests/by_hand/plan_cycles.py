@@ -2,7 +2,7 @@
 
     python -m tests.by_hand.plan_cycles tests/golden/plan_cycles.jsonl  # does what the file lacks
 
-Needs the extra tpu-aot. Prints the table of recipes/bench/planner.md from all lines of the file.
+Needs the extra tpu-aot. Prints the table of recipes/instruments/results/planner.md from all lines of the file.
 """
 
 import json
@@ -12,12 +12,12 @@ import tempfile
 
 import jax
 
-from recipes.common.plan import cycles
-from recipes.common.plan.calibration import FACTORS, Factors
-from recipes.common.plan.estimate import Estimate
-from recipes.common.plan.hardware import Devices
-from recipes.common.plan.targets import TooLarge, compile_step
-from recipes.plan import make_program
+from recipes.instruments.plan import cycles
+from recipes.instruments.plan.calibration import FACTORS, Factors
+from recipes.instruments.plan.command import make_program
+from recipes.instruments.plan.estimate import Estimate
+from recipes.instruments.plan.hardware import Devices
+from recipes.instruments.plan.targets import TooLarge, compile_step
 from tests.by_hand.plan_cases import Case, estimated
 
 CASES = [

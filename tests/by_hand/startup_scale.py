@@ -27,10 +27,10 @@ def measure(devices: int) -> dict[str, float]:
     import jax
     import numpy as np
 
-    from recipes.bench.common import make_step
     from recipes.common.report import report
     from recipes.common.runtime import mesh, processes
     from recipes.common.train import feed
+    from recipes.instruments.bench.common import make_step
     from zoo.transformer import SIZES
 
     found: dict[str, float] = {}

@@ -38,8 +38,17 @@ from zoo import deepseek, transformer
 pytestmark = pytest.mark.promise("readmes")
 
 FRONT, ZOO, RECIPES = "README.md", "zoo/README.md", "recipes/README.md"
-BENCH, TESTS = "recipes/bench/README.md", "tests/README.md"
-FOLDERS = (".", "data", "recipes", "recipes/bench", "recipes/docs", "tests", "zoo")
+BENCH, TESTS = "recipes/instruments/bench/README.md", "tests/README.md"
+FOLDERS = (
+    ".",
+    "data",
+    "recipes",
+    "recipes/docs",
+    "recipes/instruments/bench",
+    "recipes/instruments/results",
+    "tests",
+    "zoo",
+)
 READMES = {
     path.relative_to(ROOT).as_posix(): path.read_text()
     for folder in FOLDERS
@@ -219,7 +228,9 @@ def test_meshes_that_are_compared_hold_what_the_table_says():
 
 def test_the_guide_to_meshes_shows_rows_of_the_whole_comparison():
     (_, (_, *shown)) = tables(READMES["recipes/docs/meshes.md"])
-    every = [row for _, *rows in tables(READMES["recipes/bench/meshes.md"]) for row in rows]
+    every = [
+        row for _, *rows in tables(READMES["recipes/instruments/results/meshes.md"]) for row in rows
+    ]
     assert len(shown) == 6
     assert all(row in every for row in shown)
     assert f"the other {len(every) - len(shown)} rows" in READMES["recipes/docs/meshes.md"]

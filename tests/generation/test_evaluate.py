@@ -13,10 +13,10 @@ from huggingface_hub import ModelCard
 from data.tokenizer import BYTES
 from recipes.common import checkpoint
 from recipes.common.checkpoint import card, probe
-from recipes.common.harness import scoring
-from recipes.common.harness.scoring import SHORTEST, Row, Scorer
 from recipes.common.mesh import make_mesh
 from recipes.common.sharding.abstract import paths
+from recipes.instruments.harness import scoring
+from recipes.instruments.harness.scoring import SHORTEST, Row, Scorer
 from tests.conftest import full_except
 from tests.support import small_tasks, small_tokenizers
 from tests.support.quick import quick as quick

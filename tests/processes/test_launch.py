@@ -18,11 +18,11 @@ import time
 import pytest
 import yaml
 
-from recipes.common.plan import tpu_slice
-from recipes.common.plan.hardware import parse_devices
 from recipes.common.runtime import cluster
 from recipes.common.runtime.errors import UserError
 from recipes.common.runtime.mesh import parse
+from recipes.instruments.plan import tpu_slice
+from recipes.instruments.plan.hardware import parse_devices
 from tests.conftest import ROOT
 from tests.support.quick import XLA_FLAGS
 from tests.support.runs import TINY

@@ -16,9 +16,9 @@ import optax
 import pytest
 from flax import nnx
 
-from recipes.common.prove import cases
-from recipes.common.prove.cases import prove
-from recipes.common.prove.compare import GRADIENT_TOLERANCE, compare_gradients
+from recipes.instruments.prove import cases
+from recipes.instruments.prove.cases import prove
+from recipes.instruments.prove.compare import GRADIENT_TOLERANCE, compare_gradients
 from tests.conftest import ROOT, full_except
 
 pytestmark = pytest.mark.promise("prove")

@@ -3,7 +3,7 @@
 The textbook counts array elements that a device receives: `dp` all-reduces each gradient once;
 `fsdp` all-gathers weights (again for the backward pass where a layer is rematerialised) and
 reduce-scatters gradients; `tp` all-reduces activations. XLA's CPU backend has no reduce-scatter and
-writes an all-reduce and a slice; TPUs have one (recipes/bench/README.md).
+writes an all-reduce and a slice; TPUs have one (recipes/instruments/bench/README.md).
 """
 
 import dataclasses

@@ -11,24 +11,24 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from recipes.bench.common import make_step
 from recipes.common.checkpoint import layout_of
 from recipes.common.entries import model as model_of
 from recipes.common.entries import zoo_file
 from recipes.common.generation import Generator, Sampling
-from recipes.common.plan.textbook import textbook, transfers
-from recipes.common.prove.compare import (
-    GRADIENT_TOLERANCE,
-    LOSS_TOLERANCE,
-    compare_gradients,
-    largest_relative,
-)
 from recipes.common.report import kernel
 from recipes.common.report.hlo import collectives
 from recipes.common.runtime.mesh import make_mesh
 from recipes.common.sharding.abstract import paths
 from recipes.common.sharding.layout import make_layout
 from recipes.common.train.step import gradients
+from recipes.instruments.bench.common import make_step
+from recipes.instruments.plan.textbook import textbook, transfers
+from recipes.instruments.prove.compare import (
+    GRADIENT_TOLERANCE,
+    LOSS_TOLERANCE,
+    compare_gradients,
+    largest_relative,
+)
 from tests.conftest import full_except
 from tests.support.models import random_variables
 from tests.support.quick import QUICK

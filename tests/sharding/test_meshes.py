@@ -15,15 +15,6 @@ import pytest
 from jax.sharding import PartitionSpec
 
 from recipes.common import checkpoint
-from recipes.common.prove import run as prove
-from recipes.common.prove.cases import TOLERANCES, compare_runs
-from recipes.common.prove.compare import (
-    GRADIENT_TOLERANCE,
-    LOSS_TOLERANCE,
-    compare_all,
-    compare_gradients,
-    largest_relative,
-)
 from recipes.common.sharding.abstract import abstract_model, paths, variables_of
 from recipes.common.sharding.layout import Layout, Tree, shardings
 from recipes.common.sharding.rules import used_axes
@@ -37,6 +28,15 @@ from recipes.common.train.optimizer import (
 )
 from recipes.common.train.state import abstract_state
 from recipes.common.train.update import apply_gradients
+from recipes.instruments.prove import run as prove
+from recipes.instruments.prove.cases import TOLERANCES, compare_runs
+from recipes.instruments.prove.compare import (
+    GRADIENT_TOLERANCE,
+    LOSS_TOLERANCE,
+    compare_all,
+    compare_gradients,
+    largest_relative,
+)
 from tests.conftest import full_except
 from tests.support.entries import (
     CASES,

@@ -15,12 +15,6 @@ from recipes.common.checkpoint import find
 from recipes.common.entries import model as model_of
 from recipes.common.entries import zoo_file
 from recipes.common.language import check_stages, stages
-from recipes.common.prove.compare import (
-    GRADIENT_TOLERANCE,
-    LOSS_TOLERANCE,
-    compare_gradients,
-    largest_relative,
-)
 from recipes.common.report.hlo import collectives
 from recipes.common.runtime import UserError
 from recipes.common.runtime.mesh import make_mesh
@@ -28,6 +22,12 @@ from recipes.common.sharding.abstract import paths
 from recipes.common.sharding.layout import Layout, make_layout
 from recipes.common.train.state import abstract_state, initialize
 from recipes.common.train.step import gradients
+from recipes.instruments.prove.compare import (
+    GRADIENT_TOLERANCE,
+    LOSS_TOLERANCE,
+    compare_gradients,
+    largest_relative,
+)
 from tests.conftest import full_except
 from tests.support.entries import OPTIMIZER
 from tests.support.models import random_variables

@@ -14,12 +14,12 @@ from flax import nnx
 import data
 from data.batches import Example, train_batches
 from recipes.common import entries
-from recipes.common.prove import run
-from recipes.common.prove.run import LR as LR
-from recipes.common.prove.run import OPTIMIZER
 from recipes.common.runtime.mesh import make_mesh
 from recipes.common.sharding.layout import Layout, elsewhere, make_layout
 from recipes.common.sharding.rules import Rules, count_shards, used_axes
+from recipes.instruments.prove import run
+from recipes.instruments.prove.run import LR as LR
+from recipes.instruments.prove.run import OPTIMIZER
 from tests.conftest import ROOT
 from tests.support.quick import QUICK
 

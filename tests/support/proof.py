@@ -7,8 +7,8 @@ measures again and rewrites both.
 import json
 from collections.abc import Callable
 
-from recipes.common.prove.compare import GRADIENT_TOLERANCE, LOSS_TOLERANCE, STATE_TOLERANCE
 from recipes.common.report.report import size
+from recipes.instruments.prove.compare import GRADIENT_TOLERANCE, LOSS_TOLERANCE, STATE_TOLERANCE
 from tests.conftest import ROOT
 
 DIFFERENCES = "mesh_differences.json"  # under golden/
@@ -102,7 +102,7 @@ has no reduce-scatter and writes an all-reduce and a slice instead; both sides c
 
 Ratios above 1 come from that compiler too. Where matmuls read the same input (q, k and v; gate and up), it
 all-reduces their gradients of that input one by one; Megatron adds them first and all-reduces the sum. The
-TPU compiler adds them first: [its programs](../recipes/bench/compiled.md#bytes-sent-per-step) exceed the textbook
+TPU compiler adds them first: [its programs](../recipes/instruments/results/compiled.md#bytes-sent-per-step) exceed the textbook
 mostly by what remat repeats, by replicas' gradients, and on 64 chips and more by gradients that it sums whole.
 
 {bytes_table}"""

@@ -21,8 +21,6 @@ import recipes.hf
 from data.tokenizer import BYTES, from_files
 from recipes.common import checkpoint, entries, hf
 from recipes.common.checkpoint import card, lora
-from recipes.common.prove.compare import GRADIENT_TOLERANCE, LOSS_TOLERANCE, difference
-from recipes.common.prove.run import train
 from recipes.common.report import flops, report
 from recipes.common.runtime.errors import UserError
 from recipes.common.runtime.mesh import make_mesh
@@ -33,6 +31,8 @@ from recipes.common.train.optimizer import LearningRate, hidden_matrices
 from recipes.common.train.resume import read_variables
 from recipes.common.train.state import abstract_state, new_params, new_state
 from recipes.common.train.step import TrainStep
+from recipes.instruments.prove.compare import GRADIENT_TOLERANCE, LOSS_TOLERANCE, difference
+from recipes.instruments.prove.run import train
 from tests.by_hand.hf_parity import (
     ADAPTERS,
     FAMILIES,

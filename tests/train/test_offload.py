@@ -11,7 +11,6 @@ import pytest
 
 from data.tokenizer import BYTES
 from recipes.common import checkpoint
-from recipes.common.plan.search import worthwhile
 from recipes.common.runtime.mesh import make_mesh
 from recipes.common.sharding.abstract import paths
 from recipes.common.sharding.layout import make_layout, shardings
@@ -25,6 +24,7 @@ from recipes.common.train.optimizer import (
 )
 from recipes.common.train.state import abstract_state
 from recipes.common.train.step import TrainStep
+from recipes.instruments.plan.search import worthwhile
 from tests.conftest import full_except
 from tests.support.entries import ENTRIES
 from tests.support.models import random_values, random_variables

@@ -10,9 +10,6 @@ import optax.contrib
 import pytest
 
 from recipes.common import entries
-from recipes.common.plan.estimate import abstract_mesh
-from recipes.common.plan.hardware import parse_devices
-from recipes.common.plan.textbook import of_optimizer, shares
 from recipes.common.report.hlo import sent_by_kind
 from recipes.common.runtime.flags import SCHEDULES
 from recipes.common.runtime.mesh import make_mesh
@@ -27,6 +24,9 @@ from recipes.common.train.optimizer import (
     make_optimizer,
 )
 from recipes.common.train.state import abstract_state
+from recipes.instruments.plan.estimate import abstract_mesh
+from recipes.instruments.plan.hardware import parse_devices
+from recipes.instruments.plan.textbook import of_optimizer, shares
 from tests.conftest import full_except
 from tests.support.entries import ENTRIES, FAMILY_CASES, FAST
 from tests.support.quick import QUICK

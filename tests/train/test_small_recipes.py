@@ -1,7 +1,10 @@
 """recipes.dot_relu_dot, recipes.mlp and recipes.vit as users run them."""
 
 import json
+import os
 import shutil
+import subprocess
+import sys
 
 import numpy as np
 import PIL.Image
@@ -237,3 +240,63 @@ def test_parameter_paths_are_public(entry, golden):
     shapes = paths(abstract_model(ENTRIES[entry].build).shapes["params"])
     lines = [f"params/{path} {list(x.shape)} {x.dtype}\n" for path, x in shapes.items()]
     golden(f"{entry}_paths.txt", "".join(lines))
+
+
+# ---- without recipes/instruments -----------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def bare(tmp_path_factory):
+    """A copy of the project after `rm -r recipes/instruments`."""
+    folder = tmp_path_factory.mktemp("bare")
+    for name in ("zoo", "data"):
+        (folder / name).symlink_to(ROOT / name)
+    skipped = shutil.ignore_patterns("instruments", "__pycache__", "docs", "launch")
+    shutil.copytree(ROOT / "recipes", folder / "recipes", ignore=skipped)
+    return folder
+
+
+@pytest.mark.promise("structure")
+def test_recipes_run_without_instruments(bare):
+    """All of them are imported, and one trains."""
+    recipes = sorted(path.stem for path in (bare / "recipes").glob("[!_]*.py"))
+    assert {"transformer", "generate", "evaluate", "plan", "bench"} <= {*recipes}
+    code = f"""
+import runpy, sys
+from recipes import {", ".join(recipes)}
+sys.argv[1:] = ["--steps=2", "--workdir=run"]
+runpy.run_module("recipes.dot_relu_dot", run_name="__main__")
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=bare, env=os.environ | {"PYTHONPATH": str(bare)},
+        capture_output=True, text=True, timeout=100,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert "step 2/2" in done.stdout
+
+
+@pytest.mark.promise("structure")
+@pytest.mark.parametrize(
+    ("command", "needs"),
+    [
+        ("transformer --plan --size=tiny", "--plan"),
+        ("mlp --plan", "--plan"),
+        ("evaluate --tasks=arc_easy --restore_from=transformer.stdlib_3m", "--tasks"),
+        ("plan --size=tiny", "this command"),
+        ("bench cpu --rounds=1", "this command"),
+    ],
+)
+def test_what_needs_instruments_says_that_they_are_missing(
+    command, needs, inside, monkeypatch, tmp_path
+):
+    for module in [name for name in sys.modules if name.startswith("recipes.instruments")]:
+        monkeypatch.delitem(sys.modules, module)
+    monkeypatch.setitem(sys.modules, "recipes.instruments", None)  # importing it fails
+    monkeypatch.chdir(tmp_path)
+    done = inside(*f"recipes.{command}".split())
+    assert done.code == 2
+    assert done.err == (
+        f"error: {needs} needs recipes/instruments, which is not here; git checkout "
+        "recipes/instruments brings it back\n"
+    )
+    assert not [*tmp_path.iterdir()]

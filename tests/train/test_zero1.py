@@ -6,8 +6,6 @@ import jax
 import numpy as np
 import pytest
 
-from recipes.common.prove.compare import GRADIENT_TOLERANCE, compare_all
-from recipes.common.prove.run import OPTIMIZER, numbers, restored
 from recipes.common.runtime.mesh import make_mesh
 from recipes.common.sharding.abstract import paths
 from recipes.common.sharding.layout import Layout, make_layout, shardings
@@ -15,6 +13,8 @@ from recipes.common.train.feed import to_devices
 from recipes.common.train.optimizer import LearningRate, make_optimizer
 from recipes.common.train.state import abstract_state, initialize
 from recipes.common.train.step import TrainStep, gradients
+from recipes.instruments.prove.compare import GRADIENT_TOLERANCE, compare_all
+from recipes.instruments.prove.run import OPTIMIZER, numbers, restored
 from tests.support.entries import ENTRIES
 from tests.support.models import random_values
 from tests.support.quick import QUICK

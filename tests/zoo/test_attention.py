@@ -19,8 +19,6 @@ from jax.sharding import AbstractDevice, AbstractMesh, AxisType, PartitionSpec
 
 from data.text import example
 from data.tokenizer import BYTES
-from recipes.bench import kernels as bench_kernels
-from recipes.bench.common import make_step
 from recipes.common.language import Sample, Text, Training, model_config
 from recipes.common.report.kernel import attention_kernel, report
 from recipes.common.runtime.flags import Run
@@ -29,6 +27,8 @@ from recipes.common.sharding.abstract import paths
 from recipes.common.sharding.layout import Layout, make_layout
 from recipes.common.train.optimizer import LearningRate, adamw
 from recipes.common.train.step import TrainStep, gradients
+from recipes.instruments.bench import kernels as bench_kernels
+from recipes.instruments.bench.common import make_step
 from recipes.transformer import MODEL, main
 from tests.conftest import ROOT, full_except
 from tests.support.models import random_variables
@@ -483,7 +483,7 @@ def test_no_deprecated_kernel_is_imported():
 import dataclasses, sys
 import jax
 from jax.sharding import AbstractDevice, AbstractMesh, AxisType
-from recipes.bench.common import make_step
+from recipes.instruments.bench.common import make_step
 from zoo.transformer import Config
 
 def trace(platform, kind):

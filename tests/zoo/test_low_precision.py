@@ -13,8 +13,8 @@ import pytest
 from flax import nnx
 
 from recipes.common.mesh import make_mesh
-from recipes.common.plan.hardware import HARDWARE
 from recipes.common.sharding.abstract import paths
+from recipes.instruments.plan.hardware import HARDWARE
 from tests.conftest import full_except
 from tests.support.quick import QUICK
 from zoo import moe, quantization, transformer

@@ -135,7 +135,7 @@ import dataclasses
 
 from data import made_up
 from recipes.common import checkpoint
-from recipes.common.plan.answer import of_layout
+from recipes.common.report.plan import plan
 from recipes.common.checkpoint.run_folder import open_run
 from recipes.common.runtime import Run, flag, make_mesh, print0
 from recipes.common.runtime.start import start
@@ -161,7 +161,7 @@ def main(run: Run, flags: Flags) -> None:
         seed=run.seed, batch_size=run.batch_size, microbatches=flags.accumulate,
     )  # fmt: skip
     if run.plan:
-        return print0(*of_layout(layout, flags.accumulate))
+        return print0(*plan(layout, flags.accumulate))
     data = made_up.load(config.width, config.inner, run.seed)
     lr = LearningRate(run.learning_rate, 2, run.steps)
     step = TrainStep(layout, adamw(lr, 0.0, 1.0), lr, flags.accumulate)

@@ -23,15 +23,14 @@ from zoo.sharding import optimizer_axis
 
 pytestmark = pytest.mark.promise("structure")
 
-# Package of recipes/common → those of it that it may import; and libraries that it may.
+# Package of recipes/common or, below, of recipes/instruments → those of them that it may import; and
+# libraries that it may.
 LAYERS = {
     "storage": set(),
     "runtime": {"storage"},
     "config_flags": {"runtime", "entries"},
     "sharding": {"runtime"},
     "report": {"storage", "runtime", "sharding"},
-    "plan": {"runtime", "sharding", "report"},
-    "explorer": {"runtime", "sharding", "report", "plan", "entries"},
     "hf": {"storage", "runtime", "sharding", "entries"},
     "checkpoint": {
         *{"storage", "runtime", "sharding", "hf", "report", "entries", "config_flags"},
@@ -39,17 +38,25 @@ LAYERS = {
     "generation": {"runtime", "sharding"},
     "generation_config": {"runtime"},
     "classification": {"runtime", "sharding", "report", "checkpoint", "train"},
-    "harness": {"runtime", "sharding", "generation"},
     "int8_weights": {"runtime", "sharding"},
     "language": {
-        *{"storage", "runtime", "sharding", "report", "plan", "generation", "checkpoint"},
-        *{"train", "entries", "config_flags"},
+        *{"storage", "runtime", "sharding", "report", "generation", "checkpoint"},
+        *{"train", "entries", "config_flags", "contexts"},
     },
-    "prove": {"storage", "runtime", "sharding", "report", "plan", "checkpoint", "train"},
     "train": {"storage", "runtime", "sharding", "hf", "report", "checkpoint", "entries"},
     "entries": set(),
+    "contexts": set(),
     "mesh": {"runtime"},
 }
+INSTRUMENTS = {
+    "plan": set(),
+    "explore": {"plan"},
+    "prove": {"plan"},
+    "harness": set(),
+    "bench": {"plan"},
+}
+# The files of a run that import instruments, inside functions.
+FOR_FLAGS = {"recipes/common/report/plan.py": "--plan", "recipes/evaluate.py": "--tasks"}
 LIBRARIES = {
     "zoo": {"jax", "flax"},
     "data": {
@@ -57,23 +64,24 @@ LIBRARIES = {
         *{"etils", "gcsfs", "fsspec"},
     },
     "recipes": {"jax", "flax", "numpy"},
-    "recipes/bench": {"jax", "flax", "numpy", "optax", "torch", "tensorstore"},
     "recipes/docs": {"mkdocs", "pygments"},  # the site's hooks
     "recipes/common": {"jax", "flax", "numpy"},
     "recipes/common/runtime": {"jax", "numpy", "absl"},
     "recipes/common/storage": set(),
     "recipes/common/sharding": {"jax", "flax", "numpy"},
     "recipes/common/report": {"jax", "flax", "numpy", "matplotlib"},
-    "recipes/common/plan": {"jax", "flax", "numpy"},
-    "recipes/common/explorer": {"jax", "flax", "numpy"},
-    "recipes/common/harness": {"jax", "numpy", "rich", "lm_eval"},
     "recipes/common/language": {"numpy", "flax"},
     "recipes/common/hf": {"jax", "flax", "numpy", "safetensors", "huggingface_hub"},
     "recipes/common/checkpoint": {"jax", "numpy", "orbax", "etils"},
-    "recipes/common/prove": {"jax", "flax", "numpy", "optax"},
     "recipes/common/train": {
         *{"jax", "flax", "numpy", "optax", "rich", "tensorboardX", "wandb"},
     },
+    "recipes/instruments": set(),
+    "recipes/instruments/bench": {"jax", "flax", "numpy", "optax", "torch", "tensorstore"},
+    "recipes/instruments/explore": {"jax", "flax", "numpy"},
+    "recipes/instruments/harness": {"jax", "numpy", "rich", "lm_eval"},
+    "recipes/instruments/plan": {"jax", "flax", "numpy"},
+    "recipes/instruments/prove": {"jax", "flax", "numpy", "optax"},
 }
 OURS = ("zoo", "data", "recipes", "tests")
 FILES = sorted(path.relative_to(ROOT) for folder in OURS for path in (ROOT / folder).rglob("*.py"))
@@ -115,27 +123,35 @@ def test_imports_flow_one_way(path):
             assert used.isdisjoint(entries.ENTRIES), "an entry needs no other entry"
         return
     among = {name.removeprefix("recipes.") for name in ours if name.startswith("recipes.")}
+    if path.as_posix() in FOR_FLAGS:
+        among = {name for name in among if not name.startswith("instruments.")}
     if folder == "recipes":
         assert all(name.startswith("common.") for name in among), "recipes never import one another"
     elif folder == "recipes/docs":
         assert among == {"common.entries.ENTRIES"}
-    elif folder == "recipes/bench":
-        assert all(name.startswith(("common.", "bench")) for name in among)
+    elif path.parts[1] == "instruments":
+        own = {name.split(".")[1] for name in among if name.startswith("instruments.")}
+        assert own - {path.parts[2]} <= INSTRUMENTS.get(path.parts[2], set())
+        assert all(name.startswith(("common.", "instruments.")) for name in among)
     elif path.stem != "__init__" or folder != "recipes/common":
         layer = path.parts[2].removesuffix(".py")
-        wanted = {name.split(".")[1] for name in among if name != "STARTED"} - {layer}
+        assert all(name.startswith("common.") for name in among - {"STARTED"})
+        wanted = {name.split(".")[1] for name in among - {"STARTED"}} - {layer}
         assert wanted <= LAYERS[layer], f"{layer} is below"
         if layer != "hf":  # whose families are an entry each
             of_zoo = {name.split(".")[1] for name in ours if name.startswith("zoo.")}
             assert of_zoo.isdisjoint(entries.ENTRIES), "entries.py looks them up"
 
 
-@pytest.mark.parametrize("layer", ["sharding", "report", "plan", "checkpoint", "train"])
+@pytest.mark.parametrize(
+    "layer",
+    ["common/sharding", "common/report", "instruments/plan", "common/checkpoint", "common/train"],
+)
 def test_only_zoo_files_know_strategies_and_logical_axes_by_name(layer):
     files = [entries.zoo_file(name) for name in entries.ENTRIES]
     names = {name for zoo in files for name in (*zoo.RULES, *zoo.LOGICAL_AXES)}
     names -= {"batch", *entries.ENTRIES}  # an entry may be called as an axis is
-    for path in (ROOT / "recipes" / "common" / layer).glob("*.py"):
+    for path in (ROOT / "recipes" / layer).glob("*.py"):
         tree = ast.parse(path.read_text())
         found = {node.value for node in ast.walk(tree) if isinstance(node, ast.Constant)}
         assert not names & {value for value in found if isinstance(value, str)}, path
@@ -143,7 +159,7 @@ def test_only_zoo_files_know_strategies_and_logical_axes_by_name(layer):
 
 def test_two_files_read_hlo():
     """Other files in recipes/ pass a program's text on without parsing it."""
-    hlo = {"recipes.common.report.hlo", "recipes.common.plan.cycles"}
+    hlo = {"recipes.common.report.hlo", "recipes.instruments.plan.cycles"}
     for path in SHIPPED:
         text = (ROOT / path).read_text()
         readers = re.findall(r"(\w+)\(\w+\.as_text\(\)", text)
@@ -285,7 +301,7 @@ def test_an_entry_has_its_parts(name):
 
 def test_reports_and_plans_never_guess_the_fields_of_a_config():
     """They read `config.shape`, which every entry states."""
-    readers = {"report", "plan", "explorer", "sharding", "bench"}
+    readers = {"report", "plan", "explore", "sharding", "bench"}
     for path in (path for path in SHIPPED if readers & {*path.parts}):
         for node in ast.walk(tree_of(path)):
             if isinstance(node, ast.Call) and ast.unparse(node.func) in ("getattr", "hasattr"):

@@ -12,16 +12,16 @@ import pytest
 from flax import nnx
 from jax.sharding import AbstractDevice, AxisType
 
-from recipes.bench import common
 from recipes.common import checkpoint, entries
 from recipes.common.generation import cap_windows
 from recipes.common.mesh import make_mesh
-from recipes.common.plan import memory
 from recipes.common.report import flops
 from recipes.common.report.kernel import attention_kernel
 from recipes.common.sharding.abstract import abstract_model, paths
 from recipes.common.sharding.layout import make_layout, shardings
 from recipes.common.train.step import gradients
+from recipes.instruments.bench import common
+from recipes.instruments.plan import memory
 from tests.conftest import full_except
 from tests.support.models import random_values
 from tests.support.quick import QUICK

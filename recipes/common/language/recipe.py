@@ -4,14 +4,13 @@ import dataclasses
 from typing import Any
 
 from data.tokenizer import Tokenizer
-from recipes.common import checkpoint, entries
+from recipes.common import checkpoint, contexts, entries
 from recipes.common.checkpoint import Source, flags_of, open_run
 from recipes.common.config_flags import configure, describe_set
 from recipes.common.language.flags import Text, Training
 from recipes.common.language.sample import Sample
-from recipes.common.plan import contexts
-from recipes.common.plan.answer import of_layout
 from recipes.common.report import flops, kernel
+from recipes.common.report.plan import plan
 from recipes.common.runtime import Run, UserError, describe, make_mesh, print0
 from recipes.common.sharding import Layout, Tree, make_layout
 from recipes.common.sharding.rules import count_shards
@@ -48,7 +47,7 @@ def main(entry: str, run: Run, text: Text, flags: Any, training: Training, sampl
     if run.plan:
         long = contexts.beyond(entry, flags.size, text.seq_len)
         return print0(
-            *long, *of_layout(layout, training.accumulate, training.offload, training.optimizer)
+            *long, *plan(layout, training.accumulate, training.offload, training.optimizer)
         )
 
     # ---- Data: batch k is a pure function of (seed, k), on any mesh and number of processes ------

@@ -6,11 +6,14 @@ if __name__ == "__main__":
     start(main, Run(steps=600, ...), Flags())
 """
 
+import importlib
+import inspect
 import logging
 import os
 import sys
 import traceback
 from collections.abc import Callable
+from typing import Any
 
 import jax
 from absl import flags as absl_flags
@@ -19,7 +22,7 @@ from absl import logging as absl_logging
 import data
 from data import buckets
 from recipes.common.runtime import accelerators, agreement, flags, output, preemption, processes
-from recipes.common.runtime.errors import Stopped, UserError
+from recipes.common.runtime.errors import Stopped, UserError, needs_instruments
 from recipes.common.storage import folders, lock
 
 
@@ -95,6 +98,27 @@ def choose(commands: dict, missing: str) -> None:
         raise UserError(missing)
 
     start(no_command, *[defaults for _, defaults in commands.values()][:1])
+
+
+def instrument(module: str, function: str = "main") -> tuple[Any, ...]:
+    """A command in recipes/instruments and its flags' defaults, for `start`.
+
+    If that folder was removed, the command is a function that raises UserError.
+    """
+    try:
+        with needs_instruments("this command"):
+            found = importlib.import_module(f"recipes.instruments.{module}")
+    except UserError as missing:
+        error = missing
+        # Its flags are unknown; `choose` reads its word.
+        sys.argv[1:] = [word for word in sys.argv[1:2] if not word.startswith("-")]
+
+        def absent() -> None:
+            raise error
+
+        return (absent,)
+    main = getattr(found, function)
+    return main, inspect.signature(main).parameters["flags"].annotation()
 
 
 def _settle_libraries() -> None:

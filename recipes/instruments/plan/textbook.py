@@ -1,0 +1,418 @@
+"""Bytes that a train step must send if each matmul runs where the sharding rules put it.
+
+Weights and activations are in the compute dtype, and gradients too, except those of pipeline
+stages, which are in float32. In low precision, a layer's weights have a byte for each number; their
+scales, a thousandth of that, are not counted, nor is what `_sp` rules save. Over a ring of n
+devices, an all-gather or a reduce-scatter sends (n - 1) / n of the whole array, and an all-reduce
+twice that. Transfers that remat repeats are not counted, except gathers of weights, attention's
+exchanges, and those of experts.
+"""
+
+import math
+from collections.abc import Iterable, Iterator, Mapping
+from typing import NamedTuple
+
+from recipes.common.sharding.abstract import paths
+from recipes.common.sharding.layout import Layout
+from recipes.common.sharding.matrices import ITERATIONS, Form, form_of, matrix_sides
+from recipes.common.sharding.rules import target_axes
+from recipes.instruments.plan.memory import compute_bytes
+from zoo.context import choose_exchange
+from zoo.decoder import HEAD_PATH
+from zoo.pipeline import microbatches
+from zoo.sharding import device, optimizer_axes, shards
+from zoo.strategies import ACT_EMBED, EXPERT, HEADS, LAYERS, RESIDUAL_SEQ, SEQ
+
+
+class Halves(NamedTuple):
+    """Half all-reduces of activations that a layer's tensor parallelism sends; the textbook has 8."""
+
+    whole: int  # of activations that are whole between sublayers
+    gathers: int  # all-gathers, and reduce-scatters, of sequence-sharded ones
+    scatters: int
+
+
+# Remat policy → what it sends, counted in compiled steps. Remat repeats attention's all-reduce, and
+# sequence-sharded inputs are gathered again.
+HALVES = {
+    "none": Halves(8, 4, 4),
+    "dots": Halves(8, 6, 4),
+    "sublayers": Halves(8, 6, 4),
+    "gathered": Halves(10, 6, 4),
+    "full": Halves(10, 6, 5),
+}
+
+
+TILE_ROWS, TILE_COLUMNS = 8, 128  # of a matrix, which a TPU keeps together
+
+
+class Transfer(NamedTuple):
+    """Bytes that a device sends in a step for one purpose, between the devices along some mesh axes."""
+
+    purpose: str  # "weights", "gradients", "updates", "activations", "attention", "states",
+    # "exchanges", "stages"
+    kind: str  # of collective
+    axes: frozenset[str]  # of the mesh
+    bytes: float
+
+    @property
+    def hidden(self) -> bool:
+        """Whether it overlaps with compute: weights and gradients do, since no layer waits for
+        those of another. A layer waits for its activations.
+        """
+        return self.purpose in ("weights", "gradients")
+
+    def over_links(self, mesh: Mapping[str, int], parts: Mapping[str, int]) -> tuple[float, float]:
+        """(bytes sent inside a slice or node, bytes sent to others).
+
+        A collective over both runs in two stages, so that a device exchanges with other slices
+        only its part of what its own slice has.
+
+        Args:
+          parts: mesh axis → parts into which slices divide it.
+        """
+        n, p = (math.prod(sizes.get(axis, 1) for axis in self.axes) for sizes in (mesh, parts))
+        m = n // p
+        if p == 1:
+            return self.bytes, 0.0
+        if self.kind == "collective-permute":  # the slowest device sends all of it to another slice
+            return (self.bytes if m > 1 else 0.0), self.bytes
+        whole = self.bytes / ring(n)
+        if self.kind == "all-to-all":
+            return whole * (m - 1) / n, whole * ring(p)
+        return whole * ring(m), whole * ring(p) / m
+
+
+def textbook(
+    layout: Layout, accumulate: int = 1, optimizer: str = "adamw", offload: str = ""
+) -> float:
+    """Bytes that a device must send per step; see `transfers` and `of_optimizer`."""
+    sent = [*transfers(layout, accumulate), *of_optimizer(layout, optimizer, offload)]
+    return sum(x.bytes for x in sent)
+
+
+def transfers(layout: Layout, accumulate: int = 1, repeats: bool = False) -> list[Transfer]:
+    """Everything that a device must send per step.
+
+    Args:
+      layout: with batches, and rows of seq_len positions if it has any.
+      accumulate: gradient-accumulation steps. Each one gathers weights and sums gradients.
+      repeats: whether to count what compilers send beyond the textbook: activations that remat
+        sends again (HALVES), and gradients that TPUs sum over groups of replicas too.
+    """
+    every = [
+        *of_weights(layout, accumulate, repeats),
+        *_of_activations(layout, accumulate, repeats),
+    ]
+    if layout.seq_len:
+        every += [
+            *_of_attention(layout),
+            *_of_states(layout),
+            *_of_experts(layout, accumulate),
+            *of_stages(layout, accumulate),
+        ]
+    return [transfer for transfer in every if transfer.bytes]
+
+
+def device_tokens(layout: Layout) -> float:
+    """Positions of a batch on one device, or rows without positions."""
+    positions = layout.batch_size * (layout.seq_len or layout.shape.positions)
+    return positions / (layout.batch_shards * layout.seq_shards)
+
+
+def of_weights(layout: Layout, accumulate: int = 1, repeats: bool = False) -> Iterator[Transfer]:
+    """Transfers of weights and their gradients.
+
+    A weight whose parts at rest are smaller than in use needs a reduce-scatter of the gradient and
+    two all-gathers, for the forward and the backward pass; one if remat is "none" or the model has no
+    remat, since the weight in use is then kept. Gradients are also all-reduced over the mesh axes
+    that split the batch, its rows or positions, but not the weight at rest. In stages, weights are
+    gathered once, and those that all stages share have a gradient on each.
+
+    Mesh axes that split only the optimizer's state (ZeRO-1) also scatter the gradient. Once per step,
+    the updated parts of the weight are gathered over them in float32.
+
+    Compilers (`repeats`) gather weights outside of the layers and of the MTP head once, and the
+    TPU's all-reduces gradients that would be reduce-scattered over some axes and all-reduced over
+    others, and those of a table of which a device would get neither whole tiles of V nor of D.
+    """
+    stacked = _split_by(layout, [LAYERS])
+    dtype = compute_bytes(layout)
+    matmul = layout.shape.matmul
+    keeps_weights = layout.shape.remat in (None, "none")
+    gathers = 1 if stacked or keeps_weights else 2
+    width = 4 if stacked else dtype
+    once = repeats and not stacked
+    with layout.trace():
+        tpu = repeats and device().platform == "tpu"
+    sums: dict[tuple[str, str, frozenset[str]], float] = {}
+    shapes = paths(layout.model.shapes["params"])
+    batch = _split_by(layout, layout.batch_axes) | stacked
+    stacks = {axis for axis, on in layout.zoo.LOGICAL_AXES.items() if on == "stack"}
+    for path, axes in paths(layout.model.axes["params"]).items():
+        rest, use = _split_by(layout, axes), _split_by(layout, _in_use(layout, axes))
+        whole = shapes[path].size / _devices(layout, use)
+        state = _split_by(layout, optimizer_axes(axes, layout.rules))
+        over, reduced = frozenset(state - use), frozenset(batch - state)
+        part = 2 * ring(_devices(layout, reduced)) * whole / _devices(layout, over)
+        scattered = ring(_devices(layout, over)) * whole
+        table, n = not stacks & {*axes}, _devices(layout, over)
+        columns = layout.shape.embed / n
+        rows = whole / layout.shape.embed / n
+        cuts_tiles = rows % TILE_ROWS != 0 and columns % TILE_COLUMNS != 0
+        split, updated = frozenset(rest - use), frozenset(state - rest)
+        outside = table and not path.startswith(HEAD_PATH)
+        gathered = (1 if outside and once else gathers) * ring(_devices(layout, split)) * whole
+        rounded = matmul and not table and layout.zoo.IN_USE.keys() & {*axes}
+        counts = {("weights", "all-gather", split): (1 if rounded else dtype) * gathered}
+        also_reduced = once and _devices(layout, reduced) > 1
+        if tpu and n > 1 and (also_reduced or (table and cuts_tiles)):
+            summed = 2 * ring(_devices(layout, over | reduced)) * whole
+            counts["gradients", "all-reduce", over | reduced] = width * summed
+        else:
+            counts["gradients", "reduce-scatter", over] = width * scattered
+            counts["gradients", "all-reduce", reduced] = width * part
+        for key, count in counts.items():
+            sums[key] = sums.get(key, 0.0) + accumulate * count
+        at_rest = shapes[path].size / _devices(layout, rest)
+        key = ("updates", "all-gather", updated)
+        sums[key] = sums.get(key, 0.0) + 4 * ring(_devices(layout, updated)) * at_rest
+    yield from (Transfer(*key, count) for key, count in sums.items())
+
+
+def of_optimizer(layout: Layout, optimizer: str, offload: str = "") -> list[Transfer]:
+    """Transfers of an optimizer's update: of Muon's matrices, to their devices and back.
+
+    Momenta are float32. The number of matrices is padded to a multiple of the devices.
+
+    Args:
+      offload: "optimizer": its state is in the host's memory.
+    """
+    if optimizer != "muon" or layout.mesh.size == 1:
+        return []
+    mesh = layout.mesh
+    sent = []
+    for form, share in shares(layout, offload).items():
+        owners, replicas = form.axes, form.replicas(mesh)
+        moved = 4 * share * _devices(layout, owners) * math.prod(dim.size for dim in form.dims)
+        both_ways = 2 * moved * ring(_devices(layout, owners))
+        gathered = moved * _devices(layout, replicas) * ring(_devices(layout, replicas))
+        sent.append(Transfer("updates", "all-to-all", frozenset(owners), both_ways))
+        sent.append(Transfer("updates", "all-gather", frozenset(replicas), gathered))
+    return [transfer for transfer in sent if transfer.bytes]
+
+
+def shares(layout: Layout, offload: str = "") -> dict[Form, int]:
+    """Form → how many of its matrices a device orthogonalizes, for all of a model's.
+
+    An accelerator with an offloaded optimizer state deals out the matrices of each layer by itself.
+    """
+    with layout.trace():
+        in_turn = bool(offload) and device().platform != "cpu"
+    stacks = {axis for axis, on in layout.zoo.LOGICAL_AXES.items() if on == "stack"}
+    shapes = paths(layout.model.shapes["params"])
+    shardings = paths(layout.optimizer_shardings())
+    counts: dict[tuple[Form, int], int] = {}  # form and number of layers in turn → matrices
+    for name, axes in paths(layout.model.axes["params"]).items():
+        sides = matrix_sides(axes, layout.zoo.IN_USE)
+        if not sides:
+            continue
+        form, _ = form_of(shapes[name].shape, shardings[name].spec, sides, layout.mesh)
+        shard = shardings[name].shard_shape(shapes[name].shape)
+        layers = shard[0] if in_turn and axes[0] in stacks else 1
+        matrices = math.prod(shard) // math.prod(dim.size for dim in form.dims)
+        counts[form, layers] = counts.get((form, layers), 0) + matrices
+    totals: dict[Form, int] = {}
+    for (form, layers), count in counts.items():
+        share = layers * form.share(count // layers, layout.mesh)
+        totals[form] = totals.get(form, 0) + share
+    return totals
+
+
+def optimizer_flops(layout: Layout, optimizer: str, offload: str = "") -> float:
+    """FLOPs of a device in Muon's iterations, each of three products."""
+    if optimizer != "muon":
+        return 0.0
+    flops = 0.0
+    for form, share in shares(layout, offload).items():
+        rows, columns = (form.side(side, layout.mesh) for side in (form.rows, form.columns))
+        flops += share * ITERATIONS * (4 * rows**2 * columns + 2 * rows**3)
+    return flops
+
+
+def _of_activations(layout: Layout, accumulate: int, repeats: bool) -> Iterator[Transfer]:
+    """Transfers of activations between the devices that share a matmul.
+
+    Consider weights in use with an axis of the residual stream, one that IN_USE maps to. If their
+    other axes are split, each device has a partial sum: each module with such weights (not counting
+    its submodules) costs one all-reduce of the residual stream forward and one backward, for each
+    of its stacked layers. Weights that read a latent instead, IN_USE's other axis, cost one of the
+    latent backward; latent attention has one more, of the rotary key that its heads share.
+    """
+    zoo, attention = layout.zoo, layout.shape.attention
+    shared_key = attention.shared_key if attention else 0
+    shapes = paths(layout.model.shapes["params"])
+    stream = ACT_EMBED
+    latents = {*zoo.IN_USE.values()} - {stream}
+    widths: dict[str, float] = {}  # module → elements per token
+    split: dict[str, set[str]] = {}  # module → mesh axes
+    of_latents: dict[str, float] = {}  # module → elements per token
+    reads: set[str] = set()  # modules with split weights that read the residual stream
+    for path, axes in paths(layout.model.axes["params"]).items():
+        module, axes = path.rpartition("/")[0], _in_use(layout, axes)
+        residual = set(axes) & {stream, *latents}
+        stacked = {axis for axis in axes if zoo.LOGICAL_AXES[axis] in ("weights", "stack")}
+        mesh_axes = _split_by(layout, set(axes) - residual - stacked)
+        dims = zip(axes, shapes[path].shape, strict=True)
+        width = math.prod(n for axis, n in dims if axis in residual | stacked - {EXPERT})
+        if residual and stream not in axes:
+            layers = width / shapes[path].shape[axes.index(next(iter(residual)))]
+            key = 0 if module in of_latents else layers * shared_key
+            of_latents[module] = of_latents.get(module, 0) + width + key
+        elif residual:
+            widths[module] = width
+            split.setdefault(module, set()).update(mesh_axes)
+            if mesh_axes and axes[-1] != stream:
+                reads.add(module)
+    busy_share = busy(layout, accumulate)
+    for module, axes in split.items():
+        halves = 1 if module in of_latents and module not in reads else 2
+        each = halves * widths[module] + of_latents.get(module, 0)
+        elements = 2 * ring(_devices(layout, axes)) * each * device_tokens(layout)
+        layers = module.startswith(LAYERS)
+        for kind, share in (_kinds(layout) if repeats and layers else {"all-reduce": 1.0}).items():
+            sent = elements * compute_bytes(layout) * share * (busy_share if layers else 1)
+            yield Transfer("activations", kind, frozenset(axes), sent)
+
+
+def busy(layout: Layout, accumulate: int) -> float:
+    """The share of all layers that a device runs: those of its stage, also while it waits."""
+    if layout.stages == 1:
+        return 1.0
+    parts = _microbatches(layout, accumulate)
+    return (parts + layout.stages - 1) / parts / layout.stages
+
+
+def _kinds(layout: Layout) -> dict[str, float]:
+    """Kind of collective → how many times a layer's textbook it sends of activations, under remat."""
+    if layout.shape.remat is None:
+        return {"all-reduce": 1.0}
+    halves = HALVES.get(layout.shape.remat, HALVES["full"])
+    if layout.count_shards(RESIDUAL_SEQ) > layout.count_shards(SEQ):
+        return {"all-gather": halves.gathers / 8, "reduce-scatter": halves.scatters / 8}
+    return {"all-reduce": halves.whole / 8}
+
+
+def of_stages(layout: Layout, accumulate: int = 1) -> Iterator[Transfer]:
+    """Transfers between stages: activations, and their parts for the loss.
+
+    A microbatch's activations and their gradients go to the next stage in every tick, also in the
+    bubble. The last stage's output is scattered over all stages, and its gradient gathered.
+    """
+    stages = layout.stages
+    if stages == 1:
+        return
+    parts, axes = _microbatches(layout, accumulate), frozenset(_split_by(layout, [LAYERS]))
+    each = device_tokens(layout) / parts * layout.shape.embed * compute_bytes(layout)
+    yield Transfer("stages", "collective-permute", axes, 2 * (parts + stages - 1) * each)
+    for kind in ("reduce-scatter", "all-gather"):
+        yield Transfer("stages", kind, axes, parts * ring(stages) * each)
+
+
+def _microbatches(layout: Layout, accumulate: int) -> int:
+    """M of the pipeline."""
+    rows = layout.batch_size // accumulate // layout.batch_shards
+    return microbatches(layout.config, rows, layout.stages)
+
+
+def _of_attention(layout: Layout) -> Iterator[Transfer]:
+    """Transfers so that positions attend to those on other devices.
+
+    Each layer does it forward, again unless remat keeps everything, and backward. An all-to-all
+    exchanges queries, keys, values and outputs; a ring passes on keys and values, and backward
+    their gradients too.
+    """
+    n, attention = layout.seq_shards, layout.shape.attention
+    if n == 1 or attention is None:
+        return
+    axes = frozenset(_split_by(layout, layout.batch_axes[1:]))
+    with layout.trace():
+        split = shards(HEADS)
+        exchange = choose_exchange(layout.config.context, attention.heads)
+    all_to_all = exchange == "all-to-all"
+    kv_split = split * n if all_to_all else split
+    elements = 0.0  # per token
+    for layer, count in layout.shape.trained_layers:
+        if layer.attention:
+            queries = layer.attention.heads // split if all_to_all else 0
+            kv = math.lcm(layer.attention.kv_heads, kv_split) // split
+            elements += count * (queries + kv) * layer.attention.kv_dim
+    sent = elements * device_tokens(layout) * compute_bytes(layout)
+    forward = 1 if layout.shape.remat == "none" else 2
+    if all_to_all:
+        yield Transfer("attention", "all-to-all", axes, (forward + 1) * sent * ring(n))
+    else:
+        yield Transfer("attention", "collective-permute", axes, (forward + 2) * sent * (n - 1))
+
+
+def _of_states(layout: Layout) -> Iterator[Transfer]:
+    """Transfers so that a recurrence's state travels along positions on n devices.
+
+    Devices compose what each does to a state, a matrix and an offset, in log2(n - 1) steps; the last
+    step and the final hop send offsets alone. A layer does it forward, again unless remat keeps
+    everything, and backward. These numbers are in float32 and don't grow with T.
+    """
+    n = layout.seq_shards
+    if n == 1:
+        return
+    steps = math.ceil(math.log2(n - 1)) if n > 2 else 0
+    split = layout.count_shards(HEADS)
+    sent = 0.0  # bytes per row
+    for layer, count in layout.shape.trained_layers:
+        if layer.recurrence:
+            maps = (steps + 1) * layer.recurrence.state
+            maps += max(steps - 1, 0) * layer.recurrence.erase
+            sent += count * (4 * maps + compute_bytes(layout) * layer.recurrence.halo) / split
+    axes = frozenset(_split_by(layout, layout.batch_axes[1:]))
+    times = 2 if layout.shape.remat == "none" else 3
+    sent *= times * layout.batch_size / layout.batch_shards
+    yield Transfer("states", "collective-permute", axes, sent)
+
+
+def _of_experts(layout: Layout, accumulate: int) -> Iterator[Transfer]:
+    """Transfers to the devices of other experts and back.
+
+    Slots of D numbers each go there and come back, and so do their gradients: four times (n - 1) /
+    n of them, where n devices share the experts; five times if remat sends them again.
+    """
+    axes = frozenset(_split_by(layout, [EXPERT]))
+    if not axes:
+        return
+    # A device that has a part of each row has as many slots as if it had the whole row.
+    tokens = device_tokens(layout) * layout.seq_shards
+    slots = sum(x.slots * count for x, count in layout.shape.trained_experts) * tokens
+    times = 4 if layout.shape.remat in ("none", "dispatched") else 5
+    sent = times * ring(_devices(layout, axes)) * slots * layout.shape.embed
+    yield Transfer(
+        "exchanges", "all-to-all", axes, sent * compute_bytes(layout) * busy(layout, accumulate)
+    )
+
+
+def _in_use(layout: Layout, axes: Iterable[str]) -> list[str]:
+    """A weight's logical axes while it is multiplied."""
+    return [layout.zoo.IN_USE.get(axis, axis) for axis in axes]
+
+
+def _split_by(layout: Layout, axes: Iterable[str]) -> set[str]:
+    """The mesh axes that split these logical axes."""
+    return {name for axis in axes for name in target_axes(layout.rules.get(axis))}
+
+
+def _devices(layout: Layout, axes: Iterable[str]) -> int:
+    """Devices along these mesh axes."""
+    return math.prod(layout.mesh.shape[axis] for axis in axes)
+
+
+def ring(devices: int) -> float:
+    """The fraction of an array that each device sends in an all-gather over a ring."""
+    return (devices - 1) / devices

@@ -1,0 +1,267 @@
+"""Proves a model on every mesh that fits: `prove` is what recipes.prove runs, and your own tests.
+
+    def test_my_model_trains_alike_on_every_mesh():
+        proof = prove(lambda: MyModel(rngs=nnx.Rngs(0)), None, RULES, batch, meshes=["8", "4x2"])
+        assert proof.holds, str(proof)
+
+recipes/docs/proving.md explains what it compares.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Callable, Iterable
+from typing import Any
+from unittest import mock
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from flax import nnx
+from jax.sharding import Mesh
+
+from recipes.common.sharding import Layout, paths
+from recipes.common.train.state import abstract_state
+from recipes.instruments.prove import compare, table
+from recipes.instruments.prove.compare import Difference
+from recipes.instruments.prove.locate import Place, locate
+from recipes.instruments.prove.run import (
+    OPTIMIZER,
+    Training,
+    measure,
+    numbers,
+    restored,
+    trace_loss,
+)
+from recipes.instruments.prove.source import float32_line, folder_of
+from recipes.instruments.prove.subject import (
+    Subject,
+    check_loss,
+    layouts,
+    make_meshes,
+    make_subject,
+    reason,
+    reference_layout,
+)
+from recipes.instruments.prove.waste import Waste, wasteful
+
+# What is compared → the largest relative difference that rounding explains.
+TOLERANCES = {
+    "initial": 0.0,
+    "loss": compare.LOSS_TOLERANCE,
+    "metrics": compare.LOSS_TOLERANCE,
+    "gradient": compare.GRADIENT_TOLERANCE,
+    "state": compare.STATE_TOLERANCE,
+    "restore": 0.0,
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """A model under one strategy on one mesh, against one device."""
+
+    strategy: str
+    mesh: str
+    # What is compared → path, or name of a metric → difference; see TOLERANCES.
+    differences: dict[str, dict[str, Difference]] = dataclasses.field(default_factory=dict)
+    float64: float | None = None  # the largest relative difference in float64, if it was measured
+    note: str = ""  # why it was not
+    place: Place | None = None  # where the first difference comes from
+    sent: dict[str, tuple[int, int]] = dataclasses.field(default_factory=dict)  # see run.Measured
+    memory: int = 0
+    waste: tuple[Waste, ...] = ()
+    error: str = ""  # why it could not be compiled or run
+
+    @property
+    def beyond(self) -> dict[str, dict[str, Difference]]:
+        """The differences beyond tolerance."""
+        every = {
+            what: {path: x for path, x in found.items() if not x.relative <= TOLERANCES[what]}
+            for what, found in self.differences.items()
+        }
+        return {what: found for what, found in every.items() if found}
+
+    @property
+    def is_rounding(self) -> bool:
+        """Whether float64 shows that what differs in float32 is rounding."""
+        return self.float64 is not None and self.float64 <= compare.FLOAT64_TOLERANCE
+
+    @property
+    def holds(self) -> bool:
+        return not self.error and (not self.beyond or self.is_rounding)
+
+
+@dataclasses.dataclass(frozen=True)
+class Proof:
+    """All cases, and why other pairs of strategy and mesh were left out."""
+
+    cases: tuple[Case, ...]
+    left_out: tuple[str, ...]
+
+    @property
+    def holds(self) -> bool:
+        return all(case.holds for case in self.cases)
+
+    def __str__(self) -> str:
+        return table.text(self)
+
+
+def prove(
+    build: Callable[[], nnx.Module],
+    loss: Callable[..., Any] | None,
+    rules: dict,
+    batch: dict[str, Any] | None = None,
+    meshes: Iterable[str | Mesh] = (),
+    *,
+    optimizer: optax.GradientTransformation = OPTIMIZER,
+    auto: bool = False,
+    x64: bool = False,
+    on_start: Callable[[str], None] = lambda case: None,
+    on_case: Callable[[Case], None] = lambda case: None,
+) -> Proof:
+    """Compares a model on meshes with one device: initial values, loss, metrics, each gradient, the
+    state after three steps, and that state restored on another mesh.
+
+    Args:
+      build: makes the model, with logical axes in the `out_sharding` of its variables.
+      loss: (model, **batch) → a mean, or (sum, count, {name: (sum, count)}); None: model.loss.
+      rules: strategy → {logical axis: mesh axis, tuple of mesh axes or None}, or one such table.
+      batch: name → array, rows first; None: random tokens, for a loss of tokens and targets.
+      meshes: names such as "4x2", or meshes; none: for each strategy, those of all devices that have
+        its mesh axes.
+      optimizer: of the three steps; AdamW.
+      auto: whether mesh axes are Auto: the compiler then chooses what constraints leave open.
+      x64: whether to repeat what differs in float64.
+      on_start: called before each case with its name and number.
+      on_case: called after each case.
+
+    Raises UserError if these don't fit each other.
+    """
+    made = make_meshes(meshes)
+    subject = make_subject(build, loss, rules, batch, optimizer)
+    pairs, left_out = layouts(subject, made, auto)
+    reference = Reference(reference_layout(pairs.values()), subject)
+    check_loss(reference.layout, subject.batch)
+    targets = [*pairs.values(), reference.layout]
+    cases = []
+    for place, ((strategy, mesh), layout) in enumerate(pairs.items()):
+        on_start(f"{place + 1} of {len(pairs)}: {strategy} on {mesh}")
+        case = prove_case(reference, strategy, mesh, layout, targets[place + 1])
+        if x64 and case.beyond:
+            case = in_float64(case, layout, reference.subject)
+        cases.append(case)
+        on_case(case)
+    return Proof(tuple(cases), tuple(left_out))
+
+
+@dataclasses.dataclass(frozen=True)
+class Reference:
+    """One device's run, which all others must equal."""
+
+    layout: Layout
+    subject: Subject
+
+    @functools.cached_property
+    def training(self) -> Training:
+        return measure(self.layout, self.subject.optimizer, self.subject.batch).training
+
+
+def prove_case(
+    reference: Reference, strategy: str, mesh: str, layout: Layout, target: Layout
+) -> Case:
+    """One case; `target`: the layout on which the state is restored."""
+    subject = reference.subject
+    try:
+        measured = measure(layout, subject.optimizer, subject.batch)
+    except Exception as error:  # whatever the user's code raises
+        failure = reason(error)
+        if type(error).__name__ == "ShardingTypeError":  # JAX doesn't export it
+            failure += " If your model leaves this to the compiler, use auto axes (--auto)."
+        return Case(strategy, mesh, error=failure)
+    training = measured.training
+    differences = compare_runs(training, reference.training)
+    after = restored(training.state, abstract_state(target, subject.optimizer))
+    warnings = wasteful(layout, subject.optimizer, subject.batch, measured.step)
+    differences["restore"] = compare.compare_all(after, training.final)
+    case = Case(
+        strategy,
+        mesh,
+        differences,
+        sent=measured.sent,
+        memory=measured.memory,
+        waste=tuple(dict.fromkeys(warnings)),
+    )
+    if case.beyond.keys() & {"loss", "metrics", "gradient"}:
+        variables = {kind: reference.training.initial[kind] for kind in layout.model.shapes}
+        place = locate(layout, reference.layout, variables, subject.batch)
+        case = dataclasses.replace(case, place=place)
+    return case
+
+
+def compare_runs(on_mesh: Training, on_one: Training) -> dict[str, dict[str, Difference]]:
+    """What is compared → path or name → the largest difference in all steps."""
+    dtype = jax.dtypes.canonicalize_dtype("float64")  # float32 without x64
+
+    def worst(found: Iterable[dict[str, Difference]]) -> dict[str, Difference]:
+        every = [*found]
+        return {path: max(x[path] for x in every) for path in every[0]}
+
+    metrics = worst(
+        {name: compare.compare(np.array(a[name], dtype), np.array(b[name], dtype)) for name in b}
+        for a, b in zip(on_mesh.metrics, on_one.metrics, strict=True)
+    )
+    gradients = worst(
+        compare.compare_gradients(paths(a), paths(b))
+        for a, b in zip(on_mesh.grads, on_one.grads, strict=True)
+    )
+    state = compare.compare_all(on_mesh.final, on_one.final)
+    zeros = tuple(compare.zeros(paths(on_one.grads[0])))
+    return {
+        "initial": compare.compare_all(numbers(on_mesh.initial), numbers(on_one.initial)),
+        "loss": {"loss": metrics.pop("loss")},
+        "metrics": metrics,
+        "gradient": gradients,
+        # Adam divides a gradient by its size: it makes much of one that is zero but for rounding.
+        "state": {path: x for path, x in state.items() if not zeros or not path.endswith(zeros)},
+    }
+
+
+def in_float64(case: Case, layout: Layout, subject: Subject) -> Case:
+    """The case with its largest difference in float64, or with a note why that tells nothing.
+
+    Variables are float64 and `jnp.float32` means float64 in the model's code, as does `dtype` in the
+    configs that its modules hold.
+    """
+
+    def build() -> nnx.Module:
+        model = subject.build()
+        node: Any
+        for _, node in nnx.iter_graph(model):
+            if isinstance(node, nnx.Variable) and node.dtype == np.float32:
+                node.set_value(node.get_value().astype("float64"))
+            elif isinstance(node, nnx.Module):
+                config: Any = vars(node).get("config")
+                is_config = dataclasses.is_dataclass(config) and not isinstance(config, type)
+                if is_config and "dtype" in vars(config):
+                    vars(node)["config"] = dataclasses.replace(
+                        vars(node)["config"], dtype="float64"
+                    )
+        return model
+
+    batch = {
+        name: np.asarray(x, np.float64) if x.dtype == np.float32 else x
+        for name, x in subject.batch.items()
+    }
+    wide = dataclasses.replace(subject, build=build, batch=batch)
+    with jax.enable_x64(True), mock.patch.object(jnp, "float32", jnp.float64):
+        pairs, _ = layouts(wide, [layout.mesh])
+        (wide_layout,) = (x for (name, _), x in pairs.items() if name == layout.strategy)
+        traced = trace_loss(wide_layout, wide_layout.model, batch)
+        if narrow := float32_line(traced.jaxpr.jaxpr, folder_of(nnx.eval_shape(build))):
+            note = f"the model computes in float32 at {narrow}, so float64 tells nothing"
+            return dataclasses.replace(case, note=note)
+        reference = Reference(reference_layout([wide_layout]), wide)
+        training = measure(wide_layout, wide.optimizer, batch).training
+        differences = compare_runs(training, reference.training)
+    every = [x.relative for found in differences.values() for x in found.values()]
+    return dataclasses.replace(case, float64=max(every))

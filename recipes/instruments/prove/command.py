@@ -1,0 +1,75 @@
+"""The command `python -m recipes.prove`."""
+
+import dataclasses
+import json
+import sys
+
+from recipes.common.runtime import UserError, flag, print0
+from recipes.instruments.prove import table
+from recipes.instruments.prove.cases import Case, prove
+from recipes.instruments.prove.subject import builder, load, load_batch, load_function, make_meshes
+
+
+@dataclasses.dataclass(frozen=True)
+class Flags:
+    model: str = flag("", "FILE.py:NAME of your nnx.Module.", group="model")
+    config: str = flag(
+        "", "Size of the model, a classmethod of the class Config in its file; empty: the model is built "
+        "from rngs alone.", group="model",
+    )  # fmt: skip
+    rules: str = flag(
+        "", "FILE.py:NAME of the sharding rules, a table or a dict of tables; empty: RULES in the model's "
+        "file.",
+    )  # fmt: skip
+    loss: str = flag(
+        "",
+        "FILE.py:NAME of a function of the model and the batch's arrays; empty: the model's method.",
+    )
+    batch: str = flag(
+        "", "FILE.py:NAME of a function that returns the batch, a dict of arrays; empty: random tokens, "
+        "for language models.", group="data",
+    )  # fmt: skip
+    meshes: str = flag(
+        "", "Meshes, comma-separated; with axis names, as in data=2,expert=4, separated by semicolons; "
+        "empty: for each strategy, those of all devices that have its axes.",
+    )  # fmt: skip
+    auto: bool = flag(
+        False,
+        "Use Auto mesh axes, for models that leave shardings to the compiler; else Explicit ones.",
+    )
+    x64: bool = flag(False, "Repeat what differs in float64, to tell rounding from error.")
+    json: bool = flag(False, "Print JSON, with a difference for each array.")
+
+
+def main(flags: Flags) -> None:
+    if not flags.model:
+        raise UserError("no model is named; use --model=FILE.py:NAME")
+    names = flags.meshes.split(";" if "=" in flags.meshes else ",") if flags.meshes else []
+    meshes = make_meshes(names)
+    model = load_function(flags.model, "--model")
+    file, _, _ = flags.model.rpartition(":")
+    rules = load(flags.rules or f"{file}:RULES", "--rules")
+
+    def on_start(case: str) -> None:
+        if not flags.json and case.startswith("1 "):
+            print0(table.head())
+        if sys.stderr.isatty():  # the next line of the table replaces it
+            print(f"{case} …", end="\r", file=sys.stderr, flush=True)
+
+    def on_case(case: Case) -> None:
+        if not flags.json:
+            print0(table.row(case), *table.details(case))
+
+    proof = prove(
+        builder(model, flags.config),
+        load_function(flags.loss, "--loss") if flags.loss else None,
+        rules,
+        load_batch(flags.batch) if flags.batch else None,
+        meshes,
+        auto=flags.auto,
+        x64=flags.x64,
+        on_start=on_start,
+        on_case=on_case,
+    )
+    print0(*([json.dumps(table.as_json(proof), indent=1)] if flags.json else table.ending(proof)))
+    sys.exit(0 if proof.holds else 1)
