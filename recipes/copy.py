@@ -22,6 +22,7 @@ ZOO = pathlib.Path(__file__).parents[1] / "zoo"
 OPTIONAL = {  # file that is imported inside functions → what needs it
     "cache": "generation",
     "context": "rings and all-to-alls (rules with cp)",
+    "cudnn": "the attention kernel of NVIDIA GPUs",
     "delta_context": "a state that travels between devices (rules with cp)",
     "lora": "adapters (lora_rank)",
     "low_precision": "low precision (matmul)",

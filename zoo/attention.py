@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from .kernels import (
-    JOINABLE, TILE, Request, Settings, blockwise, choose_kernel, cudnn, flash, flash_gradients,
+    TILE, Request, Settings, blockwise, choose_kernel, flash, flash_gradients,
 )  # fmt: skip
 from .layers import Kind, adapters, add_bias, dot, gather, project, rope_angles, rotate
 from .sharding import constrain, explicit, param, per_device, shards
@@ -261,7 +261,8 @@ def attend(
         dtype=str(q_BTNH.dtype),
         segments=segment_ids_BT is not None,
         exchange=exchange,
-        plain=soft_cap is None and sinks_N is None,
+        soft_cap=soft_cap is not None,
+        sinks=sinks_N is not None,
     )
     kernel = choose_kernel(kernel, request).kernel
     seq = "seq" if exchange == "ring" else None  # else each device has all positions of its heads
@@ -295,8 +296,14 @@ def attend(
 
 def attend_on_device(kernel: str, settings, q_BTNH, k_BSKH, v_BSKH, segment_ids_BT, sinks_N):
     """One device's part of `attend`: [B, T, N, H]."""
-    if kernel not in JOINABLE:
-        return cudnn(settings, q_BTNH, k_BSKH, v_BSKH, segment_ids_BT)
+    if kernel == "cudnn":
+        from .cudnn import cudnn
+
+        value_dim = v_BSKH.shape[-1]
+        padding = (*[(0, 0)] * 3, (0, q_BTNH.shape[-1] - value_dim))
+        v_BSKH = jnp.pad(v_BSKH, padding)  # the kernel has one H
+        out_BTNH: Any = cudnn(settings, q_BTNH, k_BSKH, v_BSKH, segment_ids_BT, sinks_N)
+        return out_BTNH[..., :value_dim]
     T = settings.positions
     if segment_ids_BT is None:
         segment_ids_BT = jnp.zeros(q_BTNH.shape[:2], jnp.int32)

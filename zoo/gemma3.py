@@ -64,7 +64,7 @@ class Config(Compute):
 
     @property
     def attention_shape(self) -> AttentionShape:
-        return dataclasses.replace(super().attention_shape, plain=self.soft_cap is None)
+        return dataclasses.replace(super().attention_shape, soft_cap=self.soft_cap is not None)
 
     @classmethod
     def tiny(cls) -> "Config":

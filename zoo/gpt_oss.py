@@ -66,7 +66,7 @@ class Config(Compute):
 
     @property
     def attention_shape(self) -> AttentionShape:
-        return dataclasses.replace(super().attention_shape, plain=False)  # it has sinks
+        return dataclasses.replace(super().attention_shape, sinks=True)
 
     @property
     def layer_shape(self) -> LayerShape:

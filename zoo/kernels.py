@@ -16,6 +16,7 @@ from .sharding import constrain, device, mesh_axes, reshape, shards
 
 JOINABLE = ("flash", "splash")  # kernels whose outputs for several parts of the keys can be joined
 KERNELS = ("auto", "xla", *JOINABLE, "cudnn")  # valid values of Config.attention
+LONGEST_MASK = 8_192  # positions up to which GPUs before Hopper get a mask of T × T for segments
 FLASH_FROM = 8_192  # positions from which `flash` is faster on CPUs than `blockwise`
 
 
@@ -31,7 +32,8 @@ class Request:
     dtype: str
     segments: bool  # whether rows have segment ids
     exchange: str | None  # between devices that split T, see context.choose_exchange; None: none
-    plain: bool = True  # whether scores have neither soft caps nor sinks
+    soft_cap: bool = False  # whether scores have one
+    sinks: bool = False  # whether heads have them
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,10 +55,12 @@ def choose_kernel(name: str, request: Request) -> Choice:
     if name == "auto" and platform not in ("tpu", "gpu"):
         name = "xla" if request.seq_len < FLASH_FROM else "flash"
     if name != "auto":
-        unfit = not request.plain or request.exchange == "ring"
-        unfit = unfit or (request.exchange is not None and name == "xla")
+        unfit = request.soft_cap or request.exchange == "ring"
+        if name == "xla":
+            unfit = unfit or request.sinks or request.exchange is not None
         return Choice("flash" if unfit and name not in JOINABLE else name)
-    if shards("head_dim") > 1 and not request.exchange and request.plain:
+    plain = not request.soft_cap and not request.sinks
+    if shards("head_dim") > 1 and not request.exchange and plain:
         return Choice("xla", obstacle="rules that split head_dim")
     return _splash(request) if platform == "tpu" else _cudnn(request)
 
@@ -70,19 +74,21 @@ def _splash(request: Request) -> Choice:
 
 def _cudnn(request: Request) -> Choice:
     gpu = device().device_kind
-    widest = 256 if _capability(gpu) >= 9 else 128
-    if _capability(gpu) < 8:
+    capability = compute_capability(gpu)
+    widest = 256 if capability >= 9 else 128
+    if capability < 8:
         return Choice("flash", obstacle=gpu)
     if request.dtype == "float32":
         return Choice("flash", obstacle=request.dtype)
     if request.head_dim % 8 or widest < request.head_dim:
         return Choice("flash", obstacle=f"a head dim of {request.head_dim}")
-    if request.segments:  # cuDNN has a mask of T × T for them, which no GPU has run yet
-        return Choice("flash", obstacle="segments")
     if request.exchange == "ring":
         return Choice("flash", obstacle="a ring")
-    if not request.plain:
-        return Choice("flash", obstacle="soft caps or sinks")
+    if request.soft_cap:
+        return Choice("flash", obstacle="soft caps")
+    masks = request.seq_len <= LONGEST_MASK and request.seq_len % 2 == 0
+    if request.segments and capability < 9 and not masks:
+        return Choice("flash", obstacle=f"{request.seq_len:,} positions with segments")
     return Choice("cudnn")
 
 
@@ -96,7 +102,7 @@ def block_of(seq_len: int, window: int | None = None) -> int:
     return next((block for block in (*largest, 512, 384, 256, 128) if seq_len % block == 0), 0)
 
 
-def _capability(kind: str) -> float:
+def compute_capability(kind: str) -> float:
     """The CUDA compute capability of a kind of GPU; 0.0 for AMD GPUs."""
     for gpu in jax.devices():
         text = str(getattr(gpu, "compute_capability", ""))
@@ -238,30 +244,6 @@ def _over_tiles(settings: Settings, tile, queries, kv, ids_BT, offset, query_sum
 def _scores(settings: Settings, q_XTGH, k_XSH):
     scores = dot("XTGH,XSH->XTGS", q_XTGH, k_XSH) * q_XTGH.shape[-1] ** -0.5
     return soft_cap(scores, settings.soft_cap)
-
-
-def cudnn(settings: Settings, q_BTNH, k_BSKH, v_BSKH, segment_ids_BT) -> jax.Array:
-    """NVIDIA's kernel, for scores without soft caps and sinks. Returns [B, T, N, H].
-
-    Segments become a mask of T × T, whatever the number of heads.
-    """
-    mask_BNTS = None
-    if segment_ids_BT is not None:
-        mask_BNTS = segment_ids_BT[:, None, :, None] == segment_ids_BT[:, None, None, :]
-    window = None if settings.window is None else (settings.window - 1, 0)
-    value_dim = v_BSKH.shape[-1]
-    padding = (*[(0, 0)] * 3, (0, q_BTNH.shape[-1] - value_dim))
-    v_BSKH = jnp.pad(v_BSKH, padding)  # jax.nn wants one H
-    out_BTNH = jax.nn.dot_product_attention(
-        q_BTNH,
-        k_BSKH,
-        v_BSKH,
-        mask=mask_BNTS,
-        is_causal=True,
-        local_window_size=window,
-        implementation="cudnn",
-    )
-    return out_BTNH[..., :value_dim]
 
 
 def blockwise(q_BTNH, k_BSKH, v_BSKH, segment_ids_BT, window: int | None, kv_heads):

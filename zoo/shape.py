@@ -21,7 +21,8 @@ class AttentionShape:
     cached: int  # numbers per position in a cache: keys and values, or a latent
     window: int | None = None  # a position sees itself and the window - 1 before it
     causal: bool = True  # False: a position sees the whole row
-    plain: bool = True  # False: scores have soft caps or sinks, which some kernels lack
+    soft_cap: bool = False  # whether scores have one, which some kernels lack
+    sinks: bool = False  # whether heads have sinks, likewise
     latents: int = 0  # numbers per position between low-rank projections; no rule splits them
     shared_key: int = 0  # the part of `latents` that is a key of all heads
 

@@ -31,6 +31,7 @@ from recipes.instruments.bench import kernels as bench_kernels
 from recipes.instruments.bench.common import make_step
 from recipes.transformer import MODEL, main
 from tests.conftest import ROOT, full_except
+from tests.support.cudnn import use_xla
 from tests.support.models import random_variables
 from tests.support.quick import QUICK
 from tests.support.quick import quick as quick
@@ -103,6 +104,10 @@ def documents(B: int, T: int) -> np.ndarray:
     ),
 )
 def test_a_kernel_matches_the_definition(kernel, T, K, segments, window, extras):
+    compare_with_definition(kernel, T, K, segments, window, extras)
+
+
+def compare_with_definition(kernel, T, K, segments, window, extras):
     """Outputs and gradients, of sinks too. "cap" bends most scores: they are up to 4 or so."""
     shapes = [(2, T, 4, 16), *2 * [(2, T, K, 16)], (2, T, 4, 16), (4,)]
     rng = np.random.default_rng(0)
@@ -319,17 +324,34 @@ def by_xla(config: Config, T: int) -> tuple[float, dict]:
     return loss_and_gradients(alone, "1x1", "dp", T)
 
 
-@pytest.mark.parametrize("shape", bench_kernels.SMALL, ids=str)
-def test_what_cudnn_is_asked_for_is_attention(shape, monkeypatch):
-    """Segments as a mask, windows and grouped heads, with XLA in place of NVIDIA's library."""
-    original = jax.nn.dot_product_attention
+@pytest.mark.parametrize(
+    ("per_pass", "K", "segments", "window", "extras"),
+    [
+        (0, 2, False, None, ""),
+        (0, 4, False, 20, "sinks"),
+        (8, 2, True, None, ""),  # all documents in one pass
+        (8, 1, True, 20, "sinks"),
+        (2, 2, True, None, ""),  # several passes, some of which end within a row
+        (3, 4, True, 20, "sinks"),
+        (None, 2, True, 20, ""),  # a mask, before Hopper
+        (None, 2, True, None, "sinks"),
+    ],
+)
+def test_what_cudnn_is_asked_for_is_attention(per_pass, K, segments, window, extras, monkeypatch):
+    """XLA in cuDNN's place leaves NaN where the library leaves anything."""
+    use_xla(monkeypatch, packs=per_pass is not None, documents=per_pass or 0)
+    compare_with_definition("cudnn", 60, K, segments, window, extras)
 
-    def on_cpu(*arrays, implementation, **options):
-        assert implementation == "cudnn"
-        return original(*arrays, implementation="xla", **options)
 
-    monkeypatch.setattr(jax.nn, "dot_product_attention", on_cpu)
-    assert max(bench_kernels.errors("cudnn", shape, "float32").values()) < 2e-6
+def test_cudnn_s_values_may_be_narrower_than_its_keys(monkeypatch):
+    """As in latent attention."""
+    use_xla(monkeypatch)
+    q, k, v = (
+        jax.random.normal(jax.random.key(i), (2, 24, 2, H)) for i, H in enumerate((12, 12, 8))
+    )
+    ids = documents(2, 24)
+    ours = attend(q, k, v, ids, kernel="cudnn")
+    np.testing.assert_allclose(ours, plain(q, k, v, ids, None), atol=1e-5)
 
 
 def test_a_config_names_a_kernel_that_there_is():
@@ -385,9 +407,10 @@ TPU, H100, MI300 = (
         (TPU, 1920, True, {}, Choice("splash", blocks=384)),
         (TPU, 128, False, {}, Choice("splash", blocks=128)),
         (TPU, 1000, True, {}, Choice("flash", obstacle="1,000 positions, not a multiple of 128")),
-        (H100, 1000, True, {}, Choice("flash", obstacle="segments")),
+        (H100, 1000, True, {}, Choice("cudnn")),
+        (H100, 131_072, True, {}, Choice("cudnn")),
         (H100, 1001, False, {"sliding_window": 100}, Choice("cudnn")),
-        (H100, 1024, True, {"sliding_window": 100}, Choice("flash", obstacle="segments")),
+        (H100, 1024, True, {"sliding_window": 100}, Choice("cudnn")),
         (H100, 1024, False, {"head_dim": 20}, Choice("flash", obstacle="a head dim of 20")),
         (H100, 1024, False, {"head_dim": 264}, Choice("flash", obstacle="a head dim of 264")),
         (H100, 1024, False, {"head_dim": 256}, Choice("cudnn")),
@@ -424,18 +447,23 @@ def test_an_older_gpu_is_known_by_its_compute_capability(monkeypatch):
     class Card:
         device_kind, compute_capability = "Tesla V100-SXM2-16GB", "7.0"
 
+    cudnn = Choice("cudnn")
     none = Choice("flash", obstacle="Tesla V100-SXM2-16GB")
     wide = Choice("flash", obstacle="a head dim of 256")
-    for capability, head_dim, wanted in (
-        ("7.0", 64, none), ("8.0", 64, Choice("cudnn")), ("gfx942", 64, none),
-        ("8.0", 128, Choice("cudnn")), ("8.0", 256, wide), ("9.0", 256, Choice("cudnn")),
+    odd, long = (Choice("flash", obstacle=f"{T} positions with segments") for T in ("999", "8,194"))
+    for capability, head_dim, T, segments, wanted in (
+        ("7.0", 64, 1024, False, none), ("gfx942", 64, 1024, False, none),
+        ("8.0", 64, 1024, False, cudnn), ("8.0", 128, 16_384, False, cudnn),
+        ("8.0", 256, 1024, False, wide), ("9.0", 256, 1024, False, cudnn),
+        ("8.0", 64, 1024, True, cudnn), ("8.0", 64, 8_194, True, long),  # a mask of T × T
+        ("8.0", 64, 999, True, odd), ("9.0", 64, 8_193, True, cudnn),
     ):  # fmt: skip
         monkeypatch.setattr(Card, "compute_capability", capability)
         monkeypatch.setattr(jax, "devices", lambda: [Card()])
         with on("gpu", Card.device_kind).trace():
             config = dataclasses.replace(TINY, dtype="bfloat16", head_dim=head_dim)
-            choice = attention_kernel(config, 1024, False)
-        assert choice == wanted, capability
+            choice = attention_kernel(config, T, segments)
+        assert choice == wanted, (capability, head_dim, T, segments)
 
 
 def test_the_loss_takes_more_positions_at_once_on_accelerators():

@@ -131,6 +131,7 @@ def use(name: str, entry) -> None:
         "lora": {"lora_rank": 2},
         "mtp": {"mtp_depth": 1},
         "splash": {"attention": "splash"},
+        "cudnn": {"attention": "cudnn"},
     }
     config = dataclasses.replace(entry.Config.tiny(), **changes.get(name, {}))
     model = getattr(entry, MODELS[entry.__name__.rpartition(".")[2]])

@@ -190,6 +190,7 @@ ORDER = [
         "config",
         "sizes",
         "splash",
+        "cudnn",
         "context",
         "cache",
         "attention",

@@ -39,7 +39,8 @@ def attention_kernel(config: Any, seq_len: int, segments: bool) -> Choice:
         dtype=config.dtype,
         segments=segments,
         exchange=choose_exchange(config.context, attention.heads),
-        plain=attention.plain,
+        soft_cap=attention.soft_cap,
+        sinks=attention.sinks,
     )
     return choose_kernel(config.attention, request)
 
