@@ -299,11 +299,7 @@ def attend_on_device(kernel: str, settings, q_BTNH, k_BSKH, v_BSKH, segment_ids_
     if kernel == "cudnn":
         from .cudnn import cudnn
 
-        value_dim = v_BSKH.shape[-1]
-        padding = (*[(0, 0)] * 3, (0, q_BTNH.shape[-1] - value_dim))
-        v_BSKH = jnp.pad(v_BSKH, padding)  # the kernel has one H
-        out_BTNH: Any = cudnn(settings, q_BTNH, k_BSKH, v_BSKH, segment_ids_BT, sinks_N)
-        return out_BTNH[..., :value_dim]
+        return cudnn(settings, q_BTNH, k_BSKH, v_BSKH, segment_ids_BT, sinks_N)
     T = settings.positions
     if segment_ids_BT is None:
         segment_ids_BT = jnp.zeros(q_BTNH.shape[:2], jnp.int32)

@@ -20,40 +20,61 @@ from .sharding import device
 NOT_SEEN = -(2.0**41)  # as JAX has it: cuDNN subtracts larger numbers wrongly
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+class Scores(NamedTuple):
+    """Static settings of the kernel's scores."""
+
+    scale: float
+    window: int | None
+
+
 def cudnn(settings: Settings, q_BTNH, k_BTKH, v_BTKH, ids_BT, sinks_N):
     """Causal attention, [B, T, N, H], with windows and sinks, without soft caps.
+
+    The library wants one H, a multiple of 8, so others are padded with zeros.
 
     Args:
       ids_BT: segment ids; equal ids of a row are neighbours. None: one segment per row.
     """
-    return _forward(settings, q_BTNH, k_BTKH, v_BTKH, ids_BT, sinks_N)[0]
+    value_dim = v_BTKH.shape[-1]
+    widest = max(q_BTNH.shape[-1], value_dim)
+    scores = Scores(scale=q_BTNH.shape[-1] ** -0.5, window=settings.window)
+    q_BTNH, k_BTKH, v_BTKH = (
+        jnp.pad(x, (*[(0, 0)] * 3, (0, widest + -widest % 8 - x.shape[-1])))
+        for x in (q_BTNH, k_BTKH, v_BTKH)
+    )
+    out_BTNH: Any = _cudnn(scores, q_BTNH, k_BTKH, v_BTKH, ids_BT, sinks_N)
+    return out_BTNH[..., :value_dim]
 
 
-def _forward(settings, q_BTNH, k_BTKH, v_BTKH, ids_BT, sinks_N):
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _cudnn(scores, q_BTNH, k_BTKH, v_BTKH, ids_BT, sinks_N):
+    return _forward(scores, q_BTNH, k_BTKH, v_BTKH, ids_BT, sinks_N)[0]
+
+
+def _forward(scores, q_BTNH, k_BTKH, v_BTKH, ids_BT, sinks_N):
     arrays = q_BTNH, k_BTKH, v_BTKH
     if ids_BT is None or not packs():
-        out, log_sum = _attend(settings, arrays, sinks_N, bias=_bias(ids_BT, q_BTNH.dtype))
+        out, log_sum = _attend(scores, arrays, sinks_N, bias=_bias(ids_BT, q_BTNH.dtype))
         return out, (arrays, ids_BT, sinks_N, out, log_sum)
 
     def attend(documents: Documents):
-        return _attend(settings, arrays, sinks_N, documents=documents)
+        return _attend(scores, arrays, sinks_N, documents=documents)
 
     out, log_sum = attend(find_documents(ids_BT, 0))
     (out,) = _more_passes(lambda documents: attend(documents)[:1], ids_BT, (out,))
     return out, (arrays, ids_BT, sinks_N, out, log_sum)
 
 
-def _backward(settings, saved, grad_BTNH):
+def _backward(scores, saved, grad_BTNH):
     arrays, ids_BT, sinks_N, out, log_sum = saved
-    gradients = functools.partial(_gradients, settings, arrays, sinks_N, out, grad_BTNH)
+    gradients = functools.partial(_gradients, scores, arrays, sinks_N, out, grad_BTNH)
     if ids_BT is None or not packs():
         *dqkv, dsinks_N = gradients(log_sum, bias=_bias(ids_BT, grad_BTNH.dtype))
         return *dqkv, None, dsinks_N
 
     def of_pass(documents: Documents):
         # Rows of that many documents are rare, so their sums are computed again, not kept.
-        _, log_sum = _attend(settings, arrays, sinks_N, documents=documents)
+        _, log_sum = _attend(scores, arrays, sinks_N, documents=documents)
         return gradients(log_sum, documents=documents)
 
     grads = gradients(log_sum, documents=find_documents(ids_BT, 0))
@@ -61,7 +82,7 @@ def _backward(settings, saved, grad_BTNH):
     return *dqkv, None, dsinks_N
 
 
-cudnn.defvjp(_forward, _backward)
+_cudnn.defvjp(_forward, _backward)
 
 
 def packs() -> bool:
@@ -138,9 +159,9 @@ def _more_passes(run, ids_BT, results):
 # ---- one call of the kernel ----------------------------------------------------------------------
 
 
-def _attend(settings: Settings, arrays, sinks_N, bias=None, documents: Documents | None = None):
+def _attend(scores: Scores, arrays, sinks_N, bias=None, documents: Documents | None = None):
     """(output, logarithm of the softmax's denominator [B, N, T] or [P, N, T])."""
-    library, options = _library(settings, arrays[0], bias, documents)
+    library, options = _library(scores, bias, documents)
     operands = _operands(arrays, bias, documents)
     out, log_sum = library._dot_product_attention_fwd_p.bind(*operands, **options, is_training=True)
     if sinks_N is None:
@@ -151,10 +172,10 @@ def _attend(settings: Settings, arrays, sinks_N, bias=None, documents: Documents
 
 
 def _gradients(
-    settings: Settings, arrays, sinks_N, out_BTNH, grad_BTNH, log_sum, bias=None, documents=None
+    scores: Scores, arrays, sinks_N, out_BTNH, grad_BTNH, log_sum, bias=None, documents=None
 ):
     """Gradients of q, k, v and the sinks; log_sum: as `_attend` returns it."""
-    library, options = _library(settings, arrays[0], bias, documents)
+    library, options = _library(scores, bias, documents)
     operands = _operands(arrays, bias, documents)
     dqkv = library._dot_product_attention_bwd_p.bind(
         *operands, log_sum, out_BTNH, grad_BTNH, **options
@@ -192,19 +213,19 @@ def _operands(arrays, bias, documents: Documents | None):
     return *arrays, bias, lengths, lengths, offsets, key_offsets, unused, unused
 
 
-def _library(settings: Settings, q_BTNH, bias, documents: Documents | None):
+def _library(scores: Scores, bias, documents: Documents | None):
     """(JAX's module for cuDNN, the options of its primitives)."""
     from jax._src.cudnn import fused_attention_stablehlo as library
 
     mask = library.MaskType
     options: dict[str, Any] = {
-        "scale": q_BTNH.shape[-1] ** -0.5,
+        "scale": scores.scale,
         "seed": 0,
         "dropout_rate": 0.0,
         "variadic_args": (bias is not None, False),  # whether there is a bias, and its gradient
         "mask_type": mask.CAUSAL if documents is None else mask.PADDING_CAUSAL,
         "layout": library.AttentionLayout.BTNH.value,
-        "sliding_window_length": settings.window,
+        "sliding_window_length": scores.window,
     }
     if jax.__version_info__ >= (0, 12):
         options |= {"score_mod_name": None, "score_mod_jaxpr": None}

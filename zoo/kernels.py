@@ -80,7 +80,7 @@ def _cudnn(request: Request) -> Choice:
         return Choice("flash", obstacle=gpu)
     if request.dtype == "float32":
         return Choice("flash", obstacle=request.dtype)
-    if request.head_dim % 8 or widest < request.head_dim:
+    if request.head_dim > widest:
         return Choice("flash", obstacle=f"a head dim of {request.head_dim}")
     if request.exchange == "ring":
         return Choice("flash", obstacle="a ring")

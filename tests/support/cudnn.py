@@ -57,6 +57,8 @@ def _scores(q_BTNH, k_BSKH, v_BSKH, bias, lengths, key_lengths, offsets, key_off
     if options["variadic_args"][0]:
         scores += bias.astype(jnp.float32)
     documents = None
+    assert q_BTNH.shape[-1] == v_BSKH.shape[-1]
+    assert q_BTNH.shape[-1] % 8 == 0
     assert options["mask_type"].name == ("CAUSAL" if offsets.ndim == 1 else "PADDING_CAUSAL")
     if offsets.ndim == 2:
         documents = _documents(q_BTNH, lengths, offsets)

@@ -19,6 +19,7 @@ from jax.sharding import AbstractDevice, AbstractMesh, AxisType, PartitionSpec
 
 from data.text import example
 from data.tokenizer import BYTES
+from recipes.common.entries import ENTRIES, zoo_file
 from recipes.common.language import Sample, Text, Training, model_config
 from recipes.common.report.kernel import attention_kernel, report
 from recipes.common.runtime.flags import Run
@@ -344,11 +345,10 @@ def test_what_cudnn_is_asked_for_is_attention(per_pass, K, segments, window, ext
 
 
 def test_cudnn_s_values_may_be_narrower_than_its_keys(monkeypatch):
-    """As in latent attention."""
+    """As in latent attention; and the library wants multiples of 8."""
     use_xla(monkeypatch)
-    q, k, v = (
-        jax.random.normal(jax.random.key(i), (2, 24, 2, H)) for i, H in enumerate((12, 12, 8))
-    )
+    dims = (12, 12, 9)
+    q, k, v = (jax.random.normal(jax.random.key(i), (2, 24, 2, H)) for i, H in enumerate(dims))
     ids = documents(2, 24)
     ours = attend(q, k, v, ids, kernel="cudnn")
     np.testing.assert_allclose(ours, plain(q, k, v, ids, None), atol=1e-5)
@@ -411,7 +411,7 @@ TPU, H100, MI300 = (
         (H100, 131_072, True, {}, Choice("cudnn")),
         (H100, 1001, False, {"sliding_window": 100}, Choice("cudnn")),
         (H100, 1024, True, {"sliding_window": 100}, Choice("cudnn")),
-        (H100, 1024, False, {"head_dim": 20}, Choice("flash", obstacle="a head dim of 20")),
+        (H100, 1024, False, {"head_dim": 20}, Choice("cudnn")),
         (H100, 1024, False, {"head_dim": 264}, Choice("flash", obstacle="a head dim of 264")),
         (H100, 1024, False, {"head_dim": 256}, Choice("cudnn")),
         (H100, 1024, False, {"dtype": "float32"}, Choice("flash", obstacle="float32")),
@@ -430,6 +430,17 @@ def test_the_mesh_in_force_decides_the_kernel(device, T, segments, changes, choi
         assert attention_kernel(config, T, segments) == choice
     here = changes.get("attention") or ("xla" if T < FLASH_FROM else "flash")
     assert attention_kernel(config, T, segments) == Choice(here), "without a mesh, of this machine"
+
+
+def test_on_a_hopper_gpu_only_soft_caps_need_the_tile_loop():
+    """Every named size of every language model in bfloat16, with packed rows and without."""
+    decoders = [name for name, entry in ENTRIES.items() if entry.data == "data.text"]
+    for name, segments in itertools.product(decoders, (True, False)):
+        for size, make in zoo_file(name).SIZES.items():
+            config = dataclasses.replace(make(), dtype="bfloat16")
+            with on(*H100).trace():
+                kernel = attention_kernel(config, 4096, segments).kernel
+            assert kernel == ("flash" if size.startswith("gemma2") else "cudnn"), (name, size)
 
 
 def test_rules_that_split_heads_have_no_kernel():
