@@ -292,10 +292,11 @@ class LatentAttention(nnx.Module):
         if past is None:
             kv_BTNH = project(self, "kv_up", latent_BT1C[:, :, 0])
             k_BTNH, v_BTNV = jnp.split(constrain(kv_BTNH, *by_head), [config.nope_dim], axis=-1)
-            # With out_sharding, the transpose sums each device's heads, and gathers none of them.
+            # With out_sharding, the transpose sums each device's heads, and gathers none of them; it
+            # sums in float32.
             key_BTNP = jnp.broadcast_to(
-                key_BT1P, turned_BTNP.shape, out_sharding=explicit(*by_head)
-            )
+                key_BT1P.astype(jnp.float32), turned_BTNP.shape, out_sharding=explicit(*by_head)
+            ).astype(turned_BTNP.dtype)
             out_BTNV = attend(
                 jnp.concatenate((q_BTNH, turned_BTNP), axis=-1),
                 jnp.concatenate((k_BTNH, key_BTNP), axis=-1),

@@ -74,7 +74,7 @@ def by_capacity(
     weight_BM1 = weight_BTJ.reshape(B, T * J, 1)
     # Weights travel too, so that their gradient does not need the outputs that come back.
     weight_EM1 = send(spread(weight_BM1, choice_BM, slot_BTJ.reshape(B, T * J, 1)))
-    out_EMD = expert(ExpertMatmul(), x_EMD, *weights) * weight_EM1.astype(x_EMD.dtype)
+    out_EMD = weighted(expert(ExpertMatmul(), x_EMD, *weights), weight_EM1)
     out_EBUD = out_EMD.reshape(len(out_EMD), -1, U, out_EMD.shape[-1])
     if split["expert"]:
         out_EBUD = jax.lax.all_to_all(out_EBUD, split["expert"], 1, 0, tiled=True)
@@ -111,11 +111,16 @@ def dropless(expert, split, x_BTD, expert_BTJ, weight_BTJ, place_BTJ, *weights):
     slot_1NJ = slot_M.reshape(1, B * T, J)
     x_MD = spread(x_BTD.reshape(1, B * T, -1), token_1M, slot_1NJ)[0]
     weight_M1 = spread(weight_BTJ.reshape(1, -1, 1), order_M[None], slot_M.reshape(1, -1, 1))[0]
-    out_MD = expert(ExpertMatmul(sizes_E), x_MD, *weights) * weight_M1.astype(x_MD.dtype)
+    out_MD = weighted(expert(ExpertMatmul(sizes_E), x_MD, *weights), weight_M1)
     out_BTD = sum_shards(unite(out_MD[None], slot_1NJ, token_1M).reshape(B, T, -1), split)
     if split["expert"]:
         return jax.lax.psum_scatter(out_BTD, split["expert"], tiled=True)
     return out_BTD
+
+
+def weighted(out, weight):
+    """Out · weight [..., 1]. In float32, so that the weight's gradient is summed over D in float32."""
+    return (out.astype(jnp.float32) * weight.astype(jnp.float32)).astype(out.dtype)
 
 
 def sum_shards(out_BTD, split):

@@ -151,7 +151,8 @@ def gate_by_position(out_BTD, x_BTD, gate: nnx.Param | None) -> jax.Array:
     if gate is None:
         return out_BTD
     score_BT1 = (x_BTD.astype(jnp.float32) * gate[...][None, None]).sum(axis=-1, keepdims=True)
-    return out_BTD * jax.nn.sigmoid(score_BT1).astype(out_BTD.dtype)
+    # In float32, so that the score's gradient is summed over D in float32.
+    return (out_BTD.astype(jnp.float32) * jax.nn.sigmoid(score_BT1)).astype(out_BTD.dtype)
 
 
 def swiglu(product, x, gate, up, down):
@@ -187,7 +188,7 @@ def mix(x_BTD, config, positions: Positions, *, route, expert, weights) -> tuple
     if config.matmul:
         from .low_precision import of_experts
 
-        expert, operands, axes = of_experts(expert, split, capacity, weights, axes)
+        expert, operands, axes = of_experts(expert, split, capacity, weights, axes, x_BTD.dtype)
     if capacity is None:
         slots = T  # enough for any choice
         compute = functools.partial(dropless, expert, split)

@@ -96,8 +96,14 @@ def dense_weight(module, name: str) -> jax.Array:
 
 
 def add_bias(y_BT: jax.Array, bias: nnx.Param | None) -> jax.Array:
-    """[B, T, ...] + bias [...]; None: returns y_BT."""
-    return y_BT if bias is None else y_BT + bias[...].astype(y_BT.dtype)[None, None]
+    """[B, T, ...] + bias [...]; None: returns y_BT.
+
+    Added in float32, so that the bias's gradient is summed over B and T in float32.
+    """
+    if bias is None:
+        return y_BT
+    sum_BT = y_BT.astype(jnp.float32) + bias[...].astype(jnp.float32)[None, None]
+    return sum_BT.astype(y_BT.dtype)
 
 
 def gather(x_BTD: jax.Array, weight: nnx.Param | None = None) -> Any:

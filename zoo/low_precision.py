@@ -211,18 +211,19 @@ def store(model, names: dict[str, str]):
     return model
 
 
-def of_experts(expert, split, capacity, weights, axes):
+def of_experts(expert, split, capacity, weights, axes, dtype):
     """(a function like `expert` that multiplies in low precision, arrays for it, their axes).
 
     Args:
-      expert, capacity: see experts.mix; split: logical axis → mesh axes; axes: of each weight.
+      expert, capacity: see experts.mix; split: logical axis → mesh axes; axes: of each weight;
+        dtype: of rows, and of weights that are not rounded.
     """
     products: list[tuple[Product, tuple[str, ...]] | None] = []  # and the mesh axes of K
     arrays, array_axes = [], []
     for weight, use_axes in zip(weights, axes, strict=True):
         if not isinstance(weight, RoundedWeight):
             products.append(None)
-            arrays.append(weight[...])
+            arrays.append(weight[...].astype(dtype))
             array_axes.append(use_axes)
             continue
         product, w, rest_axes = weight.product(use_axes, use_axes[2])

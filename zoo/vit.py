@@ -256,12 +256,13 @@ class ViT(nnx.Module):
         patches = reshape(rows.swapaxes(2, 3), (B, G * G, P, P, C), "batch", *[None] * 4)
         x_BTD = multiply(patches, in_use(self.patch, IN_USE, dtype), contract=3)
         x_BTD = constrain(add_bias(x_BTD, self.patch_bias), "batch", None, "act_embed")
-        token_D = constrain(self.class_token[...].astype(dtype), "act_embed")
+        # Both are added in float32, so that their gradients are summed over B in float32.
+        token_D = constrain(self.class_token[...], "act_embed")
         where = explicit("batch", None, "act_embed")
         token_B1D = jnp.broadcast_to(token_D[None, None], (B, 1, config.embed), out_sharding=where)
-        x_BTD = jnp.concatenate([token_B1D, x_BTD], axis=1)
+        x_BTD = jnp.concatenate([token_B1D, x_BTD.astype(jnp.float32)], axis=1)
         positions_TD = constrain(in_use(self.positions, IN_USE, dtype)[...], None, "act_embed")
-        return x_BTD + positions_TD[None]
+        return (x_BTD + positions_TD.astype(jnp.float32)[None]).astype(dtype)
 
     @fit_rules
     def classify(self, x_BTD) -> jax.Array:

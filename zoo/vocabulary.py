@@ -84,11 +84,31 @@ def table_copies(table: nnx.Param, dtype: str) -> jax.Array:
 
 def look_up(table_RVD: jax.Array, tokens_BT: jax.Array) -> jax.Array:
     """Embeddings of tokens, [B, T, D]; each shard of B and T reads its own copy of the table."""
-    lookup = jax.vmap(lambda table_VD, tokens_M: table_VD[tokens_M])
-    lookup = auto(lookup, SHARDS, None, "act_embed")
-    tokens_RM = by_shard(constrain(tokens_BT, "batch", "seq"))
+    lookup = auto(jax.vmap(_rows), SHARDS, None, "act_embed")
+    # As a jax.Array: JAX's custom_vjp takes no NumPy constants.
+    tokens_RM = by_shard(constrain(jnp.asarray(tokens_BT), "batch", "seq"))
     x_BTD = from_shards(lookup(table_RVD, tokens_RM), tokens_BT.shape, "act_embed")
     return constrain(x_BTD, "batch", "residual_seq", "act_embed")
+
+
+@jax.custom_vjp
+def _rows(table_VD, tokens_M):
+    """Rows of a table, [M, D]. Adds up the table's gradient in float32, whatever its dtype.
+
+    A frequent token occurs thousands of times. A sum in bfloat16 soon no longer changes: at 256 times
+    the next term, it rounds back to what it was.
+    """
+    return table_VD[tokens_M]
+
+
+def _add_rows(saved, grad_MD):
+    table_VD, tokens_M = saved
+    sums_VD = jnp.zeros(table_VD.shape, jnp.float32)
+    sums_VD = sums_VD.at[tokens_M].add(grad_MD.astype(jnp.float32))
+    return sums_VD.astype(table_VD.dtype), None
+
+
+_rows.defvjp(lambda *saved: (_rows(*saved), saved), _add_rows)
 
 
 def unembed(x_BTD: jax.Array, table_RVD: jax.Array, config) -> jax.Array:
@@ -155,12 +175,12 @@ def _sums_and_gradients(config, x_CRMD, table_RVD, targets_CRM):
         x_grad_RMD = dot("RMV,RVD->RMD", grad_RMV, table_RVD, out_sharding=x_axes)
         table_axes = explicit(SHARDS, "vocab", "act_embed")
         grad_RVD = dot("RMV,RMD->RVD", grad_RMV, x_RMD, out_sharding=table_axes)
-        table_grad_RVD += grad_RVD.astype(table_RVD.dtype)
-        return (sums_R + nats_R, table_grad_RVD), x_grad_RMD.astype(x_RMD.dtype)
+        return (sums_R + nats_R, table_grad_RVD + grad_RVD), x_grad_RMD.astype(x_RMD.dtype)
 
-    carry = _zeros(table_RVD), jnp.zeros_like(table_RVD)
+    # In float32: there may be hundreds of chunks, and a sum in bfloat16 soon no longer changes.
+    carry = _zeros(table_RVD), jnp.zeros_like(table_RVD, dtype=jnp.float32)
     (sums_R, table_grad_RVD), x_grad_CRMD = jax.lax.scan(chunk, carry, (x_CRMD, targets_CRM))
-    return sums_R, (x_grad_CRMD, table_grad_RVD)
+    return sums_R, (x_grad_CRMD, table_grad_RVD.astype(table_RVD.dtype))
 
 
 def _scaled_gradients(config, gradients, grad_R):

@@ -1,0 +1,223 @@
+"""Sums in bfloat16: nothing but matmuls, residual streams and collectives adds up in 16 bits."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from recipes.common import entries
+from recipes.common.mesh import make_mesh
+from recipes.instruments.prove.compare import difference
+from recipes.instruments.prove.sums import Sum, low_precision_sums
+from recipes.common.sharding.layout import make_layout
+from recipes.common.train.state import abstract_state
+from recipes.common.train.step import gradients
+from tests.conftest import ROOT, full_except
+from tests.support.entries import ENTRIES, OPTIMIZER
+from zoo import layers, vocabulary
+from zoo.transformer import Config
+
+pytestmark = pytest.mark.promise("precision")
+
+# ---- the lines of a traced program ---------------------------------------------------------------
+
+# At these sizes, every sum over rows, positions, chunks or heads has more than FEW terms.
+ROWS, SEQ_LEN, CHUNK = 64, 512, 16
+FEW = 4
+MESHES = {"fsdp": "8", "fsdp_tp_sp": "4x2", "fsdp_cp": "data=2,seq=4"}
+MESHES |= {"fsdp_ep": "data=2,expert=4", "fsdp_pp": "data=4,pipe=2"}
+# What a Config may set besides: fields → values.
+OPTIONS = [
+    {"remat": "none"},
+    {"matmul": "int8"},
+    {"matmul": "fp8", "matmul_backward": "bfloat16"},
+    {"lora_rank": 4},
+    {"capacity": 1.5},
+    {"mtp_depth": 1},
+    {"pipeline": "gpipe"},
+]
+
+
+def tracing_cases():
+    for name, entry in ENTRIES.items():
+        fields = {field.name for field in dataclasses.fields(entry.config)}
+        if "dtype" not in fields:  # float32 alone
+            continue
+        yield name, "1x1", ""
+        for strategy, mesh in MESHES.items():
+            if strategy in entry.rules:
+                yield name, mesh, strategy
+        for options in OPTIONS:
+            if options.keys() <= fields:
+                text = ",".join(f"{field}={value}" for field, value in options.items())
+                on_stages = "pipeline" in options
+                yield (
+                    name,
+                    "data=4,pipe=2" if on_stages else "1x1",
+                    f"{'fsdp_pp' if on_stages else ''}:{text}",
+                )
+
+
+def traced_sums(name: str, mesh: str, strategy: str, microbatches: int = 1) -> list[Sum]:
+    """The sums in 16 bits of an entry's gradient; strategy: its name, then options of its Config."""
+    entry = ENTRIES[name]
+    strategy, _, text = strategy.partition(":")
+    sizes = {"loss_chunk": CHUNK, "max_positions": SEQ_LEN}
+    sizes = {field: size for field, size in sizes.items() if field in vars(entry.config)}
+    options = dict(option.split("=") for option in text.split(",") if option)
+    kinds = {field: type(getattr(entry.config, field)) for field in options}
+    options = {
+        field: float(value) if field == "capacity" else kinds[field](value)
+        for field, value in options.items()
+    }
+    config = dataclasses.replace(entry.config, dtype="bfloat16", **sizes, **options)
+    model = entries.model(name)
+    layout = make_layout(model, config, make_mesh(mesh), strategy, batch_size=ROWS)
+    example = jax.tree.map(lambda x: x[0], entry.batches[0])
+    if "tokens" in example:
+        names = ("tokens", "targets", "segment_ids")
+        example = {key: np.zeros(SEQ_LEN, np.int32) for key in names}
+    step = functools.partial(gradients, layout, microbatches=microbatches)
+    state = abstract_state(layout, OPTIMIZER)
+    with layout.trace():
+        traced = jax.jit(lambda state, batch: step(state, batch)).trace(
+            state, layout.abstract_batch(example)
+        )
+    found = low_precision_sums(traced.jaxpr.jaxpr, ROOT / "zoo", FEW)
+    # Gradients of one array from a few places, such as q, k and v, are added one by one.
+    return [x for x in found if x.what != "add_any" or x.terms > 16]
+
+
+@pytest.mark.parametrize(
+    ("entry", "mesh", "strategy"),
+    full_except(tracing_cases(), [("transformer", "1x1", ""), ("gpt2", "1x1", "")]),
+)
+def test_no_line_of_an_entry_adds_up_in_16_bits(entry, mesh, strategy):
+    assert traced_sums(entry, mesh, strategy) == []
+
+
+@pytest.mark.full
+def test_microbatches_add_up_in_float32():
+    assert traced_sums("transformer", "8", "fsdp", microbatches=4) == []
+
+
+BF16 = jax.ShapeDtypeStruct((64, 512), jnp.bfloat16)
+
+
+def scatter(x):
+    return jnp.zeros((8, 512), x.dtype).at[jnp.zeros(64, jnp.int32)].add(x)
+
+
+def loop(x):
+    return jax.lax.scan(lambda total, row: (total + jnp.tanh(row), None), x[0], x)[0]
+
+
+def decayed_loop(x):
+    def body(total, row):
+        return jax.jit(lambda a, b: a * jnp.exp(b) + b)(total, row), None
+
+    return jax.lax.scan(body, x[0], x)[0]
+
+
+def reduction(x):
+    return jax.lax.reduce_sum_p.bind(x, axes=(0,), out_sharding=None)
+
+
+def weight_of_a_loop(x):
+    """A scan sums the gradient of what it closes over."""
+    total = lambda w: jax.lax.scan(lambda y, row: (y * w + row, None), x[0], x)[0].sum()  # noqa: E731
+    return jax.grad(total)(x[1])
+
+
+def many_uses(x):
+    return jax.grad(lambda w: sum((w * row).astype(jnp.float32).sum() for row in x))(x[0])
+
+
+def residual_stream(x):
+    return jax.lax.scan(lambda x, _: (x + jnp.tanh(x), None), x, None, length=64)[0]
+
+
+def its_gradient(x):
+    return jax.grad(lambda x: residual_stream(x).astype(jnp.float32).sum())(x)
+
+
+@pytest.mark.parametrize(
+    ("function", "what"),
+    [
+        (scatter, "scatter-add"),
+        (loop, "loop"),
+        (decayed_loop, "loop"),
+        (reduction, "reduce_sum"),
+        (weight_of_a_loop, "loop"),
+        (many_uses, "add_any"),
+        (lambda x: jnp.cumsum(x, axis=0), "cumsum"),
+        (residual_stream, ""),
+        (its_gradient, ""),
+        (lambda x: x.T @ x, ""),
+        (lambda x: x.sum(axis=0), ""),  # jnp's sum is in float32
+        (lambda x: scatter(x.astype(jnp.float32)), ""),
+        (lambda x: loop(x.astype(jnp.float32)), ""),
+    ],
+)
+def test_the_tracer_finds_each_kind_of_sum(function, what):
+    found = low_precision_sums(jax.make_jaxpr(function)(BF16).jaxpr, ROOT / "tests" / "zoo")
+    assert [(x.what, x.terms) for x in found] == ([(what, 64)] if what else [])
+    assert all(x.line.startswith("test_precision.py:") for x in found)
+
+
+# ---- what the sums lose --------------------------------------------------------------------------
+
+EXACT = 2.0**-8  # the rounding of one number to bfloat16
+
+
+def rounded(x) -> jax.Array:
+    return jnp.asarray(x, jnp.float32).astype(jnp.bfloat16)
+
+
+def test_a_token_may_occur_thousands_of_times():
+    tokens_BT = np.arange(2**15).reshape(64, 512) % 7 * (np.arange(512) % 4 > 0)
+    table_RVD = rounded(np.ones((1, 8, 16)))
+    grad_BTD = rounded(np.random.default_rng(0).normal(1, 1, (64, 512, 16)))
+    _, pull = jax.vjp(lambda table: vocabulary.look_up(table, jnp.asarray(tokens_BT)), table_RVD)
+    exact_VD = np.zeros((8, 16))
+    np.add.at(exact_VD, tokens_BT, np.asarray(grad_BTD, np.float64))
+    assert difference(np.asarray(pull(grad_BTD)[0], np.float64)[0], exact_VD) < EXACT
+
+
+def test_a_bias_is_added_thousands_of_times():
+    bias = layers.zeros((16,), ("norm",))
+    grad_BTD = rounded(np.random.default_rng(0).normal(1, 1, (64, 512, 16)))
+    _, pull = jax.vjp(
+        lambda b: layers.add_bias(jnp.zeros_like(grad_BTD), bias.replace(b)), bias[...]
+    )
+    exact_D = np.asarray(grad_BTD, np.float64).sum(axis=(0, 1))
+    assert difference(np.asarray(pull(grad_BTD)[0], np.float64), exact_D) < 1e-5
+
+
+def loss_error(positions: int, chunk: int) -> float:
+    """The relative error of the gradient of a table that unembeds rows of bfloat16."""
+    config = dataclasses.replace(Config.tiny(), vocab_size=384, loss_chunk=chunk)
+    random = np.random.default_rng(0)
+    share = 1 / (1 + np.arange(384))  # Zipf's law
+    targets_BT = jnp.asarray(random.choice(384, (1, positions), p=share / share.sum()))
+    x_BTD = rounded(random.normal(size=(1, positions, 64)))
+    table_RVD = rounded(random.normal(0, 1 / 8, (1, 384, 64)))
+
+    @jax.jit
+    def gradient(x_BTD, table_RVD):
+        mean = lambda table: vocabulary.cross_entropy(x_BTD, table, targets_BT, config)[0]  # noqa: E731
+        return jax.grad(mean)(table_RVD)
+
+    found = gradient(x_BTD, table_RVD).astype(jnp.float32)
+    exact = gradient(x_BTD.astype(jnp.float32), table_RVD.astype(jnp.float32))
+    return difference(np.asarray(found), np.asarray(exact))
+
+
+@pytest.mark.parametrize("positions", full_except([8_192, 131_072], [8_192]))
+def test_the_loss_of_many_chunks_is_as_exact_as_that_of_one(positions):
+    errors = [loss_error(positions, chunk=positions // chunks) for chunks in (1, 32, 512)]
+    assert max(errors) < EXACT, errors
+    assert max(errors) < 1.25 * errors[0], errors
