@@ -20,7 +20,7 @@ from .kernels import (
     JOINABLE, TILE, Request, Settings, blockwise, choose_kernel, cudnn, flash, flash_gradients,
 )  # fmt: skip
 from .layers import Kind, adapters, add_bias, dot, gather, project, rope_angles, rotate
-from .sharding import constrain, explicit, param, per_device, shards
+from .sharding import constrain, explicit, mesh_axes, param, per_device, shards
 
 
 class Attention(nnx.Module):
@@ -268,18 +268,20 @@ def attend(
     heads, kv_heads = "heads", "kv_heads"
     if exchange == "all-to-all":
         heads, kv_heads = ("heads", "seq"), ("kv_heads", "seq")
-    if shards(heads) > shards(kv_heads) or K % shards(kv_heads):
+    if mesh_axes(heads) != mesh_axes(kv_heads) or K % shards(kv_heads):
         # Give each device the kv heads of its own queries, repeated no more than that takes.
         times = math.lcm(K, shards(heads)) // K
         kv_heads = heads
-        repeat = functools.partial(
-            jnp.repeat,
-            repeats=times,
-            axis=2,
-            out_sharding=explicit("batch", "seq", "kv_heads", "head_dim"),
-        )
-        k_BSKH = constrain(repeat(k_BSKH), "batch", seq, heads, None)
-        v_BSKH = constrain(repeat(v_BSKH), "batch", seq, heads, None)
+        if times > 1:
+            repeat = functools.partial(
+                jnp.repeat,
+                repeats=times,
+                axis=2,
+                out_sharding=explicit("batch", "seq", "kv_heads", "head_dim"),
+            )
+            k_BSKH, v_BSKH = repeat(k_BSKH), repeat(v_BSKH)
+        k_BSKH = constrain(k_BSKH, "batch", seq, heads, None)
+        v_BSKH = constrain(v_BSKH, "batch", seq, heads, None)
     if kernel == "xla":
         return blockwise(q_BTNH, k_BSKH, v_BSKH, segment_ids_BT, window, kv_heads)
     q_axes = ("batch", seq, heads, None)  # H whole, whatever the rules

@@ -89,7 +89,7 @@ def decode(model, tokens_B, cache: Cache) -> tuple[jax.Array, Cache]:
 
 def in_slots(function, x) -> Any:
     """A function for whose result JAX can't infer the sharding: it is x's, with dim 2 in slots."""
-    if shards("slots") == 1 or explicit("slots") is None:
+    if shards("slots") == shards("seq") == 1 or explicit("slots") is None:
         return function
     spec = jax.typeof(x).sharding.spec
     spec = PartitionSpec(*spec[:2], mesh_axes("slots"), *spec[3:])

@@ -291,6 +291,9 @@ def layouts(
             split = {axis for axis, n in mesh.shape.items() if n > 1}
             if not split <= used <= {*mesh.axis_names}:
                 continue
+            if mesh.size == 1:
+                left_out[f"--meshes={name} has one device, with which others are compared"] = None
+                continue
             try:
                 fitting, uneven = sharding_rules.fit(zoo, strategy, rules, model, mesh)
                 sharding_rules.check_batch(strategy, fitting, mesh, rows)
