@@ -20,7 +20,12 @@ from recipes.common.prove import cases
 from recipes.common.prove import run as prove_run
 from recipes.common.prove.cases import prove
 from recipes.common.prove.compare import GRADIENT_TOLERANCE, compare_all, compare_gradients
+from recipes.common.runtime import UserError
+from recipes.common.runtime.mesh import make_mesh
+from recipes.common.sharding import make_layout
+from recipes.common.train.feed import to_devices
 from tests.conftest import ROOT, full_except
+from zoo.transformer import Config, Transformer
 
 pytestmark = pytest.mark.promise("prove")
 
@@ -283,6 +288,24 @@ def test_waste_is_reported_with_its_line():
     assert "reshard of float32[32@data,64]" in constant
     assert "activations [16, 32]" in gathered
     assert {x.split()[2] for x in others} == {"up", "down"}
+
+
+def test_ids_beyond_a_vocabulary_are_refused():
+    """In training and evaluation by the same check, where a batch goes to the devices."""
+    tokens = np.full((8, 4), 383, np.int32)
+
+    def build():
+        return Transformer(Config.tiny(), rngs=nnx.Rngs(0))
+
+    layout = make_layout(Transformer, Config.tiny(), make_mesh("8"), "dp", batch_size=8)
+    to_devices({"tokens": tokens, "targets": tokens}, layout)
+    for name in ("tokens", "targets"):
+        batch = {"tokens": tokens, "targets": tokens} | {name: tokens + 1}
+        message = f"{name} of a batch have the id 384, and the model's vocabulary has 384 ids"
+        with pytest.raises(UserError, match=message):
+            prove(build, None, {"dp": {"batch": "data"}}, batch, meshes=["8"])
+        with pytest.raises(UserError, match=message):
+            to_devices(batch, layout)
 
 
 # ---- float64 -------------------------------------------------------------------------------------

@@ -33,6 +33,7 @@ from recipes.common.runtime.mesh import make_mesh, parse
 from recipes.common.sharding import Layout, Tree, abstract_model, paths
 from recipes.common.sharding import rules as sharding_rules
 from recipes.common.sharding.rules import Rules, used_axes
+from recipes.common.train.feed import check_ids
 from zoo.sharding import AxisNames, check_names, optimizer_axis
 
 UNNAMED = "(unnamed)"  # logical axis of dims without one; no rule splits it
@@ -213,6 +214,9 @@ def make_subject(
         raise UserError(f"{type(model).__name__} has no method loss; use --loss=FILE.py:FUNCTION")
     compute_loss = loss or (lambda model, **batch: model.loss(**batch))
     batch = text_batch(model, loss or model.loss) if batch is None else batch
+    config: Any = vars(model).get("config")
+    if "vocab_size" in dir(config):
+        check_ids(batch, config.vocab_size)
     if not isinstance(batch, dict):
         raise UserError(
             "the batch is not a dict; return {name: array}, with the loss's parameters as names"
