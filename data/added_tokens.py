@@ -27,8 +27,13 @@ def settings(config: dict[str, Any], special: dict[str, Any]) -> dict[str, Any]:
 
 
 def control_tokens(named_settings: dict[str, Any]) -> dict[str, str]:
-    """The texts of bos_token, eos_token, …, where `settings` name them."""
-    texts = {f"{kind}_token": _text(named_settings.get(f"{kind}_token")) for kind in CONTROL}
+    """The texts of bos_token, eos_token, …, where `settings` name them, and of other tokens that an
+    object of `extra_special_tokens` names, such as image_token.
+    """
+    texts = {}
+    for names in (named_settings.get(key) for key in MORE):
+        texts |= {key: _text(one) for key, one in names.items()} if isinstance(names, dict) else {}
+    texts |= {f"{kind}_token": _text(named_settings.get(f"{kind}_token")) for kind in CONTROL}
     return {kind: text for kind, text in texts.items() if isinstance(text, str)}
 
 

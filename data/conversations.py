@@ -4,8 +4,8 @@
     {"prompt": "The capital of France is", "completion": " Paris."}
     {"prompt": [{"role": "user", …}], "completion": [{"role": "assistant", …}]}
 
-A row's `tools` and `chat_template_kwargs` go to the template too. An assistant's message of weight
-0 is context only.
+A row's `tools`, `chat_template_kwargs` and other VARIABLES go to the template too. An assistant's
+message of `weight` 0 is context only; so is one of `loss` or `train` 0 or false.
 
 Rendering shows which tokens are the assistant's. The chat template renders the messages before a
 turn with the beginning of an answer, then the messages including the turn; the whole conversation
@@ -30,7 +30,17 @@ from data.tokenizer import Tokenizer
 
 TEXT, MESSAGES, PAIRS = "text", "messages", "pairs"  # forms of a dataset's rows
 COLUMNS = {MESSAGES: ["messages"], PAIRS: ["prompt", "completion"]}
-CONTEXT = ["tools", "chat_template_kwargs"]  # columns that rows of messages may have too
+# Variables of well-known templates, which a row may have as columns. Others go into chat_template_kwargs.
+VARIABLES = [
+    "documents", "enable_thinking", "reasoning_effort", "thinking_budget", "model_identity",
+    "builtin_tools", "custom_tools", "tools_in_user_message", "xml_tools", "python_tools", "date_string",
+]  # fmt: skip
+CONTEXT = [
+    "tools",
+    "chat_template_kwargs",
+    *VARIABLES,
+]  # columns that rows of messages may have too
+WEIGHTS = ("weight", "loss", "train")  # names of one field of messages: whether to learn it
 ROLES = ("system", "developer", "user", "assistant", "tool")
 
 
@@ -112,8 +122,8 @@ def context(row: dict[str, Any], where: str) -> dict[str, Any]:
 
     Raises DataError, naming the row, if they have another form.
     """
-    tools, variables = (_parsed(row.get(name)) for name in CONTEXT)
-    tools, variables = tools or [], variables or {}
+    tools = _parsed(row.get("tools")) or []
+    variables = _parsed(row.get("chat_template_kwargs")) or {}
     if not isinstance(tools, (list, tuple)):
         raise DataError(
             f"{where}: 'tools' is {_kind(tools)}, not a list of objects; write "
@@ -131,7 +141,8 @@ def context(row: dict[str, Any], where: str) -> dict[str, Any]:
             f"{where}: 'chat_template_kwargs' is {_kind(variables)}, not an object; write, for "
             'example, {"enable_thinking": false}'
         )
-    return variables | ({"tools": tools} if tools else {})
+    named = {name: _parsed(row[name]) for name in VARIABLES if row.get(name) is not None}
+    return named | variables | ({"tools": tools} if tools else {})
 
 
 def _parsed(value: Any) -> Any:
@@ -184,11 +195,19 @@ def checked_messages(messages: Any, name: str, where: str) -> list[dict[str, Any
 
 def _check_weights(messages: list[dict[str, Any]], where: str) -> None:
     for number, message in enumerate(messages, start=1):
-        weight = message.get("weight", 1)
-        if message["role"] == "assistant" and weight not in (0, 1):
+        weights = {name: message[name] for name in WEIGHTS if name in message}
+        if message["role"] != "assistant":
+            continue
+        for name, weight in weights.items():
+            if weight not in (0, 1):
+                raise DataError(
+                    f"{where}: message {number} has the {name} {json.dumps(weight, default=str)[:50]}; "
+                    "use 0 for context only, or 1"
+                )
+        if len({*weights.values()}) > 1:
             raise DataError(
-                f"{where}: message {number} has the weight {json.dumps(weight, default=str)[:50]}; use "
-                "0 for context only, or 1"
+                f"{where}: message {number} has {' and '.join(weights)}, which contradict each other; "
+                "keep one of them"
             )
 
 
@@ -198,7 +217,7 @@ def _says_something(message: dict[str, Any]) -> bool:
 
 
 def _is_learned(message: dict[str, Any]) -> bool:
-    return _says_something(message) and message.get("weight", 1) != 0
+    return _says_something(message) and all(message.get(name, 1) for name in WEIGHTS)
 
 
 def _kind(value: Any) -> str:
@@ -228,7 +247,8 @@ def documents(row: bytes, tokenizer: Tokenizer, where: str) -> list[Document]:
     turns = [len(before) + n for n, message in enumerate(learned) if _is_learned(message)]
     messages = [*before, *learned]
     for message in messages:
-        message.pop("weight", None)  # what to learn is not a part of the conversation
+        for name in WEIGHTS:  # what to learn is not a part of the conversation
+            message.pop(name, None)
     context = contexts[0] if contexts else {}
     render = functools.partial(_rendered, tokenizer=tokenizer, context=context)
     try:

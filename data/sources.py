@@ -2,7 +2,7 @@
 
     stdlib                        # *.py of this Python, split into train and held-out by file
     notes.txt, folder, 'a/*.txt'  # text files: a document each; hidden ones are skipped
-    docs.jsonl, docs.parquet      # JSON Lines (also .ndjson) or Parquet: the column `text`, or
+    docs.jsonl, docs.parquet      # JSON Lines, Parquet, CSV or TSV: the column `text`, or
                                   # conversations (conversations.py), by the first row's columns
     hf:org/name                   # a Hub dataset, or hf:org/name:config
     gs://bucket/docs.jsonl        # any such file in a bucket; it is copied into the cache
@@ -12,6 +12,7 @@ Files may be compressed: .gz or, with the package zstandard, .zst.
 """
 
 import contextlib
+import csv
 import functools
 import glob
 import hashlib
@@ -27,8 +28,23 @@ from data.conversations import TEXT
 
 HELD_OUT = 0.01  # share of the documents, if the dataset has no split for it
 LONGEST = 2**17  # bytes of a document that are tokenized at once; see AT_ONCE in chunks.py
-JSON = (".jsonl", ".ndjson", ".json")
-KINDS = dict.fromkeys(JSON, "json") | {".parquet": "parquet", ".txt": "text"}
+JSON = (".jsonl", ".ndjson", ".json", ".jsonlines", ".jl", ".ldjson", ".geojsonl")
+TABLES = {".csv": ",", ".tsv": "\t"}  # suffix → what divides the cells of a row
+KINDS = dict.fromkeys(JSON, "json") | dict.fromkeys(TABLES, "csv")
+KINDS |= {".parquet": "parquet", ".txt": "text"}
+# Data, not text: their braces and keys would be learned.
+UNREAD = (
+    ".json5",
+    ".jsonc",
+    ".hjson",
+    ".geojson",
+    ".arrow",
+    ".feather",
+    ".avro",
+    ".orc",
+    ".xlsx",
+    ".xls",
+)
 COMPRESSED = (".gz", ".zst")
 
 Rows = Iterator[tuple[str, dict[str, Any]]]  # (place, row); the place is for messages
@@ -169,6 +185,12 @@ def _inside(folder: pathlib.Path) -> list[pathlib.Path]:
 
 def _checked(name: str, files: list[pathlib.Path]) -> list[pathlib.Path]:
     """Returns `files`. Raises DataError if they can't be read as one dataset."""
+    if unread := [file for file in files if _suffix(file) in UNREAD]:
+        raise DataError(
+            f"--dataset={name}: {unread[0].name} is data of a kind that isn't read; convert it to JSON "
+            "Lines, with the text in a column, or name the files to read with a pattern, as in "
+            "'FOLDER/*.txt'"
+        )
     # A README next to .jsonl files is not a document; a folder of source code is all text.
     other = [file for file in files if _suffix(file) not in KINDS]
     if other and any(kind(file) != "text" for file in files):
@@ -186,7 +208,7 @@ def _suffix(path: pathlib.Path) -> str:
 
 
 def kind(path: pathlib.Path) -> str:
-    """Kind of file: json, parquet or text."""
+    """Kind of file: json, csv, parquet or text."""
     return KINDS.get(_suffix(path), "text")
 
 
@@ -264,10 +286,10 @@ def _text(row: dict, column: str, name: str, where: str, number: int) -> bytes:
 
 
 def _rows(name: str, path: pathlib.Path, columns: list[str]) -> Rows:
-    """Yields the rows of a JSON or Parquet file, the latter with at least these columns."""
+    """Yields the rows of a JSON, CSV or Parquet file, the last with at least these columns."""
     where = f"--dataset={name}: {path.name}"
-    if kind(path) == "json":
-        yield from _json_rows(path, where)
+    if kind(path) in ("json", "csv"):
+        yield from (_json_rows if kind(path) == "json" else _csv_rows)(path, where)
         return
     for number, row in enumerate(hub.parquet_rows(path, columns, conversations.CONTEXT), start=1):
         yield f"{where} row {number}", _from_arrow(row)
@@ -300,6 +322,20 @@ def _json_rows(path: pathlib.Path, where: str) -> Rows:
                 ) from None
 
 
+def _csv_rows(path: pathlib.Path, where: str) -> Rows:
+    """Yields the rows of a CSV or TSV file, whose first line has the names of the columns."""
+    csv.field_size_limit(2**31 - 1)
+    with hub.text_file(path, "utf-8-sig") as file:
+        rows = csv.DictReader(file, delimiter=TABLES[_suffix(path)], strict=True)
+        for row in rows:
+            if None in row:
+                raise DataError(
+                    f"{where} line {rows.line_num} has more cells than the first line; put quotation "
+                    "marks around cells that have the separator in them"
+                )
+            yield f"{where} line {rows.line_num}", row
+
+
 # ---- conversations -------------------------------------------------------------------------------
 
 
@@ -310,6 +346,9 @@ def _columns(path: pathlib.Path) -> list[str]:
             with hub.text_file(path, "utf-8-sig") as file:
                 row = json.loads(next(line for line in file if line.strip()))
                 return list(row) if isinstance(row, dict) else []
+        if kind(path) == "csv":
+            _, row = next(_csv_rows(path, ""))
+            return list(row)
         return hub.parquet_columns(path) if kind(path) == "parquet" else []
     except Exception:
         return []
@@ -419,7 +458,7 @@ def _text_file(path: pathlib.Path) -> Iterator[Part]:
 
 def _blocks(path: pathlib.Path) -> Iterator[bytes]:
     """Yields a text file as UTF-8 with Unix line ends, cut like `_cut`; b"" if it is empty."""
-    with hub.text_file(path) as file:
+    with hub.text_file(path, "utf-8-sig") as file:  # a byte order mark is no text
         buffered = b""
         while block := file.read(LONGEST):
             buffered += block.encode()

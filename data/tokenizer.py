@@ -9,6 +9,7 @@ The files besides tokenizer.json describe the model's chat format: its chat temp
 the tokens that end an answer.
 """
 
+import codecs
 import contextlib
 import dataclasses
 import datetime
@@ -36,6 +37,10 @@ PAIRS = ("vocab.json", "merges.txt")  # byte-level BPE in old repositories, whic
 # Unsupported formats: sentencepiece's and tiktoken's.
 PIECES = ("tokenizer.model", "spiece.model", "sentencepiece.bpe.model", "tiktoken.model")
 GPT2_END = "<|endoftext|>"  # ends a document in byte-level vocabularies; old files don't mark it
+# The characters that stand for bytes in byte-level vocabularies (GPT-2): printable ones for themselves.
+PRINTABLE = (*range(33, 127), *range(161, 173), *range(174, 256))
+OTHERS = [byte for byte in range(256) if byte not in PRINTABLE]
+BYTE_OF = {chr(byte): byte for byte in PRINTABLE} | {chr(256 + n): b for n, b in enumerate(OTHERS)}
 # Control tokens that divide an answer of GPT-OSS into parts (harmony) → how a terminal shows them:
 # [analysis] The user asks …
 # assistant[final] Paris.
@@ -185,9 +190,32 @@ class Tokenizer:
             ):
                 end += 1  # perhaps in the middle of a character
             text = self.decode(tokens[first:end], after=self.a_text if first else ())
-            size += len(text.rstrip("\ufffd").encode())
+            whole = text.rstrip("\ufffd")
+            size += len(whole.encode())
+            if ends := len(text) - len(whole):
+                size += self._bytes_at_the_end(tokens[first:end], ends)
             first = end
         return size
+
+    def _bytes_at_the_end(self, tokens: np.ndarray, ends: int) -> int:
+        """Bytes of the `ends` U+FFFD that the text of tokens ends with, without a character that is
+        incomplete: decoding gives U+FFFD for that too.
+        """
+        last = b"".join(map(self._token_bytes, tokens[-3 * ends - 3 :].tolist()))
+        text, _ = codecs.utf_8_decode(last, "replace")  # stops before the incomplete character
+        return 3 * min(len(text) - len(text.rstrip("\ufffd")), ends)
+
+    def _token_bytes(self, token: int) -> bytes:
+        """The bytes that a token stands for; control tokens stand for none."""
+        piece = self._library.id_to_token(token) or ""
+        if token in self.special:
+            return b""
+        if byte := re.fullmatch("<0x([0-9A-F]{2})>", piece):
+            return bytes.fromhex(byte[1])
+        decoder = self._library.decoder
+        if decoder is not None and b"ByteLevel" in decoder.__getstate__():
+            return bytes(BYTE_OF[character] for character in piece if character in BYTE_OF)
+        return piece.encode()
 
     @functools.cached_property
     def template(self) -> str:

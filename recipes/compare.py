@@ -49,6 +49,7 @@ class RunRecord:
     curve: picture.Curve
     held_out: dict[str, float]  # metrics of the last evaluation, and the "step" of it
     best: tuple[float, int] | None  # lowest held-out loss, and its step
+    not_finite: list[int]  # steps whose training or held-out loss is not finite
 
 
 def main(names: list[str], flags: Flags) -> None:
@@ -68,6 +69,14 @@ def main(names: list[str], flags: Flags) -> None:
 
     # ---- The table, what differs, and the picture ------------------------------------------------
     print0(*table(runs))
+    for run in runs:
+        if run.not_finite:
+            count, last = len(run.not_finite), run.not_finite[-1]
+            print0(
+                "",
+                f"{run.name}: {count} losses are not finite, the last at step {last:,}; its row "
+                "leaves them out.",
+            )
     if lines := differences(runs):
         print0("", *lines)
     if other := [name for name in TEXT if differ(runs, name)]:
@@ -125,7 +134,12 @@ def read(name: str, short: str) -> RunRecord:
     curve = picture.Curve(
         short, unit, picture.loss_unit(lines), steps, examples[1:], seconds[1:], losses, held_out
     )
-    return RunRecord(short, flags, curve, last, best)
+    not_finite = [  # metrics.jsonl has null for them
+        line["step"]
+        for line in lines
+        if any(name in line and line[name] is None for name in ("loss", "held_out_loss"))
+    ]
+    return RunRecord(short, flags, curve, last, best, not_finite)
 
 
 def table(runs: list[RunRecord]) -> list[str]:

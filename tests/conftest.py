@@ -1,6 +1,7 @@
 """Two tiers, one worker per core, eight simulated devices each, strict JAX, private caches."""
 
 import fcntl
+import functools
 import gc
 import os
 import pathlib
@@ -16,6 +17,7 @@ os.environ["NPROC"] = "32"  # see recipes/common/runtime/mesh.py: room for two p
 os.environ["HF_HUB_OFFLINE"] = "1"
 
 import jax  # noqa: E402
+import numpy as np  # noqa: E402
 import pytest  # noqa: E402
 from jax._src.lru_cache import LRUCache  # noqa: E402
 from xdist.scheduler import LoadScopeScheduling  # noqa: E402
@@ -24,6 +26,8 @@ from recipes.common.entries import ENTRIES  # noqa: E402
 from recipes.common.runtime import preemption  # noqa: E402
 from tests.support.quick import XLA_FLAGS  # noqa: E402
 
+# Two NaN aren't equal: a test that compares nothing must fail.
+np.testing.assert_allclose = functools.partial(np.testing.assert_allclose, equal_nan=False)
 jax.config.update("jax_num_cpu_devices", 8)
 jax.config.update("jax_platforms", "cpu")
 

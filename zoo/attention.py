@@ -20,7 +20,7 @@ from .kernels import (
     TILE, Request, Settings, blockwise, choose_kernel, flash, flash_gradients,
 )  # fmt: skip
 from .layers import Kind, adapters, add_bias, dot, gather, project, rope_angles, rotate
-from .sharding import constrain, explicit, param, per_device, shards
+from .sharding import constrain, explicit, mesh_axes, param, per_device, shards
 
 
 class Attention(nnx.Module):
@@ -164,7 +164,7 @@ def make_positions(
     targets_BT=None,
     positions_BT=None,
     cache=None,
-    slots: int = 0,
+    lengths_B1=None,
 ) -> Positions:
     """The Positions of a call.
 
@@ -172,8 +172,7 @@ def make_positions(
       targets_BT: in training; metrics count positions whose target is ≥ 0. None: all.
       positions_BT: in generation; None: 0 to T - 1.
       cache: a Cache to attend to; None: none.
-      slots: of the cache, in generation: the length of rows for rotary scalings that depend on it, so
-        that all tokens of a row have the same.
+      lengths_B1: in generation: each row's tokens so far, on which some rotary scalings depend. None: T.
     """
     seq_len = tokens_BT.shape[1]
     counted_BT = constrain(tokens_BT if targets_BT is None else targets_BT, "batch", "seq") >= 0
@@ -189,12 +188,12 @@ def make_positions(
         positions_BT = position_T[None]
     positions_BT = constrain(positions_BT, "batch" if len(positions_BT) > 1 else None, "seq")
     rotary = [kind for kind in config.kinds if kind.rope_theta is not None]
+    length = seq_len if lengths_B1 is None else constrain(lengths_B1, "batch", None)[..., None]
     return Positions(
         segment_ids_BT=segment_ids_BT,
         numbers_BT=positions_BT,
         angles={
-            kind: rope_angles(kind, config.rotary_dim, positions_BT, slots or seq_len)
-            for kind in rotary
+            kind: rope_angles(kind, config.rotary_dim, positions_BT, length) for kind in rotary
         },
         counted_BT=counted_BT,
         striped=striped,
@@ -269,18 +268,20 @@ def attend(
     heads, kv_heads = "heads", "kv_heads"
     if exchange == "all-to-all":
         heads, kv_heads = ("heads", "seq"), ("kv_heads", "seq")
-    if shards(heads) > shards(kv_heads) or K % shards(kv_heads):
+    if mesh_axes(heads) != mesh_axes(kv_heads) or K % shards(kv_heads):
         # Give each device the kv heads of its own queries, repeated no more than that takes.
         times = math.lcm(K, shards(heads)) // K
         kv_heads = heads
-        repeat = functools.partial(
-            jnp.repeat,
-            repeats=times,
-            axis=2,
-            out_sharding=explicit("batch", "seq", "kv_heads", "head_dim"),
-        )
-        k_BSKH = constrain(repeat(k_BSKH), "batch", seq, heads, None)
-        v_BSKH = constrain(repeat(v_BSKH), "batch", seq, heads, None)
+        if times > 1:
+            repeat = functools.partial(
+                jnp.repeat,
+                repeats=times,
+                axis=2,
+                out_sharding=explicit("batch", "seq", "kv_heads", "head_dim"),
+            )
+            k_BSKH, v_BSKH = repeat(k_BSKH), repeat(v_BSKH)
+        k_BSKH = constrain(k_BSKH, "batch", seq, heads, None)
+        v_BSKH = constrain(v_BSKH, "batch", seq, heads, None)
     if kernel == "xla":
         return blockwise(q_BTNH, k_BSKH, v_BSKH, segment_ids_BT, window, kv_heads)
     q_axes = ("batch", seq, heads, None)  # H whole, whatever the rules

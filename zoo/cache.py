@@ -70,7 +70,9 @@ def prefill(model, tokens_BT, lengths_B, slots: int) -> tuple[jax.Array, Cache]:
     first_B = constrain(T - lengths_B, "batch")
     positions_BT = constrain(jnp.arange(T)[None] - first_B[:, None], "batch", "seq")
     segments_BT = (positions_BT >= 0).astype(jnp.int32)  # padding: segment 0
-    x_BTD, table_RVD, kv, states = model.trunk(tokens_BT, segments_BT, positions_BT, slots=slots)
+    x_BTD, table_RVD, kv, states = model.trunk(
+        tokens_BT, segments_BT, positions_BT, lengths_B1=lengths_B[:, None]
+    )
     unchanged = (0, 0)
     padding = (unchanged, unchanged, (0, slots - T), unchanged, unchanged)
     pad = functools.partial(jnp.pad, pad_width=padding)
@@ -82,14 +84,16 @@ def prefill(model, tokens_BT, lengths_B, slots: int) -> tuple[jax.Array, Cache]:
 @fit_rules
 def decode(model, tokens_B, cache: Cache) -> tuple[jax.Array, Cache]:
     """A decoder's logits after one more token per row, [B, V], and the extended cache."""
-    slots = cache.k.shape[2]
-    x_B1D, table_RVD, kv, states = model.trunk(tokens_B[:, None], None, cache.next_B1, cache, slots)
+    next_B1 = cache.next_B1
+    x_B1D, table_RVD, kv, states = model.trunk(
+        tokens_B[:, None], None, next_B1, cache, lengths_B1=next_B1 + 1
+    )
     return next_logits(x_B1D, table_RVD, model.config), cache.append(kv, states)
 
 
 def in_slots(function, x) -> Any:
     """A function for whose result JAX can't infer the sharding: it is x's, with dim 2 in slots."""
-    if shards("slots") == 1 or explicit("slots") is None:
+    if shards("slots") == shards("seq") == 1 or explicit("slots") is None:
         return function
     spec = jax.typeof(x).sharding.spec
     spec = PartitionSpec(*spec[:2], mesh_axes("slots"), *spec[3:])

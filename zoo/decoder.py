@@ -119,7 +119,8 @@ class Decoder(nnx.Module):
         """Reads one more token per row. Returns next-token logits [B, V] and the extended cache.
 
         A jitted caller should donate the cache, so that one slot is written in place. The cache
-        must not be full: length < S.
+        must not be full: length < S. Where a rotary scaling depends on the row's length, the new
+        token has the scaling of the row so far; keys in the cache keep theirs.
         """
         from .cache import decode
 
@@ -127,7 +128,7 @@ class Decoder(nnx.Module):
 
     # ---- from tokens to the output of the layers
 
-    def trunk(self, tokens_BT, segment_ids_BT=None, positions_BT=None, cache=None, slots=0):
+    def trunk(self, tokens_BT, segment_ids_BT=None, positions_BT=None, cache=None, lengths_B1=None):
         """Returns the layers' output, normed, [B, T, D], the table to unembed it, [R, V, D], and in
         generation, which has positions, all layers' keys and values, each [L, B, T, K, H], and the
         states of layers that have others, as in Cache.states.
@@ -138,7 +139,7 @@ class Decoder(nnx.Module):
             segment_ids_BT,
             positions_BT=positions_BT,
             cache=cache,
-            slots=slots,
+            lengths_B1=lengths_B1,
         )
         tables = self.tables()
         x_BTD, first_kv = self.begin(tables, tokens_BT, positions)

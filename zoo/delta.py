@@ -92,11 +92,11 @@ class GatedDelta(nnx.Module):
         x_BTD = gather(x_BTD, self.q)
         q_BTGK, k_BTGK = (project(self, name, x_BTD) for name in ("q", "k"))
         kernels = self.q_kernel[...], self.k_kernel[...], self.v_kernel[...]
-        N = self.config.delta_heads
         key_heads = "key_heads"
-        if shards("heads") > shards("key_heads"):  # give each device the keys of its own values
-            times = N // self.config.delta_key_heads
-            repeat = functools.partial(repeat_heads, times=times)
+        if mesh_axes("heads") != mesh_axes("key_heads"):
+            # Give each device the keys of its own values, repeated no more than that takes.
+            G = self.config.delta_key_heads
+            repeat = functools.partial(repeat_heads, times=math.lcm(G, shards("heads")) // G)
             q_BTGK, k_BTGK = (repeat(x, "batch", "seq") for x in (q_BTGK, k_BTGK))
             kernels = *(repeat(kernel, None) for kernel in kernels[:2]), kernels[2]
             key_heads = "heads"
@@ -149,7 +149,7 @@ class GatedDelta(nnx.Module):
 
 
 def repeat_heads(x, *axes, times: int) -> jax.Array:
-    """[..., G, K] → [..., N, K]; axes: of the dims before G."""
+    """[..., G, K] → [..., G · times, K], split as `heads`; axes: of the dims before G."""
     split = (*axes, "key_heads", None)
     repeated = jnp.repeat(constrain(x, *split), times, axis=-2, out_sharding=explicit(*split))
     return constrain(repeated, *axes, "heads", None)

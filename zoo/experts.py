@@ -196,11 +196,12 @@ def mix(x_BTD, config, positions: Positions, *, route, expert, weights) -> tuple
         slots = min(T, math.ceil(capacity * T * config.experts_per_token / E))
         compute = functools.partial(by_capacity, expert, split, E, slots)
     choice, *more = route(x_BTD, positions.counted_BT, slots)
+    scattered = split["mlp"] and split["mlp"] == split["residual_seq"]  # see dispatch.sum_shards
     out_BTD = per_device(
         compute,
         (x_BTD, *choice, *operands),
         [("batch", "seq", None)] * 4 + axes,  # D whole
-        ("batch", "residual_seq", None),
+        ("batch", "residual_seq" if scattered else "seq", None),
     )
     return constrain(out_BTD, "batch", "residual_seq", "act_embed"), *more
 

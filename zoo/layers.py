@@ -263,8 +263,8 @@ class Linear:
 
     magnitude = 1.0  # see Kind.magnitude
 
-    def scale(self, frequency, theta: float, head_dim: int, length: int):
-        return frequency * (1 / self.factor)
+    def scale(self, frequency_11H, theta: float, head_dim: int, length):
+        return frequency_11H * (1 / self.factor)
 
     def as_tuple(self) -> tuple:
         return ("linear", self.factor)
@@ -279,11 +279,11 @@ class Dynamic:
 
     magnitude = 1.0
 
-    def scale(self, frequency, theta: float, head_dim: int, length: int):
-        excess = max(length / self.original_length - 1, 0)
+    def scale(self, frequency_11H, theta: float, head_dim: int, length):
+        excess = jnp.maximum(length / self.original_length - 1, 0)
         # theta times this to the power of head_dim / (head_dim - 2)
         growth = 1 + self.factor * excess
-        return frequency * growth ** -(jnp.arange(0, head_dim, 2) / (head_dim - 2))
+        return frequency_11H * growth ** -(jnp.arange(0, head_dim, 2)[None, None] / (head_dim - 2))
 
     def as_tuple(self) -> tuple:
         return ("dynamic", self.factor, self.original_length)
@@ -300,9 +300,9 @@ class LongRope:
     original_length: int
     magnitude: float  # by which queries and keys are multiplied
 
-    def scale(self, frequency, theta: float, head_dim: int, length: int):
-        factors = self.long if length > self.original_length else self.short
-        return frequency / jnp.asarray(factors, jnp.float32)
+    def scale(self, frequency_11H, theta: float, head_dim: int, length):
+        short_11H, long_11H = jnp.asarray((self.short, self.long), jnp.float32)[:, None, None]
+        return frequency_11H / jnp.where(length > self.original_length, long_11H, short_11H)
 
     def as_tuple(self) -> tuple:
         return ("longrope", *dataclasses.astuple(self))
@@ -319,14 +319,14 @@ class Llama3:
 
     magnitude = 1.0
 
-    def scale(self, frequency, theta: float, head_dim: int, length: int):
-        turns = self.original_length * frequency / (2 * math.pi)
+    def scale(self, frequency_11H, theta: float, head_dim: int, length):
+        turns = self.original_length * frequency_11H / (2 * math.pi)
         low, high = self.low_freq_factor, self.high_freq_factor
         if low < high:
             kept = jnp.clip((turns - low) / (high - low), 0, 1)
         else:  # a step, as in `transformers`
             kept = jnp.where(turns < low, 0.0, 1.0)
-        return frequency * (kept + (1 - kept) / self.factor)
+        return frequency_11H * (kept + (1 - kept) / self.factor)
 
     def as_tuple(self) -> tuple:
         return dataclasses.astuple(self)
@@ -343,7 +343,7 @@ class Yarn:
     truncate: bool  # whether the border pairs are rounded to whole numbers
     magnitude: float  # by which queries and keys are multiplied
 
-    def scale(self, frequency, theta: float, head_dim: int, length: int):
+    def scale(self, frequency_11H, theta: float, head_dim: int, length):
         # Indices of the pairs of dims that make this many turns within the original length.
         lengths = (turns * 2 * math.pi for turns in (self.beta_fast, self.beta_slow))
         first, last = (
@@ -354,9 +354,9 @@ class Yarn:
             last = math.ceil(last)
         first = max(first, 0)
         last = min(last, head_dim - 1)
-        pair = jnp.arange(head_dim // 2, dtype=jnp.float32)
+        pair = jnp.arange(head_dim // 2, dtype=jnp.float32)[None, None]
         kept = 1 - jnp.clip((pair - first) / (last - first or 0.001), 0, 1)
-        return frequency * (kept + (1 - kept) / self.factor)
+        return frequency_11H * (kept + (1 - kept) / self.factor)
 
     def as_tuple(self) -> tuple:
         return ("yarn", *dataclasses.astuple(self))
@@ -412,14 +412,16 @@ def rotate(x_BTNH: jax.Array, angles_BTH: jax.Array, magnitude: float = 1.0) -> 
     return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1).astype(x_BTNH.dtype)
 
 
-def rope_angles(kind: Kind, head_dim: int, positions_BT: jax.Array, length: int = 0) -> jax.Array:
+def rope_angles(kind: Kind, head_dim: int, positions_BT: jax.Array, length: Any = 0) -> jax.Array:
     """Angles of each pair of dims: [B, T, H/2], float32 radians.
 
     Args:
-      length: of rows, on which some scalings depend; 0: no more than they were made for.
+      length: of rows, on which some scalings depend; 0: no more than they were made for; or an array
+        [B, 1, 1].
     """
     theta: Any = kind.rope_theta
-    frequency = theta ** -(jnp.arange(0, head_dim, 2, dtype=jnp.float32) / head_dim)
+    frequency_H = theta ** -(jnp.arange(0, head_dim, 2, dtype=jnp.float32) / head_dim)
+    frequency_B1H = frequency_H[None, None]
     if kind.rope_scaling:
-        frequency = kind.rope_scaling.scale(frequency, theta, head_dim, length)
-    return positions_BT.astype(jnp.float32)[:, :, None] * frequency[None, None]
+        frequency_B1H = kind.rope_scaling.scale(frequency_B1H, theta, head_dim, length)
+    return positions_BT.astype(jnp.float32)[:, :, None] * frequency_B1H

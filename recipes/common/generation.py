@@ -16,6 +16,7 @@ import numpy as np
 
 from recipes.common.sharding import Layout, Tree, paths
 from recipes.common.sharding.rules import count_shards
+from zoo.layers import LongRope
 
 COLDEST = 1e-6  # a lower temperature takes the likeliest token: logits over it would overflow
 SHORTEST = 16  # prompts are padded to 16, 32, 64, … tokens, rounded up to what the mesh divides
@@ -98,6 +99,13 @@ class Generator:
         self._variables = {kind: variables[kind] for kind in layout.model.shapes}
         self._vocabulary, self._rows = vocabulary, rows
         self._compiled: dict[tuple[int, ...], jax.stages.Compiled] = {}
+        kinds = layout.config.kinds
+        # Lengths of a row beyond which all of its positions rotate otherwise.
+        self._switches = [
+            scaling.original_length
+            for scaling in {kind.rope_scaling for kind in kinds}
+            if isinstance(scaling, LongRope)
+        ]
         self.cache_bytes = 0  # the last call's cache, per device
         self.read, self.written, self.steps, self.seconds = 0, 0, 0, [0.0, 0.0]
 
@@ -106,42 +114,29 @@ class Generator:
     ) -> Iterator[np.ndarray]:
         """Yields each row's next token, int32 [len(prompts)], until all rows have ended.
 
-        The token that ends a row is included; after it the row yields -1.
+        The token that ends a row is included; after it the row yields -1. Where a row grows beyond the
+        original length of a LongRope, all rows are read again: keys in a cache have the other factors.
 
         Args:
           prompts: at least one token each.
           first: number of the first prompt, if several calls share a seed.
         """
-        lengths = [len(prompt) for prompt in prompts]
-        layout = self.layout
-        T = _multiple(max(SHORTEST, 2 ** math.ceil(math.log2(max(lengths)))), layout.seq_shards)
-        B = _multiple(max(len(prompts), self._rows), layout.batch_shards)
-        S = _multiple(T + max_new_tokens, layout.seq_shards)  # slots; some may stay empty
-        tokens_BT, lengths_B = np.zeros((B, T), np.int32), np.ones(B, np.int32)
-        for row, prompt in enumerate(prompts):
-            tokens_BT[row, T - len(prompt) :] = prompt
-            lengths_B[row] = len(prompt)
-        rows_B = np.where(np.arange(B) < len(prompts), first + np.arange(B), -1).astype(np.int32)
-        # Rows are replicated: each device chooses the next tokens of all rows. Positions are split.
-        replicated = layout.replicated
-        parts = replicated.update(spec=jax.P(None, *layout.batch_shardings(tokens_BT).spec[1:]))
-        arguments = jax.device_put((tokens_BT, lengths_B, rows_B), (parts, replicated, replicated))
-
-        prefill = self._program(self._prefill, (B, T, S), self._variables, *arguments)
-        start = time.perf_counter()
-        keys_B, *state = jax.block_until_ready(prefill(self._variables, *arguments))
-        cache = state[-1]
-        self.seconds[0] += time.perf_counter() - start
-        self.read += sum(lengths)
-        arrays = jax.tree.leaves((cache.k, cache.v, cache.states))
-        self.cache_bytes = sum(x.addressable_shards[0].data.nbytes for x in arrays)
-
-        decode = self._program(self._decode, (B, S), self._variables, keys_B, *state)
+        rows = [np.asarray(prompt, np.int32) for prompt in prompts]
+        numbers = first + np.arange(len(prompts))
         going = np.ones(len(prompts), bool)
+        self.read += sum(map(len, rows))
+        keys_B, *state = self._read(rows, numbers, max_new_tokens, 0)
+        decode = self._decode_program(keys_B, state)
         start = time.perf_counter()
         for count in range(1, max_new_tokens + 1):
             shown = state[0]
-            if count < max_new_tokens:  # runs while this step's tokens are read
+            reads_again = any(
+                len(row) + count == length + 1
+                for row, goes in zip(prompts, going, strict=True)
+                for length in self._switches
+                if goes
+            )
+            if count < max_new_tokens and not reads_again:  # runs while this step's tokens are read
                 state = decode(self._variables, keys_B, *state)
             tokens = np.asarray(jax.device_get(shown))[: len(prompts)]
             self.written += int(going.sum())
@@ -152,7 +147,53 @@ class Generator:
             going &= (tokens >= 0) & ~np.isin(tokens, self.end)
             if not going.any():
                 break
+            if self._switches:
+                triples = zip(rows, tokens, going, strict=True)
+                rows = [np.append(row, token) if goes else row for row, token, goes in triples]
+            if count < max_new_tokens and reads_again:
+                del state  # with its cache
+                left = max_new_tokens - count
+                keys_B, *state = self._read(rows, np.where(going, numbers, -1), left, count)
+                decode = self._decode_program(keys_B, state)
         jax.block_until_ready(state)  # simulated devices: at most two programs in flight
+
+    def _read(
+        self, rows: list[np.ndarray], numbers: np.ndarray, max_new_tokens: int, count: int
+    ) -> tuple:
+        """Reads rows in one pass: (their keys, next tokens, their number, a cache).
+
+        Args:
+          numbers: the rows' own, for their keys; -1: nothing more is written.
+          count: of the tokens that were written before.
+        """
+        layout = self.layout
+        longest = max(map(len, rows))
+        T = _multiple(max(SHORTEST, 2 ** math.ceil(math.log2(longest))), layout.seq_shards)
+        B = _multiple(max(len(rows), self._rows), layout.batch_shards)
+        S = _multiple(T + max_new_tokens, layout.seq_shards)  # slots; some may stay empty
+        tokens_BT, lengths_B = np.zeros((B, T), np.int32), np.ones(B, np.int32)
+        rows_B = np.full(B, -1, np.int32)
+        rows_B[: len(rows)] = numbers
+        for b, row in enumerate(rows):
+            tokens_BT[b, T - len(row) :] = row
+            lengths_B[b] = len(row)
+        # Rows are replicated: each device chooses the next tokens of all rows. Positions are split.
+        replicated = layout.replicated
+        parts = replicated.update(spec=jax.P(None, *layout.batch_shardings(tokens_BT).spec[1:]))
+        where = (parts, replicated, replicated, replicated)
+        arguments = jax.device_put((tokens_BT, lengths_B, rows_B, np.int32(count)), where)
+        prefill = self._program(self._prefill, (B, T, S), self._variables, *arguments)
+        start = time.perf_counter()
+        state = jax.block_until_ready(prefill(self._variables, *arguments))
+        self.seconds[0] += time.perf_counter() - start
+        return state
+
+    def _decode_program(self, keys_B: jax.Array, state: list) -> jax.stages.Compiled:
+        cache = state[-1]
+        arrays = jax.tree.leaves((cache.k, cache.v, cache.states))
+        self.cache_bytes = sum(x.addressable_shards[0].data.nbytes for x in arrays)
+        slots = cache.k.shape[2]
+        return self._program(self._decode, (len(keys_B), slots), self._variables, keys_B, *state)
 
     def bytes_a_token(self) -> tuple[int, int]:
         """Fewest bytes of (weights, cache) that a device must read to write a token.
@@ -168,10 +209,10 @@ class Generator:
             weights += array.nbytes / parts * chosen
         return round(weights), self.cache_bytes
 
-    def _prefill(self, S, variables, tokens_BT, lengths_B, rows_B):
+    def _prefill(self, S, variables, tokens_BT, lengths_B, rows_B, number):
         model = self.layout.model.merge(variables)
         logits_BV, cache = model.prefill(tokens_BT, lengths_B, S)
-        keys_B, number = self.sampling.keys(rows_B), jnp.int32(0)
+        keys_B = self.sampling.keys(rows_B)
         return keys_B, self._next(logits_BV, keys_B, rows_B < 0, number), number + 1, cache
 
     def _decode(self, S, variables, keys_B, token_B, number, cache):

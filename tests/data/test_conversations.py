@@ -221,18 +221,46 @@ def test_a_message_of_tool_calls_alone_is_learned():
         )
 
 
-def test_a_message_of_weight_0_is_context():
+def test_variables_of_well_known_templates_are_columns():
+    template = "{{ documents[0].text }}{{ enable_thinking }}{{ id }}" + small_tokenizers.TEMPLATE
+    files = small_tokenizers.with_template(small_tokenizers.byte_level(), template)
+    tokens = tokenizer.from_files(files, "retrieves")
+    row = {"messages": said("a", "b"), "documents": [{"text": "Alps"}], "enable_thinking": False}
+    for variables, shown in (({}, "AlpsFalse"), ({"enable_thinking": True}, "AlpsTrue")):
+        one = row | {"id": 7, "chat_template_kwargs": variables}
+        (document,) = documents(one, tokens)
+        assert marked(document, tokens).startswith(f"{shown}<|im_start|>")
+
+
+def test_a_variable_set_inside_generation_stays():
+    template = "{% generation %}{% set said = 'b' %}{% endgeneration %}{{ said }}"
+    assert chat.render(template, said("a"), {}, "sets") == "b"
+
+
+def test_templates_see_tokens_that_extra_special_tokens_names():
+    """As an object, as transformers writes them, or with AddedToken's fields."""
+    files = small_tokenizers.with_template(small_tokenizers.byte_level(), "{{ image_token }}.")
+    config = json.loads(files["tokenizer_config.json"])
+    for token in ("<|endoftext|>", {"content": "<|endoftext|>", "lstrip": False}):
+        named = config | {"extra_special_tokens": {"image_token": token}}
+        changed = files | {"tokenizer_config.json": json.dumps(named).encode()}
+        tokens = tokenizer.from_files(changed, "sees")
+        assert tokens.render(said("a")) == "<|endoftext|>."
+
+
+@pytest.mark.parametrize("name", conversations.WEIGHTS)
+def test_a_message_of_weight_0_is_context(name):
     messages = said("Hi", "No.", "So?", "Yes", "And?", "Hm")
     for number, weight in ((1, 0), (3, 1), (5, False)):
-        messages[number]["weight"] = weight
-    messages[0]["weight"] = 0  # a user's is never learned
+        messages[number][name] = weight
+    messages[0][name] = 0  # a user's is never learned
     (one,) = documents({"messages": messages}, tooled())
     assert marked(one, tooled()) == (
         "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\nNo.<|im_end|>\n"
         "<|im_start|>user\nSo?<|im_end|>\n<|im_start|>assistant\n⟦Yes<|im_end|>⟧"
     )
     assert conversations.target_bytes(one, tooled()) == 3
-    curious = WITH_TOOLS.replace("m.role +", "m.role + ('!' if m.weight is defined else '') +")
+    curious = WITH_TOOLS.replace("m.role +", f"m.role + ('!' if m.{name} is defined else '') +")
     files = small_tokenizers.with_template(small_tokenizers.byte_level(), curious)
     (again,) = documents({"messages": messages}, tokenizer.from_files(files, "curious"))
     assert again.tokens.tolist() == one.tokens.tolist(), "the template does not see it"
@@ -247,6 +275,8 @@ def test_a_message_of_weight_0_is_context():
         ({"messages": said("a", "b"), "chat_template_kwargs": [1]}, "line 1: 'chat_template_kwargs' is a list, not an object"),
         ({"messages": [*said("a"), {"role": "assistant", "content": "b", "weight": 0}]}, "line 1 has nothing to learn: all of the assistant's messages have weight 0; remove it"),
         ({"messages": [*said("a"), {"role": "assistant", "content": "b", "weight": 0.5}]}, "line 1: message 2 has the weight 0.5; use 0 for context only, or 1"),
+        ({"messages": [*said("a"), {"role": "assistant", "content": "b", "train": "no"}]}, 'line 1: message 2 has the train "no"; use 0'),
+        ({"messages": [*said("a"), {"role": "assistant", "content": "b", "loss": 1, "weight": 0}]}, "line 1: message 2 has weight and loss, which contradict each other; keep one"),
         ({"messages": [*said("a"), {"role": "assistant", "content": "b", "weight": "0"}]}, 'line 1: message 2 has the weight "0"; use 0'),
         ({"messages": [*said("a"), {"role": "assistant", "content": None}]}, "line 1: the content of message 2 is missing, not a string; write it as text"),
         ({"messages": [{"role": "user", "content": None, "tool_calls": [1]}, *said("", "b")[1:]]}, "line 1: the content of message 1 is missing"),

@@ -1,5 +1,6 @@
 """data/text.py: exact order, exact content, on any number of processes."""
 
+import csv
 import gzip
 import io
 import itertools
@@ -202,7 +203,12 @@ def write(folder: pathlib.Path, kind: str) -> str:
         for i, document in enumerate(DOCUMENTS):
             (folder / f"{i:03}.txt").write_text(document)
         return str(folder)
-    if kind in ("jsonl", "JSONL", "ndjson"):
+    if kind in sources.TABLES:
+        with (folder / f"d{kind}").open("w", newline="") as file:
+            table = csv.writer(file, delimiter=sources.TABLES[kind])
+            table.writerows([["n", "text"], *(["1, 2", document] for document in DOCUMENTS)])
+        return str(folder / f"d{kind}")
+    if f".{kind.lower()}" in sources.JSON:
         lines = (json.dumps({"text": document, "n": 1}) + "\n" for document in DOCUMENTS)
         (folder / f"d.{kind}").write_text("".join(lines))
         return str(folder / f"d.{kind}")
@@ -213,7 +219,10 @@ def write(folder: pathlib.Path, kind: str) -> str:
     return str(folder / "train.parquet") if kind == "parquet" else f"hf:~/{folder.name}"
 
 
-@pytest.mark.parametrize("kind", ["folder", "jsonl", "JSONL", "ndjson", "parquet", "hub"])
+KINDS = ["folder", "JSONL", "parquet", "hub", *sources.TABLES]
+
+
+@pytest.mark.parametrize("kind", [*KINDS, *(suffix[1:] for suffix in sources.JSON)])
 def test_every_format_gives_the_same_tokens(kind, tmp_path, monkeypatch):
     monkeypatch.setenv("HOME", str(tmp_path.parent))
     monkeypatch.setenv("ZOO_CACHE", f"{tmp_path}-cache")  # else the same Parquet is not read twice
@@ -355,6 +364,11 @@ def test_one_document_is_split_at_its_end(tmp_path):
         ("first.jsonl", b'{"text": null}\n', "first.jsonl line 1 has null in the column 'text', not text"),
         ("later.jsonl", b'{"text": "a"}\n{"n": 1}\n', "later.jsonl line 2 has no text in column 'text', which the rows before it have"),
         ("array.json", b'\n[{"text": "a"},\n {"text" "b"}]\n', "array.json line 3 is not JSON (Expecting ':' delimiter)"),
+        ("a.json5", b"{text: 'a'}\n", "a.json5 is data of a kind that isn't read; convert it to JSON Lines"),
+        ("a.csv", b"n,body\n1,a\n", "no column 'text'; set --text_column to one of 'n', 'body'"),
+        ("wide.csv", b'n,text\n1,a\n2,b,c\n', "wide.csv line 3 has more cells than the first line; put"),
+        ("short.csv", b'n,text\n1,a\n2\n', "short.csv line 3 has null in the column 'text', not text"),
+        ("quote.csv", b'n,text\n1,"a"b\n', "quote.csv could not be read as csv"),
         ("later.jsonl", b'{"text": "a"}\n["b"]\n', "later.jsonl line 2 is not a JSON object"),
     ],
 )  # fmt: skip
@@ -385,6 +399,26 @@ def test_a_null_in_parquet_is_named_by_row_and_column(where, tmp_path):
     assert str(caught.value) == (
         f"--dataset={name}: {place} has null in the column 'text', not text; fill it, or remove the row"
     )
+
+
+def test_a_byte_order_mark_is_no_part_of_a_text(tmp_path):
+    """Not of a table's first column either, and cells may have line breaks in them."""
+    words = "first words\n" * 40
+    (tmp_path / "plain.txt").write_text(words)
+    (tmp_path / "marked.txt").write_text(words, encoding="utf-8-sig")
+    plain, marked = (prepare(str(tmp_path / name)) for name in ("plain.txt", "marked.txt"))
+    assert marked.fingerprint == plain.fingerprint
+    rows = [f'"a\n""{i}"", b"\n' for i in range(3)]
+    (tmp_path / "a.csv").write_text("text\n" + "".join(rows), encoding="utf-8-sig")
+    parts = sources.find(str(tmp_path / "a.csv"))[0].parts()
+    assert [part.text.decode() for part in parts] == [f'a\n"{i}", b' for i in range(3)]
+
+
+def test_pairs_in_a_table_are_learned(tmp_path):
+    rows = "".join(f"{i} and,two\n" for i in range(30))
+    (tmp_path / "a.csv").write_text("prompt,completion\n" + rows)
+    train = prepare(str(tmp_path / "a.csv")).train
+    assert bytes(train.tokens[train.targets].astype(np.uint8)).startswith(b"twotwo")
 
 
 @pytest.mark.parametrize("before", ["\ufeff", "\n \n", "\ufeff\r\n", ""])

@@ -108,6 +108,20 @@ def test_bytes_of_text_are_the_same_in_blocks(tokens, block, monkeypatch):
         assert tokens.text_bytes(tokens.encode([text])[0]) == len(text.encode()), text
 
 
+def test_a_text_that_ends_in_replacement_characters_keeps_their_bytes(tokens):
+    """Decoding gives U+FFFD for an incomplete character too, whose bytes don't count."""
+    for text in ("ok\ufffd\ufffd", "\ufffd", "字\ufffd"):
+        ids = tokens.encode([text])[0]
+        assert tokens.text_bytes(ids) == len(text.encode()), text
+    for text in ("ok🙂", "ok\ufffd🙂"):
+        ids = tokens.encode([text])[0]
+        whole = [n for n in range(len(ids)) if "🙂" in tokens.decode(ids[: n + 1])]
+        cut = ids[: whole[0]]  # in the middle of the last character
+        assert tokens.decode(cut).endswith("\ufffd")
+        if tokens.files:  # with bytes, each is a target
+            assert tokens.text_bytes(cut) == len(text.encode()) - 4
+
+
 # ---- which token ends a text ---------------------------------------------------------------------
 
 NO_EOS = {"eos_token": ...}

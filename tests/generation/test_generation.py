@@ -27,8 +27,10 @@ from recipes.common.sharding.layout import make_layout
 from tests.by_hand.hf_parity import GOLDEN
 from tests.conftest import ROOT, full_except
 from tests.support import runs, small_tokenizers
+from tests.support.models import random_variables
 from tests.support.quick import quick as quick
 from zoo import gpt_oss
+from zoo.layers import Dynamic, LongRope
 from zoo.transformer import Config, Transformer
 
 pytestmark = pytest.mark.promise("generation")
@@ -118,6 +120,65 @@ def logits_of(layout, variables, written) -> np.ndarray:
 
     given = jax.device_put((tokens_BT, lengths_B, more), layout.replicated)
     return np.asarray(layout.compile(run, variables, *given)(variables, *given))[: len(PROMPTS)]
+
+
+# ---- rotary scalings that depend on a row's length -----------------------------------------------
+
+SCALINGS = {
+    "longrope": LongRope((1.0, 1.5, 2.0, 3.0), (2.0, 9.0, 5.0, 30.0), 20, 1.2),
+    "dynamic": Dynamic(4.0, 20),
+}
+
+
+@pytest.mark.parametrize("scaling", full_except(SCALINGS, ["longrope"]))
+def test_a_row_is_scaled_by_its_own_length(scaling, quick):
+    """Not by its neighbours', by the padding or by the room for new tokens."""
+    config = dataclasses.replace(Config.tiny(), num_layers=1, rope_scaling=SCALINGS[scaling])
+    layout = make_layout(Transformer, config, make_mesh("1x1"))
+    variables = random_variables(layout)
+    for weight in ("q", "v", "o"):
+        variables["params"]["layers"]["attention"][weight] *= 8  # positions matter
+    random = np.random.default_rng(0)
+    prompts = [random.integers(0, 384, n).astype(np.int32) for n in (3, 18, 25)]
+
+    def generate(prompts, new) -> list[list[int]]:
+        generator = Generator(layout, variables, Sampling(), (), 384)
+        return np.stack(list(generator(prompts, new)), axis=1).tolist()
+
+    together = generate(prompts, 6)
+    for prompt, row in zip(prompts, together, strict=True):
+        (alone,) = generate([prompt], 40)
+        assert alone[:6] == row
+    if scaling == "longrope":  # the row of 18 is read again with the long factors at 21
+        read = jax.jit(lambda t, n: layout.model.merge(variables).prefill(t, n, 32)[0])
+        tokens = [*prompts[1], *together[1]]
+        for length in range(18, 24):
+            padded_BT = np.array([[0] * (32 - length) + tokens[:length]], np.int32)
+            logits_BV = read(padded_BT, np.array([length]))
+            assert tokens[length] == logits_BV[0].argmax(), length
+
+
+@pytest.mark.parametrize("scaling", full_except(SCALINGS, ["longrope"]))
+def test_logits_of_padded_prompts_are_those_of_their_own_length(scaling):
+    config = dataclasses.replace(Config.tiny(), num_layers=1, rope_scaling=SCALINGS[scaling])
+    layout = make_layout(Transformer, config, make_mesh("1x1"))
+    model = layout.model.merge(random_variables(layout))
+    random = np.random.default_rng(0)
+    tokens_BT = random.integers(0, 384, (3, 32)).astype(np.int32)
+    lengths_B = np.array([3, 20, 25], np.int32)
+    found_BV, cache = jax.jit(lambda t, n: model.prefill(t, n, 40))(tokens_BT, lengths_B)
+    more_BV, _ = jax.jit(model.decode)(tokens_BT[:, 0], cache)
+    for b, length in enumerate(lengths_B):
+        row = tokens_BT[b, 32 - length :]
+        wanted_V = model(row[None])[0, -1]
+        np.testing.assert_allclose(found_BV[b], wanted_V, rtol=0, atol=1e-5)
+        if (
+            b != 1
+        ):  # that row grows beyond the original length, and its cached keys stay as they are
+            row = np.append(row, tokens_BT[b, 0])
+            wanted_V = model(row[None])[0, -1]
+            if scaling == "longrope" or b == 0:
+                np.testing.assert_allclose(more_BV[b], wanted_V, rtol=0, atol=1e-5)
 
 
 # ---- meshes that split positions -----------------------------------------------------------------

@@ -492,6 +492,21 @@ def test_a_mistral_with_unlike_layers_is_theirs(folder):
     assert (hf.Folder(theirs).config.sliding_window, before.sliding_window) == (5, None)
 
 
+def test_a_model_type_that_contradicts_the_architecture_is_refused(folder):
+    """A Mistral's window would be ignored; without a window, both mean the same."""
+    theirs = folder("mistral")
+    edit(theirs, architectures=["LlamaForCausalLM"])
+    wanted = (
+        "architecture LlamaForCausalLM and model_type mistral, which read it differently; correct"
+    )
+    with pytest.raises(UserError, match=wanted):
+        hf.Folder(theirs)
+    edit(theirs, sliding_window=None)
+    assert hf.Folder(theirs).config.sliding_window is None
+    edit(theirs, sliding_window=5, model_type="a name of their own")
+    assert hf.Folder(theirs).config.sliding_window is None
+
+
 def test_files_without_an_index_and_tensors_that_are_computed(folder):
     theirs = folder("llama3")
     whole = params_of(f"hf:{theirs}")

@@ -16,10 +16,16 @@ import optax
 import pytest
 from flax import nnx
 
+from recipes.common.runtime import UserError
+from recipes.common.runtime.mesh import make_mesh
+from recipes.common.sharding import make_layout
+from recipes.common.train.feed import to_devices
 from recipes.instruments.prove import cases
+from recipes.instruments.prove import run as prove_run
 from recipes.instruments.prove.cases import prove
-from recipes.instruments.prove.compare import GRADIENT_TOLERANCE, compare_gradients
+from recipes.instruments.prove.compare import GRADIENT_TOLERANCE, compare_all, compare_gradients
 from tests.conftest import ROOT, full_except
+from zoo.transformer import Config, Transformer
 
 pytestmark = pytest.mark.promise("prove")
 
@@ -284,6 +290,24 @@ def test_waste_is_reported_with_its_line():
     assert {x.split()[2] for x in others} == {"up", "down"}
 
 
+def test_ids_beyond_a_vocabulary_are_refused():
+    """In training and evaluation by the same check, where a batch goes to the devices."""
+    tokens = np.full((8, 4), 383, np.int32)
+
+    def build():
+        return Transformer(Config.tiny(), rngs=nnx.Rngs(0))
+
+    layout = make_layout(Transformer, Config.tiny(), make_mesh("8"), "dp", batch_size=8)
+    to_devices({"tokens": tokens, "targets": tokens}, layout)
+    for name in ("tokens", "targets"):
+        batch = {"tokens": tokens, "targets": tokens} | {name: tokens + 1}
+        message = f"{name} of a batch have the id 384, and the model's vocabulary has 384 ids"
+        with pytest.raises(UserError, match=message):
+            prove(build, None, {"dp": {"batch": "data"}}, batch, meshes=["8"])
+        with pytest.raises(UserError, match=message):
+            to_devices(batch, layout)
+
+
 # ---- float64 -------------------------------------------------------------------------------------
 
 
@@ -294,6 +318,71 @@ def test_a_gradient_that_is_zero_but_for_rounding_is_compared_with_all_of_them()
         compared = compare_gradients(on_mesh, one)
         assert compared["q"].relative == 0
         assert compared["k_bias"].relative == pytest.approx(relative)
+
+
+class Scaled(nnx.Module):
+    """Squares of x · w, whose sum is multiplied by `factor`, and its gradient by `slope` too."""
+
+    def __init__(self, factor: float, slope: float = 1.0, *, rngs: nnx.Rngs):
+        self.w = nnx.Param(jnp.ones((16, 8)), out_sharding=(None, None))
+        self.factor = factor
+        self.slope = slope
+
+    def loss(self, x):
+        total = jnp.square(x @ scale_gradient(self.w[...], self.slope)).sum() * self.factor
+        return total, jnp.float32(8), {"loss": (total, jnp.float32(8))}
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
+def scale_gradient(x, slope):
+    return x
+
+
+scale_gradient.defvjp(lambda x, slope: (x, None), lambda slope, _, grad: (grad * slope,))
+
+
+@pytest.mark.parametrize(
+    ("factor", "slope", "words"),
+    [
+        (np.nan, 1.0, "the metric 'loss' is not finite at step 1"),
+        (np.inf, 1.0, "the metric 'loss' is not finite at step 1"),
+        (1.0, np.nan, "the gradient of w is not finite at step 1"),
+        (1.0, 0.0, "all gradients are zero, so nothing is compared"),
+    ],
+)
+def test_what_compares_nothing_proves_nothing(factor, slope, words):
+    batch = {"x": np.random.default_rng(0).normal(size=(8, 16)).astype(np.float32)}
+    model = functools.partial(Scaled, factor, slope, rngs=nnx.Rngs(0))
+    proof = prove(model, None, {"dp": {"batch": "data"}}, batch, meshes=["8"])
+    assert not proof.holds
+    assert words in str(proof)
+
+
+def test_no_cases_prove_nothing():
+    assert not cases.Proof((), ()).holds
+
+
+def test_computed_numbers_that_are_not_finite_differ():
+    nan = {"w": np.array([1.0, np.nan], np.float32)}
+    assert compare_all(nan, nan)["w"].relative == np.inf, "computed twice"
+    assert compare_all(nan, nan, is_copy=True)["w"].relative == 0, "restored"
+    infinite = {"w": np.array([1.0, np.inf], np.float32)}
+    assert compare_gradients(infinite, infinite)["w"].relative == np.inf
+    large = {"w": np.full(4, 1e30, np.float32)}
+    assert compare_all({"w": large["w"] * 2}, large)["w"].relative == pytest.approx(1)
+
+
+def test_only_the_state_of_a_zero_gradient_is_left_out():
+    """A weight `bias` whose gradient is zero doesn't hide that of `up_bias`."""
+    grads = {"bias": np.zeros(2), "up_bias": np.ones(2)}
+    state = {"params": {name: np.ones(2) for name in grads}}
+
+    def ran(up_bias: float) -> prove_run.Training:
+        changed = {"params": state["params"] | {"up_bias": np.full(2, up_bias)}}
+        return prove_run.Training(state, [{"loss": 1.0}], [grads], changed)
+
+    found = cases.compare_runs(ran(2.0), ran(1.0))["state"]
+    assert {path: x.relative for path, x in found.items()} == {"params/up_bias": 1.0}
 
 
 @pytest.mark.full
@@ -378,6 +467,7 @@ MISTAKES = {
     MODEL + "--batch=model.py:batch --rules=file.py:NUMBERS": "map 'batch' to 4",
     MODEL + "--batch=model.py:batch --meshes=2x2x2": "no mesh has just the axes",
     MODEL + "--batch=model.py:batch --meshes=4by2": "is not a mesh",
+    MODEL + "--batch=model.py:batch --meshes=1": "--meshes=1 has one device, with which others are",
 }
 
 

@@ -7,16 +7,18 @@ import jax
 import numpy as np
 import pytest
 
+from recipes.common import entries
 from recipes.common.report import report
 from recipes.common.runtime.errors import UserError
 from recipes.common.runtime.mesh import make_mesh
 from recipes.common.sharding.abstract import paths
 from recipes.common.sharding.layout import make_layout, shardings
+from recipes.common.sharding.rules import used_axes
 from recipes.common.train.optimizer import adamw
 from recipes.common.train.state import abstract_state, new_params
 from tests.by_hand.hf_parity import GOLDEN
 from tests.conftest import full_except
-from tests.support import runs
+from tests.support import odd_shapes, runs
 from tests.support.models import random_variables
 from tests.support.quick import QUICK
 from tests.support.quick import quick as quick
@@ -83,6 +85,45 @@ def test_meshes_compute_what_one_device_computes(size, mesh, strategy):
         assert np.linalg.norm(grad - want) <= 2e-5 * np.linalg.norm(want), path
     assert logits.shape == (ROWS, 24, SIZES[size].vocab_size), "what is padded is never sampled"
     np.testing.assert_allclose(logits, want_logits, atol=2e-5)
+
+
+# ---- two logical axes of one product, of which rules may split one -------------------------------
+
+HEADS = {"delta_heads": 6, "delta_key_heads": 2, "num_heads": 5, "num_kv_heads": 1}
+LITTLE = {"vocab_size": 31, "embed": 16, "num_layers": 2, "attention": "flash"}
+ONE_OF_TWO = {
+    "key_heads alone are split": ("qwen3_next", LITTLE | HEADS, "tp", ""),
+    "kv_heads alone are split": (
+        "qwen3_next", LITTLE | {"delta_heads": 3, "delta_key_heads": 3, "num_heads": 4, "num_kv_heads": 2},
+        "tp", "",
+    ),
+    "heads alone are split": ("transformer", LITTLE | {"num_heads": 4, "num_kv_heads": 2}, "tp", "kv_heads"),
+    "no weight has kv_heads": ("deepseek", LITTLE | {"num_heads": 3}, "tp", ""),
+    "residual_seq alone is split": ("moe", LITTLE, "tp_sp", "mlp"),
+    "vocab is split, in stages": ("transformer", LITTLE, "fsdp_pp_tp", ""),
+}  # fmt: skip
+FAST_ONES = [*ONE_OF_TWO][:2]
+
+
+@pytest.mark.parametrize("pair", full_except(ONE_OF_TWO, FAST_ONES))
+def test_two_axes_of_one_product(pair):
+    entry, sizes, strategy, whole = ONE_OF_TWO[pair]
+    without_experts = {"num_experts": 0} if entry == "qwen3_next" else {}
+    config = dataclasses.replace(entries.zoo_file(entry).Config.tiny(), **sizes, **without_experts)
+    used = used_axes(entries.zoo_file(entry).RULES[strategy])
+    mesh = ",".join(f"{axis}=2" for axis in ("data", "pipe", "model") if axis in used)
+    case = odd_shapes.Case(entry, config, strategy, mesh, 4, 8, whole)
+    assert odd_shapes.check(case, logits_only=pair in FAST_ONES) == "equal"
+
+
+RANDOM = [(entry, seed) for seed in range(4) for entry in entries.ENTRIES]
+
+
+@pytest.mark.parametrize(("entry", "seed"), full_except(RANDOM, []))
+def test_a_random_model_on_a_random_mesh_is_equal_or_refused(entry, seed):
+    """By hand, many: python -m tests.by_hand.odd_shapes."""
+    result = odd_shapes.check(odd_shapes.draw_case(entry, seed))
+    assert result == "equal" or result.startswith("refused: ")
 
 
 @pytest.mark.parametrize(("size", "mesh", "strategy"), full_except(CASES, FAST))

@@ -79,5 +79,5 @@ def loss_and_gradients(model: type[Decoder], config: Compute, mesh: str, strateg
 
 
 def worst(found, wanted) -> float:
-    """Largest difference, relative to each array's largest number."""
-    return max(np.abs(found[p] - w).max() / np.abs(w).max() for p, w in wanted.items())
+    """Largest difference, relative to each array's largest number; NaN if one is."""
+    return np.max([np.abs(found[p] - w).max() / np.abs(w).max() for p, w in wanted.items()])

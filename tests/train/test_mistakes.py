@@ -81,6 +81,7 @@ SET_ROWS = [
     (["--set=norm_eps=small"], "norm_eps=small is not a finite number; use a different value"),
     (["--set=qk_norm=maybe"], "qk_norm=maybe is not true or false; use a different value"),
     (["--set=sliding_window=wide"], "sliding_window=wide is not a whole number, or none; use a different value"),
+    (["--set=vocab_size=256"], "vocab_size=256 is less than the 257 tokens of the tokenizer; use --set=vocab_size=257, or leave it out"),
     (["--set=layer_kinds=[[3]]"], "use other flags of the model"),
     (["--set=attention=fast"], "attention='fast' is not one of auto, "),
     (["--set=num_kv_heads=3"], "num_heads=16 is not divisible by num_kv_heads=3; use other flags of the model"),

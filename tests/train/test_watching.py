@@ -562,6 +562,19 @@ def test_a_run_is_compared_while_it_trains_and_with_other_data(inside, tmp_path)
     assert "<svg" in (tmp_path / "c.svg").read_text()
 
 
+def test_a_comparison_says_which_losses_are_not_finite(inside, tmp_path):
+    lines = [step_line(10, 2.0, 1), step_line(20, None, 1), step_line(30, 4.0, 1)]
+    lines += [{"step": 30, "held_out_loss": None}]
+    name = write_run(tmp_path / "run", lines)
+    done = inside("recipes.compare", name, "--out", str(tmp_path / "c.svg"))
+    assert (done.code, done.err) == (0, "")
+    assert "| run | 30 | 61,440 | 0:30 | 2,048 | 3.0000 |" in done.out
+    assert (
+        "\nrun: 2 losses are not finite, the last at step 30; its row leaves them out.\n"
+        in done.out
+    )
+
+
 def test_a_real_run_is_compared(watched, inside, tmp_path):
     done = inside("recipes.compare", str(watched[0]), f"--out={tmp_path / 'c.png'}")
     assert (done.code, done.err) == (0, "")

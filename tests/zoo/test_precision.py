@@ -10,11 +10,11 @@ import pytest
 
 from recipes.common import entries
 from recipes.common.mesh import make_mesh
-from recipes.instruments.prove.compare import difference
-from recipes.instruments.prove.sums import Sum, low_precision_sums
 from recipes.common.sharding.layout import make_layout
 from recipes.common.train.state import abstract_state
 from recipes.common.train.step import gradients
+from recipes.instruments.prove.compare import difference
+from recipes.instruments.prove.sums import Sum, low_precision_sums
 from tests.conftest import ROOT, full_except
 from tests.support.entries import ENTRIES, OPTIMIZER
 from zoo import layers, vocabulary

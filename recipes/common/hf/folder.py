@@ -77,7 +77,7 @@ class Folder:
         theirs = tensors.read_json(file)
         self.family, kind = _family(theirs, file)
         _check_format(theirs, self.family, file)
-        # model_type may be absent; if it contradicts the architecture, the architecture counts.
+        contents = theirs
         theirs = self.family.text_keys(theirs | {"model_type": kind}, file)
         selection = self.family.select(tensors.find(path), self.family.config_from(theirs, file))
         self.config = selection.config
@@ -95,6 +95,8 @@ class Folder:
             stored = UNPACK[method](stored)
         self._stored = tensors.rename(stored, self.family.canonical, path)
         self._check()
+        if contents.get("model_type") != kind:
+            _check_model_type(contents, self.config, file)
         if selection.left_out:
             print0(selection.left_out)
 
@@ -267,6 +269,26 @@ def _family(theirs: dict[str, Any], file: pathlib.Path) -> tuple[Family, str]:
             f"{_nearest(theirs, file)}; use one of those that recipes/docs/architectures.md lists"
         )
     return known[names[0]]
+
+
+def _check_model_type(theirs: dict[str, Any], config: Any, file: pathlib.Path) -> None:
+    """Raises UserError if the model_type means another model than the architecture, which `config` has.
+
+    vLLM goes by the architecture, the Auto classes of `transformers` by the model_type. It may be
+    absent, or a name of its own: Kimi K2 has V3's architecture.
+    """
+    kind = theirs.get("model_type")
+    for family in FAMILIES:
+        if kind in family.architectures.values():
+            try:
+                same = family.config_from(family.text_keys(theirs, file), file) == config
+            except UserError:
+                same = False
+            if not same:
+                raise UserError(
+                    f"{file} has architecture {theirs['architectures'][0]} and model_type {kind}, which "
+                    "read it differently; correct the wrong one"
+                )
 
 
 def _nearest(theirs: dict[str, Any], file: pathlib.Path) -> str:

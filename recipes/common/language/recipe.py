@@ -105,7 +105,7 @@ def model_config(
         if tokenizer.files:  # bytes use the size's own vocabulary
             config = dataclasses.replace(config, vocab_size=tokenizer.size)
     config = configure(config, flags, device)
-    if tokenizer.files and config.vocab_size < tokenizer.size:
+    if config.vocab_size < tokenizer.size:
         raise UserError(
             f"vocab_size={config.vocab_size} is less than the {tokenizer.size} tokens of the "
             f"tokenizer; use --set=vocab_size={tokenizer.size}, or leave it out"

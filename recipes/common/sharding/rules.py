@@ -116,8 +116,8 @@ def fit(
     """Fits rules to model and mesh: (rules to compute with, rules that weights at rest skip).
 
     The zoo file's AXES.uneven names dims that need not be divisible by their mesh axes. If one is
-    not divisible, each device holds all of it: everywhere if it is "replicated"; only in weights at
-    rest if it is "padded", since the model pads it in the step. Optimizer state that is not divisible
+    not divisible, each device holds all of it: everywhere if it is "replicated" or layers are in stages;
+    only in weights at rest if it is "padded", since the model pads it in the step. Optimizer state that is not divisible
     follows its weight. Allocates nothing.
 
     Args:
@@ -204,7 +204,15 @@ def fit(
                     "need whole rows; replicate one of the two (None, or null in JSON)"
                 )
     rules = {axis: target for axis, target in rules.items() if axis not in of_optimizer & {*uneven}}
-    dropped = {axis: None for axis in uneven if may_be_uneven.get(axis) == "replicated"}
+    stacks = [axis for axis, on in known.items() if on == "stack"]
+    in_stages = any(count_shards(rules, axis, sizes) > 1 for axis in stacks)  # these pad nothing
+    dropped = {
+        axis: None for axis in uneven if in_stages or may_be_uneven.get(axis) == "replicated"
+    }
+    # A mesh axis of size 1 would make a pipeline of one stage, or a ring of one device.
+    for axis in (*stacks, *zoo.AXES.positions, *substitutes):
+        if count_shards(rules, axis, sizes) == 1:
+            dropped[axis] = None
     return rules | dropped, uneven
 
 

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Iterator
 import jax
 import numpy as np
 
+from recipes.common.runtime import UserError
 from recipes.common.sharding import Layout, Tree
 
 
@@ -29,7 +30,11 @@ def to_devices(rows: Tree, layout: Layout) -> Tree:
     Args:
       rows: tree of numpy arrays with this process's rows, whole, in the order of
         layout.process_rows. Each device gets only its part of their positions.
+
+    Raises UserError if the model has no such tokens: JAX would read the ids as others.
     """
+    if layout.config is not None:
+        check_ids(rows, layout.shape.vocab_size)
     if layout.replicated.is_fully_addressable:
         return jax.device_put(rows, layout.batch_shardings(rows))
     place = {row: i for i, row in enumerate(layout.process_rows.tolist())}
@@ -43,3 +48,17 @@ def to_devices(rows: Tree, layout: Layout) -> Tree:
         return jax.make_array_from_callback(shape, layout.batch_shardings(x), part)
 
     return jax.tree.map(put, rows)
+
+
+def check_ids(rows: Tree, vocab_size: int) -> None:
+    """Raises UserError if a batch has tokens or targets that a vocabulary lacks.
+
+    Args:
+      vocab_size: 0: the model has none.
+    """
+    for name in ("tokens", "targets") if vocab_size else ():
+        if name in rows and (largest := int(np.max(rows[name], initial=-1))) >= vocab_size:
+            raise UserError(
+                f"{name} of a batch have the id {largest}, and the model's vocabulary has {vocab_size} "
+                "ids, from 0 on; use the model's own tokenizer, or a larger vocabulary"
+            )

@@ -100,7 +100,7 @@ class Proof:
 
     @property
     def holds(self) -> bool:
-        return all(case.holds for case in self.cases)
+        return bool(self.cases) and all(case.holds for case in self.cases)
 
     def __str__(self) -> str:
         return table.text(self)
@@ -165,6 +165,27 @@ class Reference:
     def training(self) -> Training:
         return measure(self.layout, self.subject.optimizer, self.subject.batch).training
 
+    @functools.cached_property
+    def fault(self) -> str:
+        """Why nothing can be compared with this run; "" if something can."""
+        for step, (metrics, grads) in enumerate(
+            zip(self.training.metrics, self.training.grads, strict=True), start=1
+        ):
+            values = {f"the metric {name!r}": x for name, x in metrics.items()}
+            values |= {f"the gradient of {path}": x for path, x in paths(grads).items()}
+            for name, x in values.items():
+                if not np.isfinite(x).all():
+                    return (
+                        f"on one device, {name} is not finite at step {step}, so nothing can be "
+                        "compared; fix the loss or the batch"
+                    )
+        if not any(np.any(x) for x in jax.tree.leaves(self.training.grads)):
+            return (
+                "on one device, all gradients are zero, so nothing is compared; use a loss and a "
+                "batch that train the model"
+            )
+        return ""
+
 
 def prove_case(
     reference: Reference, strategy: str, mesh: str, layout: Layout, target: Layout
@@ -178,11 +199,13 @@ def prove_case(
         if type(error).__name__ == "ShardingTypeError":  # JAX doesn't export it
             failure += " If your model leaves this to the compiler, use auto axes (--auto)."
         return Case(strategy, mesh, error=failure)
+    if reference.fault:
+        return Case(strategy, mesh, error=reference.fault)
     training = measured.training
     differences = compare_runs(training, reference.training)
     after = restored(training.state, abstract_state(target, subject.optimizer))
     warnings = wasteful(layout, subject.optimizer, subject.batch, measured.step)
-    differences["restore"] = compare.compare_all(after, training.final)
+    differences["restore"] = compare.compare_all(after, training.final, is_copy=True)
     case = Case(
         strategy,
         mesh,
@@ -206,8 +229,11 @@ def compare_runs(on_mesh: Training, on_one: Training) -> dict[str, dict[str, Dif
         every = [*found]
         return {path: max(x[path] for x in every) for path in every[0]}
 
+    def arrays(metrics: dict[str, float]) -> dict[str, np.ndarray]:
+        return {name: np.array(x, dtype) for name, x in metrics.items()}
+
     metrics = worst(
-        {name: compare.compare(np.array(a[name], dtype), np.array(b[name], dtype)) for name in b}
+        compare.compare_finite(arrays(a), arrays(b))
         for a, b in zip(on_mesh.metrics, on_one.metrics, strict=True)
     )
     gradients = worst(
@@ -215,9 +241,10 @@ def compare_runs(on_mesh: Training, on_one: Training) -> dict[str, dict[str, Dif
         for a, b in zip(on_mesh.grads, on_one.grads, strict=True)
     )
     state = compare.compare_all(on_mesh.final, on_one.final)
-    zeros = tuple(compare.zeros(paths(on_one.grads[0])))
+    zeros = tuple(f"/{path}" for path in compare.zeros(paths(on_one.grads[0])))
+    initial = numbers(on_mesh.initial)
     return {
-        "initial": compare.compare_all(numbers(on_mesh.initial), numbers(on_one.initial)),
+        "initial": compare.compare_all(initial, numbers(on_one.initial), is_copy=True),
         "loss": {"loss": metrics.pop("loss")},
         "metrics": metrics,
         "gradient": gradients,

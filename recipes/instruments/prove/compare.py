@@ -26,6 +26,7 @@ class Difference(NamedTuple):
 
 
 EQUAL = Difference(0.0, 0.0, 0.0)
+DIFFERENT = Difference(np.inf, np.inf, np.inf)
 
 
 def difference(a, b) -> float:
@@ -34,27 +35,41 @@ def difference(a, b) -> float:
 
 
 def norm(x) -> float:
-    return float(np.linalg.norm(np.ravel(x)))
+    return float(np.linalg.norm(np.ravel(np.asarray(x, np.float64))))  # float32 squares overflow
 
 
-def compare(a: jax.Array | np.ndarray, b: jax.Array | np.ndarray) -> Difference:
-    """The difference of `a` from `b`, one device's; infinite if shapes or non-finite values differ."""
+def compare(
+    a: jax.Array | np.ndarray, b: jax.Array | np.ndarray, *, is_copy: bool = False
+) -> Difference:
+    """The difference of `a` from `b`, one device's; infinite if shapes or non-finite values differ.
+
+    NaN equals NaN only if `a` is a copy of b, not if it was computed.
+    """
     if a.shape != b.shape:
-        return Difference(np.inf, np.inf, np.inf)
-    if np.array_equal(a, b, equal_nan=np.issubdtype(b.dtype, np.inexact)):
+        return DIFFERENT
+    if np.array_equal(a, b, equal_nan=is_copy and np.issubdtype(b.dtype, np.inexact)):
         return EQUAL
     dtype = np.float32 if b.dtype.itemsize < 4 else np.promote_types(b.dtype, np.float32)
     x, y = np.asarray(a, dtype), np.asarray(b, dtype)
     distance, scale = float(np.abs(x - y).max()), float(np.abs(y).max())
     if not np.isfinite(distance):
-        return Difference(np.inf, np.inf, np.inf)
+        return DIFFERENT
     ulp = float(np.spacing(np.asarray(scale, dtype)))
     return Difference(difference(x, y), distance / max(scale, 1e-30), distance / ulp)
 
 
-def compare_all(a: dict[str, np.ndarray], b: dict[str, np.ndarray]) -> dict[str, Difference]:
-    """Path → difference of each array."""
-    return {path: compare(a[path], x) for path, x in b.items()}
+def compare_finite(a: dict[str, np.ndarray], b: dict[str, np.ndarray]) -> dict[str, Difference]:
+    """Path → difference of each array; infinite where one device's isn't finite."""
+    return {
+        path: compare(a[path], x) if np.isfinite(x).all() else DIFFERENT for path, x in b.items()
+    }
+
+
+def compare_all(
+    a: dict[str, np.ndarray], b: dict[str, np.ndarray], *, is_copy: bool = False
+) -> dict[str, Difference]:
+    """Path → difference of each array; see `compare`."""
+    return {path: compare(a[path], x, is_copy=is_copy) for path, x in b.items()}
 
 
 def compare_gradients(a: dict[str, np.ndarray], b: dict[str, np.ndarray]) -> dict[str, Difference]:
@@ -66,7 +81,7 @@ def compare_gradients(a: dict[str, np.ndarray], b: dict[str, np.ndarray]) -> dic
     small = {path: norm(a[path] - b[path]) / of_all for path in zeros(b)}
     return {
         path: x._replace(relative=small.get(path, x.relative))
-        for path, x in compare_all(a, b).items()
+        for path, x in compare_finite(a, b).items()
     }
 
 

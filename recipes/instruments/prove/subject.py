@@ -31,6 +31,7 @@ from recipes.common.runtime.mesh import make_mesh, parse
 from recipes.common.sharding import Layout, Tree, abstract_model, paths
 from recipes.common.sharding import rules as sharding_rules
 from recipes.common.sharding.rules import Rules, used_axes
+from recipes.common.train.feed import check_ids
 from recipes.instruments.plan.search import meshes as meshes_of
 from recipes.instruments.prove.run import OPTIMIZER, trace_loss
 from zoo.sharding import AxisNames, check_names, optimizer_axis
@@ -213,6 +214,9 @@ def make_subject(
         raise UserError(f"{type(model).__name__} has no method loss; use --loss=FILE.py:FUNCTION")
     compute_loss = loss or (lambda model, **batch: model.loss(**batch))
     batch = text_batch(model, loss or model.loss) if batch is None else batch
+    config: Any = vars(model).get("config")
+    if "vocab_size" in dir(config):
+        check_ids(batch, config.vocab_size)
     if not isinstance(batch, dict):
         raise UserError(
             "the batch is not a dict; return {name: array}, with the loss's parameters as names"
@@ -290,6 +294,9 @@ def layouts(
             used = used_axes(rules)
             split = {axis for axis, n in mesh.shape.items() if n > 1}
             if not split <= used <= {*mesh.axis_names}:
+                continue
+            if mesh.size == 1:
+                left_out[f"--meshes={name} has one device, with which others are compared"] = None
                 continue
             try:
                 fitting, uneven = sharding_rules.fit(zoo, strategy, rules, model, mesh)
