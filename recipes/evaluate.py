@@ -21,7 +21,7 @@ from recipes.common.config_flags import Settings, default_dtype, describe_set, r
 from recipes.common.entries import ENTRIES
 from recipes.common.harness import tasks
 from recipes.common.int8_weights import to_int8, weights_flag
-from recipes.common.report import report
+from recipes.common.report import kernel, report
 from recipes.common.runtime import Devices, UserError, describe, flag, make_mesh, print0
 from recipes.common.runtime.processes import is_first
 from recipes.common.runtime.start import start
@@ -87,6 +87,7 @@ def main(devices: Devices, flags: Evaluate) -> None:
     length = flags.seq_len or min(context, 1_024)
     rows = length if flags.dataset else 0  # tasks pad their rows to what the mesh divides
     layout = checkpoint.layout_of(source, mesh, devices.rules, seq_len=rows, **compute)
+    kernel.check(layout)
     texts = {name: load(name, flags, length, tokenizer) for name in names(flags.dataset)}
 
     # ---- Read the model, each shard onto its own device ------------------------------------------

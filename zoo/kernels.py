@@ -55,6 +55,8 @@ def choose_kernel(name: str, request: Request) -> Choice:
     if name != "auto":
         unfit = not request.plain or request.exchange == "ring"
         unfit = unfit or (request.exchange is not None and name == "xla")
+        if name == "splash":
+            return _splash(request)
         return Choice("flash" if unfit and name not in JOINABLE else name)
     if shards("head_dim") > 1 and not request.exchange and request.plain:
         return Choice("xla", obstacle="rules that split head_dim")

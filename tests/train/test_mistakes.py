@@ -82,6 +82,8 @@ SET_ROWS = [
     (["--set=qk_norm=maybe"], "qk_norm=maybe is not true or false; use a different value"),
     (["--set=sliding_window=wide"], "sliding_window=wide is not a whole number, or none; use a different value"),
     (["--set=layer_kinds=[[3]]"], "use other flags of the model"),
+    (["--set=attention=splash"], "--set=attention=splash doesn't support cpu devices; use --set=attention=auto"),
+    (["--set=attention=cudnn"], "--set=attention=cudnn doesn't support cpu devices; use --set=attention=auto"),
     (["--set=attention=fast"], "attention='fast' is not one of auto, "),
     (["--set=num_kv_heads=3"], "num_heads=16 is not divisible by num_kv_heads=3; use other flags of the model"),
     (["--set=remat=full"], "--set=remat=full is for fields without a flag; use --remat=full"),
