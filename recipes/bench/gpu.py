@@ -15,7 +15,7 @@ import time
 from collections.abc import Iterator
 from typing import Any
 
-from recipes.bench import kernels, pytorch, trace
+from recipes.bench import gpu_trace, kernels, pytorch
 from recipes.bench.common import CONVENTION, Table, machine, numbers, one_of, version
 from recipes.bench.row import OUT_OF_MEMORY, TIMED, XLA_FLAGS, Result, Row, measure, run
 from recipes.common.runtime.errors import Stopped, UserError
@@ -167,7 +167,7 @@ def _print_times(sweep: "Sweep") -> None:
         return
     print0("")
     table = Table("ms of a step", *(" ".join(cells(row, sweep.done[row])[:3]) for row in traced))
-    for kind in trace.KINDS:
+    for kind in gpu_trace.KINDS:
         times = [sweep.done[row]["kinds"].get(kind, 0) for row in traced]
         table.row(kind, *(f"{ms:.1f}" for ms in times))
 

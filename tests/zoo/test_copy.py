@@ -14,9 +14,9 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from recipes import copy
 from recipes.common import entries
 from recipes.common.mesh import make_mesh
+from recipes.copy import __main__ as copy
 from tests.conftest import ROOT, full_except
 from tests.support.entries import ENTRIES
 from tests.support.quick import XLA_FLAGS

@@ -18,7 +18,9 @@ from recipes.common.runtime import UserError, flag, print0
 from recipes.common.runtime.start import start
 from recipes.common.storage import folders
 
-ZOO = pathlib.Path(__file__).parents[1] / "zoo"
+# No copy.py, nor an __init__.py here: either would hide Python's `copy` from scripts and notebooks in
+# recipes/.
+ZOO = pathlib.Path(__file__).parents[2] / "zoo"
 OPTIONAL = {  # file that is imported inside functions → what needs it
     "cache": "generation",
     "context": "rings and all-to-alls (rules with cp)",
