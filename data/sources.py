@@ -69,7 +69,8 @@ def find(dataset: str, column: str = "text", train_only: bool = False) -> list[S
         raise DataError("--dataset= is empty; use stdlib, a path, or hf:NAME")
     if exists(dataset):  # even if its name has a comma or an @
         return [_source(dataset, 1.0, column, train_only)]
-    return [_source(*_weighted(one, dataset), column, train_only) for one in dataset.split(",")]
+    names = [name.strip() for name in dataset.split(",")]
+    return [_source(*_weighted(name, dataset), column, train_only) for name in names]
 
 
 def _weighted(one: str, dataset: str) -> tuple[str, float]:

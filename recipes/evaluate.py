@@ -23,6 +23,7 @@ from recipes.common.harness import tasks
 from recipes.common.int8_weights import to_int8, weights_flag
 from recipes.common.report import kernel, report
 from recipes.common.runtime import Devices, UserError, describe, flag, make_mesh, print0
+from recipes.common.runtime.flags import split
 from recipes.common.runtime.processes import is_first
 from recipes.common.runtime.start import start
 from recipes.common.storage import folders
@@ -128,7 +129,7 @@ def names(dataset: str) -> list[str]:
     """Splits --dataset at commas, unless it is a file with a comma in its name."""
     if dataset and sources.exists(dataset):
         return [dataset]
-    return [name for name in dataset.split(",") if name]
+    return [name for name in split(dataset) if name]
 
 
 def load(name: str, flags: Evaluate, length: int, tokenizer: Tokenizer) -> Dataset:

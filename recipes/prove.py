@@ -15,6 +15,7 @@ from recipes.common.prove import table
 from recipes.common.prove.cases import Case, prove
 from recipes.common.prove.subject import builder, load, load_batch, load_function, make_meshes
 from recipes.common.runtime import UserError, flag, print0
+from recipes.common.runtime.flags import split
 from recipes.common.runtime.start import start
 
 
@@ -52,7 +53,7 @@ class Flags:
 def main(flags: Flags) -> None:
     if not flags.model:
         raise UserError("no model is named; use --model=FILE.py:NAME")
-    names = flags.meshes.split(";" if "=" in flags.meshes else ",") if flags.meshes else []
+    names = split(flags.meshes, ";" if "=" in flags.meshes else ",") if flags.meshes else []
     meshes = make_meshes(names)
     model = load_function(flags.model, "--model")
     file, _, _ = flags.model.rpartition(":")

@@ -19,7 +19,7 @@ from recipes.bench import gpu_trace, kernels, pytorch
 from recipes.bench.common import CONVENTION, Table, machine, numbers, one_of, version
 from recipes.bench.row import OUT_OF_MEMORY, TIMED, XLA_FLAGS, Result, Row, measure, run
 from recipes.common.runtime.errors import Stopped, UserError
-from recipes.common.runtime.flags import flag
+from recipes.common.runtime.flags import flag, split
 from recipes.common.runtime.terminal import print0
 from zoo.kernels import KERNELS
 from zoo.transformer import REMAT, SIZES
@@ -176,7 +176,7 @@ class Sweep:
     """The rows to measure, and the results so far. Raises UserError for bad flags."""
 
     def __init__(self, flags: GpuFlags):
-        self.cases = flags.cases.split(",")
+        self.cases = split(flags.cases)
         for case in self.cases:
             size, _, length = case.partition(":")
             if size not in SIZES or not length.isdecimal() or not int(length):

@@ -23,7 +23,7 @@ from recipes.bench.common import (
 )  # fmt: skip
 from recipes.common.report import flops
 from recipes.common.runtime.errors import UserError
-from recipes.common.runtime.flags import flag
+from recipes.common.runtime.flags import flag, split
 from recipes.common.runtime.mesh import make_mesh, parse
 from recipes.common.runtime.terminal import print0
 from zoo.attention import attend, make_positions
@@ -146,7 +146,7 @@ class MeshesFlags:
 
 
 def meshes(flags: MeshesFlags) -> None:
-    names = flags.meshes.split(",")
+    names = split(flags.meshes)
     largest = max(names, key=lambda name: math.prod(parse(name).values()))
     make_mesh(largest)  # determines how many devices are simulated
     config, runs, copies = SIZES[flags.size](), {}, {}

@@ -19,7 +19,7 @@ from typing import Any
 
 from recipes.common import entries
 from recipes.common.runtime import UserError, flag
-from recipes.common.runtime.flags import choose
+from recipes.common.runtime.flags import choose, split
 from zoo.config import CHOICES, Compute
 from zoo.quantization import FLOAT8_DEVICES, has_float8
 
@@ -41,14 +41,19 @@ FLAG_CHOICES = CHOICES | {"dtype": ("", "float32", "bfloat16"), "matmul": ("", "
 COMPUTE = {name for name in Compute.__dataclass_fields__ if not name.startswith("lora_")}
 
 
+def _set_flag(fields: Iterable[str] = ()) -> Any:
+    return flag(
+        (), "FIELD=VALUE of the model's Config, for fields without a flag; may be repeated.", "model",
+        may_change=True,  # but see changed_setting
+        fields=fields,
+    )  # fmt: skip
+
+
 @dataclasses.dataclass(frozen=True)
 class Settings:
     """The flag of every command that makes or loads a Config."""
 
-    set: tuple[str, ...] = flag(
-        (), "FIELD=VALUE of the model's Config, for fields without a flag; may be repeated.", "model",
-        may_change=True,  # but see changed_setting
-    )  # fmt: skip
+    set: tuple[str, ...] = _set_flag()
 
 
 def model_flags(
@@ -60,7 +65,7 @@ def model_flags(
       sizes: names of SIZES; adds --size. Empty: the recipe has no such flag.
       remat: values of --remat.
     """
-    flags: dict[str, Any] = {}
+    flags: dict[str, Any] = {"set": _set_flag(field.name for field in dataclasses.fields(config))}
     if sizes:
         flags["size"] = flag(
             "", "Size of the model; empty: small, or that of the checkpoint.", "model",
@@ -223,7 +228,7 @@ def lora_fields(flags: Any, targets: tuple[str, ...]) -> dict[str, Any]:
                     "example, --lora_rank=8"
                 )
         return {"lora_rank": 0}
-    wanted = targets if flags.lora_targets == "all" else flags.lora_targets.split(",")
+    wanted = targets if flags.lora_targets == "all" else split(flags.lora_targets)
     for name in wanted:
         if name not in targets:
             raise UserError(

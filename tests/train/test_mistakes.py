@@ -27,6 +27,8 @@ FLAGS = ("--size=tiny", "--seq_len=32", "--batch_size=16", "--sample_bytes=0", "
 FLAG_ROWS = [
     (["--step=7"], "--step is not a flag; did you mean --steps?"),
     (["--size=huge"], '--size=huge is not one of tiny, small, medium, 124m, 1b, 8b, 70b'),
+    (["--num_layers=3"], "--num_layers is not a flag; use --set=num_layers=…"),
+    (["--platform=gpu"], "--platform=gpu is not cpu; leave it out: accelerators are used if there are any"),
     (["--size=8bb"], "seed_oss_36b; did you mean 8b?"),
     (["--matmul_backward=bfloat16"], "--matmul_backward=bfloat16 is for low-precision matmuls, and --matmul is empty; add --matmul=int8 or --matmul=fp8"),
     (["--matmul_emulate"], "--matmul_emulate=True is for low-precision matmuls, and --matmul is empty; add"),
@@ -67,6 +69,7 @@ MESH_ROWS = [
     (["--mesh=4x2", "--rules=hsdp_tp"], "rules 'hsdp_tp' need mesh axis 'fsdp' (for 'batch'), and --mesh=4x2 has 'data' and 'model'; try --mesh=2x2x2"),
     (["--mesh=8", "--rules=fsdp_cp_tp"], "has 'data'; try --mesh=data=2,seq=2,model=2"),
     (["--mesh=4x2", "--rules=FSDP-TP"], "--rules=FSDP-TP is not a strategy of this entry; did you mean 'fsdp_tp'?"),
+    (["--mesh=4x2", "--rules=fsdp_ep"], "--rules=fsdp_ep is not a strategy of this entry; it has dp, zero1"),
     (["--mesh=4x2", "--rules=fdsp"], "--rules=fdsp is not a strategy of this entry; did you mean 'fsdp'?"),
     (["--mesh=4x2", "--rules=x"], "--rules=x is not a strategy of this entry; it has dp, zero1, fsdp, tp_sp, fsdp_tp_sp, hsdp_tp_sp, tp, fsdp_tp, hsdp_tp, cp, fsdp_cp, fsdp_cp_tp, pp, pp_zero1, fsdp_pp, fsdp_pp_tp"),
 ]  # fmt: skip
@@ -148,6 +151,7 @@ LORA_ROWS = [
 
 DATA_ROWS = [
     (["--dataset={here}/no.txt"], "--dataset={here}/no.txt does not exist; use a file, a folder, or hf:NAME"),
+    (["--dataset={here}/ok.txt, {here}/no.txt"], "--dataset={here}/no.txt does not exist"),
     (["--dataset="], "--dataset= is empty; use stdlib, a path, or hf:NAME"),
     (["--dataset=" + "x" * 300], "xxx can't be read (File name too long); use another"),
     (["--dataset=~nobody-of-this-name/a.txt"], "--dataset=~nobody-of-this-name/a.txt does not exist; use a file, a folder"),

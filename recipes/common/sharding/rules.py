@@ -17,6 +17,7 @@ from typing import Any
 from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 
 from recipes.common.runtime import UserError, describe
+from recipes.common.runtime.flags import nearest
 from recipes.common.runtime.mesh import AXES, ORDER
 from recipes.common.sharding.abstract import AbstractModel, Tree, paths
 from zoo.sharding import Rules, optimizer_axes, optimizer_axis
@@ -63,8 +64,8 @@ def select(
         return rules, dict.fromkeys(zoo.LOGICAL_AXES) | _read(pathlib.Path(rules).expanduser())
     name = rules or default_strategy(zoo.RULES, mesh)
     if name not in zoo.RULES:
-        near = difflib.get_close_matches(name.lower(), zoo.RULES, n=1)
-        hint = f"did you mean {near[0]!r}?" if near else f"it has {', '.join(zoo.RULES)}"
+        near = "" if name in STRATEGIES else nearest(name.lower(), zoo.RULES)  # or of other entries
+        hint = f"did you mean {near!r}?" if near else f"it has {', '.join(zoo.RULES)}"
         raise UserError(f"--rules={name} is not a strategy of this entry; {hint}")
     return name, zoo.RULES[name]
 
