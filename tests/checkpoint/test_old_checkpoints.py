@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import shutil
 import types
 
 import jax
@@ -49,6 +50,24 @@ def test_an_old_checkpoint_becomes_a_model(path):
     assert metadata["entry"] == "transformer"
     logits = model(jax.numpy.zeros((2, 3), "int32"))
     assert np.isfinite(logits).all()
+
+
+@pytest.mark.parametrize("damage", ["no arrays", "half of them", "no JSON"])
+def test_a_damaged_one_without_hashes_is_named_in_one_line(damage, tmp_path):
+    path = shutil.copytree(OLD[0], tmp_path / "early")
+    (path / "hashes.json").unlink()
+    metadata = json.loads((path / "metadata/metadata").read_text())
+    assert "hashed" not in metadata, "the first versions wrote no hashes"
+    (arrays,) = (path / "state" / "d").iterdir()
+    if damage == "no arrays":
+        shutil.rmtree(path / "state" / "d")
+    elif damage == "half of them":
+        arrays.write_bytes(arrays.read_bytes()[: arrays.stat().st_size // 2])
+    else:
+        (path / "state" / "_METADATA").write_text("{")
+    with pytest.raises(UserError, match=f"checkpoint {path}: its arrays can't be read") as caught:
+        checkpoint.restore(path, make_mesh("2"))
+    assert "\n" not in str(caught.value)
 
 
 # ---- configs, as commit d691596 stored them: rotary scalings and kinds of layers are lists ----------
