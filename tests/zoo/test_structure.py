@@ -29,7 +29,7 @@ pytestmark = pytest.mark.promise("structure")
 LAYERS = {
     "storage": set(),
     "runtime": {"storage"},
-    "config_flags": {"runtime", "entries"},
+    "config_flags": {"runtime", "entries", "hf"},
     "sharding": {"runtime"},
     "report": {"storage", "runtime", "sharding"},
     "plan": {"runtime", "sharding", "report"},
