@@ -11,6 +11,7 @@
 Files may be compressed: .gz or, with the package zstandard, .zst.
 """
 
+import codecs
 import contextlib
 import csv
 import functools
@@ -20,7 +21,7 @@ import json
 import os
 import pathlib
 import sysconfig
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 from data import DataError, buckets, conversations, hub
@@ -85,7 +86,8 @@ def find(dataset: str, column: str = "text", train_only: bool = False) -> list[S
         raise DataError("--dataset= is empty; use stdlib, a path, or hf:NAME")
     if exists(dataset):  # even if its name has a comma or an @
         return [_source(dataset, 1.0, column, train_only)]
-    return [_source(*_weighted(one, dataset), column, train_only) for one in dataset.split(",")]
+    names = [name.strip() for name in dataset.split(",")]
+    return [_source(*_weighted(name, dataset), column, train_only) for name in names]
 
 
 def _weighted(one: str, dataset: str) -> tuple[str, float]:
@@ -241,7 +243,8 @@ def _from_files(
                         f"--dataset={name}: {path.name} has conversations, but not as JSON Lines, a row a "
                         f"line, or not like {files[0].name}; convert it, or name files of one kind"
                     )
-                yield from _document(_text(row, column, name, where, number))
+                first = functools.partial(_first_without_text, row, column, name, files, path)
+                yield from _document(_text(row, column, where, number, first))
 
 
 def _from_hub(name: str, column: str, train_only: bool, form: Callable[[], str]) -> Iterator[Part]:
@@ -255,14 +258,18 @@ def _from_hub(name: str, column: str, train_only: bool, form: Callable[[], str])
             yield Part(conversations.checked(row, form(), where), True, True, True, where)
         return
     for number, (where, row) in enumerate(_numbered(name, "row", train), start=1):
-        text = _text(row, column, name, where, number)
+        first = functools.partial(_first_without_text, row, column, name)
+        text = _text(row, column, where, number, first)
         yield from _document(text) if held_out is None else _cut(text, False)
     for number, (where, row) in enumerate(_numbered(name, "held-out row", held_out or ()), start=1):
-        yield from _cut(_text(row, column, name, where, number), True)
+        first = functools.partial(_first_without_text, row, column, name)
+        yield from _cut(_text(row, column, where, number, first), True)
 
 
-def _text(row: dict, column: str, name: str, where: str, number: int) -> bytes:
-    """The text of row `number`. Raises DataError, naming the row or the wrong column."""
+def _text(
+    row: dict, column: str, where: str, number: int, of_first: Callable[[], DataError]
+) -> bytes:
+    """The text of row `number`. Raises DataError: `of_first` for the first row, which may have others."""
     text = row.get(column)
     if isinstance(text, str):
         return text.encode(errors="replace")
@@ -275,13 +282,41 @@ def _text(row: dict, column: str, name: str, where: str, number: int) -> bytes:
             f"{where} has no text in column {column!r}, which the rows before it have; give all rows "
             "the same columns"
         )
-    if column not in row:
-        columns = ", ".join(map(repr, row))
-        raise DataError(
-            f"--dataset={name} has no column {column!r}; set --text_column to one of {columns}"
+    raise of_first()
+
+
+def _first_without_text(
+    row: dict,
+    column: str,
+    name: str,
+    files: Sequence[pathlib.Path] = (),
+    path: pathlib.Path = pathlib.Path(),
+) -> DataError:
+    """The error for a first row without text in `column`: what to write that suits all files."""
+    prefix = f"--dataset={name}: {path.name}" if len(files) > 1 else f"--dataset={name}"
+    problem = f"{prefix} has no column {column!r}"
+    if column in row:
+        problem = f"{prefix} column {column!r} holds {type(row[column]).__name__}, not text"
+    if files and path != files[0]:
+        columns = ", ".join(map(repr, row)) or "none"
+        return DataError(
+            f"{problem}, which {files[0].name} has; it has {columns}: give all files the same columns, "
+            "or name those that have it, as in 'FOLDER/*.jsonl'"
         )
-    raise DataError(
-        f"--dataset={name} column {column!r} holds {type(text).__name__}, not text; set --text_column"
+    texts = [key for key, value in row.items() if isinstance(value, str | None) and key != column]
+    others = [columns for file in files if file != path and (columns := _columns(file))]
+    shared = [key for key in texts if all(key in columns for columns in others)]
+    if shared:
+        return DataError(f"{problem}; set --text_column to one of {', '.join(map(repr, shared))}")
+    if texts:
+        return DataError(
+            f"{problem}, and none of its columns is in all {len(files)} files; give all files the same "
+            "columns"
+        )
+    columns = ", ".join(f"{key!r}: {type(value).__name__}" for key, value in row.items())
+    return DataError(
+        f"{problem}, nor another one with text ({columns or 'none at all'}); write a row a line, like "
+        '{"text": "…"}'
     )
 
 
@@ -307,7 +342,8 @@ def _json_rows(path: pathlib.Path, where: str) -> Rows:
         for number, line in enumerate(file, start=1):
             if not line.strip():
                 continue
-            is_array = not begun and line.lstrip().startswith("[")
+            is_first = not begun
+            is_array = is_first and line.lstrip().startswith("[")
             begun = True
             try:
                 if is_array:
@@ -317,6 +353,11 @@ def _json_rows(path: pathlib.Path, where: str) -> Rows:
                     yield f"{where} line {number}", json.loads(line)
             except json.JSONDecodeError as broken:
                 number += broken.lineno - 1 if is_array else 0
+                if is_first and line.lstrip().startswith("{") and _is_json(line + file.read()):
+                    raise DataError(
+                        f"{where} is one JSON object of several lines, not JSON Lines; write a row a "
+                        "line, or a JSON array of rows"
+                    ) from None
                 raise DataError(
                     f"{where} line {number} is not JSON ({broken.msg}); fix it"
                 ) from None
@@ -334,6 +375,14 @@ def _csv_rows(path: pathlib.Path, where: str) -> Rows:
                     "marks around cells that have the separator in them"
                 )
             yield f"{where} line {rows.line_num}", row
+
+
+def _is_json(text: str) -> bool:
+    try:
+        json.loads(text)
+    except json.JSONDecodeError:
+        return False
+    return True
 
 
 # ---- conversations -------------------------------------------------------------------------------
@@ -487,6 +536,10 @@ def _diagnosis(path: pathlib.Path, error: Exception) -> str:
         return f"can't be decompressed ({buckets.reason(error)}); pip install zstandard"
     if isinstance(error, UnicodeDecodeError) and path.suffix.lower() not in COMPRESSED:
         with path.open("rb") as file:
+            start = file.read(2**16)
+            if b"\0" in start and not start.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
+                return "is not a text file; name the files to read with a pattern, as in 'FOLDER/*.txt'"
+            file.seek(0)
             for number, line in enumerate(file, start=1):
                 try:
                     line.decode()

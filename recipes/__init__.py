@@ -20,7 +20,11 @@ __path__ = pkgutil.extend_path(__path__, __name__)
 # Recipes import `zoo` and `data`, which are common names. `python -m recipes.NAME` puts this clone first,
 # so it works in any folder. Other programs may have such packages themselves: a sentence says which one
 # is in the way.
-CLONE = pathlib.Path(__file__).parent.parent
+FOLDER = pathlib.Path(__file__).parent
+CLONE = FOLDER.parent
+# A script or notebook in this folder has it first on sys.path; lm-eval would take evaluate.py for the
+# library of that name.
+sys.path.sort(key=lambda folder: pathlib.Path(folder).resolve() == FOLDER.resolve())
 for _flag, _module in itertools.pairwise(sys.orig_argv):
     if _flag == "-m" and _module.startswith("recipes."):
         sys.path.insert(0, str(CLONE))

@@ -20,9 +20,10 @@ from recipes.common import checkpoint, entries
 from recipes.common.config_flags import Settings, default_dtype, describe_set, read_set
 from recipes.common.entries import ENTRIES
 from recipes.common.int8_weights import to_int8, weights_flag
-from recipes.common.report import report
+from recipes.common.report import kernel, report
 from recipes.common.runtime import Devices, UserError, describe, flag, make_mesh, print0
 from recipes.common.runtime.errors import needs_instruments
+from recipes.common.runtime.flags import split
 from recipes.common.runtime.processes import is_first
 from recipes.common.runtime.start import start
 from recipes.common.storage import folders
@@ -87,6 +88,7 @@ def main(devices: Devices, flags: Evaluate) -> None:
     length = flags.seq_len or min(context, 1_024)
     rows = length if flags.dataset else 0  # tasks pad their rows to what the mesh divides
     layout = checkpoint.layout_of(source, mesh, devices.rules, seq_len=rows, **compute)
+    kernel.check(layout)
     texts = {name: load(name, flags, length, tokenizer) for name in names(flags.dataset)}
 
     # ---- Read the model, each shard onto its own device ------------------------------------------
@@ -137,7 +139,7 @@ def names(dataset: str) -> list[str]:
     """Splits --dataset at commas, unless it is a file with a comma in its name."""
     if dataset and sources.exists(dataset):
         return [dataset]
-    return [name for name in dataset.split(",") if name]
+    return [name for name in split(dataset) if name]
 
 
 def load(name: str, flags: Evaluate, length: int, tokenizer: Tokenizer) -> Dataset:

@@ -32,7 +32,7 @@ from recipes.common.generation_config import (
     settings_not_applied,
 )
 from recipes.common.int8_weights import to_int8, weights_flag
-from recipes.common.report import report
+from recipes.common.report import kernel, report
 from recipes.common.runtime import Devices, UserError, flag, make_mesh, print0, processes
 from recipes.common.runtime.start import start
 from recipes.common.runtime.terminal import ask, show
@@ -108,6 +108,7 @@ def main(devices: Devices, flags: Generate) -> None:
     dtype = flags.dtype or default_dtype(mesh.devices.flat[0])
     compute = {"dtype": dtype} | read_set(type(checkpoint.config_of(source)), flags.set, ("dtype",))
     layout = model_layout(source, mesh, devices.rules, compute)
+    kernel.check(layout)
     print0(report.headline(layout), *describe_set(flags))
     variables = checkpoint.restore_variables(source, layout, dtype)
     if flags.weights:

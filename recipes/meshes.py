@@ -13,7 +13,7 @@ import math
 from recipes.common import entries
 from recipes.common.report import report
 from recipes.common.runtime.errors import UserError
-from recipes.common.runtime.flags import choose, flag
+from recipes.common.runtime.flags import choose, flag, split
 from recipes.common.runtime.mesh import make_mesh, parse
 from recipes.common.runtime.start import start
 from recipes.common.runtime.terminal import print0
@@ -38,7 +38,7 @@ class Flags:
 
 def main(flags: Flags) -> None:
     zoo = entries.zoo_file(flags.entry)
-    names = flags.meshes.split(";" if "=" in flags.meshes else ",")
+    names = split(flags.meshes, ";" if "=" in flags.meshes else ",")
     flags = dataclasses.replace(flags, size=choose("size", flags.size, zoo.SIZES))
     config = zoo.SIZES[flags.size]()
     check_length(config, flags.seq_len)

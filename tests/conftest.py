@@ -216,7 +216,8 @@ def inside(monkeypatch, capfd):
     def command(module: str, *flags: str) -> Finished:
         handlers = {s: signal.getsignal(s) for s in (signal.SIGINT, signal.SIGTERM)}
         monkeypatch.setattr(sys, "argv", [module, *flags])
-        monkeypatch.delitem(sys.modules, module, raising=False)  # a test file may have imported it
+        for imported in (module, f"{module}.__main__"):  # a test file may have imported it
+            monkeypatch.delitem(sys.modules, imported, raising=False)
         monkeypatch.setattr(preemption, "_asked", "")
         monkeypatch.setattr(os, "_exit", sys.exit)  # a mistake ends the command, not pytest
         monkeypatch.setattr(sys, "unraisablehook", sys.unraisablehook)

@@ -16,6 +16,9 @@ CHOICES = {  # field → its valid values
     "context": ("auto", "all-to-all", "ring"),
     "pipeline": ("1f1b", "gpipe"),
 }
+# Fields by which activations are multiplied or divided: from 1e-6 to 1e6, which float32 can bear.
+FACTORS = ("embed_scale", "residual_scale", "attention_scale", "logits_divisor", "soft_cap")
+FACTORS += ("logits_soft_cap", "route_scale", "swiglu_limit")
 NORMS = ("before", "after", "both")  # valid values of Variant.norms
 
 
@@ -134,10 +137,15 @@ class Compute:
             value = getattr(self, name)
             if value not in valid:
                 raise ValueError(f"{name}={value!r} is not one of {', '.join(filter(None, valid))}")
+        self._check_rotary()
         for name, value in vars(self).items():
             least = 0 if name in self.MAY_BE_ZERO else 1
             if type(value) is int and value < least:
                 raise ValueError(f"{name}={value} must be ≥ {least}")
+            if type(value) is float and not 0 <= value < math.inf:
+                raise ValueError(f"{name}={value} must be a finite number ≥ 0")
+            if name in FACTORS and value is not None and not 1e-6 <= value <= 1e6:
+                raise ValueError(f"{name}={value} must be from 1e-06 to 1e+06")
         if self.mtp_depth > 1:
             raise ValueError(f"mtp_depth={self.mtp_depth} is not one of 0, 1")
         targets = type(self).lora_targets
@@ -147,6 +155,16 @@ class Compute:
                     f"lora_targets has {name!r}, which is not one of {', '.join(targets)}"
                 )
         self._check_heads()
+
+    def _check_rotary(self: Any):
+        for kind in self.kinds:
+            if kind.rope_theta is not None and not 1 < kind.rope_theta < math.inf:
+                raise ValueError(f"rope_theta={kind.rope_theta} must be a finite number > 1")
+            for name, value in vars(kind.rope_scaling).items() if kind.rope_scaling else ():
+                for number in value if isinstance(value, tuple) else (value,):
+                    is_positive = isinstance(number, int | float) and 0 < number < math.inf
+                    if not is_positive and name != "truncate":
+                        raise ValueError(f"rope_scaling has {name}={number}, which must be > 0")
 
     def _check_heads(self: Any):
         heads, kv_heads = self.num_heads, self.num_kv_heads
@@ -233,7 +251,3 @@ class Variant(Compute):
             raise ValueError(
                 f"rotary_dims={self.rotary_dims} is more than head_dim={self.head_dim}"
             )
-        for name in ("embed_scale", "residual_scale", "attention_scale", "logits_divisor"):
-            value = getattr(self, name)
-            if value is not None and not 0 < value < math.inf:
-                raise ValueError(f"{name}={value} must be a number > 0")

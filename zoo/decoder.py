@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from .attention import Positions, make_positions, stripe
-from .layers import RMSNorm
+from .layers import RMSNorm, gather
 from .sharding import AxisNames, shards
 from .stack import fit_rules, layer_in_use, numbers, scan_layers, stack, unlike_stacks
 from .strategies import DECODER, DENSE_STACK
@@ -80,8 +80,9 @@ class Decoder(nnx.Module):
         tokens_BT = stripe(self.config, tokens_BT)
         segment_ids_BT = stripe(self.config, segment_ids_BT)
         x_BTD, table_RVD, *_ = self.trunk(tokens_BT, segment_ids_BT)
-        logits_BTV = unembed(x_BTD, table_RVD, self.config)
-        return stripe(self.config, logits_BTV, "vocab", back=True)
+        # Embeddings instead of logits: V may be uneven.
+        x_BTD = stripe(self.config, gather(x_BTD), "act_embed", back=True)
+        return unembed(x_BTD, table_RVD, self.config)
 
     @fit_rules
     def loss(self, tokens, targets, segment_ids=None):

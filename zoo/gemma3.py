@@ -58,9 +58,6 @@ class Config(Compute):
         if not self.layer_kinds:
             raise ValueError("layer_kinds is empty; it needs at least one Kind")
         super().__post_init__()
-        for name, cap in (("soft_cap", self.soft_cap), ("logits_soft_cap", self.logits_soft_cap)):
-            if cap is not None and not 0 < cap < math.inf:
-                raise ValueError(f"{name}={cap} must be a number > 0, or None for no cap")
 
     @property
     def attention_shape(self) -> AttentionShape:

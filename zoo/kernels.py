@@ -58,6 +58,8 @@ def choose_kernel(name: str, request: Request) -> Choice:
         unfit = request.soft_cap or request.exchange == "ring"
         if name == "xla":
             unfit = unfit or request.sinks or request.exchange is not None
+        if name == "splash":
+            return _splash(request)
         return Choice("flash" if unfit and name not in JOINABLE else name)
     plain = not request.soft_cap and not request.sinks
     if shards("head_dim") > 1 and not request.exchange and plain:

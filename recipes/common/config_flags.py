@@ -10,6 +10,7 @@ import inspect
 import io
 import json
 import math
+import pathlib
 import re
 import textwrap
 import tokenize
@@ -19,7 +20,7 @@ from typing import Any
 
 from recipes.common import entries
 from recipes.common.runtime import UserError, flag
-from recipes.common.runtime.flags import choose
+from recipes.common.runtime.flags import choose, split
 from zoo.config import CHOICES, Compute
 from zoo.quantization import FLOAT8_DEVICES, has_float8
 
@@ -41,14 +42,19 @@ FLAG_CHOICES = CHOICES | {"dtype": ("", "float32", "bfloat16"), "matmul": ("", "
 COMPUTE = {name for name in Compute.__dataclass_fields__ if not name.startswith("lora_")}
 
 
+def _set_flag(fields: Iterable[str] = ()) -> Any:
+    return flag(
+        (), "FIELD=VALUE of the model's Config, for fields without a flag; may be repeated.", "model",
+        may_change=True,  # but see changed_setting
+        fields=fields,
+    )  # fmt: skip
+
+
 @dataclasses.dataclass(frozen=True)
 class Settings:
     """The flag of every command that makes or loads a Config."""
 
-    set: tuple[str, ...] = flag(
-        (), "FIELD=VALUE of the model's Config, for fields without a flag; may be repeated.", "model",
-        may_change=True,  # but see changed_setting
-    )  # fmt: skip
+    set: tuple[str, ...] = _set_flag()
 
 
 def model_flags(
@@ -60,7 +66,7 @@ def model_flags(
       sizes: names of SIZES; adds --size. Empty: the recipe has no such flag.
       remat: values of --remat.
     """
-    flags: dict[str, Any] = {}
+    flags: dict[str, Any] = {"set": _set_flag(field.name for field in dataclasses.fields(config))}
     if sizes:
         flags["size"] = flag(
             "", "Size of the model; empty: small, or that of the checkpoint.", "model",
@@ -107,7 +113,9 @@ def _unset(config: type, name: str) -> Any:
 
 
 def _least(config: type, name: str) -> int:
-    """The least value of a field that is an int."""
+    """The least value of a field that is a number."""
+    if config.__dataclass_fields__[name].type is float:
+        return 0
     return 0 if issubclass(config, Compute) and name in config.MAY_BE_ZERO else 1
 
 
@@ -223,7 +231,7 @@ def lora_fields(flags: Any, targets: tuple[str, ...]) -> dict[str, Any]:
                     "example, --lora_rank=8"
                 )
         return {"lora_rank": 0}
-    wanted = targets if flags.lora_targets == "all" else flags.lora_targets.split(",")
+    wanted = targets if flags.lora_targets == "all" else split(flags.lora_targets)
     for name in wanted:
         if name not in targets:
             raise UserError(
@@ -284,10 +292,14 @@ def read(config: type, name: str, text: str) -> Any:
     reader, what = READERS.get(kinds[0], (_read_json, "JSON, such as [1, 2]"))
     try:
         value = reader(text)
+    except UserError:
+        raise
     except (ValueError, KeyError):
         what += ", or none" if optional else ""
         raise UserError(f"{name}={text[:50]} is not {what}; use a different value") from None
-    if kinds[0] is int and value < (least := _least(config, name)):
+    checks_itself = kinds[0] is float and issubclass(config, Compute)
+    is_number = kinds[0] in (int, float)
+    if is_number and not checks_itself and value < (least := _least(config, name)):
         raise UserError(f"{name}={value} must be ≥ {least}; use a different value")
     return value
 
@@ -302,7 +314,29 @@ def _read_json(text: str) -> Any:
     def tuples(value):
         return tuple(map(tuples, value)) if isinstance(value, list) else value
 
-    return tuples(json.loads(text))
+    return tuples(json.loads(text, object_hook=_read_scaling))
+
+
+def _read_scaling(keys: dict[str, Any]) -> Any:
+    """A rotary scaling from rope_scaling of a config.json, the only JSON object that fields have."""
+    from recipes.common.hf import family  # it needs safetensors, and benchmarks do without
+
+    flag = "--set=rope_scaling"
+    kinds = ("linear", "llama3", "yarn", "dynamic", "longrope")
+    kind = keys.get("rope_type", keys.get("type"))
+    if kind not in kinds:
+        raise UserError(f"{flag} has rope_type {kind!r}; use one of {', '.join(kinds)}")
+    context = "max_position_embeddings"
+    known = {"rope_type", "type", "short_factor", "long_factor", context}
+    known |= {*family.YARN, *family.LLAMA3}
+    for name in keys.keys() - known:
+        raise UserError(f"{flag} has {name!r}, which is not one of {', '.join(sorted(known))}")
+    given = {"rope_scaling": keys, context: keys.get(context)}
+    try:
+        _, scaling = family.ConfigFile(given, pathlib.Path(flag), "layers").rope(by_length=True)
+    except UserError as error:  # which knows of files only
+        raise UserError(f"{str(error).rpartition(';')[0]}; use a different value") from None
+    return scaling
 
 
 READERS: dict[Any, tuple[Any, str]] = {  # type → (function of a text, its noun)

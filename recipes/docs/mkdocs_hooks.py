@@ -119,11 +119,11 @@ def source_page(path: str) -> str:
 def flags() -> str:
     """A page with the flags of every command, as `--help` prints them."""
     text = "# Flags by command\n"
-    for path in sorted((ROOT / "recipes").glob("[!_]*.py")):
-        for argv in COMMANDS.get(path.stem, [[]]):
-            command = [sys.executable, "-m", f"recipes.{path.stem}", *argv, "--help"]
+    for name in sorted(["copy", *(path.stem for path in (ROOT / "recipes").glob("[!_]*.py"))]):
+        for argv in COMMANDS.get(name, [[]]):
+            command = [sys.executable, "-m", f"recipes.{name}", *argv, "--help"]
             done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
-            title = " ".join((f"recipes.{path.stem}", *argv))
+            title = " ".join((f"recipes.{name}", *argv))
             text += f"\n## {title}\n\n```text\n{done.stdout.rstrip()}\n```\n"
     return text
 

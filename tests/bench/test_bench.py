@@ -22,7 +22,7 @@ from recipes.common.runtime.errors import Stopped, UserError
 from recipes.common.runtime.mesh import make_mesh, parse
 from recipes.common.sharding.compiler_options import COMPILER_OPTIONS
 from recipes.common.sharding.layout import make_layout
-from recipes.instruments.bench import common, compiled, gpu, memory, slices, targets, trace
+from recipes.instruments.bench import common, compiled, gpu, gpu_trace, memory, slices, targets
 from recipes.instruments.bench import row as rows
 from recipes.instruments.bench.row import Row
 from recipes.instruments.plan import memory as analysis_memory
@@ -588,8 +588,8 @@ def test_gpu_says_where_the_time_of_the_fastest_rows_goes(sweep):
     _, out, _ = sweep(find, cases="1b:2048", torch="", batches="32")
     table = out[out.index("| ms of a step |") :].splitlines()
     assert table[0] == "| ms of a step | 1b:2048 cudnn, segments 32 | 1b:2048 cudnn 32 |"
-    rows = dict(line.strip("| ").split(" | ", 1) for line in table[2 : 2 + len(trace.KINDS)])
-    assert list(rows) == list(trace.KINDS)
+    rows = dict(line.strip("| ").split(" | ", 1) for line in table[2 : 2 + len(gpu_trace.KINDS)])
+    assert list(rows) == list(gpu_trace.KINDS)
     assert (rows["attention"], rows["no kernel"], rows["copies"]) == (
         "32.0 | 32.0", "0.2 | 0.2", "0.0 | 0.0"
     )  # fmt: skip
@@ -612,7 +612,7 @@ KERNELS = {
 
 @pytest.mark.parametrize(("name", "kind"), KERNELS.items())
 def test_a_kernel_has_the_kind_that_its_name_says(name, kind):
-    assert trace.kind(name) == kind
+    assert gpu_trace.kind(name) == kind
 
 
 def test_times_by_kind_add_up_to_the_time_of_a_step():
@@ -621,13 +621,13 @@ def test_times_by_kind_add_up_to_the_time_of_a_step():
     names = ("nvjet_1", "loop_add", "memcpy32", "nvjet_2")
     times = ((0, 4), (2, 5), (3, 4), (7, 11))
     events = [
-        trace.Event(name, start * million, end * million)
+        gpu_trace.Event(name, start * million, end * million)
         for name, (start, end) in zip(names, times, strict=True)
     ]
     want = {"matmuls": 4.0, "other kernels": 0.5, "copies": 0.0, "no kernel": 1.0}
-    assert trace.kinds(events[::-1], 2) == want
+    assert gpu_trace.kinds(events[::-1], 2) == want
     assert sum(want.values()) == 11 / 2
-    assert trace.kinds([], 2) == {}
+    assert gpu_trace.kinds([], 2) == {}
 
 
 TRACE = """
@@ -649,7 +649,7 @@ def test_a_trace_has_the_kernels_of_all_streams_of_the_first_gpu(tmp_path):
     (tmp_path / "plugins").mkdir()
     file = tmp_path / "plugins" / "host.xplane.pb"
     file.write_bytes(jax.profiler.ProfileData.text_proto_to_serialized_xspace(TRACE))
-    assert trace.events(tmp_path) == [("loop_add_fusion", 105, 107), ("MemcpyD2D", 106, 109)]
+    assert gpu_trace.events(tmp_path) == [("loop_add_fusion", 105, 107), ("MemcpyD2D", 106, 109)]
 
 
 def test_gpu_without_pytorch(sweep):

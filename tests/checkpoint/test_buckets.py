@@ -28,7 +28,7 @@ from recipes.common.sharding.abstract import paths
 from recipes.common.storage import folders, lock
 from recipes.common.train.loop import finish
 from recipes.common.train.metrics import Log
-from recipes.common.train.profile import Profile
+from recipes.common.train.profiled_steps import Profile
 from tests.conftest import ROOT
 from tests.support import small_tokenizers
 from tests.support.bucket import CUT, LOST, Bucket, Request

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import shutil
 import types
 
 import jax
@@ -49,6 +50,21 @@ def test_an_old_checkpoint_becomes_a_model(path):
     assert metadata["entry"] == "transformer"
     logits = model(jax.numpy.zeros((2, 3), "int32"))
     assert np.isfinite(logits).all()
+
+
+def test_a_damaged_one_without_hashes_is_named_in_one_line(tmp_path):
+    path = shutil.copytree(OLD[0], tmp_path / "early")
+    (path / "hashes.json").unlink()
+    assert "hashed" not in json.loads((path / "metadata/metadata").read_text()), "of no version"
+    message = f"checkpoint {path}: its arrays can't be read"
+    # What TensorStore raises without state/d; its threads would raise more, after the test.
+    with pytest.raises(UserError, match=rf"{message} \(NOT_FOUND: step\); use an intact one"):
+        with checkpoint.find(path)._reading():
+            raise ValueError("NOT_FOUND: step [tensorstore_spec='{}']\nand more")
+    (path / "state" / "_METADATA").write_text("{")
+    with pytest.raises(UserError, match=message) as caught:
+        checkpoint.restore(path, make_mesh("2"))
+    assert "\n" not in str(caught.value)
 
 
 # ---- configs, as commit d691596 stored them: rotary scalings and kinds of layers are lists ----------

@@ -20,7 +20,7 @@ import orbax.checkpoint as ocp
 import pytest
 from flax import nnx
 
-from recipes import copy, transformer
+from recipes import transformer
 from recipes.common import checkpoint
 from recipes.common.checkpoint import card, integrity, probe
 from recipes.common.entries import ENTRIES, zoo_file
@@ -31,6 +31,7 @@ from recipes.common.runtime.mesh import parse
 from recipes.common.sharding.abstract import paths
 from recipes.common.sharding.layout import make_layout
 from recipes.common.sharding.rules import default_strategy
+from recipes.copy import __main__ as copy
 from tests.conftest import ROOT, full_except
 from tests.support.entries import ENTRIES as PROVEN
 from tests.support.entries import FAMILY_CASES, FAST

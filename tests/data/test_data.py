@@ -357,7 +357,11 @@ def test_one_document_is_split_at_its_end(tmp_path):
         ("latin.txt", "caf\xe9\n".encode("latin1"), "latin.txt line 1 is not UTF-8"),
         ("broken.jsonl", b'{"text": "a"}\n{"text": \n', "broken.jsonl line 2 is not JSON"),
         ("other.jsonl", b'{"body": "a"}\n', "no column 'text'; set --text_column to one of 'body'"),
-        ("number.jsonl", b'{"text": 3}\n', "column 'text' holds int, not text"),
+        ("number.jsonl", b'{"text": 3}\n', "column 'text' holds int, not text, nor another one with text ('text': int)"),
+        ("nested.json", b'{"data": [{"text": "a"}]}\n', "no column 'text', nor another one with text ('data': list); write a row a line"),
+        ("object.json", b'\n{\n "data": [\n ]}\n', "object.json is one JSON object of several lines, not JSON Lines"),
+        ("picture.txt", b"\x89PNG\r\n\x1a\n\x00\x00", "picture.txt is not a text file; name the files"),
+        ("wide.txt", "caf\xe9\n".encode("utf-16"), "wide.txt line 1 is not UTF-8; convert the file"),
         ("list.jsonl", b'["text"]\n', "list.jsonl is not a JSON object"),
         ("not.parquet", b"PAR?", "could not be read as parquet"),
         ("null.jsonl", b'{"text": "a"}\n\n{"text": null}\n', "null.jsonl line 3 has null in the column 'text', not text; fill it, or remove the row"),
@@ -382,6 +386,28 @@ def test_bad_data_is_one_line_and_leaves_nothing(name, content, message, tmp_pat
     assert name in str(caught.value)
     assert "\n" not in str(caught.value)
     assert not list((tmp_path / "cache").rglob("*")), "something was left behind"
+
+
+@pytest.mark.parametrize(
+    ("files", "message"),
+    [
+        # The column that both have; the first file has others too.
+        ({"a.jsonl": {"id": "1", "body": "a"}, "b.jsonl": {"body": "a"}},
+         "{here}: a.jsonl has no column 'text'; set --text_column to one of 'body'"),
+        ({"a.jsonl": {"body": "a"}, "b.jsonl": {"text": "a"}},
+         "{here}: a.jsonl has no column 'text', and none of its columns is in all 2 files; give all files the same"),
+        ({"a.jsonl": {"text": "a"}, "b.jsonl": {"body": "a"}},
+         "{here}: b.jsonl has no column 'text', which a.jsonl has; it has 'body': give all files the same columns"),
+        ({"a.txt": "a", "pic.png": ""}, "{here}: pic.png is not a text file; name the files to read with a pattern"),
+    ],
+)  # fmt: skip
+def test_files_that_differ_are_named_with_what_suits_all(files, message, tmp_path):
+    for name, row in files.items():
+        content = json.dumps(row).encode() if row else b"\x89PNG\r\n\x1a\n\x00\x00"
+        (tmp_path / name).write_bytes(content)
+    with pytest.raises(DataError) as caught:
+        prepare(str(tmp_path))
+    assert str(caught.value).startswith(f"--dataset={message.format(here=tmp_path)}")
 
 
 @pytest.mark.parametrize("where", ["parquet", "hub", "held out"])

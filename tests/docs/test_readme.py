@@ -121,7 +121,8 @@ def test_commands_parse(command, monkeypatch):
     monkeypatch.setattr(
         start, "start", lambda main, *groups, **_: parsed.extend(flags.parse(sys.argv[1:], *groups))
     )
-    monkeypatch.delitem(sys.modules, module, raising=False)  # runpy warns of what is imported
+    for imported in (module, f"{module}.__main__"):  # runpy warns of what is imported
+        monkeypatch.delitem(sys.modules, imported, raising=False)
     runpy.run_module(module, run_name="__main__")
     assert parsed
 

@@ -372,8 +372,8 @@ def test_computed_numbers_that_are_not_finite_differ():
     assert compare_all({"w": large["w"] * 2}, large)["w"].relative == pytest.approx(1)
 
 
-def test_only_the_state_of_a_zero_gradient_is_left_out():
-    """A weight `bias` whose gradient is zero doesn't hide that of `up_bias`."""
+def test_the_state_of_every_weight_is_compared():
+    """One whose gradient is zero too, as no optimizer moves it."""
     grads = {"bias": np.zeros(2), "up_bias": np.ones(2)}
     state = {"params": {name: np.ones(2) for name in grads}}
 
@@ -382,7 +382,37 @@ def test_only_the_state_of_a_zero_gradient_is_left_out():
         return prove_run.Training(state, [{"loss": 1.0}], [grads], changed)
 
     found = cases.compare_runs(ran(2.0), ran(1.0))["state"]
-    assert {path: x.relative for path, x in found.items()} == {"params/up_bias": 1.0}
+    relative = {path: x.relative for path, x in found.items()}
+    assert relative == {"params/bias": 0.0, "params/up_bias": 1.0}
+
+
+class Normed(nnx.Module):
+    """Two products; BatchNorm subtracts what the first one's bias adds, whose gradient is zero."""
+
+    def __init__(self, *, rngs: nnx.Rngs):
+        self.up = nnx.Linear(12, 32, rngs=rngs)
+        self.norm = nnx.BatchNorm(32, rngs=rngs)
+        self.down = nnx.Linear(32, 4, rngs=rngs)
+
+    def loss(self, x, y):
+        return jnp.square(self.down(jax.nn.relu(self.norm(self.up(x)))) - y).mean()
+
+
+def test_a_gradient_that_is_zero_moves_nothing():
+    """The running mean follows the bias, which Adam would move by a step of rounding's sign."""
+    random = np.random.default_rng(0)
+    batch = {
+        name: random.normal(size=(16, n)).astype(np.float32)
+        for name, n in {"x": 12, "y": 4}.items()
+    }
+    build = lambda: Normed(rngs=nnx.Rngs(0))  # noqa: E731
+    proof = prove(build, None, {"batch": "data"}, batch, ["8"], auto=True)
+    assert proof.holds, proof
+    (case,) = proof.cases
+    state = case.differences["state"]
+    assert state["params/up/bias"].relative == 0, "compared, and not moved"
+    assert state["buffers/norm/mean"].relative < 1e-6
+    assert 0 < state["params/up/kernel"].relative < 1e-6
 
 
 @pytest.mark.full
@@ -432,6 +462,15 @@ def narrow():
 def odd():
     return {name: x[:15] for name, x in batch().items()}
 
+def pair(model, patches, label):
+    return loss(model, patches, label), {}
+
+def named(model, patches, label):
+    return {"loss": loss(model, patches, label)}
+
+def nothing(model, patches, label):
+    loss(model, patches, label)
+
 def missing():
     raise FileNotFoundError("no pictures here")
 
@@ -444,6 +483,7 @@ class Broken(Mixer):
         raise ValueError("no width")
 """
 MODEL = "--model=model.py:Mixer --loss=model.py:loss --auto "
+PAIR = "--model=model.py:Mixer --batch=model.py:batch --auto "
 MISTAKES = {
     "": "no model is named",
     "--model=model.py": "is not FILE.py:NAME",
@@ -461,7 +501,14 @@ MISTAKES = {
     "--model=model.py:Mixer --batch=model.py:batch --loss=model.py:RULES": "--loss=model.py:RULES is",
     "--model=file.py:Plain --rules=model.py:RULES": "the model is of type Plain; use an nnx.Module",
     "--model=file.py:Broken --rules=model.py:RULES": "the model can't be built (no width); fix it",
-    MODEL + "--batch=file.py:odd": "--batch_size=15 is not divisible by the 8 shards",
+    MODEL
+    + "--batch=file.py:odd": "a batch of 15 is not divisible by the 8 shards of 'batch' (rules 'dp' "
+    "on --meshes=8); try a batch of 16",
+    PAIR
+    + "--loss=file.py:pair": "the loss returns a tuple (array, dict); return a mean, or a sum, a count",
+    PAIR + "--loss=file.py:named": "the loss returns a dict; return a mean, or a sum, a count",
+    PAIR
+    + "--loss=file.py:nothing": "the loss returns a NoneType; return a mean, or a sum, a count",
     MODEL
     + "--batch=model.py:batch --rules=file.py:TYPO": "'hiden', which rules name; did you mean 'hidden'?",
     MODEL + "--batch=model.py:batch --rules=file.py:NUMBERS": "map 'batch' to 4",

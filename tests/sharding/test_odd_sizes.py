@@ -37,15 +37,20 @@ SIZES = {
     "two tables": Config(
         331, 64, 2, num_heads=6, num_kv_heads=2, head_dim=8, mlp=200, tie_embeddings=False
     ),
+    "a vocabulary, on a ring": Config(
+        293, 64, 2, num_heads=4, num_kv_heads=2, head_dim=8, mlp=128, context="ring"
+    ),
 }
+RING = ("a vocabulary, on a ring", "data=2,seq=2,model=2", "fsdp_cp_tp")
 A, B, C = ("4x2", "fsdp_tp"), ("1x8", "tp"), ("2x2x2", "hsdp_tp")
 CASES = [
     ("neither heads nor kv heads", *C),
     *(("heads alone", *on) for on in (B, C)),
     *(("kv heads alone, or neither", *on) for on in (A, B)),
     *(("two tables", *on) for on in (A, ("2x4", "tp"), C)),
+    RING,
 ]
-FAST = [("heads alone", "1x8", "tp")]
+FAST = [("heads alone", "1x8", "tp"), RING]
 ROWS = 8
 
 

@@ -81,6 +81,7 @@ def test_help_is_in_groups_each_line_a_phrase():
         (["--output_dir=x"], "--output_dir is not a flag; did you mean --workdir?"),
         (["--rate=3"], "--rate is not a flag; did you mean --learning_rate?"),
         (["--ce=3"], "--ce is not a flag; did you mean --checkpoint_every?"),
+        (["--vocab_size=3"], "--vocab_size is not a flag; --help lists the flags"),  # batch_size
         (["--zzz=7"], "--zzz is not a flag; --help lists the flags"),
         (["seven"], "'seven' is not a flag; write flags as --name=value"),
         (["--steps=x"], "--steps=x is not a whole number; try 100"),
@@ -91,6 +92,7 @@ def test_help_is_in_groups_each_line_a_phrase():
         (["--learning_rate=nan"], "--learning_rate=nan is not a finite number; try 0.001"),
         (["--seed=9999999999"], "--seed=9999999999 must be ≤ 2147483647; try 0"),
         (["--kind=c"], "--kind=c is not one of a, b"),
+        (["--long=warm2ups"], "--long=warm2ups is not one of WarmUps, other"),  # another number
         (["--long=warmup"], "--long=warmup is not one of WarmUps, other; did you mean WarmUps?"),
         (["--steps"], "Missing value for flag --steps; --help lists the flags"),
         (["--steps=" + "9" * 5000], f"--steps={'9' * 50} is not a whole number; try 100"),

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import math
 
 import jax
 import pytest
@@ -12,11 +13,12 @@ from recipes.common.config_flags import comment, configure, read
 from tests.support.quick import quick as quick
 from tests.support.runs import TINY, records
 from zoo.gpt_oss import Config as GptOss
-from zoo.layers import Kind, Linear
+from zoo.layers import Kind, Linear, Yarn
 from zoo.transformer import Config
 
 pytestmark = pytest.mark.promise("user-errors")
 
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}
 ATTENTION = {
     **{"dtype": "", "matmul": "", "matmul_backward": "", "matmul_emulate": False, "remat": ""},
     **{"lora_rank": 0, "lora_alpha": 0.0, "lora_targets": "all", "base": "", "set": ()},
@@ -79,6 +81,14 @@ def test_comments_become_help_texts():
         ("sliding_window", "none", None),
         ("rope_scaling", '["linear", 8]', ("linear", 8)),
         ("layer_kinds", "[[5, 1e4, null]]", ((5, 1e4, None),)),
+        # As in a config.json.
+        ("rope_scaling", json.dumps(YARN), Yarn(4.0, 32.0, 1.0, 16, True, 0.1 * math.log(4) + 1)),
+        ("rope_scaling", '{"type": "linear", "factor": 8}', Linear(8.0)),
+        (
+            "layer_kinds",
+            f"[[null, 1e4, {json.dumps(YARN | {'beta_fast': 8})}]]",
+            ((None, 1e4, Yarn(4.0, 8.0, 1.0, 16, True, 0.1 * math.log(4) + 1)),),
+        ),
     ],
 )
 def test_values_have_the_type_of_their_field(name, text, value):

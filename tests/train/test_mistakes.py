@@ -27,6 +27,8 @@ FLAGS = ("--size=tiny", "--seq_len=32", "--batch_size=16", "--sample_bytes=0", "
 FLAG_ROWS = [
     (["--step=7"], "--step is not a flag; did you mean --steps?"),
     (["--size=huge"], '--size=huge is not one of tiny, small, medium, 124m, 1b, 8b, 70b'),
+    (["--num_layers=3"], "--num_layers is not a flag; use --set=num_layers=…"),
+    (["--platform=gpu"], "--platform=gpu is not cpu; leave it out: accelerators are used if there are any"),
     (["--size=8bb"], "seed_oss_36b; did you mean 8b?"),
     (["--matmul_backward=bfloat16"], "--matmul_backward=bfloat16 is for low-precision matmuls, and --matmul is empty; add --matmul=int8 or --matmul=fp8"),
     (["--matmul_emulate"], "--matmul_emulate=True is for low-precision matmuls, and --matmul is empty; add"),
@@ -67,6 +69,7 @@ MESH_ROWS = [
     (["--mesh=4x2", "--rules=hsdp_tp"], "rules 'hsdp_tp' need mesh axis 'fsdp' (for 'batch'), and --mesh=4x2 has 'data' and 'model'; try --mesh=2x2x2"),
     (["--mesh=8", "--rules=fsdp_cp_tp"], "has 'data'; try --mesh=data=2,seq=2,model=2"),
     (["--mesh=4x2", "--rules=FSDP-TP"], "--rules=FSDP-TP is not a strategy of this entry; did you mean 'fsdp_tp'?"),
+    (["--mesh=4x2", "--rules=fsdp_ep"], "--rules=fsdp_ep is not a strategy of this entry; it has dp, zero1"),
     (["--mesh=4x2", "--rules=fdsp"], "--rules=fdsp is not a strategy of this entry; did you mean 'fsdp'?"),
     (["--mesh=4x2", "--rules=x"], "--rules=x is not a strategy of this entry; it has dp, zero1, fsdp, tp_sp, fsdp_tp_sp, hsdp_tp_sp, tp, fsdp_tp, hsdp_tp, cp, fsdp_cp, fsdp_cp_tp, pp, pp_zero1, fsdp_pp, fsdp_pp_tp"),
 ]  # fmt: skip
@@ -83,7 +86,15 @@ SET_ROWS = [
     (["--set=sliding_window=wide"], "sliding_window=wide is not a whole number, or none; use a different value"),
     (["--set=vocab_size=256"], "vocab_size=256 is less than the 257 tokens of the tokenizer; use --set=vocab_size=257, or leave it out"),
     (["--set=layer_kinds=[[3]]"], "use other flags of the model"),
+    (["--set=attention=splash"], "--set=attention=splash doesn't support cpu devices; use --set=attention=auto"),
+    (["--set=attention=cudnn"], "--set=attention=cudnn doesn't support cpu devices; use --set=attention=auto"),
     (["--set=attention=fast"], "attention='fast' is not one of auto, "),
+    (["--set=norm_eps=-1"], "norm_eps=-1.0 must be a finite number ≥ 0; use other flags of the model"),
+    (["--set=rope_theta=0"], "rope_theta=0.0 must be a finite number > 1; use other flags of the model"),
+    (["--set=logits_divisor=1e-30"], "logits_divisor=1e-30 must be from 1e-06 to 1e+06; use other flags"),
+    (['--set=rope_scaling={"rope_type": "yarn", "factor": 4}'], "--set=rope_scaling has original_max_position_embeddings null, which must be a number > 0; use a different value"),
+    (['--set=rope_scaling={"rope_type": "ntk"}'], "--set=rope_scaling has rope_type 'ntk'; use one of linear, llama3"),
+    (['--set=rope_scaling={"type": "linear", "scale": 4}'], "--set=rope_scaling has 'scale', which is not one of "),
     (["--set=num_kv_heads=3"], "num_heads=16 is not divisible by num_kv_heads=3; use other flags of the model"),
     (["--set=remat=full"], "--set=remat=full is for fields without a flag; use --remat=full"),
     (["--workdir={here}/run", "--set=norm_eps=1e-6"], "--set=norm_eps=1e-6 must match the original run, none; use that, or a different --workdir (this one is {here}/run)"),
@@ -147,6 +158,7 @@ LORA_ROWS = [
 
 DATA_ROWS = [
     (["--dataset={here}/no.txt"], "--dataset={here}/no.txt does not exist; use a file, a folder, or hf:NAME"),
+    (["--dataset={here}/ok.txt, {here}/no.txt"], "--dataset={here}/no.txt does not exist"),
     (["--dataset="], "--dataset= is empty; use stdlib, a path, or hf:NAME"),
     (["--dataset=" + "x" * 300], "xxx can't be read (File name too long); use another"),
     (["--dataset=~nobody-of-this-name/a.txt"], "--dataset=~nobody-of-this-name/a.txt does not exist; use a file, a folder"),
@@ -191,6 +203,7 @@ NO_TEXT = ('{"text": 1}',)  # behind TEXT
 SMALL_ROWS = [  # of the other recipes, which have the same code behind most flags
     ("mlp", ["--hidden=12", "--mesh=1x8"], "rules 'fsdp_tp' split dim 'hidden' of blocks/0/down/kernel [12, 64] over 8 devices (mesh axis 'model' of --mesh=1x8), and 12 is not divisible by 8; meshes that fit: --mesh=1x6, --mesh=1x4, --mesh=1x3"),
     ("mlp", ["--set=classes=3"], "--set=classes=3: the data decides classes; leave it out"),
+    ("mlp", ["--set=norm_eps=-1"], "norm_eps=-1.0 must be ≥ 0; use a different value"),
     ("vit", ["--set=labels=[]"], "--set=labels=[]: the data decides labels; leave it out"),
     ("mlp", ["--dataset=no/such"], "--dataset=no/such is not a folder; "),
     ("mlp", ["--image_column=x"], "--dataset=digits has no column 'x'; set --image_column to one of 'image', 'label'"),

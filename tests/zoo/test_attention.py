@@ -21,7 +21,8 @@ from data.text import example
 from data.tokenizer import BYTES
 from recipes.common.entries import ENTRIES, zoo_file
 from recipes.common.language import Sample, Text, Training, model_config
-from recipes.common.report.kernel import attention_kernel, report
+from recipes.common.report.kernel import attention_kernel, check, report
+from recipes.common.runtime.errors import UserError
 from recipes.common.runtime.flags import Run
 from recipes.common.runtime.mesh import make_mesh
 from recipes.common.sharding.abstract import paths
@@ -422,6 +423,7 @@ TPU, H100, MI300 = (
         (TPU, 8192, True, {"attention": "xla"}, Choice("xla")),
         (("cpu", "cpu"), FLASH_FROM, True, {"attention": "xla"}, Choice("xla")),
         (TPU, 8192, True, {"attention": "flash"}, Choice("flash")),
+        (TPU, 1000, True, {"attention": "splash"}, Choice("flash", obstacle="1,000 positions, not a multiple of 128")),
     ],
 )  # fmt: skip
 def test_the_mesh_in_force_decides_the_kernel(device, T, segments, changes, choice):
@@ -429,7 +431,34 @@ def test_the_mesh_in_force_decides_the_kernel(device, T, segments, changes, choi
     with on(*device).trace():
         assert attention_kernel(config, T, segments) == choice
     here = changes.get("attention") or ("xla" if T < FLASH_FROM else "flash")
-    assert attention_kernel(config, T, segments) == Choice(here), "without a mesh, of this machine"
+    of_this_machine = choice if here == "splash" else Choice(here)
+    assert attention_kernel(config, T, segments) == of_this_machine, "without a mesh"
+
+
+@pytest.mark.parametrize(
+    ("kernel", "device", "changes", "obstacle"),
+    [
+        ("splash", TPU, {}, None),
+        ("splash", H100, {}, "gpu devices"),
+        ("splash", ("cpu", "cpu"), {}, "cpu devices"),
+        ("cudnn", H100, {}, None),
+        ("cudnn", TPU, {}, "tpu devices"),
+        ("cudnn", MI300, {}, "AMD Instinct MI300X"),
+        ("cudnn", H100, {"dtype": "float32"}, "float32"),
+        ("cudnn", H100, {"head_dim": 20}, "a head dim of 20"),
+        ("flash", H100, {"head_dim": 20}, None),
+    ],
+)
+def test_a_kernel_that_the_devices_lack_is_refused(kernel, device, changes, obstacle):
+    config = dataclasses.replace(TINY, **{"dtype": "bfloat16", "attention": kernel} | changes)
+    layout = dataclasses.replace(on(*device), config=config)
+    if obstacle is None:
+        check(layout)
+        return
+    with pytest.raises(
+        UserError, match=f"=attention={kernel} doesn't support {obstacle}; use --set"
+    ):
+        check(layout)
 
 
 def test_on_a_hopper_gpu_only_soft_caps_need_the_tile_loop():
@@ -550,7 +579,7 @@ def test_the_report_names_the_kernel(tmp_path, monkeypatch, capsys, quick):
     """A run whose config names a kernel trains with it and says so."""
     text = tmp_path / "book.txt"
     text.write_text("A page of a book, and another one. " * 100)
-    config = dataclasses.replace(TINY, num_layers=1, attention="splash")
+    config = dataclasses.replace(TINY, num_layers=1, attention="flash")
     monkeypatch.setitem(SIZES, "tiny", lambda: config)
     run = Run(mesh="1x1", workdir=str(tmp_path / "run"), steps=1, batch_size=2)
     main(
@@ -560,7 +589,7 @@ def test_the_report_names_the_kernel(tmp_path, monkeypatch, capsys, quick):
         Training(),
         Sample(sample_bytes=0),
     )
-    assert "\nattention: splash\n" in f"\n{capsys.readouterr().out}"
+    assert "\nattention: flash\n" in f"\n{capsys.readouterr().out}"
     assert records(tmp_path / "run", "loss")
 
 

@@ -14,9 +14,9 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from recipes import copy
 from recipes.common import entries
 from recipes.common.mesh import make_mesh
+from recipes.copy import __main__ as copy
 from tests.conftest import ROOT, full_except
 from tests.support.entries import ENTRIES
 from tests.support.quick import XLA_FLAGS
@@ -189,7 +189,7 @@ def test_using_what_was_left_out_says_which_file_to_copy(name, bare):
 def test_some_files_are_left_out(inside, tmp_path):
     """What only they import goes with them."""
     target = tmp_path / "mine"
-    command = ("recipes.copy", f"--target={target}", "--without=pipeline,low_precision")
+    command = ("recipes.copy", f"--target={target}", "--without=pipeline, low_precision")
     done = inside(*command)
     assert done.code == 0
     for name in optional("transformer"):
@@ -216,7 +216,9 @@ MISTAKES = [
     (["--target=my-models"], "--target=my-models can't be imported; use a name like my_models"),
     (["--target=class"], "--target=class can't be imported; use a name like my_models"),
     (["--target=copy"], "--target=copy can't be imported; use a name like my_models"),
-    (["--target=jax"], "--target=jax can't be imported; use a name like my_models"),
+    (["--target=jax"], f"--target=jax can't be imported, as Python finds {jax.__file__} first; use a name like"),
+    (["--target=no/numpy"], f"--target=no/numpy can't be imported, as Python finds {np.__file__} first; use a name"),
+    (["--target=zoo"], f"--target=zoo can't be imported, as Python finds {ZOO / '__init__.py'} first; use a name"),
     (["--target=gs://b/mine"], "--target=gs://b/mine is no local folder; use --target=FOLDER"),
 ]  # fmt: skip
 

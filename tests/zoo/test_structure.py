@@ -4,7 +4,9 @@ import ast
 import dataclasses
 import doctest
 import importlib
+import os
 import re
+import subprocess
 import sys
 import tomllib
 from collections.abc import Iterable
@@ -13,9 +15,9 @@ import jax
 import pytest
 from flax import nnx
 
-from recipes import copy
 from recipes.common import entries
 from recipes.common.sharding.abstract import abstract_model, paths
+from recipes.copy import __main__ as copy
 from tests.conftest import ROOT
 from zoo import decoder
 from zoo.shape import LayerShape, Shape
@@ -28,7 +30,7 @@ pytestmark = pytest.mark.promise("structure")
 LAYERS = {
     "storage": set(),
     "runtime": {"storage"},
-    "config_flags": {"runtime", "entries"},
+    "config_flags": {"runtime", "entries", "hf"},
     "sharding": {"runtime"},
     "report": {"storage", "runtime", "sharding"},
     "hf": {"storage", "runtime", "sharding", "entries"},
@@ -64,6 +66,7 @@ LIBRARIES = {
         *{"etils", "gcsfs", "fsspec"},
     },
     "recipes": {"jax", "flax", "numpy"},
+    "recipes/copy": set(),
     "recipes/docs": {"mkdocs", "pygments"},  # the site's hooks
     "recipes/common": {"jax", "flax", "numpy"},
     "recipes/common/runtime": {"jax", "numpy", "absl"},
@@ -106,6 +109,36 @@ def libraries(path) -> set[str]:
     return {name.split(".")[0] for name in imports(path)} - sys.stdlib_module_names - {*OURS}
 
 
+# ---- names ---------------------------------------------------------------------------------------
+
+
+def test_no_file_hides_a_module_of_python():
+    """A script's folder is first on sys.path, and so is a notebook's."""
+    names = {path.parent.name if path.stem == "__init__" else path.stem for path in FILES}
+    assert names.isdisjoint(sys.stdlib_module_names)
+
+
+def test_recipes_run_from_their_own_folder(tmp_path):
+    (tmp_path / "evaluate.py").write_text("")  # the library that lm-eval imports
+    notebook = (
+        "import copy, sys, recipes.common, evaluate; print(copy.deepcopy([]), evaluate.__file__)"
+    )
+    commands = {
+        "transformer.py --help": "Trains the decoder-only Transformer",
+        "-m recipes.copy --help": "Copies the files of the zoo",
+        f"-c {notebook}": f"[] {tmp_path / 'evaluate.py'}",
+    }
+    env = os.environ | {"PYTHONPATH": f"{tmp_path}{os.pathsep}{ROOT}"}
+    for command, printed in commands.items():
+        flag, _, rest = command.partition(" ")
+        words = [flag, rest] if flag == "-c" else command.split()
+        done = subprocess.run(
+            [sys.executable, *words], cwd=ROOT / "recipes", env=env, capture_output=True, text=True
+        )
+        assert (done.returncode, done.stderr) == (0, ""), command
+        assert done.stdout.startswith(printed), command
+
+
 # ---- who imports whom ----------------------------------------------------------------------------
 
 
@@ -125,7 +158,7 @@ def test_imports_flow_one_way(path):
     among = {name.removeprefix("recipes.") for name in ours if name.startswith("recipes.")}
     if path.as_posix() in FOR_FLAGS:
         among = {name for name in among if not name.startswith("instruments.")}
-    if folder == "recipes":
+    if folder in ("recipes", "recipes/copy"):
         assert all(name.startswith("common.") for name in among), "recipes never import one another"
     elif folder == "recipes/docs":
         assert among == {"common.entries.ENTRIES"}

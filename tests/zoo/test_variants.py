@@ -1,6 +1,7 @@
 """config.Variant: generation and gradients with all switches of Llama's relatives on."""
 
 import dataclasses
+import math
 
 import jax
 import jax.numpy as jnp
@@ -93,7 +94,20 @@ def test_scalings_depend_on_the_length_as_in_transformers():
         ({"joint_qk_norm": True}, "joint_qk_norm needs qk_norm"),
         ({"rotary_dims": 10}, "rotary_dims=10 is more than head_dim=8"),
         ({"rotary_dims": 3}, "rotary_dims=3 must be even"),
-        ({"embed_scale": 0.0}, "embed_scale=0.0 must be a number > 0"),
+        ({"embed_scale": 0.0}, r"embed_scale=0.0 must be from 1e-06 to 1e\+06"),
+        ({"logits_divisor": 1e-30}, r"logits_divisor=1e-30 must be from 1e-06 to 1e\+06"),
+        ({"norm_eps": -1.0}, "norm_eps=-1.0 must be a finite number ≥ 0"),
+        ({"rope_theta": 0}, "rope_theta=0 must be a finite number > 1"),
+        ({"layer_kinds": ((None, math.nan),)}, "rope_theta=nan must be a finite number > 1"),
+        ({"rope_scaling": ("linear", -4.0)}, "rope_scaling has factor=-4.0, which must be > 0"),
+        (
+            {"rope_scaling": ("yarn", 4.0, 32.0, 1.0, 0, True, 1.0)},
+            "rope_scaling has original_length=0",
+        ),
+        (
+            {"rope_scaling": ("longrope", [1.0] * 4, [0.0] * 4, 16, 1.0)},
+            "rope_scaling has long=0.0",
+        ),
         ({"query_growth": 0.1}, "query_growth needs rotary embeddings scaled by Yarn"),
     ],
 )

@@ -116,8 +116,12 @@ class Checkpoint:
         """Yields the folder of its arrays. A failed read raises UserError if a file is damaged."""
         try:
             yield epath.Path(self.path / "state")
-        except Exception:
-            if bad := integrity.verify(self.path):  # it was not hashed, or was damaged since
+        except Exception as error:
+            bad = integrity.verify(self.path)  # it was not hashed, or was damaged since
+            is_early = not (self.path / integrity.HASHES).exists()
+            if not bad and is_early and isinstance(error, (ValueError, OSError)):
+                bad = f"its arrays can't be read ({folders.reason(error)})"
+            if bad:
                 raise UserError(f"checkpoint {self.path}: {bad}; use an intact one") from None
             raise
 

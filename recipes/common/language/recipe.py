@@ -41,6 +41,7 @@ def main(entry: str, run: Run, text: Text, flags: Any, training: Training, sampl
         seed=run.seed, batch_size=run.batch_size, microbatches=training.accumulate,
         seq_len=text.seq_len,
     )  # fmt: skip
+    kernel.check(layout)
     check_heads(layout)
     check_stages(layout, training.accumulate)
     check_offload(layout, training.offload)

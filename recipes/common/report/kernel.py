@@ -1,13 +1,40 @@
 """The kernels that a model's layers run, for reports and benchmarks."""
 
+import dataclasses
 from typing import Any
 
+from recipes.common.runtime import UserError
 from recipes.common.sharding import Layout
 from zoo.context import choose_exchange
 from zoo.kernels import Choice, Request, choose_kernel
 from zoo.quantization import has_float8
-from zoo.sharding import mesh_axes, shards
+from zoo.sharding import device, mesh_axes, shards
 from zoo.strategies import SEQ
+
+PLATFORMS = {"splash": "tpu", "cudnn": "gpu"}  # kernel → the only platform that has it
+
+
+def check(layout: Layout) -> None:
+    """Raises UserError if the mesh's devices lack the kernel that a decoder's Config names."""
+    config = layout.config
+    name = config.attention
+    if name not in PLATFORMS or layout.shape.attention is None:
+        return
+    with layout.trace():
+        platform = device().platform
+        chosen = attention_kernel(config, layout.seq_len, segments=False)
+        automatic = dataclasses.replace(config, attention="auto")
+        best = attention_kernel(automatic, layout.seq_len, segments=False)
+    obstacle = ""
+    if platform != PLATFORMS[name]:
+        obstacle = f"{platform} devices"
+    elif chosen.kernel == name and best.kernel == "flash":
+        obstacle = best.obstacle
+    if obstacle:
+        raise UserError(
+            f"--set=attention={name} doesn't support {obstacle}; use "
+            "--set=attention=auto, which chooses a kernel that does"
+        )
 
 
 def report(layout: Layout, seq_len: int, segments: bool) -> list[str]:

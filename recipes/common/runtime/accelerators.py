@@ -43,7 +43,13 @@ def choose(platform: str) -> None:
     Args:
       platform: "cpu": simulated devices, whatever else there is; "": accelerators, and CPU devices
         only where there are none.
+
+    Raises UserError for other platforms.
     """
+    if platform not in ("", "cpu"):
+        raise UserError(
+            f"--platform={platform} is not cpu; leave it out: accelerators are used if there are any"
+        )
     global _must_use
     _must_use = True
     if platform == "cpu":

@@ -12,7 +12,8 @@ and have no "did you mean". The flags live in their own FlagValues, because two 
 import dataclasses
 import difflib
 import math
-from collections.abc import Collection
+import re
+from collections.abc import Collection, Iterable
 from typing import Any
 
 from absl import flags as absl_flags
@@ -44,8 +45,9 @@ GROUPS = ("run", "data", "model", "optimizer", "checkpoints", "processes")  # in
 
 
 def flag(
-    default, help: str, group="run", *, at_least=None, at_most=None, choices=(), may_change=False
-):
+    default, help: str, group="run", *, at_least=None, at_most=None, choices=(), may_change=False,
+    fields=(),
+):  # fmt: skip
     """Makes a dataclass field that becomes a flag.
 
     Args:
@@ -54,9 +56,10 @@ def flag(
       at_least, at_most: inclusive bounds.
       choices: allowed values; empty: any.
       may_change: whether a resumed run may use a different value than the original run.
+      fields: of --set, the names that it takes, if they are known.
     """
     limits = dict(help=help, group=group, at_least=at_least, at_most=at_most)
-    limits |= dict(choices=tuple(choices), may_change=may_change)
+    limits |= dict(choices=tuple(choices), may_change=may_change, fields=tuple(fields))
     return dataclasses.field(default=default, metadata=limits)
 
 
@@ -74,7 +77,7 @@ class Devices:
     )  # fmt: skip
     platform: str = flag(
         "", "Devices to use: cpu, simulated even where there is an accelerator; empty: accelerators, if "
-        "there are any.", choices=["", "cpu"], may_change=True,
+        "there are any.", may_change=True,
     )  # fmt: skip
     num_processes: int = flag(
         0, "Processes that share this run; 0: one, or found from Slurm, Open MPI or a TPU pod.",
@@ -176,6 +179,8 @@ def parse(argv: list[str], *groups) -> list[Any] | None:
     except absl_flags.UnrecognizedFlagError as error:
         near = similar_flag(error.flagname, [*fields])
         hint = f"did you mean --{near}?" if near else "--help lists the flags"
+        if "set" in fields and error.flagname in fields["set"].metadata["fields"]:
+            hint = f"use --set={error.flagname}=…"
         raise UserError(f"--{error.flagname} is not a flag; {hint}") from None
     except absl_flags.IllegalFlagValueError as error:  # a bool; absl sees others as strings
         assignment = str(error).partition(": ")[0].removeprefix("flag ")
@@ -204,9 +209,9 @@ def similar_flag(name: str, flags: list[str]) -> str:
     name = name.lower().replace("-", "_")
     if (synonym := SYNONYMS.get(name)) in flags:
         return str(synonym)
-    if near := difflib.get_close_matches(name, flags, n=1):
-        return near[0]
-    words = set(name.split("_"))
+    if near := nearest(name, flags):
+        return near
+    words = {*name.split("_")} - {"num", "size", "steps"}
     for flag_ in flags:
         initials = "".join(word[0] for word in flag_.split("_"))
         if name == initials and len(name) > 1:
@@ -225,10 +230,21 @@ def choose(name: str, text: str, choices: Collection[str], subject: str = "") ->
     by_case = {choice.lower(): choice for choice in choices if choice}
     if text.lower() in by_case:
         return by_case[text.lower()]
-    near = difflib.get_close_matches(text.lower(), by_case, n=1)
-    hint = f"; did you mean {by_case[near[0]]}?" if near else ""
+    near = nearest(text.lower(), by_case)
+    hint = f"; did you mean {by_case[near]}?" if near else ""
     subject = subject or f"--{name}={text[:50]}"
     raise UserError(f"{subject} is not one of {', '.join(by_case.values())}{hint}")
+
+
+def nearest(text: str, choices: Iterable[str]) -> str:
+    """The choice of which `text` may be a misspelling, or "". Another number is none: 7b isn't 70b."""
+    alike = [choice for choice in choices if re.findall(r"\d+", choice) == re.findall(r"\d+", text)]
+    return next(iter(difflib.get_close_matches(text, alike, n=1, cutoff=0.7)), "")
+
+
+def split(text: str, separator: str = ",") -> list[str]:
+    """The parts of a flag's text, without spaces around them."""
+    return [part.strip() for part in text.split(separator)]
 
 
 def _convert(field, default, text):

@@ -19,6 +19,7 @@ from jax.sharding import AxisType, Mesh
 
 from recipes.common.runtime import accelerators, processes, slices
 from recipes.common.runtime.errors import UserError
+from recipes.common.runtime.flags import split
 
 AXES = {1: ("data",), 2: ("data", "model"), 3: ("data", "fsdp", "model")}
 ORDER = ("data", "fsdp", "pipe", "seq", "expert", "model")  # outermost first; other axes follow
@@ -28,7 +29,7 @@ MOST_SIMULATED = 1024  # devices; each is a thread or more of this process
 def parse(text: str) -> dict[str, int]:
     """Axis name → size, outermost first. Raises UserError if `text` is not a mesh.
 
-    >>> parse("4x2"), parse("model=4,data=2")
+    >>> parse("4x2"), parse("model=4, data=2")
     ({'data': 4, 'model': 2}, {'data': 2, 'model': 4})
     """
     hint = "write sizes (8, 4x2, 2x2x2) or names (data=2,model=4)"
@@ -36,7 +37,7 @@ def parse(text: str) -> dict[str, int]:
         raise UserError(f"--mesh={text[:50]}… is not a mesh; {hint}")
     if "=" in text:
         axes: dict[str, int] = {}
-        for part in text.split(","):
+        for part in split(text):
             match = re.fullmatch(r"([a-z_][a-z0-9_]*)=([0-9]+)", part)
             if not match:
                 raise UserError(f"--mesh={text}: {part!r} is not name=size; {hint}")

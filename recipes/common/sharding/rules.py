@@ -64,6 +64,7 @@ def select(
     name = rules or default_strategy(zoo.RULES, mesh)
     if name not in zoo.RULES:
         near = difflib.get_close_matches(name.lower(), zoo.RULES, n=1)
+        near = [] if name in STRATEGIES else near  # it is another entry's
         hint = f"did you mean {near[0]!r}?" if near else f"it has {', '.join(zoo.RULES)}"
         raise UserError(f"--rules={name} is not a strategy of this entry; {hint}")
     return name, zoo.RULES[name]
@@ -234,9 +235,18 @@ def check_used(zoo: types.ModuleType, name: str, rules: Rules, mesh: Mesh | Abst
 
 
 def check_batch(
-    name: str, rules: Rules, mesh: Mesh | AbstractMesh, batch_size: int, microbatches: int = 1
+    name: str,
+    rules: Rules,
+    mesh: Mesh | AbstractMesh,
+    batch_size: int,
+    microbatches: int = 1,
+    flag: str = "--batch_size=",
 ) -> None:
-    """Raises UserError if the mesh does not divide the rows of a microbatch."""
+    """Raises UserError if the mesh does not divide the rows of a microbatch.
+
+    Args:
+      flag: what the message calls batch_size.
+    """
     if batch_size % microbatches:
         raise UserError(
             f"--batch_size={batch_size} is not divisible by --accumulate={microbatches}; try "
@@ -247,9 +257,7 @@ def check_batch(
         where = f"the {count} shards of 'batch' (rules {name!r} on --mesh={describe(mesh.shape)})"
         whole = max(round(rows / count), 1) * count * microbatches
         if microbatches == 1:
-            raise UserError(
-                f"--batch_size={batch_size} is not divisible by {where}; try --batch_size={whole}"
-            )
+            raise UserError(f"{flag}{batch_size} is not divisible by {where}; try {flag}{whole}")
         raise UserError(
             f"--batch_size={batch_size} in --accumulate={microbatches} parts leaves {rows} to "
             f"each, not divisible by {where}; try --batch_size={whole}"
@@ -264,11 +272,13 @@ def check_positions(
     seq_len: int,
     *,
     trains: bool = False,
+    flag: str = "--seq_len=",
 ) -> None:
     """Raises UserError if the mesh does not divide the positions of a row.
 
     Args:
       seq_len: the positions; 0 passes.
+      flag: what the message calls seq_len.
       trains: whether the mesh must divide the positions of the residual stream too. Otherwise a
         model may replicate them, as in decoding.
     """
@@ -280,7 +290,7 @@ def check_positions(
             raise UserError(
                 f"rows of {seq_len:,} tokens are not divisible by the {count} shards of {axis!r} "
                 f"(rules {name!r} on --mesh={describe(mesh.shape)}); "
-                f"try --seq_len={max(round(seq_len / whole), 1) * whole}"
+                f"try {flag}{max(round(seq_len / whole), 1) * whole}"
             )
 
 

@@ -31,7 +31,7 @@ from recipes.common.storage import folders
 from recipes.common.train.evaluation import Evaluation, Extra
 from recipes.common.train.feed import device_batches
 from recipes.common.train.metrics import Log, NonFiniteError
-from recipes.common.train.profile import Profile
+from recipes.common.train.profiled_steps import Profile
 from recipes.common.train.resume import first_state, messages
 from recipes.common.train.step import TrainStep
 

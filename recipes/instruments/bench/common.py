@@ -14,7 +14,7 @@ from flax import nnx
 from jax.sharding import AbstractMesh, Mesh
 
 from recipes.common.runtime.errors import UserError
-from recipes.common.runtime.flags import choose
+from recipes.common.runtime.flags import choose, split
 from recipes.common.runtime.terminal import print0
 from recipes.common.sharding.abstract import Tree
 from recipes.common.sharding.layout import Layout, make_layout
@@ -209,7 +209,7 @@ class Table:
 
 def numbers(flag: str, text: str, least: int = 1) -> list[int]:
     """Parses a flag of comma-separated integers ≥ `least`. Raises UserError."""
-    words = text.split(",")
+    words = split(text)
     if not all(word.isdecimal() and int(word) >= least for word in words):
         some = f"{least},{2 * least}"
         raise UserError(f"--{flag}={text} must be whole numbers ≥ {least}; try --{flag}={some}")
@@ -218,7 +218,7 @@ def numbers(flag: str, text: str, least: int = 1) -> list[int]:
 
 def one_of(flag: str, text: str, choices: Iterable[str]) -> list[str]:
     """Parses a flag of comma-separated choices. Raises UserError."""
-    words, choices = text.split(","), [*choices]
+    words, choices = split(text), [*choices]
     return [choose(flag, x, choices, subject=f"--{flag} has {x!r}, which") for x in words]
 
 

@@ -13,6 +13,7 @@ from typing import Any
 
 from recipes.common import entries
 from recipes.common.config_flags import Settings, read_set, replace
+from recipes.common.report import kernel as kernel_report
 from recipes.common.report import report
 from recipes.common.runtime import mesh as meshes
 from recipes.common.runtime.errors import UserError
@@ -113,6 +114,8 @@ def _plan(flags: CyclesFlags, config: Any, axes: dict[str, int], devices: Device
         entries.model(flags.entry), config, abstract_mesh(axes, devices), flags.rules,
         batch_size=rows if is_text else rows // devices.count * devices.count, seq_len=length,
     )  # fmt: skip
+    if is_text:
+        kernel_report.check(layout)
     return estimate(layout, devices, offload=flags.offload, optimizer=flags.optimizer)
 
 

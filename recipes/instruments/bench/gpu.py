@@ -16,9 +16,9 @@ from collections.abc import Iterator
 from typing import Any
 
 from recipes.common.runtime.errors import Stopped, UserError
-from recipes.common.runtime.flags import flag
+from recipes.common.runtime.flags import flag, split
 from recipes.common.runtime.terminal import print0
-from recipes.instruments.bench import kernels, pytorch, trace
+from recipes.instruments.bench import gpu_trace, kernels, pytorch
 from recipes.instruments.bench.common import CONVENTION, Table, machine, numbers, one_of, version
 from recipes.instruments.bench.row import OUT_OF_MEMORY, TIMED, XLA_FLAGS, Result, Row, measure, run
 from zoo.kernels import KERNELS
@@ -167,7 +167,7 @@ def _print_times(sweep: "Sweep") -> None:
         return
     print0("")
     table = Table("ms of a step", *(" ".join(cells(row, sweep.done[row])[:3]) for row in traced))
-    for kind in trace.KINDS:
+    for kind in gpu_trace.KINDS:
         times = [sweep.done[row]["kinds"].get(kind, 0) for row in traced]
         table.row(kind, *(f"{ms:.1f}" for ms in times))
 
@@ -176,7 +176,7 @@ class Sweep:
     """The rows to measure, and the results so far. Raises UserError for bad flags."""
 
     def __init__(self, flags: GpuFlags):
-        self.cases = flags.cases.split(",")
+        self.cases = split(flags.cases)
         for case in self.cases:
             size, _, length = case.partition(":")
             if size not in SIZES or not length.isdecimal() or not int(length):

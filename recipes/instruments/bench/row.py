@@ -23,7 +23,7 @@ from recipes.common.report import flops
 from recipes.common.report.kernel import attention_kernel
 from recipes.common.runtime.errors import UserError
 from recipes.common.runtime.mesh import arrange
-from recipes.instruments.bench import kernels, pytorch, trace
+from recipes.instruments.bench import gpu_trace, kernels, pytorch
 from recipes.instruments.bench.common import ONE_DEVICE, Training, make_step
 from zoo.transformer import SIZES
 
@@ -139,7 +139,7 @@ def _kinds(training: Training) -> dict[str, float]:
             for _ in range(TRACED):
                 training.dispatch()
             jax.block_until_ready(training.state)
-        return trace.kinds(trace.events(pathlib.Path(folder)), TRACED)
+        return gpu_trace.kinds(gpu_trace.events(pathlib.Path(folder)), TRACED)
 
 
 def _torch(row: Row, steps: int, rounds: int, toy: bool) -> Result:

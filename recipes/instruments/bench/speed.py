@@ -11,7 +11,7 @@ from flax import nnx
 
 from recipes.common.report import flops
 from recipes.common.runtime.errors import UserError
-from recipes.common.runtime.flags import flag
+from recipes.common.runtime.flags import flag, split
 from recipes.common.runtime.mesh import make_mesh, parse
 from recipes.common.runtime.terminal import print0
 from recipes.instruments.bench import pytorch
@@ -146,7 +146,7 @@ class MeshesFlags:
 
 
 def meshes(flags: MeshesFlags) -> None:
-    names = flags.meshes.split(",")
+    names = split(flags.meshes)
     largest = max(names, key=lambda name: math.prod(parse(name).values()))
     make_mesh(largest)  # determines how many devices are simulated
     config, runs, copies = SIZES[flags.size](), {}, {}

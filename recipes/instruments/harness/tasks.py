@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 from data import buckets, hub
 from recipes.common.runtime import UserError
+from recipes.common.runtime.flags import split
 
 # Bootstrap samples for standard errors without a formula. A tenth of the harness's default, because
 # they are drawn in this process: a fork of a process with JAX's threads may hang.
@@ -42,7 +43,7 @@ def load(names: str, include_path: str = "") -> Tasks:
     from lm_eval.tasks import TaskManager
 
     hub.library()  # quiet
-    wanted = [name for name in names.split(",") if name]
+    wanted = [name for name in split(names) if name]
     # The harness's own 14,000 task files take a while to read: try include_path alone first.
     for defaults in (False, True) if include_path else (True,):
         manager = TaskManager(include_path=include_path or None, include_defaults=defaults)

@@ -162,14 +162,15 @@ class Reference:
     subject: Subject
 
     @functools.cached_property
-    def training(self) -> Training:
+    def unchanged(self) -> Training:
+        """With the subject's own optimizer."""
         return measure(self.layout, self.subject.optimizer, self.subject.batch).training
 
     @functools.cached_property
     def fault(self) -> str:
         """Why nothing can be compared with this run; "" if something can."""
         for step, (metrics, grads) in enumerate(
-            zip(self.training.metrics, self.training.grads, strict=True), start=1
+            zip(self.unchanged.metrics, self.unchanged.grads, strict=True), start=1
         ):
             values = {f"the metric {name!r}": x for name, x in metrics.items()}
             values |= {f"the gradient of {path}": x for path, x in paths(grads).items()}
@@ -179,12 +180,41 @@ class Reference:
                         f"on one device, {name} is not finite at step {step}, so nothing can be "
                         "compared; fix the loss or the batch"
                     )
-        if not any(np.any(x) for x in jax.tree.leaves(self.training.grads)):
+        if not any(np.any(x) for x in jax.tree.leaves(self.unchanged.grads)):
             return (
                 "on one device, all gradients are zero, so nothing is compared; use a loss and a "
                 "batch that train the model"
             )
         return ""
+
+    @functools.cached_property
+    def zeros(self) -> set[str]:
+        """Paths of gradients that are zero but for rounding."""
+        return compare.zeros(paths(self.unchanged.grads[0]))
+
+    @functools.cached_property
+    def optimizer(self) -> optax.GradientTransformation:
+        """The subject's, with zeros for such gradients: Adam would turn rounding into steps."""
+        return without(self.subject.optimizer, self.zeros) if self.zeros else self.subject.optimizer
+
+    @functools.cached_property
+    def training(self) -> Training:
+        if not self.zeros:
+            return self.unchanged
+        return measure(self.layout, self.optimizer, self.subject.batch).training
+
+
+def without(optimizer: optax.GradientTransformation, zeros: set[str]) -> Any:
+    """An optimizer to which the gradients of these paths are zero."""
+
+    def update(updates, state, params=None):
+        def keep(path, grad):
+            is_zero = "/".join(str(key.key) for key in path) in zeros
+            return jnp.zeros_like(grad) if is_zero else grad
+
+        return optimizer.update(jax.tree_util.tree_map_with_path(keep, updates), state, params)
+
+    return optax.GradientTransformation(optimizer.init, update)
 
 
 def prove_case(
@@ -193,7 +223,7 @@ def prove_case(
     """One case; `target`: the layout on which the state is restored."""
     subject = reference.subject
     try:
-        measured = measure(layout, subject.optimizer, subject.batch)
+        measured = measure(layout, reference.optimizer, subject.batch)
     except Exception as error:  # whatever the user's code raises
         failure = reason(error)
         if type(error).__name__ == "ShardingTypeError":  # JAX doesn't export it
@@ -203,8 +233,8 @@ def prove_case(
         return Case(strategy, mesh, error=reference.fault)
     training = measured.training
     differences = compare_runs(training, reference.training)
-    after = restored(training.state, abstract_state(target, subject.optimizer))
-    warnings = wasteful(layout, subject.optimizer, subject.batch, measured.step)
+    after = restored(training.state, abstract_state(target, reference.optimizer))
+    warnings = wasteful(layout, reference.optimizer, subject.batch, measured.step)
     differences["restore"] = compare.compare_all(after, training.final, is_copy=True)
     case = Case(
         strategy,
@@ -240,16 +270,13 @@ def compare_runs(on_mesh: Training, on_one: Training) -> dict[str, dict[str, Dif
         compare.compare_gradients(paths(a), paths(b))
         for a, b in zip(on_mesh.grads, on_one.grads, strict=True)
     )
-    state = compare.compare_all(on_mesh.final, on_one.final)
-    zeros = tuple(f"/{path}" for path in compare.zeros(paths(on_one.grads[0])))
     initial = numbers(on_mesh.initial)
     return {
         "initial": compare.compare_all(initial, numbers(on_one.initial), is_copy=True),
         "loss": {"loss": metrics.pop("loss")},
         "metrics": metrics,
         "gradient": gradients,
-        # Adam divides a gradient by its size: it makes much of one that is zero but for rounding.
-        "state": {path: x for path, x in state.items() if not zeros or not path.endswith(zeros)},
+        "state": compare.compare_all(on_mesh.final, on_one.final),
     }
 
 
@@ -288,7 +315,7 @@ def in_float64(case: Case, layout: Layout, subject: Subject) -> Case:
             note = f"the model computes in float32 at {narrow}, so float64 tells nothing"
             return dataclasses.replace(case, note=note)
         reference = Reference(reference_layout([wide_layout]), wide)
-        training = measure(wide_layout, wide.optimizer, batch).training
+        training = measure(wide_layout, reference.optimizer, batch).training
         differences = compare_runs(training, reference.training)
     every = [x.relative for found in differences.values() for x in found.values()]
     return dataclasses.replace(case, float64=max(every))

@@ -5,6 +5,7 @@ import json
 import sys
 
 from recipes.common.runtime import UserError, flag, print0
+from recipes.common.runtime.flags import split
 from recipes.instruments.prove import table
 from recipes.instruments.prove.cases import Case, prove
 from recipes.instruments.prove.subject import builder, load, load_batch, load_function, make_meshes
@@ -44,7 +45,7 @@ class Flags:
 def main(flags: Flags) -> None:
     if not flags.model:
         raise UserError("no model is named; use --model=FILE.py:NAME")
-    names = flags.meshes.split(";" if "=" in flags.meshes else ",") if flags.meshes else []
+    names = split(flags.meshes, ";" if "=" in flags.meshes else ",") if flags.meshes else []
     meshes = make_meshes(names)
     model = load_function(flags.model, "--model")
     file, _, _ = flags.model.rpartition(":")

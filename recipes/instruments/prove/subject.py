@@ -239,22 +239,47 @@ def make_subject(
 
 
 def with_sums(loss: Callable) -> Callable:
-    """A loss that returns (sum, count, aux), as the zoo's do; a mean counts once."""
+    """A loss that returns (sum, count, aux), as the zoo's do; a mean counts once.
+
+    It raises UserError if `loss` returns something else.
+    """
 
     def sums(model: nnx.Module, **batch):
-        result = loss(model, **batch)
-        if isinstance(result, tuple):
-            return result
-        one = jnp.ones_like(result)
-        return result, one, {"loss": (result, one)}
+        match loss(model, **batch):
+            case (total, count, dict() as aux) if all(map(is_pair, aux.values())):
+                return total, count, aux
+            case jax.Array() | float() | np.floating() as mean:
+                one = jnp.ones_like(mean)
+                return jnp.asarray(mean), one, {"loss": (mean, one)}
+            case other:
+                raise UserError(
+                    f"the loss returns {in_words(other)}; return a mean, or a sum, a count and a "
+                    "dict of metrics, {name: (sum, count)}, with 'loss' among them"
+                )
 
     return sums
+
+
+def is_pair(metric: Any) -> bool:
+    return isinstance(metric, tuple | list) and len(metric) == 2
+
+
+def in_words(result: Any) -> str:
+    """What a loss returns, for a message."""
+
+    def kind(x: Any) -> str:
+        return "array" if isinstance(x, jax.Array) else type(x).__name__
+
+    items = f" ({', '.join(map(kind, result))})" if isinstance(result, tuple | list) else ""
+    return f"a {kind(result)}{items}"
 
 
 def check_loss(one: Layout, batch: Tree) -> None:
     """Raises UserError if one device can't compute the loss of the batch."""
     try:
         total, count, aux = trace_loss(one, one.model, batch).out_info
+    except UserError:
+        raise
     except Exception as error:  # whatever the user's code raises
         raise UserError(
             f"one device can't compute the loss of the batch ({reason(error)}); fix the batch or the "
@@ -300,10 +325,12 @@ def layouts(
                 continue
             try:
                 fitting, uneven = sharding_rules.fit(zoo, strategy, rules, model, mesh)
-                sharding_rules.check_batch(strategy, fitting, mesh, rows)
-                sharding_rules.check_positions(zoo, strategy, fitting, mesh, seq_len, trains=True)
+                sharding_rules.check_batch(strategy, fitting, mesh, rows, flag="a batch of ")
+                sharding_rules.check_positions(
+                    zoo, strategy, fitting, mesh, seq_len, trains=True, flag="rows of "
+                )
             except UserError as error:
-                left_out[str(error)] = None
+                left_out[str(error).replace("--mesh=", "--meshes=")] = None  # the command's flag
                 continue
             pairs[strategy, name] = Layout(
                 mesh, zoo, None, strategy, fitting, uneven, subject.build, model, rows, seq_len

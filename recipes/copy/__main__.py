@@ -11,14 +11,18 @@ import keyword
 import pathlib
 import re
 import sys
+from importlib import util
 
 from data import buckets
 from recipes.common.entries import ENTRIES
 from recipes.common.runtime import UserError, flag, print0
+from recipes.common.runtime.flags import split
 from recipes.common.runtime.start import start
 from recipes.common.storage import folders
 
-ZOO = pathlib.Path(__file__).parents[1] / "zoo"
+# No copy.py, nor an __init__.py here: either would hide Python's `copy` from scripts and notebooks in
+# recipes/.
+ZOO = pathlib.Path(__file__).parents[2] / "zoo"
 OPTIONAL = {  # file that is imported inside functions → what needs it
     "cache": "generation",
     "context": "rings and all-to-alls (rules with cp)",
@@ -47,16 +51,24 @@ def main(flags: Flags) -> None:
     if entry not in ENTRIES:
         raise UserError(f"--entry={entry} is not in the zoo; it has {', '.join(ENTRIES)}")
     optional = sorted({*imported(entry)} - {*imported(entry, nested=False)})
-    without = flags.without.split(",") if flags.without else []
+    without = split(flags.without) if flags.without else []
     for name in set(without).difference(optional):
         hint = f"use {', '.join(optional)}" if optional else "it needs all its files"
         raise UserError(f"--without={flags.without}: {entry} has no optional {name!r}; {hint}")
     if not target or buckets.remote(target):
         raise UserError(f"--target={target} is no local folder; use --target=FOLDER")
     folder = folders.to_path(target, "--target").absolute()
-    taken = {*keyword.kwlist, *sys.stdlib_module_names, "jax", "flax"}
+    taken = {*keyword.kwlist, *sys.stdlib_module_names, "__main__"}
     if not folder.name.isidentifier() or folder.name in taken:
         raise UserError(f"--target={target} can't be imported; use a name like my_models")
+    # The copy has no __init__.py, so Python prefers any other module of its name.
+    spec = util.find_spec(folder.name)
+    first = (spec and spec.origin) or ""
+    if first and pathlib.Path(first).parent != folder:
+        raise UserError(
+            f"--target={target} can't be imported, as Python finds {first} first; use a name like "
+            "my_models"
+        )
 
     copied = imported(entry, without=without)
     files = {f"{name}.py": (ZOO / f"{name}.py").read_text() for name in copied}
