@@ -560,13 +560,15 @@ def test_gpu_rows_that_are_wanted_most_come_first(sweep):
     assert [row.attention for row in asked[:3]] == ["flash", "cudnn", "xla"]
     assert {row.what for row in asked[:3]} == {"check"}
     small, large = (gpu.GUESSES[case][0][0] for case in ("124m:1024", "1b:2048"))
-    assert asked[3:9] == [
+    assert asked[3:11] == [
         Row("step", "124m:1024", segments=True, **small),
         Row("step", "1b:2048", segments=True, **large),
         Row("step", "124m:1024", **small),
         Row("step", "1b:2048", **large),
         Row("torch", "124m:1024", 32),
         Row("torch", "1b:2048", 8),
+        Row("torch", "124m:1024", 32, segments=True),
+        Row("torch", "1b:2048", 8, segments=True),
     ]
     # Around the best: what is found later starts from what was found before.
     best = dict(attention="cudnn", batch=128, remat="dots", xla="cuBLASLt")
@@ -671,7 +673,7 @@ def test_gpu_prints_what_it_has_when_time_is_up(sweep, monkeypatch, tmp_path):
     asked, out, error = sweep(slow, out=str(file))
     assert (len(asked), out.count("\n| "), error) == (6, 5, "")  # the sixth was cut off
     assert out.splitlines()[-2] == (
-        "Time is up after 9 minutes, before 124m:1024 auto 64 remat none, unroll 12, chunks of 256; "
+        "Time is up after 9 minutes, before 124m:1024 auto 32 remat none, unroll 12, chunks of 256; "
         "the same command continues."
     )
     assert len(file.read_text().splitlines()) == 5

@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import math
+import types
 
 import jax
 import pytest
@@ -140,3 +141,21 @@ def test_a_run_with_fields_that_are_set(inside, quick, book, tmp_path):
     wrong = inside("recipes.generate", *flags, "--prompt=def ", "--set=num_kv_heads=3")
     assert wrong.code == 2
     assert "num_heads=16 is not divisible by num_kv_heads=3" in wrong.err
+
+
+@pytest.mark.parametrize(
+    ("platform", "changes", "setting", "unroll"),
+    [
+        ("gpu", {"remat": "none", "num_layers": 12}, (), 12),
+        ("gpu", {"remat": "none", "num_layers": 80}, (), 1),  # compiles for minutes
+        ("gpu", {"remat": "full", "num_layers": 12}, (), 1),  # XLA would keep what remat drops
+        ("gpu", {"remat": "none", "num_layers": 12}, ("unroll=1",), 1),
+        ("tpu", {"remat": "none", "num_layers": 12}, (), 1),
+        ("cpu", {"remat": "none", "num_layers": 12}, (), 1),
+    ],
+)
+def test_gpus_unroll_layers_without_remat(platform, changes, setting, unroll):
+    device = types.SimpleNamespace(platform=platform, device_kind=platform)
+    flags = types.SimpleNamespace(set=setting)
+    config = dataclasses.replace(Config.tiny(), **changes)
+    assert configure(config, flags, device).unroll == unroll

@@ -13,6 +13,7 @@ from flax import nnx
 
 from tests.conftest import full_except
 from tests.support.quick import QUICK
+from zoo import vocabulary
 from zoo.attention import attend, make_positions
 from zoo.layers import Llama3
 from zoo.sizes import TRANSFORMER
@@ -244,6 +245,29 @@ def test_logits_are_computed_once():
 
 def _has_vocab(product) -> bool:
     return any(TINY.vocab_size in v.aval.shape for v in (*product.invars, *product.outvars))
+
+
+def test_a_gpu_s_loss_reads_logits_once():
+    """Its value and gradient by their definition, with a padded vocabulary and large logits."""
+    logits_RMV = np.random.default_rng(0).normal(scale=30, size=(2, 5, 11)).astype(np.float32)
+    logits_RMV[0, 0] += 1e4
+    logits_RMV[..., 9:] = -np.inf
+    targets_RM = np.array([[3, -1, 0, 8, 5], [1, 2, -1, 4, 8]], np.int32)
+    weights_RM = np.linspace(-1, 2, 10).reshape(2, 5)
+    nats_RM, pull = jax.vjp(vocabulary._nats_in_one_pass, jnp.asarray(logits_RMV), targets_RM)
+    grad_RMV, _ = pull(jnp.asarray(weights_RM, jnp.float32))
+
+    exact_RMV = logits_RMV.astype(np.float64)
+    top_RM1 = exact_RMV.max(-1, keepdims=True)
+    shares_RMV = np.exp(exact_RMV - top_RM1)
+    total_RM1 = shares_RMV.sum(-1, keepdims=True)
+    one_hot_RMV = np.arange(11) == targets_RM[..., None]
+    wanted_RM = (np.log(total_RM1) + top_RM1)[..., 0] - np.where(one_hot_RMV, exact_RMV, 0).sum(-1)
+    np.testing.assert_allclose(nats_RM, wanted_RM, atol=2e-3)  # float32 near 1e4
+    np.testing.assert_allclose(nats_RM[1], wanted_RM[1], atol=1e-5)
+    wanted_RMV = weights_RM[..., None] * (shares_RMV / total_RM1 - one_hot_RMV)
+    np.testing.assert_allclose(grad_RMV, wanted_RMV, atol=2e-3)
+    np.testing.assert_allclose(grad_RMV[1], wanted_RMV[1], atol=2e-6)
 
 
 def test_a_mean_of_the_loss_has_the_gradient_of_its_sum_in_bfloat16():

@@ -33,8 +33,8 @@ Guesses = tuple[list[dict[str, Any]], list[int]]  # settings of our step, batche
 GUESSES: dict[str, Guesses] = {
     "124m:1024": (
         [
+            dict(batch=32, remat="none", unroll=12),
             dict(batch=64, remat="none", unroll=12),
-            dict(batch=128, remat="none", unroll=12),
             dict(batch=64, remat="dots"),
         ],
         [32, 64, 16],
@@ -211,14 +211,15 @@ class Sweep:
             yield Row("check", attention=kernel)
 
     def _guesses(self) -> Iterator[Row]:
-        """Guesses for all cases in turn: first with and without segments, and PyTorch's first."""
+        """Guesses for all cases in turn: first packed and plain rows, ours and PyTorch's."""
         lists = []
         for case in self.cases:
             ours, batches = TOY_CASE if self.toy else GUESSES.get(case, OTHER_CASES)
             first, *others = (Row("step", case, segments=True, **guess) for guess in ours)
-            torch = [Row("torch", case, batch) for batch in batches if self.torch]
             without = dataclasses.replace(first, segments=False)
-            lists.append([first, without, *torch[:1], *others, *torch[1:]])
+            torch = [Row("torch", case, batch) for batch in batches if self.torch]
+            packed = [dataclasses.replace(row, segments=True) for row in torch[:1]]
+            lists.append([first, without, *torch[:1], *packed, *others, *torch[1:]])
         for turn in itertools.zip_longest(*lists):
             yield from (row for row in turn if row)
 

@@ -3,8 +3,9 @@
 Without grouped heads the model is nanoGPT's: GPT-2's block with layer norm, multi-head attention,
 learned positions, and a GELU MLP wide enough for as many multiplications as our SwiGLU. With
 grouped heads it is Llama's, like zoo/transformer.py: the same parameters, RMSNorm, rotary
-embeddings, SwiGLU. Both use scaled_dot_product_attention, one matmul for projections of the same
-input, bfloat16 residuals under autocast, torch.compile, fused AdamW and gradient clipping.
+embeddings, SwiGLU. Both use scaled_dot_product_attention, or flex_attention for packed rows, one
+matmul for projections of the same input, bfloat16 residuals under autocast, torch.compile, fused
+AdamW and gradient clipping.
 """
 
 import math
@@ -25,11 +26,13 @@ class Step:
     Args:
       attention: an item of ATTENTION to use; empty: PyTorch chooses.
       compiled: whether to use torch.compile.
+      segments: whether positions attend within documents. The mask is made once, so making it takes
+        no time of a step.
     """
 
     def __init__(
         self, config: Config, batch_size: int, seq_len: int, device: str, attention: str = "",
-        compiled: bool = True,
+        compiled: bool = True, segments: bool = False,
     ):  # fmt: skip
         import torch
 
@@ -46,6 +49,9 @@ class Step:
             torch.from_numpy(rows[name].astype(np.int64)).to(device)
             for name in ("tokens", "targets")
         ]
+        if segments:
+            ids = torch.from_numpy(rows["segment_ids"]).to(device)
+            self._batch.append(document_mask(ids))
 
     def __call__(self) -> None:
         with self._autocast:
@@ -65,14 +71,26 @@ def cpu_step(config: Config, batch_size: int, seq_len: int) -> Step | None:
     return Step(config, batch_size, seq_len, "cpu") if version("torch") else None
 
 
+def document_mask(ids_BT):
+    """flex_attention's mask of earlier positions of the same document."""
+    from torch.nn.attention import flex_attention as flex
+
+    def seen(b, head, query, key):
+        return (query >= key) & (ids_BT[b, query] == ids_BT[b, key])
+
+    B, T = ids_BT.shape
+    return flex.create_block_mask(seen, B, None, T, T, device=ids_BT.device)
+
+
 def model(config: Config, seq_len: int, bfloat16: bool = False):
-    """A torch.nn.Module: (tokens [B, T], targets [B, T]) → mean loss.
+    """A torch.nn.Module: (tokens [B, T], targets [B, T], mask of flex_attention) → mean loss.
 
     Args:
       bfloat16: whether residuals are bfloat16 instead of float32.
     """
     import torch
     from torch.nn import functional
+    from torch.nn.attention.flex_attention import flex_attention
 
     grouped = config.num_kv_heads < config.num_heads
     D, N, K, H = config.embed, config.num_heads, config.num_kv_heads, config.head_dim
@@ -91,14 +109,17 @@ def model(config: Config, seq_len: int, bfloat16: bool = False):
             self.up = linear(D, 2 * config.mlp if grouped else config.mlp * 3 // 2)
             self.down = linear(self.up.out_features // (2 if grouped else 1), D)
 
-        def forward(self, x, turn):
+        def forward(self, x, turn, mask):
             B, T, _ = x.shape
             heads = self.qkv(self.norms[0](x)).view(B, T, N + 2 * K, H).transpose(1, 2)
             q, k, v = heads.split([N, K, K], dim=1)
             q, k = turn(q), turn(k)
-            out = functional.scaled_dot_product_attention(
-                q, k, v, is_causal=True, enable_gqa=grouped
-            )
+            if mask is None:
+                out = functional.scaled_dot_product_attention(
+                    q, k, v, is_causal=True, enable_gqa=grouped
+                )
+            else:
+                out = flex_attention(q, k, v, block_mask=mask, enable_gqa=grouped)
             x = x + self.o(out.transpose(1, 2).reshape(B, T, N * H))
             up = self.up(self.norms[1](x))
             if grouped:
@@ -132,15 +153,16 @@ def model(config: Config, seq_len: int, bfloat16: bool = False):
             turned = (a * self.cos - b * self.sin, b * self.cos + a * self.sin)
             return torch.cat(turned, dim=-1).to(x.dtype)
 
-        def logits(self, tokens):
+        def logits(self, tokens, mask=None):
             x = self.embed(tokens) if grouped else self.embed(tokens) + self.position
             x = x.bfloat16() if bfloat16 else x
             for block in self.blocks:
-                x = block(x, self.turn)
+                x = block(x, self.turn, mask)
             table = self.embed if self.unembed is None else self.unembed
             return functional.linear(self.norm(x), table.weight)
 
-        def forward(self, tokens, targets):
-            return functional.cross_entropy(self.logits(tokens).flatten(0, 1), targets.flatten())
+        def forward(self, tokens, targets, mask=None):
+            logits = self.logits(tokens, mask)
+            return functional.cross_entropy(logits.flatten(0, 1), targets.flatten())
 
     return Model()

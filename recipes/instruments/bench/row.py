@@ -150,14 +150,16 @@ def _torch(row: Row, steps: int, rounds: int, toy: bool) -> Result:
     device = "cpu" if toy else "cuda"
     asked = "" if row.attention == "auto" else row.attention
     start = time.perf_counter()
-    step = pytorch.Step(SIZES[row.size()](), row.batch, row.length(), device, asked, not toy)
+    given = SIZES[row.size()](), row.batch, row.length(), device, asked
+    step = pytorch.Step(*given, compiled=not toy, segments=row.segments)
     step()
     step.wait()
     compiling = time.perf_counter() - start
     seconds = timed(step, step.wait, steps, rounds)
     kind = device if toy else torch.cuda.get_device_name()
     peak = None if toy else torch.cuda.max_memory_allocated()
-    return rates(row, seconds, kind, peak) | {"kernel": row.attention, "compile_s": compiling}
+    kernel = "flex" if row.segments else row.attention
+    return rates(row, seconds, kind, peak) | {"kernel": kernel, "compile_s": compiling}
 
 
 def timed(run: Callable, wait: Callable, steps: int, rounds: int) -> float:
