@@ -73,13 +73,14 @@ def test_bench_and_recipe_call_the_same_kernels():
         recipe.lower(recipe.abstract_state(), row).as_text(),
         make_step(config, "fsdp", mesh, 8, 256, segments=True).lower().as_text(),
     ]
-    # Without segments cuDNN is a custom call; flash branches on whether a tile is seen.
+    # cuDNN is a custom call; flash branches on whether a tile is seen.
     part = re.compile(r"custom_call @([\w$.]+)|stablehlo\.(case|if)")
+    texts.append(make_step(config, "fsdp", mesh, 8, 256).lower().as_text())  # without segments
     called = [Counter(part.findall(text)) for text in texts]
     assert called[0] == called[1]
-    assert ("", "case") in called[0], called[0]
-    plain = make_step(config, "fsdp", mesh, 8, 256).lower().as_text()
-    assert any(target.startswith("__cudnn") for target, _ in part.findall(plain))
+    for counts in called:
+        assert ("__cudnn$fmhaSoftmaxBackward", "") in counts
+        assert not any(branch for _, branch in counts), counts
 
 
 @pytest.mark.parametrize("kind", ["h100", "h200"])
