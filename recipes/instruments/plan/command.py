@@ -14,6 +14,7 @@ from typing import Any
 
 import jax
 import numpy as np
+from flax import nnx
 from jax.sharding import AbstractDevice
 
 from recipes.common import contexts, entries
@@ -22,8 +23,8 @@ from recipes.common.report import report
 from recipes.common.report.hlo import sent_by_kind
 from recipes.common.runtime import UserError, flag, print0
 from recipes.common.runtime.flags import choose
-from recipes.common.sharding import make_layout
-from recipes.common.sharding.rules import check_length
+from recipes.common.sharding import AbstractModel, abstract_model, make_layout
+from recipes.common.sharding.shape import check_length, shape_of
 from recipes.common.train.offload import Offload
 from recipes.common.train.optimizer import (
     OPTIMIZERS,
@@ -80,15 +81,15 @@ def main(flags: Flags) -> None:
     page = pathlib.Path(flags.html).expanduser()
     if flags.html and not page.parent.is_dir():
         raise UserError(f"--html={flags.html}: there is no folder {page.parent}; make it first")
-    if flags.confirm and not zoo.SIZES[flags.size]().shape.vocab_size:
+    jax.config.update("jax_platforms", "cpu")  # the devices need not exist
+    job, abstract = make_job(flags, devices)
+    if flags.confirm and not shape_of(abstract, job.config).vocab_size:
         raise UserError(
             f"--confirm compiles language models, and {flags.entry} is none; leave it out"
         )
-    jax.config.update("jax_platforms", "cpu")  # the devices need not exist
-    job = make_job(flags, devices)
 
     # ---- Every mesh and strategy, by arithmetic --------------------------------------------------
-    plan = search(job, devices)
+    plan = search(job, devices, abstract)
     if not plan.ranked:
         raise UserError(no_mesh(plan, flags))
     change = None if plan.best else cheapest_change(plan)
@@ -115,11 +116,12 @@ def main(flags: Flags) -> None:
         print0(json.dumps(results, indent=1))
 
 
-def make_job(flags: Flags, devices: Devices) -> Job:
-    """The model and the batch that the flags ask for. Raises UserError if they can't be planned."""
-    zoo = entries.zoo_file(flags.entry)
-    config = zoo.SIZES[flags.size]()
-    shape = config.shape
+def make_job(flags: Flags, devices: Devices) -> tuple[Job, AbstractModel]:
+    """The model and the batch that the flags ask for, and the model as traced. Raises UserError if they can't be planned."""
+    model = entries.model(flags.entry)
+    config = entries.zoo_file(flags.entry).SIZES[flags.size]()
+    abstract = abstract_model(lambda: model(config, rngs=nnx.Rngs(0)))
+    shape = shape_of(abstract, config)
     if shape.dtype:
         dtype = "float32" if devices.kind == "cpu" else "bfloat16"
         config = dataclasses.replace(config, dtype=dtype)
@@ -133,7 +135,7 @@ def make_job(flags: Flags, devices: Devices) -> Job:
         check_matmul(flags.matmul, device)
         config = dataclasses.replace(config, matmul=flags.matmul)
     length = flags.seq_len if shape.vocab_size else 0
-    check_length(config, length)
+    check_length(shape, length)
     tokens = 16 * devices.count * max(length, 1)
     if flags.batch_tokens:
         number = re.fullmatch(r"(\d{1,15})([KM]?)", flags.batch_tokens.upper())
@@ -149,7 +151,8 @@ def make_job(flags: Flags, devices: Devices) -> Job:
             f"--batch_tokens={flags.batch_tokens} is not a whole number of rows of "
             f"--seq_len={length}; try --batch_tokens={suggestion}"
         )
-    return Job(entries.model(flags.entry), config, rows, length, flags.offload, flags.optimizer)
+    job = Job(model, config, rows, length, flags.offload, flags.optimizer)
+    return job, abstract
 
 
 def _what_would_fit(change: Change | None) -> str:
@@ -190,11 +193,10 @@ class Program:
         return self.function.lower(self.abstract, self.example).compile()
 
 
-def make_program(candidate: Estimate) -> Program:
+def make_program(model: type, candidate: Estimate) -> Program:
     """The train step of a candidate."""
     estimated, devices = candidate.layout, candidate.devices
     mesh = topology(devices.kind, dict(estimated.mesh.shape), devices.groups)
-    model = entries.model(estimated.zoo.__name__.rpartition(".")[2])
     layout = make_layout(
         model, estimated.config, mesh, estimated.strategy,
         batch_size=estimated.batch_size, microbatches=candidate.accumulate,
@@ -229,7 +231,10 @@ def confirm(plan: Plan, flags: Flags, say) -> list[dict[str, Any]]:
             what = f"{candidate.layout.strategy} on {answer.mesh_of(candidate)}"
             _progress(f"{what}: compiling, {number} of {len(candidates)}; Ctrl-C stops")
             rows.append(
-                _in_background(lambda x=candidate: _confirm(x, flags.confirm_layers, files), what)
+                _in_background(
+                    lambda x=candidate: _confirm(plan.job.model, x, flags.confirm_layers, files),
+                    what,
+                )
             )
             say(_line(rows[-1]))
     except KeyboardInterrupt:
@@ -239,7 +244,7 @@ def confirm(plan: Plan, flags: Flags, say) -> list[dict[str, Any]]:
     return rows
 
 
-def _confirm(candidate: Estimate, layers: int, files: pathlib.Path) -> dict[str, Any]:
+def _confirm(model: type, candidate: Estimate, layers: int, files: pathlib.Path) -> dict[str, Any]:
     """A candidate's estimated and compiled costs.
 
     Args:
@@ -247,7 +252,6 @@ def _confirm(candidate: Estimate, layers: int, files: pathlib.Path) -> dict[str,
     """
     if layers:
         config = dataclasses.replace(candidate.layout.config, num_layers=layers)
-        model = entries.model(candidate.layout.zoo.__name__.rpartition(".")[2])
         shallow = make_layout(model, config, candidate.layout.mesh, candidate.layout.strategy)
         layout = dataclasses.replace(candidate.layout, config=config, model=shallow.model)
         candidate = estimate(
@@ -259,7 +263,7 @@ def _confirm(candidate: Estimate, layers: int, files: pathlib.Path) -> dict[str,
         )
     name = f"{candidate.layout.strategy} on {answer.mesh_of(candidate)}"
     costs = answer.to_json(candidate)
-    compiled = compile_step(make_program(candidate), candidate.devices.kind, name)
+    compiled = compile_step(make_program(model, candidate), candidate.devices.kind, name)
     if isinstance(compiled, TooLarge):
         return costs | {
             "compiled_memory": compiled.bytes, "compiled_sent": None, "compiled_seconds": None,

@@ -28,15 +28,15 @@ from jax.sharding import AxisType, Mesh
 
 from recipes.common.runtime import UserError, describe
 from recipes.common.runtime.mesh import make_mesh, parse
-from recipes.common.sharding import Layout, Tree, abstract_model, paths
+from recipes.common.sharding import AbstractModel, Layout, Tree, abstract_model
 from recipes.common.sharding import rules as sharding_rules
+from recipes.common.sharding.abstract import UNNAMED, declared_names
 from recipes.common.sharding.rules import Rules, used_axes
 from recipes.common.train.feed import check_ids
 from recipes.instruments.plan.search import meshes as meshes_of
 from recipes.instruments.prove.run import OPTIMIZER, trace_loss
-from zoo.sharding import AxisNames, check_names, optimizer_axis
+from zoo.sharding import check_names, optimizer_axis
 
-UNNAMED = "(unnamed)"  # logical axis of dims without one; no rule splits it
 SEQ_LEN = 32  # positions of a row that is made from the signature
 ROWS = 24  # of a batch that is made from the signature
 
@@ -304,13 +304,12 @@ def layouts(
     axes are Auto instead of Explicit. Raises UserError if the rules don't suit the model, or no pair
     fits.
     """
-    zoo = rules_file(subject)
-    model = abstract_model(subject.build)._replace(loss=subject.loss)
+    model, strategies = with_rules(subject)
     rows = len(jax.tree.leaves(subject.batch)[0])
-    seq_len = jax.tree.leaves(subject.batch)[0].shape[1] if zoo.AXES.positions else 0
+    seq_len = jax.tree.leaves(subject.batch)[0].shape[1] if model.names.positions else 0
     pairs: dict[tuple[str, str], Layout] = {}
     left_out: dict[str, None] = {}
-    for strategy, rules in zoo.RULES.items():
+    for strategy, rules in strategies.items():
         for mesh in meshes or default_meshes(rules):
             name = describe(dict(mesh.shape))
             if auto:
@@ -324,19 +323,28 @@ def layouts(
                 left_out[f"--meshes={name} has one device, with which others are compared"] = None
                 continue
             try:
-                fitting, uneven = sharding_rules.fit(zoo, strategy, rules, model, mesh)
+                fitting, uneven = sharding_rules.fit(strategy, rules, model, mesh)
                 sharding_rules.check_batch(strategy, fitting, mesh, rows, flag="a batch of ")
                 sharding_rules.check_positions(
-                    zoo, strategy, fitting, mesh, seq_len, trains=True, flag="rows of "
+                    model.names, strategy, fitting, mesh, seq_len, trains=True, flag="rows of "
                 )
             except UserError as error:
                 left_out[str(error).replace("--mesh=", "--meshes=")] = None  # the command's flag
                 continue
             pairs[strategy, name] = Layout(
-                mesh, zoo, None, strategy, fitting, uneven, subject.build, model, rows, seq_len
+                mesh,
+                strategies,
+                None,
+                strategy,
+                fitting,
+                uneven,
+                subject.build,
+                model,
+                rows,
+                seq_len,
             )
     if not pairs:
-        needed = ", ".join(f"{name} {sorted(used_axes(t))}" for name, t in zoo.RULES.items())
+        needed = ", ".join(f"{name} {sorted(used_axes(t))}" for name, t in strategies.items())
         unsuited = f"no mesh has just the axes that a strategy uses ({needed}); use other meshes"
         raise UserError(next(iter(left_out), unsuited))
     return pairs, left_out
@@ -351,45 +359,30 @@ def reference_layout(layouts: Iterable[Layout]) -> Layout:
     return dataclasses.replace(first, mesh=Mesh(devices, tuple(names), axis_types=types))
 
 
-def rules_file(subject: Subject) -> types.ModuleType:
-    """The model's file if it declares its axes, as the zoo's do, or what stands for one.
+def with_rules(subject: Subject) -> tuple[AbstractModel, dict[str, Rules]]:
+    """The traced model and its rules, completed. Raises UserError if they name unknown axes.
 
-    It has `subject`'s rules, completed. Raises UserError if they name axes that nothing has.
+    A model that does not declare its axes has those of its variables and of its constraints.
     """
-    model = nnx.eval_shape(subject.build)
-    declared = vars(sys.modules[type(model).__module__])
-    axes: Any = declared.get("AXES")  # an AxisNames of the model's own kit
-    if axes is None:
-        weights = {
-            axis for axes in paths(abstract_model(subject.build).axes).values() for axis in axes
-        }
-        others = {axis for table in subject.rules.values() for axis in table} - weights
-        others -= {optimizer_axis(axis) for axis in weights}
-        for axis in sorted(others - {"batch"}):
+    model = abstract_model(subject.build)._replace(loss=subject.loss)
+    known = model.names.logical_axes
+    if declared_names(nnx.eval_shape(subject.build)) is None:
+        others = {axis for table in subject.rules.values() for axis in table} - {*known}
+        others -= {optimizer_axis(axis) for axis in known}
+        for axis in sorted(others):
             if not constrains(subject, axis):
+                weights = sorted({*known} - {"batch"})
                 near = difflib.get_close_matches(axis, weights, n=1)
-                hint = (
-                    f"did you mean {near[0]!r}?" if near else f"it has {', '.join(sorted(weights))}"
-                )
+                hint = f"did you mean {near[0]!r}?" if near else f"it has {', '.join(weights)}"
                 raise UserError(f"the model has no logical axis {axis!r}, which rules name; {hint}")
-        others |= {"batch"}
-        axes = AxisNames(
-            logical_axes=dict.fromkeys([*weights, *sorted(others)], "weights"), in_use={}
-        )
-    else:
-        for strategy, table in subject.rules.items():
-            try:
-                check_names(table, axes.logical_axes)
-            except ValueError as error:
-                raise UserError(f"rules {strategy!r}: {error}") from None
-    zoo = types.ModuleType("rules")
-    vars(zoo).update(
-        AXES=axes,
-        LOGICAL_AXES=axes.logical_axes,
-        IN_USE=axes.in_use,
-        RULES={name: dict.fromkeys(axes.logical_axes) | t for name, t in subject.rules.items()},
-    )
-    return zoo
+        known = known | dict.fromkeys(sorted(others), "weights")
+        model = model._replace(names=dataclasses.replace(model.names, logical_axes=known))
+    for strategy, table in subject.rules.items():
+        try:
+            check_names(table, known)
+        except ValueError as error:
+            raise UserError(f"rules {strategy!r}: {error}") from None
+    return model, {name: dict.fromkeys(known) | table for name, table in subject.rules.items()}
 
 
 def constrains(subject: Subject, axis: str) -> bool:
