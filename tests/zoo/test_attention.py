@@ -448,13 +448,13 @@ def test_the_mesh_in_force_decides_the_kernel(device, T, segments, changes, choi
         ("cudnn", TPU, {}, "tpu devices"),
         ("cudnn", MI300, {}, "AMD Instinct MI300X"),
         ("cudnn", H100, {"dtype": "float32"}, "float32"),
-        ("cudnn", H100, {"head_dim": 20}, "a head dim of 20"),
+        ("cudnn", H100, {"head_dim": 264}, "a head dim of 264"),
         ("flash", H100, {"head_dim": 20}, None),
     ],
 )
 def test_a_kernel_that_the_devices_lack_is_refused(kernel, device, changes, obstacle):
     config = dataclasses.replace(TINY, **{"dtype": "bfloat16", "attention": kernel} | changes)
-    layout = dataclasses.replace(on(*device), config=config)
+    layout = make_layout(Transformer, config, on(*device).mesh, "fsdp_tp", batch_size=8)
     if obstacle is None:
         check(layout)
         return
