@@ -11,6 +11,7 @@ import re
 import shlex
 import shutil
 import subprocess
+import sys
 import time
 import types
 from typing import Any
@@ -950,7 +951,7 @@ def test_a_tpu_s_step_is_confirmed_by_its_cycles(monkeypatch, tmp_path):
     monkeypatch.setattr(planner, "read_bundles", lambda folder: bundles)
     monkeypatch.setattr(planner.report, "peak_memory", lambda _: 10**6)
     devices = parse_devices("v5e:4")
-    job, abstract = planner.make_job(planner.Flags(size="tiny", devices="v5e:4"), devices)
+    job, abstract, _ = planner.make_job(planner.Flags(size="tiny", devices="v5e:4"), devices)
     costs = planner._confirm(job.model, search(job, devices, abstract).ranked[0], 0, tmp_path)
     total = cycles.count(cycles.read_hlo(text, devices, bundles), devices).total
     assert costs["compiled_seconds"] == total / (197e12 / 2**17)
@@ -1024,6 +1025,83 @@ def test_without_a_compiler_it_says_what_is_missing(inside):
     ],
 )  # fmt: skip
 def test_mistakes_are_one_line(flags, sentence, inside):
+    done = inside("recipes.plan", *flags)
+    assert (done.code, done.out) == (2, "")
+    assert done.err.startswith(f"error: {sentence}")
+    assert done.err.count("\n") == 1
+
+
+# ---- a model of a user's -------------------------------------------------------------------------
+
+DOCS = ROOT / "recipes" / "docs"
+MIXER = ["--model=model.py:Mixer", "--loss=model.py:loss", "--batch=model.py:batch"]
+
+
+@pytest.fixture
+def here(monkeypatch, tmp_path):
+    """An empty folder from which users' files are imported."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    known = {*sys.modules}
+    yield tmp_path
+    for name in {*sys.modules} - known:
+        if str(tmp_path) in str(vars(sys.modules[name]).get("__file__")):
+            del sys.modules[name]
+
+
+@pytest.fixture
+def mixer(here):
+    """The Mixer of proving.md, which uses Flax alone."""
+    text = (
+        (DOCS / "proving.md").read_text().split("<!-- python: proving model.py -->\n```python\n")[1]
+    )
+    (here / "model.py").write_text(text.split("```")[0])
+
+
+def test_a_copied_model_has_the_plan_of_the_zoo_s(here, inside):
+    shutil.copytree(
+        ROOT / "zoo", here / "planned", ignore=shutil.ignore_patterns("checkpoints", "__*")
+    )
+    flags = ["--batch_tokens=2K", "--json", "--top=99"]
+    done = inside("recipes.plan", "--model=planned/moe.py:MoE", "--config=tiny", *flags)
+    assert (done.code, done.err) == (0, "")
+    own = json.loads(done.out)
+    ours = json.loads(inside("recipes.plan", "--entry=moe", "--size=tiny", *flags).out)
+    assert own["candidates"] == ours["candidates"]
+    assert len(own["candidates"]) > 10
+    assert (own["command"], own["notes"]) == (None, []), "no recipe trains it; nothing is assumed"
+
+
+@pytest.mark.usefixtures("mixer")
+def test_what_is_assumed_of_a_user_s_model_is_said(inside):
+    done = inside("recipes.plan", *MIXER, "--batch_tokens=64", "--json")
+    assert (done.code, done.err) == (0, "")
+    plan = json.loads(done.out)
+    text = (DOCS / "plan.md").read_text().split("<!-- output: planning a Mixer -->\n```\n")[1]
+    assert plan["notes"] == text.split("\n```")[0].splitlines()
+    by_mesh = {x["rules"] + str(x["mesh"].get("model", 1)): x for x in plan["candidates"]}
+    assert by_mesh.keys() == {"dp1", "tp2", "tp4", "tp8"}
+    weights = 2 * (16 * 32 * 2 + 32 * 128 * 2) + 12 * 32 + 32 * 8  # two blocks, stem and head
+    vectors = 2 * (32 + 16 + 128 + 32 + 2 * 2 * 32) + 32 + 2 * 32 + 8  # biases and norms
+    assert by_mesh["dp1"]["memory"]["parameters"] == 4 * (weights + vectors)
+    halved = 2 * (16 * 32 * 2 + 32 * 128 * 2 + 32 + 128)  # what has the axis `hidden`
+    assert by_mesh["tp2"]["memory"]["parameters"] == 4 * (weights + vectors - halved / 2)
+    purposes = {x["purpose"] for x in by_mesh["tp2"]["collectives"]}
+    assert purposes == {"gradients", "activations"}
+
+
+@pytest.mark.usefixtures("mixer")
+@pytest.mark.parametrize(
+    ("flags", "sentence"),
+    [
+        (["--config=tiny"], "--config=tiny is for a model of your own; add --model="),
+        (["--model=nowhere.py:Net"], "--model=nowhere.py:Net: there is no file nowhere.py"),
+        (MIXER[:2], "the loss takes patches, label, and only a batch of tokens"),
+        ([*MIXER, "--confirm=1"], "--confirm compiles entries of the zoo, and --model is none"),
+        ([*MIXER, "--matmul=int8"], "--matmul=int8 is for models with layers, and Mixer has none"),
+    ],
+)
+def test_mistakes_about_a_user_s_model_are_one_line(flags, sentence, inside):
     done = inside("recipes.plan", *flags)
     assert (done.code, done.out) == (2, "")
     assert done.err.startswith(f"error: {sentence}")

@@ -33,6 +33,7 @@ class AbstractModel(NamedTuple):
     axes: Tree  # leaves: tuples of logical axis names, one per dim
     names: AxisNames  # what rules may do with these names
     recurrences: dict[str, Any]  # path of a module → what its recurrence computes and keeps
+    positions: int = 1  # of an example, of a user's model without tokens
     loss: Callable[..., tuple] = own_loss  # (model, **batch) → (sum, count, {name: (sum, count)})
 
     def merge(self, variables: Tree) -> Any:

@@ -196,7 +196,7 @@ def shape_of(model: AbstractModel, config: Any) -> Shape:
         max_positions=learned if vocab_size else None,
         period=len(windows),
         mtp_layers=int(any(path.startswith(HEAD_PATH) for path in weights)),
-        positions=1 if vocab_size else learned or 1,
+        positions=1 if vocab_size else learned or model.positions,
         dtype=_stated(config, "dtype"),
         remat=_stated(config, "remat"),
         matmul=_stated(config, "matmul"),

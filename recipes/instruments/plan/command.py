@@ -45,6 +45,7 @@ from recipes.instruments.plan.cycles import (
 )
 from recipes.instruments.plan.estimate import Estimate, estimate
 from recipes.instruments.plan.hardware import Devices, parse_devices
+from recipes.instruments.plan.own_model import own_model
 from recipes.instruments.plan.search import Change, Job, Plan, cheapest_change, search
 from recipes.instruments.plan.targets import TooLarge, compile_step, missing_compiler, topology
 from zoo.config import Compute
@@ -56,6 +57,21 @@ SAY_SECONDS = 30  # between lines while the compiler works
 class Flags(Offload):
     entry: str = flag("transformer", "Zoo entry.", group="model", choices=entries.ENTRIES)
     size: str = flag("small", "Size of the model, a key of its zoo file's SIZES.", group="model")
+    model: str = flag(
+        "", "FILE.py:NAME of your own nnx.Module, in place of --entry.", group="model"
+    )
+    config: str = flag(
+        "", "Size of your model, a classmethod of the class Config in its file; empty: it is built from "
+        "rngs alone.", group="model",
+    )  # fmt: skip
+    rules: str = flag(
+        "", "FILE.py:NAME of your model's sharding rules; empty: RULES in its file.", group="model"
+    )
+    loss: str = flag("", "FILE.py:NAME of your model's loss; empty: its method.", group="model")
+    batch: str = flag(
+        "", "FILE.py:NAME of a function that returns a batch; empty: tokens, for language models.",
+        group="data",
+    )  # fmt: skip
     devices: str = flag(
         "cpu:8", "Kind and number of devices: v5p:64; v5e:256x2, two slices of 256; h100:16, two nodes "
         "of 8.",
@@ -77,12 +93,19 @@ class Flags(Offload):
 def main(flags: Flags) -> None:
     # ---- Input: checked before anything is computed ----------------------------------------------
     devices, zoo = parse_devices(flags.devices), entries.zoo_file(flags.entry)
-    flags = dataclasses.replace(flags, size=choose("size", flags.size, zoo.SIZES))
+    if flags.model:
+        name = flags.model.rpartition(":")[2]
+        flags = dataclasses.replace(flags, entry=name, size=flags.config)
+    else:
+        check_own(flags)
+        flags = dataclasses.replace(flags, size=choose("size", flags.size, zoo.SIZES))
     page = pathlib.Path(flags.html).expanduser()
     if flags.html and not page.parent.is_dir():
         raise UserError(f"--html={flags.html}: there is no folder {page.parent}; make it first")
     jax.config.update("jax_platforms", "cpu")  # the devices need not exist
-    job, abstract = make_job(flags, devices)
+    job, abstract, assumed = make_job(flags, devices)
+    if flags.confirm and flags.model:
+        raise UserError("--confirm compiles entries of the zoo, and --model is none; leave it out")
     if flags.confirm and not shape_of(abstract, job.config).vocab_size:
         raise UserError(
             f"--confirm compiles language models, and {flags.entry} is none; leave it out"
@@ -94,12 +117,13 @@ def main(flags: Flags) -> None:
         raise UserError(no_mesh(plan, flags))
     change = None if plan.best else cheapest_change(plan)
     say = (lambda *_: None) if flags.json else print0
-    long = contexts.beyond(flags.entry, flags.size, job.seq_len)
+    long = assumed + contexts.beyond(flags.entry, flags.size, job.seq_len)
     ranked = answer.distinct(plan.ranked)[: flags.top]
     say(*answer.table(ranked), "", *long, *answer.notes(plan), "")
     if plan.best:
         say(answer.why_first(plan), "", *answer.why_others_lose(plan), "")
-        say(answer.command(flags.entry, flags.size, plan.best))
+        if not flags.model:
+            say(answer.command(flags.entry, flags.size, plan.best))
     else:
         say(*answer.why_others_lose(plan), "")
         say(_what_would_fit(change))
@@ -116,11 +140,27 @@ def main(flags: Flags) -> None:
         print0(json.dumps(results, indent=1))
 
 
-def make_job(flags: Flags, devices: Devices) -> tuple[Job, AbstractModel]:
-    """The model and the batch that the flags ask for, and the model as traced. Raises UserError if they can't be planned."""
-    model = entries.model(flags.entry)
-    config = entries.zoo_file(flags.entry).SIZES[flags.size]()
-    abstract = abstract_model(lambda: model(config, rngs=nnx.Rngs(0)))
+def check_own(flags: Flags) -> None:
+    """Raises UserError if flags of a user's own model are given without it."""
+    for name in ("config", "rules", "loss", "batch"):
+        if value := getattr(flags, name):
+            raise UserError(
+                f"--{name}={value} is for a model of your own; add --model=FILE.py:NAME"
+            )
+
+
+def make_job(flags: Flags, devices: Devices) -> tuple[Job, AbstractModel, list[str]]:
+    """The model and the batch that the flags ask for, the model as traced, and what is assumed of it.
+
+    Raises UserError if they can't be planned.
+    """
+    if flags.model:
+        own = own_model(flags.model, flags.config, flags.rules, flags.loss, flags.batch)
+        model, config, abstract, rules, assumed = own
+    else:
+        model, rules, assumed = entries.model(flags.entry), None, []
+        config = entries.zoo_file(flags.entry).SIZES[flags.size]()
+        abstract = abstract_model(lambda: model(config, rngs=nnx.Rngs(0)))
     shape = shape_of(abstract, config)
     if shape.dtype:
         dtype = "float32" if devices.kind == "cpu" else "bfloat16"
@@ -151,8 +191,8 @@ def make_job(flags: Flags, devices: Devices) -> tuple[Job, AbstractModel]:
             f"--batch_tokens={flags.batch_tokens} is not a whole number of rows of "
             f"--seq_len={length}; try --batch_tokens={suggestion}"
         )
-    job = Job(model, config, rows, length, flags.offload, flags.optimizer)
-    return job, abstract
+    job = Job(model, config, rows, length, flags.offload, flags.optimizer, rules)
+    return job, abstract, assumed
 
 
 def _what_would_fit(change: Change | None) -> str:

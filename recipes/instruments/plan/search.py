@@ -39,10 +39,11 @@ class Job(NamedTuple):
     seq_len: int  # 0: examples without positions
     offload: str = ""  # "optimizer": its state is in the host's memory
     optimizer: str = "adamw"  # one of OPTIMIZERS
+    rules: dict[str, Rules] | None = None  # of a user's own model
 
     @property
     def strategies(self) -> dict[str, Rules]:
-        return sys.modules[self.model.__module__].RULES
+        return self.rules or sys.modules[self.model.__module__].RULES
 
 
 class Plan(NamedTuple):
