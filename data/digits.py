@@ -32,6 +32,11 @@ class Images(grain.sources.RandomAccessDataSource):
         return {"image": self.image_NI[i], "label": self.label_N[i]}
 
 
+def filler(inputs: int) -> dict[str, np.ndarray]:
+    """An example that does not count."""
+    return {"image": np.zeros(inputs, np.float32), "label": np.array(-1, np.int32)}
+
+
 def load(
     dataset: str = "digits", image_column: str = "image", label_column: str = "label"
 ) -> Dataset:
@@ -71,7 +76,7 @@ def load(
     return Dataset(
         train=Images((train_image - mean) / deviation, train_label),
         held_out=Images((test_image - mean) / deviation, test_label),
-        filler={"image": np.zeros(inputs, np.float32), "label": np.array(-1, np.int32)},
+        filler=filler(inputs),
         unit="images",
         units=1,
         config={"inputs": inputs, "classes": classes},

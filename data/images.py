@@ -99,6 +99,12 @@ class Files(Sequence):
             raise broken(self.dataset, self.paths[i]) from None
 
 
+def filler(image_size: int, channels: int) -> dict[str, np.ndarray]:
+    """An example that does not count."""
+    picture = np.zeros((image_size, image_size, channels), np.float32)
+    return {"image": picture, "label": np.array(-1, np.int32)}
+
+
 def load(
     dataset: str = "digits",
     image_size: int = 8,
@@ -154,11 +160,10 @@ def load(
             digest.update(repr(sizes).encode())
         else:
             digest.update(np.ascontiguousarray(part).tobytes())
-    shape = (image_size, image_size, form.channels)
     return Dataset(
         train=Images(train_pixels, train_label, mean, std, Augment(crop, flip, seed)),
         held_out=Images(test_pixels, test_label, mean, std, Augment()),
-        filler={"image": np.zeros(shape, np.float32), "label": np.array(-1, np.int32)},
+        filler=filler(image_size, form.channels),
         unit="images",
         units=1,
         config=dict(channels=form.channels, classes=len(labels), labels=labels, mean=mean, std=std),

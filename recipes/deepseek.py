@@ -14,11 +14,11 @@ from recipes.common import language
 from recipes.common.language import DECODER, EXPERTS, Sample, Text, Training
 from recipes.common.runtime import Run
 from recipes.common.runtime.start import start
-from zoo.deepseek import REMAT, SIZES, Config
+from zoo.deepseek import SIZES, Config
 
 # The flags of the model: a Config's fields that are set most often. --set reaches the others.
 MODEL = language.model_flags(
-    Config, (*DECODER, *EXPERTS, "balance_rate", "mtp_depth", "mtp_weight"), SIZES, REMAT
+    Config, (*DECODER, *EXPERTS, "balance_rate", "mtp_depth", "mtp_weight"), SIZES, Config.REMAT
 )
 NEW = (Run(steps=200, batch_size=16, learning_rate=4e-3), Text(), MODEL, Training(), Sample())
 

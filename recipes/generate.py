@@ -145,9 +145,10 @@ def model_layout(
     """
     if rules:
         return checkpoint.layout_of(source, mesh, rules, **compute)
-    zoo = entries.zoo_file(source.metadata["entry"])
-    name, table = select(zoo, None, mesh)
-    gathered = table | {rest: table[used] for rest, used in zoo.IN_USE.items()}
+    entry = source.metadata["entry"]
+    names = entries.model(entry).axes
+    name, table = select(entries.zoo_file(entry).RULES, names, None, mesh)
+    gathered = table | {rest: table[used] for rest, used in names.in_use.items()}
     layout = checkpoint.layout_of(source, mesh, gathered, **compute)
     name += ", gathered once" if gathered != table else ""
     return dataclasses.replace(layout, strategy=name)

@@ -13,10 +13,10 @@ from recipes.common import language
 from recipes.common.language import DECODER, EXPERTS, Sample, Text, Training
 from recipes.common.runtime import Run
 from recipes.common.runtime.start import start
-from zoo.gpt_oss import REMAT, SIZES, Config
+from zoo.gpt_oss import SIZES, Config
 
 # The flags of the model: a Config's fields that are set most often. --set reaches the others.
-MODEL = language.model_flags(Config, (*DECODER, *EXPERTS), SIZES, REMAT)
+MODEL = language.model_flags(Config, (*DECODER, *EXPERTS), SIZES, Config.REMAT)
 NEW = (Run(steps=200, batch_size=16, learning_rate=4e-3), Text(), MODEL, Training(), Sample())
 
 # The run, from the mesh to the sample: recipes/common/language/recipe.py.

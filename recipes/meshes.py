@@ -19,7 +19,7 @@ from recipes.common.runtime.start import start
 from recipes.common.runtime.terminal import print0
 from recipes.common.sharding.abstract import Tree
 from recipes.common.sharding.layout import Layout, make_layout
-from recipes.common.sharding.rules import check_length
+from recipes.common.sharding.shape import check_length, trace_shape
 from recipes.common.train.optimizer import LearningRate, adamw
 from recipes.common.train.step import TrainStep
 
@@ -41,7 +41,7 @@ def main(flags: Flags) -> None:
     names = split(flags.meshes, ";" if "=" in flags.meshes else ",")
     flags = dataclasses.replace(flags, size=choose("size", flags.size, zoo.SIZES))
     config = zoo.SIZES[flags.size]()
-    check_length(config, flags.seq_len)
+    check_length(trace_shape(entries.model(flags.entry), config), flags.seq_len)
     # The first mesh determines how many devices are simulated.
     largest_first = sorted(names, key=lambda name: -math.prod(parse(name).values()))
     meshes = {name: make_mesh(name) for name in largest_first}

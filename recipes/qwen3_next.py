@@ -14,10 +14,12 @@ from recipes.common import language
 from recipes.common.language import DECODER, EXPERTS, Sample, Text, Training
 from recipes.common.runtime import Run
 from recipes.common.runtime.start import start
-from zoo.qwen3_next import REMAT, SIZES, Config
+from zoo.qwen3_next import SIZES, Config
 
 # The flags of the model: a Config's fields that are set most often. --set reaches the others.
-MODEL = language.model_flags(Config, (*DECODER, *EXPERTS, "mtp_depth", "mtp_weight"), SIZES, REMAT)
+MODEL = language.model_flags(
+    Config, (*DECODER, *EXPERTS, "mtp_depth", "mtp_weight"), SIZES, Config.REMAT
+)
 NEW = (Run(steps=400, batch_size=16, learning_rate=4e-3), Text(), MODEL, Training(), Sample())
 
 # The run, from the mesh to the sample: recipes/common/language/recipe.py.

@@ -6,7 +6,6 @@ from typing import Any, ClassVar
 
 from .kernels import KERNELS
 from .layers import Kind, LongRope, Yarn, read_scaling
-from .shape import AttentionShape, LayerShape, Shape
 from .stack import REMAT_POLICIES
 
 CHOICES = {  # field → its valid values
@@ -74,55 +73,6 @@ class Compute:
     def rotary_dim(self: Any) -> int:
         """The dims of a head that rotary embeddings rotate."""
         return self.head_dim
-
-    # What reports and plans compute with. A Config overrides what differs.
-
-    @property
-    def attention_shape(self: Any) -> AttentionShape:
-        return AttentionShape(
-            weights=2 * self.embed * self.head_dim * (self.num_heads + self.num_kv_heads),
-            heads=self.num_heads,
-            kv_heads=self.num_kv_heads,
-            key_dim=self.head_dim,
-            value_dim=self.head_dim,
-            cached=2 * self.num_kv_heads * self.head_dim,
-        )
-
-    @property
-    def layer_shape(self: Any) -> LayerShape:
-        """A layer after the dense ones. `shape` has one for each window, with its number of layers."""
-        return LayerShape(count=1, attention=self.attention_shape, mlp=self.mlp)
-
-    @property
-    def shape(self: Any) -> Shape:
-        kinds = self.kinds
-        other = self.layer_shape
-        dense = dataclasses.replace(other, mlp=self.dense_mlp, experts=None)
-        kind_by_layer = [
-            (dense if n < self.dense_layers else other, kinds[n % len(kinds)].window)
-            for n in range(self.num_layers)
-        ]
-        layers = [
-            dataclasses.replace(
-                layer,
-                count=kind_by_layer.count((layer, window)),
-                attention=dataclasses.replace(self.attention_shape, window=window),
-            )
-            for layer, window in dict.fromkeys(kind_by_layer)
-        ]
-        return Shape(
-            embed=self.embed,
-            layers=tuple(layers),
-            vocab_size=self.vocab_size,
-            period=len(kinds),
-            mtp_layers=self.mtp_depth,
-            dtype=self.dtype,
-            remat=self.remat,
-            matmul=self.matmul,
-            matmul_backward=self.matmul_backward,
-            remats=tuple(self.REMAT),
-            adapters=self.lora_rank > 0,
-        )
 
     def __post_init__(self: Any):
         """Raises ValueError if the configuration is invalid."""

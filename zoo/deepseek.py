@@ -26,9 +26,8 @@ from jax.ad_checkpoint import checkpoint_name
 from .attention import attend
 from .config import Compute
 from .decoder import Decoder
-from .experts import EXPERT_REMAT, GatedExperts, check_experts, experts_shape
+from .experts import EXPERT_REMAT, GatedExperts, check_experts
 from .layers import GatedMLP, Kind, RMSNorm, RopeScaling, Yarn, adapters, gather, project, rotate
-from .shape import AttentionShape, LayerShape
 from .sharding import Rules, complete_tables, constrain, explicit, param
 from .strategies import EXPERT_DECODER, expert_rules
 
@@ -83,28 +82,6 @@ class Config(Compute):
         check_experts(self)
         if self.mscale and not self.rope_scaling:
             raise ValueError("mscale needs a rope_scaling")
-
-    @property
-    def attention_shape(self) -> AttentionShape:
-        D, N, H, V = self.embed, self.num_heads, self.head_dim, self.value_dim
-        C, P, R = self.kv_latent, self.rope_dim, self.q_latent
-        queries = R * (D + N * H) if R else D * N * H
-        keys_and_values = D * (C + P) + C * N * (self.nope_dim + V)
-        return AttentionShape(
-            weights=queries + keys_and_values + N * V * D,
-            heads=N,
-            kv_heads=N,
-            key_dim=H,
-            value_dim=V,
-            cached=C + P,
-            latents=R + C + P,
-            shared_key=P,
-        )
-
-    @property
-    def layer_shape(self) -> LayerShape:
-        shared = self.shared_experts * self.mlp
-        return dataclasses.replace(super().layer_shape, mlp=shared, experts=experts_shape(self))
 
     @classmethod
     def tiny(cls) -> "Config":
@@ -164,8 +141,6 @@ SIZES = {
     "kimi_k2": Config.kimi_k2,
 }
 
-REMAT = Config.REMAT
-
 AXES = dataclasses.replace(
     EXPERT_DECODER,
     logical_axes=EXPERT_DECODER.logical_axes
@@ -175,12 +150,6 @@ AXES = dataclasses.replace(
     },
     in_use=EXPERT_DECODER.in_use | {"up_latent": "latent"},
 )
-LOGICAL_AXES = AXES.logical_axes
-IN_USE = AXES.in_use
-UNEVEN = AXES.uneven
-SUBSTITUTES = AXES.substitutes
-POSITIONS = AXES.positions
-WITHIN = AXES.within
 
 
 class Layer(nnx.Module):
@@ -324,7 +293,7 @@ class LatentAttention(nnx.Module):
         return out_BTD, (latent_BT1C, key_BT1P)
 
 
-complete = functools.partial(complete_tables, LOGICAL_AXES)
+complete = functools.partial(complete_tables, AXES.logical_axes)
 
 # Strategy → logical axis → mesh axis; see strategies.py. ZeRO-3 also splits the projections from
 # latents, whose first dim is not D.

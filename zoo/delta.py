@@ -22,32 +22,21 @@ from flax import nnx
 
 from .delta_rule import CHUNK, chunk, run
 from .layers import RMSNorm, adapters, gather, multiply, project
-from .shape import RecurrenceShape
 from .sharding import constrain, explicit, mesh_axes, param, per_device, shards, variable
 
 GROUP = 512  # positions computed at once: the backward pass keeps one group's intermediates
 
 
-def delta_shape(config) -> RecurrenceShape:
-    """A Config's gated delta networks, for its `shape`."""
-    N, G, K, V = (
-        config.delta_heads, config.delta_key_heads, config.delta_key_dim, config.delta_value_dim
-    )  # fmt: skip
-    channels = 2 * G * K + N * V
-    within = CHUNK * (3 * K + 2 * V) + 2 * math.ceil(math.log2(CHUNK)) * CHUNK**2
-    # In float32: q, k, v and what `Chunks` has of a head; states; products of pairs, of which TPUs pad
-    # rows of 64 to 128.
-    values = 6 * K + 5 * V + K * V // CHUNK + 5 * max(CHUNK, 128)
-    return RecurrenceShape(
-        weights=config.embed * (channels + 2 * N * V + 2 * N) + config.conv_width * channels,
-        work=N * (within + 3 * K * V),
-        width=channels + 2 * N * V,
-        chunks=2 * N * values,  # with their gradients
-        group=GROUP,
-        state=N * K * V,
-        erase=N * K * K,
-        halo=(config.conv_width - 1) * channels,
-    )
+class Recurrence(NamedTuple):
+    """What a recurrence computes and keeps, in numbers: elements of arrays."""
+
+    work: int  # multiplications per position of the recurrence itself
+    width: int  # numbers per position that its derivative needs; rules split them as heads
+    chunks: int  # float32 numbers per position at work in its derivative; likewise
+    group: int  # positions of a row at work at once
+    state: int  # numbers per row that it carries along T; rules split them as heads
+    erase: int  # numbers per row of the matrix that a part of T multiplies the state with; likewise
+    halo: int  # numbers per row of the positions before a part of T that it also needs
 
 
 class GatedDelta(nnx.Module):
@@ -81,6 +70,26 @@ class GatedDelta(nnx.Module):
         self.norm = RMSNorm(V, config.norm_eps)
         self.o = param(rngs, (N, V, D), (*values, "embed"), (N * V * 2 * config.num_layers) ** -0.5)
         self.lora = adapters(self, config, rngs, q=1, k=1, v=1, gate=1, o=2)
+
+    @property
+    def recurrence(self) -> Recurrence:
+        """What no weight shows of its cost."""
+        N, G = self.config.delta_heads, self.config.delta_key_heads
+        K, V = self.config.delta_key_dim, self.config.delta_value_dim
+        channels = 2 * G * K + N * V
+        within = CHUNK * (3 * K + 2 * V) + 2 * math.ceil(math.log2(CHUNK)) * CHUNK**2
+        # In float32: q, k, v and what `Chunks` has of a head; states; products of pairs, of which TPUs
+        # pad rows of 64 to 128.
+        values = 6 * K + 5 * V + K * V // CHUNK + 5 * max(CHUNK, 128)
+        return Recurrence(
+            work=N * (within + 3 * K * V),
+            width=channels + 2 * N * V,
+            chunks=2 * N * values,  # with their gradients
+            group=GROUP,
+            state=N * K * V,
+            erase=N * K * K,
+            halo=(self.config.conv_width - 1) * channels,
+        )
 
     def __call__(self, x_BTD, positions, kind, past=None):
         """Returns (output to add to the residual, (state, last inputs of the convolution)).

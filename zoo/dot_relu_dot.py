@@ -27,7 +27,6 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from .shape import LayerShape, Shape
 from .sharding import (
     AxisNames, Rules, check_rules, complete_tables, constrain, explicit, in_use, param,
 )  # fmt: skip
@@ -39,13 +38,6 @@ class Config:
 
     embed: int  # D, width of x and y
     hidden: int  # F, width between the matmuls
-
-    @property
-    def shape(self) -> Shape:
-        """What reports and plans compute with."""
-        row = jax.ShapeDtypeStruct((self.embed,), jnp.float32)
-        layer = LayerShape(count=1, mlp=self.hidden, matrices=2)
-        return Shape(embed=self.embed, layers=(layer,), example={"x": row, "y": row})
 
     @classmethod
     def tiny(cls) -> "Config":
@@ -76,6 +68,8 @@ AXES = AxisNames(logical_axes=LOGICAL_AXES, in_use=IN_USE)
 
 class DotReluDot(nnx.Module):
     """x_BD → y_BD. See the module's docstring."""
+
+    axes = AXES
 
     def __init__(self, config: Config, *, rngs: nnx.Rngs):
         D, F = config.embed, config.hidden

@@ -14,7 +14,6 @@ from flax import nnx
 from .attention import Positions, stripe
 from .dispatch import by_capacity, dropless
 from .layers import gather, multiply
-from .shape import ExpertsShape
 from .sharding import auto, constrain, mesh_axes, param, per_device, reshape, zeros
 from .stack import REMAT_POLICIES
 
@@ -49,17 +48,6 @@ def check_experts(config) -> None:
         raise ValueError(f"dense_layers={dense} need dense_mlp ≥ 1")
     if dense and len(config.kinds) > 1:
         raise ValueError(f"dense_layers={dense} and layer_kinds exclude each other")
-
-
-def experts_shape(config) -> ExpertsShape:
-    """A Config's experts, for its `layer_shape`."""
-    return ExpertsShape(
-        number=config.num_experts,
-        per_token=config.experts_per_token,
-        width=config.mlp,
-        weights=3 * config.embed * config.mlp,  # gate, up and down
-        capacity=config.capacity,
-    )
 
 
 class Balance(nnx.Variable):

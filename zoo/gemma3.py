@@ -26,7 +26,6 @@ from .attention import Attention
 from .config import Compute
 from .decoder import Decoder
 from .layers import GatedMLP, Kind, Linear, RMSNorm, RopeScaling, add_output
-from .shape import AttentionShape
 from .sharding import Rules, complete_tables
 from .strategies import DECODER, decoder_rules
 
@@ -58,10 +57,6 @@ class Config(Compute):
         if not self.layer_kinds:
             raise ValueError("layer_kinds is empty; it needs at least one Kind")
         super().__post_init__()
-
-    @property
-    def attention_shape(self) -> AttentionShape:
-        return dataclasses.replace(super().attention_shape, soft_cap=self.soft_cap is not None)
 
     @classmethod
     def tiny(cls) -> "Config":
@@ -157,16 +152,6 @@ SIZES = {
     "gemma2_27b": Config.gemma2_27b,
 }
 
-REMAT = Config.REMAT
-
-# What sharding rules may name; see strategies.py.
-AXES = DECODER
-LOGICAL_AXES = AXES.logical_axes
-IN_USE = AXES.in_use
-UNEVEN = AXES.uneven
-SUBSTITUTES = AXES.substitutes
-POSITIONS = AXES.positions
-
 
 class Layer(nnx.Module):
     """x + norm(attention(norm(x))), then x + norm(mlp(norm(x))); four different norms."""
@@ -206,7 +191,7 @@ def gemma3_period(window: int, scaling: RopeScaling | None = None) -> tuple[Kind
     return (*[Kind(window, 1e4)] * 5, Kind(None, 1e6, scaling))
 
 
-complete = functools.partial(complete_tables, LOGICAL_AXES)
+complete = functools.partial(complete_tables, DECODER.logical_axes)
 
 # Strategy → logical axis → mesh axis; costs: strategies.py. On a ring, a local layer visits only the
 # devices that hold its window. A pipeline's stage is a number of whole periods: 12b's eight fit 2, 4

@@ -23,7 +23,6 @@ from .attention import Attention
 from .config import Compute
 from .decoder import Decoder
 from .layers import GeluMLP, Kind, layer_norm
-from .shape import LayerShape, Shape
 from .sharding import Rules, complete_tables, constrain, param
 from .stack import stack
 from .strategies import DECODER, decoder_rules
@@ -59,14 +58,6 @@ class Config(Compute):
     @property
     def num_kv_heads(self) -> int:
         return self.num_heads
-
-    @property
-    def layer_shape(self) -> LayerShape:
-        return dataclasses.replace(super().layer_shape, matrices=2)
-
-    @property
-    def shape(self) -> Shape:
-        return dataclasses.replace(super().shape, max_positions=self.max_positions)
 
     @classmethod
     def tiny(cls) -> "Config":
@@ -109,18 +100,11 @@ SIZES = {
     "xl": Config.gpt2_xl,
 }
 
-REMAT = Config.REMAT
-
 # Axes that rules map; a weight's axis at rest → in use; dims that need not divide evenly.
 AXES = dataclasses.replace(
     DECODER,
     logical_axes=DECODER.logical_axes | {"positions": "both"},  # P
 )
-LOGICAL_AXES = AXES.logical_axes
-IN_USE = AXES.in_use
-UNEVEN = AXES.uneven
-SUBSTITUTES = AXES.substitutes
-POSITIONS = AXES.positions
 
 
 class Layer(nnx.Module):
@@ -170,7 +154,7 @@ class GPT2(Decoder):
         return look_up(tables[0], tokens_BT) + look_up(learned_RPD, number_BT)
 
 
-complete = functools.partial(complete_tables, LOGICAL_AXES)
+complete = functools.partial(complete_tables, AXES.logical_axes)
 
 # Strategy → logical axis → mesh axis. What each parallelism splits and costs: strategies.py.
 RULES: dict[str, Rules] = complete(decoder_rules())

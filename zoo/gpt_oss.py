@@ -21,9 +21,8 @@ from jax.ad_checkpoint import checkpoint_name
 from .attention import Attention
 from .config import Compute
 from .decoder import Decoder
-from .experts import EXPERT_REMAT, check_experts, choose, experts_shape, mix
+from .experts import EXPERT_REMAT, check_experts, choose, mix
 from .layers import Kind, RMSNorm, Yarn, add_bias, multiply
-from .shape import AttentionShape, LayerShape
 from .sharding import Rules, complete_tables, constrain, param
 from .strategies import EXPERT_DECODER, expert_rules
 
@@ -64,14 +63,6 @@ class Config(Compute):
         super().__post_init__()
         check_experts(self)
 
-    @property
-    def attention_shape(self) -> AttentionShape:
-        return dataclasses.replace(super().attention_shape, sinks=True)
-
-    @property
-    def layer_shape(self) -> LayerShape:
-        return dataclasses.replace(super().layer_shape, mlp=0, experts=experts_shape(self))
-
     @classmethod
     def tiny(cls) -> "Config":
         """300,016 parameters. 150,256 of them active. For tests: 8 divides every sharded dim."""
@@ -109,17 +100,6 @@ SIZES = {
     "120b": Config.gpt_oss_120b,
 }
 
-REMAT = Config.REMAT
-
-# See strategies.py.
-AXES = EXPERT_DECODER
-LOGICAL_AXES = AXES.logical_axes
-IN_USE = AXES.in_use
-UNEVEN = AXES.uneven
-SUBSTITUTES = AXES.substitutes
-POSITIONS = AXES.positions
-WITHIN = AXES.within
-
 
 class Layer(nnx.Module):
     """x + attention(norm(x)), then x + experts(norm(x))."""
@@ -141,7 +121,7 @@ class Layer(nnx.Module):
 class GptOss(Decoder):
     """Tokens in, next-token logits out. See the module's docstring."""
 
-    axes = AXES
+    axes = EXPERT_DECODER
 
     def __init__(self, config: Config, *, rngs: nnx.Rngs):
         super().__init__(config, Layer, rngs=rngs)
@@ -201,7 +181,7 @@ class Experts(nnx.Module):
         return product((up + 1) * gate * jax.nn.sigmoid(alpha * gate), down)
 
 
-complete = functools.partial(complete_tables, LOGICAL_AXES)
+complete = functools.partial(complete_tables, EXPERT_DECODER.logical_axes)
 
 # Strategy → logical axis → mesh axis. What each parallelism splits and costs: strategies.py.
 RULES: dict[str, Rules] = complete(expert_rules())

@@ -28,7 +28,6 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from .shape import LayerShape, Shape
 from .sharding import (
     AxisNames, Rules, check_rules, complete_tables, constrain, explicit, in_use, ones, param, zeros,
 )  # fmt: skip
@@ -44,18 +43,6 @@ class Config:
     hidden: int = 256  # F, width inside a block
     depth: int = 3  # blocks
     norm_eps: float = 1e-6
-
-    @property
-    def shape(self) -> Shape:
-        """What reports and plans compute with."""
-        return Shape(
-            embed=self.embed,
-            layers=(LayerShape(count=self.depth, mlp=self.hidden, matrices=2),),
-            example={
-                "image": jax.ShapeDtypeStruct((self.inputs,), jnp.float32),
-                "label": jax.ShapeDtypeStruct((), jnp.int32),
-            },
-        )
 
     @classmethod
     def tiny(cls) -> "Config":
@@ -103,6 +90,8 @@ class Block(nnx.Module):
 
 class MLP(nnx.Module):
     """x_BI → logits_BC. See the module's docstring."""
+
+    axes = AXES
 
     def __init__(self, config: Config, *, rngs: nnx.Rngs):
         self.config = config

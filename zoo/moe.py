@@ -24,9 +24,8 @@ from flax import nnx
 from .attention import Attention
 from .config import Variant
 from .decoder import Decoder
-from .experts import EXPERT_REMAT, GatedExperts, check_experts, experts_shape, gate_by_position
+from .experts import EXPERT_REMAT, GatedExperts, check_experts, gate_by_position
 from .layers import GatedMLP, Kind, RMSNorm, RopeScaling, add_output, apply_norm
-from .shape import LayerShape
 from .sharding import Rules, complete_tables, param
 from .sizes import MOE, published
 from .strategies import EXPERT_DECODER, expert_rules
@@ -83,11 +82,6 @@ class Config(Variant):
         """Whether the choice of experts has biases."""
         return self.sigmoid or self.balance_rate > 0
 
-    @property
-    def layer_shape(self) -> LayerShape:
-        experts = experts_shape(self)
-        return dataclasses.replace(super().layer_shape, mlp=self.shared_mlp, experts=experts)
-
     @classmethod
     def tiny(cls) -> "Config":
         """271,680 parameters. 124,224 of them active. For tests: 8 divides every sharded dim."""
@@ -132,17 +126,6 @@ SIZES = {
     "qwen3_30b_a3b": Config.qwen3_30b_a3b,
     **published(Config, MOE),
 }
-
-REMAT = Config.REMAT
-
-# See strategies.py.
-AXES = EXPERT_DECODER
-LOGICAL_AXES = AXES.logical_axes
-IN_USE = AXES.in_use
-UNEVEN = AXES.uneven
-SUBSTITUTES = AXES.substitutes
-POSITIONS = AXES.positions
-WITHIN = AXES.within
 
 
 class Layer(nnx.Module):
@@ -202,7 +185,7 @@ class Layer(nnx.Module):
 class MoE(Decoder):
     """Tokens in, next-token logits out. With balance_rate, a call of `loss` also moves the biases."""
 
-    axes = AXES
+    axes = EXPERT_DECODER
 
     def __init__(self, config: Config, *, rngs: nnx.Rngs):
         super().__init__(config, Layer, rngs=rngs)
@@ -218,7 +201,7 @@ class MoE(Decoder):
             self.layers.experts.bias[...] += step_LE
 
 
-complete = functools.partial(complete_tables, LOGICAL_AXES)
+complete = functools.partial(complete_tables, EXPERT_DECODER.logical_axes)
 
 # Strategy → logical axis → mesh axis. What each parallelism splits and costs: strategies.py.
 RULES: dict[str, Rules] = complete(expert_rules())

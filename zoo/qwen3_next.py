@@ -21,10 +21,9 @@ from flax import nnx
 from .attention import Attention
 from .config import Compute
 from .decoder import ATTENTION, Decoder
-from .delta import GatedDelta, delta_shape
-from .experts import EXPERT_REMAT, GatedExperts, check_experts, experts_shape, gate_by_position
+from .delta import GatedDelta
+from .experts import EXPERT_REMAT, GatedExperts, check_experts, gate_by_position
 from .layers import GatedMLP, Kind, RMSNorm, RopeScaling, add_output
-from .shape import AttentionShape, LayerShape, Shape
 from .sharding import Rules, complete_tables, param
 from .strategies import EXPERT_DECODER, expert_rules
 
@@ -105,31 +104,6 @@ class Config(Compute):
                 "so no layer would attend"
             )
 
-    @property
-    def attention_shape(self) -> AttentionShape:
-        gates = self.embed * self.num_heads * self.head_dim
-        shape = super().attention_shape
-        return dataclasses.replace(shape, weights=shape.weights + gates, window=self.sliding_window)
-
-    @property
-    def layer_shape(self) -> LayerShape:
-        if not self.num_experts:
-            return super().layer_shape
-        experts = experts_shape(self)
-        return dataclasses.replace(super().layer_shape, mlp=self.shared_mlp, experts=experts)
-
-    @property
-    def shape(self) -> Shape:
-        attends = self.num_layers // self.attention_every
-        full = dataclasses.replace(self.layer_shape, count=attends)
-        delta = dataclasses.replace(
-            full,
-            count=self.num_layers - attends,
-            attention=None,
-            recurrence=delta_shape(self),
-        )
-        return dataclasses.replace(super().shape, layers=(delta, full))
-
     @classmethod
     def tiny(cls) -> "Config":
         """476,728 parameters. 329,272 of them active. For tests: 8 divides every sharded dim."""
@@ -191,8 +165,6 @@ SIZES = {
     "qwen35_35b_a3b": Config.qwen35_35b_a3b,
 }
 
-REMAT = Config.REMAT
-
 AXES = dataclasses.replace(
     EXPERT_DECODER,
     logical_axes=EXPERT_DECODER.logical_axes
@@ -202,12 +174,6 @@ AXES = dataclasses.replace(
     },
     uneven=EXPERT_DECODER.uneven | {"key_heads": "replicated", "conv_width": "replicated"},
 )
-LOGICAL_AXES = AXES.logical_axes
-IN_USE = AXES.in_use
-UNEVEN = AXES.uneven
-SUBSTITUTES = AXES.substitutes
-POSITIONS = AXES.positions
-WITHIN = AXES.within
 
 
 class Layer(nnx.Module):
@@ -266,7 +232,7 @@ class Qwen3Next(Decoder):
         return {"balance": self.config.balance_weight} if self.config.num_experts else {}
 
 
-complete = functools.partial(complete_tables, LOGICAL_AXES)
+complete = functools.partial(complete_tables, AXES.logical_axes)
 
 # Strategy → logical axis → mesh axis; see strategies.py. A pipeline's stage is a number of whole
 # periods: the twelve of 80b_a3b fit 2, 3, 4, 6 or 12 stages.

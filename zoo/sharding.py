@@ -46,6 +46,16 @@ class AxisNames:
     # An axis → the one whose mesh axes have to include its own.
     within: dict[str, str] = dataclasses.field(default_factory=dict)
 
+    @property
+    def stream(self) -> str:
+        """The axis in use of the residual stream's D, which comes first in `in_use`."""
+        return next(iter(self.in_use.values()), "")
+
+    @property
+    def stacks(self) -> set[str]:
+        """The axes along which layers are stacked."""
+        return {axis for axis, on in self.logical_axes.items() if on == "stack"}
+
 
 def complete_tables(axes: dict[str, str], tables: dict[str, dict]) -> dict[str, Rules]:
     """Completes sharding rules: axes that a strategy leaves out map to None (replicated).

@@ -29,6 +29,7 @@ DENSE_STACK = "dense_stack"  # likewise, of the first layers, if these have no e
 EXPERT = "expert"  # E, of weights of experts
 ROUTER = "router"  # E, of the router
 HEAD_DIM = "head_dim"  # H
+POSITIONS = "positions"  # T, of a table of learned positions
 
 # By these, optimizers of matrices such as Muon recognize those inside the model.
 MODEL_ENDS = ("vocab", "positions", "inputs", "channels", "classes")  # its inputs and outputs

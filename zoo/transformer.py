@@ -136,16 +136,6 @@ SIZES = {
     **published(Config, TRANSFORMER),
 }
 
-REMAT = Config.REMAT
-
-# Axes that rules map; a weight's axis at rest → in use; dims that need not divide evenly.
-AXES = DECODER
-LOGICAL_AXES = AXES.logical_axes
-IN_USE = AXES.in_use
-UNEVEN = AXES.uneven
-SUBSTITUTES = AXES.substitutes
-POSITIONS = AXES.positions
-
 
 class Layer(nnx.Module):
     """x + attention(norm(x)), then x + mlp(norm(x)); config.norms may move or double the norms."""
@@ -185,7 +175,7 @@ class Transformer(Decoder):
         super().__init__(config, Layer, rngs=rngs)
 
 
-complete = functools.partial(complete_tables, LOGICAL_AXES)
+complete = functools.partial(complete_tables, DECODER.logical_axes)
 
 # Strategy → logical axis → mesh axis. What each parallelism splits and costs: strategies.py.
 RULES: dict[str, Rules] = complete(decoder_rules())

@@ -33,7 +33,6 @@ from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
 from .layers import GeluMLP, adapters, add_bias, dot, gather, layer_norm, multiply, project
-from .shape import AttentionShape, LayerShape, Shape
 from .sharding import (
     AxisNames, Rules, check_rules, complete_tables, constrain, explicit, in_use, param, reshape,
 )  # fmt: skip
@@ -75,35 +74,6 @@ class Config:
     def num_positions(self) -> int:
         """T: the class token and the patches."""
         return (self.image_size // self.patch) ** 2 + 1
-
-    @property
-    def shape(self) -> Shape:
-        """What reports and plans compute with."""
-        D, N, W = self.embed, self.num_heads, self.image_size
-        attention = AttentionShape(
-            weights=4 * D * D,
-            heads=N,
-            kv_heads=N,
-            key_dim=D // N,
-            value_dim=D // N,
-            cached=0,
-            causal=False,
-        )
-        layer = LayerShape(count=self.num_layers, attention=attention, mlp=self.mlp, matrices=2)
-        return Shape(
-            embed=D,
-            layers=(layer,),
-            positions=self.num_positions,
-            example={
-                "image": jax.ShapeDtypeStruct((W, W, self.channels), jnp.float32),
-                "label": jax.ShapeDtypeStruct((), jnp.int32),
-            },
-            dtype=self.dtype,
-            remat=self.remat,
-            matmul=self.matmul,
-            matmul_backward=self.matmul_backward,
-            adapters=self.lora_rank > 0,
-        )
 
     def __post_init__(self):
         """Raises ValueError if the configuration is invalid."""
@@ -178,10 +148,6 @@ AXES = AxisNames(
     uneven=DECODER.uneven | dict.fromkeys(("channels", "positions", "classes"), "replicated"),
     substitutes=DECODER.substitutes,
 )
-LOGICAL_AXES = AXES.logical_axes
-IN_USE = AXES.in_use
-UNEVEN = AXES.uneven
-SUBSTITUTES = AXES.substitutes
 
 
 class Layer(nnx.Module):
@@ -226,7 +192,7 @@ class ViT(nnx.Module):
 
     def __call__(self, image_BWWC: jax.Array) -> jax.Array:
         """Returns logits [B, K] in float32. On a mesh, B must be divisible by the axes of `batch`."""
-        check_rules(LOGICAL_AXES)
+        check_rules(AXES.logical_axes)
         return self.classify(self.embed_patches(image_BWWC))
 
     def loss(self, image, label):
@@ -254,14 +220,14 @@ class ViT(nnx.Module):
         image = constrain(image_BWWC.astype(dtype), "batch", None, None, None)
         rows = reshape(image, (B, G, P, G, P, C), "batch", *[None] * 5)
         patches = reshape(rows.swapaxes(2, 3), (B, G * G, P, P, C), "batch", *[None] * 4)
-        x_BTD = multiply(patches, in_use(self.patch, IN_USE, dtype), contract=3)
+        x_BTD = multiply(patches, in_use(self.patch, AXES.in_use, dtype), contract=3)
         x_BTD = constrain(add_bias(x_BTD, self.patch_bias), "batch", None, "act_embed")
         # Both are added in float32, so that their gradients are summed over B in float32.
         token_D = constrain(self.class_token[...], "act_embed")
         where = explicit("batch", None, "act_embed")
         token_B1D = jnp.broadcast_to(token_D[None, None], (B, 1, config.embed), out_sharding=where)
         x_BTD = jnp.concatenate([token_B1D, x_BTD.astype(jnp.float32)], axis=1)
-        positions_TD = constrain(in_use(self.positions, IN_USE, dtype)[...], None, "act_embed")
+        positions_TD = constrain(in_use(self.positions, AXES.in_use, dtype)[...], None, "act_embed")
         return (x_BTD + positions_TD.astype(jnp.float32)[None]).astype(dtype)
 
     @fit_rules
@@ -270,14 +236,16 @@ class ViT(nnx.Module):
         config = self.config
 
         def layer(x_BTD, weights, kind):
-            weights = layer_in_use(weights, IN_USE, config)  # inside remat, which gathers again
+            weights = layer_in_use(
+                weights, AXES.in_use, config
+            )  # inside remat, which gathers again
             return weights(x_BTD), None
 
         x_BTD = constrain(x_BTD, "batch", "residual_seq", "act_embed")
         policy = REMAT_POLICIES[config.remat]
         x_BTD, _ = scan_layers(layer, x_BTD, self.layers, (None,), policy, config.unroll)
         x_BD = constrain(self.final_norm(x_BTD), "batch", None, "act_embed")[:, 0]
-        head = in_use(self.head, IN_USE)[...]
+        head = in_use(self.head, AXES.in_use)[...]
         logits_BK = dot("BD,DK->BK", x_BD.astype(head.dtype), head, explicit("batch", "classes"))
         # A rule may split K; the loss needs all of a row.
         return constrain(logits_BK + self.head_bias[...][None], "batch", None)
@@ -320,7 +288,7 @@ class SelfAttention(nnx.Module):
         return add_bias(out_BTD, self.o_bias)
 
 
-complete = functools.partial(complete_tables, LOGICAL_AXES)
+complete = functools.partial(complete_tables, AXES.logical_axes)
 
 # What each parallelism splits and costs: strategies.py. Those that split T or L are for decoders.
 RULES: dict[str, Rules] = complete(

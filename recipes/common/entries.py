@@ -6,6 +6,8 @@ import inspect
 import types
 from typing import Any, NamedTuple
 
+import numpy as np
+
 from zoo.config import Compute
 from zoo.layers import RopeScaling
 
@@ -31,7 +33,7 @@ ENTRIES = {  # name of the zoo file and of the recipe → Entry
 
 
 def zoo_file(name: str) -> types.ModuleType:
-    """Imports zoo/<name>.py: Config, SIZES, LOGICAL_AXES, IN_USE, RULES and the model."""
+    """Imports zoo/<name>.py: Config, SIZES, RULES and the model."""
     return importlib.import_module(f"zoo.{name}")
 
 
@@ -54,6 +56,16 @@ def config_json(config) -> dict[str, Any]:
     names = [field.name for field in dataclasses.fields(config)]
     names.sort(key=lambda name: name in Compute.__dataclass_fields__)
     return {name: plain(getattr(config, name)) for name in names}
+
+
+def example(name: str, config: Any) -> dict[str, np.ndarray]:
+    """A row of a batch of an entry without tokens."""
+    filler = vars(importlib.import_module(ENTRIES[name].data)).get("filler")
+    if filler is None:
+        return dataset(name, vars(config) | {"seed": 0}).filler
+    return filler(
+        **{field: getattr(config, field) for field in inspect.signature(filler).parameters}
+    )
 
 
 def dataset(name: str, options: dict[str, Any]):

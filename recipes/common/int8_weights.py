@@ -31,7 +31,7 @@ def to_int8(model: type, layout: Layout, variables: Tree) -> tuple[Layout, Tree]
         raise UserError(
             "--weights=int8 is not for this model, whose weights are in --dtype alone; leave it out"
         )
-    names, config = layout.zoo.IN_USE, dataclasses.replace(layout.config, matmul="int8_weights")
+    names, config = layout.names.in_use, dataclasses.replace(layout.config, matmul="int8_weights")
 
     def build() -> nnx.Module:
         return store(model(config, rngs=nnx.Rngs(0)), names)

@@ -22,6 +22,7 @@ from recipes.common.runtime.errors import Stopped, UserError
 from recipes.common.runtime.mesh import make_mesh, parse
 from recipes.common.sharding.compiler_options import COMPILER_OPTIONS
 from recipes.common.sharding.layout import make_layout
+from recipes.common.sharding.shape import trace_shape
 from recipes.instruments.bench import common, compiled, gpu, gpu_trace, memory, slices, targets
 from recipes.instruments.bench import row as rows
 from recipes.instruments.bench.row import Row
@@ -33,7 +34,7 @@ from tests.by_hand.hlo_programs import ACROSS_SLICES
 from tests.conftest import ROOT, full_except
 from tests.support.entries import CASES, ENTRIES
 from tests.support.quick import QUICK
-from zoo.transformer import RULES, Config
+from zoo.transformer import RULES, Config, Transformer
 
 pytestmark = pytest.mark.promise("bench")
 
@@ -44,16 +45,16 @@ PLAIN = Config(512, 32, 3, num_heads=8, num_kv_heads=8, head_dim=4, mlp=64, tie_
 def test_flops_by_hand():
     # A layer: q, k, v, o 32·32 each, three of 32·64; and the unembedding table, 512·32.
     n = 3 * (4 * 32 * 32 + 3 * 32 * 64) + 512 * 32
-    assert PLAIN.shape.multiplied == n
+    assert trace_shape(Transformer, PLAIN).multiplied == n
     tokens, square = 2 * 16, 12 * 3 * 16 * 8 * 4 * 2 * 16
-    assert flops.decoder(PLAIN, 16, batch_size=2) == {
+    assert flops.decoder(trace_shape(Transformer, PLAIN), 16, batch_size=2) == {
         "causal": 6 * n * tokens + square / 2,
         "full": 6 * n * tokens + square,
     }
     # A window has the triangle in which it begins, and the band after that.
     for window, share in ((4, (16 * 4 - 4 * 4 / 2) / 16**2), (16, 1 / 2), (99, 1 / 2)):
         config = dataclasses.replace(PLAIN, sliding_window=window)
-        found = flops.decoder(config, 16, batch_size=2)["causal"]
+        found = flops.decoder(trace_shape(Transformer, config), 16, batch_size=2)["causal"]
         assert found == 6 * n * tokens + square * share
 
 
@@ -63,7 +64,7 @@ def test_matmul_params_are_all_but_norms_and_the_input_embedding():
         whole = sum(a.size for a in jax.tree.leaves(step.abstract["params"]))
         norms = (2 * config.num_layers + 1) * config.embed
         lookup = 0 if config.tie_embeddings else config.vocab_size * config.embed
-        assert config.shape.multiplied == whole - norms - lookup
+        assert step.layout.shape.multiplied == whole - norms - lookup
 
 
 WIDE = {"embed": 256, "num_heads": 4, "num_kv_heads": 4, "head_dim": 64, "mlp": 1_024}
@@ -82,7 +83,7 @@ def test_flops_are_those_that_xla_counts(entry):
     config = dataclasses.replace(tiny, num_layers=layers, **changes)
     layout = make_layout(model_of(entry), config, make_mesh("1x1"), "dp")
     if "vocab_size" in fields:
-        given, want = np.zeros((rows, 64), np.int32), flops.decoder(config, 64, rows)["full"]
+        given, want = np.zeros((rows, 64), np.int32), flops.decoder(layout.shape, 64, rows)["full"]
     else:
         given = np.zeros((rows, 64, 64, config.channels), np.float32)
         want = rows * flops.encoder(layout)

@@ -31,6 +31,7 @@ from recipes.instruments.plan.estimate import abstract_mesh
 from recipes.instruments.plan.hardware import HARDWARE, Devices
 from recipes.instruments.plan.search import meshes
 from tests.conftest import ROOT
+from zoo.strategies import DECODER, EXPERT_DECODER
 
 pytestmark = pytest.mark.promise("bench")
 
@@ -157,7 +158,7 @@ def expected(choice: dict) -> dict:
     for kind in layout.model.axes:
         leaves, rest = paths(layout.model.shapes[kind]), paths(layout.variables()[kind])
         for path, names in paths(layout.model.axes[kind]).items():
-            in_use = tuple(zoo.IN_USE.get(name, name) for name in names)
+            in_use = tuple(layout.names.in_use.get(name, name) for name in names)
             specs = {"rest": rest[path].sharding.spec, "use": partition_spec(in_use, layout.rules)}
             arrays[path] = {
                 how: {"spec": [[*target_axes(target)] for target in spec],
@@ -233,7 +234,7 @@ def test_steps_of_sublayers_add_up_to_the_step(browse):
 @pytest.mark.parametrize("name", entries.ENTRIES)
 def test_each_rule_links_to_its_line(name):
     zoo = entries.zoo_file(name)
-    found = explorer.causes(zoo)
+    found = explorer.causes(zoo, entries.model(name).axes)
     assert found["strategies"].keys() == zoo.RULES.keys()
     for strategy, rules in zoo.RULES.items():
         causes = found["strategies"][strategy]
@@ -251,7 +252,7 @@ def test_each_rule_links_to_its_line(name):
 
 
 def test_strategies_are_unions_of_the_tables_that_are_linked():
-    found = explorer.causes(entries.zoo_file("transformer"))
+    found = explorer.causes(entries.zoo_file("transformer"), DECODER)
     tables = {
         s: {found["rows"][row][0] for row in rows.values()}
         for s, rows in found["strategies"].items()
@@ -259,15 +260,17 @@ def test_strategies_are_unions_of_the_tables_that_are_linked():
     assert tables["fsdp_tp"] == {"DP", "FSDP", "TP"}
     assert tables["hsdp_tp"] == {"HSDP", "TP"}
     assert tables["fsdp_cp"] == {"DP", "CP", "FSDP_CP"}
-    experts = explorer.causes(entries.zoo_file("moe"))
+    experts = explorer.causes(entries.zoo_file("moe"), EXPERT_DECODER)
     linked = {experts["rows"][row][0] for row in experts["strategies"]["fsdp_ep"].values()}
     assert {"EP", "FSDP_EP"} <= linked <= {"EP", "FSDP_EP", "EXPERT_FSDP"}
 
 
 def test_rules_bring_their_comments():
-    rows = {row[4] for row in explorer.causes(entries.zoo_file("transformer"))["rows"]}
+    rows = {row[4] for row in explorer.causes(entries.zoo_file("transformer"), DECODER)["rows"]}
     assert any("W[D_data, F] → W[D, F] is the all-gather" in comment for comment in rows)
-    abouts = {row[0]: row[1] for row in explorer.causes(entries.zoo_file("transformer"))["rows"]}
+    abouts = {
+        row[0]: row[1] for row in explorer.causes(entries.zoo_file("transformer"), DECODER)["rows"]
+    }
     assert abouts["FSDP"].startswith("ZeRO-3: weights, gradients and optimizer state are split; ")
 
 

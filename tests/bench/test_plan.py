@@ -11,6 +11,7 @@ import re
 import shlex
 import shutil
 import subprocess
+import sys
 import time
 import types
 from typing import Any
@@ -27,6 +28,7 @@ from recipes.common.runtime import UserError, describe, make_mesh
 from recipes.common.runtime.slices import across
 from recipes.common.sharding import make_layout, paths
 from recipes.common.sharding.compiler_options import COMPILER_OPTIONS
+from recipes.common.sharding.shape import RecurrenceShape, Shape, trace_shape
 from recipes.common.train.optimizer import adamw
 from recipes.common.train.step import TrainStep
 from recipes.instruments.plan import answer, cycles, memory, targets
@@ -44,8 +46,8 @@ from tests.support.entries import BATCH, ENTRIES, LR
 from tests.support.quick import XLA_FLAGS
 from tests.support.quick import quick as quick
 from zoo import delta, moe, qwen3_next, splash
+from zoo.experts import EXPERT_REMAT
 from zoo.moe import MoE
-from zoo.shape import RecurrenceShape, Shape
 from zoo.transformer import Config, Transformer
 
 pytestmark = pytest.mark.promise("bench")
@@ -78,7 +80,7 @@ def test_every_mesh_that_works_is_planned_and_no_other(model):
                 )  # fmt: skip
             except UserError:
                 continue
-            if not any(zoo.AXES.uneven[axis] == "replicated" for axis in layout.uneven):
+            if not any(layout.names.uneven[axis] == "replicated" for axis in layout.uneven):
                 works.add((strategy, describe(axes)))
     assert planned == works
     assert len(planned) + sum(found.left_out.values()) == sum(
@@ -88,7 +90,7 @@ def test_every_mesh_that_works_is_planned_and_no_other(model):
 
 @dataclasses.dataclass(frozen=True)
 class Renamed:
-    """A decoder's Config with other names for its sizes, which only its shape states."""
+    """A decoder's Config with other names for its sizes, which only its weights show."""
 
     original: Any
     dtype: str = "float32"
@@ -98,14 +100,16 @@ class Renamed:
     loss_chunk: int = 256
     pipeline: str = "1f1b"
     pipe_microbatches: int = 0
+    experts_per_token: int = 2
+    capacity: float = 1.25
+    matmul: str = ""
+    matmul_backward: str = ""
 
-    @property
-    def shape(self) -> Shape:
-        return dataclasses.replace(self.original.shape, dtype=self.dtype, remat=self.remat)
+    REMAT = EXPERT_REMAT
 
 
 @pytest.mark.parametrize("entry", ["moe", "deepseek"])
-def test_a_plan_depends_on_the_shape_and_not_on_names_of_fields(entry):
+def test_a_plan_depends_on_the_weights_and_not_on_names_of_sizes(entry):
     model = entries.model(entry)
 
     def renamed(config: Renamed, *, rngs):
@@ -126,7 +130,8 @@ def test_a_plan_depends_on_the_shape_and_not_on_names_of_fields(entry):
 def test_recurrent_layers_by_hand():
     """Half of a Transformer's layers keep a state in place of keys and values."""
     config = dataclasses.replace(Config.tiny(), num_layers=4)
-    full = dataclasses.replace(config.layer_shape, count=2)
+    layout = make_layout(Transformer, config, make_mesh("4x2"), "tp", batch_size=8, seq_len=16)
+    full = dataclasses.replace(layout.shape.layers[0], count=2)
     recurrence = RecurrenceShape(
         weights=7_000,
         work=500,
@@ -138,30 +143,33 @@ def test_recurrent_layers_by_hand():
         halo=60,
     )
     linear = dataclasses.replace(full, attention=None, recurrence=recurrence)
-    shape = dataclasses.replace(config.shape, layers=(linear, full), period=2)
+    shape = dataclasses.replace(layout.shape, layers=(linear, full), period=2)
     attended = full.attention.weights
-    assert shape.multiplied == config.shape.multiplied + 2 * (7_000 - attended)
-    hybrid = dataclasses.replace(Renamed(config), original=types.SimpleNamespace(shape=shape))
+    assert shape.multiplied == layout.shape.multiplied + 2 * (7_000 - attended)
     tokens, square = 2 * 16, 6 * 16 * full.attention.heads * full.attention.kv_dim
-    assert flops.decoder(hybrid, 16, 2)["full"] == tokens * (
+    assert flops.decoder(shape, 16, 2)["full"] == tokens * (
         6 * shape.multiplied + 2 * 6 * 500 + 2 * square
     )
-    layout = make_layout(Transformer, config, make_mesh("4x2"), "tp", batch_size=8, seq_len=16)
-    parts = memory.memory_parts(dataclasses.replace(layout, config=hybrid))
+
+    def parts_of(shape: Shape) -> dict[str, float]:
+        hybrid = dataclasses.replace(layout)
+        vars(hybrid)["shape"] = shape
+        return memory.memory_parts(hybrid)
+
+    parts = parts_of(shape)
     assert parts["saved activations"] == 4 * 2 * 16 * 64 * 4  # four layers' inputs of two rows
 
     def grown(**changes) -> float:
         changed = dataclasses.replace(linear, recurrence=dataclasses.replace(recurrence, **changes))
-        original = types.SimpleNamespace(shape=dataclasses.replace(shape, layers=(changed, full)))
-        larger = dataclasses.replace(layout, config=dataclasses.replace(hybrid, original=original))
-        return memory.memory_parts(larger)["live working set"] - parts["live working set"]
+        larger = parts_of(dataclasses.replace(shape, layers=(changed, full)))
+        return larger["live working set"] - parts["live working set"]
 
     assert grown(chunks=71_000) == 2 * 16 * 1_000 // 2 * 4  # two rows, half of the heads
     assert grown(chunks=142_000, group=8) == grown(chunks=71_000)  # half of the positions at once
     assert grown(width=196) == 2 * 16 * 2 * 100 // 2 * 4  # and their gradients
-    kept = dataclasses.replace(layout, config=dataclasses.replace(hybrid, remat="dots"))
+    kept = parts_of(dataclasses.replace(shape, remat="dots"))
     dots = 4 * (2 * 64 + 2 * 128 // 2) + 2 * (16 * 8 + 2 * 8 * 8) // 2 + 2 * 96 // 2
-    assert memory.memory_parts(kept)["saved activations"] == dots * 2 * 16 * 4
+    assert kept["saved activations"] == dots * 2 * 16 * 4
 
 
 def test_groups_of_a_recurrence_are_computed_once_more(monkeypatch):
@@ -214,12 +222,13 @@ def test_dense_first_layers_by_hand():
     config = dataclasses.replace(
         moe.Config.tiny(), num_layers=3, dense_layers=2, dense_mlp=80, capacity=None
     )
-    first, last = config.shape.layers
+    shape = trace_shape(moe.MoE, config)
+    first, last = shape.layers
     assert (first.count, first.mlp, first.experts) == (2, 80, None)
     assert (last.count, last.mlp, last.experts.number) == (1, 0, 8)
     table, router, expert = 384 * 64, 64 * 8, 3 * 64 * 64
     mlps = 2 * 3 * 64 * 80 + router + 2 * expert
-    assert config.shape.multiplied == table + 3 * first.attention.weights + mlps
+    assert shape.multiplied == table + 3 * first.attention.weights + mlps
     config = dataclasses.replace(config, remat="dispatched")
     layout = make_layout(moe.MoE, config, make_mesh("4x2"), "tp", batch_size=8, seq_len=16)
     received = 2 * 64  # by a position's experts
@@ -278,7 +287,7 @@ def test_the_fastest_that_fits_is_first_and_the_simplest_of_equals():
         assert one.step <= searching.TIE * other.step
     found = small_plan()
     assert found.best
-    order = [*found.best.layout.zoo.RULES]
+    order = [*found.best.layout.strategies]
     ties = [x for x in ranked if x.fits and x.step <= searching.TIE * min(y.step for y in ranked)]
     assert searching.simplicity(found.best, order) == min(
         searching.simplicity(x, order) for x in ties
@@ -938,12 +947,12 @@ def test_a_tpu_s_step_is_confirmed_by_its_cycles(monkeypatch, tmp_path):
     text, bundles = cycles.read_program(ROOT / "tests" / "golden" / "scan_with_kernel.hlo")
     program = types.SimpleNamespace(as_text=lambda: text)
     monkeypatch.setattr(planner, "compile_step", lambda *_: program)
-    monkeypatch.setattr(planner, "make_program", lambda _: None)
+    monkeypatch.setattr(planner, "make_program", lambda *_: None)
     monkeypatch.setattr(planner, "read_bundles", lambda folder: bundles)
     monkeypatch.setattr(planner.report, "peak_memory", lambda _: 10**6)
     devices = parse_devices("v5e:4")
-    job = planner.make_job(planner.Flags(size="tiny", devices="v5e:4"), devices)
-    costs = planner._confirm(search(job, devices).ranked[0], 0, tmp_path)
+    job, abstract, _ = planner.make_job(planner.Flags(size="tiny", devices="v5e:4"), devices)
+    costs = planner._confirm(job.model, search(job, devices, abstract).ranked[0], 0, tmp_path)
     total = cycles.count(cycles.read_hlo(text, devices, bundles), devices).total
     assert costs["compiled_seconds"] == total / (197e12 / 2**17)
     ratio = costs["seconds"]["step"] / costs["compiled_seconds"]
@@ -970,7 +979,7 @@ def test_the_tpu_s_library_has_no_host_to_look_for(monkeypatch):
 def test_ctrl_c_prints_what_is_known(monkeypatch, capsys):
     found, calls = small_plan(), []
 
-    def confirm(candidate, layers, files):
+    def confirm(model, candidate, layers, files):
         calls.append(candidate)
         if len(calls) == 2:
             raise KeyboardInterrupt
@@ -1016,6 +1025,83 @@ def test_without_a_compiler_it_says_what_is_missing(inside):
     ],
 )  # fmt: skip
 def test_mistakes_are_one_line(flags, sentence, inside):
+    done = inside("recipes.plan", *flags)
+    assert (done.code, done.out) == (2, "")
+    assert done.err.startswith(f"error: {sentence}")
+    assert done.err.count("\n") == 1
+
+
+# ---- a model of a user's -------------------------------------------------------------------------
+
+DOCS = ROOT / "recipes" / "docs"
+MIXER = ["--model=model.py:Mixer", "--loss=model.py:loss", "--batch=model.py:batch"]
+
+
+@pytest.fixture
+def here(monkeypatch, tmp_path):
+    """An empty folder from which users' files are imported."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    known = {*sys.modules}
+    yield tmp_path
+    for name in {*sys.modules} - known:
+        if str(tmp_path) in str(vars(sys.modules[name]).get("__file__")):
+            del sys.modules[name]
+
+
+@pytest.fixture
+def mixer(here):
+    """The Mixer of proving.md, which uses Flax alone."""
+    text = (
+        (DOCS / "proving.md").read_text().split("<!-- python: proving model.py -->\n```python\n")[1]
+    )
+    (here / "model.py").write_text(text.split("```")[0])
+
+
+def test_a_copied_model_has_the_plan_of_the_zoo_s(here, inside):
+    shutil.copytree(
+        ROOT / "zoo", here / "planned", ignore=shutil.ignore_patterns("checkpoints", "__*")
+    )
+    flags = ["--batch_tokens=2K", "--json", "--top=99"]
+    done = inside("recipes.plan", "--model=planned/moe.py:MoE", "--config=tiny", *flags)
+    assert (done.code, done.err) == (0, "")
+    own = json.loads(done.out)
+    ours = json.loads(inside("recipes.plan", "--entry=moe", "--size=tiny", *flags).out)
+    assert own["candidates"] == ours["candidates"]
+    assert len(own["candidates"]) > 10
+    assert (own["command"], own["notes"]) == (None, []), "no recipe trains it; nothing is assumed"
+
+
+@pytest.mark.usefixtures("mixer")
+def test_what_is_assumed_of_a_user_s_model_is_said(inside):
+    done = inside("recipes.plan", *MIXER, "--batch_tokens=64", "--json")
+    assert (done.code, done.err) == (0, "")
+    plan = json.loads(done.out)
+    text = (DOCS / "plan.md").read_text().split("<!-- output: planning a Mixer -->\n```\n")[1]
+    assert plan["notes"] == text.split("\n```")[0].splitlines()
+    by_mesh = {x["rules"] + str(x["mesh"].get("model", 1)): x for x in plan["candidates"]}
+    assert by_mesh.keys() == {"dp1", "tp2", "tp4", "tp8"}
+    weights = 2 * (16 * 32 * 2 + 32 * 128 * 2) + 12 * 32 + 32 * 8  # two blocks, stem and head
+    vectors = 2 * (32 + 16 + 128 + 32 + 2 * 2 * 32) + 32 + 2 * 32 + 8  # biases and norms
+    assert by_mesh["dp1"]["memory"]["parameters"] == 4 * (weights + vectors)
+    halved = 2 * (16 * 32 * 2 + 32 * 128 * 2 + 32 + 128)  # what has the axis `hidden`
+    assert by_mesh["tp2"]["memory"]["parameters"] == 4 * (weights + vectors - halved / 2)
+    purposes = {x["purpose"] for x in by_mesh["tp2"]["collectives"]}
+    assert purposes == {"gradients", "activations"}
+
+
+@pytest.mark.usefixtures("mixer")
+@pytest.mark.parametrize(
+    ("flags", "sentence"),
+    [
+        (["--config=tiny"], "--config=tiny is for a model of your own; add --model="),
+        (["--model=nowhere.py:Net"], "--model=nowhere.py:Net: there is no file nowhere.py"),
+        (MIXER[:2], "the loss takes patches, label, and only a batch of tokens"),
+        ([*MIXER, "--confirm=1"], "--confirm compiles entries of the zoo, and --model is none"),
+        ([*MIXER, "--matmul=int8"], "--matmul=int8 is for models with layers, and Mixer has none"),
+    ],
+)
+def test_mistakes_about_a_user_s_model_are_one_line(flags, sentence, inside):
     done = inside("recipes.plan", *flags)
     assert (done.code, done.out) == (2, "")
     assert done.err.startswith(f"error: {sentence}")

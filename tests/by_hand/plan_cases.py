@@ -104,7 +104,9 @@ def estimated(case: Case) -> Estimate:
 
 def measure(case: Case) -> dict:
     found = estimated(case)
-    compiled = compile_step(make_program(found), found.devices.kind, f"{case}")
+    compiled = compile_step(
+        make_program(entries.model(case.entry), found), found.devices.kind, f"{case}"
+    )
     if isinstance(compiled, TooLarge):
         return {"compiled_memory": compiled.bytes, "compiled_sent": None}
     sent = sent_by_kind(compiled.as_text(), found.devices.count)

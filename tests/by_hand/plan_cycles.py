@@ -12,6 +12,7 @@ import tempfile
 
 import jax
 
+from recipes.common import entries
 from recipes.instruments.plan import cycles
 from recipes.instruments.plan.calibration import FACTORS, Factors
 from recipes.instruments.plan.command import make_program
@@ -51,7 +52,9 @@ def by_kind(reading: cycles.Reading, devices: Devices) -> dict[str, float]:
 
 def measure(case: Case, folder: pathlib.Path) -> dict[str, float]:
     plan = estimated(case)
-    compiled = compile_step(make_program(plan), plan.devices.kind, f"{case}")
+    compiled = compile_step(
+        make_program(entries.model(case.entry), plan), plan.devices.kind, f"{case}"
+    )
     assert not isinstance(compiled, TooLarge), compiled
     bundles = cycles.read_bundles(folder)
     return by_kind(cycles.read_hlo(compiled.as_text(), plan.devices, bundles), plan.devices)

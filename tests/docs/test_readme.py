@@ -34,6 +34,7 @@ from tests.support import runs
 from tests.support.quick import XLA_FLAGS
 from tests.support.quick import quick as quick
 from zoo import deepseek, transformer
+from zoo.strategies import DECODER
 
 pytestmark = pytest.mark.promise("readmes")
 
@@ -297,8 +298,7 @@ def test_strategies_and_parts_of_a_zoo_file_are_explained():
         r"^def ([a-z]\w+)\(", (ROOT / "zoo" / "sharding.py").read_text(), re.M
     ):
         assert any(f"`{helper}(" in cell for cell in explained), helper
-    parts = ["Config", "SIZES", "REMAT", "LOGICAL_AXES", "IN_USE", "UNEVEN", "SUBSTITUTES"]
-    for part in [*parts, "POSITIONS", "Layer", "complete", "RULES"]:
+    for part in ["Config", "SIZES", "Layer", "complete", "RULES"]:
         assert any(f"`{part}`" in cell for cell in explained), part
         assert re.search(rf"^(class )?{part}\b", code, re.M), part
     files = {path.name for path in (ROOT / "zoo").glob("*.py")} - {"__init__.py"}
@@ -454,7 +454,7 @@ def test_rules_of_your_own_work_as_shown(shown, tmp_path):
     assert f'complete({{"mine": {json.dumps(given)}}})' in block("python: rules")
     write, _ = block("rules: mine.json").splitlines()
     subprocess.run(write, shell=True, cwd=tmp_path, check=True)
-    name, table = rules.select(transformer, "mine.json", make_mesh("2x4"))
+    name, table = rules.select(transformer.RULES, DECODER, "mine.json", make_mesh("2x4"))
     assert (name, table) == ("mine.json", transformer.complete({"mine": given})["mine"])
 
 

@@ -159,10 +159,10 @@ class Variable(NamedTuple):
     state: tuple[int, ...]  # of the optimizer
 
 
-def variables(layout: Layout) -> dict[str, Variable]:
+def variables(entry_name: str, layout: Layout) -> dict[str, Variable]:
     """Returns path → Variable for all parameters and buffers."""
-    zoo, found = layout.zoo, {}
-    unused = UNUSED.get(zoo.__name__.removeprefix("zoo."), ())
+    found = {}
+    unused = UNUSED.get(entry_name, ())
     every = {
         f"{kind}/{path}": (axes, paths(layout.model.shapes[kind])[path].shape)
         for kind, tree in layout.model.axes.items()
@@ -177,7 +177,7 @@ def variables(layout: Layout) -> dict[str, Variable]:
                   for i, axis in zip(kept, as_named, strict=True))
             for as_named in (
                 names,
-                tuple(zoo.IN_USE.get(axis, axis) for axis in names),
+                tuple(layout.names.in_use.get(axis, axis) for axis in names),
                 optimizer_axes(names, layout.rules),
             )
         )  # fmt: skip
@@ -188,7 +188,7 @@ def variables(layout: Layout) -> dict[str, Variable]:
 
 
 def _stacks(layout: Layout) -> set[str]:
-    return {axis for axis, on in layout.zoo.LOGICAL_AXES.items() if on == "stack"}
+    return layout.names.stacks
 
 
 def _dims(shape) -> tuple[int, ...]:
@@ -205,18 +205,18 @@ def split(layout: Layout) -> list[str]:
     """Logical axes of weights in use that the rules split; a matmul over one ends in a sum."""
     return [
         axis
-        for axis, on in layout.zoo.LOGICAL_AXES.items()
+        for axis, on in layout.names.logical_axes.items()
         if on == "both" and count_shards(layout.rules, axis, layout.mesh.shape) > 1
     ]
 
 
 def activations(entry_name: str, layout: Layout) -> tuple[int, set[int]]:
     """Positions of a batch on one device, and possible sizes of a whole activation."""
-    zoo = layout.zoo
+    names = layout.names
     outer = [
         axis
-        for axis, on in zoo.LOGICAL_AXES.items()
-        if on == "activations" and axis not in zoo.IN_USE.values()
+        for axis, on in names.logical_axes.items()
+        if on == "activations" and axis not in names.in_use.values()
     ]
     example = next(iter(ENTRIES[entry_name].batches[0].values()))
     shape = example.shape[: len(outer)]
@@ -228,7 +228,7 @@ def activations(entry_name: str, layout: Layout) -> tuple[int, set[int]]:
         for kind, tree in layout.model.axes.items()
         for path, axes in paths(tree).items()
         for axis, n in zip(axes, paths(layout.model.shapes[kind])[path].shape, strict=True)
-        if axis in zoo.IN_USE
+        if axis in names.in_use
     }
     widths |= {getattr(layout.config, "rope_dim", 0)} - {0}  # a rotary key that heads share
     return rows, {rows * width for width in widths}
@@ -249,7 +249,7 @@ def activation_bounds(entry_name: str, layout: Layout, weights: int) -> tuple[in
 
 
 def classify(entry_name: str, layout: Layout, text: str) -> Sent:
-    held = variables(layout).values()
+    held = variables(entry_name, layout).values()
     gathered = {_dims(variable.use) for variable in held if variable.rest != variable.use}
     gathered |= {_whole(variable) for variable in held if variable.state != variable.rest}
     reduced = {_dims(variable.use) for variable in held}
@@ -281,7 +281,7 @@ def classify(entry_name: str, layout: Layout, text: str) -> Sent:
             else:
                 unknown.append(found)
     if layout.batch_shards > 1 and not any(
-        path.startswith("buffers/") for path in variables(layout)
+        path.startswith("buffers/") for path in variables(entry_name, layout)
     ):
         # Their shape may be that of a gradient. Biases that balance experts are updated by them.
         same = [shape.number * count for shape, count in experts if (shape.number,) in reduced]
@@ -291,7 +291,7 @@ def classify(entry_name: str, layout: Layout, text: str) -> Sent:
 
 def textbook(entry_name: str, layout: Layout) -> Sent:
     """The elements that the strategy has to send, computed from shapes alone."""
-    held, book = variables(layout).values(), Sent()
+    held, book = variables(entry_name, layout).values(), Sent()
     # Each split weight is gathered for the forward pass, and again where a layer is rematerialised.
     weights = sum(
         math.prod(v.use) * v.layers * (2 if v.stacked else 1) for v in held if v.rest != v.use
@@ -315,7 +315,7 @@ def textbook(entry_name: str, layout: Layout) -> Sent:
 def check_promise(entry_name: str, layout: Layout, text: str) -> Sent:
     """Asserts that the step sends what the rules in force promise; returns what it sends."""
     sent, book = classify(entry_name, layout, text), textbook(entry_name, layout)
-    held = variables(layout)
+    held = variables(entry_name, layout)
     assert sent.unknown == ()
     if layout.mesh.size == 1:
         assert not any(sent)
@@ -371,7 +371,11 @@ def test_a_gradient_is_sharded_like_its_weight_at_rest(entry_name):
     The CPU backend does that anyway, so this looks at the gradient's type.
     """
     entry, layout = ENTRIES[entry_name], ENTRIES[entry_name].layout("8")
-    held = {path: v for path, v in variables(layout).items() if v.trained and v.rest != v.use}
+    held = {
+        path: v
+        for path, v in variables(entry_name, layout).items()
+        if v.trained and v.rest != v.use
+    }
     assert held, "on the mesh 8, the rules that suit it gather weights"
 
     def total(params, rest, batch):

@@ -21,8 +21,8 @@ from recipes.common.runtime.flags import Run
 from recipes.common.sharding import rules as sharding_rules
 from recipes.common.sharding.abstract import abstract_model, paths
 from recipes.common.sharding.rules import partition_spec, select
-from zoo import transformer
 from zoo.layers import Kind, Linear, Yarn
+from zoo.strategies import DECODER
 from zoo.transformer import RULES, Config, Transformer
 
 pytestmark = pytest.mark.promise("user-errors")
@@ -92,12 +92,12 @@ changes = st.dictionaries(st.sampled_from([*RULES["dp"], "embd"]), targets, max_
 def test_rule_tables(strategy, changed, left_out, axes, batch, microbatches, seq_len):
     mine = {k: v for k, v in (RULES[strategy] | changed).items() if k not in left_out}
     abstract = AbstractMesh(tuple(axes.values()), tuple(axes))
-    name, table = select(transformer, mine, abstract)
+    name, table = select(RULES, DECODER, mine, abstract)
 
     def check():
-        sharding_rules.fit(transformer, name, table, MODEL, abstract)
+        sharding_rules.fit(name, table, MODEL, abstract)
         sharding_rules.check_batch(name, table, abstract, batch, microbatches)
-        sharding_rules.check_positions(transformer, name, table, abstract, seq_len, trains=True)
+        sharding_rules.check_positions(DECODER, name, table, abstract, seq_len, trains=True)
 
     _, message = attempt(check)
     if message:
@@ -127,9 +127,9 @@ def test_files_of_rules(tmp_path_factory, content, axes):
     path = tmp_path_factory.getbasetemp() / "mine.json"
     path.write_text(content, errors="surrogatepass")
     abstract = AbstractMesh(tuple(axes.values()), tuple(axes))
-    found, message = attempt(lambda: select(transformer, str(path), abstract))
+    found, message = attempt(lambda: select(RULES, DECODER, str(path), abstract))
     if found:
-        _, message = attempt(lambda: sharding_rules.fit(transformer, *found, MODEL, abstract))
+        _, message = attempt(lambda: sharding_rules.fit(*found, MODEL, abstract))
     assert "\n" not in message
 
 

@@ -184,7 +184,7 @@ def test_the_report_says_what_they_cost(size, mesh, strategy, line):
 
 
 def asked(layout, axis):
-    table = layout.zoo.RULES[layout.strategy]
+    table = layout.strategies[layout.strategy]
     return [layout.mesh.shape[name] for name in [table[axis]] if name]
 
 

@@ -4,7 +4,6 @@ import dataclasses
 import itertools
 import json
 import random
-import types
 
 import jax
 import numpy as np
@@ -23,7 +22,7 @@ from tests.conftest import full_except
 from tests.support import entries as proof
 from tests.support.quick import quick as quick
 from tests.support.runs import TINY
-from zoo import transformer
+from zoo.strategies import DECODER
 from zoo.transformer import RULES, Config, Transformer
 
 pytestmark = pytest.mark.promise("own-rules")
@@ -180,15 +179,14 @@ def test_a_mesh_with_seq_gets_rules_that_split_positions(mesh):
 
 
 def test_a_table_states_only_what_it_shards():
-    zoo = types.SimpleNamespace(RULES=RULES, LOGICAL_AXES=transformer.LOGICAL_AXES)
-    name, table = select(zoo, {"mlp": "model"}, make_mesh("4x2"))
+    name, table = select(RULES, DECODER, {"mlp": "model"}, make_mesh("4x2"))
     assert name == "(yours)"
-    assert list(table) == list(transformer.LOGICAL_AXES)
+    assert list(table) == list(DECODER.logical_axes)
     assert {axis for axis, target in table.items() if target} == {"mlp"}
     found = layout({"batch": "data", "mlp": "model"})
     assert found.sharding("embed", "mlp").spec == jax.P(None, "model")
     for strategy in RULES:
-        assert RULES[strategy].keys() >= transformer.LOGICAL_AXES.keys(), "ours are complete"
+        assert RULES[strategy].keys() >= DECODER.logical_axes.keys(), "ours are complete"
 
 
 # ---- a table of your own, from a file ------------------------------------------------------------
@@ -217,7 +215,7 @@ def test_a_run_uses_and_reports_your_own_rules(inside, quick, mine, tmp_path):
     assert "(fsdp, -)" in done.out
     saved = checkpoint.find(workdir).metadata["rules"]
     assert saved["name"] == path
-    assert saved["table"] == dict.fromkeys(zoo_file("dot_relu_dot").LOGICAL_AXES) | MINE
+    assert saved["table"] == dict.fromkeys(model("dot_relu_dot").axes.logical_axes) | MINE
     again = inside("recipes.dot_relu_dot", "--mesh=2x2x2", *flags)  # resumes, as with any table
     assert (again.code, again.err) == (0, "")
     assert "Resumes at step 2" in again.out
@@ -327,14 +325,14 @@ def test_a_mesh_of_two_kinds_of_axes():
 ODD = [  # those that none of our tables splits
     (entry, axis)
     for entry in ENTRIES
-    for axis, on in zoo_file(entry).LOGICAL_AXES.items()
+    for axis, on in model(entry).axes.logical_axes.items()
     if on != "stack" and not any(table[axis] for table in zoo_file(entry).RULES.values())
 ]
 
 
 @pytest.mark.parametrize(("entry", "axis"), full_except(ODD, [("moe", "act_embed")]))
 def test_an_axis_that_may_be_split_can_be_computed(entry, axis):
-    table = dict.fromkeys(zoo_file(entry).LOGICAL_AXES) | {"batch": "data", axis: "model"}
+    table = dict.fromkeys(model(entry).axes.logical_axes) | {"batch": "data", axis: "model"}
     config, rows = proof.ENTRIES[entry].config, proof.BATCH
     found = make_layout(model(entry), config, make_mesh("4x2"), table, batch_size=rows)
     batch = jax.tree.map(lambda x: x[0], proof.ENTRIES[entry].batches[0])
@@ -348,14 +346,14 @@ def test_an_axis_that_may_be_split_can_be_computed(entry, axis):
     )
 
 
-def test_a_zoo_file_that_does_not_declare_an_axis(monkeypatch):
-    less = {k: v for k, v in transformer.LOGICAL_AXES.items() if k != "mlp"}
-    monkeypatch.setattr(transformer, "LOGICAL_AXES", less)
+def test_a_model_that_does_not_declare_an_axis(monkeypatch):
+    less = {k: v for k, v in DECODER.logical_axes.items() if k != "mlp"}
+    monkeypatch.setattr(Transformer, "axes", dataclasses.replace(DECODER, logical_axes=less))
     with pytest.raises(UserError) as caught:
         layout({"batch": "data"})
     assert str(caught.value) == (
-        "rules '(yours)' are missing logical axis 'mlp' of layers/mlp/down; add it to LOGICAL_AXES in "
-        "the zoo file"
+        "rules '(yours)' are missing logical axis 'mlp' of layers/mlp/down; add it to the model's "
+        "logical_axes"
     )
 
 
@@ -400,7 +398,7 @@ def test_only_entries_with_positions_split_the_second_dim(entry):
     """A second dim of features, such as pixels, is whole on each device whatever the rules."""
     found = proof.ENTRIES[entry].layout("4x2")
     of_text = ENTRIES[entry].data == "data.text"
-    for axis in found.zoo.LOGICAL_AXES.keys() - {*found.batch_axes}:
+    for axis in found.names.logical_axes.keys() - {*found.batch_axes}:
         table = dataclasses.replace(found, rules=dict.fromkeys(found.rules) | {axis: "model"})
         assert table.batch_shardings(np.zeros((16, 32))).is_fully_replicated
     assert (found.batch_axes == ("batch", "seq")) == of_text

@@ -105,7 +105,7 @@ class Entry:
     def is_long(self, strategy: str, mesh: str) -> bool:
         """Whether a strategy splits the positions of a row on this mesh."""
         layout = self.layouts[strategy, mesh]
-        axes = layout.zoo.AXES.positions
+        axes = layout.names.positions
         return any(count_shards(layout.rules, axis, layout.mesh.shape) > 1 for axis in axes)
 
     def _batches(self, seq_len: int) -> list[Example]:

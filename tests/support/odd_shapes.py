@@ -167,10 +167,12 @@ def make_batch(case: Case) -> dict[str, np.ndarray]:
     """Random rows; those of tokens have two documents and padding."""
     random = np.random.default_rng(0)
     if not hasattr(case.config, "vocab_size"):
-        example = case.config.shape.example
+        example = entries.example(case.entry, case.config)
         draw = {"float32": random.standard_normal, "int32": lambda s: random.integers(0, 2, s)}
         return {
-            n: draw[str(x.dtype)]((case.rows, *x.shape)).astype(x.dtype) for n, x in example.items()
+            n: draw[str(x.dtype)]((case.rows, *x.shape)).astype(x.dtype)
+            for n, x in example.items()
+            if n != "weight"  # of rows: all count
         }
     shape = case.rows, case.seq_len
     tokens, targets = random.integers(0, case.config.vocab_size, (2, *shape), np.int32)

@@ -92,7 +92,9 @@ def weight_in_a_step(layouts: dict[tuple[str, str], Layout], background: str) ->
         parts.append(TEXT.format(gap, top + 32, "start", 16, ink, rules))
         parts.append(TEXT.format(gap, top + 50, "start", 12, ink, f"--mesh={mesh}"))
         at_rest = paths(layout.variables()["params"])["layers/mlp/up"]
-        in_use = layout.sharding("layers", *(layout.zoo.IN_USE.get(a, a) for a in ("embed", "mlp")))
+        in_use = layout.sharding(
+            "layers", *(layout.names.in_use.get(a, a) for a in ("embed", "mlp"))
+        )
         used = jax.ShapeDtypeStruct(at_rest.shape, at_rest.dtype, sharding=in_use)
         for x, array, color in zip(
             columns, (at_rest, used, at_rest), (fill, fill, sums), strict=True

@@ -21,6 +21,7 @@ from recipes.common.mesh import make_mesh
 from recipes.common.report import flops
 from recipes.common.sharding.abstract import abstract_model, paths
 from recipes.common.sharding.layout import make_layout
+from recipes.common.sharding.shape import trace_shape
 from recipes.moe import MODEL
 from tests.support.quick import quick as quick
 from tests.support.runs import TINY, assert_bit_equal, records, state_of
@@ -78,11 +79,12 @@ def test_flops_are_those_of_active_parameters(size):
     vectors = ("scale", "bias", "mlp_gate")  # norms, biases, and the gate of the shared MLP
     vectors = sum(n for path, n in sizes.items() if path.endswith(vectors))
     lookup = 0 if config.tie_embeddings else sizes["embed"]
-    assert config.shape.multiplied == active - vectors - lookup
-    per_token = flops.decoder(config, 1)["full"] - 12 * config.num_layers * (
+    shape = trace_shape(MoE, config)
+    assert shape.multiplied == active - vectors - lookup
+    per_token = flops.decoder(shape, 1)["full"] - 12 * config.num_layers * (
         config.num_heads * config.head_dim
     )
-    assert per_token == 6 * config.shape.multiplied
+    assert per_token == 6 * shape.multiplied
 
 
 def test_the_report_of_their_use():

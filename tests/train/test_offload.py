@@ -31,7 +31,7 @@ from tests.support.models import random_values, random_variables
 from tests.support.quick import QUICK
 from tests.support.quick import quick as quick
 from tests.support.runs import TINY, assert_bit_equal, records, saving, state_of
-from zoo.transformer import REMAT, Config, Transformer
+from zoo.transformer import Config, Transformer
 
 pytestmark = pytest.mark.promise("optimizers")
 
@@ -291,6 +291,6 @@ def test_a_pipeline_keeps_layers_inputs_on_the_device(inside, tmp_path):
     )
     assert not [*tmp_path.iterdir()]
     layout = make_layout(Transformer, Config.tiny(), make_mesh("data=2,pipe=2"), batch_size=8)
-    assert [remat for remat in REMAT if worthwhile(layout, remat)] == [
+    assert [remat for remat in Config.REMAT if worthwhile(layout, remat)] == [
         "none", "dots", "sublayers", "full",
     ]  # fmt: skip

@@ -27,13 +27,14 @@ from recipes.common.runtime import terminal
 from recipes.common.runtime.flags import Run
 from recipes.common.runtime.mesh import make_mesh
 from recipes.common.sharding.layout import Layout
+from recipes.common.sharding.shape import trace_shape
 from recipes.common.train import sinks
 from recipes.common.train.evaluation import Evaluation, in_words
 from recipes.common.train.metrics import Log
 from tests.conftest import ROOT
 from tests.support.quick import quick as quick
 from tests.support.runs import TINY, assert_bit_equal, records, saving, state_of, steps_saved
-from zoo.transformer import Config
+from zoo.transformer import Config, Transformer
 
 pytestmark = pytest.mark.promise("watching")
 
@@ -396,7 +397,7 @@ def test_mfu_is_there_where_the_peak_is_known(train, watched, tmp_path, monkeypa
     shutil.copytree(watched[0], tmp_path / "w")
     shutil.rmtree(tmp_path / "w" / "checkpoints" / str(STEPS))
     out = train(tmp_path / "w", f"--steps={STEPS}")
-    token = flops.decoder(Config.tiny(), 32)["causal"] / 32
+    token = flops.decoder(trace_shape(Transformer, Config.tiny()), 32)["causal"] / 32
     rates = records(tmp_path / "w", "tokens_per_second", "mfu")
     assert len(rates) == STEPS - HALF
     for speed, mfu in rates:

@@ -19,14 +19,16 @@ from jax.sharding import AbstractDevice, AbstractMesh, AxisType, PartitionSpec
 
 from data.text import example
 from data.tokenizer import BYTES
-from recipes.common.entries import ENTRIES, zoo_file
+from recipes.common.entries import ENTRIES, model, zoo_file
 from recipes.common.language import Sample, Text, Training, model_config
-from recipes.common.report.kernel import attention_kernel, check, report
+from recipes.common.report import kernel as kernel_report
+from recipes.common.report.kernel import check, report
 from recipes.common.runtime.errors import UserError
 from recipes.common.runtime.flags import Run
 from recipes.common.runtime.mesh import make_mesh
 from recipes.common.sharding.abstract import paths
 from recipes.common.sharding.layout import Layout, make_layout
+from recipes.common.sharding.shape import trace_shape
 from recipes.common.train.optimizer import LearningRate, adamw
 from recipes.common.train.step import TrainStep, gradients
 from recipes.instruments.bench import kernels as bench_kernels
@@ -40,7 +42,8 @@ from tests.support.quick import quick as quick
 from tests.support.runs import records
 from zoo.attention import attend
 from zoo.kernels import FLASH_FROM, TILE, Choice, block_of
-from zoo.transformer import LOGICAL_AXES, RULES, SIZES, Config, Transformer
+from zoo.strategies import DECODER
+from zoo.transformer import RULES, SIZES, Config, Transformer
 from zoo.vocabulary import positions_at_once
 
 pytestmark = pytest.mark.promise("attention")
@@ -372,7 +375,7 @@ def test_a_copied_file_has_its_kernel_on_any_kind_of_mesh(kind, rules):
     )
     ids = documents(4, 128)
     given = jax.device_put((q, k, v, ids), jax.NamedSharding(mesh, PartitionSpec()))
-    rules = dict.fromkeys(LOGICAL_AXES) | rules if rules else {}
+    rules = dict.fromkeys(DECODER.logical_axes) | rules if rules else {}
     with jax.set_mesh(mesh), nnx.logical_axis_rules(tuple(rules.items())):
         ours = jax.jit(lambda *qkvs: attend(*qkvs, kernel="splash"))(*given)
     np.testing.assert_allclose(ours, plain(q, k, v, ids, None), atol=1e-5)
@@ -429,10 +432,10 @@ TPU, H100, MI300 = (
 def test_the_mesh_in_force_decides_the_kernel(device, T, segments, changes, choice):
     config = dataclasses.replace(TINY, **{"dtype": "bfloat16"} | changes)
     with on(*device).trace():
-        assert attention_kernel(config, T, segments) == choice
+        assert kernel_of(config, T, segments) == choice
     here = changes.get("attention") or ("xla" if T < FLASH_FROM else "flash")
     of_this_machine = choice if here == "splash" else Choice(here)
-    assert attention_kernel(config, T, segments) == of_this_machine, "without a mesh"
+    assert kernel_of(config, T, segments) == of_this_machine, "without a mesh"
 
 
 @pytest.mark.parametrize(
@@ -445,13 +448,13 @@ def test_the_mesh_in_force_decides_the_kernel(device, T, segments, changes, choi
         ("cudnn", TPU, {}, "tpu devices"),
         ("cudnn", MI300, {}, "AMD Instinct MI300X"),
         ("cudnn", H100, {"dtype": "float32"}, "float32"),
-        ("cudnn", H100, {"head_dim": 20}, "a head dim of 20"),
+        ("cudnn", H100, {"head_dim": 264}, "a head dim of 264"),
         ("flash", H100, {"head_dim": 20}, None),
     ],
 )
 def test_a_kernel_that_the_devices_lack_is_refused(kernel, device, changes, obstacle):
     config = dataclasses.replace(TINY, **{"dtype": "bfloat16", "attention": kernel} | changes)
-    layout = dataclasses.replace(on(*device), config=config)
+    layout = make_layout(Transformer, config, on(*device).mesh, "fsdp_tp", batch_size=8)
     if obstacle is None:
         check(layout)
         return
@@ -468,8 +471,14 @@ def test_on_a_hopper_gpu_only_soft_caps_need_the_tile_loop():
         for size, make in zoo_file(name).SIZES.items():
             config = dataclasses.replace(make(), dtype="bfloat16")
             with on(*H100).trace():
-                kernel = attention_kernel(config, 4096, segments).kernel
+                attention = trace_shape(model(name), config).attention
+                kernel = kernel_report.attention_kernel(config, attention, 4096, segments).kernel
             assert kernel == ("flash" if size.startswith("gemma2") else "cudnn"), (name, size)
+
+
+def kernel_of(config: Config, seq_len: int, segments: bool) -> Choice:
+    attention = trace_shape(Transformer, config).attention
+    return kernel_report.attention_kernel(config, attention, seq_len, segments)
 
 
 def test_rules_that_split_heads_have_no_kernel():
@@ -477,7 +486,7 @@ def test_rules_that_split_heads_have_no_kernel():
         Transformer, TINY, on(*TPU).mesh, {"batch": "data", "head_dim": "model"}, batch_size=8
     )
     with layout.trace():
-        choice = attention_kernel(TINY, 1024, True)
+        choice = kernel_of(TINY, 1024, True)
     assert choice == Choice("xla", obstacle="rules that split head_dim")
     line = "attention: xla, no other kernel for rules that split head_dim"
     assert report(layout, 1024, True) == [line]
@@ -502,7 +511,7 @@ def test_an_older_gpu_is_known_by_its_compute_capability(monkeypatch):
         monkeypatch.setattr(jax, "devices", lambda: [Card()])
         with on("gpu", Card.device_kind).trace():
             config = dataclasses.replace(TINY, dtype="bfloat16", head_dim=head_dim)
-            choice = attention_kernel(config, T, segments)
+            choice = kernel_of(config, T, segments)
         assert choice == wanted, (capability, head_dim, T, segments)
 
 
@@ -539,7 +548,7 @@ def test_bench_and_recipe_have_the_same_kernel(device):
     recipe = kernels(TrainStep(layout, adamw(lr, weight_decay=0.1, clip_norm=1.0), lr), row)
     bench = make_step(config, "fsdp_tp", mesh, 8, 128)
     with layout.trace():
-        name = attention_kernel(config, 128, True).kernel
+        name = kernel_of(config, 128, True).kernel
     assert recipe == {name} - {"xla"}
     assert kernels(bench.function, row) == recipe
 

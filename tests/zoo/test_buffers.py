@@ -20,16 +20,12 @@ from recipes.common.train.optimizer import LearningRate, adamw
 from recipes.common.train.state import abstract_state, initialize
 from recipes.common.train.step import TrainStep, gradients
 from tests.support.runs import saving
-from zoo.shape import LayerShape, Shape
 from zoo.sharding import AxisNames
 
 pytestmark = pytest.mark.promise("buffers")
 
 # ---- a minimal zoo file: make_layout reads these from the model's own module ---------------------
 
-LOGICAL_AXES = {"batch": "activations", "embed": "weights", "hidden": "both"}
-IN_USE = {}
-AXES = AxisNames(logical_axes=LOGICAL_AXES, in_use=IN_USE)
 RULES = {"tp": {"batch": "data", "embed": None, "hidden": "model"}}
 
 
@@ -40,11 +36,14 @@ class Seen(nnx.Variable):
 @dataclasses.dataclass(frozen=True)
 class Config:
     gain: float = 0.0  # how strongly the buffer scales the loss
-    shape = Shape(embed=8, layers=(LayerShape(count=1),))
 
 
 class Model(nnx.Module):
     """y = x · w, and a running mean of y with the number of updates that made it."""
+
+    axes = AxisNames(
+        logical_axes={"batch": "activations", "embed": "weights", "hidden": "both"}, in_use={}
+    )
 
     def __init__(self, config: Config, *, rngs: nnx.Rngs):
         w = jax.random.normal(rngs.params(), (8, 16))

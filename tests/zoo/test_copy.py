@@ -96,12 +96,12 @@ def test_a_folder_with_other_files_takes_a_copy(inside, tmp_path):
     done = inside("recipes.copy", "--entry=mlp", f"--target={tmp_path / 'mine'}")
     assert (done.code, done.err) == (0, "")
     assert done.out.splitlines() == [
-        f"Copied to {tmp_path / 'mine'}: shape.py, sharding.py, mlp.py",
+        f"Copied to {tmp_path / 'mine'}: sharding.py, mlp.py",
         "To use it:",
         "  from mine.mlp import RULES, Config, MLP",
     ]
     names = {path.name for path in (tmp_path / "mine").iterdir()}
-    assert names == {"notes.txt", "shape.py", "sharding.py", "mlp.py"}
+    assert names == {"notes.txt", "sharding.py", "mlp.py"}
     assert (tmp_path / "mine" / "notes.txt").read_text() == "mine"
 
 

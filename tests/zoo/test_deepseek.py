@@ -306,7 +306,7 @@ def test_absorbed_decoding_gives_the_logits_without_a_cache(changes, mesh, rules
 @pytest.mark.full
 def test_int8_weights_are_absorbed_as_they_are_multiplied():
     model = random_model(capacity=None, matmul="int8_weights", num_layers=2)
-    model = low_precision.store(model, deepseek.IN_USE)
+    model = low_precision.store(model, deepseek.AXES.in_use)
     stored = [x[...].dtype for _, x in nnx.to_flat_state(nnx.state(model, nnx.Param))]
     assert stored.count(jnp.int8) == 2 * (5 + 3) + 3, "attention and an MLP twice, experts once"
     tokens_BT = np.random.default_rng(0).integers(0, 257, (4, T))

@@ -16,6 +16,7 @@ from recipes.common.report import flops
 from recipes.common.report.kernel import attention_kernel
 from recipes.common.sharding.abstract import abstract_model, paths
 from recipes.common.sharding.layout import make_layout, shardings
+from recipes.common.sharding.shape import trace_shape
 from recipes.common.train.step import gradients
 from tests.conftest import full_except
 from tests.support.quick import QUICK
@@ -184,7 +185,7 @@ def test_flops_count_the_window_of_each_kind():
     )
     pairs = {None: length**2 / 2, 512: 512 * length - 512**2 / 2}
     attention = 12 * config.num_heads * config.head_dim * (22 * pairs[512] + 4 * pairs[None])
-    assert flops.decoder(config, length)["causal"] == pytest.approx(
+    assert flops.decoder(trace_shape(Gemma3, config), length)["causal"] == pytest.approx(
         6 * weights * length + attention
     )
 
@@ -198,4 +199,4 @@ def test_the_report_names_a_kernel_that_computes_soft_caps():
     for name, kernel in (("gemma3", "xla"), ("gemma2", "flash")):
         layout = make_layout(Gemma3, CONFIGS[name], make_mesh("1x1"), "dp", batch_size=ROWS)
         with layout.trace():
-            assert attention_kernel(layout.config, T, True).kernel == kernel
+            assert attention_kernel(layout.config, layout.shape.attention, T, True).kernel == kernel

@@ -26,6 +26,7 @@ from zoo.low_precision import store
 from zoo.quantization import Product, has_float8, multiply_rounded
 from zoo.sharding import param
 from zoo.stack import layer_in_use
+from zoo.strategies import DECODER, EXPERT_DECODER
 
 pytestmark = pytest.mark.promise("low-precision")
 
@@ -96,7 +97,7 @@ def product_and_gradients(module, x, grad, contract, **how):
     @jax.jit
     def run(module, x):
         def product(module, x):
-            used = layer_in_use(module, transformer.IN_USE, config(**how))
+            used = layer_in_use(module, DECODER.in_use, config(**how))
             return multiply(x, used.w, contract)
 
         y, pull = jax.vjp(product, module, x)
@@ -211,7 +212,7 @@ def test_a_row_and_a_column_have_scales_of_their_own(contract, mesh, strategy):
 
     @jax.jit
     def scales(module, x):
-        weight = layer_in_use(module, transformer.IN_USE, config("int8")).w
+        weight = layer_in_use(module, DECODER.in_use, config("int8")).w
         rounded = weight.round_input(x, contract)
         q, scale = weight.rounded(*range(contract))
         return (rounded.q, rounded.scale), (q, scale)
@@ -262,7 +263,7 @@ def test_an_expert_s_gradients_are_rounded_by_its_own_rows(mesh, strategy):
             def output(state):
                 module = nnx.merge(graph, state)
                 module.config = config
-                module = layer_in_use(module, moe.IN_USE, config)
+                module = layer_in_use(module, EXPERT_DECODER.in_use, config)
                 positions = make_positions(config, jnp.zeros((4, 8), jnp.int32))
                 return module(x_BTD, positions)[0]
 
@@ -299,7 +300,7 @@ def test_adapters_stay_exact():
     x = np.random.default_rng(0).standard_normal((1, 3, 16)).astype(np.float32)
 
     def run(matmul):
-        return project(layer_in_use(module, transformer.IN_USE, config(matmul)), "w", x)
+        return project(layer_in_use(module, DECODER.in_use, config(matmul)), "w", x)
 
     np.testing.assert_array_equal(run("int8"), run(""))
     assert abs(run("")).max() > 0
@@ -309,7 +310,7 @@ def test_adapters_stay_exact():
 def test_stored_weights_give_the_rounded_weights_product():
     model = transformer.Transformer(transformer.Config.tiny(), rngs=nnx.Rngs(0))
     exact = jax.tree.map(np.asarray, nnx.to_pure_dict(nnx.state(model)))
-    stored = store(model, transformer.IN_USE)
+    stored = store(model, DECODER.in_use)
     stored.config = config("int8_weights")
     rounded_too = transformer.Transformer(transformer.Config.tiny(), rngs=nnx.Rngs(0))
     found = paths(nnx.to_pure_dict(nnx.state(stored)))

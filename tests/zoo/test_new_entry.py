@@ -30,7 +30,6 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from .shape import LayerShape, Shape
 from .sharding import (
     AxisNames, Rules, check_rules, complete_tables, constrain, explicit, in_use, param, zeros,
 )  # fmt: skip
@@ -43,13 +42,6 @@ class Config:
     width: int  # D
     inner: int  # F
 
-    @property
-    def shape(self) -> Shape:
-        """What reports and plans compute with."""
-        row = jax.ShapeDtypeStruct((self.width,), jnp.float32)
-        layer = LayerShape(count=1, mlp=self.inner, matrices=2)
-        return Shape(embed=self.width, layers=(layer,), example={"x": row, "y": row})
-
     @classmethod
     def tiny(cls) -> "Config":
         """2,112 parameters. For tests: every sharded dim is divisible by 8."""
@@ -58,20 +50,21 @@ class Config:
 
 SIZES = {"tiny": Config.tiny}
 
-LOGICAL_AXES = {
-    "batch": "activations",  # B
-    "act_embed": "activations",  # D; also of weights in use
-    "embed": "weights",  # D, of weights at rest
-    "hidden": "both",  # F
-}
-
-IN_USE = {"embed": "act_embed"}
-
-AXES = AxisNames(logical_axes=LOGICAL_AXES, in_use=IN_USE)
+AXES = AxisNames(
+    logical_axes={
+        "batch": "activations",  # B
+        "act_embed": "activations",  # D; also of weights in use
+        "embed": "weights",  # D, of weights at rest
+        "hidden": "both",  # F
+    },
+    in_use={"embed": "act_embed"},
+)
 
 
 class MadeUp(nnx.Module):
     """x_BD → y_BD."""
+
+    axes = AXES
 
     def __init__(self, config: Config, *, rngs: nnx.Rngs):
         D, F = config.width, config.inner
@@ -84,11 +77,11 @@ class MadeUp(nnx.Module):
         return self._hidden(x_BD)[0]
 
     def _hidden(self, x_BD):
-        check_rules(LOGICAL_AXES)
+        check_rules(AXES.logical_axes)
         x_BD = constrain(x_BD, "batch", "act_embed")
-        hidden_BF = product(x_BD, in_use(self.w1, IN_USE), "batch", "hidden")
+        hidden_BF = product(x_BD, in_use(self.w1, AXES.in_use), "batch", "hidden")
         hidden_BF = jax.nn.relu(hidden_BF + self.bias[...][None])
-        return product(hidden_BF, in_use(self.w2, IN_USE), "batch", "act_embed"), hidden_BF
+        return product(hidden_BF, in_use(self.w2, AXES.in_use), "batch", "act_embed"), hidden_BF
 
     def loss(self, x, y, weight=None):
         """(sum of squared errors, number of outputs, metrics) of a batch."""
@@ -108,7 +101,7 @@ def product(x, w, *axes):
     return constrain(jnp.dot(x, w[...], out_sharding=explicit(*axes)), *axes)
 
 
-complete = functools.partial(complete_tables, LOGICAL_AXES)
+complete = functools.partial(complete_tables, AXES.logical_axes)
 
 DATA = {"batch": "data"}  # one all-reduce of the gradients
 SPLIT = {"embed": "data"}  # two all-gathers and a reduce-scatter

@@ -17,10 +17,10 @@ from flax import nnx
 
 from recipes.common import entries
 from recipes.common.sharding.abstract import abstract_model, paths
+from recipes.common.sharding.shape import LayerShape, shape_of
 from recipes.copy import __main__ as copy
 from tests.conftest import ROOT
 from zoo import decoder
-from zoo.shape import LayerShape, Shape
 from zoo.sharding import optimizer_axis
 
 pytestmark = pytest.mark.promise("structure")
@@ -79,7 +79,7 @@ LIBRARIES = {
     "recipes/common/train": {
         *{"jax", "flax", "numpy", "optax", "rich", "tensorboardX", "wandb"},
     },
-    "recipes/instruments": set(),
+    "recipes/instruments": {"jax", "flax", "numpy", "optax"},
     "recipes/instruments/bench": {"jax", "flax", "numpy", "optax", "torch", "tensorstore"},
     "recipes/instruments/explore": {"jax", "flax", "numpy"},
     "recipes/instruments/harness": {"jax", "numpy", "rich", "lm_eval"},
@@ -164,7 +164,7 @@ def test_imports_flow_one_way(path):
         assert among == {"common.entries.ENTRIES"}
     elif path.parts[1] == "instruments":
         own = {name.split(".")[1] for name in among if name.startswith("instruments.")}
-        assert own - {path.parts[2]} <= INSTRUMENTS.get(path.parts[2], set())
+        assert own - {path.parts[2], "user_model"} <= INSTRUMENTS.get(path.parts[2], set())
         assert all(name.startswith(("common.", "instruments.")) for name in among)
     elif path.stem != "__init__" or folder != "recipes/common":
         layer = path.parts[2].removesuffix(".py")
@@ -181,8 +181,8 @@ def test_imports_flow_one_way(path):
     ["common/sharding", "common/report", "instruments/plan", "common/checkpoint", "common/train"],
 )
 def test_only_zoo_files_know_strategies_and_logical_axes_by_name(layer):
-    files = [entries.zoo_file(name) for name in entries.ENTRIES]
-    names = {name for zoo in files for name in (*zoo.RULES, *zoo.LOGICAL_AXES)}
+    names = {name for entry in entries.ENTRIES for name in entries.zoo_file(entry).RULES}
+    names |= {axis for entry in entries.ENTRIES for axis in entries.model(entry).axes.logical_axes}
     names -= {"batch", *entries.ENTRIES}  # an entry may be called as an axis is
     for path in (ROOT / "recipes" / layer).glob("*.py"):
         tree = ast.parse(path.read_text())
@@ -219,7 +219,6 @@ ORDER = [
         "vocabulary",
         "stack",
         "kernels",
-        "shape",
         "config",
         "sizes",
         "splash",
@@ -297,7 +296,7 @@ def test_a_class_of_the_zoo_has_one_base(path):
 @pytest.mark.parametrize("name", entries.ENTRIES)
 def test_files_that_an_entry_imports_name_only_its_logical_axes(name):
     """Another axis would be missing in its rules."""
-    axes_of = {entry: {*entries.zoo_file(entry).LOGICAL_AXES} for entry in entries.ENTRIES}
+    axes_of = {entry: {*entries.model(entry).axes.logical_axes} for entry in entries.ENTRIES}
     # strategies.py has the axes of all decoders.
     for file in {*copy.imported(name, nested=False)} - {"strategies"}:
         constants = {
@@ -317,26 +316,23 @@ def test_an_entry_has_its_parts(name):
     assert model.__doc__
     assert callable(model.loss)
     assert dataclasses.is_dataclass(zoo.Config)
-    assert isinstance(zoo.Config.tiny().shape, Shape)
     assert zoo.Config.__dataclass_params__.frozen
     kinds = {"activations", "weights", "both", "stack"}
-    assert {*zoo.LOGICAL_AXES.values()} <= kinds
+    axes = model.axes
+    assert {*axes.logical_axes.values()} <= kinds
     for strategy, rules in zoo.RULES.items():
-        of_optimizer = {optimizer_axis(axis) for axis in zoo.LOGICAL_AXES}
+        of_optimizer = {optimizer_axis(axis) for axis in axes.logical_axes}
         named = [axis for axis in rules if axis not in of_optimizer]
-        assert named == list(zoo.LOGICAL_AXES), strategy
-    axes = zoo.AXES
-    assert axes.logical_axes is zoo.LOGICAL_AXES
-    assert axes.in_use is zoo.IN_USE
+        assert named == list(axes.logical_axes), strategy
     for named in (axes.in_use, axes.substitutes, axes.within):
-        assert {*named, *named.values()} <= {*zoo.LOGICAL_AXES}
-    assert {*axes.uneven, *axes.positions} <= {*zoo.LOGICAL_AXES}
+        assert {*named, *named.values()} <= {*axes.logical_axes}
+    assert {*axes.uneven, *axes.positions} <= {*axes.logical_axes}
 
 
-def test_reports_and_plans_never_guess_the_fields_of_a_config():
-    """They read `config.shape`, which every entry states."""
+def test_one_file_asks_which_fields_a_config_has():
+    """Reports and plans read a Shape, which recipes/common/sharding/shape.py makes."""
     readers = {"report", "plan", "explore", "sharding", "bench"}
-    for path in (path for path in SHIPPED if readers & {*path.parts}):
+    for path in (path for path in SHIPPED if readers & {*path.parts} and path.stem != "shape"):
         for node in ast.walk(tree_of(path)):
             if isinstance(node, ast.Call) and ast.unparse(node.func) in ("getattr", "hasattr"):
                 assert not ast.unparse(node.args[0]).endswith(("config", "zoo")), path
@@ -361,8 +357,8 @@ def test_a_shape_has_the_weights_and_the_cache_of_its_model(name):
     changes = [{}, {"mtp_depth": 1}, {"q_latent": 0}, {"num_layers": 3}]
     changes.insert(0, {"shared_mlp": 24, "shared_gate": True, "rotary_dims": 4, "norms": "both"})
     for config in [dataclasses.replace(zoo.Config.tiny(), **c) for c in changes if {*c} <= fields]:
-        shape = config.shape
         abstract = abstract_model(lambda c=config: model(c, rngs=nnx.Rngs(0)))
+        shape = shape_of(abstract, config)
         weights = {
             path: leaf
             for path, leaf in paths(abstract.shapes["params"]).items()
@@ -407,7 +403,7 @@ def test_every_variable_names_the_logical_axes_of_its_dims(name):
             if isinstance(variable, nnx.Variable) and not isinstance(variable, nnx.RngState):
                 axes = variable.out_sharding
                 assert len(axes) == len(variable.shape), path
-                assert {*axes} <= {*zoo.LOGICAL_AXES}, path
+                assert {*axes} <= {*entries.model(name).axes.logical_axes}, path
 
 
 @pytest.mark.parametrize("name", entries.ENTRIES)

@@ -17,7 +17,7 @@ from zoo import vocabulary
 from zoo.attention import attend, make_positions
 from zoo.layers import Llama3
 from zoo.sizes import TRANSFORMER
-from zoo.transformer import REMAT, SIZES, Config, Transformer
+from zoo.transformer import SIZES, Config, Transformer
 
 pytestmark = [pytest.mark.promise("definitions"), pytest.mark.usefixtures("strict")]
 TINY = Config.tiny()
@@ -299,7 +299,9 @@ def plain_gradient():
         return loss_and_gradient(model_of(remat="none"), tokens_of(), tokens_of())[1]
 
 
-@pytest.mark.parametrize("remat", full_except([name for name in REMAT if name != "none"], ["full"]))
+@pytest.mark.parametrize(
+    "remat", full_except([name for name in Config.REMAT if name != "none"], ["full"])
+)
 def test_rematerialization_changes_no_gradient(remat, plain_gradient):
     _, gradient = loss_and_gradient(model_of(remat=remat), tokens_of(), tokens_of())
     assert_close(gradient, plain_gradient, 1e-5)
@@ -326,7 +328,7 @@ def temporary_bytes(remat: str) -> int:
     ("more", "less"),
     full_except(
         # "gathered" is "full" where nothing is gathered, "offload" where the host has the only memory.
-        itertools.pairwise(name for name in REMAT if name not in ("gathered", "offload")),
+        itertools.pairwise(name for name in Config.REMAT if name not in ("gathered", "offload")),
         [("sublayers", "full")],
     ),
 )

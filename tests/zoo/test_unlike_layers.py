@@ -19,6 +19,7 @@ from recipes.common.report import flops
 from recipes.common.report.kernel import attention_kernel
 from recipes.common.sharding.abstract import abstract_model, paths
 from recipes.common.sharding.layout import make_layout, shardings
+from recipes.common.sharding.shape import Shape, trace_shape
 from recipes.common.train.step import gradients
 from recipes.instruments.bench import common
 from recipes.instruments.plan import memory
@@ -402,16 +403,20 @@ def test_a_sample_s_windows_are_capped():
 # ---- what follows the kinds ----------------------------------------------------------------------
 
 
+def shape(config) -> Shape:
+    return trace_shape(transformer.Transformer, config)
+
+
 def test_flops_are_each_layer_s():
     """Layers 0, 2 and 4 have one window, 1 and 3 the other."""
     parts = {}
     for window in (5, 9, None):
         alike = dataclasses.replace(TINY, num_layers=1, sliding_window=window)
-        parts[window] = flops.decoder(alike, 24)
-    weights = config_of("transformer", 5, (A, C)).shape.multiplied * 6 * 24
-    one = dataclasses.replace(TINY, num_layers=1).shape.multiplied * 6 * 24
+        parts[window] = flops.decoder(shape(alike), 24)
+    weights = shape(config_of("transformer", 5, (A, C))).multiplied * 6 * 24
+    one = shape(dataclasses.replace(TINY, num_layers=1)).multiplied * 6 * 24
     for period, windows in (((A, C), [5, 9, 5, 9, 5]), ((B, A, C), [None, 5, 9, None, 5])):
-        mixed = flops.decoder(config_of("transformer", 5, period), 24)
+        mixed = flops.decoder(shape(config_of("transformer", 5, period)), 24)
         for kind in ("causal", "full"):
             attention = sum(parts[window][kind] - one for window in windows)
             assert mixed[kind] == pytest.approx(weights + attention)
@@ -432,8 +437,9 @@ def test_kernels_and_memory_are_each_kind_s():
         abstract_device=AbstractDevice(device_kind="NVIDIA H100 80GB HBM3", num_cores=None, platform="gpu"),
     )  # fmt: skip
     config = dataclasses.replace(config, dtype="bfloat16")
-    with make_layout(transformer.Transformer, config, mesh, "dp", batch_size=1).trace():
-        found = attention_kernel(config, 2_048, True)
+    layout = make_layout(transformer.Transformer, config, mesh, "dp", batch_size=1)
+    with layout.trace():
+        found = attention_kernel(config, layout.shape.attention, 2_048, True)
     assert found == Choice("flash", obstacle="segments")
 
 

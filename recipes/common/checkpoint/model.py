@@ -89,7 +89,7 @@ def restore_variables(source: Source, layout: Layout, dtype: str | None = None) 
     Raises UserError if the checkpoint belongs to a different model.
     """
     check_variables(source, layout)
-    wanted, in_use = layout.variables(), layout.zoo.IN_USE.keys()
+    wanted, in_use = layout.variables(), layout.names.in_use.keys()
     if dtype:
         wanted = jax.tree.map(
             lambda axes, a: a.update(dtype=jnp.dtype(dtype)) if in_use & set(axes) else a,
@@ -133,7 +133,7 @@ def check_variables(source: Source, layout: Layout) -> None:
 def leaves_out_head(source: Source, layout: Layout) -> bool:
     """Whether a checkpoint has a head for the second-next token, and the model, by mtp_depth=0, none."""
     saved = of_head(paths(source.shapes()["params"]))
-    return bool(saved) and not layout.config.shape.mtp_layers
+    return bool(saved) and not layout.shape.mtp_layers
 
 
 def of_head(variables: dict) -> set[str]:

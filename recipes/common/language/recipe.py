@@ -69,7 +69,7 @@ def main(entry: str, run: Run, text: Text, flags: Any, training: Training, sampl
     )  # fmt: skip
 
     # ---- State and training: compiled once for the layout, each shard made on its own device -----
-    sequence = flops.decoder(config, text.seq_len)["causal"]
+    sequence = flops.decoder(layout.shape, text.seq_len)["causal"]
     state, log, metrics = fit(run, folder, step, corpus, tokenizer, example_flops=sequence)
 
     # ---- What it has learned ---------------------------------------------------------------------
@@ -128,7 +128,7 @@ def check_heads(layout: Layout) -> None:
 def check_stages(layout: Layout, accumulate: int) -> None:
     """Raises UserError if a pipeline's stages don't fit the layers or its microbatches the batch."""
     config, parts, mesh = layout.config, layout.stages, describe(layout.mesh.shape)
-    wanted, period = config.pipe_microbatches, config.shape.period
+    wanted, period = config.pipe_microbatches, layout.shape.period
     if parts == 1:
         if wanted:
             raise UserError(
@@ -136,7 +136,7 @@ def check_stages(layout: Layout, accumulate: int) -> None:
                 f"--mesh={mesh} have none; use --pipe_microbatches=0, or a mesh with `pipe`"
             )
         return
-    if config.shape.mtp_layers:
+    if layout.shape.mtp_layers:
         raise UserError(
             f"--mesh={mesh} has {parts} stages of layers, and mtp_depth=1 has a layer after the last "
             "stage; use --mtp_depth=0, or a mesh without `pipe`"

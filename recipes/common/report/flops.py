@@ -11,11 +11,11 @@ The compiler's cost analysis is of no use here, because it counts a scanned laye
 
 import math
 import re
-from typing import Any
 
 import jax
 
 from recipes.common.sharding import Layout
+from recipes.common.sharding.shape import Shape
 
 # Words in JAX's device_kind → FLOP/s of one device in dense bfloat16 with float32 sums; the first
 # match counts. Sources: NVIDIA's data sheets (whose "with sparsity" numbers are twice these), its
@@ -91,13 +91,12 @@ def encoder(layout: Layout) -> float:
     return shape.positions * (dense(layout) + shape.positions * square)
 
 
-def decoder(config: Any, seq_len: int, batch_size: int = 1) -> dict[str, float]:
+def decoder(shape: Shape, seq_len: int, batch_size: int = 1) -> dict[str, float]:
     """FLOPs of training on a batch: "causal" counts half of the attention square, "full" all of it.
 
     With adapters, the frozen weights have no gradients: 4·N. The adapters themselves, a few percent
     of that, are not counted.
     """
-    shape = config.shape
     tokens = batch_size * seq_len
     weights = (4 if shape.adapters else 6) * shape.multiplied * tokens
     causal = full = float(weights)

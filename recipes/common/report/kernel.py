@@ -5,6 +5,7 @@ from typing import Any
 
 from recipes.common.runtime import UserError
 from recipes.common.sharding import Layout
+from recipes.common.sharding.shape import AttentionShape
 from zoo.context import choose_exchange
 from zoo.kernels import Choice, Request, choose_kernel
 from zoo.quantization import has_float8
@@ -16,15 +17,15 @@ PLATFORMS = {"splash": "tpu", "cudnn": "gpu"}  # kernel → the only platform th
 
 def check(layout: Layout) -> None:
     """Raises UserError if the mesh's devices lack the kernel that a decoder's Config names."""
-    config = layout.config
+    config, attention = layout.config, layout.shape.attention
     name = config.attention
-    if name not in PLATFORMS or layout.shape.attention is None:
+    if name not in PLATFORMS or attention is None:
         return
     with layout.trace():
         platform = device().platform
-        chosen = attention_kernel(config, layout.seq_len, segments=False)
+        chosen = attention_kernel(config, attention, layout.seq_len, segments=False)
         automatic = dataclasses.replace(config, attention="auto")
-        best = attention_kernel(automatic, layout.seq_len, segments=False)
+        best = attention_kernel(automatic, attention, layout.seq_len, segments=False)
     obstacle = ""
     if platform != PLATFORMS[name]:
         obstacle = f"{platform} devices"
@@ -43,7 +44,7 @@ def report(layout: Layout, seq_len: int, segments: bool) -> list[str]:
     if attention is None:
         return []
     with layout.trace():
-        choice = attention_kernel(layout.config, seq_len, segments)
+        choice = attention_kernel(layout.config, attention, seq_len, segments)
         words = [choice.kernel]
         if exchange := choose_exchange(layout.config.context, attention.heads):
             words.insert(0, f"{exchange} over {' and '.join(mesh_axes(SEQ))} ({shards(SEQ)})")
@@ -54,12 +55,13 @@ def report(layout: Layout, seq_len: int, segments: bool) -> list[str]:
     return [] if words == ["xla"] else [f"attention: {', '.join(words)}"]
 
 
-def attention_kernel(config: Any, seq_len: int, segments: bool) -> Choice:
+def attention_kernel(
+    config: Any, attention: AttentionShape, seq_len: int, segments: bool
+) -> Choice:
     """The kernel for all attention of a decoder, as in a step that is traced now.
 
     The active mesh and rules decide.
     """
-    attention = config.shape.attention
     request = Request(
         seq_len=seq_len,
         head_dim=attention.key_dim,

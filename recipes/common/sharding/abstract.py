@@ -1,5 +1,6 @@
 """Abstract models: shapes and logical axes of a model's variables, without arrays."""
 
+from collections import Counter
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -7,8 +8,9 @@ import jax
 from flax import nnx
 
 from recipes.common.runtime import UserError
-from zoo.sharding import has_slot
+from zoo.sharding import AxisNames, has_slot
 
+UNNAMED = "(unnamed)"  # logical axis of dims without one; no rule splits it
 Tree = Any  # nested dicts with the same kind of leaf
 
 
@@ -29,6 +31,9 @@ class AbstractModel(NamedTuple):
     states: dict[str, nnx.State]  # kind → state of ShapeDtypeStructs
     shapes: Tree  # leaves: ShapeDtypeStructs
     axes: Tree  # leaves: tuples of logical axis names, one per dim
+    names: AxisNames  # what rules may do with these names
+    recurrences: dict[str, Any]  # path of a module → what its recurrence computes and keeps
+    positions: int = 1  # of an example, of a user's model without tokens
     loss: Callable[..., tuple] = own_loss  # (model, **batch) → (sum, count, {name: (sum, count)})
 
     def merge(self, variables: Tree) -> Any:
@@ -55,10 +60,17 @@ class AbstractModel(NamedTuple):
 
 def abstract_model(build: Callable[[], nnx.Module]) -> AbstractModel:
     """Traces `build` without allocating anything."""
-    graph, states = _split(nnx.eval_shape(build))
+    model = nnx.eval_shape(build)
+    graph, states = _split(model)
     shapes = {kind: nnx.to_pure_dict(state) for kind, state in states.items()}
     axes = {kind: _axes(state) for kind, state in states.items()}
-    return AbstractModel(graph, states, shapes, axes)
+    recurrences = {
+        "/".join(map(str, path)): module.recurrence
+        for path, module in nnx.iter_modules(model)
+        if "recurrence" in dir(type(module))
+    }
+    names = declared_names(model) or _names_of_dims(axes)
+    return AbstractModel(graph, states, shapes, axes, names, recurrences)
 
 
 def variables_of(model: nnx.Module) -> Tree:
@@ -94,6 +106,32 @@ def _axes(state: nnx.State) -> Tree:
                 "give it out_sharding=(...) with one name per dim, and eager_sharding=False"
             )
     return nnx.traversals.unflatten_mapping(axes)
+
+
+def declared_names(model: Any) -> AxisNames | None:
+    """What a model declares as `axes`; None if it does not."""
+    declared: Any = getattr(type(model), "axes", None)
+    if "logical_axes" not in dir(declared):
+        return None
+    return AxisNames(**vars(declared))  # a copied model has a class of its own
+
+
+def _names_of_dims(axes: Tree) -> AxisNames:
+    """The names of the dims of variables, for a model that declares none.
+
+    The residual stream is the axis that most matrices have; it is not gathered for use.
+    """
+    every = [names for tree in axes.values() for names in paths(tree).values()]
+    of_matrices = Counter(
+        axis for names in every if len(names) > 1 for axis in {*names} - {UNNAMED}
+    )
+    stream = [axis for axis, _ in of_matrices.most_common(1)]
+    return AxisNames(
+        logical_axes=dict.fromkeys(
+            [*(axis for names in every for axis in names), "batch"], "weights"
+        ),
+        in_use=dict(zip(stream, stream, strict=True)),
+    )
 
 
 def paths(tree: Tree) -> dict[str, Any]:

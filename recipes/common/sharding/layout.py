@@ -8,7 +8,6 @@ import dataclasses
 import functools
 import math
 import sys
-import types
 from collections.abc import Callable
 from typing import Any
 
@@ -23,8 +22,8 @@ from recipes.common.sharding.abstract import AbstractModel, Tree, abstract_model
 from recipes.common.sharding.compiler_options import compiler_options, platform
 from recipes.common.sharding.host_memory import result
 from recipes.common.sharding.rules import Rules, partition_spec
-from zoo.shape import Shape
-from zoo.sharding import optimizer_axes
+from recipes.common.sharding.shape import Shape, check_length, shape_of
+from zoo.sharding import AxisNames, optimizer_axes
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,7 +31,7 @@ class Layout:
     """A model under one set of sharding rules on one mesh: the sharding of all its arrays."""
 
     mesh: Any  # Mesh; an AbstractMesh is enough to trace
-    zoo: types.ModuleType  # the model's zoo file
+    strategies: dict[str, Rules]  # all of the model's RULES
     config: Any
     strategy: str  # name of the rules
     rules: Rules  # to compute with
@@ -44,7 +43,12 @@ class Layout:
 
     @functools.cached_property
     def shape(self) -> Shape:
-        return self.config.shape
+        return shape_of(self.model, self.config)
+
+    @property
+    def names(self) -> AxisNames:
+        """The model's logical axes."""
+        return self.model.names
 
     @property
     def rules_at_rest(self) -> Rules:
@@ -85,7 +89,7 @@ class Layout:
     @property
     def batch_axes(self) -> tuple[str, ...]:
         """Logical axes of the first dims of a batch's arrays: rows, and positions if it has any."""
-        return ("batch", *self.zoo.AXES.positions[:1])
+        return ("batch", *self.names.positions[:1])
 
     def batch_shardings(self, batch: Tree) -> Tree:
         """The sharding of each array of a batch, given the arrays, ShapeDtypeStructs or one."""
@@ -110,8 +114,7 @@ class Layout:
     @property
     def stages(self) -> int:
         """Number of parts into which the stacked layers are divided; 1 without a pipeline."""
-        stacks = [axis for axis, on in self.zoo.LOGICAL_AXES.items() if on == "stack"]
-        return self.count_shards(*stacks)
+        return self.count_shards(*self.names.stacks)
 
     def check_whole(self, what: str) -> None:
         """Raises UserError if layers are in stages, and `what` needs all of them on a device."""
@@ -188,14 +191,14 @@ def make_layout(
     """Checks that model, rules and mesh fit each other; allocates nothing. Raises UserError.
 
     Args:
-      model: an entry's class; its file also has RULES, LOGICAL_AXES, IN_USE and AXES.
+      model: an entry's class, which declares its `axes`; its file also has RULES.
       rules: a key of RULES, a .json file, or a dict of your own; empty: the default for the mesh.
       seed: seed of the parameters.
       batch_size: examples per step, over all devices; 0: no batches.
       microbatches: gradient-accumulation steps per batch.
       seq_len: positions of each row; 0: none, or lengths that the caller pads.
     """
-    zoo = sys.modules[model.__module__]
+    strategies = sys.modules[model.__module__].RULES
 
     def build() -> nnx.Module:
         return model(config, rngs=nnx.Rngs(seed))
@@ -208,25 +211,28 @@ def make_layout(
             f"the mesh has axes of two kinds ({', '.join(kinds)}); make all Explicit, JAX's "
             "default, or all Auto"
         )
-    name, requested = sharding_rules.select(zoo, rules, mesh)
     abstract = abstract_model(build)
-    fitting, uneven = sharding_rules.fit(zoo, name, requested, abstract, mesh)
+    name, requested = sharding_rules.select(strategies, abstract.names, rules, mesh)
+    fitting, uneven = sharding_rules.fit(name, requested, abstract, mesh)
     if batch_size:
-        sharding_rules.check_used(zoo, name, fitting, mesh)
+        sharding_rules.check_used(strategies, name, fitting, mesh)
     sharding_rules.check_batch(name, fitting, mesh, batch_size, microbatches)
-    if seq_len:
-        sharding_rules.check_length(config, seq_len)
-    sharding_rules.check_positions(zoo, name, fitting, mesh, seq_len, trains=batch_size > 0)
-    return Layout(mesh, zoo, config, name, fitting, uneven, build, abstract, batch_size, seq_len)
+    layout = Layout(
+        mesh, strategies, config, name, fitting, uneven, build, abstract, batch_size, seq_len
+    )
+    check_length(layout.shape, seq_len)
+    trains = batch_size > 0
+    sharding_rules.check_positions(abstract.names, name, fitting, mesh, seq_len, trains=trains)
+    return layout
 
 
 def elsewhere(layout: Layout, rules: str, mesh: Mesh | AbstractMesh | None = None) -> Layout | None:
     """The layout of the model under other rules or on another mesh; None if they do not fit."""
     target = mesh or layout.mesh
     try:
-        name, requested = sharding_rules.select(layout.zoo, rules, target)
-        fitting, uneven = sharding_rules.fit(layout.zoo, name, requested, layout.model, target)
-        sharding_rules.check_positions(layout.zoo, name, fitting, target, layout.seq_len)
+        name, requested = sharding_rules.select(layout.strategies, layout.names, rules, target)
+        fitting, uneven = sharding_rules.fit(name, requested, layout.model, target)
+        sharding_rules.check_positions(layout.names, name, fitting, target, layout.seq_len)
     except UserError:
         return None
     return dataclasses.replace(layout, mesh=target, strategy=name, rules=fitting, uneven=uneven)

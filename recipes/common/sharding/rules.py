@@ -1,8 +1,8 @@
 """Sharding rules: chooses them, and checks that they fit the model and the mesh.
 
 Rules map logical axes to mesh axes. The only name of an axis or a strategy in this file is `batch`,
-the dim that data parallelism splits. Each zoo file states its logical axes, and what rules may do
-with them, in AXES.
+the dim that data parallelism splits. Each model states its logical axes, and what rules may do with
+them, in `axes`.
 """
 
 import difflib
@@ -10,16 +10,14 @@ import itertools
 import json
 import math
 import pathlib
-import types
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any
 
 from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 
 from recipes.common.runtime import UserError, describe
 from recipes.common.runtime.mesh import AXES, ORDER
 from recipes.common.sharding.abstract import AbstractModel, Tree, paths
-from zoo.sharding import Rules, optimizer_axes, optimizer_axis
+from zoo.sharding import AxisNames, Rules, optimizer_axes, optimizer_axis
 from zoo.strategies import STRATEGIES
 
 
@@ -47,27 +45,31 @@ def partition_spec(axes: tuple[str, ...], rules: Rules) -> PartitionSpec:
 
 
 def select(
-    zoo: types.ModuleType, rules: str | Rules | None, mesh: Mesh | AbstractMesh
+    strategies: dict[str, Rules],
+    names: AxisNames,
+    rules: str | Rules | None,
+    mesh: Mesh | AbstractMesh,
 ) -> tuple[str, Rules]:
     """Finds the requested sharding rules: (their name, the rules with every logical axis).
 
     Args:
-      zoo: the entry's zoo file.
-      rules: a key of its RULES, a path of a .json file, or a dict; empty: the mesh's default.
+      strategies: the model's RULES.
+      names: the model's logical axes.
+      rules: a key of RULES, a path of a .json file, or a dict; empty: the mesh's default.
 
     Raises UserError if there are no such rules.
     """
     if isinstance(rules, dict):
-        return "(yours)", dict.fromkeys(zoo.LOGICAL_AXES) | rules
+        return "(yours)", dict.fromkeys(names.logical_axes) | rules
     if rules and rules.endswith(".json"):
-        return rules, dict.fromkeys(zoo.LOGICAL_AXES) | _read(pathlib.Path(rules).expanduser())
-    name = rules or default_strategy(zoo.RULES, mesh)
-    if name not in zoo.RULES:
-        near = difflib.get_close_matches(name.lower(), zoo.RULES, n=1)
+        return rules, dict.fromkeys(names.logical_axes) | _read(pathlib.Path(rules).expanduser())
+    name = rules or default_strategy(strategies, mesh)
+    if name not in strategies:
+        near = difflib.get_close_matches(name.lower(), strategies, n=1)
         near = [] if name in STRATEGIES else near  # it is another entry's
-        hint = f"did you mean {near[0]!r}?" if near else f"it has {', '.join(zoo.RULES)}"
+        hint = f"did you mean {near[0]!r}?" if near else f"it has {', '.join(strategies)}"
         raise UserError(f"--rules={name} is not a strategy of this entry; {hint}")
-    return name, zoo.RULES[name]
+    return name, strategies[name]
 
 
 def default_strategy(rules: dict[str, Rules], mesh: Mesh | AbstractMesh) -> str:
@@ -112,23 +114,23 @@ def _read(path: pathlib.Path) -> Rules:
 
 
 def fit(
-    zoo: types.ModuleType, name: str, rules: Rules, model: AbstractModel, mesh: Mesh | AbstractMesh
+    name: str, rules: Rules, model: AbstractModel, mesh: Mesh | AbstractMesh
 ) -> tuple[Rules, Rules]:
     """Fits rules to model and mesh: (rules to compute with, rules that weights at rest skip).
 
-    The zoo file's AXES.uneven names dims that need not be divisible by their mesh axes. If one is
+    The model's axes.uneven names dims that need not be divisible by their mesh axes. If one is
     not divisible, each device holds all of it: everywhere if it is "replicated" or layers are in stages;
     only in weights at rest if it is "padded", since the model pads it in the step. Optimizer state that is not divisible
     follows its weight. Allocates nothing.
 
     Args:
-      zoo: the entry's zoo file.
       name: the name of the rules, for messages.
       rules: maps every logical axis.
 
     Raises UserError if the rules do not fit the model or the mesh.
     """
-    known, sizes = zoo.LOGICAL_AXES, dict(mesh.shape)
+    names = model.names
+    known, sizes = names.logical_axes, dict(mesh.shape)
     of_optimizer = {optimizer_axis(axis) for axis, on in known.items() if on != "activations"}
     for axis in rules.keys() - known.keys() - of_optimizer:
         near = difflib.get_close_matches(axis, known, n=1)
@@ -139,9 +141,9 @@ def fit(
         for axis in set(axes) - known.keys():
             raise UserError(
                 f"rules {name!r} are missing logical axis {axis!r} of {path}; add it to "
-                "LOGICAL_AXES in the zoo file"
+                "the model's logical_axes"
             )
-    may_be_uneven = zoo.AXES.uneven
+    may_be_uneven = names.uneven
     fits = _divides(rules, weights, may_be_uneven)
     for axis, target in rules.items():
         for mesh_axis in target_axes(target):
@@ -152,7 +154,7 @@ def fit(
                     f"--mesh={describe(sizes)} has {present}; "
                     f"try --mesh={_with_axes(sizes, used_axes(rules), fits)}"
                 )
-    for axis, other in zoo.AXES.within.items():
+    for axis, other in names.within.items():
         for mesh_axis in target_axes(rules[axis]):
             if mesh_axis not in target_axes(rules[other]):
                 raise UserError(
@@ -162,7 +164,7 @@ def fit(
     uneven = {}
     for path, (shape, axes) in weights.items():
         _check_once(name, rules, path, axes)
-        _check_once(name, rules, f"{path} in use", tuple(zoo.IN_USE.get(a, a) for a in axes))
+        _check_once(name, rules, f"{path} in use", tuple(names.in_use.get(a, a) for a in axes))
         state_axes = optimizer_axes(axes, rules)
         _check_once(name, rules, f"the optimizer's state of {path}", state_axes)
         for dim, axis in zip(shape, state_axes, strict=True):
@@ -182,8 +184,8 @@ def fit(
                 )
     # An activation has every axis that only activations have (or its substitute) and one axis that
     # weights have too.
-    inner = dict.fromkeys(zoo.IN_USE.values())
-    substitutes = zoo.AXES.substitutes
+    inner = dict.fromkeys(names.in_use.values())
+    substitutes = names.substitutes
     outer = [
         axis
         for axis, on in known.items()
@@ -198,26 +200,29 @@ def fit(
             _check_once(name, rules, "an activation", (*outer, axis))
         elif on == "stack":  # its stages take turns with the batch
             _check_once(name, rules, "a pipeline", (axis, *outer))
-            split = [other for other in zoo.AXES.positions if rules[axis] and rules[other]]
+            split = [other for other in names.positions if rules[axis] and rules[other]]
             if split:
                 raise UserError(
                     f"rules {name!r} split {axis!r} and {split[0]!r}, and the stages of a pipeline "
                     "need whole rows; replicate one of the two (None, or null in JSON)"
                 )
     rules = {axis: target for axis, target in rules.items() if axis not in of_optimizer & {*uneven}}
-    stacks = [axis for axis, on in known.items() if on == "stack"]
-    in_stages = any(count_shards(rules, axis, sizes) > 1 for axis in stacks)  # these pad nothing
+    in_stages = any(
+        count_shards(rules, axis, sizes) > 1 for axis in names.stacks
+    )  # these pad nothing
     dropped = {
         axis: None for axis in uneven if in_stages or may_be_uneven.get(axis) == "replicated"
     }
     # A mesh axis of size 1 would make a pipeline of one stage, or a ring of one device.
-    for axis in (*stacks, *zoo.AXES.positions, *substitutes):
+    for axis in (*names.stacks, *names.positions, *substitutes):
         if count_shards(rules, axis, sizes) == 1:
             dropped[axis] = None
     return rules | dropped, uneven
 
 
-def check_used(zoo: types.ModuleType, name: str, rules: Rules, mesh: Mesh | AbstractMesh) -> None:
+def check_used(
+    strategies: dict[str, Rules], name: str, rules: Rules, mesh: Mesh | AbstractMesh
+) -> None:
     """Raises UserError if the rules do not use a mesh axis that the user named.
 
     All devices along it would do the same work. Axes that --mesh=4x2 only implies may be unused.
@@ -226,7 +231,7 @@ def check_used(zoo: types.ModuleType, name: str, rules: Rules, mesh: Mesh | Abst
     for axis in mesh.axis_names:
         if mesh.shape[axis] == 1 or axis in used | unasked:
             continue
-        others = {n: t for n, t in zoo.RULES.items() if axis in used_axes(t) <= {*mesh.axis_names}}
+        others = {n: t for n, t in strategies.items() if axis in used_axes(t) <= {*mesh.axis_names}}
         fix = f"--rules={default_strategy(others, mesh)}" if others else _without(axis, mesh.shape)
         raise UserError(
             f"rules {name!r} use no mesh axis {axis!r}, so the {mesh.shape[axis]} devices along it "
@@ -265,7 +270,7 @@ def check_batch(
 
 
 def check_positions(
-    zoo: types.ModuleType,
+    names: AxisNames,
     name: str,
     rules: Rules,
     mesh: Mesh | AbstractMesh,
@@ -282,7 +287,7 @@ def check_positions(
       trains: whether the mesh must divide the positions of the residual stream too. Otherwise a
         model may replicate them, as in decoding.
     """
-    axes = zoo.AXES.positions[: None if trains else 1]
+    axes = names.positions[: None if trains else 1]
     counts = {axis: count_shards(rules, axis, mesh.shape) for axis in axes}
     for axis, count in counts.items():
         if seq_len % count:
@@ -292,16 +297,6 @@ def check_positions(
                 f"(rules {name!r} on --mesh={describe(mesh.shape)}); "
                 f"try {flag}{max(round(seq_len / whole), 1) * whole}"
             )
-
-
-def check_length(config: Any, seq_len: int) -> None:
-    """Raises UserError if rows have more tokens than the model has learned positions."""
-    most = config.shape.max_positions
-    if most is not None and seq_len > most:
-        raise UserError(
-            f"--seq_len={seq_len} is more than the {most} positions that the model learns; use at "
-            f"most --seq_len={most}"
-        )
 
 
 def _every_weight(model: AbstractModel) -> dict[str, tuple[tuple[int, ...], tuple[str, ...]]]:

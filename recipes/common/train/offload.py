@@ -162,7 +162,7 @@ def groups(layout: Layout) -> list[tuple[list[str], int]]:
     others: list[tuple[list[str], int]] = []
     for path, axes in paths(layout.model.axes["params"]).items():
         length, *_ = where[path].shard_shape(shapes[path].shape)
-        if layout.zoo.LOGICAL_AXES[axes[0]] == "stack":
+        if axes[0] in layout.names.stacks:
             stacks.setdefault(length, []).append(path)
         elif axes[0] == VOCAB:  # blocks of whole tiles of eight rows, as a TPU keeps them
             others.append(([path], next((n for n in range(32, 1, -1) if length % (8 * n) == 0), 1)))

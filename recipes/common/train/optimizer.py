@@ -127,7 +127,7 @@ def decaying(
 
     Returns: a tree like the parameters, of bools.
     """
-    stacks = {axis for axis, on in layout.zoo.LOGICAL_AXES.items() if on == "stack"}
+    stacks = layout.names.stacks
 
     def one(axes: tuple[str, ...]) -> bool:
         dims = [axis for axis in axes if axis not in stacks]
@@ -145,7 +145,7 @@ def hidden_matrices(layout: Layout) -> Tree:
     """
 
     def one(axes: tuple[str, ...]) -> optax.contrib.MuonDimensionNumbers | None:
-        sides = matrix_sides(axes, layout.zoo.IN_USE)
+        sides = matrix_sides(axes, layout.names.in_use)
         return optax.contrib.MuonDimensionNumbers(*sides) if sides else None
 
     return jax.tree.map(one, layout.model.axes["params"], is_leaf=lambda x: isinstance(x, tuple))

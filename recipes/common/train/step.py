@@ -126,10 +126,10 @@ def gradient_shardings(layout: Layout) -> Tree:
     at_rest = shardings(layout.variables()["params"])
     if layout.config is None or layout.shape.matmul or not layout.mesh.explicit_axes:
         return at_rest  # without a Config, the model needn't be the zoo's, whose kit knows slots
-    stacks = {axis for axis, on in layout.zoo.LOGICAL_AXES.items() if on == "stack"}
+    stacks = layout.names.stacks
 
     def one(axes: tuple[str, ...], weight: NamedSharding, state: NamedSharding) -> NamedSharding:
-        in_use = layout.zoo.IN_USE.keys() & {*axes}
+        in_use = layout.names.in_use.keys() & {*axes}
         return state if in_use and (layout.stages > 1 or axes[0] in stacks) else weight
 
     return jax.tree.map(

@@ -86,12 +86,14 @@ def make_step(
     model: type[nnx.Module] = Transformer,
     offload: str = "",
     optimizer: str = "adamw",
+    example: Any = None,
 ) -> Step:
     """Makes a train step. Raises UserError if the arguments do not fit each other.
 
     Args:
       config: the model's Config.
       seq_len: positions of a row; 0 for a model of images.
+      example: a row of a batch; None: of tokens.
       segments: whether batches have segment ids, like the recipe's batches of packed documents.
       offload, optimizer: as the recipes' flags.
     """
@@ -100,14 +102,12 @@ def make_step(
     lr = LearningRate(1e-3, 10, 100)
     rule = make_optimizer(optimizer, lr, 0.1, 1.0, matrices=hidden_matrices(layout))
     function = TrainStep(layout, rule, lr, offload=offload)
-    example = one_row(config, seq_len, segments)
+    example = example or one_row(seq_len, segments)
     return Step(config, layout, function, function.abstract_state(), example)
 
 
-def one_row(config: Any, seq_len: int, segments: bool = False) -> dict[str, jax.ShapeDtypeStruct]:
-    """A row of a batch: of tokens, or an example of a model without them."""
-    if not config.shape.vocab_size:
-        return config.shape.example
+def one_row(seq_len: int, segments: bool = False) -> dict[str, jax.ShapeDtypeStruct]:
+    """A row of tokens."""
     row = jax.ShapeDtypeStruct((seq_len,), np.int32)
     return {"tokens": row, "targets": row} | ({"segment_ids": row} if segments else {})
 

@@ -14,6 +14,7 @@ from recipes.common.report.hlo import host_copies, sent_by_kind
 from recipes.common.runtime.flags import flag
 from recipes.common.runtime.mesh import make_mesh
 from recipes.common.runtime.terminal import print0
+from recipes.common.sharding.shape import trace_shape
 from recipes.common.train.offload import Offload
 from recipes.common.train.optimizer import OPTIMIZERS
 from recipes.instruments.bench.common import Table, machine, make_step, numbers, one_of
@@ -31,7 +32,7 @@ from zoo.config import Compute
 from zoo.transformer import SIZES
 
 ATTENTIVE = [
-    name for name in entries.ENTRIES if entries.zoo_file(name).Config.tiny().shape.attention
+    name for name, entry in entries.ENTRIES.items() if entry.data in ("data.text", "data.images")
 ]
 
 
@@ -53,7 +54,7 @@ def collectives(flags: CollectivesFlags) -> None:
     sizes = one_of("sizes", flags.sizes, zoo.SIZES)
     strategies = one_of("rules", flags.rules or ",".join(zoo.RULES), zoo.RULES)
     cases = [
-        (size, strategy, flags.axes(size, count, strategy, zoo))
+        (size, strategy, flags.axes(size, count, strategy, flags.entry))
         for size, count, strategy in itertools.product(sizes, chips, strategies)
     ]
     check_targets([flags.kind], chips)
@@ -77,13 +78,14 @@ def _collectives_row(
     dtype = "float32" if flags.kind == "cpu" else "bfloat16"  # XLA's CPU backend sends float32
     sizes, model_class = entries.zoo_file(flags.entry).SIZES, entries.model(flags.entry)
     config = dataclasses.replace(sizes[size](), dtype=dtype, remat=remat, matmul=flags.matmul)
-    is_text = config.shape.vocab_size > 0
-    positions = flags.seq_len if is_text else config.shape.positions  # of a row
+    shape = trace_shape(model_class, config)
+    is_text = shape.vocab_size > 0
+    positions = flags.seq_len if is_text else shape.positions  # of a row
     rows = max(flags.tokens * chips // positions, chips // model)
     rows = rows if is_text else rows // chips * chips
     length = positions if is_text else 0
     step = make_step(config, strategy, mesh, rows, length, True, model_class, flags.offload,
-                     flags.optimizer)  # fmt: skip
+                     flags.optimizer, None if is_text else entries.example(flags.entry, config))  # fmt: skip
     name = mesh_name(axes)
     compiled = compile_step(step, flags.kind, f"{size} {strategy} on {flags.kind} {name}")
     row = size, chips, strategy, name, remat, flags.matmul or "-"

@@ -20,6 +20,7 @@ from recipes.common.runtime.errors import UserError
 from recipes.common.runtime.flags import choose, flag
 from recipes.common.runtime.terminal import print0
 from recipes.common.sharding.layout import make_layout
+from recipes.common.sharding.shape import trace_shape
 from recipes.common.train.offload import Offload
 from recipes.common.train.optimizer import OPTIMIZERS
 from recipes.instruments.bench.common import Table, machine, make_step
@@ -100,11 +101,12 @@ def _axes(flags: CyclesFlags, devices: Devices) -> dict[str, int]:
 
 def _plan(flags: CyclesFlags, config: Any, axes: dict[str, int], devices: Devices) -> Estimate:
     """The planner's estimate for the step that the flags ask for. Raises UserError."""
-    changes = {"dtype": "bfloat16", "remat": flags.remat} if config.shape.dtype else {}
+    shape = trace_shape(entries.model(flags.entry), config)
+    changes = {"dtype": "bfloat16", "remat": flags.remat} if shape.dtype else {}
     config = replace(config, changes | read_set(type(config), flags.set, vars(flags)))
-    is_text = config.shape.vocab_size > 0
+    is_text = shape.vocab_size > 0
     length = flags.seq_len if is_text else 0
-    rows, over = divmod(flags.tokens * devices.count, length or config.shape.positions or 1)
+    rows, over = divmod(flags.tokens * devices.count, length or shape.positions)
     if over and is_text:
         raise UserError(
             f"--tokens={flags.tokens} on {devices.count} chips is not a whole number of rows of "
@@ -129,7 +131,7 @@ def _compile(flags: CyclesFlags, plan: Estimate) -> Program:
         step = make_step(
             layout.config, layout.strategy, topology(kind, dict(layout.mesh.shape)),
             layout.batch_size, layout.seq_len, True, entries.model(flags.entry), flags.offload,
-            flags.optimizer,
+            flags.optimizer, None if layout.seq_len else entries.example(flags.entry, layout.config),
         )  # fmt: skip
         name = f"{flags.size} {layout.strategy}"
         compiled = compile_step(step, kind, name)

@@ -14,7 +14,8 @@ from recipes.instruments.bench.common import Step, Table, machine, make_step, nu
 from recipes.instruments.bench.targets import TPUS, check_targets
 from recipes.instruments.plan.targets import TooLarge, compile_step, topology
 from recipes.instruments.plan.textbook import device_tokens, transfers
-from zoo.moe import REMAT, SIZES, Config, MoE
+from zoo.experts import EXPERT_REMAT
+from zoo.moe import SIZES, Config, MoE
 
 
 @dataclasses.dataclass(frozen=True)
@@ -29,7 +30,7 @@ class ExpertsFlags:
 
 def experts(flags: ExpertsFlags) -> None:
     sizes, chips = one_of("sizes", flags.sizes, SIZES), numbers("chips", flags.chips)
-    remats = one_of("remats", flags.remats, REMAT)
+    remats = one_of("remats", flags.remats, EXPERT_REMAT)
     for count in chips:
         if count % flags.expert:
             raise UserError(
@@ -92,7 +93,7 @@ def _flops(flags: ExpertsFlags, config: Config, chips: int) -> str:
         return "-"
     tokens = device_tokens(step.layout)
     table = step.config.vocab_size * config.embed
-    layer = step.config.shape.multiplied - table
+    layer = step.layout.shape.multiplied - table
     costs: Any = compiled.cost_analysis()
     counted = costs["flops"] - 8 * table * tokens
     return f"{counted / (6 * layer * tokens):.2f}"

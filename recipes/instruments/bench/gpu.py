@@ -22,7 +22,8 @@ from recipes.instruments.bench import gpu_trace, kernels, pytorch
 from recipes.instruments.bench.common import CONVENTION, Table, machine, numbers, one_of, version
 from recipes.instruments.bench.row import OUT_OF_MEMORY, TIMED, XLA_FLAGS, Result, Row, measure, run
 from zoo.kernels import KERNELS
-from zoo.transformer import REMAT, SIZES
+from zoo.stack import REMAT_POLICIES
+from zoo.transformer import SIZES
 
 Guesses = tuple[list[dict[str, Any]], list[int]]  # settings of our step, batches of PyTorch's
 
@@ -189,7 +190,7 @@ class Sweep:
             "attention": [] if flags.toy else self.kernels,
             "xla": one_of("xla", flags.xla, XLA_FLAGS),
             "batch": numbers("batches", flags.batches),
-            "remat": one_of("remats", flags.remats, REMAT),
+            "remat": one_of("remats", flags.remats, REMAT_POLICIES),
             "matmul": one_of("matmuls", flags.matmuls, ["int8", "fp8"]) if flags.matmuls else [],
             "offload": ["optimizer"] if flags.offload else [],
             "unroll": [1],

@@ -30,11 +30,12 @@ from recipes.instruments.plan.hardware import HARDWARE
 from recipes.instruments.plan.memory import kernel, memory_parts, on_host
 from recipes.instruments.plan.targets import DOES_NOT_FIT, TooLarge, compile_step, topology
 from zoo.config import Compute
-from zoo.transformer import REMAT, RULES, SIZES
+from zoo.stack import REMAT_POLICIES
+from zoo.transformer import RULES, SIZES
 
 Case = tuple[str, str, int]  # size, kind of chip, number of chips
 # Only sequence parallelism gathers activations: elsewhere, "gathered" is "full".
-POLICIES = [name for name in REMAT if name != "gathered"]
+POLICIES = [name for name in REMAT_POLICIES if name != "gathered"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -58,7 +59,7 @@ class MemoryFlags(MeshFlags, Offload):
 
 def memory(flags: MemoryFlags) -> None:
     sizes, kinds = one_of("sizes", flags.sizes, SIZES), one_of("kinds", flags.kinds, KINDS)
-    counts, remats = numbers("chips", flags.chips), one_of("remats", flags.remats, REMAT)
+    counts, remats = numbers("chips", flags.chips), one_of("remats", flags.remats, REMAT_POLICIES)
     meshes = [mesh_name(flags.axes(size, n, flags.rules)) for size in sizes for n in counts]
     check_targets(kinds, counts)
     cases = itertools.product(sizes, kinds, counts)
@@ -86,13 +87,13 @@ def _parts(flags: MemoryFlags, cases: Iterable[Case], remats: list[str]) -> None
 
 
 def _which(flags: MemoryFlags, cases: Iterable[Case], remats: list[str]) -> None:
-    """The first policy whose step fits; REMAT has them from least to most recomputation."""
+    """The first policy whose step fits; REMAT_POLICIES has them from least to most recomputation."""
     table = Table(
         "size", "chips", "attention", "remat", "matmul", "compiled peak", "next policy needs"
     )
     for size, kind, chips in cases:
         above, chosen, text = "-", "none of them fits", "-"
-        for remat in (remat for remat in REMAT if remat in remats):
+        for remat in (remat for remat in REMAT_POLICIES if remat in remats):
             step = _step(flags, size, kind, chips, remat)
             parts = memory_parts(step.layout, offload=flags.offload, optimizer=flags.optimizer)
             total = sum(parts.values())

@@ -23,9 +23,10 @@ from recipes.common.report import flops
 from recipes.common.report.kernel import attention_kernel
 from recipes.common.runtime.errors import UserError
 from recipes.common.runtime.mesh import arrange
+from recipes.common.sharding.shape import trace_shape
 from recipes.instruments.bench import gpu_trace, kernels, pytorch
 from recipes.instruments.bench.common import ONE_DEVICE, Training, make_step
-from zoo.transformer import SIZES
+from zoo.transformer import SIZES, Transformer
 
 XLA_FLAGS = {
     "default": "",
@@ -115,7 +116,9 @@ def _step(row: Row, steps: int, rounds: int, toy: bool) -> Result:
     given = mesh, row.batch, row.length(), row.segments
     step = make_step(config, ONE_DEVICE, *given, offload=row.offload)
     with step.layout.trace():
-        kernel = attention_kernel(config, row.length(), row.segments).kernel
+        kernel = attention_kernel(
+            config, step.layout.shape.attention, row.length(), row.segments
+        ).kernel
     start = time.perf_counter()
     compiled = step.compile()
     compiling = time.perf_counter() - start
@@ -179,7 +182,7 @@ def timed(run: Callable, wait: Callable, steps: int, rounds: int) -> float:
 
 def rates(row: Row, seconds: float, kind: str, memory: int | None) -> Result:
     """The figures of a step; MFU by both conventions if the device's peak is known."""
-    count = flops.decoder(SIZES[row.size()](), row.length(), row.batch)
+    count = flops.decoder(trace_shape(Transformer, SIZES[row.size()]()), row.length(), row.batch)
     result = {"ms": seconds * 1e3, "tokens_per_s": row.batch * row.length() / seconds}
     if peak := flops.chip(kind):
         result |= {f"mfu_{name}": number / seconds / peak for name, number in count.items()}

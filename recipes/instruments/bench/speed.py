@@ -14,6 +14,7 @@ from recipes.common.runtime.errors import UserError
 from recipes.common.runtime.flags import flag, split
 from recipes.common.runtime.mesh import make_mesh, parse
 from recipes.common.runtime.terminal import print0
+from recipes.common.sharding.shape import trace_shape
 from recipes.instruments.bench import pytorch
 from recipes.instruments.bench.common import (
     CONVENTION,
@@ -27,7 +28,8 @@ from recipes.instruments.bench.common import (
     one_of,
 )  # fmt: skip
 from zoo.attention import attend, make_positions
-from zoo.transformer import REMAT, RULES, SIZES, Config, Layer
+from zoo.stack import REMAT_POLICIES
+from zoo.transformer import RULES, SIZES, Config, Layer, Transformer
 
 
 def gpt2_10m() -> Config:
@@ -49,7 +51,10 @@ class CpuFlags:
 
 
 def cpu(flags: CpuFlags) -> None:
-    remats, unrolls = one_of("remats", flags.remats, REMAT), numbers("unrolls", flags.unrolls)
+    remats, unrolls = (
+        one_of("remats", flags.remats, REMAT_POLICIES),
+        numbers("unrolls", flags.unrolls),
+    )
     mesh, config = make_mesh("1"), Config.tiny() if flags.toy else gpt2_10m()
     B, T = flags.batch_size, flags.seq_len
     size = 256 if flags.toy else 4_096
@@ -57,7 +62,7 @@ def cpu(flags: CpuFlags) -> None:
     matmul = jax.jit(lambda x: x @ x)
     runs = {"matmul": lambda: matmul(square).block_until_ready()}
     work = {"matmul": 2.0 * size**3}
-    count = flops.decoder(config, T, B)
+    count = flops.decoder(trace_shape(Transformer, config), T, B)
     steps, parts = [], _parts(config, B, T)
     for remat, unroll in itertools.product(remats, unrolls):
         changed = dataclasses.replace(config, remat=remat, unroll=unroll)

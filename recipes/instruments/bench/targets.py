@@ -3,16 +3,16 @@
 import dataclasses
 import itertools
 import math
-from typing import Any
 
+from recipes.common import entries
 from recipes.common.runtime.errors import UserError
 from recipes.common.runtime.flags import flag
 from recipes.common.runtime.mesh import describe
 from recipes.common.sharding.rules import used_axes
+from recipes.common.sharding.shape import trace_shape
 from recipes.instruments.bench.common import version
 from recipes.instruments.plan.hardware import NODE, USABLE
 from recipes.instruments.plan.targets import missing_compiler
-from zoo import transformer
 
 TPUS = {kind: (16, 256) for kind in ("v4", "v5e", "v5p", "v6e")}  # kind → numbers of chips
 GPUS = ("h100", "h200")
@@ -50,16 +50,16 @@ class MeshFlags:
     seq: int = flag(4, "Chips along seq, if the rules use it.", at_least=1)
     expert: int = flag(8, "Chips along expert, if the rules use it.", at_least=1)
 
-    def axes(self, size: str, chips: int, strategy: str, zoo: Any = transformer) -> dict[str, int]:
-        """Mesh axis → chips along it. Raises UserError if the number of chips does not allow it.
-
-        Args:
-          zoo: the model's zoo file.
-        """
+    def axes(
+        self, size: str, chips: int, strategy: str, entry: str = "transformer"
+    ) -> dict[str, int]:
+        """Mesh axis → chips along it. Raises UserError if the number of chips does not allow it."""
+        zoo = entries.zoo_file(entry)
         used, inner, stated = used_axes(zoo.RULES[strategy]), {}, []
         groups = "fsdp" in used
         along = {axis: getattr(self, axis) for axis in ("pipe", "seq", "expert") if axis in used}
-        heads = zoo.SIZES[size]().shape.attention.kv_heads
+        shape = trace_shape(entries.model(entry), zoo.SIZES[size]())
+        heads = shape.attention.kv_heads if shape.attention else 1
         model = self.model or (
             1 if groups else math.gcd(8, heads, max(chips // math.prod(along.values()), 1))
         )

@@ -15,6 +15,7 @@ from recipes.common import checkpoint, entries
 from recipes.common.runtime import UserError, describe, flag, print0
 from recipes.common.runtime.mesh import parse
 from recipes.common.sharding import rules as sharding_rules
+from recipes.common.sharding.shape import trace_shape
 from recipes.common.storage import folders
 from recipes.instruments.explore import export as explorer
 from recipes.instruments.plan.hardware import HARDWARE
@@ -82,7 +83,8 @@ def of_flags(flags: Flags) -> explorer.Shown:
             f"try --mesh={MOST_DEVICES}"
         )
     mesh = AbstractMesh(tuple(axes.values()), tuple(axes))
-    rules, table = sharding_rules.select(zoo, flags.rules, mesh)
+    names = entries.model(flags.entry).axes
+    rules, table = sharding_rules.select(zoo.RULES, names, flags.rules, mesh)
     batch = flags.batch_size, flags.seq_len
     mesh_text = describe(axes)
     return explorer.Shown(flags.entry, size, flags.device, count, mesh_text, rules, *batch, table)
@@ -95,9 +97,12 @@ def of_run(flags: Flags) -> explorer.Shown:
         raise UserError(f"--from={flags.from_} is not a run of this project; use a run's workdir")
     source = checkpoint.open_checkpoint(path)  # an adapter as it was trained, not merged
     saved, config = source.metadata, checkpoint.config_of(source)
-    table = dict.fromkeys(entries.zoo_file(saved["entry"]).LOGICAL_AXES)  # an older one lacks some
+    table = dict.fromkeys(
+        entries.model(saved["entry"]).axes.logical_axes
+    )  # an older one lacks some
     table |= saved["rules"]["table"]
-    on_cpu = config.shape.dtype in (None, "float32")
+    shape = trace_shape(entries.model(saved["entry"]), config)
+    on_cpu = shape.dtype in (None, "float32")
     return explorer.Shown(
         entry=saved["entry"],
         size=explorer.RUN,

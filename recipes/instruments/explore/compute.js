@@ -10,7 +10,7 @@ function toPython(x) {
 
 for (const [name, entry] of Object.entries(DATA.entries)) {
   entry.zoo = Object.fromEntries(Object.entries(entry.tables).map(([table, value]) => [table, toPython(value)]));
-  entry.zoo.AXES = python.evaluate(entry.axes);
+  entry.zoo.names = python.evaluate(entry.names);
   natives.modules.set(name, entry.zoo);
 }
 
@@ -20,7 +20,7 @@ function modelOf(entry, size) {
   const ofKinds = (value) => new Dict(Object.entries(weights).map(([kind, all]) => [kind, new Dict(all.map(value))]));
   const leaf = (shape, itemsize) => ({ shape, size: shape.reduce((a, b) => a * b, 1), dtype: { itemsize } });
   const shapes = ofKinds(([path, shape, , itemsize]) => [path, leaf(shape, itemsize)]);
-  const abstract = { shapes, axes: ofKinds(([path, , axes]) => [path, axes]) };
+  const abstract = { shapes, axes: ofKinds(([path, , axes]) => [path, axes]), names: DATA.entries[entry].zoo.names };
   return Object.assign(() => abstract, { __module__: entry });
 }
 
@@ -62,8 +62,8 @@ function layoutOf({ entry, size, strategy, mesh, chip, batch, seq }) {
 function restricted(layout, wanted) {
   const filtered = (all) => new Dict(all.pairs().filter(([path]) => wanted(path)));
   const some = (tree) => new Dict(tree.pairs().map(([kind, all]) => [kind, filtered(all)]));
-  const { shapes, axes } = layout.model;
-  return Object.assign([], layout, { model: { shapes: some(shapes), axes: some(axes) } });
+  const { shapes, axes, names } = layout.model;
+  return Object.assign([], layout, { model: { shapes: some(shapes), axes: some(axes), names } });
 }
 
 /** Everything that a device sends in a step. */
@@ -79,8 +79,8 @@ function memoryOf(layout) {
 
 /** An array's mesh axes by dim; `how`: a weight's "use" or "rest", else that of an activation. */
 function specOf(layout, axes, how) {
-  const { zoo, rules, uneven } = layout;
-  const names = how === "use" ? axes.map((axis) => zoo.IN_USE.get(axis, axis)) : axes;
+  const { rules, uneven } = layout;
+  const names = how === "use" ? axes.map((axis) => layout.model.names.in_use.get(axis, axis)) : axes;
   const skipped = how === "rest" ? uneven.keys().map((axis) => [axis, null]) : [];
   const applied = new Dict([...rules.pairs(), [null, null], ...skipped]);
   return call("partition_spec", [names, applied]).map((target) => (target === null ? [] : [target].flat()));

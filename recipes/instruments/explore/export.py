@@ -22,17 +22,18 @@ import numpy as np
 from flax import nnx
 from jax.sharding import AbstractDevice, AbstractMesh, AxisType
 
+from recipes.common import entries
 from recipes.common.report.report import size
 from recipes.common.runtime import describe
 from recipes.common.sharding import layout as layouts
 from recipes.common.sharding import rules as sharding_rules
 from recipes.common.sharding.abstract import AbstractModel, abstract_model, paths
 from recipes.common.sharding.rules import Rules
+from recipes.common.sharding.shape import Shape, shape_of
 from recipes.instruments.explore.portable import Library
 from recipes.instruments.plan import memory, search, textbook
 from recipes.instruments.plan.hardware import HARDWARE, USABLE
-from zoo.shape import Shape
-from zoo.sharding import optimizer_axis
+from zoo.sharding import AxisNames, optimizer_axis
 
 ASSETS = pathlib.Path(__file__).parent
 ROOT = pathlib.Path(__file__).parents[3]
@@ -115,21 +116,19 @@ def tables(model: type, library: Library) -> dict[str, Any]:
     zoo = sys.modules[model.__module__]
     return {
         "tables": {
-            "LOGICAL_AXES": zoo.LOGICAL_AXES,
-            "IN_USE": zoo.IN_USE,
             "RULES": dict(zoo.RULES),  # `page` may add one
         },
-        "axes": library.add(zoo.AXES),
-        "causes": causes(zoo),
+        "names": library.add(model.axes),
+        "causes": causes(zoo, model.axes),
         "sizes": {name: arrays(model, config(), library) for name, config in zoo.SIZES.items()},
     }
 
 
 def arrays(model: type, config: Any, library: Library) -> dict[str, Any]:
     """A size's config, as nodes for python.js, and the logical axes and shapes of its arrays."""
-    zoo = sys.modules[model.__module__]
     abstract = abstract_model(lambda: model(config, rngs=nnx.Rngs(0)))
-    read = vars(config) | {"shape": config.shape}
+    shape = shape_of(abstract, config)
+    read = vars(config) | {"shape": shape}
     entry = {
         "config": {name: library.add(value) for name, value in read.items()},
         "weights": {
@@ -139,28 +138,31 @@ def arrays(model: type, config: Any, library: Library) -> dict[str, Any]:
             ]
             for kind, tree in abstract.shapes.items()
         },
-        "activations": activations(zoo, abstract, _batch(config.shape)),
-        "has_rows": config.shape.vocab_size > 0,
+        "activations": activations(
+            abstract, _batch(model.__module__.rpartition(".")[2], config, shape)
+        ),
+        "has_rows": shape.vocab_size > 0,
     }
-    if config.shape.attention and config.shape.attention.cached:
-        entry["cache"] = cache(zoo, abstract)
+    if shape.attention and shape.attention.cached:
+        entry["cache"] = cache(abstract)
     return entry
 
 
-def activations(zoo: Any, abstract: AbstractModel, batch: dict[str, Any]) -> list[Array]:
+def activations(abstract: AbstractModel, batch: dict[str, Any]) -> list[Array]:
     """The activations that the loss shards, as traced: those with a name for each dim.
 
     A dim of 0 stands for the batch's rows, and one of -1 for a row's positions.
     """
-    inside, *between = zoo.AXES.positions or ("",)
+    names = abstract.names
+    inside, *between = names.positions or ("",)
     tied = {axis: (axis, inside) for axis in between}  # a shard_map needs all axes of T
 
     def loss(variables, batch):
         return abstract.merge(variables).loss(**batch)[0]
 
-    with _axes_as_mesh(zoo, AxisType.Auto, {}, tied):
+    with _axes_as_mesh(names, AxisType.Auto, {}, tied):
         traced = jax.make_jaxpr(loss)(abstract.shapes, batch)
-    rows = dict.fromkeys(zoo.AXES.positions, -1) | {"batch": 0}
+    rows = dict.fromkeys(names.positions, -1) | {"batch": 0}
     arrays = [
         _named(spec, shape, rows)
         for spec, shape in _constraints(traced.jaxpr)
@@ -169,11 +171,12 @@ def activations(zoo: Any, abstract: AbstractModel, batch: dict[str, Any]) -> lis
     return [*dict.fromkeys(array for array in arrays if array[0][0] == "batch")]
 
 
-def cache(zoo: Any, abstract: AbstractModel) -> list[Array]:
+def cache(abstract: AbstractModel) -> list[Array]:
     """The keys and values that generation keeps; a dim of 0 or -1 as in `activations`."""
-    known, positions = zoo.LOGICAL_AXES, zoo.AXES.positions
+    names = abstract.names
+    known, positions = names.logical_axes, names.positions
     elsewhere = {a for a, on in known.items() if on in ("weights", "both", "stack")}
-    (slots,) = known.keys() - elsewhere - {"batch", *positions, *zoo.IN_USE.values()}
+    (slots,) = known.keys() - elsewhere - {"batch", *positions, *names.in_use.values()}
     rules = {axis: None for axis, on in known.items() if on in ("weights", "stack")}
     # Explicit axes must agree: an array's heads are queries' or keys', its T positions or slots.
     rules |= dict.fromkeys(positions) | {textbook.HEADS: memory.KV_HEADS}
@@ -182,7 +185,7 @@ def cache(zoo: Any, abstract: AbstractModel) -> list[Array]:
         return abstract.merge(variables).prefill(tokens, lengths, LENGTH)[1]
 
     tokens, lengths = (jax.ShapeDtypeStruct(dims, np.int32) for dims in ((ROWS, LENGTH), (ROWS,)))
-    with _axes_as_mesh(zoo, AxisType.Explicit, {slots: 2}, rules):
+    with _axes_as_mesh(names, AxisType.Explicit, {slots: 2}, rules):
         kept = jax.eval_shape(prefill, abstract.shapes, tokens, lengths)
     return [_named(x.sharding.spec, x.shape, {"batch": 0, slots: -1}) for x in (kept.k, kept.v)]
 
@@ -192,11 +195,13 @@ def _named(spec: Any, shape: tuple[int, ...], stand_ins: dict[str, int]) -> Arra
     return axes, tuple(stand_ins.get(axis, n) for axis, n in zip(axes, shape, strict=True))
 
 
-def _batch(shape: Shape) -> dict[str, jax.ShapeDtypeStruct]:
+def _batch(entry: str, config: Any, shape: Shape) -> dict[str, jax.ShapeDtypeStruct]:
     """The arguments of a model's loss."""
     row = jax.ShapeDtypeStruct((LENGTH,), np.int32)
-    example = {"tokens": row, "targets": row} if shape.vocab_size else shape.example
-    return {name: x.update(shape=(ROWS, *x.shape)) for name, x in example.items()}
+    example = (
+        {"tokens": row, "targets": row} if shape.vocab_size else entries.example(entry, config)
+    )
+    return {name: jax.ShapeDtypeStruct((ROWS, *x.shape), x.dtype) for name, x in example.items()}
 
 
 def _constraints(jaxpr: Any) -> Iterator[tuple[tuple, tuple[int, ...]]]:
@@ -214,20 +219,22 @@ def _is_jaxpr(value: Any) -> bool:
 
 
 @contextlib.contextmanager
-def _axes_as_mesh(zoo: Any, kind: AxisType, sizes: Mapping[str, int], rules: dict[str, Any]):
+def _axes_as_mesh(
+    names: AxisNames, kind: AxisType, sizes: Mapping[str, int], rules: dict[str, Any]
+):
     """A context to trace in, whose mesh axes are the logical axes: specs name these.
 
     Args:
       sizes: of the axes that have more than one device.
       rules: of the axes that are not mapped to themselves alone.
     """
-    names = tuple(zoo.LOGICAL_AXES)
+    axes = tuple(names.logical_axes)
     mesh = AbstractMesh(
-        tuple(sizes.get(name, 1) for name in names), names, axis_types=(kind,) * len(names),
+        tuple(sizes.get(name, 1) for name in axes), axes, axis_types=(kind,) * len(axes),
         abstract_device=AbstractDevice("cpu", None, "cpu"),
     )  # fmt: skip
-    rules = {name: name for name in names} | rules
-    for axis, other in zoo.AXES.within.items():
+    rules = {axis: axis for axis in axes} | rules
+    for axis, other in names.within.items():
         rules[other] = (other, axis)
     with jax.sharding.use_abstract_mesh(mesh), nnx.logical_axis_rules(tuple(rules.items())):
         yield
@@ -280,13 +287,13 @@ class Source:
                 yield value, target.id, self.above(node.lineno), keys
 
 
-def causes(zoo: types.ModuleType) -> dict[str, Any]:
+def causes(zoo: types.ModuleType, names: AxisNames) -> dict[str, Any]:
     """Where each rule of each strategy stands: {"rows": …, "strategies": name → axis → its row}.
 
     A strategy is a union of the tables whose rules it all has. An axis that is in none of them, such
     as the experts' D, is split as another one is: its row is that of the other.
     """
-    known = zoo.LOGICAL_AXES | {optimizer_axis(axis): "optimizer" for axis in zoo.LOGICAL_AXES}
+    known = names.logical_axes | {optimizer_axis(axis): "optimizer" for axis in names.logical_axes}
     tables_of_rows: dict[tuple, dict[str, Any]] = {}  # row → the table that it is in
     own = Source(zoo)
     for source in (own, *own.imported()):

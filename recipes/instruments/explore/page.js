@@ -181,14 +181,14 @@ const table = (caption, heads, rows) => scroll(caption, h("table", {}, h("captio
 
 /** The rule that each dim of the array follows, and the line of the zoo where it stands. */
 function rules({ layout, array, how, spec, chosen }) {
-  const { zoo } = layout, { rows, strategies } = DATA.entries[chosen.entry].causes, causes = strategies[chosen.strategy] ?? {};
+  const { zoo } = DATA.entries[chosen.entry], { rows, strategies } = DATA.entries[chosen.entry].causes, causes = strategies[chosen.strategy] ?? {};
   return table("The array's dims, and the rule behind each", ["Dim", "Parts", "Rule"], array.axes.map((rest, i) => {
-    const axis = how === "use" ? zoo.IN_USE.get(rest, rest) : rest, row = rows[causes[axis]];
+    const axis = how === "use" ? zoo.names.in_use.get(rest, rest) : rest, row = rows[causes[axis]];
     const target = axis && zoo.RULES.get(chosen.strategy).get(axis), parts = spec[i].reduce((n, each) => n * layout.mesh.shape.get(each), 1);
     const rule = h("code", {}, `${row?.[0] ? `${row[0]}: ` : ""}"${axis}": ${JSON.stringify(target)}`);
     const why = !axis ? "has no logical axis" : target ? [rule, " ", row && [prose(row[4]), " ", link(row)]]
       : axis === rest ? "no rule of this strategy splits it" : `${rest} at rest, ${axis} in use: gathered`;
-    const uneven = zoo.AXES.uneven.get(axis) === "padded" ? "whole at rest and padded in use" : "replicated";
+    const uneven = zoo.names.uneven.get(axis) === "padded" ? "whole at rest and padded in use" : "replicated";
     return h("tr", {}, h("th", { scope: "row" }, h("code", {}, axis ?? "—"), h("br"), comma(array.shape[i])),
       h("td", {}, parts > 1 ? `${parts} parts over ${over(spec[i])}` : "whole"),
       h("td", {}, why, target && !spec[i].length && ` Not divisible by its mesh axes, so ${uneven}.`));
@@ -213,7 +213,7 @@ function layer({ layout, chosen, sent }) {
   const stacked = weights.filter(([, , axes]) => axes[0] === stack), groups = new Map();
   for (const [path, , axes] of stacked.length ? stacked : weights) {
     const [first, second] = path.split("/"), name = stacked.length || /^\d+$/.test(second) ? `${first}/${second}` : first;
-    if (/\/[1-9]\d*$/.test(name) || !axes.some((axis) => layout.zoo.IN_USE.has(axis))) continue; // blocks after the first; norms
+    if (/\/[1-9]\d*$/.test(name) || !axes.some((axis) => layout.model.names.in_use.has(axis))) continue; // blocks after the first; norms
     groups.set(name, [...(groups.get(name) ?? []), [path, axes]]);
   }
   const found = [...groups].map(([name, members]) => {
@@ -222,8 +222,8 @@ function layer({ layout, chosen, sent }) {
     const own = sentBy(restricted(layout, inside));
     const of = (purpose, label) => own.filter((transfer) => transfer.purpose === purpose).map((transfer) => ({ label, transfer }));
     const last = (from) => [...new Set(from.map(([path]) => path.replace(/\/kernel$/, "").split("/").at(-1)))].join(", ");
-    const matrices = members.filter(([, axes]) => axes.some((axis) => layout.zoo.IN_USE.has(axis)));
-    const out = ([, axes]) => layout.zoo.IN_USE.has(axes.at(-1));
+    const matrices = members.filter(([, axes]) => axes.some((axis) => layout.model.names.in_use.has(axis)));
+    const out = ([, axes]) => layout.model.names.in_use.has(axes.at(-1));
     const matmul = (from) => (from.length ? [{ label: "matmul", detail: last(from) }] : []);
     const steps = [
       ...of("weights", "gather weights"),

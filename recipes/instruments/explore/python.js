@@ -155,6 +155,7 @@ const natives = {
   // ours
   UserError: plain((message) => new PythonError(message)),
   abstract_model: plain((build) => build([], {})),
+  shape_of: plain((model, config) => config.shape),
   paths: plain((tree) => tree),
   trace: null, // a `with` statement enters it
   Path: null, // never reached: the page's rules are in no file

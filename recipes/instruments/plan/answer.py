@@ -258,7 +258,7 @@ def as_json(plan: Plan, entry: str, size_name: str, most: int) -> dict[str, Any]
         "left_out": {RULES_OUT[k]: n for k, n in plan.left_out.items() if n},
         "candidates": ranked,
         "why": why_first(plan) if best else None,
-        "command": command(entry, size_name, best) if best else None,
+        "command": command(entry, size_name, best) if best and not plan.job.rules else None,
     }
 
 

@@ -14,6 +14,7 @@ from typing import Any
 
 import jax
 import numpy as np
+from flax import nnx
 from jax.sharding import AbstractDevice
 
 from recipes.common import contexts, entries
@@ -22,8 +23,8 @@ from recipes.common.report import report
 from recipes.common.report.hlo import sent_by_kind
 from recipes.common.runtime import UserError, flag, print0
 from recipes.common.runtime.flags import choose
-from recipes.common.sharding import make_layout
-from recipes.common.sharding.rules import check_length
+from recipes.common.sharding import AbstractModel, abstract_model, make_layout
+from recipes.common.sharding.shape import check_length, shape_of
 from recipes.common.train.offload import Offload
 from recipes.common.train.optimizer import (
     OPTIMIZERS,
@@ -44,6 +45,7 @@ from recipes.instruments.plan.cycles import (
 )
 from recipes.instruments.plan.estimate import Estimate, estimate
 from recipes.instruments.plan.hardware import Devices, parse_devices
+from recipes.instruments.plan.own_model import own_model
 from recipes.instruments.plan.search import Change, Job, Plan, cheapest_change, search
 from recipes.instruments.plan.targets import TooLarge, compile_step, missing_compiler, topology
 from zoo.config import Compute
@@ -55,6 +57,21 @@ SAY_SECONDS = 30  # between lines while the compiler works
 class Flags(Offload):
     entry: str = flag("transformer", "Zoo entry.", group="model", choices=entries.ENTRIES)
     size: str = flag("small", "Size of the model, a key of its zoo file's SIZES.", group="model")
+    model: str = flag(
+        "", "FILE.py:NAME of your own nnx.Module, in place of --entry.", group="model"
+    )
+    config: str = flag(
+        "", "Size of your model, a classmethod of the class Config in its file; empty: it is built from "
+        "rngs alone.", group="model",
+    )  # fmt: skip
+    rules: str = flag(
+        "", "FILE.py:NAME of your model's sharding rules; empty: RULES in its file.", group="model"
+    )
+    loss: str = flag("", "FILE.py:NAME of your model's loss; empty: its method.", group="model")
+    batch: str = flag(
+        "", "FILE.py:NAME of a function that returns a batch; empty: tokens, for language models.",
+        group="data",
+    )  # fmt: skip
     devices: str = flag(
         "cpu:8", "Kind and number of devices: v5p:64; v5e:256x2, two slices of 256; h100:16, two nodes "
         "of 8.",
@@ -76,29 +93,37 @@ class Flags(Offload):
 def main(flags: Flags) -> None:
     # ---- Input: checked before anything is computed ----------------------------------------------
     devices, zoo = parse_devices(flags.devices), entries.zoo_file(flags.entry)
-    flags = dataclasses.replace(flags, size=choose("size", flags.size, zoo.SIZES))
+    if flags.model:
+        name = flags.model.rpartition(":")[2]
+        flags = dataclasses.replace(flags, entry=name, size=flags.config)
+    else:
+        check_own(flags)
+        flags = dataclasses.replace(flags, size=choose("size", flags.size, zoo.SIZES))
     page = pathlib.Path(flags.html).expanduser()
     if flags.html and not page.parent.is_dir():
         raise UserError(f"--html={flags.html}: there is no folder {page.parent}; make it first")
-    if flags.confirm and not zoo.SIZES[flags.size]().shape.vocab_size:
+    jax.config.update("jax_platforms", "cpu")  # the devices need not exist
+    job, abstract, assumed = make_job(flags, devices)
+    if flags.confirm and flags.model:
+        raise UserError("--confirm compiles entries of the zoo, and --model is none; leave it out")
+    if flags.confirm and not shape_of(abstract, job.config).vocab_size:
         raise UserError(
             f"--confirm compiles language models, and {flags.entry} is none; leave it out"
         )
-    jax.config.update("jax_platforms", "cpu")  # the devices need not exist
-    job = make_job(flags, devices)
 
     # ---- Every mesh and strategy, by arithmetic --------------------------------------------------
-    plan = search(job, devices)
+    plan = search(job, devices, abstract)
     if not plan.ranked:
         raise UserError(no_mesh(plan, flags))
     change = None if plan.best else cheapest_change(plan)
     say = (lambda *_: None) if flags.json else print0
-    long = contexts.beyond(flags.entry, flags.size, job.seq_len)
+    long = assumed + contexts.beyond(flags.entry, flags.size, job.seq_len)
     ranked = answer.distinct(plan.ranked)[: flags.top]
     say(*answer.table(ranked), "", *long, *answer.notes(plan), "")
     if plan.best:
         say(answer.why_first(plan), "", *answer.why_others_lose(plan), "")
-        say(answer.command(flags.entry, flags.size, plan.best))
+        if not flags.model:
+            say(answer.command(flags.entry, flags.size, plan.best))
     else:
         say(*answer.why_others_lose(plan), "")
         say(_what_would_fit(change))
@@ -115,11 +140,28 @@ def main(flags: Flags) -> None:
         print0(json.dumps(results, indent=1))
 
 
-def make_job(flags: Flags, devices: Devices) -> Job:
-    """The model and the batch that the flags ask for. Raises UserError if they can't be planned."""
-    zoo = entries.zoo_file(flags.entry)
-    config = zoo.SIZES[flags.size]()
-    shape = config.shape
+def check_own(flags: Flags) -> None:
+    """Raises UserError if flags of a user's own model are given without it."""
+    for name in ("config", "rules", "loss", "batch"):
+        if value := getattr(flags, name):
+            raise UserError(
+                f"--{name}={value} is for a model of your own; add --model=FILE.py:NAME"
+            )
+
+
+def make_job(flags: Flags, devices: Devices) -> tuple[Job, AbstractModel, list[str]]:
+    """The model and the batch that the flags ask for, the model as traced, and what is assumed of it.
+
+    Raises UserError if they can't be planned.
+    """
+    if flags.model:
+        own = own_model(flags.model, flags.config, flags.rules, flags.loss, flags.batch)
+        model, config, abstract, rules, assumed = own
+    else:
+        model, rules, assumed = entries.model(flags.entry), None, []
+        config = entries.zoo_file(flags.entry).SIZES[flags.size]()
+        abstract = abstract_model(lambda: model(config, rngs=nnx.Rngs(0)))
+    shape = shape_of(abstract, config)
     if shape.dtype:
         dtype = "float32" if devices.kind == "cpu" else "bfloat16"
         config = dataclasses.replace(config, dtype=dtype)
@@ -133,7 +175,7 @@ def make_job(flags: Flags, devices: Devices) -> Job:
         check_matmul(flags.matmul, device)
         config = dataclasses.replace(config, matmul=flags.matmul)
     length = flags.seq_len if shape.vocab_size else 0
-    check_length(config, length)
+    check_length(shape, length)
     tokens = 16 * devices.count * max(length, 1)
     if flags.batch_tokens:
         number = re.fullmatch(r"(\d{1,15})([KM]?)", flags.batch_tokens.upper())
@@ -149,7 +191,8 @@ def make_job(flags: Flags, devices: Devices) -> Job:
             f"--batch_tokens={flags.batch_tokens} is not a whole number of rows of "
             f"--seq_len={length}; try --batch_tokens={suggestion}"
         )
-    return Job(entries.model(flags.entry), config, rows, length, flags.offload, flags.optimizer)
+    job = Job(model, config, rows, length, flags.offload, flags.optimizer, rules)
+    return job, abstract, assumed
 
 
 def _what_would_fit(change: Change | None) -> str:
@@ -190,11 +233,10 @@ class Program:
         return self.function.lower(self.abstract, self.example).compile()
 
 
-def make_program(candidate: Estimate) -> Program:
+def make_program(model: type, candidate: Estimate) -> Program:
     """The train step of a candidate."""
     estimated, devices = candidate.layout, candidate.devices
     mesh = topology(devices.kind, dict(estimated.mesh.shape), devices.groups)
-    model = entries.model(estimated.zoo.__name__.rpartition(".")[2])
     layout = make_layout(
         model, estimated.config, mesh, estimated.strategy,
         batch_size=estimated.batch_size, microbatches=candidate.accumulate,
@@ -229,7 +271,10 @@ def confirm(plan: Plan, flags: Flags, say) -> list[dict[str, Any]]:
             what = f"{candidate.layout.strategy} on {answer.mesh_of(candidate)}"
             _progress(f"{what}: compiling, {number} of {len(candidates)}; Ctrl-C stops")
             rows.append(
-                _in_background(lambda x=candidate: _confirm(x, flags.confirm_layers, files), what)
+                _in_background(
+                    lambda x=candidate: _confirm(plan.job.model, x, flags.confirm_layers, files),
+                    what,
+                )
             )
             say(_line(rows[-1]))
     except KeyboardInterrupt:
@@ -239,7 +284,7 @@ def confirm(plan: Plan, flags: Flags, say) -> list[dict[str, Any]]:
     return rows
 
 
-def _confirm(candidate: Estimate, layers: int, files: pathlib.Path) -> dict[str, Any]:
+def _confirm(model: type, candidate: Estimate, layers: int, files: pathlib.Path) -> dict[str, Any]:
     """A candidate's estimated and compiled costs.
 
     Args:
@@ -247,7 +292,6 @@ def _confirm(candidate: Estimate, layers: int, files: pathlib.Path) -> dict[str,
     """
     if layers:
         config = dataclasses.replace(candidate.layout.config, num_layers=layers)
-        model = entries.model(candidate.layout.zoo.__name__.rpartition(".")[2])
         shallow = make_layout(model, config, candidate.layout.mesh, candidate.layout.strategy)
         layout = dataclasses.replace(candidate.layout, config=config, model=shallow.model)
         candidate = estimate(
@@ -259,7 +303,7 @@ def _confirm(candidate: Estimate, layers: int, files: pathlib.Path) -> dict[str,
         )
     name = f"{candidate.layout.strategy} on {answer.mesh_of(candidate)}"
     costs = answer.to_json(candidate)
-    compiled = compile_step(make_program(candidate), candidate.devices.kind, name)
+    compiled = compile_step(make_program(model, candidate), candidate.devices.kind, name)
     if isinstance(compiled, TooLarge):
         return costs | {
             "compiled_memory": compiled.bytes, "compiled_sent": None, "compiled_seconds": None,

@@ -21,6 +21,7 @@ from jax.sharding import AbstractDevice, AbstractMesh, AxisType
 from recipes.common.report import flops
 from recipes.common.runtime import slices
 from recipes.common.sharding.layout import Layout
+from recipes.common.sharding.shape import AttentionShape, Shape
 from recipes.instruments.plan.calibration import FACTORS, FILL, LOWER_BOUND
 from recipes.instruments.plan.hardware import USABLE, Devices
 from recipes.instruments.plan.memory import (
@@ -42,7 +43,6 @@ from recipes.instruments.plan.textbook import (
 )
 from zoo.kernels import block_of
 from zoo.pipeline import microbatches
-from zoo.shape import AttentionShape, Shape
 from zoo.sharding import device
 from zoo.splash import visited_blocks
 from zoo.strategies import RESIDUAL_SEQ
@@ -215,7 +215,7 @@ def _work(layout: Layout) -> Work:
         low = _in_low_precision(shape, useful, 0)
         return Work(useful=useful, matmuls=useful - low, low=low, attention=0.0)
     tokens = layout.batch_size * layout.seq_len
-    useful = flops.decoder(layout.config, layout.seq_len, layout.batch_size)["causal"]
+    useful = flops.decoder(shape, layout.seq_len, layout.batch_size)["causal"]
     # FLOPs per weight and position. Frozen weights have no gradients.
     each = 4 if shape.adapters else 6
     logits = 1 + shape.mtp_layers  # times that a position has them

@@ -10,9 +10,9 @@ from recipes.common.sharding.abstract import paths
 from recipes.common.sharding.layout import Layout
 from recipes.common.sharding.matrices import matrix_sides
 from recipes.common.sharding.rules import count_shards
+from recipes.common.sharding.shape import AttentionShape, LayerShape, RecurrenceShape
 from zoo.context import choose_exchange
 from zoo.pipeline import microbatches
-from zoo.shape import AttentionShape, LayerShape, RecurrenceShape
 from zoo.sharding import optimizer_axes
 from zoo.splash import count_partial_gradients
 from zoo.strategies import HEADS, KV_HEADS, LAYERS, MLP, RESIDUAL_SEQ, VOCAB
@@ -66,13 +66,13 @@ def weights(layout: Layout) -> Weights:
                 split = [count_shards(rest, axis, sizes) for axis in optimizer_axes(axes, rest)]
                 params += at_rest
                 state += in_total / math.prod(split)
-                if matrix_sides(axes, layout.zoo.IN_USE):
+                if matrix_sides(axes, layout.names.in_use):
                     hidden += in_total / math.prod(split)
                 stacked += in_total / math.prod(split) * (LAYERS in axes)
             else:
                 frozen += at_rest
-            use = [layout.zoo.IN_USE.get(axis, axis) for axis in axes]
-            if set(use) & {*layout.zoo.IN_USE.values()}:
+            use = [layout.names.in_use.get(axis, axis) for axis in axes]
+            if set(use) & {*layout.names.in_use.values()}:
                 over = layout.count_shards(*(axis for axis in use if axis != LAYERS))
                 used = leaf.size / over * width
                 layer += used / stacked_layers if LAYERS in axes else 0
@@ -297,7 +297,7 @@ def _of_examples(layout: Layout, accumulate: int, sizes: Weights) -> dict[str, f
     for path, axes in paths(layout.model.axes["params"]).items():
         dims = paths(layout.model.shapes["params"])[path].shape
         if len(axes) > 1:
-            use = layout.zoo.IN_USE.get(axes[-1], axes[-1])
+            use = layout.names.in_use.get(axes[-1], axes[-1])
             layers = dims[0] if LAYERS in axes else 1
             outputs += layers * dims[-1] / layout.count_shards(use)
     return {
@@ -309,8 +309,11 @@ def _of_examples(layout: Layout, accumulate: int, sizes: Weights) -> dict[str, f
 
 def kernel(layout: Layout, segments: bool = True) -> str:
     """The kernel of a step's attention."""
+    attention = layout.shape.attention
+    if attention is None:
+        return "none"
     with layout.trace():
-        return attention_kernel(layout.config, layout.seq_len, segments).kernel
+        return attention_kernel(layout.config, attention, layout.seq_len, segments).kernel
 
 
 def compute_bytes(layout: Layout) -> int:

@@ -69,7 +69,7 @@ def page(plan: Plan, shown: list[Estimate], entry: str, size_name: str) -> str:
     flags = "".join(
         f"<span>{html.escape(word)}</span> " for word in command(entry, size_name, best).split()
     )
-    run = f"<pre>{flags.rstrip()}</pre>" if plan.best else ""
+    run = f"<pre>{flags.rstrip()}</pre>" if plan.best and not plan.job.rules else ""
     sent: list[dict[str, float]] = [
         {f"inside {where}s": x.links, f"between {where}s": x.network} for x in shown
     ]

@@ -14,6 +14,7 @@ from recipes.common.sharding import rules as sharding_rules
 from recipes.common.sharding.abstract import AbstractModel, abstract_model
 from recipes.common.sharding.layout import Layout
 from recipes.common.sharding.rules import Rules, used_axes
+from recipes.common.sharding.shape import shape_of
 from recipes.instruments.plan.estimate import Estimate, abstract_mesh, estimate
 from recipes.instruments.plan.hardware import USABLE, Devices
 from zoo.strategies import RESIDUAL_SEQ, SEQ
@@ -38,10 +39,11 @@ class Job(NamedTuple):
     seq_len: int  # 0: examples without positions
     offload: str = ""  # "optimizer": its state is in the host's memory
     optimizer: str = "adamw"  # one of OPTIMIZERS
+    rules: dict[str, Rules] | None = None  # of a user's own model
 
     @property
-    def zoo(self) -> Any:
-        return sys.modules[self.model.__module__]
+    def strategies(self) -> dict[str, Rules]:
+        return self.rules or sys.modules[self.model.__module__].RULES
 
 
 class Plan(NamedTuple):
@@ -72,7 +74,7 @@ def search(job: Job, devices: Devices, abstract: AbstractModel | None = None) ->
     left_out = dict.fromkeys(RULES_OUT, 0)
     candidates: list[Estimate] = []
     tried = 0
-    for strategy, rules in job.zoo.RULES.items():
+    for strategy, rules in job.strategies.items():
         for axes in meshes(devices.count, rules, devices.groups):
             layout = _layout(job, devices, abstract, strategy, rules, axes)
             if isinstance(layout, str):
@@ -83,7 +85,7 @@ def search(job: Job, devices: Devices, abstract: AbstractModel | None = None) ->
             fitting = [option for option in options if option.fits]
             key = (lambda x: x.step) if fitting else (lambda x: x.peak)
             candidates.append(min(fitting or options, key=key))
-    ranked, tied = _rank(candidates, [*job.zoo.RULES])
+    ranked, tied = _rank(candidates, [*job.strategies])
     return Plan(job, devices, ranked, tied, left_out, tried)
 
 
@@ -127,22 +129,22 @@ def _layout(
         return "slices"
     if job.rows % sharding_rules.count_shards(rules, "batch", axes):
         return "rows"
-    for axis in job.zoo.AXES.positions:
+    for axis in abstract.names.positions:
         if job.seq_len % sharding_rules.count_shards(rules, axis, axes):
             return "length"
     mesh = abstract_mesh(axes, devices)
     try:
-        fitting, uneven = sharding_rules.fit(job.zoo, strategy, rules, abstract, mesh)
+        fitting, uneven = sharding_rules.fit(strategy, rules, abstract, mesh)
     except UserError:
         return "dims"
-    if any(job.zoo.AXES.uneven.get(axis) == "replicated" for axis in uneven):
+    if any(abstract.names.uneven.get(axis) == "replicated" for axis in uneven):
         return "dims"
 
     def build() -> nnx.Module:  # random keys need devices, and --confirm may simulate more of them
         return job.model(job.config, rngs=nnx.Rngs(0))
 
     layout = Layout(
-        mesh, job.zoo, job.config, strategy, fitting, uneven, build, abstract, job.rows,
+        mesh, job.strategies, job.config, strategy, fitting, uneven, build, abstract, job.rows,
         job.seq_len,
     )  # fmt: skip
     shape = layout.shape
@@ -211,7 +213,7 @@ def cheapest_change(plan: Plan) -> Change | None:
     job, devices = plan.job, plan.devices
     abstract = trace(job)
     tries: list[tuple[str, Job, Devices]] = []
-    if job.config.shape.remat is not None and not job.offload:
+    if shape_of(abstract, job.config).remat is not None and not job.offload:
         tries.append(("--offload=optimizer", job._replace(offload="optimizer"), devices))
     if job.seq_len:
         tries += [

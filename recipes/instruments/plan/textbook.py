@@ -21,7 +21,7 @@ from zoo.context import choose_exchange
 from zoo.decoder import HEAD_PATH
 from zoo.pipeline import microbatches
 from zoo.sharding import device, optimizer_axes, shards
-from zoo.strategies import ACT_EMBED, EXPERT, HEADS, LAYERS, RESIDUAL_SEQ, SEQ
+from zoo.strategies import EXPERT, HEADS, LAYERS, RESIDUAL_SEQ, SEQ
 
 
 class Halves(NamedTuple):
@@ -148,7 +148,7 @@ def of_weights(layout: Layout, accumulate: int = 1, repeats: bool = False) -> It
     sums: dict[tuple[str, str, frozenset[str]], float] = {}
     shapes = paths(layout.model.shapes["params"])
     batch = _split_by(layout, layout.batch_axes) | stacked
-    stacks = {axis for axis, on in layout.zoo.LOGICAL_AXES.items() if on == "stack"}
+    stacks = layout.names.stacks
     for path, axes in paths(layout.model.axes["params"]).items():
         rest, use = _split_by(layout, axes), _split_by(layout, _in_use(layout, axes))
         whole = shapes[path].size / _devices(layout, use)
@@ -163,7 +163,7 @@ def of_weights(layout: Layout, accumulate: int = 1, repeats: bool = False) -> It
         split, updated = frozenset(rest - use), frozenset(state - rest)
         outside = table and not path.startswith(HEAD_PATH)
         gathered = (1 if outside and once else gathers) * ring(_devices(layout, split)) * whole
-        rounded = matmul and not table and layout.zoo.IN_USE.keys() & {*axes}
+        rounded = matmul and not table and layout.names.in_use.keys() & {*axes}
         counts = {("weights", "all-gather", split): (1 if rounded else dtype) * gathered}
         also_reduced = once and _devices(layout, reduced) > 1
         if tpu and n > 1 and (also_reduced or (table and cuts_tiles)):
@@ -209,12 +209,12 @@ def shares(layout: Layout, offload: str = "") -> dict[Form, int]:
     """
     with layout.trace():
         in_turn = bool(offload) and device().platform != "cpu"
-    stacks = {axis for axis, on in layout.zoo.LOGICAL_AXES.items() if on == "stack"}
+    stacks = layout.names.stacks
     shapes = paths(layout.model.shapes["params"])
     shardings = paths(layout.optimizer_shardings())
     counts: dict[tuple[Form, int], int] = {}  # form and number of layers in turn → matrices
     for name, axes in paths(layout.model.axes["params"]).items():
-        sides = matrix_sides(axes, layout.zoo.IN_USE)
+        sides = matrix_sides(axes, layout.names.in_use)
         if not sides:
             continue
         form, _ = form_of(shapes[name].shape, shardings[name].spec, sides, layout.mesh)
@@ -243,17 +243,17 @@ def optimizer_flops(layout: Layout, optimizer: str, offload: str = "") -> float:
 def _of_activations(layout: Layout, accumulate: int, repeats: bool) -> Iterator[Transfer]:
     """Transfers of activations between the devices that share a matmul.
 
-    Consider weights in use with an axis of the residual stream, one that IN_USE maps to. If their
+    Consider weights in use with an axis of the residual stream, one that `in_use` maps to. If their
     other axes are split, each device has a partial sum: each module with such weights (not counting
     its submodules) costs one all-reduce of the residual stream forward and one backward, for each
-    of its stacked layers. Weights that read a latent instead, IN_USE's other axis, cost one of the
+    of its stacked layers. Weights that read a latent instead, `in_use`'s other axis, cost one of the
     latent backward; latent attention has one more, of the rotary key that its heads share.
     """
-    zoo, attention = layout.zoo, layout.shape.attention
+    names, attention = layout.names, layout.shape.attention
     shared_key = attention.shared_key if attention else 0
     shapes = paths(layout.model.shapes["params"])
-    stream = ACT_EMBED
-    latents = {*zoo.IN_USE.values()} - {stream}
+    stream = names.stream
+    latents = {*names.in_use.values()} - {stream}
     widths: dict[str, float] = {}  # module → elements per token
     split: dict[str, set[str]] = {}  # module → mesh axes
     of_latents: dict[str, float] = {}  # module → elements per token
@@ -261,7 +261,7 @@ def _of_activations(layout: Layout, accumulate: int, repeats: bool) -> Iterator[
     for path, axes in paths(layout.model.axes["params"]).items():
         module, axes = path.rpartition("/")[0], _in_use(layout, axes)
         residual = set(axes) & {stream, *latents}
-        stacked = {axis for axis in axes if zoo.LOGICAL_AXES[axis] in ("weights", "stack")}
+        stacked = {axis for axis in axes if names.logical_axes[axis] in ("weights", "stack")}
         mesh_axes = _split_by(layout, set(axes) - residual - stacked)
         dims = zip(axes, shapes[path].shape, strict=True)
         width = math.prod(n for axis, n in dims if axis in residual | stacked - {EXPERT})
@@ -400,7 +400,7 @@ def _of_experts(layout: Layout, accumulate: int) -> Iterator[Transfer]:
 
 def _in_use(layout: Layout, axes: Iterable[str]) -> list[str]:
     """A weight's logical axes while it is multiplied."""
-    return [layout.zoo.IN_USE.get(axis, axis) for axis in axes]
+    return [layout.names.in_use.get(axis, axis) for axis in axes]
 
 
 def _split_by(layout: Layout, axes: Iterable[str]) -> set[str]:

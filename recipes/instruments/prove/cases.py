@@ -34,16 +34,9 @@ from recipes.instruments.prove.run import (
     trace_loss,
 )
 from recipes.instruments.prove.source import float32_line, folder_of
-from recipes.instruments.prove.subject import (
-    Subject,
-    check_loss,
-    layouts,
-    make_meshes,
-    make_subject,
-    reason,
-    reference_layout,
-)
+from recipes.instruments.prove.subject import check_loss, layouts, make_meshes, reference_layout
 from recipes.instruments.prove.waste import Waste, wasteful
+from recipes.instruments.user_model import Subject, make_subject, reason
 
 # What is compared → the largest relative difference that rounding explains.
 TOLERANCES = {

@@ -1,277 +1,21 @@
-"""What is proven: a model of the user's, its loss, rules and batch, with or without the zoo's kit.
-
-A user's file is named as "file.py:name". It is imported as the module that the current folder makes
-of its path, so its own imports work.
-"""
+"""The layouts in which a model is proven, on meshes that fit it."""
 
 import contextlib
 import dataclasses
-import difflib
-import importlib
-import inspect
 import math
-import operator
-import pathlib
-import re
-import sys
-import types
-from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from collections.abc import Iterable, Sequence
 
 import jax
-import jax.numpy as jnp
-import numpy as np
-import optax
-from flax import nnx
-from jax.dtypes import canonicalize_dtype
 from jax.sharding import AxisType, Mesh
 
 from recipes.common.runtime import UserError, describe
 from recipes.common.runtime.mesh import make_mesh, parse
-from recipes.common.sharding import Layout, Tree, abstract_model, paths
+from recipes.common.sharding import Layout, Tree
 from recipes.common.sharding import rules as sharding_rules
 from recipes.common.sharding.rules import Rules, used_axes
-from recipes.common.train.feed import check_ids
 from recipes.instruments.plan.search import meshes as meshes_of
-from recipes.instruments.prove.run import OPTIMIZER, trace_loss
-from zoo.sharding import AxisNames, check_names, optimizer_axis
-
-UNNAMED = "(unnamed)"  # logical axis of dims without one; no rule splits it
-SEQ_LEN = 32  # positions of a row that is made from the signature
-ROWS = 24  # of a batch that is made from the signature
-
-
-@dataclasses.dataclass(frozen=True)
-class Subject:
-    """A model to prove."""
-
-    build: Callable[[], nnx.Module]
-    loss: Callable[..., Any]  # (model, **batch) → (sum, count, {name: (sum, count)})
-    rules: dict[str, Rules]  # strategy → table
-    batch: dict[str, Any]  # name → numpy array, rows first
-    optimizer: optax.GradientTransformation = OPTIMIZER
-
-
-# ---- a user's files ------------------------------------------------------------------------------
-
-
-def load(named: str, flag: str) -> Any:
-    """The object that "file.py:name" names. Raises UserError."""
-    file, _, name = named.rpartition(":")
-    path = pathlib.Path(file).expanduser().absolute()
-    if not file.endswith(".py") or not name.isidentifier():
-        raise UserError(f"{flag}={named} is not FILE.py:NAME; try {flag}=model.py:MyModel")
-    if not path.is_file():
-        raise UserError(f"{flag}={named}: there is no file {file}; fix the path")
-    module = import_file(path, f"{flag}={named}")
-    if name not in vars(module):
-        names = [key for key in vars(module) if not key.startswith("_")]
-        near = [key for key in names if key.lower() == name.lower()] or names
-        raise UserError(f"{flag}={named}: {file} has no {name!r}; it has {', '.join(near[:8])}")
-    return vars(module)[name]
-
-
-def load_function(named: str, flag: str) -> Callable:
-    """The function or class that "file.py:name" names. Raises UserError."""
-    function = load(named, flag)
-    if not callable(function):
-        kind = type(function).__name__
-        raise UserError(f"{flag}={named} is of type {kind}; name a function or a class")
-    return function
-
-
-def load_batch(named: str) -> Any:
-    """What the function that --batch names returns. Raises UserError."""
-    function = load_function(named, "--batch")
-    try:
-        return function()
-    except Exception as error:  # whatever the user's code raises
-        raise UserError(f"--batch={named} failed ({reason(error)}); fix the function") from error
-
-
-def reason(error: Exception) -> str:
-    """The first line of what an error says."""
-    return (str(error).strip() or type(error).__name__).splitlines()[0]
-
-
-def import_file(path: pathlib.Path, named: str) -> types.ModuleType:
-    """Imports a file: by its path from the current folder if it is below, else by its own folder."""
-    root = pathlib.Path.cwd() if path.is_relative_to(pathlib.Path.cwd()) else path.parent
-    if path.parent == root and re.search(r"^\s*from \.", path.read_text(), re.MULTILINE):
-        root = root.parent  # its folder is the package
-    name = ".".join(path.relative_to(root).with_suffix("").parts)
-    for folder in (str(path.parent), str(root)):
-        if folder not in sys.path:
-            sys.path.insert(0, folder)
-    try:
-        module = importlib.import_module(name)
-    except Exception as error:
-        raise UserError(f"{named} can't be imported ({reason(error)}); fix the file") from error
-    if pathlib.Path(module.__file__ or "").resolve() != path.resolve():
-        raise UserError(f"{named}: another module is called {name!r}; rename the file")
-    return module
-
-
-def builder(model: Callable, config_name: str) -> Callable[[], nnx.Module]:
-    """A function that builds `model(config, rngs=…)`, or `model(rngs=…)` without a config's name.
-
-    Args:
-      config_name: a classmethod of `Config` in the model's file, such as tiny.
-
-    Raises UserError.
-    """
-    if not config_name:
-        return lambda: model(rngs=nnx.Rngs(0))
-    file = sys.modules[model.__module__]
-    if "Config" not in vars(file):
-        raise UserError(f"--config={config_name}: {file.__file__} has no class Config; add one")
-    sizes = [name for name, x in vars(file.Config).items() if isinstance(x, classmethod)]
-    if config_name not in sizes:
-        raise UserError(f"--config={config_name} is not one of {', '.join(sizes)}")
-    make_config = operator.methodcaller(config_name)
-    return lambda: model(make_config(file.Config), rngs=nnx.Rngs(0))
-
-
-def text_batch(model: nnx.Module, loss: Callable) -> dict[str, Any]:
-    """Random tokens for a language model, whose loss takes `tokens` and `targets`.
-
-    Rows have different numbers of targets, so that a mean over a shard is not one over the whole.
-    Raises UserError if it is another model.
-    """
-    needed = [
-        name
-        for name, parameter in inspect.signature(loss).parameters.items()
-        if parameter.default is inspect.Parameter.empty and name not in ("self", "model")
-    ]
-    config: Any = vars(model).get("config")
-    if needed != ["tokens", "targets"] or "vocab_size" not in dir(config):
-        raise UserError(
-            f"the loss takes {', '.join(needed)}, and only a batch of tokens and targets can be made; "
-            "write a function that returns a dict of arrays, and use --batch=FILE.py:FUNCTION"
-        )
-    random = np.random.default_rng(0)
-    window_BT = random.integers(0, config.vocab_size, (ROWS, SEQ_LEN + 1), np.int32)
-    lengths_B1 = random.integers(SEQ_LEN // 4, SEQ_LEN + 1, (ROWS, 1))
-    is_padding_BT = np.arange(SEQ_LEN)[None] >= lengths_B1
-    targets_BT = np.where(is_padding_BT, -1, window_BT[:, 1:]).astype(np.int32)
-    return {"tokens": window_BT[:, :-1], "targets": targets_BT}
-
-
-# ---- its parts -----------------------------------------------------------------------------------
-
-
-def make_subject(
-    build: Callable[[], nnx.Module],
-    loss: Callable | None,
-    rules: dict,
-    batch: dict[str, Any] | None,
-    optimizer: optax.GradientTransformation,
-) -> Subject:
-    """Checks that the parts fit each other on one device. Raises UserError.
-
-    Args:
-      build: makes the model. Its variables have logical axes in `out_sharding`; those without any
-        are replicated.
-      loss: (model, **batch) → a mean, or (sum, count, {name: (sum, count)}); None: the model's.
-      rules: strategy → table, or one table.
-      batch: name → array with the rows first; None: tokens for a language model.
-    """
-    if not isinstance(rules, dict) or not rules:
-        raise UserError(
-            "the rules are not a dict; write {'batch': 'data'}, or one for each strategy"
-        )
-    named = rules if all(isinstance(x, dict) for x in rules.values()) else {"rules": rules}
-    for strategy, table in named.items():
-        for axis, target in table.items() if isinstance(table, dict) else [("", table)]:
-            names = target if isinstance(target, tuple) else (target,)
-            if not all(name is None or isinstance(name, str) for name in names):
-                raise UserError(
-                    f"rules {strategy!r} map {axis!r} to {target!r}; use the name of a mesh axis, a "
-                    "tuple of names, or None"
-                )
-
-    def build_named() -> nnx.Module:
-        with nnx.use_eager_sharding(False):
-            model = build()
-        if not isinstance(model, nnx.Module):
-            raise UserError(f"the model is of type {type(model).__name__}; use an nnx.Module")
-        for _, variable in nnx.iter_graph(model):
-            if isinstance(variable, nnx.Variable):
-                unnamed = (None,) * len(jnp.shape(variable.get_value()))
-                axes = variable.get_metadata().get("out_sharding") or unnamed
-                variable.set_metadata(out_sharding=tuple(axis or UNNAMED for axis in axes))
-        return model
-
-    try:
-        model: Any = nnx.eval_shape(build_named)
-    except UserError:
-        raise
-    except Exception as error:  # whatever the user's code raises
-        raise UserError(
-            f"the model can't be built ({reason(error)}); fix it or its config"
-        ) from error
-    if loss is None and "loss" not in dir(model):
-        raise UserError(f"{type(model).__name__} has no method loss; use --loss=FILE.py:FUNCTION")
-    compute_loss = loss or (lambda model, **batch: model.loss(**batch))
-    batch = text_batch(model, loss or model.loss) if batch is None else batch
-    config: Any = vars(model).get("config")
-    if "vocab_size" in dir(config):
-        check_ids(batch, config.vocab_size)
-    if not isinstance(batch, dict):
-        raise UserError(
-            "the batch is not a dict; return {name: array}, with the loss's parameters as names"
-        )
-    arrays = {name: np.asarray(x) for name, x in batch.items()}
-    batch = {name: x.astype(canonicalize_dtype(x.dtype)) for name, x in arrays.items()}
-    rows = {name: x.shape[:1] for name, x in batch.items()}
-    if len({*rows.values()}) != 1 or () in rows.values():
-        listed = ", ".join(f"{name} {list(x.shape)}" for name, x in batch.items())
-        raise UserError(f"the batch's arrays have different numbers of rows ({listed}); use one")
-    signature = inspect.signature(loss or model.loss)
-    try:
-        signature.bind(*([model] if loss else []), **batch)
-    except TypeError as error:
-        raise UserError(
-            f"the loss can't be called with the batch's {', '.join(batch)} ({error}); name the arrays "
-            f"like its parameters, {signature}"
-        ) from None
-    return Subject(build_named, with_sums(compute_loss), named, batch, optimizer)
-
-
-def with_sums(loss: Callable) -> Callable:
-    """A loss that returns (sum, count, aux), as the zoo's do; a mean counts once.
-
-    It raises UserError if `loss` returns something else.
-    """
-
-    def sums(model: nnx.Module, **batch):
-        match loss(model, **batch):
-            case (total, count, dict() as aux) if all(map(is_pair, aux.values())):
-                return total, count, aux
-            case jax.Array() | float() | np.floating() as mean:
-                one = jnp.ones_like(mean)
-                return jnp.asarray(mean), one, {"loss": (mean, one)}
-            case other:
-                raise UserError(
-                    f"the loss returns {in_words(other)}; return a mean, or a sum, a count and a "
-                    "dict of metrics, {name: (sum, count)}, with 'loss' among them"
-                )
-
-    return sums
-
-
-def is_pair(metric: Any) -> bool:
-    return isinstance(metric, tuple | list) and len(metric) == 2
-
-
-def in_words(result: Any) -> str:
-    """What a loss returns, for a message."""
-
-    def kind(x: Any) -> str:
-        return "array" if isinstance(x, jax.Array) else type(x).__name__
-
-    items = f" ({', '.join(map(kind, result))})" if isinstance(result, tuple | list) else ""
-    return f"a {kind(result)}{items}"
+from recipes.instruments.prove.run import trace_loss
+from recipes.instruments.user_model import Subject, reason, with_rules
 
 
 def check_loss(one: Layout, batch: Tree) -> None:
@@ -304,13 +48,12 @@ def layouts(
     axes are Auto instead of Explicit. Raises UserError if the rules don't suit the model, or no pair
     fits.
     """
-    zoo = rules_file(subject)
-    model = abstract_model(subject.build)._replace(loss=subject.loss)
+    model, strategies = with_rules(subject)
     rows = len(jax.tree.leaves(subject.batch)[0])
-    seq_len = jax.tree.leaves(subject.batch)[0].shape[1] if zoo.AXES.positions else 0
+    seq_len = jax.tree.leaves(subject.batch)[0].shape[1] if model.names.positions else 0
     pairs: dict[tuple[str, str], Layout] = {}
     left_out: dict[str, None] = {}
-    for strategy, rules in zoo.RULES.items():
+    for strategy, rules in strategies.items():
         for mesh in meshes or default_meshes(rules):
             name = describe(dict(mesh.shape))
             if auto:
@@ -324,19 +67,28 @@ def layouts(
                 left_out[f"--meshes={name} has one device, with which others are compared"] = None
                 continue
             try:
-                fitting, uneven = sharding_rules.fit(zoo, strategy, rules, model, mesh)
+                fitting, uneven = sharding_rules.fit(strategy, rules, model, mesh)
                 sharding_rules.check_batch(strategy, fitting, mesh, rows, flag="a batch of ")
                 sharding_rules.check_positions(
-                    zoo, strategy, fitting, mesh, seq_len, trains=True, flag="rows of "
+                    model.names, strategy, fitting, mesh, seq_len, trains=True, flag="rows of "
                 )
             except UserError as error:
                 left_out[str(error).replace("--mesh=", "--meshes=")] = None  # the command's flag
                 continue
             pairs[strategy, name] = Layout(
-                mesh, zoo, None, strategy, fitting, uneven, subject.build, model, rows, seq_len
+                mesh,
+                strategies,
+                None,
+                strategy,
+                fitting,
+                uneven,
+                subject.build,
+                model,
+                rows,
+                seq_len,
             )
     if not pairs:
-        needed = ", ".join(f"{name} {sorted(used_axes(t))}" for name, t in zoo.RULES.items())
+        needed = ", ".join(f"{name} {sorted(used_axes(t))}" for name, t in strategies.items())
         unsuited = f"no mesh has just the axes that a strategy uses ({needed}); use other meshes"
         raise UserError(next(iter(left_out), unsuited))
     return pairs, left_out
@@ -349,65 +101,6 @@ def reference_layout(layouts: Iterable[Layout]) -> Layout:
     devices = first.mesh.devices.reshape(-1)[:1].reshape([1] * len(names))
     types = first.mesh.axis_types[:1] * len(names)
     return dataclasses.replace(first, mesh=Mesh(devices, tuple(names), axis_types=types))
-
-
-def rules_file(subject: Subject) -> types.ModuleType:
-    """The model's file if it declares its axes, as the zoo's do, or what stands for one.
-
-    It has `subject`'s rules, completed. Raises UserError if they name axes that nothing has.
-    """
-    model = nnx.eval_shape(subject.build)
-    declared = vars(sys.modules[type(model).__module__])
-    axes: Any = declared.get("AXES")  # an AxisNames of the model's own kit
-    if axes is None:
-        weights = {
-            axis for axes in paths(abstract_model(subject.build).axes).values() for axis in axes
-        }
-        others = {axis for table in subject.rules.values() for axis in table} - weights
-        others -= {optimizer_axis(axis) for axis in weights}
-        for axis in sorted(others - {"batch"}):
-            if not constrains(subject, axis):
-                near = difflib.get_close_matches(axis, weights, n=1)
-                hint = (
-                    f"did you mean {near[0]!r}?" if near else f"it has {', '.join(sorted(weights))}"
-                )
-                raise UserError(f"the model has no logical axis {axis!r}, which rules name; {hint}")
-        others |= {"batch"}
-        axes = AxisNames(
-            logical_axes=dict.fromkeys([*weights, *sorted(others)], "weights"), in_use={}
-        )
-    else:
-        for strategy, table in subject.rules.items():
-            try:
-                check_names(table, axes.logical_axes)
-            except ValueError as error:
-                raise UserError(f"rules {strategy!r}: {error}") from None
-    zoo = types.ModuleType("rules")
-    vars(zoo).update(
-        AXES=axes,
-        LOGICAL_AXES=axes.logical_axes,
-        IN_USE=axes.in_use,
-        RULES={name: dict.fromkeys(axes.logical_axes) | t for name, t in subject.rules.items()},
-    )
-    return zoo
-
-
-def constrains(subject: Subject, axis: str) -> bool:
-    """Whether the loss depends on the rule of a logical axis that no variable has."""
-    axes = {axis for table in subject.rules.values() for axis in table}
-    mesh = jax.sharding.AbstractMesh((1,), ("any",))
-
-    def traced(target: str | None) -> str:
-        rules = dict.fromkeys(axes) | {axis: target}
-        with jax.sharding.use_abstract_mesh(mesh), nnx.logical_axis_rules(tuple(rules.items())):
-            # A new function: JAX's cache ignores the rules.
-            jaxpr = jax.make_jaxpr(lambda: subject.loss(subject.build(), **subject.batch))()
-        return re.sub("0x[0-9a-f]+", "", str(jaxpr))
-
-    try:
-        return traced("any") != traced(None)
-    except (TypeError, ValueError, KeyError):  # it constrains something that can't be split so
-        return True
 
 
 def make_meshes(names: Iterable[str | Mesh]) -> list[Mesh]:

@@ -1,0 +1,145 @@
+"""A user's own model for the planner, and what is assumed of it."""
+
+import dataclasses
+import math
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+from flax import nnx
+
+from recipes.common.runtime import UserError
+from recipes.common.sharding.abstract import AbstractModel, declared_names
+from recipes.common.sharding.rules import Rules
+from recipes.instruments.user_model import (
+    Subject,
+    builder,
+    load,
+    load_batch,
+    load_function,
+    make_subject,
+    reason,
+    with_rules,
+)
+from zoo.config import Compute
+from zoo.strategies import EXPERT_DECODER, VOCAB
+
+
+class OwnModel(NamedTuple):
+    """A user's model, as `search` takes it."""
+
+    model: Callable[..., nnx.Module]  # of (config, *, rngs)
+    config: Any
+    abstract: AbstractModel
+    rules: dict[str, Rules]
+    assumed: list[str]  # sentences on what can't be read from the model
+
+
+def own_model(named: str, config: str, rules: str, loss: str, batch: str) -> OwnModel:
+    """Traces the model that a user's flags name, as recipes.prove takes them. Raises UserError."""
+    file, _, name = named.rpartition(":")
+    subject = make_subject(
+        builder(load_function(named, "--model"), config),
+        load_function(loss, "--loss") if loss else None,
+        load(rules or f"{file}:RULES", "--rules"),
+        load_batch(batch) if batch else None,
+    )
+    abstract, tables = with_rules(subject)
+    model: Any = nnx.eval_shape(subject.build)
+    is_declared = declared_names(model) is not None
+    known = abstract.names.logical_axes
+    if not is_declared:  # a product's result has the axes of its weight
+        known = {axis: "activations" if axis == "batch" else "both" for axis in known}
+    # The planner also asks for the axes of decoders, which are not split if the model has none.
+    others = {axis: "weights" for axis in EXPERT_DECODER.logical_axes if axis not in known}
+    names = dataclasses.replace(abstract.names, logical_axes=known | others)
+    abstract = abstract._replace(names=names)
+    tables = {strategy: table | dict.fromkeys(others) for strategy, table in tables.items()}
+    given = vars(model).get("config")
+    assumed = []
+    if not is_declared:
+        stream = abstract.names.stream or "none of its axes"
+        assumed.append(f"{name} declares no axes: its residual stream is taken to be {stream}.")
+    is_text = any(VOCAB in axes for axes in jax.tree.leaves(abstract.axes, is_leaf=_is_axes))
+    if is_text and not _computes(given):
+        assumed.append(
+            f"{name}'s config lacks fields of zoo.config.Compute: no windows or remat, float32."
+        )
+    if not is_text:
+        abstract = abstract._replace(positions=_positions(subject, abstract))
+        assumed.append(
+            f"By the products in its loss, each weight multiplies {abstract.positions:,} positions of "
+            "an example; all activations are kept."
+        )
+    return OwnModel(
+        model=lambda _, rngs: subject.build(),
+        config=given if _computes(given) else _Plain(),
+        abstract=abstract,
+        rules=tables,
+        assumed=assumed,
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class _Plain:
+    """How a model without a config of its own computes."""
+
+    loss_chunk: int = 256
+    attention: str = "auto"
+    context: str = "auto"
+    pipeline: str = "1f1b"
+    pipe_microbatches: int = 0
+    dtype: str = "float32"
+
+
+def _computes(config: Any) -> bool:
+    """Whether a config has the fields of zoo.config.Compute, as a copy has."""
+    return dataclasses.is_dataclass(config) and {*Compute.__dataclass_fields__} <= {*dir(config)}
+
+
+def _is_axes(x: Any) -> bool:
+    return isinstance(x, tuple)
+
+
+def _positions(subject: Subject, abstract: AbstractModel) -> int:
+    """How often an example's loss multiplies by each weight, in the mean."""
+
+    def total(variables, batch):
+        return subject.loss(abstract.merge(variables), **batch)[0]
+
+    try:
+        traced = jax.make_jaxpr(total)(abstract.shapes, subject.batch)
+    except UserError:
+        raise
+    except Exception as error:  # whatever the user's code raises
+        raise UserError(
+            f"the loss of the batch can't be traced ({reason(error)}); fix the batch or the loss"
+        ) from error
+    rows = len(jax.tree.leaves(subject.batch)[0])
+    weights = sum(math.prod(x.shape) for x in jax.tree.leaves(abstract.shapes))
+    return max(1, round(_multiplications(traced.jaxpr) / rows / max(weights, 1)))
+
+
+def _multiplications(jaxpr: Any) -> int:
+    """Multiplications of all matrix products and convolutions, those of a scan once per iteration."""
+    count = 0
+    for equation in jaxpr.eqns:
+        name, parameters = equation.primitive.name, equation.params
+        if name == "dot_general":
+            (contracted, _), _ = parameters["dimension_numbers"]
+            left = equation.invars[0].aval.shape
+            out = equation.outvars[0].aval.shape
+            count += math.prod(out) * math.prod(left[dim] for dim in contracted)
+        elif name == "conv_general_dilated":
+            out, kernel = equation.outvars[0].aval.shape, equation.invars[1].aval.shape
+            channels = kernel[parameters["dimension_numbers"].rhs_spec[0]]
+            count += math.prod(out) * math.prod(kernel) // channels
+        inner = jax.tree.leaves([*parameters.values()], is_leaf=_is_jaxpr)
+        times = parameters.get("length", 1) if name == "scan" else 1
+        for value in filter(_is_jaxpr, inner):
+            count += times * _multiplications(getattr(value, "jaxpr", value))
+    return count
+
+
+def _is_jaxpr(value: Any) -> bool:
+    return hasattr(value, "eqns") or hasattr(value, "jaxpr")

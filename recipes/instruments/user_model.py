@@ -1,0 +1,311 @@
+"""A user's own model, its loss, rules and batch, with or without the zoo's kit.
+
+A user's file is named as "file.py:name". It is imported as the module that the current folder makes
+of its path, so its own imports work.
+"""
+
+import dataclasses
+import difflib
+import importlib
+import inspect
+import operator
+import pathlib
+import re
+import sys
+import types
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from flax import nnx
+from jax.dtypes import canonicalize_dtype
+
+from recipes.common.runtime import UserError
+from recipes.common.sharding import AbstractModel, abstract_model
+from recipes.common.sharding.abstract import UNNAMED, declared_names
+from recipes.common.sharding.rules import Rules
+from recipes.common.train.feed import check_ids
+from zoo.sharding import check_names, optimizer_axis
+
+SEQ_LEN = 32  # positions of a row that is made from the signature
+ROWS = 24  # of a batch that is made from the signature
+
+
+@dataclasses.dataclass(frozen=True)
+class Subject:
+    """A model, as a user names it."""
+
+    build: Callable[[], nnx.Module]
+    loss: Callable[..., Any]  # (model, **batch) → (sum, count, {name: (sum, count)})
+    rules: dict[str, Rules]  # strategy → table
+    batch: dict[str, Any]  # name → numpy array, rows first
+    optimizer: Any = None  # of the steps of a proof
+
+
+# ---- a user's files ------------------------------------------------------------------------------
+
+
+def load(named: str, flag: str) -> Any:
+    """The object that "file.py:name" names. Raises UserError."""
+    file, _, name = named.rpartition(":")
+    path = pathlib.Path(file).expanduser().absolute()
+    if not file.endswith(".py") or not name.isidentifier():
+        raise UserError(f"{flag}={named} is not FILE.py:NAME; try {flag}=model.py:MyModel")
+    if not path.is_file():
+        raise UserError(f"{flag}={named}: there is no file {file}; fix the path")
+    module = import_file(path, f"{flag}={named}")
+    if name not in vars(module):
+        names = [key for key in vars(module) if not key.startswith("_")]
+        near = [key for key in names if key.lower() == name.lower()] or names
+        raise UserError(f"{flag}={named}: {file} has no {name!r}; it has {', '.join(near[:8])}")
+    return vars(module)[name]
+
+
+def load_function(named: str, flag: str) -> Callable:
+    """The function or class that "file.py:name" names. Raises UserError."""
+    function = load(named, flag)
+    if not callable(function):
+        kind = type(function).__name__
+        raise UserError(f"{flag}={named} is of type {kind}; name a function or a class")
+    return function
+
+
+def load_batch(named: str) -> Any:
+    """What the function that --batch names returns. Raises UserError."""
+    function = load_function(named, "--batch")
+    try:
+        return function()
+    except Exception as error:  # whatever the user's code raises
+        raise UserError(f"--batch={named} failed ({reason(error)}); fix the function") from error
+
+
+def reason(error: Exception) -> str:
+    """The first line of what an error says."""
+    return (str(error).strip() or type(error).__name__).splitlines()[0]
+
+
+def import_file(path: pathlib.Path, named: str) -> types.ModuleType:
+    """Imports a file: by its path from the current folder if it is below, else by its own folder."""
+    root = pathlib.Path.cwd() if path.is_relative_to(pathlib.Path.cwd()) else path.parent
+    if path.parent == root and re.search(r"^\s*from \.", path.read_text(), re.MULTILINE):
+        root = root.parent  # its folder is the package
+    name = ".".join(path.relative_to(root).with_suffix("").parts)
+    for folder in (str(path.parent), str(root)):
+        if folder not in sys.path:
+            sys.path.insert(0, folder)
+    try:
+        module = importlib.import_module(name)
+    except Exception as error:
+        raise UserError(f"{named} can't be imported ({reason(error)}); fix the file") from error
+    if pathlib.Path(module.__file__ or "").resolve() != path.resolve():
+        raise UserError(f"{named}: another module is called {name!r}; rename the file")
+    return module
+
+
+def builder(model: Callable, config_name: str) -> Callable[[], nnx.Module]:
+    """A function that builds `model(config, rngs=…)`, or `model(rngs=…)` without a config's name.
+
+    Args:
+      config_name: a classmethod of `Config` in the model's file, such as tiny.
+
+    Raises UserError.
+    """
+    if not config_name:
+        return lambda: model(rngs=nnx.Rngs(0))
+    file = sys.modules[model.__module__]
+    if "Config" not in vars(file):
+        raise UserError(f"--config={config_name}: {file.__file__} has no class Config; add one")
+    sizes = [name for name, x in vars(file.Config).items() if isinstance(x, classmethod)]
+    if config_name not in sizes:
+        raise UserError(f"--config={config_name} is not one of {', '.join(sizes)}")
+    make_config = operator.methodcaller(config_name)
+    return lambda: model(make_config(file.Config), rngs=nnx.Rngs(0))
+
+
+def text_batch(model: nnx.Module, loss: Callable) -> dict[str, Any]:
+    """Random tokens for a language model, whose loss takes `tokens` and `targets`.
+
+    Rows have different numbers of targets, so that a mean over a shard is not one over the whole.
+    Raises UserError if it is another model.
+    """
+    needed = [
+        name
+        for name, parameter in inspect.signature(loss).parameters.items()
+        if parameter.default is inspect.Parameter.empty and name not in ("self", "model")
+    ]
+    config: Any = vars(model).get("config")
+    if needed != ["tokens", "targets"] or "vocab_size" not in dir(config):
+        raise UserError(
+            f"the loss takes {', '.join(needed)}, and only a batch of tokens and targets can be made; "
+            "write a function that returns a dict of arrays, and use --batch=FILE.py:FUNCTION"
+        )
+    random = np.random.default_rng(0)
+    window_BT = random.integers(0, config.vocab_size, (ROWS, SEQ_LEN + 1), np.int32)
+    lengths_B1 = random.integers(SEQ_LEN // 4, SEQ_LEN + 1, (ROWS, 1))
+    is_padding_BT = np.arange(SEQ_LEN)[None] >= lengths_B1
+    targets_BT = np.where(is_padding_BT, -1, window_BT[:, 1:]).astype(np.int32)
+    return {"tokens": window_BT[:, :-1], "targets": targets_BT}
+
+
+# ---- its parts -----------------------------------------------------------------------------------
+
+
+def make_subject(
+    build: Callable[[], nnx.Module],
+    loss: Callable | None,
+    rules: dict,
+    batch: dict[str, Any] | None,
+    optimizer: optax.GradientTransformation | None = None,
+) -> Subject:
+    """Checks that the parts fit each other on one device. Raises UserError.
+
+    Args:
+      build: makes the model. Its variables have logical axes in `out_sharding`; those without any
+        are replicated.
+      loss: (model, **batch) → a mean, or (sum, count, {name: (sum, count)}); None: the model's.
+      rules: strategy → table, or one table.
+      batch: name → array with the rows first; None: tokens for a language model.
+    """
+    if not isinstance(rules, dict) or not rules:
+        raise UserError(
+            "the rules are not a dict; write {'batch': 'data'}, or one for each strategy"
+        )
+    named = rules if all(isinstance(x, dict) for x in rules.values()) else {"rules": rules}
+    for strategy, table in named.items():
+        for axis, target in table.items() if isinstance(table, dict) else [("", table)]:
+            names = target if isinstance(target, tuple) else (target,)
+            if not all(name is None or isinstance(name, str) for name in names):
+                raise UserError(
+                    f"rules {strategy!r} map {axis!r} to {target!r}; use the name of a mesh axis, a "
+                    "tuple of names, or None"
+                )
+
+    def build_named() -> nnx.Module:
+        with nnx.use_eager_sharding(False):
+            model = build()
+        if not isinstance(model, nnx.Module):
+            raise UserError(f"the model is of type {type(model).__name__}; use an nnx.Module")
+        for _, variable in nnx.iter_graph(model):
+            if isinstance(variable, nnx.Variable):
+                unnamed = (None,) * len(jnp.shape(variable.get_value()))
+                axes = variable.get_metadata().get("out_sharding") or unnamed
+                variable.set_metadata(out_sharding=tuple(axis or UNNAMED for axis in axes))
+        return model
+
+    try:
+        model: Any = nnx.eval_shape(build_named)
+    except UserError:
+        raise
+    except Exception as error:  # whatever the user's code raises
+        raise UserError(
+            f"the model can't be built ({reason(error)}); fix it or its config"
+        ) from error
+    if loss is None and "loss" not in dir(model):
+        raise UserError(f"{type(model).__name__} has no method loss; use --loss=FILE.py:FUNCTION")
+    compute_loss = loss or (lambda model, **batch: model.loss(**batch))
+    batch = text_batch(model, loss or model.loss) if batch is None else batch
+    config: Any = vars(model).get("config")
+    if "vocab_size" in dir(config):
+        check_ids(batch, config.vocab_size)
+    if not isinstance(batch, dict):
+        raise UserError(
+            "the batch is not a dict; return {name: array}, with the loss's parameters as names"
+        )
+    arrays = {name: np.asarray(x) for name, x in batch.items()}
+    batch = {name: x.astype(canonicalize_dtype(x.dtype)) for name, x in arrays.items()}
+    rows = {name: x.shape[:1] for name, x in batch.items()}
+    if len({*rows.values()}) != 1 or () in rows.values():
+        listed = ", ".join(f"{name} {list(x.shape)}" for name, x in batch.items())
+        raise UserError(f"the batch's arrays have different numbers of rows ({listed}); use one")
+    signature = inspect.signature(loss or model.loss)
+    try:
+        signature.bind(*([model] if loss else []), **batch)
+    except TypeError as error:
+        raise UserError(
+            f"the loss can't be called with the batch's {', '.join(batch)} ({error}); name the arrays "
+            f"like its parameters, {signature}"
+        ) from None
+    return Subject(build_named, with_sums(compute_loss), named, batch, optimizer)
+
+
+def with_sums(loss: Callable) -> Callable:
+    """A loss that returns (sum, count, aux), as the zoo's do; a mean counts once.
+
+    It raises UserError if `loss` returns something else.
+    """
+
+    def sums(model: nnx.Module, **batch):
+        match loss(model, **batch):
+            case (total, count, dict() as aux) if all(map(is_pair, aux.values())):
+                return total, count, aux
+            case jax.Array() | float() | np.floating() as mean:
+                one = jnp.ones_like(mean)
+                return jnp.asarray(mean), one, {"loss": (mean, one)}
+            case other:
+                raise UserError(
+                    f"the loss returns {in_words(other)}; return a mean, or a sum, a count and a "
+                    "dict of metrics, {name: (sum, count)}, with 'loss' among them"
+                )
+
+    return sums
+
+
+def is_pair(metric: Any) -> bool:
+    return isinstance(metric, tuple | list) and len(metric) == 2
+
+
+def in_words(result: Any) -> str:
+    """What a loss returns, for a message."""
+
+    def kind(x: Any) -> str:
+        return "array" if isinstance(x, jax.Array) else type(x).__name__
+
+    items = f" ({', '.join(map(kind, result))})" if isinstance(result, tuple | list) else ""
+    return f"a {kind(result)}{items}"
+
+
+def with_rules(subject: Subject) -> tuple[AbstractModel, dict[str, Rules]]:
+    """The traced model and its rules, completed. Raises UserError if they name unknown axes.
+
+    A model that does not declare its axes has those of its variables and of its constraints.
+    """
+    model = abstract_model(subject.build)._replace(loss=subject.loss)
+    known = model.names.logical_axes
+    if declared_names(nnx.eval_shape(subject.build)) is None:
+        others = {axis for table in subject.rules.values() for axis in table} - {*known}
+        others -= {optimizer_axis(axis) for axis in known}
+        for axis in sorted(others):
+            if not constrains(subject, axis):
+                weights = sorted({*known} - {"batch"})
+                near = difflib.get_close_matches(axis, weights, n=1)
+                hint = f"did you mean {near[0]!r}?" if near else f"it has {', '.join(weights)}"
+                raise UserError(f"the model has no logical axis {axis!r}, which rules name; {hint}")
+        known = known | dict.fromkeys(sorted(others), "weights")
+        model = model._replace(names=dataclasses.replace(model.names, logical_axes=known))
+    for strategy, table in subject.rules.items():
+        try:
+            check_names(table, known)
+        except ValueError as error:
+            raise UserError(f"rules {strategy!r}: {error}") from None
+    return model, {name: dict.fromkeys(known) | table for name, table in subject.rules.items()}
+
+
+def constrains(subject: Subject, axis: str) -> bool:
+    """Whether the loss depends on the rule of a logical axis that no variable has."""
+    axes = {axis for table in subject.rules.values() for axis in table}
+    mesh = jax.sharding.AbstractMesh((1,), ("any",))
+
+    def traced(target: str | None) -> str:
+        rules = dict.fromkeys(axes) | {axis: target}
+        with jax.sharding.use_abstract_mesh(mesh), nnx.logical_axis_rules(tuple(rules.items())):
+            # A new function: JAX's cache ignores the rules.
+            jaxpr = jax.make_jaxpr(lambda: subject.loss(subject.build(), **subject.batch))()
+        return re.sub("0x[0-9a-f]+", "", str(jaxpr))
+
+    try:
+        return traced("any") != traced(None)
+    except (TypeError, ValueError, KeyError):  # it constrains something that can't be split so
+        return True
