@@ -16,7 +16,7 @@ import optax
 import pytest
 from flax import nnx
 
-from recipes.common.prove import cases
+from recipes.common.prove import cases, subject
 from recipes.common.prove import run as prove_run
 from recipes.common.prove.cases import prove
 from recipes.common.prove.compare import GRADIENT_TOLERANCE, compare_all, compare_gradients
@@ -356,6 +356,29 @@ def test_what_compares_nothing_proves_nothing(factor, slope, words):
     proof = prove(model, None, {"dp": {"batch": "data"}}, batch, meshes=["8"])
     assert not proof.holds
     assert words in str(proof)
+
+
+def test_a_small_gradient_is_compared_with_itself():
+    """Only below a millionth of all gradients is one taken for zero but for rounding."""
+    one = {"q": np.array([1.0]), "w": np.array([2e-6]), "b": np.array([5e-7])}
+    on_mesh = one | {"w": np.array([3e-6]), "b": np.array([6e-7])}
+    found = compare_gradients(on_mesh, one)
+    assert found["w"].relative == pytest.approx(0.5)
+    assert found["b"].relative == pytest.approx(1e-7)
+
+
+def test_tolerances_are_those_of_float32():
+    assert cases.TOLERANCES == {
+        "initial": 0, "loss": 2e-6, "metrics": 2e-6, "gradient": 2e-6, "state": 2e-5, "restore": 0,
+    }  # fmt: skip
+
+
+def test_devices_get_unequal_numbers_of_targets():
+    """Else a mean of each device's mean would be the mean of all."""
+    model = nnx.eval_shape(lambda: Transformer(Config.tiny(), rngs=nnx.Rngs(0)))
+    counts_B = (subject.text_batch(model, model.loss)["targets"] >= 0).sum(axis=1)
+    for devices in (2, 4, 8):
+        assert len({*counts_B.reshape(devices, -1).sum(axis=1)}) > devices / 2
 
 
 def test_no_cases_prove_nothing():
