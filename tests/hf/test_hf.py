@@ -855,6 +855,30 @@ def test_older_keys_of_gemma_mean_what_newer_ones_mean():
         assert gemma_config(gemma.config_json(ours, 64)) == ours
 
 
+@pytest.mark.parametrize(
+    ("family", "changes", "windows"),
+    [
+        ("gemma3", {"num_hidden_layers": 8}, [5, 5, 5, 5, 5, None, 5, 5]),
+        ("gemma2", {"num_hidden_layers": 5}, [5, None, 5, None, 5]),
+        (
+            "qwen2_moe",
+            {"num_hidden_layers": 5, "use_sliding_window": True, "max_window_layers": 3},
+            [5, None, 5, None, None],
+        ),
+        (
+            "qwen2",
+            {"num_hidden_layers": 5, "use_sliding_window": True, "max_window_layers": 3},
+            [None, None, None, 5, 5],
+        ),
+    ],
+)
+def test_files_without_layer_types_have_their_family_s_windows(family, changes, windows):
+    keys = keys_of(family) | changes | {"sliding_window": 5}
+    ours = gemma_config(keys, layer_types=..., sliding_window_pattern=...)
+    kinds = ours.kinds
+    assert [kinds[n % len(kinds)].window for n in range(ours.num_layers)] == windows
+
+
 def test_published_gemmas_are_their_named_sizes():
     """Their config.json leave out what transformers has defaults for."""
     text = {"hidden_size": 2560, "intermediate_size": 10240, "model_type": "gemma3_text"}

@@ -45,8 +45,10 @@ def test_gradients_of_layers_are_summed_in_the_layout_of_their_optimizer_state(s
     of_optimizer, at_rest = (
         paths(x) for x in (layout.optimizer_shardings(), shardings(layout.variables()["params"]))
     )
-    split = {p for p, x in of_optimizer.items() if x != at_rest[p] and p.startswith("layers/")}
-    assert len(split) == 7, "q, k, v, o, gate, up, down"
+    split = {p for p, x in of_optimizer.items() if x != at_rest[p]}
+    assert len(split) == 8, "q, k, v, o, gate, up, down, and the table of tokens"
+    if strategy == "zero1":  # the table's is summed once, outside of the layers' loop
+        split -= {"embed"}
     for path in split:
         assert paths(made)[path].sharding.spec == of_optimizer[path].spec, path
 
