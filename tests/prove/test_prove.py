@@ -124,6 +124,47 @@ def test_a_planted_fault_is_located_at_its_module(fault, copied):
     assert f" at {file}.py:" in line
 
 
+class Mixing(nnx.Module):
+    """x + tanh(x · w), of which each device forgets the other rows: a mean over a shard."""
+
+    def __init__(self, is_wrong: bool, rngs: nnx.Rngs):
+        self.w = nnx.Param(
+            nnx.initializers.normal(0.1)(rngs.params(), (8, 8)), out_sharding=(None, None)
+        )
+        self.is_wrong = is_wrong
+
+    def __call__(self, x_BD):
+        y_BD = jnp.tanh(x_BD @ self.w[...])
+        if not self.is_wrong:
+            return x_BD + y_BD
+        rows = jax.P("data")
+        local = jax.shard_map(lambda y: y - y.mean(0, keepdims=True), in_specs=rows, out_specs=rows)
+        return x_BD + local(y_BD)
+
+
+class Three(nnx.Module):
+    def __init__(self, wrong: tuple[int, ...], *, rngs: nnx.Rngs):
+        self.first = Mixing(0 in wrong, rngs)
+        self.second = Mixing(1 in wrong, rngs)
+        self.third = Mixing(2 in wrong, rngs)
+
+    def loss(self, x):
+        total = jnp.square(self.third(self.second(self.first(x)))).sum()
+        return total, jnp.float32(len(x)), {"loss": (total, jnp.float32(len(x)))}
+
+
+@pytest.mark.parametrize(("wrong", "named"), [((1,), "second"), ((0, 2), "first")])
+def test_the_first_module_that_differs_is_named(wrong, named):
+    """Those after it differ too. A model as small as one that a user starts with."""
+    batch = {"x": np.random.default_rng(0).normal(size=(8, 8)).astype(np.float32)}
+    build = functools.partial(Three, wrong)
+    proof = prove(
+        lambda: build(rngs=nnx.Rngs(0)), None, {"dp": {"batch": "data"}}, batch, meshes=["2"]
+    )
+    assert not proof.holds
+    assert (proof.cases[0].place.module, proof.cases[0].place.phase) == (named, "forward"), proof
+
+
 @pytest.mark.full
 def test_a_copied_entry_agrees_and_nothing_is_located(copied):
     mine = copied("mlp")
