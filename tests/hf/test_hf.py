@@ -792,6 +792,24 @@ def test_the_tensors_say_whether_qwen_has_a_head(folder, capfd):
         hf.Folder(theirs)
 
 
+@pytest.mark.parametrize(
+    ("family", "alone"),
+    [
+        ("qwen3_5_vision", "Qwen3_5ForCausalLM"),
+        ("qwen3_5_moe_vision", "Qwen3_5MoeForCausalLM"),
+    ],
+)
+def test_a_text_model_beside_a_tower_is_the_one_alone(family, alone):
+    """Except that the outer keys say whether its embeddings are tied."""
+    keys = keys_of(family)
+    text = keys["text_config"]
+    for tied in (True, False):
+        inner = text | {"tie_word_embeddings": not tied}
+        found = config_of(keys | {"text_config": inner, "tie_word_embeddings": tied})
+        assert found == config_of(text | {"architectures": [alone], "tie_word_embeddings": tied})
+        assert found.tie_embeddings == tied
+
+
 def test_fused_experts_are_read_as_separate_ones(folder):
     theirs = folder("qwen3_5_moe_vision")
     add_head(theirs, 1)
