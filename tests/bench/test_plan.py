@@ -20,13 +20,14 @@ import jax
 import numpy as np
 import PIL.Image
 import pytest
+from flax import nnx
 
 from recipes.common import contexts, entries
 from recipes.common.report import flops
 from recipes.common.report.hlo import sent_by_kind
 from recipes.common.runtime import UserError, describe, make_mesh
 from recipes.common.runtime.slices import across
-from recipes.common.sharding import make_layout, paths
+from recipes.common.sharding import abstract_model, make_layout, paths
 from recipes.common.sharding.compiler_options import COMPILER_OPTIONS
 from recipes.common.sharding.shape import RecurrenceShape, Shape, trace_shape
 from recipes.common.train.optimizer import adamw
@@ -39,7 +40,7 @@ from recipes.instruments.plan.calibration import FACTORS, FILL
 from recipes.instruments.plan.estimate import LOGITS, Estimate, abstract_mesh, estimate
 from recipes.instruments.plan.hardware import HARDWARE, parse_devices
 from recipes.instruments.plan.search import Job, Plan, meshes, search
-from recipes.instruments.plan.textbook import Transfer
+from recipes.instruments.plan.textbook import Transfer, transfers
 from tests.by_hand import plan_cases, plan_cycles
 from tests.conftest import ROOT, full_except
 from tests.support.entries import BATCH, ENTRIES, LR
@@ -170,6 +171,52 @@ def test_recurrent_layers_by_hand():
     kept = parts_of(dataclasses.replace(shape, remat="dots"))
     dots = 4 * (2 * 64 + 2 * 128 // 2) + 2 * (16 * 8 + 2 * 8 * 8) // 2 + 2 * 96 // 2
     assert kept["saved activations"] == dots * 2 * 16 * 4
+
+
+def test_what_a_recurrence_keeps_by_hand():
+    """8 heads of keys of 16, 16 heads of values of 12, a convolution over 3 positions."""
+    shape = trace_shape(qwen3_next.Qwen3Next, qwen3_next.Config.tiny())
+    recurrence = shape.layers[0].recurrence
+    channels = 2 * 8 * 16 + 16 * 12
+    assert recurrence.halo == 2 * channels == 896, "the positions before the first one"
+    assert recurrence.state == 16 * 16 * 12 == 3_072
+    assert recurrence.cached == 3_072 + 896
+    assert recurrence.erase == 16 * 16 * 16
+    assert recurrence.width == channels + 2 * 16 * 12  # also the gate and the output
+    assert recurrence.weights == 64 * (channels + 2 * 16 * 12 + 2 * 16) + 3 * channels
+
+
+def test_a_pipeline_s_bubble_by_hand():
+    """Four stages idle for three of eight microbatches' time."""
+    config = dataclasses.replace(Config.tiny(), num_layers=4, pipe_microbatches=8)
+    mesh = abstract_mesh({"data": 2, "pipe": 4}, parse_devices("h100:8"))
+    layout = make_layout(Transformer, config, mesh, "pp", batch_size=16, seq_len=64)
+    seconds = estimate(layout, parse_devices("h100:8")).seconds
+    assert seconds["bubble"] == pytest.approx(seconds["compute"] * 3 / 8)
+
+
+def test_zero1_gathers_updates_in_float32_by_hand():
+    """Whatever the compute dtype is: 7/8 of all matrices, which alone are split."""
+    config = dataclasses.replace(Config.tiny(), dtype="bfloat16")
+    mesh = abstract_mesh({"data": 8}, parse_devices("h100:8"))
+    layout = make_layout(Transformer, config, mesh, "zero1", batch_size=16, seq_len=64)
+    sent = {x.purpose: x for x in transfers(layout) if x.kind == "all-gather"}
+    table, attention, mlp = 384 * 64, 64 * 8 * (16 + 8 + 8 + 16), 3 * 64 * 128
+    matrices = table + 2 * (attention + mlp)
+    assert sent.keys() == {"updates"}
+    assert sent["updates"].bytes == pytest.approx(4 * 7 / 8 * matrices)
+
+
+def test_stages_are_ruled_out_for_a_model_with_a_head_after_the_last():
+    devices = parse_devices("h100:8")
+    for depth, wanted in ((0, ""), (1, "stages")):
+        config = dataclasses.replace(qwen3_next.Config.tiny(), mtp_depth=depth)
+        job = Job(qwen3_next.Qwen3Next, config, 16, 64)
+        model = abstract_model(lambda c=config: qwen3_next.Qwen3Next(c, rngs=nnx.Rngs(0)))
+        found = searching._layout(
+            job, devices, model, "pp", qwen3_next.RULES["pp"], {"data": 4, "pipe": 2}
+        )
+        assert (found if isinstance(found, str) else "") == wanted
 
 
 def test_groups_of_a_recurrence_are_computed_once_more(monkeypatch):

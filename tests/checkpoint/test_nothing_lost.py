@@ -26,6 +26,7 @@ from recipes.common.runtime.errors import Stopped, UserError
 from recipes.common.runtime.flags import Run
 from recipes.common.runtime.mesh import make_mesh
 from recipes.common.sharding.layout import make_layout
+from recipes.common.storage import folders, lock
 from recipes.common.train.metrics import Log, NonFiniteError
 from recipes.common.train.optimizer import LearningRate
 from recipes.common.train.resume import messages
@@ -588,6 +589,27 @@ IN_USE = "--workdir={path} is in use by a running process; wait for it to end, o
 
 
 @pytest.mark.promise("one-run")
+def test_only_what_saves_left_behind_is_removed(tmp_path):
+    """Not a user's folder whose name begins like one of those."""
+    ours = {"12.removed", "12.linking", "12.orbax-checkpoint-tmp-7"}
+    for name in {*ours, "12", "12.removed_mine", "12.removed.old", "12.linking2", "my12.removed"}:
+        (tmp_path / name).mkdir()
+    assert {left.path.name for left in folders.at(tmp_path).unfinished()} == ours
+
+
+def test_a_lock_is_free_only_if_its_process_ended_on_this_machine_and_in_this_container():
+    boot, container, number, start = lock._process(os.getpid()).split()
+    for owner, is_dead in (
+        ((boot, container, number, start), False),
+        ((boot, container, number, "1"), True),  # another process had this number
+        ((boot, "pid:[1]", number, "1"), False),
+        (("another-boot", container, number, "1"), False),
+        ((), False),
+    ):
+        facts = {"pid": os.getpid(), "process": " ".join(owner)}
+        assert lock._is_dead(facts) == is_dead, owner
+
+
 def test_a_second_run_is_refused_while_the_first_holds_the_lock(tmp_path):
     run = Run(workdir=str(tmp_path))
     with saving(tmp_path, "x"):

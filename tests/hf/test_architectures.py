@@ -145,30 +145,43 @@ PHI3 = {
 }  # fmt: skip
 
 
+# What the published config.json of other named sizes says about the architecture.
+PUBLISHED = json.loads((ROOT / "tests" / "golden" / "published_configs.json").read_text())
+
+
+NAMED = [
+    (KIMI, "deepseek", "kimi_k2"),
+    (MOONLIGHT, "deepseek", "16b"),
+    (MINIMAX, "moe", "minimax_m2"),
+    (GLM45_AIR, "moe", "glm45_air"),
+    (GLM45, "moe", "glm45"),
+    (QWEN2_MOE, "moe", "qwen15_moe_a3b"),
+    (OLMO3, "transformer", "olmo3_7b"),
+    (SMOLLM3, "transformer", "smollm3_3b"),
+    (PHI3, "transformer", "phi3_mini"),
+    (QWEN3_NEXT, "qwen3_next", "80b_a3b"),
+    (QWEN35, "qwen3_next", "qwen35_9b"),
+    (QWEN35_MOE, "qwen3_next", "qwen35_35b_a3b"),
+    (MINISTRAL3, "transformer", "ministral3_8b"),
+    *((keys, *name.split()) for name, keys in PUBLISHED.items()),
+]
+
+
 @pytest.mark.parametrize(
-    ("keys", "entry", "size"),
-    [
-        (KIMI, "deepseek", "kimi_k2"),
-        (MOONLIGHT, "deepseek", "16b"),
-        (MINIMAX, "moe", "minimax_m2"),
-        (GLM45_AIR, "moe", "glm45_air"),
-        (GLM45, "moe", "glm45"),
-        (QWEN2_MOE, "moe", "qwen15_moe_a3b"),
-        (OLMO3, "transformer", "olmo3_7b"),
-        (SMOLLM3, "transformer", "smollm3_3b"),
-        (PHI3, "transformer", "phi3_mini"),
-        (QWEN3_NEXT, "qwen3_next", "80b_a3b"),
-        (QWEN35, "qwen3_next", "qwen35_9b"),
-        (QWEN35_MOE, "qwen3_next", "qwen35_35b_a3b"),
-        (MINISTRAL3, "transformer", "ministral3_8b"),
-    ],
-    ids=lambda value: value if isinstance(value, str) else "",
+    ("keys", "entry", "size"), NAMED, ids=lambda value: value if isinstance(value, str) else ""
 )
 def test_published_relatives_are_their_named_sizes(keys, entry, size):
     training = {"remat": "full"} | ({} if entry == "transformer" else {"capacity": None})
     training |= {"balance_rate": 0.0} if entry == "deepseek" else {}
     wanted = dataclasses.replace(entries.zoo_file(entry).SIZES[size](), **training)
     assert config_of(keys) == wanted
+
+
+@pytest.mark.parametrize("entry", ["transformer", "moe", "qwen3_next"])
+def test_every_published_size_is_compared_with_its_config_json(entry):
+    ours = {"tiny", "small", "medium", "124m"}
+    compared = {size for _, of, size in NAMED if of == entry}
+    assert {*entries.zoo_file(entry).SIZES} - ours == compared
 
 
 # ---- keys of config.json -------------------------------------------------------------------------

@@ -792,6 +792,24 @@ def test_the_tensors_say_whether_qwen_has_a_head(folder, capfd):
         hf.Folder(theirs)
 
 
+@pytest.mark.parametrize(
+    ("family", "alone"),
+    [
+        ("qwen3_5_vision", "Qwen3_5ForCausalLM"),
+        ("qwen3_5_moe_vision", "Qwen3_5MoeForCausalLM"),
+    ],
+)
+def test_a_text_model_beside_a_tower_is_the_one_alone(family, alone):
+    """Except that the outer keys say whether its embeddings are tied."""
+    keys = keys_of(family)
+    text = keys["text_config"]
+    for tied in (True, False):
+        inner = text | {"tie_word_embeddings": not tied}
+        found = config_of(keys | {"text_config": inner, "tie_word_embeddings": tied})
+        assert found == config_of(text | {"architectures": [alone], "tie_word_embeddings": tied})
+        assert found.tie_embeddings == tied
+
+
 def test_fused_experts_are_read_as_separate_ones(folder):
     theirs = folder("qwen3_5_moe_vision")
     add_head(theirs, 1)
@@ -853,6 +871,30 @@ def test_older_keys_of_gemma_mean_what_newer_ones_mean():
         ours = gemma_config(keys, layer_types=one_kind)
         assert len(ours.layer_kinds) == 1
         assert gemma_config(gemma.config_json(ours, 64)) == ours
+
+
+@pytest.mark.parametrize(
+    ("family", "changes", "windows"),
+    [
+        ("gemma3", {"num_hidden_layers": 8}, [5, 5, 5, 5, 5, None, 5, 5]),
+        ("gemma2", {"num_hidden_layers": 5}, [5, None, 5, None, 5]),
+        (
+            "qwen2_moe",
+            {"num_hidden_layers": 5, "use_sliding_window": True, "max_window_layers": 3},
+            [5, None, 5, None, None],
+        ),
+        (
+            "qwen2",
+            {"num_hidden_layers": 5, "use_sliding_window": True, "max_window_layers": 3},
+            [None, None, None, 5, 5],
+        ),
+    ],
+)
+def test_files_without_layer_types_have_their_family_s_windows(family, changes, windows):
+    keys = keys_of(family) | changes | {"sliding_window": 5}
+    ours = gemma_config(keys, layer_types=..., sliding_window_pattern=...)
+    kinds = ours.kinds
+    assert [kinds[n % len(kinds)].window for n in range(ours.num_layers)] == windows
 
 
 def test_published_gemmas_are_their_named_sizes():

@@ -20,7 +20,7 @@ from recipes.common.runtime import UserError
 from recipes.common.runtime.mesh import make_mesh
 from recipes.common.sharding import make_layout
 from recipes.common.train.feed import to_devices
-from recipes.instruments.prove import cases
+from recipes.instruments.prove import cases, subject
 from recipes.instruments.prove import run as prove_run
 from recipes.instruments.prove.cases import prove
 from recipes.instruments.prove.compare import GRADIENT_TOLERANCE, compare_all, compare_gradients
@@ -122,6 +122,47 @@ def test_a_planted_fault_is_located_at_its_module(fault, copied):
     assert case.place.layer == ((0,) if phase == "forward" else (config.num_layers - 1,))
     (line,) = (x for x in case.place.near if near in x)
     assert f" at {file}.py:" in line
+
+
+class Mixing(nnx.Module):
+    """x + tanh(x · w), of which each device forgets the other rows: a mean over a shard."""
+
+    def __init__(self, is_wrong: bool, rngs: nnx.Rngs):
+        self.w = nnx.Param(
+            nnx.initializers.normal(0.1)(rngs.params(), (8, 8)), out_sharding=(None, None)
+        )
+        self.is_wrong = is_wrong
+
+    def __call__(self, x_BD):
+        y_BD = jnp.tanh(x_BD @ self.w[...])
+        if not self.is_wrong:
+            return x_BD + y_BD
+        rows = jax.P("data")
+        local = jax.shard_map(lambda y: y - y.mean(0, keepdims=True), in_specs=rows, out_specs=rows)
+        return x_BD + local(y_BD)
+
+
+class Three(nnx.Module):
+    def __init__(self, wrong: tuple[int, ...], *, rngs: nnx.Rngs):
+        self.first = Mixing(0 in wrong, rngs)
+        self.second = Mixing(1 in wrong, rngs)
+        self.third = Mixing(2 in wrong, rngs)
+
+    def loss(self, x):
+        total = jnp.square(self.third(self.second(self.first(x)))).sum()
+        return total, jnp.float32(len(x)), {"loss": (total, jnp.float32(len(x)))}
+
+
+@pytest.mark.parametrize(("wrong", "named"), [((1,), "second"), ((0, 2), "first")])
+def test_the_first_module_that_differs_is_named(wrong, named):
+    """Those after it differ too. A model as small as one that a user starts with."""
+    batch = {"x": np.random.default_rng(0).normal(size=(8, 8)).astype(np.float32)}
+    build = functools.partial(Three, wrong)
+    proof = prove(
+        lambda: build(rngs=nnx.Rngs(0)), None, {"dp": {"batch": "data"}}, batch, meshes=["2"]
+    )
+    assert not proof.holds
+    assert (proof.cases[0].place.module, proof.cases[0].place.phase) == (named, "forward"), proof
 
 
 @pytest.mark.full
@@ -356,6 +397,29 @@ def test_what_compares_nothing_proves_nothing(factor, slope, words):
     proof = prove(model, None, {"dp": {"batch": "data"}}, batch, meshes=["8"])
     assert not proof.holds
     assert words in str(proof)
+
+
+def test_a_small_gradient_is_compared_with_itself():
+    """Only below a millionth of all gradients is one taken for zero but for rounding."""
+    one = {"q": np.array([1.0]), "w": np.array([2e-6]), "b": np.array([5e-7])}
+    on_mesh = one | {"w": np.array([3e-6]), "b": np.array([6e-7])}
+    found = compare_gradients(on_mesh, one)
+    assert found["w"].relative == pytest.approx(0.5)
+    assert found["b"].relative == pytest.approx(1e-7)
+
+
+def test_tolerances_are_those_of_float32():
+    assert cases.TOLERANCES == {
+        "initial": 0, "loss": 2e-6, "metrics": 2e-6, "gradient": 2e-6, "state": 2e-5, "restore": 0,
+    }  # fmt: skip
+
+
+def test_devices_get_unequal_numbers_of_targets():
+    """Else a mean of each device's mean would be the mean of all."""
+    model = nnx.eval_shape(lambda: Transformer(Config.tiny(), rngs=nnx.Rngs(0)))
+    counts_B = (subject.text_batch(model, model.loss)["targets"] >= 0).sum(axis=1)
+    for devices in (2, 4, 8):
+        assert len({*counts_B.reshape(devices, -1).sum(axis=1)}) > devices / 2
 
 
 def test_no_cases_prove_nothing():

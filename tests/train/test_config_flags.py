@@ -10,7 +10,7 @@ import pytest
 
 from recipes import deepseek, dot_relu_dot, mlp, transformer, vit
 from recipes.common import checkpoint
-from recipes.common.config_flags import comment, configure, read
+from recipes.common.config_flags import changed_setting, comment, configure, read
 from tests.support.quick import quick as quick
 from tests.support.runs import TINY, records
 from zoo.gpt_oss import Config as GptOss
@@ -103,6 +103,15 @@ def test_structured_fields_become_what_the_model_computes_with():
     config = configure(Config.tiny(), flags, jax.devices()[0])
     assert config.layer_kinds == (Kind(5, 1e4), Kind(None, 1e4, Linear(4)))
     assert config.unroll == 2
+
+
+def test_a_setting_that_a_resumed_run_leaves_out_has_changed():
+    """Or adds, or gives another value; what only says how to compute the model may change."""
+    eps = ["norm_eps=0.01"]
+    assert changed_setting(eps, []) == ("set=norm_eps=", "0.01")
+    assert changed_setting([], eps) == ("set=norm_eps=0.01", "")
+    assert changed_setting(eps, ["norm_eps=0.1"]) == ("set=norm_eps=0.1", "0.01")
+    assert changed_setting([*eps, "loss_chunk=8"], [*eps, "unroll=2"]) is None
 
 
 @pytest.mark.full

@@ -479,7 +479,9 @@ def test_an_unsuitable_base_of_an_adapter_is_refused(disk, tmp_path):
     facts = checkpoint.metadata("transformer", layout_of(PLAIN), {}) | {"step": 7}
     changed = jax.tree.map(lambda x: x + 1, variables("tiny")["base"])
     checkpoint.write(other, {"params": jax.device_put(changed)}, facts)
-    refused(disk.run, "so it has changed or is a different model; use --base=PATH", base=str(other))
+    for hash_files in (True, False):  # --verify=False reads less, but notices this too
+        said = "so it has changed or is a different model; use --base=PATH"
+        refused(disk.run, said, base=str(other), hash_files=hash_files)
     refused(disk.run, "without its base (--base=nowhere does not exist)", base="nowhere")
     refused(disk.run, "and its base --base=", base=str(disk.run))
     refused(disk.base, "--base=x is for adapters, and --restore_from=", base="x")

@@ -302,6 +302,29 @@ def test_matrices_of_layers_in_turn_are_dealt_out_layer_by_layer():
     assert [*shares(layout, "optimizer").values()] == [12, 12, 12]
 
 
+@pytest.mark.parametrize(
+    "spec", [jax.P(*axes) for axes in ((None,) * 3, (None, "data", None), (None, None, "data"))]
+)
+def test_devices_share_out_muon_s_matrices(spec):
+    """Three matrices on two devices, which hold copies, rows or columns of them."""
+    momenta = {"w": np.random.default_rng(0).standard_normal((3, 8, 4), np.float32)}
+    coefficients = jnp.array(muon.COEFFICIENTS)
+
+    def orthogonalize(momenta):
+        return muon.orthogonalize(momenta, {"w": ((1,), (2,))}, coefficients)
+
+    step = jax.jit(orthogonalize, compiler_options=QUICK)
+    wanted = np.asarray(step(momenta)["w"])
+    singular = np.linalg.svd(wanted, compute_uv=False) / (0.2 * np.sqrt(8))
+    assert (np.abs(singular - 1) < 0.4).all(), "nearly orthogonal, with an RMS of 0.2"
+    mesh = make_mesh("2")
+    with jax.set_mesh(mesh):
+        on_mesh = jax.device_put(momenta, jax.NamedSharding(mesh, spec))
+        found = step(on_mesh)["w"]
+    assert found.sharding.spec == spec
+    np.testing.assert_allclose(found, wanted, rtol=0, atol=1e-5)
+
+
 def test_muon_equals_that_of_optax():
     """On one device: the same state and updates, over three steps, up to amplified rounding."""
     layout = ENTRIES["transformer"].layout("1x1")

@@ -1,6 +1,7 @@
 """ZeRO-1: optimizer state with a layout of its own, in whole train steps and in checkpoints."""
 
 import dataclasses
+import re
 
 import jax
 import numpy as np
@@ -45,10 +46,22 @@ def test_gradients_of_layers_are_summed_in_the_layout_of_their_optimizer_state(s
     of_optimizer, at_rest = (
         paths(x) for x in (layout.optimizer_shardings(), shardings(layout.variables()["params"]))
     )
-    split = {p for p, x in of_optimizer.items() if x != at_rest[p] and p.startswith("layers/")}
-    assert len(split) == 7, "q, k, v, o, gate, up, down"
+    split = {p for p, x in of_optimizer.items() if x != at_rest[p]}
+    assert len(split) == 8, "q, k, v, o, gate, up, down, and the table of tokens"
+    if strategy == "zero1":  # the table's is summed once, outside of the layers' loop
+        split -= {"embed"}
     for path in split:
         assert paths(made)[path].sharding.spec == of_optimizer[path].spec, path
+
+
+def test_stages_scatter_the_gradients_of_their_layers_and_of_the_ends():
+    """Eight matrices, the table of tokens among them: none is summed whole and sliced then."""
+    layout = ENTRIES["transformer"].layout("data=4,pipe=2", "pp_zero1")
+    arguments = abstract_state(layout, OPTIMIZER), layout.abstract_batch(row())
+    with layout.trace():
+        traced = jax.make_jaxpr(lambda state, rows: gradients(layout, state, rows))(*arguments)
+    over = re.findall(r"reduce_scatter\[[^\]]*axis_name=(\(.*?\))", str(traced))
+    assert over.count("('data',)") == 8
 
 
 def train(layout: Layout, microbatches: int) -> dict[str, np.ndarray]:

@@ -282,12 +282,13 @@ def decoded(model: Decoder, tokens_BT, prompt: int) -> np.ndarray:
     ("changes", "mesh", "rules"),
     full_except(
         [
-            (YARN | {"dense_layers": 0, "num_layers": 1, "lora_rank": 2}, "1x1", "dp"),
+            (YARN | {"num_layers": 2, "lora_rank": 2}, "1x1", "dp"),
+            ({"dense_layers": 0, "num_layers": 1}, "1x1", "dp"),
             ({"q_latent": 0, "lora_rank": 2, "mtp_depth": 1}, "1x1", "dp"),
             ({"nope_dim": 7, "rope_dim": 6}, "1x1", "dp"),
             (YARN, "data=2,seq=4", "fsdp_cp"),
         ],
-        fast=[(YARN | {"dense_layers": 0, "num_layers": 1, "lora_rank": 2}, "1x1", "dp")],
+        fast=[(YARN | {"num_layers": 2, "lora_rank": 2}, "1x1", "dp")],  # one of them is dense
     ),
 )
 def test_absorbed_decoding_gives_the_logits_without_a_cache(changes, mesh, rules):
@@ -301,6 +302,23 @@ def test_absorbed_decoding_gives_the_logits_without_a_cache(changes, mesh, rules
     with jax.set_mesh(make_mesh(mesh)), nnx.logical_axis_rules(tuple(RULES[rules].items())):
         found_BTV = decoded(model, tokens_BT, prompt=8)
     np.testing.assert_allclose(found_BTV, whole_BTV[:, 7:], rtol=1e-4, atol=5e-4)
+
+
+def test_the_head_s_costs_leave_out_padding():
+    """Those of MTP too: tokens at padded positions change nothing of an objective."""
+    model = random_model(
+        capacity=None, mtp_depth=1, num_layers=2, balance_weight=0.7, balance_rate=0.0
+    )
+    random = np.random.default_rng(0)
+    tokens_BT, other_BT = random.integers(0, 257, (2, 2, 12))
+    is_text_BT = np.arange(12)[None] < np.array([[8], [5]])
+    batch = {
+        "targets": np.where(is_text_BT, tokens_BT, -1),
+        "segment_ids": is_text_BT.astype(np.int32),
+    }
+    loss = jax.jit(lambda m, tokens: m.loss(tokens, **batch)[0], compiler_options=QUICK)
+    totals = [loss(model, np.where(is_text_BT, tokens_BT, x)) for x in (tokens_BT, other_BT)]
+    assert float(totals[0]) == pytest.approx(float(totals[1]), rel=1e-6)
 
 
 @pytest.mark.full

@@ -405,3 +405,20 @@ def test_a_packed_document_is_computed_as_alone():
     packed = outputs(x_BTD, tokens_BT, ids_BT)
     alone = outputs(x_BTD[:, 5:], tokens_BT[:, 5:])
     np.testing.assert_allclose(packed[:, 5:], alone, atol=1e-6)
+
+
+def test_a_decay_s_bias_is_added_in_float32(monkeypatch):
+    """In bfloat16 too: a decay multiplies the state over and over."""
+    layer = delta.GatedDelta(Config(), rngs=nnx.Rngs(0))
+    layer.decay.set_value(jnp.zeros_like(layer.decay[...]))
+    received = []
+    monkeypatch.setattr(
+        delta, "on_device", lambda arrays, *_: received.append(arrays) or [arrays.v]
+    )
+    positions = make_positions(layer.config, jnp.zeros((1, 4), jnp.int32))
+    layer(jnp.ones((1, 4, layer.config.embed), jnp.bfloat16), positions, layer.config.kinds[0])
+    rate_N = np.exp(np.asarray(layer.log_rate[...], np.float64))
+    wanted_N = -rate_N * np.log1p(np.exp(np.asarray(layer.decay_bias[...], np.float64)))
+    (arrays,) = received
+    assert arrays.log_decay.dtype == jnp.float32
+    np.testing.assert_allclose(arrays.log_decay[0, 0], wanted_N, rtol=1e-5)

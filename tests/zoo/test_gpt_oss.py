@@ -10,6 +10,7 @@ from flax import nnx
 
 from recipes.common.mesh import make_mesh
 from tests.support.quick import QUICK
+from zoo import gpt_oss
 from zoo.attention import make_positions
 from zoo.gpt_oss import RULES, Config, GptOss
 from zoo.layers import Kind
@@ -71,6 +72,21 @@ def test_experts_are_their_definition(capacity, mesh, rules):
     wanted_BTD = experts_plainly(x_BTD, model.layers.experts, model.config)
     assert np.abs(wanted_BTD).max() > 1
     np.testing.assert_allclose(found_BTD, wanted_BTD, rtol=1e-4, atol=2e-5)
+
+
+def test_a_dropped_position_gets_nothing_of_down_s_bias():
+    """All positions choose the same experts, which take the first two of them."""
+    config = dataclasses.replace(TINY, capacity=1.0)
+    experts = gpt_oss.Experts(config, rngs=nnx.Rngs(0))
+    experts.down.set_value(jnp.zeros_like(experts.down[...]))
+    experts.down_bias.set_value(jnp.ones_like(experts.down_bias[...]))
+    T = 2 * config.num_experts // config.experts_per_token
+    x_BTD = jnp.ones((1, T, config.embed))
+    positions = make_positions(config, jnp.zeros((1, T), jnp.int32))
+    run = jax.jit(lambda x_BTD: experts(x_BTD, positions), compiler_options=QUICK)
+    out_BTD, metrics = run(x_BTD)
+    np.testing.assert_allclose(out_BTD[0, :, 0], [1.0] * 2 + [0.0] * (T - 2), rtol=1e-6)
+    assert float(metrics["dropped"]) == T - 2
 
 
 @pytest.mark.parametrize("window", [None, 3])

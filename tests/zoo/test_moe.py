@@ -169,6 +169,59 @@ def test_each_position_goes_through_its_experts(capacity, normalize):
     assert float(figures["load"].sum()) == pytest.approx(2 * T * config.num_experts)
 
 
+def test_an_expert_takes_as_many_positions_as_it_has_slots():
+    """All positions choose both experts: the first three of each row get an output, and each
+    expert's gradient is that of three positions a row.
+    """
+    config = dataclasses.replace(Config.tiny(), num_experts=2, experts_per_token=2, capacity=0.5)
+    slots, rows, T = 3, 2, 6
+    layer = GatedExperts(config, biased=False, normalize=True, rngs=nnx.Rngs(0))
+    graph, weights = nnx.split(layer)
+    x_D = np.random.default_rng(0).normal(size=config.embed).astype(np.float32)
+
+    def total(weights, T, rows):
+        x_BTD = jnp.broadcast_to(x_D, (rows, T, config.embed))
+        positions = make_positions(config, jnp.zeros((rows, T), jnp.int32))
+        out_BTD, _ = nnx.merge(graph, weights)(x_BTD, positions)
+        return out_BTD.sum(), out_BTD
+
+    both = jax.jit(jax.grad(total, has_aux=True), static_argnums=(1, 2), compiler_options=QUICK)
+    grads, out_BTD = both(weights, T, rows)
+    alone, alone_BTD = both(weights, 1, 1)
+    assert np.abs(alone_BTD).max() > 0.01
+    wanted_BTD = np.broadcast_to(alone_BTD, (rows, slots, config.embed))
+    np.testing.assert_allclose(out_BTD[:, :slots], wanted_BTD, rtol=0, atol=1e-6)
+    np.testing.assert_array_equal(out_BTD[:, slots:], 0)
+    for name in ("gate", "up", "down"):
+        found, want = grads[name][...], alone[name][...] * slots * rows
+        np.testing.assert_allclose(found, want, rtol=1e-4, atol=1e-6, err_msg=name)
+
+
+def test_devices_without_a_capacity_compute_their_own_experts_choices():
+    """Two devices with two experts each give what one device gives, gradients too."""
+    config = dataclasses.replace(Config.tiny(), capacity=None, num_experts=4)
+    graph, weights = nnx.split(GatedExperts(config, biased=False, normalize=True, rngs=nnx.Rngs(0)))
+    x_BTD = np.random.default_rng(0).normal(size=(2, 6, config.embed)).astype(np.float32)
+
+    def total(weights, x_BTD):
+        positions = make_positions(config, jnp.zeros((2, 6), jnp.int32))
+        out_BTD, _ = nnx.merge(graph, weights)(x_BTD, positions)
+        return (out_BTD * jnp.cos(x_BTD)).sum(), out_BTD
+
+    step = functools.partial(jax.jit, compiler_options=QUICK)
+    grads, out_BTD = step(jax.grad(total, has_aux=True))(weights, x_BTD)
+    mesh = make_mesh("data=1,expert=2")
+    with jax.set_mesh(mesh), nnx.logical_axis_rules(tuple(RULES["ep"].items())):
+        on_mesh = jax.device_put(weights, nnx.get_named_sharding(weights, mesh))
+        found, found_BTD = step(jax.grad(total, has_aux=True))(on_mesh, x_BTD)
+    np.testing.assert_allclose(found_BTD, out_BTD, rtol=1e-4, atol=1e-6)
+    for name in ("gate", "up", "down"):
+        want = np.asarray(grads[name][...])
+        np.testing.assert_allclose(
+            found[name][...], want, rtol=1e-4, atol=1e-5 * np.abs(want).max()
+        )
+
+
 @pytest.mark.full
 def test_room_for_all_is_dropless():
     """A capacity of E / J gives each expert a slot for every position of a row."""

@@ -30,6 +30,7 @@ from zoo import moe, transformer
 from zoo.attention import make_positions
 from zoo.kernels import Choice
 from zoo.layers import Kind, Linear, Llama3, Yarn, rope_angles
+from zoo.stack import scan_layers
 
 pytestmark = [pytest.mark.promise("unlike-layers"), pytest.mark.usefixtures("strict")]
 
@@ -537,3 +538,23 @@ def test_llama_3_s_factors_in_any_order_are_those_of_transformers(low, high):
     assert smoothed == (low < high), "the case has wavelengths on both sides and between"
     assert ratios.min() < 0.126
     assert ratios.max() > 0.999
+
+
+def test_unlike_stacks_run_in_the_order_of_their_period():
+    """Layers are digits, and x is the number that they write."""
+    stacks = {"a": jnp.arange(1, 6), "b": jnp.array([8, 9])}
+    kinds = tuple(Kind(window, None) for window in (1, 2, 3))
+    seen = []
+
+    def write(x, digit, kind):
+        seen.append(kind.window)
+        return x * 10 + digit, digit
+
+    x, outputs = jax.jit(
+        lambda: scan_layers(write, jnp.int32(0), stacks, kinds, None, period=("a", "a", "b"))
+    )()
+    assert int(x) == 1_283_495
+    assert {name: output.tolist() for name, output in outputs.items()} == {
+        "a": [1, 2, 3, 4, 5], "b": [8, 9],
+    }  # fmt: skip
+    assert set(seen) == {1, 2, 3}
