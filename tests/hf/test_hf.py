@@ -274,7 +274,7 @@ def test_a_relative_of_llama_sets_its_switches_and_no_other(name):
 
 
 def test_a_model_without_rotary_layers_is_exported_without_a_theta():
-    """transformers refuses `"rope_theta": null`."""
+    """Null is refused by transformers."""
     for kinds in ((Kind(None, None),), (Kind(5, None), Kind(None, None))):
         config = dataclasses.replace(hf.Folder(GOLDEN / "smollm3").config, layer_kinds=kinds)
         family = hf.folder.family_of("transformer", config, "SmolLM3ForCausalLM")

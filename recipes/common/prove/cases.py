@@ -179,12 +179,12 @@ class Reference:
 def without(optimizer: optax.GradientTransformation, zeros: set[str]) -> Any:
     """An optimizer to which the gradients of these paths are zero."""
 
-    def update(grads, state, params=None):
+    def update(updates, state, params=None):
         def keep(path, grad):
             is_zero = "/".join(str(key.key) for key in path) in zeros
             return jnp.zeros_like(grad) if is_zero else grad
 
-        return optimizer.update(jax.tree_util.tree_map_with_path(keep, grads), state, params)
+        return optimizer.update(jax.tree_util.tree_map_with_path(keep, updates), state, params)
 
     return optax.GradientTransformation(optimizer.init, update)
 
