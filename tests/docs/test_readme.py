@@ -267,12 +267,19 @@ def test_the_zoo_lists_sizes_and_strategies():
         line = next(line for line in lines if f"(zoo/{name}.py)" in line)
         assert f"`python -m recipes.{name} --mesh=" in line
         zoo, model = entries.zoo_file(name), entries.model(name)
-        for size, config in zoo.SIZES.items():
-            if size in ("tiny", "small", "medium"):
-                shapes = nnx.eval_shape(lambda m=model, c=config: m(c(), rngs=nnx.Rngs(0)))
-                count = sum(leaf.size for leaf in jax.tree.leaves(nnx.state(shapes, nnx.Param)))
-                assert f"{size} {count:,}" in line
-            assert re.search(rf"\b{size}\b", line)
+        shown = [size.split() for size in line.split("|")[3].split(", ")]
+        assert {size for size, *_ in shown} <= {*zoo.SIZES}
+        assert len(shown) <= 5, "a beginner needs no more"
+        for size, *count in shown[:2]:
+            config = zoo.SIZES[size]
+            shapes = nnx.eval_shape(lambda m=model, c=config: m(c(), rngs=nnx.Rngs(0)))
+            (parameters,) = count
+            leaves = jax.tree.leaves(nnx.state(shapes, nnx.Param))
+            assert parameters == f"{sum(leaf.size for leaf in leaves):,}"
+        (row,) = (
+            x for table in tables(section("Sizes", ZOO)) for x in table if x[0] == model.__name__
+        )
+        assert row[1].replace("`", "").split(", ") == [*zoo.SIZES]
         assert all(f"`{strategy}`" in section("Strategies", ZOO) for strategy in zoo.RULES)
 
 
