@@ -35,8 +35,8 @@ def delta_shape(config) -> RecurrenceShape:
     )  # fmt: skip
     channels = 2 * G * K + N * V
     within = CHUNK * (3 * K + 2 * V) + 2 * math.ceil(math.log2(CHUNK)) * CHUNK**2
-    # In float32: q, k, v and what `Chunks` has of a head; states; products of pairs, of which TPUs pad
-    # rows of 64 to 128.
+    # In float32: q, k, v and a head's `Chunks`; states; products of pairs, whose rows of 64 TPUs pad
+    # to 128.
     values = 6 * K + 5 * V + K * V // CHUNK + 5 * max(CHUNK, 128)
     return RecurrenceShape(
         weights=config.embed * (channels + 2 * N * V + 2 * N) + config.conv_width * channels,
