@@ -9,6 +9,8 @@ import itertools
 import subprocess
 import sys
 import time
+import types
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -21,6 +23,8 @@ from data.text import example
 from data.tokenizer import BYTES
 from recipes.bench import kernels as bench_kernels
 from recipes.bench.common import make_step
+from recipes.common import entries
+from recipes.common.checkpoint import layout_of
 from recipes.common.language import Sample, Text, Training, model_config
 from recipes.common.report.kernel import attention_kernel, check, report
 from recipes.common.runtime.errors import UserError
@@ -436,6 +440,16 @@ def test_a_kernel_that_the_devices_lack_is_refused(kernel, device, changes, obst
         UserError, match=f"=attention={kernel} doesn't support {obstacle}; use --set"
     ):
         check(layout)
+
+
+def test_a_checkpoint_of_a_tpu_s_kernel_is_used_on_any_device():
+    """A kernel is how the run that saved it computed; --set names another."""
+    config = entries.config_json(dataclasses.replace(TINY, attention="splash"))
+    source: Any = types.SimpleNamespace(
+        metadata={"entry": "transformer", "config": config}, path=""
+    )
+    assert layout_of(source, make_mesh("1")).config.attention == "auto"
+    assert layout_of(source, make_mesh("1"), attention="flash").config.attention == "flash"
 
 
 def test_rules_that_split_heads_have_no_kernel():
