@@ -346,7 +346,7 @@ _attend.defvjp(_attend_forward, _attend_backward)
 
 
 def _functions(kernel, settings):
-    """A kernel's functions for its output and for its gradients; on a ring, made of these."""
+    """Forward and backward functions of a kernel, wrapped for a ring if needed."""
     output, gradients = flash, flash_gradients
     if kernel == "splash":
         from .splash import splash, splash_gradients

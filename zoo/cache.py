@@ -92,7 +92,7 @@ def decode(model, tokens_B, cache: Cache) -> tuple[jax.Array, Cache]:
 
 
 def in_slots(function, x) -> Any:
-    """A function for whose result JAX can't infer the sharding: it is x's, with dim 2 in slots."""
+    """Gives the result of `function`, which JAX can't infer, x's sharding with dim 2 split over slots."""
     if shards("slots") == shards("seq") == 1 or explicit("slots") is None:
         return function
     spec = jax.typeof(x).sharding.spec

@@ -16,7 +16,7 @@ CHUNK = 64  # C; more: longer matmuls, but their work per position grows with C
 
 
 class Chunks(NamedTuple):
-    """What chunks do with the state S before them, [n, B, N, ...] of n chunks."""
+    """How n chunks read and update the state S before them, each [n, B, N, ...]."""
 
     read: jax.Array  # [C, K]: queries, times the decay since the chunk's start
     within: jax.Array  # [C, C]: products of queries with the chunk's own keys
@@ -63,10 +63,11 @@ def chunk(q_BTNK, k_BTNK, v_BTNV, log_decay_BTN, write_BTN, starts_BT, size: int
 
 @jax.custom_vjp
 def inverse(lower_CC) -> jax.Array:
-    """The inverse of a matrix with ones on its diagonal, of which only what is below it is read.
+    """Inverts a unit lower triangular matrix; reads only the part below the diagonal.
 
-    Diagonal blocks that are inverted already are joined in pairs, so all work is in matmuls. It is as
-    exact as substitution, unlike the shorter product of powers of two, which repeated keys let grow.
+    Joins inverted diagonal blocks in pairs, so all work is in matmuls. This is as exact as
+    substitution; the product of powers of two is shorter, but its terms grow with
+    repeated keys.
     """
     C = lower_CC.shape[-1]
     row, column = jnp.ogrid[:C, :C]

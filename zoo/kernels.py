@@ -25,7 +25,7 @@ FLASH_FROM = 8_192  # positions from which `flash` is faster on CPUs than `block
 
 @dataclasses.dataclass(frozen=True)
 class Request:
-    """What a kernel is to compute."""
+    """What the choice of a kernel depends on."""
 
     seq_len: int  # positions of a row
     head_dim: int
@@ -195,7 +195,7 @@ def _over_tiles(settings: Settings, tile, queries, kv, ids_BT, offset, query_sum
     returns new tiles of both sums, which are returned in the end.
     """
     *keys, ids_BS = kv
-    # Or else JAX would compute the masks of all pairs once for all layers, and keep them: T² bits.
+    # Otherwise JAX hoists all masks out of the layer loop: T² bits.
     queries, ids_BS, ids_BT, offset = jax.lax.optimization_barrier(
         (queries, ids_BS, ids_BT, offset)
     )

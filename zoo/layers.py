@@ -29,7 +29,7 @@ class RoundedInput(NamedTuple):
 
 
 class LowPrecisionWeight(nnx.Param):
-    """A weight in use with a product of its own, in place of `multiply`: see low_precision.py."""
+    """A weight in use that replaces `multiply` by its own method: see low_precision.py."""
 
     def multiply(self, x, contract: int, seq: str) -> jax.Array:
         raise NotImplementedError

@@ -136,7 +136,7 @@ def leaf_axes(model) -> list[tuple]:
 
 
 class Carry(NamedTuple):
-    """What a stage keeps from tick to tick; without training, no gradients and residuals."""
+    """A stage's state between ticks; without training, it has no gradients and residuals."""
 
     shared_gradients: dict  # leaf → its sum so far, of weights outside of the stacked layers
     metrics: dict  # of this stage's layers, sums so far

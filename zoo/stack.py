@@ -155,7 +155,7 @@ def merge_first_dims(x: jax.Array) -> jax.Array:
 
 
 def layer_in_use(layer, names: dict[str, str], config):
-    """`in_use` for a layer, whose products are in config.matmul.
+    """`in_use` for a layer; its weights then multiply in the format of config.matmul.
 
     Args:
       names: a weight's logical axis at rest → its name in use.

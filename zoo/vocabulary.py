@@ -150,8 +150,8 @@ def cross_entropy(x_BTD, table_RVD, targets_BT, config):
 def _sums(config, x_CRMD, table_RVD, targets_CRM):
     """The sum of each shard's cross entropies, float32 [R].
 
-    Where it is differentiated, a chunk's logits give its gradients at once, and the backward pass
-    only multiplies them by the sums' gradients: logits are neither kept nor computed twice.
+    When differentiated, the forward pass computes each chunk's gradients from its logits, and the
+    backward pass only scales them: logits are neither kept nor computed twice.
     """
 
     def chunk(sums_R, x_and_targets):
@@ -162,7 +162,7 @@ def _sums(config, x_CRMD, table_RVD, targets_CRM):
 
 
 def _sums_and_gradients(config, x_CRMD, table_RVD, targets_CRM):
-    """`_sums`, and the gradients of x and of the table as if the sums' were 1."""
+    """`_sums`, and the gradients of x and of the table for a cotangent of 1."""
 
     def chunk(carry, x_and_targets):
         sums_R, table_grad_RVD = carry
@@ -184,7 +184,7 @@ def _sums_and_gradients(config, x_CRMD, table_RVD, targets_CRM):
 
 
 def _scaled_gradients(config, gradients, grad_R):
-    """The backward pass of `_sums`: the gradients of its arguments, the sums' being grad_R."""
+    """The backward pass of `_sums`: scales the gradients by the cotangent grad_R."""
 
     def scaled(x, factor):  # in float32: a rounded factor would change all gradients alike
         return (factor * x.astype(jnp.float32)).astype(x.dtype)

@@ -273,6 +273,16 @@ def test_a_relative_of_llama_sets_its_switches_and_no_other(name):
     assert config.layer_kinds == kinds.get(name, ())
 
 
+def test_a_model_without_rotary_layers_is_exported_without_a_theta():
+    """Null is refused by transformers."""
+    for kinds in ((Kind(None, None),), (Kind(5, None), Kind(None, None))):
+        config = dataclasses.replace(hf.Folder(GOLDEN / "smollm3").config, layer_kinds=kinds)
+        family = hf.folder.family_of("transformer", config, "SmolLM3ForCausalLM")
+        keys = family.config_json(config, 64)
+        assert "rope_theta" not in keys
+        assert family.config_from(keys, GOLDEN).layer_kinds == kinds
+
+
 @pytest.mark.parametrize("rules", [None, "tp", {"head_dim": "model", "heads": None}])
 @pytest.mark.parametrize("family", ["llama3", "qwen2", "qwen3"])
 def test_each_shard_is_the_part_of_the_parameter_that_the_rules_say(family, rules):

@@ -782,7 +782,8 @@ def test_an_adapter_of_a_vision_tower_is_refused(tmp_path):
     tower = "base_model.model.model.vision_tower.encoder.layers.0.self_attn.q_proj.lora_A.weight"
     tensors = tensors_of(folder) | {tower: np.zeros((3, 16), np.float32)}
     safetensors.numpy.save_file(tensors, folder / "adapter_model.safetensors")
-    refused(folder, f"has an unexpected tensor {tower};", base=f"hf:{GOLDEN / 'gemma3'}")
+    said = f"adapts {tower.removeprefix('base_model.model.').removesuffix('.lora_A.weight')}, and the zoo"
+    refused(folder, said, base=f"hf:{GOLDEN / 'gemma3'}")
 
 
 def test_a_vit_adapter_without_a_head_keeps_its_base_s(tmp_path):
@@ -848,10 +849,16 @@ def test_an_adapter_of_peft_that_does_not_fit_is_refused(peft):
     file = peft / "adapter_model.safetensors"
     safetensors.numpy.save_file({k: v for k, v in tensors.items() if k != first}, file)
     refused(peft, f"is missing tensor {first};", base=base)
-    head = {"base_model.model.lm_head.lora_A.weight": np.zeros((3, 4), np.float32)}
-    safetensors.numpy.save_file(tensors | head, file)
-    refused(peft, "has an unexpected tensor base_model.model.lm_head.lora_A.weight;", base=base)
-    safetensors.numpy.save_file(head, file)
+    for module, factor in {
+        "lm_head": "lora_A.weight",
+        "model.embed_tokens": "lora_embedding_A",
+    }.items():
+        more = {f"base_model.model.{module}.{factor}": np.zeros((3, 4), np.float32)}
+        said = f"adapts {module}, and the zoo adapts only down_proj, gate_proj, k_proj, o_proj, q_proj, "
+        for stored in (tensors | more, more):
+            safetensors.numpy.save_file(stored, file)
+            refused(peft, said, base=base)
+    safetensors.numpy.save_file({}, file)
     refused(peft, "has no factors of projections that the zoo adapts;", base=base)
     file.write_bytes(b"cut")
     refused(peft, "adapter_model.safetensors can't be read", base=base)
@@ -930,7 +937,8 @@ def test_an_adapter_of_experts_is_refused(tmp_path):
     head = np.zeros((3, 32), np.float32)
     expert = f"{layer}.block_sparse_moe.experts.0.w1.lora_A.weight"
     safetensors.numpy.save_file(tensors_of(folder) | {expert: head}, file)
-    refused(folder, f"has an unexpected tensor {expert};", base=f"hf:{GOLDEN / 'mixtral'}")
+    said = "adapts model.layers.0.block_sparse_moe.experts.0.w1, and the zoo adapts only k_proj, o_proj, "
+    refused(folder, said, base=f"hf:{GOLDEN / 'mixtral'}")
     safetensors.numpy.save_file({f"{layer}.mlp.experts.0.gate_proj.lora_A.weight": head}, file)
-    said = "has no factors of projections that the zoo adapts;"
+    said = "adapts model.layers.0.mlp.experts.0.gate_proj, and the zoo adapts only k_proj, o_proj, "
     refused(folder, said, base=f"hf:{GOLDEN / 'qwen3_moe'}")

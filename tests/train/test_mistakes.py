@@ -1,4 +1,7 @@
-"""User errors: exit code 2, one line with the value and the fix, nothing left on disk.
+"""User errors: exit code 2, one line with the values and the fix, nothing left on disk.
+
+The messages of the rows are examples: tests compare their values (flags, numbers, names, paths), and the
+wording of only the five rows in EXACT.
 
 One row for each kind of mistake; test_cli.py has those of single flags, and test_data.py those of a file's
 content. They run in this process, by the code of the command; a few also run as real commands, and print
@@ -8,6 +11,7 @@ how much processor time the answer took (no test asserts a time).
 import json
 import os
 import pathlib
+import re
 import resource
 import shutil
 
@@ -21,7 +25,7 @@ from tests.support.runs import TINY
 
 pytestmark = pytest.mark.promise("user-errors")
 
-# {here} is a folder with the files below; rows are flags after FLAGS, and a part of the message.
+# {here} is a folder with the files below; rows are flags after FLAGS, and a message or a part of one.
 FLAGS = ("--size=tiny", "--seq_len=32", "--batch_size=16", "--sample_bytes=0", "--steps=3")
 
 FLAG_ROWS = [
@@ -356,13 +360,34 @@ def identify(row) -> str:
     return " ".join([*row[:-2], *row[-2]])[:60]
 
 
+EXACT = {
+    "--step is not a flag; did you mean --steps?",
+    "--batch_size=16 is not divisible by --accumulate=3; try --batch_size=15",
+    "--mesh=4x4 needs 16 devices, found 8; try --mesh=4x2",
+    "rules '{here}/typo.json' name logical axis 'embd', unknown to the model; did you mean 'embed'?",
+    "--workdir={here}/file can't be written (Not a directory); use a different --workdir",
+}
+
+
+def values(message: str) -> list[str]:
+    """The words of a message that are no prose: flags, numbers, names in quotes, paths, fields."""
+    words = [word.strip(".,;:()[]?…") for word in message.split()]
+    return [word for word in words if re.search(r"""[\d=_/"]|--|^'""", word)]
+
+
 def check(done, message, here):
     assert done.code == 2, done.err
     assert done.out == ""
     assert done.err.startswith("error: ")
     assert done.err.count("\n") == 1, "one line"
     assert done.err.endswith("\n")
-    assert message.replace("{here}", str(here)).replace("{zoo}", str(ROOT / "zoo")) in done.err
+    text = message.replace("{here}", str(here)).replace("{zoo}", str(ROOT / "zoo"))
+    if message in EXACT:
+        assert done.err == f"error: {text}\n"
+    assert values(text) or text in done.err
+    for value in values(text):
+        ends = r"(?!\w)" if value.isdigit() else ""  # 8 isn't in 80
+        assert re.search(rf"(?<![\w.]){re.escape(value)}{ends}", done.err), (value, done.err)
     assert len(done.err) < 700
 
 

@@ -9,6 +9,8 @@ import itertools
 import subprocess
 import sys
 import time
+import types
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -19,6 +21,8 @@ from jax.sharding import AbstractDevice, AbstractMesh, AxisType, PartitionSpec
 
 from data.text import example
 from data.tokenizer import BYTES
+from recipes.common import entries
+from recipes.common.checkpoint import layout_of
 from recipes.common.entries import ENTRIES, model, zoo_file
 from recipes.common.language import Sample, Text, Training, model_config
 from recipes.common.report import kernel as kernel_report
@@ -479,6 +483,16 @@ def test_on_a_hopper_gpu_only_soft_caps_need_the_tile_loop():
 def kernel_of(config: Config, seq_len: int, segments: bool) -> Choice:
     attention = trace_shape(Transformer, config).attention
     return kernel_report.attention_kernel(config, attention, seq_len, segments)
+
+
+def test_a_checkpoint_of_a_tpu_s_kernel_is_used_on_any_device():
+    """A kernel is how the run that saved it computed; --set names another."""
+    config = entries.config_json(dataclasses.replace(TINY, attention="splash"))
+    source: Any = types.SimpleNamespace(
+        metadata={"entry": "transformer", "config": config}, path=""
+    )
+    assert layout_of(source, make_mesh("1")).config.attention == "auto"
+    assert layout_of(source, make_mesh("1"), attention="flash").config.attention == "flash"
 
 
 def test_rules_that_split_heads_have_no_kernel():

@@ -18,7 +18,7 @@ FIX = "use --base=PATH of the model that it was trained on"
 
 @dataclasses.dataclass(frozen=True)
 class Location:
-    """What is at a path, and which model must be loaded before it."""
+    """A checkpoint or model folder at a path, and the base that must be loaded before it."""
 
     named: str  # how the user named it: "--restore_from=runs/x"
     folder: str  # where process 0 finds it

@@ -127,10 +127,7 @@ def copies(config: Config) -> dict[str, str]:
 
 
 def without_further_layers(stored: dict[str, Stored], config: Config) -> Selection:
-    """Leaves out layers after the last one, which predict further tokens, but for the first of them.
-
-    The Config has that one if the folder has its tensors.
-    """
+    """Drops all MTP layers but the first, which the Config has if the folder has its tensors."""
     after = f"model.layers.{config.num_layers}."
     has_layer = any(name.startswith(after) for name in stored)
     config = dataclasses.replace(config, mtp_depth=min(config.mtp_depth, has_layer))

@@ -105,7 +105,9 @@ def ministral3_keys(keys: dict[str, Any], path: pathlib.Path) -> dict[str, Any]:
 
 def ministral3_json(keys: dict[str, Any]) -> dict[str, Any]:
     names = ("rope_theta", BETA)
-    rope = (keys.pop("rope_scaling") or {}) | {name: keys.pop(name) for name in names}
+    rope = (keys.pop("rope_scaling") or {}) | {
+        name: keys.pop(name) for name in names if name in keys
+    }
     return keys | {"rope_parameters": rope}
 
 

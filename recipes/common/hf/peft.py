@@ -94,6 +94,15 @@ class Adapter:
         full_name = add_prefix({tensor.name.removeprefix(PREFIX) for tensor in factors})
         names = tensors.rename(names, full_name, self.path)
         stored: dict[str, Any] = {PREFIX + name: tensor for name, tensor in names.items()}
+        supported = {_module(tensor.name) for tensor in factors if _target(tensor.path)}
+        for name in sorted(stored):
+            if ".lora_" in name and _module(name) not in supported:
+                kinds = sorted({module.rpartition(".")[2] for module in supported})
+                raise UserError(
+                    f"{self.path} adapts {name.removeprefix(PREFIX).partition('.lora_')[0]}, and the zoo "
+                    f"adapts only {', '.join(kinds)} of its base; merge the adapter with PEFT, and use "
+                    f"the merged model, or use {fix}"
+                )
         adapted = {_target(tensor.path) for tensor in factors if tensor.name in stored}
         if not adapted - {None}:
             raise UserError(
@@ -241,6 +250,11 @@ def _factors(family: Family, config: Any) -> Iterator[tensors.Tensor]:
 def _target(path: str) -> str | None:
     """The weight that a factor adapts, as in lora_targets, by the factor's path; None: a head."""
     return path.split("/")[-2] if "/lora/" in path else None
+
+
+def _module(name: str) -> str:
+    """The module of a factor, with # for the number of its layer."""
+    return re.sub(r"\.\d+\.", ".#.", name.partition(".lora_")[0])
 
 
 def _matches(patterns: str | list[str], module: str) -> bool:

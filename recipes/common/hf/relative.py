@@ -198,6 +198,8 @@ def common_json(
     """
     kind = next((kind for kind in config.kinds if kind.rope_theta is not None), config.kinds[0])
     scaling = kind.rope_scaling
+    # transformers refuses null, and has a default, which no layer uses.
+    theta = {} if kind.rope_theta is None else {"rope_theta": kind.rope_theta}
     original = {}
     if isinstance(scaling, Dynamic):  # its length is the one trained on
         context = scaling.original_length
@@ -209,7 +211,7 @@ def common_json(
         **{key: getattr(config, ours) for ours, key in sizes.items()},
         "hidden_act": "silu",
         "rms_norm_eps": config.norm_eps,
-        "rope_theta": kind.rope_theta,
+        **theta,
         "rope_scaling": scaling_json(scaling),
         **original,
         "tie_word_embeddings": config.tie_embeddings,

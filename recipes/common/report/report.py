@@ -77,7 +77,7 @@ def on_host(state: Tree) -> bool:
 
 
 def offloaded(layout: Layout, state: Tree) -> list[str]:
-    """A line about simulated devices if something is to be in the host's memory."""
+    """A line that says that simulated devices offload nothing, if offloading was requested."""
     what = ["moments"] if on_host(state) else []
     what += ["layers' inputs"] if layout.shape.remat == "offload" else []
     if not what or layout.mesh.devices.flat[0].platform != "cpu":

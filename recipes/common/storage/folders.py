@@ -63,7 +63,7 @@ class Folder:
         return self.path.is_dir()
 
     def unfinished(self) -> list["Folder"]:
-        """What killed or failed saves and removals left in this folder; never a user's own files."""
+        """Leftovers of killed or failed saves and removals here; never a user's own files."""
         return [Folder(path) for path in self.path.glob("*") if UNFINISHED.fullmatch(path.name)]
 
     def add(self, source: pathlib.Path) -> None:
@@ -114,7 +114,7 @@ class Folder:
 
 
 class BucketFolder(Folder):
-    """The same in a bucket."""
+    """A Folder in a bucket."""
 
     appends = False
     is_shared = True

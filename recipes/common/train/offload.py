@@ -41,7 +41,7 @@ class Offload:
 
 
 def check_offload(layout: Layout, offload: str) -> None:
-    """Raises UserError if something is to be in the host's memory that can't be.
+    """Raises UserError if offloading was requested that this layout doesn't support.
 
     Args:
       offload: the flag.

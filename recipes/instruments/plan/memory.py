@@ -220,7 +220,7 @@ def _activations(layout: Layout, layer: LayerShape, rows: int, segments: bool) -
 
 
 def position_groups(layout: Layout, recurrence: RecurrenceShape) -> int:
-    """Groups of a device's positions, of which a recurrence computes one at a time."""
+    """Number of groups of a device's positions; a recurrence computes one group at a time."""
     return math.ceil(layout.seq_len // layout.seq_shards / recurrence.group)
 
 
@@ -246,7 +246,7 @@ def _in_blocks(attention: AttentionShape, length: int) -> tuple[int, int]:
 
 
 def _saved_numbers(layout: Layout, layer: LayerShape, numbers: Activations) -> tuple[float, float]:
-    """What remat saves of a layer: numbers per position (between sublayers, inside them)."""
+    """Activations of a layer that remat saves, per position: (between sublayers, inside them)."""
     D = layout.shape.embed
     match layout.shape.remat:
         case "full":

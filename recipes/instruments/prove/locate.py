@@ -90,7 +90,7 @@ class Mark(NamedTuple):
 
 
 def tagged(build: Callable[[], nnx.Module]) -> Callable[[], nnx.Module]:
-    """`build`, each of whose submodules knows its path."""
+    """Wraps `build` so that each submodule stores its path."""
 
     def build_tagged() -> nnx.Module:
         model = build()
