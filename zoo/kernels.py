@@ -131,6 +131,26 @@ class Settings:
     striped: bool = False  # see context.has_stripes
 
 
+def may_see(window: int | None, ids_BT, ids_BS, offset, size: int) -> jax.Array:
+    """Which blocks of queries and keys may see each other in some row: bool [T/size, S/size].
+
+    Compares the ranges of their ids: exact for packed rows, whose ids ascend; otherwise some blocks
+    may see each other that don't. The arguments are those of `flash`.
+    """
+
+    def ranges(ids):
+        # Padding ends a row, with id 0. As the highest id, it leaves the range of other blocks alone.
+        blocks = (ids - 1).astype(jnp.uint32).reshape(len(ids), -1, size)
+        return blocks.min(-1), blocks.max(-1)
+
+    (low_BQ, high_BQ), (low_BK, high_BK) = ranges(ids_BT), ranges(ids_BS)
+    share = (low_BQ[:, :, None] <= high_BK[:, None]) & (low_BK[:, None] <= high_BQ[:, :, None])
+    Q, K = share.shape[1:]
+    age = (jnp.arange(Q)[:, None] - jnp.arange(K)[None]) * size + offset  # between their starts
+    seen = (age > -size) & (window is None or age < window - 1 + size)
+    return seen & (share.sum(0) > 0)
+
+
 def flash(settings: Settings, q_BNTH, kv, ids_BT, offset):
     """For any platform: computes scores tile by tile, and none where all are masked.
 

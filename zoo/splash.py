@@ -10,7 +10,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from .kernels import NOT_SEEN, Settings, block_of
+from .kernels import NOT_SEEN, Settings, block_of, may_see
 from .sharding import device
 
 COMPUTED = 512  # most keys of a block whose scores are computed at a time
@@ -18,11 +18,13 @@ PARTIAL = 8  # most blocks of keys for which a fused backward kernel keeps a par
 
 
 def splash(settings: Settings, q_BNTH, kv, ids_BT, offset):
-    """Keeps scores on chip and skips masked blocks. Returns what `kernels.flash` does.
+    """Keeps scores on chip. Skips blocks in which no row's query sees a key, and doesn't load them.
+
+    Returns what `kernels.flash` does.
 
     Peak memory of 8b with 4 layers, fsdp, a row of 32,768 on each of 16 v5p: 9.8 GB (XLA: 95.4).
     """
-    tpu, masks, options = _splash(settings, q_BNTH.shape[2], offset)
+    tpu, masks, options = _splash(settings, ids_BT, kv[2], offset)
     kernel = tpu.SplashAttentionKernel(*masks, **options)
     ids = tpu.SegmentIds(ids_BT, kv[2])
     out, (log_sum,) = jax.vmap(kernel)(q_BNTH * q_BNTH.shape[-1] ** -0.5, *kv[:2], ids)
@@ -41,7 +43,7 @@ def splash_gradients(
     32 heads and a row of 8,192, 17 GB for one of 32,768 in blocks of 512. So only short rows use it,
     and none with windows: it sums blocks that it doesn't visit, too.
     """
-    tpu, (_, *masks), options = _splash(settings, q_BNTH.shape[2], offset)
+    tpu, (_, *masks), options = _splash(settings, ids_BT, kv[2], offset)
 
     def gradients(grad, *saved):
         return tpu._splash_attention_bwd(*options.values(), (*saved, *masks), grad)[3:6]
@@ -66,34 +68,37 @@ def visited_blocks(T: int, window: int | None) -> int:
     return tiles if window is None else min(tiles, -(-(window - 1) // size) + 1)
 
 
-def _splash(settings: Settings, T: int, offset):
+def _splash(settings: Settings, ids_BT, ids_BS, offset):
     """(the library, its masks for outputs, dQ, and dK with dV, its options).
 
-    The program itself makes the masks; on the host that takes 79 s for a row of 131,072.
+    The program itself makes the masks; on the host that takes 79 s for a row of 131,072. Rows have
+    them in common: the kernel can't take a mask for each, and one call for each row takes copies.
     """
     from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as tpu
 
+    T = ids_BT.shape[1]
     window = settings.window
     size = block_of(T, window)
     tiles = T // size
     visited = visited_blocks(T, window)
     own = jnp.arange(tiles)
     other = jnp.arange(visited)
+    sees = may_see(window, ids_BT, ids_BS, offset, size)
 
-    def mask(query, key, visit):
-        """Blocks to visit, in the order of the kernel's grid; it skips those that see nothing."""
-        age = (query - key) * size + offset  # from the start of a block of keys to one of queries
-        seen = (age > -size) & (window is None or age < window - 1 + size)
+    def mask(loads, seen):
+        """Blocks to load and whether to compute them, in the order of the kernel's grid."""
         small = jnp.int8 if tiles <= 128 else jnp.int16  # scalar memory is scarce
-        visit, seen = jnp.where(seen, visit, 0).astype(small), seen.astype(jnp.int8)
-        masks = (visit[None], None, seen[None], None, jnp.arange(T, dtype=jnp.int32) + offset)
+        positions_T = jnp.arange(T, dtype=jnp.int32) + offset
+        masks = (loads[None].astype(small), None, seen[None].astype(jnp.int8), None, positions_T)
         return tpu.mask_info_lib.MaskInfo(*masks)  # pyright: ignore[reportPrivateImportUsage]
 
     first = 0 * own if window is None else (own * size + offset - window + 1) // size
     key = jnp.clip(first, 0, tiles - visited)[:, None] + other[None]
     query = jnp.clip((own * size - offset) // size, 0, tiles - visited)[None] + other[:, None]
-    by_query = mask(own[:, None], key, key)
-    by_key = mask(query, own[None], query)
+    seen = sees[own[:, None], key]
+    by_query = mask(_loads(key, seen), seen)
+    seen = sees[query, own[None]]
+    by_key = mask(_loads(query.T, seen.T, axis=1).T, seen)  # heads come between blocks of keys
     is_fused = count_partial_gradients(T, window) > 0
     names = ("q", "kv", "q_dkv", "kv_dkv", *(() if is_fused else ("q_dq", "kv_dq")))
     blocks: dict[str, Any] = {f"block_{name}": size for name in names}
@@ -110,3 +115,15 @@ def _splash(settings: Settings, T: int, offset):
         "interpret": device().platform == "cpu",
     }
     return tpu, (by_query, by_query, by_key), options
+
+
+def _loads(visit, seen, axis=None):
+    """The block that each step of a grid loads: the next that is computed, so that it arrives in time.
+
+    After the last one, it stays: of the whole grid, or of those along the axis. So blocks that
+    nothing is computed with are not loaded.
+    """
+    steps = jnp.arange(seen.size).reshape(seen.shape)
+    last = jnp.where(seen, steps, 0).max(axis, keepdims=True)
+    coming = jax.lax.cummin(jnp.where(seen, steps, seen.size).ravel(), reverse=True)
+    return visit.ravel()[jnp.minimum(coming.reshape(seen.shape), last)]

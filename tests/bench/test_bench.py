@@ -789,7 +789,7 @@ WORDS = {
     "experts": ["--sizes=tiny", "--remats=dispatched", "--chips=8", "--expert=4", "--kind=cpu", "--seq_len=32"],
     "depth": ["--depths=1,2", "--rounds=1"],
     "cycles": ["--size=tiny", "--devices=v5e:4", "--tokens=1024", "--seq_len=1024",
-               f"--program={ROOT}/tests/golden/scan_with_kernel.hlo"],
+               f"--program={ROOT}/tests/golden/scan_with_kernel.hlo", f"--dataset={ROOT}/README.md"],
     "meshes": ["--size=tiny", "--meshes=4x2", "--rules=fsdp", "--seq_len=32", "--batch_size=8", "--rounds=1"],
     "gpu": ["--toy", "--kernels=xla", "--xla=default"],
     "host": ["--sizes=tiny", "--steps=4", "--rounds=1"],

@@ -2,9 +2,11 @@
 
 import dataclasses
 
+import numpy as np
 import pytest
 
 from recipes.common.report import program
+from recipes.instruments.bench import documents
 from recipes.instruments.plan import cycles
 from recipes.instruments.plan.hardware import Devices
 from tests.conftest import ROOT
@@ -106,6 +108,33 @@ def test_steps_of_a_kernel_s_grid(name, mask, blocks, heads, steps):
     hlo = f"ENTRY %main (q: bf16[1]) -> bf16[1] {{\n  {line}\n}}\n"
     (kernel,) = cycles.read_hlo(hlo, V5E, {}).kernels
     assert kernel.steps == steps
+
+
+def test_documents_spare_the_blocks_that_they_do_not_share(reading):
+    """Four blocks of 256: a document each, or one that ends in the third."""
+    each, two = np.arange(1, 5).repeat(256), np.array([1, 2]).repeat([600, 424])
+    for rows, blocks in (([each], 4), ([two], 6 + 2), ([each, two], 6)):
+        (kernel,) = cycles.with_documents(reading, np.array(rows, np.int32)).kernels
+        assert kernel.steps == 2 * blocks
+    (kernel,) = cycles.with_documents(reading, np.ones((1, 2_048), np.int32)).kernels
+    assert kernel.steps == 2 * 10, "rows of another length"
+
+
+def test_rows_of_one_call_visit_the_same_blocks():
+    blocks = r"\"block_q\": 256, \"block_kv\": 256"
+    line = KERNEL.format(name="fwd", mask="1,4,4", q="2,3,1024,64", blocks=blocks)
+    reading = cycles.read_hlo(f"ENTRY %main (q: bf16[1]) -> bf16[1] {{\n  {line}\n}}\n", V5E, {})
+    each, one = np.arange(1, 5).repeat(256), np.ones(1_024)
+    for rows, blocks in (([each, each], 4), ([each, one], 10), ([each, each, each, one], 7)):
+        (kernel,) = cycles.with_documents(reading, np.array(rows, np.int32)).kernels
+        assert kernel.steps == 2 * 3 * blocks
+
+
+def test_documents_of_random_lengths_fill_rows():
+    ids = documents.of_random_lengths(200, 1_024)
+    assert (ids > 0).mean() > 0.99
+    assert set(np.diff(ids, axis=1)[ids[:, 1:] > 0].tolist()) == {0, 1}
+    assert 150 < 1_024 / ids.max(1).mean() < 250
 
 
 @pytest.mark.parametrize(
@@ -269,6 +298,7 @@ def test_two_programs_side_by_side(inside, tmp_path):
     done = inside(
         "recipes.bench", "cycles", "--size=tiny", "--devices=v5e:4", "--tokens=1024",
         "--seq_len=1024", f"--program={GOLDEN}", f"--against={tmp_path / 'other.hlo'}",
+        f"--dataset={ROOT / 'README.md'}", "--mean_lengths=256",
     )  # fmt: skip
     assert done.code == 0, done.err
     rows = [
@@ -278,5 +308,7 @@ def test_two_programs_side_by_side(inside, tmp_path):
     assert table["kernels"] == ["0.1", "5.5"]
     assert table["all-gather, exposed"][::4] == ["3", "3"]
     assert table["splash_mha_fwd_no_residuals.1"] == ["3", "20", "915", "0.1"]
+    assert table["one a row"][1:3] == ["10.0 of 10.0", "0.1"]
+    assert 4 < float(table["of 256 tokens"][1].split()[0]) < 9
     first, second = (float(x) for x in table["step, s"])
     assert first < second

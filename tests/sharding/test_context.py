@@ -32,7 +32,7 @@ from recipes.instruments.prove.compare import (
 from tests.conftest import full_except
 from tests.support.models import random_variables
 from tests.support.quick import QUICK
-from zoo import context, decoder
+from zoo import context, decoder, splash
 from zoo.attention import attend
 from zoo.kernels import Settings
 
@@ -247,6 +247,54 @@ def test_on_a_ring_a_window_sees_all_its_keys():
         found = jax.device_get(both(*qkv, weight, ids, exchange="ring"))
     for x, y in zip(found, wanted, strict=True):
         np.testing.assert_allclose(x, y, atol=3e-6)
+
+
+@pytest.mark.parametrize(
+    ("lengths", "window", "poisoned", "clean"),
+    full_except(
+        [
+            ([128, 256, 128], None, 0, [1, 2, 3]),  # the second and third part see each other
+            ([128, 256, 128], None, 3, [0, 1, 2]),
+            ([512], 100, 3, [0, 1]),  # keys that came from the end of a row to its beginning
+        ],
+        fast=[([128, 256, 128], None, 0, [1, 2, 3])],
+    ),
+)
+def test_on_a_ring_splash_computes_no_hop_in_which_nobody_sees_a_key(
+    lengths, window, poisoned, clean, monkeypatch
+):
+    """NaN in a device's keys stays there; and what would be masked changes nothing, bit by bit."""
+    shapes = [(1, 512, heads, 16) for heads in (2, 1, 1, 2)]
+    random = np.random.default_rng(0)
+    *qkv, weight = (random.standard_normal(shape, np.float32) for shape in shapes)
+    ids = np.repeat(np.arange(len(lengths), dtype=np.int32), lengths)[None]
+    part = slice(128 * poisoned, 128 * (poisoned + 1))
+    bad_qkv = [x.copy() for x in qkv]
+    for x in bad_qkv[1:]:
+        x[:, part] = np.nan
+
+    def both():
+        @functools.partial(jax.jit, compiler_options=QUICK)
+        def compiled(*qkv):
+            def ours(*qkv):
+                return attend(*qkv, ids, window=window, kernel="splash", context="ring")
+
+            out, back = jax.vjp(ours, *qkv)
+            return out, *back(weight)
+
+        rules = tuple(zoo_file("transformer").RULES["cp"].items())
+        with jax.set_mesh(make_mesh("data=1,seq=4")), nnx.logical_axis_rules(rules):
+            return jax.device_get([compiled(*qkv), compiled(*bad_qkv)])
+
+    skipped, bad = both()
+    monkeypatch.setattr(splash, "may_see", lambda *_: jnp.ones((1, 1), bool))
+    computed, worse = both()
+    assert np.isnan(bad[0]).any()
+    assert np.isnan(worse[1].reshape(4, -1)[clean]).any(), "dQ would not show the poison"
+    for ours, theirs, ours_bad in zip(skipped, computed, bad, strict=True):
+        np.testing.assert_array_equal(ours, theirs)
+        parts = (x.reshape(4, -1)[clean] for x in (ours, ours_bad))
+        np.testing.assert_array_equal(*parts)
 
 
 @pytest.mark.parametrize(

@@ -44,8 +44,9 @@ from tests.support.models import random_variables
 from tests.support.quick import QUICK
 from tests.support.quick import quick as quick
 from tests.support.runs import records
+from zoo import splash
 from zoo.attention import attend
-from zoo.kernels import FLASH_FROM, TILE, Choice, block_of
+from zoo.kernels import FLASH_FROM, TILE, Choice, Settings, block_of, may_see
 from zoo.strategies import DECODER
 from zoo.transformer import RULES, SIZES, Config, Transformer
 from zoo.vocabulary import positions_at_once
@@ -207,8 +208,7 @@ UNSEEN = {
     ("kernel", "case"),
     full_except(
         [
-            *itertools.product(["flash"], UNSEEN),
-            *itertools.product(["splash"], ["causal", "window"]),  # it computes other segments
+            *itertools.product(["flash", "splash"], UNSEEN),
         ],
         fast=[("flash", "window"), ("flash", "segments that come back")],
     ),
@@ -236,6 +236,107 @@ def test_tiles_that_nobody_sees_are_skipped(kernel, case):
         tiles = [np.asarray(x).reshape(4, tile, -1)[clean] for x in (ours, theirs)]
         assert np.isfinite(tiles[0]).all()
         np.testing.assert_array_equal(*tiles)
+
+
+def packed(T: int, *lengths: int) -> np.ndarray:
+    """Segment ids of a row for each length, which all its documents have; padding at its end."""
+    rows = [np.arange(T, dtype=np.int32) // length + 1 for length in lengths]
+    return np.where(np.arange(T) < T - 192, rows, 0).astype(np.int32)
+
+
+@pytest.mark.parametrize(
+    ("T", "lengths", "window"),
+    full_except(
+        [
+            (1_536, (450, 512), None),
+            (1_536, (512, 512), 200),
+            (2_560, (500, 700), 600),
+            (4_608, (400, 900), None),  # a kernel for dQ, and another for dK and dV
+        ],
+        fast=[(1_536, (450, 512), None)],
+    ),
+)
+def test_blocks_without_a_common_segment_change_nothing(T, lengths, window, monkeypatch):
+    """Outputs and gradients are equal bit by bit if these blocks are computed, and then masked."""
+    rng = np.random.default_rng(0)
+    shapes = [(2, T, heads, 16) for heads in (2, 1, 1, 2)]
+    *qkv, weight = (jnp.asarray(rng.standard_normal(shape, np.float32)) for shape in shapes)
+    ids = packed(T, *lengths)
+    needed, causal = (count_blocks(x, block_of(T, window), window) for x in (ids, 0 * ids))
+    assert [computed.sum() for _, computed in grids(T, ids, window)] == [needed, needed]
+    assert needed < causal
+
+    def outputs_and_gradients(*qkv):
+        out, back = jax.vjp(lambda *qkv: attend(*qkv, ids, window=window, kernel="splash"), *qkv)
+        return out, *back(weight)
+
+    found = jax.jit(outputs_and_gradients)(*qkv)
+    monkeypatch.setattr(splash, "may_see", without_segments)
+    for ours, theirs in zip(
+        found, jax.jit(lambda *x: outputs_and_gradients(*x))(*qkv), strict=True
+    ):
+        assert np.isfinite(ours).all()
+        np.testing.assert_array_equal(ours, theirs)
+
+
+def count_blocks(ids_BT: np.ndarray, size: int, window: int | None) -> int:
+    """Pairs of blocks in which a query sees a key in some row, by the definition of who sees what."""
+    T = ids_BT.shape[1]
+    age_TS = np.arange(T)[:, None] - np.arange(T)
+    seen_TS = (ids_BT[:, :, None] == ids_BT[:, None]).any(0) & (age_TS >= 0)
+    seen_TS &= age_TS < (window or T)
+    return int(seen_TS.reshape(T // size, size, T // size, size).any((1, 3)).sum())
+
+
+def without_segments(window, ids_BT, ids_BS, offset, size):
+    return may_see(window, 0 * ids_BT, 0 * ids_BS, offset, size)
+
+
+def grids(T: int, ids_BT, window=None, offset: int = 0) -> list[tuple[np.ndarray, np.ndarray]]:
+    """What splash loads and whether it computes it, step by step: for outputs, and for dK with dV."""
+    settings = Settings(positions=T, window=window)
+    _, (by_query, _, by_key), _ = splash._splash(settings, ids_BT, ids_BT, jnp.int32(offset))
+    of_queries, of_keys = (
+        (np.asarray(mask.data_next[0]), np.asarray(mask.block_mask[0]))
+        for mask in (by_query, by_key)
+    )
+    return [of_queries, (of_keys[0].T, of_keys[1].T)]
+
+
+def changes(loads: np.ndarray) -> list[int]:
+    """Blocks that a kernel fetches: those that the step before didn't have."""
+    flat = loads.ravel()
+    return flat[np.append(True, flat[1:] != flat[:-1])].tolist()
+
+
+def test_documents_of_1000_tokens_need_15_of_36_blocks():
+    """Block i of 1,024 has the end of document i and the beginning of the next; then comes padding."""
+    ids = packed(8_192, 1_000)
+    for loads, computed in grids(8_192, ids):
+        pairs = np.argwhere(computed)
+        assert len(pairs) == 8 + 7
+        assert set(loads[tuple(pairs.T)] - pairs[:, 0]) <= {-1, 0, 1}
+        assert changes(loads) == list(range(8)), "each block is fetched once, and no other"
+    causal = [computed.sum() for _, computed in grids(8_192, 0 * ids)]
+    assert causal == [36, 36]
+
+
+def test_rows_in_one_call_visit_what_any_of_them_needs():
+    """One document, beside many: all blocks. A window of 1,100: the diagonal and two more blocks."""
+    ids = np.concatenate([packed(8_192, 1_000), np.ones((1, 8_192), np.int32)])
+    assert [computed.sum() for _, computed in grids(8_192, ids)] == [36, 36]
+    assert [computed.sum() for _, computed in grids(8_192, ids, 1_100)] == 2 * [8 + 7 + 6]
+    assert [computed.sum() for _, computed in grids(8_192, ids[:1], 1_100)] == [15, 15]
+
+
+def test_a_part_of_a_row_that_came_around_a_ring():
+    """Keys of a device that is one part back, and of one that is further on."""
+    ids = packed(8_192, 1_000)
+    one = np.ones_like(ids)
+    assert [computed.sum() for _, computed in grids(8_192, one, None, 8_192)] == [64, 64]
+    assert [computed.sum() for _, computed in grids(8_192, one, None, -8_192)] == [0, 0]
+    # In stripes, the same positions but for a few.
+    assert [computed.sum() for _, computed in grids(8_192, ids, None, -1)] == [15, 15]
 
 
 @pytest.mark.parametrize("window", [None, 4_096])

@@ -11,6 +11,8 @@ import tempfile
 from collections import Counter
 from typing import Any
 
+import numpy as np
+
 from recipes.common import entries
 from recipes.common.config_flags import Settings, read_set, replace
 from recipes.common.report import kernel as kernel_report
@@ -23,7 +25,8 @@ from recipes.common.sharding.layout import make_layout
 from recipes.common.sharding.shape import trace_shape
 from recipes.common.train.offload import Offload
 from recipes.common.train.optimizer import OPTIMIZERS
-from recipes.instruments.bench.common import Table, machine, make_step
+from recipes.instruments.bench import documents
+from recipes.instruments.bench.common import Table, machine, make_step, numbers
 from recipes.instruments.bench.targets import mesh_name
 from recipes.instruments.plan import cycles as plan_cycles
 from recipes.instruments.plan.cycles import Cycles, Reading, read_hlo, write_program
@@ -39,6 +42,15 @@ class CyclesFlags(Settings, Offload):
     remat: str = flag("full", "Remat policy.", group="model")
     seq_len: int = flag(8_192, "Tokens of context, for text.", group="data", at_least=1)
     tokens: int = flag(8_192, "Tokens per chip.", group="data", at_least=1)
+    dataset: str = flag(
+        "stdlib",
+        "Text whose packed rows attention is also counted for, as in the Transformer's recipe.",
+        group="data",
+    )
+    tokenizer: str = flag("bytes", "Its tokenizer, as in the recipe.", group="data")
+    mean_lengths: str = flag(
+        "4000,1000", "Mean tokens of documents of random lengths, likewise.", group="data"
+    )
     devices: str = flag("v5p:16", "Kind and number of TPUs.")
     mesh: str = flag("", "Mesh of these devices, as in the recipes; empty: all on data.")
     rules: str = flag("", "Strategy; empty: the mesh's default.")
@@ -74,6 +86,7 @@ def cycles(flags: CyclesFlags) -> None:
     others = [_read(flags.against, devices)] if flags.against else []
     _print_totals([program, *others], plan)
     _print_kernels(program, devices)
+    _print_documents(program, flags, devices)
     _print_collectives([program, *others], devices)
     _print_slowest(program, devices, flags.top)
     print0("", f"{flags.entry} {flags.size}, {plan.layout.strategy} on {devices} {mesh_name(axes)}, "
@@ -186,7 +199,34 @@ def _print_kernels(program: Program, devices: Devices) -> None:
     for kernel in program.reading.kernels:
         bundles = f"{kernel.bundles:,}" if kernel.bundles else "unknown"
         counted = _million(plan_cycles.kernel_cycles(kernel, devices))
-        table.row(kernel.name, kernel.times, f"{kernel.steps:,}", bundles, counted)
+        table.row(kernel.name, kernel.times, f"{kernel.steps:,.0f}", bundles, counted)
+
+
+def _print_documents(program: Program, flags: CyclesFlags, devices: Devices) -> None:
+    """What attention takes for rows of several documents: it skips blocks that share none."""
+    grids = [(x.times, x.grid) for x in program.reading.kernels if x.grid]
+    grids = [(times, grid) for times, grid in grids if grid.length == flags.seq_len]
+    if not grids:
+        return
+    rows = {
+        "one a row": np.ones((max(grid.rows for _, grid in grids), flags.seq_len), np.int32),
+        f"{flags.dataset}, {flags.tokenizer}": documents.of_dataset(
+            flags.dataset, flags.tokenizer, flags.seq_len
+        ),
+    }
+    for mean in numbers("mean_lengths", flags.mean_lengths):
+        rows[f"of {mean:,} tokens"] = documents.of_random_lengths(mean, flags.seq_len)
+    print0("")
+    table = Table("documents", "in a row", "blocks", "kernels, M cycles", "total")
+    executions = sum(times for times, _ in grids)
+    causal = sum(times * grid.blocks() for times, grid in grids) / executions
+    for name, ids in rows.items():
+        counted = plan_cycles.count(plan_cycles.with_documents(program.reading, ids), devices)
+        visited = sum(times * grid.blocks(ids) for times, grid in grids) / executions
+        table.row(
+            name, f"{ids.max(1).mean():.1f}", f"{visited:.1f} of {causal:.1f}",
+            _million(counted.kernels), _million(counted.total),
+        )  # fmt: skip
 
 
 def _print_collectives(programs: list[Program], devices: Devices) -> None:

@@ -17,6 +17,7 @@ import numpy as np
 
 from recipes.common.report import hlo, program
 from recipes.instruments.plan.hardware import Devices
+from zoo.kernels import may_see
 
 # Kind of TPU → cores of a device that share an operation.
 CORES = {"v4": 2, "v5p": 2}
@@ -57,13 +58,38 @@ class Operation:
 
 
 @dataclasses.dataclass(frozen=True)
+class Grid:
+    """The blocks of a splash kernel."""
+
+    rows: int  # of a batch, which visit the same blocks
+    heads: int
+    query: int  # positions of a block
+    key: int
+    seen: np.ndarray  # bool [blocks of queries, of keys]: what the kernel computes of one document
+
+    def blocks(self, ids_BT: np.ndarray | None = None) -> float:
+        """Blocks that a head computes of a row of one document, or of rows with these segment ids."""
+        if ids_BT is None or self.query != self.key or ids_BT.shape[1] != self.length:
+            return int(self.seen.sum())
+        groups = ids_BT[: len(ids_BT) // self.rows * self.rows].reshape(-1, self.rows, self.length)
+        share = [np.asarray(may_see(None, ids, ids, 0, self.query)) for ids in groups]
+        return float((share & self.seen).sum() / len(groups))
+
+    @property
+    def length(self) -> int:
+        """Positions of a row."""
+        return len(self.seen) * self.query
+
+
+@dataclasses.dataclass(frozen=True)
 class Kernel:
     """A Pallas kernel of a program."""
 
     name: str
     times: int  # executions per step
-    steps: int  # of its grid that compute something
+    steps: float  # of its grid that compute something
     bundles: int  # of the compiled kernel; 0: unknown
+    grid: Grid | None = None  # of splash attention
 
 
 class Reading(NamedTuple):
@@ -267,15 +293,31 @@ def _kernels(computations: dict[str, list[str]], bundles: dict[str, int]) -> dic
         for line in lines
         if "tpu_custom_call" in line
     )
-    steps = {match[1]: _grid_steps(match.string) for match in instructions if match}
-    of_equal: dict[tuple[str, int], int] = {}
+    grids = {match[1]: _grid(match.string) for match in instructions if match}
+    steps = {
+        name: grid.rows * grid.heads * grid.blocks() if grid else 1 for name, grid in grids.items()
+    }
+    of_equal: dict[tuple[str, float], int] = {}
     for name, n in steps.items():
         equal = (name.rpartition(".")[0], n)
         of_equal[equal] = max(of_equal.get(equal, 0), bundles.get(name, 0))
     return {
-        name: Kernel(name, 1, n, bundles.get(name) or of_equal[name.rpartition(".")[0], n])
+        name: Kernel(
+            name, 1, n, bundles.get(name) or of_equal[name.rpartition(".")[0], n], grids[name]
+        )
         for name, n in steps.items()
     }
+
+
+def with_documents(reading: Reading, ids_BT: np.ndarray) -> Reading:
+    """What a step executes of rows with these segment ids: our kernels skip blocks without a pair."""
+    kernels = [
+        dataclasses.replace(kernel, steps=grid.rows * grid.heads * grid.blocks(ids_BT))
+        if (grid := kernel.grid)
+        else kernel
+        for kernel in reading.kernels
+    ]
+    return reading._replace(kernels=kernels)
 
 
 def _inside(line: str, computations: dict[str, list[str]]) -> list[tuple[re.Match, list[str]]]:
@@ -438,33 +480,33 @@ def _window_products(
     return int(inside.sum())
 
 
-def _grid_steps(line: str) -> int:
-    """Steps of a splash kernel's grid that compute something, of all heads; 1 for other kernels.
+def _grid(line: str) -> Grid | None:
+    """The grid of a splash kernel; None for other kernels.
 
     The kernel's first operand says for each block of queries and visited block of keys whether to
-    compute. Its values are not in the program, so this counts a causal mask.
+    compute. Its values are not in the program, so this takes a causal mask.
     """
     kernel = re.search(r"splash_mha_(fwd|dkv|dq)", line)
     shapes = re.search(r"operand_layout_constraints=\{(.*?\})\}", line)
     if not kernel or not shapes:
-        return 1
+        return None
     masks, tensors = [], []
     for array in program.arrays(shapes[1]):
         ((*dims,),) = program.size(array)[1]
         (masks if re.match(r"s(8|16|32)\[\d+,\d+,\d+\]", array) else tensors).append(dims)
-    heads = max(math.prod(dims[:-2]) for dims in tensors)
+    dims = max(tensors, key=lambda dims: math.prod(dims[:-2]))
     length = max(dims[-2] for dims in tensors)
     suffix = "" if kernel[1] == "fwd" else f"_{kernel[1]}"
     query = _block(line, f"block_q{suffix}")
     key = _block(line, f"block_kv{suffix}")
-    if kernel[1] == "dkv":
-        visited = masks[0][-2]
-        first = np.arange(length // key) * key // query
-        seen = length // query - first
-    else:
-        visited = masks[0][-1]
-        seen = ((np.arange(length // query) + 1) * query - 1) // key + 1
-    return heads * int(np.minimum(seen, visited).sum())
+    q = np.arange(length // query)[:, None]
+    k = np.arange(length // key)[None]
+    last = ((q + 1) * query - 1) // key
+    first = k * key // query
+    seen = (q >= first) & (q < first + masks[0][-2])
+    if kernel[1] != "dkv":
+        seen = (k <= last) & (k > last - masks[0][-1])
+    return Grid(math.prod(dims[:-3]), dims[-3], query, key, seen)
 
 
 def _block(line: str, name: str) -> int:
