@@ -122,8 +122,8 @@ def constrain(x: jax.Array, *axes: Axis) -> jax.Array:
 class WeightAndSlot:
     """A weight at rest, and zeros in the layout of its optimizer state: a slot for its gradient.
 
-    The weight's gradient is the slot's. JAX gives each gradient the layout of what it belongs to, so
-    that of a weight which is whole would be summed whole, in every iteration of a loop over layers.
+    The gradient accumulates in the slot's layout. JAX lays out a gradient like its primal, so a
+    replicated weight's would be all-reduced in full, in every iteration of a loop over layers.
     """
 
     weight: Any

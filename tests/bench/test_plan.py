@@ -250,6 +250,7 @@ def test_only_experts_with_a_capacity_compute_empty_slots():
     assert matmuls(None, *parts) == pytest.approx(matmuls(None, *rows))
     assert matmuls(1.0, *rows) == pytest.approx(matmuls(None, *rows))
     slots = matmuls(2.0, *rows) - matmuls(1.0, *rows)  # one for each choice
+    assert slots > 0
     assert matmuls(1.0, *parts) == pytest.approx(matmuls(1.0, *rows) + 3 * slots)
 
 

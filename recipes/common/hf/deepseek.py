@@ -127,7 +127,7 @@ def copies(config: Config) -> dict[str, str]:
 
 
 def without_further_layers(stored: dict[str, Stored], config: Config) -> Selection:
-    """Leaves out layers after the last one, which predict further tokens, but for the first of them.
+    """Drops all MTP layers but the first.
 
     The Config has that one if the folder has its tensors.
     """

@@ -115,7 +115,7 @@ def model_config(
 
 
 def check_heads(layout: Layout) -> None:
-    """Raises UserError if attention was asked for that splits heads further than they go."""
+    """Raises UserError if --context=all-to-all has more shards than heads."""
     heads, sizes = layout.config.num_heads, layout.mesh.shape
     parts = count_shards(layout.rules, "heads", sizes) * layout.seq_shards
     if layout.config.context == "all-to-all" and heads % parts:
