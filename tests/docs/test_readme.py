@@ -279,7 +279,7 @@ def test_the_zoo_lists_sizes_and_strategies():
         line = next(line for line in lines if f"(zoo/{name}.py)" in line)
         assert f"`python -m recipes.{name} --mesh=" in line
         zoo, model = entries.zoo_file(name), entries.model(name)
-        for size, config in zoo.SIZES.items():
+        for size, config in entries.sizes(name).items():
             if size in ("tiny", "small", "medium"):
                 shapes = nnx.eval_shape(lambda m=model, c=config: m(c(), rngs=nnx.Rngs(0)))
                 count = sum(leaf.size for leaf in jax.tree.leaves(nnx.state(shapes, nnx.Param)))
