@@ -39,8 +39,8 @@ class Flags:
 def main(flags: Flags) -> None:
     zoo = entries.zoo_file(flags.entry)
     names = split(flags.meshes, ";" if "=" in flags.meshes else ",")
-    flags = dataclasses.replace(flags, size=choose("size", flags.size, zoo.SIZES))
-    config = zoo.SIZES[flags.size]()
+    flags = dataclasses.replace(flags, size=choose("size", flags.size, entries.sizes(flags.entry)))
+    config = entries.sizes(flags.entry)[flags.size]()
     check_length(trace_shape(entries.model(flags.entry), config), flags.seq_len)
     # The first mesh determines how many devices are simulated.
     largest_first = sorted(names, key=lambda name: -math.prod(parse(name).values()))

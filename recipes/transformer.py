@@ -13,10 +13,11 @@ from recipes.common import language
 from recipes.common.language import DECODER, Sample, Text, Training
 from recipes.common.runtime import Run
 from recipes.common.runtime.start import start
-from zoo.transformer import SIZES, Config
+from zoo.sizes import TRANSFORMER
+from zoo.transformer import Config
 
 # The flags of the model: a Config's fields that are set most often. --set reaches the others.
-MODEL = language.model_flags(Config, DECODER, SIZES, Config.REMAT)
+MODEL = language.model_flags(Config, DECODER, TRANSFORMER, Config.REMAT)
 NEW = (Run(steps=600, batch_size=16, learning_rate=4e-3), Text(), MODEL, Training(), Sample())
 
 # The run, from the mesh to the sample: recipes/common/language/recipe.py.

@@ -23,7 +23,10 @@ NORMS = ("before", "after", "both")  # valid values of Variant.norms
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Compute:
-    """How to compute a decoder, and its adapters: fields of every decoder's Config."""
+    """How to compute a decoder, and its adapters: fields of every decoder's Config.
+
+    The comment beside a field of a Config is also the help text of its flag in the recipes.
+    """
 
     # LoRA: x·W becomes x·W + (x·A)·B · lora_alpha / lora_rank. W is frozen; only A and B
     # (nnx.LoRAParam) get gradients.

@@ -182,8 +182,10 @@ class Decoder(nnx.Module):
         cache = positions.cache
         if not self.config.period:
             return self.run_stack(self.layers, x_BTD, positions, self.config.dense_layers)
-        pasts = cache and {ATTENTION: numbers(self.layers[ATTENTION])} | cache.states
-        layers = {name: (self.layers[name], pasts and pasts[name]) for name in self.layers}
+        pasts = dict.fromkeys(self.layers)
+        if cache is not None:
+            pasts = {ATTENTION: numbers(self.layers[ATTENTION])} | cache.states
+        layers = {name: (self.layers[name], pasts[name]) for name in self.layers}
         x_BTD, outputs = self.scan(layers, x_BTD, positions)
         metrics = [metrics for _, metrics in outputs.values()]
         metrics = jax.tree.map(lambda *x: jnp.concatenate(x), *metrics)

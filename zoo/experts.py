@@ -32,7 +32,7 @@ def check_experts(config) -> None:
     if config.capacity is not None and not 0 < config.capacity < math.inf:
         raise ValueError(f"capacity={config.capacity} must be > 0, or None for dropless")
     E, G = config.num_experts, config.groups
-    if E % G or E < 2 * G > 2:
+    if E % G or (G > 1 and E // G < 2):
         raise ValueError(f"groups={G} must divide num_experts={E} into groups of ≥ 2")
     if config.top_groups > G:
         raise ValueError(f"top_groups={config.top_groups} is more than groups={G}")

@@ -27,7 +27,6 @@ from .decoder import Decoder
 from .experts import EXPERT_REMAT, GatedExperts, check_experts, gate_by_position
 from .layers import GatedMLP, Kind, RMSNorm, RopeScaling, add_output, apply_norm
 from .sharding import Rules, complete_tables, param
-from .sizes import MOE, published
 from .strategies import EXPERT_DECODER, expert_rules
 
 
@@ -124,7 +123,6 @@ SIZES = {
     "small": Config.small,
     "mixtral_8x7b": Config.mixtral_8x7b,
     "qwen3_30b_a3b": Config.qwen3_30b_a3b,
-    **published(Config, MOE),
 }
 
 

@@ -1,9 +1,8 @@
-"""Published sizes of Llama's relatives, which transformer.py and moe.py add to their SIZES."""
-
-from collections.abc import Callable
-from typing import Any
+"""Published sizes of Llama's relatives, beside those in transformer.py and moe.py."""
 
 from .layers import Kind, Yarn
+from .moe import SIZES as MOE_SIZES, Config as MoEConfig
+from .transformer import SIZES as TRANSFORMER_SIZES, Config as TransformerConfig
 
 OLMO2 = {
     "num_heads": 32,
@@ -15,6 +14,7 @@ OLMO2 = {
     "norm_eps": 1e-6,
     "tie_embeddings": False,
 }
+
 GLM45 = {
     "vocab_size": 151_552,
     "num_heads": 96,
@@ -29,152 +29,158 @@ GLM45 = {
     "remat": "dispatched",
 }
 
-TRANSFORMER: dict[str, tuple[str, dict[str, Any]]] = {  # name → (docstring, fields of Config)
-    "mistral_small_24b": (
-        "23,572,403,200 parameters. Mistral Small 3.1, the text model.",
-        {
-            "vocab_size": 131_072, "embed": 5_120, "num_layers": 40, "mlp": 32_768,
-            "num_heads": 32, "num_kv_heads": 8, "head_dim": 128,
-            "rope_theta": 1e9, "tie_embeddings": False,
-        },
-    ),
-    "ministral3_8b": (
-        "8,489,553,920 parameters. Ministral 3 8B, the text model.",
-        {
-            "vocab_size": 131_072, "embed": 4_096, "num_layers": 34, "mlp": 14_336,
-            "num_heads": 32, "num_kv_heads": 8, "head_dim": 128, "query_growth": 0.1,
-            "rope_theta": 1e6, "rope_scaling": Yarn(16.0, 32.0, 1.0, 16_384, True, 1.0),
-            "tie_embeddings": False,
-        },
-    ),
-    "olmo2_7b": (
-        "7,298,617,344 parameters. OLMo 2 7B.",
-        {"vocab_size": 100_352, "embed": 4_096, "num_layers": 32, "mlp": 11_008, "rope_theta": 5e5}
-        | OLMO2,
-    ),
-    "olmo3_7b": (
-        "7,298,011,136 parameters. OLMo 3 7B, for rows of 65,536 tokens.",
-        {
-            "vocab_size": 100_278, "embed": 4_096, "num_layers": 32, "mlp": 11_008,
-            "layer_kinds": (
-                *[Kind(4_096, 5e5)] * 3,
-                Kind(None, 5e5, Yarn(8.0, 32.0, 1.0, 8_192, True, 1.2079441541679836)),
-            ),
-        }
-        | OLMO2,
-    ),
-    "phi3_mini": (
-        "3,821,079,552 parameters. Phi-3-mini-4k.",
-        {
-            "vocab_size": 32_064, "embed": 3_072, "num_layers": 32, "mlp": 8_192,
-            "num_heads": 32, "num_kv_heads": 32, "head_dim": 96,
-            "sliding_window": 2_047, "tie_embeddings": False,
-        },
-    ),
-    "phi4": (
-        "14,659,507,200 parameters. Phi-4.",
-        {
-            "vocab_size": 100_352, "embed": 5_120, "num_layers": 40, "mlp": 17_920,
-            "num_heads": 40, "num_kv_heads": 10, "head_dim": 128,
-            "rope_theta": 250_000.0, "tie_embeddings": False,
-        },
-    ),
-    "smollm3_3b": (
-        "3,075,098,624 parameters. SmolLM3 3B.",
-        {
-            "vocab_size": 128_256, "embed": 2_048, "num_layers": 36, "mlp": 11_008,
-            "num_heads": 16, "num_kv_heads": 4, "head_dim": 128, "norm_eps": 1e-6,
-            "layer_kinds": (*[Kind(None, 5e6)] * 3, Kind(None, None)),
-        },
-    ),
-    "glm4_9b": (
-        "9,400,279,040 parameters. GLM-4 9B.",
-        {
-            "vocab_size": 151_552, "embed": 4_096, "num_layers": 40, "mlp": 13_696,
-            "num_heads": 32, "num_kv_heads": 2, "head_dim": 128, "norms": "both",
-            "qkv_bias": True, "rotary_dims": 64, "tie_embeddings": False,
-        },
-    ),
-    "seed_oss_36b": (
-        "36,151,104,512 parameters. Seed-OSS 36B.",
-        {
-            "vocab_size": 155_136, "embed": 5_120, "num_layers": 64, "mlp": 27_648,
-            "num_heads": 80, "num_kv_heads": 8, "head_dim": 128, "norm_eps": 1e-6,
-            "qkv_bias": True, "rope_theta": 1e7, "tie_embeddings": False,
-        },
-    ),
-}  # fmt: skip
 
-MOE: dict[str, tuple[str, dict[str, Any]]] = {
-    "qwen15_moe_a3b": (
-        "14,315,784,192 parameters. 2,689,173,504 of them active. Qwen1.5-MoE A2.7B.",
-        {
-            "vocab_size": 151_936, "embed": 2_048, "num_layers": 24, "mlp": 1_408,
-            "num_heads": 16, "num_kv_heads": 16, "head_dim": 128, "norm_eps": 1e-6,
-            "num_experts": 60, "experts_per_token": 4, "normalize": False, "qkv_bias": True,
-            "shared_mlp": 5_632, "shared_gate": True,
-            "rope_theta": 1e6, "tie_embeddings": False, "remat": "dispatched",
-        },
-    ),
-    "qwen2_57b_a14b": (
-        "57,408,658,944 parameters. 14,249,270,784 of them active. Qwen2 57B-A14B.",
-        {
-            "vocab_size": 151_936, "embed": 3_584, "num_layers": 28, "mlp": 2_560,
-            "num_heads": 28, "num_kv_heads": 4, "head_dim": 128, "norm_eps": 1e-6,
-            "num_experts": 64, "experts_per_token": 8, "normalize": False, "qkv_bias": True,
-            "shared_mlp": 20_480, "shared_gate": True,
-            "rope_theta": 1e6, "tie_embeddings": False, "remat": "dispatched",
-        },
-    ),
-    "olmoe_7b_a1b": (
-        "6,919,161,856 parameters. 1,282,017,280 of them active. OLMoE 1B-7B.",
-        {
-            "vocab_size": 50_304, "embed": 2_048, "num_layers": 16, "mlp": 1_024,
-            "num_heads": 16, "num_kv_heads": 16, "head_dim": 128,
-            "num_experts": 64, "experts_per_token": 8, "normalize": False,
-            "qk_norm": True, "joint_qk_norm": True,
-            "tie_embeddings": False, "remat": "dispatched",
-        },
-    ),
-    "minimax_m2": (
-        "228,689,748,992 parameters. 11,030,537,216 of them active. MiniMax-M2.",
-        {
-            "vocab_size": 200_064, "embed": 3_072, "num_layers": 62, "mlp": 1_536,
-            "num_heads": 48, "num_kv_heads": 8, "head_dim": 128, "norm_eps": 1e-6,
-            "num_experts": 256, "experts_per_token": 8, "sigmoid": True,
-            "qk_norm": True, "joint_qk_norm": True, "rotary_dims": 64,
-            "rope_theta": 5e6, "tie_embeddings": False, "remat": "dispatched",
-        },
-    ),
-    "glm45_air": (
-        "106,852,245,504 parameters. 13,424,123,904 of them active. GLM-4.5-Air.",
-        {
-            "embed": 4_096, "num_layers": 46, "num_experts": 128, "mlp": 1_408, "shared_mlp": 1_408,
-            "dense_layers": 1, "dense_mlp": 10_944,
-        }
-        | GLM45,
-    ),
-    "glm45": (
-        "352,797,814,784 parameters. 33,632,251,904 of them active. GLM-4.5.",
-        {
-            "embed": 5_120, "num_layers": 92, "num_experts": 160, "mlp": 1_536, "shared_mlp": 1_536,
-            "dense_layers": 3, "dense_mlp": 12_288, "route_scale": 2.5, "qk_norm": True,
-        }
-        | GLM45,
-    ),
-}  # fmt: skip
+def mistral_small_24b() -> TransformerConfig:
+    """23,572,403,200 parameters. Mistral Small 3.1, the text model."""
+    return TransformerConfig(
+        vocab_size=131_072, embed=5_120, num_layers=40, mlp=32_768, num_heads=32,
+        num_kv_heads=8, head_dim=128, rope_theta=1e9, tie_embeddings=False,
+    )  # fmt: skip
 
 
-def published(
-    config: Callable, table: dict[str, tuple[str, dict[str, Any]]]
-) -> dict[str, Callable]:
-    """The sizes of a table: name → a function that returns a Config, with its docstring."""
+def ministral3_8b() -> TransformerConfig:
+    """8,489,553,920 parameters. Ministral 3 8B, the text model."""
+    return TransformerConfig(
+        vocab_size=131_072, embed=4_096, num_layers=34, mlp=14_336, num_heads=32,
+        num_kv_heads=8, head_dim=128, query_growth=0.1, rope_theta=1e6,
+        rope_scaling=Yarn(16.0, 32.0, 1.0, 16_384, True, 1.0), tie_embeddings=False,
+    )  # fmt: skip
 
-    def size(says: str, fields: dict[str, Any]) -> Callable:
-        def make():
-            return config(**fields)
 
-        make.__doc__ = says
-        return make
+def olmo2_7b() -> TransformerConfig:
+    """7,298,617,344 parameters. OLMo 2 7B."""
+    return TransformerConfig(
+        vocab_size=100_352, embed=4_096, num_layers=32, mlp=11_008, rope_theta=5e5, **OLMO2,
+    )  # fmt: skip
 
-    return {name: size(*row) for name, row in table.items()}
+
+def olmo3_7b() -> TransformerConfig:
+    """7,298,011,136 parameters. OLMo 3 7B, for rows of 65,536 tokens."""
+    return TransformerConfig(
+        vocab_size=100_278, embed=4_096, num_layers=32, mlp=11_008,
+        layer_kinds=(
+            *[Kind(4_096, 5e5)] * 3,
+            Kind(None, 5e5, Yarn(8.0, 32.0, 1.0, 8_192, True, 1.2079441541679836)),
+        ),
+        **OLMO2,
+    )  # fmt: skip
+
+
+def phi3_mini() -> TransformerConfig:
+    """3,821,079,552 parameters. Phi-3-mini-4k."""
+    return TransformerConfig(
+        vocab_size=32_064, embed=3_072, num_layers=32, mlp=8_192, num_heads=32, num_kv_heads=32,
+        head_dim=96, sliding_window=2_047, tie_embeddings=False,
+    )  # fmt: skip
+
+
+def phi4() -> TransformerConfig:
+    """14,659,507,200 parameters. Phi-4."""
+    return TransformerConfig(
+        vocab_size=100_352, embed=5_120, num_layers=40, mlp=17_920, num_heads=40,
+        num_kv_heads=10, head_dim=128, rope_theta=250_000.0, tie_embeddings=False,
+    )  # fmt: skip
+
+
+def smollm3_3b() -> TransformerConfig:
+    """3,075,098,624 parameters. SmolLM3 3B."""
+    return TransformerConfig(
+        vocab_size=128_256, embed=2_048, num_layers=36, mlp=11_008, num_heads=16,
+        num_kv_heads=4, head_dim=128, norm_eps=1e-6,
+        layer_kinds=(*[Kind(None, 5e6)] * 3, Kind(None, None)),
+    )  # fmt: skip
+
+
+def glm4_9b() -> TransformerConfig:
+    """9,400,279,040 parameters. GLM-4 9B."""
+    return TransformerConfig(
+        vocab_size=151_552, embed=4_096, num_layers=40, mlp=13_696, num_heads=32,
+        num_kv_heads=2, head_dim=128, norms="both", qkv_bias=True, rotary_dims=64,
+        tie_embeddings=False,
+    )  # fmt: skip
+
+
+def seed_oss_36b() -> TransformerConfig:
+    """36,151,104,512 parameters. Seed-OSS 36B."""
+    return TransformerConfig(
+        vocab_size=155_136, embed=5_120, num_layers=64, mlp=27_648, num_heads=80,
+        num_kv_heads=8, head_dim=128, norm_eps=1e-6, qkv_bias=True, rope_theta=1e7,
+        tie_embeddings=False,
+    )  # fmt: skip
+
+
+def qwen15_moe_a3b() -> MoEConfig:
+    """14,315,784,192 parameters. 2,689,173,504 of them active. Qwen1.5-MoE A2.7B."""
+    return MoEConfig(
+        vocab_size=151_936, embed=2_048, num_layers=24, mlp=1_408, num_heads=16,
+        num_kv_heads=16, head_dim=128, norm_eps=1e-6, num_experts=60, experts_per_token=4,
+        normalize=False, qkv_bias=True, shared_mlp=5_632, shared_gate=True, rope_theta=1e6,
+        tie_embeddings=False, remat="dispatched",
+    )  # fmt: skip
+
+
+def qwen2_57b_a14b() -> MoEConfig:
+    """57,408,658,944 parameters. 14,249,270,784 of them active. Qwen2 57B-A14B."""
+    return MoEConfig(
+        vocab_size=151_936, embed=3_584, num_layers=28, mlp=2_560, num_heads=28, num_kv_heads=4,
+        head_dim=128, norm_eps=1e-6, num_experts=64, experts_per_token=8, normalize=False,
+        qkv_bias=True, shared_mlp=20_480, shared_gate=True, rope_theta=1e6,
+        tie_embeddings=False, remat="dispatched",
+    )  # fmt: skip
+
+
+def olmoe_7b_a1b() -> MoEConfig:
+    """6,919,161,856 parameters. 1,282,017,280 of them active. OLMoE 1B-7B."""
+    return MoEConfig(
+        vocab_size=50_304, embed=2_048, num_layers=16, mlp=1_024, num_heads=16, num_kv_heads=16,
+        head_dim=128, num_experts=64, experts_per_token=8, normalize=False, qk_norm=True,
+        joint_qk_norm=True, tie_embeddings=False, remat="dispatched",
+    )  # fmt: skip
+
+
+def minimax_m2() -> MoEConfig:
+    """228,689,748,992 parameters. 11,030,537,216 of them active. MiniMax-M2."""
+    return MoEConfig(
+        vocab_size=200_064, embed=3_072, num_layers=62, mlp=1_536, num_heads=48, num_kv_heads=8,
+        head_dim=128, norm_eps=1e-6, num_experts=256, experts_per_token=8, sigmoid=True,
+        qk_norm=True, joint_qk_norm=True, rotary_dims=64, rope_theta=5e6, tie_embeddings=False,
+        remat="dispatched",
+    )  # fmt: skip
+
+
+def glm45_air() -> MoEConfig:
+    """106,852,245,504 parameters. 13,424,123,904 of them active. GLM-4.5-Air."""
+    return MoEConfig(
+        embed=4_096, num_layers=46, num_experts=128, mlp=1_408, shared_mlp=1_408,
+        dense_layers=1, dense_mlp=10_944, **GLM45,
+    )  # fmt: skip
+
+
+def glm45() -> MoEConfig:
+    """352,797,814,784 parameters. 33,632,251,904 of them active. GLM-4.5."""
+    return MoEConfig(
+        embed=5_120, num_layers=92, num_experts=160, mlp=1_536, shared_mlp=1_536,
+        dense_layers=3, dense_mlp=12_288, route_scale=2.5, qk_norm=True, **GLM45,
+    )  # fmt: skip
+
+
+TRANSFORMER = TRANSFORMER_SIZES | {
+    "mistral_small_24b": mistral_small_24b,
+    "ministral3_8b": ministral3_8b,
+    "olmo2_7b": olmo2_7b,
+    "olmo3_7b": olmo3_7b,
+    "phi3_mini": phi3_mini,
+    "phi4": phi4,
+    "smollm3_3b": smollm3_3b,
+    "glm4_9b": glm4_9b,
+    "seed_oss_36b": seed_oss_36b,
+}
+
+MOE = MOE_SIZES | {
+    "qwen15_moe_a3b": qwen15_moe_a3b,
+    "qwen2_57b_a14b": qwen2_57b_a14b,
+    "olmoe_7b_a1b": olmoe_7b_a1b,
+    "minimax_m2": minimax_m2,
+    "glm45_air": glm45_air,
+    "glm45": glm45,
+}

@@ -31,7 +31,7 @@ ROUTER = "router"  # E, of the router
 HEAD_DIM = "head_dim"  # H
 POSITIONS = "positions"  # T, of a table of learned positions
 
-# Muon skips matrices with these axes, the model's inputs and outputs.
+# A model's inputs and outputs: Muon skips matrices with these axes.
 MODEL_ENDS = ("vocab", "positions", "inputs", "channels", "classes")
 MATRIX_STACKS = (LAYERS, DENSE_STACK, EXPERT)  # dims along which matrices are stacked
 RANKS = ("lora",)  # of adapters: one side of their matrices

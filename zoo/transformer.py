@@ -34,7 +34,6 @@ from .config import Variant
 from .decoder import Decoder
 from .layers import GatedMLP, Kind, Llama3, RMSNorm, RopeScaling, add_output, apply_norm
 from .sharding import Rules, complete_tables
-from .sizes import TRANSFORMER, published
 from .strategies import DECODER, decoder_rules
 
 
@@ -133,7 +132,6 @@ SIZES = {
     "llama31_8b": Config.llama31_8b,
     "llama31_70b": Config.llama31_70b,
     "llama31_405b": Config.llama31_405b,
-    **published(Config, TRANSFORMER),
 }
 
 

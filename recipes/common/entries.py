@@ -4,6 +4,7 @@ import dataclasses
 import importlib
 import inspect
 import types
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -40,6 +41,13 @@ def zoo_file(name: str) -> types.ModuleType:
 def model(name: str) -> type:
     """The entry's nnx.Module, which takes a config and rngs."""
     return getattr(zoo_file(name), ENTRIES[name].model)
+
+
+def sizes(name: str) -> dict[str, Callable[[], Any]]:
+    """The entry's named sizes: those in its file, and published ones of its relatives."""
+    from zoo.sizes import MOE, TRANSFORMER
+
+    return {"transformer": TRANSFORMER, "moe": MOE}.get(name) or zoo_file(name).SIZES
 
 
 def config_json(config) -> dict[str, Any]:

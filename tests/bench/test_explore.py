@@ -109,7 +109,7 @@ def choices(names: Iterable[str], count: int) -> list[dict]:
     """Choices of a page, of its entries in turn."""
     rng, sizes = random.Random(0), {}
     for name in names:
-        all_sizes = [*entries.zoo_file(name).SIZES]
+        all_sizes = [*entries.sizes(name)]
         sizes[name] = {all_sizes[0], all_sizes[-1]}
     found = [each | {"batch": 64, "seq": 1_000} for each in (UNEVEN, ROUNDED)]
     for name in itertools.islice(itertools.cycle(names), count):
@@ -135,8 +135,8 @@ def zoo_rules(name: str) -> dict:
 
 def expected(choice: dict) -> dict:
     """Python's figures for a choice."""
-    zoo, axes = entries.zoo_file(choice["entry"]), parse(choice["mesh"])
-    config, chip = zoo.SIZES[choice["size"]](), choice["chip"]
+    axes = parse(choice["mesh"])
+    config, chip = entries.sizes(choice["entry"])[choice["size"]](), choice["chip"]
     if hasattr(config, "dtype"):
         dtype = "float32" if chip == "cpu" else "bfloat16"
         config = dataclasses.replace(config, dtype=dtype)

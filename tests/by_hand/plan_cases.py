@@ -86,8 +86,9 @@ CASES = [
 
 
 def estimated(case: Case) -> Estimate:
-    zoo = entries.zoo_file(case.entry)
-    config = dataclasses.replace(zoo.SIZES[case.size](), dtype="bfloat16", remat=case.remat)
+    config = dataclasses.replace(
+        entries.sizes(case.entry)[case.size](), dtype="bfloat16", remat=case.remat
+    )
     if case.layers:
         config = dataclasses.replace(config, num_layers=case.layers)
     devices, axes = parse_devices(case.devices), parse(case.mesh)

@@ -281,11 +281,12 @@ def test_the_zoo_lists_sizes_and_strategies():
         line = next(line for line in lines if f"(zoo/{name}.py)" in line)
         assert f"`python -m recipes.{name} --mesh=" in line
         zoo, model = entries.zoo_file(name), entries.model(name)
+        sizes = entries.sizes(name)
         shown = [size.split() for size in line.split("|")[3].split(", ")]
-        assert {size for size, *_ in shown} <= {*zoo.SIZES}
+        assert {size for size, *_ in shown} <= {*sizes}
         assert len(shown) <= 5, "a beginner needs no more"
         for size, *count in shown[:2]:
-            config = zoo.SIZES[size]
+            config = sizes[size]
             shapes = nnx.eval_shape(lambda m=model, c=config: m(c(), rngs=nnx.Rngs(0)))
             (parameters,) = count
             leaves = jax.tree.leaves(nnx.state(shapes, nnx.Param))
@@ -293,7 +294,7 @@ def test_the_zoo_lists_sizes_and_strategies():
         (row,) = (
             x for table in tables(section("Sizes", ZOO)) for x in table if x[0] == model.__name__
         )
-        assert row[1].replace("`", "").split(", ") == [*zoo.SIZES]
+        assert row[1].replace("`", "").split(", ") == [*sizes]
         assert all(f"`{strategy}`" in section("Strategies", ZOO) for strategy in zoo.RULES)
 
 

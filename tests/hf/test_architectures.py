@@ -173,7 +173,7 @@ NAMED = [
 def test_published_relatives_are_their_named_sizes(keys, entry, size):
     training = {"remat": "full"} | ({} if entry == "transformer" else {"capacity": None})
     training |= {"balance_rate": 0.0} if entry == "deepseek" else {}
-    wanted = dataclasses.replace(entries.zoo_file(entry).SIZES[size](), **training)
+    wanted = dataclasses.replace(entries.sizes(entry)[size](), **training)
     assert config_of(keys) == wanted
 
 
@@ -267,7 +267,7 @@ def test_an_absent_key_means_transformers_default(architecture):
 
 @pytest.mark.parametrize("entry", ["transformer", "moe", "qwen3_next"])
 def test_every_named_size_is_exported_exactly(entry):
-    for size, make in entries.zoo_file(entry).SIZES.items():
+    for size, make in entries.sizes(entry).items():
         config = make()
         exact = [f for f in FAMILIES if f.entry == entry and not f.lost(config)]
         assert exact, size

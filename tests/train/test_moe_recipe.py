@@ -25,7 +25,8 @@ from recipes.common.sharding.shape import trace_shape
 from recipes.moe import MODEL
 from tests.support.quick import quick as quick
 from tests.support.runs import TINY, assert_bit_equal, records, state_of
-from zoo.moe import SIZES, Config, MoE
+from zoo.moe import Config, MoE
+from zoo.sizes import MOE as SIZES
 
 pytestmark = pytest.mark.promise("moe-runs")
 

@@ -23,7 +23,7 @@ from data.text import example
 from data.tokenizer import BYTES
 from recipes.common import entries
 from recipes.common.checkpoint import layout_of
-from recipes.common.entries import ENTRIES, model, zoo_file
+from recipes.common.entries import ENTRIES, model, sizes
 from recipes.common.language import Sample, Text, Training, model_config
 from recipes.common.report import kernel as kernel_report
 from recipes.common.report.kernel import check, report
@@ -47,8 +47,9 @@ from tests.support.runs import records
 from zoo import splash
 from zoo.attention import attend
 from zoo.kernels import FLASH_FROM, TILE, Choice, Settings, block_of, may_see
+from zoo.sizes import TRANSFORMER as SIZES
 from zoo.strategies import DECODER
-from zoo.transformer import RULES, SIZES, Config, Transformer
+from zoo.transformer import RULES, Config, Transformer
 from zoo.vocabulary import positions_at_once
 
 pytestmark = pytest.mark.promise("attention")
@@ -573,7 +574,7 @@ def test_on_a_hopper_gpu_only_soft_caps_need_the_tile_loop():
     """Every named size of every language model in bfloat16, with packed rows and without."""
     decoders = [name for name, entry in ENTRIES.items() if entry.data == "data.text"]
     for name, segments in itertools.product(decoders, (True, False)):
-        for size, make in zoo_file(name).SIZES.items():
+        for size, make in sizes(name).items():
             config = dataclasses.replace(make(), dtype="bfloat16")
             with on(*H100).trace():
                 attention = trace_shape(model(name), config).attention

@@ -23,7 +23,8 @@ from tests.conftest import full_except
 from tests.support.quick import QUICK
 from zoo.attention import make_positions
 from zoo.experts import GatedExperts
-from zoo.moe import RULES, SIZES, Config, MoE
+from zoo.moe import RULES, Config, MoE
+from zoo.sizes import MOE as SIZES
 
 pytestmark = [pytest.mark.promise("definitions"), pytest.mark.usefixtures("strict")]
 TINY = dataclasses.replace(Config.tiny(), num_layers=1)

@@ -98,11 +98,10 @@ def model_config(
 
     Raises UserError if the flags don't fit together.
     """
-    zoo = entries.zoo_file(entry)
     if start and not flags.size:
         config = checkpoint.config_of(start)
     else:
-        config = zoo.SIZES[flags.size or "small"]()
+        config = entries.sizes(entry)[flags.size or "small"]()
         if tokenizer.files:  # bytes use the size's own vocabulary
             config = dataclasses.replace(config, vocab_size=tokenizer.size)
     config = configure(config, flags, device)

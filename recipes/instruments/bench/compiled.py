@@ -29,7 +29,7 @@ from recipes.instruments.bench.targets import (
 from recipes.instruments.plan.targets import TooLarge, compile_step, topology
 from recipes.instruments.plan.textbook import textbook
 from zoo.config import Compute
-from zoo.transformer import SIZES
+from zoo.sizes import TRANSFORMER as SIZES
 
 ATTENTIVE = [
     name for name, entry in entries.ENTRIES.items() if entry.data in ("data.text", "data.images")
@@ -51,7 +51,7 @@ class CollectivesFlags(MeshFlags, Offload):
 
 def collectives(flags: CollectivesFlags) -> None:
     zoo, chips = entries.zoo_file(flags.entry), numbers("chips", flags.chips)
-    sizes = one_of("sizes", flags.sizes, zoo.SIZES)
+    sizes = one_of("sizes", flags.sizes, entries.sizes(flags.entry))
     strategies = one_of("rules", flags.rules or ",".join(zoo.RULES), zoo.RULES)
     cases = [
         (size, strategy, flags.axes(size, count, strategy, flags.entry))
@@ -76,7 +76,7 @@ def _collectives_row(
     # saving what experts receive one of five all-to-alls.
     remat = "sublayers" if model > 1 else "dispatched" if "expert" in axes else "full"
     dtype = "float32" if flags.kind == "cpu" else "bfloat16"  # XLA's CPU backend sends float32
-    sizes, model_class = entries.zoo_file(flags.entry).SIZES, entries.model(flags.entry)
+    sizes, model_class = entries.sizes(flags.entry), entries.model(flags.entry)
     config = dataclasses.replace(sizes[size](), dtype=dtype, remat=remat, matmul=flags.matmul)
     shape = trace_shape(model_class, config)
     is_text = shape.vocab_size > 0

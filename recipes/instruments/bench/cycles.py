@@ -72,8 +72,8 @@ class Program:
 
 
 def cycles(flags: CyclesFlags) -> None:
-    zoo, devices = entries.zoo_file(flags.entry), parse_devices(flags.devices)
-    size = choose("size", flags.size, zoo.SIZES)
+    sizes, devices = entries.sizes(flags.entry), parse_devices(flags.devices)
+    size = choose("size", flags.size, sizes)
     axes = _axes(flags, devices)
     for name, path in (("program", flags.program), ("against", flags.against)):
         if path and not pathlib.Path(path).is_file():
@@ -81,7 +81,7 @@ def cycles(flags: CyclesFlags) -> None:
     folder = pathlib.Path(flags.save).parent
     if not folder.is_dir():
         raise UserError(f"--save={flags.save}: there is no folder {folder}; make it first")
-    plan = _plan(flags, zoo.SIZES[size](), axes, devices)
+    plan = _plan(flags, sizes[size](), axes, devices)
     program = _read(flags.program, devices) if flags.program else _compile(flags, plan)
     others = [_read(flags.against, devices)] if flags.against else []
     _print_totals([program, *others], plan)

@@ -22,8 +22,8 @@ from recipes.instruments.bench import gpu_trace, kernels, pytorch
 from recipes.instruments.bench.common import CONVENTION, Table, machine, numbers, one_of, version
 from recipes.instruments.bench.row import OUT_OF_MEMORY, TIMED, XLA_FLAGS, Result, Row, measure, run
 from zoo.kernels import KERNELS
+from zoo.sizes import TRANSFORMER as SIZES
 from zoo.stack import REMAT_POLICIES
-from zoo.transformer import SIZES
 
 Guesses = tuple[list[dict[str, Any]], list[int]]  # settings of our step, batches of PyTorch's
 

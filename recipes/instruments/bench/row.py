@@ -26,7 +26,8 @@ from recipes.common.runtime.mesh import arrange
 from recipes.common.sharding.shape import trace_shape
 from recipes.instruments.bench import gpu_trace, kernels, pytorch
 from recipes.instruments.bench.common import ONE_DEVICE, Training, make_step
-from zoo.transformer import SIZES, Transformer
+from zoo.sizes import TRANSFORMER as SIZES
+from zoo.transformer import Transformer
 
 XLA_FLAGS = {
     "default": "",

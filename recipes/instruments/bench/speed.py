@@ -28,8 +28,9 @@ from recipes.instruments.bench.common import (
     one_of,
 )  # fmt: skip
 from zoo.attention import attend, make_positions
+from zoo.sizes import TRANSFORMER as SIZES
 from zoo.stack import REMAT_POLICIES
-from zoo.transformer import RULES, SIZES, Config, Layer, Transformer
+from zoo.transformer import RULES, Config, Layer, Transformer
 
 
 def gpt2_10m() -> Config:

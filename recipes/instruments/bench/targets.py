@@ -58,7 +58,7 @@ class MeshFlags:
         used, inner, stated = used_axes(zoo.RULES[strategy]), {}, []
         groups = "fsdp" in used
         along = {axis: getattr(self, axis) for axis in ("pipe", "seq", "expert") if axis in used}
-        shape = trace_shape(entries.model(entry), zoo.SIZES[size]())
+        shape = trace_shape(entries.model(entry), entries.sizes(entry)[size]())
         heads = shape.attention.kv_heads if shape.attention else 1
         model = self.model or (
             1 if groups else math.gcd(8, heads, max(chips // math.prod(along.values()), 1))

@@ -73,9 +73,10 @@ def write_page(
 def of_flags(flags: Flags) -> explorer.Shown:
     """Returns the state of the flags. Raises UserError if no such size, mesh or strategy exists."""
     zoo = entries.zoo_file(flags.entry)
-    size = flags.size or ("8b" if "8b" in zoo.SIZES else next(reversed(zoo.SIZES)))
-    if size not in zoo.SIZES:
-        raise UserError(f"--size={size} is not one of {', '.join(zoo.SIZES)}")
+    sizes = entries.sizes(flags.entry)
+    size = flags.size or ("8b" if "8b" in sizes else next(reversed(sizes)))
+    if size not in sizes:
+        raise UserError(f"--size={size} is not one of {', '.join(sizes)}")
     axes = parse(flags.mesh)
     if (count := math.prod(axes.values())) > MOST_DEVICES:
         raise UserError(

@@ -120,7 +120,10 @@ def tables(model: type, library: Library) -> dict[str, Any]:
         },
         "names": library.add(model.axes),
         "causes": causes(zoo, model.axes),
-        "sizes": {name: arrays(model, config(), library) for name, config in zoo.SIZES.items()},
+        "sizes": {
+            name: arrays(model, config(), library)
+            for name, config in entries.sizes(zoo.__name__.rpartition(".")[2]).items()
+        },
     }
 
 

@@ -92,13 +92,15 @@ class Flags(Offload):
 
 def main(flags: Flags) -> None:
     # ---- Input: checked before anything is computed ----------------------------------------------
-    devices, zoo = parse_devices(flags.devices), entries.zoo_file(flags.entry)
+    devices = parse_devices(flags.devices)
     if flags.model:
         name = flags.model.rpartition(":")[2]
         flags = dataclasses.replace(flags, entry=name, size=flags.config)
     else:
         check_own(flags)
-        flags = dataclasses.replace(flags, size=choose("size", flags.size, zoo.SIZES))
+        flags = dataclasses.replace(
+            flags, size=choose("size", flags.size, entries.sizes(flags.entry))
+        )
     page = pathlib.Path(flags.html).expanduser()
     if flags.html and not page.parent.is_dir():
         raise UserError(f"--html={flags.html}: there is no folder {page.parent}; make it first")
@@ -159,7 +161,7 @@ def make_job(flags: Flags, devices: Devices) -> tuple[Job, AbstractModel, list[s
         model, config, abstract, rules, assumed = own
     else:
         model, rules, assumed = entries.model(flags.entry), None, []
-        config = entries.zoo_file(flags.entry).SIZES[flags.size]()
+        config = entries.sizes(flags.entry)[flags.size]()
         abstract = abstract_model(lambda: model(config, rngs=nnx.Rngs(0)))
     shape = shape_of(abstract, config)
     if shape.dtype:
