@@ -24,6 +24,7 @@ from recipes.instruments.prove import cases, subject
 from recipes.instruments.prove import run as prove_run
 from recipes.instruments.prove.cases import prove
 from recipes.instruments.prove.compare import GRADIENT_TOLERANCE, compare_all, compare_gradients
+from recipes.instruments.prove.precision import prove_precision
 from tests.conftest import ROOT, full_except
 from zoo.transformer import Config, Transformer
 
@@ -595,3 +596,65 @@ def test_a_mistake_is_one_line(command, inside, project, tmp_path, monkeypatch):
     assert done.err.count("\n") == 1
     assert MISTAKES[command] in done.err
     assert done.out == ""
+
+
+# ---- 16 bits -------------------------------------------------------------------------------------
+
+
+class Tied(nnx.Module):
+    """A language model of Flax's own modules, whose table embeds and unembeds."""
+
+    def __init__(self, exact: bool):
+        rngs = nnx.Rngs(0)
+        self.embed = nnx.Embed(256, 32, dtype=jnp.bfloat16, rngs=rngs)
+        self.layer = nnx.Linear(32, 32, use_bias=False, dtype=jnp.bfloat16, rngs=rngs)
+        self.exact = exact
+
+    def loss(self, tokens, targets):
+        table_VD = self.embed.embedding[...]
+        if self.exact:  # one-hot rows: a matmul adds them up
+            dtype = self.embed.dtype
+            x_BTD = jax.nn.one_hot(tokens, 256, dtype=dtype) @ table_VD.astype(dtype)
+        else:
+            x_BTD = self.embed(tokens)  # the planted line
+        logits_BTV = self.embed.attend(x_BTD + self.layer(x_BTD)).astype(jnp.float32)
+        picked_BTV = jax.nn.one_hot(targets, 256) * jax.nn.log_softmax(logits_BTV)
+        return -picked_BTV.sum(axis=-1).mean()
+
+
+def test_a_line_that_adds_up_in_16_bits_is_named():
+    share = 1 / (1 + np.arange(256))  # words of a text
+    window = np.random.default_rng(0).choice(256, (32, 513), p=share / share.sum())
+    batch = {"tokens": window[:, :-1].astype(np.int32), "targets": window[:, 1:].astype(np.int32)}
+
+    def proven(exact: bool):
+        return prove_precision(
+            lambda: Tied(exact), None, {"batch": "data"}, batch, ["8"], auto=True, batch_size=64
+        )
+
+    wrong, right = proven(exact=False), proven(exact=True)
+    lines = pathlib.Path(__file__).read_text().splitlines()
+    (line,) = (n for n, text in enumerate(lines, 1) if text.endswith("# the planted line"))
+    (found,) = wrong.sums
+    assert not wrong.holds
+    assert found[0::2] == ("scatter-add", 64 * 512)
+    assert found.line == f"test_prove.py:{line}"
+    ((path, where, error),) = wrong.beyond()
+    assert (path, where) == ("embed/embedding", "one device")
+    assert f"{path}: {error:.1%} on one device; test_prove.py:{line}: scatter-add" in str(
+        wrong.lines()
+    )
+    assert right.holds, right.lines()
+    assert right.sums == ()
+
+
+def test_a_model_without_a_dtype_is_a_user_error():
+    class Plain(nnx.Module):
+        def __init__(self):
+            self.w = nnx.Param(jnp.ones(4))
+
+        def loss(self, x):
+            return (x @ self.w[...]).mean()
+
+    with pytest.raises(UserError, match="Plain has no field dtype"):
+        prove_precision(Plain, None, {"batch": "data"}, {"x": np.ones((8, 4), np.float32)})

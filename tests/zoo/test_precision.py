@@ -29,36 +29,35 @@ ROWS, SEQ_LEN, CHUNK = 64, 512, 16
 FEW = 4
 MESHES = {"fsdp": "8", "fsdp_tp_sp": "4x2", "fsdp_cp": "data=2,seq=4"}
 MESHES |= {"fsdp_ep": "data=2,expert=4", "fsdp_pp": "data=4,pipe=2"}
-# What a Config may set besides: fields → values.
+# Entry → the strategies to trace besides one device.
+SHARDED = {
+    "transformer": ("fsdp", "fsdp_tp_sp", "fsdp_cp", "fsdp_pp"),
+    "moe": ("fsdp_ep", "fsdp_pp"),
+    "gpt2": ("fsdp_pp",),
+    "deepseek": ("fsdp_ep",),
+    "qwen3_next": ("fsdp_cp",),
+}
+# Entry, strategy, fields of its Config.
 OPTIONS = [
-    {"remat": "none"},
-    {"matmul": "int8"},
-    {"matmul": "fp8", "matmul_backward": "bfloat16"},
-    {"lora_rank": 4},
-    {"capacity": 1.5},
-    {"mtp_depth": 1},
-    {"pipeline": "gpipe"},
+    ("transformer", "", "matmul=int8"),
+    ("transformer", "", "lora_rank=4"),
+    ("transformer", "", "remat=none"),
+    ("transformer", "fsdp_pp", "pipeline=gpipe"),
+    ("moe", "", "matmul=fp8,matmul_backward=bfloat16"),
+    ("moe", "", "capacity=1.5"),
+    ("gpt_oss", "", "matmul=int8"),
+    ("deepseek", "", "mtp_depth=1"),
+    ("vit", "", "matmul=int8"),
 ]
 
 
 def tracing_cases():
     for name, entry in ENTRIES.items():
-        fields = {field.name for field in dataclasses.fields(entry.config)}
-        if "dtype" not in fields:  # float32 alone
-            continue
-        yield name, "1x1", ""
-        for strategy, mesh in MESHES.items():
-            if strategy in entry.rules:
-                yield name, mesh, strategy
-        for options in OPTIONS:
-            if options.keys() <= fields:
-                text = ",".join(f"{field}={value}" for field, value in options.items())
-                on_stages = "pipeline" in options
-                yield (
-                    name,
-                    "data=4,pipe=2" if on_stages else "1x1",
-                    f"{'fsdp_pp' if on_stages else ''}:{text}",
-                )
+        if "dtype" in vars(entry.config):  # others are float32 alone
+            yield name, "1x1", ""
+            yield from ((name, MESHES[x], x) for x in SHARDED.get(name, ()))
+    for name, strategy, options in OPTIONS:
+        yield name, MESHES.get(strategy, "1x1"), f"{strategy}:{options}"
 
 
 def traced_sums(name: str, mesh: str, strategy: str, microbatches: int = 1) -> list[Sum]:

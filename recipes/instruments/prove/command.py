@@ -8,6 +8,7 @@ from recipes.common.runtime import UserError, flag, print0
 from recipes.common.runtime.flags import split
 from recipes.instruments.prove import table
 from recipes.instruments.prove.cases import Case, prove
+from recipes.instruments.prove.precision import prove_precision
 from recipes.instruments.prove.subject import make_meshes
 from recipes.instruments.user_model import builder, load, load_batch, load_function
 
@@ -40,6 +41,17 @@ class Flags:
         "Use Auto mesh axes, for models that leave shardings to the compiler; else Explicit ones.",
     )
     x64: bool = flag(False, "Repeat what differs in float64, to tell rounding from error.")
+    dtype: str = flag(
+        "", "Compare gradients in this 16-bit format, bfloat16 or float16, with float32's instead, and name "
+        "the lines that add up in 16 bits.",
+    )  # fmt: skip
+    batch_size: int = flag(
+        0, "With --dtype: rows of the training that you plan, for the sums' number of terms; 0: the batch's.",
+        group="data", at_least=0,
+    )  # fmt: skip
+    seq_len: int = flag(
+        0, "With --dtype: positions of a row, likewise; 0: the batch's.", group="data", at_least=0
+    )
     json: bool = flag(False, "Print JSON, with a difference for each array.")
 
 
@@ -51,6 +63,22 @@ def main(flags: Flags) -> None:
     model = load_function(flags.model, "--model")
     file, _, _ = flags.model.rpartition(":")
     rules = load(flags.rules or f"{file}:RULES", "--rules")
+    loss = load_function(flags.loss, "--loss") if flags.loss else None
+    batch = load_batch(flags.batch) if flags.batch else None
+    if flags.dtype:
+        precision = prove_precision(
+            builder(model, flags.config),
+            loss,
+            rules,
+            batch,
+            meshes,
+            dtype=flags.dtype,
+            batch_size=flags.batch_size,
+            seq_len=flags.seq_len,
+            auto=flags.auto,
+        )
+        print0(*([json.dumps(precision.as_json(), indent=1)] if flags.json else precision.lines()))
+        sys.exit(0 if precision.holds else 1)
 
     def on_start(case: str) -> None:
         if not flags.json and case.startswith("1 "):
@@ -64,9 +92,9 @@ def main(flags: Flags) -> None:
 
     proof = prove(
         builder(model, flags.config),
-        load_function(flags.loss, "--loss") if flags.loss else None,
+        loss,
         rules,
-        load_batch(flags.batch) if flags.batch else None,
+        batch,
         meshes,
         auto=flags.auto,
         x64=flags.x64,

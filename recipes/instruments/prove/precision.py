@@ -1,0 +1,224 @@
+"""Compares a model's gradients in a 16-bit format with its float32 ones, and names what loses digits."""
+
+import dataclasses
+import pathlib
+import re
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import jax
+import numpy as np
+from flax import nnx
+from jax.sharding import Mesh
+
+from recipes.common.runtime import UserError
+from recipes.common.sharding import Layout, Tree, paths, shardings
+from recipes.common.sharding.compiler_options import QUICK
+from recipes.common.train.feed import to_devices
+from recipes.common.train.state import abstract_state
+from recipes.common.train.step import gradients
+from recipes.instruments.prove import compare
+from recipes.instruments.prove.run import initial_state
+from recipes.instruments.prove.source import folder_of
+from recipes.instruments.prove.subject import (
+    Subject,
+    check_loss,
+    layouts,
+    make_meshes,
+    make_subject,
+    reason,
+    reference_layout,
+)
+from recipes.instruments.prove.sums import Sum, low_precision_sums
+
+FORMATS = ("bfloat16", "float16")
+BOUND = 0.05  # |g - g32| / |g32| of a parameter; rounding alone gives 0.01 to 0.02
+ONE = "one device"
+
+
+@dataclasses.dataclass(frozen=True)
+class Precision:
+    """Relative errors of gradients, and the sums that a program accumulates in 16 bits."""
+
+    dtype: str
+    errors: dict[str, dict[str, float]]  # ONE or "strategy on mesh" → path → relative error
+    sums: tuple[Sum, ...]  # at the planned size
+    failed: dict[str, str]  # "strategy on mesh" → why it could not run
+    culprits: dict[str, Sum]  # path of a gradient beyond the bound → the sum that it comes from
+
+    @property
+    def holds(self) -> bool:
+        every = (error for found in self.errors.values() for error in found.values())
+        return not self.failed and all(error <= BOUND for error in every)
+
+    def lines(self) -> list[str]:
+        """What recipes.prove prints."""
+        lines = []
+        for where, found in self.errors.items():
+            worst = max(found, key=lambda path: found[path])
+            lines.append(f"{where}: largest error {found[worst]:.1%}, of {worst}")
+        lines += [f"{where}: failed: {why}" for where, why in self.failed.items()]
+        for path, where, error in self.beyond():
+            culprit = self.culprits.get(path)
+            line = f"; {culprit}" if culprit else "; no sum in 16 bits explains it"
+            lines.append(f"  {path}: {error:.1%} on {where}{line}")
+        lines += [f"in 16 bits: {found}" for found in self.sums]
+        good = f"All gradients in {self.dtype} are within {BOUND:.0%} of float32's."
+        bad = f"Gradients in {self.dtype} differ from float32's by more than {BOUND:.0%}."
+        return [*lines, good if self.holds else bad]
+
+    def beyond(self) -> list[tuple[str, str, float]]:
+        """(path, where, error) of each gradient beyond the bound, where its error is largest."""
+        largest: dict[str, tuple[str, float]] = {}
+        for where, found in self.errors.items():
+            for path, error in found.items():
+                if not error <= max(BOUND, largest.get(path, ("", 0.0))[1]):
+                    largest[path] = where, error
+        return [(path, *at) for path, at in largest.items()]
+
+    def as_json(self) -> dict[str, Any]:
+        return {
+            "holds": self.holds,
+            "dtype": self.dtype,
+            "errors": self.errors,
+            "failed": self.failed,
+            "sums": [x._asdict() for x in self.sums],
+        }
+
+
+def prove_precision(
+    build: Callable[[], nnx.Module],
+    loss: Callable[..., Any] | None,
+    rules: dict,
+    batch: dict[str, Any] | None = None,
+    meshes: Iterable[str | Mesh] = (),
+    *,
+    dtype: str = "bfloat16",
+    batch_size: int = 0,
+    seq_len: int = 0,
+    auto: bool = False,
+) -> Precision:
+    """Compares gradients of the first batch in `dtype` with one device's in float32.
+
+    Args:
+      build, loss, rules, batch, meshes, auto: as in cases.prove.
+      batch_size, seq_len: of the training that is planned, at which the sums' terms are counted; 0: the
+        batch's.
+
+    Raises UserError if these don't fit each other or the model states no dtype.
+    """
+    if dtype not in FORMATS:
+        raise UserError(f"--dtype={dtype} is not one of {', '.join(FORMATS)}")
+    made = make_meshes(meshes)
+    exact = make_subject(lambda: in_dtype(build(), "float32"), loss, rules, batch, _optimizer())
+    short = make_subject(lambda: in_dtype(build(), dtype), loss, rules, exact.batch, _optimizer())
+    pairs, _ = layouts(short, made, auto)
+    exact_pairs, _ = layouts(exact, made, auto)
+    one = reference_layout(pairs.values())
+    exact_one = reference_layout(exact_pairs.values())
+    check_loss(exact_one, exact.batch)
+    check_loss(one, exact.batch)
+    initial = initial_state(exact_one, exact.optimizer, abstract_state(exact_one, exact.optimizer))
+    reference = _gradients(exact_one, exact, initial)
+    errors, failed = {}, {}
+    targets = {ONE: one} | {f"{strategy} on {mesh}": x for (strategy, mesh), x in pairs.items()}
+    for where, layout in targets.items():
+        try:
+            found = _gradients(layout, short, initial)
+        except Exception as error:  # whatever the user's code raises
+            failed[where] = reason(error)
+            continue
+        differences = compare.compare_gradients(found, reference)
+        errors[where] = {path: x.relative for path, x in differences.items()}
+    folder = folder_of(nnx.eval_shape(short.build))
+    here = _sums(one, short, short.batch, folder, few=1)
+    planned = _sums(one, short, _resized(short.batch, batch_size, seq_len), folder)
+    shapes = {path: x.shape for path, x in reference.items()}
+    culprits = {path: culprit for path in shapes if (culprit := _culprit(shapes[path], here))}
+    return Precision(dtype, errors, tuple(planned), failed, culprits)
+
+
+def in_dtype(model: nnx.Module, dtype: str) -> nnx.Module:
+    """Makes a model compute in `dtype`: the field `dtype` of configs and of Flax's modules. Returns it.
+
+    Raises UserError if there is no such field.
+    """
+    stated = False
+    node: Any
+    for _, node in nnx.iter_graph(model):
+        if not isinstance(node, nnx.Module):
+            continue
+        config: Any = vars(node).get("config")
+        if dataclasses.is_dataclass(config) and "dtype" in vars(config):
+            vars(node)["config"] = dataclasses.replace(config, dtype=dtype)  # type: ignore
+            stated = True
+        if "dtype" in vars(node):
+            vars(node)["dtype"] = jax.numpy.dtype(dtype)
+            stated = True
+    if not stated:
+        raise UserError(
+            f"{type(model).__name__} has no field dtype, in its config or in modules of Flax; add one, so "
+            f"that it can compute in {dtype}"
+        )
+    return model
+
+
+def _optimizer() -> Any:
+    """Of no effect: only gradients are compared."""
+    import optax
+
+    return optax.sgd(0.0)
+
+
+def _gradients(layout: Layout, subject: Subject, initial: Tree) -> dict[str, np.ndarray]:
+    abstract = abstract_state(layout, subject.optimizer)
+    example = layout.abstract_batch(jax.tree.map(lambda x: x[0], subject.batch))
+    options = QUICK if layout.mesh.devices.flat[0].platform == "cpu" else {}
+    step = layout.compile(
+        lambda state, batch: gradients(layout, state, batch)[0],
+        abstract,
+        example,
+        compiler_options=options,
+    )
+    state = jax.device_put(initial, shardings(abstract))
+    grads = jax.device_get(step(state, to_devices(subject.batch, layout)))
+    return {path: np.asarray(x, np.float32) for path, x in paths(grads).items()}
+
+
+def _sums(
+    layout: Layout, subject: Subject, batch: Tree, folder: pathlib.Path, few: int = 16
+) -> list[Sum]:
+    """The sums in 16 bits of a gradient on one device, those of most terms first."""
+    rows = len(jax.tree.leaves(batch)[0])
+    layout = dataclasses.replace(layout, batch_size=rows)
+    example = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), batch)
+    with layout.trace():
+        traced = jax.jit(lambda state, rows: gradients(layout, state, rows)[0]).trace(
+            abstract_state(layout, subject.optimizer), layout.abstract_batch(example)
+        )
+    found = low_precision_sums(traced.jaxpr.jaxpr, folder, few)
+    most = sorted(found, key=lambda x: -x.terms)
+    return [*{(x.line, x.what, x.array): x for x in reversed(most)}.values()][::-1]
+
+
+def _resized(batch: Tree, batch_size: int, seq_len: int) -> Tree:
+    """The batch's shapes with other numbers of rows, and of positions in arrays of integers [B, T]."""
+
+    def one(x: Any) -> jax.ShapeDtypeStruct:
+        rows, *inner = x.shape
+        if seq_len and len(inner) == 1 and np.issubdtype(x.dtype, np.integer):
+            inner = [seq_len]
+        return jax.ShapeDtypeStruct((batch_size or rows, *inner), x.dtype)
+
+    return jax.tree.map(one, batch)
+
+
+def _culprit(shape: tuple[int, ...], sums: list[Sum]) -> Sum | None:
+    """The sum of most terms that has a gradient's shape, or else that of one of its stacked layers."""
+    wanted = [n for n in shape if n > 1]
+    for dims in (wanted, wanted[1:]):
+        for found in sums:
+            sizes = re.findall(r"\d+", found.array.partition("[")[2])
+            if dims and [int(n) for n in sizes if n != "1"] == dims:
+                return found
+    return None
