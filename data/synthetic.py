@@ -42,7 +42,7 @@ class Teacher(grain.sources.RandomAccessDataSource):
 def filler(embed: int) -> dict[str, np.ndarray]:
     """An example that does not count: its weight is 0."""
     row = np.zeros(embed, np.float32)
-    return {"x": row, "y": row, "weight": np.float32(0)}
+    return {"x": row, "y": row, "weight": np.zeros((), np.float32)}
 
 
 def load(embed: int, hidden: int, seed: int) -> Dataset:

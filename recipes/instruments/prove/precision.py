@@ -20,16 +20,9 @@ from recipes.common.train.step import gradients
 from recipes.instruments.prove import compare
 from recipes.instruments.prove.run import initial_state
 from recipes.instruments.prove.source import folder_of
-from recipes.instruments.prove.subject import (
-    Subject,
-    check_loss,
-    layouts,
-    make_meshes,
-    make_subject,
-    reason,
-    reference_layout,
-)
+from recipes.instruments.prove.subject import check_loss, layouts, make_meshes, reference_layout
 from recipes.instruments.prove.sums import Sum, low_precision_sums
+from recipes.instruments.user_model import Subject, make_subject, reason
 
 FORMATS = ("bfloat16", "float16")
 BOUND = 0.05  # |g - g32| / |g32| of a parameter; rounding alone gives 0.01 to 0.02

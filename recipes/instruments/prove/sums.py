@@ -56,7 +56,7 @@ def low_precision_sums(jaxpr: Jaxpr, folder: pathlib.Path, few: int = FEW) -> li
 def _sums(jaxpr: Jaxpr, folder: pathlib.Path, outer_line: str) -> Iterator[Sum]:
     """outer_line: of the equation with this body, whose own equations may have no line."""
     gradients: dict[Any, Sum] = {}  # that are added one by one
-    uses = Counter(x for eqn in jaxpr.eqns for x in eqn.invars if isinstance(x, Var))
+    uses: Counter[Any] = Counter(x for eqn in jaxpr.eqns for x in eqn.invars if isinstance(x, Var))
     for eqn in jaxpr.eqns:
         name = eqn.primitive.name
         line = source_line(eqn, folder) or outer_line
