@@ -46,6 +46,10 @@ class AxisNames:
     # An axis → the one whose mesh axes have to include its own.
     within: dict[str, str] = dataclasses.field(default_factory=dict)
 
+    def while_used(self, axis: str) -> str:
+        """The name in use of a weight's axis at rest."""
+        return self.in_use.get(axis, axis)
+
     @property
     def stream(self) -> str:
         """The axis in use of the residual stream's D, which comes first in `in_use`."""

@@ -203,7 +203,7 @@ class Generator:
         layout, weights, config = self.layout, 0.0, self.layout.config
         arrays, names = paths(self._variables), paths(layout.model.axes)
         for path, array in arrays.items():
-            used = [layout.names.in_use.get(axis, axis) for axis in names[path]]
+            used = [layout.names.while_used(axis) for axis in names[path]]
             parts = math.prod(count_shards(layout.rules, axis, layout.mesh.shape) for axis in used)
             chosen = config.experts_per_token / config.num_experts if "expert" in used else 1
             weights += array.nbytes / parts * chosen

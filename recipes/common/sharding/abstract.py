@@ -64,9 +64,10 @@ def abstract_model(build: Callable[[], nnx.Module]) -> AbstractModel:
     graph, states = _split(model)
     shapes = {kind: nnx.to_pure_dict(state) for kind, state in states.items()}
     axes = {kind: _axes(state) for kind, state in states.items()}
+    modules: Any = nnx.iter_modules(model)
     recurrences = {
         "/".join(map(str, path)): module.recurrence
-        for path, module in nnx.iter_modules(model)
+        for path, module in modules
         if "recurrence" in dir(type(module))
     }
     names = declared_names(model) or _names_of_dims(axes)

@@ -164,7 +164,7 @@ def fit(
     uneven = {}
     for path, (shape, axes) in weights.items():
         _check_once(name, rules, path, axes)
-        _check_once(name, rules, f"{path} in use", tuple(names.in_use.get(a, a) for a in axes))
+        _check_once(name, rules, f"{path} in use", tuple(names.while_used(a) for a in axes))
         state_axes = optimizer_axes(axes, rules)
         _check_once(name, rules, f"the optimizer's state of {path}", state_axes)
         for dim, axis in zip(shape, state_axes, strict=True):

@@ -117,9 +117,8 @@ def _step(row: Row, steps: int, rounds: int, toy: bool) -> Result:
     given = mesh, row.batch, row.length(), row.segments
     step = make_step(config, ONE_DEVICE, *given, offload=row.offload)
     with step.layout.trace():
-        kernel = attention_kernel(
-            config, step.layout.shape.attention, row.length(), row.segments
-        ).kernel
+        attention: Any = step.layout.shape.attention
+        kernel = attention_kernel(config, attention, row.length(), row.segments).kernel
     start = time.perf_counter()
     compiled = step.compile()
     compiling = time.perf_counter() - start

@@ -71,7 +71,7 @@ def weights(layout: Layout) -> Weights:
                 stacked += in_total / math.prod(split) * (LAYERS in axes)
             else:
                 frozen += at_rest
-            use = [layout.names.in_use.get(axis, axis) for axis in axes]
+            use = [layout.names.while_used(axis) for axis in axes]
             if set(use) & {*layout.names.in_use.values()}:
                 over = layout.count_shards(*(axis for axis in use if axis != LAYERS))
                 used = leaf.size / over * width
@@ -297,7 +297,7 @@ def _of_examples(layout: Layout, accumulate: int, sizes: Weights) -> dict[str, f
     for path, axes in paths(layout.model.axes["params"]).items():
         dims = paths(layout.model.shapes["params"])[path].shape
         if len(axes) > 1:
-            use = layout.names.in_use.get(axes[-1], axes[-1])
+            use = layout.names.while_used(axes[-1])
             layers = dims[0] if LAYERS in axes else 1
             outputs += layers * dims[-1] / layout.count_shards(use)
     return {

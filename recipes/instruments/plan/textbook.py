@@ -400,7 +400,7 @@ def _of_experts(layout: Layout, accumulate: int) -> Iterator[Transfer]:
 
 def _in_use(layout: Layout, axes: Iterable[str]) -> list[str]:
     """A weight's logical axes while it is multiplied."""
-    return [layout.names.in_use.get(axis, axis) for axis in axes]
+    return [layout.names.while_used(axis) for axis in axes]
 
 
 def _split_by(layout: Layout, axes: Iterable[str]) -> set[str]:

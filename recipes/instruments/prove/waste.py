@@ -125,7 +125,7 @@ def _shapes_of_weights(layout: Layout) -> set[tuple[int, ...]]:
     for kind, tree in layout.model.axes.items():
         sizes = paths(layout.model.shapes[kind])
         for path, axes in paths(tree).items():
-            parts = [layout.count_shards(layout.names.in_use.get(axis, axis)) for axis in axes]
+            parts = [layout.count_shards(layout.names.while_used(axis)) for axis in axes]
             whole = sizes[path].shape
             in_use = tuple(dim // n for dim, n in zip(whole, parts, strict=True))
             # With and without the dim of stacked layers.
