@@ -6,6 +6,7 @@ from recipes.common.report.report import size
 from recipes.common.runtime import describe, slices
 from recipes.common.sharding.layout import Layout
 from recipes.instruments.plan import tpu_slice
+from recipes.instruments.plan.calibration import FACTORS
 from recipes.instruments.plan.estimate import Estimate, estimate
 from recipes.instruments.plan.hardware import HARDWARE, Devices
 from recipes.instruments.plan.search import RULES_OUT, TIE, Plan, usable
@@ -25,7 +26,7 @@ WORDS = {  # key of Estimate.seconds → a phrase
 }
 # Platform → how many times as long as estimated published runs take, least and most: the last column
 # of the table in recipes/instruments/results/planner.md.
-PUBLISHED = {"tpu": (0.87, 1.29), "gpu": (2.31, 5.32)}
+PUBLISHED = {"tpu": (0.87, 1.29), "gpu": (1.67, 2.51)}
 
 
 def group(devices: Devices) -> str:
@@ -126,8 +127,10 @@ def bounds_note(plan: Plan) -> str:
     platform = plan.devices.hardware.platform
     if platform not in PUBLISHED:
         return "The devices are simulated, so times are made up."
+    if plan.devices.kind not in FACTORS:
+        return "Times are lower bounds: nothing is measured on these devices."
     least, most = PUBLISHED[platform]
-    basis = {"tpu": "follow the compiler's cycles", "gpu": "are lower bounds"}[platform]
+    basis = {"tpu": "follow the compiler's cycles", "gpu": "follow one H100's kernels"}[platform]
     return (
         f"Times {basis}: published runs on {platform.upper()}s take {least:.1f} to {most:.1f} times as "
         "long (recipes/docs/plan.md)."

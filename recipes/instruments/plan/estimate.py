@@ -1,7 +1,7 @@
 """Memory, bytes sent and time of a train step, estimated by arithmetic alone.
 
 Operations take the least time that the hardware allows (FLOPs at the peak, bytes at the memory's
-bandwidth), multiplied by the factors of calibration.py; those of GPUs are lower bounds. Collectives
+bandwidth), multiplied by the factors of calibration.py; GPUs but Hopper's have none. Collectives
 take the links' full rate. These assumptions are the same for every candidate:
 
 - Transfers of weights and gradients overlap with compute, except the first layer's gather and the
@@ -22,7 +22,7 @@ from recipes.common.report import flops
 from recipes.common.runtime import slices
 from recipes.common.sharding.layout import Layout
 from recipes.common.sharding.shape import AttentionShape, Shape
-from recipes.instruments.plan.calibration import FACTORS, FILL, LOWER_BOUND
+from recipes.instruments.plan.calibration import FACTORS, LOWER_BOUND
 from recipes.instruments.plan.hardware import USABLE, Devices
 from recipes.instruments.plan.memory import (
     compute_bytes,
@@ -150,7 +150,7 @@ def estimate(
             seconds["waiting"] += inside + outside
     work = _work(layout)
     factors = FACTORS.get(devices.kind, LOWER_BOUND)
-    lengthened = 1 + FILL / layout.shape.embed if devices.kind in FACTORS else 1.0
+    lengthened = 1 + factors.fill / layout.shape.embed
     sizes_of_weights, shape = weights(layout), layout.shape
     waves = accumulate
     seconds["bubble"] = 0.0
@@ -244,6 +244,8 @@ def _work(layout: Layout) -> Work:
     attention *= 1 + repeats_attention / 3
     if kernel(layout) == "splash":
         attention = _kernels(layout, forward=1 + repeats_attention)
+    elif kernel(layout) == "cudnn" and shape.attention:  # heads of 64 take as long as those of 128
+        attention *= _head_dim(shape.attention, LANES) / _head_dim(shape.attention, 1)
     return Work(useful=useful, matmuls=done - low, low=low, attention=attention)
 
 
