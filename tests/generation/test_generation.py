@@ -31,6 +31,7 @@ from tests.support.models import random_variables
 from tests.support.quick import quick as quick
 from zoo import gpt_oss
 from zoo.layers import Dynamic, LongRope
+from zoo.strategies import DECODER
 from zoo.transformer import Config, Transformer
 
 pytestmark = pytest.mark.promise("generation")
@@ -195,6 +196,7 @@ class Successor:
 
     shapes: ClassVar = {"params": {}}
     axes: ClassVar = {"params": {}}
+    names: ClassVar = DECODER
 
     def merge(self, variables):
         return self

@@ -181,7 +181,7 @@ def test_published_relatives_are_their_named_sizes(keys, entry, size):
 def test_every_published_size_is_compared_with_its_config_json(entry):
     ours = {"tiny", "small", "medium", "124m"}
     compared = {size for _, of, size in NAMED if of == entry}
-    assert {*entries.zoo_file(entry).SIZES} - ours == compared
+    assert entries.sizes(entry).keys() - ours == compared
 
 
 # ---- keys of config.json -------------------------------------------------------------------------

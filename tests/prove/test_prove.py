@@ -20,7 +20,8 @@ from recipes.common.runtime import UserError
 from recipes.common.runtime.mesh import make_mesh
 from recipes.common.sharding import make_layout
 from recipes.common.train.feed import to_devices
-from recipes.instruments.prove import cases, subject
+from recipes.instruments import user_model
+from recipes.instruments.prove import cases
 from recipes.instruments.prove import run as prove_run
 from recipes.instruments.prove.cases import prove
 from recipes.instruments.prove.compare import GRADIENT_TOLERANCE, compare_all, compare_gradients
@@ -418,7 +419,7 @@ def test_tolerances_are_those_of_float32():
 def test_devices_get_unequal_numbers_of_targets():
     """Else a mean of each device's mean would be the mean of all."""
     model = nnx.eval_shape(lambda: Transformer(Config.tiny(), rngs=nnx.Rngs(0)))
-    counts_B = (subject.text_batch(model, model.loss)["targets"] >= 0).sum(axis=1)
+    counts_B = (user_model.text_batch(model, model.loss)["targets"] >= 0).sum(axis=1)
     for devices in (2, 4, 8):
         assert len({*counts_B.reshape(devices, -1).sum(axis=1)}) > devices / 2
 

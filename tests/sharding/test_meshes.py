@@ -36,6 +36,7 @@ from recipes.instruments.prove.compare import (
     compare_all,
     compare_gradients,
     largest_relative,
+    zeros,
 )
 from tests.conftest import full_except
 from tests.support.entries import (
@@ -145,7 +146,13 @@ def test_one_device_is_the_module_itself(entry):
 @pytest.mark.parametrize(("entry", "strategy", "mesh"), full_except(CASES, FAST_CASES))
 def test_same_start_losses_and_gradients(entry, strategy, mesh, golden):
     is_long = ENTRIES[entry].is_long(strategy, mesh)
-    found = compare_runs(run(entry, strategy, mesh, is_long), reference(entry, is_long))
+    one = reference(entry, is_long)
+    found = compare_runs(run(entry, strategy, mesh, is_long), one)
+    # Adam turns a gradient that is zero but for rounding into steps of any sign.
+    not_compared = tuple(f"/{path}" for path in zeros(paths(one.grads[0])))
+    found["state"] = {
+        path: x for path, x in found["state"].items() if not f"/{path}".endswith(not_compared)
+    }
     largest = {
         what: largest_relative(differences) for what, differences in found.items() if differences
     }

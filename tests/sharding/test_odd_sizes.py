@@ -121,7 +121,7 @@ def test_two_axes_of_one_product(pair):
     assert odd_shapes.check(case, logits_only=pair in FAST_ONES) == "equal"
 
 
-RANDOM = [(entry, seed) for seed in range(4) for entry in entries.ENTRIES]
+RANDOM = [(entry, seed) for seed in range(4) for entry in odd_shapes.ENTRIES]
 
 
 @pytest.mark.parametrize(("entry", "seed"), full_except(RANDOM, []))

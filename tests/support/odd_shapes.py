@@ -20,6 +20,12 @@ from recipes.common.train.step import gradients
 from tests.support.models import random_values
 from tests.support.quick import QUICK
 
+# Entries whose Configs are drawn: language models, and three others with fields of their own.
+ENTRIES = [
+    name
+    for name, entry in entries.ENTRIES.items()
+    if entry.data == "data.text" or name in ("dot_relu_dot", "mlp", "vit")
+]
 ORDER = ("data", "fsdp", "pipe", "seq", "expert", "model")
 LOSS = 1e-5  # relative; a wrong part of a product is off by more than 1e-3
 GRADIENT = 1e-4  # |difference| / |gradients of one device|

@@ -86,7 +86,7 @@ def test_a_cache_has_states_beside_keys():
     generator = Generator(layout, random_variables(layout), Sampling(), (), 257)
     prompts = [TOKENS_BT[0, :5], TOKENS_BT[1, :3]]
     assert len(list(generator(prompts, 3))) == 3
-    delta, attention = DENSE.shape.layers
+    delta, attention = layout.shape.layers
     numbers = delta.count * delta.recurrence.cached
     numbers += attention.count * attention.attention.cached * (16 + 3)
     assert generator.cache_bytes == 2 * 4 * numbers
