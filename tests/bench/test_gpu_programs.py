@@ -13,7 +13,7 @@ import pytest
 from data.text import example
 from data.tokenizer import BYTES
 from recipes.common.language import model_config
-from recipes.common.report import hlo
+from recipes.common.report import hlo, program
 from recipes.common.sharding.compiler_options import COMPILER_OPTIONS
 from recipes.common.sharding.layout import make_layout
 from recipes.common.train.optimizer import LearningRate, adamw
@@ -43,11 +43,11 @@ def held(T: int, attention: str) -> tuple[int, int]:
     """Bytes of a step's temporary memory, and of the largest array in it."""
     compiled = step(T, attention).compile()
     text = compiled.as_text()
-    computations, _ = hlo._computations(text)
+    computations, _ = program.computations(text)
     inside = set(re.findall(r" fusion\(.*calls=%([\w.\-]+)", text))  # its arrays are in registers
     lines = [line for name, lines in computations.items() if name not in inside for line in lines]
     results = (re.match(r"(?:ROOT )?%?[\w.\-]+ = (\S+\]\S*) ", line) for line in lines)
-    largest = max(hlo._size(result[1])[0] for result in results if result)
+    largest = max(program.size(result[1])[0] for result in results if result)
     return compiled.memory_analysis().temp_size_in_bytes, largest
 
 
