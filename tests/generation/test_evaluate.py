@@ -1,10 +1,12 @@
 """recipes.evaluate: bits per byte of whole texts, and results for lm-evaluation-harness."""
 
+import dataclasses
 import importlib.util
 import json
 import math
 import re
 
+import jax
 import numpy as np
 import pytest
 from flax import nnx
@@ -15,12 +17,16 @@ from recipes.common import checkpoint
 from recipes.common.checkpoint import card, probe
 from recipes.common.mesh import make_mesh
 from recipes.common.sharding.abstract import paths
+from recipes.common.sharding.layout import make_layout
 from recipes.instruments.harness import scoring
 from recipes.instruments.harness.scoring import SHORTEST, Row, Scorer
 from tests.conftest import full_except
 from tests.support import small_tasks, small_tokenizers
+from tests.support.models import random_variables
 from tests.support.quick import quick as quick
 from tests.support.runs import TINY, records
+from zoo.layers import Dynamic, LongRope
+from zoo.transformer import Config, Transformer
 
 pytestmark = pytest.mark.promise("evaluation")
 
@@ -191,6 +197,29 @@ def test_rows_of_any_length_are_scored_as_alone(mesh, rules, here, quick, monkey
     alone = [nats for nats, _ in scorer(rows[:3])]
     assert alone == pytest.approx([nats for nats, _ in found[:3]]), "whatever else is scored"
     assert scorer._programs == before, "compiled once"
+
+
+@pytest.mark.parametrize(
+    "scaling",
+    full_except(
+        [Dynamic(4.0, 40), LongRope((1.0, 1.5, 2.0, 3.0), (2.0, 9.0, 5.0, 30.0), 40, 1.2)],
+        [Dynamic(4.0, 40)],
+    ),
+)
+def test_scores_don_t_depend_on_padding_where_a_rotary_scaling_depends_on_the_length(scaling):
+    """Rows on both sides of the original length, which is no power of two."""
+    config = dataclasses.replace(Config.tiny(), num_layers=1, rope_scaling=scaling)
+    layout = make_layout(Transformer, config, make_mesh("1x1"))
+    variables = random_variables(layout)
+    variables["params"]["layers"]["attention"]["q"] *= 8  # positions matter
+    random = np.random.default_rng(0)
+    rows = [Row(random.integers(0, 384, size).tolist(), 5) for size in (11, 39, 51)]
+    alone = jax.jit(lambda variables, tokens: layout.model.merge(variables)(tokens))
+    for (nats, _), row in zip(Scorer(layout, variables, 4, 64)(rows), rows, strict=True):
+        tokens = np.array(row.tokens, np.int32)
+        log_TV = jax.nn.log_softmax(alone(variables, tokens[None, :-1])[0])
+        wanted = np.asarray(log_TV)[np.arange(len(tokens) - 1), tokens[1:]][-5:].sum()
+        assert nats == pytest.approx(wanted, abs=1e-4), len(tokens)
 
 
 # ---- tasks ---------------------------------------------------------------------------------------

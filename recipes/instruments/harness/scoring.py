@@ -12,6 +12,7 @@ from rich.progress import track
 
 from recipes.common.runtime import processes
 from recipes.common.sharding import Layout, Tree
+from zoo.layers import Dynamic, LongRope
 
 SHORTEST = 32  # fewest positions of a program
 LOGITS = 2**29  # most logits of a program on one device: 2 GiB
@@ -65,10 +66,19 @@ class Scorer:
     def length(self, row: Row) -> int:
         """Positions of the program for a row: a power of two, or the whole context.
 
-        Rounded up to what the mesh divides.
+        Rounded up to what the mesh divides. Rotary scalings that depend on a row's length would
+        depend on the padding too: LongRoPE's gets none across the switch, a dynamic one none at all.
         """
-        needed, shards = max(len(row.tokens) - 1, SHORTEST), self._layout.seq_shards
-        return -(-min(2 ** math.ceil(math.log2(needed)), self._context) // shards) * shards
+        own = len(row.tokens) - 1
+        length = min(2 ** math.ceil(math.log2(max(own, SHORTEST))), self._context)
+        for kind in self._layout.config.kinds:
+            scaling = kind.rope_scaling
+            if isinstance(scaling, Dynamic | LongRope) and length > scaling.original_length:
+                if own <= scaling.original_length:
+                    length = scaling.original_length
+                elif isinstance(scaling, Dynamic):
+                    length = own
+        return -(-length // self._layout.seq_shards) * self._layout.seq_shards
 
     def rows(self, length: int) -> int:
         """Rows of the program for a length: a multiple of the batch shards."""
