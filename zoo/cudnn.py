@@ -182,7 +182,8 @@ def _gradients(
     )
     if sinks_N is None:
         return *dqkv, None
-    share_BTN = _by_position(jnp.exp(sinks_N[None, :, None] - log_sum), documents)
+    sinks_1N1 = sinks_N.astype(jnp.float32)[None, :, None]
+    share_BTN = _by_position(jnp.exp(sinks_1N1 - log_sum), documents)
     if documents is not None:
         share_BTN = jnp.where(documents.seen_BT[..., None], share_BTN, 0)
     dsinks_N = -(share_BTN * dot("BTNH,BTNH->BTN", out_BTNH, grad_BTNH)).sum((0, 1))

@@ -217,7 +217,7 @@ def default_unroll(config: Any, device: Any) -> int:
     layers save, and copies it. Unrolled, XLA would merge recomputed operations with the first ones,
     so models with remat keep the loop, as do deep ones, which would take minutes to compile.
     """
-    unrolls = device.platform == "gpu" and config.remat == "none"
+    unrolls = device.platform == "gpu" and config.remat == "none" and config.unroll == 1
     return config.num_layers if unrolls and config.num_layers <= MOST_UNROLLED else config.unroll
 
 

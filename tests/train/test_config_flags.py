@@ -159,6 +159,7 @@ def test_a_run_with_fields_that_are_set(inside, quick, book, tmp_path):
         ("gpu", {"remat": "none", "num_layers": 80}, (), 1),  # compiles for minutes
         ("gpu", {"remat": "full", "num_layers": 12}, (), 1),  # XLA would keep what remat drops
         ("gpu", {"remat": "none", "num_layers": 12}, ("unroll=1",), 1),
+        ("gpu", {"remat": "none", "num_layers": 12, "unroll": 4}, (), 4),  # a checkpoint's
         ("tpu", {"remat": "none", "num_layers": 12}, (), 1),
         ("cpu", {"remat": "none", "num_layers": 12}, (), 1),
     ],
