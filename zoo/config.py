@@ -46,6 +46,8 @@ class Compute:
     loss_chunk: int = 256  # positions of a sequence with logits at once; see positions_at_once
     unroll: int = 1  # layers per scan iteration; unrolling all: 1 to 6% faster, slower to compile
 
+    causal = True  # whether a position attends to earlier ones only
+
     # What a Config may declare as fields of its own:
     layer_kinds = ()  # one period of Kinds, repeated over the depth, for layers that differ
     period = ()  # for layers of unequal shapes: the stack of each layer of a period
