@@ -561,7 +561,7 @@ def test_gpu_rows_that_are_wanted_most_come_first(sweep):
     assert [row.attention for row in asked[:3]] == ["flash", "cudnn", "xla"]
     assert {row.what for row in asked[:3]} == {"check"}
     small, large = (gpu.GUESSES[case][0][0] for case in ("124m:1024", "1b:2048"))
-    assert asked[3:11] == [
+    assert asked[3:15] == [
         Row("step", "124m:1024", segments=True, **small),
         Row("step", "1b:2048", segments=True, **large),
         Row("step", "124m:1024", **small),
@@ -570,6 +570,10 @@ def test_gpu_rows_that_are_wanted_most_come_first(sweep):
         Row("torch", "1b:2048", 8),
         Row("torch", "124m:1024", 32, segments=True),
         Row("torch", "1b:2048", 8, segments=True),
+        Row("generate", "124m:1024", 32),
+        Row("generate", "1b:2048", 32),
+        Row("generate", "124m:1024", 1),
+        Row("generate", "1b:2048", 1),
     ]
     # Around the best: what is found later starts from what was found before.
     best = dict(attention="cudnn", batch=128, remat="dots", xla="cuBLASLt")
@@ -657,7 +661,7 @@ def test_a_trace_has_the_kernels_of_all_streams_of_the_first_gpu(tmp_path):
 
 def test_gpu_without_pytorch(sweep):
     asked, out, error = sweep(found, torch="", cases="1b:2048")
-    assert (error, {row.what for row in asked}) == ("", {"check", "step"})
+    assert (error, {row.what for row in asked}) == ("", {"check", "step", "generate"})
     assert "\nPyTorch is not installed.\n" in out
 
 
