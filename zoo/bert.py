@@ -28,9 +28,8 @@ from flax import nnx
 from .attention import Attention, make_positions, stripe
 from .config import Compute
 from .decoder import Decoder
-from .layers import (
-    GatedMLP, GeluMLP, Kind, add_bias, add_output, apply_norm, gather, layer_norm, multiply,
-)  # fmt: skip
+from .gelu import GeluMLP, layer_norm
+from .layers import GatedMLP, Kind, add_bias, add_output, apply_norm, gather, multiply
 from .sharding import Rules, complete_tables, constrain, in_use, param, zeros
 from .stack import fit_rules, stack
 from .strategies import DECODER, DENSE_STACK, decoder_rules

@@ -20,7 +20,7 @@ from .sharding import AxisNames, shards
 from .stack import fit_rules, layer_in_use, numbers, scan_layers, stack, unlike_stacks
 from .strategies import DECODER, DENSE_STACK
 from .vocabulary import (
-    Batch, Objective, cross_entropy, look_up, table_copies, unembed, vocabulary,
+    Batch, Objective, cross_entropy, log_probs, look_up, table_copies, unembed, vocabulary,
 )  # fmt: skip
 
 
@@ -105,6 +105,18 @@ class Decoder(nnx.Module):
         means |= {f"load_{e}": load for e, load in enumerate(load_E)}
         aux = objective.aux | {name: (mean, objective.count) for name, mean in means.items()}
         return objective.total, objective.count, aux
+
+    @fit_rules
+    def log_probs(self, tokens, targets, segment_ids=None) -> jax.Array:
+        """The log-probability of each target, float32 [B, T]; 0 for padding. Arguments as in `loss`.
+
+        Layers in stages are not supported.
+        """
+        batch = Batch(*(stripe(self.config, x) for x in (tokens, targets, segment_ids)))
+        tables = self.tables()
+        x_BTD, _ = self.run_training(tables, batch)
+        log_probs_BT = log_probs(self.final_norm(x_BTD), tables[-1], batch.targets, self.config)
+        return stripe(self.config, log_probs_BT, back=True)
 
     def prefill(self, tokens_BT, lengths_B, slots: int):
         """Reads prompts. Returns next-token logits [B, V] and a Cache with room for more tokens.

@@ -214,7 +214,17 @@ def test_examples_in_docstrings_are_true(path):
 # Bottom up: a file imports only files before it, at its top and inside functions, so nobody has to
 # read in circles. Entries come last and import no other entry.
 ORDER = [
-    *("sharding", "strategies", "quantization", "lora", "layers", "dispatch", "low_precision"),
+    *(
+        "sharding",
+        "strategies",
+        "quantization",
+        "lora",
+        "layers",
+        "gelu",
+        "rope_scaling",
+        "dispatch",
+        "low_precision",
+    ),
     *(
         "vocabulary",
         "stack",
@@ -223,6 +233,7 @@ ORDER = [
         "splash",
         "cudnn",
         "context",
+        "flash",
         "cache",
         "attention",
         "experts",
@@ -236,6 +247,7 @@ LAST = "sizes"  # it imports two entries, and no file imports it
 # A class of the zoo inherits one of these alone, so a model is read in its own file and decoder.py.
 BASES = {"", "nnx.Module", "nnx.Variable", "nnx.Param", "NamedTuple", "Compute", "Decoder"}
 BASES |= {"Variant"}  # Compute with the switches that Transformer and MoE share
+BASES |= {"RopeScaling", "Architecture"}  # what layers.py and Decoder know of these
 BASES |= {"LowPrecisionWeight"}  # the type by which layers.py knows low_precision.py's weights
 
 
