@@ -33,6 +33,7 @@ POSITIONS = "positions"  # T, of a table of learned positions
 
 # A model's inputs and outputs: Muon skips matrices with these axes.
 MODEL_ENDS = ("vocab", "positions", "token_types", "inputs", "channels", "classes")
+MODEL_ENDS += ("words", "text_positions")
 MATRIX_STACKS = (LAYERS, DENSE_STACK, EXPERT)  # dims along which matrices are stacked
 RANKS = ("lora",)  # of adapters: one side of their matrices
 

@@ -33,9 +33,10 @@ from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
 from .gelu import GeluMLP, layer_norm
-from .layers import adapters, add_bias, dot, gather, multiply, project
+from .layers import adapters, add_bias, dot, gather, project
+from .patches import embed_patches
 from .sharding import (
-    AxisNames, Rules, check_rules, complete_tables, constrain, explicit, in_use, param, reshape,
+    AxisNames, Rules, check_rules, complete_tables, constrain, explicit, in_use, param,
 )  # fmt: skip
 from .stack import REMAT_POLICIES, fit_rules, layer_in_use, scan_layers, stack
 from .strategies import DECODER, DP, FSDP, HSDP, TP, ZERO1
@@ -216,13 +217,8 @@ class ViT(nnx.Module):
     def embed_patches(self, image_BWWC) -> jax.Array:
         """The class token and embeddings of all patches, with their positions: [B, T, D]."""
         config, dtype = self.config, self.config.dtype
-        (B, W, _, C), P = image_BWWC.shape, config.patch
-        G = W // P
-        image = constrain(image_BWWC.astype(dtype), "batch", None, None, None)
-        rows = reshape(image, (B, G, P, G, P, C), "batch", *[None] * 5)
-        patches = reshape(rows.swapaxes(2, 3), (B, G * G, P, P, C), "batch", *[None] * 4)
-        x_BTD = multiply(patches, in_use(self.patch, AXES.in_use, dtype), contract=3)
-        x_BTD = constrain(add_bias(x_BTD, self.patch_bias), "batch", None, "act_embed")
+        B = len(image_BWWC)
+        x_BTD = embed_patches(image_BWWC, self.patch, self.patch_bias, AXES.in_use, dtype)
         # Both are added in float32, so that their gradients are summed over B in float32.
         token_D = constrain(self.class_token[...], "act_embed")
         where = explicit("batch", None, "act_embed")

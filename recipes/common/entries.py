@@ -31,6 +31,7 @@ ENTRIES = {  # name of the zoo file and of the recipe → Entry
     "qwen3_next": Entry("Qwen3Next", "data.text", "nats a token"),
     "vit": Entry("ViT", "data.images", "nats an image"),
     "bert": Entry("Bert", "data.masked", "nats a masked token"),
+    "siglip": Entry("Siglip", "data.captions", "nats a pair"),
 }
 
 

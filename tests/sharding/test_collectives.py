@@ -74,6 +74,8 @@ ACTIVATIONS = {
     "gemma3": (26, 38),
     # Each of two layers: 2 forward, 1 again, then 2, which the backend makes 4: q, k and v; up.
     "vit": (10, 14),
+    # Two towers of two layers, and the pooling, whose rows are single positions.
+    "siglip": (20, 30),
     "gpt_oss": (12, 16),
     # 12 forward; 8 again, of the mixers and of the shared experts, whose gates need their output; 4
     # for the experts, 4 to 8 for the shared ones, 1 to 6 for a gated delta network (q, k, v, gate,
@@ -99,7 +101,7 @@ def of_latent_attention(config) -> tuple[int, int]:
 # All-reduces of single numbers for each position, where a matmul's inner dim is split. A loss over a
 # split vocabulary has a maximum, a sum of exponentials and the target's logit, and the first two again
 # in the backward pass. MoE adds gradients of expert weights, two for each position in both layers.
-NUMBERS = {"dot_relu_dot": 0, "mlp": 0, "vit": 0}
+NUMBERS = {"dot_relu_dot": 0, "mlp": 0, "vit": 0, "siglip": 0}
 NUMBERS |= dict.fromkeys(("moe", "gpt_oss", "deepseek"), 5 + 2 * 2)
 NUMBERS |= {"qwen3_next": 5 + 2 * 4}  # in four layers
 LOSS = 5  # the Transformer and any other entry
@@ -125,11 +127,14 @@ EXCHANGES = dict.fromkeys(("moe", "gpt_oss", "deepseek", "qwen3_next"), ("expert
 # the heads' devices too, on their own.
 HEAD_NORMS = {"gemma3": ("q_norm", "k_norm"), "qwen3_next": ("q_norm", "k_norm", "mixer/norm/")}
 # Positions of an example whose arrays have no dim for them: the class token and the patches.
-POSITIONS = {"vit": lambda config: config.num_positions}
+POSITIONS = {
+    "vit": lambda config: config.num_positions,
+    "siglip": lambda config: config.num_patches,
+}
 
 
 # Parameters that a model does not compute with; see zoo/vit.py.
-UNUSED = {"vit": {"params/layers/attention/k_bias"}}
+UNUSED = {"vit": {"params/layers/attention/k_bias"}, "siglip": {"params/pooling/k_bias"}}
 
 
 class Sent(NamedTuple):
@@ -232,7 +237,10 @@ def activations(entry_name: str, layout: Layout) -> tuple[int, set[int]]:
         if axis in names.in_use
     }
     widths |= {getattr(layout.config, "rope_dim", 0)} - {0}  # a rotary key that heads share
-    return rows, {rows * width for width in widths}
+    sizes = {rows * width for width in widths}
+    if entry_name == "siglip":  # the pooling has one position
+        sizes |= {len(example) // layout.batch_shards * width for width in widths}
+    return rows, sizes
 
 
 def activation_bounds(entry_name: str, layout: Layout, weights: int) -> tuple[int, int]:
@@ -275,6 +283,11 @@ def classify(entry_name: str, layout: Layout, text: str) -> Sent:
                 counts["numbers"] += found.times * size
             elif found.kind == "all-to-all":
                 counts["exchanged"] += found.times * size
+            elif entry_name == "siglip" and found.kind != "all-reduce":
+                # Embeddings of all texts, and which rows count; the part of their gradient.
+                parts = layout.batch_shards if found.kind == "reduce-scatter" else 1
+                if shape[-1:] == (layout.config.embed,):
+                    counts["exchanged"] += found.times * size * parts
             elif found.kind == "all-reduce" and dims in reduced:
                 counts["gradients"] += found.times * size
             elif found.kind == "all-reduce" and dims in loads:
@@ -307,6 +320,8 @@ def textbook(entry_name: str, layout: Layout) -> Sent:
         least, _ = activation_bounds(entry_name, layout, 1)
         numbers = NUMBERS.get(entry_name, LOSS)
         book = book._replace(activations=least, numbers=numbers * rows)
+    if entry_name == "siglip" and layout.batch_shards > 1:
+        book = book._replace(exchanged=2 * BATCH * layout.config.embed)
     axis, exchanged = EXCHANGES.get(entry_name, ("", None))
     if exchanged and axis in used_axes(layout.rules) and layout.mesh.shape[axis] > 1:
         book = book._replace(exchanged=exchanged(entry_name, layout))

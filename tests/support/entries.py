@@ -68,6 +68,7 @@ FAMILY_CASES = {
         "data=2,pipe=2,expert=2": ["fsdp_ep_pp"],
     },
     "bert": DENSE,
+    "siglip": {"8": ["fsdp"], "4x2": ["fsdp_tp"], "1x8": ["fsdp_tp"], "2x2x2": ["hsdp_tp"]},
     "vit": {"8": ["fsdp"], "4x2": ["fsdp_tp"], "1x8": ["fsdp_tp"], "2x2x2": ["hsdp_tp"]},
 }
 OF_TEXT = ("data.text", "data.masked")  # modules whose examples are rows of tokens

@@ -241,7 +241,7 @@ ORDER = [
         "delta_rule",
         "delta",
     ),
-    *("mtp", "pipeline", "decoder"),
+    *("mtp", "pipeline", "decoder", "patches", "pairs"),
 ]
 LAST = "sizes"  # it imports two entries, and no file imports it
 # A class of the zoo inherits one of these alone, so a model is read in its own file and decoder.py.
@@ -353,7 +353,7 @@ def test_one_file_asks_which_fields_a_config_has():
 
 # Weights outside of the layers.
 OUTSIDE = ("embed", "unembed", "positions", "patch", "class_token", "stem", "head", "mtp/join")
-OUTSIDE += ("token_types",)
+OUTSIDE += ("token_types", "words", "text_positions", "text_head", "pooling")
 
 
 def with_all_experts(layer: LayerShape) -> LayerShape:
@@ -383,7 +383,8 @@ def test_a_shape_has_the_weights_and_the_cache_of_its_model(name):
         in_layers = dataclasses.replace(shape, layers=layers, vocab_size=0).multiplied
         in_layers -= shape.mtp_layers * 2 * shape.embed**2  # mtp/join
         assert in_layers == sum(leaf.size for leaf in weights.values())
-    assert shape.num_layers == 3 or "num_layers" not in fields
+    towers = 2 if name == "siglip" else 1
+    assert shape.num_layers == 3 * towers or "num_layers" not in fields
     if shape.vocab_size and shape.attention.causal:
         tokens, lengths = jax.ShapeDtypeStruct((1, 4), "int32"), jax.ShapeDtypeStruct((1,), "int32")
         _, cache = jax.eval_shape(

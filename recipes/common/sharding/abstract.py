@@ -34,6 +34,7 @@ class AbstractModel(NamedTuple):
     names: AxisNames  # what rules may do with these names
     recurrences: dict[str, Any]  # path of a module → what its recurrence computes and keeps
     positions: int = 1  # of an example, of a user's model without tokens
+    compares_pairs: bool = False  # whether its loss has two phases, see zoo/siglip.py
     loss: Callable[..., tuple] = own_loss  # (model, **batch) → (sum, count, {name: (sum, count)})
 
     def merge(self, variables: Tree) -> Any:
@@ -71,7 +72,8 @@ def abstract_model(build: Callable[[], nnx.Module]) -> AbstractModel:
         if "recurrence" in dir(type(module))
     }
     names = declared_names(model) or _names_of_dims(axes)
-    return AbstractModel(graph, states, shapes, axes, names, recurrences)
+    has_phases = {"embed_pairs", "compare"} <= {*dir(type(model))}
+    return AbstractModel(graph, states, shapes, axes, names, recurrences, compares_pairs=has_phases)
 
 
 def variables_of(model: nnx.Module) -> Tree:

@@ -1,6 +1,7 @@
 """The train step: a pure function of (state, batch), compiled once for its layout."""
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -80,12 +81,15 @@ def gradient_sums(
     at_rest = shardings(layout.variables()["params"])
     summed = gradient_shardings(layout)
 
-    def objective(trained, buffers, batch):
+    def merge(trained, buffers):
         weights = jax.tree.map(
             lambda w, leaf, rest, own: leaf if rest == own else WeightAndSlot(w, leaf),
             params, trained, at_rest, summed,
         )  # fmt: skip
-        module = model.merge({"params": weights, **base, **buffers})
+        return model.merge({"params": weights, **base, **buffers})
+
+    def objective(trained, buffers, batch):
+        module = merge(trained, buffers)
         total, count, aux = model.loss(module, **batch)
         return total, (count, aux, model.buffers(module))
 
@@ -96,7 +100,10 @@ def gradient_sums(
     )  # fmt: skip
     base = {k: state[k] for k in state.keys() & {"base"}}
     buffers = {k: state[k] for k in state.keys() & {"buffers"}}
-    if microbatches == 1:
+    if microbatches > 1 and model.compares_pairs:
+        merge_trained = functools.partial(merge, buffers=buffers)
+        count, aux, grads = _of_all_pairs(merge_trained, trained, batch, microbatches)
+    elif microbatches == 1:
         (_, (count, aux, buffers)), grads = value_and_grad(trained, buffers, batch)
     else:
         # Every microbatch takes rows from every device: row b goes to microbatch b % microbatches.
@@ -114,6 +121,38 @@ def gradient_sums(
         (buffers, (count, aux, grads)), _ = jax.lax.scan(add, (buffers, sums), parts)
     means = {name: total / number for name, (total, number) in aux.items()}
     return grads, count, buffers, means
+
+
+def _of_all_pairs(merge, trained: Tree, batch: Tree, microbatches: int):
+    """(count, aux, gradients) of a loss over all pairs of a batch, embedded in microbatches.
+
+    Two passes (Gao et al. 2021, GradCache): the first embeds all microbatches and keeps their
+    embeddings alone; the second embeds each again, and sends the loss's gradient back through it.
+    """
+    parts = jax.tree.map(lambda x: _interleaved(x, microbatches), batch)
+
+    def embed(trained, part):
+        return merge(trained).embed_pairs(**part)
+
+    def compare(trained, embedded):
+        total, count, aux = merge(trained).compare(*embedded)
+        return total, (count, aux)
+
+    _, embedded = jax.lax.scan(lambda _, part: (None, embed(trained, part)), None, parts)
+    *vectors, counted = jax.tree.map(_joined, embedded)
+    of_both = jax.value_and_grad(
+        lambda trained, vectors: compare(trained, (*vectors, counted)), (0, 1), has_aux=True
+    )
+    (_, (count, aux)), (grads, cotangents) = of_both(trained, vectors)
+    cotangents = jax.tree.map(lambda x: _interleaved(x, microbatches), cotangents)
+
+    def add(sums, part_and_cotangents):
+        part, cotangents = part_and_cotangents
+        _, pull = jax.vjp(lambda trained: embed(trained, part)[:-1], trained)
+        return jax.tree.map(jnp.add, sums, pull(tuple(cotangents))[0]), None
+
+    grads, _ = jax.lax.scan(add, grads, (parts, cotangents))
+    return count, aux, grads
 
 
 def gradient_shardings(layout: Layout) -> Tree:
@@ -144,3 +183,11 @@ def _interleaved(x: jax.Array, microbatches: int) -> jax.Array:
     parts = kind.update(spec=PartitionSpec(*kind.spec[:1], None, *kind.spec[1:]))
     x = jnp.reshape(x, (-1, microbatches, *x.shape[1:]), out_sharding=parts)
     return jnp.moveaxis(x, 1, 0)
+
+
+def _joined(x: jax.Array) -> jax.Array:
+    """The inverse of `_interleaved`."""
+    kind = jax.typeof(x).sharding
+    whole = kind.update(spec=PartitionSpec(kind.spec[1], *kind.spec[2:]))
+    x = jnp.moveaxis(x, 0, 1)
+    return jnp.reshape(x, (-1, *x.shape[2:]), out_sharding=whole)

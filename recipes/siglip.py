@@ -1,0 +1,129 @@
+"""Trains two towers, of images and of texts, on pairs of them, sharded over any mesh.
+
+    python -m recipes.siglip --mesh=4x2                            # digits with captions in words
+    python -m recipes.siglip --mesh=8 --pairs=ring --loss=softmax  # texts visit all devices; CLIP
+    python -m recipes.siglip --dataset=pets --size=b16 --set=vocab_size=264   # classes by their names
+
+Running the same command again resumes; --help lists the flags.
+"""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+
+from data import captions
+from recipes.common import checkpoint
+from recipes.common.checkpoint import open_run
+from recipes.common.config_flags import ENCODER, check_set, configure, describe_set, model_flags
+from recipes.common.report.plan import plan
+from recipes.common.runtime import Run, flag, make_mesh, print0
+from recipes.common.runtime.start import start
+from recipes.common.sharding import Layout, Tree, make_layout
+from recipes.common.train.flags import Training
+from recipes.common.train.loop import finish, fit
+from recipes.common.train.offload import check_offload
+from recipes.common.train.optimizer import LearningRate, decaying, hidden_matrices, make_optimizer
+from recipes.common.train.step import TrainStep
+from zoo.sharding import constrain
+from zoo.siglip import SIZES, Config, Siglip
+
+# Fields of Config that say how pictures are read: a checkpoint's stay as they were.
+INPUTS = ("channels", "labels", "mean", "std", "resample")
+LOCAL = (
+    "warning: --pairs=local compares the pairs of each device alone: another loss on each mesh, with "
+    "fewer negatives on more devices."
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Data:
+    """Flags of the pictures and their captions."""
+
+    dataset: str = flag(
+        "digits",
+        "Pictures: digits, a folder with one subfolder for each class, or hf:NAME.",
+        "data",
+    )
+    image_column: str = flag("image", "Column with the images of hf: datasets.", "data")
+    label_column: str = flag("label", "Column with their labels.", "data")
+    crop: bool = flag(True, "Shift training pictures at random, by up to an eighth.", "data")
+    flip: bool = flag(False, "Mirror half of the training pictures, left to right.", "data")
+
+
+# The flags of the model: a Config's fields that are set most often. --set reaches the others.
+MODEL = model_flags(Config, ("image_size", "patch", "loss", "pairs", *ENCODER), SIZES, Config.REMAT)
+
+
+def main(run: Run, flags: Any, data: Data, training: Training) -> None:
+    # ---- Data: batch k is a pure function of (seed, k) -------------------------------------------
+    mesh, folder = make_mesh(run.mesh), open_run("siglip", run, flags, data, training)
+    begun = folder.start and not flags.size
+    config = checkpoint.config_of(folder.start) if begun else SIZES[flags.size or "small"]()
+    config = configure(config, flags, mesh.devices.flat[0])
+    inputs = {name: getattr(config, name) for name in INPUTS} if folder.start else {}
+    pairs = captions.load(
+        **dataclasses.asdict(data), **inputs, seed=run.seed, image_size=config.image_size,
+        max_positions=config.max_positions,
+    )  # fmt: skip
+
+    # ---- Model and mesh: checked together before anything is allocated or written ----------------
+    check_set(flags, pairs.config)
+    config = dataclasses.replace(config, **pairs.config)
+    layout = make_layout(
+        Siglip, config, mesh, run.rules,
+        seed=run.seed, batch_size=run.batch_size, microbatches=training.accumulate,
+    )  # fmt: skip
+    check_offload(layout, training.offload)
+    if run.plan:
+        return print0(*plan(layout, training.accumulate, training.offload, training.optimizer))
+    print0(*describe_set(flags), *([LOCAL] if config.pairs == "local" else []))
+
+    # ---- Step, state and training: microbatches have the loss of the whole batch -----------------
+    lr = LearningRate(run.learning_rate, training.warmup_steps, run.steps, run.schedule)
+    optimizer = make_optimizer(
+        training.optimizer, lr, training.weight_decay, training.clip_norm,
+        matrices=hidden_matrices(layout), decays=decaying(layout),
+    )  # fmt: skip
+    step = TrainStep(
+        layout, optimizer, lr,
+        microbatches=training.accumulate, skip_nonfinite=run.skip_nonfinite > 0,
+        offload=training.offload,
+    )  # fmt: skip
+    _, log, metrics = fit(run, folder, step, pairs, extra=zero_shot(config, layout))
+
+    # ---- What it has learned: pictures are classified by captions alone --------------------------
+    (nats, count), (right, _) = metrics["loss"], metrics["accuracy"]
+    print0(f"Zero-shot accuracy {right / count:.4f}: {right:.0f} of {count:.0f} held-out images by "
+           f"the captions of {len(config.labels)} classes; loss {nats / count:.4f} nats.")  # fmt: skip
+    finish(folder, layout, log)
+
+
+def zero_shot(config: Config, layout: Layout) -> Callable[..., Tree]:
+    """An extra sum for `fit`: images whose own class has the nearest captions."""
+    by_class = captions.class_tokens(config.labels, config.max_positions)
+    tokens_MT = np.concatenate(by_class)
+    share_MK = np.zeros((len(tokens_MT), len(by_class)), np.float32)
+    first = 0
+    for k, tokens in enumerate(by_class):
+        share_MK[first : first + len(tokens), k] = 1 / len(tokens)
+        first += len(tokens)
+    padding = ((0, -len(tokens_MT) % layout.batch_shards), (0, 0))  # rows that no class has
+    tokens_MT, share_MK = np.pad(tokens_MT, padding), np.pad(share_MK, padding)
+
+    def count(model, batch: Tree) -> Tree:
+        text_MD = constrain(model.embed_texts(jnp.asarray(tokens_MT)), None, None)
+        image_BD = constrain(model.embed_images(batch["image"]), "batch", None)
+        class_KD = jnp.asarray(share_MK).T @ text_MD
+        guess_B = (image_BD @ class_KD.T).argmax(axis=1)
+        label_B = constrain(batch["label"], "batch")
+        right = ((guess_B == label_B) & (label_B >= 0)).sum().astype(jnp.float32)
+        return {"accuracy": (right, (label_B >= 0).sum().astype(jnp.float32))}
+
+    return count
+
+
+if __name__ == "__main__":
+    start(main, Run(steps=600, batch_size=128, learning_rate=2e-3), MODEL, Data(), Training())
