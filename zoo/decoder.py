@@ -53,7 +53,7 @@ class Decoder(nnx.Module):
 
     def __init__(self, config: Any, layer, final_norm=None, *, rngs: nnx.Rngs):
         self.config = config
-        self.embed = vocabulary(config, rngs=rngs)
+        self.make_tables(config, rngs)
         first = config.dense_layers
         if first:
             dense_layer = functools.partial(layer, config, dense=True)
@@ -66,6 +66,10 @@ class Decoder(nnx.Module):
             self.layers = stack(functools.partial(layer, config), config.num_layers - first, rngs)
         self.final_norm = final_norm or RMSNorm(config.embed, config.norm_eps)
         self.unembed = None if config.tie_embeddings else vocabulary(config, rngs=rngs)
+
+    def make_tables(self, config, rngs: nnx.Rngs) -> None:
+        """Makes what embeds tokens."""
+        self.embed = vocabulary(config, rngs=rngs)
 
     # ---- what a user calls
 
@@ -193,7 +197,7 @@ class Decoder(nnx.Module):
 
     def run_stack(self, layers, x_BTD, positions: Positions, first_number: int):
         """Runs layers of a stack. A layer reads its part of a cache by its number."""
-        past = positions.cache and first_number + numbers(layers)
+        past = None if positions.cache is None else first_number + numbers(layers)
         x_BTD, (kv, metrics) = self.scan((layers, past), x_BTD, positions)
         return x_BTD, kv, metrics
 

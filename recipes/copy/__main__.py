@@ -32,6 +32,7 @@ OPTIONAL = {  # file that is imported inside functions → what needs it
     "lora": "adapters (lora_rank)",
     "low_precision": "low precision (matmul)",
     "mtp": "the head for the second-next token (mtp_depth)",
+    "periods": "layers of several kinds (layer_kinds)",
     "pipeline": "pipelines (rules with pp)",
     "quantization": "low precision (matmul)",
     "rope_scaling": "rotary scalings other than Llama 3's, and those of saved configs",

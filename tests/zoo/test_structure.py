@@ -227,6 +227,7 @@ ORDER = [
     ),
     *(
         "vocabulary",
+        "periods",
         "stack",
         "kernels",
         "config",
@@ -236,6 +237,7 @@ ORDER = [
         "flash",
         "cache",
         "attention",
+        "variant",
         "experts",
         "delta_context",
         "delta_rule",
