@@ -4,6 +4,7 @@ Shapes: B batch, T positions, D embed, F hidden width of an expert, E experts, J
 G groups of experts.
 """
 
+import dataclasses
 import functools
 import math
 from typing import Any
@@ -113,13 +114,23 @@ def make_experts(config, biased: bool, *, rngs: nnx.Rngs) -> "GatedExperts":
     )
 
 
+@dataclasses.dataclass(frozen=True)
+class Routing:
+    """How a router chooses experts and weighs them."""
+
+    normalize: bool = True  # whether a position's weights sum to 1
+    sigmoid: bool = False  # whether scores are sigmoids; else a softmax
+    groups: int = 1  # of experts; a position's experts are in its `top_groups` best ones
+    top_groups: int = 1
+
+
 class GatedExperts(nnx.Module):
     """A mixture of SwiGLU experts: each position gets the weighted sum of its experts' outputs.
 
     Args:
       biased: whether the choice has a Balance bias.
       scale: of the sum.
-      options: of `choose`.
+      routing: fields of Routing.
     """
 
     def __init__(
@@ -129,13 +140,13 @@ class GatedExperts(nnx.Module):
         biased: bool,
         scale: float = 1.0,
         rngs: nnx.Rngs,
-        **options: Any,
+        **routing: Any,
     ):
         D, E, F = config.embed, config.num_experts, config.mlp
         down_stddev = (F * 2 * config.num_layers) ** -0.5
         self.config = config
         self.scale = scale
-        self.options = options
+        self.routing = Routing(**routing)
         self.router = param(rngs, (D, E), ("norm", "router"), D**-0.5)
         self.gate = param(rngs, (E, D, F), ("expert", "expert_embed", "mlp"), D**-0.5)
         self.up = param(rngs, (E, D, F), ("expert", "expert_embed", "mlp"), D**-0.5)
@@ -162,28 +173,28 @@ class GatedExperts(nnx.Module):
             logits_BTE,
             counted_BT,
             slots,
+            routing=self.routing,
             bias_E=None if self.bias is None else self.bias[...],
-            **self.options,
         )
         if self.scale != 1:
             choice = choice._replace(weight_BTJ=choice.weight_BTJ * self.scale)
         return choice, metrics
 
 
-def in_best_groups(scores_BTE, groups: int, top_groups: int, sigmoid: bool) -> jax.Array:
+def in_best_groups(scores_BTE, routing: Routing) -> jax.Array:
     """The scores, -inf outside of each position's best groups: by the sum of their two best scores
     (V3, with sigmoids) or by their best one (V2).
     """
     B, T, E = scores_BTE.shape
-    G = groups
+    G = routing.groups
     scores_BTGE = reshape(scores_BTE, (B, T, G, E // G), "batch", "seq", None, None)
     best_BTG = scores_BTGE.max(axis=-1)
-    if sigmoid:
+    if routing.sigmoid:
         first_BTG1 = jnp.argmax(scores_BTGE, axis=-1, keepdims=True)
         is_first = jnp.arange(E // G)[None, None, None] == first_BTG1
         best_BTG += jnp.where(is_first, -jnp.inf, scores_BTGE).max(axis=-1)
     kept_BTG = jnp.zeros(best_BTG.shape, bool)
-    for _ in range(top_groups):
+    for _ in range(routing.top_groups):
         taken_BTG = jnp.arange(G)[None, None] == jnp.argmax(best_BTG, axis=-1, keepdims=True)
         kept_BTG |= taken_BTG
         best_BTG = jnp.where(taken_BTG, -jnp.inf, best_BTG)
@@ -248,17 +259,8 @@ def mix(x_BTD, config, positions: Positions, *, route, expert, weights) -> tuple
 
 
 def choose(
-    config,
-    logits_BTE,
-    counted_BT,
-    slots: int,
-    *,
-    bias_E=None,
-    normalize: bool = True,
-    sigmoid: bool = False,
-    groups: int = 1,
-    top_groups: int = 1,
-):
+    config, logits_BTE, counted_BT, slots: int, routing: Routing = Routing(), bias_E=None
+) -> tuple[Choice, dict[str, jax.Array]]:
     """Chooses each position's experts by the router's logits, in float32.
 
     An expert takes the first `slots` positions of a row that chose it, so that no output depends
@@ -266,19 +268,19 @@ def choose(
 
     Args:
       bias_E: changes the choice alone.
-      normalize: whether a position's weights sum to 1.
-      groups: of experts; a position's experts are in its `top_groups` best ones.
 
     Returns: the Choice, and its metrics, see `measure`.
     """
     E, J = config.num_experts, config.experts_per_token
     logits_BTE = constrain(logits_BTE, "batch", "seq", "router")
-    probs_BTE = jax.nn.sigmoid(logits_BTE) if sigmoid else jax.nn.softmax(logits_BTE, axis=-1)
+    probs_BTE = (
+        jax.nn.sigmoid(logits_BTE) if routing.sigmoid else jax.nn.softmax(logits_BTE, axis=-1)
+    )
     scores_BTE = jax.lax.stop_gradient(probs_BTE)
     if bias_E is not None:
         scores_BTE += bias_E[None, None]
-    if top_groups < groups:
-        scores_BTE = in_best_groups(scores_BTE, groups, top_groups, sigmoid)
+    if routing.top_groups < routing.groups:
+        scores_BTE = in_best_groups(scores_BTE, routing)
     expert, weight, taken = [], [], []
     for _ in range(J):  # not top_k, for which XLA may gather all devices' scores
         expert.append(jnp.argmax(scores_BTE, axis=-1).astype(jnp.int32))
@@ -293,10 +295,10 @@ def choose(
     before_BTE = stripe(config, cumsum(natural_BTE), "router") - taken_BTE
     place = [jnp.where(best_BTE, before_BTE, 0).sum(axis=-1) for best_BTE in taken]
     expert_BTJ, weight_BTJ, place_BTJ = (jnp.stack(x, -1) for x in (expert, weight, place))
-    if normalize:
+    if routing.normalize:
         weight_BTJ /= weight_BTJ.sum(axis=-1, keepdims=True)
     choice = Choice(expert_BTJ, weight_BTJ, place_BTJ)
-    if sigmoid:
+    if routing.sigmoid:
         probs_BTE /= probs_BTE.sum(axis=-1, keepdims=True)
     return choice, measure(config, choice, slots, logits_BTE, probs_BTE, taken_BTE, counted_BT)
 

@@ -176,8 +176,8 @@ def test_using_what_was_left_out_says_which_file_to_copy(name, bare):
     package = f"bare_{copied}"
     entry = importlib.import_module(f"{package}.{copied}")
     use("", entry)  # all else works
-    # Also needed: for layers of a Qwen3Next that attend; for the derivative of splash.
-    for other in {"delta_context": ["context"], "splash": ["flash"]}.get(name, []):
+    needs = {"context": ["flash"], "delta_context": ["context", "flash"], "splash": ["flash"]}
+    for other in needs.get(name, []):  # on the way to it
         shutil.copy(ZOO / f"{other}.py", bare / package)
     with pytest.raises(ImportError) as error:
         use(name, entry)
