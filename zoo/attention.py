@@ -20,7 +20,7 @@ from .kernels import (
     TILE, Request, Settings, blockwise, choose_kernel, flash, flash_gradients,
 )  # fmt: skip
 from .layers import Kind, adapters, add_bias, dot, gather, project, rope_angles, rotate
-from .sharding import constrain, explicit, mesh_axes, param, per_device, shards
+from .sharding import auto, constrain, explicit, mesh_axes, param, per_device, shards
 
 
 class Attention(nnx.Module):
@@ -172,7 +172,8 @@ def make_positions(
       targets_BT: in training; metrics count positions whose target is ≥ 0. None: all.
       positions_BT: in generation; None: 0 to T - 1.
       cache: a Cache to attend to; None: none.
-      lengths_B1: in generation: each row's tokens so far, on which some rotary scalings depend. None: T.
+      lengths_B1: in generation: each row's tokens so far, on which some rotary scalings depend. None:
+        T, or the length of each document.
     """
     seq_len = tokens_BT.shape[1]
     counted_BT = constrain(tokens_BT if targets_BT is None else targets_BT, "batch", "seq") >= 0
@@ -188,7 +189,12 @@ def make_positions(
         positions_BT = position_T[None]
     positions_BT = constrain(positions_BT, "batch" if len(positions_BT) > 1 else None, "seq")
     rotary = [kind for kind in config.kinds if kind.rope_theta is not None]
-    length = seq_len if lengths_B1 is None else constrain(lengths_B1, "batch", None)[..., None]
+    length: Any = seq_len
+    if lengths_B1 is not None:
+        length = constrain(lengths_B1, "batch", None)[..., None]
+    elif segment_ids_BT is not None and config.scales_by_length:
+        positions_BT, length_BT = places_in_documents(config, segment_ids_BT)
+        length = length_BT[..., None]
     return Positions(
         segment_ids_BT=segment_ids_BT,
         numbers_BT=positions_BT,
@@ -201,6 +207,27 @@ def make_positions(
         seen={kind: cache.seen(kind.window) for kind in config.kinds} if cache else {},
         cache=cache,
     )
+
+
+def places_in_documents(config, segment_ids_BT) -> tuple[jax.Array, jax.Array]:
+    """Each token's place in its document and the document's length, both [B, T].
+
+    So a packed document is scaled like one that has a row of its own. Documents are runs of equal ids.
+    """
+    last_T = segment_ids_BT.shape[1] - 1
+
+    def find(ids_BT):
+        place_1T = jnp.arange(ids_BT.shape[1])[None]
+        ends_BT = ids_BT[:, 1:] != ids_BT[:, :-1]  # whether the next token is of another document
+        is_first_BT = jnp.pad(ends_BT, ((0, 0), (1, 0)), constant_values=True)
+        is_last_BT = jnp.pad(ends_BT, ((0, 0), (0, 1)), constant_values=True)
+        first_BT = jax.lax.cummax(jnp.where(is_first_BT, place_1T, 0), axis=1)
+        last_BT = jax.lax.cummin(jnp.where(is_last_BT, place_1T, last_T), axis=1, reverse=True)
+        return jnp.stack((place_1T - first_BT, last_BT - first_BT + 1))
+
+    ids_BT = constrain(stripe(config, segment_ids_BT, back=True), "batch", "seq")
+    place_BT, length_BT = auto(find, None, "batch", "seq")(ids_BT)
+    return stripe(config, place_BT), stripe(config, length_BT)
 
 
 def stripe(config, x_BT, *axes: str, back: bool = False) -> Any:

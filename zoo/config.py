@@ -5,7 +5,7 @@ import math
 from typing import Any, ClassVar
 
 from .kernels import KERNELS
-from .layers import Kind, LongRope, Yarn, read_scaling
+from .layers import Dynamic, Kind, LongRope, Yarn, read_scaling
 from .stack import REMAT_POLICIES
 
 CHOICES = {  # field → its valid values
@@ -59,6 +59,7 @@ class Compute:
     logits_soft_cap = None
     embed_scale = 1.0
     logits_divisor = 1.0
+    query_growth = 0.0
 
     ROTARY: ClassVar[str] = "rope_dim"  # the field that rotary_dim comes from, if not head_dim
     REMAT: ClassVar[dict] = REMAT_POLICIES
@@ -71,6 +72,12 @@ class Compute:
         if self.layer_kinds:
             return self.layer_kinds
         return (Kind(self.sliding_window, self.rope_theta, self.rope_scaling),)
+
+    @property
+    def scales_by_length(self) -> bool:
+        """Whether attention depends on the length of a row or on places in it, not on distances alone."""
+        scalings = (kind.rope_scaling for kind in self.kinds)
+        return self.query_growth > 0 or any(isinstance(x, Dynamic | LongRope) for x in scalings)
 
     @property
     def rotary_dim(self: Any) -> int:
