@@ -170,7 +170,8 @@ def make_positions(
       targets_BT: in training; metrics count positions whose target is ≥ 0. None: all.
       positions_BT: in generation; None: 0 to T - 1.
       cache: a Cache to attend to; None: none.
-      lengths_B1: in generation: each row's tokens so far, on which some rotary scalings depend. None: T.
+      lengths_B1: in generation: each row's tokens so far, on which some rotary scalings depend. None:
+        T, or the length of each document.
     """
     seq_len = tokens_BT.shape[1]
     counted_BT = constrain(tokens_BT if targets_BT is None else targets_BT, "batch", "seq") >= 0
@@ -186,7 +187,15 @@ def make_positions(
         positions_BT = position_T[None]
     positions_BT = constrain(positions_BT, "batch" if len(positions_BT) > 1 else None, "seq")
     rotary = [kind for kind in config.kinds if kind.rope_theta is not None]
-    length = seq_len if lengths_B1 is None else constrain(lengths_B1, "batch", None)[..., None]
+    length: Any = seq_len
+    if lengths_B1 is not None:
+        length = constrain(lengths_B1, "batch", None)[..., None]
+    elif segment_ids_BT is not None and config.scales_by_length:
+        from .rope_scaling import places_in_documents
+
+        ids_BT = stripe(config, segment_ids_BT, back=True)
+        positions_BT, length_BT = (stripe(config, x_BT) for x_BT in places_in_documents(ids_BT))
+        length = length_BT[..., None]
     return Positions(
         segment_ids_BT=segment_ids_BT,
         numbers_BT=positions_BT,

@@ -42,6 +42,7 @@ class Architecture:
     embed_scale: float = 1.0
     logits_divisor: float = 1.0
     logits_soft_cap: float | None = None
+    query_growth: float = 0.0
 
     @property
     def kinds(self) -> tuple[Kind, ...]:
@@ -52,6 +53,12 @@ class Architecture:
     def rotary_dim(self) -> int:
         """The dims of a head that rotary embeddings rotate."""
         return self.head_dim
+
+    @property
+    def scales_by_length(self) -> bool:
+        """Whether attention depends on the length of a row or on places in it, not on distances alone."""
+        scalings = (kind.rope_scaling for kind in self.kinds)
+        return self.query_growth > 0 or any(x is not None and x.by_length for x in scalings)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -119,7 +126,7 @@ class Compute(Architecture):
                 raise ValueError(f"{name}={value} must be a finite number ≥ 0")
             if name in FACTORS and value is not None and not 1e-6 <= value <= 1e6:
                 raise ValueError(f"{name}={value} must be from 1e-06 to 1e+06")
-            if name == "mtp_depth" and value > 1:
+            if name == "mtp_depth" and value not in (0, 1):
                 raise ValueError(f"mtp_depth={value} is not one of 0, 1")
 
     def _check_heads(self):

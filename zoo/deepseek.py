@@ -74,8 +74,8 @@ class Config(Compute):
     REMAT = EXPERT_REMAT
     MAY_BE_ZERO = (*Compute.MAY_BE_ZERO, "q_latent", "dense_layers", "dense_mlp")
 
-    num_kv_heads = property(lambda self: self.num_heads)
-    head_dim = property(lambda self: self.nope_dim + self.rope_dim)
+    num_kv_heads = property(lambda self: self.num_heads)  # pyright: ignore[reportAssignmentType]
+    head_dim = property(lambda self: self.nope_dim + self.rope_dim)  # pyright: ignore[reportAssignmentType]
     rotary_dim = property(lambda self: self.rope_dim)
 
     def __post_init__(self):

@@ -52,7 +52,7 @@ class Config(Compute):
     norm_eps: float = 1e-6
     tie_embeddings: bool = True
 
-    embed_scale = property(lambda self: math.sqrt(self.embed))
+    embed_scale = property(lambda self: math.sqrt(self.embed))  # pyright: ignore[reportAssignmentType]
 
     def __post_init__(self):
         if not self.layer_kinds:

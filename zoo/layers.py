@@ -5,7 +5,7 @@ Shapes: B batch, T positions, D embed, F mlp, N heads, H head dim.
 
 import dataclasses
 import math
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -227,6 +227,7 @@ class RopeScaling:
     """Changes rotary wavelengths for longer contexts: Llama3, and those in rope_scaling.py."""
 
     magnitude: float  # by which queries and keys are multiplied
+    by_length: ClassVar[bool] = False  # whether it depends on the length of a row
 
     def scale(self, frequency_11H, theta: float, head_dim: int, length):
         """Returns the scaled frequencies; see `rope_angles`."""

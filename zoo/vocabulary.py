@@ -142,7 +142,8 @@ def log_probs(x_BTD, table_RVD, targets_BT, config):
     targets_BT = constrain(targets_BT, "batch", "seq")
     x_CRMD = _chunks(gather(x_BTD), config, "act_embed")
     log_probs_CRM: Any = _log_probs(config, x_CRMD, table_RVD, _chunks(targets_BT, config))
-    return _from_chunks(log_probs_CRM, targets_BT.shape)
+    B, T = targets_BT.shape
+    return _from_chunks(log_probs_CRM, (B, T))
 
 
 def _chunks(x_BT, config, *axes: str):
