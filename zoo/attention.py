@@ -111,6 +111,7 @@ class Attention(nnx.Module):
                 striped=positions.striped,
                 soft_cap=self.soft_cap,
                 sinks_N=sinks_N,
+                causal=self.config.causal,
             )
         else:
             from .cache import attend_to_cache
@@ -238,8 +239,9 @@ def attend(
     striped: bool = False,
     soft_cap: float | None = None,
     sinks_N: jax.Array | None = None,
+    causal: bool = True,
 ) -> jax.Array:
-    """Causal softmax attention with the best kernel for the device. Returns [B, T, N, H].
+    """Softmax attention with the best kernel for the device. Returns [B, T, N, H].
 
     A position attends to itself and to earlier positions in its own segment and sliding window.
     Values, and so outputs, may have another H than queries and keys.
@@ -250,10 +252,11 @@ def attend(
       striped: whether positions are in stripes; see context.has_stripes.
       soft_cap: limits scores smoothly; see layers.soft_cap.
       sinks_N: a score per head that takes part in the softmax and has no value.
+      causal: False: it also attends to later positions, in a window to as many as before.
     """
     _, T, N, H = q_BTNH.shape
     K = k_BSKH.shape[2]
-    settings = Settings(positions=T, window=window, soft_cap=soft_cap)
+    settings = Settings(positions=T, window=window, causal=causal, soft_cap=soft_cap)
     exchange = None
     if shards("seq") > 1:
         from .context import around_devices, choose_exchange
@@ -269,6 +272,7 @@ def attend(
         exchange=exchange,
         soft_cap=soft_cap is not None,
         sinks=sinks_N is not None,
+        two_sided=window is not None and not causal,
     )
     kernel = choose_kernel(kernel, request).kernel
     seq = "seq" if exchange == "ring" else None  # else each device has all positions of its heads
@@ -290,7 +294,7 @@ def attend(
         k_BSKH = constrain(k_BSKH, "batch", seq, heads, None)
         v_BSKH = constrain(v_BSKH, "batch", seq, heads, None)
     if kernel == "xla":
-        return blockwise(q_BTNH, k_BSKH, v_BSKH, segment_ids_BT, window, kv_heads)
+        return blockwise(q_BTNH, k_BSKH, v_BSKH, segment_ids_BT, window, kv_heads, causal)
     q_axes = ("batch", seq, heads, None)  # H whole, whatever the rules
     kv_axes = ("batch", seq, kv_heads, None)
     out_BTNH = per_device(

@@ -38,6 +38,7 @@ class Architecture:
         str, ...
     ] = ()  # for layers of unequal shapes: the stack of each layer of a period
     tie_embeddings: bool = True
+    causal: bool = True  # whether a position attends to earlier ones only
     dense_layers: int = 0  # the first ones, which have an MLP in place of experts
     embed_scale: float = 1.0
     logits_divisor: float = 1.0

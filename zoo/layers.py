@@ -199,7 +199,7 @@ class RMSNorm(nnx.Module):
         return (x32 * jax.lax.rsqrt(variance + self.eps) * scale).astype(x.dtype)
 
 
-def apply_norm(norm: RMSNorm | None, x: jax.Array) -> jax.Array:
+def apply_norm(norm: RMSNorm | nnx.LayerNorm | None, x: jax.Array) -> jax.Array:
     """norm(x); without a norm, x."""
     return x if norm is None else norm(x)
 

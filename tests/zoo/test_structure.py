@@ -356,6 +356,7 @@ def test_one_file_asks_which_fields_a_config_has():
 
 # Weights outside of the layers.
 OUTSIDE = ("embed", "unembed", "positions", "patch", "class_token", "stem", "head", "mtp/join")
+OUTSIDE += ("token_types",)
 
 
 def with_all_experts(layer: LayerShape) -> LayerShape:
@@ -386,7 +387,7 @@ def test_a_shape_has_the_weights_and_the_cache_of_its_model(name):
         in_layers -= shape.mtp_layers * 2 * shape.embed**2  # mtp/join
         assert in_layers == sum(leaf.size for leaf in weights.values())
     assert shape.num_layers == 3 or "num_layers" not in fields
-    if shape.vocab_size:
+    if shape.vocab_size and shape.attention.causal:
         tokens, lengths = jax.ShapeDtypeStruct((1, 4), "int32"), jax.ShapeDtypeStruct((1,), "int32")
         _, cache = jax.eval_shape(
             lambda v, *prompts: abstract.merge(v).prefill(*prompts, 6),
