@@ -29,7 +29,12 @@ MESHES += [("data=2,seq=2,model=2", "fsdp_cp_tp"), ("data=1,seq=8", "fsdp_cp")]
 def layout_on(mesh: str, strategy: str, **changes):
     config = dataclasses.replace(Config.tiny(), loss_chunk=8, **changes)
     return make_layout(
-        Transformer, config, make_mesh(mesh), strategy, batch_size=8, seq_len=ROWS["tokens"].shape[1]
+        Transformer,
+        config,
+        make_mesh(mesh),
+        strategy,
+        batch_size=8,
+        seq_len=ROWS["tokens"].shape[1],
     )
 
 
@@ -85,7 +90,7 @@ def test_one_device_has_the_log_softmax_of_float64():
         np.testing.assert_allclose(gradients[path], gradient, atol=2e-6 * scale, err_msg=path)
 
 
-@pytest.mark.parametrize("mesh, strategy", full_except(MESHES[1:], [MESHES[1], MESHES[4]]))
+@pytest.mark.parametrize(("mesh", "strategy"), full_except(MESHES[1:], [MESHES[4]]))
 def test_meshes_agree(mesh, strategy):
     found_BT, gradients = log_probs_and_gradients(mesh, strategy)
     expected_BT, expected = log_probs_and_gradients("1x1", "")
@@ -102,10 +107,8 @@ def test_there_are_never_logits_of_all_positions():
     def weighted(variables, batch):
         return layout.model.merge(variables).log_probs(**batch).sum()
 
-    program = layout.compile(
-        jax.grad(weighted), layout.variables(), batch, compiler_options=QUICK
-    )
-    text = program.as_text()
+    program = layout.compile(jax.grad(weighted), layout.variables(), batch, compiler_options=QUICK)
+    text = program.as_text() or ""
     rows, positions, vocabulary = 2, ROWS["tokens"].shape[1], 4096 // 2  # of a device
     for shape in (f"{rows},{positions},{vocabulary}", f"{rows * positions},{vocabulary}"):
         assert shape not in text
