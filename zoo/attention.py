@@ -16,10 +16,8 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from .kernels import (
-    TILE, Request, Settings, blockwise, choose_kernel, flash, flash_gradients,
-)  # fmt: skip
-from .layers import Kind, adapters, add_bias, dot, gather, project, rope_angles, rotate
+from .kernels import Request, Settings, blockwise, choose_kernel
+from .layers import Kind, adapters, add_bias, gather, project, rope_angles, rotate
 from .sharding import constrain, explicit, mesh_axes, param, per_device, shards
 
 
@@ -301,59 +299,6 @@ def attend_on_device(kernel: str, settings, q_BTNH, k_BSKH, v_BSKH, segment_ids_
         from .cudnn import cudnn
 
         return cudnn(settings, q_BTNH, k_BSKH, v_BSKH, segment_ids_BT, sinks_N)
-    T = settings.positions
-    if segment_ids_BT is None:
-        segment_ids_BT = jnp.zeros(q_BTNH.shape[:2], jnp.int32)
-    # Whole tiles for `flash`; the padding is a segment of its own.
-    pad = (0, -T % TILE if T > TILE and kernel == "flash" else 0)
-    ids_BT = jnp.pad(segment_ids_BT, ((0, 0), pad), constant_values=jnp.iinfo(jnp.int32).min)
-    heads_first = (x.swapaxes(1, 2) for x in (q_BTNH, k_BSKH, v_BSKH))
-    q, k, v = (jnp.pad(x, ((0, 0), (0, 0), pad, (0, 0))) for x in heads_first)
-    out: Any = _attend(kernel, settings, q, (k, v, ids_BT), sinks_N)
-    return out[:, :, :T].swapaxes(1, 2)
+    from .flash import attend_by_blocks
 
-
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _attend(kernel, settings, q_BNTH, kv, sinks_N):
-    return _attend_forward(kernel, settings, q_BNTH, kv, sinks_N)[0]
-
-
-def _attend_forward(kernel, settings, q_BNTH, kv, sinks_N):
-    output, _ = _functions(kernel, settings)
-    out, log_sum = output(settings, q_BNTH, kv, kv[2], jnp.int32(0))
-    if sinks_N is not None:
-        total = jnp.logaddexp(log_sum, sinks_N.astype(jnp.float32)[None, :, None])
-        out = out * jnp.exp(log_sum - total)[..., None]
-        log_sum = total
-    out = out.astype(q_BNTH.dtype)
-    return out, (q_BNTH, kv, sinks_N, out, log_sum)
-
-
-def _attend_backward(kernel, settings, saved, grad):
-    q_BNTH, kv, sinks_N, out, log_sum = saved
-    _, gradients = _functions(kernel, settings)
-    dq, dk, dv = gradients(settings, q_BNTH, kv, kv[2], jnp.int32(0), out, log_sum, grad)
-    dsinks_N = None
-    if sinks_N is not None:
-        share_BNT = jnp.exp(sinks_N.astype(jnp.float32)[None, :, None] - log_sum)
-        dsinks_N = -(share_BNT * dot("BNTH,BNTH->BNT", out, grad)).sum((0, 2))
-        dsinks_N = dsinks_N.astype(sinks_N.dtype)
-    dkv = dk.astype(kv[0].dtype), dv.astype(kv[1].dtype), None
-    return dq.astype(q_BNTH.dtype), dkv, dsinks_N
-
-
-_attend.defvjp(_attend_forward, _attend_backward)
-
-
-def _functions(kernel, settings):
-    """Forward and backward functions of a kernel, wrapped for a ring if needed."""
-    output, gradients = flash, flash_gradients
-    if kernel == "splash":
-        from .splash import splash, splash_gradients
-
-        output, gradients = splash, splash_gradients
-    if settings.ring:
-        from .context import around_ring
-
-        return around_ring(output, gradients)
-    return output, gradients
+    return attend_by_blocks(kernel, settings, q_BTNH, k_BSKH, v_BSKH, segment_ids_BT, sinks_N)

@@ -25,7 +25,8 @@ from flax import nnx
 from .attention import Attention
 from .config import Compute
 from .decoder import Decoder
-from .layers import GatedMLP, Kind, Linear, RMSNorm, RopeScaling, add_output
+from .layers import GatedMLP, Kind, RMSNorm, RopeScaling, add_output
+from .rope_scaling import Linear
 from .sharding import Rules, complete_tables
 from .strategies import DECODER, decoder_rules
 

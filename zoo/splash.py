@@ -1,6 +1,6 @@
 """Splash attention: JAX's Pallas kernel for TPUs.
 
-attention.py uses this file on TPUs, so a model can be copied without it for other devices.
+flash.py uses this file on TPUs, so a model can be copied without it for other devices.
 
 Shapes: B batch, T positions, N heads, H head dim.
 """
@@ -10,7 +10,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from .kernels import NOT_SEEN, Settings, block_of, may_see
+from .kernels import NOT_SEEN, Settings, block_of
 from .sharding import device
 
 COMPUTED = 512  # most keys of a block whose scores are computed at a time
@@ -20,7 +20,7 @@ PARTIAL = 8  # most blocks of keys for which a fused backward kernel keeps a par
 def splash(settings: Settings, q_BNTH, kv, ids_BT, offset):
     """Keeps scores on chip. Skips blocks in which no row's query sees a key, and doesn't load them.
 
-    Returns what `kernels.flash` does.
+    Returns what `flash.flash` does.
 
     Peak memory of 8b with 4 layers, fsdp, a row of 32,768 on each of 16 v5p: 9.8 GB (XLA: 95.4).
     """
@@ -37,7 +37,7 @@ def splash(settings: Settings, q_BNTH, kv, ids_BT, offset):
 def splash_gradients(
     settings: Settings, q_BNTH, kv, ids_BT, offset, out_BNTH, log_sum_BNT, grad_BNTH
 ):
-    """`kernels.flash_gradients`, by one kernel for dK and dV, and for dQ too or by another.
+    """`flash.flash_gradients`, by one kernel for dK and dV, and for dQ too or by another.
 
     A fused kernel computes scores once, not twice, and keeps a dQ for each block of keys: 0.5 GB for
     32 heads and a row of 8,192, 17 GB for one of 32,768 in blocks of 512. So only short rows use it,
@@ -115,6 +115,26 @@ def _splash(settings: Settings, ids_BT, ids_BS, offset):
         "interpret": device().platform == "cpu",
     }
     return tpu, (by_query, by_query, by_key), options
+
+
+def may_see(window: int | None, ids_BT, ids_BS, offset, size: int) -> jax.Array:
+    """Which blocks of queries and keys may see each other in some row: bool [T/size, S/size].
+
+    Compares the ranges of their ids: exact for packed rows, whose ids ascend; otherwise some blocks
+    may see each other that don't. The arguments are those of `splash`.
+    """
+
+    def ranges(ids):
+        # Padding ends a row, with id 0. As the highest id, it leaves the range of other blocks alone.
+        blocks = (ids - 1).astype(jnp.uint32).reshape(len(ids), -1, size)
+        return blocks.min(-1), blocks.max(-1)
+
+    (low_BQ, high_BQ), (low_BK, high_BK) = ranges(ids_BT), ranges(ids_BS)
+    share = (low_BQ[:, :, None] <= high_BK[:, None]) & (low_BK[:, None] <= high_BQ[:, :, None])
+    Q, K = share.shape[1:]
+    age = (jnp.arange(Q)[:, None] - jnp.arange(K)[None]) * size + offset  # between their starts
+    seen = (age > -size) & (window is None or age < window - 1 + size)
+    return seen & (share.sum(0) > 0)
 
 
 def _loads(visit, seen, axis=None):

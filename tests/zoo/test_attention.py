@@ -46,8 +46,10 @@ from tests.support.quick import quick as quick
 from tests.support.runs import records
 from zoo import splash
 from zoo.attention import attend
-from zoo.kernels import FLASH_FROM, TILE, Choice, Settings, block_of, may_see
+from zoo.flash import TILE
+from zoo.kernels import FLASH_FROM, Choice, Settings, block_of
 from zoo.sizes import TRANSFORMER as SIZES
+from zoo.splash import may_see
 from zoo.strategies import DECODER
 from zoo.transformer import RULES, Config, Transformer
 from zoo.vocabulary import positions_at_once

@@ -13,7 +13,8 @@ from recipes.common import entries
 from recipes.common.config_flags import COMPUTE
 from recipes.common.sharding.abstract import abstract_model
 from tests.conftest import full_except
-from zoo.layers import Kind, Linear, Yarn
+from zoo.layers import Kind
+from zoo.rope_scaling import Linear, Yarn
 
 pytestmark = pytest.mark.promise("definitions")
 

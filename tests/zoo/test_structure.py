@@ -45,6 +45,7 @@ LAYERS = {
         *{"storage", "runtime", "sharding", "report", "generation", "checkpoint"},
         *{"train", "entries", "config_flags", "contexts"},
     },
+    "preference": {"runtime", "sharding", "report", "checkpoint", "train"},
     "train": {"storage", "runtime", "sharding", "hf", "report", "checkpoint", "entries"},
     "entries": set(),
     "contexts": set(),
@@ -76,6 +77,7 @@ LIBRARIES = {
     "recipes/common/language": {"numpy", "flax"},
     "recipes/common/hf": {"jax", "flax", "numpy", "safetensors", "huggingface_hub"},
     "recipes/common/checkpoint": {"jax", "numpy", "orbax", "etils"},
+    "recipes/common/preference": {"jax", "numpy"},
     "recipes/common/train": {
         *{"jax", "flax", "numpy", "optax", "rich", "tensorboardX", "wandb"},
     },
@@ -214,7 +216,17 @@ def test_examples_in_docstrings_are_true(path):
 # Bottom up: a file imports only files before it, at its top and inside functions, so nobody has to
 # read in circles. Entries come last and import no other entry.
 ORDER = [
-    *("sharding", "strategies", "quantization", "lora", "layers", "dispatch", "low_precision"),
+    *(
+        "sharding",
+        "strategies",
+        "quantization",
+        "lora",
+        "layers",
+        "gelu",
+        "rope_scaling",
+        "dispatch",
+        "low_precision",
+    ),
     *(
         "vocabulary",
         "stack",
@@ -223,6 +235,7 @@ ORDER = [
         "splash",
         "cudnn",
         "context",
+        "flash",
         "cache",
         "attention",
         "experts",
@@ -236,6 +249,7 @@ LAST = "sizes"  # it imports two entries, and no file imports it
 # A class of the zoo inherits one of these alone, so a model is read in its own file and decoder.py.
 BASES = {"", "nnx.Module", "nnx.Variable", "nnx.Param", "NamedTuple", "Compute", "Decoder"}
 BASES |= {"Variant"}  # Compute with the switches that Transformer and MoE share
+BASES |= {"RopeScaling", "Architecture"}  # what layers.py and Decoder know of these
 BASES |= {"LowPrecisionWeight"}  # the type by which layers.py knows low_precision.py's weights
 
 

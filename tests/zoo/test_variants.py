@@ -11,9 +11,10 @@ from flax import nnx
 
 from tests.sharding.test_context import loss_and_gradients
 from tests.support.quick import QUICK
-from zoo.layers import Dynamic, Kind, LongRope, Yarn, rope_angles
+from zoo.layers import Kind, rope_angles
 from zoo.moe import Config as MoEConfig
 from zoo.moe import MoE
+from zoo.rope_scaling import Dynamic, LongRope, Yarn
 from zoo.transformer import Config, Transformer
 
 pytestmark = pytest.mark.promise("definitions")

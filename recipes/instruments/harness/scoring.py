@@ -12,7 +12,7 @@ from rich.progress import track
 
 from recipes.common.runtime import processes
 from recipes.common.sharding import Layout, Tree
-from zoo.layers import Dynamic, LongRope
+from zoo.rope_scaling import Dynamic, LongRope
 
 SHORTEST = 32  # fewest positions of a program
 LOGITS = 2**29  # most logits of a program on one device: 2 GiB
