@@ -162,7 +162,7 @@ def _chunks(x_BT, config, *axes: str):
     return reshape(x, (C, R, -1, *x.shape[4:]), None, SHARDS, None, *axes)
 
 
-def _from_chunks(x_CRM, shape: tuple[int, int]):
+def _from_chunks(x_CRM, shape: tuple[int, ...]):
     """The inverse of `_chunks`; shape: (B, T)."""
     C, R, M = x_CRM.shape
     rows = shape[0] // shards("batch")

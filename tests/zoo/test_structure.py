@@ -45,6 +45,7 @@ LAYERS = {
         *{"storage", "runtime", "sharding", "report", "generation", "checkpoint"},
         *{"train", "entries", "config_flags", "contexts"},
     },
+    "preference": {"runtime", "sharding", "report", "checkpoint", "train"},
     "train": {"storage", "runtime", "sharding", "hf", "report", "checkpoint", "entries"},
     "entries": set(),
     "contexts": set(),
@@ -76,6 +77,7 @@ LIBRARIES = {
     "recipes/common/language": {"numpy", "flax"},
     "recipes/common/hf": {"jax", "flax", "numpy", "safetensors", "huggingface_hub"},
     "recipes/common/checkpoint": {"jax", "numpy", "orbax", "etils"},
+    "recipes/common/preference": {"jax", "numpy"},
     "recipes/common/train": {
         *{"jax", "flax", "numpy", "optax", "rich", "tensorboardX", "wandb"},
     },
