@@ -37,10 +37,12 @@ class Architecture:
         str, ...
     ] = ()  # for layers of unequal shapes: the stack of each layer of a period
     tie_embeddings: bool = True
+    causal: bool = True  # whether a position attends to earlier ones only
     dense_layers: int = 0  # the first ones, which have an MLP in place of experts
     embed_scale: float = 1.0
     logits_divisor: float = 1.0
     logits_soft_cap: float | None = None
+    query_growth: float = 0.0
 
     @property
     def kinds(self) -> tuple[Kind, ...]:
@@ -51,6 +53,12 @@ class Architecture:
     def rotary_dim(self) -> int:
         """The dims of a head that rotary embeddings rotate."""
         return self.head_dim
+
+    @property
+    def scales_by_length(self) -> bool:
+        """Whether attention depends on the length of a row or on places in it, not on distances alone."""
+        scalings = (kind.rope_scaling for kind in self.kinds)
+        return self.query_growth > 0 or any(x is not None and x.by_length for x in scalings)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

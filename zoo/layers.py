@@ -5,7 +5,7 @@ Shapes: B batch, T positions, D embed, F mlp, N heads, H head dim.
 
 import dataclasses
 import math
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -185,7 +185,7 @@ class RMSNorm(nnx.Module):
         return (x32 * jax.lax.rsqrt(variance + self.eps) * scale).astype(x.dtype)
 
 
-def apply_norm(norm: RMSNorm | None, x: jax.Array) -> jax.Array:
+def apply_norm(norm: RMSNorm | nnx.LayerNorm | None, x: jax.Array) -> jax.Array:
     """norm(x); without a norm, x."""
     return x if norm is None else norm(x)
 
@@ -213,6 +213,7 @@ class RopeScaling:
     """Changes rotary wavelengths for longer contexts: Llama3, and those in rope_scaling.py."""
 
     magnitude: float  # by which queries and keys are multiplied
+    by_length: ClassVar[bool] = False  # whether it depends on the length of a row
 
     def scale(self, frequency_11H, theta: float, head_dim: int, length):
         """Returns the scaled frequencies; see `rope_angles`."""
