@@ -20,7 +20,7 @@ from .sharding import AxisNames, shards
 from .stack import fit_rules, layer_in_use, numbers, scan_layers, stack, unlike_stacks
 from .strategies import DECODER, DENSE_STACK
 from .vocabulary import (
-    Batch, Objective, cross_entropy, log_probs, look_up, table_copies, unembed, vocabulary,
+    Batch, Objective, cross_entropy, look_up, table_copies, unembed, vocabulary,
 )  # fmt: skip
 
 
@@ -116,6 +116,8 @@ class Decoder(nnx.Module):
 
         Layers in stages are not supported.
         """
+        from .log_probs import log_probs
+
         batch = Batch(*(stripe(self.config, x) for x in (tokens, targets, segment_ids)))
         tables = self.tables()
         x_BTD, _ = self.run_training(tables, batch)

@@ -33,7 +33,7 @@ from .layers import (
 )  # fmt: skip
 from .rope_scaling import Yarn
 from .sharding import Rules, complete_tables, constrain, explicit, param
-from .strategies import EXPERT_DECODER, expert_rules
+from .expert_strategies import EXPERT_DECODER, expert_rules
 
 
 @dataclasses.dataclass(frozen=True)

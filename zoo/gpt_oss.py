@@ -24,7 +24,7 @@ from .experts import EXPERT_REMAT, check_experts, choose, mix
 from .layers import Kind, RMSNorm, add_bias, add_output, multiply
 from .rope_scaling import Yarn
 from .sharding import Rules, complete_tables, constrain, param
-from .strategies import EXPERT_DECODER, expert_rules
+from .expert_strategies import EXPERT_DECODER, expert_rules
 
 YARN = Yarn(32.0, 32.0, 1.0, 4_096, False, 1.3465735902799727)  # from 4,096 to 131,072
 

@@ -26,7 +26,7 @@ from .experts import (
 )  # fmt: skip
 from .layers import GatedMLP, Kind, RopeScaling, add_output, apply_norm
 from .sharding import Rules, complete_tables
-from .strategies import EXPERT_DECODER, expert_rules
+from .expert_strategies import EXPERT_DECODER, expert_rules
 from .variant import Variant, make_attention, make_norms
 
 

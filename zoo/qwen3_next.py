@@ -25,7 +25,7 @@ from .delta import GatedDelta
 from .experts import EXPERT_REMAT, GatedExperts, check_experts, feed_forward, position_gate
 from .layers import GatedMLP, Kind, RMSNorm, RopeScaling, add_output
 from .sharding import Rules, complete_tables
-from .strategies import EXPERT_DECODER, expert_rules
+from .expert_strategies import EXPERT_DECODER, expert_rules
 
 DELTA = "delta"  # the stack of the layers with a state
 

@@ -29,6 +29,7 @@ OPTIONAL = {  # file that is imported inside functions → what needs it
     "cudnn": "the attention kernel of NVIDIA GPUs",
     "delta_context": "a state that travels between devices (rules with cp)",
     "flash": "attention on any platform, and on rings of devices",
+    "log_probs": "preference tuning",
     "lora": "adapters (lora_rank)",
     "low_precision": "low precision (matmul)",
     "mtp": "the head for the second-next token (mtp_depth)",

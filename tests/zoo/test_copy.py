@@ -148,6 +148,8 @@ def use(name: str, entry) -> None:
         built = model(config, rngs=nnx.Rngs(0))
         if name == "cache":
             return built.prefill(tokens_BT, jnp.full(8, 128), slots=256)
+        if name == "log_probs":
+            return built.log_probs(tokens_BT, tokens_BT)
         return built.loss(tokens_BT, tokens_BT)
 
     with jax.set_mesh(make_mesh(axes)), nnx.logical_axis_rules(tuple(entry.RULES[rules].items())):

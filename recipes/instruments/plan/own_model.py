@@ -22,7 +22,8 @@ from recipes.instruments.user_model import (
     with_rules,
 )
 from zoo.config import Compute
-from zoo.strategies import EXPERT_DECODER, VOCAB
+from zoo.expert_strategies import EXPERT_DECODER
+from zoo.strategies import VOCAB
 
 
 class OwnModel(NamedTuple):
