@@ -70,7 +70,6 @@ def _layout(job: Job, strategy: str, axes: dict[str, int]) -> Layout:
     mesh = abstract_mesh(axes, Devices(job.kind, 1))
     requested = job.strategies[strategy]
     fitting, uneven = sharding_rules.fit(strategy, requested, job.abstract, mesh)
-    sharding_rules.check_used(job.strategies, strategy, fitting, mesh)
     build = job.abstract.merge  # of no use without devices
     return _with_shape(job, Layout(
         mesh, job.strategies, job.config, strategy, fitting, uneven, build, job.abstract, 0, 0
