@@ -16,10 +16,8 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from .kernels import (
-    TILE, Request, Settings, blockwise, choose_kernel, flash, flash_gradients,
-)  # fmt: skip
-from .layers import Kind, adapters, add_bias, dot, gather, project, rope_angles, rotate
+from .kernels import Request, Settings, blockwise, choose_kernel
+from .layers import Kind, adapters, add_bias, gather, project, rope_angles, rotate
 from .sharding import constrain, explicit, mesh_axes, param, per_device, shards
 
 
@@ -113,6 +111,7 @@ class Attention(nnx.Module):
                 striped=positions.striped,
                 soft_cap=self.soft_cap,
                 sinks_N=sinks_N,
+                causal=self.config.causal,
             )
         else:
             from .cache import attend_to_cache
@@ -172,7 +171,8 @@ def make_positions(
       targets_BT: in training; metrics count positions whose target is ≥ 0. None: all.
       positions_BT: in generation; None: 0 to T - 1.
       cache: a Cache to attend to; None: none.
-      lengths_B1: in generation: each row's tokens so far, on which some rotary scalings depend. None: T.
+      lengths_B1: in generation: each row's tokens so far, on which some rotary scalings depend. None:
+        T, or the length of each document.
     """
     seq_len = tokens_BT.shape[1]
     counted_BT = constrain(tokens_BT if targets_BT is None else targets_BT, "batch", "seq") >= 0
@@ -188,7 +188,15 @@ def make_positions(
         positions_BT = position_T[None]
     positions_BT = constrain(positions_BT, "batch" if len(positions_BT) > 1 else None, "seq")
     rotary = [kind for kind in config.kinds if kind.rope_theta is not None]
-    length = seq_len if lengths_B1 is None else constrain(lengths_B1, "batch", None)[..., None]
+    length: Any = seq_len
+    if lengths_B1 is not None:
+        length = constrain(lengths_B1, "batch", None)[..., None]
+    elif segment_ids_BT is not None and config.scales_by_length:
+        from .rope_scaling import places_in_documents
+
+        ids_BT = stripe(config, segment_ids_BT, back=True)
+        positions_BT, length_BT = (stripe(config, x_BT) for x_BT in places_in_documents(ids_BT))
+        length = length_BT[..., None]
     return Positions(
         segment_ids_BT=segment_ids_BT,
         numbers_BT=positions_BT,
@@ -231,8 +239,9 @@ def attend(
     striped: bool = False,
     soft_cap: float | None = None,
     sinks_N: jax.Array | None = None,
+    causal: bool = True,
 ) -> jax.Array:
-    """Causal softmax attention with the best kernel for the device. Returns [B, T, N, H].
+    """Softmax attention with the best kernel for the device. Returns [B, T, N, H].
 
     A position attends to itself and to earlier positions in its own segment and sliding window.
     Values, and so outputs, may have another H than queries and keys.
@@ -243,10 +252,11 @@ def attend(
       striped: whether positions are in stripes; see context.has_stripes.
       soft_cap: limits scores smoothly; see layers.soft_cap.
       sinks_N: a score per head that takes part in the softmax and has no value.
+      causal: False: it also attends to later positions, in a window to as many as before.
     """
     _, T, N, H = q_BTNH.shape
     K = k_BSKH.shape[2]
-    settings = Settings(positions=T, window=window, soft_cap=soft_cap)
+    settings = Settings(positions=T, window=window, causal=causal, soft_cap=soft_cap)
     exchange = None
     if shards("seq") > 1:
         from .context import around_devices, choose_exchange
@@ -262,6 +272,7 @@ def attend(
         exchange=exchange,
         soft_cap=soft_cap is not None,
         sinks=sinks_N is not None,
+        two_sided=window is not None and not causal,
     )
     kernel = choose_kernel(kernel, request).kernel
     seq = "seq" if exchange == "ring" else None  # else each device has all positions of its heads
@@ -283,7 +294,7 @@ def attend(
         k_BSKH = constrain(k_BSKH, "batch", seq, heads, None)
         v_BSKH = constrain(v_BSKH, "batch", seq, heads, None)
     if kernel == "xla":
-        return blockwise(q_BTNH, k_BSKH, v_BSKH, segment_ids_BT, window, kv_heads)
+        return blockwise(q_BTNH, k_BSKH, v_BSKH, segment_ids_BT, window, kv_heads, causal)
     q_axes = ("batch", seq, heads, None)  # H whole, whatever the rules
     kv_axes = ("batch", seq, kv_heads, None)
     out_BTNH = per_device(
@@ -301,59 +312,6 @@ def attend_on_device(kernel: str, settings, q_BTNH, k_BSKH, v_BSKH, segment_ids_
         from .cudnn import cudnn
 
         return cudnn(settings, q_BTNH, k_BSKH, v_BSKH, segment_ids_BT, sinks_N)
-    T = settings.positions
-    if segment_ids_BT is None:
-        segment_ids_BT = jnp.zeros(q_BTNH.shape[:2], jnp.int32)
-    # Whole tiles for `flash`; the padding is a segment of its own.
-    pad = (0, -T % TILE if T > TILE and kernel == "flash" else 0)
-    ids_BT = jnp.pad(segment_ids_BT, ((0, 0), pad), constant_values=jnp.iinfo(jnp.int32).min)
-    heads_first = (x.swapaxes(1, 2) for x in (q_BTNH, k_BSKH, v_BSKH))
-    q, k, v = (jnp.pad(x, ((0, 0), (0, 0), pad, (0, 0))) for x in heads_first)
-    out: Any = _attend(kernel, settings, q, (k, v, ids_BT), sinks_N)
-    return out[:, :, :T].swapaxes(1, 2)
+    from .flash import attend_by_blocks
 
-
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _attend(kernel, settings, q_BNTH, kv, sinks_N):
-    return _attend_forward(kernel, settings, q_BNTH, kv, sinks_N)[0]
-
-
-def _attend_forward(kernel, settings, q_BNTH, kv, sinks_N):
-    output, _ = _functions(kernel, settings)
-    out, log_sum = output(settings, q_BNTH, kv, kv[2], jnp.int32(0))
-    if sinks_N is not None:
-        total = jnp.logaddexp(log_sum, sinks_N.astype(jnp.float32)[None, :, None])
-        out = out * jnp.exp(log_sum - total)[..., None]
-        log_sum = total
-    out = out.astype(q_BNTH.dtype)
-    return out, (q_BNTH, kv, sinks_N, out, log_sum)
-
-
-def _attend_backward(kernel, settings, saved, grad):
-    q_BNTH, kv, sinks_N, out, log_sum = saved
-    _, gradients = _functions(kernel, settings)
-    dq, dk, dv = gradients(settings, q_BNTH, kv, kv[2], jnp.int32(0), out, log_sum, grad)
-    dsinks_N = None
-    if sinks_N is not None:
-        share_BNT = jnp.exp(sinks_N.astype(jnp.float32)[None, :, None] - log_sum)
-        dsinks_N = -(share_BNT * dot("BNTH,BNTH->BNT", out, grad)).sum((0, 2))
-        dsinks_N = dsinks_N.astype(sinks_N.dtype)
-    dkv = dk.astype(kv[0].dtype), dv.astype(kv[1].dtype), None
-    return dq.astype(q_BNTH.dtype), dkv, dsinks_N
-
-
-_attend.defvjp(_attend_forward, _attend_backward)
-
-
-def _functions(kernel, settings):
-    """Forward and backward functions of a kernel, wrapped for a ring if needed."""
-    output, gradients = flash, flash_gradients
-    if kernel == "splash":
-        from .splash import splash, splash_gradients
-
-        output, gradients = splash, splash_gradients
-    if settings.ring:
-        from .context import around_ring
-
-        return around_ring(output, gradients)
-    return output, gradients
+    return attend_by_blocks(kernel, settings, q_BTNH, k_BSKH, v_BSKH, segment_ids_BT, sinks_N)

@@ -83,17 +83,17 @@ def reorder(config, x_BT, *axes: str, back: bool = False) -> jax.Array:
 
 
 def hops_of(settings: Settings) -> int:
-    """How many devices back the earliest visible keys are."""
+    """How many devices back the earliest visible keys are; later ones are as far, around the ring."""
     back = (
         settings.devices
-        if settings.window is None
+        if settings.window is None or not settings.causal
         else -(-(settings.window - 1) // settings.positions)
     )
     return min(back, settings.devices - 1)
 
 
 def offset_of(settings: Settings, hop):
-    """Query i sees key j, which came `hop` devices, if 0 ≤ i + offset - j < window."""
+    """The offset between queries and keys that came `hop` devices, as in kernels.flash."""
     here = jax.lax.axis_index(settings.ring)
     there = (here - hop) % settings.devices
     return (

@@ -25,10 +25,11 @@ class Scores(NamedTuple):
 
     scale: float
     window: int | None
+    causal: bool
 
 
 def cudnn(settings: Settings, q_BTNH, k_BTKH, v_BTKH, ids_BT, sinks_N):
-    """Causal attention, [B, T, N, H], with windows and sinks, without soft caps.
+    """Attention, [B, T, N, H], with sinks and windows to earlier positions, without soft caps.
 
     The library wants one H, a multiple of 8, so others are padded with zeros.
 
@@ -37,7 +38,8 @@ def cudnn(settings: Settings, q_BTNH, k_BTKH, v_BTKH, ids_BT, sinks_N):
     """
     value_dim = v_BTKH.shape[-1]
     widest = max(q_BTNH.shape[-1], value_dim)
-    scores = Scores(scale=q_BTNH.shape[-1] ** -0.5, window=settings.window)
+    scale = q_BTNH.shape[-1] ** -0.5
+    scores = Scores(scale=scale, window=settings.window, causal=settings.causal)
     q_BTNH, k_BTKH, v_BTKH = (
         jnp.pad(x, (*[(0, 0)] * 3, (0, widest + -widest % 8 - x.shape[-1])))
         for x in (q_BTNH, k_BTKH, v_BTKH)
@@ -218,13 +220,16 @@ def _library(scores: Scores, bias, documents: Documents | None):
     """(JAX's module for cuDNN, the options of its primitives)."""
     from jax._src.cudnn import fused_attention_stablehlo as library
 
-    mask = library.MaskType
+    masks = library.MaskType
+    mask = masks.CAUSAL if scores.causal else masks.NO_MASK
+    if documents is not None:
+        mask = masks.PADDING_CAUSAL if scores.causal else masks.PADDING
     options: dict[str, Any] = {
         "scale": scores.scale,
         "seed": 0,
         "dropout_rate": 0.0,
         "variadic_args": (bias is not None, False),  # whether there is a bias, and its gradient
-        "mask_type": mask.CAUSAL if documents is None else mask.PADDING_CAUSAL,
+        "mask_type": mask,
         "layout": library.AttentionLayout.BTNH.value,
         "sliding_window_length": scores.window,
     }

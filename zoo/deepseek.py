@@ -26,8 +26,9 @@ from jax.ad_checkpoint import checkpoint_name
 from .attention import attend
 from .config import Compute
 from .decoder import Decoder
-from .experts import EXPERT_REMAT, GatedExperts, check_experts
-from .layers import GatedMLP, Kind, RMSNorm, RopeScaling, Yarn, adapters, gather, project, rotate
+from .experts import EXPERT_REMAT, GatedExperts, check_experts, check_groups
+from .layers import GatedMLP, Kind, RMSNorm, RopeScaling, adapters, gather, project, rotate
+from .rope_scaling import Yarn
 from .sharding import Rules, complete_tables, constrain, explicit, param
 from .strategies import EXPERT_DECODER, expert_rules
 
@@ -73,13 +74,14 @@ class Config(Compute):
     REMAT = EXPERT_REMAT
     MAY_BE_ZERO = (*Compute.MAY_BE_ZERO, "q_latent", "dense_layers", "dense_mlp")
 
-    num_kv_heads = property(lambda self: self.num_heads)
-    head_dim = property(lambda self: self.nope_dim + self.rope_dim)
+    num_kv_heads = property(lambda self: self.num_heads)  # pyright: ignore[reportAssignmentType]
+    head_dim = property(lambda self: self.nope_dim + self.rope_dim)  # pyright: ignore[reportAssignmentType]
     rotary_dim = property(lambda self: self.rope_dim)
 
     def __post_init__(self):
         super().__post_init__()
         check_experts(self)
+        check_groups(self)
         if self.mscale and not self.rope_scaling:
             raise ValueError("mscale needs a rope_scaling")
 
@@ -167,6 +169,8 @@ class Layer(nnx.Module):
             biased=config.sigmoid,
             normalize=config.normalize,
             sigmoid=config.sigmoid,
+            groups=config.groups,
+            top_groups=config.top_groups,
             scale=config.route_scale,
         )
         self.experts = None if dense else routed(rngs=rngs)

@@ -6,6 +6,7 @@ G groups of experts.
 
 import functools
 import math
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -23,7 +24,7 @@ EXPERT_REMAT = REMAT_POLICIES | {  # also: what experts receive, so that nothing
 
 
 def check_experts(config) -> None:
-    """Raises ValueError if a Config's experts, their groups or the layers without are invalid."""
+    """Raises ValueError if a Config's experts are invalid."""
     if config.experts_per_token > config.num_experts:
         raise ValueError(
             f"experts_per_token={config.experts_per_token} is more than "
@@ -31,6 +32,10 @@ def check_experts(config) -> None:
         )
     if config.capacity is not None and not 0 < config.capacity < math.inf:
         raise ValueError(f"capacity={config.capacity} must be > 0, or None for dropless")
+
+
+def check_groups(config) -> None:
+    """Raises ValueError if a Config's groups of experts or its layers without experts are invalid."""
     E, G = config.num_experts, config.groups
     if E % G or (G > 1 and E // G < 2):
         raise ValueError(f"groups={G} must divide num_experts={E} into groups of ≥ 2")
@@ -59,8 +64,8 @@ class GatedExperts(nnx.Module):
 
     Args:
       biased: whether the choice has a Balance bias.
-      normalize, sigmoid: see `choose`.
       scale: of the sum.
+      options: of `choose`.
     """
 
     def __init__(
@@ -68,17 +73,15 @@ class GatedExperts(nnx.Module):
         config,
         *,
         biased: bool,
-        normalize: bool,
-        sigmoid: bool = False,
         scale: float = 1.0,
         rngs: nnx.Rngs,
+        **options: Any,
     ):
         D, E, F = config.embed, config.num_experts, config.mlp
         down_stddev = (F * 2 * config.num_layers) ** -0.5
         self.config = config
-        self.normalize = normalize
-        self.sigmoid = sigmoid
         self.scale = scale
+        self.options = options
         self.router = param(rngs, (D, E), ("norm", "router"), D**-0.5)
         self.gate = param(rngs, (E, D, F), ("expert", "expert_embed", "mlp"), D**-0.5)
         self.up = param(rngs, (E, D, F), ("expert", "expert_embed", "mlp"), D**-0.5)
@@ -106,27 +109,26 @@ class GatedExperts(nnx.Module):
             counted_BT,
             slots,
             bias_E=None if self.bias is None else self.bias[...],
-            normalize=self.normalize,
-            sigmoid=self.sigmoid,
+            **self.options,
         )
         weight_BTJ = weight_BTJ * self.scale if self.scale != 1 else weight_BTJ
         return (expert_BTJ, weight_BTJ, place_BTJ), metrics
 
 
-def in_best_groups(config, scores_BTE) -> jax.Array:
+def in_best_groups(scores_BTE, groups: int, top_groups: int, sigmoid: bool) -> jax.Array:
     """The scores, -inf outside of each position's best groups: by the sum of their two best scores
-    (V3) or by their best one (V2).
+    (V3, with sigmoids) or by their best one (V2).
     """
     B, T, E = scores_BTE.shape
-    G = config.groups
+    G = groups
     scores_BTGE = reshape(scores_BTE, (B, T, G, E // G), "batch", "seq", None, None)
     best_BTG = scores_BTGE.max(axis=-1)
-    if config.sigmoid:
+    if sigmoid:
         first_BTG1 = jnp.argmax(scores_BTGE, axis=-1, keepdims=True)
         is_first = jnp.arange(E // G)[None, None, None] == first_BTG1
         best_BTG += jnp.where(is_first, -jnp.inf, scores_BTGE).max(axis=-1)
     kept_BTG = jnp.zeros(best_BTG.shape, bool)
-    for _ in range(config.top_groups):
+    for _ in range(top_groups):
         taken_BTG = jnp.arange(G)[None, None] == jnp.argmax(best_BTG, axis=-1, keepdims=True)
         kept_BTG |= taken_BTG
         best_BTG = jnp.where(taken_BTG, -jnp.inf, best_BTG)
@@ -203,6 +205,8 @@ def choose(
     bias_E=None,
     normalize: bool = True,
     sigmoid: bool = False,
+    groups: int = 1,
+    top_groups: int = 1,
 ):
     """Chooses each position's experts by the router's logits, in float32.
 
@@ -212,6 +216,7 @@ def choose(
     Args:
       bias_E: changes the choice alone.
       normalize: whether a position's weights sum to 1.
+      groups: of experts; a position's experts are in its `top_groups` best ones.
 
     Returns: (expert_BTJ, best first; weight_BTJ; place_BTJ, how many earlier positions of the row
       chose the same expert), and name → sum over the positions in counted_BT:
@@ -227,8 +232,8 @@ def choose(
     scores_BTE = jax.lax.stop_gradient(probs_BTE)
     if bias_E is not None:
         scores_BTE += bias_E[None, None]
-    if config.top_groups < config.groups:
-        scores_BTE = in_best_groups(config, scores_BTE)
+    if top_groups < groups:
+        scores_BTE = in_best_groups(scores_BTE, groups, top_groups, sigmoid)
     expert, weight, taken = [], [], []
     for _ in range(J):  # not top_k, for which XLA may gather all devices' scores
         expert.append(jnp.argmax(scores_BTE, axis=-1).astype(jnp.int32))

@@ -22,7 +22,8 @@ from jax.ad_checkpoint import checkpoint_name
 from .attention import Attention
 from .config import Compute
 from .decoder import Decoder
-from .layers import GeluMLP, Kind, layer_norm
+from .gelu import GeluMLP, layer_norm
+from .layers import Kind
 from .sharding import Rules, complete_tables, constrain, param
 from .stack import stack
 from .strategies import DECODER, decoder_rules
@@ -43,8 +44,6 @@ class Config(Compute):
     layer_kinds: tuple[Kind, ...] = (Kind(window=None, rope_theta=None),)  # one for all layers
     _: dataclasses.KW_ONLY
     lora_targets: tuple[str, ...] = ("q", "k", "v", "o", "up", "down")
-
-    tie_embeddings = True
 
     def __post_init__(self):
         if self.embed % self.num_heads:

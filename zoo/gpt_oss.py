@@ -22,7 +22,8 @@ from .attention import Attention
 from .config import Compute
 from .decoder import Decoder
 from .experts import EXPERT_REMAT, check_experts, choose, mix
-from .layers import Kind, RMSNorm, Yarn, add_bias, multiply
+from .layers import Kind, RMSNorm, add_bias, multiply
+from .rope_scaling import Yarn
 from .sharding import Rules, complete_tables, constrain, param
 from .strategies import EXPERT_DECODER, expert_rules
 

@@ -24,7 +24,7 @@ from flax import nnx
 from .attention import Attention
 from .config import Variant
 from .decoder import Decoder
-from .experts import EXPERT_REMAT, GatedExperts, check_experts, gate_by_position
+from .experts import EXPERT_REMAT, GatedExperts, check_experts, check_groups, gate_by_position
 from .layers import GatedMLP, Kind, RMSNorm, RopeScaling, add_output, apply_norm
 from .sharding import Rules, complete_tables, param
 from .strategies import EXPERT_DECODER, expert_rules
@@ -75,6 +75,7 @@ class Config(Variant):
     def __post_init__(self):
         super().__post_init__()
         check_experts(self)
+        check_groups(self)
 
     @property
     def biased(self) -> bool:
@@ -155,6 +156,8 @@ class Layer(nnx.Module):
             biased=config.biased,
             normalize=config.normalize,
             sigmoid=config.sigmoid,
+            groups=config.groups,
+            top_groups=config.top_groups,
             scale=config.route_scale,
         )
         self.experts = None if dense else routed(rngs=rngs)

@@ -32,7 +32,7 @@ HEAD_DIM = "head_dim"  # H
 POSITIONS = "positions"  # T, of a table of learned positions
 
 # A model's inputs and outputs: Muon skips matrices with these axes.
-MODEL_ENDS = ("vocab", "positions", "inputs", "channels", "classes")
+MODEL_ENDS = ("vocab", "positions", "token_types", "inputs", "channels", "classes")
 MATRIX_STACKS = (LAYERS, DENSE_STACK, EXPERT)  # dims along which matrices are stacked
 RANKS = ("lora",)  # of adapters: one side of their matrices
 

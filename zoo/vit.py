@@ -32,7 +32,8 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
-from .layers import GeluMLP, adapters, add_bias, dot, gather, layer_norm, multiply, project
+from .gelu import GeluMLP, layer_norm
+from .layers import adapters, add_bias, dot, gather, multiply, project
 from .sharding import (
     AxisNames, Rules, check_rules, complete_tables, constrain, explicit, in_use, param, reshape,
 )  # fmt: skip

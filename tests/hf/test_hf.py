@@ -44,7 +44,8 @@ from tests.support.quick import quick as quick
 from zoo import gpt_oss, moe
 from zoo.config import Compute, Variant
 from zoo.gemma3 import SIZES
-from zoo.layers import Kind, Linear, Llama3, Yarn, rope_angles
+from zoo.layers import Kind, Llama3, rope_angles
+from zoo.rope_scaling import Linear, Yarn
 from zoo.transformer import Config, Transformer
 
 pytestmark = pytest.mark.promise("hugging-face")

@@ -203,7 +203,7 @@ def test_some_files_are_left_out(inside, tmp_path):
 
 MISTAKES = [
     ([], "--target= is no local folder; use --target=FOLDER"),
-    (["--entry=bert", "--target=mine"], "--entry=bert is not in the zoo; it has dot_relu_dot, mlp, transformer, moe"),
+    (["--entry=bart", "--target=mine"], "--entry=bart is not in the zoo; it has dot_relu_dot, mlp, transformer, moe"),
     (["--entry=mlp", "--target=mine", "--without=cache"], "--without=cache: mlp has no optional 'cache'; it needs all its files"),
     (["--target=mine", "--without=cache,layers"], "--without=cache,layers: transformer has no optional 'layers'; use cache, context, "),
     (["--target=full"], "--target=full: {here}/full/layers.py already exists; use a new name"),

@@ -231,7 +231,7 @@ def partial_gradients(layout: Layout, attention: AttentionShape) -> int:
     with layout.trace():
         exchange = choose_exchange(layout.config.context, attention.heads)
     keys = layout.seq_len // (layout.seq_shards if exchange == "ring" else 1)
-    return count_partial_gradients(keys, attention.window)
+    return count_partial_gradients(keys, attention.window, attention.causal)
 
 
 def _in_blocks(attention: AttentionShape, length: int) -> tuple[int, int]:
