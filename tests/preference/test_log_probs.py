@@ -90,7 +90,7 @@ def test_one_device_has_the_log_softmax_of_float64():
         np.testing.assert_allclose(gradients[path], gradient, atol=2e-6 * scale, err_msg=path)
 
 
-@pytest.mark.parametrize("mesh, strategy", full_except(MESHES[1:], [MESHES[1], MESHES[4]]))
+@pytest.mark.parametrize(("mesh", "strategy"), full_except(MESHES[1:], [MESHES[4]]))
 def test_meshes_agree(mesh, strategy):
     found_BT, gradients = log_probs_and_gradients(mesh, strategy)
     expected_BT, expected = log_probs_and_gradients("1x1", "")
@@ -108,7 +108,7 @@ def test_there_are_never_logits_of_all_positions():
         return layout.model.merge(variables).log_probs(**batch).sum()
 
     program = layout.compile(jax.grad(weighted), layout.variables(), batch, compiler_options=QUICK)
-    text = program.as_text()
+    text = program.as_text() or ""
     rows, positions, vocabulary = 2, ROWS["tokens"].shape[1], 4096 // 2  # of a device
     for shape in (f"{rows},{positions},{vocabulary}", f"{rows * positions},{vocabulary}"):
         assert shape not in text

@@ -90,7 +90,7 @@ def gradient_sums(
 
     def objective(trained, buffers, batch):
         module = merge(trained, buffers)
-        total, count, aux = model.loss(module, **batch)
+        total, count, aux = model.loss(module, **batch, **frozen)
         return total, (count, aux, model.buffers(module))
 
     value_and_grad = jax.value_and_grad(objective, has_aux=True)
@@ -99,6 +99,7 @@ def gradient_sums(
         params, at_rest, summed,
     )  # fmt: skip
     base = {k: state[k] for k in state.keys() & {"base"}}
+    frozen = {k: state[k] for k in state.keys() & {"frozen"}}
     buffers = {k: state[k] for k in state.keys() & {"buffers"}}
     if microbatches > 1 and model.compares_pairs:
         merge_trained = functools.partial(merge, buffers=buffers)
