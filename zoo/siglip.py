@@ -26,14 +26,14 @@ from flax import nnx
 from .attention import Attention, make_positions
 from .config import Compute
 from .gelu import GeluMLP, layer_norm
-from .layers import Kind, add_bias, add_output, dot, multiply
+from .layers import Kind, add_bias, add_output, multiply
 from .pairs import EXCHANGES, LOSSES, loss_of_pairs
-from .patches import embed_patches
+from .patches import Pooling, embed_patches
 from .sharding import (
-    Rules, check_rules, complete_tables, constrain, explicit, in_use, param, variable, zeros,
+    Rules, check_rules, complete_tables, constrain, in_use, param, variable, zeros,
 )  # fmt: skip
 from .stack import layer_in_use, scan_layers, stack
-from .strategies import DECODER, DP, FSDP, HSDP, TP, ZERO1
+from .strategies import DECODER, encoder_rules
 from .vocabulary import look_up, table_copies
 
 
@@ -65,18 +65,12 @@ class Config(Compute):
     causal = False
 
     def __post_init__(self):
-        for name, whole, part in (
-            ("image_size", self.image_size, self.patch),
-            ("embed", self.embed, self.num_heads),
-        ):
-            if whole % part:
-                raise ValueError(f"{name} {whole} is not divisible by {part}")
-        for name, value, valid in (
-            ("loss", self.loss, LOSSES),
-            ("pairs", self.pairs, EXCHANGES),
-        ):
-            if value not in valid:
-                raise ValueError(f"{name}={value!r} is not one of {', '.join(valid)}")
+        for name, part in (("image_size", "patch"), ("embed", "num_heads")):
+            if (whole := vars(self)[name]) % vars(self)[part]:
+                raise ValueError(f"{name}={whole} is not divisible by {part}={vars(self)[part]}")
+        for name, valid in (("loss", LOSSES), ("pairs", EXCHANGES)):
+            if vars(self)[name] not in valid:
+                raise ValueError(f"{name}={vars(self)[name]!r} is not one of {', '.join(valid)}")
         super().__post_init__()
 
     @property
@@ -108,11 +102,6 @@ class Config(Compute):
         return cls(224, 16, 32_000, 64, 768, 12, num_heads=12, mlp=3_072)
 
     @classmethod
-    def l16(cls) -> "Config":
-        """652,150,786 parameters. SigLIP L/16, for 256 × 256 pixels."""
-        return cls(256, 16, 32_000, 64, 1_024, 24, num_heads=16, mlp=4_096)
-
-    @classmethod
     def so400m(cls) -> "Config":
         """877,360,306 parameters. SigLIP So400m/14."""
         return cls(224, 14, 32_000, 16, 1_152, 27, num_heads=16, mlp=4_304)
@@ -122,7 +111,6 @@ SIZES = {
     "tiny": Config.tiny,
     "small": Config.small,
     "b16": Config.b16,
-    "l16": Config.l16,
     "so400m": Config.so400m,
 }
 
@@ -182,44 +170,6 @@ class Tower(nnx.Module):
         x_BTD = constrain(x_BTD, "batch", "residual_seq", "act_embed")
         x_BTD, _ = scan_layers(run_layer, x_BTD, self.layers, config.kinds, remat, config.unroll)
         return constrain(self.final_norm(x_BTD), "batch", None, "act_embed")
-
-
-class Pooling(nnx.Module):
-    """One learned query attends to all positions, and an MLP follows: x_BTD → x_BD."""
-
-    def __init__(self, config: Config, *, rngs: nnx.Rngs):
-        D, N, H = config.embed, config.num_heads, config.head_dim
-        inner = "embed", "heads", "head_dim"
-        weight = functools.partial(param, rngs, (D, N, H), inner, D**-0.5)
-        bias = functools.partial(zeros, (N, H), inner[1:])
-        self.config = config
-        self.probe = param(rngs, (D,), ("norm",), 1.0)
-        self.q, self.q_bias = weight(), bias()
-        self.k, self.k_bias = weight(), bias()
-        self.v, self.v_bias = weight(), bias()
-        self.o = param(rngs, (N, H, D), ("heads", "head_dim", "embed"), D**-0.5)
-        self.o_bias = zeros((D,), ("norm",))
-        self.norm = layer_norm(D, config.norm_eps, config.dtype)
-        self.mlp = GeluMLP(config, approximate=True, rngs=rngs)
-
-    def __call__(self, x_BTD):
-        used = in_use(self, AXES.in_use, self.config.dtype)
-        probe_D = constrain(used.probe[...], None)
-        where = explicit("batch", None, "act_embed")
-        shape = (len(x_BTD), 1, len(probe_D))
-        probe_B1D = jnp.broadcast_to(probe_D[None, None], shape, out_sharding=where)
-        q_B1NH = add_bias(multiply(probe_B1D.astype(x_BTD.dtype), used.q), used.q_bias)
-        # The bias of keys adds the same to all scores, which the softmax cancels; see vit.py.
-        k_BSNH = multiply(x_BTD, used.k)
-        v_BSNH = add_bias(multiply(x_BTD, used.v), used.v_bias)
-        scores = explicit("batch", "heads", None, None)
-        scores_BN1S = dot("BTNH,BSNH->BNTS", q_B1NH * q_B1NH.shape[-1] ** -0.5, k_BSNH, scores)
-        weights_BN1S = jax.nn.softmax(scores_BN1S, axis=-1).astype(v_BSNH.dtype)
-        heads = explicit("batch", "seq", "heads", "head_dim")
-        out_B1NH = jnp.einsum("BNTS,BSNH->BTNH", weights_BN1S, v_BSNH, out_sharding=heads)
-        x_B1D = add_bias(multiply(out_B1NH, used.o, contract=2), used.o_bias)
-        x_B1D = x_B1D + used.mlp(used.norm(x_B1D))
-        return constrain(x_B1D, "batch", None, "act_embed")[:, 0]
 
 
 class Siglip(nnx.Module):
@@ -306,13 +256,4 @@ def unit(x_BD: jax.Array) -> jax.Array:
 complete = functools.partial(complete_tables, AXES.logical_axes)
 
 # What each parallelism splits and costs: strategies.py. Those that split T or L are for decoders.
-RULES: dict[str, Rules] = complete(
-    {
-        "dp": DP,
-        "zero1": DP | ZERO1,
-        "fsdp": DP | FSDP,
-        "tp": DP | TP,
-        "fsdp_tp": DP | FSDP | TP,
-        "hsdp_tp": HSDP | TP,
-    }
-)
+RULES: dict[str, Rules] = complete(encoder_rules())

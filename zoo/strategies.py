@@ -90,6 +90,18 @@ FSDP_CP = {"embed": ("data", "seq")}
 PP = {"layers": "pipe"}
 
 
+def encoder_rules() -> dict[str, dict]:
+    """Strategy → the rules that it states, for models of few positions, which no strategy splits."""
+    return {
+        "dp": DP,
+        "zero1": DP | ZERO1,
+        "fsdp": DP | FSDP,
+        "tp": DP | TP,
+        "fsdp_tp": DP | FSDP | TP,
+        "hsdp_tp": HSDP | TP,
+    }
+
+
 def decoder_rules(*like_embed: str, like_heads: tuple[str, ...] = ()) -> dict[str, dict]:
     """Strategy → the rules that it states, for every decoder.
 

@@ -38,7 +38,7 @@ from .sharding import (
     AxisNames, Rules, check_rules, complete_tables, constrain, explicit, in_use, param,
 )  # fmt: skip
 from .stack import REMAT_POLICIES, fit_rules, layer_in_use, scan_layers, stack
-from .strategies import DECODER, DP, FSDP, HSDP, TP, ZERO1
+from .strategies import DECODER, encoder_rules
 
 
 @dataclasses.dataclass(frozen=True)
@@ -287,13 +287,4 @@ class SelfAttention(nnx.Module):
 complete = functools.partial(complete_tables, AXES.logical_axes)
 
 # What each parallelism splits and costs: strategies.py. Those that split T or L are for decoders.
-RULES: dict[str, Rules] = complete(
-    {
-        "dp": DP,
-        "zero1": DP | ZERO1,
-        "fsdp": DP | FSDP,
-        "tp": DP | TP,
-        "fsdp_tp": DP | FSDP | TP,
-        "hsdp_tp": HSDP | TP,
-    }
-)
+RULES: dict[str, Rules] = complete(encoder_rules())

@@ -74,8 +74,6 @@ ACTIVATIONS = {
     "gemma3": (26, 38),
     # Each of two layers: 2 forward, 1 again, then 2, which the backend makes 4: q, k and v; up.
     "vit": (10, 14),
-    # Two towers of two layers, and the pooling, whose rows are single positions.
-    "siglip": (20, 30),
     "gpt_oss": (12, 16),
     # 12 forward; 8 again, of the mixers and of the shared experts, whose gates need their output; 4
     # for the experts, 4 to 8 for the shared ones, 1 to 6 for a gated delta network (q, k, v, gate,
@@ -253,6 +251,11 @@ def activation_bounds(entry_name: str, layout: Layout, weights: int) -> tuple[in
     if entry_name == "deepseek":
         least, most = of_latent_attention(layout.config)
         return rows * least, rows * most
+    if entry_name == "siglip":
+        # Each of four layers as in ViT; the pooling's keys and values; and its own position: two forward,
+        # two backward.
+        whole, one = (n * layout.config.embed for n in (rows, BATCH // layout.batch_shards))
+        return 21 * whole + 4 * one, 30 * whole + 6 * one
     least, most = ACTIVATIONS.get(entry_name, (1, MOST * weights))
     return least * min(whole), most * max(whole)
 
@@ -270,6 +273,8 @@ def classify(entry_name: str, layout: Layout, text: str) -> Sent:
     for found in collectives(text):
         if group_size(found.groups, layout.mesh.size) == 1:
             continue  # with itself: nothing is sent
+        if entry_name == "siglip" and found.shapes == ((BATCH,),):
+            continue  # which rows count, a byte each
         assert found.bytes == 4 * sum(map(math.prod, found.shapes)), found
         for shape in found.shapes:
             size, dims = math.prod(shape), _dims(shape)
@@ -284,7 +289,7 @@ def classify(entry_name: str, layout: Layout, text: str) -> Sent:
             elif found.kind == "all-to-all":
                 counts["exchanged"] += found.times * size
             elif entry_name == "siglip" and found.kind != "all-reduce":
-                # Embeddings of all texts, and which rows count; the part of their gradient.
+                # Embeddings of all texts; a part of their gradient.
                 parts = layout.batch_shards if found.kind == "reduce-scatter" else 1
                 if shape[-1:] == (layout.config.embed,):
                     counts["exchanged"] += found.times * size * parts
@@ -312,8 +317,9 @@ def textbook(entry_name: str, layout: Layout) -> Sent:
     )
     # Updated parts are gathered once, of all layers.
     weights += sum(math.prod(v.rest) * v.layers for v in held if v.trained and v.state != v.rest)
-    # Each gradient is reduced once over the devices that have other rows of the batch.
-    gradients = sum(math.prod(v.use) * v.layers for v in held if v.trained)
+    # Each gradient is reduced once over the devices that have other rows of the batch; `classify` leaves
+    # single numbers out.
+    gradients = sum(math.prod(v.use) * v.layers for v in held if v.trained and v.use)
     book = Sent(weights=weights, gradients=gradients if layout.batch_shards > 1 else 0)
     if split(layout):
         rows, _ = activations(entry_name, layout)

@@ -13,14 +13,13 @@ from recipes.common import entries
 from recipes.common.config_flags import COMPUTE
 from recipes.common.sharding.abstract import abstract_model
 from tests.conftest import full_except
+from tests.support.entries import OF_TEXT
 from zoo.layers import Kind
 from zoo.rope_scaling import Linear, Yarn
 
 pytestmark = pytest.mark.promise("definitions")
 
-DECODERS = [
-    name for name in entries.ENTRIES if "vocab_size" in dir(entries.zoo_file(name).Config.tiny())
-]
+DECODERS = [name for name, entry in entries.ENTRIES.items() if entry.data in OF_TEXT]
 YARN = Yarn(2.0, 2.0, 1.0, 4, True, 1.2)
 # Another value of each option, and what it needs besides. Tuples are tried one after another.
 OPTIONS = {
