@@ -77,8 +77,9 @@ def traced_sums(name: str, mesh: str, strategy: str, microbatches: int = 1) -> l
     layout = make_layout(model, config, make_mesh(mesh), strategy, batch_size=ROWS)
     example = jax.tree.map(lambda x: x[0], entry.batches[0])
     if "tokens" in example:
-        names = ("tokens", "targets", "segment_ids")
-        example = {key: np.zeros(SEQ_LEN, np.int32) for key in names}
+        names = ("tokens", "targets", "segment_ids") if "targets" in example else ("tokens",)
+        tokens = {key: np.zeros(SEQ_LEN, np.int32) for key in names}
+        example = tokens if "targets" in example else example | tokens
     step = functools.partial(gradients, layout, microbatches=microbatches)
     state = abstract_state(layout, OPTIMIZER)
     with layout.trace():
