@@ -16,9 +16,11 @@ from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 
 from recipes.common.runtime import UserError, describe
 from recipes.common.runtime.mesh import AXES, ORDER
-from recipes.common.sharding.abstract import AbstractModel, Tree, paths
+from recipes.common.sharding.abstract import AbstractModel, paths
 from zoo.sharding import AxisNames, Rules, optimizer_axes, optimizer_axis
 from zoo.strategies import STRATEGIES
+
+Weights = dict[str, tuple[tuple[int, ...], tuple[str, ...]]]  # path → (shape, logical axes)
 
 
 def target_axes(target: str | tuple[str, ...] | None) -> tuple[str, ...]:
@@ -129,26 +131,59 @@ def fit(
 
     Raises UserError if the rules do not fit the model or the mesh.
     """
-    names = model.names
-    known, sizes = names.logical_axes, dict(mesh.shape)
-    of_optimizer = {optimizer_axis(axis) for axis, on in known.items() if on != "activations"}
-    for axis in rules.keys() - known.keys() - of_optimizer:
+    names, sizes, weights = model.names, dict(mesh.shape), _every_weight(model)
+    _check_names(name, rules, names, weights)
+    _check_mesh_axes(name, rules, names, sizes, weights)
+    uneven: Rules = {}
+    for path, (_, axes) in weights.items():
+        _check_once(name, rules, path, axes)
+        _check_once(name, rules, f"{path} in use", tuple(names.while_used(a) for a in axes))
+        state_axes = optimizer_axes(axes, rules)
+        _check_once(name, rules, f"the optimizer's state of {path}", state_axes)
+        uneven |= _uneven(name, rules, names, sizes, weights, path)
+    _check_activations(name, rules, names)
+    of_optimizer = _of_optimizer(names)
+    rules = {axis: target for axis, target in rules.items() if axis not in of_optimizer & {*uneven}}
+    # Stages pad nothing.
+    in_stages = any(count_shards(rules, axis, sizes) > 1 for axis in names.stacks)
+    dropped = {axis: None for axis in uneven if in_stages or names.uneven.get(axis) == "replicated"}
+    # A mesh axis of size 1 would make a pipeline of one stage, or a ring of one device.
+    for axis in (*names.stacks, *names.positions, *names.substitutes):
+        if count_shards(rules, axis, sizes) == 1:
+            dropped[axis] = None
+    return rules | dropped, uneven
+
+
+def _of_optimizer(names: AxisNames) -> set[str]:
+    """The axes that rules may give the optimizer's state alone."""
+    known = names.logical_axes
+    return {optimizer_axis(axis) for axis, on in known.items() if on != "activations"}
+
+
+def _check_names(name: str, rules: Rules, names: AxisNames, weights: Weights) -> None:
+    """Raises UserError if rules and weights name other logical axes than the model."""
+    known = names.logical_axes
+    for axis in rules.keys() - known.keys() - _of_optimizer(names):
         near = difflib.get_close_matches(axis, known, n=1)
         hint = f"did you mean {near[0]!r}?" if near else f"it has {', '.join(known)}"
         raise UserError(f"rules {name!r} name logical axis {axis!r}, unknown to the model; {hint}")
-    weights = _every_weight(model)
     for path, (_, axes) in weights.items():
         for axis in set(axes) - known.keys():
             raise UserError(
                 f"rules {name!r} are missing logical axis {axis!r} of {path}; add it to "
                 "the model's logical_axes"
             )
-    may_be_uneven = names.uneven
-    fits = _divides(rules, weights, may_be_uneven)
+
+
+def _check_mesh_axes(
+    name: str, rules: Rules, names: AxisNames, sizes: dict[str, int], weights: Weights
+) -> None:
+    """Raises UserError if the mesh lacks an axis, or one is split outside of what it is within."""
     for axis, target in rules.items():
         for mesh_axis in target_axes(target):
             if mesh_axis not in sizes:
                 present = " and ".join(repr(name) for name in sizes)
+                fits = _divides(rules, weights, names.uneven)
                 raise UserError(
                     f"rules {name!r} need mesh axis {mesh_axis!r} (for {axis!r}), and "
                     f"--mesh={describe(sizes)} has {present}; "
@@ -161,37 +196,51 @@ def fit(
                     f"rules {name!r} split {axis!r} over mesh axis {mesh_axis!r}, but not "
                     f"{other!r}; split both over it, or neither"
                 )
-    uneven = {}
-    for path, (shape, axes) in weights.items():
-        _check_once(name, rules, path, axes)
-        _check_once(name, rules, f"{path} in use", tuple(names.while_used(a) for a in axes))
-        state_axes = optimizer_axes(axes, rules)
-        _check_once(name, rules, f"the optimizer's state of {path}", state_axes)
-        for dim, axis in zip(shape, state_axes, strict=True):
-            if axis in of_optimizer and dim % count_shards(rules, axis, sizes):
-                uneven[axis] = rules[axis]
-        for dim, axis in zip(shape, axes, strict=True):
-            count = count_shards(rules, axis, sizes)
-            if dim % count and axis in may_be_uneven:
-                uneven[axis] = rules[axis]
-            elif dim % count:
-                over = " and ".join(repr(name) for name in target_axes(rules[axis]))
-                raise UserError(
-                    f"rules {name!r} split dim {axis!r} of {path} {list(shape)} over {count} "
-                    f"devices (mesh axis {over} of --mesh={describe(sizes)}), and {dim} is not "
-                    f"divisible by {count}; "
-                    f"{_meshes_that_fit(rules, weights, sizes, may_be_uneven)}"
-                )
-    # An activation has every axis that only activations have (or its substitute) and one axis that
-    # weights have too.
-    inner = dict.fromkeys(names.in_use.values())
-    substitutes = names.substitutes
+
+
+def _uneven(
+    name: str,
+    rules: Rules,
+    names: AxisNames,
+    sizes: dict[str, int],
+    weights: Weights,
+    path: str,
+) -> Rules:
+    """The rules that don't divide a weight's dims. Raises UserError if a dim has to be divisible."""
+    shape, axes = weights[path]
+    of_optimizer = _of_optimizer(names)
+    uneven = {
+        axis: rules[axis]
+        for dim, axis in zip(shape, optimizer_axes(axes, rules), strict=True)
+        if axis in of_optimizer and dim % count_shards(rules, axis, sizes)
+    }
+    for dim, axis in zip(shape, axes, strict=True):
+        count = count_shards(rules, axis, sizes)
+        if dim % count and axis in names.uneven:
+            uneven[axis] = rules[axis]
+        elif dim % count:
+            over = " and ".join(repr(name) for name in target_axes(rules[axis]))
+            raise UserError(
+                f"rules {name!r} split dim {axis!r} of {path} {list(shape)} over {count} "
+                f"devices (mesh axis {over} of --mesh={describe(sizes)}), and {dim} is not "
+                f"divisible by {count}; {_meshes_that_fit(rules, weights, sizes, names.uneven)}"
+            )
+    return uneven
+
+
+def _check_activations(name: str, rules: Rules, names: AxisNames) -> None:
+    """Raises UserError if an activation would be split twice over the same mesh axis.
+
+    An activation has every axis that only activations have (or its substitute) and one axis that
+    weights have too.
+    """
+    inner, substitutes = dict.fromkeys(names.in_use.values()), names.substitutes
     outer = [
         axis
-        for axis, on in known.items()
+        for axis, on in names.logical_axes.items()
         if on == "activations" and axis not in inner and axis not in substitutes
     ]
-    for axis, on in known.items():
+    for axis, on in names.logical_axes.items():
         if axis in substitutes:
             others = [a for a in outer if a != substitutes[axis]]
             for other in inner:
@@ -206,18 +255,6 @@ def fit(
                     f"rules {name!r} split {axis!r} and {split[0]!r}, and the stages of a pipeline "
                     "need whole rows; replicate one of the two (None, or null in JSON)"
                 )
-    rules = {axis: target for axis, target in rules.items() if axis not in of_optimizer & {*uneven}}
-    in_stages = any(
-        count_shards(rules, axis, sizes) > 1 for axis in names.stacks
-    )  # these pad nothing
-    dropped = {
-        axis: None for axis in uneven if in_stages or may_be_uneven.get(axis) == "replicated"
-    }
-    # A mesh axis of size 1 would make a pipeline of one stage, or a ring of one device.
-    for axis in (*names.stacks, *names.positions, *substitutes):
-        if count_shards(rules, axis, sizes) == 1:
-            dropped[axis] = None
-    return rules | dropped, uneven
 
 
 def check_used(
@@ -299,7 +336,7 @@ def check_positions(
             )
 
 
-def _every_weight(model: AbstractModel) -> dict[str, tuple[tuple[int, ...], tuple[str, ...]]]:
+def _every_weight(model: AbstractModel) -> Weights:
     """Path → (shape, logical axes) of all variables."""
     shapes, axes = {}, {}
     for kind in model.shapes:
@@ -356,14 +393,14 @@ def _check_once(name: str, rules: Rules, what: str, axes: tuple[str, ...]) -> No
             first[mesh_axis] = axis
 
 
-def _divides(rules: Rules, weights: Tree, uneven) -> Callable[[Mapping[str, int]], bool]:
+def _divides(rules: Rules, weights: Weights, uneven) -> Callable[[Mapping[str, int]], bool]:
     """A function of a mesh: whether it divides every dim that has to be."""
     dims = {pair for shape, axes in weights.values() for pair in zip(shape, axes, strict=True)}
     dims = {(dim, axis) for dim, axis in dims if axis not in uneven}
     return lambda mesh: all(dim % count_shards(rules, axis, mesh) == 0 for dim, axis in dims)
 
 
-def _meshes_that_fit(rules: Rules, weights: Tree, sizes: dict[str, int], uneven) -> str:
+def _meshes_that_fit(rules: Rules, weights: Weights, sizes: dict[str, int], uneven) -> str:
     """Advice: the largest meshes with these axes, none larger than now, that divide every dim."""
     fits = _divides(rules, weights, uneven)
     every = [
