@@ -192,8 +192,8 @@ class Siglip(nnx.Module):
         self.text_head = param(rngs, (D, D), ("embed", "norm"), D**-0.5)
         self.text_head_bias = zeros((D,), ("norm",))
         # Scores are x · y · exp(log_scale) + score_bias; at first, most pairs are none.
-        self.log_scale = variable(jnp.full((), math.log(10.0), jnp.float32), ())
-        self.score_bias = variable(jnp.full((), -10.0, jnp.float32), ())
+        self.log_scale = variable(jnp.full(1, math.log(10.0), jnp.float32), ("norm",))
+        self.score_bias = variable(jnp.full(1, -10.0, jnp.float32), ("norm",))
 
     def embed_images(self, image_BWWC) -> jax.Array:
         """Embeddings of images, [B, D], float32, of length 1."""
@@ -225,7 +225,7 @@ class Siglip(nnx.Module):
         """The loss of all pairs of the batch: (sum over rows, number of rows, aux)."""
         config = self.config
         total = loss_of_pairs(
-            image_BD, text_BD, counted_B, jnp.exp(self.log_scale[...]), self.score_bias[...],
+            image_BD, text_BD, counted_B, jnp.exp(self.log_scale[0]), self.score_bias[0],
             loss=config.loss, exchange=config.pairs,
         )  # fmt: skip
         count = counted_B.sum().astype(jnp.float32)

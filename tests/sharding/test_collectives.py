@@ -319,7 +319,7 @@ def textbook(entry_name: str, layout: Layout) -> Sent:
     weights += sum(math.prod(v.rest) * v.layers for v in held if v.trained and v.state != v.rest)
     # Each gradient is reduced once over the devices that have other rows of the batch; `classify` leaves
     # single numbers out.
-    gradients = sum(math.prod(v.use) * v.layers for v in held if v.trained and v.use)
+    gradients = sum(math.prod(v.use) * v.layers for v in held if v.trained and math.prod(v.use) > 1)
     book = Sent(weights=weights, gradients=gradients if layout.batch_shards > 1 else 0)
     if split(layout):
         rows, _ = activations(entry_name, layout)

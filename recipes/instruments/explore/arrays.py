@@ -37,7 +37,7 @@ def activations(abstract: AbstractModel, batch: dict[str, Any]) -> list[Array]:
     arrays = [
         _named(spec, shape, rows)
         for spec, shape in _constraints(traced.jaxpr)
-        if len(spec) == len(shape) and shape[0] == ROWS and None not in spec
+        if len(spec) == len(shape) and shape[:1] == (ROWS,) and None not in spec
     ]
     return [*dict.fromkeys(array for array in arrays if array[0][0] == "batch")]
 
