@@ -7,6 +7,7 @@ A caption is one of TEMPLATES, drawn by (seed, example, epoch); its tokens are i
 """
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 
@@ -45,7 +46,7 @@ def class_tokens(names: Sequence[str], max_positions: int) -> list[np.ndarray]:
 class Captioned(Rows):
     """Examples {"image", "tokens", "label"} of a source of {"image", "label"}."""
 
-    def __init__(self, source: Rows, classes: list[np.ndarray], key: tuple[int, ...]):
+    def __init__(self, source: Any, classes: list[np.ndarray], key: tuple[int, ...]):
         """`key` and an example's number decide which of its class's captions it has."""
         self._source = source
         self._classes = classes

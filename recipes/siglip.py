@@ -60,8 +60,10 @@ MODEL = model_flags(Config, ("image_size", "patch", "loss", "pairs", *ENCODER), 
 def main(run: Run, flags: Any, data: Data, training: Training) -> None:
     # ---- Data: batch k is a pure function of (seed, k) -------------------------------------------
     mesh, folder = make_mesh(run.mesh), open_run("siglip", run, flags, data, training)
-    begun = folder.start and not flags.size
-    config = checkpoint.config_of(folder.start) if begun else SIZES[flags.size or "small"]()
+    if folder.start and not flags.size:
+        config = checkpoint.config_of(folder.start)
+    else:
+        config = SIZES[flags.size or "small"]()
     config = configure(config, flags, mesh.devices.flat[0])
     inputs = {name: getattr(config, name) for name in INPUTS} if folder.start else {}
     pairs = captions.load(
