@@ -232,7 +232,9 @@ ORDER = [
     ),
     *(
         "vocabulary",
+        "periods",
         "stack",
+        "log_probs",
         "kernels",
         "config",
         "splash",
@@ -241,6 +243,8 @@ ORDER = [
         "flash",
         "cache",
         "attention",
+        "variant",
+        "expert_strategies",
         "experts",
         "delta_context",
         "delta_rule",

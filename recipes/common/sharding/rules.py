@@ -16,9 +16,9 @@ from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 
 from recipes.common.runtime import UserError, describe
 from recipes.common.runtime.mesh import AXES, ORDER
-from recipes.common.sharding.abstract import AbstractModel, paths
+from recipes.common.sharding.abstract import AbstractModel, Tree, paths
+from zoo.expert_strategies import STRATEGIES
 from zoo.sharding import AxisNames, Rules, optimizer_axes, optimizer_axis
-from zoo.strategies import STRATEGIES
 
 Weights = dict[str, tuple[tuple[int, ...], tuple[str, ...]]]  # path → (shape, logical axes)
 
@@ -131,21 +131,25 @@ def fit(
 
     Raises UserError if the rules do not fit the model or the mesh.
     """
-    names, sizes, weights = model.names, dict(mesh.shape), _every_weight(model)
+    names = model.names
+    sizes = dict(mesh.shape)
+    weights = _every_weight(model)
     _check_names(name, rules, names, weights)
-    _check_mesh_axes(name, rules, names, sizes, weights)
-    uneven: Rules = {}
-    for path, (_, axes) in weights.items():
-        _check_once(name, rules, path, axes)
-        _check_once(name, rules, f"{path} in use", tuple(names.while_used(a) for a in axes))
-        state_axes = optimizer_axes(axes, rules)
-        _check_once(name, rules, f"the optimizer's state of {path}", state_axes)
-        uneven |= _uneven(name, rules, names, sizes, weights, path)
+    _check_mesh_axes(name, rules, sizes, _divides(rules, weights, names.uneven))
+    for axis, other in names.within.items():
+        for mesh_axis in target_axes(rules[axis]):
+            if mesh_axis not in target_axes(rules[other]):
+                raise UserError(
+                    f"rules {name!r} split {axis!r} over mesh axis {mesh_axis!r}, but not "
+                    f"{other!r}; split both over it, or neither"
+                )
+    uneven = _check_weights(name, rules, names, weights, sizes)
     _check_activations(name, rules, names)
-    of_optimizer = _of_optimizer(names)
-    rules = {axis: target for axis, target in rules.items() if axis not in of_optimizer & {*uneven}}
-    # Stages pad nothing.
-    in_stages = any(count_shards(rules, axis, sizes) > 1 for axis in names.stacks)
+    state_follows = {*uneven} & _of_optimizer(names)
+    rules = {axis: target for axis, target in rules.items() if axis not in state_follows}
+    in_stages = any(
+        count_shards(rules, axis, sizes) > 1 for axis in names.stacks
+    )  # these pad nothing
     dropped = {axis: None for axis in uneven if in_stages or names.uneven.get(axis) == "replicated"}
     # A mesh axis of size 1 would make a pipeline of one stage, or a ring of one device.
     for axis in (*names.stacks, *names.positions, *names.substitutes):
@@ -155,13 +159,12 @@ def fit(
 
 
 def _of_optimizer(names: AxisNames) -> set[str]:
-    """The axes that rules may give the optimizer's state alone."""
-    known = names.logical_axes
-    return {optimizer_axis(axis) for axis, on in known.items() if on != "activations"}
+    """The names that weights' axes have in the optimizer's state."""
+    return {optimizer_axis(axis) for axis, on in names.logical_axes.items() if on != "activations"}
 
 
 def _check_names(name: str, rules: Rules, names: AxisNames, weights: Weights) -> None:
-    """Raises UserError if rules and weights name other logical axes than the model."""
+    """Raises UserError if rules and model name different logical axes."""
     known = names.logical_axes
     for axis in rules.keys() - known.keys() - _of_optimizer(names):
         near = difflib.get_close_matches(axis, known, n=1)
@@ -175,72 +178,65 @@ def _check_names(name: str, rules: Rules, names: AxisNames, weights: Weights) ->
             )
 
 
-def _check_mesh_axes(
-    name: str, rules: Rules, names: AxisNames, sizes: dict[str, int], weights: Weights
-) -> None:
-    """Raises UserError if the mesh lacks an axis, or one is split outside of what it is within."""
+def _check_mesh_axes(name: str, rules: Rules, sizes: dict[str, int], fits) -> None:
+    """Raises UserError if rules name mesh axes that the mesh lacks; fits: see `_divides`."""
     for axis, target in rules.items():
         for mesh_axis in target_axes(target):
             if mesh_axis not in sizes:
                 present = " and ".join(repr(name) for name in sizes)
-                fits = _divides(rules, weights, names.uneven)
                 raise UserError(
                     f"rules {name!r} need mesh axis {mesh_axis!r} (for {axis!r}), and "
                     f"--mesh={describe(sizes)} has {present}; "
                     f"try --mesh={_with_axes(sizes, used_axes(rules), fits)}"
                 )
-    for axis, other in names.within.items():
-        for mesh_axis in target_axes(rules[axis]):
-            if mesh_axis not in target_axes(rules[other]):
-                raise UserError(
-                    f"rules {name!r} split {axis!r} over mesh axis {mesh_axis!r}, but not "
-                    f"{other!r}; split both over it, or neither"
-                )
 
 
-def _uneven(
-    name: str,
-    rules: Rules,
-    names: AxisNames,
-    sizes: dict[str, int],
-    weights: Weights,
-    path: str,
+def _check_weights(
+    name: str, rules: Rules, names: AxisNames, weights: Weights, sizes: dict[str, int]
 ) -> Rules:
-    """The rules that don't divide a weight's dims. Raises UserError if a dim has to be divisible."""
-    shape, axes = weights[path]
+    """Raises UserError if rules split a weight twice over a mesh axis, or into uneven parts.
+
+    Returns: the rules of dims that are not divisible and need not be.
+    """
     of_optimizer = _of_optimizer(names)
-    uneven = {
-        axis: rules[axis]
-        for dim, axis in zip(shape, optimizer_axes(axes, rules), strict=True)
-        if axis in of_optimizer and dim % count_shards(rules, axis, sizes)
-    }
-    for dim, axis in zip(shape, axes, strict=True):
-        count = count_shards(rules, axis, sizes)
-        if dim % count and axis in names.uneven:
-            uneven[axis] = rules[axis]
-        elif dim % count:
-            over = " and ".join(repr(name) for name in target_axes(rules[axis]))
-            raise UserError(
-                f"rules {name!r} split dim {axis!r} of {path} {list(shape)} over {count} "
-                f"devices (mesh axis {over} of --mesh={describe(sizes)}), and {dim} is not "
-                f"divisible by {count}; {_meshes_that_fit(rules, weights, sizes, names.uneven)}"
-            )
+    uneven = {}
+    for path, (shape, axes) in weights.items():
+        _check_once(name, rules, path, axes)
+        _check_once(name, rules, f"{path} in use", tuple(names.while_used(a) for a in axes))
+        state_axes = optimizer_axes(axes, rules)
+        _check_once(name, rules, f"the optimizer's state of {path}", state_axes)
+        for dim, axis in zip(shape, state_axes, strict=True):
+            if axis in of_optimizer and dim % count_shards(rules, axis, sizes):
+                uneven[axis] = rules[axis]
+        for dim, axis in zip(shape, axes, strict=True):
+            count = count_shards(rules, axis, sizes)
+            if dim % count and axis in names.uneven:
+                uneven[axis] = rules[axis]
+            elif dim % count:
+                over = " and ".join(repr(name) for name in target_axes(rules[axis]))
+                raise UserError(
+                    f"rules {name!r} split dim {axis!r} of {path} {list(shape)} over {count} "
+                    f"devices (mesh axis {over} of --mesh={describe(sizes)}), and {dim} is not "
+                    f"divisible by {count}; "
+                    f"{_meshes_that_fit(rules, weights, sizes, names.uneven)}"
+                )
     return uneven
 
 
 def _check_activations(name: str, rules: Rules, names: AxisNames) -> None:
-    """Raises UserError if an activation would be split twice over the same mesh axis.
+    """Raises UserError if rules split an activation twice over a mesh axis.
 
     An activation has every axis that only activations have (or its substitute) and one axis that
     weights have too.
     """
-    inner, substitutes = dict.fromkeys(names.in_use.values()), names.substitutes
+    known, substitutes = names.logical_axes, names.substitutes
+    inner = dict.fromkeys(names.in_use.values())
     outer = [
         axis
-        for axis, on in names.logical_axes.items()
+        for axis, on in known.items()
         if on == "activations" and axis not in inner and axis not in substitutes
     ]
-    for axis, on in names.logical_axes.items():
+    for axis, on in known.items():
         if axis in substitutes:
             others = [a for a in outer if a != substitutes[axis]]
             for other in inner:
@@ -393,14 +389,14 @@ def _check_once(name: str, rules: Rules, what: str, axes: tuple[str, ...]) -> No
             first[mesh_axis] = axis
 
 
-def _divides(rules: Rules, weights: Weights, uneven) -> Callable[[Mapping[str, int]], bool]:
+def _divides(rules: Rules, weights: Tree, uneven) -> Callable[[Mapping[str, int]], bool]:
     """A function of a mesh: whether it divides every dim that has to be."""
     dims = {pair for shape, axes in weights.values() for pair in zip(shape, axes, strict=True)}
     dims = {(dim, axis) for dim, axis in dims if axis not in uneven}
     return lambda mesh: all(dim % count_shards(rules, axis, mesh) == 0 for dim, axis in dims)
 
 
-def _meshes_that_fit(rules: Rules, weights: Weights, sizes: dict[str, int], uneven) -> str:
+def _meshes_that_fit(rules: Rules, weights: Tree, sizes: dict[str, int], uneven) -> str:
     """Advice: the largest meshes with these axes, none larger than now, that divide every dim."""
     fits = _divides(rules, weights, uneven)
     every = [

@@ -13,7 +13,8 @@ from recipes.common.sharding.abstract import AbstractModel, declared_names
 from recipes.common.sharding.rules import Rules
 from recipes.instruments.user_model import ModelFlags, Subject, make_subject, reason, with_rules
 from zoo.config import Compute
-from zoo.strategies import EXPERT_DECODER, VOCAB
+from zoo.expert_strategies import EXPERT_DECODER
+from zoo.strategies import VOCAB
 
 
 class OwnModel(NamedTuple):
