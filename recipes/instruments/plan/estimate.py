@@ -53,7 +53,8 @@ REPEATS = {None: (False, False), "none": (False, False), "dots": (False, True)}
 LANES = 128  # of a TPU's vectors: heads of 64 take as much memory as those of 128
 MATRIX_UNITS = {"TPU v6 lite": 256, "TPU7x": 256}  # width of heads that fill one; others: LANES
 LOGITS = 4  # times that float32 logits are written or read, forward and backward
-OVERLAPPED = ("compute", "memory", "links", "network", "host")  # keys of Estimate.seconds
+CAUSES = ("links", "network", "waiting", "bubble", "compute", "memory", "update", "host", "ends")
+OVERLAPPED = ("compute", "memory", "links", "network", "host")  # some of CAUSES
 
 
 class Estimate(NamedTuple):
@@ -68,7 +69,7 @@ class Estimate(NamedTuple):
     links: float  # bytes sent to devices of the same slice or node
     network: float  # bytes sent to devices of other slices or nodes
     operations: dict[str, float]  # kind of operation, a field of Factors → seconds of computing
-    seconds: dict[str, float]  # cause → seconds
+    seconds: dict[str, float]  # one of CAUSES → seconds
     useful: float  # FLOPs of all devices, without recomputation
     optimizer: str
 
@@ -142,7 +143,7 @@ def estimate(
     activations = _activations(layout, passes) / hardware.bandwidth
     operations = _operations(layout, devices, work, activations)
     seconds["compute"] = sum(operations.values())
-    seconds["bubble"], waves = 0.0, accumulate
+    waves = accumulate
     if layout.stages > 1:
         rows = layout.batch_size // accumulate // layout.batch_shards
         count = microbatches(layout.config, rows, layout.stages)
@@ -182,7 +183,7 @@ def _sending(
     sizes = dict(layout.mesh.shape)
     parts = slices.across(sizes, devices.groups)
     links = network = 0.0
-    seconds: dict[str, float] = dict.fromkeys(("links", "network", "waiting"), 0.0)
+    seconds: dict[str, float] = dict.fromkeys(CAUSES, 0.0)
     for transfer in sent:
         inside, outside = transfer.over_links(sizes, parts)
         links, network = links + inside, network + outside
