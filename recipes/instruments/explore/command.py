@@ -14,6 +14,7 @@ from jax.sharding import AbstractMesh
 from recipes.common import checkpoint, entries
 from recipes.common.runtime import UserError, describe, flag, print0
 from recipes.common.runtime.mesh import parse
+from recipes.common.sharding import make_layout
 from recipes.common.sharding import rules as sharding_rules
 from recipes.common.sharding.shape import trace_shape
 from recipes.common.storage import folders
@@ -71,10 +72,10 @@ def write_page(
 
 
 def of_flags(flags: Flags) -> explorer.Shown:
-    """Returns the state of the flags. Raises UserError if no such size, mesh or strategy exists."""
+    """Returns the state of the flags. Raises UserError if there is no such layout."""
     zoo = entries.zoo_file(flags.entry)
     sizes = entries.sizes(flags.entry)
-    size = flags.size or ("8b" if "8b" in sizes else next(reversed(sizes)))
+    size = flags.size or explorer.default_size(flags.entry)
     if size not in sizes:
         raise UserError(f"--size={size} is not one of {', '.join(sizes)}")
     axes = parse(flags.mesh)
@@ -84,8 +85,10 @@ def of_flags(flags: Flags) -> explorer.Shown:
             f"try --mesh={MOST_DEVICES}"
         )
     mesh = AbstractMesh(tuple(axes.values()), tuple(axes))
-    names = entries.model(flags.entry).axes
-    rules, table = sharding_rules.select(zoo.RULES, names, flags.rules, mesh)
+    model = entries.model(flags.entry)
+    rules, table = sharding_rules.select(zoo.RULES, model.axes, flags.rules, mesh)
+    layout = make_layout(model, sizes[size](), mesh, flags.rules)
+    sharding_rules.check_used(zoo.RULES, rules, layout.rules, mesh)
     batch = flags.batch_size, flags.seq_len
     mesh_text = describe(axes)
     return explorer.Shown(flags.entry, size, flags.device, count, mesh_text, rules, *batch, table)

@@ -126,8 +126,8 @@ def device_tokens(layout: Layout) -> float:
 def of_weights(layout: Layout, accumulate: int = 1, repeats: bool = False) -> Iterator[Transfer]:
     """Transfers of weights and their gradients, of all weights together; see `of_each_weight`."""
     sums: dict[tuple[str, str, frozenset[str]], float] = {}
-    for _, (*key, count) in of_each_weight(layout, accumulate, repeats):
-        sums[*key] = sums.get((*key,), 0.0) + count
+    for _, (purpose, kind, axes, count) in of_each_weight(layout, accumulate, repeats):
+        sums[purpose, kind, axes] = sums.get((purpose, kind, axes), 0.0) + count
     yield from (Transfer(*key, count) for key, count in sums.items())
 
 
