@@ -97,7 +97,10 @@ class Decoder(nnx.Module):
         Returns: (sum over targets, number of targets, aux), float32 scalars; aux maps a name to
           (sum, count): loss: the cross entropy alone; and means over the layers of their metrics.
         """
-        objective = self.objective(Batch(tokens, targets, segment_ids))
+        return self.results(self.objective(Batch(tokens, targets, segment_ids)))
+
+    def results(self, objective: Objective):
+        """What `loss` returns, of an objective. Also updates the model's buffers."""
         self.update_buffers(objective)
         means = {name: metric.mean(axis=0) for name, metric in objective.metrics.items()}
         load_E = means.pop("load", ())
@@ -111,11 +114,22 @@ class Decoder(nnx.Module):
 
         Layers in stages are not supported.
         """
+        x_BTD, table_RVD, _ = self.outputs(tokens, targets, segment_ids)
+        return log_probs(x_BTD, table_RVD, targets, self.config)
+
+    @fit_rules
+    def outputs(self, tokens, targets, segment_ids=None):
+        """Runs the layers as in training, for a loss of one's own.
+
+        Layers in stages are not supported. Arguments as in `loss`.
+
+        Returns: their output, normed, [B, T, D]; the table to unembed it, [R, V, D]; their metrics.
+        """
         batch = Batch(*(stripe(self.config, x) for x in (tokens, targets, segment_ids)))
         tables = self.tables()
-        x_BTD, _ = self.run_training(tables, batch)
-        log_probs_BT = log_probs(self.final_norm(x_BTD), tables[-1], batch.targets, self.config)
-        return stripe(self.config, log_probs_BT, back=True)
+        x_BTD, metrics = self.run_training(tables, batch)
+        x_BTD = gather(self.final_norm(x_BTD))
+        return stripe(self.config, x_BTD, "act_embed", back=True), tables[-1], metrics
 
     def prefill(self, tokens_BT, lengths_B, slots: int):
         """Reads prompts. Returns next-token logits [B, V] and a Cache with room for more tokens.

@@ -113,8 +113,8 @@ _rows.defvjp(lambda *saved: (_rows(*saved), saved), _add_rows)
 
 def unembed(x_BTD: jax.Array, table_RVD: jax.Array, config) -> jax.Array:
     """Logits [B, T, V] in float32."""
-    product_RMV = _product(by_shard(gather(x_BTD), "act_embed"), table_RVD)
-    logits_RMV = _logits(product_RMV, config)
+    product_RMV = product(by_shard(gather(x_BTD), "act_embed"), table_RVD)
+    logits_RMV = logits_of(product_RMV, config)
     logits_BTV = from_shards(logits_RMV, x_BTD.shape[:2], "vocab")
     if logits_BTV.shape[-1] == config.vocab_size:
         return logits_BTV
@@ -128,9 +128,28 @@ def cross_entropy(x_BTD, table_RVD, targets_BT, config):
     have logits at the same time.
     """
     targets_BT = constrain(targets_BT, "batch", "seq")
-    x_CRMD = _chunks(gather(x_BTD), config, "act_embed")
-    sums_R: Any = _sums(config, x_CRMD, table_RVD, _chunks(targets_BT, config))
-    return sums_R.sum(), (targets_BT >= 0).sum().astype(jnp.float32)
+
+    def nats(product_RMV, targets_RM, _):
+        return (cross_entropies(product_RMV, targets_RM, config),)
+
+    x_CRMD = chunks(gather(x_BTD), config, "act_embed")
+    (sum_,) = chunked_sums(nats, 1, x_CRMD, table_RVD, chunks(targets_BT, config), None)
+    return sum_, (targets_BT >= 0).sum().astype(jnp.float32)
+
+
+def chunked_sums(of_chunk, count: int, x_CRMD, table_RVD, others_CRM, whole) -> tuple:
+    """Sums over all positions of what `of_chunk` makes of their logits, float32 scalars.
+
+    Only the first sum may be differentiated, by x and the table.
+
+    Args:
+      of_chunk: (products of x and the table [R, M, V], others [R, M, ...], whole) → a tuple of `count`
+        arrays [R, M]; called while only one chunk of positions has logits.
+      others_CRM: arrays by chunk, made by `chunks`.
+      whole: arrays that all chunks need.
+    """
+    sums: Any = _sums(of_chunk, count, x_CRMD, table_RVD, others_CRM, whole)
+    return tuple(sums_R.sum() for sums_R in sums)
 
 
 def log_probs(x_BTD, table_RVD, targets_BT, config):
@@ -140,12 +159,12 @@ def log_probs(x_BTD, table_RVD, targets_BT, config):
     chunk's logits again.
     """
     targets_BT = constrain(targets_BT, "batch", "seq")
-    x_CRMD = _chunks(gather(x_BTD), config, "act_embed")
-    log_probs_CRM: Any = _log_probs(config, x_CRMD, table_RVD, _chunks(targets_BT, config))
+    x_CRMD = chunks(gather(x_BTD), config, "act_embed")
+    log_probs_CRM: Any = _log_probs(config, x_CRMD, table_RVD, chunks(targets_BT, config))
     return _from_chunks(log_probs_CRM, targets_BT.shape)
 
 
-def _chunks(x_BT, config, *axes: str):
+def chunks(x_BT, config, *axes: str):
     """[B, T, ...] → [C, R, M, ...], M: positions of a shard in a chunk. axes: of the dims after T."""
     B, T = x_BT.shape[:2]
     R = shards(SHARDS)
@@ -160,7 +179,7 @@ def _chunks(x_BT, config, *axes: str):
 
 
 def _from_chunks(x_CRM, shape: tuple[int, ...]):
-    """The inverse of `_chunks`; shape: (B, T)."""
+    """The inverse of `chunks`; shape: (B, T)."""
     C, R, M = x_CRM.shape
     rows = shape[0] // shards("batch")
     x = reshape(x_CRM, (C, R, rows, M // rows), None, SHARDS, None, None)
@@ -168,48 +187,56 @@ def _from_chunks(x_CRM, shape: tuple[int, ...]):
     return from_shards(x, shape)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _sums(config, x_CRMD, table_RVD, targets_CRM):
-    """The sum of each shard's cross entropies, float32 [R].
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _sums(of_chunk, count, x_CRMD, table_RVD, others_CRM, whole):
+    """The sums of each shard, float32 [R]; see chunked_sums.
 
     When differentiated, the forward pass computes each chunk's gradients from its logits, and the
     backward pass only scales them: logits are neither kept nor computed twice.
     """
 
-    def chunk(sums_R, x_and_targets):
-        x_RMD, targets_RM = x_and_targets
-        return sums_R + _nats(config, _product(x_RMD, table_RVD), targets_RM).sum(axis=1), None
+    def chunk(sums, x_and_others):
+        x_RMD, others_RM = x_and_others
+        new = of_chunk(product(x_RMD, table_RVD), others_RM, whole)
+        return tuple(a + b.sum(axis=1) for a, b in zip(sums, new, strict=True)), None
 
-    return jax.lax.scan(chunk, _zeros(table_RVD), (x_CRMD, targets_CRM))[0]
+    zeros = (_zeros(table_RVD),) * count
+    return jax.lax.scan(chunk, zeros, (x_CRMD, others_CRM))[0]
 
 
-def _sums_and_gradients(config, x_CRMD, table_RVD, targets_CRM):
-    """`_sums`, and the gradients of x and of the table for a cotangent of 1."""
+def _sums_and_gradients(of_chunk, count, x_CRMD, table_RVD, others_CRM, whole):
+    """`_sums`, and the first one's gradients of x and of the table for a cotangent of 1."""
 
-    def chunk(carry, x_and_targets):
-        sums_R, table_grad_RVD = carry
-        x_RMD, targets_RM = x_and_targets
-        nats = lambda product_RMV: _nats(config, product_RMV, targets_RM).sum(axis=1)  # noqa: E731
-        nats_R, pull = jax.vjp(nats, _product(x_RMD, table_RVD))
-        (grad_RMV,) = pull(jnp.ones_like(nats_R))
+    def chunk(carry, x_and_others):
+        sums, table_grad_RVD = carry
+        x_RMD, others_RM = x_and_others
+
+        def new_sums(product_RMV):
+            return tuple(x.sum(axis=1) for x in of_chunk(product_RMV, others_RM, whole))
+
+        new, pull = jax.vjp(new_sums, product(x_RMD, table_RVD))
+        first, *rest = new
+        (grad_RMV,) = pull((jnp.ones_like(first), *map(jnp.zeros_like, rest)))
         x_grad_RMD, grad_RVD = _gradients(grad_RMV, x_RMD, table_RVD)
-        return (sums_R + nats_R, table_grad_RVD + grad_RVD), x_grad_RMD
+        sums = tuple(a + b for a, b in zip(sums, new, strict=True))
+        return (sums, table_grad_RVD + grad_RVD), x_grad_RMD
 
     # In float32: there may be hundreds of chunks, and a sum in bfloat16 soon no longer changes.
-    carry = _zeros(table_RVD), jnp.zeros_like(table_RVD, dtype=jnp.float32)
-    (sums_R, table_grad_RVD), x_grad_CRMD = jax.lax.scan(chunk, carry, (x_CRMD, targets_CRM))
-    return sums_R, (x_grad_CRMD, table_grad_RVD.astype(table_RVD.dtype))
+    carry = (_zeros(table_RVD),) * count, jnp.zeros_like(table_RVD, dtype=jnp.float32)
+    (sums, table_grad_RVD), x_grad_CRMD = jax.lax.scan(chunk, carry, (x_CRMD, others_CRM))
+    return sums, (x_grad_CRMD, table_grad_RVD.astype(table_RVD.dtype))
 
 
-def _scaled_gradients(config, gradients, grad_R):
-    """The backward pass of `_sums`: scales the gradients by the cotangent grad_R."""
+def _scaled_gradients(of_chunk, count, gradients, grads):
+    """The backward pass of `_sums`: scales the gradients by the first sum's cotangent."""
+    grad_R = grads[0]
 
     def scaled(x, factor):  # in float32: a rounded factor would change all gradients alike
         return (factor * x.astype(jnp.float32)).astype(x.dtype)
 
     x_grad_CRMD, table_grad_RVD = gradients
     x_grad_CRMD = scaled(x_grad_CRMD, grad_R[None, :, None, None])
-    return x_grad_CRMD, scaled(table_grad_RVD, grad_R[:, None, None]), None
+    return x_grad_CRMD, scaled(table_grad_RVD, grad_R[:, None, None]), None, None
 
 
 _sums.defvjp(_sums_and_gradients, _scaled_gradients)
@@ -221,7 +248,7 @@ def _log_probs(config, x_CRMD, table_RVD, targets_CRM):
 
     def chunk(_, x_and_targets):
         x_RMD, targets_RM = x_and_targets
-        return None, -_nats(config, _product(x_RMD, table_RVD), targets_RM)
+        return None, -cross_entropies(product(x_RMD, table_RVD), targets_RM, config)
 
     return jax.lax.scan(chunk, None, (x_CRMD, targets_CRM))[1]
 
@@ -231,8 +258,8 @@ def _log_probs_backward(config, saved, grad_CRM):
 
     def chunk(table_grad_RVD, chunk):
         x_RMD, targets_RM, grad_RM = chunk
-        nats = functools.partial(_nats, config, targets_RM=targets_RM)
-        _, pull = jax.vjp(nats, _product(x_RMD, table_RVD))
+        nats = functools.partial(cross_entropies, targets_RM=targets_RM, config=config)
+        _, pull = jax.vjp(nats, product(x_RMD, table_RVD))
         (grad_RMV,) = pull(-grad_RM)
         x_grad_RMD, grad_RVD = _gradients(grad_RMV, x_RMD, table_RVD)
         return table_grad_RVD + grad_RVD, x_grad_RMD
@@ -260,9 +287,9 @@ def _zeros(table_RVD):
     return constrain(jnp.zeros(len(table_RVD)), SHARDS)
 
 
-def _nats(config, product_RMV, targets_RM):
+def cross_entropies(product_RMV, targets_RM, config):
     """Cross entropies of one chunk, [R, M], from the product of x and the table; 0 for padding."""
-    logits_RMV = _logits(product_RMV, config)
+    logits_RMV = logits_of(product_RMV, config)
     if device().platform == "gpu" and shards("vocab") == 1:
         nats_RM: Any = _nats_in_one_pass(logits_RMV, targets_RM)
     else:
@@ -323,14 +350,14 @@ def positions_at_once(loss_chunk: int, rows: int, seq_len: int) -> int:
     return next(n for n in range(min(seq_len, most), 0, -1) if seq_len % n == 0)
 
 
-def _product(x_RMD, table_RVD):
+def product(x_RMD, table_RVD):
     """Products of x and the rows of a table, [R, M, V] in float32."""
     axes = (SHARDS, None, "vocab")
     product_RMV = dot("RMD,RVD->RMV", x_RMD, table_RVD, out_sharding=explicit(*axes))
     return constrain(product_RMV, *axes)
 
 
-def _logits(product_RMV, config):
+def logits_of(product_RMV, config):
     """Logits [R, M, V] in float32; padded tokens get -inf."""
     logits_RMV = product_RMV
     if config.logits_divisor != 1:

@@ -41,6 +41,7 @@ LAYERS = {
     "generation_config": {"runtime"},
     "classification": {"runtime", "sharding", "report", "checkpoint", "train"},
     "int8_weights": {"runtime", "sharding"},
+    "distillation": {"runtime", "sharding"},
     "language": {
         *{"storage", "runtime", "sharding", "report", "generation", "checkpoint"},
         *{"train", "entries", "config_flags", "contexts"},
