@@ -278,6 +278,7 @@ def test_stored_numbers_train_the_same_model(tune, tmp_path, quick):
             np.testing.assert_allclose(x, expected[path], atol=1e-5, err_msg=path)
 
 
+@pytest.mark.full
 def test_the_reference_of_an_adapter_takes_no_memory_for_weights():
     layout = layout_on("4x2", "fsdp_tp", config_of("transformer", lora_rank=2))
     its = layout_on("4x2", "fsdp_tp", config_of("transformer"))
