@@ -70,7 +70,7 @@ def main(run: Run, text: Text, flags: Any, distillation: Distillation, training:
         return print0(*lines, about)
 
     # ---- Data: batch k is a pure function of (seed, k) -------------------------------------------
-    corpus = text.load(tokenizer)
+    corpus = text.load(tokenizer, run.seed)
     packed = "segment_ids" in corpus.filler
     print0(*corpus.notes, *kernel.report(layout, text.seq_len, packed), *describe_set(flags), about)
 

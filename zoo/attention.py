@@ -111,6 +111,7 @@ class Attention(nnx.Module):
                 striped=positions.striped,
                 soft_cap=self.soft_cap,
                 sinks_N=sinks_N,
+                causal=self.config.causal,
             )
         else:
             from .cache import attend_to_cache
@@ -131,7 +132,7 @@ class Attention(nnx.Module):
 
 
 def grown(q_BTNH: jax.Array, numbers_BT: jax.Array, growth: float, kind: Kind) -> jax.Array:
-    """Queries, larger at positions beyond multiples of the original length (config.Variant)."""
+    """Queries, larger at positions beyond multiples of the original length (variant.Variant)."""
     scaling: Any = kind.rope_scaling
     times_BT = jnp.maximum(numbers_BT, 0) // scaling.original_length  # padding is before 0
     factor_BT11 = (1 + growth * jnp.log1p(times_BT.astype(jnp.float32)))[..., None, None]
@@ -170,7 +171,8 @@ def make_positions(
       targets_BT: in training; metrics count positions whose target is ≥ 0. None: all.
       positions_BT: in generation; None: 0 to T - 1.
       cache: a Cache to attend to; None: none.
-      lengths_B1: in generation: each row's tokens so far, on which some rotary scalings depend. None: T.
+      lengths_B1: in generation: each row's tokens so far, on which some rotary scalings depend. None:
+        T, or the length of each document.
     """
     seq_len = tokens_BT.shape[1]
     counted_BT = constrain(tokens_BT if targets_BT is None else targets_BT, "batch", "seq") >= 0
@@ -186,7 +188,15 @@ def make_positions(
         positions_BT = position_T[None]
     positions_BT = constrain(positions_BT, "batch" if len(positions_BT) > 1 else None, "seq")
     rotary = [kind for kind in config.kinds if kind.rope_theta is not None]
-    length = seq_len if lengths_B1 is None else constrain(lengths_B1, "batch", None)[..., None]
+    length: Any = seq_len
+    if lengths_B1 is not None:
+        length = constrain(lengths_B1, "batch", None)[..., None]
+    elif segment_ids_BT is not None and config.scales_by_length:
+        from .rope_scaling import places_in_documents
+
+        ids_BT = stripe(config, segment_ids_BT, back=True)
+        positions_BT, length_BT = (stripe(config, x_BT) for x_BT in places_in_documents(ids_BT))
+        length = length_BT[..., None]
     return Positions(
         segment_ids_BT=segment_ids_BT,
         numbers_BT=positions_BT,
@@ -229,8 +239,9 @@ def attend(
     striped: bool = False,
     soft_cap: float | None = None,
     sinks_N: jax.Array | None = None,
+    causal: bool = True,
 ) -> jax.Array:
-    """Causal softmax attention with the best kernel for the device. Returns [B, T, N, H].
+    """Softmax attention with the best kernel for the device. Returns [B, T, N, H].
 
     A position attends to itself and to earlier positions in its own segment and sliding window.
     Values, and so outputs, may have another H than queries and keys.
@@ -241,10 +252,10 @@ def attend(
       striped: whether positions are in stripes; see context.has_stripes.
       soft_cap: limits scores smoothly; see layers.soft_cap.
       sinks_N: a score per head that takes part in the softmax and has no value.
+      causal: False: it also attends to later positions, in a window to as many as before.
     """
     _, T, N, H = q_BTNH.shape
-    K = k_BSKH.shape[2]
-    settings = Settings(positions=T, window=window, soft_cap=soft_cap)
+    settings = Settings(positions=T, window=window, causal=causal, soft_cap=soft_cap)
     exchange = None
     if shards("seq") > 1:
         from .context import around_devices, choose_exchange
@@ -260,28 +271,16 @@ def attend(
         exchange=exchange,
         soft_cap=soft_cap is not None,
         sinks=sinks_N is not None,
+        two_sided=window is not None and not causal,
     )
     kernel = choose_kernel(kernel, request).kernel
     seq = "seq" if exchange == "ring" else None  # else each device has all positions of its heads
     heads, kv_heads = "heads", "kv_heads"
     if exchange == "all-to-all":
         heads, kv_heads = ("heads", "seq"), ("kv_heads", "seq")
-    if mesh_axes(heads) != mesh_axes(kv_heads) or K % shards(kv_heads):
-        # Give each device the kv heads of its own queries, repeated no more than that takes.
-        times = math.lcm(K, shards(heads)) // K
-        kv_heads = heads
-        if times > 1:
-            repeat = functools.partial(
-                jnp.repeat,
-                repeats=times,
-                axis=2,
-                out_sharding=explicit("batch", "seq", "kv_heads", "head_dim"),
-            )
-            k_BSKH, v_BSKH = repeat(k_BSKH), repeat(v_BSKH)
-        k_BSKH = constrain(k_BSKH, "batch", seq, heads, None)
-        v_BSKH = constrain(v_BSKH, "batch", seq, heads, None)
+    k_BSKH, v_BSKH, kv_heads = with_own_kv_heads(k_BSKH, v_BSKH, seq, heads, kv_heads)
     if kernel == "xla":
-        return blockwise(q_BTNH, k_BSKH, v_BSKH, segment_ids_BT, window, kv_heads)
+        return blockwise(q_BTNH, k_BSKH, v_BSKH, segment_ids_BT, window, kv_heads, causal)
     q_axes = ("batch", seq, heads, None)  # H whole, whatever the rules
     kv_axes = ("batch", seq, kv_heads, None)
     out_BTNH = per_device(
@@ -291,6 +290,31 @@ def attend(
         check_vma=False,
     )
     return constrain(out_BTNH, "batch", "seq", "heads", "head_dim") if exchange else out_BTNH
+
+
+def with_own_kv_heads(k_BSKH, v_BSKH, seq, heads, kv_heads) -> tuple:
+    """Gives each device the kv heads of its own queries, repeated no more than that takes.
+
+    Args:
+      seq, heads, kv_heads: the logical axes of S, of the queries' N and of K.
+
+    Returns: (keys, values, the logical axes of their K).
+    """
+    K = k_BSKH.shape[2]
+    if mesh_axes(heads) == mesh_axes(kv_heads) and K % shards(kv_heads) == 0:
+        return k_BSKH, v_BSKH, kv_heads
+    times = math.lcm(K, shards(heads)) // K
+    if times > 1:
+        repeat = functools.partial(
+            jnp.repeat,
+            repeats=times,
+            axis=2,
+            out_sharding=explicit("batch", "seq", "kv_heads", "head_dim"),
+        )
+        k_BSKH, v_BSKH = repeat(k_BSKH), repeat(v_BSKH)
+    k_BSKH = constrain(k_BSKH, "batch", seq, heads, None)
+    v_BSKH = constrain(v_BSKH, "batch", seq, heads, None)
+    return k_BSKH, v_BSKH, heads
 
 
 def attend_on_device(kernel: str, settings, q_BTNH, k_BSKH, v_BSKH, segment_ids_BT, sinks_N):

@@ -13,7 +13,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from .kernels import NOT_SEEN, Settings
+from .kernels import NOT_SEEN, Settings, in_window
 from .layers import dot, soft_cap
 
 TILE = 512  # queries, and keys, of one step of `flash`
@@ -86,7 +86,8 @@ def flash(settings: Settings, q_BNTH, kv, ids_BT, offset):
 
     Args:
       kv: (k_BKSH, v_BKSH, ids_BS).
-      offset: query i sees key j if 0 ≤ i + offset - j < window.
+      offset: query i sees key j if 0 ≤ i + offset - j < window, or its absolute value is, if not
+        settings.causal.
 
     Returns: (output [B, N, T, H], logarithm of the softmax's denominator [B, N, T]), float32.
     """
@@ -166,7 +167,7 @@ def _over_tiles(settings: Settings, tile, queries, kv, ids_BT, offset, query_sum
     def visit_pair(sums, pair):
         i, j = pair
         age_TS = (i - j) * size + offset + jnp.arange(size)[:, None] - jnp.arange(size)[None]
-        seen_TS = (age_TS >= 0) & (window is None or age_TS < window)
+        seen_TS = in_window(age_TS if settings.causal else abs(age_TS), window)
         seen_XTS = seen_TS[None] & (ids_T[i][:, :, None] == ids_S[j][:, None])
         run = functools.partial(tile, seen_XTS[:, :, None], *tiles_of(pair, queries, keys))
         new_tiles = jax.lax.cond(
@@ -183,7 +184,8 @@ def _over_tiles(settings: Settings, tile, queries, kv, ids_BT, offset, query_sum
     ids_S, ids_T = (cut_keys(jnp.repeat(x[:, None], K, axis=1)) for x in (ids_BS, ids_BT))
     back = T if window is None else -(-(window - 1) // size)
     tiles = range(T // size)
-    pairs = [(i, j) for i in tiles for j in tiles if settings.ring or 0 <= i - j <= back]
+    ahead = 0 if settings.causal else back
+    pairs = [(i, j) for i in tiles for j in tiles if settings.ring or -ahead <= i - j <= back]
     (query_sums, key_sums), _ = jax.lax.scan(visit_pair, (query_sums, key_sums), jnp.array(pairs))
     query_sums = [
         jnp.moveaxis(x, (0, 2), (2, 3)).reshape(B, N, T, *x.shape[4:]) for x in query_sums

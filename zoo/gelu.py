@@ -35,9 +35,9 @@ class GeluMLP(nnx.Module):
         return add_bias(out_BTD, self.down_bias)
 
 
-def layer_norm(dim: int, eps: float, dtype: str) -> nnx.LayerNorm:
+def layer_norm(dim: int, eps: float, dtype: str, use_bias: bool = True) -> nnx.LayerNorm:
     """LayerNorm (Ba et al. 2016), computed in float32; returns `dtype`."""
     names = {"out_sharding": ("norm",), "eager_sharding": False}
     metadata = {"scale_metadata": names, "bias_metadata": names}
     options = {"dtype": dtype, "use_fast_variance": False, "rngs": nnx.Rngs(0)}
-    return nnx.LayerNorm(dim, epsilon=eps, **metadata, **options)
+    return nnx.LayerNorm(dim, epsilon=eps, use_bias=use_bias, **metadata, **options)

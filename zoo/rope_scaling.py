@@ -8,9 +8,11 @@ Shapes: H head dim.
 import dataclasses
 import math
 
+import jax
 import jax.numpy as jnp
 
 from .layers import Llama3, RopeScaling
+from .sharding import auto, constrain
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,6 +38,7 @@ class Dynamic(RopeScaling):
     original_length: int
 
     magnitude = 1.0
+    by_length = True
 
     def scale(self, frequency_11H, theta: float, head_dim: int, length):
         excess = jnp.maximum(length / self.original_length - 1, 0)
@@ -57,6 +60,8 @@ class LongRope(RopeScaling):
     long: tuple[float, ...]
     original_length: int
     magnitude: float
+
+    by_length = True
 
     def scale(self, frequency_11H, theta: float, head_dim: int, length):
         short_11H, long_11H = jnp.asarray((self.short, self.long), jnp.float32)[:, None, None]
@@ -118,3 +123,25 @@ def from_tuple(stored) -> RopeScaling:
         case factor, low, high, original if not isinstance(factor, str):
             return Llama3(factor, low, high, original)
     raise ValueError(f"rope_scaling={stored!r} is not a Linear, Llama3, Yarn, Dynamic or LongRope")
+
+
+def places_in_documents(segment_ids_BT) -> tuple[jax.Array, jax.Array]:
+    """Each token's place in its document and the document's length, both [B, T].
+
+    So a packed document is scaled like one that has a row of its own. Documents are runs of equal ids.
+    """
+    last_T = segment_ids_BT.shape[1] - 1
+
+    def find(ids_BT):
+        place_1T = jnp.arange(ids_BT.shape[1])[None]
+        ends_BT = ids_BT[:, 1:] != ids_BT[:, :-1]  # whether the next token is of another document
+        is_first_BT = jnp.pad(ends_BT, ((0, 0), (1, 0)), constant_values=True)
+        is_last_BT = jnp.pad(ends_BT, ((0, 0), (0, 1)), constant_values=True)
+        first_BT = jax.lax.cummax(jnp.where(is_first_BT, place_1T, 0), axis=1)
+        last_BT = jax.lax.cummin(jnp.where(is_last_BT, place_1T, last_T), axis=1, reverse=True)
+        return jnp.stack((place_1T - first_BT, last_BT - first_BT + 1))
+
+    place_BT, length_BT = auto(find, None, "batch", "seq")(
+        constrain(segment_ids_BT, "batch", "seq")
+    )
+    return place_BT, length_BT

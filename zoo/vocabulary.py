@@ -65,19 +65,21 @@ def vocabulary(config, *, rngs: nnx.Rngs) -> nnx.Param:
 
 
 def table_copies(table: nnx.Param, dtype: str) -> jax.Array:
-    """Gives each shard of B and T its own copy of a table, [R, V, D]; every device holds one anyway.
+    """Gives each shard of B and T its own copy of a table, [R, V, D], or of a bias, [R, V]; every
+    device holds one anyway.
 
     Lookups and chunks of the loss then add to their own copy's gradient, and the copies' gradients
     are summed once, in the transpose of this broadcast; otherwise they would be summed in every
     chunk. V is padded with zeros to a multiple of its own shards.
     """
     table_VD = table[...].astype(dtype)
-    vocab = table.out_sharding[0]
+    vocab, *rest = table.out_sharding
+    rest = ["act_embed"] * len(rest)
     if padding := -len(table_VD) % shards(vocab):
-        padded_VD = jnp.pad(table_VD, ((0, padding), (0, 0)))
-        table_VD = constrain(padded_VD, None, "act_embed")  # gather before splitting
-    table_VD = constrain(table_VD, vocab, "act_embed")
-    axes = (SHARDS, vocab, "act_embed")
+        padded_VD = jnp.pad(table_VD, ((0, padding), *[(0, 0)] * len(rest)))
+        table_VD = constrain(padded_VD, None, *rest)  # gather before splitting
+    table_VD = constrain(table_VD, vocab, *rest)
+    axes = (SHARDS, vocab, *rest)
     shape = (shards(SHARDS), *table_VD.shape)
     return constrain(jnp.broadcast_to(table_VD, shape, out_sharding=explicit(*axes)), *axes)
 
@@ -111,9 +113,9 @@ def _add_rows(saved, grad_MD):
 _rows.defvjp(lambda *saved: (_rows(*saved), saved), _add_rows)
 
 
-def unembed(x_BTD: jax.Array, table_RVD: jax.Array, config) -> jax.Array:
+def unembed(x_BTD: jax.Array, table_RVD: jax.Array, config, bias_RV=None) -> jax.Array:
     """Logits [B, T, V] in float32."""
-    product_RMV = product(by_shard(gather(x_BTD), "act_embed"), table_RVD)
+    product_RMV = table_product(by_shard(gather(x_BTD), "act_embed"), table_RVD, bias_RV)
     logits_RMV = logits_of(product_RMV, config)
     logits_BTV = from_shards(logits_RMV, x_BTD.shape[:2], "vocab")
     if logits_BTV.shape[-1] == config.vocab_size:
@@ -121,50 +123,19 @@ def unembed(x_BTD: jax.Array, table_RVD: jax.Array, config) -> jax.Array:
     return constrain(logits_BTV, "batch", "seq", None)[..., : config.vocab_size]
 
 
-def cross_entropy(x_BTD, table_RVD, targets_BT, config):
+def cross_entropy(x_BTD, table_RVD, targets_BT, config, bias_RV=None):
     """Returns (sum of cross entropies in nats, number of targets), float32 scalars.
 
     Targets below 0 are padding and don't count. Only `positions_at_once` positions of each sequence
     have logits at the same time.
     """
     targets_BT = constrain(targets_BT, "batch", "seq")
-
-    def nats(product_RMV, targets_RM, _):
-        return (cross_entropies(product_RMV, targets_RM, config),)
-
-    x_CRMD = chunks(gather(x_BTD), config, "act_embed")
-    (sum_,) = chunked_sums(nats, 1, x_CRMD, table_RVD, chunks(targets_BT, config), None)
-    return sum_, (targets_BT >= 0).sum().astype(jnp.float32)
+    x_CRMD = in_chunks(gather(x_BTD), config, "act_embed")
+    sums_R: Any = _sums(config, x_CRMD, table_RVD, bias_RV, in_chunks(targets_BT, config))
+    return sums_R.sum(), (targets_BT >= 0).sum().astype(jnp.float32)
 
 
-def chunked_sums(of_chunk, count: int, x_CRMD, table_RVD, others_CRM, whole) -> tuple:
-    """Sums over all positions of what `of_chunk` makes of their logits, float32 scalars.
-
-    Only the first sum may be differentiated, by x and the table.
-
-    Args:
-      of_chunk: (products of x and the table [R, M, V], others [R, M, ...], whole) → a tuple of `count`
-        arrays [R, M]; called while only one chunk of positions has logits.
-      others_CRM: arrays by chunk, made by `chunks`.
-      whole: arrays that all chunks need.
-    """
-    sums: Any = _sums(of_chunk, count, x_CRMD, table_RVD, others_CRM, whole)
-    return tuple(sums_R.sum() for sums_R in sums)
-
-
-def log_probs(x_BTD, table_RVD, targets_BT, config):
-    """Log-probabilities of the targets, float32 [B, T]; 0 for targets below 0.
-
-    In chunks, like `cross_entropy`. Their cotangents may differ, so the backward pass computes each
-    chunk's logits again.
-    """
-    targets_BT = constrain(targets_BT, "batch", "seq")
-    x_CRMD = chunks(gather(x_BTD), config, "act_embed")
-    log_probs_CRM: Any = _log_probs(config, x_CRMD, table_RVD, chunks(targets_BT, config))
-    return _from_chunks(log_probs_CRM, targets_BT.shape)
-
-
-def chunks(x_BT, config, *axes: str):
+def in_chunks(x_BT, config, *axes: str):
     """[B, T, ...] → [C, R, M, ...], M: positions of a shard in a chunk. axes: of the dims after T."""
     B, T = x_BT.shape[:2]
     R = shards(SHARDS)
@@ -178,101 +149,61 @@ def chunks(x_BT, config, *axes: str):
     return reshape(x, (C, R, -1, *x.shape[4:]), None, SHARDS, None, *axes)
 
 
-def _from_chunks(x_CRM, shape: tuple[int, ...]):
-    """The inverse of `chunks`; shape: (B, T)."""
-    C, R, M = x_CRM.shape
-    rows = shape[0] // shards("batch")
-    x = reshape(x_CRM, (C, R, rows, M // rows), None, SHARDS, None, None)
-    x = reshape(jnp.moveaxis(x, 0, 2), (R, C * M), SHARDS, None)
-    return from_shards(x, shape)
-
-
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _sums(of_chunk, count, x_CRMD, table_RVD, others_CRM, whole):
-    """The sums of each shard, float32 [R]; see chunked_sums.
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _sums(config, x_CRMD, table_RVD, bias_RV, targets_CRM):
+    """The sum of each shard's cross entropies, float32 [R].
 
     When differentiated, the forward pass computes each chunk's gradients from its logits, and the
     backward pass only scales them: logits are neither kept nor computed twice.
     """
 
-    def chunk(sums, x_and_others):
-        x_RMD, others_RM = x_and_others
-        new = of_chunk(product(x_RMD, table_RVD), others_RM, whole)
-        return tuple(a + b.sum(axis=1) for a, b in zip(sums, new, strict=True)), None
+    def chunk(sums_R, x_and_targets):
+        x_RMD, targets_RM = x_and_targets
+        product_RMV = table_product(x_RMD, table_RVD, bias_RV)
+        return sums_R + cross_entropies(config, product_RMV, targets_RM).sum(axis=1), None
 
-    zeros = (_zeros(table_RVD),) * count
-    return jax.lax.scan(chunk, zeros, (x_CRMD, others_CRM))[0]
+    return jax.lax.scan(chunk, _zeros(table_RVD), (x_CRMD, targets_CRM))[0]
 
 
-def _sums_and_gradients(of_chunk, count, x_CRMD, table_RVD, others_CRM, whole):
-    """`_sums`, and the first one's gradients of x and of the table for a cotangent of 1."""
+def _sums_and_gradients(config, x_CRMD, table_RVD, bias_RV, targets_CRM):
+    """`_sums`, and the gradients of x, the table and the bias for a cotangent of 1."""
 
-    def chunk(carry, x_and_others):
-        sums, table_grad_RVD = carry
-        x_RMD, others_RM = x_and_others
-
-        def new_sums(product_RMV):
-            return tuple(x.sum(axis=1) for x in of_chunk(product_RMV, others_RM, whole))
-
-        new, pull = jax.vjp(new_sums, product(x_RMD, table_RVD))
-        first, *rest = new
-        (grad_RMV,) = pull((jnp.ones_like(first), *map(jnp.zeros_like, rest)))
-        x_grad_RMD, grad_RVD = _gradients(grad_RMV, x_RMD, table_RVD)
-        sums = tuple(a + b for a, b in zip(sums, new, strict=True))
-        return (sums, table_grad_RVD + grad_RVD), x_grad_RMD
+    def chunk(carry, x_and_targets):
+        sums_R, table_grad_RVD, bias_grad_RV = carry
+        x_RMD, targets_RM = x_and_targets
+        nats = lambda product_RMV: cross_entropies(config, product_RMV, targets_RM).sum(axis=1)  # noqa: E731
+        nats_R, pull = jax.vjp(nats, table_product(x_RMD, table_RVD, bias_RV))
+        (grad_RMV,) = pull(jnp.ones_like(nats_R))
+        if bias_RV is not None:
+            bias_grad_RV = bias_grad_RV + grad_RMV.sum(axis=1)
+        x_grad_RMD, grad_RVD = product_gradients(grad_RMV, x_RMD, table_RVD)
+        return (sums_R + nats_R, table_grad_RVD + grad_RVD, bias_grad_RV), x_grad_RMD
 
     # In float32: there may be hundreds of chunks, and a sum in bfloat16 soon no longer changes.
-    carry = (_zeros(table_RVD),) * count, jnp.zeros_like(table_RVD, dtype=jnp.float32)
-    (sums, table_grad_RVD), x_grad_CRMD = jax.lax.scan(chunk, carry, (x_CRMD, others_CRM))
-    return sums, (x_grad_CRMD, table_grad_RVD.astype(table_RVD.dtype))
+    bias_grad_RV = None if bias_RV is None else jnp.zeros_like(bias_RV)
+    carry = _zeros(table_RVD), jnp.zeros_like(table_RVD, dtype=jnp.float32), bias_grad_RV
+    sums, x_grad_CRMD = jax.lax.scan(chunk, carry, (x_CRMD, targets_CRM))
+    sums_R, table_grad_RVD, bias_grad_RV = sums
+    return sums_R, (x_grad_CRMD, table_grad_RVD.astype(table_RVD.dtype), bias_grad_RV)
 
 
-def _scaled_gradients(of_chunk, count, gradients, grads):
-    """The backward pass of `_sums`: scales the gradients by the first sum's cotangent."""
-    grad_R = grads[0]
+def _scaled_gradients(config, gradients, grad_R):
+    """The backward pass of `_sums`: scales the gradients by the cotangent grad_R."""
 
     def scaled(x, factor):  # in float32: a rounded factor would change all gradients alike
         return (factor * x.astype(jnp.float32)).astype(x.dtype)
 
-    x_grad_CRMD, table_grad_RVD = gradients
+    x_grad_CRMD, table_grad_RVD, bias_grad_RV = gradients
     x_grad_CRMD = scaled(x_grad_CRMD, grad_R[None, :, None, None])
-    return x_grad_CRMD, scaled(table_grad_RVD, grad_R[:, None, None]), None, None
+    if bias_grad_RV is not None:
+        bias_grad_RV = scaled(bias_grad_RV, grad_R[:, None])
+    return x_grad_CRMD, scaled(table_grad_RVD, grad_R[:, None, None]), bias_grad_RV, None
 
 
 _sums.defvjp(_sums_and_gradients, _scaled_gradients)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _log_probs(config, x_CRMD, table_RVD, targets_CRM):
-    """Log-probabilities of the targets, float32 [C, R, M]."""
-
-    def chunk(_, x_and_targets):
-        x_RMD, targets_RM = x_and_targets
-        return None, -cross_entropies(product(x_RMD, table_RVD), targets_RM, config)
-
-    return jax.lax.scan(chunk, None, (x_CRMD, targets_CRM))[1]
-
-
-def _log_probs_backward(config, saved, grad_CRM):
-    x_CRMD, table_RVD, targets_CRM = saved
-
-    def chunk(table_grad_RVD, chunk):
-        x_RMD, targets_RM, grad_RM = chunk
-        nats = functools.partial(cross_entropies, targets_RM=targets_RM, config=config)
-        _, pull = jax.vjp(nats, product(x_RMD, table_RVD))
-        (grad_RMV,) = pull(-grad_RM)
-        x_grad_RMD, grad_RVD = _gradients(grad_RMV, x_RMD, table_RVD)
-        return table_grad_RVD + grad_RVD, x_grad_RMD
-
-    zeros = jnp.zeros_like(table_RVD, dtype=jnp.float32)
-    table_grad_RVD, x_grad_CRMD = jax.lax.scan(chunk, zeros, (x_CRMD, targets_CRM, grad_CRM))
-    return x_grad_CRMD, table_grad_RVD.astype(table_RVD.dtype), None
-
-
-_log_probs.defvjp(lambda config, *saved: (_log_probs(config, *saved), saved), _log_probs_backward)
-
-
-def _gradients(grad_RMV, x_RMD, table_RVD):
+def product_gradients(grad_RMV, x_RMD, table_RVD):
     """The gradients of x, in its dtype, and of the table, from that of their product."""
     grad_RMV = grad_RMV.astype(x_RMD.dtype)  # GPUs multiply float32 at half the speed
     x_axes = explicit(SHARDS, None, "act_embed")
@@ -287,7 +218,7 @@ def _zeros(table_RVD):
     return constrain(jnp.zeros(len(table_RVD)), SHARDS)
 
 
-def cross_entropies(product_RMV, targets_RM, config):
+def cross_entropies(config, product_RMV, targets_RM):
     """Cross entropies of one chunk, [R, M], from the product of x and the table; 0 for padding."""
     logits_RMV = logits_of(product_RMV, config)
     if device().platform == "gpu" and shards("vocab") == 1:
@@ -350,11 +281,12 @@ def positions_at_once(loss_chunk: int, rows: int, seq_len: int) -> int:
     return next(n for n in range(min(seq_len, most), 0, -1) if seq_len % n == 0)
 
 
-def product(x_RMD, table_RVD):
-    """Products of x and the rows of a table, [R, M, V] in float32."""
+def table_product(x_RMD, table_RVD, bias_RV=None):
+    """Products of x and the rows of a table, plus a bias: [R, M, V] in float32."""
     axes = (SHARDS, None, "vocab")
     product_RMV = dot("RMD,RVD->RMV", x_RMD, table_RVD, out_sharding=explicit(*axes))
-    return constrain(product_RMV, *axes)
+    product_RMV = constrain(product_RMV, *axes)
+    return product_RMV if bias_RV is None else product_RMV + bias_RV[:, None]
 
 
 def logits_of(product_RMV, config):

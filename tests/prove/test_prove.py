@@ -8,6 +8,7 @@ import os
 import pathlib
 import subprocess
 import sys
+import types
 
 import jax
 import jax.numpy as jnp
@@ -20,13 +21,16 @@ from recipes.common.runtime import UserError
 from recipes.common.runtime.mesh import make_mesh
 from recipes.common.sharding import make_layout
 from recipes.common.train.feed import to_devices
+from recipes.common.train.state import abstract_state
 from recipes.instruments import user_model
 from recipes.instruments.prove import cases
 from recipes.instruments.prove import run as prove_run
 from recipes.instruments.prove.cases import prove
 from recipes.instruments.prove.compare import GRADIENT_TOLERANCE, compare_all, compare_gradients
 from recipes.instruments.prove.precision import prove_precision
+from recipes.instruments.prove.subject import layouts, reference_layout
 from tests.conftest import ROOT, full_except
+from tests.support.quick import QUICK
 from zoo.transformer import Config, Transformer
 
 pytestmark = pytest.mark.promise("prove")
@@ -424,6 +428,116 @@ def test_devices_get_unequal_numbers_of_targets():
         assert len({*counts_B.reshape(devices, -1).sum(axis=1)}) > devices / 2
 
 
+# ---- faults in a model of a user's size ----------------------------------------------------------
+
+VOCAB, WIDTH, HIDDEN = 2048, 256, 512
+SMALL = 1e-5  # scale of a branch's output, and so of the gradients of its weights
+LOCAL_MEAN = "a mean of local means"
+NO_SUM = "a missing psum"
+LOST = "a gradient without the part of a device"
+LOST_SMALL = "such a gradient, which is a few millionths of all"
+
+
+class Sized(nnx.Module):
+    """A language model of residual branches; the last one is scaled down, as by LayerScale."""
+
+    def __init__(self, fault: str, *, rngs: nnx.Rngs):
+        def matrix(*shape, axes):
+            values = jax.random.normal(rngs.params(), shape) * shape[-2] ** -0.5
+            return nnx.Param(values, out_sharding=axes)
+
+        self.fault = fault
+        self.config = types.SimpleNamespace(vocab_size=VOCAB)
+        self.embed = matrix(VOCAB, WIDTH, axes=(None, None))
+        self.up = matrix(4, WIDTH, HIDDEN, axes=(None, None, "hidden"))
+        self.down = matrix(4, HIDDEN, WIDTH, axes=(None, "hidden", None))
+        self.small = matrix(WIDTH, WIDTH, axes=(None, None))
+        self.head = matrix(WIDTH, VOCAB, axes=(None, None))
+
+    def loss(self, tokens, targets):
+        rows = jax.P("data")
+        per_device = functools.partial(jax.shard_map, check_vma=False)
+        project = per_device(
+            self.project, in_specs=(jax.P("data", None, "model"), jax.P("model")), out_specs=rows
+        )
+        x_BTD = self.embed[...][tokens]
+        for layer in range(4):
+            past_BTD = x_BTD.cumsum(axis=1) / jnp.arange(1, x_BTD.shape[1] + 1)[None, :, None]
+            x_BTD += project(jax.nn.gelu(past_BTD @ self.up[layer]), self.down[layer])
+        branch = per_device(self.branch, in_specs=(rows, jax.P()), out_specs=rows)
+        x_BTD += SMALL * branch(x_BTD, self.small[...])
+        logs_BTV = jax.nn.log_softmax(x_BTD @ self.head[...])
+        nats_BT = -(logs_BTV * jax.nn.one_hot(targets, VOCAB)).sum(axis=-1)
+        mean = per_device(self.mean, in_specs=(rows, rows), out_specs=jax.P())
+        return mean(nats_BT, targets)
+
+    def project(self, hidden_BTF, down_FD):
+        y_BTD = hidden_BTF @ lose_last(down_FD, self.fault == LOST)
+        return y_BTD if self.fault == NO_SUM else jax.lax.psum(y_BTD, "model")
+
+    def branch(self, x_BTD, small_DD):
+        return jnp.tanh(x_BTD @ lose_last(small_DD, self.fault == LOST_SMALL))
+
+    def mean(self, nats_BT, targets_BT):
+        total, count = nats_BT.sum(), (targets_BT >= 0).sum()
+        if self.fault == LOCAL_MEAN:
+            return jax.lax.pmean(total / count, "data")
+        return jax.lax.psum(total, "data") / jax.lax.psum(count, "data")
+
+
+def lose_last(w, is_lost: bool):
+    """A weight without the gradient from the last of four devices along `data`."""
+    is_last = jax.lax.axis_index("data") == 3
+    return jnp.where(is_last, jax.lax.stop_gradient(w), w) if is_lost else w
+
+
+@pytest.fixture(scope="module")
+def sized():
+    """Returns a function of a fault: the case of the model on 4x2; one device is right in all."""
+    rules = {"tp": {"batch": "data", "hidden": "model"}}
+
+    def subject(fault: str):
+        return user_model.make_subject(
+            lambda: Sized(fault, rngs=nnx.Rngs(0)), None, rules, None, prove_run.OPTIMIZER
+        )
+
+    def layout(fault: str):
+        return layouts(subject(fault), [make_mesh("4x2")], auto=True)[0]["tp", "4x2"]
+
+    reference = cases.Reference(reference_layout([layout("")]), subject(""))
+
+    def prove_fault(fault: str) -> cases.Case:
+        batch = reference.subject.batch
+        on_mesh = layout(fault)
+        abstract = abstract_state(on_mesh, reference.optimizer)
+        row = {name: x[0] for name, x in batch.items()}
+        step = prove_run.compile_step(on_mesh, reference.optimizer, row, **QUICK)
+        initial = reference.training.initial
+        training = prove_run.train(on_mesh, step, initial, abstract, [batch] * prove_run.STEPS)
+        return cases.Case("tp", "4x2", cases.compare_runs(training, reference.training))
+
+    return prove_fault
+
+
+def test_a_model_of_a_user_s_size_holds(sized):
+    case = sized("")
+    assert case.holds, case.beyond
+    assert {x.relative > 0 for x in case.differences["gradient"].values()} == {True}
+
+
+WRONG = {LOCAL_MEAN: "down", NO_SUM: "down", LOST: "down", LOST_SMALL: "small"}
+
+
+@pytest.mark.parametrize("fault", full_except(WRONG, [LOCAL_MEAN, LOST_SMALL]))
+def test_a_fault_in_a_model_of_a_user_s_size_is_caught(fault, sized):
+    case = sized(fault)
+    assert not case.holds
+    assert case.beyond["gradient"][WRONG[fault]].relative > 0.05
+    if fault == LOST_SMALL:
+        assert case.beyond["gradient"].keys() == {"small"}
+        assert case.differences["loss"]["loss"].relative < 2e-6, "no loss tells"
+
+
 def test_no_cases_prove_nothing():
     assert not cases.Proof((), ()).holds
 
@@ -649,13 +763,31 @@ def test_a_line_that_adds_up_in_16_bits_is_named():
     assert right.sums == ()
 
 
-def test_a_model_without_a_dtype_is_a_user_error():
-    class Plain(nnx.Module):
-        def __init__(self):
-            self.w = nnx.Param(jnp.ones(4))
+@dataclasses.dataclass(frozen=True, slots=True)
+class Format:
+    dtype: str = "float32"
 
-        def loss(self, x):
-            return (x @ self.w[...]).mean()
 
-    with pytest.raises(UserError, match="Plain has no field dtype"):
-        prove_precision(Plain, None, {"batch": "data"}, {"x": np.ones((8, 4), np.float32)})
+class Table(nnx.Module):
+    """States its dtype in a config, or not at all: then that of its parameters counts."""
+
+    def __init__(self, config: Format | None):
+        self.config = config
+        self.rows = nnx.Param(jax.random.normal(jax.random.key(0), (4, 32)))
+
+    def loss(self, tokens):
+        dtype = self.config.dtype if self.config else self.rows.dtype
+        x_BTD = self.rows[...].astype(dtype)[tokens]
+        return jnp.square(x_BTD.astype(jnp.float32)).mean()
+
+
+@pytest.mark.parametrize("config", full_except([None, Format()], [None]))
+def test_a_model_computes_in_the_dtype_of_its_config_or_parameters(config):
+    batch = {"tokens": np.zeros((8, 1024), np.int32)}
+    precision = prove_precision(
+        lambda: Table(config), None, {"batch": "data"}, batch, ["8"], auto=True
+    )
+    (found,) = precision.sums
+    assert (found.what, found.terms) == ("scatter-add", 8 * 1024)
+    assert precision.errors["one device"]["rows"] > 0.5
+    assert len(precision.errors) == 2

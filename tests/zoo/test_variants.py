@@ -1,4 +1,4 @@
-"""config.Variant: generation and gradients with all switches of Llama's relatives on."""
+"""variant.Variant: generation and gradients with all switches of Llama's relatives on."""
 
 import dataclasses
 import math
@@ -9,8 +9,10 @@ import numpy as np
 import pytest
 from flax import nnx
 
+from tests.conftest import full_except
 from tests.sharding.test_context import loss_and_gradients
 from tests.support.quick import QUICK
+from zoo.attention import make_positions
 from zoo.layers import Kind, rope_angles
 from zoo.moe import Config as MoEConfig
 from zoo.moe import MoE
@@ -86,6 +88,42 @@ def test_scalings_depend_on_the_length_as_in_transformers():
     np.testing.assert_allclose(found, [1.0, theta**-0.5], rtol=1e-6)
     np.testing.assert_allclose(rope_angles(long, 4, one, 16)[0, 0], plain / [1, 2], rtol=1e-6)
     np.testing.assert_allclose(rope_angles(long, 4, one, 17)[0, 0], plain / [4, 8], rtol=1e-6)
+
+
+LENGTHS = (7, 3, 14, 8)  # of packed documents, on both sides of the original length
+BY_LENGTH = {
+    "longrope": {"rope_scaling": LongRope((1.0, 1.5, 2.0, 3.0), (2.0, 9.0, 5.0, 30.0), 8, 1.2)},
+    "dynamic": {"rope_scaling": Dynamic(4.0, 6)},
+    "growth": {"rope_scaling": Yarn(4.0, 2.0, 1.0, 5, True, 1.1), "query_growth": 0.4},
+}
+
+
+@pytest.mark.parametrize("scaling", full_except(BY_LENGTH, ["longrope", "growth"]))
+def test_a_packed_document_is_scaled_like_one_in_a_row_of_its_own(scaling):
+    config = dataclasses.replace(Config.tiny(), num_layers=1, **BY_LENGTH[scaling])
+    graph, state = nnx.split(Transformer(config, rngs=nnx.Rngs(0)))
+    state["layers"]["attention"]["q"][...] *= 30  # positions matter
+    model = nnx.merge(graph, state)
+    read = jax.jit(lambda tokens_BT, ids_BT: model(tokens_BT, ids_BT), compiler_options=QUICK)
+    tokens_BT = np.random.default_rng(0).integers(0, config.vocab_size, (1, sum(LENGTHS)))
+    ids_BT = np.repeat(range(len(LENGTHS)), LENGTHS)[None]
+    packed_BTV = read(tokens_BT, ids_BT)
+    for document, length in enumerate(LENGTHS):
+        first = sum(LENGTHS[:document])
+        alone_BT = tokens_BT[:, first : first + length]
+        np.testing.assert_allclose(
+            packed_BTV[:, first : first + length], read(alone_BT, None), atol=2e-5
+        )
+
+
+def test_documents_are_measured_only_for_a_scaling_that_depends_on_them():
+    def primitives(**changes) -> str:
+        config = dataclasses.replace(Config.tiny(), **changes)
+        row = jnp.zeros((1, 8), jnp.int32)
+        return str(jax.make_jaxpr(lambda: make_positions(config, row, row).angles)())
+
+    assert "cummax" in primitives(**BY_LENGTH["longrope"])
+    assert "cummax" not in primitives(rope_scaling=Yarn(4.0, 2.0, 1.0, 5, True, 1.1))
 
 
 @pytest.mark.parametrize(

@@ -79,10 +79,14 @@ def in_words(totals: Tree, size: int | None) -> str:
 
     Args:
       totals: an Evaluation's.
-      size: bytes of the targets' text.
+      size: bytes of the targets' text; None: the targets are masked tokens.
     """
-    assert size, "text has bytes"
     nats, targets = map(float, totals["loss"])
+    if size is None:
+        right = (
+            f", {float(totals['accuracy'][0]) / targets:.2%} right" if "accuracy" in totals else ""
+        )
+        return f"loss {nats / targets:.4f} nats/token{right}, over {targets:,.0f} masked tokens"
     loss, bits = nats / targets, f"{nats / math.log(2) / size:.4f} bits/byte"
     if targets == size:  # a token is a byte
         return f"loss {loss:.4f} nats/byte, {bits}, over {targets:,.0f} bytes"

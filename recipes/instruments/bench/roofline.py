@@ -8,6 +8,8 @@ import pathlib
 from collections import defaultdict
 from typing import Any
 
+import jax
+
 from recipes.common import entries
 from recipes.common.config_flags import Settings, default_unroll, read_set, replace
 from recipes.common.report import report
@@ -16,7 +18,8 @@ from recipes.common.runtime.flags import choose, flag
 from recipes.common.runtime.terminal import print0
 from recipes.common.sharding.shape import trace_shape
 from recipes.instruments.bench.common import ONE_DEVICE, Table, machine, make_step
-from recipes.instruments.plan import gpu_program
+from recipes.instruments.plan.cycles import write_program
+from recipes.instruments.plan.gpu_program import read_hlo
 from recipes.instruments.plan.hardware import HARDWARE
 from recipes.instruments.plan.targets import TooLarge, compile_step, missing_compiler, topology
 
@@ -46,9 +49,14 @@ def roofline(flags: RooflineFlags) -> None:
     folder = pathlib.Path(flags.save).parent
     if not folder.is_dir():
         raise UserError(f"--save={flags.save}: there is no folder {folder}; make it first")
-    text = pathlib.Path(flags.program).read_text() if flags.program else _compile(flags, config)
     hardware = HARDWARE[flags.kind]
-    reading = gpu_program.read_hlo(text, hardware)
+    if flags.program:
+        reading = read_hlo(pathlib.Path(flags.program).read_text(), hardware)
+    else:
+        compiled = _compile(flags, config)
+        reading = read_hlo(compiled.as_text(), hardware)
+        if flags.save:
+            write_program(compiled.as_text(), pathlib.Path(flags.save), {})
     kernels = sorted(reading.kernels, key=lambda x: -x.least(hardware))
     by_kind = defaultdict(list)
     for kernel in kernels:
@@ -75,8 +83,8 @@ def roofline(flags: RooflineFlags) -> None:
            "a loop goes on.", machine())  # fmt: skip
 
 
-def _compile(flags: RooflineFlags, config: Any) -> str:
-    """The compiled step's text."""
+def _compile(flags: RooflineFlags, config: Any) -> jax.stages.Compiled:
+    """The compiled step. Raises UserError if there is no compiler, or too little memory."""
     if missing := missing_compiler(flags.kind):
         raise UserError(f"{missing}, or read a saved program with --program")
     model = entries.model(flags.entry)
@@ -99,7 +107,4 @@ def _compile(flags: RooflineFlags, config: Any) -> str:
             f"{flags.entry} {flags.size} {compiled.text}; use fewer rows, a smaller --batch_size"
         )
     print0(f"peak memory: {report.size(report.peak_memory(compiled))}")
-    text = compiled.as_text() or ""
-    if flags.save:
-        pathlib.Path(flags.save).write_text(text)
-    return text
+    return compiled

@@ -12,7 +12,6 @@ from rich.progress import track
 
 from recipes.common.runtime import processes
 from recipes.common.sharding import Layout, Tree
-from zoo.rope_scaling import Dynamic, LongRope
 
 SHORTEST = 32  # fewest positions of a program
 LOGITS = 2**29  # most logits of a program on one device: 2 GiB
@@ -66,18 +65,10 @@ class Scorer:
     def length(self, row: Row) -> int:
         """Positions of the program for a row: a power of two, or the whole context.
 
-        Rounded up to what the mesh divides. Rotary scalings that depend on a row's length would
-        depend on the padding too: LongRoPE's gets none across the switch, a dynamic one none at all.
+        Rounded up to what the mesh divides.
         """
         own = len(row.tokens) - 1
         length = min(2 ** math.ceil(math.log2(max(own, SHORTEST))), self._context)
-        for kind in self._layout.config.kinds:
-            scaling = kind.rope_scaling
-            if isinstance(scaling, Dynamic | LongRope) and length > scaling.original_length:
-                if own <= scaling.original_length:
-                    length = scaling.original_length
-                elif isinstance(scaling, Dynamic):
-                    length = own
         return -(-length // self._layout.seq_shards) * self._layout.seq_shards
 
     def rows(self, length: int) -> int:
@@ -89,14 +80,18 @@ class Scorer:
     def _score(self, length: int, rows: list[Row]) -> tuple[np.ndarray, np.ndarray]:
         shape = (self.rows(length), length)
         tokens_BT, targets_BT = np.zeros(shape, np.int32), np.full(shape, -1, np.int32)
+        padding_BT = np.ones(shape, np.int32)
         for b, (tokens, scored) in enumerate(rows):
             end = len(tokens) - 1
             tokens_BT[b, :end] = tokens[:-1]
+            padding_BT[b, :end] = 0
             targets_BT[b, end - scored : end] = tokens[-scored:]
         sharding = self._layout.batch_shardings(tokens_BT)
+        arrays = [tokens_BT, targets_BT]
+        if self._layout.config.scales_by_length:  # else padding at the end changes nothing
+            arrays.append(padding_BT)
         batch = [  # every process has all rows, and its devices take theirs
-            jax.make_array_from_callback(shape, sharding, rows_BT.__getitem__)
-            for rows_BT in (tokens_BT, targets_BT)
+            jax.make_array_from_callback(shape, sharding, rows_BT.__getitem__) for rows_BT in arrays
         ]
         if length not in self._programs:
             self._programs[length] = self._layout.compile(
@@ -104,8 +99,9 @@ class Scorer:
             )
         return jax.device_get(self._programs[length](self._variables, *batch))
 
-    def _program(self, variables, tokens_BT, targets_BT):
-        logits_BTV = self._layout.model.merge(variables)(tokens_BT)
+    def _program(self, variables, tokens_BT, targets_BT, padding_BT=None):
+        # Padding is a document of its own, on whose length no scaling of the row depends.
+        logits_BTV = self._layout.model.merge(variables)(tokens_BT, padding_BT)
         counts_BT = targets_BT >= 0
         picked_BTV = jnp.arange(logits_BTV.shape[-1])[None, None] == targets_BT[..., None]
         picked_BT = jnp.where(picked_BTV, logits_BTV, 0).sum(axis=-1)
