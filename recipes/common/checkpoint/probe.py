@@ -32,7 +32,7 @@ def batch(metadata: dict[str, Any], tokenizer: Tokenizer | None = None) -> dict[
     # The config overrides flags: 0 means the config's default.
     flags = metadata["flags"] | metadata["config"] | {"tokenizer": tokenizer}
     if metadata.get("recipe") == PAIRS:  # chosen answers
-        names = ("dataset", "seq_len", "tokenizer", "eval_dataset", "chat")
+        names = ("dataset", "seq_len", "tokenizer", "eval_dataset", "as_chat")
         rows = pairs.load(**{name: flags[name] for name in names})
         found = next(batches.held_out_batches(rows, ROWS))
         return {name: found[name] for name in ("tokens", "targets")}
