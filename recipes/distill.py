@@ -44,7 +44,7 @@ def main(run: Run, text: Text, flags: Any, distillation: Distillation, training:
     run = dataclasses.replace(run, workdir=run.workdir or "runs/distill")
     source = checkpoint.find(distillation.teacher, "--teacher", run.verify)
     entry, size = entry_and_size(run, distillation)
-    folder = open_run(entry, run, text, flags, distillation, training)
+    folder = open_run(entry, run, text, flags, distillation, training, recipe="distill")
     tokenizer = checkpoint.tokenizer_for(text.tokenizer, source)
     if folder.start:
         checkpoint.tokenizer_for(text.tokenizer or "", folder.start)

@@ -12,7 +12,7 @@ import dataclasses
 from typing import Any
 
 from recipes.common import checkpoint, entries, language
-from recipes.common.checkpoint import flags_of, open_run
+from recipes.common.checkpoint import flags_of, open_run, probe
 from recipes.common.config_flags import configure, describe_set
 from recipes.common.language import DECODER, Training
 from recipes.common.preference import reference as references
@@ -51,7 +51,7 @@ def main(
         run, workdir=run.workdir or "runs/dpo", restore_from=started_from(run)
     )
     entry = decoder_of(run.restore_from)
-    folder = open_run(entry, run, data, flags, loss, ref, training)
+    folder = open_run(entry, run, data, flags, loss, ref, training, recipe=probe.PAIRS)
     tokenizer = checkpoint.tokenizer_for(data.tokenizer, folder.start)
     assert folder.start
     config = configure(checkpoint.config_of(folder.start), flags, mesh.devices.flat[0])

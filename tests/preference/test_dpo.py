@@ -10,7 +10,7 @@ import jax
 import numpy as np
 import pytest
 
-from recipes import dpo
+from recipes import dpo, publish
 from recipes.common import entries
 from recipes.common.preference.losses import Loss
 from recipes.common.preference.objective import Objective
@@ -291,6 +291,19 @@ def test_the_reference_of_an_adapter_takes_no_memory_for_weights():
     used = report.memory(compiled).argument_size_in_bytes
     base = report.bytes_per_device(its.variables())
     assert held <= used < held + 0.01 * base
+
+
+@pytest.mark.full
+def test_a_tuned_model_is_published_with_its_own_command(tune, tmp_path, quick):
+    tune("--mesh=1", "--steps=1", f"--workdir={tmp_path / 'w'}")
+    source, target = tmp_path / "w", tmp_path / "published"
+    flags = [f"--source={source}", f"--target={target}", "--licence=mit", "--mesh=1"]
+    publish.main(*(parse(flags, publish.Publish()) or []))
+    card = (target / "README.md").read_text()
+    assert re.search("`python -m recipes.dpo --mesh=1 .*--restore_from=path/to/model", card)
+    assert re.search(r"Held out \| accuracy [\d.]+, kl .*reward_rejected [-\d.e]+ \|", card)
+    kept = json.loads((target / "probe.json").read_text())
+    assert {*kept["batch"]} == {"tokens", "targets"}
 
 
 def test_a_plan_counts_both_models(tune, tmp_path):

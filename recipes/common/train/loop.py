@@ -158,6 +158,7 @@ def checkpoint_metadata(folder: RunFolder, layout: Layout) -> dict[str, Any]:
     """The metadata of each checkpoint of the run, except for its step and data."""
     metadata = checkpoint.metadata(folder.entry, layout, folder.flags)
     metadata |= {"base": folder.base} if folder.base else {}
+    metadata |= {"recipe": folder.recipe} if folder.recipe else {}
     metadata["not_default"] = sorted(
         name for name, value in folder.flags.items() if value != DEFAULTS.get(name)
     )
