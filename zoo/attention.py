@@ -132,7 +132,7 @@ class Attention(nnx.Module):
 
 
 def grown(q_BTNH: jax.Array, numbers_BT: jax.Array, growth: float, kind: Kind) -> jax.Array:
-    """Queries, larger at positions beyond multiples of the original length (config.Variant)."""
+    """Queries, larger at positions beyond multiples of the original length (variant.Variant)."""
     scaling: Any = kind.rope_scaling
     times_BT = jnp.maximum(numbers_BT, 0) // scaling.original_length  # padding is before 0
     factor_BT11 = (1 + growth * jnp.log1p(times_BT.astype(jnp.float32)))[..., None, None]
@@ -255,7 +255,6 @@ def attend(
       causal: False: it also attends to later positions, in a window to as many as before.
     """
     _, T, N, H = q_BTNH.shape
-    K = k_BSKH.shape[2]
     settings = Settings(positions=T, window=window, causal=causal, soft_cap=soft_cap)
     exchange = None
     if shards("seq") > 1:
@@ -279,20 +278,7 @@ def attend(
     heads, kv_heads = "heads", "kv_heads"
     if exchange == "all-to-all":
         heads, kv_heads = ("heads", "seq"), ("kv_heads", "seq")
-    if mesh_axes(heads) != mesh_axes(kv_heads) or K % shards(kv_heads):
-        # Give each device the kv heads of its own queries, repeated no more than that takes.
-        times = math.lcm(K, shards(heads)) // K
-        kv_heads = heads
-        if times > 1:
-            repeat = functools.partial(
-                jnp.repeat,
-                repeats=times,
-                axis=2,
-                out_sharding=explicit("batch", "seq", "kv_heads", "head_dim"),
-            )
-            k_BSKH, v_BSKH = repeat(k_BSKH), repeat(v_BSKH)
-        k_BSKH = constrain(k_BSKH, "batch", seq, heads, None)
-        v_BSKH = constrain(v_BSKH, "batch", seq, heads, None)
+    k_BSKH, v_BSKH, kv_heads = with_own_kv_heads(k_BSKH, v_BSKH, seq, heads, kv_heads)
     if kernel == "xla":
         return blockwise(q_BTNH, k_BSKH, v_BSKH, segment_ids_BT, window, kv_heads, causal)
     q_axes = ("batch", seq, heads, None)  # H whole, whatever the rules
@@ -304,6 +290,31 @@ def attend(
         check_vma=False,
     )
     return constrain(out_BTNH, "batch", "seq", "heads", "head_dim") if exchange else out_BTNH
+
+
+def with_own_kv_heads(k_BSKH, v_BSKH, seq, heads, kv_heads) -> tuple:
+    """Gives each device the kv heads of its own queries, repeated no more than that takes.
+
+    Args:
+      seq, heads, kv_heads: the logical axes of S, of the queries' N and of K.
+
+    Returns: (keys, values, the logical axes of their K).
+    """
+    K = k_BSKH.shape[2]
+    if mesh_axes(heads) == mesh_axes(kv_heads) and K % shards(kv_heads) == 0:
+        return k_BSKH, v_BSKH, kv_heads
+    times = math.lcm(K, shards(heads)) // K
+    if times > 1:
+        repeat = functools.partial(
+            jnp.repeat,
+            repeats=times,
+            axis=2,
+            out_sharding=explicit("batch", "seq", "kv_heads", "head_dim"),
+        )
+        k_BSKH, v_BSKH = repeat(k_BSKH), repeat(v_BSKH)
+    k_BSKH = constrain(k_BSKH, "batch", seq, heads, None)
+    v_BSKH = constrain(v_BSKH, "batch", seq, heads, None)
+    return k_BSKH, v_BSKH, heads
 
 
 def attend_on_device(kernel: str, settings, q_BTNH, k_BSKH, v_BSKH, segment_ids_BT, sinks_N):

@@ -18,7 +18,6 @@ CHOICES = {  # field → its valid values
 # Fields by which activations are multiplied or divided: from 1e-6 to 1e6, which float32 can bear.
 FACTORS = ("embed_scale", "residual_scale", "attention_scale", "logits_divisor", "soft_cap")
 FACTORS += ("logits_soft_cap", "route_scale", "swiglu_limit")
-NORMS = ("before", "after", "both")  # valid values of Variant.norms
 
 
 class Architecture:
@@ -168,60 +167,3 @@ def read_scaling(stored) -> RopeScaling | None:
     from .rope_scaling import from_tuple
 
     return from_tuple(stored)
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Variant(Compute):
-    """What relatives of Llama do differently, off by default: fields of Transformer and MoE."""
-
-    norms: str = "before"  # of a sublayer: "before" it, "after" it (OLMo 2) or "both" (GLM-4)
-    qkv_bias: bool = False
-    o_bias: bool = False  # of attention's output
-    mlp_bias: bool = False
-    qk_norm: bool = False
-    joint_qk_norm: bool = False  # QK-norm over all heads together (OLMo 2); needs qk_norm
-    rotary_dims: int = 0  # the first dims of a head, which rotate; 0: all
-    embed_scale: float = 1.0  # factor of embeddings (Granite, as the next three)
-    residual_scale: float = 1.0  # factor of what a sublayer adds to the residual
-    attention_scale: float | None = None  # factor of scores; None: 1 / sqrt(head_dim)
-    logits_divisor: float = 1.0
-    # Queries at position t are multiplied by 1 + query_growth · ln(1 + ⌊t / original length⌋), with
-    # the original length of their rotary scaling (Ministral 3).
-    query_growth: float = 0.0
-
-    MAY_BE_ZERO: ClassVar[tuple[str, ...]] = (*Compute.MAY_BE_ZERO, "rotary_dims")
-    ROTARY: ClassVar[str] = "rotary_dims"
-
-    @property
-    def rotary_dim(self) -> int:
-        return self.rotary_dims or self.head_dim
-
-    @property
-    def biases(self) -> tuple[str, ...]:
-        """The projections of attention that have a bias."""
-        return ("q", "k", "v") * self.qkv_bias + ("o",) * self.o_bias
-
-    @property
-    def query_scale(self) -> float:
-        """The factor of queries whose scores are divided by sqrt(head_dim)."""
-        if self.attention_scale is None:
-            return 1.0
-        return self.attention_scale * math.sqrt(self.head_dim)
-
-    def __post_init__(self):
-        super().__post_init__()
-        if self.norms not in NORMS:
-            raise ValueError(f"norms={self.norms!r} is not one of {', '.join(NORMS)}")
-        if self.joint_qk_norm and not self.qk_norm:
-            raise ValueError("joint_qk_norm needs qk_norm")
-        if self.query_growth:
-            from .rope_scaling import Yarn
-
-            if not all(isinstance(kind.rope_scaling, Yarn) for kind in self.kinds):
-                raise ValueError(
-                    "query_growth needs rotary embeddings scaled by Yarn in all layers"
-                )
-        if self.rotary_dims > self.head_dim:
-            raise ValueError(
-                f"rotary_dims={self.rotary_dims} is more than head_dim={self.head_dim}"
-            )

@@ -47,9 +47,9 @@ def around_devices(settings: Settings, striped: bool) -> Settings:
 
 
 def has_stripes(config, seq_len: int) -> bool:
-    """Whether, on a ring, device d of n has each nth position from d on, so that all devices see
-    equally many keys (Brandon et al. 2023). With windows, keys are near, and parts are consecutive;
-    so they are where layers of another kind carry a state along T.
+    """Whether device d of n on a ring has the positions d, d + n, d + 2n, …, so that all devices see
+    equally many keys (Brandon et al. 2023). With windows, or layers that carry a state along T, each
+    device has consecutive positions.
     """
     on_ring = choose_exchange(config.context, config.num_heads) == "ring"
     consecutive = config.period or any(kind.window for kind in config.kinds)

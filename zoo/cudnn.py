@@ -17,7 +17,7 @@ from .kernels import Settings, compute_capability
 from .layers import dot
 from .sharding import device
 
-NOT_SEEN = -(2.0**41)  # as JAX has it: cuDNN subtracts larger numbers wrongly
+NOT_SEEN = -(2.0**41)  # as in JAX; cuDNN subtracts larger numbers wrongly
 
 
 class Scores(NamedTuple):
@@ -98,7 +98,7 @@ def packs() -> bool:
 class Documents(NamedTuple):
     """The documents of one pass, in the order of their positions.
 
-    Behind the last document, starts and lengths are X and 0.
+    After the last document, starts are X and lengths 0.
     """
 
     starts_P: jax.Array  # in X
@@ -128,8 +128,8 @@ def find_documents(ids_BT, number) -> Documents:
 def documents_per_row(T: int) -> int:
     """Documents of a row, on average, that fit into one pass.
 
-    The kernel starts all blocks of all P documents, whether they are there or not: with 8 instead
-    of 4, rows of 1,024 take a quarter longer. JAX takes 1 for rows that aren't packed.
+    The kernel launches the blocks of all P documents, present or not: with 8 instead of 4, rows of
+    1,024 take a quarter longer. JAX uses 1 for rows that aren't packed.
     """
     return min(max(2, T // 256), 8)
 

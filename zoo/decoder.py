@@ -20,7 +20,7 @@ from .sharding import AxisNames, shards
 from .stack import fit_rules, layer_in_use, numbers, scan_layers, stack, unlike_stacks
 from .strategies import DECODER, DENSE_STACK
 from .vocabulary import (
-    Batch, Objective, cross_entropy, log_probs, look_up, table_copies, unembed, vocabulary,
+    Batch, Objective, cross_entropy, look_up, table_copies, unembed, vocabulary,
 )  # fmt: skip
 
 
@@ -54,7 +54,7 @@ class Decoder(nnx.Module):
 
     def __init__(self, config: Any, layer, final_norm=None, *, rngs: nnx.Rngs):
         self.config = config
-        self.embed = vocabulary(config, rngs=rngs)
+        self.make_tables(config, rngs)
         first = config.dense_layers
         if first:
             dense_layer = functools.partial(layer, config, dense=True)
@@ -67,6 +67,10 @@ class Decoder(nnx.Module):
             self.layers = stack(functools.partial(layer, config), config.num_layers - first, rngs)
         self.final_norm = final_norm or RMSNorm(config.embed, config.norm_eps)
         self.unembed = None if config.tie_embeddings else vocabulary(config, rngs=rngs)
+
+    def make_tables(self, config, rngs: nnx.Rngs) -> None:
+        """Makes what embeds tokens."""
+        self.embed = vocabulary(config, rngs=rngs)
 
     # ---- what a user calls
 
@@ -112,6 +116,8 @@ class Decoder(nnx.Module):
 
         Layers in stages are not supported.
         """
+        from .log_probs import log_probs
+
         batch = Batch(*(stripe(self.config, x) for x in (tokens, targets, segment_ids)))
         tables = self.tables()
         x_BTD, _ = self.run_training(tables, batch)
@@ -210,7 +216,7 @@ class Decoder(nnx.Module):
 
     def run_stack(self, layers, x_BTD, positions: Positions, first_number: int):
         """Runs layers of a stack. A layer reads its part of a cache by its number."""
-        past = positions.cache and first_number + numbers(layers)
+        past = None if positions.cache is None else first_number + numbers(layers)
         kinds = self.config.kinds
         first_kind = first_number % len(kinds)
         kinds = kinds[first_kind:] + kinds[:first_kind]

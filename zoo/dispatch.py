@@ -8,6 +8,8 @@ expert, M slots or chosen experts, N rows before `spread`.
 
 import dataclasses
 import functools
+from collections.abc import Callable
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -27,24 +29,39 @@ class ExpertMatmul:
         return jax.lax.ragged_dot(x, weight, group_sizes=self.sizes_E)
 
 
-def by_capacity(
-    expert, split, num_experts, slots, x_BTD, expert_BTJ, weight_BTJ, place_BTJ, *weights
-):
+class Choice(NamedTuple):
+    """The experts of each position, best first."""
+
+    expert_BTJ: jax.Array
+    weight_BTJ: jax.Array
+    place_BTJ: jax.Array  # how many earlier positions of the row chose the same expert
+
+
+@dataclasses.dataclass(frozen=True)
+class LocalExperts:
+    """The experts on a device."""
+
+    compute: Callable  # see `expert` of experts.mix
+    weights: tuple  # [E here, ...]
+    number: int  # E
+    split: dict[str, tuple[str, ...]]  # logical axis → the mesh axes that split it
+
+    def __call__(self, x, sizes_E: jax.Array | None = None) -> jax.Array:
+        """Outputs for rows x, see ExpertMatmul."""
+        return self.compute(ExpertMatmul(sizes_E), x, *self.weights)
+
+
+def by_capacity(experts: LocalExperts, slots: int, x_BTD, choice: Choice) -> jax.Array:
     """Experts with a capacity: each takes the first `slots` positions of a row that chose it.
 
     Runs on one device: sends its rows to the devices of their experts and back, and applies its own
-    experts to the rows it receives.
-
-    Args:
-      expert: see experts.mix.
-      split: logical axis → the mesh axes that split it.
-      slots: per row in an expert.
-
-    Returns: [B, T, D].
+    experts to the rows it receives. Returns [B, T, D].
     """
+    expert_BTJ, weight_BTJ, place_BTJ = choice
+    split = experts.split
     B, T, J = expert_BTJ.shape
     U = min(slots, T)
-    E = num_experts
+    E = experts.number
     x_BTD, weight_BTJ = varying(split["mlp"], x_BTD, weight_BTJ)
     if split["seq"]:  # other devices have other positions of the row: these have slots of their own
         taken_BTE = jax.nn.one_hot(expert_BTJ, E, dtype=jnp.int32).sum(axis=2)
@@ -53,15 +70,7 @@ def by_capacity(
         place_BTJ = jnp.where(kept_BTJ, jnp.take_along_axis(before_BTE, expert_BTJ, axis=2), U)
         expert_BTJ = jnp.where(kept_BTJ, expert_BTJ, E)
     slot_BTJ = jnp.where(place_BTJ < U, expert_BTJ * U + place_BTJ, -1)
-    # The inverse: which of a row's T · J choices has a slot, -1 if none.
-    choices_BM = expert_BTJ.reshape(B, T * J)
-    order_BM = jnp.argsort(choices_BM, axis=1, stable=True)
-    count_BE = (choices_BM[..., None] == jnp.arange(E)[None, None]).sum(axis=1)
-    first_BE1 = (jnp.cumsum(count_BE, axis=1) - count_BE)[..., None]
-    slots_11U = jnp.arange(U)[None, None]
-    sorted_BM = jnp.minimum(first_BE1 + slots_11U, T * J - 1).reshape(B, E * U)
-    used_BM = (slots_11U < count_BE[..., None]).reshape(B, E * U)
-    choice_BM = jnp.where(used_BM, jnp.take_along_axis(order_BM, sorted_BM, axis=1), -1)
+    choice_BM = choices_in_slots(expert_BTJ, E, U)
     token_BM = choice_BM // J
 
     def send(y_BMD):  # [B, E · U, D] → [E here, M, D], with M slots of all rows that arrive here
@@ -74,7 +83,7 @@ def by_capacity(
     weight_BM1 = weight_BTJ.reshape(B, T * J, 1)
     # Weights travel too, so that their gradient does not need the outputs that come back.
     weight_EM1 = send(spread(weight_BM1, choice_BM, slot_BTJ.reshape(B, T * J, 1)))
-    out_EMD = weighted(expert(ExpertMatmul(), x_EMD, *weights), weight_EM1)
+    out_EMD = weighted(experts(x_EMD), weight_EM1)
     out_EBUD = out_EMD.reshape(len(out_EMD), -1, U, out_EMD.shape[-1])
     if split["expert"]:
         out_EBUD = jax.lax.all_to_all(out_EBUD, split["expert"], 1, 0, tiled=True)
@@ -83,13 +92,27 @@ def by_capacity(
     return sum_shards(unite(out_BMD, slot_BTJ, token_BM), split)
 
 
-def dropless(expert, split, x_BTD, expert_BTJ, weight_BTJ, place_BTJ, *weights):
+def choices_in_slots(expert_BTJ, E: int, U: int) -> jax.Array:
+    """Which of a row's T · J choices has each slot, -1 if none: [B, E · U]."""
+    B, T, J = expert_BTJ.shape
+    choices_BM = expert_BTJ.reshape(B, T * J)
+    order_BM = jnp.argsort(choices_BM, axis=1, stable=True)
+    count_BE = (choices_BM[..., None] == jnp.arange(E)[None, None]).sum(axis=1)
+    first_BE1 = (jnp.cumsum(count_BE, axis=1) - count_BE)[..., None]
+    slots_11U = jnp.arange(U)[None, None]
+    sorted_BM = jnp.minimum(first_BE1 + slots_11U, T * J - 1).reshape(B, E * U)
+    used_BM = (slots_11U < count_BE[..., None]).reshape(B, E * U)
+    return jnp.where(used_BM, jnp.take_along_axis(order_BM, sorted_BM, axis=1), -1)
+
+
+def dropless(experts: LocalExperts, x_BTD, choice: Choice) -> jax.Array:
     """Dropless experts (Gale et al. 2022): each takes all positions that chose it, after a sort.
 
     Runs on one device: gathers the rows of all devices along the axes that split experts, and
     applies its own experts to them. Returns [B, T, D].
     """
-    del place_BTJ  # nothing is dropped
+    expert_BTJ, weight_BTJ, _ = choice  # nothing is dropped
+    split = experts.split
     x_BTD, weight_BTJ = varying(split["mlp"], x_BTD, weight_BTJ)
     if split["expert"]:
         gather = functools.partial(jax.lax.all_gather, axis_name=split["expert"], tiled=True)
@@ -97,7 +120,7 @@ def dropless(expert, split, x_BTD, expert_BTJ, weight_BTJ, place_BTJ, *weights):
     x_BTD = checkpoint_name(x_BTD, "dispatched")
     weight_BTJ = checkpoint_name(weight_BTJ, "dispatched")
     B, T, J = expert_BTJ.shape
-    E = len(weights[0])
+    E = len(experts.weights[0])
     first = jax.lax.axis_index(split["expert"]) * E if split["expert"] else 0
     here_M = expert_BTJ.reshape(-1) - first
     here_M = jnp.where((here_M >= 0) & (here_M < E), here_M, E)  # other devices' choices go last
@@ -111,7 +134,7 @@ def dropless(expert, split, x_BTD, expert_BTJ, weight_BTJ, place_BTJ, *weights):
     slot_1NJ = slot_M.reshape(1, B * T, J)
     x_MD = spread(x_BTD.reshape(1, B * T, -1), token_1M, slot_1NJ)[0]
     weight_M1 = spread(weight_BTJ.reshape(1, -1, 1), order_M[None], slot_M.reshape(1, -1, 1))[0]
-    out_MD = weighted(expert(ExpertMatmul(sizes_E), x_MD, *weights), weight_M1)
+    out_MD = weighted(experts(x_MD, sizes_E), weight_M1)
     out_BTD = sum_shards(unite(out_MD[None], slot_1NJ, token_1M).reshape(B, T, -1), split)
     if split["expert"]:
         return jax.lax.psum_scatter(out_BTD, split["expert"], tiled=True)

@@ -52,7 +52,9 @@ class Config(Compute):
     norm_eps: float = 1e-6
     tie_embeddings: bool = True
 
-    embed_scale = property(lambda self: math.sqrt(self.embed))  # pyright: ignore[reportAssignmentType]
+    @property
+    def embed_scale(self) -> float:
+        return math.sqrt(self.embed)
 
     def __post_init__(self):
         if not self.layer_kinds:

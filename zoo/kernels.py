@@ -50,8 +50,8 @@ class Choice:
 def choose_kernel(name: str, request: Request) -> Choice:
     """Chooses the kernel for a value of Config.attention.
 
-    "auto" chooses for the active mesh, or for the default device without one. Another kernel is
-    taken as it is if it can do what is asked, else "flash".
+    "auto" chooses for the active mesh, or for the default device without one. Another name chooses
+    that kernel if it supports the request, else "flash".
     """
     platform = device().platform
     if name == "auto" and platform not in ("tpu", "gpu"):

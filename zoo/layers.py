@@ -17,24 +17,18 @@ from .sharding import constrain, explicit, mesh_axes, ones, param, reshape, shar
 # ---- products ------------------------------------------------------------------------------------
 
 
-class RoundedInput(NamedTuple):
-    """The input of products in low precision, rounded: see low_precision.py."""
-
-    exact: jax.Array  # [B, T, K...]
-    x: jax.Array  # copies [R, B, T, K...], one for each part of the gradient; nothing reads them
-    copies: tuple[str, ...]  # the logical axes of R
-    q: jax.Array  # [B, T, K...]
-    scale: jax.Array  # [B, T, 1...]
-
-
 class LowPrecisionWeight(nnx.Param):
     """A weight in use that replaces `multiply` by its own method: see low_precision.py."""
 
     def multiply(self, x, contract: int, seq: str) -> jax.Array:
         raise NotImplementedError
 
-    def round_input(self, x: jax.Array) -> RoundedInput:
+    def round_input(self, x: jax.Array) -> Any:
         """Rounds x for all weights that multiply it."""
+        raise NotImplementedError
+
+    def exact_input(self, x) -> jax.Array:
+        """The input from `round_input` before it was rounded; other arrays unchanged."""
         raise NotImplementedError
 
     def dequantized(self) -> jax.Array:
@@ -73,25 +67,16 @@ def project(module, name: str, x, contract: int = 1, seq: str = "seq") -> jax.Ar
     """`multiply` by the module's weight of this name, plus its adapter's output if it has one.
 
     Args:
-      x: an array or a RoundedInput, as `gather` returns it.
+      x: as `gather` returns it.
     """
-    y = multiply(x, getattr(module, name), contract, seq)
+    weight = getattr(module, name)
+    y = multiply(x, weight, contract, seq)
     if name in module.lora:
         adapter = module.lora[name]
-        if isinstance(x, RoundedInput):
-            x = gather(x.exact)
+        if isinstance(weight, LowPrecisionWeight):
+            x = weight.exact_input(x)
         y += multiply(multiply(x, adapter.a, contract), adapter.b, seq=seq) * adapter.scale
     return y
-
-
-def dense_weight(module, name: str) -> jax.Array:
-    """The module's weight of this name in use, with its adapter's product added if it has one."""
-    weight = getattr(module, name)
-    w = weight.dequantized() if isinstance(weight, LowPrecisionWeight) else weight[...]
-    if name in module.lora:
-        adapter = module.lora[name]
-        w = w + jnp.tensordot(adapter.a[...], adapter.b[...], 1) * adapter.scale
-    return w
 
 
 def add_bias(y_BT: jax.Array, bias: nnx.Param | None) -> jax.Array:
@@ -106,8 +91,9 @@ def add_bias(y_BT: jax.Array, bias: nnx.Param | None) -> jax.Array:
 
 
 def gather(x_BTD: jax.Array, weight: nnx.Param | None = None) -> Any:
-    """The input of a sublayer: with sequence-sharded tensor parallelism, all of its positions. In
-    low precision, it is rounded for the weights that multiply it, of which `weight` is one.
+    """Gathers the positions of a sublayer's input, which sequence-sharded tensor parallelism splits.
+
+    In low precision, rounds it for all weights that multiply it; `weight` is one of them.
     """
     if isinstance(weight, LowPrecisionWeight):
         return weight.round_input(x_BTD)

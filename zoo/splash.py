@@ -74,8 +74,8 @@ def visited_blocks(T: int, window: int | None, causal: bool = True) -> int:
 def _splash(settings: Settings, ids_BT, ids_BS, offset):
     """(the library, its masks for outputs, dQ, and dK with dV, its options).
 
-    The program itself makes the masks; on the host that takes 79 s for a row of 131,072. Rows have
-    them in common: the kernel can't take a mask for each, and one call for each row takes copies.
+    The compiled program makes the masks; on the host that takes 79 s for a row of 131,072. All rows
+    share them: the kernel takes one mask, and a call for each row would copy arrays.
     """
     from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as tpu
 
@@ -147,10 +147,10 @@ def may_see(
 
 
 def _loads(visit, seen, axis=None):
-    """The block that each step of a grid loads: the next that is computed, so that it arrives in time.
+    """The block that each step of a grid loads: the next one to be computed, so that it arrives in time.
 
-    After the last one, it stays: of the whole grid, or of those along the axis. So blocks that
-    nothing is computed with are not loaded.
+    After the last computed one, of the whole grid or along the axis, steps keep that block. So skipped
+    blocks are never loaded.
     """
     steps = jnp.arange(seen.size).reshape(seen.shape)
     last = jnp.where(seen, steps, 0).max(axis, keepdims=True)

@@ -30,10 +30,9 @@ import functools
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jax.ad_checkpoint import checkpoint_name
 
 from .gelu import GeluMLP, layer_norm
-from .layers import adapters, add_bias, dot, gather, multiply, project
+from .layers import adapters, add_bias, add_output, dot, gather, multiply, project
 from .sharding import (
     AxisNames, Rules, check_rules, complete_tables, constrain, explicit, in_use, param, reshape,
 )  # fmt: skip
@@ -43,7 +42,10 @@ from .strategies import DECODER, DP, FSDP, HSDP, TP, ZERO1
 
 @dataclasses.dataclass(frozen=True)
 class Config:
-    """The architecture and how to compute it. Named sizes are classmethods."""
+    """The architecture and how to compute it. Named sizes are classmethods.
+
+    The comment beside a field is also the help text of its flag in the recipes.
+    """
 
     image_size: int  # W, height and width of pictures in pixels
     patch: int  # P, height and width of a patch in pixels; divides image_size
@@ -163,8 +165,8 @@ class Layer(nnx.Module):
 
     def __call__(self, x_BTD):
         out_BTD = self.attention(self.attention_norm(x_BTD))
-        x_BTD = x_BTD + checkpoint_name(out_BTD, "sublayer")
-        x_BTD = x_BTD + checkpoint_name(self.mlp(self.mlp_norm(x_BTD)), "sublayer")
+        x_BTD = add_output(x_BTD, out_BTD)
+        x_BTD = add_output(x_BTD, self.mlp(self.mlp_norm(x_BTD)))
         # Rules may split biases; the residual stream stays whole.
         return constrain(x_BTD, "batch", "residual_seq", "act_embed")
 

@@ -115,8 +115,8 @@ _rows.defvjp(lambda *saved: (_rows(*saved), saved), _add_rows)
 
 def unembed(x_BTD: jax.Array, table_RVD: jax.Array, config, bias_RV=None) -> jax.Array:
     """Logits [B, T, V] in float32."""
-    product_RMV = _product(by_shard(gather(x_BTD), "act_embed"), table_RVD, bias_RV)
-    logits_RMV = _logits(product_RMV, config)
+    product_RMV = table_product(by_shard(gather(x_BTD), "act_embed"), table_RVD, bias_RV)
+    logits_RMV = logits_of(product_RMV, config)
     logits_BTV = from_shards(logits_RMV, x_BTD.shape[:2], "vocab")
     if logits_BTV.shape[-1] == config.vocab_size:
         return logits_BTV
@@ -130,25 +130,12 @@ def cross_entropy(x_BTD, table_RVD, targets_BT, config, bias_RV=None):
     have logits at the same time.
     """
     targets_BT = constrain(targets_BT, "batch", "seq")
-    x_CRMD = _chunks(gather(x_BTD), config, "act_embed")
-    sums_R: Any = _sums(config, x_CRMD, table_RVD, bias_RV, _chunks(targets_BT, config))
+    x_CRMD = in_chunks(gather(x_BTD), config, "act_embed")
+    sums_R: Any = _sums(config, x_CRMD, table_RVD, bias_RV, in_chunks(targets_BT, config))
     return sums_R.sum(), (targets_BT >= 0).sum().astype(jnp.float32)
 
 
-def log_probs(x_BTD, table_RVD, targets_BT, config):
-    """Log-probabilities of the targets, float32 [B, T]; 0 for targets below 0.
-
-    In chunks, like `cross_entropy`. Their cotangents may differ, so the backward pass computes each
-    chunk's logits again.
-    """
-    targets_BT = constrain(targets_BT, "batch", "seq")
-    x_CRMD = _chunks(gather(x_BTD), config, "act_embed")
-    log_probs_CRM: Any = _log_probs(config, x_CRMD, table_RVD, _chunks(targets_BT, config))
-    B, T = targets_BT.shape
-    return _from_chunks(log_probs_CRM, (B, T))
-
-
-def _chunks(x_BT, config, *axes: str):
+def in_chunks(x_BT, config, *axes: str):
     """[B, T, ...] → [C, R, M, ...], M: positions of a shard in a chunk. axes: of the dims after T."""
     B, T = x_BT.shape[:2]
     R = shards(SHARDS)
@@ -162,15 +149,6 @@ def _chunks(x_BT, config, *axes: str):
     return reshape(x, (C, R, -1, *x.shape[4:]), None, SHARDS, None, *axes)
 
 
-def _from_chunks(x_CRM, shape: tuple[int, ...]):
-    """The inverse of `_chunks`; shape: (B, T)."""
-    C, R, M = x_CRM.shape
-    rows = shape[0] // shards("batch")
-    x = reshape(x_CRM, (C, R, rows, M // rows), None, SHARDS, None, None)
-    x = reshape(jnp.moveaxis(x, 0, 2), (R, C * M), SHARDS, None)
-    return from_shards(x, shape)
-
-
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _sums(config, x_CRMD, table_RVD, bias_RV, targets_CRM):
     """The sum of each shard's cross entropies, float32 [R].
@@ -181,8 +159,8 @@ def _sums(config, x_CRMD, table_RVD, bias_RV, targets_CRM):
 
     def chunk(sums_R, x_and_targets):
         x_RMD, targets_RM = x_and_targets
-        product_RMV = _product(x_RMD, table_RVD, bias_RV)
-        return sums_R + _nats(config, product_RMV, targets_RM).sum(axis=1), None
+        product_RMV = table_product(x_RMD, table_RVD, bias_RV)
+        return sums_R + cross_entropies(config, product_RMV, targets_RM).sum(axis=1), None
 
     return jax.lax.scan(chunk, _zeros(table_RVD), (x_CRMD, targets_CRM))[0]
 
@@ -193,12 +171,12 @@ def _sums_and_gradients(config, x_CRMD, table_RVD, bias_RV, targets_CRM):
     def chunk(carry, x_and_targets):
         sums_R, table_grad_RVD, bias_grad_RV = carry
         x_RMD, targets_RM = x_and_targets
-        nats = lambda product_RMV: _nats(config, product_RMV, targets_RM).sum(axis=1)  # noqa: E731
-        nats_R, pull = jax.vjp(nats, _product(x_RMD, table_RVD, bias_RV))
+        nats = lambda product_RMV: cross_entropies(config, product_RMV, targets_RM).sum(axis=1)  # noqa: E731
+        nats_R, pull = jax.vjp(nats, table_product(x_RMD, table_RVD, bias_RV))
         (grad_RMV,) = pull(jnp.ones_like(nats_R))
         if bias_RV is not None:
             bias_grad_RV = bias_grad_RV + grad_RMV.sum(axis=1)
-        x_grad_RMD, grad_RVD = _gradients(grad_RMV, x_RMD, table_RVD)
+        x_grad_RMD, grad_RVD = product_gradients(grad_RMV, x_RMD, table_RVD)
         return (sums_R + nats_R, table_grad_RVD + grad_RVD, bias_grad_RV), x_grad_RMD
 
     # In float32: there may be hundreds of chunks, and a sum in bfloat16 soon no longer changes.
@@ -225,37 +203,7 @@ def _scaled_gradients(config, gradients, grad_R):
 _sums.defvjp(_sums_and_gradients, _scaled_gradients)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _log_probs(config, x_CRMD, table_RVD, targets_CRM):
-    """Log-probabilities of the targets, float32 [C, R, M]."""
-
-    def chunk(_, x_and_targets):
-        x_RMD, targets_RM = x_and_targets
-        return None, -_nats(config, _product(x_RMD, table_RVD), targets_RM)
-
-    return jax.lax.scan(chunk, None, (x_CRMD, targets_CRM))[1]
-
-
-def _log_probs_backward(config, saved, grad_CRM):
-    x_CRMD, table_RVD, targets_CRM = saved
-
-    def chunk(table_grad_RVD, chunk):
-        x_RMD, targets_RM, grad_RM = chunk
-        nats = functools.partial(_nats, config, targets_RM=targets_RM)
-        _, pull = jax.vjp(nats, _product(x_RMD, table_RVD))
-        (grad_RMV,) = pull(-grad_RM)
-        x_grad_RMD, grad_RVD = _gradients(grad_RMV, x_RMD, table_RVD)
-        return table_grad_RVD + grad_RVD, x_grad_RMD
-
-    zeros = jnp.zeros_like(table_RVD, dtype=jnp.float32)
-    table_grad_RVD, x_grad_CRMD = jax.lax.scan(chunk, zeros, (x_CRMD, targets_CRM, grad_CRM))
-    return x_grad_CRMD, table_grad_RVD.astype(table_RVD.dtype), None
-
-
-_log_probs.defvjp(lambda config, *saved: (_log_probs(config, *saved), saved), _log_probs_backward)
-
-
-def _gradients(grad_RMV, x_RMD, table_RVD):
+def product_gradients(grad_RMV, x_RMD, table_RVD):
     """The gradients of x, in its dtype, and of the table, from that of their product."""
     grad_RMV = grad_RMV.astype(x_RMD.dtype)  # GPUs multiply float32 at half the speed
     x_axes = explicit(SHARDS, None, "act_embed")
@@ -270,9 +218,9 @@ def _zeros(table_RVD):
     return constrain(jnp.zeros(len(table_RVD)), SHARDS)
 
 
-def _nats(config, product_RMV, targets_RM):
+def cross_entropies(config, product_RMV, targets_RM):
     """Cross entropies of one chunk, [R, M], from the product of x and the table; 0 for padding."""
-    logits_RMV = _logits(product_RMV, config)
+    logits_RMV = logits_of(product_RMV, config)
     if device().platform == "gpu" and shards("vocab") == 1:
         nats_RM: Any = _nats_in_one_pass(logits_RMV, targets_RM)
     else:
@@ -333,7 +281,7 @@ def positions_at_once(loss_chunk: int, rows: int, seq_len: int) -> int:
     return next(n for n in range(min(seq_len, most), 0, -1) if seq_len % n == 0)
 
 
-def _product(x_RMD, table_RVD, bias_RV=None):
+def table_product(x_RMD, table_RVD, bias_RV=None):
     """Products of x and the rows of a table, plus a bias: [R, M, V] in float32."""
     axes = (SHARDS, None, "vocab")
     product_RMV = dot("RMD,RVD->RMV", x_RMD, table_RVD, out_sharding=explicit(*axes))
@@ -341,7 +289,7 @@ def _product(x_RMD, table_RVD, bias_RV=None):
     return product_RMV if bias_RV is None else product_RMV + bias_RV[:, None]
 
 
-def _logits(product_RMV, config):
+def logits_of(product_RMV, config):
     """Logits [R, M, V] in float32; padded tokens get -inf."""
     logits_RMV = product_RMV
     if config.logits_divisor != 1:

@@ -40,7 +40,8 @@ from recipes.instruments.plan.estimate import abstract_mesh
 from recipes.instruments.plan.hardware import Devices
 from recipes.instruments.plan.search import meshes
 from tests.conftest import ROOT
-from zoo.strategies import DECODER, EXPERT_DECODER
+from zoo.expert_strategies import EXPERT_DECODER
+from zoo.strategies import DECODER
 
 pytestmark = pytest.mark.promise("bench")
 
@@ -49,7 +50,8 @@ needs_browser = pytest.mark.skipif(not BROWSER, reason="needs Chromium, which .c
 MOST_BYTES = 600_000
 
 
-FEW = {"dot_relu_dot": ["small"], "transformer": ["tiny", "124m"]}  # entry → sizes
+# Entry → sizes; no mesh divides the vocabulary of GPT-2.
+FEW = {"dot_relu_dot": ["small"], "transformer": ["tiny", "124m"], "gpt2": ["124m"]}
 COUNTS = (8, 32)  # devices
 FIGURES = """
   function figures(choice) {
@@ -72,7 +74,8 @@ def page(batch_size: int = 64) -> str:
 
 
 def page_of(shown: explorer.Shown) -> str:
-    with mock.patch.multiple(explorer, SIZES=FEW, DEVICES=COUNTS):
+    sizes = {"default_size": lambda entry: FEW[entry][-1], "SIZES": FEW}
+    with mock.patch.multiple(explorer, DEVICES=COUNTS, **sizes):
         return explorer.page(FEW, shown, "clone/")
 
 
@@ -175,7 +178,7 @@ def slices(mesh: str, spec, shape) -> list | None:
 def test_the_page_shows_what_python_computes(browse):
     """Bytes, memory, specs and each device's slices."""
     text = page()
-    chosen = random.Random(0).sample([*every_choice(data(text))], 120)
+    chosen = random.Random(0).sample([*every_choice(data(text))], 160)
     divisible = 0
     for choice, figures in zip(
         chosen, browse(text, f"{json.dumps(chosen)}.map(figures)"), strict=True
@@ -204,8 +207,8 @@ def test_the_page_shows_what_python_computes(browse):
 @pytest.mark.full
 @pytest.mark.parametrize("name", entries.ENTRIES)
 def test_the_data_of_every_entry_is_what_python_computes(name):
-    size = [*entries.sizes(name)][-1]
-    with mock.patch.object(explorer, "SIZES", {name: [size]}):
+    size = explorer.default_size(name)
+    with mock.patch.object(explorer, "SIZES", {}):
         of_entry = explorer.tables(name, BEGINS._replace(entry=""), [16])
     of_size, tables = of_entry["sizes"][size], {"rows": [64, 512], "entries": {name: of_entry}}
     batches = [*itertools.product(tables["rows"], of_size["lengths"])]
@@ -451,6 +454,8 @@ def test_nothing_is_wider_than_the_window(width, browse):
         (["--html=/nowhere/page.html"], "--html=/nowhere/page.html: there is no folder /nowhere"),
         (["--from=/nowhere"], "--from=/nowhere does not exist; use a run's workdir"),
         (["--device=v5q"], "--device=v5q is not one of v4, v5e"),
+        (["--mesh=5x3"], "rules 'fsdp_tp' split dim "),
+        (["--mesh=data=2,expert=4"], "rules 'fsdp' use no mesh axis 'expert'"),
         (["--seq_len=0"], "--seq_len=0 must be ≥ 1"),
     ],
 )  # fmt: skip

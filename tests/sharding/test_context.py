@@ -125,7 +125,7 @@ CASES = [
     # In stripes: learned positions; sinks.
     ("gpt2", "data=2,seq=4", "cp", RING),
     # No causal mask: in stripes, and in windows to both sides.
-    ("bert", "data=2,seq=4", "fsdp_cp", RING),
+    ("bert", "data=4,seq=2", "fsdp_cp", RING),
     ("bert", "data=1,seq=8", "cp", RING | MODERN),
     ("gpt_oss", "data=2,seq=4", "fsdp_cp", RING | {"layer_kinds": ((None, 1e4, None),)}),
     # A state travels; beside a ring, positions stay in consecutive order.

@@ -19,7 +19,7 @@ from zoo import deepseek, low_precision
 from zoo.attention import make_positions
 from zoo.decoder import Decoder
 from zoo.deepseek import RULES, Config, DeepSeek
-from zoo.experts import in_best_groups
+from zoo.experts import Routing, in_best_groups
 from zoo.rope_scaling import Yarn
 
 pytestmark = [pytest.mark.promise("definitions"), pytest.mark.usefixtures("strict")]
@@ -172,7 +172,8 @@ def test_gradients_of_latents_and_of_the_rotary_key_are_summed_over_the_heads(mo
 @pytest.mark.parametrize("sigmoid", full_except([True, False], [True]))
 def test_experts_are_chosen_from_the_best_groups(sigmoid):
     scores_BTE = np.random.default_rng(0).normal(size=(B, T, 12)).astype(np.float32)
-    keep = functools.partial(in_best_groups, groups=4, top_groups=2, sigmoid=sigmoid)
+    routing = Routing(groups=4, top_groups=2, sigmoid=sigmoid)
+    keep = functools.partial(in_best_groups, routing=routing)
     keep = jax.jit(keep, compiler_options=QUICK)
     found_BTE = np.asarray(keep(scores_BTE))
     for at in np.ndindex(B, T):

@@ -1,4 +1,4 @@
-"""config.Variant: generation and gradients with all switches of Llama's relatives on."""
+"""variant.Variant: generation and gradients with all switches of Llama's relatives on."""
 
 import dataclasses
 import math

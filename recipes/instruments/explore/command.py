@@ -14,6 +14,7 @@ from jax.sharding import AbstractMesh
 from recipes.common import checkpoint, entries
 from recipes.common.runtime import UserError, describe, flag, print0
 from recipes.common.runtime.mesh import parse
+from recipes.common.sharding import make_layout
 from recipes.common.sharding import rules as sharding_rules
 from recipes.common.sharding.shape import trace_shape
 from recipes.common.storage import folders
@@ -44,7 +45,7 @@ def main(flags: Flags) -> None:
     if flags.html and not path.parent.is_dir():
         raise UserError(f"--html={flags.html}: there is no folder {path.parent}; make it first")
     shown = of_run(flags) if flags.from_ else of_flags(flags)
-    write_page(path, shown, source=flags.source)
+    write_page(path, shown=shown, source=flags.source)
     print0(f"The explorer: {path}")
     if flags.open and _has_display():
         webbrowser.open(path.resolve().as_uri())
@@ -52,18 +53,19 @@ def main(flags: Flags) -> None:
 
 def write_page(
     path: pathlib.Path,
-    shown: explorer.Shown,
     names: Iterable[str] = entries.ENTRIES,
+    shown: explorer.Shown | None = None,
     source: str = "",
 ) -> None:
     """Writes the page.
 
     Args:
-      shown: what it begins with.
       names: the entries to choose from.
+      shown: what it begins with; None: what it does without flags.
       source: see Flags.
     """
     jax.config.update("jax_platforms", "cpu")  # models are only traced
+    shown = shown or of_flags(Flags())
     text = explorer.page(names, shown, source or f"{ROOT.as_uri()}/")
     with folders.write_errors(str(path)):
         path.parent.mkdir(exist_ok=True)
@@ -71,10 +73,10 @@ def write_page(
 
 
 def of_flags(flags: Flags) -> explorer.Shown:
-    """Returns the state of the flags. Raises UserError if no such size, mesh or strategy exists."""
+    """Returns the state of the flags. Raises UserError if there is no such layout."""
     zoo = entries.zoo_file(flags.entry)
     sizes = entries.sizes(flags.entry)
-    size = flags.size or ("8b" if "8b" in sizes else next(reversed(sizes)))
+    size = flags.size or explorer.default_size(flags.entry)
     if size not in sizes:
         raise UserError(f"--size={size} is not one of {', '.join(sizes)}")
     axes = parse(flags.mesh)
@@ -84,8 +86,10 @@ def of_flags(flags: Flags) -> explorer.Shown:
             f"try --mesh={MOST_DEVICES}"
         )
     mesh = AbstractMesh(tuple(axes.values()), tuple(axes))
-    names = entries.model(flags.entry).axes
-    rules, table = sharding_rules.select(zoo.RULES, names, flags.rules, mesh)
+    model = entries.model(flags.entry)
+    rules, table = sharding_rules.select(zoo.RULES, model.axes, flags.rules, mesh)
+    layout = make_layout(model, sizes[size](), mesh, flags.rules)
+    sharding_rules.check_used(zoo.RULES, rules, layout.rules, mesh)
     batch = flags.batch_size, flags.seq_len
     mesh_text = describe(axes)
     return explorer.Shown(flags.entry, size, flags.device, count, mesh_text, rules, *batch, table)

@@ -133,55 +133,32 @@ def estimate(
       offload: "optimizer": its state is in the host's memory.
       optimizer: one of OPTIMIZERS.
     """
-    hardware, sizes = devices.hardware, dict(layout.mesh.shape)
-    parts = slices.across(sizes, devices.groups)
+    hardware = devices.hardware
     sent = transfers(layout, accumulate, repeats=True) + of_optimizer(layout, optimizer, offload)
-    links = network = 0.0
-    seconds: dict[str, float] = dict.fromkeys(("links", "network", "waiting"), 0.0)
-    for transfer in sent:
-        inside, outside = transfer.over_links(sizes, parts)
-        links, network = links + inside, network + outside
-        along = math.prod(sizes[axis] // parts[axis] for axis in transfer.axes)
-        inside, outside = inside / devices.send_rate(along), outside / hardware.network
-        if transfer.hidden:
-            seconds["links"] += inside
-            seconds["network"] += outside
-        else:
-            seconds["waiting"] += inside + outside
-    work = _work(layout)
-    factors = FACTORS.get(devices.kind, LOWER_BOUND)
-    lengthened = 1 + factors.fill / layout.shape.embed
-    sizes_of_weights, shape = weights(layout), layout.shape
-    waves = accumulate
-    seconds["bubble"] = 0.0
-    matmuls = work.matmuls / hardware.peak + work.low / hardware.rate(shape.matmul or "")
+    links, network, seconds = _sending(layout, devices, sent)
+    work, shape, sizes = _work(layout), layout.shape, weights(layout)
     repeats_matmuls, _ = REPEATS.get(shape.remat, (True, True))
     passes = 4 if repeats_matmuls else 3
     activations = _activations(layout, passes) / hardware.bandwidth
-    operations = {
-        "matmul": factors.matmul * lengthened * matmuls / devices.count,
-        "attention": factors.attention * work.attention / hardware.peak / devices.count,
-        "elementwise": factors.elementwise * activations,
-        "copy": factors.copy * activations,
-    }
+    operations = _operations(layout, devices, work, activations)
     seconds["compute"] = sum(operations.values())
+    seconds["bubble"], waves = 0.0, accumulate
     if layout.stages > 1:
         rows = layout.batch_size // accumulate // layout.batch_shards
         count = microbatches(layout.config, rows, layout.stages)
         waves *= count
         idle = (layout.stages - 1) / count
         seconds["bubble"] = seconds["compute"] * idle
-    read = sizes_of_weights.layer * shape.num_layers / layout.stages * passes * waves
+    read = sizes.layer * shape.num_layers / layout.stages * passes * waves
     seconds["memory"] = read / hardware.bandwidth + activations
-    # Gradients, parameters and moments are read; all but the gradients are written.
-    updated = 3 * sizes_of_weights.state + 2 * moments(sizes_of_weights, optimizer)
-    seconds["update"] = updated / hardware.bandwidth
     host = on_host(layout, accumulate, offload, optimizer)
-    seconds["update"] = max(seconds["update"], host.get("optimizer", 0) / hardware.host)
-    seconds["update"] += optimizer_flops(layout, optimizer, offload) / hardware.peak
     seconds["host"] = 2 * accumulate * host.get("saved activations", 0) / hardware.host
+    # Gradients, parameters and moments are read; all but the gradients are written.
+    updated = 3 * sizes.state + 2 * moments(sizes, optimizer)
+    seconds["update"] = max(updated / hardware.bandwidth, host.get("optimizer", 0) / hardware.host)
+    seconds["update"] += optimizer_flops(layout, optimizer, offload) / hardware.peak
     seconds["ends"] = max(seconds["links"], seconds["network"]) / shape.num_layers
-    memory = memory_parts(layout, accumulate, offload=offload, optimizer=optimizer)
+    memory = memory_parts(layout, accumulate, offload=offload, optimizer=optimizer, sizes=sizes)
     return Estimate(
         layout,
         devices,
@@ -198,6 +175,27 @@ def estimate(
     )
 
 
+def _sending(
+    layout: Layout, devices: Devices, sent: list[Transfer]
+) -> tuple[float, float, dict[str, float]]:
+    """(bytes over links, bytes over the network, cause → seconds) of a step's transfers."""
+    sizes = dict(layout.mesh.shape)
+    parts = slices.across(sizes, devices.groups)
+    links = network = 0.0
+    seconds: dict[str, float] = dict.fromkeys(("links", "network", "waiting"), 0.0)
+    for transfer in sent:
+        inside, outside = transfer.over_links(sizes, parts)
+        links, network = links + inside, network + outside
+        along = math.prod(sizes[axis] // parts[axis] for axis in transfer.axes)
+        inside, outside = inside / devices.send_rate(along), outside / devices.hardware.network
+        if transfer.hidden:
+            seconds["links"] += inside
+            seconds["network"] += outside
+        else:
+            seconds["waiting"] += inside + outside
+    return links, network, seconds
+
+
 class Work(NamedTuple):
     """FLOPs of a batch on all devices."""
 
@@ -205,6 +203,25 @@ class Work(NamedTuple):
     matmuls: float  # besides attention's and those in low precision
     low: float  # in low precision
     attention: float
+
+
+def _operations(
+    layout: Layout, devices: Devices, work: Work, activations: float
+) -> dict[str, float]:
+    """Kind of operation → seconds of computing.
+
+    Args:
+      activations: seconds to write and read them all.
+    """
+    factors, hardware = FACTORS.get(devices.kind, LOWER_BOUND), devices.hardware
+    lengthened = 1 + factors.fill / layout.shape.embed
+    matmuls = work.matmuls / hardware.peak + work.low / hardware.rate(layout.shape.matmul or "")
+    return {
+        "matmul": factors.matmul * lengthened * matmuls / devices.count,
+        "attention": factors.attention * work.attention / hardware.peak / devices.count,
+        "elementwise": factors.elementwise * activations,
+        "copy": factors.copy * activations,
+    }
 
 
 def _work(layout: Layout) -> Work:

@@ -19,7 +19,7 @@ FUNCTIONS = {
     "rotary embeddings": r"rotate|Decoder\.tables",
     "around attention": r"attend\b|cudnn|Attention\.__call__",
     "MLPs' activations": r"MLP\.__call__",
-    "loss": r"cross_entropy|_nats|_sums_and_gradients",
+    "loss": r"cross_entrop|_nats|_sums_and_gradients",
     "embeddings": r"look_up|Decoder\.(begin|embed_tokens)",
     "residual stream": r"add_output",
     "weights in use": r"in_use|layer_in_use|table_copies",
