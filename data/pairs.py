@@ -5,7 +5,7 @@
     {"chosen": [{"role": "user", …}, {"role": "assistant", …}], "rejected": […]}   # a shared prompt
     {"system": "…", "question": "…", "chosen": "…", "rejected": "…"}               # other names
 
-Messages are rendered by the model's chat template, texts are taken as they are, or, with `chat`, as
+Messages are rendered by the model's chat template, texts are taken as they are, or, with `as_chat`, as
 messages. Only answers are targets, as in conversations.py. A row of a batch is a pair, so both of its
 answers are always on the same device.
 
@@ -49,7 +49,7 @@ def load(
     seq_len: int = 128,
     tokenizer: Tokenizer | None = None,
     eval_dataset: str = "",
-    chat: bool = False,
+    as_chat: bool = False,
 ) -> Dataset:
     """Loads pairs, each of whose answers has at most seq_len positions with its prompt.
 
@@ -57,15 +57,15 @@ def load(
       dataset: stdlib, or JSON Lines, Parquet, CSV or hf: datasets as in `sources.find`.
       tokenizer: None means bytes.
       eval_dataset: the held-out pairs; without it, a twentieth of the prompts, at least one.
-      chat: whether texts are messages.
+      as_chat: whether texts are messages.
 
     Raises DataError if there are no such pairs, or a row has another form.
     """
     tokenizer = tokenizer or BYTES
-    train, held_out = _read(dataset, tokenizer, chat)
+    train, held_out = _read(dataset, tokenizer, as_chat)
     if eval_dataset:
         train += held_out or []
-        given, of_split = _read(eval_dataset, tokenizer, chat)
+        given, of_split = _read(eval_dataset, tokenizer, as_chat)
         held_out = given + (of_split or [])
     elif held_out is None:
         train, held_out = _split(train, dataset)

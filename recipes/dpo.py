@@ -12,7 +12,7 @@ import dataclasses
 from typing import Any
 
 from recipes.common import checkpoint, entries, language
-from recipes.common.checkpoint import flags_of, open_run
+from recipes.common.checkpoint import flags_of, open_run, probe
 from recipes.common.config_flags import configure, describe_set
 from recipes.common.language import DECODER, Training
 from recipes.common.preference import reference as references
@@ -51,11 +51,11 @@ def main(
         run, workdir=run.workdir or "runs/dpo", restore_from=started_from(run)
     )
     entry = decoder_of(run.restore_from)
-    folder = open_run(entry, run, data, flags, loss, ref, training)
+    folder = open_run(entry, run, data, flags, loss, ref, training, recipe=probe.PAIRS)
     tokenizer = checkpoint.tokenizer_for(data.tokenizer, folder.start)
     assert folder.start
     config = configure(checkpoint.config_of(folder.start), flags, mesh.devices.flat[0])
-    if config.mtp_depth:  # its head, for the second-next token, is left out
+    if "mtp_depth" in vars(config):  # its head, for the second-next token, is left out
         config = dataclasses.replace(config, mtp_depth=0)
     model = entries.model(entry)
     layout = make_layout(
@@ -80,7 +80,7 @@ def main(
     print0(*dataset.notes, *kernel.report(layout, data.seq_len, False), *describe_set(flags))
     print0(*references.describe(reference, ref))
     if reference:
-        dataset = dataset._replace(facts=dataset.facts | {"reference": reference.key})
+        dataset = dataset._replace(facts=dataset.facts | {"frozen": reference.key})
     if reference and ref.reference == STORED:
         dataset = with_reference(dataset, objective, layout, reference)
         reference = None

@@ -10,7 +10,7 @@ import jax
 import numpy as np
 import pytest
 
-from recipes import dpo
+from recipes import dpo, publish
 from recipes.common import entries
 from recipes.common.preference.losses import Loss
 from recipes.common.preference.objective import Objective
@@ -227,7 +227,8 @@ def tune(start, monkeypatch, capsys):
     def run(*flags: str) -> str:
         first = (f"--restore_from={start / 'model'}", f"--dataset={start / 'pairs.jsonl'}")
         argv = [*first, *FLAGS, *flags]
-        dpo.main(*parse(argv, *dpo.defaults(*parse(argv, *dpo.NEW))))
+        first_groups = parse(argv, *dpo.NEW) or []
+        dpo.main(*(parse(argv, *dpo.defaults(*first_groups)) or []))
         return capsys.readouterr().out
 
     return run
@@ -277,6 +278,7 @@ def test_stored_numbers_train_the_same_model(tune, tmp_path, quick):
             np.testing.assert_allclose(x, expected[path], atol=1e-5, err_msg=path)
 
 
+@pytest.mark.full
 def test_the_reference_of_an_adapter_takes_no_memory_for_weights():
     layout = layout_on("4x2", "fsdp_tp", config_of("transformer", lora_rank=2))
     its = layout_on("4x2", "fsdp_tp", config_of("transformer"))
@@ -285,9 +287,23 @@ def test_the_reference_of_an_adapter_takes_no_memory_for_weights():
     state, example = step.abstract_state(), {name: rows[0] for name, rows in BATCH.items()}
     lowered = step.lower(state, example)
     held = report.bytes_per_device((state, layout.abstract_batch(example)))
-    used = report.memory(lowered.compile(compiler_options=QUICK)).argument_size_in_bytes
+    compiled = lowered.compile(compiler_options=dict(QUICK))  # pyright: ignore
+    used = report.memory(compiled).argument_size_in_bytes
     base = report.bytes_per_device(its.variables())
     assert held <= used < held + 0.01 * base
+
+
+@pytest.mark.full
+def test_a_tuned_model_is_published_with_its_own_command(tune, tmp_path, quick):
+    tune("--mesh=1", "--steps=1", f"--workdir={tmp_path / 'w'}")
+    source, target = tmp_path / "w", tmp_path / "published"
+    flags = [f"--source={source}", f"--target={target}", "--licence=mit", "--mesh=1"]
+    publish.main(*(parse(flags, publish.Publish()) or []))
+    card = (target / "README.md").read_text()
+    assert re.search("`python -m recipes.dpo --mesh=1 .*--restore_from=path/to/model", card)
+    assert re.search(r"Held out \| accuracy [\d.]+, kl .*reward_rejected [-\d.e]+ \|", card)
+    kept = json.loads((target / "probe.json").read_text())
+    assert {*kept["batch"]} == {"tokens", "targets"}
 
 
 def test_a_plan_counts_both_models(tune, tmp_path):

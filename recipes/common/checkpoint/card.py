@@ -11,6 +11,7 @@ import shlex
 from typing import Any
 
 from data import hub
+from recipes.common.checkpoint import probe
 from recipes.common.entries import ENTRIES
 from recipes.common.runtime import describe, quote
 from recipes.common.storage import folders, jsonl
@@ -27,7 +28,15 @@ LICENCES = {  # for datasets that come with the zoo or with Python
 # Flags that change no result: locations, logging, sampling.
 OMITTED_FLAGS = {
     *("workdir", "log_every", "checkpoint_every", "keep_checkpoints", "verify"),
-    *("num_processes", "process_id", "coordinator", "prompt", "sample_bytes", "chat"),
+    *(
+        "num_processes",
+        "process_id",
+        "coordinator",
+        "prompt",
+        "sample_bytes",
+        "sample_rules",
+        "chat",
+    ),
     *("temperature", "eval_every", "keep_best", "tensorboard", "wandb", "profile", "plan"),
     "platform",
 }
@@ -143,7 +152,8 @@ def command(metadata: dict[str, Any]) -> str:
         for one in (value if isinstance(value, (list, tuple)) else [value])  # --set may be repeated
         if one != ""
     ]
-    return " ".join([f"python -m recipes.{metadata['entry']}", *given])
+    recipe = metadata.get("recipe", metadata["entry"])
+    return " ".join([f"python -m recipes.{recipe}", *given])
 
 
 def shown(value: Any) -> str:
@@ -164,7 +174,7 @@ def text(name: str, ours: bool, metadata: dict[str, Any], hashes: dict[str, list
     facts = metadata["published"]
     # The flags that determine its held-out metrics.
     given = [f"--{k}={shlex.quote(shown(v))}" for k, v in metadata["flags"].items()
-             if k in ("dataset", "eval_dataset", "seq_len") and v]  # fmt: skip
+             if k in ("dataset", "eval_dataset", "seq_len") and v and not of_pairs(metadata)]  # fmt: skip
     restore_from = f"--restore_from={'' if ours else 'path/to/'}{name}"
     evaluate = " ".join([f"python -m recipes.{metadata['entry']} {restore_from} --steps=0", *given])
     rounded = "matmul weights, when published; held-out figures are from before"
@@ -213,6 +223,7 @@ def origin(metadata: dict[str, Any], facts: dict[str, Any]) -> dict[str, str]:
     data, began = metadata["data"], base(metadata)
     asked = metadata["flags"].get("steps", metadata["step"])
     minutes, seconds = divmod(round(facts["train_seconds"]), 60)
+    unit = "" if of_pairs(metadata) else f" ({facts['unit']})"
     return {
         "Parameters": f"{facts['parameters']:,}, {facts['dtype']}",
         "Base model": in_words(began),
@@ -221,16 +232,21 @@ def origin(metadata: dict[str, Any], facts: dict[str, Any]) -> dict[str, str]:
         "Data": f"{shown(data['dataset'])}, fingerprint `{data['fingerprint']}`",
         "Steps": f"{metadata['step']:,}" + (f" of {asked:,}" if asked != metadata["step"] else ""),
         "Time": f"{minutes} min {seconds} s for the steps" if facts["train_seconds"] else "unknown",
-        "Held out before": in_numbers(facts, "held_out_before") if began else "",
-        "Held out": in_numbers(facts, "held_out"),
+        "Held out before": in_numbers(facts, "held_out_before", unit) if began else "",
+        "Held out": in_numbers(facts, "held_out", unit),
     }
 
 
-def in_numbers(facts: dict[str, Any], which: str) -> str:
+def of_pairs(metadata: dict[str, Any]) -> bool:
+    """Whether its metrics are those of pairs, and in no unit."""
+    return metadata.get("recipe") == probe.PAIRS
+
+
+def in_numbers(facts: dict[str, Any], which: str, unit: str) -> str:
     """Formats held-out metrics, without numbered ones such as load_7."""
     metrics = {key: value for key, value in facts.get(which, {}).items() if not key[-1].isdigit()}
     listed = ", ".join(f"{key} {value:,.7g}" for key, value in metrics.items())
-    return f"{listed} ({facts['unit']})" if listed else "not measured"
+    return f"{listed}{unit}" if listed else "not measured"
 
 
 def in_its_words(facts: dict[str, Any]) -> list[str]:

@@ -10,7 +10,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from data import batches, text
+from data import batches, pairs, text
 from data.tokenizer import Tokenizer
 from recipes.common import entries
 from recipes.common.runtime import UserError, describe
@@ -18,6 +18,7 @@ from recipes.common.sharding import Layout, Tree
 
 ROWS = 8  # batch size, divisible by eight devices
 TOKENS = 64  # longest context, except for conversations
+PAIRS = "dpo"  # the recipe that trains on preference pairs
 
 
 def batch(metadata: dict[str, Any], tokenizer: Tokenizer | None = None) -> dict[str, np.ndarray]:
@@ -30,6 +31,11 @@ def batch(metadata: dict[str, Any], tokenizer: Tokenizer | None = None) -> dict[
     """
     # The config overrides flags: 0 means the config's default.
     flags = metadata["flags"] | metadata["config"] | {"tokenizer": tokenizer}
+    if metadata.get("recipe") == PAIRS:  # chosen answers
+        names = ("dataset", "seq_len", "tokenizer", "eval_dataset", "as_chat")
+        rows = pairs.load(**{name: flags[name] for name in names})
+        found = next(batches.held_out_batches(rows, ROWS))
+        return {name: found[name] for name in ("tokens", "targets")}
     # Conversations are not cut: only answers are targets, and they may start late.
     if "seq_len" in flags and "template" not in metadata["data"]:
         flags["seq_len"] = min(TOKENS, flags["seq_len"])

@@ -36,6 +36,7 @@ class RunFolder:
     damaged: dict[int, str]  # step → damage of checkpoints newer than `newest`
     changed: dict[str, Any]  # flags that differ from the original run → their values then
     locks: list[lock.Lock]  # on process 0 only; empty until the folder exists
+    recipe: str = ""  # that trains; empty: the entry's own
 
     @property
     def start(self) -> Source | None:
@@ -72,7 +73,7 @@ class RunFolder:
             taken.close()
 
 
-def open_run(entry: str, run: Run, *groups) -> RunFolder:
+def open_run(entry: str, run: Run, *groups, recipe: str = "") -> RunFolder:
     """Finds the checkpoint that the run resumes or starts from; process 0 takes the folder's lock.
 
     Every process must call this.
@@ -80,6 +81,7 @@ def open_run(entry: str, run: Run, *groups) -> RunFolder:
     Args:
       groups: the recipe's other flag dataclasses; `base` and `lora_rank` are among their fields if
         it can train adapters.
+      recipe: that trains; empty: the entry's own.
 
     Raises UserError if --workdir can't be used for this run, or --restore_from is not a checkpoint
     of the entry.
@@ -122,6 +124,7 @@ def open_run(entry: str, run: Run, *groups) -> RunFolder:
         damaged=damaged,
         changed=changed,
         locks=locks,
+        recipe=recipe,
     )
 
 

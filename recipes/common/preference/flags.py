@@ -27,14 +27,14 @@ class Pairs:
     )  # fmt: skip
     seq_len: int = flag(128, "Tokens of a prompt with an answer.", "data", at_least=2)
 
-    chat: bool = flag(
+    as_chat: bool = flag(
         False, "Give prompts and answers that are texts to the model as messages, in its chat template.",
         "data",
     )  # fmt: skip
 
     def load(self, tokenizer: Tokenizer) -> Dataset:
         """Loads the pairs. Raises DataError if they can't be found or read."""
-        return pairs.load(self.dataset, self.seq_len, tokenizer, self.eval_dataset, self.chat)
+        return pairs.load(self.dataset, self.seq_len, tokenizer, self.eval_dataset, self.as_chat)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -53,7 +53,8 @@ REPEATS = {None: (False, False), "none": (False, False), "dots": (False, True)}
 LANES = 128  # of a TPU's vectors: heads of 64 take as much memory as those of 128
 MATRIX_UNITS = {"TPU v6 lite": 256, "TPU7x": 256}  # width of heads that fill one; others: LANES
 LOGITS = 4  # times that float32 logits are written or read, forward and backward
-OVERLAPPED = ("compute", "memory", "links", "network", "host")  # keys of Estimate.seconds
+CAUSES = ("links", "network", "waiting", "bubble", "compute", "memory", "update", "host", "ends")
+OVERLAPPED = ("compute", "memory", "links", "network", "host")  # some of CAUSES
 
 
 class Estimate(NamedTuple):
@@ -68,7 +69,7 @@ class Estimate(NamedTuple):
     links: float  # bytes sent to devices of the same slice or node
     network: float  # bytes sent to devices of other slices or nodes
     operations: dict[str, float]  # kind of operation, a field of Factors → seconds of computing
-    seconds: dict[str, float]  # cause → seconds
+    seconds: dict[str, float]  # one of CAUSES → seconds
     useful: float  # FLOPs of all devices, without recomputation
     optimizer: str
 
@@ -136,39 +137,29 @@ def estimate(
     hardware = devices.hardware
     sent = transfers(layout, accumulate, repeats=True) + of_optimizer(layout, optimizer, offload)
     links, network, seconds = _sending(layout, devices, sent)
-    work = _work(layout)
-    factors = FACTORS.get(devices.kind, LOWER_BOUND)
-    lengthened = 1 + factors.fill / layout.shape.embed
-    sizes_of_weights, shape = weights(layout), layout.shape
-    waves = accumulate
-    seconds["bubble"] = 0.0
-    matmuls = work.matmuls / hardware.peak + work.low / hardware.rate(shape.matmul or "")
+    work, shape, sizes = _work(layout), layout.shape, weights(layout)
     repeats_matmuls, _ = REPEATS.get(shape.remat, (True, True))
     passes = 4 if repeats_matmuls else 3
     activations = _activations(layout, passes) / hardware.bandwidth
-    operations = {
-        "matmul": factors.matmul * lengthened * matmuls / devices.count,
-        "attention": factors.attention * work.attention / hardware.peak / devices.count,
-        "elementwise": factors.elementwise * activations,
-        "copy": factors.copy * activations,
-    }
+    operations = _operations(layout, devices, work, activations)
     seconds["compute"] = sum(operations.values())
+    waves = accumulate
     if layout.stages > 1:
         rows = layout.batch_size // accumulate // layout.batch_shards
         count = microbatches(layout.config, rows, layout.stages)
         waves *= count
         idle = (layout.stages - 1) / count
         seconds["bubble"] = seconds["compute"] * idle
-    read = sizes_of_weights.layer * shape.num_layers / layout.stages * passes * waves
+    read = sizes.layer * shape.num_layers / layout.stages * passes * waves
     seconds["memory"] = read / hardware.bandwidth + activations
     host = on_host(layout, accumulate, offload, optimizer)
     seconds["host"] = 2 * accumulate * host.get("saved activations", 0) / hardware.host
     # Gradients, parameters and moments are read; all but the gradients are written.
-    updated = 3 * sizes_of_weights.state + 2 * moments(sizes_of_weights, optimizer)
+    updated = 3 * sizes.state + 2 * moments(sizes, optimizer)
     seconds["update"] = max(updated / hardware.bandwidth, host.get("optimizer", 0) / hardware.host)
     seconds["update"] += optimizer_flops(layout, optimizer, offload) / hardware.peak
     seconds["ends"] = max(seconds["links"], seconds["network"]) / shape.num_layers
-    memory = memory_parts(layout, accumulate, offload=offload, optimizer=optimizer)
+    memory = memory_parts(layout, accumulate, offload=offload, optimizer=optimizer, sizes=sizes)
     return Estimate(
         layout,
         devices,
@@ -192,7 +183,7 @@ def _sending(
     sizes = dict(layout.mesh.shape)
     parts = slices.across(sizes, devices.groups)
     links = network = 0.0
-    seconds: dict[str, float] = dict.fromkeys(("links", "network", "waiting"), 0.0)
+    seconds: dict[str, float] = dict.fromkeys(CAUSES, 0.0)
     for transfer in sent:
         inside, outside = transfer.over_links(sizes, parts)
         links, network = links + inside, network + outside
@@ -213,6 +204,25 @@ class Work(NamedTuple):
     matmuls: float  # besides attention's and those in low precision
     low: float  # in low precision
     attention: float
+
+
+def _operations(
+    layout: Layout, devices: Devices, work: Work, activations: float
+) -> dict[str, float]:
+    """Kind of operation → seconds of computing.
+
+    Args:
+      activations: seconds to write and read them all.
+    """
+    factors, hardware = FACTORS.get(devices.kind, LOWER_BOUND), devices.hardware
+    lengthened = 1 + factors.fill / layout.shape.embed
+    matmuls = work.matmuls / hardware.peak + work.low / hardware.rate(layout.shape.matmul or "")
+    return {
+        "matmul": factors.matmul * lengthened * matmuls / devices.count,
+        "attention": factors.attention * work.attention / hardware.peak / devices.count,
+        "elementwise": factors.elementwise * activations,
+        "copy": factors.copy * activations,
+    }
 
 
 def _work(layout: Layout) -> Work:
