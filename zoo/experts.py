@@ -179,7 +179,7 @@ def mix(x_BTD, config, positions: Positions, *, route, expert, weights) -> tuple
         expert, operands, axes = of_experts(expert, split, capacity, weights, axes, x_BTD.dtype)
     if capacity is None:
         slots = T  # enough for any choice
-        compute = functools.partial(dropless, expert, split)
+        compute = functools.partial(dropless, expert, split, bool(config.matmul))
     else:
         slots = min(T, math.ceil(capacity * T * config.experts_per_token / E))
         compute = functools.partial(by_capacity, expert, split, E, slots)
